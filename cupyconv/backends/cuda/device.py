@@ -1,0 +1,47 @@
+"""The seam between the CUDA backend and a GPU: the few things a plan needs of a device.
+
+Two implementations exist: `cupy_device.CupyDevice`, and a device in the tests that compiles the same
+kernels for the host.  Everything above this line is executed by every test run, GPU or none.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+
+from cupyconv.plan import Kernel
+
+
+class Device(Protocol):
+    """One CUDA device, as the backend sees it.  All work is enqueued on the caller's current stream."""
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Make this device the current one for the length of a ``with`` block."""
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """An uninitialised C-ordered array of this device's array type."""
+
+    def convert(self, array: Any, dtype: np.dtype) -> Any:
+        """`array` in another dtype, C-ordered."""
+
+    def pointer(self, array: Any) -> int:
+        """The address of the array's first element (index 0 along every axis)."""
+
+    def launch(
+        self, kernel: Kernel, grid: tuple[int, int, int], block: int, params: np.ndarray, shared_bytes: int
+    ) -> None:
+        """Launch a kernel whose only parameter is `params`, a 0-d structured array passed by value."""
+
+    def gemm_strided_batched(
+        self,
+        transa: int, transb: int, m: int, n: int, k: int,
+        alpha: int, a: int, a_type: int, lda: int, stride_a: int,
+        b: int, b_type: int, ldb: int, stride_b: int,
+        beta: int, c: int, c_type: int, ldc: int, stride_c: int,
+        batch: int, compute_type: int,
+    ) -> None:  # fmt: skip
+        """``cublasGemmStridedBatchedEx``, argument for argument: column-major, `alpha`, `beta`, `a`, `b`
+        and `c` are addresses (the first two on the host), types are cudaDataType_t, operations are
+        0 (none), 1 (transpose); the algorithm is the library's default."""

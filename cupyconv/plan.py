@@ -1,0 +1,253 @@
+"""The decision: what will run, as data.
+
+A `Plan` is a small program over named buffers, made of ints and strings only.  Planning writes it,
+a backend executes it, `explain` prints it; none of them needs the other two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+
+@dataclass(frozen=True)
+class Address:
+    """A place in a named buffer: an argument (``"x[0]"``, ``"weight"``, ``"out"``) or workspace."""
+
+    buffer: str
+    offset: int = 0  # bytes
+
+    def __str__(self) -> str:
+        return self.buffer + (f"+{self.offset:,}B" if self.offset else "")
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Workspace the plan asks for; lives until its last step has been enqueued."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """An argument whose dtype is not the one computed with: converted before the first step."""
+
+    buffer: str
+    source: str
+    target: str
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"convert  {self.buffer}: {self.source} -> {self.target} ({_bytes(self.nbytes)})"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One compiled variant: ``kernels/<name>.cu`` specialised by ``-D`` macros, entry point `name`."""
+
+    name: str
+    macros: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name}<{', '.join(value for _, value in self.macros)}>"
+
+
+@dataclass(frozen=True)
+class KernelLaunch:
+    """One kernel launch.  `params` fills the kernel's one parameter struct, field by field."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    block: int
+    params: tuple[tuple[str, Any], ...]
+    shared_bytes: int = 0
+    purpose: str = ""
+
+    def __str__(self) -> str:
+        return (
+            f"kernel   {self.kernel}  grid {self.grid}  block ({self.block}, 1, 1)"
+            f"  shared {self.shared_bytes:,} B  {self.purpose}"
+        ).rstrip()
+
+    @property
+    def shape_of_work(self) -> object:
+        """What must agree for two launches to print as one line."""
+        return self.kernel, self.purpose
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One operand of a batched GEMM, row-major: `rows x columns` lies in memory with leading
+    dimension `ld`, or transposed (``columns x rows``) where `transposed`.  Element strides."""
+
+    at: Address
+    ld: int
+    stride: int
+    transposed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.at}{'ᵀ' if self.transposed else ''} ld {self.ld} stride {self.stride}"
+
+
+@dataclass(frozen=True)
+class GemmCall:
+    """``C[i] = A[i] @ B[i] + beta * C[i]`` for `batch` matrices in one cuBLAS call, row-major.
+
+    ::
+
+             n              k              n
+          m [ C ]   =    m [ A ]   x    k [ B ]      A.stride = 0 where the weight is shared
+    """
+
+    m: int
+    n: int
+    k: int
+    a: Matrix
+    b: Matrix
+    c: Matrix
+    batch: int
+    dtype: str  # of A and B
+    c_dtype: str
+    compute: str  # "float32", "tf32" or "float64"
+    beta: int = 0
+    purpose: str = ""
+
+    def __str__(self) -> str:
+        return (
+            f"gemm     m {self.m}  n {self.n}  k {self.k}  batch {self.batch}  {self.dtype} -> {self.c_dtype}"
+            f" ({self.compute} compute, beta {self.beta})  {self.purpose}\n"
+            f"           A {self.a}\n           B {self.b}\n           C {self.c}"
+        )
+
+    @property
+    def shape_of_work(self) -> object:
+        return self.dtype, self.c_dtype, self.compute, self.beta, self.purpose
+
+
+@dataclass(frozen=True)
+class BlockLoop:
+    """The NumPy backend's one step: a loop over blocks of samples and of output rows.
+
+    Each block's columns, products and epilogue stay in cache; `threads` blocks are in flight.
+    """
+
+    body: str  # "columns", "views" or "taps"
+    samples: int  # samples a block
+    rows: int  # output rows (of the flattened depth x height axes) a block
+    blocks: int
+    threads: int
+    m: int
+    n: int
+    k: int
+    purpose: str = ""
+
+    def __str__(self) -> str:
+        return (
+            f"loop     {self.body}  {self.blocks} blocks of {self.samples} sample(s) x {self.rows} row(s)"
+            f"  matmul m {self.m}  n {self.n}  k {self.k}  threads {self.threads}  {self.purpose}"
+        ).rstrip()
+
+    @property
+    def shape_of_work(self) -> object:
+        return self
+
+
+Step = Union[KernelLaunch, GemmCall, BlockLoop]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a call would run, and why.
+
+    Printing a plan gives a page for people; its fields are for programs.
+
+    Attributes
+    ----------
+    method : str
+        ``"direct"`` or ``"gemm"``.
+    backend : str
+        ``"numpy"`` or ``"cuda"``.
+    device : str
+        The processor planned for, in words.
+    steps : tuple
+        Launches and GEMM calls, in order.
+    workspace_bytes : int
+        Bytes allocated beyond the result.
+    flops, bytes_moved : int
+        Floating-point operations, and bytes the steps read and write.
+    bound : str
+        What limits it: ``"memory"``, ``"arithmetic"`` or ``"launch"``.
+    rejected : tuple of (method, reason)
+        The methods not taken.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyconv
+    >>> x, w = np.ones((1, 3, 8, 8)), np.ones((4, 3, 3, 3))
+    >>> plan = cupyconv.explain(cupyconv.conv, x, w)
+    >>> plan.method, plan.backend, plan.flops
+    ('gemm', 'numpy', 7776)
+    """
+
+    method: str
+    backend: str
+    device: str
+    problem: str
+    result: str
+    steps: tuple[Step, ...]
+    flops: int
+    bytes_moved: int
+    minimal_bytes: int
+    bound: str
+    rejected: tuple[tuple[str, str], ...] = ()
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+    conversions: tuple[Conversion, ...] = ()
+    workspace: tuple[Buffer, ...] = ()
+    workspace_bytes: int = field(init=False)
+
+    #: Every workspace buffer starts on this boundary.
+    ALIGNMENT = 256
+
+    def __post_init__(self) -> None:
+        used = sum(-(-b.nbytes // self.ALIGNMENT) * self.ALIGNMENT for b in self.workspace)
+        object.__setattr__(self, "workspace_bytes", used + sum(c.nbytes for c in self.conversions))
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.problem}",
+            f"  result    {self.result}",
+            f"  method    {self.method} on {self.backend} ({self.device})" + (f": {self.reason}" if self.reason else ""),
+            f"  work      {self.flops:,} FLOP, {_bytes(self.bytes_moved)} moved"
+            f" (at the least {_bytes(self.minimal_bytes)}); bound by {self.bound}",
+            f"  workspace {_bytes(self.workspace_bytes)}"
+            + "".join(f"; {b.name} {_bytes(b.nbytes)}" for b in self.workspace),
+            "  steps",
+        ]
+        lines += [f"    {conversion}" for conversion in self.conversions]
+        for period, count in _folded(self.steps):
+            lines += [f"    {line}" for step in period for line in str(step).split("\n")]
+            if count > 1:
+                lines.append(f"    ... and so on for {count - 1} more chunks, {(count - 1) * len(period)} steps")
+        if not self.steps:
+            lines.append("    (nothing to run: the result is empty)")
+        lines += [f"  not {method}: {reason}" for method, reason in self.rejected]
+        lines += [f"  note      {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def _folded(steps: tuple[Step, ...]) -> list[tuple[tuple[Step, ...], int]]:
+    """Steps as (period, count): chunks that differ only in addresses and sizes print once."""
+    kinds = [step.shape_of_work for step in steps]
+    for length in range(1, len(steps) // 2 + 1):
+        if len(steps) % length == 0 and kinds == kinds[:length] * (len(steps) // length) and len(steps) // length > 1:
+            return [(steps[:length], len(steps) // length)]
+    return [((step,), 1) for step in steps]
+
+
+def _bytes(n: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return f"{n} B"

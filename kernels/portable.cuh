@@ -1,0 +1,21 @@
+// What differs between a GPU compiler and a host compiler, and nothing else.
+//
+// The kernels are compiled by NVRTC for GPUs and, in the tests, by a host C++ compiler against
+// cuda_on_host.h, which defines __global__, threadIdx, __syncthreads and the rest as ordinary C++.
+// Shared memory is the one thing that no macro of CUDA's own can give a host compiler.
+#pragma once
+
+#ifdef CUPYCONV_HOST
+#include "cuda_on_host.h"  // defines SHARED_ARRAY and DYNAMIC_SHARED too
+#else
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+// T name[count] in static shared memory.
+#define SHARED_ARRAY(T, name, count) __shared__ T name[count]
+
+// T* name: the launch's dynamic shared memory, 16-byte aligned.
+#define DYNAMIC_SHARED(T, name)                                              \
+    extern __shared__ __align__(16) unsigned char name##_dynamic_shared_[];  \
+    T* const name = reinterpret_cast<T*>(name##_dynamic_shared_)
+#endif
