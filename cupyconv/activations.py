@@ -1,0 +1,94 @@
+"""The one table of activation functions: names, parameters, codes.
+
+The code is what reaches a CUDA kernel (``kernels/activation.cuh`` switches on it at run time); the
+NumPy backend looks its function up by name.  Both are tested against the same definitions.
+
+======================= ======================================= ==========================
+name                    f(v)                                    parameters (default)
+======================= ======================================= ==========================
+relu                    max(v, 0)
+relu6                   min(max(v, 0), 6)
+leaky_relu              v if v >= 0 else alpha v                alpha (0.01)
+clip                    min(max(v, low), high)                  low, high (required)
+elu                     v if v >= 0 else alpha (exp(v) - 1)     alpha (1)
+sigmoid                 1 / (1 + exp(-v))
+hard_sigmoid            min(max(alpha v + beta, 0), 1)          alpha (0.2), beta (0.5)
+hardswish               v min(max(v / 6 + 1/2, 0), 1)
+tanh                    tanh(v)
+gelu                    v (1 + erf(v / sqrt 2)) / 2
+gelu_tanh               gelu, erf approximated through tanh
+silu                    v sigmoid(v)
+mish                    v tanh(softplus(v))
+softplus                log(1 + exp(v))
+======================= ======================================= ==========================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+#: name -> (code in kernels/activation.cuh, default parameters; None marks a required one)
+TABLE: dict[str, tuple[int, tuple[float | None, ...]]] = {
+    "relu": (1, ()),
+    "relu6": (2, ()),
+    "leaky_relu": (3, (0.01,)),
+    "clip": (4, (None, None)),
+    "elu": (5, (1.0,)),
+    "sigmoid": (6, ()),
+    "hard_sigmoid": (7, (0.2, 0.5)),
+    "hardswish": (8, ()),
+    "tanh": (9, ()),
+    "gelu": (10, ()),
+    "gelu_tanh": (11, ()),
+    "silu": (12, ()),
+    "mish": (13, ()),
+    "softplus": (14, ()),
+}
+
+#: Of the recurrent functions only; a convolution refuses them.
+RECURRENT_ONLY = ("affine", "thresholded_relu", "scaled_tanh", "softsign")
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A resolved activation: its name, its code and up to two parameters."""
+
+    name: str
+    code: int
+    alpha: float = 0.0
+    beta: float = 0.0
+
+    def __bool__(self) -> bool:
+        return self.code != 0
+
+    def __str__(self) -> str:
+        return self.name
+
+
+IDENTITY = Activation("none", 0)
+
+
+def resolve_activation(activation: Any) -> Activation:
+    """``None``, a name, or a tuple ``(name, parameters...)`` as an `Activation`; else an error."""
+    if activation is None:
+        return IDENTITY
+    name, *given = activation if isinstance(activation, (tuple, list)) and activation else (activation,)
+    if not isinstance(name, str):
+        raise TypeError(f"activation must be None, a name or a tuple (name, parameters...), not {activation!r}")
+    if name in RECURRENT_ONLY:
+        raise ValueError(f"activation {name!r} belongs to the recurrent functions; here: {', '.join(TABLE)}")
+    if name not in TABLE:
+        raise ValueError(f"unknown activation {name!r}; known are {', '.join(TABLE)}")
+    code, defaults = TABLE[name]
+    required = sum(default is None for default in defaults)
+    if not required <= len(given) <= len(defaults):
+        raise ValueError(f"activation {name!r} takes {required} to {len(defaults)} parameters, given {len(given)}")
+    try:
+        values = [float(value) for value in given]
+    except (TypeError, ValueError):
+        raise TypeError(f"activation parameters must be numbers, given {given!r}") from None
+    values += [default for default in defaults[len(values) :] if default is not None]
+    if name == "clip" and not values[0] <= values[1]:
+        raise ValueError(f"activation 'clip' needs low <= high, given {values[0]} and {values[1]}")
+    return Activation(name, code, *values)

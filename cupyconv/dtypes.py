@@ -1,0 +1,65 @@
+"""The dtypes of the library: which there are, how they promote, and in which one sums are kept.
+
+Below the public functions a dtype is its name, so that plans stay printable and hashable and
+bfloat16 needs no package until an array of it turns up.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
+
+_REAL_PART = {"complex64": "float32", "complex128": "float64"}
+
+
+def check_dtype(name: str, dtype: np.dtype) -> None:
+    """Refuse a dtype that the library does not compute in, naming the argument and the way out."""
+    if dtype.name in ITEMSIZE:
+        return
+    hint = " (convert it first: array.astype(numpy.float32))" if dtype.kind in "biu" else ""
+    raise TypeError(f"{name} has dtype {dtype.name}; supported are {', '.join(ITEMSIZE)}{hint}")
+
+
+def promote(*dtypes: np.dtype) -> np.dtype:
+    """The common dtype, by NumPy's rules, in native byte order."""
+    return np.result_type(*dtypes).newbyteorder("=")
+
+
+def dtype_from_name(name: str) -> np.dtype:
+    """The NumPy dtype of a name in `ITEMSIZE`."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def is_complex(name: str) -> bool:
+    return name in _REAL_PART
+
+
+def real_part(name: str) -> str:
+    """The dtype of one component: float32 for complex64, a real dtype itself."""
+    return _REAL_PART.get(name, name)
+
+
+def accumulator(name: str) -> str:
+    """The dtype sums are kept in.
+
+    A 16-bit type holds 8 to 11 significant bits: a sum of a few hundred products kept in it has none
+    left.  Products of two 16-bit numbers are exact in float32, so that is where they are added; the
+    result is rounded once.  Wider types add in themselves.
+    """
+    return "float32" if ITEMSIZE[name] == 2 else name
+
+
+def operand_dtypes(xs: list[np.dtype], weight: np.dtype, result: np.dtype) -> tuple[str, str]:
+    """The dtypes that images and weight are computed in.
+
+    Both have the precision of `result`; where only one side is complex, the other stays real, which
+    halves the arithmetic of a full complex product.
+    """
+    x = result.name if any(d.kind == "c" for d in xs) else real_part(result.name)
+    w = result.name if weight.kind == "c" else real_part(result.name)
+    return x, w

@@ -1,0 +1,260 @@
+"""The problem: what is to be convolved, as ints, validated once.
+
+Everything below this file is written for three spatial axes.  A 1-D or 2-D problem becomes 3-D here,
+by axes of length 1 in front, and nothing below asks how many there were.  All derived sizes are
+computed here and nowhere else.
+
+::
+
+    size      |<----------------------- n ----------------------->|
+    before -> |..|                                             |..| <- after
+              [k   k   k]                one window: taps dilation apart, `span` wide
+                  [k   k   k]            the next one: stride further
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Sequence
+
+from cupyconv.padding import PADDING_MODES, per_axis, resolve_padding
+
+Triple = tuple[int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """Windows sliding over images: the geometry of columns, and half of a convolution's.
+
+    `channels` has one entry per input array: several stand for their concatenation.
+    """
+
+    batch: int
+    channels: tuple[int, ...]
+    size: Triple
+    kernel: Triple
+    stride: Triple
+    before: Triple
+    after: Triple
+    dilation: Triple
+    padding_mode: str
+    rank: int
+
+    @property
+    def in_channels(self) -> int:
+        return sum(self.channels)
+
+    @property
+    def channel_offsets(self) -> tuple[int, ...]:
+        """Where each input's channels begin in the concatenation."""
+        return tuple(sum(self.channels[:i]) for i in range(len(self.channels)))
+
+    @property
+    def span(self) -> Triple:
+        """Extent of the dilated kernel: dilation is counted here, and only here."""
+        return tuple(d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel))  # type: ignore[return-value]
+
+    @property
+    def out_size(self) -> Triple:
+        return tuple(  # type: ignore[return-value]
+            (n + a + b - span) // s + 1
+            for n, a, b, span, s in zip(self.size, self.before, self.after, self.span, self.stride)
+        )
+
+    @property
+    def taps(self) -> int:
+        return prod(self.kernel)
+
+    @property
+    def pixels(self) -> int:
+        """Output pixels of one sample."""
+        return prod(self.out_size)
+
+    @property
+    def is_pointwise(self) -> bool:
+        """A 1x1 kernel that reads every pixel once, where it lies."""
+        return self.taps == 1 and self.stride == (1, 1, 1) and self.before == self.after == (0, 0, 0)
+
+    def spatial(self, triple: Sequence[int]) -> tuple[int, ...]:
+        """The caller's axes of a triple."""
+        return tuple(triple[3 - self.rank :])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvGeometry(Windows):
+    """A convolution: windows, and a weight that maps each to `out_channels` numbers.
+
+    ::
+
+        y[n, o, p]  =  sum over c, t of   weight[o, c, t] * x[n, first(o) + c, window(p, t)]
+                       first(o) = o // group_outputs * group_channels
+    """
+
+    out_channels: int
+    groups: int
+
+    @property
+    def group_channels(self) -> int:
+        return self.in_channels // self.groups
+
+    @property
+    def group_outputs(self) -> int:
+        return self.out_channels // self.groups
+
+    @property
+    def reduction(self) -> int:
+        """Products summed for one output: K of the GEMM, channels of a group times taps."""
+        return self.group_channels * self.taps
+
+    @property
+    def is_depthwise(self) -> bool:
+        return self.group_channels == 1 and self.groups > 1
+
+    @property
+    def products(self) -> int:
+        """Multiply-adds of the whole convolution."""
+        return self.batch * self.out_channels * self.pixels * self.reduction
+
+    def __str__(self) -> str:
+        image = "x".join(map(str, self.spatial(self.size))) or "1"
+        kernel = "x".join(map(str, self.spatial(self.kernel))) or "1"
+        merged = f" (merged from {'+'.join(map(str, self.channels))})" if len(self.channels) > 1 else ""
+        words = [
+            f"conv {self.in_channels}{merged} -> {self.out_channels} channels, kernel {kernel}"
+            f" on {self.batch} x {image}"
+        ]
+        for name, value, usual in (("stride", self.stride, 1), ("dilation", self.dilation, 1)):
+            if any(v != usual for v in value):
+                words.append(f"{name} {self.spatial(value)}")
+        if any(self.before + self.after):
+            pairs = tuple(zip(self.spatial(self.before), self.spatial(self.after)))
+            words.append(f"padding {pairs} {self.padding_mode}")
+        if self.groups > 1:
+            words.append(f"groups {self.groups}")
+        return ", ".join(words)
+
+
+def conv_geometry(
+    x_shapes: Sequence[tuple[int, ...]],
+    weight_shape: tuple[int, ...],
+    *,
+    stride: Any,
+    padding: Any,
+    padding_mode: str,
+    dilation: Any,
+    groups: Any,
+) -> ConvGeometry:
+    """Validate a convolution's shapes and settings; every refusal names what was given and needed."""
+    rank = len(weight_shape) - 2
+    if not 1 <= rank <= 3:
+        raise ValueError(
+            f"weight has {len(weight_shape)} axes, needed 3 to 5: (C_out, C_in // groups, *kernel) with"
+            f" 1 to 3 spatial axes; given shape {weight_shape}"
+        )
+    batch, channels, size = _common_image(x_shapes, rank)
+    groups = _positive("groups", groups)
+    out_channels, weight_channels = weight_shape[:2]
+    if out_channels % groups:
+        raise ValueError(f"groups {groups} does not divide the weight's {out_channels} output channels")
+    if sum(channels) % groups:
+        raise ValueError(f"groups {groups} does not divide the {_counted(channels)}")
+    if sum(channels) // groups != weight_channels:
+        needed = weight_channels * groups
+        raise ValueError(
+            f"weight of shape {weight_shape} with groups={groups} takes {needed} input channels,"
+            f" given {_counted(channels)}"
+        )
+    windows = _windows(size, weight_shape[2:], stride, padding, padding_mode, dilation)
+    return ConvGeometry(batch=batch, channels=channels, out_channels=out_channels, groups=groups, **windows)
+
+
+def window_geometry(
+    x_shapes: Sequence[tuple[int, ...]], kernel_shape: Any, *, stride: Any, padding: Any, dilation: Any
+) -> Windows:
+    """Validate the geometry of columns: `x_shapes` are (N, C, *spatial)."""
+    rank = len(x_shapes[0]) - 2
+    if not 1 <= rank <= 3:
+        raise ValueError(f"x has {rank + 2} axes, needed 3 to 5: (N, C, *spatial) with 1 to 3 spatial axes")
+    kernel = per_axis("kernel_shape", kernel_shape, rank, 1)
+    batch, channels, size = _common_image(x_shapes, rank)
+    windows = _windows(size, kernel, stride, padding, "constant", dilation)
+    return Windows(batch=batch, channels=channels, **windows)
+
+
+def pointwise_geometry(x_shapes: Sequence[tuple[int, ...]], weight_shape: tuple[int, ...]) -> ConvGeometry:
+    """The geometry of a merge: images with 0 to 3 spatial axes, weight (C_out, sum of the C_i)."""
+    if len(weight_shape) != 2:
+        raise ValueError(f"weight of linmerge has shape (C_out, sum of C_i), two axes; given {weight_shape}")
+    rank = len(x_shapes[0]) - 2
+    batch, channels, size = _common_image(x_shapes, rank)
+    if sum(channels) != weight_shape[1]:
+        raise ValueError(f"weight of shape {weight_shape} takes {weight_shape[1]} channels, given {_counted(channels)}")
+    ones = (1,) * rank
+    windows = _windows(size, ones, ones, 0, "constant", ones)
+    return ConvGeometry(batch=batch, channels=channels, out_channels=weight_shape[0], groups=1, **windows)
+
+
+def _common_image(shapes: Sequence[tuple[int, ...]], rank: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Batch, channels of each input, and spatial size of images that must agree in all but channels."""
+    label = (lambda i: "x") if len(shapes) == 1 else (lambda i: f"x[{i}]")
+    for i, shape in enumerate(shapes):
+        if len(shape) != rank + 2:
+            raise ValueError(
+                f"{label(i)} has shape {shape}, needed {rank + 2} axes: (N, C, *spatial) with {rank} spatial"
+            )
+    batch, size = shapes[0][0], shapes[0][2:]
+    for i, shape in enumerate(shapes):
+        if shape[0] != batch or shape[2:] != size:
+            raise ValueError(
+                f"inputs must agree in all but the channel axis: x[0] has shape {shapes[0]}, x[{i}] has {shape}"
+            )
+    return batch, tuple(shape[1] for shape in shapes), size
+
+
+def _windows(
+    size: tuple[int, ...], kernel: tuple[int, ...], stride: Any, padding: Any, padding_mode: Any, dilation: Any
+) -> dict[str, Any]:
+    rank = len(size)
+    if min(kernel, default=1) < 1:
+        raise ValueError(f"kernel must have at least one tap along every axis, given {kernel}")
+    stride = per_axis("stride", stride, rank, 1)
+    dilation = per_axis("dilation", dilation, rank, 1)
+    if padding_mode not in PADDING_MODES:
+        raise ValueError(f"unknown padding_mode {padding_mode!r}; known are {', '.join(PADDING_MODES)}")
+    pairs = resolve_padding(padding, size, kernel, stride, dilation)
+    before, after = tuple(b for b, _ in pairs), tuple(a for _, a in pairs)
+    for axis in range(rank):
+        padded = size[axis] + before[axis] + after[axis]
+        span = dilation[axis] * (kernel[axis] - 1) + 1
+        if span > padded:
+            raise ValueError(
+                f"kernel spans {span} elements along spatial axis {axis}, the padded input has {padded}"
+                f" (size {size[axis]}, padding {pairs[axis]}, kernel {kernel[axis]}, dilation {dilation[axis]})"
+            )
+        if size[axis] == 0 and padding_mode != "constant" and any(pairs[axis]):
+            raise ValueError(f"padding_mode {padding_mode!r} cannot extend spatial axis {axis} of length 0")
+
+    def triple(values: tuple[int, ...], fill: int) -> tuple[int, ...]:
+        return (fill,) * (3 - rank) + tuple(values)
+
+    return dict(
+        size=triple(size, 1),
+        kernel=triple(kernel, 1),
+        stride=triple(stride, 1),
+        before=triple(before, 0),
+        after=triple(after, 0),
+        dilation=triple(dilation, 1),
+        padding_mode=padding_mode if any(before + after) else "constant",
+        rank=rank,
+    )
+
+
+def _positive(name: str, value: Any) -> int:
+    return per_axis(name, value, 1, 1)[0]
+
+
+def _counted(channels: tuple[int, ...]) -> str:
+    if len(channels) == 1:
+        return f"{channels[0]} channels"
+    return f"{sum(channels)} channels ({', '.join(f'x[{i}]: {c}' for i, c in enumerate(channels))})"

@@ -1,0 +1,133 @@
+"""Where an array lies in memory: the facts about it that planning may know, as ints.
+
+Layout is strides.  An `Operand` is an image `(n, c, d, h, w)` with element strides; channels-last,
+sliced, reversed and broadcast views differ in nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Sequence
+
+from cupyconv.dtypes import ITEMSIZE
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One array argument, with its spatial axes brought to three.
+
+    Attributes
+    ----------
+    shape, strides : five ints each
+        ``(n, c, d, h, w)``; strides in elements, 0 along axes of length 1.
+    alignment : int
+        Largest power of two, at most 16, that divides the address of the first element.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    alignment: int = 16
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.itemsize
+
+    @property
+    def stride_n(self) -> int:
+        return self.strides[0]
+
+    @property
+    def stride_c(self) -> int:
+        return self.strides[1]
+
+    @property
+    def pixels(self) -> int:
+        return prod(self.shape[2:])
+
+    @property
+    def pixel_stride(self) -> int | None:
+        """The one stride between neighbouring pixels where the spatial axes collapse; else None."""
+        return collapsed_stride(self.shape[2:], self.strides[2:])
+
+    def in_c_order(self, dtype: str) -> "Operand":
+        """The same image, freshly allocated."""
+        return replace(self, dtype=dtype, strides=c_strides(self.shape), alignment=16)
+
+
+def operand(
+    name: str, dtype: str, shape: Sequence[int], byte_strides: Sequence[int], address: int, leading: int = 2
+) -> Operand:
+    """Describe an array whose first `leading` axes are (n, c); missing spatial axes get length 1."""
+    itemsize = ITEMSIZE[dtype]
+    if any(stride % itemsize for stride, extent in zip(byte_strides, shape) if extent > 1) or address % itemsize:
+        raise ValueError(f"{name} is not aligned to its elements of {itemsize} bytes: copy it first")
+    strides = tuple(s // itemsize if extent > 1 else 0 for s, extent in zip(byte_strides, shape))
+    fill = 3 - (len(shape) - leading)
+    head, tail = slice(None, leading), slice(leading, None)
+    return Operand(
+        name,
+        dtype,
+        (*shape[head], *(1,) * fill, *shape[tail]),
+        (*strides[head], *(0,) * fill, *strides[tail]),
+        min(16, address & -address) if address else 16,
+    )
+
+
+def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Element strides of a C-ordered array, 0 along axes of length 1."""
+    return tuple(prod(shape[i + 1 :]) if extent > 1 else 0 for i, extent in enumerate(shape))
+
+
+def collapsed_stride(shape: Sequence[int], strides: Sequence[int]) -> int | None:
+    """The stride of several axes walked as one, or None where no single stride does it.
+
+    Axes of length 1 do not count; with none left the stride is irrelevant and 1 is returned.
+    """
+    axes = [(extent, stride) for extent, stride in zip(shape, strides) if extent != 1]
+    for (_, outer), (extent, inner) in zip(axes, axes[1:]):
+        if outer != extent * inner:
+            return None
+    return axes[-1][1] if axes else 1
+
+
+def is_channels_last(shape: Sequence[int], byte_strides: Sequence[int], itemsize: int) -> bool:
+    """Whether a view `(N, C, *spatial)` asks for a channels-last result: more than one channel, unit
+    channel stride, and not C-ordered."""
+    expected = itemsize
+    c_ordered = True
+    for extent, stride in zip(reversed(shape), reversed(byte_strides)):
+        if extent > 1 and stride != expected:
+            c_ordered = False
+        expected *= extent
+    return len(shape) > 2 and shape[1] > 1 and byte_strides[1] == itemsize and not c_ordered
+
+
+def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two indices of a strided view are one place in memory.
+
+    Sorted by stride, axes that each step over all the smaller ones cannot meet; a view that is not
+    of that kind is counted as overlapping unless its offsets, listed, prove otherwise.
+    """
+    axes = sorted((abs(stride), extent) for stride, extent in zip(strides, shape) if extent > 1)
+    if prod(shape) == 0:
+        return False
+    reach = 0
+    for stride, extent in axes:
+        if stride <= reach:
+            break
+        reach += stride * (extent - 1)
+    else:
+        return False
+    offsets = {0}
+    for stride, extent in axes:
+        if len(offsets) * extent > 1 << 20:
+            return True
+        offsets = {offset + stride * i for offset in offsets for i in range(extent)}
+    return len(offsets) != prod(shape)

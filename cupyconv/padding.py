@@ -1,0 +1,141 @@
+"""Every way to say padding, resolved to one `(before, after)` pair per spatial axis."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any, Sequence
+
+PADDING_MODES = ("constant", "reflect", "symmetric", "edge", "wrap")
+
+_NAMED = ("valid", "same", "same_lower", "full", "causal")
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+def per_axis(name: str, value: Any, rank: int, least: int) -> tuple[int, ...]:
+    """One int, or one int per spatial axis, as a tuple of `rank` ints, each at least `least`."""
+    if isinstance(value, (tuple, list)):
+        if len(value) != rank:
+            raise ValueError(f"{name} has {len(value)} entries, needed: one int, or {rank} (one per spatial axis)")
+        values = tuple(_int(name, v) for v in value)
+    else:
+        values = (_int(name, value),) * rank
+    if min(values, default=least) < least:
+        raise ValueError(f"{name} must be at least {least}, given {value!r}")
+    return values
+
+
+def resolve_padding(
+    padding: Any, size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> Pairs:
+    """Pairs for a convolution over `size` (all arguments per spatial axis)."""
+    rank = len(size)
+    span = [d * (k - 1) + 1 for d, k in zip(dilation, kernel)]
+    if isinstance(padding, str):
+        return _named(padding, size, span, stride)
+    if not isinstance(padding, (tuple, list)):
+        amount = _amount(padding)
+        return ((amount, amount),) * rank
+    if len(padding) != rank:
+        raise ValueError(f"padding has {len(padding)} entries for {rank} spatial axes; {_hint(padding, rank)}")
+    return tuple(_pair(entry) for entry in padding)
+
+
+def onnx_padding(pads: Sequence[int] | None = None, auto_pad: str = "NOTSET") -> Pairs | str | int:
+    """ONNX's ``pads`` and ``auto_pad`` attributes as a `padding` argument.
+
+    Parameters
+    ----------
+    pads : sequence of int or None
+        ONNX's flat list: all begins, then all ends, ``[h0, w0, h1, w1]`` for two axes.  None means zeros.
+    auto_pad : str
+        ``"NOTSET"`` (use `pads`), ``"SAME_UPPER"``, ``"SAME_LOWER"`` or ``"VALID"``.
+
+    Returns
+    -------
+    padding
+        A tuple of ``(before, after)`` pairs, one of the names ``"same"``, ``"same_lower"``,
+        ``"valid"``, or 0 where nothing was given.
+
+    Raises
+    ------
+    ValueError
+        For an odd number of pads, a negative one, an unknown `auto_pad`, or `pads` beside an `auto_pad`.
+
+    Notes
+    -----
+    Source: the ONNX operator specification, ``Conv``.
+
+    Examples
+    --------
+    >>> from cupyconv import onnx_padding
+    >>> onnx_padding([0, 1, 2, 3])
+    ((0, 2), (1, 3))
+    >>> onnx_padding(None, "SAME_UPPER")
+    'same'
+    """
+    names = {"SAME_UPPER": "same", "SAME_LOWER": "same_lower", "VALID": "valid"}
+    if auto_pad in names:
+        if pads is not None and any(pads):
+            raise ValueError(f"pads {list(pads)} given beside auto_pad {auto_pad!r}: ONNX allows one of them")
+        return names[auto_pad]
+    if auto_pad != "NOTSET":
+        raise ValueError(f"unknown auto_pad {auto_pad!r}; known are NOTSET, {', '.join(names)}")
+    if pads is None:
+        return 0
+    amounts = [_amount(pad) for pad in pads]
+    if not amounts or len(amounts) % 2:
+        raise ValueError(f"pads needs two entries per spatial axis, given {len(amounts)}")
+    half = len(amounts) // 2
+    return tuple(zip(amounts[:half], amounts[half:]))
+
+
+def _named(name: str, size: Sequence[int], span: Sequence[int], stride: Sequence[int]) -> Pairs:
+    if name == "valid":
+        return ((0, 0),) * len(size)
+    if name == "full":
+        return tuple((s - 1, s - 1) for s in span)
+    if name == "causal":
+        if len(size) != 1:
+            raise ValueError(f"padding 'causal' is for one spatial axis, given {len(size)}")
+        return ((span[0] - 1, 0),)
+    if name in ("same", "same_lower"):
+        # ceil(n / s) outputs: the last one starts at (ceil(n / s) - 1) * s and spans `span` elements.
+        totals = [max(0, (-(-n // s) - 1) * s + span_ - n) for n, s, span_ in zip(size, stride, span)]
+        pairs = [(total // 2, total - total // 2) for total in totals]
+        return tuple(pairs) if name == "same" else tuple((after, before) for before, after in pairs)
+    raise ValueError(f"unknown padding {name!r}; the names are {', '.join(_NAMED)}")
+
+
+def _pair(entry: Any) -> tuple[int, int]:
+    if not isinstance(entry, (tuple, list)):
+        amount = _amount(entry)
+        return amount, amount
+    if len(entry) != 2:
+        raise ValueError(f"padding of one axis is an int or a (before, after) pair, given {entry!r}")
+    return _amount(entry[0]), _amount(entry[1])
+
+
+def _hint(padding: Sequence[Any], rank: int) -> str:
+    flat = all(not isinstance(entry, (tuple, list)) for entry in padding)
+    if flat and len(padding) == 2 * rank:
+        if rank == 1:
+            return f"for one axis with unequal sides write (({padding[0]}, {padding[1]}),)"
+        return "a flat ONNX list goes through onnx_padding(pads)"
+    if flat and len(padding) == 2:
+        return f"a lone pair is ambiguous: write ({tuple(padding)},) * {rank} for that pair on every axis"
+    return "give an int, or one int or one (before, after) pair per spatial axis"
+
+
+def _amount(value: Any) -> int:
+    amount = _int("padding", value)
+    if amount < 0:
+        raise ValueError(f"padding must not be negative, given {value!r} (slice the array to crop it)")
+    return amount
+
+
+def _int(name: str, value: Any) -> int:
+    try:
+        return index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be made of integers, given {value!r}") from None

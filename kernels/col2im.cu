@@ -1,0 +1,64 @@
+// The adjoint of columns: every image element is the sum of the column entries that were read from it.
+//
+//     image[n, c, i] = sum over taps t and windows p with  p * stride - before + t * dilation == i
+//                      of columns[n, c * taps + t, p]
+//
+//     no M, no N: one thread an image element      K = t (taps)
+//
+//     columns rows t   ----a-----b----
+//                          \   /               a gather: each sum has one owner, so there are no
+//     image                  i                 atomics and the order of adding is always the same
+//
+// Bound by memory.  Floor: (rows * pixels + channels * size) elements a sample over the bandwidth.
+//
+// -D: DTYPE (storage type)
+#include "image.cuh"
+
+namespace cupyconv {
+
+struct Col2imParams {
+    Image columns;  // c is the row; stride[2] steps from pixel to pixel
+    Windows windows;
+    Image out;
+    long long batch;
+    int channels;
+};
+
+}  // namespace cupyconv
+
+using namespace cupyconv;
+
+using T = DTYPE;
+constexpr int BLOCK = 256;
+
+extern "C" __global__ void __launch_bounds__(BLOCK) col2im(const __grid_constant__ Col2imParams params) {
+    const Windows& windows = params.windows;
+    const long long elements = windows.size[0] * windows.size[1] * windows.size[2];
+    const int taps = windows.kernel[0] * windows.kernel[1] * windows.kernel[2];
+    const long long step = (long long)gridDim.x * BLOCK;
+
+    for (long long n = blockIdx.z; n < params.batch; n += gridDim.z)
+        for (int c = blockIdx.y; c < params.channels; c += gridDim.y)
+            for (long long i = (long long)blockIdx.x * BLOCK + threadIdx.x; i < elements; i += step) {
+                const Pixel in = pixel_at(i, windows.size);
+                const T* const columns_nc = static_cast<const T*>(params.columns.data) + n * params.columns.stride_n +
+                                            (long long)c * taps * params.columns.stride_c;
+                Accumulator<T> sum = Accumulator<T>(0);
+                for (int t = 0; t < taps; ++t) {
+                    int tap[3];
+                    tap_at(t, windows.kernel, tap);
+                    long long p = 0;
+                    bool hit = true;
+#pragma unroll
+                    for (int a = 0; a < 3; ++a) {
+                        const long long start = in.at[a] + windows.before[a] - (long long)tap[a] * windows.dilation[a];
+                        const long long q = start / windows.stride[a];
+                        hit = hit && start >= 0 && start % windows.stride[a] == 0 && q < windows.out[a];
+                        p = p * windows.out[a] + q;
+                    }
+                    if (hit) sum += widen(columns_nc[t * params.columns.stride_c + p * params.columns.stride[2]]);
+                }
+                static_cast<T*>(params.out.data)[n * params.out.stride_n + c * params.out.stride_c +
+                                                 offset_of(in, params.out.stride)] = narrow<T>(sum);
+            }
+}

@@ -1,0 +1,17 @@
+// The parameters of a convolution computed without columns; shared by direct.cu and depthwise.cu.
+#pragma once
+#include "epilogue.cuh"
+
+namespace cupyconv {
+
+struct ConvolutionParams {
+    Sources sources;
+    Windows windows;
+    Image weight;  // n is the output, c the channel of its group
+    Image out;
+    Epilogue epilogue;
+    long long batch;
+    int groups, group_channels, group_outputs;
+};
+
+}  // namespace cupyconv

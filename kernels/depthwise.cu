@@ -1,0 +1,70 @@
+// Depthwise convolution: every input channel has its own kernels, `multiplier` of them.
+//
+//     y[n, c * multiplier + j, p] = activation( sum_t weight[c * multiplier + j, 0, t] * x[n, c, window(p, t)] + ... )
+//
+//     no M: a block works on one plane (n, c)    N = p (pixels, PIXELS a thread)    K = t (taps)
+//
+//     x_s [n, c]  ░░░░░░░░░░   one plane, of one source, chosen once a block
+//                 ttt          PIXELS neighbouring windows a thread: what one of them reads, the next
+//     y           .pppp....    finds in the cache, and a tap's weight is read once for all of them
+//
+// Bound by memory: the plane is read from L2 or cache `taps` times, from memory once.
+// Floor: (size + multiplier * pixels) elements a plane over the bandwidth.
+//
+// -D: DTYPE (storage type), PIXELS (pixels a thread)
+#include "convolution.cuh"
+
+using namespace cupyconv;
+
+using T = DTYPE;
+constexpr int BLOCK = 128;
+
+extern "C" __global__ void __launch_bounds__(BLOCK) depthwise(const __grid_constant__ ConvolutionParams params) {
+    using A = Accumulator<T>;
+    DYNAMIC_SHARED(A, weight);  // one output's taps
+    const Windows& windows = params.windows;
+    const long long pixels = windows.out[0] * windows.out[1] * windows.out[2];
+    const int taps = windows.kernel[0] * windows.kernel[1] * windows.kernel[2];
+    const long long step = (long long)gridDim.x * BLOCK * PIXELS;
+
+    for (int o = blockIdx.y; o < params.groups * params.group_outputs; o += gridDim.y) {
+        const int c = o / params.group_outputs;
+        int s = 0;
+        while (c >= params.sources.table[s].first + params.sources.table[s].channels) ++s;
+        const Source& source = params.sources.table[s];
+
+        __syncthreads();  // the last output's weights have been used
+        for (int t = threadIdx.x; t < taps; t += BLOCK) {
+            int tap[3];
+            tap_at(t, windows.kernel, tap);
+            const long long at = o * params.weight.stride_n + tap[0] * params.weight.stride[0] +
+                                 tap[1] * params.weight.stride[1] + tap[2] * params.weight.stride[2];
+            weight[t] = widen(static_cast<const T*>(params.weight.data)[at]);
+        }
+        __syncthreads();
+
+        for (long long n = blockIdx.z; n < params.batch; n += gridDim.z) {
+            const T* const x_nc = static_cast<const T*>(source.image.data) + n * source.image.stride_n +
+                                  (c - source.first) * source.image.stride_c;
+            T* const y_no = static_cast<T*>(params.out.data) + n * params.out.stride_n + o * params.out.stride_c;
+            for (long long p = ((long long)blockIdx.x * BLOCK + threadIdx.x) * PIXELS; p < pixels; p += step) {
+                const Pixel first = pixel_at(p, windows.out);
+                A sum[PIXELS] = {};
+                for (int t = 0; t < taps; ++t) {
+                    int tap[3];
+                    Pixel out = first, in;
+                    tap_at(t, windows.kernel, tap);
+#pragma unroll
+                    for (int i = 0; i < PIXELS; ++i, advance(out, windows.out))
+                        if (p + i < pixels && tap_pixel(windows, out, tap, in))
+                            add_product(sum[i], widen(x_nc[offset_of(in, source.image.stride)]), weight[t]);
+                }
+                Pixel out = first;
+#pragma unroll
+                for (int i = 0; i < PIXELS; ++i, advance(out, windows.out))
+                    if (p + i < pixels)
+                        y_no[offset_of(out, params.out.stride)] = finish<T>(sum[i], params.epilogue, n, o, out);
+            }
+        }
+    }
+}

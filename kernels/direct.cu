@@ -1,0 +1,77 @@
+// Direct convolution: any kernel, stride, dilation, padding, groups, strides and list of inputs, no workspace.
+//
+//     y[n, o, p] = activation( sum_{t, c} weight[o, c, t] * x[n, g * group_channels + c, window(p, t)] + ... )
+//
+//     M = o (outputs of a group, TILE a thread)    N = p (pixels)    K = (t, c)
+//
+//     one thread          x  [. . t t t . .]
+//                            [. . t t t . .]   one window, every tap and channel
+//                            [. . t t t . .]
+//                                 |
+//                         y       p            TILE outputs of one group at this pixel
+//
+// Taps are the outer loop, so that window and padding are worked out once per tap, and the source is
+// chosen once per run of channels.  Bound by loads from the cache: the method of last resort, for what
+// needs no columns or cannot have them.
+//
+// -D: X_DTYPE, W_DTYPE, Y_DTYPE (types of image, weight, result; X or W may be real beside a complex Y), TILE
+#include "convolution.cuh"
+
+using namespace cupyconv;
+
+using X = X_DTYPE;
+using W = W_DTYPE;
+using Y = Y_DTYPE;
+constexpr int BLOCK = 128;
+
+extern "C" __global__ void __launch_bounds__(BLOCK) direct(const __grid_constant__ ConvolutionParams params) {
+    const Windows& windows = params.windows;
+    const long long pixels = windows.out[0] * windows.out[1] * windows.out[2];
+    const int taps = windows.kernel[0] * windows.kernel[1] * windows.kernel[2];
+    const int tiles = (params.group_outputs + TILE - 1) / TILE;  // of one group
+    const long long step = (long long)gridDim.x * BLOCK;
+
+    for (long long n = blockIdx.z; n < params.batch; n += gridDim.z)
+        for (int tile = blockIdx.y; tile < params.groups * tiles; tile += gridDim.y) {
+            const int g = tile / tiles, first = tile % tiles * TILE;  // first output within the group
+            const int c_first = g * params.group_channels, c_end = c_first + params.group_channels;
+            for (long long p = (long long)blockIdx.x * BLOCK + threadIdx.x; p < pixels; p += step) {
+                const Pixel out = pixel_at(p, windows.out);
+                Accumulator<Y> sum[TILE] = {};
+                for (int t = 0; t < taps; ++t) {
+                    int tap[3];
+                    Pixel in;
+                    tap_at(t, windows.kernel, tap);
+                    if (!tap_pixel(windows, out, tap, in)) continue;
+                    const W* const w_t = static_cast<const W*>(params.weight.data) + tap[0] * params.weight.stride[0] +
+                                         tap[1] * params.weight.stride[1] + tap[2] * params.weight.stride[2];
+                    for (int s = 0; s < params.sources.count; ++s) {
+                        const Source& source = params.sources.table[s];
+                        const int from = max(c_first, source.first), to = min(c_end, source.first + source.channels);
+                        if (from >= to) continue;
+                        const X* x_nc = static_cast<const X*>(source.image.data) + n * source.image.stride_n +
+                                        (from - source.first) * source.image.stride_c +
+                                        offset_of(in, source.image.stride);
+                        for (int c = from; c < to; ++c, x_nc += source.image.stride_c) {
+                            const Accumulator<X> x = widen(*x_nc);
+                            const W* const w_tc = w_t + (c - c_first) * params.weight.stride_c;
+#pragma unroll
+                            for (int j = 0; j < TILE; ++j) {
+                                const int o = g * params.group_outputs + first + j;
+                                if (first + j < params.group_outputs)
+                                    add_product(sum[j], x, widen(w_tc[o * params.weight.stride_n]));
+                            }
+                        }
+                    }
+                }
+#pragma unroll
+                for (int j = 0; j < TILE; ++j) {
+                    const int o = g * params.group_outputs + first + j;
+                    if (first + j < params.group_outputs)
+                        static_cast<Y*>(params.out.data)[n * params.out.stride_n + o * params.out.stride_c +
+                                                         offset_of(out, params.out.stride)] =
+                            finish<Y>(sum[j], params.epilogue, n, o, out);
+                }
+            }
+        }
+}

@@ -1,0 +1,95 @@
+// Images (n, c, d, h, w) with any strides, lists of them, and the windows that slide over them.
+#pragma once
+#include "numeric.cuh"
+
+namespace cupyconv {
+
+// One array.  Strides count elements; 64-bit, since an array may pass 2^31 of them.
+struct Image {
+    void* data;
+    long long stride_n, stride_c, stride[3];
+};
+
+// One of several inputs that stand for their concatenation along c:
+//
+//     concatenation   | x[0]      | x[1] | x[2]        |
+//     channel         0           first  first + channels
+struct Source {
+    Image image;
+    int first, channels;
+};
+
+// As many as fit beside the rest of a parameter struct in the 4 KiB that every driver accepts.
+constexpr int MAX_SOURCES = 56;
+
+struct Sources {
+    Source table[MAX_SOURCES];
+    int count;
+};
+
+struct Windows {
+    long long size[3], out[3];
+    int kernel[3], stride[3], before[3], dilation[3];
+    int padding_mode;
+};
+
+enum PaddingMode { CONSTANT, REFLECT, SYMMETRIC, EDGE, WRAP };
+
+// The index that a padded index stands for, or -1 where it is a zero.
+__device__ __forceinline__ long long padded_index(long long i, long long size, int mode) {
+    if (i >= 0 && i < size) return i;
+    if (mode == CONSTANT) return -1;
+    if (mode == EDGE) return i < 0 ? 0 : size - 1;
+    // The other modes repeat with a period, and two of them run backwards in its second half.
+    const long long period = mode == WRAP ? size : mode == SYMMETRIC ? 2 * size : size > 1 ? 2 * (size - 1) : 1;
+    long long j = i % period;
+    if (j < 0) j += period;
+    if (j < size) return j;
+    return mode == SYMMETRIC ? period - 1 - j : period - j;
+}
+
+struct Pixel {
+    long long at[3];
+};
+
+// Pixel number p of an image of this size.
+__device__ __forceinline__ Pixel pixel_at(long long p, const long long (&size)[3]) {
+    if (size[0] * size[1] == 1) return {{0, 0, p}};
+    const long long row = p / size[2];
+    return {{row / size[1], row % size[1], p % size[2]}};
+}
+
+__device__ __forceinline__ void advance(Pixel& pixel, const long long (&size)[3]) {
+    if (++pixel.at[2] < size[2]) return;
+    pixel.at[2] = 0;
+    if (++pixel.at[1] < size[1]) return;
+    pixel.at[1] = 0;
+    ++pixel.at[0];
+}
+
+__device__ __forceinline__ long long offset_of(const Pixel& pixel, const long long (&stride)[3]) {
+    return pixel.at[0] * stride[0] + pixel.at[1] * stride[1] + pixel.at[2] * stride[2];
+}
+
+// The input pixel under tap (kd, kh, kw) of the window at an output pixel; false where it is a zero.
+// Only true taps are visited: the kernel is never widened to emulate dilation.
+__device__ __forceinline__ bool tap_pixel(const Windows& w, const Pixel& out, const int (&tap)[3], Pixel& in) {
+    bool inside = true;
+#pragma unroll
+    for (int a = 0; a < 3; ++a) {
+        const long long i = out.at[a] * w.stride[a] - w.before[a] + (long long)tap[a] * w.dilation[a];
+        in.at[a] = padded_index(i, w.size[a], w.padding_mode);
+        inside = inside && in.at[a] >= 0;
+    }
+    return inside;
+}
+
+// Tap number t as (kd, kh, kw).
+__device__ __forceinline__ void tap_at(int t, const int (&kernel)[3], int (&tap)[3]) {
+    tap[2] = t % kernel[2];
+    t /= kernel[2];
+    tap[1] = t % kernel[1];
+    tap[0] = t / kernel[1];
+}
+
+}  // namespace cupyconv

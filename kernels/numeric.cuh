@@ -1,0 +1,100 @@
+// Numbers: storage types, the types sums are kept in, and complex arithmetic.
+//
+// T is what lies in memory; Accumulator<T> is what is computed with.  A 16-bit type is widened to
+// float on load and rounded once on store; every other type computes in itself.
+#pragma once
+#include "portable.cuh"
+
+namespace cupyconv {
+
+using float16 = __half;
+using bfloat16 = __nv_bfloat16;
+using float32 = float;
+using float64 = double;
+
+template <class R>
+struct alignas(2 * sizeof(R)) Complex {
+    R re, im;
+    Complex() = default;
+    __device__ Complex(R real) : re(real), im(R(0)) {}
+    __device__ Complex(R real, R imaginary) : re(real), im(imaginary) {}
+    __device__ Complex& operator+=(Complex other) { re += other.re; im += other.im; return *this; }
+};
+using complex64 = Complex<float>;
+using complex128 = Complex<double>;
+
+template <class T> struct AccumulatorOf { using type = T; };
+template <> struct AccumulatorOf<float16> { using type = float; };
+template <> struct AccumulatorOf<bfloat16> { using type = float; };
+template <class T> using Accumulator = typename AccumulatorOf<T>::type;
+
+template <class T> struct RealPartOf { using type = T; };
+template <class R> struct RealPartOf<Complex<R>> { using type = R; };
+template <class T> using RealPart = typename RealPartOf<T>::type;
+
+template <class T> __device__ __forceinline__ T widen(T value) { return value; }
+__device__ __forceinline__ float widen(float16 value) { return __half2float(value); }
+__device__ __forceinline__ float widen(bfloat16 value) { return __bfloat162float(value); }
+
+template <class T> struct Narrow {
+    static __device__ __forceinline__ T from(T value) { return value; }
+};
+template <> struct Narrow<float16> {
+    static __device__ __forceinline__ float16 from(float value) { return __float2half_rn(value); }
+};
+template <> struct Narrow<bfloat16> {
+    static __device__ __forceinline__ bfloat16 from(float value) { return __float2bfloat16_rn(value); }
+};
+template <class T> __device__ __forceinline__ T narrow(Accumulator<T> value) { return Narrow<T>::from(value); }
+
+// sum += a * b, where either factor may be real beside a complex sum.
+template <class R> __device__ __forceinline__ void add_product(R& sum, R a, R b) { sum += a * b; }
+template <class R> __device__ __forceinline__ void add_product(Complex<R>& sum, Complex<R> a, R b) {
+    sum.re += a.re * b;
+    sum.im += a.im * b;
+}
+template <class R> __device__ __forceinline__ void add_product(Complex<R>& sum, R a, Complex<R> b) {
+    add_product(sum, b, a);
+}
+template <class R> __device__ __forceinline__ void add_product(Complex<R>& sum, Complex<R> a, Complex<R> b) {
+    sum.re += a.re * b.re;
+    sum.re -= a.im * b.im;
+    sum.im += a.re * b.im;
+    sum.im += a.im * b.re;
+}
+
+// COUNT neighbours in memory, moved by one instruction where they fill 4, 8 or 16 aligned bytes.
+template <class T, int COUNT>
+struct alignas(sizeof(T) * COUNT) Packet {
+    T lane[COUNT];
+};
+
+// The i-th 32-bit word of values in memory order.
+template <class T> __device__ __forceinline__ unsigned word_of(const T* values, int i) {
+    if constexpr (sizeof(T) == 2) {
+        unsigned short low, high;
+        memcpy(&low, values + 2 * i, 2);
+        memcpy(&high, values + 2 * i + 1, 2);
+        return low | (unsigned)high << 16;
+    } else {
+        unsigned word;
+        memcpy(&word, reinterpret_cast<const char*>(values) + 4 * i, 4);
+        return word;
+    }
+}
+
+template <int COUNT, class T> __device__ __forceinline__ Packet<T, COUNT> load_packet(const T* from) {
+    return *reinterpret_cast<const Packet<T, COUNT>*>(from);
+}
+template <int COUNT, class T> __device__ __forceinline__ void store_packet(T* to, const Packet<T, COUNT>& packet) {
+    if constexpr (sizeof(packet) == 16) {  // said outright: compilers split a plain store of many members
+        unsigned word[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) word[i] = word_of(packet.lane, i);
+        __stwb(reinterpret_cast<uint4*>(to), make_uint4(word[0], word[1], word[2], word[3]));
+    } else {
+        *reinterpret_cast<Packet<T, COUNT>*>(to) = packet;
+    }
+}
+
+}  // namespace cupyconv

@@ -1,0 +1,61 @@
+// What a kernel compiled for the host asks of the runtime that executes it, and nothing else.
+//
+// cuda_on_host.h spells these calls the way CUDA does; fibres.cpp implements them.  No C++ standard
+// library here: this file is part of every kernel's translation unit, whose compile time it keeps short.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+struct uint3 {
+    unsigned x, y, z;
+};
+
+struct dim3 {
+    unsigned x, y, z;
+};
+
+// Set by the runtime whenever another CUDA thread goes on.
+extern uint3 threadIdx, blockIdx;
+extern dim3 blockDim, gridDim;
+
+namespace cuda_on_host {
+
+constexpr int lanes_per_warp = 32;
+
+// A place in a kernel's source, for error messages.
+struct Site {
+    const char* file;
+    int line;
+};
+
+// __syncthreads: returns when every thread of the block that has not exited is here.
+void synchronise_block(Site site);
+
+// Evaluates a warp operation once all its lanes have arrived: reads inputs[lane], writes outputs[lane].
+using WarpFunction = void (*)(unsigned mask, const void* const* inputs, void* const* outputs);
+
+// The lanes of `mask` meet; the last to arrive calls `function` for all of them (a null one does nothing).
+// `orders_memory` says whether the meeting is a memory barrier too: __syncwarp is, a shuffle is not.
+void meet_warp(unsigned mask, const void* input, void* output, WarpFunction function, bool orders_memory, Site site);
+
+// This thread's position in its warp.
+int lane();
+
+// The block's static array with this identity; it comes filled with 0xff.
+void* static_shared_memory(const void* identity, size_t bytes, size_t alignment, Site site);
+
+// The launch's dynamic shared memory; it comes filled with 0xff.
+void* dynamic_shared_memory(Site site);
+
+// How to run a kernel; mirrored in build.py.
+struct LaunchConfig {
+    unsigned grid[3];
+    unsigned block[3];
+    uint64_t dynamic_shared_bytes;
+    uint64_t seed;
+    int order;   // 0 ascending, 1 descending, 2 random: of threads and of blocks
+    int strict;  // refuse what the hardware tolerates: threads that exit before a barrier, lanes that do not exist
+};
+
+}  // namespace cuda_on_host
