@@ -1,0 +1,87 @@
+"""What planning knows of a processor: limits that bind, and rates that rank methods.
+
+The rates of a GPU class are vendors' datasheet figures scaled by the fraction that well-written code
+reaches; they rank methods against each other and predict no time.  Sources: NVIDIA's data sheets of
+the products named, and the compute-capability table of the CUDA C++ Programming Guide for the limits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class HostModel:
+    """The processor of the NumPy backend."""
+
+    threads: int
+
+    def __str__(self) -> str:
+        return f"{self.threads} thread" + "s" * (self.threads > 1)
+
+
+@dataclass(frozen=True)
+class GpuModel:
+    """One class of GPU.  Rates per second: bytes, and operations (a multiply-add is two)."""
+
+    name: str
+    arch: str
+    multiprocessors: int
+    bandwidth: float
+    fp32: float
+    fp64: float
+    gemm16: float
+    tf32: float
+    gemm64: float
+    shared_bytes_per_block: int = 48 << 10
+    threads_per_multiprocessor: int = 2048
+    launch_seconds: float = 3e-6
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.arch}"
+
+    def core_rate(self, accumulator: str) -> float:
+        """Multiply-adds on the CUDA cores, in operations a second."""
+        return self.fp64 if accumulator in ("float64", "complex128") else self.fp32
+
+    def gemm_rate(self, dtype: str, compute: str) -> float:
+        """What a large cuBLAS GEMM of these operands runs at."""
+        if compute == "tf32":
+            return self.tf32
+        if compute == "float64":
+            return self.gemm64
+        return self.gemm16 if dtype in ("float16", "bfloat16") else 0.8 * self.fp32
+
+
+_T = 1e12
+
+#: One representative product per compute capability, for planning without the GPU at hand.
+KNOWN_GPUS = {
+    gpu.arch: gpu
+    for gpu in (
+        GpuModel("T4", "sm_75", 40, 0.28 * _T, 7.0 * _T, 0.2 * _T, 40 * _T, 7.0 * _T, 0.2 * _T,
+                 threads_per_multiprocessor=1024),
+        GpuModel("A100", "sm_80", 108, 1.4 * _T, 17 * _T, 9 * _T, 230 * _T, 110 * _T, 17 * _T),
+        GpuModel("A10", "sm_86", 72, 0.5 * _T, 25 * _T, 0.4 * _T, 90 * _T, 45 * _T, 0.4 * _T,
+                 threads_per_multiprocessor=1536),
+        GpuModel("L40", "sm_89", 142, 0.75 * _T, 65 * _T, 1.0 * _T, 150 * _T, 75 * _T, 1.0 * _T,
+                 threads_per_multiprocessor=1536),
+        GpuModel("H200", "sm_90", 132, 4.2 * _T, 55 * _T, 28 * _T, 650 * _T, 330 * _T, 55 * _T),
+        GpuModel("B200", "sm_100", 148, 7.0 * _T, 65 * _T, 32 * _T, 1500 * _T, 750 * _T, 32 * _T),
+        GpuModel("RTX 5090", "sm_120", 170, 1.6 * _T, 90 * _T, 1.4 * _T, 190 * _T, 95 * _T, 1.4 * _T,
+                 threads_per_multiprocessor=1536),
+    )
+}  # fmt: skip
+
+
+def known_gpu(arch: str) -> GpuModel:
+    """The representative of an architecture such as ``"sm_90"``."""
+    if arch not in KNOWN_GPUS:
+        raise ValueError(f"on={arch!r} is not a known architecture; known are {', '.join(KNOWN_GPUS)}")
+    return KNOWN_GPUS[arch]
+
+
+def nearest_gpu(capability: int) -> GpuModel:
+    """The model of the newest known architecture that is no newer than compute capability `capability`."""
+    older = [gpu for arch, gpu in KNOWN_GPUS.items() if int(arch[3:]) <= capability]
+    return older[-1] if older else KNOWN_GPUS["sm_75"]
