@@ -23,6 +23,8 @@ class Operand:
         ``(n, c, d, h, w)``; strides in elements, 0 along axes of length 1.
     alignment : int
         Largest power of two, at most 16, that divides the address of the first element.
+    offset : int
+        Bytes from the start of the buffer called `name` to the first element.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Operand:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     alignment: int = 16
+    offset: int = 0
 
     @property
     def itemsize(self) -> int:

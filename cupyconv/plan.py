@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Union
 
+from cupyconv.dtypes import ITEMSIZE, is_complex
+
 
 @dataclass(frozen=True)
 class Address:
@@ -63,11 +65,13 @@ class KernelLaunch:
     params: tuple[tuple[str, Any], ...]
     shared_bytes: int = 0
     purpose: str = ""
+    bytes_moved: int = 0
+    flops: int = 0
 
     def __str__(self) -> str:
         return (
             f"kernel   {self.kernel}  grid {self.grid}  block ({self.block}, 1, 1)"
-            f"  shared {self.shared_bytes:,} B  {self.purpose}"
+            f"  shared {self.shared_bytes:,} B  moves {_bytes(self.bytes_moved)}  {self.purpose}"
         ).rstrip()
 
     @property
@@ -124,28 +128,41 @@ class GemmCall:
     def shape_of_work(self) -> object:
         return self.dtype, self.c_dtype, self.compute, self.beta, self.purpose
 
+    @property
+    def flops(self) -> int:
+        return self.batch * self.m * self.n * self.k * (8 if is_complex(self.dtype) else 2)
+
+    @property
+    def bytes_moved(self) -> int:
+        """A matrix shared by the batch counts once; C is read too where it is added to."""
+        batch = [1 if matrix.stride == 0 else self.batch for matrix in (self.a, self.b)]
+        read = (batch[0] * self.m * self.k + batch[1] * self.k * self.n) * ITEMSIZE[self.dtype]
+        return read + self.batch * self.m * self.n * ITEMSIZE[self.c_dtype] * (1 + self.beta)
+
 
 @dataclass(frozen=True)
 class BlockLoop:
-    """The NumPy backend's one step: a loop over blocks of samples and of output rows.
+    """The NumPy backend's one step: a loop over blocks of the result, each finished while in cache.
 
-    Each block's columns, products and epilogue stay in cache; `threads` blocks are in flight.
+    `block` cuts the result's (sample, depth, height, width) axes: whole inner axes, part of one, single
+    steps of the outer ones, so that a block is one run of samples or of pixels.
     """
 
     body: str  # "columns", "views" or "taps"
-    samples: int  # samples a block
-    rows: int  # output rows (of the flattened depth x height axes) a block
+    block: tuple[int, int, int, int]
     blocks: int
     threads: int
     m: int
     n: int
     k: int
+    bytes_moved: int
+    flops: int
     purpose: str = ""
 
     def __str__(self) -> str:
         return (
-            f"loop     {self.body}  {self.blocks} blocks of {self.samples} sample(s) x {self.rows} row(s)"
-            f"  matmul m {self.m}  n {self.n}  k {self.k}  threads {self.threads}  {self.purpose}"
+            f"loop     over {self.blocks} block(s) of {' x '.join(map(str, self.block))} (n, d, h, w):"
+            f" {self.body}, products m {self.m} n {self.n} k {self.k}  threads {self.threads}  {self.purpose}"
         ).rstrip()
 
     @property

@@ -29,17 +29,17 @@ struct Col2imParams {
 using namespace cupyconv;
 
 using T = DTYPE;
-constexpr int BLOCK = 256;
+constexpr int MAX_BLOCK = 256;
 
-extern "C" __global__ void __launch_bounds__(BLOCK) col2im(const __grid_constant__ Col2imParams params) {
+extern "C" __global__ void __launch_bounds__(MAX_BLOCK) col2im(const __grid_constant__ Col2imParams params) {
     const Windows& windows = params.windows;
     const long long elements = windows.size[0] * windows.size[1] * windows.size[2];
     const int taps = windows.kernel[0] * windows.kernel[1] * windows.kernel[2];
-    const long long step = (long long)gridDim.x * BLOCK;
+    const long long step = (long long)gridDim.x * blockDim.x;
 
     for (long long n = blockIdx.z; n < params.batch; n += gridDim.z)
         for (int c = blockIdx.y; c < params.channels; c += gridDim.y)
-            for (long long i = (long long)blockIdx.x * BLOCK + threadIdx.x; i < elements; i += step) {
+            for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < elements; i += step) {
                 const Pixel in = pixel_at(i, windows.size);
                 const T* const columns_nc = static_cast<const T*>(params.columns.data) + n * params.columns.stride_n +
                                             (long long)c * taps * params.columns.stride_c;

@@ -17,15 +17,15 @@
 using namespace cupyconv;
 
 using T = DTYPE;
-constexpr int BLOCK = 128;
+constexpr int MAX_BLOCK = 128;
 
-extern "C" __global__ void __launch_bounds__(BLOCK) depthwise(const __grid_constant__ ConvolutionParams params) {
+extern "C" __global__ void __launch_bounds__(MAX_BLOCK) depthwise(const __grid_constant__ ConvolutionParams params) {
     using A = Accumulator<T>;
     DYNAMIC_SHARED(A, weight);  // one output's taps
     const Windows& windows = params.windows;
     const long long pixels = windows.out[0] * windows.out[1] * windows.out[2];
     const int taps = windows.kernel[0] * windows.kernel[1] * windows.kernel[2];
-    const long long step = (long long)gridDim.x * BLOCK * PIXELS;
+    const long long step = (long long)gridDim.x * blockDim.x * PIXELS;
 
     for (int o = blockIdx.y; o < params.groups * params.group_outputs; o += gridDim.y) {
         const int c = o / params.group_outputs;
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) depthwise(const __grid_const
         const Source& source = params.sources.table[s];
 
         __syncthreads();  // the last output's weights have been used
-        for (int t = threadIdx.x; t < taps; t += BLOCK) {
+        for (int t = threadIdx.x; t < taps; t += blockDim.x) {
             int tap[3];
             tap_at(t, windows.kernel, tap);
             const long long at = o * params.weight.stride_n + tap[0] * params.weight.stride[0] +
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) depthwise(const __grid_const
             const T* const x_nc = static_cast<const T*>(source.image.data) + n * source.image.stride_n +
                                   (c - source.first) * source.image.stride_c;
             T* const y_no = static_cast<T*>(params.out.data) + n * params.out.stride_n + o * params.out.stride_c;
-            for (long long p = ((long long)blockIdx.x * BLOCK + threadIdx.x) * PIXELS; p < pixels; p += step) {
+            for (long long p = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * PIXELS; p < pixels; p += step) {
                 const Pixel first = pixel_at(p, windows.out);
                 A sum[PIXELS] = {};
                 for (int t = 0; t < taps; ++t) {

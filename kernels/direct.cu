@@ -22,20 +22,20 @@ using namespace cupyconv;
 using X = X_DTYPE;
 using W = W_DTYPE;
 using Y = Y_DTYPE;
-constexpr int BLOCK = 128;
+constexpr int MAX_BLOCK = 128;
 
-extern "C" __global__ void __launch_bounds__(BLOCK) direct(const __grid_constant__ ConvolutionParams params) {
+extern "C" __global__ void __launch_bounds__(MAX_BLOCK) direct(const __grid_constant__ ConvolutionParams params) {
     const Windows& windows = params.windows;
     const long long pixels = windows.out[0] * windows.out[1] * windows.out[2];
     const int taps = windows.kernel[0] * windows.kernel[1] * windows.kernel[2];
     const int tiles = (params.group_outputs + TILE - 1) / TILE;  // of one group
-    const long long step = (long long)gridDim.x * BLOCK;
+    const long long step = (long long)gridDim.x * blockDim.x;
 
     for (long long n = blockIdx.z; n < params.batch; n += gridDim.z)
         for (int tile = blockIdx.y; tile < params.groups * tiles; tile += gridDim.y) {
             const int g = tile / tiles, first = tile % tiles * TILE;  // first output within the group
             const int c_first = g * params.group_channels, c_end = c_first + params.group_channels;
-            for (long long p = (long long)blockIdx.x * BLOCK + threadIdx.x; p < pixels; p += step) {
+            for (long long p = (long long)blockIdx.x * blockDim.x + threadIdx.x; p < pixels; p += step) {
                 const Pixel out = pixel_at(p, windows.out);
                 Accumulator<Y> sum[TILE] = {};
                 for (int t = 0; t < taps; ++t) {

@@ -8,7 +8,7 @@
 //     y     [o | ........####........]    in the result's type, at any strides, rounded once
 //
 // A complex sum may lie in two planes, real parts `imaginary` elements before the imaginary ones: that
-// is how a GEMM with real operands produces it.  Outputs then come in groups of `group_outputs` rows.
+// is how a GEMM with real operands produces it.
 //
 // Bound by memory.  Floor: each operand once over the bandwidth.
 //
@@ -19,12 +19,12 @@ namespace cupyconv {
 
 struct EpilogueParams {
     const void* sums;  // or null
-    long long sums_stride_n, sums_stride_group, sums_stride_o, imaginary;
+    long long sums_stride_n, sums_stride_o, sums_stride_p, imaginary;
     Image out;
     Epilogue epilogue;
     long long size[3];                     // of the result, axes collapsed where all operands allow it
     long long batch, first_pixel, pixels;  // the chunk: pixels first_pixel ... of every sample
-    int channels, group_outputs;
+    int channels;
 };
 
 // One sum; the last argument only names the type wanted.
@@ -39,25 +39,24 @@ using namespace cupyconv;
 
 using S = SUM_DTYPE;
 using Y = Y_DTYPE;
-constexpr int BLOCK = 256;
+constexpr int MAX_BLOCK = 256;
 
-extern "C" __global__ void __launch_bounds__(BLOCK) epilogue(const __grid_constant__ EpilogueParams params) {
+extern "C" __global__ void __launch_bounds__(MAX_BLOCK) epilogue(const __grid_constant__ EpilogueParams params) {
     using A = Accumulator<Y>;
-    const long long step = (long long)gridDim.x * BLOCK * WIDTH;
+    const long long step = (long long)gridDim.x * blockDim.x * WIDTH;
     const Image& out = params.out;
     for (long long n = blockIdx.z; n < params.batch; n += gridDim.z)
         for (int o = blockIdx.y; o < params.channels; o += gridDim.y) {
             const S* const sums_no = static_cast<const S*>(params.sums) + n * params.sums_stride_n +
-                                     o / params.group_outputs * params.sums_stride_group +
-                                     o % params.group_outputs * params.sums_stride_o;
+                                     o * params.sums_stride_o;
             Y* const y_no = static_cast<Y*>(out.data) + n * out.stride_n + o * out.stride_c;
-            for (long long p = ((long long)blockIdx.x * BLOCK + threadIdx.x) * WIDTH; p < params.pixels; p += step) {
+            for (long long p = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * WIDTH; p < params.pixels; p += step) {
                 Pixel pixel = pixel_at(params.first_pixel + p, params.size);
                 const long long at = offset_of(pixel, out.stride);
                 Packet<Y, WIDTH> result;
 #pragma unroll
                 for (int i = 0; i < WIDTH; ++i, advance(pixel, params.size)) {
-                    const A sum = params.sums ? load_sum(sums_no + p + i, params.imaginary, A()) : A(0);
+                    const A sum = params.sums ? load_sum(sums_no + (p + i) * params.sums_stride_p, params.imaginary, A()) : A(0);
                     result.lane[i] = finish<Y>(sum, params.epilogue, n, o, pixel);
                 }
                 store_packet<WIDTH>(y_no + at, result);

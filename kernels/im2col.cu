@@ -30,13 +30,13 @@ struct Im2colParams {
 using namespace cupyconv;
 
 using T = DTYPE;
-constexpr int BLOCK = 256;
+constexpr int MAX_BLOCK = 256;
 
-extern "C" __global__ void __launch_bounds__(BLOCK) im2col(const __grid_constant__ Im2colParams params) {
+extern "C" __global__ void __launch_bounds__(MAX_BLOCK) im2col(const __grid_constant__ Im2colParams params) {
     const Windows& windows = params.windows;
     const int taps = windows.kernel[0] * windows.kernel[1] * windows.kernel[2];
     const long long rows = (long long)params.channels * taps;
-    const long long step = (long long)gridDim.x * BLOCK * WIDTH;
+    const long long step = (long long)gridDim.x * blockDim.x * WIDTH;
 
     for (long long row = blockIdx.y; row < rows; row += gridDim.y) {
         const int c = row / taps;
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) im2col(const __grid_constant
             const T* const x_nc = static_cast<const T*>(source.image.data) + n * source.image.stride_n +
                                   (c - source.first) * source.image.stride_c;
             T* const columns_nr = static_cast<T*>(params.columns) + n * params.stride_n + row * params.stride_row;
-            for (long long p = ((long long)blockIdx.x * BLOCK + threadIdx.x) * WIDTH; p < params.pixels; p += step) {
+            for (long long p = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * WIDTH; p < params.pixels; p += step) {
                 Pixel out = pixel_at(params.first_pixel + p, windows.out), in;
                 Packet<T, WIDTH> packet;
 #pragma unroll

@@ -35,13 +35,13 @@ struct MergeParams {
 using namespace cupyconv;
 
 using T = DTYPE;
-constexpr int BLOCK = 256;
+constexpr int MAX_BLOCK = 256;
 
-extern "C" __global__ void __launch_bounds__(BLOCK) merge(const __grid_constant__ MergeParams params) {
+extern "C" __global__ void __launch_bounds__(MAX_BLOCK) merge(const __grid_constant__ MergeParams params) {
     using A = Accumulator<T>;
     DYNAMIC_SHARED(A, weight);
     const int o_first = blockIdx.y * TILE;
-    for (int i = threadIdx.x; i < params.in_channels * TILE; i += BLOCK) {
+    for (int i = threadIdx.x; i < params.in_channels * TILE; i += blockDim.x) {
         const int c = i / TILE, o = o_first + i % TILE;
         const T* w_oc = static_cast<const T*>(params.weight) + o * params.weight_stride_o + c * params.weight_stride_c;
         weight[i] = o < params.out_channels ? widen(*w_oc) : A(0);
@@ -49,9 +49,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK) merge(const __grid_constant_
     __syncthreads();
 
     T* const y = static_cast<T*>(params.out.data);
-    const long long step = (long long)gridDim.x * BLOCK * WIDTH;
+    const long long step = (long long)gridDim.x * blockDim.x * WIDTH;
     for (long long n = blockIdx.z; n < params.batch; n += gridDim.z) {
-        for (long long p = ((long long)blockIdx.x * BLOCK + threadIdx.x) * WIDTH; p < params.pixels; p += step) {
+        for (long long p = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * WIDTH; p < params.pixels; p += step) {
             A sum[TILE][WIDTH] = {};
             for (int s = 0; s < params.sources.count; ++s) {
                 const Source& source = params.sources.table[s];

@@ -4,7 +4,8 @@ It shares no code with the package and is meant to be checked by eye rather than
 walks over the output pixels and the kernel taps one by one; the only thing done at once is the contraction
 over channels,
 
-    y[n, o, pixel] = sum over taps t, channels c of o's group:  padded[n, c, pixel * stride + t * dilation] * weight[o, c, t]
+    y[n, o, pixel] = sum over taps t and channels c of o's group:
+                         padded[n, c, pixel * stride + t * dilation] * weight[o, c, t]
 
 The functions take the public ones' arguments without `method` and `out`, and NumPy arrays of any dtype.  They return
 float64 or complex128, which is exact wherever the data are small integers; casting is the caller's business.  Bad
@@ -37,7 +38,7 @@ def conv(
     padding_mode: str = "constant",
     dilation: PerAxis = 1,
     groups: int = 1,
-    activation: str | tuple | None = None,
+    activation: str | tuple[Any, ...] | None = None,
     residual: np.ndarray | None = None,
 ) -> np.ndarray:
     """Cross-correlation, + bias, + residual, activation."""
@@ -71,7 +72,7 @@ def linmerge(
     weight: np.ndarray,
     bias: np.ndarray | None = None,
     *,
-    activation: str | tuple | None = None,
+    activation: str | tuple[Any, ...] | None = None,
     residual: np.ndarray | None = None,
 ) -> np.ndarray:
     """At every pixel, the matrix `weight` times the vector of all inputs' channels."""
@@ -90,7 +91,7 @@ def epilogue(
     y: np.ndarray,
     bias: np.ndarray | None,
     residual: np.ndarray | None,
-    activation_spec: str | tuple | None,
+    activation_spec: str | tuple[Any, ...] | None,
     channel_axis: int,
 ) -> np.ndarray:
     """+ bias of each channel, + residual, then the activation."""
@@ -249,7 +250,7 @@ ACTIVATIONS: dict[str, tuple[Any, tuple[float | None, ...]]] = {
 }
 
 
-def activation(spec: str | tuple | None, v: np.ndarray) -> np.ndarray:
+def activation(spec: str | tuple[Any, ...] | None, v: np.ndarray) -> np.ndarray:
     """`spec` is None, a name, or (name, parameter, ...) where the parameters left out keep their defaults."""
     if spec is None:
         return v

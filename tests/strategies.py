@@ -1,17 +1,22 @@
 """Whole convolution problems for hypothesis, and arrays in every layout a caller may hand in.
 
-`conv_cases()` draws a `ConvCase`: all arguments of one valid call as plain ints and strings, whose repr can be pasted into a
-test.  From it come
+`conv_cases()` draws a `ConvCase`: all arguments of one valid call as plain ints and strings, whose repr can be pasted
+into a test.  From it come
 
     arrays = case.arrays(integer=True)                        # plain NumPy arrays, named as conv's arguments
     views = case.views(arrays, to_device, xp)                 # the same values on a device, in the case's layouts
     expected = reference.conv(**arrays, **case.parameters)
     actual = cupyconv.conv(**views, **case.parameters, out=case.new_out(to_device, xp))
+    assert_exact(actual, expected, case.result_dtype)
+
+and for random data, arrays(integer=False), the last line becomes
+
+    assert_close(actual, expected, case.result_dtype, case.terms, magnitude=case.magnitude(arrays))
 
 where `to_device` copies a C-ordered NumPy array, and `xp` is the module (numpy, cupy) whose arrays it returns.
 
-A layout is a base array with the values somewhere inside, and the slicing that gets them out (`embed`).  What lies between
-the values is NaN, so that reading beside a view shows in the result, and writing beside it shows in the base.
+A layout is a base array with the values somewhere inside, and the slicing that gets them out (`embed`).  What lies
+between the values is NaN, so that reading beside a view shows in the result, and writing beside it shows in the base.
 """
 
 from __future__ import annotations
@@ -157,7 +162,7 @@ class ConvCase:
     padding_mode: str = "constant"
     dilation: int | tuple[int, ...] = 1
     groups: int = 1
-    activation: str | tuple | None = None
+    activation: str | tuple[Any, ...] | None = None
     bias: bool = False
     residual: bool = False
     bare_x: bool = False
@@ -267,6 +272,11 @@ class ConvCase:
             else with_layout(residual, self.residual_layout, to_device, xp, channel_axis=self.channel_axis),
         }
 
+    def magnitude(self, arrays: dict[str, Any]) -> np.ndarray:
+        """M of `tolerance`: sum |x| |w| + |bias| + |residual|, + 1 for an activation."""
+        absolute = {name: None if array is None else absolute_values(array) for name, array in arrays.items()}
+        return reference.conv(**absolute, **{**self.parameters, "activation": None}) + (self.activation is not None)
+
     def new_out(self, to_device: View = np.array, xp: ModuleType = np) -> Any:
         """NaN in the shape, dtype and layout of out; None where the case gives none."""
         if self.out_layout is None:
@@ -287,6 +297,10 @@ class ConvCase:
         return fits[-1]
 
 
+def absolute_values(x: Any) -> Any:
+    return [np.abs(reference.wide(array)) for array in x] if isinstance(x, list) else np.abs(reference.wide(x))
+
+
 def as_dtype(name: str) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
@@ -297,7 +311,7 @@ def conv_cases(
     *,
     ranks: tuple[int, ...] = (1, 2, 3),
     dtypes: tuple[str, ...] = DTYPES,
-    activations: tuple[str | tuple | None, ...] = EXACT_ACTIVATIONS,
+    activations: tuple[str | tuple[Any, ...] | None, ...] = EXACT_ACTIVATIONS,
     layouts: tuple[str, ...] = LAYOUTS,
     mixed_dtypes: bool = True,
 ) -> ConvCase:

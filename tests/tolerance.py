@@ -1,24 +1,27 @@
 """How far a result may be from the oracle: not at all on integers, by its dtype's rounding on random data.
 
-**Integer-valued data** (`assert_exact`).  Every product and partial sum is an integer that the accumulator holds exactly,
-in any order of summation, so nothing short of equality is right.
+**Integer-valued data** (`assert_exact`).  Every product and partial sum is an integer that the accumulator holds
+exactly, in any order of summation, so nothing short of equality is right.
 
-**Random data** (`assert_close`).  A result is a sum of `terms` products, accumulated in the accumulator's precision and rounded
-once to its dtype.  With u the unit roundoff (half of eps), the error of the sum is bounded by
+**Random data** (`assert_close`).  A result is a sum of `terms` products, accumulated in the accumulator's precision
+and rounded once to its dtype.  With u the unit roundoff (half of eps), the error of the sum is bounded by
 
     u_acc * terms * M            always,
     u_acc * lambda * sqrt(terms) * M       with a probability that lambda brings near 1,
 
-where M = sum |x| |w| (+ |bias| + |residual|), because roundings are as often up as down (Higham and Mary, "A new approach to
-probabilistic rounding error analysis", SIAM J. Sci. Comput. 41, 2019).  We take the second with lambda = 4, and with terms + 4
-for terms: the bias, the residual and an activation are roundings too.  The result itself is allowed 1 ulp, which is at most
-eps_out * |y|: half of it for the rounding, half for a tie that the accumulated error tipped over; and below the normal
-numbers an ulp is the smallest subnormal.
+where M = sum |x| |w| (+ |bias| + |residual|), because roundings are as often up as down (Higham and Mary, "A new
+approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41, 2019).  We take the second with
+lambda = 4, and with terms + 4 for terms: the bias, the residual and an activation are roundings too.
 
-float16 and bfloat16 have a float32 accumulator.  Their eps_out, 2**-10 and 2**-7, is then nearly all of their tolerance, but
-where terms cancel and |y| is small nothing but the float32 part is left: that is how a 16-bit accumulator is caught.
+The result itself is allowed 1 ulp, which is at most eps_out * |y|: half of it for the rounding, half for a tie that the
+accumulated error tipped over; and below the normal numbers an ulp is the smallest subnormal.
 
-Activations are Lipschitz with a constant near 1 and lose at most a few ulp of their argument, which M covers.
+float16 and bfloat16 have a float32 accumulator.  Their eps_out, 2**-10 and 2**-7, is then nearly all of their
+tolerance, but where terms cancel and |y| is small nothing but the float32 part is left: that is how a 16-bit
+accumulator is caught.
+
+Activations are Lipschitz with a constant near 1, and lose at most a few ulp of their argument or of 1 (softplus(0), or
+exp(v) - 1 near 0).  So M counts 1 for an activation.
 """
 
 from __future__ import annotations
@@ -49,22 +52,24 @@ def assert_close(
 ) -> None:
     """Equal in shape and dtype, non-finite in the same places, and elsewhere within the tolerance derived above.
 
-    `terms` is the number of products in one result.  `magnitude` is M, an array or a bound; left out, it is that of standard
-    normal data (complex: of unit variance in both parts together).  `factor` widens the accumulator's part, for methods that transform their data first.
+    `terms` is the number of products in one result.  `magnitude` is M, an array or a bound; left out, it is that of
+    standard normal data (complex: of unit variance in both parts together).  `factor` widens the accumulator's part,
+    for methods that transform their data first.
     """
     dtype = np.dtype(dtype)
     actual = checked(actual, expected, dtype)
-    compare(actual, rounded(expected, dtype), factor * tolerance(expected, dtype, terms, magnitude))
+    compare(actual, rounded(expected, dtype), tolerance(expected, dtype, terms, magnitude, factor))
 
 
-def tolerance(expected: np.ndarray, dtype: Any, terms: int, magnitude: Any = None) -> np.ndarray:
+def tolerance(expected: np.ndarray, dtype: Any, terms: int, magnitude: Any = None, factor: float = 1.0) -> np.ndarray:
     """The largest error allowed in each value."""
     dtype = np.dtype(dtype)
     if magnitude is None:
         magnitude = terms + LARGEST_NORMAL_PRODUCT  # the mean of |x w| is 2/pi, below 1
     result, unit_roundoff = finfo(dtype), float(finfo(accumulator(dtype)).eps) / 2
     ulp = np.maximum(float(result.eps) * np.abs(expected), float(result.smallest_subnormal))
-    return ulp + LAMBDA * unit_roundoff * math.sqrt(terms + EXTRA_ROUNDINGS) * np.asarray(magnitude, np.float64)
+    relative = factor * LAMBDA * unit_roundoff * math.sqrt(terms + EXTRA_ROUNDINGS)
+    return ulp + relative * np.asarray(magnitude, np.float64)
 
 
 def accumulator(dtype: Any) -> np.dtype:

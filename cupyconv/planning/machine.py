@@ -40,10 +40,6 @@ class GpuModel:
     def __str__(self) -> str:
         return f"{self.name}, {self.arch}"
 
-    def core_rate(self, accumulator: str) -> float:
-        """Multiply-adds on the CUDA cores, in operations a second."""
-        return self.fp64 if accumulator in ("float64", "complex128") else self.fp32
-
     def gemm_rate(self, dtype: str, compute: str) -> float:
         """What a large cuBLAS GEMM of these operands runs at."""
         if compute == "tf32":

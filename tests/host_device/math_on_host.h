@@ -24,8 +24,8 @@ inline bool isfinite(double x) { return __builtin_isfinite(x); }
 inline bool signbit(float x) { return __builtin_signbit(x); }
 inline bool signbit(double x) { return __builtin_signbit(x); }
 
-#define OVERLOAD_1(f) inline float f(float x) { return f##f(x); }
-#define OVERLOAD_2(f) inline float f(float x, float y) { return f##f(x, y); }
+#define OVERLOAD_1(function) inline float function(float x) { return function##f(x); }
+#define OVERLOAD_2(function) inline float function(float x, float y) { return function##f(x, y); }
 
 OVERLOAD_1(exp) OVERLOAD_1(exp2) OVERLOAD_1(expm1) OVERLOAD_1(log) OVERLOAD_1(log2) OVERLOAD_1(log10) OVERLOAD_1(log1p)
 OVERLOAD_1(sqrt) OVERLOAD_1(cbrt) OVERLOAD_1(erf) OVERLOAD_1(erfc) OVERLOAD_1(sin) OVERLOAD_1(cos) OVERLOAD_1(tan)

@@ -1,0 +1,160 @@
+"""The choice of a method on a GPU: every applicable one is drafted, the cost model picks.
+
+"direct" is whichever kernel without columns fits: the fused merge, the depthwise kernel, or the
+general one.  "gemm" is columns (or the inputs themselves) and batched GEMM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cupyconv.activations import IDENTITY
+from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex
+from cupyconv.operands import Operand
+from cupyconv.plan import Conversion, Plan
+from cupyconv.planning.draft import Draft
+from cupyconv.planning.gemm import draft_gemm
+from cupyconv.planning.launches import (
+    MAX_SOURCES,
+    SHARED_BYTES,
+    collapse,
+    depthwise_launch,
+    direct_launch,
+    epilogue_launch,
+    epilogue_params,
+    merge_launch,
+    merge_tile,
+)
+from cupyconv.planning.machine import GpuModel
+from cupyconv.planning.request import ConvRequest, NotApplicable
+
+METHODS = ("direct", "gemm")
+LATER_METHODS = ("implicit_gemm", "winograd", "fft")
+
+
+def plan_conv(request: ConvRequest) -> Plan:
+    """The plan for ``request.method``; ValueError where a named method does not apply."""
+    check_method(request.method)
+    gpu = request.machine
+    assert isinstance(gpu, GpuModel)
+    request, conversions = _converted(_without_empty_inputs(request))
+    drafts: list[Draft] = []
+    rejected: list[tuple[str, str]] = []
+    for method in METHODS:
+        try:
+            drafts.append(_draft(method, request))
+        except NotApplicable as reason:
+            rejected.append((method, str(reason)))
+    if request.method != "auto":
+        for method, reason in rejected:
+            if method == request.method:
+                raise ValueError(f"method {method!r} does not apply: {reason}")
+        rejected += [(draft.method, f"method={request.method!r} was asked for") for draft in drafts]
+        rejected = [entry for entry in rejected if entry[0] != request.method]
+        chosen = next(draft for draft in drafts if draft.method == request.method)
+    elif not drafts:
+        raise ValueError("no method applies: " + "; ".join(f"{method}: {reason}" for method, reason in rejected))
+    else:
+        chosen = min(drafts, key=lambda draft: draft.cost(gpu).seconds)
+        rejected += [(draft.method, str(draft.cost(gpu))) for draft in drafts if draft is not chosen]
+    cost = chosen.cost(gpu)
+    return Plan(
+        method=chosen.method, backend="cuda", device=str(gpu), problem=str(request.geometry),
+        result=_describe(request), steps=chosen.steps, flops=request.flops, bytes_moved=chosen.bytes_moved,
+        minimal_bytes=request.minimal_bytes, bound=cost.bound, rejected=tuple(rejected),
+        reason=f"{chosen.reason}; {cost}", notes=request.notes + _lost(request), conversions=conversions,
+        workspace=chosen.workspace,
+    )  # fmt: skip
+
+
+def check_method(method: object) -> None:
+    """Refuse an unknown method, and one that this version does not have."""
+    if method in LATER_METHODS:
+        raise ValueError(f"method {method!r} is not in this version; there are 'auto', 'direct' and 'gemm'")
+    if method != "auto" and method not in METHODS:
+        raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(METHODS + LATER_METHODS)}")
+
+
+def _draft(method: str, request: ConvRequest) -> Draft:
+    if 0 in (request.geometry.batch, request.geometry.out_channels, request.geometry.pixels):
+        return Draft(method, (), reason="the result is empty")
+    if request.geometry.reduction == 0:
+        return Draft(method, (_only_epilogue(request),), reason="there are no input channels to sum over")
+    return draft_gemm(request) if method == "gemm" else _draft_direct(request)
+
+
+def _draft_direct(request: ConvRequest) -> Draft:
+    """The best kernel that needs no columns."""
+    geometry = request.geometry
+    if len(request.xs) > MAX_SOURCES:
+        raise NotApplicable(f"{len(request.xs)} inputs; a kernel's parameters hold {MAX_SOURCES}")
+    operands = (request.xs, request.weight, request.out)
+    images = [*request.xs, request.out] + ([request.residual] if request.residual else [])
+    same_real_type = not is_complex(request.out.dtype)
+    size, flat = collapse(images, geometry.out_size)
+    unit = all(image.pixel_stride == 1 for image in flat[: len(request.xs) + 1])
+    if geometry.is_pointwise and geometry.groups == 1 and same_real_type and unit and size[:2] == (1, 1):
+        if merge_tile(geometry, request.out.dtype) is not None:
+            residual = flat[-1] if request.residual else None
+            epilogue = epilogue_params(request.bias, residual, request.activation)
+            return Draft("direct", (merge_launch(geometry, *operands, epilogue),), reason="fused merge")
+    epilogue = epilogue_params(request.bias, request.residual, request.activation)
+    tap_bytes = geometry.taps * ITEMSIZE[accumulator(request.out.dtype)]
+    if geometry.is_depthwise and same_real_type and tap_bytes <= SHARED_BYTES:
+        return Draft("direct", (depthwise_launch(geometry, *operands, epilogue),), reason="depthwise kernel")
+    return Draft("direct", (direct_launch(geometry, *operands, epilogue),), reason="general kernel")
+
+
+def _only_epilogue(request: ConvRequest):
+    return epilogue_launch(
+        request.geometry, request.out, sums=None, sums_dtype=accumulator(request.out.dtype),
+        bias=request.bias, residual=request.residual, activation=request.activation or IDENTITY,
+    )  # fmt: skip
+
+
+def _without_empty_inputs(request: ConvRequest) -> ConvRequest:
+    """Inputs of no channels take part in nothing; one is kept where there is no other."""
+    kept = [i for i, channels in enumerate(request.geometry.channels) if channels] or [0]
+    geometry = replace(request.geometry, channels=tuple(request.geometry.channels[i] for i in kept))
+    return replace(request, geometry=geometry, xs=tuple(request.xs[i] for i in kept))
+
+
+def _converted(request: ConvRequest) -> tuple[ConvRequest, tuple[Conversion, ...]]:
+    """Arguments in the dtypes computed with, and what must be converted for that."""
+    conversions: list[Conversion] = []
+
+    def convert(operand: Operand | None, dtype: str) -> Operand | None:
+        if operand is None or operand.dtype == dtype:
+            return operand
+        fresh = operand.in_c_order(dtype)
+        conversions.append(Conversion(operand.name, operand.dtype, dtype, fresh.nbytes))
+        return fresh
+
+    request = replace(
+        request,
+        xs=tuple(convert(x, request.x_dtype) for x in request.xs),
+        weight=convert(request.weight, request.weight_dtype),
+        bias=convert(request.bias, request.out.dtype),
+        residual=convert(request.residual, request.out.dtype),
+    )
+    return request, tuple(conversions)
+
+
+def _describe(request: ConvRequest) -> str:
+    out, geometry = request.out, request.geometry
+    shape = (geometry.batch, geometry.out_channels, *geometry.spatial(geometry.out_size))
+    order = "channels-last" if out.stride_c == 1 and out.pixels > 1 else "C order"
+    return f"{out.dtype} {shape}, {order}"
+
+
+def _lost(request: ConvRequest) -> tuple[str, ...]:
+    """What keeps an operand off the fast path."""
+    notes = []
+    for operand in (*request.xs, request.out):
+        if operand.pixels > 1 and operand.pixel_stride is None:
+            notes.append(f"{operand.name}: its pixels have no one stride, so no GEMM can read it in place")
+        elif operand.pixels > 1 and operand.pixel_stride != 1 and operand.stride_c != 1:
+            notes.append(f"{operand.name}: neither pixels nor channels have unit stride: scalar access")
+        elif operand.alignment < 16:
+            notes.append(f"{operand.name}: not 16-byte aligned: scalar access")
+    return tuple(notes)

@@ -1,0 +1,425 @@
+"""Columns and batched GEMM: the plan of method "gemm" on CUDA.
+
+::
+
+    weight                        X of sample n                    y of sample n
+    [ group_outputs x K_g ]   x   [ K x pixels ]          =        [ out_channels x pixels ]
+      batch stride 0               1x1: the inputs where they
+                                   lie, one accumulating GEMM
+                                   each; else columns
+
+One call does all samples of a chunk.  The calls are batched over samples, or over groups where the
+samples are one long matrix (channels-last) or there is but one.
+
+An array is used where it lies if cuBLAS can read it there: unit pixel stride with channels `ld` apart,
+or unit channel stride with pixels `ld` apart (channels-last, a transposed matrix).  Any other is
+gathered into workspace first.
+
+The sums are the result itself wherever that is right.  They are kept in workspace, and an epilogue
+launch finishes them, for a 16-bit result that would be rounded twice, a result whose strides no GEMM
+can write, and a real image with a complex weight, whose sums come as a plane of real parts and a plane
+of imaginary ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cupyconv.activations import IDENTITY
+from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
+from cupyconv.operands import Operand, collapsed_stride
+from cupyconv.plan import Address, Buffer, GemmCall, KernelLaunch, Matrix, Plan, Step
+from cupyconv.planning.draft import Draft
+from cupyconv.planning.launches import component, epilogue_launch, im2col_launches
+from cupyconv.planning.request import ConvRequest, NotApplicable
+
+INT32 = 2**31 - 1
+#: cuBLAS's limit on the matrices of one call.
+MAX_BATCH = 65535
+#: Pixels below which columns of a sample are not cut any further: smaller GEMMs would only be launches.
+SMALLEST_CHUNK = 1024
+#: Rows of columns are padded to this many elements, so that each starts on a 16-byte boundary.
+ROW_MULTIPLE = 8
+
+
+@dataclass(frozen=True)
+class MatrixView:
+    """`rows x columns` matrices in memory, `stride` elements from one sample's to the next.
+
+    Row-major with leading dimension `ld`; where `transposed`, it is the transpose that lies so.
+    """
+
+    at: Address
+    itemsize: int
+    ld: int
+    stride: int
+    transposed: bool
+
+    @property
+    def row_step(self) -> int:
+        return 1 if self.transposed else self.ld
+
+    @property
+    def column_step(self) -> int:
+        return self.ld if self.transposed else 1
+
+    def start(self, row: int = 0, column: int = 0, sample: int = 0) -> Address:
+        elements = row * self.row_step + column * self.column_step + sample * self.stride
+        return Address(self.at.buffer, self.at.offset + elements * self.itemsize)
+
+    def as_real(self) -> "MatrixView":
+        """A complex matrix as a real one with twice the columns."""
+        assert not self.transposed
+        return replace(self, itemsize=self.itemsize // 2, ld=2 * self.ld, stride=2 * self.stride)
+
+    def samples_are_columns(self, columns: int) -> bool:
+        """Whether a sample's last column is followed by the next sample's first."""
+        return self.stride == columns * self.column_step
+
+
+def matrix_view(
+    at: Address, itemsize: int, rows: int, row_stride: int, columns: int, column_stride: int | None, stride: int
+) -> MatrixView | None:
+    """The matrix as cuBLAS can address it, with an int32 leading dimension; None where it cannot."""
+    if column_stride is None or stride < 0:
+        return None
+    if (columns == 1 or column_stride == 1) and (rows == 1 or columns <= row_stride <= INT32):
+        return MatrixView(at, itemsize, row_stride if rows > 1 else columns, stride, False)
+    if (rows == 1 or row_stride == 1) and (columns == 1 or rows <= column_stride <= INT32):
+        return MatrixView(at, itemsize, column_stride if columns > 1 else rows, stride, True)
+    return None
+
+
+def image_matrix(image: Operand) -> MatrixView | None:
+    """An image as `channels x pixels` matrices."""
+    at = Address(image.name, image.offset)
+    return matrix_view(
+        at, image.itemsize, image.shape[1], image.stride_c, image.pixels, image.pixel_stride, image.stride_n
+    )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Consecutive rows of X that lie in one place: one input's, or the columns of all."""
+
+    first: int
+    count: int
+    inputs: tuple[int, ...]
+    view: MatrixView | None  # None: gathered into workspace, chunk by chunk
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The part of the problem one round of steps does."""
+
+    first_sample: int
+    samples: int
+    first_pixel: int
+    pixels: int
+
+
+def draft_gemm(request: ConvRequest) -> Draft:
+    """Plan method "gemm", or raise `NotApplicable`."""
+    return _GemmPlanner(request).draft()
+
+
+class _GemmPlanner:
+    """What holds for all chunks is decided first; then every chunk gets its steps."""
+
+    def __init__(self, request: ConvRequest) -> None:
+        self.request, self.geometry = request, request.geometry
+        geometry = self.geometry
+        # One real factor: the complex one is read as real numbers, twice as many pixels or outputs.
+        x_is_complex, weight_is_complex = is_complex(request.x_dtype), is_complex(request.weight_dtype)
+        self.components = 2 if x_is_complex and not weight_is_complex else 1
+        self.planes = 2 if weight_is_complex and not x_is_complex else 1
+        self.dtype = real_part(request.x_dtype) if x_is_complex != weight_is_complex else request.x_dtype
+        if max(geometry.reduction * geometry.groups, geometry.out_channels * self.planes) > INT32:
+            raise NotApplicable("channels times taps pass cuBLAS's 32-bit dimensions")
+        self.rows = self._rows_of_x()
+        self.weight = self._weight_in_place()
+        self.out = self._out_in_place()
+        self.sums_dtype = self._sums_dtype()
+        #: Bias and residual are written before the products are added: no pass over the result after.
+        self.prefills = self.out is not None and not request.activation and _any(request.bias, request.residual)
+        self.samples, self.pixels = self._chunk_size()
+
+    def draft(self) -> Draft:
+        geometry = self.geometry
+        chunks = [
+            Chunk(n, min(self.samples, geometry.batch - n), p, min(self.pixels, geometry.pixels - p))
+            for n in range(0, geometry.batch, self.samples)
+            for p in range(0, geometry.pixels, self.pixels)
+        ]
+        steps: list[Step] = self._gather_weight()
+        for chunk in chunks:
+            steps += self._steps(chunk)
+        gathered = any(rows.view is None for rows in self.rows)
+        where = "columns" if not geometry.is_pointwise else "gathered inputs" if gathered else "the inputs in place"
+        cut = f", {len(chunks)} chunks of {self.samples} x {self.pixels} pixels" if len(chunks) > 1 else ""
+        return Draft("gemm", tuple(steps), self._workspace(), f"one batched GEMM over samples on {where}{cut}")
+
+    # Where the three matrices lie.
+
+    def _rows_of_x(self) -> list[Rows]:
+        geometry, xs = self.geometry, self.request.xs
+        if not geometry.is_pointwise:
+            return [Rows(0, geometry.in_channels * geometry.taps, tuple(range(len(xs))), None)]
+        views = [image_matrix(x) for x in xs]
+        if self.components == 2:  # pixels and components must be one axis of unit stride
+            views = [None if view is None or view.transposed else view.as_real() for view in views]
+        return [
+            Rows(first, count, (i,), views[i])
+            for i, (first, count) in enumerate(zip(geometry.channel_offsets, geometry.channels))
+        ]
+
+    def _weight_in_place(self) -> MatrixView | None:
+        if self.planes == 2:
+            return None
+        weight, geometry = self.request.weight, self.geometry
+        step = collapsed_stride(weight.shape[1:], weight.strides[1:])
+        return matrix_view(
+            Address(weight.name), weight.itemsize, geometry.out_channels, weight.stride_n, geometry.reduction, step, 0
+        )
+
+    def _out_in_place(self) -> MatrixView | None:
+        request = self.request
+        view = image_matrix(request.out)
+        accumulations = max(len(self._segments(group)) for group in range(self.geometry.groups))
+        rounded_twice = accumulations > 1 or bool(request.activation) or request.residual is not None
+        if view is None or self.planes == 2 or (rounded_twice and ITEMSIZE[request.out.dtype] == 2):
+            return None
+        if self.components == 2:
+            return None if view.transposed else view.as_real()
+        return view
+
+    def _sums_dtype(self) -> str:
+        out = self.request.out.dtype
+        if self.out is not None:
+            return out
+        return real_part(out) if self.planes == 2 else accumulator(out)
+
+    def _segments(self, group: int) -> list[tuple[Rows, int, int, int]]:
+        """Per place of X that a group reads: (rows, first row there, first row of the group, count)."""
+        per_group = self.geometry.reduction
+        begin, end = group * per_group, (group + 1) * per_group
+        segments = []
+        for rows in self.rows:
+            low, high = max(begin, rows.first), min(end, rows.first + rows.count)
+            if low < high:
+                segments.append((rows, low - rows.first, low - begin, high - low))
+        return segments
+
+    # Workspace.
+
+    def _chunk_size(self) -> tuple[int, int]:
+        """Samples and pixels of a chunk: all samples, else fewer samples, else fewer pixels of one."""
+        geometry, request = self.geometry, self.request
+        limit = request.limit - sum(_aligned(buffer.nbytes) for buffer in self._weight_buffer())
+        limit -= Plan.ALIGNMENT * (sum(rows.view is None for rows in self.rows) + (self.out is None))
+        gathered = sum(rows.count for rows in self.rows if rows.view is None) * ITEMSIZE[request.x_dtype]
+        kept = geometry.out_channels * self.planes * ITEMSIZE[self.sums_dtype] if self.out is None else 0
+        per_pixel = gathered + kept
+        most_pixels = INT32 // self.components // ROW_MULTIPLE * ROW_MULTIPLE
+        most_samples = min(geometry.batch, MAX_BATCH, max(1, INT32 // (geometry.pixels * self.components)))
+        if not per_pixel and (limit >= 0 or not self._weight_buffer()):
+            return (most_samples, geometry.pixels) if geometry.pixels <= most_pixels else (1, most_pixels)
+        fitting = limit // (per_pixel * _row_length(geometry.pixels)) if per_pixel else 0
+        if fitting >= 1 and geometry.pixels <= most_pixels:
+            samples = min(fitting, most_samples)
+            return -(-geometry.batch // -(-geometry.batch // samples)), geometry.pixels
+        pixels = min(limit // per_pixel if per_pixel else 0, most_pixels) // ROW_MULTIPLE * ROW_MULTIPLE
+        if pixels < min(geometry.pixels, SMALLEST_CHUNK):
+            least = request.limit - limit + per_pixel * _row_length(min(geometry.pixels, SMALLEST_CHUNK))
+            raise NotApplicable(
+                f"the smallest chunk of columns needs {least:,} bytes of workspace, the limit is {request.limit:,}"
+            )
+        return 1, pixels
+
+    def _weight_buffer(self) -> list[Buffer]:
+        if self.weight is not None:
+            return []
+        elements = self.planes * self.geometry.out_channels * self.geometry.reduction
+        return [Buffer("gathered weight", elements * ITEMSIZE[self.dtype])]
+
+    def _workspace(self) -> tuple[Buffer, ...]:
+        geometry, area = self.geometry, self.samples * _row_length(self.pixels)
+        buffers = self._weight_buffer()
+        for rows in self.rows:
+            if rows.view is None:
+                buffers.append(Buffer(self._gathered_name(rows), rows.count * area * ITEMSIZE[self.request.x_dtype]))
+        if self.out is None:
+            sums = self.samples * self.pixels * geometry.out_channels * self.planes
+            buffers.append(Buffer("sums", sums * ITEMSIZE[self.sums_dtype]))
+        return tuple(buffers)
+
+    def _gathered_name(self, rows: Rows) -> str:
+        return "columns" if not self.geometry.is_pointwise else f"gathered {self.request.xs[rows.inputs[0]].name}"
+
+    # Steps.
+
+    def _gather_weight(self) -> list[Step]:
+        """Copy the weight as `outputs x reduction`, or as two such planes of real and imaginary parts."""
+        if self.weight is not None:
+            return []
+        geometry, weight = self.geometry, self.request.weight
+        kernel_as_image = replace(
+            geometry, batch=geometry.out_channels, channels=(geometry.group_channels,), size=geometry.kernel,
+            kernel=(1, 1, 1), stride=(1, 1, 1), before=(0, 0, 0), after=(0, 0, 0), padding_mode="constant", groups=1,
+        )  # fmt: skip
+        plane = geometry.out_channels * geometry.reduction
+        target = Operand(
+            "gathered weight", self.dtype, (geometry.out_channels, geometry.group_channels, 1, 1, geometry.taps),
+            (geometry.reduction, geometry.taps, 0, 0, 1), alignment=ITEMSIZE[self.dtype],
+        )  # fmt: skip
+        self.weight = MatrixView(Address(target.name), target.itemsize, geometry.reduction, 0, False)
+        parts = [weight] if self.planes == 1 else [component(weight, 0), component(weight, 1)]
+        return [
+            launch
+            for i, part in enumerate(parts)
+            for launch in im2col_launches(
+                kernel_as_image, (part,), target, at=Address(target.name, i * plane * target.itemsize),
+                purpose="weight" if self.planes == 1 else ("real parts", "imaginary parts")[i] + " of the weight",
+            )
+        ]  # fmt: skip
+
+    def _steps(self, chunk: Chunk) -> list[Step]:
+        views: dict[Rows, MatrixView] = {}
+        steps: list[Step] = []
+        for rows in self.rows:
+            if rows.view is None:
+                views[rows], launches = self._gather(rows, chunk)
+                steps += launches
+            else:
+                column = chunk.first_pixel * self.components
+                views[rows] = replace(rows.view, at=rows.view.start(0, column, chunk.first_sample))
+        c = self._sums(chunk)
+        if self.prefills:
+            steps.append(self._epilogue(chunk, None))
+        steps += self._gemms(chunk, views, c)
+        if self.out is None or (self.request.activation and not self.prefills):
+            steps.append(self._epilogue(chunk, c))
+        return steps
+
+    def _gather(self, rows: Rows, chunk: Chunk) -> tuple[MatrixView, list[KernelLaunch]]:
+        request, name = self.request, self._gathered_name(rows)
+        if self.out is not None and self.out.transposed and self.out.samples_are_columns(self.geometry.pixels):
+            stride_n, ld = chunk.pixels, chunk.samples * chunk.pixels  # all samples as one long row
+        else:
+            ld = _row_length(chunk.pixels)
+            stride_n = rows.count * ld
+        columns = Operand(
+            name, request.x_dtype, (chunk.samples, rows.count, 1, 1, chunk.pixels), (stride_n, ld, 0, 0, 1)
+        )
+        windows = replace(self.geometry, channels=tuple(self.geometry.channels[i] for i in rows.inputs), groups=1)
+        launches = im2col_launches(
+            windows, tuple(request.xs[i] for i in rows.inputs), columns, at=Address(name),
+            first_sample=chunk.first_sample, samples=chunk.samples, first_pixel=chunk.first_pixel,
+            pixels=chunk.pixels, purpose=name,
+        )  # fmt: skip
+        view = MatrixView(Address(name), columns.itemsize, ld, stride_n, False)
+        return (view.as_real() if self.components == 2 else view), launches
+
+    def _sums(self, chunk: Chunk) -> MatrixView:
+        """The chunk's C: in the result, or `samples x (planes x outputs) x pixels` in workspace."""
+        if self.out is not None:
+            start = self.out.start(0, chunk.first_pixel * self.components, chunk.first_sample)
+            return replace(self.out, at=start)
+        stride = self.geometry.out_channels * self.planes * chunk.pixels
+        view = MatrixView(Address("sums"), ITEMSIZE[self.sums_dtype], chunk.pixels, stride, False)
+        return view.as_real() if self.components == 2 else view
+
+    def _gemms(self, chunk: Chunk, views: dict[Rows, MatrixView], c: MatrixView) -> list[Step]:
+        geometry = self.geometry
+        samples, columns = chunk.samples, chunk.pixels * self.components
+        if all(view.samples_are_columns(columns) for view in (*views.values(), c)):
+            samples, columns = 1, samples * columns
+        if geometry.groups == 1:
+            outputs = self.planes * geometry.out_channels  # planes lie one after the other
+            return self._accumulate(0, 0, outputs, views, c, columns, samples, None)
+        if samples == 1 and len(self.rows) == 1:
+            return [
+                call
+                for plane in range(self.planes)
+                for first in range(0, geometry.groups, MAX_BATCH)
+                for call in self._accumulate(
+                    first, plane * geometry.out_channels + first * geometry.group_outputs, geometry.group_outputs,
+                    views, c, columns, min(MAX_BATCH, geometry.groups - first), geometry.group_outputs,
+                )
+            ]  # fmt: skip
+        return [
+            call
+            for plane in range(self.planes)
+            for group in range(geometry.groups)
+            for call in self._accumulate(
+                group, plane * geometry.out_channels + group * geometry.group_outputs, geometry.group_outputs,
+                views, c, columns, samples, None,
+            )
+        ]  # fmt: skip
+
+    def _accumulate(
+        self, group: int, first_output: int, outputs: int, views: dict[Rows, MatrixView], c: MatrixView,
+        columns: int, batch: int, outputs_a_group: int | None,
+    ) -> list[Step]:  # fmt: skip
+        """The calls whose sum is a range of outputs: one for each place its rows of X lie in.
+
+        The batch runs over samples, or over groups of `outputs_a_group` outputs from `group` on.
+        """
+        weight = self.weight
+        assert weight is not None
+        calls: list[Step] = []
+        for rows, x_row, weight_column, count in self._segments(group):
+            x = views[rows]
+            if outputs_a_group is None:
+                weight_stride, x_stride, c_stride = 0, x.stride, c.stride
+            else:
+                weight_stride, c_stride = outputs_a_group * weight.row_step, outputs_a_group * c.row_step
+                x_stride = self.geometry.reduction * x.row_step
+            a = Matrix(weight.start(first_output, weight_column), weight.ld, weight_stride, weight.transposed)
+            b = Matrix(x.start(x_row), x.ld, x_stride, x.transposed)
+            m, n = outputs, columns
+            if c.transposed:  # channels-last: C' = X' W'
+                a, b, m, n = _flip(b), _flip(a), n, m
+            target = Matrix(c.start(first_output), c.ld, c_stride)
+            beta = int(self.prefills or bool(calls))
+            compute = "float64" if "64" in accumulator(real_part(self.dtype)) else "float32"
+            if self.request.allow_tf32 and real_part(self.dtype) == "float32":
+                compute = "tf32"
+            c_dtype = real_part(self.sums_dtype) if self.components == 2 else self.sums_dtype
+            calls.append(
+                GemmCall(m, n, count, a, b, target, batch, self.dtype, c_dtype, compute, beta, "products")
+            )
+        return calls
+
+    def _epilogue(self, chunk: Chunk, sums: MatrixView | None) -> Step:
+        request = self.request
+        strides = (0, 0, 0)
+        imaginary = 0
+        if sums is not None:
+            parts = self.components
+            strides = (sums.stride // parts, sums.row_step // parts, 1 if parts == 2 else sums.column_step)
+            imaginary = self.geometry.out_channels * sums.row_step if self.planes == 2 else 0
+        return epilogue_launch(
+            self.geometry, request.out, sums=sums.at if sums else None,
+            sums_dtype=self.sums_dtype, sums_strides=strides, imaginary=imaginary,
+            bias=request.bias, residual=request.residual,
+            activation=IDENTITY if sums is None else request.activation,
+            first_sample=chunk.first_sample, samples=chunk.samples,
+            first_pixel=chunk.first_pixel, pixels=chunk.pixels,
+        )  # fmt: skip
+
+
+def _flip(matrix: Matrix) -> Matrix:
+    return replace(matrix, transposed=not matrix.transposed)
+
+
+def _row_length(pixels: int) -> int:
+    return -(-pixels // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // Plan.ALIGNMENT) * Plan.ALIGNMENT
+
+
+def _any(*operands: Operand | None) -> bool:
+    return any(operand is not None for operand in operands)

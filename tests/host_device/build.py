@@ -1,0 +1,164 @@
+"""Kernels compiled for the host: one shared library a variant, cached by the content of every source.
+
+A variant is `kernels/<name>.cu` with its macros.  Its translation unit includes the file and exports the
+kernel as a plain call with a pointer to its one parameter struct.  The runtime (`fibres.cpp`) is a library
+of its own that all variants share, so that there is one pool of stacks in a process.
+
+The environment variable CUPYCONV_HOST_SANITIZER chooses a sanitizer: ``asan``, ``ubsan``, ``tsan``; the CXX
+variable another compiler.  `.build/` may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from cupyconv.plan import Kernel
+
+HERE = Path(__file__).resolve().parent
+KERNELS = HERE.parents[1] / "kernels"
+CACHE = HERE / ".build"
+
+#: Compiler flags of each mode.  The runtime is told the mode by a macro instead: it is never instrumented.
+SANITIZERS = {
+    "": [],
+    "asan": ["-g1", "-fsanitize=address", "-fno-omit-frame-pointer"],
+    "ubsan": ["-g1", "-fsanitize=undefined,bounds-strict", "-fno-sanitize-recover=undefined"],
+    "tsan": ["-g1", "-fsanitize=thread"],
+}
+
+COMMON_FLAGS = ["-std=gnu++17", "-fPIC", "-shared", "-fvisibility=hidden"]
+
+# No C++ standard library, as under NVRTC (and it compiles faster); vectors may alias what they are made of,
+# as CUDA has it; products and sums are not contracted, so that a result depends on the source alone.
+KERNEL_FLAGS = ["-O1", "-nostdinc++", "-fno-strict-aliasing", "-ffp-contract=off", "-fno-threadsafe-statics",
+                "-DCUPYCONV_HOST"]  # fmt: skip
+
+
+class CompileError(RuntimeError):
+    """A kernel, or the runtime, does not compile; the message is the compiler's."""
+
+
+class LaunchConfig(ctypes.Structure):
+    """How to run a kernel; mirrors `LaunchConfig` in fibres.h."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("dynamic_shared_bytes", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("order", ctypes.c_int),
+        ("strict", ctypes.c_int),
+    ]
+
+
+@dataclass(frozen=True)
+class HostKernel:
+    """A loaded kernel: the address to call, and the size of the struct it takes."""
+
+    address: int
+    params_size: int
+    library: ctypes.CDLL  # keeps the address valid
+
+
+def sanitizer() -> str:
+    """The mode that the environment asks for."""
+    mode = os.environ.get("CUPYCONV_HOST_SANITIZER", "")
+    if mode not in SANITIZERS:
+        raise ValueError(f"CUPYCONV_HOST_SANITIZER is {mode!r}; known are {', '.join(filter(None, SANITIZERS))}")
+    return mode
+
+
+def compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX", "g++"))
+
+
+def unavailable() -> str | None:
+    """Why kernels cannot be compiled for the host here, or None where they can."""
+    if shutil.which(compiler()[0]) is None:
+        return f"no C++ compiler: {compiler()[0]} is not on the path (set CXX, or install g++)"
+    return None
+
+
+@functools.lru_cache(maxsize=None)
+def load_kernel(kernel: Kernel, directory: Path = KERNELS, mode: str = "") -> HostKernel:
+    """Compile `directory`/<name>.cu with the kernel's macros, unless that was done before, and load it."""
+    runtime = build_runtime(mode)
+    load_runtime(mode)
+    library = ctypes.CDLL(str(build_kernel(kernel, directory, mode, runtime)))
+    address = ctypes.cast(library.cuda_on_host_kernel, ctypes.c_void_p).value
+    assert address is not None
+    return HostKernel(address, ctypes.c_size_t.in_dll(library, "cuda_on_host_params_size").value, library)
+
+
+@functools.lru_cache(maxsize=None)
+def load_runtime(mode: str = "") -> ctypes._CFuncPtr:
+    """The function (kernel address, params address, LaunchConfig) -> error text or None."""
+    launch = ctypes.CDLL(str(build_runtime(mode))).cuda_on_host_launch
+    launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(LaunchConfig)]
+    launch.restype = ctypes.c_char_p
+    return launch
+
+
+def build_kernel(kernel: Kernel, directory: Path, mode: str, runtime: Path) -> Path:
+    """The shared library of one variant."""
+    source = f'#include "{kernel.name}.cu"\n#include "kernel_entry.h"\nEXPORT_KERNEL({kernel.name})\n'
+    includes = dict.fromkeys([directory, KERNELS, HERE])  # in this order, each once
+    flags = [*COMMON_FLAGS, *KERNEL_FLAGS, *SANITIZERS[mode]]
+    flags += [f"-D{name}={value}" for name, value in kernel.macros]
+    flags += [f"-I{folder}" for folder in includes]
+    return _build(kernel.name, source, flags, sources=tuple(includes), library=runtime)
+
+
+@functools.lru_cache(maxsize=None)
+def build_runtime(mode: str) -> Path:
+    """The shared library that runs kernels of this mode."""
+    told = [f"-DCUDA_ON_HOST_{mode.upper()}"] if mode else []
+    # Exported are the functions kernels call; loops stay loops, since sanitizers intercept memcpy and memset.
+    flags = [*COMMON_FLAGS, "-fvisibility=default", "-O2", "-fno-tree-loop-distribute-patterns", "-Wall", "-Wextra", "-Werror"]
+    flags += [*told, f"-I{HERE}"]
+    return _build("fibres", '#include "fibres.cpp"\n', flags, sources=(HERE,), library=None)
+
+
+def _build(name: str, source: str, flags: list[str], *, sources: tuple[Path, ...], library: Path | None) -> Path:
+    """Compile `source` into a shared library named by the hash of all that goes into it."""
+    key = hashlib.sha256(repr((source, flags, _compiler_version(), library)).encode())
+    for folder in sources:
+        key.update(_content(folder))
+    target = CACHE / f"{name}-{key.hexdigest()[:20]}.so"
+    if target.exists():
+        return target
+    CACHE.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+        unit, built = Path(scratch, "unit.cpp"), Path(scratch, target.name)
+        unit.write_text(source)
+        linked = [str(library)] if library else []
+        command = [*compiler(), *flags, str(unit), *linked, f"-Wl,-soname,{target.name}", "-Wl,-rpath,$ORIGIN"]
+        result = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True)
+        if result.returncode:
+            raise CompileError(f"{shlex.join(command)}\n{result.stderr[:8000]}")
+        built.replace(target)  # atomic: other processes see the whole library or none
+    return target
+
+
+@functools.lru_cache(maxsize=None)
+def _compiler_version() -> str:
+    return subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+
+
+@functools.lru_cache(maxsize=None)
+def _content(folder: Path) -> bytes:
+    """A digest of the C++ and CUDA sources in a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in {".cu", ".cuh", ".h", ".cpp"}:
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.digest()

@@ -1,0 +1,286 @@
+"""`HostDevice`: a CUDA device made of host memory, the host compiler and NumPy.
+
+It executes the very kernels and cuBLAS calls that a GPU would get, and is stricter than one: memory is
+poisoned before it is written and guarded on both sides, addresses must belong to it, threads and blocks run
+in an order that changes with every launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import weakref
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupyconv.plan import Kernel
+
+from . import blas, build
+
+ALIGNMENT = 256
+GUARD_BYTES = 256
+GUARD = 0xA5
+POISON = 0xFF  # NaN in every floating-point type, -1 in every integer
+
+ORDERS = {"ascending": 0, "descending": 1, "random": 2}
+
+_one_launch_at_a_time = threading.Lock()  # the runtime's state is the process's
+
+
+class KernelError(RuntimeError):
+    """A kernel was launched wrongly, misused a barrier, or wrote where it must not."""
+
+
+class HostArray(np.ndarray):
+    """An array in a `HostDevice`'s memory: what `cupy.ndarray` is to a GPU.
+
+    NumPy computes with it as with any array, but such a result is a HostArray only by type: it lies
+    outside the device's memory, and the device refuses it.  `HostDevice.asarray` brings it in.
+    """
+
+    def get(self) -> np.ndarray:
+        """A copy as a plain NumPy array."""
+        return np.array(self, subok=False)
+
+
+@dataclass(frozen=True)
+class LaunchRecord:
+    """One kernel launch, as it was asked for."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    block: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class GemmRecord:
+    """One cuBLAS call, in cuBLAS's (column-major) terms."""
+
+    m: int
+    n: int
+    k: int
+    batch: int
+    a_type: int
+    c_type: int
+    compute_type: int
+    strides: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class _Allocation:
+    """A piece of device memory: guard zone, payload, guard zone."""
+
+    memory: weakref.ref[np.ndarray]  # bytes; dead once no array uses them
+    offset: int  # of the payload in `memory`
+    start: int  # the payload's address
+    nbytes: int
+
+    def payload(self) -> np.ndarray | None:
+        memory = self.memory()
+        return None if memory is None else memory[self.offset : self.offset + self.nbytes]
+
+    def guards(self) -> tuple[np.ndarray, ...]:
+        """The zone before the payload and the one after it; none where the memory is gone."""
+        memory = self.memory()
+        if memory is None:
+            return ()
+        after = self.offset + self.nbytes
+        return memory[self.offset - GUARD_BYTES : self.offset], memory[after : after + GUARD_BYTES]
+
+
+class HostDevice:
+    """Implements `cupyconv.backends.cuda.device.Device` on the host.
+
+    Parameters
+    ----------
+    kernels : path
+        Where the `.cu` files are.
+    order : {"random", "ascending", "descending"}
+        In which order blocks run, and threads between two barriers.
+    seed : int
+        Of the random order; counts up with each launch.
+    strict : bool
+        Refuse kernels whose threads exit before a barrier that others reach.
+
+    Attributes
+    ----------
+    log : list of LaunchRecord and GemmRecord
+        What has been enqueued; clear it at will.
+    allocated_bytes, peak_bytes : int
+        Memory in use now, and the most there was; assign to `peak_bytes` to start again.
+    fail_allocations_over : int or None
+        Allocations of more bytes than this raise MemoryError.
+    """
+
+    def __init__(
+        self, kernels: Path = build.KERNELS, *, order: str = "random", seed: int = 0, strict: bool = False
+    ) -> None:
+        self.kernels = Path(kernels)
+        self.order = order
+        self.seed = seed
+        self.strict = strict
+        self.log: list[LaunchRecord | GemmRecord] = []
+        self.allocated_bytes = 0
+        self.peak_bytes = 0
+        self.fail_allocations_over: int | None = None
+        self._allocations: dict[int, _Allocation] = {}
+        self._mode = build.sanitizer()
+
+    def current(self) -> AbstractContextManager[Any]:
+        """There is one host: nothing to make current."""
+        return contextlib.nullcontext()
+
+    # ---- memory -----------------------------------------------------------------------------------------
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> HostArray:
+        """An array of 0xff bytes, C-ordered, aligned to 256 bytes, between two guard zones."""
+        dtype = np.dtype(dtype)
+        nbytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
+        if self.fail_allocations_over is not None and nbytes > self.fail_allocations_over:
+            raise MemoryError(f"{nbytes} bytes asked for; this device fails allocations over {self.fail_allocations_over}")
+        memory = np.empty(nbytes + 2 * GUARD_BYTES + ALIGNMENT, np.uint8)
+        offset = GUARD_BYTES + -(memory.ctypes.data + GUARD_BYTES) % ALIGNMENT
+        memory[offset : offset + nbytes] = POISON
+        self._register(_Allocation(weakref.ref(memory), offset, memory.ctypes.data + offset, nbytes), memory)
+        return np.ndarray.__new__(HostArray, shape, dtype, memory, offset)
+
+    def asarray(self, array: Any, dtype: Any = None) -> HostArray:
+        """A copy of anything NumPy understands in this device's memory, C-ordered."""
+        source = np.asarray(array, dtype)
+        result = self.empty(source.shape, source.dtype)
+        result[...] = source
+        return result
+
+    def convert(self, array: Any, dtype: Any) -> HostArray:
+        """`array` in another dtype, C-ordered."""
+        result = self.empty(array.shape, dtype)
+        with np.errstate(all="ignore"):
+            np.copyto(result, array, casting="unsafe")
+        return result
+
+    def pointer(self, array: Any) -> int:
+        """The address of the first element, which has to lie in this device's memory."""
+        if not isinstance(array, HostArray):
+            raise TypeError(f"a HostArray is needed, not {type(array).__name__}")
+        address = array.ctypes.data
+        if array.size:
+            self.allocation(address, address + array.itemsize)
+        return address
+
+    def allocation(self, start: int, end: int) -> tuple[np.ndarray, int]:
+        """The allocation that holds the bytes [start, end), as bytes, and its first address."""
+        for allocation in list(self._allocations.values()):
+            if allocation.start <= start and end <= allocation.start + allocation.nbytes:
+                payload = allocation.payload()
+                if payload is not None:
+                    return payload, allocation.start
+        raise IndexError(f"the {end - start} bytes at {start:#x} do not lie in one allocation of this device")
+
+    def _register(self, allocation: _Allocation, memory: np.ndarray) -> None:
+        for guard in allocation.guards():
+            guard[...] = GUARD
+            if self._mode == "asan":
+                _address_sanitizer("poison", guard.ctypes.data, guard.nbytes)
+        self._allocations[allocation.start] = allocation
+        self.allocated_bytes += allocation.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+        weakref.finalize(memory, self._forget, allocation.start, memory.ctypes.data, memory.nbytes).atexit = False
+
+    def _forget(self, start: int, address: int, nbytes: int) -> None:
+        """The memory is about to be freed."""
+        self.allocated_bytes -= self._allocations.pop(start).nbytes
+        if self._mode == "asan":
+            _address_sanitizer("unpoison", address, nbytes)
+
+    def _check_guards(self, kernel: Kernel) -> None:
+        if self._mode == "asan":
+            return  # it has watched every access
+        damaged = []
+        for allocation in list(self._allocations.values()):
+            for where, guard in zip(("before", "after"), allocation.guards()):
+                wrong = np.flatnonzero(guard != GUARD)
+                if wrong.size:
+                    distance = GUARD_BYTES - wrong[-1] if where == "before" else wrong[0]
+                    damaged.append(f"{distance} bytes {where} an allocation of {allocation.nbytes} bytes")
+                    guard[...] = GUARD  # so that later launches are not blamed
+        if damaged:
+            raise KernelError(f"{kernel} wrote outside its arrays: {'; '.join(damaged)}")
+
+    # ---- work -------------------------------------------------------------------------------------------
+
+    def launch(
+        self, kernel: Kernel, grid: tuple[int, int, int], block: int, params: np.ndarray, shared_bytes: int = 0
+    ) -> None:
+        """Run a kernel to its end; raises `KernelError` where anything about it is wrong.
+
+        `block` may be a tuple too, for kernels with blocks of more than one dimension.
+        """
+        compiled = build.load_kernel(kernel, self.kernels, self._mode)
+        self._check_params(kernel, params, compiled.params_size)
+        config = build.LaunchConfig(
+            grid=_three(grid),
+            block=_three(block),
+            dynamic_shared_bytes=shared_bytes,
+            seed=self.seed,
+            order=ORDERS[self.order],
+            strict=self.strict,
+        )
+        run = build.load_runtime(self._mode)
+        value = params.copy()  # aligned, whatever `params` is a part of
+        with _one_launch_at_a_time:
+            self.seed += 1
+            self.log.append(LaunchRecord(kernel, tuple(grid), block, shared_bytes))
+            message = run(compiled.address, value.ctypes.data, ctypes.byref(config))
+        if message is not None:
+            raise KernelError(f"{kernel}: {message.decode()}")
+        self._check_guards(kernel)
+
+    @staticmethod
+    def _check_params(kernel: Kernel, params: np.ndarray, size: int) -> None:
+        if not isinstance(params, np.ndarray) or params.ndim != 0 or params.dtype.names is None:
+            raise TypeError(f"{kernel}: params is not a structured array of no dimensions, but {params!r}")
+        if params.dtype.itemsize != size:
+            raise KernelError(
+                f"{kernel}: params has {params.dtype.itemsize} bytes, the kernel's struct {size}: {params.dtype}"
+            )
+
+    def gemm_strided_batched(
+        self,
+        transa: int, transb: int, m: int, n: int, k: int,
+        alpha: int, a: int, a_type: int, lda: int, stride_a: int,
+        b: int, b_type: int, ldb: int, stride_b: int,
+        beta: int, c: int, c_type: int, ldc: int, stride_c: int,
+        batch: int, compute_type: int,
+    ) -> None:  # fmt: skip
+        """``cublasGemmStridedBatchedEx``; see `blas`."""
+        self.log.append(GemmRecord(m, n, k, batch, a_type, c_type, compute_type, (stride_a, stride_b, stride_c)))
+        blas.gemm_strided_batched(
+            self.allocation,
+            transa, transb, m, n, k,
+            alpha, a, a_type, lda, stride_a,
+            b, b_type, ldb, stride_b,
+            beta, c, c_type, ldc, stride_c,
+            batch, compute_type,
+        )  # fmt: skip
+
+
+def _three(size: int | tuple[int, ...]) -> tuple[int, ...]:
+    """A launch's size along x, y and z."""
+    given = (size,) if isinstance(size, (int, np.integer)) else tuple(size)
+    if not 1 <= len(given) <= 3 or not all(0 <= value < 2**32 for value in given):
+        raise KernelError(f"a size has one to three numbers from 0 to 2**32 - 1, not {size}")
+    return tuple(int(value) for value in given) + (1,) * (3 - len(given))
+
+
+def _address_sanitizer(action: str, address: int, nbytes: int) -> None:
+    """Make AddressSanitizer report ("poison") or accept ("unpoison") every access to a region."""
+    function = getattr(ctypes.CDLL(None), f"__asan_{action}_memory_region")
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    function.restype = None
+    function(address, nbytes)

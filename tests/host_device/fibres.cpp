@@ -1,0 +1,686 @@
+// The runtime under a kernel compiled for the host: runs a grid of CUDA threads on one CPU thread.
+//
+//     for each block, in the order asked for
+//         until all of its threads have exited
+//             for each thread, in the order asked for
+//                 run it until it waits (barrier, warp operation) or exits
+//
+// A CUDA thread is a fibre: a stack of its own, and a switch that saves the registers a call preserves.
+// One that never waits costs no switch at all, since the fibre goes straight on with the next thread.
+//
+// The order in which threads run between two barriers is free in CUDA, so a kernel that needs another
+// order than the one it gets is wrong; trying several shows it.  Shared memory starts as 0xff: floats read
+// before they are written are NaN, integers -1.  Wrong use of barriers ends the launch with a message.
+//
+// This file is never compiled with a sanitizer, since it does what sanitizers suspect.  It tells them instead:
+// CUDA_ON_HOST_ASAN announces stack switches, CUDA_ON_HOST_TSAN announces a thread for each CUDA thread, with
+// the order that barriers create between them and no other; CUDA_ON_HOST_UBSAN gives shared arrays no better
+// alignment than their type asks for.
+#include "fibres.h"
+
+#include <sys/mman.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+#if defined(__x86_64__) && !defined(CUDA_ON_HOST_UCONTEXT)
+#define SWITCH_IN_ASSEMBLY
+#else
+#include <ucontext.h>
+#endif
+
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+
+namespace cuda_on_host {
+namespace {
+
+constexpr size_t static_shared_limit = 48 << 10;
+constexpr size_t shared_limit = 227 << 10;  // static and dynamic together, compute capability 9.0
+constexpr unsigned max_threads = 1024;
+constexpr unsigned max_warps = max_threads / lanes_per_warp;
+constexpr unsigned char poison = 0xff;
+
+// ---- what sanitizers are told ---------------------------------------------------------------------------
+
+#ifdef CUDA_ON_HOST_TSAN
+extern "C" {
+void* __tsan_get_current_fiber();
+void* __tsan_create_fiber(unsigned flags);
+void __tsan_destroy_fiber(void* fibre);
+void __tsan_switch_to_fiber(void* fibre, unsigned flags);
+void __tsan_set_fiber_name(void* fibre, const char* name);
+void __tsan_acquire(void* address);
+void __tsan_release(void* address);
+}
+constexpr bool thread_sanitizer = true;
+constexpr unsigned switch_orders_nothing = 1;
+#else
+constexpr bool thread_sanitizer = false;
+#endif
+
+#ifdef CUDA_ON_HOST_ASAN
+extern "C" {
+void __sanitizer_start_switch_fiber(void** fake_stack, const void* bottom, size_t size);
+void __sanitizer_finish_switch_fiber(void* fake_stack, const void** old_bottom, size_t* old_size);
+void __asan_unpoison_memory_region(const volatile void* address, size_t size);
+}
+#endif
+
+// What happened before release(e) in one thread happened before what follows acquire(e) in another.
+struct OrderingEvent {
+    char address;
+#ifdef CUDA_ON_HOST_TSAN
+    void release() { __tsan_release(&address); }
+    void acquire() { __tsan_acquire(&address); }
+#else
+    void release() {}
+    void acquire() {}
+#endif
+};
+
+// ---- fibres -----------------------------------------------------------------------------------------------
+
+constexpr size_t page = 4096;
+constexpr size_t stack_bytes = 256 << 10;  // reserved; a page becomes memory when it is touched
+
+struct Fibre {
+    char* stack = nullptr;
+    void* sanitizer_stack = nullptr;
+    void* sanitizer_thread = nullptr;
+#ifdef SWITCH_IN_ASSEMBLY
+    void* stack_pointer = nullptr;
+#else
+    ucontext_t context;
+#endif
+};
+
+Fibre scheduler;  // the CPU thread that called launch
+[[maybe_unused]] const void* scheduler_stack;  // as AddressSanitizer reports it
+[[maybe_unused]] size_t scheduler_stack_bytes;
+
+#ifdef SWITCH_IN_ASSEMBLY
+extern "C" void cuda_on_host_switch(void** save_stack_pointer, void* load_stack_pointer);
+asm(R"(
+    .text
+    .hidden cuda_on_host_switch
+    .globl  cuda_on_host_switch
+    .type   cuda_on_host_switch, @function
+cuda_on_host_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq  %rsp, (%rdi)
+    movq  %rsi, %rsp
+    popq  %r15
+    popq  %r14
+    popq  %r13
+    popq  %r12
+    popq  %rbx
+    popq  %rbp
+    ret
+    .size cuda_on_host_switch, . - cuda_on_host_switch
+)");
+constexpr int saved_registers = 6;
+#endif
+
+// Makes the first switch to `fibre` call `start`.
+void prepare_stack(Fibre& fibre, void (*start)()) {
+#ifdef SWITCH_IN_ASSEMBLY
+    // Stacks begin at different places in their pages: at the same one they would all fall into one cache set.
+    static unsigned fibres = 0;
+    const size_t offset = fibres++ % 32 * 128;
+    void** top = reinterpret_cast<void**>(fibre.stack + stack_bytes - offset);
+    *--top = nullptr;  // the return address of `start`, which never returns
+    *--top = reinterpret_cast<void*>(start);
+    for (int i = 0; i < saved_registers; ++i) *--top = nullptr;
+    fibre.stack_pointer = top;
+#else
+    getcontext(&fibre.context);
+    fibre.context.uc_stack.ss_sp = fibre.stack;
+    fibre.context.uc_stack.ss_size = stack_bytes;
+    fibre.context.uc_link = nullptr;
+    makecontext(&fibre.context, start, 0);
+#endif
+}
+
+Fibre* new_fibre(void (*start)()) {
+    Fibre* fibre = new Fibre;
+    // The page below the stack stays inaccessible: an overflow crashes instead of overwriting a neighbour.
+    void* memory = mmap(nullptr, page + stack_bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) {
+        std::perror("cuda_on_host: no memory for a fibre's stack");
+        std::abort();
+    }
+    mprotect(memory, page, PROT_NONE);
+    fibre->stack = static_cast<char*>(memory) + page;
+    prepare_stack(*fibre, start);
+#ifdef CUDA_ON_HOST_TSAN
+    fibre->sanitizer_thread = __tsan_create_fiber(0);
+#endif
+    return fibre;
+}
+
+void delete_fibre(Fibre* fibre) {
+#ifdef CUDA_ON_HOST_TSAN
+    __tsan_destroy_fiber(fibre->sanitizer_thread);
+#endif
+#ifdef CUDA_ON_HOST_ASAN
+    __asan_unpoison_memory_region(fibre->stack, stack_bytes);  // frames that were abandoned on it
+#endif
+    munmap(fibre->stack - page, page + stack_bytes);
+    delete fibre;
+}
+
+// To be called first on a stack that has just been switched to.
+void arrive(Fibre& fibre) {
+#ifdef CUDA_ON_HOST_ASAN
+    if (&fibre == &scheduler)
+        __sanitizer_finish_switch_fiber(fibre.sanitizer_stack, nullptr, nullptr);
+    else
+        __sanitizer_finish_switch_fiber(fibre.sanitizer_stack, &scheduler_stack, &scheduler_stack_bytes);
+#else
+    (void)fibre;
+#endif
+}
+
+// Stops `from` and goes on with `to`; returns when something switches back.
+void switch_fibres(Fibre& from, Fibre& to) {
+#ifdef CUDA_ON_HOST_ASAN
+    const bool leaving = &to == &scheduler;
+    __sanitizer_start_switch_fiber(&from.sanitizer_stack, leaving ? scheduler_stack : to.stack,
+                                   leaving ? scheduler_stack_bytes : stack_bytes);
+#endif
+#ifdef CUDA_ON_HOST_TSAN
+    __tsan_switch_to_fiber(to.sanitizer_thread, switch_orders_nothing);
+#endif
+#ifdef SWITCH_IN_ASSEMBLY
+    cuda_on_host_switch(&from.stack_pointer, to.stack_pointer);
+#else
+    swapcontext(&from.context, &to.context);
+#endif
+    arrive(from);
+}
+
+// ---- the state of a launch ----------------------------------------------------------------------------------
+
+enum class State : unsigned char { unstarted, runnable, at_barrier, at_warp_operation, exited };
+
+struct Thread {
+    State state;
+    Fibre* fibre;
+    Site waits_at;
+};
+
+// Where lanes of a warp meet.  Disjoint sets of lanes may do so at once: there is a rendezvous for each
+// lane, and a set uses that of its lowest one.
+struct Rendezvous {
+    unsigned mask;
+    unsigned arrived;
+    unsigned generation;  // alternates between two events: a fast lane must not release the one a slow lane acquires
+    Site site;
+    const void* inputs[lanes_per_warp];
+    void* outputs[lanes_per_warp];
+    OrderingEvent events[2];
+};
+
+class RandomNumbers {
+  public:
+    explicit RandomNumbers(uint64_t seed) : state(seed) {}
+    // Uniform in [0, bound), but for a bias of bound / 2^64.
+    uint64_t below(uint64_t bound) { return uint64_t((static_cast<unsigned __int128>(next()) * bound) >> 64); }
+
+  private:
+    uint64_t state;
+    uint64_t next() {  // splitmix64
+        uint64_t z = (state += 0x9e3779b97f4a7c15u);
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+        return z ^ (z >> 31);
+    }
+};
+
+struct SharedArray {
+    const void* identity;
+    char* memory;
+    size_t bytes;
+    char* allocation;
+};
+
+using Kernel = void (*)(const void* params);
+
+Kernel kernel;
+const void* kernel_params;
+LaunchConfig config;
+RandomNumbers random_numbers(0);
+std::string error;
+
+unsigned thread_count;
+uint3 thread_indices[max_threads];  // linear -> threadIdx: three divisions a launch instead of a thread
+Thread threads[max_threads];
+unsigned order[max_threads];        // in which they are run
+unsigned position;                  // in `order`, of the thread that runs
+unsigned current;                   // the thread that runs
+unsigned alive, waiting;            // threads that have not exited; of these, at the barrier
+Site barrier_site;                  // where those wait
+unsigned barrier_generation;
+Rendezvous meetings[max_warps][lanes_per_warp];
+
+std::vector<Fibre*> idle_fibres;
+
+OrderingEvent launch_begins, launch_ends, barrier_events[2];
+
+enum Order { ascending, descending, random_order };
+
+bool same(Site a, Site b) {  // one file's name may be stored several times
+    return a.line == b.line && (a.file == b.file || std::strcmp(a.file, b.file) == 0);
+}
+
+bool failed() { return !error.empty(); }
+
+// ---- errors -------------------------------------------------------------------------------------------------
+
+std::string text(Site site) {
+    const char* slash = std::strrchr(site.file, '/');
+    return std::string(slash ? slash + 1 : site.file) + ":" + std::to_string(site.line);
+}
+
+std::string text(const uint3& index) {
+    return "(" + std::to_string(index.x) + ", " + std::to_string(index.y) + ", " + std::to_string(index.z) + ")";
+}
+
+std::string hexadecimal(unsigned mask) {
+    char digits[16];
+    std::snprintf(digits, sizeof digits, "0x%08x", mask);
+    return digits;
+}
+
+std::string description(const Thread& thread) {
+    switch (thread.state) {
+        case State::unstarted: return "not started";
+        case State::runnable: return "running";
+        case State::at_barrier: return "waiting at the barrier in " + text(thread.waits_at);
+        case State::at_warp_operation: return "waiting at the warp operation in " + text(thread.waits_at);
+        case State::exited: return "exited";
+    }
+    return "";
+}
+
+// "54 threads waiting at the barrier in gemm.cu:31, 10 threads exited"
+std::string thread_counts() {
+    std::map<std::string, unsigned> counts;
+    for (unsigned t = 0; t < thread_count; ++t) ++counts[description(threads[t])];
+    std::string result;
+    for (const auto& [what, count] : counts)
+        result += (result.empty() ? "" : ", ") + std::to_string(count) + (count == 1 ? " thread " : " threads ") + what;
+    return result;
+}
+
+void report(const std::string& message) {
+    if (!failed()) error = message + "; block " + text(blockIdx) + ": " + thread_counts();
+}
+
+// Ends the launch from inside a CUDA thread, whose stack is abandoned.
+[[noreturn]] void fail(const std::string& message) {
+    report(message + ", thread " + text(threadIdx));
+    switch_fibres(*threads[current].fibre, scheduler);
+    __builtin_unreachable();
+}
+
+// ---- shared memory --------------------------------------------------------------------------------------------
+
+std::vector<SharedArray> shared_arrays;
+const char dynamic_identity = 0;
+const SharedArray* latest_shared_array;  // most threads ask for the array the thread before asked for
+
+char* allocate_shared(size_t bytes) {
+#ifdef CUDA_ON_HOST_TSAN
+    // Mapped, since mapping anew is how a block's accesses are forgotten before the next block's.
+    return static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+#else
+    void* memory = nullptr;
+    return posix_memalign(&memory, 128, bytes) == 0 ? static_cast<char*>(memory) : nullptr;
+#endif
+}
+
+void free_shared(const SharedArray& array) {
+#ifdef CUDA_ON_HOST_TSAN
+    munmap(array.allocation, array.bytes);
+#else
+    std::free(array.allocation);
+#endif
+}
+
+void poison_shared(const SharedArray& array) {
+#ifdef CUDA_ON_HOST_TSAN
+    mmap(array.allocation, array.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+#endif
+    std::memset(array.memory, poison, array.bytes);
+}
+
+const SharedArray* add_shared_array(const void* identity, size_t bytes, size_t alignment) {
+    size_t offset = 0;
+#ifdef CUDA_ON_HOST_UBSAN
+    if (alignment < 16) offset = alignment;  // the least aligned place that is legal
+#else
+    (void)alignment;
+#endif
+    char* allocation = allocate_shared(offset + bytes);
+    shared_arrays.push_back({identity, allocation + offset, bytes, allocation});
+    poison_shared(shared_arrays.back());
+    latest_shared_array = nullptr;  // the vector may have moved
+    return &shared_arrays.back();
+}
+
+const SharedArray* find_shared_array(const void* identity) {
+    for (const SharedArray& array : shared_arrays)
+        if (array.identity == identity) return &array;
+    return nullptr;
+}
+
+void check_shared_size(size_t more, Site site) {
+    size_t static_bytes = more;
+    for (const SharedArray& array : shared_arrays)
+        if (array.identity != &dynamic_identity) static_bytes += array.bytes;
+    if (static_bytes > static_shared_limit)
+        fail("static shared memory of " + std::to_string(static_bytes) + " bytes at " + text(site) +
+             " passes the limit of " + std::to_string(static_shared_limit));
+    if (static_bytes + config.dynamic_shared_bytes > shared_limit)
+        fail("static and dynamic shared memory of " + std::to_string(static_bytes + config.dynamic_shared_bytes) +
+             " bytes at " + text(site) + " pass the limit of " + std::to_string(shared_limit));
+}
+
+void free_shared_arrays() {
+    for (const SharedArray& array : shared_arrays) free_shared(array);
+    shared_arrays.clear();
+    latest_shared_array = nullptr;
+}
+
+// ---- threads ----------------------------------------------------------------------------------------------------
+
+void set_current(unsigned thread) {
+    current = thread;
+    threadIdx = thread_indices[thread];
+}
+
+// Lets the scheduler choose who goes on; returns when it chooses this thread, which has to be runnable then.
+void step_back() { switch_fibres(*threads[current].fibre, scheduler); }
+
+void open_barrier() {
+    for (unsigned t = 0; t < thread_count; ++t)
+        if (threads[t].state == State::at_barrier) threads[t].state = State::runnable;
+    waiting = 0;
+    ++barrier_generation;
+}
+
+void exit_thread() {
+    if (config.strict && waiting > 0) fail("a thread exits while others wait at the barrier in " + text(barrier_site));
+    threads[current].state = State::exited;
+    --alive;
+    if (waiting > 0 && waiting == alive) open_barrier();
+}
+
+// Goes on with the next thread in order on this same stack, if that one has not begun.
+bool start_next_thread_here(Fibre* fibre) {
+    if (thread_sanitizer || failed() || position + 1 == thread_count) return false;
+    Thread& next = threads[order[position + 1]];
+    if (next.state != State::unstarted) return false;
+    next.state = State::runnable;
+    next.fibre = fibre;
+    set_current(order[++position]);
+    return true;
+}
+
+void fibre_main() {
+    arrive(*threads[current].fibre);
+    for (;;) {
+        launch_begins.acquire();
+        kernel(kernel_params);
+        Fibre* fibre = threads[current].fibre;
+        exit_thread();
+        launch_ends.release();
+        if (start_next_thread_here(fibre)) continue;
+        idle_fibres.push_back(fibre);
+        switch_fibres(*fibre, scheduler);
+    }
+}
+
+void start_thread(Thread& thread) {
+    if (idle_fibres.empty() || thread_sanitizer) {  // to ThreadSanitizer, a fibre is one CUDA thread
+        thread.fibre = new_fibre(fibre_main);
+#ifdef CUDA_ON_HOST_TSAN
+        const std::string name = "block " + text(blockIdx) + " thread " + text(threadIdx);
+        __tsan_set_fiber_name(thread.fibre->sanitizer_thread, name.c_str());
+#endif
+    } else {
+        thread.fibre = idle_fibres.back();
+        idle_fibres.pop_back();
+    }
+    thread.state = State::runnable;
+}
+
+void delete_idle_fibres() {
+    for (Fibre* fibre : idle_fibres) delete_fibre(fibre);
+    idle_fibres.clear();
+}
+
+// After an error: threads that have begun and not exited still hold a stack each.
+void abandon_threads() {
+    for (unsigned t = 0; t < thread_count; ++t)
+        if (threads[t].state != State::unstarted && threads[t].state != State::exited) delete_fibre(threads[t].fibre);
+    for (auto& warp : meetings)
+        for (Rendezvous& meeting : warp) meeting.arrived = 0;
+}
+
+// ---- warps -------------------------------------------------------------------------------------------------------
+
+// The lanes of `mask` that exist; fails where the mask is wrong.
+unsigned checked_mask(unsigned mask, const Thread* warp, Site site) {
+    const unsigned lanes = thread_count - unsigned(warp - threads);
+    const unsigned existing = lanes < lanes_per_warp ? (1u << lanes) - 1 : ~0u;
+    if (!(mask >> (current % lanes_per_warp) & 1))
+        fail("a lane is missing from its own warp mask " + hexadecimal(mask) + " in " + text(site));
+    if (config.strict && (mask & ~existing))
+        fail("warp mask " + hexadecimal(mask) + " names lanes beyond the block in " + text(site));
+    mask &= existing;
+    for (unsigned rest = mask; rest; rest &= rest - 1)
+        if (warp[__builtin_ctz(rest)].state == State::exited)
+            fail("warp mask " + hexadecimal(mask) + " names a lane that has exited in " + text(site));
+    return mask;
+}
+
+// ---- blocks -------------------------------------------------------------------------------------------------------
+
+void begin_block() {
+    for (const SharedArray& array : shared_arrays) poison_shared(array);
+    for (unsigned t = 0; t < thread_count; ++t) {
+        threads[t].state = State::unstarted;
+        order[t] = config.order == descending ? thread_count - 1 - t : t;
+    }
+    alive = thread_count;
+    waiting = 0;
+    launch_begins.release();
+}
+
+void shuffle_order() {
+    for (unsigned t = thread_count - 1; t > 0; --t) std::swap(order[t], order[random_numbers.below(t + 1)]);
+}
+
+// Runs every thread that can go on, once; false if there was none.
+bool run_threads() {
+    bool progress = false;
+    for (position = 0; position < thread_count && !failed(); ++position) {
+        Thread& thread = threads[order[position]];
+        if (thread.state != State::unstarted && thread.state != State::runnable) continue;
+        progress = true;
+        set_current(order[position]);
+        if (thread.state == State::unstarted) start_thread(thread);
+        switch_fibres(scheduler, *thread.fibre);
+    }
+    return progress;
+}
+
+void run_block() {
+    begin_block();
+    while (alive > 0 && !failed()) {
+        if (config.order == random_order) shuffle_order();
+        if (!run_threads()) report("deadlock: every thread waits for one that does not come");
+    }
+    if (failed()) abandon_threads();
+    if (thread_sanitizer) delete_idle_fibres();
+}
+
+// i -> (start + i * step) mod count, with a step that shares no factor with count, visits every block once.
+struct BlockOrder {
+    uint64_t count, start = 0, step = 1;
+
+    explicit BlockOrder(uint64_t blocks) : count(blocks) {
+        if (config.order == descending) {
+            start = step = count - 1;
+        } else if (config.order == random_order) {
+            start = random_numbers.below(count);
+            do step = 1 + random_numbers.below(count);
+            while (std::gcd(step, count) != 1);
+        }
+    }
+
+    uint3 operator[](uint64_t i) const {
+        const uint64_t block = uint64_t((static_cast<unsigned __int128>(i) * step + start) % count);
+        return {unsigned(block % gridDim.x), unsigned(block / gridDim.x % gridDim.y),
+                unsigned(block / gridDim.x / gridDim.y)};
+    }
+};
+
+// ---- launches -----------------------------------------------------------------------------------------------------
+
+std::string size_text(const unsigned (&size)[3]) { return text(uint3{size[0], size[1], size[2]}); }
+
+// What is wrong with a launch before it begins, in words, or nothing.
+std::string refusal(const LaunchConfig& launch) {
+    const auto& [x, y, z] = launch.block;
+    if (x == 0 || y == 0 || z == 0 || x > max_threads || y > max_threads || z > 64 ||
+        uint64_t(x) * y * z > max_threads)
+        return "a block of " + size_text(launch.block) + " threads: from 1 to 1024 are possible, 64 along z";
+    const auto& [columns, rows, layers] = launch.grid;
+    if (columns == 0 || rows == 0 || layers == 0 || columns > 0x7fffffffu || rows > 65535 || layers > 65535)
+        return "a grid of " + size_text(launch.grid) + " blocks: from 1 to 2147483647, 65535 along y and z, are possible";
+    if (launch.dynamic_shared_bytes > shared_limit)
+        return "dynamic shared memory of " + std::to_string(launch.dynamic_shared_bytes) + " bytes passes the limit of " +
+               std::to_string(shared_limit);
+    return "";
+}
+
+void begin_launch(const LaunchConfig& launch) {
+    config = launch;
+    random_numbers = RandomNumbers(launch.seed);
+    gridDim = {launch.grid[0], launch.grid[1], launch.grid[2]};
+    blockDim = {launch.block[0], launch.block[1], launch.block[2]};
+    thread_count = blockDim.x * blockDim.y * blockDim.z;
+    for (unsigned t = 0; t < thread_count; ++t)
+        thread_indices[t] = {t % blockDim.x, t / blockDim.x % blockDim.y, t / blockDim.x / blockDim.y};
+    if (config.dynamic_shared_bytes) add_shared_array(&dynamic_identity, config.dynamic_shared_bytes, 16);
+#ifdef CUDA_ON_HOST_TSAN
+    scheduler.sanitizer_thread = __tsan_get_current_fiber();
+#endif
+}
+
+}  // namespace
+
+// ---- what kernels call ------------------------------------------------------------------------------------------
+
+int lane() { return int(current % lanes_per_warp); }
+
+void synchronise_block(Site site) {
+    if (waiting == 0)
+        barrier_site = site;
+    else if (!same(site, barrier_site))
+        fail("divergent barrier: " + text(site) + " is reached while others wait in " + text(barrier_site));
+    if (config.strict && alive < thread_count) fail("the barrier in " + text(site) + " comes after threads have exited");
+    OrderingEvent& event = barrier_events[barrier_generation % 2];
+    event.release();
+    threads[current].state = State::at_barrier;
+    threads[current].waits_at = site;
+    if (++waiting == alive) open_barrier();
+    step_back();  // the last to arrive as well: who is first after the barrier is as free as before it
+    event.acquire();
+}
+
+void meet_warp(unsigned mask, const void* input, void* output, WarpFunction function, bool orders_memory, Site site) {
+    const unsigned me = 1u << lane();
+    Thread* const warp = &threads[current - lane()];
+    mask = checked_mask(mask, warp, site);
+    Rendezvous& meeting = meetings[current / lanes_per_warp][__builtin_ctz(mask)];
+    if (meeting.arrived == 0) {
+        meeting.mask = mask;
+        meeting.site = site;
+    } else if (meeting.mask != mask || !same(meeting.site, site)) {
+        fail("divergent warp operation: mask " + hexadecimal(mask) + " in " + text(site) + " meets mask " +
+             hexadecimal(meeting.mask) + " in " + text(meeting.site));
+    }
+    meeting.inputs[lane()] = input;
+    meeting.outputs[lane()] = output;
+    meeting.arrived |= me;
+    OrderingEvent& event = meeting.events[meeting.generation % 2];
+    if (orders_memory) event.release();
+
+    if (meeting.arrived != mask) {
+        threads[current].state = State::at_warp_operation;
+        threads[current].waits_at = site;
+        step_back();
+    } else {
+        if (function) function(mask, meeting.inputs, meeting.outputs);
+        meeting.arrived = 0;
+        ++meeting.generation;
+        for (unsigned others = mask & ~me; others; others &= others - 1)
+            warp[__builtin_ctz(others)].state = State::runnable;
+    }
+    if (orders_memory) event.acquire();
+}
+
+void* static_shared_memory(const void* identity, size_t bytes, size_t alignment, Site site) {
+    if (latest_shared_array && latest_shared_array->identity == identity) return latest_shared_array->memory;
+    const SharedArray* array = find_shared_array(identity);
+    if (!array) {
+        check_shared_size(bytes, site);
+        array = add_shared_array(identity, bytes, alignment);
+    }
+    latest_shared_array = array;
+    return array->memory;
+}
+
+void* dynamic_shared_memory(Site site) {
+    if (config.dynamic_shared_bytes == 0) fail("dynamic shared memory is used at " + text(site) + ", but the launch gives none");
+    return find_shared_array(&dynamic_identity)->memory;
+}
+
+}  // namespace cuda_on_host
+
+// Runs a whole grid; returns what went wrong, in words, or a null pointer.  One launch at a time a process.
+extern "C" __attribute__((visibility("default"))) const char* cuda_on_host_launch(
+    cuda_on_host::Kernel kernel, const void* params, const cuda_on_host::LaunchConfig* launch) {
+    using namespace cuda_on_host;
+    error = refusal(*launch);
+    if (failed()) return error.c_str();
+    cuda_on_host::kernel = kernel;
+    kernel_params = params;
+    begin_launch(*launch);
+    const uint64_t blocks = uint64_t(gridDim.x) * gridDim.y * gridDim.z;
+    const BlockOrder block_order(blocks);
+    for (uint64_t i = 0; i < blocks && !failed(); ++i) {
+        blockIdx = block_order[i];
+        run_block();
+    }
+    launch_ends.acquire();
+    free_shared_arrays();
+    return failed() ? error.c_str() : nullptr;
+}
