@@ -9,7 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Union
 
+from cupyconv.activations import Activation
 from cupyconv.dtypes import ITEMSIZE, is_complex
+from cupyconv.geometry import Windows
+
+
+#: Inputs that fit into the table of a kernel's parameters (MAX_SOURCES of kernels/image.cuh).
+MAX_SOURCES = 56
 
 
 @dataclass(frozen=True)
@@ -148,22 +154,22 @@ class BlockLoop:
     steps of the outer ones, so that a block is one run of samples or of pixels.
     """
 
-    body: str  # "columns", "views" or "taps"
+    body: str  # a loop body of backends/numpy
     block: tuple[int, int, int, int]
     blocks: int
     threads: int
-    m: int
-    n: int
-    k: int
+    geometry: Windows
+    dtype: str  # of the sums
+    activation: Activation
     bytes_moved: int
     flops: int
-    purpose: str = ""
 
     def __str__(self) -> str:
+        block = " x ".join(map(str, self.block))
         return (
-            f"loop     over {self.blocks} block(s) of {' x '.join(map(str, self.block))} (n, d, h, w):"
-            f" {self.body}, products m {self.m} n {self.n} k {self.k}  threads {self.threads}  {self.purpose}"
-        ).rstrip()
+            f"loop     {self.body}, sums in {self.dtype}: {self.blocks} block(s) of {block} (n, d, h, w)"
+            f" on {self.threads} thread(s)"
+        )
 
     @property
     def shape_of_work(self) -> object:

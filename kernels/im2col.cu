@@ -20,7 +20,7 @@ struct Im2colParams {
     Sources sources;
     Windows windows;
     void* columns;
-    long long stride_n, stride_row;
+    long long stride_n, stride_row, stride_pixel;
     long long batch, first_pixel, pixels;  // the chunk: pixels first_pixel ... of every sample
     int channels;
 };
@@ -57,7 +57,9 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) im2col(const __grid_cons
                     packet.lane[i] = p + i < params.pixels && tap_pixel(windows, out, tap, in)
                                          ? x_nc[offset_of(in, source.image.stride)]
                                          : T{};
-                if (p + WIDTH <= params.pixels) {
+                if (WIDTH == 1) {
+                    columns_nr[p * params.stride_pixel] = packet.lane[0];
+                } else if (p + WIDTH <= params.pixels) {  // packets: stride_pixel is 1
                     store_packet<WIDTH>(columns_nr + p, packet);
                 } else {
 #pragma unroll

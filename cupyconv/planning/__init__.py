@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from cupyconv.plan import Plan
 from cupyconv.planning import columns, cuda, numpy
-from cupyconv.planning.machine import HostModel
+from cupyconv.machine import HostModel
 from cupyconv.planning.request import ColumnsRequest, ConvRequest
 
 #: Plans kept; one holds a few kilobytes.

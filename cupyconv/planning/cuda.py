@@ -6,16 +6,12 @@ general one.  "gemm" is columns (or the inputs themselves) and batched GEMM.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cupyconv.activations import IDENTITY
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex
-from cupyconv.operands import Operand
-from cupyconv.plan import Conversion, Plan
+from cupyconv.plan import MAX_SOURCES, Plan
 from cupyconv.planning.draft import Draft
 from cupyconv.planning.gemm import draft_gemm
 from cupyconv.planning.launches import (
-    MAX_SOURCES,
     SHARED_BYTES,
     collapse,
     depthwise_launch,
@@ -25,19 +21,23 @@ from cupyconv.planning.launches import (
     merge_launch,
     merge_tile,
 )
-from cupyconv.planning.machine import GpuModel
-from cupyconv.planning.request import ConvRequest, NotApplicable
-
-METHODS = ("direct", "gemm")
-LATER_METHODS = ("implicit_gemm", "winograd", "fft")
-
+from cupyconv.machine import GpuModel
+from cupyconv.planning.request import (
+    METHODS,
+    ConvRequest,
+    NotApplicable,
+    check_method,
+    converted,
+    describe_result,
+    without_empty_inputs,
+)
 
 def plan_conv(request: ConvRequest) -> Plan:
     """The plan for ``request.method``; ValueError where a named method does not apply."""
     check_method(request.method)
     gpu = request.machine
     assert isinstance(gpu, GpuModel)
-    request, conversions = _converted(_without_empty_inputs(request))
+    request, conversions = converted(without_empty_inputs(request))
     drafts: list[Draft] = []
     rejected: list[tuple[str, str]] = []
     for method in METHODS:
@@ -60,19 +60,11 @@ def plan_conv(request: ConvRequest) -> Plan:
     cost = chosen.cost(gpu)
     return Plan(
         method=chosen.method, backend="cuda", device=str(gpu), problem=str(request.geometry),
-        result=_describe(request), steps=chosen.steps, flops=request.flops, bytes_moved=chosen.bytes_moved,
+        result=describe_result(request), steps=chosen.steps, flops=request.flops, bytes_moved=chosen.bytes_moved,
         minimal_bytes=request.minimal_bytes, bound=cost.bound, rejected=tuple(rejected),
         reason=f"{chosen.reason}; {cost}", notes=request.notes + _lost(request), conversions=conversions,
         workspace=chosen.workspace,
     )  # fmt: skip
-
-
-def check_method(method: object) -> None:
-    """Refuse an unknown method, and one that this version does not have."""
-    if method in LATER_METHODS:
-        raise ValueError(f"method {method!r} is not in this version; there are 'auto', 'direct' and 'gemm'")
-    if method != "auto" and method not in METHODS:
-        raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(METHODS + LATER_METHODS)}")
 
 
 def _draft(method: str, request: ConvRequest) -> Draft:
@@ -110,41 +102,6 @@ def _only_epilogue(request: ConvRequest):
         request.geometry, request.out, sums=None, sums_dtype=accumulator(request.out.dtype),
         bias=request.bias, residual=request.residual, activation=request.activation or IDENTITY,
     )  # fmt: skip
-
-
-def _without_empty_inputs(request: ConvRequest) -> ConvRequest:
-    """Inputs of no channels take part in nothing; one is kept where there is no other."""
-    kept = [i for i, channels in enumerate(request.geometry.channels) if channels] or [0]
-    geometry = replace(request.geometry, channels=tuple(request.geometry.channels[i] for i in kept))
-    return replace(request, geometry=geometry, xs=tuple(request.xs[i] for i in kept))
-
-
-def _converted(request: ConvRequest) -> tuple[ConvRequest, tuple[Conversion, ...]]:
-    """Arguments in the dtypes computed with, and what must be converted for that."""
-    conversions: list[Conversion] = []
-
-    def convert(operand: Operand | None, dtype: str) -> Operand | None:
-        if operand is None or operand.dtype == dtype:
-            return operand
-        fresh = operand.in_c_order(dtype)
-        conversions.append(Conversion(operand.name, operand.dtype, dtype, fresh.nbytes))
-        return fresh
-
-    request = replace(
-        request,
-        xs=tuple(convert(x, request.x_dtype) for x in request.xs),
-        weight=convert(request.weight, request.weight_dtype),
-        bias=convert(request.bias, request.out.dtype),
-        residual=convert(request.residual, request.out.dtype),
-    )
-    return request, tuple(conversions)
-
-
-def _describe(request: ConvRequest) -> str:
-    out, geometry = request.out, request.geometry
-    shape = (geometry.batch, geometry.out_channels, *geometry.spatial(geometry.out_size))
-    order = "channels-last" if out.stride_c == 1 and out.pixels > 1 else "C order"
-    return f"{out.dtype} {shape}, {order}"
 
 
 def _lost(request: ConvRequest) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cupyconv.plan import Buffer, GemmCall, KernelLaunch, Step
-from cupyconv.planning.machine import GpuModel
+from cupyconv.machine import GpuModel
 
 #: Share of the arithmetic rate that a kernel's inner loop reaches; the rest is loads and indices.
 KERNEL_EFFICIENCY = {"merge": 0.6, "depthwise": 0.15, "direct": 0.06}

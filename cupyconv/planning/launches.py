@@ -15,10 +15,8 @@ from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
 from cupyconv.geometry import ConvGeometry, Triple, Windows
 from cupyconv.operands import Operand
 from cupyconv.padding import PADDING_MODES
-from cupyconv.plan import Address, Kernel, KernelLaunch
+from cupyconv.plan import MAX_SOURCES, Address, Kernel, KernelLaunch
 
-#: Entries of the table of inputs in a parameter struct (MAX_SOURCES of kernels/image.cuh).
-MAX_SOURCES = 56
 #: Static limit on shared memory that needs no opt-in on any GPU.
 SHARED_BYTES = 48 << 10
 #: Limit of a grid along y and z; the kernels loop beyond it.
@@ -152,6 +150,7 @@ def im2col_launches(
                     ("columns", Address(at.buffer, at.offset + row_offset)),
                     ("stride_n", columns.stride_n),
                     ("stride_row", columns.stride_c),
+                    ("stride_pixel", columns.strides[4]),
                     ("batch", samples),
                     ("first_pixel", first_pixel),
                     ("pixels", pixels),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Union
 
 from cupyconv.activations import IDENTITY, Activation
 from cupyconv.geometry import ConvGeometry, Windows
 from cupyconv.operands import Operand
-from cupyconv.planning.machine import GpuModel, HostModel
+from cupyconv.plan import Conversion
+from cupyconv.machine import GpuModel, HostModel
+
+METHODS = ("direct", "gemm")
+LATER_METHODS = ("implicit_gemm", "winograd", "fft")
 
 Machine = Union[HostModel, GpuModel]
 
@@ -64,3 +68,49 @@ class ColumnsRequest:
     xs: tuple[Operand, ...]
     columns: Operand  # (n, row, 1, 1, pixel)
     machine: Machine
+
+
+def check_method(method: object) -> None:
+    """Refuse an unknown method, and one that this version does not have."""
+    if method in LATER_METHODS:
+        raise ValueError(f"method {method!r} is not in this version; there are 'auto', 'direct' and 'gemm'")
+    if method != "auto" and method not in METHODS:
+        raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(METHODS + LATER_METHODS)}")
+
+
+def without_empty_inputs(request: ConvRequest) -> ConvRequest:
+    """Inputs of no channels take part in nothing; one is kept where there is no other."""
+    kept = [i for i, channels in enumerate(request.geometry.channels) if channels] or [0]
+    geometry = replace(request.geometry, channels=tuple(request.geometry.channels[i] for i in kept))
+    return replace(request, geometry=geometry, xs=tuple(request.xs[i] for i in kept))
+
+
+def convert(operand: Operand, dtype: str, conversions: list[Conversion]) -> Operand:
+    """The operand in `dtype`; where that is another one, freshly allocated and noted in `conversions`."""
+    if operand.dtype == dtype:
+        return operand
+    fresh = operand.in_c_order(dtype)
+    conversions.append(Conversion(operand.name, operand.dtype, dtype, fresh.nbytes))
+    return fresh
+
+
+def converted(request: ConvRequest) -> tuple[ConvRequest, tuple[Conversion, ...]]:
+    """Arguments in the dtypes computed with, and what must be converted for that."""
+    conversions: list[Conversion] = []
+    bias, residual = request.bias, request.residual
+    request = replace(
+        request,
+        xs=tuple(convert(x, request.x_dtype, conversions) for x in request.xs),
+        weight=convert(request.weight, request.weight_dtype, conversions),
+        bias=bias and convert(bias, request.out.dtype, conversions),
+        residual=residual and convert(residual, request.out.dtype, conversions),
+    )
+    return request, tuple(conversions)
+
+
+def describe_result(request: ConvRequest) -> str:
+    """The result in words."""
+    out, geometry = request.out, request.geometry
+    shape = (geometry.batch, geometry.out_channels, *geometry.spatial(geometry.out_size))
+    order = "channels-last" if out.stride_c == 1 and out.pixels > 1 else "C order"
+    return f"{out.dtype} {shape}, {order}"

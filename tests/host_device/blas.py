@@ -72,16 +72,17 @@ def gemm_strided_batched(
         return
 
     alpha_value, beta_value = _scalar(alpha, scale), _scalar(beta, scale)
+    operands = [] if k == 0 else [operand_a.view(memory), operand_b.view(memory)]
     target = result.view(memory)
     with np.errstate(all="ignore"):
-        if k == 0:
-            total = np.zeros(target.shape, scale)
-        else:
-            left = _operand(operand_a.view(memory), transa, scale, compute_type)
-            right = _operand(operand_b.view(memory), transb, scale, compute_type)
+        if operands:
+            left = _operand(operands[0], transa, scale, compute_type)
+            right = _operand(operands[1], transb, scale, compute_type)
             total = np.matmul(left, right)
             if alpha_value != 1:
                 total *= alpha_value
+        else:  # A and B have no elements and are not looked at
+            total = np.zeros(target.shape, scale)
         if beta_value != 0:  # otherwise C is not read: it may hold NaN
             total = total + beta_value * target.astype(scale)
         target[...] = total

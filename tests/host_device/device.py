@@ -206,7 +206,7 @@ class HostDevice:
             for where, guard in zip(("before", "after"), allocation.guards()):
                 wrong = np.flatnonzero(guard != GUARD)
                 if wrong.size:
-                    distance = GUARD_BYTES - wrong[-1] if where == "before" else wrong[0]
+                    distance = GUARD_BYTES - wrong[0] if where == "before" else wrong[0]
                     damaged.append(f"{distance} bytes {where} an allocation of {allocation.nbytes} bytes")
                     guard[...] = GUARD  # so that later launches are not blamed
         if damaged:

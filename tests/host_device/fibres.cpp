@@ -12,7 +12,8 @@
 // order than the one it gets is wrong; trying several shows it.  Shared memory starts as 0xff: floats read
 // before they are written are NaN, integers -1.  Wrong use of barriers ends the launch with a message.
 //
-// This file is never compiled with a sanitizer, since it does what sanitizers suspect.  It tells them instead:
+// This file is never compiled with a sanitizer, since it does what sanitizers suspect.  (They do see its calls
+// of malloc, mmap and memset; so what fibres share lies in plain arrays.)  It tells them instead:
 // CUDA_ON_HOST_ASAN announces stack switches, CUDA_ON_HOST_TSAN announces a thread for each CUDA thread, with
 // the order that barriers create between them and no other; CUDA_ON_HOST_UBSAN gives shared arrays no better
 // alignment than their type asks for.
@@ -27,7 +28,6 @@
 #include <numeric>
 #include <string>
 #include <utility>
-#include <vector>
 
 #if defined(__x86_64__) && !defined(CUDA_ON_HOST_UCONTEXT)
 #define SWITCH_IN_ASSEMBLY
@@ -136,10 +136,7 @@ constexpr int saved_registers = 6;
 // Makes the first switch to `fibre` call `start`.
 void prepare_stack(Fibre& fibre, void (*start)()) {
 #ifdef SWITCH_IN_ASSEMBLY
-    // Stacks begin at different places in their pages: at the same one they would all fall into one cache set.
-    static unsigned fibres = 0;
-    const size_t offset = fibres++ % 32 * 128;
-    void** top = reinterpret_cast<void**>(fibre.stack + stack_bytes - offset);
+    void** top = reinterpret_cast<void**>(fibre.stack + stack_bytes);
     *--top = nullptr;  // the return address of `start`, which never returns
     *--top = reinterpret_cast<void*>(start);
     for (int i = 0; i < saved_registers; ++i) *--top = nullptr;
@@ -220,10 +217,11 @@ struct Thread {
     State state;
     Fibre* fibre;
     Site waits_at;
+    unsigned waits_for;  // the mask of a warp operation
 };
 
-// Where lanes of a warp meet.  Disjoint sets of lanes may do so at once: there is a rendezvous for each
-// lane, and a set uses that of its lowest one.
+// Where lanes of a warp meet: those of one mask at one place in the source.  Several meetings may be in
+// progress in a warp, though not more than it has lanes, since each has at least one that waits.
 struct Rendezvous {
     unsigned mask;
     unsigned arrived;
@@ -276,7 +274,8 @@ Site barrier_site;                  // where those wait
 unsigned barrier_generation;
 Rendezvous meetings[max_warps][lanes_per_warp];
 
-std::vector<Fibre*> idle_fibres;
+Fibre* idle_fibres[max_threads];
+unsigned idle_fibre_count;
 
 OrderingEvent launch_begins, launch_ends, barrier_events[2];
 
@@ -310,7 +309,8 @@ std::string description(const Thread& thread) {
         case State::unstarted: return "not started";
         case State::runnable: return "running";
         case State::at_barrier: return "waiting at the barrier in " + text(thread.waits_at);
-        case State::at_warp_operation: return "waiting at the warp operation in " + text(thread.waits_at);
+        case State::at_warp_operation:
+            return "waiting at the warp operation in " + text(thread.waits_at) + " for " + hexadecimal(thread.waits_for);
         case State::exited: return "exited";
     }
     return "";
@@ -333,40 +333,53 @@ void report(const std::string& message) {
 // Ends the launch from inside a CUDA thread, whose stack is abandoned.
 [[noreturn]] void fail(const std::string& message) {
     report(message + ", thread " + text(threadIdx));
+    launch_ends.release();  // the message is this thread's
     switch_fibres(*threads[current].fibre, scheduler);
     __builtin_unreachable();
 }
 
 // ---- shared memory --------------------------------------------------------------------------------------------
 
-std::vector<SharedArray> shared_arrays;
-const char dynamic_identity = 0;
+constexpr int max_shared_arrays = 64;
+SharedArray shared_arrays[max_shared_arrays];
+int shared_array_count;
 const SharedArray* latest_shared_array;  // most threads ask for the array the thread before asked for
+const char dynamic_identity = 0;
+
+#ifdef CUDA_ON_HOST_TSAN
+// All arrays lie in one mapping: to map it anew is how the accesses of a block are forgotten before the next.
+// That is for the scheduler to do, since to ThreadSanitizer whoever maps memory writes it.
+constexpr size_t arena_bytes = shared_limit + max_shared_arrays * 64;
+char* arena;
+size_t arena_used;
 
 char* allocate_shared(size_t bytes) {
-#ifdef CUDA_ON_HOST_TSAN
-    // Mapped, since mapping anew is how a block's accesses are forgotten before the next block's.
-    return static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    char* memory = arena + arena_used;
+    arena_used += (bytes + 63) / 64 * 64;
+    return memory;
+}
+
+void free_shared(const SharedArray&) { arena_used = 0; }
+
+void poison_shared_arrays() {
+    const int fixed = arena ? MAP_FIXED : 0;
+    void* memory = mmap(arena, arena_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | fixed, -1, 0);
+    arena = static_cast<char*>(std::memset(memory, poison, arena_bytes));
+}
 #else
+// An allocation for each array, so that AddressSanitizer sees where it ends.
+char* allocate_shared(size_t bytes) {
     void* memory = nullptr;
-    return posix_memalign(&memory, 128, bytes) == 0 ? static_cast<char*>(memory) : nullptr;
-#endif
+    if (posix_memalign(&memory, 128, bytes) != 0) std::abort();
+    return static_cast<char*>(std::memset(memory, poison, bytes));
 }
 
-void free_shared(const SharedArray& array) {
-#ifdef CUDA_ON_HOST_TSAN
-    munmap(array.allocation, array.bytes);
-#else
-    std::free(array.allocation);
-#endif
-}
+void free_shared(const SharedArray& array) { std::free(array.allocation); }
 
-void poison_shared(const SharedArray& array) {
-#ifdef CUDA_ON_HOST_TSAN
-    mmap(array.allocation, array.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
-#endif
-    std::memset(array.memory, poison, array.bytes);
+void poison_shared_arrays() {
+    for (int i = 0; i < shared_array_count; ++i) std::memset(shared_arrays[i].memory, poison, shared_arrays[i].bytes);
 }
+#endif
 
 const SharedArray* add_shared_array(const void* identity, size_t bytes, size_t alignment) {
     size_t offset = 0;
@@ -375,34 +388,35 @@ const SharedArray* add_shared_array(const void* identity, size_t bytes, size_t a
 #else
     (void)alignment;
 #endif
+    if (shared_array_count == max_shared_arrays) fail("more than " + std::to_string(max_shared_arrays) + " shared arrays");
     char* allocation = allocate_shared(offset + bytes);
-    shared_arrays.push_back({identity, allocation + offset, bytes, allocation});
-    poison_shared(shared_arrays.back());
-    latest_shared_array = nullptr;  // the vector may have moved
-    return &shared_arrays.back();
+    SharedArray& added = shared_arrays[shared_array_count++];
+    added = {identity, allocation + offset, bytes, allocation};
+    return &added;
 }
 
 const SharedArray* find_shared_array(const void* identity) {
-    for (const SharedArray& array : shared_arrays)
-        if (array.identity == identity) return &array;
+    for (int i = 0; i < shared_array_count; ++i)
+        if (shared_arrays[i].identity == identity) return &shared_arrays[i];
     return nullptr;
 }
 
 void check_shared_size(size_t more, Site site) {
     size_t static_bytes = more;
-    for (const SharedArray& array : shared_arrays)
-        if (array.identity != &dynamic_identity) static_bytes += array.bytes;
+    for (int i = 0; i < shared_array_count; ++i)
+        if (shared_arrays[i].identity != &dynamic_identity) static_bytes += shared_arrays[i].bytes;
+    const size_t total = static_bytes + config.dynamic_shared_bytes;
     if (static_bytes > static_shared_limit)
-        fail("static shared memory of " + std::to_string(static_bytes) + " bytes at " + text(site) +
+        fail("static shared memory of " + std::to_string(static_bytes) + " bytes in " + text(site) +
              " passes the limit of " + std::to_string(static_shared_limit));
-    if (static_bytes + config.dynamic_shared_bytes > shared_limit)
-        fail("static and dynamic shared memory of " + std::to_string(static_bytes + config.dynamic_shared_bytes) +
-             " bytes at " + text(site) + " pass the limit of " + std::to_string(shared_limit));
+    if (total > shared_limit)
+        fail("static and dynamic shared memory of " + std::to_string(total) + " bytes in " + text(site) +
+             " pass the limit of " + std::to_string(shared_limit));
 }
 
 void free_shared_arrays() {
-    for (const SharedArray& array : shared_arrays) free_shared(array);
-    shared_arrays.clear();
+    for (int i = 0; i < shared_array_count; ++i) free_shared(shared_arrays[i]);
+    shared_array_count = 0;
     latest_shared_array = nullptr;
 }
 
@@ -450,28 +464,26 @@ void fibre_main() {
         exit_thread();
         launch_ends.release();
         if (start_next_thread_here(fibre)) continue;
-        idle_fibres.push_back(fibre);
+        idle_fibres[idle_fibre_count++] = fibre;
         switch_fibres(*fibre, scheduler);
     }
 }
 
 void start_thread(Thread& thread) {
-    if (idle_fibres.empty() || thread_sanitizer) {  // to ThreadSanitizer, a fibre is one CUDA thread
+    if (idle_fibre_count == 0 || thread_sanitizer) {  // to ThreadSanitizer, a fibre is one CUDA thread
         thread.fibre = new_fibre(fibre_main);
 #ifdef CUDA_ON_HOST_TSAN
         const std::string name = "block " + text(blockIdx) + " thread " + text(threadIdx);
         __tsan_set_fiber_name(thread.fibre->sanitizer_thread, name.c_str());
 #endif
     } else {
-        thread.fibre = idle_fibres.back();
-        idle_fibres.pop_back();
+        thread.fibre = idle_fibres[--idle_fibre_count];
     }
     thread.state = State::runnable;
 }
 
 void delete_idle_fibres() {
-    for (Fibre* fibre : idle_fibres) delete_fibre(fibre);
-    idle_fibres.clear();
+    while (idle_fibre_count > 0) delete_fibre(idle_fibres[--idle_fibre_count]);
 }
 
 // After an error: threads that have begun and not exited still hold a stack each.
@@ -499,10 +511,23 @@ unsigned checked_mask(unsigned mask, const Thread* warp, Site site) {
     return mask;
 }
 
+Rendezvous& find_meeting(Rendezvous (&meetings_of_warp)[lanes_per_warp], unsigned mask, Site site) {
+    Rendezvous* unused = nullptr;
+    for (Rendezvous& meeting : meetings_of_warp) {
+        if (meeting.arrived == 0)
+            unused = unused ? unused : &meeting;
+        else if (meeting.mask == mask && same(meeting.site, site))
+            return meeting;
+    }
+    unused->mask = mask;
+    unused->site = site;
+    return *unused;
+}
+
 // ---- blocks -------------------------------------------------------------------------------------------------------
 
 void begin_block() {
-    for (const SharedArray& array : shared_arrays) poison_shared(array);
+    poison_shared_arrays();
     for (unsigned t = 0; t < thread_count; ++t) {
         threads[t].state = State::unstarted;
         order[t] = config.order == descending ? thread_count - 1 - t : t;
@@ -588,6 +613,7 @@ void begin_launch(const LaunchConfig& launch) {
     thread_count = blockDim.x * blockDim.y * blockDim.z;
     for (unsigned t = 0; t < thread_count; ++t)
         thread_indices[t] = {t % blockDim.x, t / blockDim.x % blockDim.y, t / blockDim.x / blockDim.y};
+    poison_shared_arrays();
     if (config.dynamic_shared_bytes) add_shared_array(&dynamic_identity, config.dynamic_shared_bytes, 16);
 #ifdef CUDA_ON_HOST_TSAN
     scheduler.sanitizer_thread = __tsan_get_current_fiber();
@@ -619,14 +645,7 @@ void meet_warp(unsigned mask, const void* input, void* output, WarpFunction func
     const unsigned me = 1u << lane();
     Thread* const warp = &threads[current - lane()];
     mask = checked_mask(mask, warp, site);
-    Rendezvous& meeting = meetings[current / lanes_per_warp][__builtin_ctz(mask)];
-    if (meeting.arrived == 0) {
-        meeting.mask = mask;
-        meeting.site = site;
-    } else if (meeting.mask != mask || !same(meeting.site, site)) {
-        fail("divergent warp operation: mask " + hexadecimal(mask) + " in " + text(site) + " meets mask " +
-             hexadecimal(meeting.mask) + " in " + text(meeting.site));
-    }
+    Rendezvous& meeting = find_meeting(meetings[current / lanes_per_warp], mask, site);
     meeting.inputs[lane()] = input;
     meeting.outputs[lane()] = output;
     meeting.arrived |= me;
@@ -636,6 +655,7 @@ void meet_warp(unsigned mask, const void* input, void* output, WarpFunction func
     if (meeting.arrived != mask) {
         threads[current].state = State::at_warp_operation;
         threads[current].waits_at = site;
+        threads[current].waits_for = mask;
         step_back();
     } else {
         if (function) function(mask, meeting.inputs, meeting.outputs);
@@ -659,7 +679,7 @@ void* static_shared_memory(const void* identity, size_t bytes, size_t alignment,
 }
 
 void* dynamic_shared_memory(Site site) {
-    if (config.dynamic_shared_bytes == 0) fail("dynamic shared memory is used at " + text(site) + ", but the launch gives none");
+    if (config.dynamic_shared_bytes == 0) fail("dynamic shared memory is used in " + text(site) + ", but the launch gives none");
     return find_shared_array(&dynamic_identity)->memory;
 }
 

@@ -43,10 +43,9 @@ def environment(mode: str) -> dict[str, str]:
     return {**os.environ, **options, "LD_PRELOAD": library, "CUPYCONV_HOST_SANITIZER": mode}
 
 
-def command(mode: str, arguments: list[str]) -> list[str]:
-    """The pytest command; without address randomisation for tsan, whose shadow has to find its place free."""
-    fixed_addresses = ["setarch", platform.machine(), "-R"] if mode == "tsan" and shutil.which("setarch") else []
-    return [*fixed_addresses, *PYTEST, *(arguments or ["tests", "-m", "host_device"])]
+def launcher(mode: str) -> list[str]:
+    """What to put before a command: tsan's shadow memory needs its addresses free, so no randomisation."""
+    return ["setarch", platform.machine(), "-R"] if mode == "tsan" and shutil.which("setarch") else []
 
 
 def main(arguments: list[str]) -> int:
@@ -54,7 +53,8 @@ def main(arguments: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     mode, *rest = arguments
-    return subprocess.run(command(mode, rest), env=environment(mode)).returncode
+    command = [*launcher(mode), *PYTEST, *(rest or ["tests", "-m", "host_device"])]
+    return subprocess.run(command, env=environment(mode)).returncode
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Where plans are executed: one package per array library, with identical signatures."""

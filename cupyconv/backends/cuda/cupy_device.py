@@ -1,0 +1,126 @@
+"""The device seam on a real GPU, through CuPy.
+
+cuBLAS is deterministic only while a handle and its workspace serve one stream at a time, so each
+device, thread and stream gets its own, kept in a small cache.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy_backends.cuda.libs import cublas
+
+from cupyconv.backends.cuda.kernel_sources import compile_options, kernel_source
+from cupyconv.plan import Kernel
+from cupyconv.machine import GpuModel, nearest_gpu
+
+#: Handles kept a thread; a handle with its workspace takes tens of megabytes.
+_HANDLES = 8
+#: What NVIDIA recommends for Hopper; less serves elsewhere.
+_CUBLAS_WORKSPACE = {9: 32 << 20}
+_CUBLAS_WORKSPACE_DEFAULT = 4 << 20
+#: Compute in the type asked for: no 16-bit reductions in split products.
+_DISALLOW_REDUCED_PRECISION_REDUCTION = 16
+_DEFAULT_ALGORITHM = -1
+
+
+class CupyDevice:
+    """One GPU."""
+
+    def __init__(self, ordinal: int) -> None:
+        self.device = cupy.cuda.Device(ordinal)
+        self.capability = int(self.device.compute_capability)
+        self._functions: dict[Kernel, Any] = {}
+        self._lock = threading.Lock()
+        self._local = threading.local()
+        self.model = self._model()
+
+    def _model(self) -> GpuModel:
+        """The class's rates with this GPU's own name and multiprocessors."""
+        properties = cupy.cuda.runtime.getDeviceProperties(self.device.id)
+        known = nearest_gpu(self.capability)
+        name = properties["name"]
+        return GpuModel(
+            **{
+                **vars(known),
+                "name": name.decode() if isinstance(name, bytes) else name,
+                "arch": f"sm_{self.capability}",
+                "multiprocessors": properties["multiProcessorCount"],
+            }
+        )
+
+    def current(self) -> Any:
+        return self.device
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        return cupy.empty(shape, dtype)
+
+    def convert(self, array: Any, dtype: np.dtype) -> Any:
+        return array.astype(dtype, order="C")
+
+    def pointer(self, array: Any) -> int:
+        return array.data.ptr
+
+    def launch(
+        self, kernel: Kernel, grid: tuple[int, int, int], block: int, params: np.ndarray, shared_bytes: int
+    ) -> None:
+        self._function(kernel)(grid, (block, 1, 1), (params,), shared_mem=shared_bytes)
+
+    def _function(self, kernel: Kernel) -> Any:
+        function = self._functions.get(kernel)
+        if function is None:
+            with self._lock:
+                if kernel not in self._functions:
+                    module = cupy.RawModule(
+                        code=kernel_source(kernel.name), options=compile_options(kernel.macros), backend="nvrtc"
+                    )
+                    self._functions[kernel] = module.get_function(kernel.name)
+                function = self._functions[kernel]
+        return function
+
+    def gemm_strided_batched(
+        self,
+        transa: int, transb: int, m: int, n: int, k: int,
+        alpha: int, a: int, a_type: int, lda: int, stride_a: int,
+        b: int, b_type: int, ldb: int, stride_b: int,
+        beta: int, c: int, c_type: int, ldc: int, stride_c: int,
+        batch: int, compute_type: int,
+    ) -> None:  # fmt: skip
+        cublas.gemmStridedBatchedEx(
+            self._handle(), transa, transb, m, n, k, alpha, a, a_type, lda, stride_a, b, b_type, ldb, stride_b,
+            beta, c, c_type, ldc, stride_c, batch, compute_type, _DEFAULT_ALGORITHM,
+        )  # fmt: skip
+
+    def _handle(self) -> int:
+        """The current thread's handle for the current stream of this device."""
+        stream = cupy.cuda.get_current_stream()
+        handles: OrderedDict[int, _Handle] | None = getattr(self._local, "handles", None)
+        if handles is None:
+            handles = self._local.handles = OrderedDict()
+        if stream.ptr in handles:
+            handles.move_to_end(stream.ptr)
+        else:
+            handles[stream.ptr] = _Handle(stream.ptr, self.capability)
+            if len(handles) > _HANDLES:
+                handles.popitem(last=False)
+        return handles[stream.ptr].handle
+
+
+class _Handle:
+    """A cuBLAS handle bound to one stream, with a workspace of its own."""
+
+    def __init__(self, stream: int, capability: int) -> None:
+        nbytes = _CUBLAS_WORKSPACE.get(capability // 10, _CUBLAS_WORKSPACE_DEFAULT)
+        self.workspace = cupy.cuda.alloc(nbytes)
+        self.handle = cublas.create()
+        cublas.setStream(self.handle, stream)
+        cublas.setWorkspace(self.handle, self.workspace.ptr, nbytes)
+        cublas.setMathMode(self.handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
+        cublas.setPointerMode(self.handle, cublas.CUBLAS_POINTER_MODE_HOST)
+
+    def __del__(self) -> None:
+        cublas.destroy(self.handle)

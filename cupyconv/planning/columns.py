@@ -1,0 +1,68 @@
+"""Plans of im2col and col2im: one method each, a copy and its adjoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+from cupyconv.activations import IDENTITY
+from cupyconv.machine import HostModel
+from cupyconv.plan import Address, BlockLoop, Conversion, Plan, Step
+from cupyconv.planning.launches import col2im_launch, im2col_launches
+from cupyconv.planning.request import ColumnsRequest, convert
+
+
+def plan_im2col(request: ColumnsRequest) -> Plan:
+    """Columns of one or many inputs, written straight into the result."""
+    windows, columns = request.windows, request.columns
+    kept = [i for i, channels in enumerate(windows.channels) if channels]
+    windows = replace(windows, channels=tuple(windows.channels[i] for i in kept))
+    conversions: list[Conversion] = []
+    xs = tuple(request.xs[i] for i in kept)
+    steps: list[Step] = []
+    if columns.nbytes and isinstance(request.machine, HostModel):
+        steps = [_loop("im2col", request, windows.batch)]
+    elif columns.nbytes:
+        xs = tuple(convert(x, columns.dtype, conversions) for x in xs)
+        steps = list(im2col_launches(windows, xs, columns, at=Address(columns.name)))
+    return _plan(request, "im2col", f"{columns.dtype} {columns.shape[:2] + columns.shape[4:]}", steps, conversions)
+
+
+def plan_col2im(request: ColumnsRequest) -> Plan:
+    """An image from columns: every element gathers what was read from it."""
+    windows, out = request.windows, request.xs[0]
+    steps: list[Step] = []
+    if out.nbytes and isinstance(request.machine, HostModel):
+        steps = [_loop("col2im", request, 1)]
+    elif out.nbytes:
+        steps = [col2im_launch(windows, request.columns, out)]
+    return _plan(request, "col2im", f"{out.dtype} {out.shape[:2] + windows.spatial(out.shape[2:])}", steps, [])
+
+
+def _loop(body: str, request: ColumnsRequest, blocks: int) -> BlockLoop:
+    windows, columns = request.windows, request.columns
+    return BlockLoop(
+        body, (1, *windows.out_size), blocks, 1, windows, columns.dtype, IDENTITY, _bytes(request), _additions(request)
+    )
+
+
+def _plan(
+    request: ColumnsRequest, method: str, result: str, steps: list[Step], conversions: list[Conversion]
+) -> Plan:
+    kernel = "x".join(map(str, request.windows.spatial(request.windows.kernel)))
+    images = "x".join(map(str, request.windows.spatial(request.windows.size)))
+    return Plan(
+        method=method, backend="numpy" if isinstance(request.machine, HostModel) else "cuda",
+        device=str(request.machine), result=result, steps=tuple(steps),
+        problem=f"{method} {request.windows.in_channels} channels, kernel {kernel} on {request.windows.batch} x {images}",
+        flops=_additions(request) if method == "col2im" else 0, bytes_moved=sum(step.bytes_moved for step in steps),
+        minimal_bytes=_bytes(request), bound="memory", conversions=tuple(conversions),
+    )  # fmt: skip
+
+
+def _additions(request: ColumnsRequest) -> int:
+    return prod(request.columns.shape)
+
+
+def _bytes(request: ColumnsRequest) -> int:
+    return request.columns.nbytes + sum(x.nbytes for x in request.xs)
