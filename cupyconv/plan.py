@@ -155,6 +155,7 @@ class BlockLoop:
     """
 
     body: str  # a loop body of backends/numpy
+    inputs: tuple[str, ...]
     block: tuple[int, int, int, int]
     blocks: int
     threads: int

@@ -6,6 +6,8 @@ from dataclasses import replace
 from math import prod
 
 from cupyconv.activations import IDENTITY
+from cupyconv.dtypes import accumulator
+from cupyconv.geometry import Windows
 from cupyconv.machine import HostModel
 from cupyconv.plan import Address, BlockLoop, Conversion, Plan, Step
 from cupyconv.planning.launches import col2im_launch, im2col_launches
@@ -21,7 +23,7 @@ def plan_im2col(request: ColumnsRequest) -> Plan:
     xs = tuple(request.xs[i] for i in kept)
     steps: list[Step] = []
     if columns.nbytes and isinstance(request.machine, HostModel):
-        steps = [_loop("im2col", request, windows.batch)]
+        steps = [_loop("im2col", windows, [x.name for x in xs], request)]
     elif columns.nbytes:
         xs = tuple(convert(x, columns.dtype, conversions) for x in xs)
         steps = list(im2col_launches(windows, xs, columns, at=Address(columns.name)))
@@ -33,17 +35,17 @@ def plan_col2im(request: ColumnsRequest) -> Plan:
     windows, out = request.windows, request.xs[0]
     steps: list[Step] = []
     if out.nbytes and isinstance(request.machine, HostModel):
-        steps = [_loop("col2im", request, 1)]
+        steps = [_loop("col2im", windows, [request.columns.name], request)]
     elif out.nbytes:
         steps = [col2im_launch(windows, request.columns, out)]
     return _plan(request, "col2im", f"{out.dtype} {out.shape[:2] + windows.spatial(out.shape[2:])}", steps, [])
 
 
-def _loop(body: str, request: ColumnsRequest, blocks: int) -> BlockLoop:
-    windows, columns = request.windows, request.columns
+def _loop(body: str, windows: Windows, inputs: list[str], request: ColumnsRequest) -> BlockLoop:
     return BlockLoop(
-        body, (1, *windows.out_size), blocks, 1, windows, columns.dtype, IDENTITY, _bytes(request), _additions(request)
-    )
+        body, tuple(inputs), (1, *windows.out_size), windows.batch, 1, windows, accumulator(request.columns.dtype),
+        IDENTITY, _bytes(request), _additions(request),
+    )  # fmt: skip
 
 
 def _plan(

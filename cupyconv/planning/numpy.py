@@ -107,7 +107,7 @@ def _plan(
     )
     steps = () if empty else (
         BlockLoop(
-            body, block, blocks, threads, geometry, accumulator(request.out.dtype), request.activation,
+            body, tuple(x.name for x in request.xs), block, blocks, threads, geometry, accumulator(request.out.dtype), request.activation,
             request.minimal_bytes, request.flops,
         ),
     )  # fmt: skip

@@ -1,0 +1,56 @@
+"""CUDA's side of the backend interface: allocate, describe, run a plan."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, ContextManager, Mapping
+
+import numpy as np
+
+from cupyconv.backends.cuda.device import Device
+from cupyconv.backends.cuda.execution import PreparedPlan
+from cupyconv.machine import GpuModel
+from cupyconv.plan import Plan
+
+#: Plans kept with their parameter structs packed.
+_PREPARED = 1024
+
+
+class CudaBackend:
+    """Arrays of one CUDA device."""
+
+    name = "cuda"
+
+    def __init__(self, device: Device, model: GpuModel) -> None:
+        self.device = device
+        self.model = model
+        self._prepared: OrderedDict[int, PreparedPlan] = OrderedDict()
+
+    def machine(self, threads: int | None) -> GpuModel:
+        """The processor plans are made for."""
+        return self.model
+
+    def current(self) -> ContextManager[Any]:
+        """A context in which the backend's device is the current one."""
+        return self.device.current()
+
+    def address(self, array: Any) -> int:
+        """The address of the array's first element."""
+        return self.device.pointer(array)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """An uninitialised C-ordered array."""
+        return self.device.empty(shape, dtype)
+
+    def run(self, plan: Plan, arrays: Mapping[str, Any]) -> None:
+        """Execute a plan; `arrays` holds its arguments and result by name."""
+        self._prepare(plan).run(self.device, arrays)
+
+    def _prepare(self, plan: Plan) -> PreparedPlan:
+        # Plans are cached by planning, so identity stands for equality; the entry keeps its plan alive.
+        prepared = self._prepared.get(id(plan))
+        if prepared is None or prepared.plan is not plan:
+            prepared = self._prepared[id(plan)] = PreparedPlan(plan)
+            while len(self._prepared) > _PREPARED:
+                self._prepared.popitem(last=False)
+        return prepared

@@ -1,0 +1,151 @@
+"""A convolution block by block: columns, product, epilogue, store, all while the block is in cache.
+
+::
+
+    x_0, x_1, ...   --read-->   columns           --BLAS-->   sums             --epilogue-->   block of y
+    any strides,                [g, K_g, pixels]              [g, O_g, pixels]                 any strides,
+    any dtype                   dtype of the sums             dtype of the sums                rounded once
+
+Blocks are disjoint, so threads may take them in any order and every bit stays the same.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from math import prod
+from typing import Callable, Sequence
+
+import numpy as np
+
+from cupyconv.backends.numpy.activations import activate
+from cupyconv.backends.numpy.windows import all_taps, read, tap_regions
+from cupyconv.dtypes import dtype_from_name, real_part
+from cupyconv.geometry import ConvGeometry
+from cupyconv.plan import BlockLoop
+
+Ranges = tuple[range, range, range, range]  # samples, depth, height, width
+
+
+class BlockedConvolution:
+    """The arrays of one call, brought to five axes, and what its blocks share."""
+
+    def __init__(
+        self, loop: BlockLoop, xs: Sequence[np.ndarray], weight: np.ndarray, bias: np.ndarray | None,
+        residual: np.ndarray | None, out: np.ndarray,
+    ) -> None:  # fmt: skip
+        geometry = loop.geometry
+        assert isinstance(geometry, ConvGeometry)
+        self.loop, self.geometry = loop, geometry
+        self.xs, self.out, self.residual = xs, out, residual
+        self.sums_dtype = dtype_from_name(loop.dtype)
+        complex_x = any(x.dtype.kind == "c" for x in xs)
+        complex_weight = weight.dtype.kind == "c"
+        real = dtype_from_name(real_part(loop.dtype))
+        #: Where one factor alone is complex, its parts are taken as twice as many real pixels or outputs.
+        self.parts_as_pixels = complex_x and not complex_weight
+        self.parts_as_outputs = complex_weight and not complex_x
+        self.x_dtype = self.sums_dtype if complex_x else real
+        weight_dtype = self.sums_dtype if complex_weight else real
+        matrix = weight.reshape(geometry.groups, geometry.group_outputs, geometry.reduction)
+        matrix = matrix.astype(weight_dtype, copy=False)
+        self.matrix = np.concatenate([matrix.real, matrix.imag], axis=1) if self.parts_as_outputs else matrix
+        if bias is not None:
+            bias = bias.astype(out.dtype, copy=False).astype(self.sums_dtype, copy=False)
+        self.bias = bias
+
+    def run(self) -> None:
+        body: Callable[[Ranges], np.ndarray] = {
+            "columns": self._columns_and_product, "views": self._product_of_view, "taps": self._tap_by_tap,
+        }[self.loop.body]  # fmt: skip
+
+        def finish(block: Ranges) -> None:
+            with np.errstate(all="ignore"):
+                self._store(block, body(block))
+
+        if self.loop.threads == 1:
+            for block in self._blocks():
+                finish(block)
+        else:
+            with ThreadPoolExecutor(self.loop.threads) as pool:
+                list(pool.map(finish, self._blocks()))
+
+    def _blocks(self) -> list[Ranges]:
+        axes = [
+            [range(first, min(first + part, extent)) for first in range(0, extent, part)]
+            for extent, part in zip((self.geometry.batch, *self.geometry.out_size), self.loop.block)
+        ]
+        return list(product(*axes))  # type: ignore[arg-type]
+
+    # Three ways to the sums of a block, each (groups, group_outputs, samples, depth, height, width).
+
+    def _columns_and_product(self, block: Ranges) -> np.ndarray:
+        geometry = self.geometry
+        columns = np.empty((geometry.in_channels, geometry.taps, *map(len, block)), self.x_dtype)
+        for t, tap in enumerate(all_taps(geometry)):
+            self._read_tap(tap, block, columns[:, t])
+        return self._product(self.matrix, columns, block)
+
+    def _product_of_view(self, block: Ranges) -> np.ndarray:
+        (x,) = self.xs
+        return self._product(self.matrix, _block_of(x, block)[0], block)
+
+    def _tap_by_tap(self, block: Ranges) -> np.ndarray:
+        geometry = self.geometry
+        by_tap = np.moveaxis(self.matrix.reshape(*self.matrix.shape[:2], geometry.group_channels, geometry.taps), 3, 0)
+        sums = np.zeros(self._sums_shape(block), self.sums_dtype)
+        columns = np.empty((geometry.in_channels, *map(len, block)), self.x_dtype)
+        for matrix, tap in zip(by_tap, all_taps(geometry)):
+            self._read_tap(tap, block, columns)
+            if geometry.group_channels == 1 and not self.parts_as_outputs:  # a channel times a number, not a matrix
+                sums += matrix[..., None, None, None] * columns[:, None]
+            else:
+                sums += self._product(np.ascontiguousarray(matrix), columns, block)
+        return sums
+
+    def _read_tap(self, tap: Sequence[int], block: Ranges, columns: np.ndarray) -> None:
+        """What one tap reads for a block, all inputs' channels, into (channels, samples, d, h, w)."""
+        samples = slice(block[0].start, block[0].stop)
+        for at, elements in tap_regions(self.geometry, tap, block[1:]):
+            for x, first in zip(self.xs, self.geometry.channel_offsets):
+                target = columns[(slice(first, first + x.shape[1]), slice(None), *at)]
+                if elements is None:
+                    target[...] = 0
+                else:
+                    target[...] = read(x[samples], elements).swapaxes(0, 1)
+
+    def _product(self, matrix: np.ndarray, columns: np.ndarray, block: Ranges) -> np.ndarray:
+        geometry = self.geometry
+        pixels = prod(map(len, block))
+        columns = columns.reshape(geometry.groups, matrix.shape[2], pixels)
+        if self.parts_as_pixels:
+            sums = np.matmul(matrix, columns.view(matrix.dtype)).view(self.sums_dtype)
+        elif self.parts_as_outputs:
+            real, imaginary = np.split(np.matmul(matrix, columns), 2, axis=1)
+            sums = np.empty(real.shape, self.sums_dtype)
+            sums.real, sums.imag = real, imaginary
+        else:
+            sums = np.matmul(matrix, columns)
+        return sums.reshape(self._sums_shape(block))
+
+    def _sums_shape(self, block: Ranges) -> tuple[int, ...]:
+        return (self.geometry.groups, self.geometry.group_outputs, *map(len, block))
+
+    # The epilogue.
+
+    def _store(self, block: Ranges, sums: np.ndarray) -> None:
+        sums = sums.reshape(self.geometry.out_channels, *sums.shape[2:]).swapaxes(0, 1)
+        if self.bias is not None:
+            sums += self.bias[:, None, None, None]
+        if self.residual is not None:
+            residual = _block_of(self.residual, block)
+            # Rounded to the result's dtype first, as an argument of that dtype would have been.
+            sums += residual if residual.dtype == self.out.dtype else residual.astype(self.out.dtype)
+        activate(sums, self.loop.activation)
+        _block_of(self.out, block)[...] = sums
+
+
+def _block_of(image: np.ndarray, block: Ranges) -> np.ndarray:
+    samples, depth, height, width = (slice(r.start, r.stop) for r in block)
+    return image[samples, :, depth, height, width]
+

@@ -1,0 +1,88 @@
+"""Windows as slices: which input elements a tap reads, along one axis and along all three.
+
+No padded copy is made.  Along an axis, the outputs whose tap falls inside the image are one slice; the
+few at the borders are zeros, or are read through an index array that follows the padding mode.
+
+::
+
+    outputs of a block     | border |        inside         | border |
+    input elements         | zeros  |  slice(first, last,   | index  |
+                           | or idx |        stride)        |  array |
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Iterator, Sequence, Union
+
+import numpy as np
+
+from cupyconv.geometry import Windows
+
+#: Input elements of a run of outputs: a slice, an index array, or None for zeros.
+Elements = Union[slice, np.ndarray, None]
+Segment = tuple[slice, Elements]
+
+
+def padded_index(index: np.ndarray, size: int, mode: str) -> np.ndarray:
+    """Elements of an axis that padded indices stand for, as ``np.pad`` defines `mode`."""
+    if mode == "edge":
+        return np.clip(index, 0, size - 1)
+    if mode == "wrap":
+        return index % size
+    if mode == "symmetric":
+        folded = index % (2 * size)
+        return np.minimum(folded, 2 * size - 1 - folded)
+    if mode == "reflect":
+        period = max(1, 2 * (size - 1))
+        folded = index % period
+        return np.minimum(folded, period - folded) if size > 1 else np.zeros_like(index)
+    raise AssertionError(mode)
+
+
+def axis_segments(outputs: range, size: int, stride: int, offset: int, mode: str) -> list[Segment]:
+    """The runs of `outputs` (positions in it) whose tap at ``output * stride + offset`` is read alike."""
+    inside_from = min(max(-(offset // stride), outputs.start), outputs.stop)
+    inside_to = max(min(-((offset - size) // stride), outputs.stop), inside_from)
+    segments: list[Segment] = []
+    for begin, end in ((outputs.start, inside_from), (inside_from, inside_to), (inside_to, outputs.stop)):
+        if begin == end:
+            continue
+        at = slice(begin - outputs.start, end - outputs.start)
+        first = begin * stride + offset
+        if begin == inside_from:
+            segments.append((at, slice(first, first + (end - begin - 1) * stride + 1, stride)))
+        elif mode == "constant":
+            segments.append((at, None))
+        else:
+            padded = np.arange(begin, end) * stride + offset
+            segments.append((at, padded_index(padded, size, mode)))
+    return segments
+
+
+def tap_regions(
+    windows: Windows, tap: Sequence[int], block: Sequence[range]
+) -> Iterator[tuple[tuple[slice, ...], tuple[Elements, ...] | None]]:
+    """Boxes of a block's output pixels, each with the input elements this tap reads; None: zeros."""
+    axes = [
+        axis_segments(outputs, size, stride, t * dilation - before, windows.padding_mode)
+        for outputs, size, stride, t, dilation, before in zip(
+            block, windows.size, windows.stride, tap, windows.dilation, windows.before
+        )
+    ]
+    for box in product(*axes):
+        elements = tuple(element for _, element in box)
+        yield tuple(at for at, _ in box), None if any(e is None for e in elements) else elements
+
+
+def read(image: np.ndarray, elements: Sequence[Elements]) -> np.ndarray:
+    """The elements of the last three axes: a view where they are slices, a gather of a border else."""
+    if all(isinstance(e, slice) for e in elements):
+        return image[(..., *elements)]
+    for axis, element in enumerate(elements):
+        image = image[(..., element, *(slice(None),) * (2 - axis))]
+    return image
+
+
+def all_taps(windows: Windows) -> Iterator[tuple[int, ...]]:
+    return product(*(range(k) for k in windows.kernel))

@@ -1,0 +1,100 @@
+"""Which backend owns these arrays: decided by array type alone.
+
+A backend is found by the classes of an array and cached by class.  CuPy is imported only once an array
+of it has been seen, so ``import cupyconv`` never imports it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Callable, ContextManager, Mapping, Protocol
+
+import numpy as np
+
+from cupyconv.backends.numpy import NumpyBackend
+from cupyconv.machine import GpuModel, HostModel
+from cupyconv.plan import Plan
+
+
+class Backend(Protocol):
+    """What a call needs of an array library; every backend has exactly these."""
+
+    name: str
+
+    def machine(self, threads: int | None) -> HostModel | GpuModel: ...
+
+    def current(self) -> ContextManager[Any]: ...
+
+    def address(self, array: Any) -> int: ...
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any: ...
+
+    def run(self, plan: Plan, arrays: Mapping[str, Any]) -> None: ...
+
+
+_NUMPY = NumpyBackend()
+
+#: Array class -> the function that gives the backend of one such array.
+_REGISTRY: dict[type, Callable[[Any], Backend]] = {np.ndarray: lambda array: _NUMPY}
+
+_WAYS_IN = {
+    "torch": "numpy.asarray(tensor) or cupy.from_dlpack(tensor) shares its memory",
+    "jax": "numpy.asarray(array) or cupy.from_dlpack(array)",
+    "jaxlib": "numpy.asarray(array) or cupy.from_dlpack(array)",
+    "dask": "apply the function to its blocks: dask.array.map_blocks",
+}
+
+
+def register_backend(array_class: type, backend_of: Callable[[Any], Backend]) -> None:
+    """Let arrays of a class, and of its subclasses, be computed by a backend of their own."""
+    _REGISTRY[array_class] = backend_of
+
+
+def backend_for(arrays: Mapping[str, Any]) -> Backend:
+    """The one backend that owns all the arrays, given by argument name; None entries are absent ones."""
+    found: Backend | None = None
+    first = ""
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        backend = _finder(name, array)(array)
+        if found is None:
+            found, first = backend, name
+        elif backend is not found:
+            raise TypeError(
+                f"all arrays must belong to one library and device: {first} is {_kind(arrays[first])},"
+                f" {name} is {_kind(array)}"
+            )
+    assert found is not None
+    return found
+
+
+def _finder(name: str, array: Any) -> Callable[[Any], Backend]:
+    for array_class in type(array).__mro__:
+        if array_class in _REGISTRY and not isinstance(array, (np.ma.MaskedArray, np.matrix)):
+            return _REGISTRY[array_class]
+        if array_class.__module__.partition(".")[0] == "cupy" and array_class.__name__ == "ndarray":
+            register_backend(array_class, _cupy_backend)
+            return _cupy_backend
+    library = type(array).__module__.partition(".")[0]
+    way_in = _WAYS_IN.get(library, "numpy.asarray(array), or cupy.from_dlpack(array) for memory of a GPU")
+    raise TypeError(f"{name} must be a NumPy or CuPy array, not {_kind(array)}; the way in: {way_in}")
+
+
+def _cupy_backend(array: Any) -> Backend:
+    return _cupy_device_backend(array.device.id)
+
+
+@lru_cache(maxsize=None)
+def _cupy_device_backend(ordinal: int) -> Backend:
+    from cupyconv.backends.cuda import CudaBackend
+    from cupyconv.backends.cuda.cupy_device import CupyDevice
+
+    device = CupyDevice(ordinal)
+    return CudaBackend(device, device.model)
+
+
+def _kind(array: Any) -> str:
+    kind = f"{type(array).__module__}.{type(array).__qualname__}"
+    device = getattr(array, "device", None)
+    return f"{kind} on {device}" if device is not None and device != "cpu" else kind

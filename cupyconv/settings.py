@@ -1,0 +1,103 @@
+"""Settings of calls: a context variable, read when a function is called."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from operator import index
+from types import TracebackType
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a call is decided with; `options` sets it."""
+
+    workspace_limit: int | None = None
+    allow_tf32: bool = False
+    allow_winograd: bool = True
+    allow_fft: bool = True
+    threads: int | None = None
+
+
+_CURRENT: ContextVar[Settings] = ContextVar("cupyconv_settings", default=Settings())
+
+
+def current_settings() -> Settings:
+    return _CURRENT.get()
+
+
+class options(AbstractContextManager["Settings"]):  # noqa: N801 - used like a function
+    """Settings for the calls inside a ``with`` block.
+
+    Parameters
+    ----------
+    workspace_limit : int, optional
+        Most bytes of temporary buffers a call may take; by default 256 MiB on CUDA, 16 MiB on NumPy.
+        Work is cut into chunks to fit: of samples first, then of output pixels.
+    allow_tf32 : bool
+        Let float32 and complex64 products on CUDA round their factors to TF32 (10 bits of mantissa).
+    allow_winograd, allow_fft : bool
+        Let ``method="auto"`` choose these methods.  This version has neither.
+    threads : int, optional
+        Blocks that the NumPy backend computes at the same time; by default one, whose products use the
+        threads of NumPy's BLAS.  The BLAS keeps its own setting.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where a value is not an integer or is out of range, when the block is set up.
+
+    Notes
+    -----
+    A setting left out has its default inside the block, whatever an enclosing block says.  New threads
+    start with the defaults.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyconv
+    >>> x, w = np.ones((4, 8, 32, 32)), np.ones((8, 8, 3, 3))
+    >>> with cupyconv.options(workspace_limit=1 << 20):
+    ...     plan = cupyconv.explain(cupyconv.conv, x, w)
+    >>> plan.workspace_bytes <= 1 << 20
+    True
+    """
+
+    def __init__(
+        self,
+        *,
+        workspace_limit: int | None = None,
+        allow_tf32: bool = False,
+        allow_winograd: bool = True,
+        allow_fft: bool = True,
+        threads: int | None = None,
+    ) -> None:
+        self._settings = Settings(
+            workspace_limit=_at_least("workspace_limit", workspace_limit, 0),
+            allow_tf32=bool(allow_tf32),
+            allow_winograd=bool(allow_winograd),
+            allow_fft=bool(allow_fft),
+            threads=_at_least("threads", threads, 1),
+        )
+        self._tokens: list[Token[Settings]] = []
+
+    def __enter__(self) -> Settings:
+        self._tokens.append(_CURRENT.set(self._settings))
+        return self._settings
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _CURRENT.reset(self._tokens.pop())
+
+
+def _at_least(name: str, value: int | None, least: int) -> int | None:
+    if value is None:
+        return None
+    try:
+        number = index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer or None, given {value!r}") from None
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, given {number}")
+    return number
