@@ -179,8 +179,10 @@ def test_early_exit_is_refused_where_strict(device, x, y):
 
 
 def test_deadlock_is_described(device, x, y):
-    message = "deadlock.*1 thread waiting at the warp operation in deadlock.cu:5.*63 threads waiting at the barrier|" \
+    message = (
+        "deadlock.*1 thread waiting at the warp operation in deadlock.cu:5.*63 threads waiting at the barrier|"
         "deadlock.*63 threads waiting at the barrier in deadlock.cu:6, 1 thread waiting at the warp operation"
+    )
     with pytest.raises(KernelError, match=message):
         run(device, "deadlock", x, y)
     run(device, "block_reverse", x, y, DYNAMIC=0)  # and the next launch is not disturbed
@@ -343,6 +345,7 @@ def test_log_and_seed_count_launches():
     assert device.seed == 2
 
 
+@pytest.mark.skipif(build.sanitizer() == "tsan", reason="ThreadSanitizer's fibres are bound to one thread")
 def test_threads_may_launch_at_once():
     def work():
         device = HostDevice(SAMPLES)

@@ -18,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,7 +89,7 @@ def unavailable() -> str | None:
     return None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def load_kernel(kernel: Kernel, directory: Path = KERNELS, mode: str = "") -> HostKernel:
     """Compile `directory`/<name>.cu with the kernel's macros, unless that was done before, and load it."""
     runtime = build_runtime(mode)
@@ -99,8 +100,8 @@ def load_kernel(kernel: Kernel, directory: Path = KERNELS, mode: str = "") -> Ho
     return HostKernel(address, ctypes.c_size_t.in_dll(library, "cuda_on_host_params_size").value, library)
 
 
-@functools.lru_cache(maxsize=None)
-def load_runtime(mode: str = "") -> ctypes._CFuncPtr:
+@functools.cache
+def load_runtime(mode: str = "") -> Callable[..., bytes | None]:
     """The function (kernel address, params address, LaunchConfig) -> error text or None."""
     launch = ctypes.CDLL(str(build_runtime(mode))).cuda_on_host_launch
     launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(LaunchConfig)]
@@ -118,13 +119,14 @@ def build_kernel(kernel: Kernel, directory: Path, mode: str, runtime: Path) -> P
     return _build(kernel.name, source, flags, sources=tuple(includes), library=runtime)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def build_runtime(mode: str) -> Path:
     """The shared library that runs kernels of this mode."""
-    told = [f"-DCUDA_ON_HOST_{mode.upper()}"] if mode else []
     # Exported are the functions kernels call; loops stay loops, since sanitizers intercept memcpy and memset.
-    flags = [*COMMON_FLAGS, "-fvisibility=default", "-O2", "-fno-tree-loop-distribute-patterns", "-Wall", "-Wextra", "-Werror"]
-    flags += [*told, f"-I{HERE}"]
+    flags = [*COMMON_FLAGS, "-fvisibility=default", "-O2", "-fno-tree-loop-distribute-patterns"]
+    flags += ["-Wall", "-Wextra", "-Werror", f"-I{HERE}"]
+    if mode:
+        flags.append(f"-DCUDA_ON_HOST_{mode.upper()}")
     return _build("fibres", '#include "fibres.cpp"\n', flags, sources=(HERE,), library=None)
 
 
@@ -149,12 +151,12 @@ def _build(name: str, source: str, flags: list[str], *, sources: tuple[Path, ...
     return target
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _compiler_version() -> str:
     return subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=True).stdout
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _content(folder: Path) -> bytes:
     """A digest of the C++ and CUDA sources in a folder."""
     digest = hashlib.sha256()

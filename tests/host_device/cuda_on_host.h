@@ -5,7 +5,7 @@
 // function call that knows where in the source it stands.
 //
 //     keywords        empty, except the inlining ones
-//     shared memory   SHARED_ARRAY and DYNAMIC_SHARED; `__shared__` stays undefined, so that it cannot be used by mistake
+//     shared memory   SHARED_ARRAY and DYNAMIC_SHARED; `__shared__` stays undefined, since it would do nothing
 //     barriers        __syncthreads, __syncwarp
 //     warp            shuffles and votes; tensor-core operations can be added as further WarpFunctions
 //     atomics         real ones, so that a race detector knows them

@@ -143,7 +143,9 @@ class HostDevice:
         dtype = np.dtype(dtype)
         nbytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
         if self.fail_allocations_over is not None and nbytes > self.fail_allocations_over:
-            raise MemoryError(f"{nbytes} bytes asked for; this device fails allocations over {self.fail_allocations_over}")
+            raise MemoryError(
+                f"{nbytes} bytes asked for; this device fails allocations over {self.fail_allocations_over}"
+            )
         memory = np.empty(nbytes + 2 * GUARD_BYTES + ALIGNMENT, np.uint8)
         offset = GUARD_BYTES + -(memory.ctypes.data + GUARD_BYTES) % ALIGNMENT
         memory[offset : offset + nbytes] = POISON
@@ -203,7 +205,7 @@ class HostDevice:
             return  # it has watched every access
         damaged = []
         for allocation in list(self._allocations.values()):
-            for where, guard in zip(("before", "after"), allocation.guards()):
+            for where, guard in zip(("before", "after"), allocation.guards(), strict=False):
                 wrong = np.flatnonzero(guard != GUARD)
                 if wrong.size:
                     distance = GUARD_BYTES - wrong[0] if where == "before" else wrong[0]
@@ -235,7 +237,7 @@ class HostDevice:
         value = params.copy()  # aligned, whatever `params` is a part of
         with _one_launch_at_a_time:
             self.seed += 1
-            self.log.append(LaunchRecord(kernel, tuple(grid), block, shared_bytes))
+            self.log.append(LaunchRecord(kernel, grid, block, shared_bytes))
             message = run(compiled.address, value.ctypes.data, ctypes.byref(config))
         if message is not None:
             raise KernelError(f"{kernel}: {message.decode()}")

@@ -330,11 +330,16 @@ void report(const std::string& message) {
     if (!failed()) error = message + "; block " + text(blockIdx) + ": " + thread_counts();
 }
 
+// Lets the scheduler choose who goes on; returns when it chooses this thread, which has to be runnable then.
+void step_back() {
+    launch_ends.release();  // it may be the last that is seen of this thread, if another one fails
+    switch_fibres(*threads[current].fibre, scheduler);
+}
+
 // Ends the launch from inside a CUDA thread, whose stack is abandoned.
 [[noreturn]] void fail(const std::string& message) {
     report(message + ", thread " + text(threadIdx));
-    launch_ends.release();  // the message is this thread's
-    switch_fibres(*threads[current].fibre, scheduler);
+    step_back();
     __builtin_unreachable();
 }
 
@@ -388,7 +393,8 @@ const SharedArray* add_shared_array(const void* identity, size_t bytes, size_t a
 #else
     (void)alignment;
 #endif
-    if (shared_array_count == max_shared_arrays) fail("more than " + std::to_string(max_shared_arrays) + " shared arrays");
+    if (shared_array_count == max_shared_arrays)
+        fail("more than " + std::to_string(max_shared_arrays) + " shared arrays");
     char* allocation = allocate_shared(offset + bytes);
     SharedArray& added = shared_arrays[shared_array_count++];
     added = {identity, allocation + offset, bytes, allocation};
@@ -427,9 +433,6 @@ void set_current(unsigned thread) {
     threadIdx = thread_indices[thread];
 }
 
-// Lets the scheduler choose who goes on; returns when it chooses this thread, which has to be runnable then.
-void step_back() { switch_fibres(*threads[current].fibre, scheduler); }
-
 void open_barrier() {
     for (unsigned t = 0; t < thread_count; ++t)
         if (threads[t].state == State::at_barrier) threads[t].state = State::runnable;
@@ -438,7 +441,8 @@ void open_barrier() {
 }
 
 void exit_thread() {
-    if (config.strict && waiting > 0) fail("a thread exits while others wait at the barrier in " + text(barrier_site));
+    if (config.strict && waiting > 0)
+        fail("a thread exits while others wait at the barrier in " + text(barrier_site));
     threads[current].state = State::exited;
     --alive;
     if (waiting > 0 && waiting == alive) open_barrier();
@@ -598,10 +602,11 @@ std::string refusal(const LaunchConfig& launch) {
         return "a block of " + size_text(launch.block) + " threads: from 1 to 1024 are possible, 64 along z";
     const auto& [columns, rows, layers] = launch.grid;
     if (columns == 0 || rows == 0 || layers == 0 || columns > 0x7fffffffu || rows > 65535 || layers > 65535)
-        return "a grid of " + size_text(launch.grid) + " blocks: from 1 to 2147483647, 65535 along y and z, are possible";
+        return "a grid of " + size_text(launch.grid) +
+               " blocks: from 1 to 2147483647, 65535 along y and z, are possible";
     if (launch.dynamic_shared_bytes > shared_limit)
-        return "dynamic shared memory of " + std::to_string(launch.dynamic_shared_bytes) + " bytes passes the limit of " +
-               std::to_string(shared_limit);
+        return "dynamic shared memory of " + std::to_string(launch.dynamic_shared_bytes) +
+               " bytes passes the limit of " + std::to_string(shared_limit);
     return "";
 }
 
@@ -631,7 +636,8 @@ void synchronise_block(Site site) {
         barrier_site = site;
     else if (!same(site, barrier_site))
         fail("divergent barrier: " + text(site) + " is reached while others wait in " + text(barrier_site));
-    if (config.strict && alive < thread_count) fail("the barrier in " + text(site) + " comes after threads have exited");
+    if (config.strict && alive < thread_count)
+        fail("the barrier in " + text(site) + " comes after threads have exited");
     OrderingEvent& event = barrier_events[barrier_generation % 2];
     event.release();
     threads[current].state = State::at_barrier;
@@ -679,7 +685,8 @@ void* static_shared_memory(const void* identity, size_t bytes, size_t alignment,
 }
 
 void* dynamic_shared_memory(Site site) {
-    if (config.dynamic_shared_bytes == 0) fail("dynamic shared memory is used in " + text(site) + ", but the launch gives none");
+    if (config.dynamic_shared_bytes == 0)
+        fail("dynamic shared memory is used in " + text(site) + ", but the launch gives none");
     return find_shared_array(&dynamic_identity)->memory;
 }
 

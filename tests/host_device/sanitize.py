@@ -5,7 +5,8 @@
 =======  ====================================================================================================
 asan     accesses outside shared, local and global arrays, at the kernel's line
 ubsan    misaligned vector accesses, signed overflow, shifts, indices outside arrays of known size
-tsan     data races within a block and between blocks; it remembers some thousand threads, so grids must be small
+tsan     data races within a block and between blocks; it remembers some thousand threads, so grids must be small,
+         and launches have to come from Python's main thread
 =======  ====================================================================================================
 
 Without arguments all tests marked `host_device` run.  asan and ubsan stop at the first finding, tsan reports

@@ -1,0 +1,28 @@
+"""Convolution as array functions, on NumPy and CuPy, merging inputs without concatenating them.
+
+    y = cupyconv.conv(x, weight)              # one array
+    y = cupyconv.conv([a, b, c], weight)      # their concatenation along channels, never built
+"""
+
+from cupyconv.batchnorm import fold_batchnorm
+from cupyconv.columns import col2im, im2col
+from cupyconv.convolution import conv, linmerge
+from cupyconv.explanation import explain
+from cupyconv.padding import onnx_padding
+from cupyconv.plan import Plan
+from cupyconv.settings import options
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Plan",
+    "__version__",
+    "col2im",
+    "conv",
+    "explain",
+    "fold_batchnorm",
+    "im2col",
+    "linmerge",
+    "onnx_padding",
+    "options",
+]

@@ -1,0 +1,94 @@
+"""`fold_batchnorm`: a batch normalisation as part of the convolution before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cupyconv.dispatch import backend_for
+from cupyconv.dtypes import accumulator, check_dtype, dtype_from_name
+from cupyconv.padding import per_axis
+
+
+def fold_batchnorm(
+    weight: Any,
+    bias: Any,
+    *,
+    mean: Any,
+    var: Any,
+    gamma: Any = None,
+    beta: Any = None,
+    eps: float = 1e-5,
+    groups: int = 1,
+    transposed: bool = False,
+) -> tuple[Any, Any]:
+    """Weight and bias of a convolution that includes the batch normalisation that follows it.
+
+    ``gamma * (conv(x, weight, bias) - mean) / sqrt(var + eps) + beta == conv(x, *fold_batchnorm(...))``
+
+    Parameters
+    ----------
+    weight : array
+        ``(C_out, C_in // groups, *kernel)``, or ``(C_in, C_out // groups, *kernel)`` where `transposed`.
+    bias : array or None
+        ``(C_out,)``.
+    mean, var, gamma, beta : array
+        ``(C_out,)``: the running statistics, and the scale and shift (1 and 0 where None).
+    eps : float
+        Added to the variance.
+    groups : int
+        Groups of a transposed convolution, whose outputs are spread over two axes of its weight.
+    transposed : bool
+        Whether the weight is a transposed convolution's.
+
+    Returns
+    -------
+    weight, bias : arrays
+        New arrays in the weight's dtype; 16-bit ones are computed in float32.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For foreign or mixed arrays, and shapes that do not fit.
+
+    Notes
+    -----
+    Source: Ioffe and Szegedy, *Batch Normalization* (2015); ONNX ``BatchNormalization`` at inference.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyconv
+    >>> one = np.ones(1)
+    >>> weight, bias = cupyconv.fold_batchnorm(np.ones((1, 1, 1)), None, mean=3 * one, var=4 * one, eps=0)
+    >>> weight.ravel(), bias
+    (array([0.5]), array([-1.5]))
+    """
+    vectors = {"bias": bias, "mean": mean, "var": var, "gamma": gamma, "beta": beta}
+    backend_for({"weight": weight, **vectors})
+    groups = per_axis("groups", groups, 1, 1)[0]
+    if weight.ndim < 2:
+        raise ValueError(f"weight must have at least two axes, given shape {tuple(weight.shape)}")
+    outputs = weight.shape[1] * groups if transposed else weight.shape[0]
+    if weight.shape[0] % groups:
+        raise ValueError(f"groups {groups} does not divide the weight's first axis, {weight.shape[0]}")
+    check_dtype("weight", weight.dtype)
+    for name, vector in vectors.items():
+        if vector is not None and tuple(vector.shape) != (outputs,):
+            raise ValueError(f"{name} has shape {tuple(vector.shape)}, needed ({outputs},)")
+        if vector is not None:
+            check_dtype(name, vector.dtype)
+
+    dtype = dtype_from_name(accumulator(weight.dtype.name))
+    mean, var = mean.astype(dtype), var.astype(dtype)
+    scale = (var + dtype.type(eps)) ** -0.5
+    scale = scale if gamma is None else scale * gamma.astype(dtype)
+    shift = -mean if bias is None else bias.astype(dtype) - mean
+    shift = shift * scale if beta is None else shift * scale + beta.astype(dtype)
+
+    kernel = weight.shape[2:]
+    if transposed:
+        blocks = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], *kernel)
+        factors = scale.reshape(groups, 1, weight.shape[1], *(1,) * len(kernel))
+    else:
+        blocks, factors = weight, scale.reshape(outputs, *(1,) * (weight.ndim - 1))
+    folded = (blocks.astype(dtype) * factors).reshape(weight.shape)
+    return folded.astype(weight.dtype), shift.astype(weight.dtype)

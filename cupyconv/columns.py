@@ -1,0 +1,104 @@
+"""`im2col` and `col2im`: a convolution's windows as a matrix, and the adjoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cupyconv.calls import prepare_col2im, prepare_im2col
+
+
+def im2col(
+    x: Any, kernel_shape: Any, *, stride: Any = 1, padding: Any = 0, dilation: Any = 1, out: Any = None
+) -> Any:
+    """Every window of an image as a column.
+
+    Parameters
+    ----------
+    x : array or sequence of arrays
+        ``(N, C, *spatial)`` with one to three spatial axes; a sequence means the concatenation along C.
+        N may be missing where `kernel_shape` is a tuple of ``x.ndim - 1`` entries.
+    kernel_shape : int or tuple of int
+        Taps along each spatial axis.
+    stride, padding, dilation
+        As for `conv`; padding is with zeros.
+    out : array, optional
+        Of exactly the result's shape and dtype.
+
+    Returns
+    -------
+    array
+        ``(N, C * prod(kernel_shape), pixels)`` in x's dtype: row ``c * prod(kernel_shape) + k`` holds tap
+        ``k`` of channel ``c``, both in C order.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arrays, shapes and settings that do not fit, as for `conv`.
+
+    See Also
+    --------
+    col2im : the adjoint.
+
+    Notes
+    -----
+    Source: Chellapilla, Puri, Simard, *High Performance Convolutional Neural Networks for Document
+    Processing* (2006).
+
+    Examples
+    --------
+    >>> import numpy as np, cupyconv
+    >>> cupyconv.im2col(np.arange(4.0).reshape(1, 1, 4), 2)
+    array([[[0., 1., 2.],
+            [1., 2., 3.]]])
+    """
+    return prepare_im2col(x, kernel_shape, stride=stride, padding=padding, dilation=dilation, out=out).run()
+
+
+def col2im(
+    columns: Any,
+    spatial_shape: Any,
+    kernel_shape: Any,
+    *,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    out: Any = None,
+) -> Any:
+    """Sum columns back into an image: the adjoint of `im2col`.
+
+    Parameters
+    ----------
+    columns : array
+        ``(N, C * prod(kernel_shape), pixels)``; N may be missing.
+    spatial_shape : int or tuple of int
+        The image's spatial axes.
+    kernel_shape, stride, padding, dilation
+        As for the `im2col` that is undone.
+    out : array, optional
+        Of exactly the result's shape and dtype.
+
+    Returns
+    -------
+    array
+        ``(N, C, *spatial_shape)`` in the dtype of `columns`: every element is the sum of the entries that
+        `im2col` reads from it.  16-bit sums are kept in float32 and rounded once.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arrays, shapes and settings that do not fit.
+
+    Notes
+    -----
+    On CUDA a gather: no atomics, the same bits on every run.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyconv
+    >>> columns = cupyconv.im2col(np.ones((1, 1, 4)), 2)
+    >>> cupyconv.col2im(columns, 4, 2)  # how many windows cover each element
+    array([[[1., 2., 2., 1.]]])
+    """
+    return prepare_col2im(
+        columns, spatial_shape, kernel_shape, stride=stride, padding=padding, dilation=dilation, out=out
+    ).run()

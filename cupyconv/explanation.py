@@ -1,0 +1,57 @@
+"""`explain`: the plan of a call, without running it."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+from cupyconv.calls import Call, prepare_col2im, prepare_conv, prepare_im2col, prepare_linmerge
+from cupyconv.columns import col2im, im2col
+from cupyconv.convolution import conv, linmerge
+from cupyconv.plan import Plan
+
+_PREPARE: dict[Callable[..., Any], Callable[..., Call]] = {
+    conv: prepare_conv,
+    linmerge: prepare_linmerge,
+    im2col: prepare_im2col,
+    col2im: prepare_col2im,
+}
+
+
+def explain(function: Callable[..., Any], *args: Any, on: str | None = None, **kwargs: Any) -> Plan:
+    """What a call would run, and why; nothing is run or allocated.
+
+    Parameters
+    ----------
+    function : callable
+        `conv`, `linmerge`, `im2col` or `col2im`.
+    *args, **kwargs
+        The call's arguments.
+    on : str, optional
+        An architecture such as ``"sm_90"``: the plan for that GPU, which need not be there; shapes,
+        dtypes and strides are then those of NumPy arrays.
+
+    Returns
+    -------
+    Plan
+        Print it for a page to read: method, launches, GEMM calls, workspace, FLOP, bytes, what bounds
+        it, and why not the other methods.
+
+    Raises
+    ------
+    TypeError
+        For a function that has no plan, or `on` beside arrays that are not NumPy's.
+    ValueError
+        For an unknown architecture, and wherever the call itself would raise.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyconv
+    >>> xs, weight = [np.ones((4, 4, 1000), np.float32)] * 5, np.ones((4, 20), np.float32)
+    >>> plan = cupyconv.explain(cupyconv.linmerge, xs, weight, on="sm_90")
+    >>> plan.method, len(plan.steps), plan.workspace_bytes
+    ('direct', 1, 0)
+    """
+    if function not in _PREPARE:
+        known = ", ".join(f.__name__ for f in _PREPARE)
+        raise TypeError(f"explain takes one of {known}, given {getattr(function, '__name__', function)!r}")
+    return _PREPARE[function](*args, on=on, **kwargs).plan()
