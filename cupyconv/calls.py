@@ -44,20 +44,20 @@ class Call:
     def run(self) -> Any:
         """Execute the plan; smaller chunks are tried before a failed allocation is reported."""
         with self.backend.current():
-            out = self.arrays.get("out")
-            if out is None:
-                out = self.arrays["out"] = self.allocate()
+            arrays = {name: array for name, array in self.arrays.items() if array is not None}
+            if "out" not in arrays:
+                arrays["out"] = self.allocate()
             request = self.request
             while True:
                 plan = self.make_plan(request)
                 try:
-                    self.backend.run(plan, self.arrays)
+                    self.backend.run(plan, arrays)
                 except MemoryError:
                     request = _with_less_workspace(request, plan)
                     if request is None:
                         raise
                 else:
-                    return self.finish(out)
+                    return self.finish(arrays["out"])
 
 
 def _with_less_workspace(request: Any, plan: Plan) -> Any:

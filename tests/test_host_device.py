@@ -100,6 +100,7 @@ def test_mathematics_in_float(device, function):
     np.testing.assert_allclose(y, [exact(float(v)) for v in values], rtol=1e-6)
 
 
+@pytest.mark.skipif(build.sanitizer() == "tsan", reason="400,000 threads take minutes")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_16_bit_conversions_are_exact(dtype):
     if dtype == "bfloat16":
@@ -276,7 +277,7 @@ def test_sanitizers_see(mode, name, arguments, finding):
         pytest.skip(str(error))
     command = [*sanitize.launcher(mode), sys.executable, "-c", UNDER_SANITIZER, name, repr(arguments)]
     root = Path(__file__).parents[1]
-    result = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
+    result = subprocess.run(command, check=False, env=environment, cwd=root, capture_output=True, text=True)
     if finding is None:
         assert result.returncode == 0, result.stderr
     else:
@@ -345,7 +346,6 @@ def test_log_and_seed_count_launches():
     assert device.seed == 2
 
 
-@pytest.mark.skipif(build.sanitizer() == "tsan", reason="ThreadSanitizer's fibres are bound to one thread")
 def test_threads_may_launch_at_once():
     def work():
         device = HostDevice(SAMPLES)
@@ -447,7 +447,7 @@ def test_tf32_is_visible():
     device = HostDevice()
     a = device.asarray(np.full((1, 1), 1 + 2**-12, np.float32))
     c = device.empty((1, 1), np.float32)
-    sizes = dict(m=1, n=1, k=1, lda=1, ldb=1, ldc=1, strides=(0, 0, 0), batch=1)
+    sizes = {"m": 1, "n": 1, "k": 1, "lda": 1, "ldb": 1, "ldc": 1, "strides": (0, 0, 0), "batch": 1}
     multiply(device, a, a, c, **sizes)
     assert c[0, 0] == np.float32(1 + 2**-11)
     multiply(device, a, a, c, **sizes, compute=77)
@@ -461,7 +461,7 @@ def test_tf32_rounds_to_nearest_even():
     )
 
 
-GOOD = dict(m=3, n=4, k=5, lda=3, ldb=5, ldc=3, strides=(15, 20, 12), batch=2)
+GOOD = {"m": 3, "n": 4, "k": 5, "lda": 3, "ldb": 5, "ldc": 3, "strides": (15, 20, 12), "batch": 2}
 
 
 def test_gemm_with_nothing_to_do():

@@ -132,7 +132,7 @@ def build_runtime(mode: str) -> Path:
 
 def _build(name: str, source: str, flags: list[str], *, sources: tuple[Path, ...], library: Path | None) -> Path:
     """Compile `source` into a shared library named by the hash of all that goes into it."""
-    key = hashlib.sha256(repr((source, flags, _compiler_version(), library)).encode())
+    key = hashlib.sha256(repr((source, flags, compiler(), _compiler_version(), library)).encode())
     for folder in sources:
         key.update(_content(folder))
     target = CACHE / f"{name}-{key.hexdigest()[:20]}.so"
@@ -144,7 +144,7 @@ def _build(name: str, source: str, flags: list[str], *, sources: tuple[Path, ...
         unit.write_text(source)
         linked = [str(library)] if library else []
         command = [*compiler(), *flags, str(unit), *linked, f"-Wl,-soname,{target.name}", "-Wl,-rpath,$ORIGIN"]
-        result = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True)
+        result = subprocess.run([*command, "-o", str(built)], check=False, capture_output=True, text=True)
         if result.returncode:
             raise CompileError(f"{shlex.join(command)}\n{result.stderr[:8000]}")
         built.replace(target)  # atomic: other processes see the whole library or none

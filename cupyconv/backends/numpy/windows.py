@@ -45,12 +45,13 @@ def axis_segments(outputs: range, size: int, stride: int, offset: int, mode: str
     inside_from = min(max(-(offset // stride), outputs.start), outputs.stop)
     inside_to = max(min(-((offset - size) // stride), outputs.stop), inside_from)
     segments: list[Segment] = []
-    for begin, end in ((outputs.start, inside_from), (inside_from, inside_to), (inside_to, outputs.stop)):
+    runs = ((outputs.start, inside_from, False), (inside_from, inside_to, True), (inside_to, outputs.stop, False))
+    for begin, end, inside in runs:
         if begin == end:
             continue
         at = slice(begin - outputs.start, end - outputs.start)
         first = begin * stride + offset
-        if begin == inside_from:
+        if inside:
             segments.append((at, slice(first, first + (end - begin - 1) * stride + 1, stride)))
         elif mode == "constant":
             segments.append((at, None))
