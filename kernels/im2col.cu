@@ -8,10 +8,10 @@
 //                . d e f .                  t=1  a b c .     are chosen once, threads run along p
 //                                           ...
 //
-// Only bits move, so the type is an unsigned integer of the element's size; zero is zero in all of them.
+// Only bits move, so the type is just the element's size; zero is zero in all of them.
 // Bound by memory.  Floor: (channels * size + rows * pixels) elements a sample over the bandwidth.
 //
-// -D: DTYPE (unsigned integer type), WIDTH (pixels a thread: 16 bytes of T, or 1)
+// -D: DTYPE (bits16 ... bits128), WIDTH (pixels a thread: 16 bytes of T, or 1)
 #include "image.cuh"
 
 namespace cupyconv {

@@ -12,6 +12,12 @@ using bfloat16 = __nv_bfloat16;
 using float32 = float;
 using float64 = double;
 
+// Elements that are only moved, by size.
+using bits16 = unsigned short;
+using bits32 = unsigned;
+using bits64 = unsigned long long;
+using bits128 = uint4;
+
 template <class R>
 struct alignas(2 * sizeof(R)) Complex {
     R re, im;

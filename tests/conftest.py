@@ -14,9 +14,9 @@ from targets import TARGETS, Target
 
 settings.register_profile(
     "default", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-    print_blob=True, derandomize=True,
+    max_examples=300, print_blob=True, derandomize=True,
 )  # fmt: skip
-settings.register_profile("explore", settings.get_profile("default"), derandomize=False, max_examples=2000)
+settings.register_profile("explore", settings.get_profile("default"), derandomize=False, max_examples=6000)
 settings.load_profile("default")
 
 

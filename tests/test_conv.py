@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import reference
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import ACTIVATIONS, conv_cases
 from tolerance import assert_close, assert_exact
@@ -31,7 +31,6 @@ def run(target, case, arrays, method, limit):
     return target.to_host(result)
 
 
-@settings(max_examples=300)
 @given(case=conv_cases(), method=METHODS, limit=LIMITS)
 def test_integers_are_exact(target, case, method, limit):
     arrays = case.arrays(integer=True)
@@ -40,7 +39,6 @@ def test_integers_are_exact(target, case, method, limit):
         assert_exact(actual, reference.conv(**arrays, **case.parameters), case.result_dtype)
 
 
-@settings(max_examples=200)
 @given(case=conv_cases(activations=ACTIVATIONS), method=METHODS, limit=LIMITS)
 def test_random_data(target, case, method, limit):
     arrays = case.arrays(integer=False)

@@ -72,9 +72,15 @@ class MatrixView:
         assert not self.transposed
         return replace(self, itemsize=self.itemsize // 2, ld=2 * self.ld, stride=2 * self.stride)
 
-    def samples_are_columns(self, columns: int) -> bool:
-        """Whether a sample's last column is followed by the next sample's first."""
-        return self.stride == columns * self.column_step
+    def joined(self, rows: int, columns: int, samples: int) -> "MatrixView | None":
+        """The samples' matrices side by side as one, where a sample's last column is followed by the next's first."""
+        if samples > 1 and self.stride != columns * self.column_step:
+            return None
+        if self.transposed:
+            return self
+        if rows == 1:
+            return replace(self, ld=samples * columns)
+        return self if self.ld >= samples * columns else None
 
 
 def matrix_view(
@@ -93,6 +99,9 @@ def matrix_view(
 def image_matrix(image: Operand) -> MatrixView | None:
     """An image as `channels x pixels` matrices."""
     at = Address(image.name, image.offset)
+    channels = image.shape[1]
+    if image.pixels == 1 and (image.stride_c == 1 or channels == 1) and channels <= image.stride_n <= INT32:
+        return MatrixView(at, image.itemsize, image.stride_n, image.stride_n, True)  # samples are the pixels
     return matrix_view(
         at, image.itemsize, image.shape[1], image.stride_c, image.pixels, image.pixel_stride, image.stride_n
     )
@@ -138,6 +147,7 @@ class _GemmPlanner:
             raise NotApplicable("channels times taps pass cuBLAS's 32-bit dimensions")
         self.rows = self._rows_of_x()
         self.weight = self._weight_in_place()
+        self.gathers_weight = self.weight is None
         self.out = self._out_in_place()
         self.sums_dtype = self._sums_dtype()
         #: Bias and residual are written before the products are added: no pass over the result after.
@@ -237,7 +247,7 @@ class _GemmPlanner:
         return 1, pixels
 
     def _weight_buffer(self) -> list[Buffer]:
-        if self.weight is not None:
+        if not self.gathers_weight:
             return []
         elements = self.planes * self.geometry.out_channels * self.geometry.reduction
         return [Buffer("gathered weight", elements * ITEMSIZE[self.dtype])]
@@ -260,7 +270,7 @@ class _GemmPlanner:
 
     def _gather_weight(self) -> list[Step]:
         """Copy the weight as `outputs x reduction`, or as two such planes of real and imaginary parts."""
-        if self.weight is not None:
+        if not self.gathers_weight:
             return []
         geometry, weight = self.geometry, self.request.weight
         kernel_as_image = replace(
@@ -303,7 +313,7 @@ class _GemmPlanner:
 
     def _gather(self, rows: Rows, chunk: Chunk) -> tuple[MatrixView, list[KernelLaunch]]:
         request, name = self.request, self._gathered_name(rows)
-        if self.out is not None and self.out.transposed and self.out.samples_are_columns(self.geometry.pixels):
+        if self.out is not None and self.out.transposed and self._joins(self.out, chunk):
             stride_n, ld = chunk.pixels, chunk.samples * chunk.pixels  # all samples as one long row
         else:
             ld = _row_length(chunk.pixels)
@@ -320,6 +330,9 @@ class _GemmPlanner:
         view = MatrixView(Address(name), columns.itemsize, ld, stride_n, False)
         return (view.as_real() if self.components == 2 else view), launches
 
+    def _joins(self, view: MatrixView, chunk: Chunk) -> bool:
+        return view.joined(self.geometry.out_channels, chunk.pixels, chunk.samples) is not None
+
     def _sums(self, chunk: Chunk) -> MatrixView:
         """The chunk's C: in the result, or `samples x (planes x outputs) x pixels` in workspace."""
         if self.out is not None:
@@ -332,8 +345,10 @@ class _GemmPlanner:
     def _gemms(self, chunk: Chunk, views: dict[Rows, MatrixView], c: MatrixView) -> list[Step]:
         geometry = self.geometry
         samples, columns = chunk.samples, chunk.pixels * self.components
-        if all(view.samples_are_columns(columns) for view in (*views.values(), c)):
-            samples, columns = 1, samples * columns
+        joined = {rows: view.joined(rows.count, columns, samples) for rows, view in views.items()}
+        joined_c = c.joined(geometry.out_channels * self.planes, columns, samples)
+        if joined_c is not None and None not in joined.values():
+            views, c, samples, columns = joined, joined_c, 1, samples * columns
         if geometry.groups == 1:
             outputs = self.planes * geometry.out_channels  # planes lie one after the other
             return self._accumulate(0, 0, outputs, views, c, columns, samples, None)

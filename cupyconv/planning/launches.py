@@ -28,8 +28,6 @@ DIRECT_TILE = 4
 MERGE_TILES = (1, 2, 4, 8, 16)
 DEPTHWISE_PIXELS = 4
 
-_BITS_TYPE = {2: "ushort", 4: "uint", 8: "ulonglong", 16: "uint4"}
-
 
 def merge_tile(geometry: ConvGeometry, dtype: str) -> int | None:
     """Outputs a thread of the fused merge computes, or None where its weights do not fit.
@@ -141,7 +139,7 @@ def im2col_launches(
         row_offset = sum(windows.channels[:begin]) * windows.taps * columns.stride_c * itemsize
         launches.append(
             KernelLaunch(
-                Kernel("im2col", (("DTYPE", _BITS_TYPE[itemsize]), ("WIDTH", str(width)))),
+                Kernel("im2col", (("DTYPE", f"bits{8 * itemsize}"), ("WIDTH", str(width)))),
                 (_blocks(pixels, block * width), min(rows, GRID_YZ), min(samples, GRID_YZ)),
                 block,
                 (

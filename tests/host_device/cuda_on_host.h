@@ -177,8 +177,13 @@ inline unsigned ballot(Site site, unsigned mask, bool vote) {
 
 // ---- memory ---------------------------------------------------------------------------------------------
 
+extern "C" void* memcpy(void* to, const void* from, __SIZE_TYPE__ bytes) noexcept;
+
 template <class T>
 inline T __ldg(const T* address) { return *address; }
+
+template <class T>
+inline void __stwb(T* address, T value) { *address = value; }
 
 namespace cuda_on_host {
 
