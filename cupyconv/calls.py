@@ -17,7 +17,7 @@ from cupyconv.dispatch import Backend, backend_for
 from cupyconv.dtypes import check_dtype, operand_dtypes, promote
 from cupyconv.geometry import ConvGeometry, conv_geometry, pointwise_geometry, window_geometry
 from cupyconv.machine import known_gpu
-from cupyconv.operands import Operand, c_strides, is_channels_last, operand, overlaps_itself
+from cupyconv.operands import Operand, c_strides, collapsed_stride, is_channels_last, operand, overlaps_itself
 from cupyconv.padding import per_axis
 from cupyconv.plan import Plan
 from cupyconv.planning import plan_col2im, plan_conv, plan_im2col
@@ -113,7 +113,7 @@ def prepare_linmerge(
         if arrays[name] is not None and tuple(arrays[name].shape[2:]) != spatial:
             raise ValueError(f"{name} has shape {tuple(arrays[name].shape)}, needed (N, C_out, *{spatial})")
     arrays = {
-        name: array if name in ("weight", "bias") or array is None else _three_spatial(array)
+        name: array if name in ("weight", "bias") or array is None else _three_spatial(backend, name, array)
         for name, array in arrays.items()
     }
     geometry = pointwise_geometry([tuple(arrays[name].shape) for name in inputs], tuple(weight.shape))
@@ -357,8 +357,10 @@ def _with_batch(name: str, array: Any, xs: Arrays) -> Any:
     return array[None] if array is not None and (name in xs or name in ("residual", "out")) else array
 
 
-def _three_spatial(array: Any) -> Any:
-    """The leading spatial axes as one: a view where the strides allow it, else a copy."""
+def _three_spatial(backend: Backend, name: str, array: Any) -> Any:
+    """The leading spatial axes as one: a view where the strides allow it, else a copy (of `out`, room for one)."""
+    if collapsed_stride(array.shape[2:-2], array.strides[2:-2]) is None:
+        array = backend.empty(tuple(array.shape), array.dtype) if name == "out" else backend.contiguous(array)
     return array.reshape(*array.shape[:2], prod(array.shape[2:-2]), *array.shape[-2:])
 
 

@@ -99,8 +99,7 @@ def _draft_direct(request: ConvRequest) -> Draft:
 
 def _only_epilogue(request: ConvRequest):
     return epilogue_launch(
-        request.geometry, request.out, sums=None, sums_dtype=accumulator(request.out.dtype),
-        bias=request.bias, residual=request.residual, activation=request.activation or IDENTITY,
+        request.geometry, request.out, sums=None, bias=request.bias, residual=request.residual, activation=request.activation or IDENTITY,
     )  # fmt: skip
 
 

@@ -188,7 +188,7 @@ def epilogue_launch(
     out: Operand,
     *,
     sums: Address | None,
-    sums_dtype: str,
+    sums_dtype: str = "",
     sums_strides: tuple[int, int, int] = (0, 0, 0),
     imaginary: int = 0,
     bias: Operand | None,
@@ -207,6 +207,7 @@ def epilogue_launch(
     # Both ends of the chunk must be whole packets: a power of two divides a | b where it divides both.
     width = packet_width((collapsed[0],), pixels | first_pixel) if size[:2] == (1, 1) else 1
     block = _block(pixels, width, 256)
+    sums_dtype = sums_dtype if sums else accumulator(out.dtype)
     does = ["bias"] * bool(bias) + ["residual"] * bool(residual) + [activation.name] * bool(activation)
     return KernelLaunch(
         Kernel("epilogue", (("SUM_DTYPE", sums_dtype), ("Y_DTYPE", out.dtype), ("WIDTH", str(width)))),

@@ -11,14 +11,7 @@ from itertools import product
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
 from cupyconv.geometry import pointwise_geometry
 from cupyconv.plan import Kernel
-from cupyconv.planning.launches import (
-    _BITS_TYPE,
-    DEPTHWISE_PIXELS,
-    DIRECT_TILE,
-    MERGE_TILES,
-    PACKET_BYTES,
-    merge_tile,
-)
+from cupyconv.planning.launches import DEPTHWISE_PIXELS, DIRECT_TILE, MERGE_TILES, PACKET_BYTES, merge_tile
 
 #: Kernels whose speed is the reason they exist: all of them keep their sums in registers, so a variant that
 #: spills one to memory has lost its point.  direct and col2im are for generality; a spill there costs little.
@@ -39,8 +32,8 @@ def all_variants() -> tuple[Kernel, ...]:
         *_direct_variants(),
         *(_kernel("depthwise", DTYPE=dtype, PIXELS=DEPTHWISE_PIXELS) for dtype in REAL_DTYPES),
         *(
-            _kernel("im2col", DTYPE=bits, WIDTH=width)
-            for itemsize, bits in _BITS_TYPE.items()
+            _kernel("im2col", DTYPE=f"bits{8 * itemsize}", WIDTH=width)
+            for itemsize in sorted(set(ITEMSIZE.values()))
             for width in packet_widths(itemsize)
         ),
         *(_kernel("col2im", DTYPE=dtype) for dtype in DTYPES),

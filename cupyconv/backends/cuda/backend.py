@@ -42,6 +42,10 @@ class CudaBackend:
         """An uninitialised C-ordered array."""
         return self.device.empty(shape, dtype)
 
+    def contiguous(self, array: Any) -> Any:
+        """A C-ordered copy."""
+        return self.device.convert(array, array.dtype)
+
     def run(self, plan: Plan, arrays: Mapping[str, Any]) -> None:
         """Execute a plan; `arrays` holds its arguments and result by name."""
         self._prepare(plan).run(self.device, arrays)

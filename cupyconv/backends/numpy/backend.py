@@ -36,6 +36,10 @@ class NumpyBackend:
         """An uninitialised C-ordered array."""
         return np.empty(shape, dtype)
 
+    def contiguous(self, array: Any) -> Any:
+        """A C-ordered copy."""
+        return np.array(array, order="C")
+
     def run(self, plan: Plan, arrays: Mapping[str, Any]) -> None:
         """Execute a plan; `arrays` holds its arguments and result by name."""
         for loop in plan.steps:

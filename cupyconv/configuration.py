@@ -1,0 +1,151 @@
+"""`show_config`: what the library finds on this machine, for a person and for a bug report.
+
+CuPy is looked up by its package metadata.  It is imported only where an NVIDIA driver answers, because
+only then can it say more than its version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+import textwrap
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, distributions, version
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+import cupyconv
+from cupyconv.backends.cuda.kernel_sources import kernel_directory, source_hash
+
+_DRIVER_LIBRARIES = {"win32": "nvcuda.dll", "linux": "libcuda.so.1"}
+_LABEL_WIDTH = 15
+
+
+def show_config() -> None:
+    """Print versions, GPU, backends and caches: what to look at first, and to paste into a bug report.
+
+    Warns of two CuPy packages side by side, which break each other, and of an NVIDIA driver without CuPy.
+
+    Examples
+    --------
+    >>> import cupyconv
+    >>> cupyconv.show_config()  # doctest: +ELLIPSIS
+    cupyconv       0...
+    """
+    print(configuration_page())
+
+
+def configuration_page() -> str:
+    """What `show_config` prints."""
+    return "\n".join(f"{label:<{_LABEL_WIDTH}}{text}".rstrip() for label, text in _entries())
+
+
+def cupy_distributions() -> list[str]:
+    """Every installed package that brings a module ``cupy``, as ``name version``."""
+    found = {
+        f"{name} {distribution.version}"
+        for distribution in distributions()
+        if (name := (distribution.metadata["Name"] or "").lower()) == "cupy"
+        or name.startswith(("cupy-cuda", "cupy-rocm"))
+    }
+    return sorted(found)
+
+
+def driver_cuda_version() -> int | None:
+    """The CUDA version of the NVIDIA driver as 13000 for 13.0, or None where there is no driver."""
+    name = _DRIVER_LIBRARIES.get(sys.platform)
+    if name is None:
+        return None
+    try:
+        library = ctypes.CDLL(name)
+    except OSError:
+        return None
+    number = ctypes.c_int()
+    return number.value if library.cuDriverGetVersion(ctypes.byref(number)) == 0 and number.value else None
+
+
+def install_line(cuda: int) -> str:
+    """The command that installs a CuPy for a driver of this CUDA version."""
+    return f"python -m pip install 'cupy-cuda{13 if cuda >= 13000 else 12}x[ctk]>=14'"
+
+
+def cupy_with_gpu() -> tuple[ModuleType | None, str]:
+    """CuPy where it can use a GPU, else None; and the state in words."""
+    packages, cuda = cupy_distributions(), driver_cuda_version()
+    if cuda is None:
+        return None, "no NVIDIA driver was found"
+    if not packages:
+        return None, f"an NVIDIA driver (CUDA {_dotted(cuda)}) but no CuPy: {install_line(cuda)}"
+    try:
+        cupy = import_module("cupy")
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:  # whatever a broken CuPy or driver raises is the finding
+        return None, f"CuPy does not reach a GPU: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return cupy, f"{count} GPU" + "s" * (count != 1)
+
+
+def _entries() -> Iterator[tuple[str, str]]:
+    """Labels and texts; an empty label continues the entry above."""
+    yield "cupyconv", f"{cupyconv.__version__} in {Path(cupyconv.__file__).parent}"
+    yield "Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"
+    yield "NumPy", f"{np.__version__}, BLAS: {_numpy_blas()}"
+    yield "SciPy", _version("scipy") or 'not installed: activation="gelu" on NumPy is slow without it'
+    yield "ml_dtypes", _version("ml_dtypes") or "not installed: no bfloat16 on NumPy"
+    packages = cupy_distributions()
+    yield "CuPy", ", ".join(packages) or "not installed"
+    if len(packages) > 1:
+        yield from _paragraph(
+            f"WARNING: {len(packages)} CuPy packages are installed side by side; they overwrite each other's files and"
+            " neither is whole. Uninstall all of them, then install one:"
+            f" python -m pip uninstall {' '.join(package.split()[0] for package in packages)}"
+        )
+    cupy, state = cupy_with_gpu()
+    cuda = driver_cuda_version()
+    yield "NVIDIA driver", f"CUDA {_dotted(cuda)}" if cuda else "not found"
+    if cupy is None:
+        yield "GPU", state if cuda else "none"
+    else:
+        yield from _gpus(cupy)
+    yield "backends", "numpy, cuda" if cupy else "numpy"
+    yield "kernels", f"{kernel_directory()}, hash {source_hash()}"
+    yield "kernel cache", str(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+
+
+def _gpus(cupy: ModuleType) -> Iterator[tuple[str, str]]:
+    runtime = cupy.cuda.runtime
+    for ordinal in range(runtime.getDeviceCount()):
+        properties = runtime.getDeviceProperties(ordinal)
+        name = properties["name"]
+        yield (
+            f"GPU {ordinal}",
+            f"{name.decode() if isinstance(name, bytes) else name},"
+            f" sm_{properties['major']}{properties['minor']}, {properties['totalGlobalMem'] / 2**30:.0f} GiB",
+        )
+    yield "CUDA", f"runtime {_dotted(runtime.runtimeGetVersion())}, NVRTC {'.'.join(map(str, cupy.cuda.nvrtc.getVersion()))}"
+
+
+def _paragraph(text: str) -> Iterator[tuple[str, str]]:
+    for line in textwrap.wrap(text, 100 - _LABEL_WIDTH, break_on_hyphens=False):
+        yield "", line
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _numpy_blas() -> str:
+    configuration = np.show_config(mode="dicts")
+    blas = (configuration or {}).get("Build Dependencies", {}).get("blas", {})
+    return f"{blas.get('name', 'unknown')} {blas.get('version', '')}".strip()
+
+
+def _dotted(cuda: int) -> str:
+    return f"{cuda // 1000}.{cuda % 1000 // 10}"

@@ -1,0 +1,54 @@
+"""The demo: three jobs, each measured, checked against another computation, and shown with its code.
+
+=================  ==========================================================================
+`merge.py`         five fields into one by `linmerge`, against concatenating them first
+`batch.py`         a convolution of 64 samples in one call, against a loop over the samples
+`photograph.py`    a photograph through a bank of complex Gabor filters, as a picture
+`libraries.py`     what the parts need of NumPy and of CuPy: arrays, clocks, counted memory
+`page.py`          headings, tables and the progress bar
+=================  ==========================================================================
+
+Everything runs on NumPy; with a GPU that works, every row has CuPy's columns beside NumPy's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import cupyconv
+from cupyconv.configuration import cupy_with_gpu
+from cupyconv.demo import batch, merge, photograph
+from cupyconv.demo.libraries import Library, cupy_library, numpy_library
+from cupyconv.demo.page import Page
+
+__all__ = ["run_demo"]
+
+_PARTS: tuple[tuple[str, Callable[..., None]], ...] = (
+    ("Five fields into one, without concatenating them", merge.run),
+    ("64 samples in one call", batch.run),
+    ("A photograph through a bank of complex filters", photograph.run),
+)
+
+
+def run_demo(*, small: bool = False, directory: Path | None = None) -> int:
+    """Run all parts; the exit status is 0 where every check passed.
+
+    `small` runs a hundredth of the work, and `directory` is where the picture goes.
+    """
+    begin = time.perf_counter()
+    page = Page()
+    cupy, state = cupy_with_gpu()
+    libraries: list[Library] = [numpy_library()] + ([cupy_library(cupy)] if cupy else [])
+    page.line(f"cupyconv {cupyconv.__version__} on {' and '.join(library.description for library in libraries)}")
+    if cupy is None:
+        page.line(f"no CuPy columns: {state}")
+    for number, (title, part) in enumerate(_PARTS, 1):
+        page.heading(f"{number}  {title}")
+        try:
+            part(page, libraries, small=small, directory=directory or Path.cwd())
+        except Exception as error:  # one part that breaks is reported, and the others still run
+            page.failure(f"{type(error).__name__}: {error}")
+    page.verdict(time.perf_counter() - begin)
+    return 1 if page.failures else 0

@@ -1,0 +1,215 @@
+"""NumPy and CuPy as the demo needs them: arrays, a clock, counted memory, free memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import statistics
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from cupyconv.demo.page import Page, megabytes, milliseconds
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Library:
+    """An array library on this machine."""
+
+    name: str
+    description: str
+    xp: ModuleType
+    to_host: Callable[[Any], np.ndarray]
+    #: Seconds one call takes, the GPU's end included.
+    seconds: Callable[[Call], float]
+    #: Most bytes one call has allocated at a time, its result included.
+    peak_bytes: Callable[[Call], int]
+    free_bytes: Callable[[], int | None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one way to do a job took on one library."""
+
+    seconds: float
+    beyond_result: int
+    error: float
+    result: Any
+
+
+def numpy_library() -> Library:
+    """NumPy on the host."""
+    cores = os.cpu_count() or 1
+    description = f"NumPy {np.__version__}, {_processor()}, {cores} core{'s' * (cores > 1)}"
+    return Library("NumPy", description, np, np.asarray, _host_seconds, _host_peak, host_free_bytes)
+
+
+def cupy_library(cupy: ModuleType) -> Library:
+    """CuPy on the current GPU."""
+    name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"]
+    description = f"CuPy {cupy.__version__}, {name.decode() if isinstance(name, bytes) else name}"
+
+    def seconds(call: Call) -> float:
+        start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        return cupy.cuda.get_elapsed_time(start, stop) / 1e3
+
+    def peak_bytes(call: Call) -> int:
+        counter = _PeakOfPool(cupy)
+        with counter.hook:
+            call()
+        return counter.peak
+
+    def free_bytes() -> int:
+        cupy.get_default_memory_pool().free_all_blocks()
+        return cupy.cuda.runtime.memGetInfo()[0]
+
+    return Library("CuPy", description, cupy, cupy.asnumpy, seconds, peak_bytes, free_bytes)
+
+
+def measure(
+    page: Page, library: Library, ways: Mapping[str, Call], error_of: Callable[[np.ndarray], float], rounds: int
+) -> dict[str, Measured]:
+    """Check, then count memory, then take the median time of rounds in which every way has its turn."""
+    results = {name: call() for name, call in ways.items()}
+    errors = {name: error_of(library.to_host(result)) for name, result in results.items()}
+    peaks = {name: library.peak_bytes(call) for name, call in ways.items()}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in page.progress(range(rounds), f"timing on {library.name}"):
+        for name, call in ways.items():
+            times[name].append(library.seconds(call))
+    return {
+        name: Measured(
+            statistics.median(times[name]), max(0, peaks[name] - results[name].nbytes), errors[name], results[name]
+        )
+        for name in ways
+    }
+
+
+def table_of(page: Page, libraries: Sequence[Library], measured: Sequence[dict[str, Measured]]) -> None:
+    """One row a way; for each library its time, memory and error; for two, their largest difference."""
+    header = [""]
+    for library in libraries:
+        header += [library.name, "beyond result", "error"]
+    rows = []
+    for name in measured[-1]:
+        row = [name]
+        for ways in measured:
+            way = ways.get(name)
+            row += ["", "", ""] if way is None else [
+                milliseconds(way.seconds), megabytes(way.beyond_result), f"{way.error:.1e}"
+            ]  # fmt: skip
+        if len(libraries) > 1:
+            row.append(_difference(libraries, [ways.get(name) for ways in measured]))
+        rows.append(row)
+    if len(libraries) > 1:
+        header.append("difference")
+    page.table(header, rows)
+
+
+def host_free_bytes() -> int | None:
+    """Bytes of memory that can be had without swapping, or None where the system does not say."""
+    found = [free for free in (_meminfo(), _cgroup_room(), _windows_free()) if free is not None]
+    if not found and "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        found = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    return min(found, default=None)
+
+
+class _PeakOfPool:
+    """Follows CuPy's pool through a memory hook: bytes allocated since it began, and their peak."""
+
+    def __init__(self, cupy: ModuleType) -> None:
+        self.now = self.peak = 0
+        counter = self
+
+        class Hook(cupy.cuda.memory_hook.MemoryHook):  # type: ignore[name-defined,misc]
+            name = "cupyconv_demo"
+
+            def malloc_postprocess(self, **values: Any) -> None:
+                counter.now += values["mem_size"]
+                counter.peak = max(counter.peak, counter.now)
+
+            def free_postprocess(self, **values: Any) -> None:
+                counter.now -= values["mem_size"]
+
+        self.hook = Hook()
+
+
+def _difference(libraries: Sequence[Library], measured: Sequence[Measured | None]) -> str:
+    first, last = measured[0], measured[-1]
+    if first is None or last is None:
+        return ""
+    return f"{np.abs(libraries[0].to_host(first.result) - libraries[-1].to_host(last.result)).max():.1e}"
+
+
+def _host_seconds(call: Call) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def _host_peak(call: Call) -> int:
+    tracemalloc.start()  # NumPy reports its arrays to it
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _meminfo() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    except OSError:
+        pass
+    return None
+
+
+def _cgroup_room() -> int | None:
+    """What a container's limit leaves; file cache counts as used here, so it is given back."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+        statistic = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else int(limit) - used + int(statistic.get("inactive_file", 0))
+
+
+def _windows_free() -> int | None:
+    if sys.platform != "win32":
+        return None
+
+    class Status(ctypes.Structure):
+        _fields_ = (
+            ("length", ctypes.c_ulong), ("load", ctypes.c_ulong),
+            *((name, ctypes.c_ulonglong) for name in ("total", "free", "page", "page_free", "virtual", "virtual_free", "extended")),
+        )  # fmt: skip
+
+    status = Status(length=ctypes.sizeof(Status))
+    return status.free if ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)) else None

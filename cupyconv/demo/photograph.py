@@ -1,0 +1,115 @@
+"""Part 3: a photograph through a bank of complex Gabor filters, merged into a picture of orientations."""
+
+from __future__ import annotations
+
+import colorsys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupyconv.convolution import conv, linmerge
+from cupyconv.demo.libraries import Library, measure, table_of
+from cupyconv.demo.page import Page
+
+ORIENTATIONS, KERNEL = 12, 15
+WAVELENGTHS = (4.0, 7.0)
+PICTURE = "cupyconv-demo.png"
+ROUNDS = 3
+#: Pixels at which the response is summed by hand.
+CHECKED = 16
+
+
+def run(page: Page, libraries: Sequence[Library], *, small: bool, directory: Path) -> None:
+    page.text(
+        f"""A real image, complex weights: {ORIENTATIONS} orientations of {KERNEL} x {KERNEL} Gabor filters at two wavelengths.
+        The magnitude is how strongly a pixel belongs to an edge of that orientation; one merge of both scales and of
+        the grey image gives each orientation its colour."""
+    )
+    page.code(
+        """
+        fine = abs(cupyconv.conv(grey, fine_bank, padding="same", padding_mode="reflect"))
+        coarse = abs(cupyconv.conv(grey, coarse_bank, padding="same", padding_mode="reflect"))
+        picture = cupyconv.linmerge([fine, coarse, grey], colours, activation=("clip", 0, 1))
+        """
+    )
+    image = photograph()
+    if image is None:
+        page.text("Skipped: the picture needs matplotlib (pip install matplotlib, or the extra `demo`).")
+        return
+    image = image[::3, ::3] if small else image
+    grey = np.ascontiguousarray(image.mean(axis=2, dtype=np.float32)[None, None] / np.float32(255))
+    banks = [gabor_bank(wavelength) for wavelength in WAVELENGTHS]
+    colours = orientation_colours()
+    at = np.random.default_rng(0).integers(0, grey.shape[2:], (CHECKED, 2))
+    by_hand = _responses(grey[0, 0], banks, at)
+
+    measured, pictures = [], []
+    for library in libraries:
+        xp = library.xp
+        on_device = xp.asarray(grey), [xp.asarray(bank) for bank in banks], xp.asarray(colours)
+
+        def responses(grey: Any = on_device[0], banks: Any = on_device[1], xp: Any = xp) -> Any:
+            return xp.concatenate([conv(grey, b, padding="same", padding_mode="reflect") for b in banks], axis=1)
+
+        def error_of(y: np.ndarray) -> float:
+            return float(np.abs(y[0, :, at[:, 0], at[:, 1]] - by_hand).max())
+
+        name = f"conv with {len(banks)} x {ORIENTATIONS} filters"
+        measured.append(measure(page, library, {name: responses}, error_of, ROUNDS))
+        page.check(f"filters, {library.name}", measured[-1][name].error, 1e-5)
+        pictures.append(library.to_host(_picture(xp, *on_device)))
+    table_of(page, libraries, measured)
+    for library, picture in zip(libraries[1:], pictures[1:]):
+        page.check(f"picture, {library.name} against NumPy", float(np.abs(picture - pictures[0]).max()), 1e-4)
+    page.line(f"    picture written to {_write(pictures[0], directory)}\n")
+
+
+def photograph() -> np.ndarray | None:
+    """Grace Hopper's portrait, which comes with matplotlib: (height, width, 3) in 0 ... 255."""
+    try:
+        from matplotlib.cbook import get_sample_data
+        from matplotlib.image import imread
+    except ImportError:
+        return None
+    with get_sample_data("grace_hopper.jpg") as file:
+        return imread(file, format="jpg")
+
+
+def gabor_bank(wavelength: float) -> np.ndarray:
+    """Complex filters (ORIENTATIONS, 1, KERNEL, KERNEL) without response to an even brightness."""
+    reach = KERNEL // 2
+    y, x = np.mgrid[-reach : reach + 1, -reach : reach + 1]
+    angle = np.pi * np.arange(ORIENTATIONS)[:, None, None] / ORIENTATIONS
+    envelope = np.exp(-(x**2 + y**2) / (2 * (0.5 * wavelength) ** 2))
+    wave = np.exp(2j * np.pi * (x * np.cos(angle) + y * np.sin(angle)) / wavelength)
+    wave -= (wave * envelope).sum(axis=(1, 2), keepdims=True) / envelope.sum()
+    return (wave * envelope / envelope.sum()).astype(np.complex64)[:, None]
+
+
+def orientation_colours() -> np.ndarray:
+    """The merge's weight (3, 2 * ORIENTATIONS + 1): a colour of the wheel for each orientation, a little grey."""
+    wheel = np.array([colorsys.hsv_to_rgb(i / ORIENTATIONS, 1, 1) for i in range(ORIENTATIONS)]).T
+    opponent = 2.5 * (wheel - 0.75 * wheel.mean())
+    return np.concatenate([1.5 * opponent, opponent, np.full((3, 1), 0.15)], axis=1).astype(np.float32)
+
+
+def _picture(xp: Any, grey: Any, banks: Sequence[Any], colours: Any) -> Any:
+    fine, coarse = (abs(conv(grey, bank, padding="same", padding_mode="reflect")) for bank in banks)
+    return linmerge([fine, coarse, grey], colours, activation=("clip", 0, 1))
+
+
+def _responses(grey: np.ndarray, banks: Sequence[np.ndarray], at: np.ndarray) -> np.ndarray:
+    """The filters' responses at some pixels, each a sum over its own window, in complex128."""
+    padded = np.pad(grey.astype(np.float64), KERNEL // 2, mode="reflect")
+    windows = np.stack([padded[i : i + KERNEL, j : j + KERNEL] for i, j in at])
+    return np.concatenate([np.einsum("oij,pij->po", bank[:, 0].astype(complex), windows) for bank in banks], axis=1)
+
+
+def _write(picture: np.ndarray, directory: Path) -> Path:
+    from matplotlib.image import imsave
+
+    path = (directory / PICTURE).resolve()
+    imsave(path, np.moveaxis(picture[0], 0, -1))
+    return path

@@ -1,0 +1,231 @@
+"""NVRTC without CuPy and without a GPU: NVIDIA's run-time compiler, called through ctypes.
+
+It comes in the wheels ``nvidia-cuda-nvrtc`` (the compiler), ``nvidia-cuda-runtime`` and
+``nvidia-cuda-crt`` (the headers).  The options are the package's own and those that CuPy adds, so what
+is compiled here is what a user's GPU would be given.  As a command, every variant for every architecture::
+
+    python -m tests.nvrtc              # 75 80 86 89 90 100 120
+    python -m tests.nvrtc 90 120
+
+prints registers, spills, stack, static shared memory, size and time of each, and exits nonzero where one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import importlib.util
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+
+from cupyconv.backends.cuda.kernel_sources import compile_options, kernel_source
+from cupyconv.plan import Kernel
+from cupyconv.planning.variants import FAST, all_variants
+
+ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
+
+#: What ``cupy.RawModule(backend="nvrtc")`` adds to the options it is given.
+CUPY_OPTIONS = ("-ftz=true", "--device-as-default-execution-space")
+
+#: Resource use in the log, and every warning an error.
+CHECK_OPTIONS = ("--ptxas-options=-v", "--ptxas-options=--warning-as-error", "--warning-as-error=all-warnings")
+
+
+class CompileError(RuntimeError):
+    """The source does not compile; the message is the compiler's log."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of one source for one architecture."""
+
+    cubin: bytes
+    ptx: str
+    log: str
+    seconds: float
+
+    @property
+    def registers(self) -> int:
+        """Registers a thread of the entry point uses."""
+        return max(self._numbers(r"Used (\d+) registers"), default=0)
+
+    @property
+    def spills(self) -> int:
+        """Bytes of registers that are stored to memory and loaded again, in all functions."""
+        return sum(self._numbers(r"(\d+) bytes spill"))
+
+    @property
+    def stack(self) -> int:
+        """Bytes of local memory a thread has: arrays indexed at run time, spills, calls."""
+        return max(self._numbers(r"(\d+) bytes stack frame"), default=0)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of static shared memory; what a launch asks for comes on top."""
+        return max(self._numbers(r"(\d+) bytes smem"), default=0)
+
+    def _numbers(self, pattern: str) -> list[int]:
+        return [int(number) for number in re.findall(pattern, self.log)]
+
+
+@dataclass(frozen=True)
+class Installation:
+    """Where the compiler and the CUDA headers are."""
+
+    library: Path
+    includes: tuple[Path, ...]
+
+
+def unavailable() -> str | None:
+    """Why nothing can be compiled here, or None where it can."""
+    found = _installation()
+    if found is None:
+        return "NVRTC is not installed (pip install nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-crt)"
+    if not found.includes:
+        return f"{found.library} is there, the CUDA headers are not (pip install nvidia-cuda-runtime nvidia-cuda-crt)"
+    return None
+
+
+def require() -> None:
+    """Skip the calling test module where there is no NVRTC.
+
+    With CUPYCONV_REQUIRE_NVRTC=1 that is a failure: a run that must not skip them says so.
+    """
+    import pytest
+
+    reason = unavailable()
+    if reason is None:
+        return
+    if os.environ.get("CUPYCONV_REQUIRE_NVRTC") == "1":
+        pytest.fail(f"{reason}, and CUPYCONV_REQUIRE_NVRTC=1 asks for it", pytrace=False)
+    pytest.skip(reason, allow_module_level=True)
+
+
+def compile_variant(kernel: Kernel, architecture: int) -> Compiled:
+    """One variant as CuPy would compile it, with warnings as errors."""
+    options = (*compile_options(kernel.macros), *CUPY_OPTIONS, *CHECK_OPTIONS)
+    return compile_source(kernel_source(kernel.name), options, architecture, f"{kernel.name}.cu")
+
+
+def compile_source(source: str, options: Sequence[str], architecture: int, name: str = "source.cu") -> Compiled:
+    """Compile `source` to PTX and machine code for ``sm_<architecture>``, or raise `CompileError`."""
+    installation = _installation()
+    assert installation is not None, unavailable()
+    includes = [f"-I{directory}" for directory in installation.includes]
+    every = [option.encode() for option in (*options, *includes, f"-arch=sm_{architecture}")]
+    nvrtc = _library()
+    program = ctypes.c_void_p()
+    started = time.perf_counter()
+    _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None))
+    try:
+        status = nvrtc.nvrtcCompileProgram(program, len(every), (ctypes.c_char_p * len(every))(*every))
+        log = _output(program, "ProgramLog").rstrip(b"\0").decode()
+        if status:
+            raise CompileError(log or _message(status))
+        ptx = _output(program, "PTX").rstrip(b"\0").decode()
+        return Compiled(_output(program, "CUBIN"), ptx, log, time.perf_counter() - started)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+Outcome = tuple[Kernel, int, "Compiled | CompileError"]
+
+
+def compile_all(kernels: Iterable[Kernel], architectures: Iterable[int]) -> Iterator[Outcome]:
+    """Every kernel for every architecture, on all cores, in order; a failure is one of the outcomes."""
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        yield from pool.map(_outcome, list(product(kernels, architectures)))
+
+
+def _outcome(task: tuple[Kernel, int]) -> Outcome:
+    try:
+        return (*task, compile_variant(*task))
+    except CompileError as error:
+        return (*task, error)
+
+
+@functools.cache
+def _installation() -> Installation | None:
+    """The newest NVRTC of the ``nvidia`` wheels; headers of its own release where they lie beside it."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [Path(root) for root in (spec.submodule_search_locations or () if spec else ())]
+    patterns = ("*/lib/libnvrtc.so.*", "*/bin/**/nvrtc64_*.dll")
+    libraries = [path for root in roots for pattern in patterns for path in root.glob(pattern)]
+    libraries = [path for path in libraries if "builtins" not in path.name and ".alt." not in path.name]
+    if not libraries:
+        return None
+    library = max(libraries, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
+    own = next(parent for parent in library.parents if parent.parent in roots) / "include"
+    everywhere = [directory for root in roots for directory in sorted(root.glob("*/include"))]
+    includes = [own] if (own / "cuda_fp16.h").is_file() else everywhere
+    complete = any((directory / "cuda_fp16.h").is_file() for directory in includes)
+    return Installation(library, tuple(includes) if complete else ())
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    installation = _installation()
+    assert installation is not None
+    library = ctypes.CDLL(str(installation.library))
+    library.nvrtcGetErrorString.restype = ctypes.c_char_p
+    return library
+
+
+def _output(program: ctypes.c_void_p, what: str) -> bytes:
+    nvrtc, size = _library(), ctypes.c_size_t()
+    _check(getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+    buffer = ctypes.create_string_buffer(size.value)
+    _check(getattr(nvrtc, f"nvrtcGet{what}")(program, buffer))
+    return buffer.raw
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(_message(status))
+
+
+def _message(status: int) -> str:
+    return f"NVRTC: {_library().nvrtcGetErrorString(status).decode()}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile every variant and print a table; the number of failures, at most 1, is the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.nvrtc", description="Compile every kernel variant.")
+    parser.add_argument("architectures", nargs="*", type=int, default=ARCHITECTURES, metavar="arch")
+    architectures = parser.parse_args(arguments).architectures
+    reason = unavailable()
+    if reason is not None:
+        print(reason, file=sys.stderr)
+        return 1
+    print(f"{'variant':<44} {'sm':>4} {'registers':>9} {'spills':>7} {'stack':>6} {'shared':>6} {'cubin':>8} {'s':>6}")
+    started = time.perf_counter()
+    count, failures = 0, []
+    for kernel, architecture, result in compile_all(all_variants(), architectures):
+        count += 1
+        if isinstance(result, CompileError):
+            failures.append(f"{kernel} for sm_{architecture}:\n{result}")
+            print(f"{kernel!s:<44} {architecture:>4} does not compile")
+            continue
+        slow = "  spills" if kernel.name in FAST and result.spills else ""
+        print(
+            f"{kernel!s:<44} {architecture:>4} {result.registers:>9} {result.spills:>7} {result.stack:>6}"
+            f" {result.shared:>6} {len(result.cubin):>8} {result.seconds:>6.2f}{slow}"
+        )
+        if slow:
+            failures.append(f"{kernel} for sm_{architecture} spills {result.spills} bytes")
+    print(f"{count} compiled in {time.perf_counter() - started:.0f} s, {len(failures)} failed")
+    print(*failures, sep="\n\n", file=sys.stderr, end="\n" if failures else "")
+    return min(1, len(failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

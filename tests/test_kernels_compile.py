@@ -1,0 +1,248 @@
+"""Every kernel variant compiles for GPUs, warnings being errors, and is what it claims to be.
+
+No GPU takes part: NVRTC gives machine code, PTX and the registers used.  The parameter structs are held
+against NumPy's mirror of them by static assertions, generated field by field and compiled into every
+kernel by NVRTC and by the host's C++ compiler.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import pytest
+
+from cupyconv import activations
+from cupyconv.backends.cuda.kernel_sources import compile_options, kernel_directory, kernel_source, source_hash
+from cupyconv.backends.cuda.parameters import PARAMETERS
+from cupyconv.padding import PADDING_MODES
+from cupyconv.plan import MAX_SOURCES, Kernel
+from cupyconv.planning.variants import FAST, all_variants
+from tests import nvrtc
+from tests.host_device import build
+
+nvrtc.require()
+pytestmark = pytest.mark.nvrtc
+
+#: The oldest architecture that current toolkits compile for, and the one most checks are made on.
+ARCHITECTURES = (75, 90)
+NAMES = tuple(PARAMETERS)
+VARIANTS = {name: [variant for variant in all_variants() if variant.name == name] for name in NAMES}
+
+#: A struct by value may take this much in every driver.
+PARAMETER_SPACE = 4096
+
+#: 16 bytes at once, in PTX: four 32-bit words or two of 64.
+SIXTEEN_BYTES = r"{access}\.global(?:\.\w+)*\.(?:v4\.[bfsu]32|v2\.[bfsu]64)\b"
+
+Results = Mapping[tuple[Kernel, int], "nvrtc.Compiled | nvrtc.CompileError"]
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    """Everything compiled once, on all cores."""
+    return {(kernel, arch): result for kernel, arch, result in nvrtc.compile_all(all_variants(), ARCHITECTURES)}
+
+
+def compiled(results: Results, name: str) -> Iterator[tuple[str, Kernel, nvrtc.Compiled]]:
+    """A kernel's variants that did compile, each with words for a message."""
+    for (kernel, architecture), result in results.items():
+        if kernel.name == name and isinstance(result, nvrtc.Compiled):
+            yield f"{kernel} for sm_{architecture}", kernel, result
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_variant_compiles(results, name):
+    assert VARIANTS[name], f"no variant of {name}"
+    failures = [
+        f"{kernel} for sm_{architecture}:\n{result}"
+        for (kernel, architecture), result in results.items()
+        if kernel.name == name and isinstance(result, nvrtc.CompileError)
+    ]
+    assert not failures, "\n\n".join([f"{len(failures)} do not compile", *failures])
+    for variant, _, result in compiled(results, name):
+        assert result.cubin.startswith(b"\x7fELF"), variant
+        assert result.registers, f"{variant}: no resource report in\n{result.log}"
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_no_spills_and_no_stack(results, name):
+    slow = [
+        f"{variant}: {result.spills} bytes of spills, {result.stack} of stack, {result.registers} registers"
+        for variant, _, result in compiled(results, name)
+        if result.spills or result.stack
+    ]
+    assert not slow, "\n".join(slow)
+
+
+@pytest.mark.parametrize(("name", "accesses"), [("merge", ("ld", "st")), ("im2col", ("st",)), ("epilogue", ("st",))])
+def test_wide_variants_move_sixteen_bytes(results, name, accesses):
+    wide = [entry for entry in compiled(results, name) if dict(entry[1].macros)["WIDTH"] != "1"]
+    assert wide
+    for variant, _, result in wide:
+        for access in accesses:
+            assert re.search(SIXTEEN_BYTES.format(access=access), result.ptx), f"{variant}: no 16-byte {access}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_have_the_size_numpy_packs(results, name):
+    size = PARAMETERS[name].itemsize
+    assert size <= PARAMETER_SPACE
+    for variant, _, result in compiled(results, name):
+        assert parameter_bytes(result.ptx, name) == [size], variant
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fields_lie_where_numpy_puts_them(name):
+    nvrtc.compile_source(*with_assertions(name, field_assertions(name)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fields_lie_where_numpy_puts_them_on_the_host(name):
+    if build.unavailable():
+        pytest.skip(str(build.unavailable()))
+    assertions = [*field_assertions(name), *constant_assertions(name)]
+    check = compile_for_host(VARIANTS[name][0], assertions)
+    assert check.returncode == 0, check.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_enumerations_and_limits_agree(name):
+    nvrtc.compile_source(*with_assertions(name, constant_assertions(name)))
+
+
+def test_a_wrong_assertion_is_seen():
+    """The checks above can fail: a field one byte off, an enumerator with another's number."""
+    wrong_field = field_assertions("merge")[-1].replace(" == ", " == 1 + ", 1)
+    wrong_code = "static_assert(int(cupyconv::TANH) == 0);"
+    for wrong in (wrong_field, wrong_code):
+        with pytest.raises(nvrtc.CompileError, match="static assertion failed"):
+            nvrtc.compile_source(*with_assertions("merge", [wrong]))
+        if build.unavailable() is None:
+            assert "static assertion failed" in compile_for_host(VARIANTS["merge"][0], [wrong]).stderr
+
+
+def test_warnings_are_errors():
+    source = 'extern "C" __global__ void kernel(int* out) { int unused = 1; *out = 0; }'
+    nvrtc.compile_source(source.replace("int unused = 1;", ""), nvrtc.CHECK_OPTIONS, ARCHITECTURES[0])
+    with pytest.raises(nvrtc.CompileError, match="unused"):
+        nvrtc.compile_source(source, nvrtc.CHECK_OPTIONS, ARCHITECTURES[0])
+
+
+def test_spills_are_seen():
+    """128 values alive at once with 32 registers cannot do without memory."""
+    source = """
+        extern "C" __global__ void __launch_bounds__(1024, 2) kernel(float* data) {
+            float v[128];
+            #pragma unroll
+            for (int i = 0; i < 128; ++i) v[i] = data[i * 1024 + threadIdx.x];
+            __syncthreads();
+            #pragma unroll
+            for (int i = 0; i < 128; ++i) data[(127 - i) * 1024 + threadIdx.x] = v[i];
+        }"""
+    result = nvrtc.compile_source(source, nvrtc.CHECK_OPTIONS[:1], ARCHITECTURES[1])
+    assert result.spills and result.stack and 0 < result.registers <= 32
+
+
+def test_no_variant_is_listed_twice():
+    assert len(set(all_variants())) == len(all_variants())
+    assert {variant.name for variant in all_variants()} == set(PARAMETERS)
+
+
+def test_an_edited_header_changes_the_options(tmp_path):
+    """A compile cache knows only the options and the one file given to it: the hash must be among them."""
+    copy = tmp_path / "kernels"
+    shutil.copytree(kernel_directory(), copy)
+    assert source_hash(copy) == source_hash()
+    before = compile_options((), copy)
+    for header in sorted(copy.glob("*.cuh")):
+        original = header.read_bytes()
+        header.write_bytes(original + b"\n// edited\n")
+        assert source_hash(copy) != source_hash(), header.name
+        assert compile_options((), copy) != before, header.name
+        header.write_bytes(original)
+    assert compile_options((), copy) == before
+    (copy / "numeric.cuh").rename(copy / "renamed.cuh")
+    assert source_hash(copy) != source_hash()
+
+
+# Assertions about the parameter structs.
+
+#: The struct a kernel takes by value, and whether a field is a pointer, an integer or a floating-point number.
+DECLARATIONS = """
+template <class P> P parameter_of(void (*)(P));
+using Params = decltype(parameter_of(&{kernel}));
+template <class T> constexpr char KIND = '?';
+template <class T> constexpr char KIND<T&> = KIND<T>;
+template <class T> constexpr char KIND<T*> = 'u';
+template <> constexpr char KIND<int> = 'i';
+template <> constexpr char KIND<long long> = 'i';
+template <> constexpr char KIND<double> = 'f';
+"""
+
+
+def with_assertions(name: str, assertions: list[str]) -> tuple[str, tuple[str, ...], int]:
+    """A kernel's first variant followed by assertions, as arguments of `nvrtc.compile_source`."""
+    source = "\n".join([kernel_source(name), DECLARATIONS.format(kernel=name), *assertions])
+    return source, (*compile_options(VARIANTS[name][0].macros), *nvrtc.CUPY_OPTIONS), ARCHITECTURES[1]
+
+
+def compile_for_host(kernel: Kernel, assertions: list[str]) -> subprocess.CompletedProcess[str]:
+    """The same translation unit through the host's C++ compiler; nothing is written."""
+    source = "\n".join([f'#include "{kernel.name}.cu"', DECLARATIONS.format(kernel=kernel.name), *assertions])
+    flags = [*build.COMMON_FLAGS, *build.KERNEL_FLAGS, f"-I{kernel_directory()}", f"-I{build.HERE}"]
+    flags += [f"-D{macro}={value}" for macro, value in kernel.macros]
+    command = [*build.compiler(), *flags, "-fsyntax-only", "-x", "c++", "-"]
+    return subprocess.run(command, input=source, capture_output=True, text=True, check=False)
+
+
+def field_assertions(name: str) -> list[str]:
+    """Size, offset and kind of every field of a kernel's parameters, down to the scalars."""
+    dtype = PARAMETERS[name]
+    return [
+        f"static_assert(sizeof(Params) == {dtype.itemsize});",
+        *(assertion for path, field, offset in fields(dtype) for assertion in _field_assertions(path, field, offset)),
+    ]
+
+
+def _field_assertions(path: str, field: np.dtype, offset: int) -> Iterator[str]:
+    expression = f"static_cast<Params*>(nullptr)->{path}"
+    yield f'static_assert(__builtin_offsetof(Params, {path}) == {offset}, "offset of {path}");'
+    yield f'static_assert(sizeof({expression}) == {field.itemsize}, "size of {path}");'
+    if field.names is None and field.subdtype is None:
+        yield f"static_assert(KIND<decltype(({expression}))> == '{field.kind}', \"kind of {path}\");"
+
+
+def fields(dtype: np.dtype, path: str = "", base: int = 0) -> Iterator[tuple[str, np.dtype, int]]:
+    """Everything inside a dtype as (C++ path, dtype, offset); of an array its first two and last elements."""
+    parts: list[tuple[str, np.dtype, int]] = []
+    if dtype.subdtype is not None:
+        item, (count,) = dtype.subdtype
+        parts = [(f"{path}[{i}]", item, i * item.itemsize) for i in sorted({0, 1, count - 1})]
+    elif dtype.names is not None:
+        parts = [(f"{path}.{name}".lstrip("."), *dtype.fields[name][:2]) for name in dtype.names]
+    for inner, field, offset in parts:
+        yield inner, field, base + offset
+        yield from fields(field, inner, base + offset)
+
+
+def constant_assertions(name: str) -> list[str]:
+    """Numbers that C++ and Python both write down, of the headers that this kernel includes."""
+    assertions = [f"static_assert(cupyconv::MAX_SOURCES == {MAX_SOURCES});"]
+    assertions += [
+        f"static_assert(int(cupyconv::{mode.upper()}) == {code});" for code, mode in enumerate(PADDING_MODES)
+    ]
+    if name not in ("im2col", "col2im"):  # they have no epilogue
+        codes = {"identity": activations.IDENTITY.code, **{key: code for key, (code, _) in activations.TABLE.items()}}
+        assertions += [f"static_assert(int(cupyconv::{key.upper()}) == {code});" for key, code in codes.items()]
+    return assertions
+
+
+def parameter_bytes(ptx: str, entry: str) -> list[int]:
+    """Sizes of an entry point's parameters."""
+    declaration = re.search(rf"\.entry {entry}\((.*?)\)", ptx, re.DOTALL)
+    assert declaration is not None
+    return [int(size) for size in re.findall(r"\.param [^,]*?\.b8 \w+\[(\d+)\]", declaration.group(1))]

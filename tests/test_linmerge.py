@@ -1,0 +1,117 @@
+"""`linmerge` against its definition, and its promises: any number of inputs and of spatial axes, no concatenation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import reference
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import LAYOUTS, constant_where_broadcast, with_layout
+from tolerance import assert_close, assert_exact
+
+import cupyconv
+
+DTYPES = ("float16", "float32", "float64", "complex64", "complex128")
+
+
+def integers(rng, shape, dtype):
+    values = rng.integers(-2, 3, shape).astype(dtype)
+    return values + 1j * rng.integers(-2, 3, shape).astype(values.real.dtype) if "complex" in dtype else values
+
+
+@given(
+    channels=st.lists(st.integers(0, 5), min_size=1, max_size=7).filter(any),
+    outputs=st.integers(1, 20),
+    spatial=st.lists(st.integers(1, 6), max_size=5).map(tuple),
+    batch=st.integers(0, 3),
+    dtype=st.sampled_from(DTYPES),
+    method=st.sampled_from(("auto", "direct", "gemm")),
+    bias=st.booleans(),
+    residual=st.booleans(),
+    layouts=st.lists(st.sampled_from(LAYOUTS), min_size=9, max_size=9),
+    seed=st.integers(0, 2**16),
+)
+def test_any_inputs(target, channels, outputs, spatial, batch, dtype, method, bias, residual, layouts, seed):
+    rng = np.random.default_rng(seed)
+    shapes = [(batch, c, *spatial) for c in channels]
+    xs = [constant_where_broadcast(integers(rng, s, dtype), l) for s, l in zip(shapes, layouts)]
+    weight = constant_where_broadcast(integers(rng, (outputs, sum(channels)), dtype), layouts[-1])
+    extras = {
+        "bias": integers(rng, outputs, dtype) if bias else None,
+        "residual": integers(rng, (batch, outputs, *spatial), dtype) if residual else None,
+    }
+    expected = reference.linmerge(xs, weight, **extras)
+
+    def move(array, layout):
+        return with_layout(array, layout, target.to_device, target.xp)
+
+    actual = cupyconv.linmerge(
+        [move(x, layout) for x, layout in zip(xs, layouts)],
+        move(weight, layouts[-1]),
+        **{name: None if a is None else move(a, "c_order") for name, a in extras.items()},
+        method=method,
+    )
+    assert_exact(target.to_host(actual), expected, dtype)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 40, 57, 130])
+@pytest.mark.parametrize("method", ["auto", "direct", "gemm"])
+def test_any_number_of_inputs(target, count, method):
+    """The table of inputs in a kernel's parameters is bounded; the number of inputs is not."""
+    rng = np.random.default_rng(count)
+    channels = [1 + i % 3 for i in range(count)]
+    xs = [integers(rng, (2, c, 33), "float32") for c in channels]
+    weight = integers(rng, (3, sum(channels)), "float32")
+    moved = [target.to_device(x) for x in xs], target.to_device(weight)
+    if method == "direct" and target.name != "numpy" and count > 56:
+        with pytest.raises(ValueError, match="method 'direct' does not apply: .* inputs"):
+            cupyconv.linmerge(*moved, method=method)
+        return
+    actual = cupyconv.linmerge(*moved, method=method)
+    assert_exact(target.to_host(actual), reference.linmerge(xs, weight), "float32")
+
+
+@pytest.mark.parametrize("count", [2, 57, 120])
+def test_many_inputs_under_one_kernel(target, count):
+    """Columns of more inputs than a launch holds come from several launches."""
+    rng = np.random.default_rng(count)
+    xs = [integers(rng, (2, 1 + i % 2, 9), "float32") for i in range(count)]
+    weight = integers(rng, (2, sum(x.shape[1] for x in xs), 3), "float32")
+    actual = cupyconv.conv([target.to_device(x) for x in xs], target.to_device(weight), padding=1)
+    assert_exact(target.to_host(actual), reference.conv(xs, weight, padding=1), "float32")
+
+
+@pytest.mark.parametrize("outputs", [1, 2, 3, 4, 5, 8, 9, 16, 17, 40])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("pixels", [16, 1000, 1001])
+def test_tiles_and_packets(target, outputs, dtype, pixels):
+    """Every tile of the merge kernel, with rows that can and cannot be read in 16-byte packets."""
+    rng = np.random.default_rng(0)
+    xs = [rng.standard_normal((2, c, pixels)).astype(dtype) for c in (4, 1, 7)]
+    weight, bias = rng.standard_normal((outputs, 12)).astype(dtype), rng.standard_normal(outputs).astype(dtype)
+    residual = rng.standard_normal((2, outputs, pixels)).astype(dtype)
+    arguments = [weight, bias]
+    expected = reference.linmerge(xs, *arguments, activation="tanh", residual=residual)
+    actual = cupyconv.linmerge(
+        [target.to_device(x) for x in xs],
+        *map(target.to_device, arguments),
+        activation="tanh",
+        residual=target.to_device(residual),
+        method="direct",
+    )
+    assert_close(target.to_host(actual), expected, dtype, terms=12)
+
+
+def test_the_story_in_small(cuda_target):
+    """Five inputs of four channels: one launch, nothing allocated but the result."""
+    device = cuda_target.device
+    xs = [device.asarray(np.full((4, 4, 10_000), i, np.float64)) for i in range(5)]
+    weight = device.asarray(np.ones((4, 20)))
+    out = device.empty((4, 4, 10_000), np.float64)
+    device.log.clear()
+    before = device.peak_bytes = device.allocated_bytes
+    cupyconv.linmerge(xs, weight, out=out)
+    assert [record.kernel.name for record in device.log] == ["merge"]
+    assert device.peak_bytes == before
+    assert (cuda_target.to_host(out) == 40).all()

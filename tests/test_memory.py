@@ -1,0 +1,130 @@
+"""Memory is bounded: nothing is concatenated, workspace stays under its limit, a failed allocation is retried."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+
+import numpy as np
+import pytest
+from tolerance import assert_exact
+
+import cupyconv
+
+SHAPES = {
+    "pointwise": ((4, 16, 40, 40), (8, 16, 1, 1), {}),
+    "3x3": ((4, 16, 40, 40), (8, 16, 3, 3), {"padding": 1}),
+    "depthwise": ((4, 16, 40, 40), (16, 1, 3, 3), {"padding": 1, "groups": 16}),
+    "long": ((2, 4, 20_000), (4, 4, 5), {"padding": "same"}),
+}
+
+
+@pytest.fixture
+def device(cuda_target):
+    """The host device with its counters reset."""
+    gc.collect()
+    return cuda_target.device
+
+
+def used_beyond(device, call):
+    """Bytes a call takes at its peak beyond what is there before it."""
+    before = device.peak_bytes = device.allocated_bytes
+    result = call()
+    return device.peak_bytes - before, result
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("limit", [None, 1 << 20, 100_000])
+def test_cuda_takes_what_explain_says(device, name, limit):
+    x_shape, w_shape, settings = SHAPES[name]
+    x, w = device.asarray(np.ones(x_shape, np.float32)), device.asarray(np.ones(w_shape, np.float32))
+    with cupyconv.options(workspace_limit=limit):
+        plan = cupyconv.explain(cupyconv.conv, x, w, **settings)
+        peak, y = used_beyond(device, lambda: cupyconv.conv(x, w, **settings))
+    assert peak <= y.nbytes + plan.workspace_bytes
+    assert limit is None or plan.workspace_bytes <= limit
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("parts", [1, 4])
+def test_numpy_takes_what_explain_says(name, parts):
+    x_shape, w_shape, settings = SHAPES[name]
+    x, w = np.ones(x_shape, np.float32), np.ones(w_shape, np.float32)
+    xs = list(np.split(x, parts, axis=1))
+    out = cupyconv.conv(xs, w, **settings)
+    plan = cupyconv.explain(cupyconv.conv, xs, w, **settings)
+    tracemalloc.start()
+    try:
+        cupyconv.conv(xs, w, **settings, out=out)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    python_objects = 200_000
+    assert peak <= plan.workspace_bytes + python_objects
+    assert plan.workspace_bytes <= 16 << 20
+
+
+def test_merging_allocates_no_concatenation(device):
+    """Inputs of 3 MB; what a call takes beyond its result is its columns, which a small limit keeps small."""
+    xs = [device.asarray(np.full((2, 8, 96, 96), i, np.float32)) for i in range(5)]
+    w = device.asarray(np.ones((2, 40, 3, 3), np.float32))
+    out = device.empty((2, 2, 94, 94), np.float32)
+    with cupyconv.options(workspace_limit=1 << 21):
+        peak, _ = used_beyond(device, lambda: cupyconv.conv(xs, w, out=out))
+    assert peak <= 1 << 21 < sum(x.nbytes for x in xs)
+    assert (out == 9 * 8 * (0 + 1 + 2 + 3 + 4)).all()
+
+
+def test_wide_pointwise_merge_reads_its_inputs_in_place(device):
+    xs = [device.asarray(np.ones((2, 128, 16, 16), np.float32)) for _ in range(3)]
+    w = device.asarray(np.ones((256, 384), np.float32))
+    out = device.empty((2, 256, 16, 16), np.float32)
+    device.log.clear()
+    peak, _ = used_beyond(device, lambda: cupyconv.linmerge(xs, w, out=out, method="gemm"))
+    assert peak == 0
+    assert [record.batch for record in device.log] == [2, 2, 2]
+    assert (out == 384).all()
+
+
+def test_failed_allocation_is_retried_with_smaller_chunks(device):
+    x, w = device.asarray(np.ones((8, 4, 64, 64), np.float32)), device.asarray(np.ones((4, 4, 3, 3), np.float32))
+    out = device.empty((8, 4, 62, 62), np.float32)
+    device.fail_allocations_over = 1_000_000
+    try:
+        cupyconv.conv(x, w, out=out, method="gemm")
+        device.fail_allocations_over = 1_000
+        with pytest.raises(MemoryError):
+            cupyconv.conv(x, w, out=out, method="gemm")
+    finally:
+        device.fail_allocations_over = None
+    assert (out == 36).all()
+
+
+def test_a_loop_does_not_grow(device):
+    x, w = device.asarray(np.ones((2, 3, 20, 20), np.float32)), device.asarray(np.ones((4, 3, 3, 3), np.float32))
+    out = device.empty((2, 4, 18, 18), np.float32)
+    cupyconv.conv(x, w, out=out)
+    before = device.allocated_bytes
+    for _ in range(10):
+        cupyconv.conv(x, w, out=out)
+    assert device.allocated_bytes == before
+
+
+@pytest.mark.parametrize("batch", [1, 7, 64])
+def test_launches_do_not_depend_on_the_batch(device, batch):
+    x = device.asarray(np.ones((batch, 3, 10, 10), np.float32))
+    w = device.asarray(np.ones((4, 3, 3, 3), np.float32))
+    device.log.clear()
+    cupyconv.conv(x, w, method="gemm", activation="relu")
+    assert len(device.log) == 3  # columns, one GEMM, epilogue
+
+
+def test_chunks_give_the_same_numbers(target):
+    rng = np.random.default_rng(3)
+    x = target.to_device(rng.integers(-3, 4, (5, 6, 33, 31)).astype(np.float32))
+    w = target.to_device(rng.integers(-3, 4, (7, 6, 3, 3)).astype(np.float32))
+    whole = target.to_host(cupyconv.conv(x, w, padding=2, dilation=2))
+    for limit in (2_000_000, 400_000, 250_000):
+        with cupyconv.options(workspace_limit=limit):
+            chunked = cupyconv.conv(x, w, padding=2, dilation=2, method="gemm")
+        assert_exact(target.to_host(chunked), whole.astype(np.float64), "float32")
