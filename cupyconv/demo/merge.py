@@ -18,8 +18,10 @@ INPUTS, BATCH, CHANNELS, POINTS = 5, 4, 4, 10**6
 ROUNDS = 5
 #: Points that are compared with a float64 computation.
 CHECKED = 4096
-#: Arrays of the size of all inputs that are alive at the same time: they, their concatenation, results.
-_COPIES = 2.5
+#: Memory as a multiple of the inputs: they, their concatenation, results; on a GPU the stacked copy too.
+_MULTIPLE = {"NumPy": 2.5, "CuPy": 3.5}
+#: How much more has to be free.
+_RESERVE = 1.2
 _ONE_BLOCK = "one block, sums in global memory"
 
 
@@ -43,19 +45,20 @@ def run(page: Page, libraries: Sequence[Library], *, small: bool, directory: Pat
 
 def _affordable(page: Page, libraries: Sequence[Library], points: int, itemsize: int) -> int | None:
     """The number of points that memory has room for, said where it is not the one asked for."""
-    per_point = int(INPUTS * BATCH * CHANNELS * itemsize * _COPIES)
     for library in libraries:
+        per_point = INPUTS * BATCH * CHANNELS * itemsize * _MULTIPLE.get(library.name, 2.5) * _RESERVE
         free = library.free_bytes()
-        if free is not None and free < 1.2 * points * per_point:
-            fits = int(free / 1.2 / per_point) // 1000 * 1000
-            if fits < 1000:
-                page.failure(f"{library.name}: {megabytes(free)} of memory are free, too little for this part")
-                return None
-            page.text(
-                f"{library.name}: {megabytes(free)} of memory are free, {megabytes(int(1.2 * points * per_point))} would be"
-                f" needed; {fits:,} points instead of {points:,}."
-            )
-            points = fits
+        if free is None or free >= points * per_point:
+            continue
+        fits = int(free / per_point) // 1000 * 1000
+        if fits == 0:
+            page.failure(f"{library.name}: {megabytes(free)} of memory are free, too little for this part")
+            return None
+        page.text(
+            f"{library.name}: {megabytes(free)} of memory are free, {megabytes(int(points * per_point))} are needed:"
+            f" {fits:,} points instead of {points:,}."
+        )
+        points = fits
     return points
 
 

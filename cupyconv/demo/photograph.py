@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import colorsys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,14 @@ CHECKED = 16
 
 def run(page: Page, libraries: Sequence[Library], *, small: bool, directory: Path) -> None:
     page.text(
-        f"""A real image, complex weights: {ORIENTATIONS} orientations of {KERNEL} x {KERNEL} Gabor filters at two wavelengths.
-        The magnitude is how strongly a pixel belongs to an edge of that orientation; one merge of both scales and of
-        the grey image gives each orientation its colour."""
+        f"""A real image, complex weights: {ORIENTATIONS} orientations of {KERNEL} x {KERNEL} Gabor filters at
+        {len(WAVELENGTHS)} wavelengths. The magnitude is how strongly a pixel belongs to an edge of that orientation; one
+        merge with the grey image gives each orientation its colour."""
     )
     page.code(
         """
-        fine = abs(cupyconv.conv(grey, fine_bank, padding="same", padding_mode="reflect"))
-        coarse = abs(cupyconv.conv(grey, coarse_bank, padding="same", padding_mode="reflect"))
-        picture = cupyconv.linmerge([fine, coarse, grey], colours, activation=("clip", 0, 1))
+        edges = abs(cupyconv.conv(grey, bank, padding="same", padding_mode="reflect"))
+        picture = cupyconv.linmerge([edges, grey], colours, activation=("clip", 0, 1))
         """
     )
     image = photograph()
@@ -40,26 +40,21 @@ def run(page: Page, libraries: Sequence[Library], *, small: bool, directory: Pat
         return
     image = image[::3, ::3] if small else image
     grey = np.ascontiguousarray(image.mean(axis=2, dtype=np.float32)[None, None] / np.float32(255))
-    banks = [gabor_bank(wavelength) for wavelength in WAVELENGTHS]
+    bank = np.concatenate([gabor_bank(wavelength) for wavelength in WAVELENGTHS])
     colours = orientation_colours()
     at = np.random.default_rng(0).integers(0, grey.shape[2:], (CHECKED, 2))
-    by_hand = _responses(grey[0, 0], banks, at)
+    by_hand = _responses(grey[0, 0], bank, at)
+    name = f"conv with {len(bank)} complex filters"
+
+    def error_of(y: np.ndarray) -> float:
+        return float(np.abs(y[0, :, at[:, 0], at[:, 1]] - by_hand).max())
 
     measured, pictures = [], []
     for library in libraries:
-        xp = library.xp
-        on_device = xp.asarray(grey), [xp.asarray(bank) for bank in banks], xp.asarray(colours)
-
-        def responses(grey: Any = on_device[0], banks: Any = on_device[1], xp: Any = xp) -> Any:
-            return xp.concatenate([conv(grey, b, padding="same", padding_mode="reflect") for b in banks], axis=1)
-
-        def error_of(y: np.ndarray) -> float:
-            return float(np.abs(y[0, :, at[:, 0], at[:, 1]] - by_hand).max())
-
-        name = f"conv with {len(banks)} x {ORIENTATIONS} filters"
-        measured.append(measure(page, library, {name: responses}, error_of, ROUNDS))
+        on_device = [library.xp.asarray(array) for array in (grey, bank, colours)]
+        measured.append(measure(page, library, {name: partial(_filter, *on_device[:2])}, error_of, ROUNDS))
         page.check(f"filters, {library.name}", measured[-1][name].error, 1e-5)
-        pictures.append(library.to_host(_picture(xp, *on_device)))
+        pictures.append(library.to_host(_picture(*on_device)))
     table_of(page, libraries, measured)
     for library, picture in zip(libraries[1:], pictures[1:]):
         page.check(f"picture, {library.name} against NumPy", float(np.abs(picture - pictures[0]).max()), 1e-4)
@@ -95,16 +90,19 @@ def orientation_colours() -> np.ndarray:
     return np.concatenate([1.5 * opponent, opponent, np.full((3, 1), 0.15)], axis=1).astype(np.float32)
 
 
-def _picture(xp: Any, grey: Any, banks: Sequence[Any], colours: Any) -> Any:
-    fine, coarse = (abs(conv(grey, bank, padding="same", padding_mode="reflect")) for bank in banks)
-    return linmerge([fine, coarse, grey], colours, activation=("clip", 0, 1))
+def _filter(grey: Any, bank: Any) -> Any:
+    return conv(grey, bank, padding="same", padding_mode="reflect")
 
 
-def _responses(grey: np.ndarray, banks: Sequence[np.ndarray], at: np.ndarray) -> np.ndarray:
+def _picture(grey: Any, bank: Any, colours: Any) -> Any:
+    return linmerge([abs(_filter(grey, bank)), grey], colours, activation=("clip", 0, 1))
+
+
+def _responses(grey: np.ndarray, bank: np.ndarray, at: np.ndarray) -> np.ndarray:
     """The filters' responses at some pixels, each a sum over its own window, in complex128."""
     padded = np.pad(grey.astype(np.float64), KERNEL // 2, mode="reflect")
     windows = np.stack([padded[i : i + KERNEL, j : j + KERNEL] for i, j in at])
-    return np.concatenate([np.einsum("oij,pij->po", bank[:, 0].astype(complex), windows) for bank in banks], axis=1)
+    return np.einsum("oij,pij->po", bank[:, 0].astype(complex), windows)
 
 
 def _write(picture: np.ndarray, directory: Path) -> Path:

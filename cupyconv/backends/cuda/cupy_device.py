@@ -1,7 +1,7 @@
 """The device seam on a real GPU, through CuPy.
 
-cuBLAS is deterministic only while a handle and its workspace serve one stream at a time, so each
-device, thread and stream gets its own, kept in a small cache.
+cuBLAS is deterministic only while a handle, which owns its workspace, serves one stream at a time.  So
+each device, thread and stream has its own, kept in a small cache.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from cupyconv.backends.cuda.kernel_sources import compile_options, kernel_source
 from cupyconv.plan import Kernel
 from cupyconv.machine import GpuModel, nearest_gpu
 
-#: Handles kept a thread; a handle with its workspace takes tens of megabytes.
-_HANDLES = 8
-#: What NVIDIA recommends for Hopper; less serves elsewhere.
-_CUBLAS_WORKSPACE = {9: 32 << 20}
-_CUBLAS_WORKSPACE_DEFAULT = 4 << 20
+#: Handles kept for the streams of one thread.  One takes megabytes, up to 32 on Hopper, and destroying
+#: one waits for the GPU, so a thread that cycles through more streams than this pays for it.
+_HANDLES = 16
 #: Compute in the type asked for: no 16-bit reductions in split products.
 _DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 _DEFAULT_ALGORITHM = -1
@@ -32,8 +30,8 @@ class CupyDevice:
     """One GPU."""
 
     def __init__(self, ordinal: int) -> None:
-        self.device = cupy.cuda.Device(ordinal)
-        self.capability = int(self.device.compute_capability)
+        self.ordinal = ordinal
+        self.capability = int(cupy.cuda.Device(ordinal).compute_capability)
         self._functions: dict[Kernel, Any] = {}
         self._lock = threading.Lock()
         self._local = threading.local()
@@ -41,7 +39,7 @@ class CupyDevice:
 
     def _model(self) -> GpuModel:
         """The class's rates with this GPU's own name and multiprocessors."""
-        properties = cupy.cuda.runtime.getDeviceProperties(self.device.id)
+        properties = cupy.cuda.runtime.getDeviceProperties(self.ordinal)
         known = nearest_gpu(self.capability)
         name = properties["name"]
         return GpuModel(
@@ -54,7 +52,7 @@ class CupyDevice:
         )
 
     def current(self) -> Any:
-        return self.device
+        return cupy.cuda.Device(self.ordinal)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         return cupy.empty(shape, dtype)
@@ -104,21 +102,18 @@ class CupyDevice:
         if stream.ptr in handles:
             handles.move_to_end(stream.ptr)
         else:
-            handles[stream.ptr] = _Handle(stream.ptr, self.capability)
+            handles[stream.ptr] = _Handle(stream.ptr)
             if len(handles) > _HANDLES:
                 handles.popitem(last=False)
         return handles[stream.ptr].handle
 
 
 class _Handle:
-    """A cuBLAS handle bound to one stream, with a workspace of its own."""
+    """A cuBLAS handle, and the workspace it owns, bound to one stream for good."""
 
-    def __init__(self, stream: int, capability: int) -> None:
-        nbytes = _CUBLAS_WORKSPACE.get(capability // 10, _CUBLAS_WORKSPACE_DEFAULT)
-        self.workspace = cupy.cuda.alloc(nbytes)
+    def __init__(self, stream: int) -> None:
         self.handle = cublas.create()
         cublas.setStream(self.handle, stream)
-        cublas.setWorkspace(self.handle, self.workspace.ptr, nbytes)
         cublas.setMathMode(self.handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
         cublas.setPointerMode(self.handle, cublas.CUBLAS_POINTER_MODE_HOST)
 

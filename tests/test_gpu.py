@@ -1,0 +1,120 @@
+"""What only a GPU can show: the facts of cuBLAS and CuPy that the CUDA backend rests on.
+
+The first test of this file is the first thing to run on a new kind of GPU: everything else assumes it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import reference
+from targets import gpu_target
+from tolerance import assert_close
+
+import cupyconv
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+
+
+@pytest.fixture
+def gpu():
+    return gpu_target()
+
+
+def random(rng, shape, dtype):
+    values = rng.standard_normal(shape)
+    if dtype.startswith("complex"):
+        values = values + 1j * rng.standard_normal(shape)
+    if dtype == "bfloat16":
+        dtype = pytest.importorskip("ml_dtypes").bfloat16
+    return values.astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weight_stride_zero_on_two_streams_at_once(gpu, dtype):
+    """One strided-batched GEMM with a shared weight: right, and the same bits on concurrent streams."""
+    cupy = gpu.xp
+    rng = np.random.default_rng(0)
+    x, w = random(rng, (16, 64, 24, 24), dtype), random(rng, (96, 64, 1, 1), dtype)
+    device_x, device_w = cupy.asarray(x), cupy.asarray(w)
+    cupy.cuda.Device().synchronize()
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    results = [[], []]
+    for _ in range(20):
+        for stream, mine in zip(streams, results):
+            with stream:
+                mine.append(cupyconv.conv(device_x, device_w, method="gemm"))
+    for stream in streams:
+        stream.synchronize()
+    first = gpu.to_host(results[0][0])
+    for result in (*results[0], *results[1]):
+        assert gpu.to_host(result).tobytes() == first.tobytes()
+    assert_close(first[:1], reference.conv(x[:1], w), dtype, terms=64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("method", ["direct", "gemm"])
+def test_same_bits_every_time(gpu, dtype, method):
+    rng = np.random.default_rng(1)
+    x, w = (gpu.to_device(random(rng, shape, dtype)) for shape in ((4, 16, 33, 31), (24, 16, 3, 3)))
+    first, *others = (gpu.to_host(cupyconv.conv(x, w, padding=1, method=method)).tobytes() for _ in range(10))
+    assert all(other == first for other in others)
+
+
+def test_nothing_waits_for_the_gpu(gpu):
+    """A call returns while the stream is still busy with what was there before it."""
+    cupy = gpu.xp
+    x, w = cupy.ones((8, 32, 64, 64), np.float32), cupy.ones((32, 32, 3, 3), np.float32)
+    cupyconv.conv(x, w, padding=1, activation="relu")  # compile and load
+    big = cupy.ones((8192, 8192), np.float32)
+    cupy.cuda.Device().synchronize()
+    for _ in range(20):
+        big = big @ big
+    done = cupy.cuda.Event(disable_timing=True)
+    cupyconv.conv(x, w, padding=1, activation="relu")
+    done.record()
+    returned_early = not done.done
+    cupy.cuda.Device().synchronize()
+    assert returned_early
+
+
+def test_a_loop_with_out_does_not_grow_the_pool(gpu):
+    cupy = gpu.xp
+    x, w, out = cupy.ones((4, 8, 32, 32)), cupy.ones((8, 8, 3, 3)), cupy.empty((4, 8, 30, 30))
+    cupyconv.conv(x, w, out=out)
+    pool = cupy.get_default_memory_pool()
+    before = pool.total_bytes()
+    for _ in range(50):
+        cupyconv.conv(x, w, out=out)
+    assert pool.total_bytes() == before
+
+
+def test_direct_methods_can_be_captured_in_a_graph(gpu):
+    cupy = gpu.xp
+    xs = [cupy.full((2, 4, 1000), i, np.float32) for i in range(5)]
+    w, out = cupy.ones((4, 20), np.float32), cupy.zeros((2, 4, 1000), np.float32)
+    cupyconv.linmerge(xs, w, out=out, method="direct")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        cupyconv.linmerge(xs, w, out=out, method="direct")
+        graph = stream.end_capture()
+        out.fill(0)
+        graph.launch(stream)
+    stream.synchronize()
+    assert (gpu.to_host(out) == 40).all()
+
+
+def test_past_two_to_the_31_elements(gpu):
+    """64-bit offsets: the last pixels of an array of more than 2**31 elements."""
+    cupy = gpu.xp
+    pixels = 2**31 + 1024
+    if cupy.cuda.Device().mem_info[0] < 6 * pixels:
+        pytest.skip("needs 13 GB of free GPU memory")
+    x = cupy.zeros((1, 1, pixels), np.float16)
+    x[..., -3:] = 1
+    w = cupy.ones((1, 1, 3), np.float16)
+    y = cupyconv.conv(x, w, method="direct")
+    assert gpu.to_host(y[..., -4:]).tolist() == [[[0, 1, 2, 3]]]
