@@ -14,7 +14,7 @@ import numpy as np
 
 from cupyconv.activations import resolve_activation
 from cupyconv.dispatch import Backend, backend_for
-from cupyconv.dtypes import check_dtype, operand_dtypes, promote
+from cupyconv.dtypes import check_dtype, dtype_name, operand_dtypes, promote
 from cupyconv.geometry import ConvGeometry, conv_geometry, pointwise_geometry, window_geometry
 from cupyconv.machine import known_gpu
 from cupyconv.operands import Operand, c_strides, collapsed_stride, is_channels_last, operand, overlaps_itself
@@ -150,7 +150,7 @@ def prepare_im2col(
         _check_out(arrays, shape, dtype, backend)
         columns = _describe(backend, "out", arrays["out"])
     else:
-        columns = _fresh("out", dtype.name, shape, channels_last=False)
+        columns = _fresh("out", dtype_name(dtype), shape, channels_last=False)
     request = ColumnsRequest(
         windows=windows, xs=tuple(_describe(backend, name, arrays[name]) for name in xs), columns=columns,
         machine=_machine(backend, on),
@@ -188,7 +188,7 @@ def prepare_col2im(
         _check_out(arrays, shape, dtype, backend)
         target = _describe(backend, "out", arrays["out"])
     else:
-        target = _fresh("out", dtype.name, shape, channels_last=False)
+        target = _fresh("out", dtype_name(dtype), shape, channels_last=False)
     request = ColumnsRequest(
         windows=windows, xs=(target,), columns=_describe(backend, "columns", columns), machine=_machine(backend, on)
     )
@@ -233,7 +233,7 @@ def _conv_call(
         _check_out(arrays, shape, dtype, backend)
         target = _describe(backend, "out", out)
     else:
-        target = _fresh("out", dtype.name, shape, channels_last)
+        target = _fresh("out", dtype_name(dtype), shape, channels_last)
     x_dtype, weight_dtype = operand_dtypes([x.dtype for x in xs], weight.dtype, dtype)
     settings = current_settings()
 
@@ -329,7 +329,7 @@ def _sizes(name: str, value: Any) -> tuple[int, ...]:
 
 def _describe(backend: Backend, name: str, array: Any) -> Operand:
     address = backend.address(array) if array.size else 0
-    return operand(name, array.dtype.name, tuple(array.shape), tuple(array.strides), address)
+    return operand(name, dtype_name(array.dtype), tuple(array.shape), tuple(array.strides), address)
 
 
 def _fresh(name: str, dtype: str, shape: tuple[int, ...], channels_last: bool) -> Operand:

@@ -6,6 +6,8 @@ bfloat16 needs no package until an array of it turns up.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
@@ -13,17 +15,27 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64"
 _REAL_PART = {"complex64": "float32", "complex128": "float64"}
 
 
+@lru_cache(maxsize=256)
+def dtype_name(dtype: np.dtype) -> str:
+    """The dtype's name, whatever its byte order; NumPy works it out anew each time."""
+    return dtype.name
+
+
 def check_dtype(name: str, dtype: np.dtype) -> None:
     """Refuse a dtype that the library does not compute in, naming the argument and the way out."""
-    if dtype.name in ITEMSIZE:
+    if dtype_name(dtype) in ITEMSIZE:
         return
     hint = " (convert it first: array.astype(numpy.float32))" if dtype.kind in "biu" else ""
-    raise TypeError(f"{name} has dtype {dtype.name}; supported are {', '.join(ITEMSIZE)}{hint}")
+    raise TypeError(f"{name} has dtype {dtype}; supported are {', '.join(ITEMSIZE)}{hint}")
 
 
 def promote(*dtypes: np.dtype) -> np.dtype:
     """The common dtype, by NumPy's rules, in native byte order."""
-    return np.result_type(*dtypes).newbyteorder("=")
+    try:
+        return np.result_type(*dtypes).newbyteorder("=")
+    except TypeError:  # float16 and bfloat16: neither holds the other
+        names = ", ".join(sorted({dtype_name(dtype) for dtype in dtypes}))
+        raise TypeError(f"x and weight have no common dtype: {names}; convert one with astype") from None
 
 
 def dtype_from_name(name: str) -> np.dtype:
@@ -60,6 +72,7 @@ def operand_dtypes(xs: list[np.dtype], weight: np.dtype, result: np.dtype) -> tu
     Both have the precision of `result`; where only one side is complex, the other stays real, which
     halves the arithmetic of a full complex product.
     """
-    x = result.name if any(d.kind == "c" for d in xs) else real_part(result.name)
-    w = result.name if weight.kind == "c" else real_part(result.name)
+    name = dtype_name(result)
+    x = name if any(d.kind == "c" for d in xs) else real_part(name)
+    w = name if weight.kind == "c" else real_part(name)
     return x, w

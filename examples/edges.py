@@ -4,6 +4,7 @@
     python examples/edges.py --cupy     on a GPU
 """
 
+import math
 import sys
 
 import cupyconv
@@ -29,7 +30,7 @@ strongest = edges[0].argmax(axis=0)
 
 right = 0
 for step, angle in enumerate(angles.ravel().tolist()):
-    column, row = (round(64 + 40 * float(f(angle))) for f in (xp.cos, xp.sin))
+    column, row = (round(64 + 40 * f(angle)) for f in (math.cos, math.sin))
     right += int(strongest[row, column]) == step
     print(f"edge at {step * 180 / 8:5.1f} degrees: filter {int(strongest[row, column])} answers strongest")
 

@@ -112,11 +112,10 @@ def _plan(
         ),
     )  # fmt: skip
     intensity = request.flops / max(1, request.minimal_bytes)
-    later = tuple((name, "not in this version") for name in ("implicit_gemm", "winograd", "fft"))
     return Plan(
         method=method, backend="numpy", device=str(machine), problem=str(geometry), result=describe_result(request),
         steps=steps, flops=request.flops, bytes_moved=request.minimal_bytes, minimal_bytes=request.minimal_bytes,
-        bound="memory" if intensity < 8 else "arithmetic", rejected=rejected + later, reason=words,
+        bound="memory" if intensity < 8 else "arithmetic", rejected=rejected, reason=words,
         notes=request.notes, workspace=workspace,
     )  # fmt: skip
 

@@ -6,15 +6,14 @@ from typing import Sequence
 
 import numpy as np
 
-from cupyconv.backends.numpy.windows import all_taps, read, tap_regions
+from cupyconv.backends.numpy.windows import Region, block_regions, read
 from cupyconv.geometry import Windows
 
 
 def im2col(windows: Windows, xs: Sequence[np.ndarray], columns: np.ndarray) -> None:
     """Write windows into `columns`, shaped (N, C, taps, depth, height, width)."""
-    block = tuple(range(extent) for extent in windows.out_size)
-    for t, tap in enumerate(all_taps(windows)):
-        for at, elements in tap_regions(windows, tap, block):
+    for t, regions in enumerate(_regions(windows)):
+        for at, elements in regions:
             for x, first in zip(xs, windows.channel_offsets):
                 channels = slice(first, first + x.shape[1])
                 columns[(slice(None), channels, t, *at)] = 0 if elements is None else read(x, elements)
@@ -25,12 +24,17 @@ def col2im(windows: Windows, columns: np.ndarray, image: np.ndarray, sums_dtype:
 
     One sample at a time is summed in `sums_dtype` and rounded once.
     """
-    block = tuple(range(extent) for extent in windows.out_size)
     with np.errstate(all="ignore"):
         for n in range(windows.batch):
             sums = np.zeros(image.shape[1:], sums_dtype)
-            for t, tap in enumerate(all_taps(windows)):
-                for at, elements in tap_regions(windows, tap, block):
+            for t, regions in enumerate(_regions(windows)):
+                for at, elements in regions:
                     if elements is not None:  # what fell on padding is dropped
                         sums[(slice(None), *elements)] += columns[(n, slice(None), t, *at)]
             image[n] = sums
+
+
+def _regions(windows: Windows) -> tuple[tuple[Region, ...], ...]:
+    """Of all output pixels at once."""
+    depth, height, width = windows.out_size
+    return block_regions(windows, (range(depth), range(height), range(width)))

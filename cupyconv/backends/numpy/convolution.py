@@ -19,7 +19,7 @@ from typing import Callable, Sequence
 import numpy as np
 
 from cupyconv.backends.numpy.activations import activate
-from cupyconv.backends.numpy.windows import all_taps, read, tap_regions
+from cupyconv.backends.numpy.windows import Region, block_regions, read
 from cupyconv.dtypes import dtype_from_name, real_part
 from cupyconv.geometry import ConvGeometry
 from cupyconv.plan import BlockLoop
@@ -37,7 +37,8 @@ class BlockedConvolution:
         geometry = loop.geometry
         assert isinstance(geometry, ConvGeometry)
         self.loop, self.geometry = loop, geometry
-        self.xs, self.out, self.residual = xs, out, residual
+        self.inputs = list(zip(xs, geometry.channel_offsets))
+        self.out, self.residual = out, residual
         self.sums_dtype = dtype_from_name(loop.dtype)
         complex_x = any(x.dtype.kind == "c" for x in xs)
         complex_weight = weight.dtype.kind == "c"
@@ -82,12 +83,12 @@ class BlockedConvolution:
     def _columns_and_product(self, block: Ranges) -> np.ndarray:
         geometry = self.geometry
         columns = np.empty((geometry.in_channels, geometry.taps, *map(len, block)), self.x_dtype)
-        for t, tap in enumerate(all_taps(geometry)):
-            self._read_tap(tap, block, columns[:, t])
+        for t, regions in enumerate(block_regions(geometry, block[1:])):
+            self._read_tap(regions, block[0], columns[:, t])
         return self._product(self.matrix, columns, block)
 
     def _product_of_view(self, block: Ranges) -> np.ndarray:
-        (x,) = self.xs
+        ((x, _),) = self.inputs
         return self._product(self.matrix, _block_of(x, block)[0], block)
 
     def _tap_by_tap(self, block: Ranges) -> np.ndarray:
@@ -95,24 +96,24 @@ class BlockedConvolution:
         by_tap = np.moveaxis(self.matrix.reshape(*self.matrix.shape[:2], geometry.group_channels, geometry.taps), 3, 0)
         sums = np.zeros(self._sums_shape(block), self.sums_dtype)
         columns = np.empty((geometry.in_channels, *map(len, block)), self.x_dtype)
-        for matrix, tap in zip(by_tap, all_taps(geometry)):
-            self._read_tap(tap, block, columns)
+        for matrix, regions in zip(by_tap, block_regions(geometry, block[1:])):
+            self._read_tap(regions, block[0], columns)
             if geometry.group_channels == 1 and not self.parts_as_outputs:  # a channel times a number, not a matrix
                 sums += matrix[..., None, None, None] * columns[:, None]
             else:
                 sums += self._product(np.ascontiguousarray(matrix), columns, block)
         return sums
 
-    def _read_tap(self, tap: Sequence[int], block: Ranges, columns: np.ndarray) -> None:
+    def _read_tap(self, regions: tuple[Region, ...], samples: range, columns: np.ndarray) -> None:
         """What one tap reads for a block, all inputs' channels, into (channels, samples, d, h, w)."""
-        samples = slice(block[0].start, block[0].stop)
-        for at, elements in tap_regions(self.geometry, tap, block[1:]):
-            for x, first in zip(self.xs, self.geometry.channel_offsets):
+        sample = slice(samples.start, samples.stop)
+        for at, elements in regions:
+            for x, first in self.inputs:
                 target = columns[(slice(first, first + x.shape[1]), slice(None), *at)]
                 if elements is None:
                     target[...] = 0
                 else:
-                    target[...] = read(x[samples], elements).swapaxes(0, 1)
+                    target[...] = read(x[sample], elements).swapaxes(0, 1)
 
     def _product(self, matrix: np.ndarray, columns: np.ndarray, block: Ranges) -> np.ndarray:
         geometry = self.geometry

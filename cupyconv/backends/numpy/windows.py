@@ -12,8 +12,9 @@ few at the borders are zeros, or are read through an index array that follows th
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import product
-from typing import Iterator, Sequence, Union
+from typing import Sequence, Union
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from cupyconv.geometry import Windows
 #: Input elements of a run of outputs: a slice, an index array, or None for zeros.
 Elements = Union[slice, np.ndarray, None]
 Segment = tuple[slice, Elements]
+Region = tuple[tuple[slice, ...], Union[tuple[Elements, ...], None]]
 
 
 def padded_index(index: np.ndarray, size: int, mode: str) -> np.ndarray:
@@ -61,19 +63,27 @@ def axis_segments(outputs: range, size: int, stride: int, offset: int, mode: str
     return segments
 
 
-def tap_regions(
-    windows: Windows, tap: Sequence[int], block: Sequence[range]
-) -> Iterator[tuple[tuple[slice, ...], tuple[Elements, ...] | None]]:
-    """Boxes of a block's output pixels, each with the input elements this tap reads; None: zeros."""
+@lru_cache(maxsize=1024)
+def block_regions(windows: Windows, block: tuple[range, range, range]) -> tuple[tuple[Region, ...], ...]:
+    """For every tap, in C order, the boxes of a block's output pixels and the input elements each reads.
+
+    None stands for zeros.  Kept between calls: a small convolution is bound by working this out.
+    """
+    return tuple(_tap_regions(windows, tap, block) for tap in product(*(range(k) for k in windows.kernel)))
+
+
+def _tap_regions(windows: Windows, tap: Sequence[int], block: Sequence[range]) -> tuple[Region, ...]:
     axes = [
         axis_segments(outputs, size, stride, t * dilation - before, windows.padding_mode)
         for outputs, size, stride, t, dilation, before in zip(
             block, windows.size, windows.stride, tap, windows.dilation, windows.before
         )
     ]
+    regions: list[Region] = []
     for box in product(*axes):
         elements = tuple(element for _, element in box)
-        yield tuple(at for at, _ in box), None if any(e is None for e in elements) else elements
+        regions.append((tuple(at for at, _ in box), None if any(e is None for e in elements) else elements))
+    return tuple(regions)
 
 
 def read(image: np.ndarray, elements: Sequence[Elements]) -> np.ndarray:
@@ -84,6 +94,3 @@ def read(image: np.ndarray, elements: Sequence[Elements]) -> np.ndarray:
         image = image[(..., element, *(slice(None),) * (2 - axis))]
     return image
 
-
-def all_taps(windows: Windows) -> Iterator[tuple[int, ...]]:
-    return product(*(range(k) for k in windows.kernel))

@@ -1,0 +1,623 @@
+"""Plans as data: what would be launched, checked without an array, a compiler or a GPU.
+
+The arrays here have the shapes, strides and dtypes of real ones and no memory behind them; `explain` looks
+at nothing else.  Everything holds for every GPU; the choice between methods is tested on one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cupyconv
+from cupyconv.dtypes import ITEMSIZE
+from cupyconv.machine import KNOWN_GPUS
+from cupyconv.plan import MAX_SOURCES, Address, BlockLoop, GemmCall, Kernel, KernelLaunch, Matrix, Plan
+from cupyconv.planning.gemm import MAX_BATCH, SMALLEST_CHUNK
+from cupyconv.planning.launches import GRID_YZ, SHARED_BYTES
+from cupyconv.planning.variants import all_variants
+
+GPU = "sm_90"
+INT32 = 2**31 - 1
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+_MEMORY = np.zeros(512, np.uint8)
+_ALIGNED = -_MEMORY.ctypes.data % 256
+
+
+def array(*shape: int, dtype: Any = "float32", order: str = "C", offset: int = 0) -> np.ndarray:
+    """An array to plan with, never to read: any size, `offset` elements past an aligned address.
+
+    `order` is "C", "last" (channels-last) or "gaps" (every second element along the last axis).
+    """
+    dtype = np.dtype(dtype)
+    axes = [0, *range(2, len(shape)), 1] if order == "last" else list(range(len(shape)))
+    strides, step = [0] * len(shape), dtype.itemsize * (2 if order == "gaps" else 1)
+    for axis in reversed(axes):
+        strides[axis] = step
+        step *= max(1, shape[axis])
+    first = _ALIGNED + offset * dtype.itemsize
+    element = _MEMORY[first : first + dtype.itemsize].view(dtype)
+    return np.lib.stride_tricks.as_strided(element, shape, strides)
+
+
+def plan(x: Any, weight: np.ndarray, *args: Any, on: str = GPU, limit: int | None = None, **kwargs: Any) -> Plan:
+    """The plan of `conv` on a GPU."""
+    with cupyconv.options(workspace_limit=limit):
+        return cupyconv.explain(cupyconv.conv, x, weight, *args, on=on, **kwargs)
+
+
+def gemms(plan: Plan) -> list[GemmCall]:
+    return [step for step in plan.steps if isinstance(step, GemmCall)]
+
+
+def launches(plan: Plan, name: str | None = None) -> list[KernelLaunch]:
+    found = [step for step in plan.steps if isinstance(step, KernelLaunch)]
+    return [launch for launch in found if name in (None, launch.kernel.name)]
+
+
+def columns_launches(plan: Plan) -> list[KernelLaunch]:
+    """Launches that write columns, not those that gather a weight."""
+    return [launch for launch in launches(plan, "im2col") if launch.purpose == "columns"]
+
+
+# What is true of every plan.
+
+
+def check(plan: Plan, limit: int | None = None) -> None:
+    """Limits of the hardware and of cuBLAS, and steps that stay inside their workspace."""
+    sizes = {buffer.name: buffer.nbytes for buffer in plan.workspace}
+    for step in plan.steps:
+        if isinstance(step, KernelLaunch):
+            x, y, z = step.grid
+            assert 1 <= x <= INT32 and 1 <= y <= GRID_YZ and 1 <= z <= GRID_YZ, step
+            assert 32 <= step.block <= 1024 and step.block % 32 == 0, step
+            assert step.shared_bytes <= SHARED_BYTES, step
+            _check_columns(step, sizes)
+        else:
+            assert isinstance(step, GemmCall)
+            _check_gemm(step, sizes)
+    allowed = limit if limit is not None else 256 << 20
+    assert sum(sizes.values()) <= allowed and plan.workspace_bytes <= allowed + sum(c.nbytes for c in plan.conversions)
+
+
+def _check_gemm(call: GemmCall, sizes: dict[str, int]) -> None:
+    assert 1 <= min(call.m, call.n, call.k) and max(call.m, call.n, call.k) <= INT32, call
+    assert 1 <= call.batch <= MAX_BATCH and call.beta in (0, 1), call
+    shapes = ((call.a, call.m, call.k, call.dtype), (call.b, call.k, call.n, call.dtype))
+    for matrix, rows, columns, dtype in (*shapes, (call.c, call.m, call.n, call.c_dtype)):
+        lines, length = (columns, rows) if matrix.transposed else (rows, columns)
+        assert length <= matrix.ld <= INT32, f"leading dimension of {matrix} below {length}\n{call}"
+        if matrix.at.buffer in sizes:
+            elements = (call.batch - 1) * matrix.stride + (lines - 1) * matrix.ld + length
+            end = matrix.at.offset + elements * ITEMSIZE[dtype]
+            assert end <= sizes[matrix.at.buffer], f"{matrix} ends at byte {end} of {sizes[matrix.at.buffer]}\n{call}"
+    if call.batch > 1:
+        assert call.c.stride, f"all products of the batch go to one place\n{call}"
+
+
+def _check_columns(launch: KernelLaunch, sizes: dict[str, int]) -> None:
+    if launch.kernel.name != "im2col":
+        return
+    params = dict(launch.params)
+    kernel = params["windows"][2]
+    last = (
+        (params["batch"] - 1) * params["stride_n"]
+        + (params["channels"] * prod(kernel) - 1) * params["stride_row"]
+        + (params["pixels"] - 1) * params["stride_pixel"]
+    )
+    itemsize = int(dict(launch.kernel.macros)["DTYPE"].removeprefix("bits")) // 8
+    target = params["columns"]
+    if target.buffer in sizes:
+        assert target.offset + (last + 1) * itemsize <= sizes[target.buffer], launch
+
+
+DTYPES = [
+    ("float16", "float16"),
+    (BFLOAT16, BFLOAT16),
+    ("float32", "float32"),
+    ("float64", "float64"),
+    ("complex64", "complex64"),
+    ("complex64", "float32"),
+    ("float32", "complex64"),
+    ("complex128", "complex128"),
+    ("complex128", "float64"),
+    ("float64", "complex128"),
+    ("float32", "float64"),
+]
+
+#: (batch, channels of each input, spatial size, outputs, kernel, settings)
+PROBLEMS: list[tuple[int, tuple[int, ...], tuple[int, ...], int, tuple[int, ...], dict[str, Any]]] = [
+    *[(4, (4, 4), (64,), outputs, (1,), {}) for outputs in (1, 2, 3, 5, 9, 40)],
+    (3, (64, 64, 128), (32, 32), 256, (1, 1), {}),
+    (3, (6000,), (16,), 4, (1,), {}),
+    (2, (8,), (7, 9), 6, (1, 1), {"stride": 2}),
+    (64, (3,), (32, 32), 16, (3, 3), {"padding": 1}),
+    (5, (2, 1, 3), (30,), 4, (5,), {"padding": "same", "dilation": 3, "padding_mode": "reflect"}),
+    (2, (8,), (6, 8, 8), 8, (3, 3, 3), {"padding": "full", "stride": (1, 2, 3)}),
+    (4, (8,), (16, 16), 24, (3, 3), {"groups": 8}),
+    (4, (5, 7), (16, 16), 8, (3, 3), {"groups": 4}),
+    (4, (16,), (16, 16), 8, (1, 1), {"groups": 4}),
+    (7, (32,), (4, 4), 10, (4, 4), {}),
+    (1, (3,) * 60, (9, 9), 4, (3, 3), {"padding": 1}),
+    (2, (3,) * 60, (64,), 4, (1,), {}),
+    (2, (0, 3, 0), (8, 8), 4, (3, 3), {}),
+    (2, (0,), (8, 8), 4, (1, 1), {}),
+    (0, (3,), (8, 8), 4, (3, 3), {}),
+]
+LAYOUTS = [{}, {"order": "last"}, {"order": "gaps"}, {"offset": 1}]
+EPILOGUES = [(), ("bias",), ("bias", "activation"), ("residual",), ("residual", "activation")]
+
+
+@dataclass(frozen=True)
+class Case:
+    words: str
+    plan: Plan
+    limit: int | None
+
+
+def every_plan(x_dtype: Any, weight_dtype: Any) -> Iterator[Case]:
+    """Plans of the product of problems, layouts, epilogues, methods and limits."""
+    dtype = np.result_type(x_dtype, weight_dtype)
+    for problem, layout, epilogue, limit in product(PROBLEMS, LAYOUTS, EPILOGUES, (None, 40_000)):
+        batch, channels, size, outputs, kernel, parameters = problem
+        if dtype.kind == "c" and "activation" in epilogue:
+            continue
+        xs = [array(batch, count, *size, dtype=x_dtype, **layout) for count in channels]
+        weight = array(outputs, sum(channels) // parameters.get("groups", 1), *kernel, dtype=weight_dtype)
+        arguments: dict[str, Any] = dict(parameters)
+        if "bias" in epilogue:
+            arguments["bias"] = array(outputs, dtype=dtype)
+        if "activation" in epilogue:
+            arguments["activation"] = "relu"
+        if "residual" in epilogue:
+            out_size = cupyconv.calls.prepare_conv(xs, weight, **parameters).request.geometry
+            arguments["residual"] = array(batch, outputs, *out_size.spatial(out_size.out_size), dtype=dtype, **layout)
+        for method in ("auto", "direct", "gemm"):
+            words = f"{problem} {layout} {epilogue} {dtype} {method} limit {limit}"
+            try:
+                yield Case(words, plan(xs, weight, method=method, limit=limit, **arguments), limit)
+            except ValueError as refusal:
+                assert "appl" in str(refusal), words
+
+
+@functools.cache
+def kernels_asked_for(x_dtype: Any, weight_dtype: Any) -> frozenset[Kernel]:
+    """The kernels of every plan, each of which is checked."""
+    asked: set[Kernel] = set()
+    for case in every_plan(x_dtype, weight_dtype):
+        try:
+            check(case.plan, case.limit)
+        except AssertionError as error:
+            raise AssertionError(f"{case.words}\n{case.plan}\n{error}") from None
+        asked |= {launch.kernel for launch in launches(case.plan)}
+    return frozenset(asked)
+
+
+def kernels_of_columns(dtype: Any, step: int) -> set[Kernel]:
+    """Those of im2col, into columns of pixels `step` apart, and of col2im."""
+    images, out = np.empty((2, 3, 8, 8), dtype), np.empty((2, 27, 36 * step), dtype)[..., ::step]
+    plans = (
+        cupyconv.explain(cupyconv.im2col, images, 3, out=out, on=GPU),
+        cupyconv.explain(cupyconv.col2im, out, (8, 8), 3, on=GPU),
+    )
+    return {launch.kernel for made in plans for launch in launches(made)}
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda pair: "-".join(np.dtype(dtype).name for dtype in pair))
+def test_every_plan_respects_the_limits_and_asks_for_listed_kernels(dtypes):
+    unlisted = kernels_asked_for(*dtypes) - set(all_variants())
+    assert not unlisted, ", ".join(map(str, unlisted))
+
+
+def test_every_listed_kernel_is_asked_for():
+    """The list holds nothing that cannot happen."""
+    asked = {kernel for dtypes in DTYPES for kernel in kernels_asked_for(*dtypes)}
+    for (dtype, _), step in product(DTYPES, (1, 2)):
+        asked |= kernels_of_columns(dtype, step)
+    assert sorted(map(str, set(all_variants()) - asked)) == []
+    assert sorted(map(str, asked - set(all_variants()))) == []
+
+
+# One batched GEMM.
+
+
+def test_one_call_for_all_samples_with_a_shared_weight():
+    """The picture in planning/gemm.py: weight [16, 27] x columns [27, 1024] for 64 samples."""
+    made = plan(array(64, 3, 32, 32), array(16, 3, 3, 3), padding=1, method="gemm")
+    (call,) = gemms(made)
+    assert (call.m, call.n, call.k, call.batch) == (16, 1024, 27, 64)
+    assert call.a == Matrix(Address("weight"), ld=27, stride=0)
+    assert call.b == Matrix(Address("columns"), ld=1024, stride=27 * 1024)
+    assert call.c == Matrix(Address("out"), ld=1024, stride=16 * 1024)
+    assert call.beta == 0 and call.flops == made.flops == 2 * 64 * 16 * 1024 * 27
+    assert len(made.steps) == 2 and len(columns_launches(made)) == 1
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("order", ["C", "last"])
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_launches_do_not_depend_on_the_batch(groups, order, kernel):
+    counts = {
+        batch: [type(step).__name__ for step in made.steps]
+        for batch in (1, 2, 3, 7, 50, 64, 199, 200)
+        if (
+            made := plan(
+                array(batch, 8, 12, 12, order=order), array(16, 8 // groups, kernel, kernel), array(16),
+                groups=groups, activation="relu", method="gemm",
+            )
+        )
+    }  # fmt: skip
+    # A lone sample is one long matrix: all groups fit into one call.
+    assert len(counts[1]) <= len(counts[2])
+    assert all(steps == counts[2] for batch, steps in counts.items() if batch > 1), counts
+
+
+def test_grouped_in_c_order_is_one_call_a_group_over_all_samples():
+    made = plan(array(16, 8, 10, 10), array(12, 2, 3, 3), groups=4, method="gemm")
+    calls = gemms(made)
+    assert [(call.m, call.n, call.k, call.batch) for call in calls] == [(3, 64, 18, 16)] * 4
+    assert [call.a.at for call in calls] == [Address("weight", 3 * 18 * 4 * g) for g in range(4)]
+    assert [call.c.at for call in calls] == [Address("out", 3 * 64 * 4 * g) for g in range(4)]
+    assert all(call.a.stride == 0 and call.c.stride == 12 * 64 for call in calls)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_grouped_channels_last_is_one_call_over_the_groups(kernel):
+    made = plan(array(16, 8, 10, 10, order="last"), array(12, 2, kernel, kernel), groups=4, method="gemm")
+    (call,) = gemms(made)
+    pixels = (11 - kernel) ** 2
+    assert (call.m, call.n, call.k, call.batch) == (16 * pixels, 3, 2 * kernel**2, 4)
+    assert call.c == Matrix(Address("out"), ld=12, stride=3)
+
+
+def test_pointwise_reads_the_input_where_it_lies():
+    made = plan(array(8, 64, 20, 20), array(32, 64, 1, 1), method="gemm")
+    (call,) = made.steps
+    assert isinstance(call, GemmCall) and call.b.at == Address("x") and call.batch == 8
+    assert made.workspace_bytes == 0
+    last = plan(array(8, 64, 20, 20, order="last"), array(32, 64, 1, 1), method="gemm")
+    (call,) = last.steps
+    assert isinstance(call, GemmCall) and call.a.at == Address("x")
+
+
+@pytest.mark.parametrize("parameters", [{"stride": 2}, {"padding": 1}])
+def test_pointwise_with_stride_or_padding_has_columns(parameters):
+    made = plan(array(8, 64, 20, 20), array(32, 64, 1, 1), method="gemm", **parameters)
+    assert len(columns_launches(made)) == 1 and len(gemms(made)) == 1
+
+
+def test_a_merge_of_many_channels_is_one_accumulating_call_an_input():
+    xs = [array(4, channels, 64, 64) for channels in (256, 128, 512)]
+    made = plan(xs, array(512, 896, 1, 1))
+    assert made.method == "gemm" and len(made.steps) == 3 and made.workspace_bytes == 0
+    calls = gemms(made)
+    assert [call.b.at.buffer for call in calls] == ["x[0]", "x[1]", "x[2]"]
+    assert [call.k for call in calls] == [256, 128, 512]
+    assert [call.a.at.offset for call in calls] == [0, 256 * 4, 384 * 4]
+    assert [call.beta for call in calls] == [0, 1, 1]
+    assert all(call.a.ld == 896 and call.a.stride == 0 and call.batch == 4 for call in calls)
+
+
+def test_a_merge_of_few_channels_is_the_fused_kernel():
+    made = plan([array(4, 4, 1_000_000)] * 5, array(4, 20, 1), array(4), activation="relu")
+    assert made.method == "direct" and made.bound == "memory" and made.workspace_bytes == 0
+    (launch,) = launches(made)
+    assert str(launch.kernel) == "merge<float32, 4, 4>"
+    assert launch.shared_bytes == 4 * 20 * 4
+    assert launch.grid[0] > 132, "one wave at least on a large GPU"
+
+
+def test_columns_of_many_inputs_are_one_matrix():
+    """A list costs one launch for each table of inputs, and no further GEMM."""
+    for count in (1, 2, 5, 40, MAX_SOURCES, MAX_SOURCES + 1, 150):
+        made = plan([array(2, 2, 12, 12)] * count, array(8, 2 * count, 3, 3), method="gemm")
+        assert len(gemms(made)) == 1
+        assert len(columns_launches(made)) == -(-count // MAX_SOURCES)
+
+
+# Sums of 16-bit types.
+
+
+@pytest.mark.parametrize("dtype", ["float16", BFLOAT16], ids=str)
+class TestSixteenBits:
+    def test_a_bias_alone_is_written_first_and_added_to(self, dtype):
+        made = plan(array(4, 64, 32, 32, dtype=dtype), array(64, 64, 3, 3, dtype=dtype), array(64, dtype=dtype),
+                    method="gemm")  # fmt: skip
+        (call,) = gemms(made)
+        assert call.c.at.buffer == "out" and call.c_dtype == np.dtype(dtype).name and call.beta == 1
+        (first,) = launches(made, "epilogue")
+        assert made.steps.index(first) < made.steps.index(call) and dict(first.params)["sums"] is None
+
+    @pytest.mark.parametrize("extra", ["activation", "residual", "accumulation"])
+    def test_more_than_one_rounding_is_avoided_by_float32_sums(self, dtype, extra):
+        xs = [array(4, 64, 32, 32, dtype=dtype)] * (2 if extra == "accumulation" else 1)
+        arguments: dict[str, Any] = {}
+        if extra == "activation":
+            arguments["activation"] = "tanh"
+        if extra == "residual":
+            arguments["residual"] = array(4, 64, 32, 32, dtype=dtype)
+        made = plan(xs, array(64, 64 * len(xs), 1, 1, dtype=dtype), method="gemm", **arguments)
+        calls = gemms(made)
+        assert len(calls) == len(xs)
+        assert all(call.c.at.buffer == "sums" and call.c_dtype == "float32" for call in calls)
+        assert isinstance(made.steps[-1], KernelLaunch) and made.steps[-1].kernel.name == "epilogue"
+
+    def test_one_product_goes_straight_into_the_result(self, dtype):
+        made = plan(array(4, 64, 32, 32, dtype=dtype), array(64, 64, 3, 3, dtype=dtype), method="gemm")
+        (call,) = gemms(made)
+        assert call.c_dtype == np.dtype(dtype).name and call.compute == "float32" and call.beta == 0
+
+
+def test_wider_types_accumulate_in_the_result():
+    made = plan([array(4, 64, 32, 32)] * 2, array(64, 128, 1, 1), array(64), method="gemm", activation="relu")
+    assert all(call.c.at.buffer == "out" for call in gemms(made)) and made.workspace_bytes == 0
+
+
+def test_tf32_only_where_it_is_allowed():
+    arguments = array(4, 64, 32, 32), array(64, 64, 1, 1)
+    assert gemms(plan(*arguments, method="gemm"))[0].compute == "float32"
+    with cupyconv.options(allow_tf32=True):
+        made = cupyconv.explain(cupyconv.conv, *arguments, method="gemm", on=GPU)
+    assert gemms(made)[0].compute == "tf32"
+
+
+# Workspace.
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The part of the image that one launch writes columns of."""
+
+    first_sample: int
+    samples: int
+    first_pixel: int
+    pixels: int
+
+
+def chunks(plan: Plan) -> list[Columns]:
+    """What each launch for the first input does; a sample's place tells its number."""
+    found = []
+    for launch in columns_launches(plan):
+        params = dict(launch.params)
+        (address, stride_n, *_), first, _ = params["sources"][0][0]
+        if first == 0 and address.buffer in ("x", "x[0]"):
+            itemsize = int(dict(launch.kernel.macros)["DTYPE"].removeprefix("bits")) // 8
+            sample = address.offset // (stride_n * itemsize) if stride_n else 0
+            found.append(Columns(sample, params["batch"], params["first_pixel"], params["pixels"]))
+    return found
+
+
+def assert_covers(parts: list[Columns], batch: int, pixels: int) -> None:
+    """Every pixel of every sample once."""
+    assert sum(part.samples * part.pixels for part in parts) == batch * pixels
+    seen = {(n, part.first_pixel) for part in parts for n in range(part.first_sample, part.first_sample + part.samples)}
+    assert len(seen) == sum(part.samples for part in parts)
+    for part in parts:
+        assert part.first_pixel + part.pixels <= pixels and part.first_sample + part.samples <= batch
+        following = part.first_pixel + part.pixels
+        assert following == pixels or (part.first_sample, following) in seen
+
+
+def test_chunks_are_of_samples_first():
+    # Columns of one sample: 27 x 1024 floats, 108 KiB.
+    for limit, samples in ((256 << 20, 64), (4 << 20, 32), (1 << 20, 8), (250_000, 2), (120_000, 1)):
+        made = plan(array(64, 3, 32, 32), array(16, 3, 3, 3), padding=1, method="gemm", limit=limit)
+        parts = chunks(made)
+        assert_covers(parts, 64, 1024)
+        assert {part.pixels for part in parts} == {1024}
+        assert max(part.samples for part in parts) == samples, limit
+        assert len(gemms(made)) == len(parts) and {call.a.stride for call in gemms(made)} == {0}
+
+
+def test_then_of_pixels():
+    made = plan(array(3, 16, 100, 100), array(8, 16, 3, 3), padding=1, method="gemm", limit=1 << 20)
+    parts = chunks(made)
+    assert_covers(parts, 3, 10_000)
+    assert {part.samples for part in parts} == {1}
+    assert len({part.first_pixel for part in parts}) == -(-10_000 * 16 * 9 * 4 // (1 << 20))
+    assert {call.c.at.offset // (8 * 10_000 * 4) for call in gemms(made)} == {0, 1, 2}
+
+
+@settings(max_examples=150)
+@given(
+    batch=st.integers(1, 100), channels=st.integers(1, 8), outputs=st.integers(1, 9), size=st.integers(3, 150),
+    limit=st.integers(350_000, 4_000_000), order=st.sampled_from(["C", "last"]),
+)  # fmt: skip
+def test_chunks_are_balanced_and_cover_everything_once(batch, channels, outputs, size, limit, order):
+    made = plan(array(batch, channels, size, size, order=order), array(outputs, channels, 3, 3), padding=1,
+                method="gemm", limit=limit)  # fmt: skip
+    parts = chunks(made)
+    assert_covers(parts, batch, size * size)
+    check(made, limit)
+    for total, sizes in ((batch, [part.samples for part in parts]), (size * size, [part.pixels for part in parts])):
+        count = -(-total // max(sizes))
+        assert max(sizes) <= -(-total // count) + 7, f"chunks of {sizes} where {count} equal ones would do"
+
+
+@settings(max_examples=300)
+@given(
+    batch=st.integers(0, 40), channels=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    outputs=st.integers(0, 40), size=st.lists(st.integers(1, 60), min_size=1, max_size=2), taps=st.integers(1, 3),
+    dtype=st.sampled_from(["float16", "float32", "complex128"]),
+    weight_dtype=st.sampled_from(["float16", "float32", "complex64"]),
+    order=st.sampled_from(["C", "last", "gaps"]), biased=st.booleans(), limit=st.integers(0, 1 << 21),
+    method=st.sampled_from(["auto", "direct", "gemm"]), on=st.sampled_from(sorted(KNOWN_GPUS)),
+)  # fmt: skip
+def test_workspace_never_passes_the_limit(
+    batch, channels, outputs, size, taps, dtype, weight_dtype, order, biased, limit, method, on
+):
+    xs = [array(batch, count, *size, dtype=dtype, order=order) for count in channels]
+    weight = array(outputs, sum(channels), *(taps,) * len(size), dtype=weight_dtype)
+    bias = array(outputs, dtype=dtype if dtype != "complex128" else "float32") if biased else None
+    try:
+        made = plan(xs, weight, bias, padding=taps // 2, method=method, limit=limit, on=on)
+    except ValueError as refusal:
+        assert "the limit is" in str(refusal) and method != "direct"
+        return
+    check(made, limit)
+    assert made.workspace_bytes <= limit or made.conversions
+
+
+def test_conversions_count_against_the_limit():
+    """Arguments widened to the result's dtype are buffers of ours too: the columns get what they leave."""
+    limit = 2 << 20  # x in float64 takes 1.5 MiB of it
+    made = plan(array(64, 3, 32, 32), array(16, 3, 3, 3, dtype="float64"), method="gemm", limit=limit)
+    assert [c.nbytes for c in made.conversions] == [64 * 3 * 32 * 32 * 8]
+    assert made.workspace_bytes <= limit
+
+
+def test_a_limit_too_small_for_columns():
+    arguments = array(64, 3, 32, 32), array(16, 3, 3, 3)
+    made = plan(*arguments, limit=1000)
+    assert made.method == "direct" and made.workspace_bytes == 0
+    refused = dict(made.rejected)["gemm"]
+    assert "the limit is 1,000" in refused
+    with pytest.raises(ValueError, match=r"'gemm' does not apply: .*needs [\d,]+ bytes of workspace, .* 1,000"):
+        plan(*arguments, limit=1000, method="gemm")
+    # What it says is needed is enough.
+    needed = int(refused.split(" needs ")[1].split()[0].replace(",", ""))
+    assert plan(*arguments, limit=needed, method="gemm").workspace_bytes <= needed
+    assert min(SMALLEST_CHUNK, 30 * 30) * 27 * 4 <= needed
+
+
+def test_a_named_method_is_refused_with_its_reason():
+    xs = [array(2, 1, 8, 8)] * (MAX_SOURCES + 1)
+    weight = array(4, MAX_SOURCES + 1, 3, 3)
+    with pytest.raises(ValueError, match=f"'direct' does not apply: {MAX_SOURCES + 1} inputs; .* hold {MAX_SOURCES}"):
+        plan(xs, weight, method="direct")
+    assert plan(xs, weight).method == "gemm"
+    with pytest.raises(ValueError, match=f"no method applies: direct: {MAX_SOURCES + 1} inputs.*; gemm: .*limit"):
+        plan(xs, weight, limit=10)
+    for method in ("winograd", "fft", "implicit_gemm"):
+        with pytest.raises(ValueError, match=f"'{method}' is not in this version"):
+            plan(xs, weight, method=method)
+    with pytest.raises(ValueError, match="unknown method 'fast'; known are auto, direct, gemm"):
+        plan(xs, weight, method="fast")
+
+
+# Sizes that pass 32 bits.
+
+
+@pytest.mark.parametrize("order", ["C", "last"])
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("method", ["auto", "direct", "gemm"])
+def test_more_pixels_than_an_int32_counts(order, kernel, method):
+    made = plan(array(2, 3, 50_000, 60_000, order=order), array(4, 3, kernel, kernel), padding=kernel // 2,
+                method=method)  # fmt: skip
+    check(made)
+    assert sum(call.batch * call.m * call.n for call in gemms(made)) in (0, 2 * 4 * 50_000 * 60_000)
+    assert made.flops == 2 * 2 * 4 * 3 * kernel**2 * 50_000 * 60_000
+
+
+@pytest.mark.parametrize("shape", [(100_000, 3, 2, 2), (1_000_000, 2, 3, 3), (70_000, 8, 1, 1)])
+@pytest.mark.parametrize("order", ["C", "last"])
+@pytest.mark.parametrize("method", ["auto", "direct", "gemm"])
+def test_more_samples_than_a_batch_holds(shape, order, method):
+    for parameters in ({"padding": 0}, {"padding": 1}):
+        made = plan(array(*shape, order=order), array(4, shape[1], 1, 1), method=method, **parameters)
+        check(made)
+    if method == "gemm" and order == "C" and shape[2] > 1:
+        assert (
+            sum(call.batch for call in gemms(plan(array(*shape), array(4, shape[1], 1, 1), method=method))) == shape[0]
+        )
+
+
+def test_more_channels_and_groups_than_a_grid_holds():
+    check(plan(array(1, 70_000, 3, 3), array(70_000, 1, 3, 3), groups=70_000))
+    check(plan(array(1, 70_000, 3, 3), array(70_000, 1, 3, 3), groups=70_000, method="gemm"))
+    check(plan(array(2, 4, 64), array(300_000, 4, 1)))
+
+
+def test_dimensions_beyond_cublas_leave_the_direct_kernel():
+    x, weight = array(1, 2**27, 4, 4), array(1, 2**27, 4, 4)
+    with pytest.raises(ValueError, match="32-bit"):
+        plan(x, weight, method="gemm")
+    assert plan(x, weight).method == "direct"
+
+
+# The page people read.
+
+
+def test_the_page_names_everything():
+    page = str(plan(array(64, 3, 32, 32), array(16, 3, 3, 3), array(16), padding=1, activation="relu", method="gemm"))
+    for words in (
+        "conv 3 -> 16 channels, kernel 3x3 on 64 x 32x32", "padding ((1, 1), (1, 1)) constant",
+        "float32 (64, 16, 32, 32), C order", "method    gemm on cuda (H200, sm_90)", "asked for",
+        "56,623,104 FLOP", "moved", "at the least", "bound by", "workspace 6.8 MiB; columns 6.8 MiB",
+        "kernel   im2col<bits32, 4>  grid (", "block (256, 1, 1)", "shared 0 B",
+        "gemm     m 16  n 1024  k 27  batch 64  float32 -> float32", "A weight ld 27 stride 0",
+        "B columns ld 1024 stride 27648", "C out ld 1024 stride 16384", "kernel   epilogue<float32, float32, 4>",
+        "not direct: ", "bias", "relu",
+    ):  # fmt: skip
+        assert words in page, f"{words!r} is missing in\n{page}"
+
+
+def test_the_page_says_why():
+    made = plan([array(4, 4, 1_000_000)] * 5, array(4, 20, 1))
+    assert dict(made.rejected).keys() == {"gemm"} and "by the model" in dict(made.rejected)["gemm"]
+    assert "fused merge" in str(made) and "not gemm: " in str(made)
+
+
+def test_chunks_print_once():
+    made = plan(array(64, 3, 32, 32), array(16, 3, 3, 3), padding=1, method="gemm", limit=1 << 20)
+    assert len(made.steps) == 16
+    assert str(made).count("gemm     m 16") == 1 and "7 more chunks, 14 steps" in str(made)
+
+
+def test_what_is_lost_is_named():
+    notes = "\n".join(plan([array(2, 4, 64, 64, order="gaps"), array(2, 4, 64, 64, offset=1)], array(4, 8, 1, 1)).notes)
+    assert "x[0]: neither pixels nor channels have unit stride" in notes
+    assert "x[1]: not 16-byte aligned" in notes
+    widened = plan([array(2, 4, 8, 8), array(2, 4, 8, 8, dtype="float64")], array(4, 8, 1, 1))
+    assert any("x[1] (float64) widens the result to float64" in note for note in widened.notes)
+    assert [c.buffer for c in widened.conversions] == ["x[0]", "weight"]
+
+
+def test_numpy_plans_print_too():
+    for x, method in ((array(8, 3, 32, 32), "gemm"), (array(8, 3, 32, 32), "direct"), (array(0, 3, 32, 32), "auto")):
+        made = cupyconv.explain(cupyconv.conv, x, array(16, 3, 3, 3), method=method)
+        assert made.backend == "numpy" and f"method    {made.method} on numpy" in str(made)
+        assert all(isinstance(step, BlockLoop) for step in made.steps)
+        assert "loop     " in str(made) or not made.steps and "nothing to run" in str(made)
+        assert all(f"not {other}: {reason}" in str(made) for other, reason in made.rejected)
+
+
+def test_columns_print_too():
+    made = cupyconv.explain(cupyconv.im2col, array(2, 3, 8, 8), 3, on=GPU)
+    assert "im2col<bits32" in str(made) and made.method == "im2col"
+    assert "col2im<float32>" in str(cupyconv.explain(cupyconv.col2im, array(2, 27, 36), (8, 8), 3, on=GPU))
+    assert "im2col" in str(cupyconv.explain(cupyconv.im2col, array(2, 3, 8, 8), 3))
+
+
+def test_an_unknown_gpu_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=f"on='sm_999' is not a known .*{', '.join(KNOWN_GPUS)}"):
+        plan(array(1, 1, 4), array(1, 1, 1), on="sm_999")
+
+
+@pytest.mark.parametrize("on", KNOWN_GPUS)
+def test_every_known_gpu_can_be_planned_for(on):
+    made = plan([array(4, 4, 100_000)] * 3, array(4, 12, 1), on=on)
+    assert on in made.device and made.method == "direct"
+    check(made)
+
+
+def test_a_function_without_a_plan_is_refused():
+    with pytest.raises(TypeError, match="conv, linmerge, im2col, col2im"):
+        cupyconv.explain(np.add, 1, 2)
+
+
+def test_plans_are_made_once():
+    arguments = array(4, 3, 32, 32), array(16, 3, 3, 3)
+    assert plan(*arguments) is plan(*arguments)
+    assert plan(*arguments) is not plan(*arguments, limit=1 << 20)
