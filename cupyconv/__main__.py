@@ -16,7 +16,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser("info", help="versions, GPU, backends, caches")
     demo = commands.add_parser("demo", help="what the library does, measured and checked on this machine, in a minute")
-    demo.add_argument("--small", action="store_true", help="a hundredth of the work: seconds, and times that mean little")
+    demo.add_argument(
+        "--small", action="store_true", help="a hundredth of the work: seconds, and times that mean little"
+    )
     demo.add_argument("--output", type=Path, default=Path(), metavar="DIRECTORY", help="where the picture goes")
     given = parser.parse_args(arguments)
     if given.command == "info":

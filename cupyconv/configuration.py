@@ -126,7 +126,10 @@ def _gpus(cupy: ModuleType) -> Iterator[tuple[str, str]]:
             f"{name.decode() if isinstance(name, bytes) else name},"
             f" sm_{properties['major']}{properties['minor']}, {properties['totalGlobalMem'] / 2**30:.0f} GiB",
         )
-    yield "CUDA", f"runtime {_dotted(runtime.runtimeGetVersion())}, NVRTC {'.'.join(map(str, cupy.cuda.nvrtc.getVersion()))}"
+    yield (
+        "CUDA",
+        f"runtime {_dotted(runtime.runtimeGetVersion())}, NVRTC {'.'.join(map(str, cupy.cuda.nvrtc.getVersion()))}",
+    )
 
 
 def _paragraph(text: str) -> Iterator[tuple[str, str]]:

@@ -162,13 +162,14 @@ class BlockLoop:
     geometry: Windows
     dtype: str  # of the sums
     activation: Activation
+    in_place: bool  # the sums are the result itself
     bytes_moved: int
     flops: int
 
     def __str__(self) -> str:
         block = " x ".join(map(str, self.block))
         return (
-            f"loop     {self.body}, sums in {self.dtype}: {self.blocks} block(s) of {block} (n, d, h, w)"
+            f"loop     {self.body}, sums in {'the result' if self.in_place else self.dtype}: {self.blocks} block(s) of {block} (n, d, h, w)"
             f" on {self.threads} thread(s)"
         )
 

@@ -1,7 +1,7 @@
 """A residual block of a network at inference: batch normalisations folded away, the rest in the epilogue.
 
-    python examples/batchnorm_folding.py            on NumPy
-    python examples/batchnorm_folding.py --cupy     on a GPU
+python examples/batchnorm_folding.py            on NumPy
+python examples/batchnorm_folding.py --cupy     on a GPU
 """
 
 import sys

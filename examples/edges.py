@@ -1,7 +1,7 @@
 """Edges of an image by orientation: one `conv` with complex Gabor filters on a real image.
 
-    python examples/edges.py            on NumPy
-    python examples/edges.py --cupy     on a GPU
+python examples/edges.py            on NumPy
+python examples/edges.py --cupy     on a GPU
 """
 
 import math

@@ -1,7 +1,7 @@
 """Combine five fields of a simulation into four, without a copy of them side by side.
 
-    python examples/merge_fields.py            on NumPy
-    python examples/merge_fields.py --cupy     on a GPU
+python examples/merge_fields.py            on NumPy
+python examples/merge_fields.py --cupy     on a GPU
 """
 
 import sys

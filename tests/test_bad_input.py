@@ -45,16 +45,15 @@ def assert_refused(
 ) -> None:
     """The call raises `error` and says all `words`; `out` and the device's log stay as they are."""
     out = kwargs.get("out")
-    is_array = hasattr(out, "dtype")
-    before = target.to_host(out).copy() if is_array else None
+    before = out.tobytes() if hasattr(out, "tobytes") else None
     launched = None if target.device is None else len(target.device.log)
     with pytest.raises(error) as caught:
         function(*args, **kwargs)
     message = str(caught.value)
     missing = [word for word in words if not re.search(word, message)]
     assert not missing, f"{missing} not said in: {message}"
-    if is_array:
-        assert target.to_host(out).tobytes() == before.tobytes(), "out was written to"
+    if before is not None:
+        assert out.tobytes() == before, "out was written to"
     if launched is not None:
         assert len(target.device.log) == launched, "something was launched"
 
@@ -78,8 +77,8 @@ CONV = dict(
 RANKS = table(
     ("weight of two axes", ["weight", "2 axes", "3 to 5", r"\(4, 5\)"], dict(weight=Ones((4, 5)))),
     ("weight of six axes", ["weight", "6 axes", "3 to 5"], dict(weight=Ones((4, 5, 1, 1, 1, 1)))),
-    ("x of too few axes", ["x", r"\(8, 9\)", "4 axes"], dict(x=Ones((8, 9)))),
-    ("x of too many axes", ["x", r"\(2, 5, 8, 9, 1\)", "4 axes"], dict(x=Ones((2, 5, 8, 9, 1)))),
+    ("x of too few axes", [r"\bx\b", r"\(8, 9\)", "4 axes"], dict(x=Ones((8, 9)))),
+    ("x of too many axes", [r"\bx\b", r"\(2, 5, 8, 9, 1\)", "4 axes"], dict(x=Ones((2, 5, 8, 9, 1)))),
     ("one of two of other rank", [r"x\[1\]", r"\(2, 8, 9\)", "4 axes"], dict(x=[Ones((2, 3, 8, 9)), Ones((2, 8, 9))])),
     ("batches differ", [r"x\[1\]", r"\(2, 3, 8, 9\)", r"\(3, 2, 8, 9\)"], dict(x=[Ones((2, 3, 8, 9)), Ones((3, 2, 8, 9))])),
     ("sizes differ", [r"x\[1\]", r"\(2, 3, 8, 9\)", r"\(2, 2, 8, 8\)"], dict(x=[Ones((2, 3, 8, 9)), Ones((2, 2, 8, 8))])),
@@ -191,9 +190,9 @@ KINDS = table(
      dict(x=Ones((2, 5, 8, 9), "complex64"), activation="relu")),
     ("activation of complex weight", ["activation", "tanh", "complex64"],
      dict(weight=Ones((4, 5, 3, 3), "complex64"), activation="tanh")),
-    ("two 16-bit types", ["weight", "bfloat16", "x", "float16"],
+    ("two 16-bit types", ["weight", "bfloat16", r"\bx\b", r"\bfloat16"],
      dict(x=Ones((2, 5, 8, 9), "float16"), weight=Ones((4, 5, 3, 3), bfloat16), out=None)),
-    ("two 16-bit types among the inputs", [r"x\[0\]", "float16", r"x\[1\]", "bfloat16"],
+    ("two 16-bit types among the inputs", [r"\bx\b", r"\bfloat16", "bfloat16"],
      dict(x=[Ones((2, 3, 8, 9), "float16"), Ones((2, 2, 8, 9), bfloat16)], out=None)),
 )  # fmt: skip
 
@@ -225,9 +224,7 @@ METHODS = table(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "words, changes", [*RANKS, *CHANNELS, *SIZES, *PADDING, *ADDENDS, *UNBATCHED]
-)
+@pytest.mark.parametrize("words, changes", [*RANKS, *CHANNELS, *SIZES, *PADDING, *ADDENDS, *UNBATCHED])
 def test_values(target, words, changes):
     assert_refused(target, ValueError, words, cupyconv.conv, **conv_arguments(target, changes))
 
@@ -297,7 +294,7 @@ def test_other_dtypes(argument, dtype):
     arguments = conv_arguments(target, {"x": Ones((2, 5, 8, 9))})
     strange = np.zeros(arguments[argument].shape, dtype)
     arguments[argument] = strange
-    words = [rf"\b{argument}\b", re.escape(strange.dtype.name), "float32"]
+    words = [rf"\b{argument}\b", re.escape(str(strange.dtype)), "float32"]
     assert_refused(target, TypeError, words, cupyconv.conv, **arguments)
 
 
@@ -377,14 +374,13 @@ def test_optional_things_that_are_no_arrays(target, argument, value):
 @pytest.mark.parametrize(
     "x, words",
     table(
-        ("lists of lists", [[[1.0, 2.0], [3.0, 4.0]]], [r"x\[0\]", "list"]),
-        ("numbers", [[1.0, 2.0, 3.0]], [r"x\[0\]", "float"]),
-        ("a hole", [[Ones((2, 5, 8, 9)), None]], [r"x\[1\]", "None"]),
-        ("tuple in a list", [[(Ones((2, 5, 8, 9)),)]], [r"x\[0\]", "tuple"]),
+        ("lists of lists", [[1.0, 2.0], [3.0, 4.0]], [r"x\[0\]", "list"]),
+        ("numbers", [1.0, 2.0, 3.0], [r"x\[0\]", "float"]),
+        ("a hole", [Ones((2, 5, 8, 9)), None], [r"x\[1\]", "None"]),
+        ("a tuple in a list", [(Ones((2, 5, 8, 9)),)], [r"x\[0\]", "tuple"]),
     ),
 )
 def test_sequences_of_no_arrays(target, x, words):
-    (x,) = x if isinstance(x[0], list) else (x,)
     assert_refused(target, TypeError, words, cupyconv.conv, **conv_arguments(target, {"x": x}))
 
 
@@ -535,9 +531,7 @@ def test_out_may_be_other_channels_of_the_buffer_that_x_lies_in(target, channels
 @pytest.mark.parametrize("shape", [(64, 512, 56, 56), (7, 131, 61, 59), (3, 40, 17, 19, 23)], ids=str)
 def test_no_buffer_is_too_large_to_see_that_channels_are_apart(shape):
     """Whether strided views meet is a hard problem in general; a plan is enough here, nothing is touched."""
-    buffer = np.lib.stride_tricks.as_strided(
-        np.zeros(1, np.float32), shape, 4 * np.cumprod([1, *shape[:0:-1]])[::-1]
-    )  # pretends to have the memory
+    buffer = np.empty(shape, np.float32)  # address space alone, as long as nothing writes to it
     weight = np.ones((shape[1] - 32, 32, *(1,) * (len(shape) - 2)), np.float32)
     plan = cupyconv.explain(cupyconv.conv, buffer[:, :32], weight, out=buffer[:, 32:])
     assert plan.flops == 2 * 32 * (shape[1] - 32) * shape[0] * np.prod(shape[2:])
@@ -626,8 +620,8 @@ def test_linmerge_over_four_strided_axes_into_read_only_out():
 IM2COL = dict(x=Ones((2, 3, 8, 9)), kernel_shape=(3, 3), out=Ones((2, 27, 42)))
 
 COLUMNS = table(
-    ("two axes", ValueError, ["x", "2 axes", "3 to 5"], dict(x=Ones((8, 9)), kernel_shape=3)),
-    ("six axes", ValueError, ["x", "6 axes", "3 to 5"], dict(x=Ones((1,) * 6), kernel_shape=1)),
+    ("two axes", ValueError, [r"\bx\b", "2 axes", "3 to 5"], dict(x=Ones((8, 9)), kernel_shape=3)),
+    ("six axes", ValueError, [r"\bx\b", "6 axes", "3 to 5"], dict(x=Ones((1,) * 6), kernel_shape=1)),
     ("kernel of one entry", ValueError, ["kernel_shape", "1 entries", "2"], dict(kernel_shape=(3,))),
     ("zero kernel", ValueError, ["kernel_shape", "at least 1", "0"], dict(kernel_shape=(3, 0))),
     ("float kernel", TypeError, ["kernel_shape", "integers", "3.0"], dict(kernel_shape=3.0)),
@@ -636,7 +630,7 @@ COLUMNS = table(
     ("stride", ValueError, ["stride", "at least 1", "0"], dict(stride=0)),
     ("padding", ValueError, ["padding", "negative", "-1"], dict(padding=-1)),
     ("dilation", TypeError, ["dilation", "integers", "1.5"], dict(dilation=1.5)),
-    ("integers", TypeError, ["x", "int32", "astype"], dict(x=Ones((2, 3, 8, 9), "int32"))),
+    ("integers", TypeError, [r"\bx\b", "int32", "astype"], dict(x=Ones((2, 3, 8, 9), "int32"))),
     ("inputs differ", ValueError, [r"x\[1\]", r"\(2, 3, 8, 8\)"], dict(x=[Ones((2, 3, 8, 9)), Ones((2, 3, 8, 8))])),
     ("out shape", ValueError, ["out", r"\(2, 27, 6, 7\)", r"\(2, 27, 42\)"], dict(out=Ones((2, 27, 6, 7)))),
     ("out dtype", TypeError, ["out", "float64", "float32"], dict(out=Ones((2, 27, 42), "float64"))),

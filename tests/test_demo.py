@@ -103,7 +103,17 @@ def test_demo_on_a_gpu(tmp_path, capsys):
 def test_info_has_an_entry_for_everything(capsys):
     assert main(["info"]) == 0
     labels = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
-    for label in ("cupyconv", "Python", "NumPy", "SciPy", "CuPy", "NVIDIA driver", "backends", "kernels", "kernel cache"):
+    for label in (
+        "cupyconv",
+        "Python",
+        "NumPy",
+        "SciPy",
+        "CuPy",
+        "NVIDIA driver",
+        "backends",
+        "kernels",
+        "kernel cache",
+    ):
         assert label in labels
 
 

@@ -589,7 +589,7 @@ def test_numpy_plans_print_too():
         made = cupyconv.explain(cupyconv.conv, x, array(16, 3, 3, 3), method=method)
         assert made.backend == "numpy" and f"method    {made.method} on numpy" in str(made)
         assert all(isinstance(step, BlockLoop) for step in made.steps)
-        assert "loop     " in str(made) or not made.steps and "nothing to run" in str(made)
+        assert "loop     " in str(made) or (not made.steps and "nothing to run" in str(made))
         assert all(f"not {other}: {reason}" in str(made) for other, reason in made.rejected)
 
 

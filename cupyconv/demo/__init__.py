@@ -32,9 +32,7 @@ _PARTS: tuple[tuple[str, Callable[..., None]], ...] = (
 )
 
 
-def run_demo(
-    *, small: bool = False, directory: Path | None = None, libraries: Sequence[Library] | None = None
-) -> int:
+def run_demo(*, small: bool = False, directory: Path | None = None, libraries: Sequence[Library] | None = None) -> int:
     """Run all parts; the exit status is 0 where every check passed.
 
     `small` runs a hundredth of the work, `directory` is where the picture goes, and `libraries` are NumPy and,

@@ -135,7 +135,7 @@ class _PeakOfPool:
         self.now = self.peak = 0
         counter = self
 
-        class Hook(cupy.cuda.MemoryHook):  # type: ignore[name-defined,misc]
+        class Hook(cupy.cuda.MemoryHook):  # type: ignore[name-defined]
             name = "cupyconv_demo"
 
             def malloc_postprocess(self, **values: Any) -> None:

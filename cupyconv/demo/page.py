@@ -46,7 +46,9 @@ class Page:
         """The first column to the left, the others to the right."""
         widths = [max(map(len, column)) for column in zip(header, *rows)]
         for row in (header, *rows):
-            first, *others = (cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+            first, *others = (
+                cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))
+            )
             self.line("    " + "   ".join([first, *others]).rstrip())
             if row is header:
                 self.line("    " + "-" * (sum(widths) + 3 * (len(widths) - 1)))

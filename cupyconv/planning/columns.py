@@ -44,7 +44,7 @@ def plan_col2im(request: ColumnsRequest) -> Plan:
 def _loop(body: str, windows: Windows, inputs: list[str], request: ColumnsRequest) -> BlockLoop:
     return BlockLoop(
         body, tuple(inputs), (1, *windows.out_size), windows.batch, 1, windows, accumulator(request.columns.dtype),
-        IDENTITY, _bytes(request), _additions(request),
+        IDENTITY, False, _bytes(request), _additions(request),
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Both sides of every shape in turns, as a table of medians and a JSON file::
 
-    python -m tests.benchmarks.compare [--rounds 9] [--only TEXT] [--json FILE]
+    python -m tests.benchmarks.compare [--rounds 9] [--only TEXT] [--json FILE] [--readme README.md]
 
 The two sides alternate within every round, so that what else the machine does meets both.  A ratio above 1
 means that the library is faster than its peer (``layers.py``).  Results are checked before anything is timed.
@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+FIGURES_BEGIN, FIGURES_END = "<!-- figures:", "<!-- end of figures -->"
+
 sys.path.insert(0, str(HERE.parent))  # tolerance.py
 
 import numpy as np  # noqa: E402
@@ -87,6 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="", metavar="TEXT", help="layers whose name contains it")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--readme", type=Path, metavar="FILE", help="put the table between the figures' marks")
     given = parser.parse_args(arguments)
     described = environment()
     print("\n".join(f"{name:<14}{value}" for name, value in described.items()) + "\n")
@@ -98,14 +101,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(_line(rows[-1]), flush=True)
     losses = [row["layer"] for row in rows if row["ratio"] < 1]
     print(f"\nslower than the peer on {len(losses)} of {len(rows)}" + "".join(f"\n    {name}" for name in losses))
+    record = {**described, "rounds": given.rounds, "layers": rows}
     if given.json:
-        given.json.write_text(json.dumps({**described, "rounds": given.rounds, "layers": rows}, indent=2) + "\n")
+        given.json.write_text(json.dumps(record, indent=2) + "\n")
+    if given.readme:
+        text = given.readme.read_text(encoding="utf-8")
+        begin, end = text.index("\n", text.index(FIGURES_BEGIN)) + 1, text.index(FIGURES_END)
+        given.readme.write_text(text[:begin] + markdown(record) + text[end:], encoding="utf-8")
     return 0
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The README's table of one record."""
+    rows = [
+        f"| {row['layer']} | {row['seconds'] * 1e3:.1f} | {row['peer_seconds'] * 1e3:.1f} |"
+        f" {'' if row['ratio'] >= 1 else '**'}{row['ratio']:.2f}{'' if row['ratio'] >= 1 else '** (slower)'} |"
+        f" {row['workspace_bytes'] / 2**20:.1f} | {row['peer_workspace_bytes'] / 2**20:.1f} |"
+        for row in record["layers"]
+    ]
+    losses = sum(row["ratio"] < 1 for row in record["layers"])
+    threads = record["blas_threads"]
+    where = f"{record['machine']}; BLAS {record['blas']} on {threads}; Python {record['python']}; {record['date']}."
+    return "\n".join(
+        [
+            "| layer (float32 unless named) | cupyconv, ms | peer, ms | ratio | cupyconv, MiB | peer, MiB |",
+            "|---|--:|--:|--:|--:|--:|",
+            *rows,
+            "",
+            f"Slower than the peer on {losses} of {len(rows)}. {where}",
+            "",
+        ]
+    )
 
 
 def _line(row: dict[str, Any]) -> str:
     low, high = row["quartiles_of_ratio"]
-    memory = "".join(f"{row[name] / 2**20:>{width}.1f}" for name, width in (("workspace_bytes", 8), ("peer_workspace_bytes", 10)))
+    memory = "".join(
+        f"{row[name] / 2**20:>{width}.1f}" for name, width in (("workspace_bytes", 8), ("peer_workspace_bytes", 10))
+    )
     return (
         f"{row['layer']:<42}{row['seconds'] * 1e3:>10.1f}{row['peer_seconds'] * 1e3:>10.1f}{row['ratio']:>7.2f}"
         f"{f'{low:.2f} - {high:.2f}':>13}{memory}"

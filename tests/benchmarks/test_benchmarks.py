@@ -14,9 +14,9 @@ import pytest
 
 pytest.importorskip("pytest_benchmark")
 
-from tests.benchmarks.compare import peak_bytes  # noqa: E402
-from tests.benchmarks.conftest import timing_asked_for  # noqa: E402
-from tests.benchmarks.layers import JOBS, LAYERS, Layer  # noqa: E402
+from tests.benchmarks.compare import peak_bytes
+from tests.benchmarks.conftest import timing_asked_for
+from tests.benchmarks.layers import JOBS, LAYERS, Layer
 
 ORDINARY = [pytest.param(layer, id=layer.name) for layer in (*JOBS[2:], *LAYERS)]
 LARGE = [pytest.param(layer, id=layer.name) for layer in JOBS[:2]]

@@ -50,6 +50,7 @@ class BlockedConvolution:
         weight_dtype = self.sums_dtype if complex_weight else real
         matrix = weight.reshape(geometry.groups, geometry.group_outputs, geometry.reduction)
         matrix = matrix.astype(weight_dtype, copy=False)
+        self.weight = matrix  # (groups, group_outputs, K_g)
         self.matrix = np.concatenate([matrix.real, matrix.imag], axis=1) if self.parts_as_outputs else matrix
         if bias is not None:
             bias = bias.astype(out.dtype, copy=False).astype(self.sums_dtype, copy=False)
@@ -57,7 +58,8 @@ class BlockedConvolution:
 
     def run(self) -> None:
         body: Callable[[Ranges], np.ndarray] = {
-            "columns": self._columns_and_product, "views": self._product_of_view, "taps": self._tap_by_tap,
+            "columns": self._columns_and_product, "view": self._product_of_view, "taps": self._product_a_tap,
+            "scaled taps": self._scaled_taps,
         }[self.loop.body]  # fmt: skip
 
         def finish(block: Ranges) -> None:
@@ -78,7 +80,7 @@ class BlockedConvolution:
         ]
         return list(product(*axes))  # type: ignore[arg-type]
 
-    # Three ways to the sums of a block, each (groups, group_outputs, samples, depth, height, width).
+    # Four ways to the sums of a block, each (groups, group_outputs, samples, depth, height, width).
 
     def _columns_and_product(self, block: Ranges) -> np.ndarray:
         geometry = self.geometry
@@ -91,17 +93,30 @@ class BlockedConvolution:
         ((x, _),) = self.inputs
         return self._product(self.matrix, _block_of(x, block)[0], block)
 
-    def _tap_by_tap(self, block: Ranges) -> np.ndarray:
+    def _product_a_tap(self, block: Ranges) -> np.ndarray:
+        """A product for each tap: no columns but one tap's, and a sum that is gone through for every tap."""
         geometry = self.geometry
         by_tap = np.moveaxis(self.matrix.reshape(*self.matrix.shape[:2], geometry.group_channels, geometry.taps), 3, 0)
         sums = np.zeros(self._sums_shape(block), self.sums_dtype)
         columns = np.empty((geometry.in_channels, *map(len, block)), self.x_dtype)
         for matrix, regions in zip(by_tap, block_regions(geometry, block[1:])):
             self._read_tap(regions, block[0], columns)
-            if geometry.group_channels == 1 and not self.parts_as_outputs:  # a channel times a number, not a matrix
-                sums += matrix[..., None, None, None] * columns[:, None]
-            else:
-                sums += self._product(np.ascontiguousarray(matrix), columns, block)
+            sums += self._product(np.ascontiguousarray(matrix), columns, block)
+        return sums
+
+    def _scaled_taps(self, block: Ranges) -> np.ndarray:
+        """Depthwise: what a tap reads, times a number a channel; a matrix product would be a vector's."""
+        sums = np.zeros(self._sums_shape(block), self.sums_dtype)
+        samples = slice(block[0].start, block[0].stop)
+        for t, regions in enumerate(block_regions(self.geometry, block[1:])):
+            for at, elements in regions:
+                if elements is None:
+                    continue
+                for x, first in self.inputs:
+                    channels = slice(first, first + x.shape[1])
+                    read_once = read(x[samples], elements).swapaxes(0, 1)[:, None]
+                    factors = self.weight[channels, :, t, None, None, None, None]
+                    sums[(channels, slice(None), slice(None), *at)] += read_once * factors
         return sums
 
     def _read_tap(self, regions: tuple[Region, ...], samples: range, columns: np.ndarray) -> None:
@@ -117,14 +132,16 @@ class BlockedConvolution:
 
     def _product(self, matrix: np.ndarray, columns: np.ndarray, block: Ranges) -> np.ndarray:
         geometry = self.geometry
-        pixels = prod(map(len, block))
-        columns = columns.reshape(geometry.groups, matrix.shape[2], pixels)
+        columns = columns.reshape(geometry.groups, matrix.shape[2], prod(map(len, block)))
         if self.parts_as_pixels:
             sums = np.matmul(matrix, columns.view(matrix.dtype)).view(self.sums_dtype)
         elif self.parts_as_outputs:
             real, imaginary = np.split(np.matmul(matrix, columns), 2, axis=1)
             sums = np.empty(real.shape, self.sums_dtype)
             sums.real, sums.imag = real, imaginary
+        elif self.loop.in_place:
+            place = _block_of(self.out, block).reshape(geometry.groups, geometry.group_outputs, columns.shape[2])
+            sums = np.matmul(matrix, columns, out=place)
         else:
             sums = np.matmul(matrix, columns)
         return sums.reshape(self._sums_shape(block))
@@ -143,7 +160,8 @@ class BlockedConvolution:
             # Rounded to the result's dtype first, as an argument of that dtype would have been.
             sums += residual if residual.dtype == self.out.dtype else residual.astype(self.out.dtype)
         activate(sums, self.loop.activation)
-        _block_of(self.out, block)[...] = sums
+        if not self.loop.in_place:
+            _block_of(self.out, block)[...] = sums
 
 
 def _block_of(image: np.ndarray, block: Ranges) -> np.ndarray:

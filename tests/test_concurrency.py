@@ -1,0 +1,172 @@
+"""Many threads, the same bits, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyconv
+from cupyconv import planning
+from cupyconv.backends.cuda import backend as cuda_backend
+from cupyconv.dispatch import backend_for
+
+THREADS = 8
+
+
+def problems(target: Any) -> list[Callable[[], Any]]:
+    """Calls of every kind, with data whose sums depend on the order they are taken in."""
+    rng = np.random.default_rng(0)
+
+    def array(*shape: int, dtype: str = "float32") -> Any:
+        return target.to_device((rng.standard_normal(shape) * 10.0 ** rng.integers(-3, 4, shape)).astype(dtype))
+
+    x, weight = array(3, 6, 14, 13), array(8, 6, 3, 3)
+    merged, merge_weight = [array(2, c, 50) for c in (3, 1, 4)], array(5, 8)
+    depthwise, wide = array(6, 1, 3, 3), array(8, 6, 3, 3, dtype="float64")
+    columns = array(2, 27, 64)
+    return [
+        lambda: cupyconv.conv(x, weight, padding="same", activation="silu"),
+        lambda: cupyconv.conv(x, weight, method="direct", stride=2),
+        lambda: cupyconv.conv(x, weight, method="gemm", padding=2, padding_mode="reflect"),
+        lambda: cupyconv.conv(x, depthwise, groups=6, activation="gelu"),
+        lambda: cupyconv.conv(x, wide),
+        lambda: cupyconv.linmerge(merged, merge_weight, activation="tanh"),
+        lambda: cupyconv.im2col(x, (3, 3)),
+        lambda: cupyconv.col2im(columns, (10, 10), 3),
+    ]
+
+
+def at_once(functions: list[Callable[[], Any]]) -> list[Any]:
+    """The functions' results, each called in a thread of its own, all let go together."""
+    barrier = threading.Barrier(len(functions))
+
+    def call(function: Callable[[], Any]) -> Any:
+        barrier.wait(30)
+        return function()
+
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return list(pool.map(call, functions))
+
+
+def bits(target: Any, array: Any) -> bytes:
+    return np.ascontiguousarray(target.to_host(array)).tobytes()
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_the_same_bits_every_time(target, number):
+    """On the host device in spite of another order of threads and blocks at every launch."""
+    problem = problems(target)[number]
+    assert len({bits(target, problem()) for _ in range(4)}) == 1
+
+
+def test_the_same_bits_from_many_threads(target):
+    functions = problems(target)
+    alone = [bits(target, function()) for function in functions]
+    for _ in range(3):
+        together = at_once(functions * 2)
+        assert [bits(target, y) for y in together] == alone * 2
+
+
+def test_the_same_bits_from_blocks_on_threads():
+    """Blocks in any order, from several callers that each use several threads."""
+    x, weight = (np.random.default_rng(0).standard_normal(s) for s in ((8, 8, 48, 48), (8, 8, 3, 3)))
+
+    def call() -> np.ndarray:
+        with cupyconv.options(threads=4, workspace_limit=1 << 20):
+            plan = cupyconv.explain(cupyconv.conv, x, weight)
+            assert plan.steps[0].threads == 4 and plan.steps[0].blocks > 4
+            return cupyconv.conv(x, weight, activation="tanh")
+
+    results = [call(), *at_once([call] * THREADS)]
+    assert len({y.tobytes() for y in results}) == 1
+
+
+def test_settings_of_one_thread_are_not_anothers():
+    x, weight = np.ones((2, 4, 40, 40)), np.ones((4, 4, 3, 3))
+
+    def with_limit(limit: int) -> Callable[[], bool]:
+        def call() -> bool:
+            for _ in range(50):
+                with cupyconv.options(workspace_limit=limit):
+                    if cupyconv.explain(cupyconv.conv, x, weight).workspace_bytes > limit:
+                        return False
+            return True
+
+        return call
+
+    assert all(at_once([with_limit(limit) for limit in (50_000, 100_000, 200_000, 400_000)]))
+
+
+# --- what stays -----------------------------------------------------------------------------------------------
+
+
+def test_the_caches_of_plans_are_bounded():
+    for cached in (planning.plan_conv, planning.plan_im2col, planning.plan_col2im):
+        assert cached.cache_info().maxsize == planning.CACHED_PLANS
+    weight = np.ones((1, 1, 1))
+    for width in range(1, planning.CACHED_PLANS + 50):
+        cupyconv.explain(cupyconv.conv, np.ones((1, 1, width)), weight)
+    assert planning.plan_conv.cache_info().currsize == planning.CACHED_PLANS
+
+
+def test_the_cache_of_packed_parameters_is_bounded(cuda_target, monkeypatch):
+    monkeypatch.setattr(cuda_backend, "_PREPARED", 5)
+    weight = cuda_target.to_device(np.ones((1, 1, 1)))
+    backend = backend_for({"weight": weight})
+    for width in range(1, 20):
+        x = cuda_target.to_device(np.full((1, 1, width), width))
+        x = cuda_target.to_device(np.full((1, 1, width), float(width)))
+        assert (cuda_target.to_host(cupyconv.conv(x, weight)) == width).all()
+    assert len(backend._prepared) <= 5
+
+
+def test_arrays_are_not_kept_alive(cuda_target):
+    """No cache holds a reference to an argument, a result or workspace."""
+    device = cuda_target.device
+    before = device.allocated_bytes
+    x, weight = cuda_target.to_device(np.ones((2, 4, 30, 30))), cuda_target.to_device(np.ones((4, 4, 3, 3)))
+    for method in ("direct", "gemm"):
+        cupyconv.conv(x, weight, method=method)
+    assert device.allocated_bytes == before + x.nbytes + weight.nbytes
+    del x, weight
+    assert device.allocated_bytes == before
+
+
+def test_nothing_of_the_process_is_changed(target):
+    environment, errors, filters = dict(os.environ), np.geterr(), list(warnings.filters)
+    threads = threading.active_count()
+    for problem in problems(target):
+        problem()
+    with cupyconv.options(threads=3):
+        cupyconv.conv(*(target.to_device(np.ones(s)) for s in ((8, 8, 32, 32), (8, 8, 3, 3))))
+    with pytest.raises(ValueError):
+        cupyconv.conv(*(target.to_device(np.ones(s)) for s in ((1, 1, 2), (1, 1, 3))))
+    assert dict(os.environ) == environment and np.geterr() == errors and warnings.filters == filters
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("threads", [None, 2])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_floating_point_warnings_are_silenced(dtype, threads):
+    """Overflow, infinity minus infinity and casts that overflow; also where the caller wants them raised."""
+    huge = np.finfo(dtype).max
+    x = np.full((4, 2, 64, 64), huge, dtype)
+    x[0, 0, :4] = np.inf
+    weight = np.ones((2, 2, 3, 3), dtype)
+    weight[1, 1] = -1
+    arguments = dict(bias=np.full(2, 1e300), residual=np.full((4, 2, 64, 64), 1e300), padding=1)
+    arguments = {name: np.asarray(v) if isinstance(v, np.ndarray) else v for name, v in arguments.items()}
+    with warnings.catch_warnings(), np.errstate(all="raise"), cupyconv.options(threads=threads):
+        warnings.simplefilter("error")
+        for activation in (None, "silu", "mish", "gelu", "gelu_tanh", "softplus", "elu"):
+            for method in ("direct", "gemm"):
+                y = cupyconv.conv(x, weight, **arguments, activation=activation, method=method)
+        assert not np.isfinite(y).all()
+        cupyconv.col2im(np.full((1, 9, 16), huge, dtype), (6, 6), 3)

@@ -1,0 +1,215 @@
+"""`Plan` as data and as a page; `explain` says what then runs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import conv_cases
+
+import cupyconv
+from cupyconv.backends.cuda.execution import _COMPUTE_TYPE, _DATA_TYPE
+from cupyconv.plan import Address, GemmCall, Kernel, KernelLaunch, Matrix, Plan
+from tests.host_device import GemmRecord, LaunchRecord
+
+# --- what ran -------------------------------------------------------------------------------------------------
+
+
+def expected_record(step: KernelLaunch | GemmCall) -> LaunchRecord | GemmRecord:
+    """A step as the device should log it.  cuBLAS has its operands, and so m and n, exchanged."""
+    if isinstance(step, KernelLaunch):
+        return LaunchRecord(step.kernel, step.grid, step.block, step.shared_bytes)
+    types = _DATA_TYPE[step.dtype], _DATA_TYPE[step.c_dtype], _COMPUTE_TYPE[step.compute]
+    return GemmRecord(step.n, step.m, step.k, step.batch, *types, (step.b.stride, step.a.stride, step.c.stride))
+
+
+@given(
+    case=conv_cases(),
+    method=st.sampled_from(("auto", "direct", "gemm")),
+    limit=st.sampled_from((None, 1 << 20, 20_000)),
+)
+def test_explained_is_what_runs_and_explaining_runs_nothing(cuda_target, case, method, limit):
+    device = cuda_target.device
+    views = case.views(case.arrays(), cuda_target.to_device)
+    out = case.new_out(cuda_target.to_device)
+    arguments = dict(**views, **case.parameters, method=method, out=out)
+    with cupyconv.options(workspace_limit=limit):
+        device.log.clear()
+        before = device.peak_bytes = device.allocated_bytes
+        try:
+            plan = cupyconv.explain(cupyconv.conv, **arguments)
+        except ValueError as refusal:
+            assert "does not apply" in str(refusal) or "workspace" in str(refusal)
+            return
+        assert device.log == [] and device.peak_bytes == before
+        y = cupyconv.conv(**arguments)
+    assert device.log == [expected_record(step) for step in plan.steps]
+    result_bytes = 0 if out is not None else y.nbytes
+    assert device.peak_bytes - before <= result_bytes + plan.workspace_bytes
+    if limit is not None:
+        assert sum(buffer.nbytes for buffer in plan.workspace) <= limit
+
+
+def test_explaining_a_merge_over_many_axes_runs_nothing(cuda_target):
+    """These strides allow no view of three axes: the call copies, explaining it does not."""
+    device = cuda_target.device
+    x = cuda_target.to_device(np.ones((2, 3, 5, 4, 3, 2), np.float32)).transpose(0, 1, 5, 4, 3, 2)
+    weight = cuda_target.to_device(np.ones((4, 3), np.float32))
+    device.log.clear()
+    before = device.peak_bytes = device.allocated_bytes
+    cupyconv.explain(cupyconv.linmerge, x, weight)
+    assert device.log == [] and device.peak_bytes == before
+
+
+@pytest.mark.parametrize("function", ["im2col", "col2im"])
+def test_explained_columns_are_what_runs(cuda_target, function):
+    device = cuda_target.device
+    if function == "im2col":
+        arguments = [cuda_target.to_device(np.ones((2, 3, 8, 9), np.float32)), 3]
+    else:
+        arguments = [cuda_target.to_device(np.ones((2, 27, 42), np.float32)), (8, 9), 3]
+    plan = cupyconv.explain(getattr(cupyconv, function), *arguments)
+    device.log.clear()
+    getattr(cupyconv, function)(*arguments)
+    assert device.log == [expected_record(step) for step in plan.steps] != []
+
+
+@given(case=conv_cases(dtypes=("float32", "complex64"), mixed_dtypes=False))
+def test_a_plan_for_a_gpu_needs_none(case):
+    """From NumPy arrays, and with steps that a CUDA device has."""
+    views = case.views(case.arrays())
+    plan = cupyconv.explain(cupyconv.conv, **views, **case.parameters, on="sm_90")
+    assert plan.backend == "cuda" and "H200" in plan.device
+    assert all(isinstance(step, (KernelLaunch, GemmCall)) for step in plan.steps)
+    assert (plan.steps == ()) == (0 in case.out_shape)
+
+
+def test_the_number_of_steps_does_not_depend_on_the_batch():
+    weight = np.ones((32, 16, 3, 3), np.float32)
+    steps = {
+        n: len(cupyconv.explain(cupyconv.conv, np.ones((n, 16, 20, 20), np.float32), weight, method="gemm", on="sm_90").steps)
+        for n in (1, 2, 64)
+    }
+    assert len(set(steps.values())) == 1
+
+
+# --- as data --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[None, "sm_90"], ids=["numpy", "cuda"])
+def plan(request) -> Plan:
+    x, weight = np.ones((4, 8, 30, 30), np.float32), np.ones((16, 8, 3, 3), np.float32)
+    return cupyconv.explain(cupyconv.conv, x, weight, activation="relu", on=request.param)
+
+
+def test_fields(plan):
+    names = {field.name for field in dataclasses.fields(plan)}
+    promised = {"method", "backend", "device", "steps", "workspace_bytes", "flops", "bytes_moved", "bound", "rejected"}
+    assert promised <= names
+    assert plan.method in ("direct", "gemm") and plan.bound in ("memory", "arithmetic", "launch")
+    assert plan.flops == 2 * 4 * 16 * 28 * 28 * 8 * 9
+    assert plan.bytes_moved >= plan.minimal_bytes == 4 * (4 * 8 * 30 * 30 + 16 * 8 * 9 + 4 * 16 * 28 * 28)
+    assert plan.steps and all(len(entry) == 2 and all(entry) for entry in plan.rejected)
+
+
+def test_frozen_hashable_and_equal_by_value(plan):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.method = "fft"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.steps[0].flops = 0
+    values = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.init}
+    twin = Plan(**values)
+    assert twin == plan and hash(twin) == hash(plan) and twin is not plan
+    assert Plan(**values | {"reason": "another"}) != plan
+
+
+def test_the_methods_not_taken_are_named_with_a_reason(plan):
+    others = {"direct", "gemm"} - {plan.method}
+    assert others <= dict(plan.rejected).keys() and plan.method not in dict(plan.rejected)
+    assert all(dict(plan.rejected).values())
+
+
+def test_the_same_problem_is_planned_once(target):
+    x, weight = target.to_device(np.ones((1, 2, 9))), target.to_device(np.ones((3, 2, 3)))
+    again = target.to_device(np.zeros((1, 2, 9)))
+    assert cupyconv.explain(cupyconv.conv, x, weight) is cupyconv.explain(cupyconv.conv, again, weight)
+
+
+def test_workspace_is_counted_whole():
+    """In allocations, each on its boundary, and with converted arguments."""
+    x, weight = np.ones((2, 8, 30, 30), np.float32), np.ones((16, 8, 3, 3))
+    plan = cupyconv.explain(cupyconv.conv, x, weight, method="gemm", on="sm_90")
+    buffers = sum(-(-buffer.nbytes // 256) * 256 for buffer in plan.workspace)
+    assert plan.workspace_bytes == buffers + sum(c.nbytes for c in plan.conversions)
+    assert [c.buffer for c in plan.conversions] == ["x"] and plan.conversions[0].nbytes == 8 * x.size
+    assert any("weight (float64) widens" in note for note in plan.notes)
+
+
+# --- as a page ------------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_a_gemm():
+    x, weight = np.ones((64, 64, 28, 28), np.float32), np.ones((128, 64, 3, 3), np.float32)
+    plan = cupyconv.explain(cupyconv.conv, x, weight, np.ones(128, np.float32), padding=1, on="sm_90", method="gemm")
+    page = str(plan)
+    assert "conv 64 -> 128 channels, kernel 3x3 on 64 x 28x28, padding ((1, 1), (1, 1))" in page
+    assert "gemm on cuda (H200" in page
+    assert f"{plan.flops:,} FLOP" in page and f"bound by {plan.bound}" in page
+    (gemm,) = [step for step in plan.steps if isinstance(step, GemmCall)]
+    assert (gemm.m, gemm.k) == (128, 64 * 9)
+    for number in (f"m {gemm.m}", f"n {gemm.n}", f"k {gemm.k}", f"batch {gemm.batch}", f"ld {gemm.b.ld}"):
+        assert number in page
+    assert gemm.a.stride == 0 and "weight ld 576 stride 0" in page
+    launches = [step for step in plan.steps if isinstance(step, KernelLaunch)]
+    assert launches
+    for launch in launches:
+        assert f"grid {launch.grid}  block ({launch.block}, 1, 1)  shared {launch.shared_bytes:,} B" in page
+    assert "not direct:" in page
+
+
+def test_the_page_of_a_merge():
+    xs, weight = [np.ones((4, 4, 1000))] * 5, np.ones((4, 20))
+    page = str(cupyconv.explain(cupyconv.linmerge, xs, weight, on="sm_90"))
+    assert "20 (merged from 4+4+4+4+4) -> 4 channels" in page
+    assert "merge<float64" in page and "workspace 0 B" in page and "not gemm:" in page
+
+
+def test_the_page_on_numpy():
+    page = str(cupyconv.explain(cupyconv.conv, np.ones((1, 2, 9)), np.ones((3, 2, 3))))
+    assert "on numpy (1 thread)" in page and "block(s) of" in page
+
+
+def test_chunks_are_printed_once():
+    x, weight = np.ones((64, 16, 64, 64), np.float32), np.ones((16, 16, 3, 3), np.float32)
+    with cupyconv.options(workspace_limit=4 << 20):
+        plan = cupyconv.explain(cupyconv.conv, x, weight, on="sm_90", method="gemm")
+    page = str(plan)
+    assert len(plan.steps) > 20 and len(page.splitlines()) < 20
+    assert "more chunks" in page
+
+
+def test_the_page_of_nothing():
+    page = str(cupyconv.explain(cupyconv.conv, np.ones((0, 2, 9)), np.ones((3, 2, 3)), on="sm_90"))
+    assert "nothing to run: the result is empty" in page
+
+
+def test_lost_alignment_is_named():
+    x = np.ones((1, 2, 65), np.float32)[:, :, 1:]
+    plan = cupyconv.explain(cupyconv.linmerge, x, np.ones((3, 2), np.float32), on="sm_90")
+    assert any(note.startswith("x: ") and "aligned" in note for note in plan.notes)
+
+
+def test_work_of_a_gemm_call():
+    """A shared matrix is read once; complex products are eight operations; beta reads C too."""
+    a, b, c = Matrix(Address("weight"), 3, 0), Matrix(Address("x"), 5, 15), Matrix(Address("out"), 5, 10)
+    call = GemmCall(2, 5, 3, a, b, c, batch=7, dtype="complex64", c_dtype="complex64", compute="float32", beta=1)
+    assert call.flops == 8 * 7 * 2 * 5 * 3
+    assert call.bytes_moved == 8 * (2 * 3 + 7 * 3 * 5 + 2 * 7 * 2 * 5)
+
+
+def test_names_of_kernels():
+    assert str(Kernel("merge", (("DTYPE", "float32"), ("TILE", "4")))) == "merge<float32, 4>"
+    assert str(Address("x[0]", 4096)) == "x[0]+4,096B"

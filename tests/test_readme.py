@@ -1,0 +1,105 @@
+"""What the documentation shows is what happens: code blocks, commands, figures, docstring examples."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cupyconv
+from cupyconv.configuration import show_config
+from tests.benchmarks.compare import FIGURES_BEGIN, FIGURES_END, markdown
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+DOCUMENTED = {getattr(cupyconv, name) for name in cupyconv.__all__ if not name.startswith("__")} | {show_config}
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def test_the_python_blocks_run(capsys):
+    """One after another, as a reader would type them."""
+    namespace: dict[str, object] = {}
+    assert len(blocks(README, "python")) == 2
+    for block in blocks(README, "python"):
+        exec(compile(block, "README.md", "exec"), namespace)
+    assert "method" in capsys.readouterr().out  # explain's page
+
+
+def test_every_recipe_gives_what_it_says():
+    namespace: dict[str, object] = {"np": np, "cupyconv": cupyconv}
+    exec(compile(blocks(README, "python")[1], "README.md", "exec"), namespace)
+    x, q = namespace["x"], namespace["q"]
+    np.testing.assert_allclose(namespace["pooled"], x.reshape(2, 8, 8, 2, 8, 2).mean((3, 5)), atol=1e-6)
+    assert abs(namespace["normalised"].mean((0, 2, 3))).max() < 1e-5
+    np.testing.assert_allclose(namespace["probabilities"].sum(1), 1, rtol=1e-5)
+    assert namespace["upsampled"].shape == (2, 8, 32, 32)
+    assert namespace["deformed"].shape == (2, 4, 16, 16)
+    windows = np.lib.stride_tricks.sliding_window_view(q.astype(np.int32), (3, 3), axis=(2, 3))
+    assert np.array_equal(namespace["sums"][:, 0], windows.sum(axis=(1, 4, 5)))
+    stream = cupyconv.conv(np.ones((2, 8, 300), np.float32), namespace["taps"], padding="causal")
+    assert np.array_equal(namespace["y"], stream[:, :, 200:])
+
+
+def test_the_two_commands_are_there_and_ci_runs_the_second():
+    demo, test = blocks(README, "sh")
+    assert demo.strip() == (
+        "python3 -m venv .venv && .venv/bin/pip install '.[demo]' && .venv/bin/python -m cupyconv demo"
+    )
+    assert test.strip() == "python3 -m venv .venv && .venv/bin/pip install '.[test]' && .venv/bin/pytest"
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert any(
+        re.fullmatch(r'"\$python" -m venv \.venv && \.venv/bin/pip install .*\'\.\[test\]\'', line) for line in script
+    )
+    assert ".venv/bin/pytest" in script
+
+
+def test_every_extra_named_exists():
+    import tomllib
+
+    extras = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    )
+    named = {extra for group in re.findall(r"\.\[([a-z0-9,]+)\]", README + CONTRIBUTING) for extra in group.split(",")}
+    assert named <= extras
+    assert {"demo", "test", "cuda12", "cuda13"} <= named
+
+
+def test_every_public_function_is_listed():
+    table = README.partition("## Functions")[2].partition("## Not here")[0]
+    for function in DOCUMENTED - {cupyconv.Plan}:
+        assert f"`{function.__name__}" in table, function.__name__
+
+
+def test_every_path_that_contributing_names_exists():
+    tree = CONTRIBUTING.partition("## How a call travels")[2]
+    for name in set(re.findall(r"[\w/]+/(?=\s|`|,)|[\w/]+\.py", tree)):
+        assert any(
+            (base / name).exists()
+            for base in (ROOT, ROOT / "cupyconv", ROOT / "cupyconv/backends/cuda", ROOT / "tests")
+        ), name
+
+
+def test_the_figures_are_the_records():
+    record = ROOT / "tests" / "benchmarks" / "results" / "numpy.json"
+    table = README.partition(FIGURES_BEGIN)[2].partition("\n")[2].partition(FIGURES_END)[0]
+    assert table == markdown(json.loads(record.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("documented", sorted(DOCUMENTED, key=lambda f: f.__name__), ids=lambda f: f.__name__)
+def test_docstring_example(documented):
+    examples = doctest.DocTestFinder(recurse=False).find(documented, documented.__name__, globs={})
+    assert any(example.examples for example in examples), "no example in the docstring"
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+    report: list[str] = []
+    for example in examples:
+        runner.run(example, out=report.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(report)

@@ -1,0 +1,151 @@
+"""`options`: settings of the calls inside a block, and of no others."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+import cupyconv
+from cupyconv.settings import Settings, current_settings
+
+DEFAULTS = Settings()
+
+
+def test_the_defaults():
+    assert current_settings() == DEFAULTS
+    assert DEFAULTS == Settings(
+        workspace_limit=None, allow_tf32=False, allow_winograd=True, allow_fft=True, threads=None
+    )
+
+
+def test_a_block_has_its_settings_and_gives_them_back():
+    with cupyconv.options(workspace_limit=1000, threads=2) as inside:
+        assert inside == current_settings() == Settings(workspace_limit=1000, threads=2)
+    assert current_settings() == DEFAULTS
+
+
+def test_a_setting_left_out_has_its_default_whatever_encloses():
+    with cupyconv.options(workspace_limit=1000, allow_tf32=True):
+        with cupyconv.options(threads=3):
+            assert current_settings() == Settings(threads=3)
+        assert current_settings() == Settings(workspace_limit=1000, allow_tf32=True)
+
+
+def test_an_exception_leaves_the_block_as_any_end_does():
+    with pytest.raises(ZeroDivisionError), cupyconv.options(threads=2):
+        raise ZeroDivisionError
+    assert current_settings() == DEFAULTS
+
+
+def test_values_like_integers_are_integers():
+    with cupyconv.options(workspace_limit=np.int64(5), threads=np.uint8(2)) as settings:
+        assert (settings.workspace_limit, settings.threads) == (5, 2)
+        assert type(settings.workspace_limit) is type(settings.threads) is int
+    with cupyconv.options(workspace_limit=0) as settings:
+        assert settings.workspace_limit == 0
+
+
+def test_nothing_happens_before_the_block_begins():
+    waiting = cupyconv.options(threads=2)
+    assert current_settings() == DEFAULTS
+    with waiting:
+        assert current_settings().threads == 2
+
+
+def test_one_object_many_blocks():
+    """In turn, and inside one another."""
+    two, three = cupyconv.options(threads=2), cupyconv.options(threads=3)
+    for _ in range(2):
+        with two:
+            assert current_settings().threads == 2
+    with two, three, two:
+        assert current_settings().threads == 2
+    with two:
+        with three, two:
+            pass
+        assert current_settings().threads == 2
+    assert current_settings() == DEFAULTS
+
+
+def test_one_object_in_two_threads_at_once():
+    """Entered here, entered there, left here, left there."""
+    shared = cupyconv.options(threads=2)
+    entered, left = threading.Event(), threading.Event()
+
+    def other() -> int | None:
+        with shared:
+            entered.set()
+            assert left.wait(10)
+            return current_settings().threads
+
+    with ThreadPoolExecutor(1) as pool:
+        with ExitStack() as stack:
+            stack.enter_context(shared)
+            running = pool.submit(other)
+            assert entered.wait(10)
+        left.set()
+        assert current_settings() == DEFAULTS
+        assert running.result(10) == 2
+
+
+def test_new_threads_begin_with_the_defaults():
+    seen = []
+    with cupyconv.options(threads=2):
+        context = contextvars.Context()  # what a thread begins with, unless asked to copy its parent's
+        thread = threading.Thread(target=lambda: seen.append(context.run(current_settings)))
+        thread.start()
+        thread.join()
+    assert seen == [DEFAULTS]
+
+
+def test_a_copied_context_has_its_settings_for_itself():
+    """As every asyncio task does."""
+    with cupyconv.options(threads=2):
+        copied = contextvars.copy_context()
+
+        def inside() -> None:
+            assert current_settings().threads == 2
+            with cupyconv.options(threads=3):
+                assert current_settings().threads == 3
+
+        copied.run(inside)
+        assert current_settings().threads == 2
+
+
+def test_settings_are_those_at_the_call(target):
+    """Not those where the arrays, or the library, came from."""
+    x = target.to_device(np.ones((4, 4, 40, 40), np.float32))
+    weight = target.to_device(np.ones((4, 4, 3, 3), np.float32))
+
+    def workspace() -> int:
+        return cupyconv.explain(cupyconv.conv, x, weight, method="gemm").workspace_bytes
+
+    unlimited = workspace()
+    limit = unlimited // 4
+    with cupyconv.options(workspace_limit=limit):
+        assert 0 < workspace() <= limit < unlimited
+    assert workspace() == unlimited
+
+
+def test_threads_of_the_numpy_backend():
+    x, weight = np.ones((8, 8, 64, 64)), np.ones((8, 8, 3, 3))
+    assert cupyconv.explain(cupyconv.conv, x, weight).steps[0].threads == 1
+    with cupyconv.options(threads=3):
+        assert cupyconv.explain(cupyconv.conv, x, weight).steps[0].threads == 3
+
+
+def test_tf32_is_asked_for(cuda_target):
+    x = cuda_target.to_device(np.ones((1, 64, 40, 40), np.float32))
+    weight = cuda_target.to_device(np.ones((64, 64, 3, 3), np.float32))
+    compute_types = []
+    for allowed in (False, True):
+        cuda_target.device.log.clear()
+        with cupyconv.options(allow_tf32=allowed):
+            cupyconv.conv(x, weight, method="gemm")
+        compute_types += [{record.compute_type for record in cuda_target.device.log if hasattr(record, "compute_type")}]
+    assert compute_types == [{68}, {77}]

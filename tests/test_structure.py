@@ -1,0 +1,282 @@
+"""The shape of the package: who may import whom, what an import costs, what the seams look like, what is documented."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType
+
+import numpy as np
+import pytest
+
+import cupyconv
+from cupyconv.backends.cuda import CudaBackend
+from cupyconv.backends.cuda.device import Device
+from cupyconv.backends.numpy import NumpyBackend
+from cupyconv.dispatch import Backend
+from tests.host_device import HostDevice
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "cupyconv"
+MODULES = sorted(path.relative_to(ROOT).with_suffix("") for path in PACKAGE.rglob("*.py"))
+
+# --- layers ---------------------------------------------------------------------------------------------------
+
+#: The layers, top to bottom, as the call travels.  A module may import those of its own layer and those below.
+LAYERS: dict[str, tuple[str, ...]] = {
+    "programs": ("cupyconv.__main__", "cupyconv.demo", "cupyconv.configuration"),
+    "package": ("cupyconv",),
+    "explain": ("cupyconv.explanation",),
+    "public": ("cupyconv.convolution", "cupyconv.columns", "cupyconv.batchnorm"),
+    "calls": ("cupyconv.calls",),
+    "dispatch": ("cupyconv.dispatch", "cupyconv.settings"),
+    "planning and backends": ("cupyconv.planning", "cupyconv.backends.numpy", "cupyconv.backends.cuda"),
+    "plan": ("cupyconv.plan",),
+    "problem": ("cupyconv.geometry", "cupyconv.operands", "cupyconv.machine"),
+    "vocabulary": ("cupyconv.padding", "cupyconv.dtypes", "cupyconv.activations"),
+}
+
+#: Within their layer these are strangers: each knows the plan, none knows the others.
+STRANGERS = ("cupyconv.planning", "cupyconv.backends.numpy", "cupyconv.backends.cuda")
+
+#: What a layer may use of the world outside the standard library; the others: nothing.
+OUTSIDE = {
+    "cupyconv.planning": set(),
+    "cupyconv.plan": set(),
+    "cupyconv.geometry": set(),
+    "cupyconv.operands": set(),
+    "cupyconv.machine": set(),
+    "cupyconv.padding": set(),
+    "cupyconv.activations": set(),
+    "cupyconv.dtypes": {"numpy", "ml_dtypes"},
+    "cupyconv.backends.numpy": {"numpy", "scipy"},
+    "cupyconv.backends.cuda": {"numpy", "cupy", "cupy_backends"},
+    "cupyconv.demo": {"numpy", "cupy", "matplotlib"},
+}
+
+
+def dotted(path: Path) -> str:
+    return ".".join(part for part in path.parts if part != "__init__")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, wherever in the file."""
+    names = {dotted(module) for module in MODULES}
+    for node in ast.walk(ast.parse((ROOT / path).with_suffix(".py").read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module is not None, "imports are absolute, so that they can be searched for"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in names else node.module
+
+
+def member(module: str) -> tuple[int, str]:
+    """The number of a module's layer, and the entry of LAYERS that it belongs to: the longest that fits."""
+    entries = [(len(name), depth, name) for depth, names in enumerate(LAYERS.values()) for name in names]
+    fitting = [e for e in entries if module == e[2] or e[2] != "cupyconv" and module.startswith(e[2] + ".")]
+    assert fitting, f"{module} has no layer: enter it in LAYERS"
+    return max(fitting)[1:]
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if dotted(p) != "cupyconv.backends"], ids=dotted)
+def test_imports_point_downward(path):
+    module = dotted(path)
+    depth, owner = member(module)
+    for imported in imports(path):
+        if imported == "cupyconv" or imported.startswith("cupyconv."):
+            other_depth, other = member(imported)
+            assert other_depth >= depth, f"{module} imports {imported}, which is above it"
+            if owner in STRANGERS and other in STRANGERS:
+                assert owner == other, f"{module} imports {imported}: a plan is all they share"
+        elif imported.partition(".")[0] not in sys.stdlib_module_names:
+            allowed = OUTSIDE.get(owner, {"numpy"})
+            assert imported.partition(".")[0] in allowed, f"{module} imports {imported}; allowed are {allowed or 'none'}"
+
+
+def test_the_rule_would_see_an_upward_import():
+    assert member("cupyconv.planning.gemm")[0] > member("cupyconv.calls")[0]
+    assert member("cupyconv.demo.merge")[0] < member("cupyconv")[0]
+    assert "cupyconv.planning.cuda" in set(imports(Path("cupyconv/planning/__init__")))
+
+
+def test_no_module_is_named_after_nothing():
+    """`utils` is where things go that nobody found a name for."""
+    parts = {part for path in MODULES for part in path.parts}
+    assert not parts & {"util", "utils", "helper", "helpers", "misc", "common", "tools"}
+    assert all(len(part) > 2 for part in parts)
+
+
+# --- importing ------------------------------------------------------------------------------------------------
+
+HEAVY = ("cupy", "scipy.signal", "scipy.ndimage", "torch", "matplotlib", "hypothesis", "ml_dtypes")
+
+#: Seconds that `import cupyconv` may add to `import numpy`.
+IMPORT_SECONDS = 0.15
+
+
+def python(code: str) -> str:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_nothing_heavy_is_imported():
+    code = f"import sys, cupyconv; print([name for name in {HEAVY} if name in sys.modules])"
+    assert python(code).strip() == "[]"
+
+
+def test_importing_is_quick():
+    """The median of five new processes, beyond NumPy."""
+    code = "import numpy, time; start = time.perf_counter(); import cupyconv; print(time.perf_counter() - start)"
+    python(code)  # writes the bytecode
+    assert statistics.median(float(python(code)) for _ in range(5)) < IMPORT_SECONDS
+
+
+def test_cupy_is_imported_for_its_arrays_only():
+    code = (
+        "import sys, numpy, cupyconv;"
+        "x, weight = numpy.ones((1, 1, 5)), numpy.ones((1, 1, 3));"
+        "cupyconv.conv(x, weight); cupyconv.explain(cupyconv.conv, x, weight, on='sm_90');"
+        "print('cupy' in sys.modules)"
+    )
+    assert python(code).strip() == "False"
+
+
+def test_what_dispatch_expects_of_cupy():
+    """It knows CuPy's array by its module and name, without importing it."""
+    cupy = pytest.importorskip("cupy", exc_type=ImportError)
+    assert any(c.__module__.partition(".")[0] == "cupy" and c.__name__ == "ndarray" for c in cupy.ndarray.__mro__)
+
+
+# --- seams ----------------------------------------------------------------------------------------------------
+
+
+def public_signatures(cls: type) -> dict[str, inspect.Signature]:
+    functions = {name: f for name, f in vars(cls).items() if isinstance(f, FunctionType) and not name.startswith("_")}
+    return {name: inspect.signature(function) for name, function in functions.items()}
+
+
+@pytest.mark.parametrize("backend", [NumpyBackend, CudaBackend])
+def test_backends_have_the_protocols_methods_and_no_others(backend):
+    needed, given = public_signatures(Backend), public_signatures(backend)
+    assert given.keys() == needed.keys()
+    for name in needed:  # what they return may be narrower than the protocol says
+        assert list(given[name].parameters.values()) == list(needed[name].parameters.values()), name
+
+
+def parameter_names(path: Path, cls: str) -> dict[str, list[str]]:
+    """The parameters of a class's public methods, read from its source: it need not be importable."""
+    (definition,) = (
+        node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.ClassDef) and node.name == cls
+    )
+    return {
+        f.name: [a.arg for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)]
+        for f in definition.body
+        if isinstance(f, ast.FunctionDef) and not f.name.startswith("_")
+    }
+
+
+def test_cupys_device_has_the_protocols_methods():
+    needed = {name: list(signature.parameters) for name, signature in public_signatures(Device).items()}
+    assert parameter_names(PACKAGE / "backends/cuda/cupy_device.py", "CupyDevice") == needed
+
+
+def test_the_host_device_has_the_protocols_methods():
+    """Beside its own, which tests use."""
+    needed = {name: list(signature.parameters) for name, signature in public_signatures(Device).items()}
+    given = {name: list(signature.parameters) for name, signature in public_signatures(HostDevice).items()}
+    assert {name: given.get(name) for name in needed} == needed
+
+
+def test_the_seams_are_not_empty():
+    assert {"run", "empty", "address"} <= public_signatures(Backend).keys()
+    assert {"launch", "gemm_strided_batched", "empty"} <= public_signatures(Device).keys()
+
+
+# --- words ----------------------------------------------------------------------------------------------------
+
+FUNCTIONS = [name for name in cupyconv.__all__ if not name.startswith("__")]
+
+#: Sections that a docstring of this page must have; a name that prints, or is a value, has fewer.
+SECTIONS = {
+    "Plan": ("Attributes", "Examples"),
+    "options": ("Parameters", "Raises", "Examples"),
+    "show_config": ("Examples",),
+}
+
+
+def test_everything_promised_is_public():
+    promised = {"conv", "linmerge", "im2col", "col2im", "fold_batchnorm", "onnx_padding", "explain", "options"}
+    promised |= {"show_config", "Plan", "__version__"}
+    assert promised <= set(cupyconv.__all__)
+    assert list(cupyconv.__all__) == sorted(cupyconv.__all__)
+    assert all(hasattr(cupyconv, name) for name in cupyconv.__all__)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_docstrings(name):
+    """NumPy style: a summary, the sections, and every parameter by its name."""
+    documented = getattr(cupyconv, name)
+    text = inspect.getdoc(documented)
+    assert text and text.splitlines()[0].endswith((".", "``")), "a summary in one line"
+    for section in SECTIONS.get(name, ("Parameters", "Returns", "Raises", "Examples")):
+        assert re.search(rf"^{section}\n-{{{len(section)}}}$", text, re.MULTILINE), f"no section {section}"
+    assert ">>> " in text
+    if name != "Plan":
+        for parameter in inspect.signature(documented).parameters:
+            listed = re.search(rf"^[\w, *]*\b{parameter}\b[\w, *]*( : .*)?$", text, re.MULTILINE)
+            assert listed, f"parameter {parameter} is not described"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_every_module_says_what_it_is(path):
+    text = ast.get_docstring(ast.parse((ROOT / path).with_suffix(".py").read_text("utf-8")))
+    assert text and text.splitlines()[0].endswith((".", "``", ":"))
+
+
+KERNELS = sorted((ROOT / "kernels").glob("*.cu"))
+
+
+def header(path: Path) -> str:
+    """The comment that a file begins with."""
+    lines = path.read_text("utf-8").splitlines()
+    end = next(i for i, line in enumerate(lines) if not line.startswith("//"))
+    return "\n".join(line.removeprefix("//").rstrip() for line in lines[:end])
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)
+def test_kernels_begin_with_what_they_compute(path):
+    """Formula, what M, N and K are, what bounds it and the floor, the macros."""
+    text = header(path)
+    assert re.search(r"^ {5}\w+\[.*\] = ", text, re.MULTILINE), "no formula"
+    for letter in "MNK":
+        assert re.search(rf"\b{letter} = |\bno {letter}\b|\bno \w, no {letter}\b", text), f"no word on {letter}"
+    assert "Bound by" in text
+    assert re.search(r"Floor: .* over ", text, re.DOTALL), "no floor"
+    assert " -D: " in text
+
+
+@pytest.mark.parametrize("path", [*KERNELS, *(ROOT / "kernels").glob("*.cuh")], ids=lambda path: path.name)
+def test_macros_of_a_kernel_are_in_its_header(path):
+    """Every -D that a header lists is used, so that the list cannot go stale."""
+    text, code = header(path), path.read_text("utf-8")
+    assert text.strip(), "no header"
+    for macro in re.findall(r"\b[A-Z][A-Z_]+\b", text.partition("-D: ")[2]):
+        assert len(re.findall(rf"\b{macro}\b", code)) > 1, f"{macro} is not used"
+
+
+def test_kernels_are_found():
+    assert {path.stem for path in KERNELS} >= {"merge", "direct", "depthwise", "im2col", "col2im", "epilogue"}
+
+
+def test_numpy_is_the_one_requirement():
+    """Anything else that the package imports is optional where it is imported."""
+    assert python("import sys; sys.modules['scipy'] = sys.modules['ml_dtypes'] = None; import cupyconv") == ""
+    assert np.lib.NumpyVersion(np.__version__) >= "2.0.0"
