@@ -10,10 +10,10 @@ relu                    max(v, 0)
 relu6                   min(max(v, 0), 6)
 leaky_relu              v if v >= 0 else alpha v                alpha (0.01)
 clip                    min(max(v, low), high)                  low, high (required)
-elu                     v if v >= 0 else alpha (exp(v) - 1)     alpha (1)
-sigmoid                 1 / (1 + exp(-v))
 hard_sigmoid            min(max(alpha v + beta, 0), 1)          alpha (0.2), beta (0.5)
 hardswish               v min(max(v / 6 + 1/2, 0), 1)
+elu                     v if v >= 0 else alpha (exp(v) - 1)     alpha (1)
+sigmoid                 1 / (1 + exp(-v))
 tanh                    tanh(v)
 gelu                    v (1 + erf(v / sqrt 2)) / 2
 gelu_tanh               gelu, erf approximated through tanh
@@ -34,10 +34,10 @@ TABLE: dict[str, tuple[int, tuple[float | None, ...]]] = {
     "relu6": (2, ()),
     "leaky_relu": (3, (0.01,)),
     "clip": (4, (None, None)),
-    "elu": (5, (1.0,)),
-    "sigmoid": (6, ()),
-    "hard_sigmoid": (7, (0.2, 0.5)),
-    "hardswish": (8, ()),
+    "hard_sigmoid": (5, (0.2, 0.5)),
+    "hardswish": (6, ()),
+    "elu": (7, (1.0,)),
+    "sigmoid": (8, ()),
     "tanh": (9, ()),
     "gelu": (10, ()),
     "gelu_tanh": (11, ()),

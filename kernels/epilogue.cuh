@@ -12,7 +12,8 @@ struct Epilogue {
     int activation;
 };
 
-template <class Y>
+// CALLED: smooth activations as a function call, for kernels that finish many sums a thread.
+template <class Y, bool CALLED = false>
 __device__ __forceinline__ Y finish(
     Accumulator<Y> sum, const Epilogue& epilogue, long long n, int o, const Pixel& pixel) {
     if (epilogue.bias) sum += widen(static_cast<const Y*>(epilogue.bias)[o]);
@@ -22,7 +23,7 @@ __device__ __forceinline__ Y finish(
     }
     if (epilogue.activation != IDENTITY) {
         using R = RealPart<Accumulator<Y>>;
-        sum = activate(sum, epilogue.activation, R(epilogue.alpha), R(epilogue.beta));
+        sum = activate<CALLED>(sum, epilogue.activation, R(epilogue.alpha), R(epilogue.beta));
     }
     return narrow<Y>(sum);
 }

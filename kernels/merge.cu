@@ -39,6 +39,7 @@ constexpr int MAX_BLOCK = 256;
 
 extern "C" __global__ void __launch_bounds__(MAX_BLOCK) merge(const __grid_constant__ MergeParams params) {
     using A = Accumulator<T>;
+    constexpr int SHARED = TILE * sizeof(A) < 16 ? TILE : 16 / sizeof(A);  // weights a shared-memory access
     DYNAMIC_SHARED(A, weight);
     const int o_first = blockIdx.y * TILE;
     for (int i = threadIdx.x; i < params.in_channels * TILE; i += blockDim.x) {
@@ -61,9 +62,13 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) merge(const __grid_const
                 for (int c = 0; c < source.channels; ++c) {
                     const Packet<T, WIDTH> x = load_packet<WIDTH>(x_np + c * source.image.stride_c);
 #pragma unroll
-                    for (int j = 0; j < TILE; ++j) {
+                    for (int j = 0; j < TILE; j += SHARED) {
+                        const Packet<A, SHARED> w = load_packet<SHARED>(w_s + c * TILE + j);
 #pragma unroll
-                        for (int i = 0; i < WIDTH; ++i) add_product(sum[j][i], widen(x.lane[i]), w_s[c * TILE + j]);
+                        for (int k = 0; k < SHARED; ++k) {
+#pragma unroll
+                            for (int i = 0; i < WIDTH; ++i) add_product(sum[j + k][i], widen(x.lane[i]), w.lane[k]);
+                        }
                     }
                 }
             }
@@ -74,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) merge(const __grid_const
                 Packet<T, WIDTH> result;
 #pragma unroll
                 for (int i = 0; i < WIDTH; ++i)
-                    result.lane[i] = finish<T>(sum[j][i], params.epilogue, n, o, Pixel{{0, 0, p + i}});
+                    result.lane[i] = finish<T, true>(sum[j][i], params.epilogue, n, o, Pixel{{0, 0, p + i}});
                 store_packet<WIDTH>(y + n * params.out.stride_n + o * params.out.stride_c + p, result);
             }
         }

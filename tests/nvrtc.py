@@ -29,8 +29,10 @@ from pathlib import Path
 
 from cupyconv.backends.cuda.kernel_sources import compile_options, kernel_source
 from cupyconv.plan import Kernel
-from cupyconv.planning.variants import FAST, all_variants
+from cupyconv.planning.variants import all_variants, is_fast
 
+#: Where a spill in a variant meant to be fast is a failure; on the others it is only shown.
+WITHOUT_SPILLS = (75, 90)
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 
 #: What ``cupy.RawModule(backend="nvrtc")`` adds to the options it is given.
@@ -215,12 +217,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failures.append(f"{kernel} for sm_{architecture}:\n{result}")
             print(f"{kernel!s:<44} {architecture:>4} does not compile")
             continue
-        slow = "  spills" if kernel.name in FAST and result.spills else ""
+        slow = "  spills" if is_fast(kernel) and result.spills else ""
         print(
             f"{kernel!s:<44} {architecture:>4} {result.registers:>9} {result.spills:>7} {result.stack:>6}"
             f" {result.shared:>6} {len(result.cubin):>8} {result.seconds:>6.2f}{slow}"
         )
-        if slow:
+        if slow and architecture in WITHOUT_SPILLS:
             failures.append(f"{kernel} for sm_{architecture} spills {result.spills} bytes")
     print(f"{count} compiled in {time.perf_counter() - started:.0f} s, {len(failures)} failed")
     print(*failures, sep="\n\n", file=sys.stderr, end="\n" if failures else "")

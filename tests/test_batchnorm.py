@@ -62,7 +62,8 @@ def test_what_is_none_is_neutral(target, absent):
 def test_weight_of_a_transposed_convolution(target, groups, kernel):
     """(C_in, C_out // groups, ...): an output channel is a column in the rows of its own group."""
     rng = np.random.default_rng(groups)
-    weight, bias, given = rng.standard_normal((6, 2, *kernel)), rng.standard_normal(2 * groups), statistics(rng, 2 * groups)
+    outputs = 2 * groups
+    weight, bias, given = rng.standard_normal((6, 2, *kernel)), rng.standard_normal(outputs), statistics(rng, outputs)
     options = dict(groups=groups, transposed=True)
     expected = reference.fold_batchnorm(weight, bias, **given, **options)
     actual = cupyconv.fold_batchnorm(**moved(target, dict(weight=weight, bias=bias, **given)), **options)
@@ -145,5 +146,5 @@ def test_eps_is_a_number(eps):
 
 def test_one_library(cuda_target):
     arguments = moved(cuda_target, VALID) | {"var": VALID["var"]}
-    with pytest.raises(TypeError, match="weight is .*HostArray, var is numpy.ndarray"):
+    with pytest.raises(TypeError, match=r"weight is .*HostArray, var is numpy\.ndarray"):
         cupyconv.fold_batchnorm(**arguments)

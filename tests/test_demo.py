@@ -13,8 +13,10 @@ from targets import gpu_target
 import cupyconv
 from cupyconv import configuration, demo
 from cupyconv.__main__ import main
+from cupyconv.backends.cuda.kernel_sources import kernel_directory
 from cupyconv.demo import libraries, merge, photograph
 from cupyconv.demo.page import WIDTH, Page
+from tests import nvrtc
 
 
 def test_demo_passes_and_writes_the_picture(tmp_path, capsys):
@@ -150,6 +152,14 @@ def test_gabor_filters_see_no_even_brightness():
     bank = photograph.gabor_bank(7.0)
     assert bank.shape == (12, 1, 15, 15)
     assert np.abs(bank.sum(axis=(1, 2, 3))).max() < 1e-6
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("dtype", ["float", "double"])
+def test_the_original_kernel_compiles(dtype):
+    nvrtc.require()
+    source = (kernel_directory() / "demo" / "one_block_merge.cu").read_text(encoding="utf-8")
+    assert nvrtc.compile_source(source, (f"-DDTYPE={dtype}", *nvrtc.CHECK_OPTIONS), 90).spills == 0
 
 
 def _packages(*names):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -84,20 +83,20 @@ def test_one_object_in_two_threads_at_once():
             return current_settings().threads
 
     with ThreadPoolExecutor(1) as pool:
-        with ExitStack() as stack:
-            stack.enter_context(shared)
-            running = pool.submit(other)
-            assert entered.wait(10)
-        left.set()
-        assert current_settings() == DEFAULTS
+        try:
+            with shared:
+                running = pool.submit(other)
+                assert entered.wait(10)
+            assert current_settings() == DEFAULTS
+        finally:
+            left.set()
         assert running.result(10) == 2
 
 
 def test_new_threads_begin_with_the_defaults():
     seen = []
     with cupyconv.options(threads=2):
-        context = contextvars.Context()  # what a thread begins with, unless asked to copy its parent's
-        thread = threading.Thread(target=lambda: seen.append(context.run(current_settings)))
+        thread = threading.Thread(target=lambda: seen.append(current_settings()))
         thread.start()
         thread.join()
     assert seen == [DEFAULTS]

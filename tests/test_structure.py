@@ -81,7 +81,7 @@ def imports(path: Path) -> Iterator[str]:
 def member(module: str) -> tuple[int, str]:
     """The number of a module's layer, and the entry of LAYERS that it belongs to: the longest that fits."""
     entries = [(len(name), depth, name) for depth, names in enumerate(LAYERS.values()) for name in names]
-    fitting = [e for e in entries if module == e[2] or e[2] != "cupyconv" and module.startswith(e[2] + ".")]
+    fitting = [e for e in entries if module == e[2] or (e[2] != "cupyconv" and module.startswith(e[2] + "."))]
     assert fitting, f"{module} has no layer: enter it in LAYERS"
     return max(fitting)[1:]
 
@@ -98,7 +98,7 @@ def test_imports_point_downward(path):
                 assert owner == other, f"{module} imports {imported}: a plan is all they share"
         elif imported.partition(".")[0] not in sys.stdlib_module_names:
             allowed = OUTSIDE.get(owner, {"numpy"})
-            assert imported.partition(".")[0] in allowed, f"{module} imports {imported}; allowed are {allowed or 'none'}"
+            assert imported.partition(".")[0] in allowed, f"{module} imports {imported}, allowed are {sorted(allowed)}"
 
 
 def test_the_rule_would_see_an_upward_import():
@@ -173,12 +173,10 @@ def test_backends_have_the_protocols_methods_and_no_others(backend):
 
 def parameter_names(path: Path, cls: str) -> dict[str, list[str]]:
     """The parameters of a class's public methods, read from its source: it need not be importable."""
-    (definition,) = (
-        node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.ClassDef) and node.name == cls
-    )
+    classes = {node.name: node for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, ast.ClassDef)}
     return {
         f.name: [a.arg for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)]
-        for f in definition.body
+        for f in classes[cls].body
         if isinstance(f, ast.FunctionDef) and not f.name.startswith("_")
     }
 

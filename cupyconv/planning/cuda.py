@@ -6,6 +6,8 @@ general one.  "gemm" is columns (or the inputs themselves) and batched GEMM.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cupyconv.activations import IDENTITY
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex
 from cupyconv.plan import MAX_SOURCES, Plan
@@ -38,6 +40,9 @@ def plan_conv(request: ConvRequest) -> Plan:
     gpu = request.machine
     assert isinstance(gpu, GpuModel)
     request, conversions = converted(without_empty_inputs(request))
+    if conversions:  # they take their share of the workspace first
+        left = request.limit - sum(conversion.nbytes for conversion in conversions)
+        request = replace(request, workspace_limit=max(0, left))
     drafts: list[Draft] = []
     rejected: list[tuple[str, str]] = []
     for method in METHODS:

@@ -233,7 +233,9 @@ class _GemmPlanner:
         most_pixels = INT32 // self.components // ROW_MULTIPLE * ROW_MULTIPLE
         most_samples = min(geometry.batch, MAX_BATCH, max(1, INT32 // (geometry.pixels * self.components)))
         if not per_pixel and (limit >= 0 or not self._weight_buffer()):
-            return (most_samples, geometry.pixels) if geometry.pixels <= most_pixels else (1, most_pixels)
+            if geometry.pixels > most_pixels:
+                return 1, _even(geometry.pixels, most_pixels)
+            return -(-geometry.batch // -(-geometry.batch // most_samples)), geometry.pixels
         fitting = limit // (per_pixel * _row_length(geometry.pixels)) if per_pixel else 0
         if fitting >= 1 and geometry.pixels <= most_pixels:
             samples = min(fitting, most_samples)
@@ -244,7 +246,7 @@ class _GemmPlanner:
             raise NotApplicable(
                 f"the smallest chunk of columns needs {least:,} bytes of workspace, the limit is {request.limit:,}"
             )
-        return 1, pixels
+        return 1, _even(geometry.pixels, pixels)
 
     def _weight_buffer(self) -> list[Buffer]:
         if not self.gathers_weight:
@@ -430,6 +432,11 @@ def _flip(matrix: Matrix) -> Matrix:
 
 def _row_length(pixels: int) -> int:
     return -(-pixels // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def _even(pixels: int, most: int) -> int:
+    """Pixels of a chunk, at most `most` (a multiple of a row's), that cut all of them evenly."""
+    return _row_length(-(-pixels // -(-pixels // most)))
 
 
 def _aligned(nbytes: int) -> int:

@@ -13,9 +13,19 @@ from cupyconv.geometry import pointwise_geometry
 from cupyconv.plan import Kernel
 from cupyconv.planning.launches import DEPTHWISE_PIXELS, DIRECT_TILE, MERGE_TILES, PACKET_BYTES, merge_tile
 
-#: Kernels whose speed is the reason they exist: all of them keep their sums in registers, so a variant that
-#: spills one to memory has lost its point.  direct and col2im are for generality; a spill there costs little.
-FAST = ("merge", "im2col", "epilogue", "depthwise")
+_SCALAR_MERGE = ("WIDTH", "1")
+
+
+def is_fast(kernel: Kernel) -> bool:
+    """Whether speed is the reason the variant exists, so that a register spilled to memory defeats it.
+
+    direct and col2im are for generality, a merge without packets for unaligned rows: there a few bytes
+    spilled cost little beside the scattered access.
+    """
+    if kernel.name == "merge":
+        return _SCALAR_MERGE not in kernel.macros
+    return kernel.name in ("im2col", "epilogue", "depthwise")
+
 
 DTYPES = tuple(ITEMSIZE)
 REAL_DTYPES = tuple(dtype for dtype in DTYPES if not is_complex(dtype))

@@ -81,6 +81,7 @@ def environment() -> dict[str, Any]:
         "blas": f"{blas['name']} {blas['version']}",
         "blas_threads": {name: os.environ[name] for name in variables if name in os.environ} or "all cores",
         "python": sys.version.split()[0],
+        "load_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else "unknown",
     }
 
 

@@ -35,6 +35,9 @@ class Layer:
     groups: int = 1
     dtype: str = "float32"
 
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def in_channels(self) -> int:
         return sum(self.channels)

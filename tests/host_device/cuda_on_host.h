@@ -27,6 +27,7 @@
 #define __launch_bounds__(...)
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
+#define __noinline__ __attribute__((noinline))
 #define __align__(bytes) alignas(bytes)
 
 constexpr int warpSize = cuda_on_host::lanes_per_warp;
