@@ -1,7 +1,7 @@
 """Convolution as array functions, on NumPy and CuPy, merging inputs without concatenating them.
 
-    y = cupyconv.conv(x, weight)              # one array
-    y = cupyconv.conv([a, b, c], weight)      # their concatenation along channels, never built
+y = cupyconv.conv(x, weight)              # one array
+y = cupyconv.conv([a, b, c], weight)      # their concatenation along channels, never built
 """
 
 from cupyconv.batchnorm import fold_batchnorm

@@ -6,9 +6,10 @@ planning.  ``plan()`` is all that `explain` needs; ``run()`` allocates, executes
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -254,7 +255,9 @@ def _machine(backend: Backend, on: str | None) -> Machine:
     if on is None:
         return backend.machine(current_settings().threads)
     if backend.name != "numpy":
-        raise TypeError(f"on={on!r} plans for a GPU that need not be there, from NumPy arrays; given {backend.name} arrays")
+        raise TypeError(
+            f"on={on!r} plans for a GPU that need not be there, from NumPy arrays; given {backend.name} arrays"
+        )
     return known_gpu(on)
 
 
@@ -289,7 +292,7 @@ def _check_out(arrays: Arrays, shape: tuple[int, ...], dtype: np.dtype, backend:
         if name == "residual" and other.__array_interface__ == place.__array_interface__:
             continue  # out is residual: each element is read just before it is written
         try:
-            shared = np.shares_memory(place, other, max_work=100_000)
+            shared = np.shares_memory(place, other, max_work=100_000)  # type: ignore[arg-type]
         except np.exceptions.TooHardError:
             shared = True
         if shared:

@@ -7,9 +7,7 @@ from typing import Any
 from cupyconv.calls import prepare_col2im, prepare_im2col
 
 
-def im2col(
-    x: Any, kernel_shape: Any, *, stride: Any = 1, padding: Any = 0, dilation: Any = 1, out: Any = None
-) -> Any:
+def im2col(x: Any, kernel_shape: Any, *, stride: Any = 1, padding: Any = 0, dilation: Any = 1, out: Any = None) -> Any:
     """Every window of an image as a column.
 
     Parameters

@@ -6,8 +6,10 @@ of it has been seen, so ``import cupyconv`` never imports it.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any, Callable, ContextManager, Mapping, Protocol
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,7 +25,7 @@ class Backend(Protocol):
 
     def machine(self, threads: int | None) -> HostModel | GpuModel: ...
 
-    def current(self) -> ContextManager[Any]: ...
+    def current(self) -> AbstractContextManager[Any]: ...
 
     def address(self, array: Any) -> int: ...
 
@@ -87,7 +89,7 @@ def _cupy_backend(array: Any) -> Backend:
     return _cupy_device_backend(array.device.id)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _cupy_device_backend(ordinal: int) -> Backend:
     from cupyconv.backends.cuda import CudaBackend
     from cupyconv.backends.cuda.cupy_device import CupyDevice

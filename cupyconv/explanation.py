@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 from cupyconv.calls import Call, prepare_col2im, prepare_conv, prepare_im2col, prepare_linmerge
 from cupyconv.columns import col2im, im2col

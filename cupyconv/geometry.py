@@ -14,9 +14,10 @@ computed here and nowhere else.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Sequence
+from typing import Any
 
 from cupyconv.padding import PADDING_MODES, per_axis, resolve_padding
 

@@ -6,9 +6,10 @@ sliced, reversed and broadcast views differ in nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
-from typing import Sequence
 
 from cupyconv.dtypes import ITEMSIZE
 
@@ -59,7 +60,7 @@ class Operand:
         """The one stride between neighbouring pixels where the spatial axes collapse; else None."""
         return collapsed_stride(self.shape[2:], self.strides[2:])
 
-    def in_c_order(self, dtype: str) -> "Operand":
+    def in_c_order(self, dtype: str) -> Operand:
         """The same image, freshly allocated."""
         return replace(self, dtype=dtype, strides=c_strides(self.shape), alignment=16)
 
@@ -94,7 +95,7 @@ def collapsed_stride(shape: Sequence[int], strides: Sequence[int]) -> int | None
     Axes of length 1 do not count; with none left the stride is irrelevant and 1 is returned.
     """
     axes = [(extent, stride) for extent, stride in zip(shape, strides) if extent != 1]
-    for (_, outer), (extent, inner) in zip(axes, axes[1:]):
+    for (_, outer), (extent, inner) in pairwise(axes):
         if outer != extent * inner:
             return None
     return axes[-1][1] if axes else 1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import index
-from typing import Any, Sequence
+from typing import Any
 
 PADDING_MODES = ("constant", "reflect", "symmetric", "edge", "wrap")
 

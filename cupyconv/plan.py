@@ -7,12 +7,11 @@ a backend executes it, `explain` prints it; none of them needs the other two.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any
 
 from cupyconv.activations import Activation
 from cupyconv.dtypes import ITEMSIZE, is_complex
 from cupyconv.geometry import Windows
-
 
 #: Inputs that fit into the table of a kernel's parameters (MAX_SOURCES of kernels/image.cuh).
 MAX_SOURCES = 56
@@ -178,7 +177,7 @@ class BlockLoop:
         return self
 
 
-Step = Union[KernelLaunch, GemmCall, BlockLoop]
+Step = KernelLaunch | GemmCall | BlockLoop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +242,8 @@ class Plan:
         lines = [
             f"{self.problem}",
             f"  result    {self.result}",
-            f"  method    {self.method} on {self.backend} ({self.device})" + (f": {self.reason}" if self.reason else ""),
+            f"  method    {self.method} on {self.backend} ({self.device})"
+            + (f": {self.reason}" if self.reason else ""),
             f"  work      {self.flops:,} FLOP, {_bytes(self.bytes_moved)} moved"
             f" (at the least {_bytes(self.minimal_bytes)}); bound by {self.bound}",
             f"  workspace {_bytes(self.workspace_bytes)}"

@@ -20,14 +20,15 @@ class Settings:
     threads: int | None = None
 
 
-_CURRENT: ContextVar[Settings] = ContextVar("cupyconv_settings", default=Settings())
+_DEFAULTS = Settings()
+_CURRENT: ContextVar[Settings] = ContextVar("cupyconv_settings", default=_DEFAULTS)
 
 
 def current_settings() -> Settings:
     return _CURRENT.get()
 
 
-class options(AbstractContextManager["Settings"]):  # noqa: N801 - used like a function
+class options(AbstractContextManager["Settings"]):
     """Settings for the calls inside a ``with`` block.
 
     Parameters

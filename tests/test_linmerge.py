@@ -35,7 +35,7 @@ def integers(rng, shape, dtype):
 def test_any_inputs(target, channels, outputs, spatial, batch, dtype, method, bias, residual, layouts, seed):
     rng = np.random.default_rng(seed)
     shapes = [(batch, c, *spatial) for c in channels]
-    xs = [constant_where_broadcast(integers(rng, s, dtype), l) for s, l in zip(shapes, layouts)]
+    xs = [constant_where_broadcast(integers(rng, s, dtype), layout) for s, layout in zip(shapes, layouts)]
     weight = constant_where_broadcast(integers(rng, (outputs, sum(channels)), dtype), layouts[-1])
     extras = {
         "bias": integers(rng, outputs, dtype) if bias else None,
@@ -65,7 +65,7 @@ def test_any_number_of_inputs(target, count, method):
     weight = integers(rng, (3, sum(channels)), "float32")
     moved = [target.to_device(x) for x in xs], target.to_device(weight)
     if method == "direct" and target.name != "numpy" and count > 56:
-        with pytest.raises(ValueError, match="method 'direct' does not apply: .* inputs"):
+        with pytest.raises(ValueError, match=r"method 'direct' does not apply: .* inputs"):
             cupyconv.linmerge(*moved, method=method)
         return
     actual = cupyconv.linmerge(*moved, method=method)

@@ -141,5 +141,7 @@ def test_last_row_and_column_of_a_strided_kernel_are_left_out(target, method):
 def test_no_inputs_leave_bias_and_residual(target, method):
     bias = target.to_device(np.array([1.0, -2.0]))
     residual = target.to_device(np.full((1, 2, 3), 0.5))
-    y = conv(target, np.ones((1, 0, 3)), np.ones((2, 0, 1)), bias=bias, residual=residual, activation="relu", method=method)
+    y = conv(
+        target, np.ones((1, 0, 3)), np.ones((2, 0, 1)), bias=bias, residual=residual, activation="relu", method=method
+    )
     assert_exact(y, np.array([[[1.5] * 3, [0] * 3]]), "float64")

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from cupyconv.machine import HostModel
 from cupyconv.plan import Plan
 from cupyconv.planning import columns, cuda, numpy
-from cupyconv.machine import HostModel
 from cupyconv.planning.request import ColumnsRequest, ConvRequest
 
 #: Plans kept; one holds a few kilobytes.

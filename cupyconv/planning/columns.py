@@ -6,10 +6,10 @@ from dataclasses import replace
 from math import prod
 
 from cupyconv.activations import IDENTITY
-from cupyconv.dtypes import accumulator
+from cupyconv.dtypes import ITEMSIZE, accumulator
 from cupyconv.geometry import Windows
 from cupyconv.machine import HostModel
-from cupyconv.plan import Address, BlockLoop, Conversion, Plan, Step
+from cupyconv.plan import Address, BlockLoop, Buffer, Conversion, Plan, Step
 from cupyconv.planning.launches import col2im_launch, im2col_launches
 from cupyconv.planning.request import ColumnsRequest, convert
 
@@ -34,11 +34,16 @@ def plan_col2im(request: ColumnsRequest) -> Plan:
     """An image from columns: every element gathers what was read from it."""
     windows, out = request.windows, request.xs[0]
     steps: list[Step] = []
+    workspace: tuple[Buffer, ...] = ()
     if out.nbytes and isinstance(request.machine, HostModel):
         steps = [_loop("col2im", windows, [request.columns.name], request)]
+        if accumulator(out.dtype) != out.dtype:
+            workspace = (Buffer("sums", prod(out.shape[1:]) * ITEMSIZE[accumulator(out.dtype)]),)
     elif out.nbytes:
         steps = [col2im_launch(windows, request.columns, out)]
-    return _plan(request, "col2im", f"{out.dtype} {out.shape[:2] + windows.spatial(out.shape[2:])}", steps, [])
+    return _plan(
+        request, "col2im", f"{out.dtype} {out.shape[:2] + windows.spatial(out.shape[2:])}", steps, [], workspace
+    )
 
 
 def _loop(body: str, windows: Windows, inputs: list[str], request: ColumnsRequest) -> BlockLoop:
@@ -49,8 +54,9 @@ def _loop(body: str, windows: Windows, inputs: list[str], request: ColumnsReques
 
 
 def _plan(
-    request: ColumnsRequest, method: str, result: str, steps: list[Step], conversions: list[Conversion]
-) -> Plan:
+    request: ColumnsRequest, method: str, result: str, steps: list[Step], conversions: list[Conversion],
+    workspace: tuple[Buffer, ...] = (),
+) -> Plan:  # fmt: skip
     kernel = "x".join(map(str, request.windows.spatial(request.windows.kernel)))
     images = "x".join(map(str, request.windows.spatial(request.windows.size)))
     return Plan(
@@ -59,6 +65,7 @@ def _plan(
         problem=f"{method} {request.windows.in_channels} channels, kernel {kernel} on {request.windows.batch} x {images}",
         flops=_additions(request) if method == "col2im" else 0, bytes_moved=sum(step.bytes_moved for step in steps),
         minimal_bytes=_bytes(request), bound="memory", conversions=tuple(conversions),
+        workspace=workspace,
     )  # fmt: skip
 
 

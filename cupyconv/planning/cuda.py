@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cupyconv.activations import IDENTITY
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex
-from cupyconv.plan import MAX_SOURCES, Plan
+from cupyconv.machine import GpuModel
+from cupyconv.plan import MAX_SOURCES, KernelLaunch, Plan
 from cupyconv.planning.draft import Draft
 from cupyconv.planning.gemm import draft_gemm
 from cupyconv.planning.launches import (
@@ -23,7 +23,6 @@ from cupyconv.planning.launches import (
     merge_launch,
     merge_tile,
 )
-from cupyconv.machine import GpuModel
 from cupyconv.planning.request import (
     METHODS,
     ConvRequest,
@@ -33,6 +32,7 @@ from cupyconv.planning.request import (
     describe_result,
     without_empty_inputs,
 )
+
 
 def plan_conv(request: ConvRequest) -> Plan:
     """The plan for ``request.method``; ValueError where a named method does not apply."""
@@ -48,8 +48,8 @@ def plan_conv(request: ConvRequest) -> Plan:
     for method in METHODS:
         try:
             drafts.append(_draft(method, request))
-        except NotApplicable as reason:
-            rejected.append((method, str(reason)))
+        except NotApplicable as refusal:
+            rejected.append((method, str(refusal)))
     if request.method != "auto":
         for method, reason in rejected:
             if method == request.method:
@@ -102,9 +102,9 @@ def _draft_direct(request: ConvRequest) -> Draft:
     return Draft("direct", (direct_launch(geometry, *operands, epilogue),), reason="general kernel")
 
 
-def _only_epilogue(request: ConvRequest):
+def _only_epilogue(request: ConvRequest) -> KernelLaunch:
     return epilogue_launch(
-        request.geometry, request.out, sums=None, bias=request.bias, residual=request.residual, activation=request.activation or IDENTITY,
+        request.geometry, request.out, sums=None, bias=request.bias, residual=request.residual, activation=request.activation,
     )  # fmt: skip
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cupyconv.plan import Buffer, GemmCall, KernelLaunch, Step
 from cupyconv.machine import GpuModel
+from cupyconv.plan import Buffer, GemmCall, KernelLaunch, Step
 
 #: Share of the arithmetic rate that a kernel's inner loop reaches; the rest is loads and indices.
 KERNEL_EFFICIENCY = {"merge": 0.6, "depthwise": 0.15, "direct": 0.06}
@@ -27,7 +27,7 @@ class Draft:
     def bytes_moved(self) -> int:
         return sum(step.bytes_moved for step in self.steps)
 
-    def cost(self, gpu: GpuModel) -> "Cost":
+    def cost(self, gpu: GpuModel) -> Cost:
         """Seconds by the model: each step takes the larger of its memory and arithmetic times, and a launch."""
         memory = arithmetic = total = 0.0
         for step in self.steps:

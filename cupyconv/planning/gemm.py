@@ -67,12 +67,12 @@ class MatrixView:
         elements = row * self.row_step + column * self.column_step + sample * self.stride
         return Address(self.at.buffer, self.at.offset + elements * self.itemsize)
 
-    def as_real(self) -> "MatrixView":
+    def as_real(self) -> MatrixView:
         """A complex matrix as a real one with twice the columns."""
         assert not self.transposed
         return replace(self, itemsize=self.itemsize // 2, ld=2 * self.ld, stride=2 * self.stride)
 
-    def joined(self, rows: int, columns: int, samples: int) -> "MatrixView | None":
+    def joined(self, rows: int, columns: int, samples: int) -> MatrixView | None:
         """The samples' matrices side by side as one, where a sample's last column is followed by the next's first."""
         if samples > 1 and self.stride != columns * self.column_step:
             return None
@@ -347,9 +347,13 @@ class _GemmPlanner:
     def _gemms(self, chunk: Chunk, views: dict[Rows, MatrixView], c: MatrixView) -> list[Step]:
         geometry = self.geometry
         samples, columns = chunk.samples, chunk.pixels * self.components
-        joined = {rows: view.joined(rows.count, columns, samples) for rows, view in views.items()}
         joined_c = c.joined(geometry.out_channels * self.planes, columns, samples)
-        if joined_c is not None and None not in joined.values():
+        joined = {
+            rows: whole
+            for rows, view in views.items()
+            if (whole := view.joined(rows.count, columns, samples)) is not None
+        }
+        if joined_c is not None and len(joined) == len(views):
             views, c, samples, columns = joined, joined_c, 1, samples * columns
         if geometry.groups == 1:
             outputs = self.planes * geometry.out_channels  # planes lie one after the other
@@ -403,9 +407,7 @@ class _GemmPlanner:
             if self.request.allow_tf32 and real_part(self.dtype) == "float32":
                 compute = "tf32"
             c_dtype = real_part(self.sums_dtype) if self.components == 2 else self.sums_dtype
-            calls.append(
-                GemmCall(m, n, count, a, b, target, batch, self.dtype, c_dtype, compute, beta, "products")
-            )
+            calls.append(GemmCall(m, n, count, a, b, target, batch, self.dtype, c_dtype, compute, beta, "products"))
         return calls
 
     def _epilogue(self, chunk: Chunk, sums: MatrixView | None) -> Step:

@@ -6,9 +6,10 @@ is a tuple, a pointer an `Address` or None.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, Sequence
+from typing import Any
 
 from cupyconv.activations import IDENTITY, Activation
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
@@ -155,7 +156,9 @@ def im2col_launches(
                     ("channels", group.in_channels),
                 ),
                 purpose=purpose,
-                bytes_moved=samples * group.in_channels * itemsize
+                bytes_moved=samples
+                * group.in_channels
+                * itemsize
                 * (windows.taps * pixels + -(-prod(windows.size) * pixels // windows.pixels)),
             )
         )
@@ -228,7 +231,9 @@ def epilogue_launch(
             ("channels", geometry.out_channels),
         ),
         purpose=", ".join(does) or ("store" if sums else "zeros"),
-        bytes_moved=samples * pixels * geometry.out_channels
+        bytes_moved=samples
+        * pixels
+        * geometry.out_channels
         * (out.itemsize * (1 + bool(residual)) + bool(sums) * ITEMSIZE[sums_dtype] * (1 + bool(imaginary))),
     )
 
@@ -254,13 +259,13 @@ def image(operand: Operand, first_sample: int = 0) -> tuple[Any, ...]:
 
 def collapse(images: Sequence[Operand], size: Triple) -> tuple[Triple, list[Operand]]:
     """The images with their spatial axes as one, where every one of them allows it; else as they are."""
-    strides = [operand.pixel_stride for operand in images]
-    if any(stride is None for stride in strides):
-        return size, list(images)
-    flat = [
-        replace(op, shape=(*op.shape[:2], 1, 1, op.pixels), strides=(*op.strides[:2], 0, 0, stride))
-        for op, stride in zip(images, strides)
-    ]
+    flat = []
+    for operand in images:
+        stride = operand.pixel_stride
+        if stride is None:
+            return size, list(images)
+        shape, strides = (*operand.shape[:2], 1, 1, operand.pixels), (*operand.strides[:2], 0, 0, stride)
+        flat.append(replace(operand, shape=shape, strides=strides))
     return (1, 1, prod(size)), flat
 
 

@@ -7,8 +7,8 @@ as many columns as the cache holds; what is bound by memory wants its block to s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
-from typing import Callable
 
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
 from cupyconv.machine import HostModel
@@ -195,6 +195,8 @@ def _weight_copy(request: ConvRequest) -> int:
     )
     if in_place and not geometry.is_depthwise:
         return 0
-    return prod(weight.shape) * ITEMSIZE[accumulator(real_part(request.weight_dtype))] * (
-        1 + is_complex(request.weight_dtype)
+    return (
+        prod(weight.shape)
+        * ITEMSIZE[accumulator(real_part(request.weight_dtype))]
+        * (1 + is_complex(request.weight_dtype))
     )

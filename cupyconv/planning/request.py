@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Union
 
 from cupyconv.activations import IDENTITY, Activation
 from cupyconv.geometry import ConvGeometry, Windows
+from cupyconv.machine import GpuModel, HostModel
 from cupyconv.operands import Operand
 from cupyconv.plan import Conversion
-from cupyconv.machine import GpuModel, HostModel
 
 METHODS = ("direct", "gemm")
 LATER_METHODS = ("implicit_gemm", "winograd", "fft")
 
-Machine = Union[HostModel, GpuModel]
+Machine = HostModel | GpuModel
 
 #: Bytes of workspace allowed unless `options` says otherwise.
 DEFAULT_LIMIT = {HostModel: 16 << 20, GpuModel: 256 << 20}

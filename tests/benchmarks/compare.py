@@ -2,8 +2,10 @@
 
     python -m tests.benchmarks.compare [--rounds 9] [--only TEXT] [--json FILE] [--readme README.md]
 
-The two sides alternate within every round, so that what else the machine does meets both.  A ratio above 1
-means that the library is faster than its peer (``layers.py``).  Results are checked before anything is timed.
+The two sides take turns within every round, each first in every other one, so that what else the machine does
+meets both.  The ratio is the median of the rounds' own ratios; above 1 the library is faster than its peer
+(``layers.py``).  Results are checked before anything is timed.  Run it on a quiet machine: a product on all cores
+waits for the slowest of them, so that one busy core costs each call a time slice; the load is recorded.
 """
 
 from __future__ import annotations
@@ -50,18 +52,19 @@ def measure(layer: Layer, rounds: int) -> dict[str, Any]:
     for call in sides.values():
         layer.check(call(), xs, weight)
     times: dict[str, list[float]] = {side: [] for side in sides}
-    for _ in range(rounds):
-        for side, call in sides.items():
+    for number in range(rounds):
+        for side in sorted(sides, reverse=bool(number % 2)):
             begin = time.perf_counter()
-            call()
+            sides[side]()
             times[side].append(time.perf_counter() - begin)
     ours, peer = (statistics.median(times[side]) for side in ("ours", "peer"))
+    ratios = [b / a for a, b in zip(times["ours"], times["peer"])]
     return {
         "layer": layer.name,
         "seconds": ours,
         "peer_seconds": peer,
-        "ratio": peer / ours,
-        "quartiles_of_ratio": statistics.quantiles(b / a for a, b in zip(times["ours"], times["peer"]))[::2],
+        "ratio": statistics.median(ratios),
+        "quartiles_of_ratio": statistics.quantiles(ratios)[::2],
         "workspace_bytes": peak_bytes(sides["ours"]),
         "peer_workspace_bytes": peak_bytes(sides["peer"]),
         "gflop_per_second": layer.flops / ours / 1e9,
@@ -71,7 +74,6 @@ def measure(layer: Layer, rounds: int) -> dict[str, Any]:
 
 def environment() -> dict[str, Any]:
     """What the figures depend on."""
-    variables = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
     return {
         "date": date.today().isoformat(),
@@ -79,7 +81,7 @@ def environment() -> dict[str, Any]:
         "cupyconv": cupyconv.__version__,
         "machine": numpy_library().description,
         "blas": f"{blas['name']} {blas['version']}",
-        "blas_threads": {name: os.environ[name] for name in variables if name in os.environ} or "all cores",
+        "blas_threads": _blas_threads(),
         "python": sys.version.split()[0],
         "load_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else "unknown",
     }
@@ -121,8 +123,11 @@ def markdown(record: dict[str, Any]) -> str:
         for row in record["layers"]
     ]
     losses = sum(row["ratio"] < 1 for row in record["layers"])
-    threads = record["blas_threads"]
-    where = f"{record['machine']}; BLAS {record['blas']} on {threads}; Python {record['python']}; {record['date']}."
+    threads, load = record["blas_threads"], record["load_before"]
+    busy = f" The machine was busy with other work (load {load})." if load != "unknown" and load > 0.5 else ""
+    where = (
+        f"{record['machine']}; BLAS {record['blas']} on {threads}; Python {record['python']}; {record['date']}.{busy}"
+    )
     return "\n".join(
         [
             "| layer (float32 unless named) | cupyconv, ms | peer, ms | ratio | cupyconv, MiB | peer, MiB |",
@@ -144,6 +149,12 @@ def _line(row: dict[str, Any]) -> str:
         f"{row['layer']:<42}{row['seconds'] * 1e3:>10.1f}{row['peer_seconds'] * 1e3:>10.1f}{row['ratio']:>7.2f}"
         f"{f'{low:.2f} - {high:.2f}':>13}{memory}"
     )
+
+
+def _blas_threads() -> str:
+    limits = [os.environ.get(name) for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")]
+    limit = next(filter(None, limits), None)
+    return "all cores" if limit is None else f"{limit} thread{'s' * (limit != '1')}"
 
 
 def _commit() -> str:

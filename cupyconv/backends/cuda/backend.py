@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, ContextManager, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +32,7 @@ class CudaBackend:
         """The processor plans are made for."""
         return self.model
 
-    def current(self) -> ContextManager[Any]:
+    def current(self) -> AbstractContextManager[Any]:
         """A context in which the backend's device is the current one."""
         return self.device.current()
 

@@ -15,8 +15,8 @@ import numpy as np
 from cupy_backends.cuda.libs import cublas
 
 from cupyconv.backends.cuda.kernel_sources import compile_options, kernel_source
-from cupyconv.plan import Kernel
 from cupyconv.machine import GpuModel, nearest_gpu
+from cupyconv.plan import Kernel
 
 #: Handles kept for the streams of one thread.  One takes megabytes, up to 32 on Hopper, and destroying
 #: one waits for the GPU, so a thread that cycles through more streams than this pays for it.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
 from cupyconv.backends.cuda.device import Device
 from cupyconv.backends.cuda.parameters import PackedParameters
-from cupyconv.dtypes import dtype_from_name
-from cupyconv.plan import Address, GemmCall, KernelLaunch, Matrix, Plan
+from cupyconv.dtypes import dtype_from_name, is_complex
+from cupyconv.plan import Address, BlockLoop, GemmCall, KernelLaunch, Matrix, Plan
 
 #: cudaDataType_t
 _DATA_TYPE = {"float32": 0, "float64": 1, "float16": 2, "complex64": 4, "complex128": 5, "bfloat16": 14}
@@ -24,9 +25,10 @@ class PreparedPlan:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._steps = [
-            (step, PackedParameters(step) if isinstance(step, KernelLaunch) else _Scalars(step)) for step in plan.steps
-        ]
+        self._steps: list[_PreparedLaunch | _PreparedGemm] = []
+        for step in plan.steps:
+            assert not isinstance(step, BlockLoop)
+            self._steps.append(_PreparedLaunch(step) if isinstance(step, KernelLaunch) else _PreparedGemm(step))
 
     def run(self, device: Device, arrays: Mapping[str, Any]) -> None:
         """Enqueue every step; `arrays` holds the plan's arguments and result by name."""
@@ -40,47 +42,50 @@ class PreparedPlan:
         def address_of(address: Address) -> int:
             return bases[address.buffer] + address.offset
 
-        for step, prepared in self._steps:
-            if isinstance(step, KernelLaunch):
-                params = prepared.bind(address_of)
-                device.launch(step.kernel, step.grid, step.block, params, step.shared_bytes)
-            else:
-                _gemm(device, step, prepared, address_of)
+        for step in self._steps:
+            step.run(device, address_of)
 
 
-class _Scalars:
-    """alpha and beta of a GEMM call, on the host, alive as long as the plan."""
+class _PreparedLaunch:
+    """A kernel launch with its parameter struct packed but for the addresses."""
 
-    def __init__(self, step: GemmCall) -> None:
-        real = np.float64 if step.compute == "float64" else np.float32
-        kind = np.result_type(real, np.complex64) if step.dtype.startswith("complex") else real
-        self.values = np.array([1, step.beta], kind)
+    def __init__(self, launch: KernelLaunch) -> None:
+        self.launch = launch
+        self.parameters = PackedParameters(launch)
 
-    @property
-    def alpha(self) -> int:
-        return self.values.ctypes.data
-
-    @property
-    def beta(self) -> int:
-        return self.values.ctypes.data + self.values.itemsize
+    def run(self, device: Device, address_of: Callable[[Address], int]) -> None:
+        launch = self.launch
+        device.launch(launch.kernel, launch.grid, launch.block, self.parameters.bind(address_of), launch.shared_bytes)
 
 
-def _gemm(device: Device, call: GemmCall, scalars: _Scalars, address_of: Any) -> None:
-    """A row-major call as cuBLAS, which is column-major, has it: C' = B' A', operands swapped.
+class _PreparedGemm:
+    """A GEMM call with alpha and beta on the host, where cuBLAS reads them while it enqueues.
+
+    A row-major call as cuBLAS, which is column-major, has it: operands swapped.
 
     ::
 
         row-major  C[m, n] = A[m, k] B[k, n]      is, read by columns,      C'[n, m] = B'[n, k] A'[k, m]
     """
 
-    def operation(matrix: Matrix) -> int:
-        return _TRANSPOSE if matrix.transposed else _NO_TRANSPOSE
+    def __init__(self, call: GemmCall) -> None:
+        real = np.float64 if call.compute == "float64" else np.float32
+        kind = np.result_type(real, np.complex64) if is_complex(call.dtype) else np.dtype(real)
+        self.call = call
+        self._scalars = np.array([1, call.beta], kind)
+        self.alpha = self._scalars.ctypes.data
+        self.beta = self.alpha + self._scalars.itemsize
 
-    kind = _DATA_TYPE[call.dtype]
-    device.gemm_strided_batched(
-        operation(call.b), operation(call.a), call.n, call.m, call.k,
-        scalars.alpha, address_of(call.b.at), kind, call.b.ld, call.b.stride,
-        address_of(call.a.at), kind, call.a.ld, call.a.stride,
-        scalars.beta, address_of(call.c.at), _DATA_TYPE[call.c_dtype], call.c.ld, call.c.stride,
-        call.batch, _COMPUTE_TYPE[call.compute],
-    )  # fmt: skip
+    def run(self, device: Device, address_of: Callable[[Address], int]) -> None:
+        call, kind = self.call, _DATA_TYPE[self.call.dtype]
+        device.gemm_strided_batched(
+            _operation(call.b), _operation(call.a), call.n, call.m, call.k,
+            self.alpha, address_of(call.b.at), kind, call.b.ld, call.b.stride,
+            address_of(call.a.at), kind, call.a.ld, call.a.stride,
+            self.beta, address_of(call.c.at), _DATA_TYPE[call.c_dtype], call.c.ld, call.c.stride,
+            call.batch, _COMPUTE_TYPE[call.compute],
+        )  # fmt: skip
+
+
+def _operation(matrix: Matrix) -> int:
+    return _TRANSPOSE if matrix.transposed else _NO_TRANSPOSE

@@ -6,7 +6,8 @@ into bytes once; ``bind`` copies them and writes the addresses of a call's array
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,9 @@ POINTER, INT64, INT32, FLOAT64 = np.uint64, np.int64, np.int32, np.float64
 
 
 def _struct(**fields: Any) -> np.dtype:
-    return np.dtype([(name, *(spec if isinstance(spec, tuple) else (spec,))) for name, spec in fields.items()], align=True)
+    return np.dtype(
+        [(name, *(spec if isinstance(spec, tuple) else (spec,))) for name, spec in fields.items()], align=True
+    )
 
 
 IMAGE = _struct(data=POINTER, stride_n=INT64, stride_c=INT64, stride=(INT64, 3))

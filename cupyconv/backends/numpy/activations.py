@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Callable
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +44,7 @@ def _elu(v: np.ndarray, alpha: np.floating, _: object) -> None:
     np.multiply(np.expm1(np.minimum(v, 0)), alpha, out=v, where=v < 0)
 
 
-def _gate(v: np.ndarray, slope: float, offset: float) -> np.ndarray:
+def _gate(v: np.ndarray, slope: Any, offset: Any) -> np.ndarray:
     gate = v * v.dtype.type(slope)
     gate += v.dtype.type(offset)
     return np.clip(gate, 0, 1, out=gate)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any, ContextManager, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ class NumpyBackend:
         """The processor plans are made for."""
         return HostModel(threads or 1)
 
-    def current(self) -> ContextManager[Any]:
+    def current(self) -> AbstractContextManager[Any]:
         """A context in which the backend's device is the current one."""
         return nullcontext()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,23 +15,25 @@ def im2col(windows: Windows, xs: Sequence[np.ndarray], columns: np.ndarray) -> N
     for t, regions in enumerate(_regions(windows)):
         for at, elements in regions:
             for x, first in zip(xs, windows.channel_offsets):
-                channels = slice(first, first + x.shape[1])
-                columns[(slice(None), channels, t, *at)] = 0 if elements is None else read(x, elements)
+                target = read(columns[:, first : first + x.shape[1], t], at)
+                target[...] = 0 if elements is None else read(x, elements)
 
 
 def col2im(windows: Windows, columns: np.ndarray, image: np.ndarray, sums_dtype: np.dtype) -> None:
     """Add every entry of `columns` (N, C, taps, depth, height, width) to the element it was read from.
 
-    One sample at a time is summed in `sums_dtype` and rounded once.
+    Sums are kept in the image, or where that would round each of them, a sample at a time beside it.
     """
     with np.errstate(all="ignore"):
-        for n in range(windows.batch):
-            sums = np.zeros(image.shape[1:], sums_dtype)
+        for columns_n, image_n in zip(columns, image):
+            sums = image_n if image.dtype == sums_dtype else np.empty(image_n.shape, sums_dtype)
+            sums[...] = 0
             for t, regions in enumerate(_regions(windows)):
                 for at, elements in regions:
                     if elements is not None:  # what fell on padding is dropped
-                        sums[(slice(None), *elements)] += columns[(n, slice(None), t, *at)]
-            image[n] = sums
+                        read(sums, elements)[...] += read(columns_n[:, t], at)
+            if sums is not image_n:
+                image_n[...] = sums
 
 
 def _regions(windows: Windows) -> tuple[tuple[Region, ...], ...]:

@@ -11,10 +11,10 @@ Blocks are disjoint, so threads may take them in any order and every bit stays t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from math import prod
-from typing import Callable, Sequence
 
 import numpy as np
 
@@ -167,4 +167,3 @@ class BlockedConvolution:
 def _block_of(image: np.ndarray, block: Ranges) -> np.ndarray:
     samples, depth, height, width = (slice(r.start, r.stop) for r in block)
     return image[samples, :, depth, height, width]
-

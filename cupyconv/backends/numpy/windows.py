@@ -12,18 +12,18 @@ few at the borders are zeros, or are read through an index array that follows th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
-from typing import Sequence, Union
 
 import numpy as np
 
 from cupyconv.geometry import Windows
 
 #: Input elements of a run of outputs: a slice, an index array, or None for zeros.
-Elements = Union[slice, np.ndarray, None]
+Elements = slice | np.ndarray | None
 Segment = tuple[slice, Elements]
-Region = tuple[tuple[slice, ...], Union[tuple[Elements, ...], None]]
+Region = tuple[tuple[slice, ...], tuple[Elements, ...] | None]
 
 
 def padded_index(index: np.ndarray, size: int, mode: str) -> np.ndarray:
@@ -64,7 +64,7 @@ def axis_segments(outputs: range, size: int, stride: int, offset: int, mode: str
 
 
 @lru_cache(maxsize=1024)
-def block_regions(windows: Windows, block: tuple[range, range, range]) -> tuple[tuple[Region, ...], ...]:
+def block_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[Region, ...], ...]:
     """For every tap, in C order, the boxes of a block's output pixels and the input elements each reads.
 
     None stands for zeros.  Kept between calls: a small convolution is bound by working this out.
@@ -93,4 +93,3 @@ def read(image: np.ndarray, elements: Sequence[Elements]) -> np.ndarray:
     for axis, element in enumerate(elements):
         image = image[(..., element, *(slice(None),) * (2 - axis))]
     return image
-
