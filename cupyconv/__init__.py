@@ -6,13 +6,13 @@ y = cupyconv.conv([a, b, c], weight)      # their concatenation along channels, 
 
 from cupyconv.batchnorm import fold_batchnorm
 from cupyconv.columns import col2im, im2col
+from cupyconv.configuration import show_config
 from cupyconv.convolution import conv, linmerge
 from cupyconv.explanation import explain
 from cupyconv.padding import onnx_padding
 from cupyconv.plan import Plan
 from cupyconv.settings import options
-
-__version__ = "0.1.0"
+from cupyconv.version import __version__
 
 __all__ = [
     "Plan",
@@ -25,4 +25,5 @@ __all__ = [
     "linmerge",
     "onnx_padding",
     "options",
+    "show_config",
 ]

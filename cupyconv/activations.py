@@ -26,6 +26,7 @@ softplus                log(1 + exp(v))
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 #: name -> (code in kernels/activation.cuh, default parameters; None marks a required one)
@@ -84,10 +85,9 @@ def resolve_activation(activation: Any) -> Activation:
     required = sum(default is None for default in defaults)
     if not required <= len(given) <= len(defaults):
         raise ValueError(f"activation {name!r} takes {required} to {len(defaults)} parameters, given {len(given)}")
-    try:
-        values = [float(value) for value in given]
-    except (TypeError, ValueError):
-        raise TypeError(f"activation parameters must be numbers, given {given!r}") from None
+    if not all(isinstance(value, Real) for value in given):
+        raise TypeError(f"activation parameters must be real numbers, given {given!r}")
+    values = [float(value) for value in given]
     values += [default for default in defaults[len(values) :] if default is not None]
     if name == "clip" and not values[0] <= values[1]:
         raise ValueError(f"activation 'clip' needs low <= high, given {values[0]} and {values[1]}")

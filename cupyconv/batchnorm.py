@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from cupyconv.dispatch import backend_for
-from cupyconv.dtypes import accumulator, check_dtype, dtype_from_name
-from cupyconv.padding import per_axis
+from cupyconv.dtypes import accumulator, check_dtype, dtype_from_name, dtype_name
+from cupyconv.padding import positive
 
 
 def fold_batchnorm(
@@ -62,33 +64,38 @@ def fold_batchnorm(
     >>> weight.ravel(), bias
     (array([0.5]), array([-1.5]))
     """
-    vectors = {"bias": bias, "mean": mean, "var": var, "gamma": gamma, "beta": beta}
-    backend_for({"weight": weight, **vectors})
-    groups = per_axis("groups", groups, 1, 1)[0]
+    required = {"weight": weight, "mean": mean, "var": var}
+    optional = {"bias": bias, "gamma": gamma, "beta": beta}
+    arrays = {**required, **{name: vector for name, vector in optional.items() if vector is not None}}
+    backend_for(arrays)
+    for name, array in arrays.items():
+        check_dtype(name, array.dtype)
+        if array.dtype.kind == "c" and weight.dtype.kind != "c":
+            raise TypeError(f"{name} is {array.dtype}, weight is {weight.dtype}: casting would drop imaginary parts")
+    if not isinstance(eps, (int, float, np.floating)):
+        raise TypeError(f"eps must be a real number, given {eps!r}")
+    groups = positive("groups", groups)
     if weight.ndim < 2:
         raise ValueError(f"weight must have at least two axes, given shape {tuple(weight.shape)}")
-    outputs = weight.shape[1] * groups if transposed else weight.shape[0]
     if weight.shape[0] % groups:
         raise ValueError(f"groups {groups} does not divide the weight's first axis, {weight.shape[0]}")
-    check_dtype("weight", weight.dtype)
-    for name, vector in vectors.items():
-        if vector is not None and tuple(vector.shape) != (outputs,):
+    outputs = weight.shape[1] * groups if transposed else weight.shape[0]
+    for name, vector in arrays.items():
+        if name != "weight" and tuple(vector.shape) != (outputs,):
             raise ValueError(f"{name} has shape {tuple(vector.shape)}, needed ({outputs},)")
-        if vector is not None:
-            check_dtype(name, vector.dtype)
 
-    dtype = dtype_from_name(accumulator(weight.dtype.name))
-    mean, var = mean.astype(dtype), var.astype(dtype)
-    scale = (var + dtype.type(eps)) ** -0.5
-    scale = scale if gamma is None else scale * gamma.astype(dtype)
-    shift = -mean if bias is None else bias.astype(dtype) - mean
-    shift = shift * scale if beta is None else shift * scale + beta.astype(dtype)
+    dtype = dtype_from_name(accumulator(dtype_name(weight.dtype)))
+    with np.errstate(all="ignore"):
+        scale = (var.astype(dtype) + dtype.type(eps)) ** -0.5
+        scale = scale if gamma is None else scale * gamma.astype(dtype)
+        shift = -mean.astype(dtype) if bias is None else bias.astype(dtype) - mean.astype(dtype)
+        shift = shift * scale if beta is None else shift * scale + beta.astype(dtype)
 
-    kernel = weight.shape[2:]
-    if transposed:
-        blocks = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], *kernel)
-        factors = scale.reshape(groups, 1, weight.shape[1], *(1,) * len(kernel))
-    else:
-        blocks, factors = weight, scale.reshape(outputs, *(1,) * (weight.ndim - 1))
-    folded = (blocks.astype(dtype) * factors).reshape(weight.shape)
-    return folded.astype(weight.dtype), shift.astype(weight.dtype)
+        kernel = weight.shape[2:]
+        if transposed:
+            blocks = weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], *kernel)
+            factors = scale.reshape(groups, 1, weight.shape[1], *(1,) * len(kernel))
+        else:
+            blocks, factors = weight, scale.reshape(outputs, *(1,) * (weight.ndim - 1))
+        folded = (blocks.astype(dtype) * factors).reshape(weight.shape)
+        return folded.astype(weight.dtype), shift.astype(weight.dtype)

@@ -7,22 +7,23 @@ planning.  ``plan()`` is all that `explain` needs; ``run()`` allocates, executes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from cupyconv.activations import resolve_activation
+from cupyconv.axes import Axes, byte_strides
 from cupyconv.dispatch import Backend, backend_for
 from cupyconv.dtypes import check_dtype, dtype_name, operand_dtypes, promote
 from cupyconv.geometry import ConvGeometry, conv_geometry, pointwise_geometry, window_geometry
 from cupyconv.machine import known_gpu
-from cupyconv.operands import Operand, c_strides, collapsed_stride, is_channels_last, operand, overlaps_itself
+from cupyconv.operands import Operand, is_channels_last, overlaps_itself
 from cupyconv.padding import per_axis
 from cupyconv.plan import Plan
 from cupyconv.planning import plan_col2im, plan_conv, plan_im2col
-from cupyconv.planning.request import ColumnsRequest, ConvRequest, Machine
+from cupyconv.planning.request import ColumnsRequest, ConvRequest, Machine, check_method
 from cupyconv.settings import current_settings
 
 Arrays = Mapping[str, Any]
@@ -30,14 +31,20 @@ Arrays = Mapping[str, Any]
 
 @dataclass
 class Call:
-    """One call, checked and ready; `request` does not change with the arrays' content."""
+    """One call, checked and ready; nothing has been allocated or launched for it.
+
+    `arrays` are the arguments by name, as the caller gave them, absent ones left out.
+    """
 
     backend: Backend
     request: ConvRequest | ColumnsRequest
     make_plan: Callable[[Any], Plan]
     arrays: dict[str, Any]
-    allocate: Callable[[], Any]
-    finish: Callable[[Any], Any] = field(default=lambda out: out)
+    images: frozenset[str]  # names of those with the axes of an image
+    axes: Axes
+    shape: tuple[int, ...]  # of the result
+    dtype: np.dtype
+    channels_last: bool = False
 
     def plan(self) -> Plan:
         return self.make_plan(self.request)
@@ -45,32 +52,50 @@ class Call:
     def run(self) -> Any:
         """Execute the plan; smaller chunks are tried before a failed allocation is reported."""
         with self.backend.current():
-            arrays = {name: array for name, array in self.arrays.items() if array is not None}
+            plan = self.plan()  # refusals come before the result is allocated
+            arrays = dict(self.arrays)
             if "out" not in arrays:
-                arrays["out"] = self.allocate()
-            request = self.request
+                arrays["out"] = self._allocate()
+            views = {name: self._view(name, a) if name in self.images else a for name, a in arrays.items()}
             while True:
-                plan = self.make_plan(request)
                 try:
-                    self.backend.run(plan, arrays)
+                    self.backend.run(plan, views)
+                    break
                 except MemoryError:
-                    request = _with_less_workspace(request, plan)
-                    if request is None:
+                    smaller = self._with_less_workspace(plan)
+                    if smaller is None:
                         raise
-                else:
-                    return self.finish(arrays["out"])
+                    plan = smaller
+            out = arrays["out"]
+            if self.backend.address(views["out"]) != self.backend.address(out):  # computed beside it: see Axes.view
+                out[...] = self.axes.give_back(views["out"], tuple(out.shape)[-self.axes.spatial :])
+            return out
 
+    def _with_less_workspace(self, plan: Plan) -> Plan | None:
+        """A plan with half the workspace that could not be had, or None where there is none."""
+        if not plan.workspace or not isinstance(self.request, ConvRequest):
+            return None
+        try:
+            return self.make_plan(replace(self.request, workspace_limit=plan.workspace_bytes // 2))
+        except ValueError:
+            return None
 
-def _with_less_workspace(request: Any, plan: Plan) -> Any:
-    """The request with half the workspace that could not be had, or None where nothing smaller exists."""
-    if not plan.workspace or not isinstance(request, ConvRequest):
-        return None
-    smaller = replace(request, workspace_limit=plan.workspace_bytes // 2)
-    try:
-        plan_conv(smaller)
-    except ValueError:
-        return None
-    return smaller
+    def _view(self, name: str, array: Any) -> Any:
+        def copy(image: Any) -> Any:
+            if name == "out":
+                return self.backend.empty(tuple(image.shape), image.dtype)
+            return self.backend.contiguous(image)
+
+        return self.axes.view(array, copy)
+
+    def _allocate(self) -> Any:
+        if not self.channels_last:
+            return self.backend.empty(self.shape, self.dtype)
+        channel = int(self.axes.batched)
+        rest = self.shape[:channel] + self.shape[channel + 1 :]
+        array = self.backend.empty((*rest, self.shape[channel]), self.dtype)
+        last = array.ndim - 1
+        return array.transpose(*range(channel), last, *range(channel, last))
 
 
 def prepare_conv(
@@ -80,17 +105,16 @@ def prepare_conv(
 ) -> Call:  # fmt: skip
     """Check the arguments of `conv`."""
     xs = named_inputs("x", x)
-    arrays = {**xs, "weight": weight, "bias": bias, "residual": residual, "out": out}
+    arrays = _present({**xs, "weight": weight}, bias=bias, residual=residual, out=out)
     backend = _owner(arrays)
-    unbatched = all(array.ndim == weight.ndim - 1 for array in xs.values())
-    if unbatched:
-        arrays = {name: _with_batch(name, array, xs) for name, array in arrays.items()}
+    batched = not all(array.ndim == weight.ndim - 1 for array in xs.values())
     geometry = conv_geometry(
-        [tuple(arrays[name].shape) for name in xs], tuple(weight.shape), stride=stride, padding=padding,
-        padding_mode=padding_mode, dilation=dilation, groups=groups,
+        _shapes(xs), tuple(weight.shape), batched=batched, stride=stride, padding=padding, padding_mode=padding_mode,
+        dilation=dilation, groups=groups,
     )  # fmt: skip
-    call = _conv_call(backend, geometry, list(xs), arrays, activation, prologue, method, on)
-    return _without_batch(call, out) if unbatched else call
+    axes = Axes(batched, geometry.rank)
+    spatial = geometry.spatial(geometry.out_size)
+    return _conv_call(backend, geometry, axes, spatial, list(xs), arrays, activation, prologue, method, on)
 
 
 def prepare_linmerge(
@@ -99,36 +123,12 @@ def prepare_linmerge(
 ) -> Call:  # fmt: skip
     """Check the arguments of `linmerge`."""
     inputs = named_inputs("xs", xs)
-    arrays = {**inputs, "weight": weight, "bias": bias, "residual": residual, "out": out}
+    arrays = _present({**inputs, "weight": weight}, bias=bias, residual=residual, out=out)
     backend = _owner(arrays)
-    rank = next(iter(inputs.values())).ndim - 2
-    if rank < 0:
-        raise ValueError(f"xs must have shape (N, C, *spatial), given {next(iter(inputs.values())).shape}")
-    geometry = pointwise_geometry([tuple(array.shape) for array in inputs.values()], tuple(weight.shape))
-    if rank <= 3:
-        return _conv_call(backend, geometry, list(inputs), arrays, activation, prologue, method, on)
-
-    # More spatial axes than a geometry has: the leading ones become one, their order means nothing here.
+    geometry = pointwise_geometry(_shapes(inputs), tuple(weight.shape))
     spatial = tuple(next(iter(inputs.values())).shape[2:])
-    for name in ("out", "residual"):
-        if arrays[name] is not None and tuple(arrays[name].shape[2:]) != spatial:
-            raise ValueError(f"{name} has shape {tuple(arrays[name].shape)}, needed (N, C_out, *{spatial})")
-    arrays = {
-        name: array if name in ("weight", "bias") or array is None else _three_spatial(backend, name, array)
-        for name, array in arrays.items()
-    }
-    geometry = pointwise_geometry([tuple(arrays[name].shape) for name in inputs], tuple(weight.shape))
-    call = _conv_call(backend, geometry, list(inputs), arrays, activation, prologue, method, on)
-
-    def spread(result: Any) -> Any:
-        if out is None:
-            return result.reshape(*result.shape[:2], *spatial)
-        if backend.address(result) != backend.address(out):  # its strides allow no view of three axes
-            out[...] = result.reshape(out.shape)
-        return out
-
-    call.finish = spread
-    return call
+    axes = Axes(True, len(spatial))
+    return _conv_call(backend, geometry, axes, spatial, list(inputs), arrays, activation, prologue, method, on)
 
 
 def prepare_im2col(
@@ -137,27 +137,21 @@ def prepare_im2col(
 ) -> Call:  # fmt: skip
     """Check the arguments of `im2col`."""
     xs = named_inputs("x", x)
-    arrays = {**xs, "out": out}
+    arrays = _present(xs, out=out)
     backend = _owner(arrays)
     unbatched = isinstance(kernel_shape, (tuple, list)) and all(a.ndim == len(kernel_shape) + 1 for a in xs.values())
-    if unbatched:
-        arrays = {name: None if array is None else array[None] for name, array in arrays.items()}
     windows = window_geometry(
-        [tuple(arrays[name].shape) for name in xs], kernel_shape, stride=stride, padding=padding, dilation=dilation
+        _shapes(xs), kernel_shape, batched=not unbatched, stride=stride, padding=padding, dilation=dilation
     )
+    axes = Axes(not unbatched, windows.rank)
+    columns_axes = Axes(not unbatched, 1)
+    shape = columns_axes.shape(windows.batch, windows.in_channels * windows.taps, (windows.pixels,))
     dtype = promote(*(array.dtype for array in xs.values()))
-    shape = (windows.batch, windows.in_channels * windows.taps, windows.pixels)
-    if arrays["out"] is not None:
-        _check_out(arrays, shape, dtype, backend)
-        columns = _describe(backend, "out", arrays["out"])
-    else:
-        columns = _fresh("out", dtype_name(dtype), shape, channels_last=False)
     request = ColumnsRequest(
-        windows=windows, xs=tuple(_describe(backend, name, arrays[name]) for name in xs), columns=columns,
-        machine=_machine(backend, on),
+        windows=windows, xs=tuple(_describe(backend, axes, name, array) for name, array in xs.items()),
+        columns=_result(backend, columns_axes, arrays, shape, dtype), machine=_machine(backend, on),
     )  # fmt: skip
-    call = Call(backend, request, plan_im2col, arrays, lambda: backend.empty(shape, dtype))
-    return _without_batch(call, out) if unbatched else call
+    return Call(backend, request, plan_im2col, arrays, frozenset((*xs, "out")), axes, shape, dtype)
 
 
 def prepare_col2im(
@@ -165,36 +159,37 @@ def prepare_col2im(
     out: Any = None, on: str | None = None,
 ) -> Call:  # fmt: skip
     """Check the arguments of `col2im`."""
-    arrays = {"columns": columns, "out": out}
+    arrays = _present({"columns": columns}, out=out)
     backend = _owner(arrays)
-    unbatched = columns.ndim == 2
-    if unbatched:
-        arrays = {name: None if array is None else array[None] for name, array in arrays.items()}
-    columns = arrays["columns"]
-    if columns.ndim != 3:
-        raise ValueError(f"columns must have shape (N, C * prod(kernel_shape), pixels), given {columns.shape}")
+    if columns.ndim not in (2, 3):
+        given = tuple(columns.shape)
+        raise ValueError(
+            f"columns must have shape (N, C * prod(kernel_shape), pixels), N may be missing; given {given}"
+        )
     spatial = _sizes("spatial_shape", spatial_shape)
+    if not 1 <= len(spatial) <= 3:
+        raise ValueError(f"spatial_shape must have 1 to 3 entries, given {len(spatial)}: {spatial}")
+    batched = columns.ndim == 3
+    rows, pixels = columns.shape[-2:]
+    one_channel = (columns.shape[0], 1, *spatial) if batched else (1, *spatial)
     windows = window_geometry(
-        [(columns.shape[0], 1, *spatial)], kernel_shape, stride=stride, padding=padding, dilation=dilation
-    )
-    if columns.shape[1] % windows.taps or columns.shape[2] != windows.pixels:
+        {"spatial_shape": one_channel}, kernel_shape, batched=batched, stride=stride, padding=padding,
+        dilation=dilation,
+    )  # fmt: skip
+    if rows % windows.taps or pixels != windows.pixels:
         raise ValueError(
             f"columns of shape {tuple(columns.shape)} do not fit: needed a multiple of {windows.taps} rows (taps)"
             f" and {windows.pixels} pixels for spatial_shape {spatial}"
         )
-    windows = replace(windows, channels=(columns.shape[1] // windows.taps,))
-    shape = (windows.batch, windows.in_channels, *spatial)
+    windows = replace(windows, channels=(rows // windows.taps,))
+    axes = Axes(batched, windows.rank)
+    shape = axes.shape(windows.batch, windows.in_channels, spatial)
     dtype = promote(columns.dtype)
-    if arrays["out"] is not None:
-        _check_out(arrays, shape, dtype, backend)
-        target = _describe(backend, "out", arrays["out"])
-    else:
-        target = _fresh("out", dtype_name(dtype), shape, channels_last=False)
     request = ColumnsRequest(
-        windows=windows, xs=(target,), columns=_describe(backend, "columns", columns), machine=_machine(backend, on)
-    )
-    call = Call(backend, request, plan_col2im, arrays, lambda: backend.empty(shape, dtype))
-    return _without_batch(call, out) if unbatched else call
+        windows=windows, xs=(_result(backend, axes, arrays, shape, dtype),),
+        columns=_describe(backend, Axes(batched, 1), "columns", columns), machine=_machine(backend, on),
+    )  # fmt: skip
+    return Call(backend, request, plan_col2im, arrays, frozenset(("columns", "out")), axes, shape, dtype)
 
 
 def named_inputs(name: str, x: Any) -> dict[str, Any]:
@@ -206,49 +201,52 @@ def named_inputs(name: str, x: Any) -> dict[str, Any]:
     return {f"{name}[{i}]": array for i, array in enumerate(x)}
 
 
+def _present(required: Arrays, **optional: Any) -> dict[str, Any]:
+    return {**required, **{name: array for name, array in optional.items() if array is not None}}
+
+
+def _shapes(arrays: Arrays) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(array.shape) for name, array in arrays.items()}
+
+
 def _owner(arrays: Arrays) -> Backend:
     backend = backend_for(arrays)
     for name, array in arrays.items():
-        if array is not None:
-            check_dtype(name, array.dtype)
+        check_dtype(name, array.dtype)
     return backend
 
 
 def _conv_call(
-    backend: Backend, geometry: ConvGeometry, inputs: list[str], arrays: dict[str, Any], activation: Any,
-    prologue: Any, method: str, on: str | None,
+    backend: Backend, geometry: ConvGeometry, axes: Axes, spatial: tuple[int, ...], inputs: list[str],
+    arrays: dict[str, Any], activation: Any, prologue: Any, method: str, on: str | None,
 ) -> Call:  # fmt: skip
     """The common part of `conv` and `linmerge`: everything but the geometry."""
-    xs, weight, out = [arrays[name] for name in inputs], arrays["weight"], arrays["out"]
+    xs, weight = [arrays[name] for name in inputs], arrays["weight"]
+    check_method(method)
     if prologue is not None:
         raise ValueError("prologue is not in this version: apply scale, shift and activation to x first")
     dtype = promote(*(x.dtype for x in xs), weight.dtype)
     resolved = resolve_activation(activation)
     if resolved and dtype.kind == "c":
         raise TypeError(f"activation {resolved} is not defined for the complex result, {dtype.name}")
-    shape = (geometry.batch, geometry.out_channels, *geometry.spatial(geometry.out_size))
-    _check_addend("bias", arrays["bias"], (geometry.out_channels,), dtype)
-    _check_addend("residual", arrays["residual"], shape, dtype)
-    channels_last = all(is_channels_last(x.shape, x.strides, x.dtype.itemsize) for x in xs)
-    if out is not None:
-        _check_out(arrays, shape, dtype, backend)
-        target = _describe(backend, "out", out)
-    else:
-        target = _fresh("out", dtype_name(dtype), shape, channels_last)
+    shape = axes.shape(geometry.batch, geometry.out_channels, spatial)
+    _check_addend(arrays, "bias", (geometry.out_channels,), dtype)
+    _check_addend(arrays, "residual", shape, dtype)
+    channels_last = all(is_channels_last(x.shape, x.strides, x.dtype.itemsize, int(axes.batched)) for x in xs)
     x_dtype, weight_dtype = operand_dtypes([x.dtype for x in xs], weight.dtype, dtype)
     settings = current_settings()
-
-    def describe(name: str) -> Operand | None:
-        return None if arrays[name] is None else _describe(backend, name, arrays[name])
-
     request = ConvRequest(
-        geometry=geometry, xs=tuple(_describe(backend, name, arrays[name]) for name in inputs),
-        weight=_describe(backend, "weight", weight), out=target, bias=describe("bias"), residual=describe("residual"),
+        geometry=geometry, xs=tuple(_describe(backend, axes, name, arrays[name]) for name in inputs),
+        weight=_describe(backend, Axes(True, weight.ndim - 2), "weight", weight),
+        out=_result(backend, axes, arrays, shape, dtype, channels_last),
+        bias=_describe(backend, Axes(False, 0), "bias", arrays["bias"]) if "bias" in arrays else None,
+        residual=_describe(backend, axes, "residual", arrays["residual"]) if "residual" in arrays else None,
         x_dtype=x_dtype, weight_dtype=weight_dtype, activation=resolved, method=method,
         machine=_machine(backend, on), workspace_limit=settings.workspace_limit, allow_tf32=settings.allow_tf32,
         notes=_widened({name: arrays[name] for name in (*inputs, "weight")}, dtype),
     )  # fmt: skip
-    return Call(backend, request, plan_conv, arrays, lambda: _allocate(backend, shape, dtype, channels_last))
+    images = frozenset((*inputs, "residual", "out"))
+    return Call(backend, request, plan_conv, arrays, images, axes, shape, dtype, channels_last)
 
 
 def _machine(backend: Backend, on: str | None) -> Machine:
@@ -264,9 +262,10 @@ def _machine(backend: Backend, on: str | None) -> Machine:
 # Checks.
 
 
-def _check_addend(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    if array is None:
+def _check_addend(arrays: Arrays, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    if name not in arrays:
         return
+    array = arrays[name]
     if tuple(array.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(array.shape)}, needed {shape}")
     if array.dtype.kind == "c" and dtype.kind != "c":
@@ -286,7 +285,7 @@ def _check_out(arrays: Arrays, shape: tuple[int, ...], dtype: np.dtype, backend:
         raise ValueError(f"out overlaps itself: shape {tuple(out.shape)}, strides {tuple(out.strides)}")
     place = _extent(backend, out)
     for name, array in arrays.items():
-        if name == "out" or array is None or 0 in (prod(array.shape), prod(shape)):
+        if name == "out" or 0 in (prod(array.shape), prod(shape)):
             continue
         other = _extent(backend, array)
         if name == "residual" and other.__array_interface__ == place.__array_interface__:
@@ -327,47 +326,25 @@ def _sizes(name: str, value: Any) -> tuple[int, ...]:
     return per_axis(name, tuple(values), len(values), 0)
 
 
-# Descriptions and allocation.
+# Descriptions.
 
 
-def _describe(backend: Backend, name: str, array: Any) -> Operand:
+def _describe(backend: Backend, axes: Axes, name: str, array: Any) -> Operand:
     address = backend.address(array) if array.size else 0
-    return operand(name, dtype_name(array.dtype), tuple(array.shape), tuple(array.strides), address)
+    return axes.describe(name, dtype_name(array.dtype), tuple(array.shape), tuple(array.strides), address)
 
 
-def _fresh(name: str, dtype: str, shape: tuple[int, ...], channels_last: bool) -> Operand:
-    """The operand that `_allocate` would give."""
-    if not channels_last:
-        strides = c_strides(shape)
-    else:
-        last = c_strides((shape[0], *shape[2:], shape[1]))
-        strides = (last[0], last[-1], *last[1:-1])
-    spatial = 5 - len(shape)
-    return Operand(
-        name, dtype, (*shape[:2], *(1,) * spatial, *shape[2:]), (*strides[:2], *(0,) * spatial, *strides[2:])
-    )
-
-
-def _allocate(backend: Backend, shape: tuple[int, ...], dtype: np.dtype, channels_last: bool) -> Any:
-    if not channels_last:
-        return backend.empty(shape, dtype)
-    array = backend.empty((shape[0], *shape[2:], shape[1]), dtype)
-    return array.transpose(0, len(shape) - 1, *range(1, len(shape) - 1))
-
-
-def _with_batch(name: str, array: Any, xs: Arrays) -> Any:
-    """Images, residual and out with a batch axis of one; weight and bias as they are."""
-    return array[None] if array is not None and (name in xs or name in ("residual", "out")) else array
-
-
-def _three_spatial(backend: Backend, name: str, array: Any) -> Any:
-    """The leading spatial axes as one: a view where the strides allow it, else a copy (of `out`, room for one)."""
-    if collapsed_stride(array.shape[2:-2], array.strides[2:-2]) is None:
-        array = backend.empty(tuple(array.shape), array.dtype) if name == "out" else backend.contiguous(array)
-    return array.reshape(*array.shape[:2], prod(array.shape[2:-2]), *array.shape[-2:])
-
-
-def _without_batch(call: Call, out: Any) -> Call:
-    """The call with a result that, like its input, has no batch axis."""
-    call.finish = (lambda result: result[0]) if out is None else (lambda result: out)
-    return call
+def _result(
+    backend: Backend, axes: Axes, arrays: Arrays, shape: tuple[int, ...], dtype: np.dtype, channels_last: bool = False
+) -> Operand:
+    """The result described: the caller's `out`, which is checked, or what `Call` will allocate."""
+    if "out" in arrays:
+        _check_out(arrays, shape, dtype, backend)
+        return _describe(backend, axes, "out", arrays["out"])
+    name = dtype_name(dtype)
+    strides = byte_strides(shape, name)
+    if channels_last:
+        channel = int(axes.batched)
+        rest = byte_strides((*shape[:channel], *shape[channel + 1 :], shape[channel]), name)
+        strides = (*rest[:channel], rest[-1], *rest[channel:-1])
+    return axes.describe("out", name, shape, strides, 0)

@@ -19,8 +19,8 @@ from types import ModuleType
 
 import numpy as np
 
-import cupyconv
 from cupyconv.backends.cuda.kernel_sources import kernel_directory, source_hash
+from cupyconv.version import __version__
 
 _DRIVER_LIBRARIES = {"win32": "nvcuda.dll", "linux": "libcuda.so.1"}
 _LABEL_WIDTH = 15
@@ -91,7 +91,7 @@ def cupy_with_gpu() -> tuple[ModuleType | None, str]:
 
 def _entries() -> Iterator[tuple[str, str]]:
     """Labels and texts; an empty label continues the entry above."""
-    yield "cupyconv", f"{cupyconv.__version__} in {Path(cupyconv.__file__).parent}"
+    yield "cupyconv", f"{__version__} in {Path(__file__).resolve().parent}"
     yield "Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     yield "NumPy", f"{np.__version__}, BLAS: {_numpy_blas()}"
     yield "SciPy", _version("scipy") or 'not installed: activation="gelu" on NumPy is slow without it'

@@ -55,12 +55,10 @@ def register_backend(array_class: type, backend_of: Callable[[Any], Backend]) ->
 
 
 def backend_for(arrays: Mapping[str, Any]) -> Backend:
-    """The one backend that owns all the arrays, given by argument name; None entries are absent ones."""
+    """The one backend that owns all the arrays, given by argument name."""
     found: Backend | None = None
     first = ""
     for name, array in arrays.items():
-        if array is None:
-            continue
         backend = _finder(name, array)(array)
         if found is None:
             found, first = backend, name
@@ -80,6 +78,8 @@ def _finder(name: str, array: Any) -> Callable[[Any], Backend]:
         if array_class.__module__.partition(".")[0] == "cupy" and array_class.__name__ == "ndarray":
             register_backend(array_class, _cupy_backend)
             return _cupy_backend
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a MaskedArray, whose mask would be lost: fill it first, array.filled(0)")
     library = type(array).__module__.partition(".")[0]
     way_in = _WAYS_IN.get(library, "numpy.asarray(array), or cupy.from_dlpack(array) for memory of a GPU")
     raise TypeError(f"{name} must be a NumPy or CuPy array, not {_kind(array)}; the way in: {way_in}")

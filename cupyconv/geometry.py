@@ -14,12 +14,12 @@ computed here and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from cupyconv.padding import PADDING_MODES, per_axis, resolve_padding
+from cupyconv.padding import PADDING_MODES, per_axis, positive, resolve_padding
 
 Triple = tuple[int, int, int]
 
@@ -137,80 +137,100 @@ class ConvGeometry(Windows):
 
 
 def conv_geometry(
-    x_shapes: Sequence[tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
     weight_shape: tuple[int, ...],
     *,
+    batched: bool,
     stride: Any,
     padding: Any,
     padding_mode: str,
     dilation: Any,
     groups: Any,
 ) -> ConvGeometry:
-    """Validate a convolution's shapes and settings; every refusal names what was given and needed."""
+    """Validate a convolution's shapes, by input, and settings; every refusal says what was given and needed."""
     rank = len(weight_shape) - 2
     if not 1 <= rank <= 3:
         raise ValueError(
             f"weight has {len(weight_shape)} axes, needed 3 to 5: (C_out, C_in // groups, *kernel) with"
             f" 1 to 3 spatial axes; given shape {weight_shape}"
         )
-    batch, channels, size = _common_image(x_shapes, rank)
-    groups = _positive("groups", groups)
+    batch, channels, size = _common_image(shapes, rank, batched)
+    groups = positive("groups", groups)
     out_channels, weight_channels = weight_shape[:2]
     if out_channels % groups:
         raise ValueError(f"groups {groups} does not divide the weight's {out_channels} output channels")
     if sum(channels) % groups:
-        raise ValueError(f"groups {groups} does not divide the {_counted(channels)}")
+        raise ValueError(f"groups {groups} does not divide the {_counted(shapes, channels)}")
     if sum(channels) // groups != weight_channels:
         needed = weight_channels * groups
         raise ValueError(
             f"weight of shape {weight_shape} with groups={groups} takes {needed} input channels,"
-            f" given {_counted(channels)}"
+            f" given {_counted(shapes, channels)}"
         )
     windows = _windows(size, weight_shape[2:], stride, padding, padding_mode, dilation)
     return ConvGeometry(batch=batch, channels=channels, out_channels=out_channels, groups=groups, **windows)
 
 
 def window_geometry(
-    x_shapes: Sequence[tuple[int, ...]], kernel_shape: Any, *, stride: Any, padding: Any, dilation: Any
+    shapes: Mapping[str, tuple[int, ...]],
+    kernel_shape: Any,
+    *,
+    batched: bool,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
 ) -> Windows:
-    """Validate the geometry of columns: `x_shapes` are (N, C, *spatial)."""
-    rank = len(x_shapes[0]) - 2
+    """Validate the geometry of columns of images, whose shapes are given by input."""
+    name, shape = next(iter(shapes.items()))
+    rank = len(shape) - 1 - batched
     if not 1 <= rank <= 3:
-        raise ValueError(f"x has {rank + 2} axes, needed 3 to 5: (N, C, *spatial) with 1 to 3 spatial axes")
+        raise ValueError(
+            f"{name} has {len(shape)} axes, needed 3 to 5: (N, C, *spatial) with 1 to 3 spatial axes; given {shape}"
+        )
     kernel = per_axis("kernel_shape", kernel_shape, rank, 1)
-    batch, channels, size = _common_image(x_shapes, rank)
+    batch, channels, size = _common_image(shapes, rank, batched)
     windows = _windows(size, kernel, stride, padding, "constant", dilation)
     return Windows(batch=batch, channels=channels, **windows)
 
 
-def pointwise_geometry(x_shapes: Sequence[tuple[int, ...]], weight_shape: tuple[int, ...]) -> ConvGeometry:
-    """The geometry of a merge: images with 0 to 3 spatial axes, weight (C_out, sum of the C_i)."""
+def pointwise_geometry(shapes: Mapping[str, tuple[int, ...]], weight_shape: tuple[int, ...]) -> ConvGeometry:
+    """The geometry of a merge: images with any number of spatial axes, weight (C_out, sum of the C_i).
+
+    The order of pixels means nothing to it, so axes beyond three are one with the first.
+    """
     if len(weight_shape) != 2:
         raise ValueError(f"weight of linmerge has shape (C_out, sum of C_i), two axes; given {weight_shape}")
-    rank = len(x_shapes[0]) - 2
-    batch, channels, size = _common_image(x_shapes, rank)
+    name, shape = next(iter(shapes.items()))
+    rank = len(shape) - 2
+    if rank < 0:
+        raise ValueError(f"{name} has shape {shape}, needed at least two axes: (N, C, *spatial)")
+    batch, channels, size = _common_image(shapes, rank, batched=True)
     if sum(channels) != weight_shape[1]:
-        raise ValueError(f"weight of shape {weight_shape} takes {weight_shape[1]} channels, given {_counted(channels)}")
-    ones = (1,) * rank
+        given = _counted(shapes, channels)
+        raise ValueError(f"weight of shape {weight_shape} takes {weight_shape[1]} channels, given {given}")
+    if rank > 3:
+        size = (prod(size[:-2]), *size[-2:])
+    ones = (1,) * len(size)
     windows = _windows(size, ones, ones, 0, "constant", ones)
     return ConvGeometry(batch=batch, channels=channels, out_channels=weight_shape[0], groups=1, **windows)
 
 
-def _common_image(shapes: Sequence[tuple[int, ...]], rank: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+def _common_image(
+    shapes: Mapping[str, tuple[int, ...]], rank: int, batched: bool
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """Batch, channels of each input, and spatial size of images that must agree in all but channels."""
-    label = (lambda i: "x") if len(shapes) == 1 else (lambda i: f"x[{i}]")
-    for i, shape in enumerate(shapes):
-        if len(shape) != rank + 2:
+    axes = "(N, C, *spatial)" if batched else "(C, *spatial)"
+    for name, shape in shapes.items():
+        if len(shape) != rank + 1 + batched:
+            raise ValueError(f"{name} has shape {shape}, needed {rank + 1 + batched} axes: {axes} with {rank} spatial")
+    first, expected = next(iter(shapes.items()))
+    for name, shape in shapes.items():
+        if shape[:batched] != expected[:batched] or shape[1 + batched :] != expected[1 + batched :]:
             raise ValueError(
-                f"{label(i)} has shape {shape}, needed {rank + 2} axes: (N, C, *spatial) with {rank} spatial"
+                f"inputs must agree in all but the channel axis: {first} has shape {expected}, {name} has shape {shape}"
             )
-    batch, size = shapes[0][0], shapes[0][2:]
-    for i, shape in enumerate(shapes):
-        if shape[0] != batch or shape[2:] != size:
-            raise ValueError(
-                f"inputs must agree in all but the channel axis: x[0] has shape {shapes[0]}, x[{i}] has {shape}"
-            )
-    return batch, tuple(shape[1] for shape in shapes), size
+    batch = expected[0] if batched else 1
+    return batch, tuple(shape[batched] for shape in shapes.values()), expected[1 + batched :]
 
 
 def _windows(
@@ -251,11 +271,8 @@ def _windows(
     )
 
 
-def _positive(name: str, value: Any) -> int:
-    return per_axis(name, value, 1, 1)[0]
-
-
-def _counted(channels: tuple[int, ...]) -> str:
+def _counted(shapes: Mapping[str, tuple[int, ...]], channels: tuple[int, ...]) -> str:
     if len(channels) == 1:
-        return f"{channels[0]} channels"
-    return f"{sum(channels)} channels ({', '.join(f'x[{i}]: {c}' for i, c in enumerate(channels))})"
+        name, shape = next(iter(shapes.items()))
+        return f"{channels[0]} channels ({name} has shape {shape})"
+    return f"{sum(channels)} channels ({', '.join(f'{name}: {c}' for name, c in zip(shapes, channels))})"

@@ -72,7 +72,7 @@ KNOWN_GPUS = {
 
 def known_gpu(arch: str) -> GpuModel:
     """The representative of an architecture such as ``"sm_90"``."""
-    if arch not in KNOWN_GPUS:
+    if not isinstance(arch, str) or arch not in KNOWN_GPUS:
         raise ValueError(f"on={arch!r} is not a known architecture; known are {', '.join(KNOWN_GPUS)}")
     return KNOWN_GPUS[arch]
 

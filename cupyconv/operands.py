@@ -65,22 +65,21 @@ class Operand:
         return replace(self, dtype=dtype, strides=c_strides(self.shape), alignment=16)
 
 
-def operand(
-    name: str, dtype: str, shape: Sequence[int], byte_strides: Sequence[int], address: int, leading: int = 2
-) -> Operand:
-    """Describe an array whose first `leading` axes are (n, c); missing spatial axes get length 1."""
+def operand(name: str, dtype: str, shape: Sequence[int], byte_strides: Sequence[int], address: int) -> Operand:
+    """Describe an array (n, c, *spatial) of at most three spatial axes; missing ones get length 1.
+
+    Strides that are no whole number of elements are rounded, and told by an alignment of 1.
+    """
     itemsize = ITEMSIZE[dtype]
-    if any(stride % itemsize for stride, extent in zip(byte_strides, shape) if extent > 1) or address % itemsize:
-        raise ValueError(f"{name} is not aligned to its elements of {itemsize} bytes: copy it first")
+    between_elements = any(stride % itemsize for stride, extent in zip(byte_strides, shape) if extent > 1)
     strides = tuple(s // itemsize if extent > 1 else 0 for s, extent in zip(byte_strides, shape))
-    fill = 3 - (len(shape) - leading)
-    head, tail = slice(None, leading), slice(leading, None)
+    fill = 5 - len(shape)
     return Operand(
         name,
         dtype,
-        (*shape[head], *(1,) * fill, *shape[tail]),
-        (*strides[head], *(0,) * fill, *strides[tail]),
-        min(16, address & -address) if address else 16,
+        (*shape[:2], *(1,) * fill, *shape[2:]),
+        (*strides[:2], *(0,) * fill, *strides[2:]),
+        1 if between_elements else min(16, address & -address) if address else 16,
     )
 
 
@@ -101,8 +100,8 @@ def collapsed_stride(shape: Sequence[int], strides: Sequence[int]) -> int | None
     return axes[-1][1] if axes else 1
 
 
-def is_channels_last(shape: Sequence[int], byte_strides: Sequence[int], itemsize: int) -> bool:
-    """Whether a view `(N, C, *spatial)` asks for a channels-last result: more than one channel, unit
+def is_channels_last(shape: Sequence[int], byte_strides: Sequence[int], itemsize: int, channel: int) -> bool:
+    """Whether a view with this channel axis asks for a channels-last result: more than one channel, unit
     channel stride, and not C-ordered."""
     expected = itemsize
     c_ordered = True
@@ -110,7 +109,7 @@ def is_channels_last(shape: Sequence[int], byte_strides: Sequence[int], itemsize
         if extent > 1 and stride != expected:
             c_ordered = False
         expected *= extent
-    return len(shape) > 2 and shape[1] > 1 and byte_strides[1] == itemsize and not c_ordered
+    return len(shape) > channel + 1 and shape[channel] > 1 and byte_strides[channel] == itemsize and not c_ordered
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -26,6 +26,14 @@ def per_axis(name: str, value: Any, rank: int, least: int) -> tuple[int, ...]:
     return values
 
 
+def positive(name: str, value: Any) -> int:
+    """One int of at least 1."""
+    number = _int(name, value)
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, given {value!r}")
+    return number
+
+
 def resolve_padding(
     padding: Any, size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> Pairs:
@@ -84,7 +92,7 @@ def onnx_padding(pads: Sequence[int] | None = None, auto_pad: str = "NOTSET") ->
         raise ValueError(f"unknown auto_pad {auto_pad!r}; known are NOTSET, {', '.join(names)}")
     if pads is None:
         return 0
-    amounts = [_amount(pad) for pad in pads]
+    amounts = [_amount(pad, "pads") for pad in pads]
     if not amounts or len(amounts) % 2:
         raise ValueError(f"pads needs two entries per spatial axis, given {len(amounts)}")
     half = len(amounts) // 2
@@ -128,10 +136,10 @@ def _hint(padding: Sequence[Any], rank: int) -> str:
     return "give an int, or one int or one (before, after) pair per spatial axis"
 
 
-def _amount(value: Any) -> int:
-    amount = _int("padding", value)
+def _amount(value: Any, name: str = "padding") -> int:
+    amount = _int(name, value)
     if amount < 0:
-        raise ValueError(f"padding must not be negative, given {value!r} (slice the array to crop it)")
+        raise ValueError(f"{name} must not be negative, given {value!r} (slice the array to crop it)")
     return amount
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass
 from operator import index
 from types import TracebackType
@@ -20,12 +20,14 @@ class Settings:
     threads: int | None = None
 
 
+#: Settings of the enclosing blocks, innermost last.
+_BLOCKS: ContextVar[tuple[Settings, ...]] = ContextVar("cupyconv_settings", default=())
 _DEFAULTS = Settings()
-_CURRENT: ContextVar[Settings] = ContextVar("cupyconv_settings", default=_DEFAULTS)
 
 
 def current_settings() -> Settings:
-    return _CURRENT.get()
+    blocks = _BLOCKS.get()
+    return blocks[-1] if blocks else _DEFAULTS
 
 
 class options(AbstractContextManager["Settings"]):
@@ -80,16 +82,15 @@ class options(AbstractContextManager["Settings"]):
             allow_fft=bool(allow_fft),
             threads=_at_least("threads", threads, 1),
         )
-        self._tokens: list[Token[Settings]] = []
 
     def __enter__(self) -> Settings:
-        self._tokens.append(_CURRENT.set(self._settings))
+        _BLOCKS.set((*_BLOCKS.get(), self._settings))
         return self._settings
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _CURRENT.reset(self._tokens.pop())
+        _BLOCKS.set(_BLOCKS.get()[:-1])
 
 
 def _at_least(name: str, value: int | None, least: int) -> int | None:

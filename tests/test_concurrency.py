@@ -15,6 +15,7 @@ import pytest
 import cupyconv
 from cupyconv import planning
 from cupyconv.backends.cuda import backend as cuda_backend
+from cupyconv.backends.cuda.parameters import PackedParameters
 from cupyconv.dispatch import backend_for
 
 THREADS = 8
@@ -86,6 +87,15 @@ def test_the_same_bits_from_blocks_on_threads():
 
     results = [call(), *at_once([call] * THREADS)]
     assert len({y.tobytes() for y in results}) == 1
+
+
+def test_parameters_of_two_calls_of_one_plan_are_apart():
+    """Both may be on their way to the GPU when the other fills in its addresses."""
+    plan = cupyconv.explain(cupyconv.linmerge, np.ones((1, 2, 64)), np.ones((3, 2)), on="sm_90")
+    packed = PackedParameters(plan.steps[0])
+    first = packed.bind(lambda address: 1 << 40)
+    before = first.tobytes()
+    assert packed.bind(lambda address: 2 << 40).tobytes() != before == first.tobytes()
 
 
 def test_settings_of_one_thread_are_not_anothers():

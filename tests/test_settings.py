@@ -74,23 +74,25 @@ def test_one_object_many_blocks():
 def test_one_object_in_two_threads_at_once():
     """Entered here, entered there, left here, left there."""
     shared = cupyconv.options(threads=2)
-    entered, left = threading.Event(), threading.Event()
+    both_inside, first_out = threading.Barrier(2, timeout=10), threading.Event()
 
-    def other() -> int | None:
+    def first() -> tuple[Settings, Settings]:
         with shared:
-            entered.set()
-            assert left.wait(10)
-            return current_settings().threads
+            both_inside.wait()
+            inside = current_settings()
+        return inside, current_settings()
 
-    with ThreadPoolExecutor(1) as pool:
-        try:
-            with shared:
-                running = pool.submit(other)
-                assert entered.wait(10)
-            assert current_settings() == DEFAULTS
-        finally:
-            left.set()
-        assert running.result(10) == 2
+    def second() -> tuple[Settings, Settings]:
+        with shared:
+            both_inside.wait()
+            first_out.wait(10)
+            inside = current_settings()
+        return inside, current_settings()
+
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(first), pool.submit(second)
+        running[0].add_done_callback(lambda _: first_out.set())
+    assert [future.result() for future in running] == [(Settings(threads=2), DEFAULTS)] * 2
 
 
 def test_new_threads_begin_with_the_defaults():

@@ -14,6 +14,7 @@ from cupyconv.plan import MAX_SOURCES, KernelLaunch, Plan
 from cupyconv.planning.draft import Draft
 from cupyconv.planning.gemm import draft_gemm
 from cupyconv.planning.launches import (
+    PACKET_BYTES,
     SHARED_BYTES,
     collapse,
     depthwise_launch,
@@ -22,12 +23,12 @@ from cupyconv.planning.launches import (
     epilogue_params,
     merge_launch,
     merge_tile,
+    packet_width,
 )
 from cupyconv.planning.request import (
     METHODS,
     ConvRequest,
     NotApplicable,
-    check_method,
     converted,
     describe_result,
     without_empty_inputs,
@@ -36,10 +37,11 @@ from cupyconv.planning.request import (
 
 def plan_conv(request: ConvRequest) -> Plan:
     """The plan for ``request.method``; ValueError where a named method does not apply."""
-    check_method(request.method)
     gpu = request.machine
     assert isinstance(gpu, GpuModel)
-    request, conversions = converted(without_empty_inputs(request))
+    request = without_empty_inputs(request)
+    _check_alignment(request)
+    request, conversions = converted(request)
     if conversions:  # they take their share of the workspace first
         left = request.limit - sum(conversion.nbytes for conversion in conversions)
         request = replace(request, workspace_limit=max(0, left))
@@ -70,6 +72,14 @@ def plan_conv(request: ConvRequest) -> Plan:
         reason=f"{chosen.reason}; {cost}", notes=request.notes + _lost(request), conversions=conversions,
         workspace=chosen.workspace,
     )  # fmt: skip
+
+
+def _check_alignment(request: ConvRequest) -> None:
+    for operand in (*request.xs, request.weight, request.out, request.bias, request.residual):
+        if operand is not None and operand.alignment < operand.itemsize:
+            raise ValueError(
+                f"{operand.name} is not aligned to its elements of {operand.itemsize} bytes: copy it first"
+            )
 
 
 def _draft(method: str, request: ConvRequest) -> Draft:
@@ -116,6 +126,8 @@ def _lost(request: ConvRequest) -> tuple[str, ...]:
             notes.append(f"{operand.name}: its pixels have no one stride, so no GEMM can read it in place")
         elif operand.pixels > 1 and operand.pixel_stride != 1 and operand.stride_c != 1:
             notes.append(f"{operand.name}: neither pixels nor channels have unit stride: scalar access")
-        elif operand.alignment < 16:
-            notes.append(f"{operand.name}: not 16-byte aligned: scalar access")
+        elif operand.alignment < PACKET_BYTES:
+            notes.append(f"{operand.name}: not {PACKET_BYTES}-byte aligned: scalar access")
+        elif operand.pixel_stride == 1 and packet_width((operand,), operand.pixels) * operand.itemsize < PACKET_BYTES:
+            notes.append(f"{operand.name}: its rows are no whole number of {PACKET_BYTES}-byte packets: scalar access")
     return tuple(notes)

@@ -67,7 +67,7 @@ def _merge_variants() -> list[Kernel]:
 
 def _merge_tiles(dtype: str) -> list[int]:
     """What `merge_tile` answers for one to many outputs; fewer that fit are among the same answers."""
-    geometries = (pointwise_geometry([(1, 1)], (outputs, 1)) for outputs in range(1, max(MERGE_TILES) + 1))
+    geometries = (pointwise_geometry({"x": (1, 1)}, (outputs, 1)) for outputs in range(1, max(MERGE_TILES) + 1))
     tiles = {merge_tile(geometry, dtype) for geometry in geometries}
     return sorted(tile for tile in tiles if tile is not None)
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from cupyconv.activations import Activation
 
-try:
-    from scipy.special import erf
-except ImportError:  # right, but a Python call per element: SciPy makes "gelu" fast
-    _erf = np.frompyfunc(math.erf, 1, 1)
 
-    def erf(v: np.ndarray) -> np.ndarray:
-        return _erf(v).astype(v.dtype)
+@cache
+def _erf() -> Callable[[np.ndarray], np.ndarray]:
+    """SciPy's, imported when first needed; without SciPy the standard library's, a Python call per element."""
+    try:
+        from scipy.special import erf
+    except ImportError:
+        each = np.frompyfunc(math.erf, 1, 1)
+        return lambda v: each(v).astype(v.dtype)
+    return erf
 
 
 def activate(v: np.ndarray, activation: Activation) -> None:
@@ -51,7 +55,7 @@ def _gate(v: np.ndarray, slope: Any, offset: Any) -> np.ndarray:
 
 
 def _gelu(v: np.ndarray, *_: object) -> None:
-    gate = erf(v * v.dtype.type(math.sqrt(0.5)))
+    gate = _erf()(v * v.dtype.type(math.sqrt(0.5)))
     gate += 1
     gate *= v.dtype.type(0.5)
     v *= gate

@@ -43,6 +43,10 @@ class NumpyBackend:
 
     def run(self, plan: Plan, arrays: Mapping[str, Any]) -> None:
         """Execute a plan; `arrays` holds its arguments and result by name."""
+        with np.errstate(all="ignore"):
+            self._run(plan, arrays)
+
+    def _run(self, plan: Plan, arrays: Mapping[str, Any]) -> None:
         for loop in plan.steps:
             assert isinstance(loop, BlockLoop)
             inputs = [arrays[name] for name in loop.inputs]

@@ -24,16 +24,15 @@ def col2im(windows: Windows, columns: np.ndarray, image: np.ndarray, sums_dtype:
 
     Sums are kept in the image, or where that would round each of them, a sample at a time beside it.
     """
-    with np.errstate(all="ignore"):
-        for columns_n, image_n in zip(columns, image):
-            sums = image_n if image.dtype == sums_dtype else np.empty(image_n.shape, sums_dtype)
-            sums[...] = 0
-            for t, regions in enumerate(_regions(windows)):
-                for at, elements in regions:
-                    if elements is not None:  # what fell on padding is dropped
-                        read(sums, elements)[...] += read(columns_n[:, t], at)
-            if sums is not image_n:
-                image_n[...] = sums
+    for columns_n, image_n in zip(columns, image):
+        sums = image_n if image.dtype == sums_dtype else np.empty(image_n.shape, sums_dtype)
+        sums[...] = 0
+        for t, regions in enumerate(_regions(windows)):
+            for at, elements in regions:
+                if elements is not None:  # what fell on padding is dropped
+                    read(sums, elements)[...] += read(columns_n[:, t], at)
+        if sums is not image_n:
+            image_n[...] = sums
 
 
 def _regions(windows: Windows) -> tuple[tuple[Region, ...], ...]:

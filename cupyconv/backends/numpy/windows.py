@@ -38,7 +38,7 @@ def padded_index(index: np.ndarray, size: int, mode: str) -> np.ndarray:
     if mode == "reflect":
         period = max(1, 2 * (size - 1))
         folded = index % period
-        return np.minimum(folded, period - folded) if size > 1 else np.zeros_like(index)
+        return np.minimum(folded, period - folded)
     raise AssertionError(mode)
 
 
