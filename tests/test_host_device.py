@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cupyconv.backends.cuda.device import GemmArguments
 from cupyconv.plan import Kernel
 from tests import host_device
 from tests.host_device import HostArray, HostDevice, KernelError, build, sanitize
@@ -380,13 +381,14 @@ def multiply(device, a, b, c, *, m, n, k, lda, ldb, ldc, strides, batch, transa=
     compute = numbers.pop("compute", COMPUTE.get(a.dtype.name, 68))
     scale = {"float64": "f8", "complex128": "c16", "complex64": "c8"}.get(a.dtype.name, "f4")
     alpha, beta = np.array(alpha, scale), np.array(beta, scale)
-    device.gemm_strided_batched(
+    arguments = GemmArguments(
         transa, transb, m, n, k,
         alpha.ctypes.data, device.pointer(a), numbers["a_type"], lda, strides[0],
         device.pointer(b), numbers["b_type"], ldb, strides[1],
         beta.ctypes.data, device.pointer(c), numbers["c_type"], ldc, strides[2],
         batch, compute,
     )  # fmt: skip
+    device.gemm_strided_batched(arguments)
 
 
 def small_integers(shape, dtype, seed):

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cupyconv.backends.cuda.device import GemmArguments
+
 #: cudaDataType_t
 DATA_TYPES = {0: "float32", 1: "float64", 2: "float16", 4: "complex64", 5: "complex128", 14: "bfloat16"}
 
@@ -45,39 +47,32 @@ MAX_BATCH = 65535
 Memory = Callable[[int, int], tuple[np.ndarray, int]]
 
 
-def gemm_strided_batched(
-    memory: Memory,
-    transa: int, transb: int, m: int, n: int, k: int,
-    alpha: int, a: int, a_type: int, lda: int, stride_a: int,
-    b: int, b_type: int, ldb: int, stride_b: int,
-    beta: int, c: int, c_type: int, ldc: int, stride_c: int,
-    batch: int, compute_type: int,
-) -> None:  # fmt: skip
-    """``cublasGemmStridedBatchedEx``, argument for argument, over the allocations that `memory` finds."""
-    _check_sizes(m=m, n=n, k=k, lda=lda, ldb=ldb, ldc=ldc, batch=batch)
-    for name, operation in (("transa", transa), ("transb", transb)):
+def gemm_strided_batched(memory: Memory, g: GemmArguments) -> None:
+    """``cublasGemmStridedBatchedEx`` over the allocations that `memory` finds."""
+    _check_sizes(**{name: getattr(g, name) for name in ("m", "n", "k", "lda", "ldb", "ldc", "batch")})
+    for name, operation in (("transa", g.transa), ("transb", g.transb)):
         if operation not in (NONE, TRANSPOSE, CONJUGATE_TRANSPOSE):
             raise ValueError(f"{name} is {operation}; 0, 1 and 2 are operations")
-    scale = _scale_type(a_type, b_type, c_type, compute_type)
+    scale = _scale_type(g.a_type, g.b_type, g.c_type, g.compute_type)
 
-    a_shape = (m, k) if transa == NONE else (k, m)
-    b_shape = (k, n) if transb == NONE else (n, k)
-    operand_a = _Matrices("A", a, DATA_TYPES[a_type], a_shape, lda, stride_a, batch)
-    operand_b = _Matrices("B", b, DATA_TYPES[b_type], b_shape, ldb, stride_b, batch)
-    result = _Matrices("C", c, DATA_TYPES[c_type], (m, n), ldc, stride_c, batch)
+    a_shape = (g.m, g.k) if g.transa == NONE else (g.k, g.m)
+    b_shape = (g.k, g.n) if g.transb == NONE else (g.n, g.k)
+    operand_a = _Matrices("A", g.a, DATA_TYPES[g.a_type], a_shape, g.lda, g.stride_a, g.batch)
+    operand_b = _Matrices("B", g.b, DATA_TYPES[g.b_type], b_shape, g.ldb, g.stride_b, g.batch)
+    result = _Matrices("C", g.c, DATA_TYPES[g.c_type], (g.m, g.n), g.ldc, g.stride_c, g.batch)
     for matrices in (operand_a, operand_b, result):
         matrices.check()
     result.check_disjoint()
-    if 0 in (m, n, batch):
+    if 0 in (g.m, g.n, g.batch):
         return
 
-    alpha_value, beta_value = _scalar(alpha, scale), _scalar(beta, scale)
-    operands = [] if k == 0 else [operand_a.view(memory), operand_b.view(memory)]
+    alpha_value, beta_value = _scalar(g.alpha, scale), _scalar(g.beta, scale)
+    operands = [] if g.k == 0 else [operand_a.view(memory), operand_b.view(memory)]
     target = result.view(memory)
     with np.errstate(all="ignore"):
         if operands:
-            left = _operand(operands[0], transa, scale, compute_type)
-            right = _operand(operands[1], transb, scale, compute_type)
+            left = _operand(operands[0], g.transa, scale, g.compute_type)
+            right = _operand(operands[1], g.transb, scale, g.compute_type)
             total = np.matmul(left, right)
             if alpha_value != 1:
                 total *= alpha_value

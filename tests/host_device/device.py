@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyconv.backends.cuda.device import GemmArguments
 from cupyconv.plan import Kernel
 
 from . import blas, build
@@ -252,24 +253,21 @@ class HostDevice:
                 f"{kernel}: params has {params.dtype.itemsize} bytes, the kernel's struct {size}: {params.dtype}"
             )
 
-    def gemm_strided_batched(
-        self,
-        transa: int, transb: int, m: int, n: int, k: int,
-        alpha: int, a: int, a_type: int, lda: int, stride_a: int,
-        b: int, b_type: int, ldb: int, stride_b: int,
-        beta: int, c: int, c_type: int, ldc: int, stride_c: int,
-        batch: int, compute_type: int,
-    ) -> None:  # fmt: skip
+    def gemm_strided_batched(self, arguments: GemmArguments) -> None:
         """``cublasGemmStridedBatchedEx``; see `blas`."""
-        self.log.append(GemmRecord(m, n, k, batch, a_type, c_type, compute_type, (stride_a, stride_b, stride_c)))
-        blas.gemm_strided_batched(
-            self.allocation,
-            transa, transb, m, n, k,
-            alpha, a, a_type, lda, stride_a,
-            b, b_type, ldb, stride_b,
-            beta, c, c_type, ldc, stride_c,
-            batch, compute_type,
-        )  # fmt: skip
+        self.log.append(
+            GemmRecord(
+                m=arguments.m,
+                n=arguments.n,
+                k=arguments.k,
+                batch=arguments.batch,
+                a_type=arguments.a_type,
+                c_type=arguments.c_type,
+                compute_type=arguments.compute_type,
+                strides=(arguments.stride_a, arguments.stride_b, arguments.stride_c),
+            )
+        )
+        blas.gemm_strided_batched(self.allocation, arguments)
 
 
 def _three(size: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.libs import cublas
 
+from cupyconv.backends.cuda.device import GemmArguments
 from cupyconv.backends.cuda.kernel_sources import compile_options, kernel_source
 from cupyconv.machine import GpuModel, nearest_gpu
 from cupyconv.plan import Kernel
@@ -80,18 +81,8 @@ class CupyDevice:
                 function = self._functions[kernel]
         return function
 
-    def gemm_strided_batched(
-        self,
-        transa: int, transb: int, m: int, n: int, k: int,
-        alpha: int, a: int, a_type: int, lda: int, stride_a: int,
-        b: int, b_type: int, ldb: int, stride_b: int,
-        beta: int, c: int, c_type: int, ldc: int, stride_c: int,
-        batch: int, compute_type: int,
-    ) -> None:  # fmt: skip
-        cublas.gemmStridedBatchedEx(
-            self._handle(), transa, transb, m, n, k, alpha, a, a_type, lda, stride_a, b, b_type, ldb, stride_b,
-            beta, c, c_type, ldc, stride_c, batch, compute_type, _DEFAULT_ALGORITHM,
-        )  # fmt: skip
+    def gemm_strided_batched(self, arguments: GemmArguments) -> None:
+        cublas.gemmStridedBatchedEx(self._handle(), *arguments, _DEFAULT_ALGORITHM)
 
     def _handle(self) -> int:
         """The current thread's handle for the current stream of this device."""

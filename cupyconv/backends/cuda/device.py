@@ -7,11 +7,41 @@ kernels for the host.  Everything above this line is executed by every test run,
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from cupyconv.plan import Kernel
+
+
+class GemmArguments(NamedTuple):
+    """The arguments of ``cublasGemmStridedBatchedEx``, in its order and its terms: column-major.
+
+    `alpha` and `beta` are addresses on the host, `a`, `b` and `c` on the device; types are cudaDataType_t
+    and cublasComputeType_t; an operation is 0 (none) or 1 (transpose); strides count elements.
+    """
+
+    transa: int
+    transb: int
+    m: int
+    n: int
+    k: int
+    alpha: int
+    a: int
+    a_type: int
+    lda: int
+    stride_a: int
+    b: int
+    b_type: int
+    ldb: int
+    stride_b: int
+    beta: int
+    c: int
+    c_type: int
+    ldc: int
+    stride_c: int
+    batch: int
+    compute_type: int
 
 
 class Device(Protocol):
@@ -34,14 +64,5 @@ class Device(Protocol):
     ) -> None:
         """Launch a kernel whose only parameter is `params`, a 0-d structured array passed by value."""
 
-    def gemm_strided_batched(
-        self,
-        transa: int, transb: int, m: int, n: int, k: int,
-        alpha: int, a: int, a_type: int, lda: int, stride_a: int,
-        b: int, b_type: int, ldb: int, stride_b: int,
-        beta: int, c: int, c_type: int, ldc: int, stride_c: int,
-        batch: int, compute_type: int,
-    ) -> None:  # fmt: skip
-        """``cublasGemmStridedBatchedEx``, argument for argument: column-major, `alpha`, `beta`, `a`, `b`
-        and `c` are addresses (the first two on the host), types are cudaDataType_t, operations are
-        0 (none), 1 (transpose); the algorithm is the library's default."""
+    def gemm_strided_batched(self, arguments: GemmArguments) -> None:
+        """``cublasGemmStridedBatchedEx`` with the library's default algorithm."""

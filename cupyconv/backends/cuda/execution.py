@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.backends.cuda.device import Device
+from cupyconv.backends.cuda.device import Device, GemmArguments
 from cupyconv.backends.cuda.parameters import PackedParameters
 from cupyconv.dtypes import dtype_from_name, is_complex
 from cupyconv.plan import Address, BlockLoop, GemmCall, KernelLaunch, Matrix, Plan
@@ -78,13 +78,14 @@ class _PreparedGemm:
 
     def run(self, device: Device, address_of: Callable[[Address], int]) -> None:
         call, kind = self.call, _DATA_TYPE[self.call.dtype]
-        device.gemm_strided_batched(
+        arguments = GemmArguments(
             _operation(call.b), _operation(call.a), call.n, call.m, call.k,
             self.alpha, address_of(call.b.at), kind, call.b.ld, call.b.stride,
             address_of(call.a.at), kind, call.a.ld, call.a.stride,
             self.beta, address_of(call.c.at), _DATA_TYPE[call.c_dtype], call.c.ld, call.c.stride,
             call.batch, _COMPUTE_TYPE[call.compute],
         )  # fmt: skip
+        device.gemm_strided_batched(arguments)
 
 
 def _operation(matrix: Matrix) -> int:
