@@ -8,6 +8,7 @@ as many columns as the cache holds; what is bound by memory wants its block to s
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
 
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
@@ -60,6 +61,7 @@ def plan_conv(request: ConvRequest) -> Plan:
 
 def _gemm(request: ConvRequest) -> Plan:
     geometry = request.geometry
+    in_place = _sums_fit_result(request)
     view = (
         geometry.is_pointwise
         and len(request.xs) == 1
@@ -68,52 +70,73 @@ def _gemm(request: ConvRequest) -> Plan:
         and is_complex(request.x_dtype) == is_complex(request.weight_dtype)
         and _is_matrix(request.xs[0])
     )
-    column_bytes = 0 if view else geometry.in_channels * geometry.taps * _item(request.x_dtype)
-    by_memory = geometry.is_pointwise and geometry.group_outputs < PRODUCT_OUTPUTS
-    target = MEMORY_BLOCK if by_memory else PRODUCT_BLOCK
-    block = _cut(request, column_bytes, target, SMALLEST_BLOCK, 1 if view else geometry.batch)
     words = "products of the input where it lies" if view else "columns and products"
-    if request.method == "gemm":
-        why = "method='gemm' was asked for"
-    else:
-        why = "slower: a pass over the sums for every tap"
-    return _plan(request, "gemm", "view" if view else "columns", block, column_bytes, words, ("direct", why))
+    why = "slower: a pass over the sums for every tap"
+    rejected = ("direct", "method='gemm' was asked for" if request.method == "gemm" else why)
+    if view and in_place and not (request.bias or request.activation):
+        axes = (geometry.batch, *geometry.out_size)  # one product does it all
+        return _plan(request, "gemm", _Body("view", 0), axes, words, rejected)
+    columns = 0 if view else geometry.in_channels * geometry.taps * _item(request.x_dtype)
+    body = _Body("view" if view else "columns", columns, tile=not view and geometry.taps > 1)
+    by_memory = geometry.is_pointwise and geometry.group_outputs < PRODUCT_OUTPUTS
+    target = (MEMORY_BLOCK if by_memory else PRODUCT_BLOCK) // (columns or _sum_bytes(request, in_place=False) or 1)
+    block = _cut(request, body, target, SMALLEST_BLOCK, 1 if view else geometry.batch)
+    return _plan(request, "gemm", body, block, words, rejected)
 
 
 def _direct(request: ConvRequest) -> Plan:
     geometry = request.geometry
     scaled = geometry.is_depthwise and is_complex(request.x_dtype) == is_complex(request.weight_dtype)
-    tap_bytes = 0 if scaled else geometry.in_channels * _item(request.x_dtype)
-    tap_bytes += _sum_bytes(request, in_place=False)  # one tap's products beside the sums
-    block = _cut(request, tap_bytes, MEMORY_BLOCK, 1, geometry.batch)
+    # Beside the sums: one tap's products, and its columns where they make a matrix.
+    per_pixel = _sum_bytes(request, in_place=False)
+    per_pixel += 0 if scaled else geometry.in_channels * _item(request.x_dtype)
+    body = _Body("scaled taps" if scaled else "taps", per_pixel)
     if request.method == "direct":
         why = "method='direct' was asked for"
     elif geometry.is_depthwise:
         why = "slower: with one channel a group, each product is a vector by a matrix"
     else:
         why = "columns do not fit the workspace limit"
-    words = "tap by tap, no columns"
-    return _plan(request, "direct", "scaled taps" if scaled else "taps", block, tap_bytes, words, ("gemm", why))
+    block = _cut(request, body, MEMORY_BLOCK // (2 * per_pixel or 1), 1, geometry.batch)
+    return _plan(request, "direct", body, block, "tap by tap, no columns", ("gemm", why))
 
 
-def _plan(
-    request: ConvRequest, method: str, body: str, block: Block, block_bytes: int, words: str, rejected: tuple[str, str]
-) -> Plan:
+@dataclass(frozen=True)
+class _Body:
+    """A loop body and what it needs of memory: bytes a pixel of a block, and whether it copies a tile."""
+
+    name: str
+    per_pixel: int
+    tile: bool = False
+
+    def workspace(self, request: ConvRequest, block: Block) -> int:
+        """Bytes for one block: columns or products, the tile they are taken from, and sums."""
+        geometry = request.geometry
+        nbytes = prod(block) * (self.per_pixel + _sum_bytes(request, self.in_place(request, block)))
+        if self.tile:
+            extents = [
+                (part - 1) * stride + span for part, stride, span in zip(block[1:], geometry.stride, geometry.span)
+            ]
+            nbytes += block[0] * geometry.in_channels * prod(extents) * _item(request.x_dtype)
+        return nbytes
+
+    def in_place(self, request: ConvRequest, block: Block) -> bool:
+        """Whether the block's sums are the result itself."""
+        return _sums_fit_result(request) and (self.name == "view" or (self.name == "columns" and block[0] == 1))
+
+
+def _plan(request: ConvRequest, method: str, body: _Body, block: Block, words: str, rejected: tuple[str, str]) -> Plan:
     geometry, machine = request.geometry, request.machine
     assert isinstance(machine, HostModel)
     axes = (geometry.batch, *geometry.out_size)
     empty = 0 in axes or geometry.out_channels == 0
     blocks = 0 if empty else prod(-(-extent // part) for extent, part in zip(axes, block))
     threads = max(1, min(machine.threads, blocks))
-    in_place = body in ("columns", "view") and block[0] == 1 and _sums_fit_result(request)
-    sizes = {
-        "weight": _weight_copy(request),
-        "blocks": threads * prod(block) * (block_bytes + _sum_bytes(request, in_place)),
-    }
+    sizes = {"weight": _weight_copy(request), "blocks": threads * body.workspace(request, block)}
     loop = BlockLoop(
-        body=body, inputs=tuple(x.name for x in request.xs), block=block, blocks=blocks, threads=threads,
-        geometry=geometry, dtype=accumulator(request.out.dtype), activation=request.activation, in_place=in_place,
-        bytes_moved=request.minimal_bytes, flops=request.flops,
+        body=body.name, inputs=tuple(x.name for x in request.xs), block=block, blocks=blocks, threads=threads,
+        geometry=geometry, dtype=accumulator(request.out.dtype), activation=request.activation,
+        in_place=body.in_place(request, block), bytes_moved=request.minimal_bytes, flops=request.flops,
     )  # fmt: skip
     return Plan(
         method=method, backend="numpy", device=str(machine), problem=str(geometry), result=describe_result(request),
@@ -124,23 +147,31 @@ def _plan(
     )  # fmt: skip
 
 
-def _cut(request: ConvRequest, columns: int, target: int, smallest: int, most_samples: int) -> Block:
-    """A block of at most `target` bytes at `columns` bytes a pixel, and within the workspace limit.
-
-    With no columns, it is the sums that are to stay in cache.
-    """
-    geometry = request.geometry
-    sums = _sum_bytes(request, in_place=False)
+def _cut(request: ConvRequest, body: _Body, target: int, smallest: int, most_samples: int) -> Block:
+    """A block of about `target` pixels, or the largest below it that keeps within the workspace limit."""
     threads = request.machine.threads if isinstance(request.machine, HostModel) else 1
-    room = (request.limit - _weight_copy(request) - 2 * Plan.ALIGNMENT) // threads // (columns + sums or 1)
-    if room < min(smallest, geometry.pixels):
-        least = _weight_copy(request) + 2 * Plan.ALIGNMENT + threads * smallest * (columns + sums)
-        raise NotApplicable(f"the smallest block needs {least:,} bytes of workspace, the limit is {request.limit:,}")
-    pixels = max(smallest, min(room, target // (columns or sums or 1)))
+    fixed = _weight_copy(request) + 2 * Plan.ALIGNMENT
+    smallest = max(1, min(smallest, request.geometry.pixels))
+    pixels = max(smallest, target)
+    while True:
+        block = _block_of_pixels(request, pixels, most_samples)
+        needed = fixed + threads * body.workspace(request, block)
+        if needed <= request.limit:
+            return block
+        if pixels == smallest:
+            raise NotApplicable(
+                f"the smallest block needs {needed:,} bytes of workspace, the limit is {request.limit:,}"
+            )
+        pixels = max(smallest, min(pixels - 1, pixels * request.limit // needed))
+
+
+def _block_of_pixels(request: ConvRequest, pixels: int, most_samples: int) -> Block:
+    """At most that many pixels: whole samples, else part of one along the outermost axis that must be cut."""
+    geometry = request.geometry
     depth, height, width = geometry.out_size
     if pixels >= geometry.pixels:
         samples = min(most_samples, max(1, pixels // max(1, geometry.pixels)))
-        return (max(1, _even(geometry.batch, samples)), max(1, depth), max(1, height), max(1, width))
+        return (_even(geometry.batch, samples), max(1, depth), max(1, height), max(1, width))
     if pixels >= height * width:
         return (1, _even(depth, pixels // (height * width)), height, width)
     if pixels >= width:
@@ -150,7 +181,7 @@ def _cut(request: ConvRequest, columns: int, target: int, smallest: int, most_sa
 
 def _even(extent: int, part: int) -> int:
     """The part that cuts `extent` into as few pieces as `part` does, of equal size."""
-    return -(-extent // -(-extent // part)) if extent else 1
+    return -(-extent // -(-extent // part)) if extent and part else 1
 
 
 def _item(dtype: str) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cupyconv.backends.numpy.windows import Region, block_regions, read
+from cupyconv.backends.numpy.windows import Region, read, tap_regions
 from cupyconv.geometry import Windows
 
 
@@ -38,4 +38,4 @@ def col2im(windows: Windows, columns: np.ndarray, image: np.ndarray, sums_dtype:
 def _regions(windows: Windows) -> tuple[tuple[Region, ...], ...]:
     """Of all output pixels at once."""
     depth, height, width = windows.out_size
-    return block_regions(windows, (range(depth), range(height), range(width)))
+    return tap_regions(windows, (range(depth), range(height), range(width)))

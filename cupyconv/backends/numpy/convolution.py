@@ -11,6 +11,7 @@ Blocks are disjoint, so threads may take them in any order and every bit stays t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -19,7 +20,7 @@ from math import prod
 import numpy as np
 
 from cupyconv.backends.numpy.activations import activate
-from cupyconv.backends.numpy.windows import Region, block_regions, read
+from cupyconv.backends.numpy.windows import Region, read, tap_regions, tile_regions, windows_of_tile
 from cupyconv.dtypes import dtype_from_name, real_part
 from cupyconv.geometry import ConvGeometry
 from cupyconv.plan import BlockLoop
@@ -55,6 +56,7 @@ class BlockedConvolution:
         if bias is not None:
             bias = bias.astype(out.dtype, copy=False).astype(self.sums_dtype, copy=False)
         self.bias = bias
+        self._buffers = threading.local()
 
     def run(self) -> None:
         body: Callable[[Ranges], np.ndarray] = {
@@ -83,24 +85,36 @@ class BlockedConvolution:
     # Four ways to the sums of a block, each (groups, group_outputs, samples, depth, height, width).
 
     def _columns_and_product(self, block: Ranges) -> np.ndarray:
-        geometry = self.geometry
-        columns = np.empty((geometry.in_channels, geometry.taps, *map(len, block)), self.x_dtype)
-        for t, regions in enumerate(block_regions(geometry, block[1:])):
-            self._read_tap(regions, block[0], columns[:, t])
+        geometry, (samples, *out_size) = self.geometry, map(len, block)
+        columns = self._scratch("columns", (geometry.in_channels, *geometry.kernel, samples, *out_size))
+        if geometry.taps == 1:
+            (regions,) = tap_regions(geometry, block[1:])
+            self._read(regions, block[0], columns[:, 0, 0, 0])
+        else:
+            size, regions = tile_regions(geometry, block[1:])
+            tile = self._scratch("tile", (geometry.in_channels, samples, *size))
+            self._read(regions, block[0], tile)
+            columns[...] = windows_of_tile(geometry, tile, out_size)
         return self._product(self.matrix, columns, block)
 
     def _product_of_view(self, block: Ranges) -> np.ndarray:
         ((x, _),) = self.inputs
-        return self._product(self.matrix, _block_of(x, block)[0], block)
+        if not self.loop.in_place:
+            return self._product(self.matrix, _block_of(x, block)[0], block)
+        geometry, samples = self.geometry, len(block[0])
+        columns = _block_of(x, block).reshape(samples, geometry.groups, geometry.group_channels, -1)
+        place = _block_of(self.out, block).reshape(samples, geometry.groups, geometry.group_outputs, -1)
+        np.matmul(self.matrix, columns, out=place)
+        return np.moveaxis(place, 0, 2).reshape(self._sums_shape(block))
 
     def _product_a_tap(self, block: Ranges) -> np.ndarray:
         """A product for each tap: no columns but one tap's, and a sum that is gone through for every tap."""
         geometry = self.geometry
         by_tap = np.moveaxis(self.matrix.reshape(*self.matrix.shape[:2], geometry.group_channels, geometry.taps), 3, 0)
         sums = np.zeros(self._sums_shape(block), self.sums_dtype)
-        columns = np.empty((geometry.in_channels, *map(len, block)), self.x_dtype)
-        for matrix, regions in zip(by_tap, block_regions(geometry, block[1:])):
-            self._read_tap(regions, block[0], columns)
+        columns = self._scratch("columns", (geometry.in_channels, *map(len, block)))
+        for matrix, regions in zip(by_tap, tap_regions(geometry, block[1:])):
+            self._read(regions, block[0], columns)
             sums += self._product(np.ascontiguousarray(matrix), columns, block)
         return sums
 
@@ -108,7 +122,7 @@ class BlockedConvolution:
         """Depthwise: what a tap reads, times a number a channel; a matrix product would be a vector's."""
         sums = np.zeros(self._sums_shape(block), self.sums_dtype)
         samples = slice(block[0].start, block[0].stop)
-        for t, regions in enumerate(block_regions(self.geometry, block[1:])):
+        for t, regions in enumerate(tap_regions(self.geometry, block[1:])):
             for at, elements in regions:
                 if elements is None:
                     continue
@@ -119,16 +133,20 @@ class BlockedConvolution:
                     sums[(channels, slice(None), slice(None), *at)] += read_once * factors
         return sums
 
-    def _read_tap(self, regions: tuple[Region, ...], samples: range, columns: np.ndarray) -> None:
-        """What one tap reads for a block, all inputs' channels, into (channels, samples, d, h, w)."""
+    def _scratch(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """This thread's buffer of that name, uninitialised; one that is there serves again, its pages mapped."""
+        buffers = self._buffers.__dict__
+        if name not in buffers or buffers[name].size < prod(shape):
+            buffers[name] = np.empty(prod(shape), self.x_dtype)
+        return buffers[name][: prod(shape)].reshape(shape)
+
+    def _read(self, regions: tuple[Region, ...], samples: range, target: np.ndarray) -> None:
+        """Boxes of the inputs, their channels one after the other, into (channels, samples, d, h, w)."""
         sample = slice(samples.start, samples.stop)
         for at, elements in regions:
             for x, first in self.inputs:
-                target = columns[(slice(first, first + x.shape[1]), slice(None), *at)]
-                if elements is None:
-                    target[...] = 0
-                else:
-                    target[...] = read(x[sample], elements).swapaxes(0, 1)
+                part = read(target[first : first + x.shape[1]], at)
+                part[...] = 0 if elements is None else read(x[sample], elements).swapaxes(0, 1)
 
     def _product(self, matrix: np.ndarray, columns: np.ndarray, block: Ranges) -> np.ndarray:
         geometry = self.geometry

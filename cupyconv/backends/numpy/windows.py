@@ -63,27 +63,48 @@ def axis_segments(outputs: range, size: int, stride: int, offset: int, mode: str
     return segments
 
 
-@lru_cache(maxsize=1024)
-def block_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[Region, ...], ...]:
-    """For every tap, in C order, the boxes of a block's output pixels and the input elements each reads.
-
-    None stands for zeros.  Kept between calls: a small convolution is bound by working this out.
-    """
-    return tuple(_tap_regions(windows, tap, block) for tap in product(*(range(k) for k in windows.kernel)))
-
-
-def _tap_regions(windows: Windows, tap: Sequence[int], block: Sequence[range]) -> tuple[Region, ...]:
+def boxes(
+    windows: Windows, outputs: Sequence[range], strides: Sequence[int], offsets: Sequence[int]
+) -> tuple[Region, ...]:
+    """Boxes of three axes of `outputs`, each with the input elements it reads; None stands for zeros."""
     axes = [
-        axis_segments(outputs, size, stride, t * dilation - before, windows.padding_mode)
-        for outputs, size, stride, t, dilation, before in zip(
-            block, windows.size, windows.stride, tap, windows.dilation, windows.before
-        )
+        axis_segments(run, size, stride, offset, windows.padding_mode)
+        for run, size, stride, offset in zip(outputs, windows.size, strides, offsets)
     ]
     regions: list[Region] = []
     for box in product(*axes):
         elements = tuple(element for _, element in box)
         regions.append((tuple(at for at, _ in box), None if any(e is None for e in elements) else elements))
     return tuple(regions)
+
+
+@lru_cache(maxsize=1024)
+def tap_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[Region, ...], ...]:
+    """For every tap, in C order, what a block's output pixels read.
+
+    Kept between calls: a small convolution is bound by working this out.
+    """
+    return tuple(
+        boxes(windows, block, windows.stride, [t * d - b for t, d, b in zip(tap, windows.dilation, windows.before)])
+        for tap in product(*(range(k) for k in windows.kernel))
+    )
+
+
+@lru_cache(maxsize=1024)
+def tile_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[int, ...], tuple[Region, ...]]:
+    """The size of the tile that all windows of a block lie in, padding included, and what fills it."""
+    size = tuple((len(run) - 1) * s + span for run, s, span in zip(block, windows.stride, windows.span))
+    offsets = [run.start * s - before for run, s, before in zip(block, windows.stride, windows.before)]
+    return size, boxes(windows, [range(extent) for extent in size], (1, 1, 1), offsets)
+
+
+def windows_of_tile(windows: Windows, tile: np.ndarray, out_size: Sequence[int]) -> np.ndarray:
+    """A view (c, kd, kh, kw, n, d, h, w) of all windows in a tile (c, n, depth, height, width)."""
+    c, n, *spatial = tile.strides
+    taps = [step * gap for step, gap in zip(spatial, windows.dilation)]
+    moves = [step * stride for step, stride in zip(spatial, windows.stride)]
+    shape = (tile.shape[0], *windows.kernel, tile.shape[1], *out_size)
+    return np.lib.stride_tricks.as_strided(tile, shape, (c, *taps, n, *moves), writeable=False)
 
 
 def read(image: np.ndarray, elements: Sequence[Elements]) -> np.ndarray:
