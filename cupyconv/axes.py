@@ -40,6 +40,10 @@ class Axes:
             byte_strides = (*byte_strides[:2], step, *byte_strides[-2:])
         return operand(name, dtype, shape, byte_strides, address)
 
+    def needs_copy(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+        """Whether no view of the image has at most three spatial axes."""
+        return self.spatial > 3 and collapsed_stride(shape[-self.spatial : -2], strides[-self.spatial : -2]) is None
+
     def view(self, image: Any, copy: Callable[[Any], Any]) -> Any:
         """The image as backends see it: with N, and at most three spatial axes.
 
@@ -48,7 +52,7 @@ class Axes:
         if not self.batched:
             image = image[None]
         if self.spatial > 3:
-            if collapsed_stride(image.shape[2:-2], image.strides[2:-2]) is None:
+            if self.needs_copy(image.shape, image.strides):
                 image = copy(image)
             image = image.reshape(*image.shape[:2], prod(image.shape[2:-2]), *image.shape[-2:])
         return image

@@ -62,7 +62,8 @@ class Call:
                     self.backend.run(plan, views)
                     break
                 except MemoryError:
-                    smaller = self._with_less_workspace(plan)
+                    # A result that is the residual may hold sums already: done again, they would be added twice.
+                    smaller = None if arrays["out"] is arrays.get("residual") else self._with_less_workspace(plan)
                     if smaller is None:
                         raise
                     plan = smaller
@@ -243,7 +244,7 @@ def _conv_call(
         residual=_describe(backend, axes, "residual", arrays["residual"]) if "residual" in arrays else None,
         x_dtype=x_dtype, weight_dtype=weight_dtype, activation=resolved, method=method,
         machine=_machine(backend, on), workspace_limit=settings.workspace_limit, allow_tf32=settings.allow_tf32,
-        notes=_widened({name: arrays[name] for name in (*inputs, "weight")}, dtype),
+        notes=_widened({name: arrays[name] for name in (*inputs, "weight")}, dtype) + _copied(axes, arrays),
     )  # fmt: skip
     images = frozenset((*inputs, "residual", "out"))
     return Call(backend, request, plan_conv, arrays, images, axes, shape, dtype, channels_last)
@@ -281,7 +282,7 @@ def _check_out(arrays: Arrays, shape: tuple[int, ...], dtype: np.dtype, backend:
     flags = getattr(out, "flags", None)
     if getattr(flags, "writeable", True) is False:
         raise ValueError("out is read-only")
-    if overlaps_itself(out.shape, out.strides):
+    if overlaps_itself(out.shape, out.strides, out.dtype.itemsize):
         raise ValueError(f"out overlaps itself: shape {tuple(out.shape)}, strides {tuple(out.strides)}")
     place = _extent(backend, out)
     for name, array in arrays.items():
@@ -313,12 +314,23 @@ def _extent(backend: Backend, array: Any) -> np.ndarray:
 
 def _widened(arrays: Arrays, dtype: np.dtype) -> tuple[str, ...]:
     """Name the argument that made the result wider than another argument is."""
-    if all(array.dtype == dtype for array in arrays.values()):
+    result, names = dtype_name(dtype), {name: dtype_name(array.dtype) for name, array in arrays.items()}
+    wide = [name for name, kind in names.items() if kind == result]
+    narrow = [f"{name} ({kind})" for name, kind in names.items() if kind != result]
+    if not narrow:
         return ()
-    wide = [name for name, array in arrays.items() if array.dtype == dtype]
-    narrow = [f"{name} ({array.dtype.name})" for name, array in arrays.items() if array.dtype != dtype]
-    cause = f"{wide[0]} ({dtype.name}) widens" if wide else "mixed precisions widen"
-    return (f"{cause} the result to {dtype.name}; narrower: {', '.join(narrow)}",)
+    cause = f"{wide[0]} ({result}) widens" if wide else "mixed precisions widen"
+    return (f"{cause} the result to {result}; narrower: {', '.join(narrow)}",)
+
+
+def _copied(axes: Axes, arrays: Arrays) -> tuple[str, ...]:
+    """Name the images that have to be copied whole to have no more than three spatial axes."""
+    images = {name: array for name, array in arrays.items() if name not in ("weight", "bias")}
+    return tuple(
+        f"{name}: its leading spatial axes have no one stride, so it is copied, beyond the workspace"
+        for name, array in images.items()
+        if axes.needs_copy(tuple(array.shape), tuple(array.strides))
+    )
 
 
 def _sizes(name: str, value: Any) -> tuple[int, ...]:

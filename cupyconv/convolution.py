@@ -32,7 +32,9 @@ def conv(
     ----------
     x : array or sequence of arrays
         ``(N, C_in, *spatial)``; N may be missing where ``x.ndim == weight.ndim - 1``.  A list or tuple
-        means the concatenation of its arrays along the channel axis, which is never built.
+        means the concatenation of its arrays along the channel axis, which is never built.  Beside a
+        complex array real ones are computed as complex; a real `x` with a complex `weight`, or the
+        reverse, is not promoted and takes half the arithmetic.
     weight : array
         ``(C_out, C_in // groups, *kernel)``.
     bias : array, optional

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import cache
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
@@ -89,8 +89,19 @@ def _cupy_backend(array: Any) -> Backend:
     return _cupy_device_backend(array.device.id)
 
 
-@cache
+_CUPY_BACKENDS: dict[int, Backend] = {}
+_ONE_AT_A_TIME = Lock()
+
+
 def _cupy_device_backend(ordinal: int) -> Backend:
+    """The one backend of a device: two threads that ask first at the same time get the same."""
+    with _ONE_AT_A_TIME:
+        if ordinal not in _CUPY_BACKENDS:
+            _CUPY_BACKENDS[ordinal] = _make_cupy_backend(ordinal)
+        return _CUPY_BACKENDS[ordinal]
+
+
+def _make_cupy_backend(ordinal: int) -> Backend:
     from cupyconv.backends.cuda import CudaBackend
     from cupyconv.backends.cuda.cupy_device import CupyDevice
 

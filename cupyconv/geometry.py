@@ -24,6 +24,10 @@ from cupyconv.padding import PADDING_MODES, per_axis, positive, resolve_padding
 Triple = tuple[int, int, int]
 
 
+#: Steps, pads and kernels are int32 in the kernels; sizes are not.
+LARGEST_STEP = 2**31 - 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Windows:
     """Windows sliding over images: the geometry of columns, and half of a convolution's.
@@ -241,10 +245,13 @@ def _windows(
         raise ValueError(f"kernel must have at least one tap along every axis, given {kernel}")
     stride = per_axis("stride", stride, rank, 1)
     dilation = per_axis("dilation", dilation, rank, 1)
-    if padding_mode not in PADDING_MODES:
+    if not isinstance(padding_mode, str) or padding_mode not in PADDING_MODES:
         raise ValueError(f"unknown padding_mode {padding_mode!r}; known are {', '.join(PADDING_MODES)}")
     pairs = resolve_padding(padding, size, kernel, stride, dilation)
     before, after = tuple(b for b, _ in pairs), tuple(a for _, a in pairs)
+    for name, values in (("stride", stride), ("dilation", dilation), ("padding", before + after), ("kernel", kernel)):
+        if max(values, default=0) > LARGEST_STEP:
+            raise ValueError(f"{name} must be at most {LARGEST_STEP}, given {values}")
     for axis in range(rank):
         padded = size[axis] + before[axis] + after[axis]
         span = dilation[axis] * (kernel[axis] - 1) + 1

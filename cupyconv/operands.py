@@ -112,25 +112,26 @@ def is_channels_last(shape: Sequence[int], byte_strides: Sequence[int], itemsize
     return len(shape) > channel + 1 and shape[channel] > 1 and byte_strides[channel] == itemsize and not c_ordered
 
 
-def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two indices of a strided view are one place in memory.
+def overlaps_itself(shape: Sequence[int], byte_strides: Sequence[int], itemsize: int) -> bool:
+    """Whether two elements of a strided view share memory.
 
     Sorted by stride, axes that each step over all the smaller ones cannot meet; a view that is not
     of that kind is counted as overlapping unless its offsets, listed, prove otherwise.
     """
-    axes = sorted((abs(stride), extent) for stride, extent in zip(strides, shape) if extent > 1)
+    axes = sorted((abs(stride), extent) for stride, extent in zip(byte_strides, shape) if extent > 1)
     if prod(shape) == 0:
         return False
-    reach = 0
+    reach = itemsize - 1
     for stride, extent in axes:
         if stride <= reach:
             break
         reach += stride * (extent - 1)
     else:
         return False
-    offsets = {0}
+    offsets = [0]
     for stride, extent in axes:
         if len(offsets) * extent > 1 << 20:
             return True
-        offsets = {offset + stride * i for offset in offsets for i in range(extent)}
-    return len(offsets) != prod(shape)
+        offsets = [offset + stride * i for offset in offsets for i in range(extent)]
+    offsets.sort()
+    return any(after - before < itemsize for before, after in pairwise(offsets))

@@ -160,6 +160,8 @@ class BlockLoop:
     threads: int
     geometry: Windows
     dtype: str  # of the sums
+    x_dtype: str  # of images and weight in products
+    weight_dtype: str
     activation: Activation
     in_place: bool  # the sums are the result itself
     bytes_moved: int
@@ -251,10 +253,10 @@ class Plan:
             "  steps",
         ]
         lines += [f"    {conversion}" for conversion in self.conversions]
-        for period, count in _folded(self.steps):
-            lines += [f"    {line}" for step in period for line in str(step).split("\n")]
-            if count > 1:
-                lines.append(f"    ... and so on for {count - 1} more chunks, {(count - 1) * len(period)} steps")
+        first, period, rounds = _rounds(self.steps)
+        lines += [f"    {line}" for step in self.steps[: first + period] for line in str(step).split("\n")]
+        if rounds > 1:
+            lines.append(f"    ... and so on for {rounds - 1} more chunks, {(rounds - 1) * period} steps")
         if not self.steps:
             lines.append("    (nothing to run: the result is empty)")
         lines += [f"  not {method}: {reason}" for method, reason in self.rejected]
@@ -262,13 +264,15 @@ class Plan:
         return "\n".join(lines)
 
 
-def _folded(steps: tuple[Step, ...]) -> list[tuple[tuple[Step, ...], int]]:
-    """Steps as (period, count): chunks that differ only in addresses and sizes print once."""
+def _rounds(steps: tuple[Step, ...]) -> tuple[int, int, int]:
+    """Steps as a preamble and rounds that differ only in addresses and sizes: (preamble, steps a round, rounds)."""
     kinds = [step.shape_of_work for step in steps]
-    for length in range(1, len(steps) // 2 + 1):
-        if len(steps) % length == 0 and kinds == kinds[:length] * (len(steps) // length) and len(steps) // length > 1:
-            return [(steps[:length], len(steps) // length)]
-    return [((step,), 1) for step in steps]
+    for first in range(min(4, len(steps))):
+        rest = kinds[first:]
+        for period in range(1, len(rest) // 2 + 1):
+            if len(rest) % period == 0 and rest == rest[:period] * (len(rest) // period):
+                return first, period, len(rest) // period
+    return 0, len(steps), 1
 
 
 def _bytes(n: int) -> str:

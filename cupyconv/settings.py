@@ -37,7 +37,10 @@ class options(AbstractContextManager["Settings"]):
     ----------
     workspace_limit : int, optional
         Most bytes of temporary buffers a call may take; by default 256 MiB on CUDA, 16 MiB on NumPy.
-        Work is cut into chunks to fit: of samples first, then of output pixels.
+        Work is cut into chunks to fit: of samples first, then of output pixels.  A method that needs more
+        even for the smallest chunk is not taken, or refused if named; on NumPy every method needs some.
+        An argument in another dtype than is computed with is converted whole on CUDA, and counts, but is
+        converted even where it alone passes the limit; `explain` lists it.
     allow_tf32 : bool
         Let float32 and complex64 products on CUDA round their factors to TF32 (10 bits of mantissa).
     allow_winograd, allow_fft : bool
@@ -77,9 +80,9 @@ class options(AbstractContextManager["Settings"]):
     ) -> None:
         self._settings = Settings(
             workspace_limit=_at_least("workspace_limit", workspace_limit, 0),
-            allow_tf32=bool(allow_tf32),
-            allow_winograd=bool(allow_winograd),
-            allow_fft=bool(allow_fft),
+            allow_tf32=_flag("allow_tf32", allow_tf32),
+            allow_winograd=_flag("allow_winograd", allow_winograd),
+            allow_fft=_flag("allow_fft", allow_fft),
             threads=_at_least("threads", threads, 1),
         )
 
@@ -91,6 +94,12 @@ class options(AbstractContextManager["Settings"]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         _BLOCKS.set(_BLOCKS.get()[:-1])
+
+
+def _flag(name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, given {value!r}")
+    return value
 
 
 def _at_least(name: str, value: int | None, least: int) -> int | None:

@@ -35,30 +35,30 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) col2im(const __grid_cons
     const Windows& windows = params.windows;
     const long long elements = windows.size[0] * windows.size[1] * windows.size[2];
     const int taps = windows.kernel[0] * windows.kernel[1] * windows.kernel[2];
-    const long long step = (long long)gridDim.x * blockDim.x;
+    const long long shares = params.batch * elements;
 
-    for (long long n = blockIdx.z; n < params.batch; n += gridDim.z)
-        for (int c = blockIdx.y; c < params.channels; c += gridDim.y)
-            for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < elements; i += step) {
-                const Pixel in = pixel_at(i, windows.size);
-                const T* const columns_nc = static_cast<const T*>(params.columns.data) + n * params.columns.stride_n +
-                                            (long long)c * taps * params.columns.stride_c;
-                Accumulator<T> sum = Accumulator<T>(0);
-                for (int t = 0; t < taps; ++t) {
-                    int tap[3];
-                    tap_at(t, windows.kernel, tap);
-                    long long p = 0;
-                    bool hit = true;
+    for (long long c = blockIdx.y; c < params.channels; c += gridDim.y)
+        for (long long q = first_share(); q < shares; q += share_step()) {
+            const Share share = share_at(q, elements, 1);
+            const Pixel in = pixel_at(share.pixel, windows.size);
+            const T* const columns_nc = static_cast<const T*>(params.columns.data) +
+                                        share.n * params.columns.stride_n + c * taps * params.columns.stride_c;
+            Accumulator<T> sum = Accumulator<T>(0);
+            for (int t = 0; t < taps; ++t) {
+                int tap[3];
+                tap_at(t, windows.kernel, tap);
+                long long p = 0;
+                bool hit = true;
 #pragma unroll
-                    for (int a = 0; a < 3; ++a) {
-                        const long long start = in.at[a] + windows.before[a] - (long long)tap[a] * windows.dilation[a];
-                        const long long q = start / windows.stride[a];
-                        hit = hit && start >= 0 && start % windows.stride[a] == 0 && q < windows.out[a];
-                        p = p * windows.out[a] + q;
-                    }
-                    if (hit) sum += widen(columns_nc[t * params.columns.stride_c + p * params.columns.stride[2]]);
+                for (int a = 0; a < 3; ++a) {
+                    const long long start = in.at[a] + windows.before[a] - (long long)tap[a] * windows.dilation[a];
+                    const long long window = start / windows.stride[a];
+                    hit = hit && start >= 0 && start % windows.stride[a] == 0 && window < windows.out[a];
+                    p = p * windows.out[a] + window;
                 }
-                static_cast<T*>(params.out.data)[n * params.out.stride_n + c * params.out.stride_c +
-                                                 offset_of(in, params.out.stride)] = narrow<T>(sum);
+                if (hit) sum += widen(columns_nc[t * params.columns.stride_c + p * params.columns.stride[2]]);
             }
+            static_cast<T*>(params.out.data)[share.n * params.out.stride_n + c * params.out.stride_c +
+                                             offset_of(in, params.out.stride)] = narrow<T>(sum);
+        }
 }

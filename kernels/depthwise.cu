@@ -2,9 +2,9 @@
 //
 //     y[n, c * multiplier + j, p] = activation( sum_t weight[c * multiplier + j, 0, t] * x[n, c, window(p, t)] + ... )
 //
-//     no M: a block works on one plane (n, c)    N = p (pixels, PIXELS a thread)    K = t (taps)
+//     no M: a block works on one channel c    N = (n, p) (pixels, PIXELS a thread)    K = t (taps)
 //
-//     x_s [n, c]  ░░░░░░░░░░   one plane, of one source, chosen once a block
+//     x_s [n, c]  ░░░░░░░░░░   one channel, of one source, chosen once a block
 //                 ttt          PIXELS neighbouring windows a thread: what one of them reads, the next
 //     y           .pppp....    finds in the cache, and a tap's weight is read once for all of them
 //
@@ -25,9 +25,9 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) depthwise(const __grid_c
     const Windows& windows = params.windows;
     const long long pixels = windows.out[0] * windows.out[1] * windows.out[2];
     const int taps = windows.kernel[0] * windows.kernel[1] * windows.kernel[2];
-    const long long step = (long long)gridDim.x * blockDim.x * PIXELS;
+    const long long a_row = (pixels + PIXELS - 1) / PIXELS, shares = params.batch * a_row;
 
-    for (int o = blockIdx.y; o < params.groups * params.group_outputs; o += gridDim.y) {
+    for (long long o = blockIdx.y; o < (long long)params.groups * params.group_outputs; o += gridDim.y) {
         const int c = o / params.group_outputs;
         int s = 0;
         while (c >= params.sources.table[s].first + params.sources.table[s].channels) ++s;
@@ -43,28 +43,29 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) depthwise(const __grid_c
         }
         __syncthreads();
 
-        for (long long n = blockIdx.z; n < params.batch; n += gridDim.z) {
-            const T* const x_nc = static_cast<const T*>(source.image.data) + n * source.image.stride_n +
-                                  (c - source.first) * source.image.stride_c;
-            T* const y_no = static_cast<T*>(params.out.data) + n * params.out.stride_n + o * params.out.stride_c;
-            for (long long p = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * PIXELS; p < pixels; p += step) {
-                const Pixel first = pixel_at(p, windows.out);
-                A sum[PIXELS] = {};
-                for (int t = 0; t < taps; ++t) {
-                    int tap[3];
-                    Pixel out = first, in;
-                    tap_at(t, windows.kernel, tap);
-#pragma unroll
-                    for (int i = 0; i < PIXELS; ++i, advance(out, windows.out))
-                        if (p + i < pixels && tap_pixel(windows, out, tap, in))
-                            add_product(sum[i], widen(x_nc[offset_of(in, source.image.stride)]), weight[t]);
-                }
-                Pixel out = first;
+        const T* const x_c =
+            static_cast<const T*>(source.image.data) + (c - source.first) * source.image.stride_c;
+        T* const y_o = static_cast<T*>(params.out.data) + o * params.out.stride_c;
+        for (long long q = first_share(); q < shares; q += share_step()) {
+            const Share share = share_at(q, a_row, PIXELS);
+            const T* const x_nc = x_c + share.n * source.image.stride_n;
+            const Pixel first = pixel_at(share.pixel, windows.out);
+            A sum[PIXELS] = {};
+            for (int t = 0; t < taps; ++t) {
+                int tap[3];
+                Pixel out = first, in;
+                tap_at(t, windows.kernel, tap);
 #pragma unroll
                 for (int i = 0; i < PIXELS; ++i, advance(out, windows.out))
-                    if (p + i < pixels)
-                        y_no[offset_of(out, params.out.stride)] = finish<T>(sum[i], params.epilogue, n, o, out);
+                    if (share.pixel + i < pixels && tap_pixel(windows, out, tap, in))
+                        add_product(sum[i], widen(x_nc[offset_of(in, source.image.stride)]), weight[t]);
             }
+            Pixel out = first;
+#pragma unroll
+            for (int i = 0; i < PIXELS; ++i, advance(out, windows.out))
+                if (share.pixel + i < pixels)
+                    y_o[share.n * params.out.stride_n + offset_of(out, params.out.stride)] =
+                        finish<T>(sum[i], params.epilogue, share.n, o, out);
         }
     }
 }

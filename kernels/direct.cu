@@ -30,49 +30,48 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) direct(const __grid_cons
     const long long pixels = windows.out[0] * windows.out[1] * windows.out[2];
     const int taps = windows.kernel[0] * windows.kernel[1] * windows.kernel[2];
     const int tiles = (params.group_outputs + TILE - 1) / TILE;  // of one group
-    const long long step = (long long)gridDim.x * blockDim.x;
+    const long long shares = params.batch * pixels;
 
-    for (long long n = blockIdx.z; n < params.batch; n += gridDim.z)
-        for (int tile = blockIdx.y; tile < params.groups * tiles; tile += gridDim.y) {
-            const int g = tile / tiles, first = tile % tiles * TILE;  // first output within the group
-            const int c_first = g * params.group_channels, c_end = c_first + params.group_channels;
-            for (long long p = (long long)blockIdx.x * blockDim.x + threadIdx.x; p < pixels; p += step) {
-                const Pixel out = pixel_at(p, windows.out);
-                Accumulator<Y> sum[TILE] = {};
-                for (int t = 0; t < taps; ++t) {
-                    int tap[3];
-                    Pixel in;
-                    tap_at(t, windows.kernel, tap);
-                    if (!tap_pixel(windows, out, tap, in)) continue;
-                    const W* const w_t = static_cast<const W*>(params.weight.data) + tap[0] * params.weight.stride[0] +
-                                         tap[1] * params.weight.stride[1] + tap[2] * params.weight.stride[2];
-                    for (int s = 0; s < params.sources.count; ++s) {
-                        const Source& source = params.sources.table[s];
-                        const int from = max(c_first, source.first), to = min(c_end, source.first + source.channels);
-                        if (from >= to) continue;
-                        const X* x_nc = static_cast<const X*>(source.image.data) + n * source.image.stride_n +
-                                        (from - source.first) * source.image.stride_c +
-                                        offset_of(in, source.image.stride);
-                        for (int c = from; c < to; ++c, x_nc += source.image.stride_c) {
-                            const Accumulator<X> x = widen(*x_nc);
-                            const W* const w_tc = w_t + (c - c_first) * params.weight.stride_c;
+    for (long long tile = blockIdx.y; tile < (long long)params.groups * tiles; tile += gridDim.y) {
+        const int g = tile / tiles, first = tile % tiles * TILE;  // first output within the group
+        const int c_first = g * params.group_channels, c_end = c_first + params.group_channels;
+        for (long long q = first_share(); q < shares; q += share_step()) {
+            const Share share = share_at(q, pixels, 1);
+            const Pixel out = pixel_at(share.pixel, windows.out);
+            Accumulator<Y> sum[TILE] = {};
+            for (int t = 0; t < taps; ++t) {
+                int tap[3];
+                Pixel in;
+                tap_at(t, windows.kernel, tap);
+                if (!tap_pixel(windows, out, tap, in)) continue;
+                const W* const w_t = static_cast<const W*>(params.weight.data) + tap[0] * params.weight.stride[0] +
+                                     tap[1] * params.weight.stride[1] + tap[2] * params.weight.stride[2];
+                for (int s = 0; s < params.sources.count; ++s) {
+                    const Source& source = params.sources.table[s];
+                    const int from = max(c_first, source.first), to = min(c_end, source.first + source.channels);
+                    if (from >= to) continue;
+                    const X* x_nc = static_cast<const X*>(source.image.data) + share.n * source.image.stride_n +
+                                    (from - source.first) * source.image.stride_c + offset_of(in, source.image.stride);
+                    for (int c = from; c < to; ++c, x_nc += source.image.stride_c) {
+                        const Accumulator<X> x = widen(*x_nc);
+                        const W* const w_tc = w_t + (c - c_first) * params.weight.stride_c;
 #pragma unroll
-                            for (int j = 0; j < TILE; ++j) {
-                                const int o = g * params.group_outputs + first + j;
-                                if (first + j < params.group_outputs)
-                                    add_product(sum[j], x, widen(w_tc[o * params.weight.stride_n]));
-                            }
+                        for (int j = 0; j < TILE; ++j) {
+                            const long long o = g * params.group_outputs + first + j;
+                            if (first + j < params.group_outputs)
+                                add_product(sum[j], x, widen(w_tc[o * params.weight.stride_n]));
                         }
                     }
                 }
+            }
+            Y* const y_n = static_cast<Y*>(params.out.data) + share.n * params.out.stride_n;
 #pragma unroll
-                for (int j = 0; j < TILE; ++j) {
-                    const int o = g * params.group_outputs + first + j;
-                    if (first + j < params.group_outputs)
-                        static_cast<Y*>(params.out.data)[n * params.out.stride_n + o * params.out.stride_c +
-                                                         offset_of(out, params.out.stride)] =
-                            finish<Y>(sum[j], params.epilogue, n, o, out);
-                }
+            for (int j = 0; j < TILE; ++j) {
+                const long long o = g * params.group_outputs + first + j;
+                if (first + j < params.group_outputs)
+                    y_n[o * params.out.stride_c + offset_of(out, params.out.stride)] =
+                        finish<Y>(sum[j], params.epilogue, share.n, o, out);
             }
         }
+    }
 }

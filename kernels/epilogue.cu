@@ -43,23 +43,23 @@ constexpr int MAX_BLOCK = 256;
 
 extern "C" __global__ void __launch_bounds__(MAX_BLOCK) epilogue(const __grid_constant__ EpilogueParams params) {
     using A = Accumulator<Y>;
-    const long long step = (long long)gridDim.x * blockDim.x * WIDTH;
+    const long long a_row = params.pixels / WIDTH, shares = params.batch * a_row;
     const Image& out = params.out;
-    for (long long n = blockIdx.z; n < params.batch; n += gridDim.z)
-        for (int o = blockIdx.y; o < params.channels; o += gridDim.y) {
-            const S* const sums_no = static_cast<const S*>(params.sums) + n * params.sums_stride_n +
-                                     o * params.sums_stride_o;
-            Y* const y_no = static_cast<Y*>(out.data) + n * out.stride_n + o * out.stride_c;
-            for (long long p = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * WIDTH; p < params.pixels; p += step) {
-                Pixel pixel = pixel_at(params.first_pixel + p, params.size);
-                const long long at = offset_of(pixel, out.stride);
-                Packet<Y, WIDTH> result;
+    for (long long o = blockIdx.y; o < params.channels; o += gridDim.y) {
+        const S* const sums_o = static_cast<const S*>(params.sums) + o * params.sums_stride_o;
+        Y* const y_o = static_cast<Y*>(out.data) + o * out.stride_c;
+        for (long long q = first_share(); q < shares; q += share_step()) {
+            const Share share = share_at(q, a_row, WIDTH);
+            const S* const sums_op = sums_o + share.n * params.sums_stride_n + share.pixel * params.sums_stride_p;
+            Pixel pixel = pixel_at(params.first_pixel + share.pixel, params.size);
+            Y* const y_op = y_o + share.n * out.stride_n + offset_of(pixel, out.stride);
+            Packet<Y, WIDTH> result;
 #pragma unroll
-                for (int i = 0; i < WIDTH; ++i, advance(pixel, params.size)) {
-                    const A sum = params.sums ? load_sum(sums_no + (p + i) * params.sums_stride_p, params.imaginary, A()) : A(0);
-                    result.lane[i] = finish<Y>(sum, params.epilogue, n, o, pixel);
-                }
-                store_packet<WIDTH>(y_no + at, result);
+            for (int i = 0; i < WIDTH; ++i, advance(pixel, params.size)) {
+                const A sum = params.sums ? load_sum(sums_op + i * params.sums_stride_p, params.imaginary, A()) : A(0);
+                result.lane[i] = finish<Y>(sum, params.epilogue, share.n, o, pixel);
             }
+            store_packet<WIDTH>(y_op, result);
         }
+    }
 }

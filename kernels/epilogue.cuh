@@ -15,7 +15,7 @@ struct Epilogue {
 // CALLED: smooth activations as a function call, for kernels that finish many sums a thread.
 template <class Y, bool CALLED = false>
 __device__ __forceinline__ Y finish(
-    Accumulator<Y> sum, const Epilogue& epilogue, long long n, int o, const Pixel& pixel) {
+    Accumulator<Y> sum, const Epilogue& epilogue, long long n, long long o, const Pixel& pixel) {
     if (epilogue.bias) sum += widen(static_cast<const Y*>(epilogue.bias)[o]);
     if (epilogue.residual.data) {
         const Image& r = epilogue.residual;

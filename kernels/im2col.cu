@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) im2col(const __grid_cons
     const Windows& windows = params.windows;
     const int taps = windows.kernel[0] * windows.kernel[1] * windows.kernel[2];
     const long long rows = (long long)params.channels * taps;
-    const long long step = (long long)gridDim.x * blockDim.x * WIDTH;
+    const long long a_row = (params.pixels + WIDTH - 1) / WIDTH, shares = params.batch * a_row;
 
     for (long long row = blockIdx.y; row < rows; row += gridDim.y) {
         const int c = row / taps;
@@ -45,27 +45,28 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) im2col(const __grid_cons
         while (c >= params.sources.table[s].first + params.sources.table[s].channels) ++s;
         const Source& source = params.sources.table[s];
 
-        for (long long n = blockIdx.z; n < params.batch; n += gridDim.z) {
-            const T* const x_nc = static_cast<const T*>(source.image.data) + n * source.image.stride_n +
-                                  (c - source.first) * source.image.stride_c;
-            T* const columns_nr = static_cast<T*>(params.columns) + n * params.stride_n + row * params.stride_row;
-            for (long long p = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * WIDTH; p < params.pixels; p += step) {
-                Pixel out = pixel_at(params.first_pixel + p, windows.out), in;
-                Packet<T, WIDTH> packet;
+        const T* const x_c = static_cast<const T*>(source.image.data) + (c - source.first) * source.image.stride_c;
+        for (long long q = first_share(); q < shares; q += share_step()) {
+            const Share share = share_at(q, a_row, WIDTH);
+            const long long p = share.pixel;
+            const T* const x_nc = x_c + share.n * source.image.stride_n;
+            T* const columns_nr =
+                static_cast<T*>(params.columns) + share.n * params.stride_n + row * params.stride_row;
+            Pixel out = pixel_at(params.first_pixel + p, windows.out), in;
+            Packet<T, WIDTH> packet;
 #pragma unroll
-                for (int i = 0; i < WIDTH; ++i, advance(out, windows.out))
-                    packet.lane[i] = p + i < params.pixels && tap_pixel(windows, out, tap, in)
-                                         ? x_nc[offset_of(in, source.image.stride)]
-                                         : T{};
-                if (WIDTH == 1) {
-                    columns_nr[p * params.stride_pixel] = packet.lane[0];
-                } else if (p + WIDTH <= params.pixels) {  // packets: stride_pixel is 1
-                    store_packet<WIDTH>(columns_nr + p, packet);
-                } else {
+            for (int i = 0; i < WIDTH; ++i, advance(out, windows.out))
+                packet.lane[i] = p + i < params.pixels && tap_pixel(windows, out, tap, in)
+                                     ? x_nc[offset_of(in, source.image.stride)]
+                                     : T{};
+            if (WIDTH == 1) {
+                columns_nr[p * params.stride_pixel] = packet.lane[0];
+            } else if (p + WIDTH <= params.pixels) {  // packets: stride_pixel is 1
+                store_packet<WIDTH>(columns_nr + p, packet);
+            } else {
 #pragma unroll
-                    for (int i = 0; i < WIDTH; ++i)
-                        if (p + i < params.pixels) columns_nr[p + i] = packet.lane[i];
-                }
+                for (int i = 0; i < WIDTH; ++i)
+                    if (p + i < params.pixels) columns_nr[p + i] = packet.lane[i];
             }
         }
     }

@@ -52,6 +52,20 @@ struct Pixel {
     long long at[3];
 };
 
+// A thread's share of all samples' rows of pixels: `width` pixels from `pixel` on, of one sample.
+struct Share {
+    long long n, pixel;
+};
+
+// Samples and pixels are numbered as one, so that small images fill a block as well as large ones.
+__device__ __forceinline__ Share share_at(long long q, long long a_row, int width) {
+    return {q / a_row, q % a_row * width};
+}
+
+// The first share of this thread, and the distance to its next.
+__device__ __forceinline__ long long first_share() { return (long long)blockIdx.x * blockDim.x + threadIdx.x; }
+__device__ __forceinline__ long long share_step() { return (long long)gridDim.x * blockDim.x; }
+
 // Pixel number p of an image of this size.
 __device__ __forceinline__ Pixel pixel_at(long long p, const long long (&size)[3]) {
     if (size[0] * size[1] == 1) return {{0, 0, p}};

@@ -41,22 +41,25 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) merge(const __grid_const
     using A = Accumulator<T>;
     constexpr int SHARED = TILE * sizeof(A) < 16 ? TILE : 16 / sizeof(A);  // weights a shared-memory access
     DYNAMIC_SHARED(A, weight);
-    const int o_first = blockIdx.y * TILE;
-    for (int i = threadIdx.x; i < params.in_channels * TILE; i += blockDim.x) {
-        const int c = i / TILE, o = o_first + i % TILE;
-        const T* w_oc = static_cast<const T*>(params.weight) + o * params.weight_stride_o + c * params.weight_stride_c;
-        weight[i] = o < params.out_channels ? widen(*w_oc) : A(0);
-    }
-    __syncthreads();
-
     T* const y = static_cast<T*>(params.out.data);
-    const long long step = (long long)gridDim.x * blockDim.x * WIDTH;
-    for (long long n = blockIdx.z; n < params.batch; n += gridDim.z) {
-        for (long long p = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * WIDTH; p < params.pixels; p += step) {
+    const long long a_row = params.pixels / WIDTH, shares = params.batch * a_row;
+
+    for (long long o_first = (long long)blockIdx.y * TILE; o_first < params.out_channels; o_first += gridDim.y * TILE) {
+        __syncthreads();  // the last tile's weights have been used
+        for (int i = threadIdx.x; i < params.in_channels * TILE; i += blockDim.x) {
+            const long long c = i / TILE, o = o_first + i % TILE;
+            const T* const w = static_cast<const T*>(params.weight);
+            weight[i] = o < params.out_channels ? widen(w[o * params.weight_stride_o + c * params.weight_stride_c]) : A(0);
+        }
+        __syncthreads();
+
+        for (long long q = first_share(); q < shares; q += share_step()) {
+            const Share share = share_at(q, a_row, WIDTH);
             A sum[TILE][WIDTH] = {};
             for (int s = 0; s < params.sources.count; ++s) {
                 const Source& source = params.sources.table[s];
-                const T* const x_np = static_cast<const T*>(source.image.data) + n * source.image.stride_n + p;
+                const T* const x_np =
+                    static_cast<const T*>(source.image.data) + share.n * source.image.stride_n + share.pixel;
                 const A* const w_s = weight + source.first * TILE;
 #pragma unroll 4
                 for (int c = 0; c < source.channels; ++c) {
@@ -74,13 +77,14 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) merge(const __grid_const
             }
 #pragma unroll
             for (int j = 0; j < TILE; ++j) {
-                const int o = o_first + j;
+                const long long o = o_first + j;
                 if (o >= params.out_channels) break;
                 Packet<T, WIDTH> result;
 #pragma unroll
                 for (int i = 0; i < WIDTH; ++i)
-                    result.lane[i] = finish<T, true>(sum[j][i], params.epilogue, n, o, Pixel{{0, 0, p + i}});
-                store_packet<WIDTH>(y + n * params.out.stride_n + o * params.out.stride_c + p, result);
+                    result.lane[i] =
+                        finish<T, true>(sum[j][i], params.epilogue, share.n, o, Pixel{{0, 0, share.pixel + i}});
+                store_packet<WIDTH>(y + share.n * params.out.stride_n + o * params.out.stride_c + share.pixel, result);
             }
         }
     }

@@ -231,10 +231,10 @@ def test_params_have_to_be_the_struct(device, x):
     kernel = Kernel("indices")
     with pytest.raises(KernelError, match="params has 20 bytes, the kernel's struct 24"):
         device.launch(kernel, (1, 1, 1), 1, np.zeros((), [("x", "u8"), ("y", "u8"), ("n", "i4")]), 0)
-    with pytest.raises(TypeError, match="structured"):
+    with pytest.raises(TypeError, match="raw bytes"):
         device.launch(kernel, (1, 1, 1), 1, np.zeros((), "i8"), 0)
-    with pytest.raises(TypeError, match="structured"):
-        device.launch(kernel, (1, 1, 1), 1, np.zeros(1, PARAMS), 0)
+    with pytest.raises(TypeError, match="raw bytes"):
+        device.launch(kernel, (1, 1, 1), 1, np.zeros(2, PARAMS), 0)
 
 
 def test_compile_error_shows_the_compilers_message(device, x, y):

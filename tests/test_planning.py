@@ -24,7 +24,7 @@ from cupyconv.dtypes import ITEMSIZE
 from cupyconv.machine import KNOWN_GPUS
 from cupyconv.plan import MAX_SOURCES, Address, BlockLoop, GemmCall, Kernel, KernelLaunch, Matrix, Plan
 from cupyconv.planning.gemm import MAX_BATCH, SMALLEST_CHUNK
-from cupyconv.planning.launches import GRID_YZ, SHARED_BYTES
+from cupyconv.planning.launches import GRID_Y, SHARED_BYTES
 from cupyconv.planning.variants import all_variants
 
 GPU = "sm_90"
@@ -80,7 +80,7 @@ def check(plan: Plan, limit: int | None = None) -> None:
     for step in plan.steps:
         if isinstance(step, KernelLaunch):
             x, y, z = step.grid
-            assert 1 <= x <= INT32 and 1 <= y <= GRID_YZ and 1 <= z <= GRID_YZ, step
+            assert 1 <= x <= INT32 and 1 <= y <= GRID_Y and 1 <= z <= GRID_Y, step
             assert 32 <= step.block <= 1024 and step.block % 32 == 0, step
             assert step.shared_bytes <= SHARED_BYTES, step
             _check_columns(step, sizes)

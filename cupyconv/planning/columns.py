@@ -47,9 +47,11 @@ def plan_col2im(request: ColumnsRequest) -> Plan:
 
 
 def _loop(body: str, windows: Windows, inputs: list[str], request: ColumnsRequest) -> BlockLoop:
+    dtype = request.columns.dtype
     return BlockLoop(
-        body, tuple(inputs), (1, *windows.out_size), windows.batch, 1, windows, accumulator(request.columns.dtype),
-        IDENTITY, False, _bytes(request), _additions(request),
+        body=body, inputs=tuple(inputs), block=(1, *windows.out_size), blocks=windows.batch, threads=1,
+        geometry=windows, dtype=accumulator(dtype), x_dtype=dtype, weight_dtype=dtype, activation=IDENTITY,
+        in_place=False, bytes_moved=_bytes(request), flops=_additions(request),
     )  # fmt: skip
 
 

@@ -33,7 +33,8 @@ from cupyconv.planning.draft import Draft
 from cupyconv.planning.launches import component, epilogue_launch, im2col_launches
 from cupyconv.planning.request import ConvRequest, NotApplicable
 
-INT32 = 2**31 - 1
+#: Limit of cuBLAS's int32 dimensions, with room for what it rounds them up to.
+INT32 = 2**30
 #: cuBLAS's limit on the matrices of one call.
 MAX_BATCH = 65535
 #: Pixels below which columns of a sample are not cut any further: smaller GEMMs would only be launches.
@@ -67,9 +68,10 @@ class MatrixView:
         elements = row * self.row_step + column * self.column_step + sample * self.stride
         return Address(self.at.buffer, self.at.offset + elements * self.itemsize)
 
-    def as_real(self) -> MatrixView:
-        """A complex matrix as a real one with twice the columns."""
-        assert not self.transposed
+    def as_real(self) -> MatrixView | None:
+        """A complex matrix as a real one with twice the columns; None where pixels and parts are no one axis."""
+        if self.transposed or 2 * self.ld > INT32:
+            return None
         return replace(self, itemsize=self.itemsize // 2, ld=2 * self.ld, stride=2 * self.stride)
 
     def joined(self, rows: int, columns: int, samples: int) -> MatrixView | None:
@@ -177,7 +179,7 @@ class _GemmPlanner:
             return [Rows(0, geometry.in_channels * geometry.taps, tuple(range(len(xs))), None)]
         views = [image_matrix(x) for x in xs]
         if self.components == 2:  # pixels and components must be one axis of unit stride
-            views = [None if view is None or view.transposed else view.as_real() for view in views]
+            views = [view and view.as_real() for view in views]
         return [
             Rows(first, count, (i,), views[i])
             for i, (first, count) in enumerate(zip(geometry.channel_offsets, geometry.channels))
@@ -200,7 +202,7 @@ class _GemmPlanner:
         if view is None or self.planes == 2 or (rounded_twice and ITEMSIZE[request.out.dtype] == 2):
             return None
         if self.components == 2:
-            return None if view.transposed else view.as_real()
+            return view.as_real()
         return view
 
     def _sums_dtype(self) -> str:
@@ -330,7 +332,7 @@ class _GemmPlanner:
             pixels=chunk.pixels, purpose=name,
         )  # fmt: skip
         view = MatrixView(Address(name), columns.itemsize, ld, stride_n, False)
-        return (view.as_real() if self.components == 2 else view), launches
+        return self._as_multiplied(view), launches
 
     def _joins(self, view: MatrixView, chunk: Chunk) -> bool:
         return view.joined(self.geometry.out_channels, chunk.pixels, chunk.samples) is not None
@@ -342,7 +344,15 @@ class _GemmPlanner:
             return replace(self.out, at=start)
         stride = self.geometry.out_channels * self.planes * chunk.pixels
         view = MatrixView(Address("sums"), ITEMSIZE[self.sums_dtype], chunk.pixels, stride, False)
-        return view.as_real() if self.components == 2 else view
+        return self._as_multiplied(view)
+
+    def _as_multiplied(self, view: MatrixView) -> MatrixView:
+        """Workspace as the GEMM reads or writes it: as real numbers where one factor alone is complex."""
+        if self.components == 1:
+            return view
+        real = view.as_real()
+        assert real is not None, "rows of workspace are kept within the limits"
+        return real
 
     def _gemms(self, chunk: Chunk, views: dict[Rows, MatrixView], c: MatrixView) -> list[Step]:
         geometry = self.geometry

@@ -20,8 +20,8 @@ from cupyconv.plan import MAX_SOURCES, Address, Kernel, KernelLaunch
 
 #: Static limit on shared memory that needs no opt-in on any GPU.
 SHARED_BYTES = 48 << 10
-#: Limit of a grid along y and z; the kernels loop beyond it.
-GRID_YZ = 65535
+#: Limits of a grid along x and y; the kernels loop beyond them.
+GRID_X, GRID_Y = 2**31 - 1, 65535
 
 PACKET_BYTES = 16
 #: Outputs a thread of direct.cu and of merge.cu may keep.
@@ -49,11 +49,10 @@ def merge_launch(
     tile = merge_tile(geometry, out.dtype)
     assert tile is not None
     width = packet_width((*xs, out), geometry.pixels)
-    block = _block(geometry.pixels, width, 256)
+    tiles = -(-geometry.out_channels // tile)
     return KernelLaunch(
         Kernel("merge", (("DTYPE", out.dtype), ("TILE", str(tile)), ("WIDTH", str(width)))),
-        (_blocks(geometry.pixels, block * width), -(-geometry.out_channels // tile), min(geometry.batch, GRID_YZ)),
-        block,
+        *_grid_and_block(geometry.batch, geometry.pixels, width, tiles, 256),
         (
             ("sources", _sources(geometry, xs)),
             ("weight", Address(weight.name)),
@@ -79,11 +78,9 @@ def direct_launch(
     """Direct convolution, for everything."""
     dtypes = (("X_DTYPE", xs[0].dtype), ("W_DTYPE", weight.dtype), ("Y_DTYPE", out.dtype))
     tiles = geometry.groups * -(-geometry.group_outputs // DIRECT_TILE)
-    block = _block(geometry.pixels, 1, 128)
     return KernelLaunch(
         Kernel("direct", (*dtypes, ("TILE", str(DIRECT_TILE)))),
-        (_blocks(geometry.pixels, block), min(tiles, GRID_YZ), min(geometry.batch, GRID_YZ)),
-        block,
+        *_grid_and_block(geometry.batch, geometry.pixels, 1, tiles, 128),
         _convolution_params(geometry, xs, weight, out, epilogue),
         purpose="convolution, bias, residual, activation",
         bytes_moved=_read_once(xs) + weight.nbytes + out.nbytes,
@@ -96,15 +93,9 @@ def depthwise_launch(
 ) -> KernelLaunch:
     """One kernel per channel, any multiplier."""
     pixels = DEPTHWISE_PIXELS
-    block = _block(geometry.pixels, pixels, 128)
     return KernelLaunch(
         Kernel("depthwise", (("DTYPE", out.dtype), ("PIXELS", str(pixels)))),
-        (
-            _blocks(geometry.pixels, block * pixels),
-            min(geometry.out_channels, GRID_YZ),
-            min(geometry.batch, GRID_YZ),
-        ),
-        block,
+        *_grid_and_block(geometry.batch, geometry.pixels, pixels, geometry.out_channels, 128),
         _convolution_params(geometry, xs, weight, out, epilogue),
         shared_bytes=geometry.taps * ITEMSIZE[accumulator(out.dtype)],
         purpose="convolution, bias, residual, activation",
@@ -131,7 +122,6 @@ def im2col_launches(
     itemsize = columns.itemsize
     aligned = replace(columns, alignment=columns.alignment if at.offset % PACKET_BYTES == 0 else 1)
     width = packet_width((aligned,), PACKET_BYTES // itemsize)  # the kernel stores a row's tail by itself
-    block = _block(pixels, width, 256)
     launches = []
     for begin in range(0, len(xs), MAX_SOURCES):
         part = slice(begin, begin + MAX_SOURCES)
@@ -141,8 +131,7 @@ def im2col_launches(
         launches.append(
             KernelLaunch(
                 Kernel("im2col", (("DTYPE", f"bits{8 * itemsize}"), ("WIDTH", str(width)))),
-                (_blocks(pixels, block * width), min(rows, GRID_YZ), min(samples, GRID_YZ)),
-                block,
+                *_grid_and_block(samples, pixels, width, rows, 256),
                 (
                     ("sources", _sources(group, xs[part], first_sample)),
                     ("windows", _windows(windows)),
@@ -168,11 +157,9 @@ def im2col_launches(
 def col2im_launch(windows: Windows, columns: Operand, out: Operand) -> KernelLaunch:
     """The sum of column entries back into an image."""
     elements = prod(windows.size)
-    block = _block(elements, 1, 256)
     return KernelLaunch(
         Kernel("col2im", (("DTYPE", out.dtype),)),
-        (_blocks(elements, block), min(windows.in_channels, GRID_YZ), min(windows.batch, GRID_YZ)),
-        block,
+        *_grid_and_block(windows.batch, elements, 1, windows.in_channels, 256),
         (
             ("columns", image(columns)),
             ("windows", _windows(windows)),
@@ -209,13 +196,11 @@ def epilogue_launch(
     size, collapsed = collapse(images, geometry.out_size)
     # Both ends of the chunk must be whole packets: a power of two divides a | b where it divides both.
     width = packet_width((collapsed[0],), pixels | first_pixel) if size[:2] == (1, 1) else 1
-    block = _block(pixels, width, 256)
     sums_dtype = sums_dtype if sums else accumulator(out.dtype)
     does = ["bias"] * bool(bias) + ["residual"] * bool(residual) + [activation.name] * bool(activation)
     return KernelLaunch(
         Kernel("epilogue", (("SUM_DTYPE", sums_dtype), ("Y_DTYPE", out.dtype), ("WIDTH", str(width)))),
-        (_blocks(pixels, block * width), min(geometry.out_channels, GRID_YZ), min(samples, GRID_YZ)),
-        block,
+        *_grid_and_block(samples, pixels, width, geometry.out_channels, 256),
         (
             ("sums", sums),
             ("sums_stride_n", sums_strides[0]),
@@ -325,13 +310,11 @@ def _windows(windows: Windows) -> tuple[Any, ...]:
     )
 
 
-def _block(pixels: int, per_thread: int, largest: int) -> int:
-    """Threads a block: whole warps, no more than the pixels of a row need."""
-    return min(largest, max(32, -(-pixels // (32 * per_thread)) * 32))
-
-
-def _blocks(pixels: int, per_block: int) -> int:
-    return min(-(-pixels // per_block), 2**31 - 1)
+def _grid_and_block(samples: int, pixels: int, width: int, rows: int, largest: int) -> tuple[Triple, int]:
+    """Shares of `width` pixels of all samples along x, rows along y; whole warps, no more than there are shares."""
+    shares = samples * -(-pixels // width)
+    block = min(largest, max(32, -(-shares // 32) * 32))
+    return (min(-(-shares // block), GRID_X), min(rows, GRID_Y), 1), block
 
 
 def component(operand: Operand, which: int) -> Operand:

@@ -110,15 +110,18 @@ class _Body:
     tile: bool = False
 
     def workspace(self, request: ConvRequest, block: Block) -> int:
-        """Bytes for one block: columns or products, the tile they are taken from, and sums."""
+        """Bytes for one block: columns or products, the tile they are taken from, sums, and gathered borders."""
         geometry = request.geometry
+        read = block[0] * geometry.in_channels * prod(block[1:]) * _item(request.x_dtype)
         nbytes = prod(block) * (self.per_pixel + _sum_bytes(request, self.in_place(request, block)))
         if self.tile:
             extents = [
                 (part - 1) * stride + span for part, stride, span in zip(block[1:], geometry.stride, geometry.span)
             ]
-            nbytes += block[0] * geometry.in_channels * prod(extents) * _item(request.x_dtype)
-        return nbytes
+            read = block[0] * geometry.in_channels * prod(extents) * _item(request.x_dtype)
+            nbytes += read
+        # A border that a padding mode fills is gathered beside what it is copied to.
+        return nbytes + (read if geometry.padding_mode != "constant" else 0)
 
     def in_place(self, request: ConvRequest, block: Block) -> bool:
         """Whether the block's sums are the result itself."""
@@ -135,7 +138,8 @@ def _plan(request: ConvRequest, method: str, body: _Body, block: Block, words: s
     sizes = {"weight": _weight_copy(request), "blocks": threads * body.workspace(request, block)}
     loop = BlockLoop(
         body=body.name, inputs=tuple(x.name for x in request.xs), block=block, blocks=blocks, threads=threads,
-        geometry=geometry, dtype=accumulator(request.out.dtype), activation=request.activation,
+        geometry=geometry, dtype=accumulator(request.out.dtype),
+        x_dtype=accumulator(request.x_dtype), weight_dtype=accumulator(request.weight_dtype), activation=request.activation,
         in_place=body.in_place(request, block), bytes_moved=request.minimal_bytes, flops=request.flops,
     )  # fmt: skip
     return Plan(

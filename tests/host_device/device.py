@@ -246,8 +246,8 @@ class HostDevice:
 
     @staticmethod
     def _check_params(kernel: Kernel, params: np.ndarray, size: int) -> None:
-        if not isinstance(params, np.ndarray) or params.ndim != 0 or params.dtype.names is None:
-            raise TypeError(f"{kernel}: params is not a structured array of no dimensions, but {params!r}")
+        if not isinstance(params, np.ndarray) or params.size != 1 or params.dtype.kind != "V":
+            raise TypeError(f"{kernel}: params is not one structure or element of raw bytes, but {params!r}")
         if params.dtype.itemsize != size:
             raise KernelError(
                 f"{kernel}: params has {params.dtype.itemsize} bytes, the kernel's struct {size}: {params.dtype}"

@@ -82,6 +82,9 @@ class CupyDevice:
         return function
 
     def gemm_strided_batched(self, arguments: GemmArguments) -> None:
+        stream = cupy.cuda.get_current_stream()
+        if cupy.cuda.runtime.streamIsCapturing(stream.ptr):
+            raise RuntimeError("cuBLAS calls cannot be captured in a graph through CuPy: use a method without one")
         cublas.gemmStridedBatchedEx(self._handle(), *arguments, _DEFAULT_ALGORITHM)
 
     def _handle(self) -> int:
@@ -103,10 +106,26 @@ class _Handle:
     """A cuBLAS handle, and the workspace it owns, bound to one stream for good."""
 
     def __init__(self, stream: int) -> None:
-        self.handle = cublas.create()
+        self.ordinal = cupy.cuda.runtime.getDevice()
+        self.handle = _create_handle()
         cublas.setStream(self.handle, stream)
         cublas.setMathMode(self.handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
         cublas.setPointerMode(self.handle, cublas.CUBLAS_POINTER_MODE_HOST)
 
     def __del__(self) -> None:
-        cublas.destroy(self.handle)
+        handle, self.handle = getattr(self, "handle", 0), 0
+        if handle:
+            with cupy.cuda.Device(self.ordinal):
+                cublas.destroy(handle)
+
+
+def _create_handle() -> int:
+    """A new handle; where CuPy's pool has left cuBLAS no memory for it, what the pool does not use is freed."""
+    try:
+        return cublas.create()
+    except cublas.CUBLASError:
+        cupy.get_default_memory_pool().free_all_blocks()
+    try:
+        return cublas.create()
+    except cublas.CUBLASError as error:
+        raise MemoryError(f"cuBLAS could not make a handle: {error}") from error

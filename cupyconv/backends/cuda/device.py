@@ -62,7 +62,7 @@ class Device(Protocol):
     def launch(
         self, kernel: Kernel, grid: tuple[int, int, int], block: int, params: np.ndarray, shared_bytes: int
     ) -> None:
-        """Launch a kernel whose only parameter is `params`, a 0-d structured array passed by value."""
+        """Launch a kernel whose only parameter is `params`: one element, whose bytes are passed by value."""
 
     def gemm_strided_batched(self, arguments: GemmArguments) -> None:
         """``cublasGemmStridedBatchedEx`` with the library's default algorithm."""

@@ -62,18 +62,23 @@ class PackedParameters:
     def __init__(self, launch: KernelLaunch) -> None:
         dtype = PARAMETERS[launch.kernel.name]
         assert dtype.names == tuple(name for name, _ in launch.params), f"fields of {launch.kernel.name} disagree"
-        self._template = np.zeros((), dtype)
+        template = np.zeros((), dtype)
         self._holes: list[tuple[int, Address]] = []  # byte offset, what goes there
-        self._fill(self._template, 0, tuple(value for _, value in launch.params))
+        self._fill(template, 0, tuple(value for _, value in launch.params))
+        assert dtype.itemsize % 8 == 0, "every struct is a whole number of 8-byte words"
+        self._words = template.reshape(1).view(np.uint64)
+        self._bytes = np.dtype((np.void, dtype.itemsize))
 
     def bind(self, address_of: Callable[[Address], int]) -> np.ndarray:
-        """The struct with addresses filled in; a fresh copy, so that threads may share the template."""
-        bound = self._template.copy()
-        words = bound.reshape(1).view(np.uint64) if bound.itemsize % 8 == 0 else None
-        assert words is not None, "every struct is a whole number of 8-byte words"
-        for offset, address in self._holes:
-            words[offset // 8] = address_of(address)
-        return bound
+        """The struct with addresses filled in, as one element of plain bytes.
+
+        A fresh copy, so that threads may share the template.  Bytes, because NumPy would describe a
+        nested struct to CuPy anew at every launch, which takes longer than the launch.
+        """
+        words = self._words.copy()
+        for at, address in self._holes:
+            words[at // 8] = address_of(address)
+        return words.view(self._bytes)
 
     def _fill(self, struct: np.ndarray, base: int, values: tuple[Any, ...]) -> None:
         assert struct.dtype.names is not None and struct.dtype.fields is not None

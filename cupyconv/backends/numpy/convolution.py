@@ -21,7 +21,7 @@ import numpy as np
 
 from cupyconv.backends.numpy.activations import activate
 from cupyconv.backends.numpy.windows import Region, read, tap_regions, tile_regions, windows_of_tile
-from cupyconv.dtypes import dtype_from_name, real_part
+from cupyconv.dtypes import dtype_from_name, is_complex
 from cupyconv.geometry import ConvGeometry
 from cupyconv.plan import BlockLoop
 
@@ -41,14 +41,11 @@ class BlockedConvolution:
         self.inputs = list(zip(xs, geometry.channel_offsets))
         self.out, self.residual = out, residual
         self.sums_dtype = dtype_from_name(loop.dtype)
-        complex_x = any(x.dtype.kind == "c" for x in xs)
-        complex_weight = weight.dtype.kind == "c"
-        real = dtype_from_name(real_part(loop.dtype))
+        self.x_dtype, weight_dtype = dtype_from_name(loop.x_dtype), dtype_from_name(loop.weight_dtype)
+        complex_x, complex_weight = is_complex(loop.x_dtype), is_complex(loop.weight_dtype)
         #: Where one factor alone is complex, its parts are taken as twice as many real pixels or outputs.
         self.parts_as_pixels = complex_x and not complex_weight
         self.parts_as_outputs = complex_weight and not complex_x
-        self.x_dtype = self.sums_dtype if complex_x else real
-        weight_dtype = self.sums_dtype if complex_weight else real
         matrix = weight.reshape(geometry.groups, geometry.group_outputs, geometry.reduction)
         matrix = matrix.astype(weight_dtype, copy=False)
         self.weight = matrix  # (groups, group_outputs, K_g)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -78,16 +79,23 @@ def boxes(
     return tuple(regions)
 
 
-@lru_cache(maxsize=1024)
 def tap_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[Region, ...], ...]:
     """For every tap, in C order, what a block's output pixels read.
 
-    Kept between calls: a small convolution is bound by working this out.
+    Kept between calls, since a small convolution is bound by working this out; not for large kernels,
+    which are not, and whose regions would take megabytes.
     """
+    return (_kept_tap_regions if windows.taps <= 64 else _tap_regions)(windows, block)
+
+
+def _tap_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[Region, ...], ...]:
     return tuple(
         boxes(windows, block, windows.stride, [t * d - b for t, d, b in zip(tap, windows.dilation, windows.before)])
         for tap in product(*(range(k) for k in windows.kernel))
     )
+
+
+_kept_tap_regions = lru_cache(maxsize=256)(_tap_regions)
 
 
 @lru_cache(maxsize=1024)
@@ -111,6 +119,9 @@ def read(image: np.ndarray, elements: Sequence[Elements]) -> np.ndarray:
     """The elements of the last three axes: a view where they are slices, a gather of a border else."""
     if all(isinstance(e, slice) for e in elements):
         return image[(..., *elements)]
+    slices: tuple[Any, ...] = tuple(e if isinstance(e, slice) else slice(None) for e in elements)
+    image = image[(..., *slices)]  # first, so that what is gathered is small
     for axis, element in enumerate(elements):
-        image = image[(..., element, *(slice(None),) * (2 - axis))]
+        if not isinstance(element, slice):
+            image = image[(..., element, *(slice(None),) * (2 - axis))]
     return image

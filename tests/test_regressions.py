@@ -1,0 +1,138 @@
+"""Faults that were once there, each pinned where the machine at hand can see it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import reference
+from tolerance import assert_exact
+
+import cupyconv
+from cupyconv import dispatch, planning
+from cupyconv.backends.numpy.convolution import BlockedConvolution
+from cupyconv.calls import prepare_linmerge
+from cupyconv.planning import launches
+
+
+@pytest.mark.parametrize("weight_dtype", ["float32", "complex64"])
+@pytest.mark.parametrize("extra", [{}, {"bias": np.ones(2)}, {"residual": np.ones((1, 2, 6))}], ids=str)
+@pytest.mark.parametrize("method", ["direct", "gemm"])
+def test_the_only_complex_input_has_no_channels(target, weight_dtype, extra, method):
+    """The result is complex all the same, and every element of it is written."""
+    xs = [np.ones((1, 3, 8), np.float32), np.ones((1, 0, 8), np.complex64)]
+    weight = np.ones((2, 3, 3), weight_dtype)
+    expected = reference.conv(xs, weight, **extra)
+    moved = {name: target.to_device(value.astype(np.float32)) for name, value in extra.items()}
+    actual = cupyconv.conv([target.to_device(x) for x in xs], target.to_device(weight), **moved, method=method)
+    assert_exact(target.to_host(actual), expected, "complex64")
+
+
+def test_no_retry_where_the_residual_may_hold_sums_already(monkeypatch):
+    """Blocks that were stored before memory ran out would be added once more."""
+    x, weight = np.ones((8, 4, 64, 64)), np.ones((4, 4, 3, 3))
+    out = np.ones((8, 4, 62, 62))
+    store, calls = BlockedConvolution._store, []
+
+    def run_out_of_memory(self, block, sums):
+        calls.append(block)
+        if len(calls) == 2:
+            raise MemoryError
+        store(self, block, sums)
+
+    monkeypatch.setattr(BlockedConvolution, "_store", run_out_of_memory)
+    with cupyconv.options(workspace_limit=2_000_000), pytest.raises(MemoryError):
+        cupyconv.conv(x, weight, residual=out, out=out)
+    assert out.max() == 1 + 36
+
+
+def test_more_outputs_than_a_grid_has_rows(cuda_target):
+    """65,535 is a grid's limit along y; the merge has more tiles of outputs than that, and loops."""
+    outputs, channels = 65_600, 7_000
+    x = np.lib.stride_tricks.as_strided(np.ones(1, np.float32), (1, channels, 4), (0, 0, 4))
+    weight = np.lib.stride_tricks.as_strided(np.ones(1, np.float32), (outputs, channels), (0, 4))
+    (merge,) = cupyconv.explain(cupyconv.linmerge, x, weight, on="sm_90", method="direct").steps
+    assert dict(merge.kernel.macros)["TILE"] == "1" and merge.grid[1] == 65_535
+
+    wide = cuda_target.to_device(np.arange(65_600, dtype=np.float32)[:, None])
+    with pytest.MonkeyPatch.context() as patch:  # the same loop, with a tile of one output
+        patch.setattr(launches, "merge_tile", lambda geometry, dtype: 1)
+        call = prepare_linmerge(cuda_target.to_device(np.ones((1, 1, 2), np.float32)), wide, method="direct")
+        plan = planning.plan_conv.__wrapped__(call.request)
+    call.make_plan = lambda request: plan
+    assert plan.steps[0].grid[1] == 65_535
+    assert (cuda_target.to_host(call.run())[0, :, 1] == np.arange(65_600)).all()
+
+
+def test_threads_that_ask_first_together_get_one_backend(monkeypatch):
+    made = []
+
+    def make_slowly(ordinal):
+        time.sleep(0.05)
+        made.append(ordinal)
+        return object()
+
+    monkeypatch.setattr(dispatch, "_make_cupy_backend", make_slowly)
+    monkeypatch.setattr(dispatch, "_CUPY_BACKENDS", {})
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(dispatch._cupy_device_backend(0))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1 and len(set(map(id, found))) == 1
+
+
+def test_an_out_whose_elements_overlap_by_bytes_is_refused():
+    memory = np.zeros(100, np.uint8)
+    out = np.ndarray((1, 1, 5), np.float64, memory, strides=(40, 40, 4))
+    with pytest.raises(ValueError, match="out overlaps itself"):
+        cupyconv.conv(np.ones((1, 1, 5)), np.ones((1, 1, 1)), out=out)
+
+
+def test_a_stride_beyond_the_kernels_integers_is_refused(target):
+    x, weight = target.to_device(np.ones((1, 2, 5))), target.to_device(np.ones((1, 2, 1)))
+    with pytest.raises(ValueError, match="stride must be at most 2147483647"):
+        cupyconv.conv(x, weight, stride=2**40)
+
+
+def test_byte_order_widens_nothing():
+    x, weight = np.ones((1, 2, 5), ">f4"), np.ones((1, 2, 1), ">f4")
+    assert cupyconv.explain(cupyconv.conv, x, weight).notes == ()
+    assert cupyconv.conv(x, weight).dtype == np.dtype("=f4")
+
+
+def test_a_complex_image_with_a_real_weight_keeps_within_cublas(target):
+    """Read as real numbers its rows are twice as long, which counts against the int32 leading dimension."""
+    pixels = 700_000_000
+    x = np.lib.stride_tricks.as_strided(np.ones(1, np.complex64), (1, 2, pixels), (16 * pixels, 8 * pixels, 8))
+    plan = cupyconv.explain(cupyconv.conv, x, np.ones((64, 2, 1), np.float32), on="sm_90", method="gemm")
+    calls = [step for step in plan.steps if hasattr(step, "k")]
+    assert calls and all(matrix.ld < 2**31 for call in calls for matrix in (call.a, call.b, call.c))
+
+
+def test_a_page_with_a_preamble_stays_short():
+    x, weight = np.ones((64, 16, 64, 64), np.float32), np.ones((16, 16, 3, 3), np.complex64)
+    with cupyconv.options(workspace_limit=8 << 20):
+        plan = cupyconv.explain(cupyconv.conv, x, weight, on="sm_90", method="gemm")
+    assert len(plan.steps) > 50 and len(str(plan).splitlines()) < 30
+
+
+@pytest.mark.parametrize("mode", ["reflect", "symmetric", "edge", "wrap"])
+def test_borders_are_gathered_small(mode):
+    """Borders along one axis are cut to the block along the others before they are gathered."""
+    import tracemalloc
+
+    x, weight = np.ones((1, 16, 4, 96, 96), np.float32), np.ones((2, 16, 3, 3, 3), np.float32)
+    out = cupyconv.conv(x, weight, padding=1, padding_mode=mode)
+    with cupyconv.options(workspace_limit=1 << 20):
+        plan = cupyconv.explain(cupyconv.conv, x, weight, padding=1, padding_mode=mode)
+        tracemalloc.start()
+        try:
+            cupyconv.conv(x, weight, padding=1, padding_mode=mode, out=out)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert peak <= plan.workspace_bytes + 400_000
