@@ -44,10 +44,10 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) merge(const __grid_const
     T* const y = static_cast<T*>(params.out.data);
     const long long a_row = params.pixels / WIDTH, shares = params.batch * a_row;
 
-    for (long long o_first = (long long)blockIdx.y * TILE; o_first < params.out_channels; o_first += gridDim.y * TILE) {
+    for (int o_first = blockIdx.y * TILE; o_first < params.out_channels; o_first += gridDim.y * TILE) {
         __syncthreads();  // the last tile's weights have been used
         for (int i = threadIdx.x; i < params.in_channels * TILE; i += blockDim.x) {
-            const long long c = i / TILE, o = o_first + i % TILE;
+            const int c = i / TILE, o = o_first + i % TILE;
             const T* const w = static_cast<const T*>(params.weight);
             weight[i] = o < params.out_channels ? widen(w[o * params.weight_stride_o + c * params.weight_stride_c]) : A(0);
         }
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) merge(const __grid_const
             }
 #pragma unroll
             for (int j = 0; j < TILE; ++j) {
-                const long long o = o_first + j;
+                const int o = o_first + j;
                 if (o >= params.out_channels) break;
                 Packet<T, WIDTH> result;
 #pragma unroll

@@ -125,9 +125,9 @@ def test_borders_are_gathered_small(mode):
     """Borders along one axis are cut to the block along the others before they are gathered."""
     import tracemalloc
 
-    x, weight = np.ones((1, 16, 4, 96, 96), np.float32), np.ones((2, 16, 3, 3, 3), np.float32)
-    out = cupyconv.conv(x, weight, padding=1, padding_mode=mode)
+    x, weight = np.ones((1, 64, 4, 128, 128), np.float32), np.ones((4, 64, 3, 3, 3), np.float32)
     with cupyconv.options(workspace_limit=1 << 20):
+        out = cupyconv.conv(x, weight, padding=1, padding_mode=mode)  # what is kept between calls is there now
         plan = cupyconv.explain(cupyconv.conv, x, weight, padding=1, padding_mode=mode)
         tracemalloc.start()
         try:
@@ -135,4 +135,4 @@ def test_borders_are_gathered_small(mode):
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-    assert peak <= plan.workspace_bytes + 400_000
+    assert peak <= plan.workspace_bytes + 1_000_000  # where a whole plane was gathered, 4 million

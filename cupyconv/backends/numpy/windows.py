@@ -21,9 +21,9 @@ import numpy as np
 
 from cupyconv.geometry import Windows
 
-#: Input elements of a run of outputs: a slice, an index array, or None for zeros.
-Elements = slice | np.ndarray | None
-Segment = tuple[slice, Elements]
+#: Input elements of a run of outputs along an axis.
+Elements = slice | np.ndarray
+Segment = tuple[slice, Elements | None]  # positions of the outputs, and what they read; None: zeros
 Region = tuple[tuple[slice, ...], tuple[Elements, ...] | None]
 
 
@@ -74,8 +74,8 @@ def boxes(
     ]
     regions: list[Region] = []
     for box in product(*axes):
-        elements = tuple(element for _, element in box)
-        regions.append((tuple(at for at, _ in box), None if any(e is None for e in elements) else elements))
+        elements = tuple(element for _, element in box if element is not None)
+        regions.append((tuple(at for at, _ in box), elements if len(elements) == len(box) else None))
     return tuple(regions)
 
 
@@ -98,7 +98,7 @@ def _tap_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[Regi
 _kept_tap_regions = lru_cache(maxsize=256)(_tap_regions)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def tile_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[int, ...], tuple[Region, ...]]:
     """The size of the tile that all windows of a block lie in, padding included, and what fills it."""
     size = tuple((len(run) - 1) * s + span for run, s, span in zip(block, windows.stride, windows.span))
@@ -117,11 +117,12 @@ def windows_of_tile(windows: Windows, tile: np.ndarray, out_size: Sequence[int])
 
 def read(image: np.ndarray, elements: Sequence[Elements]) -> np.ndarray:
     """The elements of the last three axes: a view where they are slices, a gather of a border else."""
-    if all(isinstance(e, slice) for e in elements):
-        return image[(..., *elements)]
-    slices: tuple[Any, ...] = tuple(e if isinstance(e, slice) else slice(None) for e in elements)
-    image = image[(..., *slices)]  # first, so that what is gathered is small
+    # Cut to what is needed along every axis first, so that no gather is larger than that.
+    cut: list[Any] = [e if isinstance(e, slice) else slice(int(e.min()), int(e.max()) + 1) for e in elements]
+    image = image[(..., *cut)]
     for axis, element in enumerate(elements):
         if not isinstance(element, slice):
-            image = image[(..., element, *(slice(None),) * (2 - axis))]
+            index: list[Any] = [slice(None)] * 3
+            index[axis] = element - element.min()
+            image = image[(..., *index)]
     return image
