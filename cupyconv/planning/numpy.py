@@ -24,7 +24,7 @@ from cupyconv.planning.request import (
 )
 
 #: Bytes of columns a block aims at where products dominate, and where memory does.
-PRODUCT_BLOCK = 4 << 20
+PRODUCT_BLOCK = 8 << 20
 MEMORY_BLOCK = 512 << 10
 #: Pixels below which a block of columns is not cut: the products would be vectors.
 SMALLEST_BLOCK = 32
@@ -97,7 +97,7 @@ def _direct(request: ConvRequest) -> Plan:
         why = "slower: with one channel a group, each product is a vector by a matrix"
     else:
         why = "columns do not fit the workspace limit"
-    block = _cut(request, body, MEMORY_BLOCK // (2 * per_pixel or 1), 1, geometry.batch)
+    block = _cut(request, body, MEMORY_BLOCK // (per_pixel or 1), 1, geometry.batch)
     return _plan(request, "direct", body, block, "tap by tap, no columns", ("gemm", why))
 
 

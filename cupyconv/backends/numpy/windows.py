@@ -117,6 +117,9 @@ def windows_of_tile(windows: Windows, tile: np.ndarray, out_size: Sequence[int])
 
 def read(image: np.ndarray, elements: Sequence[Elements]) -> np.ndarray:
     """The elements of the last three axes: a view where they are slices, a gather of a border else."""
+    boxed: tuple[Any, ...] = (..., *elements)
+    if all(type(element) is slice for element in elements):
+        return image[boxed]
     # Cut to what is needed along every axis first, so that no gather is larger than that.
     cut: list[Any] = [e if isinstance(e, slice) else slice(int(e.min()), int(e.max()) + 1) for e in elements]
     image = image[(..., *cut)]
