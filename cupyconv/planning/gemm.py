@@ -152,8 +152,9 @@ class _GemmPlanner:
         self.gathers_weight = self.weight is None
         self.out = self._out_in_place()
         self.sums_dtype = self._sums_dtype()
+        addends = bool(request.bias or request.residual)
         #: Bias and residual are written before the products are added: no pass over the result after.
-        self.prefills = self.out is not None and not request.activation and _any(request.bias, request.residual)
+        self.prefills = addends and self.out is not None and not request.activation
         self.samples, self.pixels = self._chunk_size()
 
     def draft(self) -> Draft:
@@ -311,7 +312,7 @@ class _GemmPlanner:
         if self.prefills:
             steps.append(self._epilogue(chunk, None))
         steps += self._gemms(chunk, views, c)
-        if self.out is None or (self.request.activation and not self.prefills):
+        if self.out is None or self.request.activation:
             steps.append(self._epilogue(chunk, c))
         return steps
 
@@ -453,7 +454,3 @@ def _even(pixels: int, most: int) -> int:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // Plan.ALIGNMENT) * Plan.ALIGNMENT
-
-
-def _any(*operands: Operand | None) -> bool:
-    return any(operand is not None for operand in operands)
