@@ -5,6 +5,8 @@ The first test of this file is the first thing to run on a new kind of GPU: ever
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import reference
@@ -91,20 +93,59 @@ def test_a_loop_with_out_does_not_grow_the_pool(gpu):
     assert pool.total_bytes() == before
 
 
-def test_direct_methods_can_be_captured_in_a_graph(gpu):
+@pytest.mark.parametrize(("kernel", "groups"), [((8, 8, 1), 1), ((8, 1, 3), 8), ((8, 8, 3), 1)], ids=str)
+def test_direct_methods_can_be_captured_in_a_graph(gpu, kernel, groups):
+    """The fused merge, the depthwise and the general kernel: after one call they only launch."""
     cupy = gpu.xp
-    xs = [cupy.full((2, 4, 1000), i, np.float32) for i in range(5)]
-    w, out = cupy.ones((4, 20), np.float32), cupy.zeros((2, 4, 1000), np.float32)
-    cupyconv.linmerge(xs, w, out=out, method="direct")
+    x, w = cupy.ones((2, 8, 1000), np.float32), cupy.ones(kernel, np.float32)
+    expected = gpu.to_host(cupyconv.conv(x, w, groups=groups, method="direct"))
+    out = cupy.zeros(expected.shape, np.float32)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
+        cupyconv.conv(x, w, groups=groups, method="direct", out=out)
         stream.begin_capture()
-        cupyconv.linmerge(xs, w, out=out, method="direct")
+        cupyconv.conv(x, w, groups=groups, method="direct", out=out)
         graph = stream.end_capture()
         out.fill(0)
         graph.launch(stream)
     stream.synchronize()
-    assert (gpu.to_host(out) == 40).all()
+    assert np.array_equal(gpu.to_host(out), expected)
+
+
+def test_the_gemm_path_says_that_it_cannot_be_captured(gpu):
+    cupy = gpu.xp
+    x, w, out = (
+        cupy.ones((2, 8, 1000), np.float32),
+        cupy.ones((8, 8, 1), np.float32),
+        cupy.zeros((2, 8, 1000), np.float32),
+    )
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cupyconv.conv(x, w, method="gemm", out=out)
+        stream.begin_capture()
+        with pytest.raises(RuntimeError, match="cannot be captured"):
+            cupyconv.conv(x, w, method="gemm", out=out)
+        stream.end_capture()
+
+
+def test_first_calls_of_many_threads(gpu):
+    """Backends, modules and handles are made once, whoever asks first."""
+    x, w = gpu.to_device(np.ones((4, 6, 50), np.float32)), gpu.to_device(np.ones((5, 6, 3), np.float32))
+    with ThreadPoolExecutor(8) as pool:
+        results = list(
+            pool.map(lambda i: gpu.to_host(cupyconv.conv(x, w, method=("gemm", "direct")[i % 2])), range(32))
+        )
+    assert all((result == 18).all() for result in results)
+
+
+def test_a_gemm_of_very_many_columns(gpu):
+    """The last columns of a product near the size that plans allow in one call."""
+    cupy = gpu.xp
+    pixels = 2**28 + 8
+    x = cupy.zeros((1, 2, pixels), np.float16)
+    x[..., -2:] = 3
+    y = cupyconv.conv(x, cupy.ones((2, 2, 1), np.float16), method="gemm")
+    assert gpu.to_host(y[..., -3:]).tolist() == [[[0, 6, 6], [0, 6, 6]]]
 
 
 def test_past_two_to_the_31_elements(gpu):
