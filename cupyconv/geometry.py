@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -46,37 +47,37 @@ class Windows:
     padding_mode: str
     rank: int
 
-    @property
+    @cached_property
     def in_channels(self) -> int:
         return sum(self.channels)
 
-    @property
+    @cached_property
     def channel_offsets(self) -> tuple[int, ...]:
         """Where each input's channels begin in the concatenation."""
         return tuple(sum(self.channels[:i]) for i in range(len(self.channels)))
 
-    @property
+    @cached_property
     def span(self) -> Triple:
         """Extent of the dilated kernel: dilation is counted here, and only here."""
         return tuple(d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel))  # type: ignore[return-value]
 
-    @property
+    @cached_property
     def out_size(self) -> Triple:
         return tuple(  # type: ignore[return-value]
             (n + a + b - span) // s + 1
             for n, a, b, span, s in zip(self.size, self.before, self.after, self.span, self.stride)
         )
 
-    @property
+    @cached_property
     def taps(self) -> int:
         return prod(self.kernel)
 
-    @property
+    @cached_property
     def pixels(self) -> int:
         """Output pixels of one sample."""
         return prod(self.out_size)
 
-    @property
+    @cached_property
     def is_pointwise(self) -> bool:
         """A 1x1 kernel that reads every pixel once, where it lies."""
         return self.taps == 1 and self.stride == (1, 1, 1) and self.before == self.after == (0, 0, 0)
@@ -99,24 +100,24 @@ class ConvGeometry(Windows):
     out_channels: int
     groups: int
 
-    @property
+    @cached_property
     def group_channels(self) -> int:
         return self.in_channels // self.groups
 
-    @property
+    @cached_property
     def group_outputs(self) -> int:
         return self.out_channels // self.groups
 
-    @property
+    @cached_property
     def reduction(self) -> int:
         """Products summed for one output: K of the GEMM, channels of a group times taps."""
         return self.group_channels * self.taps
 
-    @property
+    @cached_property
     def is_depthwise(self) -> bool:
         return self.group_channels == 1 and self.groups > 1
 
-    @property
+    @cached_property
     def products(self) -> int:
         """Multiply-adds of the whole convolution."""
         return self.batch * self.out_channels * self.pixels * self.reduction

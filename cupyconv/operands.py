@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 
@@ -39,7 +40,7 @@ class Operand:
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return prod(self.shape) * self.itemsize
 
@@ -51,11 +52,11 @@ class Operand:
     def stride_c(self) -> int:
         return self.strides[1]
 
-    @property
+    @cached_property
     def pixels(self) -> int:
         return prod(self.shape[2:])
 
-    @property
+    @cached_property
     def pixel_stride(self) -> int | None:
         """The one stride between neighbouring pixels where the spatial axes collapse; else None."""
         return collapsed_stride(self.shape[2:], self.strides[2:])

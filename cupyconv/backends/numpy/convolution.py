@@ -102,7 +102,7 @@ class BlockedConvolution:
         columns = _block_of(x, block).reshape(samples, geometry.groups, geometry.group_channels, -1)
         place = _block_of(self.out, block).reshape(samples, geometry.groups, geometry.group_outputs, -1)
         np.matmul(self.matrix, columns, out=place)
-        return np.moveaxis(place, 0, 2).reshape(self._sums_shape(block))
+        return place.transpose(1, 2, 0, 3).reshape(self._sums_shape(block))
 
     def _product_a_tap(self, block: Ranges) -> np.ndarray:
         """A product for each tap: no columns but one tap's, and a sum that is gone through for every tap."""
