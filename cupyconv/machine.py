@@ -1,8 +1,8 @@
-"""What planning knows of a processor: limits that bind, and rates that rank methods.
+"""What planning knows of a processor: how wide it is, and rates that rank methods.
 
 The rates of a GPU class are vendors' datasheet figures scaled by the fraction that well-written code
-reaches; they rank methods against each other and predict no time.  Sources: NVIDIA's data sheets of
-the products named, and the compute-capability table of the CUDA C++ Programming Guide for the limits.
+reaches; they rank methods against each other and predict no time.  Source: NVIDIA's data sheets of
+the products named.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ class GpuModel:
     gemm16: float
     tf32: float
     gemm64: float
-    shared_bytes_per_block: int = 48 << 10
-    threads_per_multiprocessor: int = 2048
     launch_seconds: float = 3e-6
 
     def __str__(self) -> str:
@@ -55,17 +53,13 @@ _T = 1e12
 KNOWN_GPUS = {
     gpu.arch: gpu
     for gpu in (
-        GpuModel("T4", "sm_75", 40, 0.28 * _T, 7.0 * _T, 0.2 * _T, 40 * _T, 7.0 * _T, 0.2 * _T,
-                 threads_per_multiprocessor=1024),
+        GpuModel("T4", "sm_75", 40, 0.28 * _T, 7.0 * _T, 0.2 * _T, 40 * _T, 7.0 * _T, 0.2 * _T),
         GpuModel("A100", "sm_80", 108, 1.4 * _T, 17 * _T, 9 * _T, 230 * _T, 110 * _T, 17 * _T),
-        GpuModel("A10", "sm_86", 72, 0.5 * _T, 25 * _T, 0.4 * _T, 90 * _T, 45 * _T, 0.4 * _T,
-                 threads_per_multiprocessor=1536),
-        GpuModel("L40", "sm_89", 142, 0.75 * _T, 65 * _T, 1.0 * _T, 150 * _T, 75 * _T, 1.0 * _T,
-                 threads_per_multiprocessor=1536),
+        GpuModel("A10", "sm_86", 72, 0.5 * _T, 25 * _T, 0.4 * _T, 90 * _T, 45 * _T, 0.4 * _T),
+        GpuModel("L40", "sm_89", 142, 0.75 * _T, 65 * _T, 1.0 * _T, 150 * _T, 75 * _T, 1.0 * _T),
         GpuModel("H200", "sm_90", 132, 4.2 * _T, 55 * _T, 28 * _T, 650 * _T, 330 * _T, 55 * _T),
         GpuModel("B200", "sm_100", 148, 7.0 * _T, 65 * _T, 32 * _T, 1500 * _T, 750 * _T, 32 * _T),
-        GpuModel("RTX 5090", "sm_120", 170, 1.6 * _T, 90 * _T, 1.4 * _T, 190 * _T, 95 * _T, 1.4 * _T,
-                 threads_per_multiprocessor=1536),
+        GpuModel("RTX 5090", "sm_120", 170, 1.6 * _T, 90 * _T, 1.4 * _T, 190 * _T, 95 * _T, 1.4 * _T),
     )
 }  # fmt: skip
 

@@ -85,21 +85,20 @@ class CupyDevice:
         stream = cupy.cuda.get_current_stream()
         if cupy.cuda.runtime.streamIsCapturing(stream.ptr):
             raise RuntimeError("cuBLAS calls cannot be captured in a graph through CuPy: use a method without one")
-        cublas.gemmStridedBatchedEx(self._handle(), *arguments, _DEFAULT_ALGORITHM)
+        cublas.gemmStridedBatchedEx(self._handle(stream.ptr), *arguments, _DEFAULT_ALGORITHM)
 
-    def _handle(self) -> int:
-        """The current thread's handle for the current stream of this device."""
-        stream = cupy.cuda.get_current_stream()
+    def _handle(self, stream: int) -> int:
+        """The current thread's handle for a stream of this device."""
         handles: OrderedDict[int, _Handle] | None = getattr(self._local, "handles", None)
         if handles is None:
             handles = self._local.handles = OrderedDict()
-        if stream.ptr in handles:
-            handles.move_to_end(stream.ptr)
+        if stream in handles:
+            handles.move_to_end(stream)
         else:
-            handles[stream.ptr] = _Handle(stream.ptr)
+            handles[stream] = _Handle(stream)
             if len(handles) > _HANDLES:
                 handles.popitem(last=False)
-        return handles[stream.ptr].handle
+        return handles[stream].handle
 
 
 class _Handle:
