@@ -9,20 +9,34 @@ from cupyconv.columns import col2im, im2col
 from cupyconv.configuration import show_config
 from cupyconv.convolution import conv, linmerge
 from cupyconv.explanation import explain
+from cupyconv.input_gradient import conv_grad_input
 from cupyconv.padding import onnx_padding
 from cupyconv.plan import Plan
+from cupyconv.pooling import max_pool
+from cupyconv.pullbacks import ConvGradients, conv_transpose_vjp, conv_vjp, linmerge_vjp, max_pool_vjp
 from cupyconv.settings import options
+from cupyconv.transposed import conv_transpose
 from cupyconv.version import __version__
+from cupyconv.weight_gradient import conv_grad_weight
 
 __all__ = [
+    "ConvGradients",
     "Plan",
     "__version__",
     "col2im",
     "conv",
+    "conv_grad_input",
+    "conv_grad_weight",
+    "conv_transpose",
+    "conv_transpose_vjp",
+    "conv_vjp",
     "explain",
     "fold_batchnorm",
     "im2col",
     "linmerge",
+    "linmerge_vjp",
+    "max_pool",
+    "max_pool_vjp",
     "onnx_padding",
     "options",
     "show_config",

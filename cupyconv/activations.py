@@ -26,6 +26,7 @@ softplus                log(1 + exp(v))
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from numbers import Real
 from typing import Any
 
@@ -33,8 +34,8 @@ from typing import Any
 TABLE: dict[str, tuple[int, tuple[float | None, ...]]] = {
     "relu": (1, ()),
     "relu6": (2, ()),
-    "leaky_relu": (3, (0.01,)),
-    "clip": (4, (None, None)),
+    "clip": (3, (None, None)),
+    "leaky_relu": (4, (0.01,)),
     "hard_sigmoid": (5, (0.2, 0.5)),
     "hardswish": (6, ()),
     "elu": (7, (1.0,)),
@@ -66,8 +67,20 @@ class Activation:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """The interval that values are brought into, where that is all the function does."""
+        if self.name == "clip":
+            return self.alpha, self.beta
+        return {"none": (-inf, inf), "relu": (0.0, inf), "relu6": (0.0, 6.0)}.get(self.name)
+
 
 IDENTITY = Activation("none", 0)
+
+
+def derivative_from_result(activation: Activation) -> bool:
+    """Whether ``f'(v)`` is known from ``f(v)``: a backward pass then needs the result alone, and not `v`."""
+    return activation.name in ("relu", "sigmoid", "tanh") or (activation.name == "leaky_relu" and activation.alpha > 0)
 
 
 def resolve_activation(activation: Any) -> Activation:

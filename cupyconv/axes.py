@@ -22,6 +22,11 @@ class Axes:
     batched: bool
     spatial: int
 
+    @property
+    def are_the_backends(self) -> bool:
+        """Whether backends see an image as the caller has it: `view` would give back what it is given."""
+        return self.batched and self.spatial <= 3
+
     def shape(self, batch: int, channels: int, spatial: tuple[int, ...]) -> tuple[int, ...]:
         """An image's shape as the caller has it."""
         return (batch, channels, *spatial) if self.batched else (channels, *spatial)

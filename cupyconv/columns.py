@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyconv.calls import prepare_col2im, prepare_im2col
+from cupyconv.calls.columns import prepare_col2im, prepare_im2col
+from cupyconv.repetition import call
 
 
 def im2col(x: Any, kernel_shape: Any, *, stride: Any = 1, padding: Any = 0, dilation: Any = 1, out: Any = None) -> Any:
@@ -49,7 +50,8 @@ def im2col(x: Any, kernel_shape: Any, *, stride: Any = 1, padding: Any = 0, dila
     array([[[0., 1., 2.],
             [1., 2., 3.]]])
     """
-    return prepare_im2col(x, kernel_shape, stride=stride, padding=padding, dilation=dilation, out=out).run()
+    settings = {"kernel_shape": kernel_shape, "stride": stride, "padding": padding, "dilation": dilation}
+    return call(prepare_im2col, {"x": x, "out": out}, settings)
 
 
 def col2im(
@@ -97,6 +99,8 @@ def col2im(
     >>> cupyconv.col2im(columns, 4, 2)  # how many windows cover each element
     array([[[1., 2., 2., 1.]]])
     """
-    return prepare_col2im(
-        columns, spatial_shape, kernel_shape, stride=stride, padding=padding, dilation=dilation, out=out
-    ).run()
+    settings = {
+        "spatial_shape": spatial_shape, "kernel_shape": kernel_shape, "stride": stride, "padding": padding,
+        "dilation": dilation,
+    }  # fmt: skip
+    return call(prepare_col2im, {"columns": columns, "out": out}, settings)

@@ -11,15 +11,14 @@ import os
 import platform
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 
-from cupyconv.backends.cuda.kernel_sources import kernel_directory, source_hash
 from cupyconv.version import __version__
 
 _DRIVER_LIBRARIES = {"win32": "nvcuda.dll", "linux": "libcuda.so.1"}
@@ -47,9 +46,11 @@ def configuration_page() -> str:
 
 def cupy_distributions() -> list[str]:
     """Every installed package that brings a module ``cupy``, as ``name version``."""
+    from importlib import metadata  # here and below: what only this page needs is not for `import cupyconv` to load
+
     found = {
         f"{name} {distribution.version}"
-        for distribution in distributions()
+        for distribution in metadata.distributions()
         if (name := (distribution.metadata["Name"] or "").lower()) == "cupy"
         or name.startswith(("cupy-cuda", "cupy-rocm"))
     }
@@ -112,7 +113,15 @@ def _entries() -> Iterator[tuple[str, str]]:
     else:
         yield from _gpus(cupy)
     yield "backends", "numpy, cuda" if cupy else "numpy"
+    from cupyconv.backends.cuda.kernel_sources import kernel_directory, source_hash
+    from cupyconv.planning.variants import all_variants
+
     yield "kernels", f"{kernel_directory()}, hash {source_hash()}"
+    counts = Counter(kernel.name for kernel in all_variants())
+    yield from _paragraph(
+        f"{counts.total()} variants, compiled when first needed: "
+        + ", ".join(f"{count} {name}" for name, count in counts.most_common())
+    )
     yield "kernel cache", str(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
 
 
@@ -138,9 +147,11 @@ def _paragraph(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _version(package: str) -> str | None:
+    from importlib import metadata
+
     try:
-        return version(package)
-    except PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyconv.calls import prepare_conv, prepare_linmerge
+from cupyconv.calls.convolution import prepare_conv, prepare_linmerge
+from cupyconv.repetition import call
 
 
 def conv(
@@ -55,7 +56,8 @@ def conv(
     prologue : None
         Reserved; anything else is refused in this version.
     method : str
-        ``"auto"``, ``"direct"`` or ``"gemm"``; a method that does not apply is refused, never replaced.
+        ``"auto"``, ``"direct"``, ``"gemm"`` (columns and a product) or ``"implicit_gemm"`` (CUDA: the product
+        without columns); a method that does not apply is refused, never replaced.
     out : array, optional
         Of exactly the result's shape and dtype, any strides that do not overlap; may be `residual`,
         may not otherwise share memory with an argument.
@@ -75,6 +77,8 @@ def conv(
     ValueError
         For shapes that do not fit, settings out of range, an `out` of the wrong shape or overlapping an
         argument, or a method that cannot do the problem.
+    RuntimeError
+        While a CUDA graph is captured, for a call that takes workspace or calls cuBLAS.
 
     See Also
     --------
@@ -83,8 +87,9 @@ def conv(
 
     Notes
     -----
-    On CUDA nothing waits for the GPU: the work is enqueued on the current stream.  Source of the
-    conventions: ONNX ``Conv``; Chetlur et al., *cuDNN: Efficient Primitives for Deep Learning* (2014),
+    On CUDA nothing waits for the GPU: the work is enqueued on the current stream.  After a first call
+    like it, one with `out` whose plan has no workspace and no GEMM can be captured in a CUDA graph.  With
+    ``CUPYCONV_NVTX=1`` in the environment each call is an NVTX range.  Source of the conventions: ONNX ``Conv``; Chetlur et al., *cuDNN: Efficient Primitives for Deep Learning* (2014),
     for columns and products.
 
     Examples
@@ -96,10 +101,14 @@ def conv(
     >>> y.shape, float(y[0, 0, 4, 4])
     ((1, 16, 8, 8), 72.0)
     """
-    return prepare_conv(
-        x, weight, bias, stride=stride, padding=padding, padding_mode=padding_mode, dilation=dilation, groups=groups,
-        activation=activation, residual=residual, prologue=prologue, method=method, out=out,
-    ).run()  # fmt: skip
+    return call(
+        prepare_conv,
+        {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out},
+        {
+            "stride": stride, "padding": padding, "padding_mode": padding_mode, "dilation": dilation, "groups": groups,
+            "activation": activation, "prologue": prologue, "method": method,
+        },
+    )  # fmt: skip
 
 
 def linmerge(
@@ -151,6 +160,8 @@ def linmerge(
     >>> y.shape, y[0, :, 0].tolist()
     ((2, 2, 100), [3.0, 10.0])
     """
-    return prepare_linmerge(
-        xs, weight, bias, activation=activation, residual=residual, prologue=prologue, method=method, out=out
-    ).run()
+    return call(
+        prepare_linmerge,
+        {"xs": xs, "weight": weight, "bias": bias, "residual": residual, "out": out},
+        {"activation": activation, "prologue": prologue, "method": method},
+    )

@@ -6,7 +6,7 @@ of it has been seen, so ``import cupyconv`` never imports it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from threading import Lock
 from typing import Any, Protocol
@@ -29,11 +29,13 @@ class Backend(Protocol):
 
     def address(self, array: Any) -> int: ...
 
+    def signature(self, arrays: Sequence[Any]) -> Hashable: ...
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any: ...
 
-    def contiguous(self, array: Any) -> Any: ...
+    def converted(self, array: Any, dtype: np.dtype) -> Any: ...
 
-    def run(self, plan: Plan, arrays: Mapping[str, Any]) -> None: ...
+    def prepare(self, plan: Plan) -> Callable[[Mapping[str, Any]], None]: ...
 
 
 _NUMPY = NumpyBackend()
@@ -52,6 +54,11 @@ _WAYS_IN = {
 def register_backend(array_class: type, backend_of: Callable[[Any], Backend]) -> None:
     """Let arrays of a class, and of its subclasses, be computed by a backend of their own."""
     _REGISTRY[array_class] = backend_of
+
+
+def backend_of_class(array_class: type) -> Callable[[Any], Backend] | None:
+    """What gives the backend of an array of exactly this class; None where none has been seen yet."""
+    return _REGISTRY.get(array_class)
 
 
 def backend_for(arrays: Mapping[str, Any]) -> Backend:
@@ -95,10 +102,13 @@ _ONE_AT_A_TIME = Lock()
 
 def _cupy_device_backend(ordinal: int) -> Backend:
     """The one backend of a device: two threads that ask first at the same time get the same."""
-    with _ONE_AT_A_TIME:
-        if ordinal not in _CUPY_BACKENDS:
-            _CUPY_BACKENDS[ordinal] = _make_cupy_backend(ordinal)
-        return _CUPY_BACKENDS[ordinal]
+    backend = _CUPY_BACKENDS.get(ordinal)
+    if backend is None:
+        with _ONE_AT_A_TIME:
+            if ordinal not in _CUPY_BACKENDS:
+                _CUPY_BACKENDS[ordinal] = _make_cupy_backend(ordinal)
+            backend = _CUPY_BACKENDS[ordinal]
+    return backend
 
 
 def _make_cupy_backend(ordinal: int) -> Backend:

@@ -29,13 +29,13 @@ def check_dtype(name: str, dtype: np.dtype) -> None:
     raise TypeError(f"{name} has dtype {dtype}; supported are {', '.join(ITEMSIZE)}{hint}")
 
 
-def promote(*dtypes: np.dtype) -> np.dtype:
-    """The common dtype, by NumPy's rules, in native byte order."""
+def promote(*dtypes: np.dtype, what: str = "x and weight") -> np.dtype:
+    """The common dtype of `what`, by NumPy's rules, in native byte order."""
     try:
         return np.result_type(*dtypes).newbyteorder("=")
     except TypeError:  # float16 and bfloat16: neither holds the other
         names = ", ".join(sorted({dtype_name(dtype) for dtype in dtypes}))
-        raise TypeError(f"x and weight have no common dtype: {names}; convert one with astype") from None
+        raise TypeError(f"{what} have no common dtype: {names}; convert one with astype") from None
 
 
 def dtype_from_name(name: str) -> np.dtype:

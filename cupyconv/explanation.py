@@ -5,16 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cupyconv.calls import Call, prepare_col2im, prepare_conv, prepare_im2col, prepare_linmerge
+from cupyconv.calls.call import Call
+from cupyconv.calls.columns import prepare_col2im, prepare_im2col
+from cupyconv.calls.convolution import prepare_conv, prepare_linmerge
+from cupyconv.calls.pooling import prepare_max_pool
+from cupyconv.calls.transposed import prepare_conv_grad_input, prepare_conv_transpose
+from cupyconv.calls.weight_gradient import prepare_conv_grad_weight
 from cupyconv.columns import col2im, im2col
 from cupyconv.convolution import conv, linmerge
+from cupyconv.input_gradient import conv_grad_input
 from cupyconv.plan import Plan
+from cupyconv.pooling import max_pool
+from cupyconv.transposed import conv_transpose
+from cupyconv.weight_gradient import conv_grad_weight
 
 _PREPARE: dict[Callable[..., Any], Callable[..., Call]] = {
     conv: prepare_conv,
     linmerge: prepare_linmerge,
+    conv_transpose: prepare_conv_transpose,
+    conv_grad_input: prepare_conv_grad_input,
+    conv_grad_weight: prepare_conv_grad_weight,
     im2col: prepare_im2col,
     col2im: prepare_col2im,
+    max_pool: prepare_max_pool,
 }
 
 
@@ -24,7 +37,8 @@ def explain(function: Callable[..., Any], *args: Any, on: str | None = None, **k
     Parameters
     ----------
     function : callable
-        `conv`, `linmerge`, `im2col` or `col2im`.
+        `conv`, `linmerge`, `conv_transpose`, `conv_grad_input`, `conv_grad_weight`, `im2col`, `col2im` or
+        `max_pool`.
     *args, **kwargs
         The call's arguments.
     on : str, optional

@@ -15,12 +15,12 @@ computed here and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from math import prod
 from typing import Any
 
-from cupyconv.padding import PADDING_MODES, per_axis, positive, resolve_padding
+from cupyconv.padding import PADDING_MODES, per_axis, positive, resolve_padding, resolve_transposed_padding
 
 Triple = tuple[int, int, int]
 
@@ -69,6 +69,11 @@ class Windows:
         )
 
     @cached_property
+    def reached(self) -> Triple:
+        """Extent of all windows together: of the padded image, but for what is left after the last window."""
+        return tuple((n - 1) * s + span for n, s, span in zip(self.out_size, self.stride, self.span))  # type: ignore[return-value]
+
+    @cached_property
     def taps(self) -> int:
         return prod(self.kernel)
 
@@ -81,6 +86,11 @@ class Windows:
     def is_pointwise(self) -> bool:
         """A 1x1 kernel that reads every pixel once, where it lies."""
         return self.taps == 1 and self.stride == (1, 1, 1) and self.before == self.after == (0, 0, 0)
+
+    @cached_property
+    def outermost(self) -> int:
+        """The first axis along which the kernel has more than one tap."""
+        return next((axis for axis, taps in enumerate(self.kernel) if taps > 1), 0)
 
     def spatial(self, triple: Sequence[int]) -> tuple[int, ...]:
         """The caller's axes of a triple."""
@@ -176,6 +186,57 @@ def conv_geometry(
     return ConvGeometry(batch=batch, channels=channels, out_channels=out_channels, groups=groups, **windows)
 
 
+def transposed_geometry(
+    shapes: Mapping[str, tuple[int, ...]],
+    weight_shape: tuple[int, ...],
+    *,
+    batched: bool,
+    stride: Any,
+    padding: Any,
+    output_padding: Any,
+    output_shape: Any,
+    dilation: Any,
+    groups: Any,
+) -> ConvGeometry:
+    """The convolution that a transposed one is the adjoint of.
+
+    Its images are the transposed convolution's result, its result is their concatenation.  `after` may be
+    negative: the last elements of the result are then under no window.
+    """
+    rank = len(weight_shape) - 2
+    if not 1 <= rank <= 3:
+        raise ValueError(
+            f"weight has {len(weight_shape)} axes, needed 3 to 5: (C_in, C_out // groups, *kernel) with"
+            f" 1 to 3 spatial axes; given shape {weight_shape}"
+        )
+    batch, channels, size = _common_image(shapes, rank, batched)
+    groups = positive("groups", groups)
+    in_channels, group_outputs, *kernel = weight_shape
+    if in_channels % groups:
+        raise ValueError(f"groups {groups} does not divide the weight's {in_channels} input channels")
+    if sum(channels) != in_channels:
+        raise ValueError(
+            f"weight of shape {weight_shape} takes {in_channels} input channels, given {_counted(shapes, channels)}"
+        )
+    if min(kernel) < 1 or min(size) < 1:
+        raise ValueError(f"kernel and input must have elements along every axis, given {tuple(kernel)} and {size}")
+    stride = per_axis("stride", stride, rank, 1)
+    dilation = per_axis("dilation", dilation, rank, 1)
+    before, out_size = resolve_transposed_padding(padding, output_padding, output_shape, size, kernel, stride, dilation)
+    for name, values in (("stride", stride), ("dilation", dilation), ("padding", before), ("kernel", kernel)):
+        if max(values) > LARGEST_STEP:
+            raise ValueError(f"{name} must be at most {LARGEST_STEP}, given {tuple(values)}")
+    after = tuple(
+        (n - 1) * s + d * (k - 1) + 1 - b - length
+        for n, s, d, k, b, length in zip(size, stride, dilation, kernel, before, out_size)
+    )
+    return ConvGeometry(
+        batch=batch, channels=(group_outputs * groups,), out_channels=in_channels, groups=groups, size=_triple(out_size, 1),
+        kernel=_triple(tuple(kernel), 1), stride=_triple(stride, 1), before=_triple(before, 0), after=_triple(after, 0),
+        dilation=_triple(dilation, 1), padding_mode="constant", rank=rank,
+    )  # fmt: skip
+
+
 def window_geometry(
     shapes: Mapping[str, tuple[int, ...]],
     kernel_shape: Any,
@@ -184,6 +245,7 @@ def window_geometry(
     stride: Any,
     padding: Any,
     dilation: Any,
+    padding_mode: str = "constant",
 ) -> Windows:
     """Validate the geometry of columns of images, whose shapes are given by input."""
     name, shape = next(iter(shapes.items()))
@@ -192,10 +254,44 @@ def window_geometry(
         raise ValueError(
             f"{name} has {len(shape)} axes, needed 3 to 5: (N, C, *spatial) with 1 to 3 spatial axes; given {shape}"
         )
+    if isinstance(kernel_shape, (tuple, list)) and len(kernel_shape) != rank:
+        raise ValueError(
+            f"kernel_shape has {len(kernel_shape)} entries, needed: one int, or {rank} (one per spatial axis of {name},"
+            f" which has shape {shape}); given {tuple(kernel_shape)}"
+        )
     kernel = per_axis("kernel_shape", kernel_shape, rank, 1)
     batch, channels, size = _common_image(shapes, rank, batched)
-    windows = _windows(size, kernel, stride, padding, "constant", dilation)
+    windows = _windows(size, kernel, stride, padding, padding_mode, dilation)
     return Windows(batch=batch, channels=channels, **windows)
+
+
+def weight_gradient_geometry(
+    grad_shape: tuple[int, ...],
+    shapes: Mapping[str, tuple[int, ...]],
+    kernel_shape: Any,
+    *,
+    batched: bool,
+    groups: Any,
+    **settings: Any,
+) -> ConvGeometry:
+    """Validate the geometry of a convolution whose weight is not known but for its kernel's shape."""
+    windows = window_geometry(shapes, kernel_shape, batched=batched, **settings)
+    groups = positive("groups", groups)
+    batch, size = (windows.batch,) * batched, windows.spatial(windows.out_size)
+    if grad_shape[:batched] != batch or grad_shape[1 + batched :] != size or len(grad_shape) <= batched:
+        needed = ", ".join(map(str, (*batch, "C_out", *size)))
+        name, shape = next(iter(shapes.items()))
+        raise ValueError(
+            f"grad has shape {grad_shape}, needed ({needed}): the convolution's result for {name} of shape {shape}"
+            f" and kernel {windows.spatial(windows.kernel)}"
+        )
+    out_channels = grad_shape[batched]
+    if out_channels % groups:
+        raise ValueError(f"groups {groups} does not divide the {out_channels} channels of grad, of shape {grad_shape}")
+    if windows.in_channels % groups:
+        raise ValueError(f"groups {groups} does not divide the {_counted(shapes, windows.channels)}")
+    common = {field.name: getattr(windows, field.name) for field in fields(Windows)}
+    return ConvGeometry(out_channels=out_channels, groups=groups, **common)
 
 
 def pointwise_geometry(shapes: Mapping[str, tuple[int, ...]], weight_shape: tuple[int, ...]) -> ConvGeometry:
@@ -264,19 +360,21 @@ def _windows(
         if size[axis] == 0 and padding_mode != "constant" and any(pairs[axis]):
             raise ValueError(f"padding_mode {padding_mode!r} cannot extend spatial axis {axis} of length 0")
 
-    def triple(values: tuple[int, ...], fill: int) -> tuple[int, ...]:
-        return (fill,) * (3 - rank) + tuple(values)
-
     return dict(
-        size=triple(size, 1),
-        kernel=triple(kernel, 1),
-        stride=triple(stride, 1),
-        before=triple(before, 0),
-        after=triple(after, 0),
-        dilation=triple(dilation, 1),
+        size=_triple(size, 1),
+        kernel=_triple(kernel, 1),
+        stride=_triple(stride, 1),
+        before=_triple(before, 0),
+        after=_triple(after, 0),
+        dilation=_triple(dilation, 1),
         padding_mode=padding_mode if any(before + after) else "constant",
         rank=rank,
     )
+
+
+def _triple(values: tuple[int, ...], fill: int) -> Triple:
+    """One value for each of three axes, `fill` for those that are not there."""
+    return (fill,) * (3 - len(values)) + tuple(values)  # type: ignore[return-value]
 
 
 def _counted(shapes: Mapping[str, tuple[int, ...]], channels: tuple[int, ...]) -> str:

@@ -22,7 +22,11 @@ class HostModel:
 
 @dataclass(frozen=True)
 class GpuModel:
-    """One class of GPU.  Rates per second: bytes, and operations (a multiply-add is two)."""
+    """One class of GPU.  Rates per second: bytes, and operations (a multiply-add is two).
+
+    `mma_share` is how much of cuBLAS's tensor-core rates kernels written with ``mma.sync`` can reach: on
+    newer architectures only instructions of their own reach all of it.
+    """
 
     name: str
     arch: str
@@ -33,10 +37,16 @@ class GpuModel:
     gemm16: float
     tf32: float
     gemm64: float
+    mma_share: float
     launch_seconds: float = 3e-6
 
     def __str__(self) -> str:
         return f"{self.name}, {self.arch}"
+
+    @property
+    def capability(self) -> int:
+        """Compute capability as in the architecture's name: 90 for sm_90."""
+        return int(self.arch[3:])
 
     def gemm_rate(self, dtype: str, compute: str) -> float:
         """What a large cuBLAS GEMM of these operands runs at."""
@@ -53,13 +63,13 @@ _T = 1e12
 KNOWN_GPUS = {
     gpu.arch: gpu
     for gpu in (
-        GpuModel("T4", "sm_75", 40, 0.28 * _T, 7.0 * _T, 0.2 * _T, 40 * _T, 7.0 * _T, 0.2 * _T),
-        GpuModel("A100", "sm_80", 108, 1.4 * _T, 17 * _T, 9 * _T, 230 * _T, 110 * _T, 17 * _T),
-        GpuModel("A10", "sm_86", 72, 0.5 * _T, 25 * _T, 0.4 * _T, 90 * _T, 45 * _T, 0.4 * _T),
-        GpuModel("L40", "sm_89", 142, 0.75 * _T, 65 * _T, 1.0 * _T, 150 * _T, 75 * _T, 1.0 * _T),
-        GpuModel("H200", "sm_90", 132, 4.2 * _T, 55 * _T, 28 * _T, 650 * _T, 330 * _T, 55 * _T),
-        GpuModel("B200", "sm_100", 148, 7.0 * _T, 65 * _T, 32 * _T, 1500 * _T, 750 * _T, 32 * _T),
-        GpuModel("RTX 5090", "sm_120", 170, 1.6 * _T, 90 * _T, 1.4 * _T, 190 * _T, 95 * _T, 1.4 * _T),
+        GpuModel("T4", "sm_75", 40, 0.28 * _T, 7.0 * _T, 0.2 * _T, 40 * _T, 7.0 * _T, 0.2 * _T, 0.9),
+        GpuModel("A100", "sm_80", 108, 1.4 * _T, 17 * _T, 9 * _T, 230 * _T, 110 * _T, 17 * _T, 0.9),
+        GpuModel("A10", "sm_86", 72, 0.5 * _T, 25 * _T, 0.4 * _T, 90 * _T, 45 * _T, 0.4 * _T, 0.9),
+        GpuModel("L40", "sm_89", 142, 0.75 * _T, 65 * _T, 1.0 * _T, 150 * _T, 75 * _T, 1.0 * _T, 0.9),
+        GpuModel("H200", "sm_90", 132, 4.2 * _T, 55 * _T, 28 * _T, 650 * _T, 330 * _T, 55 * _T, 0.6),
+        GpuModel("B200", "sm_100", 148, 7.0 * _T, 65 * _T, 32 * _T, 1500 * _T, 750 * _T, 32 * _T, 0.3),
+        GpuModel("RTX 5090", "sm_120", 170, 1.6 * _T, 90 * _T, 1.4 * _T, 190 * _T, 95 * _T, 1.4 * _T, 0.9),
     )
 }  # fmt: skip
 

@@ -17,7 +17,9 @@ def per_axis(name: str, value: Any, rank: int, least: int) -> tuple[int, ...]:
     """One int, or one int per spatial axis, as a tuple of `rank` ints, each at least `least`."""
     if isinstance(value, (tuple, list)):
         if len(value) != rank:
-            raise ValueError(f"{name} has {len(value)} entries, needed: one int, or {rank} (one per spatial axis)")
+            raise ValueError(
+                f"{name} has {len(value)} entries, needed: one int, or {rank} (one per spatial axis); given {tuple(value)}"
+            )
         values = tuple(_int(name, v) for v in value)
     else:
         values = (_int(name, value),) * rank
@@ -48,6 +50,54 @@ def resolve_padding(
     if len(padding) != rank:
         raise ValueError(f"padding has {len(padding)} entries for {rank} spatial axes; {_hint(padding, rank)}")
     return tuple(_pair(entry) for entry in padding)
+
+
+def resolve_transposed_padding(
+    padding: Any, output_padding: Any, output_shape: Any, size: Sequence[int], kernel: Sequence[int],
+    stride: Sequence[int], dilation: Sequence[int],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+    """What is cut off before the result of a transposed convolution over `size`, and the result's size, per axis.
+
+    ::
+
+        stamps of the kernel, `stride` apart     |<------------- covered ------------->|
+        padding in numbers                       |before|<---- result ---->|after|
+        output_padding                           |before|<---- result ---->.....|  zeros, past `covered` too
+        a size that was given                    |  the surplus, shared  |
+    """
+    rank = len(size)
+    covered = [(n - 1) * s + d * (k - 1) + 1 for n, k, s, d in zip(size, kernel, stride, dilation)]
+    extra = per_axis("output_padding", output_padding, rank, 0)
+    for more, s, d in zip(extra, stride, dilation):
+        if more >= max(s, d):
+            raise ValueError(f"output_padding must be less than stride {s} or than dilation {d}, given {more}")
+    same = isinstance(padding, str) and padding in ("same", "same_lower")
+    if isinstance(padding, str) and not same and padding != "valid":
+        raise ValueError(f"padding {padding!r} is none of conv_transpose's: valid, same, same_lower, or numbers")
+    if output_shape is None and not same:
+        pairs = resolve_padding(padding, size, kernel, stride, dilation)
+        sizes = tuple(full - sum(pair) + more for full, pair, more in zip(covered, pairs, extra))
+        if min(sizes) < 1:
+            raise ValueError(
+                f"padding {padding!r} leaves nothing: the kernel covers {tuple(covered)} elements, the result would have"
+                f" {sizes}"
+            )
+        return tuple(before for before, _ in pairs), sizes
+    given = "output_shape" if output_shape is not None else f"padding {padding!r}"
+    if any(extra):
+        raise ValueError(f"{given} says the result's size, and so does output_padding {output_padding!r}: give one")
+    if output_shape is None:
+        sizes = tuple(n * s for n, s in zip(size, stride))
+    else:
+        sizes = per_axis("output_shape", output_shape, rank, 1)
+        if not isinstance(padding, str) and any(map(any, resolve_padding(padding, size, kernel, stride, dilation))):
+            raise ValueError(
+                f"output_shape says how much is cut off, and so does padding {padding!r}: give one, or"
+                " 'same' or 'same_lower' for the side that an odd element is cut off"
+            )
+    # Where an odd number is cut off, ONNX takes the odd element from the end for SAME_UPPER alone.
+    surplus = [max(0, full - n) for full, n in zip(covered, sizes)]
+    return tuple(total // 2 if padding == "same" else total - total // 2 for total in surplus), sizes
 
 
 def onnx_padding(pads: Sequence[int] | None = None, auto_pad: str = "NOTSET") -> Pairs | str | int:

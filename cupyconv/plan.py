@@ -11,10 +11,12 @@ from typing import Any
 
 from cupyconv.activations import Activation
 from cupyconv.dtypes import ITEMSIZE, is_complex
-from cupyconv.geometry import Windows
+from cupyconv.geometry import ConvGeometry, Windows
 
 #: Inputs that fit into the table of a kernel's parameters (MAX_SOURCES of kernels/image.cuh).
-MAX_SOURCES = 56
+MAX_SOURCES = 64
+#: The same of the fused merge, which needs less of each (MAX_MERGED of kernels/merge.cu).
+MAX_MERGED = 120
 
 
 @dataclass(frozen=True)
@@ -94,14 +96,16 @@ class Matrix:
     ld: int
     stride: int
     transposed: bool = False
+    conjugated: bool = False  # only where transposed: cuBLAS has no other
 
     def __str__(self) -> str:
-        return f"{self.at}{'ᵀ' if self.transposed else ''} ld {self.ld} stride {self.stride}"
+        mark = "ᴴ" if self.conjugated else "ᵀ" if self.transposed else ""
+        return f"{self.at}{mark} ld {self.ld} stride {self.stride}"
 
 
 @dataclass(frozen=True)
 class GemmCall:
-    """``C[i] = A[i] @ B[i] + beta * C[i]`` for `batch` matrices in one cuBLAS call, row-major.
+    """``C[i] = alpha * A[i] @ B[i] + beta * C[i]`` for `batch` matrices in one cuBLAS call, row-major.
 
     ::
 
@@ -121,11 +125,12 @@ class GemmCall:
     compute: str  # "float32", "tf32" or "float64"
     beta: int = 0
     purpose: str = ""
+    alpha: int = 1
 
     def __str__(self) -> str:
         return (
             f"gemm     m {self.m}  n {self.n}  k {self.k}  batch {self.batch}  {self.dtype} -> {self.c_dtype}"
-            f" ({self.compute} compute, beta {self.beta})  {self.purpose}\n"
+            f" ({self.compute} compute, {f'alpha {self.alpha}, ' if self.alpha != 1 else ''}beta {self.beta})  {self.purpose}\n"
             f"           A {self.a}\n           B {self.b}\n           C {self.c}"
         )
 
@@ -179,7 +184,114 @@ class BlockLoop:
         return self
 
 
-Step = KernelLaunch | GemmCall | BlockLoop
+@dataclass(frozen=True)
+class ElementwiseLoop:
+    """The NumPy backend's pass over images that are alike, in blocks that stay in cache.
+
+    `block` cuts the axes (n, c, d, h, w) of all of them.
+    """
+
+    body: str  # a loop body of backends/numpy
+    block: tuple[int, int, int, int, int]
+    blocks: int
+    threads: int
+    dtype: str  # computed in
+    activation: Activation
+    bytes_moved: int
+    flops: int
+
+    def __str__(self) -> str:
+        block = " x ".join(map(str, self.block))
+        return f"loop     {self.body} in {self.dtype}: {self.blocks} block(s) of {block} (n, c, d, h, w) on {self.threads} thread(s)"
+
+    @property
+    def shape_of_work(self) -> object:
+        return self
+
+
+@dataclass(frozen=True)
+class PoolingLoop:
+    """The NumPy backend's step for pooling one input: a loop over blocks of what is written.
+
+    `block` cuts the (sample, channel, depth, height, width) axes: whole axes that lie innermost in memory, part
+    of one, single steps of the outer ones.
+    """
+
+    body: str  # a class of backends/numpy/pooling.py, in words
+    inputs: tuple[str, ...]
+    result: str
+    block: tuple[int, int, int, int, int]
+    blocks: int
+    threads: int
+    geometry: Windows
+    dtype: str  # compared and added in
+    bytes_moved: int
+    flops: int
+
+    def __str__(self) -> str:
+        block = " x ".join(map(str, self.block))
+        return (
+            f"loop     {self.body} in {self.dtype}, {' and '.join(self.inputs)} -> {self.result}:"
+            f" {self.blocks} block(s) of {block} (n, c, d, h, w) on {self.threads} thread(s)"
+        )
+
+    @property
+    def shape_of_work(self) -> object:
+        return self
+
+
+@dataclass(frozen=True)
+class WeightGradientLoop(BlockLoop):
+    """A loop over blocks of the gradient that arrives, each added to the weight's gradient.
+
+    `weight_dtype` is that of the arriving gradient in products.  The sums are those of outputs ``first_row``
+    ... of every group, `rows` of them, and a product has at most `piece` of these.
+    """
+
+    first_row: int
+    rows: int
+    piece: int
+    grad_in_place: bool  # a block of one sample is a matrix that products read where it lies
+
+    def __str__(self) -> str:
+        split = f", outputs {self.first_row} to {self.first_row + self.rows} of each group" if self.first_row else ""
+        return super().__str__() + split
+
+
+@dataclass(frozen=True)
+class TransposedLoop(BlockLoop):
+    """A loop over samples and channels of the results of a transposed convolution, in `blocks` blocks.
+
+    `block` is samples, and the pixels of x that a product is over: within a block, run after run of pixels
+    is added to the sums that its windows reach.  `channels` is a number of whole groups, or part of one.
+    """
+
+    outputs: tuple[str, ...]
+    channels: int
+    conjugate: bool
+    flat: bool  # each tap adds one run of memory, from rows of x as long as those of the padded result
+
+    @property
+    def channel_ranges(self) -> list[range]:
+        """The channels of each block, counted through all outputs."""
+        geometry, part = self.geometry, max(1, self.channels)
+        assert isinstance(geometry, ConvGeometry)
+        whole = geometry.in_channels if part >= geometry.group_channels else geometry.group_channels
+        return [
+            range(first + begin, first + min(begin + part, whole))
+            for first in range(0, geometry.in_channels, max(1, whole))
+            for begin in range(0, whole, part)
+        ]
+
+    def __str__(self) -> str:
+        samples, *run = self.block
+        return (
+            f"loop     {self.body}{', flat' * self.flat}, sums in {'the results' if self.in_place else self.dtype}: {self.blocks} block(s) of {samples}"
+            f" samples x {self.channels} channels, runs of {' x '.join(map(str, run))} (d, h, w), on {self.threads} thread(s)"
+        )
+
+
+Step = KernelLaunch | GemmCall | BlockLoop | ElementwiseLoop | PoolingLoop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +303,7 @@ class Plan:
     Attributes
     ----------
     method : str
-        ``"direct"`` or ``"gemm"``.
+        ``"direct"``, ``"gemm"`` or ``"implicit_gemm"``; of columns ``"im2col"`` or ``"col2im"``.
     backend : str
         ``"numpy"`` or ``"cuda"``.
     device : str

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from operator import index
 from types import TracebackType
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """What a call is decided with; `options` sets it."""
 
     workspace_limit: int | None = None

@@ -1,7 +1,6 @@
 // The adjoint of columns: every image element is the sum of the column entries that were read from it.
 //
-//     image[n, c, i] = sum over taps t and windows p with  p * stride - before + t * dilation == i
-//                      of columns[n, c * taps + t, p]
+//     image[n, c, i] = activation( sum over taps t and windows p that read i of columns[n, c * taps + t, p] + bias[c] )
 //
 //     no M, no N: one thread an image element      K = t (taps)
 //
@@ -9,56 +8,61 @@
 //                          \   /               a gather: each sum has one owner, so there are no
 //     image                  i                 atomics and the order of adding is always the same
 //
+// Complex columns may lie in two planes, real parts `imaginary` elements before the imaginary ones, as a GEMM
+// with a real factor produces them.
 // Bound by memory.  Floor: (rows * pixels + channels * size) elements a sample over the bandwidth.
 //
-// -D: DTYPE (storage type)
-#include "image.cuh"
+// -D: SUM_DTYPE (type of the columns; real beside a complex Y for two planes), Y_DTYPE (result type),
+//     FOLDS (1 where padding repeats elements, 0 where it is zeros)
+#include "adjoint.cuh"
+#include "epilogue.cuh"
 
 namespace cupyconv {
 
 struct Col2imParams {
     Image columns;  // c is the row; stride[2] steps from pixel to pixel
     Windows windows;
+    Adjoint adjoint;
     Image out;
-    long long batch;
-    int channels;
+    Epilogue epilogue;
+    long long batch, imaginary;
+    int channels, conjugated;  // whether what comes out is the conjugate of the sums
 };
 
 }  // namespace cupyconv
 
 using namespace cupyconv;
 
-using T = DTYPE;
+using S = SUM_DTYPE;
+using Y = Y_DTYPE;
 constexpr int MAX_BLOCK = 256;
 
 extern "C" __global__ void __launch_bounds__(MAX_BLOCK) col2im(const __grid_constant__ Col2imParams params) {
+    using A = Accumulator<Y>;
     const Windows& windows = params.windows;
+    const Image& columns = params.columns;
     const long long elements = windows.size[0] * windows.size[1] * windows.size[2];
     const int taps = windows.kernel[0] * windows.kernel[1] * windows.kernel[2];
     const long long shares = params.batch * elements;
+    const long long window_stride[3] = {
+        windows.out[1] * windows.out[2] * columns.stride[2], windows.out[2] * columns.stride[2], columns.stride[2]};
+    const long long tap_stride[3] = {
+        windows.kernel[1] * windows.kernel[2] * columns.stride_c, windows.kernel[2] * columns.stride_c, columns.stride_c};
 
     for (long long c = blockIdx.y; c < params.channels; c += gridDim.y)
         for (long long q = first_share(); q < shares; q += share_step()) {
             const Share share = share_at(q, elements, 1);
             const Pixel in = pixel_at(share.pixel, windows.size);
-            const T* const columns_nc = static_cast<const T*>(params.columns.data) +
-                                        share.n * params.columns.stride_n + c * taps * params.columns.stride_c;
-            Accumulator<T> sum = Accumulator<T>(0);
-            for (int t = 0; t < taps; ++t) {
-                int tap[3];
-                tap_at(t, windows.kernel, tap);
-                long long p = 0;
-                bool hit = true;
-#pragma unroll
-                for (int a = 0; a < 3; ++a) {
-                    const long long start = in.at[a] + windows.before[a] - (long long)tap[a] * windows.dilation[a];
-                    const long long window = start / windows.stride[a];
-                    hit = hit && start >= 0 && start % windows.stride[a] == 0 && window < windows.out[a];
-                    p = p * windows.out[a] + window;
-                }
-                if (hit) sum += widen(columns_nc[t * params.columns.stride_c + p * params.columns.stride[2]]);
-            }
-            static_cast<T*>(params.out.data)[share.n * params.out.stride_n + c * params.out.stride_c +
-                                             offset_of(in, params.out.stride)] = narrow<T>(sum);
+            const S* const columns_nc =
+                static_cast<const S*>(columns.data) + share.n * columns.stride_n + c * taps * columns.stride_c;
+            A sum = A(0);
+            for_each_reader<FOLDS>(
+                windows, params.adjoint, in, tap_stride, window_stride, [&](long long row, long long pixel) {
+                    sum += load_sum(columns_nc + row + pixel, params.imaginary, A());
+                });
+            if (params.conjugated) sum = conjugate(sum);
+            static_cast<Y*>(params.out.data)[share.n * params.out.stride_n + c * params.out.stride_c +
+                                             offset_of(in, params.out.stride)] =
+                finish<Y>(sum, params.epilogue, share.n, c, in, params.out);
         }
 }

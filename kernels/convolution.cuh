@@ -1,4 +1,4 @@
-// The parameters of a convolution computed without columns; shared by direct.cu and depthwise.cu.
+// The parameters of a convolution computed without columns.
 #pragma once
 #include "epilogue.cuh"
 

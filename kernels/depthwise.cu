@@ -2,70 +2,169 @@
 //
 //     y[n, c * multiplier + j, p] = activation( sum_t weight[c * multiplier + j, 0, t] * x[n, c, window(p, t)] + ... )
 //
-//     no M: a block works on one channel c    N = (n, p) (pixels, PIXELS a thread)    K = t (taps)
+//     no M: a thread works on one output channel     N = p (ROWS pixels a thread, one above the other)     K = t (taps)
 //
-//     x_s [n, c]  ░░░░░░░░░░   one channel, of one source, chosen once a block
-//                 ttt          PIXELS neighbouring windows a thread: what one of them reads, the next
-//     y           .pppp....    finds in the cache, and a tap's weight is read once for all of them
+//     x  w ->   ░ ░ ░ . . .       the windows of a thread's pixels overlap: each element is read once
+//            h  ░ ░ ░ . . .       and used by every pixel of the column whose window holds it
+//            ↓  ░ ░ ░ . . .
+//               ░ ░ ░ . . .       neighbouring threads take neighbours in y: pixels along w or,
+//     y           p               channels-last, 32 channels of one pixel
+//                 p
 //
-// Bound by memory: the plane is read from L2 or cache `taps` times, from memory once.
-// Floor: (size + multiplier * pixels) elements a plane over the bandwidth.
+// KERNEL = 0 is any kernel, stride and dilation: one pixel a thread, tap by tap.
 //
-// -D: DTYPE (storage type), PIXELS (pixels a thread)
-#include "convolution.cuh"
+// Bound by memory.  Floor: (size + multiplier * pixels) elements a plane over the bandwidth.
+//
+// -D: DTYPE (storage type), KERNEL (taps along h and along w, one along d, dilation 1; or 0), STRIDE (along h; or 0)
+#include "epilogue.cuh"
+
+namespace cupyconv {
+
+struct DepthwiseParams {
+    Sources sources;
+    Windows windows;
+    Image weight;  // n is the output
+    Image out;
+    Epilogue epilogue;
+    long long batch;
+    int outputs, multiplier, channel_lanes;
+};
+
+}  // namespace cupyconv
 
 using namespace cupyconv;
 
 using T = DTYPE;
+using A = Accumulator<T>;
 constexpr int MAX_BLOCK = 128;
+constexpr int BLOCKS = KERNEL > 5 ? 2 : KERNEL > 3 ? 3 : 4;  // a multiprocessor has registers for: taps, sums, loads ahead
 
-extern "C" __global__ void __launch_bounds__(MAX_BLOCK) depthwise(const __grid_constant__ ConvolutionParams params) {
-    using A = Accumulator<T>;
-    DYNAMIC_SHARED(A, weight);  // one output's taps
+#if KERNEL
+constexpr int ROWS = STRIDE == 1 ? 8 : 4;  // pixels a thread
+using Index = int;                         // the host has checked that planes and their number need no more
+#else
+constexpr int ROWS = 1;
+using Index = long long;
+#endif
+
+#if KERNEL
+constexpr int OUTSIDE = -(1 << 30);  // added to any offset of a plane, or to itself, it stays below 0
+
+// Where COUNT taps of a window that begins at `first` lie along an axis, in bytes: what 64-bit addresses take least
+// arithmetic to reach.
+template <int COUNT>
+__device__ __forceinline__ void offsets(int (&at)[COUNT], int first, int size, long long stride, int mode) {
+    const int step = int(stride) * int(sizeof(T));
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) at[i] = unsigned(first + i) < unsigned(size) ? (first + i) * step : OUTSIDE;
+    if (mode == CONSTANT) return;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+        if (at[i] < 0) at[i] = padded_index(first + i, size, mode) * step;
+}
+
+__device__ __forceinline__ T element(const T* x, unsigned bytes) {
+    return *reinterpret_cast<const T*>(reinterpret_cast<const char*>(x) + bytes);
+}
+
+// The sums of the pixels at (d, h, w), (d, h + 1, w), ... of one plane.
+__device__ __forceinline__ void convolve(
+    A (&sum)[ROWS], const T* x, const long long (&step)[3], const T* w, const long long (&tap_step)[3],
+    const Windows& windows, int d, int h, int w_) {
+    constexpr int HEIGHT = (ROWS - 1) * STRIDE + KERNEL;
+    int plane[1], row[HEIGHT], column[KERNEL];
+    offsets(plane, d * windows.stride[0] - windows.before[0], windows.size[0], step[0], windows.padding_mode);
+    offsets(row, h * STRIDE - windows.before[1], windows.size[1], step[1], windows.padding_mode);
+    offsets(column, w_ * windows.stride[2] - windows.before[2], windows.size[2], step[2], windows.padding_mode);
+
+    A tap[KERNEL][KERNEL];
+#pragma unroll
+    for (int i = 0; i < KERNEL; ++i) {
+#pragma unroll
+        for (int j = 0; j < KERNEL; ++j) tap[i][j] = widen(w[i * int(tap_step[1]) + j * int(tap_step[2])]);
+    }
+#pragma unroll
+    for (int j = 0; j < KERNEL; ++j) column[j] = plane[0] < 0 ? OUTSIDE : plane[0] + column[j];
+#pragma unroll
+    for (int i = 0; i < HEIGHT; ++i) {
+#pragma unroll
+        for (int j = 0; j < KERNEL; ++j) {
+            const int at = row[i] + column[j];
+            const A value = at >= 0 ? widen(element(x, at)) : A(0);
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r)
+                if (i >= r * STRIDE && i < r * STRIDE + KERNEL) add_product(sum[r], value, tap[i - r * STRIDE][j]);
+        }
+    }
+}
+#else
+// The sum of the one pixel at (d, h, w).
+__device__ __forceinline__ void convolve(
+    A (&sum)[1], const T* x, const long long (&step)[3], const T* w, const long long (&tap_step)[3],
+    const Windows& windows, long long d, long long h, long long w_) {
+    const long long first[3] = {
+        d * windows.stride[0] - windows.before[0], h * windows.stride[1] - windows.before[1],
+        w_ * windows.stride[2] - windows.before[2]};
+    const auto place = [&](int axis, long long tap) {
+        return padded_index(first[axis] + tap * windows.dilation[axis], windows.size[axis], windows.padding_mode);
+    };
+    for (int i = 0; i < windows.kernel[0]; ++i) {
+        const long long plane = place(0, i);
+        if (plane < 0) continue;
+        for (int j = 0; j < windows.kernel[1]; ++j) {
+            const long long row = place(1, j);
+            if (row < 0) continue;
+            const T* const x_row = x + plane * step[0] + row * step[1];
+            const T* const w_row = w + i * tap_step[0] + j * tap_step[1];
+            for (int k = 0; k < windows.kernel[2]; ++k) {
+                const long long column = place(2, k);
+                if (column >= 0) add_product(sum[0], widen(x_row[column * step[2]]), widen(w_row[k * tap_step[2]]));
+            }
+        }
+    }
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(MAX_BLOCK, BLOCKS) depthwise(const __grid_constant__ DepthwiseParams params) {
     const Windows& windows = params.windows;
-    const long long pixels = windows.out[0] * windows.out[1] * windows.out[2];
-    const int taps = windows.kernel[0] * windows.kernel[1] * windows.kernel[2];
-    const long long a_row = (pixels + PIXELS - 1) / PIXELS, shares = params.batch * a_row;
+    const Image &out = params.out, &residual = params.epilogue.residual;
+    const int lanes = params.channel_lanes;  // of a warp, along channels
+    const Index strips = (windows.out[1] + ROWS - 1) / ROWS;
+    const Index shares = params.batch * windows.out[0] * strips * windows.out[2];
 
-    for (long long o = blockIdx.y; o < (long long)params.groups * params.group_outputs; o += gridDim.y) {
-        const int c = o / params.group_outputs;
+    for (long long o = blockIdx.y * lanes + threadIdx.x % lanes; o < params.outputs; o += gridDim.y * lanes) {
+        const int c = o / params.multiplier;
         int s = 0;
         while (c >= params.sources.table[s].first + params.sources.table[s].channels) ++s;
         const Source& source = params.sources.table[s];
+        const T* const x_c = static_cast<const T*>(source.image.data) + (c - source.first) * source.image.stride_c;
+        const T* const w_o = static_cast<const T*>(params.weight.data) + o * params.weight.stride_n;
+        const A bias = bias_of<T>(params.epilogue, o);
 
-        __syncthreads();  // the last output's weights have been used
-        for (int t = threadIdx.x; t < taps; t += blockDim.x) {
-            int tap[3];
-            tap_at(t, windows.kernel, tap);
-            const long long at = o * params.weight.stride_n + tap[0] * params.weight.stride[0] +
-                                 tap[1] * params.weight.stride[1] + tap[2] * params.weight.stride[2];
-            weight[t] = widen(static_cast<const T*>(params.weight.data)[at]);
-        }
-        __syncthreads();
-
-        const T* const x_c =
-            static_cast<const T*>(source.image.data) + (c - source.first) * source.image.stride_c;
-        T* const y_o = static_cast<T*>(params.out.data) + o * params.out.stride_c;
-        for (long long q = first_share(); q < shares; q += share_step()) {
-            const Share share = share_at(q, a_row, PIXELS);
-            const T* const x_nc = x_c + share.n * source.image.stride_n;
-            const Pixel first = pixel_at(share.pixel, windows.out);
-            A sum[PIXELS] = {};
-            for (int t = 0; t < taps; ++t) {
-                int tap[3];
-                Pixel out = first, in;
-                tap_at(t, windows.kernel, tap);
+        for (Index q = first_share() / lanes; q < shares; q += share_step() / lanes) {
+            const Index column = q / Index(windows.out[2]), plane = column / strips, n = plane / Index(windows.out[0]);
+            const Index d = plane % Index(windows.out[0]), h = column % strips * ROWS, w = q % Index(windows.out[2]);
+            A sum[ROWS];
 #pragma unroll
-                for (int i = 0; i < PIXELS; ++i, advance(out, windows.out))
-                    if (share.pixel + i < pixels && tap_pixel(windows, out, tap, in))
-                        add_product(sum[i], widen(x_nc[offset_of(in, source.image.stride)]), weight[t]);
+            for (int r = 0; r < ROWS; ++r) sum[r] = bias;
+            convolve(
+                sum, x_c + n * source.image.stride_n, source.image.stride, w_o, params.weight.stride, windows, d, h, w);
+
+            const Pixel pixel = {{d, h, w}};
+            const int rows = min((long long)ROWS, windows.out[1] - h);
+            if (residual.data) {
+                const T* const r_o = static_cast<const T*>(residual.data) + n * residual.stride_n +
+                                     o * residual.stride_c + offset_of(pixel, residual.stride);
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r)
+                    if (r < rows) sum[r] += widen(r_o[r * residual.stride[1]]);
             }
-            Pixel out = first;
+            activation_of<T>(params.epilogue).apply(sum);
+            T* const y_o =
+                static_cast<T*>(out.data) + n * out.stride_n + o * out.stride_c + offset_of(pixel, out.stride);
 #pragma unroll
-            for (int i = 0; i < PIXELS; ++i, advance(out, windows.out))
-                if (share.pixel + i < pixels)
-                    y_o[share.n * params.out.stride_n + offset_of(out, params.out.stride)] =
-                        finish<T>(sum[i], params.epilogue, share.n, o, out);
+            for (int r = 0; r < ROWS; ++r)
+                if (r < rows) y_o[r * out.stride[1]] = narrow<T>(sum[r]);
         }
     }
 }

@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) direct(const __grid_cons
                 const long long o = g * params.group_outputs + first + j;
                 if (first + j < params.group_outputs)
                     y_n[o * params.out.stride_c + offset_of(out, params.out.stride)] =
-                        finish<Y>(sum[j], params.epilogue, share.n, o, out);
+                        finish<Y>(sum[j], params.epilogue, share.n, o, out, params.out);
             }
         }
     }

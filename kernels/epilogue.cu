@@ -2,35 +2,53 @@
 //
 //     y[n, o, p] = activation( sums[n, o, p] + bias[o] + residual[n, o, p] )        sums absent: 0
 //
-//     no M, no K: elementwise.     N = p (pixels, WIDTH neighbours a thread)
+//     no M, no K: elementwise.     N = (n, o, p), WIDTH neighbours a thread
 //
 //     sums  [o | ........####........]    in the accumulator's type, in workspace or in the result itself
-//     y     [o | ........####........]    in the result's type, at any strides, rounded once
+//     y     [o | ........####........]    in the result's type, rounded once
+//             p ->
+//
+// Neighbours are neighbours in y: pixels of a channel or, channels-last, channels of a pixel.  Sums, bias and
+// residual move in packets too where they lie `packed` along the same axis; at any other strides, one by one.
 //
 // A complex sum may lie in two planes, real parts `imaginary` elements before the imaginary ones: that
-// is how a GEMM with real operands produces it.
+// is how a GEMM with real operands produces it.  A sum that several blocks shared lies in `planes` parts,
+// `plane` elements apart, and is added up in their order.
 //
 // Bound by memory.  Floor: each operand once over the bandwidth.
 //
-// -D: SUM_DTYPE (type of the sums; real beside a complex Y for two planes), Y_DTYPE (result type), WIDTH (pixels a thread)
+// -D: SUM_DTYPE (type of the sums; real beside a complex Y for two planes), Y_DTYPE (result type),
+//     WIDTH (neighbours a thread: 16 bytes of Y, or 1)
 #include "epilogue.cuh"
 
 namespace cupyconv {
 
 struct EpilogueParams {
     const void* sums;  // or null
-    long long sums_stride_n, sums_stride_o, sums_stride_p, imaginary;
+    long long sums_stride_n, sums_stride_o, sums_stride_p, imaginary, plane;
     Image out;
     Epilogue epilogue;
     long long size[3];                     // of the result, axes collapsed where all operands allow it
     long long batch, first_pixel, pixels;  // the chunk: pixels first_pixel ... of every sample
-    int channels;
+    int channels, planes;
+    int along_channels;  // which axis neighbours are on
+    int sums_packed, bias_packed, residual_packed;
 };
 
-// One sum; the last argument only names the type wanted.
-template <class A> __device__ __forceinline__ A load_sum(const A* at, long long, A) { return *at; }
-template <class R> __device__ __forceinline__ Complex<R> load_sum(const R* at, long long imaginary, Complex<R>) {
-    return Complex<R>(*at, at[imaginary]);
+// Sums in one plane; the last argument only names the type wanted.
+template <class A>
+__device__ __forceinline__ Packet<A, WIDTH> load_sums(const A* at, long long step, bool packed, long long, A) {
+    return gather_packet<WIDTH>(at, step, packed);
+}
+template <class R>
+__device__ __forceinline__ Packet<Complex<R>, WIDTH> load_sums(
+    const R* at, long long step, bool packed, long long imaginary, Complex<R>) {
+    const Packet<R, WIDTH> re = gather_packet<WIDTH>(at, step, packed);
+    const Packet<R, WIDTH> im = gather_packet<WIDTH>(at + imaginary, step, packed);
+    Packet<Complex<R>, WIDTH> sums;
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) sums.lane[i] = Complex<R>(re.lane[i], im.lane[i]);
+    return sums;
 }
 
 }  // namespace cupyconv
@@ -43,23 +61,52 @@ constexpr int MAX_BLOCK = 256;
 
 extern "C" __global__ void __launch_bounds__(MAX_BLOCK) epilogue(const __grid_constant__ EpilogueParams params) {
     using A = Accumulator<Y>;
-    const long long a_row = params.pixels / WIDTH, shares = params.batch * a_row;
-    const Image& out = params.out;
-    for (long long o = blockIdx.y; o < params.channels; o += gridDim.y) {
-        const S* const sums_o = static_cast<const S*>(params.sums) + o * params.sums_stride_o;
-        Y* const y_o = static_cast<Y*>(out.data) + o * out.stride_c;
+    const bool along_channels = params.along_channels;
+    const Image &out = params.out, &residual = params.epilogue.residual;
+    const auto activation = activation_of<Y>(params.epilogue);
+    const long long a_row = (along_channels ? params.channels : params.pixels) / WIDTH;  // packets
+    const long long shares = params.batch * a_row * (along_channels ? params.pixels : 1);
+
+    for (long long row = blockIdx.y; row < (along_channels ? 1 : params.channels); row += gridDim.y)
         for (long long q = first_share(); q < shares; q += share_step()) {
             const Share share = share_at(q, a_row, WIDTH);
-            const S* const sums_op = sums_o + share.n * params.sums_stride_n + share.pixel * params.sums_stride_p;
-            Pixel pixel = pixel_at(params.first_pixel + share.pixel, params.size);
-            Y* const y_op = y_o + share.n * out.stride_n + offset_of(pixel, out.stride);
-            Packet<Y, WIDTH> result;
+            long long n = share.n, o = row, p = share.pixel;
+            if (along_channels) n = share.n / params.pixels, o = share.pixel, p = share.n % params.pixels;
+            const Pixel pixel = pixel_at(params.first_pixel + p, params.size);
+
+            Packet<A, WIDTH> sum = {};
+            const S* at = static_cast<const S*>(params.sums) + n * params.sums_stride_n + o * params.sums_stride_o +
+                          p * params.sums_stride_p;
+            const long long step = along_channels ? params.sums_stride_o : params.sums_stride_p;
+#pragma unroll 1
+            for (int part = 0; part < params.planes; ++part, at += params.plane) {
+                const auto sums = load_sums(at, step, params.sums_packed, params.imaginary, A());
 #pragma unroll
-            for (int i = 0; i < WIDTH; ++i, advance(pixel, params.size)) {
-                const A sum = params.sums ? load_sum(sums_op + i * params.sums_stride_p, params.imaginary, A()) : A(0);
-                result.lane[i] = finish<Y>(sum, params.epilogue, share.n, o, pixel);
+                for (int i = 0; i < WIDTH; ++i) sum.lane[i] += sums.lane[i];
             }
-            store_packet<WIDTH>(y_op, result);
+            if (params.epilogue.bias) {
+                const Y* const at = static_cast<const Y*>(params.epilogue.bias) + o;
+                const auto bias = gather_packet<WIDTH>(at, along_channels, params.bias_packed);
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i) sum.lane[i] += widen(bias.lane[i]);
+            }
+            if (residual.data) {
+                const Y* const at = static_cast<const Y*>(residual.data) + n * residual.stride_n +
+                                    o * residual.stride_c + offset_of(pixel, residual.stride);
+                const long long step = along_channels ? residual.stride_c : residual.stride[2];
+                const auto addend = gather_packet<WIDTH>(at, step, params.residual_packed);
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i) sum.lane[i] += widen(addend.lane[i]);
+            }
+            const auto store = [&](Y* to) {
+                Packet<Y, WIDTH> y;
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i) y.lane[i] = narrow<Y>(sum.lane[i]);
+                store_packet<WIDTH>(to, y);
+            };
+            const long long y_np = n * out.stride_n + o * out.stride_c + offset_of(pixel, out.stride);
+            if (Y* const pre = kept<Y>(params.epilogue, y_np)) store(pre);
+            activation.apply(sum.lane);
+            store(static_cast<Y*>(out.data) + y_np);
         }
-    }
 }

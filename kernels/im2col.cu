@@ -2,16 +2,25 @@
 //
 //     columns[n, c * taps + t, p] = x[n, c, window(p, t)]       c counts the channels of all inputs
 //
-//     no M, no K: a copy.      rows = (c, t)      N = p (pixels, WIDTH neighbours a thread)
+//     no M, no K: a copy.      rows = (c, t)      N = p (pixels)
 //
-//     x [n, c]   . a b c .        columns   t=0  . a b c     one row a block: channel, tap and source
-//                . d e f .                  t=1  a b c .     are chosen once, threads run along p
+//     x [n, c]   . a b c .        columns   t=0  . a b c     one tap a thread, for WIDTH channels of one input at
+//                . d e f .                  t=1  a b c .     WIDTH neighbouring pixels: a square in registers
 //                                           ...
+//
+//     square     c ↓  # # # #      read along p, element by element, or along c, where channels lie side by side,
+//                     # # # #      as packets; written along p as packets.  Where its pixels lie in x is worked
+//                     # # # #      out once for all channels.
+//                     # # # #
+//                p ->
+//
+// Neighbouring threads take neighbouring pixels.  Channels-last, 4 of them share the pixels and take neighbouring
+// channels, so that reading and writing both touch whole sectors.
 //
 // Only bits move, so the type is just the element's size; zero is zero in all of them.
 // Bound by memory.  Floor: (channels * size + rows * pixels) elements a sample over the bandwidth.
 //
-// -D: DTYPE (bits16 ... bits128), WIDTH (pixels a thread: 16 bytes of T, or 1)
+// -D: DTYPE (bits16 ... bits128), WIDTH (side of the square: 16 bytes of T, or 1)
 #include "image.cuh"
 
 namespace cupyconv {
@@ -22,7 +31,7 @@ struct Im2colParams {
     void* columns;
     long long stride_n, stride_row, stride_pixel;
     long long batch, first_pixel, pixels;  // the chunk: pixels first_pixel ... of every sample
-    int channels;
+    int squares, channel_lanes;            // runs of at most WIDTH channels of one input; threads side by side along them
 };
 
 }  // namespace cupyconv
@@ -32,41 +41,80 @@ using namespace cupyconv;
 using T = DTYPE;
 constexpr int MAX_BLOCK = 256;
 
-extern "C" __global__ void __launch_bounds__(MAX_BLOCK) im2col(const __grid_constant__ Im2colParams params) {
+// Whether WIDTH channels of a pixel lie side by side on a 16-byte boundary.
+__device__ __forceinline__ bool channels_packed(const Image& x) {
+    const long long steps = x.stride_n | x.stride[0] | x.stride[1] | x.stride[2];
+    return WIDTH > 1 && x.stride_c == 1 && (reinterpret_cast<unsigned long long>(x.data) | steps * sizeof(T)) % 16 == 0;
+}
+
+extern "C" __global__ void __launch_bounds__(MAX_BLOCK, WIDTH > 4 ? 2 : 3) im2col(const __grid_constant__ Im2colParams params) {
     const Windows& windows = params.windows;
     const int taps = windows.kernel[0] * windows.kernel[1] * windows.kernel[2];
-    const long long rows = (long long)params.channels * taps;
+    const int lanes = params.channel_lanes, apart = WARP / lanes;  // threads of a warp along c and along p
     const long long a_row = (params.pixels + WIDTH - 1) / WIDTH, shares = params.batch * a_row;
+    const long long rows = (long long)((params.squares + lanes - 1) / lanes) * taps;
 
     for (long long row = blockIdx.y; row < rows; row += gridDim.y) {
-        const int c = row / taps;
         int tap[3], s = 0;
-        tap_at(row % taps, windows.kernel, tap);
-        while (c >= params.sources.table[s].first + params.sources.table[s].channels) ++s;
+        const int t = row % taps;
+        tap_at(t, windows.kernel, tap);
+        int square = row / taps * lanes + threadIdx.x % WARP / apart;
+        if (square >= params.squares) continue;
+        for (int here; square >= (here = (params.sources.table[s].channels + WIDTH - 1) / WIDTH); ++s) square -= here;
         const Source& source = params.sources.table[s];
+        const Image& x = source.image;
+        const int c_first = square * WIDTH, channels = min(WIDTH, source.channels - c_first);
+        const bool packed = channels_packed(x) && channels == WIDTH;
 
-        const T* const x_c = static_cast<const T*>(source.image.data) + (c - source.first) * source.image.stride_c;
-        for (long long q = first_share(); q < shares; q += share_step()) {
+        for (long long q = first_share() / WARP * apart + threadIdx.x % apart; q < shares;
+             q += share_step() / lanes) {
             const Share share = share_at(q, a_row, WIDTH);
             const long long p = share.pixel;
-            const T* const x_nc = x_c + share.n * source.image.stride_n;
-            T* const columns_nr =
-                static_cast<T*>(params.columns) + share.n * params.stride_n + row * params.stride_row;
+            const T* const x_n = static_cast<const T*>(x.data) + share.n * x.stride_n + c_first * x.stride_c;
+
+            // Where the pixels lie in x.
             Pixel out = pixel_at(params.first_pixel + p, windows.out), in;
-            Packet<T, WIDTH> packet;
+            long long offset[WIDTH];
+            bool inside[WIDTH];
+            bool row_inside = tap_place(windows, out, tap, in, 0) & tap_place(windows, out, tap, in, 1);
 #pragma unroll
-            for (int i = 0; i < WIDTH; ++i, advance(out, windows.out))
-                packet.lane[i] = p + i < params.pixels && tap_pixel(windows, out, tap, in)
-                                     ? x_nc[offset_of(in, source.image.stride)]
-                                     : T{};
-            if (WIDTH == 1) {
-                columns_nr[p * params.stride_pixel] = packet.lane[0];
-            } else if (p + WIDTH <= params.pixels) {  // packets: stride_pixel is 1
-                store_packet<WIDTH>(columns_nr + p, packet);
+            for (int i = 0; i < WIDTH; ++i) {
+                inside[i] = tap_place(windows, out, tap, in, 2) && row_inside && p + i < params.pixels;
+                offset[i] = offset_of(in, x.stride);
+                advance(out, windows.out);
+                if (i + 1 < WIDTH && out.at[2] == 0)  // another row
+                    row_inside = tap_place(windows, out, tap, in, 0) & tap_place(windows, out, tap, in, 1);
+            }
+
+            Packet<T, WIDTH> square_of[WIDTH];
+            if (packed) {
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i) {
+                    const Packet<T, WIDTH> from = inside[i] ? load_packet<WIDTH>(x_n + offset[i]) : Packet<T, WIDTH>{};
+#pragma unroll
+                    for (int j = 0; j < WIDTH; ++j) square_of[j].lane[i] = from.lane[j];
+                }
             } else {
 #pragma unroll
-                for (int i = 0; i < WIDTH; ++i)
-                    if (p + i < params.pixels) columns_nr[p + i] = packet.lane[i];
+                for (int j = 0; j < WIDTH; ++j) {
+#pragma unroll
+                    for (int i = 0; i < WIDTH; ++i)
+                        square_of[j].lane[i] = inside[i] && j < channels ? x_n[j * x.stride_c + offset[i]] : T{};
+                }
+            }
+
+            T* to = static_cast<T*>(params.columns) + share.n * params.stride_n +
+                    ((source.first + c_first) * (long long)taps + t) * params.stride_row + p * params.stride_pixel;
+#pragma unroll
+            for (int j = 0; j < WIDTH; ++j, to += taps * params.stride_row) {
+                if (j >= channels) break;
+                if (p + WIDTH <= params.pixels) {  // packets: stride_pixel is 1
+                    store_packet<WIDTH>(to, square_of[j]);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < WIDTH; ++i)
+                        if (p + i < params.pixels) to[i] = square_of[j].lane[i];
+                }
             }
         }
     }

@@ -4,6 +4,8 @@
 
 namespace cupyconv {
 
+constexpr int WARP = 32;
+
 // One array.  Strides count elements; 64-bit, since an array may pass 2^31 of them.
 struct Image {
     void* data;
@@ -20,7 +22,7 @@ struct Source {
 };
 
 // As many as fit beside the rest of a parameter struct in the 4 KiB that every driver accepts.
-constexpr int MAX_SOURCES = 56;
+constexpr int MAX_SOURCES = 64;
 
 struct Sources {
     Source table[MAX_SOURCES];
@@ -35,17 +37,22 @@ struct Windows {
 
 enum PaddingMode { CONSTANT, REFLECT, SYMMETRIC, EDGE, WRAP };
 
-// The index that a padded index stands for, or -1 where it is a zero.
-__device__ __forceinline__ long long padded_index(long long i, long long size, int mode) {
-    if (i >= 0 && i < size) return i;
-    if (mode == CONSTANT) return -1;
-    if (mode == EDGE) return i < 0 ? 0 : size - 1;
-    // The other modes repeat with a period, and two of them run backwards in its second half.
+// Beyond an edge the modes other than CONSTANT and EDGE repeat with a period, and two of them run backwards in its
+// second half.  A function, since few threads get here and its division is long.
+static __device__ __noinline__ long long repeated_index(long long i, long long size, int mode) {
     const long long period = mode == WRAP ? size : mode == SYMMETRIC ? 2 * size : size > 1 ? 2 * (size - 1) : 1;
     long long j = i % period;
     if (j < 0) j += period;
     if (j < size) return j;
     return mode == SYMMETRIC ? period - 1 - j : period - j;
+}
+
+// The index that a padded index stands for, or -1 where it is a zero.
+__device__ __forceinline__ long long padded_index(long long i, long long size, int mode) {
+    if (i >= 0 && i < size) return i;
+    if (mode == CONSTANT) return -1;
+    if (mode == EDGE) return i < 0 ? 0 : size - 1;
+    return repeated_index(i, size, mode);
 }
 
 struct Pixel {
@@ -85,16 +92,19 @@ __device__ __forceinline__ long long offset_of(const Pixel& pixel, const long lo
     return pixel.at[0] * stride[0] + pixel.at[1] * stride[1] + pixel.at[2] * stride[2];
 }
 
-// The input pixel under tap (kd, kh, kw) of the window at an output pixel; false where it is a zero.
+// Where the tap (kd, kh, kw) of the window at an output pixel lies along one axis of the input; false where on a zero.
 // Only true taps are visited: the kernel is never widened to emulate dilation.
+__device__ __forceinline__ bool tap_place(const Windows& w, const Pixel& out, const int (&tap)[3], Pixel& in, int axis) {
+    const long long i = out.at[axis] * w.stride[axis] - w.before[axis] + (long long)tap[axis] * w.dilation[axis];
+    in.at[axis] = padded_index(i, w.size[axis], w.padding_mode);
+    return in.at[axis] >= 0;
+}
+
+// The same along all three.
 __device__ __forceinline__ bool tap_pixel(const Windows& w, const Pixel& out, const int (&tap)[3], Pixel& in) {
     bool inside = true;
 #pragma unroll
-    for (int a = 0; a < 3; ++a) {
-        const long long i = out.at[a] * w.stride[a] - w.before[a] + (long long)tap[a] * w.dilation[a];
-        in.at[a] = padded_index(i, w.size[a], w.padding_mode);
-        inside = inside && in.at[a] >= 0;
-    }
+    for (int a = 0; a < 3; ++a) inside = tap_place(w, out, tap, in, a) && inside;
     return inside;
 }
 

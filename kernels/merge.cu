@@ -4,24 +4,42 @@
 //
 //     M = o (outputs)    N = p (pixels)    K = (s, c) (channels of all inputs)
 //
-//                        pixels ->   one thread: WIDTH neighbours, 16 bytes
+//                        pixels ->   one thread: WIDTH pixels, 16 bytes
 //     x_0  c ↓  [.............####.............]      every input element is read once per tile of
 //     x_1  c ↓  [.............####.............]      TILE outputs, every output written once
 //     ...                       |
 //     y    o ↓  [.............####.............]      TILE x WIDTH sums in registers
 //
-// Weights of the tile lie in shared memory as [K][TILE], so that a warp reads them as one broadcast.
-// The source is chosen in the outer loop, never per element.
+// The walk over the channels goes through all inputs as through one, and loads DEPTH channels before it uses the
+// first: inputs of one channel keep as many bytes in flight as one input of many.  A thread's pixels are
 //
-// Bound by memory while K * M / (K + M) is small.  Floor: (K + M) * N elements over the bandwidth.
+//     PACKET = WIDTH   neighbours, moved by one access            ####............
+//     PACKET = 1       32 apart, so that a warp's accesses are    #...#...#...#...
+//                      whole lines where rows are not aligned
 //
-// -D: DTYPE (storage type), TILE (outputs a thread), WIDTH (pixels a thread: 16 bytes of T, or 1)
+// Weights of the tile lie in shared memory as [TILE][K], as in the array, so that a warp reads DEPTH of an
+// output's at once, all lanes the same.  Blocks of one share of pixels follow each other, tile by tile: the
+// second and later ones find the inputs in L2.
+//
+// Bound by memory while K * M / (K + M) <= 16.  Floor: (K + M) * N elements over the bandwidth.
+//
+// -D: DTYPE (storage type), TILE (outputs a thread), PACKET (elements an access moves: 16 bytes of T, or 1)
 #include "epilogue.cuh"
 
 namespace cupyconv {
 
+// One input: its pixels have unit stride.
+struct MergeSource {
+    const void* data;
+    long long stride_n, stride_c;
+    int channels;  // at least 1
+};
+
+// As many as fit beside the rest in the 4 KiB that every driver accepts.
+constexpr int MAX_MERGED = 120;
+
 struct MergeParams {
-    Sources sources;
+    MergeSource sources[MAX_MERGED];
     const void* weight;
     long long weight_stride_o, weight_stride_c;
     Image out;
@@ -35,57 +53,132 @@ struct MergeParams {
 using namespace cupyconv;
 
 using T = DTYPE;
-constexpr int MAX_BLOCK = 256;
+using A = Accumulator<T>;
+constexpr int BLOCK = 128;
+constexpr int WIDTH = 16 / sizeof(T);
+constexpr int DEPTH = 4;
+constexpr int SUM_WORDS = TILE * WIDTH * sizeof(A) / 4;
+// Blocks a multiprocessor has registers for: sums, and what is loaded ahead of them.
+constexpr int BLOCKS = SUM_WORDS >= 128 && PACKET == 1 ? 2 : SUM_WORDS >= 64 ? 3 : 4;
+constexpr int APART = PACKET == 1 ? WARP : 1;                // from one of a thread's pixels to the next
+constexpr int SHARED = sizeof(T) == 2 ? 2 : 16 / sizeof(A);  // weights a shared-memory access
 
-extern "C" __global__ void __launch_bounds__(MAX_BLOCK) merge(const __grid_constant__ MergeParams params) {
-    using A = Accumulator<T>;
-    constexpr int SHARED = TILE * sizeof(A) < 16 ? TILE : 16 / sizeof(A);  // weights a shared-memory access
-    DYNAMIC_SHARED(A, weight);
-    T* const y = static_cast<T*>(params.out.data);
-    const long long a_row = params.pixels / WIDTH, shares = params.batch * a_row;
+// Of a thread's pixels, `count` lie within the row.  Packets have unit stride.
+__device__ __forceinline__ Packet<T, WIDTH> load_pixels(const T* from, int count, long long stride = 1) {
+    if constexpr (PACKET > 1) {
+        return load_packet<WIDTH>(from);
+    } else {
+        Packet<T, WIDTH> x;
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) x.lane[i] = i < count ? from[i * APART * stride] : T{};
+        return x;
+    }
+}
 
-    for (int o_first = blockIdx.y * TILE; o_first < params.out_channels; o_first += gridDim.y * TILE) {
-        __syncthreads();  // the last tile's weights have been used
-        for (int i = threadIdx.x; i < params.in_channels * TILE; i += blockDim.x) {
-            const int c = i / TILE, o = o_first + i % TILE;
-            const T* const w = static_cast<const T*>(params.weight);
-            weight[i] = o < params.out_channels ? widen(w[o * params.weight_stride_o + c * params.weight_stride_c]) : A(0);
+// The channels of one thread's pixels, in the order of the concatenation.
+struct ChannelWalk {
+    const MergeSource* ahead;  // the input after the one that the walk is in
+    const T* next;
+    long long stride;
+    int left;  // channels of this input
+
+    __device__ __forceinline__ void enter(long long n, long long p) {
+        next = static_cast<const T*>(ahead->data) + n * ahead->stride_n + p;
+        stride = ahead->stride_c;
+        left = ahead->channels;
+        ++ahead;
+    }
+
+    __device__ __forceinline__ Packet<T, WIDTH> load(int count) {
+        const T* const from = next;
+        next += stride;
+        --left;
+        return load_pixels(from, count);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) merge(const __grid_constant__ MergeParams params) {
+    const int tiles = (params.out_channels + TILE - 1) / TILE, o_first = blockIdx.x % tiles * TILE;
+    const int outputs = min(TILE, params.out_channels - o_first);
+    const int depth = (params.in_channels + DEPTH - 1) / DEPTH * DEPTH;  // K; channels beyond the last weigh 0
+
+    DYNAMIC_SHARED(A, weight);  // [TILE][depth], then one bias an output
+    for (int j = threadIdx.x / WARP; j < TILE; j += blockDim.x / WARP) {
+        const T* const w_j = static_cast<const T*>(params.weight) + (o_first + j) * params.weight_stride_o;
+        for (int c = threadIdx.x % WARP; c < depth; c += WARP) {
+            const bool inside = j < outputs && c < params.in_channels;
+            weight[j * depth + c] = inside ? widen(w_j[c * params.weight_stride_c]) : A(0);
         }
-        __syncthreads();
+        if (threadIdx.x % WARP == 0)
+            weight[TILE * depth + j] = j < outputs ? bias_of<T>(params.epilogue, o_first + j) : A(0);
+    }
+    __syncthreads();
 
-        for (long long q = first_share(); q < shares; q += share_step()) {
-            const Share share = share_at(q, a_row, WIDTH);
-            A sum[TILE][WIDTH] = {};
-            for (int s = 0; s < params.sources.count; ++s) {
-                const Source& source = params.sources.table[s];
-                const T* const x_np =
-                    static_cast<const T*>(source.image.data) + share.n * source.image.stride_n + share.pixel;
-                const A* const w_s = weight + source.first * TILE;
-#pragma unroll 4
-                for (int c = 0; c < source.channels; ++c) {
-                    const Packet<T, WIDTH> x = load_packet<WIDTH>(x_np + c * source.image.stride_c);
+    constexpr int CHUNK = WARP * WIDTH;  // pixels of a warp
+    const long long a_row = PACKET == 1 ? (params.pixels + CHUNK - 1) / CHUNK * WARP : params.pixels / WIDTH;
+    const long long q = blockIdx.x / tiles * (long long)BLOCK + threadIdx.x, n = q / a_row, r = q % a_row;
+    if (n >= params.batch) return;
+    const long long p = PACKET == 1 ? r / WARP * CHUNK + r % WARP : r * WIDTH;
+    const int count = PACKET == 1 ? min((params.pixels - p + WARP - 1) / WARP, (long long)WIDTH) : WIDTH;
+
+    A sum[TILE][WIDTH];
 #pragma unroll
-                    for (int j = 0; j < TILE; j += SHARED) {
-                        const Packet<A, SHARED> w = load_packet<SHARED>(w_s + c * TILE + j);
+    for (int j = 0; j < TILE; ++j) {
 #pragma unroll
-                        for (int k = 0; k < SHARED; ++k) {
+        for (int i = 0; i < WIDTH; ++i) sum[j][i] = weight[TILE * depth + j];
+    }
+    ChannelWalk channels{params.sources};
+    for (int k = 0; k < depth; k += DEPTH) {
+        Packet<T, WIDTH> x[DEPTH];
+        if (channels.left == 0) channels.enter(n, p);
+        if (channels.left >= DEPTH) {
 #pragma unroll
-                            for (int i = 0; i < WIDTH; ++i) add_product(sum[j + k][i], widen(x.lane[i]), w.lane[k]);
-                        }
-                    }
-                }
+            for (int d = 0; d < DEPTH; ++d) x[d] = channels.load(count);
+        } else {
+#pragma unroll
+            for (int d = 0; d < DEPTH; ++d) {
+                const bool exists = k + d < params.in_channels;
+                if (exists && channels.left == 0) channels.enter(n, p);
+                x[d] = exists ? channels.load(count) : Packet<T, WIDTH>{};
             }
+        }
+#pragma unroll
+        for (int d = 0; d < DEPTH; d += SHARED) {
 #pragma unroll
             for (int j = 0; j < TILE; ++j) {
-                const int o = o_first + j;
-                if (o >= params.out_channels) break;
-                Packet<T, WIDTH> result;
+                const Packet<A, SHARED> w = load_packet<SHARED>(weight + j * depth + k + d);
 #pragma unroll
-                for (int i = 0; i < WIDTH; ++i)
-                    result.lane[i] =
-                        finish<T, true>(sum[j][i], params.epilogue, share.n, o, Pixel{{0, 0, share.pixel + i}});
-                store_packet<WIDTH>(y + share.n * params.out.stride_n + o * params.out.stride_c + share.pixel, result);
+                for (int e = 0; e < SHARED; ++e) {
+#pragma unroll
+                    for (int i = 0; i < WIDTH; ++i) add_product(sum[j][i], widen(x[d + e].lane[i]), w.lane[e]);
+                }
             }
+        }
+    }
+
+    const Image& out = params.out;
+    const Image& residual = params.epilogue.residual;
+    T* y_o = static_cast<T*>(out.data) + n * out.stride_n + o_first * out.stride_c + p;
+    const T* r_o = static_cast<const T*>(residual.data) + n * residual.stride_n +
+                   o_first * residual.stride_c + p * residual.stride[2];
+#pragma unroll
+    for (int j = 0; j < TILE; ++j, y_o += out.stride_c, r_o += residual.stride_c) {
+        if (j == outputs) break;
+        if (residual.data) {
+            const Packet<T, WIDTH> r = load_pixels(r_o, count, residual.stride[2]);
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) sum[j][i] += widen(r.lane[i]);
+        }
+        activation_of<T>(params.epilogue).apply(sum[j]);
+        Packet<T, WIDTH> y;
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) y.lane[i] = narrow<T>(sum[j][i]);
+        if constexpr (PACKET > 1) {
+            store_packet<WIDTH>(y_o, y);
+        } else {
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i)
+                if (i < count) y_o[i * APART] = y.lane[i];
         }
     }
 }

@@ -69,6 +69,15 @@ template <class R> __device__ __forceinline__ void add_product(Complex<R>& sum, 
     sum.im += a.im * b.re;
 }
 
+template <class R> __device__ __forceinline__ R conjugate(R value) { return value; }
+template <class R> __device__ __forceinline__ Complex<R> conjugate(Complex<R> value) { return {value.re, -value.im}; }
+
+// One sum, to be added up in the type of the last argument, which only names it: a complex one may lie in two planes.
+template <class S, class A> __device__ __forceinline__ A load_sum(const S* at, long long, A) { return widen(*at); }
+template <class R> __device__ __forceinline__ Complex<R> load_sum(const R* at, long long imaginary, Complex<R>) {
+    return Complex<R>(*at, at[imaginary]);
+}
+
 // COUNT neighbours in memory, moved by one instruction where they fill 4, 8 or 16 aligned bytes.
 template <class T, int COUNT>
 struct alignas(sizeof(T) * COUNT) Packet {
@@ -92,6 +101,26 @@ template <class T> __device__ __forceinline__ unsigned word_of(const T* values, 
 template <int COUNT, class T> __device__ __forceinline__ Packet<T, COUNT> load_packet(const T* from) {
     return *reinterpret_cast<const Packet<T, COUNT>*>(from);
 }
+
+// COUNT elements `step` apart; where they are `packed`, side by side and aligned, by accesses of up to 16 bytes.
+template <int COUNT, class T>
+__device__ __forceinline__ Packet<T, COUNT> gather_packet(const T* from, long long step, bool packed) {
+    constexpr int PIECE = COUNT * sizeof(T) > 16 ? 16 / sizeof(T) : COUNT;
+    Packet<T, COUNT> packet;
+    if (PIECE > 1 && packed) {
+#pragma unroll
+        for (int j = 0; j < COUNT; j += PIECE) {
+            const Packet<T, PIECE> piece = load_packet<PIECE>(from + j);
+#pragma unroll
+            for (int i = 0; i < PIECE; ++i) packet.lane[j + i] = piece.lane[i];
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) packet.lane[i] = from[i * step];
+    }
+    return packet;
+}
+
 template <int COUNT, class T> __device__ __forceinline__ void store_packet(T* to, const Packet<T, COUNT>& packet) {
     if constexpr (sizeof(packet) == 16) {  // said outright: compilers split a plain store of many members
         unsigned word[4];

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from cupyconv.backends.cuda.kernel_sources import compile_options, kernel_source
 from cupyconv.plan import Kernel
-from cupyconv.planning.variants import all_variants, is_fast
+from cupyconv.planning.variants import all_variants, is_fast, is_planned
 
 #: Where a spill in a variant meant to be fast is a failure; on the others it is only shown.
 WITHOUT_SPILLS = (75, 90)
@@ -208,18 +208,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if reason is not None:
         print(reason, file=sys.stderr)
         return 1
-    print(f"{'variant':<44} {'sm':>4} {'registers':>9} {'spills':>7} {'stack':>6} {'shared':>6} {'cubin':>8} {'s':>6}")
+    print(f"{'variant':<54} {'sm':>4} {'registers':>9} {'spills':>7} {'stack':>6} {'shared':>6} {'cubin':>8} {'s':>6}")
     started = time.perf_counter()
     count, failures = 0, []
     for kernel, architecture, result in compile_all(all_variants(), architectures):
         count += 1
         if isinstance(result, CompileError):
             failures.append(f"{kernel} for sm_{architecture}:\n{result}")
-            print(f"{kernel!s:<44} {architecture:>4} does not compile")
+            print(f"{kernel!s:<54} {architecture:>4} does not compile")
             continue
-        slow = "  spills" if is_fast(kernel) and result.spills else ""
+        slow = "  spills" if result.spills and is_fast(kernel) and is_planned(kernel, architecture) else ""
         print(
-            f"{kernel!s:<44} {architecture:>4} {result.registers:>9} {result.spills:>7} {result.stack:>6}"
+            f"{kernel!s:<54} {architecture:>4} {result.registers:>9} {result.spills:>7} {result.stack:>6}"
             f" {result.shared:>6} {len(result.cubin):>8} {result.seconds:>6.2f}{slow}"
         )
         if slow and architecture in WITHOUT_SPILLS:

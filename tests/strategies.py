@@ -13,7 +13,8 @@ and for random data, arrays(integer=False), the last line becomes
 
     assert_close(actual, expected, case.result_dtype, case.terms, magnitude=case.magnitude(arrays))
 
-where `to_device` copies a C-ordered NumPy array, and `xp` is the module (numpy, cupy) whose arrays it returns.
+`transposed_cases()` and `pool_cases()` are the same for `conv_transpose` and `max_pool`, and case.gradient() is an array
+like the result.  In all of this `to_device` copies a C-ordered NumPy array, and `xp` is the module (numpy, cupy) whose arrays it returns.
 
 A layout is a base array with the values somewhere inside, and the slicing that gets them out (`embed`).  What lies
 between the values is NaN, so that reading beside a view shows in the result, and writing beside it shows in the base.
@@ -31,10 +32,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import reference
+import reference_gradients
 from hypothesis import assume
 from hypothesis import strategies as st
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+REAL_DTYPES = DTYPES[:4]
 PADDING_MODES = ("constant", "reflect", "symmetric", "edge", "wrap")
 # Activations that map integers to values exact in every dtype, then all of a convolution's.
 EXACT_ACTIVATIONS = (None, "relu", "relu6", ("leaky_relu", 0.25), ("clip", -3, 5))
@@ -176,7 +179,8 @@ class ConvCase:
 
     def __repr__(self) -> str:
         given = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
-        return f"ConvCase({', '.join(f'{name}={value!r}' for name, value, default in given if value != default)})"
+        shown = ", ".join(f"{name}={value!r}" for name, value, default in given if value != default)
+        return f"{type(self).__name__}({shown})"
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -191,6 +195,10 @@ class ConvCase:
     @property
     def channel_axis(self) -> int:
         return 0 if self.batch is None else 1
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return (self.out_channels, sum(self.channels) // self.groups, *self.kernel)
 
     @property
     def terms(self) -> int:
@@ -225,18 +233,10 @@ class ConvCase:
         Integers are so small that every result, and every partial sum, is exact in the dtype of the result.
         """
         generator = np.random.default_rng(self.seed)
-        largest = self._largest_integer()
+        largest = self._largest_integer() if integer else 0
 
         def values(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-            def draw() -> np.ndarray:
-                if integer:
-                    return generator.integers(-largest, largest + 1, shape)
-                return generator.standard_normal(shape)
-
-            if dtype.kind != "c":
-                return draw().astype(dtype)
-            both = draw() + 1j * draw()
-            return (both if integer else both / math.sqrt(2)).astype(dtype)
+            return drawn(generator, shape, dtype, largest if integer else None)
 
         x_dtype, weight_dtype = as_dtype(self.dtype), as_dtype(self.weight_dtype or self.dtype)
         xs = [
@@ -245,7 +245,7 @@ class ConvCase:
             )
             for channels, layout in zip(self.channels, self._input_layouts)
         ]
-        weight = values((self.out_channels, sum(self.channels) // self.groups, *self.kernel), weight_dtype)
+        weight = values(self.weight_shape, weight_dtype)
         residual = values(self.out_shape, self.result_dtype) if self.residual else None
         return {
             "x": xs[0] if self.bare_x else xs,
@@ -255,6 +255,12 @@ class ConvCase:
             if residual is None
             else constant_where_broadcast(residual, self.residual_layout, channel_axis=self.channel_axis),
         }
+
+    def gradient(self, *, integer: bool = True, dtype: str = "") -> np.ndarray:
+        """An array like the result (or of another dtype), in the layout of the residual, independent of `arrays`."""
+        generator = np.random.default_rng((self.seed, 1))
+        values = drawn(generator, self.out_shape, as_dtype(dtype or self.result_dtype.name), 3 if integer else None)
+        return constant_where_broadcast(values, self.residual_layout, channel_axis=self.channel_axis)
 
     def views(self, arrays: dict[str, Any], to_device: View = np.array, xp: ModuleType = np) -> dict[str, Any]:
         """The arrays on the device, each in its layout."""
@@ -295,6 +301,138 @@ class ConvCase:
         # A quarter of an integer (leaky_relu) is as exact as the integer.
         fits = [a for a in (1, 2, 3, 4) if parts * self.terms * a * a + 2 * a <= exact_up_to]
         return fits[-1]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TransposedCase(ConvCase):
+    """One valid call of `conv_transpose`: a convolution's, but for the weight's axes and the sizes of the result."""
+
+    output_padding: int | tuple[int, ...] = 0
+    output_shape: tuple[int, ...] | None = None
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        names = ("stride", "padding", "output_padding", "output_shape", "dilation", "groups", "activation")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return (sum(self.channels), self.out_channels // self.groups, *self.kernel)
+
+    @property
+    def window(self) -> tuple[list[int], list[int]]:
+        """Where the result begins on the canvas, and its sizes."""
+        names = ("padding", "output_padding", "output_shape")
+        return reference_gradients.transposed_window(
+            self.spatial, self.kernel, reference.per_axis(self.stride, self.rank),
+            reference.per_axis(self.dilation, self.rank), **{name: getattr(self, name) for name in names},
+        )  # fmt: skip
+
+    @property
+    def out_spatial(self) -> tuple[int, ...]:
+        return tuple(self.window[1])
+
+    def arrays(self, *, integer: bool = True) -> dict[str, Any]:
+        return without_residual(super().arrays(integer=integer))
+
+    def views(self, arrays: dict[str, Any], to_device: View = np.array, xp: ModuleType = np) -> dict[str, Any]:
+        return without_residual(super().views({**arrays, "residual": None}, to_device, xp))
+
+    def magnitude(self, arrays: dict[str, Any]) -> np.ndarray:
+        absolute = {name: None if array is None else absolute_values(array) for name, array in arrays.items()}
+        parameters = {**self.parameters, "activation": None}
+        return reference_gradients.conv_transpose(**absolute, **parameters) + (self.activation is not None)
+
+
+def without_residual(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name != "residual"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolCase:
+    """One valid call of `max_pool`."""
+
+    batch: int | None = 1
+    channels: tuple[int, ...] = (1,)
+    spatial: tuple[int, ...]
+    kernel_shape: tuple[int, ...]
+    stride: int | tuple[int, ...] | None = None
+    padding: Any = 0
+    dilation: int | tuple[int, ...] = 1
+    bare_x: bool = False
+    dtype: str = "float32"
+    layouts: tuple[str, ...]
+    out_layout: str | None = None
+    seed: int = 0
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("kernel_shape", "stride", "padding", "dilation")}
+
+    @property
+    def channel_axis(self) -> int:
+        return 0 if self.batch is None else 1
+
+    @property
+    def out_spatial(self) -> tuple[int, ...]:
+        window = (self.kernel_shape, self.stride, self.padding, self.dilation)
+        return reference_gradients.pooling_windows(self.spatial, *window)[1]
+
+    def arrays(self, *, integer: bool = True) -> dict[str, Any]:
+        """x; with integers nearly every window has two equal maxima."""
+        generator, dtype = np.random.default_rng(self.seed), as_dtype(self.dtype)
+        xs = [
+            constant_where_broadcast(
+                drawn(generator, shape, dtype, 2 if integer else None), layout, channel_axis=self.channel_axis
+            )
+            for shape, layout in zip(self._shapes(self.spatial), self.layouts)
+        ]
+        return {"x": xs[0] if self.bare_x else xs}
+
+    def gradient(self, *, integer: bool = True) -> Any:
+        """Like the result: a list of arrays, or one."""
+        generator, dtype = np.random.default_rng((self.seed, 1)), as_dtype(self.dtype)
+        grads = [drawn(generator, shape, dtype, 3 if integer else None) for shape in self._shapes(self.out_spatial)]
+        return grads[0] if self.bare_x else grads
+
+    def views(self, arrays: dict[str, Any], to_device: View = np.array, xp: ModuleType = np) -> dict[str, Any]:
+        xs = [
+            with_layout(x, layout, to_device, xp, channel_axis=self.channel_axis)
+            for x, layout in zip(reference.sequence(arrays["x"]), self.layouts)
+        ]
+        return {"x": xs[0] if self.bare_x else xs}
+
+    def new_out(self, to_device: View = np.array, xp: ModuleType = np) -> Any:
+        """NaN in the form of the result; None where the case gives none."""
+        if self.out_layout is None:
+            return None
+        outs = [
+            with_layout(
+                nan_filled(shape, as_dtype(self.dtype)), self.out_layout, to_device, xp, channel_axis=self.channel_axis
+            )
+            for shape in self._shapes(self.out_spatial)
+        ]
+        return outs[0] if self.bare_x else outs
+
+    def _shapes(self, spatial: tuple[int, ...]) -> list[tuple[int, ...]]:
+        batch = () if self.batch is None else (self.batch,)
+        return [(*batch, channels, *spatial) for channels in self.channels]
+
+
+def drawn(
+    generator: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, largest: int | None = None
+) -> np.ndarray:
+    """Integers up to `largest` either side of 0; without it standard normal numbers (complex: of unit variance)."""
+
+    def draw() -> np.ndarray:
+        if largest is None:
+            return generator.standard_normal(shape)
+        return generator.integers(-largest, largest + 1, shape)
+
+    if dtype.kind != "c":
+        return draw().astype(dtype)
+    both = draw() + 1j * draw()
+    return (both / math.sqrt(2) if largest is None else both).astype(dtype)
 
 
 def absolute_values(x: Any) -> Any:
@@ -358,6 +496,80 @@ def conv_cases(
     )
     assume(math.prod(case.out_spatial) * math.prod(kernel) <= MOST_ORACLE_STEPS)
     return case
+
+
+@st.composite
+def transposed_cases(
+    draw: st.DrawFn,
+    *,
+    dtypes: tuple[str, ...] = DTYPES,
+    activations: tuple[str | tuple[Any, ...] | None, ...] = EXACT_ACTIVATIONS,
+    layouts: tuple[str, ...] = LAYOUTS,
+    mixed_dtypes: bool = True,
+) -> TransposedCase:
+    """Any valid call of `conv_transpose`: a convolution's, with sizes of its own."""
+    like = draw(conv_cases(dtypes=dtypes, activations=activations, layouts=layouts, mixed_dtypes=mixed_dtypes))
+    spatial = tuple(draw(bounded_sizes(like.rank, 6, 40)))
+    stride, dilation = reference.per_axis(like.stride, like.rank), reference.per_axis(like.dilation, like.rank)
+    covered = [(size - 1) * s + d * (k - 1) + 1 for size, s, d, k in zip(spatial, stride, dilation, like.kernel)]
+    sizes: dict[str, Any] = {}
+    form = draw(st.sampled_from(("numbers", "pairs", "valid", "same", "output_shape")))
+    if form in ("numbers", "pairs", "valid"):
+        extra = tuple(draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation))
+        sizes["output_padding"] = draw(st.sampled_from((0, extra[0] if len(set(extra)) == 1 else extra, extra)))
+    if form == "valid":
+        sizes["padding"] = "valid"
+    elif form == "numbers":
+        amounts = tuple(draw(st.integers(0, min(4, (full - 1) // 2))) for full in covered)
+        sizes["padding"] = draw(st.sampled_from((amounts, min(amounts))))
+    elif form == "pairs":
+        befores = [draw(st.integers(0, min(4, full - 1))) for full in covered]
+        sizes["padding"] = tuple(
+            (before, draw(st.integers(0, min(4, full - 1 - before)))) for full, before in zip(covered, befores)
+        )
+    elif form == "same":
+        sizes["padding"] = draw(st.sampled_from(("same", "same_lower")))
+    else:
+        sizes["padding"] = draw(st.sampled_from((0, "valid", "same", "same_lower")))
+        sizes["output_shape"] = tuple(draw(st.integers(max(1, full - 5), full + 2)) for full in covered)
+    names = (
+        "batch", "channels", "out_channels", "kernel", "stride", "dilation", "groups", "activation", "bias", "bare_x",
+        "dtype", "weight_dtype", "layouts", "weight_layout",
+        "residual_layout", "out_layout", "seed",
+    )  # fmt: skip
+    case = TransposedCase(spatial=spatial, **sizes, **{name: getattr(like, name) for name in names})
+    assume(math.prod(spatial) * math.prod(case.kernel) <= MOST_ORACLE_STEPS)
+    return case
+
+
+@st.composite
+def pool_cases(
+    draw: st.DrawFn,
+    *,
+    dtypes: tuple[str, ...] = REAL_DTYPES,
+    layouts: tuple[str, ...] = LAYOUTS,
+) -> PoolCase:
+    """Any valid call of `max_pool`."""
+    rank = draw(st.integers(1, 3))
+    kernel = tuple(draw(bounded_sizes(rank, 4, MOST_TAPS)))
+    dilation, padding = draw(per_axis_ints(rank, 1, 3)), draw(paddings(rank))
+    reaches = [d * (k - 1) for d, k in zip(reference.per_axis(dilation, rank), kernel)]
+    channels = tuple(draw(st.lists(st.integers(0, 3), min_size=1, max_size=3)))
+    inner_layouts = tuple(layout for layout in layouts if layout in OUT_LAYOUTS)
+    return PoolCase(
+        batch=draw(st.sampled_from((1, 2, 3, None, 0))),
+        channels=channels,
+        spatial=tuple(draw(spatial_sizes(reaches, padding))),
+        kernel_shape=kernel,
+        stride=draw(st.one_of(st.none(), per_axis_ints(rank, 1, 3))),
+        padding=padding,
+        dilation=dilation,
+        bare_x=len(channels) == 1 and draw(st.booleans()),
+        dtype=draw(st.sampled_from(dtypes)),
+        layouts=tuple(draw(st.sampled_from(layouts)) for _ in channels),
+        out_layout=draw(st.sampled_from((None, *inner_layouts))),
+        seed=draw(st.integers(0, 2**16)),
+    )
 
 
 def partners(dtype: str, allowed: tuple[str, ...]) -> list[str]:

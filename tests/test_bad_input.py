@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from targets import Target
+from targets import Target, numpy_target
 
 import cupyconv
 from cupyconv import dispatch
@@ -215,8 +215,8 @@ ACTIVATIONS = table(
 )  # fmt: skip
 
 METHODS = table(
-    *((name, ValueError, ["method", name, "not in this version", "direct", "gemm"], name)
-      for name in ("implicit_gemm", "winograd", "fft")),
+    *((name, ValueError, ["method", name, "not in this version", "direct", "gemm", "implicit_gemm"], name)
+      for name in ("winograd", "fft")),
     ("unknown", ValueError, ["method", "'im2col'", "auto", "direct", "gemm"], "im2col"),
     ("capitals", ValueError, ["method", "'GEMM'"], "GEMM"),
     ("None", ValueError, ["method", "None"], None),
@@ -242,6 +242,12 @@ def test_activations(target, error, words, activation):
 @pytest.mark.parametrize("error, words, method", METHODS)
 def test_methods(target, error, words, method):
     assert_refused(target, error, words, cupyconv.conv, **conv_arguments(target, dict(method=method)))
+
+
+def test_implicit_gemm_is_not_for_numpy():
+    words = ["method 'implicit_gemm' does not apply", "BLAS reads matrices", "'gemm'"]
+    arguments = conv_arguments(numpy_target(), dict(method="implicit_gemm"))
+    assert_refused(numpy_target(), ValueError, words, cupyconv.conv, **arguments)
 
 
 @pytest.mark.parametrize("prologue", [(None, None, None), (None, None, "relu"), "relu"])
@@ -704,6 +710,48 @@ def test_columns_that_share_memory_with_out(target):
     assert_refused(target, ValueError, ["out overlaps columns"], cupyconv.col2im, memory, 6, 1, out=memory)
 
 
+MAX_POOL = dict(x=Ones((2, 3, 8, 9)), kernel_shape=(2, 2), out=Ones((2, 3, 4, 4)))
+
+POOLS = table(
+    ("complex", TypeError, [r"\bx\b", "complex64", "no order"], dict(x=Ones((2, 3, 8, 9), "complex64"))),
+    ("integers", TypeError, [r"\bx\b", "int32", "astype"], dict(x=Ones((2, 3, 8, 9), "int32"))),
+    ("two axes", ValueError, [r"\bx\b", "2 axes", "3 to 5"], dict(x=Ones((8, 9)), kernel_shape=2)),
+    ("kernel of one entry", ValueError, ["kernel_shape", "1 entries", "2", r"x, .*\(2, 3, 8, 9\)"], dict(kernel_shape=(2,))),
+    ("float kernel", TypeError, ["kernel_shape", "integers", "2.0"], dict(kernel_shape=2.0)),
+    ("large kernel", ValueError, ["kernel", "spans 9", "has 8"], dict(kernel_shape=9)),
+    ("stride", ValueError, ["stride", "at least 1", "0"], dict(stride=0)),
+    ("padding", ValueError, ["padding", "negative", "-1"], dict(padding=-1)),
+    ("dilation", TypeError, ["dilation", "integers", "1.5"], dict(dilation=1.5)),
+    ("no arrays", ValueError, [r"\bx\b", "empty sequence"], dict(x=[], out=[])),
+    ("inputs differ", ValueError, [r"x\[1\]", r"\(2, 3, 8, 8\)"],
+     dict(x=[Ones((2, 3, 8, 9)), Ones((2, 3, 8, 8))], out=None)),
+    ("one out for two", TypeError, ["out", "sequence", r"\bx\b"], dict(x=[Ones((2, 3, 8, 9))] * 2)),
+    ("too few", ValueError, ["out", "1 arrays", "needed 2"], dict(x=[Ones((2, 3, 8, 9))] * 2, out=[Ones((2, 3, 4, 4))])),
+    ("a hole", TypeError, [r"out\[0\]", "NoneType"], dict(x=[Ones((2, 3, 8, 9))], out=[None])),
+    ("out shape", ValueError, ["out", r"\(2, 3, 4, 5\)", r"\(2, 3, 4, 4\)"], dict(out=Ones((2, 3, 4, 5)))),
+    ("out dtype", TypeError, ["out", "float64", "float32"], dict(out=Ones((2, 3, 4, 4), "float64"))),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("error, words, changes", POOLS)
+def test_max_pool(target, error, words, changes):
+    arguments = {name: placed(value, target) for name, value in (MAX_POOL | changes).items()}
+    assert_refused(target, error, words, cupyconv.max_pool, **arguments)
+
+
+def test_results_of_max_pool_that_share_memory(target):
+    x, memory = placed(Ones((1, 1, 8)), target), target.to_device(np.ones((1, 1, 6), np.float32))
+    meeting = [memory[..., :4], memory[..., 2:]]
+    assert_refused(target, ValueError, [r"out\[0\] overlaps out\[1\]"], cupyconv.max_pool, [x, x], 2, out=meeting)
+    assert_refused(target, ValueError, ["out overlaps x"], cupyconv.max_pool, x, 1, out=x)
+
+
+def test_too_little_workspace_for_a_window():
+    with cupyconv.options(workspace_limit=10):
+        words = ["smallest block needs", "the limit is 10"]
+        assert_refused(numpy_arrays(), ValueError, words, cupyconv.max_pool, np.ones((1, 1, 8, 8)), 3)
+
+
 # --- explain, options, onnx_padding ---------------------------------------------------------------------------
 
 
@@ -722,7 +770,9 @@ def test_explain_refuses_what_the_call_refuses(target):
     "function, given", [(len, "len"), (cupyconv.fold_batchnorm, "fold_batchnorm"), ("conv", "'conv'"), (None, "None")]
 )
 def test_explain_what_has_no_plan(function, given):
-    with pytest.raises(TypeError, match=f"explain takes one of conv, linmerge, im2col, col2im, given .*{given}"):
+    with pytest.raises(
+        TypeError, match=rf"explain takes one of conv, linmerge, .*im2col, col2im, max_pool, given .*{given}"
+    ):
         cupyconv.explain(function, np.ones((1, 1, 3)), np.ones((1, 1, 3)))
 
 

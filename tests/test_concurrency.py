@@ -92,10 +92,14 @@ def test_the_same_bits_from_blocks_on_threads():
 def test_parameters_of_two_calls_of_one_plan_are_apart():
     """Both may be on their way to the GPU when the other fills in its addresses."""
     plan = cupyconv.explain(cupyconv.linmerge, np.ones((1, 2, 64)), np.ones((3, 2)), on="sm_90")
-    packed = PackedParameters(plan.steps[0])
-    first = packed.bind(lambda address: 1 << 40)
-    before = first.tobytes()
-    assert packed.bind(lambda address: 2 << 40).tobytes() != before == first.tobytes()
+    names = ("xs", "weight", "out")
+    packed = PackedParameters(plan.steps[0], {name: i for i, name in enumerate(names)}, lambda params: params)
+    first = packed.bind([1 << 40] * 3)
+    before = first.params.tobytes()
+    second = packed.bind([2 << 40] * 3)
+    assert second.params.tobytes() != before == first.params.tobytes()
+    packed.give_back(first)
+    assert packed.bind([1 << 40] * 3) is first and first.params.tobytes() == before
 
 
 def test_settings_of_one_thread_are_not_anothers():

@@ -10,7 +10,7 @@ from tolerance import assert_close, assert_exact
 
 import cupyconv
 
-METHODS = st.sampled_from(("auto", "auto", "direct", "gemm"))
+METHODS = st.sampled_from(("auto", "auto", "direct", "gemm", "implicit_gemm"))
 LIMITS = st.sampled_from((None, None, 1 << 20, 20_000, 4_000))
 
 

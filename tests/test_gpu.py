@@ -6,6 +6,7 @@ The first test of this file is the first thing to run on a new kind of GPU: ever
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from targets import gpu_target
 from tolerance import assert_close
 
 import cupyconv
+from cupyconv.backends.cuda.execution import PreparedPlan
+from cupyconv.dispatch import backend_for
 
 pytestmark = pytest.mark.gpu
 
@@ -93,21 +96,26 @@ def test_a_loop_with_out_does_not_grow_the_pool(gpu):
     assert pool.total_bytes() == before
 
 
-@pytest.mark.parametrize(("kernel", "groups"), [((8, 8, 1), 1), ((8, 1, 3), 8), ((8, 8, 3), 1)], ids=str)
-def test_direct_methods_can_be_captured_in_a_graph(gpu, kernel, groups):
-    """The fused merge, the depthwise and the general kernel: after one call they only launch."""
+@pytest.mark.parametrize(
+    ("kernel", "groups", "method"),
+    [((8, 8, 1), 1, "direct"), ((8, 1, 3), 8, "direct"), ((8, 8, 3), 1, "direct"), ((8, 8, 3), 1, "implicit_gemm")],
+    ids=str,
+)
+def test_methods_of_own_kernels_can_be_captured_in_a_graph(gpu, kernel, groups, method):
+    """The fused merge, the depthwise, the general kernel and implicit GEMM, whose workspace the graph allocates."""
     cupy = gpu.xp
     x, w = cupy.ones((2, 8, 1000), np.float32), cupy.ones(kernel, np.float32)
-    expected = gpu.to_host(cupyconv.conv(x, w, groups=groups, method="direct"))
+    expected = gpu.to_host(cupyconv.conv(x, w, groups=groups, method=method))
     out = cupy.zeros(expected.shape, np.float32)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        cupyconv.conv(x, w, groups=groups, method="direct", out=out)
+        cupyconv.conv(x, w, groups=groups, method=method, out=out)
         stream.begin_capture()
-        cupyconv.conv(x, w, groups=groups, method="direct", out=out)
+        cupyconv.conv(x, w, groups=groups, method=method, out=out)
         graph = stream.end_capture()
-        out.fill(0)
-        graph.launch(stream)
+        for _ in range(2):  # the second launch finds the first one's memory freed
+            out.fill(0)
+            graph.launch(stream)
     stream.synchronize()
     assert np.array_equal(gpu.to_host(out), expected)
 
@@ -126,6 +134,44 @@ def test_the_gemm_path_says_that_it_cannot_be_captured(gpu):
         with pytest.raises(RuntimeError, match="cannot be captured"):
             cupyconv.conv(x, w, method="gemm", out=out)
         stream.end_capture()
+
+
+def test_a_call_that_needs_workspace_says_that_it_cannot_be_captured(gpu):
+    """Its memory would be another's by the time the graph is launched."""
+    cupy = gpu.xp
+    x, w, out = cupy.ones((2, 8, 1000), np.float32), cupy.ones((8, 8, 1)), cupy.zeros((2, 8, 1000))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cupyconv.conv(x, w, method="direct", out=out)
+        stream.begin_capture()
+        with pytest.raises(RuntimeError, match="workspace cannot be captured"):
+            cupyconv.conv(x, w, method="direct", out=out)
+        stream.end_capture()
+
+
+def test_more_shared_memory_than_a_kernel_has_unasked(gpu):
+    """Above 48 KiB a function has to be told; one that was told for less before, too."""
+    cupy = gpu.xp
+    xs, w = [cupy.ones((1, 4, 256), np.float32)] * 5, cupy.ones((4, 20), np.float32)
+    expected = gpu.to_host(cupyconv.linmerge(xs, w, method="direct"))
+    plan = cupyconv.explain(cupyconv.linmerge, xs, w, method="direct")
+    device = backend_for({"w": w}).device
+    for shared_bytes in (50 << 10, 60 << 10, 49 << 10):
+        (step,) = plan.steps
+        wide = replace(plan, steps=(replace(step, shared_bytes=shared_bytes),))
+        out = cupy.zeros(expected.shape, np.float32)
+        arrays = {f"xs[{i}]": x for i, x in enumerate(xs)}
+        PreparedPlan(wide, device).run({**arrays, "weight": w, "out": out})
+        assert np.array_equal(gpu.to_host(out), expected)
+
+
+def test_parameters_are_copied_when_a_launch_is_enqueued(gpu):
+    """One memory for the parameters of all launches of a plan: many in flight, each with its own addresses."""
+    cupy = gpu.xp
+    w = cupy.ones((4, 4), np.float32)
+    images = [cupy.full((1, 4, 64), float(i), np.float32) for i in range(300)]
+    results = [cupyconv.linmerge([x], w, method="direct") for x in images]
+    assert all((gpu.to_host(y) == 4 * i).all() for i, y in enumerate(results))
 
 
 def test_first_calls_of_many_threads(gpu):

@@ -19,8 +19,9 @@ from cupyconv import activations
 from cupyconv.backends.cuda.kernel_sources import compile_options, kernel_directory, kernel_source, source_hash
 from cupyconv.backends.cuda.parameters import PARAMETERS
 from cupyconv.padding import PADDING_MODES
-from cupyconv.plan import MAX_SOURCES, Kernel
-from cupyconv.planning.variants import all_variants, is_fast
+from cupyconv.plan import MAX_MERGED, MAX_SOURCES, Kernel
+from cupyconv.planning.launches import MERGE_BLOCK, MERGE_DEPTH, WARP
+from cupyconv.planning.variants import all_variants, is_fast, is_planned
 from tests import nvrtc
 from tests.host_device import build
 
@@ -69,8 +70,10 @@ def test_every_variant_compiles(results, name):
 
 
 def test_no_spills_and_no_stack(results):
-    fast = {key: result for key, result in results.items() if is_fast(key[0])}
-    assert {kernel.name for kernel, _ in fast} == {"merge", "im2col", "epilogue", "depthwise"}
+    fast = {key: result for key, result in results.items() if is_fast(key[0]) and is_planned(*key)}
+    assert {kernel.name for kernel, _ in fast} == {
+        "merge", "im2col", "epilogue", "epilogue_grad", "depthwise", "implicit_gemm", "max_pool", "max_pool_gradient",
+    }  # fmt: skip
     slow = [
         f"{kernel} for sm_{architecture}: {result.spills} bytes of spills, {result.stack} of stack"
         for (kernel, architecture), result in fast.items()
@@ -81,7 +84,8 @@ def test_no_spills_and_no_stack(results):
 
 @pytest.mark.parametrize(("name", "accesses"), [("merge", ("ld", "st")), ("im2col", ("st",)), ("epilogue", ("st",))])
 def test_wide_variants_move_sixteen_bytes(results, name, accesses):
-    wide = [entry for entry in compiled(results, name) if dict(entry[1].macros)["WIDTH"] != "1"]
+    macro = "PACKET" if name == "merge" else "WIDTH"
+    wide = [entry for entry in compiled(results, name) if dict(entry[1].macros)[macro] != "1"]
     assert wide
     for variant, _, result in wide:
         for access in accesses:
@@ -236,7 +240,19 @@ def constant_assertions(name: str) -> list[str]:
     assertions += [
         f"static_assert(int(cupyconv::{mode.upper()}) == {code});" for code, mode in enumerate(PADDING_MODES)
     ]
-    if name not in ("im2col", "col2im"):  # they have no epilogue
+    if name == "merge":
+        assertions += [
+            f"static_assert(cupyconv::MAX_MERGED == {MAX_MERGED});",
+            f"static_assert(DEPTH == {MERGE_DEPTH} && BLOCK == {MERGE_BLOCK} && cupyconv::WARP == {WARP});",
+        ]
+    if name not in (
+        "im2col",
+        "col2im",
+        "pack_weight",
+        "max_pool",
+        "max_pool_gradient",
+        "weight_gradient",
+    ):  # they have no epilogue
         codes = {"identity": activations.IDENTITY.code, **{key: code for key, (code, _) in activations.TABLE.items()}}
         assertions += [f"static_assert(int(cupyconv::{key.upper()}) == {code});" for key, code in codes.items()]
     return assertions

@@ -11,10 +11,8 @@ import reference
 from tolerance import assert_exact
 
 import cupyconv
-from cupyconv import dispatch, planning
+from cupyconv import dispatch
 from cupyconv.backends.numpy.convolution import BlockedConvolution
-from cupyconv.calls import prepare_linmerge
-from cupyconv.planning import launches
 
 
 @pytest.mark.parametrize("weight_dtype", ["float32", "complex64"])
@@ -49,21 +47,15 @@ def test_no_retry_where_the_residual_may_hold_sums_already(monkeypatch):
 
 
 def test_more_outputs_than_a_grid_has_rows(cuda_target):
-    """65,535 is a grid's limit along y; the merge has more tiles of outputs than that, and loops."""
-    outputs, channels = 65_600, 7_000
-    x = np.lib.stride_tricks.as_strided(np.ones(1, np.float32), (1, channels, 4), (0, 0, 4))
-    weight = np.lib.stride_tricks.as_strided(np.ones(1, np.float32), (outputs, channels), (0, 4))
-    (merge,) = cupyconv.explain(cupyconv.linmerge, x, weight, on="sm_90", method="direct").steps
-    assert dict(merge.kernel.macros)["TILE"] == "1" and merge.grid[1] == 65_535
-
-    wide = cuda_target.to_device(np.arange(65_600, dtype=np.float32)[:, None])
-    with pytest.MonkeyPatch.context() as patch:  # the same loop, with a tile of one output
-        patch.setattr(launches, "merge_tile", lambda geometry, dtype: 1)
-        call = prepare_linmerge(cuda_target.to_device(np.ones((1, 1, 2), np.float32)), wide, method="direct")
-        plan = planning.plan_conv.__wrapped__(call.request)
-    call.make_plan = lambda request: plan
-    assert plan.steps[0].grid[1] == 65_535
-    assert (cuda_target.to_host(call.run())[0, :, 1] == np.arange(65_600)).all()
+    """65,535 is a grid's limit along y; there are more outputs than that, and kernels with a row an output loop."""
+    x, weight = np.ones((1, 1, 2), np.float32), np.arange(65_600, dtype=np.float32)[:, None]
+    moved = cuda_target.to_device(x), cuda_target.to_device(weight)
+    for method, activation in (("direct", None), ("gemm", "relu")):
+        plan = cupyconv.explain(cupyconv.linmerge, *moved, method=method, activation=activation)
+        last = plan.steps[-1]
+        assert (last.kernel.name, last.grid[1]) == (("epilogue", 65_535) if activation else ("merge", 1))
+        y = cupyconv.linmerge(*moved, method=method, activation=activation)
+        assert (cuda_target.to_host(y)[0, :, 1] == np.arange(65_600)).all()
 
 
 def test_threads_that_ask_first_together_get_one_backend(monkeypatch):

@@ -20,7 +20,7 @@ ROUNDS = 7
 def run(page: Page, libraries: Sequence[Library], *, small: bool, directory: Path) -> None:
     page.text(
         f"""{SAMPLES} images of {CHANNELS} channels, {SIZE} x {SIZE} pixels, 3 x 3 kernels, float32. On a GPU the one call
-        is one batched GEMM, enqueued once; the loop enqueues {SAMPLES} small ones. On NumPy the one call fills a block of
+        is one product over all samples, enqueued once; the loop enqueues {SAMPLES} small ones. On NumPy the one call fills a block of
         cache with as many samples as it holds."""
     )
     page.code(

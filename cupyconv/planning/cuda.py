@@ -1,21 +1,24 @@
 """The choice of a method on a GPU: every applicable one is drafted, the cost model picks.
 
 "direct" is whichever kernel without columns fits: the fused merge, the depthwise kernel, or the
-general one.  "gemm" is columns (or the inputs themselves) and batched GEMM.
+general one.  "gemm" is columns (or the inputs themselves) and batched GEMM, "implicit_gemm" one kernel
+whose columns are only ever tiles in shared memory.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 
-from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex
+from cupyconv.activations import IDENTITY
+from cupyconv.dtypes import is_complex
 from cupyconv.machine import GpuModel
-from cupyconv.plan import MAX_SOURCES, KernelLaunch, Plan
+from cupyconv.operands import Operand
+from cupyconv.plan import MAX_MERGED, MAX_SOURCES, KernelLaunch, Plan
 from cupyconv.planning.draft import Draft
 from cupyconv.planning.gemm import draft_gemm
+from cupyconv.planning.implicit_gemm import draft_implicit_gemm
 from cupyconv.planning.launches import (
     PACKET_BYTES,
-    SHARED_BYTES,
     collapse,
     depthwise_launch,
     direct_launch,
@@ -29,6 +32,7 @@ from cupyconv.planning.request import (
     METHODS,
     ConvRequest,
     NotApplicable,
+    check_alignment,
     converted,
     describe_result,
     without_empty_inputs,
@@ -40,88 +44,105 @@ def plan_conv(request: ConvRequest) -> Plan:
     gpu = request.machine
     assert isinstance(gpu, GpuModel)
     request = without_empty_inputs(request)
-    _check_alignment(request)
+    check_alignment((*request.xs, request.weight, request.out, request.bias, request.residual))
     request, conversions = converted(request)
-    if conversions:  # they take their share of the workspace first
-        left = request.limit - sum(conversion.nbytes for conversion in conversions)
-        request = replace(request, workspace_limit=max(0, left))
+    request = request.sharing_with(conversions)
+    chosen, rejected = choose(request.method, lambda method: draft_conv(method, request), gpu)
+    cost = chosen.cost(gpu)
+    return Plan(
+        method=chosen.method, backend="cuda", device=str(gpu), problem=str(request.geometry),
+        result=describe_result(request), steps=chosen.steps, flops=request.flops, bytes_moved=chosen.bytes_moved,
+        minimal_bytes=request.minimal_bytes, bound=cost.bound, rejected=rejected,
+        reason=f"{chosen.reason}; {cost}", notes=request.notes + lost((*request.xs, request.out)) + chosen.notes,
+        conversions=conversions, workspace=chosen.workspace,
+    )  # fmt: skip
+
+
+def choose(asked: str, draft_of: Callable[[str], Draft], gpu: GpuModel) -> tuple[Draft, tuple[tuple[str, str], ...]]:
+    """The draft of the method asked for, or for "auto" the cheapest; and why not the others."""
     drafts: list[Draft] = []
     rejected: list[tuple[str, str]] = []
     for method in METHODS:
         try:
-            drafts.append(_draft(method, request))
+            drafts.append(draft_of(method))
         except NotApplicable as refusal:
             rejected.append((method, str(refusal)))
-    if request.method != "auto":
+    if asked != "auto":
         for method, reason in rejected:
-            if method == request.method:
+            if method == asked:
                 raise ValueError(f"method {method!r} does not apply: {reason}")
-        rejected += [(draft.method, f"method={request.method!r} was asked for") for draft in drafts]
-        rejected = [entry for entry in rejected if entry[0] != request.method]
-        chosen = next(draft for draft in drafts if draft.method == request.method)
+        rejected += [(draft.method, f"method={asked!r} was asked for") for draft in drafts]
+        rejected = [entry for entry in rejected if entry[0] != asked]
+        chosen = next(draft for draft in drafts if draft.method == asked)
     elif not drafts:
         raise ValueError("no method applies: " + "; ".join(f"{method}: {reason}" for method, reason in rejected))
     else:
         chosen = min(drafts, key=lambda draft: draft.cost(gpu).seconds)
         rejected += [(draft.method, str(draft.cost(gpu))) for draft in drafts if draft is not chosen]
-    cost = chosen.cost(gpu)
-    return Plan(
-        method=chosen.method, backend="cuda", device=str(gpu), problem=str(request.geometry),
-        result=describe_result(request), steps=chosen.steps, flops=request.flops, bytes_moved=chosen.bytes_moved,
-        minimal_bytes=request.minimal_bytes, bound=cost.bound, rejected=tuple(rejected),
-        reason=f"{chosen.reason}; {cost}", notes=request.notes + _lost(request), conversions=conversions,
-        workspace=chosen.workspace,
-    )  # fmt: skip
+    return chosen, tuple(rejected)
 
 
-def _check_alignment(request: ConvRequest) -> None:
-    for operand in (*request.xs, request.weight, request.out, request.bias, request.residual):
-        if operand is not None and operand.alignment < operand.itemsize:
-            raise ValueError(
-                f"{operand.name} is not aligned to its elements of {operand.itemsize} bytes: copy it first"
-            )
-
-
-def _draft(method: str, request: ConvRequest) -> Draft:
+def draft_conv(method: str, request: ConvRequest) -> Draft:
+    """A convolution by one method, or NotApplicable."""
     if 0 in (request.geometry.batch, request.geometry.out_channels, request.geometry.pixels):
         return Draft(method, (), reason="the result is empty")
     if request.geometry.reduction == 0:
         return Draft(method, (_only_epilogue(request),), reason="there are no input channels to sum over")
-    return draft_gemm(request) if method == "gemm" else _draft_direct(request)
+    return _METHODS[method](request)
 
 
 def _draft_direct(request: ConvRequest) -> Draft:
     """The best kernel that needs no columns."""
     geometry = request.geometry
-    if len(request.xs) > MAX_SOURCES:
-        raise NotApplicable(f"{len(request.xs)} inputs; a kernel's parameters hold {MAX_SOURCES}")
-    operands = (request.xs, request.weight, request.out)
     images = [*request.xs, request.out] + ([request.residual] if request.residual else [])
     same_real_type = not is_complex(request.out.dtype)
     size, flat = collapse(images, geometry.out_size)
     unit = all(image.pixel_stride == 1 for image in flat[: len(request.xs) + 1])
-    if geometry.is_pointwise and geometry.groups == 1 and same_real_type and unit and size[:2] == (1, 1):
-        if merge_tile(geometry, request.out.dtype) is not None:
-            residual = flat[-1] if request.residual else None
-            epilogue = epilogue_params(request.bias, residual, request.activation)
-            return Draft("direct", (merge_launch(geometry, *operands, epilogue),), reason="fused merge")
-    epilogue = epilogue_params(request.bias, request.residual, request.activation)
-    tap_bytes = geometry.taps * ITEMSIZE[accumulator(request.out.dtype)]
-    if geometry.is_depthwise and same_real_type and tap_bytes <= SHARED_BYTES:
-        return Draft("direct", (depthwise_launch(geometry, *operands, epilogue),), reason="depthwise kernel")
-    return Draft("direct", (direct_launch(geometry, *operands, epilogue),), reason="general kernel")
+    merges = geometry.is_pointwise and geometry.groups == 1 and same_real_type and unit and size[:2] == (1, 1)
+    if merges and len(request.xs) <= MAX_MERGED and merge_tile(geometry, request.out.dtype) is not None:
+        residual = flat[-1] if request.residual else None
+        result, activation = _kept_apart(request)
+        epilogue = epilogue_params(request.bias, residual, IDENTITY if activation else request.activation)
+        launch = merge_launch(geometry, request.xs, request.weight, result, residual, epilogue)
+        return Draft("direct", (launch, *activation), reason="fused merge")
+    if len(request.xs) > MAX_SOURCES:
+        most = f"{MAX_MERGED} of a merge, {MAX_SOURCES} of other kernels"
+        raise NotApplicable(f"{len(request.xs)} inputs; the parameters hold {most}")
+    if geometry.is_depthwise and same_real_type:
+        result, activation = _kept_apart(request)
+        epilogue = epilogue_params(request.bias, request.residual, IDENTITY if activation else request.activation)
+        launch = depthwise_launch(geometry, request.xs, request.weight, result, epilogue)
+        return Draft("direct", (launch, *activation), reason="depthwise kernel")
+    epilogue = epilogue_params(request.bias, request.residual, request.activation, pre=request.pre)
+    launch = direct_launch(geometry, request.xs, request.weight, request.out, epilogue)
+    return Draft("direct", (launch,), reason="general kernel")
+
+
+def _kept_apart(request: ConvRequest) -> tuple[Operand, tuple[KernelLaunch, ...]]:
+    """What a kernel writes whose registers are full of sums, and, where that is a pre-activation to keep, the pass
+    from there to the result."""
+    if request.pre is None:
+        return request.out, ()
+    launch = epilogue_launch(
+        request.geometry, request.out, sums=None, bias=None, residual=request.pre, activation=request.activation
+    )
+    return request.pre, (launch,)
+
+
+_METHODS = {"direct": _draft_direct, "gemm": draft_gemm, "implicit_gemm": draft_implicit_gemm}
 
 
 def _only_epilogue(request: ConvRequest) -> KernelLaunch:
     return epilogue_launch(
         request.geometry, request.out, sums=None, bias=request.bias, residual=request.residual, activation=request.activation,
+        pre=request.pre,
     )  # fmt: skip
 
 
-def _lost(request: ConvRequest) -> tuple[str, ...]:
-    """What keeps an operand off the fast path."""
+def lost(images: Iterable[Operand]) -> tuple[str, ...]:
+    """What keeps an image off the fast path."""
     notes = []
-    for operand in (*request.xs, request.out):
+    for operand in images:
         if operand.pixels > 1 and operand.pixel_stride is None:
             notes.append(f"{operand.name}: its pixels have no one stride, so no GEMM can read it in place")
         elif operand.pixels > 1 and operand.pixel_stride != 1 and operand.stride_c != 1:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+from cupyconv.dtypes import ITEMSIZE
 from cupyconv.machine import GpuModel
-from cupyconv.plan import Buffer, GemmCall, KernelLaunch, Step
+from cupyconv.plan import Address, Buffer, GemmCall, KernelLaunch, Matrix, Plan, Step
 
 #: Share of the arithmetic rate that a kernel's inner loop reaches; the rest is loads and indices.
-KERNEL_EFFICIENCY = {"merge": 0.6, "depthwise": 0.15, "direct": 0.06}
+KERNEL_EFFICIENCY = {"merge": 0.6, "depthwise": 0.15, "direct": 0.06, "transposed": 0.06, "weight_gradient": 0.06}
+#: The same of implicit_gemm, by its tile: a smaller one loads each element for fewer products.
+TILE_EFFICIENCY = {"128": 0.8, "64": 0.6}
 
+#: Bytes of K in a block of implicit_gemm's sum (BLOCK_BYTES of kernels/warp_tile.cuh).
+IMPLICIT_GEMM_BLOCK_BYTES = 64
 #: cuBLAS works in tiles of about this many rows and columns; what a matrix leaves of a tile is wasted.
 GEMM_TILE = 64
 
@@ -22,6 +29,7 @@ class Draft:
     steps: tuple[Step, ...]
     workspace: tuple[Buffer, ...] = ()
     reason: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def bytes_moved(self) -> int:
@@ -40,6 +48,36 @@ class Draft:
         return Cost(total, bound)
 
 
+def in_turn(method: str, drafts: Sequence[Draft], reason: str) -> Draft:
+    """One draft after the other, in the same workspace: a step has finished with it before the next begins."""
+    steps: list[Step] = []
+    most = 0
+    for draft in drafts:
+        places, used = {}, 0
+        for buffer in draft.workspace:
+            places[buffer.name] = used
+            used += -(-buffer.nbytes // Plan.ALIGNMENT) * Plan.ALIGNMENT
+        steps += [_moved(step, places) for step in draft.steps]
+        most = max(most, used)
+    notes = tuple(dict.fromkeys(note for draft in drafts for note in draft.notes))
+    return Draft(method, tuple(steps), (Buffer("workspace", most),) if most else (), reason, notes)
+
+
+def _moved(value: Any, places: Mapping[str, int]) -> Any:
+    """A step, or a part of one, with every buffer in `places` at that place of the one workspace."""
+    if isinstance(value, Address):
+        return Address("workspace", places[value.buffer] + value.offset) if value.buffer in places else value
+    if isinstance(value, tuple):
+        return tuple(_moved(part, places) for part in value)
+    if isinstance(value, KernelLaunch):
+        return replace(value, params=_moved(value.params, places))
+    if isinstance(value, Matrix):
+        return replace(value, at=_moved(value.at, places))
+    if isinstance(value, GemmCall):
+        return replace(value, **{name: _moved(getattr(value, name), places) for name in ("a", "b", "c")})
+    return value
+
+
 @dataclass(frozen=True)
 class Cost:
     seconds: float
@@ -51,11 +89,33 @@ class Cost:
 
 def _arithmetic_seconds(step: Step, gpu: GpuModel) -> float:
     if isinstance(step, KernelLaunch):
-        dtype = dict(step.kernel.macros).get("Y_DTYPE", dict(step.kernel.macros).get("DTYPE", ""))
-        rate = gpu.fp64 if dtype in ("float64", "complex128") else gpu.fp32
+        if step.kernel.name == "implicit_gemm":
+            return _implicit_gemm_seconds(step, gpu)
+        macros = dict(step.kernel.macros)
+        rate = _fma_rate(macros.get("Y_DTYPE", macros.get("DTYPE", "")), gpu)
         return step.flops / (rate * KERNEL_EFFICIENCY.get(step.kernel.name, 1.0))
     assert isinstance(step, GemmCall)
     tiles_m, tiles_n = -(-step.m // GEMM_TILE), -(-step.n // GEMM_TILE)
     used = step.m * step.n / (tiles_m * tiles_n * GEMM_TILE**2)
     busy = min(1.0, tiles_m * tiles_n * step.batch / gpu.multiprocessors)
     return step.flops / (gpu.gemm_rate(step.dtype, step.compute) * used * busy)
+
+
+def _implicit_gemm_seconds(step: KernelLaunch, gpu: GpuModel) -> float:
+    """Whole rounds of whole tiles: every multiprocessor takes as long as the one with the most of them."""
+    macros, params = dict(step.kernel.macros), dict(step.params)
+    dtype, arithmetic, tile = macros["DTYPE"], macros["ARITHMETIC"], int(macros["TILE"])
+    rate = {
+        "FMA": _fma_rate(dtype, gpu),
+        "MMA": gpu.gemm_rate(dtype, "float64" if dtype == "float64" else "float32") * gpu.mma_share,
+        "TF32": gpu.tf32 * gpu.mma_share,
+        "TF32X3": gpu.tf32 * gpu.mma_share / 3,
+    }[arithmetic]
+    blocks = step.grid[0] * step.grid[1]
+    flops = 2 * tile * tile * params["a_split"] * (IMPLICIT_GEMM_BLOCK_BYTES // ITEMSIZE[dtype])
+    rounds = -(-blocks // gpu.multiprocessors)
+    return rounds * flops * gpu.multiprocessors / (rate * TILE_EFFICIENCY[macros["TILE"]])
+
+
+def _fma_rate(dtype: str, gpu: GpuModel) -> float:
+    return gpu.fp64 if dtype in ("float64", "complex128") else gpu.fp32

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 
 from cupyconv.activations import IDENTITY
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
+from cupyconv.geometry import ConvGeometry
 from cupyconv.operands import Operand, collapsed_stride
 from cupyconv.plan import Address, Buffer, GemmCall, KernelLaunch, Matrix, Plan, Step
 from cupyconv.planning.draft import Draft
@@ -192,7 +193,13 @@ class _GemmPlanner:
         weight, geometry = self.request.weight, self.geometry
         step = collapsed_stride(weight.shape[1:], weight.strides[1:])
         return matrix_view(
-            Address(weight.name), weight.itemsize, geometry.out_channels, weight.stride_n, geometry.reduction, step, 0
+            Address(weight.name, weight.offset),
+            weight.itemsize,
+            geometry.out_channels,
+            weight.stride_n,
+            geometry.reduction,
+            step,
+            0,
         )
 
     def _out_in_place(self) -> MatrixView | None:
@@ -228,7 +235,7 @@ class _GemmPlanner:
     def _chunk_size(self) -> tuple[int, int]:
         """Samples and pixels of a chunk: all samples, else fewer samples, else fewer pixels of one."""
         geometry, request = self.geometry, self.request
-        limit = request.limit - sum(_aligned(buffer.nbytes) for buffer in self._weight_buffer())
+        limit = request.limit - sum(aligned(buffer.nbytes) for buffer in self._weight_buffer())
         limit -= Plan.ALIGNMENT * (sum(rows.view is None for rows in self.rows) + (self.out is None))
         gathered = sum(rows.count for rows in self.rows if rows.view is None) * ITEMSIZE[request.x_dtype]
         kept = geometry.out_channels * self.planes * ITEMSIZE[self.sums_dtype] if self.out is None else 0
@@ -237,19 +244,19 @@ class _GemmPlanner:
         most_samples = min(geometry.batch, MAX_BATCH, max(1, INT32 // (geometry.pixels * self.components)))
         if not per_pixel and (limit >= 0 or not self._weight_buffer()):
             if geometry.pixels > most_pixels:
-                return 1, _even(geometry.pixels, most_pixels)
+                return 1, even_part(geometry.pixels, most_pixels)
             return -(-geometry.batch // -(-geometry.batch // most_samples)), geometry.pixels
-        fitting = limit // (per_pixel * _row_length(geometry.pixels)) if per_pixel else 0
+        fitting = limit // (per_pixel * row_length(geometry.pixels)) if per_pixel else 0
         if fitting >= 1 and geometry.pixels <= most_pixels:
             samples = min(fitting, most_samples)
             return -(-geometry.batch // -(-geometry.batch // samples)), geometry.pixels
         pixels = min(limit // per_pixel if per_pixel else 0, most_pixels) // ROW_MULTIPLE * ROW_MULTIPLE
         if pixels < min(geometry.pixels, SMALLEST_CHUNK):
-            least = request.limit - limit + per_pixel * _row_length(min(geometry.pixels, SMALLEST_CHUNK))
+            least = request.limit - limit + per_pixel * row_length(min(geometry.pixels, SMALLEST_CHUNK))
             raise NotApplicable(
                 f"the smallest chunk of columns needs {least:,} bytes of workspace, the limit is {request.limit:,}"
             )
-        return 1, _even(geometry.pixels, pixels)
+        return 1, even_part(geometry.pixels, pixels)
 
     def _weight_buffer(self) -> list[Buffer]:
         if not self.gathers_weight:
@@ -258,7 +265,7 @@ class _GemmPlanner:
         return [Buffer("gathered weight", elements * ITEMSIZE[self.dtype])]
 
     def _workspace(self) -> tuple[Buffer, ...]:
-        geometry, area = self.geometry, self.samples * _row_length(self.pixels)
+        geometry, area = self.geometry, self.samples * row_length(self.pixels)
         buffers = self._weight_buffer()
         for rows in self.rows:
             if rows.view is None:
@@ -277,26 +284,8 @@ class _GemmPlanner:
         """Copy the weight as `outputs x reduction`, or as two such planes of real and imaginary parts."""
         if not self.gathers_weight:
             return []
-        geometry, weight = self.geometry, self.request.weight
-        kernel_as_image = replace(
-            geometry, batch=geometry.out_channels, channels=(geometry.group_channels,), size=geometry.kernel,
-            kernel=(1, 1, 1), stride=(1, 1, 1), before=(0, 0, 0), after=(0, 0, 0), padding_mode="constant", groups=1,
-        )  # fmt: skip
-        plane = geometry.out_channels * geometry.reduction
-        target = Operand(
-            "gathered weight", self.dtype, (geometry.out_channels, geometry.group_channels, 1, 1, geometry.taps),
-            (geometry.reduction, geometry.taps, 0, 0, 1), alignment=ITEMSIZE[self.dtype],
-        )  # fmt: skip
-        self.weight = MatrixView(Address(target.name), target.itemsize, geometry.reduction, 0, False)
-        parts = [weight] if self.planes == 1 else [component(weight, 0), component(weight, 1)]
-        return [
-            launch
-            for i, part in enumerate(parts)
-            for launch in im2col_launches(
-                kernel_as_image, (part,), target, at=Address(target.name, i * plane * target.itemsize),
-                purpose="weight" if self.planes == 1 else ("real parts", "imaginary parts")[i] + " of the weight",
-            )
-        ]  # fmt: skip
+        self.weight, launches = gather_weight(self.geometry, self.request.weight, self.dtype, self.planes)
+        return launches
 
     def _steps(self, chunk: Chunk) -> list[Step]:
         views: dict[Rows, MatrixView] = {}
@@ -321,7 +310,7 @@ class _GemmPlanner:
         if self.out is not None and self.out.transposed and self._joins(self.out, chunk):
             stride_n, ld = chunk.pixels, chunk.samples * chunk.pixels  # all samples as one long row
         else:
-            ld = _row_length(chunk.pixels)
+            ld = row_length(chunk.pixels)
             stride_n = rows.count * ld
         columns = Operand(
             name, request.x_dtype, (chunk.samples, rows.count, 1, 1, chunk.pixels), (stride_n, ld, 0, 0, 1)
@@ -433,24 +422,47 @@ class _GemmPlanner:
             self.geometry, request.out, sums=sums.at if sums else None,
             sums_dtype=self.sums_dtype, sums_strides=strides, imaginary=imaginary,
             bias=request.bias, residual=request.residual,
-            activation=IDENTITY if sums is None else request.activation,
+            activation=IDENTITY if sums is None else request.activation, pre=None if sums is None else request.pre,
             first_sample=chunk.first_sample, samples=chunk.samples,
             first_pixel=chunk.first_pixel, pixels=chunk.pixels,
         )  # fmt: skip
+
+
+def gather_weight(geometry: ConvGeometry, weight: Operand, dtype: str, planes: int) -> tuple[MatrixView, list[Step]]:
+    """The weight copied to workspace as `outputs x reduction`, or as two such planes of real and imaginary parts."""
+    kernel_as_image = replace(
+        geometry, batch=geometry.out_channels, channels=(geometry.group_channels,), size=geometry.kernel,
+        kernel=(1, 1, 1), stride=(1, 1, 1), before=(0, 0, 0), after=(0, 0, 0), padding_mode="constant", groups=1,
+    )  # fmt: skip
+    plane = geometry.out_channels * geometry.reduction
+    target = Operand(
+        "gathered weight", dtype, (geometry.out_channels, geometry.group_channels, 1, 1, geometry.taps),
+        (geometry.reduction, geometry.taps, 0, 0, 1), alignment=ITEMSIZE[dtype],
+    )  # fmt: skip
+    parts = [weight] if planes == 1 else [component(weight, 0), component(weight, 1)]
+    launches: list[Step] = [
+        launch
+        for i, part in enumerate(parts)
+        for launch in im2col_launches(
+            kernel_as_image, (part,), target, at=Address(target.name, i * plane * target.itemsize),
+            purpose="weight" if planes == 1 else ("real parts", "imaginary parts")[i] + " of the weight",
+        )
+    ]  # fmt: skip
+    return MatrixView(Address(target.name), target.itemsize, geometry.reduction, 0, False), launches
 
 
 def _flip(matrix: Matrix) -> Matrix:
     return replace(matrix, transposed=not matrix.transposed)
 
 
-def _row_length(pixels: int) -> int:
+def row_length(pixels: int) -> int:
     return -(-pixels // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
-def _even(pixels: int, most: int) -> int:
+def even_part(pixels: int, most: int) -> int:
     """Pixels of a chunk, at most `most` (a multiple of a row's), that cut all of them evenly."""
-    return _row_length(-(-pixels // -(-pixels // most)))
+    return row_length(-(-pixels // -(-pixels // most)))
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
     return -(-nbytes // Plan.ALIGNMENT) * Plan.ALIGNMENT

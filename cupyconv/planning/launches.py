@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from cupyconv.activations import IDENTITY, Activation
@@ -24,38 +24,66 @@ SHARED_BYTES = 48 << 10
 GRID_X, GRID_Y = 2**31 - 1, 65535
 
 PACKET_BYTES = 16
-#: Outputs a thread of direct.cu and of merge.cu may keep.
+#: Outputs a thread of direct.cu and of merge.cu may keep.  Fewer than four outputs are no faster: memory is the bound.
 DIRECT_TILE = 4
-MERGE_TILES = (1, 2, 4, 8, 16)
-DEPTHWISE_PIXELS = 4
+MERGE_TILES = (4, 8, 16, 32)
+#: Channels that merge.cu loads before it uses the first; threads of its block.
+MERGE_DEPTH = 4
+MERGE_BLOCK = 128
+#: Neighbouring threads of im2col.cu that share pixels where channels lie side by side.
+IM2COL_LANES = 4
+#: Square kernels, with their stride along h, that depthwise.cu is compiled for; (0, 0) is any other.
+DEPTHWISE_KERNELS = ((3, 1), (3, 2), (5, 1), (5, 2), (7, 1))
+ANY_KERNEL = (0, 0)
+#: Bytes of a plane, and pixels, that depthwise.cu counts in 32 bits.
+PLANE_EXTENT = 2**30
+WARP = 32
+#: Outputs a block of weight_gradient.cu may take, where a group has one and where it has more; its rows and threads.
+WEIGHT_GRADIENT_OUTPUTS = (1, 4)
+WEIGHT_GRADIENT_ROWS, WEIGHT_GRADIENT_BLOCK = 4, 128
 
 
 def merge_tile(geometry: ConvGeometry, dtype: str) -> int | None:
     """Outputs a thread of the fused merge computes, or None where its weights do not fit.
 
-    At most 64 sums of 32 bits a thread: 16 outputs, or 8 where a packet holds eight pixels.
+    The fewest tiles, since each reads every input, then the smallest.  At most 128 words of sums a thread: 32
+    outputs, or 8 where a packet holds eight pixels, since those are widened too.
     """
-    largest = 8 if ITEMSIZE[dtype] == 2 else 16
-    weight_bytes = max(1, geometry.in_channels) * ITEMSIZE[accumulator(dtype)]
-    fitting = [t for t in MERGE_TILES if t <= largest and t * weight_bytes <= SHARED_BYTES]
-    enough = [t for t in fitting if t >= geometry.out_channels]
-    return enough[0] if enough else fitting[-1] if fitting else None
+    largest = 8 if ITEMSIZE[dtype] == 2 else 32
+    fitting = [t for t in MERGE_TILES if t <= largest and _merge_shared_bytes(geometry, dtype, t) <= SHARED_BYTES]
+    return min(fitting, key=lambda tile: (-(-geometry.out_channels // tile), tile), default=None)
+
+
+def _merge_shared_bytes(geometry: ConvGeometry, dtype: str, tile: int) -> int:
+    """The weights of a tile, whole rounds of channels, and its biases."""
+    depth = -(-geometry.in_channels // MERGE_DEPTH) * MERGE_DEPTH
+    return tile * (depth + 1) * ITEMSIZE[accumulator(dtype)]
 
 
 def merge_launch(
-    geometry: ConvGeometry, xs: Sequence[Operand], weight: Operand, out: Operand, epilogue: tuple[Any, ...]
+    geometry: ConvGeometry,
+    xs: Sequence[Operand],
+    weight: Operand,
+    out: Operand,
+    residual: Operand | None,
+    epilogue: tuple[Any, ...],
 ) -> KernelLaunch:
-    """The fused merge; the caller has checked that every image has unit pixel stride."""
+    """The fused merge; the caller has checked that images and result have unit pixel stride."""
     tile = merge_tile(geometry, out.dtype)
     assert tile is not None
-    width = packet_width((*xs, out), geometry.pixels)
+    packet = packet_width((*xs, out, *([residual] if residual else [])), geometry.pixels)
     tiles = -(-geometry.out_channels // tile)
+    width = PACKET_BYTES // out.itemsize
+    threads = geometry.pixels // width if packet > 1 else -(-geometry.pixels // (width * WARP)) * WARP
+    blocks = tiles * -(-geometry.batch * threads // MERGE_BLOCK)
+    assert blocks <= GRID_X, "a result of that many blocks of sums fits no memory"
     return KernelLaunch(
-        Kernel("merge", (("DTYPE", out.dtype), ("TILE", str(tile)), ("WIDTH", str(width)))),
-        *_grid_and_block(geometry.batch, geometry.pixels, width, tiles, 256),
+        Kernel("merge", (("DTYPE", out.dtype), ("TILE", str(tile)), ("PACKET", str(packet)))),
+        (blocks, 1, 1),
+        MERGE_BLOCK,
         (
-            ("sources", _sources(geometry, xs)),
-            ("weight", Address(weight.name)),
+            ("sources", tuple((Address(x.name, x.offset), x.stride_n, x.stride_c, x.shape[1]) for x in xs)),
+            ("weight", Address(weight.name, weight.offset)),
             ("weight_stride_o", weight.stride_n),
             ("weight_stride_c", weight.stride_c),
             ("out", image(out)),
@@ -65,9 +93,9 @@ def merge_launch(
             ("in_channels", geometry.in_channels),
             ("out_channels", geometry.out_channels),
         ),
-        shared_bytes=tile * geometry.in_channels * ITEMSIZE[accumulator(out.dtype)],
+        shared_bytes=_merge_shared_bytes(geometry, out.dtype, tile),
         purpose="merge, bias, residual, activation",
-        bytes_moved=_read_once(xs) * -(-geometry.out_channels // tile) + weight.nbytes + out.nbytes,
+        bytes_moved=_read_once(xs) * tiles + weight.nbytes + out.nbytes,
         flops=2 * geometry.products,
     )
 
@@ -80,7 +108,7 @@ def direct_launch(
     tiles = geometry.groups * -(-geometry.group_outputs // DIRECT_TILE)
     return KernelLaunch(
         Kernel("direct", (*dtypes, ("TILE", str(DIRECT_TILE)))),
-        *_grid_and_block(geometry.batch, geometry.pixels, 1, tiles, 128),
+        *grid_and_block(geometry.batch, geometry.pixels, 1, tiles, 128),
         _convolution_params(geometry, xs, weight, out, epilogue),
         purpose="convolution, bias, residual, activation",
         bytes_moved=_read_once(xs) + weight.nbytes + out.nbytes,
@@ -92,16 +120,91 @@ def depthwise_launch(
     geometry: ConvGeometry, xs: Sequence[Operand], weight: Operand, out: Operand, epilogue: tuple[Any, ...]
 ) -> KernelLaunch:
     """One kernel per channel, any multiplier."""
-    pixels = DEPTHWISE_PIXELS
+    kernel, stride = _depthwise_kernel(geometry, xs, weight)
+    rows = {0: 1, 1: 8, 2: 4}[stride]  # pixels a thread
+    depth, height, width = geometry.out_size
+    strips = geometry.batch * depth * -(-height // rows) * width
+    lanes = channel_lanes(out)
+    (blocks, _, _), block = grid_and_block(strips, lanes, 1, 1, 128)
     return KernelLaunch(
-        Kernel("depthwise", (("DTYPE", out.dtype), ("PIXELS", str(pixels)))),
-        *_grid_and_block(geometry.batch, geometry.pixels, pixels, geometry.out_channels, 128),
-        _convolution_params(geometry, xs, weight, out, epilogue),
-        shared_bytes=geometry.taps * ITEMSIZE[accumulator(out.dtype)],
+        Kernel("depthwise", (("DTYPE", out.dtype), ("KERNEL", str(kernel)), ("STRIDE", str(stride)))),
+        (blocks, min(-(-geometry.out_channels // lanes), GRID_Y), 1),
+        block,
+        (
+            ("sources", sources_params(geometry, xs)),
+            ("windows", windows_params(geometry)),
+            ("weight", image(weight)),
+            ("out", image(out)),
+            ("epilogue", epilogue),
+            ("batch", geometry.batch),
+            ("outputs", geometry.out_channels),
+            ("multiplier", geometry.group_outputs),
+            ("channel_lanes", lanes),
+        ),
         purpose="convolution, bias, residual, activation",
         bytes_moved=_read_once(xs) + weight.nbytes + out.nbytes,
         flops=2 * geometry.products,
     )
+
+
+def _depthwise_kernel(geometry: ConvGeometry, xs: Sequence[Operand], weight: Operand) -> tuple[int, int]:
+    """The kernel and stride to compile for: a listed one, if 32 bits hold all that the kernel counts with them."""
+    depth, height, width = geometry.kernel
+    listed = depth == 1 and height == width and (height, geometry.stride[1]) in DEPTHWISE_KERNELS
+    images = (*xs, replace(weight, strides=tuple(map(abs, weight.strides))))
+    counts = [
+        *map(sum, zip(geometry.size, geometry.before, geometry.after)), geometry.batch * geometry.pixels,
+        *(op.itemsize * sum((n - 1) * step for n, step in zip(op.shape[2:], op.strides[2:])) for op in images),
+    ]  # fmt: skip
+    forward = all(min(x.strides[2:]) >= 0 for x in xs)
+    if listed and geometry.dilation[1:] == (1, 1) and forward and max(counts) < PLANE_EXTENT:
+        return height, geometry.stride[1]
+    return ANY_KERNEL
+
+
+def channel_lanes(out: Operand) -> int:
+    """How many neighbouring threads take neighbouring channels of a result, the others its pixels: a power of two."""
+    return min(WARP, 1 << (out.shape[1] - 1).bit_length()) if is_along_channels(out) else 1
+
+
+def is_along_channels(out: Operand) -> bool:
+    """Whether neighbours in memory are channels of a pixel rather than pixels of a channel."""
+    return out.stride_c == 1 and out.shape[1] > 1 and (out.pixels == 1 or out.pixel_stride != 1)
+
+
+def weight_gradient_launch(
+    geometry: ConvGeometry, xs: Sequence[Operand], grad: Operand, out_dtype: str, sums: Address, parts: int
+) -> KernelLaunch:
+    """Parts of a weight's gradient, each over its share of all samples' pixels."""
+    outputs = weight_gradient_tile(geometry)
+    tiles_m, tiles_n = -(-geometry.group_outputs // outputs), -(-geometry.reduction // WEIGHT_GRADIENT_ROWS)
+    dtypes = (("X_DTYPE", xs[0].dtype), ("G_DTYPE", grad.dtype), ("Y_DTYPE", out_dtype))
+    plane = geometry.out_channels * geometry.reduction
+    return KernelLaunch(
+        Kernel("weight_gradient", (*dtypes, ("OUTPUTS", str(outputs)))),
+        (parts, min(geometry.groups * tiles_m * tiles_n, GRID_Y), 1),
+        WEIGHT_GRADIENT_BLOCK,
+        (
+            ("sources", sources_params(geometry, xs)),
+            ("windows", windows_params(geometry)),
+            ("grad", image(grad)),
+            ("sums", sums),
+            ("plane", plane),
+            ("batch", geometry.batch),
+            ("a_part", -(-geometry.batch * geometry.pixels // parts)),
+            ("groups", geometry.groups),
+            ("group_channels", geometry.group_channels),
+            ("group_outputs", geometry.group_outputs),
+        ),
+        purpose="products summed in parts" if parts > 1 else "products summed",
+        bytes_moved=_read_once(xs) * tiles_m + grad.nbytes * tiles_n + parts * plane * ITEMSIZE[accumulator(out_dtype)],
+        flops=2 * geometry.products * (1, 2, 4)[is_complex(xs[0].dtype) + is_complex(grad.dtype)],
+    )
+
+
+def weight_gradient_tile(geometry: ConvGeometry) -> int:
+    """Outputs of a group that a block of weight_gradient.cu takes."""
+    return WEIGHT_GRADIENT_OUTPUTS[geometry.group_outputs > 1]
 
 
 def im2col_launches(
@@ -126,15 +229,20 @@ def im2col_launches(
     for begin in range(0, len(xs), MAX_SOURCES):
         part = slice(begin, begin + MAX_SOURCES)
         group = replace(windows, channels=windows.channels[part])
-        rows = group.in_channels * windows.taps
+        squares = sum(-(-channels // width) for channels in group.channels)
+        lanes = min(IM2COL_LANES, 1 << (squares - 1).bit_length()) if is_along_channels(xs[begin]) else 1
+        shares = samples * -(-pixels // width)
+        block = min(256, -(-shares * lanes // WARP) * WARP)
+        rows = -(-squares // lanes) * windows.taps
         row_offset = sum(windows.channels[:begin]) * windows.taps * columns.stride_c * itemsize
         launches.append(
             KernelLaunch(
                 Kernel("im2col", (("DTYPE", f"bits{8 * itemsize}"), ("WIDTH", str(width)))),
-                *_grid_and_block(samples, pixels, width, rows, 256),
+                (min(-(-shares * lanes // block), GRID_X), min(rows, GRID_Y), 1),
+                block,
                 (
-                    ("sources", _sources(group, xs[part], first_sample)),
-                    ("windows", _windows(windows)),
+                    ("sources", sources_params(group, xs[part], first_sample)),
+                    ("windows", windows_params(windows)),
                     ("columns", Address(at.buffer, at.offset + row_offset)),
                     ("stride_n", columns.stride_n),
                     ("stride_row", columns.stride_c),
@@ -142,7 +250,8 @@ def im2col_launches(
                     ("batch", samples),
                     ("first_pixel", first_pixel),
                     ("pixels", pixels),
-                    ("channels", group.in_channels),
+                    ("squares", squares),
+                    ("channel_lanes", lanes),
                 ),
                 purpose=purpose,
                 bytes_moved=samples
@@ -154,22 +263,80 @@ def im2col_launches(
     return launches
 
 
-def col2im_launch(windows: Windows, columns: Operand, out: Operand) -> KernelLaunch:
-    """The sum of column entries back into an image."""
+def col2im_launch(
+    windows: Windows,
+    columns: Operand,
+    out: Operand,
+    *,
+    imaginary: int = 0,
+    conjugated: bool = False,
+    bias: Operand | None = None,
+    activation: Activation = IDENTITY,
+    purpose: str = "sum of columns",
+) -> KernelLaunch:
+    """The sum of column entries back into an image, of the samples and channels that it has."""
+    samples, channels = out.shape[:2]
     elements = prod(windows.size)
     return KernelLaunch(
-        Kernel("col2im", (("DTYPE", out.dtype),)),
-        *_grid_and_block(windows.batch, elements, 1, windows.in_channels, 256),
+        Kernel("col2im", (("SUM_DTYPE", columns.dtype), ("Y_DTYPE", out.dtype), _folds(windows))),
+        *grid_and_block(samples, elements, 1, channels, 256),
         (
             ("columns", image(columns)),
-            ("windows", _windows(windows)),
+            ("windows", windows_params(windows)),
+            ("adjoint", adjoint_params(windows)),
             ("out", image(out)),
-            ("batch", windows.batch),
-            ("channels", windows.in_channels),
+            ("epilogue", epilogue_params(bias, None, activation)),
+            ("batch", samples),
+            ("imaginary", imaginary),
+            ("channels", channels),
+            ("conjugated", int(conjugated)),
         ),
-        purpose="sum of columns",
-        bytes_moved=columns.nbytes + out.nbytes,
-        flops=windows.batch * windows.in_channels * windows.taps * windows.pixels,
+        purpose=purpose,
+        bytes_moved=samples * channels * windows.taps * windows.pixels * columns.itemsize * (1 + bool(imaginary))
+        + out.nbytes,
+        flops=samples * channels * windows.taps * windows.pixels,
+    )
+
+
+def transposed_launch(
+    geometry: ConvGeometry,
+    xs: Sequence[Operand],
+    weight: Operand,
+    out: Operand,
+    *,
+    first: int,
+    conjugated: bool,
+    epilogue: tuple[Any, ...],
+) -> KernelLaunch:
+    """Direct transposed convolution into one result, whose channels are those from `first` on."""
+    channels = out.shape[1]
+    groups = (first + channels - 1) // geometry.group_channels - first // geometry.group_channels + 1
+    offsets = [sum(x.shape[1] for x in xs[:i]) for i in range(len(xs))]
+    dtypes = (("X_DTYPE", xs[0].dtype), ("W_DTYPE", weight.dtype), ("Y_DTYPE", out.dtype))
+    products = geometry.products * channels // geometry.in_channels
+    return KernelLaunch(
+        Kernel("transposed", (*dtypes, ("TILE", str(DIRECT_TILE)), _folds(geometry))),
+        *grid_and_block(
+            geometry.batch, prod(geometry.size), 1, groups * -(-geometry.group_channels // DIRECT_TILE), 128
+        ),
+        (
+            ("sources", (tuple((image(x), at, x.shape[1]) for x, at in zip(xs, offsets)), len(xs))),
+            ("windows", windows_params(geometry)),
+            ("adjoint", adjoint_params(geometry)),
+            ("weight", image(weight)),
+            ("out", image(out)),
+            ("epilogue", epilogue),
+            ("batch", geometry.batch),
+            ("groups", geometry.groups),
+            ("group_channels", geometry.group_channels),
+            ("group_outputs", geometry.group_outputs),
+            ("first", first),
+            ("channels", channels),
+            ("conjugated", int(conjugated)),
+        ),
+        purpose="transposed convolution, bias, activation",
+        bytes_moved=_read_once(xs) + weight.nbytes + out.nbytes,
+        flops=2 * products * (1, 2, 4)[is_complex(xs[0].dtype) + is_complex(weight.dtype)],
     )
 
 
@@ -181,57 +348,103 @@ def epilogue_launch(
     sums_dtype: str = "",
     sums_strides: tuple[int, int, int] = (0, 0, 0),
     imaginary: int = 0,
+    planes: int = 1,
+    plane: int = 0,
     bias: Operand | None,
     residual: Operand | None,
     activation: Activation,
+    pre: Operand | None = None,
     first_sample: int = 0,
     samples: int | None = None,
     first_pixel: int = 0,
     pixels: int | None = None,
 ) -> KernelLaunch:
-    """Bias, residual and activation over a chunk of the result; without `sums`, over zeros."""
+    """Bias, residual and activation over a chunk of the result; without `sums`, over zeros.
+
+    A sum may come in `planes` parts, `plane` elements apart.
+    """
     samples = geometry.batch if samples is None else samples
     pixels = geometry.pixels if pixels is None else pixels
-    images = [out] + ([residual] if residual else [])
-    size, collapsed = collapse(images, geometry.out_size)
+    size, (flat, *others) = collapse([out] + ([residual] if residual else []), geometry.out_size)
+    whole = size[:2] == (1, 1)
+    along_channels = is_along_channels(flat)
+    neighbours = 1 if along_channels else 4  # their axis
+    full = PACKET_BYTES // out.itemsize
     # Both ends of the chunk must be whole packets: a power of two divides a | b where it divides both.
-    width = packet_width((collapsed[0],), pixels | first_pixel) if size[:2] == (1, 1) else 1
+    extent = geometry.out_channels if along_channels else pixels | first_pixel
+    fits = extent % full == 0 and (along_channels or whole) and _is_packed(flat, neighbours, full)
+    width = full if fits else 1
     sums_dtype = sums_dtype if sums else accumulator(out.dtype)
+    sums_packed = False
+    if sums:
+        steps = (sums_strides[0], sums_strides[1], 0, 0, sums_strides[2])
+        alignment = min(out.alignment if sums.buffer == out.name else PACKET_BYTES, PACKET_BYTES)
+        placed = Operand(sums.buffer, sums_dtype, flat.shape, steps, alignment, sums.offset)
+        piece = min(width, PACKET_BYTES // ITEMSIZE[sums_dtype])
+        sums_packed = _is_packed(placed, neighbours, width) and (imaginary | plane) % piece == 0
+    bias_packed = along_channels and bias is not None and bias.alignment % (width * out.itemsize) == 0
+    residual_packed = bool(others) and _is_packed(others[0], neighbours, width)
     does = ["bias"] * bool(bias) + ["residual"] * bool(residual) + [activation.name] * bool(activation)
+    grid, block = grid_and_block(
+        samples * pixels if along_channels else samples, geometry.out_channels if along_channels else pixels, width,
+        1 if along_channels else geometry.out_channels, 256,
+    )  # fmt: skip
     return KernelLaunch(
         Kernel("epilogue", (("SUM_DTYPE", sums_dtype), ("Y_DTYPE", out.dtype), ("WIDTH", str(width)))),
-        *_grid_and_block(samples, pixels, width, geometry.out_channels, 256),
+        grid,
+        block,
         (
             ("sums", sums),
             ("sums_stride_n", sums_strides[0]),
             ("sums_stride_o", sums_strides[1]),
             ("sums_stride_p", sums_strides[2]),
             ("imaginary", imaginary),
-            ("out", image(collapsed[0], first_sample)),
-            ("epilogue", epilogue_params(bias, collapsed[1] if residual else None, activation, first_sample)),
+            ("plane", plane),
+            ("out", image(flat, first_sample)),
+            ("epilogue", epilogue_params(bias, others[0] if others else None, activation, first_sample, pre)),
             ("size", size),
             ("batch", samples),
             ("first_pixel", first_pixel),
             ("pixels", pixels),
             ("channels", geometry.out_channels),
+            ("planes", planes if sums else 0),
+            ("along_channels", int(along_channels)),
+            ("sums_packed", int(sums_packed)),
+            ("bias_packed", int(bias_packed)),
+            ("residual_packed", int(residual_packed)),
         ),
         purpose=", ".join(does) or ("store" if sums else "zeros"),
         bytes_moved=samples
         * pixels
         * geometry.out_channels
-        * (out.itemsize * (1 + bool(residual)) + bool(sums) * ITEMSIZE[sums_dtype] * (1 + bool(imaginary))),
+        * (
+            out.itemsize * (1 + bool(residual) + bool(pre))
+            + bool(sums) * ITEMSIZE[sums_dtype] * planes * (1 + bool(imaginary))
+        ),
     )
 
 
+def _is_packed(operand: Operand, axis: int, width: int) -> bool:
+    """Whether `width` neighbours along an axis lie side by side, on the boundaries that wide accesses need."""
+    piece = min(width, PACKET_BYTES // operand.itemsize)
+    extents = enumerate(zip(operand.shape, operand.strides))
+    others = (stride for i, (extent, stride) in extents if i != axis and extent > 1)
+    aligned = operand.alignment % (piece * operand.itemsize) == 0 and operand.offset % (piece * operand.itemsize) == 0
+    return width > 1 and operand.strides[axis] == 1 and aligned and all(stride % piece == 0 for stride in others)
+
+
 def epilogue_params(
-    bias: Operand | None, residual: Operand | None, activation: Activation = IDENTITY, first_sample: int = 0
-) -> tuple[Any, ...]:
-    """The C++ struct Epilogue."""
+    bias: Operand | None, residual: Operand | None, activation: Activation = IDENTITY, first_sample: int = 0,
+    pre: Operand | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The C++ struct Epilogue; `pre` is laid out as the result is."""
+    low, high = activation.bounds or (activation.alpha, activation.beta)
     return (
-        Address(bias.name) if bias else None,
+        Address(bias.name, bias.offset) if bias else None,
         image(residual, first_sample) if residual else (None, 0, 0, (0, 0, 0)),
-        activation.alpha,
-        activation.beta,
+        image(pre, first_sample)[0] if pre else None,
+        low,
+        high,
         activation.code,
     )
 
@@ -274,8 +487,8 @@ def _convolution_params(
     geometry: ConvGeometry, xs: Sequence[Operand], weight: Operand, out: Operand, epilogue: tuple[Any, ...]
 ) -> tuple[tuple[str, Any], ...]:
     return (
-        ("sources", _sources(geometry, xs)),
-        ("windows", _windows(geometry)),
+        ("sources", sources_params(geometry, xs)),
+        ("windows", windows_params(geometry)),
         ("weight", image(weight)),
         ("out", image(out)),
         ("epilogue", epilogue),
@@ -290,7 +503,7 @@ def _read_once(images: Sequence[Operand]) -> int:
     return sum(operand.nbytes for operand in images)
 
 
-def _sources(windows: Windows, xs: Sequence[Operand], first_sample: int = 0) -> tuple[Any, ...]:
+def sources_params(windows: Windows, xs: Sequence[Operand], first_sample: int = 0) -> tuple[Any, ...]:
     table = tuple(
         (image(x, first_sample), first, channels)
         for x, first, channels in zip(xs, windows.channel_offsets, windows.channels)
@@ -298,7 +511,7 @@ def _sources(windows: Windows, xs: Sequence[Operand], first_sample: int = 0) -> 
     return table, len(table)
 
 
-def _windows(windows: Windows) -> tuple[Any, ...]:
+def windows_params(windows: Windows) -> tuple[Any, ...]:
     return (
         windows.size,
         windows.out_size,
@@ -310,7 +523,25 @@ def _windows(windows: Windows) -> tuple[Any, ...]:
     )
 
 
-def _grid_and_block(samples: int, pixels: int, width: int, rows: int, largest: int) -> tuple[Triple, int]:
+def adjoint_params(windows: Windows) -> tuple[Any, ...]:
+    """The C++ struct Adjoint."""
+    common = [gcd(s, d) for s, d in zip(windows.stride, windows.dilation)]
+    return (
+        tuple(
+            (p - 1) * s + span - b
+            for p, s, span, b in zip(windows.out_size, windows.stride, windows.span, windows.before)
+        ),
+        tuple(s // g for s, g in zip(windows.stride, common)),
+        tuple(d // g for d, g in zip(windows.dilation, common)),
+    )
+
+
+def _folds(windows: Windows) -> tuple[str, str]:
+    """The macro that says whether padded elements are copies of others."""
+    return "FOLDS", str(int(windows.padding_mode != "constant"))
+
+
+def grid_and_block(samples: int, pixels: int, width: int, rows: int, largest: int) -> tuple[Triple, int]:
     """Shares of `width` pixels of all samples along x, rows along y; whole warps, no more than there are shares."""
     shares = samples * -(-pixels // width)
     block = min(largest, max(32, -(-shares // 32) * 32))
@@ -321,4 +552,10 @@ def component(operand: Operand, which: int) -> Operand:
     """The real (0) or imaginary (1) parts of a complex operand, as a real one."""
     dtype = real_part(operand.dtype)
     strides = tuple(2 * stride for stride in operand.strides)
-    return replace(operand, dtype=dtype, strides=strides, alignment=ITEMSIZE[dtype], offset=which * ITEMSIZE[dtype])
+    return replace(
+        operand,
+        dtype=dtype,
+        strides=strides,
+        alignment=ITEMSIZE[dtype],
+        offset=operand.offset + which * ITEMSIZE[dtype],
+    )

@@ -7,16 +7,16 @@ as many columns as the cache holds; what is bound by memory wants its block to s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
+from cupyconv.geometry import ConvGeometry
 from cupyconv.machine import HostModel
 from cupyconv.operands import Operand, c_strides
 from cupyconv.plan import BlockLoop, Buffer, Plan
 from cupyconv.planning.request import (
-    METHODS,
     ConvRequest,
     NotApplicable,
     describe_result,
@@ -35,6 +35,9 @@ PRODUCT_OUTPUTS = 32
 #: Operations a byte beyond which a few cores are busier than their memory.
 BALANCE = 8
 
+#: Why the method is a GPU's.
+NO_IMPLICIT_GEMM = "BLAS reads matrices, so columns are written, block by block (method 'gemm')"
+
 Block = tuple[int, int, int, int]
 
 
@@ -42,17 +45,23 @@ def plan_conv(request: ConvRequest) -> Plan:
     """The plan for ``request.method``; ValueError where a named method does not apply."""
     request = without_empty_inputs(request)
     plans: dict[str, Callable[[], Plan]] = {"gemm": lambda: _gemm(request), "direct": lambda: _direct(request)}
-    preferred = "direct" if request.geometry.is_depthwise else "gemm"
-    if request.method != "auto":
+    preferred, other = ("direct", "gemm") if request.geometry.is_depthwise else ("gemm", "direct")
+    return choose(request.method, plans, preferred, other)
+
+
+def choose(method: str, plans: Mapping[str, Callable[[], Plan]], preferred: str, other: str) -> Plan:
+    """The plan of a named method, or of `preferred` where it applies; ValueError where nothing does."""
+    if method == "implicit_gemm":
+        raise ValueError(f"method 'implicit_gemm' does not apply: {NO_IMPLICIT_GEMM}")
+    if method != "auto":
         try:
-            return plans[request.method]()
+            return plans[method]()
         except NotApplicable as reason:
-            raise ValueError(f"method {request.method!r} does not apply: {reason}") from None
+            raise ValueError(f"method {method!r} does not apply: {reason}") from None
     try:
         return plans[preferred]()
     except NotApplicable as reason:
         refused = str(reason)
-    other = next(method for method in METHODS if method != preferred)
     try:
         return plans[other]()
     except NotApplicable as reason:
@@ -68,7 +77,7 @@ def _gemm(request: ConvRequest) -> Plan:
         and geometry.pixels >= LONE_PIXELS
         and request.xs[0].dtype == accumulator(request.x_dtype)
         and is_complex(request.x_dtype) == is_complex(request.weight_dtype)
-        and _is_matrix(request.xs[0])
+        and is_matrix(request.xs[0])
     )
     words = "products of the input where it lies" if view else "columns and products"
     why = "slower: a pass over the sums for every tap"
@@ -115,10 +124,7 @@ class _Body:
         read = block[0] * geometry.in_channels * prod(block[1:]) * _item(request.x_dtype)
         nbytes = prod(block) * (self.per_pixel + _sum_bytes(request, self.in_place(request, block)))
         if self.tile:
-            extents = [
-                (part - 1) * stride + span for part, stride, span in zip(block[1:], geometry.stride, geometry.span)
-            ]
-            read = block[0] * geometry.in_channels * prod(extents) * _item(request.x_dtype)
+            read = block[0] * geometry.in_channels * tile_pixels(geometry, block) * _item(request.x_dtype)
             nbytes += read
         # A border that a padding mode fills is gathered beside what it is copied to.
         return nbytes + (read if geometry.padding_mode != "constant" else 0)
@@ -145,7 +151,7 @@ def _plan(request: ConvRequest, method: str, body: _Body, block: Block, words: s
     return Plan(
         method=method, backend="numpy", device=str(machine), problem=str(geometry), result=describe_result(request),
         steps=() if empty else (loop,), flops=request.flops, bytes_moved=request.minimal_bytes,
-        minimal_bytes=request.minimal_bytes, rejected=(rejected,), reason=words, notes=request.notes,
+        minimal_bytes=request.minimal_bytes, rejected=(rejected, ("implicit_gemm", NO_IMPLICIT_GEMM)), reason=words, notes=request.notes,
         bound="memory" if request.flops < BALANCE * request.minimal_bytes else "arithmetic",
         workspace=() if empty else tuple(Buffer(name, nbytes) for name, nbytes in sizes.items() if nbytes),
     )  # fmt: skip
@@ -155,35 +161,48 @@ def _cut(request: ConvRequest, body: _Body, target: int, smallest: int, most_sam
     """A block of about `target` pixels, or the largest below it that keeps within the workspace limit."""
     threads = request.machine.threads if isinstance(request.machine, HostModel) else 1
     fixed = _weight_copy(request) + 2 * Plan.ALIGNMENT
-    smallest = max(1, min(smallest, request.geometry.pixels))
+
+    def needed(block: Block) -> int:
+        return fixed + threads * body.workspace(request, block)
+
+    return largest_block(request.geometry, needed, request.limit, target, smallest, most_samples)
+
+
+def largest_block(
+    geometry: ConvGeometry, needed: Callable[[Block], int], limit: int, target: int, smallest: int, most_samples: int
+) -> Block:
+    """A block of about `target` pixels, or the largest below it that needs no more than `limit` bytes."""
+    smallest = max(1, min(smallest, geometry.pixels))
     pixels = max(smallest, target)
     while True:
-        block = _block_of_pixels(request, pixels, most_samples)
-        needed = fixed + threads * body.workspace(request, block)
-        if needed <= request.limit:
+        block = block_of_pixels(geometry, pixels, most_samples)
+        nbytes = needed(block)
+        if nbytes <= limit:
             return block
         if pixels == smallest:
-            raise NotApplicable(
-                f"the smallest block needs {needed:,} bytes of workspace, the limit is {request.limit:,}"
-            )
-        pixels = max(smallest, min(pixels - 1, pixels * request.limit // needed))
+            raise NotApplicable(f"the smallest block needs {nbytes:,} bytes of workspace, the limit is {limit:,}")
+        pixels = max(smallest, min(pixels - 1, pixels * limit // nbytes))
 
 
-def _block_of_pixels(request: ConvRequest, pixels: int, most_samples: int) -> Block:
+def block_of_pixels(geometry: ConvGeometry, pixels: int, most_samples: int) -> Block:
     """At most that many pixels: whole samples, else part of one along the outermost axis that must be cut."""
-    geometry = request.geometry
     depth, height, width = geometry.out_size
     if pixels >= geometry.pixels:
         samples = min(most_samples, max(1, pixels // max(1, geometry.pixels)))
-        return (_even(geometry.batch, samples), max(1, depth), max(1, height), max(1, width))
+        return (even_part(geometry.batch, samples), max(1, depth), max(1, height), max(1, width))
     if pixels >= height * width:
-        return (1, _even(depth, pixels // (height * width)), height, width)
+        return (1, even_part(depth, pixels // (height * width)), height, width)
     if pixels >= width:
-        return (1, 1, _even(height, pixels // width), width)
-    return (1, 1, 1, _even(width, pixels))
+        return (1, 1, even_part(height, pixels // width), width)
+    return (1, 1, 1, even_part(width, pixels))
 
 
-def _even(extent: int, part: int) -> int:
+def tile_pixels(geometry: ConvGeometry, block: Block) -> int:
+    """Pixels of the part of a padded sample that all windows of a block lie in."""
+    return prod((part - 1) * stride + span for part, stride, span in zip(block[1:], geometry.stride, geometry.span))
+
+
+def even_part(extent: int, part: int) -> int:
     """The part that cuts `extent` into as few pieces as `part` does, of equal size."""
     return -(-extent // -(-extent // part)) if extent and part else 1
 
@@ -205,11 +224,11 @@ def _sums_fit_result(request: ConvRequest) -> bool:
         and request.residual is None
         and is_complex(request.x_dtype) == is_complex(request.weight_dtype)
         and request.out.pixel_stride == 1
-        and _is_matrix(request.out)
+        and is_matrix(request.out)
     )
 
 
-def _is_matrix(image: Operand) -> bool:
+def is_matrix(image: Operand) -> bool:
     """Whether a sample is a matrix that BLAS takes as it lies, channel by channel or pixel by pixel."""
     pixel_stride, channels = image.pixel_stride, image.shape[1]
     if pixel_stride is None:

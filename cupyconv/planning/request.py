@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self, TypeVar
 
 from cupyconv.activations import IDENTITY, Activation
+from cupyconv.dtypes import is_complex
 from cupyconv.geometry import ConvGeometry, Windows
 from cupyconv.machine import GpuModel, HostModel
 from cupyconv.operands import Operand
 from cupyconv.plan import Conversion
 
-METHODS = ("direct", "gemm")
-LATER_METHODS = ("implicit_gemm", "winograd", "fft")
+METHODS = ("direct", "gemm", "implicit_gemm")
+LATER_METHODS = ("winograd", "fft")
 
 Machine = HostModel | GpuModel
 
@@ -24,39 +27,129 @@ class NotApplicable(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvRequest:
-    """A convolution with everything that decides how it runs; hashable, the key of the plan cache."""
+class _Request:
+    """What every decision under a limit on workspace rests on."""
 
-    geometry: ConvGeometry
-    xs: tuple[Operand, ...]
-    weight: Operand
-    out: Operand
-    bias: Operand | None = None
-    residual: Operand | None = None
-    x_dtype: str
-    weight_dtype: str
-    activation: Activation = IDENTITY
-    method: str = "auto"
     machine: Machine
     workspace_limit: int | None = None
-    allow_tf32: bool = False
-    notes: tuple[str, ...] = ()
 
     @property
     def limit(self) -> int:
         return DEFAULT_LIMIT[type(self.machine)] if self.workspace_limit is None else self.workspace_limit
 
+    def sharing_with(self, conversions: Sequence[Conversion]) -> Self:
+        """The same with what the conversions leave of the workspace: they take their share first."""
+        if not conversions:
+            return self
+        left = self.limit - sum(conversion.nbytes for conversion in conversions)
+        return replace(self, workspace_limit=max(0, left))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ProductsRequest(_Request):
+    """The same for sums of products, those of the convolution `geometry`."""
+
+    geometry: ConvGeometry
+    xs: tuple[Operand, ...]
+    x_dtype: str
+    method: str = "auto"
+    allow_tf32: bool = False
+    notes: tuple[str, ...] = ()
+
+    def operations(self, other_dtype: str) -> int:
+        """Real ones: a multiply-add is 2, with one complex side 4, with two 8."""
+        return self.geometry.products * (2, 4, 8)[is_complex(self.x_dtype) + is_complex(other_dtype)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvRequest(_ProductsRequest):
+    """A convolution with everything that decides how it runs; hashable, the key of the plan cache."""
+
+    weight: Operand
+    out: Operand
+    bias: Operand | None = None
+    residual: Operand | None = None
+    pre: Operand | None = None  # where the pre-activation goes that is kept beside the result; laid out as that is
+    weight_dtype: str
+    activation: Activation = IDENTITY
+
     @property
     def minimal_bytes(self) -> int:
         """Every argument once: the fewest bytes any method can move."""
-        operands = (*self.xs, self.weight, self.out, self.bias, self.residual)
+        operands = (*self.xs, self.weight, self.out, self.bias, self.residual, self.pre)
         return sum(operand.nbytes for operand in operands if operand is not None)
 
     @property
     def flops(self) -> int:
-        """Real operations: a multiply-add is 2, with one complex side 4, with two 8."""
-        sides = ("complex" in self.x_dtype) + ("complex" in self.weight_dtype)
-        return self.geometry.products * (2, 4, 8)[sides]
+        return self.operations(self.weight_dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightGradientRequest(_ProductsRequest):
+    """The gradient of a convolution's weight; `geometry` is that of the convolution, `grad` its result's gradient."""
+
+    grad: Operand
+    out: Operand  # with the weight's axes
+    grad_dtype: str
+
+    @property
+    def minimal_bytes(self) -> int:
+        """Every argument and the result once."""
+        return sum(operand.nbytes for operand in (self.grad, *self.xs, self.out))
+
+    @property
+    def flops(self) -> int:
+        return self.operations(self.grad_dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransposedRequest(_ProductsRequest):
+    """A transposed convolution, which an input gradient is: the adjoint of the convolution `geometry`.
+
+    `xs` stand for their concatenation along the channels, which are the convolution's outputs; `outs` have
+    the channels of its inputs, one array each.
+    """
+
+    operation: str
+    weight: Operand  # (out_channels, group_channels, *kernel) of the convolution
+    outs: tuple[Operand, ...]
+    pre: Operand | None = None  # where the pre-activation goes that is kept beside the one result
+    bias: Operand | None = None
+    weight_dtype: str
+    conjugate: bool = False  # the weight is taken conjugated
+    activation: Activation = IDENTITY
+
+    @property
+    def dtype(self) -> str:
+        """Of the results."""
+        return self.outs[0].dtype
+
+    @property
+    def x_offsets(self) -> tuple[int, ...]:
+        """Where each input's channels begin in the concatenation."""
+        return tuple(sum(x.shape[1] for x in self.xs[:i]) for i in range(len(self.xs)))
+
+    @property
+    def minimal_bytes(self) -> int:
+        """Every argument and result once."""
+        operands = (*self.xs, self.weight, *self.outs, self.bias, self.pre)
+        return sum(operand.nbytes for operand in operands if operand is not None)
+
+    @property
+    def flops(self) -> int:
+        return self.operations(self.weight_dtype)
+
+    @property
+    def problem(self) -> str:
+        return f"{self.operation}, the adjoint of {self.geometry}"
+
+    @property
+    def result(self) -> str:
+        """The results in words."""
+        spatial = self.geometry.spatial(self.geometry.size)
+        shapes = [str((out.shape[0], out.shape[1], *spatial)) for out in self.outs]
+        channels_last = all(out.stride_c == 1 and out.pixels > 1 for out in self.outs)
+        return f"{self.dtype} {', '.join(shapes)}, {'channels-last' if channels_last else 'C order'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +162,49 @@ class ColumnsRequest:
     machine: Machine
 
 
+@dataclass(frozen=True, kw_only=True)
+class EpilogueGradRequest(_Request):
+    """A gradient to be taken back through an epilogue: its activation, and the sums that a bias receives."""
+
+    grad: Operand
+    activation: Activation = IDENTITY
+    saved: Operand | None = None  # what the derivative is worked out from; absent without an activation
+    out: Operand | None = None  # the gradient before the activation
+    sums: Operand | None = None  # (1, C, 1, 1, 1), in the accumulator's dtype
+
+    @property
+    def images(self) -> tuple[Operand, ...]:
+        """What each element is read from and written to."""
+        return tuple(image for image in (self.grad, self.saved, self.out) if image is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingRequest(_Request):
+    """Images to be pooled, each by itself; or, where there are `ys` and `grads`, the gradients of that."""
+
+    windows: Windows  # channels: of each image
+    xs: tuple[Operand, ...]
+    ys: tuple[Operand, ...] = ()
+    grads: tuple[Operand, ...] = ()
+    outs: tuple[Operand, ...]
+
+    @property
+    def minimal_bytes(self) -> int:
+        return sum(operand.nbytes for operand in (*self.xs, *self.ys, *self.grads, *self.outs))
+
+
 def check_method(method: object) -> None:
     """Refuse an unknown method, and one that this version does not have."""
     if method in LATER_METHODS:
-        raise ValueError(f"method {method!r} is not in this version; there are 'auto', 'direct' and 'gemm'")
+        raise ValueError(f"method {method!r} is not in this version; there are auto, {', '.join(METHODS)}")
     if method != "auto" and method not in METHODS:
         raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(METHODS + LATER_METHODS)}")
 
 
-def without_empty_inputs(request: ConvRequest) -> ConvRequest:
+_Merging = TypeVar("_Merging", ConvRequest, WeightGradientRequest)
+
+
+def without_empty_inputs(request: _Merging) -> _Merging:
     """Inputs of no channels take part in nothing; one is kept where there is no other."""
     kept = [i for i, channels in enumerate(request.geometry.channels) if channels] or [0]
     geometry = replace(request.geometry, channels=tuple(request.geometry.channels[i] for i in kept))
@@ -91,6 +218,15 @@ def convert(operand: Operand, dtype: str, conversions: list[Conversion]) -> Oper
     fresh = operand.in_c_order(dtype)
     conversions.append(Conversion(operand.name, operand.dtype, dtype, fresh.nbytes))
     return fresh
+
+
+def check_alignment(operands: Iterable[Operand | None]) -> None:
+    """Refuse what no GPU can load: elements that lie across the boundaries of their own size."""
+    for operand in operands:
+        if operand is not None and operand.alignment < operand.itemsize:
+            raise ValueError(
+                f"{operand.name} is not aligned to its elements of {operand.itemsize} bytes: copy it first"
+            )
 
 
 def converted(request: ConvRequest) -> tuple[ConvRequest, tuple[Conversion, ...]]:

@@ -10,44 +10,75 @@ from itertools import product
 
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
 from cupyconv.geometry import pointwise_geometry
+from cupyconv.machine import KNOWN_GPUS, known_gpu
 from cupyconv.plan import Kernel
-from cupyconv.planning.launches import DEPTHWISE_PIXELS, DIRECT_TILE, MERGE_TILES, PACKET_BYTES, merge_tile
+from cupyconv.planning.implicit_gemm import arithmetics, tiles
+from cupyconv.planning.launches import (
+    ANY_KERNEL,
+    DEPTHWISE_KERNELS,
+    DIRECT_TILE,
+    MERGE_TILES,
+    PACKET_BYTES,
+    WEIGHT_GRADIENT_OUTPUTS,
+    merge_tile,
+)
+from cupyconv.planning.pooling import CHANNELS
 
-_SCALAR_MERGE = ("WIDTH", "1")
+#: Kernels of pooling, alike in their macros.
+POOLING = ("max_pool", "max_pool_gradient")
 
 
 def is_fast(kernel: Kernel) -> bool:
     """Whether speed is the reason the variant exists, so that a register spilled to memory defeats it.
 
-    direct and col2im are for generality, a merge without packets for unaligned rows: there a few bytes
-    spilled cost little beside the scattered access.
+    direct, transposed and col2im are for generality: there a few bytes spilled cost little beside the scattered access.
     """
-    if kernel.name == "merge":
-        return _SCALAR_MERGE not in kernel.macros
-    return kernel.name in ("im2col", "epilogue", "depthwise")
+    return kernel.name in ("merge", "im2col", "epilogue", "epilogue_grad", "depthwise", "implicit_gemm", *POOLING)
+
+
+def is_planned(kernel: Kernel, capability: int) -> bool:
+    """Whether GPUs of this compute capability have the instructions for a variant, so that planning may ask for it.
+
+    The others compile there too, to code that stops with an error.
+    """
+    if kernel.name != "implicit_gemm":
+        return True
+    macros, gpu = dict(kernel.macros), known_gpu(f"sm_{capability}")
+    return any(macros["ARITHMETIC"] in arithmetics(macros["DTYPE"], gpu, tf32) for tf32 in (False, True))
 
 
 DTYPES = tuple(ITEMSIZE)
+FOLDS = (0, 1)
 REAL_DTYPES = tuple(dtype for dtype in DTYPES if not is_complex(dtype))
 
 
 def all_variants() -> tuple[Kernel, ...]:
-    """All 77 variants: 36 merge, 10 direct, 4 depthwise, 7 im2col, 6 col2im, 14 epilogue.
+    """All variants; ``cupyconv info`` counts them.
 
     The number is bounded because nothing of a problem's size reaches a macro: only dtypes, and tile
     and packet widths from short tables.
     """
     return (
         *_merge_variants(),
-        *_direct_variants(),
-        *(_kernel("depthwise", DTYPE=dtype, PIXELS=DEPTHWISE_PIXELS) for dtype in REAL_DTYPES),
+        *_direct_variants("direct"),
+        *(variant for folds in FOLDS for variant in _direct_variants("transposed", FOLDS=folds)),
+        *(
+            _kernel("depthwise", DTYPE=dtype, KERNEL=kernel, STRIDE=stride)
+            for dtype in REAL_DTYPES
+            for kernel, stride in (*DEPTHWISE_KERNELS, ANY_KERNEL)
+        ),
         *(
             _kernel("im2col", DTYPE=f"bits{8 * itemsize}", WIDTH=width)
             for itemsize in sorted(set(ITEMSIZE.values()))
             for width in packet_widths(itemsize)
         ),
-        *(_kernel("col2im", DTYPE=dtype) for dtype in DTYPES),
+        *_col2im_variants(),
+        *(_kernel(name, DTYPE=dtype, CHANNELS=CHANNELS) for name in POOLING for dtype in REAL_DTYPES),
         *_epilogue_variants(),
+        *_epilogue_grad_variants(),
+        *(_kernel("pack_weight", DTYPE=f"bits{8 * size}") for size in sorted({ITEMSIZE[d] for d in REAL_DTYPES})),
+        *_implicit_gemm_variants(),
+        *_weight_gradient_variants(),
     )
 
 
@@ -58,10 +89,10 @@ def packet_widths(itemsize: int) -> tuple[int, ...]:
 
 def _merge_variants() -> list[Kernel]:
     return [
-        _kernel("merge", DTYPE=dtype, TILE=tile, WIDTH=width)
+        _kernel("merge", DTYPE=dtype, TILE=tile, PACKET=packet)
         for dtype in REAL_DTYPES
         for tile in _merge_tiles(dtype)
-        for width in packet_widths(ITEMSIZE[dtype])
+        for packet in packet_widths(ITEMSIZE[dtype])
     ]
 
 
@@ -72,13 +103,38 @@ def _merge_tiles(dtype: str) -> list[int]:
     return sorted(tile for tile in tiles if tile is not None)
 
 
-def _direct_variants() -> list[Kernel]:
+def _direct_variants(name: str, **macros: object) -> list[Kernel]:
     """Image and weight are of the result's dtype, or one of them is real beside a complex result."""
     return [
-        _kernel("direct", X_DTYPE=x, W_DTYPE=weight, Y_DTYPE=result, TILE=DIRECT_TILE)
+        _kernel(name, X_DTYPE=x, W_DTYPE=weight, Y_DTYPE=result, TILE=DIRECT_TILE, **macros)
         for result in DTYPES
         for x, weight in dict.fromkeys(product((result, real_part(result)), repeat=2))
         if result in (x, weight)
+    ]
+
+
+def _col2im_variants() -> list[Kernel]:
+    """Columns in the result's dtype, or as a GEMM leaves them: in the accumulator's, or in two real planes.
+
+    The first come from `col2im`, whose padding is zeros.
+    """
+    return [
+        _kernel("col2im", SUM_DTYPE=columns, Y_DTYPE=result, FOLDS=folds)
+        for result in DTYPES
+        for columns in dict.fromkeys((result, accumulator(result), real_part(accumulator(result))))
+        for folds in FOLDS
+        if not folds or ITEMSIZE[columns] > 2
+    ]
+
+
+def _weight_gradient_variants() -> list[Kernel]:
+    """Image and gradient are of the result's dtype, or one of them is real beside a complex result."""
+    return [
+        _kernel("weight_gradient", X_DTYPE=x, G_DTYPE=grad, Y_DTYPE=result, OUTPUTS=outputs)
+        for result in DTYPES
+        for x, grad in dict.fromkeys(product((result, real_part(result)), repeat=2))
+        if result in (x, grad)
+        for outputs in WEIGHT_GRADIENT_OUTPUTS
     ]
 
 
@@ -90,6 +146,32 @@ def _epilogue_variants() -> list[Kernel]:
         for sums in dict.fromkeys((accumulator(result), real_part(accumulator(result))))
         for width in packet_widths(ITEMSIZE[result])
     ]
+
+
+def _epilogue_grad_variants() -> list[Kernel]:
+    """Packets along pixels, along channels, or none."""
+    return [
+        _kernel("epilogue_grad", DTYPE=dtype, WIDTH=width, ALONG_CHANNELS=along_channels)
+        for dtype in DTYPES
+        for width in packet_widths(ITEMSIZE[dtype])
+        for along_channels in ((0, 1) if width > 1 else (0,))
+    ]
+
+
+def _implicit_gemm_variants() -> list[Kernel]:
+    """Every arithmetic of a dtype on any GPU, every tile, both ways to gather."""
+    return [
+        _kernel("implicit_gemm", DTYPE=dtype, ARITHMETIC=arithmetic, TILE=tile, GATHER=gather)
+        for dtype in REAL_DTYPES
+        for arithmetic in _arithmetics(dtype)
+        for tile in tiles(dtype)
+        for gather in ("ALONG_PIXELS", "ALONG_CHANNELS")
+    ]
+
+
+def _arithmetics(dtype: str) -> list[str]:
+    answers = (arithmetics(dtype, gpu, tf32) for gpu in KNOWN_GPUS.values() for tf32 in (False, True))
+    return sorted({name for answer in answers for name in answer})
 
 
 def _kernel(name: str, **macros: object) -> Kernel:

@@ -10,10 +10,12 @@
 `device.py`            memory with guard zones, launches, the log of what was enqueued
 `blas.py`              cublasGemmStridedBatchedEx with cuBLAS's own argument checks
 `build.py`             one shared library for each kernel variant, cached
-`cuda_on_host.h`       CUDA as ordinary C++; `math_on_host.h` and `half_on_host.h` belong to it
+`cuda_on_host.h`       CUDA as ordinary C++, with `math_on_host.h` and `half_on_host.h`; `tensor_core_on_host.h`
+                       has asynchronous copies and tensor cores
 `fibres.cpp`           the runtime: threads as fibres that switch where they wait
 `sanitize.py`          the command that runs the tests under a sanitizer
 `seeded_bugs/`         kernels that are wrong on purpose, and the few right ones beside them
+`tensor_core/`         kernels that try `kernels/tensor_core.cuh`, right unless a macro makes them wrong
 =====================  ===================================================================================
 
 It shows wrong indices, missing or divergent barriers, reads of memory nobody wrote, wrong arguments, and

@@ -7,10 +7,11 @@
 //     keywords        empty, except the inlining ones
 //     shared memory   SHARED_ARRAY and DYNAMIC_SHARED; `__shared__` stays undefined, since it would do nothing
 //     barriers        __syncthreads, __syncwarp
-//     warp            shuffles and votes; tensor-core operations can be added as further WarpFunctions
+//     warp            shuffles and votes
 //     atomics         real ones, so that a race detector knows them
 //
-// Not here: asynchronous copies, tensor cores, clusters, textures, 16-bit arithmetic.
+// Asynchronous copies and tensor cores are in tensor_core_on_host.h.
+// Not here: clusters, textures, 16-bit arithmetic.
 #pragma once
 
 #include "fibres.h"
@@ -26,7 +27,6 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __forceinline__ inline __attribute__((always_inline))
-#define __noinline__ __attribute__((noinline))
 #define __noinline__ __attribute__((noinline))
 #define __align__(bytes) alignas(bytes)
 

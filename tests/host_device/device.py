@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import threading
 import weakref
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +118,8 @@ class HostDevice:
         Memory in use now, and the most there was; assign to `peak_bytes` to start again.
     fail_allocations_over : int or None
         Allocations of more bytes than this raise MemoryError.
+    capturing : bool
+        What `is_capturing` says.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class HostDevice:
         self.allocated_bytes = 0
         self.peak_bytes = 0
         self.fail_allocations_over: int | None = None
+        self.capturing = False
         self._allocations: dict[int, _Allocation] = {}
         self._mode = build.sanitizer()
 
@@ -176,6 +180,10 @@ class HostDevice:
             self.allocation(address, address + array.itemsize)
         return address
 
+    def signature(self, arrays: Sequence[Any]) -> Hashable:
+        """Dtypes, layouts and alignment; there is one device."""
+        return tuple([(a.dtype, a.shape, a.strides, a.ctypes.data & 15) for a in arrays])
+
     def allocation(self, start: int, end: int) -> tuple[np.ndarray, int]:
         """The allocation that holds the bytes [start, end), as bytes, and its first address."""
         for allocation in list(self._allocations.values()):
@@ -216,6 +224,30 @@ class HostDevice:
             raise KernelError(f"{kernel} wrote outside its arrays: {'; '.join(damaged)}")
 
     # ---- work -------------------------------------------------------------------------------------------
+
+    def empty_in_graph(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
+        """An array like any other, allowed where `capturing` forbids them."""
+        failing, self.fail_allocations_over = self.fail_allocations_over, None
+        try:
+            return self.empty(shape, dtype)
+        finally:
+            self.fail_allocations_over = failing
+
+    def is_capturing(self) -> bool:
+        """As a test has set `capturing`; there are no graphs."""
+        return self.capturing
+
+    def load(self, kernel: Kernel, shared_bytes: int) -> Kernel:
+        """The kernel as it is: `launch` compiles it."""
+        return kernel
+
+    def argument(self, params: np.ndarray) -> np.ndarray:
+        """The parameter as it is: `launch` looks at it before it copies it."""
+        return params
+
+    def annotated(self, label: str, function: Callable[[Any], None]) -> Callable[[Any], None]:
+        """No profiler, no ranges."""
+        return function
 
     def launch(
         self, kernel: Kernel, grid: tuple[int, int, int], block: int, params: np.ndarray, shared_bytes: int = 0

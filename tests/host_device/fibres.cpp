@@ -279,6 +279,19 @@ unsigned idle_fibre_count;
 
 OrderingEvent launch_begins, launch_ends, barrier_events[2];
 
+constexpr unsigned max_pending_copies = 512;  // of a thread
+
+// A thread's copies that have not arrived, oldest first, each with the number of its group.  Both numbers only
+// grow: a thread leaves no copy behind, and what another block finds here is as good as zero.
+struct CopyQueue {
+    unsigned first, end;  // modulo max_pending_copies, positions in `copies`
+    unsigned groups;      // committed
+};
+
+CopyQueue copy_queues[max_threads];
+PendingCopy copies[max_threads][max_pending_copies];
+unsigned copy_groups[max_threads][max_pending_copies];
+
 enum Order { ascending, descending, random_order };
 
 bool same(Site a, Site b) {  // one file's name may be stored several times
@@ -443,6 +456,11 @@ void open_barrier() {
 void exit_thread() {
     if (config.strict && waiting > 0)
         fail("a thread exits while others wait at the barrier in " + text(barrier_site));
+    const CopyQueue& queue = copy_queues[current];
+    if (queue.first != queue.end)
+        fail("a thread exits with " + std::to_string(queue.end - queue.first) +
+             " asynchronous copies it has not waited for, the oldest from " +
+             text(copies[current][queue.first % max_pending_copies].site));
     threads[current].state = State::exited;
     --alive;
     if (waiting > 0 && waiting == alive) open_barrier();
@@ -496,6 +514,7 @@ void abandon_threads() {
         if (threads[t].state != State::unstarted && threads[t].state != State::exited) delete_fibre(threads[t].fibre);
     for (auto& warp : meetings)
         for (Rendezvous& meeting : warp) meeting.arrived = 0;
+    for (CopyQueue& queue : copy_queues) queue.first = queue.end;
 }
 
 // ---- warps -------------------------------------------------------------------------------------------------------
@@ -671,6 +690,46 @@ void meet_warp(unsigned mask, const void* input, void* output, WarpFunction func
             warp[__builtin_ctz(others)].state = State::runnable;
     }
     if (orders_memory) event.acquire();
+}
+
+void meet_whole_warp(const void* input, void* output, WarpFunction function, Site site) {
+    if (current - lane() + lanes_per_warp > thread_count)
+        fail("a matrix operation in " + text(site) + " by the block's last warp, which has fewer than 32 lanes");
+    meet_warp(~0u, input, output, function, false, site);
+}
+
+void check_shared_access(const void* address, int bytes, Site site) {
+    const auto what = [=] { return "shared address of " + std::to_string(bytes) + " bytes in " + text(site); };
+    if (uintptr_t(address) % bytes) fail("misaligned " + what());
+    const char* start = static_cast<const char*>(address);
+    for (int i = 0; i < shared_array_count; ++i) {
+        const SharedArray& array = shared_arrays[i];
+        if (start >= array.memory && start + bytes <= array.memory + array.bytes) return;
+    }
+    fail("outside the block's shared arrays: " + what());
+}
+
+void issue_copy(const PendingCopy& copy) {
+    check_shared_access(copy.shared, copy.bytes, copy.site);
+    if (uintptr_t(copy.global) % copy.bytes)
+        fail("misaligned global address of " + std::to_string(copy.bytes) + " bytes in " + text(copy.site));
+    CopyQueue& queue = copy_queues[current];
+    if (queue.end - queue.first == max_pending_copies)
+        fail("more than " + std::to_string(max_pending_copies) + " asynchronous copies of a thread under way in " +
+             text(copy.site));
+    copy_groups[current][queue.end % max_pending_copies] = queue.groups;
+    copies[current][queue.end++ % max_pending_copies] = copy;
+}
+
+void commit_copies() { ++copy_queues[current].groups; }
+
+bool take_arrived_copy(unsigned pending, PendingCopy& copy) {
+    CopyQueue& queue = copy_queues[current];
+    const unsigned oldest = queue.first % max_pending_copies;
+    if (queue.first == queue.end || queue.groups - copy_groups[current][oldest] <= pending) return false;
+    copy = copies[current][oldest];
+    ++queue.first;
+    return true;
 }
 
 void* static_shared_memory(const void* identity, size_t bytes, size_t alignment, Site site) {

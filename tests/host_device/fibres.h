@@ -39,6 +39,9 @@ using WarpFunction = void (*)(unsigned mask, const void* const* inputs, void* co
 // `orders_memory` says whether the meeting is a memory barrier too: __syncwarp is, a shuffle is not.
 void meet_warp(unsigned mask, const void* input, void* output, WarpFunction function, bool orders_memory, Site site);
 
+// The same for what takes a whole warp; a warp with fewer than 32 lanes is an error.
+void meet_whole_warp(const void* input, void* output, WarpFunction function, Site site);
+
 // This thread's position in its warp.
 int lane();
 
@@ -47,6 +50,27 @@ void* static_shared_memory(const void* identity, size_t bytes, size_t alignment,
 
 // The launch's dynamic shared memory; it comes filled with 0xff.
 void* dynamic_shared_memory(Site site);
+
+// Fails unless these bytes lie in one of the block's shared arrays, at an address that is a multiple of `bytes`.
+void check_shared_access(const void* address, int bytes, Site site);
+
+// A copy from global to shared memory that a thread has issued and not yet waited for.
+struct PendingCopy {
+    void* shared;
+    const void* global;
+    int bytes;
+    bool valid;  // else zeros are written, and nothing is read
+    Site site;
+};
+
+// Checks the addresses and remembers the copy; memory is not touched.
+void issue_copy(const PendingCopy& copy);
+
+// Makes a group, possibly an empty one, of what this thread has issued since its last commit.
+void commit_copies();
+
+// Takes the oldest copy of this thread that is in none of its `pending` newest groups; false where there is none.
+bool take_arrived_copy(unsigned pending, PendingCopy& copy);
 
 // How to run a kernel; mirrored in build.py.
 struct LaunchConfig {

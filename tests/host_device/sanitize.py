@@ -53,7 +53,14 @@ def launcher(mode: str) -> list[str]:
 TESTS = {
     "asan": ["tests", "-m", "host_device"],
     "ubsan": ["tests", "-m", "host_device"],
-    "tsan": ["tests/test_conv.py", "tests/test_traps.py", "tests/test_host_device.py", "-m", "host_device"],
+    "tsan": [
+        "tests/test_conv.py",
+        "tests/test_traps.py",
+        "tests/test_host_device.py",
+        "tests/test_tensor_core.py",
+        "-m",
+        "host_device",
+    ],
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -40,23 +40,24 @@ class CudaBackend:
         """The address of the array's first element."""
         return self.device.pointer(array)
 
+    def signature(self, arrays: Sequence[Any]) -> Hashable:
+        """What a plan depends on of arrays of this class, addresses aside."""
+        return self.device.signature(arrays)
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """An uninitialised C-ordered array."""
         return self.device.empty(shape, dtype)
 
-    def contiguous(self, array: Any) -> Any:
-        """A C-ordered copy."""
-        return self.device.convert(array, array.dtype)
+    def converted(self, array: Any, dtype: np.dtype) -> Any:
+        """A C-ordered copy in `dtype`: of the real parts where that is real."""
+        return self.device.convert(array if dtype.kind == "c" else array.real, dtype)
 
-    def run(self, plan: Plan, arrays: Mapping[str, Any]) -> None:
-        """Execute a plan; `arrays` holds its arguments and result by name."""
-        self._prepare(plan).run(self.device, arrays)
-
-    def _prepare(self, plan: Plan) -> PreparedPlan:
+    def prepare(self, plan: Plan) -> Callable[[Mapping[str, Any]], None]:
+        """A function that executes the plan on arguments and result by name."""
         # Plans are cached by planning, so identity stands for equality; the entry keeps its plan alive.
         prepared = self._prepared.get(id(plan))
         if prepared is None or prepared.plan is not plan:
-            prepared = self._prepared[id(plan)] = PreparedPlan(plan)
+            prepared = self._prepared[id(plan)] = PreparedPlan(plan, self.device)
             while len(self._prepared) > _PREPARED:
                 self._prepared.popitem(last=False)
-        return prepared
+        return prepared.run

@@ -6,12 +6,17 @@ each device, thread and stream has its own, kept in a small cache.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from math import prod
 from typing import Any
 
 import cupy
 import numpy as np
+from cupy.cuda.function import CPointer
 from cupy_backends.cuda.libs import cublas
 
 from cupyconv.backends.cuda.device import GemmArguments
@@ -25,6 +30,12 @@ _HANDLES = 16
 #: Compute in the type asked for: no 16-bit reductions in split products.
 _DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 _DEFAULT_ALGORITHM = -1
+#: Dynamic shared memory in bytes that a launch may have on every GPU without the function being told.
+_WITHOUT_ASKING = 48 << 10
+#: NVTX ranges around every call, for Nsight and its like.
+_SHOWN_TO_PROFILERS = os.environ.get("CUPYCONV_NVTX") == "1"
+
+_NOTHING_TO_DO = nullcontext()
 
 
 class CupyDevice:
@@ -33,7 +44,7 @@ class CupyDevice:
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
         self.capability = int(cupy.cuda.Device(ordinal).compute_capability)
-        self._functions: dict[Kernel, Any] = {}
+        self._functions: dict[Kernel, _LoadedKernel] = {}
         self._lock = threading.Lock()
         self._local = threading.local()
         self.model = self._model()
@@ -53,10 +64,15 @@ class CupyDevice:
         )
 
     def current(self) -> Any:
-        return cupy.cuda.Device(self.ordinal)
+        # To enter a device's context costs more than to ask, and most often there is nothing to change.
+        return _NOTHING_TO_DO if cupy.cuda.runtime.getDevice() == self.ordinal else cupy.cuda.Device(self.ordinal)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        return cupy.empty(shape, dtype)
+        return cupy.ndarray(shape, dtype)
+
+    def empty_in_graph(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        # Not of the pool, which would give the same memory to others while the graph still writes to it.
+        return cupy.ndarray(shape, dtype, cupy.cuda.malloc_async(prod(shape) * dtype.itemsize))
 
     def convert(self, array: Any, dtype: np.dtype) -> Any:
         return array.astype(dtype, order="C")
@@ -64,28 +80,44 @@ class CupyDevice:
     def pointer(self, array: Any) -> int:
         return array.data.ptr
 
-    def launch(
-        self, kernel: Kernel, grid: tuple[int, int, int], block: int, params: np.ndarray, shared_bytes: int
-    ) -> None:
-        self._function(kernel)(grid, (block, 1, 1), (params,), shared_mem=shared_bytes)
+    def signature(self, arrays: Sequence[Any]) -> Hashable:
+        return tuple([(a.dtype, a.shape, a.strides, a.data.ptr & 15, a.data.device_id) for a in arrays])
 
-    def _function(self, kernel: Kernel) -> Any:
-        function = self._functions.get(kernel)
-        if function is None:
-            with self._lock:
-                if kernel not in self._functions:
-                    module = cupy.RawModule(
-                        code=kernel_source(kernel.name), options=compile_options(kernel.macros), backend="nvrtc"
-                    )
-                    self._functions[kernel] = module.get_function(kernel.name)
-                function = self._functions[kernel]
-        return function
+    def is_capturing(self) -> bool:
+        return cupy.cuda.get_current_stream().is_capturing()
+
+    def load(self, kernel: Kernel, shared_bytes: int) -> Any:
+        with self._lock, self.current():
+            if kernel not in self._functions:
+                module = cupy.RawModule(
+                    code=kernel_source(kernel.name), options=compile_options(kernel.macros), backend="nvrtc"
+                )
+                self._functions[kernel] = _LoadedKernel(module.get_function(kernel.name))
+            return self._functions[kernel].allow(shared_bytes)
+
+    def argument(self, params: np.ndarray) -> Any:
+        # What CuPy makes of a NumPy array at each launch; `params` outlives it.
+        return (CPointer(params.ctypes.data),)
+
+    def launch(self, kernel: Any, grid: tuple[int, int, int], block: int, params: Any, shared_bytes: int) -> None:
+        kernel(grid, (block, 1, 1), params, shared_bytes)
 
     def gemm_strided_batched(self, arguments: GemmArguments) -> None:
-        stream = cupy.cuda.get_current_stream()
-        if cupy.cuda.runtime.streamIsCapturing(stream.ptr):
-            raise RuntimeError("cuBLAS calls cannot be captured in a graph through CuPy: use a method without one")
-        cublas.gemmStridedBatchedEx(self._handle(stream.ptr), *arguments, _DEFAULT_ALGORITHM)
+        stream = cupy.cuda.get_current_stream().ptr
+        cublas.gemmStridedBatchedEx(self._handle(stream), *arguments, _DEFAULT_ALGORITHM)
+
+    def annotated(self, label: str, function: Callable[[Any], None]) -> Callable[[Any], None]:
+        if not _SHOWN_TO_PROFILERS:
+            return function
+
+        def in_range(argument: Any) -> None:
+            cupy.cuda.nvtx.RangePush(f"cupyconv {label}")
+            try:
+                function(argument)
+            finally:
+                cupy.cuda.nvtx.RangePop()
+
+        return in_range
 
     def _handle(self, stream: int) -> int:
         """The current thread's handle for a stream of this device."""
@@ -99,6 +131,21 @@ class CupyDevice:
             if len(handles) > _HANDLES:
                 handles.popitem(last=False)
         return handles[stream].handle
+
+
+class _LoadedKernel:
+    """One compiled variant, and the most dynamic shared memory that a launch of it was allowed."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        self._allowed = _WITHOUT_ASKING
+
+    def allow(self, shared_bytes: int) -> Any:
+        """The function itself, without the wrapper that looks for the current device's at every launch."""
+        if shared_bytes > self._allowed:  # never lowered: other plans launch the same function
+            self._raw.max_dynamic_shared_size_bytes = shared_bytes
+            self._allowed = shared_bytes
+        return self._raw.kernel
 
 
 class _Handle:

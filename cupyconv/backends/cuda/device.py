@@ -6,6 +6,7 @@ kernels for the host.  Everything above this line is executed by every test run,
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -53,16 +54,32 @@ class Device(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """An uninitialised C-ordered array of this device's array type."""
 
+    def empty_in_graph(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """The same while a graph is captured: memory that the graph itself allocates and frees at every launch."""
+
     def convert(self, array: Any, dtype: np.dtype) -> Any:
         """`array` in another dtype, C-ordered."""
 
     def pointer(self, array: Any) -> int:
         """The address of the array's first element (index 0 along every axis)."""
 
-    def launch(
-        self, kernel: Kernel, grid: tuple[int, int, int], block: int, params: np.ndarray, shared_bytes: int
-    ) -> None:
-        """Launch a kernel whose only parameter is `params`: one element, whose bytes are passed by value."""
+    def signature(self, arrays: Sequence[Any]) -> Hashable:
+        """What the device, dtypes and layouts of arrays are: where equal, a plan for the one is a plan for the other."""
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream records a graph instead of running what it gets."""
+
+    def load(self, kernel: Kernel, shared_bytes: int) -> Any:
+        """The kernel compiled for this device, as `launch` takes it, allowed that much dynamic shared memory."""
+
+    def argument(self, params: np.ndarray) -> Any:
+        """`params`, one element of plain bytes, as `launch` takes it: by reference, read when a launch is enqueued."""
+
+    def launch(self, kernel: Any, grid: tuple[int, int, int], block: int, params: Any, shared_bytes: int) -> None:
+        """Launch what `load` gave; its only parameter is what `argument` made, passed by value."""
 
     def gemm_strided_batched(self, arguments: GemmArguments) -> None:
         """``cublasGemmStridedBatchedEx`` with the library's default algorithm."""
+
+    def annotated(self, label: str, function: Callable[[Any], None]) -> Callable[[Any], None]:
+        """`function`, shown by profilers as a range with this label; itself unless that was asked for."""

@@ -1,8 +1,13 @@
-"""Run a plan on a device: workspace, launches and GEMM calls, enqueued in order, nothing waited for."""
+"""Run a plan on a device: workspace, launches and GEMM calls, enqueued in order, nothing waited for.
+
+What does not change from call to call is done once, when a plan is prepared: kernels are loaded, parameter
+structs packed, GEMM arguments listed.  A run looks up where its buffers are and writes the addresses in.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,56 +15,79 @@ import numpy as np
 from cupyconv.backends.cuda.device import Device, GemmArguments
 from cupyconv.backends.cuda.parameters import PackedParameters
 from cupyconv.dtypes import dtype_from_name, is_complex
-from cupyconv.plan import Address, BlockLoop, GemmCall, KernelLaunch, Matrix, Plan
+from cupyconv.plan import GemmCall, KernelLaunch, Matrix, Plan, Step
 
 #: cudaDataType_t
 _DATA_TYPE = {"float32": 0, "float64": 1, "float16": 2, "complex64": 4, "complex128": 5, "bfloat16": 14}
 #: cublasComputeType_t, and the host type of alpha and beta
 _COMPUTE_TYPE = {"float32": 68, "tf32": 77, "float64": 70}
 
-_NO_TRANSPOSE, _TRANSPOSE = 0, 1
+_NO_TRANSPOSE, _TRANSPOSE, _CONJUGATE_TRANSPOSE = 0, 1, 2
+
+_BYTES = np.dtype(np.uint8)
 
 
 class PreparedPlan:
-    """A plan with its parameter structs packed: what a repeated call need not do again."""
+    """A plan with all done that a repeated call need not do again."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, device: Device) -> None:
         self.plan = plan
-        self._steps: list[_PreparedLaunch | _PreparedGemm] = []
-        for step in plan.steps:
-            assert not isinstance(step, BlockLoop)
-            self._steps.append(_PreparedLaunch(step) if isinstance(step, KernelLaunch) else _PreparedGemm(step))
+        self._device = device
+        #: A buffer's place among the addresses of a run.
+        slots: defaultdict[str, int] = defaultdict(lambda: len(slots))
+        self._steps = [_prepared_step(step, slots, device) for step in plan.steps]
+        self._buffers = tuple(slots)
+        self._conversions = tuple((c.buffer, dtype_from_name(c.target)) for c in plan.conversions)
+        self._workspace = tuple((buffer.name, (buffer.nbytes,)) for buffer in plan.workspace)
+        self._not_in_a_graph = _why_not_in_a_graph(plan)
+        self._asks_for_capture = bool(self._not_in_a_graph or plan.workspace)
+        #: Enqueues every step, given the plan's arguments and result by name.
+        self.run = device.annotated(f"{plan.method}: {plan.problem}", self._run)
 
-    def run(self, device: Device, arrays: Mapping[str, Any]) -> None:
-        """Enqueue every step; `arrays` holds the plan's arguments and result by name."""
-        converted = {
-            c.buffer: device.convert(arrays[c.buffer], dtype_from_name(c.target)) for c in self.plan.conversions
-        }
-        named = {**arrays, **converted}
-        workspace = {buffer.name: device.empty((buffer.nbytes,), np.dtype(np.uint8)) for buffer in self.plan.workspace}
-        bases = {name: device.pointer(array) for name, array in (named | workspace).items()}
-
-        def address_of(address: Address) -> int:
-            return bases[address.buffer] + address.offset
-
+    def _run(self, arrays: Mapping[str, Any]) -> None:
+        device = self._device
+        if self._asks_for_capture:
+            allocate = device.empty
+            if device.is_capturing():
+                if self._not_in_a_graph:
+                    raise RuntimeError(self._not_in_a_graph)
+                allocate = device.empty_in_graph
+            converted = {name: device.convert(arrays[name], dtype) for name, dtype in self._conversions}
+            workspace = {name: allocate(shape, _BYTES) for name, shape in self._workspace}
+            arrays = {**arrays, **converted, **workspace}
+        addresses = [device.pointer(arrays[name]) for name in self._buffers]
         for step in self._steps:
-            step.run(device, address_of)
+            step.run(device, addresses)
+
+
+def _why_not_in_a_graph(plan: Plan) -> str:
+    """Why a CUDA graph cannot capture a run of this plan; empty where it can."""
+    if any(isinstance(step, GemmCall) for step in plan.steps):
+        return "cuBLAS calls cannot be captured in a graph through CuPy: use a method without one"
+    if plan.conversions:
+        names = ", ".join(conversion.buffer for conversion in plan.conversions)
+        return (
+            f"a call that converts an argument ({names}) cannot be captured in a graph: convert it to one dtype before"
+        )
+    return ""
 
 
 class _PreparedLaunch:
     """A kernel launch with its parameter struct packed but for the addresses."""
 
-    def __init__(self, launch: KernelLaunch) -> None:
-        self.launch = launch
-        self.parameters = PackedParameters(launch)
+    def __init__(self, launch: KernelLaunch, slots: Mapping[str, int], device: Device) -> None:
+        self._kernel = device.load(launch.kernel, launch.shared_bytes)
+        self._grid, self._block, self._shared_bytes = launch.grid, launch.block, launch.shared_bytes
+        self._parameters = PackedParameters(launch, slots, device.argument)
 
-    def run(self, device: Device, address_of: Callable[[Address], int]) -> None:
-        launch = self.launch
-        device.launch(launch.kernel, launch.grid, launch.block, self.parameters.bind(address_of), launch.shared_bytes)
+    def run(self, device: Device, addresses: Sequence[int]) -> None:
+        bound = self._parameters.bind(addresses)
+        device.launch(self._kernel, self._grid, self._block, bound.argument, self._shared_bytes)
+        self._parameters.give_back(bound)
 
 
 class _PreparedGemm:
-    """A GEMM call with alpha and beta on the host, where cuBLAS reads them while it enqueues.
+    """A GEMM call listed but for its addresses; alpha and beta stay on the host, where cuBLAS reads them.
 
     A row-major call as cuBLAS, which is column-major, has it: operands swapped.
 
@@ -68,25 +96,40 @@ class _PreparedGemm:
         row-major  C[m, n] = A[m, k] B[k, n]      is, read by columns,      C'[n, m] = B'[n, k] A'[k, m]
     """
 
-    def __init__(self, call: GemmCall) -> None:
+    def __init__(self, call: GemmCall, slots: Mapping[str, int]) -> None:
         real = np.float64 if call.compute == "float64" else np.float32
-        kind = np.result_type(real, np.complex64) if is_complex(call.dtype) else np.dtype(real)
-        self.call = call
-        self._scalars = np.array([1, call.beta], kind)
-        self.alpha = self._scalars.ctypes.data
-        self.beta = self.alpha + self._scalars.itemsize
-
-    def run(self, device: Device, address_of: Callable[[Address], int]) -> None:
-        call, kind = self.call, _DATA_TYPE[self.call.dtype]
-        arguments = GemmArguments(
-            _operation(call.b), _operation(call.a), call.n, call.m, call.k,
-            self.alpha, address_of(call.b.at), kind, call.b.ld, call.b.stride,
-            address_of(call.a.at), kind, call.a.ld, call.a.stride,
-            self.beta, address_of(call.c.at), _DATA_TYPE[call.c_dtype], call.c.ld, call.c.stride,
+        dtype = np.result_type(real, np.complex64) if is_complex(call.dtype) else np.dtype(real)
+        self._scalars = np.array([call.alpha, call.beta], dtype)
+        alpha = self._scalars.ctypes.data
+        kind = _DATA_TYPE[call.dtype]
+        a, b, c = call.b, call.a, call.c
+        self._arguments = GemmArguments(
+            _operation(a), _operation(b), call.n, call.m, call.k,
+            alpha, 0, kind, a.ld, a.stride, 0, kind, b.ld, b.stride,
+            alpha + dtype.itemsize, 0, _DATA_TYPE[call.c_dtype], c.ld, c.stride,
             call.batch, _COMPUTE_TYPE[call.compute],
         )  # fmt: skip
-        device.gemm_strided_batched(arguments)
+        self._holes = [
+            (GemmArguments._fields.index(name), slots[matrix.at.buffer], matrix.at.offset)
+            for name, matrix in (("a", a), ("b", b), ("c", c))
+        ]
+
+    def run(self, device: Device, addresses: Sequence[int]) -> None:
+        arguments = list(self._arguments)
+        for place, slot, offset in self._holes:
+            arguments[place] = addresses[slot] + offset
+        device.gemm_strided_batched(GemmArguments._make(arguments))
+
+
+def _prepared_step(step: Step, slots: Mapping[str, int], device: Device) -> _PreparedLaunch | _PreparedGemm:
+    if isinstance(step, KernelLaunch):
+        return _PreparedLaunch(step, slots, device)
+    assert isinstance(step, GemmCall)
+    return _PreparedGemm(step, slots)
 
 
 def _operation(matrix: Matrix) -> int:
+    if matrix.conjugated:
+        assert matrix.transposed
+        return _CONJUGATE_TRANSPOSE
     return _TRANSPOSE if matrix.transposed else _NO_TRANSPOSE

@@ -1,17 +1,17 @@
 """The C++ parameter structs of the kernels, mirrored as NumPy dtypes.
 
-A test holds size and every offset against what the compilers say.  ``pack`` turns a launch's values
-into bytes once; ``bind`` copies them and writes the addresses of a call's arrays in.
+A test holds size and every offset against what the compilers say.  A launch's values become bytes once,
+`PackedParameters`; every call writes the addresses of its arrays in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from cupyconv.plan import MAX_SOURCES, Address, KernelLaunch
+from cupyconv.plan import MAX_MERGED, MAX_SOURCES, Address, KernelLaunch
 
 POINTER, INT64, INT32, FLOAT64 = np.uint64, np.int64, np.int32, np.float64
 
@@ -25,11 +25,13 @@ def _struct(**fields: Any) -> np.dtype:
 IMAGE = _struct(data=POINTER, stride_n=INT64, stride_c=INT64, stride=(INT64, 3))
 SOURCE = _struct(image=IMAGE, first=INT32, channels=INT32)
 SOURCES = _struct(table=(SOURCE, MAX_SOURCES), count=INT32)
+MERGE_SOURCE = _struct(data=POINTER, stride_n=INT64, stride_c=INT64, channels=INT32)
 WINDOWS = _struct(
     size=(INT64, 3), out=(INT64, 3), kernel=(INT32, 3), stride=(INT32, 3), before=(INT32, 3), dilation=(INT32, 3),
     padding_mode=INT32,
 )  # fmt: skip
-EPILOGUE = _struct(bias=POINTER, residual=IMAGE, alpha=FLOAT64, beta=FLOAT64, activation=INT32)
+ADJOINT = _struct(end=(INT64, 3), tap_step=(INT32, 3), window_step=(INT32, 3))
+EPILOGUE = _struct(bias=POINTER, residual=IMAGE, pre=POINTER, alpha=FLOAT64, beta=FLOAT64, activation=INT32)
 
 _CONVOLUTION = _struct(
     sources=SOURCES, windows=WINDOWS, weight=IMAGE, out=IMAGE, epilogue=EPILOGUE, batch=INT64, groups=INT32,
@@ -39,46 +41,102 @@ _CONVOLUTION = _struct(
 #: Kernel name -> its one parameter.
 PARAMETERS = {
     "merge": _struct(
-        sources=SOURCES, weight=POINTER, weight_stride_o=INT64, weight_stride_c=INT64, out=IMAGE, epilogue=EPILOGUE,
+        sources=(MERGE_SOURCE, MAX_MERGED), weight=POINTER, weight_stride_o=INT64, weight_stride_c=INT64, out=IMAGE, epilogue=EPILOGUE,
         batch=INT64, pixels=INT64, in_channels=INT32, out_channels=INT32,
     ),
     "direct": _CONVOLUTION,
-    "depthwise": _CONVOLUTION,
+    "depthwise": _struct(
+        sources=SOURCES, windows=WINDOWS, weight=IMAGE, out=IMAGE, epilogue=EPILOGUE, batch=INT64, outputs=INT32,
+        multiplier=INT32, channel_lanes=INT32,
+    ),
     "im2col": _struct(
         sources=SOURCES, windows=WINDOWS, columns=POINTER, stride_n=INT64, stride_row=INT64, stride_pixel=INT64, batch=INT64,
-        first_pixel=INT64, pixels=INT64, channels=INT32,
+        first_pixel=INT64, pixels=INT64, squares=INT32, channel_lanes=INT32,
     ),
-    "col2im": _struct(columns=IMAGE, windows=WINDOWS, out=IMAGE, batch=INT64, channels=INT32),
+    "pack_weight": _struct(
+        sources=SOURCES, weight=IMAGE, packed=POINTER, stride_m=INT64, stride_k=INT64, kernel=(INT32, 3), groups=INT32,
+        group_channels=INT32, group_outputs=INT32, granule=INT32, block=INT32, blocks=INT32, rows=INT32, channels=INT32,
+    ),
+    "implicit_gemm": _struct(
+        sources=SOURCES, windows=WINDOWS, weight=POINTER, out=IMAGE, plane=INT64, epilogue=EPILOGUE, pixels=INT64,
+        groups=INT32, group_channels=INT32, group_outputs=INT32, blocks=INT32, rows=INT32, tiles_m=INT32, splits=INT32,
+        a_split=INT32,
+    ),
+    "col2im": _struct(
+        columns=IMAGE, windows=WINDOWS, adjoint=ADJOINT, out=IMAGE, epilogue=EPILOGUE, batch=INT64, imaginary=INT64,
+        channels=INT32, conjugated=INT32,
+    ),
+    "transposed": _struct(
+        sources=SOURCES, windows=WINDOWS, adjoint=ADJOINT, weight=IMAGE, out=IMAGE, epilogue=EPILOGUE, batch=INT64,
+        groups=INT32, group_channels=INT32, group_outputs=INT32, first=INT32, channels=INT32, conjugated=INT32,
+    ),
+    "weight_gradient": _struct(
+        sources=SOURCES, windows=WINDOWS, grad=IMAGE, sums=POINTER, plane=INT64, batch=INT64, a_part=INT64, groups=INT32,
+        group_channels=INT32, group_outputs=INT32,
+    ),
+    "max_pool": _struct(x=IMAGE, windows=WINDOWS, out=IMAGE, batch=INT64, nothing=FLOAT64, channels=INT32, lanes=INT32),
+    "max_pool_gradient": _struct(
+        x=IMAGE, y=IMAGE, grad=IMAGE, windows=WINDOWS, out=IMAGE, batch=INT64, channels=INT32, lanes=INT32
+    ),
     "epilogue": _struct(
-        sums=POINTER, sums_stride_n=INT64, sums_stride_o=INT64, sums_stride_p=INT64, imaginary=INT64, out=IMAGE,
-        epilogue=EPILOGUE, size=(INT64, 3), batch=INT64, first_pixel=INT64, pixels=INT64, channels=INT32,
+        sums=POINTER, sums_stride_n=INT64, sums_stride_o=INT64, sums_stride_p=INT64, imaginary=INT64, plane=INT64, out=IMAGE,
+        epilogue=EPILOGUE, size=(INT64, 3), batch=INT64, first_pixel=INT64, pixels=INT64, channels=INT32, planes=INT32,
+        along_channels=INT32, sums_packed=INT32, bias_packed=INT32, residual_packed=INT32,
+    ),
+    "epilogue_grad": _struct(
+        grad=IMAGE, saved=IMAGE, out=IMAGE, partial=POINTER, alpha=FLOAT64, beta=FLOAT64, size=(INT64, 3), batch=INT64,
+        pixels=INT64, activation=INT32, channels=INT32, lanes=INT32,
     ),
 }  # fmt: skip
 
 
-class PackedParameters:
-    """A launch's parameter struct with holes where addresses go."""
+class BoundParameters:
+    """A parameter struct in memory of its own, and what a device launches with it."""
 
-    def __init__(self, launch: KernelLaunch) -> None:
+    __slots__ = ("argument", "params", "words")
+
+    def __init__(self, template: np.ndarray, argument_of: Callable[[np.ndarray], Any]) -> None:
+        # Plain bytes, because NumPy would describe a nested struct to CuPy, which takes longer than a launch.
+        self.params = template.copy().view(np.dtype((np.void, template.nbytes)))
+        self.words = memoryview(self.params.view(np.uint64))  # type: ignore[arg-type]
+        self.argument = argument_of(self.params)
+
+
+class PackedParameters:
+    """A launch's parameter struct with holes where addresses go.
+
+    A launch copies its parameters as it is enqueued, so their memory serves again, but one launch at a time:
+    `bind` hands out memory that no other thread has, and `give_back` takes it once the launch is enqueued.
+    """
+
+    def __init__(
+        self, launch: KernelLaunch, slots: Mapping[str, int], argument_of: Callable[[np.ndarray], Any]
+    ) -> None:
         dtype = PARAMETERS[launch.kernel.name]
         assert dtype.names == tuple(name for name, _ in launch.params), f"fields of {launch.kernel.name} disagree"
-        template = np.zeros((), dtype)
-        self._holes: list[tuple[int, Address]] = []  # byte offset, what goes there
-        self._fill(template, 0, tuple(value for _, value in launch.params))
         assert dtype.itemsize % 8 == 0, "every struct is a whole number of 8-byte words"
-        self._words = template.reshape(1).view(np.uint64)
-        self._bytes = np.dtype((np.void, dtype.itemsize))
+        template = np.zeros((), dtype)
+        self._addresses: list[tuple[int, Address]] = []  # byte offset, what goes there
+        self._fill(template, 0, tuple(value for _, value in launch.params))
+        self._holes = [(at // 8, slots[address.buffer], address.offset) for at, address in self._addresses]
+        self._template = template.reshape(1).view(np.uint64)
+        self._argument_of = argument_of
+        self._free: list[BoundParameters] = []
 
-    def bind(self, address_of: Callable[[Address], int]) -> np.ndarray:
-        """The struct with addresses filled in, as one element of plain bytes.
+    def bind(self, addresses: Sequence[int]) -> BoundParameters:
+        """The struct with the addresses of a run's buffers, by slot, filled in."""
+        try:
+            bound = self._free.pop()
+        except IndexError:
+            bound = BoundParameters(self._template, self._argument_of)
+        words = bound.words
+        for word, slot, offset in self._holes:
+            words[word] = addresses[slot] + offset
+        return bound
 
-        A fresh copy, so that threads may share the template.  Bytes, because NumPy would describe a
-        nested struct to CuPy anew at every launch, which takes longer than the launch.
-        """
-        words = self._words.copy()
-        for at, address in self._holes:
-            words[at // 8] = address_of(address)
-        return words.view(self._bytes)
+    def give_back(self, bound: BoundParameters) -> None:
+        """The launch of what `bind` gave is enqueued."""
+        self._free.append(bound)
 
     def _fill(self, struct: np.ndarray, base: int, values: tuple[Any, ...]) -> None:
         assert struct.dtype.names is not None and struct.dtype.fields is not None
@@ -88,7 +146,7 @@ class PackedParameters:
 
     def _fill_field(self, struct: np.ndarray, name: str, field: np.dtype, at: int, value: Any) -> None:
         if isinstance(value, Address):
-            self._holes.append((at, value))
+            self._addresses.append((at, value))
         elif value is None:
             struct[name] = 0
         elif field.names is not None:

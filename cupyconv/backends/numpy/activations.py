@@ -1,4 +1,4 @@
-"""The activation table of ``cupyconv.activations`` on NumPy arrays, in place."""
+"""The activation table of ``cupyconv.activations`` on NumPy arrays: functions, in place, and their derivatives."""
 
 from __future__ import annotations
 
@@ -88,4 +88,96 @@ _FUNCTIONS: dict[str, Callable[[np.ndarray, np.floating, np.floating], object]] 
     "silu": lambda v, *_: np.multiply(v, _sigmoid(v), out=v),
     "mish": lambda v, *_: np.multiply(v, np.tanh(_softplus(v)), out=v),
     "softplus": lambda v, *_: np.copyto(v, _softplus(v)),
+}
+
+
+def derivative(saved: np.ndarray, activation: Activation) -> np.ndarray:
+    """f' at the pre-activation, or from the result where that tells it (`derivative_from_result`).
+
+    An array of bool stands for ones and zeros.  Where a function bends, the flat or the left side counts.
+    """
+    return _DERIVATIVES[activation.name](saved, saved.dtype.type(activation.alpha), saved.dtype.type(activation.beta))
+
+
+def _between(v: np.ndarray, low: Any, high: Any) -> np.ndarray:
+    inside = v > low
+    inside &= v < high
+    return inside
+
+
+def _hardswish_derivative(v: np.ndarray, *_: object) -> np.ndarray:
+    result = _gate(v, 1 / 6, 0.5)
+    np.add(result, v * v.dtype.type(1 / 6), out=result, where=_between(v, -3, 3))
+    return result
+
+
+def _elu_derivative(v: np.ndarray, alpha: np.floating, _: object) -> np.ndarray:
+    result = np.exp(np.minimum(v, 0))
+    result *= alpha
+    result[v > 0] = 1
+    return result
+
+
+def _gelu_derivative(v: np.ndarray, *_: object) -> np.ndarray:
+    density = v * v
+    density *= v.dtype.type(-0.5)
+    np.exp(density, out=density)
+    density *= v
+    density *= v.dtype.type(1 / math.sqrt(2 * math.pi))
+    result = _erf()(v * v.dtype.type(math.sqrt(0.5)))
+    result += 1
+    result *= v.dtype.type(0.5)
+    result += density
+    return result
+
+
+def _gelu_tanh_derivative(v: np.ndarray, *_: object) -> np.ndarray:
+    v = np.clip(v, -10, 10)  # flat beyond, where the cube would overflow
+    scale, square = v.dtype.type(math.sqrt(8 / math.pi)), v * v
+    square *= v.dtype.type(0.044715)
+    inner = v * scale * (1 + square)
+    square *= 3
+    square += 1
+    square *= v
+    square *= scale
+    # (1 + tanh u) / 2 is sigmoid(2 u), which keeps its digits where tanh nears -1, and sigmoid(-2 u) at 1.
+    square *= _sigmoid(-inner)
+    square += 1
+    square *= _sigmoid(inner)
+    return square
+
+
+def _silu_derivative(v: np.ndarray, *_: object) -> np.ndarray:
+    gate = _sigmoid(v)
+    result = 1 - gate
+    result *= v
+    result += 1
+    result *= gate
+    return result
+
+
+def _mish_derivative(v: np.ndarray, *_: object) -> np.ndarray:
+    t = np.tanh(_softplus(v))
+    result = 1 - t * t
+    result *= v
+    result *= _sigmoid(v)
+    result += t
+    return result
+
+
+_DERIVATIVES: dict[str, Callable[[np.ndarray, np.floating, np.floating], np.ndarray]] = {
+    "relu": lambda y, *_: y > 0,
+    "relu6": lambda v, *_: _between(v, 0, 6),
+    "leaky_relu": lambda v, alpha, _: np.where(v > 0, v.dtype.type(1), alpha),
+    "clip": _between,
+    "elu": _elu_derivative,
+    "sigmoid": lambda y, *_: y * (1 - y),
+    "hard_sigmoid": lambda v, alpha, beta: _between(v * alpha + beta, 0, 1) * alpha,
+    "hardswish": _hardswish_derivative,
+    "tanh": lambda y, *_: 1 - y * y,
+    "gelu": _gelu_derivative,
+    "gelu_tanh": _gelu_tanh_derivative,
+    "silu": _silu_derivative,
+    "mish": _mish_derivative,
+    "softplus": lambda v, *_: _sigmoid(v),
 }

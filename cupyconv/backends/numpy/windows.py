@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -106,20 +107,27 @@ def tile_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[int,
     return size, boxes(windows, [range(extent) for extent in size], (1, 1, 1), offsets)
 
 
-def windows_of_tile(windows: Windows, tile: np.ndarray, out_size: Sequence[int]) -> np.ndarray:
-    """A view (c, kd, kh, kw, n, d, h, w) of all windows in a tile (c, n, depth, height, width)."""
-    c, n, *spatial = tile.strides
+def windows_of_tile(
+    windows: Windows, tile: tuple[int, ...], out_size: Sequence[int], itemsize: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of a view (c, kd, kh, kw, n, d, h, w) of all windows in a C-ordered tile (c, n, d, h, w)."""
+    c, n, *spatial = (prod(tile[axis + 1 :]) * itemsize for axis in range(5))
     taps = [step * gap for step, gap in zip(spatial, windows.dilation)]
     moves = [step * stride for step, stride in zip(spatial, windows.stride)]
-    shape = (tile.shape[0], *windows.kernel, tile.shape[1], *out_size)
-    return np.lib.stride_tricks.as_strided(tile, shape, (c, *taps, n, *moves), writeable=False)
+    return (tile[0], *windows.kernel, tile[1], *out_size), (c, *taps, n, *moves)
+
+
+def five_axes(image: np.ndarray) -> np.ndarray:
+    """A view (n, c, d, h, w): axes of length 1 in front of the spatial ones."""
+    if image.ndim == 4:
+        return image[:, :, None]
+    return image.reshape(*image.shape[:2], *(1,) * (5 - image.ndim), *image.shape[2:])
 
 
 def read(image: np.ndarray, elements: Sequence[Elements]) -> np.ndarray:
     """The elements of the last three axes: a view where they are slices, a gather of a border else."""
-    boxed: tuple[Any, ...] = (..., *elements)
-    if all(type(element) is slice for element in elements):
-        return image[boxed]
+    if slice is type(elements[0]) is type(elements[1]) is type(elements[2]):
+        return image[(..., *elements)]
     # Cut to what is needed along every axis first, so that no gather is larger than that.
     cut: list[Any] = [e if isinstance(e, slice) else slice(int(e.min()), int(e.max()) + 1) for e in elements]
     image = image[(..., *cut)]
@@ -129,3 +137,19 @@ def read(image: np.ndarray, elements: Sequence[Elements]) -> np.ndarray:
             index[axis] = element - element.min()
             image = image[(..., *index)]
     return image
+
+
+def add(image: np.ndarray, elements: Sequence[Elements], values: np.ndarray) -> None:
+    """The adjoint of `read`: each value is added to the element that it would have been read from."""
+    cut: list[Any] = [e if isinstance(e, slice) else slice(int(e.min()), int(e.max()) + 1) for e in elements]
+    for axis, element in enumerate(elements, start=values.ndim - 3):
+        if isinstance(element, slice):
+            continue
+        # Several values may belong to one element: they are brought together along this axis first.
+        shape = (*values.shape[:axis], int(element.max() - element.min()) + 1, *values.shape[axis + 1 :])
+        together = np.zeros(shape, values.dtype)
+        gathered, spread = np.moveaxis(values, axis, 0), np.moveaxis(together, axis, 0)
+        for one, index in zip(gathered, element - element.min()):
+            spread[index] += one
+        values = together
+    image[(..., *cut)] += values

@@ -1,0 +1,288 @@
+"""The gradient of a weight: for every block of pixels, the gradient that arrives times what the windows read.
+
+::
+
+    dW [g, O_g, K_g]   +=   grad [g, O_g, pixels]   x   columns [g, K_g, pixels]'
+
+Each thread adds up a run of consecutive blocks, and the threads' sums are added in order: the same bits for the
+same number of threads.  A complex input enters conjugated: grad conj(x) = conj(conj(grad) x), so that
+what is conjugated is a copy of `grad` and the sums.  Where one factor alone is complex, its real and imaginary
+parts are multiplied apart.
+
+*Shared columns* are a fraction of the columns: along the outermost axis of the kernel, the taps' columns are the
+same rows of pixels, each beginning further on, so they are written once and a product is taken for each of these taps.
+
+::
+
+    columns for kh = 0      row 0   row 1   row 2   row 3          with pixels in the order (h, samples, d, w)
+                    1               row 1   row 2   row 3   row 4  a tap's columns are one matrix, rows apart;
+                    2                       row 2   row 3   ...    with a stride, rows of one residue are
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from cupyconv.backends.numpy.blocks import (
+    Block,
+    Inputs,
+    Scratch,
+    are_kept,
+    columns_of,
+    cut_into_blocks,
+    read_regions,
+    tile_of,
+    windows_of,
+)
+from cupyconv.backends.numpy.windows import five_axes
+from cupyconv.dtypes import dtype_from_name, is_complex, real_part
+from cupyconv.geometry import ConvGeometry
+from cupyconv.plan import WeightGradientLoop
+
+#: Outputs below which a product is taken transposed, where that makes it taller than wide: BLAS is faster at it.
+_MANY_OUTPUTS = 128
+
+
+#: Bytes of channels that all taps of a depthwise kernel go through, one after the other.
+_CACHED = 512 << 10
+
+
+class WeightGradient:
+    """What all runs of a plan's step have in common."""
+
+    def __init__(self, loop: WeightGradientLoop) -> None:
+        geometry = loop.geometry
+        assert isinstance(geometry, ConvGeometry)
+        self.plan, self.geometry = loop, geometry
+        self.conjugates = is_complex(loop.x_dtype)
+        self.splits_x = self.conjugates and not is_complex(loop.weight_dtype)
+        self.splits_grad = is_complex(loop.weight_dtype) and not self.conjugates
+        self.sums_dtype = dtype_from_name(loop.dtype)
+        #: Of the factors of a product, parts where one is taken apart.
+        self.x_dtype = dtype_from_name(real_part(loop.x_dtype) if self.splits_x else loop.x_dtype)
+        self.grad_dtype = dtype_from_name(real_part(loop.weight_dtype) if self.splits_grad else loop.weight_dtype)
+        self.body = {
+            "columns": _Run.columns_and_product, "shared columns": _Run.product_of_shared_columns,
+            "view": _Run.product_of_views,
+            "taps": _Run.product_a_tap, "multiplied taps": _Run.multiplied_taps,
+        }[loop.body]  # fmt: skip
+        self.shares_columns = loop.body == "shared columns"
+        self._kept = tuple(cut_into_blocks(loop, self.x_dtype.itemsize)) if are_kept(loop) else None
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        """Compute the gradient; arguments and result are given by name."""
+        run, threads = _Run(self, arrays), self.plan.threads
+        blocks = iter(cut_into_blocks(self.plan, self.x_dtype.itemsize) if self._kept is None else self._kept)
+        if threads == 1:
+            run.finish([run.sum_over(blocks, run.new_sums(0))])
+            return
+        share = -(-self.plan.blocks // threads)
+        shares = [list(islice(blocks, share)) for _ in range(threads)]
+        with ThreadPoolExecutor(threads) as pool:
+            run.finish(list(pool.map(run.sum_in_thread, shares, map(run.new_sums, range(threads)))))
+
+
+class _Run:
+    """One run: its arrays, brought to five axes, and what its blocks share."""
+
+    def __init__(self, loop: WeightGradient, arrays: Mapping[str, Any]) -> None:
+        self.loop, self.plan, self.geometry = loop, loop.plan, loop.geometry
+        plan, geometry = loop.plan, loop.geometry
+        inputs = [
+            (five_axes(arrays[name]), slice(first, first + channels))
+            for name, first, channels in zip(plan.inputs, geometry.channel_offsets, geometry.channels)
+        ]
+        #: The factors, or their real and imaginary parts.
+        self.xs: Sequence[Inputs] = (
+            [[(part(x), channels) for x, channels in inputs] for part in (_real, _imaginary)]
+            if loop.splits_x
+            else [inputs]
+        )
+        grad = five_axes(arrays["grad"])
+        self.grads = [_real(grad), _imaginary(grad)] if loop.splits_grad else [grad]
+        self._rows = slice(plan.first_row, plan.first_row + plan.rows)
+        out = arrays["out"]
+        #: (groups, outputs of a group, channels of a group, *kernel): these outputs of the result.
+        self._out = out.reshape(geometry.groups, geometry.group_outputs, *out.shape[1:])[:, self._rows]
+        self._scratch = Scratch(loop.x_dtype, plan.blocks)
+        self._grad_scratch = [Scratch(loop.grad_dtype, plan.blocks) for _ in self.grads]
+        self._product_scratch = Scratch(np.result_type(loop.x_dtype, loop.grad_dtype), plan.blocks)
+
+    # Sums, (groups, rows, K_g).
+
+    def new_sums(self, thread: int) -> np.ndarray:
+        """Where a thread keeps its sums, uninitialised."""
+        shape = self.geometry.groups, self.plan.rows, self.geometry.reduction
+        if thread == 0 and self.plan.in_place:
+            return self._out.reshape(shape)
+        return np.empty(shape, self.loop.sums_dtype)
+
+    def sum_over(self, blocks: Iterable[Block], sums: np.ndarray) -> np.ndarray:
+        """Add up these blocks."""
+        parts = [sums.real, sums.imag] if len(self.xs) + len(self.grads) > 2 else [sums]
+        is_first = True
+        for block in blocks:
+            grads = [self._grad(block, i) for i in range(len(self.grads))]
+            for i, inputs in enumerate(self.xs):
+                # One of the factors at most has two parts.
+                targets = parts[i : i + len(grads)]
+                self.loop.body(self, block, inputs, grads, targets, is_first)
+            is_first = False
+        if is_first:
+            sums.fill(0)
+        return sums
+
+    def sum_in_thread(self, blocks: Iterable[Block], sums: np.ndarray) -> np.ndarray:
+        with np.errstate(all="ignore"):  # of the thread
+            return self.sum_over(blocks, sums)
+
+    def finish(self, sums: list[np.ndarray]) -> None:
+        """Add the threads' sums in order and store them."""
+        total = sums[0]
+        for others in sums[1:]:
+            total += others
+        if self.loop.conjugates:
+            np.conjugate(total, out=total)
+        if not self.plan.in_place:
+            self._out[...] = total.reshape(self._out.shape)
+
+    # Five ways to the sums of a block.
+
+    def columns_and_product(
+        self, block: Block, inputs: Inputs, grads: list[np.ndarray], sums: list[np.ndarray], is_first: bool
+    ) -> None:
+        geometry = self.geometry
+        columns = columns_of(inputs, block, self._scratch)
+        columns = columns.reshape(geometry.groups, geometry.reduction, block.area)
+        for grad, target in zip(grads, sums):
+            self._add_product(grad, columns, target, is_first)
+
+    def product_of_shared_columns(
+        self, block: Block, inputs: Inputs, grads: list[np.ndarray], sums: list[np.ndarray], is_first: bool
+    ) -> None:
+        geometry, axis = self.geometry, self.geometry.outermost
+        image, tile = tile_of(inputs, block, self._scratch), block.tile
+        stride, rows = geometry.stride[axis], block.size[1 + axis]
+        a_row = block.area // rows
+        offsets = [t * geometry.dilation[axis] for t in range(geometry.kernel[axis])]
+        # Axes of all windows, (c, kd, kh, kw, n, d, h, w), in another order: the outermost before the samples.
+        order = [0, *(1 + a for a in range(3) if a != axis), 5 + axis, 4, *(5 + a for a in range(3) if a != axis)]
+        strides = [tile.windows_strides[a] for a in order]
+        shape = [tile.windows_shape[a] for a in order]
+        by_residue = {}
+        for residue in {offset % stride for offset in offsets}:
+            shape[3] = rows + max(offset // stride for offset in offsets if offset % stride == residue)
+            part = np.ndarray(shape, image.dtype, image, residue * image.strides[2 + axis], strides)
+            if not (part[0].size == part[0, 0, 0].size and part[0, 0, 0].flags.c_contiguous):
+                copy = self._scratch.array(f"columns {residue}", tuple(shape))
+                copy[...] = part
+                part = copy
+            by_residue[residue] = part.reshape(geometry.groups, -1, shape[3] * a_row)
+        for t, offset in enumerate(offsets):
+            first = offset // stride * a_row
+            columns = by_residue[offset % stride][:, :, first : first + block.area]
+            for grad, target in zip(grads, sums):
+                by_tap = target.reshape(*target.shape[:2], geometry.group_channels, *geometry.kernel)
+                self._add_product(grad, columns, _at(by_tap, 3 + axis, t), is_first)
+
+    def product_of_views(
+        self, block: Block, inputs: Inputs, grads: list[np.ndarray], sums: list[np.ndarray], is_first: bool
+    ) -> None:
+        for x, channels in inputs:
+            view = block.of(x)[0]
+            if len(inputs) == 1:
+                view, channels = view.reshape(self.geometry.groups, -1, block.area), slice(None)
+            else:
+                view = view.reshape(1, -1, block.area)
+            for grad, target in zip(grads, sums):
+                self._add_product(grad, view, target[:, :, channels], is_first)
+
+    def product_a_tap(
+        self, block: Block, inputs: Inputs, grads: list[np.ndarray], sums: list[np.ndarray], is_first: bool
+    ) -> None:
+        """A product for each tap: no columns but one tap's."""
+        geometry = self.geometry
+        columns = self._scratch.array("columns", (geometry.in_channels, *block.size))
+        for t, regions in enumerate(block.taps):
+            read_regions(inputs, regions, block, columns)
+            matrices = columns.reshape(geometry.groups, geometry.group_channels, block.area)
+            for grad, target in zip(grads, sums):
+                self._add_product(grad, matrices, target[:, :, t :: geometry.taps], is_first)
+
+    def multiplied_taps(
+        self, block: Block, inputs: Inputs, grads: list[np.ndarray], sums: list[np.ndarray], is_first: bool
+    ) -> None:
+        """Depthwise: what a tap reads, times the gradient, summed; a matrix product would be a vector's."""
+        windows = windows_of(inputs, block, self._scratch)
+        channels = windows.shape[0]
+        some = max(1, _CACHED * channels // (prod(block.tile.shape) * windows.itemsize))
+        for grad, target in zip(grads, sums):
+            factor = grad.reshape(*grad.shape[:2], *block.size)
+            for first in range(0, channels, some):
+                part = slice(first, first + some)
+                for t, tap in enumerate(np.ndindex(*self.geometry.kernel)):
+                    product = np.einsum("cndhw,cmndhw->cm", windows[(part, *tap)], factor[part])
+                    if is_first:
+                        target[part, :, t] = product
+                    else:
+                        target[part, :, t] += product
+
+    def _grad(self, block: Block, part: int) -> np.ndarray:
+        """These outputs of the block's gradient: (groups, rows, pixels)."""
+        geometry = self.geometry
+        grad = block.of(self.grads[part]).swapaxes(0, 1)
+        before = block.size[:1]  # axes that the pixels' order would have to be changed for
+        if self.loop.shares_columns:  # (o, outermost axis of the kernel, n, other axes)
+            grad = np.moveaxis(grad, 2 + geometry.outermost, 1)
+            before = block.size[: 1 + geometry.outermost]
+        if not (self.plan.grad_in_place and prod(before) == 1):
+            copy = self._grad_scratch[part].array("grad", grad.shape)
+            if self.loop.conjugates:
+                np.conjugate(grad, out=copy)
+            else:
+                copy[...] = grad
+            grad = copy
+        return grad.reshape(geometry.groups, geometry.group_outputs, block.area)[:, self._rows]
+
+    def _add_product(self, grad: np.ndarray, columns: np.ndarray, sums: np.ndarray, is_first: bool) -> None:
+        """sums (+)= grad columns', a piece of the outputs at a time; `sums` may have the rows' axes apart."""
+        transposed = columns.swapaxes(1, 2)
+        swaps = self.geometry.group_outputs < min(_MANY_OUTPUTS, columns.shape[1])
+        for first in range(0, sums.shape[1], self.plan.piece):
+            piece = slice(first, first + self.plan.piece)
+            target = sums[:, piece]
+            if is_first and target.ndim == 3 and target.strides[-1] == target.itemsize:
+                np.matmul(grad[:, piece], transposed, out=target)
+                continue
+            shape = (*target.shape[:2], columns.shape[1])
+            if swaps:
+                product = self._product_scratch.array("product", (shape[0], shape[2], shape[1])).swapaxes(1, 2)
+                np.matmul(columns, grad[:, piece].swapaxes(1, 2), out=product.swapaxes(1, 2))
+            else:
+                product = self._product_scratch.array("product", shape)
+                np.matmul(grad[:, piece], transposed, out=product)
+            if is_first:
+                target[...] = product.reshape(target.shape)
+            else:
+                target += product.reshape(target.shape)
+
+
+def _at(array: np.ndarray, axis: int, place: int) -> np.ndarray:
+    """A view at a place along one axis."""
+    index: list[Any] = [slice(None)] * axis
+    return array[(*index, place)]
+
+
+def _real(x: np.ndarray) -> np.ndarray:
+    return x.real
+
+
+def _imaginary(x: np.ndarray) -> np.ndarray:
+    """The imaginary parts; of a real array zeros that take no memory."""
+    return x.imag if x.dtype.kind == "c" else np.broadcast_to(x.dtype.type(0), x.shape)

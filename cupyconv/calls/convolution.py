@@ -1,0 +1,117 @@
+"""The arguments of `conv` and `linmerge`, checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupyconv.activations import derivative_from_result, resolve_activation
+from cupyconv.axes import Axes
+from cupyconv.calls.call import (
+    Arrays,
+    Call,
+    copied,
+    describe,
+    describe_result,
+    machine_for,
+    named_inputs,
+    owner,
+    present,
+    shapes_of,
+    widened,
+)
+from cupyconv.dispatch import Backend
+from cupyconv.dtypes import operand_dtypes, promote
+from cupyconv.geometry import ConvGeometry, conv_geometry, pointwise_geometry
+from cupyconv.operands import is_channels_last
+from cupyconv.planning import plan_conv
+from cupyconv.planning.request import ConvRequest, check_method
+from cupyconv.prepared import Result
+from cupyconv.settings import current_settings
+
+
+def prepare_conv(
+    x: Any, weight: Any, bias: Any = None, *, stride: Any = 1, padding: Any = 0, padding_mode: str = "constant",
+    dilation: Any = 1, groups: Any = 1, activation: Any = None, residual: Any = None, prologue: Any = None,
+    method: str = "auto", out: Any = None, saving: bool = False, on: str | None = None,
+) -> Call:  # fmt: skip
+    """Check the arguments of `conv`; `saving` asks for a list of results, as `_conv_call` says."""
+    xs = named_inputs("x", x)
+    arrays = present({**xs, "weight": weight}, bias=bias, residual=residual, out=out)
+    backend = owner(arrays)
+    batched = not all(array.ndim == weight.ndim - 1 for array in xs.values())
+    geometry = conv_geometry(
+        shapes_of(xs), tuple(weight.shape), batched=batched, stride=stride, padding=padding, padding_mode=padding_mode,
+        dilation=dilation, groups=groups,
+    )  # fmt: skip
+    axes = Axes(batched, geometry.rank)
+    spatial = geometry.spatial(geometry.out_size)
+    return _conv_call(backend, geometry, axes, spatial, list(xs), arrays, activation, prologue, method, saving, on)
+
+
+def prepare_linmerge(
+    xs: Any, weight: Any, bias: Any = None, *, activation: Any = None, residual: Any = None, prologue: Any = None,
+    method: str = "auto", out: Any = None, saving: bool = False, on: str | None = None,
+) -> Call:  # fmt: skip
+    """Check the arguments of `linmerge`; `saving` as for `prepare_conv`."""
+    inputs = named_inputs("xs", xs)
+    arrays = present({**inputs, "weight": weight}, bias=bias, residual=residual, out=out)
+    backend = owner(arrays)
+    geometry = pointwise_geometry(shapes_of(inputs), tuple(weight.shape))
+    spatial = tuple(next(iter(inputs.values())).shape[2:])
+    axes = Axes(True, len(spatial))
+    return _conv_call(backend, geometry, axes, spatial, list(inputs), arrays, activation, prologue, method, saving, on)
+
+
+def _conv_call(
+    backend: Backend, geometry: ConvGeometry, axes: Axes, spatial: tuple[int, ...], inputs: list[str],
+    arrays: dict[str, Any], activation: Any, prologue: Any, method: str, saving: bool,
+    on: str | None,
+) -> Call:  # fmt: skip
+    """The common part of `conv` and `linmerge`: everything but the geometry.
+
+    Where `saving`, the results are a list, whose last is what the derivative of the activation is worked out
+    from: the one result, or the pre-activation beside it.
+    """
+    xs, weight = [arrays[name] for name in inputs], arrays["weight"]
+    check_method(method)
+    if prologue is not None:
+        raise ValueError("prologue is not in this version: apply scale, shift and activation to x first")
+    dtype = promote(*(x.dtype for x in xs), weight.dtype)
+    resolved = resolve_activation(activation)
+    if resolved and dtype.kind == "c":
+        raise TypeError(f"activation {resolved} is not defined for the complex result, {dtype.name}")
+    shape = axes.shape(geometry.batch, geometry.out_channels, spatial)
+    check_addend(arrays, "bias", (geometry.out_channels,), dtype)
+    check_addend(arrays, "residual", shape, dtype)
+    channels_last = all(is_channels_last(x.shape, x.strides, x.dtype.itemsize, int(axes.batched)) for x in xs)
+    result = Result("out", shape, dtype, channels_last)
+    keeps_pre = saving and resolved and not derivative_from_result(resolved)
+    pre = result._replace(name="pre")
+    x_dtype, weight_dtype = operand_dtypes([x.dtype for x in xs], weight.dtype, dtype)
+    settings = current_settings()
+    request = ConvRequest(
+        geometry=geometry, xs=tuple(describe(backend, axes, name, arrays[name]) for name in inputs),
+        weight=describe(backend, Axes(True, weight.ndim - 2), "weight", weight),
+        out=describe_result(backend, axes, arrays, result),
+        bias=describe(backend, Axes(False, 0), "bias", arrays["bias"]) if "bias" in arrays else None,
+        residual=describe(backend, axes, "residual", arrays["residual"]) if "residual" in arrays else None,
+        pre=describe_result(backend, axes, arrays, pre) if keeps_pre else None,
+        x_dtype=x_dtype, weight_dtype=weight_dtype, activation=resolved, method=method,
+        machine=machine_for(backend, on), workspace_limit=settings.workspace_limit, allow_tf32=settings.allow_tf32,
+        notes=widened({name: arrays[name] for name in (*inputs, "weight")}, dtype) + copied(axes, arrays),
+    )  # fmt: skip
+    images = frozenset((*inputs, "residual", "out", "pre"))
+    results = (result, pre) if keeps_pre else (result,)
+    return Call(backend, request, plan_conv, arrays, images, axes, results, listed=saving)
+
+
+def check_addend(arrays: Arrays, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    if name not in arrays:
+        return
+    array = arrays[name]
+    if tuple(array.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(array.shape)}, needed {shape}")
+    if array.dtype.kind == "c" and dtype.kind != "c":
+        raise TypeError(f"{name} is {array.dtype.name}, the result is {dtype.name}: casting would drop imaginary parts")

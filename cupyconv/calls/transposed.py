@@ -1,0 +1,139 @@
+"""The arguments of `conv_grad_input` and `conv_transpose`, checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cupyconv.activations import derivative_from_result, resolve_activation
+from cupyconv.axes import Axes
+from cupyconv.calls.call import (
+    Call,
+    describe,
+    describe_result,
+    machine_for,
+    named_inputs,
+    owner,
+    present,
+    shapes_of,
+    widened,
+)
+from cupyconv.calls.convolution import check_addend
+from cupyconv.dispatch import Backend
+from cupyconv.dtypes import operand_dtypes, promote
+from cupyconv.geometry import ConvGeometry, conv_geometry, transposed_geometry
+from cupyconv.operands import is_channels_last
+from cupyconv.padding import per_axis
+from cupyconv.planning import plan_transposed
+from cupyconv.planning.request import TransposedRequest, check_method
+from cupyconv.prepared import Result
+from cupyconv.settings import current_settings
+
+
+def prepare_conv_grad_input(
+    grad: Any, weight: Any, input_shape: Any, *, stride: Any = 1, padding: Any = 0, padding_mode: str = "constant",
+    dilation: Any = 1, groups: Any = 1, method: str = "auto", out: Any = None, on: str | None = None,
+) -> Call:  # fmt: skip
+    """Check the arguments of `conv_grad_input`."""
+    shapes, listed = _input_shapes(input_shape)
+    arrays = present({"grad": grad, "weight": weight}, **_named_outs(out, len(shapes), listed))
+    backend = owner(arrays)
+    batched = not all(len(shape) == weight.ndim - 1 for shape in shapes.values())
+    geometry = conv_geometry(
+        shapes, tuple(weight.shape), batched=batched, stride=stride, padding=padding, padding_mode=padding_mode,
+        dilation=dilation, groups=groups,
+    )  # fmt: skip
+    axes = Axes(batched, geometry.rank)
+    needed = axes.shape(geometry.batch, geometry.out_channels, geometry.spatial(geometry.out_size))
+    if tuple(grad.shape) != needed:
+        raise ValueError(
+            f"grad has shape {tuple(grad.shape)}, needed {needed}: that of conv's result for input_shape {input_shape}"
+        )
+    names = [f"out[{i}]" for i in range(len(shapes))] if listed else ["out"]
+    return _transposed_call(
+        "conv_grad_input", backend, geometry, axes, ["grad"], arrays, dict(zip(names, shapes.values())), None, method, on,
+        conjugate=True, listed=listed,
+    )  # fmt: skip
+
+
+def prepare_conv_transpose(
+    x: Any, weight: Any, bias: Any = None, *, stride: Any = 1, padding: Any = 0, output_padding: Any = 0,
+    output_shape: Any = None, dilation: Any = 1, groups: Any = 1, activation: Any = None, method: str = "auto",
+    out: Any = None, saving: bool = False, on: str | None = None,
+) -> Call:  # fmt: skip
+    """Check the arguments of `conv_transpose`; `saving` asks for a list of results, as for `prepare_conv`."""
+    xs = named_inputs("x", x)
+    arrays = present({**xs, "weight": weight}, bias=bias, out=out)
+    backend = owner(arrays)
+    batched = not all(array.ndim == weight.ndim - 1 for array in xs.values())
+    geometry = transposed_geometry(
+        shapes_of(xs), tuple(weight.shape), batched=batched, stride=stride, padding=padding,
+        output_padding=output_padding, output_shape=output_shape, dilation=dilation, groups=groups,
+    )  # fmt: skip
+    axes = Axes(batched, geometry.rank)
+    shape = axes.shape(geometry.batch, geometry.in_channels, geometry.spatial(geometry.size))
+    return _transposed_call(
+        "conv_transpose", backend, geometry, axes, list(xs), arrays, {"out": shape}, activation, method, on,
+        conjugate=False, listed=saving, saving=saving,
+    )  # fmt: skip
+
+
+def _transposed_call(
+    operation: str, backend: Backend, geometry: ConvGeometry, axes: Axes, inputs: list[str], arrays: dict[str, Any],
+    shapes: dict[str, tuple[int, ...]], activation: Any, method: str, on: str | None, *, conjugate: bool, listed: bool,
+    saving: bool = False,
+) -> Call:  # fmt: skip
+    """The common part: `inputs` name what is spread over results of these `shapes`, given by name."""
+    xs, weight = [arrays[name] for name in inputs], arrays["weight"]
+    check_method(method)
+    dtype = promote(*(x.dtype for x in xs), weight.dtype)
+    resolved = resolve_activation(activation)
+    if resolved and dtype.kind == "c":
+        raise TypeError(f"activation {resolved} is not defined for the complex result, {dtype.name}")
+    check_addend(arrays, "bias", (geometry.in_channels,), dtype)
+    channels_last = all(is_channels_last(x.shape, x.strides, x.dtype.itemsize, int(axes.batched)) for x in xs)
+    results = tuple(Result(name, shape, dtype, channels_last) for name, shape in shapes.items())
+    keeps_pre = saving and resolved and not derivative_from_result(resolved)
+    pre = results[0]._replace(name="pre")
+    x_dtype, weight_dtype = operand_dtypes([x.dtype for x in xs], weight.dtype, dtype)
+    settings = current_settings()
+    request = TransposedRequest(
+        operation=operation, geometry=geometry, xs=tuple(describe(backend, axes, name, arrays[name]) for name in inputs),
+        weight=describe(backend, Axes(True, weight.ndim - 2), "weight", weight),
+        outs=tuple(describe_result(backend, axes, arrays, result) for result in results),
+        pre=describe_result(backend, axes, arrays, pre) if keeps_pre else None,
+        bias=describe(backend, Axes(False, 0), "bias", arrays["bias"]) if "bias" in arrays else None,
+        x_dtype=x_dtype, weight_dtype=weight_dtype, conjugate=conjugate and weight.dtype.kind == "c",
+        activation=resolved, method=method, machine=machine_for(backend, on),
+        workspace_limit=settings.workspace_limit, allow_tf32=settings.allow_tf32,
+        notes=widened({name: arrays[name] for name in (*inputs, "weight")}, dtype),
+    )  # fmt: skip
+    images = frozenset((*inputs, *shapes, "pre"))
+    results = (*results, pre) if keeps_pre else results
+    return Call(backend, request, plan_transposed, arrays, images, axes, results, listed)
+
+
+def _input_shapes(input_shape: Any) -> tuple[dict[str, tuple[int, ...]], bool]:
+    """The shape of each input by name, and whether they were given as a list."""
+    if not isinstance(input_shape, (tuple, list)):
+        raise TypeError(f"input_shape must be a shape or a sequence of shapes, given {input_shape!r}")
+    if not input_shape:
+        raise ValueError("input_shape is an empty sequence, needed at least one shape")
+    listed = isinstance(input_shape[0], (tuple, list))
+    shapes = input_shape if listed else [input_shape]
+    for shape in shapes:
+        if not isinstance(shape, (tuple, list)):
+            raise TypeError(f"input_shape must be a shape or a sequence of shapes, given {input_shape!r}")
+    names = [f"input_shape[{i}]" for i in range(len(shapes))] if listed else ["input_shape"]
+    return {name: per_axis(name, tuple(shape), len(shape), 0) for name, shape in zip(names, shapes)}, listed
+
+
+def _named_outs(out: Any, count: int, listed: bool) -> dict[str, Any]:
+    """The arrays for the results by name: one, or one each of a list; none where nothing was given."""
+    if out is None:
+        return {}
+    if not listed:
+        return {"out": out}
+    if not isinstance(out, (tuple, list)) or len(out) != count:
+        given = f"{len(out)}" if isinstance(out, (tuple, list)) else type(out).__name__
+        raise ValueError(f"out must be a list of {count} arrays, one for each shape in input_shape; given {given}")
+    return {f"out[{i}]": array for i, array in enumerate(out)}

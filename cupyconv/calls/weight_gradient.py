@@ -1,0 +1,65 @@
+"""The arguments of `conv_grad_weight`, checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cupyconv.axes import Axes
+from cupyconv.calls.call import (
+    Call,
+    describe,
+    describe_result,
+    machine_for,
+    named_inputs,
+    owner,
+    present,
+    shapes_of,
+    widened,
+)
+from cupyconv.dispatch import Backend
+from cupyconv.dtypes import operand_dtypes, promote
+from cupyconv.geometry import ConvGeometry, weight_gradient_geometry
+from cupyconv.planning import plan_weight_gradient
+from cupyconv.planning.request import WeightGradientRequest, check_method
+from cupyconv.prepared import Result
+from cupyconv.settings import current_settings
+
+
+def prepare_conv_grad_weight(
+    grad: Any, x: Any, kernel_shape: Any, *, stride: Any = 1, padding: Any = 0, padding_mode: str = "constant",
+    dilation: Any = 1, groups: Any = 1, method: str = "auto", out: Any = None, on: str | None = None,
+) -> Call:  # fmt: skip
+    """Check the arguments of `conv_grad_weight`."""
+    xs = named_inputs("x", x)
+    arrays = present({"grad": grad, **xs}, out=out)
+    backend = owner(arrays)
+    unbatched = isinstance(kernel_shape, (tuple, list)) and all(a.ndim == len(kernel_shape) + 1 for a in xs.values())
+    geometry = weight_gradient_geometry(
+        tuple(grad.shape), shapes_of(xs), kernel_shape, batched=not unbatched, stride=stride, padding=padding,
+        padding_mode=padding_mode, dilation=dilation, groups=groups,
+    )  # fmt: skip
+    axes = Axes(not unbatched, geometry.rank)
+    shape = (geometry.out_channels, geometry.group_channels, *geometry.spatial(geometry.kernel))
+    return _weight_gradient_call(backend, geometry, axes, shape, list(xs), arrays, method, on)
+
+
+def _weight_gradient_call(
+    backend: Backend, geometry: ConvGeometry, axes: Axes, shape: tuple[int, ...], inputs: list[str],
+    arrays: dict[str, Any], method: str, on: str | None,
+) -> Call:  # fmt: skip
+    """Everything but the geometry; `shape` is the weight's."""
+    xs, grad = [arrays[name] for name in inputs], arrays["grad"]
+    check_method(method)
+    dtype = promote(*(x.dtype for x in xs), grad.dtype, what="grad and x")
+    x_dtype, grad_dtype = operand_dtypes([x.dtype for x in xs], grad.dtype, dtype)
+    result = Result("out", shape, dtype)
+    settings = current_settings()
+    request = WeightGradientRequest(
+        geometry=geometry, xs=tuple(describe(backend, axes, name, arrays[name]) for name in inputs),
+        grad=describe(backend, axes, "grad", grad),
+        out=describe_result(backend, Axes(True, len(shape) - 2), arrays, result),
+        x_dtype=x_dtype, grad_dtype=grad_dtype, method=method, machine=machine_for(backend, on),
+        workspace_limit=settings.workspace_limit, allow_tf32=settings.allow_tf32,
+        notes=widened({name: arrays[name] for name in (*inputs, "grad")}, dtype),
+    )  # fmt: skip
+    return Call(backend, request, plan_weight_gradient, arrays, frozenset((*inputs, "grad")), axes, (result,))

@@ -1,0 +1,160 @@
+"""Plans of the way back through an epilogue: the activation's derivative and each channel's sum, in one pass.
+
+On CUDA a block works on a part of the pixels of some channels; the parts' sums are added by a second launch.
+On NumPy the same happens block by block.  Either way the order of additions is the plan's, the same on every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+from cupyconv.activations import IDENTITY, Activation
+from cupyconv.dtypes import ITEMSIZE, accumulator
+from cupyconv.machine import GpuModel, HostModel
+from cupyconv.operands import Operand, c_strides
+from cupyconv.plan import Address, Buffer, ElementwiseLoop, Kernel, KernelLaunch, Plan, Step
+from cupyconv.planning.launches import GRID_X, GRID_Y, collapse, image, packet_width
+from cupyconv.planning.request import EpilogueGradRequest, check_alignment
+
+#: Elements of a block on NumPy: gradient, saved values and the product of both stay in a core's L2 cache.
+BLOCK_ELEMENTS = 1 << 16
+#: Arrays of a block's size that a derivative is worked out in.
+TEMPORARIES = 4
+
+#: Threads of a block, and those of them along the channels where these are neighbours in memory.
+THREADS, LANES = 256, 32
+#: Blocks a multiprocessor is given, as many as its registers hold at once: more would wait for a second round.
+BLOCKS_A_MULTIPROCESSOR = 4
+
+
+def plan_epilogue_grad(request: EpilogueGradRequest) -> Plan:
+    """One pass over the gradient; nothing where there is neither a derivative nor a sum to take."""
+    steps, workspace = (_on_numpy if isinstance(request.machine, HostModel) else _on_cuda)(request)
+    grad, moved = request.grad, sum(operand.nbytes for operand in (*request.images, request.sums) if operand)
+    words = [f"derivative of {request.activation}"] * bool(request.saved) + ["sums of channels"] * bool(request.sums)
+    return Plan(
+        method="epilogue_grad", backend="numpy" if isinstance(request.machine, HostModel) else "cuda",
+        device=str(request.machine), problem=f"{' and '.join(words)} of {grad.dtype} {grad.shape}",
+        result=f"{grad.dtype} {grad.shape}", steps=tuple(steps), flops=prod(grad.shape) * len(words),
+        bytes_moved=sum(step.bytes_moved for step in steps), minimal_bytes=moved, bound="memory",
+        workspace=tuple(workspace),
+    )  # fmt: skip
+
+
+def _on_cuda(request: EpilogueGradRequest) -> tuple[list[Step], list[Buffer]]:
+    gpu, sums, grad = request.machine, request.sums, request.grad
+    assert isinstance(gpu, GpuModel)
+    check_alignment(request.images)
+    if sums is None or not sums.nbytes:
+        return ([_launch(request, gpu, None)] if grad.nbytes else []), []
+    channels = grad.shape[1]
+    most_parts = max(1, request.limit // Plan.ALIGNMENT * Plan.ALIGNMENT // sums.nbytes)
+    launch = _launch(request, gpu, Address(sums.name), most_parts)
+    parts = launch.grid[0]
+    if parts == 1:
+        return [launch], []
+    partial = replace(
+        sums, name="partial", shape=(parts, channels, 1, 1, 1), strides=c_strides((parts, channels, 1, 1, 1))
+    )
+    together = EpilogueGradRequest(grad=partial, sums=sums, machine=gpu)
+    steps: list[Step] = [
+        replace(launch, params=tuple((n, Address(partial.name) if n == "partial" else v) for n, v in launch.params)),
+        _launch(together, gpu, Address(sums.name), most_parts=1),
+    ]
+    return steps, [Buffer(partial.name, partial.nbytes)]
+
+
+def _launch(
+    request: EpilogueGradRequest, gpu: GpuModel, partial: Address | None, most_parts: int = GRID_X
+) -> KernelLaunch:
+    batch, channels, *extents = request.grad.shape
+    size, images = collapse(request.images, (extents[0], extents[1], extents[2]))
+    along_channels = channels > 1 and all(operand.stride_c == 1 for operand in images)
+    if along_channels:
+        width = packet_width([_turned(operand) for operand in images], channels)
+    else:
+        width = packet_width(images, prod(size))
+    wide_channels = along_channels and width > 1
+    lanes = min(LANES, _power_of_two(-(-channels // width))) if along_channels else 1
+    shares = batch * prod(size) // (1 if along_channels else width)
+    threads = min(THREADS, max(32, lanes * _power_of_two(shares)))
+    tiles = -(-channels // (lanes * (width if along_channels else 1)))
+    parts = min(-(-shares * lanes // threads), -(-gpu.multiprocessors * BLOCKS_A_MULTIPROCESSOR // tiles), most_parts)
+    grad, saved, out = (_found(operand, images) for operand in (request.grad, request.saved, request.out))
+    macros = (("DTYPE", request.grad.dtype), ("WIDTH", str(width)), ("ALONG_CHANNELS", str(int(wide_channels))))
+    nothing = (None, 0, 0, (0, 0, 0))
+    return KernelLaunch(
+        Kernel("epilogue_grad", macros),
+        (max(1, parts), min(tiles, GRID_Y), 1),
+        threads,
+        (
+            ("grad", image(grad) if grad else nothing),
+            ("saved", image(saved) if saved else nothing),
+            ("out", image(out) if out else nothing),
+            ("partial", partial),
+            ("alpha", request.activation.alpha),
+            ("beta", request.activation.beta),
+            ("size", size),
+            ("batch", batch),
+            ("pixels", prod(size)),
+            ("activation", request.activation.code),
+            ("channels", channels),
+            ("lanes", lanes),
+        ),
+        purpose=_purpose(request.activation, partial is not None),
+        bytes_moved=sum(operand.nbytes for operand in images)
+        + (max(1, parts) * channels * ITEMSIZE[accumulator(request.grad.dtype)] if partial else 0),
+    )
+
+
+def _purpose(activation: Activation, sums: bool) -> str:
+    return ", ".join([f"derivative of {activation}"] * (activation != IDENTITY) + ["sums of channels"] * sums)
+
+
+def _found(operand: Operand | None, images: Sequence[Operand]) -> Operand | None:
+    """The operand as `collapse` gave it back."""
+    return next((found for found in images if operand and found.name == operand.name), None)
+
+
+def _turned(operand: Operand) -> Operand:
+    """Channels as pixels and pixels as channels: what is said of packets along the one holds along the other."""
+    stride = operand.pixel_stride
+    pixels = operand.pixels
+    if stride is None:
+        return replace(operand, alignment=1)
+    shape = (operand.shape[0], pixels, 1, 1, operand.shape[1])
+    return replace(operand, shape=shape, strides=(operand.stride_n, stride if pixels > 1 else 0, 0, 0, 1))
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest that is no less than `n`."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _on_numpy(request: EpilogueGradRequest) -> tuple[list[Step], list[Buffer]]:
+    machine, grad, dtype = request.machine, request.grad, accumulator(request.grad.dtype)
+    assert isinstance(machine, HostModel)
+    if not grad.nbytes and not (request.sums and request.sums.nbytes):
+        return [], []
+    # Of each block: what a derivative is worked out in, or a copy that BLAS can read.
+    elements = request.limit // (TEMPORARIES * machine.threads * ITEMSIZE[dtype])
+    block = _block(request.images[-1], max(1, min(BLOCK_ELEMENTS, elements)))
+    blocks = prod(-(-extent // part) for extent, part in zip(grad.shape, block))
+    threads = max(1, min(machine.threads, blocks))
+    loop = ElementwiseLoop(
+        body="epilogue_grad", block=block, blocks=blocks, threads=threads, dtype=dtype, activation=request.activation,
+        bytes_moved=sum(operand.nbytes for operand in request.images), flops=prod(grad.shape),
+    )  # fmt: skip
+    return [loop], [Buffer("blocks", TEMPORARIES * threads * prod(block) * ITEMSIZE[dtype])]
+
+
+def _block(operand: Operand, elements: int) -> tuple[int, int, int, int, int]:
+    """At most so many elements that lie together: axes are taken whole from the one with the smallest stride on."""
+    block, left = [1] * 5, elements
+    for axis in sorted(range(5), key=lambda axis: (abs(operand.strides[axis]), -axis)):
+        extent, most = max(1, operand.shape[axis]), max(1, left)
+        block[axis] = -(-extent // -(-extent // most))  # as few parts as that makes, of equal size
+        left //= block[axis]
+    return block[0], block[1], block[2], block[3], block[4]

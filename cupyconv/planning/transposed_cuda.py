@@ -1,0 +1,375 @@
+"""The choice of a method for a transposed convolution on a GPU: drafted, and picked by the cost model.
+
+"direct" is a kernel in which every element gathers what reaches it, for everything, or ordinary kernels where
+the result falls apart into ordinary convolutions (``residue_classes.py``); "implicit_gemm" is these alone.
+"gemm" is products of the weight, kept as columns, which every element then gathers; of a 1x1 kernel the
+products are the result.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+
+from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
+from cupyconv.geometry import ConvGeometry
+from cupyconv.machine import GpuModel
+from cupyconv.operands import Operand, collapsed_stride
+from cupyconv.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, Matrix, Plan, Step
+from cupyconv.planning.cuda import choose, draft_conv, lost
+from cupyconv.planning.draft import Draft, in_turn
+from cupyconv.planning.gemm import (
+    INT32,
+    MAX_BATCH,
+    MatrixView,
+    aligned,
+    gather_weight,
+    image_matrix,
+    matrix_view,
+    row_length,
+)
+from cupyconv.planning.launches import (
+    col2im_launch,
+    epilogue_params,
+    im2col_launches,
+    transposed_launch,
+)
+from cupyconv.planning.request import NotApplicable, TransposedRequest, check_alignment, convert
+from cupyconv.planning.residue_classes import class_requests
+
+
+def plan_transposed(request: TransposedRequest) -> Plan:
+    """The plan for ``request.method``; ValueError where a named method does not apply."""
+    gpu = request.machine
+    assert isinstance(gpu, GpuModel)
+    operands = (*request.xs, request.weight, *request.outs, request.bias)
+    check_alignment(operands)
+    request, conversions = _converted(request)
+    chosen, rejected = choose(request.method, lambda method: _draft(method, request), gpu)
+    cost = chosen.cost(gpu)
+    return Plan(
+        method=chosen.method, backend="cuda", device=str(gpu), problem=request.problem, result=request.result,
+        steps=chosen.steps, flops=request.flops, bytes_moved=chosen.bytes_moved, minimal_bytes=request.minimal_bytes,
+        bound=cost.bound, rejected=rejected, reason=f"{chosen.reason}; {cost}",
+        notes=request.notes + lost((*request.xs, *request.outs)) + chosen.notes, conversions=conversions,
+        workspace=chosen.workspace,
+    )  # fmt: skip
+
+
+def _converted(request: TransposedRequest) -> tuple[TransposedRequest, tuple[Conversion, ...]]:
+    """Arguments in the dtypes computed with, without those of no channels; conversions take their share of workspace."""
+    conversions: list[Conversion] = []
+    kept = [i for i, channels in enumerate(request.geometry.channels) if channels] or [0]
+    geometry = replace(request.geometry, channels=tuple(request.geometry.channels[i] for i in kept))
+    xs = [x for x in request.xs if x.shape[1]] or [request.xs[0]]
+    request = replace(
+        request,
+        geometry=geometry,
+        outs=tuple(request.outs[i] for i in kept),
+        xs=tuple(convert(x, request.x_dtype, conversions) for x in xs),
+        weight=convert(request.weight, request.weight_dtype, conversions),
+        bias=request.bias and convert(request.bias, request.dtype, conversions),
+    )
+    return request.sharing_with(conversions), tuple(conversions)
+
+
+def _draft(method: str, request: TransposedRequest) -> Draft:
+    if not any(out.nbytes for out in request.outs):
+        return Draft(method, (), reason="the results are empty")
+    return {"direct": _draft_direct, "gemm": _draft_gemm, "implicit_gemm": _draft_implicit_gemm}[method](request)
+
+
+def _draft_direct(request: TransposedRequest) -> Draft:
+    gpu = request.machine
+    assert isinstance(gpu, GpuModel)
+    if len(request.xs) > MAX_SOURCES:
+        raise NotApplicable(f"{len(request.xs)} inputs; a kernel's parameters hold {MAX_SOURCES}")
+    epilogue = epilogue_params(request.bias, None, request.activation)
+    launches = [
+        transposed_launch(
+            request.geometry, request.xs, request.weight, out, first=first, conjugated=request.conjugate, epilogue=epilogue
+        )
+        for out, first in zip(request.outs, request.geometry.channel_offsets)
+    ]  # fmt: skip
+    drafts = [Draft("direct", tuple(launches), reason="general kernel")]
+    with suppress(NotApplicable):
+        drafts.append(_as_convolutions("direct", request))
+    return min(drafts, key=lambda draft: draft.cost(gpu).seconds)
+
+
+def _draft_implicit_gemm(request: TransposedRequest) -> Draft:
+    return _as_convolutions("implicit_gemm", request)
+
+
+def _draft_gemm(request: TransposedRequest) -> Draft:
+    geometry = request.geometry
+    if geometry.out_channels == 0:
+        raise NotApplicable("there are no input channels to sum over")
+    if geometry.is_pointwise and geometry.groups == 1 and not request.conjugate:
+        return _as_convolutions("gemm", request)
+    return _GemmPlanner(request).draft()
+
+
+def _as_convolutions(method: str, request: TransposedRequest) -> Draft:
+    """Ordinary convolutions with x, each of which is a part of a result."""
+    drafts = [draft_conv(method, part) for part in class_requests(request)]
+    kinds = ", ".join(dict.fromkeys(draft.reason for draft in drafts))
+    return in_turn(method, drafts, f"{len(drafts)} convolution(s) with x: {kinds}")
+
+
+class _GemmPlanner:
+    """Columns of some samples and channels, chunk by chunk, and the elements that gather them.
+
+    ::
+
+        weight'                       x of sample n                columns of sample n
+        [ C taps x O ]           x    [ O x pixels ]         =     [ C taps x pixels ]    --col2im-->   results
+          batch stride 0              where it lies, one
+                                      accumulating GEMM an input
+
+    Sums of 16-bit products are kept in float32 until their last addition.
+    """
+
+    def __init__(self, request: TransposedRequest) -> None:
+        self.request, self.geometry = request, request.geometry
+        geometry = self.geometry
+        x_is_complex, weight_is_complex = is_complex(request.x_dtype), is_complex(request.weight_dtype)
+        # One real factor: the complex one is read as real numbers, twice as many pixels, or in two planes.
+        self.components = 2 if x_is_complex and not weight_is_complex else 1
+        self.planes = 2 if weight_is_complex and not x_is_complex else 1
+        self.dtype = real_part(request.x_dtype) if x_is_complex != weight_is_complex else request.x_dtype
+        self.columns_dtype = accumulator(request.dtype)
+        if self.planes == 2:
+            self.columns_dtype = real_part(self.columns_dtype)
+        #: Whether the GEMM conjugates the weight; where it is in planes, the sums are conjugated after.
+        self.conjugates = request.conjugate and self.planes == 1
+        weight = self._weight_in_place()
+        self.gathers_weight = weight is None
+        self.weight, self.weight_launches = (weight, []) if weight is not None else self._gathered_weight()
+        views = [image_matrix(x) for x in request.xs]
+        self.x_views = [view and view.as_real() for view in views] if self.components == 2 else views
+        row = row_length(geometry.pixels) * self.components
+        if max(geometry.out_channels, geometry.group_channels * geometry.taps, row) > INT32:
+            raise NotApplicable("channels times taps, or pixels, pass cuBLAS's 32-bit dimensions")
+        self.samples, self.channels = self._chunk_size()
+
+    def draft(self) -> Draft:
+        chunks = [
+            (first_sample, min(self.samples, self.geometry.batch - first_sample), channels)
+            for first_sample in range(0, self.geometry.batch, self.samples)
+            for channels in self._channel_ranges()
+        ]
+        steps = [*self.weight_launches]
+        gathered_for = -1
+        for first_sample, samples, channels in chunks:
+            if first_sample != gathered_for:
+                views, launches = self._x(first_sample, samples)
+                steps += launches
+                gathered_for = first_sample
+            steps += self._steps(first_sample, samples, channels, views)
+        cut = f", {len(chunks)} chunks of {self.samples} samples x {self.channels} channels" if len(chunks) > 1 else ""
+        return Draft("gemm", tuple(steps), self._workspace(), f"one batched GEMM over samples, then a gather{cut}")
+
+    # Where the matrices lie.
+
+    def _weight_in_place(self) -> MatrixView | None:
+        """The weight as `outputs x reduction`; its transpose is the factor."""
+        weight, geometry = self.request.weight, self.geometry
+        step = collapsed_stride(weight.shape[1:], weight.strides[1:])
+        view = matrix_view(
+            Address(weight.name, weight.offset), weight.itemsize, geometry.out_channels, weight.stride_n,
+            geometry.reduction, step, 0,
+        )  # fmt: skip
+        if self.planes == 2 or (view is not None and view.transposed and self.conjugates):
+            return None
+        return view
+
+    def _gathered_weight(self) -> tuple[MatrixView, list[Step]]:
+        return gather_weight(self.geometry, self.request.weight, self.dtype, self.planes)
+
+    def _x(self, first_sample: int, samples: int) -> tuple[list[MatrixView], list[Step]]:
+        """The inputs of a chunk's samples, where they lie or gathered."""
+        views: list[MatrixView] = []
+        steps: list[Step] = []
+        for x, view in zip(self.request.xs, self.x_views):
+            if view is not None:
+                views.append(replace(view, at=view.start(sample=first_sample)))
+                continue
+            ld = row_length(self.geometry.pixels)
+            name, channels = f"gathered {x.name}", x.shape[1]
+            target = Operand(
+                name, x.dtype, (samples, channels, 1, 1, self.geometry.pixels), (channels * ld, ld, 0, 0, 1)
+            )
+            gathered = MatrixView(Address(name), x.itemsize, ld, channels * ld, False)
+            real = gathered.as_real() if self.components == 2 else gathered
+            assert real is not None, "rows of workspace are kept within the limits"
+            views.append(real)
+            steps += im2col_launches(
+                _pixel_by_pixel(self.geometry, channels), (x,), target, at=Address(name), first_sample=first_sample,
+                samples=samples, purpose=name,
+            )  # fmt: skip
+        return views, steps
+
+    # Workspace.
+
+    def _chunk_size(self) -> tuple[int, int]:
+        """Samples and channels of a chunk: all, else fewer samples, else fewer channels of one."""
+        geometry, request = self.geometry, self.request
+        limit = request.limit - sum(aligned(buffer.nbytes) for buffer in self._weight_buffer())
+        limit -= Plan.ALIGNMENT * (1 + sum(view is None for view in self.x_views))
+        row = row_length(geometry.pixels)
+        gathered = sum(x.shape[1] for x, view in zip(request.xs, self.x_views) if view is None)
+        gathered *= row * ITEMSIZE[request.x_dtype]
+        channel = geometry.taps * self.planes * row * ITEMSIZE[self.columns_dtype]
+        fitting = limit // (gathered + geometry.in_channels * channel)
+        if fitting >= 1 and geometry.in_channels * geometry.taps <= INT32:
+            most = min(fitting, geometry.batch, MAX_BATCH)
+            return -(-geometry.batch // -(-geometry.batch // most)), geometry.in_channels
+        channels = min((limit - gathered) // channel, INT32 // geometry.taps)
+        if channels < 1:
+            least = request.limit - limit + gathered + channel
+            raise NotApplicable(
+                f"the smallest chunk of columns needs {least:,} bytes of workspace, the limit is {request.limit:,}"
+            )
+        if channels >= geometry.group_channels:
+            channels -= channels % geometry.group_channels
+        return 1, channels
+
+    def _channel_ranges(self) -> list[range]:
+        """The channels of each chunk: whole groups, or part of one."""
+        geometry = self.geometry
+        whole = geometry.in_channels if self.channels >= geometry.group_channels else geometry.group_channels
+        return [
+            range(first + begin, first + min(begin + self.channels, whole))
+            for first in range(0, geometry.in_channels, whole)
+            for begin in range(0, whole, self.channels)
+        ]
+
+    def _weight_buffer(self) -> list[Buffer]:
+        if not self.gathers_weight:
+            return []
+        elements = self.planes * self.geometry.out_channels * self.geometry.reduction
+        return [Buffer("gathered weight", elements * ITEMSIZE[self.dtype])]
+
+    def _workspace(self) -> tuple[Buffer, ...]:
+        geometry, row = self.geometry, row_length(self.geometry.pixels)
+        buffers = self._weight_buffer()
+        for x, view in zip(self.request.xs, self.x_views):
+            if view is None:
+                buffers.append(Buffer(f"gathered {x.name}", self.samples * x.shape[1] * row * x.itemsize))
+        rows = self.planes * self.channels * geometry.taps
+        return (*buffers, Buffer("columns", self.samples * rows * row * ITEMSIZE[self.columns_dtype]))
+
+    # Steps.
+
+    def _steps(self, first_sample: int, samples: int, channels: range, xs: list[MatrixView]) -> list[Step]:
+        """Columns of a chunk, and their sums in every result that has some of its channels."""
+        geometry, request = self.geometry, self.request
+        rows, ld = len(channels) * geometry.taps, row_length(geometry.pixels)
+        stride_n = self.planes * rows * ld
+        joined = [x.joined(x_rows, geometry.pixels * self.components, samples) for x, x_rows in self._counted(xs)]
+        whole = samples > 1 and all(joined) and samples * geometry.pixels * self.components <= INT32 // 2
+        if whole:  # all samples as one long row
+            stride_n, ld = geometry.pixels, row_length(samples * geometry.pixels)
+        item = ITEMSIZE[self.columns_dtype]
+        columns = Operand(
+            "columns", self.columns_dtype, (samples, rows, 1, 1, geometry.pixels), (stride_n, ld, 0, 0, 1)
+        )
+        view = MatrixView(Address("columns"), item, ld, stride_n, False)
+        if self.components == 2:
+            real = view.as_real()
+            assert real is not None, "rows of workspace are kept within the limits"
+            view = real
+        factors = [x for x in joined if x is not None] if whole else xs
+        pixels = geometry.pixels * self.components * (samples if whole else 1)
+        steps = self._gemms(view, factors, channels, 1 if whole else samples, pixels)
+        for out, first in zip(request.outs, geometry.channel_offsets):
+            begin, end = max(first, channels.start), min(first + out.shape[1], channels.stop)
+            if begin >= end:
+                continue
+            part = replace(
+                out, shape=(samples, end - begin, *out.shape[2:]),
+                offset=out.offset + (first_sample * out.stride_n + (begin - first) * out.stride_c) * out.itemsize,
+            )  # fmt: skip
+            of_part = replace(columns, offset=(begin - channels.start) * geometry.taps * ld * item)
+            bias = request.bias and replace(request.bias, offset=request.bias.offset + begin * request.bias.itemsize)
+            steps.append(
+                col2im_launch(
+                    geometry, of_part, part, imaginary=rows * ld if self.planes == 2 else 0,
+                    conjugated=request.conjugate and self.planes == 2, bias=bias, activation=request.activation,
+                )
+            )  # fmt: skip
+        return steps
+
+    def _gemms(
+        self, columns: MatrixView, xs: list[MatrixView], channels: range, samples: int, pixels: int
+    ) -> list[Step]:
+        """The calls whose sums are the columns: one for each plane, group and input; over groups where there is one sample."""
+        geometry = self.geometry
+        first_group, last_group = (c // geometry.group_channels for c in (channels.start, channels.stop - 1))
+        groups = last_group - first_group + 1
+        over_groups = samples == 1 and groups > 1 and len(xs) == 1
+        calls: list[Step] = []
+        for plane in range(self.planes):
+            for group in range(first_group, last_group + 1, min(groups, MAX_BATCH) if over_groups else 1):
+                begin = max(channels.start, group * geometry.group_channels)
+                end = min(channels.stop, (group + 1) * geometry.group_channels)
+                row = (plane * len(channels) + begin - channels.start) * geometry.taps
+                column = (begin - group * geometry.group_channels) * geometry.taps
+                count = (end - begin) * geometry.taps
+                beta = 0
+                for x, first, outputs, offset in self._segments(group, xs):
+                    start = self.weight.start(
+                        plane * geometry.out_channels + group * geometry.group_outputs + first, column
+                    )
+                    batch, strides = samples, (0, x.stride, columns.stride)
+                    if over_groups:
+                        batch = min(last_group + 1 - group, MAX_BATCH)
+                        rows = geometry.group_outputs
+                        strides = (rows * self.weight.row_step, rows * x.row_step, count * columns.row_step)
+                    calls.append(
+                        GemmCall(
+                            count, pixels, outputs,
+                            Matrix(start, self.weight.ld, strides[0], not self.weight.transposed, self.conjugates),
+                            Matrix(x.start(offset), x.ld, strides[1], x.transposed),
+                            Matrix(columns.start(row), columns.ld, strides[2]),
+                            batch, self.dtype, self._c_dtype, self._compute, beta, "columns",
+                        )
+                    )  # fmt: skip
+                    beta = 1
+        return calls
+
+    def _segments(self, group: int, xs: list[MatrixView]) -> list[tuple[MatrixView, int, int, int]]:
+        """Per input that a group reads: (matrix, first output of the group there, how many, first row of the matrix)."""
+        per_group = self.geometry.group_outputs
+        begin, end = group * per_group, (group + 1) * per_group
+        segments, offset = [], 0
+        for x, rows in self._counted(xs):
+            low, high = max(begin, offset), min(end, offset + rows)
+            if low < high:
+                segments.append((x, low - begin, high - low, low - offset))
+            offset += rows
+        return segments
+
+    def _counted(self, xs: list[MatrixView]) -> list[tuple[MatrixView, int]]:
+        """Matrices of the inputs, each with its number of rows."""
+        return [(view, x.shape[1]) for view, x in zip(xs, self.request.xs)]
+
+    @property
+    def _c_dtype(self) -> str:
+        return real_part(self.columns_dtype) if self.components == 2 else self.columns_dtype
+
+    @property
+    def _compute(self) -> str:
+        if self.request.allow_tf32 and real_part(self.dtype) == "float32":
+            return "tf32"
+        return "float64" if "64" in accumulator(real_part(self.dtype)) else "float32"
+
+
+def _pixel_by_pixel(geometry: ConvGeometry, channels: int) -> ConvGeometry:
+    """The windows of a 1x1 kernel over the pixels of x: copying them is a gather."""
+    ones = (1, 1, 1)
+    return replace(
+        geometry, channels=(channels,), size=geometry.out_size, kernel=ones, stride=ones, before=(0, 0, 0),
+        after=(0, 0, 0), dilation=ones, padding_mode="constant", groups=1,
+    )  # fmt: skip

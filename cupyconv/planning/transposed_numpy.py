@@ -1,0 +1,244 @@
+"""Transposed convolution on NumPy: products of the weight, added where the kernel reaches.
+
+::
+
+    columns [g, C_g taps, pixels]   =   W' [g, C_g taps, O_g]   x   x [g, O_g, pixels]
+    results [g, C_g, elements]     +=   a slice of columns for every tap
+
+A block is some samples and some channels of the results, so that blocks share nothing.  Within one, run
+after run of x's pixels is multiplied, and added while its columns are in cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
+from cupyconv.geometry import Triple
+from cupyconv.machine import HostModel
+from cupyconv.plan import Buffer, Plan, TransposedLoop
+from cupyconv.planning.numpy import (
+    BALANCE,
+    LONE_PIXELS,
+    MEMORY_BLOCK,
+    NO_IMPLICIT_GEMM,
+    PRODUCT_BLOCK,
+    SMALLEST_BLOCK,
+    block_of_pixels,
+    choose,
+    even_part,
+    is_matrix,
+)
+from cupyconv.planning.request import NotApplicable, TransposedRequest
+
+#: Channels of a block below which pixels are cut rather: fewer would make rows of a product too few.
+FEW_CHANNELS = 32
+
+#: Pixels of a row up to which adding row by row is slow, and how much longer rows may make the product instead.
+SHORT_ROW, MOST_AREA = 256, 1.25
+
+
+def plan_transposed(request: TransposedRequest) -> Plan:
+    """The plan for ``request.method``; ValueError where a named method does not apply."""
+    kept = [i for i, channels in enumerate(request.geometry.channels) if channels] or [0]
+    geometry = replace(request.geometry, channels=tuple(request.geometry.channels[i] for i in kept))
+    request = replace(request, geometry=geometry, outs=tuple(request.outs[i] for i in kept))
+    plans: dict[str, Callable[[], Plan]] = {"gemm": lambda: _gemm(request), "direct": lambda: _direct(request)}
+    preferred, other = ("direct", "gemm") if geometry.is_depthwise else ("gemm", "direct")
+    return choose(request.method, plans, preferred, other)
+
+
+def _gemm(request: TransposedRequest) -> Plan:
+    geometry = request.geometry
+    why = "method='gemm' was asked for" if request.method == "gemm" else "slower: a product for every tap"
+    if _products_are_results(request):
+        words = "products written where the results lie"
+        return _plan(request, "gemm", _Body("view", 0), words, ("direct", why))
+    return _plan(request, "gemm", _Body("columns", geometry.taps), "products and columns", ("direct", why))
+
+
+def _direct(request: TransposedRequest) -> Plan:
+    scaled = request.geometry.is_depthwise and not _one_is_complex(request)
+    if request.method == "direct":
+        why = "method='direct' was asked for"
+    elif request.geometry.is_depthwise:
+        why = "slower: with one channel a group, each product is a vector by a matrix"
+    else:
+        why = "columns do not fit the workspace limit"
+    body = _Body("scaled taps", 2, MEMORY_BLOCK) if scaled else _Body("taps", 1)
+    return _plan(request, "direct", body, "tap by tap, no columns", ("gemm", why))
+
+
+@dataclass(frozen=True)
+class _Body:
+    """A loop body, how many columns it keeps for a channel and a pixel, and how many bytes it aims at."""
+
+    name: str
+    columns: int
+    target: int = PRODUCT_BLOCK
+
+    def workspace(self, request: TransposedRequest, part: _Part) -> int:
+        """Bytes for one block: columns, its part of x, sums, and what borders and activations take."""
+        geometry = request.geometry
+        area, channels = part.samples * part.area(request), part.channels
+        item, x_item = ITEMSIZE[accumulator(request.dtype)], ITEMSIZE[accumulator(request.x_dtype)]
+        nbytes = self.columns * channels * area * item
+        if is_complex(request.weight_dtype) and not is_complex(request.x_dtype):
+            nbytes += nbytes // 2  # products with the parts of the weight
+        if self.columns and not (_x_is_factor(request) and part.samples == 1 and not part.flat):
+            groups = max(1, channels // max(1, geometry.group_channels))
+            nbytes += groups * geometry.group_outputs * area * x_item
+        if geometry.padding_mode != "constant":
+            nbytes += channels * area * item
+        image = channels * part.samples * item
+        nbytes += image * prod(geometry.reached) if part.flat else image * prod(geometry.size) * (not part.in_place)
+        return nbytes + image * prod(geometry.size) * bool(request.activation)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a block does at a time."""
+
+    samples: int
+    channels: int
+    run: Triple
+    in_place: bool
+    flat: bool = False
+
+    def area(self, request: TransposedRequest) -> int:
+        """Pixels of a run of one sample, and the zeros between."""
+        if not self.flat:
+            return prod(self.run)
+        _, rows, columns = request.geometry.reached
+        depth, height, width = self.run
+        return depth * (rows if depth > 1 else height) * (columns if depth * height > 1 else width)
+
+
+def _plan(request: TransposedRequest, method: str, body: _Body, words: str, rejected: tuple[str, str]) -> Plan:
+    geometry, machine = request.geometry, request.machine
+    assert isinstance(machine, HostModel)
+    empty = geometry.batch == 0 or geometry.in_channels == 0 or 0 in geometry.size
+    part = _part(request, body)
+    loop = TransposedLoop(
+        body=body.name, inputs=tuple(x.name for x in request.xs), outputs=tuple(out.name for out in request.outs),
+        block=(part.samples, *part.run), channels=part.channels, blocks=0, threads=machine.threads, geometry=geometry,
+        dtype=accumulator(request.dtype), x_dtype=accumulator(request.x_dtype), weight_dtype=accumulator(request.weight_dtype),
+        conjugate=request.conjugate, flat=part.flat, activation=request.activation, in_place=part.in_place,
+        bytes_moved=request.minimal_bytes, flops=request.flops,
+    )  # fmt: skip
+    blocks = 0 if empty else -(-geometry.batch // part.samples) * len(loop.channel_ranges)
+    threads = max(1, min(machine.threads, blocks))
+    sizes = {"weight": _weight_copy(request, body), "blocks": threads * body.workspace(request, part)}
+    return Plan(
+        method=method, backend="numpy", device=str(machine), problem=request.problem, result=request.result,
+        steps=() if empty else (replace(loop, blocks=blocks, threads=threads),), flops=request.flops,
+        bytes_moved=request.minimal_bytes, minimal_bytes=request.minimal_bytes,
+        rejected=(rejected, ("implicit_gemm", NO_IMPLICIT_GEMM)), reason=words, notes=request.notes,
+        bound="memory" if request.flops < BALANCE * request.minimal_bytes else "arithmetic",
+        workspace=() if empty else tuple(Buffer(name, nbytes) for name, nbytes in sizes.items() if nbytes),
+    )  # fmt: skip
+
+
+def _part(request: TransposedRequest, body: _Body) -> _Part:
+    """The largest part, of about the bytes that the body aims at, that keeps within the workspace limit."""
+    assert isinstance(request.machine, HostModel)
+    fixed = _weight_copy(request, body) + 2 * Plan.ALIGNMENT
+    least = 0
+    for part in _parts(request, body):
+        needed = fixed + request.machine.threads * body.workspace(request, part)
+        if needed <= request.limit:
+            return part
+        least = min(least or needed, needed)
+    raise NotApplicable(f"the smallest block needs {least:,} bytes of workspace, the limit is {request.limit:,}")
+
+
+def _parts(request: TransposedRequest, body: _Body) -> Iterator[_Part]:
+    """Parts to try, the best first: fewer channels, then shorter runs of pixels, at last sums in the results."""
+    geometry, machine = request.geometry, request.machine
+    assert isinstance(machine, HostModel)
+    exact = accumulator(request.dtype) == request.dtype
+    # Sums are added to for every tap: at strides, that takes longer than one copy at the end.
+    unit = all(out.strides[4] == 1 or out.shape[4] == 1 for out in request.outs)
+    per_pixel = max(1, body.columns) * ITEMSIZE[accumulator(request.dtype)]
+    few = 1 if body.name == "scaled taps" else FEW_CHANNELS  # these are no products
+    ways = [(True, False)] if _is_flat(request, body) else []
+    ways += [(False, in_place) for in_place in dict.fromkeys((exact and unit, exact))]
+    for flat, in_place in ways:
+        target = body.target
+        while target:
+            fitting = target // (per_pixel * max(1, geometry.pixels))
+            channels = max(fitting, min(few, target // (per_pixel * SMALLEST_BLOCK)), 1)
+            samples = fitting // max(1, geometry.in_channels) if geometry.pixels < LONE_PIXELS else 1
+            samples = even_part(geometry.batch, max(1, min(samples, geometry.batch // machine.threads)))
+            if -(-geometry.batch // samples) < machine.threads:  # too few samples for all threads
+                channels = min(channels, -(-geometry.in_channels // machine.threads))
+            channels = _even_channels(request, channels)
+            pixels = target // (per_pixel * max(1, channels))
+            run = geometry.out_size
+            if pixels < geometry.pixels:
+                samples, run = 1, block_of_pixels(geometry, max(1, pixels), 1)[1:]
+            yield _Part(samples, channels, run, in_place, flat)
+            target //= 2
+        yield _Part(1, 1, (1, 1, 1), in_place, flat)
+
+
+def _is_flat(request: TransposedRequest, body: _Body) -> bool:
+    """Whether a tap should add one run of memory: rows are short, and few zeros have to be multiplied for it."""
+    geometry = request.geometry
+    area = _Part(1, 1, geometry.out_size, in_place=False, flat=True).area(request)
+    return (
+        body.name in ("columns", "scaled taps")
+        and geometry.taps > 1
+        and geometry.stride == (1, 1, 1)
+        and geometry.padding_mode == "constant"
+        and min(geometry.after) >= 0  # else the result has elements that no window reads
+        and geometry.out_size[2] <= SHORT_ROW
+        and area <= MOST_AREA * geometry.pixels
+    )
+
+
+def _even_channels(request: TransposedRequest, most: int) -> int:
+    """At most that many channels, which cut all of them evenly: whole groups, or part of one."""
+    geometry = request.geometry
+    if most < geometry.group_channels:
+        return even_part(geometry.group_channels, most)
+    return even_part(geometry.groups, most // max(1, geometry.group_channels)) * geometry.group_channels
+
+
+def _products_are_results(request: TransposedRequest) -> bool:
+    """Whether each result is a product: a 1x1 kernel, and matrices that BLAS takes as they lie."""
+    geometry = request.geometry
+    return (
+        geometry.is_pointwise
+        and geometry.pixels >= LONE_PIXELS
+        and (len(request.outs) == 1 or geometry.groups == 1)
+        and request.dtype == accumulator(request.dtype)
+        and all(out.pixel_stride == 1 and is_matrix(out) for out in request.outs)
+        and _x_is_factor(request)
+        and not _one_is_complex(request)
+    )
+
+
+def _x_is_factor(request: TransposedRequest) -> bool:
+    """Whether products read x where it lies, sample by sample."""
+    (x, *others) = request.xs
+    return not others and x.dtype == accumulator(request.x_dtype) and is_matrix(x) and not _one_is_complex(request)
+
+
+def _one_is_complex(request: TransposedRequest) -> bool:
+    return is_complex(request.x_dtype) != is_complex(request.weight_dtype)
+
+
+def _weight_copy(request: TransposedRequest, body: _Body) -> int:
+    """Bytes of the weight where it must be copied: another dtype, order or sign, or parts taken apart."""
+    weight = request.weight
+    copied = (
+        weight.dtype != accumulator(request.weight_dtype)
+        or weight != weight.in_c_order(weight.dtype)
+        or body.name == "taps"
+        or (is_complex(request.weight_dtype) and (request.conjugate or not is_complex(request.x_dtype)))
+    )
+    item = ITEMSIZE[accumulator(real_part(request.weight_dtype))] * (1 + is_complex(request.weight_dtype))
+    return copied * prod(weight.shape) * item

@@ -1,0 +1,195 @@
+"""The gradient of a weight on NumPy: the forward pass's blocks, multiplied by the gradient that arrives.
+
+::
+
+    dW [g, O_g, K_g]   +=   grad [g, O_g, pixels]   x   columns [g, K_g, pixels]'      for every block of pixels
+
+Sums are kept for a range of outputs at a time, so that they keep within the workspace limit; nearly always
+that is all of them, and where the result is in C order they are the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+from cupyconv.activations import IDENTITY
+from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
+from cupyconv.machine import HostModel
+from cupyconv.operands import c_strides
+from cupyconv.plan import Buffer, Plan, WeightGradientLoop
+from cupyconv.planning.numpy import (
+    BALANCE,
+    LONE_PIXELS,
+    NO_IMPLICIT_GEMM,
+    PRODUCT_BLOCK,
+    SMALLEST_BLOCK,
+    Block,
+    choose,
+    is_matrix,
+    largest_block,
+    tile_pixels,
+)
+from cupyconv.planning.request import WeightGradientRequest, without_empty_inputs
+
+#: Rows of columns from which taps share them: with fewer, the products of one tap would be thin.
+LEAST_SHARED = 32
+#: Bytes of a tile that a depthwise block aims at: in cache, and of one sample unless samples are small.
+TILE_BLOCK = 2 << 20
+#: Bytes of products a block adds to the sums at a time: they stay in cache until they are added.
+PRODUCT_PIECE = 4 << 20
+
+
+def plan_weight_gradient(request: WeightGradientRequest) -> Plan:
+    """The plan for ``request.method``; ValueError where a named method does not apply."""
+    request = without_empty_inputs(request)
+    plans: dict[str, Callable[[], Plan]] = {"gemm": lambda: _gemm(request), "direct": lambda: _direct(request)}
+    preferred, other = ("direct", "gemm") if request.geometry.is_depthwise else ("gemm", "direct")
+    return choose(request.method, plans, preferred, other)
+
+
+def _gemm(request: WeightGradientRequest) -> Plan:
+    geometry, xs = request.geometry, request.xs
+    view = (
+        geometry.is_pointwise
+        and geometry.pixels >= LONE_PIXELS
+        and (len(xs) == 1 or geometry.groups == 1)
+        and all(x.dtype == accumulator(request.x_dtype) and is_matrix(x) for x in xs)
+        and not _splits_x(request)
+    )
+    why = "method='gemm' was asked for" if request.method == "gemm" else "slower: a product for every tap"
+    if view:
+        words = "products of the inputs where they lie"
+        return _plan(request, "gemm", _Body("view", 0), 1, words, ("direct", why))
+    columns = geometry.in_channels * geometry.taps * _x_item(request)
+    outer = geometry.kernel[geometry.outermost]
+    if outer > 1 and geometry.reduction // outer >= LEAST_SHARED:
+        body = _Body("shared columns", columns // outer, tile=True)
+        words = f"columns that {outer} taps share, and products"
+        return _plan(request, "gemm", body, geometry.batch, words, ("direct", why))
+    body = _Body("columns", columns, tile=geometry.taps > 1)
+    return _plan(request, "gemm", body, geometry.batch, "columns and products", ("direct", why))
+
+
+def _direct(request: WeightGradientRequest) -> Plan:
+    geometry = request.geometry
+    if request.method == "direct":
+        why = "method='direct' was asked for"
+    elif geometry.is_depthwise:
+        why = "slower: with one channel a group, each product is a vector by a matrix"
+    else:
+        why = "columns do not fit the workspace limit"
+    if geometry.is_depthwise:
+        body = _Body("multiplied taps", 0, tile=True, target=TILE_BLOCK)
+    else:
+        body = _Body("taps", geometry.in_channels * _x_item(request))
+    return _plan(request, "direct", body, geometry.batch, "tap by tap, no columns", ("gemm", why))
+
+
+@dataclass(frozen=True)
+class _Body:
+    """A loop body and what it needs of memory: bytes a pixel of a block, and whether it copies a tile."""
+
+    name: str
+    per_pixel: int
+    tile: bool = False
+    target: int = PRODUCT_BLOCK
+
+    def workspace(self, request: WeightGradientRequest, block: Block, grad_in_place: bool) -> int:
+        """Bytes for one block: columns, the tile they are taken from, gathered borders, and its part of `grad`."""
+        geometry, item = request.geometry, _x_item(request)
+        pixels = tile_pixels(geometry, block) if self.tile else prod(block[1:])
+        read = block[0] * pixels * geometry.in_channels * item
+        nbytes = prod(block) * self.per_pixel + read * self.tile
+        if self.name == "shared columns":  # rows of pixels beyond the block's, which only some of the taps read
+            axis = geometry.outermost
+            most = min(geometry.stride[axis], geometry.kernel[axis]) * block[1 + axis] + geometry.span[axis]
+            nbytes = nbytes - prod(block) * self.per_pixel
+            nbytes += -(-prod(block) // block[1 + axis]) * most * self.per_pixel
+            grad_in_place = grad_in_place and prod(block[1 : 1 + axis]) == 1
+        if geometry.padding_mode != "constant":
+            nbytes += read  # a border that a padding mode fills is gathered beside what it is copied to
+        if not grad_in_place or block[0] > 1:
+            nbytes += prod(block) * geometry.out_channels * ITEMSIZE[accumulator(request.grad_dtype)]
+        return nbytes
+
+
+def _plan(
+    request: WeightGradientRequest, method: str, body: _Body, most_samples: int, words: str, rejected: tuple[str, str]
+) -> Plan:
+    geometry, machine = request.geometry, request.machine
+    assert isinstance(machine, HostModel)
+    in_place = _sums_are_result(request)
+    grad_in_place = _grad_is_factor(request)
+    row = geometry.groups * geometry.reduction * ITEMSIZE[accumulator(request.out.dtype)]  # one output a group
+    private = machine.threads - in_place  # sums beside the result
+    rows = geometry.group_outputs
+    if private:
+        rows = _even_part(rows, request.limit // 2 // (private * row or 1))
+    piece = _even_part(rows, min(PRODUCT_PIECE, request.limit // 4 // machine.threads) // (row or 1))
+    fixed = private * rows * row + machine.threads * piece * row + 4 * Plan.ALIGNMENT
+
+    def needed(block: Block) -> int:
+        return fixed + machine.threads * body.workspace(request, block, grad_in_place)
+
+    target = body.target // (body.per_pixel or geometry.in_channels * _x_item(request) or 1)
+    axes = (geometry.batch, *geometry.out_size)
+    if body.name == "view" and grad_in_place:
+        target = geometry.pixels
+    block = largest_block(geometry, needed, request.limit, target, SMALLEST_BLOCK, most_samples)
+    blocks = 0 if 0 in axes else prod(-(-extent // part) for extent, part in zip(axes, block))
+    threads = max(1, min(machine.threads, blocks))
+    steps = tuple(
+        WeightGradientLoop(
+            body=body.name, inputs=tuple(x.name for x in request.xs), block=block, blocks=blocks, threads=threads,
+            geometry=geometry, dtype=accumulator(request.out.dtype), x_dtype=accumulator(request.x_dtype),
+            weight_dtype=accumulator(request.grad_dtype), activation=IDENTITY, in_place=in_place,
+            bytes_moved=request.minimal_bytes, flops=request.flops * min(rows, geometry.group_outputs - first) // geometry.group_outputs,
+            first_row=first, rows=min(rows, geometry.group_outputs - first), piece=piece, grad_in_place=grad_in_place,
+        )
+        for first in range(0, geometry.group_outputs, rows or 1)
+        if request.out.nbytes
+    )  # fmt: skip
+    sizes = {
+        "sums": (threads - in_place) * rows * row,
+        "products": threads * piece * row if blocks > 1 or not in_place else 0,
+        "blocks": threads * body.workspace(request, block, grad_in_place) if blocks else 0,
+    }
+    kernel = geometry.spatial(geometry.kernel)
+    return Plan(
+        method=method, backend="numpy", device=str(machine), problem=f"weight gradient of {geometry}",
+        result=f"{request.out.dtype} {(geometry.out_channels, geometry.group_channels, *kernel)}",
+        steps=steps, flops=request.flops, bytes_moved=request.minimal_bytes * max(1, len(steps)),
+        minimal_bytes=request.minimal_bytes, rejected=(rejected, ("implicit_gemm", NO_IMPLICIT_GEMM)), reason=words,
+        notes=request.notes, bound="memory" if request.flops < BALANCE * request.minimal_bytes else "arithmetic",
+        workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items() if nbytes and steps),
+    )  # fmt: skip
+
+
+def _even_part(extent: int, part: int) -> int:
+    """The part, at least 1, that cuts `extent` into as few pieces as `part` does, of equal size."""
+    part = max(1, part)
+    return -(-extent // -(-extent // part)) if extent else 0
+
+
+def _sums_are_result(request: WeightGradientRequest) -> bool:
+    """Whether the sums can be kept where the result lies."""
+    out = request.out
+    return out.dtype == accumulator(out.dtype) and out.strides == c_strides(out.shape) and bool(out.nbytes)
+
+
+def _grad_is_factor(request: WeightGradientRequest) -> bool:
+    """Whether a sample of `grad` is a matrix that a product takes as it lies, in the dtype and kind it computes in."""
+    grad = request.grad
+    return grad.dtype == accumulator(request.grad_dtype) and is_matrix(grad) and not is_complex(request.grad_dtype)
+
+
+def _splits_x(request: WeightGradientRequest) -> bool:
+    """Whether the inputs' real and imaginary parts are read apart: beside a real gradient, half a complex product."""
+    return is_complex(request.x_dtype) and not is_complex(request.grad_dtype)
+
+
+def _x_item(request: WeightGradientRequest) -> int:
+    dtype = accumulator(request.x_dtype)
+    return ITEMSIZE[real_part(dtype) if _splits_x(request) else dtype]

@@ -1,0 +1,57 @@
+"""`max_pool`: the largest element of every window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cupyconv.calls.pooling import prepare_max_pool
+from cupyconv.repetition import call
+
+
+def max_pool(
+    x: Any, kernel_shape: Any, *, stride: Any = None, padding: Any = 0, dilation: Any = 1, out: Any = None
+) -> Any:
+    """The largest element of every window of an image.
+
+    Parameters
+    ----------
+    x : array or sequence of arrays
+        ``(N, C, *spatial)`` with one to three spatial axes, real.  N may be missing where `kernel_shape` is a
+        tuple of ``x.ndim - 1`` entries.  The arrays of a sequence agree in all but C and dtype.
+    kernel_shape : int or tuple of int
+        Taps along each spatial axis.
+    stride : int or tuple of int, optional
+        Elements from one window to the next; by default `kernel_shape`, windows side by side.
+    padding, dilation
+        As for `conv`.  Padding is never the largest: it takes no part.
+    out : array or sequence of arrays, optional
+        Of exactly the results' shapes and dtypes; a sequence where `x` is one.
+
+    Returns
+    -------
+    array, or list of arrays where `x` is a sequence
+        ``(N, C, *out_spatial)`` in x's dtype; channels-last where x is.  NaN where a window holds one; -inf
+        where a window lies in the padding alone.
+
+    Raises
+    ------
+    TypeError
+        For complex arrays, which have no order, integers and foreign arrays.
+    ValueError
+        For shapes and settings that do not fit, and where `options` leave too little workspace for one window.
+
+    Notes
+    -----
+    Exact in every dtype: the result is an element.  Arrays of a sequence are pooled where they lie, each into
+    an array of its own.  With 0.0 and -0.0 in a window either may be the result.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyconv
+    >>> cupyconv.max_pool(np.array([[[3.0, 1.0, 4.0, 1.0, 5.0]]]), 2)
+    array([[[3., 4.]]])
+    >>> cupyconv.max_pool(np.array([[[3.0, 1.0, 4.0, 1.0, 5.0]]]), 3, stride=2, padding="same")
+    array([[[3., 4., 5.]]])
+    """
+    settings = {"kernel_shape": kernel_shape, "stride": stride, "padding": padding, "dilation": dilation}
+    return call(prepare_max_pool, {"x": x, "out": out}, settings)

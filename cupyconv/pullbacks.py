@@ -1,0 +1,536 @@
+"""Functions with their pullbacks: a result, and the map from its gradient to those of the arguments.
+
+::
+
+    forward      x, weight --linear--> + bias + residual = z --activation--> y
+    backward     x, weight <--linear--  dz = grad * f'(z)  <-------------- grad
+                 bias     <-- sums of dz's channels;   residual <-- dz
+
+The way back through the activation and the sums for the bias are one pass; what is linear goes back through
+the public gradient functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyconv.activations import resolve_activation
+from cupyconv.calls.call import owner
+from cupyconv.calls.convolution import prepare_conv, prepare_linmerge
+from cupyconv.calls.epilogue_grad import prepare_epilogue_grad
+from cupyconv.calls.pooling import prepare_max_pool_gradient
+from cupyconv.calls.transposed import prepare_conv_transpose
+from cupyconv.convolution import conv
+from cupyconv.dispatch import Backend
+from cupyconv.geometry import transposed_geometry
+from cupyconv.input_gradient import conv_grad_input
+from cupyconv.operands import collapsed_stride
+from cupyconv.pooling import max_pool
+from cupyconv.repetition import call
+from cupyconv.weight_gradient import conv_grad_weight
+
+
+class ConvGradients(NamedTuple):
+    """What a pullback returns: one gradient for each argument, of its shape and dtype.
+
+    Attributes
+    ----------
+    x : array or list of arrays
+        Of the input; a list exactly where that was a sequence.
+    weight, bias, residual : array or None
+        None where the argument is absent or `needs` leaves it out.
+    scale, shift : None
+        Of the prologue, which this version refuses.
+
+    Examples
+    --------
+    >>> import cupyconv
+    >>> cupyconv.ConvGradients(x=1.0)._fields
+    ('x', 'weight', 'bias', 'residual', 'scale', 'shift')
+    """
+
+    x: Any = None
+    weight: Any = None
+    bias: Any = None
+    residual: Any = None
+    scale: Any = None
+    shift: Any = None
+
+
+Pullback = Callable[..., ConvGradients]
+
+
+def conv_vjp(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    *,
+    stride: Any = 1,
+    padding: Any = 0,
+    padding_mode: str = "constant",
+    dilation: Any = 1,
+    groups: int = 1,
+    activation: Any = None,
+    residual: Any = None,
+    prologue: Any = None,
+    method: str = "auto",
+) -> tuple[Any, Pullback]:
+    """`conv`, and the function that takes the gradient of its result back to its arguments.
+
+    Parameters
+    ----------
+    x, weight, bias, stride, padding, padding_mode, dilation, groups, activation, residual
+        As for `conv`.
+    prologue : None
+        Reserved, as for `conv`.
+    method : str
+        The convolution's, as for `conv`.  Its gradients choose their own.
+
+    Returns
+    -------
+    y : array
+        The result of `conv`.
+    pullback : callable
+        ``pullback(grad, *, needs=None) -> ConvGradients``.  `grad` has the shape of `y`; another precision is
+        converted.  `needs` holds names of `ConvGradients`; what it leaves out is not computed.  Each gradient
+        has its argument's shape and dtype: of a real argument beside complex ones it is the real part.  It
+        may be called again.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `conv`; of the pullback, for a `grad` of another shape than `y`, or an unknown name in `needs`.
+
+    See Also
+    --------
+    conv_grad_input, conv_grad_weight : the linear parts by themselves.
+
+    Notes
+    -----
+    What the pullback holds: `x`, `weight`, and with an activation one array of the size of `y`.  That is
+    `y` itself for relu, sigmoid, tanh and leaky_relu of a positive slope; for the others it is the
+    pre-activation, which the forward pass writes beside `y`.  Do not write to any of these in between.
+    A call of it takes one more array of that size, the gradient before the activation.
+
+    Where an activation bends, the flat or the left side counts: relu'(0) = 0.  Complex factors are
+    conjugated: the Hermitian adjoint, as PyTorch has it.  Without an activation the gradient of `residual` is
+    `grad` itself, not a copy.  With one, the gradients of `x` are channels-last where `y` is, without one where
+    `grad` is; that of `weight` is in C order.  The same bits on every call.
+
+    The activation of a 16-bit result on CUDA is then computed before the pre-activation is rounded to be kept, as
+    in `conv`; after, where the kernel is the fused merge's or the depthwise one.
+
+    Examples
+    --------
+    Two steps of gradient descent on the squares of a layer's results:
+
+    >>> import numpy as np, cupyconv
+    >>> image, skip = np.ones((1, 2, 6, 6)), np.full((1, 1, 6, 6), 2.0)
+    >>> weight, bias = np.full((4, 3, 3, 3), 0.1), np.zeros(4)
+    >>> for _ in range(2):
+    ...     y, pullback = cupyconv.conv_vjp([image, skip], weight, bias, padding="same", activation="relu")
+    ...     gradients = pullback(2 * y / y.size, needs=("weight", "bias"))
+    ...     weight -= 0.01 * gradients.weight
+    ...     bias -= 0.01 * gradients.bias
+    ...     print(round(float(np.mean(y * y)), 3))
+    8.604
+    5.709
+    """
+    results = call(
+        prepare_conv,
+        {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": None},
+        {
+            "stride": stride, "padding": padding, "padding_mode": padding_mode, "dilation": dilation, "groups": groups,
+            "activation": activation, "prologue": prologue, "method": method, "saving": True,
+        },
+    )  # fmt: skip
+    window = {
+        "stride": stride, "padding": padding, "padding_mode": padding_mode, "dilation": dilation, "groups": groups
+    }  # fmt: skip
+    inputs = tuple(x) if isinstance(x, (list, tuple)) else x
+    shapes = [tuple(a.shape) for a in inputs] if isinstance(inputs, tuple) else tuple(inputs.shape)
+
+    def to_x(dz: Any) -> Any:
+        return conv_grad_input(dz, weight, shapes, **window)
+
+    def to_weight(dz: Any) -> Any:
+        return conv_grad_weight(dz, inputs, tuple(weight.shape[2:]), **window)
+
+    epilogue = _EpilogueBackward(results, activation, weight.ndim - 2)
+    return results[0], _pullback(inputs, weight, bias, residual, epilogue, to_x, to_weight)
+
+
+def linmerge_vjp(
+    xs: Any,
+    weight: Any,
+    bias: Any = None,
+    *,
+    activation: Any = None,
+    residual: Any = None,
+    prologue: Any = None,
+    method: str = "auto",
+) -> tuple[Any, Pullback]:
+    """`linmerge`, and the function that takes the gradient of its result back to its arguments.
+
+    Parameters
+    ----------
+    xs, weight, bias, activation, residual
+        As for `linmerge`.
+    prologue, method
+        As for `conv_vjp`.
+
+    Returns
+    -------
+    y : array
+        The result of `linmerge`.
+    pullback : callable
+        As of `conv_vjp`; the gradients of `xs` are its `x`, each written straight into its own array.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `linmerge` and `conv_vjp`.
+
+    Notes
+    -----
+    The pullback holds `xs`, `weight`, and `y` or the pre-activation, as that of `conv_vjp` does.  An array
+    whose spatial axes have no one stride is copied for the weight's gradient.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyconv
+    >>> velocity, pressure = np.ones((2, 3, 100)), np.full((2, 1, 100), 5.0)
+    >>> y, pullback = cupyconv.linmerge_vjp([velocity, pressure], np.array([[1.0, 1.0, 1.0, 2.0]]))
+    >>> gradients = pullback(np.ones_like(y))
+    >>> [gradient.shape for gradient in gradients.x], gradients.weight.tolist(), gradients.bias
+    ([(2, 3, 100), (2, 1, 100)], [[200.0, 200.0, 200.0, 1000.0]], None)
+    """
+    results = call(
+        prepare_linmerge,
+        {"xs": xs, "weight": weight, "bias": bias, "residual": residual, "out": None},
+        {"activation": activation, "prologue": prologue, "method": method, "saving": True},
+    )
+    inputs = tuple(xs) if isinstance(xs, (list, tuple)) else (xs,)
+    backend = owner({"weight": weight})
+
+    def flat(image: Any) -> Any:
+        """With one spatial axis: the order of pixels means nothing to a merge."""
+        if collapsed_stride(image.shape[2:], image.strides[2:]) is None:
+            image = backend.converted(image, image.dtype)
+        return image.reshape(*image.shape[:2], prod(image.shape[2:]))
+
+    def to_x(dz: Any) -> list[Any]:
+        shapes = [(*image.shape[:2], prod(image.shape[2:])) for image in inputs]
+        gradients = conv_grad_input(flat(dz), weight[:, :, None], shapes)
+        return [gradient.reshape(image.shape) for gradient, image in zip(gradients, inputs)]
+
+    def to_weight(dz: Any) -> Any:
+        return conv_grad_weight(flat(dz), [flat(image) for image in inputs], (1,))[:, :, 0]
+
+    epilogue = _EpilogueBackward(results, activation, inputs[0].ndim - 2)
+    if not isinstance(xs, (list, tuple)):
+        return results[0], _pullback(xs, weight, bias, residual, epilogue, lambda dz: to_x(dz)[0], to_weight)
+    return results[0], _pullback(inputs, weight, bias, residual, epilogue, to_x, to_weight)
+
+
+def conv_transpose_vjp(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    *,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    output_shape: Any = None,
+    dilation: Any = 1,
+    groups: int = 1,
+    activation: Any = None,
+    method: str = "auto",
+) -> tuple[Any, Pullback]:
+    """`conv_transpose`, and the function that takes the gradient of its result back to its arguments.
+
+    Parameters
+    ----------
+    x, weight, bias, stride, padding, output_padding, output_shape, dilation, groups, activation
+        As for `conv_transpose`.
+    method : str
+        The transposed convolution's, as for `conv_transpose`.  Its gradients choose their own.
+
+    Returns
+    -------
+    y : array
+        The result of `conv_transpose`.
+    pullback : callable
+        As of `conv_vjp`; there is no residual.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `conv_transpose` and `conv_vjp`.
+
+    Notes
+    -----
+    The gradient of `x` is a convolution of that of `y`, one for each array of a sequence, and written
+    straight into its own; that of `weight` is that of this convolution's weight.  The pullback holds `x`, `weight`,
+    and `y` or the pre-activation, as that of `conv_vjp` does.  Of a 16-bit result on CUDA, an activation for which
+    the pre-activation is kept is computed from the rounded one, in a pass of its own.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyconv
+    >>> x, weight = np.array([[[1.0, 2.0]]]), np.ones((1, 1, 3))
+    >>> y, pullback = cupyconv.conv_transpose_vjp(x, weight, stride=2)
+    >>> pullback(y).x  # y is 1, 1, 3, 2, 2
+    array([[[5., 7.]]])
+    """
+    results = call(
+        prepare_conv_transpose,
+        {"x": x, "weight": weight, "bias": bias, "out": None},
+        {
+            "stride": stride, "padding": padding, "output_padding": output_padding, "output_shape": output_shape,
+            "dilation": dilation, "groups": groups, "activation": activation, "method": method, "saving": True,
+        },
+    )  # fmt: skip
+    inputs = tuple(x) if isinstance(x, (list, tuple)) else (x,)
+    rank = weight.ndim - 2
+    channel = inputs[0].ndim - rank - 1
+    backend = owner({"weight": weight})
+    # The convolution that this is the adjoint of: over images of the size of y, with the same weight.
+    geometry = transposed_geometry(
+        {f"x[{i}]": tuple(image.shape) for i, image in enumerate(inputs)}, tuple(weight.shape), batched=channel == 1,
+        stride=stride, padding=padding, output_padding=output_padding, output_shape=output_shape, dilation=dilation,
+        groups=groups,
+    )  # fmt: skip
+    triples = geometry.size, geometry.before, geometry.stride, geometry.out_size, geometry.span
+    axes = [_UnderWindows.of(*axis) for axis in zip(*map(geometry.spatial, triples))]
+    window = {
+        "stride": stride, "dilation": dilation, "padding": tuple((axis.before, axis.after) for axis in axes)
+    }  # fmt: skip
+    under_windows = tuple(slice(axis.size) for axis in axes)
+    pieces = _pieces(
+        [image.shape[channel] for image in inputs], groups, geometry.group_outputs, geometry.group_channels
+    )
+
+    def of_piece(dz: Any, piece: _Piece) -> Any:
+        """What the windows of these channels read."""
+        return dz[(..., piece.outputs, *under_windows)]
+
+    def to_x(dz: Any) -> list[Any]:
+        factors = _conjugate(weight, backend)
+        gradients = [backend.empty(tuple(image.shape), dz.dtype) for image in inputs]
+        for piece in pieces:
+            conv(
+                of_piece(dz, piece), factors[piece.rows], groups=piece.groups, **window,
+                out=gradients[piece.of][(..., piece.channels, *(slice(None),) * rank)],
+            )  # fmt: skip
+        return gradients
+
+    def to_weight(dz: Any) -> Any:
+        gradient = backend.empty(tuple(weight.shape), dz.dtype)
+        for piece in pieces:
+            image = inputs[piece.of][(..., piece.channels, *(slice(None),) * rank)]
+            conv_grad_weight(
+                image, of_piece(dz, piece), tuple(weight.shape[2:]), groups=piece.groups, **window,
+                out=gradient[piece.rows],
+            )  # fmt: skip
+        if gradient.dtype.kind == "c":  # of the pair of factors the other one was conjugated
+            _negate_imaginary(gradient)
+        return gradient
+
+    epilogue = _EpilogueBackward(results, activation, rank)
+    if not isinstance(x, (list, tuple)):
+        return results[0], _pullback(x, weight, bias, None, epilogue, lambda dz: to_x(dz)[0], to_weight)
+    return results[0], _pullback(inputs, weight, bias, None, epilogue, to_x, to_weight)
+
+
+def max_pool_vjp(
+    x: Any, kernel_shape: Any, *, stride: Any = None, padding: Any = 0, dilation: Any = 1
+) -> tuple[Any, Pullback]:
+    """`max_pool`, and the function that takes the gradient of its result back to the image.
+
+    Parameters
+    ----------
+    x, kernel_shape, stride, padding, dilation
+        As for `max_pool`.
+
+    Returns
+    -------
+    y : array, or list of arrays where `x` is a sequence
+        The result of `max_pool`.
+    pullback : callable
+        As of `conv_vjp`; `grad` is a sequence where `x` is one, and so is the one gradient, ``x``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `max_pool` and `conv_vjp`.
+
+    Notes
+    -----
+    All of a window's gradient goes to its largest element, to the first in C order where there are several; a NaN
+    counts as larger.  The pullback holds `x` and `y`: it finds out again which element that was.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyconv
+    >>> y, pullback = cupyconv.max_pool_vjp(np.array([[[3.0, 1.0, 4.0, 1.0, 5.0]]]), 3, stride=2)
+    >>> pullback(np.array([[[1.0, 2.0]]])).x
+    array([[[0., 0., 1., 0., 2.]]])
+    """
+    y = max_pool(x, kernel_shape, stride=stride, padding=padding, dilation=dilation)
+    inputs, results = (tuple(a) if isinstance(a, (list, tuple)) else a for a in (x, y))
+    settings = {"kernel_shape": kernel_shape, "stride": stride, "padding": padding, "dilation": dilation}
+
+    def pullback(grad: Any, *, needs: Iterable[str] | None = None) -> ConvGradients:
+        """The gradient of `x`, from that of the result; None where `needs` leaves it out."""
+        if "x" not in _names(needs):
+            return ConvGradients()
+        if grad is None:
+            raise TypeError("grad must be an array of the result's shape, or a sequence of them, not None")
+        return ConvGradients(x=call(prepare_max_pool_gradient, {"x": inputs, "y": results, "grad": grad}, settings))
+
+    return y, pullback
+
+
+class _EpilogueBackward:
+    """The way back through activation, bias and residual: what it needs to know of the forward pass.
+
+    `results` are those of a call that saves: y first, and last what the derivative is worked out from.
+    """
+
+    def __init__(self, results: Sequence[Any], activation: Any, spatial: int) -> None:
+        self.shape, self.dtype = tuple(results[0].shape), results[0].dtype
+        self._saved = results[-1] if resolve_activation(activation) else None
+        self._activation = activation
+        self._spatial = spatial
+
+    def __call__(self, grad: Any, *, through: bool, sums: bool) -> tuple[Any, Any]:
+        """The gradient before the activation, and the sum of each of its channels, as far as they are asked for."""
+        unchanged = self._saved is None
+        asked = {"through": through and not unchanged, "sums": sums}
+        if not any(asked.values()):
+            return grad, None
+        settings = {"spatial": self._spatial, "activation": self._activation, **asked}
+        results = call(prepare_epilogue_grad, {"grad": grad, "saved": self._saved}, settings)
+        return results[0] if asked["through"] else grad, results[-1]
+
+
+def _pullback(
+    x: Any, weight: Any, bias: Any, residual: Any, epilogue: _EpilogueBackward,
+    to_x: Callable[[Any], Any], to_weight: Callable[[Any], Any],
+) -> Pullback:  # fmt: skip
+    """The pullback of what is linear in `x` and `weight` before its epilogue; of bias and residual it keeps the dtype.
+
+    `to_x` and `to_weight` take the gradient before the epilogue to those of `x` and `weight`, in y's dtype.
+    """
+    x_dtype = [image.dtype for image in x] if isinstance(x, tuple) else x.dtype
+    bias_dtype = None if bias is None else bias.dtype
+    residual_dtype = None if residual is None else residual.dtype
+
+    def pullback(grad: Any, *, needs: Iterable[str] | None = None) -> ConvGradients:
+        """Gradients of the arguments, from that of the result; of those named in `needs`, or of all."""
+        wanted = _names(needs)
+        backend = owner({"weight": weight, "grad": grad})
+        grad = _fitting(grad, epilogue.shape, epilogue.dtype, backend)
+        to_bias = "bias" in wanted and bias_dtype is not None
+        to_residual = "residual" in wanted and residual_dtype is not None
+        through = "x" in wanted or "weight" in wanted or to_residual
+        dz, sums = epilogue(grad, through=through, sums=to_bias)
+        return ConvGradients(
+            x=_as_argument(to_x(dz), x_dtype, backend) if "x" in wanted else None,
+            weight=_as_argument(to_weight(dz), weight.dtype, backend) if "weight" in wanted else None,
+            bias=_as_argument(sums, bias_dtype, backend) if to_bias else None,
+            residual=_as_argument(dz, residual_dtype, backend) if to_residual else None,
+        )
+
+    return pullback
+
+
+def _names(needs: Iterable[str] | None) -> frozenset[str]:
+    """The names of gradients that are asked for."""
+    if needs is None:
+        return frozenset(ConvGradients._fields)
+    names = [needs] if isinstance(needs, str) else list(needs)
+    for name in names:
+        if name not in ConvGradients._fields:
+            raise ValueError(f"needs names {name!r}; the gradients are {', '.join(ConvGradients._fields)}")
+    return frozenset(names)
+
+
+def _fitting(grad: Any, shape: tuple[int, ...], dtype: np.dtype, backend: Backend) -> Any:
+    """The gradient of a result of this shape and dtype, in that dtype; another shape is refused."""
+    if tuple(grad.shape) != shape:
+        raise ValueError(f"grad has shape {tuple(grad.shape)}, needed {shape}, that of the result")
+    if grad.dtype.kind == "c" and dtype.kind != "c":
+        raise TypeError(f"grad is {grad.dtype.name}, the result is {dtype.name}: casting would drop imaginary parts")
+    return _as_argument(grad, dtype, backend)
+
+
+def _as_argument(gradient: Any, dtype: Any, backend: Backend) -> Any:
+    """A gradient, or a list of them, in the dtype of its argument: of a real one that is the real part."""
+    if isinstance(gradient, list):
+        return [_as_argument(one, kind, backend) for one, kind in zip(gradient, dtype, strict=True)]
+    if gradient.dtype == dtype:
+        return gradient
+    with backend.current():
+        return backend.converted(gradient, dtype)
+
+
+def _conjugate(array: Any, backend: Backend) -> Any:
+    if array.dtype.kind != "c":
+        return array
+    with backend.current():
+        copy = backend.converted(array, array.dtype)
+        _negate_imaginary(copy)
+    return copy
+
+
+def _negate_imaginary(array: Any) -> None:
+    imaginary = array.imag  # a view
+    imaginary *= -1
+
+
+class _UnderWindows(NamedTuple):
+    """Along one axis, the part of an image that windows reach, and the padding that makes them as many."""
+
+    size: int
+    before: int
+    after: int
+
+    @classmethod
+    def of(cls, size: int, before: int, stride: int, windows: int, span: int) -> _UnderWindows:
+        """Elements beyond the last window are left out."""
+        covered = (windows - 1) * stride + span
+        before = min(before, covered)
+        size = min(size, covered - before)
+        return cls(size, before, covered - before - size)
+
+
+class _Piece(NamedTuple):
+    """Channels of one of several merged inputs that belong to one group or are whole groups."""
+
+    of: int  # the input
+    channels: slice  # of it
+    rows: slice  # of the weight: the same channels, counted through all inputs
+    outputs: slice  # of the result: those of the groups they belong to
+    groups: int
+
+
+def _pieces(channels: Sequence[int], groups: int, group_rows: int, group_outputs: int) -> list[_Piece]:
+    """Merged inputs cut where a group of `group_rows` channels begins or ends within one; whole groups stay together."""
+    pieces, first = [], 0
+    for i, count in enumerate(channels):
+        at, end = first, first + count
+        while at < end:
+            group, offset = divmod(at, group_rows)
+            whole = (end - at) // group_rows if offset == 0 else 0
+            stop = at + whole * group_rows if whole else min(end, (group + 1) * group_rows)
+            outputs = slice(group * group_outputs, (group + max(1, whole)) * group_outputs)
+            pieces.append(_Piece(i, slice(at - first, stop - first), slice(at, stop), outputs, max(1, whole)))
+            at = stop
+        first = end
+    return pieces

@@ -1,0 +1,83 @@
+"""`conv_grad_weight`: the gradient of a convolution with respect to its weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cupyconv.calls.weight_gradient import prepare_conv_grad_weight
+from cupyconv.repetition import call
+
+
+def conv_grad_weight(
+    grad: Any,
+    x: Any,
+    kernel_shape: Any,
+    *,
+    stride: Any = 1,
+    padding: Any = 0,
+    padding_mode: str = "constant",
+    dilation: Any = 1,
+    groups: int = 1,
+    method: str = "auto",
+    out: Any = None,
+) -> Any:
+    """Gradient of a scalar with respect to the weight of `conv`, from that with respect to its result.
+
+    ``out[o, c, k] = sum over n, p of grad[n, o, p] * conj(x[n, c, p * stride + k * dilation - before])``: the
+    adjoint of `conv` as a linear map of its weight.
+
+    Parameters
+    ----------
+    grad : array
+        Of the shape of `conv`'s result, ``(N, C_out, *out_spatial)``, before any activation.
+    x : array or sequence of arrays
+        The input or inputs of that convolution.  A list or tuple means the concatenation of its arrays along
+        the channel axis, which is never built; the weight has one gradient, over all of their channels.
+    kernel_shape : int or tuple of int
+        Taps along each spatial axis.  N may be missing where it is a tuple of ``x.ndim - 1`` entries.
+    stride, padding, padding_mode, dilation, groups
+        Those of the convolution, as for `conv`.
+    method : str
+        ``"auto"``, ``"gemm"`` or ``"direct"``; a method that does not apply is refused, never replaced.
+    out : array, optional
+        Of exactly the result's shape and dtype, any strides that do not overlap.
+
+    Returns
+    -------
+    array
+        ``(C_out, C_in // groups, *kernel_shape)`` in ``result_type(grad, *x)``, C order.  16-bit sums are kept in
+        float32 and rounded once; an empty batch gives zeros.
+
+    Raises
+    ------
+    TypeError
+        For integer or foreign arrays, NumPy and CuPy mixed, or an `out` of another dtype.
+    ValueError
+        For a `grad` that is not of the convolution's shape, settings out of range, an `out` of the wrong shape
+        or overlapping an argument, or a method that cannot do the problem.
+
+    See Also
+    --------
+    conv : the convolution.
+
+    Notes
+    -----
+    One product of ``grad`` with the transposed columns of ``x`` for each chunk of samples.  The order of
+    summation depends on nothing but layouts, options, device and thread count: repeated calls give the same
+    bits.  Source: Chetlur et al., *cuDNN: Efficient Primitives for Deep Learning* (2014).
+
+    Examples
+    --------
+    >>> import numpy as np, cupyconv
+    >>> x, grad = np.arange(5.0).reshape(1, 1, 5), np.ones((1, 1, 3))
+    >>> cupyconv.conv_grad_weight(grad, x, 3)
+    array([[[3., 6., 9.]]])
+    """
+    return call(
+        prepare_conv_grad_weight,
+        {"grad": grad, "x": x, "out": out},
+        {
+            "kernel_shape": kernel_shape, "stride": stride, "padding": padding, "padding_mode": padding_mode,
+            "dilation": dilation, "groups": groups, "method": method,
+        },
+    )  # fmt: skip

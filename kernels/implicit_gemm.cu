@@ -1,0 +1,191 @@
+// Convolution as a GEMM whose right-hand matrix is gathered while it runs: no columns, any list of inputs.
+//
+//     y[n, o, p] = activation( sum_{s, t, c} weight[o, s, c, t] * x_s[n, c, window(p, t)] + bias[o] + residual[n, o, p] )
+//
+//     M = o (outputs of a group)    N = (n, p) (pixels of all samples)    K = (s, t, c), see reduction.cuh
+//
+//                       N ->                             one block of threads: a TILE x TILE part of one group's
+//                  x    | K-block |  ...                 result, K-block by K-block through shared memory, STAGES
+//                       +----+----+                      of them on their way at a time
+//     weight  K ->      |    |    |
+//     M  [K-block]...   | w  | w  |                      w: a warp's part, sums in registers
+//     ↓                 +----+----+
+//
+// The source is chosen once a K-block.  Sums leave through shared memory, so that the result is written along
+// its unit stride, finished on the way.  Where few tiles would leave the GPU idle, `splits` blocks share a tile's
+// K, and write partial sums that the epilogue kernel adds in order.
+//
+// Bound by arithmetic for many outputs.  Floor: 2 * M * N * K operations over the rate of the arithmetic.
+//
+// -D: DTYPE (storage type), ARITHMETIC (one of warp_tile.cuh), TILE (128 or 64), GATHER (what neighbouring threads
+//     gather: a direction of gather.cuh)
+#include "convolution.cuh"
+#include "gather.cuh"
+#include "warp_tile.cuh"
+
+namespace cupyconv {
+
+struct ImplicitGemmParams {
+    Sources sources;
+    Windows windows;
+    const void* weight;  // as pack_weight.cu leaves it
+    Image out;           // or, of several splits, the first plane of partial sums
+    long long plane;     // elements from one split's plane to the next
+    Epilogue epilogue;
+    long long pixels;  // of all samples
+    int groups, group_channels, group_outputs;
+    int blocks, rows;      // K-blocks and M of a packed group
+    int tiles_m;           // tiles along M
+    int splits, a_split;   // of K, and K-blocks in each
+};
+
+// Where a column of the tile is written, and read from the residual, at output 0.
+struct Column {
+    long long out, residual;
+};
+
+}  // namespace cupyconv
+
+using namespace cupyconv;
+
+using T = DTYPE;
+using Arithmetic = ArithmeticOf<T, ARITHMETIC, TILE, TILE>::type;
+using Sum = Arithmetic::Sum;
+
+constexpr int THREADS = TILE == 128 ? 256 : 128;
+constexpr int WARP_ROWS = TILE / 2, WARP_COLUMNS = 32;  // 2 x 4 warps, or 2 x 2
+constexpr int STAGES = 3;
+// On a multiprocessor, so that one's waits are another's work: what the registers of its sums allow.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int MIN_BLOCKS = TILE == 128 ? 1 : 2;  // its 64 KiB of shared memory hold no more
+#else
+constexpr int MIN_BLOCKS = ARITHMETIC == TF32X3 ? (TILE == 128 ? 1 : 3) : (TILE == 128 ? 2 : 4);
+#endif
+constexpr bool CHUNKED = GATHER == ALONG_CHANNELS && Arithmetic::PREFERS_CHUNKS;
+
+using WeightTile = Arithmetic::WeightTile;
+using ImageTile = Arithmetic::template ImageTile<CHUNKED>;
+using Gatherer = Gather<T, ImageTile, THREADS, GATHER, CHUNKED>;
+
+struct Stage {
+    T weight[WeightTile::ELEMENTS], x[ImageTile::ELEMENTS];
+};
+
+// What leaves: a warp row's sums, rows PITCH apart, so that they are read without conflicts in either direction.
+constexpr int PITCH = TILE + 1;
+struct Leaving {
+    Column column[TILE];
+    Sum sum[WARP_ROWS * PITCH];
+};
+
+struct Shared {
+    Corner corner[TILE];
+    union {
+        Stage stage[STAGES];
+        Leaving leaving;
+    };
+};
+
+// One K-block of the packed weight, from the thread's own chunk on: the tile's rows are `stride` apart.
+constexpr int ROWS_A_PASS = THREADS / WeightTile::CHUNKS;
+__device__ __forceinline__ int weight_row() { return threadIdx.x / WeightTile::CHUNKS; }
+__device__ __forceinline__ int weight_column() { return threadIdx.x % WeightTile::CHUNKS * WeightTile::CHUNK; }
+
+__device__ __forceinline__ void fetch_weight(T* tile, const T* from, int stride) {
+    static_assert(WeightTile::ROWS % ROWS_A_PASS == 0 && ROWS_A_PASS % WeightTile::PERIOD == 0, "every pass meets the same order of chunks");
+    T* const to = tile + WeightTile::index(weight_row(), weight_column());
+#pragma unroll
+    for (int i = 0; i < WeightTile::ROWS; i += ROWS_A_PASS)
+        copy_async<16>(to + i * WeightTile::COLUMNS, from + (long long)i * stride, true);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) implicit_gemm(const __grid_constant__ ImplicitGemmParams params) {
+    DYNAMIC_SHARED(Shared, shared);
+
+    // Blocks that share pixels follow each other, and find them in the L2 cache.
+    const int m_first = blockIdx.x % params.tiles_m * TILE;
+    const int g = blockIdx.x / params.tiles_m % params.groups;
+    const long long j_first = (long long)(blockIdx.x / params.tiles_m / params.groups) * TILE;
+    const int c_first = g * params.group_channels, c_end = c_first + params.group_channels;
+    const int first = blockIdx.y * params.a_split;
+
+    int blocks = -first;
+    const int taps = params.windows.kernel[0] * params.windows.kernel[1] * params.windows.kernel[2];
+    for (Run run; run.next(params.sources, c_first, c_end, taps, Gatherer::GRANULE, Gatherer::BLOCK);) blocks += run.blocks;
+    blocks = max(0, min(blocks, params.a_split));
+
+    constexpr bool M_INSIDE = WeightTile::ROWS != TILE;  // packed [k][m], else [m][k]
+    const long long packed_block = (long long)params.rows * Gatherer::BLOCK;
+    const int packed_stride = M_INSIDE ? params.rows : Gatherer::BLOCK;
+    const T* weight = static_cast<const T*>(params.weight) + ((long long)g * params.blocks + first) * packed_block +
+                      (M_INSIDE ? m_first : m_first * Gatherer::BLOCK) + weight_row() * packed_stride + weight_column();
+
+    for (int j = threadIdx.x; j < TILE; j += THREADS)
+        shared->corner[j] = corner_of(params.windows, j_first + j, params.pixels);
+    __syncthreads();
+    Gatherer gather(params.sources, params.windows, c_first, c_end, shared->corner, first);
+    for (int i = 0; i < STAGES - 1; ++i) {
+        if (i < blocks) {
+            fetch_weight(shared->stage[i].weight, weight + i * packed_block, packed_stride);
+            gather.fetch(shared->stage[i].x);
+            gather.store(shared->stage[i].x);
+        }
+        commit_copies();
+    }
+
+    const int warp = threadIdx.x / 32;
+    const int warp_row = warp % 2, warp_m = warp_row * WARP_ROWS, warp_j = warp / 2 * WARP_COLUMNS;
+    Arithmetic::template WarpTile<WARP_ROWS, WARP_COLUMNS> tile;
+    for (int i = 0; i < blocks; ++i) {
+        wait_for_copies<STAGES - 2>();
+        __syncthreads();  // everyone's copies of block i are there, and block i - 1 has been used
+        Stage& next = shared->stage[(i + STAGES - 1) % STAGES];
+        const bool more = i + STAGES - 1 < blocks;
+        if (more) {
+            fetch_weight(next.weight, weight + (i + STAGES - 1) * packed_block, packed_stride);
+            gather.fetch(next.x);
+        }
+        commit_copies();
+        const Stage& stage = shared->stage[i % STAGES];
+        tile.template multiply<CHUNKED>(stage.weight, stage.x, warp_m, warp_j);
+        if (more) gather.store(next.x);
+    }
+    wait_for_copies<0>();
+    __syncthreads();  // the stages are free
+
+    Leaving& leaving = shared->leaving;
+    const Image& out = params.out;
+    const Image& residual = params.epilogue.residual;
+    const long long a_sample = params.windows.out[0] * params.windows.out[1] * params.windows.out[2];
+    for (int j = threadIdx.x; j < TILE; j += THREADS) {
+        const long long n = (j_first + j) / a_sample;
+        const Pixel pixel = pixel_at((j_first + j) % a_sample, params.windows.out);
+        leaving.column[j] = {n * out.stride_n + offset_of(pixel, out.stride),
+                             n * residual.stride_n + offset_of(pixel, residual.stride)};
+    }
+    const int rows = min(TILE, params.group_outputs - m_first);
+    const int columns = int(min((long long)TILE, params.pixels - j_first));
+    const bool along_outputs = out.stride_c == 1;  // what neighbouring threads write; else neighbouring pixels
+    const int first_row = along_outputs ? threadIdx.x % WARP_ROWS : threadIdx.x / TILE;
+    const int first_column = along_outputs ? threadIdx.x / WARP_ROWS : threadIdx.x % TILE;
+    const int row_step = along_outputs ? 0 : THREADS / TILE, column_step = along_outputs ? THREADS / WARP_ROWS : 0;
+    for (int part = 0; part < 2; ++part) {
+        if (warp_row == part)
+            tile.for_each([&](int m, int j, Sum sum) { leaving.sum[m * PITCH + warp_j + j] = sum; });
+        __syncthreads();
+        const int part_rows = min(WARP_ROWS, rows - part * WARP_ROWS);
+        for (int row = first_row, j = first_column; row < part_rows && j < columns; row += row_step, j += column_step) {
+            const Sum sum = leaving.sum[row * PITCH + j];
+            const long long o = (long long)g * params.group_outputs + m_first + part * WARP_ROWS + row;
+            const long long at = leaving.column[j].out + o * out.stride_c;
+            if (params.splits > 1)
+                static_cast<Sum*>(out.data)[blockIdx.y * params.plane + at] = sum;
+            else
+                static_cast<T*>(out.data)[at] =
+                    finish_at<T>(
+                        sum, params.epilogue, o, [&] { return leaving.column[j].residual + o * residual.stride_c; },
+                        [&] { return at; });
+        }
+        __syncthreads();
+    }
+}

@@ -1,0 +1,93 @@
+// The largest element of every window.
+//
+//     y[n, c, p] = max over taps t of x[n, c, window(p, t)]        padding takes no part; NaN is larger than all
+//
+//     no M, no N: one thread a pixel p, for CHANNELS channels      K = t (taps)
+//
+//     x [n, c]   . 1 3 .      y    5       where a window lies is worked out once for all channels of a thread,
+//                . 5 2 .                   and their loads do not wait for each other
+//
+// Neighbouring threads take what lies side by side: pixels (`lanes` is 1), or channels of a channels-last image:
+//
+//     thread     0          1          ...  lanes - 1      | lanes          ...
+//     pixel      p          p               p              | p + 1
+//     channels   0, lanes,  1, lanes + 1,                  | 0, lanes, 2 lanes, ...
+//
+// Bound by memory.  Floor: x and y once over the bandwidth.
+//
+// -D: DTYPE (storage type), CHANNELS (of a thread)
+#include "image.cuh"
+
+namespace cupyconv {
+
+struct MaxPoolParams {
+    Image x;
+    Windows windows;
+    Image out;
+    long long batch;
+    double nothing;  // the largest of no elements: -infinity
+    int channels, lanes;
+};
+
+}  // namespace cupyconv
+
+using namespace cupyconv;
+
+using T = DTYPE;
+using A = Accumulator<T>;  // a 16-bit number is the same number there, and comes back as it was
+constexpr int MAX_BLOCK = 256;
+
+extern "C" __global__ void __launch_bounds__(MAX_BLOCK) max_pool(const __grid_constant__ MaxPoolParams params) {
+    const Windows& windows = params.windows;
+    const Image &x = params.x, &out = params.out;
+    const int lanes = params.lanes;
+    const long long x_step = lanes * x.stride_c;
+    const long long a_row = windows.out[0] * windows.out[1] * windows.out[2] * lanes, shares = params.batch * a_row;
+
+    for (long long first = (long long)blockIdx.y * CHANNELS * lanes; first < params.channels;
+         first += (long long)gridDim.y * CHANNELS * lanes)
+        for (long long q = first_share(); q < shares; q += share_step()) {
+            const Share share = share_at(q, a_row, 1);
+            const Share lane = share_at(share.pixel, lanes, 1);  // n: which pixel, pixel: which lane
+            const long long c = first + lane.pixel;
+            const int channels = (params.channels - c + lanes - 1) / lanes;  // of this thread, if fewer than CHANNELS
+            const Pixel pixel = pixel_at(lane.n, windows.out);
+            const T* const x_nc = static_cast<const T*>(x.data) + share.n * x.stride_n + c * x.stride_c;
+            A largest[CHANNELS];
+#pragma unroll
+            for (int i = 0; i < CHANNELS; ++i) largest[i] = A(params.nothing);
+
+            // The loops are not unrolled: the loads of several channels are enough at once, and registers are few.
+            long long start[3];
+#pragma unroll
+            for (int a = 0; a < 3; ++a) start[a] = pixel.at[a] * windows.stride[a] - windows.before[a];
+            long long d = start[0];
+#pragma unroll 1
+            for (int kd = 0; kd < windows.kernel[0]; ++kd, d += windows.dilation[0]) {
+                if (d < 0 || d >= windows.size[0]) continue;
+                long long h = start[1];
+#pragma unroll 1
+                for (int kh = 0; kh < windows.kernel[1]; ++kh, h += windows.dilation[1]) {
+                    if (h < 0 || h >= windows.size[1]) continue;
+                    const T* const row = x_nc + d * x.stride[0] + h * x.stride[1];
+                    long long w = start[2];
+#pragma unroll 1
+                    for (int kw = 0; kw < windows.kernel[2]; ++kw, w += windows.dilation[2]) {
+                        if (w < 0 || w >= windows.size[2]) continue;
+                        const T* const element = row + w * x.stride[2];
+#pragma unroll
+                        for (int i = 0; i < CHANNELS; ++i)
+                            if (i < channels) {
+                                const A value = widen(element[i * x_step]);
+                                if (value > largest[i] || isnan(value)) largest[i] = value;
+                            }
+                    }
+                }
+            }
+            T* const y = static_cast<T*>(out.data) + share.n * out.stride_n + c * out.stride_c +
+                         offset_of(pixel, out.stride);
+#pragma unroll
+            for (int i = 0; i < CHANNELS; ++i)
+                if (i < channels) y[i * lanes * out.stride_c] = narrow<T>(largest[i]);
+        }
+}

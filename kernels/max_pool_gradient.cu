@@ -1,0 +1,138 @@
+// The gradient of max_pool: each element adds up the gradients of the windows that it is the largest of.
+//
+//     dx[n, c, i] = sum over taps t and windows p with  p * stride - before + t * dilation == i
+//                   of grad[n, c, p]  where x[n, c, i] == y[n, c, p] and no tap before t is equal
+//
+//     no M, no N: one thread an element i, for CHANNELS channels       K = t (taps)
+//
+//     y       ----5-----7----
+//                  \   /            a gather: each sum has one owner, so there are no atomics, no stored indices,
+//     x              5              and the order of adding is always the same
+//
+// Which tap won is found again: few elements equal their window's maximum, and only those look at the taps before
+// them.  NaN counts as largest, and as equal to NaN.  Neighbouring threads take what lies side by side, as in
+// max_pool.cu.
+//
+// Bound by memory.  Floor: x, y, grad and dx once over the bandwidth.
+//
+// -D: DTYPE (storage type), CHANNELS (of a thread)
+#include "image.cuh"
+
+namespace cupyconv {
+
+struct MaxPoolGradientParams {
+    Image x, y, grad;
+    Windows windows;
+    Image out;
+    long long batch;
+    int channels, lanes;
+};
+
+}  // namespace cupyconv
+
+using namespace cupyconv;
+
+using T = DTYPE;
+using A = Accumulator<T>;
+// Two blocks a multiprocessor at the least: left to itself the compiler spills a little to have three.
+constexpr int MAX_BLOCK = 256, MIN_BLOCKS = 2;
+
+__device__ __forceinline__ bool same(A a, A b) { return a == b || (isnan(a) && isnan(b)); }
+
+// The next tap in row-major order.
+__device__ __forceinline__ void advance_tap(int (&tap)[3], const int (&kernel)[3]) {
+    if (++tap[2] < kernel[2]) return;
+    tap[2] = 0;
+    if (++tap[1] < kernel[1]) return;
+    tap[1] = 0;
+    ++tap[0];
+}
+
+// Whether the window at p lies over the element that is `end` elements after the beginning of window 0.
+__device__ __forceinline__ bool is_over(const Windows& windows, int a, long long p, long long end) {
+    return p >= 0 && end - p * windows.stride[a] <= (windows.kernel[a] - 1LL) * windows.dilation[a];
+}
+
+extern "C" __global__ void __launch_bounds__(MAX_BLOCK, MIN_BLOCKS)
+    max_pool_gradient(const __grid_constant__ MaxPoolGradientParams params) {
+    const Windows& windows = params.windows;
+    const Image &x = params.x, &y = params.y, &grad = params.grad, &out = params.out;
+    const int lanes = params.lanes;
+    const long long x_step = lanes * x.stride_c, y_step = lanes * y.stride_c, grad_step = lanes * grad.stride_c;
+    const long long a_row = windows.size[0] * windows.size[1] * windows.size[2] * lanes;
+    const long long shares = params.batch * a_row;
+
+    for (long long first = (long long)blockIdx.y * CHANNELS * lanes; first < params.channels;
+         first += (long long)gridDim.y * CHANNELS * lanes)
+        for (long long q = first_share(); q < shares; q += share_step()) {
+            const Share share = share_at(q, a_row, 1);
+            const Share lane = share_at(share.pixel, lanes, 1);  // n: which pixel, pixel: which lane
+            const long long c = first + lane.pixel;
+            const int channels = (params.channels - c + lanes - 1) / lanes;  // of this thread, if fewer than CHANNELS
+            const Pixel in = pixel_at(lane.n, windows.size);
+            const T* const x_nc = static_cast<const T*>(x.data) + share.n * x.stride_n + c * x.stride_c;
+            const T* const y_nc = static_cast<const T*>(y.data) + share.n * y.stride_n + c * y.stride_c;
+            const T* const grad_nc = static_cast<const T*>(grad.data) + share.n * grad.stride_n + c * grad.stride_c;
+            T* const dx = static_cast<T*>(out.data) + share.n * out.stride_n + c * out.stride_c +
+                          offset_of(in, out.stride);
+            A value[CHANNELS], sum[CHANNELS];
+#pragma unroll
+            for (int i = 0; i < CHANNELS; ++i) {
+                sum[i] = A(0);
+                value[i] = i < channels ? widen(x_nc[i * x_step + offset_of(in, x.stride)]) : A(0);
+            }
+
+            // Along each axis from the last window over the element to the first, so that taps rise.
+            long long end[3], last[3];
+#pragma unroll
+            for (int a = 0; a < 3; ++a) {
+                end[a] = in.at[a] + windows.before[a];
+                last[a] = end[a] / windows.stride[a];
+            }
+            Pixel p;
+#pragma unroll 1
+            for (p.at[0] = last[0]; is_over(windows, 0, p.at[0], end[0]); --p.at[0])
+#pragma unroll 1
+                for (p.at[1] = last[1]; is_over(windows, 1, p.at[1], end[1]); --p.at[1])
+#pragma unroll 1
+                    for (p.at[2] = last[2]; is_over(windows, 2, p.at[2], end[2]); --p.at[2]) {
+                        int tap[3];
+                        bool hit = true;
+#pragma unroll
+                        for (int a = 0; a < 3; ++a) {
+                            const long long after = end[a] - p.at[a] * windows.stride[a];
+                            tap[a] = after / windows.dilation[a];
+                            hit = hit && p.at[a] < windows.out[a] && tap[a] * (long long)windows.dilation[a] == after;
+                        }
+                        if (!hit) continue;
+                        unsigned winners = 0;  // bit i: channel i
+                        const T* const largest = y_nc + offset_of(p, y.stride);
+#pragma unroll
+                        for (int i = 0; i < CHANNELS; ++i)
+                            if (i < channels && same(value[i], widen(largest[i * y_step]))) winners |= 1u << i;
+
+                        int earlier[3] = {0, 0, 0};
+#pragma unroll 1
+                        while (winners &&
+                               (earlier[0] != tap[0] || earlier[1] != tap[1] || earlier[2] != tap[2])) {
+                            Pixel other;
+                            if (tap_pixel(windows, p, earlier, other)) {
+                                const T* const element = x_nc + offset_of(other, x.stride);
+#pragma unroll
+                                for (int i = 0; i < CHANNELS; ++i)
+                                    if (winners >> i & 1 && same(value[i], widen(element[i * x_step])))
+                                        winners &= ~(1u << i);
+                            }
+                            advance_tap(earlier, windows.kernel);
+                        }
+
+                        const T* const received = grad_nc + offset_of(p, grad.stride);
+#pragma unroll
+                        for (int i = 0; i < CHANNELS; ++i)
+                            if (winners >> i & 1) sum[i] += widen(received[i * grad_step]);
+                    }
+#pragma unroll
+            for (int i = 0; i < CHANNELS; ++i)
+                if (i < channels) dx[i * lanes * out.stride_c] = narrow<T>(sum[i]);
+        }
+}

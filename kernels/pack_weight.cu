@@ -1,0 +1,77 @@
+// The weight in the order and the blocks in which implicit_gemm.cu reads it.
+//
+//     packed[g, block, m, k] = weight[g * group_outputs + m, c(block, k), t(block, k)]       or packed[g, block, k, m]
+//
+//     M = m (outputs of a group, padded to whole tiles)    no N    K = (run, t, c), see reduction.cuh
+//
+//     weight  m | c0t0 c0t1 c0t2 c1t0 ... |      packed  block 0 | m0: c0t0 c1t0 c2t0 c3t0 ...
+//               |                         |                      | m1: ...
+//               any strides                              block 1 | ...          zeros where K or M is padded
+//
+// A thread writes all taps of one (m, c), whose elements lie together in most weights: what one tap
+// reads, the next finds in the cache.  Only bits move, so the type is just the element's size.
+// Bound by memory.  Floor: twice the weight over the bandwidth.
+//
+// -D: DTYPE (bits16, bits32 or bits64)
+#include "reduction.cuh"
+
+namespace cupyconv {
+
+struct PackWeightParams {
+    Sources sources;  // only their channels are looked at
+    Image weight;
+    void* packed;
+    long long stride_m, stride_k;  // within a block; one of them is 1
+    int kernel[3];
+    int groups, group_channels, group_outputs;
+    int granule, block;  // channels that are copied together; K of a block
+    int blocks;          // of a group, the most
+    int rows, channels;  // M and channels of a group, padded
+};
+
+}  // namespace cupyconv
+
+using namespace cupyconv;
+
+using T = DTYPE;
+constexpr int MAX_BLOCK = 256;
+
+extern "C" __global__ void __launch_bounds__(MAX_BLOCK) pack_weight(const __grid_constant__ PackWeightParams params) {
+    const int taps = params.kernel[0] * params.kernel[1] * params.kernel[2];
+    const Image& weight = params.weight;
+    for (int g = blockIdx.y; g < params.groups; g += gridDim.y) {
+        for (long long i = first_share(); i < (long long)params.rows * params.channels; i += share_step()) {
+            const bool along_k = params.stride_k == 1;  // neighbouring threads write neighbours
+            const int m = along_k ? i / params.channels : i % params.rows;
+            int c = along_k ? i % params.channels : i / params.rows;
+
+            const int c_first = g * params.group_channels;
+            Run run;
+            int block = 0;  // first of the run
+            bool found = run.next(params.sources, c_first, c_first + params.group_channels, taps, params.granule, params.block);
+            while (found && c >= run.padded) {
+                c -= run.padded;
+                block += run.blocks;
+                found = run.next(params.sources, c_first, c_first + params.group_channels, taps, params.granule, params.block);
+            }
+            if (!found) continue;  // groups may be padded differently
+
+            const bool inside = m < params.group_outputs && c < run.channels;
+            const T* const w_mc = static_cast<const T*>(weight.data) +
+                                  ((long long)g * params.group_outputs + m) * weight.stride_n +
+                                  (params.sources.table[run.source].first + run.first + c - c_first) * weight.stride_c;
+            T* const packed_g = static_cast<T*>(params.packed) +
+                                (long long)g * params.blocks * params.rows * params.block + m * params.stride_m;
+            for (int t = 0, k = c; k < run.blocks * params.block; ++t, k += run.padded) {
+                T w = T{};
+                if (inside && t < taps) {
+                    int tap[3];
+                    tap_at(t, params.kernel, tap);
+                    w = w_mc[tap[0] * weight.stride[0] + tap[1] * weight.stride[1] + tap[2] * weight.stride[2]];
+                }
+                packed_g[(long long)(block + k / params.block) * params.rows * params.block +
+                         k % params.block * params.stride_k] = w;
+            }
+        }
+    }
+}

@@ -1,0 +1,315 @@
+// A warp's part of a matrix product, sums in registers: one class for CUDA cores, one for tensor cores.
+//
+//     sum[m, j] += sum_k  weight[m, k] * x[k, j]        ROWS x COLUMNS sums a warp, one K-block a call
+//
+//            j ->                          both tiles lie in shared memory:
+//        m  +-------------+                weight   [k][m]  for CUDA cores, which read along m
+//        ↓  |    lane's   |                         [m][k]  for tensor cores, which read along k
+//           |   ##  ##    |                x        [k][j]  or, chunked, [j][k]
+//           |   ##  ##    |
+//           +-------------+
+//
+// `for_each` calls f(m, j, sum) for each of the lane's sums.
+#pragma once
+#include "numeric.cuh"
+#include "shared_tile.cuh"
+#include "tensor_core.cuh"
+
+namespace cupyconv {
+
+__device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
+
+// Bytes of one matrix row of K in shared memory: four 16-byte chunks.
+constexpr int BLOCK_BYTES = 64;
+
+// ---- CUDA cores: an outer product of registers a step of K ----------------------------------------------------
+
+template <class T, int M, int J>  // of the block's tile
+struct CudaCores {
+    static constexpr bool PREFERS_CHUNKS = false;
+    static constexpr int K = BLOCK_BYTES / sizeof(T);
+    using Sum = T;
+    using WeightTile = SharedTile<T, K, M, 0>;
+    template <bool CHUNKED> using ImageTile = SharedTile<T, K, J, 0>;
+
+    template <int ROWS, int COLUMNS>
+    struct WarpTile {
+        // 8 x 4 lanes, or 4 x 8; each reads its rows and columns in packets of 16 bytes.
+        static constexpr int HIGH = ROWS / 8, WIDE = 32 / HIGH, PACKET = 16 / sizeof(T);
+        static constexpr int ITS_ROWS = ROWS / HIGH, ITS_COLUMNS = COLUMNS / WIDE;
+        T sum[ITS_ROWS][ITS_COLUMNS] = {};
+
+        static __device__ __forceinline__ int row(int i) {
+            return (i / PACKET * HIGH + lane_index() / WIDE) * PACKET + i % PACKET;
+        }
+        static __device__ __forceinline__ int column(int j) {
+            return (j / PACKET * WIDE + lane_index() % WIDE) * PACKET + j % PACKET;
+        }
+
+        template <bool CHUNKED>
+        __device__ __forceinline__ void multiply(const T* weight, const T* x, int m, int j) {
+#pragma unroll
+            for (int k = 0; k < K; ++k) {
+                T a[ITS_ROWS], b[ITS_COLUMNS];
+                load<ITS_ROWS>(a, weight + k * M + m + row(0), HIGH);
+                load<ITS_COLUMNS>(b, x + k * J + j + column(0), WIDE);
+#pragma unroll
+                for (int r = 0; r < ITS_ROWS; ++r)
+#pragma unroll
+                    for (int c = 0; c < ITS_COLUMNS; ++c) add_product(sum[r][c], a[r], b[c]);
+            }
+        }
+
+        template <int COUNT>
+        static __device__ __forceinline__ void load(T (&values)[COUNT], const T* from, int lanes) {
+#pragma unroll
+            for (int i = 0; i < COUNT; i += PACKET) {
+                const Packet<T, PACKET> packet = load_packet<PACKET>(from + i * lanes);
+#pragma unroll
+                for (int e = 0; e < PACKET; ++e) values[i + e] = packet.lane[e];
+            }
+        }
+
+        template <class F> __device__ __forceinline__ void for_each(F f) const {
+#pragma unroll
+            for (int i = 0; i < ITS_ROWS; ++i)
+#pragma unroll
+                for (int j = 0; j < ITS_COLUMNS; ++j) f(row(i), column(j), sum[i][j]);
+        }
+    };
+};
+
+// ---- tensor cores: fragments of 16 x 32 bytes and 8 x 32 bytes a step of K -----------------------------------------
+
+// One operand's fragments of a step of K, as registers; shared by every kind of operand.
+template <class T, class WeightTile, class ImageTile, bool CHUNKED>
+struct Fragments {
+    static constexpr int STEP = 32 / sizeof(T);  // K of one instruction
+
+    // 16 rows of the weight.
+    static __device__ __forceinline__ void load_weight(unsigned (&a)[4], const T* tile, int m, int k) {
+        const int lane = lane_index();
+        load_matrices(a, &tile[WeightTile::index(m + lane % 16, k + lane / 16 * (STEP / 2))]);
+    }
+
+    // 16 columns of the image, as two fragments.
+    static __device__ __forceinline__ void load_image(unsigned (&b)[2][2], const T* tile, int j, int k) {
+        const int lane = lane_index();
+        if constexpr (CHUNKED || sizeof(T) == 2) {
+            unsigned four[4];
+            if constexpr (CHUNKED)
+                load_matrices(
+                    four, &tile[ImageTile::index(j + lane / 16 * 8 + lane % 8, k + lane / 8 % 2 * (STEP / 2))]);
+            else
+                load_matrices_transposed(four, &tile[ImageTile::index(k + lane % 16, j + lane / 16 * 8)]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) b[i / 2][i % 2] = four[i];
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                b[i / 2][i % 2] = word_of(&tile[ImageTile::index(k + lane % 4 + i % 2 * 4, j + i / 2 * 8 + lane / 4)], 0);
+        }
+    }
+};
+
+// TAG is the type of the operands to the instruction: float16, bfloat16 or tf32.
+template <class T, class TAG, int M, int J>
+struct TensorCores {
+    static constexpr bool PREFERS_CHUNKS = true;
+    static constexpr int K = BLOCK_BYTES / sizeof(T);
+    using Sum = float;
+    using WeightTile = SharedTile<T, M, K, 1>;
+    template <bool CHUNKED>
+    using ImageTile = SharedTile<T, CHUNKED ? J : K, CHUNKED ? K : J, CHUNKED || sizeof(T) == 2 ? 1 : 2>;
+
+    template <int ROWS, int COLUMNS>
+    struct WarpTile {
+        float sum[ROWS / 16][COLUMNS / 8][4] = {};
+
+        template <bool CHUNKED>
+        __device__ __forceinline__ void multiply(const T* weight, const T* x, int m, int j) {
+            using F = Fragments<T, WeightTile, ImageTile<CHUNKED>, CHUNKED>;
+#pragma unroll 1
+            for (int k = 0; k < K; k += F::STEP) {
+                unsigned b[COLUMNS / 16][2][2];
+#pragma unroll
+                for (int c = 0; c < COLUMNS / 16; ++c) {
+                    F::load_image(b[c], x, j + c * 16, k);
+                    as_operands(b[c][0]);
+                    as_operands(b[c][1]);
+                }
+#pragma unroll
+                for (int r = 0; r < ROWS / 16; ++r) {
+                    unsigned a[4];
+                    F::load_weight(a, weight, m + r * 16, k);
+                    as_operands(a);
+#pragma unroll
+                    for (int c = 0; c < COLUMNS / 8; ++c) multiply_add<TAG>(sum[r][c], a, b[c / 2][c % 2]);
+                }
+            }
+        }
+
+        template <class F> __device__ __forceinline__ void for_each(F f) const { each_of_16x8(sum, f); }
+    };
+
+    // float32 is rounded to tf32: by itself the instruction would truncate, all errors towards zero.
+    template <int COUNT>
+    static __device__ __forceinline__ void as_operands(unsigned (&fragment)[COUNT]) {
+        if constexpr (sizeof(T) == 4)
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) fragment[i] = round_to_tf32(fragment[i]);
+    }
+
+    // The accumulator's layout: a lane holds pairs of neighbours in rows lane / 4 and lane / 4 + 8.
+    template <int R, int C, class F>
+    static __device__ __forceinline__ void each_of_16x8(const float (&sum)[R][C][4], F f) {
+        const int row = lane_index() / 4, column = lane_index() % 4 * 2;
+#pragma unroll
+        for (int r = 0; r < R; ++r)
+#pragma unroll
+            for (int c = 0; c < C; ++c)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) f(r * 16 + row + e / 2 * 8, c * 8 + column + e % 2, sum[r][c][e]);
+    }
+};
+
+// float32 to nearly its own accuracy on tensor cores, whose operands have 11 significant bits.
+//
+//     x = high + low,   high: x rounded to 11 bits            low: the rest, 12 bits, the last of them truncated
+//     a * b ~ high_a * low_b + low_a * high_b + high_a * high_b         low_a * low_b <= 2^-22 a b is left out
+//
+// The instruction truncates by itself, so half a unit of the 11th bit is all that rounding has to add.  Without it
+// `low` would be twice as large, the part left out four times, and all of one sign.  The products of a K-block are summed by the tensor
+// cores, whose additions truncate, and added to the sums by CUDA cores, which round.  Where x is infinite the two
+// small products must not see it: inf * 0 would be NaN where inf * 1 is meant.  A NaN reaches them by `low`, also
+// one whose payload truncation takes for infinity.
+struct Split {
+    unsigned high, low, finite_high;
+
+    __device__ __forceinline__ explicit Split(unsigned bits) : high(bits) {
+        const float x = __uint_as_float(bits);
+        if (fabsf(x) < __uint_as_float(0x7f7ff000u)) high += 0x1000u;  // what is larger would become infinite
+        const float rounded = __uint_as_float(high & 0xffffe000u);
+        const bool infinite = fabsf(x) == __uint_as_float(0x7f800000u);
+        low = infinite ? 0u : __float_as_uint(x - rounded);
+        finite_high = infinite ? 0u : high;
+    }
+};
+
+template <int M, int J>
+struct SplitTensorCores : TensorCores<float32, tf32, M, J> {
+    using Base = TensorCores<float32, tf32, M, J>;
+    using WeightTile = typename Base::WeightTile;
+
+    template <int ROWS, int COLUMNS>
+    struct WarpTile {
+        float sum[ROWS / 16][COLUMNS / 8][4] = {};
+
+        template <bool CHUNKED>
+        __device__ __forceinline__ void multiply(const float* weight, const float* x, int m, int j) {
+            using F = Fragments<float, WeightTile, typename Base::template ImageTile<CHUNKED>, CHUNKED>;
+            float block[ROWS / 16][COLUMNS / 8][4] = {};
+#pragma unroll 1
+            for (int k = 0; k < Base::K; k += F::STEP) {
+                unsigned b_high[COLUMNS / 8][2], b_low[COLUMNS / 8][2], b_finite[COLUMNS / 8][2];
+#pragma unroll
+                for (int c = 0; c < COLUMNS / 16; ++c) {
+                    unsigned b[2][2];
+                    F::load_image(b, x, j + c * 16, k);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const Split split(b[i / 2][i % 2]);
+                        b_high[c * 2 + i / 2][i % 2] = split.high;
+                        b_low[c * 2 + i / 2][i % 2] = split.low;
+                        b_finite[c * 2 + i / 2][i % 2] = split.finite_high;
+                    }
+                }
+#pragma unroll
+                for (int r = 0; r < ROWS / 16; ++r) {
+                    unsigned a[4], a_high[4], a_low[4], a_finite[4];
+                    F::load_weight(a, weight, m + r * 16, k);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const Split split(a[i]);
+                        a_high[i] = split.high;
+                        a_low[i] = split.low;
+                        a_finite[i] = split.finite_high;
+                    }
+#pragma unroll
+                    for (int c = 0; c < COLUMNS / 8; ++c) {
+                        multiply_add<tf32>(block[r][c], a_low, b_finite[c]);
+                        multiply_add<tf32>(block[r][c], a_finite, b_low[c]);
+                        multiply_add<tf32>(block[r][c], a_high, b_high[c]);
+                    }
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < ROWS / 16; ++r)
+#pragma unroll
+                for (int c = 0; c < COLUMNS / 8; ++c)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) sum[r][c][e] += block[r][c][e];
+        }
+
+        template <class F> __device__ __forceinline__ void for_each(F f) const { Base::each_of_16x8(sum, f); }
+    };
+};
+
+// float64: fragments of 8 x 4 and 4 x 8, an element a lane.
+template <int M, int J>
+struct DoubleTensorCores {
+    static constexpr bool PREFERS_CHUNKS = true;
+    static constexpr int K = BLOCK_BYTES / sizeof(double), STEP = 4;
+    using Sum = double;
+    using WeightTile = SharedTile<double, M, K, 2>;
+    template <bool CHUNKED> using ImageTile = SharedTile<double, CHUNKED ? J : K, CHUNKED ? K : J, 2>;
+
+    template <int ROWS, int COLUMNS>
+    struct WarpTile {
+        double sum[ROWS / 8][COLUMNS / 8][2] = {};
+
+        template <bool CHUNKED>
+        __device__ __forceinline__ void multiply(const double* weight, const double* x, int m, int j) {
+            const int across = lane_index() / 4, along = lane_index() % 4;
+#pragma unroll
+            for (int k = 0; k < K; k += STEP) {
+                double b[COLUMNS / 8];
+#pragma unroll
+                for (int c = 0; c < COLUMNS / 8; ++c) {
+                    const int row = k + along, column = j + c * 8 + across;
+                    using Tile = ImageTile<CHUNKED>;
+                    b[c] = x[CHUNKED ? Tile::index(column, row) : Tile::index(row, column)];
+                }
+#pragma unroll
+                for (int r = 0; r < ROWS / 8; ++r) {
+                    const double a = weight[WeightTile::index(m + r * 8 + across, k + along)];
+#pragma unroll
+                    for (int c = 0; c < COLUMNS / 8; ++c) multiply_add(sum[r][c], a, b[c]);
+                }
+            }
+        }
+
+        template <class F> __device__ __forceinline__ void for_each(F f) const {
+            const int row = lane_index() / 4, column = lane_index() % 4 * 2;
+#pragma unroll
+            for (int r = 0; r < ROWS / 8; ++r)
+#pragma unroll
+                for (int c = 0; c < COLUMNS / 8; ++c)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) f(r * 8 + row, c * 8 + column + e, sum[r][c][e]);
+        }
+    };
+};
+
+// ---- by name -----------------------------------------------------------------------------------------------------
+
+enum ArithmeticKind { FMA, MMA, TF32, TF32X3 };
+
+template <class T, int KIND, int M, int J> struct ArithmeticOf;
+template <class T, int M, int J> struct ArithmeticOf<T, FMA, M, J> { using type = CudaCores<T, M, J>; };
+template <class T, int M, int J> struct ArithmeticOf<T, MMA, M, J> { using type = TensorCores<T, T, M, J>; };
+template <int M, int J> struct ArithmeticOf<float64, MMA, M, J> { using type = DoubleTensorCores<M, J>; };
+template <int M, int J> struct ArithmeticOf<float32, TF32, M, J> { using type = TensorCores<float32, tf32, M, J>; };
+template <int M, int J> struct ArithmeticOf<float32, TF32X3, M, J> { using type = SplitTensorCores<M, J>; };
+
+}  // namespace cupyconv

@@ -1,0 +1,139 @@
+// The gradient of a convolution's weight without columns: any kernel, stride, padding, groups, strides, list of inputs.
+//
+//     sums[part, o, c, t] = sum over the part's (n, p) of   grad[n, o, p] * conj(x[n, g * group_channels + c, window(p, t)])
+//
+//     M = o (OUTPUTS of a group)    N = (c, t) (ROWS of a group's rows)    K = (n, p), cut into parts
+//
+//     grad [o] ....pppppppp....        a block: one tile of M x N and one part of K; threads run along p
+//     x  [c,t] ....tttttttt....        and each keeps the whole tile's sums, which the block adds up at last
+//                   |      |
+//     sums [part] [o x (c, t)]         the epilogue kernel adds the parts, in their order: no atomics
+//
+// Bound by index arithmetic, which OUTPUTS products share, and by loads: `grad` is read once for every ROWS rows, an
+// input once for every OUTPUTS outputs, by blocks that run side by side.  For few channels, depthwise kernels, and
+// where there is no memory for columns.  Floor: `grad` and the inputs once over the bandwidth.
+//
+// -D: X_DTYPE, G_DTYPE, Y_DTYPE (types of image, gradient, result; X or G may be real beside a complex Y), OUTPUTS
+#include "image.cuh"
+
+namespace cupyconv {
+
+struct WeightGradientParams {
+    Sources sources;
+    Windows windows;
+    Image grad;
+    void* sums;                        // (parts, outputs, rows) in C order, in the accumulator's type
+    long long plane, batch, a_part;    // elements of a part of `sums`; pixels of all samples, as one, a part
+    int groups, group_channels, group_outputs;
+};
+
+
+// The sum over a warp, in lane 0.
+template <class R> __device__ __forceinline__ R warp_sum(R value) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) value += __shfl_down_sync(0xffffffffu, value, distance);
+    return value;
+}
+template <class R> __device__ __forceinline__ Complex<R> warp_sum(Complex<R> value) {
+    return Complex<R>(warp_sum(value.re), warp_sum(value.im));
+}
+
+}  // namespace cupyconv
+
+using namespace cupyconv;
+
+using X = X_DTYPE;
+using G = G_DTYPE;
+using A = Accumulator<Y_DTYPE>;
+constexpr int ROWS = 4, MAX_BLOCK = 128, WARPS = MAX_BLOCK / 32;
+
+// Where one row of columns comes from; no data where the tile is wider than what is left of the rows.
+struct Row {
+    const X* data;
+    long long stride_n, stride[3], offset[3];
+};
+
+extern "C" __global__ void __launch_bounds__(MAX_BLOCK)
+    weight_gradient(const __grid_constant__ WeightGradientParams params) {
+    SHARED_ARRAY(Row, rows_s, ROWS);
+    SHARED_ARRAY(A, warps_s, WARPS * OUTPUTS * ROWS);
+
+    const Windows& windows = params.windows;
+    const long long pixels = windows.out[0] * windows.out[1] * windows.out[2];
+    const int taps = windows.kernel[0] * windows.kernel[1] * windows.kernel[2];
+    const int reduction = params.group_channels * taps;
+    const int tiles_m = (params.group_outputs + OUTPUTS - 1) / OUTPUTS, tiles_n = (reduction + ROWS - 1) / ROWS;
+    const long long tiles = (long long)params.groups * tiles_m * tiles_n;
+    const long long begin = blockIdx.x * params.a_part, all = params.batch * pixels;
+    const long long end = begin + params.a_part < all ? begin + params.a_part : all;
+
+    for (long long tile = blockIdx.y; tile < tiles; tile += gridDim.y) {
+        const int first_row = tile % tiles_n * ROWS, first_output = tile / tiles_n % tiles_m * OUTPUTS;
+        const int g = tile / tiles_n / tiles_m;
+        const long long o = (long long)g * params.group_outputs + first_output;
+
+        __syncthreads();  // the last tile's rows and sums have been read
+        if (threadIdx.x < ROWS) {
+            Row row = {};
+            const int r = first_row + threadIdx.x;
+            if (r < reduction) {
+                const int c = g * params.group_channels + r / taps;
+                int tap[3], s = 0;
+                tap_at(r % taps, windows.kernel, tap);
+                while (c >= params.sources.table[s].first + params.sources.table[s].channels) ++s;
+                const Source& source = params.sources.table[s];
+                row.data = static_cast<const X*>(source.image.data) + (c - source.first) * source.image.stride_c;
+                row.stride_n = source.image.stride_n;
+                for (int a = 0; a < 3; ++a) {
+                    row.stride[a] = source.image.stride[a];
+                    row.offset[a] = (long long)tap[a] * windows.dilation[a] - windows.before[a];
+                }
+            }
+            rows_s[threadIdx.x] = row;
+        }
+        __syncthreads();
+
+        A sum[OUTPUTS][ROWS] = {};
+        for (long long q = begin + threadIdx.x; q < end; q += blockDim.x) {
+            const Share share = share_at(q, pixels, 1);
+            const Pixel out = pixel_at(share.pixel, windows.out);
+            const G* grad_no = static_cast<const G*>(params.grad.data) + share.n * params.grad.stride_n +
+                               o * params.grad.stride_c + offset_of(out, params.grad.stride);
+            Accumulator<G> grad[OUTPUTS];
+#pragma unroll
+            for (int i = 0; i < OUTPUTS; ++i, grad_no += params.grad.stride_c)
+                grad[i] = first_output + i < params.group_outputs ? widen(*grad_no) : Accumulator<G>(0);
+#pragma unroll
+            for (int j = 0; j < ROWS; ++j) {
+                const Row& row = rows_s[j];
+                bool inside = row.data != nullptr;
+                long long at = share.n * row.stride_n;
+#pragma unroll
+                for (int a = 0; a < 3; ++a) {
+                    const long long i =
+                        padded_index(out.at[a] * windows.stride[a] + row.offset[a], windows.size[a], windows.padding_mode);
+                    inside = inside && i >= 0;
+                    at += i * row.stride[a];
+                }
+                const Accumulator<X> x = inside ? conjugate(widen(row.data[at])) : Accumulator<X>(0);
+#pragma unroll
+                for (int i = 0; i < OUTPUTS; ++i) add_product(sum[i][j], grad[i], x);
+            }
+        }
+
+#pragma unroll
+        for (int i = 0; i < OUTPUTS; ++i)
+#pragma unroll
+            for (int j = 0; j < ROWS; ++j) {
+                const A total = warp_sum(sum[i][j]);
+                if (threadIdx.x % 32 == 0) warps_s[threadIdx.x / 32 * OUTPUTS * ROWS + i * ROWS + j] = total;
+            }
+        __syncthreads();
+        const int i = threadIdx.x / ROWS, j = threadIdx.x % ROWS;
+        if (i < OUTPUTS && first_output + i < params.group_outputs && first_row + j < reduction) {
+            A total = warps_s[threadIdx.x];
+            for (int w = 1; w < blockDim.x / 32; ++w) total += warps_s[w * OUTPUTS * ROWS + threadIdx.x];
+            static_cast<A*>(params.sums)[blockIdx.x * params.plane + (o + i) * reduction + first_row + j] = total;
+        }
+    }
+}

@@ -1,0 +1,344 @@
+"""`conv_transpose` and its gradients against the naive oracle; where it begins and ends; what it refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+import reference
+import reference_gradients
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from pullbacks import (
+    assert_rounded,
+    assert_within,
+    attempted,
+    bytes_of,
+    each_array,
+    each_gradient,
+    entering_error,
+    on_device,
+)
+from strategies import ACTIVATIONS, absolute_values, drawn, nan_filled, transposed_cases
+from test_bad_input import Ones, assert_refused, placed
+from tolerance import assert_close, assert_exact
+
+import cupyconv
+
+METHODS = st.sampled_from(("auto", "auto", "direct", "gemm", "implicit_gemm"))
+LIMITS = st.sampled_from((None, None, 1 << 20, 20_000, 4_000))
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+
+
+def row(*values):
+    return np.array(values, np.float64)[None, None]
+
+
+# --- values ---------------------------------------------------------------------------------------------------
+
+
+def run(target, case, arrays, method, limit):
+    """The case on a target; None where a named method refuses it for a reason it gives."""
+    views = case.views(arrays, target.to_device, target.xp)
+    out = case.new_out(target.to_device, target.xp)
+    settings = {**case.parameters, "method": method, "out": out}
+    y = attempted(lambda: cupyconv.conv_transpose(**views, **settings), method, limit)
+    assert out is None or y is None or y is out
+    return None if y is None else target.to_host(y)
+
+
+@given(case=transposed_cases(), method=METHODS, limit=LIMITS)
+def test_integers_are_exact(target, case, method, limit):
+    arrays = case.arrays()
+    actual = run(target, case, arrays, method, limit)
+    if actual is not None:
+        assert_exact(actual, reference_gradients.conv_transpose(**arrays, **case.parameters), case.result_dtype)
+
+
+@given(case=transposed_cases(activations=ACTIVATIONS), method=METHODS, limit=LIMITS)
+def test_random_data(target, case, method, limit):
+    arrays = case.arrays(integer=False)
+    actual = run(target, case, arrays, method, limit)
+    if actual is not None:
+        expected = reference_gradients.conv_transpose(**arrays, **case.parameters)
+        assert_close(actual, expected, case.result_dtype, case.terms, magnitude=case.magnitude(arrays))
+
+
+@given(case=transposed_cases(dtypes=("float64",), activations=(None,)))
+def test_it_is_the_input_gradient_of_a_convolution(target, case):
+    """Of the package's own, wherever a convolution with that padding has as many outputs."""
+    arrays = case.arrays(integer=False) | {"bias": None}
+    strides, dilations = (reference.per_axis(value, case.rank) for value in (case.stride, case.dilation))
+    begins, sizes = case.window
+    covered = [s * (n - 1) + d * (k - 1) + 1 for n, k, s, d in zip(case.spatial, case.kernel, strides, dilations)]
+    pairs = [(begin, max(0, full - begin - size)) for full, begin, size in zip(covered, begins, sizes)]
+    assume(reference.output_shape(sizes, case.kernel, pairs, strides, dilations) == case.spatial)
+    whole = np.concatenate(reference.sequence(arrays["x"]), axis=case.channel_axis)
+    x, weight = target.to_device(whole), target.to_device(arrays["weight"])
+    window = dict(stride=case.stride, dilation=case.dilation, groups=case.groups)
+    y = target.to_host(cupyconv.conv_transpose(x, weight, **case.parameters))
+    back = target.to_host(cupyconv.conv_grad_input(x, weight, case.out_shape, padding=pairs, **window))
+    assert (np.abs(y - back) <= 1e-12 * case.magnitude(arrays)).all()
+
+
+# --- where the result begins and ends --------------------------------------------------------------------------------
+
+#: Of the canvas [1, 10, 102, 20, 200], from x = [1, 2] and weight [1, 10, 100] at stride 2.
+WINDOWS = {
+    "all": ({}, [1, 10, 102, 20, 200]),
+    "valid": (dict(padding="valid"), [1, 10, 102, 20, 200]),
+    "both sides": (dict(padding=1), [10, 102, 20]),
+    "before": (dict(padding=((1, 0),)), [10, 102, 20, 200]),
+    "after": (dict(padding=((0, 2),)), [1, 10, 102]),
+    "output_padding uncovers": (dict(padding=1, output_padding=1), [10, 102, 20, 200]),
+    "output_padding extends": (dict(output_padding=(1,)), [1, 10, 102, 20, 200, 0]),
+    "same": (dict(padding="same"), [1, 10, 102, 20]),
+    "same_lower": (dict(padding="same_lower"), [10, 102, 20, 200]),
+    "odd surplus": (dict(output_shape=(4,)), [10, 102, 20, 200]),
+    "odd surplus, valid": (dict(output_shape=(4,), padding="valid"), [10, 102, 20, 200]),
+    "odd surplus, same": (dict(output_shape=(4,), padding="same"), [1, 10, 102, 20]),
+    "odd surplus, same_lower": (dict(output_shape=[4], padding="same_lower"), [10, 102, 20, 200]),
+    "even surplus": (dict(output_shape=(3,)), [10, 102, 20]),
+    "no surplus": (dict(output_shape=(5,)), [1, 10, 102, 20, 200]),
+    "negative surplus": (dict(output_shape=(7,), padding="same"), [1, 10, 102, 20, 200, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("method", ["auto", "direct", "gemm"])
+@pytest.mark.parametrize("settings, expected", WINDOWS.values(), ids=WINDOWS.keys())
+def test_windows(target, settings, expected, method):
+    x, weight = target.to_device(row(1, 2)), target.to_device(row(1, 10, 100))
+    y = attempted(lambda: cupyconv.conv_transpose(x, weight, stride=2, **settings, method=method), method)
+    if y is not None:
+        assert target.to_host(y).tolist() == [[expected]]
+
+
+def test_beyond_every_stamp_there_is_bias_and_activation(target):
+    x, weight, bias = target.to_device(row(1)), target.to_device(row(3)), target.to_device(np.array([-2.0]))
+    y = cupyconv.conv_transpose(x, weight, bias, stride=3, output_padding=2, activation=("leaky_relu", 0.5))
+    assert target.to_host(y).tolist() == [[[1, -1, -1]]]
+
+
+def test_onnxs_own_example_of_a_given_output_shape(target):
+    x, weight = np.arange(9, dtype=np.float32).reshape(1, 1, 3, 3), np.ones((1, 2, 3, 3), np.float32)
+    y = cupyconv.conv_transpose(target.to_device(x), target.to_device(weight), stride=(3, 2), output_shape=(10, 8))
+    line = [[0, 0, 1, 1, 3, 2, 2, 0], [3, 3, 7, 4, 9, 5, 5, 0], [6, 6, 13, 7, 15, 8, 8, 0]]
+    expected = [line[0]] * 3 + [line[1]] * 3 + [line[2]] * 3 + [[0] * 8]
+    assert target.to_host(y).tolist() == [[expected, expected]]
+
+
+@pytest.mark.parametrize("name", ["same", "same_lower"])
+@pytest.mark.parametrize("kernel, stride, dilation", [(3, 2, 1), (4, 2, 1), (4, 3, 2), (1, 3, 1), (5, 1, 2), (2, 1, 1)])
+def test_same_is_the_adjoint_of_the_convolutions_same(target, name, kernel, stride, dilation):
+    """Over size * stride elements, where the convolution with that padding has `size` outputs."""
+    generator = np.random.default_rng(kernel)
+    x, weight = drawn(generator, (2, 3, 4), np.dtype("f8"), 3), drawn(generator, (3, 2, kernel), np.dtype("f8"), 3)
+    settings = dict(stride=stride, padding=name, dilation=dilation)
+    y = cupyconv.conv_transpose(target.to_device(x), target.to_device(weight), **settings)
+    expected = reference_gradients.conv_grad_input(x, weight, (2, 2, 4 * stride), **settings)
+    assert_exact(target.to_host(y), expected, "float64")
+
+
+def test_nothing_is_conjugated(target):
+    x, weight = (target.to_device(np.full((1, 1, 1), 1j)) for _ in range(2))
+    assert target.to_host(cupyconv.conv_transpose(x, weight)).item() == -1
+
+
+# --- gradients ------------------------------------------------------------------------------------------------------
+
+
+@given(case=transposed_cases(), method=METHODS, limit=LIMITS)
+def test_pullback_of_integers_is_exact(target, case, method, limit):
+    arrays, grad = case.arrays(), case.gradient()
+    views = case.views(arrays, target.to_device, target.xp)
+
+    def call():
+        y, pullback = cupyconv.conv_transpose_vjp(**views, **case.parameters, method=method)
+        return y, pullback(on_device(target, grad, case.residual_layout, case.channel_axis))
+
+    answer = attempted(call, method, limit)
+    if answer is not None:
+        y, gradients = answer
+        expected_y = reference_gradients.conv_transpose(**arrays, **case.parameters)
+        assert_exact(target.to_host(y), expected_y, case.result_dtype)
+        expected = reference_gradients.conv_transpose_gradients(grad, **arrays, **case.parameters)
+        for _, one, wanted, dtype in each_gradient(gradients, expected, arrays):
+            assert_rounded(target.to_host(one), wanted, dtype)
+
+
+@given(case=transposed_cases(activations=ACTIVATIONS, mixed_dtypes=False))
+def test_pullback_of_random_data(target, case):
+    arrays, grad = case.arrays(integer=False), case.gradient(integer=False)
+    plain = {**case.parameters, "activation": None}
+    _, pullback = cupyconv.conv_transpose_vjp(**case.views(arrays, target.to_device, target.xp), **case.parameters)
+    gradients = pullback(on_device(target, grad, case.residual_layout, case.channel_axis))
+
+    expected = reference_gradients.conv_transpose_gradients(grad, **arrays, **case.parameters)
+    v = reference_gradients.conv_transpose(**arrays, **plain)
+    error = entering_error(grad, case.activation, v, case.result_dtype, case.terms, case.magnitude(arrays))
+    entering = np.abs(grad * reference_gradients.derivative(case.activation, v))
+    absolute = {name: None if a is None else absolute_values(a) for name, a in arrays.items()}
+    magnitudes, errors = (
+        reference_gradients.conv_transpose_gradients(g, **absolute, **plain) for g in (entering + error, error)
+    )
+    terms = {"x": arrays["weight"][0].size, "weight": max(1, grad.size), "bias": max(1, grad.size)}
+    checks = zip(
+        each_gradient(gradients, expected, arrays), each_array(magnitudes), each_array(errors), strict=True
+    )  # fmt: skip
+    for (name, one, wanted, dtype), magnitude, e in checks:
+        assert_within(target.to_host(one), wanted, dtype, terms=terms[name], magnitude=magnitude, entering=e)
+
+
+@given(case=transposed_cases(dtypes=("float64", "complex128"), activations=(None,), mixed_dtypes=False))
+def test_adjoint_identities(target, case):
+    """<conv_transpose(x, w), g> = <x, x's gradient> = <w, w's gradient>: the package against itself."""
+    arrays, grad = case.arrays(integer=False) | {"bias": None}, case.gradient(integer=False)
+    y, pullback = cupyconv.conv_transpose_vjp(**case.views(arrays, target.to_device, target.xp), **case.parameters)
+    back = pullback(on_device(target, grad, case.residual_layout, case.channel_axis))
+    forward = np.vdot(target.to_host(y), grad)
+    pairs = zip(reference.sequence(arrays["x"]), reference.sequence(back.x), strict=True)
+    allowed = 1e-12 * np.vdot(case.magnitude(arrays), np.abs(grad))
+    assert abs(forward - sum(np.vdot(a, target.to_host(b)) for a, b in pairs)) <= allowed
+    assert abs(forward - np.vdot(arrays["weight"], target.to_host(back.weight))) <= allowed
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_the_same_bits_every_time(target, dtype):
+    generator = np.random.default_rng(0)
+    shapes = ((2, 6, 5, 4), (6, 2, 3, 3), (4,))
+    x, weight, bias = (target.to_device(drawn(generator, s, np.dtype(dtype))) for s in shapes)
+    settings = dict(stride=2, groups=2, activation="gelu")
+    y, pullback = cupyconv.conv_transpose_vjp(x, weight, bias, **settings)
+    first = pullback(y)
+    if dtype != "float16" or target.name == "numpy":  # on CUDA a 16-bit pre-activation that is kept is rounded first
+        assert bytes_of(target, cupyconv.conv_transpose(x, weight, bias, **settings)) == bytes_of(target, y)
+    assert bytes_of(target, pullback(y)) == bytes_of(target, first), "callable again"
+    assert bytes_of(target, cupyconv.conv_transpose_vjp(x, weight, bias, **settings)[1](y)) == bytes_of(target, first)
+    only = pullback(y, needs=("weight",))
+    assert bytes_of(target, only.weight) == bytes_of(target, first.weight)
+    assert only.x is only.bias is only.residual is None
+
+
+def test_a_list_of_one_stays_a_list(target):
+    x, weight = (target.to_device(np.ones(shape, np.float32)) for shape in ((1, 2, 5), (2, 3, 3)))
+    for given_x, is_list in ((x, False), ([x], True), ((x,), True)):
+        y, pullback = cupyconv.conv_transpose_vjp(given_x, weight)
+        assert isinstance(pullback(y).x, list) == is_list
+
+
+def test_launches_do_not_grow_with_the_batch(cuda_target):
+    log = cuda_target.device.log
+
+    def launches(batch):
+        x = cuda_target.to_device(np.ones((batch, 4, 5, 6), np.float32))
+        weight = cuda_target.to_device(np.ones((4, 3, 3, 3), np.float32))
+        log.clear()
+        y, pullback = cupyconv.conv_transpose_vjp(x, weight, stride=2)
+        pullback(y)
+        return len(log)
+
+    assert launches(16) == launches(8)
+
+
+@pytest.mark.parametrize("batch, channels, outputs", [(0, 2, 3), (2, 0, 3), (2, 2, 0)])
+def test_empty_axes(target, batch, channels, outputs):
+    def ones(*shape):
+        return target.to_device(np.ones(shape, np.float32))
+
+    x, weight, bias = ones(batch, channels, 5), ones(channels, outputs, 3), ones(outputs)
+    y, pullback = cupyconv.conv_transpose_vjp(x, weight, bias)
+    assert y.shape == (batch, outputs, 7)
+    assert channels or (target.to_host(y) == 1).all()
+    gradients = pullback(ones(*y.shape))
+    for back, like in ((gradients.x, x), (gradients.weight, weight)):
+        assert back.shape == like.shape and (target.to_host(back) == 0).all()
+    assert gradients.bias.shape == (outputs,) and (target.to_host(gradients.bias) == batch * 7).all()
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+CALL = dict(x=[Ones((2, 3, 4, 5)), Ones((2, 3, 4, 5))], weight=Ones((6, 2, 3, 3)), bias=Ones((2,)))
+
+REFUSALS = [
+    pytest.param(words, changes, id=name)
+    for name, words, changes in (
+        ("causal", ["padding", "causal"], dict(padding="causal")),
+        ("full", ["padding", "full"], dict(padding="full")),
+        ("channels", ["weight", "5", "6"], dict(weight=Ones((5, 2, 3, 3)))),
+        ("axes exchanged", ["weight", "2", "6"], dict(weight=Ones((2, 6, 3, 3)))),
+        ("groups", ["groups", "4", "6"], dict(groups=4)),
+        ("bias of one group", ["bias", r"\(2,\)", r"\(4,\)"], dict(groups=2)),
+        ("output_padding as large as stride", ["output_padding", "2", "stride 2"], dict(stride=2, output_padding=2)),
+        ("negative output_padding", ["output_padding", "-1"], dict(output_padding=(0, -1))),
+        ("output_padding beside output_shape", ["output_padding", "output_shape"],
+         dict(stride=2, output_padding=1, output_shape=(9, 10))),
+        ("output_padding beside same", ["output_padding", "same"], dict(stride=2, output_padding=1, padding="same")),
+        ("padding beside output_shape", ["padding", "output_shape"], dict(stride=2, padding=1, output_shape=(9, 10))),
+        ("output_shape of too many axes", ["output_shape", "4", "2"], dict(output_shape=(2, 2, 6, 7))),
+        ("empty output_shape", ["output_shape", "at least 1", "0"], dict(output_shape=(0, 7))),
+        ("nothing left", ["padding"], dict(padding=(3, 0))),
+        ("flat ONNX list", ["padding", "4 entries"], dict(padding=(1, 1, 1, 1))),
+        ("out of x's size", [r"\bout\b", r"\(2, 2, 4, 5\)", r"\(2, 2, 6, 7\)"], dict(out=Ones((2, 2, 4, 5)))),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words, changes", REFUSALS)
+def test_values_refused(target, words, changes):
+    arguments = {name: placed(value, target) for name, value in (CALL | changes).items()}
+    assert_refused(target, ValueError, words, cupyconv.conv_transpose, **arguments)
+
+
+@pytest.mark.parametrize(
+    "words, changes",
+    [
+        (["weight", "int32", "astype"], dict(weight=Ones((6, 2, 3, 3), "int32"))),
+        (["activation", "complex64"], dict(weight=Ones((6, 2, 3, 3), "complex64"), activation="relu")),
+        ([r"\bout\b", "float64", "float32"], dict(out=Ones((2, 2, 6, 7), "float64"))),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_types_refused(target, words, changes):
+    arguments = {name: placed(value, target) for name, value in (CALL | changes).items()}
+    assert_refused(target, TypeError, words, cupyconv.conv_transpose, **arguments)
+
+
+def test_the_call_that_is_varied_is_valid(target):
+    y = cupyconv.conv_transpose(**{name: placed(value, target) for name, value in CALL.items()})
+    assert y.shape == (2, 2, 6, 7) and float(target.to_host(y)[0, 0, 2, 2]) == 6 * 9 + 1
+
+
+def test_a_pullback_names_both_shapes(target):
+    y, pullback = cupyconv.conv_transpose_vjp(**{name: placed(value, target) for name, value in CALL.items()})
+    assert y.shape == (2, 2, 6, 7)
+    words = [r"\bgrad\b", r"\(2, 2, 4, 5\)", r"\(2, 2, 6, 7\)"]
+    assert_refused(target, ValueError, words, pullback, target.to_device(np.ones((2, 2, 4, 5), np.float32)))
+
+
+def test_out_is_written_completely_and_nothing_beside_it(target):
+    """Where the kernel's stamps leave gaps, and where nothing reaches; around the result there is a border of NaN."""
+    x, weight = np.ones((2, 3, 2), np.float32), np.ones((3, 4, 2), np.float32)
+    base = target.to_device(nan_filled((4, 6, 9), np.dtype("f4")))
+    moved = target.to_device(x), target.to_device(weight)
+    cupyconv.conv_transpose(*moved, stride=4, output_padding=1, out=base[1:-1, 1:-1, 1:-1])
+    expected = reference_gradients.conv_transpose(x, weight, stride=4, output_padding=1)
+    assert np.array_equal(target.to_host(base), np.pad(expected, 1, constant_values=np.nan), equal_nan=True)
+
+
+# --- PyTorch --------------------------------------------------------------------------------------------------------
+
+
+@needs_torch
+@given(case=transposed_cases(dtypes=("float64",), activations=ACTIVATIONS))
+@settings(max_examples=200)
+def test_against_torch(target, case):
+    import torch_peer
+
+    arrays, grad = case.arrays(integer=False), case.gradient(integer=False)
+    y, pullback = cupyconv.conv_transpose_vjp(**case.views(arrays, target.to_device, target.xp), **case.parameters)
+    gradients = pullback(on_device(target, grad, case.residual_layout, case.channel_axis))
+    expected_y, expected = torch_peer.conv_transpose(grad, **arrays, **case.parameters)
+    np.testing.assert_allclose(target.to_host(y), expected_y, rtol=1e-9, atol=1e-9)
+    for name, one, wanted, _ in each_gradient(gradients, expected, arrays):
+        np.testing.assert_allclose(target.to_host(one), wanted, rtol=1e-9, atol=1e-9, err_msg=name)

@@ -1,0 +1,550 @@
+"""Method "implicit_gemm": every compiled variant against the oracle, and what the method promises beside right numbers.
+
+Which variant runs is the cost model's choice; here each is forced in turn (`forced_plan`): its arithmetic and tile by
+what planning may choose from, its gather by the layout of the inputs.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+import pytest
+import reference
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import ACTIVATIONS, LAYOUTS, ConvCase, as_dtype, conv_cases
+from targets import TARGETS
+from tolerance import assert_close, assert_exact
+
+import cupyconv
+from cupyconv.calls.convolution import prepare_conv
+from cupyconv.machine import KNOWN_GPUS
+from cupyconv.plan import KernelLaunch
+from cupyconv.planning import cuda as cuda_planning
+from cupyconv.planning import implicit_gemm
+from cupyconv.planning.variants import all_variants
+
+VARIANTS = [dict(kernel.macros) for kernel in all_variants() if kernel.name == "implicit_gemm"]
+ALONG_PIXELS = [variant for variant in VARIANTS if variant["GATHER"] == "ALONG_PIXELS"]
+ALONG_CHANNELS = [variant for variant in VARIANTS if variant["GATHER"] == "ALONG_CHANNELS"]
+
+
+def name_of(variant):
+    return "-".join(variant.values()) if isinstance(variant, dict) else None
+
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
+of_float32 = pytest.mark.parametrize("arithmetic", ["FMA", "TF32", "TF32X3"])
+
+
+@pytest.fixture(params=TARGETS[1:])
+def cuda(request):
+    """The CUDA backend on the host device, and on a GPU where there is one."""
+    return request.param()
+
+
+# ---- one variant, forced -------------------------------------------------------------------------------------
+
+
+def forced_plan(call, arithmetic, tile):
+    """The method's plan for a call, with this arithmetic and tile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(implicit_gemm, "arithmetics", lambda *_: (arithmetic,))
+        patch.setattr(implicit_gemm, "tiles", lambda _: (int(tile),))
+        return cuda_planning.plan_conv(replace(call.request, method="implicit_gemm"))
+
+
+def product_of(plan):
+    """The launch of implicit_gemm.cu in a plan, None where the result is empty."""
+    found = [step for step in plan.steps if isinstance(step, KernelLaunch) and step.kernel.name == "implicit_gemm"]
+    return found[0] if found else None
+
+
+def run_forced(target, arguments, arithmetic, tile):
+    """The result of one variant, and its plan."""
+    call = prepare_conv(**arguments)
+    has_matrices = call.request.machine.capability >= implicit_gemm.FIRST_MMA[call.request.out.dtype]
+    if arithmetic != "FMA" and not has_matrices:
+        pytest.skip(f"{call.request.machine} has no matrix instructions for it")
+    plan = forced_plan(call, arithmetic, tile)
+    return target.to_host(replace(call, make_plan=lambda request: plan).run()), plan
+
+
+def run_case(target, case, arrays, variant):
+    """A case by one variant; the layouts are the case's."""
+    arguments = case.views(arrays, target.to_device, target.xp)
+    out = case.new_out(target.to_device, target.xp)
+    arguments |= dict(case.parameters, out=out)
+    return run_forced(target, arguments, variant["ARITHMETIC"], variant["TILE"])
+
+
+def run_arrays(target, x, weight, arithmetic, tile=64, **settings):
+    """The result of one variant on arrays in C order."""
+    x = [target.to_device(each) for each in x] if isinstance(x, list) else target.to_device(x)
+    return run_forced(target, dict(x=x, weight=target.to_device(weight), **settings), arithmetic, tile)[0]
+
+
+def as_operands(arrays, arithmetic):
+    """Random arrays as the arithmetic takes them: TF32 has 11 significant bits."""
+    if arithmetic != "TF32":
+        return arrays
+    x, weight = arrays["x"], arrays["weight"]
+    return arrays | {"x": [tf32(each) for each in x] if isinstance(x, list) else tf32(x), "weight": tf32(weight)}
+
+
+def tf32(values):
+    return (np.ascontiguousarray(values).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def check_case(target, case, variant, *, exact=True):
+    """Integers exactly (where sums of so many terms can be), random data within the tolerance; the plans."""
+    plans = []
+    for integer in (True, False) if exact else (False,):
+        arrays = case.arrays(integer=integer)
+        if not integer:
+            arrays = as_operands(arrays, variant["ARITHMETIC"])
+        actual, plan = run_case(target, case, arrays, variant)
+        expected = reference.conv(**arrays, **case.parameters)
+        if integer:
+            assert_exact(actual, expected, case.result_dtype)
+        else:
+            assert_close(actual, expected, case.result_dtype, case.terms, magnitude=case.magnitude(arrays))
+        plans.append(plan)
+    return plans
+
+
+# ---- geometries that reach every branch ------------------------------------------------------------------------
+
+EPILOGUE = dict(bias=True, residual=True, activation=("leaky_relu", 0.25))
+
+CASES = {
+    "one pixel, one channel": ConvCase(spatial=(1,), kernel=(1,)),
+    "granules that end in zeros": ConvCase(channels=(5,), out_channels=3, spatial=(9, 9), kernel=(3, 3), padding=1),
+    "a block of many taps": ConvCase(batch=2, channels=(1,), out_channels=6, spatial=(7, 8), kernel=(5, 5), padding=2),
+    "a block of many taps along one axis": ConvCase(channels=(2,), spatial=(40,), kernel=(36,), padding="same"),
+    "several runs": ConvCase(
+        batch=2, channels=(3, 6, 1, 2), out_channels=4, spatial=(6, 5), kernel=(3, 2), padding=1, **EPILOGUE
+    ),
+    "groups that cut through inputs": ConvCase(
+        channels=(5, 7), groups=4, out_channels=8, spatial=(6, 7), kernel=(3, 3), padding=1, **EPILOGUE
+    ),
+    "an input of no channels": ConvCase(channels=(3, 0, 4), out_channels=2, spatial=(5, 5), kernel=(2, 2)),
+    "tiles partly outside": ConvCase(
+        batch=3, channels=(4,), out_channels=133, spatial=(9, 9), kernel=(1, 1), padding=((1, 0), (0, 2)), bias=True
+    ),
+    "groups of more outputs than a tile": ConvCase(
+        channels=(6,), groups=2, out_channels=2 * 67, spatial=(3, 3), kernel=(2, 2), **EPILOGUE
+    ),
+    "stride, dilation and one-sided padding": ConvCase(
+        batch=2, channels=(4, 2), out_channels=3, spatial=(9, 11), kernel=(3, 2), stride=(2, 3), dilation=(1, 3),
+        padding=((2, 0), (1, 3)),
+    ),
+    "three axes": ConvCase(
+        batch=2, channels=(3,), out_channels=4, spatial=(4, 5, 6), kernel=(3, 2, 3), stride=(1, 2, 1),
+        padding=((1, 0), (0, 1), (2, 2)), dilation=(1, 1, 2), **EPILOGUE,
+    ),
+    "no batch axis": ConvCase(batch=None, channels=(4,), out_channels=4, spatial=(5, 6), kernel=(3, 3), **EPILOGUE),
+    "no sample": ConvCase(batch=0, channels=(4,), out_channels=4, spatial=(5, 6), kernel=(3, 3), **EPILOGUE),
+    "more samples than pixels": ConvCase(batch=70, channels=(3,), out_channels=2, spatial=(3,), kernel=(2,), bias=True),
+    **{
+        f"padding by {mode}": ConvCase(
+            batch=2, channels=(3,), out_channels=2, spatial=(3, 4), kernel=(3, 3), padding=((5, 4), (3, 6)),
+            padding_mode=mode,
+        )
+        for mode in ("reflect", "symmetric", "edge", "wrap")
+    },
+    **{
+        f"{layout} beside C order": ConvCase(
+            batch=2, channels=(5, 3), out_channels=3, spatial=(5, 6), kernel=(3, 3), padding=1, residual=True,
+            layouts=(layout, "c_order"), weight_layout=layout, residual_layout=layout,
+            out_layout=None if layout.startswith("broadcast") else layout,
+        )
+        for layout in LAYOUTS
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", ALONG_PIXELS, ids=name_of)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_along_pixels(cuda, case, variant):
+    for plan in check_case(cuda, replace(case, dtype=variant["DTYPE"]), variant):
+        assert product_of(plan) is None or dict(product_of(plan).kernel.macros) == variant
+
+
+CHANNELS_LAST_CASES = {
+    "one pixel": ConvCase(channels=(8,), spatial=(2,), kernel=(1,)),
+    "a block of many taps": ConvCase(
+        batch=2, channels=(8,), out_channels=6, spatial=(7, 8), kernel=(5, 4), padding=2, **EPILOGUE
+    ),
+    "several runs": ConvCase(
+        batch=2, channels=(16, 8, 24), out_channels=4, spatial=(6, 5), kernel=(2, 2), padding=1, **EPILOGUE
+    ),
+    "groups that cut through inputs": ConvCase(
+        channels=(24, 8), groups=2, out_channels=6, spatial=(6, 7), kernel=(3, 3), padding=1, **EPILOGUE
+    ),
+    "tiles partly outside": ConvCase(
+        batch=3, channels=(8,), out_channels=133, spatial=(9, 9), kernel=(1, 1), padding=((1, 0), (0, 2)), bias=True
+    ),
+    "stride, dilation and one-sided padding": ConvCase(
+        batch=2, channels=(8, 16), out_channels=3, spatial=(9, 11), kernel=(3, 2), stride=(2, 3), dilation=(1, 3),
+        padding=((2, 0), (1, 3)),
+    ),
+    "three axes": ConvCase(
+        batch=2, channels=(8,), out_channels=4, spatial=(4, 5, 6), kernel=(3, 2, 3), stride=(1, 2, 1),
+        padding=((1, 0), (0, 1), (2, 2)), dilation=(1, 1, 2), **EPILOGUE,
+    ),
+    "into C order": ConvCase(
+        batch=2, channels=(8,), out_channels=5, spatial=(6, 6), kernel=(3, 3), out_layout="c_order", residual=True
+    ),
+    **{
+        f"padding by {mode}": ConvCase(
+            channels=(8,), out_channels=2, spatial=(3, 4), kernel=(2, 2), padding=((5, 4), (3, 6)), padding_mode=mode
+        )
+        for mode in ("reflect", "symmetric", "edge", "wrap")
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", ALONG_CHANNELS, ids=name_of)
+@pytest.mark.parametrize("case", CHANNELS_LAST_CASES.values(), ids=CHANNELS_LAST_CASES)
+def test_along_channels(cuda, case, variant):
+    case = replace(
+        case, dtype=variant["DTYPE"], layouts=("channels_last",) * len(case.channels), residual_layout="channels_last"
+    )
+    for plan in check_case(cuda, case, variant):
+        assert dict(product_of(plan).kernel.macros) == variant
+
+
+def test_channels_last_in_odd_numbers_is_gathered_by_elements(cuda):
+    """And on CUDA cores, which read no chunks, along channels all the same."""
+    case = ConvCase(
+        batch=2, channels=(5, 3), out_channels=4, spatial=(6, 5), kernel=(3, 3), padding=1,
+        layouts=("channels_last_window", "channels_last"),
+    )  # fmt: skip
+    for arithmetic, gather in (("FMA", "ALONG_CHANNELS"), ("TF32X3", "ALONG_PIXELS")):
+        for plan in check_case(cuda, case, dict(ARITHMETIC=arithmetic, TILE="64")):
+            assert dict(product_of(plan).kernel.macros)["GATHER"] == gather
+            assert any("gathered by elements" in note for note in plan.notes) == (arithmetic != "FMA")
+
+
+SPLIT_CASES = {
+    "a long sum": ConvCase(channels=(150,), out_channels=7, spatial=(4, 5), kernel=(3, 3), padding=1, **EPILOGUE),
+    "a smooth activation": ConvCase(
+        batch=None, channels=(150,), out_channels=7, spatial=(30,), kernel=(5,), bias=True, activation="tanh"
+    ),
+    "groups of unlike runs": ConvCase(
+        channels=(37, 27, 61, 3), groups=2, out_channels=4, spatial=(3, 3), kernel=(3, 3), padding=1, **EPILOGUE
+    ),
+    # Sixteen inputs of a channel are sixteen blocks, the other group's one input is one or two.
+    "shares with nothing to sum": ConvCase(
+        channels=(1,) * 16 + (16,), groups=2, out_channels=4, spatial=(6,), kernel=(1,), **EPILOGUE
+    ),
+    "channels-last": ConvCase(
+        batch=2, channels=(72, 80), out_channels=7, spatial=(4, 5), kernel=(3, 3), padding=1, **EPILOGUE,
+        layouts=("channels_last",) * 2, residual_layout="channels_last",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", ALONG_PIXELS, ids=name_of)
+@pytest.mark.parametrize("case", SPLIT_CASES.values(), ids=SPLIT_CASES)
+def test_a_sum_in_parts(cuda, case, variant):
+    exact = case.terms <= 100 or variant["DTYPE"] in ("float32", "float64")
+    for plan in check_case(
+        cuda, replace(case, dtype=variant["DTYPE"]), variant, exact=exact and "tanh" != case.activation
+    ):
+        launch = product_of(plan)
+        params = dict(launch.params)
+        assert launch.grid[1] == params["splits"] > 1 and "parts" in plan.reason
+        assert (params["splits"] - 1) * params["a_split"] < params["blocks"] <= params["splits"] * params["a_split"]
+        assert plan.steps[-1].kernel.name == "epilogue"
+
+
+@given(case=conv_cases(dtypes=("float16", "bfloat16", "float32", "float64"), mixed_dtypes=False),
+       variant=st.sampled_from(ALONG_PIXELS))  # fmt: skip
+def test_integers_are_exact(cuda, case, variant):
+    case = replace(case, dtype=variant["DTYPE"])
+    arrays = case.arrays(integer=True)
+    actual, _ = run_case(cuda, case, arrays, variant)
+    assert_exact(actual, reference.conv(**arrays, **case.parameters), case.result_dtype)
+
+
+@given(case=conv_cases(dtypes=("float16", "bfloat16", "float32", "float64"), mixed_dtypes=False, activations=ACTIVATIONS),
+       variant=st.sampled_from(ALONG_PIXELS))  # fmt: skip
+def test_random_data(cuda, case, variant):
+    check_case(cuda, replace(case, dtype=variant["DTYPE"]), variant, exact=False)
+
+
+@given(case=conv_cases(dtypes=("float16", "float32", "float64"), mixed_dtypes=False), variant=st.sampled_from(ALONG_CHANNELS),
+       octets=st.lists(st.integers(1, 2), min_size=1, max_size=3))  # fmt: skip
+def test_channels_last(cuda, case, variant, octets):
+    """Whole chunks of 16 bytes: every input's channels are a multiple of eight, in one group."""
+    case = replace(
+        case, dtype=variant["DTYPE"], channels=tuple(8 * count for count in octets), groups=1, bare_x=False,
+        layouts=("channels_last",) * len(octets),
+    )  # fmt: skip
+    if case.terms <= 60:
+        check_case(cuda, case, variant)
+    else:
+        check_case(cuda, case, variant, exact=False)
+
+
+# ---- float32 on tensor cores -----------------------------------------------------------------------------------
+
+
+def matrices(kind, terms, generator, size=40):
+    """A (size x terms) and B (terms x size) in float32."""
+    shapes = (size, terms), (terms, size)
+    if kind == "positive":
+        return [generator.uniform(1, 2, shape).astype(np.float32) for shape in shapes]
+    a, b = (generator.standard_normal(shape) for shape in shapes)
+    if kind == "scaled":  # every row of A and column of B by a power of its own
+        a, b = a * 2.0 ** generator.integers(-20, 21, (size, 1)), b * 2.0 ** generator.integers(-20, 21, size)
+    if kind == "wide":  # every element
+        a, b = (each * 2.0 ** generator.integers(-20, 21, each.shape) for each in (a, b))
+    if kind == "cancelling":  # the second half of every sum takes the first away, to its last bits
+        half = terms // 2
+        a[:, half : 2 * half] = -a[:, :half] * (1 + 2.0**-20)
+        b[half : 2 * half] = b[:half]
+    return [a.astype(np.float32), b.astype(np.float32)]
+
+
+def largest_error(actual, a, b):
+    """In units of float32's roundoff, 2**-24, times sum |a| |b|."""
+    exact, magnitude = reference.wide(a) @ reference.wide(b), abs(reference.wide(a)) @ abs(reference.wide(b))
+    return float((abs(actual - exact) / magnitude).max() * 2**24)
+
+
+def float32_product(a, b):
+    """One fused multiply-add after the other, as a float32 GEMM does it on CUDA cores."""
+    sums = np.zeros((len(a), b.shape[1]), np.float32)
+    for a_m, b_n in zip(a.T.astype(np.float64), b.astype(np.float64)):
+        sums = (sums + np.multiply.outer(a_m, b_n)).astype(np.float32)
+    return sums
+
+
+def as_convolution(target, a, b, arithmetic):
+    """a b as a 1x1 convolution."""
+    return run_arrays(target, b[None], a[..., None], arithmetic)[0]
+
+
+@pytest.mark.parametrize("kind", ["normal", "positive", "scaled", "wide", "cancelling"])
+@pytest.mark.parametrize("terms", [16, 150, 1000])
+def test_three_products_are_as_good_as_float32(cuda, kind, terms):
+    a, b = matrices(kind, terms, np.random.default_rng(terms))
+    error = largest_error(as_convolution(cuda, a, b, "TF32X3"), a, b)
+    assert error <= 4 * largest_error(float32_product(a, b), a, b)
+
+
+@pytest.mark.parametrize("terms", [1, 2, 3])
+def test_three_products_of_few_terms(cuda, terms):
+    """What is left out of one product is at most 8 units of float32 (warp_tile.cuh), and one rounds the result."""
+    for kind in ("normal", "positive", "wide"):
+        a, b = matrices(kind, terms, np.random.default_rng(terms), size=130)
+        assert 1 < largest_error(as_convolution(cuda, a, b, "TF32X3"), a, b) <= 9
+
+
+@of_float32
+def test_eleven_bits_are_exact(cuda, arithmetic):
+    """Operands that TF32 holds, products of one size: nothing is rounded anywhere."""
+    generator = np.random.default_rng(5)
+    a, b = (generator.integers(-2047, 2048, shape).astype(np.float32) for shape in ((9, 3), (3, 70)))
+    assert_exact(as_convolution(cuda, a, b, arithmetic), a.astype(np.float64) @ b, "float32")
+
+
+def test_tf32_is_rounded_to_nearest(cuda):
+    """Truncated, operands would be off by twice as much."""
+    a, b = matrices("normal", 1, np.random.default_rng(6), size=130)
+    error = largest_error(as_convolution(cuda, a, b, "TF32"), a, b) / 2**24
+    assert 1.5 * 2.0**-11 < error < 2.01 * 2.0**-11
+
+
+# ---- values that are not finite --------------------------------------------------------------------------------
+
+SPECIAL = {
+    "inf": 0x7F800000,
+    "-inf": 0xFF800000,
+    "NaN": 0x7FC00000,
+    "all bits": 0x7FFFFFFF,
+    "signalling": 0x7F800001,
+    "negative signalling": 0xFF800001,
+}
+
+
+@of_float32
+@pytest.mark.parametrize("side", ["x", "weight"])
+@pytest.mark.parametrize("bits", SPECIAL.values(), ids=SPECIAL)
+def test_special_values_stay_where_they_belong(cuda, arithmetic, side, bits):
+    """One element; the results that it takes part in, and no others, are infinite or NaN."""
+    value = np.array(bits, np.uint32).view(np.float32)
+    x, weight = np.ones((2, 9, 4, 5), np.float32), np.ones((6, 9, 2, 2), np.float32)
+    weight[3], weight[4] = -1, 1.5  # -inf; and a second significant bit
+    (x if side == "x" else weight)[(1, 7, 2, 3) if side == "x" else (2, 7, 1, 0)] = value
+    actual = run_arrays(cuda, x, weight, arithmetic)
+    for array in (x, weight):  # NumPy warns where it widens a signalling one
+        array[np.isnan(array)] = np.nan
+    assert_close(actual, reference.conv(x, weight), "float32", 36, magnitude=60)
+
+
+@of_float32
+def test_infinite_times_infinite(cuda, arithmetic):
+    x, weight = np.ones((1, 2, 4), np.float32), np.ones((3, 2, 1), np.float32)
+    x[0, 0], weight[:, 0, 0] = (np.inf, -np.inf, 0, np.nan), (np.inf, 0, -np.inf)
+    assert_close(run_arrays(cuda, x, weight, arithmetic), reference.conv(x, weight), "float32", 2)
+
+
+@pytest.mark.parametrize("arithmetic", ["FMA", "TF32X3"])
+def test_the_largest_number_does_not_overflow(cuda, arithmetic):
+    largest = np.finfo(np.float32).max
+    x = np.array([[[largest, -largest, largest * np.float32(1 - 2.0**-12), largest * np.float32(1 - 2.0**-10)]]])
+    weight = np.array([1, 0.5, -1], np.float32)[:, None, None]
+    actual = run_arrays(cuda, x, weight, arithmetic)
+    expected = reference.conv(x, weight)
+    assert_close(actual, expected, "float32", 1, magnitude=abs(expected))
+
+
+# ---- order -------------------------------------------------------------------------------------------------------
+
+
+@every_variant
+def test_the_order_of_threads_and_blocks_changes_nothing(cuda_target, variant):
+    """The host device runs both in another order at every launch."""
+    case = ConvCase(
+        batch=2, channels=(24, 16), out_channels=70, spatial=(9, 9), kernel=(3, 3), padding=1, dtype=variant["DTYPE"],
+        layouts=("channels_last",) * 2 * (variant["GATHER"] == "ALONG_CHANNELS"), **EPILOGUE,
+    )  # fmt: skip
+    arrays = case.arrays(integer=False)
+    results = [run_case(cuda_target, case, arrays, variant)[0].tobytes() for _ in range(3)]
+    assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("variant", ALONG_PIXELS, ids=name_of)
+def test_inputs_of_whole_blocks_are_bit_for_bit_their_concatenation(cuda, variant):
+    """64 channels fill K-blocks of every dtype; an input always begins a block."""
+    dtype = as_dtype(variant["DTYPE"])
+    generator = np.random.default_rng(7)
+    xs = [generator.standard_normal((2, channels, 5, 6)).astype(dtype) for channels in (64, 128, 64)]
+    weight = generator.standard_normal((5, 256, 1, 1)).astype(dtype)
+    results = [
+        run_arrays(cuda, x, weight, variant["ARITHMETIC"], variant["TILE"]) for x in (xs, np.concatenate(xs, axis=1))
+    ]
+    assert results[0].tobytes() == results[1].tobytes()
+
+
+# ---- plans -------------------------------------------------------------------------------------------------------
+
+
+def plan_for(on, dtype="float32", *, tf32=False, limit=None, outputs=64):
+    x, weight = np.empty((8, 64, 28, 28), as_dtype(dtype)), np.empty((outputs, 64, 3, 3), as_dtype(dtype))
+    with cupyconv.options(allow_tf32=tf32, workspace_limit=limit):
+        return cupyconv.explain(cupyconv.conv, x, weight, padding=1, method="implicit_gemm", on=on)
+
+
+def arithmetic_of(plan):
+    return dict(product_of(plan).kernel.macros)["ARITHMETIC"]
+
+
+@pytest.mark.parametrize("on", KNOWN_GPUS)
+def test_what_each_gpu_computes_with(on):
+    first = on == "sm_75"
+    assert arithmetic_of(plan_for(on, "float16")) == "MMA"
+    assert arithmetic_of(plan_for(on, tf32=True)) == ("FMA" if first else "TF32")
+    assert arithmetic_of(plan_for(on)) in (("FMA",) if first else ("FMA", "TF32X3"))
+    assert arithmetic_of(plan_for(on, "float64")) in (("FMA",) if first else ("FMA", "MMA"))
+    if first:
+        with pytest.raises(ValueError, match="does not apply: sm_75 has no matrix instructions for bfloat16"):
+            plan_for(on, "bfloat16")
+    else:
+        assert arithmetic_of(plan_for(on, "bfloat16")) == "MMA"
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_complex_is_refused(dtype):
+    with pytest.raises(ValueError, match="'implicit_gemm' does not apply: no kernel for complex products"):
+        plan_for("sm_90", dtype)
+
+
+@pytest.mark.parametrize("variant", ALONG_PIXELS, ids=name_of)
+@pytest.mark.parametrize("channels", [(9,), (24, 7, 200)])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_workspace_is_the_packed_weight_and_the_parts_of_sums(cuda_target, variant, channels, groups):
+    """Counted here from the definition: every run in whole granules, then blocks; every tile whole."""
+    dtype, tile = as_dtype(variant["DTYPE"]), int(variant["TILE"])
+    channels, outputs, taps = tuple(3 * count for count in channels), 3 * 50, 6
+    xs = [cuda_target.to_device(np.zeros((2, count, 4, 5), dtype)) for count in channels]
+    weight = cuda_target.to_device(np.zeros((outputs, sum(channels) // groups, 3, 2), dtype))
+    call = prepare_conv(xs, weight, groups=groups)
+    plan = forced_plan(call, variant["ARITHMETIC"], tile)
+
+    edges = np.cumsum((0, *channels))
+    step, block = edges[-1] // groups, 64 // dtype.itemsize
+    shared = [[max(0, min(b, (g + 1) * step) - max(a, g * step)) for a, b in pairwise(edges)] for g in range(groups)]
+    blocks = max(sum(-(-(-(-count // 4) * 4 * taps) // block) for count in counts) for counts in shared)
+    rows = -(-outputs // groups // tile) * tile
+    sizes = {buffer.name: buffer.nbytes for buffer in plan.workspace}
+    assert sizes.pop("packed_weight") == groups * blocks * block * rows * dtype.itemsize
+    splits = product_of(plan).grid[1]
+    sum_bytes = 8 if dtype == np.float64 else 4
+    assert sizes == ({"sums": splits * prod((2, outputs, 2, 4)) * sum_bytes} if splits > 1 else {})
+
+
+def test_a_limit_that_the_packed_weight_exceeds():
+    needed = plan_for("sm_90").workspace_bytes
+    with pytest.raises(
+        ValueError, match=r"packed weight takes [\d,]+ bytes of workspace, the limit is 1,000"
+    ) as refusal:
+        plan_for("sm_90", limit=1000)
+    smallest = int(re.search(r"takes ([\d,]+) bytes", str(refusal.value)).group(1).replace(",", ""))
+    assert plan_for("sm_90", limit=smallest).workspace_bytes == smallest <= needed
+    with pytest.raises(ValueError, match="the limit is"):
+        plan_for("sm_90", limit=smallest - 1)
+
+
+def test_a_sum_stays_whole_where_its_parts_exceed_the_limit():
+    x, weight = np.empty((1, 512, 7, 7), np.float32), np.empty((64, 512, 3, 3), np.float32)
+    explained = []
+    for spare in (None, 2 * 64 * 25 * 4, 0):
+        limit = None if spare is None else explained[0].workspace[0].nbytes + spare
+        with cupyconv.options(workspace_limit=limit):
+            explained.append(cupyconv.explain(cupyconv.conv, x, weight, method="implicit_gemm", on="sm_80"))
+    assert product_of(explained[0]).grid[1] > 2
+    assert [product_of(plan).grid[1] for plan in explained[1:]] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("x_shape", "weight_shape", "settings"),
+    [
+        ((1, 1, 2**29), (1, 1, 3), {}),
+        ((1, 1, 8), (1, 1, 3), {"padding": 2**28}),
+        ((2**29, 1, 8), (1, 1, 3), {}),
+        ((1, 2**27, 8), (1, 2**27, 3), {}),
+        ((1, 1, 8), (2**24, 1, 3), {}),
+    ],
+    ids=["size", "padding", "batch", "terms", "outputs"],
+)
+def test_sizes_beyond_int32_are_refused(x_shape, weight_shape, settings):
+    """With room to spare: sums of a few such numbers have to fit."""
+    x, weight = (np.broadcast_to(np.zeros((), np.float32), shape) for shape in (x_shape, weight_shape))
+    with (
+        cupyconv.options(workspace_limit=1 << 60),
+        pytest.raises(ValueError, match=r"'implicit_gemm' .*are int32 there"),
+    ):
+        cupyconv.explain(cupyconv.conv, x, weight, method="implicit_gemm", on="sm_90", **settings)
+
+
+def test_planning_does_not_count_every_group():
+    """Groups of one input are alike; 100,000 of them one by one would take seconds."""
+    call = prepare_conv(np.zeros((1, 300_000, 1)), np.zeros((100_000, 3, 1)), groups=100_000, on="sm_90")
+    assert list(implicit_gemm.group_runs(call.request.geometry)) == [[(0, 3)]]
+
+
+def test_the_page():
+    page = str(plan_for("sm_90"))
+    for words in ("implicit_gemm on cuda", "kernel   pack_weight<bits32>", "kernel   implicit_gemm<float32, ", "tiles of ",
+                  "packed_weight", "cores"):  # fmt: skip
+        assert words in page, f"{words!r} is missing in\n{page}"
+    assert "tensor cores" in str(plan_for("sm_75", "float16")) and "CUDA cores" in str(plan_for("sm_75"))

@@ -1,0 +1,134 @@
+"""What a kernel's neighbouring threads touch: packets and single elements, along pixels or along channels.
+
+Every case here is chosen by planning from sizes, strides and alignment; each is asked for by name, so that none
+can fall out of use unseen, and its result is compared with the definition.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import reference
+from tolerance import assert_exact
+
+import cupyconv
+
+
+def integers(seed, shape, dtype):
+    return np.random.default_rng(seed).integers(-3, 4, shape).astype(dtype)
+
+
+def channels_last(array):
+    """The same values in a view whose channels lie side by side."""
+    return np.moveaxis(np.ascontiguousarray(np.moveaxis(array, 1, -1)), -1, 1)
+
+
+def the_launch(plan, name):
+    (launch,) = [step for step in plan.steps if getattr(step, "kernel", None) and step.kernel.name == name]
+    return launch, dict(launch.params), dict(launch.kernel.macros)
+
+
+def moved_as_it_lies(target, array):
+    """On the device with the strides it has here."""
+    order = np.argsort([-stride for stride in array.strides], kind="stable")
+    return target.to_device(np.ascontiguousarray(array.transpose(order))).transpose(np.argsort(order))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("channels", [6, 16, 24])
+@pytest.mark.parametrize("layout", ["pixels", "channels"])
+@pytest.mark.parametrize("residual_layout", ["pixels", "channels"])
+@pytest.mark.parametrize("side", [4, 5])
+def test_epilogue(cuda_target, dtype, channels, layout, residual_layout, side):
+    lay = {"pixels": np.ascontiguousarray, "channels": channels_last}
+    x, weight = integers(0, (2, 3, side, side), dtype), integers(1, (channels, 3, 3, 3), dtype)
+    bias, residual = integers(2, channels, dtype), integers(3, (2, channels, side, side), dtype)
+    out = moved_as_it_lies(cuda_target, lay[layout](np.empty_like(residual)))
+    arguments = {
+        "x": cuda_target.to_device(x), "weight": cuda_target.to_device(weight), "bias": cuda_target.to_device(bias),
+        "residual": moved_as_it_lies(cuda_target, lay[residual_layout](residual)),
+        "padding": 1, "activation": "relu", "method": "gemm", "out": out,
+    }  # fmt: skip
+    _, params, macros = the_launch(cupyconv.explain(cupyconv.conv, **arguments), "epilogue")
+    full = 16 // np.dtype(dtype).itemsize
+    extent = side * side if layout == "pixels" else channels
+    assert params["along_channels"] == (layout == "channels")
+    assert macros["WIDTH"] == str(full if extent % full == 0 else 1)
+    assert params["residual_packed"] == (residual_layout == layout and macros["WIDTH"] != "1")
+    cupyconv.conv(**arguments)
+    expected = reference.conv(x, weight, bias, residual=residual, padding=1, activation="relu")
+    assert_exact(cuda_target.to_host(out), expected, dtype)
+
+
+@pytest.mark.parametrize("kernel", [(3, 1), (3, 2), (5, 1), (5, 2), (7, 1)])
+@pytest.mark.parametrize("mode", ["constant", "reflect", "symmetric", "edge", "wrap"])
+@pytest.mark.parametrize("layout", [np.ascontiguousarray, channels_last], ids=["pixels", "channels"])
+@pytest.mark.parametrize("shape", [(8, 8), (9, 5), (19, 33), (3, 9, 10)])
+def test_depthwise(cuda_target, kernel, mode, layout, shape):
+    """Strips that end inside and beyond the image, narrow images, three axes, a multiplier, merged inputs."""
+    side, stride = kernel
+    dtype = "float32"
+    xs = [layout(integers(i, (2, c, *shape), dtype)) for i, c in enumerate((2, 3))]
+    taps = (1,) * (len(shape) - 2) + (side, side)
+    weight, bias = integers(2, (10, 1, *taps), dtype), integers(3, 10, dtype)
+    settings = {
+        "padding": (0,) * (len(shape) - 2) + (side // 2, side // 2), "padding_mode": mode, "groups": 5,
+        "stride": (1,) * (len(shape) - 2) + (stride, 2), "activation": ("leaky_relu", 0.5),
+    }  # fmt: skip
+    moved = [moved_as_it_lies(cuda_target, x) for x in xs], cuda_target.to_device(weight), cuda_target.to_device(bias)
+    _, params, macros = the_launch(cupyconv.explain(cupyconv.conv, *moved, method="direct", **settings), "depthwise")
+    assert (macros["KERNEL"], macros["STRIDE"]) == (str(side), str(stride))
+    assert params["channel_lanes"] == (16 if layout is channels_last else 1)
+    actual = cupyconv.conv(*moved, method="direct", **settings)
+    assert_exact(cuda_target.to_host(actual), reference.conv(xs, weight, bias, **settings), dtype)
+
+
+@pytest.mark.parametrize("change", ["dilation", "reversed", "kernel", "stride"])
+def test_depthwise_of_any_kernel(cuda_target, change):
+    """What the compiled kernels do not cover goes tap by tap."""
+    x, weight = integers(0, (2, 4, 9, 11), "float64"), integers(1, (4, 1, 3, 4 if change == "kernel" else 3), "float64")
+    settings = {
+        "groups": 4,
+        "padding": 2,
+        "dilation": 1 + (change == "dilation"),
+        "stride": 1 + 2 * (change == "stride"),
+    }
+    flip = np.s_[:, :, ::-1] if change == "reversed" else np.s_[:]
+    moved = cuda_target.to_device(x)[flip], cuda_target.to_device(weight)
+    _, _, macros = the_launch(cupyconv.explain(cupyconv.conv, *moved, method="direct", **settings), "depthwise")
+    assert macros["KERNEL"] == "0"
+    actual = cupyconv.conv(*moved, method="direct", **settings)
+    assert_exact(cuda_target.to_host(actual), reference.conv(x[flip], weight, **settings), "float64")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex128"])
+@pytest.mark.parametrize("channels", [(3,), (8,), (16, 5), (40,)])
+@pytest.mark.parametrize("layout", [np.ascontiguousarray, channels_last], ids=["pixels", "channels"])
+@pytest.mark.parametrize("size", [(5, 7), (2, 3, 4)])
+@pytest.mark.parametrize("step", [1, 2])
+def test_im2col(cuda_target, dtype, channels, layout, size, step):
+    """Squares that are whole and cut, along pixels and along channels, written in packets and one by one."""
+    xs = [layout(integers(i, (3, c, *size), dtype)) for i, c in enumerate(channels)]
+    kernel, settings = (2,) * len(size), {"padding": 1, "stride": 1}
+    expected = reference.im2col(xs, kernel, **settings)
+    whole = cuda_target.to_device(np.zeros((*expected.shape[:2], expected.shape[2] * step), dtype))
+    moved, out = [moved_as_it_lies(cuda_target, x) for x in xs], whole[..., ::step]
+    _, params, macros = the_launch(cupyconv.explain(cupyconv.im2col, moved, kernel, **settings, out=out), "im2col")
+    width = int(macros["WIDTH"])
+    assert params["squares"] == sum(-(-c // width) for c in channels)
+    assert params["channel_lanes"] == (
+        min(4, 1 << (params["squares"] - 1).bit_length()) if layout is channels_last else 1
+    )
+    cupyconv.im2col(moved, kernel, **settings, out=out)
+    assert_exact(cuda_target.to_host(out), expected, dtype)
+
+
+def test_one_pixel_is_channels_side_by_side(cuda_target):
+    """A result of one pixel a sample: a matrix (n, c) whose neighbours in memory are channels."""
+    x, weight = integers(0, (5, 4, 2, 2), "float32"), integers(1, (16, 4, 2, 2), "float32")
+    arguments = [cuda_target.to_device(x), cuda_target.to_device(weight)]
+    settings = {"activation": "relu", "method": "gemm"}
+    _, params, macros = the_launch(cupyconv.explain(cupyconv.conv, *arguments, **settings), "epilogue")
+    assert params["along_channels"] and macros["WIDTH"] == "4"
+    expected = reference.conv(x, weight, activation="relu")
+    assert_exact(cuda_target.to_host(cupyconv.conv(*arguments, **settings)), expected, "float32")

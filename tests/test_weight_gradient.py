@@ -1,0 +1,173 @@
+"""How `conv_grad_weight` cuts its sum: every body, every cut, plans and bits."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import reference
+from tolerance import assert_close, assert_exact
+
+import cupyconv
+from cupyconv.plan import GemmCall, WeightGradientLoop
+from cupyconv.planning import plan_weight_gradient, weight_gradient_cuda, weight_gradient_numpy
+from cupyconv.repetition import forget_calls
+
+
+def by_definition(grad, x, kernel, *, padding=0, stride=1, groups=1):
+    """The gradient in double precision, a tap at a time."""
+    grad, x = reference.wide(grad), np.concatenate([reference.wide(a) for a in reference.sequence(x)], axis=1)
+    x = np.pad(x, [(0, 0), (0, 0), *[(padding, padding)] * len(kernel)])
+    x = x.conj().reshape(len(x), groups, -1, *x.shape[2:])
+    split = grad.reshape(len(grad), groups, -1, *grad.shape[2:])
+    result = np.empty((groups, split.shape[2], x.shape[2], *kernel), np.result_type(grad, x))
+    for tap in np.ndindex(*kernel):
+        window = tuple(slice(t, t + stride * (n - 1) + 1, stride) for t, n in zip(tap, grad.shape[2:]))
+        result[(..., *tap)] = np.einsum("ngohw,ngchw->goc", split, x[(..., *window)])
+    return result.reshape(grad.shape[1], -1, *kernel)
+
+
+def integers(shape, dtype="float32", seed=0):
+    rng = np.random.default_rng(seed)
+    values = rng.integers(-2, 3, shape).astype(dtype)
+    return values + 1j * rng.integers(-2, 3, shape).astype(dtype) if np.dtype(dtype).kind == "c" else values
+
+
+def explained(grad, x, kernel, limit=None, **arguments):
+    with cupyconv.options(workspace_limit=limit):
+        return cupyconv.explain(cupyconv.conv_grad_weight, grad, x, kernel, **arguments)
+
+
+@pytest.fixture
+def fresh():
+    """Plans are made anew, under whatever a test has changed, and forgotten."""
+    plan_weight_gradient.cache_clear()
+    forget_calls()
+    yield
+    plan_weight_gradient.cache_clear()
+    forget_calls()
+
+
+# --- NumPy ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "body, kernel, settings",
+    [
+        ("shared columns", (3, 3), {"padding": 1}),
+        ("shared columns", (3, 3), {"stride": 2, "padding": 1}),
+        ("columns", (1, 1), {"stride": 2}),
+        ("columns", (3, 3), {"groups": 2}),
+        ("view", (1, 1), {}),
+        ("taps", (3, 3), {"padding": 1, "method": "direct"}),
+        ("multiplied taps", (3, 3), {"groups": 12}),
+    ],
+)
+@pytest.mark.parametrize(
+    "grad_dtype, x_dtype", [("float32", "float32"), ("complex64", "float32"), ("float32", "complex64")]
+)
+def test_every_body(body, kernel, settings, grad_dtype, x_dtype):
+    """Each is planned where it should be, and exact; views only of factors of one kind."""
+    x = integers((2, 12, 18, 17), x_dtype)
+    window = {name: value for name, value in settings.items() if name != "method"}
+    grad = integers(
+        cupyconv.conv(x, np.zeros((12, 12 // window.get("groups", 1), *kernel)), **window).shape, grad_dtype, 1
+    )
+    (step,) = explained(grad, x, kernel, **settings).steps
+    assert isinstance(step, WeightGradientLoop)
+    assert step.body == body or (body == "view" and x_dtype == "complex64" and step.body == "columns")
+    actual = cupyconv.conv_grad_weight(grad, x, kernel, **settings)
+    assert_exact(actual, by_definition(grad, x, kernel, **window), np.result_type(grad, x))
+
+
+def test_sums_that_do_not_fit_are_kept_for_some_outputs_at_a_time(fresh):
+    """float16 sums are float32 beside the result: the outputs are cut, and each is rounded once all the same."""
+    grad, x = integers((2, 64, 9, 9), "float16"), integers((2, 16, 9, 9), "float16", 1)
+    plan = explained(grad, x, (3, 3), limit=40_000, padding=1)
+    assert len(plan.steps) > 1 and plan.workspace_bytes <= 40_000
+    assert all(b.first_row == a.first_row + a.rows for a, b in pairwise(plan.steps))
+    assert sum(step.rows for step in plan.steps) == 64
+    with cupyconv.options(workspace_limit=40_000):
+        actual = cupyconv.conv_grad_weight(grad, x, (3, 3), padding=1)
+    assert_exact(actual, by_definition(grad, x, (3, 3), padding=1), "float16")
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_same_bits_for_the_same_threads(threads):
+    rng = np.random.default_rng(0)
+    grad, x = rng.standard_normal((5, 8, 40, 40)), rng.standard_normal((5, 12, 40, 40))
+    with cupyconv.options(threads=threads, workspace_limit=1 << 20):
+        results = {cupyconv.conv_grad_weight(grad, x, 3, padding=1).tobytes() for _ in range(5)}
+    assert len(results) == 1
+
+
+# --- CUDA -----------------------------------------------------------------------------------------------------
+
+
+def test_launches_do_not_depend_on_the_batch():
+    def steps(batch):
+        grad, x = (np.broadcast_to(np.float32(0), (batch, 64, 14, 14)).copy() for _ in range(2))
+        return [type(step) for step in explained(grad, x, 3, padding=1, method="gemm", on="sm_90").steps]
+
+    assert steps(2) == steps(5) == steps(64)
+
+
+def test_a_1x1_gradient_reads_both_factors_where_they_lie():
+    grad, x = np.empty((4, 64, 32, 32), np.float32), np.empty((4, 256, 32, 32), np.float32)
+    plan = explained(grad, x, 1, method="gemm", on="sm_90")
+    calls = [step for step in plan.steps if isinstance(step, GemmCall)]
+    assert {call.a.at.buffer for call in calls} <= {"grad", "gathered grad"}
+    assert plan.flops == sum(call.flops for call in calls) == 2 * 4 * 64 * 256 * 32 * 32
+
+
+@pytest.mark.parametrize("is_long", [False, True], ids=["samples apart", "one long row"])
+@pytest.mark.parametrize("groups", [1, 2, 12])
+@pytest.mark.parametrize(
+    "dtypes", ["float32 float32", "float16 float16", "complex64 complex64", "complex64 float32", "float32 complex64"]
+)
+@pytest.mark.host_device
+def test_every_cut_of_the_sum(target, fresh, monkeypatch, is_long, groups, dtypes):
+    """Both ways to cut, in more parts than one, whole and in chunks: exact."""
+    if target.name == "numpy":
+        pytest.skip("the cuts are CUDA's")
+    monkeypatch.setattr(weight_gradient_cuda, "SMALLEST_PART", 16)
+    planner = weight_gradient_cuda._Planner
+
+    def one_way(request, gpu, way, most):
+        if way != is_long:
+            raise weight_gradient_cuda.NotApplicable("not this time")
+        return planner(request, gpu, way, most)
+
+    monkeypatch.setattr(weight_gradient_cuda, "_Planner", one_way)
+    grad_dtype, x_dtype = dtypes.split()
+    grad, x = integers((3, 12, 7, 9), grad_dtype), [integers((3, c, 7, 9), x_dtype, c) for c in (5, 7)]
+    expected = by_definition(grad, x, (3, 3), padding=1, groups=groups)
+    on_device = target.to_device(grad), [target.to_device(a) for a in x]
+    settings = {"padding": 1, "groups": groups, "method": "gemm"}
+    for limit in (None, explained(*on_device, (3, 3), **settings).workspace_bytes // 2):
+        plan = explained(*on_device, (3, 3), limit=limit, **settings)
+        assert "part(s)" in plan.reason
+        assert limit is None or ("chunks" in plan.reason and plan.workspace_bytes <= limit)
+        with cupyconv.options(workspace_limit=limit):
+            actual = cupyconv.conv_grad_weight(*on_device, (3, 3), **settings)
+        assert_exact(target.to_host(actual), expected, np.result_type(grad, *x))
+
+
+def test_long_sums_stay_accurate(target):
+    """25,600 products in one sum, by the methods that there are."""
+    rng = np.random.default_rng(0)
+    grad, x = (rng.standard_normal((4, 2, 80, 80), np.float32) for _ in range(2))
+    expected = np.einsum("nohw,nchw->oc", grad.astype(float), x.astype(float))[:, :, None, None]
+    for method in ("gemm", "direct"):
+        actual = cupyconv.conv_grad_weight(target.to_device(grad), target.to_device(x), 1, method=method)
+        assert_close(target.to_host(actual), expected, "float32", 4 * 80 * 80)
+
+
+def test_least_shared_is_what_decides(fresh, monkeypatch):
+    grad, x = integers((1, 2, 9, 9)), integers((1, 2, 9, 9), seed=1)
+    assert explained(grad, x, 3, padding=1).steps[0].body == "columns"
+    monkeypatch.setattr(weight_gradient_numpy, "LEAST_SHARED", 1)
+    plan_weight_gradient.cache_clear()
+    assert explained(grad, x, 3, padding=1).steps[0].body == "shared columns"
+    assert_exact(cupyconv.conv_grad_weight(grad, x, 3, padding=1), by_definition(grad, x, (3, 3), padding=1), "float32")
