@@ -1,63 +1,135 @@
-"""The demo's jobs and ten ordinary layers under pytest-benchmark::
+"""Cases of ``python -m cupyconv bench`` under pytest-benchmark::
 
-    pytest tests/benchmarks --benchmark-only --benchmark-group-by=param:layer
+    pytest tests/benchmarks --benchmark-only --benchmark-group-by=param:case
+    CUPYCONV_REQUIRE_GPU=1 pytest tests/benchmarks -m gpu --benchmark-only --benchmark-group-by=param:case
 
-Each layer appears twice, as `cupyconv` and as `peer` (concatenate + one whole im2col + matmul).  Results are
-held to float64 before the clock runs.  ``extra_info`` has GB/s, GFLOP/s, the floor and the workspace.
+Each NumPy case appears twice, as `cupyconv` and as its peer (concatenate + one whole im2col + matmul); a GPU's as
+`cupyconv`, and as torch where that is installed.  Results are held to float64 before the clock runs.  ``extra_info`` has
+GB/s, GFLOP/s, the floor and, on NumPy, the workspace.  The times on a GPU are those of a call that is waited for, with
+warm caches: for the GPU's own time, empty caches and ratios run the command.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("pytest_benchmark")
 
-from tests.benchmarks.compare import peak_bytes
+from targets import gpu_target
+
+from cupyconv.bench.cases import Case
+from cupyconv.bench.machines import cuda_machine, numpy_machine
+from cupyconv.bench.peers import concatenate_im2col_matmul
+from cupyconv.bench.reference import error, in_float64
+from cupyconv.bench.tables import JOBS, LAYERS, gpu_cases
+from cupyconv.bench.torch_peers import Torch
 from tests.benchmarks.conftest import timing_asked_for
-from tests.benchmarks.layers import JOBS, LAYERS, Layer
 
-ORDINARY = [pytest.param(layer, id=layer.name) for layer in (*JOBS[2:], *LAYERS)]
-LARGE = [pytest.param(layer, id=layer.name) for layer in JOBS[:2]]
+ORDINARY = [pytest.param(case, id=case.name) for case in (*JOBS[2:], *LAYERS)]
+LARGE = [pytest.param(case, id=case.name) for case in JOBS[:2]]
+
+#: A few of a GPU's table: a merge, a skip, a 3x3 layer in two precisions, depthwise.
+ON_GPU = [
+    pytest.param(case, id=case.name)
+    for case in gpu_cases()
+    if case.name
+    in (
+        "merge 5 x (4, 4, 10^6) -> 4, float32",
+        "U-Net skip 3x3, 64+64 -> 64, 256x256, N 4, float16",
+        "ResNet-50 3x3, 256 -> 256, 14x14, N 32, float32",
+        "ResNet-50 3x3, 256 -> 256, 14x14, N 32, float16",
+        "3x3 depthwise 144, 56x56, N 32, float32",
+    )
+]
 
 
-@pytest.mark.parametrize("layer", ORDINARY)
+@pytest.mark.parametrize("case", ORDINARY)
 @pytest.mark.parametrize("side", ["cupyconv", "peer"])
-def test_layer(benchmark: Any, layer: Layer, side: str) -> None:
-    measure(benchmark, layer, side)
+def test_layer(benchmark: Any, case: Case, side: str) -> None:
+    measure_on_numpy(benchmark, case, side)
 
 
-@pytest.mark.parametrize("layer", LARGE)
+@pytest.mark.parametrize("case", LARGE)
 @pytest.mark.parametrize("side", ["cupyconv", "peer"])
-def test_job_at_its_original_size(request: pytest.FixtureRequest, benchmark: Any, layer: Layer, side: str) -> None:
+def test_job_at_its_original_size(request: pytest.FixtureRequest, benchmark: Any, case: Case, side: str) -> None:
     if not timing_asked_for(request.config):
         pytest.skip("1.5 GB of arrays: runs under --benchmark-only")
-    measure(benchmark, layer, side)
+    measure_on_numpy(benchmark, case, side)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ON_GPU)
+@pytest.mark.parametrize("side", ["cupyconv", "torch", "torch channels-last"])
+def test_case_on_a_gpu(benchmark: Any, case: Case, side: str) -> None:
+    machine = cuda_machine(gpu_target().xp)
+    xs, weight = case.arrays(machine.fill)
+    call: Callable[[], Any] = partial(case.ours, xs, weight)
+    if side == "cupyconv":
+        measure(benchmark, machine, case, call, call(), xs, weight)
+        return
+    torch = Torch(pytest.importorskip("torch"), machine.xp)
+    with torch.flags(case):
+        torch.check_stream(machine.stream())
+        way = {way.name: way for way in torch.ways(case, xs, weight, compiled=False)}.get(side)
+        if way is None:
+            pytest.skip("one memory format for one spatial axis")
+        call = way.prepare()
+        measure(benchmark, machine, case, call, way.as_array(call()), xs, weight, transform=True)
+
+
+def test_every_case_chosen_for_a_gpu_exists() -> None:
+    assert len(ON_GPU) == 5
 
 
 def test_the_library_needs_less_memory() -> None:
     """A promise that, unlike the times, does not depend on the machine."""
-    for layer in (JOBS[2], *LAYERS):
-        xs, weight = layer.arrays()
-        peer = peak_bytes(lambda: layer.peer(xs, weight))  # noqa: B023 - called at once
+    for case in (JOBS[2], *LAYERS):
+        ours, peer = (beyond_result(case, side) for side in ("cupyconv", "peer"))
         if peer > 1 << 20:  # a lone 1x1 convolution takes nothing on either side
-            assert peak_bytes(lambda: layer.ours(xs, weight)) < peer, layer.name  # noqa: B023
+            assert ours < peer, case.name
 
 
-def measure(benchmark: Any, layer: Layer, side: str) -> None:
-    """Check one side of a layer, then time it."""
-    xs, weight = layer.arrays()
-    call = layer.ours if side == "cupyconv" else layer.peer
-    layer.check(call(xs, weight), xs, weight)
-    benchmark(call, xs, weight)
+def side_of(case: Case, side: str, xs: list[Any], weight: Any) -> Callable[[], Any]:
+    if side == "cupyconv":
+        return partial(case.ours, xs, weight)
+    return partial(concatenate_im2col_matmul, np, case, xs, weight)
+
+
+def beyond_result(case: Case, side: str) -> int:
+    call = side_of(case, side, *case.arrays())
+    return max(0, numpy_machine().library.peak_bytes(call) - case.result_bytes)
+
+
+def measure_on_numpy(benchmark: Any, case: Case, side: str) -> None:
+    xs, weight = case.arrays()
+    call = side_of(case, side, xs, weight)
+    measure(benchmark, numpy_machine(), case, call, call(), xs, weight)
+    if benchmark.stats is not None:
+        benchmark.extra_info["peak_workspace_bytes"] = beyond_result(case, side)
+
+
+def measure(
+    benchmark: Any, machine: Any, case: Case, call: Callable[[], Any], result: Any, xs: Any, weight: Any, **how: bool
+) -> None:
+    """Check one side of a case, then time it to its end."""
+    error(machine.xp, case, result, in_float64(machine.xp, case, xs, weight), **how)
+
+    def to_its_end() -> None:
+        call()
+        machine.clock.synchronise()
+
+    benchmark(to_its_end)
     if benchmark.stats is None:
         return
     seconds = benchmark.stats.stats.median
     benchmark.extra_info |= {
-        "GFLOP/s": layer.flops / seconds / 1e9,
-        "GB/s": layer.minimal_bytes / seconds / 1e9,
-        "floor_bytes": layer.minimal_bytes,
-        "floor_flop": layer.flops,
-        "peak_workspace_bytes": peak_bytes(lambda: call(xs, weight)),
+        "GFLOP/s": case.flops / seconds / 1e9,
+        "GB/s": case.minimal_bytes / seconds / 1e9,
+        "floor_bytes": case.minimal_bytes,
+        "floor_flop": case.flops,
     }

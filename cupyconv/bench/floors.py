@@ -1,0 +1,86 @@
+"""The floor of a case: no way can be faster than its bytes at the rate of a copy, nor its arithmetic at that of a GEMM.
+
+Both rates are measured in the same run, by the same clock: a copy of an array much larger than any cache (read and
+written bytes counted), and the fastest square product that any library at hand makes in that precision.  A transform
+that saves arithmetic (Winograd) can pass a floor of arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from cupyconv.bench.cases import Case
+from cupyconv.bench.clock import Call
+from cupyconv.bench.machines import Machine
+from cupyconv.bench.torch_peers import Torch
+from cupyconv.dtypes import ITEMSIZE
+
+SAMPLES = 5
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Seconds, and what bounds them."""
+
+    seconds: float
+    bound: str  # "memory" or "arithmetic"
+
+
+@dataclass
+class Rates:
+    """Bytes and operations a second; products by precision, measured when first asked for."""
+
+    bandwidth: float
+    products: dict[str, float] = field(default_factory=dict)
+    by: dict[str, str] = field(default_factory=dict)
+
+    def floor(self, case: Case) -> Floor:
+        """The larger of the two times."""
+        by_bytes = case.minimal_bytes / self.bandwidth
+        by_flops = case.flops / self.products[precision(case)]
+        return Floor(by_bytes, "memory") if by_bytes >= by_flops else Floor(by_flops, "arithmetic")
+
+
+def precision(case: Case) -> str:
+    """The name of what a case's products are rounded to."""
+    return "TF32" if case.tf32 else case.dtype
+
+
+def copy_rate(machine: Machine) -> float:
+    """Bytes a second, read and written, of the fastest copy."""
+    source, target = (machine.xp.zeros(machine.copy_bytes, np.uint8) for _ in range(2))
+    call = partial(machine.xp.copyto, target, source)
+    return 2 * machine.copy_bytes / _fastest(machine, call)
+
+
+def product_rate(machine: Machine, case: Case, torch: Torch | None) -> tuple[float, str, dict[str, Exception]]:
+    """Operations a second of the fastest product in the case's precision, who made it, and who failed."""
+    rows = machine.gemm_rows(ITEMSIZE[case.dtype])
+    square = Case("square", 1, (rows,), (rows,), rows, (1,), dtype=case.dtype, tf32=case.tf32)
+    (x,), weight = square.arrays(machine.fill)
+    ways: dict[str, Callable[[], Call]] = {"cupyconv": lambda: partial(square.ours, [x], weight, "gemm")}
+    if not case.tf32 and case.dtype != "bfloat16":  # neither of which CuPy's matmul does
+        ways["matmul"] = lambda: partial(machine.xp.matmul, weight[:, :, 0], x[0])
+    if torch is not None:
+        ways["torch"] = lambda: torch.product(weight[:, :, 0], x[0])
+    seconds: dict[str, float] = {}
+    failed: dict[str, Exception] = {}
+    for name, prepare in ways.items():
+        try:
+            seconds[name] = _fastest(machine, prepare())
+        except Exception as error:
+            failed[name] = error
+    if not seconds:
+        raise RuntimeError("no library makes a product: " + "; ".join(f"{n}: {e}" for n, e in failed.items()))
+    best = min(seconds, key=lambda name: seconds[name])
+    return square.flops / seconds[best], best, failed
+
+
+def _fastest(machine: Machine, call: Call) -> float:
+    machine.clock.sample(call, 0.0)
+    host = machine.clock.sample(call, 0.0).host
+    return min(machine.clock.sample(call, host).device for _ in range(SAMPLES))

@@ -1,0 +1,139 @@
+"""The machine that is measured: arrays, a clock, and what figures taken on it depend on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import date
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+import cupyconv
+from cupyconv.backends.cuda.kernel_sources import source_hash
+from cupyconv.bench.cases import PERIOD, Fill, normals, repeat_normals
+from cupyconv.bench.clock import Clock, CudaClock, HostClock
+from cupyconv.demo.libraries import Library, cupy_library, numpy_library
+from cupyconv.dtypes import ITEMSIZE, dtype_from_name
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the command needs of an array library on a device; tests give it one of their own."""
+
+    library: Library
+    clock: Clock
+    fill: Fill
+    #: ``"sm_90"``, or None for NumPy.
+    arch: str | None = None
+    properties: dict[str, Any] = field(default_factory=dict)
+    #: For the floors: bytes of the array that is copied, rows of the matrices by element size.
+    copy_bytes: int = 1 << 27
+    gemm_rows: Callable[[int], int] = lambda itemsize: 1024
+    #: Gives back memory that no array uses.
+    release: Callable[[], None] = lambda: None
+    #: The stream that the clock times, where there are streams.
+    stream: Callable[[], int | None] = lambda: None
+
+    @property
+    def xp(self) -> ModuleType:
+        return self.library.xp
+
+
+def numpy_machine() -> Machine:
+    """NumPy on this processor."""
+    # Its products of 16-bit matrices have no BLAS under them: 2048 rows would take minutes.
+    rows = {2: 256}
+    return Machine(numpy_library(), HostClock(), repeat_normals, gemm_rows=lambda itemsize: rows.get(itemsize, 2048))
+
+
+def cuda_machine(cupy: ModuleType) -> Machine:
+    """CuPy on the current GPU."""
+    ordinal = cupy.cuda.Device().id
+    properties = cupy.cuda.runtime.getDeviceProperties(ordinal)
+    name = properties["name"]
+    pool = cupy.get_default_memory_pool()
+
+    @lru_cache(maxsize=len(ITEMSIZE))
+    def uploaded(dtype: str) -> Any:
+        values = normals(dtype)
+        return cupy.asarray(values.view(np.uint16) if values.itemsize == 2 else values)
+
+    def fill(dtype: str, first: int, elements: int) -> Any:
+        # Two-byte values travel as integers: no kernel of CuPy's need know bfloat16.
+        return cupy.resize(uploaded(dtype)[first % PERIOD :], elements).view(dtype_from_name(dtype))
+
+    return Machine(
+        library=cupy_library(cupy),
+        clock=CudaClock(cupy, properties["l2CacheSize"]),
+        fill=fill,
+        arch=f"sm_{properties['major']}{properties['minor']}",
+        properties={
+            "gpu": name.decode() if isinstance(name, bytes) else name,
+            "multiprocessors": properties["multiProcessorCount"],
+            "memory_bytes": properties["totalGlobalMem"],
+            "l2_bytes": properties["l2CacheSize"],
+            "driver": _driver(ordinal),
+            "cuda_of_driver": cupy.cuda.runtime.driverGetVersion(),
+            "cuda_runtime": cupy.cuda.runtime.runtimeGetVersion(),
+            "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
+            "cublas": cupy.cuda.cublas.getVersion(cupy.cuda.device.get_cublas_handle()),
+            "cupy": cupy.__version__,
+        },
+        copy_bytes=1 << 30,
+        gemm_rows=lambda itemsize: 8192 if itemsize <= 4 else 4096,
+        release=pool.free_all_blocks,
+        stream=lambda: cupy.cuda.get_current_stream().ptr,
+    )
+
+
+def environment(machine: Machine) -> dict[str, Any]:
+    """What the figures depend on."""
+    blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
+    return {
+        "date": date.today().isoformat(),
+        "commit": _commit(),
+        "cupyconv": cupyconv.__version__,
+        "kernels": source_hash(),
+        "machine": machine.library.description,
+        **machine.properties,
+        "host": numpy_library().description,
+        "blas": f"{blas['name']} {blas['version']}",
+        "blas_threads": _blas_threads(),
+        "python": sys.version.split()[0],
+        "load_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else "unknown",
+        "clock": machine.clock.method,
+    }
+
+
+def _driver(ordinal: int) -> str:
+    """The driver's version as NVIDIA numbers it, which CUDA does not tell."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "unknown"
+    command = [program, f"--id={ordinal}", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def _blas_threads() -> str:
+    limits = [os.environ.get(name) for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")]
+    limit = next(filter(None, limits), None)
+    return "all cores" if limit is None else f"{limit} thread{'s' * (limit != '1')}"

@@ -1,0 +1,92 @@
+"""What a result is held to: the same sums in float64, and how far each precision may be from them.
+
+Data are standard normal, so a result of `terms` products has a root mean square of sqrt(terms), and errors are
+best seen beside that.  With u the unit roundoff, the root mean square of a result's error, relative to that of
+the results, stays below
+
+    u_result                     the one rounding to the result's dtype (its mean square is u/3)
+    + 4 u_sum sqrt(terms + 4)    the roundings of a sum kept in u_sum, one after the other: about u sqrt(terms)/2.4
+    + 2 u_TF32                   two factors rounded to 11 bits, where that is allowed
+
+and no one error is above sixteen times that.  A transform (Winograd, FFT: what a peer may choose) is given
+eight times the second term.  So a float32 result from TF32 products, a missing tap and a NaN all fail.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod, sqrt
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from cupyconv.bench.cases import Case
+from cupyconv.dtypes import accumulator, dtype_name, is_complex, real_part
+
+UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
+TF32_ROUNDOFF = 2.0**-11
+#: How far above the bound of the root mean square the largest of all errors may be.
+LARGEST = 16
+#: What a transform may lose in the sums.
+TRANSFORM = 8
+
+
+class WrongResult(Exception):
+    """A result that is not what float64 says."""
+
+
+def in_float64(xp: ModuleType, case: Case, xs: list[Any], weight: Any) -> Any:
+    """The result summed tap by tap, without columns, and without code in common with what is measured."""
+    wide = [_widened(xp, x) for x in xs]
+    factors = _widened(xp, weight)
+    rank, group_outputs = len(case.size), case.out_channels // case.groups
+    kind = wide[0].dtype
+    padded = xp.zeros((case.batch, case.in_channels, *(n + sum(p) for n, p in zip(case.size, case.pairs))), kind)
+    inside = tuple(slice(before, before + n) for n, (before, _) in zip(case.size, case.pairs))
+    padded[(slice(None), slice(None), *inside)] = xp.concatenate(wide, axis=1)
+    y = xp.zeros((case.batch, case.groups, group_outputs, prod(case.out_size)), kind)
+    for tap in product(*map(range, case.kernel)):
+        reached = tuple(
+            slice(t * case.dilation, t * case.dilation + (n - 1) * case.stride + 1, case.stride)
+            for t, n in zip(tap, case.out_size)
+        )
+        part = padded[(slice(None), slice(None), *reached)]
+        matrix = factors[(slice(None), slice(None), *tap)].reshape(case.groups, group_outputs, -1)
+        y += xp.matmul(matrix, part.reshape(case.batch, case.groups, -1, prod(case.out_size)))
+    assert y.ndim == 4 and len(case.out_size) == rank
+    return y.reshape(case.batch, case.out_channels, *case.out_size)
+
+
+def error(xp: ModuleType, case: Case, result: Any, expected: Any, *, transform: bool = False) -> float:
+    """The root mean square of the errors beside that of the results; WrongResult where it is too much."""
+    if dtype_name(result.dtype) != case.dtype or tuple(result.shape) != tuple(expected.shape):
+        raise WrongResult(
+            f"{dtype_name(result.dtype)} {tuple(result.shape)}, needed {case.dtype} {tuple(expected.shape)}"
+        )
+    difference = xp.abs(_widened(xp, result) - expected)
+    scale = sqrt(case.terms)
+    rms = sqrt(float((difference * difference).mean())) / scale
+    largest = float(difference.max()) / scale
+    allowed = allowed_error(case, transform=transform)
+    if not (rms <= allowed and largest <= LARGEST * allowed):  # a NaN is wrong too
+        raise WrongResult(
+            f"error {rms:.2g} (largest {largest:.2g}), allowed {allowed:.2g} (largest {LARGEST * allowed:.2g})"
+        )
+    return rms
+
+
+def allowed_error(case: Case, *, transform: bool = False) -> float:
+    """The bound derived above."""
+    kept = UNIT_ROUNDOFF[real_part(accumulator(case.dtype))]
+    sums = 4 * kept * sqrt(case.terms + 4) * (TRANSFORM if transform else 1)
+    return UNIT_ROUNDOFF[real_part(case.dtype)] + sums + (2 * TF32_ROUNDOFF if case.tf32 else 0)
+
+
+def _widened(xp: ModuleType, array: Any) -> Any:
+    """In float64 or complex128."""
+    array = xp.asarray(array)
+    name = dtype_name(array.dtype)
+    if name == "bfloat16":  # the upper half of a float32: no library needs to know the type
+        array = (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.complex128 if is_complex(name) else np.float64)

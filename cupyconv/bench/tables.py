@@ -1,0 +1,173 @@
+"""The tables of cases, in the order they are measured: what matters most comes first, should time run out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cupyconv.bench.cases import Case
+
+#: dtype and whether its products may be TF32.
+PRECISIONS = (("float32", False), ("float32", True), ("float16", False), ("bfloat16", False))
+WIDE_PRECISIONS = (("float64", False), ("complex64", False), ("complex128", False))
+
+
+def _same(*extents: int) -> tuple[tuple[int, int], ...]:
+    """Padding that keeps the size at stride 1."""
+    return tuple(((extent - 1) // 2, extent // 2) for extent in extents)
+
+
+# --- NumPy ----------------------------------------------------------------------------------------------------
+
+#: The jobs of the demo.
+JOBS = (
+    Case("merge 5 x 4 -> 4, 10^6 points, float64", 4, (4,) * 5, (10**6,), 4, (1,), dtype="float64"),
+    Case("merge 5 x 4 -> 4, 10^6 points, float32", 4, (4,) * 5, (10**6,), 4, (1,)),
+    Case("3x3, 64 samples of 14x14", 64, (64,), (14, 14), 64, (3, 3), padding=_same(3, 3)),
+)
+
+#: Ten ordinary layers.
+LAYERS = (
+    Case("3x3, 64 -> 64, 56x56", 8, (64,), (56, 56), 64, (3, 3), padding=_same(3, 3)),
+    Case("3x3, 256 -> 256, 14x14", 8, (256,), (14, 14), 256, (3, 3), padding=_same(3, 3)),
+    Case("7x7 stride 2, 3 -> 64, 224x224", 4, (3,), (224, 224), 64, (7, 7), stride=2, padding=_same(7, 7)),
+    Case("1x1, 256 -> 64, 56x56", 8, (256,), (56, 56), 64, (1, 1)),
+    Case("1x1 merged 128+128 -> 128, 64x64", 4, (128, 128), (64, 64), 128, (1, 1)),
+    Case("3x3 merged 64+64 -> 64, 128x128", 2, (64, 64), (128, 128), 64, (3, 3), padding=_same(3, 3)),
+    Case("3x3 depthwise 144, 56x56", 8, (144,), (56, 56), 144, (3, 3), padding=_same(3, 3), groups=144),
+    Case("3x3 in 32 groups, 128 -> 128, 56x56", 4, (128,), (56, 56), 128, (3, 3), padding=_same(3, 3), groups=32),
+    Case("1-D, 3 taps, dilation 8, 64 -> 64, 16000", 8, (64,), (16000,), 64, (3,), padding=((16, 0),), dilation=8),
+    Case("3-D 3x3x3, 16 -> 32, 32x32x32", 2, (16,), (32, 32, 32), 32, (3, 3, 3), padding=_same(3, 3, 3)),
+)
+
+# --- a GPU ----------------------------------------------------------------------------------------------------
+
+_ORIGINAL = Case("merge 5 x (4, 4, 10^6) -> 4", 4, (4,) * 5, (10**6,), 4, (1,), loop=True)
+
+#: The time of a call whose work is next to nothing.
+HOST = (
+    Case("host: 3x3, 8 -> 8, 8x8", 1, (8,), (8, 8), 8, (3, 3), padding=_same(3, 3), judged="host"),
+    Case("host: 3x3, 64 -> 64, 8x8", 1, (64,), (8, 8), 64, (3, 3), padding=_same(3, 3), judged="host"),
+    Case("host: 1x1, 8 -> 8, 8x8", 1, (8,), (8, 8), 8, (1, 1), judged="host"),
+    Case("host: 1x1 merged 4 x 4 -> 4, 8x8", 1, (4,) * 4, (8, 8), 4, (1, 1), judged="host"),
+)
+
+
+def _merges() -> Iterator[Case]:
+    yield replace(_ORIGINAL, compiled=True)
+    yield replace(_ORIGINAL, dtype="float64")
+    yield replace(_ORIGINAL, dtype="float16", compiled=True)
+    yield replace(_ORIGINAL, dtype="bfloat16")
+    plane = Case("merge 5 x 4 -> 4, 1000x1000", 4, (4,) * 5, (1000, 1000), 4, (1, 1))
+    yield plane
+    yield replace(plane, name=f"{plane.name}, channels-last", channels_last=True)
+    yield replace(plane, name=f"{plane.name}, channels-last", channels_last=True, dtype="float16")
+    yield replace(_ORIGINAL, name="merge 5 x 4 -> 4, 10^6 points, unaligned", misaligned=True, loop=False)
+    yield replace(_ORIGINAL, name="merge 5 x 4 -> 4, 999,999 points", size=(999_999,), loop=False)
+    for channels, outputs in (
+        ((1, 1), 1), ((1, 1, 1), 64), ((2, 2, 2), 8), ((3, 13), 32), ((8, 8), 8), ((16, 16), 16), ((64,), 1),
+        ((32, 32), 64), ((64, 64), 64), ((64, 64), 16), ((1,) * 40, 4),
+    ):  # fmt: skip
+        shown = "+".join(map(str, channels)) if len(channels) < 4 else f"{len(channels)} x {channels[0]}"
+        few = Case(f"merge {shown} -> {outputs}, 2^18 points", 4, channels, (2**18,), outputs, (1,))
+        yield few
+        yield replace(few, dtype="float16")
+    for width, side, batch in ((128, 64, 8), (256, 32, 32), (512, 16, 32)):
+        name = f"merge {width}+{width} -> {width}, {side}x{side}, N {batch}"
+        wide = Case(name, batch, (width, width), (side, side), width, (1, 1))
+        yield from _in_precisions(wide)
+
+
+def _layers() -> Iterator[Case]:
+    """Layers of other networks than ResNet."""
+    for case in (
+        Case("U-Net skip 3x3, 64+64 -> 64, 256x256, N 4", 4, (64, 64), (256, 256), 64, (3, 3), padding=_same(3, 3)),
+        Case("U-Net skip 3x3, 128+128 -> 128, 128x128, N 4", 4, (128,) * 2, (128, 128), 128, (3, 3), padding=_same(3, 3)),
+        Case("3x3, 512 -> 512, 7x7, N 1", 1, (512,), (7, 7), 512, (3, 3), padding=_same(3, 3)),
+        Case("3x3 in 32 groups, 128 -> 128, 56x56, N 32", 32, (128,), (56, 56), 128, (3, 3), padding=_same(3, 3), groups=32),
+        Case("3x3 depthwise 144, 56x56, N 32", 32, (144,), (56, 56), 144, (3, 3), padding=_same(3, 3), groups=144),
+        Case("5x5 stride 2 depthwise 240, 28x28, N 32", 32, (240,), (28, 28), 240, (5, 5), stride=2, padding=_same(5, 5), groups=240),
+        Case("7x7 depthwise 96, 56x56, N 32", 32, (96,), (56, 56), 96, (7, 7), padding=_same(7, 7), groups=96),
+        Case("3-D 3x3x3, 16 -> 32, 32x32x32, N 4", 4, (16,), (32, 32, 32), 32, (3, 3, 3), padding=_same(3, 3, 3)),
+        Case("3-D 3x3x3, 64 -> 64, 16x16x16, N 8", 8, (64,), (16, 16, 16), 64, (3, 3, 3), padding=_same(3, 3, 3)),
+        Case("1-D 3 taps, dilation 8, 64 -> 64, 16000, N 8", 8, (64,), (16000,), 64, (3,), padding=((16, 0),), dilation=8),
+        Case("1-D 3 taps, dilation 128, 64 -> 64, 16000, N 8", 8, (64,), (16000,), 64, (3,), padding=((128, 128),), dilation=128),
+        Case("3x3 dilation 2, 128 -> 128, 32x32, N 8", 8, (128,), (32, 32), 128, (3, 3), padding=((2, 2),) * 2, dilation=2),
+        Case("3x3, 64 samples of 64 x 14x14", 64, (64,), (14, 14), 64, (3, 3), padding=_same(3, 3), loop=True),
+    ):  # fmt: skip
+        for variant in _in_precisions(case):
+            yield replace(variant, compiled=case.name.startswith("U-Net skip 3x3, 64") and variant.dtype == "float16")
+
+
+#: ResNet-50 (with the stride in the 3x3): inputs, outputs, kernel, stride, side of the input.
+_RESNET = (
+    (3, 64, 7, 2, 224),
+    (64, 64, 1, 1, 56), (64, 64, 3, 1, 56), (64, 256, 1, 1, 56), (256, 64, 1, 1, 56),
+    (256, 128, 1, 1, 56), (128, 128, 3, 2, 56), (128, 512, 1, 1, 28), (256, 512, 1, 2, 56),
+    (512, 128, 1, 1, 28), (128, 128, 3, 1, 28),
+    (512, 256, 1, 1, 28), (256, 256, 3, 2, 28), (256, 1024, 1, 1, 14), (512, 1024, 1, 2, 28),
+    (1024, 256, 1, 1, 14), (256, 256, 3, 1, 14),
+    (1024, 512, 1, 1, 14), (512, 512, 3, 2, 14), (512, 2048, 1, 1, 7), (1024, 2048, 1, 2, 14),
+    (2048, 512, 1, 1, 7), (512, 512, 3, 1, 7),
+)  # fmt: skip
+
+
+def _resnet(batch: int) -> list[Case]:
+    return [
+        Case(
+            f"ResNet-50 {kernel}x{kernel}{' stride 2' * (stride == 2)}, {inputs} -> {outputs}, {side}x{side}, N {batch}",
+            batch, (inputs,), (side, side), outputs, (kernel, kernel), stride=stride,
+            padding=((kernel // 2, kernel // 2),) * 2 if kernel > 1 else (),
+        )
+        for inputs, outputs, kernel, stride, side in _RESNET
+    ]  # fmt: skip
+
+
+def _wide_types() -> Iterator[Case]:
+    """The smaller table, in float64 and complex."""
+    for case in (
+        Case("3x3, 64 -> 64, 56x56, N 8", 8, (64,), (56, 56), 64, (3, 3), padding=_same(3, 3)),
+        Case("3x3, 256 -> 256, 14x14, N 8", 8, (256,), (14, 14), 256, (3, 3), padding=_same(3, 3)),
+        Case("1x1, 256 -> 64, 56x56, N 8", 8, (256,), (56, 56), 64, (1, 1)),
+        Case("3x3 merged 64+64 -> 64, 64x64, N 4", 4, (64, 64), (64, 64), 64, (3, 3), padding=_same(3, 3)),
+        Case("3x3 depthwise 144, 28x28, N 8", 8, (144,), (28, 28), 144, (3, 3), padding=_same(3, 3), groups=144),
+        Case("1-D 3 taps, dilation 8, 64 -> 64, 4000, N 8", 8, (64,), (4000,), 64, (3,), padding=((16, 0),), dilation=8),
+        Case("merge 5 x 4 -> 4, 2^18 points", 4, (4,) * 5, (2**18,), 4, (1,)),
+    ):  # fmt: skip
+        for dtype, _ in WIDE_PRECISIONS:
+            yield replace(case, dtype=dtype)
+
+
+def _in_precisions(case: Case) -> Iterator[Case]:
+    for dtype, tf32 in PRECISIONS:
+        yield replace(case, dtype=dtype, tf32=tf32)
+
+
+def _by_precision(cases: list[Case]) -> Iterator[Case]:
+    """Every case in one precision before the next precision begins."""
+    for dtype, tf32 in PRECISIONS:
+        yield from (replace(case, dtype=dtype, tf32=tf32) for case in cases)
+
+
+def _channels_last(cases: list[Case]) -> Iterator[Case]:
+    for case in cases:
+        yield replace(case, name=f"{case.name}, channels-last", dtype="float16", channels_last=True)
+
+
+def _labelled(case: Case) -> Case:
+    """The case with its precision in its name, which then is its own."""
+    return replace(case, name=f"{case.name}, {'TF32' if case.tf32 else case.dtype}")
+
+
+def numpy_cases() -> tuple[Case, ...]:
+    """The NumPy backend's table."""
+    return (*JOBS, *LAYERS)
+
+
+def gpu_cases() -> tuple[Case, ...]:
+    """The GPU's table."""
+    cases = (
+        *HOST, *_merges(), *_layers(), *_by_precision(_resnet(32)), *_wide_types(), *_channels_last(_resnet(32)),
+        *_by_precision(_resnet(8)),
+    )  # fmt: skip
+    return tuple(_labelled(case) for case in cases)

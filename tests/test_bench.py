@@ -1,0 +1,589 @@
+"""`python -m cupyconv bench`, all of it but the GPU: cases, checks, rounds, peers, records, the page.
+
+The whole command runs on NumPy and on the host device with small cases and a clock that tells what it is told.
+torch, where it is installed, is asked for its mathematics.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import reference as oracle
+from targets import gpu_target, host_device_target
+from tolerance import assert_close
+
+import cupyconv
+from cupyconv import bench
+from cupyconv.__main__ import main
+from cupyconv.backends.cuda.kernel_sources import kernel_directory
+from cupyconv.bench import clock, floors, machines, record, session, tables
+from cupyconv.bench.cases import Case, repeat_normals
+from cupyconv.bench.clock import Sample, Timing
+from cupyconv.bench.peers import Way, array_peers, concatenate_im2col_matmul
+from cupyconv.bench.reference import WrongResult, allowed_error, error, in_float64
+from cupyconv.bench.report import block, summary
+from cupyconv.bench.session import Session
+from cupyconv.bench.torch_peers import Torch
+from cupyconv.demo.libraries import numpy_library
+from cupyconv.dtypes import ITEMSIZE, dtype_from_name
+from tests import nvrtc
+
+#: Every kind of case in little: ranks, merges, groups, strides, dilation, lopsided padding, layouts, dtypes.
+SMALL = (
+    Case("merge", 3, (2, 1, 3), (50,), 4, (1,), loop=True),
+    Case("merge of planes, channels-last", 2, (2, 3), (5, 6), 4, (1, 1), channels_last=True),
+    Case("unaligned merge", 2, (2, 2), (33,), 3, (1,), misaligned=True),
+    Case("3x3", 2, (5,), (7, 8), 4, (3, 3), padding=((1, 1), (1, 1)), loop=True),
+    Case("3x3 merged, channels-last", 2, (2, 3), (7, 6), 4, (3, 3), padding=((1, 1), (1, 1)), channels_last=True),
+    Case("7x7 stride 2", 1, (3,), (14, 15), 4, (7, 7), stride=2, padding=((3, 3), (3, 3))),
+    Case("even kernel, lopsided", 1, (3,), (6, 7), 2, (4, 2), padding=((1, 2), (0, 1))),
+    Case("depthwise", 2, (6,), (5, 5), 6, (3, 3), padding=((1, 1), (1, 1)), groups=6),
+    Case("groups", 2, (6,), (5, 5), 9, (3, 3), groups=3),
+    Case("1-D dilated, causal", 2, (4,), (20,), 4, (3,), padding=((8, 0),), dilation=4),
+    Case("3-D", 1, (3,), (5, 6, 4), 2, (3, 3, 3), padding=((1, 1),) * 3),
+    Case("TF32", 2, (5,), (7, 8), 4, (3, 3), tf32=True),
+    *(Case(f"3x3 {dtype}", 2, (4,), (6, 6), 3, (3, 3), padding=((1, 1),) * 2, dtype=dtype) for dtype in ITEMSIZE),
+)  # fmt: skip
+
+every_small_case = pytest.mark.parametrize("case", SMALL, ids=str)
+
+
+class ToldClock:
+    """Runs a call and tells a time that was said before: 1 s, unless `seconds` has one for the call."""
+
+    rounds = (2, 3)
+    method = "as told"
+
+    def __init__(self, seconds=lambda call: 1.0):
+        self.seconds, self.dead = seconds, False
+
+    def sample(self, call, host):
+        call()
+        return Sample(self.seconds(call), 0.5)
+
+    def row(self, call, count):
+        return None
+
+    def synchronise(self):
+        if self.dead:
+            raise RuntimeError("an illegal memory access was encountered")
+
+
+def numpy_machine(**changes):
+    small = dict(clock=ToldClock(), copy_bytes=1 << 10, gemm_rows=lambda itemsize: 8)
+    return replace(machines.numpy_machine(), **(small | changes))
+
+
+@pytest.fixture
+def host_machine():
+    """The CUDA backend on the host device, as `cuda_machine` describes a GPU."""
+    target = host_device_target()
+    library = replace(numpy_library(), name="host device", to_host=target.to_host)
+    return numpy_machine(
+        library=library, arch="sm_90", fill=lambda *what: target.to_device(repeat_normals(*what)),
+        gemm_rows=lambda itemsize: 16,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def torch():
+    return Torch(pytest.importorskip("torch"), np)
+
+
+# --- cases and their check ------------------------------------------------------------------------------------
+
+
+@every_small_case
+def test_the_reference_is_the_oracles(case):
+    xs, weight = case.arrays()
+    expected = oracle.conv(
+        xs, weight, stride=case.stride, padding=list(case.pairs), dilation=case.dilation, groups=case.groups
+    )
+    np.testing.assert_allclose(in_float64(np, case, xs, weight), expected, rtol=1e-12, atol=1e-12)
+
+
+@every_small_case
+def test_the_librarys_call_and_the_numpy_peer_are_right(case):
+    xs, weight = case.arrays()
+    expected = in_float64(np, case, xs, weight)
+    assert_close(case.ours(xs, weight), expected, case.dtype, case.terms)
+    assert error(np, case, case.ours(xs, weight), expected) <= allowed_error(case)
+    peer = concatenate_im2col_matmul(np, case, xs, weight)
+    wide = case.dtype not in ("float16", "bfloat16")  # whose sums NumPy keeps in themselves
+    assert error(np, case, peer, expected) >= 0 if wide else np.allclose(peer.astype(float), expected, atol=0.5)
+
+
+def test_flops_and_bytes_are_planning_s():
+    for case in SMALL:
+        function, arguments, keywords = case.call(*case.arrays())
+        plan = cupyconv.explain(function, *arguments, **keywords, on="sm_90")
+        assert (case.flops, case.minimal_bytes) == (plan.flops, plan.minimal_bytes), case.name
+
+
+def test_layouts_are_what_their_names_say():
+    (x, *_), _ = Case("x", 2, (3,), (4, 5), 1, (1, 1), channels_last=True).arrays()
+    assert x.shape == (2, 3, 4, 5) and x.strides == (240, 4, 60, 12)
+    (x, *_), _ = Case("x", 1, (8,), (16,), 1, (1,), misaligned=True).arrays()
+    assert x.flags.c_contiguous and x.ctypes.data % 16 == 4
+
+
+def rounded_to_tf32(array):
+    return (array.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def test_the_check_sees_what_it_should():
+    case = Case("3x3", 4, (64,), (16, 16), 32, (3, 3), padding=((1, 1), (1, 1)))
+    xs, weight = case.arrays()
+    expected, right = in_float64(np, case, xs, weight), case.ours(xs, weight)
+    assert error(np, case, right, expected) < allowed_error(case)
+    reduced = case.ours([rounded_to_tf32(x) for x in xs], rounded_to_tf32(weight))
+    without_a_tap = weight.copy()
+    without_a_tap[5, :, 2, 2] = 0
+    one_wrong, not_a_number = right.copy(), right.copy()
+    one_wrong[1, 2, 3, 4] += 0.05
+    not_a_number[0, 0, 0, 0] = np.nan
+    for wrong in (reduced, case.ours(xs, without_a_tap), one_wrong, not_a_number, right.astype(np.float64), right[:1]):
+        with pytest.raises(WrongResult):
+            error(np, case, wrong, expected, transform=True)
+    assert error(np, replace(case, tf32=True), reduced, expected) > allowed_error(case)
+
+
+# --- tables ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cases", [tables.numpy_cases(), tables.gpu_cases()], ids=["numpy", "gpu"])
+def test_names_are_their_own(cases):
+    names = [case.name for case in cases]
+    assert len(set(names)) == len(names)
+
+
+def test_the_gpu_s_table_has_what_was_promised():
+    cases = tables.gpu_cases()
+    assert {case.dtype for case in cases} == set(ITEMSIZE)
+    resnet = [case for case in cases if case.name.startswith("ResNet-50") and not case.channels_last]
+    assert len(resnet) == 23 * 2 * 4 and {case.batch for case in resnet} == {8, 32}
+    first = Case("", 32, (3,), (224, 224), 64, (7, 7), stride=2, padding=((3, 3), (3, 3)))
+    assert first.out_size == (112, 112)
+    assert {case.size for case in resnet if case.kernel == (3, 3)} == {(s, s) for s in (56, 28, 14, 7)}
+    for wanted in ("channels_last", "misaligned", "loop", "compiled", "tf32"):
+        assert any(getattr(case, wanted) for case in cases), wanted
+    assert {len(case.size) for case in cases} == {1, 2, 3}
+    assert any(case.judged == "host" for case in cases)
+    merges = [case for case in cases if case.pointwise and len(case.channels) > 1]
+    assert {min(max(case.channels), case.out_channels) >= 128 for case in merges} == {True, False}
+
+
+@pytest.mark.parametrize("case", [c for c in tables.gpu_cases() if c.dtype in ("float32", "complex64")], ids=str)
+def test_every_case_of_the_gpu_s_table_can_be_planned(case):
+    function, arguments, keywords = case.call(*case.arrays(lambda dtype, first, n: np.empty(n, dtype)))
+    plan = cupyconv.explain(function, *arguments, **keywords, on="sm_90")
+    assert str((case.batch, case.out_channels, *case.out_size)) in plan.result
+
+
+def test_cases_come_back_from_a_record():
+    for case in (*SMALL, *tables.gpu_cases()):
+        assert Case.from_record(json.loads(json.dumps(case.__dict__))) == case
+
+
+# --- clocks ---------------------------------------------------------------------------------------------------
+
+
+def test_ways_take_turns_and_one_that_fails_drops_out():
+    order = []
+
+    def way(name):
+        order.append(name)
+        if name == "bad" and order.count("bad") > clock.WARM_UP:
+            raise RuntimeError("no more")
+
+    timings, failed = clock.measure({name: partial(way, name) for name in ("a", "b", "bad")}, ToldClock(), 10)
+    assert order[3 * clock.WARM_UP :] == ["a", "b", "bad", "b", "a", "a", "b"]
+    assert timings.keys() == {"a", "b"} and len(timings["a"].device) == 3
+    assert list(failed) == ["bad"] and "no more" in str(failed["bad"])
+
+
+def test_no_time_left_means_the_fewest_rounds():
+    timings, _ = clock.measure({"a": lambda: None}, ToldClock(), 0)
+    assert len(timings["a"].device) == ToldClock.rounds[0]
+
+
+def test_ratios_are_of_the_rounds():
+    ours, other = Timing([1, 2, 4], [1, 1, 1]), Timing([2, 6, 4], [5, 5, 5])
+    assert clock.ratio(ours, other, "device")["ratio"] == 2
+    assert clock.ratio(ours, other, "host")["ratio"] == 5
+
+
+def test_the_wall_clock_counts_seconds():
+    sample = clock.HostClock().sample(lambda: sum(range(20000)), 0)
+    assert 0 < sample.device == sample.host < 1
+
+
+class LoggedCuda:
+    """The part of CuPy that a `CudaClock` uses, which writes down what is enqueued."""
+
+    def __init__(self):
+        self.log = []
+        log, self.cuda = self.log, SimpleNamespace()
+
+        class Event:
+            def record(self):
+                log.append(self)
+
+            def synchronize(self):
+                log.append("wait")
+
+        stream = SimpleNamespace(synchronize=lambda: log.append("synchronize"))
+        self.cuda.Event, self.cuda.get_current_stream = Event, lambda: stream
+        self.cuda.get_elapsed_time = lambda start, stop: 250.0  # milliseconds
+
+    def RawModule(self, *, code, backend):
+        assert 'extern "C" __global__ void delay(long long' in code
+        return SimpleNamespace(get_function=lambda name: lambda grid, block, args: self.log.append((name, *args)))
+
+    def empty(self, size, dtype):
+        data = SimpleNamespace(memset_async=lambda value, size: self.log.append(("write", size)))
+        return SimpleNamespace(data=data, nbytes=size)
+
+
+def test_what_a_sample_on_a_gpu_enqueues():
+    """Empty the cache, keep the GPU busy while the host enqueues, and only the call between the events."""
+    cupy = LoggedCuda()
+    cuda = clock.CudaClock(cupy, l2_bytes=50 << 20)
+    sample = cuda.sample(lambda: cupy.log.append("call"), host=1e-3)
+    write, delay, start, call, stop, wait = cupy.log
+    assert write == ("write", 100 << 20) and delay == ("delay", 1_520_000) and delay[1].dtype == np.int64
+    assert call == "call" and wait == "wait" and type(start) is type(stop) and start is not stop
+    assert sample.device == 0.25 and sample.host < 0.1
+    cupy.log.clear()
+    assert cuda.row(lambda: cupy.log.append("call"), 5) == 0.05
+    assert cupy.log == ["synchronize", start, *["call"] * 5, stop, "wait"]
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("architecture", [75, 90, 120])
+def test_the_delay_compiles(architecture):
+    nvrtc.require()
+    source = (kernel_directory() / "bench" / "delay.cu").read_text(encoding="utf-8")
+    assert nvrtc.compile_source(source, nvrtc.CHECK_OPTIONS, architecture).spills == 0
+
+
+# --- peers ----------------------------------------------------------------------------------------------------
+
+
+def test_which_array_peers_there_are():
+    def names(on_gpu, **changes):
+        case = replace(SMALL[0], **changes)
+        return [way.name for way in array_peers(np, on_gpu, case, *case.arrays())]
+
+    assert names(False) == ["numpy", "loop over samples"]
+    assert names(True) == ["cupy", "loop over samples"]
+    assert names(True, loop=False, tf32=True) == names(True, loop=False, dtype="bfloat16") == []
+    assert [way.name for way in array_peers(np, True, SMALL[7], *SMALL[7].arrays())] == []
+
+
+@pytest.mark.parametrize("case", [case for case in SMALL if case.loop], ids=str)
+def test_the_loop_over_samples_is_right(case):
+    xs, weight = case.arrays()
+    (loop,) = (way for way in array_peers(np, True, case, xs, weight) if way.name.startswith("loop"))
+    call = loop.prepare()
+    call()[...] = 0
+    error(np, case, call(), in_float64(np, case, xs, weight))
+
+
+@every_small_case
+def test_torch_computes_the_same_in_both_formats(torch, case):
+    xs, weight = case.arrays()
+    expected = in_float64(np, case, xs, weight)
+    ways = torch.ways(case, xs, weight, compiled=False)
+    assert [way.name for way in ways] == ["torch"] + ["torch channels-last"] * (len(case.size) > 1)
+    with torch.flags(case):
+        for way in ways:
+            error(np, case, way.as_array(way.prepare()()), expected, transform=True)
+
+
+def test_torch_sees_the_very_memory(torch):
+    for dtype in ITEMSIZE:
+        array = np.zeros((2, 3, 4), dtype_from_name(dtype)).transpose(0, 2, 1)
+        tensor = torch.tensor(array)
+        assert tensor.data_ptr() == array.ctypes.data and str(tensor.dtype) == f"torch.{dtype}"
+        back = torch.array(tensor)
+        assert back.ctypes.data == array.ctypes.data and back.dtype == array.dtype and back.strides == array.strides
+
+
+def test_torch_gets_the_formats_it_is_named_after(torch):
+    case = replace(SMALL[3], channels_last=True)
+    xs, weight = case.arrays()
+    ways = {way.name: way.prepare() for way in torch.ways(case, xs, weight, compiled=False)}
+    for name, contiguous in (("torch", False), ("torch channels-last", True)):
+        inputs, kernel = ways[name].args[1:]
+        library = pytest.importorskip("torch")
+        for tensor in (*inputs, kernel):
+            assert tensor.is_contiguous(memory_format=library.channels_last) is contiguous, name
+
+
+def test_the_flags_are_the_case_s_and_are_put_back(torch):
+    library = pytest.importorskip("torch")
+    before = library.backends.cudnn.allow_tf32, library.backends.cudnn.benchmark
+    for tf32 in (True, False):
+        with torch.flags(replace(SMALL[3], tf32=tf32)) as flags:
+            assert flags["cudnn.allow_tf32"] is flags["matmul.allow_tf32"] is tf32
+            assert library.backends.cudnn.benchmark and library.backends.cudnn.allow_tf32 is tf32
+            assert flags["cudnn.benchmark"] and not flags["matmul.allow_fp16_reduced_precision_reduction"]
+    assert (library.backends.cudnn.allow_tf32, library.backends.cudnn.benchmark) == before
+
+
+def test_torch_compile_is_offered_where_the_case_asks(torch):
+    case = replace(SMALL[0], compiled=True)
+    names = [way.name for way in torch.ways(case, *case.arrays(), compiled=True)]
+    assert names[-1] == "torch.compile"
+    assert "torch.compile" not in [way.name for way in torch.ways(case, *case.arrays(), compiled=False)]
+
+
+def test_another_stream_is_refused():
+    class Streams:
+        class cuda:
+            @staticmethod
+            def current_stream():
+                return SimpleNamespace(cuda_stream=7)
+
+    torch = Torch(Streams, np)
+    torch.check_stream(7)
+    torch.check_stream(None)
+    with pytest.raises(RuntimeError, match="0x7"):
+        torch.check_stream(0)
+
+
+# --- a whole run ----------------------------------------------------------------------------------------------
+
+
+def run(machine, cases, path=None, **how):
+    whole = Session(machine, cases, **({"seconds": 1000, "path": path} | how))
+    return whole.run(), whole.record
+
+
+def test_the_command_on_numpy(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "numpy_cases", lambda: SMALL)
+    monkeypatch.setattr(bench, "numpy_machine", numpy_machine)
+    file = tmp_path / "numpy.json"
+    assert main(["bench", "--json", str(file), "--no-torch", "--seconds", "100", "--only", "float32"]) == 0
+    printed = capsys.readouterr().out
+    written = record.read_record(file)
+    (row,) = written["cases"]
+    assert row["case"]["name"] == "3x3 float32" and row["ways"].keys() >= {"cupyconv", "numpy"}
+    assert written["running"] is None and not written["errors"] and not list(tmp_path.glob("*.part"))
+    assert written["environment"]["torch"] == "not measured" and written["floors"]["products"]["float32"] > 0
+    for word in ("3x3 float32: floor", "cupyconv: gemm", "against numpy", "nothing failed"):
+        assert word in printed
+
+
+def test_every_small_case_on_numpy():
+    status, written = run(numpy_machine(), [c for c in SMALL if c.dtype not in ("float16", "bfloat16")])
+    assert status == 0
+    for row in written["cases"]:
+        way = row["ways"]["numpy"]
+        assert way["ratio"] == 1 and way["rounds"] >= 2 and way["error"] < 1e-3 and way["beyond_result"] is not None
+
+
+def test_every_method_is_timed_on_the_host_device(host_machine):
+    cases = [c for c in SMALL if c.name in ("merge", "3x3", "depthwise", "3x3 merged, channels-last", "TF32")]
+    status, written = run(host_machine, cases)
+    assert status == 0, written["errors"]
+    for row in written["cases"]:
+        others = set(row["methods"]) - {row["chosen"]}
+        assert {name for name in row["ways"] if name.startswith("cupyconv ")} == {f"cupyconv {m}" for m in others}
+        assert set(row["methods"]) | set(row["rejected"]) == set(session.METHODS)
+    assert "loop over samples" in written["cases"][0]["ways"]
+
+
+def test_torch_takes_part(torch):
+    library = pytest.importorskip("torch")
+    status, written = run(numpy_machine(), SMALL[3:6], torch=lambda: library)
+    assert status == 0, written["errors"]
+    assert all({"torch", "torch channels-last"} <= row["ways"].keys() for row in written["cases"])
+    assert written["cases"][0]["flags"]["cudnn.allow_tf32"] is False
+    assert written["environment"]["torch"] == library.__version__
+
+
+def test_a_broken_torch_is_told_and_left_out():
+    def broken():
+        raise OSError("libcudnn.so.9: cannot open shared object file")
+
+    status, written = run(numpy_machine(), SMALL[:1], torch=broken)
+    assert status == 1 and written["errors"] == [
+        {"case": "environment", "way": "torch", "error": "OSError: libcudnn.so.9: cannot open shared object file"}
+    ]
+    assert "numpy" in written["cases"][0]["ways"] and written["environment"]["torch"] == "not measured"
+
+
+def test_what_fails_is_told_and_the_rest_is_measured(capsys, monkeypatch):
+    def peers(xp, on_gpu, case, xs, weight):
+        wrong = Way("wrong", lambda: lambda: case.ours(xs, weight) * np.float32(1.01))
+        return [Way("broken", lambda: 1 / 0), wrong, Way("right", lambda: lambda: case.ours(xs, weight))]
+
+    monkeypatch.setattr(session, "array_peers", peers)
+    status, written = run(numpy_machine(), SMALL[:2])
+    assert status == 1
+    assert [row["ways"].keys() & {"broken", "wrong", "right"} for row in written["cases"]] == [{"right"}] * 2
+    assert [(e["case"], e["way"]) for e in written["errors"]] == [
+        (case.name, way) for case in SMALL[:2] for way in ("broken", "wrong")
+    ]
+    printed = capsys.readouterr().out
+    assert "FAILED  merge, broken: ZeroDivisionError" in printed and "4 failed:" in printed
+    assert re.search(r"merge, wrong: WrongResult: error .*, allowed", printed)
+
+
+def test_a_case_that_cannot_be_set_up_does_not_end_the_run(monkeypatch):
+    monkeypatch.setattr(
+        session, "in_float64", lambda xp, case, *_: 1 / 0 if case is SMALL[0] else in_float64(xp, case, *_)
+    )
+    status, written = run(numpy_machine(), SMALL[:2])
+    assert status == 1 and written["errors"][0]["way"] == ""
+    assert [row["case"]["name"] for row in written["cases"]] == [SMALL[1].name]
+
+
+def test_when_time_is_up_the_rest_is_named(capsys):
+    status, written = run(numpy_machine(), SMALL[:3], seconds=0)
+    assert status == 0 and written["cases"] == [] and written["skipped"] == [case.name for case in SMALL[:3]]
+    assert "3 cases were not measured" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_where_one_ended(tmp_path):
+    file = tmp_path / "results.json"
+    run(numpy_machine(), SMALL[:1], file)
+    ended = record.read_record(file)
+    ended["running"], ended["used"] = SMALL[1].name, 40.0
+    record.write_record(ended, file)
+    whole = Session(numpy_machine(), SMALL[:3], seconds=1000, path=file)
+    assert whole.run(resume=True) == 1  # the case during which the process ended
+    assert [row["case"]["name"] for row in whole.record["cases"]] == [SMALL[0].name, SMALL[2].name]
+    assert whole.record["errors"] == [
+        {"case": SMALL[1].name, "way": "", "error": "the process ended while this case was measured"}
+    ]
+    assert whole.record["used"] > 40
+    assert record.read_record(file) == json.loads(json.dumps(whole.record))
+
+
+def test_resuming_on_another_machine_is_told(tmp_path):
+    file = tmp_path / "results.json"
+    run(numpy_machine(), SMALL[:1], file)
+    whole = Session(numpy_machine(properties={"gpu": "another"}), SMALL[:1], seconds=1000, path=file)
+    assert whole.run(resume=True) == 1
+    assert "differs in gpu" in whole.record["errors"][0]["error"]
+
+
+def test_a_lost_device_begins_a_new_process(tmp_path, capsys):
+    class Watching(session.Watch):
+        restarted = armed = 0
+
+        def rearm(self):
+            self.armed += 1
+
+        def disarm(self):
+            self.armed = 0
+
+        def restart(self):
+            self.restarted += 1
+
+    told = ToldClock()
+    watch, file = Watching(), tmp_path / "results.json"
+
+    def fill(dtype, first, elements):
+        told.dead = True
+        raise RuntimeError("an illegal memory access was encountered")
+
+    status, _ = run(numpy_machine(clock=told, fill=fill), SMALL[:2], file, watch=watch)
+    assert status == 1 and watch.restarted == 1
+    assert record.read_record(file)["skipped"] == [SMALL[1].name]
+    assert "no longer works" in capsys.readouterr().out
+
+
+def test_the_watch_ends_a_process_that_hangs():
+    """Armed for a moment in a process of its own."""
+    import subprocess
+    import sys
+
+    code = (
+        "import time; from cupyconv.bench.session import Watch; w = Watch(); w.STALL_SECONDS = 0.2; w.rearm();"
+        "w.disarm(); time.sleep(0.4); print('alive', flush=True); w.rearm(); time.sleep(30)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 1 and done.stdout == "alive\n" and "Timeout" in done.stderr
+
+
+def test_bad_arguments_are_told(capsys):
+    assert main(["bench", "--resume"]) == 2
+    assert main(["bench", "--only", "no such case"]) == 2
+    with pytest.raises(SystemExit):
+        main(["bench", "--methods", "direct,magic"])
+    assert "magic" in capsys.readouterr().err
+
+
+def test_without_a_gpu_there_is_nothing_to_measure(capsys, monkeypatch):
+    monkeypatch.setattr(bench, "cupy_with_gpu", lambda: (None, "no NVIDIA driver was found"))
+    assert main(["bench", "--gpu"]) == 2
+    assert "no NVIDIA driver was found" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_the_command_on_a_gpu(tmp_path):
+    gpu_target()
+    file = tmp_path / "gpu.json"
+    assert main(["bench", "--gpu", "--seconds", "60", "--only", "host: 3x3, 8", "--json", str(file)]) == 0
+    row = record.read_record(file)["cases"][0]
+    assert row["ways"]["cupyconv"]["host_median"] > 0 and row["ways"]["cupyconv"]["row"] > 0
+
+
+# --- floors and the page --------------------------------------------------------------------------------------
+
+
+def test_the_floor_is_the_larger_time():
+    case = Case("3x3", 1, (64,), (32, 32), 64, (3, 3))
+    quick = floors.Rates(bandwidth=1e9, products={"float32": 1e30})
+    assert quick.floor(case) == floors.Floor(case.minimal_bytes / 1e9, "memory")
+    slow = floors.Rates(bandwidth=1e30, products={"float32": 1e9, "TF32": 1e10})
+    assert slow.floor(case) == floors.Floor(case.flops / 1e9, "arithmetic")
+    assert slow.floor(replace(case, tf32=True)).seconds == case.flops / 1e10
+
+
+def test_the_floor_of_the_original_merge_is_the_known_one():
+    """384 MB in float32; 89 µs is what an H200 needs to copy as much."""
+    merge = next(case for case in tables.gpu_cases() if case.name == "merge 5 x (4, 4, 10^6) -> 4, float32")
+    assert merge.minimal_bytes == pytest.approx(384e6, rel=1e-5)
+    assert floors.Rates(4.3e12, {"float32": 5e13}).floor(merge).seconds == pytest.approx(89e-6, rel=0.01)
+
+
+def test_the_fastest_product_sets_the_rate():
+    clocks = numpy_machine(clock=ToldClock(lambda call: 1.0 if call.func is np.matmul else 2.0))
+    rate, by, failed = floors.product_rate(clocks, SMALL[0], None)
+    assert (by, failed) == ("matmul", {}) and rate == 2 * 8**3
+    assert floors.product_rate(clocks, SMALL[11], None)[1] == "cupyconv"  # NumPy and CuPy have no TF32
+
+
+def test_losses_launch_bound_calls_and_bad_choices_are_on_the_page():
+    case = Case("a case", 1, (1,), (8,), 1, (1,))
+
+    def way(median, **more):
+        known = {"median": median, "min": median, "quartiles": [median, median], "row": median, "rounds": 5}
+        return known | {"host_median": 1e-6} | more
+
+    row = {
+        "case": case.__dict__, "on_gpu": True, "chosen": "gemm", "methods": {}, "rejected": {},
+        "floor": {"seconds": 5e-5, "bound": "memory", "bytes": 10**8, "flops": 1},
+        "ways": {
+            "cupyconv": way(1e-4, host_median=2e-4), "cupyconv direct": way(8e-5, ratio=0.8),
+            "torch": way(5e-5, ratio=0.5),
+        },
+    }  # fmt: skip
+    printed = block(row)
+    assert "cupyconv: gemm" in printed and "1,000 GB/s" in printed and "50%" in printed
+    assert "launch-bound" in printed.splitlines()[1] and "launch-bound" not in printed.splitlines()[3]
+    assert printed.splitlines()[3].endswith("0.50  faster than cupyconv")
+    page = summary(record.new_record({}, 480) | {"cases": [row]})
+    assert "against torch: faster on 0, slower on 1 of 1 cases" in page and "0.50  a case" in page
+    assert "on 0 of the 1 cases" in page and "chosen gemm, best direct by 1.25" in page
