@@ -1,0 +1,175 @@
+"""`conv` and `linmerge` as JAX functions that ``jax.grad`` differentiates and ``jax.jit`` traces.
+
+They are host callbacks: arrays come to the NumPy backend, without a copy where they are on the CPU.  A
+training step, complete::
+
+    import jax
+    from cupyconv.interop.jax import conv
+
+    key = jax.random.key(0)
+    skip, deep = jax.random.normal(key, (8, 16, 32, 32)), jax.random.normal(key, (8, 32, 32, 32))
+    target = jax.random.normal(key, (8, 16, 32, 32))
+    weight = 0.05 * jax.random.normal(key, (16, 48, 3, 3))
+    loss = lambda weight: ((conv([skip, deep], weight, padding=1, activation="relu") - target) ** 2).mean()
+    value, gradient = jax.jit(jax.value_and_grad(loss))(weight)
+    print(value, gradient.shape)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import cupyconv
+from cupyconv.calls.convolution import prepare_conv, prepare_linmerge
+
+
+def conv(
+    x: Any, weight: Any, bias: Any = None, *, stride: Any = 1, padding: Any = 0, padding_mode: str = "constant",
+    dilation: Any = 1, groups: int = 1, activation: Any = None, residual: Any = None, method: str = "auto",
+) -> jax.Array:  # fmt: skip
+    """`cupyconv.conv` of JAX arrays, differentiable in reverse in x, weight, bias and residual.
+
+    Parameters
+    ----------
+    x : array or sequence of arrays
+        ``(N, C_in, *spatial)``; several stand for their concatenation along the channels.
+    weight, bias, stride, padding, padding_mode, dilation, groups, activation, residual, method
+        As of `cupyconv.conv`.
+
+    Returns
+    -------
+    jax.Array
+        Of the promoted dtype.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `cupyconv.conv`.
+
+    Notes
+    -----
+    Cotangents are JAX's: for complex arrays the transpose, not the Hermitian adjoint.  Nothing is kept of the
+    forward pass but the arguments; the backward pass runs it again.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> from cupyconv.interop.jax import conv
+    >>> xs = [jnp.ones((2, 2, 10)), jnp.ones((2, 4, 10))]
+    >>> jax.grad(lambda weight: conv(xs, weight, padding=1).sum())(jnp.ones((4, 6, 3)))[0, 0]
+    Array([18., 20., 18.], dtype=float32)
+    """
+    settings = _Settings("conv", stride=stride, padding=padding, padding_mode=padding_mode, dilation=dilation,
+                         groups=groups, activation=activation, method=method)  # fmt: skip
+    return _differentiable(settings, _Arrays(x, weight, bias, residual))
+
+
+def linmerge(
+    xs: Any, weight: Any, bias: Any = None, *, activation: Any = None, residual: Any = None, method: str = "auto"
+) -> jax.Array:
+    """`cupyconv.linmerge` of JAX arrays, differentiable in reverse in xs, weight, bias and residual.
+
+    Parameters
+    ----------
+    xs : array or sequence of arrays
+        ``(N, C_i, *spatial)``, any number of spatial axes.
+    weight : array
+        ``(C_out, sum of the C_i)``.
+    bias, activation, residual, method
+        As of `cupyconv.linmerge`.
+
+    Returns
+    -------
+    jax.Array
+        ``(N, C_out, *spatial)``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `cupyconv.linmerge`.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> from cupyconv.interop.jax import linmerge
+    >>> a, b, weight = jnp.ones((1, 2, 5)), jnp.ones((1, 1, 5)), jnp.array([[1.0, 2.0, 3.0]])
+    >>> jax.grad(lambda a: linmerge([a, b], weight).sum())(a)[0, :, 0]
+    Array([1., 2.], dtype=float32)
+    """
+    settings = _Settings("linmerge", activation=activation, method=method)
+    return _differentiable(settings, _Arrays(xs, weight, bias, residual))
+
+
+class _Arrays(NamedTuple):
+    x: Any
+    weight: Any
+    bias: Any
+    residual: Any
+
+
+class _Settings:
+    """A function's name and what of its arguments is no array; hashable as `custom_vjp` wants it."""
+
+    def __init__(self, function: str, **keywords: Any) -> None:
+        self.function = function
+        self.keywords = keywords
+        self._key = function, repr(keywords)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Settings) and self._key == other._key
+
+    def arguments(self, arrays: _Arrays) -> dict[str, Any]:
+        """The function's keywords."""
+        x = list(arrays.x) if isinstance(arrays.x, (list, tuple)) else arrays.x
+        images = {"conv": "x", "linmerge": "xs"}[self.function]
+        return {images: x, "weight": arrays.weight, "bias": arrays.bias, "residual": arrays.residual, **self.keywords}
+
+
+_PREPARE: dict[str, Callable[..., Any]] = {"conv": prepare_conv, "linmerge": prepare_linmerge}
+
+
+def _run(settings: _Settings, arrays: _Arrays) -> jax.Array:
+    def function(arrays: _Arrays) -> np.ndarray:
+        return getattr(cupyconv, settings.function)(**settings.arguments(_numpy(arrays)))
+
+    # Checked on arrays of one element that is repeated: errors come when the call is traced, with their own type.
+    repeated = jax.tree.map(lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape), arrays)
+    result = _PREPARE[settings.function](**settings.arguments(repeated)).results[0]
+    return jax.pure_callback(
+        function, jax.ShapeDtypeStruct(result.shape, result.dtype), arrays, vmap_method="sequential"
+    )
+
+
+_differentiable: Any = jax.custom_vjp(_run, nondiff_argnums=(0,))
+
+
+def _forward(settings: _Settings, arrays: _Arrays) -> tuple[jax.Array, _Arrays]:
+    return _run(settings, arrays), arrays
+
+
+def _backward(settings: _Settings, arrays: _Arrays, cotangent: jax.Array) -> tuple[_Arrays]:
+    def function(arrays: _Arrays, cotangent: Any) -> _Arrays:
+        arrays = _numpy(arrays)
+        vjp = getattr(cupyconv, f"{settings.function}_vjp")
+        # The transpose by the Hermitian adjoint: conjugate what goes in and what comes out.
+        _, pullback = vjp(**settings.arguments(arrays))
+        found = pullback(np.conj(np.asarray(cotangent)))
+        x = type(arrays.x)(found.x) if isinstance(arrays.x, (list, tuple)) else found.x
+        return jax.tree.map(np.conj, _Arrays(x, found.weight, found.bias, found.residual))
+
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
+    return (jax.pure_callback(function, shapes, arrays, cotangent, vmap_method="sequential"),)
+
+
+_differentiable.defvjp(_forward, _backward)
+
+
+def _numpy(arrays: _Arrays) -> _Arrays:
+    return jax.tree.map(np.asarray, arrays)

@@ -1,0 +1,235 @@
+"""`conv` and `linmerge` as PyTorch operations that autograd differentiates.
+
+Tensors are not copied: a CPU tensor is computed with as a NumPy array, a CUDA tensor as a CuPy array, on
+PyTorch's current stream.  A training step, complete::
+
+    import torch
+    from cupyconv.interop.torch import conv
+
+    skip, deep = torch.randn(8, 16, 32, 32), torch.randn(8, 32, 32, 32)
+    target = torch.randn(8, 16, 32, 32)
+    weight = torch.randn(16, 48, 3, 3).mul_(0.05).requires_grad_()
+    bias = torch.zeros(16, requires_grad=True)
+    loss = (conv([skip, deep], weight, bias, padding=1, activation="relu") - target).square().mean()
+    loss.backward()  # no concatenation, forward or backward
+    print(loss.item(), weight.grad.shape, bias.grad.shape)
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.autograd.function import once_differentiable
+
+import cupyconv
+
+
+def conv(
+    x: torch.Tensor | Sequence[torch.Tensor],
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    stride: Any = 1,
+    padding: Any = 0,
+    padding_mode: str = "constant",
+    dilation: Any = 1,
+    groups: int = 1,
+    activation: Any = None,
+    residual: torch.Tensor | None = None,
+    method: str = "auto",
+) -> torch.Tensor:
+    """`cupyconv.conv` of tensors, differentiable once in x, weight, bias and residual.
+
+    Parameters
+    ----------
+    x : tensor or sequence of tensors
+        ``(N, C_in, *spatial)``; several stand for their concatenation along the channels.
+    weight, bias, stride, padding, padding_mode, dilation, groups, activation, residual, method
+        As of `cupyconv.conv`; tensors where that takes arrays.
+
+    Returns
+    -------
+    tensor
+        On the tensors' device, of their promoted dtype.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `cupyconv.conv`; TypeError for what is not a tensor, and for tensors of several devices.
+    ImportError
+        For CUDA tensors where CuPy is not installed.
+
+    Notes
+    -----
+    Gradients are PyTorch's: for complex tensors the Hermitian adjoint.  The graph holds what the pullback of
+    `cupyconv.conv_vjp` holds.  A tensor that is changed in place between the two passes is found by autograd.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cupyconv.interop.torch import conv
+    >>> weight = torch.ones(4, 6, 3, requires_grad=True)
+    >>> conv([torch.ones(2, 2, 10), torch.ones(2, 4, 10)], weight, padding=1).sum().backward()
+    >>> weight.grad[0, 0]
+    tensor([18., 20., 18.])
+    """
+    settings = {
+        "stride": stride, "padding": padding, "padding_mode": padding_mode, "dilation": dilation, "groups": groups,
+        "activation": activation, "method": method,
+    }  # fmt: skip
+    return _differentiable(_CONV, x, weight, bias, residual, settings)
+
+
+def linmerge(
+    xs: torch.Tensor | Sequence[torch.Tensor],
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: Any = None,
+    residual: torch.Tensor | None = None,
+    method: str = "auto",
+) -> torch.Tensor:
+    """`cupyconv.linmerge` of tensors, differentiable once in xs, weight, bias and residual.
+
+    Parameters
+    ----------
+    xs : tensor or sequence of tensors
+        ``(N, C_i, *spatial)``, any number of spatial axes.
+    weight : tensor
+        ``(C_out, sum of the C_i)``.
+    bias, activation, residual, method
+        As of `cupyconv.linmerge`; tensors where that takes arrays.
+
+    Returns
+    -------
+    tensor
+        ``(N, C_out, *spatial)``.
+
+    Raises
+    ------
+    TypeError, ValueError, ImportError
+        As `conv`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cupyconv.interop.torch import linmerge
+    >>> a, b = torch.ones(1, 2, 5, requires_grad=True), torch.ones(1, 1, 5)
+    >>> linmerge([a, b], torch.tensor([[1.0, 2.0, 3.0]])).sum().backward()
+    >>> a.grad[0, :, 0]
+    tensor([1., 2.])
+    """
+    return _differentiable(_LINMERGE, xs, weight, bias, residual, {"activation": activation, "method": method})
+
+
+class _Operation(NamedTuple):
+    """A function of arrays, the same with its pullback, and what they call their image argument."""
+
+    function: Callable[..., Any]
+    vjp: Callable[..., Any]
+    images: str
+
+
+_CONV = _Operation(cupyconv.conv, cupyconv.conv_vjp, "x")
+_LINMERGE = _Operation(cupyconv.linmerge, cupyconv.linmerge_vjp, "xs")
+
+
+def _differentiable(
+    operation: _Operation, x: Any, weight: Any, bias: Any, residual: Any, settings: dict[str, Any]
+) -> torch.Tensor:
+    listed = isinstance(x, (list, tuple))
+    images = {f"{operation.images}[{i}]" if listed else operation.images: t for i, t in enumerate(x if listed else [x])}
+    tensors = {**images, "weight": weight, "bias": bias, "residual": residual}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}, needed a torch.Tensor")
+    devices = {name: tensor.device for name, tensor in tensors.items()}
+    if len(set(devices.values())) > 1:
+        raise TypeError(f"tensors of several devices: {', '.join(f'{name} on {d}' for name, d in devices.items())}")
+    names = tuple(tensors)[len(images) :]
+    return _Function.apply(operation, listed, names, settings, *tensors.values())
+
+
+class _Function(torch.autograd.Function):
+    """Tensors in the order: images, then `names`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, operation: _Operation, listed: bool, names: tuple[str, ...], settings: dict[str, Any],
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        images = len(tensors) - len(names)
+        with _stream_of(tensors[0]):
+            arrays = [_array(tensor) for tensor in tensors]
+            x = arrays[:images] if listed else arrays[0]
+            arguments = {operation.images: x, **dict(zip(names, arrays[images:])), **settings}
+            if not any(ctx.needs_input_grad):
+                return _tensor(operation.function(**arguments))
+            y, ctx.pullback = operation.vjp(**arguments)
+            ctx.save_for_backward(*tensors)  # for their versions: the pullback has the arrays
+            ctx.listed, ctx.names = listed, names
+            ctx.context = contextvars.copy_context()  # the options in force; the backward pass has a thread of its own
+            return _tensor(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tensors = ctx.saved_tensors  # raises where one was changed in place
+        images = len(tensors) - len(ctx.names)
+        wanted = ctx.needs_input_grad[4:]
+        needs = {"x"} if any(wanted[:images]) else set()
+        needs |= {name for name, want in zip(ctx.names, wanted[images:]) if want}
+        with _stream_of(grad):
+            gradients = ctx.context.copy().run(ctx.pullback, _array(grad), needs=tuple(sorted(needs)))
+            x = gradients.x if ctx.listed else [gradients.x]
+            arrays = [*(x if x is not None else [None] * images), *(getattr(gradients, name) for name in ctx.names)]
+            found = [_tensor(array) if want else None for array, want in zip(arrays, wanted)]
+        return (None, None, None, None, *found)
+
+
+def _stream_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """PyTorch's current stream as CuPy's; nothing to do on the CPU."""
+    if tensor.device.type != "cuda":
+        return nullcontext()
+    import cupy
+
+    stream = torch.cuda.current_stream(tensor.device)
+    return cupy.cuda.ExternalStream(stream.cuda_stream, tensor.device.index)
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    """The tensor's memory as an array."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    bfloat16 = tensor.dtype == torch.bfloat16
+    if bfloat16:  # NumPy and DLPack's users know it by its bits
+        tensor = tensor.view(torch.int16)
+    if tensor.device.type == "cpu":
+        array: Any = tensor.numpy()
+    elif tensor.device.type == "cuda":
+        import cupy
+
+        array = cupy.from_dlpack(tensor)
+    else:
+        raise TypeError(f"a tensor on {tensor.device}: needed one on the CPU or a CUDA device")
+    return array.view(_bfloat16()) if bfloat16 else array
+
+
+def _tensor(array: Any) -> torch.Tensor:
+    """The array's memory as a tensor."""
+    bfloat16 = array.dtype.name == "bfloat16"
+    if bfloat16:
+        array = array.view(np.int16)
+    tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)
+    return tensor.view(torch.bfloat16) if bfloat16 else tensor
+
+
+def _bfloat16() -> np.dtype:
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
