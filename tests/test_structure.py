@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,12 +29,23 @@ MODULES = sorted(path.relative_to(ROOT).with_suffix("") for path in PACKAGE.rglo
 
 #: The layers, top to bottom, as the call travels.  A module may import those of its own layer and those below.
 LAYERS: dict[str, tuple[str, ...]] = {
-    "programs": ("cupyconv.__main__", "cupyconv.demo"),
+    "programs": ("cupyconv.__main__", "cupyconv.bench", "cupyconv.demo", "cupyconv.interop"),
     "package": ("cupyconv",),
     "explain": ("cupyconv.explanation",),
-    "public": ("cupyconv.convolution", "cupyconv.columns", "cupyconv.batchnorm", "cupyconv.configuration"),
-    "calls": ("cupyconv.calls",),
-    "axes": ("cupyconv.axes",),
+    "pullbacks": ("cupyconv.pullbacks",),
+    "public": (
+        "cupyconv.convolution",
+        "cupyconv.input_gradient",
+        "cupyconv.transposed",
+        "cupyconv.columns",
+        "cupyconv.pooling",
+        "cupyconv.weight_gradient",
+        "cupyconv.batchnorm",
+        "cupyconv.configuration",
+    ),
+    "calls": ("cupyconv.calls", "cupyconv.repetition"),
+    "prepared": ("cupyconv.prepared",),
+    "axes": ("cupyconv.axes", "cupyconv.overlap"),
     "dispatch": ("cupyconv.dispatch", "cupyconv.settings"),
     "planning and backends": ("cupyconv.planning", "cupyconv.backends.numpy", "cupyconv.backends.cuda"),
     "plan": ("cupyconv.plan",),
@@ -59,6 +69,8 @@ OUTSIDE = {
     "cupyconv.backends.numpy": {"numpy", "scipy"},
     "cupyconv.backends.cuda": {"numpy", "cupy", "cupy_backends"},
     "cupyconv.demo": {"numpy", "cupy", "matplotlib"},
+    "cupyconv.interop": {"numpy", "ml_dtypes", "cupy", "torch", "jax"},
+    "cupyconv.bench": {"numpy", "cupy", "torch"},
 }
 
 
@@ -119,8 +131,8 @@ def test_no_module_is_named_after_nothing():
 
 HEAVY = ("cupy", "scipy", "torch", "matplotlib", "hypothesis", "ml_dtypes")
 
-#: Seconds that `import cupyconv` may add to `import numpy`.
-IMPORT_SECONDS = 0.15
+#: What `import cupyconv` may add, in imports of NumPy (0.1 s on a quiet machine): load and clock are in both.
+IMPORT_SHARE = 1.5
 
 
 def python(code: str) -> str:
@@ -134,10 +146,13 @@ def test_nothing_heavy_is_imported():
 
 
 def test_importing_is_quick():
-    """The median of five new processes, beyond NumPy."""
-    code = "import numpy, time; start = time.perf_counter(); import cupyconv; print(time.perf_counter() - start)"
+    """Processor time, the best of five new processes, so that a busy machine is no failure."""
+    code = (
+        "from time import process_time as now;"
+        "start = now(); import numpy; middle = now(); import cupyconv; print((now() - middle) / (middle - start))"
+    )
     python(code)  # writes the bytecode
-    assert statistics.median(float(python(code)) for _ in range(5)) < IMPORT_SECONDS
+    assert min(float(python(code)) for _ in range(5)) < IMPORT_SHARE
 
 
 def test_cupy_is_imported_for_its_arrays_only():
@@ -195,7 +210,7 @@ def test_the_host_device_has_the_protocols_methods():
 
 
 def test_the_seams_are_not_empty():
-    assert {"run", "empty", "address"} <= public_signatures(Backend).keys()
+    assert {"prepare", "empty", "address"} <= public_signatures(Backend).keys()
     assert {"launch", "gemm_strided_batched", "empty"} <= public_signatures(Device).keys()
 
 
@@ -206,6 +221,7 @@ FUNCTIONS = [name for name in cupyconv.__all__ if not name.startswith("__")]
 #: Sections that a docstring of this page must have; a name that prints, or is a value, has fewer.
 SECTIONS = {
     "Plan": ("Attributes", "Examples"),
+    "ConvGradients": ("Attributes", "Examples"),
     "options": ("Parameters", "Raises", "Examples"),
     "show_config": ("Examples",),
 }
@@ -228,7 +244,7 @@ def test_docstrings(name):
     for section in SECTIONS.get(name, ("Parameters", "Returns", "Raises", "Examples")):
         assert re.search(rf"^{section}\n-{{{len(section)}}}$", text, re.MULTILINE), f"no section {section}"
     assert ">>> " in text
-    if name != "Plan":
+    if name not in ("Plan", "ConvGradients"):
         for parameter in inspect.signature(documented).parameters:
             listed = re.search(rf"^[\w, *]*\b{parameter}\b[\w, *]*( : .*)?$", text, re.MULTILINE)
             assert listed, f"parameter {parameter} is not described"
