@@ -12,7 +12,7 @@ import pytest
 
 import cupyconv
 from cupyconv.configuration import show_config
-from tests.benchmarks.compare import FIGURES_BEGIN, FIGURES_END, markdown
+from tests.benchmarks.figures import FIGURES_BEGIN, FIGURES_END, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
