@@ -49,7 +49,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "dispatch": ("cupyconv.dispatch", "cupyconv.settings"),
     "planning and backends": ("cupyconv.planning", "cupyconv.backends.numpy", "cupyconv.backends.cuda"),
     "plan": ("cupyconv.plan",),
-    "problem": ("cupyconv.geometry", "cupyconv.operands", "cupyconv.machine"),
+    "problem": ("cupyconv.geometry", "cupyconv.recurrence", "cupyconv.operands", "cupyconv.machine"),
     "vocabulary": ("cupyconv.version", "cupyconv.padding", "cupyconv.dtypes", "cupyconv.activations"),
 }
 
@@ -61,6 +61,7 @@ OUTSIDE = {
     "cupyconv.planning": set(),
     "cupyconv.plan": set(),
     "cupyconv.geometry": set(),
+    "cupyconv.recurrence": set(),
     "cupyconv.operands": set(),
     "cupyconv.machine": set(),
     "cupyconv.padding": set(),

@@ -12,6 +12,7 @@ from cupyconv.geometry import ConvGeometry, Windows
 from cupyconv.machine import GpuModel, HostModel
 from cupyconv.operands import Operand
 from cupyconv.plan import Conversion
+from cupyconv.recurrence import RecurrentGeometry
 
 METHODS = ("direct", "gemm", "implicit_gemm")
 LATER_METHODS = ("winograd", "fft")
@@ -191,6 +192,29 @@ class PoolingRequest(_Request):
     @property
     def minimal_bytes(self) -> int:
         return sum(operand.nbytes for operand in (*self.xs, *self.ys, *self.grads, *self.outs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentRequest(_Request):
+    """A recurrent layer over a sequence; operands are described with three axes, (D, ...) in front where they have it."""
+
+    geometry: RecurrentGeometry
+    x: Operand
+    weight_ih: Operand
+    weight_hh: Operand
+    out: Operand
+    h: Operand
+    c: Operand | None = None
+    bias_ih: Operand | None = None
+    bias_hh: Operand | None = None
+    h0: Operand | None = None
+    c0: Operand | None = None
+    peephole: Operand | None = None
+    lengths: Operand | None = None
+    kept: tuple[Operand, ...] = ()  # what a gradient needs: gates, cells, candidate
+    method: str = "auto"
+    allow_tf32: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def check_method(method: object) -> None:
