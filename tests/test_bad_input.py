@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from targets import Target, numpy_target
 
 import cupyconv
 from cupyconv import dispatch
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 

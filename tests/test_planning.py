@@ -13,7 +13,6 @@ from itertools import product
 from math import prod
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -29,6 +28,8 @@ from cupyconv.plan import MAX_SOURCES, Address, BlockLoop, GemmCall, Kernel, Ker
 from cupyconv.planning.gemm import MAX_BATCH, SMALLEST_CHUNK
 from cupyconv.planning.launches import DEPTHWISE_KERNELS, GRID_Y
 from cupyconv.planning.variants import all_variants
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
 
 GPU = "sm_90"
 INT32 = 2**31 - 1
