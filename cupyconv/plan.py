@@ -303,7 +303,8 @@ class Plan:
     Attributes
     ----------
     method : str
-        ``"direct"``, ``"gemm"`` or ``"implicit_gemm"``; of columns ``"im2col"`` or ``"col2im"``.
+        ``"direct"``, ``"gemm"`` or ``"implicit_gemm"``; of columns ``"im2col"`` or ``"col2im"``;
+        of a chain ``"fused"`` or ``"unfused"``.
     backend : str
         ``"numpy"`` or ``"cuda"``.
     device : str

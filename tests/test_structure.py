@@ -35,6 +35,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "pullbacks": ("cupyconv.pullbacks",),
     "public": (
         "cupyconv.convolution",
+        "cupyconv.chain",
         "cupyconv.input_gradient",
         "cupyconv.transposed",
         "cupyconv.columns",
