@@ -36,7 +36,8 @@ def plan_chain(request: ChainRequest) -> Plan:
     request = replace(request, layers=(without_empty_inputs(request.layers[0]), *request.layers[1:]))
     last = request.layers[-1]
     if last.out.nbytes == 0:
-        chosen, rejected = _Draft("unfused", (), (), "the result is empty"), ()
+        rejected: tuple[tuple[str, str], ...] = ()
+        chosen = _Draft("unfused", (), (), "the result is empty")
     else:
         chosen, rejected = _choose(request)
     notes = tuple(dict.fromkeys(note for layer in request.layers for note in layer.notes))
@@ -164,7 +165,7 @@ def _tiled(request: ChainRequest, tile: tuple[int, int], limit: int, *, is_fused
             for piece in {piece.geometry: piece for piece in own}.values()
         ]
         loops.append(tuple(step for plan in plans for step in plan.steps if isinstance(step, BlockLoop)))
-        scratch[layer.x_dtype] = max(scratch.get(layer.x_dtype, 0), *(plan.workspace_bytes for plan in plans))
+        scratch[layer.x_dtype] = max([scratch.get(layer.x_dtype, 0), *(plan.workspace_bytes for plan in plans)])
     needed = alive + weights + workers * sum(scratch.values())
     if needed > limit:
         raise NotApplicable(

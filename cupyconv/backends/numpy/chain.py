@@ -12,9 +12,9 @@ but where a band begins, whose neighbour belongs to another thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -60,12 +60,23 @@ class ChainConvolution:
                 list(pool.map(chain.finish_in_thread, *zip(*bands)))
 
 
-@dataclass
 class _Held:
     """Rows of an intermediate image, the first of them number `first`."""
 
-    image: np.ndarray | None = None
-    first: int = 0
+    def __init__(self, empty: Callable[[], np.ndarray]) -> None:
+        self._empty = empty
+        self._image: np.ndarray | None = None
+        self.first = 0
+
+    @property
+    def image(self) -> np.ndarray:
+        """The rows' memory, from when it is first asked for."""
+        if self._image is None:
+            self._image = self._empty()
+        return self._image
+
+    def forget(self) -> None:
+        self._image = None
 
 
 class _Run:
@@ -91,17 +102,15 @@ class _Run:
     def finish(self, samples: range, rows: range) -> None:
         """All tiles of a band, in order."""
         tiles = self.chain.tiles[len(samples), rows]
-        held = [_Held() for _ in self.chain.plan.layers[:-1]]
+        most = [max(len(tile[i + 1][0].reads) for tile in tiles) for i in range(len(self.chain.plan.layers) - 1)]
+        held = [_Held(partial(self._empty, i, len(samples), rows)) for i, rows in enumerate(most)]
         for tile in tiles:
             for i, (piece, _) in enumerate(tile):
                 if not piece.outputs:
                     continue
-                if i < len(held) and held[i].image is None:
-                    most = max(len(later[i + 1][0].reads) for later in tiles)
-                    held[i].image = self._empty(i, len(samples), most)
                 self._finish_piece(i, tile, samples, held)
                 if i and tile is tiles[-1]:
-                    held[i - 1].image = None  # nobody reads it again
+                    held[i - 1].forget()  # nobody reads it again
 
     def finish_in_thread(self, samples: range, rows: range) -> None:
         with np.errstate(all="ignore"):  # of the thread
@@ -119,7 +128,8 @@ class _Run:
         if i == 0:
             images = {name: self._cut(image, samples, piece.reads) for name, image in self.inputs.items()}
         else:
-            images = {f"layer[{i - 1}]": self._rows(held[i - 1].image, 0, len(piece.reads))}
+            before = held[i - 1]
+            images = {f"layer[{i - 1}]": self._rows(before.image, piece.reads.start - before.first, len(piece.reads))}
         if i in self.residuals:
             images["residual"] = self._cut(self.residuals[i], samples, piece.outputs)
         loop.run({**self.common[i], **images, "out": result}, self.scratch[loop.x_dtype])
@@ -139,7 +149,7 @@ class _Run:
         size[self.axis - 2] = rows
         return np.empty((samples, geometry.out_channels, *size), self.chain.dtypes[i])
 
-    def _rows(self, image: Any, first: int, count: int) -> np.ndarray:
+    def _rows(self, image: np.ndarray, first: int, count: int) -> np.ndarray:
         return image[(slice(None),) * self.axis + (slice(first, first + count),)]
 
     def _cut(self, image: np.ndarray, samples: range, rows: range) -> np.ndarray:
