@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import (
     ACTIVATIONS,
@@ -171,6 +171,7 @@ def outcome(
 # --- values ---------------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=150)
 @given(case=chain_cases(), fuse=FUSE, tile=TILES, limit=LIMITS, threads=st.sampled_from((1, 1, 3)))
 def test_integers_are_exact(target, case, fuse, tile, limit, threads):
     arrays = case.arrays(integer=True)
