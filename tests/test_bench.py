@@ -325,9 +325,9 @@ def test_torch_gets_the_formats_it_is_named_after(torch):
     xs, weight = case.arrays()
     ways = {way.name: way.prepare() for way in torch.ways(case, xs, weight, compiled=False)}
     for name, contiguous in (("torch", False), ("torch channels-last", True)):
-        inputs, kernel = ways[name].args[1:]
+        inputs, kernels = ways[name].args[1:]
         library = pytest.importorskip("torch")
-        for tensor in (*inputs, kernel):
+        for tensor in (*inputs, *kernels):
             assert tensor.is_contiguous(memory_format=library.channels_last) is contiguous, name
 
 

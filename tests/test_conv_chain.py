@@ -8,6 +8,7 @@ import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,12 @@ from tolerance import assert_exact, checked, compare, rounded, tolerance, widene
 
 import cupyconv
 from cupyconv import ConvLayer, planning
-from cupyconv.plan import ChainLoop
+from cupyconv.chain import prepare_conv_chain
+from cupyconv.plan import Address, ChainLoop, Kernel, KernelLaunch
+from cupyconv.planning import chain as chain_planning
 from cupyconv.planning import chain_numpy
+from cupyconv.planning.draft import Draft
+from cupyconv.planning.request import NotApplicable
 from cupyconv.repetition import forget_calls
 
 #: The largest slope of an activation, that of hardswish: how much of an error in its argument passes it.
@@ -400,6 +405,52 @@ def test_explain_compares_every_pair_on_cuda():
     assert apart.method == "unfused"
     assert [buffer.name for buffer in apart.workspace][:2] == ["layer[0]", "layer[1]"]
     assert apart.flops == 3 * cupyconv.explain(cupyconv.conv, x, layers[0].weight, padding=1, on="sm_90").flops
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_pairing_is_the_best_there_is(monkeypatch, seed):
+    """Of six layers, with made-up costs of pairs, some of which have no kernel: against all pairings."""
+    rng = np.random.default_rng(seed)
+    x = np.ones((1, 8, 64, 64), np.float32)
+    layers = [ConvLayer(np.ones((8, 8, 3, 3), np.float32), padding=1)] * 6
+    alone = cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=False, on="sm_90").bytes_moved // 6
+    moved = [int(alone * factor) for factor in rng.uniform(0.5, 8, 5)]
+    refused = {int(i) for i in rng.choice(5, seed % 3, replace=False)}
+
+    def made_up(first: Any, second: Any) -> Draft:
+        i = int(first.weight.name[7:-1])
+        if i in refused:
+            raise NotApplicable("no kernel")
+        step = KernelLaunch(Kernel("pair"), (1, 1, 1), 32, (("first", Address("x")),), bytes_moved=moved[i])
+        return Draft("fused", (step,), reason="made up")
+
+    monkeypatch.setattr(chain_planning, "draft_pair", made_up)
+    request = prepare_conv_chain(x, layers, on="sm_90").request
+    comparison = chain_planning._Comparison(request.layers, request.machine)
+    assert set(comparison.refusals) == refused
+    pairings = [
+        chosen
+        for count in range(4)
+        for chosen in combinations(comparison.pairs, count)
+        if all(b - a > 1 for a, b in pairwise(chosen))
+    ]
+
+    def seconds(chosen: tuple[int, ...]) -> float:
+        paired = {i for first in chosen for i in (first, first + 1)}
+        lone = sum(comparison.seconds(part) for part in comparison.single if part.first not in paired)
+        return lone + sum(comparison.seconds(comparison.pairs[i]) for i in chosen)
+
+    def found(fuse: Any) -> tuple[int, ...]:
+        return tuple(part.first for part in comparison.best(fuse) if part.count == 2)
+
+    assert found(False) == ()
+    assert found("auto") == min(pairings, key=seconds)
+    assert found(True) == min(pairings, key=lambda chosen: (-len(chosen), seconds(chosen)))
+    plan = chain_planning.plan_chain(request)
+    assert sum(step.kernel.name == "pair" for step in plan.steps) == len(found("auto"))
+    stored = {buffer.name for buffer in plan.workspace}
+    assert not stored & {f"layer[{i}]" for i in found("auto")}
+    assert [name for name, _ in plan.rejected] == [f"{'un' * (i in found('auto'))}fused {i}+{i + 1}" for i in range(5)]
 
 
 def test_an_image_beyond_the_limit_is_said():
