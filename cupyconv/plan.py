@@ -171,6 +171,7 @@ class BlockLoop:
     in_place: bool  # the sums are the result itself
     bytes_moved: int
     flops: int
+    part: int = field(default=0, kw_only=True)  # groups whose shared columns there are at a time; 0: other bodies
 
     def __str__(self) -> str:
         block = " x ".join(map(str, self.block))
