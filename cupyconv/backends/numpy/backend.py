@@ -12,6 +12,7 @@ import numpy as np
 from cupyconv.backends.numpy.columns import col2im, im2col
 from cupyconv.backends.numpy.convolution import ConvolutionLoop
 from cupyconv.backends.numpy.epilogue_grad import epilogue_grad
+from cupyconv.backends.numpy.gathered import GatheredConvolution
 from cupyconv.backends.numpy.pooling import pooling_loop
 from cupyconv.backends.numpy.transposed import TransposedConvolution
 from cupyconv.backends.numpy.weight_gradient import WeightGradient
@@ -19,7 +20,16 @@ from cupyconv.backends.numpy.windows import five_axes
 from cupyconv.dtypes import dtype_from_name
 from cupyconv.geometry import Windows
 from cupyconv.machine import HostModel
-from cupyconv.plan import BlockLoop, ElementwiseLoop, Plan, PoolingLoop, Step, TransposedLoop, WeightGradientLoop
+from cupyconv.plan import (
+    BlockLoop,
+    ElementwiseLoop,
+    GatheredLoop,
+    Plan,
+    PoolingLoop,
+    Step,
+    TransposedLoop,
+    WeightGradientLoop,
+)
 
 _NOTHING_TO_DO = nullcontext()
 
@@ -77,6 +87,8 @@ def _prepared(step: Step) -> Callable[[Mapping[str, Any]], None]:
         return partial(_im2col, step)
     if step.body == "col2im":
         return partial(_col2im, step)
+    if isinstance(step, GatheredLoop):
+        return GatheredConvolution(step).run
     if isinstance(step, TransposedLoop):
         return TransposedConvolution(step).run
     if isinstance(step, WeightGradientLoop):
