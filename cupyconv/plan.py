@@ -171,6 +171,7 @@ class BlockLoop:
     in_place: bool  # the sums are the result itself
     bytes_moved: int
     flops: int
+    part: int = field(default=0, kw_only=True)  # groups whose shared columns there are at a time; 0: other bodies
 
     def __str__(self) -> str:
         block = " x ".join(map(str, self.block))
@@ -339,6 +340,29 @@ class ChainLoop:
     @property
     def shape_of_work(self) -> object:
         return self
+
+
+@dataclass(frozen=True)
+class GatheredLoop(BlockLoop):
+    """A part of a transposed convolution's result as the convolution that it is, of `geometry`.
+
+    Along each axis the part is every ``written[1]``-th element from ``written[0]`` on, and `read` begins and ends
+    what is read of x.  The weight has `taps` of each axis, in the order in which they meet x, and
+    outputs and channels of each group exchanged.
+    """
+
+    output: str
+    conjugate: bool
+    taps: tuple[range, ...]
+    read: tuple[tuple[int, int], ...]
+    written: tuple[tuple[int, int], ...]
+
+    def __str__(self) -> str:
+        taps, steps = (
+            " x ".join(map(str, along)) for along in (map(len, self.taps), (step for _, step in self.written))
+        )
+        every = f", every {steps}" if max(step for _, step in self.written) > 1 else ""
+        return f"{super().__str__()}, gathered from {taps} taps{every}"
 
 
 Step = KernelLaunch | GemmCall | BlockLoop | ElementwiseLoop | PoolingLoop | ChainLoop

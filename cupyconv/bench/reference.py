@@ -68,15 +68,18 @@ def _tap_by_tap(xp: ModuleType, case: Case, xs: list[Any], weight: Any) -> Any:
 
 def error(xp: ModuleType, case: Case, result: Any, expected: Any, *, transform: bool = False) -> float:
     """The root mean square of the errors beside that of the results; WrongResult where it is too much."""
-    if dtype_name(result.dtype) != case.dtype or tuple(result.shape) != tuple(expected.shape):
-        raise WrongResult(
-            f"{dtype_name(result.dtype)} {tuple(result.shape)}, needed {case.dtype} {tuple(expected.shape)}"
-        )
+    terms = prod(layer.terms for layer in case.layers)
+    return error_of_sums(xp, case.dtype, terms, result, expected, allowed_error(case, transform=transform))
+
+
+def error_of_sums(xp: ModuleType, dtype: str, terms: float, result: Any, expected: Any, allowed: float) -> float:
+    """The same of any sums of that many products of standard normal values."""
+    if dtype_name(result.dtype) != dtype or tuple(result.shape) != tuple(expected.shape):
+        raise WrongResult(f"{dtype_name(result.dtype)} {tuple(result.shape)}, needed {dtype} {tuple(expected.shape)}")
     difference = xp.abs(_widened(xp, result) - expected)
-    scale = sqrt(prod(layer.terms for layer in case.layers))
+    scale = sqrt(terms)
     rms = sqrt(float((difference * difference).mean())) / scale
     largest = float(difference.max()) / scale
-    allowed = allowed_error(case, transform=transform)
     if not (rms <= allowed and largest <= LARGEST * allowed):  # a NaN is wrong too
         raise WrongResult(
             f"error {rms:.2g} (largest {largest:.2g}), allowed {allowed:.2g} (largest {LARGEST * allowed:.2g})"
@@ -88,9 +91,14 @@ def allowed_error(case: Case, *, transform: bool = False) -> float:
     """The bound derived above, of all layers together: a layer passes a relative error on as it is."""
     if case.then:
         return sum(allowed_error(layer, transform=transform) for layer in case.layers)
-    kept = UNIT_ROUNDOFF[real_part(accumulator(case.dtype))]
-    sums = 4 * kept * sqrt(case.terms + 4) * (TRANSFORM if transform else 1)
-    return UNIT_ROUNDOFF[real_part(case.dtype)] + sums + (2 * TF32_ROUNDOFF if case.tf32 else 0)
+    return allowed_error_of_sums(case.dtype, case.terms, tf32=case.tf32, transform=transform)
+
+
+def allowed_error_of_sums(dtype: str, terms: float, *, tf32: bool = False, transform: bool = False) -> float:
+    """The same for any sums of that many products."""
+    kept = UNIT_ROUNDOFF[real_part(accumulator(dtype))]
+    sums = 4 * kept * sqrt(terms + 4) * (TRANSFORM if transform else 1)
+    return UNIT_ROUNDOFF[real_part(dtype)] + sums + (2 * TF32_ROUNDOFF if tf32 else 0)
 
 
 def _widened(xp: ModuleType, array: Any) -> Any:

@@ -13,6 +13,7 @@ from cupyconv.backends.numpy.chain import ChainConvolution
 from cupyconv.backends.numpy.columns import col2im, im2col
 from cupyconv.backends.numpy.convolution import ConvolutionLoop
 from cupyconv.backends.numpy.epilogue_grad import epilogue_grad
+from cupyconv.backends.numpy.gathered import GatheredConvolution
 from cupyconv.backends.numpy.pooling import pooling_loop
 from cupyconv.backends.numpy.transposed import TransposedConvolution
 from cupyconv.backends.numpy.weight_gradient import WeightGradient
@@ -24,6 +25,7 @@ from cupyconv.plan import (
     BlockLoop,
     ChainLoop,
     ElementwiseLoop,
+    GatheredLoop,
     Plan,
     PoolingLoop,
     Step,
@@ -89,6 +91,8 @@ def _prepared(step: Step) -> Callable[[Mapping[str, Any]], None]:
         return partial(_im2col, step)
     if step.body == "col2im":
         return partial(_col2im, step)
+    if isinstance(step, GatheredLoop):
+        return GatheredConvolution(step).run
     if isinstance(step, TransposedLoop):
         return TransposedConvolution(step).run
     if isinstance(step, WeightGradientLoop):
