@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cupyconv.dtypes import ITEMSIZE
 from cupyconv.machine import GpuModel
-from cupyconv.plan import Address, Buffer, GemmCall, KernelLaunch, Matrix, Plan, Step
+from cupyconv.plan import Address, Buffer, GemmCall, KernelLaunch, LaunchLoop, Matrix, Plan, Step
 
 #: Share of the arithmetic rate that a kernel's inner loop reaches; the rest is loads and indices.
 KERNEL_EFFICIENCY = {"merge": 0.6, "depthwise": 0.15, "direct": 0.06, "transposed": 0.06, "weight_gradient": 0.06}
@@ -38,14 +38,23 @@ class Draft:
     def cost(self, gpu: GpuModel) -> Cost:
         """Seconds by the model: each step takes the larger of its memory and arithmetic times, and a launch."""
         memory = arithmetic = total = 0.0
-        for step in self.steps:
+        launches = 0.0
+        for step, times in self._repeated_steps():
             by_bytes = step.bytes_moved / gpu.bandwidth
             by_flops = _arithmetic_seconds(step, gpu)
-            memory, arithmetic = memory + by_bytes, arithmetic + by_flops
-            total += max(by_bytes, by_flops) + gpu.launch_seconds
-        launches = len(self.steps) * gpu.launch_seconds
+            memory, arithmetic = memory + times * by_bytes, arithmetic + times * by_flops
+            launches += times * gpu.launch_seconds
+            total += times * (max(by_bytes, by_flops) + gpu.launch_seconds)
         bound = max((arithmetic, "arithmetic"), (memory, "memory"), (launches, "launch"))[1]
         return Cost(total, bound)
+
+    def _repeated_steps(self) -> Iterator[tuple[Step, int]]:
+        """What is enqueued, and how often."""
+        for step in self.steps:
+            if isinstance(step, LaunchLoop):
+                yield from ((launch, step.times) for launch in step.launches)
+            else:
+                yield step, 1
 
 
 def in_turn(method: str, drafts: Sequence[Draft], reason: str) -> Draft:

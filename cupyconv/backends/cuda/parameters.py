@@ -93,12 +93,13 @@ PARAMETERS = {
 class BoundParameters:
     """A parameter struct in memory of its own, and what a device launches with it."""
 
-    __slots__ = ("argument", "params", "words")
+    __slots__ = ("argument", "integers", "params", "words")
 
     def __init__(self, template: np.ndarray, argument_of: Callable[[np.ndarray], Any]) -> None:
         # Plain bytes, because NumPy would describe a nested struct to CuPy, which takes longer than a launch.
         self.params = template.copy().view(np.dtype((np.void, template.nbytes)))
         self.words = memoryview(self.params.view(np.uint64))  # type: ignore[arg-type]
+        self.integers = memoryview(self.params.view(np.int32))  # type: ignore[arg-type]
         self.argument = argument_of(self.params)
 
 
@@ -112,7 +113,7 @@ class PackedParameters:
     def __init__(
         self, launch: KernelLaunch, slots: Mapping[str, int], argument_of: Callable[[np.ndarray], Any]
     ) -> None:
-        dtype = PARAMETERS[launch.kernel.name]
+        dtype = self._dtype = PARAMETERS[launch.kernel.name]
         assert dtype.names == tuple(name for name, _ in launch.params), f"fields of {launch.kernel.name} disagree"
         assert dtype.itemsize % 8 == 0, "every struct is a whole number of 8-byte words"
         template = np.zeros((), dtype)
@@ -122,6 +123,12 @@ class PackedParameters:
         self._template = template.reshape(1).view(np.uint64)
         self._argument_of = argument_of
         self._free: list[BoundParameters] = []
+
+    def place(self, field: str) -> int:
+        """Where an int32 field is among `BoundParameters.integers`."""
+        fields = self._dtype.fields
+        assert fields is not None and fields[field][0] == INT32
+        return fields[field][1] // 4
 
     def bind(self, addresses: Sequence[int]) -> BoundParameters:
         """The struct with the addresses of a run's buffers, by slot, filled in."""
