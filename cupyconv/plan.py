@@ -355,7 +355,43 @@ class RecurrentLoop:
         return self
 
 
-Step = KernelLaunch | LaunchLoop | GemmCall | BlockLoop | ElementwiseLoop | PoolingLoop | RecurrentLoop
+@dataclass(frozen=True)
+class RecurrentGradientLoop:
+    """The NumPy backend's step for a recurrent layer's gradients: back through time, direction after direction.
+
+    The gates' gradients of `run` steps are in memory at once.  What they are multiplied with is worked out for
+    all of these before, products with the weights and x are made of all of them after.
+    """
+
+    geometry: RecurrentGeometry
+    run: int
+    dtype: str  # computed in
+    bytes_moved: int
+    flops: int
+
+    def __str__(self) -> str:
+        geometry = self.geometry
+        runs = -(-geometry.steps // max(1, self.run))
+        return (
+            f"loop     back through {geometry.cell} in {self.dtype}, {geometry.directions} direction(s) of {runs} run(s)"
+            f" of {self.run} steps: derivatives, then each step's product, then products of all"
+        )
+
+    @property
+    def shape_of_work(self) -> object:
+        return self
+
+
+Step = (
+    KernelLaunch
+    | LaunchLoop
+    | GemmCall
+    | BlockLoop
+    | ElementwiseLoop
+    | PoolingLoop
+    | RecurrentLoop
+    | RecurrentGradientLoop
+)
 
 
 @dataclass(frozen=True, kw_only=True)

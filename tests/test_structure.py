@@ -32,7 +32,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "programs": ("cupyconv.__main__", "cupyconv.bench", "cupyconv.demo", "cupyconv.interop"),
     "package": ("cupyconv",),
     "explain": ("cupyconv.explanation",),
-    "pullbacks": ("cupyconv.pullbacks",),
+    "pullbacks": ("cupyconv.pullbacks", "cupyconv.recurrent_pullbacks"),
     "public": (
         "cupyconv.convolution",
         "cupyconv.input_gradient",
@@ -225,6 +225,7 @@ FUNCTIONS = [name for name in cupyconv.__all__ if not name.startswith("__")]
 SECTIONS = {
     "Plan": ("Attributes", "Examples"),
     "ConvGradients": ("Attributes", "Examples"),
+    "RecurrentGradients": ("Attributes", "Examples"),
     "options": ("Parameters", "Raises", "Examples"),
     "show_config": ("Examples",),
 }
@@ -247,7 +248,7 @@ def test_docstrings(name):
     for section in SECTIONS.get(name, ("Parameters", "Returns", "Raises", "Examples")):
         assert re.search(rf"^{section}\n-{{{len(section)}}}$", text, re.MULTILINE), f"no section {section}"
     assert ">>> " in text
-    if name not in ("Plan", "ConvGradients"):
+    if name not in ("Plan", "ConvGradients", "RecurrentGradients"):
         for parameter in inspect.signature(documented).parameters:
             listed = re.search(rf"^[\w, *]*\b{parameter}\b[\w, *]*( : .*)?$", text, re.MULTILINE)
             assert listed, f"parameter {parameter} is not described"

@@ -18,6 +18,7 @@ from cupyconv.planning.request import (
     ConvRequest,
     EpilogueGradRequest,
     PoolingRequest,
+    RecurrentGradientRequest,
     RecurrentRequest,
     TransposedRequest,
     WeightGradientRequest,
@@ -111,3 +112,13 @@ def plan_recurrent(request: RecurrentRequest) -> Plan:
     from cupyconv.planning import recurrent_numpy
 
     return recurrent_numpy.plan_recurrent(request)
+
+
+@lru_cache(maxsize=CACHED_PLANS)
+def plan_recurrent_gradient(request: RecurrentGradientRequest) -> Plan:
+    """Decide how the gradients of a recurrent layer are computed on ``request.machine``."""
+    if not isinstance(request.machine, HostModel):
+        raise ValueError("gradients of recurrent layers are not on CUDA in this version")
+    from cupyconv.planning import recurrent_gradient_numpy
+
+    return recurrent_gradient_numpy.plan_recurrent_gradient(request)

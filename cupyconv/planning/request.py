@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self, TypeVar
 
 from cupyconv.activations import IDENTITY, Activation
@@ -243,6 +244,39 @@ class RecurrentRequest(_Request):
     @property
     def flops(self) -> int:
         return 2 * self.geometry.products
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentGradientRequest(_Request):
+    """The gradients of a recurrent layer; operands have the axes that `RecurrentRequest` gives them."""
+
+    geometry: RecurrentGeometry
+    dtype: str  # computed in, and that of the results
+    arguments: tuple[Operand, ...]
+    results: tuple[Operand, ...]
+
+    @cached_property
+    def operands(self) -> dict[str, Operand]:
+        """Arguments and results by name."""
+        return {operand.name: operand for operand in (*self.arguments, *self.results)}
+
+    @property
+    def minimal_bytes(self) -> int:
+        """Every argument and result once."""
+        return sum(operand.nbytes for operand in self.operands.values())
+
+    @property
+    def flops(self) -> int:
+        """A product with each weight, and one for its gradient."""
+        return 4 * self.geometry.products
+
+    @property
+    def problem(self) -> str:
+        return f"gradients of {self.geometry}"
+
+    @property
+    def result(self) -> str:
+        return f"{self.dtype} {', '.join(f'{operand.name} {operand.shape}' for operand in self.results)}"
 
 
 def check_method(method: object) -> None:

@@ -14,6 +14,7 @@ from cupyconv.backends.numpy.convolution import ConvolutionLoop
 from cupyconv.backends.numpy.epilogue_grad import epilogue_grad
 from cupyconv.backends.numpy.pooling import pooling_loop
 from cupyconv.backends.numpy.recurrent import RecurrentLayer
+from cupyconv.backends.numpy.recurrent_gradient import RecurrentGradient
 from cupyconv.backends.numpy.transposed import TransposedConvolution
 from cupyconv.backends.numpy.weight_gradient import WeightGradient
 from cupyconv.backends.numpy.windows import five_axes
@@ -25,6 +26,7 @@ from cupyconv.plan import (
     ElementwiseLoop,
     Plan,
     PoolingLoop,
+    RecurrentGradientLoop,
     RecurrentLoop,
     Step,
     TransposedLoop,
@@ -88,6 +90,8 @@ def _prepared(step: Step) -> Callable[[Mapping[str, Any]], None]:
         return pooling_loop(step)
     if isinstance(step, RecurrentLoop):
         return RecurrentLayer(step).run
+    if isinstance(step, RecurrentGradientLoop):
+        return RecurrentGradient(step).run
     assert isinstance(step, BlockLoop)
     if step.body == "im2col":
         return partial(_im2col, step)
