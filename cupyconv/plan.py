@@ -12,6 +12,7 @@ from typing import Any
 from cupyconv.activations import Activation
 from cupyconv.dtypes import ITEMSIZE, is_complex
 from cupyconv.geometry import ConvGeometry, Windows
+from cupyconv.recurrence import RecurrentGeometry
 
 #: Inputs that fit into the table of a kernel's parameters (MAX_SOURCES of kernels/image.cuh).
 MAX_SOURCES = 64
@@ -323,7 +324,38 @@ class TransposedLoop(BlockLoop):
         )
 
 
-Step = KernelLaunch | LaunchLoop | GemmCall | BlockLoop | ElementwiseLoop | PoolingLoop
+@dataclass(frozen=True)
+class RecurrentLoop:
+    """The NumPy backend's step for a recurrent layer: a loop over steps, direction after direction.
+
+    The inputs of `chunk` steps go through the input's weight in one product; then, step by step, the state goes
+    through its own, and all gates are worked out where that product lies.
+    """
+
+    geometry: RecurrentGeometry
+    buffers: tuple[tuple[str, str], ...]  # of each argument and result, by role
+    dtype: str  # computed in
+    chunk: int
+    copies_x: bool  # a chunk of x is copied: it is no matrix, or has another dtype
+    bytes_moved: int
+    flops: int
+
+    def __str__(self) -> str:
+        geometry = self.geometry
+        chunks = -(-geometry.steps // self.chunk)
+        each = f"{self.chunk * geometry.batch} x {geometry.inputs} x {geometry.gates * geometry.hidden}"
+        products = 2 if geometry.cell == "gru" and not geometry.linear_before_reset else 1
+        return (
+            f"loop     {geometry.cell} in {self.dtype}, {geometry.directions} direction(s) of {chunks} chunk(s) of {self.chunk} steps:"
+            f" one input product {each}{', of copies' * self.copies_x}, then a step {products} product(s) of the state and all gates"
+        )
+
+    @property
+    def shape_of_work(self) -> object:
+        return self
+
+
+Step = KernelLaunch | LaunchLoop | GemmCall | BlockLoop | ElementwiseLoop | PoolingLoop | RecurrentLoop
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "cupyconv.pooling",
         "cupyconv.weight_gradient",
         "cupyconv.batchnorm",
+        "cupyconv.recurrent",
+        "cupyconv.onnx_weights",
         "cupyconv.configuration",
     ),
     "calls": ("cupyconv.calls", "cupyconv.repetition"),

@@ -18,6 +18,7 @@ from cupyconv.planning.request import (
     ConvRequest,
     EpilogueGradRequest,
     PoolingRequest,
+    RecurrentRequest,
     TransposedRequest,
     WeightGradientRequest,
 )
@@ -100,3 +101,13 @@ def plan_max_pool_gradient(request: PoolingRequest) -> Plan:
     from cupyconv.planning import pooling
 
     return pooling.plan_max_pool_gradient(request)
+
+
+@lru_cache(maxsize=CACHED_PLANS)
+def plan_recurrent(request: RecurrentRequest) -> Plan:
+    """Decide how a recurrent layer runs on ``request.machine``."""
+    if not isinstance(request.machine, HostModel):
+        raise ValueError("recurrent layers are not on CUDA in this version")
+    from cupyconv.planning import recurrent_numpy
+
+    return recurrent_numpy.plan_recurrent(request)

@@ -85,6 +85,9 @@ class NullDevice:
     def empty_in_graph(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         return self.empty(shape, dtype)
 
+    def from_host(self, array: np.ndarray) -> Any:
+        return self.empty(array.shape, array.dtype)
+
     def convert(self, array: Any, dtype: np.dtype) -> Any:
         return self.empty(array.shape, dtype)
 

@@ -165,6 +165,9 @@ class HostDevice:
         result[...] = source
         return result
 
+    def from_host(self, array: np.ndarray) -> HostArray:
+        return self.asarray(array)
+
     def convert(self, array: Any, dtype: Any) -> HostArray:
         """`array` in another dtype, C-ordered."""
         result = self.empty(array.shape, dtype)

@@ -74,6 +74,9 @@ class CupyDevice:
         # Not of the pool, which would give the same memory to others while the graph still writes to it.
         return cupy.ndarray(shape, dtype, cupy.cuda.malloc_async(prod(shape) * dtype.itemsize))
 
+    def from_host(self, array: np.ndarray) -> Any:
+        return cupy.asarray(array)
+
     def convert(self, array: Any, dtype: np.dtype) -> Any:
         return array.astype(dtype, order="C")
 

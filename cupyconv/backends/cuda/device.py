@@ -57,6 +57,9 @@ class Device(Protocol):
     def empty_in_graph(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """The same while a graph is captured: memory that the graph itself allocates and frees at every launch."""
 
+    def from_host(self, array: np.ndarray) -> Any:
+        """A copy of an array in the host's memory."""
+
     def convert(self, array: Any, dtype: np.dtype) -> Any:
         """`array` in another dtype, C-ordered."""
 
