@@ -1,7 +1,7 @@
 // A barrier between blocks: each adds one to a counter and waits until all that share it have done so.
 //
-//     block 0   write h  ->  add_released  ->  wait_acquired  ->  read h of all blocks
-//     block 1   write h  ->  add_released  ->  wait_acquired  ->  read h of all blocks
+//     block 0   write h  ->  arrive  ->  await  ->  read h of all blocks
+//     block 1   write h  ->  arrive  ->  await  ->  read h of all blocks
 //
 // The launch is cooperative: blocks that had not begun would be waited for in vain.  The counter begins at 0 and only
 // grows, to `blocks` at the first barrier, 2 `blocks` at the second, so nothing is ever reset while someone reads it.
@@ -31,13 +31,14 @@ __device__ __forceinline__ void wait_acquired(const unsigned* counter, unsigned 
 }
 #endif
 
-// To be called by all threads of a block.
-__device__ __forceinline__ void grid_barrier(unsigned* counter, unsigned target) {
+// Both are called by all threads of a block; what needs nothing of the other blocks may be done between them.
+__device__ __forceinline__ void arrive(unsigned* counter) {
     __syncthreads();
-    if (threadIdx.x == 0) {
-        add_released(counter, 1);
-        wait_acquired(counter, target);
-    }
+    if (threadIdx.x == 0) add_released(counter, 1);
+}
+
+__device__ __forceinline__ void await(const unsigned* counter, unsigned target) {
+    if (threadIdx.x == 0) wait_acquired(counter, target);
     __syncthreads();
 }
 

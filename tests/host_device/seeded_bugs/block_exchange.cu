@@ -9,7 +9,7 @@ extern "C" __global__ void block_exchange(const SampleParams params) {
     float* const second = params.y + gridDim.x * params.n;
     unsigned* const counter = reinterpret_cast<unsigned*>(second + gridDim.x * params.n);
     for (int i = threadIdx.x; i < params.n; i += blockDim.x) params.y[first + i] = params.x[i] + blockIdx.x;
-    if (BARRIER) cupyconv::grid_barrier(counter, AWAITED);
+    if (BARRIER) cupyconv::arrive(counter);
+    if (BARRIER) cupyconv::await(counter, AWAITED);
     for (int i = threadIdx.x; i < params.n; i += blockDim.x) second[first + i] = 2 * params.y[other + i];
-    if (BARRIER) cupyconv::grid_barrier(counter, 2 * AWAITED);
 }
