@@ -49,6 +49,7 @@ def prepare_recurrent_gradient(
     }  # fmt: skip
     dtype, wide = gates.dtype, dtype_name(gates.dtype)
     results = tuple(Result(name, tuple(shape), dtype) for name, shape in shapes.items())
+    settings = current_settings()
     request = RecurrentGradientRequest(
         geometry=geometry, dtype=wide,
         arguments=tuple(
@@ -56,6 +57,6 @@ def prepare_recurrent_gradient(
             for name, a in arrays.items()
         ),
         results=tuple(array_operand(r.name, wide, r.shape, byte_strides(r.shape, wide), 0) for r in results),
-        machine=machine_for(backend, on), workspace_limit=current_settings().workspace_limit,
+        machine=machine_for(backend, on), workspace_limit=settings.workspace_limit, allow_tf32=settings.allow_tf32,
     )  # fmt: skip
     return Call(backend, request, plan_recurrent_gradient, arrays, frozenset(), Axes(True, 1), results, listed=True)

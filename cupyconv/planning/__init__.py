@@ -107,18 +107,18 @@ def plan_max_pool_gradient(request: PoolingRequest) -> Plan:
 @lru_cache(maxsize=CACHED_PLANS)
 def plan_recurrent(request: RecurrentRequest) -> Plan:
     """Decide how a recurrent layer runs on ``request.machine``."""
-    if not isinstance(request.machine, HostModel):
-        raise ValueError("recurrent layers are not on CUDA in this version")
-    from cupyconv.planning import recurrent_numpy
-
-    return recurrent_numpy.plan_recurrent(request)
+    if isinstance(request.machine, HostModel):
+        from cupyconv.planning import recurrent_numpy as planner
+    else:
+        from cupyconv.planning import recurrent_cuda as planner  # type: ignore[no-redef]
+    return planner.plan_recurrent(request)
 
 
 @lru_cache(maxsize=CACHED_PLANS)
 def plan_recurrent_gradient(request: RecurrentGradientRequest) -> Plan:
     """Decide how the gradients of a recurrent layer are computed on ``request.machine``."""
-    if not isinstance(request.machine, HostModel):
-        raise ValueError("gradients of recurrent layers are not on CUDA in this version")
-    from cupyconv.planning import recurrent_gradient_numpy
-
-    return recurrent_gradient_numpy.plan_recurrent_gradient(request)
+    if isinstance(request.machine, HostModel):
+        from cupyconv.planning import recurrent_gradient_numpy as planner
+    else:
+        from cupyconv.planning import recurrent_gradient_cuda as planner  # type: ignore[no-redef]
+    return planner.plan_recurrent_gradient(request)

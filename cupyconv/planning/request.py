@@ -252,6 +252,7 @@ class RecurrentGradientRequest(_Request):
 
     geometry: RecurrentGeometry
     dtype: str  # computed in, and that of the results
+    allow_tf32: bool = False
     arguments: tuple[Operand, ...]
     results: tuple[Operand, ...]
 

@@ -96,6 +96,18 @@ PARAMETERS = {
     ),
     "recurrent_step": _RECURRENT,
     "recurrent_persistent": _RECURRENT,
+    "recurrent_gradient": _struct(
+        gates=POINTER, beside=POINTER, weight_hh=POINTER, y=POINTER, h0=POINTER, c0=POINTER, peephole=POINTER,
+        lengths=POINTER, lengths_stride=INT64, grad_y=POINTER, grad_y_t=INT64, grad_y_n=INT64, grad_y_u=INT64,
+        begin_h=POINTER, begin_c=POINTER, carried_h=POINTER, carried_c=POINTER, dgates=POINTER, dcandidate=POINTER,
+        previous=POINTER, reset=POINTER, sums=POINTER, activation=(GATE_ACTIVATION, 6), clip=FLOAT64, first=(INT64, 2),
+        steps=INT64, batch=INT64, count=INT64, hidden=INT32, directions=INT32, sign=(INT32, 2), first_direction=INT32,
+        phase=INT32, input_forget=INT32, reset_first=INT32, wide_lengths=INT32, begins=INT32, rows=INT32, k=INT32,
+    ),
+    "recurrent_inputs": _struct(
+        x=POINTER, stride_t=INT64, stride_n=INT64, stride_i=INT64, lengths=POINTER, lengths_stride=INT64, inputs=POINTER,
+        first=INT64, steps=INT64, batch=INT64, columns=INT64, wide_lengths=INT32,
+    ),
     "epilogue_grad": _struct(
         grad=IMAGE, saved=IMAGE, out=IMAGE, partial=POINTER, alpha=FLOAT64, beta=FLOAT64, size=(INT64, 3), batch=INT64,
         pixels=INT64, activation=INT32, channels=INT32, lanes=INT32,
