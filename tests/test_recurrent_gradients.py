@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import tracemalloc
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -12,12 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_recurrent_gradients import Gradients, recurrent_gradients
-from targets import Target, host_device_target, numpy_target
+from targets import Target, numpy_target
 from tolerance import finfo, rounded, widened
 
 import cupyconv
-from cupyconv.calls import recurrent_gradient
-from cupyconv.repetition import forget_calls
 
 GATES = {"rnn": 1, "lstm": 4, "gru": 3}
 COUNTS = {"rnn": 1, "lstm": 3, "gru": 2}

@@ -11,7 +11,14 @@ from cupyconv.machine import GpuModel
 from cupyconv.plan import Address, Buffer, GemmCall, KernelLaunch, LaunchLoop, Matrix, Plan, Step
 
 #: Share of the arithmetic rate that a kernel's inner loop reaches; the rest is loads and indices.
-KERNEL_EFFICIENCY = {"merge": 0.6, "depthwise": 0.15, "direct": 0.06, "transposed": 0.06, "weight_gradient": 0.06, "recurrent_gradient": 0.3}
+KERNEL_EFFICIENCY = {
+    "merge": 0.6,
+    "depthwise": 0.15,
+    "direct": 0.06,
+    "transposed": 0.06,
+    "weight_gradient": 0.06,
+    "recurrent_gradient": 0.3,
+}
 #: The same of implicit_gemm, by its tile: a smaller one loads each element for fewer products.
 TILE_EFFICIENCY = {"128": 0.8, "64": 0.6}
 

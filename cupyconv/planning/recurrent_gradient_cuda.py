@@ -104,7 +104,9 @@ class _Gradient:
             steps += self._steps(run)
         workspace += self._run_buffers(len(passes[0]), most)
         if self.tiles > 1:
-            tiles = replace(self._sums_as_image(), name="sums of tiles", shape=(self.tiles, prod(self.sums.shape), 1, 1, 1))
+            tiles = replace(
+                self._sums_as_image(), name="sums of tiles", shape=(self.tiles, prod(self.sums.shape), 1, 1, 1)
+            )
             tiles = replace(tiles, strides=c_strides(tiles.shape))
             adding = plan_epilogue_grad(
                 EpilogueGradRequest(grad=tiles, sums=self._sums_as_image(), machine=self.gpu, workspace_limit=0)
@@ -204,23 +206,23 @@ class _Gradient:
         geometry, operands = self.geometry, self.operands
         grad_y, lengths = operands.get("grad_y"), operands.get("lengths")
         lstm, gru = geometry.cell == "lstm", geometry.cell == "gru"
-        carried_h, carried_c = self._at("grad_h0"), self._at("grad_c0")
+        carried_h, carried_c = self._given("grad_h0"), self._given("grad_c0")
         buffers = {name: Address(name) for name in self._per_step(1)} if run.count else {}
         sums = (Address("sums of tiles") if self.tiles > 1 else self._at("sums")) if run.count else None
         return (
-            ("gates", self._at("gates") if run.count else None),
-            ("beside", self._at("cells" if lstm else "candidate") if run.count and (lstm or gru) else None),
-            ("weight_hh", self._at("weight_hh")),
-            ("y", self._at("y") if run.count else None),
-            ("h0", self._at("h0")),
-            ("c0", self._at("c0")),
-            ("peephole", self._at("peephole")),
-            ("lengths", self._at("lengths")),
+            ("gates", self._given("gates") if run.count else None),
+            ("beside", self._given("cells" if lstm else "candidate") if run.count and (lstm or gru) else None),
+            ("weight_hh", self._given("weight_hh")),
+            ("y", self._given("y") if run.count else None),
+            ("h0", self._given("h0")),
+            ("c0", self._given("c0")),
+            ("peephole", self._given("peephole")),
+            ("lengths", self._given("lengths")),
             ("lengths_stride", lengths.strides[0] if lengths else 0),
-            ("grad_y", self._at("grad_y") if run.count else None),
+            ("grad_y", self._given("grad_y") if run.count else None),
             *zip(("grad_y_t", "grad_y_n", "grad_y_u"), grad_y.strides if grad_y else (0, 0, 0)),
-            ("begin_h", self._at("grad_h") if run.begins else carried_h),
-            ("begin_c", self._at("grad_c") if run.begins else carried_c),
+            ("begin_h", self._given("grad_h") if run.begins else carried_h),
+            ("begin_c", self._given("grad_c") if run.begins else carried_c),
             ("carried_h", carried_h),
             ("carried_c", carried_c),
             *((name, buffers.get(name)) for name in ("dgates", "dcandidate", "previous", "reset")),
@@ -253,9 +255,9 @@ class _Gradient:
             (min(-(-elements // THREADS), GRID_X), 1, 1),
             THREADS,
             (
-                ("x", self._at("x")),
+                ("x", self._given("x")),
                 *zip(("stride_t", "stride_n", "stride_i"), x.strides),
-                ("lengths", self._at("lengths")),
+                ("lengths", self._given("lengths")),
                 ("lengths_stride", lengths.strides[0] if lengths else 0),
                 ("inputs", Address("inputs")),
                 ("first", run.first[run.directions[0]]),
@@ -300,11 +302,8 @@ class _Gradient:
             )  # fmt: skip
         return calls
 
-    def _product(
-        self, purpose: str, m: int, n: int, k: int, a: Matrix, b: Matrix, c: Address | None, run: _Run
-    ) -> GemmCall:
+    def _product(self, purpose: str, m: int, n: int, k: int, a: Matrix, b: Matrix, c: Address, run: _Run) -> GemmCall:
         """A weight's gradient, or one run's part of it."""
-        assert c is not None
         dtype = self.request.dtype
         beta = int(not run.begins)
         return GemmCall(m, n, k, a, b, Matrix(c, n, 0), 1, dtype, dtype, self._compute, beta=beta, purpose=purpose)
@@ -316,12 +315,14 @@ class _Gradient:
     def _run_at(self, buffer: str, run: _Run, place: int, columns: int) -> Address:
         return Address(buffer, place * run.count * self.geometry.batch * columns * self.item)
 
-    def _at(self, name: str, elements: int = 0) -> Address | None:
-        """A place in an argument or result; None where it is absent or empty."""
-        operand = self.operands.get(name)
-        if operand is None or not operand.nbytes:
-            return None
+    def _at(self, name: str, elements: int = 0) -> Address:
+        """A place in an argument or result."""
+        operand = self.operands[name]
         return Address(name, operand.offset + elements * operand.itemsize)
+
+    def _given(self, name: str) -> Address | None:
+        """An argument or result from its first element; None where it is absent or empty."""
+        return self._at(name) if name in self.operands and self.operands[name].nbytes else None
 
 
 def _zeros(operand: Operand) -> KernelLaunch:

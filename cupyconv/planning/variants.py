@@ -23,6 +23,7 @@ from cupyconv.planning.launches import (
     merge_tile,
 )
 from cupyconv.planning.pooling import CHANNELS
+from cupyconv.planning.recurrent_gradient_cuda import CELLS
 
 #: Kernels of pooling, alike in their macros.
 POOLING = ("max_pool", "max_pool_gradient")
@@ -33,7 +34,10 @@ def is_fast(kernel: Kernel) -> bool:
 
     direct, transposed and col2im are for generality: there a few bytes spilled cost little beside the scattered access.
     """
-    return kernel.name in ("merge", "im2col", "epilogue", "epilogue_grad", "depthwise", "implicit_gemm", *POOLING)
+    return kernel.name in (
+        "merge", "im2col", "epilogue", "epilogue_grad", "depthwise", "implicit_gemm",
+        "recurrent_gradient", "recurrent_inputs", *POOLING,
+    )  # fmt: skip
 
 
 def is_planned(kernel: Kernel, capability: int) -> bool:
@@ -79,6 +83,7 @@ def all_variants() -> tuple[Kernel, ...]:
         *(_kernel("pack_weight", DTYPE=f"bits{8 * size}") for size in sorted({ITEMSIZE[d] for d in REAL_DTYPES})),
         *_implicit_gemm_variants(),
         *_weight_gradient_variants(),
+        *_recurrent_gradient_variants(),
     )
 
 
@@ -166,6 +171,15 @@ def _implicit_gemm_variants() -> list[Kernel]:
         for arithmetic in _arithmetics(dtype)
         for tile in tiles(dtype)
         for gather in ("ALONG_PIXELS", "ALONG_CHANNELS")
+    ]
+
+
+def _recurrent_gradient_variants() -> list[Kernel]:
+    """16-bit types are computed in float32."""
+    dtypes = sorted({accumulator(dtype) for dtype in REAL_DTYPES})
+    return [
+        *(_kernel("recurrent_gradient", DTYPE=dtype, CELL=cell) for dtype in dtypes for cell in CELLS.values()),
+        *(_kernel("recurrent_inputs", DTYPE=f"bits{8 * ITEMSIZE[dtype]}") for dtype in dtypes),
     ]
 
 
