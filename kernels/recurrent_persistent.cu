@@ -15,7 +15,8 @@
 // Bound by the barrier for few samples, by reading h from L2, by arithmetic for many.
 // Floor: T steps of 2 * M * N * K operations over the rate of CUDA cores, or of a round trip to L2.
 //
-// -D: DTYPE (storage type), GATES (rows of the weight a unit, in a product), SAMPLES (of a thread: 1 or 4)
+// -D: DTYPE (storage type), ARITHMETIC (one of recurrent_products.cuh), GATES (rows of the weight a unit, in a product),
+//     SAMPLES (of a thread: 1 or 4)
 #include "grid_barrier.cuh"
 #include "recurrent_tile.cuh"
 
@@ -23,17 +24,17 @@ using namespace cupyconv;
 
 using T = DTYPE;
 using A = Accumulator<T>;
-using Tile = RecurrentTile<T, GATES, SAMPLES, true>;
-using Candidate = RecurrentTile<T, 1, SAMPLES, true>;  // the third gate of GATES = 2
+using Tile = RecurrentTile<T, GATES, SAMPLES, ARITHMETIC, true>;
+using Candidate = RecurrentTile<T, 1, SAMPLES, ARITHMETIC, true>;  // the third gate of GATES = 2
 constexpr bool TWO_PRODUCTS = GATES == 2;
 constexpr int APART = 32;  // counters, so that each has a line of its own
 
 // A step of the block's samples, one tile after the other; `loaded` is called between the first one's loads and its product.
 template <int COUNT, class F>
 __device__ __forceinline__ void advance(
-    const RecurrentParams& params, typename RecurrentTile<T, COUNT, SAMPLES, true>::Shared& shared, const T* weight,
+    const RecurrentParams& params, typename RecurrentTile<T, COUNT, SAMPLES, ARITHMETIC, true>::Shared& shared, const T* weight,
     int pitch, int step, F loaded) {
-    using Part = RecurrentTile<T, COUNT, SAMPLES, true>;
+    using Part = RecurrentTile<T, COUNT, SAMPLES, ARITHMETIC, true>;
     const int d = blockIdx.z, u_first = blockIdx.x * Part::UNITS;
     for (int n_first = blockIdx.y * Part::ROWS; n_first < params.batch; n_first += gridDim.y * Part::ROWS) {
         const Part tile = {d, n_first, u_first, params};

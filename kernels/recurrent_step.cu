@@ -15,14 +15,15 @@
 // Bound by the launch for few samples, then by reading the weight from L2, then by arithmetic.
 // Floor: G * H * H elements of weight over the bandwidth of L2, or 2 * M * N * K operations over the rate of CUDA cores.
 //
-// -D: DTYPE (storage type), GATES (rows of the weight a unit, in this product), SAMPLES (of a thread: 4 or 8)
+// -D: DTYPE (storage type), ARITHMETIC (one of recurrent_products.cuh), GATES (rows of the weight a unit, in this product),
+//     SAMPLES (of a thread: 4 or 8)
 #include "recurrent_tile.cuh"
 
 using namespace cupyconv;
 
 using T = DTYPE;
 using A = Accumulator<T>;
-using Tile = RecurrentTile<T, GATES, SAMPLES, false>;
+using Tile = RecurrentTile<T, GATES, SAMPLES, ARITHMETIC, false>;
 // One unit's inputs wait in registers while the product is on its way; where a thread has several, there are none left.
 constexpr bool EARLY = Tile::PAIRS_A_THREAD == 1;
 

@@ -2,31 +2,32 @@
 //
 //     sum[n, g, u] = sum_k h[n, k] * R[(g, u), k]
 //
-//                K-block                one warp: 4 x 8 lanes, each SAMPLE_COUNT samples x 1 unit x GATE_COUNT gates, so that the
-//     R (g, u)  +-------+               gates of a unit meet in one thread;  both operands lie along k, and are read
-//        rows   |       |               16 bytes at a time;  K_WARPS warps share the products of a K-block, UNIT_WARPS
-//               +-------+               the units
+//                K-block                UNIT_WARPS warps share the units, 8 each, and K_WARPS warps the products of a
+//     R (g, u)  +-------+               K-block, STEP of k each (recurrent_products.cuh);  then the sums of these are
+//        rows   |       |               added, in their order, and each thread finishes pairs of a sample and a unit
+//               +-------+
 //     h n rows  |       |
-//               +-------+               then the sums of the K_WARPS warps are added, in their order
+//               +-------+
 //
 // Rows are an odd number of 16-byte chunks apart in shared memory: eight lanes read eight rows without conflicts.
 // R is fetched K-block by K-block beside h, or it is RESIDENT: all of it stays where the block has put it.
 #pragma once
 #include "recurrent_cell.cuh"
-#include "tensor_core.cuh"
+#include "recurrent_products.cuh"
 
 namespace cupyconv {
 
-template <class T, int GATE_COUNT, int SAMPLE_COUNT, bool RESIDENT>
+template <class T, int GATE_COUNT, int SAMPLE_COUNT, int ARITHMETIC_KIND, bool RESIDENT>
 struct RecurrentTile {
     using A = Accumulator<T>;
+    using Products = RecurrentProducts<T, GATE_COUNT, SAMPLE_COUNT, ARITHMETIC_KIND>;
     static constexpr int THREADS = 256, WARPS = THREADS / 32;
     static constexpr int UNIT_WARPS = SAMPLE_COUNT == 8 ? 4 : 1, K_WARPS = WARPS / UNIT_WARPS;
     static constexpr int ROWS = 4 * SAMPLE_COUNT, UNITS = 8 * UNIT_WARPS, PAIRS = ROWS * UNITS;
     static constexpr int CHUNK = 16 / sizeof(T), STATE_CHUNK = 16 / sizeof(A);
-    static constexpr int CHUNKS_A_WARP = 2, K = K_WARPS * CHUNKS_A_WARP * CHUNK;
+    static constexpr int K = K_WARPS * Products::STEP;
     static constexpr int STAGES = RESIDENT ? 4 : 3;
-    static constexpr int WEIGHT_PITCH = K + CHUNK, STATE_PITCH = K + STATE_CHUNK;
+    static constexpr int WEIGHT_PITCH = K + CHUNK, STATE_PITCH = K + Products::STATE_PAD;
     static constexpr int PAIRS_A_THREAD = (PAIRS + THREADS - 1) / THREADS;
 
     struct Stage {
@@ -43,10 +44,13 @@ struct RecurrentTile {
     const RecurrentParams& params;
 
     static __device__ __forceinline__ int warp() { return threadIdx.x / 32; }
-    static __device__ __forceinline__ int lane_unit() { return threadIdx.x % 8; }
-    static __device__ __forceinline__ int lane_sample() { return threadIdx.x / 8 % 4; }
 
-    // The i-th pair of a sample and a unit that this thread finishes; pairs are numbered as the lanes hold them.
+    // Pairs of a sample and a unit are numbered so that 32 in a row are 4 samples x 8 units.
+    static __device__ __forceinline__ int pair_of(int n, int u) {
+        return (n / 4 * UNIT_WARPS + u / 8) * 32 + n % 4 * 8 + u % 8;
+    }
+
+    // The i-th pair that this thread finishes.
     __device__ __forceinline__ Unit unit(int i, int step) const {
         const int pair = i * THREADS + threadIdx.x;
         const int u = pair / 32 % UNIT_WARPS * 8 + pair % 8, n = pair / (32 * UNIT_WARPS) * 4 + pair / 8 % 4;
@@ -107,8 +111,9 @@ struct RecurrentTile {
             if (i < blocks) fetch(i);
             commit_copies();
         }
-        A sum[SAMPLE_COUNT][GATE_COUNT] = {};
-        const int unit_row = warp() % UNIT_WARPS * 8 + lane_unit(), k_warp = warp() / UNIT_WARPS;
+        Products products;
+        const int unit_warp = warp() % UNIT_WARPS, k_warp = warp() / UNIT_WARPS;
+        const int weight_pitch = RESIDENT ? pitch : WEIGHT_PITCH;
 #pragma unroll 1
         for (int i = 0; i < blocks; ++i) {
             wait_for_copies<STAGES - 2>();
@@ -117,18 +122,15 @@ struct RecurrentTile {
             commit_copies();
             const Stage& stage = shared.stage[i % STAGES];
             const T* const weight = RESIDENT ? resident + i * K : stage.weight;
-            add_products(sum, weight + unit_row * (RESIDENT ? pitch : WEIGHT_PITCH), RESIDENT ? pitch : WEIGHT_PITCH,
-                         stage.state + lane_sample() * STATE_PITCH, k_warp * CHUNK);
+            products.add(weight + unit_warp * 8 * weight_pitch + k_warp * Products::STEP, weight_pitch,
+                         UNITS * weight_pitch, stage.state + k_warp * Products::STEP, STATE_PITCH);
         }
         wait_for_copies<0>();
         __syncthreads();  // the stages are free
 
-        const int unit_warp = warp() % UNIT_WARPS, lane = threadIdx.x % 32;
-#pragma unroll
-        for (int s = 0; s < SAMPLE_COUNT; ++s)
-#pragma unroll
-            for (int g = 0; g < GATE_COUNT; ++g)
-                shared.partial[(k_warp * GATE_COUNT + g) * PAIRS + (s * UNIT_WARPS + unit_warp) * 32 + lane] = sum[s][g];
+        products.for_each([&](int n, int g, int u, A sum) {
+            shared.partial[(k_warp * GATE_COUNT + g) * PAIRS + pair_of(n, unit_warp * 8 + u)] = sum;
+        });
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < PAIRS_A_THREAD; ++i) {
@@ -143,30 +145,6 @@ struct RecurrentTile {
             f(i, total);
         }
         __syncthreads();  // the partial sums have been read
-    }
-
-  private:
-    // A warp's chunks of a K-block; `weight` and `state` begin with the thread's unit and first sample.
-    static __device__ __forceinline__ void add_products(
-        A (&sum)[SAMPLE_COUNT][GATE_COUNT], const T* weight, int pitch, const A* state, int k_first) {
-#pragma unroll
-        for (int chunk = 0; chunk < CHUNKS_A_WARP; ++chunk) {
-            const int k = k_first + chunk * K_WARPS * CHUNK;
-            Packet<T, CHUNK> w[GATE_COUNT];
-#pragma unroll
-            for (int g = 0; g < GATE_COUNT; ++g) w[g] = load_packet<CHUNK>(weight + g * UNITS * pitch + k);
-#pragma unroll
-            for (int s = 0; s < SAMPLE_COUNT; ++s) {
-#pragma unroll
-                for (int part = 0; part < CHUNK; part += STATE_CHUNK) {
-                    const Packet<A, STATE_CHUNK> h = load_packet<STATE_CHUNK>(state + s * 4 * STATE_PITCH + k + part);
-#pragma unroll
-                    for (int e = 0; e < STATE_CHUNK; ++e)
-#pragma unroll
-                        for (int g = 0; g < GATE_COUNT; ++g) add_product(sum[s][g], h.lane[e], widen(w[g].lane[part + e]));
-                }
-            }
-        }
     }
 };
 

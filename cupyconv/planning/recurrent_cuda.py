@@ -25,6 +25,7 @@ from cupyconv.operands import Operand
 from cupyconv.plan import Address, Buffer, Conversion, GemmCall, Kernel, KernelLaunch, LaunchLoop, Plan, Step
 from cupyconv.planning.cuda import choose, draft_conv
 from cupyconv.planning.draft import Draft, in_turn, products_seconds
+from cupyconv.planning.implicit_gemm import FIRST_MMA
 from cupyconv.planning.launches import GRID_Y, PACKET_BYTES, epilogue_launch
 from cupyconv.planning.request import (
     RECURRENT_METHODS,
@@ -37,8 +38,10 @@ from cupyconv.planning.request import (
 
 #: Threads of a block, and the 32 of a warp as 4 (samples) x 8 (units): RecurrentTile of kernels/recurrent_tile.cuh.
 THREADS, LANE_SAMPLES, LANE_UNITS = 256, 4, 8
-#: Chunks of 16 bytes that a warp takes of a K-block.
-CHUNKS_A_WARP = 2
+#: Bytes of a row of the weight that a warp takes of a K-block (STEP of kernels/recurrent_products.cuh).
+STEP_BYTES = 32
+#: Bytes behind each row of the state in shared memory (STATE_PAD there).
+STATE_PAD_BYTES = {"FMA": 16, "MMA": 32}
 #: K-blocks on their way, by whether the weight is resident.
 STAGES = {False: 3, True: 4}
 #: Elements between two counters, each on a line of its own (APART of kernels/recurrent_persistent.cu).
@@ -50,8 +53,13 @@ class Tile:
     """A block's part of a step, with `samples` of each thread: the host's side of RecurrentTile."""
 
     dtype: str
+    arithmetic: str
     samples: int
     resident: bool
+
+    @property
+    def macros(self) -> tuple[tuple[str, str], ...]:
+        return ("DTYPE", self.dtype), ("ARITHMETIC", self.arithmetic), ("SAMPLES", str(self.samples))
 
     @property
     def unit_warps(self) -> int:
@@ -71,24 +79,26 @@ class Tile:
 
     @property
     def k_block(self) -> int:
-        return self.k_warps * CHUNKS_A_WARP * PACKET_BYTES // ITEMSIZE[self.dtype]
+        return self.k_warps * STEP_BYTES // ITEMSIZE[self.dtype]
 
     def shared_bytes(self, gates: int, product_gates: int, hidden: int) -> int:
         """Stages, or partial sums in their place, and behind them the resident rows of all gates."""
         item, sums = ITEMSIZE[self.dtype], ITEMSIZE[accumulator(self.dtype)]
         weight = PACKET_BYTES if self.resident else product_gates * self.units * (self.k_block * item + PACKET_BYTES)
-        stage = weight + self.rows * (self.k_block * sums + PACKET_BYTES)
+        stage = weight + self.rows * (self.k_block * sums + STATE_PAD_BYTES[self.arithmetic])
         partial = self.k_warps * product_gates * self.rows * self.units * sums
         columns = -(-hidden // self.k_block) * self.k_block
         resident = self.resident * gates * self.units * (columns * item + PACKET_BYTES)
         return max(STAGES[self.resident] * stage, partial) + resident
 
 
-def tile_samples(dtype: str, resident: bool) -> tuple[int, ...]:
-    """What a thread may take; eight samples of four gates in float64 pass the registers."""
-    if resident:
-        return 1, 4
-    return (4,) if dtype == "float64" else (4, 8)
+def recurrent_tiles(dtype: str, resident: bool, gpu: GpuModel) -> tuple[Tile, ...]:
+    """What a GPU may be asked for: tensor cores for 16-bit types where it has them, else CUDA cores."""
+    if ITEMSIZE[dtype] == 2 and gpu.capability >= FIRST_MMA[dtype]:
+        arithmetic, samples = "MMA", (4,) if resident else (4, 8)
+    else:  # eight samples of four gates in float64 pass the registers
+        arithmetic, samples = "FMA", (1, 4) if resident else (4,) if dtype == "float64" else (4, 8)
+    return tuple(Tile(dtype, arithmetic, count, resident) for count in samples)
 
 
 def plan_recurrent(request: RecurrentRequest) -> Plan:
@@ -170,7 +180,7 @@ class _Layer:
         return -(-geometry.hidden // tile.units), -(-geometry.batch // tile.rows), geometry.directions
 
     def _step_tile(self) -> tuple[Tile, tuple[int, int, int], str]:
-        tiles = [Tile(self.dtype, samples, False) for samples in tile_samples(self.dtype, False)]
+        tiles = recurrent_tiles(self.dtype, False, self.gpu)
         tile = min(tiles, key=lambda tile: self._seconds(tile, self._tiles(tile)))
         grid = self._tiles(tile)
         if grid[1] > GRID_Y:
@@ -182,8 +192,7 @@ class _Layer:
         """The quickest tile whose blocks fit on the GPU all at once, one a multiprocessor."""
         gpu, geometry = self.gpu, self.geometry
         fitting, reasons = [], []
-        for samples in tile_samples(self.dtype, resident=True):
-            tile = Tile(self.dtype, samples, True)
+        for tile in recurrent_tiles(self.dtype, True, gpu):
             columns, tiles, directions = self._tiles(tile)
             needed = tile.shared_bytes(geometry.gates, max(self.products), geometry.hidden)
             if needed > gpu.shared_bytes:
@@ -209,7 +218,7 @@ class _Layer:
     def _seconds(self, tile: Tile, grid: tuple[int, int, int]) -> float:
         """Of the products of one step."""
         passes = -(-self._tiles(tile)[1] // grid[1])
-        return products_seconds(prod(grid), passes * self._flops_a_block(tile), str(tile.samples), self.dtype, self.gpu)
+        return products_seconds(prod(grid), passes * self._flops_a_block(tile), dict(tile.macros), self.gpu)
 
     def _flops_a_block(self, tile: Tile) -> int:
         return 2 * tile.rows * tile.units * self.geometry.gates * self.geometry.hidden
@@ -313,10 +322,7 @@ class _Layer:
         )
         return tuple(
             KernelLaunch(
-                Kernel(
-                    f"recurrent_{method}",
-                    (("DTYPE", self.dtype), ("GATES", str(count)), ("SAMPLES", str(tile.samples))),
-                ),
+                Kernel(f"recurrent_{method}", (*tile.macros, ("GATES", str(count)))),
                 grid,
                 THREADS,
                 self._params(chunk, stride, persistent, count),
