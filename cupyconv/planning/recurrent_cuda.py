@@ -44,6 +44,8 @@ STEP_BYTES = 32
 STATE_PAD_BYTES = {"FMA": 16, "MMA": 32}
 #: K-blocks on their way, by whether the weight is resident.
 STAGES = {False: 3, True: 4}
+#: Rows of the weight a unit in one product: of an rnn and the last part of a gru, the first of that, a gru, an lstm.
+GATES_A_PRODUCT = (1, 2, 3, 4)
 #: Elements between two counters, each on a line of its own (APART of kernels/recurrent_persistent.cu).
 COUNTERS_APART = 32
 
