@@ -45,7 +45,7 @@ __device__ __forceinline__ void advance(
         if (n_first == int(blockIdx.y) * Part::ROWS) loaded();
         const A* rows = step == 0 ? nullptr : state_at<A>(params, step % 2, d, 0);
         if (COUNT == 1 && params.is_candidate) rows = beside_at<A>(params, unit_at(params, d, 0, 0, step));
-        tile.multiply(shared, rows, weight, pitch, [&](int, const A(&sum)[COUNT]) { cell.finish(params, unit, sum); });
+        tile.multiply_state(shared, rows, weight, pitch, [&](int, const A(&sum)[COUNT]) { cell.finish(params, unit, sum); });
     }
 }
 
@@ -55,9 +55,12 @@ extern "C" __global__ void __launch_bounds__(Tile::THREADS, 1)
     T* const weight = reinterpret_cast<T*>(shared + 1);
     const int columns = (params.hidden + Tile::K - 1) / Tile::K * Tile::K, pitch = columns + Tile::CHUNK;
     const int d = blockIdx.z, u_first = blockIdx.x * Tile::UNITS;
-    Tile{d, 0, u_first, params}.fetch_weight(weight, pitch, 0, columns, 0);
+    const auto keep_rows = [&](const auto& tile, T* to, int first_gate) {
+        tile.fetch_weight(to, pitch, params.weight, params.weight_packet, params.hidden, 0, columns, first_gate);
+    };
+    keep_rows(Tile{d, 0, u_first, params}, weight, 0);
     T* const weight_of_n = weight + GATES * Tile::UNITS * pitch;
-    if constexpr (TWO_PRODUCTS) Candidate{d, 0, u_first, params}.fetch_weight(weight_of_n, pitch, 0, columns, 2);
+    if constexpr (TWO_PRODUCTS) keep_rows(Candidate{d, 0, u_first, params}, weight_of_n, 2);
     commit_copies();  // waited for before the first product, as any group
 
     unsigned* const counter = params.counters + (d * gridDim.y + blockIdx.y) * APART;

@@ -59,52 +59,78 @@ struct RecurrentTile {
         return found;
     }
 
-    // `columns` of some gates' rows of R, from k_first on, into rows `pitch` apart; zeros beyond its end.
-    __device__ __forceinline__ void fetch_weight(T* to, int pitch, int k_first, int columns, int first_gate) const {
+    // `columns` of some gates' rows of a weight, from k_first on, into rows `pitch` apart; zeros beyond its `length`.
+    __device__ __forceinline__ void fetch_weight(
+        T* to, int pitch, const Strided& weight, int packet, int length, int k_first, int columns, int first_gate) const {
         const int chunks = columns / CHUNK;
         for (int i = threadIdx.x; i < GATE_COUNT * UNITS * chunks; i += THREADS) {
             const int row = i / chunks, k = k_first + i % chunks * CHUNK, u = u_first + row % UNITS;
-            T* const at = to + row * pitch + i % chunks * CHUNK;
+            const bool exists = u < params.hidden;
             const long long gate_row = (long long)(first_gate + row / UNITS) * params.hidden + u;
-            const T* const from = element_at<T>(params.weight, d, u < params.hidden ? gate_row : 0, 0);
-            if (params.weight_packed) {
-                copy_async<16>(at, from + k, u < params.hidden && k < params.hidden);
-            } else {
-#pragma unroll
-                for (int e = 0; e < CHUNK; ++e)
-                    at[e] = u < params.hidden && k + e < params.hidden ? from[(k + e) * params.weight.stride_u] : T{};
-            }
+            const T* const from = element_at<T>(weight, d, exists ? gate_row : 0, k);
+            fetch_chunk(to + row * pitch + i % chunks * CHUNK, from, weight.stride_u, packet, exists ? length - k : 0);
         }
     }
 
-    // A K-block of the state before a step, or, of a gru that resets before the product, of q.
-    __device__ __forceinline__ void fetch_state(A* to, const A* rows, int k_first) const {
+    // A K-block of the left operand: rows of sums, or where there are none, an array of T.
+    __device__ __forceinline__ void fetch_state(A* to, const A* rows, const Strided& array, int length, int k_first) const {
         constexpr int CHUNKS = K / STATE_CHUNK;
         for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
             const int row = i / CHUNKS, k = k_first + i % CHUNKS * STATE_CHUNK, n = n_first + row;
             A* const at = to + row * STATE_PITCH + i % CHUNKS * STATE_CHUNK;
-            const bool exists = n < params.batch;
-            if (rows && params.states_packed) {
-                copy_async<16>(at, rows + (long long)(exists ? n : 0) * params.hidden + k, exists && k < params.hidden);
-                continue;
-            }
+            const int valid = n < params.batch ? length - k : 0;
+            if (rows) {
+                const A* const from = rows + (long long)(valid > 0 ? n : 0) * length + k;
+                fetch_chunk(at, from, 1, params.states_packed ? 16 : SMALL_PACKET<A>, valid);
+            } else {
 #pragma unroll
-            for (int e = 0; e < STATE_CHUNK; ++e) {
-                const bool inside = exists && k + e < params.hidden;
-                at[e] = !inside ? A(0) : rows ? rows[(long long)n * params.hidden + k + e] : value_at<T>(params.h0, d, n, k + e);
+                for (int e = 0; e < STATE_CHUNK; ++e) at[e] = e < valid ? value_at<T>(array, d, n, k + e) : A(0);
             }
         }
     }
 
-    // The product with these rows, or with h0 where they are null; then f(i, sums) for each pair of the thread.
+    // R's product with these rows, or with h0 where they are null; then f(i, sums) for each pair of the thread.
     // `resident`: R's rows as fetch_weight has put them, `pitch` apart.
     template <class F>
-    __device__ __forceinline__ void multiply(Shared& shared, const A* rows, const T* resident, int pitch, F f) const {
-        const int blocks = (params.hidden + K - 1) / K;
+    __device__ __forceinline__ void multiply_state(Shared& shared, const A* rows, const T* resident, int pitch, F f) const {
+        multiply(shared, rows, params.h0, params.weight, params.weight_packet, params.hidden, resident, pitch, f);
+    }
+
+    // The same of the inputs.
+    template <class F> __device__ __forceinline__ void multiply_inputs(Shared& shared, F f) const {
+        multiply(shared, nullptr, params.x, params.weight_ih, params.weight_ih_packet, params.inputs, nullptr, 0, f);
+    }
+
+  private:
+    // Bytes that rows of any length begin on boundaries of, and that can be copied asynchronously.
+    template <class S> static constexpr int SMALL_PACKET = sizeof(S) > 4 ? sizeof(S) : 4;
+
+    // 16 bytes of which `valid` elements exist, `step` apart; zeros for the others.
+    template <class S>
+    static __device__ __forceinline__ void fetch_chunk(S* to, const S* from, long long step, int packet, int valid) {
+        constexpr int COUNT = 16 / sizeof(S), SMALL = SMALL_PACKET<S>;
+        if (packet == 16) {
+            copy_async<16>(to, from, valid > 0);
+        } else if (packet == SMALL) {
+#pragma unroll
+            for (int e = 0; e < COUNT; e += SMALL / sizeof(S)) copy_async<SMALL>(to + e, from + e, e < valid);
+        } else {
+#pragma unroll
+            for (int e = 0; e < COUNT; ++e) to[e] = e < valid ? from[e * step] : S{};
+        }
+    }
+
+    template <class F>
+    __device__ __forceinline__ void multiply(
+        Shared& shared, const A* rows, const Strided& array, const Strided& right, int packet, int length,
+        const T* resident, int pitch, F f) const {
+        const int blocks = (length + K - 1) / K;
         const auto fetch = [&](int i) {
             Stage& stage = shared.stage[i % STAGES];
-            if (!RESIDENT) fetch_weight(stage.weight, WEIGHT_PITCH, i * K, K, CellStep<T, GATE_COUNT>::first_gate(params));
-            fetch_state(stage.state, rows, i * K);
+            if (!RESIDENT)
+                fetch_weight(stage.weight, WEIGHT_PITCH, right, packet, length, i * K, K,
+                             CellStep<T, GATE_COUNT>::first_gate(params));
+            fetch_state(stage.state, rows, array, length, i * K);
         };
 #pragma unroll 1
         for (int i = 0; i < STAGES - 1; ++i) {

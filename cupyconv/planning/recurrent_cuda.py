@@ -13,6 +13,7 @@ that a graph can capture the whole; "auto" may take cuBLAS.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
@@ -160,6 +161,23 @@ class _Layer:
         """One method, or NotApplicable."""
         if 0 in (self.geometry.batch, self.geometry.hidden):
             return Draft(method, (), reason="the result is empty")
+        if method == "persistent" or self.geometry.steps != 1:
+            return self._sequence(method)
+        drafts = [self._single_step()]
+        with suppress(NotApplicable):
+            drafts.append(self._sequence(method))
+        return min(drafts, key=lambda draft: draft.cost(self.gpu).seconds)
+
+    def _single_step(self) -> Draft:
+        """A sequence of one step, whose kernel multiplies the inputs too."""
+        tile = recurrent_tiles(self.dtype, False, self.gpu)[0]
+        launches = self._launches("step", tile, self._tiles(tile), _Chunk(0, 1), 1, projected=False)
+        gates = self._gates_buffer(1) if len(self.products) > 1 else []
+        words = f"one step, which projects its inputs, blocks of {tile.rows} samples x {tile.units} units"
+        return Draft("step", launches, (*self._state_buffers(0), *gates), words, self._notes())
+
+    def _sequence(self, method: str) -> Draft:
+        """Projections, and what runs through their steps."""
         tile, grid, words = self._step_tile() if method == "step" else self._persistent_tile()
         workspace = self._state_buffers(rows_that_wait=prod(grid[1:]) if method == "persistent" else 0)
         chunks, projections = self._projections(sum(_rounded_up(buffer.nbytes) for buffer in workspace))
@@ -231,8 +249,10 @@ class _Layer:
         """What does not depend on the number of steps in a chunk; counters come last."""
         geometry = self.geometry
         state = geometry.directions * geometry.batch * geometry.hidden * ITEMSIZE[self.computed]
-        buffers = [Buffer("states", 2 * state)]
-        if geometry.cell == "lstm":
+        buffers = []
+        if geometry.steps > 1:
+            buffers.append(Buffer("states", 2 * state))
+        if geometry.steps > 1 and geometry.cell == "lstm":
             buffers.append(Buffer("cell state", state))
         if len(self.products) > 1 and "candidate" not in self.kept:
             buffers.append(Buffer("reset state", state))
@@ -309,12 +329,14 @@ class _Layer:
         )  # fmt: skip
 
     def _launches(
-        self, method: str, tile: Tile, grid: tuple[int, int, int], chunk: _Chunk, stride: int
+        self, method: str, tile: Tile, grid: tuple[int, int, int], chunk: _Chunk, stride: int, *, projected: bool = True
     ) -> tuple[KernelLaunch, ...]:
         """The launches of one step, or the one of all of a chunk's steps."""
         geometry, persistent = self.geometry, method == "persistent"
         steps = max(chunk.count, 1) if persistent else 1
-        products = 2 * geometry.directions * geometry.batch * geometry.hidden**2
+        reduction = geometry.hidden + (0 if projected else geometry.inputs)
+        products = 2 * geometry.directions * geometry.batch * geometry.hidden * reduction
+        weights = self.request.weight_hh.nbytes + (0 if projected else self.request.weight_ih.nbytes)
         state = geometry.directions * geometry.batch * geometry.hidden * ITEMSIZE[self.computed]
         gates = geometry.directions * self.gates_a_step * ITEMSIZE[self.computed]
         purposes = (
@@ -327,27 +349,32 @@ class _Layer:
                 Kernel(f"recurrent_{method}", (*tile.macros, ("GATES", str(count)))),
                 grid,
                 THREADS,
-                self._params(chunk, stride, persistent, count),
+                self._params(chunk, stride, persistent, count, projected),
                 shared_bytes=tile.shared_bytes(geometry.gates, count, geometry.hidden),
                 purpose=purpose + " of all steps" * persistent,
-                bytes_moved=self.request.weight_hh.nbytes + steps * (gates + 3 * state),
+                bytes_moved=weights * count // geometry.gates + steps * (gates + 3 * state),
                 flops=steps * products * (geometry.gates if persistent else count),
                 cooperative=persistent,
             )
             for count, purpose in zip(self.products[: 1 if persistent else None], purposes)
         )  # fmt: skip
 
-    def _params(self, chunk: _Chunk, stride: int, persistent: bool, gates: int) -> tuple[tuple[str, Any], ...]:
+    def _params(
+        self, chunk: _Chunk, stride: int, persistent: bool, gates: int, projected: bool
+    ) -> tuple[tuple[str, Any], ...]:
         """The C++ struct RecurrentParams."""
         request, geometry = self.request, self.geometry
         lengths, y, state = request.lengths, request.out, geometry.batch * geometry.hidden
         kept_gates, beside = self.kept.get("gates"), self.kept.get("cells", self.kept.get("candidate"))
-        gates_at = Address(kept_gates.name if kept_gates else "gates") if geometry.steps else None
+        in_memory = geometry.steps > 0 and (kept_gates or projected or len(self.products) > 1)
+        gates_at = Address(kept_gates.name if kept_gates else "gates") if in_memory else None
         first = [0 if kept_gates else chunk.time(sign, geometry.steps) for sign in geometry.signs]
         two_products = len(self.products) > 1
         clip = inf if geometry.clip is None else geometry.clip
         return (
             ("weight", _strided(request.weight_hh)),
+            ("x", (None, 0, 0, 0) if projected else _strided(request.x)),
+            ("weight_ih", (None, 0, 0, 0) if projected else _strided(request.weight_ih)),
             ("bias_ih", _strided(request.bias_ih)),
             ("bias_hh", _strided(request.bias_hh)),
             ("peephole", _strided(request.peephole)),
@@ -365,13 +392,14 @@ class _Layer:
             ("beside", Address(beside.name) if beside else Address("reset state") if two_products else None),
             ("beside_d", (geometry.steps if beside else 1) * state),
             ("beside_t", state if beside else 0),
-            ("states", Address("states")),
-            ("cells", Address("cell state") if geometry.cell == "lstm" else None),
+            ("states", Address("states") if geometry.steps > 1 else None),
+            ("cells", Address("cell state") if geometry.steps > 1 and geometry.cell == "lstm" else None),
             ("counters", Address("counters") if persistent else None),
             ("activation", tuple(_activation(one) for group in geometry.activations for one in _three(group))),
             ("clip", clip),
             ("steps", geometry.steps),
             ("batch", geometry.batch),
+            ("inputs", geometry.inputs),
             ("hidden", geometry.hidden),
             ("step", chunk.first),
             ("count", max(chunk.count, 1)),
@@ -382,21 +410,27 @@ class _Layer:
             ("keeps_gates", int(bool(kept_gates) or two_products)),
             ("input_forget", int(geometry.input_forget)),
             ("lengths_wide", int(lengths is not None and lengths.dtype == "int64")),
-            ("weight_packed", int(self._weight_packed())),
+            ("weight_packet", _packet(request.weight_hh)),
+            ("weight_ih_packet", _packet(request.weight_ih)),
             ("states_packed", int(state // geometry.batch * ITEMSIZE[self.computed] % PACKET_BYTES == 0)),
         )
 
-    def _weight_packed(self) -> bool:
-        weight = self.request.weight_hh
-        packet = PACKET_BYTES // weight.itemsize
-        along = weight.strides[2] == 1 and weight.shape[2] % packet == 0
-        return along and weight.alignment >= PACKET_BYTES and not any(stride % packet for stride in weight.strides[:2])
-
     def _notes(self) -> tuple[str, ...]:
-        name = self.request.weight_hh.name
-        if self._weight_packed():
+        weight = self.request.weight_hh
+        if _packet(weight) == PACKET_BYTES:
             return ()
-        return (f"{name}: its rows are no whole number of {PACKET_BYTES}-byte packets: scalar access",)
+        access = "scalar access" if not _packet(weight) else f"accesses of {_packet(weight)} bytes"
+        return (f"{weight.name}: its rows are no whole number of aligned {PACKET_BYTES}-byte packets: {access}",)
+
+
+def _packet(weight: Operand) -> int:
+    """Bytes of the packets that the rows of a weight are whole numbers of, aligned: 16, or 4 and at least an element."""
+    for nbytes in (PACKET_BYTES, max(4, weight.itemsize)):
+        width = nbytes // weight.itemsize
+        whole = all(number % width == 0 for number in (weight.shape[2], *weight.strides[:2]))
+        if whole and (weight.strides[2] == 1 or weight.shape[2] == 1) and weight.alignment >= nbytes:
+            return nbytes
+    return 0
 
 
 def _strided(operand: Operand | None) -> tuple[Any, ...]:
