@@ -336,7 +336,7 @@ class RecurrentLoop:
     buffers: tuple[tuple[str, str], ...]  # of each argument and result, by role
     dtype: str  # computed in
     chunk: int
-    copies_x: bool  # a chunk of x is copied: it is no matrix, or has another dtype
+    copied: tuple[str, ...]  # roles of factors that lie in memory as BLAS does not take them, or not quickly
     bytes_moved: int
     flops: int
 
@@ -347,7 +347,8 @@ class RecurrentLoop:
         products = 2 if geometry.cell == "gru" and not geometry.linear_before_reset else 1
         return (
             f"loop     {geometry.cell} in {self.dtype}, {geometry.directions} direction(s) of {chunks} chunk(s) of {self.chunk} steps:"
-            f" one input product {each}{', of copies' * self.copies_x}, then a step {products} product(s) of the state and all gates"
+            f" one input product {each}, then a step {products} product(s) of the state and all gates"
+            + (f"; {', '.join(self.copied)} copied" if self.copied else "")
         )
 
     @property

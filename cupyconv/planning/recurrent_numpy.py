@@ -6,11 +6,13 @@ from math import prod
 
 from cupyconv.dtypes import ITEMSIZE, accumulator
 from cupyconv.machine import HostModel
-from cupyconv.operands import Operand, collapsed_stride
+from cupyconv.operands import collapsed_stride
 from cupyconv.plan import Buffer, Plan, RecurrentLoop
 from cupyconv.planning.numpy import BALANCE
 from cupyconv.planning.request import RecurrentRequest
 
+#: Steps from which the weight of the state is copied, so that products read it in the order they work in.
+COPIED_STEPS = 4
 #: Why the other method is a GPU's.
 NO_PERSISTENT = "it keeps the recurrent weight in the multiprocessors of a GPU from step to step"
 
@@ -30,10 +32,10 @@ def plan_recurrent(request: RecurrentRequest) -> Plan:
         least = request.limit - left + per_step
         raise ValueError(f"one step needs {least:,} bytes of workspace, the limit is {request.limit:,}")
     chunk = -(-geometry.steps // -(-geometry.steps // chunk)) if chunk > 0 else 1
-    sizes = {**fixed, "gates": chunk * per_step}
+    sizes = {**fixed, "inputs": chunk * per_step}
     loop = RecurrentLoop(
         geometry=geometry, buffers=tuple((role, operand.name) for role, operand in request.operands.items()),
-        dtype=accumulator(request.dtype), chunk=chunk, copies_x=_copies_x(request), bytes_moved=request.minimal_bytes,
+        dtype=accumulator(request.dtype), chunk=chunk, copied=_copied(request), bytes_moved=request.minimal_bytes,
         flops=request.flops,
     )  # fmt: skip
     return Plan(
@@ -47,30 +49,33 @@ def plan_recurrent(request: RecurrentRequest) -> Plan:
     )  # fmt: skip
 
 
-def _copies_x(request: RecurrentRequest) -> bool:
-    """Whether x is no matrix (T * N, I) that BLAS takes as it lies."""
-    x = request.x
+def _copied(request: RecurrentRequest) -> tuple[str, ...]:
+    """Factors that are copied: what BLAS does not take as it lies, and a state's weight that is used often."""
+    x, dtype = request.x, accumulator(request.dtype)
     rows = collapsed_stride(x.shape[:2], x.strides[:2])
-    by_row = x.strides[2] == 1 or x.shape[2] == 1
-    return x.dtype != accumulator(request.dtype) or not by_row or rows is None or rows < x.shape[2]
+    x_lies = x.dtype == dtype and x.strides[2] == 1 and rows is not None and rows >= x.shape[2]
+    lies = {
+        role: weight.dtype == dtype and weight.strides[2] == 1 and weight.strides[1] >= weight.shape[2]
+        for role, weight in (("weight_ih", request.weight_ih), ("weight_hh", request.weight_hh))
+    }
+    lies["weight_hh"] &= request.geometry.steps < COPIED_STEPS
+    return tuple(role for role, as_it_is in {"x": x_lies, **lies}.items() if not as_it_is)
 
 
 def _per_step(request: RecurrentRequest) -> int:
-    """Bytes for each step of a chunk: its gates, where they are not kept, and its inputs, where they are copied."""
+    """Bytes for each step of a chunk: what its inputs add to the gates, and these where they are copied."""
     geometry, item = request.geometry, ITEMSIZE[accumulator(request.dtype)]
-    gates = 0 if request.kept else geometry.gates * geometry.hidden
-    return geometry.batch * (gates + geometry.inputs * _copies_x(request)) * item
+    inputs = geometry.inputs if "x" in _copied(request) else 0
+    return geometry.batch * (geometry.gates * geometry.hidden + inputs) * item
 
 
 def _fixed(request: RecurrentRequest) -> dict[str, int]:
     """Bytes that do not depend on the chunk, by purpose."""
-    geometry, dtype = request.geometry, accumulator(request.dtype)
-    state = geometry.batch * geometry.hidden * ITEMSIZE[dtype]
-    weights = (
-        sum(_converted(operand, dtype) for operand in (request.weight_ih, request.weight_hh)) // geometry.directions
-    )
-    return {"weights": weights, "products": state * geometry.gates, "states": 5 * state}
-
-
-def _converted(operand: Operand, dtype: str) -> int:
-    return 0 if operand.dtype == dtype else prod(operand.shape) * ITEMSIZE[dtype]
+    geometry, item = request.geometry, ITEMSIZE[accumulator(request.dtype)]
+    state = geometry.batch * geometry.hidden * item
+    weights = [getattr(request, role) for role in _copied(request) if role != "x"]
+    return {
+        "weights": sum(prod(weight.shape[1:]) * item for weight in weights),
+        "gates": state * geometry.gates,
+        "states": (6 if request.peephole else 4) * state,
+    }

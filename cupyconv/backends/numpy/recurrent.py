@@ -2,17 +2,18 @@
 
 ::
 
-    x of a chunk   --BLAS-->   projected (steps, N, G*H)
-    h (N, H)       --BLAS-->   gates (N, G*H)   + projected + biases   --activations-->   h, c
+    x of a chunk   --BLAS-->   projected (G, steps, N, H)
+    h (N, H)       --BLAS-->   gates (G, N, H)   + projected + biases   --activations-->   h, c
 
-The time loop allocates nothing, activations aside that have temporaries of their own.  Where lengths are given, a
-step's states are worked out beside the old ones and copied for the samples that are not past their length, so
-that nothing of what lies beyond reaches them.
+Each gate is one run of memory, over which every pass is one loop.  The time loop allocates nothing, activations
+aside that have temporaries of their own.  Where lengths are given, a step's states are worked out beside the old
+ones and copied for the samples that are not past their length, so that nothing of what lies beyond reaches them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -46,17 +47,16 @@ class _Direction:
         self._given, self._index = given, direction
         hidden, batch = geometry.hidden, geometry.batch
         self._backwards = geometry.signs[direction] < 0
-        weight_ih, weight_hh = self._own("weight_ih", 2), self._own("weight_hh", 2)
-        assert weight_ih is not None and weight_hh is not None
-        self._weight_ih = weight_ih.astype(dtype, copy=False).T
-        self.weight_hh = weight_hh.astype(dtype, copy=False).T
+        self._weight_ih, self.weight_hh = self._by_gate("weight_ih"), self._by_gate("weight_hh")
         self.bias_ih, self.bias_hh = self._vector("bias_ih"), self._vector("bias_hh")
         x, out = given["x"], given["out"]
         self._x = x if x.ndim == 3 else x[None]
         self._out = (out if out.ndim == 3 else out[None])[:, :, direction * hidden : (direction + 1) * hidden]
-        self.kept = {name: given[name][direction] for name in geometry.keeps if name in given}
-        self.gates = np.empty((batch, geometry.gates * hidden), dtype)
-        self.each = [self.gates[:, k * hidden : (k + 1) * hidden] for k in range(geometry.gates)]
+        kept = {name: shape[-1] // max(1, hidden) for name, shape in geometry.keeps.items() if name in given}
+        self.kept = {
+            name: given[name][direction].reshape(geometry.steps, batch, parts, hidden) for name, parts in kept.items()
+        }
+        self.gates = np.empty((geometry.gates, batch, hidden), dtype)
         self.h, self.c = self._state("h0"), self._state("c0")
 
     def _own(self, role: str, axes: int) -> np.ndarray | None:
@@ -64,12 +64,20 @@ class _Direction:
         array = self._given.get(role)
         return None if array is None else array[self._index] if array.ndim > axes else array
 
+    def _by_gate(self, role: str) -> np.ndarray:
+        """A weight as (G, columns, H): a matrix for each gate."""
+        weight = self._own(role, 2)
+        assert weight is not None
+        by_gate = weight.reshape(self.geometry.gates, self.geometry.hidden, -1).swapaxes(1, 2)
+        return np.array(by_gate, self.dtype, order="C") if role in self._loop.copied else by_gate
+
     def _vector(self, role: str) -> np.ndarray | None:
-        """Rounded to the result's dtype first, as an argument of that dtype would have been."""
+        """A vector as (parts, 1, H), rounded to the result's dtype first, as an argument of that would have been."""
         vector = self._own(role, 1)
         if vector is None:
             return None
-        return vector.astype(self._given["out"].dtype, copy=False).astype(self.dtype, copy=False)
+        rounded = vector.astype(self._given["out"].dtype, copy=False).astype(self.dtype, copy=False)
+        return rounded.reshape(-1, 1, self.geometry.hidden)
 
     def _state(self, role: str) -> np.ndarray:
         state = np.zeros((self.geometry.batch, self.geometry.hidden), self.dtype)
@@ -112,21 +120,22 @@ class _Direction:
     def _projected(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
         """The steps before `most` in this direction's order, each with what its inputs add to the gates."""
         loop, geometry = self._loop, self.geometry
-        samples, inputs, width = geometry.batch, geometry.inputs, self.gates.shape[1]
+        samples, inputs = geometry.batch, geometry.inputs
         chunks = [range(first, min(first + loop.chunk, most)) for first in range(0, most, loop.chunk)]
-        kept = self.kept.get("gates")
-        memory = np.empty((loop.chunk if kept is None else 0, samples, width), self.dtype)
-        copy = np.empty((loop.chunk * loop.copies_x, samples, inputs), self.dtype)
+        memory = np.empty(loop.chunk * self.gates.size, self.dtype)
+        copies_x = "x" in loop.copied
+        copy = np.empty((loop.chunk * copies_x, samples, inputs), self.dtype)
         for chunk in reversed(chunks) if self._backwards else chunks:
+            steps = len(chunk)
             x = self._x[chunk.start : chunk.stop]
-            if loop.copies_x:
-                copy[: len(chunk)] = x
-                x = copy[: len(chunk)]
-            projected = memory[: len(chunk)] if kept is None else kept[chunk.start : chunk.stop]
-            rows = len(chunk) * samples
-            np.matmul(x.reshape(rows, inputs), self._weight_ih, out=projected.reshape(rows, width))
+            if copies_x:
+                copy[:steps] = x
+                x = copy[:steps]
+            projected = memory[: steps * self.gates.size].reshape(geometry.gates, steps, samples, geometry.hidden)
+            rows = projected.reshape(geometry.gates, steps * samples, geometry.hidden)
+            np.matmul(x.reshape(steps * samples, inputs), self._weight_ih, out=rows)
             for t in reversed(chunk) if self._backwards else chunk:
-                yield t, projected[t - chunk.start]
+                yield t, projected[:, t - chunk.start]
 
     # What cells are made of.
 
@@ -141,6 +150,11 @@ class _Direction:
         if bound is not None:
             np.clip(gates, -bound, bound, out=gates)
 
+    def keep(self, t: int, first: int, gates: np.ndarray) -> None:
+        """What the activations of these gates, from the first on, will be applied to."""
+        if self.kept:
+            self.kept["gates"][t, :, first : first + len(gates)] = gates.swapaxes(0, 1)
+
     def activations(self) -> tuple[Activation, ...]:
         return self.geometry.activations[self._index]
 
@@ -149,8 +163,7 @@ class _Rnn(_Direction):
     def __init__(self, loop: RecurrentLoop, given: Mapping[str, Any], direction: int) -> None:
         super().__init__(loop, given, direction)
         self._bias = self.added()
-        (f,) = self.activations()
-        self._activate = _activation_of(self.gates, [(0, 1, f)], self.geometry.hidden)
+        (self._activation,) = self.activations()
 
     def advance(self, t: int, projected: np.ndarray, h: np.ndarray, c: np.ndarray) -> None:
         gates = self.gates
@@ -159,42 +172,34 @@ class _Rnn(_Direction):
         if self._bias is not None:
             gates += self._bias
         self.clip(gates)
-        if self.kept:
-            projected[...] = gates
-        self._activate()
-        h[...] = gates
+        self.keep(t, 0, gates)
+        _in_place(gates, self._activation)
+        h[...] = gates[0]
 
 
 class _Lstm(_Direction):
     def __init__(self, loop: RecurrentLoop, given: Mapping[str, Any], direction: int) -> None:
         super().__init__(loop, given, direction)
-        hidden = self.geometry.hidden
-        self._bias = self.added()
-        peephole = self._vector("peephole")
-        self._peepholes = None if peephole is None else peephole.reshape(3, hidden)
-        self._product = np.empty_like(self.c)
+        self._bias, self._peepholes = self.added(), self._vector("peephole")
         f, g, self._of_cell = self.activations()
-        early = [(0, 2, f), (2, 3, g)]
         #: The gates that do not see the new c: all but o, where there are peepholes.
-        self._early = self.gates if peephole is None else self.gates[:, : 3 * hidden]
-        if peephole is None:
-            early.append((3, 4, f))
-        self._activate_early = _activation_of(self._early, early, hidden)
-        self._activate_o = _activation_of(self.each[3], [(0, 1, f)], hidden)
+        self._early = self.gates if self._peepholes is None else self.gates[:3]
+        self._late = self.gates[len(self._early) :]
+        self._activate_early = _activation_of(self._early, [f, f, g, f][: len(self._early)])
+        self._activate_late = _activation_of(self._late, [f] * len(self._late))
+        self._seen = np.empty_like(self.gates[:2]) if len(self._late) else self._late
 
     def advance(self, t: int, projected: np.ndarray, h: np.ndarray, c: np.ndarray) -> None:
-        gates, peepholes, product = self.gates, self._peepholes, self._product
-        i, f, g, o = self.each
+        gates, peepholes = self.gates, self._peepholes
+        i, f, g, o = gates
         np.matmul(self.h, self.weight_hh, out=gates)
         gates += projected
         if self._bias is not None:
             gates += self._bias
         if peepholes is not None:
-            i += np.multiply(peepholes[0], self.c, out=product)
-            f += np.multiply(peepholes[1], self.c, out=product)
+            gates[:2] += np.multiply(peepholes[:2], self.c, out=self._seen)
         self.clip(self._early)
-        if self.kept:
-            projected[...] = gates
+        self.keep(t, 0, self._early)
         self._activate_early()
         if self.geometry.input_forget:
             np.subtract(1, i, out=f)
@@ -202,13 +207,12 @@ class _Lstm(_Direction):
         i *= g
         c += i
         if peepholes is not None:
-            o += np.multiply(peepholes[2], c, out=product)
+            o += np.multiply(peepholes[2], c, out=i)
             self.clip(o)
-            if self.kept:
-                projected[:, -o.shape[1] :] = o
-            self._activate_o()
+            self.keep(t, 3, self._late)
+            self._activate_late()
         if self.kept:
-            self.kept["cells"][t] = c
+            self.kept["cells"][t, :, 0] = c
         h[...] = c
         _in_place(h, self._of_cell)
         h *= o
@@ -217,55 +221,44 @@ class _Lstm(_Direction):
 class _Gru(_Direction):
     def __init__(self, loop: RecurrentLoop, given: Mapping[str, Any], direction: int) -> None:
         super().__init__(loop, given, direction)
-        geometry, hidden = self.geometry, self.geometry.hidden
         bias = self.added()
-        self._two = 2 * hidden
-        self._bias_rz = None if bias is None else bias[: self._two]
-        self._bias_in, self._bias_hn = (None if b is None else b[self._two :] for b in (self.bias_ih, self.bias_hh))
+        self._bias_rz = None if bias is None else bias[:2]
+        self._bias_in, self._bias_hn = (None if b is None else b[2] for b in (self.bias_ih, self.bias_hh))
         f, g = self.activations()
-        self._rz, self._n = self.gates[:, : self._two], self.gates[:, self._two :]
-        if not geometry.linear_before_reset:  # two products, each with a matrix of its own
-            memory = self.gates.reshape(-1)
-            self._rz = memory[: geometry.batch * self._two].reshape(geometry.batch, self._two)
-            self._n = memory[self._rz.size :].reshape(geometry.batch, hidden)
-        self._activate_rz = _activation_of(self._rz, [(0, 2, f)], hidden)
-        self._activate_n = _activation_of(self._n, [(0, 1, g)], hidden)
-        self._reset = np.empty_like(self.h)
+        self._activate_rz = _activation_of(self.gates[:2], [f, f])
+        self._activate_n = _activation_of(self.gates[2:], [g])
 
     def advance(self, t: int, projected: np.ndarray, h: np.ndarray, c: np.ndarray) -> None:
-        rz, n, two = self._rz, self._n, self._two
-        r, z = rz[:, : n.shape[1]], rz[:, n.shape[1] :]
+        rz, (r, z, n) = self.gates[:2], self.gates
         linear_before_reset = self.geometry.linear_before_reset
         if linear_before_reset:
             np.matmul(self.h, self.weight_hh, out=self.gates)
             if self._bias_hn is not None:
                 n += self._bias_hn
             if self.kept:
-                self.kept["candidate"][t] = n
+                self.kept["candidate"][t, :, 0] = n
         else:
-            np.matmul(self.h, self.weight_hh[:, :two], out=rz)
-        rz += projected[:, :two]
+            np.matmul(self.h, self.weight_hh[:2], out=rz)
+        rz += projected[:2]
         if self._bias_rz is not None:
             rz += self._bias_rz
         self.clip(rz)
-        if self.kept:
-            projected[:, :two] = rz
+        self.keep(t, 0, rz)
         self._activate_rz()
         if linear_before_reset:
             n *= r
         else:
-            np.multiply(r, self.h, out=self._reset)
+            r *= self.h
             if self.kept:
-                self.kept["candidate"][t] = self._reset
-            np.matmul(self._reset, self.weight_hh[:, two:], out=n)
+                self.kept["candidate"][t, :, 0] = r
+            np.matmul(r, self.weight_hh[2], out=n)
             if self._bias_hn is not None:
                 n += self._bias_hn
-        n += projected[:, two:]
+        n += projected[2]
         if self._bias_in is not None:
             n += self._bias_in
         self.clip(n)
-        if self.kept:
-            projected[:, two:] = n
+        self.keep(t, 2, self.gates[2:])
         self._activate_n()
         np.subtract(1, z, out=r)
         r *= n
@@ -273,12 +266,15 @@ class _Gru(_Direction):
         h += r
 
 
-def _activation_of(gates: np.ndarray, parts: Sequence[tuple[int, int, Activation]], hidden: int) -> Callable[[], None]:
-    """What applies to runs of gates, each (first, behind, activation), in place.
+def _activation_of(gates: np.ndarray, activations: Sequence[Activation]) -> Callable[[], None]:
+    """What applies an activation to each of the gates, in place.
 
     A sigmoid is (1 + tanh(v / 2)) / 2: so gates with one and gates with tanh are one pass of tanh.
     """
-    runs = [(gates[:, first * hidden : behind * hidden], activation) for first, behind, activation in parts]
+    runs: list[tuple[np.ndarray, Activation]] = []
+    for activation, same in groupby(range(len(activations)), lambda k: activations[k]):
+        first, *others = same
+        runs.append((gates[first : first + 1 + len(others)], activation))
     if any(activation.name not in ("sigmoid", "tanh") for _, activation in runs):
 
         def one_by_one() -> None:
