@@ -31,6 +31,7 @@ struct GateActivation {
 // What runs are made of.  T is what arguments and results are stored in, A what is computed with.
 struct RecurrentParams {
     Strided weight;                       // T: n is a row, (gate, unit); u is k
+    Strided x, weight_ih;                 // T: inputs that a single step multiplies itself, u is i; else null
     Strided bias_ih, bias_hh, peephole;   // T: u is (gate, unit)
     Strided h0, c0, h, c;                 // T: before the first step, after the last
     Strided y;                            // T
@@ -42,16 +43,18 @@ struct RecurrentParams {
     void* beside;                         // A: (D, time, N, H): c of an lstm, q of a gru; or null
     long long beside_d, beside_t;
     void* states;                         // A: two of (D, N, H); step s reads the one, s % 2, and writes the other
-    void* cells;                          // A: (D, N, H), an lstm's c
+    void* cells;                          // A: (D, N, H), an lstm's c; both null where there is no other step
     unsigned* counters;                   // of kernels whose blocks wait for each other
     GateActivation activation[6];         // of each direction three: f, g, act
     double clip;                          // infinity: none
-    int steps, batch, hidden;
+    int steps, batch, inputs, hidden;
     int step, count;                      // the first, in the order of processing; steps of a launch that has many
     int first[2], backward[2];            // of each direction: the time `gates` begins with; from the last step on?
     int gates_a_unit;                     // of the cell
     int is_candidate;                     // of one gate: it is a gru's n, after the reset
-    int keeps_gates, input_forget, lengths_wide, weight_packed, states_packed;
+    int keeps_gates, input_forget, lengths_wide;
+    int weight_packet, weight_ih_packet;  // bytes, all aligned to that: 16; 4, or of float64 8; 0 is an element
+    int states_packed;                    // their rows begin on boundaries of 16 bytes
 };
 
 template <class T> __device__ __forceinline__ T* element_at(const Strided& array, int d, long long n, long long u) {
@@ -130,17 +133,23 @@ struct CellStep {
             c = unit.step == 0 ? value_at<T>(params.c0, d, n, u)
                                : static_cast<A*>(params.cells)[((long long)params.batch * d + n) * params.hidden + u];
         if (!unit.valid) return;
-        const A* const x = gates_at(params, unit);
+        const A* const x = params.x.data ? nullptr : gates_at(params, unit);
 #pragma unroll
         for (int g = 0; g < GATE_COUNT; ++g) {
             const long long row = (long long)(first_gate(params) + g) * params.hidden + u;
-            a[g] = x[(long long)g * params.hidden] + value_at<T>(params.bias_ih, d, 0, row);
+            a[g] = (x ? x[(long long)g * params.hidden] : A(0)) + value_at<T>(params.bias_ih, d, 0, row);
             const A bias = value_at<T>(params.bias_hh, d, 0, row);
             if (GATE_COUNT == 3 && g == 2)
                 q_bias = bias;
             else
                 a[g] += bias;
         }
+    }
+
+    // The sums of W x, where these are not in `gates`.
+    __device__ __forceinline__ void add_inputs(const A (&sum)[GATE_COUNT]) {
+#pragma unroll
+        for (int g = 0; g < GATE_COUNT; ++g) a[g] += sum[g];
     }
 
     // Finish with the sums of R h.
@@ -220,11 +229,11 @@ struct CellStep {
     __device__ __forceinline__ void store(const RecurrentParams& params, const Unit& unit) const {
         const int d = unit.d, n = unit.n, u = unit.u;
         const bool last = unit.step + 1 >= params.steps;
-        state_at<A>(params, (unit.step + 1) % 2, d, n)[u] = h;
+        if (params.states) state_at<A>(params, (unit.step + 1) % 2, d, n)[u] = h;
         if (params.steps > 0) element_at<T>(params.y, d, n, u)[unit.t * params.y_step] = unit.valid ? narrow<T>(h) : T{};
         if (last && params.h.data) *element_at<T>(params.h, d, n, u) = narrow<T>(h);
         if constexpr (GATE_COUNT == 4) {
-            static_cast<A*>(params.cells)[((long long)params.batch * d + n) * params.hidden + u] = c;
+            if (params.cells) static_cast<A*>(params.cells)[((long long)params.batch * d + n) * params.hidden + u] = c;
             if (last && params.c.data) *element_at<T>(params.c, d, n, u) = narrow<T>(c);
         }
     }

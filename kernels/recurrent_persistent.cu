@@ -15,7 +15,8 @@
 // Bound by the barrier for few samples, by reading h from L2, by arithmetic for many.
 // Floor: T steps of 2 * M * N * K operations over the rate of CUDA cores, or of a round trip to L2.
 //
-// -D: DTYPE (storage type), GATES (rows of the weight a unit, in a product), SAMPLES (of a thread: 1 or 4)
+// -D: DTYPE (storage type), ARITHMETIC (one of recurrent_products.cuh), GATES (rows of the weight a unit, in a product),
+//     SAMPLES (of a thread: 1 or 4)
 #include "grid_barrier.cuh"
 #include "recurrent_tile.cuh"
 
@@ -23,17 +24,17 @@ using namespace cupyconv;
 
 using T = DTYPE;
 using A = Accumulator<T>;
-using Tile = RecurrentTile<T, GATES, SAMPLES, true>;
-using Candidate = RecurrentTile<T, 1, SAMPLES, true>;  // the third gate of GATES = 2
+using Tile = RecurrentTile<T, GATES, SAMPLES, ARITHMETIC, true>;
+using Candidate = RecurrentTile<T, 1, SAMPLES, ARITHMETIC, true>;  // the third gate of GATES = 2
 constexpr bool TWO_PRODUCTS = GATES == 2;
 constexpr int APART = 32;  // counters, so that each has a line of its own
 
 // A step of the block's samples, one tile after the other; `loaded` is called between the first one's loads and its product.
 template <int COUNT, class F>
 __device__ __forceinline__ void advance(
-    const RecurrentParams& params, typename RecurrentTile<T, COUNT, SAMPLES, true>::Shared& shared, const T* weight,
+    const RecurrentParams& params, typename RecurrentTile<T, COUNT, SAMPLES, ARITHMETIC, true>::Shared& shared, const T* weight,
     int pitch, int step, F loaded) {
-    using Part = RecurrentTile<T, COUNT, SAMPLES, true>;
+    using Part = RecurrentTile<T, COUNT, SAMPLES, ARITHMETIC, true>;
     const int d = blockIdx.z, u_first = blockIdx.x * Part::UNITS;
     for (int n_first = blockIdx.y * Part::ROWS; n_first < params.batch; n_first += gridDim.y * Part::ROWS) {
         const Part tile = {d, n_first, u_first, params};
@@ -44,7 +45,7 @@ __device__ __forceinline__ void advance(
         if (n_first == int(blockIdx.y) * Part::ROWS) loaded();
         const A* rows = step == 0 ? nullptr : state_at<A>(params, step % 2, d, 0);
         if (COUNT == 1 && params.is_candidate) rows = beside_at<A>(params, unit_at(params, d, 0, 0, step));
-        tile.multiply(shared, rows, weight, pitch, [&](int, const A(&sum)[COUNT]) { cell.finish(params, unit, sum); });
+        tile.multiply_state(shared, rows, weight, pitch, [&](int, const A(&sum)[COUNT]) { cell.finish(params, unit, sum); });
     }
 }
 
@@ -54,9 +55,12 @@ extern "C" __global__ void __launch_bounds__(Tile::THREADS, 1)
     T* const weight = reinterpret_cast<T*>(shared + 1);
     const int columns = (params.hidden + Tile::K - 1) / Tile::K * Tile::K, pitch = columns + Tile::CHUNK;
     const int d = blockIdx.z, u_first = blockIdx.x * Tile::UNITS;
-    Tile{d, 0, u_first, params}.fetch_weight(weight, pitch, 0, columns, 0);
+    const auto keep_rows = [&](const auto& tile, T* to, int first_gate) {
+        tile.fetch_weight(to, pitch, params.weight, params.weight_packet, params.hidden, 0, columns, first_gate);
+    };
+    keep_rows(Tile{d, 0, u_first, params}, weight, 0);
     T* const weight_of_n = weight + GATES * Tile::UNITS * pitch;
-    if constexpr (TWO_PRODUCTS) Candidate{d, 0, u_first, params}.fetch_weight(weight_of_n, pitch, 0, columns, 2);
+    if constexpr (TWO_PRODUCTS) keep_rows(Candidate{d, 0, u_first, params}, weight_of_n, 2);
     commit_copies();  // waited for before the first product, as any group
 
     unsigned* const counter = params.counters + (d * gridDim.y + blockIdx.y) * APART;

@@ -2,31 +2,32 @@
 //
 //     sum[n, g, u] = sum_k h[n, k] * R[(g, u), k]
 //
-//                K-block                one warp: 4 x 8 lanes, each SAMPLE_COUNT samples x 1 unit x GATE_COUNT gates, so that the
-//     R (g, u)  +-------+               gates of a unit meet in one thread;  both operands lie along k, and are read
-//        rows   |       |               16 bytes at a time;  K_WARPS warps share the products of a K-block, UNIT_WARPS
-//               +-------+               the units
+//                K-block                UNIT_WARPS warps share the units, 8 each, and K_WARPS warps the products of a
+//     R (g, u)  +-------+               K-block, STEP of k each (recurrent_products.cuh);  then the sums of these are
+//        rows   |       |               added, in their order, and each thread finishes pairs of a sample and a unit
+//               +-------+
 //     h n rows  |       |
-//               +-------+               then the sums of the K_WARPS warps are added, in their order
+//               +-------+
 //
 // Rows are an odd number of 16-byte chunks apart in shared memory: eight lanes read eight rows without conflicts.
 // R is fetched K-block by K-block beside h, or it is RESIDENT: all of it stays where the block has put it.
 #pragma once
 #include "recurrent_cell.cuh"
-#include "tensor_core.cuh"
+#include "recurrent_products.cuh"
 
 namespace cupyconv {
 
-template <class T, int GATE_COUNT, int SAMPLE_COUNT, bool RESIDENT>
+template <class T, int GATE_COUNT, int SAMPLE_COUNT, int ARITHMETIC_KIND, bool RESIDENT>
 struct RecurrentTile {
     using A = Accumulator<T>;
+    using Products = RecurrentProducts<T, GATE_COUNT, SAMPLE_COUNT, ARITHMETIC_KIND>;
     static constexpr int THREADS = 256, WARPS = THREADS / 32;
     static constexpr int UNIT_WARPS = SAMPLE_COUNT == 8 ? 4 : 1, K_WARPS = WARPS / UNIT_WARPS;
     static constexpr int ROWS = 4 * SAMPLE_COUNT, UNITS = 8 * UNIT_WARPS, PAIRS = ROWS * UNITS;
     static constexpr int CHUNK = 16 / sizeof(T), STATE_CHUNK = 16 / sizeof(A);
-    static constexpr int CHUNKS_A_WARP = 2, K = K_WARPS * CHUNKS_A_WARP * CHUNK;
+    static constexpr int K = K_WARPS * Products::STEP;
     static constexpr int STAGES = RESIDENT ? 4 : 3;
-    static constexpr int WEIGHT_PITCH = K + CHUNK, STATE_PITCH = K + STATE_CHUNK;
+    static constexpr int WEIGHT_PITCH = K + CHUNK, STATE_PITCH = K + Products::STATE_PAD;
     static constexpr int PAIRS_A_THREAD = (PAIRS + THREADS - 1) / THREADS;
 
     struct Stage {
@@ -43,10 +44,13 @@ struct RecurrentTile {
     const RecurrentParams& params;
 
     static __device__ __forceinline__ int warp() { return threadIdx.x / 32; }
-    static __device__ __forceinline__ int lane_unit() { return threadIdx.x % 8; }
-    static __device__ __forceinline__ int lane_sample() { return threadIdx.x / 8 % 4; }
 
-    // The i-th pair of a sample and a unit that this thread finishes; pairs are numbered as the lanes hold them.
+    // Pairs of a sample and a unit are numbered so that 32 in a row are 4 samples x 8 units.
+    static __device__ __forceinline__ int pair_of(int n, int u) {
+        return (n / 4 * UNIT_WARPS + u / 8) * 32 + n % 4 * 8 + u % 8;
+    }
+
+    // The i-th pair that this thread finishes.
     __device__ __forceinline__ Unit unit(int i, int step) const {
         const int pair = i * THREADS + threadIdx.x;
         const int u = pair / 32 % UNIT_WARPS * 8 + pair % 8, n = pair / (32 * UNIT_WARPS) * 4 + pair / 8 % 4;
@@ -55,60 +59,87 @@ struct RecurrentTile {
         return found;
     }
 
-    // `columns` of some gates' rows of R, from k_first on, into rows `pitch` apart; zeros beyond its end.
-    __device__ __forceinline__ void fetch_weight(T* to, int pitch, int k_first, int columns, int first_gate) const {
+    // `columns` of some gates' rows of a weight, from k_first on, into rows `pitch` apart; zeros beyond its `length`.
+    __device__ __forceinline__ void fetch_weight(
+        T* to, int pitch, const Strided& weight, int packet, int length, int k_first, int columns, int first_gate) const {
         const int chunks = columns / CHUNK;
         for (int i = threadIdx.x; i < GATE_COUNT * UNITS * chunks; i += THREADS) {
             const int row = i / chunks, k = k_first + i % chunks * CHUNK, u = u_first + row % UNITS;
-            T* const at = to + row * pitch + i % chunks * CHUNK;
+            const bool exists = u < params.hidden;
             const long long gate_row = (long long)(first_gate + row / UNITS) * params.hidden + u;
-            const T* const from = element_at<T>(params.weight, d, u < params.hidden ? gate_row : 0, 0);
-            if (params.weight_packed) {
-                copy_async<16>(at, from + k, u < params.hidden && k < params.hidden);
-            } else {
-#pragma unroll
-                for (int e = 0; e < CHUNK; ++e)
-                    at[e] = u < params.hidden && k + e < params.hidden ? from[(k + e) * params.weight.stride_u] : T{};
-            }
+            const T* const from = element_at<T>(weight, d, exists ? gate_row : 0, k);
+            fetch_chunk(to + row * pitch + i % chunks * CHUNK, from, weight.stride_u, packet, exists ? length - k : 0);
         }
     }
 
-    // A K-block of the state before a step, or, of a gru that resets before the product, of q.
-    __device__ __forceinline__ void fetch_state(A* to, const A* rows, int k_first) const {
+    // A K-block of the left operand: rows of sums, or where there are none, an array of T.
+    __device__ __forceinline__ void fetch_state(A* to, const A* rows, const Strided& array, int length, int k_first) const {
         constexpr int CHUNKS = K / STATE_CHUNK;
         for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
             const int row = i / CHUNKS, k = k_first + i % CHUNKS * STATE_CHUNK, n = n_first + row;
             A* const at = to + row * STATE_PITCH + i % CHUNKS * STATE_CHUNK;
-            const bool exists = n < params.batch;
-            if (rows && params.states_packed) {
-                copy_async<16>(at, rows + (long long)(exists ? n : 0) * params.hidden + k, exists && k < params.hidden);
-                continue;
-            }
+            const int valid = n < params.batch ? length - k : 0;
+            if (rows) {
+                const A* const from = rows + (long long)(valid > 0 ? n : 0) * length + k;
+                fetch_chunk(at, from, 1, params.states_packed ? 16 : SMALL_PACKET<A>, valid);
+            } else {
 #pragma unroll
-            for (int e = 0; e < STATE_CHUNK; ++e) {
-                const bool inside = exists && k + e < params.hidden;
-                at[e] = !inside ? A(0) : rows ? rows[(long long)n * params.hidden + k + e] : value_at<T>(params.h0, d, n, k + e);
+                for (int e = 0; e < STATE_CHUNK; ++e) at[e] = e < valid ? value_at<T>(array, d, n, k + e) : A(0);
             }
         }
     }
 
-    // The product with these rows, or with h0 where they are null; then f(i, sums) for each pair of the thread.
+    // R's product with these rows, or with h0 where they are null; then f(i, sums) for each pair of the thread.
     // `resident`: R's rows as fetch_weight has put them, `pitch` apart.
     template <class F>
-    __device__ __forceinline__ void multiply(Shared& shared, const A* rows, const T* resident, int pitch, F f) const {
-        const int blocks = (params.hidden + K - 1) / K;
+    __device__ __forceinline__ void multiply_state(Shared& shared, const A* rows, const T* resident, int pitch, F f) const {
+        multiply(shared, rows, params.h0, params.weight, params.weight_packet, params.hidden, resident, pitch, f);
+    }
+
+    // The same of the inputs.
+    template <class F> __device__ __forceinline__ void multiply_inputs(Shared& shared, F f) const {
+        multiply(shared, nullptr, params.x, params.weight_ih, params.weight_ih_packet, params.inputs, nullptr, 0, f);
+    }
+
+  private:
+    // Bytes that rows of any length begin on boundaries of, and that can be copied asynchronously.
+    template <class S> static constexpr int SMALL_PACKET = sizeof(S) > 4 ? sizeof(S) : 4;
+
+    // 16 bytes of which `valid` elements exist, `step` apart; zeros for the others.
+    template <class S>
+    static __device__ __forceinline__ void fetch_chunk(S* to, const S* from, long long step, int packet, int valid) {
+        constexpr int COUNT = 16 / sizeof(S), SMALL = SMALL_PACKET<S>;
+        if (packet == 16) {
+            copy_async<16>(to, from, valid > 0);
+        } else if (packet == SMALL) {
+#pragma unroll
+            for (int e = 0; e < COUNT; e += SMALL / sizeof(S)) copy_async<SMALL>(to + e, from + e, e < valid);
+        } else {
+#pragma unroll
+            for (int e = 0; e < COUNT; ++e) to[e] = e < valid ? from[e * step] : S{};
+        }
+    }
+
+    template <class F>
+    __device__ __forceinline__ void multiply(
+        Shared& shared, const A* rows, const Strided& array, const Strided& right, int packet, int length,
+        const T* resident, int pitch, F f) const {
+        const int blocks = (length + K - 1) / K;
         const auto fetch = [&](int i) {
             Stage& stage = shared.stage[i % STAGES];
-            if (!RESIDENT) fetch_weight(stage.weight, WEIGHT_PITCH, i * K, K, CellStep<T, GATE_COUNT>::first_gate(params));
-            fetch_state(stage.state, rows, i * K);
+            if (!RESIDENT)
+                fetch_weight(stage.weight, WEIGHT_PITCH, right, packet, length, i * K, K,
+                             CellStep<T, GATE_COUNT>::first_gate(params));
+            fetch_state(stage.state, rows, array, length, i * K);
         };
 #pragma unroll 1
         for (int i = 0; i < STAGES - 1; ++i) {
             if (i < blocks) fetch(i);
             commit_copies();
         }
-        A sum[SAMPLE_COUNT][GATE_COUNT] = {};
-        const int unit_row = warp() % UNIT_WARPS * 8 + lane_unit(), k_warp = warp() / UNIT_WARPS;
+        Products products;
+        const int unit_warp = warp() % UNIT_WARPS, k_warp = warp() / UNIT_WARPS;
+        const int weight_pitch = RESIDENT ? pitch : WEIGHT_PITCH;
 #pragma unroll 1
         for (int i = 0; i < blocks; ++i) {
             wait_for_copies<STAGES - 2>();
@@ -117,18 +148,15 @@ struct RecurrentTile {
             commit_copies();
             const Stage& stage = shared.stage[i % STAGES];
             const T* const weight = RESIDENT ? resident + i * K : stage.weight;
-            add_products(sum, weight + unit_row * (RESIDENT ? pitch : WEIGHT_PITCH), RESIDENT ? pitch : WEIGHT_PITCH,
-                         stage.state + lane_sample() * STATE_PITCH, k_warp * CHUNK);
+            products.add(weight + unit_warp * 8 * weight_pitch + k_warp * Products::STEP, weight_pitch,
+                         UNITS * weight_pitch, stage.state + k_warp * Products::STEP, STATE_PITCH);
         }
         wait_for_copies<0>();
         __syncthreads();  // the stages are free
 
-        const int unit_warp = warp() % UNIT_WARPS, lane = threadIdx.x % 32;
-#pragma unroll
-        for (int s = 0; s < SAMPLE_COUNT; ++s)
-#pragma unroll
-            for (int g = 0; g < GATE_COUNT; ++g)
-                shared.partial[(k_warp * GATE_COUNT + g) * PAIRS + (s * UNIT_WARPS + unit_warp) * 32 + lane] = sum[s][g];
+        products.for_each([&](int n, int g, int u, A sum) {
+            shared.partial[(k_warp * GATE_COUNT + g) * PAIRS + pair_of(n, unit_warp * 8 + u)] = sum;
+        });
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < PAIRS_A_THREAD; ++i) {
@@ -143,30 +171,6 @@ struct RecurrentTile {
             f(i, total);
         }
         __syncthreads();  // the partial sums have been read
-    }
-
-  private:
-    // A warp's chunks of a K-block; `weight` and `state` begin with the thread's unit and first sample.
-    static __device__ __forceinline__ void add_products(
-        A (&sum)[SAMPLE_COUNT][GATE_COUNT], const T* weight, int pitch, const A* state, int k_first) {
-#pragma unroll
-        for (int chunk = 0; chunk < CHUNKS_A_WARP; ++chunk) {
-            const int k = k_first + chunk * K_WARPS * CHUNK;
-            Packet<T, CHUNK> w[GATE_COUNT];
-#pragma unroll
-            for (int g = 0; g < GATE_COUNT; ++g) w[g] = load_packet<CHUNK>(weight + g * UNITS * pitch + k);
-#pragma unroll
-            for (int s = 0; s < SAMPLE_COUNT; ++s) {
-#pragma unroll
-                for (int part = 0; part < CHUNK; part += STATE_CHUNK) {
-                    const Packet<A, STATE_CHUNK> h = load_packet<STATE_CHUNK>(state + s * 4 * STATE_PITCH + k + part);
-#pragma unroll
-                    for (int e = 0; e < STATE_CHUNK; ++e)
-#pragma unroll
-                        for (int g = 0; g < GATE_COUNT; ++g) add_product(sum[s][g], h.lane[e], widen(w[g].lane[part + e]));
-                }
-            }
-        }
     }
 };
 

@@ -150,14 +150,19 @@ def _recurrent_seconds(step: KernelLaunch, gpu: GpuModel) -> float:
     passes = -(-params["batch"] // (samples * rows))
     gates = params["gates_a_unit"] if step.cooperative else int(macros["GATES"])
     flops = passes * 2 * samples * units * gates * params["hidden"]
-    seconds = products_seconds(columns * rows * directions, flops, macros["SAMPLES"], macros["DTYPE"], gpu)
+    seconds = products_seconds(columns * rows * directions, flops, macros, gpu)
     return params["count"] * (seconds + BARRIER_SECONDS) if step.cooperative else seconds
 
 
-def products_seconds(blocks: int, flops: int, samples: str, dtype: str, gpu: GpuModel) -> float:
+def products_seconds(blocks: int, flops: int, macros: Mapping[str, str], gpu: GpuModel) -> float:
     """What the recurrent products of a step take, `flops` in each block."""
+    dtype = macros["DTYPE"]
+    # Of two instructions for each product, one is for the part of the state that rounding would lose.
+    rate = (
+        _fma_rate(dtype, gpu) if macros["ARITHMETIC"] == "FMA" else gpu.gemm_rate(dtype, "float32") * gpu.mma_share / 2
+    )
     rounds = -(-blocks // gpu.multiprocessors)
-    return rounds * flops * gpu.multiprocessors / (_fma_rate(dtype, gpu) * RECURRENT_EFFICIENCY[samples])
+    return rounds * flops * gpu.multiprocessors / (rate * RECURRENT_EFFICIENCY[macros["SAMPLES"]])
 
 
 def _fma_rate(dtype: str, gpu: GpuModel) -> float:

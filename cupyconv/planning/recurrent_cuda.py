@@ -13,6 +13,7 @@ that a graph can capture the whole; "auto" may take cuBLAS.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
@@ -25,6 +26,7 @@ from cupyconv.operands import Operand
 from cupyconv.plan import Address, Buffer, Conversion, GemmCall, Kernel, KernelLaunch, LaunchLoop, Plan, Step
 from cupyconv.planning.cuda import choose, draft_conv
 from cupyconv.planning.draft import Draft, in_turn, products_seconds
+from cupyconv.planning.implicit_gemm import FIRST_MMA
 from cupyconv.planning.launches import GRID_Y, PACKET_BYTES, epilogue_launch
 from cupyconv.planning.request import (
     RECURRENT_METHODS,
@@ -37,10 +39,14 @@ from cupyconv.planning.request import (
 
 #: Threads of a block, and the 32 of a warp as 4 (samples) x 8 (units): RecurrentTile of kernels/recurrent_tile.cuh.
 THREADS, LANE_SAMPLES, LANE_UNITS = 256, 4, 8
-#: Chunks of 16 bytes that a warp takes of a K-block.
-CHUNKS_A_WARP = 2
+#: Bytes of a row of the weight that a warp takes of a K-block (STEP of kernels/recurrent_products.cuh).
+STEP_BYTES = 32
+#: Bytes behind each row of the state in shared memory (STATE_PAD there).
+STATE_PAD_BYTES = {"FMA": 16, "MMA": 32}
 #: K-blocks on their way, by whether the weight is resident.
 STAGES = {False: 3, True: 4}
+#: Rows of the weight a unit in one product: of an rnn and the last part of a gru, the first of that, a gru, an lstm.
+GATES_A_PRODUCT = (1, 2, 3, 4)
 #: Elements between two counters, each on a line of its own (APART of kernels/recurrent_persistent.cu).
 COUNTERS_APART = 32
 
@@ -50,8 +56,13 @@ class Tile:
     """A block's part of a step, with `samples` of each thread: the host's side of RecurrentTile."""
 
     dtype: str
+    arithmetic: str
     samples: int
     resident: bool
+
+    @property
+    def macros(self) -> tuple[tuple[str, str], ...]:
+        return ("DTYPE", self.dtype), ("ARITHMETIC", self.arithmetic), ("SAMPLES", str(self.samples))
 
     @property
     def unit_warps(self) -> int:
@@ -71,24 +82,26 @@ class Tile:
 
     @property
     def k_block(self) -> int:
-        return self.k_warps * CHUNKS_A_WARP * PACKET_BYTES // ITEMSIZE[self.dtype]
+        return self.k_warps * STEP_BYTES // ITEMSIZE[self.dtype]
 
     def shared_bytes(self, gates: int, product_gates: int, hidden: int) -> int:
         """Stages, or partial sums in their place, and behind them the resident rows of all gates."""
         item, sums = ITEMSIZE[self.dtype], ITEMSIZE[accumulator(self.dtype)]
         weight = PACKET_BYTES if self.resident else product_gates * self.units * (self.k_block * item + PACKET_BYTES)
-        stage = weight + self.rows * (self.k_block * sums + PACKET_BYTES)
+        stage = weight + self.rows * (self.k_block * sums + STATE_PAD_BYTES[self.arithmetic])
         partial = self.k_warps * product_gates * self.rows * self.units * sums
         columns = -(-hidden // self.k_block) * self.k_block
         resident = self.resident * gates * self.units * (columns * item + PACKET_BYTES)
         return max(STAGES[self.resident] * stage, partial) + resident
 
 
-def tile_samples(dtype: str, resident: bool) -> tuple[int, ...]:
-    """What a thread may take; eight samples of four gates in float64 pass the registers."""
-    if resident:
-        return 1, 4
-    return (4,) if dtype == "float64" else (4, 8)
+def recurrent_tiles(dtype: str, resident: bool, gpu: GpuModel) -> tuple[Tile, ...]:
+    """What a GPU may be asked for: tensor cores for 16-bit types where it has them, else CUDA cores."""
+    if ITEMSIZE[dtype] == 2 and gpu.capability >= FIRST_MMA[dtype]:
+        arithmetic, samples = "MMA", (4,) if resident else (4, 8)
+    else:  # eight samples of four gates in float64 pass the registers
+        arithmetic, samples = "FMA", (1, 4) if resident else (4,) if dtype == "float64" else (4, 8)
+    return tuple(Tile(dtype, arithmetic, count, resident) for count in samples)
 
 
 def plan_recurrent(request: RecurrentRequest) -> Plan:
@@ -148,6 +161,23 @@ class _Layer:
         """One method, or NotApplicable."""
         if 0 in (self.geometry.batch, self.geometry.hidden):
             return Draft(method, (), reason="the result is empty")
+        if method == "persistent" or self.geometry.steps != 1:
+            return self._sequence(method)
+        drafts = [self._single_step()]
+        with suppress(NotApplicable):
+            drafts.append(self._sequence(method))
+        return min(drafts, key=lambda draft: draft.cost(self.gpu).seconds)
+
+    def _single_step(self) -> Draft:
+        """A sequence of one step, whose kernel multiplies the inputs too."""
+        tile = recurrent_tiles(self.dtype, False, self.gpu)[0]
+        launches = self._launches("step", tile, self._tiles(tile), _Chunk(0, 1), 1, projected=False)
+        gates = self._gates_buffer(1) if len(self.products) > 1 else []
+        words = f"one step, which projects its inputs, blocks of {tile.rows} samples x {tile.units} units"
+        return Draft("step", launches, (*self._state_buffers(0), *gates), words, self._notes())
+
+    def _sequence(self, method: str) -> Draft:
+        """Projections, and what runs through their steps."""
         tile, grid, words = self._step_tile() if method == "step" else self._persistent_tile()
         workspace = self._state_buffers(rows_that_wait=prod(grid[1:]) if method == "persistent" else 0)
         chunks, projections = self._projections(sum(_rounded_up(buffer.nbytes) for buffer in workspace))
@@ -170,7 +200,7 @@ class _Layer:
         return -(-geometry.hidden // tile.units), -(-geometry.batch // tile.rows), geometry.directions
 
     def _step_tile(self) -> tuple[Tile, tuple[int, int, int], str]:
-        tiles = [Tile(self.dtype, samples, False) for samples in tile_samples(self.dtype, False)]
+        tiles = recurrent_tiles(self.dtype, False, self.gpu)
         tile = min(tiles, key=lambda tile: self._seconds(tile, self._tiles(tile)))
         grid = self._tiles(tile)
         if grid[1] > GRID_Y:
@@ -182,8 +212,7 @@ class _Layer:
         """The quickest tile whose blocks fit on the GPU all at once, one a multiprocessor."""
         gpu, geometry = self.gpu, self.geometry
         fitting, reasons = [], []
-        for samples in tile_samples(self.dtype, resident=True):
-            tile = Tile(self.dtype, samples, True)
+        for tile in recurrent_tiles(self.dtype, True, gpu):
             columns, tiles, directions = self._tiles(tile)
             needed = tile.shared_bytes(geometry.gates, max(self.products), geometry.hidden)
             if needed > gpu.shared_bytes:
@@ -209,7 +238,7 @@ class _Layer:
     def _seconds(self, tile: Tile, grid: tuple[int, int, int]) -> float:
         """Of the products of one step."""
         passes = -(-self._tiles(tile)[1] // grid[1])
-        return products_seconds(prod(grid), passes * self._flops_a_block(tile), str(tile.samples), self.dtype, self.gpu)
+        return products_seconds(prod(grid), passes * self._flops_a_block(tile), dict(tile.macros), self.gpu)
 
     def _flops_a_block(self, tile: Tile) -> int:
         return 2 * tile.rows * tile.units * self.geometry.gates * self.geometry.hidden
@@ -220,8 +249,10 @@ class _Layer:
         """What does not depend on the number of steps in a chunk; counters come last."""
         geometry = self.geometry
         state = geometry.directions * geometry.batch * geometry.hidden * ITEMSIZE[self.computed]
-        buffers = [Buffer("states", 2 * state)]
-        if geometry.cell == "lstm":
+        buffers = []
+        if geometry.steps > 1:
+            buffers.append(Buffer("states", 2 * state))
+        if geometry.steps > 1 and geometry.cell == "lstm":
             buffers.append(Buffer("cell state", state))
         if len(self.products) > 1 and "candidate" not in self.kept:
             buffers.append(Buffer("reset state", state))
@@ -298,12 +329,14 @@ class _Layer:
         )  # fmt: skip
 
     def _launches(
-        self, method: str, tile: Tile, grid: tuple[int, int, int], chunk: _Chunk, stride: int
+        self, method: str, tile: Tile, grid: tuple[int, int, int], chunk: _Chunk, stride: int, *, projected: bool = True
     ) -> tuple[KernelLaunch, ...]:
         """The launches of one step, or the one of all of a chunk's steps."""
         geometry, persistent = self.geometry, method == "persistent"
         steps = max(chunk.count, 1) if persistent else 1
-        products = 2 * geometry.directions * geometry.batch * geometry.hidden**2
+        reduction = geometry.hidden + (0 if projected else geometry.inputs)
+        products = 2 * geometry.directions * geometry.batch * geometry.hidden * reduction
+        weights = self.request.weight_hh.nbytes + (0 if projected else self.request.weight_ih.nbytes)
         state = geometry.directions * geometry.batch * geometry.hidden * ITEMSIZE[self.computed]
         gates = geometry.directions * self.gates_a_step * ITEMSIZE[self.computed]
         purposes = (
@@ -313,33 +346,35 @@ class _Layer:
         )
         return tuple(
             KernelLaunch(
-                Kernel(
-                    f"recurrent_{method}",
-                    (("DTYPE", self.dtype), ("GATES", str(count)), ("SAMPLES", str(tile.samples))),
-                ),
+                Kernel(f"recurrent_{method}", (*tile.macros, ("GATES", str(count)))),
                 grid,
                 THREADS,
-                self._params(chunk, stride, persistent, count),
+                self._params(chunk, stride, persistent, count, projected),
                 shared_bytes=tile.shared_bytes(geometry.gates, count, geometry.hidden),
                 purpose=purpose + " of all steps" * persistent,
-                bytes_moved=self.request.weight_hh.nbytes + steps * (gates + 3 * state),
+                bytes_moved=weights * count // geometry.gates + steps * (gates + 3 * state),
                 flops=steps * products * (geometry.gates if persistent else count),
                 cooperative=persistent,
             )
             for count, purpose in zip(self.products[: 1 if persistent else None], purposes)
         )  # fmt: skip
 
-    def _params(self, chunk: _Chunk, stride: int, persistent: bool, gates: int) -> tuple[tuple[str, Any], ...]:
+    def _params(
+        self, chunk: _Chunk, stride: int, persistent: bool, gates: int, projected: bool
+    ) -> tuple[tuple[str, Any], ...]:
         """The C++ struct RecurrentParams."""
         request, geometry = self.request, self.geometry
         lengths, y, state = request.lengths, request.out, geometry.batch * geometry.hidden
         kept_gates, beside = self.kept.get("gates"), self.kept.get("cells", self.kept.get("candidate"))
-        gates_at = Address(kept_gates.name if kept_gates else "gates") if geometry.steps else None
+        in_memory = geometry.steps > 0 and (kept_gates or projected or len(self.products) > 1)
+        gates_at = Address(kept_gates.name if kept_gates else "gates") if in_memory else None
         first = [0 if kept_gates else chunk.time(sign, geometry.steps) for sign in geometry.signs]
         two_products = len(self.products) > 1
         clip = inf if geometry.clip is None else geometry.clip
         return (
             ("weight", _strided(request.weight_hh)),
+            ("x", (None, 0, 0, 0) if projected else _strided(request.x)),
+            ("weight_ih", (None, 0, 0, 0) if projected else _strided(request.weight_ih)),
             ("bias_ih", _strided(request.bias_ih)),
             ("bias_hh", _strided(request.bias_hh)),
             ("peephole", _strided(request.peephole)),
@@ -357,13 +392,14 @@ class _Layer:
             ("beside", Address(beside.name) if beside else Address("reset state") if two_products else None),
             ("beside_d", (geometry.steps if beside else 1) * state),
             ("beside_t", state if beside else 0),
-            ("states", Address("states")),
-            ("cells", Address("cell state") if geometry.cell == "lstm" else None),
+            ("states", Address("states") if geometry.steps > 1 else None),
+            ("cells", Address("cell state") if geometry.steps > 1 and geometry.cell == "lstm" else None),
             ("counters", Address("counters") if persistent else None),
             ("activation", tuple(_activation(one) for group in geometry.activations for one in _three(group))),
             ("clip", clip),
             ("steps", geometry.steps),
             ("batch", geometry.batch),
+            ("inputs", geometry.inputs),
             ("hidden", geometry.hidden),
             ("step", chunk.first),
             ("count", max(chunk.count, 1)),
@@ -374,21 +410,27 @@ class _Layer:
             ("keeps_gates", int(bool(kept_gates) or two_products)),
             ("input_forget", int(geometry.input_forget)),
             ("lengths_wide", int(lengths is not None and lengths.dtype == "int64")),
-            ("weight_packed", int(self._weight_packed())),
+            ("weight_packet", _packet(request.weight_hh)),
+            ("weight_ih_packet", _packet(request.weight_ih)),
             ("states_packed", int(state // geometry.batch * ITEMSIZE[self.computed] % PACKET_BYTES == 0)),
         )
 
-    def _weight_packed(self) -> bool:
-        weight = self.request.weight_hh
-        packet = PACKET_BYTES // weight.itemsize
-        along = weight.strides[2] == 1 and weight.shape[2] % packet == 0
-        return along and weight.alignment >= PACKET_BYTES and not any(stride % packet for stride in weight.strides[:2])
-
     def _notes(self) -> tuple[str, ...]:
-        name = self.request.weight_hh.name
-        if self._weight_packed():
+        weight = self.request.weight_hh
+        if _packet(weight) == PACKET_BYTES:
             return ()
-        return (f"{name}: its rows are no whole number of {PACKET_BYTES}-byte packets: scalar access",)
+        access = "scalar access" if not _packet(weight) else f"accesses of {_packet(weight)} bytes"
+        return (f"{weight.name}: its rows are no whole number of aligned {PACKET_BYTES}-byte packets: {access}",)
+
+
+def _packet(weight: Operand) -> int:
+    """Bytes of the packets that the rows of a weight are whole numbers of, aligned: 16, or 4 and at least an element."""
+    for nbytes in (PACKET_BYTES, max(4, weight.itemsize)):
+        width = nbytes // weight.itemsize
+        whole = all(number % width == 0 for number in (weight.shape[2], *weight.strides[:2]))
+        if whole and (weight.strides[2] == 1 or weight.shape[2] == 1) and weight.alignment >= nbytes:
+            return nbytes
+    return 0
 
 
 def _strided(operand: Operand | None) -> tuple[Any, ...]:

@@ -41,12 +41,13 @@ _CONVOLUTION = _struct(
 STRIDED = _struct(data=POINTER, stride_d=INT64, stride_n=INT64, stride_u=INT64)
 GATE_ACTIVATION = _struct(alpha=FLOAT64, beta=FLOAT64, code=INT32)
 _RECURRENT = _struct(
-    weight=STRIDED, bias_ih=STRIDED, bias_hh=STRIDED, peephole=STRIDED, h0=STRIDED, c0=STRIDED, h=STRIDED, c=STRIDED,
+    weight=STRIDED, x=STRIDED, weight_ih=STRIDED, bias_ih=STRIDED, bias_hh=STRIDED, peephole=STRIDED, h0=STRIDED, c0=STRIDED, h=STRIDED, c=STRIDED,
     y=STRIDED, y_step=INT64, lengths=POINTER, lengths_stride=INT64, gates=POINTER, gates_d=INT64, gates_t=INT64,
     beside=POINTER, beside_d=INT64, beside_t=INT64, states=POINTER, cells=POINTER, counters=POINTER,
-    activation=(GATE_ACTIVATION, 6), clip=FLOAT64, steps=INT32, batch=INT32, hidden=INT32, step=INT32, count=INT32,
+    activation=(GATE_ACTIVATION, 6), clip=FLOAT64, steps=INT32, batch=INT32, inputs=INT32, hidden=INT32, step=INT32, count=INT32,
     first=(INT32, 2), backward=(INT32, 2), gates_a_unit=INT32, is_candidate=INT32, keeps_gates=INT32,
-    input_forget=INT32, lengths_wide=INT32, weight_packed=INT32, states_packed=INT32,
+    input_forget=INT32, lengths_wide=INT32, weight_packet=INT32, weight_ih_packet=INT32,
+    states_packed=INT32,
 )  # fmt: skip
 
 #: Kernel name -> its one parameter.
