@@ -15,6 +15,8 @@ from cupyconv.backends.numpy.convolution import ConvolutionLoop
 from cupyconv.backends.numpy.epilogue_grad import epilogue_grad
 from cupyconv.backends.numpy.gathered import GatheredConvolution
 from cupyconv.backends.numpy.pooling import pooling_loop
+from cupyconv.backends.numpy.recurrent import RecurrentLayer
+from cupyconv.backends.numpy.recurrent_gradient import RecurrentGradient
 from cupyconv.backends.numpy.transposed import TransposedConvolution
 from cupyconv.backends.numpy.weight_gradient import WeightGradient
 from cupyconv.backends.numpy.windows import five_axes
@@ -28,6 +30,8 @@ from cupyconv.plan import (
     GatheredLoop,
     Plan,
     PoolingLoop,
+    RecurrentGradientLoop,
+    RecurrentLoop,
     Step,
     TransposedLoop,
     WeightGradientLoop,
@@ -56,6 +60,10 @@ class NumpyBackend:
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """An uninitialised C-ordered array."""
         return np.empty(shape, dtype)
+
+    def from_host(self, array: np.ndarray) -> Any:
+        """An array in the host's memory as one of this backend's."""
+        return array
 
     def converted(self, array: Any, dtype: np.dtype) -> Any:
         """A C-ordered copy in `dtype`: of the real parts where that is real."""
@@ -86,6 +94,10 @@ def _prepared(step: Step) -> Callable[[Mapping[str, Any]], None]:
         return pooling_loop(step)
     if isinstance(step, ChainLoop):
         return ChainConvolution(step).run
+    if isinstance(step, RecurrentLoop):
+        return RecurrentLayer(step).run
+    if isinstance(step, RecurrentGradientLoop):
+        return RecurrentGradient(step).run
     assert isinstance(step, BlockLoop)
     if step.body == "im2col":
         return partial(_im2col, step)
