@@ -12,6 +12,7 @@ from typing import Any
 from cupyconv.activations import Activation
 from cupyconv.dtypes import ITEMSIZE, is_complex
 from cupyconv.geometry import ConvGeometry, Windows
+from cupyconv.prologue import NONE, Prologue
 
 #: Inputs that fit into the table of a kernel's parameters (MAX_SOURCES of kernels/image.cuh).
 MAX_SOURCES = 64
@@ -171,11 +172,12 @@ class BlockLoop:
     in_place: bool  # the sums are the result itself
     bytes_moved: int
     flops: int
+    prologue: Prologue = field(default=NONE, kw_only=True)
 
     def __str__(self) -> str:
         block = " x ".join(map(str, self.block))
         return (
-            f"loop     {self.body}, sums in {'the result' if self.in_place else self.dtype}: {self.blocks} block(s) of {block} (n, d, h, w)"
+            f"loop     {self.body}{f' of {self.prologue}' if self.prologue else ''}, sums in {'the result' if self.in_place else self.dtype}: {self.blocks} block(s) of {block} (n, d, h, w)"
             f" on {self.threads} thread(s)"
         )
 

@@ -43,6 +43,8 @@ def plan_conv(request: ConvRequest) -> Plan:
     """The plan for ``request.method``; ValueError where a named method does not apply."""
     gpu = request.machine
     assert isinstance(gpu, GpuModel)
+    if request.prologue:
+        raise ValueError("a prologue is not computed on CUDA yet: apply it to x first")
     request = without_empty_inputs(request)
     check_alignment((*request.xs, request.weight, request.out, request.bias, request.residual))
     request, conversions = converted(request)

@@ -74,6 +74,7 @@ def _gemm(request: ConvRequest) -> Plan:
     view = (
         geometry.is_pointwise
         and len(request.xs) == 1
+        and not request.prologue
         and geometry.pixels >= LONE_PIXELS
         and request.xs[0].dtype == accumulator(request.x_dtype)
         and is_complex(request.x_dtype) == is_complex(request.weight_dtype)
@@ -99,7 +100,7 @@ def _direct(request: ConvRequest) -> Plan:
     # Beside the sums: one tap's products, and its columns where they make a matrix.
     per_pixel = _sum_bytes(request, in_place=False)
     per_pixel += 0 if scaled else geometry.in_channels * _item(request.x_dtype)
-    body = _Body("scaled taps" if scaled else "taps", per_pixel)
+    body = _Body("scaled taps" if scaled else "taps", per_pixel, tile=scaled and bool(request.prologue))
     if request.method == "direct":
         why = "method='direct' was asked for"
     elif geometry.is_depthwise:
@@ -126,8 +127,8 @@ class _Body:
         if self.tile:
             read = block[0] * geometry.in_channels * tile_pixels(geometry, block) * _item(request.x_dtype)
             nbytes += read
-        # A border that a padding mode fills is gathered beside what it is copied to.
-        return nbytes + (read if geometry.padding_mode != "constant" else 0)
+        # A border that a padding mode fills is gathered beside what it is copied to; an activation takes a temporary.
+        return nbytes + read * ((geometry.padding_mode != "constant") + bool(request.prologue.activation))
 
     def in_place(self, request: ConvRequest, block: Block) -> bool:
         """Whether the block's sums are the result itself."""
@@ -147,6 +148,7 @@ def _plan(request: ConvRequest, method: str, body: _Body, block: Block, words: s
         geometry=geometry, dtype=accumulator(request.out.dtype),
         x_dtype=accumulator(request.x_dtype), weight_dtype=accumulator(request.weight_dtype), activation=request.activation,
         in_place=body.in_place(request, block), bytes_moved=request.minimal_bytes, flops=request.flops,
+        prologue=request.prologue,
     )  # fmt: skip
     return Plan(
         method=method, backend="numpy", device=str(machine), problem=str(geometry), result=describe_result(request),

@@ -12,6 +12,7 @@ from cupyconv.geometry import ConvGeometry, Windows
 from cupyconv.machine import GpuModel, HostModel
 from cupyconv.operands import Operand
 from cupyconv.plan import Conversion
+from cupyconv.prologue import NONE, Prologue
 from cupyconv.recurrence import RecurrentGeometry
 
 METHODS = ("direct", "gemm", "implicit_gemm")
@@ -73,11 +74,12 @@ class ConvRequest(_ProductsRequest):
     pre: Operand | None = None  # where the pre-activation goes that is kept beside the result; laid out as that is
     weight_dtype: str
     activation: Activation = IDENTITY
+    prologue: Prologue = NONE
 
     @property
     def minimal_bytes(self) -> int:
         """Every argument once: the fewest bytes any method can move."""
-        operands = (*self.xs, self.weight, self.out, self.bias, self.residual, self.pre)
+        operands = (*self.xs, self.weight, self.out, self.bias, self.residual, self.pre, *self.prologue.vectors)
         return sum(operand.nbytes for operand in operands if operand is not None)
 
     @property
@@ -92,11 +94,12 @@ class WeightGradientRequest(_ProductsRequest):
     grad: Operand
     out: Operand  # with the weight's axes
     grad_dtype: str
+    prologue: Prologue = NONE
 
     @property
     def minimal_bytes(self) -> int:
         """Every argument and the result once."""
-        return sum(operand.nbytes for operand in (self.grad, *self.xs, self.out))
+        return sum(operand.nbytes for operand in (self.grad, *self.xs, self.out, *self.prologue.vectors))
 
     @property
     def flops(self) -> int:

@@ -6,7 +6,8 @@
     any strides,                [g, K_g, pixels]              [g, O_g, pixels]                 any strides,
     any dtype                   dtype of the sums             dtype of the sums                rounded once
 
-Blocks are disjoint, so threads may take them in any order and every bit stays the same.
+A prologue is applied as columns are read.  Blocks are disjoint, so threads may take them in any order and every bit
+stays the same.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from cupyconv.backends.numpy.blocks import (
     columns_of,
     cut_into_blocks,
     read_regions,
+    windows_of,
 )
+from cupyconv.backends.numpy.prologue import transform_of
 from cupyconv.backends.numpy.windows import five_axes, read
 from cupyconv.dtypes import dtype_from_name, is_complex
 from cupyconv.geometry import ConvGeometry
@@ -90,6 +93,7 @@ class BlockedConvolution:
             loop.plan.in_place and bias is None and residual is None and not loop.plan.activation
         )
         self._scratch = Scratch(loop.x_dtype, loop.plan.blocks)
+        self._transform = transform_of(loop.plan.prologue, arrays, loop.x_dtype)
 
     def finish(self, block: Block) -> None:
         self._store(block, self.loop.body(self, block))
@@ -101,7 +105,7 @@ class BlockedConvolution:
     # Four ways to the sums of a block, each (groups, group_outputs, samples, depth, height, width).
 
     def columns_and_product(self, block: Block) -> np.ndarray:
-        return self._product(self.matrix, columns_of(self.inputs, block, self._scratch), block)
+        return self._product(self.matrix, columns_of(self.inputs, block, self._scratch, self._transform), block)
 
     def product_of_view(self, block: Block) -> np.ndarray:
         ((x, _),) = self.inputs
@@ -120,13 +124,18 @@ class BlockedConvolution:
         sums = np.zeros(block.sums_shape, self.loop.sums_dtype)
         columns = self._scratch.array("columns", (geometry.in_channels, *block.size))
         for matrix, regions in zip(by_tap, block.taps):
-            read_regions(self.inputs, regions, block, columns)
+            read_regions(self.inputs, regions, block, columns, self._transform)
             sums += self._product(np.ascontiguousarray(matrix), columns, block)
         return sums
 
     def scaled_taps(self, block: Block) -> np.ndarray:
         """Depthwise: what a tap reads, times a number a channel; a matrix product would be a vector's."""
         sums = np.zeros(block.sums_shape, self.loop.sums_dtype)
+        if self._transform is not None:  # each element once, not once a tap
+            windows = windows_of(self.inputs, block, self._scratch, self._transform)
+            for t, tap in enumerate(np.ndindex(*self.geometry.kernel)):
+                sums += windows[(slice(None), *tap)][:, None] * self.weight[:, :, t, None, None, None, None]
+            return sums
         for t, regions in enumerate(block.taps):
             for at, elements in regions:
                 if elements is None:
