@@ -54,7 +54,7 @@ def forced_plan(call, arithmetic, tile):
     """The method's plan for a call, with this arithmetic and tile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(implicit_gemm, "arithmetics", lambda *_: (arithmetic,))
-        patch.setattr(implicit_gemm, "tiles", lambda _: (int(tile),))
+        patch.setattr(implicit_gemm, "tiles", lambda *_: (int(tile),))
         return cuda_planning.plan_conv(replace(call.request, method="implicit_gemm"))
 
 

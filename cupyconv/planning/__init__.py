@@ -18,6 +18,7 @@ from cupyconv.planning.request import (
     ConvRequest,
     EpilogueGradRequest,
     PoolingRequest,
+    PrologueGradRequest,
     TransposedRequest,
     WeightGradientRequest,
 )
@@ -84,6 +85,14 @@ def plan_epilogue_grad(request: EpilogueGradRequest) -> Plan:
     from cupyconv.planning import epilogue_grad
 
     return epilogue_grad.plan_epilogue_grad(request)
+
+
+@lru_cache(maxsize=CACHED_PLANS)
+def plan_prologue_grad(request: PrologueGradRequest) -> Plan:
+    """Decide how a gradient goes back through a prologue."""
+    from cupyconv.planning import prologue_grad
+
+    return prologue_grad.plan_prologue_grad(request)
 
 
 @lru_cache(maxsize=CACHED_PLANS)

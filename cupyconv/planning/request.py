@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
 from cupyconv.activations import IDENTITY, Activation
-from cupyconv.dtypes import is_complex
+from cupyconv.dtypes import accumulator, is_complex
 from cupyconv.geometry import ConvGeometry, Windows
 from cupyconv.machine import GpuModel, HostModel
 from cupyconv.operands import Operand
@@ -183,6 +183,22 @@ class EpilogueGradRequest(_Request):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrologueGradRequest(_Request):
+    """A gradient of transformed elements to be taken back through the prologue that made them of `x`."""
+
+    grad: Operand
+    x: Operand
+    prologue: Prologue  # of these channels
+    out: Operand | None = None  # the gradient of x
+    sums: Operand | None = None  # (1, 2 C, 1, 1, 1): each channel's of scale and of shift, in the accumulator's dtype
+
+    @property
+    def images(self) -> tuple[Operand, ...]:
+        """What each element is read from and written to."""
+        return (self.grad, self.x, *([self.out] if self.out else []))
+
+
+@dataclass(frozen=True, kw_only=True)
 class PoolingRequest(_Request):
     """Images to be pooled, each by itself; or, where there are `ys` and `grads`, the gradients of that."""
 
@@ -266,8 +282,17 @@ def converted(request: ConvRequest) -> tuple[ConvRequest, tuple[Conversion, ...]
         weight=convert(request.weight, request.weight_dtype, conversions),
         bias=bias and convert(bias, request.out.dtype, conversions),
         residual=residual and convert(residual, request.out.dtype, conversions),
+        prologue=converted_prologue(request.prologue, request.x_dtype, conversions),
     )
     return request, tuple(conversions)
+
+
+def converted_prologue(prologue: Prologue, x_dtype: str, conversions: list[Conversion]) -> Prologue:
+    """The prologue with its vectors in the dtype that elements of `x_dtype` are transformed in."""
+    scale, shift = (
+        vector and convert(vector, accumulator(x_dtype), conversions) for vector in (prologue.scale, prologue.shift)
+    )
+    return replace(prologue, scale=scale, shift=shift)
 
 
 def describe_result(request: ConvRequest) -> str:

@@ -43,6 +43,7 @@ PRODUCT_PIECE = 4 << 20
 
 def plan_weight_gradient(request: WeightGradientRequest) -> Plan:
     """The plan for ``request.method``; ValueError where a named method does not apply."""
+    assert not (request.prologue and _splits_x(request)), "a prologue is of complex numbers, not of their parts"
     request = without_empty_inputs(request)
     plans: dict[str, Callable[[], Plan]] = {"gemm": lambda: _gemm(request), "direct": lambda: _direct(request)}
     preferred, other = ("direct", "gemm") if request.geometry.is_depthwise else ("gemm", "direct")
@@ -53,6 +54,7 @@ def _gemm(request: WeightGradientRequest) -> Plan:
     geometry, xs = request.geometry, request.xs
     view = (
         geometry.is_pointwise
+        and not request.prologue
         and geometry.pixels >= LONE_PIXELS
         and (len(xs) == 1 or geometry.groups == 1)
         and all(x.dtype == accumulator(request.x_dtype) and is_matrix(x) for x in xs)
@@ -110,6 +112,7 @@ class _Body:
             grad_in_place = grad_in_place and prod(block[1 : 1 + axis]) == 1
         if geometry.padding_mode != "constant":
             nbytes += read  # a border that a padding mode fills is gathered beside what it is copied to
+        nbytes += read * bool(request.prologue.activation)  # which takes a temporary
         if not grad_in_place or block[0] > 1:
             nbytes += prod(block) * geometry.out_channels * ITEMSIZE[accumulator(request.grad_dtype)]
         return nbytes
@@ -146,7 +149,7 @@ def _plan(
             geometry=geometry, dtype=accumulator(request.out.dtype), x_dtype=accumulator(request.x_dtype),
             weight_dtype=accumulator(request.grad_dtype), activation=IDENTITY, in_place=in_place,
             bytes_moved=request.minimal_bytes, flops=request.flops * min(rows, geometry.group_outputs - first) // geometry.group_outputs,
-            first_row=first, rows=min(rows, geometry.group_outputs - first), piece=piece, grad_in_place=grad_in_place,
+            prologue=request.prologue, first_row=first, rows=min(rows, geometry.group_outputs - first), piece=piece, grad_in_place=grad_in_place,
         )
         for first in range(0, geometry.group_outputs, rows or 1)
         if request.out.nbytes

@@ -13,6 +13,7 @@ from cupyconv.backends.numpy.columns import col2im, im2col
 from cupyconv.backends.numpy.convolution import ConvolutionLoop
 from cupyconv.backends.numpy.epilogue_grad import epilogue_grad
 from cupyconv.backends.numpy.pooling import pooling_loop
+from cupyconv.backends.numpy.prologue_grad import prologue_grad
 from cupyconv.backends.numpy.transposed import TransposedConvolution
 from cupyconv.backends.numpy.weight_gradient import WeightGradient
 from cupyconv.backends.numpy.windows import five_axes
@@ -69,7 +70,7 @@ class NumpyBackend:
 def _prepared(step: Step) -> Callable[[Mapping[str, Any]], None]:
     """What runs a step."""
     if isinstance(step, ElementwiseLoop):
-        return partial(epilogue_grad, step)
+        return partial({"epilogue_grad": epilogue_grad, "prologue_grad": prologue_grad}[step.body], step)
     if isinstance(step, PoolingLoop):
         return pooling_loop(step)
     assert isinstance(step, BlockLoop)

@@ -40,6 +40,7 @@ from cupyconv.backends.numpy.blocks import (
     tile_of,
     windows_of,
 )
+from cupyconv.backends.numpy.prologue import transform_of
 from cupyconv.backends.numpy.windows import five_axes
 from cupyconv.dtypes import dtype_from_name, is_complex, real_part
 from cupyconv.geometry import ConvGeometry
@@ -110,6 +111,7 @@ class _Run:
         out = arrays["out"]
         #: (groups, outputs of a group, channels of a group, *kernel): these outputs of the result.
         self._out = out.reshape(geometry.groups, geometry.group_outputs, *out.shape[1:])[:, self._rows]
+        self._transform = transform_of(plan.prologue, arrays, loop.x_dtype)
         self._scratch = Scratch(loop.x_dtype, plan.blocks)
         self._grad_scratch = [Scratch(loop.grad_dtype, plan.blocks) for _ in self.grads]
         self._product_scratch = Scratch(np.result_type(loop.x_dtype, loop.grad_dtype), plan.blocks)
@@ -158,7 +160,7 @@ class _Run:
         self, block: Block, inputs: Inputs, grads: list[np.ndarray], sums: list[np.ndarray], is_first: bool
     ) -> None:
         geometry = self.geometry
-        columns = columns_of(inputs, block, self._scratch)
+        columns = columns_of(inputs, block, self._scratch, self._transform)
         columns = columns.reshape(geometry.groups, geometry.reduction, block.area)
         for grad, target in zip(grads, sums):
             self._add_product(grad, columns, target, is_first)
@@ -167,7 +169,7 @@ class _Run:
         self, block: Block, inputs: Inputs, grads: list[np.ndarray], sums: list[np.ndarray], is_first: bool
     ) -> None:
         geometry, axis = self.geometry, self.geometry.outermost
-        image, tile = tile_of(inputs, block, self._scratch), block.tile
+        image, tile = tile_of(inputs, block, self._scratch, self._transform), block.tile
         stride, rows = geometry.stride[axis], block.size[1 + axis]
         a_row = block.area // rows
         offsets = [t * geometry.dilation[axis] for t in range(geometry.kernel[axis])]
@@ -210,7 +212,7 @@ class _Run:
         geometry = self.geometry
         columns = self._scratch.array("columns", (geometry.in_channels, *block.size))
         for t, regions in enumerate(block.taps):
-            read_regions(inputs, regions, block, columns)
+            read_regions(inputs, regions, block, columns, self._transform)
             matrices = columns.reshape(geometry.groups, geometry.group_channels, block.area)
             for grad, target in zip(grads, sums):
                 self._add_product(grad, matrices, target[:, :, t :: geometry.taps], is_first)
@@ -219,7 +221,7 @@ class _Run:
         self, block: Block, inputs: Inputs, grads: list[np.ndarray], sums: list[np.ndarray], is_first: bool
     ) -> None:
         """Depthwise: what a tap reads, times the gradient, summed; a matrix product would be a vector's."""
-        windows = windows_of(inputs, block, self._scratch)
+        windows = windows_of(inputs, block, self._scratch, self._transform)
         channels = windows.shape[0]
         some = max(1, _CACHED * channels // (prod(block.tile.shape) * windows.itemsize))
         for grad, target in zip(grads, sums):
