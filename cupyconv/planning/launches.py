@@ -35,8 +35,10 @@ MERGE_DEPTH = 4
 MERGE_BLOCK = 128
 #: Neighbouring threads of im2col.cu that share pixels where channels lie side by side.
 IM2COL_LANES = 4
-#: Square kernels, with their stride along h, that depthwise.cu is compiled for; (0, 0) is any other.
+#: Square kernels, with their stride along h, that depthwise.cu is compiled for, alone and with a prologue; (0, 0) is
+#: any other.
 DEPTHWISE_KERNELS = ((3, 1), (3, 2), (5, 1), (5, 2), (7, 1))
+PROLOGUE_DEPTHWISE_KERNELS = ((3, 1), (3, 2))
 ANY_KERNEL = (0, 0)
 #: Bytes of a plane, and pixels, that depthwise.cu counts in 32 bits.
 PLANE_EXTENT = 2**30
@@ -129,7 +131,7 @@ def depthwise_launch(
     prologue: Prologue,
 ) -> KernelLaunch:  # fmt: skip
     """One kernel per channel, any multiplier."""
-    kernel, stride = _depthwise_kernel(geometry, xs, weight)
+    kernel, stride = _depthwise_kernel(geometry, xs, weight, prologue)
     rows = {0: 1, 1: 8, 2: 4}[stride]  # pixels a thread
     depth, height, width = geometry.out_size
     strips = geometry.batch * depth * -(-height // rows) * width
@@ -157,10 +159,13 @@ def depthwise_launch(
     )
 
 
-def _depthwise_kernel(geometry: ConvGeometry, xs: Sequence[Operand], weight: Operand) -> tuple[int, int]:
+def _depthwise_kernel(
+    geometry: ConvGeometry, xs: Sequence[Operand], weight: Operand, prologue: Prologue
+) -> tuple[int, int]:
     """The kernel and stride to compile for: a listed one, if 32 bits hold all that the kernel counts with them."""
     depth, height, width = geometry.kernel
-    listed = depth == 1 and height == width and (height, geometry.stride[1]) in DEPTHWISE_KERNELS
+    kernels = PROLOGUE_DEPTHWISE_KERNELS if prologue else DEPTHWISE_KERNELS
+    listed = depth == 1 and height == width and (height, geometry.stride[1]) in kernels
     images = (*xs, replace(weight, strides=tuple(map(abs, weight.strides))))
     counts = [
         *map(sum, zip(geometry.size, geometry.before, geometry.after)), geometry.batch * geometry.pixels,
@@ -187,7 +192,7 @@ def weight_gradient_launch(
     prologue: Prologue,
 ) -> KernelLaunch:  # fmt: skip
     """Parts of a weight's gradient, each over its share of all samples' pixels."""
-    outputs = weight_gradient_tile(geometry)
+    outputs = weight_gradient_tile(geometry, prologue)
     tiles_m, tiles_n = -(-geometry.group_outputs // outputs), -(-geometry.reduction // WEIGHT_GRADIENT_ROWS)
     dtypes = (("X_DTYPE", xs[0].dtype), ("G_DTYPE", grad.dtype), ("Y_DTYPE", out_dtype))
     plane = geometry.out_channels * geometry.reduction
@@ -214,9 +219,9 @@ def weight_gradient_launch(
     )
 
 
-def weight_gradient_tile(geometry: ConvGeometry) -> int:
-    """Outputs of a group that a block of weight_gradient.cu takes."""
-    return WEIGHT_GRADIENT_OUTPUTS[geometry.group_outputs > 1]
+def weight_gradient_tile(geometry: ConvGeometry, prologue: Prologue) -> int:
+    """Outputs of a group that a block of weight_gradient.cu takes; with a prologue there is one number."""
+    return WEIGHT_GRADIENT_OUTPUTS[geometry.group_outputs > 1 or bool(prologue)]
 
 
 def im2col_launches(

@@ -19,6 +19,7 @@ from cupyconv.planning.launches import (
     DIRECT_TILE,
     MERGE_TILES,
     PACKET_BYTES,
+    PROLOGUE_DEPTHWISE_KERNELS,
     PROLOGUE_MERGE_TILE,
     WEIGHT_GRADIENT_OUTPUTS,
     merge_tile,
@@ -70,8 +71,8 @@ def all_variants() -> tuple[Kernel, ...]:
         *(
             _kernel("depthwise", DTYPE=dtype, KERNEL=kernel, STRIDE=stride, **prologue)
             for dtype in REAL_DTYPES
-            for kernel, stride in (*DEPTHWISE_KERNELS, ANY_KERNEL)
             for prologue in PROLOGUES
+            for kernel, stride in (*(PROLOGUE_DEPTHWISE_KERNELS if prologue else DEPTHWISE_KERNELS), ANY_KERNEL)
         ),
         *(
             _kernel("im2col", DTYPE=f"bits{8 * itemsize}", WIDTH=width)
@@ -152,7 +153,7 @@ def _weight_gradient_variants() -> list[Kernel]:
         for result in DTYPES
         for x, grad in dict.fromkeys(product((result, real_part(result)), repeat=2))
         if result in (x, grad)
-        for outputs in WEIGHT_GRADIENT_OUTPUTS
+        for outputs in (WEIGHT_GRADIENT_OUTPUTS[1:] if prologue else WEIGHT_GRADIENT_OUTPUTS)
     ]
 
 

@@ -125,7 +125,7 @@ def _draft_direct(request: WeightGradientRequest, gpu: GpuModel) -> Draft:
         raise NotApplicable(f"{len(request.xs)} inputs; a kernel's parameters hold {MAX_SOURCES}")
     sums = accumulator(out.dtype)
     part = geometry.out_channels * geometry.reduction
-    tiles = geometry.groups * -(-geometry.group_outputs // weight_gradient_tile(geometry))
+    tiles = geometry.groups * -(-geometry.group_outputs // weight_gradient_tile(geometry, request.prologue))
     tiles *= -(-geometry.reduction // WEIGHT_GRADIENT_ROWS)
     pixels = geometry.batch * geometry.pixels
     affordable = (request.limit - Plan.ALIGNMENT) // (part * ITEMSIZE[sums])
