@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyconv.calls.convolution import prepare_conv, prepare_linmerge
+from cupyconv.calls.convolution import prepare_conv, prepare_linmerge, prologue_parts
 from cupyconv.repetition import call
 
 
@@ -53,8 +53,11 @@ def conv(
         ``"relu"``, ``("leaky_relu", 0.1)``, ``("clip", 0, 6)``, ...; the table is in ``cupyconv.activations``.
     residual : array, optional
         Of exactly the result's shape, added before the activation.
-    prologue : None
-        Reserved; anything else is refused in this version.
+    prologue : tuple (scale, shift, activation), optional
+        Each input element is taken as ``activation(scale[c] * x[n, c, p] + shift[c])``, computed as it is loaded:
+        a batch normalisation and an activation before the convolution, without a copy.  `scale` and `shift` are
+        arrays ``(C,)`` over all channels of the merged inputs; each of the three may be None.  Padding is zeros
+        beside transformed elements, and those of a `padding_mode` are transformed.
     method : str
         ``"auto"``, ``"direct"``, ``"gemm"`` (columns and a product) or ``"implicit_gemm"`` (CUDA: the product
         without columns); a method that does not apply is refused, never replaced.
@@ -101,12 +104,13 @@ def conv(
     >>> y.shape, float(y[0, 0, 4, 4])
     ((1, 16, 8, 8), 72.0)
     """
+    scale, shift, prologue_activation = prologue_parts(prologue)
     return call(
         prepare_conv,
-        {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out},
+        {"x": x, "weight": weight, "bias": bias, "residual": residual, "scale": scale, "shift": shift, "out": out},
         {
             "stride": stride, "padding": padding, "padding_mode": padding_mode, "dilation": dilation, "groups": groups,
-            "activation": activation, "prologue": prologue, "method": method,
+            "activation": activation, "prologue_activation": prologue_activation, "method": method,
         },
     )  # fmt: skip
 
@@ -160,8 +164,9 @@ def linmerge(
     >>> y.shape, y[0, :, 0].tolist()
     ((2, 2, 100), [3.0, 10.0])
     """
+    scale, shift, prologue_activation = prologue_parts(prologue)
     return call(
         prepare_linmerge,
-        {"xs": xs, "weight": weight, "bias": bias, "residual": residual, "out": out},
-        {"activation": activation, "prologue": prologue, "method": method},
+        {"xs": xs, "weight": weight, "bias": bias, "residual": residual, "scale": scale, "shift": shift, "out": out},
+        {"activation": activation, "prologue_activation": prologue_activation, "method": method},
     )

@@ -12,6 +12,7 @@ from typing import Any
 from cupyconv.activations import Activation
 from cupyconv.dtypes import ITEMSIZE, is_complex
 from cupyconv.geometry import ConvGeometry, Windows
+from cupyconv.prologue import NONE, Prologue
 from cupyconv.recurrence import RecurrentGeometry
 
 #: Inputs that fit into the table of a kernel's parameters (MAX_SOURCES of kernels/image.cuh).
@@ -205,11 +206,12 @@ class BlockLoop:
     bytes_moved: int
     flops: int
     part: int = field(default=0, kw_only=True)  # groups whose shared columns there are at a time; 0: other bodies
+    prologue: Prologue = field(default=NONE, kw_only=True)
 
     def __str__(self) -> str:
         block = " x ".join(map(str, self.block))
         return (
-            f"loop     {self.body}, sums in {'the result' if self.in_place else self.dtype}: {self.blocks} block(s) of {block} (n, d, h, w)"
+            f"loop     {self.body}{f' of {self.prologue}' if self.prologue else ''}, sums in {'the result' if self.in_place else self.dtype}: {self.blocks} block(s) of {block} (n, d, h, w)"
             f" on {self.threads} thread(s)"
         )
 
