@@ -76,7 +76,7 @@ def conv(
     ------
     TypeError
         For integer or foreign arrays, NumPy and CuPy mixed, a cast that would drop imaginary parts, a
-        complex result with an activation, or an `out` of another dtype.
+        complex result with an activation, before or after, or an `out` of another dtype.
     ValueError
         For shapes that do not fit, settings out of range, an `out` of the wrong shape or overlapping an
         argument, or a method that cannot do the problem.
@@ -90,6 +90,11 @@ def conv(
 
     Notes
     -----
+    A prologue is computed in the precision of sums, float32 for 16-bit types, and never widens the result; `scale` and
+    `shift` of that dtype are taken as they are, others converted first.  The products of ``"gemm"`` and
+    ``"implicit_gemm"`` on CUDA are of 16-bit elements, so there a transformed one is rounded to its type once.  With
+    a prologue ``"gemm"`` always writes columns, also of 1x1 kernels.
+
     On CUDA nothing waits for the GPU: the work is enqueued on the current stream.  After a first call
     like it, one with `out` whose plan has no workspace and no GEMM can be captured in a CUDA graph.  With
     ``CUPYCONV_NVTX=1`` in the environment each call is an NVTX range.  Source of the conventions: ONNX ``Conv``; Chetlur et al., *cuDNN: Efficient Primitives for Deep Learning* (2014),
