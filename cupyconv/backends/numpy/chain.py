@@ -27,23 +27,14 @@ from cupyconv.dtypes import dtype_from_name
 from cupyconv.plan import ChainLoop
 from cupyconv.rows import Piece, tiles
 
-#: A piece of a layer and the loop that computes it; None where there is nothing to compute.
-Work = tuple[Piece, ConvolutionLoop | None]
-
 
 class ChainConvolution:
     """What all runs of a plan have in common."""
 
     def __init__(self, loop: ChainLoop) -> None:
         self.plan = loop
-        by_geometry = [{part.geometry: ConvolutionLoop(part) for part in loops} for loops in loop.loops]
-        #: (samples, rows) -> tiles.
-        self.tiles: dict[tuple[int, range], list[tuple[Work, ...]]] = {}
-        for samples, band in product({len(samples) for samples in loop.sample_ranges}, loop.row_ranges):
-            self.tiles[samples, band] = [
-                tuple((piece, by_geometry[i].get(piece.geometry)) for i, piece in enumerate(tile))
-                for tile in tiles(loop.layers, loop.axis, samples, band, loop.tile[1])
-            ]
+        #: Of every layer, what computes a part of it.
+        self.loops = [{part.geometry: ConvolutionLoop(part) for part in loops} for loops in loop.loops]
         self.dtypes = [dtype_from_name(name) for name in loop.dtypes]
         self.x_dtypes = [dtype_from_name(loops[0].x_dtype) if loops else None for loops in loop.loops]
         self.weight_dtypes = [dtype_from_name(loops[0].weight_dtype) if loops else None for loops in loop.loops]
@@ -101,29 +92,30 @@ class _Run:
 
     def finish(self, samples: range, rows: range) -> None:
         """All tiles of a band, in order."""
-        tiles = self.chain.tiles[len(samples), rows]
-        most = [max(len(tile[i + 1][0].reads) for tile in tiles) for i in range(len(self.chain.plan.layers) - 1)]
-        held = [_Held(partial(self._empty, i, len(samples), rows)) for i, rows in enumerate(most)]
-        for tile in tiles:
-            for i, (piece, _) in enumerate(tile):
+        plan = self.chain.plan
+        held = [_Held(partial(self._empty, i, len(samples), count)) for i, count in enumerate(plan.held)]
+        for tile in tiles(plan.layers, plan.axis, len(samples), rows, plan.tile[1]):
+            is_last = tile[-1].outputs.stop == rows.stop
+            for i, piece in enumerate(tile):
                 if not piece.outputs:
                     continue
                 self._finish_piece(i, tile, samples, held)
-                if i and tile is tiles[-1]:
+                if i and is_last:
                     held[i - 1].forget()  # nobody reads it again
 
     def finish_in_thread(self, samples: range, rows: range) -> None:
         with np.errstate(all="ignore"):  # of the thread
             self.finish(samples, rows)
 
-    def _finish_piece(self, i: int, tile: tuple[Work, ...], samples: range, held: list[_Held]) -> None:
+    def _finish_piece(self, i: int, tile: tuple[Piece, ...], samples: range, held: list[_Held]) -> None:
         """The rows of layer `i` that a tile adds."""
-        piece, loop = tile[i]
+        piece = tile[i]
+        loop = self.chain.loops[i].get(piece.geometry)
         if i == len(held):
             result = self._cut(self.out, samples, piece.outputs)
         else:
-            result = self._make_room(held[i], tile[i + 1][0].reads, piece.outputs)
-        if loop is None:
+            result = self._make_room(held[i], tile[i + 1].reads, piece.outputs)
+        if loop is None:  # a layer of no channels
             return
         if i == 0:
             images = {name: self._cut(image, samples, piece.reads) for name, image in self.inputs.items()}
