@@ -12,7 +12,7 @@ but where a band begins, whose neighbour belongs to another thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
@@ -27,17 +27,35 @@ from cupyconv.dtypes import dtype_from_name
 from cupyconv.plan import ChainLoop
 from cupyconv.rows import Piece, tiles
 
+#: Rows that a layer adds to its result, and what computes them; None where a layer has no channels.
+Part = tuple[Piece, ConvolutionLoop | None]
+
+#: Tiles of a band up to which they are kept from run to run: a chain of few is bound by working them out.
+_KEPT_TILES = 16
+
 
 class ChainConvolution:
     """What all runs of a plan have in common."""
 
     def __init__(self, loop: ChainLoop) -> None:
         self.plan = loop
-        #: Of every layer, what computes a part of it.
-        self.loops = [{part.geometry: ConvolutionLoop(part) for part in loops} for loops in loop.loops]
+        #: Of every layer, what computes a part of it, by its geometry.
+        self._loops = [{part.geometry: ConvolutionLoop(part) for part in loops} for loops in loop.loops]
+        self._kept: dict[tuple[int, range], list[tuple[Part, ...]]] = {}
+        for samples, rows in product({len(samples) for samples in loop.sample_ranges}, loop.row_ranges):
+            if len(rows) <= _KEPT_TILES * loop.tile[1]:
+                self._kept[samples, rows] = list(self._tiles(samples, rows))
         self.dtypes = [dtype_from_name(name) for name in loop.dtypes]
         self.x_dtypes = [dtype_from_name(loops[0].x_dtype) if loops else None for loops in loop.loops]
         self.weight_dtypes = [dtype_from_name(loops[0].weight_dtype) if loops else None for loops in loop.loops]
+
+    def tiles(self, samples: int, rows: range) -> Iterable[tuple[Part, ...]]:
+        """The tiles of a band, in order: a part of each layer."""
+        return self._kept.get((samples, rows)) or self._tiles(samples, rows)
+
+    def _tiles(self, samples: int, rows: range) -> Iterator[tuple[Part, ...]]:
+        for tile in tiles(self.plan.layers, self.plan.axis, samples, rows, self.plan.tile[1]):
+            yield tuple((piece, loops.get(piece.geometry)) for piece, loops in zip(tile, self._loops))
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         """Compute the result; arguments and result are given by name."""
@@ -94,9 +112,9 @@ class _Run:
         """All tiles of a band, in order."""
         plan = self.chain.plan
         held = [_Held(partial(self._empty, i, len(samples), count)) for i, count in enumerate(plan.held)]
-        for tile in tiles(plan.layers, plan.axis, len(samples), rows, plan.tile[1]):
-            is_last = tile[-1].outputs.stop == rows.stop
-            for i, piece in enumerate(tile):
+        for tile in self.chain.tiles(len(samples), rows):
+            is_last = tile[-1][0].outputs.stop == rows.stop
+            for i, (piece, _) in enumerate(tile):
                 if not piece.outputs:
                     continue
                 self._finish_piece(i, tile, samples, held)
@@ -107,15 +125,14 @@ class _Run:
         with np.errstate(all="ignore"):  # of the thread
             self.finish(samples, rows)
 
-    def _finish_piece(self, i: int, tile: tuple[Piece, ...], samples: range, held: list[_Held]) -> None:
+    def _finish_piece(self, i: int, tile: tuple[Part, ...], samples: range, held: list[_Held]) -> None:
         """The rows of layer `i` that a tile adds."""
-        piece = tile[i]
-        loop = self.chain.loops[i].get(piece.geometry)
+        piece, loop = tile[i]
         if i == len(held):
             result = self._cut(self.out, samples, piece.outputs)
         else:
-            result = self._make_room(held[i], tile[i + 1].reads, piece.outputs)
-        if loop is None:  # a layer of no channels
+            result = self._make_room(held[i], tile[i + 1][0].reads, piece.outputs)
+        if loop is None:
             return
         if i == 0:
             images = {name: self._cut(image, samples, piece.reads) for name, image in self.inputs.items()}
