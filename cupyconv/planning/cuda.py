@@ -58,7 +58,9 @@ def plan_conv(request: ConvRequest) -> Plan:
     )  # fmt: skip
 
 
-def choose(asked: str, draft_of: Callable[[str], Draft], gpu: GpuModel) -> tuple[Draft, tuple[tuple[str, str], ...]]:
+def choose(
+    asked: str, draft_of: Callable[[str], Draft], gpu: GpuModel, methods: Iterable[str] = METHODS
+) -> tuple[Draft, tuple[tuple[str, str], ...]]:
     """The draft of the method asked for, or for "auto" the cheapest; and why not the others."""
     if asked != "auto":
         others = tuple((method, f"method={asked!r} was asked for") for method in METHODS if method != asked)
@@ -68,7 +70,7 @@ def choose(asked: str, draft_of: Callable[[str], Draft], gpu: GpuModel) -> tuple
             raise ValueError(f"method {asked!r} does not apply: {refusal}") from None
     drafts: list[Draft] = []
     rejected: list[tuple[str, str]] = []
-    for method in METHODS:
+    for method in methods:
         try:
             drafts.append(draft_of(method))
         except NotApplicable as refusal:

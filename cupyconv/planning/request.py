@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self, TypeVar
 
 from cupyconv.activations import IDENTITY, Activation
@@ -16,6 +17,7 @@ from cupyconv.recurrence import RecurrentGeometry
 
 METHODS = ("direct", "gemm", "implicit_gemm")
 LATER_METHODS = ("winograd", "fft")
+RECURRENT_METHODS = ("step", "persistent")
 
 Machine = HostModel | GpuModel
 
@@ -83,6 +85,35 @@ class ConvRequest(_ProductsRequest):
     @property
     def flops(self) -> int:
         return self.operations(self.weight_dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainRequest(_Request):
+    """Convolutions one after the other: each reads the result of the one before, ``layer[0]``, ``layer[1]`` ...
+
+    Only the last result is an argument of the call.  The limit on workspace is the chain's, not its layers'.
+    """
+
+    layers: tuple[ConvRequest, ...]
+    fuse: str | bool = "auto"
+
+    @property
+    def intermediate_bytes(self) -> int:
+        """Of all results but the last."""
+        return sum(layer.out.nbytes for layer in self.layers[:-1])
+
+    @property
+    def minimal_bytes(self) -> int:
+        """Every argument once; an intermediate is none."""
+        return sum(layer.minimal_bytes for layer in self.layers) - 2 * self.intermediate_bytes
+
+    @property
+    def flops(self) -> int:
+        return sum(layer.flops for layer in self.layers)
+
+    @property
+    def problem(self) -> str:
+        return "chain of " + "; then ".join(str(layer.geometry) for layer in self.layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,15 +227,19 @@ class PoolingRequest(_Request):
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentRequest(_Request):
-    """A recurrent layer over a sequence; operands are described with three axes, (D, ...) in front where they have it."""
+    """A recurrent layer over a sequence, or one step of it.
+
+    Operands have the axes of the sequence: x (T, N, I), weights (D, G*H, I or H), biases (D, G*H), peephole
+    (D, 3*H), states (D, N, H), out (T, N, D*H), lengths (N,), kept as `RecurrentGeometry.keeps` says.
+    """
 
     geometry: RecurrentGeometry
     x: Operand
     weight_ih: Operand
     weight_hh: Operand
     out: Operand
-    h: Operand
-    c: Operand | None = None
+    h: Operand | None = None  # the last state; of a single step, out is that
+    c: Operand | None = None  # the last cell state of an lstm
     bias_ih: Operand | None = None
     bias_hh: Operand | None = None
     h0: Operand | None = None
@@ -216,6 +251,63 @@ class RecurrentRequest(_Request):
     allow_tf32: bool = False
     notes: tuple[str, ...] = ()
 
+    @property
+    def dtype(self) -> str:
+        """Of the result."""
+        return self.out.dtype
+
+    @property
+    def operands(self) -> dict[str, Operand]:
+        """All that are there, arguments and results, by role."""
+        roles = (
+            "x", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "h0", "c0", "peephole", "lengths", "out", "h", "c"
+        )  # fmt: skip
+        given = {role: getattr(self, role) for role in roles if getattr(self, role) is not None}
+        return {**given, **dict(zip(self.geometry.keeps, self.kept))}
+
+    @property
+    def minimal_bytes(self) -> int:
+        """Every argument and result once."""
+        return sum(operand.nbytes for operand in self.operands.values())
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.geometry.products
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentGradientRequest(_Request):
+    """The gradients of a recurrent layer; operands have the axes that `RecurrentRequest` gives them."""
+
+    geometry: RecurrentGeometry
+    dtype: str  # computed in, and that of the results
+    allow_tf32: bool = False
+    arguments: tuple[Operand, ...]
+    results: tuple[Operand, ...]
+
+    @cached_property
+    def operands(self) -> dict[str, Operand]:
+        """Arguments and results by name."""
+        return {operand.name: operand for operand in (*self.arguments, *self.results)}
+
+    @property
+    def minimal_bytes(self) -> int:
+        """Every argument and result once."""
+        return sum(operand.nbytes for operand in self.operands.values())
+
+    @property
+    def flops(self) -> int:
+        """A product with each weight, and one for its gradient."""
+        return 4 * self.geometry.products
+
+    @property
+    def problem(self) -> str:
+        return f"gradients of {self.geometry}"
+
+    @property
+    def result(self) -> str:
+        return f"{self.dtype} {', '.join(f'{operand.name} {operand.shape}' for operand in self.results)}"
+
 
 def check_method(method: object) -> None:
     """Refuse an unknown method, and one that this version does not have."""
@@ -223,6 +315,12 @@ def check_method(method: object) -> None:
         raise ValueError(f"method {method!r} is not in this version; there are auto, {', '.join(METHODS)}")
     if method != "auto" and method not in METHODS:
         raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(METHODS + LATER_METHODS)}")
+
+
+def check_recurrent_method(method: object) -> None:
+    """Refuse a method that recurrent layers do not have."""
+    if method != "auto" and method not in RECURRENT_METHODS:
+        raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(RECURRENT_METHODS)}")
 
 
 _Merging = TypeVar("_Merging", ConvRequest, WeightGradientRequest)

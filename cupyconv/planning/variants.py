@@ -23,9 +23,15 @@ from cupyconv.planning.launches import (
     merge_tile,
 )
 from cupyconv.planning.pooling import CHANNELS
+from cupyconv.planning.recurrent_cuda import GATES_A_PRODUCT, recurrent_tiles
+from cupyconv.planning.recurrent_gradient_cuda import CELLS
 
 #: Kernels of pooling, alike in their macros.
 POOLING = ("max_pool", "max_pool_gradient")
+#: Kernels of a recurrent layer's gradients.
+RECURRENT_GRADIENT = ("recurrent_gradient", "recurrent_inputs")
+#: Of recurrent layers, by whether the weight stays in shared memory.
+RECURRENT = {False: "recurrent_step", True: "recurrent_persistent"}
 
 
 def is_fast(kernel: Kernel) -> bool:
@@ -33,7 +39,8 @@ def is_fast(kernel: Kernel) -> bool:
 
     direct, transposed and col2im are for generality: there a few bytes spilled cost little beside the scattered access.
     """
-    return kernel.name in ("merge", "im2col", "epilogue", "epilogue_grad", "depthwise", "implicit_gemm", *POOLING)
+    fast = ("merge", "im2col", "epilogue", "epilogue_grad", "depthwise", "implicit_gemm")
+    return kernel.name in (*fast, *POOLING, *RECURRENT.values(), *RECURRENT_GRADIENT)
 
 
 def is_planned(kernel: Kernel, capability: int) -> bool:
@@ -41,9 +48,12 @@ def is_planned(kernel: Kernel, capability: int) -> bool:
 
     The others compile there too, to code that stops with an error.
     """
+    macros, gpu = dict(kernel.macros), known_gpu(f"sm_{capability}")
+    if kernel.name in RECURRENT.values():
+        tiles = recurrent_tiles(macros["DTYPE"], kernel.name == RECURRENT[True], gpu)
+        return macros["ARITHMETIC"] in {tile.arithmetic for tile in tiles}
     if kernel.name != "implicit_gemm":
         return True
-    macros, gpu = dict(kernel.macros), known_gpu(f"sm_{capability}")
     return any(macros["ARITHMETIC"] in arithmetics(macros["DTYPE"], gpu, tf32) for tf32 in (False, True))
 
 
@@ -79,6 +89,8 @@ def all_variants() -> tuple[Kernel, ...]:
         *(_kernel("pack_weight", DTYPE=f"bits{8 * size}") for size in sorted({ITEMSIZE[d] for d in REAL_DTYPES})),
         *_implicit_gemm_variants(),
         *_weight_gradient_variants(),
+        *_recurrent_variants(),
+        *_recurrent_gradient_variants(),
     )
 
 
@@ -139,11 +151,12 @@ def _weight_gradient_variants() -> list[Kernel]:
 
 
 def _epilogue_variants() -> list[Kernel]:
-    """Sums come in the accumulator's dtype, a complex one whole or in two real planes."""
+    """Sums come in the accumulator's dtype, a complex one whole or in two real planes; or an image is widened."""
+    narrower = {"float32": ("float16", "bfloat16"), "float64": ("float16", "bfloat16", "float32")}
     return [
         _kernel("epilogue", SUM_DTYPE=sums, Y_DTYPE=result, WIDTH=width)
         for result in DTYPES
-        for sums in dict.fromkeys((accumulator(result), real_part(accumulator(result))))
+        for sums in dict.fromkeys((accumulator(result), real_part(accumulator(result)), *narrower.get(result, ())))
         for width in packet_widths(ITEMSIZE[result])
     ]
 
@@ -166,6 +179,26 @@ def _implicit_gemm_variants() -> list[Kernel]:
         for arithmetic in _arithmetics(dtype)
         for tile in tiles(dtype)
         for gather in ("ALONG_PIXELS", "ALONG_CHANNELS")
+    ]
+
+
+def _recurrent_gradient_variants() -> list[Kernel]:
+    """16-bit types are computed in float32."""
+    dtypes = sorted({accumulator(dtype) for dtype in REAL_DTYPES})
+    return [
+        *(_kernel("recurrent_gradient", DTYPE=dtype, CELL=cell) for dtype in dtypes for cell in CELLS.values()),
+        *(_kernel("recurrent_inputs", DTYPE=f"bits{8 * ITEMSIZE[dtype]}") for dtype in dtypes),
+    ]
+
+
+def _recurrent_variants() -> list[Kernel]:
+    """Every tile of a dtype on any GPU, for each number of gates of a product."""
+    return [
+        Kernel(name, (*tile.macros, ("GATES", str(gates))))
+        for resident, name in RECURRENT.items()
+        for dtype in REAL_DTYPES
+        for tile in dict.fromkeys(tile for gpu in KNOWN_GPUS.values() for tile in recurrent_tiles(dtype, resident, gpu))
+        for gates in GATES_A_PRODUCT
     ]
 
 

@@ -75,6 +75,9 @@ class CupyDevice:
         # Not of the pool, which would give the same memory to others while the graph still writes to it.
         return cupy.ndarray(shape, dtype, cupy.cuda.malloc_async(prod(shape) * dtype.itemsize))
 
+    def from_host(self, array: np.ndarray) -> Any:
+        return cupy.asarray(array)
+
     def convert(self, array: Any, dtype: np.dtype) -> Any:
         return array.astype(dtype, order="C")
 
@@ -100,8 +103,10 @@ class CupyDevice:
         # What CuPy makes of a NumPy array at each launch; `params` outlives it.
         return (CPointer(params.ctypes.data),)
 
-    def launch(self, kernel: Any, grid: tuple[int, int, int], block: int, params: Any, shared_bytes: int) -> None:
-        kernel(grid, (block, 1, 1), params, shared_bytes)
+    def launch(
+        self, kernel: Any, grid: tuple[int, int, int], block: int, params: Any, shared_bytes: int, cooperative: bool
+    ) -> None:
+        kernel(grid, (block, 1, 1), params, shared_bytes, None, cooperative)
 
     def gemm_strided_batched(self, arguments: GemmArguments) -> None:
         stream = cupy.cuda.get_current_stream().ptr

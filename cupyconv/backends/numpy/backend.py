@@ -9,17 +9,33 @@ from typing import Any
 
 import numpy as np
 
+from cupyconv.backends.numpy.chain import ChainConvolution
 from cupyconv.backends.numpy.columns import col2im, im2col
 from cupyconv.backends.numpy.convolution import ConvolutionLoop
 from cupyconv.backends.numpy.epilogue_grad import epilogue_grad
+from cupyconv.backends.numpy.gathered import GatheredConvolution
 from cupyconv.backends.numpy.pooling import pooling_loop
+from cupyconv.backends.numpy.recurrent import RecurrentLayer
+from cupyconv.backends.numpy.recurrent_gradient import RecurrentGradient
 from cupyconv.backends.numpy.transposed import TransposedConvolution
 from cupyconv.backends.numpy.weight_gradient import WeightGradient
 from cupyconv.backends.numpy.windows import five_axes
 from cupyconv.dtypes import dtype_from_name
 from cupyconv.geometry import Windows
 from cupyconv.machine import HostModel
-from cupyconv.plan import BlockLoop, ElementwiseLoop, Plan, PoolingLoop, Step, TransposedLoop, WeightGradientLoop
+from cupyconv.plan import (
+    BlockLoop,
+    ChainLoop,
+    ElementwiseLoop,
+    GatheredLoop,
+    Plan,
+    PoolingLoop,
+    RecurrentGradientLoop,
+    RecurrentLoop,
+    Step,
+    TransposedLoop,
+    WeightGradientLoop,
+)
 
 _NOTHING_TO_DO = nullcontext()
 
@@ -44,6 +60,10 @@ class NumpyBackend:
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """An uninitialised C-ordered array."""
         return np.empty(shape, dtype)
+
+    def from_host(self, array: np.ndarray) -> Any:
+        """An array in the host's memory as one of this backend's."""
+        return array
 
     def converted(self, array: Any, dtype: np.dtype) -> Any:
         """A C-ordered copy in `dtype`: of the real parts where that is real."""
@@ -72,11 +92,19 @@ def _prepared(step: Step) -> Callable[[Mapping[str, Any]], None]:
         return partial(epilogue_grad, step)
     if isinstance(step, PoolingLoop):
         return pooling_loop(step)
+    if isinstance(step, ChainLoop):
+        return ChainConvolution(step).run
+    if isinstance(step, RecurrentLoop):
+        return RecurrentLayer(step).run
+    if isinstance(step, RecurrentGradientLoop):
+        return RecurrentGradient(step).run
     assert isinstance(step, BlockLoop)
     if step.body == "im2col":
         return partial(_im2col, step)
     if step.body == "col2im":
         return partial(_col2im, step)
+    if isinstance(step, GatheredLoop):
+        return GatheredConvolution(step).run
     if isinstance(step, TransposedLoop):
         return TransposedConvolution(step).run
     if isinstance(step, WeightGradientLoop):
