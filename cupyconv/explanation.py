@@ -7,7 +7,7 @@ from typing import Any
 
 from cupyconv.calls.call import Call
 from cupyconv.calls.columns import prepare_col2im, prepare_im2col
-from cupyconv.calls.convolution import prepare_conv, prepare_linmerge
+from cupyconv.calls.convolution import prepare_conv, prepare_linmerge, prologue_parts
 from cupyconv.calls.pooling import prepare_max_pool
 from cupyconv.calls.recurrent import (
     prepare_gru,
@@ -86,4 +86,7 @@ def explain(function: Callable[..., Any], *args: Any, on: str | None = None, **k
     if function not in _PREPARE:
         known = ", ".join(f.__name__ for f in _PREPARE)
         raise TypeError(f"explain takes one of {known}, given {getattr(function, '__name__', function)!r}")
+    if function in (conv, linmerge):
+        names = ("scale", "shift", "prologue_activation")
+        kwargs |= zip(names, prologue_parts(kwargs.pop("prologue", None)))
     return _PREPARE[function](*args, on=on, **kwargs).plan()

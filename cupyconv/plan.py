@@ -12,6 +12,7 @@ from typing import Any
 from cupyconv.activations import Activation
 from cupyconv.dtypes import ITEMSIZE, is_complex
 from cupyconv.geometry import ConvGeometry, Windows
+from cupyconv.prologue import NONE, Prologue
 from cupyconv.recurrence import RecurrentGeometry
 
 #: Inputs that fit into the table of a kernel's parameters (MAX_SOURCES of kernels/image.cuh).
@@ -205,11 +206,12 @@ class BlockLoop:
     bytes_moved: int
     flops: int
     part: int = field(default=0, kw_only=True)  # groups whose shared columns there are at a time; 0: other bodies
+    prologue: Prologue = field(default=NONE, kw_only=True)
 
     def __str__(self) -> str:
         block = " x ".join(map(str, self.block))
         return (
-            f"loop     {self.body}, sums in {'the result' if self.in_place else self.dtype}: {self.blocks} block(s) of {block} (n, d, h, w)"
+            f"loop     {self.body}{f' of {self.prologue}' if self.prologue else ''}, sums in {'the result' if self.in_place else self.dtype}: {self.blocks} block(s) of {block} (n, d, h, w)"
             f" on {self.threads} thread(s)"
         )
 
@@ -330,7 +332,7 @@ class ChainLoop:
     """The NumPy backend's step for a chain: runs of rows, each through all layers one after the other.
 
     `tile` is samples, and rows of the last layer's result along `axis`.  The rows are cut into `bands` first,
-    which know nothing of each other.  `loops` has, for each layer, one loop for every geometry that its part of
+    which know nothing of each other.  Of the other layers' results `held` rows are in memory at a time.  `loops` has, for each layer, one loop for every geometry that its part of
     a tile may have: at the edges of the image a part has padding, and the last one may have fewer rows.
     """
 
@@ -339,6 +341,7 @@ class ChainLoop:
     dtypes: tuple[str, ...]  # of the layers' results
     axis: int
     tile: tuple[int, int]
+    held: tuple[int, ...]
     bands: int
     threads: int
     loops: tuple[tuple[BlockLoop, ...], ...]

@@ -52,6 +52,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "dispatch": ("cupyconv.dispatch", "cupyconv.settings"),
     "planning and backends": ("cupyconv.planning", "cupyconv.backends.numpy", "cupyconv.backends.cuda"),
     "plan": ("cupyconv.plan",),
+    "prologue": ("cupyconv.prologue",),
     "problem": ("cupyconv.geometry", "cupyconv.rows", "cupyconv.recurrence", "cupyconv.operands", "cupyconv.machine"),
     "vocabulary": ("cupyconv.version", "cupyconv.padding", "cupyconv.dtypes", "cupyconv.activations"),
 }

@@ -130,7 +130,8 @@ def check_out(arrays: Arrays, result: Result, backend: Backend) -> None:
 
 def copied(axes: Axes, arrays: Arrays) -> tuple[str, ...]:
     """Name the images that have to be copied whole to have no more than three spatial axes."""
-    images = {name: array for name, array in arrays.items() if name not in ("weight", "bias")}
+    others = ("weight", "bias", "scale", "shift")
+    images = {name: array for name, array in arrays.items() if name not in others}
     return tuple(
         f"{name}: its leading spatial axes have no one stride, so it is copied, beyond the workspace"
         for name, array in images.items()

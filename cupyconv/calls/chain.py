@@ -9,7 +9,6 @@ from cupyconv.activations import resolve_activation
 from cupyconv.axes import Axes
 from cupyconv.calls.call import (
     Call,
-    copied,
     describe,
     describe_result,
     machine_for,
@@ -119,7 +118,6 @@ class _Checker:
         result = Result(name, shape, dtype, channels_last, addend=residual)
         x_dtype, weight_dtype = operand_dtypes([image.dtype for image in images.values()], weight.dtype, dtype)
         read = [self.between.get(name) or describe(backend, axes, name, arrays[name]) for name in images]
-        given = {name: arrays[name] for name in images if name in arrays}
         request = ConvRequest(
             geometry=geometry, xs=tuple(read), weight=describe(backend, Axes(True, weight.ndim - 2), f"weight[{i}]", weight),
             out=describe_result(backend, axes, arrays, result),
@@ -127,7 +125,7 @@ class _Checker:
             residual=describe(backend, axes, residual, arrays[residual]) if residual in arrays else None,
             x_dtype=x_dtype, weight_dtype=weight_dtype, activation=activation, machine=self.machine,
             allow_tf32=current_settings().allow_tf32,
-            notes=widened({**images, f"weight[{i}]": weight}, dtype) + copied(axes, given),
+            notes=widened({**images, f"weight[{i}]": weight}, dtype),
         )  # fmt: skip
         self.between[name] = request.out
         return request, result
@@ -135,7 +133,8 @@ class _Checker:
 
 def _named(name: str, arrays: Sequence[Any], present: Sequence[bool]) -> dict[str, Any]:
     """Arrays by name, of the layers that have one."""
-    return {f"{name}[{i}]": array for i, array in zip((i for i, has in enumerate(present) if has), arrays)}
+    places = [i for i, is_there in enumerate(present) if is_there]
+    return {f"{name}[{i}]": array for i, array in zip(places, arrays, strict=True)}
 
 
 def _asks_channels_last(array: Any, batched: bool) -> bool:

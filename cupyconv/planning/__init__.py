@@ -19,6 +19,7 @@ from cupyconv.planning.request import (
     ConvRequest,
     EpilogueGradRequest,
     PoolingRequest,
+    PrologueGradRequest,
     RecurrentGradientRequest,
     RecurrentRequest,
     TransposedRequest,
@@ -97,6 +98,14 @@ def plan_epilogue_grad(request: EpilogueGradRequest) -> Plan:
     from cupyconv.planning import epilogue_grad
 
     return epilogue_grad.plan_epilogue_grad(request)
+
+
+@lru_cache(maxsize=CACHED_PLANS)
+def plan_prologue_grad(request: PrologueGradRequest) -> Plan:
+    """Decide how a gradient goes back through a prologue."""
+    from cupyconv.planning import prologue_grad
+
+    return prologue_grad.plan_prologue_grad(request)
 
 
 @lru_cache(maxsize=CACHED_PLANS)

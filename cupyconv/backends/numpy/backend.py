@@ -15,6 +15,7 @@ from cupyconv.backends.numpy.convolution import ConvolutionLoop
 from cupyconv.backends.numpy.epilogue_grad import epilogue_grad
 from cupyconv.backends.numpy.gathered import GatheredConvolution
 from cupyconv.backends.numpy.pooling import pooling_loop
+from cupyconv.backends.numpy.prologue_grad import prologue_grad
 from cupyconv.backends.numpy.recurrent import RecurrentLayer
 from cupyconv.backends.numpy.recurrent_gradient import RecurrentGradient
 from cupyconv.backends.numpy.transposed import TransposedConvolution
@@ -89,7 +90,7 @@ class NumpyBackend:
 def _prepared(step: Step) -> Callable[[Mapping[str, Any]], None]:
     """What runs a step."""
     if isinstance(step, ElementwiseLoop):
-        return partial(epilogue_grad, step)
+        return partial({"epilogue_grad": epilogue_grad, "prologue_grad": prologue_grad}[step.body], step)
     if isinstance(step, PoolingLoop):
         return pooling_loop(step)
     if isinstance(step, ChainLoop):

@@ -12,7 +12,7 @@ but where a band begins, whose neighbour belongs to another thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
@@ -27,8 +27,11 @@ from cupyconv.dtypes import dtype_from_name
 from cupyconv.plan import ChainLoop
 from cupyconv.rows import Piece, tiles
 
-#: A piece of a layer and the loop that computes it; None where there is nothing to compute.
-Work = tuple[Piece, ConvolutionLoop | None]
+#: Rows that a layer adds to its result, and what computes them; None where a layer has no channels.
+Part = tuple[Piece, ConvolutionLoop | None]
+
+#: Tiles of a band up to which they are kept from run to run: a chain of few is bound by working them out.
+_KEPT_TILES = 16
 
 
 class ChainConvolution:
@@ -36,17 +39,23 @@ class ChainConvolution:
 
     def __init__(self, loop: ChainLoop) -> None:
         self.plan = loop
-        by_geometry = [{part.geometry: ConvolutionLoop(part) for part in loops} for loops in loop.loops]
-        #: (samples, rows) -> tiles.
-        self.tiles: dict[tuple[int, range], list[tuple[Work, ...]]] = {}
-        for samples, band in product({len(samples) for samples in loop.sample_ranges}, loop.row_ranges):
-            self.tiles[samples, band] = [
-                tuple((piece, by_geometry[i].get(piece.geometry)) for i, piece in enumerate(tile))
-                for tile in tiles(loop.layers, loop.axis, samples, band, loop.tile[1])
-            ]
+        #: Of every layer, what computes a part of it, by its geometry.
+        self._loops = [{part.geometry: ConvolutionLoop(part) for part in loops} for loops in loop.loops]
+        self._kept: dict[tuple[int, range], list[tuple[Part, ...]]] = {}
+        for samples, rows in product({len(samples) for samples in loop.sample_ranges}, loop.row_ranges):
+            if len(rows) <= _KEPT_TILES * loop.tile[1]:
+                self._kept[samples, rows] = list(self._tiles(samples, rows))
         self.dtypes = [dtype_from_name(name) for name in loop.dtypes]
         self.x_dtypes = [dtype_from_name(loops[0].x_dtype) if loops else None for loops in loop.loops]
         self.weight_dtypes = [dtype_from_name(loops[0].weight_dtype) if loops else None for loops in loop.loops]
+
+    def tiles(self, samples: int, rows: range) -> Iterable[tuple[Part, ...]]:
+        """The tiles of a band, in order: a part of each layer."""
+        return self._kept.get((samples, rows)) or self._tiles(samples, rows)
+
+    def _tiles(self, samples: int, rows: range) -> Iterator[tuple[Part, ...]]:
+        for tile in tiles(self.plan.layers, self.plan.axis, samples, rows, self.plan.tile[1]):
+            yield tuple((piece, loops.get(piece.geometry)) for piece, loops in zip(tile, self._loops))
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         """Compute the result; arguments and result are given by name."""
@@ -101,22 +110,22 @@ class _Run:
 
     def finish(self, samples: range, rows: range) -> None:
         """All tiles of a band, in order."""
-        tiles = self.chain.tiles[len(samples), rows]
-        most = [max(len(tile[i + 1][0].reads) for tile in tiles) for i in range(len(self.chain.plan.layers) - 1)]
-        held = [_Held(partial(self._empty, i, len(samples), rows)) for i, rows in enumerate(most)]
-        for tile in tiles:
+        plan = self.chain.plan
+        held = [_Held(partial(self._empty, i, len(samples), count)) for i, count in enumerate(plan.held)]
+        for tile in self.chain.tiles(len(samples), rows):
+            is_last = tile[-1][0].outputs.stop == rows.stop
             for i, (piece, _) in enumerate(tile):
                 if not piece.outputs:
                     continue
                 self._finish_piece(i, tile, samples, held)
-                if i and tile is tiles[-1]:
+                if i and is_last:
                     held[i - 1].forget()  # nobody reads it again
 
     def finish_in_thread(self, samples: range, rows: range) -> None:
         with np.errstate(all="ignore"):  # of the thread
             self.finish(samples, rows)
 
-    def _finish_piece(self, i: int, tile: tuple[Work, ...], samples: range, held: list[_Held]) -> None:
+    def _finish_piece(self, i: int, tile: tuple[Part, ...], samples: range, held: list[_Held]) -> None:
         """The rows of layer `i` that a tile adds."""
         piece, loop = tile[i]
         if i == len(held):
