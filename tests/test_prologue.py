@@ -50,7 +50,7 @@ def drawn_prologue(data, case, activations, *, integer):
 
     def vector():
         if integer:
-            return generator.choice([-1, 0, 1], channels).astype(dtype)
+            return generator.choice([-1, 0, 1, 1j] if dtype.kind == "c" else [-1, 0, 1], channels).astype(dtype)
         values = generator.normal(size=channels)
         return (values + 1j * generator.normal(size=channels) if dtype.kind == "c" else values).astype(dtype)
 

@@ -8,6 +8,8 @@ import time
 import numpy as np
 import pytest
 import reference
+import reference_gradients
+from strategies import constant_where_broadcast, with_layout
 from tolerance import assert_exact
 
 import cupyconv
@@ -26,6 +28,20 @@ def test_the_only_complex_input_has_no_channels(target, weight_dtype, extra, met
     moved = {name: target.to_device(value.astype(np.float32)) for name, value in extra.items()}
     actual = cupyconv.conv([target.to_device(x) for x in xs], target.to_device(weight), **moved, method=method)
     assert_exact(target.to_host(actual), expected, "complex64")
+
+
+@pytest.mark.parametrize("method", ["direct", "gemm"])
+@pytest.mark.parametrize("layout", ["stepped", "reversed", "broadcast_first"])
+def test_a_bias_of_any_stride(target, method, layout):
+    """On CUDA it was read as if its elements lay side by side."""
+    x, weight = np.ones((1, 2, 8), np.float32), np.ones((4, 2, 3), np.float32)
+    bias = constant_where_broadcast(np.arange(4, dtype=np.float32), layout, channel_axis=0)
+    moved = [target.to_device(x), target.to_device(weight), with_layout(bias, layout, target.to_device, target.xp)]
+    actual = cupyconv.conv(*moved, method=method)
+    assert_exact(target.to_host(actual), reference.conv(x, weight, bias), np.float32)
+    moved[1] = target.to_device(weight.swapaxes(0, 1).copy())
+    actual = cupyconv.conv_transpose(*moved, method=method)
+    assert_exact(target.to_host(actual), reference_gradients.conv_transpose(x, weight.swapaxes(0, 1), bias), np.float32)
 
 
 def test_no_retry_where_the_residual_may_hold_sums_already(monkeypatch):

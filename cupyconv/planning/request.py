@@ -356,6 +356,17 @@ def convert(operand: Operand, dtype: str, conversions: list[Conversion]) -> Oper
     """The operand in `dtype`; where that is another one, freshly allocated and noted in `conversions`."""
     if operand.dtype == dtype:
         return operand
+    return _fresh(operand, dtype, conversions)
+
+
+def convert_bias(bias: Operand | None, dtype: str, conversions: list[Conversion]) -> Operand | None:
+    """The bias, if there is one, in `dtype` and with its elements side by side: kernels step by no stride of it."""
+    if bias is None or (bias.dtype == dtype and bias.shape[1] <= 1):
+        return bias
+    return convert(bias, dtype, conversions) if bias.stride_c == 1 else _fresh(bias, dtype, conversions)
+
+
+def _fresh(operand: Operand, dtype: str, conversions: list[Conversion]) -> Operand:
     fresh = operand.in_c_order(dtype)
     conversions.append(Conversion(operand.name, operand.dtype, dtype, fresh.nbytes))
     return fresh
@@ -378,7 +389,7 @@ def converted(request: ConvRequest) -> tuple[ConvRequest, tuple[Conversion, ...]
         request,
         xs=tuple(convert(x, request.x_dtype, conversions) for x in request.xs),
         weight=convert(request.weight, request.weight_dtype, conversions),
-        bias=bias and convert(bias, request.out.dtype, conversions),
+        bias=convert_bias(bias, request.out.dtype, conversions),
         residual=residual and convert(residual, request.out.dtype, conversions),
         prologue=converted_prologue(request.prologue, request.x_dtype, conversions),
     )

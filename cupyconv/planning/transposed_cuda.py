@@ -34,7 +34,7 @@ from cupyconv.planning.launches import (
     im2col_launches,
     transposed_launch,
 )
-from cupyconv.planning.request import NotApplicable, TransposedRequest, check_alignment, convert
+from cupyconv.planning.request import NotApplicable, TransposedRequest, check_alignment, convert, convert_bias
 from cupyconv.planning.residue_classes import class_requests
 
 
@@ -68,7 +68,7 @@ def _converted(request: TransposedRequest) -> tuple[TransposedRequest, tuple[Con
         outs=tuple(request.outs[i] for i in kept),
         xs=tuple(convert(x, request.x_dtype, conversions) for x in xs),
         weight=convert(request.weight, request.weight_dtype, conversions),
-        bias=request.bias and convert(request.bias, request.dtype, conversions),
+        bias=convert_bias(request.bias, request.dtype, conversions),
     )
     return request.sharing_with(conversions), tuple(conversions)
 
