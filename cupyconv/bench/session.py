@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cupyconv.bench.cases import FUSE, Case
+from cupyconv.bench.cases import Case
 from cupyconv.bench.clock import Call, measure, ratio
 from cupyconv.bench.floors import Rates, copy_rate, precision, product_rate
 from cupyconv.bench.machines import Machine, environment
@@ -25,7 +25,6 @@ from cupyconv.bench.report import COLUMNS, block, heading, summary
 from cupyconv.bench.torch_peers import Torch
 from cupyconv.explanation import explain
 from cupyconv.plan import KernelLaunch, Plan
-from cupyconv.planning.request import METHODS
 from cupyconv.settings import options
 
 #: The most of a case's share of the budget, and its fewest seconds of timing.
@@ -73,7 +72,7 @@ class Session:
         self._begin, self._used_before = time.perf_counter(), 0.0
         self.machine, self.cases, self.path, self.watch = machine, cases, path, watch
         self.seconds = seconds
-        self.methods = METHODS if methods is None else methods
+        self.methods = methods
         self.record = new_record({**environment(machine), "arch": machine.arch, "torch": "not measured"}, seconds)
         self.torch = self._usable(torch)
         self.rates: Rates | None = None
@@ -175,7 +174,9 @@ class Session:
         rejected: dict[str, str] = {}
         with options(allow_tf32=True) if case.tf32 else nullcontext():
             plans["auto"] = explain(function, *arguments, **keywords)
-            for method in [name for name in FUSE if name != "auto"] if case.then else self.methods:
+            for method in case.methods:
+                if self.methods is not None and method not in self.methods:
+                    continue
                 try:
                     plans[method] = explain(function, *arguments, **keywords, **case.named(method))
                 except ValueError as refusal:
