@@ -32,7 +32,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "programs": ("cupyconv.__main__", "cupyconv.bench", "cupyconv.demo", "cupyconv.interop"),
     "package": ("cupyconv",),
     "explain": ("cupyconv.explanation",),
-    "pullbacks": ("cupyconv.pullbacks",),
+    "pullbacks": ("cupyconv.pullbacks", "cupyconv.recurrent_pullbacks"),
     "public": (
         "cupyconv.convolution",
         "cupyconv.chain",
@@ -42,6 +42,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "cupyconv.pooling",
         "cupyconv.weight_gradient",
         "cupyconv.batchnorm",
+        "cupyconv.recurrent",
+        "cupyconv.onnx_weights",
         "cupyconv.configuration",
     ),
     "calls": ("cupyconv.calls", "cupyconv.repetition"),
@@ -50,6 +52,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "dispatch": ("cupyconv.dispatch", "cupyconv.settings"),
     "planning and backends": ("cupyconv.planning", "cupyconv.backends.numpy", "cupyconv.backends.cuda"),
     "plan": ("cupyconv.plan",),
+    "prologue": ("cupyconv.prologue",),
     "problem": ("cupyconv.geometry", "cupyconv.rows", "cupyconv.recurrence", "cupyconv.operands", "cupyconv.machine"),
     "vocabulary": ("cupyconv.version", "cupyconv.padding", "cupyconv.dtypes", "cupyconv.activations"),
 }
@@ -226,6 +229,7 @@ SECTIONS = {
     "Plan": ("Attributes", "Examples"),
     "ConvGradients": ("Attributes", "Examples"),
     "ConvLayer": ("Parameters", "Examples"),
+    "RecurrentGradients": ("Attributes", "Examples"),
     "options": ("Parameters", "Raises", "Examples"),
     "show_config": ("Examples",),
 }
@@ -248,7 +252,7 @@ def test_docstrings(name):
     for section in SECTIONS.get(name, ("Parameters", "Returns", "Raises", "Examples")):
         assert re.search(rf"^{section}\n-{{{len(section)}}}$", text, re.MULTILINE), f"no section {section}"
     assert ">>> " in text
-    if name not in ("Plan", "ConvGradients"):
+    if name not in ("Plan", "ConvGradients", "RecurrentGradients"):
         for parameter in inspect.signature(documented).parameters:
             listed = re.search(rf"^[\w, *]*\b{parameter}\b[\w, *]*( : .*)?$", text, re.MULTILINE)
             assert listed, f"parameter {parameter} is not described"
