@@ -1,7 +1,7 @@
 """The choice of a method on NumPy, and of the blocks it works in.
 
 A block is a run of samples or of pixels whose columns, products and epilogue stay in cache.  The sizes
-below were measured on a machine with 2 MiB of L2 cache a core (``tests/benchmarks``): a product wants
+below were measured on machines with 1 and 2 MiB of L2 cache a core (``tests/benchmarks``): a product wants
 as many columns as the cache holds; what is bound by memory wants its block to stay in L2.
 """
 
@@ -24,7 +24,7 @@ from cupyconv.planning.request import (
 )
 
 #: Bytes of columns a block aims at where products dominate, and where memory does.
-PRODUCT_BLOCK = 8 << 20
+PRODUCT_BLOCK = 4 << 20
 MEMORY_BLOCK = 512 << 10
 #: Pixels below which a block of columns is not cut: the products would be vectors.
 SMALLEST_BLOCK = 32
