@@ -20,7 +20,14 @@ gelu_tanh               gelu, erf approximated through tanh
 silu                    v sigmoid(v)
 mish                    v tanh(softplus(v))
 softplus                log(1 + exp(v))
+----------------------- --------------------------------------- --------------------------
+affine                  alpha v + beta                          alpha (1), beta (0)
+thresholded_relu        0 if v < alpha else v                   alpha (1)
+scaled_tanh             alpha tanh(beta v)                      alpha (1), beta (1)
+softsign                v / (1 + |v|)
 ======================= ======================================= ==========================
+
+Those below the line are the recurrent functions' only.
 """
 
 from __future__ import annotations
@@ -49,7 +56,12 @@ TABLE: dict[str, tuple[int, tuple[float | None, ...]]] = {
 }
 
 #: Of the recurrent functions only; a convolution refuses them.
-RECURRENT_ONLY = ("affine", "thresholded_relu", "scaled_tanh", "softsign")
+RECURRENT_ONLY: dict[str, tuple[int, tuple[float | None, ...]]] = {
+    "affine": (15, (1.0, 0.0)),
+    "thresholded_relu": (16, (1.0,)),
+    "scaled_tanh": (17, (1.0, 1.0)),
+    "softsign": (18, ()),
+}
 
 
 @dataclass(frozen=True)
@@ -83,18 +95,19 @@ def derivative_from_result(activation: Activation) -> bool:
     return activation.name in ("relu", "sigmoid", "tanh") or (activation.name == "leaky_relu" and activation.alpha > 0)
 
 
-def resolve_activation(activation: Any) -> Activation:
+def resolve_activation(activation: Any, *, recurrent: bool = False) -> Activation:
     """``None``, a name, or a tuple ``(name, parameters...)`` as an `Activation`; else an error."""
     if activation is None:
         return IDENTITY
     name, *given = activation if isinstance(activation, (tuple, list)) and activation else (activation,)
     if not isinstance(name, str):
         raise TypeError(f"activation must be None, a name or a tuple (name, parameters...), not {activation!r}")
-    if name in RECURRENT_ONLY:
-        raise ValueError(f"activation {name!r} belongs to the recurrent functions; here: {', '.join(TABLE)}")
-    if name not in TABLE:
-        raise ValueError(f"unknown activation {name!r}; known are {', '.join(TABLE)}")
-    code, defaults = TABLE[name]
+    known = TABLE | RECURRENT_ONLY if recurrent else TABLE
+    if name in RECURRENT_ONLY and not recurrent:
+        raise ValueError(f"activation {name!r} belongs to the recurrent functions; here: {', '.join(known)}")
+    if name not in known:
+        raise ValueError(f"unknown activation {name!r}; known are {', '.join(known)}")
+    code, defaults = known[name]
     required = sum(default is None for default in defaults)
     if not required <= len(given) <= len(defaults):
         raise ValueError(f"activation {name!r} takes {required} to {len(defaults)} parameters, given {len(given)}")

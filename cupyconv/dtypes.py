@@ -12,6 +12,9 @@ import numpy as np
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
 
+#: Of lengths, which are counted and never computed with.
+COUNT_ITEMSIZE = {"int32": 4, "int64": 8}
+
 _REAL_PART = {"complex64": "float32", "complex128": "float64"}
 
 

@@ -12,12 +12,14 @@ from functools import cached_property
 from itertools import pairwise
 from math import prod
 
-from cupyconv.dtypes import ITEMSIZE
+from cupyconv.dtypes import COUNT_ITEMSIZE, ITEMSIZE
+
+_SIZES = ITEMSIZE | COUNT_ITEMSIZE
 
 
 @dataclass(frozen=True)
 class Operand:
-    """One array argument, with its spatial axes brought to three.
+    """One array argument, with its spatial axes brought to three; of a recurrent layer, with the axes that it has.
 
     Attributes
     ----------
@@ -38,7 +40,7 @@ class Operand:
 
     @property
     def itemsize(self) -> int:
-        return ITEMSIZE[self.dtype]
+        return _SIZES[self.dtype]
 
     @cached_property
     def nbytes(self) -> int:
@@ -61,6 +63,13 @@ class Operand:
         """The one stride between neighbouring pixels where the spatial axes collapse; else None."""
         return collapsed_stride(self.shape[2:], self.strides[2:])
 
+    def samples(self, first: int, count: int) -> Operand:
+        """Some of the samples, where they lie."""
+        offset = self.offset + first * self.stride_n * self.itemsize
+        shift = offset - self.offset
+        alignment = min(self.alignment, shift & -shift) if shift else self.alignment
+        return replace(self, shape=(count, *self.shape[1:]), offset=offset, alignment=alignment)
+
     def in_c_order(self, dtype: str) -> Operand:
         """The same image, freshly allocated."""
         return replace(self, dtype=dtype, strides=c_strides(self.shape), alignment=16)
@@ -71,17 +80,23 @@ def operand(name: str, dtype: str, shape: Sequence[int], byte_strides: Sequence[
 
     Strides that are no whole number of elements are rounded, and told by an alignment of 1.
     """
-    itemsize = ITEMSIZE[dtype]
-    between_elements = any(stride % itemsize for stride, extent in zip(byte_strides, shape) if extent > 1)
-    strides = tuple(s // itemsize if extent > 1 else 0 for s, extent in zip(byte_strides, shape))
     fill = 5 - len(shape)
-    return Operand(
+    return array_operand(
         name,
         dtype,
         (*shape[:2], *(1,) * fill, *shape[2:]),
-        (*strides[:2], *(0,) * fill, *strides[2:]),
-        1 if between_elements else min(16, address & -address) if address else 16,
+        (*byte_strides[:2], *(0,) * fill, *byte_strides[2:]),
+        address,
     )
+
+
+def array_operand(name: str, dtype: str, shape: Sequence[int], byte_strides: Sequence[int], address: int) -> Operand:
+    """Describe an array by the axes that it has."""
+    itemsize = _SIZES[dtype]
+    between_elements = any(stride % itemsize for stride, extent in zip(byte_strides, shape) if extent > 1)
+    strides = tuple(s // itemsize if extent > 1 else 0 for s, extent in zip(byte_strides, shape))
+    alignment = 1 if between_elements else min(16, address & -address) if address else 16
+    return Operand(name, dtype, tuple(shape), strides, alignment)
 
 
 def c_strides(shape: Sequence[int]) -> tuple[int, ...]:

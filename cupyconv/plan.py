@@ -12,6 +12,8 @@ from typing import Any
 from cupyconv.activations import Activation
 from cupyconv.dtypes import ITEMSIZE, is_complex
 from cupyconv.geometry import ConvGeometry, Windows
+from cupyconv.prologue import NONE, Prologue
+from cupyconv.recurrence import RecurrentGeometry
 
 #: Inputs that fit into the table of a kernel's parameters (MAX_SOURCES of kernels/image.cuh).
 MAX_SOURCES = 64
@@ -64,7 +66,10 @@ class Kernel:
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """One kernel launch.  `params` fills the kernel's one parameter struct, field by field."""
+    """One kernel launch.  `params` fills the kernel's one parameter struct, field by field.
+
+    The blocks of a `cooperative` launch are all on the GPU at once, so that they may wait for each other.
+    """
 
     kernel: Kernel
     grid: tuple[int, int, int]
@@ -74,17 +79,46 @@ class KernelLaunch:
     purpose: str = ""
     bytes_moved: int = 0
     flops: int = 0
+    cooperative: bool = False
 
     def __str__(self) -> str:
         return (
             f"kernel   {self.kernel}  grid {self.grid}  block ({self.block}, 1, 1)"
-            f"  shared {self.shared_bytes:,} B  moves {_bytes(self.bytes_moved)}  {self.purpose}"
+            f"  shared {self.shared_bytes:,} B  moves {_bytes(self.bytes_moved)}"
+            f"{'  cooperative' * self.cooperative}  {self.purpose}"
         ).rstrip()
 
     @property
     def shape_of_work(self) -> object:
         """What must agree for two launches to print as one line."""
         return self.kernel, self.purpose
+
+
+@dataclass(frozen=True)
+class LaunchLoop:
+    """Launches made `times` times in turn; their parameter `counter` is `first` in the first round, then one more."""
+
+    launches: tuple[KernelLaunch, ...]
+    times: int
+    counter: str
+    first: int = 0
+
+    def __str__(self) -> str:
+        rounds = range(self.first, self.first + self.times)
+        lines = "\n".join(f"  {launch}" for launch in self.launches)
+        return f"loop     {self.times} x, {self.counter} = {rounds[0]} ... {rounds[-1]}\n{lines}"
+
+    @property
+    def shape_of_work(self) -> object:
+        return self.counter, tuple(launch.shape_of_work for launch in self.launches)
+
+    @property
+    def bytes_moved(self) -> int:
+        return self.times * sum(launch.bytes_moved for launch in self.launches)
+
+    @property
+    def flops(self) -> int:
+        return self.times * sum(launch.flops for launch in self.launches)
 
 
 @dataclass(frozen=True)
@@ -172,11 +206,12 @@ class BlockLoop:
     bytes_moved: int
     flops: int
     part: int = field(default=0, kw_only=True)  # groups whose shared columns there are at a time; 0: other bodies
+    prologue: Prologue = field(default=NONE, kw_only=True)
 
     def __str__(self) -> str:
         block = " x ".join(map(str, self.block))
         return (
-            f"loop     {self.body}, sums in {'the result' if self.in_place else self.dtype}: {self.blocks} block(s) of {block} (n, d, h, w)"
+            f"loop     {self.body}{f' of {self.prologue}' if self.prologue else ''}, sums in {'the result' if self.in_place else self.dtype}: {self.blocks} block(s) of {block} (n, d, h, w)"
             f" on {self.threads} thread(s)"
         )
 
@@ -293,6 +328,57 @@ class TransposedLoop(BlockLoop):
 
 
 @dataclass(frozen=True)
+class ChainLoop:
+    """The NumPy backend's step for a chain: runs of rows, each through all layers one after the other.
+
+    `tile` is samples, and rows of the last layer's result along `axis`.  The rows are cut into `bands` first,
+    which know nothing of each other.  Of the other layers' results `held` rows are in memory at a time.  `loops` has, for each layer, one loop for every geometry that its part of
+    a tile may have: at the edges of the image a part has padding, and the last one may have fewer rows.
+    """
+
+    inputs: tuple[str, ...]
+    layers: tuple[ConvGeometry, ...]
+    dtypes: tuple[str, ...]  # of the layers' results
+    axis: int
+    tile: tuple[int, int]
+    held: tuple[int, ...]
+    bands: int
+    threads: int
+    loops: tuple[tuple[BlockLoop, ...], ...]
+    bytes_moved: int
+    flops: int
+
+    @property
+    def sample_ranges(self) -> list[range]:
+        """The samples of each tile."""
+        batch, part = self.layers[-1].batch, self.tile[0]
+        return [range(first, min(first + part, batch)) for first in range(0, batch, part)]
+
+    @property
+    def row_ranges(self) -> list[range]:
+        """The rows of each band."""
+        rows = self.layers[-1].out_size[self.axis]
+        part = -(-rows // self.bands)
+        return [range(first, min(first + part, rows)) for first in range(0, rows, part)]
+
+    def __str__(self) -> str:
+        samples, rows = self.tile
+        tiles = len(self.sample_ranges) * sum(-(-len(band) // rows) for band in self.row_ranges)
+        lines = [
+            f"loop     {len(self.layers)} layers, tile by tile: {tiles} tile(s) of {samples} samples x {rows} rows (axis {'dhw'[self.axis]})"
+            f" in {self.bands} band(s) on {self.threads} thread(s)"
+        ]
+        lines += [
+            f"  layer {i}: {max(loops, key=lambda loop: loop.flops)}" for i, loops in enumerate(self.loops) if loops
+        ]
+        return "\n".join(lines)
+
+    @property
+    def shape_of_work(self) -> object:
+        return self
+
+
+@dataclass(frozen=True)
 class GatheredLoop(BlockLoop):
     """A part of a transposed convolution's result as the convolution that it is, of `geometry`.
 
@@ -315,7 +401,76 @@ class GatheredLoop(BlockLoop):
         return f"{super().__str__()}, gathered from {taps} taps{every}"
 
 
-Step = KernelLaunch | GemmCall | BlockLoop | ElementwiseLoop | PoolingLoop
+@dataclass(frozen=True)
+class RecurrentLoop:
+    """The NumPy backend's step for a recurrent layer: a loop over steps, direction after direction.
+
+    The inputs of `chunk` steps go through the input's weight in one product; then, step by step, the state goes
+    through its own, and all gates are worked out where that product lies.
+    """
+
+    geometry: RecurrentGeometry
+    buffers: tuple[tuple[str, str], ...]  # of each argument and result, by role
+    dtype: str  # computed in
+    chunk: int
+    copied: tuple[str, ...]  # roles of factors that lie in memory as BLAS does not take them, or not quickly
+    bytes_moved: int
+    flops: int
+
+    def __str__(self) -> str:
+        geometry = self.geometry
+        chunks = -(-geometry.steps // self.chunk)
+        each = f"{self.chunk * geometry.batch} x {geometry.inputs} x {geometry.gates * geometry.hidden}"
+        products = 2 if geometry.cell == "gru" and not geometry.linear_before_reset else 1
+        return (
+            f"loop     {geometry.cell} in {self.dtype}, {geometry.directions} direction(s) of {chunks} chunk(s) of {self.chunk} steps:"
+            f" one input product {each}, then a step {products} product(s) of the state and all gates"
+            + (f"; {', '.join(self.copied)} copied" if self.copied else "")
+        )
+
+    @property
+    def shape_of_work(self) -> object:
+        return self
+
+
+@dataclass(frozen=True)
+class RecurrentGradientLoop:
+    """The NumPy backend's step for a recurrent layer's gradients: back through time, direction after direction.
+
+    The gates' gradients of `run` steps are in memory at once.  What they are multiplied with is worked out for
+    all of these before, products with the weights and x are made of all of them after.
+    """
+
+    geometry: RecurrentGeometry
+    run: int
+    dtype: str  # computed in
+    bytes_moved: int
+    flops: int
+
+    def __str__(self) -> str:
+        geometry = self.geometry
+        runs = -(-geometry.steps // max(1, self.run))
+        return (
+            f"loop     back through {geometry.cell} in {self.dtype}, {geometry.directions} direction(s) of {runs} run(s)"
+            f" of {self.run} steps: derivatives, then each step's product, then products of all"
+        )
+
+    @property
+    def shape_of_work(self) -> object:
+        return self
+
+
+Step = (
+    KernelLaunch
+    | LaunchLoop
+    | GemmCall
+    | BlockLoop
+    | ElementwiseLoop
+    | PoolingLoop
+    | ChainLoop
+    | RecurrentLoop
+    | RecurrentGradientLoop
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +482,8 @@ class Plan:
     Attributes
     ----------
     method : str
-        ``"direct"``, ``"gemm"`` or ``"implicit_gemm"``; of columns ``"im2col"`` or ``"col2im"``.
+        ``"direct"``, ``"gemm"`` or ``"implicit_gemm"``; of columns ``"im2col"`` or ``"col2im"``;
+        of a chain ``"fused"`` or ``"unfused"``.
     backend : str
         ``"numpy"`` or ``"cuda"``.
     device : str

@@ -70,6 +70,28 @@ class RecurrentGeometry:
         """Rows of the weights for one hidden unit."""
         return GATES[self.cell]
 
+    @property
+    def keeps(self) -> dict[str, tuple[int, ...]]:
+        """What a gradient needs of a run, with shapes: buffers in the dtype computed with, indexed by x's time.
+
+        ``gates`` is what the activations were applied to.  ``cells`` is an lstm's state after each step.
+        ``candidate`` is what a gru's reset gate changed: R h + b_h of the candidate before it was multiplied,
+        or r * h after.
+        """
+        each = (self.directions, self.steps, self.batch)
+        kept: dict[str, tuple[int, ...]] = {"gates": (*each, self.gates * self.hidden)}
+        if self.cell != "rnn":
+            kept["cells" if self.cell == "lstm" else "candidate"] = (*each, self.hidden)
+        return kept
+
+    def sums(self, peephole: bool) -> int:
+        """Rows of H sums over steps and samples that the gradients of biases and peepholes are taken from."""
+        apart = self.cell == "gru" and self.linear_before_reset  # the candidate's two biases
+        return self.gates + (1 if apart else 0) + (3 if peephole else 0)
+
+    def __str__(self) -> str:
+        return f"{self.cell} {self.inputs} -> {self.hidden}, {self.direction}, on {self.steps} steps x {self.batch}"
+
     @cached_property
     def products(self) -> int:
         """Multiply-adds of all matrix products."""

@@ -12,13 +12,13 @@
 //     ↓                 +----+----+
 //
 // The source is chosen once a K-block.  Sums leave through shared memory, so that the result is written along
-// its unit stride, finished on the way.  Where few tiles would leave the GPU idle, `splits` blocks share a tile's
-// K, and write partial sums that the epilogue kernel adds in order.
+// its unit stride, finished on the way.  Where few tiles would leave the GPU idle, gridDim.y blocks share a tile's
+// K, and keep partial sums that the epilogue kernel adds in order.
 //
 // Bound by arithmetic for many outputs.  Floor: 2 * M * N * K operations over the rate of the arithmetic.
 //
 // -D: DTYPE (storage type), ARITHMETIC (one of warp_tile.cuh), TILE (128 or 64), GATHER (what neighbouring threads
-//     gather: a direction of gather.cuh)
+//     gather: a direction of gather.cuh), PROLOGUE (1: inputs are transformed as they are gathered, see prologue.cuh)
 #include "convolution.cuh"
 #include "gather.cuh"
 #include "warp_tile.cuh"
@@ -32,11 +32,13 @@ struct ImplicitGemmParams {
     Image out;           // or, of several splits, the first plane of partial sums
     long long plane;     // elements from one split's plane to the next
     Epilogue epilogue;
+    Prologue prologue;
     long long pixels;  // of all samples
     int groups, group_channels, group_outputs;
     int blocks, rows;      // K-blocks and M of a packed group
     int tiles_m;           // tiles along M
-    int splits, a_split;   // of K, and K-blocks in each
+    int keeps_sums;        // they are stored as they are, in their own type
+    int a_split;           // K-blocks of a block's share of K
 };
 
 // Where a column of the tile is written, and read from the residual, at output 0.
@@ -59,7 +61,8 @@ constexpr int STAGES = 3;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int MIN_BLOCKS = TILE == 128 ? 1 : 2;  // its 64 KiB of shared memory hold no more
 #else
-constexpr int MIN_BLOCKS = ARITHMETIC == TF32X3 ? (TILE == 128 ? 1 : 3) : (TILE == 128 ? 2 : 4);
+constexpr bool MANY = ARITHMETIC == TF32X3 || (PROLOGUE && sizeof(DTYPE) == 8);
+constexpr int MIN_BLOCKS = MANY ? (TILE == 128 ? 1 : 3) : (TILE == 128 ? 2 : 4);
 #endif
 constexpr bool CHUNKED = GATHER == ALONG_CHANNELS && Arithmetic::PREFERS_CHUNKS;
 
@@ -123,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) implicit_gemm(
     for (int j = threadIdx.x; j < TILE; j += THREADS)
         shared->corner[j] = corner_of(params.windows, j_first + j, params.pixels);
     __syncthreads();
-    Gatherer gather(params.sources, params.windows, c_first, c_end, shared->corner, first);
+    Gatherer gather(params.sources, params.windows, params.prologue, c_first, c_end, shared->corner, first);
     for (int i = 0; i < STAGES - 1; ++i) {
         if (i < blocks) {
             fetch_weight(shared->stage[i].weight, weight + i * packed_block, packed_stride);
@@ -178,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) implicit_gemm(
             const Sum sum = leaving.sum[row * PITCH + j];
             const long long o = (long long)g * params.group_outputs + m_first + part * WARP_ROWS + row;
             const long long at = leaving.column[j].out + o * out.stride_c;
-            if (params.splits > 1)
+            if (params.keeps_sums)
                 static_cast<Sum*>(out.data)[blockIdx.y * params.plane + at] = sum;
             else
                 static_cast<T*>(out.data)[at] =

@@ -68,9 +68,10 @@ class Call:
             if not plan.workspace or not hasattr(request, "workspace_limit"):
                 return None
             try:
-                return make_plan(replace(request, workspace_limit=plan.workspace_bytes // 2))
+                smaller = make_plan(replace(request, workspace_limit=plan.workspace_bytes // 2))
             except ValueError:
                 return None
+            return smaller if smaller.workspace_bytes < plan.workspace_bytes else None
 
         return plan_with_less
 
@@ -116,7 +117,7 @@ def machine_for(backend: Backend, on: str | None) -> Machine:
     return known_gpu(on)
 
 
-def _check_out(arrays: Arrays, result: Result, backend: Backend) -> None:
+def check_out(arrays: Arrays, result: Result, backend: Backend) -> None:
     name, out = result.name, arrays[result.name]
     if tuple(out.shape) != result.shape:
         raise ValueError(f"{name} has shape {tuple(out.shape)}, needed {result.shape}")
@@ -124,12 +125,13 @@ def _check_out(arrays: Arrays, result: Result, backend: Backend) -> None:
         raise TypeError(f"{name} has dtype {out.dtype}, needed {result.dtype}")
     if overlaps_itself(out.shape, out.strides, out.dtype.itemsize):
         raise ValueError(f"{name} overlaps itself: shape {tuple(out.shape)}, strides {tuple(out.strides)}")
-    OutMemory(arrays, [name]).check(tuple(arrays.values()), backend.address)
+    OutMemory(arrays, [name], result.addend).check(tuple(arrays.values()), backend.address)
 
 
 def copied(axes: Axes, arrays: Arrays) -> tuple[str, ...]:
     """Name the images that have to be copied whole to have no more than three spatial axes."""
-    images = {name: array for name, array in arrays.items() if name not in ("weight", "bias")}
+    others = ("weight", "bias", "scale", "shift")
+    images = {name: array for name, array in arrays.items() if name not in others}
     return tuple(
         f"{name}: its leading spatial axes have no one stride, so it is copied, beyond the workspace"
         for name, array in images.items()
@@ -162,7 +164,7 @@ def describe(backend: Backend, axes: Axes, name: str, array: Any) -> Operand:
 def describe_result(backend: Backend, axes: Axes, arrays: Arrays, result: Result) -> Operand:
     """A result as planning sees it: the caller's array, which is checked, or the one that will be allocated."""
     if result.name in arrays:
-        _check_out(arrays, result, backend)
+        check_out(arrays, result, backend)
         return describe(backend, axes, result.name, arrays[result.name])
     shape, name = result.shape, dtype_name(result.dtype)
     strides = byte_strides(shape, name)

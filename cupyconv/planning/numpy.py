@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import gcd, prod
 
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
-from cupyconv.geometry import ConvGeometry
+from cupyconv.geometry import ConvGeometry, Windows
 from cupyconv.machine import HostModel
 from cupyconv.operands import Operand, c_strides
 from cupyconv.plan import BlockLoop, Buffer, Plan
@@ -22,6 +22,7 @@ from cupyconv.planning.request import (
     describe_result,
     without_empty_inputs,
 )
+from cupyconv.prologue import NONE, Prologue
 
 #: Bytes of columns a block aims at where products dominate, and where memory does.
 PRODUCT_BLOCK = 4 << 20
@@ -74,6 +75,7 @@ def _gemm(request: ConvRequest) -> Plan:
     view = (
         geometry.is_pointwise
         and len(request.xs) == 1
+        and not request.prologue
         and geometry.pixels >= LONE_PIXELS
         and request.xs[0].dtype == accumulator(request.x_dtype)
         and _is_one_kind(request)
@@ -151,8 +153,9 @@ class _Body:
         """Bytes for one block: columns or products, the tile they are taken from, sums, and gathered borders."""
         geometry = request.geometry
         if self.shares:
-            part = shared_part(geometry, block, _item(request.x_dtype))
-            columns = part * shared_bytes(geometry, block, _item(request.x_dtype))
+            item, prologue = _item(request.x_dtype), request.prologue
+            part = shared_part(geometry, block, item, prologue)
+            columns = part * shared_bytes(geometry, block, item, prologue)
             products = part * geometry.group_outputs * prod(block) * _item(request.out.dtype)
             return columns + products + prod(block) * _sum_bytes(request, self.in_place(request, block))
         read = block[0] * geometry.in_channels * prod(block[1:]) * _item(request.x_dtype)
@@ -160,8 +163,7 @@ class _Body:
         if self.tile:
             read = block[0] * geometry.in_channels * tile_pixels(geometry, block) * _item(request.x_dtype)
             nbytes += read
-        # A border that a padding mode fills is gathered beside what it is copied to.
-        return nbytes + (read if geometry.padding_mode != "constant" else 0)
+        return nbytes + read * temporaries(geometry, request.prologue)
 
     def in_place(self, request: ConvRequest, block: Block) -> bool:
         """Whether the block's sums are the result itself."""
@@ -182,7 +184,8 @@ def _plan(request: ConvRequest, method: str, body: _Body, block: Block, words: s
         geometry=geometry, dtype=accumulator(request.out.dtype),
         x_dtype=accumulator(request.x_dtype), weight_dtype=accumulator(request.weight_dtype), activation=request.activation,
         in_place=body.in_place(request, block), bytes_moved=request.minimal_bytes, flops=request.flops,
-        part=shared_part(geometry, block, _item(request.x_dtype)) if body.shares else 0,
+        part=shared_part(geometry, block, _item(request.x_dtype), request.prologue) if body.shares else 0,
+        prologue=request.prologue,
     )  # fmt: skip
     return Plan(
         method=method, backend="numpy", device=str(machine), problem=str(geometry), result=describe_result(request),
@@ -233,27 +236,32 @@ def block_of_pixels(geometry: ConvGeometry, pixels: int, most_samples: int) -> B
     return (1, 1, 1, even_part(width, pixels))
 
 
-def tile_pixels(geometry: ConvGeometry, block: Block) -> int:
+def tile_pixels(geometry: Windows, block: Block) -> int:
     """Pixels of the part of a padded sample that all windows of a block lie in."""
     return prod((part - 1) * stride + span for part, stride, span in zip(block[1:], geometry.stride, geometry.span))
 
 
-def shared_bytes(geometry: ConvGeometry, block: Block, item: int) -> int:
+def temporaries(geometry: Windows, prologue: Prologue) -> int:
+    """Copies of what is read: a border that a padding mode fills is gathered first, an activation takes one beside."""
+    return (geometry.padding_mode != "constant") + bool(prologue.activation)
+
+
+def shared_bytes(geometry: ConvGeometry, block: Block, item: int, prologue: Prologue = NONE) -> int:
     """Bytes, for one group, of the columns that a block's taps share, and of the tile they are taken from."""
     axis, samples = geometry.outermost, block[0]
     taps, stride, gap, rows = (t[axis] for t in (geometry.kernel, geometry.stride, geometry.dilation, block[1:]))
     period = stride // gcd(stride, gap)
     each = [rows + (-(-(taps - first) // period) - 1) * (period * gap // stride) for first in range(min(period, taps))]
     columns = sum(each) * (prod(block) // rows) * (geometry.taps // taps)
-    # A border that a padding mode fills is gathered beside what it is copied to.
-    tile = samples * tile_pixels(geometry, block) * (1 + (geometry.padding_mode != "constant"))
+    tile = samples * tile_pixels(geometry, block) * (1 + temporaries(geometry, prologue))
     return geometry.group_channels * (columns + tile) * item
 
 
-def shared_part(geometry: ConvGeometry, block: Block, item: int) -> int:
+def shared_part(geometry: ConvGeometry, block: Block, item: int, prologue: Prologue = NONE) -> int:
     """Groups whose shared columns stay in cache together."""
     return even_part(
-        geometry.groups, max(1, min(geometry.groups, MEMORY_BLOCK // (shared_bytes(geometry, block, item) or 1)))
+        geometry.groups,
+        max(1, min(geometry.groups, MEMORY_BLOCK // (shared_bytes(geometry, block, item, prologue) or 1))),
     )
 
 

@@ -32,6 +32,7 @@ from cupyconv.planning.numpy import (
     largest_block,
     shared_bytes,
     shared_part,
+    temporaries,
     tile_pixels,
 )
 from cupyconv.planning.request import WeightGradientRequest, without_empty_inputs
@@ -45,6 +46,7 @@ PRODUCT_PIECE = 4 << 20
 
 def plan_weight_gradient(request: WeightGradientRequest) -> Plan:
     """The plan for ``request.method``; ValueError where a named method does not apply."""
+    assert not (request.prologue and _splits_x(request)), "a prologue is of complex numbers, not of their parts"
     request = without_empty_inputs(request)
     plans: dict[str, Callable[[], Plan]] = {"gemm": lambda: _gemm(request), "direct": lambda: _direct(request)}
     preferred, other = ("direct", "gemm") if request.geometry.is_depthwise else ("gemm", "direct")
@@ -55,6 +57,7 @@ def _gemm(request: WeightGradientRequest) -> Plan:
     geometry, xs = request.geometry, request.xs
     view = (
         geometry.is_pointwise
+        and not request.prologue
         and geometry.pixels >= LONE_PIXELS
         and (len(xs) == 1 or geometry.groups == 1)
         and all(x.dtype == accumulator(request.x_dtype) and is_matrix(x) for x in xs)
@@ -114,13 +117,13 @@ class _Body:
         """Bytes for one block: columns, the tile they are taken from, gathered borders, and its part of `grad`."""
         geometry, item = request.geometry, _x_item(request)
         if self.shares:
-            nbytes = shared_part(geometry, block, item) * shared_bytes(geometry, block, item)
+            part = shared_part(geometry, block, item, request.prologue)
+            nbytes = part * shared_bytes(geometry, block, item, request.prologue)
             grad_in_place = grad_in_place and is_in_order(geometry, block)
         else:
             pixels = tile_pixels(geometry, block) if self.tile else prod(block[1:])
             read = block[0] * pixels * geometry.in_channels * item
-            # A border that a padding mode fills is gathered beside what it is copied to.
-            nbytes = prod(block) * self.per_pixel + read * (self.tile + (geometry.padding_mode != "constant"))
+            nbytes = prod(block) * self.per_pixel + read * (self.tile + temporaries(geometry, request.prologue))
         if not grad_in_place or block[0] > 1:
             nbytes += prod(block) * geometry.out_channels * ITEMSIZE[accumulator(request.grad_dtype)]
         return nbytes
@@ -160,7 +163,7 @@ def _plan(
             weight_dtype=accumulator(request.grad_dtype), activation=IDENTITY, in_place=in_place,
             bytes_moved=request.minimal_bytes, flops=request.flops * min(rows, geometry.group_outputs - first) // geometry.group_outputs,
             first_row=first, rows=min(rows, geometry.group_outputs - first), piece=piece, grad_in_place=grad_in_place,
-            part=shared_part(geometry, block, _x_item(request)) if body.shares else 0,
+            part=shared_part(geometry, block, _x_item(request), request.prologue) if body.shares else 0, prologue=request.prologue,
         )
         for first in range(0, geometry.group_outputs, rows or 1)
         if request.out.nbytes

@@ -85,6 +85,9 @@ class NullDevice:
     def empty_in_graph(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         return self.empty(shape, dtype)
 
+    def from_host(self, array: np.ndarray) -> Any:
+        return self.empty(array.shape, array.dtype)
+
     def convert(self, array: Any, dtype: np.dtype) -> Any:
         return self.empty(array.shape, dtype)
 
@@ -105,7 +108,9 @@ class NullDevice:
         self.arguments += 1
         return params
 
-    def launch(self, kernel: Any, grid: tuple[int, int, int], block: int, params: Any, shared_bytes: int) -> None:
+    def launch(
+        self, kernel: Any, grid: tuple[int, int, int], block: int, params: Any, shared_bytes: int, cooperative: bool
+    ) -> None:
         self.launches += 1
 
     def gemm_strided_batched(self, arguments: GemmArguments) -> None:

@@ -48,6 +48,10 @@ class CudaBackend:
         """An uninitialised C-ordered array."""
         return self.device.empty(shape, dtype)
 
+    def from_host(self, array: np.ndarray) -> Any:
+        """An array in the host's memory as one of this backend's."""
+        return self.device.from_host(array)
+
     def converted(self, array: Any, dtype: np.dtype) -> Any:
         """A C-ordered copy in `dtype`: of the real parts where that is real."""
         return self.device.convert(array if dtype.kind == "c" else array.real, dtype)

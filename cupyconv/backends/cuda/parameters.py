@@ -33,24 +33,40 @@ WINDOWS = _struct(
 ADJOINT = _struct(end=(INT64, 3), tap_step=(INT32, 3), window_step=(INT32, 3))
 EPILOGUE = _struct(bias=POINTER, residual=IMAGE, pre=POINTER, alpha=FLOAT64, beta=FLOAT64, activation=INT32)
 
+PROLOGUE = _struct(
+    scale=POINTER, shift=POINTER, scale_step=INT64, shift_step=INT64, alpha=FLOAT64, beta=FLOAT64, activation=INT32
+)
+
 _CONVOLUTION = _struct(
-    sources=SOURCES, windows=WINDOWS, weight=IMAGE, out=IMAGE, epilogue=EPILOGUE, batch=INT64, groups=INT32,
-    group_channels=INT32, group_outputs=INT32,
+    sources=SOURCES, windows=WINDOWS, weight=IMAGE, out=IMAGE, epilogue=EPILOGUE, prologue=PROLOGUE, batch=INT64,
+    groups=INT32, group_channels=INT32, group_outputs=INT32,
+)  # fmt: skip
+
+STRIDED = _struct(data=POINTER, stride_d=INT64, stride_n=INT64, stride_u=INT64)
+GATE_ACTIVATION = _struct(alpha=FLOAT64, beta=FLOAT64, code=INT32)
+_RECURRENT = _struct(
+    weight=STRIDED, x=STRIDED, weight_ih=STRIDED, bias_ih=STRIDED, bias_hh=STRIDED, peephole=STRIDED, h0=STRIDED, c0=STRIDED, h=STRIDED, c=STRIDED,
+    y=STRIDED, y_step=INT64, lengths=POINTER, lengths_stride=INT64, gates=POINTER, gates_d=INT64, gates_t=INT64,
+    beside=POINTER, beside_d=INT64, beside_t=INT64, states=POINTER, cells=POINTER, counters=POINTER,
+    activation=(GATE_ACTIVATION, 6), clip=FLOAT64, steps=INT32, batch=INT32, inputs=INT32, hidden=INT32, step=INT32, count=INT32,
+    first=(INT32, 2), backward=(INT32, 2), gates_a_unit=INT32, is_candidate=INT32, keeps_gates=INT32,
+    input_forget=INT32, lengths_wide=INT32, weight_packet=INT32, weight_ih_packet=INT32,
+    states_packed=INT32,
 )  # fmt: skip
 
 #: Kernel name -> its one parameter.
 PARAMETERS = {
     "merge": _struct(
         sources=(MERGE_SOURCE, MAX_MERGED), weight=POINTER, weight_stride_o=INT64, weight_stride_c=INT64, out=IMAGE, epilogue=EPILOGUE,
-        batch=INT64, pixels=INT64, in_channels=INT32, out_channels=INT32,
+        prologue=PROLOGUE, batch=INT64, pixels=INT64, in_channels=INT32, out_channels=INT32,
     ),
     "direct": _CONVOLUTION,
     "depthwise": _struct(
-        sources=SOURCES, windows=WINDOWS, weight=IMAGE, out=IMAGE, epilogue=EPILOGUE, batch=INT64, outputs=INT32,
-        multiplier=INT32, channel_lanes=INT32,
+        sources=SOURCES, windows=WINDOWS, weight=IMAGE, out=IMAGE, epilogue=EPILOGUE, prologue=PROLOGUE, batch=INT64,
+        outputs=INT32, multiplier=INT32, channel_lanes=INT32,
     ),
     "im2col": _struct(
-        sources=SOURCES, windows=WINDOWS, columns=POINTER, stride_n=INT64, stride_row=INT64, stride_pixel=INT64, batch=INT64,
+        sources=SOURCES, windows=WINDOWS, prologue=PROLOGUE, columns=POINTER, stride_n=INT64, stride_row=INT64, stride_pixel=INT64, batch=INT64,
         first_pixel=INT64, pixels=INT64, squares=INT32, channel_lanes=INT32,
     ),
     "pack_weight": _struct(
@@ -58,8 +74,8 @@ PARAMETERS = {
         group_channels=INT32, group_outputs=INT32, granule=INT32, block=INT32, blocks=INT32, rows=INT32, channels=INT32,
     ),
     "implicit_gemm": _struct(
-        sources=SOURCES, windows=WINDOWS, weight=POINTER, out=IMAGE, plane=INT64, epilogue=EPILOGUE, pixels=INT64,
-        groups=INT32, group_channels=INT32, group_outputs=INT32, blocks=INT32, rows=INT32, tiles_m=INT32, splits=INT32,
+        sources=SOURCES, windows=WINDOWS, weight=POINTER, out=IMAGE, plane=INT64, epilogue=EPILOGUE, prologue=PROLOGUE, pixels=INT64,
+        groups=INT32, group_channels=INT32, group_outputs=INT32, blocks=INT32, rows=INT32, tiles_m=INT32, keeps_sums=INT32,
         a_split=INT32,
     ),
     "col2im": _struct(
@@ -71,7 +87,7 @@ PARAMETERS = {
         groups=INT32, group_channels=INT32, group_outputs=INT32, first=INT32, channels=INT32, conjugated=INT32,
     ),
     "weight_gradient": _struct(
-        sources=SOURCES, windows=WINDOWS, grad=IMAGE, sums=POINTER, plane=INT64, batch=INT64, a_part=INT64, groups=INT32,
+        sources=SOURCES, windows=WINDOWS, prologue=PROLOGUE, grad=IMAGE, sums=POINTER, plane=INT64, batch=INT64, a_part=INT64, groups=INT32,
         group_channels=INT32, group_outputs=INT32,
     ),
     "max_pool": _struct(x=IMAGE, windows=WINDOWS, out=IMAGE, batch=INT64, nothing=FLOAT64, channels=INT32, lanes=INT32),
@@ -83,6 +99,24 @@ PARAMETERS = {
         epilogue=EPILOGUE, size=(INT64, 3), batch=INT64, first_pixel=INT64, pixels=INT64, channels=INT32, planes=INT32,
         along_channels=INT32, sums_packed=INT32, bias_packed=INT32, residual_packed=INT32,
     ),
+    "recurrent_step": _RECURRENT,
+    "recurrent_persistent": _RECURRENT,
+    "recurrent_gradient": _struct(
+        gates=POINTER, beside=POINTER, weight_hh=POINTER, y=POINTER, h0=POINTER, c0=POINTER, peephole=POINTER,
+        lengths=POINTER, lengths_stride=INT64, grad_y=POINTER, grad_y_t=INT64, grad_y_n=INT64, grad_y_u=INT64,
+        begin_h=POINTER, begin_c=POINTER, carried_h=POINTER, carried_c=POINTER, dgates=POINTER, dcandidate=POINTER,
+        previous=POINTER, reset=POINTER, sums=POINTER, activation=(GATE_ACTIVATION, 6), clip=FLOAT64, first=(INT64, 2),
+        steps=INT64, batch=INT64, count=INT64, hidden=INT32, directions=INT32, sign=(INT32, 2), first_direction=INT32,
+        phase=INT32, input_forget=INT32, reset_first=INT32, wide_lengths=INT32, begins=INT32, rows=INT32, k=INT32,
+    ),
+    "recurrent_inputs": _struct(
+        x=POINTER, stride_t=INT64, stride_n=INT64, stride_i=INT64, lengths=POINTER, lengths_stride=INT64, inputs=POINTER,
+        first=INT64, steps=INT64, batch=INT64, columns=INT64, wide_lengths=INT32,
+    ),
+    "prologue_grad": _struct(
+        grad=IMAGE, x=IMAGE, out=IMAGE, prologue=PROLOGUE, partial=POINTER, size=(INT64, 3), batch=INT64, pixels=INT64,
+        channels=INT32, lanes=INT32,
+    ),
     "epilogue_grad": _struct(
         grad=IMAGE, saved=IMAGE, out=IMAGE, partial=POINTER, alpha=FLOAT64, beta=FLOAT64, size=(INT64, 3), batch=INT64,
         pixels=INT64, activation=INT32, channels=INT32, lanes=INT32,
@@ -93,12 +127,13 @@ PARAMETERS = {
 class BoundParameters:
     """A parameter struct in memory of its own, and what a device launches with it."""
 
-    __slots__ = ("argument", "params", "words")
+    __slots__ = ("argument", "integers", "params", "words")
 
     def __init__(self, template: np.ndarray, argument_of: Callable[[np.ndarray], Any]) -> None:
         # Plain bytes, because NumPy would describe a nested struct to CuPy, which takes longer than a launch.
         self.params = template.copy().view(np.dtype((np.void, template.nbytes)))
         self.words = memoryview(self.params.view(np.uint64))  # type: ignore[arg-type]
+        self.integers = memoryview(self.params.view(np.int32))  # type: ignore[arg-type]
         self.argument = argument_of(self.params)
 
 
@@ -112,7 +147,7 @@ class PackedParameters:
     def __init__(
         self, launch: KernelLaunch, slots: Mapping[str, int], argument_of: Callable[[np.ndarray], Any]
     ) -> None:
-        dtype = PARAMETERS[launch.kernel.name]
+        dtype = self._dtype = PARAMETERS[launch.kernel.name]
         assert dtype.names == tuple(name for name, _ in launch.params), f"fields of {launch.kernel.name} disagree"
         assert dtype.itemsize % 8 == 0, "every struct is a whole number of 8-byte words"
         template = np.zeros((), dtype)
@@ -122,6 +157,12 @@ class PackedParameters:
         self._template = template.reshape(1).view(np.uint64)
         self._argument_of = argument_of
         self._free: list[BoundParameters] = []
+
+    def place(self, field: str) -> int:
+        """Where an int32 field is among `BoundParameters.integers`."""
+        fields = self._dtype.fields
+        assert fields is not None and fields[field][0] == INT32
+        return fields[field][1] // 4
 
     def bind(self, addresses: Sequence[int]) -> BoundParameters:
         """The struct with the addresses of a run's buffers, by slot, filled in."""

@@ -73,6 +73,17 @@ def _gelu_tanh(v: np.ndarray, *_: object) -> None:
     v *= gate
 
 
+def _affine(v: np.ndarray, alpha: np.floating, beta: np.floating) -> None:
+    v *= alpha
+    v += beta
+
+
+def _scaled_tanh(v: np.ndarray, alpha: np.floating, beta: np.floating) -> None:
+    v *= beta
+    np.tanh(v, out=v)
+    v *= alpha
+
+
 _FUNCTIONS: dict[str, Callable[[np.ndarray, np.floating, np.floating], object]] = {
     "relu": lambda v, *_: np.maximum(v, 0, out=v),
     "relu6": lambda v, *_: np.clip(v, 0, 6, out=v),
@@ -88,6 +99,10 @@ _FUNCTIONS: dict[str, Callable[[np.ndarray, np.floating, np.floating], object]] 
     "silu": lambda v, *_: np.multiply(v, _sigmoid(v), out=v),
     "mish": lambda v, *_: np.multiply(v, np.tanh(_softplus(v)), out=v),
     "softplus": lambda v, *_: np.copyto(v, _softplus(v)),
+    "affine": _affine,
+    "thresholded_relu": lambda v, alpha, _: np.copyto(v, 0, where=v < alpha),
+    "scaled_tanh": _scaled_tanh,
+    "softsign": lambda v, *_: np.divide(v, np.abs(v) + 1, out=v),
 }
 
 
@@ -180,4 +195,8 @@ _DERIVATIVES: dict[str, Callable[[np.ndarray, np.floating, np.floating], np.ndar
     "silu": _silu_derivative,
     "mish": _mish_derivative,
     "softplus": lambda v, *_: _sigmoid(v),
+    "affine": lambda v, alpha, _: np.full_like(v, alpha),
+    "thresholded_relu": lambda v, alpha, _: v > alpha,
+    "scaled_tanh": lambda v, alpha, beta: alpha * beta * (1 - np.tanh(beta * v) ** 2),
+    "softsign": lambda v, *_: (1 + np.abs(v)) ** -2,
 }

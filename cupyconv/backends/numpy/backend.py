@@ -9,11 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from cupyconv.backends.numpy.chain import ChainConvolution
 from cupyconv.backends.numpy.columns import col2im, im2col
 from cupyconv.backends.numpy.convolution import ConvolutionLoop
 from cupyconv.backends.numpy.epilogue_grad import epilogue_grad
 from cupyconv.backends.numpy.gathered import GatheredConvolution
 from cupyconv.backends.numpy.pooling import pooling_loop
+from cupyconv.backends.numpy.prologue_grad import prologue_grad
+from cupyconv.backends.numpy.recurrent import RecurrentLayer
+from cupyconv.backends.numpy.recurrent_gradient import RecurrentGradient
 from cupyconv.backends.numpy.transposed import TransposedConvolution
 from cupyconv.backends.numpy.weight_gradient import WeightGradient
 from cupyconv.backends.numpy.windows import five_axes
@@ -22,10 +26,13 @@ from cupyconv.geometry import Windows
 from cupyconv.machine import HostModel
 from cupyconv.plan import (
     BlockLoop,
+    ChainLoop,
     ElementwiseLoop,
     GatheredLoop,
     Plan,
     PoolingLoop,
+    RecurrentGradientLoop,
+    RecurrentLoop,
     Step,
     TransposedLoop,
     WeightGradientLoop,
@@ -55,6 +62,10 @@ class NumpyBackend:
         """An uninitialised C-ordered array."""
         return np.empty(shape, dtype)
 
+    def from_host(self, array: np.ndarray) -> Any:
+        """An array in the host's memory as one of this backend's."""
+        return array
+
     def converted(self, array: Any, dtype: np.dtype) -> Any:
         """A C-ordered copy in `dtype`: of the real parts where that is real."""
         with np.errstate(all="ignore"):
@@ -79,9 +90,15 @@ class NumpyBackend:
 def _prepared(step: Step) -> Callable[[Mapping[str, Any]], None]:
     """What runs a step."""
     if isinstance(step, ElementwiseLoop):
-        return partial(epilogue_grad, step)
+        return partial({"epilogue_grad": epilogue_grad, "prologue_grad": prologue_grad}[step.body], step)
     if isinstance(step, PoolingLoop):
         return pooling_loop(step)
+    if isinstance(step, ChainLoop):
+        return ChainConvolution(step).run
+    if isinstance(step, RecurrentLoop):
+        return RecurrentLayer(step).run
+    if isinstance(step, RecurrentGradientLoop):
+        return RecurrentGradient(step).run
     assert isinstance(step, BlockLoop)
     if step.body == "im2col":
         return partial(_im2col, step)

@@ -6,6 +6,8 @@
     any strides,                (channels, samples,                  (channels, taps, samples, pixels)
     any dtype                    d, h, w), padded                    a copy of overlapping views
 
+A prologue transforms what is read as it is written, and so never the padding.
+
 *Shared columns* are a fraction of the columns: along the outermost axis of the kernel, the taps' columns are the
 same rows of pixels, each beginning further on, so they are written once for all of these taps.
 
@@ -26,6 +28,7 @@ from math import gcd, prod
 
 import numpy as np
 
+from cupyconv.backends.numpy.prologue import Transform
 from cupyconv.backends.numpy.windows import Region, read, tap_regions, tile_regions, windows_of_tile
 from cupyconv.geometry import ConvGeometry
 from cupyconv.plan import BlockLoop
@@ -127,51 +130,63 @@ class Scratch:
 Inputs = Sequence[tuple[np.ndarray, slice]]
 
 
-def read_regions(inputs: Inputs, regions: tuple[Region, ...], block: Block, target: np.ndarray) -> None:
+def read_regions(
+    inputs: Inputs, regions: tuple[Region, ...], block: Block, target: np.ndarray, transform: Transform | None = None
+) -> None:
     """Boxes of the inputs, their channels one after the other, into (channels, samples, d, h, w)."""
     for at, elements in regions:
         for x, channels in inputs:
             part = target[(channels, slice(None), *at)]
-            part[...] = 0 if elements is None else read(block.samples_of(x), elements).swapaxes(0, 1)
+            if elements is None:
+                part[...] = 0
+            elif transform is None:
+                part[...] = read(block.samples_of(x), elements).swapaxes(0, 1)
+            else:
+                transform.write(part, read(block.samples_of(x), elements).swapaxes(0, 1), channels)
 
 
-def tile_of(inputs: Inputs, block: Block, scratch: Scratch, channels: slice | None = None) -> np.ndarray:
+def tile_of(
+    inputs: Inputs, block: Block, scratch: Scratch, transform: Transform | None = None, channels: slice | None = None
+) -> np.ndarray:
     """The part of the padded inputs that all windows of a block lie in: (channels, samples, d, h, w)."""
     tile = block.tile
     if channels is not None:
         tile = block.tile_of(channels.stop - channels.start)
         inputs = _some_channels(inputs, channels)
+        transform = transform and transform.of(channels)
     image = scratch.array("tile", tile.shape)
     if tile.starts_as_zeros:
         image.fill(0)
-    read_regions(inputs, tile.regions, block, image)
+    read_regions(inputs, tile.regions, block, image, transform)
     return image
 
 
-def windows_of(inputs: Inputs, block: Block, scratch: Scratch) -> np.ndarray:
+def windows_of(inputs: Inputs, block: Block, scratch: Scratch, transform: Transform | None = None) -> np.ndarray:
     """A view (channels, kd, kh, kw, samples, d, h, w) of all windows of a block, in a tile that is read for it."""
-    image, tile = tile_of(inputs, block, scratch), block.tile
+    image, tile = tile_of(inputs, block, scratch, transform), block.tile
     return np.ndarray(tile.windows_shape, image.dtype, image, 0, tile.windows_strides)
 
 
-def columns_of(inputs: Inputs, block: Block, scratch: Scratch) -> np.ndarray:
+def columns_of(inputs: Inputs, block: Block, scratch: Scratch, transform: Transform | None = None) -> np.ndarray:
     """All windows of a block as (channels, kd, kh, kw, samples, d, h, w) in C order."""
     columns = scratch.array("columns", block.columns_shape)
     if prod(block.columns_shape[1:4]) == 1:
-        read_regions(inputs, block.taps[0], block, columns[:, 0, 0, 0])
+        read_regions(inputs, block.taps[0], block, columns[:, 0, 0, 0], transform)
     else:
-        columns[...] = windows_of(inputs, block, scratch)
+        columns[...] = windows_of(inputs, block, scratch, transform)
     return columns
 
 
-def shared_columns(inputs: Inputs, block: Block, channels: slice, scratch: Scratch) -> list[tuple[slice, np.ndarray]]:
+def shared_columns(
+    inputs: Inputs, block: Block, channels: slice, scratch: Scratch, transform: Transform | None
+) -> list[tuple[slice, np.ndarray]]:
     """Columns of some channels that the taps along the kernel's outermost axis share: (c, tap, other taps, pixels).
 
     Each array is a view in which a tap's pixels begin further on than those of the one before.  Where the stride
     keeps taps from meeting the same rows, there is one for every residue, beside the taps that it has.
     """
     geometry, axis = block.geometry, block.geometry.outermost
-    image = tile_of(inputs, block, scratch, channels)
+    image = tile_of(inputs, block, scratch, transform, channels)
     tile = block.tile_of(len(image))
     stride, gap, rows = geometry.stride[axis], geometry.dilation[axis], block.size[1 + axis]
     a_row = block.area // rows

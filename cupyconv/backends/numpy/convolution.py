@@ -6,7 +6,8 @@
     any strides,                [g, K_g, pixels]              [g, O_g, pixels]                 any strides,
     any dtype                   dtype of the sums             dtype of the sums                rounded once
 
-Blocks are disjoint, so threads may take them in any order and every bit stays the same.
+A prologue is applied as columns are read.  Blocks are disjoint, so threads may take them in any order and every bit
+stays the same.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from cupyconv.backends.numpy.blocks import (
     read_regions,
     shared_columns,
 )
+from cupyconv.backends.numpy.prologue import transform_of
 from cupyconv.backends.numpy.windows import five_axes
 from cupyconv.dtypes import dtype_from_name, is_complex
 from cupyconv.geometry import ConvGeometry
@@ -55,9 +57,9 @@ class ConvolutionLoop:
         itemsize = self.x_dtype.itemsize
         self._kept = tuple(cut_into_blocks(loop, itemsize)) if are_kept(loop) else None
 
-    def run(self, arrays: Mapping[str, Any]) -> None:
-        """Compute the result; arguments and result are given by name."""
-        convolution = BlockedConvolution(self, arrays)
+    def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None) -> None:
+        """Compute the result; arguments and result are given by name, and memory that other loops use too."""
+        convolution = BlockedConvolution(self, arrays, scratch or Scratch(self.x_dtype, self.plan.blocks))
         blocks = cut_into_blocks(self.plan, self.x_dtype.itemsize) if self._kept is None else self._kept
         if self.plan.threads == 1:
             for block in blocks:
@@ -70,7 +72,7 @@ class ConvolutionLoop:
 class BlockedConvolution:
     """One run: its arrays, brought to five axes, and what its blocks share."""
 
-    def __init__(self, loop: ConvolutionLoop, arrays: Mapping[str, Any]) -> None:
+    def __init__(self, loop: ConvolutionLoop, arrays: Mapping[str, Any], scratch: Scratch) -> None:
         geometry = loop.geometry
         self.loop, self.geometry = loop, geometry
         self.inputs = [
@@ -94,7 +96,8 @@ class BlockedConvolution:
         self._products_are_result = (
             loop.plan.in_place and bias is None and residual is None and not loop.plan.activation
         )
-        self._scratch = Scratch(loop.x_dtype, loop.plan.blocks)
+        self._scratch = scratch
+        self._transform = transform_of(loop.plan.prologue, arrays, loop.x_dtype)
 
     def finish(self, block: Block) -> None:
         self._store(block, self.loop.body(self, block))
@@ -106,7 +109,7 @@ class BlockedConvolution:
     # Five ways to the sums of a block, each (groups, group_outputs, samples, depth, height, width).
 
     def columns_and_product(self, block: Block) -> np.ndarray:
-        return self._product(self.matrix, columns_of(self.inputs, block, self._scratch), block)
+        return self._product(self.matrix, columns_of(self.inputs, block, self._scratch, self._transform), block)
 
     def product_of_view(self, block: Block) -> np.ndarray:
         ((x, _),) = self.inputs
@@ -125,7 +128,7 @@ class BlockedConvolution:
         sums = np.zeros(block.sums_shape, self.loop.sums_dtype)
         columns = self._scratch.array("columns", (geometry.in_channels, *block.size))
         for matrix, regions in zip(by_tap, block.taps):
-            read_regions(self.inputs, regions, block, columns)
+            read_regions(self.inputs, regions, block, columns, self._transform)
             sums += self._product(np.ascontiguousarray(matrix), columns, block)
         return sums
 
@@ -164,7 +167,7 @@ class BlockedConvolution:
         per_group = self.geometry.group_channels
         for groups in parts_of(self.geometry.groups, self.loop.plan.part):
             channels = slice(groups.start * per_group, groups.stop * per_group)
-            yield groups, shared_columns(self.inputs, block, channels, self._scratch)
+            yield groups, shared_columns(self.inputs, block, channels, self._scratch, self._transform)
 
     def _empty_sums(self, block: Block) -> np.ndarray:
         """Where a block's sums go, (groups, group_outputs, pixels): the result, or memory of its own."""

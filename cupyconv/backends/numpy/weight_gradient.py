@@ -31,6 +31,7 @@ from cupyconv.backends.numpy.blocks import (
     read_regions,
     shared_columns,
 )
+from cupyconv.backends.numpy.prologue import transform_of
 from cupyconv.backends.numpy.windows import five_axes
 from cupyconv.dtypes import dtype_from_name, is_complex, real_part
 from cupyconv.geometry import ConvGeometry
@@ -97,6 +98,7 @@ class _Run:
         out = arrays["out"]
         #: (groups, outputs of a group, channels of a group, *kernel): these outputs of the result.
         self._out = out.reshape(geometry.groups, geometry.group_outputs, *out.shape[1:])[:, self._rows]
+        self._transform = transform_of(plan.prologue, arrays, loop.x_dtype)
         self._scratch = Scratch(loop.x_dtype, plan.blocks)
         self._grad_scratch = [Scratch(loop.grad_dtype, plan.blocks) for _ in self.grads]
         self._product_scratch = Scratch(np.result_type(loop.x_dtype, loop.grad_dtype), plan.blocks)
@@ -145,7 +147,7 @@ class _Run:
         self, block: Block, inputs: Inputs, grads: list[np.ndarray], sums: list[np.ndarray], is_first: bool
     ) -> None:
         geometry = self.geometry
-        columns = columns_of(inputs, block, self._scratch)
+        columns = columns_of(inputs, block, self._scratch, self._transform)
         columns = columns.reshape(geometry.groups, geometry.reduction, block.area)
         for grad, target in zip(grads, sums):
             self._add_product(grad, columns, target, is_first)
@@ -181,7 +183,7 @@ class _Run:
         geometry = self.geometry
         columns = self._scratch.array("columns", (geometry.in_channels, *block.size))
         for t, regions in enumerate(block.taps):
-            read_regions(inputs, regions, block, columns)
+            read_regions(inputs, regions, block, columns, self._transform)
             matrices = columns.reshape(geometry.groups, geometry.group_channels, block.area)
             for grad, target in zip(grads, sums):
                 self._add_product(grad, matrices, target[:, :, t :: geometry.taps], is_first)
@@ -207,7 +209,7 @@ class _Run:
         per_group = self.geometry.group_channels
         for groups in parts_of(self.geometry.groups, self.plan.part):
             channels = slice(groups.start * per_group, groups.stop * per_group)
-            yield groups, shared_columns(inputs, block, channels, self._scratch)
+            yield groups, shared_columns(inputs, block, channels, self._scratch, self._transform)
 
     def _grad(self, block: Block, part: int) -> np.ndarray:
         """These outputs of the block's gradient: (groups, rows, pixels)."""

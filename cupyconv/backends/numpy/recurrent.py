@@ -1,0 +1,306 @@
+"""A recurrent layer step by step: the inputs of a chunk of steps in one product, all gates in place.
+
+::
+
+    x of a chunk   --BLAS-->   projected (G, steps, N, H)
+    h (N, H)       --BLAS-->   gates (G, N, H)   + projected + biases   --activations-->   h, c
+
+Each gate is one run of memory, over which every pass is one loop.  The time loop allocates nothing, activations
+aside that have temporaries of their own.  Where lengths are given, a step's states are worked out beside the old
+ones and copied for the samples that are not past their length, so that nothing of what lies beyond reaches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from cupyconv.activations import Activation
+from cupyconv.backends.numpy.activations import activate
+from cupyconv.dtypes import dtype_from_name
+from cupyconv.plan import RecurrentLoop
+
+
+class RecurrentLayer:
+    """What runs a plan's loop."""
+
+    def __init__(self, loop: RecurrentLoop) -> None:
+        self._loop = loop
+        self._direction = {"rnn": _Rnn, "lstm": _Lstm, "gru": _Gru}[loop.geometry.cell]
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        """Compute the results; arguments and results are given by name."""
+        given = {role: arrays[name] for role, name in self._loop.buffers}
+        for direction in range(self._loop.geometry.directions):
+            self._direction(self._loop, given, direction).run()
+
+
+class _Direction:
+    """One direction of one run: its arguments in the dtype computed with, and the memory that its steps share."""
+
+    def __init__(self, loop: RecurrentLoop, given: Mapping[str, Any], direction: int) -> None:
+        geometry, dtype = loop.geometry, dtype_from_name(loop.dtype)
+        self._loop, self.geometry, self.dtype = loop, geometry, dtype
+        self._given, self._index = given, direction
+        hidden, batch = geometry.hidden, geometry.batch
+        self._backwards = geometry.signs[direction] < 0
+        self._weight_ih, self.weight_hh = self._by_gate("weight_ih"), self._by_gate("weight_hh")
+        self.bias_ih, self.bias_hh = self._vector("bias_ih"), self._vector("bias_hh")
+        x, out = given["x"], given["out"]
+        self._x = x if x.ndim == 3 else x[None]
+        self._out = (out if out.ndim == 3 else out[None])[:, :, direction * hidden : (direction + 1) * hidden]
+        kept = {name: shape[-1] // max(1, hidden) for name, shape in geometry.keeps.items() if name in given}
+        self.kept = {
+            name: given[name][direction].reshape(geometry.steps, batch, parts, hidden) for name, parts in kept.items()
+        }
+        self.gates = np.empty((geometry.gates, batch, hidden), dtype)
+        self.h, self.c = self._state("h0"), self._state("c0")
+
+    def _own(self, role: str, axes: int) -> np.ndarray | None:
+        """What an argument or a result of so many axes has for this direction; None where it is absent."""
+        array = self._given.get(role)
+        return None if array is None else array[self._index] if array.ndim > axes else array
+
+    def _by_gate(self, role: str) -> np.ndarray:
+        """A weight as (G, columns, H): a matrix for each gate."""
+        weight = self._own(role, 2)
+        assert weight is not None
+        by_gate = weight.reshape(self.geometry.gates, self.geometry.hidden, -1).swapaxes(1, 2)
+        return np.array(by_gate, self.dtype, order="C") if role in self._loop.copied else by_gate
+
+    def _vector(self, role: str) -> np.ndarray | None:
+        """A vector as (parts, 1, H), rounded to the result's dtype first, as an argument of that would have been."""
+        vector = self._own(role, 1)
+        if vector is None:
+            return None
+        rounded = vector.astype(self._given["out"].dtype, copy=False).astype(self.dtype, copy=False)
+        return rounded.reshape(-1, 1, self.geometry.hidden)
+
+    def _state(self, role: str) -> np.ndarray:
+        state = np.zeros((self.geometry.batch, self.geometry.hidden), self.dtype)
+        initial = self._own(role, 2)
+        if initial is not None:
+            state[...] = initial.astype(self._given["out"].dtype, copy=False)
+        return state
+
+    def advance(self, t: int, projected: np.ndarray, h: np.ndarray, c: np.ndarray) -> None:
+        """The states after step t, into `h` and `c`, which may be `self.h` and `self.c`."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """All steps, and the last states."""
+        lengths = self._given.get("lengths")
+        least = most = self.geometry.steps
+        if lengths is not None and lengths.size:
+            least, most = int(lengths.min()), int(lengths.max())
+            until = np.ascontiguousarray(lengths)[:, None]
+            inside, past = np.empty(until.shape, bool), np.empty(until.shape, bool)
+        h, c = (self.h, self.c) if least == most else (np.empty_like(self.h), np.empty_like(self.c))
+        self._out[most:] = 0
+        for t, projected in self._projected(most):
+            if t < least:
+                self.advance(t, projected, self.h, self.c)
+                self._out[t] = self.h
+            else:
+                self.advance(t, projected, h, c)
+                np.greater(until, t, out=inside)
+                np.logical_not(inside, out=past)
+                np.copyto(self.h, h, where=inside)
+                np.copyto(self.c, c, where=inside)
+                self._out[t] = self.h
+                np.copyto(self._out[t], 0, where=past)
+        for role, state in (("h", self.h), ("c", self.c)):
+            last = self._own(role, 2)
+            if last is not None:
+                last[...] = state
+
+    def _projected(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
+        """The steps before `most` in this direction's order, each with what its inputs add to the gates."""
+        loop, geometry = self._loop, self.geometry
+        samples, inputs = geometry.batch, geometry.inputs
+        chunks = [range(first, min(first + loop.chunk, most)) for first in range(0, most, loop.chunk)]
+        memory = np.empty(loop.chunk * self.gates.size, self.dtype)
+        copies_x = "x" in loop.copied
+        copy = np.empty((loop.chunk * copies_x, samples, inputs), self.dtype)
+        for chunk in reversed(chunks) if self._backwards else chunks:
+            steps = len(chunk)
+            x = self._x[chunk.start : chunk.stop]
+            if copies_x:
+                copy[:steps] = x
+                x = copy[:steps]
+            projected = memory[: steps * self.gates.size].reshape(geometry.gates, steps, samples, geometry.hidden)
+            rows = projected.reshape(geometry.gates, steps * samples, geometry.hidden)
+            np.matmul(x.reshape(steps * samples, inputs), self._weight_ih, out=rows)
+            for t in reversed(chunk) if self._backwards else chunk:
+                yield t, projected[:, t - chunk.start]
+
+    # What cells are made of.
+
+    def added(self) -> np.ndarray | None:
+        """The sum of both biases."""
+        if self.bias_ih is None or self.bias_hh is None:
+            return self.bias_hh if self.bias_ih is None else self.bias_ih
+        return self.bias_ih + self.bias_hh
+
+    def clip(self, gates: np.ndarray) -> None:
+        bound = self.geometry.clip
+        if bound is not None:
+            np.clip(gates, -bound, bound, out=gates)
+
+    def keep(self, t: int, first: int, gates: np.ndarray) -> None:
+        """What the activations of these gates, from the first on, will be applied to."""
+        if self.kept:
+            self.kept["gates"][t, :, first : first + len(gates)] = gates.swapaxes(0, 1)
+
+    def activations(self) -> tuple[Activation, ...]:
+        return self.geometry.activations[self._index]
+
+
+class _Rnn(_Direction):
+    def __init__(self, loop: RecurrentLoop, given: Mapping[str, Any], direction: int) -> None:
+        super().__init__(loop, given, direction)
+        self._bias = self.added()
+        (self._activation,) = self.activations()
+
+    def advance(self, t: int, projected: np.ndarray, h: np.ndarray, c: np.ndarray) -> None:
+        gates = self.gates
+        np.matmul(self.h, self.weight_hh, out=gates)
+        gates += projected
+        if self._bias is not None:
+            gates += self._bias
+        self.clip(gates)
+        self.keep(t, 0, gates)
+        _in_place(gates, self._activation)
+        h[...] = gates[0]
+
+
+class _Lstm(_Direction):
+    def __init__(self, loop: RecurrentLoop, given: Mapping[str, Any], direction: int) -> None:
+        super().__init__(loop, given, direction)
+        self._bias, self._peepholes = self.added(), self._vector("peephole")
+        f, g, self._of_cell = self.activations()
+        #: The gates that do not see the new c: all but o, where there are peepholes.
+        self._early = self.gates if self._peepholes is None else self.gates[:3]
+        self._late = self.gates[len(self._early) :]
+        self._activate_early = _activation_of(self._early, [f, f, g, f][: len(self._early)])
+        self._activate_late = _activation_of(self._late, [f] * len(self._late))
+        self._seen = np.empty_like(self.gates[:2]) if len(self._late) else self._late
+
+    def advance(self, t: int, projected: np.ndarray, h: np.ndarray, c: np.ndarray) -> None:
+        gates, peepholes = self.gates, self._peepholes
+        i, f, g, o = gates
+        np.matmul(self.h, self.weight_hh, out=gates)
+        gates += projected
+        if self._bias is not None:
+            gates += self._bias
+        if peepholes is not None:
+            gates[:2] += np.multiply(peepholes[:2], self.c, out=self._seen)
+        self.clip(self._early)
+        self.keep(t, 0, self._early)
+        self._activate_early()
+        if self.geometry.input_forget:
+            np.subtract(1, i, out=f)
+        np.multiply(f, self.c, out=c)
+        i *= g
+        c += i
+        if peepholes is not None:
+            o += np.multiply(peepholes[2], c, out=i)
+            self.clip(o)
+            self.keep(t, 3, self._late)
+            self._activate_late()
+        if self.kept:
+            self.kept["cells"][t, :, 0] = c
+        h[...] = c
+        _in_place(h, self._of_cell)
+        h *= o
+
+
+class _Gru(_Direction):
+    def __init__(self, loop: RecurrentLoop, given: Mapping[str, Any], direction: int) -> None:
+        super().__init__(loop, given, direction)
+        bias = self.added()
+        self._bias_rz = None if bias is None else bias[:2]
+        self._bias_in, self._bias_hn = (None if b is None else b[2] for b in (self.bias_ih, self.bias_hh))
+        f, g = self.activations()
+        self._activate_rz = _activation_of(self.gates[:2], [f, f])
+        self._activate_n = _activation_of(self.gates[2:], [g])
+
+    def advance(self, t: int, projected: np.ndarray, h: np.ndarray, c: np.ndarray) -> None:
+        rz, (r, z, n) = self.gates[:2], self.gates
+        linear_before_reset = self.geometry.linear_before_reset
+        if linear_before_reset:
+            np.matmul(self.h, self.weight_hh, out=self.gates)
+            if self._bias_hn is not None:
+                n += self._bias_hn
+            if self.kept:
+                self.kept["candidate"][t, :, 0] = n
+        else:
+            np.matmul(self.h, self.weight_hh[:2], out=rz)
+        rz += projected[:2]
+        if self._bias_rz is not None:
+            rz += self._bias_rz
+        self.clip(rz)
+        self.keep(t, 0, rz)
+        self._activate_rz()
+        if linear_before_reset:
+            n *= r
+        else:
+            r *= self.h
+            if self.kept:
+                self.kept["candidate"][t, :, 0] = r
+            np.matmul(r, self.weight_hh[2], out=n)
+            if self._bias_hn is not None:
+                n += self._bias_hn
+        n += projected[2]
+        if self._bias_in is not None:
+            n += self._bias_in
+        self.clip(n)
+        self.keep(t, 2, self.gates[2:])
+        self._activate_n()
+        np.subtract(1, z, out=r)
+        r *= n
+        np.multiply(z, self.h, out=h)
+        h += r
+
+
+def _activation_of(gates: np.ndarray, activations: Sequence[Activation]) -> Callable[[], None]:
+    """What applies an activation to each of the gates, in place.
+
+    A sigmoid is (1 + tanh(v / 2)) / 2: so gates with one and gates with tanh are one pass of tanh.
+    """
+    runs: list[tuple[np.ndarray, Activation]] = []
+    for activation, same in groupby(range(len(activations)), lambda k: activations[k]):
+        first, *others = same
+        runs.append((gates[first : first + 1 + len(others)], activation))
+    if any(activation.name not in ("sigmoid", "tanh") for _, activation in runs):
+
+        def one_by_one() -> None:
+            for run, activation in runs:
+                _in_place(run, activation)
+
+        return one_by_one
+    sigmoids = [run for run, activation in runs if activation.name == "sigmoid"]
+
+    def at_once() -> None:
+        for run in sigmoids:
+            run *= 0.5
+        np.tanh(gates, out=gates)
+        for run in sigmoids:
+            run *= 0.5
+            run += 0.5
+
+    return at_once
+
+
+def _in_place(v: np.ndarray, activation: Activation) -> None:
+    """`activate`, but for a sigmoid without its temporary."""
+    if activation.name != "sigmoid":
+        activate(v, activation)
+        return
+    v *= 0.5
+    np.tanh(v, out=v)
+    v *= 0.5
+    v += 0.5

@@ -1,0 +1,610 @@
+"""`rnn`, `lstm`, `gru` and single steps of them against the naive definition, PyTorch, and what is promised of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import tracemalloc
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import reference
+import reference_recurrent
+from hypothesis import given, settings
+from recurrent_cases import FUNCTIONS, STEPS, RecurrentCase, recurrent_cases
+from strategies import as_dtype
+from targets import TARGETS, Target
+from test_activations import DTYPES, special_values
+from test_bad_input import Ones, assert_refused, placed, table
+from test_repetition import assert_warm_is_fresh
+from tolerance import assert_close
+
+import cupyconv
+from cupyconv.activations import RECURRENT_ONLY, resolve_activation
+from cupyconv.backends.numpy import activations as numpy_activations
+from cupyconv.calls.recurrent import prepare_gru, prepare_lstm, prepare_rnn
+
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+CELLS = ("rnn", "lstm", "gru")
+PREPARE = {"rnn": prepare_rnn, "lstm": prepare_lstm, "gru": prepare_gru}
+
+
+@pytest.fixture(params=TARGETS[:1])
+def target(request: pytest.FixtureRequest) -> Target:
+    """Each target that has recurrent layers."""
+    return request.param()
+
+
+def full_case(cell: str, **changed: Any) -> RecurrentCase:
+    """Everything a cell can have at once."""
+    optional = ("bias_ih", "bias_hh", "h0", *(("c0", "peephole") if cell == "lstm" else ()))
+    case = RecurrentCase(
+        cell=cell, steps=6, batch=5, inputs=4, hidden=3, direction="bidirectional", dtype="float32", optional=optional,
+        lengths=(6, 0, 3, 1, 6), clip=1.5, input_forget=cell == "lstm", linear_before_reset=False,
+    )  # fmt: skip
+    return replace(case, **changed)
+
+
+# --- values -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=400)
+@given(case=recurrent_cases())
+def test_every_attribute(target, case):
+    arrays = case.arrays()
+    out = case.new_out(target.to_device, target.xp)
+    y, h, c = case.call(case.views(arrays, target.to_device, target.xp), out=out)
+    assert out is None or y is out
+    expected = case.expected(arrays)
+    case.assert_close(target.to_host(y), expected.y, expected.largest)
+    case.assert_close(target.to_host(h), expected.h, expected.largest)
+    if c is not None:
+        case.assert_close(target.to_host(c), expected.c, expected.largest)
+
+
+@settings(max_examples=100)
+@given(case=recurrent_cases(dtypes=("float64", "float32", "bfloat16")))
+def test_what_a_gradient_needs(target, case):
+    """Gates before their activations, at x's time, whichever way the direction goes; an lstm's cells."""
+    arrays = case.arrays()
+    call = PREPARE[case.cell](
+        **case.views(arrays, target.to_device, target.xp), lengths=case.lengths, **case.settings, saving=True
+    )
+    returned = [target.to_host(array) for array in call.run()]
+    plain = [
+        target.to_host(one) for one in case.call(case.views(arrays, target.to_device, target.xp)) if one is not None
+    ]
+    for one, another in zip(returned, plain):
+        np.testing.assert_array_equal(one, another)
+    expected = case.expected(arrays)
+    gates = returned[len(plain)]
+    wide = "float64" if case.dtype == "float64" else "float32"
+    lengths = (case.steps,) * case.batch if case.lengths is None else case.lengths
+    coupled = slice(case.hidden, 2 * case.hidden) if case.input_forget else slice(0, 0)  # f's own are not used
+    for n, length in enumerate(lengths):
+        actual, wanted = gates[:, :length, n].copy(), expected.gates[:, :length, n].copy()
+        actual[..., coupled] = wanted[..., coupled] = 0
+        replace(case, dtype=wide).assert_close(actual, wanted, expected.largest)
+
+
+@settings(max_examples=60)
+@given(case=recurrent_cases(directions=("forward",)))
+def test_steps_are_a_sequence(target, case):
+    """One call a step gives what one call for all gives."""
+    case = replace(case, lengths=None)
+    arrays = case.arrays()
+    views = case.views(arrays, target.to_device, target.xp)
+    options = {name: value for name, value in case.settings.items() if name != "direction"}
+    zeros = np.zeros((case.batch, case.hidden), as_dtype(case.dtype))
+    states = [views.pop(name)[0] if name in views else target.to_device(zeros) for name in ("h0", "c0")]
+    states = states[: 2 if case.cell == "lstm" else 1]
+    x = views.pop("x")
+    for t in range(case.steps):
+        next_states = STEPS[case.cell](x[t], *states, **views, **options)
+        states = list(next_states) if case.cell == "lstm" else [next_states]
+    expected = case.expected(arrays)
+    rounded = max(1, case.steps) if as_dtype(case.dtype).itemsize == 2 else 0  # states are rounded at every step
+    for state, wanted in zip(states, (expected.h[0], expected.c[0])):
+        if rounded:
+            eps = float(ml_dtypes.finfo(as_dtype(case.dtype)).eps)
+            actual = reference.wide(target.to_host(state))
+            np.testing.assert_allclose(actual, wanted, atol=4 * rounded * eps * (1 + expected.largest) ** 2)
+        else:
+            case.assert_close(target.to_host(state), wanted, expected.largest)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_larger_sizes(target, cell, dtype):
+    """Past the blocks of a BLAS or a kernel, by none of which they divide."""
+    case = full_case(
+        cell, steps=5, batch=17, inputs=70, hidden=67, dtype=dtype, lengths=tuple(n % 6 for n in range(17)),
+        linear_before_reset=True, input_forget=False,
+    )  # fmt: skip
+    arrays = case.arrays()
+    expected = case.expected(arrays)
+    for actual, wanted in zip(case.call(case.views(arrays, target.to_device, target.xp)), expected):
+        if actual is not None:
+            case.assert_close(target.to_host(actual), wanted, expected.largest)
+
+
+# --- activations ------------------------------------------------------------------------------------------------
+
+RECURRENT_SPECIFICATIONS = [
+    *RECURRENT_ONLY, ("affine", -0.5, 2), ("thresholded_relu", 0), ("thresholded_relu", -1.5), ("scaled_tanh", 1.5, 0.5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("specification", [*RECURRENT_SPECIFICATIONS, "sigmoid", "tanh", "softplus", None], ids=str)
+def test_special_values(target, specification, dtype):
+    """Through a step that changes nothing else: not a NaN or an infinity is lost, moved or made."""
+    values = special_values(dtype)
+    x, one = target.to_device(values[:, None]), target.to_device(np.ones((1, 1), dtype))
+    h = target.to_device(np.zeros((len(values), 1), dtype))
+    actual = cupyconv.rnn_step(x, h, one, one, activation=specification)
+    expected = reference_recurrent.activation(specification, reference.wide(values))
+    magnitude = np.where(np.isfinite(values), np.abs(reference.wide(values)), 0) + 1
+    assert_close(target.to_host(actual)[:, 0], expected, dtype, terms=1, magnitude=magnitude)
+
+
+@pytest.mark.parametrize("specification", RECURRENT_SPECIFICATIONS, ids=str)
+def test_derivatives(specification):
+    """By central differences, away from where the functions bend."""
+    resolved = resolve_activation(specification, recurrent=True)
+    v = np.array([-7.3, -2.1, -0.8, -0.03, 0.02, 0.6, 1.7, 5.2])
+    near = 1e-6
+    difference = (
+        reference_recurrent.activation(specification, v + near)
+        - reference_recurrent.activation(specification, v - near)
+    ) / (2 * near)
+    np.testing.assert_allclose(numpy_activations.derivative(v, resolved), difference, atol=1e-8)
+
+
+def test_a_pair_of_activations_is_one_for_each_direction(target):
+    x = target.to_device(np.full((2, 1, 1), -1.0))
+    weight_ih, weight_hh = (target.to_device(np.full((2, 1, 1), value)) for value in (1.0, 0.0))
+    for pair in (("relu", None), [None, "relu"], ("relu", ("affine", 2, 1)), (("leaky_relu", 0.5), ("relu",))):
+        y, _ = cupyconv.rnn(x, weight_ih, weight_hh, direction="bidirectional", activation=pair)
+        expected = [reference_recurrent.activation(one, np.array(-1.0)) for one in pair]
+        np.testing.assert_array_equal(target.to_host(y)[0, 0], expected)
+    both, _ = cupyconv.rnn(x, weight_ih, weight_hh, direction="bidirectional", activation=("leaky_relu", 0.5))
+    np.testing.assert_array_equal(target.to_host(both), np.full((2, 1, 2), -0.5))
+
+
+# --- lengths ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
+def test_nothing_past_a_length_is_seen(target, cell, direction):
+    """Not a NaN of x there reaches a result, and no bit depends on it."""
+    case = full_case(cell, direction=direction)
+    arrays = case.arrays()
+    spoilt = arrays["x"].copy()
+    for n, length in enumerate(case.lengths):
+        spoilt[length:, n] = np.nan
+    results = [
+        [target.to_host(one).tobytes() for one in case.call(case.views({**arrays, "x": x}, target.to_device, target.xp)) if one is not None]
+        for x in (arrays["x"], spoilt)
+    ]  # fmt: skip
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_kinds_of_lengths(target, cell):
+    case = full_case(cell)
+    views = case.views(case.arrays(), target.to_device, target.xp)
+    expected = [target.to_host(one) for one in case.call(views) if one is not None]
+    kinds = (list, *(lambda v, kind=kind: np.array(v, kind) for kind in ("int64", "int32", "uint8", ">i4", "uint64")))
+    strided = [
+        np.repeat(case.lengths, 2)[::2], target.to_device(np.array(case.lengths, np.int32)),
+        target.to_device(np.repeat(case.lengths, 3))[::3],
+    ]  # fmt: skip
+    for lengths in (*(kind(case.lengths) for kind in kinds), *strided):
+        actual = FUNCTIONS[cell](**views, lengths=lengths, **case.settings)
+        flat = (actual[0], *actual[1]) if cell == "lstm" else actual
+        for one, wanted in zip(flat, expected):
+            np.testing.assert_array_equal(target.to_host(one), wanted)
+
+
+def test_other_lengths_are_checked_again(target):
+    """A call like one before is prepared, but for the values of its lengths."""
+    case = full_case("gru")
+    views = case.views(case.arrays(), target.to_device, target.xp)
+    for lengths, fits in (((6, 0, 3, 1, 6), True), ((1, 1, 1, 1, 7), False), ((2, 2, 2, 2, 2), True)):
+        given = np.array(lengths)
+        if fits:
+            y, _ = cupyconv.gru(**views, **case.settings, lengths=given)
+            expected = replace(case, lengths=lengths).expected(case.arrays())
+            case.assert_close(target.to_host(y), expected.y, expected.largest)
+        else:
+            with pytest.raises(ValueError, match="lengths must be from 0 to 6, given 1 to 7"):
+                cupyconv.gru(**views, **case.settings, lengths=given)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("sizes", [{"steps": 0}, {"batch": 0}, {"inputs": 0}, {"hidden": 0}], ids=str)
+def test_sizes_of_nothing(target, cell, sizes):
+    case = full_case(cell, **{"lengths": None, **sizes})
+    arrays = case.arrays()
+    y, h, _ = case.call(case.views(arrays, target.to_device, target.xp))
+    expected = case.expected(arrays)
+    case.assert_close(target.to_host(y), expected.y, expected.largest)
+    case.assert_close(target.to_host(h), expected.h, expected.largest)
+    if "steps" in sizes:
+        np.testing.assert_array_equal(target.to_host(h), arrays["h0"])
+
+
+# --- layouts, dtypes, results -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_batch_first_is_a_view(target, cell):
+    """With the bits of the same arrays time-first."""
+    case = full_case(cell)
+    arrays = case.arrays()
+    views = case.views(arrays, target.to_device, target.xp)
+    batch_first = target.to_device(np.ascontiguousarray(arrays["x"].swapaxes(0, 1)))
+    out = target.to_device(np.zeros((case.batch, case.steps, 2 * case.hidden), np.float32))
+    expected, *_ = case.call(views)
+    actual, *_ = case.call({**views, "x": batch_first.swapaxes(0, 1)}, out=out.swapaxes(0, 1))
+    np.testing.assert_array_equal(target.to_host(actual), target.to_host(expected))
+    assert np.shares_memory(actual, out) if target.name != "gpu" else actual.data.ptr == out.data.ptr
+
+
+def test_addends_and_states_do_not_widen(target):
+    x, weight_ih, weight_hh = (target.to_device(np.ones(s, np.float16)) for s in ((2, 1, 2), (4, 2), (4, 1)))
+    bias, peephole = target.to_device(np.ones(4)), target.to_device(np.ones(3, np.float32))
+    h0, c0 = target.to_device(np.ones((1, 1, 1))), target.to_device(np.ones((1, 1, 1), np.float32))
+    y, (h, c) = cupyconv.lstm(x, weight_ih, weight_hh, bias, bias, h0=h0, c0=c0, peephole=peephole)
+    assert y.dtype == h.dtype == c.dtype == np.float16
+    y, _ = cupyconv.lstm(x, weight_ih.astype(np.float64), weight_hh)
+    assert y.dtype == np.float64
+    plan = cupyconv.explain(cupyconv.lstm, np.ones((2, 1, 2), np.float16), np.ones((4, 2)), np.ones((4, 1), np.float16))
+    assert "weight_ih (float64) widens the result to float64" in str(plan)
+
+
+def test_an_addend_is_rounded_as_if_given_in_the_results_dtype(target):
+    one = target.to_device(np.zeros((1, 1), np.float16))
+    bias = 1 + 2**-12
+    y = cupyconv.rnn_step(one, one, one, one, target.to_device(np.array([bias])), activation=("affine", 2048, -2048))
+    assert target.to_host(y).item() == 0
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_out_for_all_results(target, cell):
+    case = full_case(cell)
+    views = case.views(case.arrays(), target.to_device, target.xp)
+    expected = [target.to_host(one) for one in case.call(views) if one is not None]
+    outs = [target.to_device(np.zeros(one.shape, one.dtype)) for one in expected]
+    nested = (outs[0], tuple(outs[1:])) if cell == "lstm" else tuple(outs)
+    for _ in range(2):
+        returned = [one for one in case.call(views, out=nested) if one is not None]
+        assert all(a is b for a, b in zip(returned, outs, strict=True))
+        for one, wanted in zip(outs, expected):
+            np.testing.assert_array_equal(target.to_host(one), wanted)
+            one[...] = 0
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_step_into_given_arrays(target, cell):
+    case = full_case(cell, direction="forward", lengths=None, clip=None, input_forget=False)
+    views = case.views(case.arrays(), target.to_device, target.xp)
+    weights = {name: a for name, a in views.items() if name.startswith(("weight", "bias"))}
+    states = [views[name][0] for name in ("h0", "c0") if name in views]
+    returned = STEPS[cell](views["x"][0], *states, **weights)
+    expected = returned if cell == "lstm" else (returned,)
+    outs = tuple(target.to_device(np.zeros((5, 3), np.float32)) for _ in expected)
+    STEPS[cell](views["x"][0], *states, **weights, out=outs if cell == "lstm" else outs[0])
+    for one, wanted in zip(outs, expected):
+        np.testing.assert_array_equal(target.to_host(one), target.to_host(wanted))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_the_same_bits_every_time(target, cell):
+    case = full_case(cell, hidden=40, batch=5, inputs=30)
+    views = case.views(case.arrays(), target.to_device, target.xp)
+    bits = {tuple(target.to_host(one).tobytes() for one in case.call(views) if one is not None) for _ in range(5)}
+    assert len(bits) == 1
+
+
+def test_layers_are_calls(target):
+    """The second layer's x is the first one's y, of both directions."""
+    first = full_case("gru", dtype="float64")
+    second = replace(first, inputs=2 * first.hidden, seed=1)
+    arrays, more = first.arrays(), second.arrays()
+    y, *_ = first.call(first.views(arrays, target.to_device, target.xp))
+    z, *_ = second.call({**second.views(more, target.to_device, target.xp), "x": y})
+    expected = first.expected(arrays)
+    second.assert_close(target.to_host(z), second.expected({**more, "x": expected.y}).y, 4.0)
+
+
+# --- repetition -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_warm_call_is_a_fresh_call(target, cell):
+    """Of calls that each differ from one in one thing, some of them wrong."""
+    case = full_case(cell)
+    views = case.views(case.arrays(), target.to_device, target.xp)
+    name = "activation" if cell == "rnn" else "activations"
+    ones = {"rnn": (("leaky_relu", 0.0), ("leaky_relu", -0.0), "relu"), "gru": (("relu", "tanh"), ("tanh", "relu"))}
+    ones["lstm"] = (("relu", "tanh", "tanh"), ("tanh", "relu", "tanh"), ("tanh", "tanh", "relu"))
+
+    def call(**changed: Any) -> Any:
+        given = {**views, "lengths": case.lengths, **case.settings, **changed}
+        return lambda: FUNCTIONS[cell](**given)[0]
+
+    calls = [
+        call(), call(lengths=None), call(lengths=(1, 2, 3, 4, 5)), call(lengths=[1, 2, 3, 4, 7]), call(clip=1),
+        call(clip=1.0), call(clip=True), call(clip=None), call(direction="reverse"), call(h0=None), call(bias_ih=None),
+        call(bias_hh=None), call(bias_ih=views["bias_hh"], bias_hh=views["bias_ih"]), call(method="step"),
+        call(method="direct"), *(call(**{name: one}) for one in ones[cell]),
+    ]  # fmt: skip
+    if cell == "gru":
+        calls += [call(linear_before_reset=value) for value in (True, False, 1, None)]
+    if cell == "lstm":
+        calls += [call(input_forget=False), call(input_forget=0), call(c0=None), call(peephole=None)]
+    outcomes = assert_warm_is_fresh(target, calls)
+    assert not isinstance(outcomes[0][0], type) and outcomes[3][0] is ValueError and outcomes[6][0] is TypeError
+
+
+# --- memory -----------------------------------------------------------------------------------------------------
+
+
+def peak_bytes(call: Any) -> int:
+    call()
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("limit", [None, 600_000])
+def test_memory_is_what_the_plan_says(cell, dtype, limit):
+    case = full_case(cell, steps=60, batch=64, inputs=20, hidden=32, dtype=dtype, lengths=tuple(range(60, -4, -1)[:64]))
+    case = replace(case, lengths=tuple(max(0, length) for length in case.lengths), linear_before_reset=True)
+    views, out = case.views(case.arrays()), np.empty((60, 64, 64), dtype)
+    with cupyconv.options(workspace_limit=limit):
+        plan = cupyconv.explain(FUNCTIONS[cell], **views, lengths=case.lengths, **case.settings)
+        peak = peak_bytes(lambda: case.call(views, out=out))
+        assert limit is None or plan.workspace_bytes <= limit
+    states = 2 * 2 * 64 * 32 * 4
+    of_numpy = 80_000  # Python's objects, and what NumPy takes to walk an array that is broadcast or cast
+    assert peak <= plan.workspace_bytes + states + of_numpy
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_step_allocates_nothing(cell):
+    """Four times the steps, of which as many are in memory at a time, take no byte more."""
+
+    def case(steps: int) -> RecurrentCase:
+        return full_case(cell, steps=steps, batch=32, inputs=8, hidden=64, lengths=None, direction="forward")
+
+    peaks = []
+    limit = cupyconv.explain(FUNCTIONS[cell], **case(10).arrays(), **case(10).settings).workspace_bytes + 2048
+    for steps in (10, 40):
+        arrays, out = case(steps).arrays(), np.empty((steps, 32, 64), np.float32)
+        with cupyconv.options(workspace_limit=limit):
+            plan = cupyconv.explain(FUNCTIONS[cell], **arrays, **case(steps).settings)
+            assert plan.steps[0].chunk == 10
+            peaks.append(peak_bytes(lambda steps=steps, arrays=arrays, out=out: case(steps).call(arrays, out=out)))
+    assert abs(peaks[1] - peaks[0]) < 4_000, "one gate of a step alone has 8192 bytes"
+
+
+@pytest.mark.parametrize("limit", [30_000, 60_000, 1 << 20])
+def test_chunks_of_steps_give_the_same_numbers(limit):
+    case = full_case("lstm", steps=40, batch=6, inputs=5, hidden=16, lengths=(40, 0, 17, 39, 20, 21))
+    arrays = case.arrays()
+    with cupyconv.options(workspace_limit=limit):
+        plan = cupyconv.explain(cupyconv.lstm, **arrays, lengths=case.lengths, **case.settings)
+        y, h, c = case.call(arrays)
+    assert plan.workspace_bytes <= limit and (plan.steps[0].chunk < 40) == (limit < 1 << 20)
+    expected = case.expected(arrays)
+    for actual, wanted in ((y, expected.y), (h, expected.h), (c, expected.c)):
+        case.assert_close(actual, wanted, expected.largest)
+
+
+def test_a_limit_below_one_step_is_refused():
+    case = full_case("lstm", hidden=64, lengths=None)
+    with cupyconv.options(workspace_limit=10_000):
+        with pytest.raises(ValueError, match=r"one step needs .* bytes of workspace, the limit is 10,000"):
+            case.call(case.arrays())
+
+
+# --- plans ------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_of_numpys():
+    x, weight_ih, weight_hh = (np.ones(s, np.float32) for s in ((50, 64, 128), (1024, 128), (1024, 256)))
+    plan = cupyconv.explain(cupyconv.lstm, x, weight_ih, weight_hh)
+    assert (plan.method, plan.backend, len(plan.steps)) == ("step", "numpy", 1)
+    assert plan.flops == 2 * 50 * 64 * 1024 * (128 + 256)
+    page = str(plan)
+    for words in ("lstm 128 -> 256, forward, on 50 steps x 64", "3200 x 128 x 1024", "not persistent: "):
+        assert words in page
+    step = cupyconv.explain(
+        cupyconv.lstm_step, x[0], np.ones((64, 256), "f4"), np.ones((64, 256), "f4"), weight_ih, weight_hh
+    )
+    assert step.flops == plan.flops // 50
+
+
+def test_the_method_of_a_gpu_is_refused_on_numpy():
+    case = full_case("rnn")
+    with pytest.raises(ValueError, match=r"method 'persistent' does not apply: .* GPU"):
+        case.call(case.arrays(), method="persistent")
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------
+
+LSTM = dict(
+    x=Ones((5, 2, 3)), weight_ih=Ones((16, 3)), weight_hh=Ones((16, 4)), bias_ih=Ones((16,)), bias_hh=Ones((16,)),
+    h0=Ones((1, 2, 4)), c0=Ones((1, 2, 4)), peephole=Ones((12,)), lengths=[5, 0], out=Ones((5, 2, 4)),
+)  # fmt: skip
+GRU = dict(x=Ones((5, 2, 3)), weight_ih=Ones((2, 12, 3)), weight_hh=Ones((2, 12, 4)), direction="bidirectional")
+
+REFUSALS = table(
+    ("x of two axes", ValueError, ["x has shape", r"\(5, 2\)", r"\(T, N, I\)"], dict(x=Ones((5, 2)), lengths=None)),
+    ("inputs differ", ValueError, ["weight_ih", r"\(16, 3\)", r"needed \(16, 5\)"], dict(x=Ones((5, 2, 5)))),
+    ("recurrent weight not square", ValueError, ["weight_hh", r"\(16, 5\)", r"\(4 \* H, H\)"], dict(weight_hh=Ones((16, 5)))),
+    ("gates of a gru", ValueError, ["weight_hh", r"\(12, 4\)", r"\(4 \* H, H\)"], dict(weight_hh=Ones((12, 4)))),
+    ("an axis of directions", ValueError, ["weight_hh", r"\(1, 16, 4\)"], dict(weight_hh=Ones((1, 16, 4)))),
+    ("weight of one axis", ValueError, ["weight_hh", r"\(16,\)"], dict(weight_hh=Ones((16,)))),
+    ("bias of another size", ValueError, ["bias_ih", r"\(4,\)", r"\(16,\)"], dict(bias_ih=Ones((4,)))),
+    ("state without directions", ValueError, ["h0", r"\(2, 4\)", r"\(1, 2, 4\)"], dict(h0=Ones((2, 4)))),
+    ("state that would broadcast", ValueError, ["c0", r"\(1, 1, 4\)"], dict(c0=Ones((1, 1, 4)))),
+    ("peephole for each gate", ValueError, ["peephole", r"\(16,\)", r"\(12,\)"], dict(peephole=Ones((16,)))),
+    ("integers", TypeError, ["x has dtype int64", "astype"], dict(x=Ones((5, 2, 3), "int64"))),
+    ("integer bias", TypeError, ["bias_hh has dtype int32", "astype"], dict(bias_hh=Ones((16,), "int32"))),
+    ("complex", TypeError, ["weight_ih has dtype complex64", "real"], dict(weight_ih=Ones((16, 3), "complex64"))),
+    ("no common dtype", TypeError, ["bfloat16", "float16"],
+     dict(x=Ones((5, 2, 3), "float16"), weight_ih=Ones((16, 3), ml_dtypes.bfloat16))),
+    ("no weight", TypeError, ["weight_hh", "NoneType"], dict(weight_hh=None)),
+    ("x is a list", TypeError, ["x must be", "list"], dict(x=[[[1.0]]], lengths=None)),
+    ("unknown direction", ValueError, ["direction", "forward, reverse, bidirectional", "'both'"], dict(direction="both")),
+    ("direction is no word", ValueError, ["direction", "None"], dict(direction=None)),
+    ("two activations", ValueError, ["activations", "3 activations", "'tanh'"], dict(activations=("sigmoid", "tanh"))),
+    ("one activation", TypeError, ["activations", "tuple of 3", "'tanh'"], dict(activations="tanh")),
+    ("pair for one direction", ValueError, ["activations must be 3 activations;"], dict(activations=(("tanh",) * 3,) * 2)),
+    ("unknown activation", ValueError, ["unknown activation 'swish'", "softsign"], dict(activations=("swish", "tanh", "tanh"))),
+    ("flag of another type", TypeError, ["input_forget", "True or False", "1"], dict(input_forget=1)),
+    ("negative clip", ValueError, ["clip", "at least 0", "-1"], dict(clip=-1)),
+    ("clip is not a number", ValueError, ["clip", "nan"], dict(clip=float("nan"))),
+    ("clip of text", TypeError, ["clip", "'1'"], dict(clip="1")),
+    ("clip of truth", TypeError, ["clip", "True"], dict(clip=True)),
+    ("method of a convolution", ValueError, ["method 'gemm'", "step, persistent"], dict(method="gemm")),
+    ("too many lengths", ValueError, ["lengths", r"\(3,\)", r"\(2,\)"], dict(lengths=[1, 2, 3])),
+    ("length beyond", ValueError, ["lengths", "0 to 5", "1 to 6"], dict(lengths=[1, 6])),
+    ("negative length", ValueError, ["lengths", "0 to 5", "-1 to 5"], dict(lengths=[5, -1])),
+    ("length of half a step", TypeError, ["lengths must be integers", "2.5"], dict(lengths=[1, 2.5])),
+    ("lengths of truth", TypeError, ["lengths must be integers", "True"], dict(lengths=[True, False])),
+    ("lengths of two axes", ValueError, ["lengths", r"\(1, 2\)", r"\(2,\)"], dict(lengths=[[1, 2]])),
+    ("one length", TypeError, ["lengths", "int"], dict(lengths=5)),
+    ("out of another shape", ValueError, ["out", r"\(5, 2, 8\)", r"\(5, 2, 4\)"], dict(out=Ones((5, 2, 8)))),
+    ("out of another dtype", TypeError, ["out", "float64", "float32"], dict(out=Ones((5, 2, 4), "float64"))),
+    ("too few results", ValueError, ["out", "3 of them", "given 2"], dict(out=[Ones((5, 2, 4)), Ones((1, 2, 4))])),
+    ("second result of another shape", ValueError, [r"out\[1\]", r"\(2, 4\)", r"\(1, 2, 4\)"],
+     dict(out=[Ones((5, 2, 4)), Ones((2, 4)), Ones((1, 2, 4))])),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("error, words, changed", REFUSALS)
+def test_refusals(target, error, words, changed):
+    call = {name: placed(value, target) for name, value in {**LSTM, **changed}.items()}
+    cupyconv.lstm(**{name: placed(value, target) for name, value in LSTM.items()})
+    assert_refused(target, error, words, cupyconv.lstm, **call)
+
+
+@pytest.mark.parametrize(
+    "words, changed",
+    table(
+        ("weights of one direction", ["weight_hh", r"\(12, 4\)", r"\(2, 3 \* H, H\)", "bidirectional"], dict(weight_hh=Ones((12, 4)))),
+        ("input weight of one", ["weight_ih", r"\(12, 3\)", r"\(2, 12, 3\)", "bidirectional"], dict(weight_ih=Ones((12, 3)))),
+        ("bias of one", ["bias_ih", r"\(12,\)", r"\(2, 12\)"], dict(bias_ih=Ones((12,)))),
+        ("state of one", ["h0", r"\(1, 2, 4\)", r"\(2, 2, 4\)"], dict(h0=Ones((1, 2, 4)))),
+        ("out of one", ["out", r"\(5, 2, 4\)", r"\(5, 2, 8\)"], dict(out=Ones((5, 2, 4)))),
+        ("three groups", ["activations", "or a pair"], dict(activations=(("tanh", "tanh"),) * 3)),
+    ),
+)  # fmt: skip
+def test_refusals_of_two_directions(target, words, changed):
+    cupyconv.gru(**{name: placed(value, target) for name, value in GRU.items()})
+    call = {name: placed(value, target) for name, value in {**GRU, **changed}.items()}
+    assert_refused(target, ValueError, words, cupyconv.gru, **call)
+
+
+@pytest.mark.parametrize(
+    "error, words, changed",
+    table(
+        ("x of a sequence", ValueError, ["x has shape", r"\(5, 2, 3\)", r"\(N, I\)"], dict(x=Ones((5, 2, 3)))),
+        ("state of a sequence", ValueError, [r"\bh has shape", r"\(1, 2, 4\)", r"\(2, 4\)"], dict(h=Ones((1, 2, 4)))),
+        ("no cell state", TypeError, [r"\bc must be", "NoneType"], dict(c=None)),
+        ("cell state of another batch", ValueError, [r"\bc has shape", r"\(3, 4\)", r"\(2, 4\)"], dict(c=Ones((3, 4)))),
+        ("one out", ValueError, ["out", "given 1"], dict(out=[Ones((2, 4))])),
+    ),
+)
+def test_refusals_of_a_step(target, error, words, changed):
+    step = dict(
+        x=Ones((2, 3)), h=Ones((2, 4)), c=Ones((2, 4)), weight_ih=Ones((16, 3)), weight_hh=Ones((16, 4))
+    )  # fmt: skip
+    call = {name: placed(value, target) for name, value in {**step, **changed}.items()}
+    assert_refused(target, error, words, cupyconv.lstm_step, **call)
+
+
+def test_a_result_may_not_lie_over_an_argument(target):
+    x, weight = (target.to_device(np.ones(s, np.float32)) for s in ((5, 2, 4), (4, 4)))
+    with pytest.raises(ValueError, match="out overlaps x"):
+        cupyconv.rnn(x, weight, weight, out=x)
+    h = x[0]
+    with pytest.raises(ValueError, match="out overlaps h"):
+        cupyconv.rnn_step(x[1], h, weight, weight, out=h)
+
+
+def test_arrays_of_two_libraries_are_refused():
+    class Foreign:
+        dtype, shape, ndim = np.dtype(np.float32), (5, 2, 3), 3
+
+    with pytest.raises(TypeError, match="x must be a NumPy or CuPy array"):
+        cupyconv.gru(Foreign(), np.ones((12, 3)), np.ones((12, 4)))
+    with pytest.raises(TypeError, match="peephole"):
+        cupyconv.lstm(np.ones((5, 2, 3)), np.ones((16, 3)), np.ones((16, 4)), peephole=Foreign())
+
+
+# --- PyTorch ----------------------------------------------------------------------------------------------------
+
+
+def torch_layer(case: RecurrentCase, layers: int = 1) -> Any:
+    import torch
+
+    kinds = {"rnn": torch.nn.RNN, "lstm": torch.nn.LSTM, "gru": torch.nn.GRU}
+    torch.manual_seed(case.seed)
+    return kinds[case.cell](
+        case.inputs,
+        case.hidden,
+        num_layers=layers,
+        bidirectional=case.directions == 2,
+        dtype=getattr(torch, case.dtype),
+    )
+
+
+def weights_of(module: Any, layer: int, directions: int) -> list[np.ndarray]:
+    """weight_ih, weight_hh, bias_ih, bias_hh as we take them."""
+    names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    each = [
+        [getattr(module, f"{name}_l{layer}{'_reverse' * d}").detach().numpy() for name in names]
+        for d in range(directions)
+    ]
+    return [np.stack(pair) for pair in zip(*each)] if directions == 2 else each[0]
+
+
+@needs_torch
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_against_torch(cell, direction, dtype):
+    """Two layers, with lengths as a packed sequence has them."""
+    import torch
+
+    case = RecurrentCase(cell=cell, steps=7, batch=4, inputs=5, hidden=6, direction=direction, dtype=dtype)
+    module, lengths = torch_layer(case, layers=2), [7, 1, 4, 6]
+    x = torch.randn(7, 4, 5, dtype=getattr(torch, dtype))
+    packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+    with torch.no_grad():
+        y_packed, last = module(packed)
+    expected, _ = torch.nn.utils.rnn.pad_packed_sequence(y_packed)
+    y, states = x.numpy(), []
+    for layer in range(2):
+        weights = weights_of(module, layer, case.directions)
+        y, state = FUNCTIONS[cell](y, *weights, lengths=lengths, direction=direction)
+        states.append(state)
+    near = dict(rtol=0, atol=64 * np.finfo(dtype).eps)
+    np.testing.assert_allclose(y, expected.numpy(), **near)
+    for k, of_torch in enumerate(last if cell == "lstm" else [last]):
+        ours = np.concatenate([state[k] if cell == "lstm" else state for state in states])
+        np.testing.assert_allclose(ours, of_torch.numpy(), **near)
