@@ -132,8 +132,13 @@ def _shared(request: ConvRequest, method: str, name: str, words: str, rejected: 
 def _shares_columns(request: ConvRequest) -> bool:
     """Whether columns that taps share, and a sum of products, take less than all columns and one product."""
     geometry = request.geometry
-    outer = geometry.kernel[geometry.outermost]
-    return outer > 1 and _is_one_kind(request) and geometry.groups > 1 and geometry.reduction > 0
+    in_groups = geometry.groups > 1 and geometry.kernel[geometry.outermost] > 1
+    return in_groups and _is_one_kind(request) and columns_leave_cache(geometry, _item(request.x_dtype))
+
+
+def columns_leave_cache(geometry: ConvGeometry, item: int) -> bool:
+    """Whether writing the columns of all taps takes long: of few channels a group, longer than their products."""
+    return geometry.batch * geometry.pixels * geometry.in_channels * geometry.taps * item > MEMORY_BLOCK
 
 
 @dataclass(frozen=True)
