@@ -208,6 +208,14 @@ class BlockLoop:
     part: int = field(default=0, kw_only=True)  # groups whose shared columns there are at a time; 0: other bodies
     prologue: Prologue = field(default=NONE, kw_only=True)
 
+    @property
+    def rounds(self) -> int:
+        """Times that scratch memory is filled: by every block, and every part of one."""
+        if not self.part:
+            return self.blocks
+        assert isinstance(self.geometry, ConvGeometry)
+        return self.blocks * -(-self.geometry.groups // self.part)
+
     def __str__(self) -> str:
         block = " x ".join(map(str, self.block))
         return (
