@@ -65,7 +65,10 @@ class Kernel:
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """One kernel launch.  `params` fills the kernel's one parameter struct, field by field."""
+    """One kernel launch.  `params` fills the kernel's one parameter struct, field by field.
+
+    The blocks of a `cooperative` launch are all on the GPU at once, so that they may wait for each other.
+    """
 
     kernel: Kernel
     grid: tuple[int, int, int]
@@ -75,17 +78,46 @@ class KernelLaunch:
     purpose: str = ""
     bytes_moved: int = 0
     flops: int = 0
+    cooperative: bool = False
 
     def __str__(self) -> str:
         return (
             f"kernel   {self.kernel}  grid {self.grid}  block ({self.block}, 1, 1)"
-            f"  shared {self.shared_bytes:,} B  moves {_bytes(self.bytes_moved)}  {self.purpose}"
+            f"  shared {self.shared_bytes:,} B  moves {_bytes(self.bytes_moved)}"
+            f"{'  cooperative' * self.cooperative}  {self.purpose}"
         ).rstrip()
 
     @property
     def shape_of_work(self) -> object:
         """What must agree for two launches to print as one line."""
         return self.kernel, self.purpose
+
+
+@dataclass(frozen=True)
+class LaunchLoop:
+    """Launches made `times` times in turn; their parameter `counter` is `first` in the first round, then one more."""
+
+    launches: tuple[KernelLaunch, ...]
+    times: int
+    counter: str
+    first: int = 0
+
+    def __str__(self) -> str:
+        rounds = range(self.first, self.first + self.times)
+        lines = "\n".join(f"  {launch}" for launch in self.launches)
+        return f"loop     {self.times} x, {self.counter} = {rounds[0]} ... {rounds[-1]}\n{lines}"
+
+    @property
+    def shape_of_work(self) -> object:
+        return self.counter, tuple(launch.shape_of_work for launch in self.launches)
+
+    @property
+    def bytes_moved(self) -> int:
+        return self.times * sum(launch.bytes_moved for launch in self.launches)
+
+    @property
+    def flops(self) -> int:
+        return self.times * sum(launch.flops for launch in self.launches)
 
 
 @dataclass(frozen=True)
@@ -324,7 +356,7 @@ class RecurrentLoop:
         return self
 
 
-Step = KernelLaunch | GemmCall | BlockLoop | ElementwiseLoop | PoolingLoop | RecurrentLoop
+Step = KernelLaunch | LaunchLoop | GemmCall | BlockLoop | ElementwiseLoop | PoolingLoop | RecurrentLoop
 
 
 @dataclass(frozen=True, kw_only=True)

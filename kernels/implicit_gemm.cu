@@ -12,8 +12,8 @@
 //     ↓                 +----+----+
 //
 // The source is chosen once a K-block.  Sums leave through shared memory, so that the result is written along
-// its unit stride, finished on the way.  Where few tiles would leave the GPU idle, `splits` blocks share a tile's
-// K, and write partial sums that the epilogue kernel adds in order.
+// its unit stride, finished on the way.  Where few tiles would leave the GPU idle, gridDim.y blocks share a tile's
+// K, and keep partial sums that the epilogue kernel adds in order.
 //
 // Bound by arithmetic for many outputs.  Floor: 2 * M * N * K operations over the rate of the arithmetic.
 //
@@ -36,7 +36,8 @@ struct ImplicitGemmParams {
     int groups, group_channels, group_outputs;
     int blocks, rows;      // K-blocks and M of a packed group
     int tiles_m;           // tiles along M
-    int splits, a_split;   // of K, and K-blocks in each
+    int keeps_sums;        // they are stored as they are, in their own type
+    int a_split;           // K-blocks of a block's share of K
 };
 
 // Where a column of the tile is written, and read from the residual, at output 0.
@@ -178,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) implicit_gemm(
             const Sum sum = leaving.sum[row * PITCH + j];
             const long long o = (long long)g * params.group_outputs + m_first + part * WARP_ROWS + row;
             const long long at = leaving.column[j].out + o * out.stride_c;
-            if (params.splits > 1)
+            if (params.keeps_sums)
                 static_cast<Sum*>(out.data)[blockIdx.y * params.plane + at] = sum;
             else
                 static_cast<T*>(out.data)[at] =

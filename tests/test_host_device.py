@@ -27,12 +27,12 @@ PARAMS = np.dtype([("x", "u8"), ("y", "u8"), ("n", "i4")], align=True)
 without_sanitizer = pytest.mark.skipif(build.sanitizer() != "", reason="the sanitizer reports this bug itself")
 
 
-def run(device, name, x, y, *, n=None, grid=(1, 1, 1), block=64, shared_bytes=0, **macros):
+def run(device, name, x, y, *, n=None, grid=(1, 1, 1), block=64, shared_bytes=0, cooperative=False, **macros):
     """Launch a kernel of the samples."""
     params = np.zeros((), PARAMS)
     params["x"], params["y"], params["n"] = device.pointer(x), device.pointer(y), x.size if n is None else n
     kernel = Kernel(name, tuple((key, str(value)) for key, value in macros.items()))
-    device.launch(kernel, grid, block, params, shared_bytes)
+    device.launch(kernel, grid, block, params, shared_bytes, cooperative)
 
 
 @pytest.fixture(params=["ascending", "descending", "random"])
@@ -84,6 +84,30 @@ def test_each_shuffle(device, x, y, shuffle, halves):
     np.testing.assert_array_equal(y.reshape(-1, width), x.reshape(-1, width)[:, source])
 
 
+def exchange(device, x, *, blocks=3, **macros):
+    """Rows that blocks wrote for each other."""
+    y = device.asarray(np.zeros(2 * blocks * x.size + 1, np.float32))
+    run(
+        device,
+        "block_exchange",
+        x,
+        y,
+        grid=(blocks, 1, 1),
+        block=32,
+        **{"cooperative": True, "BARRIER": 1, "AWAITED": blocks, **macros},
+    )
+    return y[blocks * x.size : -1].reshape(blocks, -1)
+
+
+def exchanged(x, blocks=3):
+    return [2 * (x + (block + 1) % blocks) for block in range(blocks)]
+
+
+def test_blocks_that_wait_for_each_other(device, x):
+    for blocks in (1, 3, 5):
+        np.testing.assert_array_equal(exchange(device, x, blocks=blocks), exchanged(x, blocks))
+
+
 def test_grids_and_blocks_of_three_dimensions(device):
     x, y = device.asarray(np.zeros(1, np.float32)), device.empty(2 * 3 * 4 * 24, np.float32)
     run(device, "indices", x, y, grid=(2, 3, 4), block=(4, 3, 2))
@@ -129,6 +153,24 @@ def test_divergent_barrier(device, x, y):
     message = r"divergent barrier: divergent_barrier.cu:\d+ .* \d+ threads? waiting at the barrier in divergent_barrier"
     with pytest.raises(KernelError, match=message):
         run(device, "divergent_barrier", x, y)
+
+
+@without_sanitizer
+def test_blocks_without_a_barrier_read_what_is_not_there_yet(device, x):
+    assert not np.array_equal(exchange(device, x, BARRIER=0), exchanged(x))
+
+
+def test_a_block_that_waits_for_too_many_is_a_deadlock(device, x):
+    message = r"deadlock: every block waits .* 1 thread waiting for other blocks in grid_barrier.cuh:\d+"
+    with pytest.raises(KernelError, match=message):
+        exchange(device, x, AWAITED=4)
+
+
+def test_blocks_wait_in_cooperative_launches_only(device, x):
+    with pytest.raises(KernelError, match=r"grid_barrier.cuh:\d+, which a launch that is not cooperative"):
+        exchange(device, x, cooperative=False)
+    with pytest.raises(KernelError, match=r"a cooperative launch of .* at most 256"):
+        exchange(device, x, blocks=257)
 
 
 @without_sanitizer
@@ -253,6 +295,9 @@ y = device.asarray(np.zeros(64, np.float32))
 run(device, sys.argv[1], x, y, **eval(sys.argv[2]))
 """
 
+#: A launch of two blocks that wait for each other.
+TOGETHER = {"grid": (2, 1, 1), "block": 32, "n": 8, "cooperative": True, "AWAITED": 2}
+
 
 @without_sanitizer
 @pytest.mark.parametrize(
@@ -269,6 +314,8 @@ run(device, sys.argv[1], x, y, **eval(sys.argv[2]))
         ("tsan", "missing_barrier", {}, "data race"),
         ("tsan", "warp_race", {"SYNCHRONISE": "", "block": 32}, "data race"),
         ("tsan", "block_race", {"grid": (2, 1, 1)}, "data race"),
+        ("tsan", "block_exchange", {**TOGETHER, "BARRIER": 1}, None),
+        ("tsan", "block_exchange", {**TOGETHER, "BARRIER": 0}, "data race"),
     ],
 )
 def test_sanitizers_see(mode, name, arguments, finding):

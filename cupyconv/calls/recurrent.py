@@ -117,7 +117,7 @@ def on_backend(lengths: Any, x: Any) -> Any:
 
     An array of another library than NumPy is taken as it is: to look at its values would be to wait for them.
     """
-    if lengths is None or not isinstance(lengths, (list, tuple, np.ndarray)):
+    if type(lengths) not in (list, tuple, np.ndarray):
         return lengths
     counts = np.asarray(lengths)
     if counts.dtype.kind not in "iu" and counts.size:
@@ -132,7 +132,7 @@ def on_backend(lengths: Any, x: Any) -> Any:
         raise ValueError(f"lengths must be from 0 to {steps}, given {int(counts.min())} to {int(counts.max())}")
     if dtype_name(counts.dtype) not in COUNT_ITEMSIZE or not counts.dtype.isnative:
         counts = counts.astype(np.int64)
-    return counts if isinstance(x, np.ndarray) else backend_for({"x": x}).from_host(counts)
+    return backend_for({"x": x}).from_host(counts)
 
 
 @dataclass(frozen=True)

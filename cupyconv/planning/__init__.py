@@ -106,8 +106,8 @@ def plan_max_pool_gradient(request: PoolingRequest) -> Plan:
 @lru_cache(maxsize=CACHED_PLANS)
 def plan_recurrent(request: RecurrentRequest) -> Plan:
     """Decide how a recurrent layer runs on ``request.machine``."""
-    if not isinstance(request.machine, HostModel):
-        raise ValueError("recurrent layers are not on CUDA in this version")
-    from cupyconv.planning import recurrent_numpy
-
-    return recurrent_numpy.plan_recurrent(request)
+    if isinstance(request.machine, HostModel):
+        from cupyconv.planning import recurrent_numpy as planner
+    else:
+        from cupyconv.planning import recurrent_cuda as planner  # type: ignore[no-redef]
+    return planner.plan_recurrent(request)

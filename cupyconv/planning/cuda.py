@@ -58,11 +58,13 @@ def plan_conv(request: ConvRequest) -> Plan:
     )  # fmt: skip
 
 
-def choose(asked: str, draft_of: Callable[[str], Draft], gpu: GpuModel) -> tuple[Draft, tuple[tuple[str, str], ...]]:
+def choose(
+    asked: str, draft_of: Callable[[str], Draft], gpu: GpuModel, methods: Iterable[str] = METHODS
+) -> tuple[Draft, tuple[tuple[str, str], ...]]:
     """The draft of the method asked for, or for "auto" the cheapest; and why not the others."""
     drafts: list[Draft] = []
     rejected: list[tuple[str, str]] = []
-    for method in METHODS:
+    for method in methods:
         try:
             drafts.append(draft_of(method))
         except NotApplicable as refusal:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cupyconv.dtypes import ITEMSIZE
 from cupyconv.machine import GpuModel
-from cupyconv.plan import Address, Buffer, GemmCall, KernelLaunch, Matrix, Plan, Step
+from cupyconv.plan import Address, Buffer, GemmCall, KernelLaunch, LaunchLoop, Matrix, Plan, Step
 
 #: Share of the arithmetic rate that a kernel's inner loop reaches; the rest is loads and indices.
 KERNEL_EFFICIENCY = {"merge": 0.6, "depthwise": 0.15, "direct": 0.06, "transposed": 0.06, "weight_gradient": 0.06}
 #: The same of implicit_gemm, by its tile: a smaller one loads each element for fewer products.
 TILE_EFFICIENCY = {"128": 0.8, "64": 0.6}
+
+#: The same of the recurrent kernels, by the samples of a thread.
+RECURRENT_EFFICIENCY = {"1": 0.15, "4": 0.35, "8": 0.5}
+#: Samples and units of their tiles (RecurrentTile of kernels/recurrent_tile.cuh).
+RECURRENT_TILES = {"1": (4, 8), "4": (16, 8), "8": (32, 32)}
+#: What it takes all blocks to wait for each other: an addition and a load that go to L2, one after the other.
+BARRIER_SECONDS = 1.5e-6
 
 #: Bytes of K in a block of implicit_gemm's sum (BLOCK_BYTES of kernels/warp_tile.cuh).
 IMPLICIT_GEMM_BLOCK_BYTES = 64
@@ -38,14 +45,23 @@ class Draft:
     def cost(self, gpu: GpuModel) -> Cost:
         """Seconds by the model: each step takes the larger of its memory and arithmetic times, and a launch."""
         memory = arithmetic = total = 0.0
-        for step in self.steps:
+        launches = 0.0
+        for step, times in self._repeated_steps():
             by_bytes = step.bytes_moved / gpu.bandwidth
             by_flops = _arithmetic_seconds(step, gpu)
-            memory, arithmetic = memory + by_bytes, arithmetic + by_flops
-            total += max(by_bytes, by_flops) + gpu.launch_seconds
-        launches = len(self.steps) * gpu.launch_seconds
+            memory, arithmetic = memory + times * by_bytes, arithmetic + times * by_flops
+            launches += times * gpu.launch_seconds
+            total += times * (max(by_bytes, by_flops) + gpu.launch_seconds)
         bound = max((arithmetic, "arithmetic"), (memory, "memory"), (launches, "launch"))[1]
         return Cost(total, bound)
+
+    def _repeated_steps(self) -> Iterator[tuple[Step, int]]:
+        """What is enqueued, and how often."""
+        for step in self.steps:
+            if isinstance(step, LaunchLoop):
+                yield from ((launch, step.times) for launch in step.launches)
+            else:
+                yield step, 1
 
 
 def in_turn(method: str, drafts: Sequence[Draft], reason: str) -> Draft:
@@ -91,6 +107,8 @@ def _arithmetic_seconds(step: Step, gpu: GpuModel) -> float:
     if isinstance(step, KernelLaunch):
         if step.kernel.name == "implicit_gemm":
             return _implicit_gemm_seconds(step, gpu)
+        if step.kernel.name in ("recurrent_step", "recurrent_persistent"):
+            return _recurrent_seconds(step, gpu)
         macros = dict(step.kernel.macros)
         rate = _fma_rate(macros.get("Y_DTYPE", macros.get("DTYPE", "")), gpu)
         return step.flops / (rate * KERNEL_EFFICIENCY.get(step.kernel.name, 1.0))
@@ -115,6 +133,29 @@ def _implicit_gemm_seconds(step: KernelLaunch, gpu: GpuModel) -> float:
     flops = 2 * tile * tile * params["a_split"] * (IMPLICIT_GEMM_BLOCK_BYTES // ITEMSIZE[dtype])
     rounds = -(-blocks // gpu.multiprocessors)
     return rounds * flops * gpu.multiprocessors / (rate * TILE_EFFICIENCY[macros["TILE"]])
+
+
+def _recurrent_seconds(step: KernelLaunch, gpu: GpuModel) -> float:
+    """Whole tiles, and in one launch of many steps the barriers between them."""
+    macros, params = dict(step.kernel.macros), dict(step.params)
+    samples, units = RECURRENT_TILES[macros["SAMPLES"]]
+    columns, rows, directions = step.grid
+    passes = -(-params["batch"] // (samples * rows))
+    gates = params["gates_a_unit"] if step.cooperative else int(macros["GATES"])
+    flops = passes * 2 * samples * units * gates * params["hidden"]
+    seconds = products_seconds(columns * rows * directions, flops, macros, gpu)
+    return params["count"] * (seconds + BARRIER_SECONDS) if step.cooperative else seconds
+
+
+def products_seconds(blocks: int, flops: int, macros: Mapping[str, str], gpu: GpuModel) -> float:
+    """What the recurrent products of a step take, `flops` in each block."""
+    dtype = macros["DTYPE"]
+    # Of two instructions for each product, one is for the part of the state that rounding would lose.
+    rate = (
+        _fma_rate(dtype, gpu) if macros["ARITHMETIC"] == "FMA" else gpu.gemm_rate(dtype, "float32") * gpu.mma_share / 2
+    )
+    rounds = -(-blocks // gpu.multiprocessors)
+    return rounds * flops * gpu.multiprocessors / (rate * RECURRENT_EFFICIENCY[macros["SAMPLES"]])
 
 
 def _fma_rate(dtype: str, gpu: GpuModel) -> float:

@@ -106,9 +106,9 @@ def tiles(dtype: str) -> tuple[int, ...]:
 
 def draft_implicit_gemm(request: ConvRequest) -> Draft:
     """The cheapest plan of method "implicit_gemm", or raise `NotApplicable`."""
-    gpu, geometry, dtype = request.machine, request.geometry, request.out.dtype
+    gpu, geometry, dtype = request.machine, request.geometry, request.x_dtype
     assert isinstance(gpu, GpuModel)
-    if is_complex(dtype):
+    if is_complex(request.out.dtype):
         raise NotApplicable("no kernel for complex products")
     if len(request.xs) > MAX_SOURCES:
         raise NotApplicable(f"{len(request.xs)} inputs; a kernel's parameters hold {MAX_SOURCES}")
@@ -129,7 +129,7 @@ def draft_implicit_gemm(request: ConvRequest) -> Draft:
 
 
 def _draft(request: ConvRequest, gpu: GpuModel, arithmetic: str, tile: int) -> Draft:
-    geometry, dtype, itemsize = request.geometry, request.out.dtype, request.out.itemsize
+    geometry, dtype, itemsize = request.geometry, request.x_dtype, ITEMSIZE[request.x_dtype]
     along_channels, notes = _along_channels(request, chunked=arithmetic != "FMA")
     granule = PACKET_BYTES // itemsize if along_channels else PIXEL_GRANULE
     cut = reduction(geometry, granule, BLOCK_BYTES // itemsize)
@@ -176,7 +176,7 @@ def _draft(request: ConvRequest, gpu: GpuModel, arithmetic: str, tile: int) -> D
                 ("blocks", cut.blocks),
                 ("rows", rows),
                 ("tiles_m", tiles_m),
-                ("splits", splits),
+                ("keeps_sums", int(splits > 1 or out.dtype != dtype)),
                 ("a_split", a_split),
             ),
             shared_bytes=shared_bytes(tile, accumulator(dtype)),
@@ -223,7 +223,7 @@ def _along_channels(request: ConvRequest, chunked: bool) -> tuple[bool, tuple[st
     xs = request.xs
     if not all(x.stride_c == 1 for x in xs) or all(x.pixel_stride == 1 for x in xs):
         return False, ()
-    chunk = PACKET_BYTES // request.out.itemsize
+    chunk = PACKET_BYTES // ITEMSIZE[request.x_dtype]
     if not chunked:
         return True, ()
     for x in xs:

@@ -23,9 +23,12 @@ from cupyconv.planning.launches import (
     merge_tile,
 )
 from cupyconv.planning.pooling import CHANNELS
+from cupyconv.planning.recurrent_cuda import GATES_A_PRODUCT, recurrent_tiles
 
 #: Kernels of pooling, alike in their macros.
 POOLING = ("max_pool", "max_pool_gradient")
+#: Of recurrent layers, by whether the weight stays in shared memory.
+RECURRENT = {False: "recurrent_step", True: "recurrent_persistent"}
 
 
 def is_fast(kernel: Kernel) -> bool:
@@ -33,7 +36,8 @@ def is_fast(kernel: Kernel) -> bool:
 
     direct, transposed and col2im are for generality: there a few bytes spilled cost little beside the scattered access.
     """
-    return kernel.name in ("merge", "im2col", "epilogue", "epilogue_grad", "depthwise", "implicit_gemm", *POOLING)
+    fast = ("merge", "im2col", "epilogue", "epilogue_grad", "depthwise", "implicit_gemm")
+    return kernel.name in (*fast, *POOLING, *RECURRENT.values())
 
 
 def is_planned(kernel: Kernel, capability: int) -> bool:
@@ -41,9 +45,12 @@ def is_planned(kernel: Kernel, capability: int) -> bool:
 
     The others compile there too, to code that stops with an error.
     """
+    macros, gpu = dict(kernel.macros), known_gpu(f"sm_{capability}")
+    if kernel.name in RECURRENT.values():
+        tiles = recurrent_tiles(macros["DTYPE"], kernel.name == RECURRENT[True], gpu)
+        return macros["ARITHMETIC"] in {tile.arithmetic for tile in tiles}
     if kernel.name != "implicit_gemm":
         return True
-    macros, gpu = dict(kernel.macros), known_gpu(f"sm_{capability}")
     return any(macros["ARITHMETIC"] in arithmetics(macros["DTYPE"], gpu, tf32) for tf32 in (False, True))
 
 
@@ -79,6 +86,7 @@ def all_variants() -> tuple[Kernel, ...]:
         *(_kernel("pack_weight", DTYPE=f"bits{8 * size}") for size in sorted({ITEMSIZE[d] for d in REAL_DTYPES})),
         *_implicit_gemm_variants(),
         *_weight_gradient_variants(),
+        *_recurrent_variants(),
     )
 
 
@@ -166,6 +174,17 @@ def _implicit_gemm_variants() -> list[Kernel]:
         for arithmetic in _arithmetics(dtype)
         for tile in tiles(dtype)
         for gather in ("ALONG_PIXELS", "ALONG_CHANNELS")
+    ]
+
+
+def _recurrent_variants() -> list[Kernel]:
+    """Every tile of a dtype on any GPU, for each number of gates of a product."""
+    return [
+        Kernel(name, (*tile.macros, ("GATES", str(gates))))
+        for resident, name in RECURRENT.items()
+        for dtype in REAL_DTYPES
+        for tile in dict.fromkeys(tile for gpu in KNOWN_GPUS.values() for tile in recurrent_tiles(dtype, resident, gpu))
+        for gates in GATES_A_PRODUCT
     ]
 
 

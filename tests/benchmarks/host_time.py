@@ -108,7 +108,9 @@ class NullDevice:
         self.arguments += 1
         return params
 
-    def launch(self, kernel: Any, grid: tuple[int, int, int], block: int, params: Any, shared_bytes: int) -> None:
+    def launch(
+        self, kernel: Any, grid: tuple[int, int, int], block: int, params: Any, shared_bytes: int, cooperative: bool
+    ) -> None:
         self.launches += 1
 
     def gemm_strided_batched(self, arguments: GemmArguments) -> None:

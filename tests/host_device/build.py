@@ -57,6 +57,7 @@ class LaunchConfig(ctypes.Structure):
         ("dynamic_shared_bytes", ctypes.c_uint64),
         ("seed", ctypes.c_uint64),
         ("order", ctypes.c_int),
+        ("cooperative", ctypes.c_int),
         ("strict", ctypes.c_int),
     ]
 

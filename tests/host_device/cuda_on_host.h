@@ -6,7 +6,7 @@
 //
 //     keywords        empty, except the inlining ones
 //     shared memory   SHARED_ARRAY and DYNAMIC_SHARED; `__shared__` stays undefined, since it would do nothing
-//     barriers        __syncthreads, __syncwarp
+//     barriers        __syncthreads, __syncwarp; counters that blocks wait for
 //     warp            shuffles and votes
 //     atomics         real ones, so that a race detector knows them
 //
@@ -83,6 +83,18 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 
 inline void __threadfence() {}
 inline void __threadfence_block() {}
+
+// ---- blocks that wait for each other (grid_barrier.cuh) ---------------------------------------------------
+
+inline void add_released(unsigned* counter, unsigned value) { __atomic_fetch_add(counter, value, __ATOMIC_RELEASE); }
+
+// Returns when the counter has come to `target`.
+#define wait_acquired(counter, target)                                                    \
+    do {                                                                                  \
+        while (__atomic_load_n(counter, __ATOMIC_ACQUIRE) < (target))                     \
+            cuda_on_host::wait_for_other_blocks(CUDA_ON_HOST_SITE);                       \
+        cuda_on_host::found_other_blocks();                                               \
+    } while (false)
 
 // ---- warp operations ------------------------------------------------------------------------------------
 

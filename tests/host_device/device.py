@@ -58,6 +58,7 @@ class LaunchRecord:
     grid: tuple[int, int, int]
     block: int
     shared_bytes: int
+    cooperative: bool = False
 
 
 @dataclass(frozen=True)
@@ -253,8 +254,9 @@ class HostDevice:
         return function
 
     def launch(
-        self, kernel: Kernel, grid: tuple[int, int, int], block: int, params: np.ndarray, shared_bytes: int = 0
-    ) -> None:
+        self, kernel: Kernel, grid: tuple[int, int, int], block: int, params: np.ndarray, shared_bytes: int = 0,
+        cooperative: bool = False,
+    ) -> None:  # fmt: skip
         """Run a kernel to its end; raises `KernelError` where anything about it is wrong.
 
         `block` may be a tuple too, for kernels with blocks of more than one dimension.
@@ -267,13 +269,14 @@ class HostDevice:
             dynamic_shared_bytes=shared_bytes,
             seed=self.seed,
             order=ORDERS[self.order],
+            cooperative=cooperative,
             strict=self.strict,
         )
         run = build.load_runtime(self._mode)
         value = params.copy()  # aligned, whatever `params` is a part of
         with _one_launch_at_a_time:
             self.seed += 1
-            self.log.append(LaunchRecord(kernel, grid, block, shared_bytes))
+            self.log.append(LaunchRecord(kernel, grid, block, shared_bytes, cooperative))
             message = run(compiled.address, value.ctypes.data, ctypes.byref(config))
         if message is not None:
             raise KernelError(f"{kernel}: {message.decode()}")

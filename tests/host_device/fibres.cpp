@@ -8,6 +8,13 @@
 // A CUDA thread is a fibre: a stack of its own, and a switch that saves the registers a call preserves.
 // One that never waits costs no switch at all, since the fibre goes straight on with the next thread.
 //
+// The blocks of a cooperative launch may wait for each other.  They are all begun; each runs until its threads wait
+// for other blocks, is parked with its threads and its shared memory, and comes round again:
+//
+//     until every block has ended
+//         for each block that has not, in the order asked for
+//             take it up, run its threads as above, park it
+//
 // The order in which threads run between two barriers is free in CUDA, so a kernel that needs another
 // order than the one it gets is wrong; trying several shows it.  Shared memory starts as 0xff: floats read
 // before they are written are NaN, integers -1.  Wrong use of barriers ends the launch with a message.
@@ -28,6 +35,7 @@
 #include <numeric>
 #include <string>
 #include <utility>
+#include <vector>
 
 #if defined(__x86_64__) && !defined(CUDA_ON_HOST_UCONTEXT)
 #define SWITCH_IN_ASSEMBLY
@@ -45,6 +53,8 @@ constexpr size_t static_shared_limit = 48 << 10;
 constexpr size_t shared_limit = 227 << 10;  // static and dynamic together, compute capability 9.0
 constexpr unsigned max_threads = 1024;
 constexpr unsigned max_warps = max_threads / lanes_per_warp;
+constexpr unsigned max_blocks_together = 256;       // of a cooperative launch
+constexpr unsigned max_threads_together = 64 << 10;  // in all its blocks
 constexpr unsigned char poison = 0xff;
 
 // ---- what sanitizers are told ---------------------------------------------------------------------------
@@ -211,7 +221,7 @@ void switch_fibres(Fibre& from, Fibre& to) {
 
 // ---- the state of a launch ----------------------------------------------------------------------------------
 
-enum class State : unsigned char { unstarted, runnable, at_barrier, at_warp_operation, exited };
+enum class State : unsigned char { unstarted, runnable, at_barrier, at_warp_operation, waiting_for_blocks, exited };
 
 struct Thread {
     State state;
@@ -274,10 +284,13 @@ Site barrier_site;                  // where those wait
 unsigned barrier_generation;
 Rendezvous meetings[max_warps][lanes_per_warp];
 
-Fibre* idle_fibres[max_threads];
+Fibre* idle_fibres[max_threads_together];
 unsigned idle_fibre_count;
 
-OrderingEvent launch_begins, launch_ends, barrier_events[2];
+unsigned seat;  // of the block that runs among those of a cooperative launch; else 0
+bool progress;  // some block has begun, or found what it waited for, since this was last set to false
+
+OrderingEvent launch_begins, launch_ends, barrier_events[max_blocks_together][2];
 
 constexpr unsigned max_pending_copies = 512;  // of a thread
 
@@ -324,6 +337,7 @@ std::string description(const Thread& thread) {
         case State::at_barrier: return "waiting at the barrier in " + text(thread.waits_at);
         case State::at_warp_operation:
             return "waiting at the warp operation in " + text(thread.waits_at) + " for " + hexadecimal(thread.waits_for);
+        case State::waiting_for_blocks: return "waiting for other blocks in " + text(thread.waits_at);
         case State::exited: return "exited";
     }
     return "";
@@ -378,6 +392,8 @@ char* allocate_shared(size_t bytes) {
 }
 
 void free_shared(const SharedArray&) { arena_used = 0; }
+
+void leave_arena() { arena = nullptr; }  // to the block that is parked with it
 
 void poison_shared_arrays() {
     const int fixed = arena ? MAP_FIXED : 0;
@@ -566,26 +582,145 @@ void shuffle_order() {
 
 // Runs every thread that can go on, once; false if there was none.
 bool run_threads() {
-    bool progress = false;
+    bool ran = false;
     for (position = 0; position < thread_count && !failed(); ++position) {
         Thread& thread = threads[order[position]];
         if (thread.state != State::unstarted && thread.state != State::runnable) continue;
-        progress = true;
+        ran = true;
         set_current(order[position]);
         if (thread.state == State::unstarted) start_thread(thread);
         switch_fibres(scheduler, *thread.fibre);
     }
-    return progress;
+    return ran;
+}
+
+bool waits_for_blocks() {
+    for (unsigned t = 0; t < thread_count; ++t)
+        if (threads[t].state == State::waiting_for_blocks) return true;
+    return false;
+}
+
+// Runs the threads until all have exited, or until nothing but other blocks can let them go on.
+void run_while_possible() {
+    while (alive > 0 && !failed()) {
+        if (config.order == random_order) shuffle_order();
+        if (run_threads()) continue;
+        if (waits_for_blocks()) return;
+        report("deadlock: every thread waits for one that does not come");
+    }
 }
 
 void run_block() {
     begin_block();
-    while (alive > 0 && !failed()) {
-        if (config.order == random_order) shuffle_order();
-        if (!run_threads()) report("deadlock: every thread waits for one that does not come");
-    }
+    run_while_possible();
     if (failed()) abandon_threads();
     if (thread_sanitizer) delete_idle_fibres();
+}
+
+// ---- blocks that wait for each other ---------------------------------------------------------------------------
+
+void begin_shared_memory() {
+    poison_shared_arrays();
+    if (config.dynamic_shared_bytes) add_shared_array(&dynamic_identity, config.dynamic_shared_bytes, 16);
+}
+
+// What of a block is kept while others run.
+struct ParkedBlock {
+    uint3 index;
+    bool begun = false, ended = false;
+    std::vector<Thread> its_threads;
+    unsigned its_alive, its_waiting, its_generation;
+    Site its_barrier_site;
+    std::vector<SharedArray> arrays;
+#ifdef CUDA_ON_HOST_TSAN
+    char* its_arena;
+    size_t its_arena_used;
+#endif
+
+    void park() {
+        for (unsigned t = 0; t < thread_count; ++t)
+            if (copy_queues[t].first != copy_queues[t].end)
+                report("a thread has asynchronous copies under way while its block waits for others, from " +
+                       text(copies[t][copy_queues[t].first % max_pending_copies].site));
+        its_threads.assign(threads, threads + thread_count);
+        its_alive = alive, its_waiting = waiting, its_generation = barrier_generation;
+        its_barrier_site = barrier_site;
+        arrays.assign(shared_arrays, shared_arrays + shared_array_count);
+        shared_array_count = 0;
+        latest_shared_array = nullptr;
+#ifdef CUDA_ON_HOST_TSAN
+        its_arena = arena, its_arena_used = arena_used;
+        arena_used = 0;
+        leave_arena();
+#endif
+    }
+
+    void take_up() {
+        blockIdx = index;
+        if (!begun) {
+            begun = progress = true;
+            begin_shared_memory();
+            begin_block();
+            return;
+        }
+        std::copy(its_threads.begin(), its_threads.end(), threads);
+        alive = its_alive, waiting = its_waiting, barrier_generation = its_generation;
+        barrier_site = its_barrier_site;
+        std::copy(arrays.begin(), arrays.end(), shared_arrays);
+        shared_array_count = int(arrays.size());
+#ifdef CUDA_ON_HOST_TSAN
+        arena = its_arena, arena_used = its_arena_used;
+#endif
+    }
+};
+
+void let_waiting_threads_look() {
+    for (unsigned t = 0; t < thread_count; ++t)
+        if (threads[t].state == State::waiting_for_blocks) threads[t].state = State::runnable;
+}
+
+// The end of a block, or of all that is left of it after an error.
+void end_block(ParkedBlock& block) {
+    if (failed()) abandon_threads();
+    free_shared_arrays();
+#ifdef CUDA_ON_HOST_TSAN
+    munmap(arena, arena_bytes);
+    leave_arena();
+#endif
+    block.ended = true;
+}
+
+void run_blocks_together(std::vector<ParkedBlock>& blocks) {
+    free_shared_arrays();  // each block has its own
+    for (size_t left = blocks.size(); left > 0;) {
+        progress = false;
+        for (seat = 0; seat < blocks.size(); ++seat) {
+            ParkedBlock& block = blocks[seat];
+            if (block.ended) continue;
+            if (failed() && !block.begun) {
+                block.ended = true;
+                --left;
+                continue;
+            }
+            block.take_up();
+            let_waiting_threads_look();
+            if (!failed()) run_while_possible();
+            if (alive > 0 && !failed()) {
+                block.park();
+            } else {
+                end_block(block);
+                --left;
+            }
+        }
+        if (thread_sanitizer) delete_idle_fibres();
+        for (seat = 0; left > 0 && !progress && !failed(); ++seat) {
+            if (blocks[seat].ended) continue;
+            blocks[seat].take_up();
+            report("deadlock: every block waits for one that does not come");
+            blocks[seat].park();
+        }
+    }
+    seat = 0;
 }
 
 // i -> (start + i * step) mod count, with a step that shares no factor with count, visits every block once.
@@ -623,6 +758,10 @@ std::string refusal(const LaunchConfig& launch) {
     if (columns == 0 || rows == 0 || layers == 0 || columns > 0x7fffffffu || rows > 65535 || layers > 65535)
         return "a grid of " + size_text(launch.grid) +
                " blocks: from 1 to 2147483647, 65535 along y and z, are possible";
+    if (const uint64_t blocks = uint64_t(columns) * rows * layers;
+        launch.cooperative && (blocks > max_blocks_together || blocks * x * y * z > max_threads_together))
+        return "a cooperative launch of " + size_text(launch.grid) + " blocks: at most " +
+               std::to_string(max_blocks_together) + " with " + std::to_string(max_threads_together) + " threads fit";
     if (launch.dynamic_shared_bytes > shared_limit)
         return "dynamic shared memory of " + std::to_string(launch.dynamic_shared_bytes) +
                " bytes passes the limit of " + std::to_string(shared_limit);
@@ -637,8 +776,7 @@ void begin_launch(const LaunchConfig& launch) {
     thread_count = blockDim.x * blockDim.y * blockDim.z;
     for (unsigned t = 0; t < thread_count; ++t)
         thread_indices[t] = {t % blockDim.x, t / blockDim.x % blockDim.y, t / blockDim.x / blockDim.y};
-    poison_shared_arrays();
-    if (config.dynamic_shared_bytes) add_shared_array(&dynamic_identity, config.dynamic_shared_bytes, 16);
+    begin_shared_memory();
 #ifdef CUDA_ON_HOST_TSAN
     scheduler.sanitizer_thread = __tsan_get_current_fiber();
 #endif
@@ -657,7 +795,7 @@ void synchronise_block(Site site) {
         fail("divergent barrier: " + text(site) + " is reached while others wait in " + text(barrier_site));
     if (config.strict && alive < thread_count)
         fail("the barrier in " + text(site) + " comes after threads have exited");
-    OrderingEvent& event = barrier_events[barrier_generation % 2];
+    OrderingEvent& event = barrier_events[seat][barrier_generation % 2];
     event.release();
     threads[current].state = State::at_barrier;
     threads[current].waits_at = site;
@@ -665,6 +803,16 @@ void synchronise_block(Site site) {
     step_back();  // the last to arrive as well: who is first after the barrier is as free as before it
     event.acquire();
 }
+
+void wait_for_other_blocks(Site site) {
+    if (!config.cooperative)
+        fail("a block waits for others in " + text(site) + ", which a launch that is not cooperative need not have begun");
+    threads[current].state = State::waiting_for_blocks;
+    threads[current].waits_at = site;
+    step_back();
+}
+
+void found_other_blocks() { progress = true; }
 
 void meet_warp(unsigned mask, const void* input, void* output, WarpFunction function, bool orders_memory, Site site) {
     const unsigned me = 1u << lane();
@@ -762,7 +910,12 @@ extern "C" __attribute__((visibility("default"))) const char* cuda_on_host_launc
     begin_launch(*launch);
     const uint64_t blocks = uint64_t(gridDim.x) * gridDim.y * gridDim.z;
     const BlockOrder block_order(blocks);
-    for (uint64_t i = 0; i < blocks && !failed(); ++i) {
+    if (launch->cooperative) {
+        std::vector<ParkedBlock> together(blocks);
+        for (uint64_t i = 0; i < blocks; ++i) together[i].index = block_order[i];
+        run_blocks_together(together);
+    }
+    for (uint64_t i = 0; i < blocks && !launch->cooperative && !failed(); ++i) {
         blockIdx = block_order[i];
         run_block();
     }

@@ -32,6 +32,12 @@ struct Site {
 // __syncthreads: returns when every thread of the block that has not exited is here.
 void synchronise_block(Site site);
 
+// Returns when other blocks have run, as far as they could; only in a cooperative launch.
+void wait_for_other_blocks(Site site);
+
+// To be called when what was waited for has come: where no block ever says so, there is a deadlock.
+void found_other_blocks();
+
 // Evaluates a warp operation once all its lanes have arrived: reads inputs[lane], writes outputs[lane].
 using WarpFunction = void (*)(unsigned mask, const void* const* inputs, void* const* outputs);
 
@@ -79,6 +85,7 @@ struct LaunchConfig {
     uint64_t dynamic_shared_bytes;
     uint64_t seed;
     int order;   // 0 ascending, 1 descending, 2 random: of threads and of blocks
+    int cooperative;  // all blocks at once, so that they may wait for each other
     int strict;  // refuse what the hardware tolerates: threads that exit before a barrier, lanes that do not exist
 };
 

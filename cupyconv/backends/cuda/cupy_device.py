@@ -102,8 +102,10 @@ class CupyDevice:
         # What CuPy makes of a NumPy array at each launch; `params` outlives it.
         return (CPointer(params.ctypes.data),)
 
-    def launch(self, kernel: Any, grid: tuple[int, int, int], block: int, params: Any, shared_bytes: int) -> None:
-        kernel(grid, (block, 1, 1), params, shared_bytes)
+    def launch(
+        self, kernel: Any, grid: tuple[int, int, int], block: int, params: Any, shared_bytes: int, cooperative: bool
+    ) -> None:
+        kernel(grid, (block, 1, 1), params, shared_bytes, None, cooperative)
 
     def gemm_strided_batched(self, arguments: GemmArguments) -> None:
         stream = cupy.cuda.get_current_stream().ptr

@@ -78,8 +78,13 @@ class Device(Protocol):
     def argument(self, params: np.ndarray) -> Any:
         """`params`, one element of plain bytes, as `launch` takes it: by reference, read when a launch is enqueued."""
 
-    def launch(self, kernel: Any, grid: tuple[int, int, int], block: int, params: Any, shared_bytes: int) -> None:
-        """Launch what `load` gave; its only parameter is what `argument` made, passed by value."""
+    def launch(
+        self, kernel: Any, grid: tuple[int, int, int], block: int, params: Any, shared_bytes: int, cooperative: bool
+    ) -> None:
+        """Launch what `load` gave; its only parameter is what `argument` made, passed by value.
+
+        The blocks of a `cooperative` launch are all on the GPU at once, or the launch fails.
+        """
 
     def gemm_strided_batched(self, arguments: GemmArguments) -> None:
         """``cublasGemmStridedBatchedEx`` with the library's default algorithm."""

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from cupyconv.backends.cuda.device import Device, GemmArguments
-from cupyconv.backends.cuda.parameters import PackedParameters
+from cupyconv.backends.cuda.parameters import BoundParameters, PackedParameters
 from cupyconv.dtypes import dtype_from_name, is_complex
-from cupyconv.plan import GemmCall, KernelLaunch, Matrix, Plan, Step
+from cupyconv.plan import GemmCall, KernelLaunch, LaunchLoop, Matrix, Plan, Step
 
 #: cudaDataType_t
 _DATA_TYPE = {"float32": 0, "float64": 1, "float16": 2, "complex64": 4, "complex128": 5, "bfloat16": 14}
@@ -77,13 +77,35 @@ class _PreparedLaunch:
 
     def __init__(self, launch: KernelLaunch, slots: Mapping[str, int], device: Device) -> None:
         self._kernel = device.load(launch.kernel, launch.shared_bytes)
-        self._grid, self._block, self._shared_bytes = launch.grid, launch.block, launch.shared_bytes
-        self._parameters = PackedParameters(launch, slots, device.argument)
+        self._grid, self._block = launch.grid, launch.block
+        self._shared_bytes, self._cooperative = launch.shared_bytes, launch.cooperative
+        self.parameters = PackedParameters(launch, slots, device.argument)
 
     def run(self, device: Device, addresses: Sequence[int]) -> None:
-        bound = self._parameters.bind(addresses)
-        device.launch(self._kernel, self._grid, self._block, bound.argument, self._shared_bytes)
-        self._parameters.give_back(bound)
+        bound = self.parameters.bind(addresses)
+        self.enqueue(device, bound)
+        self.parameters.give_back(bound)
+
+    def enqueue(self, device: Device, bound: BoundParameters) -> None:
+        device.launch(self._kernel, self._grid, self._block, bound.argument, self._shared_bytes, self._cooperative)
+
+
+class _PreparedLoop:
+    """Launches that are repeated: packed once, bound once a run, and only the counter written between them."""
+
+    def __init__(self, loop: LaunchLoop, slots: Mapping[str, int], device: Device) -> None:
+        self._rounds = range(loop.first, loop.first + loop.times)
+        self._launches = [_PreparedLaunch(launch, slots, device) for launch in loop.launches]
+        self._counters = [(prepared, prepared.parameters.place(loop.counter)) for prepared in self._launches]
+
+    def run(self, device: Device, addresses: Sequence[int]) -> None:
+        bound = [(prepared, prepared.parameters.bind(addresses), place) for prepared, place in self._counters]
+        for number in self._rounds:
+            for prepared, parameters, place in bound:
+                parameters.integers[place] = number
+                prepared.enqueue(device, parameters)
+        for prepared, parameters, _ in bound:
+            prepared.parameters.give_back(parameters)
 
 
 class _PreparedGemm:
@@ -121,9 +143,13 @@ class _PreparedGemm:
         device.gemm_strided_batched(GemmArguments._make(arguments))
 
 
-def _prepared_step(step: Step, slots: Mapping[str, int], device: Device) -> _PreparedLaunch | _PreparedGemm:
+def _prepared_step(
+    step: Step, slots: Mapping[str, int], device: Device
+) -> _PreparedLaunch | _PreparedLoop | _PreparedGemm:
     if isinstance(step, KernelLaunch):
         return _PreparedLaunch(step, slots, device)
+    if isinstance(step, LaunchLoop):
+        return _PreparedLoop(step, slots, device)
     assert isinstance(step, GemmCall)
     return _PreparedGemm(step, slots)
 

@@ -38,6 +38,18 @@ _CONVOLUTION = _struct(
     group_channels=INT32, group_outputs=INT32,
 )  # fmt: skip
 
+STRIDED = _struct(data=POINTER, stride_d=INT64, stride_n=INT64, stride_u=INT64)
+GATE_ACTIVATION = _struct(alpha=FLOAT64, beta=FLOAT64, code=INT32)
+_RECURRENT = _struct(
+    weight=STRIDED, x=STRIDED, weight_ih=STRIDED, bias_ih=STRIDED, bias_hh=STRIDED, peephole=STRIDED, h0=STRIDED, c0=STRIDED, h=STRIDED, c=STRIDED,
+    y=STRIDED, y_step=INT64, lengths=POINTER, lengths_stride=INT64, gates=POINTER, gates_d=INT64, gates_t=INT64,
+    beside=POINTER, beside_d=INT64, beside_t=INT64, states=POINTER, cells=POINTER, counters=POINTER,
+    activation=(GATE_ACTIVATION, 6), clip=FLOAT64, steps=INT32, batch=INT32, inputs=INT32, hidden=INT32, step=INT32, count=INT32,
+    first=(INT32, 2), backward=(INT32, 2), gates_a_unit=INT32, is_candidate=INT32, keeps_gates=INT32,
+    input_forget=INT32, lengths_wide=INT32, weight_packet=INT32, weight_ih_packet=INT32,
+    states_packed=INT32,
+)  # fmt: skip
+
 #: Kernel name -> its one parameter.
 PARAMETERS = {
     "merge": _struct(
@@ -59,7 +71,7 @@ PARAMETERS = {
     ),
     "implicit_gemm": _struct(
         sources=SOURCES, windows=WINDOWS, weight=POINTER, out=IMAGE, plane=INT64, epilogue=EPILOGUE, pixels=INT64,
-        groups=INT32, group_channels=INT32, group_outputs=INT32, blocks=INT32, rows=INT32, tiles_m=INT32, splits=INT32,
+        groups=INT32, group_channels=INT32, group_outputs=INT32, blocks=INT32, rows=INT32, tiles_m=INT32, keeps_sums=INT32,
         a_split=INT32,
     ),
     "col2im": _struct(
@@ -83,6 +95,8 @@ PARAMETERS = {
         epilogue=EPILOGUE, size=(INT64, 3), batch=INT64, first_pixel=INT64, pixels=INT64, channels=INT32, planes=INT32,
         along_channels=INT32, sums_packed=INT32, bias_packed=INT32, residual_packed=INT32,
     ),
+    "recurrent_step": _RECURRENT,
+    "recurrent_persistent": _RECURRENT,
     "epilogue_grad": _struct(
         grad=IMAGE, saved=IMAGE, out=IMAGE, partial=POINTER, alpha=FLOAT64, beta=FLOAT64, size=(INT64, 3), batch=INT64,
         pixels=INT64, activation=INT32, channels=INT32, lanes=INT32,
@@ -93,12 +107,13 @@ PARAMETERS = {
 class BoundParameters:
     """A parameter struct in memory of its own, and what a device launches with it."""
 
-    __slots__ = ("argument", "params", "words")
+    __slots__ = ("argument", "integers", "params", "words")
 
     def __init__(self, template: np.ndarray, argument_of: Callable[[np.ndarray], Any]) -> None:
         # Plain bytes, because NumPy would describe a nested struct to CuPy, which takes longer than a launch.
         self.params = template.copy().view(np.dtype((np.void, template.nbytes)))
         self.words = memoryview(self.params.view(np.uint64))  # type: ignore[arg-type]
+        self.integers = memoryview(self.params.view(np.int32))  # type: ignore[arg-type]
         self.argument = argument_of(self.params)
 
 
@@ -112,7 +127,7 @@ class PackedParameters:
     def __init__(
         self, launch: KernelLaunch, slots: Mapping[str, int], argument_of: Callable[[np.ndarray], Any]
     ) -> None:
-        dtype = PARAMETERS[launch.kernel.name]
+        dtype = self._dtype = PARAMETERS[launch.kernel.name]
         assert dtype.names == tuple(name for name, _ in launch.params), f"fields of {launch.kernel.name} disagree"
         assert dtype.itemsize % 8 == 0, "every struct is a whole number of 8-byte words"
         template = np.zeros((), dtype)
@@ -122,6 +137,12 @@ class PackedParameters:
         self._template = template.reshape(1).view(np.uint64)
         self._argument_of = argument_of
         self._free: list[BoundParameters] = []
+
+    def place(self, field: str) -> int:
+        """Where an int32 field is among `BoundParameters.integers`."""
+        fields = self._dtype.fields
+        assert fields is not None and fields[field][0] == INT32
+        return fields[field][1] // 4
 
     def bind(self, addresses: Sequence[int]) -> BoundParameters:
         """The struct with the addresses of a run's buffers, by slot, filled in."""

@@ -1,0 +1,126 @@
+// A warp's part of a recurrent product, sums in registers: one class for CUDA cores, one for tensor cores.
+//
+//     sum[n, g, u] += sum_k  h[n, k] * R[(g, u), k]        4 * SAMPLES samples x 8 units x GATES gates, STEP of k a call
+//
+// Both operands lie along k in shared memory, R in its type T, h in that of the sums.  However lanes share the
+// work, all gates of a unit meet in one thread.  `for_each` calls f(n, g, u, sum) for each of the lane's sums.
+#pragma once
+#include "numeric.cuh"
+#include "tensor_core.cuh"
+
+namespace cupyconv {
+
+enum RecurrentArithmetic { FMA, MMA };
+
+// CUDA cores: 4 x 8 lanes, each SAMPLES samples, 4 apart, of one unit; 16 bytes of k at a time.
+template <class T, int GATE_COUNT, int SAMPLE_COUNT, int ARITHMETIC_KIND>
+struct RecurrentProducts {
+    using A = Accumulator<T>;
+    static constexpr int CHUNK = 16 / sizeof(T), STATE_CHUNK = 16 / sizeof(A), STEP = 2 * CHUNK;
+    static constexpr int STATE_PAD = STATE_CHUNK;  // elements behind a row: lanes read four rows, each broadcast
+    A sum[SAMPLE_COUNT][GATE_COUNT] = {};
+
+    static __device__ __forceinline__ int sample() { return threadIdx.x / 8 % 4; }
+    static __device__ __forceinline__ int unit() { return threadIdx.x % 8; }
+
+    // `weight` and `state` begin with the warp's first unit and sample; a gate's rows are `gate_pitch` elements apart.
+    __device__ __forceinline__ void add(const T* weight, int pitch, int gate_pitch, const A* state, int state_pitch) {
+        weight += unit() * pitch;
+        state += sample() * state_pitch;
+#pragma unroll
+        for (int k = 0; k < STEP; k += CHUNK) {
+            Packet<T, CHUNK> w[GATE_COUNT];
+#pragma unroll
+            for (int g = 0; g < GATE_COUNT; ++g) w[g] = load_packet<CHUNK>(weight + g * gate_pitch + k);
+#pragma unroll
+            for (int s = 0; s < SAMPLE_COUNT; ++s) {
+#pragma unroll
+                for (int part = 0; part < CHUNK; part += STATE_CHUNK) {
+                    const Packet<A, STATE_CHUNK> h = load_packet<STATE_CHUNK>(state + s * 4 * state_pitch + k + part);
+#pragma unroll
+                    for (int e = 0; e < STATE_CHUNK; ++e)
+#pragma unroll
+                        for (int g = 0; g < GATE_COUNT; ++g)
+                            add_product(sum[s][g], h.lane[e], widen(w[g].lane[part + e]));
+                }
+            }
+        }
+    }
+
+    template <class F> __device__ __forceinline__ void for_each(F f) const {
+#pragma unroll
+        for (int s = 0; s < SAMPLE_COUNT; ++s)
+#pragma unroll
+            for (int g = 0; g < GATE_COUNT; ++g) f(s * 4 + sample(), g, unit(), sum[s][g]);
+    }
+};
+
+// Tensor cores, for 16-bit weights: 16 samples x 8 units of a gate x 16 of k an instruction.  h is a float32:
+//
+//     h = high + low,   high: h rounded to 16 bits,   low: the rest, rounded       h * w ~ low * w + high * w
+//
+// which leaves 2^-22 of it in float16 and 2^-16 in bfloat16.  Where high is infinite, in float16 from 65520 on, low
+// is 0, lest inf - inf make a NaN of it.
+template <class T, int GATE_COUNT, int SAMPLE_COUNT>
+struct RecurrentProducts<T, GATE_COUNT, SAMPLE_COUNT, MMA> {
+    static_assert(SAMPLE_COUNT % 4 == 0, "instructions of 16 samples");
+    static constexpr int STEP = 16, TILES = SAMPLE_COUNT / 4;
+    static constexpr int STATE_PAD = 8;  // four rows' pairs of floats, read by half a warp, fill all banks once
+    float sum[TILES][GATE_COUNT][4] = {};
+
+    static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+
+    __device__ __forceinline__ void add(
+        const T* weight, int pitch, int gate_pitch, const float* state, int state_pitch) {
+        unsigned w[GATE_COUNT][2];
+#pragma unroll
+        for (int g = 0; g < GATE_COUNT; g += 2) {  // two gates a load; an odd last one twice
+            unsigned four[4];
+            const int gate = min(g + lane() / 16, GATE_COUNT - 1);
+            load_matrices(four, weight + gate * gate_pitch + lane() % 8 * pitch + lane() / 8 % 2 * 8);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (g + i / 2 < GATE_COUNT) w[g + i / 2][i % 2] = four[i];
+        }
+        state += lane() / 4 * state_pitch + lane() % 4 * 2;
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+            unsigned high[4], low[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const Packet<float, 2> h = load_packet<2>(state + (tile * 16 + i % 2 * 8) * state_pitch + i / 2 * 8);
+                split(h, high[i], low[i]);
+            }
+#pragma unroll
+            for (int g = 0; g < GATE_COUNT; ++g) {
+                multiply_add<T>(sum[tile][g], low, w[g]);
+                multiply_add<T>(sum[tile][g], high, w[g]);
+            }
+        }
+    }
+
+    template <class F> __device__ __forceinline__ void for_each(F f) const {
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+            for (int g = 0; g < GATE_COUNT; ++g)
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    f(tile * 16 + lane() / 4 + e / 2 * 8, g, lane() % 4 * 2 + e % 2, sum[tile][g][e]);
+    }
+
+  private:
+    static __device__ __forceinline__ void split(const Packet<float, 2>& h, unsigned& high, unsigned& low) {
+        T rounded[2], rest[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            rounded[i] = narrow<T>(h.lane[i]);
+            const float back = widen(rounded[i]);
+            rest[i] = narrow<T>(back - back == 0.0f ? h.lane[i] - back : 0.0f);
+        }
+        high = word_of(rounded, 0);
+        low = word_of(rest, 0);
+    }
+};
+
+}  // namespace cupyconv
