@@ -371,6 +371,8 @@ def peak_bytes(call: Any) -> int:
 def test_memory_is_what_the_plan_says(cell, dtype, limit):
     case = full_case(cell, steps=60, batch=64, inputs=20, hidden=32, dtype=dtype, lengths=tuple(range(60, -4, -1)[:64]))
     case = replace(case, lengths=tuple(max(0, length) for length in case.lengths), linear_before_reset=True)
+    if limit is None and cell == "lstm":
+        case = replace(case, activations=("hard_sigmoid", "elu", "mish"))
     views, out = case.views(case.arrays()), np.empty((60, 64, 64), dtype)
     with cupyconv.options(workspace_limit=limit):
         plan = cupyconv.explain(FUNCTIONS[cell], **views, lengths=case.lengths, **case.settings)

@@ -16,6 +16,8 @@ from cupyconv.planning.request import RecurrentRequest
 COPIED_STEPS = 4
 #: The least that the limit on workspace is of that copy, in copies: it may not leave too little for the rest.
 COPIED_SHARE = 4
+#: Activations that have no temporaries.
+IN_PLACE = ("none", "relu", "relu6", "clip", "sigmoid", "tanh", "affine", "scaled_tanh")
 #: Why the other method is a GPU's.
 NO_PERSISTENT = "it keeps the recurrent weight in the multiprocessors of a GPU from step to step"
 
@@ -107,8 +109,10 @@ def _fixed(request: RecurrentRequest, copied: tuple[str, ...], samples: int, at_
     geometry, item = request.geometry, ITEMSIZE[accumulator(request.dtype)]
     state = at_once * samples * geometry.hidden * item
     weights = [getattr(request, role) for role in copied if role != "x"]
+    temporaries = any(activation.name not in IN_PLACE for group in geometry.activations for activation in group)
     return {
         "weights": sum(prod(weight.shape) * item for weight in weights),
         "gates": state * geometry.gates,
         "states": (6 if request.peephole else 4) * state,
+        "activations": 2 * temporaries * state * geometry.gates,
     }

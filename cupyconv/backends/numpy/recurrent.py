@@ -39,7 +39,6 @@ class RecurrentLayer:
         loop, geometry = self._loop, self._loop.geometry
         given = {role: arrays[name] for role, name in loop.buffers}
         parts = [slice(first, first + loop.samples) for first in range(0, max(1, geometry.batch), loop.samples)]
-
         weights = [[self._by_gate(given, role, d) for role in _WEIGHTS] for d in range(geometry.directions)]
 
         def finish(work: tuple[int, slice]) -> None:
@@ -90,7 +89,8 @@ class _Direction:
             for name, parts in kept.items()
         }
         self.gates = np.empty((geometry.gates, self._batch, hidden), dtype)
-        self.h, self.c = self._state("h0"), self._state("c0")
+        self.h, self.c = self._state("h0", hidden), self._state("c0", hidden if geometry.cell == "lstm" else 0)
+        self.prepare()
 
     def _own(self, role: str, axes: int) -> np.ndarray | None:
         """What an argument or a result of so many axes has for this direction; None where it is absent."""
@@ -105,12 +105,16 @@ class _Direction:
         rounded = vector.astype(self._given["out"].dtype, copy=False).astype(self.dtype, copy=False)
         return rounded.reshape(-1, 1, self.geometry.hidden)
 
-    def _state(self, role: str) -> np.ndarray:
-        state = np.zeros((self._batch, self.geometry.hidden), self.dtype)
+    def _state(self, role: str, size: int) -> np.ndarray:
+        state = np.zeros((self._batch, size), self.dtype)
         initial = self._own(role, 2)
         if initial is not None:
             state[...] = initial[self._samples].astype(self._given["out"].dtype, copy=False)
         return state
+
+    def prepare(self) -> None:
+        """What all steps of a cell share."""
+        raise NotImplementedError
 
     def advance(self, t: int, projected: np.ndarray, h: np.ndarray, c: np.ndarray) -> None:
         """The states after step t, into `h` and `c`, which may be `self.h` and `self.c`."""
@@ -187,15 +191,7 @@ class _Direction:
 
 
 class _Rnn(_Direction):
-    def __init__(
-        self,
-        loop: RecurrentLoop,
-        given: Mapping[str, Any],
-        weights: Sequence[np.ndarray],
-        direction: int,
-        samples: slice,
-    ) -> None:
-        super().__init__(loop, given, weights, direction, samples)
+    def prepare(self) -> None:
         self._bias = self.added()
         (self._activation,) = self.activations()
 
@@ -207,20 +203,11 @@ class _Rnn(_Direction):
             gates += self._bias
         self.clip(gates)
         self.keep(t, 0, gates)
-        _in_place(gates, self._activation)
-        h[...] = gates[0]
+        _apply(gates[0], self._activation, h)
 
 
 class _Lstm(_Direction):
-    def __init__(
-        self,
-        loop: RecurrentLoop,
-        given: Mapping[str, Any],
-        weights: Sequence[np.ndarray],
-        direction: int,
-        samples: slice,
-    ) -> None:
-        super().__init__(loop, given, weights, direction, samples)
+    def prepare(self) -> None:
         self._bias, self._peepholes = self.added(), self._vector("peephole")
         f, g, self._of_cell = self.activations()
         #: The gates that do not see the new c: all but o, where there are peepholes.
@@ -254,21 +241,12 @@ class _Lstm(_Direction):
             self._activate_late()
         if self.kept:
             self.kept["cells"][t, :, 0] = c
-        h[...] = c
-        _in_place(h, self._of_cell)
+        _apply(c, self._of_cell, h)
         h *= o
 
 
 class _Gru(_Direction):
-    def __init__(
-        self,
-        loop: RecurrentLoop,
-        given: Mapping[str, Any],
-        weights: Sequence[np.ndarray],
-        direction: int,
-        samples: slice,
-    ) -> None:
-        super().__init__(loop, given, weights, direction, samples)
+    def prepare(self) -> None:
         bias = self.added()
         self._bias_rz = None if bias is None else bias[:2]
         self._bias_in, self._bias_hn = (None if b is None else b[2] for b in (self.bias_ih, self.bias_hh))
@@ -327,7 +305,7 @@ def _activation_of(gates: np.ndarray, activations: Sequence[Activation]) -> Call
 
         def one_by_one() -> None:
             for run, activation in runs:
-                _in_place(run, activation)
+                _apply(run, activation, run)
 
         return one_by_one
     sigmoids = [run for run, activation in runs if activation.name == "sigmoid"]
@@ -343,12 +321,16 @@ def _activation_of(gates: np.ndarray, activations: Sequence[Activation]) -> Call
     return at_once
 
 
-def _in_place(v: np.ndarray, activation: Activation) -> None:
-    """`activate`, but for a sigmoid without its temporary."""
-    if activation.name != "sigmoid":
-        activate(v, activation)
-        return
-    v *= 0.5
-    np.tanh(v, out=v)
-    v *= 0.5
-    v += 0.5
+def _apply(v: np.ndarray, activation: Activation, out: np.ndarray) -> None:
+    """`activate` from one array into another, which may be the same; a sigmoid without its temporary."""
+    if activation.name == "tanh":
+        np.tanh(v, out=out)
+    elif activation.name == "sigmoid":
+        np.multiply(v, 0.5, out=out)
+        np.tanh(out, out=out)
+        out *= 0.5
+        out += 0.5
+    else:
+        if out is not v:
+            out[...] = v
+        activate(out, activation)
