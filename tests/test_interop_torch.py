@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import re
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -84,6 +87,20 @@ def test_nothing_is_copied():
     y = interop._differentiable(operation, x, weight, None, None, {"padding": 1})
     assert np.shares_memory(seen["x"], x.numpy()) and np.shares_memory(seen["weight"], weight.numpy())
     assert y.numpy().flags.c_contiguous and not y.requires_grad
+
+
+def test_a_cuda_tensor_is_worked_on_where_it_is_on_pytorchs_stream(monkeypatch):
+    entered = []
+
+    def entering(what):
+        return contextlib.nullcontext(entered.append(what))
+
+    stream = SimpleNamespace(from_external=lambda other: entering(other.__cuda_stream__()))
+    cuda = SimpleNamespace(Device=lambda index: entering(index), Stream=stream)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=device.index + 40))
+    with interop._stream_of(SimpleNamespace(device=torch.device("cuda", 3))):
+        assert entered == [3, (0, 43)]
 
 
 def test_only_what_needs_a_gradient_gets_one(device):
