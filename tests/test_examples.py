@@ -16,6 +16,7 @@ from targets import gpu_target
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LEARNING = ["denoise", "train_digits"]
+WITH_A_TEST = [*LEARNING, "densenet_block"]
 PNG = b"\x89PNG"
 
 
@@ -45,13 +46,28 @@ def gpu_for_those_on_one(request):
 
 def test_there_are_examples():
     names = [example.stem for example in EXAMPLES]
-    assert names == ["batchnorm_folding", "denoise", "edges", "merge_fields", "train_digits"]
+    assert names == ["batchnorm_folding", "denoise", "densenet_block", "edges", "merge_fields", "train_digits"]
 
 
 @on_each_device
-@pytest.mark.parametrize("name", [example.stem for example in EXAMPLES if example.stem not in LEARNING])
+@pytest.mark.parametrize("name", [example.stem for example in EXAMPLES if example.stem not in WITH_A_TEST])
 def test_example(name: str, device: tuple[str, ...], tmp_path: Path):
     assert run(name, tmp_path, *device).strip()
+
+
+@on_each_device
+def test_memory_of_a_dense_block_is_linear_in_its_depth(device: tuple[str, ...], tmp_path: Path, monkeypatch):
+    """Twice the layers: less than twice the memory, where concatenating needs at least three times."""
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # small products: on a busy machine threads only wait
+    printed = run("densenet_block", tmp_path, *device)
+    rows = re.findall(r"^ *(\d+) +([\d.]+) MB(?: x [\d.]+)? +([\d.]+) MB", printed, re.MULTILINE)
+    layers, concatenating, merged = zip(*(map(float, row) for row in rows))
+    assert layers == (4, 8, 16, 32)
+    assert concatenating[3] > 3 * concatenating[2]
+    assert merged[3] < 2 * merged[2] < 4 * merged[1]
+    assert merged[3] < concatenating[3] / 4
+    (difference,) = re.findall(r"largest relative difference of a result: (\S+)", printed)
+    assert float(difference) < 1e-4
 
 
 @on_each_device

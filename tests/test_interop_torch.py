@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
+import inspect
 import re
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -86,6 +90,20 @@ def test_nothing_is_copied():
     assert y.numpy().flags.c_contiguous and not y.requires_grad
 
 
+def test_a_cuda_tensor_is_worked_on_where_it_is_on_pytorchs_stream(monkeypatch):
+    entered = []
+
+    def entering(what):
+        return contextlib.nullcontext(entered.append(what))
+
+    stream = SimpleNamespace(from_external=lambda other: entering(other.__cuda_stream__()))
+    cuda = SimpleNamespace(Device=lambda index: entering(index), Stream=stream)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=device.index + 40))
+    with interop._stream_of(SimpleNamespace(device=torch.device("cuda", 3))):
+        assert entered == [3, (0, 43)]
+
+
 def test_only_what_needs_a_gradient_gets_one(device):
     x, weight = tensor(1, 2, 9, device=device, grad=False), tensor(3, 2, 3, device=device)
     interop.conv([x, x], torch.cat([weight, weight], 1)).sum().backward()
@@ -158,10 +176,15 @@ def test_refusals(x, weight, error, words):
         interop.conv(x, weight)
 
 
-def test_the_script_in_the_docstring_runs(capsys):
-    script = re.search(r"complete::\n\n((?:    .*\n|\n)+)", interop.__doc__).group(1)
+@pytest.mark.parametrize(
+    ("documented", "printed"),
+    [(interop, "torch.Size([16, 48, 3, 3]) torch.Size([16])"), (interop.lstm, "torch.Size([48])")],
+    ids=["module", "lstm"],
+)
+def test_the_script_in_a_docstring_runs(documented, printed, capsys):
+    script = re.search(r"complete::\n\n((?:    .*\n|\n)+)", inspect.getdoc(documented) + "\n").group(1)
     exec(compile("\n".join(line[4:] for line in script.splitlines()), "docstring", "exec"), {})
-    assert "torch.Size([16, 48, 3, 3]) torch.Size([16])" in capsys.readouterr().out
+    assert printed in capsys.readouterr().out
 
 
 def test_docstrings():

@@ -58,10 +58,12 @@ def fresh():
         ("shared columns", (3, 3), {"padding": 1}),
         ("shared columns", (3, 3), {"stride": 2, "padding": 1}),
         ("columns", (1, 1), {"stride": 2}),
-        ("columns", (3, 3), {"groups": 2}),
+        ("shared columns", (3, 3), {"groups": 2}),
+        ("shared columns", (3, 2), {"groups": 2, "stride": 3}),
         ("view", (1, 1), {}),
         ("taps", (3, 3), {"padding": 1, "method": "direct"}),
         ("multiplied taps", (3, 3), {"groups": 12}),
+        ("multiplied taps", (3, 2), {"groups": 12, "stride": 2, "padding": 1}),
     ],
 )
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ PyTorch's current stream.  A training step, complete::
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -437,14 +437,26 @@ def _results(results: Any) -> tuple[torch.Tensor, ...]:
     return tuple(_tensor(array) for array in (y, *(states if isinstance(states, tuple) else (states,))))
 
 
-def _stream_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """PyTorch's current stream as CuPy's; nothing to do on the CPU."""
+@contextmanager
+def _stream_of(tensor: torch.Tensor) -> Iterator[None]:
+    """The tensor's device and PyTorch's current stream there as CuPy's; nothing to do on the CPU."""
     if tensor.device.type != "cuda":
-        return nullcontext()
+        yield
+        return
     import cupy
 
-    stream = torch.cuda.current_stream(tensor.device)
-    return cupy.cuda.ExternalStream(stream.cuda_stream, tensor.device.index)
+    stream = _Stream(torch.cuda.current_stream(tensor.device).cuda_stream)
+    with cupy.cuda.Device(tensor.device.index), cupy.cuda.Stream.from_external(stream):
+        yield
+
+
+class _Stream(NamedTuple):
+    """The protocol by which CuPy takes a stream of others; not every PyTorch has it."""
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address
 
 
 def _array(tensor: torch.Tensor) -> Any:

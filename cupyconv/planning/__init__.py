@@ -14,10 +14,12 @@ from cupyconv.activations import IDENTITY
 from cupyconv.machine import HostModel
 from cupyconv.plan import Plan
 from cupyconv.planning.request import (
+    ChainRequest,
     ColumnsRequest,
     ConvRequest,
     EpilogueGradRequest,
     PoolingRequest,
+    PrologueGradRequest,
     RecurrentGradientRequest,
     RecurrentRequest,
     TransposedRequest,
@@ -36,6 +38,16 @@ def plan_conv(request: ConvRequest) -> Plan:
     else:
         from cupyconv.planning import cuda as planner  # type: ignore[no-redef]
     return planner.plan_conv(request)
+
+
+@lru_cache(maxsize=CACHED_PLANS)
+def plan_chain(request: ChainRequest) -> Plan:
+    """Decide which layers of a chain share a kernel or a loop on ``request.machine``."""
+    if isinstance(request.machine, HostModel):
+        from cupyconv.planning import chain_numpy as planner
+    else:
+        from cupyconv.planning import chain as planner  # type: ignore[no-redef]
+    return planner.plan_chain(request)
 
 
 @lru_cache(maxsize=CACHED_PLANS)
@@ -86,6 +98,14 @@ def plan_epilogue_grad(request: EpilogueGradRequest) -> Plan:
     from cupyconv.planning import epilogue_grad
 
     return epilogue_grad.plan_epilogue_grad(request)
+
+
+@lru_cache(maxsize=CACHED_PLANS)
+def plan_prologue_grad(request: PrologueGradRequest) -> Plan:
+    """Decide how a gradient goes back through a prologue."""
+    from cupyconv.planning import prologue_grad
+
+    return prologue_grad.plan_prologue_grad(request)
 
 
 @lru_cache(maxsize=CACHED_PLANS)

@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from cupyconv.backends.numpy.chain import ChainConvolution
 from cupyconv.backends.numpy.columns import col2im, im2col
 from cupyconv.backends.numpy.convolution import ConvolutionLoop
 from cupyconv.backends.numpy.epilogue_grad import epilogue_grad
+from cupyconv.backends.numpy.gathered import GatheredConvolution
 from cupyconv.backends.numpy.pooling import pooling_loop
+from cupyconv.backends.numpy.prologue_grad import prologue_grad
 from cupyconv.backends.numpy.recurrent import RecurrentLayer
 from cupyconv.backends.numpy.recurrent_gradient import RecurrentGradient
 from cupyconv.backends.numpy.transposed import TransposedConvolution
@@ -23,7 +26,9 @@ from cupyconv.geometry import Windows
 from cupyconv.machine import HostModel
 from cupyconv.plan import (
     BlockLoop,
+    ChainLoop,
     ElementwiseLoop,
+    GatheredLoop,
     Plan,
     PoolingLoop,
     RecurrentGradientLoop,
@@ -85,9 +90,11 @@ class NumpyBackend:
 def _prepared(step: Step) -> Callable[[Mapping[str, Any]], None]:
     """What runs a step."""
     if isinstance(step, ElementwiseLoop):
-        return partial(epilogue_grad, step)
+        return partial({"epilogue_grad": epilogue_grad, "prologue_grad": prologue_grad}[step.body], step)
     if isinstance(step, PoolingLoop):
         return pooling_loop(step)
+    if isinstance(step, ChainLoop):
+        return ChainConvolution(step).run
     if isinstance(step, RecurrentLoop):
         return RecurrentLayer(step).run
     if isinstance(step, RecurrentGradientLoop):
@@ -97,6 +104,8 @@ def _prepared(step: Step) -> Callable[[Mapping[str, Any]], None]:
         return partial(_im2col, step)
     if step.body == "col2im":
         return partial(_col2im, step)
+    if isinstance(step, GatheredLoop):
+        return GatheredConvolution(step).run
     if isinstance(step, TransposedLoop):
         return TransposedConvolution(step).run
     if isinstance(step, WeightGradientLoop):
