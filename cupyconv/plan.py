@@ -450,12 +450,15 @@ class RecurrentLoop:
 class RecurrentGradientLoop:
     """The NumPy backend's step for a recurrent layer's gradients: back through time, direction after direction.
 
-    The gates' gradients of `run` steps are in memory at once.  What they are multiplied with is worked out for
-    all of these before, products with the weights and x are made of all of them after.
+    The gates' gradients of `run` steps and `samples` samples are in memory at once.  What they are multiplied with is
+    worked out for all of these before, products with the weights and x are made of all of them after, added to those
+    of other runs `block` rows at a time.
     """
 
     geometry: RecurrentGeometry
     run: int
+    samples: int
+    block: int
     dtype: str  # computed in
     bytes_moved: int
     flops: int
@@ -465,7 +468,7 @@ class RecurrentGradientLoop:
         runs = -(-geometry.steps // max(1, self.run))
         return (
             f"loop     back through {geometry.cell} in {self.dtype}, {geometry.directions} direction(s) of {runs} run(s)"
-            f" of {self.run} steps: derivatives, then each step's product, then products of all"
+            f" of {self.run} steps x {self.samples} samples: derivatives, then each step's product, then products of all"
         )
 
     @property
