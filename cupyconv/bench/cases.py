@@ -12,6 +12,7 @@ import numpy as np
 
 from cupyconv.convolution import conv, linmerge
 from cupyconv.dtypes import ITEMSIZE, dtype_from_name, is_complex, real_part
+from cupyconv.planning.request import METHODS
 from cupyconv.settings import options
 
 #: Normals that all data repeat.  A prime, so that no row or plane of a case begins where another began.
@@ -77,6 +78,11 @@ class Case:
         """The case that a results file holds."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: _as_tuple(value) for name, value in record.items() if name in known})
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Those that there are for it."""
+        return METHODS
 
     @property
     def in_channels(self) -> int:

@@ -9,7 +9,8 @@ the results, stays below
     + 2 u_TF32                   two factors rounded to 11 bits, where that is allowed
 
 and no one error is above sixteen times that.  A transform (Winograd, FFT: what a peer may choose) is given
-eight times the second term.  So a float32 result from TF32 products, a missing tap and a NaN all fail.
+eight times the second term.  Of a recurrent layer the results are below 1, and errors are seen beside that; a peer may
+round its states to the result's dtype at every step, and is given four times the first term.  So a float32 result from TF32 products, a missing tap and a NaN all fail.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.bench.cases import Case
+from cupyconv.bench.recurrent import AnyCase, RecurrentCase, recurrent_in_float64
 from cupyconv.dtypes import accumulator, dtype_name, is_complex, real_part
 
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
@@ -36,9 +37,11 @@ class WrongResult(Exception):
     """A result that is not what float64 says."""
 
 
-def in_float64(xp: ModuleType, case: Case, xs: list[Any], weight: Any) -> Any:
+def in_float64(xp: ModuleType, case: AnyCase, xs: list[Any], weight: Any) -> Any:
     """The result summed tap by tap, without columns, and without code in common with what is measured."""
     wide = [_widened(xp, x) for x in xs]
+    if isinstance(case, RecurrentCase):
+        return recurrent_in_float64(xp, case, wide[0], [_widened(xp, factor) for factor in weight])
     factors = _widened(xp, weight)
     rank, group_outputs = len(case.size), case.out_channels // case.groups
     kind = wide[0].dtype
@@ -58,14 +61,14 @@ def in_float64(xp: ModuleType, case: Case, xs: list[Any], weight: Any) -> Any:
     return y.reshape(case.batch, case.out_channels, *case.out_size)
 
 
-def error(xp: ModuleType, case: Case, result: Any, expected: Any, *, transform: bool = False) -> float:
+def error(xp: ModuleType, case: AnyCase, result: Any, expected: Any, *, transform: bool = False) -> float:
     """The root mean square of the errors beside that of the results; WrongResult where it is too much."""
     if dtype_name(result.dtype) != case.dtype or tuple(result.shape) != tuple(expected.shape):
         raise WrongResult(
             f"{dtype_name(result.dtype)} {tuple(result.shape)}, needed {case.dtype} {tuple(expected.shape)}"
         )
     difference = xp.abs(_widened(xp, result) - expected)
-    scale = sqrt(case.terms)
+    scale = 1.0 if isinstance(case, RecurrentCase) else sqrt(case.terms)
     rms = sqrt(float((difference * difference).mean())) / scale
     largest = float(difference.max()) / scale
     allowed = allowed_error(case, transform=transform)
@@ -76,11 +79,12 @@ def error(xp: ModuleType, case: Case, result: Any, expected: Any, *, transform: 
     return rms
 
 
-def allowed_error(case: Case, *, transform: bool = False) -> float:
+def allowed_error(case: AnyCase, *, transform: bool = False) -> float:
     """The bound derived above."""
     kept = UNIT_ROUNDOFF[real_part(accumulator(case.dtype))]
     sums = 4 * kept * sqrt(case.terms + 4) * (TRANSFORM if transform else 1)
-    return UNIT_ROUNDOFF[real_part(case.dtype)] + sums + (2 * TF32_ROUNDOFF if case.tf32 else 0)
+    rounded = 4 if transform and isinstance(case, RecurrentCase) else 1
+    return rounded * UNIT_ROUNDOFF[real_part(case.dtype)] + sums + (2 * TF32_ROUNDOFF if case.tf32 else 0)
 
 
 def _widened(xp: ModuleType, array: Any) -> Any:
