@@ -173,6 +173,13 @@ def test_one_step_needs_no_projection_and_no_workspace(cuda_target):
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_few_blocks_that_wait(cuda_target, cell):
+    """So few that a race detector knows all their threads; the gru has two barriers a step."""
+    case = full_case(cell, steps=2, batch=3, hidden=10, direction="forward", lengths=None, linear_before_reset=False)
+    assert_right(cuda_target, case, "persistent")
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_the_order_of_blocks_is_free(cuda_target, cell):
     """The same bits in whatever order blocks and threads run; the gru has two barriers a step."""
     case = full_case(cell, linear_before_reset=False)
