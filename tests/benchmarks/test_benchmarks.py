@@ -64,6 +64,7 @@ def test_job_at_its_original_size(request: pytest.FixtureRequest, benchmark: Any
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # what torch warns of is no failure of ours
 @pytest.mark.parametrize("case", ON_GPU)
 @pytest.mark.parametrize("side", ["cupyconv", "torch", "torch channels-last"])
 def test_case_on_a_gpu(benchmark: Any, case: Case, side: str) -> None:
