@@ -208,6 +208,14 @@ class BlockLoop:
     part: int = field(default=0, kw_only=True)  # groups whose shared columns there are at a time; 0: other bodies
     prologue: Prologue = field(default=NONE, kw_only=True)
 
+    @property
+    def rounds(self) -> int:
+        """Times that scratch memory is filled: by every block, and every part of one."""
+        if not self.part:
+            return self.blocks
+        assert isinstance(self.geometry, ConvGeometry)
+        return self.blocks * -(-self.geometry.groups // self.part)
+
     def __str__(self) -> str:
         block = " x ".join(map(str, self.block))
         return (
@@ -403,27 +411,32 @@ class GatheredLoop(BlockLoop):
 
 @dataclass(frozen=True)
 class RecurrentLoop:
-    """The NumPy backend's step for a recurrent layer: a loop over steps, direction after direction.
+    """The NumPy backend's step for a recurrent layer: a loop over steps, for each direction and part of the samples.
 
-    The inputs of `chunk` steps go through the input's weight in one product; then, step by step, the state goes
+    The inputs of `samples` in `chunk` steps go through the input's weight in one product; then, step by step, the state goes
     through its own, and all gates are worked out where that product lies.
     """
 
     geometry: RecurrentGeometry
     buffers: tuple[tuple[str, str], ...]  # of each argument and result, by role
     dtype: str  # computed in
+    samples: int
     chunk: int
+    threads: int
     copied: tuple[str, ...]  # roles of factors that lie in memory as BLAS does not take them, or not quickly
     bytes_moved: int
     flops: int
 
     def __str__(self) -> str:
         geometry = self.geometry
-        chunks = -(-geometry.steps // self.chunk)
-        each = f"{self.chunk * geometry.batch} x {geometry.inputs} x {geometry.gates * geometry.hidden}"
+        parts, chunks = -(-geometry.batch // self.samples), -(-geometry.steps // self.chunk)
+        each = (
+            f"{self.chunk * min(self.samples, geometry.batch)} x {geometry.inputs} x {geometry.gates * geometry.hidden}"
+        )
         products = 2 if geometry.cell == "gru" and not geometry.linear_before_reset else 1
         return (
-            f"loop     {geometry.cell} in {self.dtype}, {geometry.directions} direction(s) of {chunks} chunk(s) of {self.chunk} steps:"
+            f"loop     {geometry.cell} in {self.dtype}, {geometry.directions} direction(s) of {parts} part(s) of {self.samples} samples"
+            f" and {chunks} chunk(s) of {self.chunk} steps on {self.threads} thread(s):"
             f" one input product {each}, then a step {products} product(s) of the state and all gates"
             + (f"; {', '.join(self.copied)} copied" if self.copied else "")
         )
@@ -437,12 +450,15 @@ class RecurrentLoop:
 class RecurrentGradientLoop:
     """The NumPy backend's step for a recurrent layer's gradients: back through time, direction after direction.
 
-    The gates' gradients of `run` steps are in memory at once.  What they are multiplied with is worked out for
-    all of these before, products with the weights and x are made of all of them after.
+    The gates' gradients of `run` steps and `samples` samples are in memory at once.  What they are multiplied with is
+    worked out for all of these before, products with the weights and x are made of all of them after, added to those
+    of other runs `block` rows at a time.
     """
 
     geometry: RecurrentGeometry
     run: int
+    samples: int
+    block: int
     dtype: str  # computed in
     bytes_moved: int
     flops: int
@@ -452,7 +468,7 @@ class RecurrentGradientLoop:
         runs = -(-geometry.steps // max(1, self.run))
         return (
             f"loop     back through {geometry.cell} in {self.dtype}, {geometry.directions} direction(s) of {runs} run(s)"
-            f" of {self.run} steps: derivatives, then each step's product, then products of all"
+            f" of {self.run} steps x {self.samples} samples: derivatives, then each step's product, then products of all"
         )
 
     @property

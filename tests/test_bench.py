@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import reference as oracle
+import reference_recurrent
 from targets import gpu_target, host_device_target
 from tolerance import assert_close
 
@@ -26,12 +27,14 @@ from cupyconv.bench import clock, floors, machines, record, session, tables
 from cupyconv.bench.cases import Case, repeat_normals
 from cupyconv.bench.clock import Sample, Timing
 from cupyconv.bench.peers import Way, array_peers, concatenate_im2col_matmul
+from cupyconv.bench.recurrent import RecurrentCase, case_from_record, loop_in_python
 from cupyconv.bench.reference import WrongResult, allowed_error, error, in_float64
 from cupyconv.bench.report import block, summary
 from cupyconv.bench.session import Session
 from cupyconv.bench.torch_peers import Torch
 from cupyconv.demo.libraries import numpy_library
 from cupyconv.dtypes import ITEMSIZE, dtype_from_name
+from cupyconv.planning.request import METHODS
 from tests import nvrtc
 
 #: Every kind of case in little: ranks, merges, groups, strides, dilation, lopsided padding, layouts, dtypes.
@@ -52,6 +55,13 @@ SMALL = (
     Case("chain", 2, (4,), (7, 8), 6, (3, 3), padding=((1, 1), (1, 1)), then=((6, (3, 2), ((0, 0), (1, 0)), 3), (2, (1, 1), (), 1))),
 )  # fmt: skip
 
+RECURRENT = tuple(
+    RecurrentCase(f"{cell} {dtype}", cell, 6, 3, 5, 7, dtype=dtype)
+    for cell in ("lstm", "gru")
+    for dtype in ("float32", "float16", "bfloat16", "float64")
+)
+
+every_recurrent_case = pytest.mark.parametrize("case", RECURRENT, ids=str)
 every_small_case = pytest.mark.parametrize("case", SMALL, ids=str)
 
 
@@ -120,6 +130,54 @@ def test_the_librarys_call_and_the_numpy_peer_are_right(case):
     peer = concatenate_im2col_matmul(np, case, xs, weight)
     wide = case.dtype not in ("float16", "bfloat16")  # whose sums NumPy keeps in themselves
     assert error(np, case, peer, expected) >= 0 if wide else np.allclose(peer.astype(float), expected, atol=0.5)
+
+
+@every_recurrent_case
+def test_a_recurrent_layer_is_the_oracles(case):
+    xs, weights = case.arrays()
+    expected = in_float64(np, case, xs, weights)
+    naive = reference_recurrent.recurrent(case.cell, *map(oracle.wide, (*xs, *weights))).y
+    np.testing.assert_allclose(expected, naive, rtol=1e-12, atol=1e-12)
+    error(np, case, case.ours(xs, weights), expected)
+    if np.dtype(dtype_from_name(case.dtype)).itemsize > 2:  # whose states NumPy keeps in themselves
+        error(np, case, loop_in_python(np, case, xs[0], weights), expected)
+    with pytest.raises(WrongResult, match="error"):
+        error(np, case, case.ours(xs, [2 * weights[0], *weights[1:]]), expected)
+
+
+@pytest.mark.parametrize("case", RECURRENT[::2], ids=str)
+def test_torchs_layer_is_a_peer(torch, case):
+    xs, weights = case.arrays()
+    (way,) = torch.ways(case, xs, weights, compiled=True)
+    with torch.flags(case):
+        error(np, case, way.as_array(way.prepare()()), in_float64(np, case, xs, weights), transform=True)
+
+
+@pytest.mark.parametrize("case", [*tables.recurrent_cases(gpu=False), *RECURRENT], ids=str)
+def test_flops_and_bytes_of_a_recurrent_layer_are_planning_s(case):
+    function, arguments, keywords = case.call(*case.arrays(lambda dtype, first, n: np.ones(n, dtype_from_name(dtype))))
+    plan = cupyconv.explain(function, *arguments, **keywords)
+    assert (case.flops, case.minimal_bytes) == (plan.flops, plan.minimal_bytes)
+
+
+def test_recurrent_layers_are_in_both_tables():
+    for gpu in (False, True):
+        cases = tables.recurrent_cases(gpu=gpu)
+        assert len({case.name for case in cases}) == len(cases) and {case.cell for case in cases} == {"lstm", "gru"}
+        assert all(case_from_record(json.loads(json.dumps(case.__dict__))) == case for case in cases)
+    assert {(case.dtype, case.tf32) for case in cases} == {("float32", False), ("float32", True), ("float16", False)}
+
+
+def test_the_command_measures_recurrent_layers(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "recurrent_cases", lambda gpu: RECURRENT)
+    monkeypatch.setattr(bench, "numpy_machine", numpy_machine)
+    file = tmp_path / "numpy.json"
+    assert main(["bench", "--json", str(file), "--no-torch", "--seconds", "100", "--only", "gru float32"]) == 0
+    printed = capsys.readouterr().out
+    (row,) = record.read_record(file)["cases"]
+    assert row["ways"].keys() == {"cupyconv", "numpy"} and row["rejected"].keys() == {"persistent"}
+    for word in ("gru float32: floor", "cupyconv: step", "against numpy"):
+        assert word in printed
 
 
 def test_flops_and_bytes_are_planning_s():
@@ -401,7 +459,7 @@ def test_every_method_is_timed_on_the_host_device(host_machine):
     for row in written["cases"]:
         others = set(row["methods"]) - {row["chosen"]}
         assert {name for name in row["ways"] if name.startswith("cupyconv ")} == {f"cupyconv {m}" for m in others}
-        assert set(row["methods"]) | set(row["rejected"]) == set(session.METHODS)
+        assert set(row["methods"]) | set(row["rejected"]) == set(METHODS)
     assert "loop over samples" in written["cases"][0]["ways"]
 
 

@@ -415,6 +415,13 @@ def test_recurrent_gradients_keep_the_limit(cell, limit):
             assert sum(call.beta == 0 for call in own) == 2, "each direction's sum begins once"
 
 
+def test_long_16_bit_sequences_are_not_converted():
+    """What grows with the steps is widened where it is read: a copy of it would pass the limit."""
+    made = recurrent_gradient_plan("lstm", "float16", (500, 64, 1000, 200))
+    assert {conversion.buffer for conversion in made.conversions} == {"weight_ih", "grad_h"}
+    assert made.workspace_bytes <= 256 << 20
+
+
 def test_sizes_beyond_32_bits_of_recurrent_gradients():
     """Rows of a product are an int32 in cuBLAS: so many steps of so many samples are several runs."""
     with cupyconv.options(workspace_limit=1 << 60):

@@ -2,6 +2,7 @@
 
 ===================  ============================================================================
 `cases.py`           one case as data: shapes, sizes, arrays, the library's call
+`recurrent.py`       the same of a recurrent layer, its check and its NumPy peer
 `tables.py`          the tables of cases
 `machines.py`        the machine that is measured, NumPy or a GPU, and its properties
 `clock.py`           events, warm-up, empty caches, rounds in which every way has its turn
@@ -22,8 +23,9 @@ import sys
 from pathlib import Path
 
 from cupyconv.bench.machines import Machine, cuda_machine, numpy_machine
+from cupyconv.bench.recurrent import AnyCase
 from cupyconv.bench.session import Session, Watch
-from cupyconv.bench.tables import gpu_cases, numpy_cases
+from cupyconv.bench.tables import gpu_cases, numpy_cases, recurrent_cases
 from cupyconv.bench.torch_peers import find_torch
 from cupyconv.configuration import cupy_with_gpu
 
@@ -53,7 +55,8 @@ def run_bench(
         machine = cuda_machine(cupy)
     else:
         machine = numpy_machine()
-    cases = [case for case in (gpu_cases() if gpu else numpy_cases()) if only in case.name]
+    table: tuple[AnyCase, ...] = (*recurrent_cases(gpu=gpu), *(gpu_cases() if gpu else numpy_cases()))
+    cases = [case for case in table if only in case.name]
     if not cases:
         print(f"no case has {only!r} in its name", file=sys.stderr)
         return 2

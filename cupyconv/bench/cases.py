@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from math import prod
+from math import prod, sqrt
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from cupyconv.chain import ConvLayer, conv_chain
 from cupyconv.convolution import conv, linmerge
 from cupyconv.dtypes import ITEMSIZE, dtype_from_name, is_complex, real_part
+from cupyconv.planning.request import METHODS
 from cupyconv.settings import options
 
 #: Normals that all data repeat.  A prime, so that no row or plane of a case begins where another began.
@@ -43,8 +44,8 @@ def repeat_normals(dtype: str, first: int, elements: int) -> np.ndarray:
     return np.resize(normals(dtype)[first % PERIOD :], elements)
 
 
-#: What a chain's `fuse` is for each of its methods.
-FUSE = {"auto": "auto", "fused": True, "unfused": False}
+#: What a chain's `fuse` is for each of its methods but "auto".
+FUSE = {"fused": True, "unfused": False}
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,12 @@ class Case:
 
     def named(self, method: str) -> dict[str, Any]:
         """The keyword that asks for a method."""
-        return {"fuse": FUSE[method]} if self.then else {"method": method}
+        return {"fuse": FUSE.get(method, method)} if self.then else {"method": method}
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Those that there are for it."""
+        return tuple(FUSE) if self.then else METHODS
 
     @property
     def in_channels(self) -> int:
@@ -116,6 +122,11 @@ class Case:
     def terms(self) -> int:
         """Products in one result, of the first layer."""
         return self.in_channels // self.groups * prod(self.kernel)
+
+    @property
+    def magnitude(self) -> float:
+        """Root mean square of the results, of standard normal values: in a chain the product of the layers'."""
+        return sqrt(prod(layer.terms for layer in self.layers))
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.bench.cases import Case
 from cupyconv.bench.record import OURS
+from cupyconv.bench.recurrent import AnyCase, case_from_record
 from cupyconv.dtypes import dtype_from_name
 from cupyconv.explanation import explain
 from cupyconv.machine import nearest_gpu
@@ -60,12 +60,12 @@ def replayed(record: Mapping[str, Any]) -> list[Choice]:
     for row in record["cases"]:
         choice = _choice(row, "")
         if choice is not None:
-            chosen = chosen_now(Case.from_record(row["case"]), arch)
+            chosen = chosen_now(case_from_record(row["case"]), arch)
             choices.append(Choice(choice.case, chosen, choice.seconds))
     return choices
 
 
-def chosen_now(case: Case, arch: str) -> str:
+def chosen_now(case: AnyCase, arch: str) -> str:
     """The method that planning takes for a case; no array is filled."""
     function, arguments, keywords = case.call(*case.arrays(_unfilled))
     with options(allow_tf32=True) if case.tf32 else nullcontext():

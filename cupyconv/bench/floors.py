@@ -16,6 +16,7 @@ import numpy as np
 from cupyconv.bench.cases import Case
 from cupyconv.bench.clock import Call
 from cupyconv.bench.machines import Machine
+from cupyconv.bench.recurrent import AnyCase
 from cupyconv.bench.torch_peers import Torch
 from cupyconv.dtypes import ITEMSIZE
 
@@ -38,14 +39,14 @@ class Rates:
     products: dict[str, float] = field(default_factory=dict)
     by: dict[str, str] = field(default_factory=dict)
 
-    def floor(self, case: Case) -> Floor:
+    def floor(self, case: AnyCase) -> Floor:
         """The larger of the two times."""
         by_bytes = case.minimal_bytes / self.bandwidth
         by_flops = case.flops / self.products[precision(case)]
         return Floor(by_bytes, "memory") if by_bytes >= by_flops else Floor(by_flops, "arithmetic")
 
 
-def precision(case: Case) -> str:
+def precision(case: AnyCase) -> str:
     """The name of what a case's products are rounded to."""
     return "TF32" if case.tf32 else case.dtype
 
@@ -57,7 +58,7 @@ def copy_rate(machine: Machine) -> float:
     return 2 * machine.copy_bytes / _fastest(machine, call)
 
 
-def product_rate(machine: Machine, case: Case, torch: Torch | None) -> tuple[float, str, dict[str, Exception]]:
+def product_rate(machine: Machine, case: AnyCase, torch: Torch | None) -> tuple[float, str, dict[str, Exception]]:
     """Operations a second of the fastest product in the case's precision, who made it, and who failed."""
     rows = machine.gemm_rows(ITEMSIZE[case.dtype])
     square = Case("square", 1, (rows,), (rows,), rows, (1,), dtype=case.dtype, tf32=case.tf32)

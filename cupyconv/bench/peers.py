@@ -1,8 +1,10 @@
 """What the library is measured against: a way a user has without it, each ready to be timed.
 
 ======================  ==================================================================================
-``numpy``               concatenate, pad, one view of all windows, one copy of it, matmul: on NumPy
-``cupy``                ``cupy.concatenate`` and ``cupy.matmul``: on a GPU, where that is the whole job
+``numpy``               concatenate, pad, one view of all windows, one copy of it, matmul: on NumPy; of a
+                        recurrent layer one product of all inputs, and a loop over the steps
+``cupy``                ``cupy.concatenate`` and ``cupy.matmul``: on a GPU, where that is the whole job; the
+                        same loop
 ``loop over samples``   the library's own call, once for each sample
 ``torch`` …             `torch_peers.py`
 ======================  ==================================================================================
@@ -20,6 +22,7 @@ from typing import Any
 from numpy.lib.stride_tricks import sliding_window_view
 
 from cupyconv.bench.cases import Case
+from cupyconv.bench.recurrent import AnyCase, RecurrentCase, loop_in_python
 
 Call = Callable[[], Any]
 
@@ -44,8 +47,10 @@ class Way:
     transforms: bool = False
 
 
-def array_peers(xp: ModuleType, on_gpu: bool, case: Case, xs: list[Any], weight: Any) -> list[Way]:
+def array_peers(xp: ModuleType, on_gpu: bool, case: AnyCase, xs: list[Any], weight: Any) -> list[Way]:
     """The ways of the machine's own array library."""
+    if isinstance(case, RecurrentCase):
+        return [Way("cupy" if on_gpu else "numpy", lambda: partial(loop_in_python, xp, case, xs[0], weight))]
     ways = []
     if not on_gpu:
         ways.append(Way("numpy", lambda: partial(concatenate_im2col_matmul, xp, case, xs, weight)))

@@ -9,8 +9,9 @@ the results, stays below
     + 2 u_TF32                   two factors rounded to 11 bits, where that is allowed
 
 and no one error is above sixteen times that.  A transform (Winograd, FFT: what a peer may choose) is given
-eight times the second term.  So a float32 result from TF32 products, a missing tap and a NaN all fail.  In a chain
-the root mean square is the product of the layers'.
+eight times the second term.  In a chain the root mean square is the product of the layers'.  Of a recurrent layer the
+results are below 1, and errors are seen beside that; a peer may round its states to the result's dtype at every step,
+and is given four times the first term.  So a float32 result from TF32 products, a missing tap and a NaN all fail.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from cupyconv.bench.cases import Case
+from cupyconv.bench.recurrent import AnyCase, RecurrentCase, recurrent_in_float64
 from cupyconv.dtypes import accumulator, dtype_name, is_complex, real_part
 
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
@@ -37,8 +39,10 @@ class WrongResult(Exception):
     """A result that is not what float64 says."""
 
 
-def in_float64(xp: ModuleType, case: Case, xs: list[Any], weight: Any) -> Any:
+def in_float64(xp: ModuleType, case: AnyCase, xs: list[Any], weight: Any) -> Any:
     """The result summed tap by tap, without columns, and without code in common with what is measured."""
+    if isinstance(case, RecurrentCase):
+        return recurrent_in_float64(xp, case, _widened(xp, xs[0]), [_widened(xp, factor) for factor in weight])
     for layer, factors in zip(case.layers, case.weights(weight)):
         xs = [_tap_by_tap(xp, layer, xs, factors)]
     return xs[0]
@@ -66,20 +70,18 @@ def _tap_by_tap(xp: ModuleType, case: Case, xs: list[Any], weight: Any) -> Any:
     return y.reshape(case.batch, case.out_channels, *case.out_size)
 
 
-def error(xp: ModuleType, case: Case, result: Any, expected: Any, *, transform: bool = False) -> float:
+def error(xp: ModuleType, case: AnyCase, result: Any, expected: Any, *, transform: bool = False) -> float:
     """The root mean square of the errors beside that of the results; WrongResult where it is too much."""
-    terms = prod(layer.terms for layer in case.layers)
-    return error_of_sums(xp, case.dtype, terms, result, expected, allowed_error(case, transform=transform))
+    return error_beside(xp, case.dtype, case.magnitude, result, expected, allowed_error(case, transform=transform))
 
 
-def error_of_sums(xp: ModuleType, dtype: str, terms: float, result: Any, expected: Any, allowed: float) -> float:
-    """The same of any sums of that many products of standard normal values."""
+def error_beside(xp: ModuleType, dtype: str, magnitude: float, result: Any, expected: Any, allowed: float) -> float:
+    """The same of any results of that root mean square."""
     if dtype_name(result.dtype) != dtype or tuple(result.shape) != tuple(expected.shape):
         raise WrongResult(f"{dtype_name(result.dtype)} {tuple(result.shape)}, needed {dtype} {tuple(expected.shape)}")
     difference = xp.abs(_widened(xp, result) - expected)
-    scale = sqrt(terms)
-    rms = sqrt(float((difference * difference).mean())) / scale
-    largest = float(difference.max()) / scale
+    rms = sqrt(float((difference * difference).mean())) / magnitude
+    largest = float(difference.max()) / magnitude
     if not (rms <= allowed and largest <= LARGEST * allowed):  # a NaN is wrong too
         raise WrongResult(
             f"error {rms:.2g} (largest {largest:.2g}), allowed {allowed:.2g} (largest {LARGEST * allowed:.2g})"
@@ -87,18 +89,21 @@ def error_of_sums(xp: ModuleType, dtype: str, terms: float, result: Any, expecte
     return rms
 
 
-def allowed_error(case: Case, *, transform: bool = False) -> float:
+def allowed_error(case: AnyCase, *, transform: bool = False) -> float:
     """The bound derived above, of all layers together: a layer passes a relative error on as it is."""
-    if case.then:
+    if isinstance(case, Case) and case.then:
         return sum(allowed_error(layer, transform=transform) for layer in case.layers)
-    return allowed_error_of_sums(case.dtype, case.terms, tf32=case.tf32, transform=transform)
+    states = transform and isinstance(case, RecurrentCase)
+    return allowed_error_of_sums(case.dtype, case.terms, tf32=case.tf32, transform=transform, states=states)
 
 
-def allowed_error_of_sums(dtype: str, terms: float, *, tf32: bool = False, transform: bool = False) -> float:
-    """The same for any sums of that many products."""
+def allowed_error_of_sums(
+    dtype: str, terms: float, *, tf32: bool = False, transform: bool = False, states: bool = False
+) -> float:
+    """The same for any sums of that many products; `states` are rounded to the dtype at every step."""
     kept = UNIT_ROUNDOFF[real_part(accumulator(dtype))]
     sums = 4 * kept * sqrt(terms + 4) * (TRANSFORM if transform else 1)
-    return UNIT_ROUNDOFF[real_part(dtype)] + sums + (2 * TF32_ROUNDOFF if tf32 else 0)
+    return (4 if states else 1) * UNIT_ROUNDOFF[real_part(dtype)] + sums + (2 * TF32_ROUNDOFF if tf32 else 0)
 
 
 def _widened(xp: ModuleType, array: Any) -> Any:

@@ -14,18 +14,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cupyconv.bench.cases import FUSE, Case
 from cupyconv.bench.clock import Call, measure, ratio
 from cupyconv.bench.floors import Rates, copy_rate, precision, product_rate
 from cupyconv.bench.machines import Machine, environment
 from cupyconv.bench.peers import Way, array_peers
 from cupyconv.bench.record import OURS, add_error, is_done, new_record, read_record, resume, write_record
+from cupyconv.bench.recurrent import AnyCase
 from cupyconv.bench.reference import error, in_float64
 from cupyconv.bench.report import COLUMNS, block, heading, summary
 from cupyconv.bench.torch_peers import Torch
 from cupyconv.explanation import explain
 from cupyconv.plan import KernelLaunch, Plan
-from cupyconv.planning.request import METHODS
 from cupyconv.settings import options
 
 #: The most of a case's share of the budget, and its fewest seconds of timing.
@@ -62,7 +61,7 @@ class Session:
     def __init__(
         self,
         machine: Machine,
-        cases: Sequence[Case],
+        cases: Sequence[AnyCase],
         *,
         seconds: float,
         methods: tuple[str, ...] | None = None,
@@ -73,7 +72,7 @@ class Session:
         self._begin, self._used_before = time.perf_counter(), 0.0
         self.machine, self.cases, self.path, self.watch = machine, cases, path, watch
         self.seconds = seconds
-        self.methods = METHODS if methods is None else methods
+        self.methods = methods
         self.record = new_record({**environment(machine), "arch": machine.arch, "torch": "not measured"}, seconds)
         self.torch = self._usable(torch)
         self.rates: Rates | None = None
@@ -118,7 +117,7 @@ class Session:
         print(f"\n{'=' * 100}\n{summary(self.record)}", flush=True)
         return 1 if self.record["errors"] else 0
 
-    def _one(self, case: Case, share: float) -> None:
+    def _one(self, case: AnyCase, share: float) -> None:
         if self.watch:
             self.watch.rearm()
         self._save(running=case.name)
@@ -133,7 +132,7 @@ class Session:
         finally:
             self._save(running=None)
 
-    def _measure(self, case: Case, share: float, begin: float) -> dict[str, Any]:
+    def _measure(self, case: AnyCase, share: float, begin: float) -> dict[str, Any]:
         machine, torch = self.machine, self.torch
         set_flags: AbstractContextManager[dict[str, bool]] = torch.flags(case) if torch else nullcontext({})
         with set_flags as flags:
@@ -168,21 +167,23 @@ class Session:
             }  # fmt: skip
         return row
 
-    def _plans(self, case: Case, xs: list[Any], weight: Any) -> tuple[dict[str, Plan], dict[str, str]]:
+    def _plans(self, case: AnyCase, xs: list[Any], weight: Any) -> tuple[dict[str, Plan], dict[str, str]]:
         """The plan of ``auto`` and of each named method that applies; why the others do not."""
         function, arguments, keywords = case.call(xs, weight)
         plans: dict[str, Plan] = {}
         rejected: dict[str, str] = {}
         with options(allow_tf32=True) if case.tf32 else nullcontext():
             plans["auto"] = explain(function, *arguments, **keywords)
-            for method in [name for name in FUSE if name != "auto"] if case.then else self.methods:
+            for method in case.methods:
+                if self.methods is not None and method not in self.methods:
+                    continue
                 try:
                     plans[method] = explain(function, *arguments, **keywords, **case.named(method))
                 except ValueError as refusal:
                     rejected[method] = str(refusal)
         return plans, rejected
 
-    def _ways(self, case: Case, xs: list[Any], weight: Any, plans: dict[str, Plan]) -> list[Way]:
+    def _ways(self, case: AnyCase, xs: list[Any], weight: Any, plans: dict[str, Plan]) -> list[Way]:
         """The library's choice, its other methods, and the peers."""
         ways = [Way(OURS, lambda: partial(case.ours, xs, weight))]
         for method in plans:
@@ -195,7 +196,7 @@ class Session:
             ways += self.torch.ways(case, xs, weight, compiled=compiled)
         return ways
 
-    def _checked(self, case: Case, ways: list[Way], expected: Any) -> tuple[dict[str, Call], dict[str, float]]:
+    def _checked(self, case: AnyCase, ways: list[Way], expected: Any) -> tuple[dict[str, Call], dict[str, float]]:
         """The calls whose results are right, and their errors; the others are reported and not timed."""
         calls: dict[str, Call] = {}
         errors_of: dict[str, float] = {}
@@ -209,7 +210,7 @@ class Session:
                 self._fail(case, way.name, failure)
         return calls, errors_of
 
-    def _beyond_result(self, way: Way, calls: dict[str, Call], case: Case) -> int | None:
+    def _beyond_result(self, way: Way, calls: dict[str, Call], case: AnyCase) -> int | None:
         """Most bytes that a call had allocated at a time, beyond its result; None where nobody counts."""
         if not way.counts_memory:
             return None
@@ -219,7 +220,7 @@ class Session:
             self._fail(case, f"{way.name}, counting memory", failure)
             return None
 
-    def _floors(self, case: Case) -> None:
+    def _floors(self, case: AnyCase) -> None:
         """Measure the rates that this case's floor needs, once."""
         if self.rates is None:
             self.rates = Rates(copy_rate(self.machine))
@@ -244,7 +245,7 @@ class Session:
             return False
         return True
 
-    def _go_on_elsewhere(self, rest: Sequence[Case]) -> None:
+    def _go_on_elsewhere(self, rest: Sequence[AnyCase]) -> None:
         self.record["skipped"] = [case.name for case in rest]
         self._save(running=None)
         if self.watch and self.path and rest:
@@ -266,7 +267,7 @@ class Session:
         if floors := self.record["floors"]:
             self.rates = Rates(**floors)
 
-    def _fail(self, case: Case, way: str, failure: Exception) -> None:
+    def _fail(self, case: AnyCase, way: str, failure: Exception) -> None:
         print(f"    FAILED  {add_error(self.record, case.name, way, failure)}", flush=True)
 
     def _save(self, running: str | None) -> None:

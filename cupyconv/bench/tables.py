@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from cupyconv.bench.cases import Case
+from cupyconv.bench.recurrent import RecurrentCase
 
 #: dtype and whether its products may be TF32.
 PRECISIONS = (("float32", False), ("float32", True), ("float16", False), ("bfloat16", False))
@@ -194,3 +195,20 @@ def gpu_cases() -> tuple[Case, ...]:
         *_by_precision(_resnet(8)),
     )  # fmt: skip
     return tuple(_labelled(case) for case in cases)
+
+
+def recurrent_cases(*, gpu: bool) -> tuple[RecurrentCase, ...]:
+    """Recurrent layers: NumPy's, or a GPU's in each precision."""
+    sizes = ((50, 64, 128, 256), *(((100, 64, 512, 512), (200, 8, 256, 256), (100, 256, 1024, 1024)) if gpu else ()))
+    plain = [
+        RecurrentCase(f"{cell.upper()} {inputs} -> {hidden}, T {steps}, N {batch}", cell, steps, batch, inputs, hidden)
+        for steps, batch, inputs, hidden in sizes
+        for cell in ("lstm", "gru")
+    ]
+    if not gpu:
+        return tuple(plain)
+    return tuple(
+        replace(case, name=f"{case.name}, {'TF32' if tf32 else dtype}", dtype=dtype, tf32=tf32)
+        for dtype, tf32 in PRECISIONS[:3]
+        for case in plain
+    )

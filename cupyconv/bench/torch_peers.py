@@ -20,6 +20,7 @@ import numpy as np
 
 from cupyconv.bench.cases import Case
 from cupyconv.bench.peers import Call, Way
+from cupyconv.bench.recurrent import AnyCase, RecurrentCase, layer_of_torch
 from cupyconv.dtypes import dtype_from_name, dtype_name
 
 #: Spatial axes -> the name of torch's channels-last format.
@@ -48,7 +49,7 @@ class Torch:
         return {"torch": self._torch.__version__, "cudnn": cudnn, "cuda_of_torch": self._torch.version.cuda}
 
     @contextmanager
-    def flags(self, case: Case) -> Iterator[dict[str, bool]]:
+    def flags(self, case: AnyCase) -> Iterator[dict[str, bool]]:
         """The precision flags of a case, set and stated; what they were is put back."""
         cudnn, matmul = self._torch.backends.cudnn, self._torch.backends.cuda.matmul
         wanted = {
@@ -73,9 +74,12 @@ class Torch:
         if stream is not None and (own := self._torch.cuda.current_stream().cuda_stream) != stream:
             raise RuntimeError(f"torch's current stream is {own:#x}, the one that is timed is {stream:#x}")
 
-    def ways(self, case: Case, xs: list[Any], weight: Any, *, compiled: bool) -> list[Way]:
+    def ways(self, case: AnyCase, xs: list[Any], weight: Any, *, compiled: bool) -> list[Way]:
         """Both memory formats, where there are two; torch.compile where the case asks and `compiled` lets it."""
         torch = self._torch
+        if isinstance(case, RecurrentCase):
+            layer = partial(self._recurrent_layer, case, xs[0], weight)
+            return [Way("torch", layer, as_array=self.array, counts_memory=False, transforms=True)]
         kinds: list[tuple[str, Any]] = [("torch", torch.contiguous_format)]
         if len(case.size) in _CHANNELS_LAST:
             kinds.append(("torch channels-last", getattr(torch, _CHANNELS_LAST[len(case.size)])))
@@ -125,6 +129,9 @@ class Torch:
             return [self.tensor(array).contiguous(memory_format=memory_format) for array in arrays]
 
         return tensors(xs), tensors(case.weights(weight))
+
+    def _recurrent_layer(self, case: RecurrentCase, x: Any, weights: list[Any]) -> Call:
+        return layer_of_torch(self._torch, case, self.tensor(x), [self.tensor(weight) for weight in weights])
 
     def _convolve(self, case: Case, inputs: list[Any], kernels: list[Any]) -> Any:
         for layer, kernel in zip(case.layers, kernels):

@@ -26,7 +26,7 @@ from cupyconv.operands import Operand
 from cupyconv.plan import Address, Buffer, Conversion, GemmCall, Kernel, KernelLaunch, LaunchLoop, Plan, Step
 from cupyconv.planning.cuda import choose, draft_conv
 from cupyconv.planning.draft import Draft, in_turn, products_seconds
-from cupyconv.planning.implicit_gemm import FIRST_MMA
+from cupyconv.planning.implicit_gemm import FIRST_MMA, arithmetics
 from cupyconv.planning.launches import GRID_Y, PACKET_BYTES, epilogue_launch
 from cupyconv.planning.request import (
     RECURRENT_METHODS,
@@ -181,16 +181,23 @@ class _Layer:
         tile, grid, words = self._step_tile() if method == "step" else self._persistent_tile()
         workspace = self._state_buffers(rows_that_wait=prod(grid[1:]) if method == "persistent" else 0)
         chunks, projections = self._projections(sum(_rounded_up(buffer.nbytes) for buffer in workspace))
-        steps: list[Step] = [] if method == "step" else [_zeros(workspace[-1])]
+        steps: list[Step] = []
         for chunk, projection in zip(chunks, projections):
             steps += projection.steps
             launches = self._launches(method, tile, grid, chunk, chunks[0].count)
-            steps += [LaunchLoop(launches, max(chunk.count, 1), "step", chunk.first)] if method == "step" else launches
+            if method == "step":
+                steps.append(LaunchLoop(launches, max(chunk.count, 1), "step", chunk.first))
+            else:
+                steps += [_zeros(workspace[-1]), *launches]
         shared = max((buffer.nbytes for draft in projections for buffer in draft.workspace), default=0)
         workspace += self._gates_buffer(chunks[0].count) + [Buffer("workspace", shared)] * bool(shared)
         words += f", in {len(chunks)} chunks of {chunks[0].count} steps" * (len(chunks) > 1)
         words += "".join(f"; projected by {draft.method}, {draft.reason}" for draft in projections[:1])
-        notes = dict.fromkeys(note for draft in projections for note in draft.notes)
+        notes = list(dict.fromkeys(note for draft in projections for note in draft.notes))
+        if not self._instructions():
+            notes.append(
+                f"cuBLAS projects, which no graph captures: {self.gpu.arch} has no matrix instructions for {self.dtype}"
+            )
         return Draft(method, tuple(steps), tuple(workspace), words, (*notes, *self._notes()))
 
     # Which blocks.
@@ -296,19 +303,27 @@ class _Layer:
         drafts = []
         for d in range(self.geometry.directions):
             conv = self._projection_request(d, chunk, stride, limit)
-            methods = ("implicit_gemm", "gemm") if self.request.method == "auto" else ("implicit_gemm",)
-            candidates, reasons = [], []
-            for method in methods:
+            candidates, refusals = [], []
+            for method in self._projecting_methods():
                 try:
                     candidates.append(draft_conv(method, conv))
                 except NotApplicable as refusal:
-                    reasons.append(str(refusal))
+                    refusals.append(refusal)
             if not candidates:
-                gemm = draft_conv("gemm", conv)
-                candidates = [replace(gemm, notes=(f"cuBLAS projects, which no graph captures: {reasons[0]}",))]
+                raise refusals[-1]
             drafts.append(min(candidates, key=lambda draft: draft.cost(self.gpu).seconds))
         named = [replace(draft, steps=tuple(map(_as_projection, draft.steps))) for draft in drafts]
         return in_turn(drafts[0].method, named, drafts[0].reason)
+
+    def _projecting_methods(self) -> tuple[str, ...]:
+        """Of a convolution, as which the inputs are projected."""
+        if not self._instructions():
+            return ("gemm",)
+        return ("implicit_gemm", "gemm") if self.request.method == "auto" else ("implicit_gemm",)
+
+    def _instructions(self) -> bool:
+        """Whether this GPU has any for a kernel of our own that projects."""
+        return bool(arithmetics(self.dtype, self.gpu, self.request.allow_tf32))
 
     def _projection_request(self, d: int, chunk: _Chunk, stride: int, limit: int) -> ConvRequest:
         """A convolution of one tap: pixels are (time, sample), channels the inputs, outputs the gates."""

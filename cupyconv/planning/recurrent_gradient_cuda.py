@@ -50,17 +50,23 @@ def plan_recurrent_gradient(request: RecurrentGradientRequest) -> Plan:
 
 
 def _converted(request: RecurrentGradientRequest) -> tuple[RecurrentGradientRequest, tuple[Conversion, ...]]:
-    """Arguments in the dtype computed with, all but x, grad_y and lengths in C order; and what is copied for that."""
+    """Arguments as the kernels and products take them, and what is copied for that.
+
+    Large ones are not, but for an x of another precision than the result: the kernels widen 16-bit numbers.
+    """
     conversions: list[Conversion] = []
+    stored = request.operands["y"].dtype
 
     def convert(operand: Operand) -> Operand:
         if operand.name == "lengths":
             return operand
+        wide = operand.name in ("weight_ih", "gates", "cells", "candidate", "grad_h", "grad_c")
+        dtype = request.dtype if wide else stored
         in_order = operand.name in ("x", "grad_y") or operand.strides == c_strides(operand.shape)
-        if operand.dtype == request.dtype and in_order:
+        if operand.dtype == dtype and in_order:
             return operand
-        fresh = operand.in_c_order(request.dtype)
-        conversions.append(Conversion(operand.name, operand.dtype, request.dtype, fresh.nbytes))
+        fresh = operand.in_c_order(dtype)
+        conversions.append(Conversion(operand.name, operand.dtype, dtype, fresh.nbytes))
         return fresh
 
     return replace(request, arguments=tuple(map(convert, request.arguments))), tuple(conversions)
@@ -88,7 +94,7 @@ class _Gradient:
         self.sums = self.operands["sums"]
         self.tiles = -(-geometry.batch // TILE)
         x = self.operands["x"]
-        plain = x.strides == c_strides(x.shape)
+        plain = x.strides == c_strides(x.shape) and x.dtype == request.dtype
         self.gathers = not plain or "lengths" in self.operands
 
     def draft(self) -> Draft:
@@ -185,7 +191,7 @@ class _Gradient:
         tiles = self.tiles * -(-geometry.hidden // TILE)
         assert tiles <= GRID_X, "states of that many tiles fit no memory"
         state = len(run.directions) * geometry.batch * geometry.hidden
-        kernel = Kernel("recurrent_gradient", (("DTYPE", self.request.dtype), ("CELL", CELLS[geometry.cell])))
+        kernel = Kernel("recurrent_gradient", (("DTYPE", self.operands["y"].dtype), ("CELL", CELLS[geometry.cell])))
         products = (2, 1) if self.resets else (geometry.gates,)
         purposes = ("state, gates but r", "r and the state before") if self.resets else ("product, state, gates",)
         return LaunchLoop(
@@ -251,7 +257,7 @@ class _Gradient:
         geometry, x, lengths = self.geometry, self.operands["x"], self.operands.get("lengths")
         elements = run.count * geometry.batch * geometry.inputs
         return KernelLaunch(
-            Kernel("recurrent_inputs", (("DTYPE", f"bits{8 * self.item}"),)),
+            Kernel("recurrent_inputs", (("DTYPE", x.dtype),)),
             (min(-(-elements // THREADS), GRID_X), 1, 1),
             THREADS,
             (
@@ -267,7 +273,7 @@ class _Gradient:
                 ("wide_lengths", int(lengths is not None and lengths.dtype == "int64")),
             ),
             purpose="inputs as a matrix",
-            bytes_moved=2 * elements * self.item,
+            bytes_moved=elements * (x.itemsize + self.item),
         )
 
     def _products(self, run: _Run, place: int, d: int) -> list[Step]:

@@ -207,11 +207,9 @@ def _implicit_gemm_variants() -> list[Kernel]:
 
 
 def _recurrent_gradient_variants() -> list[Kernel]:
-    """16-bit types are computed in float32."""
-    dtypes = sorted({accumulator(dtype) for dtype in REAL_DTYPES})
     return [
-        *(_kernel("recurrent_gradient", DTYPE=dtype, CELL=cell) for dtype in dtypes for cell in CELLS.values()),
-        *(_kernel("recurrent_inputs", DTYPE=f"bits{8 * ITEMSIZE[dtype]}") for dtype in dtypes),
+        *(_kernel("recurrent_gradient", DTYPE=dtype, CELL=cell) for dtype in REAL_DTYPES for cell in CELLS.values()),
+        *(_kernel("recurrent_inputs", DTYPE=dtype) for dtype in REAL_DTYPES),
     ]
 
 

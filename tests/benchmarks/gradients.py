@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import product
-from math import exp, fsum, log, prod
+from math import exp, fsum, log, prod, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from cupyconv.bench.cases import APART, Case, repeat_normals
 from cupyconv.bench.clock import HostClock, measure, ratio
 from cupyconv.bench.machines import environment, numpy_machine
 from cupyconv.bench.record import write_record
-from cupyconv.bench.reference import allowed_error_of_sums, error_of_sums, in_float64
+from cupyconv.bench.reference import allowed_error_of_sums, error_beside, in_float64
 from cupyconv.bench.tables import LAYERS
 from cupyconv.bench.torch_peers import Torch, find_torch
 
@@ -138,7 +138,7 @@ def check(case: Case, calls: Mapping[str, Results], arrays: tuple[Any, Any, Any]
         terms = products / wanted.size
         result = np.concatenate([np.asarray(part) for part in call()], axis=1 if "weight" not in name else 0)
         allowed = allowed_error_of_sums(case.dtype, terms, transform=name.startswith("torch"))
-        errors[name] = error_of_sums(np, case.dtype, terms, result, wanted, allowed)
+        errors[name] = error_beside(np, case.dtype, sqrt(terms), result, wanted, allowed)
     return errors
 
 

@@ -1,0 +1,386 @@
+"""Recurrent layers on CUDA by either method: values, tiles, chunks, waiting blocks, graphs, and what plans say.
+
+What holds on every target is in test_recurrent.py, where the method is "auto".
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from recurrent_cases import FUNCTIONS, RecurrentCase, recurrent_cases
+from test_kernels_compile import compile_for_host
+
+import cupyconv
+from cupyconv.backends.cuda import execution
+from cupyconv.dispatch import backend_for
+from cupyconv.dtypes import ITEMSIZE
+from cupyconv.machine import known_gpu
+from cupyconv.plan import GemmCall, Kernel, KernelLaunch, LaunchLoop, Plan
+from cupyconv.planning import plan_recurrent, recurrent_cuda
+from cupyconv.planning.draft import RECURRENT_TILES
+from cupyconv.planning.recurrent_cuda import Tile, recurrent_tiles
+from cupyconv.repetition import forget_calls
+
+pytestmark = pytest.mark.host_device
+
+CELLS = ("rnn", "lstm", "gru")
+METHODS = ("step", "persistent")
+
+
+def full_case(cell: str, **changed: Any) -> RecurrentCase:
+    """Everything a cell can have at once; sizes of no whole tile."""
+    optional = ("bias_ih", "bias_hh", "h0", *(("c0", "peephole") if cell == "lstm" else ()))
+    case = RecurrentCase(
+        cell=cell, steps=4, batch=19, inputs=5, hidden=21, direction="bidirectional", dtype="float32", optional=optional,
+        lengths=tuple(n % 5 for n in range(19)), clip=1.5,
+    )  # fmt: skip
+    return replace(case, **changed)
+
+
+def assert_right(target, case: RecurrentCase, method: str) -> list[np.ndarray]:
+    """The call's results, once they are known to be right."""
+    arrays = case.arrays()
+    actual = case.call(case.views(arrays, target.to_device), method=method)
+    expected = case.expected(arrays)
+    results = []
+    for one, wanted in zip(actual, expected):
+        if one is not None:
+            results.append(target.to_host(one))
+            case.assert_close(results[-1], wanted, expected.largest)
+    return results
+
+
+@pytest.fixture
+def choosing(monkeypatch):
+    """A function after which plans have one tile to choose; all is forgotten before and after."""
+
+    def forget() -> None:
+        plan_recurrent.cache_clear()
+        forget_calls()
+
+    def choose(samples: int) -> None:
+        def one(dtype, resident, gpu):
+            tiles = recurrent_tiles(dtype, resident, gpu)
+            return tuple(tile for tile in tiles if resident or tile.samples == samples)
+
+        monkeypatch.setattr(recurrent_cuda, "recurrent_tiles", one)
+        forget()
+
+    yield choose
+    monkeypatch.undo()
+    forget()
+
+
+# --- values -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_attribute(cuda_target, method):
+    @settings(max_examples=150)
+    @given(case=recurrent_cases(dtypes=("float32",)))
+    def check(case):
+        arrays = case.arrays()
+        out = case.new_out(cuda_target.to_device)
+        y, h, c = case.call(case.views(arrays, cuda_target.to_device), out=out, method=method)
+        expected = case.expected(arrays)
+        for actual, wanted in ((y, expected.y), (h, expected.h), (c, expected.c)):
+            if actual is not None:
+                case.assert_close(actual, wanted, expected.largest)
+
+    check()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_persistent_in_other_dtypes(cuda_target, dtype):
+    """Step by step they are in test_recurrent.py."""
+    for hidden in (21, 48):
+        assert_right(cuda_target, full_case("lstm", dtype=dtype, hidden=hidden), "persistent")
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+@pytest.mark.parametrize("method", METHODS)
+def test_states_of_many_blocks(cuda_target, cell, method):
+    """Several blocks along samples and units, and more than one K-block of the state, the last of them in part."""
+    assert_right(cuda_target, full_case(cell, batch=35, hidden=138, steps=3, lengths=None, optional=("h0",)), method)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_large_tiles(cuda_target, choosing, dtype):
+    choosing(8)
+    case = full_case("lstm", batch=37, hidden=44, dtype=dtype, lengths=tuple(n % 5 for n in range(37)))
+    plan = cupyconv.explain(
+        cupyconv.lstm, **case.arrays(), lengths=case.lengths, **case.settings, method="step", on="sm_90"
+    )
+    (loop,) = (step for step in plan.steps if isinstance(step, LaunchLoop))
+    assert loop.launches[0].grid == (2, 2, 2)
+    assert_right(cuda_target, case, "step")
+
+
+def test_16_bit_states_are_not_rounded_between_steps(cuda_target):
+    """A state that grows by 2^-9 a step: rounded to eight bits, it would stay at 1; its tensor core halves keep it."""
+    one = np.ones((8, 8), ml_dtypes.bfloat16)
+    x = np.zeros((40, 2, 8), ml_dtypes.bfloat16)
+    bias = np.full(8, 2**-9, ml_dtypes.bfloat16)
+    identity = np.eye(8).astype(ml_dtypes.bfloat16)
+    arrays = [cuda_target.to_device(array) for array in (x, one, identity, bias)]
+    h0 = cuda_target.to_device(np.ones((1, 2, 8), ml_dtypes.bfloat16))
+    for method in METHODS:
+        _, h = cupyconv.rnn(*arrays, h0=h0, activation=None, method=method)
+        assert (cuda_target.to_host(h).astype(np.float64) == np.array(1 + 40 / 512).astype(ml_dtypes.bfloat16)).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_state_that_overflows_its_16_bits_is_infinite_not_nan(cuda_target, method):
+    """float16's largest doubled goes through a weight of 1: the naive float32 state is beyond float16's range."""
+    arrays = [np.full((3, 1, 1), 60000), np.ones((1, 1)), np.ones((1, 1))]
+    y, _ = cupyconv.rnn(
+        *(cuda_target.to_device(a.astype(np.float16)) for a in arrays), activation="relu", method=method
+    )
+    np.testing.assert_array_equal(cuda_target.to_host(y)[:, 0, 0], np.array([60000, np.inf, np.inf], np.float16))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_lengths_on_the_device_are_clamped(cuda_target, method, dtype):
+    case = full_case("gru", batch=5, lengths=(4, 0, 4, 2, 0))
+    views = case.views(case.arrays(), cuda_target.to_device)
+    far = 2**31 - 1 if dtype == np.int32 else 2**62
+    given = cuda_target.to_device(np.array([4, 0, far, 2, -far], dtype))
+    clamped, expected = (
+        cupyconv.gru(**views, lengths=lengths, **case.settings, method=method) for lengths in (given, case.lengths)
+    )
+    for one, wanted in zip(clamped, expected):
+        np.testing.assert_array_equal(cuda_target.to_host(one), cuda_target.to_host(wanted))
+
+
+def test_one_step_needs_no_projection_and_no_workspace(cuda_target):
+    """Of cells with one product."""
+    rng = np.random.default_rng(0)
+    for name, gates in (("rnn_step", 1), ("lstm_step", 4), ("gru_step", 3)):
+        shapes = [(2, 5), *((2, 7),) * (1 + (gates == 4)), (7 * gates, 5), (7 * gates, 7)]
+        arrays = [cuda_target.to_device(rng.standard_normal(shape).astype(np.float32)) for shape in shapes]
+        plan = cupyconv.explain(getattr(cupyconv, name), *arrays)
+        assert [step.kernel.name for step in plan.steps] == ["recurrent_step"] and plan.workspace_bytes == 0
+
+
+# --- blocks that wait -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_the_order_of_blocks_is_free(cuda_target, cell):
+    """The same bits in whatever order blocks and threads run; the gru has two barriers a step."""
+    case = full_case(cell, linear_before_reset=False)
+    device = cuda_target.device
+    try:
+        bits = set()
+        for device.order in ("ascending", "descending", "random"):
+            bits.add(tuple(array.tobytes() for array in assert_right(cuda_target, case, "persistent")))
+    finally:
+        device.order = "random"
+    assert len(bits) == 1
+
+
+def test_blocks_take_many_tiles_of_samples(cuda_target, monkeypatch):
+    """On a GPU of eight multiprocessors; each of the blocks goes through five tiles of samples a step."""
+    case = full_case("lstm", batch=70, lengths=tuple(n % 5 for n in range(70)))
+    backend = backend_for({"x": cuda_target.to_device(np.zeros(1))})
+    monkeypatch.setattr(backend, "model", replace(known_gpu("sm_90"), multiprocessors=8))
+    forget_calls()
+    try:
+        views = case.views(case.arrays(), cuda_target.to_device)
+        plan = cupyconv.explain(cupyconv.lstm, **views, lengths=case.lengths, **case.settings, method="persistent")
+        assert plan.steps[-1].grid == (3, 1, 2) and "5 times a step" in plan.reason
+        assert_right(cuda_target, case, "persistent")
+    finally:
+        monkeypatch.undo()
+        forget_calls()
+
+
+# --- memory and graphs ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("cell", CELLS)
+def test_chunks_of_steps(cuda_target, method, cell):
+    device = cuda_target.device
+    case = full_case(cell, steps=11, batch=6, lengths=(11, 0, 5, 10, 3, 6), linear_before_reset=False)
+    views = case.views(case.arrays(), cuda_target.to_device)
+    counts = []
+    limit = None
+    for _ in range(2):
+        with cupyconv.options(workspace_limit=limit):
+            plan = cupyconv.explain(FUNCTIONS[cell], **views, lengths=case.lengths, **case.settings, method=method)
+            assert limit is None or plan.workspace_bytes <= limit
+            before = device.peak_bytes = device.allocated_bytes
+            results = case.call(views, method=method)
+            taken = device.peak_bytes - before
+        assert taken <= plan.workspace_bytes + sum(one.nbytes for one in results if one is not None) + 256  # lengths
+        expected = case.expected(case.arrays())
+        for one, wanted in zip(results, expected):
+            if one is not None:
+                case.assert_close(one, wanted, expected.largest)
+        assert not any(isinstance(step, GemmCall) for step in plan.steps)
+        counts.append(str([step.shape_of_work for step in plan.steps]).count(f"recurrent_{method}"))
+        sizes = {buffer.name: buffer.nbytes for buffer in plan.workspace}
+        limit = plan.workspace_bytes - sizes["gates"] // 2
+    assert counts[0] < counts[1]
+
+
+def test_a_limit_below_one_step_is_refused(cuda_target):
+    case = full_case("lstm")
+    with (
+        cupyconv.options(workspace_limit=10_000),
+        pytest.raises(ValueError, match=r"a step does not fit into 10,000 bytes"),
+    ):
+        case.call(case.views(case.arrays(), cuda_target.to_device), method="step")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_named_method_can_be_captured(cuda_target, method, cell):
+    device, case = cuda_target.device, full_case(cell, lengths=None)
+    views = case.views(case.arrays(), cuda_target.to_device)
+    outs = [
+        cuda_target.to_device(np.zeros_like(one.get())) for one in case.call(views, method=method) if one is not None
+    ]
+    device.capturing, device.fail_allocations_over = True, 0
+    try:
+        case.call(views, method=method, out=outs if len(outs) == 2 else (outs[0], tuple(outs[1:])))
+    finally:
+        device.capturing, device.fail_allocations_over = False, None
+    expected = case.expected(case.arrays())
+    for one, wanted in zip(outs, expected):
+        case.assert_close(one, wanted, expected.largest)
+
+
+# --- plans ------------------------------------------------------------------------------------------------------
+
+
+def plan_of(cell: str, *, on: str = "sm_90", dtype: Any = np.float32, sizes: tuple[int, ...], **settings: Any) -> Plan:
+    """Of T, N, I, H: no GPU and no array of that size is needed."""
+    steps, batch, inputs, hidden = sizes
+    lead = (2,) if settings.get("direction") == "bidirectional" else ()
+    rows = {"rnn": 1, "lstm": 4, "gru": 3}[cell] * hidden
+    shapes = ((steps, batch, inputs), (*lead, rows, inputs), (*lead, rows, hidden))
+    arrays = [
+        np.lib.stride_tricks.as_strided(np.zeros(1, dtype), shape, byte_strides(shape, dtype)) for shape in shapes
+    ]
+    return cupyconv.explain(FUNCTIONS[cell], *arrays, on=on, **settings)
+
+
+def byte_strides(shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
+    return tuple(int(np.prod(shape[i + 1 :])) * np.dtype(dtype).itemsize for i in range(len(shape)))
+
+
+def test_launches_do_not_depend_on_the_batch_and_projections_not_on_the_steps():
+    def kinds(steps: int, batch: int) -> list[str]:
+        plan = plan_of("lstm", sizes=(steps, batch, 64, 96), method="step")
+        assert not any(isinstance(step, GemmCall) for step in plan.steps)
+        return [type(step).__name__ for step in plan.steps]
+
+    assert kinds(50, 64) == kinds(50, 512) == kinds(500, 64) == ["KernelLaunch", "KernelLaunch", "LaunchLoop"]
+
+
+def test_a_persistent_plan():
+    plan = plan_of("lstm", sizes=(50, 64, 128, 256), method="persistent")
+    launch = plan.steps[-1]
+    assert isinstance(launch, KernelLaunch) and launch.cooperative and launch.kernel.name == "recurrent_persistent"
+    assert sum(isinstance(step, KernelLaunch) and step.cooperative for step in plan.steps) == 1
+    assert (
+        np.prod(launch.grid) <= 132
+        and "cooperative" in str(plan)
+        and not any(isinstance(step, LaunchLoop) for step in plan.steps)
+    )
+    assert [name for name, _ in plan.rejected] == ["step"]
+
+
+def test_a_plan_of_steps():
+    plan = plan_of("gru", sizes=(50, 64, 128, 256), method="step", linear_before_reset=False)
+    loop = plan.steps[-1]
+    assert isinstance(loop, LaunchLoop) and loop.times == 50
+    assert [dict(launch.kernel.macros)["GATES"] for launch in loop.launches] == ["2", "1"]
+    assert "loop     50 x, step = 0 ... 49" in str(plan) and str(plan).count("recurrent_step") == 2
+
+
+@pytest.mark.parametrize(
+    "words, settings",
+    [
+        (r"blocks of 8 units have to run at once, there are 132", dict(sizes=(9, 4, 64, 1200), dtype=np.float16)),
+        (
+            r"a block takes [\d,]+ bytes of shared memory, there are 65,536",
+            dict(sizes=(9, 4, 64, 256), dtype=np.float64, on="sm_75"),
+        ),
+    ],
+)
+def test_why_a_weight_does_not_stay(words, settings):
+    with pytest.raises(ValueError, match=f"method 'persistent' does not apply: .*{words}"):
+        plan_of("lstm", method="persistent", **settings)
+    assert dict(plan_of("lstm", method="auto", **settings).rejected).keys() == {"persistent"}
+
+
+def test_where_there_are_no_matrix_instructions_for_a_type():
+    """bfloat16 on sm_75: CUDA cores step, and cuBLAS projects, which explain says no graph captures."""
+    plan = plan_of("lstm", sizes=(9, 4, 64, 128), dtype=ml_dtypes.bfloat16, on="sm_75", method="step")
+    assert dict(plan.steps[-1].launches[0].kernel.macros)["ARITHMETIC"] == "FMA"
+    assert any("which no graph captures: sm_75 has no matrix instructions" in note for note in plan.notes)
+
+
+def test_a_loop_is_packed_once(cuda_target, monkeypatch):
+    """As many parameter structs for 40 steps as for 4."""
+    packed: list[int] = []
+    original = execution.PackedParameters
+
+    def counting(*arguments: Any) -> Any:
+        packed.append(1)
+        return original(*arguments)
+
+    monkeypatch.setattr(execution, "PackedParameters", counting)
+    counts = []
+    for steps in (4, 40):
+        packed.clear()
+        assert_right(cuda_target, full_case("rnn", steps=steps, batch=2, hidden=3, lengths=None), "step")
+        counts.append(len(packed))
+    assert counts[0] == counts[1] > 0
+
+
+# --- the host's side of the kernels -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_shared_memory_is_what_the_kernel_lays_out(resident):
+    """Stages and partial sums in sizeof; what is resident lies behind them."""
+    name = "recurrent_persistent" if resident else "recurrent_step"
+    tiles = {
+        tile: None
+        for dtype in ("float16", "bfloat16", "float32", "float64")
+        for arch in ("sm_75", "sm_90")
+        for tile in recurrent_tiles(dtype, resident, known_gpu(arch))
+    }
+    hidden = 100
+    for tile, gates in product(tiles, (1, 4)):
+        shared = tile.shared_bytes(0, gates, hidden)
+        assertions = [
+            f"static_assert(sizeof(Tile::Shared) == {shared});",
+            f"static_assert(Tile::K == {tile.k_block} && Tile::ROWS == {tile.rows} && Tile::UNITS == {tile.units});",
+            f"static_assert(Tile::THREADS == {recurrent_cuda.THREADS});",
+        ]
+        if resident:
+            columns = -(-hidden // tile.k_block) * tile.k_block
+            rows = tile.shared_bytes(gates, gates, hidden) - shared
+            assert rows == gates * tile.units * (columns * ITEMSIZE[tile.dtype] + 16)
+            assertions.append(f"static_assert(APART == {recurrent_cuda.COUNTERS_APART});")
+        check = compile_for_host(Kernel(name, (*tile.macros, ("GATES", str(gates)))), assertions)
+        assert check.returncode == 0, f"{tile}: {check.stderr}"
+
+
+def test_tiles_of_the_cost_model():
+    """planning/draft.py lists them beside their efficiency."""
+    for samples, (rows, units) in RECURRENT_TILES.items():
+        tile = Tile("float32", "FMA", int(samples), False)
+        assert (tile.rows, tile.units) == (rows, units)
