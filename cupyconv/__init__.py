@@ -5,6 +5,7 @@ y = cupyconv.conv([a, b, c], weight)      # their concatenation along channels, 
 """
 
 from cupyconv.batchnorm import fold_batchnorm
+from cupyconv.chain import ConvLayer, conv_chain
 from cupyconv.columns import col2im, im2col
 from cupyconv.configuration import show_config
 from cupyconv.convolution import conv, linmerge
@@ -21,10 +22,12 @@ from cupyconv.weight_gradient import conv_grad_weight
 
 __all__ = [
     "ConvGradients",
+    "ConvLayer",
     "Plan",
     "__version__",
     "col2im",
     "conv",
+    "conv_chain",
     "conv_grad_input",
     "conv_grad_weight",
     "conv_transpose",

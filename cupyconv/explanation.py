@@ -11,6 +11,7 @@ from cupyconv.calls.convolution import prepare_conv, prepare_linmerge
 from cupyconv.calls.pooling import prepare_max_pool
 from cupyconv.calls.transposed import prepare_conv_grad_input, prepare_conv_transpose
 from cupyconv.calls.weight_gradient import prepare_conv_grad_weight
+from cupyconv.chain import conv_chain, prepare_conv_chain
 from cupyconv.columns import col2im, im2col
 from cupyconv.convolution import conv, linmerge
 from cupyconv.input_gradient import conv_grad_input
@@ -22,6 +23,7 @@ from cupyconv.weight_gradient import conv_grad_weight
 _PREPARE: dict[Callable[..., Any], Callable[..., Call]] = {
     conv: prepare_conv,
     linmerge: prepare_linmerge,
+    conv_chain: prepare_conv_chain,
     conv_transpose: prepare_conv_transpose,
     conv_grad_input: prepare_conv_grad_input,
     conv_grad_weight: prepare_conv_grad_weight,
@@ -37,8 +39,8 @@ def explain(function: Callable[..., Any], *args: Any, on: str | None = None, **k
     Parameters
     ----------
     function : callable
-        `conv`, `linmerge`, `conv_transpose`, `conv_grad_input`, `conv_grad_weight`, `im2col`, `col2im` or
-        `max_pool`.
+        `conv`, `linmerge`, `conv_chain`, `conv_transpose`, `conv_grad_input`, `conv_grad_weight`, `im2col`,
+        `col2im` or `max_pool`.
     *args, **kwargs
         The call's arguments.
     on : str, optional

@@ -291,7 +291,57 @@ class TransposedLoop(BlockLoop):
         )
 
 
-Step = KernelLaunch | GemmCall | BlockLoop | ElementwiseLoop | PoolingLoop
+@dataclass(frozen=True)
+class ChainLoop:
+    """The NumPy backend's step for a chain: runs of rows, each through all layers one after the other.
+
+    `tile` is samples, and rows of the last layer's result along `axis`.  The rows are cut into `bands` first,
+    which know nothing of each other.  `loops` has, for each layer, one loop for every geometry that its part of
+    a tile may have: at the edges of the image a part has padding, and the last one may have fewer rows.
+    """
+
+    inputs: tuple[str, ...]
+    layers: tuple[ConvGeometry, ...]
+    dtypes: tuple[str, ...]  # of the layers' results
+    axis: int
+    tile: tuple[int, int]
+    bands: int
+    threads: int
+    loops: tuple[tuple[BlockLoop, ...], ...]
+    bytes_moved: int
+    flops: int
+
+    @property
+    def sample_ranges(self) -> list[range]:
+        """The samples of each tile."""
+        batch, part = self.layers[-1].batch, self.tile[0]
+        return [range(first, min(first + part, batch)) for first in range(0, batch, part)]
+
+    @property
+    def row_ranges(self) -> list[range]:
+        """The rows of each band."""
+        rows = self.layers[-1].out_size[self.axis]
+        part = -(-rows // self.bands)
+        return [range(first, min(first + part, rows)) for first in range(0, rows, part)]
+
+    def __str__(self) -> str:
+        samples, rows = self.tile
+        tiles = len(self.sample_ranges) * sum(-(-len(band) // rows) for band in self.row_ranges)
+        lines = [
+            f"loop     {len(self.layers)} layers, tile by tile: {tiles} tile(s) of {samples} samples x {rows} rows (axis {'dhw'[self.axis]})"
+            f" in {self.bands} band(s) on {self.threads} thread(s)"
+        ]
+        lines += [
+            f"  layer {i}: {max(loops, key=lambda loop: loop.flops)}" for i, loops in enumerate(self.loops) if loops
+        ]
+        return "\n".join(lines)
+
+    @property
+    def shape_of_work(self) -> object:
+        return self
+
+
+Step = KernelLaunch | GemmCall | BlockLoop | ElementwiseLoop | PoolingLoop | ChainLoop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +353,8 @@ class Plan:
     Attributes
     ----------
     method : str
-        ``"direct"``, ``"gemm"`` or ``"implicit_gemm"``; of columns ``"im2col"`` or ``"col2im"``.
+        ``"direct"``, ``"gemm"`` or ``"implicit_gemm"``; of columns ``"im2col"`` or ``"col2im"``;
+        of a chain ``"fused"`` or ``"unfused"``.
     backend : str
         ``"numpy"`` or ``"cuda"``.
     device : str

@@ -35,6 +35,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "pullbacks": ("cupyconv.pullbacks",),
     "public": (
         "cupyconv.convolution",
+        "cupyconv.chain",
         "cupyconv.input_gradient",
         "cupyconv.transposed",
         "cupyconv.columns",
@@ -49,7 +50,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "dispatch": ("cupyconv.dispatch", "cupyconv.settings"),
     "planning and backends": ("cupyconv.planning", "cupyconv.backends.numpy", "cupyconv.backends.cuda"),
     "plan": ("cupyconv.plan",),
-    "problem": ("cupyconv.geometry", "cupyconv.recurrence", "cupyconv.operands", "cupyconv.machine"),
+    "problem": ("cupyconv.geometry", "cupyconv.rows", "cupyconv.recurrence", "cupyconv.operands", "cupyconv.machine"),
     "vocabulary": ("cupyconv.version", "cupyconv.padding", "cupyconv.dtypes", "cupyconv.activations"),
 }
 
@@ -61,6 +62,7 @@ OUTSIDE = {
     "cupyconv.planning": set(),
     "cupyconv.plan": set(),
     "cupyconv.geometry": set(),
+    "cupyconv.rows": set(),
     "cupyconv.recurrence": set(),
     "cupyconv.operands": set(),
     "cupyconv.machine": set(),

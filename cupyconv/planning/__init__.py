@@ -14,6 +14,7 @@ from cupyconv.activations import IDENTITY
 from cupyconv.machine import HostModel
 from cupyconv.plan import Plan
 from cupyconv.planning.request import (
+    ChainRequest,
     ColumnsRequest,
     ConvRequest,
     EpilogueGradRequest,
@@ -34,6 +35,16 @@ def plan_conv(request: ConvRequest) -> Plan:
     else:
         from cupyconv.planning import cuda as planner  # type: ignore[no-redef]
     return planner.plan_conv(request)
+
+
+@lru_cache(maxsize=CACHED_PLANS)
+def plan_chain(request: ChainRequest) -> Plan:
+    """Decide which layers of a chain share a kernel or a loop on ``request.machine``."""
+    if isinstance(request.machine, HostModel):
+        from cupyconv.planning import chain_numpy as planner
+    else:
+        from cupyconv.planning import chain as planner  # type: ignore[no-redef]
+    return planner.plan_chain(request)
 
 
 @lru_cache(maxsize=CACHED_PLANS)

@@ -53,28 +53,30 @@ def in_turn(method: str, drafts: Sequence[Draft], reason: str) -> Draft:
     steps: list[Step] = []
     most = 0
     for draft in drafts:
-        places, used = {}, 0
+        places: dict[str, Address] = {}
+        used = 0
         for buffer in draft.workspace:
-            places[buffer.name] = used
+            places[buffer.name] = Address("workspace", used)
             used += -(-buffer.nbytes // Plan.ALIGNMENT) * Plan.ALIGNMENT
-        steps += [_moved(step, places) for step in draft.steps]
+        steps += [moved(step, places) for step in draft.steps]
         most = max(most, used)
     notes = tuple(dict.fromkeys(note for draft in drafts for note in draft.notes))
     return Draft(method, tuple(steps), (Buffer("workspace", most),) if most else (), reason, notes)
 
 
-def _moved(value: Any, places: Mapping[str, int]) -> Any:
-    """A step, or a part of one, with every buffer in `places` at that place of the one workspace."""
+def moved(value: Any, places: Mapping[str, Address]) -> Any:
+    """A step, or a part of one, with every buffer in `places` at that place of another."""
     if isinstance(value, Address):
-        return Address("workspace", places[value.buffer] + value.offset) if value.buffer in places else value
+        place = places.get(value.buffer)
+        return Address(place.buffer, place.offset + value.offset) if place else value
     if isinstance(value, tuple):
-        return tuple(_moved(part, places) for part in value)
+        return tuple(moved(part, places) for part in value)
     if isinstance(value, KernelLaunch):
-        return replace(value, params=_moved(value.params, places))
+        return replace(value, params=moved(value.params, places))
     if isinstance(value, Matrix):
-        return replace(value, at=_moved(value.at, places))
+        return replace(value, at=moved(value.at, places))
     if isinstance(value, GemmCall):
-        return replace(value, **{name: _moved(getattr(value, name), places) for name in ("a", "b", "c")})
+        return replace(value, **{name: moved(getattr(value, name), places) for name in ("a", "b", "c")})
     return value
 
 

@@ -86,6 +86,35 @@ class ConvRequest(_ProductsRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChainRequest(_Request):
+    """Convolutions one after the other: each reads the result of the one before, ``layer[0]``, ``layer[1]`` ...
+
+    Only the last result is an argument of the call.  The limit on workspace is the chain's, not its layers'.
+    """
+
+    layers: tuple[ConvRequest, ...]
+    fuse: str | bool = "auto"
+
+    @property
+    def intermediate_bytes(self) -> int:
+        """Of all results but the last."""
+        return sum(layer.out.nbytes for layer in self.layers[:-1])
+
+    @property
+    def minimal_bytes(self) -> int:
+        """Every argument once; an intermediate is none."""
+        return sum(layer.minimal_bytes for layer in self.layers) - 2 * self.intermediate_bytes
+
+    @property
+    def flops(self) -> int:
+        return sum(layer.flops for layer in self.layers)
+
+    @property
+    def problem(self) -> str:
+        return "chain of " + "; then ".join(str(layer.geometry) for layer in self.layers)
+
+
+@dataclass(frozen=True, kw_only=True)
 class WeightGradientRequest(_ProductsRequest):
     """The gradient of a convolution's weight; `geometry` is that of the convolution, `grad` its result's gradient."""
 

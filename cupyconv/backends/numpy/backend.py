@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyconv.backends.numpy.chain import ChainConvolution
 from cupyconv.backends.numpy.columns import col2im, im2col
 from cupyconv.backends.numpy.convolution import ConvolutionLoop
 from cupyconv.backends.numpy.epilogue_grad import epilogue_grad
@@ -19,7 +20,16 @@ from cupyconv.backends.numpy.windows import five_axes
 from cupyconv.dtypes import dtype_from_name
 from cupyconv.geometry import Windows
 from cupyconv.machine import HostModel
-from cupyconv.plan import BlockLoop, ElementwiseLoop, Plan, PoolingLoop, Step, TransposedLoop, WeightGradientLoop
+from cupyconv.plan import (
+    BlockLoop,
+    ChainLoop,
+    ElementwiseLoop,
+    Plan,
+    PoolingLoop,
+    Step,
+    TransposedLoop,
+    WeightGradientLoop,
+)
 
 _NOTHING_TO_DO = nullcontext()
 
@@ -72,6 +82,8 @@ def _prepared(step: Step) -> Callable[[Mapping[str, Any]], None]:
         return partial(epilogue_grad, step)
     if isinstance(step, PoolingLoop):
         return pooling_loop(step)
+    if isinstance(step, ChainLoop):
+        return ChainConvolution(step).run
     assert isinstance(step, BlockLoop)
     if step.body == "im2col":
         return partial(_im2col, step)

@@ -52,9 +52,9 @@ class ConvolutionLoop:
         itemsize = self.x_dtype.itemsize
         self._kept = tuple(cut_into_blocks(loop, itemsize)) if are_kept(loop) else None
 
-    def run(self, arrays: Mapping[str, Any]) -> None:
-        """Compute the result; arguments and result are given by name."""
-        convolution = BlockedConvolution(self, arrays)
+    def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None) -> None:
+        """Compute the result; arguments and result are given by name, and memory that other loops use too."""
+        convolution = BlockedConvolution(self, arrays, scratch or Scratch(self.x_dtype, self.plan.blocks))
         blocks = cut_into_blocks(self.plan, self.x_dtype.itemsize) if self._kept is None else self._kept
         if self.plan.threads == 1:
             for block in blocks:
@@ -67,7 +67,7 @@ class ConvolutionLoop:
 class BlockedConvolution:
     """One run: its arrays, brought to five axes, and what its blocks share."""
 
-    def __init__(self, loop: ConvolutionLoop, arrays: Mapping[str, Any]) -> None:
+    def __init__(self, loop: ConvolutionLoop, arrays: Mapping[str, Any], scratch: Scratch) -> None:
         geometry = loop.geometry
         self.loop, self.geometry = loop, geometry
         self.inputs = [
@@ -89,7 +89,7 @@ class BlockedConvolution:
         self._products_are_result = (
             loop.plan.in_place and bias is None and residual is None and not loop.plan.activation
         )
-        self._scratch = Scratch(loop.x_dtype, loop.plan.blocks)
+        self._scratch = scratch
 
     def finish(self, block: Block) -> None:
         self._store(block, self.loop.body(self, block))
