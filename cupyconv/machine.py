@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: Shared memory that a block may have, in KiB, from a compute capability on (CUDA C++ Programming Guide, "Technical
+#: Specifications per Compute Capability").
+_SHARED_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 120: 99}
+
 
 @dataclass(frozen=True)
 class HostModel:
@@ -47,6 +51,12 @@ class GpuModel:
     def capability(self) -> int:
         """Compute capability as in the architecture's name: 90 for sm_90."""
         return int(self.arch[3:])
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that one block may ask for."""
+        known = [capability for capability in _SHARED_KIB if capability <= max(75, self.capability)]
+        return _SHARED_KIB[max(known)] << 10
 
     def gemm_rate(self, dtype: str, compute: str) -> float:
         """What a large cuBLAS GEMM of these operands runs at."""

@@ -41,7 +41,7 @@ struct ConvPairParams {
     Image out;
     long long blocks;                 // tiles of all samples
     long long tiles[3];               // of a sample
-    int source_count, channels, middle, outputs;  // channels of x, z and y
+    int source_count, middle, outputs;  // of x; channels of z and of y
     Box tile, middle_tile, x_tile;    // pixels of y, z and x
     int x_packed;  // channels of x lie side by side, every chunk aligned to 16 bytes
     // Shared memory: the tables, the first weight, and from these bytes on the second weight, z's tile, x's, where x's
@@ -312,8 +312,8 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, MIN_BLOCKS) conv_pair
                     });
                 });
                 sums.apply(activation_of<T>(params.first.epilogue));
-                sums.for_each([&](int i, int pixel, A& sum) { if (i >= z.count || !tables.inside[pixel]) sum = A(0); });
-                sums.leave(middle_tile);
+                sums.leave(
+                    middle_tile, middle_pixels, [&](int i, int pixel) { return i < z.count && tables.inside[pixel]; });
             } else {
                 fetch(x_tile, z);
                 __syncthreads();

@@ -125,16 +125,16 @@ public:
         for (int i = 0; i < ITS_ROWS; ++i) activation.apply(sum_[i]);
     }
 
-    // Rounded into a tile as its channels.
-    __device__ __forceinline__ void leave(T* tile) const {
+    // Rounded into a tile of so many pixels as its channels; zero where not keep(m, pixel).
+    template <class F> __device__ __forceinline__ void leave(T* tile, int pixels, F keep) const {
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j)
-            if (j < groups_)
+            if (pixel(j) < pixels)
 #pragma unroll
                 for (int i = 0; i < ITS_ROWS; i += PACKET) {
                     Packet<T, PACKET> packet;
 #pragma unroll
-                    for (int r = 0; r < PACKET; ++r) packet.lane[r] = sum_[i + r][j];
+                    for (int r = 0; r < PACKET; ++r) packet.lane[r] = keep(row(i) + r, pixel(j)) ? sum_[i + r][j] : T(0);
                     *reinterpret_cast<Packet<T, PACKET>*>(tile + pixel(j) * Tile::PITCH + row(i)) = packet;
                 }
     }
@@ -228,8 +228,10 @@ public:
             for (int j = 0; j < GROUPS * 2; ++j) activation.apply(sum_[i][j]);
     }
 
-    __device__ __forceinline__ void leave(T* tile) {
-        for_each([&](int m, int pixel, float sum) { tile[pixel * Tile::PITCH + m] = narrow<T>(sum); });
+    template <class F> __device__ __forceinline__ void leave(T* tile, int pixels, F keep) {
+        for_each([&](int m, int pixel, float sum) {
+            if (pixel < pixels) tile[pixel * Tile::PITCH + m] = narrow<T>(keep(m, pixel) ? sum : 0);
+        });
     }
 
 private:

@@ -12,6 +12,7 @@ from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
 from cupyconv.geometry import pointwise_geometry
 from cupyconv.machine import KNOWN_GPUS, known_gpu
 from cupyconv.plan import Kernel
+from cupyconv.planning.chain_cuda import FIRST_PAIR
 from cupyconv.planning.implicit_gemm import arithmetics, tiles
 from cupyconv.planning.launches import (
     ANY_KERNEL,
@@ -33,7 +34,7 @@ def is_fast(kernel: Kernel) -> bool:
 
     direct, transposed and col2im are for generality: there a few bytes spilled cost little beside the scattered access.
     """
-    return kernel.name in ("merge", "im2col", "epilogue", "epilogue_grad", "depthwise", "implicit_gemm", *POOLING)
+    return kernel.name in ("merge", "im2col", "epilogue", "epilogue_grad", "depthwise", "implicit_gemm", "conv_pair", *POOLING)
 
 
 def is_planned(kernel: Kernel, capability: int) -> bool:
@@ -41,9 +42,11 @@ def is_planned(kernel: Kernel, capability: int) -> bool:
 
     The others compile there too, to code that stops with an error.
     """
+    macros, gpu = dict(kernel.macros), known_gpu(f"sm_{capability}")
+    if kernel.name == "conv_pair":
+        return capability >= FIRST_PAIR[macros["DTYPE"]]
     if kernel.name != "implicit_gemm":
         return True
-    macros, gpu = dict(kernel.macros), known_gpu(f"sm_{capability}")
     return any(macros["ARITHMETIC"] in arithmetics(macros["DTYPE"], gpu, tf32) for tf32 in (False, True))
 
 
@@ -78,6 +81,11 @@ def all_variants() -> tuple[Kernel, ...]:
         *_epilogue_grad_variants(),
         *(_kernel("pack_weight", DTYPE=f"bits{8 * size}") for size in sorted({ITEMSIZE[d] for d in REAL_DTYPES})),
         *_implicit_gemm_variants(),
+        *(
+            _kernel("conv_pair", DTYPE=dtype, FIRST=first, SECOND=second)
+            for dtype in REAL_DTYPES
+            for first, second in product(("DENSE", "DEPTHWISE"), repeat=2)
+        ),
         *_weight_gradient_variants(),
     )
 
