@@ -21,6 +21,13 @@ constexpr int TILE_THREADS = 256, TILE_WARPS = TILE_THREADS / WARP;
 __device__ __forceinline__ int warp_index() { return threadIdx.x / WARP; }
 __device__ __forceinline__ int warp_lane() { return threadIdx.x % WARP; }
 
+// The same number, of which the compiler does not know that: what is worked out from it is worked out where it is
+// needed, rather than once before a loop and kept in registers.
+__device__ __forceinline__ int anew(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 template <class T>
 struct WindowTile {
     static constexpr int CHUNK = 64 / sizeof(T), PITCH = 80 / sizeof(T), GRANULE = 16 / sizeof(T);
@@ -165,7 +172,8 @@ public:
     template <class F> __device__ __forceinline__ void begin(F start) {
 #pragma unroll
         for (int i = 0; i < ROWS / 16; ++i) {
-            const float value[2] = {start(i * 16 + warp_lane() / 4), start(i * 16 + warp_lane() / 4 + 8)};
+            const int row = i * 16 + anew(warp_lane()) / 4;
+            const float value[2] = {start(row), start(row + 8)};
 #pragma unroll
             for (int j = 0; j < GROUPS * 2; ++j)
 #pragma unroll
@@ -174,7 +182,7 @@ public:
     }
 
     __device__ __forceinline__ void aim(const int* base, int pixels) {
-        const int lane = warp_lane();
+        const int lane = anew(warp_lane());
         groups_ = (pixels + GROUP - 1) / GROUP;
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j)
@@ -210,7 +218,7 @@ public:
     }
 
     template <class F> __device__ __forceinline__ void for_each(F f) {
-        const int row = warp_lane() / 4, column = warp_lane() % 4 * 2;
+        const int lane = anew(warp_lane()), row = lane / 4, column = lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < GROUPS * 2; ++j)
             if (j / 2 < groups_)
