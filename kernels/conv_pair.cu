@@ -9,9 +9,8 @@
 //      +-----------+                                                 its windows reach.  z at a tile's rim is computed
 //      | +-------+ |   first    +-------+    second     +---+        by its neighbours too: that is the price.
 //      | |       | |  ------->  |       |   ------->    |   |
-//      | +-------+ |            +-------+               +---+        Channels of z come in chunks: one chunk is made,
-//      +-----------+            a chunk of channels                  added into the sums of y, and overwritten.
-//       a chunk of channels
+//      | +-------+ |            +-------+               +---+        Channels come in chunks of 64 bytes.
+//      +-----------+
 //
 // z is rounded to its storage type, and is zero beyond its own edge, where the second layer is padded: both as if it
 // had been stored.  Each layer is either DENSE (every channel with every other: CUDA or tensor cores, sums in registers)
@@ -42,13 +41,14 @@ struct ConvPairParams {
     long long blocks;                 // tiles of all samples
     long long tiles[3];               // of a sample
     int source_count, middle, outputs;  // of x; channels of z and of y
+    int outputs_a_block;                // those of blocks with one blockIdx.y: whole OUTPUTS
     Box tile, middle_tile, x_tile;    // pixels of y, z and x
     int x_packed;  // channels of x lie side by side, every chunk aligned to 16 bytes
     // Shared memory: the tables, the first weight, and from these bytes on the second weight, z's tile, x's, where x's
     // pixels lie.
     int second_at, middle_at, x_at, place_at;
     int x_chunks, middle_chunks;
-    int first_plane, second_plane;  // bytes of the weights of a chunk
+    int first_plane, second_plane;  // bytes of the weight of a chunk, of OUTPUTS of a chunk
 };
 
 enum LayerKind { DENSE, DEPTHWISE };
@@ -66,9 +66,8 @@ constexpr int PIXELS = 256, MIDDLE_PIXELS = 384;  // of a tile, at the most
 constexpr int PART = 16;                          // rows of y that leave at once
 constexpr int LEAVING_PITCH = PIXELS + 1;
 
-// Outputs that a block sums up over all chunks of z: what the registers hold beside the sums of a chunk of z.
-constexpr int OUTPUTS = SECOND == DEPTHWISE ? CHUNK : (FIRST == DEPTHWISE ? 64 : 32) / (sizeof(T) == 8 ? 2 : 1);
-constexpr int MIN_BLOCKS = sizeof(T) == 8 && FIRST == DENSE && SECOND == DENSE ? 1 : 2;
+constexpr int OUTPUTS = sizeof(T) == 8 ? 16 : 32;  // of y, whose sums are in registers at a time
+constexpr int MIN_BLOCKS = FIRST == DEPTHWISE && sizeof(T) < 8 ? 3 : 2;
 
 using FirstSums = TileSumsOf<T, CHUNK, MIDDLE_PIXELS>::type;
 using SecondSums = TileSumsOf<T, OUTPUTS, PIXELS>::type;
@@ -210,8 +209,8 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, MIN_BLOCKS) conv_pair
     DYNAMIC_SHARED(unsigned char, shared);
     const Windows &first = params.first.windows, &second = params.second.windows;
     const int pixels = params.tile.pixels(), middle_pixels = params.middle_tile.pixels();
-    const int o_first = blockIdx.y * OUTPUTS;
-    const int outputs = SECOND == DENSE ? min(OUTPUTS, params.outputs - o_first) : 0;
+    const int o_first = blockIdx.y * params.outputs_a_block;
+    const int o_end = min(params.outputs, o_first + params.outputs_a_block);
 
     Tables& tables = *reinterpret_cast<Tables*>(shared);
     unsigned char* const first_weight = shared + sizeof(Tables);
@@ -219,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, MIN_BLOCKS) conv_pair
     T* const middle_tile = reinterpret_cast<T*>(shared + params.middle_at);
     T* const x_tile = reinterpret_cast<T*>(shared + params.x_at);
     long long* const place_of = reinterpret_cast<long long*>(shared + params.place_at);
-    A* const leaving = reinterpret_cast<A*>(middle_tile);  // when both tiles have been used
+    A* const leaving = reinterpret_cast<A*>(x_tile);  // when x has been used
 
     for_each_middle_chunk(params, [&](int q, const Chunk& z) {
         if constexpr (FIRST == DENSE)
@@ -230,7 +229,9 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, MIN_BLOCKS) conv_pair
         else
             load_depthwise(first_weight + q * params.first_plane, params.first, z.channel, z.count);
         if constexpr (SECOND == DENSE)
-            load_dense<SecondSums>(second_weight + q * params.second_plane, params.second, o_first, outputs, z.channel, z.count);
+            for (int o = o_first, i = q; o < o_end; o += OUTPUTS, i += params.middle_chunks)
+                load_dense<SecondSums>(
+                    second_weight + i * params.second_plane, params.second, o, min(OUTPUTS, o_end - o), z.channel, z.count);
         else
             load_depthwise(second_weight + q * params.second_plane, params.second, z.channel, z.count);
     });
@@ -294,12 +295,9 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, MIN_BLOCKS) conv_pair
             for_each_x_chunk(params, [&](int c, const Chunk& x) { fetch(x_tile + c * params.x_tile.pixels() * PITCH, x); });
             __syncthreads();
         }
-        [[maybe_unused]] SecondSums y;
-        y.begin([](int) { return A(0); });
-        for_each_middle_chunk(params, [&](int q, const Chunk& z) {
+        const auto make = [&](int q, const Chunk& z, T* middle_tile) {  // a chunk of z
             const auto bias = [&](int i) { return i < z.count ? bias_of<T>(params.first.epilogue, z.channel + i) : A(0); };
             if constexpr (FIRST == DENSE) {
-                if (q) __syncthreads();  // the chunk of z before has been used
                 FirstSums sums;
                 sums.begin(bias);
                 sums.aim(tables.first_base, middle_pixels);
@@ -331,43 +329,59 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, MIN_BLOCKS) conv_pair
                     });
             }
             __syncthreads();
-            const unsigned char* const weight = second_weight + q * params.second_plane;
-            if constexpr (SECOND == DENSE) {
-                y.aim(tables.second_base, pixels);
-                for_each_tap(second, params.middle_tile, [&](int t, int offset) {
-                    y.multiply(
-                        middle_tile + offset * PITCH, reinterpret_cast<const T*>(weight + t * SECOND_TAP), outputs, padded(z.count));
+        };
+
+        if constexpr (FIRST == DENSE) {  // every chunk of z takes all of x
+            for_each_x_chunk(params, [&](int c, const Chunk& x) { fetch(x_tile + c * params.x_tile.pixels() * PITCH, x); });
+            __syncthreads();
+        }
+        if constexpr (SECOND == DENSE) {  // every output takes all of z
+            for_each_middle_chunk(params, [&](int q, const Chunk& z) { make(q, z, middle_tile + q * middle_pixels * PITCH); });
+            const bool along_outputs = params.out.stride_c == 1;  // what neighbouring threads write
+            const unsigned char* weight = second_weight;
+#pragma unroll 1
+            for (int o = o_first; o < o_end; o += OUTPUTS) {
+                const int outputs = min(OUTPUTS, o_end - o);
+                SecondSums sums;
+                sums.begin([](int) { return A(0); });
+                sums.aim(tables.second_base, pixels);
+                for_each_middle_chunk(params, [&](int q, const Chunk& z) {
+                    const T* const tile = middle_tile + q * middle_pixels * PITCH;
+                    for_each_tap(second, params.middle_tile, [&](int, int offset) {
+                        sums.multiply(tile + offset * PITCH, reinterpret_cast<const T*>(weight), outputs, padded(z.count));
+                        weight += SECOND_TAP;
+                    });
                 });
-            } else {
+#pragma unroll 1
+                for (int part = 0; part < outputs; part += PART) {
+                    __syncthreads();
+                    sums.for_each([&](int i, int pixel, A& sum) {
+                        if (i / PART * PART == part) leaving[i % PART * LEAVING_PITCH + pixel] = sum;
+                    });
+                    __syncthreads();
+                    const int rows = min(PART, outputs - part);
+#pragma unroll 1
+                    for (int i = threadIdx.x; i < PART * PIXELS; i += TILE_THREADS) {
+                        const int row = along_outputs ? i % PART : i / PIXELS, pixel = along_outputs ? i / PART : i % PIXELS;
+                        Pixel at;
+                        if (row < rows && y_pixel(pixel, at)) store(leaving[row * LEAVING_PITCH + pixel], o + part + row, at);
+                    }
+                }
+            }
+        } else {
+            for_each_middle_chunk(params, [&](int q, const Chunk& z) {
+                make(q, z, middle_tile);
                 convolve_each(
-                    middle_tile, reinterpret_cast<const A*>(weight), second, params.middle_tile, tables.second_base, pixels,
-                    z.count, [&](int pixel, int k, A (&sum)[GRANULE]) {
+                    middle_tile, reinterpret_cast<const A*>(second_weight + q * params.second_plane), second,
+                    params.middle_tile, tables.second_base, pixels, z.count, [&](int pixel, int k, A (&sum)[GRANULE]) {
                         Pixel at;
                         if (!y_pixel(pixel, at)) return;
 #pragma unroll
                         for (int e = 0; e < GRANULE; ++e)
                             if (k + e < z.count) store(sum[e], z.channel + k + e, at);
                     });
-            }
-        });
-        if constexpr (SECOND == DENSE) {
-            const bool along_outputs = params.out.stride_c == 1;  // what neighbouring threads write
-#pragma unroll 1
-            for (int part = 0; part < outputs; part += PART) {
                 __syncthreads();
-                y.for_each([&](int i, int pixel, A& sum) {
-                    if (i / PART * PART == part) leaving[i % PART * LEAVING_PITCH + pixel] = sum;
-                });
-                __syncthreads();
-                const int rows = min(PART, outputs - part);
-#pragma unroll 1
-                for (int i = threadIdx.x; i < PART * PIXELS; i += TILE_THREADS) {
-                    const int row = along_outputs ? i % PART : i / PIXELS, pixel = along_outputs ? i / PART : i % PIXELS;
-                    Pixel at;
-                    if (row < rows && y_pixel(pixel, at))
-                        store(leaving[row * LEAVING_PITCH + pixel], o_first + part + row, at);
-                }
-            }
+            });
         }
         __syncthreads();  // the tiles may be overwritten
     }

@@ -80,9 +80,10 @@ public:
 
     // Every sum of row m as start(m).
     template <class F> __device__ __forceinline__ void begin(F start) {
+        const int lane = anew(warp_lane());
 #pragma unroll
         for (int i = 0; i < ITS_ROWS; ++i) {
-            const T value = start(row(i));
+            const T value = start(row(i, lane));
 #pragma unroll
             for (int j = 0; j < GROUPS; ++j) sum_[i][j] = value;
         }
@@ -90,13 +91,15 @@ public:
 
     // Before products: where the windows of the lane's pixels begin, from a table of PIXELS bases.
     __device__ __forceinline__ void aim(const int* base, int pixels) {
+        const int lane = anew(warp_lane());
         groups_ = (pixels + GROUP - 1) / GROUP;
 #pragma unroll
-        for (int j = 0; j < GROUPS; ++j) at_[j] = base[pixel(j)] * Tile::PITCH;
+        for (int j = 0; j < GROUPS; ++j) at_[j] = base[pixel(j, lane)] * Tile::PITCH;
     }
 
     // One tap: `tile` begins at its offset, and of its channels `depth` take part.
     __device__ __forceinline__ void multiply(const T* tile, const T* weight, int rows, int depth) {
+        const int lane = warp_lane();
 #pragma unroll 1
         for (int k = 0; k < depth; k += STEP) {
             Packet<T, PACKET> x[GROUPS];
@@ -108,7 +111,7 @@ public:
 #pragma unroll
                 for (int i = 0; i < ITS_ROWS; i += PACKET) {
                     if (i * 4 >= rows) break;
-                    const Packet<T, PACKET> w = load_packet<PACKET>(weight + weight_index(row(i), k + e));
+                    const Packet<T, PACKET> w = load_packet<PACKET>(weight + weight_index(row(i, lane), k + e));
 #pragma unroll
                     for (int j = 0; j < GROUPS; ++j)
                         if (j < groups_)
@@ -120,11 +123,12 @@ public:
 
     // Calls f(m, pixel, sum), which may change the sum.
     template <class F> __device__ __forceinline__ void for_each(F f) {
+        const int lane = anew(warp_lane());
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j)
             if (j < groups_)
 #pragma unroll
-                for (int i = 0; i < ITS_ROWS; ++i) f(row(i), pixel(j), sum_[i][j]);
+                for (int i = 0; i < ITS_ROWS; ++i) f(row(i, lane), pixel(j, lane), sum_[i][j]);
     }
 
     template <class Activation> __device__ __forceinline__ void apply(const Activation& activation) {
@@ -134,15 +138,16 @@ public:
 
     // Rounded into a tile of so many pixels as its channels; zero where not keep(m, pixel).
     template <class F> __device__ __forceinline__ void leave(T* tile, int pixels, F keep) const {
+        const int lane = anew(warp_lane());
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j)
-            if (pixel(j) < pixels)
+            if (pixel(j, lane) < pixels)
 #pragma unroll
                 for (int i = 0; i < ITS_ROWS; i += PACKET) {
                     Packet<T, PACKET> packet;
 #pragma unroll
-                    for (int r = 0; r < PACKET; ++r) packet.lane[r] = keep(row(i) + r, pixel(j)) ? sum_[i + r][j] : T(0);
-                    *reinterpret_cast<Packet<T, PACKET>*>(tile + pixel(j) * Tile::PITCH + row(i)) = packet;
+                    for (int r = 0; r < PACKET; ++r) packet.lane[r] = keep(row(i, lane) + r, pixel(j, lane)) ? sum_[i + r][j] : T(0);
+                    *reinterpret_cast<Packet<T, PACKET>*>(tile + pixel(j, lane) * Tile::PITCH + row(i, lane)) = packet;
                 }
     }
 
@@ -150,9 +155,9 @@ private:
     static constexpr int GROUP = TILE_WARPS * 8, GROUPS = PIXELS / GROUP;
     static_assert(GROUPS * GROUP == PIXELS && ITS_ROWS % PACKET == 0, "lanes share the sums evenly");
 
-    static __device__ __forceinline__ int pixel(int j) { return (j * TILE_WARPS + warp_index()) * 8 + warp_lane() % 8; }
-    static __device__ __forceinline__ int row(int i) {
-        return (i / PACKET * 4 + warp_lane() / 8) * PACKET + i % PACKET;
+    static __device__ __forceinline__ int pixel(int j, int lane) { return (j * TILE_WARPS + warp_index()) * 8 + lane % 8; }
+    static __device__ __forceinline__ int row(int i, int lane) {
+        return (i / PACKET * 4 + lane / 8) * PACKET + i % PACKET;
     }
 
     T sum_[ITS_ROWS][GROUPS];

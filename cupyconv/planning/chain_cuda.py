@@ -6,7 +6,8 @@ A block of threads makes a tile of the result, and of the image between what the
 
     recomputation   pixels of the image between that all tiles make, over those that it has: ((T + k - 1) / T)^2
     saved           the image between is neither written nor read
-    shared memory   both weights, a chunk of channels of the middle tile, and of x the chunks that it is made of
+    shared memory   both weights, the middle tile and that of x: all channels of what a dense layer reads, of what
+                    a depthwise layer reads a chunk at a time
 
 Every shape of tile that fits is drafted; the cost model picks, and picks between this and two kernels.
 """
@@ -32,6 +33,8 @@ THREADS = 256
 PIXELS, MIDDLE_PIXELS = 256, 384
 #: Bytes of a pixel's channels in a tile, and from one pixel to the next (WindowTile of kernels/window_tile.cuh).
 CHUNK_BYTES, PITCH_BYTES = 64, 80
+#: Bytes of sums that a block has of a pixel at a time (OUTPUTS of kernels/conv_pair.cu).
+OUTPUTS_BYTES = 128
 #: Bytes of shared memory that hold the tables; rows and pitch in which sums leave.
 TABLES = 4144
 PART, LEAVING_PITCH = 16, PIXELS + 1
@@ -53,7 +56,11 @@ def draft_pair(first: ConvRequest, second: ConvRequest) -> Draft:
     gpu = first.machine
     assert isinstance(gpu, GpuModel)
     _check(first, second, gpu)
-    drafts = [draft for tile in _tiles(second.geometry.out_size) if (draft := _draft(first, second, tile, gpu))]
+    drafts = [
+        draft
+        for tile, rows in product(_tiles(second.geometry.out_size), _rows(second))
+        if (draft := _draft(first, second, tile, rows, gpu))
+    ]
     if not drafts:
         raise NotApplicable(
             f"both weights and the smallest tiles take more than the {gpu.shared_bytes:,} bytes of shared memory of a block"
@@ -106,15 +113,16 @@ def _cuts(extent: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(-(-extent // count) for count in parts if -(-extent // count) <= PIXELS))
 
 
-def outputs_of_a_block(dtype: str, first: str, second: str) -> int:
-    """OUTPUTS of kernels/conv_pair.cu."""
-    if second == "DEPTHWISE":
-        return CHUNK_BYTES // ITEMSIZE[dtype]
-    return (64 if first == "DEPTHWISE" else 32) // (2 if dtype == "float64" else 1)
+def _rows(second: ConvRequest) -> Iterator[int]:
+    """Outputs that a block may take: all, or where blocks share a tile's outputs half of them and so on."""
+    outputs = OUTPUTS_BYTES // ITEMSIZE[accumulator(second.out.dtype)]
+    tiles = -(-second.geometry.out_channels // outputs)
+    shares = [1] if layer_kind(second.geometry) == "DEPTHWISE" else [1 << i for i in range(tiles.bit_length())]
+    yield from dict.fromkeys(-(-tiles // share) * outputs for share in shares)
 
 
-def _draft(first: ConvRequest, second: ConvRequest, tile: Triple, gpu: GpuModel) -> Draft | None:
-    """The pair in tiles of this shape, or None where they are too large."""
+def _draft(first: ConvRequest, second: ConvRequest, tile: Triple, rows: int, gpu: GpuModel) -> Draft | None:
+    """The pair in tiles of this shape, so many outputs a block, or None where they are too large."""
     dtype, itemsize = second.out.dtype, second.out.itemsize
     kinds = layer_kind(first.geometry), layer_kind(second.geometry)
     assert kinds[0] is not None and kinds[1] is not None
@@ -124,18 +132,19 @@ def _draft(first: ConvRequest, second: ConvRequest, tile: Triple, gpu: GpuModel)
     if middle_pixels > MIDDLE_PIXELS:
         return None
     chunk = CHUNK_BYTES // itemsize
-    outputs = outputs_of_a_block(dtype, *kinds)
+    outputs = OUTPUTS_BYTES // ITEMSIZE[accumulator(dtype)]
+    dense_first, dense_second = kinds[0] == "DENSE", kinds[1] == "DENSE"
     x_chunks = sum(-(-channels // chunk) for channels in first.geometry.channels)
-    middle_chunks = -(-first.geometry.out_channels // chunk) if kinds[0] == "DENSE" else x_chunks
+    middle_chunks = -(-first.geometry.out_channels // chunk) if dense_first else x_chunks
     first_plane = first.geometry.taps * _tap_bytes(dtype, kinds[0], chunk)
     second_plane = second.geometry.taps * _tap_bytes(dtype, kinds[1], outputs)
 
-    second_at = TABLES + first_plane * middle_chunks * (x_chunks if kinds[0] == "DENSE" else 1)
-    middle_at = second_at + second_plane * middle_chunks
-    x_at = middle_at + middle_pixels * PITCH_BYTES
-    place_at = x_at + x_pixels * PITCH_BYTES * (x_chunks if kinds[0] == "DENSE" else 1)
-    leaving = PART * LEAVING_PITCH * ITEMSIZE[accumulator(dtype)] if kinds[1] == "DENSE" else 0
-    shared = max(place_at + 8 * x_pixels, middle_at + leaving)
+    second_at = TABLES + first_plane * middle_chunks * (x_chunks if dense_first else 1)
+    middle_at = second_at + second_plane * middle_chunks * (rows // outputs if dense_second else 1)
+    x_at = middle_at + middle_pixels * PITCH_BYTES * (middle_chunks if dense_second else 1)
+    place_at = x_at + x_pixels * PITCH_BYTES * (x_chunks if dense_first else 1)
+    leaving = PART * LEAVING_PITCH * ITEMSIZE[accumulator(dtype)] if dense_second else 0
+    shared = max(place_at + 8 * x_pixels, x_at + leaving)
     kernel = Kernel("conv_pair", (("DTYPE", dtype), ("FIRST", kinds[0]), ("SECOND", kinds[1])))
     resident = resident_blocks(kernel, THREADS, shared, gpu)
     if resident == 0:
@@ -143,13 +152,13 @@ def _draft(first: ConvRequest, second: ConvRequest, tile: Triple, gpu: GpuModel)
 
     tiles = tuple(-(-size // part) for size, part in zip(second.geometry.out_size, tile))
     blocks = second.geometry.batch * prod(tiles)
-    columns = -(-second.geometry.out_channels // outputs) if kinds[1] == "DENSE" else 1
+    columns = -(-second.geometry.out_channels // rows) if dense_second else 1
     if columns > GRID_Y:
         return None
-    rows = max(1, gpu.multiprocessors * resident // columns)
+    at_a_time = max(1, gpu.multiprocessors * resident // columns)
     launch = KernelLaunch(
         kernel,
-        (min(blocks, rows, GRID_X), columns, 1),
+        (min(blocks, at_a_time, GRID_X), columns, 1),
         THREADS,
         (
             ("sources", sources_params(first.geometry, first.xs)[0]),
@@ -161,6 +170,7 @@ def _draft(first: ConvRequest, second: ConvRequest, tile: Triple, gpu: GpuModel)
             ("source_count", len(first.xs)),
             ("middle", first.geometry.out_channels),
             ("outputs", second.geometry.out_channels),
+            ("outputs_a_block", rows),
             ("tile", (tile,)),
             ("middle_tile", (middle_tile,)),
             ("x_tile", (x_tile,)),

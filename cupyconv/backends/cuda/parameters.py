@@ -53,7 +53,7 @@ PARAMETERS = {
     ),
     "conv_pair": _struct(
         sources=(SOURCE, MAX_PAIR_SOURCES), first=_PAIR_LAYER, second=_PAIR_LAYER, out=IMAGE, blocks=INT64, tiles=(INT64, 3),
-        source_count=INT32, middle=INT32, outputs=INT32, tile=_BOX, middle_tile=_BOX, x_tile=_BOX, x_packed=INT32,
+        source_count=INT32, middle=INT32, outputs=INT32, outputs_a_block=INT32, tile=_BOX, middle_tile=_BOX, x_tile=_BOX, x_packed=INT32,
         second_at=INT32, middle_at=INT32, x_at=INT32, place_at=INT32, x_chunks=INT32, middle_chunks=INT32, first_plane=INT32,
         second_plane=INT32,
     ),
