@@ -298,7 +298,7 @@ class ChainLoop:
     """The NumPy backend's step for a chain: runs of rows, each through all layers one after the other.
 
     `tile` is samples, and rows of the last layer's result along `axis`.  The rows are cut into `bands` first,
-    which know nothing of each other.  `loops` has, for each layer, one loop for every geometry that its part of
+    which know nothing of each other.  Of the other layers' results `held` rows are in memory at a time.  `loops` has, for each layer, one loop for every geometry that its part of
     a tile may have: at the edges of the image a part has padding, and the last one may have fewer rows.
     """
 
@@ -307,6 +307,7 @@ class ChainLoop:
     dtypes: tuple[str, ...]  # of the layers' results
     axis: int
     tile: tuple[int, int]
+    held: tuple[int, ...]
     bands: int
     threads: int
     loops: tuple[tuple[BlockLoop, ...], ...]

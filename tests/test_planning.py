@@ -221,6 +221,19 @@ def kernels_of_columns(dtype: Any, step: int) -> set[Kernel]:
     return {launch.kernel for made in plans for launch in launches(made)}
 
 
+def kernels_of_widening(narrow: Any, wide: Any) -> set[Kernel]:
+    """Those of a chain whose second layer computes in a wider dtype, for images of even and odd sizes."""
+    asked: set[Kernel] = set()
+    for size in (8, 7):
+        first = cupyconv.ConvLayer(array(3, 3, 1, 1, dtype=narrow))
+        second = cupyconv.ConvLayer(array(4, 3, 3, 3, dtype=wide))
+        x = array(1, 3, size, size, dtype=narrow)
+        made = cupyconv.explain(cupyconv.conv_chain, x, [first, second], fuse=False, on=GPU)
+        check(made)
+        asked |= {launch.kernel for launch in launches(made)}
+    return asked
+
+
 def kernels_of_implicit_gemm(dtype: Any) -> set[Kernel]:
     """Those of a small and a large problem on every GPU; which arithmetic and which tile pays differs."""
     asked: set[Kernel] = set()
@@ -315,6 +328,8 @@ def test_every_listed_kernel_is_asked_for():
         asked |= {
             launch.kernel for made in pooling_plans(array(2, 3, 8, 8, dtype=dtype), 2) for launch in launches(made)
         }
+    for narrow, wide in product(("float16", BFLOAT16, "float32"), ("float32", "float64")):
+        asked |= kernels_of_widening(narrow, wide)
     for dtypes in DTYPES:
         asked |= kernels_of_input_gradients(*dtypes) | kernels_of_weight_gradients(*dtypes)
     assert sorted(map(str, set(all_variants()) - asked)) == []

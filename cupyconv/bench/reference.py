@@ -9,7 +9,8 @@ the results, stays below
     + 2 u_TF32                   two factors rounded to 11 bits, where that is allowed
 
 and no one error is above sixteen times that.  A transform (Winograd, FFT: what a peer may choose) is given
-eight times the second term.  So a float32 result from TF32 products, a missing tap and a NaN all fail.
+eight times the second term.  So a float32 result from TF32 products, a missing tap and a NaN all fail.  In a chain
+the root mean square is the product of the layers'.
 """
 
 from __future__ import annotations
@@ -38,6 +39,13 @@ class WrongResult(Exception):
 
 def in_float64(xp: ModuleType, case: Case, xs: list[Any], weight: Any) -> Any:
     """The result summed tap by tap, without columns, and without code in common with what is measured."""
+    for layer, factors in zip(case.layers, case.weights(weight)):
+        xs = [_tap_by_tap(xp, layer, xs, factors)]
+    return xs[0]
+
+
+def _tap_by_tap(xp: ModuleType, case: Case, xs: list[Any], weight: Any) -> Any:
+    """The result of one layer."""
     wide = [_widened(xp, x) for x in xs]
     factors = _widened(xp, weight)
     rank, group_outputs = len(case.size), case.out_channels // case.groups
@@ -65,7 +73,7 @@ def error(xp: ModuleType, case: Case, result: Any, expected: Any, *, transform: 
             f"{dtype_name(result.dtype)} {tuple(result.shape)}, needed {case.dtype} {tuple(expected.shape)}"
         )
     difference = xp.abs(_widened(xp, result) - expected)
-    scale = sqrt(case.terms)
+    scale = sqrt(prod(layer.terms for layer in case.layers))
     rms = sqrt(float((difference * difference).mean())) / scale
     largest = float(difference.max()) / scale
     allowed = allowed_error(case, transform=transform)
@@ -77,7 +85,9 @@ def error(xp: ModuleType, case: Case, result: Any, expected: Any, *, transform: 
 
 
 def allowed_error(case: Case, *, transform: bool = False) -> float:
-    """The bound derived above."""
+    """The bound derived above, of all layers together: a layer passes a relative error on as it is."""
+    if case.then:
+        return sum(allowed_error(layer, transform=transform) for layer in case.layers)
     kept = UNIT_ROUNDOFF[real_part(accumulator(case.dtype))]
     sums = 4 * kept * sqrt(case.terms + 4) * (TRANSFORM if transform else 1)
     return UNIT_ROUNDOFF[real_part(case.dtype)] + sums + (2 * TF32_ROUNDOFF if case.tf32 else 0)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cupyconv.bench.cases import Case
+from cupyconv.bench.cases import FUSE, Case
 from cupyconv.bench.clock import Call, measure, ratio
 from cupyconv.bench.floors import Rates, copy_rate, precision, product_rate
 from cupyconv.bench.machines import Machine, environment
@@ -175,9 +175,9 @@ class Session:
         rejected: dict[str, str] = {}
         with options(allow_tf32=True) if case.tf32 else nullcontext():
             plans["auto"] = explain(function, *arguments, **keywords)
-            for method in self.methods:
+            for method in [name for name in FUSE if name != "auto"] if case.then else self.methods:
                 try:
-                    plans[method] = explain(function, *arguments, **keywords, method=method)
+                    plans[method] = explain(function, *arguments, **keywords, **case.named(method))
                 except ValueError as refusal:
                     rejected[method] = str(refusal)
         return plans, rejected

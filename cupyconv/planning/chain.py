@@ -79,7 +79,9 @@ class _Part:
 
     @property
     def words(self) -> str:
-        return f"{self.first} and {self.last} fused" if self.count == 2 else f"{self.first} by {self.draft.method!r}"
+        if self.count == 1:
+            return f"{self.first} by {self.draft.method!r}"
+        return f"{self.first} and {self.last} in one kernel ({self.draft.reason})"
 
 
 class _Comparison:
@@ -215,6 +217,12 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int, gpu: GpuModel) -
     joined = in_turn("fused" if any(part.count == 2 for part in parts) else "unfused", drafts, "")
     cut = f", {-(-batch // chunk)} chunks of {chunk} samples" if chunk < batch else ""
     notes = tuple(f"layer[{i}] lies where layer[{stored[j]}] did" for j, i in enumerate(stored[2:]))
+    for part in parts:
+        if part.count == 2:
+            nbytes = layers[part.first].out.nbytes
+            notes += (
+                f"layer[{part.first}] is never stored: {nbytes:,} bytes of workspace, and {2 * nbytes:,} moved, are saved",
+            )
     if sum(sizes) > limit:
         notes += (
             f"the images between layers take {sum(sizes):,} bytes for one sample, beyond the workspace limit of {limit:,}",

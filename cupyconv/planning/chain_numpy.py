@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import product
 
-from cupyconv.dtypes import accumulator
+from cupyconv.dtypes import ITEMSIZE, accumulator
 from cupyconv.geometry import ConvGeometry
 from cupyconv.machine import HostModel
 from cupyconv.operands import Operand
 from cupyconv.plan import BlockLoop, Buffer, ChainLoop, Plan
-from cupyconv.planning.numpy import BALANCE, even_part, plan_conv
+from cupyconv.planning.numpy import BALANCE, even_part, plan_conv, tile_pixels
 from cupyconv.planning.request import (
     ChainRequest,
     ConvRequest,
@@ -36,7 +36,8 @@ def plan_chain(request: ChainRequest) -> Plan:
     request = replace(request, layers=(without_empty_inputs(request.layers[0]), *request.layers[1:]))
     last = request.layers[-1]
     if last.out.nbytes == 0:
-        chosen, rejected = _Draft("unfused", (), (), "the result is empty"), ()
+        rejected: tuple[tuple[str, str], ...] = ()
+        chosen = _Draft("unfused", (), (), "the result is empty")
     else:
         chosen, rejected = _choose(request)
     notes = tuple(dict.fromkeys(note for layer in request.layers for note in layer.notes))
@@ -109,7 +110,7 @@ def _unfused(request: ChainRequest) -> _Draft:
     """Whole images, of as many samples as leave the loops half of the workspace."""
     geometry = request.layers[-1].geometry
     sizes = [layer.out.nbytes for layer in request.layers[:-1]]
-    size = max((sum(pair) for pair in pairwise((*sizes, 0))), default=0)  # two are alive at a time
+    size = sum(max(sizes[first::2]) for first in range(min(2, len(sizes))))  # two are alive at a time
     most = geometry.batch if 2 * size <= request.limit else max(1, geometry.batch * (request.limit // 2) // size)
     tile = even_part(geometry.batch, most), geometry.out_size[_axis(geometry)]
     try:
@@ -139,7 +140,7 @@ def _tiled(request: ChainRequest, tile: tuple[int, int], limit: int, *, is_fused
     workers = min(threads, groups * bands) if is_fused else 1
     loop = ChainLoop(
         inputs=tuple(x.name for x in layers[0].xs), layers=geometries, dtypes=tuple(layer.out.dtype for layer in layers),
-        axis=axis, tile=tile, bands=bands, threads=workers, loops=(), flops=request.flops,
+        axis=axis, tile=tile, bands=bands, threads=workers, loops=(), held=(), flops=request.flops,
         bytes_moved=request.minimal_bytes + (0 if is_fused else 2 * request.intermediate_bytes),
     )  # fmt: skip
     parts = [
@@ -147,14 +148,17 @@ def _tiled(request: ChainRequest, tile: tuple[int, int], limit: int, *, is_fused
         for samples, band in product(sorted({len(samples) for samples in loop.sample_ranges}), loop.row_ranges)
         for part in tiles(geometries, axis, samples, band, tile[1])
     ]
+    rows_held = tuple(max(len(part[i].reads) for part in parts) for i in range(1, len(layers)))
     held = [
-        _rows(layer.out, axis, max(len(part[i + 1].reads) for part in parts)) for i, layer in enumerate(layers[:-1])
+        _rows(layer.out, axis, count).samples(0, tile[0]).in_c_order(layer.out.dtype)
+        for layer, count in zip(layers, rows_held)
     ]
-    held = [image.samples(0, tile[0]).in_c_order(image.dtype) for image in held]
     between = [workers * image.nbytes for image in held]
-    alive = sum(between) if is_fused else max((sum(pair) for pair in pairwise((*between, 0))), default=0)
+    if not is_fused:  # two are alive at a time
+        between = [max(between[first::2]) for first in range(min(2, len(between)))]
     weights = sum(_copied(layer) for layer in layers)
-    left = (limit - alive - weights) // workers
+    fixed = sum(between) + weights + workers * _moved(held, parts, axis)
+    left = (limit - fixed) // workers
     loops: list[tuple[BlockLoop, ...]] = []
     scratch: dict[str, int] = {}
     for i, layer in enumerate(layers):
@@ -164,21 +168,23 @@ def _tiled(request: ChainRequest, tile: tuple[int, int], limit: int, *, is_fused
             for piece in {piece.geometry: piece for piece in own}.values()
         ]
         loops.append(tuple(step for plan in plans for step in plan.steps if isinstance(step, BlockLoop)))
-        scratch[layer.x_dtype] = max(scratch.get(layer.x_dtype, 0), *(plan.workspace_bytes for plan in plans))
-    needed = alive + weights + workers * sum(scratch.values())
+        # Layers of one dtype use the same memory, but one's columns and another's tile lie in it side by side.
+        most = max((plan.workspace_bytes for plan in plans), default=0) + max(map(_tile_bytes, loops[-1]), default=0)
+        scratch[layer.x_dtype] = max(scratch.get(layer.x_dtype, 0), most)
+    needed = fixed + workers * sum(scratch.values())
     if needed > limit:
         raise NotApplicable(
             f"a tile of {tile[0]} samples x {tile[1]} rows needs {needed:,} bytes of workspace, the limit is {limit:,}"
         )
     sizes = {f"layer[{i}]": nbytes for i, nbytes in enumerate(between)}
-    sizes |= {"weights": weights, "blocks": workers * sum(scratch.values())}
+    sizes |= {"weights": weights, "blocks": needed - weights - sum(between)}
     words = (
         f"tiles of {tile[0]} samples x {tile[1]} rows go through all layers"
         if is_fused
         else "one layer after the other"
     )
     return _Draft(
-        "fused" if is_fused else "unfused", (replace(loop, loops=tuple(loops)),),
+        "fused" if is_fused else "unfused", (replace(loop, loops=tuple(loops), held=rows_held),),
         tuple(Buffer(name, nbytes) for name, nbytes in sizes.items() if nbytes), words,
     )  # fmt: skip
 
@@ -203,6 +209,21 @@ def _part_of(
         weight=layer.weight.in_c_order(accumulator(layer.weight_dtype)), out=cut(written[0] if written else layer.out, outputs),
         residual=layer.residual and cut(layer.residual, outputs), machine=HostModel(threads), workspace_limit=limit,
     )  # fmt: skip
+
+
+def _moved(held: Sequence[Operand], parts: Sequence[tuple[Piece, ...]], axis: int) -> int:
+    """The most bytes of rows that are kept from one tile to the next: a copy of them is made where they overlap."""
+    kept = [
+        max((len(part[i + 1].reads) - len(part[i].outputs) for part in parts if part[i].outputs), default=0)
+        for i in range(len(held))
+    ]
+    return max((_rows(image, axis, rows).nbytes for image, rows in zip(held, kept)), default=0)
+
+
+def _tile_bytes(loop: BlockLoop) -> int:
+    """Of what a block's columns are copied from."""
+    pixels = loop.block[0] * tile_pixels(loop.geometry, loop.block)
+    return loop.geometry.in_channels * pixels * ITEMSIZE[loop.x_dtype] if loop.body == "columns" else 0
 
 
 def _rows(image: Operand, axis: int, rows: int) -> Operand:

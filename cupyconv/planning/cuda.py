@@ -60,6 +60,12 @@ def plan_conv(request: ConvRequest) -> Plan:
 
 def choose(asked: str, draft_of: Callable[[str], Draft], gpu: GpuModel) -> tuple[Draft, tuple[tuple[str, str], ...]]:
     """The draft of the method asked for, or for "auto" the cheapest; and why not the others."""
+    if asked != "auto":
+        others = tuple((method, f"method={asked!r} was asked for") for method in METHODS if method != asked)
+        try:
+            return draft_of(asked), others
+        except NotApplicable as refusal:
+            raise ValueError(f"method {asked!r} does not apply: {refusal}") from None
     drafts: list[Draft] = []
     rejected: list[tuple[str, str]] = []
     for method in METHODS:
@@ -67,18 +73,10 @@ def choose(asked: str, draft_of: Callable[[str], Draft], gpu: GpuModel) -> tuple
             drafts.append(draft_of(method))
         except NotApplicable as refusal:
             rejected.append((method, str(refusal)))
-    if asked != "auto":
-        for method, reason in rejected:
-            if method == asked:
-                raise ValueError(f"method {method!r} does not apply: {reason}")
-        rejected += [(draft.method, f"method={asked!r} was asked for") for draft in drafts]
-        rejected = [entry for entry in rejected if entry[0] != asked]
-        chosen = next(draft for draft in drafts if draft.method == asked)
-    elif not drafts:
+    if not drafts:
         raise ValueError("no method applies: " + "; ".join(f"{method}: {reason}" for method, reason in rejected))
-    else:
-        chosen = min(drafts, key=lambda draft: draft.cost(gpu).seconds)
-        rejected += [(draft.method, str(draft.cost(gpu))) for draft in drafts if draft is not chosen]
+    chosen = min(drafts, key=lambda draft: draft.cost(gpu).seconds)
+    rejected += [(draft.method, str(draft.cost(gpu))) for draft in drafts if draft is not chosen]
     return chosen, tuple(rejected)
 
 

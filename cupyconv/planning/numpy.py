@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
-from cupyconv.geometry import ConvGeometry
+from cupyconv.geometry import ConvGeometry, Windows
 from cupyconv.machine import HostModel
 from cupyconv.operands import Operand, c_strides
 from cupyconv.plan import BlockLoop, Buffer, Plan
@@ -197,7 +197,7 @@ def block_of_pixels(geometry: ConvGeometry, pixels: int, most_samples: int) -> B
     return (1, 1, 1, even_part(width, pixels))
 
 
-def tile_pixels(geometry: ConvGeometry, block: Block) -> int:
+def tile_pixels(geometry: Windows, block: Block) -> int:
     """Pixels of the part of a padded sample that all windows of a block lie in."""
     return prod((part - 1) * stride + span for part, stride, span in zip(block[1:], geometry.stride, geometry.span))
 

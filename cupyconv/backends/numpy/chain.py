@@ -12,9 +12,9 @@ but where a band begins, whose neighbour belongs to another thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -27,23 +27,14 @@ from cupyconv.dtypes import dtype_from_name
 from cupyconv.plan import ChainLoop
 from cupyconv.rows import Piece, tiles
 
-#: A piece of a layer and the loop that computes it; None where there is nothing to compute.
-Work = tuple[Piece, ConvolutionLoop | None]
-
 
 class ChainConvolution:
     """What all runs of a plan have in common."""
 
     def __init__(self, loop: ChainLoop) -> None:
         self.plan = loop
-        by_geometry = [{part.geometry: ConvolutionLoop(part) for part in loops} for loops in loop.loops]
-        #: (samples, rows) -> tiles.
-        self.tiles: dict[tuple[int, range], list[tuple[Work, ...]]] = {}
-        for samples, band in product({len(samples) for samples in loop.sample_ranges}, loop.row_ranges):
-            self.tiles[samples, band] = [
-                tuple((piece, by_geometry[i].get(piece.geometry)) for i, piece in enumerate(tile))
-                for tile in tiles(loop.layers, loop.axis, samples, band, loop.tile[1])
-            ]
+        #: Of every layer, what computes a part of it.
+        self.loops = [{part.geometry: ConvolutionLoop(part) for part in loops} for loops in loop.loops]
         self.dtypes = [dtype_from_name(name) for name in loop.dtypes]
         self.x_dtypes = [dtype_from_name(loops[0].x_dtype) if loops else None for loops in loop.loops]
         self.weight_dtypes = [dtype_from_name(loops[0].weight_dtype) if loops else None for loops in loop.loops]
@@ -60,12 +51,23 @@ class ChainConvolution:
                 list(pool.map(chain.finish_in_thread, *zip(*bands)))
 
 
-@dataclass
 class _Held:
     """Rows of an intermediate image, the first of them number `first`."""
 
-    image: np.ndarray | None = None
-    first: int = 0
+    def __init__(self, empty: Callable[[], np.ndarray]) -> None:
+        self._empty = empty
+        self._image: np.ndarray | None = None
+        self.first = 0
+
+    @property
+    def image(self) -> np.ndarray:
+        """The rows' memory, from when it is first asked for."""
+        if self._image is None:
+            self._image = self._empty()
+        return self._image
+
+    def forget(self) -> None:
+        self._image = None
 
 
 class _Run:
@@ -90,36 +92,36 @@ class _Run:
 
     def finish(self, samples: range, rows: range) -> None:
         """All tiles of a band, in order."""
-        tiles = self.chain.tiles[len(samples), rows]
-        held = [_Held() for _ in self.chain.plan.layers[:-1]]
-        for tile in tiles:
-            for i, (piece, _) in enumerate(tile):
+        plan = self.chain.plan
+        held = [_Held(partial(self._empty, i, len(samples), count)) for i, count in enumerate(plan.held)]
+        for tile in tiles(plan.layers, plan.axis, len(samples), rows, plan.tile[1]):
+            is_last = tile[-1].outputs.stop == rows.stop
+            for i, piece in enumerate(tile):
                 if not piece.outputs:
                     continue
-                if i < len(held) and held[i].image is None:
-                    most = max(len(later[i + 1][0].reads) for later in tiles)
-                    held[i].image = self._empty(i, len(samples), most)
                 self._finish_piece(i, tile, samples, held)
-                if i and tile is tiles[-1]:
-                    held[i - 1].image = None  # nobody reads it again
+                if i and is_last:
+                    held[i - 1].forget()  # nobody reads it again
 
     def finish_in_thread(self, samples: range, rows: range) -> None:
         with np.errstate(all="ignore"):  # of the thread
             self.finish(samples, rows)
 
-    def _finish_piece(self, i: int, tile: tuple[Work, ...], samples: range, held: list[_Held]) -> None:
+    def _finish_piece(self, i: int, tile: tuple[Piece, ...], samples: range, held: list[_Held]) -> None:
         """The rows of layer `i` that a tile adds."""
-        piece, loop = tile[i]
+        piece = tile[i]
+        loop = self.chain.loops[i].get(piece.geometry)
         if i == len(held):
             result = self._cut(self.out, samples, piece.outputs)
         else:
-            result = self._make_room(held[i], tile[i + 1][0].reads, piece.outputs)
-        if loop is None:
+            result = self._make_room(held[i], tile[i + 1].reads, piece.outputs)
+        if loop is None:  # a layer of no channels
             return
         if i == 0:
             images = {name: self._cut(image, samples, piece.reads) for name, image in self.inputs.items()}
         else:
-            images = {f"layer[{i - 1}]": self._rows(held[i - 1].image, 0, len(piece.reads))}
+            before = held[i - 1]
+            images = {f"layer[{i - 1}]": self._rows(before.image, piece.reads.start - before.first, len(piece.reads))}
         if i in self.residuals:
             images["residual"] = self._cut(self.residuals[i], samples, piece.outputs)
         loop.run({**self.common[i], **images, "out": result}, self.scratch[loop.x_dtype])
@@ -139,7 +141,7 @@ class _Run:
         size[self.axis - 2] = rows
         return np.empty((samples, geometry.out_channels, *size), self.chain.dtypes[i])
 
-    def _rows(self, image: Any, first: int, count: int) -> np.ndarray:
+    def _rows(self, image: np.ndarray, first: int, count: int) -> np.ndarray:
         return image[(slice(None),) * self.axis + (slice(first, first + count),)]
 
     def _cut(self, image: np.ndarray, samples: range, rows: range) -> np.ndarray:
