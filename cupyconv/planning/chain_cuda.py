@@ -24,7 +24,15 @@ from cupyconv.machine import GpuModel
 from cupyconv.operands import Operand
 from cupyconv.plan import MAX_PAIR_SOURCES, Kernel, KernelLaunch
 from cupyconv.planning.draft import Draft
-from cupyconv.planning.launches import GRID_X, GRID_Y, PACKET_BYTES, epilogue_params, image, sources_params, windows_params
+from cupyconv.planning.launches import (
+    GRID_X,
+    GRID_Y,
+    PACKET_BYTES,
+    epilogue_params,
+    image,
+    sources_params,
+    windows_params,
+)
 from cupyconv.planning.occupancy import registers, resident_blocks
 from cupyconv.planning.request import ConvRequest, NotApplicable
 
@@ -55,6 +63,13 @@ def draft_pair(first: ConvRequest, second: ConvRequest) -> Draft:
     """
     gpu = first.machine
     assert isinstance(gpu, GpuModel)
+    return min(drafts_of(first, second), key=lambda draft: draft.cost(gpu).seconds)
+
+
+def drafts_of(first: ConvRequest, second: ConvRequest) -> list[Draft]:
+    """One for every tile that fits, at least one; or `NotApplicable`."""
+    gpu = first.machine
+    assert isinstance(gpu, GpuModel)
     _check(first, second, gpu)
     drafts = [
         draft
@@ -65,7 +80,7 @@ def draft_pair(first: ConvRequest, second: ConvRequest) -> Draft:
         raise NotApplicable(
             f"both weights and the smallest tiles take more than the {gpu.shared_bytes:,} bytes of shared memory of a block"
         )
-    return min(drafts, key=lambda draft: draft.cost(gpu).seconds)
+    return drafts
 
 
 def layer_kind(geometry: ConvGeometry) -> str | None:
@@ -89,7 +104,9 @@ def _check(first: ConvRequest, second: ConvRequest, gpu: GpuModel) -> None:
     if gpu.capability < FIRST_PAIR[dtype]:
         raise NotApplicable(f"{gpu.arch} has no matrix instructions for {dtype}")
     if first.residual is not None:
-        raise NotApplicable("the first layer has a residual, which would be read for every pixel that is computed twice")
+        raise NotApplicable(
+            "the first layer has a residual, which would be read for every pixel that is computed twice"
+        )
     if second.geometry.padding_mode != "constant":
         raise NotApplicable(f"the second layer is padded by {second.geometry.padding_mode!r}")
     if len(first.xs) > MAX_PAIR_SOURCES:
@@ -117,7 +134,9 @@ def _rows(second: ConvRequest) -> Iterator[int]:
     """Outputs that a block may take: all, or where blocks share a tile's outputs half of them and so on."""
     outputs = OUTPUTS_BYTES // ITEMSIZE[accumulator(second.out.dtype)]
     tiles = -(-second.geometry.out_channels // outputs)
-    shares = [1] if layer_kind(second.geometry) == "DEPTHWISE" else [1 << i for i in range(tiles.bit_length())]
+    shares = (
+        [1] if layer_kind(second.geometry) == "DEPTHWISE" else [1 << i for i in range((tiles - 1).bit_length() + 1)]
+    )
     yield from dict.fromkeys(-(-tiles // share) * outputs for share in shares)
 
 
@@ -136,8 +155,8 @@ def _draft(first: ConvRequest, second: ConvRequest, tile: Triple, rows: int, gpu
     dense_first, dense_second = kinds[0] == "DENSE", kinds[1] == "DENSE"
     x_chunks = sum(-(-channels // chunk) for channels in first.geometry.channels)
     middle_chunks = -(-first.geometry.out_channels // chunk) if dense_first else x_chunks
-    first_plane = first.geometry.taps * _tap_bytes(dtype, kinds[0], chunk)
-    second_plane = second.geometry.taps * _tap_bytes(dtype, kinds[1], outputs)
+    first_plane = first.geometry.taps * tap_bytes(dtype, kinds[0], chunk)
+    second_plane = second.geometry.taps * tap_bytes(dtype, kinds[1], outputs)
 
     second_at = TABLES + first_plane * middle_chunks * (x_chunks if dense_first else 1)
     middle_at = second_at + second_plane * middle_chunks * (rows // outputs if dense_second else 1)
@@ -206,7 +225,7 @@ def _reached(geometry: ConvGeometry, tile: Triple) -> Triple:
     return depth, height, width
 
 
-def _tap_bytes(dtype: str, kind: str, rows: int) -> int:
+def tap_bytes(dtype: str, kind: str, rows: int) -> int:
     """A tap's weight of one chunk of channels in shared memory."""
     itemsize = ITEMSIZE[dtype]
     chunk = CHUNK_BYTES // itemsize

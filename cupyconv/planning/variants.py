@@ -34,7 +34,16 @@ def is_fast(kernel: Kernel) -> bool:
 
     direct, transposed and col2im are for generality: there a few bytes spilled cost little beside the scattered access.
     """
-    return kernel.name in ("merge", "im2col", "epilogue", "epilogue_grad", "depthwise", "implicit_gemm", "conv_pair", *POOLING)
+    return kernel.name in (
+        "merge",
+        "im2col",
+        "epilogue",
+        "epilogue_grad",
+        "depthwise",
+        "implicit_gemm",
+        "conv_pair",
+        *POOLING,
+    )
 
 
 def is_planned(kernel: Kernel, capability: int) -> bool:
