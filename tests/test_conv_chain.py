@@ -35,7 +35,8 @@ from tolerance import assert_exact, checked, compare, rounded, tolerance, widene
 import cupyconv
 from cupyconv import ConvLayer, planning
 from cupyconv.chain import prepare_conv_chain
-from cupyconv.plan import Address, ChainLoop, Kernel, KernelLaunch
+from cupyconv.loops import ChainLoop
+from cupyconv.plan import Address, Kernel, KernelLaunch
 from cupyconv.planning import chain as chain_planning
 from cupyconv.planning import chain_numpy
 from cupyconv.planning.draft import Draft

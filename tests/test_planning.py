@@ -25,19 +25,9 @@ from cupyconv.calls.pooling import prepare_max_pool, prepare_max_pool_gradient
 from cupyconv.calls.prologue_grad import prepare_prologue_grad
 from cupyconv.calls.recurrent_gradient import prepare_recurrent_gradient
 from cupyconv.dtypes import ITEMSIZE
+from cupyconv.loops import BlockLoop, PoolingLoop
 from cupyconv.machine import KNOWN_GPUS, known_gpu
-from cupyconv.plan import (
-    MAX_SOURCES,
-    Address,
-    BlockLoop,
-    GemmCall,
-    Kernel,
-    KernelLaunch,
-    LaunchLoop,
-    Matrix,
-    Plan,
-    PoolingLoop,
-)
+from cupyconv.plan import MAX_SOURCES, Address, GemmCall, Kernel, KernelLaunch, LaunchLoop, Matrix, Plan
 from cupyconv.planning.gemm import MAX_BATCH, SMALLEST_CHUNK
 from cupyconv.planning.launches import DEPTHWISE_KERNELS, GRID_Y
 from cupyconv.planning.variants import all_variants

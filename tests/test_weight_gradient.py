@@ -10,7 +10,8 @@ import reference
 from tolerance import assert_close, assert_exact
 
 import cupyconv
-from cupyconv.plan import GemmCall, WeightGradientLoop
+from cupyconv.loops import WeightGradientLoop
+from cupyconv.plan import GemmCall
 from cupyconv.planning import plan_weight_gradient, weight_gradient_cuda, weight_gradient_numpy
 from cupyconv.repetition import forget_calls
 

@@ -13,9 +13,10 @@ from math import gcd, prod
 
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
 from cupyconv.geometry import ConvGeometry, Windows
+from cupyconv.loops import BlockLoop
 from cupyconv.machine import HostModel
 from cupyconv.operands import Operand, c_strides
-from cupyconv.plan import BlockLoop, Buffer, Plan
+from cupyconv.plan import Buffer, Plan
 from cupyconv.planning.request import (
     ConvRequest,
     NotApplicable,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from math import prod
 
 from cupyconv.dtypes import ITEMSIZE
+from cupyconv.loops import RecurrentGradientLoop
 from cupyconv.machine import HostModel
 from cupyconv.operands import c_strides
-from cupyconv.plan import Buffer, Plan, RecurrentGradientLoop
+from cupyconv.plan import Buffer, Plan
 from cupyconv.planning.numpy import BALANCE, even_part
 from cupyconv.planning.request import RecurrentGradientRequest
 

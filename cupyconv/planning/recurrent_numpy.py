@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from math import prod
 
 from cupyconv.dtypes import ITEMSIZE, accumulator
+from cupyconv.loops import RecurrentLoop
 from cupyconv.machine import HostModel
 from cupyconv.operands import collapsed_stride
-from cupyconv.plan import Buffer, Plan, RecurrentLoop
+from cupyconv.plan import Buffer, Plan
 from cupyconv.planning.numpy import BALANCE, even_part
 from cupyconv.planning.request import RecurrentRequest
 

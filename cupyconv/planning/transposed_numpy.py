@@ -17,9 +17,10 @@ from math import prod
 
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
 from cupyconv.geometry import Triple
+from cupyconv.loops import BlockLoop, GatheredLoop, TransposedLoop
 from cupyconv.machine import HostModel
 from cupyconv.operands import c_strides
-from cupyconv.plan import BlockLoop, Buffer, GatheredLoop, Plan, TransposedLoop
+from cupyconv.plan import Buffer, Plan
 from cupyconv.planning.numpy import (
     BALANCE,
     LONE_PIXELS,

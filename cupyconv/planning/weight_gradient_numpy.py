@@ -16,9 +16,10 @@ from math import prod
 
 from cupyconv.activations import IDENTITY
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
+from cupyconv.loops import WeightGradientLoop
 from cupyconv.machine import HostModel
 from cupyconv.operands import c_strides
-from cupyconv.plan import Buffer, Plan, WeightGradientLoop
+from cupyconv.plan import Buffer, Plan
 from cupyconv.planning.numpy import (
     BALANCE,
     LONE_PIXELS,

@@ -31,7 +31,7 @@ import numpy as np
 from cupyconv.backends.numpy.prologue import Transform
 from cupyconv.backends.numpy.windows import Region, read, tap_regions, tile_regions, windows_of_tile
 from cupyconv.geometry import ConvGeometry
-from cupyconv.plan import BlockLoop
+from cupyconv.loops import BlockLoop
 
 #: Blocks up to which, and taps up to which, what a block reads is kept from run to run: a small convolution is
 #: bound by working it out; a large one is not, and would keep megabytes.

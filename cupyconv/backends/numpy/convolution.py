@@ -33,7 +33,7 @@ from cupyconv.backends.numpy.prologue import transform_of
 from cupyconv.backends.numpy.windows import five_axes
 from cupyconv.dtypes import dtype_from_name, is_complex
 from cupyconv.geometry import ConvGeometry
-from cupyconv.plan import BlockLoop
+from cupyconv.loops import BlockLoop
 
 
 class ConvolutionLoop:

@@ -16,7 +16,7 @@ import numpy as np
 from cupyconv.backends.numpy.convolution import ConvolutionLoop
 from cupyconv.backends.numpy.windows import five_axes
 from cupyconv.geometry import ConvGeometry
-from cupyconv.plan import GatheredLoop
+from cupyconv.loops import GatheredLoop
 
 
 class GatheredConvolution:

@@ -22,7 +22,7 @@ import numpy as np
 from cupyconv.activations import Activation
 from cupyconv.backends.numpy.activations import activate
 from cupyconv.dtypes import dtype_from_name
-from cupyconv.plan import RecurrentLoop
+from cupyconv.loops import RecurrentLoop
 
 _WEIGHTS = ("weight_ih", "weight_hh")
 

@@ -20,7 +20,7 @@ import numpy as np
 from cupyconv.activations import Activation, derivative_from_result
 from cupyconv.backends.numpy.activations import activate, derivative
 from cupyconv.dtypes import dtype_from_name
-from cupyconv.plan import RecurrentGradientLoop
+from cupyconv.loops import RecurrentGradientLoop
 
 
 class RecurrentGradient:

@@ -35,7 +35,7 @@ from cupyconv.backends.numpy.prologue import transform_of
 from cupyconv.backends.numpy.windows import five_axes
 from cupyconv.dtypes import dtype_from_name, is_complex, real_part
 from cupyconv.geometry import ConvGeometry
-from cupyconv.plan import WeightGradientLoop
+from cupyconv.loops import WeightGradientLoop
 
 #: Outputs below which a product is taken transposed, where that makes it taller than wide: BLAS is faster at it.
 _MANY_OUTPUTS = 128
