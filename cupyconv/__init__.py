@@ -5,6 +5,7 @@ y = cupyconv.conv([a, b, c], weight)      # their concatenation along channels, 
 """
 
 from cupyconv.batchnorm import fold_batchnorm
+from cupyconv.chain import ConvLayer, conv_chain
 from cupyconv.columns import col2im, im2col
 from cupyconv.configuration import show_config
 from cupyconv.convolution import conv, linmerge
@@ -16,6 +17,7 @@ from cupyconv.plan import Plan
 from cupyconv.pooling import max_pool
 from cupyconv.pullbacks import ConvGradients, conv_transpose_vjp, conv_vjp, linmerge_vjp, max_pool_vjp
 from cupyconv.recurrent import gru, gru_step, lstm, lstm_step, rnn, rnn_step
+from cupyconv.recurrent_pullbacks import RecurrentGradients, gru_vjp, lstm_vjp, rnn_vjp
 from cupyconv.settings import options
 from cupyconv.transposed import conv_transpose
 from cupyconv.version import __version__
@@ -23,10 +25,13 @@ from cupyconv.weight_gradient import conv_grad_weight
 
 __all__ = [
     "ConvGradients",
+    "ConvLayer",
     "Plan",
+    "RecurrentGradients",
     "__version__",
     "col2im",
     "conv",
+    "conv_chain",
     "conv_grad_input",
     "conv_grad_weight",
     "conv_transpose",
@@ -37,16 +42,19 @@ __all__ = [
     "from_onnx_weights",
     "gru",
     "gru_step",
+    "gru_vjp",
     "im2col",
     "linmerge",
     "linmerge_vjp",
     "lstm",
     "lstm_step",
+    "lstm_vjp",
     "max_pool",
     "max_pool_vjp",
     "onnx_padding",
     "options",
     "rnn",
     "rnn_step",
+    "rnn_vjp",
     "show_config",
 ]

@@ -54,6 +54,9 @@ def fold_batchnorm(
 
     Notes
     -----
+    A batch normalisation *before* a convolution, with its activation, is that one's ``prologue``: a scale of
+    ``gamma / sqrt(var + eps)`` and a shift of ``beta - mean * scale``.
+
     Source: Ioffe and Szegedy, *Batch Normalization* (2015); ONNX ``BatchNormalization`` at inference.
 
     Examples

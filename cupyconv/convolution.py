@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyconv.calls.convolution import prepare_conv, prepare_linmerge
+from cupyconv.calls.convolution import prepare_conv, prepare_linmerge, prologue_parts
 from cupyconv.repetition import call
 
 
@@ -53,8 +53,11 @@ def conv(
         ``"relu"``, ``("leaky_relu", 0.1)``, ``("clip", 0, 6)``, ...; the table is in ``cupyconv.activations``.
     residual : array, optional
         Of exactly the result's shape, added before the activation.
-    prologue : None
-        Reserved; anything else is refused in this version.
+    prologue : tuple (scale, shift, activation), optional
+        Each input element is taken as ``activation(scale[c] * x[n, c, p] + shift[c])``, computed as it is loaded:
+        a batch normalisation and an activation before the convolution, without a copy.  `scale` and `shift` are
+        arrays ``(C,)`` over all channels of the merged inputs; each of the three may be None.  Padding is zeros
+        beside transformed elements, and those of a `padding_mode` are transformed.
     method : str
         ``"auto"``, ``"direct"``, ``"gemm"`` (columns and a product) or ``"implicit_gemm"`` (CUDA: the product
         without columns); a method that does not apply is refused, never replaced.
@@ -73,7 +76,7 @@ def conv(
     ------
     TypeError
         For integer or foreign arrays, NumPy and CuPy mixed, a cast that would drop imaginary parts, a
-        complex result with an activation, or an `out` of another dtype.
+        complex result with an activation, before or after, or an `out` of another dtype.
     ValueError
         For shapes that do not fit, settings out of range, an `out` of the wrong shape or overlapping an
         argument, or a method that cannot do the problem.
@@ -87,6 +90,11 @@ def conv(
 
     Notes
     -----
+    A prologue is computed in the precision of sums, float32 for 16-bit types, and never widens the result; `scale` and
+    `shift` of that dtype are taken as they are, others converted first.  The products of ``"gemm"`` and
+    ``"implicit_gemm"`` on CUDA are of 16-bit elements, so there a transformed one is rounded to its type once.  With
+    a prologue ``"gemm"`` always writes columns, also of 1x1 kernels.
+
     On CUDA nothing waits for the GPU: the work is enqueued on the current stream.  After a first call
     like it, one with `out` whose plan has no workspace and no GEMM can be captured in a CUDA graph.  With
     ``CUPYCONV_NVTX=1`` in the environment each call is an NVTX range.  Source of the conventions: ONNX ``Conv``; Chetlur et al., *cuDNN: Efficient Primitives for Deep Learning* (2014),
@@ -101,12 +109,13 @@ def conv(
     >>> y.shape, float(y[0, 0, 4, 4])
     ((1, 16, 8, 8), 72.0)
     """
+    scale, shift, prologue_activation = prologue_parts(prologue)
     return call(
         prepare_conv,
-        {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out},
+        {"x": x, "weight": weight, "bias": bias, "residual": residual, "scale": scale, "shift": shift, "out": out},
         {
             "stride": stride, "padding": padding, "padding_mode": padding_mode, "dilation": dilation, "groups": groups,
-            "activation": activation, "prologue": prologue, "method": method,
+            "activation": activation, "prologue_activation": prologue_activation, "method": method,
         },
     )  # fmt: skip
 
@@ -160,8 +169,9 @@ def linmerge(
     >>> y.shape, y[0, :, 0].tolist()
     ((2, 2, 100), [3.0, 10.0])
     """
+    scale, shift, prologue_activation = prologue_parts(prologue)
     return call(
         prepare_linmerge,
-        {"xs": xs, "weight": weight, "bias": bias, "residual": residual, "out": out},
-        {"activation": activation, "prologue": prologue, "method": method},
+        {"xs": xs, "weight": weight, "bias": bias, "residual": residual, "scale": scale, "shift": shift, "out": out},
+        {"activation": activation, "prologue_activation": prologue_activation, "method": method},
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from cupyconv.calls.call import Call
 from cupyconv.calls.columns import prepare_col2im, prepare_im2col
-from cupyconv.calls.convolution import prepare_conv, prepare_linmerge
+from cupyconv.calls.convolution import prepare_conv, prepare_linmerge, prologue_parts
 from cupyconv.calls.pooling import prepare_max_pool
 from cupyconv.calls.recurrent import (
     prepare_gru,
@@ -19,6 +19,7 @@ from cupyconv.calls.recurrent import (
 )
 from cupyconv.calls.transposed import prepare_conv_grad_input, prepare_conv_transpose
 from cupyconv.calls.weight_gradient import prepare_conv_grad_weight
+from cupyconv.chain import conv_chain, prepare_conv_chain
 from cupyconv.columns import col2im, im2col
 from cupyconv.convolution import conv, linmerge
 from cupyconv.input_gradient import conv_grad_input
@@ -31,6 +32,7 @@ from cupyconv.weight_gradient import conv_grad_weight
 _PREPARE: dict[Callable[..., Any], Callable[..., Call]] = {
     conv: prepare_conv,
     linmerge: prepare_linmerge,
+    conv_chain: prepare_conv_chain,
     conv_transpose: prepare_conv_transpose,
     conv_grad_input: prepare_conv_grad_input,
     conv_grad_weight: prepare_conv_grad_weight,
@@ -52,8 +54,8 @@ def explain(function: Callable[..., Any], *args: Any, on: str | None = None, **k
     Parameters
     ----------
     function : callable
-        `conv`, `linmerge`, `conv_transpose`, `conv_grad_input`, `conv_grad_weight`, `im2col`, `col2im`,
-        `max_pool`, `rnn`, `lstm`, `gru`, or a step of these.
+        `conv`, `linmerge`, `conv_chain`, `conv_transpose`, `conv_grad_input`, `conv_grad_weight`, `im2col`,
+        `col2im`, `max_pool`, `rnn`, `lstm`, `gru`, or a step of these.
     *args, **kwargs
         The call's arguments.
     on : str, optional
@@ -84,4 +86,7 @@ def explain(function: Callable[..., Any], *args: Any, on: str | None = None, **k
     if function not in _PREPARE:
         known = ", ".join(f.__name__ for f in _PREPARE)
         raise TypeError(f"explain takes one of {known}, given {getattr(function, '__name__', function)!r}")
+    if function in (conv, linmerge):
+        names = ("scale", "shift", "prologue_activation")
+        kwargs |= zip(names, prologue_parts(kwargs.pop("prologue", None)))
     return _PREPARE[function](*args, on=on, **kwargs).plan()

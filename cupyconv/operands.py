@@ -63,6 +63,13 @@ class Operand:
         """The one stride between neighbouring pixels where the spatial axes collapse; else None."""
         return collapsed_stride(self.shape[2:], self.strides[2:])
 
+    def samples(self, first: int, count: int) -> Operand:
+        """Some of the samples, where they lie."""
+        offset = self.offset + first * self.stride_n * self.itemsize
+        shift = offset - self.offset
+        alignment = min(self.alignment, shift & -shift) if shift else self.alignment
+        return replace(self, shape=(count, *self.shape[1:]), offset=offset, alignment=alignment)
+
     def in_c_order(self, dtype: str) -> Operand:
         """The same image, freshly allocated."""
         return replace(self, dtype=dtype, strides=c_strides(self.shape), alignment=16)

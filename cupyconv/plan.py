@@ -12,6 +12,7 @@ from typing import Any
 from cupyconv.activations import Activation
 from cupyconv.dtypes import ITEMSIZE, is_complex
 from cupyconv.geometry import ConvGeometry, Windows
+from cupyconv.prologue import NONE, Prologue
 from cupyconv.recurrence import RecurrentGeometry
 
 #: Inputs that fit into the table of a kernel's parameters (MAX_SOURCES of kernels/image.cuh).
@@ -204,11 +205,21 @@ class BlockLoop:
     in_place: bool  # the sums are the result itself
     bytes_moved: int
     flops: int
+    part: int = field(default=0, kw_only=True)  # groups whose shared columns there are at a time; 0: other bodies
+    prologue: Prologue = field(default=NONE, kw_only=True)
+
+    @property
+    def rounds(self) -> int:
+        """Times that scratch memory is filled: by every block, and every part of one."""
+        if not self.part:
+            return self.blocks
+        assert isinstance(self.geometry, ConvGeometry)
+        return self.blocks * -(-self.geometry.groups // self.part)
 
     def __str__(self) -> str:
         block = " x ".join(map(str, self.block))
         return (
-            f"loop     {self.body}, sums in {'the result' if self.in_place else self.dtype}: {self.blocks} block(s) of {block} (n, d, h, w)"
+            f"loop     {self.body}{f' of {self.prologue}' if self.prologue else ''}, sums in {'the result' if self.in_place else self.dtype}: {self.blocks} block(s) of {block} (n, d, h, w)"
             f" on {self.threads} thread(s)"
         )
 
@@ -325,6 +336,80 @@ class TransposedLoop(BlockLoop):
 
 
 @dataclass(frozen=True)
+class ChainLoop:
+    """The NumPy backend's step for a chain: runs of rows, each through all layers one after the other.
+
+    `tile` is samples, and rows of the last layer's result along `axis`.  The rows are cut into `bands` first,
+    which know nothing of each other.  Of the other layers' results `held` rows are in memory at a time.  `loops` has, for each layer, one loop for every geometry that its part of
+    a tile may have: at the edges of the image a part has padding, and the last one may have fewer rows.
+    """
+
+    inputs: tuple[str, ...]
+    layers: tuple[ConvGeometry, ...]
+    dtypes: tuple[str, ...]  # of the layers' results
+    axis: int
+    tile: tuple[int, int]
+    held: tuple[int, ...]
+    bands: int
+    threads: int
+    loops: tuple[tuple[BlockLoop, ...], ...]
+    bytes_moved: int
+    flops: int
+
+    @property
+    def sample_ranges(self) -> list[range]:
+        """The samples of each tile."""
+        batch, part = self.layers[-1].batch, self.tile[0]
+        return [range(first, min(first + part, batch)) for first in range(0, batch, part)]
+
+    @property
+    def row_ranges(self) -> list[range]:
+        """The rows of each band."""
+        rows = self.layers[-1].out_size[self.axis]
+        part = -(-rows // self.bands)
+        return [range(first, min(first + part, rows)) for first in range(0, rows, part)]
+
+    def __str__(self) -> str:
+        samples, rows = self.tile
+        tiles = len(self.sample_ranges) * sum(-(-len(band) // rows) for band in self.row_ranges)
+        lines = [
+            f"loop     {len(self.layers)} layers, tile by tile: {tiles} tile(s) of {samples} samples x {rows} rows (axis {'dhw'[self.axis]})"
+            f" in {self.bands} band(s) on {self.threads} thread(s)"
+        ]
+        lines += [
+            f"  layer {i}: {max(loops, key=lambda loop: loop.flops)}" for i, loops in enumerate(self.loops) if loops
+        ]
+        return "\n".join(lines)
+
+    @property
+    def shape_of_work(self) -> object:
+        return self
+
+
+@dataclass(frozen=True)
+class GatheredLoop(BlockLoop):
+    """A part of a transposed convolution's result as the convolution that it is, of `geometry`.
+
+    Along each axis the part is every ``written[1]``-th element from ``written[0]`` on, and `read` begins and ends
+    what is read of x.  The weight has `taps` of each axis, in the order in which they meet x, and
+    outputs and channels of each group exchanged.
+    """
+
+    output: str
+    conjugate: bool
+    taps: tuple[range, ...]
+    read: tuple[tuple[int, int], ...]
+    written: tuple[tuple[int, int], ...]
+
+    def __str__(self) -> str:
+        taps, steps = (
+            " x ".join(map(str, along)) for along in (map(len, self.taps), (step for _, step in self.written))
+        )
+        every = f", every {steps}" if max(step for _, step in self.written) > 1 else ""
+        return f"{super().__str__()}, gathered from {taps} taps{every}"
+
+
+@dataclass(frozen=True)
 class RecurrentLoop:
     """The NumPy backend's step for a recurrent layer: a loop over steps, for each direction and part of the samples.
 
@@ -361,7 +446,47 @@ class RecurrentLoop:
         return self
 
 
-Step = KernelLaunch | LaunchLoop | GemmCall | BlockLoop | ElementwiseLoop | PoolingLoop | RecurrentLoop
+@dataclass(frozen=True)
+class RecurrentGradientLoop:
+    """The NumPy backend's step for a recurrent layer's gradients: back through time, direction after direction.
+
+    The gates' gradients of `run` steps and `samples` samples are in memory at once.  What they are multiplied with is
+    worked out for all of these before, products with the weights and x are made of all of them after, added to those
+    of other runs `block` rows at a time.
+    """
+
+    geometry: RecurrentGeometry
+    run: int
+    samples: int
+    block: int
+    dtype: str  # computed in
+    bytes_moved: int
+    flops: int
+
+    def __str__(self) -> str:
+        geometry = self.geometry
+        runs = -(-geometry.steps // max(1, self.run))
+        return (
+            f"loop     back through {geometry.cell} in {self.dtype}, {geometry.directions} direction(s) of {runs} run(s)"
+            f" of {self.run} steps x {self.samples} samples: derivatives, then each step's product, then products of all"
+        )
+
+    @property
+    def shape_of_work(self) -> object:
+        return self
+
+
+Step = (
+    KernelLaunch
+    | LaunchLoop
+    | GemmCall
+    | BlockLoop
+    | ElementwiseLoop
+    | PoolingLoop
+    | ChainLoop
+    | RecurrentLoop
+    | RecurrentGradientLoop
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,7 +498,8 @@ class Plan:
     Attributes
     ----------
     method : str
-        ``"direct"``, ``"gemm"`` or ``"implicit_gemm"``; of columns ``"im2col"`` or ``"col2im"``.
+        ``"direct"``, ``"gemm"`` or ``"implicit_gemm"``; of columns ``"im2col"`` or ``"col2im"``;
+        of a chain ``"fused"`` or ``"unfused"``.
     backend : str
         ``"numpy"`` or ``"cuda"``.
     device : str

@@ -24,6 +24,7 @@ class Result(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
     channels_last: bool = False
+    addend: str = "residual"  # the one argument that may lie where the result does
 
 
 class PreparedCall:
@@ -65,7 +66,7 @@ class PreparedCall:
         #: Of these the backend gets a view with the axes it knows.
         self._viewed = () if axes.are_the_backends else tuple(images & {*arrays, *returned})
         given = [name for name in returned if name in arrays]
-        self._out_memory = OutMemory(arrays, given) if given else None
+        self._out_memory = OutMemory(arrays, given, results[0].addend) if given else None
         self._copied = tuple(
             name
             for name in given

@@ -7,7 +7,9 @@
                  bias     <-- sums of dz's channels;   residual <-- dz
 
 The way back through the activation and the sums for the bias are one pass; what is linear goes back through
-the public gradient functions.
+the public gradient functions.  A prologue stands before all of this: the gradient of the transformed input is taken
+back through it in one more pass, which transforms the input anew, and the weight's gradient is of the transformed
+input, transformed as it is read.
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ import numpy as np
 
 from cupyconv.activations import resolve_activation
 from cupyconv.calls.call import owner
-from cupyconv.calls.convolution import prepare_conv, prepare_linmerge
+from cupyconv.calls.convolution import prepare_conv, prepare_linmerge, prologue_parts
 from cupyconv.calls.epilogue_grad import prepare_epilogue_grad
 from cupyconv.calls.pooling import prepare_max_pool_gradient
+from cupyconv.calls.prologue_grad import prepare_prologue_grad
 from cupyconv.calls.transposed import prepare_conv_transpose
+from cupyconv.calls.weight_gradient import prepare_conv_grad_weight
 from cupyconv.convolution import conv
 from cupyconv.dispatch import Backend
+from cupyconv.dtypes import accumulator, dtype_from_name, dtype_name
 from cupyconv.geometry import transposed_geometry
 from cupyconv.input_gradient import conv_grad_input
 from cupyconv.operands import collapsed_stride
@@ -43,8 +48,8 @@ class ConvGradients(NamedTuple):
         Of the input; a list exactly where that was a sequence.
     weight, bias, residual : array or None
         None where the argument is absent or `needs` leaves it out.
-    scale, shift : None
-        Of the prologue, which this version refuses.
+    scale, shift : array or None
+        Of the prologue.
 
     Examples
     --------
@@ -83,10 +88,8 @@ def conv_vjp(
 
     Parameters
     ----------
-    x, weight, bias, stride, padding, padding_mode, dilation, groups, activation, residual
+    x, weight, bias, stride, padding, padding_mode, dilation, groups, activation, residual, prologue
         As for `conv`.
-    prologue : None
-        Reserved, as for `conv`.
     method : str
         The convolution's, as for `conv`.  Its gradients choose their own.
 
@@ -116,6 +119,11 @@ def conv_vjp(
     pre-activation, which the forward pass writes beside `y`.  Do not write to any of these in between.
     A call of it takes one more array of that size, the gradient before the activation.
 
+    With a prologue it holds its `scale` and `shift`, and nothing that is transformed: that is worked out
+    anew, for the weight's gradient as the input is read.  A call then takes one more array of the size of `x`, the
+    gradient of the transformed input, and on CUDA a copy of `x` where it is of another dtype than `y`.  In 16 bits the
+    gradient of the transformed input is rounded.
+
     Where an activation bends, the flat or the left side counts: relu'(0) = 0.  Complex factors are
     conjugated: the Hermitian adjoint, as PyTorch has it.  Without an activation the gradient of `residual` is
     `grad` itself, not a copy.  With one, the gradients of `x` are channels-last where `y` is, without one where
@@ -140,12 +148,13 @@ def conv_vjp(
     8.604
     5.709
     """
+    scale, shift, prologue_activation = parts = prologue_parts(prologue)
     results = call(
         prepare_conv,
-        {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": None},
+        {"x": x, "weight": weight, "bias": bias, "residual": residual, "scale": scale, "shift": shift, "out": None},
         {
             "stride": stride, "padding": padding, "padding_mode": padding_mode, "dilation": dilation, "groups": groups,
-            "activation": activation, "prologue": prologue, "method": method, "saving": True,
+            "activation": activation, "prologue_activation": prologue_activation, "method": method, "saving": True,
         },
     )  # fmt: skip
     window = {
@@ -158,10 +167,11 @@ def conv_vjp(
         return conv_grad_input(dz, weight, shapes, **window)
 
     def to_weight(dz: Any) -> Any:
-        return conv_grad_weight(dz, inputs, tuple(weight.shape[2:]), **window)
+        return _grad_weight(dz, inputs, tuple(weight.shape[2:]), parts, window)
 
     epilogue = _EpilogueBackward(results, activation, weight.ndim - 2)
-    return results[0], _pullback(inputs, weight, bias, residual, epilogue, to_x, to_weight)
+    backward = _PrologueBackward(inputs, parts, weight.ndim - 2)
+    return results[0], _pullback(inputs, weight, bias, residual, epilogue, to_x, to_weight, backward)
 
 
 def linmerge_vjp(
@@ -178,9 +188,9 @@ def linmerge_vjp(
 
     Parameters
     ----------
-    xs, weight, bias, activation, residual
+    xs, weight, bias, activation, residual, prologue
         As for `linmerge`.
-    prologue, method
+    method
         As for `conv_vjp`.
 
     Returns
@@ -209,10 +219,11 @@ def linmerge_vjp(
     >>> [gradient.shape for gradient in gradients.x], gradients.weight.tolist(), gradients.bias
     ([(2, 3, 100), (2, 1, 100)], [[200.0, 200.0, 200.0, 1000.0]], None)
     """
+    scale, shift, prologue_activation = parts = prologue_parts(prologue)
     results = call(
         prepare_linmerge,
-        {"xs": xs, "weight": weight, "bias": bias, "residual": residual, "out": None},
-        {"activation": activation, "prologue": prologue, "method": method, "saving": True},
+        {"xs": xs, "weight": weight, "bias": bias, "residual": residual, "scale": scale, "shift": shift, "out": None},
+        {"activation": activation, "prologue_activation": prologue_activation, "method": method, "saving": True},
     )
     inputs = tuple(xs) if isinstance(xs, (list, tuple)) else (xs,)
     backend = owner({"weight": weight})
@@ -229,12 +240,14 @@ def linmerge_vjp(
         return [gradient.reshape(image.shape) for gradient, image in zip(gradients, inputs)]
 
     def to_weight(dz: Any) -> Any:
-        return conv_grad_weight(flat(dz), [flat(image) for image in inputs], (1,))[:, :, 0]
+        return _grad_weight(flat(dz), [flat(image) for image in inputs], (1,), parts, {})[:, :, 0]
 
     epilogue = _EpilogueBackward(results, activation, inputs[0].ndim - 2)
     if not isinstance(xs, (list, tuple)):
-        return results[0], _pullback(xs, weight, bias, residual, epilogue, lambda dz: to_x(dz)[0], to_weight)
-    return results[0], _pullback(inputs, weight, bias, residual, epilogue, to_x, to_weight)
+        backward = _PrologueBackward(xs, parts, xs.ndim - 2)
+        return results[0], _pullback(xs, weight, bias, residual, epilogue, lambda dz: to_x(dz)[0], to_weight, backward)
+    backward = _PrologueBackward(inputs, parts, inputs[0].ndim - 2)
+    return results[0], _pullback(inputs, weight, bias, residual, epilogue, to_x, to_weight, backward)
 
 
 def conv_transpose_vjp(
@@ -419,13 +432,67 @@ class _EpilogueBackward:
         return results[0] if asked["through"] else grad, results[-1]
 
 
+class _PrologueBackward:
+    """The way back through a prologue, which needs its inputs again.
+
+    `x` is one array, or a tuple of them; `parts` are the prologue's scale, shift and activation.
+    """
+
+    def __init__(self, x: Any, parts: tuple[Any, Any, Any], spatial: int) -> None:
+        self.scale, self.shift, activation = parts
+        self._activation = activation
+        self._spatial = spatial
+        #: Whether the gradient of `x` is another one than that of the transformed `x`.
+        self.changes_x = self.scale is not None or bool(resolve_activation(activation))
+        self._x: Any = x if self.changes_x or self.shift is not None else None
+
+    def __call__(self, grads: Any, *, through: bool, sums: bool, backend: Backend) -> tuple[Any, Any, Any]:
+        """The gradients of `x` where `through`, and of scale and shift where `sums`, from those of the transformed `x`."""
+        if not sums and not (through and self.changes_x):
+            return grads, None, None
+        is_list = isinstance(grads, list)
+        images, grads = (self._x, grads) if is_list else ([self._x], [grads])
+        channel = images[0].ndim - self._spatial - 1
+        dtype = dtype_from_name(accumulator(dtype_name(grads[0].dtype)))
+        totals = backend.empty((2 * sum(image.shape[channel] for image in images),), dtype)
+        first = 0
+        for i, image in enumerate(images):
+            channels = slice(first, first + image.shape[channel])
+            scale, shift = (None if vector is None else vector[channels] for vector in (self.scale, self.shift))
+            results = call(
+                prepare_prologue_grad,
+                {
+                    "grad": grads[i], "x": image, "scale": scale, "shift": shift,
+                    "sums": totals[2 * channels.start : 2 * channels.stop],
+                },
+                {"spatial": self._spatial, "activation": self._activation, "through": through},
+            )  # fmt: skip
+            if through:
+                grads[i] = results[0]  # the gradient of the transformed input is let go
+            first = channels.stop
+        return grads if is_list else grads[0], totals[::2], totals[1::2]
+
+
+def _grad_weight(
+    grad: Any, x: Any, kernel_shape: tuple[int, ...], parts: tuple[Any, Any, Any], window: dict[str, Any]
+) -> Any:
+    """`conv_grad_weight` of inputs that the prologue with these parts transforms."""
+    scale, shift, activation = parts
+    return call(
+        prepare_conv_grad_weight,
+        {"grad": grad, "x": x, "scale": scale, "shift": shift, "out": None},
+        {"kernel_shape": kernel_shape, **window, "prologue_activation": activation},
+    )
+
+
 def _pullback(
     x: Any, weight: Any, bias: Any, residual: Any, epilogue: _EpilogueBackward,
-    to_x: Callable[[Any], Any], to_weight: Callable[[Any], Any],
+    to_x: Callable[[Any], Any], to_weight: Callable[[Any], Any], prologue: _PrologueBackward | None = None,
 ) -> Pullback:  # fmt: skip
-    """The pullback of what is linear in `x` and `weight` before its epilogue; of bias and residual it keeps the dtype.
+    """The pullback of what is linear in `x` and `weight` between its prologue and its epilogue.
 
-    `to_x` and `to_weight` take the gradient before the epilogue to those of `x` and `weight`, in y's dtype.
+    `to_x` and `to_weight` take the gradient before the epilogue to those of the transformed `x` and of `weight`, in
+    y's dtype.  Of bias and residual the dtype is kept.
     """
     x_dtype = [image.dtype for image in x] if isinstance(x, tuple) else x.dtype
     bias_dtype = None if bias is None else bias.dtype
@@ -438,10 +505,19 @@ def _pullback(
         grad = _fitting(grad, epilogue.shape, epilogue.dtype, backend)
         to_bias = "bias" in wanted and bias_dtype is not None
         to_residual = "residual" in wanted and residual_dtype is not None
-        through = "x" in wanted or "weight" in wanted or to_residual
+        to_scale = "scale" in wanted and prologue is not None and prologue.scale is not None
+        to_shift = "shift" in wanted and prologue is not None and prologue.shift is not None
+        back_to_x = "x" in wanted or to_scale or to_shift
+        through = back_to_x or "weight" in wanted or to_residual
         dz, sums = epilogue(grad, through=through, sums=to_bias)
+        dx, dscale, dshift = to_x(dz) if back_to_x else None, None, None
+        if prologue is not None and back_to_x:
+            with backend.current():
+                dx, dscale, dshift = prologue(dx, through="x" in wanted, sums=to_scale or to_shift, backend=backend)
         return ConvGradients(
-            x=_as_argument(to_x(dz), x_dtype, backend) if "x" in wanted else None,
+            x=_as_argument(dx, x_dtype, backend) if "x" in wanted else None,
+            scale=backend.converted(dscale, prologue.scale.dtype) if prologue is not None and to_scale else None,
+            shift=backend.converted(dshift, prologue.shift.dtype) if prologue is not None and to_shift else None,
             weight=_as_argument(to_weight(dz), weight.dtype, backend) if "weight" in wanted else None,
             bias=_as_argument(sums, bias_dtype, backend) if to_bias else None,
             residual=_as_argument(dz, residual_dtype, backend) if to_residual else None,

@@ -84,6 +84,11 @@ class RecurrentGeometry:
             kept["cells" if self.cell == "lstm" else "candidate"] = (*each, self.hidden)
         return kept
 
+    def sums(self, peephole: bool) -> int:
+        """Rows of H sums over steps and samples that the gradients of biases and peepholes are taken from."""
+        apart = self.cell == "gru" and self.linear_before_reset  # the candidate's two biases
+        return self.gates + (1 if apart else 0) + (3 if peephole else 0)
+
     def __str__(self) -> str:
         return f"{self.cell} {self.inputs} -> {self.hidden}, {self.direction}, on {self.steps} steps x {self.batch}"
 

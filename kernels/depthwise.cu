@@ -15,8 +15,10 @@
 //
 // Bound by memory.  Floor: (size + multiplier * pixels) elements a plane over the bandwidth.
 //
-// -D: DTYPE (storage type), KERNEL (taps along h and along w, one along d, dilation 1; or 0), STRIDE (along h; or 0)
+// -D: DTYPE (storage type), KERNEL (taps along h and along w, one along d, dilation 1; or 0), STRIDE (along h; or 0),
+//     PROLOGUE (1: inputs are transformed as they are loaded, see prologue.cuh)
 #include "epilogue.cuh"
+#include "prologue.cuh"
 
 namespace cupyconv {
 
@@ -26,6 +28,7 @@ struct DepthwiseParams {
     Image weight;  // n is the output
     Image out;
     Epilogue epilogue;
+    Prologue prologue;
     long long batch;
     int outputs, multiplier, channel_lanes;
 };
@@ -67,10 +70,11 @@ __device__ __forceinline__ T element(const T* x, unsigned bytes) {
     return *reinterpret_cast<const T*>(reinterpret_cast<const char*>(x) + bytes);
 }
 
-// The sums of the pixels at (d, h, w), (d, h + 1, w), ... of one plane.
+// The sums of the pixels at (d, h, w), (d, h + 1, w), ... of one plane, whose elements `loaded` widens.
+template <class Loaded>
 __device__ __forceinline__ void convolve(
     A (&sum)[ROWS], const T* x, const long long (&step)[3], const T* w, const long long (&tap_step)[3],
-    const Windows& windows, int d, int h, int w_) {
+    const Windows& windows, int d, int h, int w_, Loaded loaded) {
     constexpr int HEIGHT = (ROWS - 1) * STRIDE + KERNEL;
     int plane[1], row[HEIGHT], column[KERNEL];
     offsets(plane, d * windows.stride[0] - windows.before[0], windows.size[0], step[0], windows.padding_mode);
@@ -90,7 +94,7 @@ __device__ __forceinline__ void convolve(
 #pragma unroll
         for (int j = 0; j < KERNEL; ++j) {
             const int at = row[i] + column[j];
-            const A value = at >= 0 ? widen(element(x, at)) : A(0);
+            const A value = at >= 0 ? loaded(element(x, at)) : A(0);
 #pragma unroll
             for (int r = 0; r < ROWS; ++r)
                 if (i >= r * STRIDE && i < r * STRIDE + KERNEL) add_product(sum[r], value, tap[i - r * STRIDE][j]);
@@ -98,10 +102,11 @@ __device__ __forceinline__ void convolve(
     }
 }
 #else
-// The sum of the one pixel at (d, h, w).
+// The sum of the one pixel at (d, h, w) of a plane, whose elements `loaded` widens.
+template <class Loaded>
 __device__ __forceinline__ void convolve(
     A (&sum)[1], const T* x, const long long (&step)[3], const T* w, const long long (&tap_step)[3],
-    const Windows& windows, long long d, long long h, long long w_) {
+    const Windows& windows, long long d, long long h, long long w_, Loaded loaded) {
     const long long first[3] = {
         d * windows.stride[0] - windows.before[0], h * windows.stride[1] - windows.before[1],
         w_ * windows.stride[2] - windows.before[2]};
@@ -118,7 +123,7 @@ __device__ __forceinline__ void convolve(
             const T* const w_row = w + i * tap_step[0] + j * tap_step[1];
             for (int k = 0; k < windows.kernel[2]; ++k) {
                 const long long column = place(2, k);
-                if (column >= 0) add_product(sum[0], widen(x_row[column * step[2]]), widen(w_row[k * tap_step[2]]));
+                if (column >= 0) add_product(sum[0], loaded(x_row[column * step[2]]), widen(w_row[k * tap_step[2]]));
             }
         }
     }
@@ -140,6 +145,14 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, BLOCKS) depthwise(const 
         const T* const x_c = static_cast<const T*>(source.image.data) + (c - source.first) * source.image.stride_c;
         const T* const w_o = static_cast<const T*>(params.weight.data) + o * params.weight.stride_n;
         const A bias = bias_of<T>(params.epilogue, o);
+        Factors<A> by = {};
+        if constexpr (PROLOGUE) by = factors_of<A>(params.prologue, c);
+        const auto loaded = [&](T value) {
+            if constexpr (PROLOGUE)
+                return transformed(widen(value), by, params.prologue);
+            else
+                return widen(value);
+        };
 
         for (Index q = first_share() / lanes; q < shares; q += share_step() / lanes) {
             const Index column = q / Index(windows.out[2]), plane = column / strips, n = plane / Index(windows.out[0]);
@@ -148,7 +161,8 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, BLOCKS) depthwise(const 
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) sum[r] = bias;
             convolve(
-                sum, x_c + n * source.image.stride_n, source.image.stride, w_o, params.weight.stride, windows, d, h, w);
+                sum, x_c + n * source.image.stride_n, source.image.stride, w_o, params.weight.stride, windows, d, h, w,
+                loaded);
 
             const Pixel pixel = {{d, h, w}};
             const int rows = min((long long)ROWS, windows.out[1] - h);

@@ -15,7 +15,8 @@
 // needs no columns or cannot have them.  Floor: 2 * M * N * K operations over the arithmetic rate, which
 // it does not come near.
 //
-// -D: X_DTYPE, W_DTYPE, Y_DTYPE (types of image, weight, result; X or W may be real beside a complex Y), TILE
+// -D: X_DTYPE, W_DTYPE, Y_DTYPE (types of image, weight, result; X or W may be real beside a complex Y), TILE,
+//     PROLOGUE (1: inputs are transformed as they are loaded, see prologue.cuh)
 #include "convolution.cuh"
 
 using namespace cupyconv;
@@ -53,7 +54,11 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) direct(const __grid_cons
                     const X* x_nc = static_cast<const X*>(source.image.data) + share.n * source.image.stride_n +
                                     (from - source.first) * source.image.stride_c + offset_of(in, source.image.stride);
                     for (int c = from; c < to; ++c, x_nc += source.image.stride_c) {
-                        const Accumulator<X> x = widen(*x_nc);
+                        Accumulator<X> x = widen(*x_nc);
+                        if constexpr (PROLOGUE) {
+                            const auto by = factors_of<Accumulator<X>>(params.prologue, c);
+                            x = transformed(x, by, params.prologue);
+                        }
                         const W* const w_tc = w_t + (c - c_first) * params.weight.stride_c;
 #pragma unroll
                         for (int j = 0; j < TILE; ++j) {

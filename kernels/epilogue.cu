@@ -17,7 +17,7 @@
 //
 // Bound by memory.  Floor: each operand once over the bandwidth.
 //
-// -D: SUM_DTYPE (type of the sums; real beside a complex Y for two planes), Y_DTYPE (result type),
+// -D: SUM_DTYPE (type of the sums; real beside a complex Y for two planes; narrower than Y to widen a chain's image), Y_DTYPE (result type),
 //     WIDTH (neighbours a thread: 16 bytes of Y, or 1)
 #include "epilogue.cuh"
 
@@ -36,8 +36,8 @@ struct EpilogueParams {
 };
 
 // Sums in one plane; the last argument only names the type wanted.
-template <class A>
-__device__ __forceinline__ Packet<A, WIDTH> load_sums(const A* at, long long step, bool packed, long long, A) {
+template <class S, class A>
+__device__ __forceinline__ Packet<S, WIDTH> load_sums(const S* at, long long step, bool packed, long long, A) {
     return gather_packet<WIDTH>(at, step, packed);
 }
 template <class R>
@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) epilogue(const __grid_co
             for (int part = 0; part < params.planes; ++part, at += params.plane) {
                 const auto sums = load_sums(at, step, params.sums_packed, params.imaginary, A());
 #pragma unroll
-                for (int i = 0; i < WIDTH; ++i) sum.lane[i] += sums.lane[i];
+                for (int i = 0; i < WIDTH; ++i) sum.lane[i] += widen(sums.lane[i]);
             }
             if (params.epilogue.bias) {
                 const Y* const at = static_cast<const Y*>(params.epilogue.bias) + o;

@@ -12,11 +12,13 @@
 // A tile is [k][pixel], filled element by element, or [pixel][k], filled by 16-byte chunks: then channels
 // have unit stride, and chunks are whole and aligned.
 //
-// Elements of four bytes and more are copied asynchronously; smaller ones have no such instruction and are
-// held in registers between `fetch` and `store`, while the GEMM works on an earlier block.
+// Elements of four bytes and more are copied asynchronously; smaller ones have no such instruction, and with a
+// prologue none can be: they are held in registers between `fetch` and `store`, while the GEMM works on an earlier
+// block.  Tiles hold transformed elements in their own type: of 16 bits they are rounded once more.
 //
 // Sizes, and strides but that of samples, are taken for int32.
 #pragma once
+#include "prologue.cuh"
 #include "reduction.cuh"
 #include "shared_tile.cuh"
 #include "tensor_core.cuh"
@@ -48,7 +50,8 @@ class Gather {
     static constexpr int GRANULE_ = OVER_CHANNELS ? 16 / sizeof(T) : 4;
     static constexpr int BLOCK_ = CHUNKED ? Tile::COLUMNS : Tile::ROWS;
     static constexpr int GRANULES = BLOCK_ / GRANULE_;
-    static constexpr bool HELD = !CHUNKED && sizeof(T) < 4;
+    static constexpr bool HELD = !CHUNKED && (sizeof(T) < 4 || PROLOGUE);
+    static_assert(HELD || !PROLOGUE, "what is transformed passes through registers");
     static_assert(!HELD || !OVER_CHANNELS, "what is held is of one pixel");
     // A thread's share of a block: so many of its pixels, and of each so many granules.
     static constexpr int ITS_PIXELS = OVER_CHANNELS ? PIXELS * GRANULES / THREADS : 1;
@@ -60,8 +63,9 @@ public:
 
     // The group that reads channels c_first ... c_end - 1, from K-block `block` on; a corner for each of the tile's pixels.
     __device__ Gather(
-        const Sources& sources, const Windows& windows, int c_first, int c_end, const Corner* corners, int block)
-        : sources_(sources), windows_(windows), c_first_(c_first), c_end_(c_end),
+        const Sources& sources, const Windows& windows, const Prologue& prologue, int c_first, int c_end,
+        const Corner* corners, int block)
+        : sources_(sources), windows_(windows), prologue_(prologue), c_first_(c_first), c_end_(c_end),
           taps_(windows.kernel[0] * windows.kernel[1] * windows.kernel[2]), corners_(corners) {
         next_run();
         while (left_ <= block) {
@@ -77,6 +81,10 @@ public:
         constexpr int LAST = (ITS_GRANULES - 1) * STEP * GRANULE;
         if (tap_ != placed_) place();
         holds_ = HELD && channel_ + LAST < run_.padded;
+        if constexpr (PROLOGUE) {
+            held_channel_ = merged(channel_);
+            held_count_ = inside_[0] ? run_.channels - channel_ : 0;
+        }
         if (channel_ + LAST < run_.padded) {  // all of one tap, as nearly always
 #pragma unroll
             for (int i = 0; i < ITS_GRANULES; ++i) fetch_granule<HELD>(tile, i, channel_ + i * STEP * GRANULE);
@@ -99,7 +107,12 @@ public:
 #pragma unroll
             for (int i = 0; i < ITS_GRANULES; ++i)
 #pragma unroll
-                for (int c = 0; c < GRANULE; ++c) tile[Tile::index(row(i) + c, pixel(0))] = held_[i][c];
+                for (int c = 0; c < GRANULE; ++c) {
+                    const int k = i * STEP * GRANULE + c;
+                    if constexpr (PROLOGUE)
+                        held_[i][c] = k < held_count_ ? loaded(held_[i][c], held_channel_ + k) : T{};
+                    tile[Tile::index(row(i) + c, pixel(0))] = held_[i][c];
+                }
         }
     }
 
@@ -114,6 +127,19 @@ private:
         return OVER_CHANNELS ? threadIdx.x % GRANULES : threadIdx.x / PIXELS;
     }
     static __device__ __forceinline__ int row(int i) { return (first_granule() + i * STEP) * GRANULE; }
+
+    // A channel of this run, counted through all inputs.
+    __device__ __forceinline__ int merged(int channel) const {
+        return sources_.table[run_.source].first + run_.first + channel;
+    }
+
+    // An element of the inputs as it enters the product.
+    __device__ __forceinline__ T loaded(T x, int channel) const {
+        if constexpr (PROLOGUE)
+            return narrow<T>(transformed(widen(x), factors_of<Accumulator<T>>(prologue_, channel), prologue_));
+        else
+            return x;
+    }
 
     // The thread's i-th granule of this block, from channel `channel` on, of all its pixels.
     template <bool HOLD>
@@ -130,7 +156,7 @@ private:
                     if constexpr (HOLD)
                         held_[i][c] = valid ? *x : T{};
                     else if constexpr (HELD)
-                        tile[Tile::index(row(i) + c, pixel(j))] = valid ? *x : T{};
+                        tile[Tile::index(row(i) + c, pixel(j))] = valid ? loaded(*x, merged(channel + c)) : T{};
                     else
                         copy_async<sizeof(T)>(&tile[Tile::index(row(i) + c, pixel(j))], x, valid);
                 }
@@ -181,6 +207,7 @@ private:
 
     const Sources& sources_;
     const Windows& windows_;
+    const Prologue& prologue_;
     const int c_first_, c_end_, taps_;
     const Corner* const corners_;  // in shared memory: read when the tap changes
 
@@ -192,6 +219,7 @@ private:
     const T* at_[ITS_PIXELS];
     bool inside_[ITS_PIXELS];
     bool holds_;
+    int held_channel_, held_count_;  // of what is held, with a prologue: its first channel, and how many there are
     T held_[HELD ? ITS_GRANULES : 1][GRANULE];
 };
 

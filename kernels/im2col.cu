@@ -17,17 +17,20 @@
 // Neighbouring threads take neighbouring pixels.  Channels-last, 4 of them share the pixels and take neighbouring
 // channels, so that reading and writing both touch whole sectors.
 //
-// Only bits move, so the type is just the element's size; zero is zero in all of them.
+// Without a prologue only bits move, so the type is just the element's size; zero is zero in all of them.
 // Bound by memory.  Floor: (channels * size + rows * pixels) elements a sample over the bandwidth.
 //
-// -D: DTYPE (bits16 ... bits128), WIDTH (side of the square: 16 bytes of T, or 1)
+// -D: DTYPE (bits16 ... bits128, or with a prologue the storage type), WIDTH (side of the square: 16 bytes of T, or 1),
+//     PROLOGUE (1: inputs are transformed, see prologue.cuh)
 #include "image.cuh"
+#include "prologue.cuh"
 
 namespace cupyconv {
 
 struct Im2colParams {
     Sources sources;
     Windows windows;
+    Prologue prologue;
     void* columns;
     long long stride_n, stride_row, stride_pixel;
     long long batch, first_pixel, pixels;  // the chunk: pixels first_pixel ... of every sample
@@ -102,6 +105,20 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, WIDTH > 4 ? 2 : 3) im2co
                         square_of[j].lane[i] = inside[i] && j < channels ? x_n[j * x.stride_c + offset[i]] : T{};
                 }
             }
+
+#if PROLOGUE
+#pragma unroll
+            for (int j = 0; j < WIDTH; ++j) {
+                if (j >= channels) break;
+                Accumulator<T> value[WIDTH];
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i) value[i] = widen(square_of[j].lane[i]);
+                const auto by = factors_of<Accumulator<T>>(params.prologue, source.first + c_first + j);
+                transform(value, by, params.prologue);
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i) square_of[j].lane[i] = inside[i] ? narrow<T>(value[i]) : T{};
+            }
+#endif
 
             T* to = static_cast<T*>(params.columns) + share.n * params.stride_n +
                     ((source.first + c_first) * (long long)taps + t) * params.stride_row + p * params.stride_pixel;

@@ -18,7 +18,7 @@
 // Bound by arithmetic for many outputs.  Floor: 2 * M * N * K operations over the rate of the arithmetic.
 //
 // -D: DTYPE (storage type), ARITHMETIC (one of warp_tile.cuh), TILE (128 or 64), GATHER (what neighbouring threads
-//     gather: a direction of gather.cuh)
+//     gather: a direction of gather.cuh), PROLOGUE (1: inputs are transformed as they are gathered, see prologue.cuh)
 #include "convolution.cuh"
 #include "gather.cuh"
 #include "warp_tile.cuh"
@@ -32,6 +32,7 @@ struct ImplicitGemmParams {
     Image out;           // or, of several splits, the first plane of partial sums
     long long plane;     // elements from one split's plane to the next
     Epilogue epilogue;
+    Prologue prologue;
     long long pixels;  // of all samples
     int groups, group_channels, group_outputs;
     int blocks, rows;      // K-blocks and M of a packed group
@@ -60,7 +61,8 @@ constexpr int STAGES = 3;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int MIN_BLOCKS = TILE == 128 ? 1 : 2;  // its 64 KiB of shared memory hold no more
 #else
-constexpr int MIN_BLOCKS = ARITHMETIC == TF32X3 ? (TILE == 128 ? 1 : 3) : (TILE == 128 ? 2 : 4);
+constexpr bool MANY = ARITHMETIC == TF32X3 || (PROLOGUE && sizeof(DTYPE) == 8);
+constexpr int MIN_BLOCKS = MANY ? (TILE == 128 ? 1 : 3) : (TILE == 128 ? 2 : 4);
 #endif
 constexpr bool CHUNKED = GATHER == ALONG_CHANNELS && Arithmetic::PREFERS_CHUNKS;
 
@@ -124,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) implicit_gemm(
     for (int j = threadIdx.x; j < TILE; j += THREADS)
         shared->corner[j] = corner_of(params.windows, j_first + j, params.pixels);
     __syncthreads();
-    Gatherer gather(params.sources, params.windows, c_first, c_end, shared->corner, first);
+    Gatherer gather(params.sources, params.windows, params.prologue, c_first, c_end, shared->corner, first);
     for (int i = 0; i < STAGES - 1; ++i) {
         if (i < blocks) {
             fetch_weight(shared->stage[i].weight, weight + i * packed_block, packed_stride);

@@ -23,8 +23,10 @@
 //
 // Bound by memory while K * M / (K + M) <= 16.  Floor: (K + M) * N elements over the bandwidth.
 //
-// -D: DTYPE (storage type), TILE (outputs a thread), PACKET (elements an access moves: 16 bytes of T, or 1)
+// -D: DTYPE (storage type), TILE (outputs a thread), PACKET (elements an access moves: 16 bytes of T, or 1),
+//     PROLOGUE (1: inputs are transformed, in registers, see prologue.cuh; once for each tile of outputs)
 #include "epilogue.cuh"
+#include "prologue.cuh"
 
 namespace cupyconv {
 
@@ -44,6 +46,7 @@ struct MergeParams {
     long long weight_stride_o, weight_stride_c;
     Image out;
     Epilogue epilogue;
+    Prologue prologue;
     long long batch, pixels;
     int in_channels, out_channels;
 };
@@ -102,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) merge(const __grid_c
     const int outputs = min(TILE, params.out_channels - o_first);
     const int depth = (params.in_channels + DEPTH - 1) / DEPTH * DEPTH;  // K; channels beyond the last weigh 0
 
-    DYNAMIC_SHARED(A, weight);  // [TILE][depth], then one bias an output
+    DYNAMIC_SHARED(A, weight);  // [TILE][depth], then one bias an output, then a prologue's factors of each channel
     for (int j = threadIdx.x / WARP; j < TILE; j += blockDim.x / WARP) {
         const T* const w_j = static_cast<const T*>(params.weight) + (o_first + j) * params.weight_stride_o;
         for (int c = threadIdx.x % WARP; c < depth; c += WARP) {
@@ -112,6 +115,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) merge(const __grid_c
         if (threadIdx.x % WARP == 0)
             weight[TILE * depth + j] = j < outputs ? bias_of<T>(params.epilogue, o_first + j) : A(0);
     }
+    Factors<A>* const factors = reinterpret_cast<Factors<A>*>(weight + TILE * (depth + 1));
+    if constexpr (PROLOGUE)
+        for (int c = threadIdx.x; c < params.in_channels; c += blockDim.x)
+            factors[c] = factors_of<A>(params.prologue, c);
     __syncthreads();
 
     constexpr int CHUNK = WARP * WIDTH;  // pixels of a warp
@@ -144,13 +151,21 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) merge(const __grid_c
         }
 #pragma unroll
         for (int d = 0; d < DEPTH; d += SHARED) {
+            A value[SHARED][WIDTH];
+#pragma unroll
+            for (int e = 0; e < SHARED; ++e) {
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i) value[e][i] = widen(x[d + e].lane[i]);
+                if constexpr (PROLOGUE)
+                    if (k + d + e < params.in_channels) transform(value[e], factors[k + d + e], params.prologue);
+            }
 #pragma unroll
             for (int j = 0; j < TILE; ++j) {
                 const Packet<A, SHARED> w = load_packet<SHARED>(weight + j * depth + k + d);
 #pragma unroll
                 for (int e = 0; e < SHARED; ++e) {
 #pragma unroll
-                    for (int i = 0; i < WIDTH; ++i) add_product(sum[j][i], widen(x[d + e].lane[i]), w.lane[e]);
+                    for (int i = 0; i < WIDTH; ++i) add_product(sum[j][i], value[e][i], w.lane[e]);
                 }
             }
         }

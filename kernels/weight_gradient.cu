@@ -13,14 +13,17 @@
 // input once for every OUTPUTS outputs, by blocks that run side by side.  For few channels, depthwise kernels, and
 // where there is no memory for columns.  Floor: `grad` and the inputs once over the bandwidth.
 //
-// -D: X_DTYPE, G_DTYPE, Y_DTYPE (types of image, gradient, result; X or G may be real beside a complex Y), OUTPUTS
+// -D: X_DTYPE, G_DTYPE, Y_DTYPE (types of image, gradient, result; X or G may be real beside a complex Y), OUTPUTS,
+//     PROLOGUE (1: inputs are transformed as they are loaded, see prologue.cuh)
 #include "image.cuh"
+#include "prologue.cuh"
 
 namespace cupyconv {
 
 struct WeightGradientParams {
     Sources sources;
     Windows windows;
+    Prologue prologue;
     Image grad;
     void* sums;                        // (parts, outputs, rows) in C order, in the accumulator's type
     long long plane, batch, a_part;    // elements of a part of `sums`; pixels of all samples, as one, a part
@@ -51,6 +54,17 @@ constexpr int ROWS = 4, MAX_BLOCK = 128, WARPS = MAX_BLOCK / 32;
 struct Row {
     const X* data;
     long long stride_n, stride[3], offset[3];
+#if PROLOGUE
+    Factors<Accumulator<X>> by;
+#endif
+
+    __device__ __forceinline__ Accumulator<X> loaded(long long at, const Prologue& prologue) const {
+#if PROLOGUE
+        return transformed(widen(data[at]), by, prologue);
+#else
+        return widen(data[at]);
+#endif
+    }
 };
 
 extern "C" __global__ void __launch_bounds__(MAX_BLOCK)
@@ -84,6 +98,9 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK)
                 const Source& source = params.sources.table[s];
                 row.data = static_cast<const X*>(source.image.data) + (c - source.first) * source.image.stride_c;
                 row.stride_n = source.image.stride_n;
+#if PROLOGUE
+                row.by = factors_of<Accumulator<X>>(params.prologue, c);
+#endif
                 for (int a = 0; a < 3; ++a) {
                     row.stride[a] = source.image.stride[a];
                     row.offset[a] = (long long)tap[a] * windows.dilation[a] - windows.before[a];
@@ -115,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK)
                     inside = inside && i >= 0;
                     at += i * row.stride[a];
                 }
-                const Accumulator<X> x = inside ? conjugate(widen(row.data[at])) : Accumulator<X>(0);
+                const Accumulator<X> x = inside ? conjugate(row.loaded(at, params.prologue)) : Accumulator<X>(0);
 #pragma unroll
                 for (int i = 0; i < OUTPUTS; ++i) add_product(sum[i][j], grad[i], x);
             }

@@ -261,6 +261,25 @@ def activation(spec: str | tuple[Any, ...] | None, v: np.ndarray) -> np.ndarray:
         return function(v, *parameters)
 
 
+# --- prologue ---------------------------------------------------------------------------------------------------
+
+
+def transformed(
+    x: Image, scale: np.ndarray | None, shift: np.ndarray | None, spec: str | tuple[Any, ...] | None, *, axis: int
+) -> list[np.ndarray]:
+    """Each input as a convolution with this prologue takes it; scale and shift run over all their channels."""
+    images, first = [], 0
+    for image in sequence(x):
+        values, channels = wide(image), image.shape[axis]
+        column = (slice(first, first + channels), *(None,) * (image.ndim - axis - 1))
+        with np.errstate(all="ignore"):
+            values = values if scale is None else values * wide(scale)[column]
+            values = values if shift is None else values + wide(shift)[column]
+        images.append(activation(spec, values))
+        first += channels
+    return images
+
+
 # --- batch normalisation --------------------------------------------------------------------------------------
 
 

@@ -436,6 +436,10 @@ DERIVATIVES: dict[str, Any] = {
     "silu": lambda v: sigmoid(v) + v * sigmoid(v) * sigmoid(-v),
     "mish": mish_derivative,
     "softplus": sigmoid,
+    "affine": lambda v, alpha, beta: np.full(v.shape, alpha),
+    "thresholded_relu": lambda v, alpha: np.where(v > alpha, 1.0, 0.0),
+    "scaled_tanh": lambda v, alpha, beta: alpha * beta * (1 - np.tanh(beta * v) ** 2),
+    "softsign": lambda v: 1 / (1 + np.abs(v)) ** 2,
 }
 
 

@@ -29,8 +29,8 @@ from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
-import ml_dtypes
 import numpy as np
+import pytest
 import reference
 import reference_gradients
 from hypothesis import assume
@@ -440,7 +440,7 @@ def absolute_values(x: Any) -> Any:
 
 
 def as_dtype(name: str) -> np.dtype:
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+    return np.dtype(pytest.importorskip("ml_dtypes").bfloat16 if name == "bfloat16" else name)
 
 
 @st.composite

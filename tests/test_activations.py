@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-import ml_dtypes
 import numpy as np
 import pytest
 import reference
@@ -14,6 +13,8 @@ from tolerance import assert_close, finfo
 import cupyconv
 from cupyconv.activations import RECURRENT_ONLY, TABLE, resolve_activation
 from cupyconv.backends.numpy import activations as numpy_activations
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
 
 #: Each activation with its defaults, and with parameters given where it takes any.
 SPECIFICATIONS = [

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from targets import Target, numpy_target
 
 import cupyconv
 from cupyconv import dispatch
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -250,10 +251,35 @@ def test_implicit_gemm_is_not_for_numpy():
     assert_refused(numpy_target(), ValueError, words, cupyconv.conv, **arguments)
 
 
-@pytest.mark.parametrize("prologue", [(None, None, None), (None, None, "relu"), "relu"])
-def test_prologue_is_for_later(target, prologue):
-    words = ["prologue", "version"]
-    assert_refused(target, ValueError, words, cupyconv.conv, **conv_arguments(target, dict(prologue=prologue)))
+PROLOGUES = table(
+    ("a name", TypeError, ["prologue", r"\(scale, shift, activation\)", "'relu'"], "relu"),
+    ("too few entries", ValueError, ["prologue", "2 entries", "3"], (None, "relu")),
+    ("too many entries", ValueError, ["prologue", "4 entries", "3"], (None, None, "relu", None)),
+    ("scale of one input", ValueError, ["scale", r"\(3,\)", r"\(5,\)"], (Ones((3,)), None, None)),
+    ("shift that would broadcast", ValueError, ["shift", r"\(1,\)", r"\(5,\)"], (None, Ones((1,)), None)),
+    ("shift of two axes", ValueError, ["shift", r"\(5, 1\)", r"\(5,\)"], (None, Ones((5, 1)), None)),
+    ("integer scale", TypeError, ["scale", "int32", "astype"], (Ones((5,), "int32"), None, None)),
+    ("complex scale", TypeError, ["scale", "complex64", "float32", "imaginary"], (Ones((5,), "complex64"), None, None)),
+    ("complex shift", TypeError, ["shift", "complex128", "float32"], (None, Ones((5,), "complex128"), None)),
+    ("a number for a scale", TypeError, ["scale", "float"], (2.0, None, None)),
+    ("a list for a shift", TypeError, ["shift", "list"], (None, [1.0] * 5, None)),
+    ("unknown activation", ValueError, ["activation", "'swish'"], (None, None, "swish")),
+    ("recurrent activation", ValueError, ["activation", "'softsign'"], (None, None, "softsign")),
+    ("an array for an activation", TypeError, ["activation"], (None, None, Ones((5,)))),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("error, words, prologue", PROLOGUES)
+def test_prologues(target, error, words, prologue):
+    prologue = tuple(placed(part, target) for part in prologue) if isinstance(prologue, tuple) else prologue
+    assert_refused(target, error, words, cupyconv.conv, **conv_arguments(target, {}), prologue=prologue)
+
+
+@pytest.mark.parametrize("x_dtype, weight_dtype", [("complex64", "float32"), ("float32", "complex64")])
+def test_a_prologue_of_complex_numbers_has_no_activation(target, x_dtype, weight_dtype):
+    x, weight = placed(Ones((1, 2, 8), x_dtype), target), placed(Ones((3, 2, 3), weight_dtype), target)
+    words = ["prologue activation relu", "complex64"]
+    assert_refused(target, TypeError, words, cupyconv.conv, x, weight, prologue=(None, None, "relu"))
 
 
 def test_the_call_that_is_varied_is_valid(target):
@@ -594,7 +620,7 @@ MERGES = table(
     ("residual", ValueError, ["residual", r"\(2, 4, 1\)", r"\(2, 4, 7\)"], dict(residual=Ones((2, 4, 1)))),
     ("out", ValueError, ["out", r"\(2, 4, 8\)", r"\(2, 4, 7\)"], dict(out=Ones((2, 4, 8)))),
     ("activation", ValueError, ["activation", "'swish'"], dict(activation="swish")),
-    ("prologue", ValueError, ["prologue", "version"], dict(prologue=(None, None, None))),
+    ("prologue", ValueError, ["prologue", "2 entries"], dict(prologue=(None, None))),
     ("method", ValueError, ["method", "winograd", "version"], dict(method="winograd")),
 )  # fmt: skip
 

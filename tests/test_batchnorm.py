@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import reference
 from tolerance import assert_close
 
 import cupyconv
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
 
 STATISTICS = ("mean", "var", "gamma", "beta")
 

@@ -25,6 +25,7 @@ from test_bad_input import Ones, assert_refused, placed
 from tolerance import assert_close, assert_exact
 
 import cupyconv
+from cupyconv.plan import GatheredLoop
 
 METHODS = st.sampled_from(("auto", "auto", "direct", "gemm", "implicit_gemm"))
 LIMITS = st.sampled_from((None, None, 1 << 20, 20_000, 4_000))
@@ -80,6 +81,52 @@ def test_it_is_the_input_gradient_of_a_convolution(target, case):
     y = target.to_host(cupyconv.conv_transpose(x, weight, **case.parameters))
     back = target.to_host(cupyconv.conv_grad_input(x, weight, case.out_shape, padding=pairs, **window))
     assert (np.abs(y - back) <= 1e-12 * case.magnitude(arrays)).all()
+
+
+# --- groups on NumPy, gathered -----------------------------------------------------------------------------------------
+
+GATHERED = {
+    "stride 1": ((2, 12, 9, 8), (12, 2, 3, 3), dict(groups=6)),
+    "depthwise": ((2, 12, 9, 8), (12, 1, 3, 3), dict(groups=12, padding=1)),
+    "two outputs a channel": ((2, 12, 9, 8), (12, 1, 3, 3), dict(groups=6, padding=1)),
+    "stride 2": ((2, 6, 9, 8), (6, 1, 3, 2), dict(groups=6, stride=2, padding=1)),
+    "stride 2, dilation 3": ((2, 6, 5, 4), (6, 2, 3, 2), dict(groups=3, stride=2, dilation=3)),
+    "elements that no tap reaches": ((1, 4, 5), (4, 1, 2), dict(groups=2, stride=5, output_padding=2)),
+    "more than are read": ((2, 4, 6), (4, 1, 2), dict(groups=4, stride=2, padding=3)),
+    "1-D": ((1, 6, 300), (6, 1, 5), dict(groups=6, padding=2)),
+    "3-D": ((1, 4, 5, 6, 7), (4, 2, 2, 3, 2), dict(groups=2, stride=(2, 1, 2))),
+}
+
+
+@pytest.mark.parametrize(
+    "x_dtype, weight_dtype", [("float32", "float32"), ("complex64", "complex64"), ("float16", "float16")]
+)
+@pytest.mark.parametrize("x_shape, weight_shape, settings", GATHERED.values(), ids=GATHERED.keys())
+def test_grouped_results_are_gathered(x_shape, weight_shape, settings, x_dtype, weight_dtype):
+    """As convolutions with the taps reversed; the same numbers at every limit that a block fits."""
+    rng = np.random.default_rng(0)
+
+    def integers(shape, dtype):
+        values = rng.integers(-3, 4, shape).astype(dtype)
+        return values + 1j * rng.integers(-3, 4, shape).astype(dtype) if np.dtype(dtype).kind == "c" else values
+
+    x, weight = integers(x_shape, x_dtype), integers(weight_shape, weight_dtype)
+    bias = integers((weight_shape[1] * settings["groups"],), x_dtype)
+    expected = reference_gradients.conv_transpose(x, weight, bias, **settings)
+    limits = []
+    for limit in (None, 50_000, 8_000):
+        with cupyconv.options(workspace_limit=limit):
+            plan = cupyconv.explain(cupyconv.conv_transpose, x, weight, bias, **settings)
+            if all(isinstance(step, GatheredLoop) for step in plan.steps):
+                limits.append(limit)
+            assert limit is None or plan.workspace_bytes <= limit
+            y = cupyconv.conv_transpose(x, weight, bias, **settings)
+        assert_exact(y, expected, x_dtype)
+    assert None in limits
+    # It is the gradient of a convolution, which takes the weight conjugated and may leave the last elements out.
+    window = {name: value for name, value in settings.items() if name != "output_padding"}
+    again = cupyconv.conv_grad_input(x, weight.conj(), expected.shape, **window)
+    assert_exact(again, expected - bias.reshape(-1, *(1,) * (x.ndim - 2)), x_dtype)
 
 
 # --- where the result begins and ends --------------------------------------------------------------------------------

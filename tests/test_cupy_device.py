@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 cupy = pytest.importorskip("cupy", exc_type=ImportError)
+try:
+    from cupy_backends.cuda.libs import cublas
+except ImportError as error:
+    pytest.skip(f"CuPy without cuBLAS: {str(error).splitlines()[0]}", allow_module_level=True)
 
 from cupyconv.backends.cuda import cupy_device  # noqa: E402
 from cupyconv.backends.cuda.cupy_device import CupyDevice  # noqa: E402
@@ -98,3 +104,20 @@ def test_ranges_for_profilers(device, monkeypatch, shown):
         annotated(0)
     assert ranges == (["cupyconv direct: conv", 1, "pop", "cupyconv direct: conv", "pop"] if shown else [1])
     assert (annotated is fails_on_zero) is not shown
+
+
+def test_handles_are_destroyed_on_their_device_and_left_to_the_end_of_the_process(device, monkeypatch):
+    done = []
+    blas = SimpleNamespace(
+        CUBLASError=cublas.CUBLASError, CUBLAS_POINTER_MODE_HOST=0, create=lambda: 77, destroy=done.append,
+        **{name: lambda *arguments: None for name in ("setStream", "setMathMode", "setPointerMode")},
+    )  # fmt: skip
+    monkeypatch.setattr(cupy_device, "cublas", blas)
+    monkeypatch.setattr(cupy.cuda, "Device", lambda ordinal: nullcontext(done.append(f"on {ordinal}")))
+    device._local = threading.local()
+    assert device._handle(5) == device._handle(5) == 77
+    finalizers = [f for f in weakref.finalize._registry if f.peek() and f.peek()[1] is cupy_device._destroy_handle]
+    assert finalizers and not any(f.atexit for f in finalizers)
+    assert not done
+    del device._local
+    assert done == ["on 0", 77]

@@ -6,7 +6,6 @@ list of formulas can share a mistake with the first.
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import pytest
 import reference
@@ -16,6 +15,8 @@ import cupyconv
 from cupyconv.activations import TABLE, derivative_from_result, resolve_activation
 from cupyconv.calls.epilogue_grad import prepare_epilogue_grad
 from cupyconv.repetition import call
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
 
 SPECIFICATIONS = [
     *(name for name, (_, defaults) in TABLE.items() if None not in defaults),

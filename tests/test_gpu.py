@@ -136,15 +136,15 @@ def test_the_gemm_path_says_that_it_cannot_be_captured(gpu):
         stream.end_capture()
 
 
-def test_a_call_that_needs_workspace_says_that_it_cannot_be_captured(gpu):
-    """Its memory would be another's by the time the graph is launched."""
+def test_a_call_that_converts_an_argument_says_that_it_cannot_be_captured(gpu):
+    """The converted copy's memory would be another's by the time the graph is launched."""
     cupy = gpu.xp
     x, w, out = cupy.ones((2, 8, 1000), np.float32), cupy.ones((8, 8, 1)), cupy.zeros((2, 8, 1000))
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         cupyconv.conv(x, w, method="direct", out=out)
         stream.begin_capture()
-        with pytest.raises(RuntimeError, match="workspace cannot be captured"):
+        with pytest.raises(RuntimeError, match=r"converts an argument \(x\) cannot be captured"):
             cupyconv.conv(x, w, method="direct", out=out)
         stream.end_capture()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 
-import ml_dtypes
 import numpy as np
 import pytest
 import reference
@@ -37,6 +36,7 @@ from tolerance import assert_close, compare, finfo
 
 import cupyconv
 
+ml_dtypes = pytest.importorskip("ml_dtypes")
 METHODS = st.sampled_from(("auto", "auto", "direct", "gemm", "implicit_gemm"))
 LIMITS = st.sampled_from((None, None, 1 << 20, 20_000, 4_000))
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")

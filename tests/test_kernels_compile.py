@@ -72,8 +72,8 @@ def test_every_variant_compiles(results, name):
 def test_no_spills_and_no_stack(results):
     fast = {key: result for key, result in results.items() if is_fast(key[0]) and is_planned(*key)}
     assert {kernel.name for kernel, _ in fast} == {
-        "merge", "im2col", "epilogue", "epilogue_grad", "depthwise", "implicit_gemm", "max_pool", "max_pool_gradient",
-        "recurrent_step", "recurrent_persistent",
+        "merge", "im2col", "epilogue", "epilogue_grad", "prologue_grad", "depthwise", "implicit_gemm", "max_pool",
+        "max_pool_gradient", "recurrent_step", "recurrent_persistent", "recurrent_gradient", "recurrent_inputs",
     }  # fmt: skip
     slow = [
         f"{kernel} for sm_{architecture}: {result.spills} bytes of spills, {result.stack} of stack"
@@ -238,7 +238,7 @@ def fields(dtype: np.dtype, path: str = "", base: int = 0) -> Iterator[tuple[str
 def constant_assertions(name: str) -> list[str]:
     """Numbers that C++ and Python both write down, of the headers that this kernel includes."""
     assertions: list[str] = []
-    if name not in ("recurrent_step", "recurrent_persistent"):  # they have no images
+    if name not in ("recurrent_step", "recurrent_persistent", "recurrent_gradient"):  # they have no images
         assertions = [f"static_assert(cupyconv::MAX_SOURCES == {MAX_SOURCES});"]
         assertions += [
             f"static_assert(int(cupyconv::{mode.upper()}) == {code});" for code, mode in enumerate(PADDING_MODES)
@@ -255,6 +255,7 @@ def constant_assertions(name: str) -> list[str]:
         "max_pool",
         "max_pool_gradient",
         "weight_gradient",
+        "recurrent_inputs",
     ):  # they have no epilogue
         codes = {
             "identity": activations.IDENTITY.code,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 
-import ml_dtypes
 import numpy as np
 import pytest
 import reference
@@ -18,6 +17,7 @@ from tolerance import assert_exact
 
 import cupyconv
 
+ml_dtypes = pytest.importorskip("ml_dtypes")
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 SPECIAL = (np.nan, np.inf, -np.inf)
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,6 +22,8 @@ import cupyconv
 from cupyconv.calls.convolution import prepare_conv
 from cupyconv.calls.epilogue_grad import prepare_epilogue_grad
 from cupyconv.calls.pooling import prepare_max_pool, prepare_max_pool_gradient
+from cupyconv.calls.prologue_grad import prepare_prologue_grad
+from cupyconv.calls.recurrent_gradient import prepare_recurrent_gradient
 from cupyconv.dtypes import ITEMSIZE
 from cupyconv.machine import KNOWN_GPUS
 from cupyconv.plan import (
@@ -40,11 +41,15 @@ from cupyconv.plan import (
 from cupyconv.planning.gemm import MAX_BATCH, SMALLEST_CHUNK
 from cupyconv.planning.launches import DEPTHWISE_KERNELS, GRID_Y
 from cupyconv.planning.variants import all_variants
+from cupyconv.recurrence import GATES
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
 
 GPU = "sm_90"
 INT32 = 2**31 - 1
 #: Of shared memory a block may have on every GPU from sm_75 on, once more than 48 KiB is asked for.
 LARGEST_SHARED = 64 << 10
+ACTIVATIONS_OF = {"rnn": "tanh", "lstm": ("sigmoid", "tanh", "tanh"), "gru": ("sigmoid", "tanh")}
 METHODS = ("auto", "direct", "gemm", "implicit_gemm")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -134,7 +139,8 @@ def _check_columns(launch: KernelLaunch, sizes: dict[str, int]) -> None:
         + (sum(channels for _, _, channels in params["sources"][0]) * prod(kernel) - 1) * params["stride_row"]
         + (params["pixels"] - 1) * params["stride_pixel"]
     )
-    itemsize = int(dict(launch.kernel.macros)["DTYPE"].removeprefix("bits")) // 8
+    dtype = dict(launch.kernel.macros)["DTYPE"]
+    itemsize = ITEMSIZE[dtype] if dtype in ITEMSIZE else int(dtype.removeprefix("bits")) // 8
     target = params["columns"]
     if target.buffer in sizes:
         assert target.offset + (last + 1) * itemsize <= sizes[target.buffer], launch
@@ -175,7 +181,7 @@ PROBLEMS: list[tuple[int, tuple[int, ...], tuple[int, ...], int, tuple[int, ...]
     (0, (3,), (8, 8), 4, (3, 3), {}),
 ]
 LAYOUTS = [{}, {"order": "last"}, {"order": "gaps"}, {"offset": 1}]
-EPILOGUES = [(), ("bias",), ("bias", "activation"), ("residual",), ("residual", "activation")]
+EPILOGUES = [(), ("bias",), ("bias", "activation"), ("residual",), ("residual", "activation"), ("prologue",)]
 
 
 @dataclass(frozen=True)
@@ -192,11 +198,16 @@ def every_plan(x_dtype: Any, weight_dtype: Any) -> Iterator[Case]:
         batch, channels, size, outputs, kernel, parameters = problem
         if dtype.kind == "c" and "activation" in epilogue:
             continue
+        if "prologue" in epilogue and ("order" in layout or limit):
+            continue  # these ask for no other kernels
         xs = [array(batch, count, *size, dtype=x_dtype, **layout) for count in channels]
         weight = array(outputs, sum(channels) // parameters.get("groups", 1), *kernel, dtype=weight_dtype)
         arguments: dict[str, Any] = dict(parameters)
         if "bias" in epilogue:
             arguments["bias"] = array(outputs, dtype=dtype)
+        if "prologue" in epilogue:
+            scale = array(sum(channels), dtype=np.result_type(x_dtype, "float32") if dtype.itemsize == 2 else x_dtype)
+            arguments["prologue"] = scale, None, None if dtype.kind == "c" else "relu"
         if "activation" in epilogue:
             arguments["activation"] = "relu"
         if "residual" in epilogue:
@@ -233,16 +244,31 @@ def kernels_of_columns(dtype: Any, step: int) -> set[Kernel]:
     return {launch.kernel for made in plans for launch in launches(made)}
 
 
+def kernels_of_widening(narrow: Any, wide: Any) -> set[Kernel]:
+    """Those of a chain whose second layer computes in a wider dtype, for images of even and odd sizes."""
+    asked: set[Kernel] = set()
+    for size in (8, 7):
+        first = cupyconv.ConvLayer(array(3, 3, 1, 1, dtype=narrow))
+        second = cupyconv.ConvLayer(array(4, 3, 3, 3, dtype=wide))
+        x = array(1, 3, size, size, dtype=narrow)
+        made = cupyconv.explain(cupyconv.conv_chain, x, [first, second], fuse=False, on=GPU)
+        check(made)
+        asked |= {launch.kernel for launch in launches(made)}
+    return asked
+
+
 def kernels_of_implicit_gemm(dtype: Any) -> set[Kernel]:
     """Those of a small and a large problem on every GPU; which arithmetic and which tile pays differs."""
     asked: set[Kernel] = set()
     sizes = ((1, 16, 8, 16), (64, 256, 56, 256))
-    for (batch, channels, size, outputs), order, on, tf32 in product(sizes, ("C", "last"), KNOWN_GPUS, (False, True)):
+    for (batch, channels, size, outputs), order, on, tf32, pre in product(
+        sizes, ("C", "last"), KNOWN_GPUS, (False, True), (None, (None, None, "relu"))
+    ):
         x = array(batch, channels, size, size, dtype=dtype, order=order)
         weight = array(outputs, channels, 3, 3, dtype=dtype)
         with cupyconv.options(allow_tf32=tf32):
             try:
-                made = cupyconv.explain(cupyconv.conv, x, weight, method="implicit_gemm", on=on)
+                made = cupyconv.explain(cupyconv.conv, x, weight, method="implicit_gemm", prologue=pre, on=on)
             except ValueError as refusal:
                 assert "sm_75 has no matrix instructions for bfloat16" in str(refusal)
                 continue
@@ -254,15 +280,17 @@ def kernels_of_implicit_gemm(dtype: Any) -> set[Kernel]:
 def kernels_of_weight_gradients(x_dtype: Any, grad_dtype: Any) -> set[Kernel]:
     """Those of conv_grad_weight by both methods, for one and for more outputs a group, each plan checked."""
     asked: set[Kernel] = set()
-    for method, out_channels, limit in product(("direct", "gemm"), (6, 12), (None, 8_000)):
+    dtype = np.result_type(x_dtype, grad_dtype)
+    parts = ({}, {"prologue_activation": "relu"} if dtype.kind != "c" else {"shift": array(6, dtype=x_dtype)})
+    for method, out_channels, limit, prologue in product(("direct", "gemm"), (6, 12), (None, 8_000), parts):
         grad, x = array(3, out_channels, 20, 20, dtype=grad_dtype), array(3, 6, 20, 20, dtype=x_dtype)
         with cupyconv.options(workspace_limit=limit):
             try:
                 made = cupyconv.explain(
-                    cupyconv.conv_grad_weight, grad, x, 3, padding=1, groups=6, method=method, on=GPU
+                    cupyconv.conv_grad_weight, grad, x, 3, padding=1, groups=6, method=method, on=GPU, **prologue
                 )
             except ValueError as refusal:
-                assert limit and "workspace" in str(refusal)
+                assert (limit and "workspace" in str(refusal)) or (prologue and "of complex numbers" in str(refusal))
                 continue
         check(made, limit)
         asked |= {launch.kernel for launch in launches(made)}
@@ -273,6 +301,16 @@ def kernels_of_epilogue_grads(dtype: Any) -> set[Kernel]:
     """Those that sum channels of images in both orders, aligned and not."""
     images = [array(2, 8, 16, 16, dtype=dtype, **layout) for layout in LAYOUTS]
     plans = [prepare_epilogue_grad(grad, spatial=2, through=False, on=GPU).plan() for grad in images]
+    for made in plans:
+        check(made)
+    return {launch.kernel for made in plans for launch in launches(made)}
+
+
+def kernels_of_prologue_grads(dtype: Any) -> set[Kernel]:
+    """Those that take a gradient back through a prologue, aligned and not."""
+    images = [array(2, 8, 16, 16, dtype=dtype, **layout) for layout in LAYOUTS]
+    scale = array(8, dtype=np.result_type(dtype, "float32") if np.dtype(dtype).itemsize == 2 else dtype)
+    plans = [prepare_prologue_grad(grad, grad, scale, spatial=2, on=GPU).plan() for grad in images]
     for made in plans:
         check(made)
     return {launch.kernel for made in plans for launch in launches(made)}
@@ -328,6 +366,90 @@ def kernels_of_input_gradients(x_dtype: Any, weight_dtype: Any) -> set[Kernel]:
     return asked
 
 
+def recurrent_gradient_plan(
+    cell: str,
+    dtype: Any,
+    sizes: tuple[int, int, int, int] = (4, 20, 3, 5),
+    *,
+    direction: str = "forward",
+    **settings: Any,
+) -> Plan:
+    """Of the gradients of a layer of sizes (T, N, I, H) that was given everything but lengths, for a GPU."""
+    steps, batch, inputs, hidden = sizes
+    directions, rows = 1 + (direction == "bidirectional"), GATES[cell] * hidden
+    kept, state = np.float64 if dtype == np.float64 else np.float32, (directions, batch, hidden)
+    arrays = {
+        "x": array(steps, batch, inputs, dtype=dtype), "weight_ih": array(directions, rows, inputs, dtype=dtype),
+        "weight_hh": array(directions, rows, hidden, dtype=dtype), "y": array(steps, batch, directions * hidden, dtype=dtype),
+        "gates": array(directions, steps, batch, rows, dtype=kept), "h0": array(*state, dtype=dtype),
+        "grad_y": array(steps, batch, directions * hidden, dtype=dtype), "grad_h": array(*state, dtype=dtype),
+    }  # fmt: skip
+    beside = array(directions, steps, batch, hidden, dtype=kept)
+    if cell == "lstm":
+        arrays |= {"cells": beside, "c0": arrays["h0"], "peephole": array(directions, 3 * hidden, dtype=dtype)}
+    elif cell == "gru":
+        arrays["candidate"] = beside
+    settings = {"cell": cell, "direction": direction, "activations": ACTIVATIONS_OF[cell], "clip": None, **settings}
+    return prepare_recurrent_gradient(**arrays, **settings, on=GPU).plan()
+
+
+def kernels_of_recurrent_gradients(dtype: Any) -> set[Kernel]:
+    """Those of every cell, and of lengths."""
+    lengths = np.zeros(20, np.int64)
+    plans = [recurrent_gradient_plan(cell, dtype) for cell in GATES]
+    plans.append(recurrent_gradient_plan("rnn", dtype, lengths=lengths))
+    found: set[Kernel] = set()
+    for made in plans:
+        for step in made.steps:
+            found |= {launch.kernel for launch in (step.launches if isinstance(step, LaunchLoop) else [step])
+                      if isinstance(launch, KernelLaunch)}  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("cell", GATES)
+@pytest.mark.parametrize("limit", [None, 300_000, 60_000])
+def test_recurrent_gradients_keep_the_limit(cell, limit):
+    """Together while all gates fit; then one direction after the other, in runs; and the parts make the whole."""
+    sizes = steps, batch, inputs, hidden = (60, 40, 10, 24)
+    with cupyconv.options(workspace_limit=limit):
+        made = recurrent_gradient_plan(cell, np.float32, sizes, direction="bidirectional")
+    loops = [step for step in made.steps if isinstance(step, LaunchLoop)]
+    for step in made.steps:
+        for launch in step.launches if isinstance(step, LaunchLoop) else [step]:
+            check(replace(made, steps=(launch,)), limit)
+    assert len(loops) == 1 if limit is None else len(loops) > 2
+    counts = [dict(loop.launches[0].params)["count"] for loop in loops]
+    assert [loop.times for loop in loops] == [count + 1 for count in counts]
+    assert sum(counts) == steps * (1 if limit is None else 2)
+    products = [step for step in made.steps if isinstance(step, GemmCall)]
+    for name, depth, times in (("grad_x", GATES[cell] * hidden, 2), ("grad_weight_ih", 2 * steps * batch, 1)):
+        own = [call for call in products if call.c.at.buffer == name]
+        if name == "grad_x":
+            assert sum(call.m for call in own) == steps * batch * times and {call.k for call in own} == {depth}
+            assert [call.beta for call in own] == sorted(call.beta for call in own)
+        else:
+            assert sum(call.k for call in own) == depth and {(call.m, call.n) for call in own} == {
+                (GATES[cell] * hidden, inputs)
+            }
+            assert sum(call.beta == 0 for call in own) == 2, "each direction's sum begins once"
+
+
+def test_long_16_bit_sequences_are_not_converted():
+    """What grows with the steps is widened where it is read: a copy of it would pass the limit."""
+    made = recurrent_gradient_plan("lstm", "float16", (500, 64, 1000, 200))
+    assert {conversion.buffer for conversion in made.conversions} == {"weight_ih", "grad_h"}
+    assert made.workspace_bytes <= 256 << 20
+
+
+def test_sizes_beyond_32_bits_of_recurrent_gradients():
+    """Rows of a product are an int32 in cuBLAS: so many steps of so many samples are several runs."""
+    with cupyconv.options(workspace_limit=1 << 60):
+        made = recurrent_gradient_plan("rnn", np.float32, (3, 1 << 29, 1, 1))
+    for step in made.steps:
+        for launch in step.launches if isinstance(step, LaunchLoop) else [step]:
+            check(replace(made, steps=(launch,)), 1 << 60)
+
+
 @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda pair: "-".join(np.dtype(dtype).name for dtype in pair))
 def test_every_plan_respects_the_limits_and_asks_for_listed_kernels(dtypes):
     unlisted = kernels_asked_for(*dtypes) - set(all_variants())
@@ -339,12 +461,16 @@ def test_every_listed_kernel_is_asked_for():
     asked = {kernel for dtypes in DTYPES for kernel in kernels_asked_for(*dtypes)}
     for (dtype, _), step in product(DTYPES, (1, 2)):
         asked |= kernels_of_columns(dtype, step) | kernels_of_epilogue_grads(dtype)
+        asked |= kernels_of_prologue_grads(dtype)
     for dtype in ("float16", BFLOAT16, "float32", "float64"):
         asked |= kernels_of_implicit_gemm(dtype) | kernels_of_recurrent_layers(dtype)
+        asked |= kernels_of_recurrent_gradients(dtype)
     for dtype in (dtype for dtype, _ in DTYPES if np.dtype(dtype).kind != "c"):
         asked |= {
             launch.kernel for made in pooling_plans(array(2, 3, 8, 8, dtype=dtype), 2) for launch in launches(made)
         }
+    for narrow, wide in product(("float16", BFLOAT16, "float32"), ("float32", "float64")):
+        asked |= kernels_of_widening(narrow, wide)
     for dtypes in DTYPES:
         asked |= kernels_of_input_gradients(*dtypes) | kernels_of_weight_gradients(*dtypes)
     assert sorted(map(str, set(all_variants()) - asked)) == []

@@ -259,10 +259,11 @@ def test_pooling_is_linear_where_the_maxima_stay(case: PoolCase) -> None:
 
 # --- finite differences -------------------------------------------------------------------------------------------
 
+RECURRENT_ACTIVATIONS = (("affine", 0.4, -1.0), ("thresholded_relu", 0.5), ("scaled_tanh", 1.7, 0.6), "softsign")
 SMOOTH_POINTS = np.array([-30.0, -7.3, -2.4, -1.1, -0.4, 0.2, 0.7, 1.3, 2.2, 4.9, 6.7, 30.0])  # where nothing bends
 
 
-@pytest.mark.parametrize("spec", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("spec", (*ACTIVATIONS, *RECURRENT_ACTIVATIONS), ids=str)
 def test_derivatives_are_limits_of_difference_quotients(spec: Any) -> None:
     step = 1e-5
     ahead, behind = (reference.activation(spec, SMOOTH_POINTS + s) for s in (step, -step))
@@ -282,6 +283,7 @@ def test_derivatives_are_limits_of_difference_quotients(spec: Any) -> None:
         (("elu", 0.5), [0.0, -0.0], [0.5, 0.5]),
         (("hard_sigmoid", 0.25, 0.5), [-2.0, 2.0], [0, 0]),
         ("hardswish", [-3.0, 3.0], [0, 1]),
+        (("thresholded_relu", 0.5), [0.5], [0]),
     ],
     ids=str,
 )
@@ -293,9 +295,9 @@ def test_derivatives_far_out_are_their_limits() -> None:
     limits = {
         "relu": (0, 1), "relu6": (0, 0), "leaky_relu": (0.01, 1), "elu": (0, 1), "sigmoid": (0, 0), "tanh": (0, 0),
         "hard_sigmoid": (0, 0), "hardswish": (0, 1), "gelu": (0, 1), "gelu_tanh": (0, 1), "silu": (0, 1),
-        "mish": (0, 1), "softplus": (0, 1),
+        "mish": (0, 1), "softplus": (0, 1), "affine": (1, 1), "thresholded_relu": (0, 1), "scaled_tanh": (0, 0),
     }  # fmt: skip
-    assert {"clip", *limits} == set(reference_gradients.DERIVATIVES)
+    assert {"clip", "softsign", *limits} == set(reference_gradients.DERIVATIVES)
     for name, expected in limits.items():
         assert reference_gradients.derivative(name, np.array([-1000.0, 1000.0])).tolist() == list(expected), name
 

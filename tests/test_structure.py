@@ -32,9 +32,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "programs": ("cupyconv.__main__", "cupyconv.bench", "cupyconv.demo", "cupyconv.interop"),
     "package": ("cupyconv",),
     "explain": ("cupyconv.explanation",),
-    "pullbacks": ("cupyconv.pullbacks",),
+    "pullbacks": ("cupyconv.pullbacks", "cupyconv.recurrent_pullbacks"),
     "public": (
         "cupyconv.convolution",
+        "cupyconv.chain",
         "cupyconv.input_gradient",
         "cupyconv.transposed",
         "cupyconv.columns",
@@ -51,7 +52,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "dispatch": ("cupyconv.dispatch", "cupyconv.settings"),
     "planning and backends": ("cupyconv.planning", "cupyconv.backends.numpy", "cupyconv.backends.cuda"),
     "plan": ("cupyconv.plan",),
-    "problem": ("cupyconv.geometry", "cupyconv.recurrence", "cupyconv.operands", "cupyconv.machine"),
+    "prologue": ("cupyconv.prologue",),
+    "problem": ("cupyconv.geometry", "cupyconv.rows", "cupyconv.recurrence", "cupyconv.operands", "cupyconv.machine"),
     "vocabulary": ("cupyconv.version", "cupyconv.padding", "cupyconv.dtypes", "cupyconv.activations"),
 }
 
@@ -63,6 +65,7 @@ OUTSIDE = {
     "cupyconv.planning": set(),
     "cupyconv.plan": set(),
     "cupyconv.geometry": set(),
+    "cupyconv.rows": set(),
     "cupyconv.recurrence": set(),
     "cupyconv.operands": set(),
     "cupyconv.machine": set(),
@@ -225,6 +228,8 @@ FUNCTIONS = [name for name in cupyconv.__all__ if not name.startswith("__")]
 SECTIONS = {
     "Plan": ("Attributes", "Examples"),
     "ConvGradients": ("Attributes", "Examples"),
+    "ConvLayer": ("Parameters", "Examples"),
+    "RecurrentGradients": ("Attributes", "Examples"),
     "options": ("Parameters", "Raises", "Examples"),
     "show_config": ("Examples",),
 }
@@ -247,7 +252,7 @@ def test_docstrings(name):
     for section in SECTIONS.get(name, ("Parameters", "Returns", "Raises", "Examples")):
         assert re.search(rf"^{section}\n-{{{len(section)}}}$", text, re.MULTILINE), f"no section {section}"
     assert ">>> " in text
-    if name not in ("Plan", "ConvGradients"):
+    if name not in ("Plan", "ConvGradients", "RecurrentGradients"):
         for parameter in inspect.signature(documented).parameters:
             listed = re.search(rf"^[\w, *]*\b{parameter}\b[\w, *]*( : .*)?$", text, re.MULTILINE)
             assert listed, f"parameter {parameter} is not described"

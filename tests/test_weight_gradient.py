@@ -62,6 +62,7 @@ def fresh():
         ("view", (1, 1), {}),
         ("taps", (3, 3), {"padding": 1, "method": "direct"}),
         ("multiplied taps", (3, 3), {"groups": 12}),
+        ("multiplied taps", (3, 2), {"groups": 12, "stride": 2, "padding": 1}),
     ],
 )
 @pytest.mark.parametrize(

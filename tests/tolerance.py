@@ -29,7 +29,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 LAMBDA = 4.0
@@ -79,7 +78,11 @@ def accumulator(dtype: Any) -> np.dtype:
 
 
 def finfo(dtype: Any) -> Any:
-    return ml_dtypes.finfo(dtype) if np.dtype(dtype).name == "bfloat16" else np.finfo(dtype)
+    if np.dtype(dtype).name != "bfloat16":
+        return np.finfo(dtype)
+    import ml_dtypes  # there, where an array of its dtype is
+
+    return ml_dtypes.finfo(dtype)
 
 
 def checked(actual: Any, expected: np.ndarray, dtype: np.dtype) -> np.ndarray:

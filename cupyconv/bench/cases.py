@@ -1,15 +1,16 @@
-"""What is measured: one convolution as data, its derived sizes, its arrays and the library's call of it."""
+"""What is measured: one convolution or a chain of them as data, its derived sizes, its arrays and the library's call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from math import prod
+from math import prod, sqrt
 from typing import Any
 
 import numpy as np
 
+from cupyconv.chain import ConvLayer, conv_chain
 from cupyconv.convolution import conv, linmerge
 from cupyconv.dtypes import ITEMSIZE, dtype_from_name, is_complex, real_part
 from cupyconv.planning.request import METHODS
@@ -43,9 +44,15 @@ def repeat_normals(dtype: str, first: int, elements: int) -> np.ndarray:
     return np.resize(normals(dtype)[first % PERIOD :], elements)
 
 
+#: What a chain's `fuse` is for each of its methods but "auto".
+FUSE = {"fused": True, "unfused": False}
+
+
 @dataclass(frozen=True)
 class Case:
     """One convolution: `channels` of each input, and what `cupyconv.conv` takes.
+
+    In a chain it is the first; of every further one, `then` has outputs, kernel, padding and groups.
 
     `tf32` allows float32 products in TF32, to the library and to its peers alike.  `misaligned` begins every
     input one element past an aligned address.  `loop` adds the loop over samples, `compiled` torch.compile;
@@ -69,6 +76,7 @@ class Case:
     loop: bool = False
     compiled: bool = False
     judged: str = "device"
+    then: tuple[tuple[int, tuple[int, ...], tuple[tuple[int, int], ...], int], ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -80,9 +88,31 @@ class Case:
         return cls(**{name: _as_tuple(value) for name, value in record.items() if name in known})
 
     @property
+    def layers(self) -> tuple[Case, ...]:
+        """Every convolution of a chain; the case itself where it is none."""
+        layers = [replace(self, then=())]
+        for outputs, kernel, padding, groups in self.then:
+            last = layers[-1]
+            layers.append(
+                replace(
+                    last, channels=(last.out_channels,), size=last.out_size, out_channels=outputs, kernel=kernel, stride=1,
+                    padding=padding, dilation=1, groups=groups,
+                )
+            )  # fmt: skip
+        return tuple(layers)
+
+    def weights(self, weight: Any) -> Sequence[Any]:
+        """One for each layer, of what `arrays` gives."""
+        return weight if self.then else [weight]
+
+    def named(self, method: str) -> dict[str, Any]:
+        """The keyword that asks for a method."""
+        return {"fuse": FUSE.get(method, method)} if self.then else {"method": method}
+
+    @property
     def methods(self) -> tuple[str, ...]:
         """Those that there are for it."""
-        return METHODS
+        return tuple(FUSE) if self.then else METHODS
 
     @property
     def in_channels(self) -> int:
@@ -90,8 +120,13 @@ class Case:
 
     @property
     def terms(self) -> int:
-        """Products in one result."""
+        """Products in one result, of the first layer."""
         return self.in_channels // self.groups * prod(self.kernel)
+
+    @property
+    def magnitude(self) -> float:
+        """Root mean square of the results, of standard normal values: in a chain the product of the layers'."""
+        return sqrt(prod(layer.terms for layer in self.layers))
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
@@ -100,7 +135,8 @@ class Case:
     @property
     def pointwise(self) -> bool:
         """Whether one product of matrices is all there is to do."""
-        return self.kernel == (1,) * len(self.size) and self.stride == 1 and not self.padding and self.groups == 1
+        simple = self.stride == 1 and not self.padding and self.groups == 1 and not self.then
+        return self.kernel == (1,) * len(self.size) and simple
 
     @property
     def out_size(self) -> tuple[int, ...]:
@@ -112,21 +148,22 @@ class Case:
     @property
     def flops(self) -> int:
         """Real operations: a multiply-add is 2, of complex numbers 8."""
-        products = self.batch * self.out_channels * prod(self.out_size) * self.terms
+        products = sum(c.batch * c.out_channels * prod(c.out_size) * c.terms for c in self.layers)
         return products * (8 if is_complex(self.dtype) else 2)
 
     @property
     def minimal_bytes(self) -> int:
-        """Every input, weight and result once."""
-        images = self.in_channels * prod(self.size) + self.out_channels * prod(self.out_size)
-        return (self.batch * images + self.out_channels * self.terms) * ITEMSIZE[self.dtype]
+        """Every input, weight and result once; none between layers."""
+        weights = sum(layer.out_channels * layer.terms for layer in self.layers)
+        return (self.batch * self.in_channels * prod(self.size) + weights) * ITEMSIZE[self.dtype] + self.result_bytes
 
     @property
     def result_bytes(self) -> int:
-        return self.batch * self.out_channels * prod(self.out_size) * ITEMSIZE[self.dtype]
+        last = self.layers[-1]
+        return last.batch * last.out_channels * prod(last.out_size) * ITEMSIZE[self.dtype]
 
     def arrays(self, fill: Fill = repeat_normals) -> tuple[list[Any], Any]:
-        """The inputs and the weight."""
+        """The inputs and the weight, or the weights of a chain."""
         lead = int(self.misaligned)
         xs = []
         for number, channels in enumerate(self.channels):
@@ -135,23 +172,31 @@ class Case:
             flat = fill(self.dtype, number * APART, elements + lead)[lead:]
             x = flat.reshape(self.batch, *order)
             xs.append(x.transpose(0, x.ndim - 1, *range(1, x.ndim - 1)) if self.channels_last else x)
-        shape = (self.out_channels, self.in_channels // self.groups, *self.kernel)
-        return xs, fill(self.dtype, len(xs) * APART, prod(shape)).reshape(shape)
+        weights = []
+        for number, layer in enumerate(self.layers, start=len(xs)):
+            shape = (layer.out_channels, layer.in_channels // layer.groups, *layer.kernel)
+            weights.append(fill(self.dtype, number * APART, prod(shape)).reshape(shape))
+        return xs, tuple(weights) if self.then else weights[0]
 
     def call(self, xs: list[Any], weight: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The library's function for this case, its arguments and its keywords."""
         if self.kernel == (1,) and self.pointwise:
             return linmerge, (xs, weight[:, :, 0]), {}
-        keywords = dict(stride=self.stride, padding=self.pairs, dilation=self.dilation, groups=self.groups)
-        return conv, (xs, weight), keywords
+        settings = [
+            dict(stride=layer.stride, padding=layer.pairs, dilation=layer.dilation, groups=layer.groups)
+            for layer in self.layers
+        ]
+        if self.then:
+            return conv_chain, (xs, [ConvLayer(w, **given) for w, given in zip(weight, settings)]), {}
+        return conv, (xs, weight), settings[0]
 
     def ours(self, xs: list[Any], weight: Any, method: str = "auto") -> Any:
         """The library's result."""
         function, arguments, keywords = self.call(xs, weight)
         if not self.tf32:
-            return function(*arguments, **keywords, method=method)
+            return function(*arguments, **keywords, **self.named(method))
         with options(allow_tf32=True):
-            return function(*arguments, **keywords, method=method)
+            return function(*arguments, **keywords, **self.named(method))
 
 
 def _as_tuple(value: Any) -> Any:

@@ -63,6 +63,13 @@ def array_peers(xp: ModuleType, on_gpu: bool, case: AnyCase, xs: list[Any], weig
 
 def concatenate_im2col_matmul(xp: ModuleType, case: Case, xs: list[Any], weight: Any) -> Any:
     """What a good NumPy user writes without a library, who skips the columns where there is one product."""
+    for layer, factors in zip(case.layers, case.weights(weight)):
+        xs = [_im2col_matmul(xp, layer, xs, factors)]
+    return xs[0]
+
+
+def _im2col_matmul(xp: ModuleType, case: Case, xs: list[Any], weight: Any) -> Any:
+    """One layer of it."""
     x = xp.concatenate(xs, axis=1) if len(xs) > 1 else xs[0]
     groups = () if case.groups == 1 else (case.groups,)
     matrix = weight.reshape(*groups, case.out_channels // case.groups, case.terms)

@@ -53,6 +53,11 @@ class RecurrentCase:
         return self.inputs + self.hidden
 
     @property
+    def magnitude(self) -> float:
+        """What errors are seen beside: no state is above 1."""
+        return 1.0
+
+    @property
     def flops(self) -> int:
         return 2 * self.steps * self.batch * self.rows * self.terms
 
@@ -79,6 +84,10 @@ class RecurrentCase:
             array = fill(self.dtype, number * APART, elements).reshape(shape)
             made.append(array if scale == 1 else array * array.dtype.type(scale))
         return made[:1], made[1:]
+
+    def named(self, method: str) -> dict[str, Any]:
+        """The keyword that asks for a method."""
+        return {"method": method}
 
     def call(self, xs: list[Any], weight: list[Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The library's function for this case, its arguments and its keywords."""

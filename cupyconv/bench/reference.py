@@ -9,8 +9,9 @@ the results, stays below
     + 2 u_TF32                   two factors rounded to 11 bits, where that is allowed
 
 and no one error is above sixteen times that.  A transform (Winograd, FFT: what a peer may choose) is given
-eight times the second term.  Of a recurrent layer the results are below 1, and errors are seen beside that; a peer may
-round its states to the result's dtype at every step, and is given four times the first term.  So a float32 result from TF32 products, a missing tap and a NaN all fail.
+eight times the second term.  In a chain the root mean square is the product of the layers'.  Of a recurrent layer the
+results are below 1, and errors are seen beside that; a peer may round its states to the result's dtype at every step,
+and is given four times the first term.  So a float32 result from TF32 products, a missing tap and a NaN all fail.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyconv.bench.cases import Case
 from cupyconv.bench.recurrent import AnyCase, RecurrentCase, recurrent_in_float64
 from cupyconv.dtypes import accumulator, dtype_name, is_complex, real_part
 
@@ -39,9 +41,16 @@ class WrongResult(Exception):
 
 def in_float64(xp: ModuleType, case: AnyCase, xs: list[Any], weight: Any) -> Any:
     """The result summed tap by tap, without columns, and without code in common with what is measured."""
-    wide = [_widened(xp, x) for x in xs]
     if isinstance(case, RecurrentCase):
-        return recurrent_in_float64(xp, case, wide[0], [_widened(xp, factor) for factor in weight])
+        return recurrent_in_float64(xp, case, _widened(xp, xs[0]), [_widened(xp, factor) for factor in weight])
+    for layer, factors in zip(case.layers, case.weights(weight)):
+        xs = [_tap_by_tap(xp, layer, xs, factors)]
+    return xs[0]
+
+
+def _tap_by_tap(xp: ModuleType, case: Case, xs: list[Any], weight: Any) -> Any:
+    """The result of one layer."""
+    wide = [_widened(xp, x) for x in xs]
     factors = _widened(xp, weight)
     rank, group_outputs = len(case.size), case.out_channels // case.groups
     kind = wide[0].dtype
@@ -63,15 +72,16 @@ def in_float64(xp: ModuleType, case: AnyCase, xs: list[Any], weight: Any) -> Any
 
 def error(xp: ModuleType, case: AnyCase, result: Any, expected: Any, *, transform: bool = False) -> float:
     """The root mean square of the errors beside that of the results; WrongResult where it is too much."""
-    if dtype_name(result.dtype) != case.dtype or tuple(result.shape) != tuple(expected.shape):
-        raise WrongResult(
-            f"{dtype_name(result.dtype)} {tuple(result.shape)}, needed {case.dtype} {tuple(expected.shape)}"
-        )
+    return error_beside(xp, case.dtype, case.magnitude, result, expected, allowed_error(case, transform=transform))
+
+
+def error_beside(xp: ModuleType, dtype: str, magnitude: float, result: Any, expected: Any, allowed: float) -> float:
+    """The same of any results of that root mean square."""
+    if dtype_name(result.dtype) != dtype or tuple(result.shape) != tuple(expected.shape):
+        raise WrongResult(f"{dtype_name(result.dtype)} {tuple(result.shape)}, needed {dtype} {tuple(expected.shape)}")
     difference = xp.abs(_widened(xp, result) - expected)
-    scale = 1.0 if isinstance(case, RecurrentCase) else sqrt(case.terms)
-    rms = sqrt(float((difference * difference).mean())) / scale
-    largest = float(difference.max()) / scale
-    allowed = allowed_error(case, transform=transform)
+    rms = sqrt(float((difference * difference).mean())) / magnitude
+    largest = float(difference.max()) / magnitude
     if not (rms <= allowed and largest <= LARGEST * allowed):  # a NaN is wrong too
         raise WrongResult(
             f"error {rms:.2g} (largest {largest:.2g}), allowed {allowed:.2g} (largest {LARGEST * allowed:.2g})"
@@ -80,11 +90,20 @@ def error(xp: ModuleType, case: AnyCase, result: Any, expected: Any, *, transfor
 
 
 def allowed_error(case: AnyCase, *, transform: bool = False) -> float:
-    """The bound derived above."""
-    kept = UNIT_ROUNDOFF[real_part(accumulator(case.dtype))]
-    sums = 4 * kept * sqrt(case.terms + 4) * (TRANSFORM if transform else 1)
-    rounded = 4 if transform and isinstance(case, RecurrentCase) else 1
-    return rounded * UNIT_ROUNDOFF[real_part(case.dtype)] + sums + (2 * TF32_ROUNDOFF if case.tf32 else 0)
+    """The bound derived above, of all layers together: a layer passes a relative error on as it is."""
+    if isinstance(case, Case) and case.then:
+        return sum(allowed_error(layer, transform=transform) for layer in case.layers)
+    states = transform and isinstance(case, RecurrentCase)
+    return allowed_error_of_sums(case.dtype, case.terms, tf32=case.tf32, transform=transform, states=states)
+
+
+def allowed_error_of_sums(
+    dtype: str, terms: float, *, tf32: bool = False, transform: bool = False, states: bool = False
+) -> float:
+    """The same for any sums of that many products; `states` are rounded to the dtype at every step."""
+    kept = UNIT_ROUNDOFF[real_part(accumulator(dtype))]
+    sums = 4 * kept * sqrt(terms + 4) * (TRANSFORM if transform else 1)
+    return (4 if states else 1) * UNIT_ROUNDOFF[real_part(dtype)] + sums + (2 * TF32_ROUNDOFF if tf32 else 0)
 
 
 def _widened(xp: ModuleType, array: Any) -> Any:

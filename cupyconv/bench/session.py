@@ -178,7 +178,7 @@ class Session:
                 if self.methods is not None and method not in self.methods:
                     continue
                 try:
-                    plans[method] = explain(function, *arguments, **keywords, method=method)
+                    plans[method] = explain(function, *arguments, **keywords, **case.named(method))
                 except ValueError as refusal:
                     rejected[method] = str(refusal)
         return plans, rejected

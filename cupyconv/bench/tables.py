@@ -41,6 +41,14 @@ LAYERS = (
     Case("3-D 3x3x3, 16 -> 32, 32x32x32", 2, (16,), (32, 32, 32), 32, (3, 3, 3), padding=_same(3, 3, 3)),
 )
 
+#: Two layers, what lies between them in cache or not.
+CHAINS = (
+    Case("chain 3x3, 3x3, 32 -> 32 -> 32, 512x512", 1, (32,), (512, 512), 32, (3, 3), padding=_same(3, 3), then=((32, (3, 3), _same(3, 3), 1),)),
+    Case("chain 3x3 depthwise, 1x1, 64 -> 64 -> 64, 128x128", 4, (64,), (128, 128), 64, (3, 3), padding=_same(3, 3), groups=64, then=((64, (1, 1), (), 1),)),
+    Case("chain 1x1, 3x3, 256 -> 64 -> 64, 56x56", 4, (256,), (56, 56), 64, (1, 1), then=((64, (3, 3), _same(3, 3), 1),)),
+    Case("chain 1-D, 3 taps, dilations 8 and 1, 64 -> 64 -> 64, 16000", 2, (64,), (16000,), 64, (3,), padding=((8, 8),), dilation=8, then=((64, (3,), _same(3), 1),)),
+)  # fmt: skip
+
 # --- a GPU ----------------------------------------------------------------------------------------------------
 
 _ORIGINAL = Case("merge 5 x (4, 4, 10^6) -> 4", 4, (4,) * 5, (10**6,), 4, (1,), loop=True)
@@ -98,6 +106,21 @@ def _layers() -> Iterator[Case]:
     ):  # fmt: skip
         for variant in _in_precisions(case):
             yield replace(variant, compiled=case.name.startswith("U-Net skip 3x3, 64") and variant.dtype == "float16")
+
+
+def _chains() -> Iterator[Case]:
+    """Pairs of layers: bound by memory, where fusing should pay, and one that is not."""
+    for case in (
+        Case("chain 3x3, 3x3, 16 -> 16 -> 16, 256x256, N 8", 8, (16,), (256, 256), 16, (3, 3), padding=_same(3, 3), then=((16, (3, 3), _same(3, 3), 1),)),
+        Case("chain 3x3, 3x3, 32 -> 32 -> 32, 128x128, N 8", 8, (32,), (128, 128), 32, (3, 3), padding=_same(3, 3), then=((32, (3, 3), _same(3, 3), 1),)),
+        Case("chain 3x3 depthwise, 1x1, 32 -> 32 -> 64, 112x112, N 32", 32, (32,), (112, 112), 32, (3, 3), padding=_same(3, 3), groups=32, then=((64, (1, 1), (), 1),)),
+        Case("chain 3x3 depthwise, 1x1, 144 -> 144 -> 24, 56x56, N 32", 32, (144,), (56, 56), 144, (3, 3), padding=_same(3, 3), groups=144, then=((24, (1, 1), (), 1),)),
+        Case("chain 1x1, 3x3 depthwise, 24 -> 144 -> 144, 56x56, N 32", 32, (24,), (56, 56), 144, (1, 1), then=((144, (3, 3), _same(3, 3), 144),)),
+        Case("chain 3x3, 1x1, 32 -> 32 -> 32, 256x256, N 4", 4, (32,), (256, 256), 32, (3, 3), padding=_same(3, 3), then=((32, (1, 1), (), 1),)),
+        Case("chain 3x3, 3x3, 256 -> 256 -> 256, 14x14, N 32", 32, (256,), (14, 14), 256, (3, 3), padding=_same(3, 3), then=((256, (3, 3), _same(3, 3), 1),)),
+    ):  # fmt: skip
+        for dtype in ("float32", "float16"):
+            yield replace(case, dtype=dtype)
 
 
 #: ResNet-50 (with the stride in the 3x3): inputs, outputs, kernel, stride, side of the input.
@@ -162,13 +185,13 @@ def _labelled(case: Case) -> Case:
 
 def numpy_cases() -> tuple[Case, ...]:
     """The NumPy backend's table."""
-    return (*JOBS, *LAYERS)
+    return (*JOBS, *LAYERS, *CHAINS)
 
 
 def gpu_cases() -> tuple[Case, ...]:
     """The GPU's table."""
     cases = (
-        *HOST, *_merges(), *_layers(), *_by_precision(_resnet(32)), *_wide_types(), *_channels_last(_resnet(32)),
+        *HOST, *_merges(), *_layers(), *_chains(), *_by_precision(_resnet(32)), *_wide_types(), *_channels_last(_resnet(32)),
         *_by_precision(_resnet(8)),
     )  # fmt: skip
     return tuple(_labelled(case) for case in cases)

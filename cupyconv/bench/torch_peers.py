@@ -9,7 +9,7 @@ checked, before anything is timed.  Data lie in the memory format asked for befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -85,13 +85,13 @@ class Torch:
             kinds.append(("torch channels-last", getattr(torch, _CHANNELS_LAST[len(case.size)])))
 
         def eager(memory_format: Any) -> Call:
-            return partial(self._convolve, case, *self._tensors(xs, weight, memory_format))
+            return partial(self._convolve, case, *self._tensors(case, xs, weight, memory_format))
 
         def compiled_call() -> Call:
-            tensors, factors = self._tensors(xs, weight, torch.contiguous_format)
+            tensors, factors = self._tensors(case, xs, weight, torch.contiguous_format)
             torch.compiler.reset()  # torch gives up compiling a function after eight shapes of it
             function = torch.compile(
-                lambda inputs, kernel: self._convolve(case, inputs, kernel), fullgraph=True, dynamic=False
+                lambda inputs, kernels: self._convolve(case, inputs, kernels), fullgraph=True, dynamic=False
             )
             return partial(function, tensors, factors)
 
@@ -124,14 +124,21 @@ class Torch:
         if self._torch.cuda.is_available():
             self._torch.cuda.empty_cache()
 
-    def _tensors(self, xs: list[Any], weight: Any, memory_format: Any) -> tuple[list[Any], Any]:
-        *inputs, kernel = (self.tensor(array).contiguous(memory_format=memory_format) for array in (*xs, weight))
-        return inputs, kernel
+    def _tensors(self, case: Case, xs: list[Any], weight: Any, memory_format: Any) -> tuple[list[Any], list[Any]]:
+        def tensors(arrays: Iterable[Any]) -> list[Any]:
+            return [self.tensor(array).contiguous(memory_format=memory_format) for array in arrays]
+
+        return tensors(xs), tensors(case.weights(weight))
 
     def _recurrent_layer(self, case: RecurrentCase, x: Any, weights: list[Any]) -> Call:
         return layer_of_torch(self._torch, case, self.tensor(x), [self.tensor(weight) for weight in weights])
 
-    def _convolve(self, case: Case, inputs: list[Any], kernel: Any) -> Any:
+    def _convolve(self, case: Case, inputs: list[Any], kernels: list[Any]) -> Any:
+        for layer, kernel in zip(case.layers, kernels):
+            inputs = [self._convolve_once(layer, inputs, kernel)]
+        return inputs[0]
+
+    def _convolve_once(self, case: Case, inputs: list[Any], kernel: Any) -> Any:
         functional = self._torch.nn.functional
         x = self._torch.cat(inputs, 1) if len(inputs) > 1 else inputs[0]
         padding: tuple[int, ...] = tuple(before for before, _ in case.pairs)

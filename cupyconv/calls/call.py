@@ -68,9 +68,10 @@ class Call:
             if not plan.workspace or not hasattr(request, "workspace_limit"):
                 return None
             try:
-                return make_plan(replace(request, workspace_limit=plan.workspace_bytes // 2))
+                smaller = make_plan(replace(request, workspace_limit=plan.workspace_bytes // 2))
             except ValueError:
                 return None
+            return smaller if smaller.workspace_bytes < plan.workspace_bytes else None
 
         return plan_with_less
 
@@ -124,12 +125,13 @@ def check_out(arrays: Arrays, result: Result, backend: Backend) -> None:
         raise TypeError(f"{name} has dtype {out.dtype}, needed {result.dtype}")
     if overlaps_itself(out.shape, out.strides, out.dtype.itemsize):
         raise ValueError(f"{name} overlaps itself: shape {tuple(out.shape)}, strides {tuple(out.strides)}")
-    OutMemory(arrays, [name]).check(tuple(arrays.values()), backend.address)
+    OutMemory(arrays, [name], result.addend).check(tuple(arrays.values()), backend.address)
 
 
 def copied(axes: Axes, arrays: Arrays) -> tuple[str, ...]:
     """Name the images that have to be copied whole to have no more than three spatial axes."""
-    images = {name: array for name, array in arrays.items() if name not in ("weight", "bias")}
+    others = ("weight", "bias", "scale", "shift")
+    images = {name: array for name, array in arrays.items() if name not in others}
     return tuple(
         f"{name}: its leading spatial axes have no one stride, so it is copied, beyond the workspace"
         for name, array in images.items()

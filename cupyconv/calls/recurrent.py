@@ -33,7 +33,7 @@ def prepare_rnn(
     out: Any = None, saving: bool = False, on: str | None = None,
 ) -> Call:  # fmt: skip
     """Check the arguments of `rnn`; `saving` asks for what a gradient needs beside the results, as `keeps` lists it."""
-    cell = _Cell("rnn", direction, _grouped("activation", activation, "rnn", direction), clip)
+    cell = _Cell("rnn", direction, activation_groups("activation", activation, "rnn", direction), clip)
     arguments = {
         "x": x, "weight_ih": weight_ih, "weight_hh": weight_hh, "bias_ih": bias_ih, "bias_hh": bias_hh, "h0": h0,
         "lengths": on_backend(lengths, x),
@@ -49,7 +49,7 @@ def prepare_lstm(
 ) -> Call:  # fmt: skip
     """Check the arguments of `lstm`; `saving` as for `prepare_rnn`."""
     cell = _Cell(
-        "lstm", direction, _grouped("activations", activations, "lstm", direction), clip,
+        "lstm", direction, activation_groups("activations", activations, "lstm", direction), clip,
         input_forget=_flag("input_forget", input_forget),
     )  # fmt: skip
     arguments = {
@@ -67,7 +67,7 @@ def prepare_gru(
 ) -> Call:  # fmt: skip
     """Check the arguments of `gru`; `saving` as for `prepare_rnn`."""
     cell = _Cell(
-        "gru", direction, _grouped("activations", activations, "gru", direction), clip,
+        "gru", direction, activation_groups("activations", activations, "gru", direction), clip,
         linear_before_reset=_flag("linear_before_reset", linear_before_reset),
     )  # fmt: skip
     arguments = {
@@ -82,7 +82,7 @@ def prepare_rnn_step(
     activation: Any = "tanh", clip: Any = None, method: str = "auto", out: Any = None, on: str | None = None,
 ) -> Call:  # fmt: skip
     """Check the arguments of `rnn_step`."""
-    cell = _Cell("rnn", "forward", _grouped("activation", activation, "rnn", "forward"), clip)
+    cell = _Cell("rnn", "forward", activation_groups("activation", activation, "rnn", "forward"), clip)
     return _step_call(cell, x, {"h": h}, weight_ih, weight_hh, bias_ih, bias_hh, None, out, method, on)
 
 
@@ -93,7 +93,7 @@ def prepare_lstm_step(
 ) -> Call:  # fmt: skip
     """Check the arguments of `lstm_step`."""
     cell = _Cell(
-        "lstm", "forward", _grouped("activations", activations, "lstm", "forward"), clip,
+        "lstm", "forward", activation_groups("activations", activations, "lstm", "forward"), clip,
         input_forget=_flag("input_forget", input_forget),
     )  # fmt: skip
     return _step_call(cell, x, {"h": h, "c": c}, weight_ih, weight_hh, bias_ih, bias_hh, peephole, out, method, on)
@@ -106,7 +106,7 @@ def prepare_gru_step(
 ) -> Call:  # fmt: skip
     """Check the arguments of `gru_step`."""
     cell = _Cell(
-        "gru", "forward", _grouped("activations", activations, "gru", "forward"), clip,
+        "gru", "forward", activation_groups("activations", activations, "gru", "forward"), clip,
         linear_before_reset=_flag("linear_before_reset", linear_before_reset),
     )  # fmt: skip
     return _step_call(cell, x, {"h": h}, weight_ih, weight_hh, bias_ih, bias_hh, None, out, method, on)
@@ -306,7 +306,7 @@ def flat_results(out: Any) -> Any:
     return out
 
 
-def _grouped(name: str, given: Any, kind: str, direction: Any) -> tuple[tuple[Activation, ...], ...]:
+def activation_groups(name: str, given: Any, kind: str, direction: Any) -> tuple[tuple[Activation, ...], ...]:
     """Activations for each direction; `given` for one, or a pair for two."""
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, given {direction!r}")

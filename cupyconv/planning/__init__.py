@@ -14,10 +14,13 @@ from cupyconv.activations import IDENTITY
 from cupyconv.machine import HostModel
 from cupyconv.plan import Plan
 from cupyconv.planning.request import (
+    ChainRequest,
     ColumnsRequest,
     ConvRequest,
     EpilogueGradRequest,
     PoolingRequest,
+    PrologueGradRequest,
+    RecurrentGradientRequest,
     RecurrentRequest,
     TransposedRequest,
     WeightGradientRequest,
@@ -35,6 +38,16 @@ def plan_conv(request: ConvRequest) -> Plan:
     else:
         from cupyconv.planning import cuda as planner  # type: ignore[no-redef]
     return planner.plan_conv(request)
+
+
+@lru_cache(maxsize=CACHED_PLANS)
+def plan_chain(request: ChainRequest) -> Plan:
+    """Decide which layers of a chain share a kernel or a loop on ``request.machine``."""
+    if isinstance(request.machine, HostModel):
+        from cupyconv.planning import chain_numpy as planner
+    else:
+        from cupyconv.planning import chain as planner  # type: ignore[no-redef]
+    return planner.plan_chain(request)
 
 
 @lru_cache(maxsize=CACHED_PLANS)
@@ -88,6 +101,14 @@ def plan_epilogue_grad(request: EpilogueGradRequest) -> Plan:
 
 
 @lru_cache(maxsize=CACHED_PLANS)
+def plan_prologue_grad(request: PrologueGradRequest) -> Plan:
+    """Decide how a gradient goes back through a prologue."""
+    from cupyconv.planning import prologue_grad
+
+    return prologue_grad.plan_prologue_grad(request)
+
+
+@lru_cache(maxsize=CACHED_PLANS)
 def plan_max_pool(request: PoolingRequest) -> Plan:
     """Decide how images are pooled."""
     from cupyconv.planning import pooling
@@ -111,3 +132,13 @@ def plan_recurrent(request: RecurrentRequest) -> Plan:
     else:
         from cupyconv.planning import recurrent_cuda as planner  # type: ignore[no-redef]
     return planner.plan_recurrent(request)
+
+
+@lru_cache(maxsize=CACHED_PLANS)
+def plan_recurrent_gradient(request: RecurrentGradientRequest) -> Plan:
+    """Decide how the gradients of a recurrent layer are computed on ``request.machine``."""
+    if isinstance(request.machine, HostModel):
+        from cupyconv.planning import recurrent_gradient_numpy as planner
+    else:
+        from cupyconv.planning import recurrent_gradient_cuda as planner  # type: ignore[no-redef]
+    return planner.plan_recurrent_gradient(request)

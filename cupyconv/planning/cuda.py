@@ -44,7 +44,9 @@ def plan_conv(request: ConvRequest) -> Plan:
     gpu = request.machine
     assert isinstance(gpu, GpuModel)
     request = without_empty_inputs(request)
-    check_alignment((*request.xs, request.weight, request.out, request.bias, request.residual))
+    check_alignment(
+        (*request.xs, request.weight, request.out, request.bias, request.residual, *request.prologue.vectors)
+    )
     request, conversions = converted(request)
     request = request.sharing_with(conversions)
     chosen, rejected = choose(request.method, lambda method: draft_conv(method, request), gpu)
@@ -62,6 +64,12 @@ def choose(
     asked: str, draft_of: Callable[[str], Draft], gpu: GpuModel, methods: Iterable[str] = METHODS
 ) -> tuple[Draft, tuple[tuple[str, str], ...]]:
     """The draft of the method asked for, or for "auto" the cheapest; and why not the others."""
+    if asked != "auto":
+        others = tuple((method, f"method={asked!r} was asked for") for method in METHODS if method != asked)
+        try:
+            return draft_of(asked), others
+        except NotApplicable as refusal:
+            raise ValueError(f"method {asked!r} does not apply: {refusal}") from None
     drafts: list[Draft] = []
     rejected: list[tuple[str, str]] = []
     for method in methods:
@@ -69,18 +77,10 @@ def choose(
             drafts.append(draft_of(method))
         except NotApplicable as refusal:
             rejected.append((method, str(refusal)))
-    if asked != "auto":
-        for method, reason in rejected:
-            if method == asked:
-                raise ValueError(f"method {method!r} does not apply: {reason}")
-        rejected += [(draft.method, f"method={asked!r} was asked for") for draft in drafts]
-        rejected = [entry for entry in rejected if entry[0] != asked]
-        chosen = next(draft for draft in drafts if draft.method == asked)
-    elif not drafts:
+    if not drafts:
         raise ValueError("no method applies: " + "; ".join(f"{method}: {reason}" for method, reason in rejected))
-    else:
-        chosen = min(drafts, key=lambda draft: draft.cost(gpu).seconds)
-        rejected += [(draft.method, str(draft.cost(gpu))) for draft in drafts if draft is not chosen]
+    chosen = min(drafts, key=lambda draft: draft.cost(gpu).seconds)
+    rejected += [(draft.method, str(draft.cost(gpu))) for draft in drafts if draft is not chosen]
     return chosen, tuple(rejected)
 
 
@@ -98,14 +98,15 @@ def _draft_direct(request: ConvRequest) -> Draft:
     geometry = request.geometry
     images = [*request.xs, request.out] + ([request.residual] if request.residual else [])
     same_real_type = not is_complex(request.out.dtype)
+    prologue = request.prologue
     size, flat = collapse(images, geometry.out_size)
     unit = all(image.pixel_stride == 1 for image in flat[: len(request.xs) + 1])
     merges = geometry.is_pointwise and geometry.groups == 1 and same_real_type and unit and size[:2] == (1, 1)
-    if merges and len(request.xs) <= MAX_MERGED and merge_tile(geometry, request.out.dtype) is not None:
+    if merges and len(request.xs) <= MAX_MERGED and merge_tile(geometry, request.out.dtype, prologue) is not None:
         residual = flat[-1] if request.residual else None
         result, activation = _kept_apart(request)
         epilogue = epilogue_params(request.bias, residual, IDENTITY if activation else request.activation)
-        launch = merge_launch(geometry, request.xs, request.weight, result, residual, epilogue)
+        launch = merge_launch(geometry, request.xs, request.weight, result, residual, epilogue, prologue)
         return Draft("direct", (launch, *activation), reason="fused merge")
     if len(request.xs) > MAX_SOURCES:
         most = f"{MAX_MERGED} of a merge, {MAX_SOURCES} of other kernels"
@@ -113,10 +114,10 @@ def _draft_direct(request: ConvRequest) -> Draft:
     if geometry.is_depthwise and same_real_type:
         result, activation = _kept_apart(request)
         epilogue = epilogue_params(request.bias, request.residual, IDENTITY if activation else request.activation)
-        launch = depthwise_launch(geometry, request.xs, request.weight, result, epilogue)
+        launch = depthwise_launch(geometry, request.xs, request.weight, result, epilogue, prologue)
         return Draft("direct", (launch, *activation), reason="depthwise kernel")
     epilogue = epilogue_params(request.bias, request.residual, request.activation, pre=request.pre)
-    launch = direct_launch(geometry, request.xs, request.weight, request.out, epilogue)
+    launch = direct_launch(geometry, request.xs, request.weight, request.out, epilogue, prologue)
     return Draft("direct", (launch,), reason="general kernel")
 
 

@@ -11,7 +11,14 @@ from cupyconv.machine import GpuModel
 from cupyconv.plan import Address, Buffer, GemmCall, KernelLaunch, LaunchLoop, Matrix, Plan, Step
 
 #: Share of the arithmetic rate that a kernel's inner loop reaches; the rest is loads and indices.
-KERNEL_EFFICIENCY = {"merge": 0.6, "depthwise": 0.15, "direct": 0.06, "transposed": 0.06, "weight_gradient": 0.06}
+KERNEL_EFFICIENCY = {
+    "merge": 0.6,
+    "depthwise": 0.15,
+    "direct": 0.06,
+    "transposed": 0.06,
+    "weight_gradient": 0.06,
+    "recurrent_gradient": 0.3,
+}
 #: The same of implicit_gemm, by its tile: a smaller one loads each element for fewer products.
 TILE_EFFICIENCY = {"128": 0.8, "64": 0.6}
 
@@ -69,28 +76,30 @@ def in_turn(method: str, drafts: Sequence[Draft], reason: str) -> Draft:
     steps: list[Step] = []
     most = 0
     for draft in drafts:
-        places, used = {}, 0
+        places: dict[str, Address] = {}
+        used = 0
         for buffer in draft.workspace:
-            places[buffer.name] = used
+            places[buffer.name] = Address("workspace", used)
             used += -(-buffer.nbytes // Plan.ALIGNMENT) * Plan.ALIGNMENT
-        steps += [_moved(step, places) for step in draft.steps]
+        steps += [moved(step, places) for step in draft.steps]
         most = max(most, used)
     notes = tuple(dict.fromkeys(note for draft in drafts for note in draft.notes))
     return Draft(method, tuple(steps), (Buffer("workspace", most),) if most else (), reason, notes)
 
 
-def _moved(value: Any, places: Mapping[str, int]) -> Any:
-    """A step, or a part of one, with every buffer in `places` at that place of the one workspace."""
+def moved(value: Any, places: Mapping[str, Address]) -> Any:
+    """A step, or a part of one, with every buffer in `places` at that place of another."""
     if isinstance(value, Address):
-        return Address("workspace", places[value.buffer] + value.offset) if value.buffer in places else value
+        place = places.get(value.buffer)
+        return Address(place.buffer, place.offset + value.offset) if place else value
     if isinstance(value, tuple):
-        return tuple(_moved(part, places) for part in value)
+        return tuple(moved(part, places) for part in value)
     if isinstance(value, KernelLaunch):
-        return replace(value, params=_moved(value.params, places))
+        return replace(value, params=moved(value.params, places))
     if isinstance(value, Matrix):
-        return replace(value, at=_moved(value.at, places))
+        return replace(value, at=moved(value.at, places))
     if isinstance(value, GemmCall):
-        return replace(value, **{name: _moved(getattr(value, name), places) for name in ("a", "b", "c")})
+        return replace(value, **{name: moved(getattr(value, name), places) for name in ("a", "b", "c")})
     return value
 
 

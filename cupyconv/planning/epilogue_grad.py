@@ -58,12 +58,17 @@ def _on_cuda(request: EpilogueGradRequest) -> tuple[list[Step], list[Buffer]]:
     partial = replace(
         sums, name="partial", shape=(parts, channels, 1, 1, 1), strides=c_strides((parts, channels, 1, 1, 1))
     )
-    together = EpilogueGradRequest(grad=partial, sums=sums, machine=gpu)
     steps: list[Step] = [
         replace(launch, params=tuple((n, Address(partial.name) if n == "partial" else v) for n, v in launch.params)),
-        _launch(together, gpu, Address(sums.name), most_parts=1),
+        sum_of_parts(partial, sums, gpu),
     ]
     return steps, [Buffer(partial.name, partial.nbytes)]
+
+
+def sum_of_parts(partial: Operand, sums: Operand, gpu: GpuModel) -> KernelLaunch:
+    """The sums of parts that lie as an image, whose samples are the parts and whose channels the sums."""
+    together = EpilogueGradRequest(grad=partial, sums=sums, machine=gpu)
+    return _launch(together, gpu, Address(sums.name, sums.offset), most_parts=1)
 
 
 def _launch(
@@ -77,9 +82,9 @@ def _launch(
     else:
         width = packet_width(images, prod(size))
     wide_channels = along_channels and width > 1
-    lanes = min(LANES, _power_of_two(-(-channels // width))) if along_channels else 1
+    lanes = min(LANES, power_of_two(-(-channels // width))) if along_channels else 1
     shares = batch * prod(size) // (1 if along_channels else width)
-    threads = min(THREADS, max(32, lanes * _power_of_two(shares)))
+    threads = min(THREADS, max(32, lanes * power_of_two(shares)))
     tiles = -(-channels // (lanes * (width if along_channels else 1)))
     parts = min(-(-shares * lanes // threads), -(-gpu.multiprocessors * BLOCKS_A_MULTIPROCESSOR // tiles), most_parts)
     grad, saved, out = (_found(operand, images) for operand in (request.grad, request.saved, request.out))
@@ -128,7 +133,7 @@ def _turned(operand: Operand) -> Operand:
     return replace(operand, shape=shape, strides=(operand.stride_n, stride if pixels > 1 else 0, 0, 0, 1))
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
     """The smallest that is no less than `n`."""
     return 1 << max(0, n - 1).bit_length()
 
@@ -140,7 +145,7 @@ def _on_numpy(request: EpilogueGradRequest) -> tuple[list[Step], list[Buffer]]:
         return [], []
     # Of each block: what a derivative is worked out in, or a copy that BLAS can read.
     elements = request.limit // (TEMPORARIES * machine.threads * ITEMSIZE[dtype])
-    block = _block(request.images[-1], max(1, min(BLOCK_ELEMENTS, elements)))
+    block = block_of(request.images[-1], max(1, min(BLOCK_ELEMENTS, elements)))
     blocks = prod(-(-extent // part) for extent, part in zip(grad.shape, block))
     threads = max(1, min(machine.threads, blocks))
     loop = ElementwiseLoop(
@@ -150,7 +155,7 @@ def _on_numpy(request: EpilogueGradRequest) -> tuple[list[Step], list[Buffer]]:
     return [loop], [Buffer("blocks", TEMPORARIES * threads * prod(block) * ITEMSIZE[dtype])]
 
 
-def _block(operand: Operand, elements: int) -> tuple[int, int, int, int, int]:
+def block_of(operand: Operand, elements: int) -> tuple[int, int, int, int, int]:
     """At most so many elements that lie together: axes are taken whole from the one with the smallest stride on."""
     block, left = [1] * 5, elements
     for axis in sorted(range(5), key=lambda axis: (abs(operand.strides[axis]), -axis)):

@@ -13,7 +13,7 @@ samples are one long matrix (channels-last) or there is but one.
 
 An array is used where it lies if cuBLAS can read it there: unit pixel stride with channels `ld` apart,
 or unit channel stride with pixels `ld` apart (channels-last, a transposed matrix).  Any other is
-gathered into workspace first.
+gathered into workspace first.  With a prologue all inputs are, as columns, and transformed on the way.
 
 The sums are the result itself wherever that is right.  They are kept in workspace, and an epilogue
 launch finishes them, for a 16-bit result that would be rounded twice, a result whose strides no GEMM
@@ -146,6 +146,7 @@ class _GemmPlanner:
         self.components = 2 if x_is_complex and not weight_is_complex else 1
         self.planes = 2 if weight_is_complex and not x_is_complex else 1
         self.dtype = real_part(request.x_dtype) if x_is_complex != weight_is_complex else request.x_dtype
+        self.writes_columns = bool(request.prologue) or not geometry.is_pointwise
         if max(geometry.reduction * geometry.groups, geometry.out_channels * self.planes) > INT32:
             raise NotApplicable("channels times taps pass cuBLAS's 32-bit dimensions")
         self.rows = self._rows_of_x()
@@ -169,7 +170,7 @@ class _GemmPlanner:
         for chunk in chunks:
             steps += self._steps(chunk)
         gathered = any(rows.view is None for rows in self.rows)
-        where = "columns" if not geometry.is_pointwise else "gathered inputs" if gathered else "the inputs in place"
+        where = "columns" if self.writes_columns else "gathered inputs" if gathered else "the inputs in place"
         cut = f", {len(chunks)} chunks of {self.samples} x {self.pixels} pixels" if len(chunks) > 1 else ""
         return Draft("gemm", tuple(steps), self._workspace(), f"one batched GEMM over samples on {where}{cut}")
 
@@ -177,7 +178,7 @@ class _GemmPlanner:
 
     def _rows_of_x(self) -> list[Rows]:
         geometry, xs = self.geometry, self.request.xs
-        if not geometry.is_pointwise:
+        if self.writes_columns:
             return [Rows(0, geometry.in_channels * geometry.taps, tuple(range(len(xs))), None)]
         views = [image_matrix(x) for x in xs]
         if self.components == 2:  # pixels and components must be one axis of unit stride
@@ -276,7 +277,7 @@ class _GemmPlanner:
         return tuple(buffers)
 
     def _gathered_name(self, rows: Rows) -> str:
-        return "columns" if not self.geometry.is_pointwise else f"gathered {self.request.xs[rows.inputs[0]].name}"
+        return "columns" if self.writes_columns else f"gathered {self.request.xs[rows.inputs[0]].name}"
 
     # Steps.
 
@@ -319,7 +320,7 @@ class _GemmPlanner:
         launches = im2col_launches(
             windows, tuple(request.xs[i] for i in rows.inputs), columns, at=Address(name),
             first_sample=chunk.first_sample, samples=chunk.samples, first_pixel=chunk.first_pixel,
-            pixels=chunk.pixels, purpose=name,
+            pixels=chunk.pixels, purpose=name, prologue=request.prologue,
         )  # fmt: skip
         view = MatrixView(Address(name), columns.itemsize, ld, stride_n, False)
         return self._as_multiplied(view), launches

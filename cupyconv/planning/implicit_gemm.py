@@ -30,8 +30,11 @@ from cupyconv.planning.launches import (
     epilogue_params,
     grid_and_block,
     image,
+    of,
+    prologue_params,
     sources_params,
     windows_params,
+    with_prologue,
 )
 from cupyconv.planning.request import ConvRequest, NotApplicable
 
@@ -99,9 +102,9 @@ def arithmetics(dtype: str, gpu: GpuModel, allow_tf32: bool) -> tuple[str, ...]:
     return ("MMA",) if gpu.capability >= FIRST_MMA[dtype] else ()
 
 
-def tiles(dtype: str) -> tuple[int, ...]:
-    """A tile of 128 x 128 doubles does not fit the registers."""
-    return (64,) if dtype == "float64" else tuple(TILES)
+def tiles(dtype: str, has_prologue: bool = False) -> tuple[int, ...]:
+    """A tile of 128 x 128 doubles does not fit the registers; with a prologue there is one tile."""
+    return (64,) if dtype == "float64" or has_prologue else tuple(TILES)
 
 
 def draft_implicit_gemm(request: ConvRequest) -> Draft:
@@ -120,7 +123,10 @@ def draft_implicit_gemm(request: ConvRequest) -> Draft:
     choices = arithmetics(dtype, gpu, request.allow_tf32)
     if not choices:
         raise NotApplicable(f"{gpu.arch} has no matrix instructions for {dtype}")
-    drafts = [_draft(request, gpu, arithmetic, tile) for arithmetic, tile in product(choices, tiles(dtype))]
+    drafts = [
+        _draft(request, gpu, arithmetic, tile)
+        for arithmetic, tile in product(choices, tiles(dtype, bool(request.prologue)))
+    ]
     fitting = [draft for draft in drafts if sum(buffer.nbytes for buffer in draft.workspace) <= request.limit]
     if not fitting:
         smallest = min(sum(buffer.nbytes for buffer in draft.workspace) for draft in drafts)
@@ -156,9 +162,10 @@ def _draft(request: ConvRequest, gpu: GpuModel, arithmetic: str, tile: int) -> D
     steps: list[Step] = [
         _pack_weight_launch(geometry, request.weight, packed, cut, rows, along_k=arithmetic != "FMA"),
         KernelLaunch(
-            Kernel(
+            with_prologue(
                 "implicit_gemm",
                 (("DTYPE", dtype), ("ARITHMETIC", arithmetic), ("TILE", str(tile)), ("GATHER", gather)),
+                request.prologue,
             ),
             (blocks_xy, splits, 1),
             TILES[tile],
@@ -169,6 +176,7 @@ def _draft(request: ConvRequest, gpu: GpuModel, arithmetic: str, tile: int) -> D
                 ("out", image(out)),
                 ("plane", plane),
                 ("epilogue", epilogue),
+                ("prologue", prologue_params(request.prologue)),
                 ("pixels", geometry.batch * geometry.pixels),
                 ("groups", geometry.groups),
                 ("group_channels", geometry.group_channels),
@@ -180,7 +188,7 @@ def _draft(request: ConvRequest, gpu: GpuModel, arithmetic: str, tile: int) -> D
                 ("a_split", a_split),
             ),
             shared_bytes=shared_bytes(tile, accumulator(dtype)),
-            purpose="convolution" + ", bias, residual, activation" * (splits == 1),
+            purpose="convolution" + of(request.prologue) + ", bias, residual, activation" * (splits == 1),
             bytes_moved=sum(x.nbytes for x in request.xs) + packed.nbytes + splits * out.nbytes,
             flops=2 * geometry.products,
         ),
@@ -223,6 +231,8 @@ def _along_channels(request: ConvRequest, chunked: bool) -> tuple[bool, tuple[st
     xs = request.xs
     if not all(x.stride_c == 1 for x in xs) or all(x.pixel_stride == 1 for x in xs):
         return False, ()
+    if request.prologue:
+        return False, ("channels-last inputs with a prologue: gathered by elements, pixel by pixel",)
     chunk = PACKET_BYTES // ITEMSIZE[request.x_dtype]
     if not chunked:
         return True, ()

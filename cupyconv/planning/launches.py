@@ -17,6 +17,7 @@ from cupyconv.geometry import ConvGeometry, Triple, Windows
 from cupyconv.operands import Operand
 from cupyconv.padding import PADDING_MODES
 from cupyconv.plan import MAX_SOURCES, Address, Kernel, KernelLaunch
+from cupyconv.prologue import NONE, Prologue
 
 #: Static limit on shared memory that needs no opt-in on any GPU.
 SHARED_BYTES = 48 << 10
@@ -27,13 +28,17 @@ PACKET_BYTES = 16
 #: Outputs a thread of direct.cu and of merge.cu may keep.  Fewer than four outputs are no faster: memory is the bound.
 DIRECT_TILE = 4
 MERGE_TILES = (4, 8, 16, 32)
+#: The one tile of merge.cu with a prologue.
+PROLOGUE_MERGE_TILE = 8
 #: Channels that merge.cu loads before it uses the first; threads of its block.
 MERGE_DEPTH = 4
 MERGE_BLOCK = 128
 #: Neighbouring threads of im2col.cu that share pixels where channels lie side by side.
 IM2COL_LANES = 4
-#: Square kernels, with their stride along h, that depthwise.cu is compiled for; (0, 0) is any other.
+#: Square kernels, with their stride along h, that depthwise.cu is compiled for, alone and with a prologue; (0, 0) is
+#: any other.
 DEPTHWISE_KERNELS = ((3, 1), (3, 2), (5, 1), (5, 2), (7, 1))
+PROLOGUE_DEPTHWISE_KERNELS = ((3, 1), (3, 2))
 ANY_KERNEL = (0, 0)
 #: Bytes of a plane, and pixels, that depthwise.cu counts in 32 bits.
 PLANE_EXTENT = 2**30
@@ -43,21 +48,23 @@ WEIGHT_GRADIENT_OUTPUTS = (1, 4)
 WEIGHT_GRADIENT_ROWS, WEIGHT_GRADIENT_BLOCK = 4, 128
 
 
-def merge_tile(geometry: ConvGeometry, dtype: str) -> int | None:
+def merge_tile(geometry: ConvGeometry, dtype: str, prologue: Prologue = NONE) -> int | None:
     """Outputs a thread of the fused merge computes, or None where its weights do not fit.
 
     The fewest tiles, since each reads every input, then the smallest.  At most 128 words of sums a thread: 32
     outputs, or 8 where a packet holds eight pixels, since those are widened too.
     """
     largest = 8 if ITEMSIZE[dtype] == 2 else 32
-    fitting = [t for t in MERGE_TILES if t <= largest and _merge_shared_bytes(geometry, dtype, t) <= SHARED_BYTES]
+    tiles = (PROLOGUE_MERGE_TILE,) if prologue else MERGE_TILES
+    fitting = [t for t in tiles if t <= largest and _merge_shared_bytes(geometry, dtype, t, prologue) <= SHARED_BYTES]
     return min(fitting, key=lambda tile: (-(-geometry.out_channels // tile), tile), default=None)
 
 
-def _merge_shared_bytes(geometry: ConvGeometry, dtype: str, tile: int) -> int:
-    """The weights of a tile, whole rounds of channels, and its biases."""
+def _merge_shared_bytes(geometry: ConvGeometry, dtype: str, tile: int, prologue: Prologue) -> int:
+    """The weights of a tile, whole rounds of channels, its biases, and a prologue's scales and shifts."""
     depth = -(-geometry.in_channels // MERGE_DEPTH) * MERGE_DEPTH
-    return tile * (depth + 1) * ITEMSIZE[accumulator(dtype)]
+    factors = 2 * geometry.in_channels * bool(prologue)
+    return (tile * (depth + 1) + factors) * ITEMSIZE[accumulator(dtype)]
 
 
 def merge_launch(
@@ -67,9 +74,10 @@ def merge_launch(
     out: Operand,
     residual: Operand | None,
     epilogue: tuple[Any, ...],
+    prologue: Prologue,
 ) -> KernelLaunch:
     """The fused merge; the caller has checked that images and result have unit pixel stride."""
-    tile = merge_tile(geometry, out.dtype)
+    tile = merge_tile(geometry, out.dtype, prologue)
     assert tile is not None
     packet = packet_width((*xs, out, *([residual] if residual else [])), geometry.pixels)
     tiles = -(-geometry.out_channels // tile)
@@ -78,7 +86,7 @@ def merge_launch(
     blocks = tiles * -(-geometry.batch * threads // MERGE_BLOCK)
     assert blocks <= GRID_X, "a result of that many blocks of sums fits no memory"
     return KernelLaunch(
-        Kernel("merge", (("DTYPE", out.dtype), ("TILE", str(tile)), ("PACKET", str(packet)))),
+        with_prologue("merge", (("DTYPE", out.dtype), ("TILE", str(tile)), ("PACKET", str(packet))), prologue),
         (blocks, 1, 1),
         MERGE_BLOCK,
         (
@@ -88,46 +96,49 @@ def merge_launch(
             ("weight_stride_c", weight.stride_c),
             ("out", image(out)),
             ("epilogue", epilogue),
+            ("prologue", prologue_params(prologue)),
             ("batch", geometry.batch),
             ("pixels", geometry.pixels),
             ("in_channels", geometry.in_channels),
             ("out_channels", geometry.out_channels),
         ),
-        shared_bytes=_merge_shared_bytes(geometry, out.dtype, tile),
-        purpose="merge, bias, residual, activation",
+        shared_bytes=_merge_shared_bytes(geometry, out.dtype, tile, prologue),
+        purpose=f"merge{of(prologue)}, bias, residual, activation",
         bytes_moved=_read_once(xs) * tiles + weight.nbytes + out.nbytes,
         flops=2 * geometry.products,
     )
 
 
 def direct_launch(
-    geometry: ConvGeometry, xs: Sequence[Operand], weight: Operand, out: Operand, epilogue: tuple[Any, ...]
-) -> KernelLaunch:
+    geometry: ConvGeometry, xs: Sequence[Operand], weight: Operand, out: Operand, epilogue: tuple[Any, ...],
+    prologue: Prologue,
+) -> KernelLaunch:  # fmt: skip
     """Direct convolution, for everything."""
     dtypes = (("X_DTYPE", xs[0].dtype), ("W_DTYPE", weight.dtype), ("Y_DTYPE", out.dtype))
     tiles = geometry.groups * -(-geometry.group_outputs // DIRECT_TILE)
     return KernelLaunch(
-        Kernel("direct", (*dtypes, ("TILE", str(DIRECT_TILE)))),
+        with_prologue("direct", (*dtypes, ("TILE", str(DIRECT_TILE))), prologue),
         *grid_and_block(geometry.batch, geometry.pixels, 1, tiles, 128),
-        _convolution_params(geometry, xs, weight, out, epilogue),
-        purpose="convolution, bias, residual, activation",
+        _convolution_params(geometry, xs, weight, out, epilogue, prologue),
+        purpose=f"convolution{of(prologue)}, bias, residual, activation",
         bytes_moved=_read_once(xs) + weight.nbytes + out.nbytes,
         flops=2 * geometry.products * (1, 2, 4)[is_complex(xs[0].dtype) + is_complex(weight.dtype)],
     )
 
 
 def depthwise_launch(
-    geometry: ConvGeometry, xs: Sequence[Operand], weight: Operand, out: Operand, epilogue: tuple[Any, ...]
-) -> KernelLaunch:
+    geometry: ConvGeometry, xs: Sequence[Operand], weight: Operand, out: Operand, epilogue: tuple[Any, ...],
+    prologue: Prologue,
+) -> KernelLaunch:  # fmt: skip
     """One kernel per channel, any multiplier."""
-    kernel, stride = _depthwise_kernel(geometry, xs, weight)
+    kernel, stride = _depthwise_kernel(geometry, xs, weight, prologue)
     rows = {0: 1, 1: 8, 2: 4}[stride]  # pixels a thread
     depth, height, width = geometry.out_size
     strips = geometry.batch * depth * -(-height // rows) * width
     lanes = channel_lanes(out)
     (blocks, _, _), block = grid_and_block(strips, lanes, 1, 1, 128)
     return KernelLaunch(
-        Kernel("depthwise", (("DTYPE", out.dtype), ("KERNEL", str(kernel)), ("STRIDE", str(stride)))),
+        with_prologue("depthwise", (("DTYPE", out.dtype), ("KERNEL", str(kernel)), ("STRIDE", str(stride))), prologue),
         (blocks, min(-(-geometry.out_channels // lanes), GRID_Y), 1),
         block,
         (
@@ -136,21 +147,25 @@ def depthwise_launch(
             ("weight", image(weight)),
             ("out", image(out)),
             ("epilogue", epilogue),
+            ("prologue", prologue_params(prologue)),
             ("batch", geometry.batch),
             ("outputs", geometry.out_channels),
             ("multiplier", geometry.group_outputs),
             ("channel_lanes", lanes),
         ),
-        purpose="convolution, bias, residual, activation",
+        purpose=f"convolution{of(prologue)}, bias, residual, activation",
         bytes_moved=_read_once(xs) + weight.nbytes + out.nbytes,
         flops=2 * geometry.products,
     )
 
 
-def _depthwise_kernel(geometry: ConvGeometry, xs: Sequence[Operand], weight: Operand) -> tuple[int, int]:
+def _depthwise_kernel(
+    geometry: ConvGeometry, xs: Sequence[Operand], weight: Operand, prologue: Prologue
+) -> tuple[int, int]:
     """The kernel and stride to compile for: a listed one, if 32 bits hold all that the kernel counts with them."""
     depth, height, width = geometry.kernel
-    listed = depth == 1 and height == width and (height, geometry.stride[1]) in DEPTHWISE_KERNELS
+    kernels = PROLOGUE_DEPTHWISE_KERNELS if prologue else DEPTHWISE_KERNELS
+    listed = depth == 1 and height == width and (height, geometry.stride[1]) in kernels
     images = (*xs, replace(weight, strides=tuple(map(abs, weight.strides))))
     counts = [
         *map(sum, zip(geometry.size, geometry.before, geometry.after)), geometry.batch * geometry.pixels,
@@ -173,20 +188,22 @@ def is_along_channels(out: Operand) -> bool:
 
 
 def weight_gradient_launch(
-    geometry: ConvGeometry, xs: Sequence[Operand], grad: Operand, out_dtype: str, sums: Address, parts: int
-) -> KernelLaunch:
+    geometry: ConvGeometry, xs: Sequence[Operand], grad: Operand, out_dtype: str, sums: Address, parts: int,
+    prologue: Prologue,
+) -> KernelLaunch:  # fmt: skip
     """Parts of a weight's gradient, each over its share of all samples' pixels."""
-    outputs = weight_gradient_tile(geometry)
+    outputs = weight_gradient_tile(geometry, prologue)
     tiles_m, tiles_n = -(-geometry.group_outputs // outputs), -(-geometry.reduction // WEIGHT_GRADIENT_ROWS)
     dtypes = (("X_DTYPE", xs[0].dtype), ("G_DTYPE", grad.dtype), ("Y_DTYPE", out_dtype))
     plane = geometry.out_channels * geometry.reduction
     return KernelLaunch(
-        Kernel("weight_gradient", (*dtypes, ("OUTPUTS", str(outputs)))),
+        with_prologue("weight_gradient", (*dtypes, ("OUTPUTS", str(outputs))), prologue),
         (parts, min(geometry.groups * tiles_m * tiles_n, GRID_Y), 1),
         WEIGHT_GRADIENT_BLOCK,
         (
             ("sources", sources_params(geometry, xs)),
             ("windows", windows_params(geometry)),
+            ("prologue", prologue_params(prologue)),
             ("grad", image(grad)),
             ("sums", sums),
             ("plane", plane),
@@ -202,9 +219,9 @@ def weight_gradient_launch(
     )
 
 
-def weight_gradient_tile(geometry: ConvGeometry) -> int:
-    """Outputs of a group that a block of weight_gradient.cu takes."""
-    return WEIGHT_GRADIENT_OUTPUTS[geometry.group_outputs > 1]
+def weight_gradient_tile(geometry: ConvGeometry, prologue: Prologue) -> int:
+    """Outputs of a group that a block of weight_gradient.cu takes; with a prologue there is one number."""
+    return WEIGHT_GRADIENT_OUTPUTS[geometry.group_outputs > 1 or bool(prologue)]
 
 
 def im2col_launches(
@@ -218,8 +235,13 @@ def im2col_launches(
     first_pixel: int = 0,
     pixels: int | None = None,
     purpose: str = "columns",
+    prologue: Prologue = NONE,
+    first_channel: int = 0,
 ) -> list[KernelLaunch]:
-    """Columns of a chunk of samples and pixels: one launch for every `MAX_SOURCES` inputs."""
+    """Columns of a chunk of samples and pixels: one launch for every `MAX_SOURCES` inputs.
+
+    The inputs' channels are those from `first_channel` on of what the prologue is for.
+    """
     samples = windows.batch if samples is None else samples
     pixels = windows.pixels if pixels is None else pixels
     itemsize = columns.itemsize
@@ -237,12 +259,17 @@ def im2col_launches(
         row_offset = sum(windows.channels[:begin]) * windows.taps * columns.stride_c * itemsize
         launches.append(
             KernelLaunch(
-                Kernel("im2col", (("DTYPE", f"bits{8 * itemsize}"), ("WIDTH", str(width)))),
+                with_prologue(
+                    "im2col",
+                    (("DTYPE", columns.dtype if prologue else f"bits{8 * itemsize}"), ("WIDTH", str(width))),
+                    prologue,
+                ),
                 (min(-(-shares * lanes // block), GRID_X), min(rows, GRID_Y), 1),
                 block,
                 (
                     ("sources", sources_params(group, xs[part], first_sample)),
                     ("windows", windows_params(windows)),
+                    ("prologue", prologue_params(prologue, first_channel + sum(windows.channels[:begin]))),
                     ("columns", Address(at.buffer, at.offset + row_offset)),
                     ("stride_n", columns.stride_n),
                     ("stride_row", columns.stride_c),
@@ -253,7 +280,7 @@ def im2col_launches(
                     ("squares", squares),
                     ("channel_lanes", lanes),
                 ),
-                purpose=purpose,
+                purpose=purpose + of(prologue),
                 bytes_moved=samples
                 * group.in_channels
                 * itemsize
@@ -449,6 +476,28 @@ def epilogue_params(
     )
 
 
+def prologue_params(prologue: Prologue, first_channel: int = 0) -> tuple[Any, ...]:
+    """The C++ struct Prologue, from a channel on."""
+    vectors = [
+        (Address(v.name, v.offset + first_channel * v.stride_c * v.itemsize), v.stride_c) if v else (None, 0)
+        for v in (prologue.scale, prologue.shift)
+    ]
+    addresses, steps = zip(*vectors)
+    activation = prologue.activation
+    low, high = activation.bounds or (activation.alpha, activation.beta)
+    return (*addresses, *steps, low, high, activation.code)
+
+
+def of(prologue: Prologue) -> str:
+    """What a launch works on where that is not the inputs as they lie, in words."""
+    return f" of {prologue}" if prologue else ""
+
+
+def with_prologue(name: str, macros: tuple[tuple[str, str], ...], prologue: Prologue) -> Kernel:
+    """The variant that transforms its inputs, or the one that has no code for that."""
+    return Kernel(name, (*macros, ("PROLOGUE", "1")) if prologue else macros)
+
+
 def image(operand: Operand, first_sample: int = 0) -> tuple[Any, ...]:
     """The C++ struct Image, from a sample on."""
     offset = operand.offset + first_sample * operand.stride_n * operand.itemsize
@@ -484,14 +533,16 @@ def packet_width(images: Sequence[Operand], pixels: int) -> int:
 
 
 def _convolution_params(
-    geometry: ConvGeometry, xs: Sequence[Operand], weight: Operand, out: Operand, epilogue: tuple[Any, ...]
-) -> tuple[tuple[str, Any], ...]:
+    geometry: ConvGeometry, xs: Sequence[Operand], weight: Operand, out: Operand, epilogue: tuple[Any, ...],
+    prologue: Prologue,
+) -> tuple[tuple[str, Any], ...]:  # fmt: skip
     return (
         ("sources", sources_params(geometry, xs)),
         ("windows", windows_params(geometry)),
         ("weight", image(weight)),
         ("out", image(out)),
         ("epilogue", epilogue),
+        ("prologue", prologue_params(prologue)),
         ("batch", geometry.batch),
         ("groups", geometry.groups),
         ("group_channels", geometry.group_channels),

@@ -1,7 +1,7 @@
 """The choice of a method on NumPy, and of the blocks it works in.
 
 A block is a run of samples or of pixels whose columns, products and epilogue stay in cache.  The sizes
-below were measured on a machine with 2 MiB of L2 cache a core (``tests/benchmarks``): a product wants
+below were measured on machines with 1 and 2 MiB of L2 cache a core (``tests/benchmarks``): a product wants
 as many columns as the cache holds; what is bound by memory wants its block to stay in L2.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
-from cupyconv.geometry import ConvGeometry
+from cupyconv.geometry import ConvGeometry, Windows
 from cupyconv.machine import HostModel
 from cupyconv.operands import Operand, c_strides
 from cupyconv.plan import BlockLoop, Buffer, Plan
@@ -22,9 +22,10 @@ from cupyconv.planning.request import (
     describe_result,
     without_empty_inputs,
 )
+from cupyconv.prologue import NONE, Prologue
 
 #: Bytes of columns a block aims at where products dominate, and where memory does.
-PRODUCT_BLOCK = 8 << 20
+PRODUCT_BLOCK = 4 << 20
 MEMORY_BLOCK = 512 << 10
 #: Pixels below which a block of columns is not cut: the products would be vectors.
 SMALLEST_BLOCK = 32
@@ -74,9 +75,10 @@ def _gemm(request: ConvRequest) -> Plan:
     view = (
         geometry.is_pointwise
         and len(request.xs) == 1
+        and not request.prologue
         and geometry.pixels >= LONE_PIXELS
         and request.xs[0].dtype == accumulator(request.x_dtype)
-        and is_complex(request.x_dtype) == is_complex(request.weight_dtype)
+        and _is_one_kind(request)
         and is_matrix(request.xs[0])
     )
     words = "products of the input where it lies" if view else "columns and products"
@@ -85,6 +87,9 @@ def _gemm(request: ConvRequest) -> Plan:
     if view and in_place and not (request.bias or request.activation):
         axes = (geometry.batch, *geometry.out_size)  # one product does it all
         return _plan(request, "gemm", _Body("view", 0), axes, words, rejected)
+    if _shares_columns(request):
+        words = f"columns that {geometry.kernel[geometry.outermost]} taps share, and products"
+        return _shared(request, "gemm", "shared columns", words, rejected)
     columns = 0 if view else geometry.in_channels * geometry.taps * _item(request.x_dtype)
     body = _Body("view" if view else "columns", columns, tile=not view and geometry.taps > 1)
     by_memory = geometry.is_pointwise and geometry.group_outputs < PRODUCT_OUTPUTS
@@ -95,19 +100,45 @@ def _gemm(request: ConvRequest) -> Plan:
 
 def _direct(request: ConvRequest) -> Plan:
     geometry = request.geometry
-    scaled = geometry.is_depthwise and is_complex(request.x_dtype) == is_complex(request.weight_dtype)
-    # Beside the sums: one tap's products, and its columns where they make a matrix.
-    per_pixel = _sum_bytes(request, in_place=False)
-    per_pixel += 0 if scaled else geometry.in_channels * _item(request.x_dtype)
-    body = _Body("scaled taps" if scaled else "taps", per_pixel)
     if request.method == "direct":
         why = "method='direct' was asked for"
     elif geometry.is_depthwise:
         why = "slower: with one channel a group, each product is a vector by a matrix"
     else:
         why = "columns do not fit the workspace limit"
-    block = _cut(request, body, MEMORY_BLOCK // (per_pixel or 1), 1, geometry.batch)
-    return _plan(request, "direct", body, block, "tap by tap, no columns", ("gemm", why))
+    if geometry.is_depthwise and _is_one_kind(request):
+        taps = geometry.kernel[geometry.outermost]
+        words = f"columns that {taps} taps share, scaled" if taps > 1 else "each element scaled"
+        return _shared(request, "direct", "scaled taps", words, ("gemm", why))
+    # Beside the sums: one tap's products and columns.
+    per_pixel = _sum_bytes(request, in_place=False) + geometry.in_channels * _item(request.x_dtype)
+    block = _cut(request, _Body("taps", per_pixel), MEMORY_BLOCK // (per_pixel or 1), 1, geometry.batch)
+    return _plan(request, "direct", _Body("taps", per_pixel), block, "tap by tap, no columns", ("gemm", why))
+
+
+def _shared(request: ConvRequest, method: str, name: str, words: str, rejected: tuple[str, str]) -> Plan:
+    """A plan of columns that the taps along an axis share, some groups at a time."""
+    geometry = request.geometry
+    # Samples of a block come between rows and pixels: the result can take the sums of one only.
+    lone = geometry.pixels >= LONE_PIXELS and _sums_fit_result(request)
+    a_group = geometry.group_channels * (geometry.taps // geometry.kernel[geometry.outermost]) * _item(request.x_dtype)
+    sums = geometry.out_channels * _item(request.out.dtype)
+    target = PRODUCT_BLOCK // (max(a_group, sums) or 1)
+    body = _Body(name, 0)
+    block = _cut(request, body, target, SMALLEST_BLOCK, 1 if lone else geometry.batch)
+    return _plan(request, method, body, block, words, rejected)
+
+
+def _shares_columns(request: ConvRequest) -> bool:
+    """Whether columns that taps share, and a sum of products, take less than all columns and one product."""
+    geometry = request.geometry
+    in_groups = geometry.groups > 1 and geometry.kernel[geometry.outermost] > 1
+    return in_groups and _is_one_kind(request) and columns_leave_cache(geometry, _item(request.x_dtype))
+
+
+def columns_leave_cache(geometry: ConvGeometry, item: int) -> bool:
+    """Whether writing the columns of all taps takes long: of few channels a group, longer than their products."""
+    return geometry.batch * geometry.pixels * geometry.in_channels * geometry.taps * item > MEMORY_BLOCK
 
 
 @dataclass(frozen=True)
@@ -118,20 +149,31 @@ class _Body:
     per_pixel: int
     tile: bool = False
 
+    @property
+    def shares(self) -> bool:
+        """Whether taps share columns."""
+        return self.name in ("shared columns", "scaled taps")
+
     def workspace(self, request: ConvRequest, block: Block) -> int:
         """Bytes for one block: columns or products, the tile they are taken from, sums, and gathered borders."""
         geometry = request.geometry
+        if self.shares:
+            item, prologue = _item(request.x_dtype), request.prologue
+            part = shared_part(geometry, block, item, prologue)
+            columns = part * shared_bytes(geometry, block, item, prologue)
+            products = part * geometry.group_outputs * prod(block) * _item(request.out.dtype)
+            return columns + products + prod(block) * _sum_bytes(request, self.in_place(request, block))
         read = block[0] * geometry.in_channels * prod(block[1:]) * _item(request.x_dtype)
         nbytes = prod(block) * (self.per_pixel + _sum_bytes(request, self.in_place(request, block)))
         if self.tile:
             read = block[0] * geometry.in_channels * tile_pixels(geometry, block) * _item(request.x_dtype)
             nbytes += read
-        # A border that a padding mode fills is gathered beside what it is copied to.
-        return nbytes + (read if geometry.padding_mode != "constant" else 0)
+        return nbytes + read * temporaries(geometry, request.prologue)
 
     def in_place(self, request: ConvRequest, block: Block) -> bool:
         """Whether the block's sums are the result itself."""
-        return _sums_fit_result(request) and (self.name == "view" or (self.name == "columns" and block[0] == 1))
+        lone = block[0] == 1 and (self.name == "columns" or (self.shares and is_in_order(request.geometry, block)))
+        return _sums_fit_result(request) and (self.name == "view" or lone)
 
 
 def _plan(request: ConvRequest, method: str, body: _Body, block: Block, words: str, rejected: tuple[str, str]) -> Plan:
@@ -147,6 +189,8 @@ def _plan(request: ConvRequest, method: str, body: _Body, block: Block, words: s
         geometry=geometry, dtype=accumulator(request.out.dtype),
         x_dtype=accumulator(request.x_dtype), weight_dtype=accumulator(request.weight_dtype), activation=request.activation,
         in_place=body.in_place(request, block), bytes_moved=request.minimal_bytes, flops=request.flops,
+        part=shared_part(geometry, block, _item(request.x_dtype), request.prologue) if body.shares else 0,
+        prologue=request.prologue,
     )  # fmt: skip
     return Plan(
         method=method, backend="numpy", device=str(machine), problem=str(geometry), result=describe_result(request),
@@ -197,9 +241,38 @@ def block_of_pixels(geometry: ConvGeometry, pixels: int, most_samples: int) -> B
     return (1, 1, 1, even_part(width, pixels))
 
 
-def tile_pixels(geometry: ConvGeometry, block: Block) -> int:
+def tile_pixels(geometry: Windows, block: Block) -> int:
     """Pixels of the part of a padded sample that all windows of a block lie in."""
     return prod((part - 1) * stride + span for part, stride, span in zip(block[1:], geometry.stride, geometry.span))
+
+
+def temporaries(geometry: Windows, prologue: Prologue) -> int:
+    """Copies of what is read: a border that a padding mode fills is gathered first, an activation takes one beside."""
+    return (geometry.padding_mode != "constant") + bool(prologue.activation)
+
+
+def shared_bytes(geometry: ConvGeometry, block: Block, item: int, prologue: Prologue = NONE) -> int:
+    """Bytes, for one group, of the columns that a block's taps share, and of the tile they are taken from."""
+    axis, samples = geometry.outermost, block[0]
+    taps, stride, gap, rows = (t[axis] for t in (geometry.kernel, geometry.stride, geometry.dilation, block[1:]))
+    period = stride // gcd(stride, gap)
+    each = [rows + (-(-(taps - first) // period) - 1) * (period * gap // stride) for first in range(min(period, taps))]
+    columns = sum(each) * (prod(block) // rows) * (geometry.taps // taps)
+    tile = samples * tile_pixels(geometry, block) * (1 + temporaries(geometry, prologue))
+    return geometry.group_channels * (columns + tile) * item
+
+
+def shared_part(geometry: ConvGeometry, block: Block, item: int, prologue: Prologue = NONE) -> int:
+    """Groups whose shared columns stay in cache together."""
+    return even_part(
+        geometry.groups,
+        max(1, min(geometry.groups, MEMORY_BLOCK // (shared_bytes(geometry, block, item, prologue) or 1))),
+    )
+
+
+def is_in_order(geometry: ConvGeometry, block: Block) -> bool:
+    """Whether the pixels of shared columns, the outermost axis of the kernel before all others, are in their own order."""
+    return prod(block[: 1 + geometry.outermost]) == 1
 
 
 def even_part(extent: int, part: int) -> int:
@@ -209,6 +282,11 @@ def even_part(extent: int, part: int) -> int:
 
 def _item(dtype: str) -> int:
     return ITEMSIZE[accumulator(dtype)]
+
+
+def _is_one_kind(request: ConvRequest) -> bool:
+    """Whether both factors are real, or both complex."""
+    return is_complex(request.x_dtype) == is_complex(request.weight_dtype)
 
 
 def _sum_bytes(request: ConvRequest, in_place: bool) -> int:
@@ -222,7 +300,7 @@ def _sums_fit_result(request: ConvRequest) -> bool:
     return (
         request.out.dtype == accumulator(request.out.dtype)
         and request.residual is None
-        and is_complex(request.x_dtype) == is_complex(request.weight_dtype)
+        and _is_one_kind(request)
         and request.out.pixel_stride == 1
         and is_matrix(request.out)
     )
@@ -239,16 +317,16 @@ def is_matrix(image: Operand) -> bool:
 
 def _weight_copy(request: ConvRequest) -> int:
     """Bytes of the weight where it must be copied: another dtype, another order, or parts taken apart."""
-    weight, geometry = request.weight, request.geometry
+    weight = request.weight
     in_place = (
         weight.dtype == accumulator(request.weight_dtype)
         and weight.strides == c_strides(weight.shape)
         and not (is_complex(request.weight_dtype) and not is_complex(request.x_dtype))
     )
-    if in_place and not geometry.is_depthwise:
-        return 0
+    copies = (not in_place) + _shares_columns(request)  # of which each tap has its own matrix
     return (
-        prod(weight.shape)
+        copies
+        * prod(weight.shape)
         * ITEMSIZE[accumulator(real_part(request.weight_dtype))]
         * (1 + is_complex(request.weight_dtype))
     )

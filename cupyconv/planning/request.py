@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self, TypeVar
 
 from cupyconv.activations import IDENTITY, Activation
-from cupyconv.dtypes import is_complex
+from cupyconv.dtypes import accumulator, is_complex
 from cupyconv.geometry import ConvGeometry, Windows
 from cupyconv.machine import GpuModel, HostModel
 from cupyconv.operands import Operand
 from cupyconv.plan import Conversion
+from cupyconv.prologue import NONE, Prologue
 from cupyconv.recurrence import RecurrentGeometry
 
 METHODS = ("direct", "gemm", "implicit_gemm")
@@ -74,16 +76,47 @@ class ConvRequest(_ProductsRequest):
     pre: Operand | None = None  # where the pre-activation goes that is kept beside the result; laid out as that is
     weight_dtype: str
     activation: Activation = IDENTITY
+    prologue: Prologue = NONE
 
     @property
     def minimal_bytes(self) -> int:
         """Every argument once: the fewest bytes any method can move."""
-        operands = (*self.xs, self.weight, self.out, self.bias, self.residual, self.pre)
+        operands = (*self.xs, self.weight, self.out, self.bias, self.residual, self.pre, *self.prologue.vectors)
         return sum(operand.nbytes for operand in operands if operand is not None)
 
     @property
     def flops(self) -> int:
         return self.operations(self.weight_dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainRequest(_Request):
+    """Convolutions one after the other: each reads the result of the one before, ``layer[0]``, ``layer[1]`` ...
+
+    Only the last result is an argument of the call.  The limit on workspace is the chain's, not its layers'.
+    """
+
+    layers: tuple[ConvRequest, ...]
+    fuse: str | bool = "auto"
+
+    @property
+    def intermediate_bytes(self) -> int:
+        """Of all results but the last."""
+        return sum(layer.out.nbytes for layer in self.layers[:-1])
+
+    @property
+    def minimal_bytes(self) -> int:
+        """Every argument once; an intermediate is none."""
+        return sum(layer.minimal_bytes for layer in self.layers) - 2 * self.intermediate_bytes
+
+    @property
+    def flops(self) -> int:
+        return sum(layer.flops for layer in self.layers)
+
+    @property
+    def problem(self) -> str:
+        layers = "".join(f"\n  layer {i}   {layer.geometry}" for i, layer in enumerate(self.layers))
+        return f"chain of {len(self.layers)} convolutions{layers}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +126,12 @@ class WeightGradientRequest(_ProductsRequest):
     grad: Operand
     out: Operand  # with the weight's axes
     grad_dtype: str
+    prologue: Prologue = NONE
 
     @property
     def minimal_bytes(self) -> int:
         """Every argument and the result once."""
-        return sum(operand.nbytes for operand in (self.grad, *self.xs, self.out))
+        return sum(operand.nbytes for operand in (self.grad, *self.xs, self.out, *self.prologue.vectors))
 
     @property
     def flops(self) -> int:
@@ -181,6 +215,22 @@ class EpilogueGradRequest(_Request):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrologueGradRequest(_Request):
+    """A gradient of transformed elements to be taken back through the prologue that made them of `x`."""
+
+    grad: Operand
+    x: Operand
+    prologue: Prologue  # of these channels
+    out: Operand | None = None  # the gradient of x
+    sums: Operand | None = None  # (1, 2 C, 1, 1, 1): each channel's of scale and of shift, in the accumulator's dtype
+
+    @property
+    def images(self) -> tuple[Operand, ...]:
+        """What each element is read from and written to."""
+        return (self.grad, self.x, *([self.out] if self.out else []))
+
+
+@dataclass(frozen=True, kw_only=True)
 class PoolingRequest(_Request):
     """Images to be pooled, each by itself; or, where there are `ys` and `grads`, the gradients of that."""
 
@@ -245,6 +295,40 @@ class RecurrentRequest(_Request):
         return 2 * self.geometry.products
 
 
+@dataclass(frozen=True, kw_only=True)
+class RecurrentGradientRequest(_Request):
+    """The gradients of a recurrent layer; operands have the axes that `RecurrentRequest` gives them."""
+
+    geometry: RecurrentGeometry
+    dtype: str  # computed in, and that of the results
+    allow_tf32: bool = False
+    arguments: tuple[Operand, ...]
+    results: tuple[Operand, ...]
+
+    @cached_property
+    def operands(self) -> dict[str, Operand]:
+        """Arguments and results by name."""
+        return {operand.name: operand for operand in (*self.arguments, *self.results)}
+
+    @property
+    def minimal_bytes(self) -> int:
+        """Every argument and result once."""
+        return sum(operand.nbytes for operand in self.operands.values())
+
+    @property
+    def flops(self) -> int:
+        """A product with each weight, and one for its gradient."""
+        return 4 * self.geometry.products
+
+    @property
+    def problem(self) -> str:
+        return f"gradients of {self.geometry}"
+
+    @property
+    def result(self) -> str:
+        return f"{self.dtype} {', '.join(f'{operand.name} {operand.shape}' for operand in self.results)}"
+
+
 def check_method(method: object) -> None:
     """Refuse an unknown method, and one that this version does not have."""
     if method in LATER_METHODS:
@@ -297,8 +381,17 @@ def converted(request: ConvRequest) -> tuple[ConvRequest, tuple[Conversion, ...]
         weight=convert(request.weight, request.weight_dtype, conversions),
         bias=bias and convert(bias, request.out.dtype, conversions),
         residual=residual and convert(residual, request.out.dtype, conversions),
+        prologue=converted_prologue(request.prologue, request.x_dtype, conversions),
     )
     return request, tuple(conversions)
+
+
+def converted_prologue(prologue: Prologue, x_dtype: str, conversions: list[Conversion]) -> Prologue:
+    """The prologue with its vectors in the dtype that elements of `x_dtype` are transformed in."""
+    scale, shift = (
+        vector and convert(vector, accumulator(x_dtype), conversions) for vector in (prologue.scale, prologue.shift)
+    )
+    return replace(prologue, scale=scale, shift=shift)
 
 
 def describe_result(request: ConvRequest) -> str:

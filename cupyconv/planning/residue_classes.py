@@ -60,6 +60,17 @@ def axis_classes(size: int, pixels: int, kernel: int, stride: int, before: int, 
     return classes
 
 
+def residue_classes(geometry: ConvGeometry) -> list[tuple[AxisClass, ...]]:
+    """The classes of a result's elements, along its three axes."""
+    axes = [
+        axis_classes(*along)
+        for along in zip(
+            geometry.size, geometry.out_size, geometry.kernel, geometry.stride, geometry.before, geometry.dilation
+        )
+    ]
+    return list(product(*axes))
+
+
 def class_requests(request: TransposedRequest) -> list[ConvRequest]:
     """A convolution for each class of each result; NotApplicable where there are none that say the same."""
     geometry = request.geometry
@@ -69,39 +80,40 @@ def class_requests(request: TransposedRequest) -> list[ConvRequest]:
         raise NotApplicable("the weight is conjugated")
     if geometry.groups > 1 and len(request.outs) > 1:
         raise NotApplicable("several results of a grouped convolution")
-    axes = [
-        axis_classes(*along)
-        for along in zip(
-            geometry.size, geometry.out_size, geometry.kernel, geometry.stride, geometry.before, geometry.dilation
-        )
-    ]
-    classes = list(product(*axes))
+    classes = residue_classes(geometry)
     if len(classes) > MOST_CLASSES:
         raise NotApplicable(f"stride {geometry.stride} makes {len(classes)} classes, {MOST_CLASSES} are allowed")
     return [
-        _request_of(request, one, out, first)
+        class_request(
+            request, one, out, _weight(request, one, out.shape[1], first) if is_reached(one) else request.weight
+        )
         for out, first in zip(request.outs, geometry.channel_offsets)
         for one in classes
     ]
 
 
-def _request_of(request: TransposedRequest, one: tuple[AxisClass, ...], out: Operand, first: int) -> ConvRequest:
-    geometry = request.geometry
-    is_reached = all(axis.taps for axis in one)
-    xs = tuple(_cut(x, one) for x in request.xs) if is_reached else request.xs[:1]
+def is_reached(one: tuple[AxisClass, ...]) -> bool:
+    """Whether any tap reaches the elements of a class."""
+    return all(axis.taps for axis in one)
+
+
+def class_request(request: TransposedRequest, one: tuple[AxisClass, ...], out: Operand, weight: Operand) -> ConvRequest:
+    """The convolution of x with the taps of a class, which are `weight`, that is its part of a result."""
+    geometry, reached = request.geometry, is_reached(one)
+    xs = tuple(_cut(x, one) for x in request.xs) if reached else request.xs[:1]
     pads = [(max(axis.before, 0), max(axis.after, 0)) for axis in one]
     as_convolution = ConvGeometry(
-        batch=geometry.batch, channels=tuple(x.shape[1] for x in xs) if is_reached else (0,), out_channels=out.shape[1],
-        groups=geometry.groups if is_reached else 1, rank=geometry.rank, padding_mode="constant", stride=(1, 1, 1),
-        size=xs[0].shape[2:] if is_reached else tuple(axis.count for axis in one),  # type: ignore[arg-type]
-        kernel=tuple(len(axis.taps) if is_reached else 1 for axis in one),  # type: ignore[arg-type]
-        before=tuple(pad[0] if is_reached else 0 for pad in pads),  # type: ignore[arg-type]
-        after=tuple(pad[1] if is_reached else 0 for pad in pads),  # type: ignore[arg-type]
+        batch=geometry.batch, channels=tuple(x.shape[1] for x in xs) if reached else (0,), out_channels=out.shape[1],
+        groups=geometry.groups if reached else 1, rank=geometry.rank, padding_mode="constant", stride=(1, 1, 1),
+        size=xs[0].shape[2:] if reached else tuple(axis.count for axis in one),  # type: ignore[arg-type]
+        kernel=tuple(len(axis.taps) if reached else 1 for axis in one),  # type: ignore[arg-type]
+        before=tuple(pad[0] if reached else 0 for pad in pads),  # type: ignore[arg-type]
+        after=tuple(pad[1] if reached else 0 for pad in pads),  # type: ignore[arg-type]
         dilation=tuple(axis.dilation for axis in one),  # type: ignore[arg-type]
     )  # fmt: skip
     return ConvRequest(
-        geometry=as_convolution, xs=xs, weight=_weight(request, one, out.shape[1], first) if is_reached else request.weight,
-        out=_every(out, one, geometry.stride), bias=request.bias, x_dtype=request.x_dtype, weight_dtype=request.weight_dtype,
+        geometry=as_convolution, xs=xs, weight=weight, out=_every(out, one, geometry.stride), bias=request.bias,
+        pre=request.pre and _every(request.pre, one, geometry.stride), x_dtype=request.x_dtype, weight_dtype=request.weight_dtype,
         activation=request.activation, machine=request.machine, workspace_limit=request.limit, allow_tf32=request.allow_tf32,
     )  # fmt: skip
 

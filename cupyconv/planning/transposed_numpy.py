@@ -12,13 +12,14 @@ after run of x's pixels is multiplied, and added while its columns are in cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import prod
 
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
 from cupyconv.geometry import Triple
 from cupyconv.machine import HostModel
-from cupyconv.plan import Buffer, Plan, TransposedLoop
+from cupyconv.operands import c_strides
+from cupyconv.plan import BlockLoop, Buffer, GatheredLoop, Plan, TransposedLoop
 from cupyconv.planning.numpy import (
     BALANCE,
     LONE_PIXELS,
@@ -30,11 +31,16 @@ from cupyconv.planning.numpy import (
     choose,
     even_part,
     is_matrix,
+    plan_conv,
 )
 from cupyconv.planning.request import NotApplicable, TransposedRequest
+from cupyconv.planning.residue_classes import class_request, is_reached, residue_classes
 
 #: Channels of a block below which pixels are cut rather: fewer would make rows of a product too few.
 FEW_CHANNELS = 32
+
+#: Convolutions that a result may fall apart into to be gathered: stride 2 along three axes.
+MOST_PARTS = 8
 
 #: Pixels of a row up to which adding row by row is slow, and how much longer rows may make the product instead.
 SHORT_ROW, MOST_AREA = 256, 1.25
@@ -45,9 +51,53 @@ def plan_transposed(request: TransposedRequest) -> Plan:
     kept = [i for i, channels in enumerate(request.geometry.channels) if channels] or [0]
     geometry = replace(request.geometry, channels=tuple(request.geometry.channels[i] for i in kept))
     request = replace(request, geometry=geometry, outs=tuple(request.outs[i] for i in kept))
-    plans: dict[str, Callable[[], Plan]] = {"gemm": lambda: _gemm(request), "direct": lambda: _direct(request)}
-    preferred, other = ("direct", "gemm") if geometry.is_depthwise else ("gemm", "direct")
-    return choose(request.method, plans, preferred, other)
+    try:
+        return _gathered(request)
+    except ValueError:  # of parts a reason; the method's own follows
+        plans: dict[str, Callable[[], Plan]] = {"gemm": lambda: _gemm(request), "direct": lambda: _direct(request)}
+        preferred, other = ("direct", "gemm") if geometry.is_depthwise else ("gemm", "direct")
+        return choose(request.method, plans, preferred, other)
+
+
+def _gathered(request: TransposedRequest) -> Plan:
+    """The plan of convolutions that the results are: quicker in groups, where sums cost more than their products."""
+    geometry = request.geometry
+    if geometry.padding_mode != "constant" or len(request.outs) > 1 or geometry.groups == 1:
+        raise NotApplicable("products are added where the kernel reaches")
+    (out,) = request.outs
+    classes = residue_classes(geometry)
+    if len(classes) > MOST_PARTS:
+        raise NotApplicable(f"the result falls apart into {len(classes)} convolutions, {MOST_PARTS} are allowed")
+    weight = prod(request.weight.shape) * request.weight.itemsize
+    plans, steps = [], []
+    for one in classes:
+        taps = [axis.taps for axis in one] if is_reached(one) else [range(0)] * 3
+        shape = (out.shape[1], geometry.group_outputs, *map(len, taps))
+        own = replace(request.weight, shape=shape, strides=c_strides(shape))
+        part = class_request(replace(request, workspace_limit=request.limit - weight), one, out, own)
+        plan = plan_conv(replace(part, method=request.method if is_reached(one) else "auto"))
+        plans.append(plan)
+        for loop in plan.steps:
+            assert isinstance(loop, BlockLoop)
+            common = {field.name: getattr(loop, field.name) for field in fields(BlockLoop)}
+            read = tuple(
+                (max(0, -axis.before), extent - max(0, -axis.after)) if is_reached(one) else (0, extent)
+                for axis, extent in zip(one, geometry.out_size)
+            )
+            written = tuple((axis.first, step) for axis, step in zip(one, geometry.stride))
+            steps.append(
+                GatheredLoop(
+                    **common, output=out.name, conjugate=request.conjugate, taps=tuple(taps), read=read, written=written
+                )
+            )
+    largest = max(plans, key=lambda plan: plan.flops)
+    sizes = {"weight": weight, "blocks": max(plan.workspace_bytes for plan in plans)}
+    return replace(
+        largest, problem=request.problem, result=request.result, steps=tuple(steps), flops=request.flops,
+        bytes_moved=request.minimal_bytes, minimal_bytes=request.minimal_bytes, notes=request.notes,
+        reason=f"gathered{f' in {len(plans)} parts' if len(plans) > 1 else ''}, {largest.reason}",
+        workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items()) if steps else (),
+    )  # fmt: skip
 
 
 def _gemm(request: TransposedRequest) -> Plan:

@@ -19,14 +19,19 @@ from cupyconv.planning.launches import (
     DIRECT_TILE,
     MERGE_TILES,
     PACKET_BYTES,
+    PROLOGUE_DEPTHWISE_KERNELS,
+    PROLOGUE_MERGE_TILE,
     WEIGHT_GRADIENT_OUTPUTS,
     merge_tile,
 )
 from cupyconv.planning.pooling import CHANNELS
 from cupyconv.planning.recurrent_cuda import GATES_A_PRODUCT, Tile, recurrent_tiles
+from cupyconv.planning.recurrent_gradient_cuda import CELLS
 
 #: Kernels of pooling, alike in their macros.
 POOLING = ("max_pool", "max_pool_gradient")
+#: Kernels of a recurrent layer's gradients.
+RECURRENT_GRADIENT = ("recurrent_gradient", "recurrent_inputs")
 #: Of recurrent layers, by whether the weight stays in shared memory.
 RECURRENT = {False: "recurrent_step", True: "recurrent_persistent"}
 
@@ -36,8 +41,8 @@ def is_fast(kernel: Kernel) -> bool:
 
     direct, transposed and col2im are for generality: there a few bytes spilled cost little beside the scattered access.
     """
-    fast = ("merge", "im2col", "epilogue", "epilogue_grad", "depthwise", "implicit_gemm")
-    return kernel.name in (*fast, *POOLING, *RECURRENT.values())
+    fast = ("merge", "im2col", "epilogue", "epilogue_grad", "prologue_grad", "depthwise", "implicit_gemm")
+    return kernel.name in (*fast, *POOLING, *RECURRENT.values(), *RECURRENT_GRADIENT)
 
 
 def is_planned(kernel: Kernel, capability: int) -> bool:
@@ -60,6 +65,7 @@ def is_planned(kernel: Kernel, capability: int) -> bool:
 
 DTYPES = tuple(ITEMSIZE)
 FOLDS = (0, 1)
+PROLOGUES: tuple[dict[str, object], ...] = ({}, {"PROLOGUE": 1})
 REAL_DTYPES = tuple(dtype for dtype in DTYPES if not is_complex(dtype))
 
 
@@ -72,25 +78,38 @@ def all_variants() -> tuple[Kernel, ...]:
     return (
         *_merge_variants(),
         *_direct_variants("direct"),
+        *_direct_variants("direct", PROLOGUE=1),
         *(variant for folds in FOLDS for variant in _direct_variants("transposed", FOLDS=folds)),
         *(
-            _kernel("depthwise", DTYPE=dtype, KERNEL=kernel, STRIDE=stride)
+            _kernel("depthwise", DTYPE=dtype, KERNEL=kernel, STRIDE=stride, **prologue)
             for dtype in REAL_DTYPES
-            for kernel, stride in (*DEPTHWISE_KERNELS, ANY_KERNEL)
+            for prologue in PROLOGUES
+            for kernel, stride in (*(PROLOGUE_DEPTHWISE_KERNELS if prologue else DEPTHWISE_KERNELS), ANY_KERNEL)
         ),
         *(
             _kernel("im2col", DTYPE=f"bits{8 * itemsize}", WIDTH=width)
             for itemsize in sorted(set(ITEMSIZE.values()))
             for width in packet_widths(itemsize)
         ),
+        *(
+            _kernel("im2col", DTYPE=dtype, WIDTH=width, PROLOGUE=1)
+            for dtype in DTYPES
+            for width in packet_widths(ITEMSIZE[dtype])
+        ),
         *_col2im_variants(),
         *(_kernel(name, DTYPE=dtype, CHANNELS=CHANNELS) for name in POOLING for dtype in REAL_DTYPES),
         *_epilogue_variants(),
         *_epilogue_grad_variants(),
+        *(
+            _kernel("prologue_grad", DTYPE=dtype, WIDTH=width)
+            for dtype in DTYPES
+            for width in packet_widths(ITEMSIZE[dtype])
+        ),
         *(_kernel("pack_weight", DTYPE=f"bits{8 * size}") for size in sorted({ITEMSIZE[d] for d in REAL_DTYPES})),
         *_implicit_gemm_variants(),
         *_weight_gradient_variants(),
         *_recurrent_variants(),
+        *_recurrent_gradient_variants(),
     )
 
 
@@ -101,9 +120,10 @@ def packet_widths(itemsize: int) -> tuple[int, ...]:
 
 def _merge_variants() -> list[Kernel]:
     return [
-        _kernel("merge", DTYPE=dtype, TILE=tile, PACKET=packet)
+        _kernel("merge", DTYPE=dtype, TILE=tile, PACKET=packet, **prologue)
         for dtype in REAL_DTYPES
-        for tile in _merge_tiles(dtype)
+        for prologue in PROLOGUES
+        for tile in ([PROLOGUE_MERGE_TILE] if prologue else _merge_tiles(dtype))
         for packet in packet_widths(ITEMSIZE[dtype])
     ]
 
@@ -142,20 +162,22 @@ def _col2im_variants() -> list[Kernel]:
 def _weight_gradient_variants() -> list[Kernel]:
     """Image and gradient are of the result's dtype, or one of them is real beside a complex result."""
     return [
-        _kernel("weight_gradient", X_DTYPE=x, G_DTYPE=grad, Y_DTYPE=result, OUTPUTS=outputs)
+        _kernel("weight_gradient", X_DTYPE=x, G_DTYPE=grad, Y_DTYPE=result, OUTPUTS=outputs, **prologue)
+        for prologue in PROLOGUES
         for result in DTYPES
         for x, grad in dict.fromkeys(product((result, real_part(result)), repeat=2))
         if result in (x, grad)
-        for outputs in WEIGHT_GRADIENT_OUTPUTS
+        for outputs in (WEIGHT_GRADIENT_OUTPUTS[1:] if prologue else WEIGHT_GRADIENT_OUTPUTS)
     ]
 
 
 def _epilogue_variants() -> list[Kernel]:
-    """Sums come in the accumulator's dtype, a complex one whole or in two real planes."""
+    """Sums come in the accumulator's dtype, a complex one whole or in two real planes; or an image is widened."""
+    narrower = {"float32": ("float16", "bfloat16"), "float64": ("float16", "bfloat16", "float32")}
     return [
         _kernel("epilogue", SUM_DTYPE=sums, Y_DTYPE=result, WIDTH=width)
         for result in DTYPES
-        for sums in dict.fromkeys((accumulator(result), real_part(accumulator(result))))
+        for sums in dict.fromkeys((accumulator(result), real_part(accumulator(result)), *narrower.get(result, ())))
         for width in packet_widths(ITEMSIZE[result])
     ]
 
@@ -171,13 +193,27 @@ def _epilogue_grad_variants() -> list[Kernel]:
 
 
 def _implicit_gemm_variants() -> list[Kernel]:
-    """Every arithmetic of a dtype on any GPU, every tile, both ways to gather."""
+    """Every arithmetic of a dtype on any GPU, every tile, both ways to gather; with a prologue one of each."""
+    of_dtype = [(dtype, arithmetic) for dtype in REAL_DTYPES for arithmetic in _arithmetics(dtype)]
     return [
-        _kernel("implicit_gemm", DTYPE=dtype, ARITHMETIC=arithmetic, TILE=tile, GATHER=gather)
-        for dtype in REAL_DTYPES
-        for arithmetic in _arithmetics(dtype)
-        for tile in tiles(dtype)
-        for gather in ("ALONG_PIXELS", "ALONG_CHANNELS")
+        *(
+            _kernel("implicit_gemm", DTYPE=dtype, ARITHMETIC=arithmetic, TILE=tile, GATHER=gather)
+            for dtype, arithmetic in of_dtype
+            for tile in tiles(dtype)
+            for gather in ("ALONG_PIXELS", "ALONG_CHANNELS")
+        ),
+        *(
+            _kernel("implicit_gemm", DTYPE=dtype, ARITHMETIC=arithmetic, TILE=tile, GATHER="ALONG_PIXELS", PROLOGUE=1)
+            for dtype, arithmetic in of_dtype
+            for tile in tiles(dtype, has_prologue=True)
+        ),
+    ]
+
+
+def _recurrent_gradient_variants() -> list[Kernel]:
+    return [
+        *(_kernel("recurrent_gradient", DTYPE=dtype, CELL=cell) for dtype in REAL_DTYPES for cell in CELLS.values()),
+        *(_kernel("recurrent_inputs", DTYPE=dtype) for dtype in REAL_DTYPES),
     ]
 
 

@@ -55,8 +55,10 @@ from cupyconv.planning.request import (
     WeightGradientRequest,
     check_alignment,
     convert,
+    converted_prologue,
     without_empty_inputs,
 )
+from cupyconv.prologue import NONE
 
 #: Pixels below which a chunk of one sample is not cut any further, and a part of a long row is not.
 SMALLEST_CHUNK, SMALLEST_PART = 64, 1024
@@ -71,12 +73,13 @@ def plan_weight_gradient(request: WeightGradientRequest) -> Plan:
     gpu = request.machine
     assert isinstance(gpu, GpuModel)
     request = without_empty_inputs(request)
-    check_alignment((*request.xs, request.grad, request.out))
+    check_alignment((*request.xs, request.grad, request.out, *request.prologue.vectors))
     conversions: list[Conversion] = []
     request = replace(
         request,
         xs=tuple(convert(x, request.x_dtype, conversions) for x in request.xs),
         grad=convert(request.grad, request.grad_dtype, conversions),
+        prologue=converted_prologue(request.prologue, request.x_dtype, conversions),
     )
     request = request.sharing_with(conversions)
     chosen, rejected = choose(request.method, lambda method: _draft(method, request), gpu)
@@ -122,20 +125,24 @@ def _draft_direct(request: WeightGradientRequest, gpu: GpuModel) -> Draft:
         raise NotApplicable(f"{len(request.xs)} inputs; a kernel's parameters hold {MAX_SOURCES}")
     sums = accumulator(out.dtype)
     part = geometry.out_channels * geometry.reduction
-    tiles = geometry.groups * -(-geometry.group_outputs // weight_gradient_tile(geometry))
+    tiles = geometry.groups * -(-geometry.group_outputs // weight_gradient_tile(geometry, request.prologue))
     tiles *= -(-geometry.reduction // WEIGHT_GRADIENT_ROWS)
     pixels = geometry.batch * geometry.pixels
     affordable = (request.limit - Plan.ALIGNMENT) // (part * ITEMSIZE[sums])
     wanted = -(-BLOCKS_A_MULTIPROCESSOR * gpu.multiprocessors // tiles)
     parts = max(1, min(wanted, pixels // SMALLEST_PART, affordable))
     if parts == 1 and out.dtype == sums and out.strides == c_strides(out.shape):
-        launch = weight_gradient_launch(geometry, request.xs, request.grad, out.dtype, Address(out.name, out.offset), 1)
+        launch = weight_gradient_launch(
+            geometry, request.xs, request.grad, out.dtype, Address(out.name, out.offset), 1, request.prologue
+        )
         return Draft("direct", (launch,), reason="one kernel, no columns")
     if affordable < 1:
         raise NotApplicable(
             f"its sums need {part * ITEMSIZE[sums]:,} bytes of workspace, the limit is {request.limit:,}"
         )
-    launch = weight_gradient_launch(geometry, request.xs, request.grad, out.dtype, Address("sums"), parts)
+    launch = weight_gradient_launch(
+        geometry, request.xs, request.grad, out.dtype, Address("sums"), parts, request.prologue
+    )
     finish = _sum_of_parts(request, Address("sums"), sums, parts, part, 0)
     workspace = (Buffer("sums", parts * part * ITEMSIZE[sums]),)
     return Draft("direct", (launch, finish), workspace, f"one kernel, no columns, {parts} part(s) of the sum")
@@ -213,7 +220,7 @@ class _Planner:
             steps.append(
                 _sum_of_parts(self.request, Address("sums"), self.sums_dtype, self.parts, self.part, imaginary)
             )
-        columns = "columns" if not self.geometry.is_pointwise else "the inputs"
+        columns = "the inputs" if self.geometry.is_pointwise and not self.request.prologue else "columns"
         cut = (
             f"of {self.part_length} pixels" if self.is_long else f"a sample each and {self.part_length} pixels at most"
         )
@@ -236,7 +243,9 @@ class _Planner:
     def _x_factors(self, parts: int) -> list[_Factor]:
         geometry, xs = self.geometry, self.request.xs
         windows = replace(geometry, groups=1)
-        if not geometry.is_pointwise or parts == 2:
+        if self.request.prologue and parts == 2:
+            raise NotApplicable("a prologue is of complex numbers, whose parts are not gathered apart")
+        if not geometry.is_pointwise or parts == 2 or self.request.prologue:
             count = geometry.in_channels * geometry.taps
             return [_Factor("columns", 0, count, xs, windows, self.dtype, parts, None)]
         factors = []
@@ -351,6 +360,7 @@ class _Planner:
                 factor.windows, images, target, at=Address(name, i * factor.count * ld * itemsize),
                 first_sample=chunk.first_sample, samples=chunk.samples, first_pixel=chunk.first_pixel,
                 pixels=chunk.pixels, purpose=name + (", real parts", ", imaginary parts")[i] * (factor.parts == 2),
+                prologue=NONE if factor is self.grad else self.request.prologue,
             )  # fmt: skip
         return MatrixView(Address(name), itemsize, ld, stride_n, False), launches
 

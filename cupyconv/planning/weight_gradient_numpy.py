@@ -27,22 +27,27 @@ from cupyconv.planning.numpy import (
     SMALLEST_BLOCK,
     Block,
     choose,
+    columns_leave_cache,
+    is_in_order,
     is_matrix,
     largest_block,
+    shared_bytes,
+    shared_part,
+    temporaries,
     tile_pixels,
 )
 from cupyconv.planning.request import WeightGradientRequest, without_empty_inputs
 
-#: Rows of columns from which taps share them: with fewer, the products of one tap would be thin.
+#: Rows of columns from which taps share them: with fewer, the products of one tap would be thin.  In groups they are
+#: thin anyway, and writing columns takes longer.
 LEAST_SHARED = 32
-#: Bytes of a tile that a depthwise block aims at: in cache, and of one sample unless samples are small.
-TILE_BLOCK = 2 << 20
 #: Bytes of products a block adds to the sums at a time: they stay in cache until they are added.
 PRODUCT_PIECE = 4 << 20
 
 
 def plan_weight_gradient(request: WeightGradientRequest) -> Plan:
     """The plan for ``request.method``; ValueError where a named method does not apply."""
+    assert not (request.prologue and _splits_x(request)), "a prologue is of complex numbers, not of their parts"
     request = without_empty_inputs(request)
     plans: dict[str, Callable[[], Plan]] = {"gemm": lambda: _gemm(request), "direct": lambda: _direct(request)}
     preferred, other = ("direct", "gemm") if request.geometry.is_depthwise else ("gemm", "direct")
@@ -53,6 +58,7 @@ def _gemm(request: WeightGradientRequest) -> Plan:
     geometry, xs = request.geometry, request.xs
     view = (
         geometry.is_pointwise
+        and not request.prologue
         and geometry.pixels >= LONE_PIXELS
         and (len(xs) == 1 or geometry.groups == 1)
         and all(x.dtype == accumulator(request.x_dtype) and is_matrix(x) for x in xs)
@@ -64,10 +70,11 @@ def _gemm(request: WeightGradientRequest) -> Plan:
         return _plan(request, "gemm", _Body("view", 0), 1, words, ("direct", why))
     columns = geometry.in_channels * geometry.taps * _x_item(request)
     outer = geometry.kernel[geometry.outermost]
-    if outer > 1 and geometry.reduction // outer >= LEAST_SHARED:
-        body = _Body("shared columns", columns // outer, tile=True)
+    in_groups = geometry.groups > 1 and columns_leave_cache(geometry, _x_item(request))
+    if outer > 1 and (in_groups or geometry.reduction // outer >= LEAST_SHARED):
+        body = _Body("shared columns", columns // outer // geometry.groups, shares=True)
         words = f"columns that {outer} taps share, and products"
-        return _plan(request, "gemm", body, geometry.batch, words, ("direct", why))
+        return _plan(request, "gemm", body, _samples_of_a_block(request), words, ("direct", why))
     body = _Body("columns", columns, tile=geometry.taps > 1)
     return _plan(request, "gemm", body, geometry.batch, "columns and products", ("direct", why))
 
@@ -81,35 +88,44 @@ def _direct(request: WeightGradientRequest) -> Plan:
     else:
         why = "columns do not fit the workspace limit"
     if geometry.is_depthwise:
-        body = _Body("multiplied taps", 0, tile=True, target=TILE_BLOCK)
-    else:
-        body = _Body("taps", geometry.in_channels * _x_item(request))
+        taps = geometry.kernel[geometry.outermost]
+        words = f"columns that {taps} taps share, multiplied" if taps > 1 else "each element multiplied"
+        body = _Body("multiplied taps", geometry.taps // taps * _x_item(request), shares=True)
+        return _plan(request, "direct", body, _samples_of_a_block(request), words, ("gemm", why))
+    body = _Body("taps", geometry.in_channels * _x_item(request))
     return _plan(request, "direct", body, geometry.batch, "tap by tap, no columns", ("gemm", why))
+
+
+def _samples_of_a_block(request: WeightGradientRequest) -> int:
+    """One where products in groups can read its gradient where it lies: copying that takes as long as they do."""
+    geometry = request.geometry
+    lone = geometry.groups > 1 and geometry.pixels >= LONE_PIXELS and _grad_is_factor(request)
+    return 1 if lone else geometry.batch
 
 
 @dataclass(frozen=True)
 class _Body:
-    """A loop body and what it needs of memory: bytes a pixel of a block, and whether it copies a tile."""
+    """A loop body and what it needs of memory: bytes a pixel of a block, and whether it copies a tile.
+
+    Where taps share columns, the bytes are those of a group.
+    """
 
     name: str
     per_pixel: int
     tile: bool = False
-    target: int = PRODUCT_BLOCK
+    shares: bool = False
 
     def workspace(self, request: WeightGradientRequest, block: Block, grad_in_place: bool) -> int:
         """Bytes for one block: columns, the tile they are taken from, gathered borders, and its part of `grad`."""
         geometry, item = request.geometry, _x_item(request)
-        pixels = tile_pixels(geometry, block) if self.tile else prod(block[1:])
-        read = block[0] * pixels * geometry.in_channels * item
-        nbytes = prod(block) * self.per_pixel + read * self.tile
-        if self.name == "shared columns":  # rows of pixels beyond the block's, which only some of the taps read
-            axis = geometry.outermost
-            most = min(geometry.stride[axis], geometry.kernel[axis]) * block[1 + axis] + geometry.span[axis]
-            nbytes = nbytes - prod(block) * self.per_pixel
-            nbytes += -(-prod(block) // block[1 + axis]) * most * self.per_pixel
-            grad_in_place = grad_in_place and prod(block[1 : 1 + axis]) == 1
-        if geometry.padding_mode != "constant":
-            nbytes += read  # a border that a padding mode fills is gathered beside what it is copied to
+        if self.shares:
+            part = shared_part(geometry, block, item, request.prologue)
+            nbytes = part * shared_bytes(geometry, block, item, request.prologue)
+            grad_in_place = grad_in_place and is_in_order(geometry, block)
+        else:
+            pixels = tile_pixels(geometry, block) if self.tile else prod(block[1:])
+            read = block[0] * pixels * geometry.in_channels * item
+            nbytes = prod(block) * self.per_pixel + read * (self.tile + temporaries(geometry, request.prologue))
         if not grad_in_place or block[0] > 1:
             nbytes += prod(block) * geometry.out_channels * ITEMSIZE[accumulator(request.grad_dtype)]
         return nbytes
@@ -133,7 +149,9 @@ def _plan(
     def needed(block: Block) -> int:
         return fixed + machine.threads * body.workspace(request, block, grad_in_place)
 
-    target = body.target // (body.per_pixel or geometry.in_channels * _x_item(request) or 1)
+    target = PRODUCT_BLOCK // (body.per_pixel or geometry.in_channels * _x_item(request) or 1)
+    if body.shares and geometry.groups > 1:  # a copy of the gradient is of all groups
+        target = min(target, PRODUCT_BLOCK // (geometry.out_channels * ITEMSIZE[accumulator(request.grad_dtype)]))
     axes = (geometry.batch, *geometry.out_size)
     if body.name == "view" and grad_in_place:
         target = geometry.pixels
@@ -147,6 +165,7 @@ def _plan(
             weight_dtype=accumulator(request.grad_dtype), activation=IDENTITY, in_place=in_place,
             bytes_moved=request.minimal_bytes, flops=request.flops * min(rows, geometry.group_outputs - first) // geometry.group_outputs,
             first_row=first, rows=min(rows, geometry.group_outputs - first), piece=piece, grad_in_place=grad_in_place,
+            part=shared_part(geometry, block, _x_item(request), request.prologue) if body.shares else 0, prologue=request.prologue,
         )
         for first in range(0, geometry.group_outputs, rows or 1)
         if request.out.nbytes

@@ -311,8 +311,8 @@ class HostDevice:
 def _three(size: int | tuple[int, ...]) -> tuple[int, ...]:
     """A launch's size along x, y and z."""
     given = (size,) if isinstance(size, (int, np.integer)) else tuple(size)
-    if not 1 <= len(given) <= 3 or not all(0 <= value < 2**32 for value in given):
-        raise KernelError(f"a size has one to three numbers from 0 to 2**32 - 1, not {size}")
+    if not 1 <= len(given) <= 3 or not all(1 <= value < 2**32 for value in given):
+        raise KernelError(f"a size has one to three numbers from 1 to 2**32 - 1, not {size}")
     return tuple(int(value) for value in given) + (1,) * (3 - len(given))
 
 

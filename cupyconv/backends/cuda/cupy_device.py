@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
@@ -157,17 +158,17 @@ class _Handle:
     """A cuBLAS handle, and the workspace it owns, bound to one stream for good."""
 
     def __init__(self, stream: int) -> None:
-        self.ordinal = cupy.cuda.runtime.getDevice()
         self.handle = _create_handle()
+        # At the interpreter's end nothing is destroyed: the process gives back all of it, and CuPy may be gone.
+        weakref.finalize(self, _destroy_handle, self.handle, cupy.cuda.runtime.getDevice()).atexit = False
         cublas.setStream(self.handle, stream)
         cublas.setMathMode(self.handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
         cublas.setPointerMode(self.handle, cublas.CUBLAS_POINTER_MODE_HOST)
 
-    def __del__(self) -> None:
-        handle, self.handle = getattr(self, "handle", 0), 0
-        if handle:
-            with cupy.cuda.Device(self.ordinal):
-                cublas.destroy(handle)
+
+def _destroy_handle(handle: int, ordinal: int) -> None:
+    with cupy.cuda.Device(ordinal):
+        cublas.destroy(handle)
 
 
 def _create_handle() -> int:

@@ -33,9 +33,13 @@ WINDOWS = _struct(
 ADJOINT = _struct(end=(INT64, 3), tap_step=(INT32, 3), window_step=(INT32, 3))
 EPILOGUE = _struct(bias=POINTER, residual=IMAGE, pre=POINTER, alpha=FLOAT64, beta=FLOAT64, activation=INT32)
 
+PROLOGUE = _struct(
+    scale=POINTER, shift=POINTER, scale_step=INT64, shift_step=INT64, alpha=FLOAT64, beta=FLOAT64, activation=INT32
+)
+
 _CONVOLUTION = _struct(
-    sources=SOURCES, windows=WINDOWS, weight=IMAGE, out=IMAGE, epilogue=EPILOGUE, batch=INT64, groups=INT32,
-    group_channels=INT32, group_outputs=INT32,
+    sources=SOURCES, windows=WINDOWS, weight=IMAGE, out=IMAGE, epilogue=EPILOGUE, prologue=PROLOGUE, batch=INT64,
+    groups=INT32, group_channels=INT32, group_outputs=INT32,
 )  # fmt: skip
 
 STRIDED = _struct(data=POINTER, stride_d=INT64, stride_n=INT64, stride_u=INT64)
@@ -54,15 +58,15 @@ _RECURRENT = _struct(
 PARAMETERS = {
     "merge": _struct(
         sources=(MERGE_SOURCE, MAX_MERGED), weight=POINTER, weight_stride_o=INT64, weight_stride_c=INT64, out=IMAGE, epilogue=EPILOGUE,
-        batch=INT64, pixels=INT64, in_channels=INT32, out_channels=INT32,
+        prologue=PROLOGUE, batch=INT64, pixels=INT64, in_channels=INT32, out_channels=INT32,
     ),
     "direct": _CONVOLUTION,
     "depthwise": _struct(
-        sources=SOURCES, windows=WINDOWS, weight=IMAGE, out=IMAGE, epilogue=EPILOGUE, batch=INT64, outputs=INT32,
-        multiplier=INT32, channel_lanes=INT32,
+        sources=SOURCES, windows=WINDOWS, weight=IMAGE, out=IMAGE, epilogue=EPILOGUE, prologue=PROLOGUE, batch=INT64,
+        outputs=INT32, multiplier=INT32, channel_lanes=INT32,
     ),
     "im2col": _struct(
-        sources=SOURCES, windows=WINDOWS, columns=POINTER, stride_n=INT64, stride_row=INT64, stride_pixel=INT64, batch=INT64,
+        sources=SOURCES, windows=WINDOWS, prologue=PROLOGUE, columns=POINTER, stride_n=INT64, stride_row=INT64, stride_pixel=INT64, batch=INT64,
         first_pixel=INT64, pixels=INT64, squares=INT32, channel_lanes=INT32,
     ),
     "pack_weight": _struct(
@@ -70,7 +74,7 @@ PARAMETERS = {
         group_channels=INT32, group_outputs=INT32, granule=INT32, block=INT32, blocks=INT32, rows=INT32, channels=INT32,
     ),
     "implicit_gemm": _struct(
-        sources=SOURCES, windows=WINDOWS, weight=POINTER, out=IMAGE, plane=INT64, epilogue=EPILOGUE, pixels=INT64,
+        sources=SOURCES, windows=WINDOWS, weight=POINTER, out=IMAGE, plane=INT64, epilogue=EPILOGUE, prologue=PROLOGUE, pixels=INT64,
         groups=INT32, group_channels=INT32, group_outputs=INT32, blocks=INT32, rows=INT32, tiles_m=INT32, keeps_sums=INT32,
         a_split=INT32,
     ),
@@ -83,7 +87,7 @@ PARAMETERS = {
         groups=INT32, group_channels=INT32, group_outputs=INT32, first=INT32, channels=INT32, conjugated=INT32,
     ),
     "weight_gradient": _struct(
-        sources=SOURCES, windows=WINDOWS, grad=IMAGE, sums=POINTER, plane=INT64, batch=INT64, a_part=INT64, groups=INT32,
+        sources=SOURCES, windows=WINDOWS, prologue=PROLOGUE, grad=IMAGE, sums=POINTER, plane=INT64, batch=INT64, a_part=INT64, groups=INT32,
         group_channels=INT32, group_outputs=INT32,
     ),
     "max_pool": _struct(x=IMAGE, windows=WINDOWS, out=IMAGE, batch=INT64, nothing=FLOAT64, channels=INT32, lanes=INT32),
@@ -97,6 +101,22 @@ PARAMETERS = {
     ),
     "recurrent_step": _RECURRENT,
     "recurrent_persistent": _RECURRENT,
+    "recurrent_gradient": _struct(
+        gates=POINTER, beside=POINTER, weight_hh=POINTER, y=POINTER, h0=POINTER, c0=POINTER, peephole=POINTER,
+        lengths=POINTER, lengths_stride=INT64, grad_y=POINTER, grad_y_t=INT64, grad_y_n=INT64, grad_y_u=INT64,
+        begin_h=POINTER, begin_c=POINTER, carried_h=POINTER, carried_c=POINTER, dgates=POINTER, dcandidate=POINTER,
+        previous=POINTER, reset=POINTER, sums=POINTER, activation=(GATE_ACTIVATION, 6), clip=FLOAT64, first=(INT64, 2),
+        steps=INT64, batch=INT64, count=INT64, hidden=INT32, directions=INT32, sign=(INT32, 2), first_direction=INT32,
+        phase=INT32, input_forget=INT32, reset_first=INT32, wide_lengths=INT32, begins=INT32, rows=INT32, k=INT32,
+    ),
+    "recurrent_inputs": _struct(
+        x=POINTER, stride_t=INT64, stride_n=INT64, stride_i=INT64, lengths=POINTER, lengths_stride=INT64, inputs=POINTER,
+        first=INT64, steps=INT64, batch=INT64, columns=INT64, wide_lengths=INT32,
+    ),
+    "prologue_grad": _struct(
+        grad=IMAGE, x=IMAGE, out=IMAGE, prologue=PROLOGUE, partial=POINTER, size=(INT64, 3), batch=INT64, pixels=INT64,
+        channels=INT32, lanes=INT32,
+    ),
     "epilogue_grad": _struct(
         grad=IMAGE, saved=IMAGE, out=IMAGE, partial=POINTER, alpha=FLOAT64, beta=FLOAT64, size=(INT64, 3), batch=INT64,
         pixels=INT64, activation=INT32, channels=INT32, lanes=INT32,

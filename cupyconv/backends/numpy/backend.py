@@ -9,22 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.backends.numpy.columns import col2im, im2col
-from cupyconv.backends.numpy.convolution import ConvolutionLoop
-from cupyconv.backends.numpy.epilogue_grad import epilogue_grad
-from cupyconv.backends.numpy.pooling import pooling_loop
-from cupyconv.backends.numpy.recurrent import RecurrentLayer
-from cupyconv.backends.numpy.transposed import TransposedConvolution
-from cupyconv.backends.numpy.weight_gradient import WeightGradient
-from cupyconv.backends.numpy.windows import five_axes
-from cupyconv.dtypes import dtype_from_name
-from cupyconv.geometry import Windows
 from cupyconv.machine import HostModel
 from cupyconv.plan import (
     BlockLoop,
+    ChainLoop,
     ElementwiseLoop,
+    GatheredLoop,
     Plan,
     PoolingLoop,
+    RecurrentGradientLoop,
     RecurrentLoop,
     Step,
     TransposedLoop,
@@ -81,35 +74,53 @@ class NumpyBackend:
 
 
 def _prepared(step: Step) -> Callable[[Mapping[str, Any]], None]:
-    """What runs a step."""
-    if isinstance(step, ElementwiseLoop):
-        return partial(epilogue_grad, step)
-    if isinstance(step, PoolingLoop):
-        return pooling_loop(step)
-    if isinstance(step, RecurrentLoop):
-        return RecurrentLayer(step).run
+    """What runs a step.  Its module is imported with the first of its kind: few programs need them all."""
+    match step:
+        case ElementwiseLoop(body="epilogue_grad"):
+            from cupyconv.backends.numpy.epilogue_grad import epilogue_grad
+
+            return partial(epilogue_grad, step)
+        case ElementwiseLoop():
+            from cupyconv.backends.numpy.prologue_grad import prologue_grad
+
+            return partial(prologue_grad, step)
+        case PoolingLoop():
+            from cupyconv.backends.numpy.pooling import pooling_loop
+
+            return pooling_loop(step)
+        case ChainLoop():
+            from cupyconv.backends.numpy.chain import ChainConvolution
+
+            return ChainConvolution(step).run
+        case RecurrentLoop():
+            from cupyconv.backends.numpy.recurrent import RecurrentLayer
+
+            return RecurrentLayer(step).run
+        case RecurrentGradientLoop():
+            from cupyconv.backends.numpy.recurrent_gradient import RecurrentGradient
+
+            return RecurrentGradient(step).run
+        case BlockLoop(body="im2col"):
+            from cupyconv.backends.numpy.columns import im2col
+
+            return partial(im2col, step)
+        case BlockLoop(body="col2im"):
+            from cupyconv.backends.numpy.columns import col2im
+
+            return partial(col2im, step)
+        case GatheredLoop():
+            from cupyconv.backends.numpy.gathered import GatheredConvolution
+
+            return GatheredConvolution(step).run
+        case TransposedLoop():
+            from cupyconv.backends.numpy.transposed import TransposedConvolution
+
+            return TransposedConvolution(step).run
+        case WeightGradientLoop():
+            from cupyconv.backends.numpy.weight_gradient import WeightGradient
+
+            return WeightGradient(step).run
+    from cupyconv.backends.numpy.convolution import ConvolutionLoop
+
     assert isinstance(step, BlockLoop)
-    if step.body == "im2col":
-        return partial(_im2col, step)
-    if step.body == "col2im":
-        return partial(_col2im, step)
-    if isinstance(step, TransposedLoop):
-        return TransposedConvolution(step).run
-    if isinstance(step, WeightGradientLoop):
-        return WeightGradient(step).run
     return ConvolutionLoop(step).run
-
-
-def _im2col(loop: BlockLoop, arrays: Mapping[str, Any]) -> None:
-    xs = [five_axes(arrays[name]) for name in loop.inputs]
-    im2col(loop.geometry, xs, _by_tap(arrays["out"], loop.geometry))
-
-
-def _col2im(loop: BlockLoop, arrays: Mapping[str, Any]) -> None:
-    columns = _by_tap(arrays[loop.inputs[0]], loop.geometry)
-    col2im(loop.geometry, columns, five_axes(arrays["out"]), dtype_from_name(loop.dtype))
-
-
-def _by_tap(columns: np.ndarray, windows: Windows) -> np.ndarray:
-    """A view (N, C, taps, depth, height, width) of columns (N, C * taps, pixels)."""
-    return columns.reshape(columns.shape[0], windows.in_channels, windows.taps, *windows.out_size)

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from cupyconv.backends.numpy.windows import Region, read, tap_regions
+from cupyconv.backends.numpy.windows import Region, five_axes, read, tap_regions
+from cupyconv.dtypes import dtype_from_name
 from cupyconv.geometry import Windows
+from cupyconv.plan import BlockLoop
 
 
-def im2col(windows: Windows, xs: Sequence[np.ndarray], columns: np.ndarray) -> None:
-    """Write windows into `columns`, shaped (N, C, taps, depth, height, width)."""
-    for t, regions in enumerate(_regions(windows)):
+def im2col(loop: BlockLoop, arrays: Mapping[str, Any]) -> None:
+    """Write windows of the inputs into ``out``."""
+    xs, columns = [five_axes(arrays[name]) for name in loop.inputs], _by_tap(arrays["out"], loop.geometry)
+    for t, regions in enumerate(_regions(loop.geometry)):
         for at, elements in regions:
-            for x, first in zip(xs, windows.channel_offsets):
+            for x, first in zip(xs, loop.geometry.channel_offsets):
                 target = read(columns[:, first : first + x.shape[1], t], at)
                 target[...] = 0 if elements is None else read(x, elements)
 
 
-def col2im(windows: Windows, columns: np.ndarray, image: np.ndarray, sums_dtype: np.dtype) -> None:
-    """Add every entry of `columns` (N, C, taps, depth, height, width) to the element it was read from.
+def col2im(loop: BlockLoop, arrays: Mapping[str, Any]) -> None:
+    """Add every entry of columns to the element of ``out`` that it was read from.
 
     Sums are kept in the image, or where that would round each of them, a sample at a time beside it.
     """
+    columns, image = _by_tap(arrays[loop.inputs[0]], loop.geometry), five_axes(arrays["out"])
+    sums_dtype = dtype_from_name(loop.dtype)
     for columns_n, image_n in zip(columns, image):
         sums = image_n if image.dtype == sums_dtype else np.empty(image_n.shape, sums_dtype)
         sums[...] = 0
-        for t, regions in enumerate(_regions(windows)):
+        for t, regions in enumerate(_regions(loop.geometry)):
             for at, elements in regions:
                 if elements is not None:  # what fell on padding is dropped
                     read(sums, elements)[...] += read(columns_n[:, t], at)
@@ -39,3 +45,8 @@ def _regions(windows: Windows) -> tuple[tuple[Region, ...], ...]:
     """Of all output pixels at once."""
     depth, height, width = windows.out_size
     return tap_regions(windows, (range(depth), range(height), range(width)))
+
+
+def _by_tap(columns: np.ndarray, windows: Windows) -> np.ndarray:
+    """A view (N, C, taps, depth, height, width) of columns (N, C * taps, pixels)."""
+    return columns.reshape(columns.shape[0], windows.in_channels, windows.taps, *windows.out_size)

@@ -6,12 +6,13 @@
     any strides,                [g, K_g, pixels]              [g, O_g, pixels]                 any strides,
     any dtype                   dtype of the sums             dtype of the sums                rounded once
 
-Blocks are disjoint, so threads may take them in any order and every bit stays the same.
+A prologue is applied as columns are read.  Blocks are disjoint, so threads may take them in any order and every bit
+stays the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,9 +25,12 @@ from cupyconv.backends.numpy.blocks import (
     are_kept,
     columns_of,
     cut_into_blocks,
+    parts_of,
     read_regions,
+    shared_columns,
 )
-from cupyconv.backends.numpy.windows import five_axes, read
+from cupyconv.backends.numpy.prologue import transform_of
+from cupyconv.backends.numpy.windows import five_axes
 from cupyconv.dtypes import dtype_from_name, is_complex
 from cupyconv.geometry import ConvGeometry
 from cupyconv.plan import BlockLoop
@@ -47,14 +51,15 @@ class ConvolutionLoop:
         self.parts_as_outputs = complex_weight and not complex_x
         self.body = {
             "columns": BlockedConvolution.columns_and_product, "view": BlockedConvolution.product_of_view,
+            "shared columns": BlockedConvolution.products_of_shared_columns,
             "taps": BlockedConvolution.product_a_tap, "scaled taps": BlockedConvolution.scaled_taps,
         }[loop.body]  # fmt: skip
         itemsize = self.x_dtype.itemsize
         self._kept = tuple(cut_into_blocks(loop, itemsize)) if are_kept(loop) else None
 
-    def run(self, arrays: Mapping[str, Any]) -> None:
-        """Compute the result; arguments and result are given by name."""
-        convolution = BlockedConvolution(self, arrays)
+    def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None) -> None:
+        """Compute the result; arguments and result are given by name, and memory that other loops use too."""
+        convolution = BlockedConvolution(self, arrays, scratch or Scratch(self.x_dtype, self.plan.rounds))
         blocks = cut_into_blocks(self.plan, self.x_dtype.itemsize) if self._kept is None else self._kept
         if self.plan.threads == 1:
             for block in blocks:
@@ -67,7 +72,7 @@ class ConvolutionLoop:
 class BlockedConvolution:
     """One run: its arrays, brought to five axes, and what its blocks share."""
 
-    def __init__(self, loop: ConvolutionLoop, arrays: Mapping[str, Any]) -> None:
+    def __init__(self, loop: ConvolutionLoop, arrays: Mapping[str, Any], scratch: Scratch) -> None:
         geometry = loop.geometry
         self.loop, self.geometry = loop, geometry
         self.inputs = [
@@ -83,13 +88,16 @@ class BlockedConvolution:
             matrix = matrix.astype(loop.weight_dtype)
         self.weight = matrix  # (groups, group_outputs, K_g)
         self.matrix = np.concatenate([matrix.real, matrix.imag], axis=1) if loop.parts_as_outputs else matrix
+        if loop.plan.body == "shared columns":
+            self.by_tap = _by_outermost_tap(matrix, geometry)
         if bias is not None:
             bias = bias.astype(self.out.dtype, copy=False).astype(loop.sums_dtype, copy=False)[:, None, None, None]
         self.bias = bias
         self._products_are_result = (
             loop.plan.in_place and bias is None and residual is None and not loop.plan.activation
         )
-        self._scratch = Scratch(loop.x_dtype, loop.plan.blocks)
+        self._scratch, self._products = scratch, Scratch(loop.sums_dtype, loop.plan.rounds)
+        self._transform = transform_of(loop.plan.prologue, arrays, loop.x_dtype)
 
     def finish(self, block: Block) -> None:
         self._store(block, self.loop.body(self, block))
@@ -98,10 +106,10 @@ class BlockedConvolution:
         with np.errstate(all="ignore"):  # of the thread
             self.finish(block)
 
-    # Four ways to the sums of a block, each (groups, group_outputs, samples, depth, height, width).
+    # Five ways to the sums of a block, each (groups, group_outputs, samples, depth, height, width).
 
     def columns_and_product(self, block: Block) -> np.ndarray:
-        return self._product(self.matrix, columns_of(self.inputs, block, self._scratch), block)
+        return self._product(self.matrix, columns_of(self.inputs, block, self._scratch, self._transform), block)
 
     def product_of_view(self, block: Block) -> np.ndarray:
         ((x, _),) = self.inputs
@@ -120,22 +128,57 @@ class BlockedConvolution:
         sums = np.zeros(block.sums_shape, self.loop.sums_dtype)
         columns = self._scratch.array("columns", (geometry.in_channels, *block.size))
         for matrix, regions in zip(by_tap, block.taps):
-            read_regions(self.inputs, regions, block, columns)
+            read_regions(self.inputs, regions, block, columns, self._transform)
             sums += self._product(np.ascontiguousarray(matrix), columns, block)
         return sums
 
+    def products_of_shared_columns(self, block: Block) -> np.ndarray:
+        """A product for each tap of the kernel's outermost axis, whose columns the others share."""
+        geometry = self.geometry
+        sums = self._empty_sums(block)
+        for groups, columns in self._shared_columns(block):
+            target = sums[groups]
+            product = self._products.array("product", target.shape)
+            for taps, views in columns:
+                matrices = views.swapaxes(0, 1).reshape(views.shape[1], len(target), -1, block.area)
+                for t, matrix in zip(range(geometry.taps)[taps], matrices):
+                    place = product if t else target
+                    np.matmul(self.by_tap[t, groups], matrix, out=place)
+                    if t:
+                        target += product
+        return self._in_order(sums, block)
+
     def scaled_taps(self, block: Block) -> np.ndarray:
-        """Depthwise: what a tap reads, times a number a channel; a matrix product would be a vector's."""
-        sums = np.zeros(block.sums_shape, self.loop.sums_dtype)
-        for t, regions in enumerate(block.taps):
-            for at, elements in regions:
-                if elements is None:
-                    continue
-                for x, channels in self.inputs:
-                    read_once = read(block.samples_of(x), elements).swapaxes(0, 1)[:, None]
-                    factors = self.weight[channels, :, t, None, None, None, None]
-                    sums[(channels, slice(None), slice(None), *at)] += read_once * factors
-        return sums
+        """Depthwise: what each tap reads, times a number a channel, summed; a matrix product would be a vector's."""
+        sums = self._empty_sums(block)
+        weight = self.weight.reshape(*self.weight.shape[:2], self.geometry.kernel[self.geometry.outermost], -1)
+        for groups, columns in self._shared_columns(block):
+            for taps, views in columns:
+                # In Fortran's order the innermost loop is over pixels, whichever axis has the smallest stride.
+                target = sums[groups].T
+                if taps.start:
+                    target += np.einsum("cmtk,ctkp->pmc", weight[groups, :, taps], views, order="F")
+                else:
+                    np.einsum("cmtk,ctkp->pmc", weight[groups, :, taps], views, out=target, order="F")
+        return self._in_order(sums, block)
+
+    def _shared_columns(self, block: Block) -> Iterator[tuple[slice, list[tuple[slice, np.ndarray]]]]:
+        """For some groups at a time, so that they stay in cache, the columns that taps share."""
+        per_group = self.geometry.group_channels
+        for groups in parts_of(self.geometry.groups, self.loop.plan.part):
+            channels = slice(groups.start * per_group, groups.stop * per_group)
+            yield groups, shared_columns(self.inputs, block, channels, self._scratch, self._transform)
+
+    def _empty_sums(self, block: Block) -> np.ndarray:
+        """Where a block's sums go, (groups, group_outputs, pixels): the result, or memory of its own."""
+        shape = (self.geometry.groups, self.geometry.group_outputs, block.area)
+        return block.of(self.out).reshape(shape) if self.loop.plan.in_place else np.empty(shape, self.loop.sums_dtype)
+
+    def _in_order(self, sums: np.ndarray, block: Block) -> np.ndarray:
+        """Sums of pixels in the order of shared columns, as a view in the order of pixels."""
+        samples_and_size, axis = list(block.size), 1 + self.geometry.outermost
+        samples_and_size.insert(0, samples_and_size.pop(axis))
+        return np.moveaxis(sums.reshape(*sums.shape[:2], *samples_and_size), 2, 2 + axis)
 
     def _product(self, matrix: np.ndarray, columns: np.ndarray, block: Block) -> np.ndarray:
         geometry, loop = self.geometry, self.loop
@@ -170,3 +213,10 @@ class BlockedConvolution:
         activate(sums, self.loop.plan.activation)
         if not self.loop.plan.in_place:
             block.of(self.out)[...] = sums
+
+
+def _by_outermost_tap(weight: np.ndarray, geometry: ConvGeometry) -> np.ndarray:
+    """The matrix of each tap of the kernel's outermost axis: (taps, groups, group_outputs, channels and other taps)."""
+    outer = geometry.kernel[geometry.outermost]
+    taps = weight.reshape(*weight.shape[:2], geometry.group_channels, outer, -1)
+    return np.moveaxis(taps, 3, 0).reshape(outer, *weight.shape[:2], -1)

@@ -28,18 +28,23 @@ def epilogue_grad(loop: ElementwiseLoop, arrays: Mapping[str, Any]) -> None:
             block = _back_through(grad[at], None if saved is None else saved[at], loop, dtype, place)
             if out is not None and place is None:
                 out[at] = block
-            return None if sums is None else _channel_sums(block)
+            return None if sums is None else channel_sums(block)
 
-    blocks = [
-        tuple(slice(first, first + part) for first, part in zip(corner, loop.block))
-        for corner in product(*(range(0, extent, part) for extent, part in zip(grad.shape, loop.block)))
-    ]
+    blocks = blocks_of(loop, grad.shape)
     if sums is not None:
         sums[...] = 0
     with ThreadPoolExecutor(loop.threads) as pool:
         for at, part in zip(blocks, (map if loop.threads == 1 else pool.map)(finish, blocks)):
             if sums is not None:
                 sums[at[1]] += part  # in the order of the blocks, whichever thread was first
+
+
+def blocks_of(loop: ElementwiseLoop, shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
+    """The blocks of images of this shape, in order."""
+    return [
+        tuple(slice(first, first + part) for first, part in zip(corner, loop.block))
+        for corner in product(*(range(0, extent, part) for extent, part in zip(shape, loop.block)))
+    ]
 
 
 def _back_through(
@@ -52,7 +57,7 @@ def _back_through(
     return np.multiply(grad.astype(dtype, copy=False), slope, out=place)
 
 
-def _channel_sums(block: np.ndarray) -> np.ndarray:
+def channel_sums(block: np.ndarray) -> np.ndarray:
     """The sum of each channel of (n, c, d, h, w), as products with ones: BLAS reads a matrix faster than NumPy adds it."""
     samples, channels = block.shape[:2]
     if channels > 1 and block.strides[1] == block.itemsize:

@@ -8,20 +8,11 @@ Each thread adds up a run of consecutive blocks, and the threads' sums are added
 same number of threads.  A complex input enters conjugated: grad conj(x) = conj(conj(grad) x), so that
 what is conjugated is a copy of `grad` and the sums.  Where one factor alone is complex, its real and imaginary
 parts are multiplied apart.
-
-*Shared columns* are a fraction of the columns: along the outermost axis of the kernel, the taps' columns are the
-same rows of pixels, each beginning further on, so they are written once and a product is taken for each of these taps.
-
-::
-
-    columns for kh = 0      row 0   row 1   row 2   row 3          with pixels in the order (h, samples, d, w)
-                    1               row 1   row 2   row 3   row 4  a tap's columns are one matrix, rows apart;
-                    2                       row 2   row 3   ...    with a stride, rows of one residue are
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from math import prod
@@ -36,10 +27,11 @@ from cupyconv.backends.numpy.blocks import (
     are_kept,
     columns_of,
     cut_into_blocks,
+    parts_of,
     read_regions,
-    tile_of,
-    windows_of,
+    shared_columns,
 )
+from cupyconv.backends.numpy.prologue import transform_of
 from cupyconv.backends.numpy.windows import five_axes
 from cupyconv.dtypes import dtype_from_name, is_complex, real_part
 from cupyconv.geometry import ConvGeometry
@@ -47,10 +39,6 @@ from cupyconv.plan import WeightGradientLoop
 
 #: Outputs below which a product is taken transposed, where that makes it taller than wide: BLAS is faster at it.
 _MANY_OUTPUTS = 128
-
-
-#: Bytes of channels that all taps of a depthwise kernel go through, one after the other.
-_CACHED = 512 << 10
 
 
 class WeightGradient:
@@ -72,7 +60,7 @@ class WeightGradient:
             "view": _Run.product_of_views,
             "taps": _Run.product_a_tap, "multiplied taps": _Run.multiplied_taps,
         }[loop.body]  # fmt: skip
-        self.shares_columns = loop.body == "shared columns"
+        self.shares_columns = loop.body in ("shared columns", "multiplied taps")
         self._kept = tuple(cut_into_blocks(loop, self.x_dtype.itemsize)) if are_kept(loop) else None
 
     def run(self, arrays: Mapping[str, Any]) -> None:
@@ -110,9 +98,10 @@ class _Run:
         out = arrays["out"]
         #: (groups, outputs of a group, channels of a group, *kernel): these outputs of the result.
         self._out = out.reshape(geometry.groups, geometry.group_outputs, *out.shape[1:])[:, self._rows]
-        self._scratch = Scratch(loop.x_dtype, plan.blocks)
-        self._grad_scratch = [Scratch(loop.grad_dtype, plan.blocks) for _ in self.grads]
-        self._product_scratch = Scratch(np.result_type(loop.x_dtype, loop.grad_dtype), plan.blocks)
+        self._transform = transform_of(plan.prologue, arrays, loop.x_dtype)
+        self._scratch = Scratch(loop.x_dtype, plan.rounds)
+        self._grad_scratch = [Scratch(loop.grad_dtype, plan.rounds) for _ in self.grads]
+        self._product_scratch = Scratch(np.result_type(loop.x_dtype, loop.grad_dtype), plan.rounds)
 
     # Sums, (groups, rows, K_g).
 
@@ -158,7 +147,7 @@ class _Run:
         self, block: Block, inputs: Inputs, grads: list[np.ndarray], sums: list[np.ndarray], is_first: bool
     ) -> None:
         geometry = self.geometry
-        columns = columns_of(inputs, block, self._scratch)
+        columns = columns_of(inputs, block, self._scratch, self._transform)
         columns = columns.reshape(geometry.groups, geometry.reduction, block.area)
         for grad, target in zip(grads, sums):
             self._add_product(grad, columns, target, is_first)
@@ -166,30 +155,14 @@ class _Run:
     def product_of_shared_columns(
         self, block: Block, inputs: Inputs, grads: list[np.ndarray], sums: list[np.ndarray], is_first: bool
     ) -> None:
-        geometry, axis = self.geometry, self.geometry.outermost
-        image, tile = tile_of(inputs, block, self._scratch), block.tile
-        stride, rows = geometry.stride[axis], block.size[1 + axis]
-        a_row = block.area // rows
-        offsets = [t * geometry.dilation[axis] for t in range(geometry.kernel[axis])]
-        # Axes of all windows, (c, kd, kh, kw, n, d, h, w), in another order: the outermost before the samples.
-        order = [0, *(1 + a for a in range(3) if a != axis), 5 + axis, 4, *(5 + a for a in range(3) if a != axis)]
-        strides = [tile.windows_strides[a] for a in order]
-        shape = [tile.windows_shape[a] for a in order]
-        by_residue = {}
-        for residue in {offset % stride for offset in offsets}:
-            shape[3] = rows + max(offset // stride for offset in offsets if offset % stride == residue)
-            part = np.ndarray(shape, image.dtype, image, residue * image.strides[2 + axis], strides)
-            if not (part[0].size == part[0, 0, 0].size and part[0, 0, 0].flags.c_contiguous):
-                copy = self._scratch.array(f"columns {residue}", tuple(shape))
-                copy[...] = part
-                part = copy
-            by_residue[residue] = part.reshape(geometry.groups, -1, shape[3] * a_row)
-        for t, offset in enumerate(offsets):
-            first = offset // stride * a_row
-            columns = by_residue[offset % stride][:, :, first : first + block.area]
-            for grad, target in zip(grads, sums):
-                by_tap = target.reshape(*target.shape[:2], geometry.group_channels, *geometry.kernel)
-                self._add_product(grad, columns, _at(by_tap, 3 + axis, t), is_first)
+        axis = self.geometry.outermost
+        for groups, columns in self._shared_columns(block, inputs):
+            for taps, views in columns:
+                matrices = views.swapaxes(0, 1).reshape(views.shape[1], groups.stop - groups.start, -1, block.area)
+                for t, matrix in zip(range(self.geometry.taps)[taps], matrices):
+                    for grad, target in zip(grads, sums):
+                        by_tap = target.reshape(*target.shape[:2], self.geometry.group_channels, *self.geometry.kernel)
+                        self._add_product(grad[groups], matrix, _at(by_tap[groups], 3 + axis, t), is_first)
 
     def product_of_views(
         self, block: Block, inputs: Inputs, grads: list[np.ndarray], sums: list[np.ndarray], is_first: bool
@@ -210,7 +183,7 @@ class _Run:
         geometry = self.geometry
         columns = self._scratch.array("columns", (geometry.in_channels, *block.size))
         for t, regions in enumerate(block.taps):
-            read_regions(inputs, regions, block, columns)
+            read_regions(inputs, regions, block, columns, self._transform)
             matrices = columns.reshape(geometry.groups, geometry.group_channels, block.area)
             for grad, target in zip(grads, sums):
                 self._add_product(grad, matrices, target[:, :, t :: geometry.taps], is_first)
@@ -218,20 +191,25 @@ class _Run:
     def multiplied_taps(
         self, block: Block, inputs: Inputs, grads: list[np.ndarray], sums: list[np.ndarray], is_first: bool
     ) -> None:
-        """Depthwise: what a tap reads, times the gradient, summed; a matrix product would be a vector's."""
-        windows = windows_of(inputs, block, self._scratch)
-        channels = windows.shape[0]
-        some = max(1, _CACHED * channels // (prod(block.tile.shape) * windows.itemsize))
-        for grad, target in zip(grads, sums):
-            factor = grad.reshape(*grad.shape[:2], *block.size)
-            for first in range(0, channels, some):
-                part = slice(first, first + some)
-                for t, tap in enumerate(np.ndindex(*self.geometry.kernel)):
-                    product = np.einsum("cndhw,cmndhw->cm", windows[(part, *tap)], factor[part])
+        """Depthwise: what each tap reads, times the gradient, summed: the product of two vectors."""
+        outer = self.geometry.kernel[self.geometry.outermost]
+        for groups, columns in self._shared_columns(block, inputs):
+            for taps, views in columns:
+                for grad, target in zip(grads, sums):
+                    row, column = grad[groups, :, None, None, None], views[:, None, ..., None]
+                    product = np.matmul(row, column)[..., 0, 0]
+                    place = target.reshape(*target.shape[:2], outer, -1)[groups, :, taps]
                     if is_first:
-                        target[part, :, t] = product
+                        place[...] = product
                     else:
-                        target[part, :, t] += product
+                        place += product
+
+    def _shared_columns(self, block: Block, inputs: Inputs) -> Iterator[tuple[slice, list[tuple[slice, np.ndarray]]]]:
+        """For some groups at a time, so that they stay in cache, the columns that taps share."""
+        per_group = self.geometry.group_channels
+        for groups in parts_of(self.geometry.groups, self.plan.part):
+            channels = slice(groups.start * per_group, groups.stop * per_group)
+            yield groups, shared_columns(inputs, block, channels, self._scratch, self._transform)
 
     def _grad(self, block: Block, part: int) -> np.ndarray:
         """These outputs of the block's gradient: (groups, rows, pixels)."""

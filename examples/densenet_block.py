@@ -1,0 +1,126 @@
+"""A DenseNet block in training: what it keeps for its gradients grows with the depth, or with the depth's square.
+
+python examples/densenet_block.py            on NumPy
+python examples/densenet_block.py --cupy     on a GPU
+
+Each layer normalises all earlier feature maps (with frozen statistics: a scale and a shift a channel), applies relu
+and a 3x3 convolution.  Written the usual way it keeps their concatenation and the normalised copy, once a layer.
+With a list of feature maps and a prologue it keeps the feature maps, once.
+"""
+
+import sys
+import tracemalloc
+
+import cupyconv
+
+if "--cupy" in sys.argv:
+    import cupy as xp
+else:
+    import numpy as xp
+
+DEPTHS = (4, 8, 16, 32)  # layers
+WIDTH, GROWTH = 16, 12  # channels the block begins with; channels a layer adds
+BATCH, SIZE = 4, 32
+
+
+def new_layers(depth):
+    """(weight, scale, shift) of every layer."""
+    layers = []
+    for channels in range(WIDTH, WIDTH + GROWTH * depth, GROWTH):
+        weight = xp.random.standard_normal((GROWTH, channels, 3, 3)) * (2 / (9 * channels)) ** 0.5
+        scale, shift = 1 + xp.random.standard_normal((2, channels)) / 4
+        layers.append([array.astype(xp.float32) for array in (weight, scale, shift - 1)])
+    return layers
+
+
+def merged(image, layers):
+    """The block's feature maps, and their way back: nothing is concatenated, nothing normalised is kept."""
+    maps, pullbacks = [image], []
+    for weight, scale, shift in layers:
+        y, pullback = cupyconv.conv_vjp(maps, weight, padding=1, prologue=(scale, shift, "relu"))
+        maps, pullbacks = [*maps, y], [*pullbacks, pullback]
+
+    def reverse(grads):
+        """The gradients of all feature maps become that of the image, and those of the layers."""
+        found = []
+        for pullback in reversed(pullbacks):
+            *grads, grad = grads  # the last map's is complete: every layer that saw it has been passed
+            back = pullback(grad)
+            for earlier, more in zip(grads, back.x):
+                earlier += more
+            found = [(back.weight, back.scale, back.shift), *found]
+        return grads[0], found
+
+    return maps, reverse
+
+
+def concatenating(image, layers):
+    """The same with a copy of everything before it at each layer, and another one, normalised."""
+    maps, kept = [image], []
+    for weight, scale, shift in layers:
+        joined = xp.concatenate(maps, axis=1)
+        normalised = joined * scale[:, None, None]
+        normalised += shift[:, None, None]
+        xp.maximum(normalised, 0, out=normalised)
+        y, pullback = cupyconv.conv_vjp(normalised, weight, padding=1)
+        maps, kept = [*maps, y], [*kept, (joined, normalised, scale, pullback)]
+
+    def reverse(grads):
+        found = []
+        while kept:
+            joined, normalised, scale, pullback = kept.pop()
+            *grads, grad = grads
+            back = pullback(grad)
+            du = back.x
+            du *= normalised > 0
+            vectors = xp.einsum("nchw,nchw->c", du, joined), du.sum(axis=(0, 2, 3))
+            du *= scale[:, None, None]
+            first = 0
+            for earlier in grads:
+                earlier += du[:, first : first + earlier.shape[1]]
+                first += earlier.shape[1]
+            found = [(back.weight, *vectors), *found]
+        return grads[0], found
+
+    return maps, reverse
+
+
+def step(block, image, layers):
+    """All that a training step computes: the feature maps, and the gradients of the image and of every layer."""
+    maps, reverse = block(image, layers)
+    image_grad, layer_grads = reverse([xp.ones_like(m) for m in maps])
+    return [*maps, image_grad, *(grad for grads in layer_grads for grad in grads)]
+
+
+def peak_of(block, image, layers):
+    """The results of a step, and the most memory that was in use at once, beyond what was before."""
+    if xp.__name__ == "cupy":
+        pool = xp.cuda.MemoryPool()
+        with xp.cuda.using_allocator(pool.malloc):
+            results = step(block, image, layers)
+            return results, pool.total_bytes()  # never given back, so the most there was
+    tracemalloc.start()
+    results = step(block, image, layers)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return results, peak
+
+
+xp.random.seed(0)
+image = xp.random.standard_normal((BATCH, WIDTH, SIZE, SIZE)).astype(xp.float32)
+print("layers    concatenating           merged")
+previous = (None, None)
+worst = 0.0
+with cupyconv.options(workspace_limit=4 << 20):
+    for depth in DEPTHS:
+        layers = new_layers(depth)
+        expected, copying = peak_of(concatenating, image, layers)
+        results, listing = peak_of(merged, image, layers)
+        for a, b in zip(results, expected):
+            worst = max(worst, float(abs(a - b).max() / abs(b).max()))
+        grown = [f"x {now / before:.1f}" if before else "" for now, before in zip((copying, listing), previous)]
+        print(f"{depth:6}{copying / 1e6:11.1f} MB {grown[0]:6}{listing / 1e6:11.1f} MB {grown[1]:6}".rstrip())
+        previous = copying, listing
+print(f"largest relative difference of a result: {worst:.1e}")
+if not worst < 1e-3:
+    sys.exit("the difference is too large")

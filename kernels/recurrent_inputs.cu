@@ -1,0 +1,52 @@
+// The inputs of a run of steps as one matrix, without what lies beyond a sample's length.
+//
+//     inputs[(t, n), i] = t < length[n] ? x[t, n, i] : 0
+//
+//     no M, no K: elementwise.     N = ((t, n), i): neighbours i a thread
+//
+//          i ->
+//     t,n  [ # # # # ]        a sample whose length is 1 ends here
+//     t,n  [ 0 0 0 0 ]        x may be anything here, NaN too: it takes part in no gradient
+//
+// For the gradient of the input's weight, a product over steps and samples: a zero gradient times a NaN would be one.
+// Also where cuBLAS does not take x as it lies, or the product is of wider numbers.
+//
+// Bound by memory.  Floor: x and the inputs once over the bandwidth.
+//
+// -D: DTYPE (type of x; the inputs are in its accumulator's)
+#include "image.cuh"
+
+namespace cupyconv {
+
+struct RecurrentInputsParams {
+    const void* x;
+    long long stride_t, stride_n, stride_i;
+    const void* lengths;  // int32 or int64, or null: all reach as far as x
+    long long lengths_stride;
+    void* inputs;
+    long long first, steps, batch, columns;  // of the run; `first` is its first time
+    int wide_lengths;
+};
+
+}  // namespace cupyconv
+
+using namespace cupyconv;
+
+using T = DTYPE;
+using A = Accumulator<T>;
+
+extern "C" __global__ void __launch_bounds__(256) recurrent_inputs(const __grid_constant__ RecurrentInputsParams params) {
+    const long long elements = params.steps * params.batch * params.columns;
+    for (long long q = first_share(); q < elements; q += share_step()) {
+        const long long row = q / params.columns, i = q % params.columns;
+        const long long t = params.first + row / params.batch, n = row % params.batch;
+        bool reached = true;
+        if (params.lengths) {
+            const long long at = n * params.lengths_stride;
+            reached = t < (params.wide_lengths ? static_cast<const long long*>(params.lengths)[at]
+                                               : static_cast<const int*>(params.lengths)[at]);
+        }
+        const long long from = t * params.stride_t + n * params.stride_n + i * params.stride_i;
+        static_cast<A*>(params.inputs)[q] = reached ? widen(static_cast<const T*>(params.x)[from]) : A(0);
+    }
+}

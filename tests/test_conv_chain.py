@@ -1,0 +1,601 @@
+"""`conv_chain` against the naive reference applied layer by layer, on every target."""
+
+from __future__ import annotations
+
+import gc
+import math
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from strategies import (
+    ACTIVATIONS,
+    DTYPES,
+    EXACT_ACTIVATIONS,
+    MOST_ORACLE_STEPS,
+    ConvCase,
+    absolute_values,
+    bounded_sizes,
+    conv_cases,
+    paddings,
+    partners,
+    per_axis_ints,
+)
+from targets import Target, numpy_target
+from tolerance import assert_exact, checked, compare, rounded, tolerance, widened
+
+import cupyconv
+from cupyconv import ConvLayer, planning
+from cupyconv.chain import prepare_conv_chain
+from cupyconv.plan import Address, ChainLoop, Kernel, KernelLaunch
+from cupyconv.planning import chain as chain_planning
+from cupyconv.planning import chain_numpy
+from cupyconv.planning.draft import Draft
+from cupyconv.planning.request import NotApplicable
+from cupyconv.repetition import forget_calls
+from cupyconv.rows import tiles
+
+#: The largest slope of an activation, that of hardswish: how much of an error in its argument passes it.
+STEEPEST = 1.5
+
+
+# --- cases ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ChainCase:
+    """A valid call of `conv_chain`: layers, each a convolution of the result before it."""
+
+    layers: tuple[ConvCase, ...]
+
+    def arrays(self, *, integer: bool) -> list[dict[str, Any]]:
+        """Arrays of every layer; `x` is that of the first, the others' are results."""
+        return [layer.arrays(integer=integer) for layer in self.layers]
+
+    def call(self, target: Target, arrays: list[dict[str, Any]]) -> tuple[Any, list[ConvLayer]]:
+        all_views = [layer.views(plain, target.to_device, target.xp) for layer, plain in zip(self.layers, arrays)]
+        layers = []
+        for case, views in zip(self.layers, all_views):
+            parameters = {name: value for name, value in case.parameters.items() if name != "padding_mode"}
+            layers.append(ConvLayer(views["weight"], views["bias"], residual=views["residual"], **parameters))
+        return all_views[0]["x"], layers
+
+    def expected(self, arrays: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+        """The unfused definition, every intermediate result rounded to its dtype, and the error that is allowed."""
+        x: Any = arrays[0]["x"]
+        error: Any = [np.zeros(np.shape(part)) for part in x] if isinstance(x, list) else np.zeros(x.shape)
+        for case, plain in zip(self.layers, arrays):
+            now = {**plain, "x": x}
+            y = reference.conv(**now, **case.parameters)
+            spread = {"padding_mode": "constant", "activation": None}
+            passed_on = reference.conv(error, absolute_values(plain["weight"]), **{**case.parameters, **spread})
+            error = tolerance(y, case.result_dtype, case.terms, case.magnitude(now)) + STEEPEST * passed_on
+            x = rounded(y, case.result_dtype)
+        return y, error
+
+    def is_exact(self, arrays: list[dict[str, Any]]) -> bool:
+        """Whether every result is a number of its dtype, and every sum one of the accumulator's."""
+        x: Any = arrays[0]["x"]
+        for case, plain in zip(self.layers, arrays):
+            now = {**plain, "x": x}
+            y = reference.conv(**now, **case.parameters)
+            x = rounded(y, case.result_dtype)
+            digits = {"float64": 2**53, "complex128": 2**53}.get(case.result_dtype.name, 2**24)
+            # leaky_relu leaves quarters, of quarters in the next layer.
+            if (widened(x) != y).any() or 64 * np.max(case.magnitude(now), initial=0) > digits:
+                return False
+        return True
+
+
+@st.composite
+def chain_cases(
+    draw: st.DrawFn, *, longest: int = 3, activations: tuple[Any, ...] = EXACT_ACTIVATIONS, **kinds: Any
+) -> ChainCase:
+    """Two layers or more; the first as `conv_cases` has it, but for the padding mode."""
+    last = replace(draw(conv_cases(activations=activations, **kinds)), padding_mode="constant")
+    if not all(last.out_spatial):
+        last = replace(last, padding="full")
+    layers = [last]
+    for _ in range(draw(st.integers(1, longest - 1))):
+        rank = last.rank
+        kernel = tuple(draw(bounded_sizes(rank, 4, 16)))
+        stride, dilation, padding = (
+            draw(per_axis_ints(rank, 1, 3)),
+            draw(per_axis_ints(rank, 1, 3)),
+            draw(paddings(rank)),
+        )
+        spans = [d * (k - 1) + 1 for d, k in zip(reference.per_axis(dilation, rank), kernel)]
+        if not isinstance(padding, str) or padding == "valid":
+            pairs = reference.padding_pairs(padding, [1] * rank, [1] * rank, [1] * rank, [1] * rank)
+            if any(span > size + sum(pair) for span, size, pair in zip(spans, last.out_spatial, pairs)):
+                padding = "full"
+        groups = draw(st.sampled_from([g for g in (1, 2, 3, 4) if last.out_channels % g == 0]))
+        dtype = last.result_dtype.name
+        weight_dtype = draw(st.sampled_from(("", "", *partners(dtype, DTYPES))))
+        complex_now = "complex" in dtype + weight_dtype
+        last = ConvCase(
+            batch=last.batch, channels=(last.out_channels,), out_channels=groups * draw(st.integers(1, 3)), spatial=tuple(last.out_spatial),
+            kernel=kernel, stride=stride, dilation=dilation, padding=padding, groups=groups,
+            weight_dtype=weight_dtype, activation=None if complex_now else draw(st.sampled_from(activations)),
+            bias=draw(st.booleans()), residual=draw(st.booleans()), bare_x=True, dtype=dtype,
+            weight_layout=draw(st.sampled_from(("c_order", "window", "reversed"))),
+            out_layout=draw(st.sampled_from((None, "c_order", "window", "channels_last"))), seed=draw(st.integers(0, 2**16)),
+        )  # fmt: skip
+        assume(math.prod(last.out_spatial) * math.prod(kernel) <= MOST_ORACLE_STEPS)
+        layers.append(last)
+    return ChainCase(tuple(layers))
+
+
+@contextmanager
+def tile_bytes(nbytes: int) -> Iterator[None]:
+    """Tiles of about this size on NumPy, so that small images have several."""
+    before, chain_numpy.TILE_BYTES = chain_numpy.TILE_BYTES, nbytes
+    planning.plan_chain.cache_clear()
+    forget_calls()
+    try:
+        yield
+    finally:
+        chain_numpy.TILE_BYTES = before
+        planning.plan_chain.cache_clear()
+        forget_calls()
+
+
+def run(target: Target, case: ChainCase, arrays: list[dict[str, Any]], **chosen: Any) -> Any:
+    x, layers = case.call(target, arrays)
+    out = case.layers[-1].new_out(target.to_device, target.xp)
+    result = cupyconv.conv_chain(x, layers, out=out, **chosen)
+    assert out is None or result is out
+    return target.to_host(result)
+
+
+TILES = st.sampled_from((1, 64, 400, 1 << 20))
+LIMITS = st.sampled_from((None, None, 30_000, 6_000))
+FUSE = st.sampled_from(("auto", True, True, False))
+
+
+def outcome(
+    target: Target, case: ChainCase, arrays: list[dict[str, Any]], fuse: Any, tile: int, limit: int | None, threads: int
+) -> Any:
+    """The result, or None where the chain is refused for a reason it gives."""
+    with tile_bytes(tile), cupyconv.options(workspace_limit=limit, threads=threads):
+        try:
+            return run(target, case, arrays, fuse=fuse)
+        except ValueError as refusal:
+            if (fuse is True and "fuse=True does not apply" in str(refusal)) or (limit and "workspace" in str(refusal)):
+                return None
+            raise
+
+
+# --- values ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150)
+@given(case=chain_cases(), fuse=FUSE, tile=TILES, limit=LIMITS, threads=st.sampled_from((1, 1, 3)))
+def test_integers_are_exact(target, case, fuse, tile, limit, threads):
+    arrays = case.arrays(integer=True)
+    actual = outcome(target, case, arrays, fuse, tile, limit, threads)
+    if actual is not None:
+        expected, error = case.expected(arrays)
+        dtype = case.layers[-1].result_dtype
+        # Later layers' sums may be too large to be exact in a 16-bit type.
+        allowed = np.zeros(expected.shape) if case.is_exact(arrays) else error
+        compare(checked(actual, expected, dtype), rounded(expected, dtype), allowed)
+
+
+@given(
+    case=chain_cases(activations=ACTIVATIONS), fuse=FUSE, tile=TILES, limit=LIMITS, threads=st.sampled_from((1, 1, 3))
+)
+def test_random_data(target, case, fuse, tile, limit, threads):
+    arrays = case.arrays(integer=False)
+    actual = outcome(target, case, arrays, fuse, tile, limit, threads)
+    if actual is not None:
+        expected, error = case.expected(arrays)
+        dtype = case.layers[-1].result_dtype
+        compare(checked(actual, expected, dtype), rounded(expected, dtype), error)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_an_intermediate_image_ends_where_it_ends(target, fuse):
+    """It is padded with zeros: not continued, though there is more of x beside it, and not by the first activation of zero."""
+    x = np.ones((1, 1, 6, 6), np.float32)
+    ones = np.ones((1, 1, 3, 3), np.float32)
+    layers = [{"weight": ones, "bias": np.array([1], np.float32), "padding": 1}, {"weight": ones, "padding": 2}]
+    y = chain(target, x, layers, fuse=fuse)
+    between = np.pad(reference.conv(x, ones, np.array([1.0]), padding=1), ((0, 0), (0, 0), (2, 2), (2, 2)))
+    assert_exact(y, reference.conv(between, ones), "float32")
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_non_finite_values_land_where_the_definition_puts_them(target, fuse):
+    x = np.ones((1, 2, 12, 12), np.float32)
+    x[0, 0, 0, 0], x[0, 1, 6, 7], x[0, 0, 11, 3] = np.nan, np.inf, -np.inf
+    rng = np.random.default_rng(0)
+    first, second = (rng.integers(1, 4, (2, 2, 3, 3)).astype(np.float32) for _ in range(2))
+    second[1] *= -1
+    layers = [{"weight": first, "padding": 1, "activation": "relu"}, {"weight": second, "padding": 1}]
+    expected = reference.conv(reference.conv(x, first, padding=1, activation="relu"), second, padding=1)
+    assert np.isnan(expected).any() and np.isinf(expected).any()
+    assert_exact(chain(target, x, layers, fuse=fuse), expected, "float32")
+
+
+def test_every_layer_has_its_own_epilogue(target):
+    rng = np.random.default_rng(1)
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.integers(-3, 4, shape).astype(np.float32)
+
+    x = [draw(2, 2, 7, 8), draw(2, 1, 7, 8)]
+    layers = [
+        {"weight": draw(4, 3, 3, 3), "bias": draw(4), "activation": "relu6", "residual": draw(2, 4, 5, 6)},
+        {"weight": draw(4, 2, 2, 2), "groups": 2, "stride": 2, "activation": ("leaky_relu", 0.25)},
+        {"weight": draw(2, 4, 1, 1), "bias": draw(2), "residual": draw(2, 2, 2, 3)},
+    ]
+    expected: Any = x
+    for layer in layers:
+        expected = reference.conv(expected, **layer)
+    assert_exact(chain(target, x, layers), expected, "float32")
+
+
+def test_a_sixteen_bit_image_between_is_widened_by_a_wider_layer(target):
+    """The second layer computes in the wider dtype, from an image that was rounded to the narrower one."""
+    x = np.full((1, 2, 4, 5), 1 + 2**-10, np.float16)
+    narrow, wide = np.full((3, 2, 1, 1), 1 + 2**-10, np.float16), np.full((1, 3, 3, 3), 1, np.float32)
+    y = chain(target, x, [{"weight": narrow}, {"weight": wide, "padding": 1}], fuse=False)
+    between = reference.conv(x, narrow).astype(np.float16)
+    assert (between.astype(float) != reference.conv(x, narrow)).any()
+    assert_exact(y, reference.conv(between, wide, padding=1), "float32")
+
+
+def test_out_may_be_the_last_residual(target):
+    rng = np.random.default_rng(2)
+    x, w, v, r = (
+        rng.integers(-3, 4, s).astype(np.float32) for s in ((1, 2, 9, 9), (2, 2, 3, 3), (2, 2, 3, 3), (1, 2, 9, 9))
+    )
+    out = target.to_device(r)
+    layers = device_layers(target, [{"weight": w, "padding": 1}, {"weight": v, "padding": 1}])
+    layers[1] = replace(layers[1], residual=out)
+    assert cupyconv.conv_chain(target.to_device(x), layers, out=out) is out
+    expected = reference.conv(reference.conv(x, w, padding=1), v, padding=1, residual=r)
+    assert_exact(target.to_host(out), expected, "float32")
+
+
+def test_the_result_is_laid_out_as_that_of_calls_in_turn(target):
+    x = np.ones((2, 5, 6, 3), np.float32)
+    weights = [np.ones((4, 3, 3, 3), np.float32), np.ones((2, 4, 1, 1), np.float32)]
+    channels_last = target.to_device(x).transpose(0, 3, 1, 2)
+    layers = device_layers(target, [{"weight": weight} for weight in weights])
+    y = cupyconv.conv_chain(channels_last, layers)
+    once = cupyconv.conv(cupyconv.conv(channels_last, layers[0].weight), layers[1].weight)
+    assert y.strides == once.strides and y.strides[1] == y.dtype.itemsize
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 8, 8), (2, 0, 8, 8), (2, 3, 0, 8)])
+def test_empty_axes(target, shape):
+    layers = [
+        {"weight": np.ones((4, shape[1], 3, 3), np.float32), "padding": 2, "bias": np.ones(4, np.float32)},
+        {"weight": np.ones((2, 4, 3, 3), np.float32), "padding": 1},
+    ]
+    x = np.ones(shape, np.float32)
+    expected: Any = x
+    for layer in layers:
+        expected = reference.conv(expected, **layer)
+    assert_exact(chain(target, x, layers), expected, "float32")
+
+
+def test_no_channels_between(target):
+    layers = [
+        {"weight": np.ones((0, 3, 3, 3), np.float32)},
+        {"weight": np.ones((2, 0, 1, 1), np.float32), "bias": np.ones(2, np.float32), "activation": "relu"},
+    ]
+    y = chain(target, np.ones((1, 3, 5, 5), np.float32), layers)
+    assert_exact(y, np.ones((1, 2, 3, 3)), "float32")
+
+
+# --- memory ---------------------------------------------------------------------------------------------------
+
+
+def traced_peak(call: Any) -> int:
+    """Bytes that a call takes at its peak beyond what is there before it."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_numpy_never_has_the_whole_image_between():
+    """32 -> 32 -> 32 channels, 3x3, 512 x 512: at most a quarter of what two calls take beyond the result."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1, 32, 512, 512), np.float32)
+    w, v = rng.standard_normal((2, 32, 32, 3, 3), np.float32)
+    out, expected = np.empty_like(x), np.empty_like(x)
+    layers = [ConvLayer(w, padding=1, activation="relu"), ConvLayer(v, padding=1)]
+    apart = traced_peak(
+        lambda: cupyconv.conv(cupyconv.conv(x, w, padding=1, activation="relu"), v, padding=1, out=expected)
+    )
+    together = traced_peak(lambda: cupyconv.conv_chain(x, layers, out=out))
+    assert together <= apart / 4
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_numpy_takes_what_explain_says(fuse, threads):
+    x = np.ones((2, 16, 96, 96), np.float32)
+    layers = [ConvLayer(np.ones((16, 16, 3, 3), np.float32), padding=1) for _ in range(4)]
+    out = np.empty_like(x)
+    with cupyconv.options(threads=threads), tile_bytes(1 << 18):
+        plan = cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=fuse, out=out)
+        cupyconv.conv_chain(x, layers, fuse=fuse, out=out)
+        peak = traced_peak(lambda: cupyconv.conv_chain(x, layers, fuse=fuse, out=out))
+    python_objects = 300_000
+    assert peak <= plan.workspace_bytes + python_objects
+    assert plan.workspace_bytes <= 16 << 20
+    assert plan.method == ("fused" if fuse else "unfused")
+
+
+def test_cuda_takes_what_explain_says(cuda_target):
+    """Four layers one by one: two images at a time, and fewer samples at a time where the limit asks for that."""
+    device = cuda_target.device
+    x = device.asarray(np.ones((4, 4, 16, 16), np.float32))
+    w = device.asarray(np.ones((4, 4, 1, 1), np.float32))
+    image = x.nbytes
+    out = device.empty(x.shape, np.float32)
+    for limit, images in ((None, 2.0), (image, 0.5)):
+        with cupyconv.options(workspace_limit=limit):
+            plan = cupyconv.explain(cupyconv.conv_chain, x, [ConvLayer(w)] * 4, fuse=False, out=out)
+            gc.collect()
+            before = device.peak_bytes = device.allocated_bytes
+            cupyconv.conv_chain(x, [ConvLayer(w)] * 4, fuse=False, out=out)
+        assert plan.workspace_bytes == images * image
+        assert device.peak_bytes - before <= plan.workspace_bytes
+        assert (out == 4**4).all()
+
+
+def test_a_failed_allocation_is_retried_with_fewer_samples(cuda_target):
+    device = cuda_target.device
+    x, w = device.asarray(np.ones((4, 4, 16, 16), np.float32)), device.asarray(np.ones((4, 4, 1, 1), np.float32))
+    out = device.empty(x.shape, np.float32)
+    device.fail_allocations_over = x.nbytes // 2
+    try:
+        cupyconv.conv_chain(x, [ConvLayer(w)] * 2, fuse=False, out=out)
+        device.fail_allocations_over = 64
+        with pytest.raises(MemoryError):
+            cupyconv.conv_chain(x, [ConvLayer(w)] * 2, fuse=False, out=out)
+    finally:
+        device.fail_allocations_over = None
+    assert (out == 16).all()
+
+
+# --- explain --------------------------------------------------------------------------------------------------
+
+
+def test_explain_says_what_is_fused_on_numpy_and_why_not():
+    x = np.ones((1, 8, 256, 256), np.float32)
+    layers = [ConvLayer(np.ones((8, 8, 3, 3), np.float32), padding=1)] * 2
+    plan = cupyconv.explain(cupyconv.conv_chain, x, layers)
+    assert plan.method == "fused"
+    (loop,) = plan.steps
+    assert isinstance(loop, ChainLoop) and loop.tile[1] < 256
+    assert f"{x.nbytes:,} bytes" in dict(plan.rejected)["unfused"]
+    for said in ("tiles of", "layer 0:", "layer 1:", "not unfused", "layer[0]"):
+        assert said in str(plan)
+    small = cupyconv.explain(cupyconv.conv_chain, x[..., :16, :16], layers)
+    assert small.method == "unfused" and "stay in cache" in dict(small.rejected)["fused"]
+    asked = cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=False)
+    assert asked.method == "unfused" and "fuse=False" in dict(asked.rejected)["fused"]
+    assert asked.bytes_moved == plan.bytes_moved + 2 * x.nbytes
+
+
+def test_explain_compares_every_pair_on_cuda():
+    x = np.ones((8, 64, 56, 56), np.float32)
+    layers = [ConvLayer(np.ones((64, 64, 3, 3), np.float32), padding=1)] * 3
+    plan = cupyconv.explain(cupyconv.conv_chain, x, layers, on="sm_90")
+    assert len(plan.rejected) == 2 and all("fused" in name for name, _ in plan.rejected)
+    apart = cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=False, on="sm_90")
+    assert apart.method == "unfused"
+    assert [buffer.name for buffer in apart.workspace][:2] == ["layer[0]", "layer[1]"]
+    assert apart.flops == 3 * cupyconv.explain(cupyconv.conv, x, layers[0].weight, padding=1, on="sm_90").flops
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_pairing_is_the_best_there_is(monkeypatch, seed):
+    """Of six layers, with made-up costs of pairs, some of which have no kernel: against all pairings."""
+    rng = np.random.default_rng(seed)
+    x = np.ones((1, 8, 64, 64), np.float32)
+    layers = [ConvLayer(np.ones((8, 8, 3, 3), np.float32), padding=1)] * 6
+    alone = cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=False, on="sm_90").bytes_moved // 6
+    moved = [int(alone * factor) for factor in rng.uniform(0.5, 8, 5)]
+    refused = {int(i) for i in rng.choice(5, seed % 3, replace=False)}
+
+    def made_up(first: Any, second: Any) -> Draft:
+        i = int(first.weight.name[7:-1])
+        if i in refused:
+            raise NotApplicable("no kernel")
+        step = KernelLaunch(Kernel("pair"), (1, 1, 1), 32, (("first", Address("x")),), bytes_moved=moved[i])
+        return Draft("fused", (step,), reason="made up")
+
+    monkeypatch.setattr(chain_planning, "draft_pair", made_up)
+    request = prepare_conv_chain(x, layers, on="sm_90").request
+    comparison = chain_planning._Comparison(request.layers, request.machine)
+    assert set(comparison.refusals) == refused
+    pairings = [
+        chosen
+        for count in range(4)
+        for chosen in combinations(comparison.pairs, count)
+        if all(b - a > 1 for a, b in pairwise(chosen))
+    ]
+
+    def seconds(chosen: tuple[int, ...]) -> float:
+        paired = {i for first in chosen for i in (first, first + 1)}
+        lone = sum(comparison.seconds(part) for part in comparison.single if part.first not in paired)
+        return lone + sum(comparison.seconds(comparison.pairs[i]) for i in chosen)
+
+    def found(fuse: Any) -> tuple[int, ...]:
+        return tuple(part.first for part in comparison.best(fuse) if part.count == 2)
+
+    assert found(False) == ()
+    assert found("auto") == min(pairings, key=seconds)
+    assert found(True) == min(pairings, key=lambda chosen: (-len(chosen), seconds(chosen)))
+    plan = chain_planning.plan_chain(request)
+    assert sum(step.kernel.name == "pair" for step in plan.steps) == len(found("auto"))
+    stored = {buffer.name for buffer in plan.workspace}
+    assert not stored & {f"layer[{i}]" for i in found("auto")}
+    assert [name for name, _ in plan.rejected] == [f"{'un' * (i in found('auto'))}fused {i}+{i + 1}" for i in range(5)]
+
+
+def test_an_image_beyond_the_limit_is_said():
+    x = np.ones((2, 8, 64, 64), np.float32)
+    layers = [ConvLayer(np.ones((8, 8, 1, 1), np.float32))] * 2
+    with cupyconv.options(workspace_limit=1000):
+        plan = cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=False, on="sm_90")
+    assert any("beyond the workspace limit" in note for note in plan.notes)
+
+
+# --- bad input ------------------------------------------------------------------------------------------------
+
+
+def valid(target: Target, **changes: Any) -> dict[str, Any]:
+    ones = {
+        "x": (1, 3, 8, 8), "w": (4, 3, 3, 3), "v": (2, 4, 3, 3), "b": (2,), "r": (1, 2, 4, 4),
+    }  # fmt: skip
+    arrays = {name: target.to_device(np.ones(shape, np.float32)) for name, shape in ones.items()}
+    x, w, v, b, r = arrays.values()
+    return {"x": x, "layers": [ConvLayer(w), ConvLayer(v, b, residual=r)], **changes}
+
+
+def test_the_call_that_is_varied_is_valid(target):
+    assert cupyconv.conv_chain(**valid(target)).shape == (1, 2, 4, 4)
+
+
+def changed(target: Target, i: int, **fields: Any) -> list[ConvLayer]:
+    layers = valid(target)["layers"]
+    given = {
+        name: target.to_device(value) if isinstance(value, np.ndarray) else value for name, value in fields.items()
+    }
+    return [replace(layer, **given) if k == i else layer for k, layer in enumerate(layers)]
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "changes"),
+    [
+        (TypeError, "layers must be a sequence of ConvLayer, given ConvLayer: put it in a list", lambda t: {"layers": valid(t)["layers"][0]}),
+        (TypeError, r"layers\[1\] must be a ConvLayer, given", lambda t: {"layers": [valid(t)["layers"][0], 3]}),
+        (ValueError, "layers is an empty sequence", lambda t: {"layers": []}),
+        (ValueError, "fuse must be 'auto', True or False, given 1", lambda t: {"fuse": 1}),
+        (ValueError, "fuse must be 'auto', True or False, given 'always'", lambda t: {"fuse": "always"}),
+        (ValueError, r"layers\[1\]: weight of shape .* given 4 channels \(layer\[0\] has shape \(1, 4, 6, 6\)\)",
+         lambda t: {"layers": changed(t, 1, weight=np.ones((2, 5, 3, 3), np.float32))}),
+        (ValueError, r"layers\[1\]: kernel spans 7 elements", lambda t: {"layers": changed(t, 1, weight=np.ones((2, 4, 7, 3), np.float32))}),
+        (ValueError, r"layers\[1\]: layer\[0\] has shape \(1, 4, 6, 6\), needed 3 axes",
+         lambda t: {"layers": changed(t, 1, weight=np.ones((2, 4, 3), np.float32))}),
+        (ValueError, r"layers\[0\]: .*stride", lambda t: {"layers": changed(t, 0, stride=0)}),
+        (ValueError, r"layers\[1\]: .*activation", lambda t: {"layers": changed(t, 1, activation="sine")}),
+        (ValueError, r"bias\[1\] has shape \(3,\), needed \(2,\)", lambda t: {"layers": changed(t, 1, bias=np.ones(3, np.float32))}),
+        (ValueError, r"residual\[1\] has shape \(2, 4, 4\), needed \(1, 2, 4, 4\)",
+         lambda t: {"layers": changed(t, 1, residual=np.ones((2, 4, 4), np.float32))}),
+        (TypeError, r"weight\[1\] has dtype int64", lambda t: {"layers": changed(t, 1, weight=np.ones((2, 4, 3, 3), np.int64))}),
+        (TypeError, r"layers\[1\]: activation relu is not defined for the complex result",
+         lambda t: {"layers": changed(t, 1, weight=np.ones((2, 4, 3, 3), np.complex64), activation="relu")}),
+        (TypeError, r"weight\[0\] must be a NumPy or CuPy array, not builtins.list", lambda t: {"layers": changed(t, 0, weight=[[1.0]])}),
+        (ValueError, r"out has shape \(1, 2, 4, 5\), needed \(1, 2, 4, 4\)", lambda t: {"out": t.to_device(np.ones((1, 2, 4, 5), np.float32))}),
+        (ValueError, "x is an empty sequence", lambda t: {"x": []}),
+    ],
+)  # fmt: skip
+def test_refused(target, error, words, changes):
+    with pytest.raises(error, match=words):
+        cupyconv.conv_chain(**valid(target, **changes(target)))
+
+
+def test_fuse_is_refused_where_there_is_nothing_to_fuse(target):
+    with pytest.raises(ValueError, match="fuse=True does not apply: a single layer has no neighbour"):
+        cupyconv.conv_chain(**valid(target, layers=valid(target)["layers"][:1], fuse=True))
+
+
+def test_out_may_not_overlap_x_nor_an_earlier_residual(target):
+    x = target.to_device(np.ones((1, 2, 8, 8), np.float32))
+    layer = ConvLayer(target.to_device(np.ones((2, 2, 1, 1), np.float32)))
+    with pytest.raises(ValueError, match=r"out overlaps x; only an out that is exactly the residual\[1\] may"):
+        cupyconv.conv_chain(x, [layer, layer], out=x)
+    out = target.to_device(np.ones((1, 2, 8, 8), np.float32))
+    with pytest.raises(ValueError, match=r"out overlaps residual\[0\]"):
+        cupyconv.conv_chain(x, [replace(layer, residual=out), layer], out=out)
+
+
+# --- repetition -----------------------------------------------------------------------------------------------
+
+
+def test_a_repeated_chain_does_what_the_first_did(target):
+    """A layer that differs in anything is another call; one that differs in values alone is the same."""
+    rng = np.random.default_rng(4)
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.integers(-3, 4, shape).astype(np.float32)
+
+    x, w, v, b, r = draw(1, 2, 9, 9), draw(2, 2, 3, 3), draw(2, 2, 3, 3), draw(2), draw(1, 2, 9, 9)
+    plain = {"weight": w, "padding": 1}
+    seconds = [
+        {"weight": v, "padding": 1}, {"weight": w, "padding": 1}, {"weight": v, "padding": 1, "bias": b}, {"weight": v, "padding": 1, "residual": r},
+        {"weight": v, "padding": 2, "dilation": 2}, {"weight": v, "padding": 1, "activation": "relu"}, {"weight": v[:, :1], "padding": 1, "groups": 2},
+        {"weight": v, "padding": 1, "stride": 2},
+    ]  # fmt: skip
+    forget_calls()
+    for _ in range(2):
+        for second in seconds:
+            expected = reference.conv(reference.conv(x, **plain), **second)
+            assert_exact(chain(target, x, [plain, second]), expected, "float32")
+        biased = {**plain, "bias": b}
+        expected = reference.conv(reference.conv(x, **biased), **seconds[0])
+        assert_exact(chain(target, x, [biased, seconds[0]]), expected, "float32")
+
+
+def test_the_same_bits_every_time(target):
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((1, 4, 40, 40), np.float32)
+    layers = [{"weight": rng.standard_normal((4, 4, 3, 3), np.float32), "padding": 1} for _ in range(2)]
+    with tile_bytes(4000):
+        results = [chain(target, x, layers).tobytes() for _ in range(3)]
+    assert len(set(results)) == 1
+
+
+def device_layers(target: Target, layers: list[dict[str, Any]]) -> list[ConvLayer]:
+    def put(value: Any) -> Any:
+        return target.to_device(value) if isinstance(value, np.ndarray) else value
+
+    return [ConvLayer(**{name: put(value) for name, value in layer.items()}) for layer in layers]
+
+
+def chain(target: Target, x: Any, layers: list[dict[str, Any]], *, fuse: Any = "auto") -> np.ndarray:
+    """The chain's result for NumPy arrays; on CUDA, where no kernel fuses these layers, that of one by one."""
+    put = [target.to_device(part) for part in x] if isinstance(x, list) else target.to_device(x)
+    try:
+        return target.to_host(cupyconv.conv_chain(put, device_layers(target, layers), fuse=fuse))
+    except ValueError as refusal:
+        assert target.name != "numpy" and "fuse=True does not apply" in str(refusal)
+        return target.to_host(cupyconv.conv_chain(put, device_layers(target, layers)))
+
+
+@given(case=chain_cases(), step=st.integers(1, 4))
+@settings(max_examples=60)
+def test_no_row_is_computed_twice_and_none_that_is_read_is_missing(case, step):
+    x, layers = case.call(numpy_target(), case.arrays(integer=True))
+    geometries = [layer.geometry for layer in prepare_conv_chain(x, layers).request.layers]
+    rows = range(geometries[-1].out_size[2])
+    computed: list[list[int]] = [[] for _ in geometries]
+    for tile in tiles(geometries, 2, 1, rows, step):
+        for i, piece in enumerate(tile):
+            computed[i] += piece.outputs
+            if i:
+                assert set(piece.reads) <= set(computed[i - 1])
+    assert computed[-1] == list(rows)
+    assert all(row == sorted(set(row)) for row in computed)

@@ -1,0 +1,416 @@
+"""Gradients of recurrent layers: against the tape of `reference_recurrent_gradients`, PyTorch, and what a pullback promises."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import reference_recurrent
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_recurrent_gradients import Gradients, recurrent_gradients
+from targets import Target, numpy_target
+from tolerance import finfo, rounded, widened
+
+import cupyconv
+from cupyconv.repetition import forget_calls
+
+GATES = {"rnn": 1, "lstm": 4, "gru": 3}
+COUNTS = {"rnn": 1, "lstm": 3, "gru": 2}
+DEFAULTS = {"rnn": ("tanh",), "lstm": ("sigmoid", "tanh", "tanh"), "gru": ("sigmoid", "tanh")}
+DIRECTIONS = ("forward", "reverse", "bidirectional")
+#: Smooth ones, ones that bend, ones with parameters, ONNX's own, and none.
+ACTIVATIONS = (
+    "sigmoid", "tanh", "relu", ("leaky_relu", 0.2), "hard_sigmoid", ("elu", 0.7), "softplus", "softsign",
+    ("scaled_tanh", 0.8, 1.2), ("affine", 0.5, 0.1), ("thresholded_relu", 0.3), ("clip", -0.7, 0.9), None,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A whole problem; arrays are drawn from `seed`."""
+
+    cell: str = "lstm"
+    direction: str = "forward"
+    sizes: tuple[int, int, int, int] = (4, 3, 2, 3)  # T, N, I, H
+    present: frozenset[str] = frozenset({"bias_ih", "bias_hh", "h0", "c0"})
+    grads: frozenset[str] = frozenset({"y", "h", "c"})
+    lengths: tuple[int, ...] | None = None
+    activations: tuple[Any, ...] | None = None  # for each direction
+    clip: float | None = None
+    input_forget: bool = False
+    linear_before_reset: bool = True
+    dtype: Any = np.float64
+    batch_first: bool = False
+    seed: int = 0
+
+    @property
+    def directions(self) -> int:
+        return 1 + (self.direction == "bidirectional")
+
+    def arguments(self) -> dict[str, np.ndarray]:
+        """By name; absent ones left out.  What lies beyond a length is NaN: it takes part in nothing."""
+        rng = np.random.default_rng(self.seed)
+        steps, samples, inputs, hidden = self.sizes
+        lead = (2,) * (self.directions == 2)
+        rows, state = GATES[self.cell] * hidden, (self.directions, samples, hidden)
+        shapes = {
+            "x": (steps, samples, inputs), "weight_ih": (*lead, rows, inputs), "weight_hh": (*lead, rows, hidden),
+            "bias_ih": (*lead, rows), "bias_hh": (*lead, rows), "h0": state,
+        }  # fmt: skip
+        if self.cell == "lstm":
+            shapes |= {"c0": state, "peephole": (*lead, 3 * hidden)}
+        drawn = {name: rounded(rng.normal(size=shape), np.dtype(self.dtype)) for name, shape in shapes.items()}
+        for n, length in enumerate(self.lengths or ()):
+            drawn["x"][length:, n] = np.nan
+        if self.batch_first:
+            drawn["x"] = np.ascontiguousarray(drawn["x"].swapaxes(0, 1)).swapaxes(0, 1)
+        needed = {"x", "weight_ih", "weight_hh"} | self.present
+        return {name: array for name, array in drawn.items() if name in needed}
+
+    def arriving(self) -> dict[str, np.ndarray]:
+        """Gradients of the results, by the pullback's names."""
+        rng = np.random.default_rng(self.seed + 1)
+        steps, samples, _, hidden = self.sizes
+        state = (self.directions, samples, hidden)
+        shapes = {"y": (steps, samples, self.directions * hidden), "h": state, "c": state}
+        drawn = {name: rounded(rng.normal(size=shape), np.dtype(self.dtype)) for name, shape in shapes.items()}
+        names = [name for name in shapes if name in self.grads and (name != "c" or self.cell == "lstm")]
+        return {f"grad_{name}": drawn[name] for name in names}
+
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        return self.activations or (DEFAULTS[self.cell],) * self.directions
+
+    def settings(self) -> dict[str, Any]:
+        """Of the public function."""
+        groups: Any = self.groups
+        if self.cell == "rnn":
+            groups = tuple(group[0] for group in groups)
+        same = {"direction": self.direction, "lengths": self.lengths and list(self.lengths), "clip": self.clip}
+        same["activation" if self.cell == "rnn" else "activations"] = groups if self.directions == 2 else groups[0]
+        if self.cell == "lstm":
+            return {**same, "input_forget": self.input_forget}
+        return {**same, "linear_before_reset": self.linear_before_reset} if self.cell == "gru" else same
+
+    def expected(self) -> tuple[dict[str, np.ndarray], Gradients]:
+        grads = self.arriving()
+        return recurrent_gradients(
+            self.cell, tuple(grads.get(f"grad_{name}") for name in "yhc"), self.arguments(), direction=self.direction,
+            lengths=self.lengths, activations=self.groups, clip=self.clip, input_forget=self.input_forget,
+            linear_before_reset=self.linear_before_reset,
+        )  # fmt: skip
+
+
+def vjp_of(layer: Layer) -> Any:
+    return {"rnn": cupyconv.rnn_vjp, "lstm": cupyconv.lstm_vjp, "gru": cupyconv.gru_vjp}[layer.cell]
+
+
+def computed(target: Target, layer: Layer) -> tuple[Any, Any]:
+    """(results, pullback) of the layer on a target."""
+    arrays = {name: on_device(target, array) for name, array in layer.arguments().items()}
+    return vjp_of(layer)(**arrays, **layer.settings())
+
+
+def on_device(target: Target, array: np.ndarray) -> Any:
+    """The same strides: a batch-first view stays one."""
+    if array.ndim == 3 and not array.flags.c_contiguous:
+        return target.to_device(np.ascontiguousarray(array.swapaxes(0, 1))).swapaxes(0, 1)
+    return target.to_device(array)
+
+
+def gradients_of(target: Target, layer: Layer) -> Any:
+    _, pullback = computed(target, layer)
+    return pullback(**{name: target.to_device(array) for name, array in layer.arriving().items()})
+
+
+def assert_right(target: Target, layer: Layer, found: Any) -> None:
+    """Every gradient there is, in its argument's shape and dtype, near the oracle's."""
+    _, expected = layer.expected()
+    arguments = layer.arguments()
+    for name in Gradients._fields:
+        actual, wanted = getattr(found, name), getattr(expected, name)
+        if name not in arguments:
+            assert actual is None, f"there is no {name}, yet it has a gradient"
+            continue
+        assert actual.shape == arguments[name].shape and actual.dtype == arguments[name].dtype, name
+        error = np.abs(widened(target.to_host(actual)) - wanted).max(initial=0)
+        assert error <= allowed(layer) * (1 + np.abs(wanted).max(initial=0)), f"{name}: {error}"
+
+
+def allowed(layer: Layer) -> float:
+    """Of the largest element: roundings grow through at most a few steps; a 16-bit y is read back rounded."""
+    return {8: 1e-12, 4: 1e-5, 2: 8 * float(finfo(np.dtype(layer.dtype)).eps)}[np.dtype(layer.dtype).itemsize]
+
+
+# --- the oracle -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cell", GATES)
+def test_the_oracle_agrees_with_finite_differences(cell):
+    """Of the forward oracle, which shares nothing with the tape: some elements of every argument, moved either way."""
+    layer = Layer(cell, "bidirectional", lengths=(4, 0, 2), clip=0.8, present=frozenset(Gradients._fields),
+                  linear_before_reset=cell != "gru", input_forget=True)  # fmt: skip
+    arguments = {name: np.nan_to_num(array) for name, array in layer.arguments().items()}
+    grads = layer.arriving()
+
+    choices = {"lstm": {"input_forget": True}, "gru": {"linear_before_reset": False}}.get(cell, {})
+
+    def loss(changed: dict[str, np.ndarray]) -> float:
+        forward = reference_recurrent.recurrent(
+            cell, **changed, direction=layer.direction, lengths=layer.lengths, clip=layer.clip, **choices
+        )
+        return sum(float((getattr(forward, name[-1]) * grad).sum()) for name, grad in grads.items())
+
+    _, expected = layer.expected()
+    rng, step = np.random.default_rng(5), 1e-6
+    for name, array in arguments.items():
+        for at in rng.permutation(list(np.ndindex(array.shape)))[:6]:
+            each = []
+            for sign in (1, -1):
+                moved = array.copy()
+                moved[tuple(at)] += sign * step
+                each.append(loss({**arguments, name: moved}))
+            slope = (each[0] - each[1]) / (2 * step)
+            assert abs(slope - getattr(expected, name)[tuple(at)]) < 1e-7 * (1 + abs(slope)), name
+
+
+# --- against the oracle -------------------------------------------------------------------------------------------
+
+
+@st.composite
+def layers(draw) -> Layer:
+    cell, direction = draw(st.sampled_from(sorted(GATES))), draw(st.sampled_from(DIRECTIONS))
+    steps, samples = draw(st.integers(0, 5)), draw(st.integers(0, 4))
+    sizes = steps, samples, draw(st.integers(0, 4)), draw(st.integers(0, 5))
+    each = st.lists(st.integers(0, steps), min_size=samples, max_size=samples).map(tuple)
+    groups = st.tuples(*[st.sampled_from(ACTIVATIONS)] * COUNTS[cell])
+    directions = 1 + (direction == "bidirectional")
+    return Layer(
+        cell, direction, sizes,
+        present=draw(st.frozensets(st.sampled_from(Gradients._fields))),
+        grads=draw(st.frozensets(st.sampled_from(["y", "h", "c"]))),
+        lengths=draw(st.none() | each),
+        activations=draw(st.none() | st.tuples(*[groups] * directions)),
+        clip=draw(st.sampled_from([None, 0.5, 2.0])),
+        input_forget=draw(st.booleans()), linear_before_reset=draw(st.booleans()),
+        dtype=draw(st.sampled_from([np.float64, np.float64, np.float32, np.float16, ml_dtypes.bfloat16])),
+        batch_first=draw(st.booleans()), seed=draw(st.integers(0, 1000)),
+    )  # fmt: skip
+
+
+@settings(max_examples=100)
+@given(layer=layers(), limit=st.sampled_from([None, None, 6000, 20000]))
+def test_gradients_are_the_oracles(target, layer, limit):
+    if target.name != "numpy":  # a dtype more is a kernel more for each cell
+        layer = replace(layer, dtype=np.float64)
+    with cupyconv.options(workspace_limit=limit):
+        try:
+            found = gradients_of(target, layer)
+        except ValueError as refusal:
+            assert limit and "workspace" in str(refusal)
+            return
+    assert_right(target, layer, found)
+
+
+@pytest.mark.parametrize("reset_first", [False, True])
+@pytest.mark.parametrize("cell", GATES)
+def test_several_tiles_and_runs(target, cell, reset_first):
+    """More samples and units than one block has, more steps than the workspace holds; lengths in any order."""
+    layer = Layer(cell, "bidirectional", (5, 18, 3, 20), frozenset(Gradients._fields), clip=1.5,
+                  lengths=(5, 0, 3, 1, 5, 2) * 3, linear_before_reset=not reset_first)  # fmt: skip
+    _, pullback = computed(target, layer)
+    grads = {name: target.to_device(array) for name, array in layer.arriving().items()}
+    found = pullback(**grads)
+    assert_right(target, layer, found)
+    small = cell == "rnn"
+    limits = [20_000 if small else 50_000]
+    if target.name == "numpy":  # a step of all samples; of half of them
+        limits = [40_000 if small else 100_000, 20_000 if small else 60_000]
+    for limit in limits:
+        with cupyconv.options(workspace_limit=limit):
+            in_runs = pullback(**grads)
+        assert_right(target, layer, in_runs)
+        assert not np.array_equal(target.to_host(in_runs.weight_hh), target.to_host(found.weight_hh)), "all in one run"
+    with cupyconv.options(workspace_limit=1500), pytest.raises(ValueError, match=r"one step .*needs .* limit is 1,500"):
+        pullback(**grads)
+
+
+@pytest.mark.parametrize(("cell", "dtype"), [("lstm", np.float32), ("gru", np.float16), ("rnn", ml_dtypes.bfloat16)])
+def test_narrow_dtypes(target, cell, dtype):
+    layer = Layer(cell, "reverse", (4, 3, 2, 5), frozenset(Gradients._fields), dtype=dtype, lengths=(4, 1, 3))
+    assert_right(target, layer, gradients_of(target, layer))
+
+
+# --- what a pullback promises -------------------------------------------------------------------------------------
+
+EVERYTHING = Layer(present=frozenset(Gradients._fields), lengths=(4, 0, 2), direction="bidirectional")
+
+
+@pytest.mark.parametrize("cell", GATES)
+def test_a_pullback_may_be_called_again(target, cell):
+    """The same bits, whichever way the arguments are checked."""
+    layer = replace(EVERYTHING, cell=cell)
+    _, pullback = computed(target, layer)
+    grads = {name: target.to_device(array) for name, array in layer.arriving().items()}
+    first = pullback(**grads)
+    forget_calls()
+    again, anew = pullback(**grads), gradients_of(target, layer)
+    for one, two, three in zip(first, again, anew):
+        if one is not None:
+            assert one is not two
+            assert target.to_host(one).tobytes() == target.to_host(two).tobytes() == target.to_host(three).tobytes()
+
+
+@pytest.mark.parametrize("cell", GATES)
+def test_gradients_have_memory_of_their_own(target, cell):
+    found = gradients_of(target, replace(EVERYTHING, cell=cell, direction="forward"))
+    arrays = [target.to_host(array) if target.name == "gpu" else array for array in found if array is not None]
+    for i, one in enumerate(arrays):
+        assert not any(np.shares_memory(one, other) for other in arrays[i + 1 :])
+
+
+def test_no_gradient_of_a_result_stands_for_zeros(target):
+    _, pullback = computed(target, EVERYTHING)
+    for gradient in pullback():
+        assert not target.to_host(gradient).any()
+    zeros = {name: target.to_device(np.zeros_like(array)) for name, array in EVERYTHING.arriving().items()}
+    only_h = {"grad_h": target.to_device(EVERYTHING.arriving()["grad_h"])}
+    for one, two in zip(pullback(**{**zeros, **only_h}), pullback(**only_h)):
+        assert np.array_equal(target.to_host(one), target.to_host(two))
+
+
+def test_each_gradient_has_its_arguments_dtype(target):
+    layer = replace(EVERYTHING, cell="gru", direction="forward")
+    arrays = layer.arguments()
+    dtypes = {"x": np.float32, "weight_hh": np.float64, "bias_ih": np.float32, "h0": np.float16}
+    arrays = {name: array.astype(dtypes.get(name, array.dtype)) for name, array in arrays.items()}
+    _, pullback = cupyconv.gru_vjp(**{name: target.to_device(a) for name, a in arrays.items()}, lengths=[4, 0, 2])
+    grads = {name: target.to_device(array.astype(np.float32)) for name, array in layer.arriving().items()}
+    found = pullback(**grads)
+    for name, array in arrays.items():
+        assert getattr(found, name).dtype == array.dtype, name
+
+
+def test_gradients_beyond_a_length_are_zeros(target):
+    found = gradients_of(target, EVERYTHING)
+    x = target.to_host(found.x)
+    for n, length in enumerate(EVERYTHING.lengths):
+        assert (x[length:, n] == 0).all() and not np.signbit(x[length:, n]).any()
+        assert (x[:length, n] != 0).all()
+
+
+def test_lengths_on_the_device_are_brought_inside(cuda_target):
+    """They are not looked at before the kernels are."""
+    layer = replace(EVERYTHING, lengths=(4, 0, 2))
+    arrays = {name: cuda_target.to_device(np.nan_to_num(array)) for name, array in layer.arguments().items()}
+    grads = {name: cuda_target.to_device(array) for name, array in layer.arriving().items()}
+    settings = {**layer.settings(), "lengths": None}
+    for lengths in (np.array([9, -3, 2], np.int32), np.array([[4, 7], [-1, 7], [2, 7]], np.int64)[:, 0]):
+        on_gpu = cuda_target.to_device(np.stack([lengths, lengths], 1))[:, 0]
+        _, pullback = cupyconv.lstm_vjp(**arrays, **{**settings, "lengths": on_gpu})
+        assert_right(cuda_target, layer, pullback(**grads))
+
+
+@pytest.mark.parametrize("cell", GATES)
+def test_a_wrong_gradient_is_refused(target, cell):
+    layer = replace(EVERYTHING, cell=cell)
+    _, pullback = computed(target, layer)
+    for name, array in layer.arriving().items():
+        wrong = target.to_device(np.zeros((*array.shape[:-1], array.shape[-1] + 1)))
+        with pytest.raises(ValueError, match=rf"{name} has shape \({wrong.shape[0]}, .*needed \({array.shape[0]}, "):
+            pullback(**{name: wrong})
+        with pytest.raises(TypeError, match=f"{name} is complex128"):
+            pullback(**{name: target.to_device(array.astype(complex))})
+        with pytest.raises(TypeError, match=f"{name} has dtype int64"):
+            pullback(**{name: target.to_device(array.astype(int))})
+        with pytest.raises(TypeError, match=f"{name} "):
+            pullback(**{name: array.tolist()})
+
+
+def test_there_is_no_cell_state_to_take_back_of_others():
+    _, pullback = computed(numpy_target(), replace(EVERYTHING, cell="gru"))
+    with pytest.raises(TypeError, match="grad_c"):
+        pullback(grad_c=np.zeros((2, 3, 3)))
+
+
+def test_arrays_of_another_library_are_refused(cuda_target):
+    _, pullback = computed(cuda_target, EVERYTHING)
+    with pytest.raises(TypeError, match="grad_y belongs to another library"):
+        pullback(EVERYTHING.arriving()["grad_y"])
+
+
+# --- what is run ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cell", "launches"), [("rnn", 1), ("lstm", 1), ("gru", 2)])
+def test_launches_do_not_depend_on_the_batch(cuda_target, cell, launches):
+    """One a step, or two, both directions together, and one more; products only after the last."""
+    kinds = []
+    for samples in (2, 20):
+        layer = Layer(cell, "bidirectional", (4, samples, 3, 3), linear_before_reset=False)
+        _, pullback = computed(cuda_target, layer)
+        grad = cuda_target.to_device(layer.arriving()["grad_y"])
+        cuda_target.device.log.clear()
+        pullback(grad)
+        names = [record.kernel.name if hasattr(record, "kernel") else "gemm" for record in cuda_target.device.log]
+        assert names[: 5 * launches] == ["recurrent_gradient"] * 5 * launches
+        assert "recurrent_gradient" not in names[5 * launches :]
+        kinds.append(names.count("gemm"))
+    assert kinds[0] == kinds[1] == 2 * (4 if cell == "gru" else 3)
+
+
+def test_workspace_is_what_the_plan_says():
+    """Of NumPy's loop, temporaries of activations included."""
+    layer = Layer("lstm", "bidirectional", (40, 16, 24, 32), frozenset(Gradients._fields), lengths=(40, 30) * 8)
+    _, pullback = computed(numpy_target(), layer)
+    grads = layer.arriving()
+    for limit in (600_000, 4_000_000):
+        with cupyconv.options(workspace_limit=limit):
+            found = pullback(**grads)
+            results = sum(gradient.nbytes for gradient in found)
+            tracemalloc.start()
+            try:
+                pullback(**grads)
+                peak = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+        assert peak <= limit + results + results // 4 + 50_000, (peak, limit, results)
+
+
+# --- against PyTorch ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("cell", GATES)
+def test_torch_agrees(cell, bidirectional, packed):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    layer = Layer(cell, "bidirectional" if bidirectional else "forward", (6, 4, 3, 5), seed=3,
+                  lengths=(6, 2, 5, 1) if packed else None)  # fmt: skip
+    arrays = {name: np.nan_to_num(array) for name, array in layer.arguments().items()}
+    tensors = {name: torch.tensor(array, requires_grad=True) for name, array in arrays.items()}
+    module = {"rnn": torch.nn.RNN, "lstm": torch.nn.LSTM, "gru": torch.nn.GRU}[cell](3, 5, bidirectional=bidirectional)
+    names = [name for name in arrays if name.startswith(("weight", "bias"))]
+    parameters = {}
+    for d, suffix in enumerate(("", "_reverse")[: layer.directions]):
+        for name in names:
+            parameters[f"{name}_l0{suffix}"] = tensors[name][d] if bidirectional else tensors[name]
+    state = (tensors["h0"], tensors["c0"]) if cell == "lstm" else tensors["h0"]
+    x = tensors["x"]
+    if packed:
+        x = torch.nn.utils.rnn.pack_padded_sequence(x, layer.lengths, enforce_sorted=False)
+    y, last = torch.func.functional_call(module.double(), parameters, (x, state))
+    if packed:
+        y, _ = torch.nn.utils.rnn.pad_packed_sequence(y)
+    last = last if cell == "lstm" else (last,)
+    grads = layer.arriving()
+    total = sum((one * torch.tensor(grad)).sum() for one, grad in zip((y, *last), grads.values()))
+    total.backward()
+    found = gradients_of(numpy_target(), layer)
+    for name, tensor in tensors.items():
+        np.testing.assert_allclose(getattr(found, name), tensor.grad.numpy(), rtol=0, atol=1e-12, err_msg=name)
