@@ -280,6 +280,19 @@ def test_a_named_method_can_be_captured(cuda_target, method, cell):
         case.assert_close(one, wanted, expected.largest)
 
 
+def test_lengths_of_the_host_cannot_be_captured(cuda_target):
+    case = full_case("gru", batch=5, lengths=(4, 0, 4, 2, 0))
+    views = case.views(case.arrays(), cuda_target.to_device)
+    given = cuda_target.to_device(np.array(case.lengths))
+    cuda_target.device.capturing = True
+    try:
+        with pytest.raises(RuntimeError, match="give lengths as an array of the device"):
+            cupyconv.gru(**views, lengths=list(case.lengths), **case.settings, method="step")
+        cupyconv.gru(**views, lengths=given, **case.settings, method="step")
+    finally:
+        cuda_target.device.capturing = False
+
+
 # --- plans ------------------------------------------------------------------------------------------------------
 
 
