@@ -205,16 +205,16 @@ class _Layer:
 
     def _tiles(self, tile: Tile) -> tuple[int, int, int]:
         geometry = self.geometry
-        return -(-geometry.hidden // tile.units), -(-geometry.batch // tile.rows), geometry.directions
+        rows = -(-geometry.batch // tile.rows)
+        if rows > GRID_Y:
+            raise NotApplicable(f"{geometry.batch:,} samples are more than a grid has blocks for")
+        return -(-geometry.hidden // tile.units), rows, geometry.directions
 
     def _step_tile(self) -> tuple[Tile, tuple[int, int, int], str]:
         tiles = recurrent_tiles(self.dtype, False, self.gpu, self.request.allow_tf32)
         tile = min(tiles, key=lambda tile: self._seconds(tile, self._tiles(tile)))
-        grid = self._tiles(tile)
-        if grid[1] > GRID_Y:
-            raise NotApplicable(f"{self.geometry.batch:,} samples are more than a grid has blocks for")
         launches = "one launch" if len(self.products) == 1 else f"{len(self.products)} launches"
-        return tile, grid, f"{launches} a step, blocks of {tile.rows} samples x {tile.units} units"
+        return tile, self._tiles(tile), f"{launches} a step, blocks of {tile.rows} samples x {tile.units} units"
 
     def _persistent_tile(self) -> tuple[Tile, tuple[int, int, int], str]:
         """The quickest tile whose blocks fit on the GPU all at once, one a multiprocessor."""
@@ -368,7 +368,7 @@ class _Layer:
                 self._params(chunk, stride, persistent, count, projected),
                 shared_bytes=tile.shared_bytes(geometry.gates, count, geometry.hidden),
                 purpose=purpose + " of all steps" * persistent,
-                bytes_moved=weights * count // geometry.gates + steps * (gates + 3 * state),
+                bytes_moved=weights * (geometry.gates if persistent else count) // geometry.gates + steps * (gates + 3 * state),
                 flops=steps * products * (geometry.gates if persistent else count),
                 cooperative=persistent,
             )
