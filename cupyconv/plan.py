@@ -19,6 +19,8 @@ from cupyconv.recurrence import RecurrentGeometry
 MAX_SOURCES = 64
 #: The same of the fused merge, which needs less of each (MAX_MERGED of kernels/merge.cu).
 MAX_MERGED = 120
+#: The same of two convolutions in one kernel, whose parameters are those of both (MAX_PAIR_SOURCES of kernels/conv_pair.cu).
+MAX_PAIR_SOURCES = 32
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from cupyconv.calls.pooling import prepare_max_pool, prepare_max_pool_gradient
 from cupyconv.calls.prologue_grad import prepare_prologue_grad
 from cupyconv.calls.recurrent_gradient import prepare_recurrent_gradient
 from cupyconv.dtypes import ITEMSIZE
-from cupyconv.machine import KNOWN_GPUS
+from cupyconv.machine import KNOWN_GPUS, known_gpu
 from cupyconv.plan import (
     MAX_SOURCES,
     Address,
@@ -105,7 +105,9 @@ def check(plan: Plan, limit: int | None = None) -> None:
             x, y, z = step.grid
             assert 1 <= x <= INT32 and 1 <= y <= GRID_Y and 1 <= z <= GRID_Y, step
             assert 32 <= step.block <= 1024 and step.block % 32 == 0, step
-            assert step.shared_bytes <= LARGEST_SHARED, step
+            assert step.shared_bytes <= (
+                LARGEST_SHARED if step.kernel.name != "conv_pair" else known_gpu(GPU).shared_bytes
+            ), step
             _check_columns(step, sizes)
         else:
             assert isinstance(step, GemmCall)
@@ -252,6 +254,17 @@ def kernels_of_widening(narrow: Any, wide: Any) -> set[Kernel]:
         second = cupyconv.ConvLayer(array(4, 3, 3, 3, dtype=wide))
         x = array(1, 3, size, size, dtype=narrow)
         made = cupyconv.explain(cupyconv.conv_chain, x, [first, second], fuse=False, on=GPU)
+        check(made)
+        asked |= {launch.kernel for launch in launches(made)}
+    return asked
+
+
+def kernels_of_pairs(dtype: Any) -> set[Kernel]:
+    """Those of two layers in one kernel, each of both kinds."""
+    asked: set[Kernel] = set()
+    for groups in product((1, 6), repeat=2):
+        layers = [cupyconv.ConvLayer(array(6, 6 // count, 3, 3, dtype=dtype), groups=count) for count in groups]
+        made = cupyconv.explain(cupyconv.conv_chain, array(2, 6, 9, 9, dtype=dtype), layers, fuse=True, on=GPU)
         check(made)
         asked |= {launch.kernel for launch in launches(made)}
     return asked
@@ -463,8 +476,8 @@ def test_every_listed_kernel_is_asked_for():
         asked |= kernels_of_columns(dtype, step) | kernels_of_epilogue_grads(dtype)
         asked |= kernels_of_prologue_grads(dtype)
     for dtype in ("float16", BFLOAT16, "float32", "float64"):
-        asked |= kernels_of_implicit_gemm(dtype) | kernels_of_recurrent_layers(dtype)
-        asked |= kernels_of_recurrent_gradients(dtype)
+        asked |= kernels_of_implicit_gemm(dtype) | kernels_of_pairs(dtype)
+        asked |= kernels_of_recurrent_layers(dtype) | kernels_of_recurrent_gradients(dtype)
     for dtype in (dtype for dtype, _ in DTYPES if np.dtype(dtype).kind != "c"):
         asked |= {
             launch.kernel for made in pooling_plans(array(2, 3, 8, 8, dtype=dtype), 2) for launch in launches(made)

@@ -12,6 +12,7 @@ from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
 from cupyconv.geometry import pointwise_geometry
 from cupyconv.machine import KNOWN_GPUS, known_gpu
 from cupyconv.plan import Kernel
+from cupyconv.planning.chain_cuda import FIRST_PAIR
 from cupyconv.planning.implicit_gemm import arithmetics, tiles
 from cupyconv.planning.launches import (
     ANY_KERNEL,
@@ -41,7 +42,7 @@ def is_fast(kernel: Kernel) -> bool:
 
     direct, transposed and col2im are for generality: there a few bytes spilled cost little beside the scattered access.
     """
-    fast = ("merge", "im2col", "epilogue", "epilogue_grad", "prologue_grad", "depthwise", "implicit_gemm")
+    fast = ("merge", "im2col", "epilogue", "epilogue_grad", "prologue_grad", "depthwise", "implicit_gemm", "conv_pair")
     return kernel.name in (*fast, *POOLING, *RECURRENT.values(), *RECURRENT_GRADIENT)
 
 
@@ -58,6 +59,8 @@ def is_planned(kernel: Kernel, capability: int) -> bool:
             for tf32 in (False, True)
             for tile in recurrent_tiles(macros["DTYPE"], resident, gpu, tf32)
         )
+    if kernel.name == "conv_pair":
+        return capability >= FIRST_PAIR[macros["DTYPE"]]
     if kernel.name != "implicit_gemm":
         return True
     return any(macros["ARITHMETIC"] in arithmetics(macros["DTYPE"], gpu, tf32) for tf32 in (False, True))
@@ -107,6 +110,11 @@ def all_variants() -> tuple[Kernel, ...]:
         ),
         *(_kernel("pack_weight", DTYPE=f"bits{8 * size}") for size in sorted({ITEMSIZE[d] for d in REAL_DTYPES})),
         *_implicit_gemm_variants(),
+        *(
+            _kernel("conv_pair", DTYPE=dtype, FIRST=first, SECOND=second)
+            for dtype in REAL_DTYPES
+            for first, second in product(("DENSE", "DEPTHWISE"), repeat=2)
+        ),
         *_weight_gradient_variants(),
         *_recurrent_variants(),
         *_recurrent_gradient_variants(),

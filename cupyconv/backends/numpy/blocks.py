@@ -37,7 +37,7 @@ from cupyconv.plan import BlockLoop
 #: bound by working it out; a large one is not, and would keep megabytes.
 _KEPT_BLOCKS, _KEPT_TAPS = 4, 64
 #: Bytes of a tile up to which zeros are written all over it: one long write takes less than several short ones.
-_SMALL_TILE = 64 << 10
+_SMALL_TILE = 256 << 10
 
 
 class Block:
