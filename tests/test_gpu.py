@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import reference
+from recurrent_cases import RecurrentCase
 from targets import gpu_target
 from tolerance import assert_close
 
@@ -119,6 +120,34 @@ def test_methods_of_own_kernels_can_be_captured_in_a_graph(gpu, kernel, groups, 
             graph.launch(stream)
     stream.synchronize()
     assert np.array_equal(gpu.to_host(out), expected)
+
+
+@pytest.mark.parametrize("method", ["step", "persistent"])
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_a_recurrent_layer_can_be_captured_in_a_graph(gpu, cell, method):
+    """Both are right, and again where a graph launches them: blocks that wait begin to count from 0 each time."""
+    cupy = gpu.xp
+    case = RecurrentCase(
+        cell=cell, steps=7, batch=35, inputs=20, hidden=138, direction="bidirectional", dtype="float32",
+        optional=("bias_ih", "bias_hh", "h0"), linear_before_reset=False,
+    )  # fmt: skip
+    arrays = case.arrays()
+    views, expected = case.views(arrays, gpu.to_device, cupy), case.expected(arrays)
+    outs = [cupy.zeros(one.shape, np.float32) for one in case.call(views, method=method) if one is not None]
+    out = outs if len(outs) == 2 else (outs[0], tuple(outs[1:]))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        case.call(views, method=method, out=out)
+        stream.begin_capture()
+        case.call(views, method=method, out=out)
+        graph = stream.end_capture()
+        for _ in range(2):
+            for one in outs:
+                one.fill(0)
+            graph.launch(stream)
+    stream.synchronize()
+    for one, wanted in zip(outs, expected):
+        case.assert_close(gpu.to_host(one), wanted, expected.largest)
 
 
 def test_the_gemm_path_says_that_it_cannot_be_captured(gpu):

@@ -333,11 +333,13 @@ def kernels_of_recurrent_layers(dtype: Any) -> set[Kernel]:
     functions = ((cupyconv.rnn, 1, {}), (cupyconv.lstm, 4, {}), (cupyconv.gru, 3, {}))
     functions += ((cupyconv.gru, 3, {"linear_before_reset": False}),)
     problems = ((2, "persistent", 64), (64, "persistent", 64), (2, "step", 64), (512, "step", 1024))
-    for (function, gates, changed), (batch, method, hidden), on in product(functions, problems, KNOWN_GPUS):
+    every = product(functions, problems, KNOWN_GPUS, (False, True))
+    for (function, gates, changed), (batch, method, hidden), on, tf32 in every:
         arrays = [
             array(*shape, dtype=dtype) for shape in ((3, batch, 8), (gates * hidden, 8), (gates * hidden, hidden))
         ]
-        made = cupyconv.explain(function, *arrays, method=method, on=on, **changed)
+        with cupyconv.options(allow_tf32=tf32):
+            made = cupyconv.explain(function, *arrays, method=method, on=on, **changed)
         check(made)
         asked |= {launch.kernel for launch in launches(made)}
     return asked
