@@ -20,6 +20,7 @@ from cupyconv.backends.cuda.kernel_sources import compile_options, kernel_direct
 from cupyconv.backends.cuda.parameters import PARAMETERS
 from cupyconv.padding import PADDING_MODES
 from cupyconv.plan import MAX_MERGED, MAX_SOURCES, Kernel
+from cupyconv.planning import recurrent_gradient_cuda
 from cupyconv.planning.launches import MERGE_BLOCK, MERGE_DEPTH, WARP
 from cupyconv.planning.variants import all_variants, is_fast, is_planned
 from tests import nvrtc
@@ -247,6 +248,10 @@ def constant_assertions(name: str) -> list[str]:
         assertions += [
             f"static_assert(cupyconv::MAX_MERGED == {MAX_MERGED});",
             f"static_assert(DEPTH == {MERGE_DEPTH} && BLOCK == {MERGE_BLOCK} && cupyconv::WARP == {WARP});",
+        ]
+    if name == "recurrent_gradient":
+        assertions += [
+            f"static_assert(TILE == {recurrent_gradient_cuda.TILE} && BLOCK == {recurrent_gradient_cuda.THREADS});"
         ]
     if name not in (
         "im2col",
