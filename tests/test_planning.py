@@ -84,7 +84,8 @@ def gemms(plan: Plan) -> list[GemmCall]:
 
 
 def launches(plan: Plan, name: str | None = None) -> list[KernelLaunch]:
-    found = [step for step in plan.steps if isinstance(step, KernelLaunch)]
+    found = [launch for step in plan.steps for launch in (step.launches if isinstance(step, LaunchLoop) else [step])]
+    found = [launch for launch in found if isinstance(launch, KernelLaunch)]
     return [launch for launch in found if name in (None, launch.kernel.name)]
 
 
@@ -99,7 +100,7 @@ def columns_launches(plan: Plan) -> list[KernelLaunch]:
 def check(plan: Plan, limit: int | None = None) -> None:
     """Limits of the hardware and of cuBLAS, and steps that stay inside their workspace."""
     sizes = {buffer.name: buffer.nbytes for buffer in plan.workspace}
-    for step in plan.steps:
+    for step in (*launches(plan), *gemms(plan)):
         if isinstance(step, KernelLaunch):
             x, y, z = step.grid
             assert 1 <= x <= INT32 and 1 <= y <= GRID_Y and 1 <= z <= GRID_Y, step
@@ -323,6 +324,24 @@ def pooling_plans(x: np.ndarray, kernel_shape: Any, on: str | None = GPU, **sett
     return call.plan(), prepare_max_pool_gradient(x, y, y, kernel_shape, **settings, on=on).plan()
 
 
+def kernels_of_recurrent_layers(dtype: Any) -> set[Kernel]:
+    """Those of few and of many samples on every GPU, of each cell, whose plans are checked."""
+    asked: set[Kernel] = set()
+    functions = ((cupyconv.rnn, 1, {}), (cupyconv.lstm, 4, {}), (cupyconv.gru, 3, {}))
+    functions += ((cupyconv.gru, 3, {"linear_before_reset": False}),)
+    problems = ((2, "persistent", 64), (64, "persistent", 64), (2, "step", 64), (512, "step", 1024))
+    every = product(functions, problems, KNOWN_GPUS, (False, True))
+    for (function, gates, changed), (batch, method, hidden), on, tf32 in every:
+        arrays = [
+            array(*shape, dtype=dtype) for shape in ((3, batch, 8), (gates * hidden, 8), (gates * hidden, hidden))
+        ]
+        with cupyconv.options(allow_tf32=tf32):
+            made = cupyconv.explain(function, *arrays, method=method, on=on, **changed)
+        check(made)
+        asked |= {launch.kernel for launch in launches(made)}
+    return asked
+
+
 def kernels_of_input_gradients(x_dtype: Any, weight_dtype: Any) -> set[Kernel]:
     """Those of input gradients, into one array and several, whose plans are checked."""
     asked: set[Kernel] = set()
@@ -444,7 +463,8 @@ def test_every_listed_kernel_is_asked_for():
         asked |= kernels_of_columns(dtype, step) | kernels_of_epilogue_grads(dtype)
         asked |= kernels_of_prologue_grads(dtype)
     for dtype in ("float16", BFLOAT16, "float32", "float64"):
-        asked |= kernels_of_implicit_gemm(dtype) | kernels_of_recurrent_gradients(dtype)
+        asked |= kernels_of_implicit_gemm(dtype) | kernels_of_recurrent_layers(dtype)
+        asked |= kernels_of_recurrent_gradients(dtype)
     for dtype in (dtype for dtype, _ in DTYPES if np.dtype(dtype).kind != "c"):
         asked |= {
             launch.kernel for made in pooling_plans(array(2, 3, 8, 8, dtype=dtype), 2) for launch in launches(made)

@@ -159,10 +159,12 @@ def _recurrent_seconds(step: KernelLaunch, gpu: GpuModel) -> float:
 def products_seconds(blocks: int, flops: int, macros: Mapping[str, str], gpu: GpuModel) -> float:
     """What the recurrent products of a step take, `flops` in each block."""
     dtype = macros["DTYPE"]
-    # Of two instructions for each product, one is for the part of the state that rounding would lose.
-    rate = (
-        _fma_rate(dtype, gpu) if macros["ARITHMETIC"] == "FMA" else gpu.gemm_rate(dtype, "float32") * gpu.mma_share / 2
-    )
+    rate = {
+        "FMA": _fma_rate(dtype, gpu),
+        # Of two instructions for each product, one is for the part of the state that rounding would lose.
+        "MMA": gpu.gemm_rate(dtype, "float32") * gpu.mma_share / 2,
+        "TF32": gpu.tf32 * gpu.mma_share,
+    }[macros["ARITHMETIC"]]
     rounds = -(-blocks // gpu.multiprocessors)
     return rounds * flops * gpu.multiprocessors / (rate * RECURRENT_EFFICIENCY[macros["SAMPLES"]])
 

@@ -25,7 +25,7 @@ from cupyconv.planning.launches import (
     merge_tile,
 )
 from cupyconv.planning.pooling import CHANNELS
-from cupyconv.planning.recurrent_cuda import GATES_A_PRODUCT, recurrent_tiles
+from cupyconv.planning.recurrent_cuda import GATES_A_PRODUCT, Tile, recurrent_tiles
 from cupyconv.planning.recurrent_gradient_cuda import CELLS
 
 #: Kernels of pooling, alike in their macros.
@@ -52,8 +52,12 @@ def is_planned(kernel: Kernel, capability: int) -> bool:
     """
     macros, gpu = dict(kernel.macros), known_gpu(f"sm_{capability}")
     if kernel.name in RECURRENT.values():
-        tiles = recurrent_tiles(macros["DTYPE"], kernel.name == RECURRENT[True], gpu)
-        return macros["ARITHMETIC"] in {tile.arithmetic for tile in tiles}
+        resident = kernel.name == RECURRENT[True]
+        return any(
+            macros["ARITHMETIC"] == tile.arithmetic
+            for tf32 in (False, True)
+            for tile in recurrent_tiles(macros["DTYPE"], resident, gpu, tf32)
+        )
     if kernel.name != "implicit_gemm":
         return True
     return any(macros["ARITHMETIC"] in arithmetics(macros["DTYPE"], gpu, tf32) for tf32 in (False, True))
@@ -219,9 +223,14 @@ def _recurrent_variants() -> list[Kernel]:
         Kernel(name, (*tile.macros, ("GATES", str(gates))))
         for resident, name in RECURRENT.items()
         for dtype in REAL_DTYPES
-        for tile in dict.fromkeys(tile for gpu in KNOWN_GPUS.values() for tile in recurrent_tiles(dtype, resident, gpu))
+        for tile in _recurrent_tiles(dtype, resident)
         for gates in GATES_A_PRODUCT
     ]
+
+
+def _recurrent_tiles(dtype: str, resident: bool) -> tuple[Tile, ...]:
+    answers = product(KNOWN_GPUS.values(), (False, True))
+    return tuple(dict.fromkeys(tile for gpu, tf32 in answers for tile in recurrent_tiles(dtype, resident, gpu, tf32)))
 
 
 def _arithmetics(dtype: str) -> list[str]:
