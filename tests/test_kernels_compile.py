@@ -20,7 +20,7 @@ from cupyconv.backends.cuda.kernel_sources import compile_options, kernel_direct
 from cupyconv.backends.cuda.parameters import PARAMETERS
 from cupyconv.padding import PADDING_MODES
 from cupyconv.plan import MAX_MERGED, MAX_PAIR_SOURCES, MAX_SOURCES, Kernel
-from cupyconv.planning import chain_cuda
+from cupyconv.planning import chain_cuda, recurrent_gradient_cuda
 from cupyconv.planning.launches import MERGE_BLOCK, MERGE_DEPTH, WARP
 from cupyconv.planning.occupancy import registers
 from cupyconv.planning.variants import all_variants, is_fast, is_planned
@@ -271,6 +271,10 @@ def constant_assertions(name: str) -> list[str]:
             f"static_assert(PART == {chain_cuda.PART} && LEAVING_PITCH == {chain_cuda.LEAVING_PITCH});",
             f"static_assert(OUTPUTS * sizeof(A) == {chain_cuda.OUTPUTS_BYTES});",
             f"static_assert(SECOND_TAP == {chain_cuda.tap_bytes(dtype, 'DENSE', chain_cuda.OUTPUTS_BYTES // 4)});",
+        ]
+    if name == "recurrent_gradient":
+        assertions += [
+            f"static_assert(TILE == {recurrent_gradient_cuda.TILE} && BLOCK == {recurrent_gradient_cuda.THREADS});"
         ]
     if name not in (
         "im2col",

@@ -344,6 +344,29 @@ def test_arrays_of_another_library_are_refused(cuda_target):
         pullback(EVERYTHING.arriving()["grad_y"])
 
 
+@pytest.mark.parametrize("method", ["step", "persistent"])
+@pytest.mark.parametrize("cell", GATES)
+def test_every_forward_method_keeps_what_a_gradient_needs(cuda_target, cell, method):
+    layer = replace(EVERYTHING, cell=cell)
+    arrays = {name: cuda_target.to_device(array) for name, array in layer.arguments().items()}
+    _, pullback = vjp_of(layer)(**arrays, **layer.settings(), method=method)
+    found = pullback(**{name: cuda_target.to_device(array) for name, array in layer.arriving().items()})
+    assert_right(cuda_target, layer, found)
+
+
+def test_a_failed_allocation_is_tried_with_shorter_runs(cuda_target):
+    layer = Layer("lstm", sizes=(12, 6, 3, 20), present=frozenset(Gradients._fields))
+    _, pullback = computed(cuda_target, layer)
+    grads = {name: cuda_target.to_device(array) for name, array in layer.arriving().items()}
+    device = cuda_target.device
+    device.fail_allocations_over = 5 * 6 * 4 * 20 * 8  # the gates' gradients of five steps
+    try:
+        found = pullback(**grads)
+    finally:
+        device.fail_allocations_over = None
+    assert_right(cuda_target, layer, found)
+
+
 # --- what is run ----------------------------------------------------------------------------------------------------
 
 

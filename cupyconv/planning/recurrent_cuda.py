@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
 
-from cupyconv.activations import IDENTITY, Activation
+from cupyconv.activations import IDENTITY
 from cupyconv.dtypes import ITEMSIZE, accumulator
 from cupyconv.geometry import pointwise_geometry
 from cupyconv.machine import GpuModel
@@ -36,6 +36,7 @@ from cupyconv.planning.request import (
     check_alignment,
     convert,
 )
+from cupyconv.recurrence import RecurrentGeometry
 
 #: Threads of a block, and the 32 of a warp as 4 (samples) x 8 (units): RecurrentTile of kernels/recurrent_tile.cuh.
 THREADS, LANE_SAMPLES, LANE_UNITS = 256, 4, 8
@@ -411,7 +412,7 @@ class _Layer:
             ("states", Address("states") if geometry.steps > 1 else None),
             ("cells", Address("cell state") if geometry.steps > 1 and geometry.cell == "lstm" else None),
             ("counters", Address("counters") if persistent else None),
-            ("activation", tuple(_activation(one) for group in geometry.activations for one in _three(group))),
+            ("activation", gate_activations(geometry)),
             ("clip", clip),
             ("steps", geometry.steps),
             ("batch", geometry.batch),
@@ -466,14 +467,10 @@ def _part(operand: Operand, elements: int, shape: tuple[int, ...], strides: tupl
     )  # fmt: skip
 
 
-def _three(activations: tuple[Activation, ...]) -> tuple[Activation, ...]:
-    return (*activations, IDENTITY, IDENTITY)[:3]
-
-
-def _activation(activation: Activation) -> tuple[float, float, int]:
-    """The C++ struct GateActivation."""
-    low, high = activation.bounds or (activation.alpha, activation.beta)
-    return low, high, activation.code
+def gate_activations(geometry: RecurrentGeometry) -> tuple[tuple[float, float, int], ...]:
+    """The C++ struct GateActivation, three times for each direction."""
+    each = [activation for group in geometry.activations for activation in (*group, IDENTITY, IDENTITY)[:3]]
+    return tuple((*(activation.bounds or (activation.alpha, activation.beta)), activation.code) for activation in each)
 
 
 def _as_projection(step: Step) -> Step:

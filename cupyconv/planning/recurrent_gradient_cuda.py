@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
 
-from cupyconv.activations import IDENTITY, Activation
+from cupyconv.activations import IDENTITY
 from cupyconv.dtypes import ITEMSIZE
 from cupyconv.geometry import pointwise_geometry
 from cupyconv.machine import GpuModel
@@ -27,6 +27,7 @@ from cupyconv.planning.draft import Draft
 from cupyconv.planning.epilogue_grad import plan_epilogue_grad
 from cupyconv.planning.gemm import INT32, aligned
 from cupyconv.planning.launches import GRID_X, epilogue_launch
+from cupyconv.planning.recurrent_cuda import gate_activations
 from cupyconv.planning.request import EpilogueGradRequest, RecurrentGradientRequest, check_alignment
 
 #: Samples, and units, of a block of recurrent_gradient.cu, and threads of one.
@@ -233,7 +234,7 @@ class _Gradient:
             ("carried_c", carried_c),
             *((name, buffers.get(name)) for name in ("dgates", "dcandidate", "previous", "reset")),
             ("sums", sums),
-            ("activation", tuple(_activation(one) for group in geometry.activations for one in _three(group))),
+            ("activation", gate_activations(geometry)),
             ("clip", inf if geometry.clip is None else geometry.clip),
             ("first", run.first),
             ("steps", geometry.steps),
@@ -337,13 +338,3 @@ def _zeros(operand: Operand) -> KernelLaunch:
     geometry = pointwise_geometry({operand.name: (1, 1, count)}, (1, 1))
     launch = epilogue_launch(geometry, flat, sums=None, bias=None, residual=None, activation=IDENTITY)
     return replace(launch, purpose="zeros")
-
-
-def _three(activations: tuple[Activation, ...]) -> tuple[Activation, ...]:
-    return (*activations, IDENTITY, IDENTITY)[:3]
-
-
-def _activation(activation: Activation) -> tuple[float, float, int]:
-    """The C++ struct GateActivation."""
-    low, high = activation.bounds or (activation.alpha, activation.beta)
-    return low, high, activation.code
