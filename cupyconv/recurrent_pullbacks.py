@@ -102,6 +102,9 @@ def rnn_vjp(
     sample's length is not looked at, and `x` has zeros for a gradient there.  16-bit types are computed in float32,
     but a state before a step is read from `y`, which was rounded.  The same bits on every call.
 
+    On CUDA the way back is a launch a step, two of a gru that is not linear before its reset, both directions together;
+    the products that follow are cuBLAS's, so a graph does not capture it.
+
     Examples
     --------
     The derivative of a product of three equal factors:

@@ -62,7 +62,8 @@ template <class T> __device__ __forceinline__ T* element_at(const Strided& array
 }
 
 // 0 where there is no array.
-template <class T> __device__ __forceinline__ Accumulator<T> value_at(const Strided& array, int d, long long n, long long u) {
+template <class T>
+__device__ __forceinline__ Accumulator<T> value_at(const Strided& array, int d, long long n, long long u) {
     return array.data ? widen(*element_at<T>(array, d, n, u)) : Accumulator<T>(0);
 }
 
@@ -230,7 +231,8 @@ struct CellStep {
         const int d = unit.d, n = unit.n, u = unit.u;
         const bool last = unit.step + 1 >= params.steps;
         if (params.states) state_at<A>(params, (unit.step + 1) % 2, d, n)[u] = h;
-        if (params.steps > 0) element_at<T>(params.y, d, n, u)[unit.t * params.y_step] = unit.valid ? narrow<T>(h) : T{};
+        if (params.steps > 0)
+            element_at<T>(params.y, d, n, u)[unit.t * params.y_step] = unit.valid ? narrow<T>(h) : T{};
         if (last && params.h.data) *element_at<T>(params.h, d, n, u) = narrow<T>(h);
         if constexpr (GATE_COUNT == 4) {
             if (params.cells) static_cast<A*>(params.cells)[((long long)params.batch * d + n) * params.hidden + u] = c;

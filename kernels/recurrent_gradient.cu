@@ -27,7 +27,8 @@
 // Bound by memory (weight_hh, from the L2 cache) or launches.  Floor: weight_hh and what is kept of a step once over the
 // bandwidth.
 //
-// -D: DTYPE (computed in, and stored: float32 or float64), CELL (RNN, LSTM or GRU)
+// -D: DTYPE (type of arguments and of y; what is kept, and gradients of states and gates, are in its accumulator's),
+//     CELL (RNN, LSTM or GRU)
 #include "recurrent_cell.cuh"
 
 namespace cupyconv {
@@ -36,10 +37,10 @@ enum Cell { RNN, LSTM, GRU };
 
 struct RecurrentGradientParams {
     const void *gates, *beside;  // kept of the forward pass: (D, T, N, gates' rows), and c of an lstm, q or r * h of a gru
-    const void *weight_hh, *y, *h0, *c0, *peephole;  // C-ordered; the last three may be null
+    const void *weight_hh, *y, *h0, *c0, *peephole;  // T, C-ordered; the last three may be null
     const void* lengths;                             // int32 or int64, or null: all are `steps`
     long long lengths_stride;
-    const void* grad_y;  // or null
+    const void* grad_y;  // T, or null
     long long grad_y_t, grad_y_n, grad_y_u;
     const void *begin_h, *begin_c;  // where the states' gradients come from at the first step of a run; null: zeros
     void *carried_h, *carried_c;
@@ -77,7 +78,8 @@ template <class A> struct Gate : Activated<A> {
 
 using namespace cupyconv;
 
-using A = DTYPE;
+using T = DTYPE;
+using A = Accumulator<T>;
 constexpr int BLOCK = 256, WARPS = BLOCK / 32, TILE = 16;
 constexpr int DEPTH = 256 / sizeof(A), SHARE = DEPTH / WARPS;  // of K at a time, in all and of one warp
 constexpr int ROWS = 2, COLUMNS = 4;                            // of the tile, of one lane: 8 x 4 lanes
@@ -89,7 +91,8 @@ constexpr int TILES_SIZE = DEPTH * (A_PITCH + TILE), SUMS_SIZE = WARPS * TILE * 
 
 // The factors of the product: rows of samples, whose columns from `split` on lie in an array of their own.
 struct Factors {
-    const A *left, *beyond, *weight;
+    const A *left, *beyond;
+    const T* weight;
     long long batch;
     int ld, split, depth, hidden;
 
@@ -98,7 +101,7 @@ struct Factors {
         return k < split ? left[n * ld + k] : beyond[n * hidden + (k - split)];
     }
     __device__ __forceinline__ A at_weight(int k, int j) const {
-        return k < depth && j < hidden ? weight[(long long)k * hidden + j] : A(0);
+        return k < depth && j < hidden ? widen(weight[(long long)k * hidden + j]) : A(0);
     }
 };
 
@@ -159,6 +162,7 @@ __device__ __forceinline__ A product_at(const A* shared) {
 }
 
 __device__ __forceinline__ const A* read(const void* array, long long at) { return static_cast<const A*>(array) + at; }
+__device__ __forceinline__ const T* stored(const void* array, long long at) { return static_cast<const T*>(array) + at; }
 __device__ __forceinline__ A* write(void* array, long long at) { return static_cast<A*>(array) + at; }
 
 __device__ __forceinline__ long long length_of(const RecurrentGradientParams& p, long long n) {
@@ -183,11 +187,11 @@ struct Place {
     // Whether the step was the sample's first.
     __device__ __forceinline__ bool starts() const { return p.sign[d] > 0 ? t == 0 : t + 1 == length; }
     __device__ __forceinline__ A h_before() const {
-        if (starts()) return p.h0 ? *read(p.h0, state) : A(0);
-        return *read(p.y, ((earlier() * p.batch + n) * p.directions + d) * p.hidden + j);
+        if (starts()) return p.h0 ? widen(*stored(p.h0, state)) : A(0);
+        return widen(*stored(p.y, ((earlier() * p.batch + n) * p.directions + d) * p.hidden + j));
     }
     __device__ __forceinline__ A c_before() const {
-        if (starts()) return p.c0 ? *read(p.c0, state) : A(0);
+        if (starts()) return p.c0 ? widen(*stored(p.c0, state)) : A(0);
         return *read(p.beside, (((long long)d * p.steps + earlier()) * p.batch + n) * p.hidden + j);
     }
     __device__ __forceinline__ A gate(int which) const {
@@ -213,7 +217,7 @@ __device__ __forceinline__ A back_through_lstm(const Place& at, A dh, A (&sums)[
     const RecurrentGradientParams& p = at.p;
     const A c = at.beside(), c_before = at.c_before();
     A* const carried_c = write(p.carried_c, at.state);
-    const A* const peephole = p.peephole ? read(p.peephole, (long long)at.d * 3 * p.hidden + at.j) : nullptr;
+    const T* const peephole = p.peephole ? stored(p.peephole, (long long)at.d * 3 * p.hidden + at.j) : nullptr;
     A dc = *carried_c;
     {
         const Gate<A> o = at.activated(3, 0);
@@ -221,7 +225,7 @@ __device__ __forceinline__ A back_through_lstm(const Place& at, A dh, A (&sums)[
         sums[3] = *at.dgate(3) = dh * act_c.value * o.slope;
         dc += dh * o.value * act_c.slope;
     }
-    if (peephole) dc += sums[3] * peephole[2 * p.hidden];
+    if (peephole) dc += sums[3] * widen(peephole[2 * p.hidden]);
     const Gate<A> i = at.activated(0, 0);
     const Gate<A> g = at.activated(2, 1);
     sums[2] = *at.dgate(2) = dc * i.value * g.slope;
@@ -236,7 +240,7 @@ __device__ __forceinline__ A back_through_lstm(const Place& at, A dh, A (&sums)[
     sums[1] = *at.dgate(1) = df;
     dc *= forget;
     if (peephole) {
-        dc += sums[0] * peephole[0] + sums[1] * peephole[p.hidden];
+        dc += sums[0] * widen(peephole[0]) + sums[1] * widen(peephole[p.hidden]);
         sums[4] = sums[0] * c_before, sums[5] = sums[1] * c_before, sums[6] = sums[3] * c;
     }
     *carried_c = dc;
@@ -282,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, sizeof(A) == 4 ? 2 : 1) recu
     if (p.k > 0 || resets) {
         const long long row = (slot * p.count + (resets ? step : before)) * p.batch;
         const A* const dgates = read(p.dgates, row * GATES * hidden);
-        const A* const weight = read(p.weight_hh, (long long)d * GATES * hidden * hidden);
+        const T* const weight = stored(p.weight_hh, (long long)d * GATES * hidden * hidden);
         Factors f = {dgates, nullptr, weight, p.batch, GATES * hidden, GATES * hidden, GATES * hidden, hidden};
         if (CELL == GRU) {
             f.split = 2 * hidden;
@@ -314,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, sizeof(A) == 4 ? 2 : 1) recu
             if (p.k > 0 && p.first[d] + before < at.length) dh += product_at(shared);
             if (CELL == LSTM && p.k == 0) *write(p.carried_c, at.state) = p.begin_c ? *read(p.begin_c, at.state) : A(0);
             if (!only_adds && at.reached()) {
-                if (p.grad_y) dh += *read(p.grad_y, t * p.grad_y_t + n * p.grad_y_n + (d * hidden + j) * p.grad_y_u);
+                if (p.grad_y) dh += widen(*stored(p.grad_y, t * p.grad_y_t + n * p.grad_y_n + (d * hidden + j) * p.grad_y_u));
                 const A h_before = at.h_before();
                 *at.of_run(p.previous) = h_before;
                 if constexpr (CELL == RNN) dh = back_through_rnn(at, dh, sums);

@@ -9,10 +9,11 @@
 //     t,n  [ 0 0 0 0 ]        x may be anything here, NaN too: it takes part in no gradient
 //
 // For the gradient of the input's weight, a product over steps and samples: a zero gradient times a NaN would be one.
+// Also where cuBLAS does not take x as it lies, or the product is of wider numbers.
 //
 // Bound by memory.  Floor: x and the inputs once over the bandwidth.
 //
-// -D: DTYPE (bits of an element)
+// -D: DTYPE (type of x; the inputs are in its accumulator's)
 #include "image.cuh"
 
 namespace cupyconv {
@@ -32,6 +33,7 @@ struct RecurrentInputsParams {
 using namespace cupyconv;
 
 using T = DTYPE;
+using A = Accumulator<T>;
 
 extern "C" __global__ void __launch_bounds__(256) recurrent_inputs(const __grid_constant__ RecurrentInputsParams params) {
     const long long elements = params.steps * params.batch * params.columns;
@@ -45,6 +47,6 @@ extern "C" __global__ void __launch_bounds__(256) recurrent_inputs(const __grid_
                                                : static_cast<const int*>(params.lengths)[at]);
         }
         const long long from = t * params.stride_t + n * params.stride_n + i * params.stride_i;
-        static_cast<T*>(params.inputs)[q] = reached ? static_cast<const T*>(params.x)[from] : T(0);
+        static_cast<A*>(params.inputs)[q] = reached ? widen(static_cast<const T*>(params.x)[from]) : A(0);
     }
 }

@@ -1,6 +1,7 @@
 // Many steps of a recurrent layer in one launch: each block keeps its rows of the weight in shared memory.
 //
-//     y[t, n, (d, u)] = h'[d, n, u] = cell( x[d, t, n, (g, u)] + sum_k weight[d, (g, u), k] * h[d, n, k] )    t = step, step + 1, ...
+//     y[t, n, (d, u)] = h'[d, n, u] = cell( x[d, t, n, (g, u)] + sum_k weight[d, (g, u), k] * h[d, n, k] )
+//                                                                                         t = step, step + 1, ...
 //
 //     M = n (samples)    N = (g, u) (gates of hidden units)    K = k (hidden units)
 //
@@ -29,12 +30,11 @@ using Candidate = RecurrentTile<T, 1, SAMPLES, ARITHMETIC, true>;  // the third 
 constexpr bool TWO_PRODUCTS = GATES == 2;
 constexpr int APART = 32;  // counters, so that each has a line of its own
 
-// A step of the block's samples, one tile after the other; `loaded` is called between the first one's loads and its product.
-template <int COUNT, class F>
+// A step of the block's samples, one tile after the other; `loaded` is called between the loads of the first one and
+// its product.
+template <class Part, int COUNT, class F>
 __device__ __forceinline__ void advance(
-    const RecurrentParams& params, typename RecurrentTile<T, COUNT, SAMPLES, ARITHMETIC, true>::Shared& shared, const T* weight,
-    int pitch, int step, F loaded) {
-    using Part = RecurrentTile<T, COUNT, SAMPLES, ARITHMETIC, true>;
+    const RecurrentParams& params, typename Part::Shared& shared, const T* weight, int pitch, int step, F loaded) {
     const int d = blockIdx.z, u_first = blockIdx.x * Part::UNITS;
     for (int n_first = blockIdx.y * Part::ROWS; n_first < params.batch; n_first += gridDim.y * Part::ROWS) {
         const Part tile = {d, n_first, u_first, params};
@@ -45,7 +45,8 @@ __device__ __forceinline__ void advance(
         if (n_first == int(blockIdx.y) * Part::ROWS) loaded();
         const A* rows = step == 0 ? nullptr : state_at<A>(params, step % 2, d, 0);
         if (COUNT == 1 && params.is_candidate) rows = beside_at<A>(params, unit_at(params, d, 0, 0, step));
-        tile.multiply_state(shared, rows, weight, pitch, [&](int, const A(&sum)[COUNT]) { cell.finish(params, unit, sum); });
+        const auto finish = [&](int, const A(&sum)[COUNT]) { cell.finish(params, unit, sum); };
+        tile.multiply_state(shared, rows, weight, pitch, finish);
     }
 }
 
@@ -74,11 +75,11 @@ extern "C" __global__ void __launch_bounds__(Tile::THREADS, 1)
     };
     const int end = params.step + params.count;
     for (int step = params.step; step < end; ++step) {
-        advance<GATES>(params, *shared, weight, pitch, step, pass_barrier);
+        advance<Tile, GATES>(params, *shared, weight, pitch, step, pass_barrier);
         if constexpr (TWO_PRODUCTS) {
             reach_barrier();
             auto& part = reinterpret_cast<Candidate::Shared&>(*shared);
-            advance<1>(params, part, weight_of_n, pitch, step, pass_barrier);
+            advance<Candidate, 1>(params, part, weight_of_n, pitch, step, pass_barrier);
         }
         if (step + 1 < end) reach_barrier();
     }

@@ -1,4 +1,4 @@
-// A warp's part of a recurrent product, sums in registers: one class for CUDA cores, one for tensor cores.
+// A warp's part of a recurrent product, sums in registers: on CUDA cores, or on tensor cores.
 //
 //     sum[n, g, u] += sum_k  h[n, k] * R[(g, u), k]        4 * SAMPLES samples x 8 units x GATES gates, STEP of k a call
 //
@@ -10,7 +10,7 @@
 
 namespace cupyconv {
 
-enum RecurrentArithmetic { FMA, MMA };
+enum RecurrentArithmetic { FMA, MMA, TF32 };
 
 // CUDA cores: 4 x 8 lanes, each SAMPLES samples, 4 apart, of one unit; 16 bytes of k at a time.
 template <class T, int GATE_COUNT, int SAMPLE_COUNT, int ARITHMETIC_KIND>
@@ -55,47 +55,25 @@ struct RecurrentProducts {
     }
 };
 
-// Tensor cores, for 16-bit weights: 16 samples x 8 units of a gate x 16 of k an instruction.  h is a float32:
-//
-//     h = high + low,   high: h rounded to 16 bits,   low: the rest, rounded       h * w ~ low * w + high * w
-//
-// which leaves 2^-22 of it in float16 and 2^-16 in bfloat16.  Where high is infinite, in float16 from 65520 on, low
-// is 0, lest inf - inf make a NaN of it.
+// Tensor cores: 16 samples x 8 units of a gate x 32 bytes of k an instruction.
 template <class T, int GATE_COUNT, int SAMPLE_COUNT>
-struct RecurrentProducts<T, GATE_COUNT, SAMPLE_COUNT, MMA> {
+struct TensorProducts {
     static_assert(SAMPLE_COUNT % 4 == 0, "instructions of 16 samples");
-    static constexpr int STEP = 16, TILES = SAMPLE_COUNT / 4;
-    static constexpr int STATE_PAD = 8;  // four rows' pairs of floats, read by half a warp, fill all banks once
+    static constexpr int CHUNK = 16 / sizeof(T), STEP = 2 * CHUNK, TILES = SAMPLE_COUNT / 4;
     float sum[TILES][GATE_COUNT][4] = {};
 
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
-    __device__ __forceinline__ void add(
-        const T* weight, int pitch, int gate_pitch, const float* state, int state_pitch) {
-        unsigned w[GATE_COUNT][2];
+    static __device__ __forceinline__ void load_weight(
+        unsigned (&w)[GATE_COUNT][2], const T* weight, int pitch, int gate_pitch) {
 #pragma unroll
         for (int g = 0; g < GATE_COUNT; g += 2) {  // two gates a load; an odd last one twice
             unsigned four[4];
             const int gate = min(g + lane() / 16, GATE_COUNT - 1);
-            load_matrices(four, weight + gate * gate_pitch + lane() % 8 * pitch + lane() / 8 % 2 * 8);
+            load_matrices(four, weight + gate * gate_pitch + lane() % 8 * pitch + lane() / 8 % 2 * CHUNK);
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 if (g + i / 2 < GATE_COUNT) w[g + i / 2][i % 2] = four[i];
-        }
-        state += lane() / 4 * state_pitch + lane() % 4 * 2;
-#pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            unsigned high[4], low[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const Packet<float, 2> h = load_packet<2>(state + (tile * 16 + i % 2 * 8) * state_pitch + i / 2 * 8);
-                split(h, high[i], low[i]);
-            }
-#pragma unroll
-            for (int g = 0; g < GATE_COUNT; ++g) {
-                multiply_add<T>(sum[tile][g], low, w[g]);
-                multiply_add<T>(sum[tile][g], high, w[g]);
-            }
         }
     }
 
@@ -107,6 +85,39 @@ struct RecurrentProducts<T, GATE_COUNT, SAMPLE_COUNT, MMA> {
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
                     f(tile * 16 + lane() / 4 + e / 2 * 8, g, lane() % 4 * 2 + e % 2, sum[tile][g][e]);
+    }
+};
+
+// Of 16-bit weights.  h is a float32:
+//
+//     h = high + low,   high: h rounded to 16 bits,   low: the rest, rounded       h * w ~ low * w + high * w
+//
+// which leaves 2^-22 of it in float16 and 2^-16 in bfloat16.  Where high is infinite, in float16 from 65520 on, low
+// is 0, lest inf - inf make a NaN of it.
+template <class T, int GATE_COUNT, int SAMPLE_COUNT>
+struct RecurrentProducts<T, GATE_COUNT, SAMPLE_COUNT, MMA> : TensorProducts<T, GATE_COUNT, SAMPLE_COUNT> {
+    using Base = TensorProducts<T, GATE_COUNT, SAMPLE_COUNT>;
+    static constexpr int STATE_PAD = 8;  // four rows' pairs of floats, read by half a warp, fill all banks once
+
+    __device__ __forceinline__ void add(
+        const T* weight, int pitch, int gate_pitch, const float* state, int state_pitch) {
+        unsigned w[GATE_COUNT][2];
+        Base::load_weight(w, weight, pitch, gate_pitch);
+        state += Base::lane() / 4 * state_pitch + Base::lane() % 4 * 2;
+#pragma unroll
+        for (int tile = 0; tile < Base::TILES; ++tile) {
+            unsigned high[4], low[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const Packet<float, 2> h = load_packet<2>(state + (tile * 16 + i % 2 * 8) * state_pitch + i / 2 * 8);
+                split(h, high[i], low[i]);
+            }
+#pragma unroll
+            for (int g = 0; g < GATE_COUNT; ++g) {
+                multiply_add<T>(this->sum[tile][g], low, w[g]);
+                multiply_add<T>(this->sum[tile][g], high, w[g]);
+            }
+        }
     }
 
   private:
@@ -120,6 +131,32 @@ struct RecurrentProducts<T, GATE_COUNT, SAMPLE_COUNT, MMA> {
         }
         high = word_of(rounded, 0);
         low = word_of(rest, 0);
+    }
+};
+
+// Of float32, where it may be rounded to TF32: 11 significant bits of either factor.
+template <int GATE_COUNT, int SAMPLE_COUNT>
+struct RecurrentProducts<float32, GATE_COUNT, SAMPLE_COUNT, TF32> : TensorProducts<float32, GATE_COUNT, SAMPLE_COUNT> {
+    using Base = TensorProducts<float32, GATE_COUNT, SAMPLE_COUNT>;
+    static constexpr int STATE_PAD = 4;
+
+    __device__ __forceinline__ void add(
+        const float* weight, int pitch, int gate_pitch, const float* state, int state_pitch) {
+        unsigned w[GATE_COUNT][2];
+        Base::load_weight(w, weight, pitch, gate_pitch);
+#pragma unroll
+        for (int g = 0; g < GATE_COUNT; ++g)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) w[g][i] = round_to_tf32(w[g][i]);
+#pragma unroll
+        for (int tile = 0; tile < Base::TILES; ++tile) {
+            unsigned h[4];
+            load_matrices(h, state + (tile * 16 + Base::lane() % 16) * state_pitch + Base::lane() / 16 * 4);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) h[i] = round_to_tf32(h[i]);
+#pragma unroll
+            for (int g = 0; g < GATE_COUNT; ++g) multiply_add<tf32>(this->sum[tile][g], h, w[g]);
+        }
     }
 };
 

@@ -8,15 +8,15 @@
 //      n    [ block | block | ... ]        grid: (units, samples, directions)
 //      ↓    [ block | block | ... ]        t is `step`, or counted from the end
 //
-// x is what the projection of all steps has left in `gates`, or a single step's own product, before the other.  h goes from one half of `states` to the other, from
-// step to step.  A gru that resets before the product takes two launches: GATES = 2, r and z, then GATES = 1, n.
+// x is what the projection of all steps has left in `gates`, or a single step's own product, before the other.  h goes
+// from one half of `states` to the other, from step to step.  A gru that resets before the product takes two launches: GATES = 2, r and z, then GATES = 1, n.
 // A sequence of no steps is one step that is past every sample's end: the initial state becomes the last.
 //
 // Bound by the launch for few samples, then by reading the weight from L2, then by arithmetic.
 // Floor: G * H * H elements of weight over the bandwidth of L2, or 2 * M * N * K operations over the rate of CUDA cores.
 //
-// -D: DTYPE (storage type), ARITHMETIC (one of recurrent_products.cuh), GATES (rows of the weight a unit, in this product),
-//     SAMPLES (of a thread: 4 or 8)
+// -D: DTYPE (storage type), ARITHMETIC (one of recurrent_products.cuh), GATES (rows of the weight
+//     a unit, in this product), SAMPLES (of a thread: 4 or 8)
 #include "recurrent_tile.cuh"
 
 using namespace cupyconv;

@@ -29,18 +29,20 @@ from strategies import (
     partners,
     per_axis_ints,
 )
-from targets import Target
+from targets import Target, numpy_target
 from tolerance import assert_exact, checked, compare, rounded, tolerance, widened
 
 import cupyconv
 from cupyconv import ConvLayer, planning
 from cupyconv.chain import prepare_conv_chain
-from cupyconv.plan import Address, ChainLoop, Kernel, KernelLaunch
+from cupyconv.loops import ChainLoop
+from cupyconv.plan import Address, Kernel, KernelLaunch
 from cupyconv.planning import chain as chain_planning
 from cupyconv.planning import chain_numpy
 from cupyconv.planning.draft import Draft
 from cupyconv.planning.request import NotApplicable
 from cupyconv.repetition import forget_calls
+from cupyconv.rows import tiles
 
 #: The largest slope of an activation, that of hardswish: how much of an error in its argument passes it.
 STEEPEST = 1.5
@@ -582,3 +584,19 @@ def chain(target: Target, x: Any, layers: list[dict[str, Any]], *, fuse: Any = "
     except ValueError as refusal:
         assert target.name != "numpy" and "fuse=True does not apply" in str(refusal)
         return target.to_host(cupyconv.conv_chain(put, device_layers(target, layers)))
+
+
+@given(case=chain_cases(), step=st.integers(1, 4))
+@settings(max_examples=60)
+def test_no_row_is_computed_twice_and_none_that_is_read_is_missing(case, step):
+    x, layers = case.call(numpy_target(), case.arrays(integer=True))
+    geometries = [layer.geometry for layer in prepare_conv_chain(x, layers).request.layers]
+    rows = range(geometries[-1].out_size[2])
+    computed: list[list[int]] = [[] for _ in geometries]
+    for tile in tiles(geometries, 2, 1, rows, step):
+        for i, piece in enumerate(tile):
+            computed[i] += piece.outputs
+            if i:
+                assert set(piece.reads) <= set(computed[i - 1])
+    assert computed[-1] == list(rows)
+    assert all(row == sorted(set(row)) for row in computed)

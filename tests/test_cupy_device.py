@@ -80,6 +80,14 @@ def test_shared_memory_is_asked_for_where_it_must_be_and_never_taken_back(device
         assert loaded[0].max_dynamic_shared_size_bytes == allowed
 
 
+@pytest.mark.parametrize("cooperative", [False, True])
+def test_a_launch_says_whether_its_blocks_wait_for_each_other(device, cooperative):
+    """By position, as `cupy.cuda.Function` takes it: grid, block, arguments, shared memory, stream."""
+    calls = []
+    device.launch(lambda *given: calls.append(given), (2, 1, 1), 64, "params", 512, cooperative)
+    assert calls == [((2, 1, 1), (64, 1, 1), "params", 512, None, cooperative)]
+
+
 @pytest.mark.parametrize("shown", [False, True])
 def test_ranges_for_profilers(device, monkeypatch, shown):
     ranges = []

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import reference
+from recurrent_cases import RecurrentCase
 from targets import gpu_target
 from tolerance import assert_close
 
@@ -107,6 +108,7 @@ def test_methods_of_own_kernels_can_be_captured_in_a_graph(gpu, kernel, groups, 
     x, w = cupy.ones((2, 8, 1000), np.float32), cupy.ones(kernel, np.float32)
     expected = gpu.to_host(cupyconv.conv(x, w, groups=groups, method=method))
     out = cupy.zeros(expected.shape, np.float32)
+    cupy.cuda.Device().synchronize()  # that stream waits for no other
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         cupyconv.conv(x, w, groups=groups, method=method, out=out)
@@ -118,6 +120,34 @@ def test_methods_of_own_kernels_can_be_captured_in_a_graph(gpu, kernel, groups, 
             graph.launch(stream)
     stream.synchronize()
     assert np.array_equal(gpu.to_host(out), expected)
+
+
+@pytest.mark.parametrize("method", ["step", "persistent"])
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_a_recurrent_layer_can_be_captured_in_a_graph(gpu, cell, method):
+    """Both are right, and again where a graph launches them: blocks that wait begin to count from 0 each time."""
+    cupy = gpu.xp
+    case = RecurrentCase(
+        cell=cell, steps=7, batch=35, inputs=20, hidden=138, direction="bidirectional", dtype="float32",
+        optional=("bias_ih", "bias_hh", "h0"), linear_before_reset=False,
+    )  # fmt: skip
+    arrays = case.arrays()
+    views, expected = case.views(arrays, gpu.to_device, cupy), case.expected(arrays)
+    outs = [cupy.zeros(one.shape, np.float32) for one in case.call(views, method=method) if one is not None]
+    out = outs if len(outs) == 2 else (outs[0], tuple(outs[1:]))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        case.call(views, method=method, out=out)
+        stream.begin_capture()
+        case.call(views, method=method, out=out)
+        graph = stream.end_capture()
+        for _ in range(2):
+            for one in outs:
+                one.fill(0)
+            graph.launch(stream)
+    stream.synchronize()
+    for one, wanted in zip(outs, expected):
+        case.assert_close(gpu.to_host(one), wanted, expected.largest)
 
 
 def test_the_gemm_path_says_that_it_cannot_be_captured(gpu):
@@ -182,6 +212,63 @@ def test_first_calls_of_many_threads(gpu):
             pool.map(lambda i: gpu.to_host(cupyconv.conv(x, w, method=("gemm", "direct")[i % 2])), range(32))
         )
     assert all((result == 18).all() for result in results)
+
+
+def lstm_arguments(gpu, dtype):
+    rng = np.random.default_rng(2)
+    shapes = (40, 24, 32), (4 * 136, 32), (4 * 136, 136)  # x, and the weights of 136 hidden units
+    return [gpu.to_device((rng.standard_normal(shape) / 4).astype(dtype)) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_blocks_that_wait_for_each_other_beside_other_work(gpu, dtype):
+    """Two persistent kernels and products on streams of their own: the same bits each time, and those steps give."""
+    cupy = gpu.xp
+    arguments = lstm_arguments(gpu, dtype)
+    expected = gpu.to_host(cupyconv.lstm(*arguments, method="step")[0])
+    busy = cupy.ones((2048, 2048), np.float32)
+    cupy.cuda.Device().synchronize()
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
+    results = []
+    for _ in range(10):
+        for stream in streams[:2]:
+            with stream:
+                results.append(cupyconv.lstm(*arguments, method="persistent")[0])
+        with streams[2]:
+            busy @ busy
+    for stream in streams:
+        stream.synchronize()
+    first, *others = map(gpu.to_host, results)
+    assert all(other.tobytes() == first.tobytes() for other in others)
+    tolerance = {"float16": 1e-2, "float32": 1e-5, "float64": 1e-13}[dtype]
+    np.testing.assert_allclose(first, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("method", ["step", "persistent"])
+def test_a_recurrent_sequence_can_be_captured_in_a_graph(gpu, method):
+    cupy = gpu.xp
+    arguments = lstm_arguments(gpu, np.float32)
+    expected = [gpu.to_host(a) for a in flat(cupyconv.lstm(*arguments, method=method))]
+    out = cupy.zeros(expected[0].shape, np.float32)
+    cupy.cuda.Device().synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cupyconv.lstm(*arguments, method=method, out=out)
+        stream.begin_capture()
+        results = flat(cupyconv.lstm(*arguments, method=method, out=out))
+        graph = stream.end_capture()
+        for _ in range(2):
+            for result in results:
+                result.fill(0)
+            graph.launch(stream)
+    stream.synchronize()
+    for result, wanted in zip(results, expected, strict=True):
+        assert np.array_equal(gpu.to_host(result), wanted)
+
+
+def flat(result):
+    y, (h, c) = result
+    return [y, h, c]
 
 
 def test_a_gemm_of_very_many_columns(gpu):

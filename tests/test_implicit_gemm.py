@@ -259,9 +259,9 @@ def test_a_sum_in_parts(cuda, case, variant):
         cuda, replace(case, dtype=variant["DTYPE"]), variant, exact=exact and "tanh" != case.activation
     ):
         launch = product_of(plan)
-        params = dict(launch.params)
-        assert launch.grid[1] == params["splits"] > 1 and "parts" in plan.reason
-        assert (params["splits"] - 1) * params["a_split"] < params["blocks"] <= params["splits"] * params["a_split"]
+        params, splits = dict(launch.params), launch.grid[1]
+        assert splits > 1 and params["keeps_sums"] == 1 and "parts" in plan.reason
+        assert (splits - 1) * params["a_split"] < params["blocks"] <= splits * params["a_split"]
         assert plan.steps[-1].kernel.name == "epilogue"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import inspect
 import re
 import sys
 from types import SimpleNamespace
@@ -175,11 +176,101 @@ def test_refusals(x, weight, error, words):
         interop.conv(x, weight)
 
 
-def test_the_script_in_the_docstring_runs(capsys):
-    script = re.search(r"complete::\n\n((?:    .*\n|\n)+)", interop.__doc__).group(1)
+@pytest.mark.parametrize(
+    ("documented", "printed"),
+    [(interop, "torch.Size([16, 48, 3, 3]) torch.Size([16])"), (interop.lstm, "torch.Size([48])")],
+    ids=["module", "lstm"],
+)
+def test_the_script_in_a_docstring_runs(documented, printed, capsys):
+    script = re.search(r"complete::\n\n((?:    .*\n|\n)+)", inspect.getdoc(documented) + "\n").group(1)
     exec(compile("\n".join(line[4:] for line in script.splitlines()), "docstring", "exec"), {})
-    assert "torch.Size([16, 48, 3, 3]) torch.Size([16])" in capsys.readouterr().out
+    assert printed in capsys.readouterr().out
 
 
 def test_docstrings():
     assert doctest.testmod(interop).failed == 0
+
+
+# --- recurrent layers ---------------------------------------------------------------------------------------------------
+
+#: Of sizes T 4, N 3, I 2, H 3, both directions.
+SHAPES = {
+    "x": (4, 3, 2), "weight_ih": (2, 3, 2), "weight_hh": (2, 3, 3), "bias_ih": (2, 3), "bias_hh": (2, 3),
+    "h0": (2, 3, 3), "c0": (2, 3, 3), "peephole": (2, 9),
+}  # fmt: skip
+RECURRENT = {"rnn": (interop.rnn, 1), "lstm": (interop.lstm, 4), "gru": (interop.gru, 3)}
+
+
+def layer(cell, device="cpu", dtype=torch.float64):
+    """Tensors for all arguments of a bidirectional layer, by name."""
+    names = [name for name in SHAPES if cell == "lstm" or name not in ("c0", "peephole")]
+    gates = {name: RECURRENT[cell][1] if name.startswith(("weight", "bias")) else 1 for name in names}
+    shapes = {name: (SHAPES[name][0], gates[name] * SHAPES[name][1], *SHAPES[name][2:]) for name in names}
+    return {name: tensor(*shape, device=device, dtype=dtype) for name, shape in shapes.items()}
+
+
+def flat(results):
+    y, states = results
+    return (y, *states) if isinstance(states, tuple) else (y, states)
+
+
+@pytest.mark.parametrize("cell", RECURRENT)
+def test_gradcheck_of_recurrent_layers(device, cell):
+    function, _ = RECURRENT[cell]
+    tensors = layer(cell, device)
+
+    def of_all(*given):
+        return flat(function(**dict(zip(tensors, given)), lengths=[4, 0, 2], direction="bidirectional"))
+
+    assert torch.autograd.gradcheck(of_all, list(tensors.values()))
+
+
+@pytest.mark.parametrize("cell", RECURRENT)
+def test_recurrent_layers_are_torchs(device, cell):
+    """Of a module's own parameters; only the last state is used, in float32."""
+    module = {"rnn": torch.nn.RNN, "lstm": torch.nn.LSTM, "gru": torch.nn.GRU}[cell](3, 5).to(device)
+    x = tensor(6, 2, 3, device=device, dtype=torch.float32)
+    grads = []
+    for results in (RECURRENT[cell][0](x, *module.parameters()), module(x)):
+        last = flat(results)[-1]
+        grads.append(torch.autograd.grad(last.square().sum(), [x, *module.parameters()]))
+    for one, two in zip(*grads):
+        assert one.shape == two.shape and one.device == two.device
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+def test_lengths_may_be_a_tensor(device):
+    tensors = layer("gru", device)
+    listed, _ = interop.gru(**tensors, lengths=[4, 0, 2], direction="bidirectional")
+    lengths = torch.tensor([4, 0, 2])
+    for given in (lengths, lengths.int().to(device)):
+        y, _ = interop.gru(**tensors, lengths=given, direction="bidirectional")
+        assert torch.equal(y, listed)
+        y.sum().backward()
+    assert not tensors["x"].grad[:, 1].any() and tensors["x"].grad[:2, 2].all()
+
+
+def test_recurrent_layers_without_gradients_keep_nothing():
+    with torch.no_grad():
+        y, (h, c) = interop.lstm(**layer("lstm"), direction="bidirectional")
+    assert not any(one.requires_grad for one in (y, h, c))
+
+
+def test_recurrent_tensors_changed_in_place_are_found():
+    for name in ("weight_hh", "y"):
+        tensors = {key: one.detach().requires_grad_(key == "x") for key, one in layer("lstm").items()}
+        y, _ = interop.lstm(**tensors, direction="bidirectional")
+        changed = y.detach() if name == "y" else tensors[name]
+        changed.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_recurrent_layers_refuse_what_is_no_tensor():
+    tensors = layer("lstm")
+    with pytest.raises(TypeError, match="weight_hh is a ndarray"):
+        interop.lstm(**{**tensors, "weight_hh": tensors["weight_hh"].detach().numpy()}, direction="bidirectional")
+    with pytest.raises(TypeError, match="x is a NoneType"):
+        interop.rnn(None, tensors["weight_ih"], tensors["weight_hh"])
+    with pytest.raises(ValueError, match="weight_hh has shape"):
+        interop.gru(tensors["x"], tensors["weight_ih"], tensors["weight_hh"])

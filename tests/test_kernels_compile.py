@@ -19,8 +19,10 @@ from cupyconv import activations
 from cupyconv.backends.cuda.kernel_sources import compile_options, kernel_directory, kernel_source, source_hash
 from cupyconv.backends.cuda.parameters import PARAMETERS
 from cupyconv.padding import PADDING_MODES
-from cupyconv.plan import MAX_MERGED, MAX_SOURCES, Kernel
+from cupyconv.plan import MAX_MERGED, MAX_PAIR_SOURCES, MAX_SOURCES, Kernel
+from cupyconv.planning import chain_cuda, recurrent_gradient_cuda
 from cupyconv.planning.launches import MERGE_BLOCK, MERGE_DEPTH, WARP
+from cupyconv.planning.occupancy import registers
 from cupyconv.planning.variants import all_variants, is_fast, is_planned
 from tests import nvrtc
 from tests.host_device import build
@@ -72,7 +74,7 @@ def test_every_variant_compiles(results, name):
 def test_no_spills_and_no_stack(results):
     fast = {key: result for key, result in results.items() if is_fast(key[0]) and is_planned(*key)}
     assert {kernel.name for kernel, _ in fast} == {
-        "merge", "im2col", "epilogue", "epilogue_grad", "prologue_grad", "depthwise", "implicit_gemm", "max_pool",
+        "merge", "im2col", "epilogue", "epilogue_grad", "prologue_grad", "depthwise", "implicit_gemm", "conv_pair", "max_pool",
         "max_pool_gradient", "recurrent_step", "recurrent_persistent", "recurrent_gradient", "recurrent_inputs",
     }  # fmt: skip
     slow = [
@@ -81,6 +83,17 @@ def test_no_spills_and_no_stack(results):
         if result.spills or result.stack
     ]
     assert not slow, "\n".join(slow)
+
+
+def test_planning_knows_the_registers(results):
+    """What occupancy is worked out from: no less than any architecture needs, and not much more than the most."""
+    used: dict[Kernel, int] = {}
+    for _, kernel, result in compiled(results, "conv_pair"):
+        used[kernel] = max(used.get(kernel, 0), result.registers)
+    assert used.keys() == set(VARIANTS["conv_pair"])
+    wrong = {str(kernel): (count, registers(kernel)) for kernel, count in used.items() if count > registers(kernel)}
+    assert not wrong, f"registers used, and listed: {wrong}"
+    assert max(registers(kernel) - count for kernel, count in used.items()) < 48, "the list is of other kernels"
 
 
 @pytest.mark.parametrize(("name", "accesses"), [("merge", ("ld", "st")), ("im2col", ("st",)), ("epilogue", ("st",))])
@@ -247,6 +260,21 @@ def constant_assertions(name: str) -> list[str]:
         assertions += [
             f"static_assert(cupyconv::MAX_MERGED == {MAX_MERGED});",
             f"static_assert(DEPTH == {MERGE_DEPTH} && BLOCK == {MERGE_BLOCK} && cupyconv::WARP == {WARP});",
+        ]
+    if name == "conv_pair":
+        dtype = dict(VARIANTS[name][0].macros)["DTYPE"]
+        assertions += [
+            f"static_assert(cupyconv::MAX_PAIR_SOURCES == {MAX_PAIR_SOURCES});",
+            f"static_assert(sizeof(Tables) == {chain_cuda.TABLES} && cupyconv::TILE_THREADS == {chain_cuda.THREADS});",
+            f"static_assert(PIXELS == {chain_cuda.PIXELS} && MIDDLE_PIXELS == {chain_cuda.MIDDLE_PIXELS});",
+            f"static_assert(CHUNK * sizeof(T) == {chain_cuda.CHUNK_BYTES} && PITCH * sizeof(T) == {chain_cuda.PITCH_BYTES});",
+            f"static_assert(PART == {chain_cuda.PART} && LEAVING_PITCH == {chain_cuda.LEAVING_PITCH});",
+            f"static_assert(OUTPUTS * sizeof(A) == {chain_cuda.OUTPUTS_BYTES});",
+            f"static_assert(SECOND_TAP == {chain_cuda.tap_bytes(dtype, 'DENSE', chain_cuda.OUTPUTS_BYTES // 4)});",
+        ]
+    if name == "recurrent_gradient":
+        assertions += [
+            f"static_assert(TILE == {recurrent_gradient_cuda.TILE} && BLOCK == {recurrent_gradient_cuda.THREADS});"
         ]
     if name not in (
         "im2col",

@@ -25,19 +25,9 @@ from cupyconv.calls.pooling import prepare_max_pool, prepare_max_pool_gradient
 from cupyconv.calls.prologue_grad import prepare_prologue_grad
 from cupyconv.calls.recurrent_gradient import prepare_recurrent_gradient
 from cupyconv.dtypes import ITEMSIZE
-from cupyconv.machine import KNOWN_GPUS
-from cupyconv.plan import (
-    MAX_SOURCES,
-    Address,
-    BlockLoop,
-    GemmCall,
-    Kernel,
-    KernelLaunch,
-    LaunchLoop,
-    Matrix,
-    Plan,
-    PoolingLoop,
-)
+from cupyconv.loops import BlockLoop, PoolingLoop
+from cupyconv.machine import KNOWN_GPUS, known_gpu
+from cupyconv.plan import MAX_SOURCES, Address, GemmCall, Kernel, KernelLaunch, LaunchLoop, Matrix, Plan
 from cupyconv.planning.gemm import MAX_BATCH, SMALLEST_CHUNK
 from cupyconv.planning.launches import DEPTHWISE_KERNELS, GRID_Y
 from cupyconv.planning.variants import all_variants
@@ -84,7 +74,8 @@ def gemms(plan: Plan) -> list[GemmCall]:
 
 
 def launches(plan: Plan, name: str | None = None) -> list[KernelLaunch]:
-    found = [step for step in plan.steps if isinstance(step, KernelLaunch)]
+    found = [launch for step in plan.steps for launch in (step.launches if isinstance(step, LaunchLoop) else [step])]
+    found = [launch for launch in found if isinstance(launch, KernelLaunch)]
     return [launch for launch in found if name in (None, launch.kernel.name)]
 
 
@@ -99,12 +90,14 @@ def columns_launches(plan: Plan) -> list[KernelLaunch]:
 def check(plan: Plan, limit: int | None = None) -> None:
     """Limits of the hardware and of cuBLAS, and steps that stay inside their workspace."""
     sizes = {buffer.name: buffer.nbytes for buffer in plan.workspace}
-    for step in plan.steps:
+    for step in (*launches(plan), *gemms(plan)):
         if isinstance(step, KernelLaunch):
             x, y, z = step.grid
             assert 1 <= x <= INT32 and 1 <= y <= GRID_Y and 1 <= z <= GRID_Y, step
             assert 32 <= step.block <= 1024 and step.block % 32 == 0, step
-            assert step.shared_bytes <= LARGEST_SHARED, step
+            assert step.shared_bytes <= (
+                LARGEST_SHARED if step.kernel.name != "conv_pair" else known_gpu(GPU).shared_bytes
+            ), step
             _check_columns(step, sizes)
         else:
             assert isinstance(step, GemmCall)
@@ -256,6 +249,17 @@ def kernels_of_widening(narrow: Any, wide: Any) -> set[Kernel]:
     return asked
 
 
+def kernels_of_pairs(dtype: Any) -> set[Kernel]:
+    """Those of two layers in one kernel, each of both kinds."""
+    asked: set[Kernel] = set()
+    for groups in product((1, 6), repeat=2):
+        layers = [cupyconv.ConvLayer(array(6, 6 // count, 3, 3, dtype=dtype), groups=count) for count in groups]
+        made = cupyconv.explain(cupyconv.conv_chain, array(2, 6, 9, 9, dtype=dtype), layers, fuse=True, on=GPU)
+        check(made)
+        asked |= {launch.kernel for launch in launches(made)}
+    return asked
+
+
 def kernels_of_implicit_gemm(dtype: Any) -> set[Kernel]:
     """Those of a small and a large problem on every GPU; which arithmetic and which tile pays differs."""
     asked: set[Kernel] = set()
@@ -321,6 +325,24 @@ def pooling_plans(x: np.ndarray, kernel_shape: Any, on: str | None = GPU, **sett
     (result,) = call.results
     y = array(*result.shape, dtype=result.dtype)
     return call.plan(), prepare_max_pool_gradient(x, y, y, kernel_shape, **settings, on=on).plan()
+
+
+def kernels_of_recurrent_layers(dtype: Any) -> set[Kernel]:
+    """Those of few and of many samples on every GPU, of each cell, whose plans are checked."""
+    asked: set[Kernel] = set()
+    functions = ((cupyconv.rnn, 1, {}), (cupyconv.lstm, 4, {}), (cupyconv.gru, 3, {}))
+    functions += ((cupyconv.gru, 3, {"linear_before_reset": False}),)
+    problems = ((2, "persistent", 64), (64, "persistent", 64), (2, "step", 64), (512, "step", 1024))
+    every = product(functions, problems, KNOWN_GPUS, (False, True))
+    for (function, gates, changed), (batch, method, hidden), on, tf32 in every:
+        arrays = [
+            array(*shape, dtype=dtype) for shape in ((3, batch, 8), (gates * hidden, 8), (gates * hidden, hidden))
+        ]
+        with cupyconv.options(allow_tf32=tf32):
+            made = cupyconv.explain(function, *arrays, method=method, on=on, **changed)
+        check(made)
+        asked |= {launch.kernel for launch in launches(made)}
+    return asked
 
 
 def kernels_of_input_gradients(x_dtype: Any, weight_dtype: Any) -> set[Kernel]:
@@ -415,6 +437,13 @@ def test_recurrent_gradients_keep_the_limit(cell, limit):
             assert sum(call.beta == 0 for call in own) == 2, "each direction's sum begins once"
 
 
+def test_long_16_bit_sequences_are_not_converted():
+    """What grows with the steps is widened where it is read: a copy of it would pass the limit."""
+    made = recurrent_gradient_plan("lstm", "float16", (500, 64, 1000, 200))
+    assert {conversion.buffer for conversion in made.conversions} == {"weight_ih", "grad_h"}
+    assert made.workspace_bytes <= 256 << 20
+
+
 def test_sizes_beyond_32_bits_of_recurrent_gradients():
     """Rows of a product are an int32 in cuBLAS: so many steps of so many samples are several runs."""
     with cupyconv.options(workspace_limit=1 << 60):
@@ -437,7 +466,8 @@ def test_every_listed_kernel_is_asked_for():
         asked |= kernels_of_columns(dtype, step) | kernels_of_epilogue_grads(dtype)
         asked |= kernels_of_prologue_grads(dtype)
     for dtype in ("float16", BFLOAT16, "float32", "float64"):
-        asked |= kernels_of_implicit_gemm(dtype) | kernels_of_recurrent_gradients(dtype)
+        asked |= kernels_of_implicit_gemm(dtype) | kernels_of_pairs(dtype)
+        asked |= kernels_of_recurrent_layers(dtype) | kernels_of_recurrent_gradients(dtype)
     for dtype in (dtype for dtype, _ in DTYPES if np.dtype(dtype).kind != "c"):
         asked |= {
             launch.kernel for made in pooling_plans(array(2, 3, 8, 8, dtype=dtype), 2) for launch in launches(made)

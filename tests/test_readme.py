@@ -54,12 +54,12 @@ def test_the_two_commands_are_there_and_ci_runs_the_second():
     assert demo.strip() == (
         "python3 -m venv .venv && .venv/bin/pip install '.[demo]' && .venv/bin/python -m cupyconv demo"
     )
-    assert test.strip() == "python3 -m venv .venv && .venv/bin/pip install '.[test]' && .venv/bin/pytest"
+    assert test.strip() == "python3 -m venv .venv && .venv/bin/pip install '.[test]' && .venv/bin/pytest -n auto"
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert any(
         re.fullmatch(r'"\$python" -m venv \.venv && \.venv/bin/pip install .*\'\.\[test\]\'', line) for line in script
     )
-    assert ".venv/bin/pytest" in script
+    assert ".venv/bin/pytest -n auto" in script
 
 
 def test_every_extra_named_exists():

@@ -371,6 +371,8 @@ def peak_bytes(call: Any) -> int:
 def test_memory_is_what_the_plan_says(cell, dtype, limit):
     case = full_case(cell, steps=60, batch=64, inputs=20, hidden=32, dtype=dtype, lengths=tuple(range(60, -4, -1)[:64]))
     case = replace(case, lengths=tuple(max(0, length) for length in case.lengths), linear_before_reset=True)
+    if limit is None and cell == "lstm":
+        case = replace(case, activations=("hard_sigmoid", "elu", "mish"))
     views, out = case.views(case.arrays()), np.empty((60, 64, 64), dtype)
     with cupyconv.options(workspace_limit=limit):
         plan = cupyconv.explain(FUNCTIONS[cell], **views, lengths=case.lengths, **case.settings)
@@ -414,9 +416,46 @@ def test_chunks_of_steps_give_the_same_numbers(limit):
 
 def test_a_limit_below_one_step_is_refused():
     case = full_case("lstm", hidden=64, lengths=None)
-    with cupyconv.options(workspace_limit=10_000):
-        with pytest.raises(ValueError, match=r"one step needs .* bytes of workspace, the limit is 10,000"):
+    with cupyconv.options(workspace_limit=4_000):
+        with pytest.raises(ValueError, match=r"one step of one sample needs .* bytes of workspace, the limit is 4,000"):
             case.call(case.arrays())
+
+
+@pytest.mark.parametrize("limit", [8_000, 20_000, 80_000])
+def test_samples_are_split_where_a_step_of_all_is_too_much(limit):
+    case = full_case("lstm", batch=37, inputs=5, hidden=16, lengths=tuple(n % 7 for n in range(37)))
+    arrays = case.arrays()
+    with cupyconv.options(workspace_limit=limit):
+        plan = cupyconv.explain(cupyconv.lstm, **arrays, lengths=case.lengths, **case.settings)
+        results = case.call(arrays)
+    assert plan.workspace_bytes <= limit and (plan.steps[0].samples < 37) == (limit < 80_000)
+    for actual, wanted in zip(results, case.expected(arrays)):
+        case.assert_close(actual, wanted, 4.0)
+
+
+def test_a_large_layer_fits_the_usual_limit():
+    """Of weights that are no smaller than the limit no copy is made."""
+    x, weight_ih, weight_hh = (np.zeros(s, np.float32) for s in ((8, 600, 16), (4096, 16), (4096, 1024)))
+    plan = cupyconv.explain(cupyconv.lstm, x, weight_ih, weight_hh)
+    assert plan.workspace_bytes <= 16 << 20 and plan.steps[0].copied == ("x",)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("cell", CELLS)
+def test_threads_take_directions_and_samples(cell, threads):
+    """With the same bits every time, whichever thread is first."""
+    case = full_case(
+        cell, batch=7, hidden=9, lengths=(6, 0, 3, 1, 6, 2, 5), direction="forward" if threads == 2 else "bidirectional"
+    )
+    arrays = case.arrays()
+    with cupyconv.options(threads=threads):
+        plan = cupyconv.explain(FUNCTIONS[cell], **arrays, lengths=case.lengths, **case.settings)
+        results = [case.call(arrays) for _ in range(3)]
+    assert plan.steps[0].threads == 2 and plan.steps[0].samples == (4 if threads == 2 else 7)
+    assert len({tuple(one.tobytes() for one in result if one is not None) for result in results}) == 1
+    for actual, wanted in zip(results[0], case.expected(arrays)):
+        if actual is not None:
+            case.assert_close(actual, wanted, 4.0)
 
 
 # --- plans ------------------------------------------------------------------------------------------------------

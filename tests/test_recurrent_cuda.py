@@ -65,8 +65,8 @@ def choosing(monkeypatch):
         forget_calls()
 
     def choose(samples: int) -> None:
-        def one(dtype, resident, gpu):
-            tiles = recurrent_tiles(dtype, resident, gpu)
+        def one(dtype, resident, gpu, allow_tf32):
+            tiles = recurrent_tiles(dtype, resident, gpu, allow_tf32)
             return tuple(tile for tile in tiles if resident or tile.samples == samples)
 
         monkeypatch.setattr(recurrent_cuda, "recurrent_tiles", one)
@@ -122,6 +122,20 @@ def test_large_tiles(cuda_target, choosing, dtype):
     assert_right(cuda_target, case, "step")
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_tf32_where_it_is_allowed(cuda_target, method):
+    """The same numbers, but for products of factors rounded to 11 bits."""
+    case = full_case("lstm", hidden=44, lengths=None)
+    views = case.views(case.arrays(), cuda_target.to_device)
+    with cupyconv.options(allow_tf32=True):
+        plan = cupyconv.explain(cupyconv.lstm, **views, **case.settings, method=method)
+        actual = case.call(views, method=method)
+    assert "TF32" in str(plan.steps[-1])
+    for one, wanted in zip(actual, case.expected(case.arrays())):
+        error = np.abs(cuda_target.to_host(one) - wanted).max()
+        assert 1e-6 < error < 2**-11 * case.steps * 4, "sums of products below 1, which the gates flatten"
+
+
 def test_16_bit_states_are_not_rounded_between_steps(cuda_target):
     """A state that grows by 2^-9 a step: rounded to eight bits, it would stay at 1; its tensor core halves keep it."""
     one = np.ones((8, 8), ml_dtypes.bfloat16)
@@ -170,6 +184,13 @@ def test_one_step_needs_no_projection_and_no_workspace(cuda_target):
 
 
 # --- blocks that wait -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_few_blocks_that_wait(cuda_target, cell):
+    """So few that a race detector knows all their threads; the gru has two barriers a step."""
+    case = full_case(cell, steps=2, batch=3, hidden=10, direction="forward", lengths=None, linear_before_reset=False)
+    assert_right(cuda_target, case, "persistent")
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
@@ -257,6 +278,19 @@ def test_a_named_method_can_be_captured(cuda_target, method, cell):
     expected = case.expected(case.arrays())
     for one, wanted in zip(outs, expected):
         case.assert_close(one, wanted, expected.largest)
+
+
+def test_lengths_of_the_host_cannot_be_captured(cuda_target):
+    case = full_case("gru", batch=5, lengths=(4, 0, 4, 2, 0))
+    views = case.views(case.arrays(), cuda_target.to_device)
+    given = cuda_target.to_device(np.array(case.lengths))
+    cuda_target.device.capturing = True
+    try:
+        with pytest.raises(RuntimeError, match="give lengths as an array of the device"):
+            cupyconv.gru(**views, lengths=list(case.lengths), **case.settings, method="step")
+        cupyconv.gru(**views, lengths=given, **case.settings, method="step")
+    finally:
+        cuda_target.device.capturing = False
 
 
 # --- plans ------------------------------------------------------------------------------------------------------
@@ -360,7 +394,8 @@ def test_shared_memory_is_what_the_kernel_lays_out(resident):
         tile: None
         for dtype in ("float16", "bfloat16", "float32", "float64")
         for arch in ("sm_75", "sm_90")
-        for tile in recurrent_tiles(dtype, resident, known_gpu(arch))
+        for tf32 in (False, True)
+        for tile in recurrent_tiles(dtype, resident, known_gpu(arch), tf32)
     }
     hidden = 100
     for tile, gates in product(tiles, (1, 4)):

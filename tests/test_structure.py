@@ -51,7 +51,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "axes": ("cupyconv.axes", "cupyconv.overlap"),
     "dispatch": ("cupyconv.dispatch", "cupyconv.settings"),
     "planning and backends": ("cupyconv.planning", "cupyconv.backends.numpy", "cupyconv.backends.cuda"),
-    "plan": ("cupyconv.plan",),
+    "plan": ("cupyconv.plan", "cupyconv.loops"),
     "prologue": ("cupyconv.prologue",),
     "problem": ("cupyconv.geometry", "cupyconv.rows", "cupyconv.recurrence", "cupyconv.operands", "cupyconv.machine"),
     "vocabulary": ("cupyconv.version", "cupyconv.padding", "cupyconv.dtypes", "cupyconv.activations"),
@@ -64,6 +64,7 @@ STRANGERS = ("cupyconv.planning", "cupyconv.backends.numpy", "cupyconv.backends.
 OUTSIDE = {
     "cupyconv.planning": set(),
     "cupyconv.plan": set(),
+    "cupyconv.loops": set(),
     "cupyconv.geometry": set(),
     "cupyconv.rows": set(),
     "cupyconv.recurrence": set(),

@@ -162,7 +162,7 @@ def _sigmoid(xp: ModuleType, v: Any) -> Any:
 def layer_of_torch(torch: ModuleType, case: RecurrentCase, x: Any, weights: list[Any]) -> Callable[[], Any]:
     """``torch.nn.LSTM`` or ``GRU`` on tensors, for inference; on a GPU that is cuDNN's."""
     layer = getattr(torch.nn, case.cell.upper())(case.inputs, case.hidden, device=x.device, dtype=x.dtype)
-    layer.requires_grad_(False)
+    layer.requires_grad_(False).eval()  # else cuDNN keeps what a backward pass would need
     for parameter, weight in zip(layer.parameters(), weights, strict=True):
         parameter.copy_(weight)
 

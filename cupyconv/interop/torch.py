@@ -1,4 +1,4 @@
-"""`conv` and `linmerge` as PyTorch operations that autograd differentiates.
+"""`conv`, `linmerge`, `rnn`, `lstm` and `gru` as PyTorch operations that autograd differentiates.
 
 Tensors are not copied: a CPU tensor is computed with as a NumPy array, a CUDA tensor as a CuPy array, on
 PyTorch's current stream.  A training step, complete::
@@ -127,16 +127,207 @@ def linmerge(
     return _differentiable(_LINMERGE, xs, weight, bias, residual, {"activation": activation, "method": method})
 
 
+def rnn(
+    x: torch.Tensor,
+    weight_ih: torch.Tensor,
+    weight_hh: torch.Tensor,
+    bias_ih: torch.Tensor | None = None,
+    bias_hh: torch.Tensor | None = None,
+    *,
+    h0: torch.Tensor | None = None,
+    lengths: Any = None,
+    direction: str = "forward",
+    activation: Any = "tanh",
+    clip: float | None = None,
+    method: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cupyconv.rnn` of tensors, differentiable once in all of them; see `lstm`.
+
+    Parameters
+    ----------
+    x, weight_ih, weight_hh, bias_ih, bias_hh, h0 : tensor
+        As of `cupyconv.rnn`; the last three may be left out.
+    lengths, direction, activation, clip, method
+        As of `cupyconv.rnn`; lengths may be a tensor.
+
+    Returns
+    -------
+    y, h : tensor
+        As of `cupyconv.rnn`.
+
+    Raises
+    ------
+    TypeError, ValueError, ImportError
+        As `lstm`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cupyconv.interop.torch import rnn
+    >>> weight_hh = torch.tensor([[2.0]], requires_grad=True)
+    >>> _, h = rnn(torch.zeros(3, 1, 1), torch.ones(1, 1), weight_hh, h0=torch.ones(1, 1, 1), activation=None)
+    >>> h.sum().backward()
+    >>> weight_hh.grad
+    tensor([[12.]])
+    """
+    tensors = {"x": x, "weight_ih": weight_ih, "weight_hh": weight_hh, "bias_ih": bias_ih, "bias_hh": bias_hh, "h0": h0}
+    settings = {"lengths": lengths, "direction": direction, "activation": activation, "clip": clip, "method": method}
+    y, h = _recurrent(_RNN, tensors, settings)
+    return y, h
+
+
+def lstm(
+    x: torch.Tensor,
+    weight_ih: torch.Tensor,
+    weight_hh: torch.Tensor,
+    bias_ih: torch.Tensor | None = None,
+    bias_hh: torch.Tensor | None = None,
+    *,
+    h0: torch.Tensor | None = None,
+    c0: torch.Tensor | None = None,
+    peephole: torch.Tensor | None = None,
+    lengths: Any = None,
+    direction: str = "forward",
+    activations: Any = ("sigmoid", "tanh", "tanh"),
+    input_forget: bool = False,
+    clip: float | None = None,
+    method: str = "auto",
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """`cupyconv.lstm` of tensors, differentiable once in all of them.
+
+    A training step of what `torch.nn.LSTM` has no arguments for, complete::
+
+        import torch
+        from cupyconv.interop.torch import lstm
+
+        x, target = torch.randn(20, 8, 5), torch.randn(1, 8, 16).tanh()
+        weights = [torch.randn(64, 5), torch.randn(64, 16), torch.zeros(64)]
+        weights = [weight.mul(0.2).requires_grad_() for weight in weights]
+        peephole = torch.zeros(48, requires_grad=True)
+        y, (h, c) = lstm(x, *weights, peephole=peephole, lengths=[20, 20, 17, 12, 9, 9, 4, 1], clip=3.0)
+        loss = (h - target).square().mean()
+        loss.backward()  # no packing: each sample ends at its own length
+        print(loss.item(), peephole.grad.shape)
+
+    Parameters
+    ----------
+    x, weight_ih, weight_hh, bias_ih, bias_hh, h0, c0, peephole : tensor
+        As of `cupyconv.lstm`: the shapes and the order of gates of `torch.nn.LSTM`'s parameters; those after `weight_hh`
+        may be left out.
+    lengths : sequence of int or tensor, optional
+        The steps of each sample.
+    direction, activations, input_forget, clip, method
+        As of `cupyconv.lstm`.
+
+    Returns
+    -------
+    y, (h, c) : tensors
+        On the tensors' device, of their promoted dtype.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `cupyconv.lstm`; TypeError for what is not a tensor, and for tensors of several devices.
+    ImportError
+        For CUDA tensors where CuPy is not installed.
+
+    Notes
+    -----
+    The graph holds what the pullback of `cupyconv.lstm_vjp` holds.  An argument, or y, that is changed in place between
+    the two passes is found by autograd.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cupyconv.interop.torch import lstm
+    >>> module = torch.nn.LSTM(3, 4)
+    >>> x = torch.ones(5, 2, 3)
+    >>> y, (h, c) = lstm(x, *module.parameters())
+    >>> torch.allclose(y, module(x)[0], atol=1e-6)
+    True
+    >>> c.sum().backward()
+    >>> module.weight_ih_l0.grad.shape
+    torch.Size([16, 3])
+    """
+    tensors = {
+        "x": x, "weight_ih": weight_ih, "weight_hh": weight_hh, "bias_ih": bias_ih, "bias_hh": bias_hh, "h0": h0,
+        "c0": c0, "peephole": peephole,
+    }  # fmt: skip
+    settings = {
+        "lengths": lengths, "direction": direction, "activations": activations, "input_forget": input_forget,
+        "clip": clip, "method": method,
+    }  # fmt: skip
+    y, h, c = _recurrent(_LSTM, tensors, settings)
+    return y, (h, c)
+
+
+def gru(
+    x: torch.Tensor,
+    weight_ih: torch.Tensor,
+    weight_hh: torch.Tensor,
+    bias_ih: torch.Tensor | None = None,
+    bias_hh: torch.Tensor | None = None,
+    *,
+    h0: torch.Tensor | None = None,
+    lengths: Any = None,
+    direction: str = "forward",
+    activations: Any = ("sigmoid", "tanh"),
+    linear_before_reset: bool = True,
+    clip: float | None = None,
+    method: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cupyconv.gru` of tensors, differentiable once in all of them; see `lstm`.
+
+    Parameters
+    ----------
+    x, weight_ih, weight_hh, bias_ih, bias_hh, h0 : tensor
+        As of `cupyconv.gru`; the last three may be left out.
+    lengths, direction, activations, linear_before_reset, clip, method
+        As of `cupyconv.gru`; lengths may be a tensor.
+
+    Returns
+    -------
+    y, h : tensor
+        As of `cupyconv.gru`.
+
+    Raises
+    ------
+    TypeError, ValueError, ImportError
+        As `lstm`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cupyconv.interop.torch import gru
+    >>> module = torch.nn.GRU(3, 4)
+    >>> x = torch.ones(5, 2, 3, requires_grad=True)
+    >>> y, h = gru(x, *module.parameters(), lengths=[5, 2])
+    >>> y.sum().backward()
+    >>> x.grad[2:, 1].any()
+    tensor(False)
+    """
+    tensors = {"x": x, "weight_ih": weight_ih, "weight_hh": weight_hh, "bias_ih": bias_ih, "bias_hh": bias_hh, "h0": h0}
+    settings = {
+        "lengths": lengths, "direction": direction, "activations": activations,
+        "linear_before_reset": linear_before_reset, "clip": clip, "method": method,
+    }  # fmt: skip
+    y, h = _recurrent(_GRU, tensors, settings)
+    return y, h
+
+
 class _Operation(NamedTuple):
-    """A function of arrays, the same with its pullback, and what they call their image argument."""
+    """A function of arrays, the same with its pullback, and what they call their first argument."""
 
     function: Callable[..., Any]
     vjp: Callable[..., Any]
-    images: str
+    images: str = "x"
 
 
-_CONV = _Operation(cupyconv.conv, cupyconv.conv_vjp, "x")
+_CONV = _Operation(cupyconv.conv, cupyconv.conv_vjp)
 _LINMERGE = _Operation(cupyconv.linmerge, cupyconv.linmerge_vjp, "xs")
+_RNN = _Operation(cupyconv.rnn, cupyconv.rnn_vjp)
+_LSTM = _Operation(cupyconv.lstm, cupyconv.lstm_vjp)
+_GRU = _Operation(cupyconv.gru, cupyconv.gru_vjp)
 
 
 def _differentiable(
@@ -145,15 +336,29 @@ def _differentiable(
     listed = isinstance(x, (list, tuple))
     images = {f"{operation.images}[{i}]" if listed else operation.images: t for i, t in enumerate(x if listed else [x])}
     tensors = {**images, "weight": weight, "bias": bias, "residual": residual}
-    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    tensors = _on_one_device(tensors)
+    names = tuple(tensors)[len(images) :]
+    return _Function.apply(operation, listed, names, settings, *tensors.values())
+
+
+def _recurrent(operation: _Operation, tensors: dict[str, Any], settings: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    tensors = _on_one_device(tensors, required=("x", "weight_ih", "weight_hh"))
+    lengths = settings["lengths"]
+    if isinstance(lengths, torch.Tensor):
+        settings = {**settings, "lengths": _array(lengths)}
+    return _RecurrentFunction.apply(operation, tuple(tensors), settings, *tensors.values())
+
+
+def _on_one_device(tensors: dict[str, Any], required: Sequence[str] = ()) -> dict[str, torch.Tensor]:
+    """The arguments that are there; anything else than tensors of one device is refused."""
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None or name in required}
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, needed a torch.Tensor")
     devices = {name: tensor.device for name, tensor in tensors.items()}
     if len(set(devices.values())) > 1:
         raise TypeError(f"tensors of several devices: {', '.join(f'{name} on {d}' for name, d in devices.items())}")
-    names = tuple(tensors)[len(images) :]
-    return _Function.apply(operation, listed, names, settings, *tensors.values())
+    return tensors
 
 
 class _Function(torch.autograd.Function):
@@ -191,6 +396,45 @@ class _Function(torch.autograd.Function):
             arrays = [*(x if x is not None else [None] * images), *(getattr(gradients, name) for name in ctx.names)]
             found = [_tensor(array) if want else None for array, want in zip(arrays, wanted)]
         return (None, None, None, None, *found)
+
+
+class _RecurrentFunction(torch.autograd.Function):
+    """Tensors by `names`; results are y, h and, of an lstm, c."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, operation: _Operation, names: tuple[str, ...], settings: dict[str, Any], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        with _stream_of(tensors[0]):
+            arguments = {**{name: _array(tensor) for name, tensor in zip(names, tensors)}, **settings}
+            if not any(ctx.needs_input_grad):
+                return _results(operation.function(**arguments))
+            results, ctx.pullback = operation.vjp(**arguments)
+            found = _results(results)
+        ctx.save_for_backward(*tensors, found[0])  # for their versions: the pullback has the arrays
+        ctx.names = names
+        ctx.context = contextvars.copy_context()  # as of `_Function`
+        ctx.set_materialize_grads(False)  # a result that nothing was made of has no gradient, not zeros
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        x = ctx.saved_tensors[0]  # raises where one was changed in place
+        with _stream_of(x):
+            arrays = [None if grad is None else _array(grad) for grad in grads]
+            gradients = ctx.context.copy().run(ctx.pullback, *arrays)
+            found = [
+                _tensor(getattr(gradients, name)) if want else None
+                for name, want in zip(ctx.names, ctx.needs_input_grad[3:])
+            ]
+        return (None, None, None, *found)
+
+
+def _results(results: Any) -> tuple[torch.Tensor, ...]:
+    """``(y, h)`` or ``(y, (h, c))`` as tensors side by side."""
+    y, states = results
+    return tuple(_tensor(array) for array in (y, *(states if isinstance(states, tuple) else (states,))))
 
 
 @contextmanager

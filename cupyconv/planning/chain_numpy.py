@@ -12,9 +12,10 @@ from itertools import product
 
 from cupyconv.dtypes import ITEMSIZE, accumulator
 from cupyconv.geometry import ConvGeometry
+from cupyconv.loops import BlockLoop, ChainLoop
 from cupyconv.machine import HostModel
 from cupyconv.operands import Operand
-from cupyconv.plan import BlockLoop, Buffer, ChainLoop, Plan
+from cupyconv.plan import Buffer, Plan
 from cupyconv.planning.numpy import BALANCE, even_part, plan_conv, tile_pixels
 from cupyconv.planning.request import (
     ChainRequest,

@@ -8,8 +8,9 @@ from math import prod
 from cupyconv.activations import IDENTITY
 from cupyconv.dtypes import ITEMSIZE, accumulator
 from cupyconv.geometry import Windows
+from cupyconv.loops import BlockLoop
 from cupyconv.machine import HostModel
-from cupyconv.plan import Address, BlockLoop, Buffer, Conversion, Plan, Step
+from cupyconv.plan import Address, Buffer, Conversion, Plan, Step
 from cupyconv.planning.launches import col2im_launch, im2col_launches
 from cupyconv.planning.request import ColumnsRequest, convert
 

@@ -7,7 +7,7 @@ whose columns are only ever tiles in shared memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from cupyconv.activations import IDENTITY
 from cupyconv.dtypes import is_complex
@@ -61,11 +61,11 @@ def plan_conv(request: ConvRequest) -> Plan:
 
 
 def choose(
-    asked: str, draft_of: Callable[[str], Draft], gpu: GpuModel, methods: Iterable[str] = METHODS
+    asked: str, draft_of: Callable[[str], Draft], gpu: GpuModel, methods: Sequence[str] = METHODS
 ) -> tuple[Draft, tuple[tuple[str, str], ...]]:
     """The draft of the method asked for, or for "auto" the cheapest; and why not the others."""
     if asked != "auto":
-        others = tuple((method, f"method={asked!r} was asked for") for method in METHODS if method != asked)
+        others = tuple((method, f"method={asked!r} was asked for") for method in methods if method != asked)
         try:
             return draft_of(asked), others
         except NotApplicable as refusal:

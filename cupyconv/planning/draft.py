@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from cupyconv.dtypes import ITEMSIZE
 from cupyconv.machine import GpuModel
 from cupyconv.plan import Address, Buffer, GemmCall, KernelLaunch, LaunchLoop, Matrix, Plan, Step
+from cupyconv.planning.occupancy import resident_blocks
 
 #: Share of the arithmetic rate that a kernel's inner loop reaches; the rest is loads and indices.
 KERNEL_EFFICIENCY = {
@@ -21,6 +23,14 @@ KERNEL_EFFICIENCY = {
 }
 #: The same of implicit_gemm, by its tile: a smaller one loads each element for fewer products.
 TILE_EFFICIENCY = {"128": 0.8, "64": 0.6}
+#: The same of conv_pair.cu, whose operands are loaded from shared memory: by the kind of layer.
+PAIR_EFFICIENCY = {"DENSE": 0.5, "DEPTHWISE": 0.25}
+#: What it takes to bring an element of x into its tile, and one of a weight into its place, in multiply-adds.
+PAIR_X_LOAD, PAIR_WEIGHT_LOAD = 3, 20
+#: How many times faster than memory the L2 cache is, from which tiles read again what their neighbours have read.
+L2_SPEED = 2.5
+#: Bytes that memory is read in.
+SECTOR_BYTES = 32
 
 #: The same of the recurrent kernels, by the samples of a thread.
 RECURRENT_EFFICIENCY = {"1": 0.15, "4": 0.35, "8": 0.5}
@@ -118,6 +128,8 @@ def _arithmetic_seconds(step: Step, gpu: GpuModel) -> float:
             return _implicit_gemm_seconds(step, gpu)
         if step.kernel.name in ("recurrent_step", "recurrent_persistent"):
             return _recurrent_seconds(step, gpu)
+        if step.kernel.name == "conv_pair":
+            return _conv_pair_seconds(step, gpu)
         macros = dict(step.kernel.macros)
         rate = _fma_rate(macros.get("Y_DTYPE", macros.get("DTYPE", "")), gpu)
         return step.flops / (rate * KERNEL_EFFICIENCY.get(step.kernel.name, 1.0))
@@ -159,12 +171,59 @@ def _recurrent_seconds(step: KernelLaunch, gpu: GpuModel) -> float:
 def products_seconds(blocks: int, flops: int, macros: Mapping[str, str], gpu: GpuModel) -> float:
     """What the recurrent products of a step take, `flops` in each block."""
     dtype = macros["DTYPE"]
-    # Of two instructions for each product, one is for the part of the state that rounding would lose.
-    rate = (
-        _fma_rate(dtype, gpu) if macros["ARITHMETIC"] == "FMA" else gpu.gemm_rate(dtype, "float32") * gpu.mma_share / 2
-    )
+    rate = {
+        "FMA": _fma_rate(dtype, gpu),
+        # Of two instructions for each product, one is for the part of the state that rounding would lose.
+        "MMA": gpu.gemm_rate(dtype, "float32") * gpu.mma_share / 2,
+        "TF32": gpu.tf32 * gpu.mma_share,
+    }[macros["ARITHMETIC"]]
     rounds = -(-blocks // gpu.multiprocessors)
     return rounds * flops * gpu.multiprocessors / (rate * RECURRENT_EFFICIENCY[macros["SAMPLES"]])
+
+
+def _conv_pair_seconds(step: KernelLaunch, gpu: GpuModel) -> float:
+    """Whole rounds of whole tiles, with all that is computed twice or for nothing.
+
+    A block loads and computes in turn; others of its multiprocessor fill the gaps, where there are others.
+    """
+    macros, params = dict(step.kernel.macros), dict(step.params)
+    dtype, kinds = macros["DTYPE"], (macros["FIRST"], macros["SECOND"])
+    itemsize, on_tensor_cores = ITEMSIZE[dtype], ITEMSIZE[dtype] == 2
+    fma = _fma_rate(dtype, gpu)
+    dense = gpu.gemm_rate(dtype, "float32") * gpu.mma_share if on_tensor_cores else fma
+    k_step, rows = (16, 16) if on_tensor_cores else (16 // itemsize, 64 // itemsize)
+    group = 128 if on_tensor_cores else 64  # pixels that are computed together
+
+    channels = sum(_whole(count, k_step) for _, _, count in params["sources"])
+    middle, outputs = params["middle"], params["outputs"]
+    x_tile, columns = params["x_tile"][0], step.grid[1]
+    x_pixels, x_rows = prod(x_tile), prod(x_tile[:2])
+    layers = (
+        (kinds[0], prod(params["middle_tile"][0]), columns * _whole(middle, rows), channels, params["first"]),
+        (kinds[1], prod(params["tile"][0]), _whole(outputs, rows), _whole(middle, k_step), params["second"]),
+    )
+    a_tile = columns * x_pixels * channels * 2 * PAIR_X_LOAD / gpu.fp32
+    weights = 0
+    for kind, pixels, its_outputs, its_channels, (windows, *_) in layers:
+        taps = prod(windows[2])
+        if kind == "DENSE":
+            a_tile += 2 * _whole(pixels, group) * its_outputs * its_channels * taps / (dense * PAIR_EFFICIENCY[kind])
+            weights += its_outputs * its_channels * taps
+        else:
+            a_tile += 2 * pixels * its_outputs * taps / (fma * PAIR_EFFICIENCY[kind])
+            weights += its_outputs * taps
+    rounds = -(-params["blocks"] // step.grid[0])
+    blocks = step.grid[0] * columns
+    busy = -(-blocks // gpu.multiprocessors) * gpu.multiprocessors / blocks  # the fullest multiprocessor's share
+    seconds = busy * step.grid[0] * (rounds * a_tile + weights * 2 * PAIR_WEIGHT_LOAD / gpu.fp32)
+    read = columns * channels * (_whole(x_tile[2] * itemsize, SECTOR_BYTES) * x_rows) * params["blocks"]
+    loading = max(step.bytes_moved / gpu.bandwidth, read / (gpu.bandwidth * L2_SPEED))
+    alone = resident_blocks(step.kernel, step.block, step.shared_bytes, gpu) == 1
+    return seconds + loading if alone else max(seconds, loading)
+
+
+def _whole(count: int, piece: int) -> int:
+    return -(-count // piece) * piece
 
 
 def _fma_rate(dtype: str, gpu: GpuModel) -> float:

@@ -12,9 +12,10 @@ from math import prod
 
 from cupyconv.activations import IDENTITY, Activation
 from cupyconv.dtypes import ITEMSIZE, accumulator
+from cupyconv.loops import ElementwiseLoop
 from cupyconv.machine import GpuModel, HostModel
 from cupyconv.operands import Operand, c_strides
-from cupyconv.plan import Address, Buffer, ElementwiseLoop, Kernel, KernelLaunch, Plan, Step
+from cupyconv.plan import Address, Buffer, Kernel, KernelLaunch, Plan, Step
 from cupyconv.planning.launches import GRID_X, GRID_Y, collapse, image, packet_width
 from cupyconv.planning.request import EpilogueGradRequest, check_alignment
 

@@ -1,7 +1,7 @@
 """The choice of a method on NumPy, and of the blocks it works in.
 
 A block is a run of samples or of pixels whose columns, products and epilogue stay in cache.  The sizes
-below were measured on a machine with 2 MiB of L2 cache a core (``tests/benchmarks``): a product wants
+below were measured on machines with 1 and 2 MiB of L2 cache a core (``tests/benchmarks``): a product wants
 as many columns as the cache holds; what is bound by memory wants its block to stay in L2.
 """
 
@@ -13,9 +13,10 @@ from math import gcd, prod
 
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
 from cupyconv.geometry import ConvGeometry, Windows
+from cupyconv.loops import BlockLoop
 from cupyconv.machine import HostModel
 from cupyconv.operands import Operand, c_strides
-from cupyconv.plan import BlockLoop, Buffer, Plan
+from cupyconv.plan import Buffer, Plan
 from cupyconv.planning.request import (
     ConvRequest,
     NotApplicable,
@@ -25,7 +26,7 @@ from cupyconv.planning.request import (
 from cupyconv.prologue import NONE, Prologue
 
 #: Bytes of columns a block aims at where products dominate, and where memory does.
-PRODUCT_BLOCK = 8 << 20
+PRODUCT_BLOCK = 4 << 20
 MEMORY_BLOCK = 512 << 10
 #: Pixels below which a block of columns is not cut: the products would be vectors.
 SMALLEST_BLOCK = 32
@@ -132,8 +133,13 @@ def _shared(request: ConvRequest, method: str, name: str, words: str, rejected: 
 def _shares_columns(request: ConvRequest) -> bool:
     """Whether columns that taps share, and a sum of products, take less than all columns and one product."""
     geometry = request.geometry
-    outer = geometry.kernel[geometry.outermost]
-    return outer > 1 and _is_one_kind(request) and geometry.groups > 1 and geometry.reduction > 0
+    in_groups = geometry.groups > 1 and geometry.kernel[geometry.outermost] > 1
+    return in_groups and _is_one_kind(request) and columns_leave_cache(geometry, _item(request.x_dtype))
+
+
+def columns_leave_cache(geometry: ConvGeometry, item: int) -> bool:
+    """Whether writing the columns of all taps takes long: of few channels a group, longer than their products."""
+    return geometry.batch * geometry.pixels * geometry.in_channels * geometry.taps * item > MEMORY_BLOCK
 
 
 @dataclass(frozen=True)

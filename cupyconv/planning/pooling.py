@@ -13,9 +13,10 @@ from math import inf, prod
 
 from cupyconv.dtypes import ITEMSIZE, accumulator
 from cupyconv.geometry import Windows
+from cupyconv.loops import PoolingLoop
 from cupyconv.machine import HostModel
 from cupyconv.operands import Operand
-from cupyconv.plan import Buffer, Conversion, Kernel, KernelLaunch, Plan, PoolingLoop, Step
+from cupyconv.plan import Buffer, Conversion, Kernel, KernelLaunch, Plan, Step
 from cupyconv.planning.launches import grid_and_block, image, windows_params
 from cupyconv.planning.numpy import MEMORY_BLOCK
 from cupyconv.planning.request import PoolingRequest, check_alignment, convert

@@ -10,9 +10,10 @@ from dataclasses import replace
 from math import prod
 
 from cupyconv.dtypes import ITEMSIZE, accumulator
+from cupyconv.loops import ElementwiseLoop
 from cupyconv.machine import GpuModel, HostModel
 from cupyconv.operands import c_strides
-from cupyconv.plan import Address, Buffer, Conversion, ElementwiseLoop, Kernel, KernelLaunch, Plan, Step
+from cupyconv.plan import Address, Buffer, Conversion, Kernel, KernelLaunch, Plan, Step
 from cupyconv.planning.epilogue_grad import (
     BLOCK_ELEMENTS,
     BLOCKS_A_MULTIPROCESSOR,

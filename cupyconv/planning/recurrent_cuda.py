@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
 
-from cupyconv.activations import IDENTITY, Activation
+from cupyconv.activations import IDENTITY
 from cupyconv.dtypes import ITEMSIZE, accumulator
 from cupyconv.geometry import pointwise_geometry
 from cupyconv.machine import GpuModel
@@ -36,13 +36,14 @@ from cupyconv.planning.request import (
     check_alignment,
     convert,
 )
+from cupyconv.recurrence import RecurrentGeometry
 
 #: Threads of a block, and the 32 of a warp as 4 (samples) x 8 (units): RecurrentTile of kernels/recurrent_tile.cuh.
 THREADS, LANE_SAMPLES, LANE_UNITS = 256, 4, 8
 #: Bytes of a row of the weight that a warp takes of a K-block (STEP of kernels/recurrent_products.cuh).
 STEP_BYTES = 32
 #: Bytes behind each row of the state in shared memory (STATE_PAD there).
-STATE_PAD_BYTES = {"FMA": 16, "MMA": 32}
+STATE_PAD_BYTES = {"FMA": 16, "MMA": 32, "TF32": 16}
 #: K-blocks on their way, by whether the weight is resident.
 STAGES = {False: 3, True: 4}
 #: Rows of the weight a unit in one product: of an rnn and the last part of a gru, the first of that, a gru, an lstm.
@@ -95,10 +96,11 @@ class Tile:
         return max(STAGES[self.resident] * stage, partial) + resident
 
 
-def recurrent_tiles(dtype: str, resident: bool, gpu: GpuModel) -> tuple[Tile, ...]:
-    """What a GPU may be asked for: tensor cores for 16-bit types where it has them, else CUDA cores."""
-    if ITEMSIZE[dtype] == 2 and gpu.capability >= FIRST_MMA[dtype]:
-        arithmetic, samples = "MMA", (4,) if resident else (4, 8)
+def recurrent_tiles(dtype: str, resident: bool, gpu: GpuModel, allow_tf32: bool = False) -> tuple[Tile, ...]:
+    """What a GPU may be asked for: tensor cores where it has them for 16-bit types and TF32, else CUDA cores."""
+    tensor_cores = ITEMSIZE[dtype] == 2 or (dtype == "float32" and allow_tf32)
+    if tensor_cores and gpu.capability >= FIRST_MMA[dtype]:
+        arithmetic, samples = "MMA" if ITEMSIZE[dtype] == 2 else "TF32", (4,) if resident else (4, 8)
     else:  # eight samples of four gates in float64 pass the registers
         arithmetic, samples = "FMA", (1, 4) if resident else (4,) if dtype == "float64" else (4, 8)
     return tuple(Tile(dtype, arithmetic, count, resident) for count in samples)
@@ -170,7 +172,7 @@ class _Layer:
 
     def _single_step(self) -> Draft:
         """A sequence of one step, whose kernel multiplies the inputs too."""
-        tile = recurrent_tiles(self.dtype, False, self.gpu)[0]
+        tile = recurrent_tiles(self.dtype, False, self.gpu, self.request.allow_tf32)[0]
         launches = self._launches("step", tile, self._tiles(tile), _Chunk(0, 1), 1, projected=False)
         gates = self._gates_buffer(1) if len(self.products) > 1 else []
         words = f"one step, which projects its inputs, blocks of {tile.rows} samples x {tile.units} units"
@@ -204,22 +206,22 @@ class _Layer:
 
     def _tiles(self, tile: Tile) -> tuple[int, int, int]:
         geometry = self.geometry
-        return -(-geometry.hidden // tile.units), -(-geometry.batch // tile.rows), geometry.directions
+        rows = -(-geometry.batch // tile.rows)
+        if rows > GRID_Y:
+            raise NotApplicable(f"{geometry.batch:,} samples are more than a grid has blocks for")
+        return -(-geometry.hidden // tile.units), rows, geometry.directions
 
     def _step_tile(self) -> tuple[Tile, tuple[int, int, int], str]:
-        tiles = recurrent_tiles(self.dtype, False, self.gpu)
+        tiles = recurrent_tiles(self.dtype, False, self.gpu, self.request.allow_tf32)
         tile = min(tiles, key=lambda tile: self._seconds(tile, self._tiles(tile)))
-        grid = self._tiles(tile)
-        if grid[1] > GRID_Y:
-            raise NotApplicable(f"{self.geometry.batch:,} samples are more than a grid has blocks for")
         launches = "one launch" if len(self.products) == 1 else f"{len(self.products)} launches"
-        return tile, grid, f"{launches} a step, blocks of {tile.rows} samples x {tile.units} units"
+        return tile, self._tiles(tile), f"{launches} a step, blocks of {tile.rows} samples x {tile.units} units"
 
     def _persistent_tile(self) -> tuple[Tile, tuple[int, int, int], str]:
         """The quickest tile whose blocks fit on the GPU all at once, one a multiprocessor."""
         gpu, geometry = self.gpu, self.geometry
         fitting, reasons = [], []
-        for tile in recurrent_tiles(self.dtype, True, gpu):
+        for tile in recurrent_tiles(self.dtype, True, gpu, self.request.allow_tf32):
             columns, tiles, directions = self._tiles(tile)
             needed = tile.shared_bytes(geometry.gates, max(self.products), geometry.hidden)
             if needed > gpu.shared_bytes:
@@ -367,7 +369,7 @@ class _Layer:
                 self._params(chunk, stride, persistent, count, projected),
                 shared_bytes=tile.shared_bytes(geometry.gates, count, geometry.hidden),
                 purpose=purpose + " of all steps" * persistent,
-                bytes_moved=weights * count // geometry.gates + steps * (gates + 3 * state),
+                bytes_moved=weights * (geometry.gates if persistent else count) // geometry.gates + steps * (gates + 3 * state),
                 flops=steps * products * (geometry.gates if persistent else count),
                 cooperative=persistent,
             )
@@ -410,7 +412,7 @@ class _Layer:
             ("states", Address("states") if geometry.steps > 1 else None),
             ("cells", Address("cell state") if geometry.steps > 1 and geometry.cell == "lstm" else None),
             ("counters", Address("counters") if persistent else None),
-            ("activation", tuple(_activation(one) for group in geometry.activations for one in _three(group))),
+            ("activation", gate_activations(geometry)),
             ("clip", clip),
             ("steps", geometry.steps),
             ("batch", geometry.batch),
@@ -465,14 +467,10 @@ def _part(operand: Operand, elements: int, shape: tuple[int, ...], strides: tupl
     )  # fmt: skip
 
 
-def _three(activations: tuple[Activation, ...]) -> tuple[Activation, ...]:
-    return (*activations, IDENTITY, IDENTITY)[:3]
-
-
-def _activation(activation: Activation) -> tuple[float, float, int]:
-    """The C++ struct GateActivation."""
-    low, high = activation.bounds or (activation.alpha, activation.beta)
-    return low, high, activation.code
+def gate_activations(geometry: RecurrentGeometry) -> tuple[tuple[float, float, int], ...]:
+    """The C++ struct GateActivation, three times for each direction."""
+    each = [activation for group in geometry.activations for activation in (*group, IDENTITY, IDENTITY)[:3]]
+    return tuple((*(activation.bounds or (activation.alpha, activation.beta)), activation.code) for activation in each)
 
 
 def _as_projection(step: Step) -> Step:

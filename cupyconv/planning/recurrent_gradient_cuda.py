@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
 
-from cupyconv.activations import IDENTITY, Activation
+from cupyconv.activations import IDENTITY
 from cupyconv.dtypes import ITEMSIZE
 from cupyconv.geometry import pointwise_geometry
 from cupyconv.machine import GpuModel
@@ -27,6 +27,7 @@ from cupyconv.planning.draft import Draft
 from cupyconv.planning.epilogue_grad import plan_epilogue_grad
 from cupyconv.planning.gemm import INT32, aligned
 from cupyconv.planning.launches import GRID_X, epilogue_launch
+from cupyconv.planning.recurrent_cuda import gate_activations
 from cupyconv.planning.request import EpilogueGradRequest, RecurrentGradientRequest, check_alignment
 
 #: Samples, and units, of a block of recurrent_gradient.cu, and threads of one.
@@ -50,17 +51,23 @@ def plan_recurrent_gradient(request: RecurrentGradientRequest) -> Plan:
 
 
 def _converted(request: RecurrentGradientRequest) -> tuple[RecurrentGradientRequest, tuple[Conversion, ...]]:
-    """Arguments in the dtype computed with, all but x, grad_y and lengths in C order; and what is copied for that."""
+    """Arguments as the kernels and products take them, and what is copied for that.
+
+    Large ones are not, but for an x of another precision than the result: the kernels widen 16-bit numbers.
+    """
     conversions: list[Conversion] = []
+    stored = request.operands["y"].dtype
 
     def convert(operand: Operand) -> Operand:
         if operand.name == "lengths":
             return operand
+        wide = operand.name in ("weight_ih", "gates", "cells", "candidate", "grad_h", "grad_c")
+        dtype = request.dtype if wide else stored
         in_order = operand.name in ("x", "grad_y") or operand.strides == c_strides(operand.shape)
-        if operand.dtype == request.dtype and in_order:
+        if operand.dtype == dtype and in_order:
             return operand
-        fresh = operand.in_c_order(request.dtype)
-        conversions.append(Conversion(operand.name, operand.dtype, request.dtype, fresh.nbytes))
+        fresh = operand.in_c_order(dtype)
+        conversions.append(Conversion(operand.name, operand.dtype, dtype, fresh.nbytes))
         return fresh
 
     return replace(request, arguments=tuple(map(convert, request.arguments))), tuple(conversions)
@@ -88,7 +95,7 @@ class _Gradient:
         self.sums = self.operands["sums"]
         self.tiles = -(-geometry.batch // TILE)
         x = self.operands["x"]
-        plain = x.strides == c_strides(x.shape)
+        plain = x.strides == c_strides(x.shape) and x.dtype == request.dtype
         self.gathers = not plain or "lengths" in self.operands
 
     def draft(self) -> Draft:
@@ -185,7 +192,7 @@ class _Gradient:
         tiles = self.tiles * -(-geometry.hidden // TILE)
         assert tiles <= GRID_X, "states of that many tiles fit no memory"
         state = len(run.directions) * geometry.batch * geometry.hidden
-        kernel = Kernel("recurrent_gradient", (("DTYPE", self.request.dtype), ("CELL", CELLS[geometry.cell])))
+        kernel = Kernel("recurrent_gradient", (("DTYPE", self.operands["y"].dtype), ("CELL", CELLS[geometry.cell])))
         products = (2, 1) if self.resets else (geometry.gates,)
         purposes = ("state, gates but r", "r and the state before") if self.resets else ("product, state, gates",)
         return LaunchLoop(
@@ -227,7 +234,7 @@ class _Gradient:
             ("carried_c", carried_c),
             *((name, buffers.get(name)) for name in ("dgates", "dcandidate", "previous", "reset")),
             ("sums", sums),
-            ("activation", tuple(_activation(one) for group in geometry.activations for one in _three(group))),
+            ("activation", gate_activations(geometry)),
             ("clip", inf if geometry.clip is None else geometry.clip),
             ("first", run.first),
             ("steps", geometry.steps),
@@ -251,7 +258,7 @@ class _Gradient:
         geometry, x, lengths = self.geometry, self.operands["x"], self.operands.get("lengths")
         elements = run.count * geometry.batch * geometry.inputs
         return KernelLaunch(
-            Kernel("recurrent_inputs", (("DTYPE", f"bits{8 * self.item}"),)),
+            Kernel("recurrent_inputs", (("DTYPE", x.dtype),)),
             (min(-(-elements // THREADS), GRID_X), 1, 1),
             THREADS,
             (
@@ -267,7 +274,7 @@ class _Gradient:
                 ("wide_lengths", int(lengths is not None and lengths.dtype == "int64")),
             ),
             purpose="inputs as a matrix",
-            bytes_moved=2 * elements * self.item,
+            bytes_moved=elements * (x.itemsize + self.item),
         )
 
     def _products(self, run: _Run, place: int, d: int) -> list[Step]:
@@ -331,13 +338,3 @@ def _zeros(operand: Operand) -> KernelLaunch:
     geometry = pointwise_geometry({operand.name: (1, 1, count)}, (1, 1))
     launch = epilogue_launch(geometry, flat, sums=None, bias=None, residual=None, activation=IDENTITY)
     return replace(launch, purpose="zeros")
-
-
-def _three(activations: tuple[Activation, ...]) -> tuple[Activation, ...]:
-    return (*activations, IDENTITY, IDENTITY)[:3]
-
-
-def _activation(activation: Activation) -> tuple[float, float, int]:
-    """The C++ struct GateActivation."""
-    low, high = activation.bounds or (activation.alpha, activation.beta)
-    return low, high, activation.code

@@ -5,9 +5,11 @@ from __future__ import annotations
 from math import prod
 
 from cupyconv.dtypes import ITEMSIZE
+from cupyconv.loops import RecurrentGradientLoop
 from cupyconv.machine import HostModel
-from cupyconv.plan import Buffer, Plan, RecurrentGradientLoop
-from cupyconv.planning.numpy import BALANCE
+from cupyconv.operands import c_strides
+from cupyconv.plan import Buffer, Plan
+from cupyconv.planning.numpy import BALANCE, even_part
 from cupyconv.planning.request import RecurrentGradientRequest
 
 #: Arrays of (N, H) for each step of a run beside its gates' gradients: states before the steps, and what the
@@ -15,28 +17,20 @@ from cupyconv.planning.request import RecurrentGradientRequest
 _ARRAYS = {"rnn": 1 + 5, "lstm": 4 + 9, "gru": 3 + 9}
 #: The same that last from step to step: states' gradients, copies of them, products.
 _STATES = {"rnn": 2, "lstm": 4, "gru": 3}
+#: Bytes of a product that is added to a weight's gradient.
+BLOCK_BYTES = 1 << 19
 
 
 def plan_recurrent_gradient(request: RecurrentGradientRequest) -> Plan:
-    """The plan; ValueError where one step's gates pass the limit."""
+    """The plan; ValueError where one step of one sample passes the limit."""
     assert isinstance(request.machine, HostModel)
-    geometry, item = request.geometry, ITEMSIZE[request.dtype]
-    rows, hidden, inputs = geometry.gates * geometry.hidden, geometry.hidden, geometry.inputs
-    arrays, operands = _ARRAYS[geometry.cell], request.operands
-    x_copies = 1 + (geometry.directions == 2)  # what is beyond a length left out; a product to be added
-    per_step = geometry.batch * (rows + arrays * hidden + x_copies * inputs) * item
-    weights = sum(prod(operands[name].shape) for name in ("weight_ih", "weight_hh")) // geometry.directions * item
-    fixed = {"weights": 2 * weights, "states": _STATES[geometry.cell] * geometry.batch * hidden * item}
-    left = request.limit - sum(fixed.values()) - Plan.ALIGNMENT * (len(fixed) + 1)
-    most = min(geometry.steps, left // per_step) if per_step else geometry.steps
-    if most < min(1, geometry.steps):
-        least = request.limit - left + per_step
-        raise ValueError(f"one step needs {least:,} bytes of workspace, the limit is {request.limit:,}")
-    steps = -(-geometry.steps // -(-geometry.steps // most)) if most else 0
+    geometry = request.geometry
+    samples, run, sizes = _fitting(request)
+    width = max(1, geometry.inputs, geometry.hidden) * ITEMSIZE[request.dtype]
     loop = RecurrentGradientLoop(
-        geometry=geometry, run=steps, dtype=request.dtype, bytes_moved=request.minimal_bytes, flops=request.flops
-    )
-    sizes = {**fixed, "run of steps": steps * per_step}
+        geometry=geometry, run=run, samples=samples, block=max(1, BLOCK_BYTES // width), dtype=request.dtype,
+        bytes_moved=request.minimal_bytes, flops=request.flops,
+    )  # fmt: skip
     return Plan(
         method="step", backend="numpy", device=str(request.machine), problem=request.problem, result=request.result,
         steps=(loop,), flops=request.flops, bytes_moved=request.minimal_bytes, minimal_bytes=request.minimal_bytes,
@@ -44,3 +38,37 @@ def plan_recurrent_gradient(request: RecurrentGradientRequest) -> Plan:
         reason="activations and their derivatives of many steps at once, then back step by step",
         workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items() if nbytes),
     )  # fmt: skip
+
+
+def _fitting(request: RecurrentGradientRequest) -> tuple[int, int, dict[str, int]]:
+    """All samples, or a part of them of which a step fits the limit; as many steps as fit; and the bytes by purpose."""
+    geometry, item = request.geometry, ITEMSIZE[request.dtype]
+    rows, hidden, inputs = geometry.gates * geometry.hidden, geometry.hidden, geometry.inputs
+    x_copies = 1 + (geometry.directions == 2)  # what is beyond a length left out; a product to be added
+    width = max(inputs, hidden) * item
+    fixed = {"weights": _copied_weights(request), "product": min(rows * width, max(BLOCK_BYTES, width))}
+    samples = geometry.batch
+    while True:
+        per_step = samples * (rows + _ARRAYS[geometry.cell] * hidden + x_copies * inputs) * item
+        fixed["states"] = _STATES[geometry.cell] * samples * hidden * item
+        left = request.limit - sum(fixed.values()) - Plan.ALIGNMENT * (len(fixed) + 1)
+        run = min(geometry.steps, left // per_step) if per_step else geometry.steps
+        if run >= min(1, geometry.steps):
+            run = even_part(geometry.steps, run)
+            return samples, run, {**fixed, "run of steps": run * per_step}
+        if samples <= 1:
+            least = request.limit - left + per_step
+            raise ValueError(
+                f"one step of one sample needs {least:,} bytes of workspace, the limit is {request.limit:,}"
+            )
+        samples = even_part(geometry.batch, samples // 2)
+
+
+def _copied_weights(request: RecurrentGradientRequest) -> int:
+    """Bytes of one direction's weights that are copied: of another dtype, or not in C order."""
+    weights = (request.operands[name] for name in ("weight_ih", "weight_hh"))
+    return sum(
+        prod(weight.shape[1:]) * ITEMSIZE[request.dtype]
+        for weight in weights
+        if weight.dtype != request.dtype or weight.strides != c_strides(weight.shape)
+    )

@@ -115,7 +115,8 @@ class ChainRequest(_Request):
 
     @property
     def problem(self) -> str:
-        return "chain of " + "; then ".join(str(layer.geometry) for layer in self.layers)
+        layers = "".join(f"\n  layer {i}   {layer.geometry}" for i, layer in enumerate(self.layers))
+        return f"chain of {len(self.layers)} convolutions{layers}"
 
 
 @dataclass(frozen=True, kw_only=True)

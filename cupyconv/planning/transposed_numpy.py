@@ -11,17 +11,16 @@ after run of x's pixels is multiplied, and added while its columns are in cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from math import prod
 
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
 from cupyconv.geometry import Triple
+from cupyconv.loops import BlockLoop, GatheredLoop, TransposedLoop
 from cupyconv.machine import HostModel
 from cupyconv.operands import c_strides
-from cupyconv.plan import BlockLoop, Buffer, GatheredLoop, Plan, TransposedLoop
+from cupyconv.plan import Buffer, Plan
 from cupyconv.planning.numpy import (
     BALANCE,
     LONE_PIXELS,
@@ -53,24 +52,15 @@ def plan_transposed(request: TransposedRequest) -> Plan:
     kept = [i for i, channels in enumerate(request.geometry.channels) if channels] or [0]
     geometry = replace(request.geometry, channels=tuple(request.geometry.channels[i] for i in kept))
     request = replace(request, geometry=geometry, outs=tuple(request.outs[i] for i in kept))
-    plans: dict[str, Callable[[], Plan]] = {
-        method: partial(_one_of, (partial(_gathered, request, method), partial(added, request)))
-        for method, added in (("gemm", _gemm), ("direct", _direct))
-    }
-    preferred, other = ("direct", "gemm") if geometry.is_depthwise else ("gemm", "direct")
-    return choose(request.method, plans, preferred, other)
+    try:
+        return _gathered(request)
+    except ValueError:  # of parts a reason; the method's own follows
+        plans: dict[str, Callable[[], Plan]] = {"gemm": lambda: _gemm(request), "direct": lambda: _direct(request)}
+        preferred, other = ("direct", "gemm") if geometry.is_depthwise else ("gemm", "direct")
+        return choose(request.method, plans, preferred, other)
 
 
-def _one_of(ways: Sequence[Callable[[], Plan]]) -> Plan:
-    """The first plan that there is."""
-    *others, last = ways
-    for way in others:
-        with suppress(ValueError):  # says why it does not apply
-            return way()
-    return last()
-
-
-def _gathered(request: TransposedRequest, method: str) -> Plan:
+def _gathered(request: TransposedRequest) -> Plan:
     """The plan of convolutions that the results are: quicker in groups, where sums cost more than their products."""
     geometry = request.geometry
     if geometry.padding_mode != "constant" or len(request.outs) > 1 or geometry.groups == 1:
@@ -86,7 +76,7 @@ def _gathered(request: TransposedRequest, method: str) -> Plan:
         shape = (out.shape[1], geometry.group_outputs, *map(len, taps))
         own = replace(request.weight, shape=shape, strides=c_strides(shape))
         part = class_request(replace(request, workspace_limit=request.limit - weight), one, out, own)
-        plan = plan_conv(replace(part, method=method if is_reached(one) else "auto"))
+        plan = plan_conv(replace(part, method=request.method if is_reached(one) else "auto"))
         plans.append(plan)
         for loop in plan.steps:
             assert isinstance(loop, BlockLoop)
@@ -101,12 +91,12 @@ def _gathered(request: TransposedRequest, method: str) -> Plan:
                     **common, output=out.name, conjugate=request.conjugate, taps=tuple(taps), read=read, written=written
                 )
             )
-    first = plans[0]
+    largest = max(plans, key=lambda plan: plan.flops)
     sizes = {"weight": weight, "blocks": max(plan.workspace_bytes for plan in plans)}
     return replace(
-        first, method=method, problem=request.problem, result=request.result, steps=tuple(steps), flops=request.flops,
+        largest, problem=request.problem, result=request.result, steps=tuple(steps), flops=request.flops,
         bytes_moved=request.minimal_bytes, minimal_bytes=request.minimal_bytes, notes=request.notes,
-        reason=f"gathered, {first.reason}" if len(plans) == 1 else f"gathered in {len(plans)} parts, {first.reason}",
+        reason=f"gathered{f' in {len(plans)} parts' if len(plans) > 1 else ''}, {largest.reason}",
         workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items()) if steps else (),
     )  # fmt: skip
 

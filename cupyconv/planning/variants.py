@@ -12,6 +12,7 @@ from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
 from cupyconv.geometry import pointwise_geometry
 from cupyconv.machine import KNOWN_GPUS, known_gpu
 from cupyconv.plan import Kernel
+from cupyconv.planning.chain_cuda import FIRST_PAIR
 from cupyconv.planning.implicit_gemm import arithmetics, tiles
 from cupyconv.planning.launches import (
     ANY_KERNEL,
@@ -25,7 +26,7 @@ from cupyconv.planning.launches import (
     merge_tile,
 )
 from cupyconv.planning.pooling import CHANNELS
-from cupyconv.planning.recurrent_cuda import GATES_A_PRODUCT, recurrent_tiles
+from cupyconv.planning.recurrent_cuda import GATES_A_PRODUCT, Tile, recurrent_tiles
 from cupyconv.planning.recurrent_gradient_cuda import CELLS
 
 #: Kernels of pooling, alike in their macros.
@@ -41,7 +42,7 @@ def is_fast(kernel: Kernel) -> bool:
 
     direct, transposed and col2im are for generality: there a few bytes spilled cost little beside the scattered access.
     """
-    fast = ("merge", "im2col", "epilogue", "epilogue_grad", "prologue_grad", "depthwise", "implicit_gemm")
+    fast = ("merge", "im2col", "epilogue", "epilogue_grad", "prologue_grad", "depthwise", "implicit_gemm", "conv_pair")
     return kernel.name in (*fast, *POOLING, *RECURRENT.values(), *RECURRENT_GRADIENT)
 
 
@@ -52,8 +53,14 @@ def is_planned(kernel: Kernel, capability: int) -> bool:
     """
     macros, gpu = dict(kernel.macros), known_gpu(f"sm_{capability}")
     if kernel.name in RECURRENT.values():
-        tiles = recurrent_tiles(macros["DTYPE"], kernel.name == RECURRENT[True], gpu)
-        return macros["ARITHMETIC"] in {tile.arithmetic for tile in tiles}
+        resident = kernel.name == RECURRENT[True]
+        return any(
+            macros["ARITHMETIC"] == tile.arithmetic
+            for tf32 in (False, True)
+            for tile in recurrent_tiles(macros["DTYPE"], resident, gpu, tf32)
+        )
+    if kernel.name == "conv_pair":
+        return capability >= FIRST_PAIR[macros["DTYPE"]]
     if kernel.name != "implicit_gemm":
         return True
     return any(macros["ARITHMETIC"] in arithmetics(macros["DTYPE"], gpu, tf32) for tf32 in (False, True))
@@ -103,6 +110,11 @@ def all_variants() -> tuple[Kernel, ...]:
         ),
         *(_kernel("pack_weight", DTYPE=f"bits{8 * size}") for size in sorted({ITEMSIZE[d] for d in REAL_DTYPES})),
         *_implicit_gemm_variants(),
+        *(
+            _kernel("conv_pair", DTYPE=dtype, FIRST=first, SECOND=second)
+            for dtype in REAL_DTYPES
+            for first, second in product(("DENSE", "DEPTHWISE"), repeat=2)
+        ),
         *_weight_gradient_variants(),
         *_recurrent_variants(),
         *_recurrent_gradient_variants(),
@@ -207,11 +219,9 @@ def _implicit_gemm_variants() -> list[Kernel]:
 
 
 def _recurrent_gradient_variants() -> list[Kernel]:
-    """16-bit types are computed in float32."""
-    dtypes = sorted({accumulator(dtype) for dtype in REAL_DTYPES})
     return [
-        *(_kernel("recurrent_gradient", DTYPE=dtype, CELL=cell) for dtype in dtypes for cell in CELLS.values()),
-        *(_kernel("recurrent_inputs", DTYPE=f"bits{8 * ITEMSIZE[dtype]}") for dtype in dtypes),
+        *(_kernel("recurrent_gradient", DTYPE=dtype, CELL=cell) for dtype in REAL_DTYPES for cell in CELLS.values()),
+        *(_kernel("recurrent_inputs", DTYPE=dtype) for dtype in REAL_DTYPES),
     ]
 
 
@@ -221,9 +231,14 @@ def _recurrent_variants() -> list[Kernel]:
         Kernel(name, (*tile.macros, ("GATES", str(gates))))
         for resident, name in RECURRENT.items()
         for dtype in REAL_DTYPES
-        for tile in dict.fromkeys(tile for gpu in KNOWN_GPUS.values() for tile in recurrent_tiles(dtype, resident, gpu))
+        for tile in _recurrent_tiles(dtype, resident)
         for gates in GATES_A_PRODUCT
     ]
+
+
+def _recurrent_tiles(dtype: str, resident: bool) -> tuple[Tile, ...]:
+    answers = product(KNOWN_GPUS.values(), (False, True))
+    return tuple(dict.fromkeys(tile for gpu, tf32 in answers for tile in recurrent_tiles(dtype, resident, gpu, tf32)))
 
 
 def _arithmetics(dtype: str) -> list[str]:

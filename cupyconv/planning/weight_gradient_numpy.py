@@ -16,9 +16,10 @@ from math import prod
 
 from cupyconv.activations import IDENTITY
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
+from cupyconv.loops import WeightGradientLoop
 from cupyconv.machine import HostModel
 from cupyconv.operands import c_strides
-from cupyconv.plan import Buffer, Plan, WeightGradientLoop
+from cupyconv.plan import Buffer, Plan
 from cupyconv.planning.numpy import (
     BALANCE,
     LONE_PIXELS,
@@ -27,6 +28,7 @@ from cupyconv.planning.numpy import (
     SMALLEST_BLOCK,
     Block,
     choose,
+    columns_leave_cache,
     is_in_order,
     is_matrix,
     largest_block,
@@ -37,8 +39,8 @@ from cupyconv.planning.numpy import (
 )
 from cupyconv.planning.request import WeightGradientRequest, without_empty_inputs
 
-#: Rows of columns from which taps share them: with fewer, the products of one tap would be thin.  They are anyway
-#: in groups, where writing columns takes longer than the products.
+#: Rows of columns from which taps share them: with fewer, the products of one tap would be thin.  In groups they are
+#: thin anyway, and writing columns takes longer.
 LEAST_SHARED = 32
 #: Bytes of products a block adds to the sums at a time: they stay in cache until they are added.
 PRODUCT_PIECE = 4 << 20
@@ -69,7 +71,8 @@ def _gemm(request: WeightGradientRequest) -> Plan:
         return _plan(request, "gemm", _Body("view", 0), 1, words, ("direct", why))
     columns = geometry.in_channels * geometry.taps * _x_item(request)
     outer = geometry.kernel[geometry.outermost]
-    if outer > 1 and (geometry.groups > 1 or geometry.reduction // outer >= LEAST_SHARED):
+    in_groups = geometry.groups > 1 and columns_leave_cache(geometry, _x_item(request))
+    if outer > 1 and (in_groups or geometry.reduction // outer >= LEAST_SHARED):
         body = _Body("shared columns", columns // outer // geometry.groups, shares=True)
         words = f"columns that {outer} taps share, and products"
         return _plan(request, "gemm", body, _samples_of_a_block(request), words, ("direct", why))

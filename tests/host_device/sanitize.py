@@ -58,6 +58,7 @@ TESTS = {
         "tests/test_traps.py",
         "tests/test_host_device.py",
         "tests/test_tensor_core.py",
+        "tests/test_recurrent_cuda.py::test_few_blocks_that_wait",
         "-m",
         "host_device",
     ],

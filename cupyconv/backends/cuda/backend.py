@@ -49,7 +49,14 @@ class CudaBackend:
         return self.device.empty(shape, dtype)
 
     def from_host(self, array: np.ndarray) -> Any:
-        """An array in the host's memory as one of this backend's."""
+        """An array in the host's memory as one of this backend's, enqueued as any work is.
+
+        A graph would read the host's memory again at every launch, when other numbers are there.
+        """
+        if self.device.is_capturing():
+            raise RuntimeError(
+                "numbers of the host cannot be captured in a graph: give lengths as an array of the device"
+            )
         return self.device.from_host(array)
 
     def converted(self, array: Any, dtype: np.dtype) -> Any:

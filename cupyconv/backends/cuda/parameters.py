@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.plan import MAX_MERGED, MAX_SOURCES, Address, KernelLaunch
+from cupyconv.plan import MAX_MERGED, MAX_PAIR_SOURCES, MAX_SOURCES, Address, KernelLaunch
 
 POINTER, INT64, INT32, FLOAT64 = np.uint64, np.int64, np.int32, np.float64
 
@@ -53,6 +53,8 @@ _RECURRENT = _struct(
     input_forget=INT32, lengths_wide=INT32, weight_packet=INT32, weight_ih_packet=INT32,
     states_packed=INT32,
 )  # fmt: skip
+_PAIR_LAYER = _struct(windows=WINDOWS, weight=IMAGE, epilogue=EPILOGUE)
+_BOX = _struct(size=(INT32, 3))
 
 #: Kernel name -> its one parameter.
 PARAMETERS = {
@@ -64,6 +66,12 @@ PARAMETERS = {
     "depthwise": _struct(
         sources=SOURCES, windows=WINDOWS, weight=IMAGE, out=IMAGE, epilogue=EPILOGUE, prologue=PROLOGUE, batch=INT64,
         outputs=INT32, multiplier=INT32, channel_lanes=INT32,
+    ),
+    "conv_pair": _struct(
+        sources=(SOURCE, MAX_PAIR_SOURCES), first=_PAIR_LAYER, second=_PAIR_LAYER, out=IMAGE, blocks=INT64, tiles=(INT64, 3),
+        source_count=INT32, middle=INT32, outputs=INT32, outputs_a_block=INT32, tile=_BOX, middle_tile=_BOX, x_tile=_BOX, x_packed=INT32,
+        second_at=INT32, middle_at=INT32, x_at=INT32, place_at=INT32, x_chunks=INT32, middle_chunks=INT32, first_plane=INT32,
+        second_plane=INT32,
     ),
     "im2col": _struct(
         sources=SOURCES, windows=WINDOWS, prologue=PROLOGUE, columns=POINTER, stride_n=INT64, stride_row=INT64, stride_pixel=INT64, batch=INT64,

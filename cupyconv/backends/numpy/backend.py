@@ -10,19 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyconv.machine import HostModel
-from cupyconv.plan import (
-    BlockLoop,
-    ChainLoop,
-    ElementwiseLoop,
-    GatheredLoop,
-    Plan,
-    PoolingLoop,
-    RecurrentGradientLoop,
-    RecurrentLoop,
-    Step,
-    TransposedLoop,
-    WeightGradientLoop,
-)
+from cupyconv.plan import Plan, Step
 
 _NOTHING_TO_DO = nullcontext()
 
@@ -75,6 +63,18 @@ class NumpyBackend:
 
 def _prepared(step: Step) -> Callable[[Mapping[str, Any]], None]:
     """What runs a step.  Its module is imported with the first of its kind: few programs need them all."""
+    from cupyconv.loops import (
+        BlockLoop,
+        ChainLoop,
+        ElementwiseLoop,
+        GatheredLoop,
+        PoolingLoop,
+        RecurrentGradientLoop,
+        RecurrentLoop,
+        TransposedLoop,
+        WeightGradientLoop,
+    )
+
     match step:
         case ElementwiseLoop(body="epilogue_grad"):
             from cupyconv.backends.numpy.epilogue_grad import epilogue_grad

@@ -31,13 +31,13 @@ import numpy as np
 from cupyconv.backends.numpy.prologue import Transform
 from cupyconv.backends.numpy.windows import Region, read, tap_regions, tile_regions, windows_of_tile
 from cupyconv.geometry import ConvGeometry
-from cupyconv.plan import BlockLoop
+from cupyconv.loops import BlockLoop
 
 #: Blocks up to which, and taps up to which, what a block reads is kept from run to run: a small convolution is
 #: bound by working it out; a large one is not, and would keep megabytes.
 _KEPT_BLOCKS, _KEPT_TAPS = 4, 64
 #: Bytes of a tile up to which zeros are written all over it: one long write takes less than several short ones.
-_SMALL_TILE = 64 << 10
+_SMALL_TILE = 256 << 10
 
 
 class Block:

@@ -24,7 +24,7 @@ from cupyconv.backends.numpy.blocks import Scratch
 from cupyconv.backends.numpy.convolution import ConvolutionLoop
 from cupyconv.backends.numpy.windows import five_axes
 from cupyconv.dtypes import dtype_from_name
-from cupyconv.plan import ChainLoop
+from cupyconv.loops import ChainLoop
 from cupyconv.rows import Piece, tiles
 
 #: Rows that a layer adds to its result, and what computes them; None where a layer has no channels.

@@ -10,7 +10,7 @@ import numpy as np
 from cupyconv.backends.numpy.windows import Region, five_axes, read, tap_regions
 from cupyconv.dtypes import dtype_from_name
 from cupyconv.geometry import Windows
-from cupyconv.plan import BlockLoop
+from cupyconv.loops import BlockLoop
 
 
 def im2col(loop: BlockLoop, arrays: Mapping[str, Any]) -> None:

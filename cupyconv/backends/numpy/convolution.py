@@ -33,7 +33,7 @@ from cupyconv.backends.numpy.prologue import transform_of
 from cupyconv.backends.numpy.windows import five_axes
 from cupyconv.dtypes import dtype_from_name, is_complex
 from cupyconv.geometry import ConvGeometry
-from cupyconv.plan import BlockLoop
+from cupyconv.loops import BlockLoop
 
 
 class ConvolutionLoop:
@@ -59,7 +59,7 @@ class ConvolutionLoop:
 
     def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None) -> None:
         """Compute the result; arguments and result are given by name, and memory that other loops use too."""
-        convolution = BlockedConvolution(self, arrays, scratch or Scratch(self.x_dtype, self.plan.blocks))
+        convolution = BlockedConvolution(self, arrays, scratch or Scratch(self.x_dtype, self.plan.rounds))
         blocks = cut_into_blocks(self.plan, self.x_dtype.itemsize) if self._kept is None else self._kept
         if self.plan.threads == 1:
             for block in blocks:
@@ -96,7 +96,7 @@ class BlockedConvolution:
         self._products_are_result = (
             loop.plan.in_place and bias is None and residual is None and not loop.plan.activation
         )
-        self._scratch = scratch
+        self._scratch, self._products = scratch, Scratch(loop.sums_dtype, loop.plan.rounds)
         self._transform = transform_of(loop.plan.prologue, arrays, loop.x_dtype)
 
     def finish(self, block: Block) -> None:
@@ -138,7 +138,7 @@ class BlockedConvolution:
         sums = self._empty_sums(block)
         for groups, columns in self._shared_columns(block):
             target = sums[groups]
-            product = np.empty_like(target)
+            product = self._products.array("product", target.shape)
             for taps, views in columns:
                 matrices = views.swapaxes(0, 1).reshape(views.shape[1], len(target), -1, block.area)
                 for t, matrix in zip(range(geometry.taps)[taps], matrices):

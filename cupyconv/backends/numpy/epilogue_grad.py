@@ -12,7 +12,7 @@ import numpy as np
 from cupyconv.backends.numpy.activations import derivative
 from cupyconv.backends.numpy.windows import five_axes
 from cupyconv.dtypes import dtype_from_name
-from cupyconv.plan import ElementwiseLoop
+from cupyconv.loops import ElementwiseLoop
 
 
 def epilogue_grad(loop: ElementwiseLoop, arrays: Mapping[str, Any]) -> None:

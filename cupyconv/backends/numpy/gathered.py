@@ -16,7 +16,7 @@ import numpy as np
 from cupyconv.backends.numpy.convolution import ConvolutionLoop
 from cupyconv.backends.numpy.windows import five_axes
 from cupyconv.geometry import ConvGeometry
-from cupyconv.plan import GatheredLoop
+from cupyconv.loops import GatheredLoop
 
 
 class GatheredConvolution:
@@ -50,12 +50,11 @@ class GatheredConvolution:
         assert isinstance(geometry, ConvGeometry)
         if geometry.reduction == 0:
             return np.empty((geometry.out_channels, 0, *geometry.kernel), weight.dtype)
-        weight = five_axes(weight)
-        for axis, taps in enumerate(self.plan.taps, start=2):
-            weight = weight.take(taps, axis)
+        reversed_taps: Any = tuple(slice(t.start, t.stop if t.stop >= 0 else None, t.step) for t in self.plan.taps)
+        taken = five_axes(weight)[(..., *reversed_taps)]
         # (groups, channels of the result, of x, taps)
-        grouped = weight.reshape(geometry.groups, geometry.group_channels, geometry.group_outputs, *geometry.kernel)
-        exchanged = np.ascontiguousarray(grouped.swapaxes(1, 2))
+        grouped = taken.reshape(geometry.groups, geometry.group_channels, geometry.group_outputs, *geometry.kernel)
+        exchanged = np.array(grouped.swapaxes(1, 2), order="C")
         if self.plan.conjugate:
             np.conjugate(exchanged, out=exchanged)
         return exchanged.reshape(geometry.out_channels, geometry.group_channels, *geometry.kernel)

@@ -22,7 +22,7 @@ from cupyconv.backends.numpy.scratch import Scratch
 from cupyconv.backends.numpy.windows import axis_segments, five_axes
 from cupyconv.dtypes import dtype_from_name
 from cupyconv.geometry import Windows
-from cupyconv.plan import PoolingLoop
+from cupyconv.loops import PoolingLoop
 
 
 class NewArray(Protocol):

@@ -13,7 +13,7 @@ from cupyconv.backends.numpy.activations import activate, derivative
 from cupyconv.backends.numpy.epilogue_grad import blocks_of, channel_sums
 from cupyconv.backends.numpy.windows import five_axes
 from cupyconv.dtypes import dtype_from_name
-from cupyconv.plan import ElementwiseLoop
+from cupyconv.loops import ElementwiseLoop
 
 
 def prologue_grad(loop: ElementwiseLoop, arrays: Mapping[str, Any]) -> None:

@@ -13,7 +13,8 @@ ones and copied for the samples that are not past their length, so that nothing 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby, product
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ import numpy as np
 from cupyconv.activations import Activation
 from cupyconv.backends.numpy.activations import activate
 from cupyconv.dtypes import dtype_from_name
-from cupyconv.plan import RecurrentLoop
+from cupyconv.loops import RecurrentLoop
+
+_WEIGHTS = ("weight_ih", "weight_hh")
 
 
 class RecurrentLayer:
@@ -33,43 +36,66 @@ class RecurrentLayer:
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         """Compute the results; arguments and results are given by name."""
-        given = {role: arrays[name] for role, name in self._loop.buffers}
-        for direction in range(self._loop.geometry.directions):
-            self._direction(self._loop, given, direction).run()
+        loop, geometry = self._loop, self._loop.geometry
+        given = {role: arrays[name] for role, name in loop.buffers}
+        parts = [slice(first, first + loop.samples) for first in range(0, max(1, geometry.batch), loop.samples)]
+        weights = [[self._by_gate(given, role, d) for role in _WEIGHTS] for d in range(geometry.directions)]
+
+        def finish(work: tuple[int, slice]) -> None:
+            with np.errstate(all="ignore"):  # of the thread
+                self._direction(loop, given, weights[work[0]], *work).run()
+
+        every = list(product(range(geometry.directions), parts))
+        if loop.threads == 1:
+            for work in every:
+                finish(work)
+        else:
+            with ThreadPoolExecutor(loop.threads) as pool:
+                list(pool.map(finish, every))
+
+    def _by_gate(self, given: Mapping[str, Any], role: str, direction: int) -> np.ndarray:
+        """A weight as (G, columns, H): a matrix for each gate."""
+        geometry, weight = self._loop.geometry, given[role]
+        own = weight[direction] if weight.ndim == 3 else weight
+        by_gate = own.reshape(geometry.gates, geometry.hidden, own.shape[1]).swapaxes(1, 2)
+        return np.array(by_gate, dtype_from_name(self._loop.dtype), order="C") if role in self._loop.copied else by_gate
 
 
 class _Direction:
-    """One direction of one run: its arguments in the dtype computed with, and the memory that its steps share."""
+    """One direction of some samples: its arguments in the dtype computed with, and the memory that its steps share."""
 
-    def __init__(self, loop: RecurrentLoop, given: Mapping[str, Any], direction: int) -> None:
+    def __init__(
+        self,
+        loop: RecurrentLoop,
+        given: Mapping[str, Any],
+        weights: Sequence[np.ndarray],
+        direction: int,
+        samples: slice,
+    ) -> None:
         geometry, dtype = loop.geometry, dtype_from_name(loop.dtype)
         self._loop, self.geometry, self.dtype = loop, geometry, dtype
-        self._given, self._index = given, direction
-        hidden, batch = geometry.hidden, geometry.batch
+        self._given, self._index, self._samples = given, direction, samples
+        hidden = geometry.hidden
+        self._batch = len(range(geometry.batch)[samples])
         self._backwards = geometry.signs[direction] < 0
-        self._weight_ih, self.weight_hh = self._by_gate("weight_ih"), self._by_gate("weight_hh")
+        self._weight_ih, self.weight_hh = weights
         self.bias_ih, self.bias_hh = self._vector("bias_ih"), self._vector("bias_hh")
         x, out = given["x"], given["out"]
-        self._x = x if x.ndim == 3 else x[None]
-        self._out = (out if out.ndim == 3 else out[None])[:, :, direction * hidden : (direction + 1) * hidden]
+        self._x = (x if x.ndim == 3 else x[None])[:, samples]
+        self._out = (out if out.ndim == 3 else out[None])[:, samples, direction * hidden : (direction + 1) * hidden]
         kept = {name: shape[-1] // max(1, hidden) for name, shape in geometry.keeps.items() if name in given}
         self.kept = {
-            name: given[name][direction].reshape(geometry.steps, batch, parts, hidden) for name, parts in kept.items()
+            name: given[name][direction].reshape(geometry.steps, geometry.batch, parts, hidden)[:, samples]
+            for name, parts in kept.items()
         }
-        self.gates = np.empty((geometry.gates, batch, hidden), dtype)
-        self.h, self.c = self._state("h0"), self._state("c0")
+        self.gates = np.empty((geometry.gates, self._batch, hidden), dtype)
+        self.h, self.c = self._state("h0", hidden), self._state("c0", hidden if geometry.cell == "lstm" else 0)
+        self.prepare()
 
     def _own(self, role: str, axes: int) -> np.ndarray | None:
         """What an argument or a result of so many axes has for this direction; None where it is absent."""
         array = self._given.get(role)
         return None if array is None else array[self._index] if array.ndim > axes else array
-
-    def _by_gate(self, role: str) -> np.ndarray:
-        """A weight as (G, columns, H): a matrix for each gate."""
-        weight = self._own(role, 2)
-        assert weight is not None
-        by_gate = weight.reshape(self.geometry.gates, self.geometry.hidden, -1).swapaxes(1, 2)
-        return np.array(by_gate, self.dtype, order="C") if role in self._loop.copied else by_gate
 
     def _vector(self, role: str) -> np.ndarray | None:
         """A vector as (parts, 1, H), rounded to the result's dtype first, as an argument of that would have been."""
@@ -79,12 +105,16 @@ class _Direction:
         rounded = vector.astype(self._given["out"].dtype, copy=False).astype(self.dtype, copy=False)
         return rounded.reshape(-1, 1, self.geometry.hidden)
 
-    def _state(self, role: str) -> np.ndarray:
-        state = np.zeros((self.geometry.batch, self.geometry.hidden), self.dtype)
+    def _state(self, role: str, size: int) -> np.ndarray:
+        state = np.zeros((self._batch, size), self.dtype)
         initial = self._own(role, 2)
         if initial is not None:
-            state[...] = initial.astype(self._given["out"].dtype, copy=False)
+            state[...] = initial[self._samples].astype(self._given["out"].dtype, copy=False)
         return state
+
+    def prepare(self) -> None:
+        """What all steps of a cell share."""
+        raise NotImplementedError
 
     def advance(self, t: int, projected: np.ndarray, h: np.ndarray, c: np.ndarray) -> None:
         """The states after step t, into `h` and `c`, which may be `self.h` and `self.c`."""
@@ -93,6 +123,7 @@ class _Direction:
     def run(self) -> None:
         """All steps, and the last states."""
         lengths = self._given.get("lengths")
+        lengths = None if lengths is None else lengths[self._samples]
         least = most = self.geometry.steps
         if lengths is not None and lengths.size:
             least, most = int(lengths.min()), int(lengths.max())
@@ -115,12 +146,12 @@ class _Direction:
         for role, state in (("h", self.h), ("c", self.c)):
             last = self._own(role, 2)
             if last is not None:
-                last[...] = state
+                last[self._samples] = state
 
     def _projected(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
         """The steps before `most` in this direction's order, each with what its inputs add to the gates."""
         loop, geometry = self._loop, self.geometry
-        samples, inputs = geometry.batch, geometry.inputs
+        samples, inputs = self._batch, geometry.inputs
         chunks = [range(first, min(first + loop.chunk, most)) for first in range(0, most, loop.chunk)]
         memory = np.empty(loop.chunk * self.gates.size, self.dtype)
         copies_x = "x" in loop.copied
@@ -160,8 +191,7 @@ class _Direction:
 
 
 class _Rnn(_Direction):
-    def __init__(self, loop: RecurrentLoop, given: Mapping[str, Any], direction: int) -> None:
-        super().__init__(loop, given, direction)
+    def prepare(self) -> None:
         self._bias = self.added()
         (self._activation,) = self.activations()
 
@@ -173,13 +203,11 @@ class _Rnn(_Direction):
             gates += self._bias
         self.clip(gates)
         self.keep(t, 0, gates)
-        _in_place(gates, self._activation)
-        h[...] = gates[0]
+        _apply(gates[0], self._activation, h)
 
 
 class _Lstm(_Direction):
-    def __init__(self, loop: RecurrentLoop, given: Mapping[str, Any], direction: int) -> None:
-        super().__init__(loop, given, direction)
+    def prepare(self) -> None:
         self._bias, self._peepholes = self.added(), self._vector("peephole")
         f, g, self._of_cell = self.activations()
         #: The gates that do not see the new c: all but o, where there are peepholes.
@@ -213,14 +241,12 @@ class _Lstm(_Direction):
             self._activate_late()
         if self.kept:
             self.kept["cells"][t, :, 0] = c
-        h[...] = c
-        _in_place(h, self._of_cell)
+        _apply(c, self._of_cell, h)
         h *= o
 
 
 class _Gru(_Direction):
-    def __init__(self, loop: RecurrentLoop, given: Mapping[str, Any], direction: int) -> None:
-        super().__init__(loop, given, direction)
+    def prepare(self) -> None:
         bias = self.added()
         self._bias_rz = None if bias is None else bias[:2]
         self._bias_in, self._bias_hn = (None if b is None else b[2] for b in (self.bias_ih, self.bias_hh))
@@ -279,7 +305,7 @@ def _activation_of(gates: np.ndarray, activations: Sequence[Activation]) -> Call
 
         def one_by_one() -> None:
             for run, activation in runs:
-                _in_place(run, activation)
+                _apply(run, activation, run)
 
         return one_by_one
     sigmoids = [run for run, activation in runs if activation.name == "sigmoid"]
@@ -295,12 +321,16 @@ def _activation_of(gates: np.ndarray, activations: Sequence[Activation]) -> Call
     return at_once
 
 
-def _in_place(v: np.ndarray, activation: Activation) -> None:
-    """`activate`, but for a sigmoid without its temporary."""
-    if activation.name != "sigmoid":
-        activate(v, activation)
-        return
-    v *= 0.5
-    np.tanh(v, out=v)
-    v *= 0.5
-    v += 0.5
+def _apply(v: np.ndarray, activation: Activation, out: np.ndarray) -> None:
+    """`activate` from one array into another, which may be the same; a sigmoid without its temporary."""
+    if activation.name == "tanh":
+        np.tanh(v, out=out)
+    elif activation.name == "sigmoid":
+        np.multiply(v, 0.5, out=out)
+        np.tanh(out, out=out)
+        out *= 0.5
+        out += 0.5
+    else:
+        if out is not v:
+            out[...] = v
+        activate(out, activation)

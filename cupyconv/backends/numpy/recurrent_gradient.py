@@ -20,7 +20,7 @@ import numpy as np
 from cupyconv.activations import Activation, derivative_from_result
 from cupyconv.backends.numpy.activations import activate, derivative
 from cupyconv.dtypes import dtype_from_name
-from cupyconv.plan import RecurrentGradientLoop
+from cupyconv.loops import RecurrentGradientLoop
 
 
 class RecurrentGradient:
@@ -43,15 +43,33 @@ class RecurrentGradient:
             for name in ("grad_weight_ih", "grad_weight_hh"):
                 arrays[name][...] = 0
         for d in range(geometry.directions):
-            self.of_cell(self.loop, arrays, d).run()
+            for first in range(0, geometry.batch, max(1, self.loop.samples)):
+                part = _samples(arrays, slice(first, first + self.loop.samples))
+                self.of_cell(self.loop, part, d, begins=first == 0).run()
+
+
+#: The axis of samples of each array that has one.
+_AXES = {
+    "x": 1, "y": 1, "h0": 1, "c0": 1, "lengths": 0, "gates": 2, "cells": 2, "candidate": 2, "grad_y": 1, "grad_h": 1,
+    "grad_c": 1, "grad_x": 1, "grad_h0": 1, "grad_c0": 1,
+}  # fmt: skip
+
+
+def _samples(arrays: Mapping[str, Any], samples: slice) -> dict[str, Any]:
+    """A part of the samples of each array."""
+    return {
+        name: array[(slice(None),) * _AXES[name] + (samples,)] if name in _AXES else array
+        for name, array in arrays.items()
+    }
 
 
 class _Direction:
-    """One direction of a layer; what all cells do."""
+    """One direction of a layer, of some samples; what all cells do.  One of them `begins` the weights' sums."""
 
-    def __init__(self, loop: RecurrentGradientLoop, arrays: Mapping[str, Any], d: int) -> None:
+    def __init__(self, loop: RecurrentGradientLoop, arrays: Mapping[str, Any], d: int, begins: bool) -> None:
         self.geometry, self.arrays, self.d = loop.geometry, arrays, d
-        self.steps, self.batch, self.hidden = self.geometry.steps, self.geometry.batch, self.geometry.hidden
+        self.begins, self.block = begins, loop.block
+        self.steps, self.batch, self.hidden = self.geometry.steps, arrays["x"].shape[1], self.geometry.hidden
         self.sign = self.geometry.signs[d]
         self.dtype = dtype_from_name(loop.dtype)
         self.activations = self.geometry.activations[d]
@@ -91,6 +109,7 @@ class _Direction:
             for t in range(first, end)[:: -self.sign]:
                 self.back_a_step(t, t - first)
             self.add_products(first, end, self.rows(self.of_gates, first, end))
+            self.begins = False
 
     def runs(self) -> Iterator[tuple[int, int]]:
         """Runs of steps, in the order in which gradients meet them."""
@@ -138,25 +157,29 @@ class _Direction:
 
     def add_products(self, first: int, end: int, of_gates: np.ndarray) -> None:
         """Everything that is linear in the gates' gradients of a run."""
-        self.add("grad_weight_ih", of_gates.T, self.inputs(first, end), first, end)
-        of_x = self.arrays["grad_x"][first:end].reshape(len(of_gates), self.geometry.inputs)
+        self.add("grad_weight_ih", of_gates.T, self.inputs(first, end))
+        of_x = self.arrays["grad_x"][first:end]
+        left = of_gates.reshape(*of_x.shape[:2], of_gates.shape[1])
+        if of_x.flags.c_contiguous:  # of all samples: one matrix
+            of_x, left = of_x.reshape(len(of_gates), of_x.shape[2]), of_gates
         if self.d:
-            of_x += of_gates @ self.weight_ih
+            of_x += left @ self.weight_ih
         else:
-            np.matmul(of_gates, self.weight_ih, out=of_x)
+            np.matmul(left, self.weight_ih, out=of_x)
         self.add_sums(0, of_gates)
         self.add_recurrent_products(first, end, of_gates)
 
     def add_recurrent_products(self, first: int, end: int, of_gates: np.ndarray) -> None:
-        self.add("grad_weight_hh", of_gates.T, self.rows(self.previous, first, end), first, end)
+        self.add("grad_weight_hh", of_gates.T, self.rows(self.previous, first, end))
 
-    def add(self, name: str, a: np.ndarray, b: np.ndarray, first: int, end: int, rows: slice = slice(None)) -> None:
-        """The product, into rows of this result; the first run's product is where the sum begins."""
+    def add(self, name: str, a: np.ndarray, b: np.ndarray, rows: slice = slice(None)) -> None:
+        """The product, into rows of this result, some rows at a time where it is added."""
         result = self.arrays[name][self.d, rows]
-        if (end == self.steps) if self.sign > 0 else (first == 0):
+        if self.begins:
             np.matmul(a, b, out=result)
-        else:
-            result += a @ b
+            return
+        for row in range(0, len(result), self.block):
+            result[row : row + self.block] += a[row : row + self.block] @ b
 
     def add_sums(self, row: int, columns: np.ndarray) -> None:
         """The sum of each column, as a product with ones: BLAS reads a matrix faster than NumPy adds it."""
@@ -225,8 +248,8 @@ class _Lstm(_Direction):
     of_i, of_f, of_g = of_c * (g i', c_before f', i g')                     of_c of the step before: of_c * f
     """
 
-    def __init__(self, loop: RecurrentGradientLoop, arrays: Mapping[str, Any], d: int) -> None:
-        super().__init__(loop, arrays, d)
+    def __init__(self, loop: RecurrentGradientLoop, arrays: Mapping[str, Any], d: int, begins: bool) -> None:
+        super().__init__(loop, arrays, d, begins)
         self.back_c = self._begun("c")
         self.cells_before, self.forget, self.to_cell = (self.run_of(self.hidden) for _ in range(3))
         self.kept_back_c, self.product = self.of_step(), self.of_step()
@@ -300,8 +323,8 @@ class _Gru(_Direction):
         of h before:  of_h * z + of_r R_r + of_z R_z + of_q R_n
     """
 
-    def __init__(self, loop: RecurrentGradientLoop, arrays: Mapping[str, Any], d: int) -> None:
-        super().__init__(loop, arrays, d)
+    def __init__(self, loop: RecurrentGradientLoop, arrays: Mapping[str, Any], d: int, begins: bool) -> None:
+        super().__init__(loop, arrays, d, begins)
         self.update, self.reset = self.run_of(self.hidden), self.run_of(self.hidden)
         self.product = self.of_step()
         self.weight_rz, self.weight_n = np.split(self.weight_hh, [2 * self.hidden])
@@ -338,8 +361,8 @@ class _Gru(_Direction):
     def add_recurrent_products(self, first: int, end: int, of_gates: np.ndarray) -> None:
         hidden, previous = self.hidden, self.rows(self.previous, first, end)
         of_q = self.rows(self.reset, first, end)
-        self.add("grad_weight_hh", of_gates[:, : 2 * hidden].T, previous, first, end, slice(2 * hidden))
-        self.add("grad_weight_hh", of_q.T, previous, first, end, slice(2 * hidden, None))
+        self.add("grad_weight_hh", of_gates[:, : 2 * hidden].T, previous, slice(2 * hidden))
+        self.add("grad_weight_hh", of_q.T, previous, slice(2 * hidden, None))
         self.add_sums(3, of_q)
 
 
@@ -373,15 +396,9 @@ class _ResetFirst(_Gru):
         hidden, previous = self.hidden, self.rows(self.previous, first, end)
         read = self.arrays["candidate"][self.d, first:end].copy()  # r * h
         self.leave_out(read, first, end)
-        self.add("grad_weight_hh", of_gates[:, : 2 * hidden].T, previous, first, end, slice(2 * hidden))
-        self.add(
-            "grad_weight_hh",
-            of_gates[:, 2 * hidden :].T,
-            self.rows(read, first, end),
-            first,
-            end,
-            slice(2 * hidden, None),
-        )
+        self.add("grad_weight_hh", of_gates[:, : 2 * hidden].T, previous, slice(2 * hidden))
+        read = self.rows(read, first, end)
+        self.add("grad_weight_hh", of_gates[:, 2 * hidden :].T, read, slice(2 * hidden, None))
 
 
 def _slope(argument: np.ndarray, value: np.ndarray, activation: Activation) -> np.ndarray:

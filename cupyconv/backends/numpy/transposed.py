@@ -31,7 +31,7 @@ from cupyconv.backends.numpy.blocks import Scratch
 from cupyconv.backends.numpy.windows import Region, add, five_axes, read, tap_regions
 from cupyconv.dtypes import dtype_from_name, is_complex, real_part
 from cupyconv.geometry import ConvGeometry
-from cupyconv.plan import TransposedLoop
+from cupyconv.loops import TransposedLoop
 
 #: Sums of a block's channels in one array: (array [channels, samples, d, h, w], which of the block's channels).
 Piece = tuple[np.ndarray, slice]

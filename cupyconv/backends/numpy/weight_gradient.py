@@ -35,7 +35,7 @@ from cupyconv.backends.numpy.prologue import transform_of
 from cupyconv.backends.numpy.windows import five_axes
 from cupyconv.dtypes import dtype_from_name, is_complex, real_part
 from cupyconv.geometry import ConvGeometry
-from cupyconv.plan import WeightGradientLoop
+from cupyconv.loops import WeightGradientLoop
 
 #: Outputs below which a product is taken transposed, where that makes it taller than wide: BLAS is faster at it.
 _MANY_OUTPUTS = 128
@@ -99,9 +99,9 @@ class _Run:
         #: (groups, outputs of a group, channels of a group, *kernel): these outputs of the result.
         self._out = out.reshape(geometry.groups, geometry.group_outputs, *out.shape[1:])[:, self._rows]
         self._transform = transform_of(plan.prologue, arrays, loop.x_dtype)
-        self._scratch = Scratch(loop.x_dtype, plan.blocks)
-        self._grad_scratch = [Scratch(loop.grad_dtype, plan.blocks) for _ in self.grads]
-        self._product_scratch = Scratch(np.result_type(loop.x_dtype, loop.grad_dtype), plan.blocks)
+        self._scratch = Scratch(loop.x_dtype, plan.rounds)
+        self._grad_scratch = [Scratch(loop.grad_dtype, plan.rounds) for _ in self.grads]
+        self._product_scratch = Scratch(np.result_type(loop.x_dtype, loop.grad_dtype), plan.rounds)
 
     # Sums, (groups, rows, K_g).
 

@@ -1,0 +1,294 @@
+// A convolution over a tile of an image that lies in shared memory: windows are read where they lie, not as columns.
+//
+//     sum[m, p] += sum_{t, k}  weight[t, m, k] * tile[base(p) + offset(t), k]
+//
+//     tile       pixel 0   [k k k k .. k | . .]      CHUNK channels of a pixel side by side, 64 bytes, and 16 more that
+//                pixel 1   [k k k k .. k | . .]      keep neighbouring pixels in different banks: eight of them are
+//                 ...                                read at once without conflict, 16 bytes of each
+//
+//     base(p)    where the window of p begins, in elements; offset(t): from there to a tap
+//
+// Stride and dilation are in `base` and `offset` only.  Pixels are dealt to warps in groups of a few each, so that a
+// tile of fewer pixels leaves out whole groups; rows (m) likewise.
+#pragma once
+#include "image.cuh"
+#include "tensor_core.cuh"
+
+namespace cupyconv {
+
+constexpr int TILE_THREADS = 256, TILE_WARPS = TILE_THREADS / WARP;
+
+__device__ __forceinline__ int warp_index() { return threadIdx.x / WARP; }
+__device__ __forceinline__ int warp_lane() { return threadIdx.x % WARP; }
+
+// The same number, of which the compiler does not know that: what is worked out from it is worked out where it is
+// needed, rather than once before a loop and kept in registers.
+__device__ __forceinline__ int anew(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
+template <class T>
+struct WindowTile {
+    static constexpr int CHUNK = 64 / sizeof(T), PITCH = 80 / sizeof(T), GRANULE = 16 / sizeof(T);
+};
+
+// A box of pixels, numbered along w first.
+struct Box {
+    int size[3];
+    __device__ __forceinline__ int pixels() const { return size[0] * size[1] * size[2]; }
+    __device__ __forceinline__ void at(int pixel, int (&place)[3]) const {
+        place[2] = pixel % size[2];
+        pixel /= size[2];
+        place[1] = pixel % size[1];
+        place[0] = pixel / size[1];
+    }
+};
+
+// Where the window of a pixel of `outer` begins in `inner`, in pixels.
+__device__ __forceinline__ int window_base(int pixel, const Box& outer, const Box& inner, const int (&stride)[3]) {
+    int at[3];
+    outer.at(pixel, at);
+    return (at[0] * stride[0] * inner.size[1] + at[1] * stride[1]) * inner.size[2] + at[2] * stride[2];
+}
+
+// Calls f(t, offset) for each tap of the windows in `inner`, `offset` in pixels.
+template <class F> __device__ __forceinline__ void for_each_tap(const Windows& windows, const Box& inner, F f) {
+    int t = 0;
+#pragma unroll 1
+    for (int i = 0; i < windows.kernel[0]; ++i)
+#pragma unroll 1
+        for (int j = 0; j < windows.kernel[1]; ++j) {
+            int offset = (i * windows.dilation[0] * inner.size[1] + j * windows.dilation[1]) * inner.size[2];
+#pragma unroll 1
+            for (int k = 0; k < windows.kernel[2]; ++k, ++t, offset += windows.dilation[2]) f(t, offset);
+        }
+}
+
+// ---- every channel with every other: sums in registers, ROWS x PIXELS of them a block ---------------------------------
+
+// On CUDA cores: a lane has every eighth pixel and every fourth packet of rows.
+template <class T, int ROWS_, int PIXELS>
+class TileSums {
+    using Tile = WindowTile<T>;
+    static constexpr int PACKET = Tile::GRANULE, ITS_ROWS = ROWS_ / 4;
+
+public:
+    static constexpr int ROWS = ROWS_, STEP = PACKET;   // of K: `depth` is a multiple of it
+    static constexpr int WEIGHTS = Tile::CHUNK * ROWS;  // elements a tap
+    static __device__ __forceinline__ int weight_index(int m, int k) { return k * ROWS + m; }
+
+    // Every sum of row m as start(m).
+    template <class F> __device__ __forceinline__ void begin(F start) {
+        const int lane = anew(warp_lane());
+#pragma unroll
+        for (int i = 0; i < ITS_ROWS; ++i) {
+            const T value = start(row(i, lane));
+#pragma unroll
+            for (int j = 0; j < GROUPS; ++j) sum_[i][j] = value;
+        }
+    }
+
+    // Before products: where the windows of the lane's pixels begin, from a table of PIXELS bases.
+    __device__ __forceinline__ void aim(const int* base, int pixels) {
+        const int lane = anew(warp_lane());
+        groups_ = (pixels + GROUP - 1) / GROUP;
+#pragma unroll
+        for (int j = 0; j < GROUPS; ++j) at_[j] = base[pixel(j, lane)] * Tile::PITCH;
+    }
+
+    // One tap: `tile` begins at its offset, and of its channels `depth` take part.
+    __device__ __forceinline__ void multiply(const T* tile, const T* weight, int rows, int depth) {
+        const int lane = warp_lane();
+#pragma unroll 1
+        for (int k = 0; k < depth; k += STEP) {
+            Packet<T, PACKET> x[GROUPS];
+#pragma unroll
+            for (int j = 0; j < GROUPS; ++j)
+                if (j < groups_) x[j] = load_packet<PACKET>(tile + at_[j] + k);
+#pragma unroll
+            for (int e = 0; e < PACKET; ++e)
+#pragma unroll
+                for (int i = 0; i < ITS_ROWS; i += PACKET) {
+                    if (i * 4 >= rows) break;
+                    const Packet<T, PACKET> w = load_packet<PACKET>(weight + weight_index(row(i, lane), k + e));
+#pragma unroll
+                    for (int j = 0; j < GROUPS; ++j)
+                        if (j < groups_)
+#pragma unroll
+                            for (int r = 0; r < PACKET; ++r) add_product(sum_[i + r][j], w.lane[r], x[j].lane[e]);
+                }
+        }
+    }
+
+    // Calls f(m, pixel, sum), which may change the sum.
+    template <class F> __device__ __forceinline__ void for_each(F f) {
+        const int lane = anew(warp_lane());
+#pragma unroll
+        for (int j = 0; j < GROUPS; ++j)
+            if (j < groups_)
+#pragma unroll
+                for (int i = 0; i < ITS_ROWS; ++i) f(row(i, lane), pixel(j, lane), sum_[i][j]);
+    }
+
+    template <class Activation> __device__ __forceinline__ void apply(const Activation& activation) {
+#pragma unroll
+        for (int i = 0; i < ITS_ROWS; ++i) activation.apply(sum_[i]);
+    }
+
+    // Rounded into a tile of so many pixels as its channels; zero where not keep(m, pixel).
+    template <class F> __device__ __forceinline__ void leave(T* tile, int pixels, F keep) const {
+        const int lane = anew(warp_lane());
+#pragma unroll
+        for (int j = 0; j < GROUPS; ++j)
+            if (pixel(j, lane) < pixels)
+#pragma unroll
+                for (int i = 0; i < ITS_ROWS; i += PACKET) {
+                    Packet<T, PACKET> packet;
+#pragma unroll
+                    for (int r = 0; r < PACKET; ++r) packet.lane[r] = keep(row(i, lane) + r, pixel(j, lane)) ? sum_[i + r][j] : T(0);
+                    *reinterpret_cast<Packet<T, PACKET>*>(tile + pixel(j, lane) * Tile::PITCH + row(i, lane)) = packet;
+                }
+    }
+
+private:
+    static constexpr int GROUP = TILE_WARPS * 8, GROUPS = PIXELS / GROUP;
+    static_assert(GROUPS * GROUP == PIXELS && ITS_ROWS % PACKET == 0, "lanes share the sums evenly");
+
+    static __device__ __forceinline__ int pixel(int j, int lane) { return (j * TILE_WARPS + warp_index()) * 8 + lane % 8; }
+    static __device__ __forceinline__ int row(int i, int lane) {
+        return (i / PACKET * 4 + lane / 8) * PACKET + i % PACKET;
+    }
+
+    T sum_[ITS_ROWS][GROUPS];
+    int at_[GROUPS], groups_;
+};
+
+// On tensor cores: 16 rows and 16 pixels of a warp at a time, fragments loaded straight from the pixels' rows.
+template <class T, int ROWS_, int PIXELS>
+class MatrixTileSums {
+    using Tile = WindowTile<T>;
+
+public:
+    static constexpr int ROWS = ROWS_, STEP = 16;  // of K: one instruction
+    static constexpr int WEIGHTS = ROWS * Tile::PITCH;
+    static __device__ __forceinline__ int weight_index(int m, int k) { return m * Tile::PITCH + k; }
+
+    template <class F> __device__ __forceinline__ void begin(F start) {
+#pragma unroll
+        for (int i = 0; i < ROWS / 16; ++i) {
+            const int row = i * 16 + anew(warp_lane()) / 4;
+            const float value[2] = {start(row), start(row + 8)};
+#pragma unroll
+            for (int j = 0; j < GROUPS * 2; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) sum_[i][j][e] = value[e / 2];
+        }
+    }
+
+    __device__ __forceinline__ void aim(const int* base, int pixels) {
+        const int lane = anew(warp_lane());
+        groups_ = (pixels + GROUP - 1) / GROUP;
+#pragma unroll
+        for (int j = 0; j < GROUPS; ++j)
+            at_[j] = base[first_pixel(j) + lane % 8 + lane / 16 * 8] * Tile::PITCH + lane / 8 % 2 * (STEP / 2);
+    }
+
+    __device__ __forceinline__ void multiply(const T* tile, const T* weight, int rows, int depth) {
+        const T* const a_row = weight + weight_index(warp_lane() % 16, warp_lane() / 16 * (STEP / 2));
+#pragma unroll 1
+        for (int k = 0; k < depth; k += STEP) {
+            unsigned b[GROUPS][2][2];
+#pragma unroll
+            for (int j = 0; j < GROUPS; ++j) {
+                if (j >= groups_) continue;
+                unsigned four[4];
+                load_matrices(four, tile + at_[j] + k);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) b[j][e / 2][e % 2] = four[e];
+            }
+#pragma unroll
+            for (int i = 0; i < ROWS / 16; ++i) {
+                if (i * 16 >= rows) break;
+                unsigned a[4];
+                load_matrices(a, a_row + weight_index(i * 16, k));
+#pragma unroll
+                for (int j = 0; j < GROUPS; ++j)
+                    if (j < groups_) {
+                        multiply_add<T>(sum_[i][2 * j], a, b[j][0]);
+                        multiply_add<T>(sum_[i][2 * j + 1], a, b[j][1]);
+                    }
+            }
+        }
+    }
+
+    template <class F> __device__ __forceinline__ void for_each(F f) {
+        const int lane = anew(warp_lane()), row = lane / 4, column = lane % 4 * 2;
+#pragma unroll
+        for (int j = 0; j < GROUPS * 2; ++j)
+            if (j / 2 < groups_)
+#pragma unroll
+                for (int i = 0; i < ROWS / 16; ++i)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        f(i * 16 + row + e / 2 * 8, first_pixel(j / 2) + j % 2 * 8 + column + e % 2, sum_[i][j][e]);
+    }
+
+    template <class Activation> __device__ __forceinline__ void apply(const Activation& activation) {
+#pragma unroll
+        for (int i = 0; i < ROWS / 16; ++i)
+#pragma unroll
+            for (int j = 0; j < GROUPS * 2; ++j) activation.apply(sum_[i][j]);
+    }
+
+    template <class F> __device__ __forceinline__ void leave(T* tile, int pixels, F keep) {
+        for_each([&](int m, int pixel, float sum) {
+            if (pixel < pixels) tile[pixel * Tile::PITCH + m] = narrow<T>(keep(m, pixel) ? sum : 0);
+        });
+    }
+
+private:
+    static constexpr int GROUP = TILE_WARPS * 16, GROUPS = PIXELS / GROUP;
+    static_assert(GROUPS * GROUP == PIXELS && ROWS % 16 == 0, "warps share the sums evenly");
+
+    static __device__ __forceinline__ int first_pixel(int j) { return (j * TILE_WARPS + warp_index()) * 16; }
+
+    float sum_[ROWS / 16][GROUPS * 2][4];
+    int at_[GROUPS], groups_;
+};
+
+template <class T, int ROWS, int PIXELS> struct TileSumsOf { using type = TileSums<T, ROWS, PIXELS>; };
+template <int ROWS, int PIXELS> struct TileSumsOf<float16, ROWS, PIXELS> {
+    using type = MatrixTileSums<float16, ROWS, PIXELS>;
+};
+template <int ROWS, int PIXELS> struct TileSumsOf<bfloat16, ROWS, PIXELS> {
+    using type = MatrixTileSums<bfloat16, ROWS, PIXELS>;
+};
+
+// ---- every channel by itself ------------------------------------------------------------------------------------------
+
+// Calls f(pixel, k, sums) for GRANULE channels from k on of each pixel of the block's, sums of [t][k] weights.
+template <class T, class F>
+__device__ __forceinline__ void convolve_each(
+    const T* tile, const Accumulator<T>* weight, const Windows& windows, const Box& inner, const int* base, int pixels,
+    int channels, F f) {
+    using Tile = WindowTile<T>;
+    constexpr int GRANULE = Tile::GRANULE;
+    const int rows = (pixels + WARP - 1) / WARP * WARP;  // neighbouring threads take neighbouring pixels
+#pragma unroll 1
+    for (int u = threadIdx.x; u < (channels + GRANULE - 1) / GRANULE * rows; u += TILE_THREADS) {
+        const int k = u / rows * GRANULE, pixel = u % rows;
+        if (pixel >= pixels) continue;
+        const T* const window = tile + base[pixel] * Tile::PITCH + k;
+        Accumulator<T> sum[GRANULE] = {};
+        for_each_tap(windows, inner, [&](int t, int offset) {
+            const auto x = load_packet<GRANULE>(window + offset * Tile::PITCH);
+            const auto w = gather_packet<GRANULE>(weight + t * Tile::CHUNK + k, 1, true);
+#pragma unroll
+            for (int e = 0; e < GRANULE; ++e) add_product(sum[e], widen(x.lane[e]), w.lane[e]);
+        });
+        f(pixel, k, sum);
+    }
+}
+
+}  // namespace cupyconv

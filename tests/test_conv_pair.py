@@ -1,0 +1,410 @@
+"""Two convolutions in one kernel (kernels/conv_pair.cu): right numbers for every shape of tile, and what the plan says.
+
+The oracle is the reference applied twice.  Which tile runs is the cost model's choice; here every choice is forced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from targets import TARGETS
+from tolerance import assert_exact, compare, rounded, tolerance
+
+import cupyconv
+from cupyconv import ConvLayer
+from cupyconv.chain import prepare_conv_chain
+from cupyconv.machine import KNOWN_GPUS, known_gpu
+from cupyconv.plan import Kernel, KernelLaunch
+from cupyconv.planning import chain, chain_cuda
+from cupyconv.planning.draft import Draft
+from cupyconv.planning.occupancy import resident_blocks
+
+DENSE, DEPTHWISE = "DENSE", "DEPTHWISE"
+
+#: The largest slope of an activation used here, that of silu: how much of an error in its argument passes it.
+STEEPEST = 1.1
+
+#: What is compiled for the host here: all kinds of pairs once, both arithmetics, every accumulator.
+VARIANTS = [
+    *(("float32", first, second) for first in (DENSE, DEPTHWISE) for second in (DENSE, DEPTHWISE)),
+    ("float16", DENSE, DENSE),
+    ("float16", DEPTHWISE, DENSE),
+    ("bfloat16", DENSE, DENSE),
+    ("float64", DENSE, DENSE),
+]
+every_variant = pytest.mark.parametrize("variant", VARIANTS, ids="-".join)
+
+
+@pytest.fixture(params=TARGETS[1:])
+def cuda(request):
+    """The CUDA backend on the host device, and on a GPU where there is one."""
+    return request.param()
+
+
+def as_dtype(name: str) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+# ---- pairs -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's settings; `outputs` counts where it is dense."""
+
+    outputs: int = 3
+    kernel: tuple[int, ...] = (3, 3)
+    stride: Any = 1
+    padding: Any = 1
+    dilation: Any = 1
+    activation: Any = None
+    residual: bool = False
+
+
+@dataclass(frozen=True)
+class Pair:
+    batch: int = 2
+    channels: tuple[int, ...] = (5,)  # of each input
+    size: tuple[int, ...] = (9, 11)
+    first: Layer = Layer(activation="relu")
+    second: Layer = Layer()
+    channels_last: bool = False
+
+
+def made(pair: Pair, variant: tuple[str, str, str], seed: int = 0, *, integer: bool = True):
+    """Arrays of a pair: a list of inputs, and the keywords of the reference for both layers."""
+    dtype, *kinds = variant
+    rng = np.random.default_rng(seed)
+
+    def numbers(*shape: int, share: float = 1.0) -> np.ndarray:
+        if integer:  # small and few, so that float16 holds every sum
+            return (rng.integers(-1, 2, shape) * (rng.random(shape) < share)).astype(as_dtype(dtype))
+        return rng.standard_normal(shape).astype(as_dtype(dtype))
+
+    xs = [numbers(pair.batch, count, *pair.size) for count in pair.channels]
+    channels, size, layers = sum(pair.channels), pair.size, []
+    for layer, kind in zip((pair.first, pair.second), kinds):
+        outputs = layer.outputs if kind == DENSE else channels
+        groups = 1 if kind == DENSE else channels
+        weight = numbers(outputs, channels // groups, *layer.kernel, share=0.3)
+        given_ = dict(
+            weight=weight, bias=numbers(outputs), stride=layer.stride, padding=layer.padding, dilation=layer.dilation,
+            groups=groups, activation=layer.activation,
+        )  # fmt: skip
+        shape = reference.conv(np.zeros((1, channels, *size)), **given_).shape[1:]
+        if layer.residual:
+            given_["residual"] = numbers(pair.batch, *shape)
+        layers.append(given_)
+        channels, size = shape[0], shape[1:]
+    return xs, layers
+
+
+def expected(xs, layers) -> np.ndarray:
+    """The definition: the image between is rounded to its dtype."""
+    between = rounded(reference.conv(xs, **layers[0]), xs[0].dtype)
+    return reference.conv(between, **layers[1])
+
+
+def fused(target, xs, layers, *, choose=None, channels_last=False):
+    """The result of the pair in one kernel, and its launch; `choose` picks among the tiles that fit."""
+
+    def put(array: Any) -> Any:
+        if not isinstance(array, np.ndarray):
+            return array
+        if channels_last and array.ndim > 2:
+            axes = (0, *range(2, array.ndim), 1)
+            return target.xp.moveaxis(target.to_device(np.ascontiguousarray(array.transpose(axes))), -1, 1)
+        return target.to_device(array)
+
+    device_layers = [ConvLayer(**{name: put(value) for name, value in layer.items()}) for layer in layers]
+    call = prepare_conv_chain([put(x) for x in xs], device_layers, fuse=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if choose is not None:
+            patch.setattr(chain, "draft_pair", lambda first, second: choose(chain_cuda.drafts_of(first, second)))
+        plan = chain.plan_chain(call.request)
+    (launch,) = plan.steps
+    assert isinstance(launch, KernelLaunch) and launch.kernel.name == "conv_pair"
+    return target.to_host(replace(call, make_plan=lambda request: plan).run()), launch
+
+
+def check(target, pair: Pair, variant, *, choose=None, seed: int = 0) -> KernelLaunch:
+    """Integers exactly; the launch."""
+    xs, layers = made(pair, variant, seed)
+    actual, launch = fused(target, xs, layers, choose=choose, channels_last=pair.channels_last)
+    assert tuple(value for _, value in launch.kernel.macros) == variant
+    assert_exact(actual, expected(xs, layers), as_dtype(variant[0]))
+    return launch
+
+
+POINTWISE = {"kernel": (1, 1), "padding": 0}
+
+PAIRS = {
+    "one pixel": Pair(1, (2,), (1, 1), Layer(2, **POINTWISE), Layer(1, **POINTWISE)),
+    "separable": Pair(2, (40,), (9, 11), Layer(6, activation="relu"), Layer(35, **POINTWISE, residual=True)),
+    "kxk then 1x1": Pair(1, (5,), (9, 11), Layer(19, activation=("leaky_relu", 0.5)), Layer(7, **POINTWISE)),
+    "1x1 then kxk": Pair(2, (7,), (9, 11), Layer(34, **POINTWISE, activation="relu"), Layer(5)),
+    "chunks that end early": Pair(1, (33,), (5, 6), Layer(17), Layer(70, activation="relu6")),
+    "stride 2 twice": Pair(2, (3,), (13, 12), Layer(4, stride=2), Layer(5, stride=(2, 3))),
+    "dilation": Pair(1, (3,), (15, 14), Layer(4, dilation=(2, 1), padding=2), Layer(5, dilation=(1, 3), padding="same")),
+    "one-sided padding": Pair(1, (3,), (8, 9), Layer(4, padding=((2, 0), (0, 3))), Layer(5, padding=((0, 2), (3, 0)))),
+    "wider padding than image": Pair(1, (2,), (2, 3), Layer(3, padding=4), Layer(2, padding=5)),
+    "even kernels": Pair(1, (3,), (9, 8), Layer(4, kernel=(2, 4)), Layer(5, kernel=(4, 2), padding=2)),
+    "merged inputs": Pair(2, (3, 20, 1, 9), (7, 9), Layer(6, activation="relu"), Layer(5)),
+    "one axis": Pair(2, (4,), (300,), Layer(5, kernel=(3,)), Layer(4, kernel=(5,), padding=2)),
+    "three axes": Pair(1, (3,), (4, 5, 6), Layer(4, kernel=(3, 2, 3)), Layer(5, kernel=(1, 3, 2), stride=(1, 2, 1))),
+    "channels-last": Pair(2, (32,), (9, 11), Layer(16, activation="relu"), Layer(9, residual=True), channels_last=True),
+    "channels-last, no whole packets": Pair(2, (9, 16), (6, 5), Layer(6), Layer(9), channels_last=True),
+}  # fmt: skip
+
+
+#: What differs between dtypes: how many channels a chunk and a packet have, and how products are taken.
+OF_EVERY_DTYPE = ("one pixel", "chunks that end early", "stride 2 twice", "merged inputs", "channels-last")
+
+
+@pytest.mark.parametrize(
+    ("variant", "pair"),
+    [
+        pytest.param(variant, pair, id="-".join((*variant, name)))
+        for variant in VARIANTS
+        for name, pair in PAIRS.items()
+        if variant[0] == "float32" or name in OF_EVERY_DTYPE
+    ],
+)
+def test_integers_are_exact(cuda, variant, pair):
+    check(cuda, pair, variant)
+
+
+@settings(max_examples=15)
+@given(data=st.data())
+def test_any_pair_in_any_tile(cuda, data):
+    """Random geometry; of the tiles that fit any may be taken, not only the cheapest."""
+    ints = st.integers
+    variant = data.draw(st.sampled_from([variant for variant in VARIANTS if variant[0] == "float32"]))
+    rank = data.draw(ints(1, 3))
+
+    def layer(extent: int) -> Layer:
+        kernel = tuple(data.draw(st.tuples(*[ints(1, 5 - rank)] * rank)))
+        stride, dilation = (tuple(data.draw(st.tuples(*[ints(1, most)] * rank))) for most in (3, 2))
+        spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel)]
+        pads = [(data.draw(ints(max(0, span - extent), 3 + span)), data.draw(ints(0, 3))) for span in spans]
+        activation = data.draw(st.sampled_from([None, "relu", "relu6", ("clip", -1, 2)]))
+        return Layer(data.draw(ints(2, 36)), kernel, stride, tuple(pads), dilation, activation)
+
+    pair = Pair(
+        data.draw(ints(1, 2)), (2, *data.draw(st.lists(ints(1, 18), max_size=2))),
+        tuple(data.draw(st.tuples(*[ints(1, 9 if rank < 3 else 4)] * rank))), layer(1), layer(1),
+        channels_last=data.draw(st.booleans()),
+    )  # fmt: skip
+    share = data.draw(st.floats(0, 1, exclude_max=True))
+    check(cuda, pair, variant, choose=lambda drafts: drafts[int(share * len(drafts))])
+
+
+@every_variant
+def test_random_data(cuda, variant):
+    """Within the tolerance of both layers, that of the first passed on through the second."""
+    pair = Pair(2, (12,), (9, 11), Layer(24, activation="silu"), Layer(9, activation="tanh", residual=True))
+    xs, (first, second) = made(pair, variant, integer=False)
+    actual, _ = fused(cuda, xs, [first, second])
+    dtype = as_dtype(variant[0])
+    plain = {"activation": None, "bias": None, "residual": None}
+
+    def magnitude(x: Any, layer: dict[str, Any]) -> np.ndarray:
+        return reference.conv(np.abs(x), **{**layer, **plain, "weight": np.abs(layer["weight"])}) + 8
+
+    x = np.concatenate(xs, axis=1).astype(np.float64)
+    between = reference.conv(x, **first)
+    error = tolerance(between, dtype, first["weight"][0].size, magnitude(x, first))
+    wanted = reference.conv(between, **second)
+    passed_on = STEEPEST * (magnitude(error, second) - 8)
+    allowed = tolerance(wanted, dtype, second["weight"][0].size, magnitude(between, second)) + passed_on
+    compare(actual, rounded(wanted, dtype), allowed)
+
+
+@every_variant
+def test_the_image_between_ends_where_it_ends(cuda, variant):
+    """Beyond its edge it is zero, and not what the first layer would be there: its bias, or x beyond its padding."""
+    pair = Pair(1, (4,), (6, 7), Layer(4, padding=0), Layer(4, padding=2))
+    xs, layers = made(pair, variant)
+    layers[0]["bias"] = np.full_like(layers[0]["bias"], 3)
+    actual, _ = fused(cuda, xs, layers)
+    assert_exact(actual, expected(xs, layers), as_dtype(variant[0]))
+
+
+@every_variant
+def test_non_finite_values_land_where_the_definition_puts_them(cuda, variant):
+    pair = Pair(2, (6,), (12, 13), Layer(6, activation="relu6"), Layer(4))  # bfloat16 holds sums to 256
+    xs, layers = made(pair, variant)
+    for layer in layers:  # a zero times infinity is NaN in every method; elsewhere nothing may be
+        layer["weight"][layer["weight"] == 0] = 1
+    xs[0][0, 2, 3, 4], xs[0][1, 5, 0, 12], xs[0][1, 0, 11, 0] = np.nan, np.inf, -np.inf
+    actual, _ = fused(cuda, xs, layers, choose=lambda drafts: drafts[len(drafts) // 2])
+    wanted = expected(xs, layers)
+    assert np.isnan(wanted).any() and np.isfinite(wanted).any()
+    assert_exact(actual, wanted, as_dtype(variant[0]))
+
+
+def test_blocks_go_on_to_further_tiles(cuda, monkeypatch):
+    """More tiles than blocks: what stays in shared memory serves again, what does not is not mistaken for it."""
+    monkeypatch.setattr(chain_cuda, "resident_blocks", lambda *_: 1)
+    for variant in (("float32", DENSE, DENSE), ("float32", DEPTHWISE, DENSE), ("float32", DENSE, DEPTHWISE)):
+        launch = check(cuda, Pair(3, (18, 3), (9, 10)), variant, choose=smallest)
+        assert dict(launch.params)["blocks"] > 2 * launch.grid[0] and launch.grid[0] == 132
+
+
+def smallest(drafts: list[Draft]) -> Draft:
+    """Of the drafts the one of the smallest tiles."""
+    return max(drafts, key=lambda draft: dict(draft.steps[0].params)["blocks"])
+
+
+@pytest.mark.parametrize("variant", [("float32", DENSE, DENSE), ("float16", DEPTHWISE, DENSE)], ids="-".join)
+def test_blocks_may_share_the_outputs(cuda, variant):
+    """All outputs in one block, a part of them at a time; or blocks with a part each, the last one smaller."""
+    pair = Pair(1, (6,), (7, 8), Layer(6, activation="relu"), Layer(70, **POINTWISE, residual=True))
+    for columns in (1, 2, 3):
+        launch = check(cuda, pair, variant, choose=lambda drafts: by_columns(drafts)[columns])  # noqa: B023
+        assert launch.grid[1] == columns
+
+
+def by_columns(drafts: list[Draft]) -> dict[int, Draft]:
+    """For each number of blocks that share outputs one draft."""
+    return {draft.steps[0].grid[1]: draft for draft in drafts}
+
+
+def test_channels_last_is_loaded_in_packets(cuda):
+    for channels, packed in (((8, 16), 1), ((8, 10), 0)):
+        pair = Pair(1, channels, (5, 6), channels_last=True)
+        launch = check(cuda, pair, ("float16", DENSE, DENSE))
+        assert dict(launch.params)["x_packed"] == packed
+
+
+# ---- what is planned ---------------------------------------------------------------------------------------------
+
+
+def image(*shape: int, dtype: Any = "float32") -> np.ndarray:
+    """An array to plan with, never to read."""
+    strides = [prod(shape[axis + 1 :]) * np.dtype(dtype).itemsize for axis in range(len(shape))]
+    return np.lib.stride_tricks.as_strided(np.zeros(1, dtype), shape, strides)
+
+
+def layers_of(*kernels: tuple[int, ...], channels: int, groups: tuple[int, ...] = (1, 1), dtype: Any = "float32"):
+    return [
+        ConvLayer(image(channels, channels // count, *kernel, dtype=dtype), padding="same", groups=count)
+        for kernel, count in zip(kernels, groups)
+    ]
+
+
+def explained(x, layers, on: str = "sm_90", **settings: Any) -> cupyconv.Plan:
+    return cupyconv.explain(cupyconv.conv_chain, x, layers, on=on, **settings)
+
+
+@pytest.mark.parametrize("on", ["sm_80", "sm_90"])
+def test_few_channels_are_fused_and_many_are_not(on):
+    """Where the image between costs more to move than its rim to compute again."""
+    threes = ((3, 3), (3, 3))
+    for dtype in ("float16", "float32"):
+        small = explained(image(4, 16, 128, 128, dtype=dtype), layers_of(*threes, channels=16, dtype=dtype), on)
+        assert small.method == "fused", small
+        large = explained(image(4, 256, 28, 28, dtype=dtype), layers_of(*threes, channels=256, dtype=dtype), on)
+        assert large.method == "unfused", large
+    separable = layers_of((3, 3), (1, 1), channels=64, groups=(64, 1), dtype="float16")
+    assert explained(image(8, 64, 112, 112, dtype="float16"), separable, on).method == "fused"
+
+
+@pytest.mark.parametrize("channels", [8, 32, 48])
+def test_auto_is_never_slower_by_the_model(channels):
+    def seconds(fuse: Any) -> float:
+        plan = explained(image(2, channels, 64, 64), layers_of((3, 3), (3, 3), channels=channels), fuse=fuse)
+        return float(plan.reason.rpartition("; ")[2].partition(" ")[0].replace(",", ""))
+
+    assert seconds("auto") <= min(seconds(True), seconds(False))
+
+
+def test_explain_states_what_the_decision_rests_on():
+    """Recomputation, bytes saved, shared memory, registers, occupancy; and both ways' times."""
+    channels = 16
+    x, layers = image(4, channels, 128, 128), layers_of((3, 3), (3, 3), channels=channels)
+    plan = explained(x, layers)
+    (launch,) = plan.steps
+    depth, height, width = dict(launch.params)["tile"][0]
+    times = (height + 2) * (width + 2) / (height * width)
+    blocks = resident_blocks(launch.kernel, launch.block, launch.shared_bytes, known_gpu("sm_90"))
+    fused_pair = chain_cuda.draft_pair(*prepare_conv_chain(x, layers, on="sm_90").request.layers)
+    for words in (
+        f"tiles of {height} x {width}", f"computed {times:.2f} times", f"{2 * x.nbytes:,} bytes less",
+        f"{launch.shared_bytes:,} bytes of shared memory", "registers", f"room for {blocks} blocks",
+    ):  # fmt: skip
+        assert words in fused_pair.reason
+    assert depth == 1 and 128 % height == 128 % width == 0
+    assert "µs by the model" in dict(plan.rejected)["unfused 0+1"] and "µs by the model" in plan.reason
+
+
+@pytest.mark.parametrize("on", KNOWN_GPUS)
+def test_every_draft_fits_its_gpu(on):
+    gpu = known_gpu(on)
+    for dtype in ("float16", "float32", "float64"):
+        for channels, groups in ((3, (1, 1)), (16, (16, 1)), (48, (1, 48))):
+            layers = layers_of((1, 1), (3, 3), channels=channels, groups=groups, dtype=dtype)
+            request = prepare_conv_chain(image(2, channels, 30, 31, dtype=dtype), layers, on=on).request
+            drafts = chain_cuda.drafts_of(*request.layers)
+            assert len({draft.steps[0].params for draft in drafts}) == len(drafts) > 4
+            for draft in drafts:
+                (launch,) = draft.steps
+                params = dict(launch.params)
+                assert launch.shared_bytes <= gpu.shared_bytes and min(launch.grid) >= 1
+                assert prod(params["tile"][0]) <= 256 and prod(params["middle_tile"][0]) <= 384
+                assert all(count * part >= 30 for count, part in zip(params["tiles"][1:], params["tile"][0][1:]))
+                assert draft.cost(gpu).seconds > gpu.launch_seconds
+
+
+def changed_layers(**changes: Any) -> list[ConvLayer]:
+    plain = layers_of((3, 3), (3, 3), channels=8)
+    return [replace(plain[0], **changes), plain[1]]
+
+
+@pytest.mark.parametrize(
+    ("words", "on", "layers"),
+    [
+        ("the first layer has groups of more", "sm_90", lambda: changed_layers(weight=image(8, 4, 3, 3), groups=2)),
+        ("the first layer has a residual", "sm_90", lambda: changed_layers(residual=image(1, 8, 16, 16))),
+        ("the second layer has groups of more", "sm_90", lambda: layers_of((3, 3), (3, 3), channels=8, groups=(1, 4))),
+        ("complex products", "sm_90", lambda: layers_of((3, 3), (3, 3), channels=8, dtype="complex64")),
+        ("sm_75 has no matrix instructions for bfloat16", "sm_75", lambda: layers_of((1, 1), (1, 1), channels=8, dtype=as_dtype("bfloat16"))),
+    ],
+)  # fmt: skip
+def test_a_refusal_says_why(words, on, layers):
+    layers = layers()
+    x = image(1, 8, 16, 16, dtype=layers[0].weight.dtype)
+    with pytest.raises(ValueError, match=words):
+        explained(x, layers, on, fuse=True)
+
+
+def test_weights_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"take more than the 65,536 bytes of shared memory"):
+        explained(image(1, 256, 28, 28), layers_of((3, 3), (3, 3), channels=256), "sm_75", fuse=True)
+
+
+def test_too_many_inputs_are_refused():
+    xs, layers = [image(1, 1, 8, 8)] * 33, layers_of((1, 1), (1, 1), channels=33)
+    with pytest.raises(ValueError, match="33 inputs; the kernel's parameters hold 32"):
+        explained(xs, layers, fuse=True)
+
+
+def test_occupancy_counts_what_is_scarce():
+    """Registers, shared memory or threads, whichever is used up first."""
+    kernel = Kernel("conv_pair", (("DTYPE", "float32"), ("FIRST", DENSE), ("SECOND", DENSE)))
+    h200, t4 = known_gpu("sm_90"), known_gpu("sm_75")
+    assert resident_blocks(kernel, 256, 1 << 10, h200) == 2  # 117 registers, 120 with what they are rounded to
+    assert resident_blocks(kernel, 128, 1 << 10, h200) == 4
+    assert resident_blocks(kernel, 256, 114 << 10, h200) == 1  # twice 115 KiB is more than 228
+    assert resident_blocks(kernel, 256, 113 << 10, h200) == 2
+    assert resident_blocks(kernel, 256, 228 << 10, h200) == 0
+    light = Kernel("conv_pair", (("DTYPE", "float32"), ("FIRST", DEPTHWISE), ("SECOND", DEPTHWISE)))
+    assert resident_blocks(light, 512, 1 << 10, t4) == 2  # 1,024 threads

@@ -1,0 +1,140 @@
+"""Layers in groups on NumPy, whose taps share columns some groups at a time: every body against the naive oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import reference
+import reference_gradients
+from tolerance import assert_exact
+
+import cupyconv
+from cupyconv import planning
+from cupyconv.planning import numpy as planning_on_numpy
+from cupyconv.repetition import forget_calls
+
+#: Channels of the inputs, outputs, spatial size, kernel, settings.
+LAYERS = {
+    "groups": ((6,), 9, (7, 6), (3, 2), dict(groups=3, padding=1)),
+    "merged in the middle of a group": ((4, 1, 3), 6, (7, 6), (2, 3), dict(groups=2, padding="same")),
+    "depthwise": ((5,), 5, (7, 6), (3, 3), dict(groups=5, padding=1)),
+    "depthwise, merged": ((2, 3), 10, (7, 6), (3, 3), dict(groups=5, padding="same")),
+    "stride": ((6,), 6, (9, 8), (3, 3), dict(groups=2, stride=(2, 3), padding=1)),
+    "stride and dilation": ((4,), 8, (12, 9), (4, 2), dict(groups=4, stride=4, dilation=(2, 3))),
+    "stride beyond the kernel": ((4,), 4, (9, 8), (2, 2), dict(groups=4, stride=3)),
+    "borders": ((4,), 4, (6, 5), (3, 3), dict(groups=2, padding=2, padding_mode="reflect")),
+    "depthwise, borders": ((4,), 4, (6, 5), (3, 3), dict(groups=4, padding=2, padding_mode="wrap")),
+    "1-D": ((6,), 6, (300,), (5,), dict(groups=3, padding=2)),
+    "1-D depthwise": ((6,), 6, (300,), (5,), dict(groups=6, padding=2, dilation=2)),
+    "3-D": ((4,), 6, (4, 5, 3), (2, 3, 2), dict(groups=2, padding=1)),
+    "3-D, rows": ((4,), 4, (4, 5, 3), (1, 3, 2), dict(groups=4, padding=1)),
+}
+BODIES = {"shared columns", "scaled taps", "multiplied taps"}
+
+
+@pytest.fixture(autouse=True, params=[64, 5000])
+def small_cache(request, monkeypatch):
+    """A cache that holds one group of these layers, or a few."""
+
+    def forget():
+        for plan in (planning.plan_conv, planning.plan_transposed, planning.plan_weight_gradient):
+            plan.cache_clear()
+        forget_calls()
+
+    monkeypatch.setattr(planning_on_numpy, "MEMORY_BLOCK", request.param)
+    forget()
+    yield
+    forget()
+
+
+def integers(rng, shape, dtype="float32"):
+    values = rng.integers(-3, 4, shape).astype(dtype)
+    return values + 1j * rng.integers(-3, 4, shape).astype(dtype) if np.dtype(dtype).kind == "c" else values
+
+
+def layer(channels, outputs, size, kernel, settings, dtype="float32", batch=3):
+    rng = np.random.default_rng(0)
+    xs = [integers(rng, (batch, c, *size), dtype) for c in channels]
+    weight = integers(rng, (outputs, sum(channels) // settings["groups"], *kernel), dtype)
+    y = reference.conv(xs, weight, **settings)
+    return xs, weight, integers(rng, y.shape, dtype), y
+
+
+def bodies(function, *arguments, **settings):
+    return {step.body for step in cupyconv.explain(function, *arguments, **settings).steps}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "complex64"])
+@pytest.mark.parametrize("channels, outputs, size, kernel, settings", LAYERS.values(), ids=LAYERS.keys())
+def test_a_layer_and_its_gradients(channels, outputs, size, kernel, settings, dtype):
+    xs, weight, grad, expected = layer(channels, outputs, size, kernel, settings, dtype)
+    assert bodies(cupyconv.conv, xs, weight, **settings) <= BODIES
+    assert_exact(cupyconv.conv(xs, weight, **settings), expected, dtype)
+
+    assert bodies(cupyconv.conv_grad_weight, grad, xs, kernel, **settings) <= BODIES
+    expected = reference_gradients.conv_grad_weight(grad, xs, kernel, **settings)
+    assert_exact(cupyconv.conv_grad_weight(grad, xs, kernel, **settings), expected, dtype)
+
+    shapes = [x.shape for x in xs]
+    expected = reference_gradients.conv_grad_input(grad, weight, shapes, **settings)
+    for actual, wanted in zip(cupyconv.conv_grad_input(grad, weight, shapes, **settings), expected):
+        assert_exact(actual, wanted, dtype)
+
+
+@pytest.mark.parametrize("limit", [60_000, 20_000])
+@pytest.mark.parametrize("name", ["groups", "depthwise, merged", "stride", "borders"])
+def test_the_limit_holds(name, limit):
+    xs, weight, grad, expected = layer(*LAYERS[name])
+    kernel, settings = LAYERS[name][3:]
+    with cupyconv.options(workspace_limit=limit):
+        assert cupyconv.explain(cupyconv.conv, xs, weight, **settings).workspace_bytes <= limit
+        assert_exact(cupyconv.conv(xs, weight, **settings), expected, "float32")
+        assert cupyconv.explain(cupyconv.conv_grad_weight, grad, xs, kernel, **settings).workspace_bytes <= limit
+        expected = reference_gradients.conv_grad_weight(grad, xs, kernel, **settings)
+        assert_exact(cupyconv.conv_grad_weight(grad, xs, kernel, **settings), expected, "float32")
+
+
+@pytest.mark.parametrize("name", ["groups", "depthwise", "stride"])
+def test_bias_residual_activation_and_layout(name):
+    xs, weight, _, y = layer(*LAYERS[name])
+    settings = LAYERS[name][4]
+    rng = np.random.default_rng(1)
+    bias, residual = integers(rng, y.shape[1:2]), integers(rng, y.shape)
+    x = np.ascontiguousarray(np.moveaxis(xs[0], 1, -1))
+    expected = np.maximum(y + bias[:, None, None] + residual, 0)
+    for given in (xs[0], np.moveaxis(x, -1, 1)):
+        for threads in (1, 3):
+            with cupyconv.options(threads=threads):
+                actual = cupyconv.conv(given, weight, bias, residual=residual, activation="relu", **settings)
+            assert_exact(actual, expected, "float32")
+
+
+@pytest.mark.parametrize("name", ["groups", "depthwise", "stride"])
+def test_values_that_are_not_finite_land_where_the_definition_puts_them(name):
+    """At a corner, which not every tap reads."""
+    xs, weight, grad, _ = layer(*LAYERS[name])
+    kernel, settings = LAYERS[name][3:]
+    weight[weight == 0] = 1
+    grad[grad == 0] = 1
+    xs[0][0, 0, 0, 0], xs[0][1, 1, -1, -1] = np.inf, np.nan
+    with np.errstate(invalid="ignore"):
+        forward = reference.conv(xs, weight, **settings)
+        backward = reference_gradients.conv_grad_weight(grad, xs, kernel, **settings)
+    np.testing.assert_array_equal(cupyconv.conv(xs, weight, **settings), forward)
+    np.testing.assert_array_equal(cupyconv.conv_grad_weight(grad, xs, kernel, **settings), backward)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_same_bits_again(threads):
+    rng = np.random.default_rng(0)
+    x, grad = (rng.standard_normal((4, 12, 30, 30), np.float32) for _ in range(2))
+    for groups in (3, 12):
+        weight = rng.standard_normal((12, 12 // groups, 3, 3)).astype(np.float32)
+        with cupyconv.options(threads=threads):
+            settings = dict(padding=1, groups=groups)
+            for call in (
+                lambda: cupyconv.conv(x, weight, **settings),  # noqa: B023
+                lambda: cupyconv.conv_grad_input(grad, weight, x.shape, **settings),  # noqa: B023
+                lambda: cupyconv.conv_grad_weight(grad, x, 3, **settings),  # noqa: B023
+            ):
+                assert len({call().tobytes() for _ in range(4)}) == 1
