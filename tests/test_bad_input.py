@@ -797,7 +797,7 @@ def test_explain_refuses_what_the_call_refuses(target):
 )
 def test_explain_what_has_no_plan(function, given):
     with pytest.raises(
-        TypeError, match=rf"explain takes one of conv, linmerge, .*im2col, col2im, max_pool, given .*{given}"
+        TypeError, match=rf"explain takes one of conv, linmerge, .*im2col, col2im, max_pool, .*given .*{given}"
     ):
         cupyconv.explain(function, np.ones((1, 1, 3)), np.ones((1, 1, 3)))
 
