@@ -97,8 +97,8 @@ def _check(first: ConvRequest, second: ConvRequest, gpu: GpuModel) -> None:
             raise NotApplicable(f"the {which} layer has groups of more than one channel or output")
         if {layer.x_dtype, layer.weight_dtype, layer.out.dtype} != {dtype}:
             raise NotApplicable("the layers compute in different dtypes")
-        if layer.pre is not None:
-            raise NotApplicable(f"the {which} layer keeps its pre-activation")
+        if layer.pre is not None or layer.prologue:
+            raise NotApplicable(f"the {which} layer has a prologue, or keeps its pre-activation")
     if is_complex(dtype):
         raise NotApplicable("no kernel for complex products")
     if gpu.capability < FIRST_PAIR[dtype]:
