@@ -24,7 +24,7 @@ from cupyconv.bench.reference import error, in_float64
 from cupyconv.bench.report import COLUMNS, block, heading, summary
 from cupyconv.bench.torch_peers import Torch
 from cupyconv.explanation import explain
-from cupyconv.plan import KernelLaunch, Plan
+from cupyconv.plan import KernelLaunch, LaunchLoop, Plan, Step
 from cupyconv.settings import options
 
 #: The most of a case's share of the budget, and its fewest seconds of timing.
@@ -276,8 +276,14 @@ class Session:
 
 
 def _described(plan: Plan) -> dict[str, Any]:
-    launches = sum(isinstance(step, KernelLaunch) for step in plan.steps)
     return {
-        "reason": plan.reason, "steps": len(plan.steps), "kernel_launches": launches,
+        "reason": plan.reason, "steps": len(plan.steps), "kernel_launches": sum(map(_launches, plan.steps)),
         "workspace_bytes": plan.workspace_bytes, "bytes_moved": plan.bytes_moved, "bound": plan.bound,
     }  # fmt: skip
+
+
+def _launches(step: Step) -> int:
+    """Kernels that a step launches."""
+    if isinstance(step, LaunchLoop):
+        return step.times * len(step.launches)
+    return int(isinstance(step, KernelLaunch))
