@@ -401,7 +401,7 @@ def test_occupancy_counts_what_is_scarce():
     """Registers, shared memory or threads, whichever is used up first."""
     kernel = Kernel("conv_pair", (("DTYPE", "float32"), ("FIRST", DENSE), ("SECOND", DENSE)))
     h200, t4 = known_gpu("sm_90"), known_gpu("sm_75")
-    assert resident_blocks(kernel, 256, 1 << 10, h200) == 2  # 117 registers, 120 with what they are rounded to
+    assert resident_blocks(kernel, 256, 1 << 10, h200) == 2  # 120 registers
     assert resident_blocks(kernel, 128, 1 << 10, h200) == 4
     assert resident_blocks(kernel, 256, 114 << 10, h200) == 1  # twice 115 KiB is more than 228
     assert resident_blocks(kernel, 256, 113 << 10, h200) == 2
