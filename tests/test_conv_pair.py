@@ -279,8 +279,8 @@ def by_columns(drafts: list[Draft]) -> dict[int, Draft]:
 
 
 def test_channels_last_is_loaded_in_packets(cuda):
-    for channels, packed in (((8, 16), 1), ((8, 10), 0)):
-        pair = Pair(1, channels, (5, 6), channels_last=True)
+    for channels, packed in (((8, 16, 8), 1), ((8, 10), 0)):
+        pair = Pair(2, channels, (13, 15), channels_last=True)
         launch = check(cuda, pair, ("float16", DENSE, DENSE))
         assert dict(launch.params)["x_packed"] == packed
 
