@@ -13,7 +13,7 @@ enum ActivationCode {
     IDENTITY, RELU, RELU6, CLIP,                                       // bounds: alpha and beta, given by the caller
     LEAKY_RELU, HARD_SIGMOID, HARDSWISH,                               // piecewise
     ELU, SIGMOID, TANH, GELU, GELU_TANH, SILU, MISH, SOFTPLUS,         // smooth
-    AFFINE, THRESHOLDED_RELU, SCALED_TANH, SOFTSIGN                    // of recurrent layers
+    AFFINE, THRESHOLDED_RELU, SCALED_TANH, SOFTSIGN                    // of gates: gate_activation.cuh
 };
 
 // Comparisons are written so that a NaN falls through to itself, as NumPy's maximum and minimum have it.
@@ -26,8 +26,6 @@ template <class R> __device__ __forceinline__ R sigmoid(R v) { return R(1) / (R(
 template <class R> __device__ __forceinline__ R softplus(R v) {
     return at_least(v, R(0)) + log1p(exp(v < R(0) ? v : -v));
 }
-
-template <class R> __device__ __forceinline__ R magnitude(R v) { return v < R(0) ? -v : v; }
 
 template <class R> __device__ __noinline__ R curve(R v, int code, R alpha, R beta) {
     switch (code) {
@@ -42,11 +40,7 @@ template <class R> __device__ __noinline__ R curve(R v, int code, R alpha, R bet
             return R(0.5) * v * (R(1) + tanh(R(0.79788456080286535588) * (v + R(0.044715) * v * v * v)));
         case SILU: return v * sigmoid(v);
         case MISH: return v * tanh(softplus(v));
-        case SOFTPLUS: return softplus(v);
-        case AFFINE: return alpha * v + beta;
-        case THRESHOLDED_RELU: return v < alpha ? R(0) : v;
-        case SCALED_TANH: return alpha * tanh(beta * v);
-        default: return v / (R(1) + magnitude(v));
+        default: return softplus(v);
     }
 }
 
@@ -92,7 +86,7 @@ template <class R> __device__ __forceinline__ R piecewise_derivative(R v, int co
 }
 
 // f'(v) of the others; of sigmoid and tanh v is the result, y (1 - y) and 1 - y^2.
-template <class R> __device__ __noinline__ R smooth_derivative(R v, int code, R alpha, R beta) {
+template <class R> __device__ __noinline__ R smooth_derivative(R v, int code, R alpha) {
     switch (code) {
         case ELU: return v > R(0) ? R(1) : alpha * exp(v);
         case SIGMOID: return v * (R(1) - v);
@@ -114,23 +108,13 @@ template <class R> __device__ __noinline__ R smooth_derivative(R v, int code, R 
             const R t = tanh(softplus(v));
             return t + v * (R(1) - t * t) * sigmoid(v);
         }
-        case SOFTPLUS: return sigmoid(v);
-        case AFFINE: return alpha;
-        case THRESHOLDED_RELU: return v > alpha ? R(1) : R(0);
-        case SCALED_TANH: {
-            const R t = tanh(beta * v);
-            return alpha * beta * (R(1) - t * t);
-        }
-        default: {
-            const R w = R(1) + magnitude(v);
-            return R(1) / (w * w);
-        }
+        default: return sigmoid(v);
     }
 }
 
 // grad * f'(v): what a gradient becomes on its way back through an activation.
 template <class R> __device__ __forceinline__ R back_through(R grad, R v, int code, R alpha, R beta) {
-    return grad * (code < ELU ? piecewise_derivative(v, code, alpha, beta) : smooth_derivative(v, code, alpha, beta));
+    return grad * (code < ELU ? piecewise_derivative(v, code, alpha, beta) : smooth_derivative(v, code, alpha));
 }
 template <class R> __device__ __forceinline__ Complex<R> back_through(Complex<R> grad, Complex<R>, int, R, R) {
     return grad;

@@ -13,7 +13,7 @@
 // Every a is bounded to [-clip, clip].  A sample past its length keeps its state, and its y is 0.  Gates come in
 // PyTorch's order: i, f, g, o and r, z, n.
 #pragma once
-#include "activation.cuh"
+#include "gate_activation.cuh"
 
 namespace cupyconv {
 
@@ -101,9 +101,7 @@ __device__ __forceinline__ A* beside_at(const RecurrentParams& params, const Uni
 
 template <class A> __device__ __forceinline__ A activate(const RecurrentParams& params, int d, int which, A v) {
     const GateActivation& given = params.activation[3 * d + which];
-    A value[1] = {v};
-    Activation<A>{given.code, A(given.alpha), A(given.beta)}.apply(value);
-    return value[0];
+    return gate_activation(v, given.code, A(given.alpha), A(given.beta));
 }
 
 template <class A> __device__ __forceinline__ A bounded(const RecurrentParams& params, A v) {

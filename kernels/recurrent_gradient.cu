@@ -58,12 +58,10 @@ template <class A> struct Activated {
     A value, slope;
     __device__ __forceinline__ Activated(A a, const GateActivation& activation) {
         const A alpha = A(activation.alpha), beta = A(activation.beta);
-        A v[1] = {a};
-        Activation<A>{activation.code, alpha, beta}.apply(v);
-        value = v[0];
         const int code = activation.code;
+        value = gate_activation(a, code, alpha, beta);
         const bool tells = code == RELU || code == SIGMOID || code == TANH || (code == LEAKY_RELU && alpha > A(0));
-        slope = back_through(A(1), tells ? value : a, code, alpha, beta);
+        slope = gate_derivative(tells ? value : a, code, alpha, beta);
     }
 };
 
