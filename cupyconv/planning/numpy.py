@@ -26,7 +26,7 @@ from cupyconv.planning.request import (
 from cupyconv.prologue import NONE, Prologue
 
 #: Bytes of columns a block aims at where products dominate, and where memory does.
-PRODUCT_BLOCK = 4 << 20
+PRODUCT_BLOCK = 8 << 20
 MEMORY_BLOCK = 512 << 10
 #: Pixels below which a block of columns is not cut: the products would be vectors.
 SMALLEST_BLOCK = 32
