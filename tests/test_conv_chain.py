@@ -345,6 +345,14 @@ def test_numpy_takes_what_explain_says(fuse, threads):
     assert plan.method == ("fused" if fuse else "unfused")
 
 
+def test_fewer_samples_where_the_loops_need_more_than_half():
+    """Two samples' image takes half of the limit, and the loops of two a little more than the other half."""
+    x = np.ones((4, 16, 256, 256), np.float32)
+    layer = ConvLayer(np.ones((16, 16, 3, 3), np.float32), padding=1)
+    plan = cupyconv.explain(cupyconv.conv_chain, x, [layer, layer], fuse=False)
+    assert plan.workspace_bytes <= 16 << 20 and not plan.notes
+
+
 def test_cuda_takes_what_explain_says(cuda_target):
     """Four layers one by one: two images at a time, and fewer samples at a time where the limit asks for that."""
     device = cuda_target.device

@@ -108,18 +108,20 @@ def _fused(request: ChainRequest) -> _Draft:
 
 
 def _unfused(request: ChainRequest) -> _Draft:
-    """Whole images, of as many samples as leave the loops half of the workspace."""
+    """Whole images, of as many samples as leave the loops what they need."""
     geometry = request.layers[-1].geometry
     sizes = [layer.out.nbytes for layer in request.layers[:-1]]
     size = sum(max(sizes[first::2]) for first in range(min(2, len(sizes))))  # two are alive at a time
     most = geometry.batch if 2 * size <= request.limit else max(1, geometry.batch * (request.limit // 2) // size)
-    tile = even_part(geometry.batch, most), geometry.out_size[_axis(geometry)]
-    try:
-        return _tiled(request, tile, request.limit, is_fused=False)
-    except ValueError:
-        if tile[0] > 1:
-            raise
-    draft = _tiled(request, tile, request.limit + size, is_fused=False)
+    samples, rows = even_part(geometry.batch, most), geometry.out_size[_axis(geometry)]
+    while True:
+        try:
+            return _tiled(request, (samples, rows), request.limit, is_fused=False)
+        except ValueError:
+            if samples == 1:
+                break
+            samples = even_part(geometry.batch, samples // 2)
+    draft = _tiled(request, (1, rows), request.limit + size, is_fused=False)
     nbytes = _between(draft)
     note = f"the images between layers take {nbytes:,} bytes for one sample, beyond the workspace limit of {request.limit:,}"
     return replace(draft, notes=(note,))
