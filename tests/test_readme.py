@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import json
 import re
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 import cupyconv
 from cupyconv.configuration import show_config
-from tests.benchmarks.figures import FIGURES_BEGIN, FIGURES_END, markdown
+from tests.benchmarks.figures import FIGURES_BEGIN, FIGURES_END, figures
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -89,9 +88,8 @@ def test_every_path_that_contributing_names_exists():
 
 
 def test_the_figures_are_the_records():
-    record = ROOT / "tests" / "benchmarks" / "results" / "numpy.json"
     table = README.partition(FIGURES_BEGIN)[2].partition("\n")[2].partition(FIGURES_END)[0]
-    assert table == markdown(json.loads(record.read_text(encoding="utf-8")))
+    assert table == figures()
 
 
 @pytest.mark.parametrize("documented", sorted(DOCUMENTED, key=lambda f: f.__name__), ids=lambda f: f.__name__)

@@ -1,6 +1,7 @@
 """The README's figures, from the results files beside this one::
 
 python -m cupyconv bench --no-torch --json tests/benchmarks/results/numpy.json
+python -m tests.benchmarks.gradients --json tests/benchmarks/results/gradients-numpy.json
 python -m tests.benchmarks.figures
 """
 
@@ -40,15 +41,41 @@ def markdown(record: dict[str, Any]) -> str:
             "",
             f"Slower than the peer on {losses} of {len(rows)}. {where}",
             "",
+            "",
         ]
     )
+
+
+def beside_torch(record: dict[str, Any]) -> str:
+    """The README's sentences on one record of gradients."""
+    known, ratios = record["environment"], record["means"]["BLAS"]
+    torch = {name: ratios[f"{name} / torch's"] for name in ("forward", "input gradient", "weight gradient")}
+    forward = {name: ratios[f"{name} / forward"] for name in ("input gradient", "weight gradient")}
+    worst, layer = max(
+        (row["settings"]["BLAS"]["ratios"][f"{name} / torch's"]["ratio"], f"{name} of {row['case']['name']}")
+        for row in record["cases"]
+        for name in torch
+    )
+    every = " and ".join(f"{value:.2f} (the {name})" for name, value in forward.items())
+    times = ", ".join(f"{value:.2f} (the {name})" for name, value in torch.items())
+    return (
+        f"Gradients take {every} times as long as the forward pass. Beside PyTorch {known['torch']} with the same"
+        f" {known['threads']} threads, the library takes {times} times as long; each is the geometric mean over"
+        f" {len(record['cases'])} layers, and above 1 PyTorch is faster, at most {worst:.1f} times (the {layer})."
+        f" {known['machine']}; {known['date']}.\n"
+    )
+
+
+def figures() -> str:
+    """All that stands between the README's marks."""
+    return markdown(read_record(RESULTS / "numpy.json")) + beside_torch(read_record(RESULTS / "gradients-numpy.json"))
 
 
 def main() -> int:
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
     begin, end = text.index("\n", text.index(FIGURES_BEGIN)) + 1, text.index(FIGURES_END)
-    readme.write_text(text[:begin] + markdown(read_record(RESULTS / "numpy.json")) + text[end:], encoding="utf-8")
+    readme.write_text(text[:begin] + figures() + text[end:], encoding="utf-8")
     return 0
 
 
