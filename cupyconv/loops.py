@@ -252,7 +252,7 @@ class RecurrentLoop:
     samples: int
     chunk: int
     threads: int
-    copied: tuple[str, ...]  # roles of factors that lie in memory as BLAS does not take them, or not quickly
+    copied: tuple[str, ...]  # roles of factors that lie in memory as BLAS does not take them
     bytes_moved: int
     flops: int
 

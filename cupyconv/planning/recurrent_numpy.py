@@ -8,15 +8,10 @@ from math import prod
 from cupyconv.dtypes import ITEMSIZE, accumulator
 from cupyconv.loops import RecurrentLoop
 from cupyconv.machine import HostModel
-from cupyconv.operands import collapsed_stride
 from cupyconv.plan import Buffer, Plan
 from cupyconv.planning.numpy import BALANCE, even_part
 from cupyconv.planning.request import RecurrentRequest
 
-#: Steps from which the weight of the state is copied, so that products read it in the order they work in.
-COPIED_STEPS = 4
-#: The least that the limit on workspace is of that copy, in copies: it may not leave too little for the rest.
-COPIED_SHARE = 4
 #: Activations that have no temporaries.
 IN_PLACE = ("none", "relu", "relu6", "clip", "sigmoid", "tanh", "affine", "scaled_tanh")
 #: Why the other method is a GPU's.
@@ -66,7 +61,7 @@ def _fitting(request: RecurrentRequest) -> _Work:
     while True:
         parts = -(-geometry.batch // samples)
         at_once = max(1, min(threads, geometry.directions * parts))
-        copied = _copied(request, split=parts > 1)
+        copied = _copied(request)
         fixed, per_step = _fixed(request, copied, samples, at_once), at_once * _per_step(request, copied, samples)
         left = request.limit - sum(fixed.values()) - Plan.ALIGNMENT * (len(fixed) + 2)
         chunk = min(geometry.steps, left // per_step) if per_step else geometry.steps
@@ -81,21 +76,13 @@ def _fitting(request: RecurrentRequest) -> _Work:
         samples = even_part(geometry.batch, samples // 2)
 
 
-def _copied(request: RecurrentRequest, *, split: bool) -> tuple[str, ...]:
-    """Factors that are copied: what BLAS does not take as it lies, and a state's weight that is used often.
-
-    Where the samples are `split`, those of several steps are no matrix.
-    """
+def _copied(request: RecurrentRequest) -> tuple[str, ...]:
+    """Factors that are copied: what BLAS does not take as it lies."""
     x, dtype = request.x, accumulator(request.dtype)
-    rows = collapsed_stride(x.shape[:2], x.strides[:2])
-    x_lies = x.dtype == dtype and x.strides[2] == 1 and rows is not None and rows >= x.shape[2] and not split
-    lies = {
-        role: weight.dtype == dtype and weight.strides[2] == 1 and weight.strides[1] >= weight.shape[2]
-        for role, weight in (("weight_ih", request.weight_ih), ("weight_hh", request.weight_hh))
-    }
-    often = request.geometry.steps >= COPIED_STEPS
-    lies["weight_hh"] &= not (often and COPIED_SHARE * prod(request.weight_hh.shape) * ITEMSIZE[dtype] <= request.limit)
-    return tuple(role for role, as_it_is in {"x": x_lies, **lies}.items() if not as_it_is)
+    lies = {"x": x.dtype == dtype and x.strides[2] == 1 and x.strides[1] >= x.shape[2]}
+    for role, weight in (("weight_ih", request.weight_ih), ("weight_hh", request.weight_hh)):
+        lies[role] = weight.dtype == dtype and weight.strides[2] == 1 and weight.strides[1] >= weight.shape[2]
+    return tuple(role for role, as_it_is in lies.items() if not as_it_is)
 
 
 def _per_step(request: RecurrentRequest, copied: tuple[str, ...], samples: int) -> int:

@@ -2,10 +2,11 @@
 
 ::
 
-    x of a chunk   --BLAS-->   projected (G, steps, N, H)
-    h (N, H)       --BLAS-->   gates (G, N, H)   + projected + biases   --activations-->   h, c
+    x of a chunk   --BLAS-->   projected (steps, G, H, N)
+    h (H, N)       --BLAS-->   gates (G, H, N)   + projected + biases   --activations-->   h, c
 
-Each gate is one run of memory, over which every pass is one loop.  The time loop allocates nothing, activations
+Samples lie innermost: a weight is the left factor of its products, as it lies in memory, and each gate is one run, over
+which every pass is one loop.  The time loop allocates nothing, activations
 aside that have temporaries of their own.  Where lengths are given, a step's states are worked out beside the old
 ones and copied for the samples that are not past their length, so that nothing of what lies beyond reaches them.
 """
@@ -39,7 +40,7 @@ class RecurrentLayer:
         loop, geometry = self._loop, self._loop.geometry
         given = {role: arrays[name] for role, name in loop.buffers}
         parts = [slice(first, first + loop.samples) for first in range(0, max(1, geometry.batch), loop.samples)]
-        weights = [[self._by_gate(given, role, d) for role in _WEIGHTS] for d in range(geometry.directions)]
+        weights = [[self._weight(given, role, d) for role in _WEIGHTS] for d in range(geometry.directions)]
 
         def finish(work: tuple[int, slice]) -> None:
             with np.errstate(all="ignore"):  # of the thread
@@ -53,12 +54,10 @@ class RecurrentLayer:
             with ThreadPoolExecutor(loop.threads) as pool:
                 list(pool.map(finish, every))
 
-    def _by_gate(self, given: Mapping[str, Any], role: str, direction: int) -> np.ndarray:
-        """A weight as (G, columns, H): a matrix for each gate."""
-        geometry, weight = self._loop.geometry, given[role]
-        own = weight[direction] if weight.ndim == 3 else weight
-        by_gate = own.reshape(geometry.gates, geometry.hidden, own.shape[1]).swapaxes(1, 2)
-        return np.array(by_gate, dtype_from_name(self._loop.dtype), order="C") if role in self._loop.copied else by_gate
+    def _weight(self, given: Mapping[str, Any], role: str, direction: int) -> np.ndarray:
+        """A weight of one direction, (G * H, columns)."""
+        own = given[role][direction] if given[role].ndim == 3 else given[role]
+        return np.array(own, dtype_from_name(self._loop.dtype), order="C") if role in self._loop.copied else own
 
 
 class _Direction:
@@ -88,7 +87,9 @@ class _Direction:
             name: given[name][direction].reshape(geometry.steps, geometry.batch, parts, hidden)[:, samples]
             for name, parts in kept.items()
         }
-        self.gates = np.empty((geometry.gates, self._batch, hidden), dtype)
+        self.gates = np.empty((geometry.gates, hidden, self._batch), dtype)
+        #: The same as the products have it.
+        self.rows = self.gates.reshape(-1, self._batch)
         self.h, self.c = self._state("h0", hidden), self._state("c0", hidden if geometry.cell == "lstm" else 0)
         self.prepare()
 
@@ -98,18 +99,18 @@ class _Direction:
         return None if array is None else array[self._index] if array.ndim > axes else array
 
     def _vector(self, role: str) -> np.ndarray | None:
-        """A vector as (parts, 1, H), rounded to the result's dtype first, as an argument of that would have been."""
+        """A vector as (parts, H, 1), rounded to the result's dtype first, as an argument of that would have been."""
         vector = self._own(role, 1)
         if vector is None:
             return None
         rounded = vector.astype(self._given["out"].dtype, copy=False).astype(self.dtype, copy=False)
-        return rounded.reshape(-1, 1, self.geometry.hidden)
+        return rounded.reshape(-1, self.geometry.hidden, 1)
 
     def _state(self, role: str, size: int) -> np.ndarray:
-        state = np.zeros((self._batch, size), self.dtype)
+        state = np.zeros((size, self._batch), self.dtype)
         initial = self._own(role, 2)
         if initial is not None:
-            state[...] = initial[self._samples].astype(self._given["out"].dtype, copy=False)
+            state[...] = initial[self._samples].astype(self._given["out"].dtype, copy=False).T
         return state
 
     def prepare(self) -> None:
@@ -127,26 +128,26 @@ class _Direction:
         least = most = self.geometry.steps
         if lengths is not None and lengths.size:
             least, most = int(lengths.min()), int(lengths.max())
-            until = np.ascontiguousarray(lengths)[:, None]
+            until = np.ascontiguousarray(lengths)
             inside, past = np.empty(until.shape, bool), np.empty(until.shape, bool)
         h, c = (self.h, self.c) if least == most else (np.empty_like(self.h), np.empty_like(self.c))
         self._out[most:] = 0
         for t, projected in self._projected(most):
             if t < least:
                 self.advance(t, projected, self.h, self.c)
-                self._out[t] = self.h
+                self._out[t] = self.h.T
             else:
                 self.advance(t, projected, h, c)
                 np.greater(until, t, out=inside)
                 np.logical_not(inside, out=past)
                 np.copyto(self.h, h, where=inside)
                 np.copyto(self.c, c, where=inside)
-                self._out[t] = self.h
-                np.copyto(self._out[t], 0, where=past)
+                self._out[t] = self.h.T
+                np.copyto(self._out[t], 0, where=past[:, None])
         for role, state in (("h", self.h), ("c", self.c)):
             last = self._own(role, 2)
             if last is not None:
-                last[self._samples] = state
+                last[self._samples] = state.T
 
     def _projected(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
         """The steps before `most` in this direction's order, each with what its inputs add to the gates."""
@@ -162,11 +163,10 @@ class _Direction:
             if copies_x:
                 copy[:steps] = x
                 x = copy[:steps]
-            projected = memory[: steps * self.gates.size].reshape(geometry.gates, steps, samples, geometry.hidden)
-            rows = projected.reshape(geometry.gates, steps * samples, geometry.hidden)
-            np.matmul(x.reshape(steps * samples, inputs), self._weight_ih, out=rows)
+            projected = memory[: steps * self.gates.size].reshape(steps, *self.gates.shape)
+            np.matmul(self._weight_ih, x.swapaxes(1, 2), out=projected.reshape(steps, *self.rows.shape))
             for t in reversed(chunk) if self._backwards else chunk:
-                yield t, projected[:, t - chunk.start]
+                yield t, projected[t - chunk.start]
 
     # What cells are made of.
 
@@ -184,7 +184,7 @@ class _Direction:
     def keep(self, t: int, first: int, gates: np.ndarray) -> None:
         """What the activations of these gates, from the first on, will be applied to."""
         if self.kept:
-            self.kept["gates"][t, :, first : first + len(gates)] = gates.swapaxes(0, 1)
+            self.kept["gates"][t, :, first : first + len(gates)] = gates.transpose(2, 0, 1)
 
     def activations(self) -> tuple[Activation, ...]:
         return self.geometry.activations[self._index]
@@ -197,7 +197,7 @@ class _Rnn(_Direction):
 
     def advance(self, t: int, projected: np.ndarray, h: np.ndarray, c: np.ndarray) -> None:
         gates = self.gates
-        np.matmul(self.h, self.weight_hh, out=gates)
+        np.matmul(self.weight_hh, self.h, out=self.rows)
         gates += projected
         if self._bias is not None:
             gates += self._bias
@@ -220,7 +220,7 @@ class _Lstm(_Direction):
     def advance(self, t: int, projected: np.ndarray, h: np.ndarray, c: np.ndarray) -> None:
         gates, peepholes = self.gates, self._peepholes
         i, f, g, o = gates
-        np.matmul(self.h, self.weight_hh, out=gates)
+        np.matmul(self.weight_hh, self.h, out=self.rows)
         gates += projected
         if self._bias is not None:
             gates += self._bias
@@ -240,7 +240,7 @@ class _Lstm(_Direction):
             self.keep(t, 3, self._late)
             self._activate_late()
         if self.kept:
-            self.kept["cells"][t, :, 0] = c
+            self.kept["cells"][t, :, 0] = c.T
         _apply(c, self._of_cell, h)
         h *= o
 
@@ -256,15 +256,15 @@ class _Gru(_Direction):
 
     def advance(self, t: int, projected: np.ndarray, h: np.ndarray, c: np.ndarray) -> None:
         rz, (r, z, n) = self.gates[:2], self.gates
-        linear_before_reset = self.geometry.linear_before_reset
+        linear_before_reset, hidden = self.geometry.linear_before_reset, self.geometry.hidden
         if linear_before_reset:
-            np.matmul(self.h, self.weight_hh, out=self.gates)
+            np.matmul(self.weight_hh, self.h, out=self.rows)
             if self._bias_hn is not None:
                 n += self._bias_hn
             if self.kept:
-                self.kept["candidate"][t, :, 0] = n
+                self.kept["candidate"][t, :, 0] = n.T
         else:
-            np.matmul(self.h, self.weight_hh[:2], out=rz)
+            np.matmul(self.weight_hh[: 2 * hidden], self.h, out=self.rows[: 2 * hidden])
         rz += projected[:2]
         if self._bias_rz is not None:
             rz += self._bias_rz
@@ -276,8 +276,8 @@ class _Gru(_Direction):
         else:
             r *= self.h
             if self.kept:
-                self.kept["candidate"][t, :, 0] = r
-            np.matmul(r, self.weight_hh[2], out=n)
+                self.kept["candidate"][t, :, 0] = r.T
+            np.matmul(self.weight_hh[2 * hidden :], r, out=n)
             if self._bias_hn is not None:
                 n += self._bias_hn
         n += projected[2]
