@@ -161,11 +161,6 @@ class TransposedRequest(_ProductsRequest):
         return self.outs[0].dtype
 
     @property
-    def x_offsets(self) -> tuple[int, ...]:
-        """Where each input's channels begin in the concatenation."""
-        return tuple(sum(x.shape[1] for x in self.xs[:i]) for i in range(len(self.xs)))
-
-    @property
     def minimal_bytes(self) -> int:
         """Every argument and result once."""
         operands = (*self.xs, self.weight, *self.outs, self.bias, self.pre)
@@ -347,10 +342,15 @@ _Merging = TypeVar("_Merging", ConvRequest, WeightGradientRequest)
 
 
 def without_empty_inputs(request: _Merging) -> _Merging:
-    """Inputs of no channels take part in nothing; one is kept where there is no other."""
-    kept = [i for i, channels in enumerate(request.geometry.channels) if channels] or [0]
-    geometry = replace(request.geometry, channels=tuple(request.geometry.channels[i] for i in kept))
+    """The same without inputs that have no channels."""
+    kept, geometry = inputs_with_channels(request.geometry)
     return replace(request, geometry=geometry, xs=tuple(request.xs[i] for i in kept))
+
+
+def inputs_with_channels(geometry: ConvGeometry) -> tuple[list[int], ConvGeometry]:
+    """Inputs of no channels take part in nothing: the others, one at the least, and the problem of these."""
+    kept = [i for i, channels in enumerate(geometry.channels) if channels] or [0]
+    return kept, replace(geometry, channels=tuple(geometry.channels[i] for i in kept))
 
 
 def convert(operand: Operand, dtype: str, conversions: list[Conversion]) -> Operand:

@@ -34,7 +34,14 @@ from cupyconv.planning.launches import (
     im2col_launches,
     transposed_launch,
 )
-from cupyconv.planning.request import NotApplicable, TransposedRequest, check_alignment, convert, convert_bias
+from cupyconv.planning.request import (
+    NotApplicable,
+    TransposedRequest,
+    check_alignment,
+    convert,
+    convert_bias,
+    inputs_with_channels,
+)
 from cupyconv.planning.residue_classes import class_requests
 
 
@@ -59,8 +66,7 @@ def plan_transposed(request: TransposedRequest) -> Plan:
 def _converted(request: TransposedRequest) -> tuple[TransposedRequest, tuple[Conversion, ...]]:
     """Arguments in the dtypes computed with, without those of no channels; conversions take their share of workspace."""
     conversions: list[Conversion] = []
-    kept = [i for i, channels in enumerate(request.geometry.channels) if channels] or [0]
-    geometry = replace(request.geometry, channels=tuple(request.geometry.channels[i] for i in kept))
+    kept, geometry = inputs_with_channels(request.geometry)
     xs = [x for x in request.xs if x.shape[1]] or [request.xs[0]]
     request = replace(
         request,

@@ -34,7 +34,7 @@ from cupyconv.planning.numpy import (
     is_matrix,
     plan_conv,
 )
-from cupyconv.planning.request import NotApplicable, TransposedRequest
+from cupyconv.planning.request import NotApplicable, TransposedRequest, inputs_with_channels
 from cupyconv.planning.residue_classes import class_request, is_reached, residue_classes
 
 #: Channels of a block below which pixels are cut rather: fewer would make rows of a product too few.
@@ -49,8 +49,7 @@ SHORT_ROW, MOST_AREA = 256, 1.25
 
 def plan_transposed(request: TransposedRequest) -> Plan:
     """The plan for ``request.method``; ValueError where a named method does not apply."""
-    kept = [i for i, channels in enumerate(request.geometry.channels) if channels] or [0]
-    geometry = replace(request.geometry, channels=tuple(request.geometry.channels[i] for i in kept))
+    kept, geometry = inputs_with_channels(request.geometry)
     request = replace(request, geometry=geometry, outs=tuple(request.outs[i] for i in kept))
     try:
         return _gathered(request)
