@@ -18,10 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from cupyconv.activations import resolve_activation
-from cupyconv.calls.call import owner
+from cupyconv.calls.call import fitting, in_dtype, owner
 from cupyconv.calls.convolution import prepare_conv, prepare_linmerge, prologue_parts
 from cupyconv.calls.epilogue_grad import prepare_epilogue_grad
 from cupyconv.calls.pooling import prepare_max_pool_gradient
@@ -502,7 +500,7 @@ def _pullback(
         """Gradients of the arguments, from that of the result; of those named in `needs`, or of all."""
         wanted = _names(needs)
         backend = owner({"weight": weight, "grad": grad})
-        grad = _fitting(grad, epilogue.shape, epilogue.dtype, backend)
+        grad = fitting("grad", grad, epilogue.shape, epilogue.dtype, backend)
         to_bias = "bias" in wanted and bias_dtype is not None
         to_residual = "residual" in wanted and residual_dtype is not None
         to_scale = "scale" in wanted and prologue is not None and prologue.scale is not None
@@ -537,23 +535,11 @@ def _names(needs: Iterable[str] | None) -> frozenset[str]:
     return frozenset(names)
 
 
-def _fitting(grad: Any, shape: tuple[int, ...], dtype: np.dtype, backend: Backend) -> Any:
-    """The gradient of a result of this shape and dtype, in that dtype; another shape is refused."""
-    if tuple(grad.shape) != shape:
-        raise ValueError(f"grad has shape {tuple(grad.shape)}, needed {shape}, that of the result")
-    if grad.dtype.kind == "c" and dtype.kind != "c":
-        raise TypeError(f"grad is {grad.dtype.name}, the result is {dtype.name}: casting would drop imaginary parts")
-    return _as_argument(grad, dtype, backend)
-
-
 def _as_argument(gradient: Any, dtype: Any, backend: Backend) -> Any:
     """A gradient, or a list of them, in the dtype of its argument: of a real one that is the real part."""
     if isinstance(gradient, list):
-        return [_as_argument(one, kind, backend) for one, kind in zip(gradient, dtype, strict=True)]
-    if gradient.dtype == dtype:
-        return gradient
-    with backend.current():
-        return backend.converted(gradient, dtype)
+        return [in_dtype(one, kind, backend) for one, kind in zip(gradient, dtype, strict=True)]
+    return in_dtype(gradient, dtype, backend)
 
 
 def _conjugate(array: Any, backend: Backend) -> Any:

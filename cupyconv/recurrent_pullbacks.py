@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupyconv.calls.call import fitting, in_dtype
 from cupyconv.calls.recurrent import on_backend, prepare_gru, prepare_lstm, prepare_rnn
 from cupyconv.calls.recurrent_gradient import prepare_recurrent_gradient
 from cupyconv.dispatch import Backend, backend_for
 from cupyconv.dtypes import check_dtype
+from cupyconv.recurrence import GATES
 from cupyconv.repetition import call
 
 
@@ -283,7 +285,7 @@ def _pullback(
 
     def state(array: Any) -> Any:
         """An initial state, or peepholes, as the forward pass rounded them."""
-        return None if array is None else _as_dtype(array, y.dtype, backend)
+        return None if array is None else in_dtype(array, y.dtype, backend)
 
     held = {
         "x": arguments["x"], "weight_ih": with_directions("weight_ih"), "weight_hh": with_directions("weight_hh"),
@@ -291,7 +293,7 @@ def _pullback(
         "peephole": state(with_directions("peephole")), "lengths": arguments["lengths"], "cells": kept.get("cells"),
         "candidate": kept.get("candidate"),
     }  # fmt: skip
-    gates = {"rnn": 1, "lstm": 4, "gru": 3}[cell]
+    gates = GATES[cell]
     bias_hh = _BIAS_HH[cell]
     if cell == "gru" and settings["linear_before_reset"]:
         bias_hh = _BIAS_HH_OF_CANDIDATE
@@ -300,14 +302,14 @@ def _pullback(
     def backward(grad_y: Any, grad_h: Any, grad_c: Any) -> RecurrentGradients:
         given = {"y": grad_y, "h": grad_h, "c": grad_c}
         grads = {
-            f"grad_{name}": None if grad is None else _fitting(f"grad_{name}", grad, *shapes[name], backend)
+            f"grad_{name}": None if grad is None else _checked(f"grad_{name}", grad, *shapes[name], backend)
             for name, grad in given.items()
         }
         found = call(prepare_recurrent_gradient, {**held, **grads}, settings)
         x, weight_ih, weight_hh, h0, *c0, sums = found
         gradients = {"x": x, "weight_ih": weight_ih, "weight_hh": weight_hh, "h0": h0, **dict(zip(("c0",), c0))}
         own = {
-            name: _as_dtype(array[0] if single and name.startswith("weight") else array, dtypes[name], backend)
+            name: in_dtype(array[0] if single and name.startswith("weight") else array, dtypes[name], backend)
             for name, array in gradients.items()
             if name in dtypes
         }
@@ -331,24 +333,12 @@ def _pullback(
     return pullback
 
 
-def _fitting(name: str, grad: Any, shape: tuple[int, ...], dtype: np.dtype, backend: Backend) -> Any:
+def _checked(name: str, grad: Any, shape: tuple[int, ...], dtype: np.dtype, backend: Backend) -> Any:
     """The gradient of a result of this shape, in its dtype; anything else is refused."""
     if backend_for({name: grad}) is not backend:
         raise TypeError(f"{name} belongs to another library or device than the result: {type(grad).__name__}")
     check_dtype(name, grad.dtype)
-    if grad.dtype.kind == "c":
-        raise TypeError(f"{name} is {grad.dtype.name}, the result is {dtype.name}: casting would drop imaginary parts")
-    if tuple(grad.shape) != shape:
-        raise ValueError(f"{name} has shape {tuple(grad.shape)}, needed {shape}, that of the result")
-    return _as_dtype(grad, dtype, backend)
-
-
-def _as_dtype(array: Any, dtype: np.dtype, backend: Backend) -> Any:
-    """The array, or a copy in another dtype."""
-    if array.dtype == dtype:
-        return array
-    with backend.current():
-        return backend.converted(array, dtype)
+    return fitting(name, grad, shape, dtype, backend)
 
 
 def _joined(sums: Any, ranges: tuple[slice, ...], single: bool, dtype: np.dtype, backend: Backend) -> Any:

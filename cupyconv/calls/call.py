@@ -173,3 +173,20 @@ def describe_result(backend: Backend, axes: Axes, arrays: Arrays, result: Result
         rest = byte_strides((*shape[:channel], *shape[channel + 1 :], shape[channel]), name)
         strides = (*rest[:channel], rest[-1], *rest[channel:-1])
     return axes.describe(result.name, name, shape, strides, 0)
+
+
+def fitting(name: str, grad: Any, shape: tuple[int, ...], dtype: np.dtype, backend: Backend) -> Any:
+    """The gradient of a result of this shape and dtype, in that dtype; another shape is refused."""
+    if tuple(grad.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(grad.shape)}, needed {shape}, that of the result")
+    if grad.dtype.kind == "c" and dtype.kind != "c":
+        raise TypeError(f"{name} is {grad.dtype.name}, the result is {dtype.name}: casting would drop imaginary parts")
+    return in_dtype(grad, dtype, backend)
+
+
+def in_dtype(array: Any, dtype: np.dtype, backend: Backend) -> Any:
+    """The array, or a copy in another dtype: of the real parts where that is real."""
+    if array.dtype == dtype:
+        return array
+    with backend.current():
+        return backend.converted(array, dtype)
