@@ -253,6 +253,7 @@ class RecurrentLoop:
     chunk: int
     threads: int
     copied: tuple[str, ...]  # roles of factors that lie in memory as BLAS does not take them
+    bias_column: bool  # whether biases are a column of the input's weight
     bytes_moved: int
     flops: int
 

@@ -28,7 +28,7 @@ def plan_recurrent(request: RecurrentRequest) -> Plan:
     loop = RecurrentLoop(
         geometry=geometry, buffers=tuple((role, operand.name) for role, operand in request.operands.items()),
         dtype=accumulator(request.dtype), samples=work.samples, chunk=work.chunk, threads=work.threads,
-        copied=work.copied, bytes_moved=request.minimal_bytes, flops=request.flops,
+        copied=work.copied, bias_column=_bias_column(request), bytes_moved=request.minimal_bytes, flops=request.flops,
     )  # fmt: skip
     return Plan(
         method="step", backend="numpy", device=str(request.machine), problem=str(geometry),
@@ -82,13 +82,23 @@ def _copied(request: RecurrentRequest) -> tuple[str, ...]:
     lies = {"x": x.dtype == dtype and x.strides[2] == 1 and x.strides[1] >= x.shape[2]}
     for role, weight in (("weight_ih", request.weight_ih), ("weight_hh", request.weight_hh)):
         lies[role] = weight.dtype == dtype and weight.strides[2] == 1 and weight.strides[1] >= weight.shape[2]
+    if _bias_column(request):
+        lies |= {"x": False, "weight_ih": True}  # it is copied as the column is joined to it
     return tuple(role for role, as_it_is in lies.items() if not as_it_is)
+
+
+def _bias_column(request: RecurrentRequest) -> bool:
+    """Whether biases are a column of the input's weight: where copies of both factors take less than a pass over all gates."""
+    geometry = request.geometry
+    gates, samples = geometry.gates * geometry.hidden, geometry.steps * geometry.batch
+    biased = request.bias_ih is not None or request.bias_hh is not None
+    return biased and samples * gates > geometry.inputs * (samples + gates)
 
 
 def _per_step(request: RecurrentRequest, copied: tuple[str, ...], samples: int) -> int:
     """Bytes for each step of a chunk: what its inputs add to the gates, and these where they are copied."""
     geometry, item = request.geometry, ITEMSIZE[accumulator(request.dtype)]
-    inputs = geometry.inputs if "x" in copied else 0
+    inputs = geometry.inputs + _bias_column(request) if "x" in copied else 0
     return samples * (geometry.gates * geometry.hidden + inputs) * item
 
 
@@ -96,10 +106,12 @@ def _fixed(request: RecurrentRequest, copied: tuple[str, ...], samples: int, at_
     """Bytes that do not depend on the chunk, by purpose."""
     geometry, item = request.geometry, ITEMSIZE[accumulator(request.dtype)]
     state = at_once * samples * geometry.hidden * item
-    weights = [getattr(request, role) for role in copied if role != "x"]
+    weights = [prod(getattr(request, role).shape) for role in copied if role != "x"]
+    if _bias_column(request):
+        weights.append(at_once * geometry.gates * geometry.hidden * (geometry.inputs + 1))
     temporaries = any(activation.name not in IN_PLACE for group in geometry.activations for activation in group)
     return {
-        "weights": sum(prod(weight.shape) * item for weight in weights),
+        "weights": sum(weights) * item,
         "gates": state * geometry.gates,
         "states": (6 if request.peephole else 4) * state,
         "activations": 2 * temporaries * state * geometry.gates,

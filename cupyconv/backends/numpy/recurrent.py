@@ -2,12 +2,13 @@
 
 ::
 
-    x of a chunk   --BLAS-->   projected (steps, G, H, N)
-    h (H, N)       --BLAS-->   gates (G, H, N)   + projected + biases   --activations-->   h, c
+    x of a chunk   --BLAS-->   projected (steps, G, H, N), biases included
+    h (H, N)       --BLAS-->   gates (G, H, N)   + projected   --activations-->   h, c
 
 Samples lie innermost: a weight is the left factor of its products, as it lies in memory, and each gate is one run, over
-which every pass is one loop.  The time loop allocates nothing, activations
-aside that have temporaries of their own.  Where lengths are given, a step's states are worked out beside the old
+which every pass is one loop.  Of many inputs the biases are one more column of the weight, beside a 1 after every x: by
+themselves they would be one more pass over all gates.  The time loop allocates nothing, activations aside that have
+temporaries of their own.  Where lengths are given, a step's states are worked out beside the old
 ones and copied for the samples that are not past their length, so that nothing of what lies beyond reaches them.
 """
 
@@ -91,6 +92,7 @@ class _Direction:
         #: The same as the products have it.
         self.rows = self.gates.reshape(-1, self._batch)
         self.h, self.c = self._state("h0", hidden), self._state("c0", hidden if geometry.cell == "lstm" else 0)
+        self._bias = self.input_bias()
         self.prepare()
 
     def _own(self, role: str, axes: int) -> np.ndarray | None:
@@ -112,6 +114,12 @@ class _Direction:
         if initial is not None:
             state[...] = initial[self._samples].astype(self._given["out"].dtype, copy=False).T
         return state
+
+    def input_bias(self) -> np.ndarray | None:
+        """The biases that are added with the inputs, (G, H, 1)."""
+        if self.bias_ih is None or self.bias_hh is None:
+            return self.bias_hh if self.bias_ih is None else self.bias_ih
+        return self.bias_ih + self.bias_hh
 
     def prepare(self) -> None:
         """What all steps of a cell share."""
@@ -155,26 +163,25 @@ class _Direction:
         samples, inputs = self._batch, geometry.inputs
         chunks = [range(first, min(first + loop.chunk, most)) for first in range(0, most, loop.chunk)]
         memory = np.empty(loop.chunk * self.gates.size, self.dtype)
-        copies_x = "x" in loop.copied
-        copy = np.empty((loop.chunk * copies_x, samples, inputs), self.dtype)
+        weight, copies_x = self._weight_ih, "x" in loop.copied
+        copy = np.ones((loop.chunk * copies_x, samples, inputs + loop.bias_column), self.dtype)
+        if loop.bias_column:
+            assert self._bias is not None
+            weight = np.concatenate([weight, self._bias.reshape(-1, 1)], axis=1, dtype=self.dtype)
         for chunk in reversed(chunks) if self._backwards else chunks:
             steps = len(chunk)
             x = self._x[chunk.start : chunk.stop]
             if copies_x:
-                copy[:steps] = x
+                copy[:steps, :, :inputs] = x
                 x = copy[:steps]
             projected = memory[: steps * self.gates.size].reshape(steps, *self.gates.shape)
-            np.matmul(self._weight_ih, x.swapaxes(1, 2), out=projected.reshape(steps, *self.rows.shape))
+            np.matmul(weight, x.swapaxes(1, 2), out=projected.reshape(steps, *self.rows.shape))
+            if self._bias is not None and not loop.bias_column:
+                projected += self._bias
             for t in reversed(chunk) if self._backwards else chunk:
                 yield t, projected[t - chunk.start]
 
     # What cells are made of.
-
-    def added(self) -> np.ndarray | None:
-        """The sum of both biases."""
-        if self.bias_ih is None or self.bias_hh is None:
-            return self.bias_hh if self.bias_ih is None else self.bias_ih
-        return self.bias_ih + self.bias_hh
 
     def clip(self, gates: np.ndarray) -> None:
         bound = self.geometry.clip
@@ -192,15 +199,12 @@ class _Direction:
 
 class _Rnn(_Direction):
     def prepare(self) -> None:
-        self._bias = self.added()
         (self._activation,) = self.activations()
 
     def advance(self, t: int, projected: np.ndarray, h: np.ndarray, c: np.ndarray) -> None:
         gates = self.gates
         np.matmul(self.weight_hh, self.h, out=self.rows)
         gates += projected
-        if self._bias is not None:
-            gates += self._bias
         self.clip(gates)
         self.keep(t, 0, gates)
         _apply(gates[0], self._activation, h)
@@ -208,7 +212,7 @@ class _Rnn(_Direction):
 
 class _Lstm(_Direction):
     def prepare(self) -> None:
-        self._bias, self._peepholes = self.added(), self._vector("peephole")
+        self._peepholes = self._vector("peephole")
         f, g, self._of_cell = self.activations()
         #: The gates that do not see the new c: all but o, where there are peepholes.
         self._early = self.gates if self._peepholes is None else self.gates[:3]
@@ -222,8 +226,6 @@ class _Lstm(_Direction):
         i, f, g, o = gates
         np.matmul(self.weight_hh, self.h, out=self.rows)
         gates += projected
-        if self._bias is not None:
-            gates += self._bias
         if peepholes is not None:
             gates[:2] += np.multiply(peepholes[:2], self.c, out=self._seen)
         self.clip(self._early)
@@ -246,10 +248,15 @@ class _Lstm(_Direction):
 
 
 class _Gru(_Direction):
+    def input_bias(self) -> np.ndarray | None:
+        if self.bias_hh is None:
+            return self.bias_ih
+        bias = np.concatenate([self.bias_hh[:2], np.zeros_like(self.bias_hh[2:])])
+        return bias if self.bias_ih is None else bias + self.bias_ih
+
     def prepare(self) -> None:
-        bias = self.added()
-        self._bias_rz = None if bias is None else bias[:2]
-        self._bias_in, self._bias_hn = (None if b is None else b[2] for b in (self.bias_ih, self.bias_hh))
+        #: It is added to the state's product, which the reset gate scales.
+        self._bias_hn = None if self.bias_hh is None else self.bias_hh[2]
         f, g = self.activations()
         self._activate_rz = _activation_of(self.gates[:2], [f, f])
         self._activate_n = _activation_of(self.gates[2:], [g])
@@ -266,8 +273,6 @@ class _Gru(_Direction):
         else:
             np.matmul(self.weight_hh[: 2 * hidden], self.h, out=self.rows[: 2 * hidden])
         rz += projected[:2]
-        if self._bias_rz is not None:
-            rz += self._bias_rz
         self.clip(rz)
         self.keep(t, 0, rz)
         self._activate_rz()
@@ -281,8 +286,6 @@ class _Gru(_Direction):
             if self._bias_hn is not None:
                 n += self._bias_hn
         n += projected[2]
-        if self._bias_in is not None:
-            n += self._bias_in
         self.clip(n)
         self.keep(t, 2, self.gates[2:])
         self._activate_n()
