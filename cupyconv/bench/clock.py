@@ -121,8 +121,9 @@ def ratio(ours: Timing, other: Timing, judged: str) -> dict[str, Any]:
     return {"ratio": statistics.median(ratios), "quartiles_of_ratio": _quartiles(ratios)} if ratios else {}
 
 
-#: Seconds that threads of a pool may go on spinning after a call, at the most, and how often they are looked at.
-SPINNING, LOOK = 0.25, 0.002
+#: Seconds that threads of a pool may go on spinning after a call, at the most, and how often they are looked at: many
+#: times the 4 ms between two ticks of a kernel, as it counts the time of a running thread.
+SPINNING, LOOK = 0.5, 0.02
 
 
 class HostClock:
