@@ -220,11 +220,12 @@ class GatheredLoop(BlockLoop):
     """A part of a transposed convolution's result as the convolution that it is, of `geometry`.
 
     Along each axis the part is every ``written[1]``-th element from ``written[0]`` on, and `read` begins and ends
-    what is read of x.  The weight has `taps` of each axis, in the order in which they meet x, and
-    outputs and channels of each group exchanged.
+    what is read of x.  The weight is that of these channels, has `taps` of each axis, in the order in which they meet x,
+    and outputs and channels of each group exchanged.
     """
 
     output: str
+    first_channel: int  # of the concatenated results
     conjugate: bool
     taps: tuple[range, ...]
     read: tuple[tuple[int, int], ...]

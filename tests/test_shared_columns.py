@@ -1,4 +1,4 @@
-"""Layers in groups on NumPy, whose taps share columns some groups at a time: every body against the naive oracle."""
+"""Layers on NumPy whose taps share columns, some groups at a time: every body against the naive oracle."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from cupyconv.repetition import forget_calls
 
 #: Channels of the inputs, outputs, spatial size, kernel, settings.
 LAYERS = {
+    "one group": ((5, 7), 4, (7, 6), (3, 3), dict(groups=1, padding=1)),
+    "one group, stride": ((16,), 3, (9, 8), (3, 2), dict(groups=1, stride=2, padding=1)),
     "groups": ((6,), 9, (7, 6), (3, 2), dict(groups=3, padding=1)),
     "merged in the middle of a group": ((4, 1, 3), 6, (7, 6), (2, 3), dict(groups=2, padding="same")),
     "depthwise": ((5,), 5, (7, 6), (3, 3), dict(groups=5, padding=1)),

@@ -12,7 +12,8 @@ from tolerance import assert_close, assert_exact
 import cupyconv
 from cupyconv.loops import WeightGradientLoop
 from cupyconv.plan import GemmCall
-from cupyconv.planning import plan_weight_gradient, weight_gradient_cuda, weight_gradient_numpy
+from cupyconv.planning import plan_weight_gradient, weight_gradient_cuda
+from cupyconv.planning import numpy as planning_on_numpy
 from cupyconv.repetition import forget_calls
 
 
@@ -69,8 +70,10 @@ def fresh():
 @pytest.mark.parametrize(
     "grad_dtype, x_dtype", [("float32", "float32"), ("complex64", "float32"), ("float32", "complex64")]
 )
-def test_every_body(body, kernel, settings, grad_dtype, x_dtype):
+def test_every_body(fresh, monkeypatch, body, kernel, settings, grad_dtype, x_dtype):
     """Each is planned where it should be, and exact; views only of factors of one kind."""
+    if body == "shared columns":
+        monkeypatch.setattr(planning_on_numpy, "MEMORY_BLOCK", 64)
     x = integers((2, 12, 18, 17), x_dtype)
     window = {name: value for name, value in settings.items() if name != "method"}
     grad = integers(
@@ -169,7 +172,8 @@ def test_long_sums_stay_accurate(target):
 def test_least_shared_is_what_decides(fresh, monkeypatch):
     grad, x = integers((1, 2, 9, 9)), integers((1, 2, 9, 9), seed=1)
     assert explained(grad, x, 3, padding=1).steps[0].body == "columns"
-    monkeypatch.setattr(weight_gradient_numpy, "LEAST_SHARED", 1)
+    monkeypatch.setattr(planning_on_numpy, "LEAST_SHARED", 1)
+    monkeypatch.setattr(planning_on_numpy, "MEMORY_BLOCK", 64)
     plan_weight_gradient.cache_clear()
     assert explained(grad, x, 3, padding=1).steps[0].body == "shared columns"
     assert_exact(cupyconv.conv_grad_weight(grad, x, 3, padding=1), by_definition(grad, x, (3, 3), padding=1), "float32")

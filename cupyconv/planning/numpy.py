@@ -32,6 +32,9 @@ MEMORY_BLOCK = 512 << 10
 SMALLEST_BLOCK = 32
 #: Pixels from which one sample fills a product; smaller images share one, through columns.
 LONE_PIXELS = 256
+#: Rows of columns from which taps share them: with fewer, the products of one tap would be thin.  In groups they are
+#: thin anyway, and writing columns takes longer.
+LEAST_SHARED = 32
 #: Outputs from which a 1x1 product is bound by arithmetic: each element read is used that often.
 PRODUCT_OUTPUTS = 32
 #: Operations a byte beyond which a few cores are busier than their memory.
@@ -132,9 +135,14 @@ def _shared(request: ConvRequest, method: str, name: str, words: str, rejected: 
 
 def _shares_columns(request: ConvRequest) -> bool:
     """Whether columns that taps share, and a sum of products, take less than all columns and one product."""
-    geometry = request.geometry
-    in_groups = geometry.groups > 1 and geometry.kernel[geometry.outermost] > 1
-    return in_groups and _is_one_kind(request) and columns_leave_cache(geometry, _item(request.x_dtype))
+    return _is_one_kind(request) and taps_share(request.geometry, _item(request.x_dtype))
+
+
+def taps_share(geometry: ConvGeometry, item: int) -> bool:
+    """Whether taps along the kernel's outermost axis can share columns, and products of one tap are worth it."""
+    taps = geometry.kernel[geometry.outermost]
+    enough = geometry.groups > 1 or geometry.reduction >= LEAST_SHARED * taps
+    return taps > 1 and enough and columns_leave_cache(geometry, item)
 
 
 def columns_leave_cache(geometry: ConvGeometry, item: int) -> bool:

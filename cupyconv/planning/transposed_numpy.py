@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from math import prod
 
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
-from cupyconv.geometry import Triple
+from cupyconv.geometry import ConvGeometry, Triple
 from cupyconv.loops import BlockLoop, GatheredLoop, TransposedLoop
 from cupyconv.machine import HostModel
 from cupyconv.operands import c_strides
@@ -60,17 +61,16 @@ def plan_transposed(request: TransposedRequest) -> Plan:
 
 
 def _gathered(request: TransposedRequest) -> Plan:
-    """The plan of convolutions that the results are: quicker in groups, where sums cost more than their products."""
+    """The plan of convolutions that the results are, where writing their columns takes less than adding products."""
     geometry = request.geometry
-    if geometry.padding_mode != "constant" or len(request.outs) > 1 or geometry.groups == 1:
-        raise NotApplicable("products are added where the kernel reaches")
-    (out,) = request.outs
     classes = residue_classes(geometry)
-    if len(classes) > MOST_PARTS:
-        raise NotApplicable(f"the result falls apart into {len(classes)} convolutions, {MOST_PARTS} are allowed")
+    if geometry.padding_mode != "constant" or not _reads_less(geometry, len(classes)):
+        raise NotApplicable("products are added where the kernel reaches")
+    if geometry.groups > 1 and len(request.outs) > 1:
+        raise NotApplicable("several results of a grouped convolution")
     weight = prod(request.weight.shape) * request.weight.itemsize
     plans, steps = [], []
-    for one in classes:
+    for (out, first), one in product(zip(request.outs, geometry.channel_offsets), classes):
         taps = [axis.taps for axis in one] if is_reached(one) else [range(0)] * 3
         shape = (out.shape[1], geometry.group_outputs, *map(len, taps))
         own = replace(request.weight, shape=shape, strides=c_strides(shape))
@@ -87,8 +87,14 @@ def _gathered(request: TransposedRequest) -> Plan:
             written = tuple((axis.first, step) for axis, step in zip(one, geometry.stride))
             steps.append(
                 GatheredLoop(
-                    **common, output=out.name, conjugate=request.conjugate, taps=tuple(taps), read=read, written=written
-                )
+                    **common,
+                    output=out.name,
+                    first_channel=first,
+                    conjugate=request.conjugate,
+                    taps=tuple(taps),
+                    read=read,
+                    written=written,
+                )  # fmt: skip
             )
     largest = max(plans, key=lambda plan: plan.flops)
     sizes = {"weight": weight, "blocks": max(plan.workspace_bytes for plan in plans)}
@@ -98,6 +104,13 @@ def _gathered(request: TransposedRequest) -> Plan:
         reason=f"gathered{f' in {len(plans)} parts' if len(plans) > 1 else ''}, {largest.reason}",
         workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items()) if steps else (),
     )  # fmt: skip
+
+
+def _reads_less(geometry: ConvGeometry, parts: int) -> bool:
+    """Whether the convolutions' columns take less than sums: in groups, and of no more channels than the results have."""
+    if geometry.groups > 1:
+        return parts <= MOST_PARTS
+    return parts == 1 and geometry.taps > 1 and 0 < geometry.out_channels <= min(geometry.channels, default=0)
 
 
 def _gemm(request: TransposedRequest) -> Plan:

@@ -28,20 +28,17 @@ from cupyconv.planning.numpy import (
     SMALLEST_BLOCK,
     Block,
     choose,
-    columns_leave_cache,
     is_in_order,
     is_matrix,
     largest_block,
     shared_bytes,
     shared_part,
+    taps_share,
     temporaries,
     tile_pixels,
 )
 from cupyconv.planning.request import WeightGradientRequest, without_empty_inputs
 
-#: Rows of columns from which taps share them: with fewer, the products of one tap would be thin.  In groups they are
-#: thin anyway, and writing columns takes longer.
-LEAST_SHARED = 32
 #: Bytes of products a block adds to the sums at a time: they stay in cache until they are added.
 PRODUCT_PIECE = 4 << 20
 
@@ -70,9 +67,8 @@ def _gemm(request: WeightGradientRequest) -> Plan:
         words = "products of the inputs where they lie"
         return _plan(request, "gemm", _Body("view", 0), 1, words, ("direct", why))
     columns = geometry.in_channels * geometry.taps * _x_item(request)
-    outer = geometry.kernel[geometry.outermost]
-    in_groups = geometry.groups > 1 and columns_leave_cache(geometry, _x_item(request))
-    if outer > 1 and (in_groups or geometry.reduction // outer >= LEAST_SHARED):
+    if taps_share(geometry, _x_item(request)):
+        outer = geometry.kernel[geometry.outermost]
         body = _Body("shared columns", columns // outer // geometry.groups, shares=True)
         words = f"columns that {outer} taps share, and products"
         return _plan(request, "gemm", body, _samples_of_a_block(request), words, ("direct", why))

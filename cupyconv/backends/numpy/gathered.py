@@ -51,7 +51,8 @@ class GatheredConvolution:
         if geometry.reduction == 0:
             return np.empty((geometry.out_channels, 0, *geometry.kernel), weight.dtype)
         reversed_taps: Any = tuple(slice(t.start, t.stop if t.stop >= 0 else None, t.step) for t in self.plan.taps)
-        taken = five_axes(weight)[(..., *reversed_taps)]
+        own = slice(self.plan.first_channel, self.plan.first_channel + geometry.out_channels // geometry.groups)
+        taken = five_axes(weight)[(slice(None), own, *reversed_taps)]
         # (groups, channels of the result, of x, taps)
         grouped = taken.reshape(geometry.groups, geometry.group_channels, geometry.group_outputs, *geometry.kernel)
         exchanged = np.array(grouped.swapaxes(1, 2), order="C")
