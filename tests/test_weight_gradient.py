@@ -12,8 +12,8 @@ from tolerance import assert_close, assert_exact
 import cupyconv
 from cupyconv.loops import WeightGradientLoop
 from cupyconv.plan import GemmCall
-from cupyconv.planning import plan_weight_gradient, weight_gradient_cuda
 from cupyconv.planning import numpy as planning_on_numpy
+from cupyconv.planning import plan_weight_gradient, weight_gradient_cuda
 from cupyconv.repetition import forget_calls
 
 

@@ -32,6 +32,8 @@ MEMORY_BLOCK = 512 << 10
 SMALLEST_BLOCK = 32
 #: Pixels from which one sample fills a product; smaller images share one, through columns.
 LONE_PIXELS = 256
+#: Pixels for each output from which a copy of the weight takes much less than its products.
+PIXELS_AN_OUTPUT = 8
 #: Rows of columns from which taps share them: with fewer, the products of one tap would be thin.  In groups they are
 #: thin anyway, and writing columns takes longer.
 LEAST_SHARED = 32
@@ -93,7 +95,10 @@ def _gemm(request: ConvRequest) -> Plan:
         return _plan(request, "gemm", _Body("view", 0), axes, words, rejected)
     if _shares_columns(request):
         words = f"columns that {geometry.kernel[geometry.outermost]} taps share, and products"
-        return _shared(request, "gemm", "shared columns", words, rejected)
+        try:
+            return _shared(request, "gemm", "shared columns", words, rejected)
+        except NotApplicable:
+            pass  # the weight, which is copied tap by tap, passes the limit
     columns = 0 if view else geometry.in_channels * geometry.taps * _item(request.x_dtype)
     body = _Body("view" if view else "columns", columns, tile=not view and geometry.taps > 1)
     by_memory = geometry.is_pointwise and geometry.group_outputs < PRODUCT_OUTPUTS
@@ -110,6 +115,8 @@ def _direct(request: ConvRequest) -> Plan:
         why = "slower: with one channel a group, each product is a vector by a matrix"
     else:
         why = "columns do not fit the workspace limit"
+    if geometry.is_depthwise and _is_one_kind(request) and geometry.stride == (1, 1, 1):
+        return _runs(request, ("gemm", why))
     if geometry.is_depthwise and _is_one_kind(request):
         taps = geometry.kernel[geometry.outermost]
         words = f"columns that {taps} taps share, scaled" if taps > 1 else "each element scaled"
@@ -133,9 +140,22 @@ def _shared(request: ConvRequest, method: str, name: str, words: str, rejected: 
     return _plan(request, method, body, block, words, rejected)
 
 
+def _runs(request: ConvRequest, rejected: tuple[str, str]) -> Plan:
+    """A plan of no columns: at stride 1 what a tap reads is one run of memory, borders between rows included."""
+    geometry = request.geometry
+    body = _Body("scaled runs", 0)
+    a_pixel = (1 + geometry.group_outputs) * _item(request.x_dtype)
+    most_samples = 1 if geometry.pixels >= LONE_PIXELS else geometry.batch
+    block = _cut(request, body, MEMORY_BLOCK // a_pixel, SMALLEST_BLOCK, most_samples)
+    return _plan(request, "direct", body, block, "each tap's run of elements scaled", rejected)
+
+
 def _shares_columns(request: ConvRequest) -> bool:
     """Whether columns that taps share, and a sum of products, take less than all columns and one product."""
-    return _is_one_kind(request) and taps_share(request.geometry, _item(request.x_dtype))
+    geometry = request.geometry
+    # The weight is copied, a matrix for each tap.
+    worth_a_copy = geometry.batch * geometry.pixels >= PIXELS_AN_OUTPUT * geometry.group_outputs
+    return worth_a_copy and _is_one_kind(request) and taps_share(geometry, _item(request.x_dtype))
 
 
 def taps_share(geometry: ConvGeometry, item: int) -> bool:
@@ -159,21 +179,37 @@ class _Body:
     tile: bool = False
 
     @property
-    def shares(self) -> bool:
-        """Whether taps share columns."""
-        return self.name in ("shared columns", "scaled taps")
+    def in_parts(self) -> bool:
+        """Whether some groups at a time go through it."""
+        return self.name in ("shared columns", "scaled taps", "scaled runs")
+
+    def part(self, request: ConvRequest, block: Block) -> int:
+        """Groups that stay in cache together."""
+        if self.name != "scaled runs":
+            return shared_part(request.geometry, block, _item(request.x_dtype), request.prologue)
+        groups = request.geometry.groups
+        return even_part(groups, max(1, min(groups, MEMORY_BLOCK // (self._run_bytes(request, block) or 1))))
+
+    def _run_bytes(self, request: ConvRequest, block: Block) -> int:
+        """Of a group's tile, of the sums of its runs, and of what fills borders."""
+        geometry = request.geometry
+        copies = 1 + geometry.group_outputs + temporaries(geometry, request.prologue)
+        return copies * block[0] * tile_pixels(geometry, block) * _item(request.x_dtype)
 
     def workspace(self, request: ConvRequest, block: Block) -> int:
         """Bytes for one block: columns or products, the tile they are taken from, sums, and gathered borders."""
         geometry = request.geometry
-        if self.shares:
+        sums = prod(block) * _sum_bytes(request, self.in_place(request, block))
+        if self.name == "scaled runs":
+            return self.part(request, block) * self._run_bytes(request, block) + sums
+        if self.in_parts:
             item, prologue = _item(request.x_dtype), request.prologue
-            part = shared_part(geometry, block, item, prologue)
+            part = self.part(request, block)
             columns = part * shared_bytes(geometry, block, item, prologue)
             products = part * geometry.group_outputs * prod(block) * _item(request.out.dtype)
-            return columns + products + prod(block) * _sum_bytes(request, self.in_place(request, block))
+            return columns + products + sums
         read = block[0] * geometry.in_channels * prod(block[1:]) * _item(request.x_dtype)
-        nbytes = prod(block) * (self.per_pixel + _sum_bytes(request, self.in_place(request, block)))
+        nbytes = prod(block) * self.per_pixel + sums
         if self.tile:
             read = block[0] * geometry.in_channels * tile_pixels(geometry, block) * _item(request.x_dtype)
             nbytes += read
@@ -181,8 +217,8 @@ class _Body:
 
     def in_place(self, request: ConvRequest, block: Block) -> bool:
         """Whether the block's sums are the result itself."""
-        lone = block[0] == 1 and (self.name == "columns" or (self.shares and is_in_order(request.geometry, block)))
-        return _sums_fit_result(request) and (self.name == "view" or lone)
+        lone = block[0] == 1 and (self.name == "columns" or (self.in_parts and is_in_order(request.geometry, block)))
+        return _sums_fit_result(request) and (self.name in ("view", "scaled runs") or lone)
 
 
 def _plan(request: ConvRequest, method: str, body: _Body, block: Block, words: str, rejected: tuple[str, str]) -> Plan:
@@ -192,13 +228,13 @@ def _plan(request: ConvRequest, method: str, body: _Body, block: Block, words: s
     empty = 0 in axes or geometry.out_channels == 0
     blocks = 0 if empty else prod(-(-extent // part) for extent, part in zip(axes, block))
     threads = max(1, min(machine.threads, blocks))
-    sizes = {"weight": _weight_copy(request), "blocks": threads * body.workspace(request, block)}
+    sizes = {"weight": _weight_copy(request, body), "blocks": threads * body.workspace(request, block)}
     loop = BlockLoop(
         body=body.name, inputs=tuple(x.name for x in request.xs), block=block, blocks=blocks, threads=threads,
         geometry=geometry, dtype=accumulator(request.out.dtype),
         x_dtype=accumulator(request.x_dtype), weight_dtype=accumulator(request.weight_dtype), activation=request.activation,
         in_place=body.in_place(request, block), bytes_moved=request.minimal_bytes, flops=request.flops,
-        part=shared_part(geometry, block, _item(request.x_dtype), request.prologue) if body.shares else 0,
+        part=body.part(request, block) if body.in_parts else 0,
         prologue=request.prologue,
     )  # fmt: skip
     return Plan(
@@ -213,7 +249,7 @@ def _plan(request: ConvRequest, method: str, body: _Body, block: Block, words: s
 def _cut(request: ConvRequest, body: _Body, target: int, smallest: int, most_samples: int) -> Block:
     """A block of about `target` pixels, or the largest below it that keeps within the workspace limit."""
     threads = request.machine.threads if isinstance(request.machine, HostModel) else 1
-    fixed = _weight_copy(request) + 2 * Plan.ALIGNMENT
+    fixed = _weight_copy(request, body) + 2 * Plan.ALIGNMENT
 
     def needed(block: Block) -> int:
         return fixed + threads * body.workspace(request, block)
@@ -324,7 +360,7 @@ def is_matrix(image: Operand) -> bool:
     return by_channel or (image.stride_c == 1 and pixel_stride >= channels)
 
 
-def _weight_copy(request: ConvRequest) -> int:
+def _weight_copy(request: ConvRequest, body: _Body) -> int:
     """Bytes of the weight where it must be copied: another dtype, another order, or parts taken apart."""
     weight = request.weight
     in_place = (
@@ -332,7 +368,7 @@ def _weight_copy(request: ConvRequest) -> int:
         and weight.strides == c_strides(weight.shape)
         and not (is_complex(request.weight_dtype) and not is_complex(request.x_dtype))
     )
-    copies = (not in_place) + _shares_columns(request)  # of which each tap has its own matrix
+    copies = (not in_place) + (body.name == "shared columns")  # of which each tap has its own matrix
     return (
         copies
         * prod(weight.shape)

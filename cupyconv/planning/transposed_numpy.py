@@ -79,23 +79,14 @@ def _gathered(request: TransposedRequest) -> Plan:
         plans.append(plan)
         for loop in plan.steps:
             assert isinstance(loop, BlockLoop)
-            common = {field.name: getattr(loop, field.name) for field in fields(BlockLoop)}
+            parts = {field.name: getattr(loop, field.name) for field in fields(BlockLoop)}
+            parts |= dict(output=out.name, first_channel=first, conjugate=request.conjugate, taps=tuple(taps))
             read = tuple(
                 (max(0, -axis.before), extent - max(0, -axis.after)) if is_reached(one) else (0, extent)
                 for axis, extent in zip(one, geometry.out_size)
             )
             written = tuple((axis.first, step) for axis, step in zip(one, geometry.stride))
-            steps.append(
-                GatheredLoop(
-                    **common,
-                    output=out.name,
-                    first_channel=first,
-                    conjugate=request.conjugate,
-                    taps=tuple(taps),
-                    read=read,
-                    written=written,
-                )  # fmt: skip
-            )
+            steps.append(GatheredLoop(**parts, read=read, written=written))
     largest = max(plans, key=lambda plan: plan.flops)
     sizes = {"weight": weight, "blocks": max(plan.workspace_bytes for plan in plans)}
     return replace(

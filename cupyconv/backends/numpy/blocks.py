@@ -16,12 +16,15 @@ same rows of pixels, each beginning further on, so they are written once for all
     columns for kh = 0      row 0   row 1   row 2   row 3          with pixels in the order (h, samples, d, w)
                     1               row 1   row 2   row 3   row 4  a tap's columns are one matrix, rows apart;
                     2                       row 2   row 3   ...    with a stride, rows of one residue are
+
+*Runs* are no columns at all: at stride 1 a tap reads the tile from one element on to another, and what lies between the
+rows of pixels is worked out in vain.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import product
 from math import gcd, prod
@@ -215,6 +218,28 @@ def shared_columns(
         )  # fmt: skip
         columns.append((slice(first, None, period), views))
     return columns
+
+
+def runs_of(
+    inputs: Inputs, block: Block, channels: slice, scratch: Scratch, transform: Transform | None
+) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
+    """At stride 1, what each tap reads of some channels as one run of the tile: (c, kd, kh, kw, run); and its pixels.
+
+    A run holds what lies between the block's rows too.  The function makes of runs, (..., run), a view of their
+    pixels, (..., samples, d, h, w).
+    """
+    image = tile_of(inputs, block, scratch, transform, channels)
+    tile = block.tile_of(len(image))
+    c, *taps = tile.windows_strides[:4]
+    last = sum((k - 1) * step for k, step in zip(block.geometry.kernel, taps)) // image.itemsize
+    run = max(0, image[0].size - last) if image.size else 0
+    runs = np.ndarray((len(image), *block.geometry.kernel, run), image.dtype, image, 0, (c, *taps, image.itemsize))
+
+    def pixels(of: np.ndarray) -> np.ndarray:
+        steps = tuple(step // image.itemsize * of.itemsize for step in tile.windows_strides[4:])
+        return np.ndarray((*of.shape[:-1], *block.size), of.dtype, of, 0, (*of.strides[:-1], *steps))
+
+    return runs, pixels
 
 
 def parts_of(groups: int, part: int) -> Iterable[slice]:

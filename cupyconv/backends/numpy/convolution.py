@@ -27,6 +27,7 @@ from cupyconv.backends.numpy.blocks import (
     cut_into_blocks,
     parts_of,
     read_regions,
+    runs_of,
     shared_columns,
 )
 from cupyconv.backends.numpy.prologue import transform_of
@@ -53,6 +54,7 @@ class ConvolutionLoop:
             "columns": BlockedConvolution.columns_and_product, "view": BlockedConvolution.product_of_view,
             "shared columns": BlockedConvolution.products_of_shared_columns,
             "taps": BlockedConvolution.product_a_tap, "scaled taps": BlockedConvolution.scaled_taps,
+            "scaled runs": BlockedConvolution.scaled_runs,
         }[loop.body]  # fmt: skip
         itemsize = self.x_dtype.itemsize
         self._kept = tuple(cut_into_blocks(loop, itemsize)) if are_kept(loop) else None
@@ -106,7 +108,7 @@ class BlockedConvolution:
         with np.errstate(all="ignore"):  # of the thread
             self.finish(block)
 
-    # Five ways to the sums of a block, each (groups, group_outputs, samples, depth, height, width).
+    # Six ways to the sums of a block, each (groups, group_outputs, samples, depth, height, width).
 
     def columns_and_product(self, block: Block) -> np.ndarray:
         return self._product(self.matrix, columns_of(self.inputs, block, self._scratch, self._transform), block)
@@ -161,6 +163,25 @@ class BlockedConvolution:
                 else:
                     np.einsum("cmtk,ctkp->pmc", weight[groups, :, taps], views, out=target, order="F")
         return self._in_order(sums, block)
+
+    def scaled_runs(self, block: Block) -> np.ndarray:
+        """Depthwise at stride 1: a tap's run of the tile times a number a channel; what lies between rows is left out."""
+        geometry = self.geometry
+        size = (geometry.groups, geometry.group_outputs, *block.size)
+        if self.loop.plan.in_place:
+            sums = block.of(self.out).swapaxes(0, 1).reshape(size)
+        else:
+            sums = np.empty(size, self.loop.sums_dtype)
+        weight = self.weight.reshape(*self.weight.shape[:2], *geometry.kernel)
+        for groups in parts_of(geometry.groups, self.loop.plan.part):
+            runs, pixels = runs_of(self.inputs, block, groups, self._scratch, self._transform)
+            shape = (len(runs), geometry.group_outputs, runs.shape[-1])
+            is_row = block.size[0] == 1 and shape[-1] == block.area  # nothing lies between
+            products = sums[groups].reshape(shape) if is_row else self._products.array("runs", shape)
+            np.einsum("cmdhw,cdhwp->pmc", weight[groups], runs, out=products.T, order="F")
+            if not is_row:
+                sums[groups] = pixels(products)
+        return sums
 
     def _shared_columns(self, block: Block) -> Iterator[tuple[slice, list[tuple[slice, np.ndarray]]]]:
         """For some groups at a time, so that they stay in cache, the columns that taps share."""
