@@ -39,7 +39,8 @@ class options(AbstractContextManager["Settings"]):
         Work is cut into chunks to fit: of samples first, then of output pixels.  A method that needs more
         even for the smallest chunk is not taken, or refused if named; on NumPy every method needs some.
         An argument in another dtype than is computed with is converted whole on CUDA, and counts, but is
-        converted even where it alone passes the limit; `explain` lists it.
+        converted even where it alone passes the limit; `explain` lists it.  On NumPy that is so of weights:
+        those that take more than half of the limit come on top of it.
     allow_tf32 : bool
         Let float32 and complex64 products on CUDA round their factors to TF32 (10 bits of mantissa).
     allow_winograd, allow_fft : bool

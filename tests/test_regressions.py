@@ -144,3 +144,33 @@ def test_borders_are_gathered_small(mode):
         finally:
             tracemalloc.stop()
     assert peak <= plan.workspace_bytes + 1_000_000  # where a whole plane was gathered, 4 million
+
+
+WEIGHT_OF_16_BITS = np.random.default_rng(0).integers(-1, 2, (32, 32, 3, 3)).astype(np.float16)
+
+
+@pytest.mark.parametrize(
+    "function, oracle, x, arguments",
+    [
+        (cupyconv.conv, reference.conv, (2, 32, 6, 5), dict(padding=1)),
+        (cupyconv.conv_transpose, reference_gradients.conv_transpose, (2, 32, 6, 5), dict(stride=2)),
+    ],
+)
+def test_a_weight_that_alone_passes_the_limit_once_widened(function, oracle, x, arguments):
+    """float16 weights of more than the limit as float32 were refused by every method, by default from 16 MiB on."""
+    x = np.random.default_rng(1).integers(-1, 2, x).astype(np.float16)
+    limit, widened = 32_000, 2 * WEIGHT_OF_16_BITS.nbytes
+    with cupyconv.options(workspace_limit=limit):
+        plan = cupyconv.explain(function, x, WEIGHT_OF_16_BITS, **arguments)
+        assert widened <= plan.workspace_bytes <= widened + limit
+        assert_exact(
+            function(x, WEIGHT_OF_16_BITS, **arguments), oracle(x, WEIGHT_OF_16_BITS, **arguments), np.float16
+        )
+
+
+def test_recurrent_weights_that_alone_pass_the_limit_once_widened():
+    rng = np.random.default_rng(0)
+    x, *weights = (rng.standard_normal(shape).astype(np.float16) for shape in ((3, 2, 40), (128, 40), (128, 32)))
+    expected = cupyconv.lstm(x, *weights)[0]
+    with cupyconv.options(workspace_limit=16_000):
+        np.testing.assert_array_equal(cupyconv.lstm(x, *weights)[0], expected)

@@ -160,10 +160,11 @@ def _tiled(request: ChainRequest, tile: tuple[int, int], limit: int, *, is_fused
     if not is_fused:  # two are alive at a time
         between = [max(between[first::2]) for first in range(min(2, len(between)))]
     weights = sum(_copied(layer) for layer in layers)
+    limit += request.limit_with(weights) - request.limit
     fixed = sum(between) + weights + workers * _moved(held, parts, axis)
     left = (limit - fixed) // workers
     loops: list[tuple[BlockLoop, ...]] = []
-    scratch: dict[str, int] = {}
+    scratch: dict[tuple[str, str], int] = {}
     for i, layer in enumerate(layers):
         own = [part[i] for part in parts if part[i].outputs]
         plans = [
@@ -171,9 +172,10 @@ def _tiled(request: ChainRequest, tile: tuple[int, int], limit: int, *, is_fused
             for piece in {piece.geometry: piece for piece in own}.values()
         ]
         loops.append(tuple(step for plan in plans for step in plan.steps if isinstance(step, BlockLoop)))
-        # Layers of one dtype use the same memory, but one's columns and another's tile lie in it side by side.
+        # Layers of one dtype and body use the same memory, but one's columns and another's tile lie in it side by side.
         most = max((plan.workspace_bytes for plan in plans), default=0) + max(map(_tile_bytes, loops[-1]), default=0)
-        scratch[layer.x_dtype] = max(scratch.get(layer.x_dtype, 0), most)
+        for kind in {(layer.x_dtype, own_loop.body) for own_loop in loops[-1]}:
+            scratch[kind] = max(scratch.get(kind, 0), most)
     needed = fixed + workers * sum(scratch.values())
     if needed > limit:
         raise NotApplicable(

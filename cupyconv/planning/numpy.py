@@ -98,7 +98,7 @@ def _gemm(request: ConvRequest) -> Plan:
         try:
             return _shared(request, "gemm", "shared columns", words, rejected)
         except NotApplicable:
-            pass  # the weight, which is copied tap by tap, passes the limit
+            pass  # one more copy of the weight passes the limit
     columns = 0 if view else geometry.in_channels * geometry.taps * _item(request.x_dtype)
     body = _Body("view" if view else "columns", columns, tile=not view and geometry.taps > 1)
     by_memory = geometry.is_pointwise and geometry.group_outputs < PRODUCT_OUTPUTS
@@ -228,7 +228,8 @@ def _plan(request: ConvRequest, method: str, body: _Body, block: Block, words: s
     empty = 0 in axes or geometry.out_channels == 0
     blocks = 0 if empty else prod(-(-extent // part) for extent, part in zip(axes, block))
     threads = max(1, min(machine.threads, blocks))
-    sizes = {"weight": _weight_copy(request, body), "blocks": threads * body.workspace(request, block)}
+    weight = _weight_copy(request) + _matrices_of_taps(request, body)
+    sizes = {"weight": weight, "blocks": threads * body.workspace(request, block)}
     loop = BlockLoop(
         body=body.name, inputs=tuple(x.name for x in request.xs), block=block, blocks=blocks, threads=threads,
         geometry=geometry, dtype=accumulator(request.out.dtype),
@@ -249,12 +250,13 @@ def _plan(request: ConvRequest, method: str, body: _Body, block: Block, words: s
 def _cut(request: ConvRequest, body: _Body, target: int, smallest: int, most_samples: int) -> Block:
     """A block of about `target` pixels, or the largest below it that keeps within the workspace limit."""
     threads = request.machine.threads if isinstance(request.machine, HostModel) else 1
-    fixed = _weight_copy(request, body) + 2 * Plan.ALIGNMENT
+    weight = _weight_copy(request)
+    fixed = weight + _matrices_of_taps(request, body) + 2 * Plan.ALIGNMENT
 
     def needed(block: Block) -> int:
         return fixed + threads * body.workspace(request, block)
 
-    return largest_block(request.geometry, needed, request.limit, target, smallest, most_samples)
+    return largest_block(request.geometry, needed, request.limit_with(weight), target, smallest, most_samples)
 
 
 def largest_block(
@@ -360,18 +362,22 @@ def is_matrix(image: Operand) -> bool:
     return by_channel or (image.stride_c == 1 and pixel_stride >= channels)
 
 
-def _weight_copy(request: ConvRequest, body: _Body) -> int:
+def _weight_copy(request: ConvRequest) -> int:
     """Bytes of the weight where it must be copied: another dtype, another order, or parts taken apart."""
     weight = request.weight
-    in_place = (
+    as_it_lies = (
         weight.dtype == accumulator(request.weight_dtype)
         and weight.strides == c_strides(weight.shape)
         and not (is_complex(request.weight_dtype) and not is_complex(request.x_dtype))
     )
-    copies = (not in_place) + (body.name == "shared columns")  # of which each tap has its own matrix
-    return (
-        copies
-        * prod(weight.shape)
-        * ITEMSIZE[accumulator(real_part(request.weight_dtype))]
-        * (1 + is_complex(request.weight_dtype))
-    )
+    return 0 if as_it_lies else _weight_bytes(request)
+
+
+def _matrices_of_taps(request: ConvRequest, body: _Body) -> int:
+    """Bytes of the weight's matrices, one for each tap, where taps share columns."""
+    return _weight_bytes(request) if body.name == "shared columns" else 0
+
+
+def _weight_bytes(request: ConvRequest) -> int:
+    item = ITEMSIZE[accumulator(real_part(request.weight_dtype))] * (1 + is_complex(request.weight_dtype))
+    return prod(request.weight.shape) * item

@@ -51,16 +51,15 @@ def _fitting(request: RecurrentGradientRequest) -> tuple[int, int, dict[str, int
     while True:
         per_step = samples * (rows + _ARRAYS[geometry.cell] * hidden + x_copies * inputs) * item
         fixed["states"] = _STATES[geometry.cell] * samples * hidden * item
-        left = request.limit - sum(fixed.values()) - Plan.ALIGNMENT * (len(fixed) + 1)
+        limit = request.limit_with(fixed["weights"])
+        left = limit - sum(fixed.values()) - Plan.ALIGNMENT * (len(fixed) + 1)
         run = min(geometry.steps, left // per_step) if per_step else geometry.steps
         if run >= min(1, geometry.steps):
             run = even_part(geometry.steps, run)
             return samples, run, {**fixed, "run of steps": run * per_step}
         if samples <= 1:
-            least = request.limit - left + per_step
-            raise ValueError(
-                f"one step of one sample needs {least:,} bytes of workspace, the limit is {request.limit:,}"
-            )
+            least = limit - left + per_step
+            raise ValueError(f"one step of one sample needs {least:,} bytes of workspace, the limit is {limit:,}")
         samples = even_part(geometry.batch, samples // 2)
 
 

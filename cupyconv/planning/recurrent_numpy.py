@@ -63,16 +63,15 @@ def _fitting(request: RecurrentRequest) -> _Work:
         at_once = max(1, min(threads, geometry.directions * parts))
         copied = _copied(request)
         fixed, per_step = _fixed(request, copied, samples, at_once), at_once * _per_step(request, copied, samples)
-        left = request.limit - sum(fixed.values()) - Plan.ALIGNMENT * (len(fixed) + 2)
+        limit = request.limit_with(fixed["weights"])
+        left = limit - sum(fixed.values()) - Plan.ALIGNMENT * (len(fixed) + 2)
         chunk = min(geometry.steps, left // per_step) if per_step else geometry.steps
         if chunk >= min(1, geometry.steps):
             chunk = even_part(geometry.steps, chunk)
             return _Work(samples, chunk, at_once, copied, {**fixed, "inputs": chunk * per_step})
         if samples <= 1:
-            least = request.limit - left + per_step
-            raise ValueError(
-                f"one step of one sample needs {least:,} bytes of workspace, the limit is {request.limit:,}"
-            )
+            least = limit - left + per_step
+            raise ValueError(f"one step of one sample needs {least:,} bytes of workspace, the limit is {limit:,}")
         samples = even_part(geometry.batch, samples // 2)
 
 
@@ -92,7 +91,8 @@ def _bias_column(request: RecurrentRequest) -> bool:
     geometry = request.geometry
     gates, samples = geometry.gates * geometry.hidden, geometry.steps * geometry.batch
     biased = request.bias_ih is not None or request.bias_hh is not None
-    return biased and samples * gates > geometry.inputs * (samples + gates)
+    fits = 8 * gates * (geometry.inputs + 1) * ITEMSIZE[accumulator(request.dtype)] <= request.limit
+    return biased and fits and samples * gates > geometry.inputs * (samples + gates)
 
 
 def _per_step(request: RecurrentRequest, copied: tuple[str, ...], samples: int) -> int:

@@ -41,6 +41,10 @@ class _Request:
     def limit(self) -> int:
         return DEFAULT_LIMIT[type(self.machine)] if self.workspace_limit is None else self.workspace_limit
 
+    def limit_with(self, weights: int) -> int:
+        """The limit where weights have to be copied whole: where their bytes take more than half of it, they come on top."""
+        return self.limit + (weights if 2 * weights > self.limit else 0)
+
     def sharing_with(self, conversions: Sequence[Conversion]) -> Self:
         """The same with what the conversions leave of the workspace: they take their share first."""
         if not conversions:

@@ -74,7 +74,7 @@ def _gathered(request: TransposedRequest) -> Plan:
         taps = [axis.taps for axis in one] if is_reached(one) else [range(0)] * 3
         shape = (out.shape[1], geometry.group_outputs, *map(len, taps))
         own = replace(request.weight, shape=shape, strides=c_strides(shape))
-        part = class_request(replace(request, workspace_limit=request.limit - weight), one, out, own)
+        part = class_request(replace(request, workspace_limit=request.limit_with(weight) - weight), one, out, own)
         plan = plan_conv(replace(part, method=request.method if is_reached(one) else "auto"))
         plans.append(plan)
         for loop in plan.steps:
@@ -198,14 +198,15 @@ def _plan(request: TransposedRequest, method: str, body: _Body, words: str, reje
 def _part(request: TransposedRequest, body: _Body) -> _Part:
     """The largest part, of about the bytes that the body aims at, that keeps within the workspace limit."""
     assert isinstance(request.machine, HostModel)
-    fixed = _weight_copy(request, body) + 2 * Plan.ALIGNMENT
+    weight = _weight_copy(request, body)
+    limit, fixed = request.limit_with(weight), weight + 2 * Plan.ALIGNMENT
     least = 0
     for part in _parts(request, body):
         needed = fixed + request.machine.threads * body.workspace(request, part)
-        if needed <= request.limit:
+        if needed <= limit:
             return part
         least = min(least or needed, needed)
-    raise NotApplicable(f"the smallest block needs {least:,} bytes of workspace, the limit is {request.limit:,}")
+    raise NotApplicable(f"the smallest block needs {least:,} bytes of workspace, the limit is {limit:,}")
 
 
 def _parts(request: TransposedRequest, body: _Body) -> Iterator[_Part]:
