@@ -10,9 +10,10 @@ import reference
 from tolerance import assert_close, assert_exact
 
 import cupyconv
+from cupyconv import planning
 from cupyconv.loops import WeightGradientLoop
 from cupyconv.plan import GemmCall
-from cupyconv.planning import plan_weight_gradient, weight_gradient_cuda, weight_gradient_numpy
+from cupyconv.planning import weight_gradient_cuda, weight_gradient_numpy
 from cupyconv.repetition import forget_calls
 
 
@@ -43,10 +44,10 @@ def explained(grad, x, kernel, limit=None, **arguments):
 @pytest.fixture
 def fresh():
     """Plans are made anew, under whatever a test has changed, and forgotten."""
-    plan_weight_gradient.cache_clear()
+    planning.plan.cache_clear()
     forget_calls()
     yield
-    plan_weight_gradient.cache_clear()
+    planning.plan.cache_clear()
     forget_calls()
 
 
@@ -170,6 +171,6 @@ def test_least_shared_is_what_decides(fresh, monkeypatch):
     grad, x = integers((1, 2, 9, 9)), integers((1, 2, 9, 9), seed=1)
     assert explained(grad, x, 3, padding=1).steps[0].body == "columns"
     monkeypatch.setattr(weight_gradient_numpy, "LEAST_SHARED", 1)
-    plan_weight_gradient.cache_clear()
+    planning.plan.cache_clear()
     assert explained(grad, x, 3, padding=1).steps[0].body == "shared columns"
     assert_exact(cupyconv.conv_grad_weight(grad, x, 3, padding=1), by_definition(grad, x, (3, 3), padding=1), "float32")

@@ -22,7 +22,6 @@ from cupyconv.dispatch import Backend
 from cupyconv.dtypes import operand_dtypes, promote
 from cupyconv.geometry import conv_geometry
 from cupyconv.operands import is_channels_last
-from cupyconv.planning import plan_chain
 from cupyconv.planning.request import ChainRequest, ConvRequest, Machine
 from cupyconv.prepared import Result
 from cupyconv.settings import current_settings
@@ -75,7 +74,7 @@ def prepare_split_chain(
         layers=tuple(requests), fuse=fuse, machine=checker.machine, workspace_limit=current_settings().workspace_limit
     )
     named = frozenset((*inputs, *(name for name in arrays if name.startswith("residual[")), "out"))
-    return Call(backend, chain, plan_chain, arrays, named, checker.axes, (result,))
+    return Call(backend, chain, arrays, named, checker.axes, (result,))
 
 
 class _Image(NamedTuple):

@@ -25,7 +25,6 @@ from cupyconv.dispatch import Backend
 from cupyconv.dtypes import dtype_from_name, operand_dtypes, promote
 from cupyconv.geometry import ConvGeometry, conv_geometry, pointwise_geometry
 from cupyconv.operands import is_channels_last
-from cupyconv.planning import plan_conv
 from cupyconv.planning.request import ConvRequest, check_method
 from cupyconv.prepared import Result
 from cupyconv.prologue import Prologue
@@ -131,7 +130,7 @@ def _conv_call(
     )  # fmt: skip
     images = frozenset((*inputs, "residual", "out", "pre"))
     results = (result, pre) if keeps_pre else (result,)
-    return Call(backend, request, plan_conv, arrays, images, axes, results, listed=saving)
+    return Call(backend, request, arrays, images, axes, results, listed=saving)
 
 
 def check_addend(

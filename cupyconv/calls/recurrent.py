@@ -15,7 +15,6 @@ from cupyconv.calls.call import Call, check_out, machine_for, widened
 from cupyconv.dispatch import Backend, backend_for
 from cupyconv.dtypes import COUNT_ITEMSIZE, accumulator, check_dtype, dtype_from_name, dtype_name, promote
 from cupyconv.operands import Operand, array_operand
-from cupyconv.planning import plan_recurrent
 from cupyconv.planning.request import RecurrentRequest, check_recurrent_method
 from cupyconv.prepared import Result
 from cupyconv.recurrence import DIRECTIONS, GATES, RecurrentGeometry
@@ -263,9 +262,7 @@ def _call(
         notes=widened(inputs, results["out"].dtype),
     )  # fmt: skip
     no_images = Axes(True, 0)  # the backend gets every array as it is
-    return Call(
-        backend, request, plan_recurrent, arrays, frozenset(), no_images, (*results.values(), *kept), listed=True
-    )
+    return Call(backend, request, arrays, frozenset(), no_images, (*results.values(), *kept), listed=True)
 
 
 def _described(backend: Backend, name: str, array: Any, shape: tuple[int, ...]) -> Operand:

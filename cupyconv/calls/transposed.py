@@ -23,7 +23,6 @@ from cupyconv.dtypes import operand_dtypes, promote
 from cupyconv.geometry import ConvGeometry, conv_geometry, transposed_geometry
 from cupyconv.operands import is_channels_last
 from cupyconv.padding import per_axis
-from cupyconv.planning import plan_transposed
 from cupyconv.planning.request import TransposedRequest, check_method
 from cupyconv.prepared import Result
 from cupyconv.settings import current_settings
@@ -109,7 +108,7 @@ def _transposed_call(
     )  # fmt: skip
     images = frozenset((*inputs, *shapes, "pre"))
     results = (*results, pre) if keeps_pre else results
-    return Call(backend, request, plan_transposed, arrays, images, axes, results, listed)
+    return Call(backend, request, arrays, images, axes, results, listed)
 
 
 def _input_shapes(input_shape: Any) -> tuple[dict[str, tuple[int, ...]], bool]:

@@ -21,7 +21,6 @@ from cupyconv.calls.convolution import describe_prologue
 from cupyconv.dispatch import Backend
 from cupyconv.dtypes import operand_dtypes, promote
 from cupyconv.geometry import ConvGeometry, weight_gradient_geometry
-from cupyconv.planning import plan_weight_gradient
 from cupyconv.planning.request import WeightGradientRequest, check_method
 from cupyconv.prepared import Result
 from cupyconv.settings import current_settings
@@ -67,4 +66,4 @@ def _weight_gradient_call(
         workspace_limit=settings.workspace_limit, allow_tf32=settings.allow_tf32,
         notes=widened({name: arrays[name] for name in (*inputs, "grad")}, dtype),
     )  # fmt: skip
-    return Call(backend, request, plan_weight_gradient, arrays, frozenset((*inputs, "grad")), axes, (result,))
+    return Call(backend, request, arrays, frozenset((*inputs, "grad")), axes, (result,))

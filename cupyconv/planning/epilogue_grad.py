@@ -75,8 +75,8 @@ def sum_of_parts(partial: Operand, sums: Operand, gpu: GpuModel) -> KernelLaunch
 def _launch(
     request: EpilogueGradRequest, gpu: GpuModel, partial: Address | None, most_parts: int = GRID_X
 ) -> KernelLaunch:
-    batch, channels, *extents = request.grad.shape
-    size, images = collapse(request.images, (extents[0], extents[1], extents[2]))
+    batch, channels = request.grad.shape[:2]
+    size, images = collapse(request.images)
     along_channels = channels > 1 and all(operand.stride_c == 1 for operand in images)
     if along_channels:
         width = packet_width([_turned(operand) for operand in images], channels)

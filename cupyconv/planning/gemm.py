@@ -25,13 +25,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cupyconv.activations import IDENTITY
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
 from cupyconv.geometry import ConvGeometry
 from cupyconv.operands import Operand, collapsed_stride
 from cupyconv.plan import Address, Buffer, GemmCall, KernelLaunch, Matrix, Plan, Step
 from cupyconv.planning.draft import Draft
-from cupyconv.planning.launches import component, epilogue_launch, im2col_launches
+from cupyconv.planning.launches import Chunk, Sums, component, epilogue_launch, im2col_launches
 from cupyconv.planning.request import ConvRequest, NotApplicable
 
 #: Limit of cuBLAS's int32 dimensions, with room for what it rounds them up to.
@@ -118,16 +117,6 @@ class Rows:
     count: int
     inputs: tuple[int, ...]
     view: MatrixView | None  # None: gathered into workspace, chunk by chunk
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """The part of the problem one round of steps does."""
-
-    first_sample: int
-    samples: int
-    first_pixel: int
-    pixels: int
 
 
 def draft_gemm(request: ConvRequest) -> Draft:
@@ -318,9 +307,8 @@ class _GemmPlanner:
         )
         windows = replace(self.geometry, channels=tuple(self.geometry.channels[i] for i in rows.inputs), groups=1)
         launches = im2col_launches(
-            windows, tuple(request.xs[i] for i in rows.inputs), columns, at=Address(name),
-            first_sample=chunk.first_sample, samples=chunk.samples, first_pixel=chunk.first_pixel,
-            pixels=chunk.pixels, purpose=name, prologue=request.prologue,
+            windows, tuple(request.xs[i] for i in rows.inputs), columns, chunk=chunk, purpose=name,
+            prologue=request.prologue,
         )  # fmt: skip
         view = MatrixView(Address(name), columns.itemsize, ld, stride_n, False)
         return self._as_multiplied(view), launches
@@ -411,21 +399,19 @@ class _GemmPlanner:
             calls.append(GemmCall(m, n, count, a, b, target, batch, self.dtype, c_dtype, compute, beta, "products"))
         return calls
 
-    def _epilogue(self, chunk: Chunk, sums: MatrixView | None) -> Step:
+    def _epilogue(self, chunk: Chunk, c: MatrixView | None) -> Step:
+        """What is done to the sums `c`; without them, what they are added to."""
         request = self.request
-        strides = (0, 0, 0)
-        imaginary = 0
-        if sums is not None:
-            parts = self.components
-            strides = (sums.stride // parts, sums.row_step // parts, 1 if parts == 2 else sums.column_step)
-            imaginary = self.geometry.out_channels * sums.row_step if self.planes == 2 else 0
+        if c is None:
+            return epilogue_launch(request.out, bias=request.bias, residual=request.residual, chunk=chunk)
+        parts = self.components
+        sums = Sums(
+            c.at, self.sums_dtype, (c.stride // parts, c.row_step // parts, 1 if parts == 2 else c.column_step),
+            imaginary=self.geometry.out_channels * c.row_step if self.planes == 2 else 0,
+        )  # fmt: skip
         return epilogue_launch(
-            self.geometry, request.out, sums=sums.at if sums else None,
-            sums_dtype=self.sums_dtype, sums_strides=strides, imaginary=imaginary,
-            bias=request.bias, residual=request.residual,
-            activation=IDENTITY if sums is None else request.activation, pre=None if sums is None else request.pre,
-            first_sample=chunk.first_sample, samples=chunk.samples,
-            first_pixel=chunk.first_pixel, pixels=chunk.pixels,
+            request.out, sums, bias=request.bias, residual=request.residual, activation=request.activation,
+            pre=request.pre, chunk=chunk,
         )  # fmt: skip
 
 
@@ -445,7 +431,7 @@ def gather_weight(geometry: ConvGeometry, weight: Operand, dtype: str, planes: i
         launch
         for i, part in enumerate(parts)
         for launch in im2col_launches(
-            kernel_as_image, (part,), target, at=Address(target.name, i * plane * target.itemsize),
+            kernel_as_image, (part,), replace(target, offset=i * plane * target.itemsize),
             purpose="weight" if planes == 1 else ("real parts", "imaginary parts")[i] + " of the weight",
         )
     ]  # fmt: skip

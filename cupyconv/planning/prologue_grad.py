@@ -71,8 +71,8 @@ def _on_cuda(request: PrologueGradRequest) -> tuple[list[Step], list[Buffer]]:
 def _launch(
     request: PrologueGradRequest, gpu: GpuModel, partial: Address | None, most_parts: int = GRID_X
 ) -> KernelLaunch:
-    batch, channels, *extents = request.grad.shape
-    size, images = collapse(request.images, (extents[0], extents[1], extents[2]))
+    batch, channels = request.grad.shape[:2]
+    size, images = collapse(request.images)
     along_channels = channels > 1 and all(operand.stride_c == 1 for operand in images)
     width = 1 if along_channels else packet_width(images, prod(size))
     lanes = min(LANES, power_of_two(channels)) if along_channels else 1

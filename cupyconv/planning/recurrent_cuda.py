@@ -484,9 +484,7 @@ def _zeros(buffer: Buffer) -> KernelLaunch:
     """Counters begin at 0, whose bits are those of the number 0."""
     count = buffer.nbytes // ITEMSIZE["float32"]
     counters = Operand(buffer.name, "float32", (1, count, 1, 1, 1), (0, 1, 0, 0, 0))
-    geometry = pointwise_geometry({buffer.name: (1, 1)}, (count, 1))
-    launch = epilogue_launch(geometry, counters, sums=None, bias=None, residual=None, activation=IDENTITY)
-    return replace(launch, purpose="counters from 0")
+    return replace(epilogue_launch(counters), purpose="counters from 0")
 
 
 def _rounded_up(nbytes: int) -> int:

@@ -17,9 +17,7 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
 
-from cupyconv.activations import IDENTITY
 from cupyconv.dtypes import ITEMSIZE
-from cupyconv.geometry import pointwise_geometry
 from cupyconv.machine import GpuModel
 from cupyconv.operands import Operand, c_strides
 from cupyconv.plan import Address, Buffer, Conversion, GemmCall, Kernel, KernelLaunch, LaunchLoop, Matrix, Plan, Step
@@ -335,6 +333,4 @@ class _Gradient:
 def _zeros(operand: Operand) -> KernelLaunch:
     count = prod(operand.shape)
     flat = replace(operand, shape=(1, 1, 1, 1, count), strides=(0, 0, 0, 0, 1))
-    geometry = pointwise_geometry({operand.name: (1, 1, count)}, (1, 1))
-    launch = epilogue_launch(geometry, flat, sums=None, bias=None, residual=None, activation=IDENTITY)
-    return replace(launch, purpose="zeros")
+    return epilogue_launch(flat)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 
+from cupyconv.activations import IDENTITY
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
 from cupyconv.geometry import ConvGeometry
 from cupyconv.machine import GpuModel
@@ -29,6 +30,8 @@ from cupyconv.planning.gemm import (
     row_length,
 )
 from cupyconv.planning.launches import (
+    Chunk,
+    activation_launch,
     col2im_launch,
     epilogue_params,
     im2col_launches,
@@ -47,6 +50,8 @@ from cupyconv.planning.residue_classes import class_requests
 
 def plan_transposed(request: TransposedRequest) -> Plan:
     """The plan for ``request.method``; ValueError where a named method does not apply."""
+    if request.pre is not None:
+        return _with_activation(request, request.pre)
     gpu = request.machine
     assert isinstance(gpu, GpuModel)
     operands = (*request.xs, request.weight, *request.outs, request.bias)
@@ -60,6 +65,18 @@ def plan_transposed(request: TransposedRequest) -> Plan:
         bound=cost.bound, rejected=rejected, reason=f"{chosen.reason}; {cost}",
         notes=request.notes + lost((*request.xs, *request.outs)) + chosen.notes, conversions=conversions,
         workspace=chosen.workspace,
+    )  # fmt: skip
+
+
+def _with_activation(request: TransposedRequest, pre: Operand) -> Plan:
+    """The plan whose result is the pre-activation that is kept, and one more pass, from there to the result."""
+    plan = plan_transposed(replace(request, outs=(pre,), pre=None, activation=IDENTITY))
+    if not plan.steps:
+        return plan
+    launch = activation_launch(pre, request.outs[0], request.activation)
+    return replace(
+        plan, steps=(*plan.steps, launch), bytes_moved=plan.bytes_moved + launch.bytes_moved,
+        minimal_bytes=plan.minimal_bytes + request.outs[0].nbytes,
     )  # fmt: skip
 
 
@@ -211,8 +228,8 @@ class _GemmPlanner:
             assert real is not None, "rows of workspace are kept within the limits"
             views.append(real)
             steps += im2col_launches(
-                _pixel_by_pixel(self.geometry, channels), (x,), target, at=Address(name), first_sample=first_sample,
-                samples=samples, purpose=name,
+                _pixel_by_pixel(self.geometry, channels), (x,), target, purpose=name,
+                chunk=Chunk(first_sample, samples, 0, self.geometry.pixels),
             )  # fmt: skip
         return views, steps
 

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 
-from cupyconv.activations import IDENTITY
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
 from cupyconv.geometry import ConvGeometry
 from cupyconv.machine import GpuModel
@@ -35,7 +35,6 @@ from cupyconv.planning.gemm import (
     INT32,
     MAX_BATCH,
     ROW_MULTIPLE,
-    Chunk,
     MatrixView,
     even_part,
     image_matrix,
@@ -44,6 +43,8 @@ from cupyconv.planning.gemm import (
 )
 from cupyconv.planning.launches import (
     WEIGHT_GRADIENT_ROWS,
+    Chunk,
+    Sums,
     component,
     epilogue_launch,
     im2col_launches,
@@ -98,8 +99,7 @@ def _draft(method: str, request: WeightGradientRequest) -> Draft:
     if not request.out.nbytes:
         return Draft(method, (), reason="the result is empty")
     if 0 in (request.geometry.batch, request.geometry.pixels):
-        zeros = _sum_of_parts(request, None, "", 0, 0, 0)
-        return Draft(method, (zeros,), reason="there are no samples to sum over")
+        return Draft(method, (_finish(request, None),), reason="there are no samples to sum over")
     gpu = request.machine
     assert isinstance(gpu, GpuModel)
     if method == "direct":
@@ -123,29 +123,27 @@ def _draft_direct(request: WeightGradientRequest, gpu: GpuModel) -> Draft:
     geometry, out = request.geometry, request.out
     if len(request.xs) > MAX_SOURCES:
         raise NotApplicable(f"{len(request.xs)} inputs; a kernel's parameters hold {MAX_SOURCES}")
-    sums = accumulator(out.dtype)
+    dtype = accumulator(out.dtype)
     part = geometry.out_channels * geometry.reduction
     tiles = geometry.groups * -(-geometry.group_outputs // weight_gradient_tile(geometry, request.prologue))
     tiles *= -(-geometry.reduction // WEIGHT_GRADIENT_ROWS)
     pixels = geometry.batch * geometry.pixels
-    affordable = (request.limit - Plan.ALIGNMENT) // (part * ITEMSIZE[sums])
+    affordable = (request.limit - Plan.ALIGNMENT) // (part * ITEMSIZE[dtype])
     wanted = -(-BLOCKS_A_MULTIPROCESSOR * gpu.multiprocessors // tiles)
     parts = max(1, min(wanted, pixels // SMALLEST_PART, affordable))
-    if parts == 1 and out.dtype == sums and out.strides == c_strides(out.shape):
-        launch = weight_gradient_launch(
-            geometry, request.xs, request.grad, out.dtype, Address(out.name, out.offset), 1, request.prologue
-        )
-        return Draft("direct", (launch,), reason="one kernel, no columns")
-    if affordable < 1:
+    in_place = parts == 1 and out.dtype == dtype and out.strides == c_strides(out.shape)
+    if not in_place and affordable < 1:
         raise NotApplicable(
-            f"its sums need {part * ITEMSIZE[sums]:,} bytes of workspace, the limit is {request.limit:,}"
+            f"its sums need {part * ITEMSIZE[dtype]:,} bytes of workspace, the limit is {request.limit:,}"
         )
-    launch = weight_gradient_launch(
-        geometry, request.xs, request.grad, out.dtype, Address("sums"), parts, request.prologue
-    )
-    finish = _sum_of_parts(request, Address("sums"), sums, parts, part, 0)
-    workspace = (Buffer("sums", parts * part * ITEMSIZE[sums]),)
-    return Draft("direct", (launch, finish), workspace, f"one kernel, no columns, {parts} part(s) of the sum")
+    at = Address(out.name, out.offset) if in_place else Address("sums")
+    launch = weight_gradient_launch(geometry, request.xs, request.grad, out.dtype, at, parts, request.prologue)
+    if in_place:
+        return Draft("direct", (launch,), reason="one kernel, no columns")
+    sums = Sums(at, dtype, (geometry.reduction, geometry.taps, 1), planes=parts, plane=part)
+    workspace = (Buffer("sums", parts * part * ITEMSIZE[dtype]),)
+    reason = f"one kernel, no columns, {parts} part(s) of the sum"
+    return Draft("direct", (launch, _finish(request, sums)), workspace, reason)
 
 
 @dataclass(frozen=True)
@@ -217,9 +215,9 @@ class _Planner:
         if self.out is None:
             geometry = self.geometry
             imaginary = geometry.out_channels * geometry.reduction if self.planes == 2 else 0
-            steps.append(
-                _sum_of_parts(self.request, Address("sums"), self.sums_dtype, self.parts, self.part, imaginary)
-            )
+            strides = (geometry.reduction, geometry.taps, 1)
+            sums = Sums(Address("sums"), self.sums_dtype, strides, imaginary, self.parts, self.part)
+            steps.append(_finish(self.request, sums))
         columns = "the inputs" if self.geometry.is_pointwise and not self.request.prologue else "columns"
         cut = (
             f"of {self.part_length} pixels" if self.is_long else f"a sample each and {self.part_length} pixels at most"
@@ -357,9 +355,8 @@ class _Planner:
         for i in range(factor.parts):
             images = tuple(component(image, i) for image in factor.images) if factor.parts == 2 else factor.images
             launches += im2col_launches(
-                factor.windows, images, target, at=Address(name, i * factor.count * ld * itemsize),
-                first_sample=chunk.first_sample, samples=chunk.samples, first_pixel=chunk.first_pixel,
-                pixels=chunk.pixels, purpose=name + (", real parts", ", imaginary parts")[i] * (factor.parts == 2),
+                factor.windows, images, replace(target, offset=i * factor.count * ld * itemsize), chunk=chunk,
+                purpose=name + (", real parts", ", imaginary parts")[i] * (factor.parts == 2),
                 prologue=NONE if factor is self.grad else self.request.prologue,
             )  # fmt: skip
         return MatrixView(Address(name), itemsize, ld, stride_n, False), launches
@@ -438,25 +435,13 @@ class _Planner:
         return self.sums_dtype if self.out is None else self.request.out.dtype
 
 
-def _sum_of_parts(
-    request: WeightGradientRequest, sums: Address | None, dtype: str, parts: int, part: int, imaginary: int
-) -> KernelLaunch:
+def _finish(request: WeightGradientRequest, sums: Sums | None) -> KernelLaunch:
     """The parts of the sum, added in order, into the result; zeros where there are none."""
-    out, geometry = request.out, request.geometry
-    ones, zeros = (1, 1, 1), (0, 0, 0)
-    weight = replace(
-        geometry, batch=geometry.out_channels, channels=(1,), size=geometry.kernel, kernel=ones, stride=ones, before=zeros,
-        after=zeros, dilation=ones, padding_mode="constant", out_channels=geometry.group_channels, groups=1,
-    )  # fmt: skip
-    strides = (geometry.reduction, geometry.taps, 1)
+    out = request.out
     if collapsed_stride(out.shape, out.strides) == 1:  # all of it as one row, so that threads run along all axes
-        elements = geometry.out_channels * geometry.reduction
-        weight = replace(weight, batch=1, size=(1, 1, elements), out_channels=1)
-        out, strides = replace(out, shape=(1, 1, 1, 1, elements), strides=(0, 0, 0, 0, 1)), (0, 0, 1)
-    launch = epilogue_launch(
-        weight, out, sums=sums, sums_dtype=dtype, sums_strides=strides, imaginary=imaginary, planes=parts, plane=part,
-        bias=None, residual=None, activation=IDENTITY,
-    )  # fmt: skip
+        out = replace(out, shape=(1, 1, 1, 1, prod(out.shape)), strides=(0, 0, 0, 0, 1))
+        sums = sums and replace(sums, strides=(0, 0, 1))
+    launch = epilogue_launch(out, sums)
     return replace(launch, purpose="sum of the parts") if sums else launch
 
 
