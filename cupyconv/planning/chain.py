@@ -54,13 +54,7 @@ def plan_chain(request: ChainRequest) -> Plan:
         parts = comparison.best(request.fuse)
         draft = _joined(layers, parts, limit, gpu)
         rejected = comparison.rejected(parts, request.fuse)
-    cost = draft.cost(gpu)
-    return Plan(
-        method=draft.method, backend="cuda", device=str(gpu), problem=request.problem, result=describe_result(layers[-1]),
-        steps=draft.steps, flops=request.flops, bytes_moved=draft.bytes_moved, minimal_bytes=request.minimal_bytes,
-        bound=cost.bound, rejected=rejected, reason=f"{draft.reason}; {cost}", notes=notes + draft.notes,
-        conversions=conversions, workspace=draft.workspace,
-    )  # fmt: skip
+    return draft.plan(request, request.problem, describe_result(layers[-1]), rejected, conversions, notes)
 
 
 @dataclass(frozen=True)

@@ -51,14 +51,8 @@ def plan_conv(request: ConvRequest) -> Plan:
     request, conversions = converted(request)
     request = request.sharing_with(conversions)
     chosen, rejected = choose(request.method, lambda method: draft_conv(method, request), gpu)
-    cost = chosen.cost(gpu)
-    return Plan(
-        method=chosen.method, backend="cuda", device=str(gpu), problem=str(request.geometry),
-        result=describe_result(request), steps=chosen.steps, flops=request.flops, bytes_moved=chosen.bytes_moved,
-        minimal_bytes=request.minimal_bytes, bound=cost.bound, rejected=rejected,
-        reason=f"{chosen.reason}; {cost}", notes=request.notes + lost((*request.xs, request.out)) + chosen.notes,
-        conversions=conversions, workspace=chosen.workspace,
-    )  # fmt: skip
+    notes = request.notes + lost((*request.xs, request.out))
+    return chosen.plan(request, str(request.geometry), describe_result(request), rejected, conversions, notes)
 
 
 def choose(

@@ -335,6 +335,12 @@ class RecurrentGradientRequest(Request):
         return f"{self.dtype} {', '.join(f'{operand.name} {operand.shape}' for operand in self.results)}"
 
 
+#: What is drafted, and chosen from, on a GPU.
+DraftedRequest = (
+    ConvRequest | ChainRequest | WeightGradientRequest | TransposedRequest | RecurrentRequest | RecurrentGradientRequest
+)
+
+
 def check_method(method: object) -> None:
     """Refuse an unknown method, and one that this version does not have."""
     if method in LATER_METHODS:
