@@ -161,6 +161,11 @@ def describe(backend: Backend, axes: Axes, name: str, array: Any) -> Operand:
     return axes.describe(name, dtype_name(array.dtype), tuple(array.shape), tuple(array.strides), address)
 
 
+def describe_given(backend: Backend, axes: Axes, name: str, arrays: Arrays) -> Operand | None:
+    """An optional argument as planning sees it."""
+    return describe(backend, axes, name, arrays[name]) if name in arrays else None
+
+
 def describe_result(backend: Backend, axes: Axes, arrays: Arrays, result: Result) -> Operand:
     """A result as planning sees it: the caller's array, which is checked, or the one that will be allocated."""
     if result.name in arrays:

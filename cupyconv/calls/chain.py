@@ -10,6 +10,7 @@ from cupyconv.axes import Axes
 from cupyconv.calls.call import (
     Call,
     describe,
+    describe_given,
     describe_result,
     machine_for,
     named_inputs,
@@ -120,8 +121,8 @@ class _Checker:
         request = ConvRequest(
             geometry=geometry, xs=tuple(read), weight=describe(backend, Axes(True, weight.ndim - 2), f"weight[{i}]", weight),
             out=describe_result(backend, axes, arrays, result),
-            bias=describe(backend, Axes(False, 0), bias, arrays[bias]) if bias in arrays else None,
-            residual=describe(backend, axes, residual, arrays[residual]) if residual in arrays else None,
+            bias=describe_given(backend, Axes(False, 0), bias, arrays),
+            residual=describe_given(backend, axes, residual, arrays),
             x_dtype=x_dtype, weight_dtype=weight_dtype, activation=activation, machine=self.machine,
             allow_tf32=current_settings().allow_tf32,
             notes=widened({**images, f"weight[{i}]": weight}, dtype),

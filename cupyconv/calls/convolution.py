@@ -13,6 +13,7 @@ from cupyconv.calls.call import (
     Call,
     copied,
     describe,
+    describe_given,
     describe_result,
     machine_for,
     named_inputs,
@@ -121,8 +122,8 @@ def _conv_call(
         geometry=geometry, xs=tuple(describe(backend, axes, name, arrays[name]) for name in inputs),
         weight=describe(backend, Axes(True, weight.ndim - 2), "weight", weight),
         out=describe_result(backend, axes, arrays, result),
-        bias=describe(backend, Axes(False, 0), "bias", arrays["bias"]) if "bias" in arrays else None,
-        residual=describe(backend, axes, "residual", arrays["residual"]) if "residual" in arrays else None,
+        bias=describe_given(backend, Axes(False, 0), "bias", arrays),
+        residual=describe_given(backend, axes, "residual", arrays),
         pre=describe_result(backend, axes, arrays, pre) if keeps_pre else None,
         x_dtype=x_dtype, weight_dtype=weight_dtype, activation=resolved, prologue=prologue, method=method,
         machine=machine_for(backend, on), workspace_limit=settings.workspace_limit, allow_tf32=settings.allow_tf32,
@@ -152,6 +153,5 @@ def describe_prologue(
     vectors = {}
     for name in ("scale", "shift"):
         check_addend(arrays, name, (channels,), dtype_from_name(x_dtype), "the inputs are computed in")
-        if name in arrays:
-            vectors[name] = describe(backend, Axes(False, 0), name, arrays[name])
+        vectors[name] = describe_given(backend, Axes(False, 0), name, arrays)
     return Prologue(**vectors, activation=activation)

@@ -37,7 +37,7 @@ def prepare_recurrent_gradient(
     steps, batch, inputs = x.shape
     geometry = RecurrentGeometry(
         cell=cell, steps=steps, batch=batch, inputs=inputs, hidden=weight_hh.shape[2], direction=direction,
-        activations=activation_groups("activations", activations, cell, direction),
+        activations=activation_groups(activations, cell, direction),
         clip=None if clip is None else float(clip), input_forget=input_forget, linear_before_reset=linear_before_reset,
     )  # fmt: skip
     state = (geometry.directions, batch, geometry.hidden)

@@ -9,6 +9,7 @@ from cupyconv.axes import Axes
 from cupyconv.calls.call import (
     Call,
     describe,
+    describe_given,
     describe_result,
     machine_for,
     named_inputs,
@@ -100,7 +101,7 @@ def _transposed_call(
         weight=describe(backend, Axes(True, weight.ndim - 2), "weight", weight),
         outs=tuple(describe_result(backend, axes, arrays, result) for result in results),
         pre=describe_result(backend, axes, arrays, pre) if keeps_pre else None,
-        bias=describe(backend, Axes(False, 0), "bias", arrays["bias"]) if "bias" in arrays else None,
+        bias=describe_given(backend, Axes(False, 0), "bias", arrays),
         x_dtype=x_dtype, weight_dtype=weight_dtype, conjugate=conjugate and weight.dtype.kind == "c",
         activation=resolved, method=method, machine=machine_for(backend, on),
         workspace_limit=settings.workspace_limit, allow_tf32=settings.allow_tf32,

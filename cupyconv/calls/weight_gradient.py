@@ -10,6 +10,7 @@ from cupyconv.calls.call import (
     Call,
     describe,
     describe_result,
+    is_unbatched,
     machine_for,
     named_inputs,
     owner,
@@ -35,7 +36,7 @@ def prepare_conv_grad_weight(
     xs = named_inputs("x", x)
     arrays = present({"grad": grad, **xs}, scale=scale, shift=shift, out=out)
     backend = owner(arrays)
-    unbatched = isinstance(kernel_shape, (tuple, list)) and all(a.ndim == len(kernel_shape) + 1 for a in xs.values())
+    unbatched = is_unbatched(xs, kernel_shape)
     geometry = weight_gradient_geometry(
         tuple(grad.shape), shapes_of(xs), kernel_shape, batched=not unbatched, stride=stride, padding=padding,
         padding_mode=padding_mode, dilation=dilation, groups=groups,
