@@ -97,6 +97,15 @@ class Windows:
         return tuple(triple[3 - self.rank :])
 
 
+def pixel_windows(batch: int, channels: int, size: Triple) -> Windows:
+    """A window for each pixel: the columns of an image are then a copy of it."""
+    ones, zeros = (1, 1, 1), (0, 0, 0)
+    return Windows(
+        batch=batch, channels=(channels,), size=size, kernel=ones, stride=ones, before=zeros, after=zeros, dilation=ones,
+        padding_mode="constant", rank=3,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConvGeometry(Windows):
     """A convolution: windows, and a weight that maps each to `out_channels` numbers.

@@ -37,6 +37,11 @@ class Buffer:
     name: str
     nbytes: int
 
+    @property
+    def space(self) -> int:
+        """Bytes up to where the next one may start."""
+        return -(-self.nbytes // Plan.ALIGNMENT) * Plan.ALIGNMENT
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -252,7 +257,7 @@ class Plan:
     ALIGNMENT = 256
 
     def __post_init__(self) -> None:
-        used = sum(-(-b.nbytes // self.ALIGNMENT) * self.ALIGNMENT for b in self.workspace)
+        used = sum(buffer.space for buffer in self.workspace)
         object.__setattr__(self, "workspace_bytes", used + sum(c.nbytes for c in self.conversions))
 
     def __str__(self) -> str:

@@ -147,29 +147,28 @@ def conv_vjp(
     5.709
     """
     scale, shift, prologue_activation = parts = prologue_parts(prologue)
-    results = call(
-        prepare_conv,
-        {"x": x, "weight": weight, "bias": bias, "residual": residual, "scale": scale, "shift": shift, "out": None},
-        {
-            "stride": stride, "padding": padding, "padding_mode": padding_mode, "dilation": dilation, "groups": groups,
-            "activation": activation, "prologue_activation": prologue_activation, "method": method, "saving": True,
-        },
-    )  # fmt: skip
     window = {
         "stride": stride, "padding": padding, "padding_mode": padding_mode, "dilation": dilation, "groups": groups
     }  # fmt: skip
-    inputs = tuple(x) if isinstance(x, (list, tuple)) else x
-    shapes = [tuple(a.shape) for a in inputs] if isinstance(inputs, tuple) else tuple(inputs.shape)
+    others = {"activation": activation, "prologue_activation": prologue_activation, "method": method, "saving": True}
+    results = call(
+        prepare_conv,
+        {"x": x, "weight": weight, "bias": bias, "residual": residual, "scale": scale, "shift": shift, "out": None},
+        {**window, **others},
+    )
+    inputs, listed = _listed(x)
+    shapes = [tuple(image.shape) for image in inputs]
 
-    def to_x(dz: Any) -> Any:
+    def to_x(dz: Any) -> list[Any]:
         return conv_grad_input(dz, weight, shapes, **window)
 
     def to_weight(dz: Any) -> Any:
         return _grad_weight(dz, inputs, tuple(weight.shape[2:]), parts, window)
 
-    epilogue = _EpilogueBackward(results, activation, weight.ndim - 2)
-    backward = _PrologueBackward(inputs, parts, weight.ndim - 2)
-    return results[0], _pullback(inputs, weight, bias, residual, epilogue, to_x, to_weight, backward)
+    return results[0], _pullback(
+        inputs, listed, weight, bias, residual, to_x, to_weight,
+        _EpilogueBackward(results, activation, weight.ndim - 2), _PrologueBackward(inputs, parts, weight.ndim - 2),
+    )  # fmt: skip
 
 
 def linmerge_vjp(
@@ -223,7 +222,8 @@ def linmerge_vjp(
         {"xs": xs, "weight": weight, "bias": bias, "residual": residual, "scale": scale, "shift": shift, "out": None},
         {"activation": activation, "prologue_activation": prologue_activation, "method": method, "saving": True},
     )
-    inputs = tuple(xs) if isinstance(xs, (list, tuple)) else (xs,)
+    inputs, listed = _listed(xs)
+    rank = inputs[0].ndim - 2
     backend = owner({"weight": weight})
 
     def flat(image: Any) -> Any:
@@ -240,12 +240,10 @@ def linmerge_vjp(
     def to_weight(dz: Any) -> Any:
         return _grad_weight(flat(dz), [flat(image) for image in inputs], (1,), parts, {})[:, :, 0]
 
-    epilogue = _EpilogueBackward(results, activation, inputs[0].ndim - 2)
-    if not isinstance(xs, (list, tuple)):
-        backward = _PrologueBackward(xs, parts, xs.ndim - 2)
-        return results[0], _pullback(xs, weight, bias, residual, epilogue, lambda dz: to_x(dz)[0], to_weight, backward)
-    backward = _PrologueBackward(inputs, parts, inputs[0].ndim - 2)
-    return results[0], _pullback(inputs, weight, bias, residual, epilogue, to_x, to_weight, backward)
+    return results[0], _pullback(
+        inputs, listed, weight, bias, residual, to_x, to_weight,
+        _EpilogueBackward(results, activation, rank), _PrologueBackward(inputs, parts, rank),
+    )  # fmt: skip
 
 
 def conv_transpose_vjp(
@@ -306,7 +304,7 @@ def conv_transpose_vjp(
             "dilation": dilation, "groups": groups, "activation": activation, "method": method, "saving": True,
         },
     )  # fmt: skip
-    inputs = tuple(x) if isinstance(x, (list, tuple)) else (x,)
+    inputs, listed = _listed(x)
     rank = weight.ndim - 2
     channel = inputs[0].ndim - rank - 1
     backend = owner({"weight": weight})
@@ -352,10 +350,10 @@ def conv_transpose_vjp(
             _negate_imaginary(gradient)
         return gradient
 
-    epilogue = _EpilogueBackward(results, activation, rank)
-    if not isinstance(x, (list, tuple)):
-        return results[0], _pullback(x, weight, bias, None, epilogue, lambda dz: to_x(dz)[0], to_weight)
-    return results[0], _pullback(inputs, weight, bias, None, epilogue, to_x, to_weight)
+    return results[0], _pullback(
+        inputs, listed, weight, bias, None, to_x, to_weight,
+        _EpilogueBackward(results, activation, rank), _PrologueBackward(inputs, (None, None, None), rank),
+    )  # fmt: skip
 
 
 def max_pool_vjp(
@@ -433,28 +431,27 @@ class _EpilogueBackward:
 class _PrologueBackward:
     """The way back through a prologue, which needs its inputs again.
 
-    `x` is one array, or a tuple of them; `parts` are the prologue's scale, shift and activation.
+    `parts` are the prologue's scale, shift and activation.
     """
 
-    def __init__(self, x: Any, parts: tuple[Any, Any, Any], spatial: int) -> None:
+    def __init__(self, x: tuple[Any, ...], parts: tuple[Any, Any, Any], spatial: int) -> None:
         self.scale, self.shift, activation = parts
         self._activation = activation
         self._spatial = spatial
         #: Whether the gradient of `x` is another one than that of the transformed `x`.
         self.changes_x = self.scale is not None or bool(resolve_activation(activation))
-        self._x: Any = x if self.changes_x or self.shift is not None else None
+        self._x = x if self.changes_x or self.shift is not None else ()
 
-    def __call__(self, grads: Any, *, through: bool, sums: bool, backend: Backend) -> tuple[Any, Any, Any]:
-        """The gradients of `x` where `through`, and of scale and shift where `sums`, from those of the transformed `x`."""
+    def __call__(self, grads: list[Any], *, through: bool, sums: bool, backend: Backend) -> tuple[list[Any], Any]:
+        """From the gradients of the transformed `x` those of `x` where `through`; and where `sums`, those of scale and
+        shift, which take turns in one array."""
         if not sums and not (through and self.changes_x):
-            return grads, None, None
-        is_list = isinstance(grads, list)
-        images, grads = (self._x, grads) if is_list else ([self._x], [grads])
-        channel = images[0].ndim - self._spatial - 1
+            return grads, None
+        channel = self._x[0].ndim - self._spatial - 1
         dtype = dtype_from_name(accumulator(dtype_name(grads[0].dtype)))
-        totals = backend.empty((2 * sum(image.shape[channel] for image in images),), dtype)
+        totals = backend.empty((2 * sum(image.shape[channel] for image in self._x),), dtype)
         first = 0
-        for i, image in enumerate(images):
+        for i, image in enumerate(self._x):
             channels = slice(first, first + image.shape[channel])
             scale, shift = (None if vector is None else vector[channels] for vector in (self.scale, self.shift))
             results = call(
@@ -468,7 +465,7 @@ class _PrologueBackward:
             if through:
                 grads[i] = results[0]  # the gradient of the transformed input is let go
             first = channels.stop
-        return grads if is_list else grads[0], totals[::2], totals[1::2]
+        return grads, totals
 
 
 def _grad_weight(
@@ -484,44 +481,52 @@ def _grad_weight(
 
 
 def _pullback(
-    x: Any, weight: Any, bias: Any, residual: Any, epilogue: _EpilogueBackward,
-    to_x: Callable[[Any], Any], to_weight: Callable[[Any], Any], prologue: _PrologueBackward | None = None,
+    inputs: tuple[Any, ...], listed: bool, weight: Any, bias: Any, residual: Any,
+    to_x: Callable[[Any], list[Any]], to_weight: Callable[[Any], Any],
+    epilogue: _EpilogueBackward, prologue: _PrologueBackward,
 ) -> Pullback:  # fmt: skip
-    """The pullback of what is linear in `x` and `weight` between its prologue and its epilogue.
+    """The pullback of what is linear in `inputs` and `weight` between its prologue and its epilogue.
 
-    `to_x` and `to_weight` take the gradient before the epilogue to those of the transformed `x` and of `weight`, in
+    `to_x` and `to_weight` take the gradient before the epilogue to those of the transformed inputs and of `weight`, in
     y's dtype.  Of bias and residual the dtype is kept.
     """
-    x_dtype = [image.dtype for image in x] if isinstance(x, tuple) else x.dtype
-    bias_dtype = None if bias is None else bias.dtype
-    residual_dtype = None if residual is None else residual.dtype
+    x_dtypes = [image.dtype for image in inputs]
+    others = {"weight": weight, "bias": bias, "residual": residual, "scale": prologue.scale, "shift": prologue.shift}
+    dtypes = {name: array.dtype for name, array in others.items() if array is not None}
+    given = frozenset(("x", *dtypes))
 
     def pullback(grad: Any, *, needs: Iterable[str] | None = None) -> ConvGradients:
         """Gradients of the arguments, from that of the result; of those named in `needs`, or of all."""
-        wanted = _names(needs)
+        wanted = _names(needs) & given
         backend = owner({"weight": weight, "grad": grad})
         grad = fitting("grad", grad, epilogue.shape, epilogue.dtype, backend)
-        to_bias = "bias" in wanted and bias_dtype is not None
-        to_residual = "residual" in wanted and residual_dtype is not None
-        to_scale = "scale" in wanted and prologue is not None and prologue.scale is not None
-        to_shift = "shift" in wanted and prologue is not None and prologue.shift is not None
-        back_to_x = "x" in wanted or to_scale or to_shift
-        through = back_to_x or "weight" in wanted or to_residual
-        dz, sums = epilogue(grad, through=through, sums=to_bias)
-        dx, dscale, dshift = to_x(dz) if back_to_x else None, None, None
-        if prologue is not None and back_to_x:
+        dz, sums = epilogue(grad, through=bool(wanted - {"bias"}), sums="bias" in wanted)
+        found: dict[str, Any] = {"bias": sums, "residual": dz}
+        gradients: dict[str, Any] = {}
+        if wanted & {"x", "scale", "shift"}:
+            dx = to_x(dz)
             with backend.current():
-                dx, dscale, dshift = prologue(dx, through="x" in wanted, sums=to_scale or to_shift, backend=backend)
-        return ConvGradients(
-            x=_as_argument(dx, x_dtype, backend) if "x" in wanted else None,
-            scale=backend.converted(dscale, prologue.scale.dtype) if prologue is not None and to_scale else None,
-            shift=backend.converted(dshift, prologue.shift.dtype) if prologue is not None and to_shift else None,
-            weight=_as_argument(to_weight(dz), weight.dtype, backend) if "weight" in wanted else None,
-            bias=_as_argument(sums, bias_dtype, backend) if to_bias else None,
-            residual=_as_argument(dz, residual_dtype, backend) if to_residual else None,
-        )
+                dx, totals = prologue(
+                    dx, through="x" in wanted, sums=bool(wanted & {"scale", "shift"}), backend=backend
+                )
+                for first, name in enumerate(("scale", "shift")):
+                    if name in wanted:
+                        found[name] = backend.converted(totals[first::2], dtypes[name])
+            if "x" in wanted:
+                of_inputs = [in_dtype(one, dtype, backend) for one, dtype in zip(dx, x_dtypes, strict=True)]
+                gradients["x"] = of_inputs if listed else of_inputs[0]
+        if "weight" in wanted:
+            found["weight"] = to_weight(dz)
+        gradients |= {name: in_dtype(found[name], dtype, backend) for name, dtype in dtypes.items() if name in wanted}
+        return ConvGradients(**gradients)
 
     return pullback
+
+
+def _listed(x: Any) -> tuple[tuple[Any, ...], bool]:
+    """The inputs, and whether they came as a sequence."""
+    listed = isinstance(x, (list, tuple))
+    return (tuple(x) if listed else (x,)), listed
 
 
 def _names(needs: Iterable[str] | None) -> frozenset[str]:
@@ -533,13 +538,6 @@ def _names(needs: Iterable[str] | None) -> frozenset[str]:
         if name not in ConvGradients._fields:
             raise ValueError(f"needs names {name!r}; the gradients are {', '.join(ConvGradients._fields)}")
     return frozenset(names)
-
-
-def _as_argument(gradient: Any, dtype: Any, backend: Backend) -> Any:
-    """A gradient, or a list of them, in the dtype of its argument: of a real one that is the real part."""
-    if isinstance(gradient, list):
-        return [in_dtype(one, kind, backend) for one, kind in zip(gradient, dtype, strict=True)]
-    return in_dtype(gradient, dtype, backend)
 
 
 def _conjugate(array: Any, backend: Backend) -> Any:

@@ -122,8 +122,7 @@ def rnn_vjp(
         "lengths": on_backend(lengths, x),
     }  # fmt: skip
     settings = {"direction": direction, "activation": activation, "clip": clip}
-    results = call(prepare_rnn, {**arguments, "out": None}, {**settings, "method": method, "saving": True})
-    y, h, gates = results
+    y, h, gates = call(prepare_rnn, {**arguments, "out": None}, {**settings, "method": method, "saving": True})
     backward = {"direction": direction, "activations": activation, "clip": clip, "cell": "rnn"}
     return (y, h), _pullback(arguments, {"y": y, "h": h}, {"gates": gates}, backward)
 
@@ -194,10 +193,10 @@ def lstm_vjp(
         "c0": c0, "peephole": peephole, "lengths": on_backend(lengths, x),
     }  # fmt: skip
     settings = {"direction": direction, "activations": activations, "input_forget": input_forget, "clip": clip}
-    results = call(prepare_lstm, {**arguments, "out": None}, {**settings, "method": method, "saving": True})
-    y, h, c, gates, cells = results
-    backward = {**settings, "cell": "lstm"}
-    return (y, (h, c)), _pullback(arguments, {"y": y, "h": h, "c": c}, {"gates": gates, "cells": cells}, backward)
+    forward = {**settings, "method": method, "saving": True}
+    y, h, c, gates, cells = call(prepare_lstm, {**arguments, "out": None}, forward)
+    kept = {"gates": gates, "cells": cells}
+    return (y, (h, c)), _pullback(arguments, {"y": y, "h": h, "c": c}, kept, {**settings, "cell": "lstm"})
 
 
 def gru_vjp(
@@ -257,15 +256,10 @@ def gru_vjp(
     settings = {
         "direction": direction, "activations": activations, "linear_before_reset": linear_before_reset, "clip": clip
     }  # fmt: skip
-    results = call(prepare_gru, {**arguments, "out": None}, {**settings, "method": method, "saving": True})
-    y, h, gates, candidate = results
+    forward = {**settings, "method": method, "saving": True}
+    y, h, gates, candidate = call(prepare_gru, {**arguments, "out": None}, forward)
     kept = {"gates": gates, "candidate": candidate}
     return (y, h), _pullback(arguments, {"y": y, "h": h}, kept, {**settings, "cell": "gru"})
-
-
-#: Rows of the sums over steps and samples that the gradient of `bias_hh` has, one range or several.
-_BIAS_HH: dict[str, tuple[slice, ...]] = {"rnn": (slice(0, 1),), "lstm": (slice(0, 4),), "gru": (slice(0, 3),)}
-_BIAS_HH_OF_CANDIDATE = (slice(0, 2), slice(3, 4))
 
 
 def _pullback(
@@ -294,10 +288,10 @@ def _pullback(
         "candidate": kept.get("candidate"),
     }  # fmt: skip
     gates = GATES[cell]
-    bias_hh = _BIAS_HH[cell]
+    # Rows of the sums over steps and samples.  Of a candidate whose recurrent part is reset, that part has its own.
+    rows = {"bias_ih": [slice(0, gates)], "bias_hh": [slice(0, gates)], "peephole": [slice(gates, gates + 3)]}
     if cell == "gru" and settings["linear_before_reset"]:
-        bias_hh = _BIAS_HH_OF_CANDIDATE
-    rows = {"bias_ih": (slice(0, gates),), "bias_hh": bias_hh, "peephole": (slice(gates, gates + 3),)}
+        rows["bias_hh"] = [slice(0, 2), slice(3, 4)]
 
     def backward(grad_y: Any, grad_h: Any, grad_c: Any) -> RecurrentGradients:
         given = {"y": grad_y, "h": grad_h, "c": grad_c}
@@ -341,7 +335,7 @@ def _checked(name: str, grad: Any, shape: tuple[int, ...], dtype: np.dtype, back
     return fitting(name, grad, shape, dtype, backend)
 
 
-def _joined(sums: Any, ranges: tuple[slice, ...], single: bool, dtype: np.dtype, backend: Backend) -> Any:
+def _joined(sums: Any, ranges: list[slice], single: bool, dtype: np.dtype, backend: Backend) -> Any:
     """Rows of the sums side by side, in memory of their own."""
     directions, _, hidden = sums.shape
     counts = [rows.stop - rows.start for rows in ranges]

@@ -121,13 +121,12 @@ def test_settings_of_one_thread_are_not_anothers():
 # --- what stays -----------------------------------------------------------------------------------------------
 
 
-def test_the_caches_of_plans_are_bounded():
-    for cached in (planning.plan_conv, planning.plan_im2col, planning.plan_col2im):
-        assert cached.cache_info().maxsize == planning.CACHED_PLANS
+def test_the_cache_of_plans_is_bounded():
+    assert planning.plan.cache_info().maxsize == planning.CACHED_PLANS
     weight = np.ones((1, 1, 1))
     for width in range(1, planning.CACHED_PLANS + 50):
         cupyconv.explain(cupyconv.conv, np.ones((1, 1, width)), weight)
-    assert planning.plan_conv.cache_info().currsize == planning.CACHED_PLANS
+    assert planning.plan.cache_info().currsize == planning.CACHED_PLANS
 
 
 def test_the_cache_of_packed_parameters_is_bounded(cuda_target, monkeypatch):

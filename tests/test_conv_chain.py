@@ -139,13 +139,13 @@ def chain_cases(
 def tile_bytes(nbytes: int) -> Iterator[None]:
     """Tiles of about this size on NumPy, so that small images have several."""
     before, chain_numpy.TILE_BYTES = chain_numpy.TILE_BYTES, nbytes
-    planning.plan_chain.cache_clear()
+    planning.plan.cache_clear()
     forget_calls()
     try:
         yield
     finally:
         chain_numpy.TILE_BYTES = before
-        planning.plan_chain.cache_clear()
+        planning.plan.cache_clear()
         forget_calls()
 
 

@@ -17,12 +17,13 @@ from recurrent_cases import FUNCTIONS, RecurrentCase, recurrent_cases
 from test_kernels_compile import compile_for_host
 
 import cupyconv
+from cupyconv import planning
 from cupyconv.backends.cuda import execution
 from cupyconv.dispatch import backend_for
 from cupyconv.dtypes import ITEMSIZE
 from cupyconv.machine import known_gpu
 from cupyconv.plan import GemmCall, Kernel, KernelLaunch, LaunchLoop, Plan
-from cupyconv.planning import plan_recurrent, recurrent_cuda
+from cupyconv.planning import recurrent_cuda
 from cupyconv.planning.draft import RECURRENT_TILES
 from cupyconv.planning.recurrent_cuda import Tile, recurrent_tiles
 from cupyconv.repetition import forget_calls
@@ -61,7 +62,7 @@ def choosing(monkeypatch):
     """A function after which plans have one tile to choose; all is forgotten before and after."""
 
     def forget() -> None:
-        plan_recurrent.cache_clear()
+        planning.plan.cache_clear()
         forget_calls()
 
     def choose(samples: int) -> None:

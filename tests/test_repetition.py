@@ -330,9 +330,9 @@ def test_a_repeated_call_only_allocates_and_enqueues(null_device, monkeypatch, n
     ):
         monkeypatch.setattr(module, name, never)
     monkeypatch.setattr(PackedParameters, "__init__", never)
-    requests = planning.plan_conv.cache_info()
+    requests = planning.plan.cache_info()
     call(out)
-    assert planning.plan_conv.cache_info() == requests
+    assert planning.plan.cache_info() == requests
     done = {name: vars(null_device)[name] - value for name, value in before.items() if type(value) is int}
     launches, gemms, workspace = ((1, 0, 0), (1, 1, 1), (2, 1, 1))[(0, 0, 0, 0, 1, 2)[number]]
     assert done == {

@@ -39,8 +39,7 @@ def small_cache(request, monkeypatch):
     """A cache that holds one group of these layers, or a few."""
 
     def forget():
-        for plan in (planning.plan_conv, planning.plan_transposed, planning.plan_weight_gradient):
-            plan.cache_clear()
+        planning.plan.cache_clear()
         forget_calls()
 
     monkeypatch.setattr(planning_on_numpy, "MEMORY_BLOCK", request.param)

@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from types import FunctionType
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from cupyconv.backends.cuda import CudaBackend
 from cupyconv.backends.cuda.device import Device
 from cupyconv.backends.numpy import NumpyBackend
 from cupyconv.dispatch import Backend
+from cupyconv.planning import PLANNERS
 from tests.host_device import HostDevice
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,7 +89,7 @@ def dotted(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Every module that a file imports, wherever in the file."""
+    """Every module that a file imports, wherever in the file, or names in a string to be imported later."""
     names = {dotted(module) for module in MODULES}
     for node in ast.walk(ast.parse((ROOT / path).with_suffix(".py").read_text("utf-8"))):
         if isinstance(node, ast.Import):
@@ -96,6 +99,8 @@ def imports(path: Path) -> Iterator[str]:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 yield inner if inner in names else node.module
+        elif isinstance(node, ast.Constant) and node.value in names - {"cupyconv"}:
+            yield node.value
 
 
 def member(module: str) -> tuple[int, str]:
@@ -125,6 +130,15 @@ def test_the_rule_would_see_an_upward_import():
     assert member("cupyconv.planning.gemm")[0] > member("cupyconv.calls")[0]
     assert member("cupyconv.demo.merge")[0] < member("cupyconv")[0]
     assert "cupyconv.planning.cuda" in set(imports(Path("cupyconv/planning/__init__")))
+
+
+@pytest.mark.parametrize("request_class", PLANNERS, ids=lambda cls: cls.__name__)
+def test_planners_are_where_they_are_said_to_be(request_class):
+    """They are imported by name, which no type checker follows."""
+    function, *modules = PLANNERS[request_class]
+    for module in modules:
+        planner = getattr(import_module(module), function)
+        assert get_type_hints(planner)["request"] in request_class.__mro__
 
 
 def test_no_module_is_named_after_nothing():

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyconv import planning
 from cupyconv.axes import Axes, byte_strides
 from cupyconv.dispatch import Backend, backend_for
 from cupyconv.dtypes import check_dtype, dtype_name
@@ -19,7 +20,7 @@ from cupyconv.operands import Operand, overlaps_itself
 from cupyconv.overlap import OutMemory
 from cupyconv.padding import per_axis
 from cupyconv.plan import Plan
-from cupyconv.planning.request import Machine
+from cupyconv.planning.request import Machine, Request
 from cupyconv.prepared import PreparedCall, Result
 from cupyconv.settings import current_settings
 
@@ -37,8 +38,7 @@ class Call:
     """
 
     backend: Backend
-    request: Any
-    make_plan: Callable[[Any], Plan]
+    request: Request
     arrays: dict[str, Any]
     images: frozenset[str]  # names of those with the axes of an image
     axes: Axes
@@ -46,7 +46,7 @@ class Call:
     listed: bool = False
 
     def plan(self) -> Plan:
-        return self.make_plan(self.request)
+        return planning.plan(self.request)
 
     def prepared(self) -> PreparedCall:
         """What can be run, on these arrays and on others laid out alike."""
@@ -62,13 +62,13 @@ class Call:
     @property
     def _with_less_workspace(self) -> Callable[[Plan], Plan | None]:
         """For a plan, one with half the workspace that could not be had, or None where there is none."""
-        request, make_plan = self.request, self.make_plan  # not the call, which holds arrays
+        request = self.request  # not the call, which holds arrays
 
         def plan_with_less(plan: Plan) -> Plan | None:
-            if not plan.workspace or not hasattr(request, "workspace_limit"):
+            if not plan.workspace:
                 return None
             try:
-                smaller = make_plan(replace(request, workspace_limit=plan.workspace_bytes // 2))
+                smaller = planning.plan(replace(request, workspace_limit=plan.workspace_bytes // 2))
             except ValueError:
                 return None
             return smaller if smaller.workspace_bytes < plan.workspace_bytes else None
@@ -159,6 +159,11 @@ def describe(backend: Backend, axes: Axes, name: str, array: Any) -> Operand:
     """An array as planning sees it."""
     address = backend.address(array) if array.size else 0
     return axes.describe(name, dtype_name(array.dtype), tuple(array.shape), tuple(array.strides), address)
+
+
+def describe_given(backend: Backend, axes: Axes, name: str, arrays: Arrays) -> Operand | None:
+    """An optional argument as planning sees it."""
+    return describe(backend, axes, name, arrays[name]) if name in arrays else None
 
 
 def describe_result(backend: Backend, axes: Axes, arrays: Arrays, result: Result) -> Operand:

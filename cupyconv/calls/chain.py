@@ -10,6 +10,7 @@ from cupyconv.axes import Axes
 from cupyconv.calls.call import (
     Call,
     describe,
+    describe_given,
     describe_result,
     machine_for,
     named_inputs,
@@ -22,7 +23,6 @@ from cupyconv.dispatch import Backend
 from cupyconv.dtypes import operand_dtypes, promote
 from cupyconv.geometry import conv_geometry
 from cupyconv.operands import is_channels_last
-from cupyconv.planning import plan_chain
 from cupyconv.planning.request import ChainRequest, ConvRequest, Machine
 from cupyconv.prepared import Result
 from cupyconv.settings import current_settings
@@ -75,7 +75,7 @@ def prepare_split_chain(
         layers=tuple(requests), fuse=fuse, machine=checker.machine, workspace_limit=current_settings().workspace_limit
     )
     named = frozenset((*inputs, *(name for name in arrays if name.startswith("residual[")), "out"))
-    return Call(backend, chain, plan_chain, arrays, named, checker.axes, (result,))
+    return Call(backend, chain, arrays, named, checker.axes, (result,))
 
 
 class _Image(NamedTuple):
@@ -121,8 +121,8 @@ class _Checker:
         request = ConvRequest(
             geometry=geometry, xs=tuple(read), weight=describe(backend, Axes(True, weight.ndim - 2), f"weight[{i}]", weight),
             out=describe_result(backend, axes, arrays, result),
-            bias=describe(backend, Axes(False, 0), bias, arrays[bias]) if bias in arrays else None,
-            residual=describe(backend, axes, residual, arrays[residual]) if residual in arrays else None,
+            bias=describe_given(backend, Axes(False, 0), bias, arrays),
+            residual=describe_given(backend, axes, residual, arrays),
             x_dtype=x_dtype, weight_dtype=weight_dtype, activation=activation, machine=self.machine,
             allow_tf32=current_settings().allow_tf32,
             notes=widened({**images, f"weight[{i}]": weight}, dtype),

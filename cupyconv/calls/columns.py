@@ -20,8 +20,7 @@ from cupyconv.calls.call import (
 )
 from cupyconv.dtypes import promote
 from cupyconv.geometry import window_geometry
-from cupyconv.planning import plan_col2im, plan_im2col
-from cupyconv.planning.request import ColumnsRequest
+from cupyconv.planning.request import Col2imRequest, Im2colRequest
 from cupyconv.prepared import Result
 
 
@@ -41,11 +40,11 @@ def prepare_im2col(
     columns_axes = Axes(not unbatched, 1)
     shape = columns_axes.shape(windows.batch, windows.in_channels * windows.taps, (windows.pixels,))
     result = Result("out", shape, promote(*(array.dtype for array in xs.values())))
-    request = ColumnsRequest(
+    request = Im2colRequest(
         windows=windows, xs=tuple(describe(backend, axes, name, array) for name, array in xs.items()),
         columns=describe_result(backend, columns_axes, arrays, result), machine=machine_for(backend, on),
     )  # fmt: skip
-    return Call(backend, request, plan_im2col, arrays, frozenset((*xs, "out")), axes, (result,))
+    return Call(backend, request, arrays, frozenset((*xs, "out")), axes, (result,))
 
 
 def prepare_col2im(
@@ -79,8 +78,8 @@ def prepare_col2im(
     axes = Axes(batched, windows.rank)
     shape = axes.shape(windows.batch, windows.in_channels, spatial)
     result = Result("out", shape, promote(columns.dtype))
-    request = ColumnsRequest(
+    request = Col2imRequest(
         windows=windows, xs=(describe_result(backend, axes, arrays, result),),
         columns=describe(backend, Axes(batched, 1), "columns", columns), machine=machine_for(backend, on),
     )  # fmt: skip
-    return Call(backend, request, plan_col2im, arrays, frozenset(("columns", "out")), axes, (result,))
+    return Call(backend, request, arrays, frozenset(("columns", "out")), axes, (result,))

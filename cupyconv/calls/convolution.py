@@ -13,6 +13,7 @@ from cupyconv.calls.call import (
     Call,
     copied,
     describe,
+    describe_given,
     describe_result,
     machine_for,
     named_inputs,
@@ -25,7 +26,6 @@ from cupyconv.dispatch import Backend
 from cupyconv.dtypes import dtype_from_name, operand_dtypes, promote
 from cupyconv.geometry import ConvGeometry, conv_geometry, pointwise_geometry
 from cupyconv.operands import is_channels_last
-from cupyconv.planning import plan_conv
 from cupyconv.planning.request import ConvRequest, check_method
 from cupyconv.prepared import Result
 from cupyconv.prologue import Prologue
@@ -122,8 +122,8 @@ def _conv_call(
         geometry=geometry, xs=tuple(describe(backend, axes, name, arrays[name]) for name in inputs),
         weight=describe(backend, Axes(True, weight.ndim - 2), "weight", weight),
         out=describe_result(backend, axes, arrays, result),
-        bias=describe(backend, Axes(False, 0), "bias", arrays["bias"]) if "bias" in arrays else None,
-        residual=describe(backend, axes, "residual", arrays["residual"]) if "residual" in arrays else None,
+        bias=describe_given(backend, Axes(False, 0), "bias", arrays),
+        residual=describe_given(backend, axes, "residual", arrays),
         pre=describe_result(backend, axes, arrays, pre) if keeps_pre else None,
         x_dtype=x_dtype, weight_dtype=weight_dtype, activation=resolved, prologue=prologue, method=method,
         machine=machine_for(backend, on), workspace_limit=settings.workspace_limit, allow_tf32=settings.allow_tf32,
@@ -131,7 +131,7 @@ def _conv_call(
     )  # fmt: skip
     images = frozenset((*inputs, "residual", "out", "pre"))
     results = (result, pre) if keeps_pre else (result,)
-    return Call(backend, request, plan_conv, arrays, images, axes, results, listed=saving)
+    return Call(backend, request, arrays, images, axes, results, listed=saving)
 
 
 def check_addend(
@@ -153,6 +153,5 @@ def describe_prologue(
     vectors = {}
     for name in ("scale", "shift"):
         check_addend(arrays, name, (channels,), dtype_from_name(x_dtype), "the inputs are computed in")
-        if name in arrays:
-            vectors[name] = describe(backend, Axes(False, 0), name, arrays[name])
+        vectors[name] = describe_given(backend, Axes(False, 0), name, arrays)
     return Prologue(**vectors, activation=activation)

@@ -9,7 +9,6 @@ from cupyconv.axes import Axes
 from cupyconv.calls.call import Call, describe, describe_result, machine_for, owner, present
 from cupyconv.dtypes import accumulator, dtype_from_name, dtype_name
 from cupyconv.operands import is_channels_last
-from cupyconv.planning import plan_epilogue_grad
 from cupyconv.planning.request import EpilogueGradRequest
 from cupyconv.prepared import Result
 from cupyconv.settings import current_settings
@@ -47,4 +46,4 @@ def prepare_epilogue_grad(
     )  # fmt: skip
     results = (out,) * through + (totals,) * sums
     images = frozenset({"grad", "saved", "out"} & {*arrays, *(result.name for result in results)})
-    return Call(backend, request, plan_epilogue_grad, arrays, images, axes, results, listed=True)
+    return Call(backend, request, arrays, images, axes, results, listed=True)

@@ -21,8 +21,7 @@ from cupyconv.calls.call import (
 )
 from cupyconv.geometry import Windows, window_geometry
 from cupyconv.operands import is_channels_last
-from cupyconv.planning import plan_max_pool, plan_max_pool_gradient
-from cupyconv.planning.request import PoolingRequest
+from cupyconv.planning.request import PoolingGradientRequest, PoolingRequest
 from cupyconv.prepared import Result
 from cupyconv.settings import current_settings
 
@@ -47,7 +46,7 @@ def prepare_max_pool(
         machine=machine_for(backend, on), workspace_limit=current_settings().workspace_limit,
     )  # fmt: skip
     images = frozenset((*arrays, *(result.name for result in results)))
-    return Call(backend, request, plan_max_pool, arrays, images, axes, results, isinstance(x, (list, tuple)))
+    return Call(backend, request, arrays, images, axes, results, isinstance(x, (list, tuple)))
 
 
 def prepare_max_pool_gradient(
@@ -68,13 +67,13 @@ def prepare_max_pool_gradient(
     described = [
         tuple(describe(backend, axes, name, array) for name, array in images.items()) for images in (xs, ys, grads)
     ]
-    request = PoolingRequest(
+    request = PoolingGradientRequest(
         windows=windows, xs=described[0], ys=described[1], grads=described[2],
         outs=tuple(describe_result(backend, axes, arrays, result) for result in results),
         machine=machine_for(backend, on), workspace_limit=current_settings().workspace_limit,
     )  # fmt: skip
     images = frozenset((*arrays, *(result.name for result in results)))
-    return Call(backend, request, plan_max_pool_gradient, arrays, images, axes, results, isinstance(x, (list, tuple)))
+    return Call(backend, request, arrays, images, axes, results, isinstance(x, (list, tuple)))
 
 
 def _pooling(xs: Arrays, kernel_shape: Any, stride: Any, padding: Any, dilation: Any) -> tuple[Windows, Axes]:

@@ -10,7 +10,6 @@ from cupyconv.calls.call import Call, describe, describe_result, machine_for, ow
 from cupyconv.calls.convolution import describe_prologue
 from cupyconv.dtypes import accumulator, dtype_from_name, dtype_name
 from cupyconv.operands import is_channels_last
-from cupyconv.planning import plan_prologue_grad
 from cupyconv.planning.request import PrologueGradRequest
 from cupyconv.prepared import Result
 from cupyconv.settings import current_settings
@@ -42,4 +41,4 @@ def prepare_prologue_grad(
         machine=machine_for(backend, on), workspace_limit=current_settings().workspace_limit,
     )  # fmt: skip
     images = frozenset({"grad", "x", "out"} if through else {"grad", "x"})
-    return Call(backend, request, plan_prologue_grad, arrays, images, axes, (out,) * through + (totals,), listed=True)
+    return Call(backend, request, arrays, images, axes, (out,) * through + (totals,), listed=True)

@@ -15,7 +15,6 @@ from cupyconv.calls.call import Call, check_out, machine_for, widened
 from cupyconv.dispatch import Backend, backend_for
 from cupyconv.dtypes import COUNT_ITEMSIZE, accumulator, check_dtype, dtype_from_name, dtype_name, promote
 from cupyconv.operands import Operand, array_operand
-from cupyconv.planning import plan_recurrent
 from cupyconv.planning.request import RecurrentRequest, check_recurrent_method
 from cupyconv.prepared import Result
 from cupyconv.recurrence import DIRECTIONS, GATES, RecurrentGeometry
@@ -33,12 +32,10 @@ def prepare_rnn(
     out: Any = None, saving: bool = False, on: str | None = None,
 ) -> Call:  # fmt: skip
     """Check the arguments of `rnn`; `saving` asks for what a gradient needs beside the results, as `keeps` lists it."""
-    cell = _Cell("rnn", direction, activation_groups("activation", activation, "rnn", direction), clip)
-    arguments = {
-        "x": x, "weight_ih": weight_ih, "weight_hh": weight_hh, "bias_ih": bias_ih, "bias_hh": bias_hh, "h0": h0,
-        "lengths": on_backend(lengths, x),
-    }  # fmt: skip
-    return _sequence_call(cell, arguments, out, method, saving, on)
+    return _sequence_call(
+        _cell("rnn", direction, activation, clip), out, method, saving, on, x=x, weight_ih=weight_ih,
+        weight_hh=weight_hh, bias_ih=bias_ih, bias_hh=bias_hh, h0=h0, lengths=lengths,
+    )  # fmt: skip
 
 
 def prepare_lstm(
@@ -48,15 +45,11 @@ def prepare_lstm(
     out: Any = None, saving: bool = False, on: str | None = None,
 ) -> Call:  # fmt: skip
     """Check the arguments of `lstm`; `saving` as for `prepare_rnn`."""
-    cell = _Cell(
-        "lstm", direction, activation_groups("activations", activations, "lstm", direction), clip,
-        input_forget=_flag("input_forget", input_forget),
+    return _sequence_call(
+        _cell("lstm", direction, activations, clip, input_forget=input_forget), out, method, saving, on, x=x,
+        weight_ih=weight_ih, weight_hh=weight_hh, bias_ih=bias_ih, bias_hh=bias_hh, h0=h0, c0=c0, peephole=peephole,
+        lengths=lengths,
     )  # fmt: skip
-    arguments = {
-        "x": x, "weight_ih": weight_ih, "weight_hh": weight_hh, "bias_ih": bias_ih, "bias_hh": bias_hh, "h0": h0,
-        "c0": c0, "peephole": peephole, "lengths": on_backend(lengths, x),
-    }  # fmt: skip
-    return _sequence_call(cell, arguments, out, method, saving, on)
 
 
 def prepare_gru(
@@ -66,15 +59,10 @@ def prepare_gru(
     on: str | None = None,
 ) -> Call:  # fmt: skip
     """Check the arguments of `gru`; `saving` as for `prepare_rnn`."""
-    cell = _Cell(
-        "gru", direction, activation_groups("activations", activations, "gru", direction), clip,
-        linear_before_reset=_flag("linear_before_reset", linear_before_reset),
+    return _sequence_call(
+        _cell("gru", direction, activations, clip, linear_before_reset=linear_before_reset), out, method, saving, on,
+        x=x, weight_ih=weight_ih, weight_hh=weight_hh, bias_ih=bias_ih, bias_hh=bias_hh, h0=h0, lengths=lengths,
     )  # fmt: skip
-    arguments = {
-        "x": x, "weight_ih": weight_ih, "weight_hh": weight_hh, "bias_ih": bias_ih, "bias_hh": bias_hh, "h0": h0,
-        "lengths": on_backend(lengths, x),
-    }  # fmt: skip
-    return _sequence_call(cell, arguments, out, method, saving, on)
 
 
 def prepare_rnn_step(
@@ -82,7 +70,7 @@ def prepare_rnn_step(
     activation: Any = "tanh", clip: Any = None, method: str = "auto", out: Any = None, on: str | None = None,
 ) -> Call:  # fmt: skip
     """Check the arguments of `rnn_step`."""
-    cell = _Cell("rnn", "forward", activation_groups("activation", activation, "rnn", "forward"), clip)
+    cell = _cell("rnn", "forward", activation, clip)
     return _step_call(cell, x, {"h": h}, weight_ih, weight_hh, bias_ih, bias_hh, None, out, method, on)
 
 
@@ -92,10 +80,7 @@ def prepare_lstm_step(
     method: str = "auto", out: Any = None, on: str | None = None,
 ) -> Call:  # fmt: skip
     """Check the arguments of `lstm_step`."""
-    cell = _Cell(
-        "lstm", "forward", activation_groups("activations", activations, "lstm", "forward"), clip,
-        input_forget=_flag("input_forget", input_forget),
-    )  # fmt: skip
+    cell = _cell("lstm", "forward", activations, clip, input_forget=input_forget)
     return _step_call(cell, x, {"h": h, "c": c}, weight_ih, weight_hh, bias_ih, bias_hh, peephole, out, method, on)
 
 
@@ -105,10 +90,7 @@ def prepare_gru_step(
     out: Any = None, on: str | None = None,
 ) -> Call:  # fmt: skip
     """Check the arguments of `gru_step`."""
-    cell = _Cell(
-        "gru", "forward", activation_groups("activations", activations, "gru", "forward"), clip,
-        linear_before_reset=_flag("linear_before_reset", linear_before_reset),
-    )  # fmt: skip
+    cell = _cell("gru", "forward", activations, clip, linear_before_reset=linear_before_reset)
     return _step_call(cell, x, {"h": h}, weight_ih, weight_hh, bias_ih, bias_hh, None, out, method, on)
 
 
@@ -154,9 +136,18 @@ class _Cell:
         )  # fmt: skip
 
 
+def _cell(kind: str, direction: Any, activations: Any, clip: Any, **flags: Any) -> _Cell:
+    groups = activation_groups(activations, kind, direction)
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, given {value!r}")
+    return _Cell(kind, direction, groups, clip, **flags)
+
+
 def _sequence_call(
-    cell: _Cell, arguments: Mapping[str, Any], out: Any, method: str, saving: bool, on: str | None
+    cell: _Cell, out: Any, method: str, saving: bool, on: str | None, *, x: Any, lengths: Any, **others: Any
 ) -> Call:
+    arguments = {"x": x, **others, "lengths": on_backend(lengths, x)}
     roles = ("out", "h", "c") if cell.kind == "lstm" else ("out", "h")
     arrays, result_names = _with_out(arguments, out, roles)
     backend = _owner(arrays)
@@ -263,9 +254,7 @@ def _call(
         notes=widened(inputs, results["out"].dtype),
     )  # fmt: skip
     no_images = Axes(True, 0)  # the backend gets every array as it is
-    return Call(
-        backend, request, plan_recurrent, arrays, frozenset(), no_images, (*results.values(), *kept), listed=True
-    )
+    return Call(backend, request, arrays, frozenset(), no_images, (*results.values(), *kept), listed=True)
 
 
 def _described(backend: Backend, name: str, array: Any, shape: tuple[int, ...]) -> Operand:
@@ -306,8 +295,9 @@ def flat_results(out: Any) -> Any:
     return out
 
 
-def activation_groups(name: str, given: Any, kind: str, direction: Any) -> tuple[tuple[Activation, ...], ...]:
+def activation_groups(given: Any, kind: str, direction: Any) -> tuple[tuple[Activation, ...], ...]:
     """Activations for each direction; `given` for one, or a pair for two."""
+    name = "activation" if kind == "rnn" else "activations"
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, given {direction!r}")
     count, directions = _ACTIVATIONS[kind], len(DIRECTIONS[direction])
@@ -347,9 +337,3 @@ def _bound(clip: Any) -> float | None:
     if not bound >= 0:
         raise ValueError(f"clip must be at least 0, given {clip!r}")
     return bound
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, given {value!r}")
-    return value

@@ -10,7 +10,6 @@ from cupyconv.calls.recurrent import activation_groups
 from cupyconv.dispatch import backend_for
 from cupyconv.dtypes import dtype_name
 from cupyconv.operands import array_operand
-from cupyconv.planning import plan_recurrent_gradient
 from cupyconv.planning.request import RecurrentGradientRequest
 from cupyconv.prepared import Result
 from cupyconv.recurrence import RecurrentGeometry
@@ -38,7 +37,7 @@ def prepare_recurrent_gradient(
     steps, batch, inputs = x.shape
     geometry = RecurrentGeometry(
         cell=cell, steps=steps, batch=batch, inputs=inputs, hidden=weight_hh.shape[2], direction=direction,
-        activations=activation_groups("activations", activations, cell, direction),
+        activations=activation_groups(activations, cell, direction),
         clip=None if clip is None else float(clip), input_forget=input_forget, linear_before_reset=linear_before_reset,
     )  # fmt: skip
     state = (geometry.directions, batch, geometry.hidden)
@@ -59,4 +58,4 @@ def prepare_recurrent_gradient(
         results=tuple(array_operand(r.name, wide, r.shape, byte_strides(r.shape, wide), 0) for r in results),
         machine=machine_for(backend, on), workspace_limit=settings.workspace_limit, allow_tf32=settings.allow_tf32,
     )  # fmt: skip
-    return Call(backend, request, plan_recurrent_gradient, arrays, frozenset(), Axes(True, 1), results, listed=True)
+    return Call(backend, request, arrays, frozenset(), Axes(True, 1), results, listed=True)

@@ -9,6 +9,7 @@ from cupyconv.axes import Axes
 from cupyconv.calls.call import (
     Call,
     describe,
+    describe_given,
     describe_result,
     machine_for,
     named_inputs,
@@ -23,7 +24,6 @@ from cupyconv.dtypes import operand_dtypes, promote
 from cupyconv.geometry import ConvGeometry, conv_geometry, transposed_geometry
 from cupyconv.operands import is_channels_last
 from cupyconv.padding import per_axis
-from cupyconv.planning import plan_transposed
 from cupyconv.planning.request import TransposedRequest, check_method
 from cupyconv.prepared import Result
 from cupyconv.settings import current_settings
@@ -101,7 +101,7 @@ def _transposed_call(
         weight=describe(backend, Axes(True, weight.ndim - 2), "weight", weight),
         outs=tuple(describe_result(backend, axes, arrays, result) for result in results),
         pre=describe_result(backend, axes, arrays, pre) if keeps_pre else None,
-        bias=describe(backend, Axes(False, 0), "bias", arrays["bias"]) if "bias" in arrays else None,
+        bias=describe_given(backend, Axes(False, 0), "bias", arrays),
         x_dtype=x_dtype, weight_dtype=weight_dtype, conjugate=conjugate and weight.dtype.kind == "c",
         activation=resolved, method=method, machine=machine_for(backend, on),
         workspace_limit=settings.workspace_limit, allow_tf32=settings.allow_tf32,
@@ -109,7 +109,7 @@ def _transposed_call(
     )  # fmt: skip
     images = frozenset((*inputs, *shapes, "pre"))
     results = (*results, pre) if keeps_pre else results
-    return Call(backend, request, plan_transposed, arrays, images, axes, results, listed)
+    return Call(backend, request, arrays, images, axes, results, listed)
 
 
 def _input_shapes(input_shape: Any) -> tuple[dict[str, tuple[int, ...]], bool]:

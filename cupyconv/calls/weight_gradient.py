@@ -10,6 +10,7 @@ from cupyconv.calls.call import (
     Call,
     describe,
     describe_result,
+    is_unbatched,
     machine_for,
     named_inputs,
     owner,
@@ -21,7 +22,6 @@ from cupyconv.calls.convolution import describe_prologue
 from cupyconv.dispatch import Backend
 from cupyconv.dtypes import operand_dtypes, promote
 from cupyconv.geometry import ConvGeometry, weight_gradient_geometry
-from cupyconv.planning import plan_weight_gradient
 from cupyconv.planning.request import WeightGradientRequest, check_method
 from cupyconv.prepared import Result
 from cupyconv.settings import current_settings
@@ -36,7 +36,7 @@ def prepare_conv_grad_weight(
     xs = named_inputs("x", x)
     arrays = present({"grad": grad, **xs}, scale=scale, shift=shift, out=out)
     backend = owner(arrays)
-    unbatched = isinstance(kernel_shape, (tuple, list)) and all(a.ndim == len(kernel_shape) + 1 for a in xs.values())
+    unbatched = is_unbatched(xs, kernel_shape)
     geometry = weight_gradient_geometry(
         tuple(grad.shape), shapes_of(xs), kernel_shape, batched=not unbatched, stride=stride, padding=padding,
         padding_mode=padding_mode, dilation=dilation, groups=groups,
@@ -67,4 +67,4 @@ def _weight_gradient_call(
         workspace_limit=settings.workspace_limit, allow_tf32=settings.allow_tf32,
         notes=widened({name: arrays[name] for name in (*inputs, "grad")}, dtype),
     )  # fmt: skip
-    return Call(backend, request, plan_weight_gradient, arrays, frozenset((*inputs, "grad")), axes, (result,))
+    return Call(backend, request, arrays, frozenset((*inputs, "grad")), axes, (result,))

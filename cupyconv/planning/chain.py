@@ -16,16 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from cupyconv.activations import IDENTITY
 from cupyconv.dtypes import ITEMSIZE, real_part
-from cupyconv.geometry import pointwise_geometry
 from cupyconv.machine import GpuModel
 from cupyconv.operands import Operand, c_strides
 from cupyconv.plan import Address, Buffer, Conversion, KernelLaunch, Plan
 from cupyconv.planning.chain_cuda import draft_pair
 from cupyconv.planning.cuda import choose, draft_conv, lost
 from cupyconv.planning.draft import Draft, in_turn, moved
-from cupyconv.planning.launches import epilogue_launch
+from cupyconv.planning.launches import Sums, epilogue_launch
 from cupyconv.planning.numpy import even_part
 from cupyconv.planning.request import (
     ChainRequest,
@@ -56,13 +54,7 @@ def plan_chain(request: ChainRequest) -> Plan:
         parts = comparison.best(request.fuse)
         draft = _joined(layers, parts, limit, gpu)
         rejected = comparison.rejected(parts, request.fuse)
-    cost = draft.cost(gpu)
-    return Plan(
-        method=draft.method, backend="cuda", device=str(gpu), problem=request.problem, result=describe_result(layers[-1]),
-        steps=draft.steps, flops=request.flops, bytes_moved=draft.bytes_moved, minimal_bytes=request.minimal_bytes,
-        bound=cost.bound, rejected=rejected, reason=f"{draft.reason}; {cost}", notes=notes + draft.notes,
-        conversions=conversions, workspace=draft.workspace,
-    )  # fmt: skip
+    return draft.plan(request, request.problem, describe_result(layers[-1]), rejected, conversions, notes)
 
 
 @dataclass(frozen=True)
@@ -182,10 +174,7 @@ def _widening(x: Operand, wide: Operand) -> KernelLaunch:
     dtype, target = real_part(x.dtype), real_part(wide.dtype)
     count = x.nbytes // ITEMSIZE[dtype]
     line = Operand(wide.name, target, (1, 1, 1, 1, count), c_strides((1, 1, 1, 1, count)))
-    launch = epilogue_launch(
-        pointwise_geometry({x.name: (1, 1, count)}, (1, 1)), line, sums=Address(x.name), sums_dtype=dtype,
-        sums_strides=(0, 0, 1), bias=None, residual=None, activation=IDENTITY,
-    )  # fmt: skip
+    launch = epilogue_launch(line, Sums(Address(x.name), dtype, (0, 0, 1)))
     return replace(launch, purpose=f"{dtype} -> {target}")
 
 

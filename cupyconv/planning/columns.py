@@ -10,7 +10,7 @@ from cupyconv.dtypes import ITEMSIZE, accumulator
 from cupyconv.geometry import Windows
 from cupyconv.loops import BlockLoop
 from cupyconv.machine import HostModel
-from cupyconv.plan import Address, Buffer, Conversion, Plan, Step
+from cupyconv.plan import Buffer, Conversion, Plan, Step
 from cupyconv.planning.launches import col2im_launch, im2col_launches
 from cupyconv.planning.request import ColumnsRequest, convert
 
@@ -27,7 +27,7 @@ def plan_im2col(request: ColumnsRequest) -> Plan:
         steps = [_loop("im2col", windows, [x.name for x in xs], request)]
     elif columns.nbytes:
         xs = tuple(convert(x, columns.dtype, conversions) for x in xs)
-        steps = list(im2col_launches(windows, xs, columns, at=Address(columns.name)))
+        steps = list(im2col_launches(windows, xs, columns))
     return _plan(request, "im2col", f"{columns.dtype} {columns.shape[:2] + columns.shape[4:]}", steps, conversions)
 
 

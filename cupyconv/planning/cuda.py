@@ -19,6 +19,7 @@ from cupyconv.planning.gemm import draft_gemm
 from cupyconv.planning.implicit_gemm import draft_implicit_gemm
 from cupyconv.planning.launches import (
     PACKET_BYTES,
+    activation_launch,
     collapse,
     depthwise_launch,
     direct_launch,
@@ -50,14 +51,8 @@ def plan_conv(request: ConvRequest) -> Plan:
     request, conversions = converted(request)
     request = request.sharing_with(conversions)
     chosen, rejected = choose(request.method, lambda method: draft_conv(method, request), gpu)
-    cost = chosen.cost(gpu)
-    return Plan(
-        method=chosen.method, backend="cuda", device=str(gpu), problem=str(request.geometry),
-        result=describe_result(request), steps=chosen.steps, flops=request.flops, bytes_moved=chosen.bytes_moved,
-        minimal_bytes=request.minimal_bytes, bound=cost.bound, rejected=rejected,
-        reason=f"{chosen.reason}; {cost}", notes=request.notes + lost((*request.xs, request.out)) + chosen.notes,
-        conversions=conversions, workspace=chosen.workspace,
-    )  # fmt: skip
+    notes = request.notes + lost((*request.xs, request.out))
+    return chosen.plan(request, str(request.geometry), describe_result(request), rejected, conversions, notes)
 
 
 def choose(
@@ -99,7 +94,7 @@ def _draft_direct(request: ConvRequest) -> Draft:
     images = [*request.xs, request.out] + ([request.residual] if request.residual else [])
     same_real_type = not is_complex(request.out.dtype)
     prologue = request.prologue
-    size, flat = collapse(images, geometry.out_size)
+    size, flat = collapse(images)
     unit = all(image.pixel_stride == 1 for image in flat[: len(request.xs) + 1])
     merges = geometry.is_pointwise and geometry.groups == 1 and same_real_type and unit and size[:2] == (1, 1)
     if merges and len(request.xs) <= MAX_MERGED and merge_tile(geometry, request.out.dtype, prologue) is not None:
@@ -126,10 +121,7 @@ def _kept_apart(request: ConvRequest) -> tuple[Operand, tuple[KernelLaunch, ...]
     from there to the result."""
     if request.pre is None:
         return request.out, ()
-    launch = epilogue_launch(
-        request.geometry, request.out, sums=None, bias=None, residual=request.pre, activation=request.activation
-    )
-    return request.pre, (launch,)
+    return request.pre, (activation_launch(request.pre, request.out, request.activation),)
 
 
 _METHODS = {"direct": _draft_direct, "gemm": draft_gemm, "implicit_gemm": draft_implicit_gemm}
@@ -137,9 +129,8 @@ _METHODS = {"direct": _draft_direct, "gemm": draft_gemm, "implicit_gemm": draft_
 
 def _only_epilogue(request: ConvRequest) -> KernelLaunch:
     return epilogue_launch(
-        request.geometry, request.out, sums=None, bias=request.bias, residual=request.residual, activation=request.activation,
-        pre=request.pre,
-    )  # fmt: skip
+        request.out, bias=request.bias, residual=request.residual, activation=request.activation, pre=request.pre
+    )
 
 
 def lost(images: Iterable[Operand]) -> tuple[str, ...]:

@@ -9,8 +9,9 @@ from typing import Any
 
 from cupyconv.dtypes import ITEMSIZE
 from cupyconv.machine import GpuModel
-from cupyconv.plan import Address, Buffer, GemmCall, KernelLaunch, LaunchLoop, Matrix, Plan, Step
+from cupyconv.plan import Address, Buffer, Conversion, GemmCall, KernelLaunch, LaunchLoop, Matrix, Plan, Step
 from cupyconv.planning.occupancy import resident_blocks
+from cupyconv.planning.request import DraftedRequest
 
 #: Share of the arithmetic rate that a kernel's inner loop reaches; the rest is loads and indices.
 KERNEL_EFFICIENCY = {
@@ -72,6 +73,21 @@ class Draft:
         bound = max((arithmetic, "arithmetic"), (memory, "memory"), (launches, "launch"))[1]
         return Cost(total, bound)
 
+    def plan(
+        self, request: DraftedRequest, problem: str, result: str, rejected: tuple[tuple[str, str], ...] = (),
+        conversions: tuple[Conversion, ...] = (), notes: tuple[str, ...] = (),
+    ) -> Plan:  # fmt: skip
+        """The plan to run this for `request`; `problem` and `result` are words."""
+        gpu = request.machine
+        assert isinstance(gpu, GpuModel)
+        cost = self.cost(gpu)
+        return Plan(
+            method=self.method, backend="cuda", device=str(gpu), problem=problem, result=result, steps=self.steps,
+            flops=request.flops, bytes_moved=self.bytes_moved, minimal_bytes=request.minimal_bytes, bound=cost.bound,
+            rejected=rejected, reason=f"{self.reason}; {cost}", notes=notes + self.notes, conversions=conversions,
+            workspace=self.workspace,
+        )  # fmt: skip
+
     def _repeated_steps(self) -> Iterator[tuple[Step, int]]:
         """What is enqueued, and how often."""
         for step in self.steps:
@@ -90,7 +106,7 @@ def in_turn(method: str, drafts: Sequence[Draft], reason: str) -> Draft:
         used = 0
         for buffer in draft.workspace:
             places[buffer.name] = Address("workspace", used)
-            used += -(-buffer.nbytes // Plan.ALIGNMENT) * Plan.ALIGNMENT
+            used += buffer.space
         steps += [moved(step, places) for step in draft.steps]
         most = max(most, used)
     notes = tuple(dict.fromkeys(note for draft in drafts for note in draft.notes))

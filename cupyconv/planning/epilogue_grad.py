@@ -6,8 +6,9 @@ On NumPy the same happens block by block.  Either way the order of additions is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 from cupyconv.activations import IDENTITY, Activation
@@ -16,12 +17,12 @@ from cupyconv.loops import ElementwiseLoop
 from cupyconv.machine import GpuModel, HostModel
 from cupyconv.operands import Operand, c_strides
 from cupyconv.plan import Address, Buffer, Kernel, KernelLaunch, Plan, Step
-from cupyconv.planning.launches import GRID_X, GRID_Y, collapse, image, packet_width
-from cupyconv.planning.request import EpilogueGradRequest, check_alignment
+from cupyconv.planning.launches import GRID_X, GRID_Y, PACKET_BYTES, collapse, image, packet_width
+from cupyconv.planning.request import EpilogueGradRequest, PrologueGradRequest, check_alignment
 
 #: Elements of a block on NumPy: gradient, saved values and the product of both stay in a core's L2 cache.
 BLOCK_ELEMENTS = 1 << 16
-#: Arrays of a block's size that a derivative is worked out in.
+#: Arrays of a block's size that a derivative is worked out in, or a copy that BLAS can read.
 TEMPORARIES = 4
 
 #: Threads of a block, and those of them along the channels where these are neighbours in memory.
@@ -32,7 +33,11 @@ BLOCKS_A_MULTIPROCESSOR = 4
 
 def plan_epilogue_grad(request: EpilogueGradRequest) -> Plan:
     """One pass over the gradient; nothing where there is neither a derivative nor a sum to take."""
-    steps, workspace = (_on_numpy if isinstance(request.machine, HostModel) else _on_cuda)(request)
+    if isinstance(request.machine, HostModel):
+        steps, workspace = on_numpy(request, "epilogue_grad", request.activation, TEMPORARIES, flops=1)
+    else:
+        check_alignment(request.images)
+        steps, workspace = on_cuda(request, partial(_launch, request, request.machine))
     grad, moved = request.grad, sum(operand.nbytes for operand in (*request.images, request.sums) if operand)
     words = [f"derivative of {request.activation}"] * bool(request.saved) + ["sums of channels"] * bool(request.sums)
     return Plan(
@@ -44,62 +49,68 @@ def plan_epilogue_grad(request: EpilogueGradRequest) -> Plan:
     )  # fmt: skip
 
 
-def _on_cuda(request: EpilogueGradRequest) -> tuple[list[Step], list[Buffer]]:
-    gpu, sums, grad = request.machine, request.sums, request.grad
+def on_cuda(
+    request: EpilogueGradRequest | PrologueGradRequest, launch: Callable[[Address | None, int], KernelLaunch]
+) -> tuple[list[Step], list[Buffer]]:
+    """One pass; and another that adds the parts of the sums, where they come in parts.
+
+    `launch` is given where the sums go, None where none are taken, and the most parts there may be.
+    """
+    gpu, sums = request.machine, request.sums
     assert isinstance(gpu, GpuModel)
-    check_alignment(request.images)
     if sums is None or not sums.nbytes:
-        return ([_launch(request, gpu, None)] if grad.nbytes else []), []
-    channels = grad.shape[1]
+        return ([launch(None, GRID_X)] if request.grad.nbytes else []), []
     most_parts = max(1, request.limit // Plan.ALIGNMENT * Plan.ALIGNMENT // sums.nbytes)
-    launch = _launch(request, gpu, Address(sums.name), most_parts)
-    parts = launch.grid[0]
-    if parts == 1:
-        return [launch], []
-    partial = replace(
-        sums, name="partial", shape=(parts, channels, 1, 1, 1), strides=c_strides((parts, channels, 1, 1, 1))
-    )
-    steps: list[Step] = [
-        replace(launch, params=tuple((n, Address(partial.name) if n == "partial" else v) for n, v in launch.params)),
-        sum_of_parts(partial, sums, gpu),
-    ]
-    return steps, [Buffer(partial.name, partial.nbytes)]
+    whole = launch(Address(sums.name, sums.offset), most_parts)
+    if whole.grid[0] == 1:
+        return [whole], []
+    shape = (whole.grid[0], *sums.shape[1:])
+    parts = replace(sums, name="partial", shape=shape, strides=c_strides(shape), alignment=PACKET_BYTES)
+    steps = [launch(Address(parts.name), most_parts), sum_of_parts(parts, sums, gpu)]
+    return list(steps), [Buffer(parts.name, parts.nbytes)]
 
 
-def sum_of_parts(partial: Operand, sums: Operand, gpu: GpuModel) -> KernelLaunch:
+def sum_of_parts(parts: Operand, sums: Operand, gpu: GpuModel) -> KernelLaunch:
     """The sums of parts that lie as an image, whose samples are the parts and whose channels the sums."""
-    together = EpilogueGradRequest(grad=partial, sums=sums, machine=gpu)
+    together = EpilogueGradRequest(grad=parts, sums=sums, machine=gpu)
     return _launch(together, gpu, Address(sums.name, sums.offset), most_parts=1)
 
 
-def _launch(
-    request: EpilogueGradRequest, gpu: GpuModel, partial: Address | None, most_parts: int = GRID_X
-) -> KernelLaunch:
+def cut(
+    request: EpilogueGradRequest | PrologueGradRequest, width: int, along_channels: bool, gpu: GpuModel, most_parts: int
+) -> tuple[tuple[int, int, int], int, int]:
+    """The grid, parts of the pixels by tiles of channels; threads of a block; and how many of them go along channels."""
     batch, channels, *extents = request.grad.shape
-    size, images = collapse(request.images, (extents[0], extents[1], extents[2]))
+    lanes = min(LANES, _power_of_two(-(-channels // width))) if along_channels else 1
+    shares = batch * prod(extents) // (1 if along_channels else width)
+    threads = min(THREADS, max(32, lanes * _power_of_two(shares)))
+    tiles = -(-channels // (lanes * (width if along_channels else 1)))
+    parts = min(-(-shares * lanes // threads), -(-gpu.multiprocessors * BLOCKS_A_MULTIPROCESSOR // tiles), most_parts)
+    return (max(1, parts), min(tiles, GRID_Y), 1), threads, lanes
+
+
+def _launch(request: EpilogueGradRequest, gpu: GpuModel, sums: Address | None, most_parts: int) -> KernelLaunch:
+    batch, channels = request.grad.shape[:2]
+    size, images = collapse(request.images)
     along_channels = channels > 1 and all(operand.stride_c == 1 for operand in images)
     if along_channels:
         width = packet_width([_turned(operand) for operand in images], channels)
     else:
         width = packet_width(images, prod(size))
     wide_channels = along_channels and width > 1
-    lanes = min(LANES, power_of_two(-(-channels // width))) if along_channels else 1
-    shares = batch * prod(size) // (1 if along_channels else width)
-    threads = min(THREADS, max(32, lanes * power_of_two(shares)))
-    tiles = -(-channels // (lanes * (width if along_channels else 1)))
-    parts = min(-(-shares * lanes // threads), -(-gpu.multiprocessors * BLOCKS_A_MULTIPROCESSOR // tiles), most_parts)
+    grid, threads, lanes = cut(request, width, along_channels, gpu, most_parts)
     grad, saved, out = (_found(operand, images) for operand in (request.grad, request.saved, request.out))
     macros = (("DTYPE", request.grad.dtype), ("WIDTH", str(width)), ("ALONG_CHANNELS", str(int(wide_channels))))
     nothing = (None, 0, 0, (0, 0, 0))
     return KernelLaunch(
         Kernel("epilogue_grad", macros),
-        (max(1, parts), min(tiles, GRID_Y), 1),
+        grid,
         threads,
         (
             ("grad", image(grad) if grad else nothing),
             ("saved", image(saved) if saved else nothing),
             ("out", image(out) if out else nothing),
-            ("partial", partial),
+            ("partial", sums),
             ("alpha", request.activation.alpha),
             ("beta", request.activation.beta),
             ("size", size),
@@ -109,9 +120,9 @@ def _launch(
             ("channels", channels),
             ("lanes", lanes),
         ),
-        purpose=_purpose(request.activation, partial is not None),
+        purpose=_purpose(request.activation, sums is not None),
         bytes_moved=sum(operand.nbytes for operand in images)
-        + (max(1, parts) * channels * ITEMSIZE[accumulator(request.grad.dtype)] if partial else 0),
+        + (grid[0] * channels * ITEMSIZE[accumulator(request.grad.dtype)] if sums else 0),
     )
 
 
@@ -134,29 +145,31 @@ def _turned(operand: Operand) -> Operand:
     return replace(operand, shape=shape, strides=(operand.stride_n, stride if pixels > 1 else 0, 0, 0, 1))
 
 
-def power_of_two(n: int) -> int:
+def _power_of_two(n: int) -> int:
     """The smallest that is no less than `n`."""
     return 1 << max(0, n - 1).bit_length()
 
 
-def _on_numpy(request: EpilogueGradRequest) -> tuple[list[Step], list[Buffer]]:
+def on_numpy(
+    request: EpilogueGradRequest | PrologueGradRequest, body: str, activation: Activation, temporaries: int, flops: int
+) -> tuple[list[Step], list[Buffer]]:
+    """A loop whose body takes so many arrays of a block's size, and so many operations an element."""
     machine, grad, dtype = request.machine, request.grad, accumulator(request.grad.dtype)
     assert isinstance(machine, HostModel)
     if not grad.nbytes and not (request.sums and request.sums.nbytes):
         return [], []
-    # Of each block: what a derivative is worked out in, or a copy that BLAS can read.
-    elements = request.limit // (TEMPORARIES * machine.threads * ITEMSIZE[dtype])
-    block = block_of(request.images[-1], max(1, min(BLOCK_ELEMENTS, elements)))
+    elements = request.limit // (temporaries * machine.threads * ITEMSIZE[dtype])
+    block = _block_of(request.images[-1], max(1, min(BLOCK_ELEMENTS, elements)))
     blocks = prod(-(-extent // part) for extent, part in zip(grad.shape, block))
     threads = max(1, min(machine.threads, blocks))
     loop = ElementwiseLoop(
-        body="epilogue_grad", block=block, blocks=blocks, threads=threads, dtype=dtype, activation=request.activation,
-        bytes_moved=sum(operand.nbytes for operand in request.images), flops=prod(grad.shape),
+        body=body, block=block, blocks=blocks, threads=threads, dtype=dtype, activation=activation,
+        bytes_moved=sum(operand.nbytes for operand in request.images), flops=flops * prod(grad.shape),
     )  # fmt: skip
-    return [loop], [Buffer("blocks", TEMPORARIES * threads * prod(block) * ITEMSIZE[dtype])]
+    return [loop], [Buffer("blocks", temporaries * threads * prod(block) * ITEMSIZE[dtype])]
 
 
-def block_of(operand: Operand, elements: int) -> tuple[int, int, int, int, int]:
+def _block_of(operand: Operand, elements: int) -> tuple[int, int, int, int, int]:
     """At most so many elements that lie together: axes are taken whole from the one with the smallest stride on."""
     block, left = [1] * 5, elements
     for axis in sorted(range(5), key=lambda axis: (abs(operand.strides[axis]), -axis)):

@@ -23,19 +23,20 @@ of imaginary ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
-from cupyconv.activations import IDENTITY
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
-from cupyconv.geometry import ConvGeometry
+from cupyconv.geometry import ConvGeometry, pixel_windows
 from cupyconv.operands import Operand, collapsed_stride
 from cupyconv.plan import Address, Buffer, GemmCall, KernelLaunch, Matrix, Plan, Step
 from cupyconv.planning.draft import Draft
-from cupyconv.planning.launches import component, epilogue_launch, im2col_launches
-from cupyconv.planning.request import ConvRequest, NotApplicable
+from cupyconv.planning.launches import Chunk, Sums, component, epilogue_launch, im2col_launches
+from cupyconv.planning.request import ConvRequest, NotApplicable, TransposedRequest
 
 #: Limit of cuBLAS's int32 dimensions, with room for what it rounds them up to.
-INT32 = 2**30
+MAX_DIMENSION = 2**30
 #: cuBLAS's limit on the matrices of one call.
 MAX_BATCH = 65535
 #: Pixels below which columns of a sample are not cut any further: smaller GEMMs would only be launches.
@@ -71,7 +72,7 @@ class MatrixView:
 
     def as_real(self) -> MatrixView | None:
         """A complex matrix as a real one with twice the columns; None where pixels and parts are no one axis."""
-        if self.transposed or 2 * self.ld > INT32:
+        if self.transposed or 2 * self.ld > MAX_DIMENSION:
             return None
         return replace(self, itemsize=self.itemsize // 2, ld=2 * self.ld, stride=2 * self.stride)
 
@@ -92,9 +93,9 @@ def matrix_view(
     """The matrix as cuBLAS can address it, with an int32 leading dimension; None where it cannot."""
     if column_stride is None or stride < 0:
         return None
-    if (columns == 1 or column_stride == 1) and (rows == 1 or columns <= row_stride <= INT32):
+    if (columns == 1 or column_stride == 1) and (rows == 1 or columns <= row_stride <= MAX_DIMENSION):
         return MatrixView(at, itemsize, row_stride if rows > 1 else columns, stride, False)
-    if (rows == 1 or row_stride == 1) and (columns == 1 or rows <= column_stride <= INT32):
+    if (rows == 1 or row_stride == 1) and (columns == 1 or rows <= column_stride <= MAX_DIMENSION):
         return MatrixView(at, itemsize, column_stride if columns > 1 else rows, stride, True)
     return None
 
@@ -103,11 +104,61 @@ def image_matrix(image: Operand) -> MatrixView | None:
     """An image as `channels x pixels` matrices."""
     at = Address(image.name, image.offset)
     channels = image.shape[1]
-    if image.pixels == 1 and (image.stride_c == 1 or channels == 1) and channels <= image.stride_n <= INT32:
+    if image.pixels == 1 and (image.stride_c == 1 or channels == 1) and channels <= image.stride_n <= MAX_DIMENSION:
         return MatrixView(at, image.itemsize, image.stride_n, image.stride_n, True)  # samples are the pixels
     return matrix_view(
         at, image.itemsize, image.shape[1], image.stride_c, image.pixels, image.pixel_stride, image.stride_n
     )
+
+
+def weight_matrix(weight: Operand) -> MatrixView | None:
+    """A weight as one matrix `outputs x reduction`."""
+    step = collapsed_stride(weight.shape[1:], weight.strides[1:])
+    at = Address(weight.name, weight.offset)
+    return matrix_view(at, weight.itemsize, weight.shape[0], weight.stride_n, prod(weight.shape[1:]), step, 0)
+
+
+def compute_type(dtype: str, allow_tf32: bool) -> str:
+    """What cuBLAS multiplies and adds matrices of a dtype in."""
+    real = accumulator(real_part(dtype))
+    return "tf32" if allow_tf32 and real_part(dtype) == "float32" else real
+
+
+class ProductsPlanner:
+    """What products of a weight and images share: their dtype, and where the factors lie.
+
+    Where the weight `conjugates`, it is transposed as it lies: cuBLAS conjugates nothing else.
+    """
+
+    def __init__(self, request: ConvRequest | TransposedRequest, *, conjugates: bool = False) -> None:
+        self.geometry = request.geometry
+        x_is_complex, weight_is_complex = is_complex(request.x_dtype), is_complex(request.weight_dtype)
+        # One real factor: the complex one is read as real numbers, twice as many pixels, or in two planes.
+        self.components = 2 if x_is_complex and not weight_is_complex else 1
+        self.planes = 2 if weight_is_complex and not x_is_complex else 1
+        self.dtype = real_part(request.x_dtype) if x_is_complex != weight_is_complex else request.x_dtype
+        self.compute = compute_type(self.dtype, request.allow_tf32)
+        view = weight_matrix(request.weight)
+        if view is None or self.planes == 2 or (conjugates and view.transposed):
+            view, self.weight_steps = gather_weight(self.geometry, request.weight, self.dtype, self.planes)
+            elements = self.planes * self.geometry.out_channels * self.geometry.reduction
+            self.weight_buffers = [Buffer(view.at.buffer, elements * ITEMSIZE[self.dtype])]
+        else:
+            self.weight_steps, self.weight_buffers = [], []
+        self.weight = view
+
+    def image_views(self, images: Sequence[Operand]) -> list[MatrixView | None]:
+        """The images as they are multiplied, where they lie; None for one that has to be gathered."""
+        views = [image_matrix(image) for image in images]
+        return [view and view.as_real() for view in views] if self.components == 2 else views
+
+    def as_multiplied(self, view: MatrixView) -> MatrixView:
+        """Workspace as a product reads or writes it: as real numbers where one factor alone is complex."""
+        if self.components == 1:
+            return view
+        real = view.as_real()
+        assert real is not None, "rows of workspace are kept within the limits"
+        return real
 
 
 @dataclass(frozen=True)
@@ -120,38 +171,21 @@ class Rows:
     view: MatrixView | None  # None: gathered into workspace, chunk by chunk
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """The part of the problem one round of steps does."""
-
-    first_sample: int
-    samples: int
-    first_pixel: int
-    pixels: int
-
-
 def draft_gemm(request: ConvRequest) -> Draft:
     """Plan method "gemm", or raise `NotApplicable`."""
     return _GemmPlanner(request).draft()
 
 
-class _GemmPlanner:
+class _GemmPlanner(ProductsPlanner):
     """What holds for all chunks is decided first; then every chunk gets its steps."""
 
     def __init__(self, request: ConvRequest) -> None:
-        self.request, self.geometry = request, request.geometry
-        geometry = self.geometry
-        # One real factor: the complex one is read as real numbers, twice as many pixels or outputs.
-        x_is_complex, weight_is_complex = is_complex(request.x_dtype), is_complex(request.weight_dtype)
-        self.components = 2 if x_is_complex and not weight_is_complex else 1
-        self.planes = 2 if weight_is_complex and not x_is_complex else 1
-        self.dtype = real_part(request.x_dtype) if x_is_complex != weight_is_complex else request.x_dtype
+        super().__init__(request)
+        self.request, geometry = request, self.geometry
         self.writes_columns = bool(request.prologue) or not geometry.is_pointwise
-        if max(geometry.reduction * geometry.groups, geometry.out_channels * self.planes) > INT32:
+        if max(geometry.reduction * geometry.groups, geometry.out_channels * self.planes) > MAX_DIMENSION:
             raise NotApplicable("channels times taps pass cuBLAS's 32-bit dimensions")
         self.rows = self._rows_of_x()
-        self.weight = self._weight_in_place()
-        self.gathers_weight = self.weight is None
         self.out = self._out_in_place()
         self.sums_dtype = self._sums_dtype()
         addends = bool(request.bias or request.residual)
@@ -166,7 +200,7 @@ class _GemmPlanner:
             for n in range(0, geometry.batch, self.samples)
             for p in range(0, geometry.pixels, self.pixels)
         ]
-        steps: list[Step] = self._gather_weight()
+        steps = [*self.weight_steps]
         for chunk in chunks:
             steps += self._steps(chunk)
         gathered = any(rows.view is None for rows in self.rows)
@@ -180,38 +214,16 @@ class _GemmPlanner:
         geometry, xs = self.geometry, self.request.xs
         if self.writes_columns:
             return [Rows(0, geometry.in_channels * geometry.taps, tuple(range(len(xs))), None)]
-        views = [image_matrix(x) for x in xs]
-        if self.components == 2:  # pixels and components must be one axis of unit stride
-            views = [view and view.as_real() for view in views]
-        return [
-            Rows(first, count, (i,), views[i])
-            for i, (first, count) in enumerate(zip(geometry.channel_offsets, geometry.channels))
-        ]
-
-    def _weight_in_place(self) -> MatrixView | None:
-        if self.planes == 2:
-            return None
-        weight, geometry = self.request.weight, self.geometry
-        step = collapsed_stride(weight.shape[1:], weight.strides[1:])
-        return matrix_view(
-            Address(weight.name, weight.offset),
-            weight.itemsize,
-            geometry.out_channels,
-            weight.stride_n,
-            geometry.reduction,
-            step,
-            0,
-        )
+        places = zip(geometry.channel_offsets, geometry.channels, self.image_views(xs))
+        return [Rows(first, count, (i,), view) for i, (first, count, view) in enumerate(places)]
 
     def _out_in_place(self) -> MatrixView | None:
         request = self.request
-        view = image_matrix(request.out)
+        (view,) = self.image_views([request.out])
         accumulations = max(len(self._segments(group)) for group in range(self.geometry.groups))
         rounded_twice = accumulations > 1 or bool(request.activation) or request.residual is not None
         if view is None or self.planes == 2 or (rounded_twice and ITEMSIZE[request.out.dtype] == 2):
             return None
-        if self.components == 2:
-            return view.as_real()
         return view
 
     def _sums_dtype(self) -> str:
@@ -236,14 +248,14 @@ class _GemmPlanner:
     def _chunk_size(self) -> tuple[int, int]:
         """Samples and pixels of a chunk: all samples, else fewer samples, else fewer pixels of one."""
         geometry, request = self.geometry, self.request
-        limit = request.limit - sum(aligned(buffer.nbytes) for buffer in self._weight_buffer())
+        limit = request.limit - sum(buffer.space for buffer in self.weight_buffers)
         limit -= Plan.ALIGNMENT * (sum(rows.view is None for rows in self.rows) + (self.out is None))
         gathered = sum(rows.count for rows in self.rows if rows.view is None) * ITEMSIZE[request.x_dtype]
         kept = geometry.out_channels * self.planes * ITEMSIZE[self.sums_dtype] if self.out is None else 0
         per_pixel = gathered + kept
-        most_pixels = INT32 // self.components // ROW_MULTIPLE * ROW_MULTIPLE
-        most_samples = min(geometry.batch, MAX_BATCH, max(1, INT32 // (geometry.pixels * self.components)))
-        if not per_pixel and (limit >= 0 or not self._weight_buffer()):
+        most_pixels = MAX_DIMENSION // self.components // ROW_MULTIPLE * ROW_MULTIPLE
+        most_samples = min(geometry.batch, MAX_BATCH, max(1, MAX_DIMENSION // (geometry.pixels * self.components)))
+        if not per_pixel and (limit >= 0 or not self.weight_buffers):
             if geometry.pixels > most_pixels:
                 return 1, even_part(geometry.pixels, most_pixels)
             return -(-geometry.batch // -(-geometry.batch // most_samples)), geometry.pixels
@@ -259,15 +271,9 @@ class _GemmPlanner:
             )
         return 1, even_part(geometry.pixels, pixels)
 
-    def _weight_buffer(self) -> list[Buffer]:
-        if not self.gathers_weight:
-            return []
-        elements = self.planes * self.geometry.out_channels * self.geometry.reduction
-        return [Buffer("gathered weight", elements * ITEMSIZE[self.dtype])]
-
     def _workspace(self) -> tuple[Buffer, ...]:
         geometry, area = self.geometry, self.samples * row_length(self.pixels)
-        buffers = self._weight_buffer()
+        buffers = [*self.weight_buffers]
         for rows in self.rows:
             if rows.view is None:
                 buffers.append(Buffer(self._gathered_name(rows), rows.count * area * ITEMSIZE[self.request.x_dtype]))
@@ -280,13 +286,6 @@ class _GemmPlanner:
         return "columns" if self.writes_columns else f"gathered {self.request.xs[rows.inputs[0]].name}"
 
     # Steps.
-
-    def _gather_weight(self) -> list[Step]:
-        """Copy the weight as `outputs x reduction`, or as two such planes of real and imaginary parts."""
-        if not self.gathers_weight:
-            return []
-        self.weight, launches = gather_weight(self.geometry, self.request.weight, self.dtype, self.planes)
-        return launches
 
     def _steps(self, chunk: Chunk) -> list[Step]:
         views: dict[Rows, MatrixView] = {}
@@ -318,12 +317,11 @@ class _GemmPlanner:
         )
         windows = replace(self.geometry, channels=tuple(self.geometry.channels[i] for i in rows.inputs), groups=1)
         launches = im2col_launches(
-            windows, tuple(request.xs[i] for i in rows.inputs), columns, at=Address(name),
-            first_sample=chunk.first_sample, samples=chunk.samples, first_pixel=chunk.first_pixel,
-            pixels=chunk.pixels, purpose=name, prologue=request.prologue,
+            windows, tuple(request.xs[i] for i in rows.inputs), columns, chunk=chunk, purpose=name,
+            prologue=request.prologue,
         )  # fmt: skip
         view = MatrixView(Address(name), columns.itemsize, ld, stride_n, False)
-        return self._as_multiplied(view), launches
+        return self.as_multiplied(view), launches
 
     def _joins(self, view: MatrixView, chunk: Chunk) -> bool:
         return view.joined(self.geometry.out_channels, chunk.pixels, chunk.samples) is not None
@@ -335,15 +333,7 @@ class _GemmPlanner:
             return replace(self.out, at=start)
         stride = self.geometry.out_channels * self.planes * chunk.pixels
         view = MatrixView(Address("sums"), ITEMSIZE[self.sums_dtype], chunk.pixels, stride, False)
-        return self._as_multiplied(view)
-
-    def _as_multiplied(self, view: MatrixView) -> MatrixView:
-        """Workspace as the GEMM reads or writes it: as real numbers where one factor alone is complex."""
-        if self.components == 1:
-            return view
-        real = view.as_real()
-        assert real is not None, "rows of workspace are kept within the limits"
-        return real
+        return self.as_multiplied(view)
 
     def _gemms(self, chunk: Chunk, views: dict[Rows, MatrixView], c: MatrixView) -> list[Step]:
         geometry = self.geometry
@@ -388,7 +378,6 @@ class _GemmPlanner:
         The batch runs over samples, or over groups of `outputs_a_group` outputs from `group` on.
         """
         weight = self.weight
-        assert weight is not None
         calls: list[Step] = []
         for rows, x_row, weight_column, count in self._segments(group):
             x = views[rows]
@@ -404,37 +393,31 @@ class _GemmPlanner:
                 a, b, m, n = _flip(b), _flip(a), n, m
             target = Matrix(c.start(first_output), c.ld, c_stride)
             beta = int(self.prefills or bool(calls))
-            compute = "float64" if "64" in accumulator(real_part(self.dtype)) else "float32"
-            if self.request.allow_tf32 and real_part(self.dtype) == "float32":
-                compute = "tf32"
             c_dtype = real_part(self.sums_dtype) if self.components == 2 else self.sums_dtype
-            calls.append(GemmCall(m, n, count, a, b, target, batch, self.dtype, c_dtype, compute, beta, "products"))
+            calls.append(
+                GemmCall(m, n, count, a, b, target, batch, self.dtype, c_dtype, self.compute, beta, "products")
+            )
         return calls
 
-    def _epilogue(self, chunk: Chunk, sums: MatrixView | None) -> Step:
+    def _epilogue(self, chunk: Chunk, c: MatrixView | None) -> Step:
+        """What is done to the sums `c`; without them, what they are added to."""
         request = self.request
-        strides = (0, 0, 0)
-        imaginary = 0
-        if sums is not None:
-            parts = self.components
-            strides = (sums.stride // parts, sums.row_step // parts, 1 if parts == 2 else sums.column_step)
-            imaginary = self.geometry.out_channels * sums.row_step if self.planes == 2 else 0
+        if c is None:
+            return epilogue_launch(request.out, bias=request.bias, residual=request.residual, chunk=chunk)
+        parts = self.components
+        sums = Sums(
+            c.at, self.sums_dtype, (c.stride // parts, c.row_step // parts, 1 if parts == 2 else c.column_step),
+            imaginary=self.geometry.out_channels * c.row_step if self.planes == 2 else 0,
+        )  # fmt: skip
         return epilogue_launch(
-            self.geometry, request.out, sums=sums.at if sums else None,
-            sums_dtype=self.sums_dtype, sums_strides=strides, imaginary=imaginary,
-            bias=request.bias, residual=request.residual,
-            activation=IDENTITY if sums is None else request.activation, pre=None if sums is None else request.pre,
-            first_sample=chunk.first_sample, samples=chunk.samples,
-            first_pixel=chunk.first_pixel, pixels=chunk.pixels,
+            request.out, sums, bias=request.bias, residual=request.residual, activation=request.activation,
+            pre=request.pre, chunk=chunk,
         )  # fmt: skip
 
 
 def gather_weight(geometry: ConvGeometry, weight: Operand, dtype: str, planes: int) -> tuple[MatrixView, list[Step]]:
     """The weight copied to workspace as `outputs x reduction`, or as two such planes of real and imaginary parts."""
-    kernel_as_image = replace(
-        geometry, batch=geometry.out_channels, channels=(geometry.group_channels,), size=geometry.kernel,
-        kernel=(1, 1, 1), stride=(1, 1, 1), before=(0, 0, 0), after=(0, 0, 0), padding_mode="constant", groups=1,
-    )  # fmt: skip
+    kernel_as_image = pixel_windows(geometry.out_channels, geometry.group_channels, geometry.kernel)
     plane = geometry.out_channels * geometry.reduction
     target = Operand(
         "gathered weight", dtype, (geometry.out_channels, geometry.group_channels, 1, 1, geometry.taps),
@@ -445,7 +428,7 @@ def gather_weight(geometry: ConvGeometry, weight: Operand, dtype: str, planes: i
         launch
         for i, part in enumerate(parts)
         for launch in im2col_launches(
-            kernel_as_image, (part,), target, at=Address(target.name, i * plane * target.itemsize),
+            kernel_as_image, (part,), replace(target, offset=i * plane * target.itemsize),
             purpose="weight" if planes == 1 else ("real parts", "imaginary parts")[i] + " of the weight",
         )
     ]  # fmt: skip
@@ -463,7 +446,3 @@ def row_length(pixels: int) -> int:
 def even_part(pixels: int, most: int) -> int:
     """Pixels of a chunk, at most `most` (a multiple of a row's), that cut all of them evenly."""
     return row_length(-(-pixels // -(-pixels // most)))
-
-
-def aligned(nbytes: int) -> int:
-    return -(-nbytes // Plan.ALIGNMENT) * Plan.ALIGNMENT

@@ -26,6 +26,7 @@ from cupyconv.planning.draft import Draft
 from cupyconv.planning.launches import (
     GRID_X,
     PACKET_BYTES,
+    Sums,
     epilogue_launch,
     epilogue_params,
     grid_and_block,
@@ -197,9 +198,8 @@ def _draft(request: ConvRequest, gpu: GpuModel, arithmetic: str, tile: int) -> D
         in_c_order = (out.shape[1] * out.pixels, out.pixels, 1)
         steps.append(
             epilogue_launch(
-                geometry, request.out, sums=Address("sums"), sums_dtype=out.dtype, sums_strides=in_c_order, planes=splits,
-                plane=plane, bias=request.bias, residual=request.residual, activation=request.activation,
-                pre=request.pre,
+                request.out, Sums(Address("sums"), out.dtype, in_c_order, planes=splits, plane=plane), bias=request.bias,
+                residual=request.residual, activation=request.activation, pre=request.pre,
             )
         )  # fmt: skip
     words = f"{WORDS[arithmetic]}, tiles of {tile} x {tile}"

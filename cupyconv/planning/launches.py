@@ -7,7 +7,7 @@ is a tuple, a pointer an `Address` or None.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Any
 
@@ -46,6 +46,32 @@ WARP = 32
 #: Outputs a block of weight_gradient.cu may take, where a group has one and where it has more; its rows and threads.
 WEIGHT_GRADIENT_OUTPUTS = (1, 4)
 WEIGHT_GRADIENT_ROWS, WEIGHT_GRADIENT_BLOCK = 4, 128
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Samples, and of each of them pixels: the part of a problem that one round of steps does."""
+
+    first_sample: int
+    samples: int
+    first_pixel: int
+    pixels: int
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums that an epilogue finishes, with their strides along samples, outputs and pixels.
+
+    Imaginary parts may lie `imaginary` elements behind the real ones; a sum may come in `planes` parts, `plane`
+    elements apart.
+    """
+
+    at: Address
+    dtype: str
+    strides: tuple[int, int, int]
+    imaginary: int = 0
+    planes: int = 1
+    plane: int = 0
 
 
 def merge_tile(geometry: ConvGeometry, dtype: str, prologue: Prologue = NONE) -> int | None:
@@ -229,23 +255,14 @@ def im2col_launches(
     xs: Sequence[Operand],
     columns: Operand,
     *,
-    at: Address,
-    first_sample: int = 0,
-    samples: int | None = None,
-    first_pixel: int = 0,
-    pixels: int | None = None,
+    chunk: Chunk | None = None,
     purpose: str = "columns",
     prologue: Prologue = NONE,
-    first_channel: int = 0,
 ) -> list[KernelLaunch]:
-    """Columns of a chunk of samples and pixels: one launch for every `MAX_SOURCES` inputs.
-
-    The inputs' channels are those from `first_channel` on of what the prologue is for.
-    """
-    samples = windows.batch if samples is None else samples
-    pixels = windows.pixels if pixels is None else pixels
-    itemsize = columns.itemsize
-    aligned = replace(columns, alignment=columns.alignment if at.offset % PACKET_BYTES == 0 else 1)
+    """Columns of a chunk, or of everything: one launch for every `MAX_SOURCES` inputs."""
+    chunk = chunk or Chunk(0, windows.batch, 0, windows.pixels)
+    samples, pixels, itemsize = chunk.samples, chunk.pixels, columns.itemsize
+    aligned = replace(columns, alignment=columns.alignment if columns.offset % PACKET_BYTES == 0 else 1)
     width = packet_width((aligned,), PACKET_BYTES // itemsize)  # the kernel stores a row's tail by itself
     launches = []
     for begin in range(0, len(xs), MAX_SOURCES):
@@ -267,15 +284,15 @@ def im2col_launches(
                 (min(-(-shares * lanes // block), GRID_X), min(rows, GRID_Y), 1),
                 block,
                 (
-                    ("sources", sources_params(group, xs[part], first_sample)),
+                    ("sources", sources_params(group, xs[part], chunk.first_sample)),
                     ("windows", windows_params(windows)),
-                    ("prologue", prologue_params(prologue, first_channel + sum(windows.channels[:begin]))),
-                    ("columns", Address(at.buffer, at.offset + row_offset)),
+                    ("prologue", prologue_params(prologue, sum(windows.channels[:begin]))),
+                    ("columns", Address(columns.name, columns.offset + row_offset)),
                     ("stride_n", columns.stride_n),
                     ("stride_row", columns.stride_c),
                     ("stride_pixel", columns.strides[4]),
                     ("batch", samples),
-                    ("first_pixel", first_pixel),
+                    ("first_pixel", chunk.first_pixel),
                     ("pixels", pixels),
                     ("squares", squares),
                     ("channel_lanes", lanes),
@@ -368,87 +385,79 @@ def transposed_launch(
 
 
 def epilogue_launch(
-    geometry: ConvGeometry,
     out: Operand,
+    sums: Sums | None = None,
     *,
-    sums: Address | None,
-    sums_dtype: str = "",
-    sums_strides: tuple[int, int, int] = (0, 0, 0),
-    imaginary: int = 0,
-    planes: int = 1,
-    plane: int = 0,
-    bias: Operand | None,
-    residual: Operand | None,
-    activation: Activation,
+    bias: Operand | None = None,
+    residual: Operand | None = None,
+    activation: Activation = IDENTITY,
     pre: Operand | None = None,
-    first_sample: int = 0,
-    samples: int | None = None,
-    first_pixel: int = 0,
-    pixels: int | None = None,
+    chunk: Chunk | None = None,
 ) -> KernelLaunch:
-    """Bias, residual and activation over a chunk of the result; without `sums`, over zeros.
-
-    A sum may come in `planes` parts, `plane` elements apart.
-    """
-    samples = geometry.batch if samples is None else samples
-    pixels = geometry.pixels if pixels is None else pixels
-    size, (flat, *others) = collapse([out] + ([residual] if residual else []), geometry.out_size)
+    """Bias, residual and activation over a chunk of the result, or all of it; without `sums`, over zeros."""
+    chunk = chunk or Chunk(0, out.shape[0], 0, out.pixels)
+    samples, channels, pixels = chunk.samples, out.shape[1], chunk.pixels
+    size, (flat, *others) = collapse([out] + ([residual] if residual else []))
     whole = size[:2] == (1, 1)
     along_channels = is_along_channels(flat)
     neighbours = 1 if along_channels else 4  # their axis
     full = PACKET_BYTES // out.itemsize
     # Both ends of the chunk must be whole packets: a power of two divides a | b where it divides both.
-    extent = geometry.out_channels if along_channels else pixels | first_pixel
+    extent = channels if along_channels else pixels | chunk.first_pixel
     fits = extent % full == 0 and (along_channels or whole) and _is_packed(flat, neighbours, full)
     width = full if fits else 1
-    sums_dtype = sums_dtype if sums else accumulator(out.dtype)
+    strides, imaginary, planes, plane = (
+        (sums.strides, sums.imaginary, sums.planes, sums.plane) if sums else ((0, 0, 0), 0, 0, 0)
+    )
+    sums_dtype = sums.dtype if sums else accumulator(out.dtype)
     sums_packed = False
     if sums:
-        steps = (sums_strides[0], sums_strides[1], 0, 0, sums_strides[2])
-        alignment = min(out.alignment if sums.buffer == out.name else PACKET_BYTES, PACKET_BYTES)
-        placed = Operand(sums.buffer, sums_dtype, flat.shape, steps, alignment, sums.offset)
+        steps = (strides[0], strides[1], 0, 0, strides[2])
+        alignment = min(out.alignment if sums.at.buffer == out.name else PACKET_BYTES, PACKET_BYTES)
+        placed = Operand(sums.at.buffer, sums_dtype, flat.shape, steps, alignment, sums.at.offset)
         piece = min(width, PACKET_BYTES // ITEMSIZE[sums_dtype])
         sums_packed = _is_packed(placed, neighbours, width) and (imaginary | plane) % piece == 0
     bias_packed = along_channels and bias is not None and bias.alignment % (width * out.itemsize) == 0
     residual_packed = bool(others) and _is_packed(others[0], neighbours, width)
     does = ["bias"] * bool(bias) + ["residual"] * bool(residual) + [activation.name] * bool(activation)
-    grid, block = grid_and_block(
-        samples * pixels if along_channels else samples, geometry.out_channels if along_channels else pixels, width,
-        1 if along_channels else geometry.out_channels, 256,
-    )  # fmt: skip
+    nbytes = out.itemsize * (1 + bool(residual) + bool(pre)) + ITEMSIZE[sums_dtype] * planes * (1 + bool(imaginary))
+    if along_channels:
+        grid, block = grid_and_block(samples * pixels, channels, width, 1, 256)
+    else:
+        grid, block = grid_and_block(samples, pixels, width, channels, 256)
     return KernelLaunch(
         Kernel("epilogue", (("SUM_DTYPE", sums_dtype), ("Y_DTYPE", out.dtype), ("WIDTH", str(width)))),
         grid,
         block,
         (
-            ("sums", sums),
-            ("sums_stride_n", sums_strides[0]),
-            ("sums_stride_o", sums_strides[1]),
-            ("sums_stride_p", sums_strides[2]),
+            ("sums", sums.at if sums else None),
+            ("sums_stride_n", strides[0]),
+            ("sums_stride_o", strides[1]),
+            ("sums_stride_p", strides[2]),
             ("imaginary", imaginary),
             ("plane", plane),
-            ("out", image(flat, first_sample)),
-            ("epilogue", epilogue_params(bias, others[0] if others else None, activation, first_sample, pre)),
+            ("out", image(flat, chunk.first_sample)),
+            ("epilogue", epilogue_params(bias, others[0] if others else None, activation, chunk.first_sample, pre)),
             ("size", size),
             ("batch", samples),
-            ("first_pixel", first_pixel),
+            ("first_pixel", chunk.first_pixel),
             ("pixels", pixels),
-            ("channels", geometry.out_channels),
-            ("planes", planes if sums else 0),
+            ("channels", channels),
+            ("planes", planes),
             ("along_channels", int(along_channels)),
             ("sums_packed", int(sums_packed)),
             ("bias_packed", int(bias_packed)),
             ("residual_packed", int(residual_packed)),
         ),
         purpose=", ".join(does) or ("store" if sums else "zeros"),
-        bytes_moved=samples
-        * pixels
-        * geometry.out_channels
-        * (
-            out.itemsize * (1 + bool(residual) + bool(pre))
-            + bool(sums) * ITEMSIZE[sums_dtype] * planes * (1 + bool(imaginary))
-        ),
+        bytes_moved=samples * pixels * channels * nbytes,
     )
+
+
+def activation_launch(pre: Operand, out: Operand, activation: Activation) -> KernelLaunch:
+    """The result from a pre-activation that is kept: a pass of its own."""
+    launch = epilogue_launch(out, residual=pre, activation=activation)
+    return replace(launch, purpose=f"{activation} of the pre-activation, which is kept")
 
 
 def _is_packed(operand: Operand, axis: int, width: int) -> bool:
@@ -504,16 +513,17 @@ def image(operand: Operand, first_sample: int = 0) -> tuple[Any, ...]:
     return Address(operand.name, offset), operand.stride_n, operand.stride_c, operand.strides[2:]
 
 
-def collapse(images: Sequence[Operand], size: Triple) -> tuple[Triple, list[Operand]]:
-    """The images with their spatial axes as one, where every one of them allows it; else as they are."""
+def collapse(images: Sequence[Operand]) -> tuple[Triple, list[Operand]]:
+    """Images of one size with their spatial axes as one, where every one of them allows it, else as they are; the size."""
+    depth, height, width = images[0].shape[2:]
     flat = []
     for operand in images:
         stride = operand.pixel_stride
         if stride is None:
-            return size, list(images)
+            return (depth, height, width), list(images)
         shape, strides = (*operand.shape[:2], 1, 1, operand.pixels), (*operand.strides[:2], 0, 0, stride)
         flat.append(replace(operand, shape=shape, strides=strides))
-    return (1, 1, prod(size)), flat
+    return (1, 1, depth * height * width), flat
 
 
 def packet_width(images: Sequence[Operand], pixels: int) -> int:

@@ -115,14 +115,8 @@ def plan_recurrent(request: RecurrentRequest) -> Plan:
     request = request.sharing_with(conversions)
     layer = _Layer(request, gpu)
     chosen, rejected = choose(request.method, layer.draft, gpu, RECURRENT_METHODS)
-    cost = chosen.cost(gpu)
-    return Plan(
-        method=chosen.method, backend="cuda", device=str(gpu), problem=str(request.geometry),
-        result=f"{request.dtype} {request.out.shape}", steps=chosen.steps, flops=request.flops,
-        bytes_moved=chosen.bytes_moved, minimal_bytes=request.minimal_bytes, bound=cost.bound, rejected=rejected,
-        reason=f"{chosen.reason}; {cost}", notes=request.notes + chosen.notes, conversions=conversions,
-        workspace=chosen.workspace,
-    )  # fmt: skip
+    result = f"{request.dtype} {request.out.shape}"
+    return chosen.plan(request, str(request.geometry), result, rejected, conversions, request.notes)
 
 
 def _converted(request: RecurrentRequest) -> tuple[RecurrentRequest, tuple[Conversion, ...]]:
@@ -182,7 +176,7 @@ class _Layer:
         """Projections, and what runs through their steps."""
         tile, grid, words = self._step_tile() if method == "step" else self._persistent_tile()
         workspace = self._state_buffers(rows_that_wait=prod(grid[1:]) if method == "persistent" else 0)
-        chunks, projections = self._projections(sum(_rounded_up(buffer.nbytes) for buffer in workspace))
+        chunks, projections = self._projections(sum(buffer.space for buffer in workspace))
         steps: list[Step] = []
         for chunk, projection in zip(chunks, projections):
             steps += projection.steps
@@ -484,10 +478,4 @@ def _zeros(buffer: Buffer) -> KernelLaunch:
     """Counters begin at 0, whose bits are those of the number 0."""
     count = buffer.nbytes // ITEMSIZE["float32"]
     counters = Operand(buffer.name, "float32", (1, count, 1, 1, 1), (0, 1, 0, 0, 0))
-    geometry = pointwise_geometry({buffer.name: (1, 1)}, (count, 1))
-    launch = epilogue_launch(geometry, counters, sums=None, bias=None, residual=None, activation=IDENTITY)
-    return replace(launch, purpose="counters from 0")
-
-
-def _rounded_up(nbytes: int) -> int:
-    return -(-nbytes // Plan.ALIGNMENT) * Plan.ALIGNMENT
+    return replace(epilogue_launch(counters), purpose="counters from 0")

@@ -17,18 +17,16 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
 
-from cupyconv.activations import IDENTITY
 from cupyconv.dtypes import ITEMSIZE
-from cupyconv.geometry import pointwise_geometry
 from cupyconv.machine import GpuModel
 from cupyconv.operands import Operand, c_strides
 from cupyconv.plan import Address, Buffer, Conversion, GemmCall, Kernel, KernelLaunch, LaunchLoop, Matrix, Plan, Step
 from cupyconv.planning.draft import Draft
-from cupyconv.planning.epilogue_grad import plan_epilogue_grad
-from cupyconv.planning.gemm import INT32, aligned
+from cupyconv.planning.epilogue_grad import sum_of_parts
+from cupyconv.planning.gemm import MAX_DIMENSION, compute_type
 from cupyconv.planning.launches import GRID_X, epilogue_launch
 from cupyconv.planning.recurrent_cuda import gate_activations
-from cupyconv.planning.request import EpilogueGradRequest, RecurrentGradientRequest, check_alignment
+from cupyconv.planning.request import RecurrentGradientRequest, check_alignment
 
 #: Samples, and units, of a block of recurrent_gradient.cu, and threads of one.
 TILE, THREADS = 16, 256
@@ -42,12 +40,7 @@ def plan_recurrent_gradient(request: RecurrentGradientRequest) -> Plan:
     check_alignment(request.arguments)
     request, conversions = _converted(request)
     draft = _Gradient(request.sharing_with(conversions), gpu).draft()
-    cost = draft.cost(gpu)
-    return Plan(
-        method="step", backend="cuda", device=str(gpu), problem=request.problem, result=request.result,
-        steps=draft.steps, flops=request.flops, bytes_moved=draft.bytes_moved, minimal_bytes=request.minimal_bytes,
-        bound=cost.bound, reason=f"{draft.reason}; {cost}", conversions=conversions, workspace=draft.workspace,
-    )  # fmt: skip
+    return draft.plan(request, request.problem, request.result, conversions=conversions)
 
 
 def _converted(request: RecurrentGradientRequest) -> tuple[RecurrentGradientRequest, tuple[Conversion, ...]]:
@@ -90,6 +83,7 @@ class _Gradient:
         geometry = self.geometry = request.geometry
         self.request, self.gpu, self.operands = request, gpu, request.operands
         self.item = ITEMSIZE[request.dtype]
+        self.compute = compute_type(request.dtype, request.allow_tf32)
         self.resets = geometry.cell == "gru" and not geometry.linear_before_reset
         self.rows = geometry.gates * geometry.hidden
         self.sums = self.operands["sums"]
@@ -103,7 +97,7 @@ class _Gradient:
         if 0 in (geometry.steps, geometry.batch, geometry.hidden):
             return Draft("step", tuple(self._of_nothing()), reason="there are no gates")
         workspace = self._sums_buffer()
-        together, most = self._runs_that_fit(sum(aligned(buffer.nbytes) for buffer in workspace))
+        together, most = self._runs_that_fit(sum(buffer.space for buffer in workspace))
         passes = [tuple(range(geometry.directions))] if together else [(d,) for d in range(geometry.directions)]
         steps: list[Step] = []
         runs = [run for directions in passes for run in self._runs(directions, most)]
@@ -115,10 +109,7 @@ class _Gradient:
                 self._sums_as_image(), name="sums of tiles", shape=(self.tiles, prod(self.sums.shape), 1, 1, 1)
             )
             tiles = replace(tiles, strides=c_strides(tiles.shape))
-            adding = plan_epilogue_grad(
-                EpilogueGradRequest(grad=tiles, sums=self._sums_as_image(), machine=self.gpu, workspace_limit=0)
-            )
-            steps += adding.steps
+            steps.append(sum_of_parts(tiles, self._sums_as_image(), self.gpu))
         words = f"{'two launches' if self.resets else 'one launch'} a step, blocks of {TILE} samples x {TILE} units"
         words += f", in {len(runs)} runs of {most} steps" * (len(runs) > 1)
         return Draft("step", tuple(steps), tuple(workspace), words)
@@ -138,7 +129,7 @@ class _Gradient:
     def _runs_that_fit(self, taken: int) -> tuple[bool, int]:
         """Whether both directions run together, and the steps of a run."""
         geometry, request = self.geometry, self.request
-        most = min(geometry.steps, INT32 // geometry.batch)
+        most = min(geometry.steps, MAX_DIMENSION // geometry.batch)
         for directions in dict.fromkeys((geometry.directions, 1)):
             sizes = self._per_step(directions)
             left = request.limit - taken - len(sizes) * Plan.ALIGNMENT
@@ -292,7 +283,7 @@ class _Gradient:
                 GemmCall(
                     depth, inputs, rows, Matrix(dgates, rows, 0), Matrix(self._at("weight_ih", d * rows * inputs), inputs, 0),
                     Matrix(self._at("grad_x", first * inputs), inputs, 0), 1, self.request.dtype, self.request.dtype,
-                    self._compute, beta=int(d > 0), purpose="x",
+                    self.compute, beta=int(d > 0), purpose="x",
                 )
             )  # fmt: skip
         parts = [(0, rows, dgates, rows, previous)]  # rows of the weight, where their gates' gradients are, the factor
@@ -313,11 +304,7 @@ class _Gradient:
         """A weight's gradient, or one run's part of it."""
         dtype = self.request.dtype
         beta = int(not run.begins)
-        return GemmCall(m, n, k, a, b, Matrix(c, n, 0), 1, dtype, dtype, self._compute, beta=beta, purpose=purpose)
-
-    @property
-    def _compute(self) -> str:
-        return "tf32" if self.request.allow_tf32 and self.request.dtype == "float32" else self.request.dtype
+        return GemmCall(m, n, k, a, b, Matrix(c, n, 0), 1, dtype, dtype, self.compute, beta=beta, purpose=purpose)
 
     def _run_at(self, buffer: str, run: _Run, place: int, columns: int) -> Address:
         return Address(buffer, place * run.count * self.geometry.batch * columns * self.item)
@@ -335,6 +322,4 @@ class _Gradient:
 def _zeros(operand: Operand) -> KernelLaunch:
     count = prod(operand.shape)
     flat = replace(operand, shape=(1, 1, 1, 1, count), strides=(0, 0, 0, 0, 1))
-    geometry = pointwise_geometry({operand.name: (1, 1, count)}, (1, 1))
-    launch = epilogue_launch(geometry, flat, sums=None, bias=None, residual=None, activation=IDENTITY)
-    return replace(launch, purpose="zeros")
+    return epilogue_launch(flat)

@@ -31,7 +31,7 @@ class NotApplicable(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Request:
+class Request:
     """What every decision under a limit on workspace rests on."""
 
     machine: Machine
@@ -54,7 +54,7 @@ class _Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ProductsRequest(_Request):
+class _ProductsRequest(Request):
     """The same for sums of products, those of the convolution `geometry`."""
 
     geometry: ConvGeometry
@@ -94,7 +94,7 @@ class ConvRequest(_ProductsRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChainRequest(_Request):
+class ChainRequest(Request):
     """Convolutions one after the other: each reads the result of the one before, ``layer[0]``, ``layer[1]`` ...
 
     Only the last result is an argument of the call.  The limit on workspace is the chain's, not its layers'.
@@ -188,17 +188,24 @@ class TransposedRequest(_ProductsRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ColumnsRequest:
-    """Columns to be written from images, or summed back into one."""
+class ColumnsRequest(Request):
+    """Images and their columns."""
 
     windows: Windows
     xs: tuple[Operand, ...]
     columns: Operand  # (n, row, 1, 1, pixel)
-    machine: Machine
+
+
+class Im2colRequest(ColumnsRequest):
+    """Columns to be written from images."""
+
+
+class Col2imRequest(ColumnsRequest):
+    """Columns to be summed back into one image."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpilogueGradRequest(_Request):
+class EpilogueGradRequest(Request):
     """A gradient to be taken back through an epilogue: its activation, and the sums that a bias receives."""
 
     grad: Operand
@@ -214,7 +221,7 @@ class EpilogueGradRequest(_Request):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrologueGradRequest(_Request):
+class PrologueGradRequest(Request):
     """A gradient of transformed elements to be taken back through the prologue that made them of `x`."""
 
     grad: Operand
@@ -230,12 +237,12 @@ class PrologueGradRequest(_Request):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolingRequest(_Request):
-    """Images to be pooled, each by itself; or, where there are `ys` and `grads`, the gradients of that."""
+class PoolingRequest(Request):
+    """Images to be pooled, each by itself."""
 
     windows: Windows  # channels: of each image
     xs: tuple[Operand, ...]
-    ys: tuple[Operand, ...] = ()
+    ys: tuple[Operand, ...] = ()  # of a gradient: the results of pooling, and their gradients
     grads: tuple[Operand, ...] = ()
     outs: tuple[Operand, ...]
 
@@ -244,8 +251,12 @@ class PoolingRequest(_Request):
         return sum(operand.nbytes for operand in (*self.xs, *self.ys, *self.grads, *self.outs))
 
 
+class PoolingGradientRequest(PoolingRequest):
+    """The gradients of pooled images, from those of the results."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class RecurrentRequest(_Request):
+class RecurrentRequest(Request):
     """A recurrent layer over a sequence, or one step of it.
 
     Operands have the axes of the sequence: x (T, N, I), weights (D, G*H, I or H), biases (D, G*H), peephole
@@ -295,7 +306,7 @@ class RecurrentRequest(_Request):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrentGradientRequest(_Request):
+class RecurrentGradientRequest(Request):
     """The gradients of a recurrent layer; operands have the axes that `RecurrentRequest` gives them."""
 
     geometry: RecurrentGeometry
@@ -326,6 +337,12 @@ class RecurrentGradientRequest(_Request):
     @property
     def result(self) -> str:
         return f"{self.dtype} {', '.join(f'{operand.name} {operand.shape}' for operand in self.results)}"
+
+
+#: What is drafted, and chosen from, on a GPU.
+DraftedRequest = (
+    ConvRequest | ChainRequest | WeightGradientRequest | TransposedRequest | RecurrentRequest | RecurrentGradientRequest
+)
 
 
 def check_method(method: object) -> None:

@@ -11,24 +11,24 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 
-from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
-from cupyconv.geometry import ConvGeometry
+from cupyconv.activations import IDENTITY
+from cupyconv.dtypes import ITEMSIZE, accumulator, real_part
+from cupyconv.geometry import pixel_windows
 from cupyconv.machine import GpuModel
-from cupyconv.operands import Operand, collapsed_stride
+from cupyconv.operands import Operand
 from cupyconv.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, Matrix, Plan, Step
 from cupyconv.planning.cuda import choose, draft_conv, lost
 from cupyconv.planning.draft import Draft, in_turn
 from cupyconv.planning.gemm import (
-    INT32,
     MAX_BATCH,
+    MAX_DIMENSION,
     MatrixView,
-    aligned,
-    gather_weight,
-    image_matrix,
-    matrix_view,
+    ProductsPlanner,
     row_length,
 )
 from cupyconv.planning.launches import (
+    Chunk,
+    activation_launch,
     col2im_launch,
     epilogue_params,
     im2col_launches,
@@ -47,19 +47,27 @@ from cupyconv.planning.residue_classes import class_requests
 
 def plan_transposed(request: TransposedRequest) -> Plan:
     """The plan for ``request.method``; ValueError where a named method does not apply."""
+    if request.pre is not None:
+        return _with_activation(request, request.pre)
     gpu = request.machine
     assert isinstance(gpu, GpuModel)
     operands = (*request.xs, request.weight, *request.outs, request.bias)
     check_alignment(operands)
     request, conversions = _converted(request)
     chosen, rejected = choose(request.method, lambda method: _draft(method, request), gpu)
-    cost = chosen.cost(gpu)
-    return Plan(
-        method=chosen.method, backend="cuda", device=str(gpu), problem=request.problem, result=request.result,
-        steps=chosen.steps, flops=request.flops, bytes_moved=chosen.bytes_moved, minimal_bytes=request.minimal_bytes,
-        bound=cost.bound, rejected=rejected, reason=f"{chosen.reason}; {cost}",
-        notes=request.notes + lost((*request.xs, *request.outs)) + chosen.notes, conversions=conversions,
-        workspace=chosen.workspace,
+    notes = request.notes + lost((*request.xs, *request.outs))
+    return chosen.plan(request, request.problem, request.result, rejected, conversions, notes)
+
+
+def _with_activation(request: TransposedRequest, pre: Operand) -> Plan:
+    """The plan whose result is the pre-activation that is kept, and one more pass, from there to the result."""
+    plan = plan_transposed(replace(request, outs=(pre,), pre=None, activation=IDENTITY))
+    if not plan.steps:
+        return plan
+    launch = activation_launch(pre, request.outs[0], request.activation)
+    return replace(
+        plan, steps=(*plan.steps, launch), bytes_moved=plan.bytes_moved + launch.bytes_moved,
+        minimal_bytes=plan.minimal_bytes + request.outs[0].nbytes,
     )  # fmt: skip
 
 
@@ -123,7 +131,7 @@ def _as_convolutions(method: str, request: TransposedRequest) -> Draft:
     return in_turn(method, drafts, f"{len(drafts)} convolution(s) with x: {kinds}")
 
 
-class _GemmPlanner:
+class _GemmPlanner(ProductsPlanner):
     """Columns of some samples and channels, chunk by chunk, and the elements that gather them.
 
     ::
@@ -137,25 +145,16 @@ class _GemmPlanner:
     """
 
     def __init__(self, request: TransposedRequest) -> None:
-        self.request, self.geometry = request, request.geometry
-        geometry = self.geometry
-        x_is_complex, weight_is_complex = is_complex(request.x_dtype), is_complex(request.weight_dtype)
-        # One real factor: the complex one is read as real numbers, twice as many pixels, or in two planes.
-        self.components = 2 if x_is_complex and not weight_is_complex else 1
-        self.planes = 2 if weight_is_complex and not x_is_complex else 1
-        self.dtype = real_part(request.x_dtype) if x_is_complex != weight_is_complex else request.x_dtype
+        super().__init__(request, conjugates=request.conjugate)
+        self.request, geometry = request, self.geometry
         self.columns_dtype = accumulator(request.dtype)
         if self.planes == 2:
             self.columns_dtype = real_part(self.columns_dtype)
         #: Whether the GEMM conjugates the weight; where it is in planes, the sums are conjugated after.
         self.conjugates = request.conjugate and self.planes == 1
-        weight = self._weight_in_place()
-        self.gathers_weight = weight is None
-        self.weight, self.weight_launches = (weight, []) if weight is not None else self._gathered_weight()
-        views = [image_matrix(x) for x in request.xs]
-        self.x_views = [view and view.as_real() for view in views] if self.components == 2 else views
+        self.x_views = self.image_views(request.xs)
         row = row_length(geometry.pixels) * self.components
-        if max(geometry.out_channels, geometry.group_channels * geometry.taps, row) > INT32:
+        if max(geometry.out_channels, geometry.group_channels * geometry.taps, row) > MAX_DIMENSION:
             raise NotApplicable("channels times taps, or pixels, pass cuBLAS's 32-bit dimensions")
         self.samples, self.channels = self._chunk_size()
 
@@ -165,7 +164,7 @@ class _GemmPlanner:
             for first_sample in range(0, self.geometry.batch, self.samples)
             for channels in self._channel_ranges()
         ]
-        steps = [*self.weight_launches]
+        steps = [*self.weight_steps]
         gathered_for = -1
         for first_sample, samples, channels in chunks:
             if first_sample != gathered_for:
@@ -177,21 +176,6 @@ class _GemmPlanner:
         return Draft("gemm", tuple(steps), self._workspace(), f"one batched GEMM over samples, then a gather{cut}")
 
     # Where the matrices lie.
-
-    def _weight_in_place(self) -> MatrixView | None:
-        """The weight as `outputs x reduction`; its transpose is the factor."""
-        weight, geometry = self.request.weight, self.geometry
-        step = collapsed_stride(weight.shape[1:], weight.strides[1:])
-        view = matrix_view(
-            Address(weight.name, weight.offset), weight.itemsize, geometry.out_channels, weight.stride_n,
-            geometry.reduction, step, 0,
-        )  # fmt: skip
-        if self.planes == 2 or (view is not None and view.transposed and self.conjugates):
-            return None
-        return view
-
-    def _gathered_weight(self) -> tuple[MatrixView, list[Step]]:
-        return gather_weight(self.geometry, self.request.weight, self.dtype, self.planes)
 
     def _x(self, first_sample: int, samples: int) -> tuple[list[MatrixView], list[Step]]:
         """The inputs of a chunk's samples, where they lie or gathered."""
@@ -206,14 +190,10 @@ class _GemmPlanner:
             target = Operand(
                 name, x.dtype, (samples, channels, 1, 1, self.geometry.pixels), (channels * ld, ld, 0, 0, 1)
             )
-            gathered = MatrixView(Address(name), x.itemsize, ld, channels * ld, False)
-            real = gathered.as_real() if self.components == 2 else gathered
-            assert real is not None, "rows of workspace are kept within the limits"
-            views.append(real)
-            steps += im2col_launches(
-                _pixel_by_pixel(self.geometry, channels), (x,), target, at=Address(name), first_sample=first_sample,
-                samples=samples, purpose=name,
-            )  # fmt: skip
+            views.append(self.as_multiplied(MatrixView(Address(name), x.itemsize, ld, channels * ld, False)))
+            windows = pixel_windows(self.geometry.batch, channels, self.geometry.out_size)
+            chunk = Chunk(first_sample, samples, 0, self.geometry.pixels)
+            steps += im2col_launches(windows, (x,), target, chunk=chunk, purpose=name)
         return views, steps
 
     # Workspace.
@@ -221,17 +201,17 @@ class _GemmPlanner:
     def _chunk_size(self) -> tuple[int, int]:
         """Samples and channels of a chunk: all, else fewer samples, else fewer channels of one."""
         geometry, request = self.geometry, self.request
-        limit = request.limit - sum(aligned(buffer.nbytes) for buffer in self._weight_buffer())
+        limit = request.limit - sum(buffer.space for buffer in self.weight_buffers)
         limit -= Plan.ALIGNMENT * (1 + sum(view is None for view in self.x_views))
         row = row_length(geometry.pixels)
         gathered = sum(x.shape[1] for x, view in zip(request.xs, self.x_views) if view is None)
         gathered *= row * ITEMSIZE[request.x_dtype]
         channel = geometry.taps * self.planes * row * ITEMSIZE[self.columns_dtype]
         fitting = limit // (gathered + geometry.in_channels * channel)
-        if fitting >= 1 and geometry.in_channels * geometry.taps <= INT32:
+        if fitting >= 1 and geometry.in_channels * geometry.taps <= MAX_DIMENSION:
             most = min(fitting, geometry.batch, MAX_BATCH)
             return -(-geometry.batch // -(-geometry.batch // most)), geometry.in_channels
-        channels = min((limit - gathered) // channel, INT32 // geometry.taps)
+        channels = min((limit - gathered) // channel, MAX_DIMENSION // geometry.taps)
         if channels < 1:
             least = request.limit - limit + gathered + channel
             raise NotApplicable(
@@ -251,15 +231,9 @@ class _GemmPlanner:
             for begin in range(0, whole, self.channels)
         ]
 
-    def _weight_buffer(self) -> list[Buffer]:
-        if not self.gathers_weight:
-            return []
-        elements = self.planes * self.geometry.out_channels * self.geometry.reduction
-        return [Buffer("gathered weight", elements * ITEMSIZE[self.dtype])]
-
     def _workspace(self) -> tuple[Buffer, ...]:
         geometry, row = self.geometry, row_length(self.geometry.pixels)
-        buffers = self._weight_buffer()
+        buffers = [*self.weight_buffers]
         for x, view in zip(self.request.xs, self.x_views):
             if view is None:
                 buffers.append(Buffer(f"gathered {x.name}", self.samples * x.shape[1] * row * x.itemsize))
@@ -274,18 +248,14 @@ class _GemmPlanner:
         rows, ld = len(channels) * geometry.taps, row_length(geometry.pixels)
         stride_n = self.planes * rows * ld
         joined = [x.joined(x_rows, geometry.pixels * self.components, samples) for x, x_rows in self._counted(xs)]
-        whole = samples > 1 and all(joined) and samples * geometry.pixels * self.components <= INT32 // 2
+        whole = samples > 1 and all(joined) and samples * geometry.pixels * self.components <= MAX_DIMENSION // 2
         if whole:  # all samples as one long row
             stride_n, ld = geometry.pixels, row_length(samples * geometry.pixels)
         item = ITEMSIZE[self.columns_dtype]
         columns = Operand(
             "columns", self.columns_dtype, (samples, rows, 1, 1, geometry.pixels), (stride_n, ld, 0, 0, 1)
         )
-        view = MatrixView(Address("columns"), item, ld, stride_n, False)
-        if self.components == 2:
-            real = view.as_real()
-            assert real is not None, "rows of workspace are kept within the limits"
-            view = real
+        view = self.as_multiplied(MatrixView(Address("columns"), item, ld, stride_n, False))
         factors = [x for x in joined if x is not None] if whole else xs
         pixels = geometry.pixels * self.components * (samples if whole else 1)
         steps = self._gemms(view, factors, channels, 1 if whole else samples, pixels)
@@ -339,7 +309,7 @@ class _GemmPlanner:
                             Matrix(start, self.weight.ld, strides[0], not self.weight.transposed, self.conjugates),
                             Matrix(x.start(offset), x.ld, strides[1], x.transposed),
                             Matrix(columns.start(row), columns.ld, strides[2]),
-                            batch, self.dtype, self._c_dtype, self._compute, beta, "columns",
+                            batch, self.dtype, self._c_dtype, self.compute, beta, "columns",
                         )
                     )  # fmt: skip
                     beta = 1
@@ -364,18 +334,3 @@ class _GemmPlanner:
     @property
     def _c_dtype(self) -> str:
         return real_part(self.columns_dtype) if self.components == 2 else self.columns_dtype
-
-    @property
-    def _compute(self) -> str:
-        if self.request.allow_tf32 and real_part(self.dtype) == "float32":
-            return "tf32"
-        return "float64" if "64" in accumulator(real_part(self.dtype)) else "float32"
-
-
-def _pixel_by_pixel(geometry: ConvGeometry, channels: int) -> ConvGeometry:
-    """The windows of a 1x1 kernel over the pixels of x: copying them is a gather."""
-    ones = (1, 1, 1)
-    return replace(
-        geometry, channels=(channels,), size=geometry.out_size, kernel=ones, stride=ones, before=(0, 0, 0),
-        after=(0, 0, 0), dilation=ones, padding_mode="constant", groups=1,
-    )  # fmt: skip

@@ -22,28 +22,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 
-from cupyconv.activations import IDENTITY
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
-from cupyconv.geometry import ConvGeometry
+from cupyconv.geometry import Windows, pixel_windows
 from cupyconv.machine import GpuModel
 from cupyconv.operands import Operand, c_strides, collapsed_stride
 from cupyconv.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, KernelLaunch, Matrix, Plan, Step
 from cupyconv.planning.cuda import choose, lost
 from cupyconv.planning.draft import GEMM_TILE, Draft
 from cupyconv.planning.gemm import (
-    INT32,
     MAX_BATCH,
+    MAX_DIMENSION,
     ROW_MULTIPLE,
-    Chunk,
     MatrixView,
+    compute_type,
     even_part,
     image_matrix,
-    matrix_view,
     row_length,
+    weight_matrix,
 )
 from cupyconv.planning.launches import (
     WEIGHT_GRADIENT_ROWS,
+    Chunk,
+    Sums,
     component,
     epilogue_launch,
     im2col_launches,
@@ -83,14 +85,11 @@ def plan_weight_gradient(request: WeightGradientRequest) -> Plan:
     )
     request = request.sharing_with(conversions)
     chosen, rejected = choose(request.method, lambda method: _draft(method, request), gpu)
-    cost, geometry = chosen.cost(gpu), request.geometry
+    geometry = request.geometry
     shape = (geometry.out_channels, geometry.group_channels, *geometry.spatial(geometry.kernel))
-    return Plan(
-        method=chosen.method, backend="cuda", device=str(gpu), problem=f"weight gradient of {geometry}",
-        result=f"{request.out.dtype} {shape}", steps=chosen.steps, flops=request.flops, bytes_moved=chosen.bytes_moved,
-        minimal_bytes=request.minimal_bytes, bound=cost.bound, rejected=rejected, reason=f"{chosen.reason}; {cost}",
-        notes=request.notes + lost((*request.xs, request.grad)) + chosen.notes, conversions=tuple(conversions),
-        workspace=chosen.workspace,
+    return chosen.plan(
+        request, f"weight gradient of {geometry}", f"{request.out.dtype} {shape}", rejected, tuple(conversions),
+        request.notes + lost((*request.xs, request.grad)),
     )  # fmt: skip
 
 
@@ -98,8 +97,7 @@ def _draft(method: str, request: WeightGradientRequest) -> Draft:
     if not request.out.nbytes:
         return Draft(method, (), reason="the result is empty")
     if 0 in (request.geometry.batch, request.geometry.pixels):
-        zeros = _sum_of_parts(request, None, "", 0, 0, 0)
-        return Draft(method, (zeros,), reason="there are no samples to sum over")
+        return Draft(method, (_finish(request, None),), reason="there are no samples to sum over")
     gpu = request.machine
     assert isinstance(gpu, GpuModel)
     if method == "direct":
@@ -123,29 +121,27 @@ def _draft_direct(request: WeightGradientRequest, gpu: GpuModel) -> Draft:
     geometry, out = request.geometry, request.out
     if len(request.xs) > MAX_SOURCES:
         raise NotApplicable(f"{len(request.xs)} inputs; a kernel's parameters hold {MAX_SOURCES}")
-    sums = accumulator(out.dtype)
+    dtype = accumulator(out.dtype)
     part = geometry.out_channels * geometry.reduction
     tiles = geometry.groups * -(-geometry.group_outputs // weight_gradient_tile(geometry, request.prologue))
     tiles *= -(-geometry.reduction // WEIGHT_GRADIENT_ROWS)
     pixels = geometry.batch * geometry.pixels
-    affordable = (request.limit - Plan.ALIGNMENT) // (part * ITEMSIZE[sums])
+    affordable = (request.limit - Plan.ALIGNMENT) // (part * ITEMSIZE[dtype])
     wanted = -(-BLOCKS_A_MULTIPROCESSOR * gpu.multiprocessors // tiles)
     parts = max(1, min(wanted, pixels // SMALLEST_PART, affordable))
-    if parts == 1 and out.dtype == sums and out.strides == c_strides(out.shape):
-        launch = weight_gradient_launch(
-            geometry, request.xs, request.grad, out.dtype, Address(out.name, out.offset), 1, request.prologue
-        )
-        return Draft("direct", (launch,), reason="one kernel, no columns")
-    if affordable < 1:
+    in_place = parts == 1 and out.dtype == dtype and out.strides == c_strides(out.shape)
+    if not in_place and affordable < 1:
         raise NotApplicable(
-            f"its sums need {part * ITEMSIZE[sums]:,} bytes of workspace, the limit is {request.limit:,}"
+            f"its sums need {part * ITEMSIZE[dtype]:,} bytes of workspace, the limit is {request.limit:,}"
         )
-    launch = weight_gradient_launch(
-        geometry, request.xs, request.grad, out.dtype, Address("sums"), parts, request.prologue
-    )
-    finish = _sum_of_parts(request, Address("sums"), sums, parts, part, 0)
-    workspace = (Buffer("sums", parts * part * ITEMSIZE[sums]),)
-    return Draft("direct", (launch, finish), workspace, f"one kernel, no columns, {parts} part(s) of the sum")
+    at = Address(out.name, out.offset) if in_place else Address("sums")
+    launch = weight_gradient_launch(geometry, request.xs, request.grad, out.dtype, at, parts, request.prologue)
+    if in_place:
+        return Draft("direct", (launch,), reason="one kernel, no columns")
+    sums = Sums(at, dtype, (geometry.reduction, geometry.taps, 1), planes=parts, plane=part)
+    workspace = (Buffer("sums", parts * part * ITEMSIZE[dtype]),)
+    reason = f"one kernel, no columns, {parts} part(s) of the sum"
+    return Draft("direct", (launch, _finish(request, sums)), workspace, reason)
 
 
 @dataclass(frozen=True)
@@ -160,7 +156,7 @@ class _Factor:
     first: int
     count: int
     images: tuple[Operand, ...]
-    windows: ConvGeometry
+    windows: Windows
     dtype: str  # of a product's factor
     parts: int
     view: MatrixView | None
@@ -192,7 +188,7 @@ class _Planner:
         #: Real parts and imaginary parts, of the one factor that is complex.
         self.planes = 2 if x_is_complex != grad_is_complex else 1
         self.dtype = real_part(request.x_dtype) if self.planes == 2 else request.x_dtype
-        if max(geometry.reduction * geometry.groups, geometry.out_channels) > INT32:
+        if max(geometry.reduction * geometry.groups, geometry.out_channels) > MAX_DIMENSION:
             raise NotApplicable("channels times taps pass cuBLAS's 32-bit dimensions")
         self.grad = self._grad_factor(2 if grad_is_complex and self.planes == 2 else 1)
         self.xs = self._x_factors(2 if x_is_complex and self.planes == 2 else 1)
@@ -217,9 +213,9 @@ class _Planner:
         if self.out is None:
             geometry = self.geometry
             imaginary = geometry.out_channels * geometry.reduction if self.planes == 2 else 0
-            steps.append(
-                _sum_of_parts(self.request, Address("sums"), self.sums_dtype, self.parts, self.part, imaginary)
-            )
+            strides = (geometry.reduction, geometry.taps, 1)
+            sums = Sums(Address("sums"), self.sums_dtype, strides, imaginary, self.parts, self.part)
+            steps.append(_finish(self.request, sums))
         columns = "the inputs" if self.geometry.is_pointwise and not self.request.prologue else "columns"
         cut = (
             f"of {self.part_length} pixels" if self.is_long else f"a sample each and {self.part_length} pixels at most"
@@ -233,27 +229,23 @@ class _Planner:
 
     def _grad_factor(self, parts: int) -> _Factor:
         geometry, grad = self.geometry, self.request.grad
-        as_image = replace(
-            geometry, channels=(geometry.out_channels,), size=geometry.out_size, kernel=(1, 1, 1), stride=(1, 1, 1),
-            before=(0, 0, 0), after=(0, 0, 0), dilation=(1, 1, 1), padding_mode="constant", groups=1,
-        )  # fmt: skip
+        windows = pixel_windows(geometry.batch, geometry.out_channels, geometry.out_size)
         view = self._usable(image_matrix(grad), geometry.out_channels) if parts == 1 else None
-        return _Factor("grad", 0, geometry.out_channels, (grad,), as_image, self.dtype, parts, view)
+        return _Factor("grad", 0, geometry.out_channels, (grad,), windows, self.dtype, parts, view)
 
     def _x_factors(self, parts: int) -> list[_Factor]:
         geometry, xs = self.geometry, self.request.xs
-        windows = replace(geometry, groups=1)
         if self.request.prologue and parts == 2:
             raise NotApplicable("a prologue is of complex numbers, whose parts are not gathered apart")
         if not geometry.is_pointwise or parts == 2 or self.request.prologue:
             count = geometry.in_channels * geometry.taps
-            return [_Factor("columns", 0, count, xs, windows, self.dtype, parts, None)]
+            return [_Factor("columns", 0, count, xs, geometry, self.dtype, parts, None)]
         factors = []
         for x, first, count in zip(xs, geometry.channel_offsets, geometry.channels):
             view = self._usable(image_matrix(x), count)
             if view is not None and view.transposed and self.conjugates:
                 view = None  # cuBLAS conjugates what it transposes, and this it would not
-            one = replace(windows, channels=(count,))
+            one = replace(geometry, channels=(count,), groups=1)
             factors.append(_Factor(x.name, first, count, (x,), one, self.dtype, 1, view))
         return factors
 
@@ -266,12 +258,10 @@ class _Planner:
 
     def _out_in_place(self) -> MatrixView | None:
         """The result as the one matrix of sums; None where it needs more than one, or a pass of its own."""
-        out, geometry = self.request.out, self.geometry
+        out = self.request.out
         if self.parts > 1 or self.planes == 2 or (len(self.chunks) > 1 and self.sums_dtype != out.dtype):
             return None
-        step = collapsed_stride(out.shape[1:], out.strides[1:])
-        at = Address(out.name, out.offset)
-        view = matrix_view(at, out.itemsize, geometry.out_channels, out.stride_n, geometry.reduction, step, 0)
+        view = weight_matrix(out)
         return None if view is None or view.transposed else view
 
     # Sizes.
@@ -294,7 +284,7 @@ class _Planner:
         a_sample = per_pixel * row_length(geometry.pixels)
         if self.is_long:
             limit -= parts * part if parts > 1 else self._lone_part_bytes()
-            most = max(1, INT32 // row_length(geometry.pixels))
+            most = max(1, MAX_DIMENSION // row_length(geometry.pixels))
         elif geometry.batch * parts == 1:
             limit -= self._lone_part_bytes()
             most = 1
@@ -303,12 +293,12 @@ class _Planner:
             most = MAX_BATCH
         most = min(most, geometry.batch)
         fitting = limit // a_sample if a_sample else most if limit >= 0 or not per_pixel else 0
-        if fitting >= 1 and geometry.pixels <= INT32:
+        if fitting >= 1 and geometry.pixels <= MAX_DIMENSION:
             samples = min(fitting, most)
             return -(-geometry.batch // -(-geometry.batch // samples)), geometry.pixels
         if not self.is_long and geometry.batch * parts > 1:
             limit -= parts * part
-        pixels = min(limit // per_pixel if per_pixel else INT32, INT32) // ROW_MULTIPLE * ROW_MULTIPLE
+        pixels = min(limit // per_pixel if per_pixel else MAX_DIMENSION, MAX_DIMENSION) // ROW_MULTIPLE * ROW_MULTIPLE
         if pixels < min(row_length(geometry.pixels), SMALLEST_CHUNK):
             least = self.request.limit - limit + per_pixel * min(row_length(geometry.pixels), SMALLEST_CHUNK)
             raise NotApplicable(
@@ -357,9 +347,8 @@ class _Planner:
         for i in range(factor.parts):
             images = tuple(component(image, i) for image in factor.images) if factor.parts == 2 else factor.images
             launches += im2col_launches(
-                factor.windows, images, target, at=Address(name, i * factor.count * ld * itemsize),
-                first_sample=chunk.first_sample, samples=chunk.samples, first_pixel=chunk.first_pixel,
-                pixels=chunk.pixels, purpose=name + (", real parts", ", imaginary parts")[i] * (factor.parts == 2),
+                factor.windows, images, replace(target, offset=i * factor.count * ld * itemsize), chunk=chunk,
+                purpose=name + (", real parts", ", imaginary parts")[i] * (factor.parts == 2),
                 prologue=NONE if factor is self.grad else self.request.prologue,
             )  # fmt: skip
         return MatrixView(Address(name), itemsize, ld, stride_n, False), launches
@@ -421,15 +410,12 @@ class _Planner:
             strides = grad.stride, x.stride, self.part
         # The imaginary parts of a conjugated input are subtracted.
         is_subtracted = plane == 1 and factor.parts == 2
-        compute = "float64" if "64" in accumulator(real_part(self.dtype)) else "float32"
-        if self.request.allow_tf32 and real_part(self.dtype) == "float32":
-            compute = "tf32"
         return GemmCall(
             outputs, n, run.pixels,
             Matrix(grad.start(grad_row, run.column, run.sample), grad.ld, strides[0], grad.transposed),
             Matrix(x.start(x_row, run.column, run.sample), x.ld, strides[1], not x.transposed, self.conjugates),
             Matrix(c.start(plane_rows + group * outputs, low - group * reduction, run.part), c.ld, strides[2]),
-            batch, self.dtype, self._c_dtype, compute,
+            batch, self.dtype, self._c_dtype, compute_type(self.dtype, self.request.allow_tf32),
             beta=int(not is_first), purpose="products", alpha=-1 if is_subtracted else 1,
         )  # fmt: skip
 
@@ -438,25 +424,13 @@ class _Planner:
         return self.sums_dtype if self.out is None else self.request.out.dtype
 
 
-def _sum_of_parts(
-    request: WeightGradientRequest, sums: Address | None, dtype: str, parts: int, part: int, imaginary: int
-) -> KernelLaunch:
+def _finish(request: WeightGradientRequest, sums: Sums | None) -> KernelLaunch:
     """The parts of the sum, added in order, into the result; zeros where there are none."""
-    out, geometry = request.out, request.geometry
-    ones, zeros = (1, 1, 1), (0, 0, 0)
-    weight = replace(
-        geometry, batch=geometry.out_channels, channels=(1,), size=geometry.kernel, kernel=ones, stride=ones, before=zeros,
-        after=zeros, dilation=ones, padding_mode="constant", out_channels=geometry.group_channels, groups=1,
-    )  # fmt: skip
-    strides = (geometry.reduction, geometry.taps, 1)
+    out = request.out
     if collapsed_stride(out.shape, out.strides) == 1:  # all of it as one row, so that threads run along all axes
-        elements = geometry.out_channels * geometry.reduction
-        weight = replace(weight, batch=1, size=(1, 1, elements), out_channels=1)
-        out, strides = replace(out, shape=(1, 1, 1, 1, elements), strides=(0, 0, 0, 0, 1)), (0, 0, 1)
-    launch = epilogue_launch(
-        weight, out, sums=sums, sums_dtype=dtype, sums_strides=strides, imaginary=imaginary, planes=parts, plane=part,
-        bias=None, residual=None, activation=IDENTITY,
-    )  # fmt: skip
+        out = replace(out, shape=(1, 1, 1, 1, prod(out.shape)), strides=(0, 0, 0, 0, 1))
+        sums = sums and replace(sums, strides=(0, 0, 1))
+    launch = epilogue_launch(out, sums)
     return replace(launch, purpose="sum of the parts") if sums else launch
 
 
