@@ -528,9 +528,12 @@ def _names(needs: Iterable[str] | None) -> frozenset[str]:
     """The names of gradients that are asked for."""
     if needs is None:
         return frozenset(ConvGradients._fields)
-    names = [needs] if isinstance(needs, str) else list(needs)
+    try:
+        names = [needs] if isinstance(needs, str) else list(needs)
+    except TypeError:
+        raise TypeError(f"needs must be names of gradients, given {needs!r}") from None
     for name in names:
-        if name not in ConvGradients._fields:
+        if not isinstance(name, str) or name not in ConvGradients._fields:
             raise ValueError(f"needs names {name!r}; the gradients are {', '.join(ConvGradients._fields)}")
     return frozenset(names)
 

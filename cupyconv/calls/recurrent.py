@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.activations import Activation, resolve_activation
+from cupyconv.activations import Activation, as_float, resolve_activation
 from cupyconv.axes import Axes, byte_strides
 from cupyconv.calls.call import Call, check_out, machine_for, widened
 from cupyconv.dispatch import Backend, backend_for
@@ -19,7 +19,7 @@ from cupyconv.planning import plan_recurrent
 from cupyconv.planning.request import RecurrentRequest, check_recurrent_method
 from cupyconv.prepared import Result
 from cupyconv.recurrence import DIRECTIONS, GATES, RecurrentGeometry
-from cupyconv.settings import current_settings
+from cupyconv.settings import current_settings, flag
 
 #: Activations of each cell, for one direction.
 _ACTIVATIONS = {"rnn": 1, "lstm": 3, "gru": 2}
@@ -50,7 +50,7 @@ def prepare_lstm(
     """Check the arguments of `lstm`; `saving` as for `prepare_rnn`."""
     cell = _Cell(
         "lstm", direction, activation_groups("activations", activations, "lstm", direction), clip,
-        input_forget=_flag("input_forget", input_forget),
+        input_forget=flag("input_forget", input_forget),
     )  # fmt: skip
     arguments = {
         "x": x, "weight_ih": weight_ih, "weight_hh": weight_hh, "bias_ih": bias_ih, "bias_hh": bias_hh, "h0": h0,
@@ -68,7 +68,7 @@ def prepare_gru(
     """Check the arguments of `gru`; `saving` as for `prepare_rnn`."""
     cell = _Cell(
         "gru", direction, activation_groups("activations", activations, "gru", direction), clip,
-        linear_before_reset=_flag("linear_before_reset", linear_before_reset),
+        linear_before_reset=flag("linear_before_reset", linear_before_reset),
     )  # fmt: skip
     arguments = {
         "x": x, "weight_ih": weight_ih, "weight_hh": weight_hh, "bias_ih": bias_ih, "bias_hh": bias_hh, "h0": h0,
@@ -94,7 +94,7 @@ def prepare_lstm_step(
     """Check the arguments of `lstm_step`."""
     cell = _Cell(
         "lstm", "forward", activation_groups("activations", activations, "lstm", "forward"), clip,
-        input_forget=_flag("input_forget", input_forget),
+        input_forget=flag("input_forget", input_forget),
     )  # fmt: skip
     return _step_call(cell, x, {"h": h, "c": c}, weight_ih, weight_hh, bias_ih, bias_hh, peephole, out, method, on)
 
@@ -107,7 +107,7 @@ def prepare_gru_step(
     """Check the arguments of `gru_step`."""
     cell = _Cell(
         "gru", "forward", activation_groups("activations", activations, "gru", "forward"), clip,
-        linear_before_reset=_flag("linear_before_reset", linear_before_reset),
+        linear_before_reset=flag("linear_before_reset", linear_before_reset),
     )  # fmt: skip
     return _step_call(cell, x, {"h": h}, weight_ih, weight_hh, bias_ih, bias_hh, None, out, method, on)
 
@@ -117,15 +117,17 @@ def on_backend(lengths: Any, x: Any) -> Any:
 
     An array of another library than NumPy is taken as it is: to look at its values would be to wait for them.
     """
-    if type(lengths) not in (list, tuple, np.ndarray):
+    if not isinstance(lengths, (list, tuple, np.ndarray)) or isinstance(lengths, np.ma.MaskedArray):
         return lengths
-    counts = np.asarray(lengths)
+    if getattr(x, "ndim", None) != 3:
+        return None  # x is refused for that
+    try:
+        counts = np.asarray(lengths)
+    except ValueError:  # rows of several lengths
+        raise TypeError(f"lengths must be integers, one for each sample, given {lengths!r}") from None
     if counts.dtype.kind not in "iu" and counts.size:
         raise TypeError(f"lengths must be integers, given {lengths if counts.size < 9 else counts.dtype}")
-    shape = tuple(getattr(x, "shape", ()))
-    if len(shape) != 3:
-        return lengths  # x is refused for that
-    steps, batch, _ = shape
+    steps, batch, _ = x.shape
     if counts.shape != (batch,):
         raise ValueError(f"lengths has shape {counts.shape}, needed ({batch},): one for each sample")
     if batch and not 0 <= counts.min() <= counts.max() <= steps:
@@ -191,7 +193,7 @@ def _step_call(
 
 
 def _promoted(arrays: Mapping[str, Any]) -> np.dtype:
-    return promote(*(arrays[name].dtype for name in _REQUIRED), what="x and the weights")
+    return promote({name: arrays[name] for name in _REQUIRED})
 
 
 def _owner(arrays: Mapping[str, Any]) -> Backend:
@@ -308,7 +310,7 @@ def flat_results(out: Any) -> Any:
 
 def activation_groups(name: str, given: Any, kind: str, direction: Any) -> tuple[tuple[Activation, ...], ...]:
     """Activations for each direction; `given` for one, or a pair for two."""
-    if direction not in DIRECTIONS:
+    if not isinstance(direction, str) or direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, given {direction!r}")
     count, directions = _ACTIVATIONS[kind], len(DIRECTIONS[direction])
     each = [given] if kind == "rnn" and _is_one(given) else given
@@ -343,13 +345,7 @@ def _bound(clip: Any) -> float | None:
         return None
     if isinstance(clip, bool) or not isinstance(clip, Real):
         raise TypeError(f"clip must be a number or None, given {clip!r}")
-    bound = float(clip)
+    bound = as_float("clip", clip)
     if not bound >= 0:
         raise ValueError(f"clip must be at least 0, given {clip!r}")
     return bound
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, given {value!r}")
-    return value
