@@ -117,7 +117,9 @@ def on_backend(lengths: Any, x: Any) -> Any:
 
     An array of another library than NumPy is taken as it is: to look at its values would be to wait for them.
     """
-    if not isinstance(lengths, (list, tuple, np.ndarray)) or isinstance(lengths, np.ma.MaskedArray):
+    if lengths is None:
+        return None
+    if not isinstance(lengths, (list, tuple)) and backend_for({"lengths": lengths}).name != "numpy":
         return lengths
     if getattr(x, "ndim", None) != 3:
         return None  # x is refused for that
