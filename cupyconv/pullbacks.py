@@ -395,6 +395,8 @@ def max_pool_vjp(
     y = max_pool(x, kernel_shape, stride=stride, padding=padding, dilation=dilation)
     inputs, results = (tuple(a) if isinstance(a, (list, tuple)) else a for a in (x, y))
     settings = {"kernel_shape": kernel_shape, "stride": stride, "padding": padding, "dilation": dilation}
+    x_dtype = _dtypes(inputs)
+    backend = owner({"x": inputs[0] if isinstance(inputs, tuple) else inputs})
 
     def pullback(grad: Any, *, needs: Iterable[str] | None = None) -> ConvGradients:
         """The gradient of `x`, from that of the result; None where `needs` leaves it out."""
@@ -402,7 +404,8 @@ def max_pool_vjp(
             return ConvGradients()
         if grad is None:
             raise TypeError("grad must be an array of the result's shape, or a sequence of them, not None")
-        return ConvGradients(x=call(prepare_max_pool_gradient, {"x": inputs, "y": results, "grad": grad}, settings))
+        dx = call(prepare_max_pool_gradient, {"x": inputs, "y": results, "grad": grad}, settings)
+        return ConvGradients(x=_as_argument(dx, x_dtype, backend))
 
     return y, pullback
 
@@ -492,7 +495,7 @@ def _pullback(
     `to_x` and `to_weight` take the gradient before the epilogue to those of the transformed `x` and of `weight`, in
     y's dtype.  Of bias and residual the dtype is kept.
     """
-    x_dtype = [image.dtype for image in x] if isinstance(x, tuple) else x.dtype
+    x_dtype = _dtypes(x)
     bias_dtype = None if bias is None else bias.dtype
     residual_dtype = None if residual is None else residual.dtype
 
@@ -536,6 +539,11 @@ def _names(needs: Iterable[str] | None) -> frozenset[str]:
         if not isinstance(name, str) or name not in ConvGradients._fields:
             raise ValueError(f"needs names {name!r}; the gradients are {', '.join(ConvGradients._fields)}")
     return frozenset(names)
+
+
+def _dtypes(x: Any) -> Any:
+    """Of one array, or a list of those of a tuple."""
+    return [image.dtype for image in x] if isinstance(x, tuple) else x.dtype
 
 
 def _as_argument(gradient: Any, dtype: Any, backend: Backend) -> Any:
