@@ -113,8 +113,16 @@ def resolve_activation(activation: Any, *, recurrent: bool = False) -> Activatio
         raise ValueError(f"activation {name!r} takes {required} to {len(defaults)} parameters, given {len(given)}")
     if not all(isinstance(value, Real) for value in given):
         raise TypeError(f"activation parameters must be real numbers, given {given!r}")
-    values = [float(value) for value in given]
+    values = [as_float(f"a parameter of activation {name!r}", value) for value in given]
     values += [default for default in defaults[len(values) :] if default is not None]
     if name == "clip" and not values[0] <= values[1]:
         raise ValueError(f"activation 'clip' needs low <= high, given {values[0]} and {values[1]}")
     return Activation(name, code, *values)
+
+
+def as_float(name: str, value: Real) -> float:
+    """A real number as a float; one too large to be one is refused."""
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be a number that a float can hold, given {value!r}") from None

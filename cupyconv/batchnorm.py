@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
+from cupyconv.activations import as_float
 from cupyconv.dispatch import backend_for
 from cupyconv.dtypes import accumulator, check_dtype, dtype_from_name, dtype_name
 from cupyconv.padding import positive
+from cupyconv.settings import flag
 
 
 def fold_batchnorm(
@@ -75,8 +78,10 @@ def fold_batchnorm(
         check_dtype(name, array.dtype)
         if array.dtype.kind == "c" and weight.dtype.kind != "c":
             raise TypeError(f"{name} is {array.dtype}, weight is {weight.dtype}: casting would drop imaginary parts")
-    if not isinstance(eps, (int, float, np.floating)):
+    if not isinstance(eps, Real):
         raise TypeError(f"eps must be a real number, given {eps!r}")
+    epsilon = as_float("eps", eps)
+    transposed = flag("transposed", transposed)
     groups = positive("groups", groups)
     if weight.ndim < 2:
         raise ValueError(f"weight must have at least two axes, given shape {tuple(weight.shape)}")
@@ -89,7 +94,7 @@ def fold_batchnorm(
 
     dtype = dtype_from_name(accumulator(dtype_name(weight.dtype)))
     with np.errstate(all="ignore"):
-        scale = (var.astype(dtype) + dtype.type(eps)) ** -0.5
+        scale = (var.astype(dtype) + dtype.type(epsilon)) ** -0.5
         scale = scale if gamma is None else scale * gamma.astype(dtype)
         shift = -mean.astype(dtype) if bias is None else bias.astype(dtype) - mean.astype(dtype)
         shift = shift * scale if beta is None else shift * scale + beta.astype(dtype)

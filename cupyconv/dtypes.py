@@ -6,7 +6,9 @@ bfloat16 needs no package until an array of it turns up.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -32,13 +34,13 @@ def check_dtype(name: str, dtype: np.dtype) -> None:
     raise TypeError(f"{name} has dtype {dtype}; supported are {', '.join(ITEMSIZE)}{hint}")
 
 
-def promote(*dtypes: np.dtype, what: str = "x and weight") -> np.dtype:
-    """The common dtype of `what`, by NumPy's rules, in native byte order."""
+def promote(arrays: Mapping[str, Any]) -> np.dtype:
+    """The common dtype of arrays, or of what has a dtype, by NumPy's rules, in native byte order."""
     try:
-        return np.result_type(*dtypes).newbyteorder("=")
+        return np.result_type(*(array.dtype for array in arrays.values())).newbyteorder("=")
     except TypeError:  # float16 and bfloat16: neither holds the other
-        names = ", ".join(sorted({dtype_name(dtype) for dtype in dtypes}))
-        raise TypeError(f"{what} have no common dtype: {names}; convert one with astype") from None
+        given = ", ".join(f"{name} ({dtype_name(array.dtype)})" for name, array in arrays.items())
+        raise TypeError(f"no common dtype of {given}; convert one with astype") from None
 
 
 def dtype_from_name(name: str) -> np.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 from cupyconv.calls.call import Call
@@ -83,10 +84,15 @@ def explain(function: Callable[..., Any], *args: Any, on: str | None = None, **k
     >>> plan.method, len(plan.steps), plan.workspace_bytes
     ('direct', 1, 0)
     """
-    if function not in _PREPARE:
+    prepare = next((prepare for known, prepare in _PREPARE.items() if known is function), None)
+    if prepare is None:
         known = ", ".join(f.__name__ for f in _PREPARE)
         raise TypeError(f"explain takes one of {known}, given {getattr(function, '__name__', function)!r}")
+    try:
+        signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{function.__name__}: {error}") from None
     if function in (conv, linmerge):
         names = ("scale", "shift", "prologue_activation")
         kwargs |= zip(names, prologue_parts(kwargs.pop("prologue", None)))
-    return _PREPARE[function](*args, on=on, **kwargs).plan()
+    return prepare(*args, on=on, **kwargs).plan()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from cupyconv.dispatch import backend_for
 from cupyconv.recurrence import GATES
 
 #: Of each operator, where our gates stand among ONNX's: i, o, f, c of an LSTM, z, r, h of a GRU.
@@ -36,6 +37,8 @@ def from_onnx_weights(op: str, W: Any, R: Any, B: Any = None, P: Any = None) -> 
 
     Raises
     ------
+    TypeError
+        For what is no array of NumPy's or CuPy's, or a mixture of them.
     ValueError
         For another operator, shapes that do not fit, or peepholes of another operator than an ``LSTM``.
 
@@ -54,10 +57,11 @@ def from_onnx_weights(op: str, W: Any, R: Any, B: Any = None, P: Any = None) -> 
     {'weight_ih': (12, 3), 'weight_hh': (12, 4), 'bias_ih': (12,), 'bias_hh': (12,)}
     >>> y, h = cupyconv.gru(np.ones((5, 2, 3)), **weights, linear_before_reset=False)
     """
-    if op not in _ORDER:
+    if not isinstance(op, str) or op not in _ORDER:
         raise ValueError(f"op must be one of {', '.join(_ORDER)}, given {op!r}")
     if P is not None and op != "LSTM":
         raise ValueError(f"P, peepholes, belongs to an LSTM, given for op {op!r}")
+    backend_for({"W": W, "R": R, **{name: array for name, array in (("B", B), ("P", P)) if array is not None}})
     order, gates = _ORDER[op], GATES[op.lower()]
     if R.ndim != 3 or R.shape[0] not in (1, 2) or R.shape[1] != gates * R.shape[2]:
         raise ValueError(f"R has shape {tuple(R.shape)}, needed (D, {gates} * H, H) with D 1 or 2")

@@ -134,15 +134,18 @@ def onnx_padding(pads: Sequence[int] | None = None, auto_pad: str = "NOTSET") ->
     'same'
     """
     names = {"SAME_UPPER": "same", "SAME_LOWER": "same_lower", "VALID": "valid"}
-    if auto_pad in names:
-        if pads is not None and any(pads):
-            raise ValueError(f"pads {list(pads)} given beside auto_pad {auto_pad!r}: ONNX allows one of them")
-        return names[auto_pad]
-    if auto_pad != "NOTSET":
+    if not isinstance(auto_pad, str) or auto_pad not in ("NOTSET", *names):
         raise ValueError(f"unknown auto_pad {auto_pad!r}; known are NOTSET, {', '.join(names)}")
+    try:
+        amounts = [_amount(pad, "pads") for pad in ([] if pads is None else list(pads))]
+    except TypeError:
+        raise TypeError(f"pads must be a sequence of integers, given {pads!r}") from None
+    if auto_pad in names:
+        if any(amounts):
+            raise ValueError(f"pads {amounts} given beside auto_pad {auto_pad!r}: ONNX allows one of them")
+        return names[auto_pad]
     if pads is None:
         return 0
-    amounts = [_amount(pad, "pads") for pad in pads]
     if not amounts or len(amounts) % 2:
         raise ValueError(f"pads needs two entries per spatial axis, given {len(amounts)}")
     half = len(amounts) // 2

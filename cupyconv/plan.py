@@ -7,6 +7,7 @@ a backend executes it, `explain` prints it; none of them needs the other two.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Protocol
 
 from cupyconv.dtypes import ITEMSIZE, is_complex
@@ -17,6 +18,8 @@ MAX_SOURCES = 64
 MAX_MERGED = 120
 #: The same of two convolutions in one kernel, whose parameters are those of both (MAX_PAIR_SOURCES of kernels/conv_pair.cu).
 MAX_PAIR_SOURCES = 32
+#: Steps alike, one after the other, up to which a page has them all.
+_LISTED = 4
 
 
 @dataclass(frozen=True)
@@ -273,10 +276,7 @@ class Plan:
             "  steps",
         ]
         lines += [f"    {conversion}" for conversion in self.conversions]
-        first, period, rounds = _rounds(self.steps)
-        lines += [f"    {line}" for step in self.steps[: first + period] for line in str(step).split("\n")]
-        if rounds > 1:
-            lines.append(f"    ... and so on for {rounds - 1} more chunks, {(rounds - 1) * period} steps")
+        lines += [f"    {line}" for line in _listed(self.steps)]
         if not self.steps:
             lines.append("    (nothing to run: the result is empty)")
         lines += [f"  not {method}: {reason}" for method, reason in self.rejected]
@@ -284,15 +284,30 @@ class Plan:
         return "\n".join(lines)
 
 
-def _rounds(steps: tuple[Step, ...]) -> tuple[int, int, int]:
-    """Steps as a preamble and rounds that differ only in addresses and sizes: (preamble, steps a round, rounds)."""
-    kinds = [step.shape_of_work for step in steps]
-    for first in range(min(4, len(steps))):
+def _listed(steps: tuple[Step, ...]) -> list[str]:
+    """Steps as lines, of which those that differ only in addresses and sizes are printed once: runs, and rounds of runs."""
+    runs = [list(alike) for _, alike in groupby(steps, key=lambda step: step.shape_of_work)]
+    first, period, rounds = _rounds([(run[0].shape_of_work, len(run)) for run in runs])
+    lines: list[str] = []
+    for run in runs[: first + period]:
+        shown = run if len(run) <= _LISTED else run[:1]
+        lines += [line for step in shown for line in str(step).split("\n")]
+        if len(run) > len(shown):
+            lines.append(f"... and {len(run) - len(shown)} more like it")
+    if rounds > 1:
+        each = sum(map(len, runs[first : first + period]))
+        lines.append(f"... and so on for {rounds - 1} more chunks, {(rounds - 1) * each} steps")
+    return lines
+
+
+def _rounds(kinds: list[object]) -> tuple[int, int, int]:
+    """A list as a preamble and rounds that are equal: (length of the preamble, of a round, rounds)."""
+    for first in range(min(4, len(kinds))):
         rest = kinds[first:]
         for period in range(1, len(rest) // 2 + 1):
             if len(rest) % period == 0 and rest == rest[:period] * (len(rest) // period):
                 return first, period, len(rest) // period
-    return 0, len(steps), 1
+    return 0, len(kinds), 1
 
 
 def _bytes(n: int) -> str:

@@ -391,8 +391,10 @@ def max_pool_vjp(
     array([[[0., 0., 1., 0., 2.]]])
     """
     y = max_pool(x, kernel_shape, stride=stride, padding=padding, dilation=dilation)
-    inputs, results = (tuple(a) if isinstance(a, (list, tuple)) else a for a in (x, y))
+    inputs, listed = _listed(x)
+    arguments = {"x": inputs if listed else x, "y": tuple(y) if listed else y}
     settings = {"kernel_shape": kernel_shape, "stride": stride, "padding": padding, "dilation": dilation}
+    x_dtypes, backend = [image.dtype for image in inputs], owner({"x": inputs[0]})
 
     def pullback(grad: Any, *, needs: Iterable[str] | None = None) -> ConvGradients:
         """The gradient of `x`, from that of the result; None where `needs` leaves it out."""
@@ -400,7 +402,9 @@ def max_pool_vjp(
             return ConvGradients()
         if grad is None:
             raise TypeError("grad must be an array of the result's shape, or a sequence of them, not None")
-        return ConvGradients(x=call(prepare_max_pool_gradient, {"x": inputs, "y": results, "grad": grad}, settings))
+        dx = call(prepare_max_pool_gradient, {**arguments, "grad": grad}, settings)
+        of_inputs = [in_dtype(*one, backend) for one in zip(dx if listed else [dx], x_dtypes, strict=True)]
+        return ConvGradients(x=of_inputs if listed else of_inputs[0])
 
     return y, pullback
 
@@ -533,9 +537,12 @@ def _names(needs: Iterable[str] | None) -> frozenset[str]:
     """The names of gradients that are asked for."""
     if needs is None:
         return frozenset(ConvGradients._fields)
-    names = [needs] if isinstance(needs, str) else list(needs)
+    try:
+        names = [needs] if isinstance(needs, str) else list(needs)
+    except TypeError:
+        raise TypeError(f"needs must be names of gradients, given {needs!r}") from None
     for name in names:
-        if name not in ConvGradients._fields:
+        if not isinstance(name, str) or name not in ConvGradients._fields:
             raise ValueError(f"needs names {name!r}; the gradients are {', '.join(ConvGradients._fields)}")
     return frozenset(names)
 

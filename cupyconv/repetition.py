@@ -103,7 +103,7 @@ def _key(
     backend = backend_of(given[0])
     try:
         typed = _typed(tuple(settings.values()))
-    except _Unusual:
+    except (_Unusual, RecursionError):  # a list that holds itself
         return None
     return backend, prepare, counts, backend.signature(given), typed, current_settings()
 

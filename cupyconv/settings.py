@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from operator import index
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Settings(NamedTuple):
@@ -80,9 +80,9 @@ class options(AbstractContextManager["Settings"]):
     ) -> None:
         self._settings = Settings(
             workspace_limit=_at_least("workspace_limit", workspace_limit, 0),
-            allow_tf32=_flag("allow_tf32", allow_tf32),
-            allow_winograd=_flag("allow_winograd", allow_winograd),
-            allow_fft=_flag("allow_fft", allow_fft),
+            allow_tf32=flag("allow_tf32", allow_tf32),
+            allow_winograd=flag("allow_winograd", allow_winograd),
+            allow_fft=flag("allow_fft", allow_fft),
             threads=_at_least("threads", threads, 1),
         )
 
@@ -96,7 +96,8 @@ class options(AbstractContextManager["Settings"]):
         _BLOCKS.set(_BLOCKS.get()[:-1])
 
 
-def _flag(name: str, value: bool) -> bool:
+def flag(name: str, value: Any) -> bool:
+    """True or False, and nothing that merely counts as one of them."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, given {value!r}")
     return value

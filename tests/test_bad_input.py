@@ -778,7 +778,95 @@ def test_too_little_workspace_for_a_window():
         assert_refused(numpy_arrays(), ValueError, words, cupyconv.max_pool, np.ones((1, 1, 8, 8)), 3)
 
 
+# --- arguments of a kind that nobody would give on purpose -----------------------------------------------------
+
+RING: list[Any] = []
+RING.append(RING)
+HOLDS_ITSELF = (1, RING)
+TOO_LARGE = 10**400  # for a float
+GRU = dict(x=Ones((5, 2, 3)), weight_ih=Ones((12, 3)), weight_hh=Ones((12, 4)))
+ONNX_GRU = dict(op="GRU", W=Ones((1, 12, 3)), R=Ones((1, 12, 4)), B=Ones((1, 24)))
+FOLD = dict(weight=Ones((4, 5, 3, 3)), bias=Ones((4,)), mean=Ones((4,)), var=Ones((4,)))
+CONV_ALONE = dict(x=Ones((2, 5, 8, 9)), weight=Ones((4, 5, 3, 3)))
+
+ODD = table(
+    ("stride holds itself", TypeError, ["stride", "integers"], "conv", CONV_ALONE | dict(stride=HOLDS_ITSELF)),
+    ("padding holds itself", ValueError, ["padding", "pair"], "conv", CONV_ALONE | dict(padding=HOLDS_ITSELF)),
+    ("activation holds itself", TypeError, ["activation"], "conv", CONV_ALONE | dict(activation=HOLDS_ITSELF)),
+    ("method holds itself", ValueError, ["method"], "conv", CONV_ALONE | dict(method=HOLDS_ITSELF)),
+    ("method is an array", ValueError, ["method", "array"], "conv", CONV_ALONE | dict(method=Ones((2,)))),
+    ("parameter too large", ValueError, ["leaky_relu", "float"], "conv",
+     CONV_ALONE | dict(activation=("leaky_relu", TOO_LARGE))),
+    ("direction is a list", ValueError, ["direction", "bidirectional", "forward"], "gru", GRU | dict(direction=["forward"])),
+    ("direction is an array", ValueError, ["direction", "array"], "gru", GRU | dict(direction=Ones((2,)))),
+    ("recurrent method is an array", ValueError, ["method", "array"], "gru", GRU | dict(method=Ones((2,)))),
+    ("clip too large", ValueError, ["clip", "float"], "gru", GRU | dict(clip=TOO_LARGE)),
+    ("x of two axes beside a list of lengths", ValueError, [r"\bx\b", r"\(5, 3\)", "T, N, I"], "gru",
+     GRU | dict(x=Ones((5, 3)), lengths=[5, 3])),
+    ("lengths in rows", TypeError, ["lengths", "integers", r"\[1\], \[2, 3\]"], "gru", GRU | dict(lengths=[[1], [2, 3]])),
+    ("op is a list", ValueError, ["op", "LSTM", "GRU"], "from_onnx_weights", ONNX_GRU | dict(op=["GRU"])),
+    ("W is a list", TypeError, [r"\bW\b", "list"], "from_onnx_weights", ONNX_GRU | dict(W=[[[1.0]]])),
+    ("R is absent", TypeError, [r"\bR\b", "NoneType"], "from_onnx_weights", ONNX_GRU | dict(R=None)),
+    ("B is a number", TypeError, [r"\bB\b", "float"], "from_onnx_weights", ONNX_GRU | dict(B=0.5)),
+    ("eps too large", ValueError, ["eps", "float"], "fold_batchnorm", FOLD | dict(eps=TOO_LARGE)),
+    ("transposed is a number", TypeError, ["transposed", "True or False", "1"], "fold_batchnorm", FOLD | dict(transposed=1)),
+    ("pads is a number", TypeError, ["pads", "sequence", "3"], "onnx_padding", dict(pads=3)),
+    ("auto_pad is a list", ValueError, ["auto_pad", "VALID"], "onnx_padding", dict(pads=None, auto_pad=["VALID"])),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("error, words, function, arguments", ODD)
+def test_odd_arguments(error, words, function, arguments):
+    """As any other refusal: neither an error of the way there, nor one of NumPy's about truth values or hashes."""
+    given = {name: placed(value, numpy_arrays()) for name, value in arguments.items()}
+    assert_refused(numpy_arrays(), error, words, getattr(cupyconv, function), **given)
+
+
+@pytest.mark.parametrize("needs", [3, np.array(1), object()], ids=lambda value: type(value).__name__)
+def test_needs_that_are_no_names(needs):
+    y, pullback = cupyconv.conv_vjp(np.ones((1, 1, 3)), np.ones((1, 1, 2)))
+    assert_refused(numpy_arrays(), TypeError, ["needs must be names"], pullback, y, needs=needs)
+    assert_refused(numpy_arrays(), ValueError, ["needs", "residual"], pullback, y, needs=[np.ones(2)])
+
+
+TWO_KINDS = [Ones((1, 2, 3, 3), "float16"), Ones((1, 2, 3, 3), bfloat16)]
+NO_COMMON_DTYPE = table(
+    ("im2col", [r"x\[0\] \(float16\)", r"x\[1\] \(bfloat16\)"], "im2col", (TWO_KINDS, (2, 2))),
+    ("linmerge", [r"xs\[0\] \(float16\)", r"xs\[1\] \(bfloat16\)"], "linmerge", (TWO_KINDS, Ones((4, 4), "float16"))),
+    ("conv_grad_input", [r"grad \(float16\)", r"weight \(bfloat16\)"], "conv_grad_input",
+     (Ones((1, 4, 2, 2), "float16"), Ones((4, 2, 2, 2), bfloat16), (1, 2, 3, 3))),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("words, function, given", NO_COMMON_DTYPE)
+def test_arguments_without_a_common_dtype_are_named(words, function, given):
+    arguments = [placed(one, numpy_arrays()) for one in given]
+    assert_refused(numpy_arrays(), TypeError, words, getattr(cupyconv, function), *arguments)
+
+
+@pytest.mark.parametrize("lengths, given", [([-1, 2], "-1 to 2"), ([6, 2], "2 to 6")], ids=str)
+def test_lengths_in_a_subclass_of_arrays_are_looked_at(lengths, given):
+    """A memory-mapped file, say."""
+    arguments = {name: placed(value, numpy_arrays()) for name, value in GRU.items()}
+    mapped = np.array(lengths).view(type("Mapped", (np.ndarray,), {}))
+    words = ["lengths must be from 0 to 5", given]
+    assert_refused(numpy_arrays(), ValueError, words, cupyconv.gru, **arguments, lengths=mapped)
+
+
 # --- explain, options, onnx_padding ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words, arguments",
+    table(
+        ("unknown", ["conv: ", "unexpected keyword", "'strides'"], dict(strides=2)),
+        ("of the inside", ["conv: ", "unexpected keyword", "'saving'"], dict(saving=True)),
+    ),
+)
+def test_explain_takes_the_arguments_of_the_function(words, arguments):
+    x, weight = np.ones((1, 1, 3)), np.ones((1, 1, 3))
+    assert_refused(numpy_arrays(), TypeError, words, cupyconv.explain, cupyconv.conv, x, weight, **arguments)
+    assert_refused(numpy_arrays(), TypeError, ["conv: ", "'weight'"], cupyconv.explain, cupyconv.conv, x)
 
 
 def test_explain_refuses_what_the_call_refuses(target):
@@ -793,7 +881,8 @@ def test_explain_refuses_what_the_call_refuses(target):
 
 
 @pytest.mark.parametrize(
-    "function, given", [(len, "len"), (cupyconv.fold_batchnorm, "fold_batchnorm"), ("conv", "'conv'"), (None, "None")]
+    "function, given",
+    [(len, "len"), (cupyconv.fold_batchnorm, "fold_batchnorm"), ("conv", "'conv'"), (None, "None"), ([], r"\[\]")],
 )
 def test_explain_what_has_no_plan(function, given):
     with pytest.raises(

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import conv_cases
+from targets import numpy_target
+from test_bad_input import Ones, placed
 
 import cupyconv
 from cupyconv.backends.cuda.execution import _COMPUTE_TYPE, _DATA_TYPE
@@ -190,6 +192,23 @@ def test_chunks_are_printed_once():
     page = str(plan)
     assert len(plan.steps) > 20 and len(page.splitlines()) < 20
     assert "more chunks" in page
+
+
+@pytest.mark.parametrize(
+    "x, weight, groups",
+    [
+        ([Ones((8, 1, 16, 16))] * 100, Ones((64, 100, 1, 1)), 1),  # a product an input
+        ([Ones((8, 1, 16, 16))] * 200, Ones((400, 2, 3, 3)), 100),  # a product a group
+    ],
+    ids=["inputs", "groups"],
+)
+def test_many_products_are_printed_once(x, weight, groups):
+    """Between the columns before them and the epilogue after them."""
+    arguments = [placed(value, numpy_target()) for value in (x, weight)]
+    plan = cupyconv.explain(cupyconv.conv, *arguments, groups=groups, activation="relu", method="gemm", on="sm_90")
+    page = str(plan)
+    assert len(plan.steps) > 100 and len(page.splitlines()) < 40
+    assert "more like it" in page and str(plan.steps[-1]) in page
 
 
 def test_the_page_of_nothing():

@@ -24,6 +24,7 @@ from cupyconv.calls.epilogue_grad import prepare_epilogue_grad
 from cupyconv.calls.pooling import prepare_max_pool, prepare_max_pool_gradient
 from cupyconv.calls.prologue_grad import prepare_prologue_grad
 from cupyconv.calls.recurrent_gradient import prepare_recurrent_gradient
+from cupyconv.calls.weight_gradient import prepare_conv_grad_weight
 from cupyconv.dtypes import ITEMSIZE
 from cupyconv.loops import BlockLoop, PoolingLoop
 from cupyconv.machine import KNOWN_GPUS, known_gpu
@@ -289,9 +290,9 @@ def kernels_of_weight_gradients(x_dtype: Any, grad_dtype: Any) -> set[Kernel]:
         grad, x = array(3, out_channels, 20, 20, dtype=grad_dtype), array(3, 6, 20, 20, dtype=x_dtype)
         with cupyconv.options(workspace_limit=limit):
             try:
-                made = cupyconv.explain(
-                    cupyconv.conv_grad_weight, grad, x, 3, padding=1, groups=6, method=method, on=GPU, **prologue
-                )
+                made = prepare_conv_grad_weight(
+                    grad, x, 3, padding=1, groups=6, method=method, on=GPU, **prologue
+                ).plan()
             except ValueError as refusal:
                 assert (limit and "workspace" in str(refusal)) or (prologue and "of complex numbers" in str(refusal))
                 continue

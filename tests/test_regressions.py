@@ -106,6 +106,16 @@ def test_a_stride_beyond_the_kernels_integers_is_refused(target):
         cupyconv.conv(x, weight, stride=2**40)
 
 
+def test_a_gradient_of_max_pool_has_the_byte_order_of_its_argument():
+    """As those of all other functions."""
+    xs = [np.ones((1, 1, 4), dtype) for dtype in (">f4", "<f4", ">f8")]
+    ys, pullback = cupyconv.max_pool_vjp(xs, 2)
+    assert all(y.dtype.isnative for y in ys)
+    assert [gradient.dtype for gradient in pullback(ys).x] == [x.dtype for x in xs]
+    y, pullback = cupyconv.max_pool_vjp(xs[0], 2)
+    assert pullback(y).x.dtype == xs[0].dtype
+
+
 def test_byte_order_widens_nothing():
     x, weight = np.ones((1, 2, 5), ">f4"), np.ones((1, 2, 1), ">f4")
     assert cupyconv.explain(cupyconv.conv, x, weight).notes == ()
@@ -163,9 +173,7 @@ def test_a_weight_that_alone_passes_the_limit_once_widened(function, oracle, x, 
     with cupyconv.options(workspace_limit=limit):
         plan = cupyconv.explain(function, x, WEIGHT_OF_16_BITS, **arguments)
         assert widened <= plan.workspace_bytes <= widened + limit
-        assert_exact(
-            function(x, WEIGHT_OF_16_BITS, **arguments), oracle(x, WEIGHT_OF_16_BITS, **arguments), np.float16
-        )
+        assert_exact(function(x, WEIGHT_OF_16_BITS, **arguments), oracle(x, WEIGHT_OF_16_BITS, **arguments), np.float16)
 
 
 def test_recurrent_weights_that_alone_pass_the_limit_once_widened():

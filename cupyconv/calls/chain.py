@@ -104,7 +104,7 @@ class _Checker:
                 {name: image.shape for name, image in images.items()}, tuple(weight.shape), batched=axes.batched,
                 stride=layer.stride, padding=layer.padding, padding_mode="constant", dilation=layer.dilation, groups=layer.groups,
             )  # fmt: skip
-            dtype = promote(*(image.dtype for image in images.values()), weight.dtype)
+            dtype = promote({**images, f"weight[{i}]": weight})
             activation = resolve_activation(layer.activation)
             if activation and dtype.kind == "c":
                 raise TypeError(f"activation {activation} is not defined for the complex result, {dtype.name}")

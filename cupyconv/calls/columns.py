@@ -39,7 +39,7 @@ def prepare_im2col(
     axes = Axes(not unbatched, windows.rank)
     columns_axes = Axes(not unbatched, 1)
     shape = columns_axes.shape(windows.batch, windows.in_channels * windows.taps, (windows.pixels,))
-    result = Result("out", shape, promote(*(array.dtype for array in xs.values())))
+    result = Result("out", shape, promote(xs))
     request = Im2colRequest(
         windows=windows, xs=tuple(describe(backend, axes, name, array) for name, array in xs.items()),
         columns=describe_result(backend, columns_axes, arrays, result), machine=machine_for(backend, on),
@@ -77,7 +77,7 @@ def prepare_col2im(
     windows = replace(windows, channels=(rows // windows.taps,))
     axes = Axes(batched, windows.rank)
     shape = axes.shape(windows.batch, windows.in_channels, spatial)
-    result = Result("out", shape, promote(columns.dtype))
+    result = Result("out", shape, promote({"columns": columns}))
     request = Col2imRequest(
         windows=windows, xs=(describe_result(backend, axes, arrays, result),),
         columns=describe(backend, Axes(batched, 1), "columns", columns), machine=machine_for(backend, on),

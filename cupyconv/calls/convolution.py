@@ -98,7 +98,7 @@ def _conv_call(
     """
     xs, weight = [arrays[name] for name in inputs], arrays["weight"]
     check_method(method)
-    dtype = promote(*(x.dtype for x in xs), weight.dtype)
+    dtype = promote({name: arrays[name] for name in (*inputs, "weight")})
     resolved = resolve_activation(activation)
     if resolved and dtype.kind == "c":
         raise TypeError(f"activation {resolved} is not defined for the complex result, {dtype.name}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.activations import Activation, resolve_activation
+from cupyconv.activations import Activation, as_float, resolve_activation
 from cupyconv.axes import Axes, byte_strides
 from cupyconv.calls.call import Call, check_out, machine_for, widened
 from cupyconv.dispatch import Backend, backend_for
@@ -18,7 +18,7 @@ from cupyconv.operands import Operand, array_operand
 from cupyconv.planning.request import RecurrentRequest, check_recurrent_method
 from cupyconv.prepared import Result
 from cupyconv.recurrence import DIRECTIONS, GATES, RecurrentGeometry
-from cupyconv.settings import current_settings
+from cupyconv.settings import current_settings, flag
 
 #: Activations of each cell, for one direction.
 _ACTIVATIONS = {"rnn": 1, "lstm": 3, "gru": 2}
@@ -99,15 +99,19 @@ def on_backend(lengths: Any, x: Any) -> Any:
 
     An array of another library than NumPy is taken as it is: to look at its values would be to wait for them.
     """
-    if type(lengths) not in (list, tuple, np.ndarray):
+    if lengths is None:
+        return None
+    if not isinstance(lengths, (list, tuple)) and backend_for({"lengths": lengths}).name != "numpy":
         return lengths
-    counts = np.asarray(lengths)
+    if getattr(x, "ndim", None) != 3:
+        return None  # x is refused for that
+    try:
+        counts = np.asarray(lengths)
+    except ValueError:  # rows of several lengths
+        raise TypeError(f"lengths must be integers, one for each sample, given {lengths!r}") from None
     if counts.dtype.kind not in "iu" and counts.size:
         raise TypeError(f"lengths must be integers, given {lengths if counts.size < 9 else counts.dtype}")
-    shape = tuple(getattr(x, "shape", ()))
-    if len(shape) != 3:
-        return lengths  # x is refused for that
-    steps, batch, _ = shape
+    steps, batch, _ = x.shape
     if counts.shape != (batch,):
         raise ValueError(f"lengths has shape {counts.shape}, needed ({batch},): one for each sample")
     if batch and not 0 <= counts.min() <= counts.max() <= steps:
@@ -138,10 +142,7 @@ class _Cell:
 
 def _cell(kind: str, direction: Any, activations: Any, clip: Any, **flags: Any) -> _Cell:
     groups = activation_groups(activations, kind, direction)
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, given {value!r}")
-    return _Cell(kind, direction, groups, clip, **flags)
+    return _Cell(kind, direction, groups, clip, **{name: flag(name, value) for name, value in flags.items()})
 
 
 def _sequence_call(
@@ -182,7 +183,7 @@ def _step_call(
 
 
 def _promoted(arrays: Mapping[str, Any]) -> np.dtype:
-    return promote(*(arrays[name].dtype for name in _REQUIRED), what="x and the weights")
+    return promote({name: arrays[name] for name in _REQUIRED})
 
 
 def _owner(arrays: Mapping[str, Any]) -> Backend:
@@ -298,7 +299,7 @@ def flat_results(out: Any) -> Any:
 def activation_groups(given: Any, kind: str, direction: Any) -> tuple[tuple[Activation, ...], ...]:
     """Activations for each direction; `given` for one, or a pair for two."""
     name = "activation" if kind == "rnn" else "activations"
-    if direction not in DIRECTIONS:
+    if not isinstance(direction, str) or direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, given {direction!r}")
     count, directions = _ACTIVATIONS[kind], len(DIRECTIONS[direction])
     each = [given] if kind == "rnn" and _is_one(given) else given
@@ -333,7 +334,7 @@ def _bound(clip: Any) -> float | None:
         return None
     if isinstance(clip, bool) or not isinstance(clip, Real):
         raise TypeError(f"clip must be a number or None, given {clip!r}")
-    bound = float(clip)
+    bound = as_float("clip", clip)
     if not bound >= 0:
         raise ValueError(f"clip must be at least 0, given {clip!r}")
     return bound

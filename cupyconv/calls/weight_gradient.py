@@ -54,7 +54,7 @@ def _weight_gradient_call(
     """Everything but the geometry; `shape` is the weight's."""
     xs, grad = [arrays[name] for name in inputs], arrays["grad"]
     check_method(method)
-    dtype = promote(*(x.dtype for x in xs), grad.dtype, what="grad and x")
+    dtype = promote({name: arrays[name] for name in ("grad", *inputs)})
     x_dtype, grad_dtype = operand_dtypes([x.dtype for x in xs], grad.dtype, dtype)
     result = Result("out", shape, dtype)
     settings = current_settings()

@@ -347,15 +347,15 @@ DraftedRequest = (
 
 def check_method(method: object) -> None:
     """Refuse an unknown method, and one that this version does not have."""
+    if not isinstance(method, str) or method not in ("auto", *METHODS, *LATER_METHODS):
+        raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(METHODS + LATER_METHODS)}")
     if method in LATER_METHODS:
         raise ValueError(f"method {method!r} is not in this version; there are auto, {', '.join(METHODS)}")
-    if method != "auto" and method not in METHODS:
-        raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(METHODS + LATER_METHODS)}")
 
 
 def check_recurrent_method(method: object) -> None:
     """Refuse a method that recurrent layers do not have."""
-    if method != "auto" and method not in RECURRENT_METHODS:
+    if not isinstance(method, str) or method not in ("auto", *RECURRENT_METHODS):
         raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(RECURRENT_METHODS)}")
 
 
