@@ -291,10 +291,6 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, MIN_BLOCKS) conv_pair
                 finish<T>(sum, params.second.epilogue, n, o, at, params.out);
         };
 
-        if constexpr (FIRST == DENSE) {  // every chunk of z takes all of x
-            for_each_x_chunk(params, [&](int c, const Chunk& x) { fetch(x_tile + c * params.x_tile.pixels() * PITCH, x); });
-            __syncthreads();
-        }
         const auto make = [&](int q, const Chunk& z, T* middle_tile) {  // a chunk of z
             const auto bias = [&](int i) { return i < z.count ? bias_of<T>(params.first.epilogue, z.channel + i) : A(0); };
             if constexpr (FIRST == DENSE) {
