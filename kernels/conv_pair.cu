@@ -64,10 +64,12 @@ using Tile = WindowTile<T>;
 constexpr int CHUNK = Tile::CHUNK, PITCH = Tile::PITCH, GRANULE = Tile::GRANULE;
 constexpr int PIXELS = 256, MIDDLE_PIXELS = 384;  // of a tile, at the most
 constexpr int PART = 16;                          // rows of y that leave at once
-constexpr int LEAVING_PITCH = PIXELS + 1;
+constexpr int LEAVING_PITCH = PIXELS + 8;        // fragments are stored without conflicts
 
 constexpr int OUTPUTS = sizeof(T) == 8 ? 16 : 32;  // of y, whose sums are in registers at a time
 constexpr int MIN_BLOCKS = FIRST == DEPTHWISE && sizeof(T) < 8 ? 3 : 2;
+// Sums of y that a thread finishes at a time, as registers allow.
+constexpr int FINISHED = MIN_BLOCKS == 2 ? (sizeof(T) == 8 ? 2 : 4) : sizeof(T) == 2 ? 2 : 1;
 
 using FirstSums = TileSumsOf<T, CHUNK, MIDDLE_PIXELS>::type;
 using SecondSums = TileSumsOf<T, OUTPUTS, PIXELS>::type;
@@ -86,6 +88,7 @@ struct Tables {
     int first_base[MIDDLE_PIXELS], second_base[PIXELS];  // where windows begin, in pixels of the tile before
     // Of the current tile:
     int inside[MIDDLE_PIXELS];  // whether a pixel of z's tile is one of z, not of its padding
+    long long out_at[PIXELS], residual_at[PIXELS];  // of pixels of y
     long long sample;
     int y_corner[3], middle_corner[3], x_corner[3];
 };
@@ -265,6 +268,21 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, MIN_BLOCKS) conv_pair
             for (int a = 0; a < 3; ++a) inside = inside && unsigned(tables.middle_corner[a] + place[a]) < second.size[a];
             tables.inside[i] = inside;
         }
+#pragma unroll 1
+        for (int i = threadIdx.x; i < PIXELS; i += TILE_THREADS) {
+            const Image& residual = params.second.epilogue.residual;
+            int place[3];
+            params.tile.at(i, place);
+            Pixel at;
+            bool inside = i < pixels;
+#pragma unroll
+            for (int a = 0; a < 3; ++a) {
+                at.at[a] = tables.y_corner[a] + place[a];
+                inside = inside && at.at[a] < second.out[a];
+            }
+            tables.out_at[i] = inside ? tables.sample * params.out.stride_n + offset_of(at, params.out.stride) : NOWHERE;
+            tables.residual_at[i] = tables.sample * residual.stride_n + offset_of(at, residual.stride);
+        }
         const auto fetch = [&](T* tile, const Chunk& x) {
             if (x.first == 0) {  // another input
                 __syncthreads();
@@ -273,28 +291,6 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, MIN_BLOCKS) conv_pair
             }
             load_x(tile, params, x, tables.sample, place_of);
         };
-        const auto y_pixel = [&](int pixel, Pixel& at) {
-            int place[3];
-            params.tile.at(pixel, place);
-            bool inside = pixel < pixels;
-#pragma unroll
-            for (int a = 0; a < 3; ++a) {
-                at.at[a] = tables.y_corner[a] + place[a];
-                inside = inside && at.at[a] < second.out[a];
-            }
-            return inside;
-        };
-        const auto store = [&](A sum, int o, const Pixel& at) {
-            const long long n = tables.sample;
-            static_cast<T*>(params.out.data)[
-                n * params.out.stride_n + o * params.out.stride_c + offset_of(at, params.out.stride)] =
-                finish<T>(sum, params.second.epilogue, n, o, at, params.out);
-        };
-
-        if constexpr (FIRST == DENSE) {  // every chunk of z takes all of x
-            for_each_x_chunk(params, [&](int c, const Chunk& x) { fetch(x_tile + c * params.x_tile.pixels() * PITCH, x); });
-            __syncthreads();
-        }
         const auto make = [&](int q, const Chunk& z, T* middle_tile) {  // a chunk of z
             const auto bias = [&](int i) { return i < z.count ? bias_of<T>(params.first.epilogue, z.channel + i) : A(0); };
             if constexpr (FIRST == DENSE) {
@@ -337,7 +333,6 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, MIN_BLOCKS) conv_pair
         }
         if constexpr (SECOND == DENSE) {  // every output takes all of z
             for_each_middle_chunk(params, [&](int q, const Chunk& z) { make(q, z, middle_tile + q * middle_pixels * PITCH); });
-            const bool along_outputs = params.out.stride_c == 1;  // what neighbouring threads write
             const unsigned char* weight = second_weight;
 #pragma unroll 1
             for (int o = o_first; o < o_end; o += OUTPUTS) {
@@ -359,13 +354,9 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, MIN_BLOCKS) conv_pair
                         if (i / PART * PART == part) leaving[i % PART * LEAVING_PITCH + pixel] = sum;
                     });
                     __syncthreads();
-                    const int rows = min(PART, outputs - part);
-#pragma unroll 1
-                    for (int i = threadIdx.x; i < PART * PIXELS; i += TILE_THREADS) {
-                        const int row = along_outputs ? i % PART : i / PIXELS, pixel = along_outputs ? i / PART : i % PIXELS;
-                        Pixel at;
-                        if (row < rows && y_pixel(pixel, at)) store(leaving[row * LEAVING_PITCH + pixel], o + part + row, at);
-                    }
+                    finish_tile<T, PART, PIXELS, TILE_THREADS, FINISHED>(
+                        leaving, LEAVING_PITCH, 1, min(PART, outputs - part), o + part, params.out.stride_c == 1,
+                        tables.out_at, tables.residual_at, params.out, params.second.epilogue, nullptr);
                 }
             }
         } else {
@@ -374,11 +365,20 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, MIN_BLOCKS) conv_pair
                 convolve_each(
                     middle_tile, reinterpret_cast<const A*>(second_weight + q * params.second_plane), second,
                     params.middle_tile, tables.second_base, pixels, z.count, [&](int pixel, int k, A (&sum)[GRANULE]) {
-                        Pixel at;
-                        if (!y_pixel(pixel, at)) return;
+                        const long long out_at = tables.out_at[pixel], o_first = z.channel + k;
+                        if (out_at == NOWHERE) return;
+                        const auto valid = [&](int e) { return k + e < z.count; };
+                        const auto at = [&](int e) { return out_at + (o_first + e) * params.out.stride_c; };
+                        finish_all<T>(
+                            sum, params.second.epilogue, activation_of<T>(params.second.epilogue), valid,
+                            [&](int e) { return o_first + e; },
+                            [&](int e) {
+                                return tables.residual_at[pixel] + (o_first + e) * params.second.epilogue.residual.stride_c;
+                            },
+                            at);
 #pragma unroll
                         for (int e = 0; e < GRANULE; ++e)
-                            if (k + e < z.count) store(sum[e], z.channel + k + e, at);
+                            if (valid(e)) static_cast<T*>(params.out.data)[at(e)] = narrow<T>(sum[e]);
                     });
                 __syncthreads();
             });

@@ -41,6 +41,14 @@ __device__ __forceinline__ Corner corner_of(const Windows& windows, long long j,
     return corner;
 }
 
+// The output pixel that a corner belongs to, where there is one.
+__device__ __forceinline__ Pixel pixel_of(const Windows& windows, const Corner& corner) {
+    Pixel out;
+#pragma unroll
+    for (int a = 0; a < 3; ++a) out.at[a] = (corner.at[a] + windows.before[a]) / windows.stride[a];
+    return out;
+}
+
 enum Direction { ALONG_PIXELS, ALONG_CHANNELS };
 
 template <class T, class Tile, int THREADS, Direction DIRECTION, bool CHUNKED>
@@ -141,18 +149,24 @@ private:
             return x;
     }
 
+    // Where a channel of the thread's j-th pixel lies: by bytes, one multiplication and addition of 64 bits.
+    __device__ __forceinline__ const T* element(int j, int channel) const {
+        return reinterpret_cast<const T*>(at_[j] + wide_product(channel, step_c_));
+    }
+
     // The thread's i-th granule of this block, from channel `channel` on, of all its pixels.
     template <bool HOLD>
     __device__ __forceinline__ void fetch_granule(T* tile, int i, int channel) {
 #pragma unroll
         for (int j = 0; j < ITS_PIXELS; ++j) {
-            const T* x = at_[j] + (long long)channel * stride_c_;
             if constexpr (CHUNKED) {
-                copy_async<16>(&tile[Tile::index(pixel(j), row(i))], x, inside_[j] && channel < run_.channels);
+                copy_async<16>(
+                    &tile[Tile::index(pixel(j), row(i))], element(j, channel), inside_[j] && channel < run_.channels);
             } else {
 #pragma unroll
-                for (int c = 0; c < GRANULE; ++c, x += stride_c_) {
+                for (int c = 0; c < GRANULE; ++c) {
                     const bool valid = inside_[j] && channel + c < run_.channels;
+                    const T* const x = element(j, channel + c);
                     if constexpr (HOLD)
                         held_[i][c] = valid ? *x : T{};
                     else if constexpr (HELD)
@@ -168,7 +182,7 @@ private:
         left_ = 0x7fffffff;  // after the last run: nothing is fetched any more
         if (!run_.next(sources_, c_first_, c_end_, taps_, GRANULE, BLOCK)) return;
         left_ = run_.blocks;
-        stride_c_ = int(sources_.table[run_.source].image.stride_c);
+        step_c_ = int(sources_.table[run_.source].image.stride_c * (int)sizeof(T));
         tap_ = channel_ = 0;
         placed_ = -1;
         advance(first_granule());
@@ -188,21 +202,34 @@ private:
         for (int i = 0; i < ITS_PIXELS; ++i) {
             const int sample = corners_[pixel(i)].sample;
             inside_[i] = sample >= 0 && tap_ < taps_;
-            at_[i] = static_cast<const T*>(image.data) + sample * image.stride_n + run_.first * (long long)stride_c_;
+            at_[i] = static_cast<const char*>(image.data) +
+                     (sample * image.stride_n + run_.first * image.stride_c) * (int)sizeof(T);
         }
+        // The first axis with more than one place; divisions are long, and it needs none.
+        const int outermost = !is_single(0) ? 0 : !is_single(1) ? 1 : 2;
         int rest = tap_;
 #pragma unroll 1
-        for (int a = 2; a >= 0; --a) {  // w, h, d: the order in which a tap's number comes apart
-            const int size = int(windows_.size[a]), offset = rest % windows_.kernel[a] * windows_.dilation[a];
-            rest /= windows_.kernel[a];
+        for (int a = 2; a >= outermost; --a) {  // w, h, d: the order in which a tap's number comes apart
+            const int size = int(windows_.size[a]), step = int(image.stride[a] * (int)sizeof(T));
+            int offset = rest;
+            if (a > outermost) {
+                rest /= windows_.kernel[a];
+                offset -= rest * windows_.kernel[a];
+            }
+            offset *= windows_.dilation[a];
 #pragma unroll
             for (int i = 0; i < ITS_PIXELS; ++i) {
                 int at = corners_[pixel(i)].at[a] + offset;
                 if ((unsigned)at >= (unsigned)size) at = int(padded_index(at, size, windows_.padding_mode));
                 inside_[i] = inside_[i] && at >= 0;
-                at_[i] += at * (long long)int(image.stride[a]);
+                at_[i] += at * (long long)step;
             }
         }
+    }
+
+    // Whether along an axis all there is is one tap of one window, on element 0.
+    __device__ __forceinline__ bool is_single(int a) const {
+        return windows_.kernel[a] == 1 && windows_.out[a] == 1 && windows_.before[a] == 0;
     }
 
     const Sources& sources_;
@@ -215,8 +242,8 @@ private:
     int left_;           // blocks of the run
     int tap_, channel_;  // of the thread's next granule
     int placed_;         // the tap that the following are for
-    int stride_c_;
-    const T* at_[ITS_PIXELS];
+    int step_c_;         // bytes from one channel to the next: strides are below 2^28 elements
+    const char* at_[ITS_PIXELS];
     bool inside_[ITS_PIXELS];
     bool holds_;
     int held_channel_, held_count_;  // of what is held, with a prologue: its first channel, and how many there are

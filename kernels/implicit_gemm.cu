@@ -41,11 +41,6 @@ struct ImplicitGemmParams {
     int a_split;           // K-blocks of a block's share of K
 };
 
-// Where a column of the tile is written, and read from the residual, at output 0.
-struct Column {
-    long long out, residual;
-};
-
 }  // namespace cupyconv
 
 using namespace cupyconv;
@@ -74,12 +69,16 @@ struct Stage {
     T weight[WeightTile::ELEMENTS], x[ImageTile::ELEMENTS];
 };
 
-// What leaves: a warp row's sums, rows PITCH apart, so that they are read without conflicts in either direction.
-constexpr int PITCH = TILE + 1;
+// What leaves: a warp row's sums, in the order in which they are written: so far apart that neither the lanes of a
+// fragment nor those of a line meet in a bank.
+constexpr int PIXELS_PITCH = TILE + 8;        // [m][j], along pixels
+constexpr int OUTPUTS_PITCH = WARP_ROWS + 4;  // [j][m], along outputs
 struct Leaving {
-    Column column[TILE];
-    Sum sum[WARP_ROWS * PITCH];
+    long long out[TILE], residual[TILE];  // where a column is written, and read from the residual, at output 0
+    Sum sum[WARP_ROWS * PIXELS_PITCH];
 };
+static_assert(TILE * OUTPUTS_PITCH == WARP_ROWS * PIXELS_PITCH, "either order fills the same");
+constexpr int FINISHED = ARITHMETIC == FMA || sizeof(Sum) == 8 ? 2 : 4;  // sums that a thread finishes at a time
 
 struct Shared {
     Corner corner[TILE];
@@ -159,36 +158,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) implicit_gemm(
     Leaving& leaving = shared->leaving;
     const Image& out = params.out;
     const Image& residual = params.epilogue.residual;
-    const long long a_sample = params.windows.out[0] * params.windows.out[1] * params.windows.out[2];
     for (int j = threadIdx.x; j < TILE; j += THREADS) {
-        const long long n = (j_first + j) / a_sample;
-        const Pixel pixel = pixel_at((j_first + j) % a_sample, params.windows.out);
-        leaving.column[j] = {n * out.stride_n + offset_of(pixel, out.stride),
-                             n * residual.stride_n + offset_of(pixel, residual.stride)};
+        const Corner& corner = shared->corner[j];
+        const Pixel pixel = pixel_of(params.windows, corner);
+        leaving.out[j] = corner.sample < 0 ? NOWHERE : corner.sample * out.stride_n + offset_of(pixel, out.stride);
+        leaving.residual[j] = corner.sample * residual.stride_n + offset_of(pixel, residual.stride);
     }
-    const int rows = min(TILE, params.group_outputs - m_first);
-    const int columns = int(min((long long)TILE, params.pixels - j_first));
     const bool along_outputs = out.stride_c == 1;  // what neighbouring threads write; else neighbouring pixels
-    const int first_row = along_outputs ? threadIdx.x % WARP_ROWS : threadIdx.x / TILE;
-    const int first_column = along_outputs ? threadIdx.x / WARP_ROWS : threadIdx.x % TILE;
-    const int row_step = along_outputs ? 0 : THREADS / TILE, column_step = along_outputs ? THREADS / WARP_ROWS : 0;
+    Sum* const sums = params.keeps_sums ? static_cast<Sum*>(out.data) + blockIdx.y * params.plane : nullptr;
     for (int part = 0; part < 2; ++part) {
-        if (warp_row == part)
-            tile.for_each([&](int m, int j, Sum sum) { leaving.sum[m * PITCH + warp_j + j] = sum; });
-        __syncthreads();
-        const int part_rows = min(WARP_ROWS, rows - part * WARP_ROWS);
-        for (int row = first_row, j = first_column; row < part_rows && j < columns; row += row_step, j += column_step) {
-            const Sum sum = leaving.sum[row * PITCH + j];
-            const long long o = (long long)g * params.group_outputs + m_first + part * WARP_ROWS + row;
-            const long long at = leaving.column[j].out + o * out.stride_c;
-            if (params.keeps_sums)
-                static_cast<Sum*>(out.data)[blockIdx.y * params.plane + at] = sum;
+        if (warp_row == part) {
+            if (along_outputs)
+                tile.for_each([&](int m, int j, Sum sum) { leaving.sum[(warp_j + j) * OUTPUTS_PITCH + m] = sum; });
             else
-                static_cast<T*>(out.data)[at] =
-                    finish_at<T>(
-                        sum, params.epilogue, o, [&] { return leaving.column[j].residual + o * residual.stride_c; },
-                        [&] { return at; });
+                tile.for_each([&](int m, int j, Sum sum) { leaving.sum[m * PIXELS_PITCH + warp_j + j] = sum; });
         }
+        __syncthreads();
+        const int m_part = m_first + part * WARP_ROWS;
+        finish_tile<T, WARP_ROWS, TILE, THREADS, FINISHED>(
+            leaving.sum, along_outputs ? 1 : PIXELS_PITCH, along_outputs ? OUTPUTS_PITCH : 1,
+            min(WARP_ROWS, params.group_outputs - m_part), (long long)g * params.group_outputs + m_part, along_outputs,
+            leaving.out, leaving.residual, out, params.epilogue, sums);
         __syncthreads();
     }
 }

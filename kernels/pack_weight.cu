@@ -60,17 +60,36 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) pack_weight(const __grid
             const T* const w_mc = static_cast<const T*>(weight.data) +
                                   ((long long)g * params.group_outputs + m) * weight.stride_n +
                                   (params.sources.table[run.source].first + run.first + c - c_first) * weight.stride_c;
-            T* const packed_g = static_cast<T*>(params.packed) +
-                                (long long)g * params.blocks * params.rows * params.block + m * params.stride_m;
-            for (int t = 0, k = c; k < run.blocks * params.block; ++t, k += run.padded) {
-                T w = T{};
-                if (inside && t < taps) {
-                    int tap[3];
-                    tap_at(t, params.kernel, tap);
-                    w = w_mc[tap[0] * weight.stride[0] + tap[1] * weight.stride[1] + tap[2] * weight.stride[2]];
+            // Where a tap lies, in the weight and in what is packed: a step from the one before, never a division.
+            const long long next_row = weight.stride[1] - params.kernel[2] * weight.stride[2];
+            const long long next_plane = weight.stride[0] - params.kernel[1] * weight.stride[1];
+            const long long a_block = (long long)params.rows * params.block;
+            const int whole = run.padded / params.block, rest = run.padded % params.block;
+            const long long step = whole * a_block + rest * params.stride_k;
+            const long long next_block = a_block - params.block * params.stride_k;
+            int k = c % params.block, left = run.blocks - c / params.block, h = 0, w = 0;
+            const T* from = w_mc;
+            T* to = static_cast<T*>(params.packed) + ((long long)g * params.blocks + block + c / params.block) * a_block +
+                    m * params.stride_m + k * params.stride_k;
+            for (int t = 0; left > 0; ++t) {
+                *to = inside && t < taps ? *from : T{};
+                from += weight.stride[2];
+                if (++w == params.kernel[2]) {
+                    w = 0;
+                    from += next_row;
+                    if (++h == params.kernel[1]) {
+                        h = 0;
+                        from += next_plane;
+                    }
                 }
-                packed_g[(long long)(block + k / params.block) * params.rows * params.block +
-                         k % params.block * params.stride_k] = w;
+                to += step;
+                left -= whole;
+                k += rest;
+                if (k >= params.block) {
+                    k -= params.block;
+                    to += next_block;
+                    --left;
+                }
             }
         }
     }

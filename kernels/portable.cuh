@@ -2,11 +2,13 @@
 //
 // The kernels are compiled by NVRTC for GPUs and, in the tests, by a host C++ compiler against
 // cuda_on_host.h, which defines __global__, threadIdx, __syncthreads and the rest as ordinary C++.
-// Shared memory is the one thing that no macro of CUDA's own can give a host compiler.
+// Shared memory, and an instruction named outright, are what no macro of CUDA's own can give a host compiler.
 #pragma once
 
 #ifdef CUPYCONV_HOST
 #include "cuda_on_host.h"  // defines SHARED_ARRAY and DYNAMIC_SHARED too
+
+inline long long wide_product(int a, int b) { return (long long)a * b; }
 #else
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -18,4 +20,11 @@
 #define DYNAMIC_SHARED(T, name)                                              \
     extern __shared__ __align__(16) unsigned char name##_dynamic_shared_[];  \
     T* const name = reinterpret_cast<T*>(name##_dynamic_shared_)
+
+// a * b in 64 bits, by one instruction; left to itself the compiler may widen both and multiply 64 bits by 64.
+__device__ __forceinline__ long long wide_product(int a, int b) {
+    long long product;
+    asm("mul.wide.s32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+    return product;
+}
 #endif

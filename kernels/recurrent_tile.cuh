@@ -158,7 +158,7 @@ struct RecurrentTile {
             shared.partial[(k_warp * GATE_COUNT + g) * PAIRS + pair_of(n, unit_warp * 8 + u)] = sum;
         });
         __syncthreads();
-#pragma unroll
+#pragma unroll 1  // one pair's loads wait for the stores of the one before in any case
         for (int i = 0; i < PAIRS_A_THREAD; ++i) {
             const int pair = i * THREADS + threadIdx.x;
             A total[GATE_COUNT] = {};

@@ -180,19 +180,22 @@ struct TensorCores {
 //
 // The instruction truncates by itself, so half a unit of the 11th bit is all that rounding has to add.  Without it
 // `low` would be twice as large, the part left out four times, and all of one sign.  The products of a K-block are summed by the tensor
-// cores, whose additions truncate, and added to the sums by CUDA cores, which round.  Where x is infinite the two
-// small products must not see it: inf * 0 would be NaN where inf * 1 is meant.  A NaN reaches them by `low`, also
-// one whose payload truncation takes for infinity.
+// cores, whose additions truncate, and added to the sums by CUDA cores, which round.
+//
+// CHECKED is for operands that are infinite or would be if rounded.  Where x is infinite the two small products must
+// not see it: inf * 0 would be NaN where inf * 1 is meant.  A NaN reaches them by `low`, also one whose payload
+// truncation takes for infinity.  Unchecked, `low` of such an operand is infinite or NaN, and so is every sum of its
+// row or column, whatever the other factors are.
+template <bool CHECKED>
 struct Split {
     unsigned high, low, finite_high;
 
-    __device__ __forceinline__ explicit Split(unsigned bits) : high(bits) {
+    __device__ __forceinline__ explicit Split(unsigned bits) : high(bits + 0x1000u) {
         const float x = __uint_as_float(bits);
-        if (fabsf(x) < __uint_as_float(0x7f7ff000u)) high += 0x1000u;  // what is larger would become infinite
-        const float rounded = __uint_as_float(high & 0xffffe000u);
-        const bool infinite = fabsf(x) == __uint_as_float(0x7f800000u);
-        low = infinite ? 0u : __float_as_uint(x - rounded);
-        finite_high = infinite ? 0u : high;
+        if (CHECKED && !(fabsf(x) < __uint_as_float(0x7f7ff000u))) high = bits;  // what is larger would become infinite
+        low = __float_as_uint(x - __uint_as_float(high & 0xffffe000u));
+        finite_high = high;
+        if (CHECKED && fabsf(x) == __uint_as_float(0x7f800000u)) low = finite_high = 0u;
     }
 };
 
@@ -207,8 +210,36 @@ struct SplitTensorCores : TensorCores<float32, tf32, M, J> {
 
         template <bool CHUNKED>
         __device__ __forceinline__ void multiply(const float* weight, const float* x, int m, int j) {
-            using F = Fragments<float, WeightTile, typename Base::template ImageTile<CHUNKED>, CHUNKED>;
             float block[ROWS / 16][COLUMNS / 8][4] = {};
+            add_products<CHUNKED, false>(block, weight, x, m, j);
+            // A sum of each row and each column tells whether an operand has to be checked; finite sums that add up
+            // to an infinite one do no harm.
+            float all = 0;
+#pragma unroll
+            for (int r = 0; r < ROWS / 16; ++r) all += block[r][0][0] + block[r][0][2];
+#pragma unroll
+            for (int c = 0; c < COLUMNS / 8; ++c) all += block[0][c][0] + block[0][c][1];
+            if (__any_sync(0xffffffffu, !(fabsf(all) < __uint_as_float(0x7f800000u)))) {
+#pragma unroll
+                for (int r = 0; r < ROWS / 16; ++r)
+#pragma unroll
+                    for (int c = 0; c < COLUMNS / 8; ++c)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) block[r][c][e] = 0;
+                add_products<CHUNKED, true>(block, weight, x, m, j);
+            }
+#pragma unroll
+            for (int r = 0; r < ROWS / 16; ++r)
+#pragma unroll
+                for (int c = 0; c < COLUMNS / 8; ++c)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) sum[r][c][e] += block[r][c][e];
+        }
+
+        template <bool CHUNKED, bool CHECKED>
+        static __device__ __forceinline__ void add_products(
+            float (&block)[ROWS / 16][COLUMNS / 8][4], const float* weight, const float* x, int m, int j) {
+            using F = Fragments<float, WeightTile, typename Base::template ImageTile<CHUNKED>, CHUNKED>;
 #pragma unroll 1
             for (int k = 0; k < Base::K; k += F::STEP) {
                 unsigned b_high[COLUMNS / 8][2], b_low[COLUMNS / 8][2], b_finite[COLUMNS / 8][2];
@@ -218,7 +249,7 @@ struct SplitTensorCores : TensorCores<float32, tf32, M, J> {
                     F::load_image(b, x, j + c * 16, k);
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
-                        const Split split(b[i / 2][i % 2]);
+                        const Split<CHECKED> split(b[i / 2][i % 2]);
                         b_high[c * 2 + i / 2][i % 2] = split.high;
                         b_low[c * 2 + i / 2][i % 2] = split.low;
                         b_finite[c * 2 + i / 2][i % 2] = split.finite_high;
@@ -230,7 +261,7 @@ struct SplitTensorCores : TensorCores<float32, tf32, M, J> {
                     F::load_weight(a, weight, m + r * 16, k);
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
-                        const Split split(a[i]);
+                        const Split<CHECKED> split(a[i]);
                         a_high[i] = split.high;
                         a_low[i] = split.low;
                         a_finite[i] = split.finite_high;
@@ -243,12 +274,6 @@ struct SplitTensorCores : TensorCores<float32, tf32, M, J> {
                     }
                 }
             }
-#pragma unroll
-            for (int r = 0; r < ROWS / 16; ++r)
-#pragma unroll
-                for (int c = 0; c < COLUMNS / 8; ++c)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) sum[r][c][e] += block[r][c][e];
         }
 
         template <class F> __device__ __forceinline__ void for_each(F f) const { Base::each_of_16x8(sum, f); }

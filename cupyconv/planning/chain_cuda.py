@@ -44,8 +44,8 @@ CHUNK_BYTES, PITCH_BYTES = 64, 80
 #: Bytes of sums that a block has of a pixel at a time (OUTPUTS of kernels/conv_pair.cu).
 OUTPUTS_BYTES = 128
 #: Bytes of shared memory that hold the tables; rows and pitch in which sums leave.
-TABLES = 4144
-PART, LEAVING_PITCH = 16, PIXELS + 1
+TABLES = 8240
+PART, LEAVING_PITCH = 16, PIXELS + 8
 #: Oldest architecture that has the instructions for a dtype.
 FIRST_PAIR = {"float16": 75, "bfloat16": 80, "float32": 75, "float64": 75}
 #: Indices within an image are int32 in the kernel.

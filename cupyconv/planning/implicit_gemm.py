@@ -219,8 +219,8 @@ WORDS = {
 def shared_bytes(tile: int, sums: str) -> int:
     """`Shared` of kernels/implicit_gemm.cu: a corner a pixel, and stages or what leaves in the same place."""
     corners, stages = tile * 16, STAGES * 2 * tile * BLOCK_BYTES
-    leaving = tile * 16 + tile // 2 * (tile + 1) * ITEMSIZE[sums]
-    return corners + max(stages, -(-leaving // 16) * 16)
+    leaving = tile * 16 + tile // 2 * (tile + 8) * ITEMSIZE[sums]
+    return corners + max(stages, leaving)
 
 
 def _along_channels(request: ConvRequest, chunked: bool) -> tuple[bool, tuple[str, ...]]:

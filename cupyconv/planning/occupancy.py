@@ -24,7 +24,7 @@ CONV_PAIR_REGISTERS = {
     ("bfloat16", "DENSE", "DEPTHWISE"): 128,
     ("bfloat16", "DEPTHWISE", "DENSE"): 80,
     ("bfloat16", "DEPTHWISE", "DEPTHWISE"): 64,
-    ("float32", "DENSE", "DENSE"): 120,
+    ("float32", "DENSE", "DENSE"): 128,
     ("float32", "DENSE", "DEPTHWISE"): 112,
     ("float32", "DEPTHWISE", "DENSE"): 80,
     ("float32", "DEPTHWISE", "DEPTHWISE"): 64,
