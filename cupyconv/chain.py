@@ -117,7 +117,7 @@ def _split(x: Any, layers: Any, fuse: Any, out: Any) -> tuple[Mapping[str, Any],
         raise ValueError("layers is an empty sequence, needed at least one ConvLayer")
     for i, layer in enumerate(layers):
         if not isinstance(layer, ConvLayer):
-            raise TypeError(f"layers[{i}] must be a ConvLayer, given {type(layer).__name__}")
+            raise TypeError(f"layers[{i}] must be a ConvLayer, given {type(layer).__name__}: ConvLayer(weight, ...)")
     settings = tuple(
         LayerSettings(
             layer.stride, layer.padding, layer.dilation, layer.groups, layer.activation, layer.bias is not None,

@@ -48,6 +48,18 @@ _PREPARE: dict[Callable[..., Any], Callable[..., Call]] = {
 }
 
 
+def _no_plan(function: Any) -> str:
+    known = [f.__name__ for f in _PREPARE]
+    message = f"explain takes one of {', '.join(known)}, and then its arguments, given "
+    if not callable(function):
+        given = repr(function) if function is None or isinstance(function, str) else type(function).__name__
+        return f"{message}{given}: write explain(conv, x, weight), without calling conv"
+    name = getattr(function, "__name__", repr(function))
+    base = name.removesuffix("_vjp")  # a pullback's forward pass, or another framework's twin
+    hint = f": its forward pass is explain(cupyconv.{base}, ...) of NumPy or CuPy arrays" if base in known else ""
+    return f"{message}{name!r}{hint}"
+
+
 def explain(function: Callable[..., Any], *args: Any, on: str | None = None, **kwargs: Any) -> Plan:
     """What a call would run, and why; nothing is run or allocated.
 
@@ -83,9 +95,8 @@ def explain(function: Callable[..., Any], *args: Any, on: str | None = None, **k
     >>> plan.method, len(plan.steps), plan.workspace_bytes
     ('direct', 1, 0)
     """
-    if function not in _PREPARE:
-        known = ", ".join(f.__name__ for f in _PREPARE)
-        raise TypeError(f"explain takes one of {known}, given {getattr(function, '__name__', function)!r}")
+    if not callable(function) or function not in _PREPARE:
+        raise TypeError(_no_plan(function))
     if function in (conv, linmerge):
         names = ("scale", "shift", "prologue_activation")
         kwargs |= zip(names, prologue_parts(kwargs.pop("prologue", None)))

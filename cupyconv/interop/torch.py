@@ -354,7 +354,7 @@ def _on_one_device(tensors: dict[str, Any], required: Sequence[str] = ()) -> dic
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None or name in required}
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}, needed a torch.Tensor")
+            raise TypeError(f"{name} is a {type(tensor).__name__}, needed a torch.Tensor, as torch.as_tensor makes one")
     devices = {name: tensor.device for name, tensor in tensors.items()}
     if len(set(devices.values())) > 1:
         raise TypeError(f"tensors of several devices: {', '.join(f'{name} on {d}' for name, d in devices.items())}")
