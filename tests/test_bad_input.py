@@ -382,8 +382,8 @@ def foreign(module: str, name: str) -> Any:
 @pytest.mark.parametrize(
     "module, name, way_in",
     [
-        ("torch", "Tensor", r"cupy\.from_dlpack"),
-        ("jaxlib._jax", "ArrayImpl", r"cupy\.from_dlpack"),
+        ("torch", "Tensor", r"interop\.torch.*cupy\.from_dlpack"),
+        ("jaxlib._jax", "ArrayImpl", r"interop\.jax.*cupy\.from_dlpack"),
         ("dask.array.core", "Array", r"map_blocks"),
         ("somewhere.new", "Array", r"numpy\.asarray"),
     ],
