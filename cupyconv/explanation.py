@@ -67,18 +67,19 @@ def explain(function: Callable[..., Any], *args: Any, on: str | None = None, **k
     ----------
     function : callable
         `conv`, `linmerge`, `conv_chain`, `conv_transpose`, `conv_grad_input`, `conv_grad_weight`, `im2col`,
-        `col2im`, `max_pool`, `rnn`, `lstm`, `gru`, or a step of these.
+        `col2im`, `max_pool`, `rnn`, `lstm`, `gru`, `rnn_step`, `lstm_step` or `gru_step`.
     *args, **kwargs
         The call's arguments.
     on : str, optional
-        An architecture such as ``"sm_90"``: the plan for that GPU, which need not be there; shapes,
-        dtypes and strides are then those of NumPy arrays.
+        A GPU's architecture: the plan is for that GPU, which need not be in this machine, and the arguments are
+        NumPy arrays.  ``"sm_75"`` (T4), ``"sm_80"`` (A100), ``"sm_86"`` (A10), ``"sm_89"`` (L40), ``"sm_90"`` (H100, H200),
+        ``"sm_100"`` (B200) or ``"sm_120"`` (RTX 5090).
 
     Returns
     -------
     Plan
-        Print it for a page to read: method, launches, GEMM calls, workspace, FLOP, bytes, what bounds
-        it, and why not the other methods.
+        Print it for a page to read: the method, why not the others, every kernel and matrix product, temporary memory
+        (workspace), operations, bytes, and what limits the speed.  `Plan` explains its lines.
 
     Raises
     ------
