@@ -156,7 +156,8 @@ def linmerge(
     Parameters
     ----------
     xs : sequence of arrays, or array
-        Each ``(N, C_i, *spatial)`` with any number of spatial axes, equal in all but the channels.
+        Each ``(N, C_i, *spatial)`` with any number of spatial axes, equal in all but the channels.  The axis of samples
+        N is always there: ``array[None]`` for one sample.
     weight : array
         ``(C_out, C_0 + C_1 + ...)``.
     bias, activation, residual, prologue, method, out

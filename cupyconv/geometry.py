@@ -309,7 +309,9 @@ def pointwise_geometry(shapes: Mapping[str, tuple[int, ...]], weight_shape: tupl
     batch, channels, size = _common_image(shapes, rank, batched=True)
     if sum(channels) != weight_shape[1]:
         given = _counted(shapes, channels)
-        raise ValueError(f"weight of shape {weight_shape} takes {weight_shape[1]} channels, given {given}")
+        unbatched = sum(shape[0] for shape in shapes.values()) == weight_shape[1]
+        hint = "; the first axis is that of samples: array[None] for one" if unbatched else ""
+        raise ValueError(f"weight of shape {weight_shape} takes {weight_shape[1]} channels, given {given}{hint}")
     if rank > 3:
         size = (prod(size[:-2]), *size[-2:])
     ones = (1,) * len(size)
