@@ -1,7 +1,14 @@
-"""Convolution as array functions, on NumPy and CuPy, merging inputs without concatenating them.
+"""Convolution, pooling and recurrent layers as functions of NumPy and CuPy arrays.
 
-y = cupyconv.conv(x, weight)              # one array
-y = cupyconv.conv([a, b, c], weight)      # their concatenation along channels, never built
+y = cupyconv.conv(x, weight)              # x is (N, C, *spatial): samples, channels, one to three spatial axes
+y = cupyconv.conv([a, b, c], weight)      # as if concatenated along the channels; the concatenation is never built
+
+layers      conv, linmerge, conv_chain with ConvLayer, conv_transpose, max_pool, im2col, col2im
+recurrent   rnn, lstm, gru, and rnn_step, lstm_step, gru_step
+gradients   conv_vjp, linmerge_vjp, conv_transpose_vjp, max_pool_vjp, rnn_vjp, lstm_vjp, gru_vjp,
+            conv_grad_input, conv_grad_weight
+from ONNX   onnx_padding, from_onnx_weights, fold_batchnorm
+around it   explain (what a call would run), options, show_config; cupyconv.interop.torch and .jax
 """
 
 from cupyconv.batchnorm import fold_batchnorm

@@ -13,14 +13,14 @@ from cupyconv.planning.request import METHODS
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the result is the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m cupyconv", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    commands.add_parser("info", help="versions, GPU, backends, caches")
-    demo = commands.add_parser("demo", help="what the library does, measured and checked on this machine, in a minute")
+    parser = argparse.ArgumentParser(prog="python -m cupyconv", description="Convolution on NumPy and CuPy arrays.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _command(commands, "info", "Print versions, GPUs, what is missing, and where compiled kernels are kept.")
+    demo = _command(commands, "demo", "Show what the library does: measured and checked on this machine, in a minute.")
+    demo.add_argument("--small", action="store_true", help="a hundredth of the work, in seconds; its times mean little")
     demo.add_argument(
-        "--small", action="store_true", help="a hundredth of the work: seconds, and times that mean little"
+        "--output", type=Path, default=Path(), metavar="DIRECTORY", help="for the picture (default: here)"
     )
-    demo.add_argument("--output", type=Path, default=Path(), metavar="DIRECTORY", help="where the picture goes")
     _add_bench(commands)
     given = parser.parse_args(arguments)
     if given.command == "info":
@@ -38,15 +38,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_demo(small=given.small, directory=given.output)
 
 
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, does: str
+) -> argparse.ArgumentParser:
+    return commands.add_parser(name, help=does[0].lower() + does[1:].rstrip("."), description=does)
+
+
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    bench = commands.add_parser("bench", help="every case checked, timed beside its peers, and written down")
-    bench.add_argument("--gpu", action="store_true", help="CuPy on the current GPU; without it NumPy is measured")
-    bench.add_argument("--seconds", type=float, default=480, help="end within them (480); what is left out is said")
-    bench.add_argument("--only", default="", metavar="TEXT", help="cases with TEXT in their names")
-    bench.add_argument("--methods", type=_methods, metavar="A,B", help="time these methods beside the one chosen (all)")
-    bench.add_argument("--no-torch", action="store_false", dest="torch", help="leave torch out where it is installed")
-    bench.add_argument("--json", type=Path, metavar="FILE", help="the results file, whole after every case")
-    bench.add_argument("--resume", action="store_true", help="go on with the file of --json where a run has ended")
+    bench = _command(commands, "bench", "Time layers beside other libraries, each result checked before it is timed.")
+    bench.add_argument("--gpu", action="store_true", help="measure CuPy on the current GPU (default: NumPy)")
+    bench.add_argument(
+        "--seconds",
+        type=float,
+        default=480,
+        help="the time to use (default: 480); cases that are left out are listed",
+    )
+    bench.add_argument("--only", default="", metavar="TEXT", help="measure the cases with TEXT in their names")
+    bench.add_argument(
+        "--methods", type=_methods, metavar="A,B", help="time these methods too, beside the chosen one (default: all)"
+    )
+    bench.add_argument("--no-torch", action="store_false", dest="torch", help="do not compare with PyTorch")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE, after every case")
+    bench.add_argument("--resume", action="store_true", help="continue the run whose results --json names")
 
 
 def _methods(text: str) -> tuple[str, ...]:

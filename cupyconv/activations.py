@@ -101,16 +101,23 @@ def resolve_activation(activation: Any, *, recurrent: bool = False) -> Activatio
         return IDENTITY
     name, *given = activation if isinstance(activation, (tuple, list)) and activation else (activation,)
     if not isinstance(name, str):
-        raise TypeError(f"activation must be None, a name or a tuple (name, parameters...), not {activation!r}")
+        own = "; apply a function of your own to the result" if callable(name) else ""
+        raise TypeError(f"activation must be None, a name or a tuple (name, parameters...), not {activation!r}{own}")
     known = TABLE | RECURRENT_ONLY if recurrent else TABLE
     if name in RECURRENT_ONLY and not recurrent:
         raise ValueError(f"activation {name!r} belongs to the recurrent functions; here: {', '.join(known)}")
     if name not in known:
-        raise ValueError(f"unknown activation {name!r}; known are {', '.join(known)}")
+        plain = {one.replace("_", ""): one for one in known}.get(name.replace("_", "").lower())
+        hint = f": write {plain!r}" if plain else ""
+        raise ValueError(f"unknown activation {name!r}{hint}; known are {', '.join(known)}")
     code, defaults = known[name]
     required = sum(default is None for default in defaults)
     if not required <= len(given) <= len(defaults):
-        raise ValueError(f"activation {name!r} takes {required} to {len(defaults)} parameters, given {len(given)}")
+        count = f"{required} to {len(defaults)}" if required < len(defaults) else f"{required}"
+        raise ValueError(
+            f"activation {name!r} takes {count} parameters, given {len(given)}; with parameters it is a tuple,"
+            f" ({name!r}, ...)"
+        )
     if not all(isinstance(value, Real) for value in given):
         raise TypeError(f"activation parameters must be real numbers, given {given!r}")
     values = [as_float(f"a parameter of activation {name!r}", value) for value in given]

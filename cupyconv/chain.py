@@ -46,10 +46,10 @@ class ConvLayer:
 
 
 def conv_chain(x: Any, layers: Any, *, fuse: Any = "auto", out: Any = None) -> Any:
-    """Convolutions one after the other, without storing what lies between them where that pays.
+    """Convolutions one after the other; where it is faster, the images between them are not stored.
 
-    Equal to calling `conv` for each layer on the result of the one before, padding and non-finite values
-    included: an intermediate image is padded with zeros, not continued beyond its edge.
+    The result is that of calling `conv` for each layer with the result of the one before, non-finite values and
+    padding included: an intermediate image too is padded with zeros, not continued beyond its edge.
 
     Parameters
     ----------
@@ -80,12 +80,16 @@ def conv_chain(x: Any, layers: Any, *, fuse: Any = "auto", out: Any = None) -> A
 
     Notes
     -----
-    On CUDA two neighbouring layers are one kernel, whose intermediate tile lies in shared memory, with its
-    halo computed again by neighbouring blocks; longer chains run as the best pairing.  A fused kernel does
-    not round a 16-bit intermediate that it keeps in a wider type.  On NumPy runs of rows go through all
-    layers while they are in cache; rows that two runs share are kept, none is computed twice by one thread.
-    Intermediate images that are stored count against ``workspace_limit``: samples go in chunks then, and
-    where one sample alone is larger, the limit is exceeded and `explain` says so.
+    On CUDA two neighbouring layers become one kernel.  It keeps a tile of the image between them in shared memory; the
+    pixels around a tile that two tiles need are computed twice.  Longer chains run in the best pairs.  A 16-bit
+    intermediate image that a fused kernel keeps in a wider type is not rounded.
+
+    On NumPy a few rows at a time go through all layers while they are in cache.  Rows that the next ones need too are
+    kept, so that no thread computes a row twice.
+
+    Intermediate images that are stored count against ``workspace_limit``: then the samples are computed in chunks.
+    Where one sample alone needs more, the limit is exceeded, and `explain` says so.
+
     Source: Alwani et al., *Fused-Layer CNN Accelerators* (2016).
 
     Examples
@@ -117,7 +121,7 @@ def _split(x: Any, layers: Any, fuse: Any, out: Any) -> tuple[Mapping[str, Any],
         raise ValueError("layers is an empty sequence, needed at least one ConvLayer")
     for i, layer in enumerate(layers):
         if not isinstance(layer, ConvLayer):
-            raise TypeError(f"layers[{i}] must be a ConvLayer, given {type(layer).__name__}")
+            raise TypeError(f"layers[{i}] must be a ConvLayer, given {type(layer).__name__}: ConvLayer(weight, ...)")
     settings = tuple(
         LayerSettings(
             layer.stride, layer.padding, layer.dilation, layer.groups, layer.activation, layer.bias is not None,

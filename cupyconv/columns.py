@@ -15,9 +15,10 @@ def im2col(x: Any, kernel_shape: Any, *, stride: Any = 1, padding: Any = 0, dila
     ----------
     x : array or sequence of arrays
         ``(N, C, *spatial)`` with one to three spatial axes; a sequence means the concatenation along C.
-        N may be missing where `kernel_shape` is a tuple of ``x.ndim - 1`` entries.
+        One sample may come without the axis N; then `kernel_shape` must be a tuple, which tells how many spatial axes
+        there are.
     kernel_shape : int or tuple of int
-        Taps along each spatial axis.
+        The window's size along each spatial axis.  With an int the first two axes of `x` are N and C.
     stride, padding, dilation
         As for `conv`; padding is with zeros.
     out : array, optional

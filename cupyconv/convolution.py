@@ -27,37 +27,46 @@ def conv(
     """Convolution over one, two or three spatial axes, of one array or of several merged.
 
     ``y[n, o, p] = activation(sum over c, k of weight[o, c, k] * x[n, c, p * stride + k * dilation - before]
-    + bias[o] + residual[n, o, p])``: cross-correlation, as deep-learning libraries have it.
+    + bias[o] + residual[n, o, p])``.  The kernel is not flipped (cross-correlation, as in deep-learning libraries); for
+    the convolution of SciPy and of mathematics flip it: ``weight[:, :, ::-1, ::-1]``.
 
     Parameters
     ----------
     x : array or sequence of arrays
-        ``(N, C_in, *spatial)``; N may be missing where ``x.ndim == weight.ndim - 1``.  A list or tuple
-        means the concatenation of its arrays along the channel axis, which is never built.  Beside a
-        complex array real ones are computed as complex; a real `x` with a complex `weight`, or the
-        reverse, is not promoted and takes half the arithmetic.
+        ``(N, C_in, *spatial)``: samples, channels, and one to three spatial axes.  One sample may come without the
+        axis N: ``x.ndim == weight.ndim - 1``.  A list or tuple of arrays means their concatenation along the
+        channels, which is never built.  Its arrays may be real and complex; they are then all computed as complex.
+        A real `x` with a complex `weight`, or the reverse, stays real and takes half the arithmetic.
     weight : array
-        ``(C_out, C_in // groups, *kernel)``.
+        ``(C_out, C_in // groups, *kernel)``.  A kernel alone is ``kernel[None, None]``: one channel in, one out.
     bias : array, optional
         ``(C_out,)``.
-    stride, dilation : int or tuple of int
-        One for all spatial axes, or one each; in elements.
+    stride : int or tuple of int
+        Elements from one window to the next; one int for all spatial axes, or one for each.
+    dilation : int or tuple of int
+        Elements from one tap of the kernel to the next; likewise.
     padding : int, tuple or str
-        Elements on both sides of every axis; one int, or one ``(before, after)`` pair, per axis;
-        ``"valid"``, ``"same"``, ``"same_lower"``, ``"full"``, or ``"causal"`` (one axis).
+        How many elements are added around `x`: one int for all sides; or for each axis one int or one
+        ``(before, after)`` pair; or a name (a kernel of k taps spans ``dilation * (k - 1) + 1``): ``"valid"`` none;
+        ``"same"`` so many that ``ceil(size / stride)`` results come out, an odd one after (``"same_lower"``: before);
+        ``"full"`` the span less one on each side; ``"causal"`` the same, all before, for one spatial axis.
     padding_mode : str
-        ``"constant"`` (zeros), ``"reflect"``, ``"symmetric"``, ``"edge"`` or ``"wrap"``, as in `numpy.pad`.
+        What the added elements are: ``"constant"`` (zeros), ``"reflect"``, ``"symmetric"``, ``"edge"`` or ``"wrap"``, as
+        in `numpy.pad`.  SciPy's ``"reflect"`` is ``"symmetric"`` here, its ``"mirror"`` is ``"reflect"``.
     groups : int
-        Channels are split into this many groups, each convolved by itself.
+        The channels are split into this many groups, and each is convolved by itself.  ``groups=C_in`` with a weight
+        ``(C_in, 1, *kernel)`` filters every channel by its own kernel.
     activation : str or tuple, optional
-        ``"relu"``, ``("leaky_relu", 0.1)``, ``("clip", 0, 6)``, ...; the table is in ``cupyconv.activations``.
+        ``"relu"``, ``"relu6"``, ``"leaky_relu"``, ``"clip"``, ``"elu"``, ``"sigmoid"``, ``"hard_sigmoid"``, ``"hardswish"``,
+        ``"tanh"``, ``"gelu"``, ``"gelu_tanh"``, ``"silu"``, ``"mish"`` or ``"softplus"``; with parameters a tuple,
+        ``("leaky_relu", 0.1)``, ``("clip", 0, 6)``.  The formulas: ``help("cupyconv.activations")``.
     residual : array, optional
         Of exactly the result's shape, added before the activation.
     prologue : tuple (scale, shift, activation), optional
         Each input element is taken as ``activation(scale[c] * x[n, c, p] + shift[c])``, computed as it is loaded:
         a batch normalisation and an activation before the convolution, without a copy.  `scale` and `shift` are
-        arrays ``(C,)`` over all channels of the merged inputs; each of the three may be None.  Padding is zeros
-        beside transformed elements, and those of a `padding_mode` are transformed.
+        arrays ``(C,)`` over all channels of the merged inputs; each of the three may be None.  Zero padding comes
+        after it and stays zero; the elements that another `padding_mode` repeats are transformed.
     method : str
         ``"auto"``, ``"direct"``, ``"gemm"`` (columns and a product) or ``"implicit_gemm"`` (CUDA: the product
         without columns); a method that does not apply is refused, never replaced.
@@ -86,19 +95,21 @@ def conv(
     See Also
     --------
     linmerge : 1x1 kernels over any number of spatial axes.
+    conv_vjp : the same with gradients.
     explain : what a call would run.
 
     Notes
     -----
-    A prologue is computed in the precision of sums, float32 for 16-bit types, and never widens the result; `scale` and
-    `shift` of that dtype are taken as they are, others converted first.  The products of ``"gemm"`` and
-    ``"implicit_gemm"`` on CUDA are of 16-bit elements, so there a transformed one is rounded to its type once.  With
-    a prologue ``"gemm"`` always writes columns, also of 1x1 kernels.
+    A prologue is computed in the precision of the sums (float32 for 16-bit types) and never changes the result's dtype.
+    For 16-bit types on CUDA, ``"gemm"`` and ``"implicit_gemm"`` round a transformed element to its type once, because
+    their products take 16-bit elements.  With a prologue ``"gemm"`` always writes columns, for 1x1 kernels too.
 
-    On CUDA nothing waits for the GPU: the work is enqueued on the current stream.  After a first call
-    like it, one with `out` whose plan has no workspace and no GEMM can be captured in a CUDA graph.  With
-    ``CUPYCONV_NVTX=1`` in the environment each call is an NVTX range.  Source of the conventions: ONNX ``Conv``; Chetlur et al., *cuDNN: Efficient Primitives for Deep Learning* (2014),
-    for columns and products.
+    On CUDA nothing waits for the GPU: the work is put on the current stream.  A call with `out` whose plan has neither
+    workspace nor a GEMM can be captured in a CUDA graph, after a first such call outside it.  With
+    ``CUPYCONV_NVTX=1`` in the environment each call is an NVTX range.
+
+    Source of the conventions: ONNX ``Conv``; Chetlur et al., *cuDNN: Efficient Primitives for Deep Learning* (2014), for
+    columns and products.
 
     Examples
     --------
@@ -108,6 +119,12 @@ def conv(
     >>> y = cupyconv.conv([image, features], weight, padding="same", activation="relu")
     >>> y.shape, float(y[0, 0, 4, 4])
     ((1, 16, 8, 8), 72.0)
+
+    A picture and a kernel as SciPy has them:
+
+    >>> picture, kernel = np.ones((120, 160)), np.ones((5, 5)) / 25
+    >>> cupyconv.conv(picture[None], kernel[None, None], padding="same", padding_mode="symmetric")[0].shape
+    (120, 160)
     """
     scale, shift, prologue_activation = prologue_parts(prologue)
     return call(
@@ -139,7 +156,8 @@ def linmerge(
     Parameters
     ----------
     xs : sequence of arrays, or array
-        Each ``(N, C_i, *spatial)`` with any number of spatial axes, equal in all but the channels.
+        Each ``(N, C_i, *spatial)`` with any number of spatial axes, equal in all but the channels.  The axis of samples
+        N is always there: ``array[None]`` for one sample.
     weight : array
         ``(C_out, C_0 + C_1 + ...)``.
     bias, activation, residual, prologue, method, out

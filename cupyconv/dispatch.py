@@ -45,10 +45,12 @@ _NUMPY = NumpyBackend()
 #: Array class -> the function that gives the backend of one such array.
 _REGISTRY: dict[type, Callable[[Any], Backend]] = {np.ndarray: lambda array: _NUMPY}
 
+_JAX = "the functions of cupyconv.interop.jax, or numpy.asarray(array) or cupy.from_dlpack(array)"
 _WAYS_IN = {
-    "torch": "numpy.asarray(tensor) or cupy.from_dlpack(tensor) shares its memory",
-    "jax": "numpy.asarray(array) or cupy.from_dlpack(array)",
-    "jaxlib": "numpy.asarray(array) or cupy.from_dlpack(array)",
+    "torch": "the functions of cupyconv.interop.torch, or numpy.asarray(tensor) or cupy.from_dlpack(tensor),"
+    " which share its memory",
+    "jax": _JAX,
+    "jaxlib": _JAX,
     "dask": "apply the function to its blocks: dask.array.map_blocks",
 }
 

@@ -49,6 +49,18 @@ _PREPARE: dict[Callable[..., Any], Callable[..., Call]] = {
 }
 
 
+def _no_plan(function: Any) -> str:
+    known = [f.__name__ for f in _PREPARE]
+    message = f"explain takes one of {', '.join(known)}, and then its arguments, given "
+    if not callable(function):
+        given = repr(function) if function is None or isinstance(function, str) else type(function).__name__
+        return f"{message}{given}: write explain(conv, x, weight), without calling conv"
+    name = getattr(function, "__name__", repr(function))
+    base = name.removesuffix("_vjp")  # a pullback's forward pass, or another framework's twin
+    hint = f": its forward pass is explain(cupyconv.{base}, ...) of NumPy or CuPy arrays" if base in known else ""
+    return f"{message}{name!r}{hint}"
+
+
 def explain(function: Callable[..., Any], *args: Any, on: str | None = None, **kwargs: Any) -> Plan:
     """What a call would run, and why; nothing is run or allocated.
 
@@ -56,18 +68,19 @@ def explain(function: Callable[..., Any], *args: Any, on: str | None = None, **k
     ----------
     function : callable
         `conv`, `linmerge`, `conv_chain`, `conv_transpose`, `conv_grad_input`, `conv_grad_weight`, `im2col`,
-        `col2im`, `max_pool`, `rnn`, `lstm`, `gru`, or a step of these.
+        `col2im`, `max_pool`, `rnn`, `lstm`, `gru`, `rnn_step`, `lstm_step` or `gru_step`.
     *args, **kwargs
         The call's arguments.
     on : str, optional
-        An architecture such as ``"sm_90"``: the plan for that GPU, which need not be there; shapes,
-        dtypes and strides are then those of NumPy arrays.
+        A GPU's architecture: the plan is for that GPU, which need not be in this machine, and the arguments are
+        NumPy arrays.  ``"sm_75"`` (T4), ``"sm_80"`` (A100), ``"sm_86"`` (A10), ``"sm_89"`` (L40), ``"sm_90"`` (H100, H200),
+        ``"sm_100"`` (B200) or ``"sm_120"`` (RTX 5090).
 
     Returns
     -------
     Plan
-        Print it for a page to read: method, launches, GEMM calls, workspace, FLOP, bytes, what bounds
-        it, and why not the other methods.
+        Print it for a page to read: the method, why not the others, every kernel and matrix product, temporary memory
+        (workspace), operations, bytes, and what limits the speed.  `Plan` explains its lines.
 
     Raises
     ------
@@ -86,8 +99,7 @@ def explain(function: Callable[..., Any], *args: Any, on: str | None = None, **k
     """
     prepare = next((prepare for known, prepare in _PREPARE.items() if known is function), None)
     if prepare is None:
-        known = ", ".join(f.__name__ for f in _PREPARE)
-        raise TypeError(f"explain takes one of {known}, given {getattr(function, '__name__', function)!r}")
+        raise TypeError(_no_plan(function))
     try:
         signature(function).bind(*args, **kwargs)
     except TypeError as error:

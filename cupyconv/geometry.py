@@ -20,7 +20,14 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from cupyconv.padding import PADDING_MODES, per_axis, positive, resolve_padding, resolve_transposed_padding
+from cupyconv.padding import (
+    FOREIGN_PADDING_MODES,
+    PADDING_MODES,
+    per_axis,
+    positive,
+    resolve_padding,
+    resolve_transposed_padding,
+)
 
 Triple = tuple[int, int, int]
 
@@ -174,10 +181,7 @@ def conv_geometry(
     """Validate a convolution's shapes, by input, and settings; every refusal says what was given and needed."""
     rank = len(weight_shape) - 2
     if not 1 <= rank <= 3:
-        raise ValueError(
-            f"weight has {len(weight_shape)} axes, needed 3 to 5: (C_out, C_in // groups, *kernel) with"
-            f" 1 to 3 spatial axes; given shape {weight_shape}"
-        )
+        raise ValueError(_weight_axes(weight_shape, "(C_out, C_in // groups, *kernel)"))
     batch, channels, size = _common_image(shapes, rank, batched)
     groups = positive("groups", groups)
     out_channels, weight_channels = weight_shape[:2]
@@ -189,7 +193,7 @@ def conv_geometry(
         needed = weight_channels * groups
         raise ValueError(
             f"weight of shape {weight_shape} with groups={groups} takes {needed} input channels,"
-            f" given {_counted(shapes, channels)}"
+            f" given {_counted(shapes, channels)}{_each_channel(weight_shape)}"
         )
     windows = _windows(size, weight_shape[2:], stride, padding, padding_mode, dilation)
     return ConvGeometry(batch=batch, channels=channels, out_channels=out_channels, groups=groups, **windows)
@@ -214,10 +218,7 @@ def transposed_geometry(
     """
     rank = len(weight_shape) - 2
     if not 1 <= rank <= 3:
-        raise ValueError(
-            f"weight has {len(weight_shape)} axes, needed 3 to 5: (C_in, C_out // groups, *kernel) with"
-            f" 1 to 3 spatial axes; given shape {weight_shape}"
-        )
+        raise ValueError(_weight_axes(weight_shape, "(C_in, C_out // groups, *kernel)"))
     batch, channels, size = _common_image(shapes, rank, batched)
     groups = positive("groups", groups)
     in_channels, group_outputs, *kernel = weight_shape
@@ -317,7 +318,9 @@ def pointwise_geometry(shapes: Mapping[str, tuple[int, ...]], weight_shape: tupl
     batch, channels, size = _common_image(shapes, rank, batched=True)
     if sum(channels) != weight_shape[1]:
         given = _counted(shapes, channels)
-        raise ValueError(f"weight of shape {weight_shape} takes {weight_shape[1]} channels, given {given}")
+        unbatched = sum(shape[0] for shape in shapes.values()) == weight_shape[1]
+        hint = "; the first axis is that of samples: array[None] for one" if unbatched else ""
+        raise ValueError(f"weight of shape {weight_shape} takes {weight_shape[1]} channels, given {given}{hint}")
     if rank > 3:
         size = (prod(size[:-2]), *size[-2:])
     ones = (1,) * len(size)
@@ -332,7 +335,10 @@ def _common_image(
     axes = "(N, C, *spatial)" if batched else "(C, *spatial)"
     for name, shape in shapes.items():
         if len(shape) != rank + 1 + batched:
-            raise ValueError(f"{name} has shape {shape}, needed {rank + 1 + batched} axes: {axes} with {rank} spatial")
+            merged = "; a list is merged along the channels, a batch is one array" if len(shapes) > 1 else ""
+            raise ValueError(
+                f"{name} has shape {shape}, needed {rank + 1 + batched} axes: {axes} with {rank} spatial{merged}"
+            )
     first, expected = next(iter(shapes.items()))
     for name, shape in shapes.items():
         if shape[:batched] != expected[:batched] or shape[1 + batched :] != expected[1 + batched :]:
@@ -352,7 +358,11 @@ def _windows(
     stride = per_axis("stride", stride, rank, 1)
     dilation = per_axis("dilation", dilation, rank, 1)
     if not isinstance(padding_mode, str) or padding_mode not in PADDING_MODES:
-        raise ValueError(f"unknown padding_mode {padding_mode!r}; known are {', '.join(PADDING_MODES)}")
+        ours = FOREIGN_PADDING_MODES.get(padding_mode) if isinstance(padding_mode, str) else None
+        hint = f"; {padding_mode!r} of another library is {ours!r} here" if ours else ""
+        raise ValueError(
+            f"unknown padding_mode {padding_mode!r}; known are {', '.join(PADDING_MODES)}, as in numpy.pad{hint}"
+        )
     pairs = resolve_padding(padding, size, kernel, stride, dilation)
     before, after = tuple(b for b, _ in pairs), tuple(a for _, a in pairs)
     for name, values in (("stride", stride), ("dilation", dilation), ("padding", before + after), ("kernel", kernel)):
@@ -386,8 +396,21 @@ def _triple(values: tuple[int, ...], fill: int) -> Triple:
     return (fill,) * (3 - len(values)) + tuple(values)  # type: ignore[return-value]
 
 
+def _weight_axes(shape: tuple[int, ...], needed: str) -> str:
+    hint = "; a kernel alone is kernel[None, None]" if len(shape) in (1, 2) else ""
+    return f"weight has {len(shape)} axes, needed 3 to 5: {needed} with 1 to 3 spatial axes; given shape {shape}{hint}"
+
+
+def _each_channel(weight_shape: tuple[int, ...]) -> str:
+    """A hint for those who mean the same filter for every channel."""
+    if weight_shape[:2] != (1, 1):
+        return ""
+    kernel = ", ".join(map(str, weight_shape[2:]))
+    return f"; to filter each of C channels by itself: groups=C and a weight of shape (C, 1, {kernel})"
+
+
 def _counted(shapes: Mapping[str, tuple[int, ...]], channels: tuple[int, ...]) -> str:
     if len(channels) == 1:
         name, shape = next(iter(shapes.items()))
-        return f"{channels[0]} channels ({name} has shape {shape})"
+        return f"{channels[0]} channels ({name} has shape {shape}: channels come before the spatial axes)"
     return f"{sum(channels)} channels ({', '.join(f'{name}: {c}' for name, c in zip(shapes, channels))})"

@@ -87,7 +87,8 @@ KNOWN_GPUS = {
 def known_gpu(arch: str) -> GpuModel:
     """The representative of an architecture such as ``"sm_90"``."""
     if not isinstance(arch, str) or arch not in KNOWN_GPUS:
-        raise ValueError(f"on={arch!r} is not a known architecture; known are {', '.join(KNOWN_GPUS)}")
+        known = ", ".join(f"{gpu.arch} ({gpu.name})" for gpu in KNOWN_GPUS.values())
+        raise ValueError(f"on={arch!r} is not a known architecture; known are {known}")
     return KNOWN_GPUS[arch]
 
 

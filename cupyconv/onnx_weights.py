@@ -32,8 +32,8 @@ def from_onnx_weights(op: str, W: Any, R: Any, B: Any = None, P: Any = None) -> 
     Returns
     -------
     dict
-        ``weight_ih`` and ``weight_hh``, with B ``bias_ih`` and ``bias_hh``, with P ``peephole``, as arrays of the same
-        library.  The axis D is dropped where it is 1.
+        ``weight_ih`` and ``weight_hh``; if B is given, ``bias_ih`` and ``bias_hh``; if P is given, ``peephole``.  They are
+        arrays of the same library, with the gates in PyTorch's order, and without the axis D where it is 1.
 
     Raises
     ------
@@ -44,9 +44,24 @@ def from_onnx_weights(op: str, W: Any, R: Any, B: Any = None, P: Any = None) -> 
 
     Notes
     -----
-    The operators' attributes have the functions' names, but for ``hidden_size``, which the weights tell, ``layout``,
-    which is a transposed view, and ``linear_before_reset``: ONNX's default is 0, that of `gru` is True.  ONNX's Y,
-    ``(T, D, N, H)``, is ``y.reshape(T, N, D, H).swapaxes(1, 2)``.
+    What else a node says:
+
+    ==============================  ===================================================================================
+    ONNX                            here
+    ==============================  ===================================================================================
+    direction, clip                 the same
+    input_forget                    the same, as a bool
+    linear_before_reset             the same, as a bool; ONNX's default is 0, that of `gru` is True
+    sequence_lens                   lengths
+    initial_h, initial_c            h0, c0
+    activations                     lower case, with an underscore: ``"HardSigmoid"`` is ``"hard_sigmoid"``
+    activation_alpha, _beta         ``("hard_sigmoid", alpha, beta)``
+    layout 1                        views: ``x.swapaxes(0, 1)``
+    hidden_size                     known from R
+    Y, ``(T, D, N, H)``             ``y.reshape(T, N, D, H).swapaxes(1, 2)``
+    ==============================  ===================================================================================
+
+    ``examples/onnx_nodes.py`` has all of this as code.
 
     Examples
     --------

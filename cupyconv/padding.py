@@ -7,8 +7,15 @@ from operator import index
 from typing import Any
 
 PADDING_MODES = ("constant", "reflect", "symmetric", "edge", "wrap")
+#: What other libraries call them.  SciPy's "reflect" is "symmetric" here, which no error can tell.
+FOREIGN_PADDING_MODES = {
+    "zeros": "constant", "fill": "constant", "grid-constant": "constant", "mirror": "reflect", "symm": "symmetric",
+    "grid-mirror": "symmetric", "nearest": "edge", "replicate": "edge", "circular": "wrap", "grid-wrap": "wrap",
+}  # fmt: skip
 
 _NAMED = ("valid", "same", "same_lower", "full", "causal")
+#: ONNX's ``auto_pad``, as a `padding`.
+_AUTO_PAD = {"SAME_UPPER": "same", "SAME_LOWER": "same_lower", "VALID": "valid"}
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -133,17 +140,17 @@ def onnx_padding(pads: Sequence[int] | None = None, auto_pad: str = "NOTSET") ->
     >>> onnx_padding(None, "SAME_UPPER")
     'same'
     """
-    names = {"SAME_UPPER": "same", "SAME_LOWER": "same_lower", "VALID": "valid"}
-    if not isinstance(auto_pad, str) or auto_pad not in ("NOTSET", *names):
-        raise ValueError(f"unknown auto_pad {auto_pad!r}; known are NOTSET, {', '.join(names)}")
+    if not isinstance(auto_pad, str) or auto_pad not in ("NOTSET", *_AUTO_PAD):
+        hint = "; given as bytes: auto_pad.decode()" if isinstance(auto_pad, bytes) else ""
+        raise ValueError(f"unknown auto_pad {auto_pad!r}; known are NOTSET, {', '.join(_AUTO_PAD)}{hint}")
     try:
         amounts = [_amount(pad, "pads") for pad in ([] if pads is None else list(pads))]
     except TypeError:
         raise TypeError(f"pads must be a sequence of integers, given {pads!r}") from None
-    if auto_pad in names:
+    if auto_pad in _AUTO_PAD:
         if any(amounts):
             raise ValueError(f"pads {amounts} given beside auto_pad {auto_pad!r}: ONNX allows one of them")
-        return names[auto_pad]
+        return _AUTO_PAD[auto_pad]
     if pads is None:
         return 0
     if not amounts or len(amounts) % 2:
@@ -166,7 +173,8 @@ def _named(name: str, size: Sequence[int], span: Sequence[int], stride: Sequence
         totals = [max(0, (-(-n // s) - 1) * s + span_ - n) for n, s, span_ in zip(size, stride, span)]
         pairs = [(total // 2, total - total // 2) for total in totals]
         return tuple(pairs) if name == "same" else tuple((after, before) for before, after in pairs)
-    raise ValueError(f"unknown padding {name!r}; the names are {', '.join(_NAMED)}")
+    hint = "; ONNX's auto_pad goes through onnx_padding" if name in _AUTO_PAD else ""
+    raise ValueError(f"unknown padding {name!r}; the names are {', '.join(_NAMED)}{hint}")
 
 
 def _pair(entry: Any) -> tuple[int, int]:

@@ -208,13 +208,26 @@ class GemmCall:
 class Plan:
     """What a call would run, and why.
 
-    Printing a plan gives a page for people; its fields are for programs.
+    Printing a plan gives a page for people; its fields are for programs.  The lines of the page:
+
+    =============  ========================================================================================================
+    (the first)    the problem: channels, kernel, samples x spatial size, padding
+    result         dtype, shape, and order in memory (C order, or channels last)
+    method         which method was chosen, on which processor, with what time the cost model predicts (CUDA)
+    work           floating-point operations, bytes moved, and what limits the speed: memory, arithmetic, or the time that
+                   launching takes
+    workspace      temporary memory, by buffer
+    steps          what runs, in order: ``kernel`` with its grid, block and shared memory, ``gemm`` (a matrix product) with its
+                   sizes, ``loop`` over blocks of work on NumPy, ``convert`` (a copy in another dtype)
+    not ...        why another method was not chosen
+    note           what makes this call slower or wider than it had to be
+    =============  ========================================================================================================
 
     Attributes
     ----------
     method : str
-        ``"direct"``, ``"gemm"`` or ``"implicit_gemm"``; of columns ``"im2col"`` or ``"col2im"``;
-        of a chain ``"fused"`` or ``"unfused"``.
+        ``"direct"``, ``"gemm"`` or ``"implicit_gemm"``; of a chain ``"fused"`` or ``"unfused"``; of recurrent layers
+        ``"step"`` or ``"persistent"``; else the function's name: ``"im2col"``, ``"col2im"``, ``"max_pool"``.
     backend : str
         ``"numpy"`` or ``"cuda"``.
     device : str

@@ -16,10 +16,11 @@ def max_pool(
     Parameters
     ----------
     x : array or sequence of arrays
-        ``(N, C, *spatial)`` with one to three spatial axes, real.  N may be missing where `kernel_shape` is a
-        tuple of ``x.ndim - 1`` entries.  The arrays of a sequence agree in all but C and dtype.
+        ``(N, C, *spatial)`` with one to three spatial axes, real.  One sample may come without the axis N; then
+        `kernel_shape` must be a tuple, which tells how many spatial axes there are.  The arrays of a sequence
+        agree in all but C and dtype.
     kernel_shape : int or tuple of int
-        Taps along each spatial axis.
+        The window's size along each spatial axis.  With an int the first two axes of `x` are N and C.
     stride : int or tuple of int, optional
         Elements from one window to the next; by default `kernel_shape`, windows side by side.
     padding, dilation
@@ -42,8 +43,9 @@ def max_pool(
 
     Notes
     -----
-    Exact in every dtype: the result is an element.  Arrays of a sequence are pooled where they lie, each into
-    an array of its own.  With 0.0 and -0.0 in a window either may be the result.
+    Exact in every dtype: the result is an element of the window.  Each array of a sequence is pooled by itself, into
+    an array of its own.  With 0.0 and -0.0 in a window either may be the result.  What ONNX and PyTorch call
+    ``ceil_mode`` is some padding more behind: ``padding_of_ceil_mode`` in ``examples/onnx_nodes.py`` computes it.
 
     Examples
     --------

@@ -82,7 +82,7 @@ def conv_vjp(
     prologue: Any = None,
     method: str = "auto",
 ) -> tuple[Any, Pullback]:
-    """`conv`, and the function that takes the gradient of its result back to its arguments.
+    """`conv`, and its pullback: the function that computes the gradients of its arguments from that of its result.
 
     Parameters
     ----------
@@ -96,10 +96,11 @@ def conv_vjp(
     y : array
         The result of `conv`.
     pullback : callable
-        ``pullback(grad, *, needs=None) -> ConvGradients``.  `grad` has the shape of `y`; another precision is
-        converted.  `needs` holds names of `ConvGradients`; what it leaves out is not computed.  Each gradient
-        has its argument's shape and dtype: of a real argument beside complex ones it is the real part.  It
-        may be called again.
+        ``pullback(grad, *, needs=None) -> ConvGradients``.  `grad` is the gradient of a number, such as a loss, with
+        respect to `y`, and has its shape; another precision is converted.  What is returned are the gradients of
+        that number with respect to the arguments, each in its argument's shape and dtype; that of a real argument
+        beside complex ones is the real part.  `needs`, such as ``("weight", "bias")``, names those that are wanted:
+        the others are None and take no time.  It may be called again.
 
     Raises
     ------
@@ -112,23 +113,22 @@ def conv_vjp(
 
     Notes
     -----
-    What the pullback holds: `x`, `weight`, and with an activation one array of the size of `y`.  That is
-    `y` itself for relu, sigmoid, tanh and leaky_relu of a positive slope; for the others it is the
-    pre-activation, which the forward pass writes beside `y`.  Do not write to any of these in between.
-    A call of it takes one more array of that size, the gradient before the activation.
+    Memory.  The pullback holds `x`, `weight`, and with an activation one array of the size of `y`: `y` itself for relu,
+    sigmoid, tanh and leaky_relu of a positive slope, and otherwise the values before the activation, which the forward
+    pass then writes too.  Do not write to any of these before the pullback is called.  A call of it allocates one more
+    array of that size, for the gradient before the activation.
 
-    With a prologue it holds its `scale` and `shift`, and nothing that is transformed: that is worked out
-    anew, for the weight's gradient as the input is read.  A call then takes one more array of the size of `x`, the
-    gradient of the transformed input, and on CUDA a copy of `x` where it is of another dtype than `y`.  In 16 bits the
-    gradient of the transformed input is rounded.
+    With a prologue the pullback holds `scale` and `shift`, but no transformed input, which is computed again as the
+    input is read.  A call then allocates one more array of the size of `x`, for the gradient of the transformed input,
+    and on CUDA a copy of `x` where its dtype is not that of `y`.  In 16-bit types that gradient is rounded.
 
-    Where an activation bends, the flat or the left side counts: relu'(0) = 0.  Complex factors are
-    conjugated: the Hermitian adjoint, as PyTorch has it.  Without an activation the gradient of `residual` is
-    `grad` itself, not a copy.  With one, the gradients of `x` are channels-last where `y` is, without one where
-    `grad` is; that of `weight` is in C order.  The same bits on every call.
+    Values.  At a kink of an activation the derivative of the flat or the left side counts: relu'(0) = 0.  For complex
+    arrays the weight and `x` are conjugated, as in PyTorch (the Hermitian adjoint).  Without an activation the gradient
+    of `residual` is `grad` itself, not a copy.  The gradients of `x` are channels-last where `y` is, or without an
+    activation where `grad` is; that of `weight` is in C order.  Every call gives the same bits.
 
-    The activation of a 16-bit result on CUDA is then computed before the pre-activation is rounded to be kept, as
-    in `conv`; after, where the kernel is the fused merge's or the depthwise one.
+    For a 16-bit result on CUDA the activation is computed, as in `conv`, before the values under it are rounded to be
+    kept; but after that in the kernels of the fused merge and of depthwise convolutions.
 
     Examples
     --------
@@ -181,7 +181,7 @@ def linmerge_vjp(
     prologue: Any = None,
     method: str = "auto",
 ) -> tuple[Any, Pullback]:
-    """`linmerge`, and the function that takes the gradient of its result back to its arguments.
+    """`linmerge`, and its pullback: the function that computes its arguments' gradients from that of its result.
 
     Parameters
     ----------
@@ -260,7 +260,7 @@ def conv_transpose_vjp(
     activation: Any = None,
     method: str = "auto",
 ) -> tuple[Any, Pullback]:
-    """`conv_transpose`, and the function that takes the gradient of its result back to its arguments.
+    """`conv_transpose`, and its pullback: the function that computes its arguments' gradients from that of its result.
 
     Parameters
     ----------
@@ -359,7 +359,7 @@ def conv_transpose_vjp(
 def max_pool_vjp(
     x: Any, kernel_shape: Any, *, stride: Any = None, padding: Any = 0, dilation: Any = 1
 ) -> tuple[Any, Pullback]:
-    """`max_pool`, and the function that takes the gradient of its result back to the image.
+    """`max_pool`, and its pullback: the function that computes the image's gradient from that of its result.
 
     Parameters
     ----------

@@ -40,28 +40,30 @@ def rnn(
     Parameters
     ----------
     x : array
-        ``(T, N, I)``: steps, samples, inputs; real.  Batch-first arrays are ``x.swapaxes(0, 1)``, a view.
+        ``(T, N, I)``: steps, samples, inputs; real.  An array ``(N, T, I)`` is given as ``x.swapaxes(0, 1)``, a view.
     weight_ih, weight_hh : array
-        ``(H, I)`` and ``(H, H)``; ``(2, H, I)`` and ``(2, H, H)`` where `direction` is ``"bidirectional"``.
+        ``(H, I)`` and ``(H, H)``, with H hidden units; ``(2, H, I)`` and ``(2, H, H)``, the forward direction first,
+        where `direction` is ``"bidirectional"``.
     bias_ih, bias_hh : array, optional
         ``(H,)``, or ``(2, H)``.
     h0 : array, optional
         ``(D, N, H)``, the state before the first step, by default zeros; D is 2 for ``"bidirectional"``, else 1.
     lengths : sequence or array of int, optional
-        The steps of each sample, 0 to T.  Past them y is zero and the state stays; a reverse direction begins
-        at a sample's own last step.  Integers of the host are checked, and copied to the GPU where `x` is
-        there; a CuPy array of int32 or int64 is taken as it is, and values outside are brought inside.
+        How many steps each sample has, 0 to T.  After them y is zero and the state stays; a reverse direction begins
+        at a sample's own last step.  A list or NumPy array is checked, and copied to the GPU where `x` is there; a
+        CuPy array of int32 or int64 is not checked: values below 0 count as 0, those above T as T.
     direction : str
         ``"forward"``, ``"reverse"`` or ``"bidirectional"``.
     activation : str, tuple or None
-        Any of the table in ``cupyconv.activations``; for ``"bidirectional"`` a pair may be given.
+        A name, or a tuple with parameters, of the table that ``help("cupyconv.activations")`` shows; for
+        ``"bidirectional"`` a pair may be given.
     clip : float, optional
-        Bounds what the activation is applied to, to ``[-clip, clip]``.
+        What the activation is applied to is first limited to ``[-clip, clip]``.
     method : str
-        ``"auto"``, ``"step"`` (the recurrence is one kernel a step; NumPy: the only one) or ``"persistent"``
-        (CUDA: one kernel for all steps).
+        ``"auto"``, ``"step"`` (step by step: one kernel for each on CUDA; NumPy has this one only) or
+        ``"persistent"`` (CUDA: one kernel for all steps).
     out : array or tuple, optional
-        For y, of its exact shape and dtype; or a tuple of arrays, for all that is returned.
+        An array for y, of its shape and dtype; or a tuple of arrays for everything that is returned.
 
     Returns
     -------
@@ -85,8 +87,9 @@ def rnn(
 
     Notes
     -----
-    The inputs of all steps are one matrix product, of as many steps at a time as the workspace limit has room for.
-    More layers are more calls, each with the y of the one before.
+    The products of the inputs with `weight_ih` do not wait for the recurrence: they are one matrix product for all
+    steps, or for as many as the workspace limit has room for.  Several layers are several calls, each with the y of the
+    one before as its x.
 
     Examples
     --------
@@ -127,14 +130,14 @@ def lstm(
 ) -> Any:
     """A long short-term memory over a sequence.
 
-    With ``v = weight_ih @ x[t] + bias_ih + weight_hh @ h[t - 1] + bias_hh``, whose four parts are those of i, f, g
-    and o, as in PyTorch: ``i, f, o = sigmoid(v)``, ``g = tanh(v)``, ``c[t] = f * c[t - 1] + i * g``,
+    ``v = weight_ih @ x[t] + bias_ih + weight_hh @ h[t - 1] + bias_hh`` has four parts, in PyTorch's order: v_i, v_f, v_g
+    and v_o.  ``i, f, o = sigmoid(v_i), sigmoid(v_f), sigmoid(v_o)``, ``g = tanh(v_g)``, ``c[t] = f * c[t - 1] + i * g``,
     ``h[t] = o * tanh(c[t])``, and ``y[t] = h[t]``.
 
     Parameters
     ----------
     x : array
-        ``(T, N, I)``, as for `rnn`.
+        ``(T, N, I)``: steps, samples, inputs, as for `rnn`.
     weight_ih, weight_hh : array
         ``(4 * H, I)`` and ``(4 * H, H)``, rows in the order i, f, g, o; with a leading axis of 2 where `direction`
         is ``"bidirectional"``.
@@ -143,15 +146,16 @@ def lstm(
     h0, c0 : array, optional
         ``(D, N, H)``, the states before the first step.
     peephole : array, optional
-        ``(3 * H,)``, or ``(2, 3 * H)``: factors of the cell state that i, f and o see beside v.  o sees the new one.
+        ``(3 * H,)``, or ``(2, 3 * H)``, in the order i, f, o: factors of the cell state, whose products are added to
+        v_i, v_f (of the state before the step) and v_o (of the state after it).
     lengths, direction
         As for `rnn`.
     activations : tuple
-        Of the gates i, f and o, of g, and of the cell state; for ``"bidirectional"`` a pair of such may be given.
+        Of the gates i, f and o; of g; and of the cell state.  For ``"bidirectional"`` a pair of such tuples may be given.
     input_forget : bool
-        f is ``1 - i``, whatever its weights say.
+        If True, f is ``1 - i``, whatever its weights say.
     clip : float, optional
-        Bounds what the gates' activations are applied to, peepholes included.
+        What the activations of i, f, o and g are applied to, peepholes included, is first limited to ``[-clip, clip]``.
     method, out
         As for `rnn`; a tuple is ``(y, (h, c))``.
 
@@ -169,6 +173,10 @@ def lstm(
 
     Notes
     -----
+    The parameters of a `torch.nn.LSTM` are taken as they are: ``lstm(x, *parameters)`` with its weight_ih_l0, weight_hh_l0,
+    bias_ih_l0 and bias_hh_l0 as arrays.  For two directions stack each with its reverse:
+    ``numpy.stack([weight_ih_l0, weight_ih_l0_reverse])``.  ONNX's go through `from_onnx_weights`.
+
     Source: Hochreiter and Schmidhuber, *Long Short-Term Memory* (1997); Gers, Schraudolph and Schmidhuber, *Learning
     Precise Timing with LSTM Recurrent Networks* (2002), for peepholes; ONNX ``LSTM``.
 
@@ -213,14 +221,14 @@ def gru(
 ) -> Any:
     """A gated recurrent unit over a sequence.
 
-    With ``u = weight_ih @ x[t] + bias_ih`` and ``v = weight_hh @ h[t - 1] + bias_hh``, whose three parts are those of
-    r, z and n, as in PyTorch: ``r, z = sigmoid(u + v)``, ``n = tanh(u + r * v)``,
+    ``u = weight_ih @ x[t] + bias_ih`` and ``v = weight_hh @ h[t - 1] + bias_hh`` have three parts each, in PyTorch's order:
+    r, z and n.  ``r = sigmoid(u_r + v_r)``, ``z = sigmoid(u_z + v_z)``, ``n = tanh(u_n + r * v_n)``,
     ``h[t] = (1 - z) * n + z * h[t - 1]``, and ``y[t] = h[t]``.
 
     Parameters
     ----------
     x : array
-        ``(T, N, I)``, as for `rnn`.
+        ``(T, N, I)``: steps, samples, inputs, as for `rnn`.
     weight_ih, weight_hh : array
         ``(3 * H, I)`` and ``(3 * H, H)``, rows in the order r, z, n; with a leading axis of 2 where `direction` is
         ``"bidirectional"``.
@@ -229,12 +237,13 @@ def gru(
     h0, lengths, direction
         As for `rnn`.
     activations : tuple
-        Of the gates r and z, and of n; for ``"bidirectional"`` a pair of such may be given.
+        Of the gates r and z, and of n.  For ``"bidirectional"`` a pair of such tuples may be given.
     linear_before_reset : bool
-        r multiplies the product, as in PyTorch, or, where False, as is ONNX's default, the state before the product:
-        ``n = tanh(u + weight_hh @ (r * h[t - 1]) + bias_hh)``, which takes two dependent products a step.
+        If True, as in PyTorch, r multiplies the product, as above.  If False, as is ONNX's default, r multiplies the
+        state before the product, ``n = tanh(u_n + weight_hh_n @ (r * h[t - 1]) + bias_hh_n)``: two products a step, one
+        after the other.
     clip : float, optional
-        Bounds what the activations are applied to.
+        What the activations are applied to is first limited to ``[-clip, clip]``.
     method, out
         As for `rnn`.
 
@@ -252,6 +261,8 @@ def gru(
 
     Notes
     -----
+    The parameters of a `torch.nn.GRU` are taken as they are, as those of an LSTM are by `lstm`.
+
     Source: Cho et al., *Learning Phrase Representations using RNN Encoder-Decoder* (2014); ONNX ``GRU``.
 
     Examples

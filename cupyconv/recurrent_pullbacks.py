@@ -68,7 +68,7 @@ def rnn_vjp(
     clip: Any = None,
     method: str = "auto",
 ) -> tuple[tuple[Any, Any], RecurrentPullback]:
-    """`rnn`, and the function that takes the gradients of its results back to its arguments.
+    """`rnn`, and its pullback: the function that computes its arguments' gradients from those of its results.
 
     Parameters
     ----------
@@ -80,9 +80,10 @@ def rnn_vjp(
     (y, h) : pair of arrays
         The results of `rnn`.
     pullback : callable
-        ``pullback(grad_y=None, grad_h=None) -> RecurrentGradients``.  Each has the shape of its result, None stands
-        for zeros, and another precision is converted.  Each gradient has its argument's shape and dtype; one of an
-        absent argument is None.  It may be called again.
+        ``pullback(grad_y=None, grad_h=None) -> RecurrentGradients``.  `grad_y` and `grad_h` are the gradients of a number,
+        such as a loss, with respect to y and h: each has the shape of its result, None stands for zeros, and another
+        precision is converted.  What is returned are the gradients of that number with respect to the arguments, each
+        in its argument's shape and dtype; None where the argument is absent.  It may be called again.
 
     Raises
     ------
@@ -144,7 +145,7 @@ def lstm_vjp(
     clip: Any = None,
     method: str = "auto",
 ) -> tuple[tuple[Any, tuple[Any, Any]], RecurrentPullback]:
-    """`lstm`, and the function that takes the gradients of its results back to its arguments.
+    """`lstm`, and its pullback: the function that computes its arguments' gradients from those of its results.
 
     Parameters
     ----------
@@ -214,7 +215,7 @@ def gru_vjp(
     clip: Any = None,
     method: str = "auto",
 ) -> tuple[tuple[Any, Any], RecurrentPullback]:
-    """`gru`, and the function that takes the gradients of its results back to its arguments.
+    """`gru`, and its pullback: the function that computes its arguments' gradients from those of its results.
 
     Parameters
     ----------

@@ -35,19 +35,20 @@ class options(AbstractContextManager["Settings"]):
     Parameters
     ----------
     workspace_limit : int, optional
-        Most bytes of temporary buffers a call may take; by default 256 MiB on CUDA, 16 MiB on NumPy.
-        Work is cut into chunks to fit: of samples first, then of output pixels.  A method that needs more
-        even for the smallest chunk is not taken, or refused if named; on NumPy every method needs some.
-        An argument in another dtype than is computed with is converted whole on CUDA, and counts, but is
-        converted even where it alone passes the limit; `explain` lists it.  On NumPy that is so of weights:
-        those that take more than half of the limit come on top of it.
+        The most bytes of temporary buffers that a call may take; by default 256 MiB on CUDA, 16 MiB on NumPy.
+        The work is done in chunks that fit: first of samples, then of output pixels.  A method whose smallest
+        chunk needs more is not chosen, and refused if it was named; on NumPy every method needs some.
+        On CUDA an argument of another dtype than the one computed with is converted as a whole.  That copy counts,
+        but it is made even where it alone exceeds the limit; `explain` lists it.  On NumPy the same holds for a
+        weight: if its copy takes more than half of the limit, it comes on top of the limit.
     allow_tf32 : bool
-        Let float32 and complex64 products on CUDA round their factors to TF32 (10 bits of mantissa).
+        On CUDA, let products of float32 and complex64 round their factors to TF32 (10 bits of mantissa): faster,
+        with relative errors of up to about 1e-3.
     allow_winograd, allow_fft : bool
         Let ``method="auto"`` choose these methods.  This version has neither.
     threads : int, optional
-        Blocks that the NumPy backend computes at the same time; by default one, whose products use the
-        threads of NumPy's BLAS.  The BLAS keeps its own setting.
+        How many blocks the NumPy backend computes at the same time; by default one, whose products use the threads of
+        NumPy's BLAS.  The BLAS's own number of threads is not changed.
 
     Raises
     ------
@@ -56,8 +57,8 @@ class options(AbstractContextManager["Settings"]):
 
     Notes
     -----
-    A setting left out has its default inside the block, whatever an enclosing block says.  New threads
-    start with the defaults.
+    A setting that is left out has its default inside the block, even inside another block that sets it.  New
+    threads start with the defaults.
 
     Examples
     --------

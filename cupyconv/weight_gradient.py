@@ -34,7 +34,8 @@ def conv_grad_weight(
         The input or inputs of that convolution.  A list or tuple means the concatenation of its arrays along
         the channel axis, which is never built; the weight has one gradient, over all of their channels.
     kernel_shape : int or tuple of int
-        Taps along each spatial axis.  N may be missing where it is a tuple of ``x.ndim - 1`` entries.
+        The kernel's size along each spatial axis.  One sample may come without the axis N where this is a tuple, which
+        tells how many spatial axes there are; with an int the first two axes of `x` are N and C.
     stride, padding, padding_mode, dilation, groups
         Those of the convolution, as for `conv`.
     method : str

@@ -13,13 +13,13 @@ import math
 import sys
 from pathlib import Path
 
-import matplotlib.cbook
+import matplotlib.cbook  # pip install '.[examples]'
 import matplotlib.image
 import numpy as np
 from matplotlib.figure import Figure
-from scipy.ndimage import median_filter
-from sklearn.datasets import load_sample_image
-from threadpoolctl import threadpool_limits
+from scipy.ndimage import median_filter  # pip install '.[examples]'
+from sklearn.datasets import load_sample_image  # pip install '.[examples]'
+from threadpoolctl import threadpool_limits  # pip install '.[examples]'
 
 from cupyconv import conv_transpose_vjp, conv_vjp
 
@@ -123,16 +123,17 @@ def psnr(image, clean):
 
 def picture(clean, noisy, median, denoised):
     """Above: noisy, denoised, and their difference, which should be noise alone; below: a detail of each way."""
-    figure = Figure(figsize=(13.5, 6.6), layout="constrained")
+    figure = Figure(figsize=(13.5, 7), layout="constrained")
     detail = (slice(None), slice(110, 210), slice(250, 400))
     shown = [
         (f"noisy: {psnr(noisy, clean):.1f} dB", noisy),
         (f"denoised: {psnr(denoised, clean):.1f} dB", denoised),
-        ("difference: what was taken off", 0.5 + noisy - denoised),
-        (f"median filter, 3 x 3 pixels: {psnr(median, clean):.1f} dB", median[detail]),
-        ("denoised", denoised[detail]),
-        ("the photograph", clean[detail]),
+        ("what was taken off, twice as strong", 0.5 + 2 * (noisy - denoised)),
+        (f"detail, median filter of 3 x 3 pixels: {psnr(median, clean):.1f} dB", median[detail]),
+        ("detail, denoised", denoised[detail]),
+        ("detail, the photograph without noise", clean[detail]),
     ]
+    figure.suptitle("A U-Net takes noise off a photograph (peak signal-to-noise ratio: higher is better)")
     for axes, (title, image) in zip(figure.subplots(2, 3).flat, shown):
         axes.imshow(image.clip(0, 1).transpose(1, 2, 0))
         axes.set_title(title)
@@ -160,10 +161,11 @@ def main():
         layers, losses = new_layers(random), []
         for step, loss in enumerate(train(layers, training_photographs(), random, options.steps), 1):
             losses.append(loss)
-            if step % 10 == 0 or step == options.steps:
-                bar, recent = "█" * (40 * step // options.steps), float(sum(losses[-10:])) / len(losses[-10:])
-                print(f"\rstep {step:4} of {options.steps} │{bar:<40}│ loss {recent:.5f}", end="", flush=True)
-        print()
+            shown = 10 if sys.stdout.isatty() else -(-options.steps // 10)  # a bar that moves, or ten lines
+            if step % shown == 0 or step == options.steps:
+                bar, recent = "█" * (40 * step // options.steps), float(sum(losses[-shown:])) / len(losses[-shown:])
+                end = "\r" if sys.stdout.isatty() and step < options.steps else "\n"
+                print(f"step {step:4} of {options.steps} │{bar:<40}│ loss {recent:.5f}", end=end, flush=True)
         np.savez_compressed(options.weights, *(host(array).astype(np.float16) for layer in layers for array in layer))
 
     stored = np.load(options.weights)
@@ -176,13 +178,14 @@ def main():
     median = median_filter(noisy, (1, 3, 3))
 
     print(
-        f"A U-Net of {sum(array.size for array in arrays):,} numbers takes noise of {NOISE} off a photograph it never saw."
+        f"A U-Net of {sum(array.size for array in arrays):,} parameters takes noise of standard deviation {NOISE}"
+        " (white is 1) off a photograph it never saw."
     )
     print("Peak signal-to-noise ratio, higher is better:")
     for name, image in dict(noisy=noisy, median=median, denoised=denoised).items():
         print(f"  {name:8} {psnr(image, clean):5.2f} dB")
     picture(clean, noisy, median, denoised).savefig(options.output, dpi=110)
-    print(f"The picture is {options.output}")
+    print(f"The picture is in {options.output}")
 
 
 if __name__ == "__main__":

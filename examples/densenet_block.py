@@ -1,4 +1,4 @@
-"""A DenseNet block in training: what it keeps for its gradients grows with the depth, or with the depth's square.
+"""A DenseNet block in training: its memory grows with the depth, where concatenating grows with the depth's square.
 
 python examples/densenet_block.py            on NumPy
 python examples/densenet_block.py --cupy     on a GPU
@@ -8,12 +8,15 @@ and a 3x3 convolution.  Written the usual way it keeps their concatenation and t
 With a list of feature maps and a prologue it keeps the feature maps, once.
 """
 
+import argparse
 import sys
 import tracemalloc
 
 import cupyconv
 
-if "--cupy" in sys.argv:
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--cupy", action="store_true", help="compute on a GPU")
+if parser.parse_args().cupy:
     import cupy as xp
 else:
     import numpy as xp
@@ -108,6 +111,7 @@ def peak_of(block, image, layers):
 
 xp.random.seed(0)
 image = xp.random.standard_normal((BATCH, WIDTH, SIZE, SIZE)).astype(xp.float32)
+print("Memory of one training step of a dense block; x: as a multiple of that with half the layers.")
 print("layers    concatenating           merged")
 previous = (None, None)
 worst = 0.0

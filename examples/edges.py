@@ -4,12 +4,15 @@ python examples/edges.py            on NumPy
 python examples/edges.py --cupy     on a GPU
 """
 
+import argparse
 import math
 import sys
 
 import cupyconv
 
-if "--cupy" in sys.argv:
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--cupy", action="store_true", help="compute on a GPU")
+if parser.parse_args().cupy:
     import cupy as xp
 else:
     import numpy as xp

@@ -1,9 +1,11 @@
-"""Half a year of atmospheric CO2, forecast from three: causal dilated convolutions feed a GRU, in plain array code.
+"""Half a year of atmospheric CO2, forecast from the years before: causal convolutions feed a GRU, in plain array code.
 
-python examples/forecast_co2.py            on NumPy, in half a minute
+python examples/forecast_co2.py            on NumPy, in a few seconds
 python examples/forecast_co2.py --cupy     on a GPU
 
-The series is Mauna Loa's, weekly from 1958 to 2001, as statsmodels ships it.  The last fifth is never learned from.
+The series is that of Mauna Loa, weekly from 1958 to 2001, as statsmodels ships it.  The last fifth of it tests the
+network, which learns from the rest.  It is compared with three simple forecasts.  One of them, least squares, is a
+little better than the network: the series is that regular.
 Needs statsmodels and matplotlib (the picture, co2.png): pip install '.[examples]'
 """
 
@@ -13,9 +15,9 @@ import sys
 import time
 
 import numpy as np
-from matplotlib.figure import Figure
-from statsmodels.datasets import co2
-from threadpoolctl import threadpool_limits
+from matplotlib.figure import Figure  # pip install '.[examples]'
+from statsmodels.datasets import co2  # pip install '.[examples]'
+from threadpoolctl import threadpool_limits  # pip install '.[examples]'
 
 from cupyconv import ConvLayer, conv_chain, conv_vjp, gru, gru_vjp
 
@@ -78,7 +80,7 @@ def forecast_vjp(parameters, x):
 
 
 class Adam:
-    """Steps of a size that each number's own gradients set; the weights decay beside them."""
+    """Kingma and Ba's optimiser, with decay of the weights: each number's step is scaled by its own gradients so far."""
 
     def __init__(self, parameters):
         self.parameters = parameters
@@ -139,11 +141,14 @@ def picture(weeks, series, first_test, forecasts, ahead):
         left.plot(
             weeks[week : week + AHEAD], ours[start], color="#c0392b", linewidth=1, label=None if start else "forecast"
         )
-    left.set(ylabel="CO$_2$ at Mauna Loa, ppm", title=f"{AHEAD} weeks at a time, from the {PAST + YEAR} before")
+    left.set(
+        xlabel="year", ylabel="CO$_2$ at Mauna Loa, ppm",
+        title=f"Forecasts of {AHEAD} weeks, each from the {PAST + YEAR} weeks before it",
+    )  # fmt: skip
     left.legend(frameon=False)
     for (name, guess), color in zip(forecasts.items(), ("0.6", "#4c72b0", "#2a8a4a", "#c0392b")):
         right.plot(range(1, AHEAD + 1), np.sqrt(((guess - ahead) ** 2).mean(axis=0)), color=color, label=name)
-    right.set(xlabel="weeks ahead", ylabel="root mean square error, ppm", ylim=0)
+    right.set(xlabel="weeks ahead", ylabel="root mean square error, ppm", ylim=0, title="Errors of all test forecasts")
     right.legend(frameon=False)
     for axes in (left, right):
         axes.grid(alpha=0.3)
@@ -169,8 +174,10 @@ def main():
     parameters = new_parameters(random)
     adam = Adam(parameters)
     count = sum(array.size for array in parameters)
-    print(f"{len(DILATIONS)} causal convolutions and a GRU, {count:,} numbers, learn from {len(x):,} stretches of CO2;")
-    print(f"{len(test_x)} later ones, whose last {AHEAD} weeks they never see, test them.")
+    print(
+        f"{len(DILATIONS)} causal convolutions and a GRU ({count:,} parameters) learn from {len(x):,} pieces of the series."
+    )
+    print(f"{len(test_x)} later pieces test them: {AHEAD} weeks are forecast from the {PAST + YEAR} before.")
 
     steps, start = -(-len(x) // BATCH), time.perf_counter()
     for epoch in range(options.epochs):
@@ -184,9 +191,10 @@ def main():
             rate = RATE * (1 + math.cos(math.pi * (epoch + step / steps) / options.epochs)) / 2
             adam.step(reverse(2 * wrong / wrong.size), rate)
             losses.append((wrong * wrong).mean())  # not printed yet: that would wait for the GPU
-            bar = "█" * (24 * (step + 1) // steps)
-            print(f"\repoch {epoch + 1:2} of {options.epochs} │{bar:<24}│", end="", flush=True)
-        print(f" loss {float(sum(losses)) / steps:.4f}")
+            if sys.stdout.isatty():
+                bar = "█" * (24 * (step + 1) // steps)
+                print(f"epoch {epoch + 1:2} of {options.epochs} │{bar:<24}│", end="\r", flush=True)
+        print(f"epoch {epoch + 1:2} of {options.epochs}: mean squared error {float(sum(losses)) / steps:.4f}")
     seconds = time.perf_counter() - start
 
     forecasts = {
@@ -195,11 +203,11 @@ def main():
         "least squares": least_squares(past, ahead, test_past),
         "convolutions and GRU": host(forecast(parameters, test_x)) + a_year_ago(test_past) + 1.4,
     }
-    print(f"Root mean square error of {AHEAD} weeks, in parts per million:")
+    print(f"Root mean square error of the forecasts of {AHEAD} weeks, in parts per million (ppm):")
     for name, guess in forecasts.items():
         print(f"  {name:<24}{np.sqrt(((guess - test_ahead) ** 2).mean()):.3f}")
     picture(weeks, series, first_test, forecasts, test_ahead).savefig(options.output, dpi=110)
-    print(f"{seconds:.0f} seconds on {xp.__name__}; the picture is {options.output}")
+    print(f"{seconds:.0f} seconds on {xp.__name__}; the picture is in {options.output}")
 
 
 if __name__ == "__main__":

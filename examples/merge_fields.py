@@ -4,11 +4,14 @@ python examples/merge_fields.py            on NumPy
 python examples/merge_fields.py --cupy     on a GPU
 """
 
+import argparse
 import sys
 
 import cupyconv
 
-if "--cupy" in sys.argv:
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--cupy", action="store_true", help="compute on a GPU")
+if parser.parse_args().cupy:
     import cupy as xp
 else:
     import numpy as xp

@@ -12,9 +12,9 @@ import sys
 import time
 
 import numpy as np
-from matplotlib.figure import Figure
-from sklearn.datasets import load_digits
-from threadpoolctl import threadpool_limits
+from matplotlib.figure import Figure  # pip install '.[examples]'
+from sklearn.datasets import load_digits  # pip install '.[examples]'
+from threadpoolctl import threadpool_limits  # pip install '.[examples]'
 
 from cupyconv import conv_vjp, linmerge_vjp, max_pool_vjp
 
@@ -103,16 +103,21 @@ def picture(losses, accuracies, images, digits, guesses):
     figure = Figure(figsize=(12, 5), layout="constrained")
     curves, gallery = figure.subfigures(1, 2, width_ratios=(1, 1.35))
     top, bottom = curves.subplots(2, 1, sharex=True)
-    top.semilogy(np.linspace(0, len(accuracies), len(losses)), losses, color="#4c72b0", linewidth=0.6)
-    top.set(ylabel="loss of each batch")
-    bottom.plot(range(1, len(accuracies) + 1), accuracies, "o-", color="#2a8a4a", markersize=4)
-    bottom.set(ylabel="test digits right", xlabel="epoch", ylim=(0.8, 1.005), title=f"{accuracies[-1]:.1%} at the end")
+    epochs = range(1, len(accuracies) + 1)
+    top.semilogy(np.linspace(0, len(accuracies), len(losses)), losses, color="#4c72b0", linewidth=0.5, alpha=0.5)
+    top.semilogy(
+        epochs, np.mean(np.split(np.array(losses), len(epochs)), axis=1), color="#1f3d70", label="mean of an epoch"
+    )
+    top.set(ylabel="loss of each batch", ylim=(1e-4, 5), title="Training")
+    top.legend(frameon=False)
+    bottom.plot(epochs, accuracies, "o-", color="#2a8a4a", markersize=4)
+    bottom.set(ylabel="test digits right", xlabel="epoch", ylim=(0.8, 1.005), title=f"Test: {accuracies[-1]:.1%} right")
     bottom.xaxis.get_major_locator().set_params(integer=True)
     bottom.yaxis.set_major_formatter("{x:.0%}")
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    gallery.suptitle(f"What was read in the test digits: {len(wrong)} of {len(digits)} are mistakes")
+    gallery.suptitle(f"Test digits and what the network reads: {len(wrong)} of {len(digits)} are wrong")
     for axes, i in zip(gallery.subplots(6, 10).flat, shown):
         mistake = guesses[i] != digits[i]
         title, color, frame = (f"{guesses[i]}, not {digits[i]}", "#c0392b", 2) if mistake else (guesses[i], "0.4", 0.5)
@@ -140,8 +145,8 @@ def main():
     layers = new_layers(random)
     velocities = [[xp.zeros_like(array) for array in layer] for layer in layers]
     count = sum(array.size for layer in layers for array in layer)
-    print(f"A DenseNet of {len(layers)} layers, {count:,} numbers, learns {len(train_x):,} digits of 8 x 8 pixels;")
-    print(f"{len(test_x)} others, which it never learns from, test it.")
+    print(f"A DenseNet of {len(layers)} layers ({count:,} parameters) learns {len(train_x):,} digits of 8 x 8 pixels.")
+    print(f"{len(test_x)} other digits test it.")
 
     losses, accuracies = [], []
     steps, start = -(-len(train_x) // BATCH), time.perf_counter()
@@ -158,15 +163,19 @@ def main():
                     v -= rate * grad
                     array += v
             losses.append(loss)  # not printed yet: that would wait for the GPU
-            bar = "█" * (24 * (step + 1) // steps)
-            print(f"\repoch {epoch + 1:2} of {options.epochs} │{bar:<24}│", end="", flush=True)
+            if sys.stdout.isatty():
+                bar = "█" * (24 * (step + 1) // steps)
+                print(f"epoch {epoch + 1:2} of {options.epochs} │{bar:<24}│", end="\r", flush=True)
         scores, _ = network(layers, test_x)
         guesses = scores.argmax(axis=1)
         accuracies.append(float((guesses == test_y.argmax(axis=1)).mean()))
-        print(f" loss {float(sum(losses[-steps:])) / steps:.4f}, {accuracies[-1]:.1%} of the test digits right")
+        loss = float(sum(losses[-steps:])) / steps
+        print(
+            f"epoch {epoch + 1:2} of {options.epochs}: loss {loss:.4f}, {accuracies[-1]:.1%} of the test digits right"
+        )
     losses = [float(loss) for loss in losses]
     picture(losses, accuracies, *map(host, (test_x, test_y.argmax(axis=1), guesses))).savefig(options.output, dpi=110)
-    print(f"{time.perf_counter() - start:.0f} seconds on {xp.__name__}; the picture is {options.output}")
+    print(f"{time.perf_counter() - start:.0f} seconds on {xp.__name__}; the picture is in {options.output}")
 
 
 if __name__ == "__main__":

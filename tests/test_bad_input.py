@@ -76,11 +76,11 @@ CONV = dict(
 )
 
 RANKS = table(
-    ("weight of two axes", ["weight", "2 axes", "3 to 5", r"\(4, 5\)"], dict(weight=Ones((4, 5)))),
+    ("weight of two axes", ["weight", "2 axes", "3 to 5", r"\(4, 5\)", r"kernel\[None, None\]"], dict(weight=Ones((4, 5)))),
     ("weight of six axes", ["weight", "6 axes", "3 to 5"], dict(weight=Ones((4, 5, 1, 1, 1, 1)))),
     ("x of too few axes", [r"\bx\b", r"\(8, 9\)", "4 axes"], dict(x=Ones((8, 9)))),
     ("x of too many axes", [r"\bx\b", r"\(2, 5, 8, 9, 1\)", "4 axes"], dict(x=Ones((2, 5, 8, 9, 1)))),
-    ("one of two of other rank", [r"x\[1\]", r"\(2, 8, 9\)", "4 axes"], dict(x=[Ones((2, 3, 8, 9)), Ones((2, 8, 9))])),
+    ("one of two of other rank", [r"x\[1\]", r"\(2, 8, 9\)", "4 axes", "a list is merged"], dict(x=[Ones((2, 3, 8, 9)), Ones((2, 8, 9))])),
     ("batches differ", [r"x\[1\]", r"\(2, 3, 8, 9\)", r"\(3, 2, 8, 9\)"], dict(x=[Ones((2, 3, 8, 9)), Ones((3, 2, 8, 9))])),
     ("sizes differ", [r"x\[1\]", r"\(2, 3, 8, 9\)", r"\(2, 2, 8, 8\)"], dict(x=[Ones((2, 3, 8, 9)), Ones((2, 2, 8, 8))])),
     ("sizes that would broadcast", [r"x\[1\]", r"\(2, 2, 1, 1\)"], dict(x=[Ones((2, 3, 8, 9)), Ones((2, 2, 1, 1))])),
@@ -91,6 +91,10 @@ CHANNELS = table(
      dict(x=[Ones((2, 3, 8, 9)), Ones((2, 1, 8, 9))])),
     ("too many", ["weight", "5 input channels", "6 channels"], dict(x=Ones((2, 6, 8, 9)))),
     ("groups forgotten", ["weight", "groups=1", "2 input channels", "5 channels"], dict(weight=Ones((4, 2, 3, 3)))),
+    ("channels last", ["weight", "5 input channels", "8 channels", r"\(2, 8, 9, 5\)", "before the spatial axes"],
+     dict(x=Ones((2, 8, 9, 5)))),
+    ("one filter for all", ["weight", "1 input channels", "5 channels", r"groups=C .* \(C, 1, 3, 3\)"],
+     dict(weight=Ones((1, 1, 3, 3)))),
     ("groups not counted", ["weight", "groups=2", "8 input channels", "4 channels"],
      dict(x=Ones((2, 4, 8, 9)), weight=Ones((4, 4, 3, 3)), groups=2)),
     ("groups do not divide outputs", ["groups 3", "4 output channels"], dict(groups=3)),
@@ -146,7 +150,7 @@ PADDING = table(
      THREE_AXES | dict(padding=(1, 2))),
     ("unknown name", ["padding", "'SAME'", "same_lower"], dict(padding="SAME")),
     ("causal over two axes", ["padding", "causal", "one spatial axis", "2"], dict(padding="causal")),
-    ("unknown mode", ["padding_mode", "'zeros'", "constant", "reflect"], dict(padding=1, padding_mode="zeros")),
+    ("unknown mode", ["padding_mode", "'zeros' of another library is 'constant'", "reflect"], dict(padding=1, padding_mode="zeros")),
     ("unknown mode that would not be used", ["padding_mode", "'zeros'"], dict(padding_mode="zeros")),
     ("no mode", ["padding_mode", "None"], dict(padding_mode=None)),
     ("unhashable mode", ["padding_mode", "reflect"], dict(padding_mode=["reflect"])),
@@ -199,17 +203,18 @@ KINDS = table(
 
 ACTIVATIONS = table(
     ("unknown", ValueError, ["activation", "'swish'", "silu"], "swish"),
-    ("capitals", ValueError, ["activation", "'ReLU'", "relu"], "ReLU"),
+    ("capitals", ValueError, ["activation", "'ReLU'", "write 'relu'"], "ReLU"),
+    ("ONNX's spelling", ValueError, ["activation", "'HardSigmoid'", "write 'hard_sigmoid'"], "HardSigmoid"),
     ("parameters that it has not", ValueError, ["activation 'relu'", "0", "given 1"], ("relu", 1)),
     ("too many parameters", ValueError, ["activation 'leaky_relu'", "0 to 1", "given 2"], ("leaky_relu", 1, 2)),
-    ("parameters missing", ValueError, ["activation 'clip'", "2", "given 0"], "clip"),
+    ("parameters missing", ValueError, ["activation 'clip' takes 2 parameters", "given 0", r"\('clip', "], "clip"),
     ("one parameter missing", ValueError, ["activation 'clip'", "2", "given 1"], ("clip", 0)),
     ("bounds exchanged", ValueError, ["activation 'clip'", "low <= high", "6", "0"], ("clip", 6, 0)),
     ("bound that is not a number", ValueError, ["activation 'clip'", "nan"], ("clip", 0, float("nan"))),
     ("parameter in words", TypeError, ["activation", "numbers", "'0.1'"], ("leaky_relu", "0.1")),
     ("parameter None", TypeError, ["activation", "numbers", "None"], ("elu", None)),
     ("number", TypeError, ["activation", "name", "6"], 6),
-    ("function", TypeError, ["activation", "name", "tanh"], np.tanh),
+    ("function", TypeError, ["activation", "name", "tanh", "to the result"], np.tanh),
     ("empty tuple", TypeError, ["activation", "name", r"\(\)"], ()),
     *((f"recurrent only: {name}", ValueError, ["activation", name, "recurrent"], name)
       for name in ("affine", "thresholded_relu", "scaled_tanh", "softsign")),
@@ -377,8 +382,8 @@ def foreign(module: str, name: str) -> Any:
 @pytest.mark.parametrize(
     "module, name, way_in",
     [
-        ("torch", "Tensor", r"cupy\.from_dlpack"),
-        ("jaxlib._jax", "ArrayImpl", r"cupy\.from_dlpack"),
+        ("torch", "Tensor", r"interop\.torch.*cupy\.from_dlpack"),
+        ("jaxlib._jax", "ArrayImpl", r"interop\.jax.*cupy\.from_dlpack"),
         ("dask.array.core", "Array", r"map_blocks"),
         ("somewhere.new", "Array", r"numpy\.asarray"),
     ],
@@ -614,7 +619,7 @@ MERGES = table(
      dict(xs=[Ones((2, 3, 7)), Ones((2, 3, 7))])),
     ("sizes differ", ValueError, [r"xs\[1\]", r"\(2, 2, 6\)"], dict(xs=[Ones((2, 3, 7)), Ones((2, 2, 6))])),
     ("ranks differ", ValueError, [r"xs\[1\]", r"\(2, 2\)"], dict(xs=[Ones((2, 3, 7)), Ones((2, 2))])),
-    ("no batch axis", ValueError, ["xs", r"\(3, 7\)", "channels"], dict(xs=Ones((3, 7)))),
+    ("no batch axis", ValueError, ["xs", r"\(5, 7\)", "channels", r"array\[None\]"], dict(xs=Ones((5, 7)))),
     ("integers", TypeError, [r"xs\[0\]", "int32", "astype"], dict(xs=[Ones((2, 5, 7), "int32")])),
     ("bias", ValueError, ["bias", r"\(5,\)", r"\(4,\)"], dict(bias=Ones((5,)))),
     ("residual", ValueError, ["residual", r"\(2, 4, 1\)", r"\(2, 4, 7\)"], dict(residual=Ones((2, 4, 1)))),
@@ -882,7 +887,15 @@ def test_explain_refuses_what_the_call_refuses(target):
 
 @pytest.mark.parametrize(
     "function, given",
-    [(len, "len"), (cupyconv.fold_batchnorm, "fold_batchnorm"), ("conv", "'conv'"), (None, "None"), ([], r"\[\]")],
+    [
+        (len, "len"),
+        (cupyconv.fold_batchnorm, "fold_batchnorm"),
+        ("conv", "'conv'"),
+        (None, "None"),
+        ([], "list"),
+        (cupyconv.conv_vjp, "'conv_vjp': .*cupyconv.conv"),
+        (np.ones(2), "ndarray: write explain.conv, x"),
+    ],
 )
 def test_explain_what_has_no_plan(function, given):
     with pytest.raises(
@@ -930,6 +943,7 @@ def test_options(error, words, given):
         ("float", TypeError, ["pads", "integers", "0.5"], ([0, 0.5],)),
         ("unknown auto_pad", ValueError, ["auto_pad", "'SAME'", "SAME_UPPER", "NOTSET"], (None, "SAME")),
         ("lower case", ValueError, ["auto_pad", "'valid'", "VALID"], (None, "valid")),
+        ("bytes", ValueError, ["auto_pad", "b'VALID'", r"decode\(\)"], (None, b"VALID")),
         ("both", ValueError, ["pads", r"\[1, 1\]", "auto_pad", "VALID"], ([1, 1], "VALID")),
     ),
 )

@@ -27,15 +27,26 @@ def blocks(text: str, language: str) -> list[str]:
 def test_the_python_blocks_run(capsys):
     """One after another, as a reader would type them."""
     namespace: dict[str, object] = {}
-    assert len(blocks(README, "python")) == 2
+    assert len(blocks(README, "python")) == 4
     for block in blocks(README, "python"):
         exec(compile(block, "README.md", "exec"), namespace)
     assert "method" in capsys.readouterr().out  # explain's page
 
 
+def test_the_training_step_lowers_the_loss():
+    namespace: dict[str, object] = {}
+    first, _, step, _ = blocks(README, "python")
+    np.random.seed(0)
+    exec(compile(first, "README.md", "exec"), namespace)
+    exec(compile(step, "README.md", "exec"), namespace)
+    x, w1, b1, w2 = (namespace[name] for name in ("x", "w1", "b1", "w2"))
+    after = cupyconv.conv(cupyconv.conv(x, w1, b1, padding="same", activation="relu"), w2, padding="same")
+    assert np.mean((after - namespace["target"]) ** 2) < 0.97 * namespace["loss"]
+
+
 def test_every_recipe_gives_what_it_says():
     namespace: dict[str, object] = {"np": np, "cupyconv": cupyconv}
-    exec(compile(blocks(README, "python")[1], "README.md", "exec"), namespace)
+    exec(compile(blocks(README, "python")[-1], "README.md", "exec"), namespace)
     x, q = namespace["x"], namespace["q"]
     np.testing.assert_allclose(namespace["pooled"], x.reshape(2, 8, 8, 2, 8, 2).mean((3, 5)), atol=1e-6)
     assert abs(namespace["normalised"].mean((0, 2, 3))).max() < 1e-5

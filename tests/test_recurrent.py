@@ -490,11 +490,13 @@ LSTM = dict(
 GRU = dict(x=Ones((5, 2, 3)), weight_ih=Ones((2, 12, 3)), weight_hh=Ones((2, 12, 4)), direction="bidirectional")
 
 REFUSALS = table(
-    ("x of two axes", ValueError, ["x has shape", r"\(5, 2\)", r"\(T, N, I\)"], dict(x=Ones((5, 2)), lengths=None)),
+    ("x of two axes", ValueError, ["x has shape", r"\(5, 2\)", r"\(T, N, I\): steps, samples, inputs"], dict(x=Ones((5, 2)), lengths=None)),
     ("inputs differ", ValueError, ["weight_ih", r"\(16, 3\)", r"needed \(16, 5\)"], dict(x=Ones((5, 2, 5)))),
     ("recurrent weight not square", ValueError, ["weight_hh", r"\(16, 5\)", r"\(4 \* H, H\)"], dict(weight_hh=Ones((16, 5)))),
     ("gates of a gru", ValueError, ["weight_hh", r"\(12, 4\)", r"\(4 \* H, H\)"], dict(weight_hh=Ones((12, 4)))),
-    ("an axis of directions", ValueError, ["weight_hh", r"\(1, 16, 4\)"], dict(weight_hh=Ones((1, 16, 4)))),
+    ("an axis of directions", ValueError, ["weight_hh", r"\(1, 16, 4\)", r"weight_hh\[0\]"], dict(weight_hh=Ones((1, 16, 4)))),
+    ("weight transposed", ValueError, ["weight_hh", r"\(4, 16\)", r"weight_hh\.T"], dict(weight_hh=Ones((4, 16)))),
+    ("both biases in one", ValueError, ["bias_ih", r"\(32,\)", r"\(16,\)", "from_onnx_weights"], dict(bias_ih=Ones((32,)))),
     ("weight of one axis", ValueError, ["weight_hh", r"\(16,\)"], dict(weight_hh=Ones((16,)))),
     ("bias of another size", ValueError, ["bias_ih", r"\(4,\)", r"\(16,\)"], dict(bias_ih=Ones((4,)))),
     ("state without directions", ValueError, ["h0", r"\(2, 4\)", r"\(1, 2, 4\)"], dict(h0=Ones((2, 4)))),

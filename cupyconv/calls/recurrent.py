@@ -22,6 +22,8 @@ from cupyconv.settings import current_settings, flag
 
 #: Activations of each cell, for one direction.
 _ACTIVATIONS = {"rnn": 1, "lstm": 3, "gru": 2}
+#: The axes of x, of a sequence and of a step, in words.
+_AXES = {"(T, N, I)": "steps, samples, inputs; one sample alone is x[:, None]", "(N, I)": "samples, inputs"}
 #: Arguments that none can be without.
 _REQUIRED = ("x", "weight_ih", "weight_hh")
 
@@ -203,7 +205,7 @@ def _owner(arrays: Mapping[str, Any]) -> Backend:
 def _geometry(cell: _Cell, arrays: Mapping[str, Any], x_shape: tuple[int, ...], axes: str) -> RecurrentGeometry:
     """The problem, from the shapes of x, as that of a sequence, and of the recurrent weight."""
     if len(x_shape) != 3:
-        raise ValueError(f"x has shape {tuple(arrays['x'].shape)}, needed {axes}")
+        raise ValueError(f"x has shape {tuple(arrays['x'].shape)}, needed {axes}: {_AXES[axes]}")
     steps, batch, inputs = x_shape
     gates, directions = GATES[cell.kind], len(DIRECTIONS[cell.direction])
     shape = tuple(arrays["weight_hh"].shape)
@@ -212,7 +214,13 @@ def _geometry(cell: _Cell, arrays: Mapping[str, Any], x_shape: tuple[int, ...], 
     if shape != (*lead, gates * hidden, hidden):
         rows = f"{gates} * H" if gates > 1 else "H"
         needed = f"(2, {rows}, H), as direction is 'bidirectional'" if lead else f"({rows}, H)"
-        raise ValueError(f"weight_hh has shape {shape}, needed {needed}")
+        plain = (gates * hidden, hidden)
+        hint = ""
+        if not lead and shape == (1, *plain):
+            hint = "; one direction has no axis for directions: weight_hh[0]"
+        elif len(shape) == 2 and shape[1] == gates * shape[0]:
+            hint = "; its transpose has it: weight_hh.T"
+        raise ValueError(f"weight_hh has shape {shape}, needed {needed}{hint}")
     return cell.geometry(steps, batch, inputs, hidden)
 
 
@@ -242,6 +250,8 @@ def _call(
         needed = shape[1:] if role in lacking else shape
         if tuple(array.shape) != needed:
             because = ", as direction is 'bidirectional'" if directions == 2 and shape[0] == 2 else ""
+            if role == "bias_ih" and tuple(array.shape)[-1:] == (2 * rows,):
+                because += "; both biases in one array are split by from_onnx_weights"
             raise ValueError(f"{name} has shape {tuple(array.shape)}, needed {needed}{because}")
         described[role] = _described(backend, name, array, shape)
     for role, result in results.items():

@@ -20,8 +20,8 @@ ROUNDS = 7
 def run(page: Page, libraries: Sequence[Library], *, small: bool, directory: Path) -> None:
     page.text(
         f"""{SAMPLES} images of {CHANNELS} channels, {SIZE} x {SIZE} pixels, 3 x 3 kernels, float32. On a GPU the one call
-        is one product over all samples, enqueued once; the loop enqueues {SAMPLES} small ones. On NumPy the one call fills a block of
-        cache with as many samples as it holds."""
+        is one kernel or product for all samples; the loop starts {SAMPLES} small ones. On NumPy the one call takes as many
+        samples at a time as fit into the cache."""
     )
     page.code(
         """

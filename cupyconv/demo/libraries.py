@@ -103,7 +103,7 @@ def table_of(page: Page, libraries: Sequence[Library], measured: Sequence[dict[s
     """One row a way; for each library its time, memory and error; for two, their largest difference."""
     header = [""]
     for library in libraries:
-        header += [library.name, "beyond result", "error"]
+        header += [library.name, "extra memory", "error"]
     rows = []
     for name in measured[-1]:
         row = [name]

@@ -28,13 +28,17 @@ _ONE_BLOCK = "one block, sums in global memory"
 def run(page: Page, libraries: Sequence[Library], *, small: bool, directory: Path) -> None:
     page.text(
         f"""{INPUTS} fields of {CHANNELS} channels on a million points, in a batch of {BATCH}, are combined linearly
-        into {CHANNELS} channels. Against it: what one writes without the library, which first copies all inputs."""
+        into {CHANNELS} channels. Below it is what one writes without the library, which first copies all inputs."""
     )
     page.code(
         """
         y = cupyconv.linmerge(fields, weight)
         y = xp.matmul(weight, xp.concatenate(fields, axis=1))
         """
+    )
+    page.text(
+        """In every table of this page, extra memory is what a call allocates besides its result, and the error is the
+        largest difference from the same result computed another way, in a higher precision."""
     )
     for dtype in (np.float64, np.float32):
         points = _affordable(page, libraries, POINTS // 100 if small else POINTS, np.dtype(dtype).itemsize)
@@ -83,9 +87,11 @@ def _one_dtype(page: Page, libraries: Sequence[Library], dtype: np.dtype, points
     page.line(f"    {dtype}, {points:,} points, {megabytes(sum(field.nbytes for field in fields))} of inputs:\n")
     table_of(page, libraries, measured)
     if dtype == np.float32:
-        page.text("What ran, as explain(linmerge, fields, weight) prints it:")
+        page.text("The plan that ran, as explain(linmerge, fields, weight) prints it:")
         page.verbatim(str(explain(linmerge, fields, weight)))
-        page.text('And the plan for a GPU that need not be here, with on="sm_90":')
+        page.text(
+            'The plan for a GPU, which need not be in this machine: explain(linmerge, fields, weight, on="sm_90"):'
+        )
         page.verbatim(str(explain(linmerge, fields, weight, on="sm_90")))
 
 

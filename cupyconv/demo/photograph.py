@@ -24,9 +24,9 @@ CHECKED = 16
 
 def run(page: Page, libraries: Sequence[Library], *, small: bool, directory: Path) -> None:
     page.text(
-        f"""A real image, complex weights: {ORIENTATIONS} orientations of {KERNEL} x {KERNEL} Gabor filters at
-        {len(WAVELENGTHS)} wavelengths. The magnitude is how strongly a pixel belongs to an edge of that orientation; one
-        merge with the grey image gives each orientation its colour."""
+        f"""A real image and complex weights: {KERNEL} x {KERNEL} Gabor filters of {ORIENTATIONS} orientations and
+        {len(WAVELENGTHS)} wavelengths. The magnitude of a result says how strongly a pixel belongs to an edge of that
+        orientation. One merge of the magnitudes and the grey image gives each orientation a colour."""
     )
     page.code(
         """

@@ -1,7 +1,8 @@
 """`conv` and `linmerge` as JAX functions that ``jax.grad`` differentiates and ``jax.jit`` traces.
 
-They are host callbacks: arrays come to the NumPy backend, without a copy where they are on the CPU.  A
-training step, complete::
+They are host callbacks: also inside `jax.jit` the NumPy backend computes them, without a copy where the arrays are on
+the CPU; arrays of a GPU are brought to the CPU and back.  Reverse mode works (`jax.grad`, `jax.vjp`), forward mode and
+second derivatives do not.  A training step, complete::
 
     import jax
     from cupyconv.interop.jax import conv

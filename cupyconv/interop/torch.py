@@ -1,7 +1,11 @@
 """`conv`, `linmerge`, `rnn`, `lstm` and `gru` as PyTorch operations that autograd differentiates.
 
 Tensors are not copied: a CPU tensor is computed with as a NumPy array, a CUDA tensor as a CuPy array, on
-PyTorch's current stream.  A training step, complete::
+PyTorch's current stream.  They are functions, as in `torch.nn.functional`: a module keeps the weights and calls them.
+What is not here (transposed convolutions, pooling, second derivatives, `torch.func`) PyTorch's own functions do.  To
+see what a call would run, give `cupyconv.explain` the function and arrays: ``explain(cupyconv.conv, x.numpy(), ...)``.
+
+A training step, complete::
 
     import torch
     from cupyconv.interop.torch import conv
@@ -66,8 +70,10 @@ def conv(
 
     Notes
     -----
-    Gradients are PyTorch's: for complex tensors the Hermitian adjoint.  The graph holds what the pullback of
-    `cupyconv.conv_vjp` holds.  A tensor that is changed in place between the two passes is found by autograd.
+    Settings have cupyconv's names and are keywords: PyTorch's ``padding_mode="zeros"``, ``"replicate"`` and ``"circular"``
+    are ``"constant"``, ``"edge"`` and ``"wrap"``.  Gradients are PyTorch's: for complex tensors the Hermitian adjoint.
+    Autograd keeps what the pullback of `cupyconv.conv_vjp` holds, and raises an error where a tensor of that was
+    changed in place before the backward pass.
 
     Examples
     --------
@@ -233,8 +239,13 @@ def lstm(
 
     Notes
     -----
-    The graph holds what the pullback of `cupyconv.lstm_vjp` holds.  An argument, or y, that is changed in place between
-    the two passes is found by autograd.
+    ``module.parameters()`` of a `torch.nn.LSTM` of one layer and one direction are this function's arguments, as in the
+    example.  Of two directions each parameter is stacked with its reverse,
+    ``torch.stack([module.weight_ih_l0, module.weight_ih_l0_reverse])``; every further layer is a further call.  With
+    ``batch_first`` give ``x.transpose(0, 1)``.
+
+    Autograd keeps what the pullback of `cupyconv.lstm_vjp` holds, and raises an error where an argument, or y, was
+    changed in place before the backward pass.
 
     Examples
     --------
@@ -354,7 +365,7 @@ def _on_one_device(tensors: dict[str, Any], required: Sequence[str] = ()) -> dic
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None or name in required}
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}, needed a torch.Tensor")
+            raise TypeError(f"{name} is a {type(tensor).__name__}, needed a torch.Tensor, as torch.as_tensor makes one")
     devices = {name: tensor.device for name, tensor in tensors.items()}
     if len(set(devices.values())) > 1:
         raise TypeError(f"tensors of several devices: {', '.join(f'{name} on {d}' for name, d in devices.items())}")
