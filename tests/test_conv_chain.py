@@ -503,7 +503,7 @@ def changed(target: Target, i: int, **fields: Any) -> list[ConvLayer]:
         (ValueError, "layers is an empty sequence", lambda t: {"layers": []}),
         (ValueError, "fuse must be 'auto', True or False, given 1", lambda t: {"fuse": 1}),
         (ValueError, "fuse must be 'auto', True or False, given 'always'", lambda t: {"fuse": "always"}),
-        (ValueError, r"layers\[1\]: weight of shape .* given 4 channels \(layer\[0\] has shape \(1, 4, 6, 6\)\)",
+        (ValueError, r"layers\[1\]: weight of shape .* given 4 channels \(layer\[0\] has shape \(1, 4, 6, 6\)",
          lambda t: {"layers": changed(t, 1, weight=np.ones((2, 5, 3, 3), np.float32))}),
         (ValueError, r"layers\[1\]: kernel spans 7 elements", lambda t: {"layers": changed(t, 1, weight=np.ones((2, 4, 7, 3), np.float32))}),
         (ValueError, r"layers\[1\]: layer\[0\] has shape \(1, 4, 6, 6\), needed 3 axes",
