@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import Any
 
 import numpy as np
 
@@ -12,20 +11,21 @@ from cupyconv.dispatch import backend_for
 from cupyconv.dtypes import accumulator, check_dtype, dtype_from_name, dtype_name
 from cupyconv.padding import positive
 from cupyconv.settings import flag
+from cupyconv.typing import Array
 
 
 def fold_batchnorm(
-    weight: Any,
-    bias: Any,
+    weight: Array,
+    bias: Array | None,
     *,
-    mean: Any,
-    var: Any,
-    gamma: Any = None,
-    beta: Any = None,
+    mean: Array,
+    var: Array,
+    gamma: Array | None = None,
+    beta: Array | None = None,
     eps: float = 1e-5,
     groups: int = 1,
     transposed: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """Weight and bias of a convolution that includes the batch normalisation that follows it.
 
     ``gamma * (conv(x, weight, bias) - mean) / sqrt(var + eps) + beta == conv(x, *fold_batchnorm(...))``

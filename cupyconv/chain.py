@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from cupyconv.calls.call import Call
 from cupyconv.calls.chain import LayerSettings, prepare_split_chain
 from cupyconv.repetition import call
+from cupyconv.typing import ActivationLike, Array, Padding, PerAxis
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,18 +35,20 @@ class ConvLayer:
     ('same', True)
     """
 
-    weight: Any
-    bias: Any = None
+    weight: Array
+    bias: Array | None = None
     _: KW_ONLY
-    stride: Any = 1
-    padding: Any = 0
-    dilation: Any = 1
-    groups: Any = 1
-    activation: Any = None
-    residual: Any = None
+    stride: PerAxis = 1
+    padding: Padding = 0
+    dilation: PerAxis = 1
+    groups: int = 1
+    activation: ActivationLike = None
+    residual: Array | None = None
 
 
-def conv_chain(x: Any, layers: Any, *, fuse: Any = "auto", out: Any = None) -> Any:
+def conv_chain(
+    x: Array | Sequence[Array], layers: Sequence[ConvLayer], *, fuse: str | bool = "auto", out: Array | None = None
+) -> Array:
     """Convolutions one after the other; where it is faster, the images between them are not stored.
 
     The result is that of calling `conv` for each layer with the result of the one before, non-finite values and

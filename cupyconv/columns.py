@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from cupyconv.calls.columns import prepare_col2im, prepare_im2col
 from cupyconv.repetition import call
+from cupyconv.typing import Array, Padding, PerAxis
 
 
-def im2col(x: Any, kernel_shape: Any, *, stride: Any = 1, padding: Any = 0, dilation: Any = 1, out: Any = None) -> Any:
+def im2col(
+    x: Array | Sequence[Array],
+    kernel_shape: PerAxis,
+    *,
+    stride: PerAxis = 1,
+    padding: Padding = 0,
+    dilation: PerAxis = 1,
+    out: Array | None = None,
+) -> Array:
     """Every window of an image as a column.
 
     Parameters
@@ -56,15 +65,15 @@ def im2col(x: Any, kernel_shape: Any, *, stride: Any = 1, padding: Any = 0, dila
 
 
 def col2im(
-    columns: Any,
-    spatial_shape: Any,
-    kernel_shape: Any,
+    columns: Array,
+    spatial_shape: PerAxis,
+    kernel_shape: PerAxis,
     *,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    out: Any = None,
-) -> Any:
+    stride: PerAxis = 1,
+    padding: Padding = 0,
+    dilation: PerAxis = 1,
+    out: Array | None = None,
+) -> Array:
     """Sum columns back into an image: the adjoint of `im2col`.
 
     Parameters

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from cupyconv.calls.convolution import prepare_conv, prepare_linmerge, prologue_parts
 from cupyconv.repetition import call
+from cupyconv.typing import ActivationLike, Array, Padding, PerAxis, PrologueLike
 
 
 def conv(
-    x: Any,
-    weight: Any,
-    bias: Any = None,
+    x: Array | Sequence[Array],
+    weight: Array,
+    bias: Array | None = None,
     *,
-    stride: Any = 1,
-    padding: Any = 0,
+    stride: PerAxis = 1,
+    padding: Padding = 0,
     padding_mode: str = "constant",
-    dilation: Any = 1,
+    dilation: PerAxis = 1,
     groups: int = 1,
-    activation: Any = None,
-    residual: Any = None,
-    prologue: Any = None,
+    activation: ActivationLike = None,
+    residual: Array | None = None,
+    prologue: PrologueLike | None = None,
     method: str = "auto",
-    out: Any = None,
-) -> Any:
+    out: Array | None = None,
+) -> Array:
     """Convolution over one, two or three spatial axes, of one array or of several merged.
 
     ``y[n, o, p] = activation(sum over c, k of weight[o, c, k] * x[n, c, p * stride + k * dilation - before]
@@ -138,16 +139,16 @@ def conv(
 
 
 def linmerge(
-    xs: Any,
-    weight: Any,
-    bias: Any = None,
+    xs: Sequence[Array],
+    weight: Array,
+    bias: Array | None = None,
     *,
-    activation: Any = None,
-    residual: Any = None,
-    prologue: Any = None,
+    activation: ActivationLike = None,
+    residual: Array | None = None,
+    prologue: PrologueLike | None = None,
     method: str = "auto",
-    out: Any = None,
-) -> Any:
+    out: Array | None = None,
+) -> Array:
     """Linear combination of the channels of several arrays, without concatenating them.
 
     ``y[n, o, ...] = activation(sum over c of weight[o, c] * concatenate(xs, axis=1)[n, c, ...] + bias[o]

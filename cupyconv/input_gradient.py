@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from cupyconv.calls.transposed import prepare_conv_grad_input
 from cupyconv.repetition import call
+from cupyconv.typing import Array, ArrayOrList, Padding, PerAxis
 
 
 def conv_grad_input(
-    grad: Any,
-    weight: Any,
-    input_shape: Any,
+    grad: Array,
+    weight: Array,
+    input_shape: Sequence[int] | Sequence[Sequence[int]],
     *,
-    stride: Any = 1,
-    padding: Any = 0,
+    stride: PerAxis = 1,
+    padding: Padding = 0,
     padding_mode: str = "constant",
-    dilation: Any = 1,
+    dilation: PerAxis = 1,
     groups: int = 1,
     method: str = "auto",
-    out: Any = None,
-) -> Any:
+    out: Array | Sequence[Array] | None = None,
+) -> ArrayOrList:
     """The gradient of a convolution with respect to its input, or to each of its merged inputs.
 
     ``gx[n, c, i] = sum over o, k, p with element(p * stride + k * dilation - before) = i of

@@ -6,6 +6,7 @@ from typing import Any
 
 from cupyconv.dispatch import backend_for
 from cupyconv.recurrence import GATES
+from cupyconv.typing import Array
 
 #: Of each operator, where our gates stand among ONNX's: i, o, f, c of an LSTM, z, r, h of a GRU.
 _ORDER = {"RNN": (0,), "LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2)}
@@ -13,7 +14,7 @@ _ORDER = {"RNN": (0,), "LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2)}
 _PEEPHOLES = (0, 2, 1)
 
 
-def from_onnx_weights(op: str, W: Any, R: Any, B: Any = None, P: Any = None) -> dict[str, Any]:
+def from_onnx_weights(op: str, W: Array, R: Array, B: Array | None = None, P: Array | None = None) -> dict[str, Any]:
     """The weights of an ONNX ``RNN``, ``LSTM`` or ``GRU`` as keywords for `rnn`, `lstm` or `gru`.
 
     Parameters

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from cupyconv.calls.pooling import prepare_max_pool
 from cupyconv.repetition import call
+from cupyconv.typing import Array, ArrayOrList, Padding, PerAxis
 
 
 def max_pool(
-    x: Any, kernel_shape: Any, *, stride: Any = None, padding: Any = 0, dilation: Any = 1, out: Any = None
-) -> Any:
+    x: Array | Sequence[Array],
+    kernel_shape: PerAxis,
+    *,
+    stride: PerAxis | None = None,
+    padding: Padding = 0,
+    dilation: PerAxis = 1,
+    out: Array | Sequence[Array] | None = None,
+) -> ArrayOrList:
     """The largest element of every window of an image.
 
     Parameters

@@ -34,6 +34,7 @@ from cupyconv.input_gradient import conv_grad_input
 from cupyconv.operands import collapsed_stride
 from cupyconv.pooling import max_pool
 from cupyconv.repetition import call
+from cupyconv.typing import ActivationLike, Array, ArrayOrList, Padding, PerAxis, PrologueLike
 from cupyconv.weight_gradient import conv_grad_weight
 
 
@@ -56,32 +57,32 @@ class ConvGradients(NamedTuple):
     ('x', 'weight', 'bias', 'residual', 'scale', 'shift')
     """
 
-    x: Any = None
-    weight: Any = None
-    bias: Any = None
-    residual: Any = None
-    scale: Any = None
-    shift: Any = None
+    x: ArrayOrList | None = None
+    weight: Array | None = None
+    bias: Array | None = None
+    residual: Array | None = None
+    scale: Array | None = None
+    shift: Array | None = None
 
 
 Pullback = Callable[..., ConvGradients]
 
 
 def conv_vjp(
-    x: Any,
-    weight: Any,
-    bias: Any = None,
+    x: Array | Sequence[Array],
+    weight: Array,
+    bias: Array | None = None,
     *,
-    stride: Any = 1,
-    padding: Any = 0,
+    stride: PerAxis = 1,
+    padding: Padding = 0,
     padding_mode: str = "constant",
-    dilation: Any = 1,
+    dilation: PerAxis = 1,
     groups: int = 1,
-    activation: Any = None,
-    residual: Any = None,
-    prologue: Any = None,
+    activation: ActivationLike = None,
+    residual: Array | None = None,
+    prologue: PrologueLike | None = None,
     method: str = "auto",
-) -> tuple[Any, Pullback]:
+) -> tuple[Array, Pullback]:
     """`conv`, and its pullback: the function that computes the gradients of its arguments from that of its result.
 
     Parameters
@@ -147,7 +148,7 @@ def conv_vjp(
     5.709
     """
     scale, shift, prologue_activation = parts = prologue_parts(prologue)
-    window = {
+    window: dict[str, Any] = {
         "stride": stride, "padding": padding, "padding_mode": padding_mode, "dilation": dilation, "groups": groups
     }  # fmt: skip
     others = {"activation": activation, "prologue_activation": prologue_activation, "method": method, "saving": True}
@@ -172,15 +173,15 @@ def conv_vjp(
 
 
 def linmerge_vjp(
-    xs: Any,
-    weight: Any,
-    bias: Any = None,
+    xs: Sequence[Array],
+    weight: Array,
+    bias: Array | None = None,
     *,
-    activation: Any = None,
-    residual: Any = None,
-    prologue: Any = None,
+    activation: ActivationLike = None,
+    residual: Array | None = None,
+    prologue: PrologueLike | None = None,
     method: str = "auto",
-) -> tuple[Any, Pullback]:
+) -> tuple[Array, Pullback]:
     """`linmerge`, and its pullback: the function that computes its arguments' gradients from that of its result.
 
     Parameters
@@ -247,19 +248,19 @@ def linmerge_vjp(
 
 
 def conv_transpose_vjp(
-    x: Any,
-    weight: Any,
-    bias: Any = None,
+    x: Array | Sequence[Array],
+    weight: Array,
+    bias: Array | None = None,
     *,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    output_shape: Any = None,
-    dilation: Any = 1,
+    stride: PerAxis = 1,
+    padding: Padding = 0,
+    output_padding: PerAxis = 0,
+    output_shape: PerAxis | None = None,
+    dilation: PerAxis = 1,
     groups: int = 1,
-    activation: Any = None,
+    activation: ActivationLike = None,
     method: str = "auto",
-) -> tuple[Any, Pullback]:
+) -> tuple[Array, Pullback]:
     """`conv_transpose`, and its pullback: the function that computes its arguments' gradients from that of its result.
 
     Parameters
@@ -316,7 +317,7 @@ def conv_transpose_vjp(
     )  # fmt: skip
     triples = geometry.size, geometry.before, geometry.stride, geometry.out_size, geometry.span
     axes = [_UnderWindows.of(*axis) for axis in zip(*map(geometry.spatial, triples))]
-    window = {
+    window: dict[str, Any] = {
         "stride": stride, "dilation": dilation, "padding": tuple((axis.before, axis.after) for axis in axes)
     }  # fmt: skip
     under_windows = tuple(slice(axis.size) for axis in axes)
@@ -357,8 +358,13 @@ def conv_transpose_vjp(
 
 
 def max_pool_vjp(
-    x: Any, kernel_shape: Any, *, stride: Any = None, padding: Any = 0, dilation: Any = 1
-) -> tuple[Any, Pullback]:
+    x: Array | Sequence[Array],
+    kernel_shape: PerAxis,
+    *,
+    stride: PerAxis | None = None,
+    padding: Padding = 0,
+    dilation: PerAxis = 1,
+) -> tuple[ArrayOrList, Pullback]:
     """`max_pool`, and its pullback: the function that computes the image's gradient from that of its result.
 
     Parameters

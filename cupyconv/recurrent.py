@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from cupyconv.calls.recurrent import (
@@ -15,23 +16,24 @@ from cupyconv.calls.recurrent import (
     prepare_rnn_step,
 )
 from cupyconv.repetition import call
+from cupyconv.typing import ActivationLike, Array
 
 
 def rnn(
-    x: Any,
-    weight_ih: Any,
-    weight_hh: Any,
-    bias_ih: Any = None,
-    bias_hh: Any = None,
+    x: Array,
+    weight_ih: Array,
+    weight_hh: Array,
+    bias_ih: Array | None = None,
+    bias_hh: Array | None = None,
     *,
-    h0: Any = None,
-    lengths: Any = None,
+    h0: Array | None = None,
+    lengths: Array | Sequence[int] | None = None,
     direction: str = "forward",
-    activation: Any = "tanh",
-    clip: Any = None,
+    activation: ActivationLike = "tanh",
+    clip: float | None = None,
     method: str = "auto",
-    out: Any = None,
-) -> Any:
+    out: Sequence[Any] | None = None,
+) -> tuple[Array, Array]:
     """A plain recurrent layer over a sequence.
 
     ``h[t] = activation(weight_ih @ x[t] + bias_ih + weight_hh @ h[t - 1] + bias_hh)`` for every sample, and
@@ -111,23 +113,23 @@ def rnn(
 
 
 def lstm(
-    x: Any,
-    weight_ih: Any,
-    weight_hh: Any,
-    bias_ih: Any = None,
-    bias_hh: Any = None,
+    x: Array,
+    weight_ih: Array,
+    weight_hh: Array,
+    bias_ih: Array | None = None,
+    bias_hh: Array | None = None,
     *,
-    h0: Any = None,
-    c0: Any = None,
-    peephole: Any = None,
-    lengths: Any = None,
+    h0: Array | None = None,
+    c0: Array | None = None,
+    peephole: Array | None = None,
+    lengths: Array | Sequence[int] | None = None,
     direction: str = "forward",
-    activations: Any = ("sigmoid", "tanh", "tanh"),
+    activations: Sequence[Any] = ("sigmoid", "tanh", "tanh"),
     input_forget: bool = False,
-    clip: Any = None,
+    clip: float | None = None,
     method: str = "auto",
-    out: Any = None,
-) -> Any:
+    out: Sequence[Any] | None = None,
+) -> tuple[Array, tuple[Array, Array]]:
     """A long short-term memory over a sequence.
 
     ``v = weight_ih @ x[t] + bias_ih + weight_hh @ h[t - 1] + bias_hh`` has four parts, in PyTorch's order: v_i, v_f, v_g
@@ -204,21 +206,21 @@ def lstm(
 
 
 def gru(
-    x: Any,
-    weight_ih: Any,
-    weight_hh: Any,
-    bias_ih: Any = None,
-    bias_hh: Any = None,
+    x: Array,
+    weight_ih: Array,
+    weight_hh: Array,
+    bias_ih: Array | None = None,
+    bias_hh: Array | None = None,
     *,
-    h0: Any = None,
-    lengths: Any = None,
+    h0: Array | None = None,
+    lengths: Array | Sequence[int] | None = None,
     direction: str = "forward",
-    activations: Any = ("sigmoid", "tanh"),
+    activations: Sequence[Any] = ("sigmoid", "tanh"),
     linear_before_reset: bool = True,
-    clip: Any = None,
+    clip: float | None = None,
     method: str = "auto",
-    out: Any = None,
-) -> Any:
+    out: Sequence[Any] | None = None,
+) -> tuple[Array, Array]:
     """A gated recurrent unit over a sequence.
 
     ``u = weight_ih @ x[t] + bias_ih`` and ``v = weight_hh @ h[t - 1] + bias_hh`` have three parts each, in PyTorch's order:
@@ -288,18 +290,18 @@ def gru(
 
 
 def rnn_step(
-    x: Any,
-    h: Any,
-    weight_ih: Any,
-    weight_hh: Any,
-    bias_ih: Any = None,
-    bias_hh: Any = None,
+    x: Array,
+    h: Array,
+    weight_ih: Array,
+    weight_hh: Array,
+    bias_ih: Array | None = None,
+    bias_hh: Array | None = None,
     *,
-    activation: Any = "tanh",
-    clip: Any = None,
+    activation: ActivationLike = "tanh",
+    clip: float | None = None,
     method: str = "auto",
-    out: Any = None,
-) -> Any:
+    out: Array | None = None,
+) -> Array:
     """One step of `rnn`, for sequences that arrive step by step.
 
     Parameters
@@ -344,21 +346,21 @@ def rnn_step(
 
 
 def lstm_step(
-    x: Any,
-    h: Any,
-    c: Any,
-    weight_ih: Any,
-    weight_hh: Any,
-    bias_ih: Any = None,
-    bias_hh: Any = None,
+    x: Array,
+    h: Array,
+    c: Array,
+    weight_ih: Array,
+    weight_hh: Array,
+    bias_ih: Array | None = None,
+    bias_hh: Array | None = None,
     *,
-    peephole: Any = None,
-    activations: Any = ("sigmoid", "tanh", "tanh"),
+    peephole: Array | None = None,
+    activations: Sequence[Any] = ("sigmoid", "tanh", "tanh"),
     input_forget: bool = False,
-    clip: Any = None,
+    clip: float | None = None,
     method: str = "auto",
-    out: Any = None,
-) -> Any:
+    out: Sequence[Any] | None = None,
+) -> tuple[Array, Array]:
     """One step of `lstm`, for sequences that arrive step by step.
 
     Parameters
@@ -406,19 +408,19 @@ def lstm_step(
 
 
 def gru_step(
-    x: Any,
-    h: Any,
-    weight_ih: Any,
-    weight_hh: Any,
-    bias_ih: Any = None,
-    bias_hh: Any = None,
+    x: Array,
+    h: Array,
+    weight_ih: Array,
+    weight_hh: Array,
+    bias_ih: Array | None = None,
+    bias_hh: Array | None = None,
     *,
-    activations: Any = ("sigmoid", "tanh"),
+    activations: Sequence[Any] = ("sigmoid", "tanh"),
     linear_before_reset: bool = True,
-    clip: Any = None,
+    clip: float | None = None,
     method: str = "auto",
-    out: Any = None,
-) -> Any:
+    out: Array | None = None,
+) -> Array:
     """One step of `gru`, for sequences that arrive step by step.
 
     Parameters

@@ -10,7 +10,7 @@ The gradients come from one call, in the dtype computed with; here each becomes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from cupyconv.dispatch import Backend, backend_for
 from cupyconv.dtypes import check_dtype
 from cupyconv.recurrence import GATES
 from cupyconv.repetition import call
+from cupyconv.typing import ActivationLike, Array
 
 
 class RecurrentGradients(NamedTuple):
@@ -41,33 +42,33 @@ class RecurrentGradients(NamedTuple):
     ('x', 'weight_ih', 'weight_hh', 'bias_ih', 'bias_hh', 'h0', 'c0', 'peephole')
     """
 
-    x: Any = None
-    weight_ih: Any = None
-    weight_hh: Any = None
-    bias_ih: Any = None
-    bias_hh: Any = None
-    h0: Any = None
-    c0: Any = None
-    peephole: Any = None
+    x: Array | None = None
+    weight_ih: Array | None = None
+    weight_hh: Array | None = None
+    bias_ih: Array | None = None
+    bias_hh: Array | None = None
+    h0: Array | None = None
+    c0: Array | None = None
+    peephole: Array | None = None
 
 
 RecurrentPullback = Callable[..., RecurrentGradients]
 
 
 def rnn_vjp(
-    x: Any,
-    weight_ih: Any,
-    weight_hh: Any,
-    bias_ih: Any = None,
-    bias_hh: Any = None,
+    x: Array,
+    weight_ih: Array,
+    weight_hh: Array,
+    bias_ih: Array | None = None,
+    bias_hh: Array | None = None,
     *,
-    h0: Any = None,
-    lengths: Any = None,
+    h0: Array | None = None,
+    lengths: Array | Sequence[int] | None = None,
     direction: str = "forward",
-    activation: Any = "tanh",
-    clip: Any = None,
+    activation: ActivationLike = "tanh",
+    clip: float | None = None,
     method: str = "auto",
-) -> tuple[tuple[Any, Any], RecurrentPullback]:
+) -> tuple[tuple[Array, Array], RecurrentPullback]:
     """`rnn`, and its pullback: the function that computes its arguments' gradients from those of its results.
 
     Parameters
@@ -129,22 +130,22 @@ def rnn_vjp(
 
 
 def lstm_vjp(
-    x: Any,
-    weight_ih: Any,
-    weight_hh: Any,
-    bias_ih: Any = None,
-    bias_hh: Any = None,
+    x: Array,
+    weight_ih: Array,
+    weight_hh: Array,
+    bias_ih: Array | None = None,
+    bias_hh: Array | None = None,
     *,
-    h0: Any = None,
-    c0: Any = None,
-    peephole: Any = None,
-    lengths: Any = None,
+    h0: Array | None = None,
+    c0: Array | None = None,
+    peephole: Array | None = None,
+    lengths: Array | Sequence[int] | None = None,
     direction: str = "forward",
-    activations: Any = ("sigmoid", "tanh", "tanh"),
+    activations: Sequence[Any] = ("sigmoid", "tanh", "tanh"),
     input_forget: bool = False,
-    clip: Any = None,
+    clip: float | None = None,
     method: str = "auto",
-) -> tuple[tuple[Any, tuple[Any, Any]], RecurrentPullback]:
+) -> tuple[tuple[Array, tuple[Array, Array]], RecurrentPullback]:
     """`lstm`, and its pullback: the function that computes its arguments' gradients from those of its results.
 
     Parameters
@@ -201,20 +202,20 @@ def lstm_vjp(
 
 
 def gru_vjp(
-    x: Any,
-    weight_ih: Any,
-    weight_hh: Any,
-    bias_ih: Any = None,
-    bias_hh: Any = None,
+    x: Array,
+    weight_ih: Array,
+    weight_hh: Array,
+    bias_ih: Array | None = None,
+    bias_hh: Array | None = None,
     *,
-    h0: Any = None,
-    lengths: Any = None,
+    h0: Array | None = None,
+    lengths: Array | Sequence[int] | None = None,
     direction: str = "forward",
-    activations: Any = ("sigmoid", "tanh"),
+    activations: Sequence[Any] = ("sigmoid", "tanh"),
     linear_before_reset: bool = True,
-    clip: Any = None,
+    clip: float | None = None,
     method: str = "auto",
-) -> tuple[tuple[Any, Any], RecurrentPullback]:
+) -> tuple[tuple[Array, Array], RecurrentPullback]:
     """`gru`, and its pullback: the function that computes its arguments' gradients from those of its results.
 
     Parameters

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from cupyconv.calls.transposed import prepare_conv_transpose
 from cupyconv.repetition import call
+from cupyconv.typing import ActivationLike, Array, Padding, PerAxis
 
 
 def conv_transpose(
-    x: Any,
-    weight: Any,
-    bias: Any = None,
+    x: Array | Sequence[Array],
+    weight: Array,
+    bias: Array | None = None,
     *,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    output_shape: Any = None,
-    dilation: Any = 1,
+    stride: PerAxis = 1,
+    padding: Padding = 0,
+    output_padding: PerAxis = 0,
+    output_shape: PerAxis | None = None,
+    dilation: PerAxis = 1,
     groups: int = 1,
-    activation: Any = None,
+    activation: ActivationLike = None,
     method: str = "auto",
-    out: Any = None,
-) -> Any:
+    out: Array | None = None,
+) -> Array:
     """Transposed convolution over one, two or three spatial axes, of one array or of several merged.
 
     Every pixel of `x` stamps the kernel onto the result, `stride` apart, scaled by its value:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from cupyconv.calls.weight_gradient import prepare_conv_grad_weight
 from cupyconv.repetition import call
+from cupyconv.typing import Array, Padding, PerAxis
 
 
 def conv_grad_weight(
-    grad: Any,
-    x: Any,
-    kernel_shape: Any,
+    grad: Array,
+    x: Array | Sequence[Array],
+    kernel_shape: PerAxis,
     *,
-    stride: Any = 1,
-    padding: Any = 0,
+    stride: PerAxis = 1,
+    padding: Padding = 0,
     padding_mode: str = "constant",
-    dilation: Any = 1,
+    dilation: PerAxis = 1,
     groups: int = 1,
     method: str = "auto",
-    out: Any = None,
-) -> Any:
+    out: Array | None = None,
+) -> Array:
     """Gradient of a scalar with respect to the weight of `conv`, from that with respect to its result.
 
     ``out[o, c, k] = sum over n, p of grad[n, o, p] * conj(x[n, c, p * stride + k * dilation - before])``: the

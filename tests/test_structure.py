@@ -57,7 +57,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "plan": ("cupyconv.plan", "cupyconv.loops"),
     "prologue": ("cupyconv.prologue",),
     "problem": ("cupyconv.geometry", "cupyconv.rows", "cupyconv.recurrence", "cupyconv.operands", "cupyconv.machine"),
-    "vocabulary": ("cupyconv.version", "cupyconv.padding", "cupyconv.dtypes", "cupyconv.activations"),
+    "vocabulary": (
+        "cupyconv.version",
+        "cupyconv.typing",
+        "cupyconv.padding",
+        "cupyconv.dtypes",
+        "cupyconv.activations",
+    ),
 }
 
 #: Within their layer these are strangers: each knows the plan, none knows the others.

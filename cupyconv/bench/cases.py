@@ -182,7 +182,7 @@ class Case:
         """The library's function for this case, its arguments and its keywords."""
         if self.kernel == (1,) and self.pointwise:
             return linmerge, (xs, weight[:, :, 0]), {}
-        settings = [
+        settings: list[dict[str, Any]] = [
             dict(stride=layer.stride, padding=layer.pairs, dilation=layer.dilation, groups=layer.groups)
             for layer in self.layers
         ]
