@@ -143,7 +143,7 @@ def _converted(request: ChainRequest) -> tuple[Layers, tuple[Conversion, ...]]:
     conversions: list[Conversion] = []
     for i, layer in enumerate(request.layers):
         layer = without_empty_inputs(layer) if i == 0 else layer
-        check_alignment((*layer.xs, layer.weight, layer.out, layer.bias, layer.residual))
+        check_alignment(layer.arrays)
         changed, needed = converted(layer)
         layers.append(changed if i == 0 else replace(changed, xs=layer.xs))
         conversions += [conversion for conversion in needed if i == 0 or conversion.buffer != layer.xs[0].name]

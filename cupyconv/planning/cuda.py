@@ -45,9 +45,7 @@ def plan_conv(request: ConvRequest) -> Plan:
     gpu = request.machine
     assert isinstance(gpu, GpuModel)
     request = without_empty_inputs(request)
-    check_alignment(
-        (*request.xs, request.weight, request.out, request.bias, request.residual, *request.prologue.vectors)
-    )
+    check_alignment(request.arrays)
     request, conversions = converted(request)
     request = request.sharing_with(conversions)
     chosen, rejected = choose(request.method, lambda method: draft_conv(method, request), gpu)

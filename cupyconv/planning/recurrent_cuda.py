@@ -110,7 +110,7 @@ def plan_recurrent(request: RecurrentRequest) -> Plan:
     """The plan for ``request.method``; ValueError where a named method does not apply."""
     gpu = request.machine
     assert isinstance(gpu, GpuModel)
-    check_alignment(request.operands.values())
+    check_alignment(request.arrays)
     request, conversions = _converted(request)
     request = request.sharing_with(conversions)
     layer = _Layer(request, gpu)

@@ -75,7 +75,7 @@ def plan_weight_gradient(request: WeightGradientRequest) -> Plan:
     gpu = request.machine
     assert isinstance(gpu, GpuModel)
     request = without_empty_inputs(request)
-    check_alignment((*request.xs, request.grad, request.out, *request.prologue.vectors))
+    check_alignment(request.arrays)
     conversions: list[Conversion] = []
     request = replace(
         request,
