@@ -49,7 +49,7 @@ def plan_conv(request: ConvRequest) -> Plan:
     request, conversions = converted(request)
     request = request.sharing_with(conversions)
     chosen, rejected = choose(request.method, lambda method: draft_conv(method, request), gpu)
-    notes = request.notes + lost((*request.xs, request.out))
+    notes = request.notes + access_notes((*request.xs, request.out))
     return chosen.plan(request, str(request.geometry), describe_result(request), rejected, conversions, notes)
 
 
@@ -131,7 +131,7 @@ def _only_epilogue(request: ConvRequest) -> KernelLaunch:
     )
 
 
-def lost(images: Iterable[Operand]) -> tuple[str, ...]:
+def access_notes(images: Iterable[Operand]) -> tuple[str, ...]:
     """What keeps an image off the fast path."""
     notes = []
     for operand in images:

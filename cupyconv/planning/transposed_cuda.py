@@ -17,7 +17,7 @@ from cupyconv.geometry import pixel_windows
 from cupyconv.machine import GpuModel
 from cupyconv.operands import Operand
 from cupyconv.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, Matrix, Plan, Step
-from cupyconv.planning.cuda import choose, draft_conv, lost
+from cupyconv.planning.cuda import access_notes, choose, draft_conv
 from cupyconv.planning.draft import Draft, in_turn
 from cupyconv.planning.gemm import (
     MAX_BATCH,
@@ -54,7 +54,7 @@ def plan_transposed(request: TransposedRequest) -> Plan:
     check_alignment(request.arrays)
     request, conversions = _converted(request)
     chosen, rejected = choose(request.method, lambda method: _draft(method, request), gpu)
-    notes = request.notes + lost((*request.xs, *request.outs))
+    notes = request.notes + access_notes((*request.xs, *request.outs))
     return chosen.plan(request, request.problem, request.result, rejected, conversions, notes)
 
 
