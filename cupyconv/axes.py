@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from cupyconv.dtypes import ITEMSIZE
-from cupyconv.operands import Operand, collapsed_stride, operand
+from cupyconv.operands import Operand, collapsed_stride, is_channels_last, operand
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,10 @@ class Axes:
     def shape(self, batch: int, channels: int, spatial: tuple[int, ...]) -> tuple[int, ...]:
         """An image's shape as the caller has it."""
         return (batch, channels, *spatial) if self.batched else (channels, *spatial)
+
+    def asks_channels_last(self, image: Any) -> bool:
+        """Whether an image asks for a channels-last result."""
+        return is_channels_last(tuple(image.shape), tuple(image.strides), image.dtype.itemsize, int(self.batched))
 
     def describe(
         self, name: str, dtype: str, shape: tuple[int, ...], byte_strides: tuple[int, ...], address: int

@@ -56,6 +56,11 @@ def is_complex(name: str) -> bool:
     return name in _REAL_PART
 
 
+def product_flops(x: str, weight: str) -> int:
+    """Real operations of a product that is added to a sum: 2, with one complex factor 4, with two 8."""
+    return (2, 4, 8)[is_complex(x) + is_complex(weight)]
+
+
 def real_part(name: str) -> str:
     """The dtype of one component: float32 for complex64, a real dtype itself."""
     return _REAL_PART.get(name, name)

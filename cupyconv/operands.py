@@ -65,10 +65,16 @@ class Operand:
 
     def samples(self, first: int, count: int) -> Operand:
         """Some of the samples, where they lie."""
-        offset = self.offset + first * self.stride_n * self.itemsize
-        shift = offset - self.offset
-        alignment = min(self.alignment, shift & -shift) if shift else self.alignment
-        return replace(self, shape=(count, *self.shape[1:]), offset=offset, alignment=alignment)
+        first_sample = self.view(self.shape, self.strides, first * self.stride_n)
+        return replace(first_sample, shape=(count, *self.shape[1:]))
+
+    def view(self, shape: tuple[int, ...], strides: tuple[int, ...], first: int) -> Operand:
+        """A view that begins `first` elements further."""
+        shift = first * self.itemsize
+        return replace(
+            self, shape=shape, strides=tuple(step if extent > 1 else 0 for extent, step in zip(shape, strides)),
+            offset=self.offset + shift, alignment=min(self.alignment, shift & -shift or self.alignment),
+        )  # fmt: skip
 
     def in_c_order(self, dtype: str) -> Operand:
         """The same image, freshly allocated."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ import pytest
 import reference
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from peak_memory import peak_bytes
 from strategies import (
     ACTIVATIONS,
     DTYPES,
@@ -303,17 +303,6 @@ def test_no_channels_between(target):
 # --- memory ---------------------------------------------------------------------------------------------------
 
 
-def traced_peak(call: Any) -> int:
-    """Bytes that a call takes at its peak beyond what is there before it."""
-    gc.collect()
-    tracemalloc.start()
-    try:
-        call()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
 def test_numpy_never_has_the_whole_image_between():
     """32 -> 32 -> 32 channels, 3x3, 512 x 512: at most a quarter of what two calls take beyond the result."""
     rng = np.random.default_rng(0)
@@ -321,10 +310,10 @@ def test_numpy_never_has_the_whole_image_between():
     w, v = rng.standard_normal((2, 32, 32, 3, 3), np.float32)
     out, expected = np.empty_like(x), np.empty_like(x)
     layers = [ConvLayer(w, padding=1, activation="relu"), ConvLayer(v, padding=1)]
-    apart = traced_peak(
+    apart = peak_bytes(
         lambda: cupyconv.conv(cupyconv.conv(x, w, padding=1, activation="relu"), v, padding=1, out=expected)
     )
-    together = traced_peak(lambda: cupyconv.conv_chain(x, layers, out=out))
+    together = peak_bytes(lambda: cupyconv.conv_chain(x, layers, out=out))
     assert together <= apart / 4
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-3)
 
@@ -338,7 +327,7 @@ def test_numpy_takes_what_explain_says(fuse, threads):
     with cupyconv.options(threads=threads), tile_bytes(1 << 18):
         plan = cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=fuse, out=out)
         cupyconv.conv_chain(x, layers, fuse=fuse, out=out)
-        peak = traced_peak(lambda: cupyconv.conv_chain(x, layers, fuse=fuse, out=out))
+        peak = peak_bytes(lambda: cupyconv.conv_chain(x, layers, fuse=fuse, out=out))
     python_objects = 300_000
     assert peak <= plan.workspace_bytes + python_objects
     assert plan.workspace_bytes <= 16 << 20

@@ -23,7 +23,7 @@ from cupyconv import ConvLayer
 from cupyconv.chain import prepare_conv_chain
 from cupyconv.machine import KNOWN_GPUS, known_gpu
 from cupyconv.plan import Kernel, KernelLaunch
-from cupyconv.planning import chain, chain_cuda
+from cupyconv.planning import chain, conv_pair
 from cupyconv.planning.draft import Draft
 from cupyconv.planning.occupancy import resident_blocks
 
@@ -128,7 +128,7 @@ def fused(target, xs, layers, *, choose=None, channels_last=False):
     call = prepare_conv_chain([put(x) for x in xs], device_layers, fuse=True)
     with pytest.MonkeyPatch.context() as patch:
         if choose is not None:
-            patch.setattr(chain, "draft_pair", lambda first, second: choose(chain_cuda.drafts_of(first, second)))
+            patch.setattr(chain, "draft_pair", lambda first, second: choose(conv_pair.drafts_of(first, second)))
         plan = chain.plan_chain(call.request)
     (launch,) = plan.steps
     assert isinstance(launch, KernelLaunch) and launch.kernel.name == "conv_pair"
@@ -254,7 +254,7 @@ def test_non_finite_values_land_where_the_definition_puts_them(cuda, variant):
 
 def test_blocks_go_on_to_further_tiles(cuda, monkeypatch):
     """More tiles than blocks: what stays in shared memory serves again, what does not is not mistaken for it."""
-    monkeypatch.setattr(chain_cuda, "resident_blocks", lambda *_: 1)
+    monkeypatch.setattr(conv_pair, "resident_blocks", lambda *_: 1)
     for variant in (("float32", DENSE, DENSE), ("float32", DEPTHWISE, DENSE), ("float32", DENSE, DEPTHWISE)):
         launch = check(cuda, Pair(3, (18, 3), (9, 10)), variant, choose=smallest)
         assert dict(launch.params)["blocks"] > 2 * launch.grid[0] and launch.grid[0] == 132
@@ -337,7 +337,7 @@ def test_explain_states_what_the_decision_rests_on():
     depth, height, width = dict(launch.params)["tile"][0]
     times = (height + 2) * (width + 2) / (height * width)
     blocks = resident_blocks(launch.kernel, launch.block, launch.shared_bytes, known_gpu("sm_90"))
-    fused_pair = chain_cuda.draft_pair(*prepare_conv_chain(x, layers, on="sm_90").request.layers)
+    fused_pair = conv_pair.draft_pair(*prepare_conv_chain(x, layers, on="sm_90").request.layers)
     for words in (
         f"tiles of {height} x {width}", f"computed {times:.2f} times", f"{2 * x.nbytes:,} bytes less",
         f"{launch.shared_bytes:,} bytes of shared memory", "registers", f"room for {blocks} blocks",
@@ -354,7 +354,7 @@ def test_every_draft_fits_its_gpu(on):
         for channels, groups in ((3, (1, 1)), (16, (16, 1)), (48, (1, 48))):
             layers = layers_of((1, 1), (3, 3), channels=channels, groups=groups, dtype=dtype)
             request = prepare_conv_chain(image(2, channels, 30, 31, dtype=dtype), layers, on=on).request
-            drafts = chain_cuda.drafts_of(*request.layers)
+            drafts = conv_pair.drafts_of(*request.layers)
             assert len({draft.steps[0].params for draft in drafts}) == len(drafts) > 4
             for draft in drafts:
                 (launch,) = draft.steps

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -320,18 +318,9 @@ TOGETHER = {"grid": (2, 1, 1), "block": 32, "n": 8, "cooperative": True, "AWAITE
 )
 def test_sanitizers_see(mode, name, arguments, finding):
     try:
-        environment = sanitize.environment(mode)
+        sanitize.check_finding(mode, UNDER_SANITIZER, name, arguments, finding)
     except FileNotFoundError as error:
         pytest.skip(str(error))
-    command = [*sanitize.launcher(mode), sys.executable, "-c", UNDER_SANITIZER, name, repr(arguments)]
-    root = Path(__file__).parents[1]
-    result = subprocess.run(command, check=False, env=environment, cwd=root, capture_output=True, text=True)
-    if finding is None:
-        assert result.returncode == 0, result.stderr
-    else:
-        assert result.returncode != 0
-        assert finding in result.stderr
-        assert f"{name}.cu:" in result.stderr
 
 
 # ---- memory -------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from cupyconv.backends.cuda.kernel_sources import compile_options, kernel_direct
 from cupyconv.backends.cuda.parameters import PARAMETERS
 from cupyconv.padding import PADDING_MODES
 from cupyconv.plan import MAX_MERGED, MAX_PAIR_SOURCES, MAX_SOURCES, Kernel
-from cupyconv.planning import chain_cuda, recurrent_gradient_cuda
+from cupyconv.planning import conv_pair, recurrent_gradient_cuda
 from cupyconv.planning.launches import MERGE_BLOCK, MERGE_DEPTH, WARP
 from cupyconv.planning.occupancy import registers
 from cupyconv.planning.variants import all_variants, is_fast, is_planned
@@ -265,12 +265,12 @@ def constant_assertions(name: str) -> list[str]:
         dtype = dict(VARIANTS[name][0].macros)["DTYPE"]
         assertions += [
             f"static_assert(cupyconv::MAX_PAIR_SOURCES == {MAX_PAIR_SOURCES});",
-            f"static_assert(sizeof(Tables) == {chain_cuda.TABLES} && cupyconv::TILE_THREADS == {chain_cuda.THREADS});",
-            f"static_assert(PIXELS == {chain_cuda.PIXELS} && MIDDLE_PIXELS == {chain_cuda.MIDDLE_PIXELS});",
-            f"static_assert(CHUNK * sizeof(T) == {chain_cuda.CHUNK_BYTES} && PITCH * sizeof(T) == {chain_cuda.PITCH_BYTES});",
-            f"static_assert(PART == {chain_cuda.PART} && LEAVING_PITCH == {chain_cuda.LEAVING_PITCH});",
-            f"static_assert(OUTPUTS * sizeof(A) == {chain_cuda.OUTPUTS_BYTES});",
-            f"static_assert(SECOND_TAP == {chain_cuda.tap_bytes(dtype, 'DENSE', chain_cuda.OUTPUTS_BYTES // 4)});",
+            f"static_assert(sizeof(Tables) == {conv_pair.TABLES} && cupyconv::TILE_THREADS == {conv_pair.THREADS});",
+            f"static_assert(PIXELS == {conv_pair.PIXELS} && MIDDLE_PIXELS == {conv_pair.MIDDLE_PIXELS});",
+            f"static_assert(CHUNK * sizeof(T) == {conv_pair.CHUNK_BYTES} && PITCH * sizeof(T) == {conv_pair.PITCH_BYTES});",
+            f"static_assert(PART == {conv_pair.PART} && LEAVING_PITCH == {conv_pair.LEAVING_PITCH});",
+            f"static_assert(OUTPUTS * sizeof(A) == {conv_pair.OUTPUTS_BYTES});",
+            f"static_assert(SECOND_TAP == {conv_pair.tap_bytes(dtype, 'DENSE', conv_pair.OUTPUTS_BYTES // 4)});",
         ]
     if name == "recurrent_gradient":
         assertions += [

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-import tracemalloc
 
 import numpy as np
 import pytest
+from peak_memory import peak_bytes
 from tolerance import assert_exact
 
 import cupyconv
@@ -53,12 +53,7 @@ def test_numpy_takes_what_explain_says(name, parts):
     xs = list(np.split(x, parts, axis=1))
     out = cupyconv.conv(xs, w, **settings)
     plan = cupyconv.explain(cupyconv.conv, xs, w, **settings)
-    tracemalloc.start()
-    try:
-        cupyconv.conv(xs, w, **settings, out=out)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    peak = peak_bytes(lambda: cupyconv.conv(xs, w, **settings, out=out))
     python_objects = 200_000
     assert peak <= plan.workspace_bytes + python_objects
     assert plan.workspace_bytes <= 16 << 20

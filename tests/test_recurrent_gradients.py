@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import reference_recurrent
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peak_memory import peak_bytes
 from reference_recurrent_gradients import Gradients, recurrent_gradients
 from targets import Target, numpy_target
 from tolerance import finfo, rounded, widened
@@ -396,12 +396,7 @@ def test_workspace_is_what_the_plan_says():
         with cupyconv.options(workspace_limit=limit):
             found = pullback(**grads)
             results = sum(gradient.nbytes for gradient in found)
-            tracemalloc.start()
-            try:
-                pullback(**grads)
-                peak = tracemalloc.get_traced_memory()[1]
-            finally:
-                tracemalloc.stop()
+            peak = peak_bytes(lambda: pullback(**grads))
         assert peak <= limit + results + results // 4 + 50_000, (peak, limit, results)
 
 

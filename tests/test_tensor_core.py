@@ -6,8 +6,6 @@ The right kernels run on the host device and on a GPU where there is one, the wr
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -306,18 +304,9 @@ else:
 def test_sanitizers_see(mode, name, arguments, finding):
     host_device.require()
     try:
-        environment = sanitize.environment(mode)
+        sanitize.check_finding(mode, UNDER_SANITIZER, name, arguments, finding)
     except FileNotFoundError as error:
         pytest.skip(str(error))
-    command = [*sanitize.launcher(mode), sys.executable, "-c", UNDER_SANITIZER, name, repr(arguments)]
-    root = Path(__file__).parents[1]
-    result = subprocess.run(command, check=False, env=environment, cwd=root, capture_output=True, text=True)
-    if finding is None:
-        assert result.returncode == 0, result.stderr
-    else:
-        assert result.returncode != 0
-        assert finding in result.stderr
-        assert f"{name}.cu:" in result.stderr
 
 
 # ---- machine code ---------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from cupyconv import planning
+from cupyconv.activations import Activation, resolve_activation
 from cupyconv.axes import Axes, byte_strides
 from cupyconv.dispatch import Backend, backend_for
 from cupyconv.dtypes import check_dtype, dtype_name
@@ -137,6 +138,14 @@ def copied(axes: Axes, arrays: Arrays) -> tuple[str, ...]:
         for name, array in images.items()
         if axes.needs_copy(tuple(array.shape), tuple(array.strides))
     )
+
+
+def activation_for(activation: Any, dtype: np.dtype) -> Activation:
+    """The activation of a result of this dtype; of complex numbers there is none."""
+    resolved = resolve_activation(activation)
+    if resolved and dtype.kind == "c":
+        raise TypeError(f"activation {resolved} is not defined for the complex result, {dtype.name}")
+    return resolved
 
 
 def sizes(name: str, value: Any) -> tuple[int, ...]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from cupyconv.activations import resolve_activation
 from cupyconv.axes import Axes
 from cupyconv.calls.call import (
     Call,
+    activation_for,
     describe,
     describe_given,
     describe_result,
@@ -64,7 +64,7 @@ def prepare_split_chain(
     checker = _Checker(backend, Axes(batched, rank), arrays, machine_for(backend, on), len(settings))
     requests: list[ConvRequest] = []
     images = {
-        name: _Image(tuple(array.shape), array.dtype, _asks_channels_last(array, batched))
+        name: _Image(tuple(array.shape), array.dtype, checker.axes.asks_channels_last(array))
         for name, array in inputs.items()
     }
     for i, layer in enumerate(settings):
@@ -105,9 +105,7 @@ class _Checker:
                 stride=layer.stride, padding=layer.padding, padding_mode="constant", dilation=layer.dilation, groups=layer.groups,
             )  # fmt: skip
             dtype = promote({**images, f"weight[{i}]": weight})
-            activation = resolve_activation(layer.activation)
-            if activation and dtype.kind == "c":
-                raise TypeError(f"activation {activation} is not defined for the complex result, {dtype.name}")
+            activation = activation_for(layer.activation, dtype)
         except (TypeError, ValueError) as error:
             raise type(error)(f"layers[{i}]: {error}") from None
         shape = axes.shape(geometry.batch, geometry.out_channels, geometry.spatial(geometry.out_size))
@@ -135,10 +133,6 @@ def _named(name: str, arrays: Sequence[Any], present: Sequence[bool]) -> dict[st
     """Arrays by name, of the layers that have one."""
     places = [i for i, is_there in enumerate(present) if is_there]
     return {f"{name}[{i}]": array for i, array in zip(places, arrays, strict=True)}
-
-
-def _asks_channels_last(array: Any, batched: bool) -> bool:
-    return is_channels_last(array.shape, array.strides, array.dtype.itemsize, int(batched))
 
 
 def _is_stored_channels_last(request: ConvRequest) -> bool:

@@ -11,6 +11,7 @@ from cupyconv.axes import Axes
 from cupyconv.calls.call import (
     Arrays,
     Call,
+    activation_for,
     copied,
     describe,
     describe_given,
@@ -25,7 +26,6 @@ from cupyconv.calls.call import (
 from cupyconv.dispatch import Backend
 from cupyconv.dtypes import dtype_from_name, operand_dtypes, promote
 from cupyconv.geometry import ConvGeometry, conv_geometry, pointwise_geometry
-from cupyconv.operands import is_channels_last
 from cupyconv.planning.request import ConvRequest, check_method
 from cupyconv.prepared import Result
 from cupyconv.prologue import Prologue
@@ -99,9 +99,7 @@ def _conv_call(
     xs, weight = [arrays[name] for name in inputs], arrays["weight"]
     check_method(method)
     dtype = promote({name: arrays[name] for name in (*inputs, "weight")})
-    resolved = resolve_activation(activation)
-    if resolved and dtype.kind == "c":
-        raise TypeError(f"activation {resolved} is not defined for the complex result, {dtype.name}")
+    resolved = activation_for(activation, dtype)
     shape = axes.shape(geometry.batch, geometry.out_channels, spatial)
     check_addend(arrays, "bias", (geometry.out_channels,), dtype)
     check_addend(arrays, "residual", shape, dtype)
@@ -113,7 +111,7 @@ def _conv_call(
         raise TypeError(
             f"prologue activation {prologue.activation} is not defined beside the complex result, {dtype.name}"
         )
-    channels_last = all(is_channels_last(x.shape, x.strides, x.dtype.itemsize, int(axes.batched)) for x in xs)
+    channels_last = all(map(axes.asks_channels_last, xs))
     result = Result("out", shape, dtype, channels_last)
     keeps_pre = saving and resolved and not derivative_from_result(resolved)
     pre = result._replace(name="pre")

@@ -8,7 +8,6 @@ from cupyconv.activations import resolve_activation
 from cupyconv.axes import Axes
 from cupyconv.calls.call import Call, describe, describe_result, machine_for, owner, present
 from cupyconv.dtypes import accumulator, dtype_from_name, dtype_name
-from cupyconv.operands import is_channels_last
 from cupyconv.planning.request import EpilogueGradRequest
 from cupyconv.prepared import Result
 from cupyconv.settings import current_settings
@@ -32,11 +31,9 @@ def prepare_epilogue_grad(
     )
     assert saved is None or (saved.shape == grad.shape and saved.dtype == grad.dtype), "the pullback has seen to it"
     axes = Axes(grad.ndim == spatial + 2, spatial)
-    channel = int(axes.batched)
     layout = grad if saved is None else saved
-    channels_last = is_channels_last(layout.shape, layout.strides, layout.dtype.itemsize, channel)
-    out = Result("out", tuple(grad.shape), grad.dtype, channels_last)
-    totals = Result("sums", (grad.shape[channel],), dtype_from_name(accumulator(dtype_name(grad.dtype))))
+    out = Result("out", tuple(grad.shape), grad.dtype, axes.asks_channels_last(layout))
+    totals = Result("sums", (grad.shape[int(axes.batched)],), dtype_from_name(accumulator(dtype_name(grad.dtype))))
     described = {name: describe(backend, axes, name, array) for name, array in arrays.items()}
     request = EpilogueGradRequest(
         grad=described["grad"], activation=resolved, saved=described.get("saved"),

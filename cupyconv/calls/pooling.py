@@ -20,7 +20,6 @@ from cupyconv.calls.call import (
     shapes_of,
 )
 from cupyconv.geometry import Windows, window_geometry
-from cupyconv.operands import is_channels_last
 from cupyconv.planning.request import PoolingGradientRequest, PoolingRequest
 from cupyconv.prepared import Result
 from cupyconv.settings import current_settings
@@ -104,5 +103,4 @@ def _like(name: str, given: Any, model_name: str, model: Any) -> dict[str, Any]:
 def _result(axes: Axes, image: Any, name: str, shape: tuple[int, ...]) -> Result:
     """A result of an image's dtype and order."""
     dtype: np.dtype = image.dtype.newbyteorder("=")
-    last = is_channels_last(tuple(image.shape), tuple(image.strides), dtype.itemsize, int(axes.batched))
-    return Result(name, shape, dtype, last)
+    return Result(name, shape, dtype, axes.asks_channels_last(image))

@@ -9,7 +9,6 @@ from cupyconv.axes import Axes
 from cupyconv.calls.call import Call, describe, describe_result, machine_for, owner, present
 from cupyconv.calls.convolution import describe_prologue
 from cupyconv.dtypes import accumulator, dtype_from_name, dtype_name
-from cupyconv.operands import is_channels_last
 from cupyconv.planning.request import PrologueGradRequest
 from cupyconv.prepared import Result
 from cupyconv.settings import current_settings
@@ -28,10 +27,8 @@ def prepare_prologue_grad(
     backend = owner(arrays)
     assert x.shape == grad.shape, "the pullback has seen to it"
     axes = Axes(grad.ndim == spatial + 2, spatial)
-    channel = int(axes.batched)
-    channels, dtype = grad.shape[channel], dtype_name(grad.dtype)
-    channels_last = is_channels_last(grad.shape, grad.strides, grad.dtype.itemsize, channel)
-    out = Result("out", tuple(grad.shape), grad.dtype, channels_last)
+    channels, dtype = grad.shape[int(axes.batched)], dtype_name(grad.dtype)
+    out = Result("out", tuple(grad.shape), grad.dtype, axes.asks_channels_last(grad))
     totals = Result("sums", (2 * channels,), dtype_from_name(accumulator(dtype)))
     request = PrologueGradRequest(
         grad=describe(backend, axes, "grad", grad), x=describe(backend, axes, "x", x),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyconv.activations import derivative_from_result, resolve_activation
+from cupyconv.activations import derivative_from_result
 from cupyconv.axes import Axes
 from cupyconv.calls.call import (
     Call,
+    activation_for,
     describe,
     describe_given,
     describe_result,
@@ -22,7 +23,6 @@ from cupyconv.calls.convolution import check_addend
 from cupyconv.dispatch import Backend
 from cupyconv.dtypes import operand_dtypes, promote
 from cupyconv.geometry import ConvGeometry, conv_geometry, transposed_geometry
-from cupyconv.operands import is_channels_last
 from cupyconv.padding import per_axis
 from cupyconv.planning.request import TransposedRequest, check_method
 from cupyconv.prepared import Result
@@ -86,11 +86,9 @@ def _transposed_call(
     xs, weight = [arrays[name] for name in inputs], arrays["weight"]
     check_method(method)
     dtype = promote({name: arrays[name] for name in (*inputs, "weight")})
-    resolved = resolve_activation(activation)
-    if resolved and dtype.kind == "c":
-        raise TypeError(f"activation {resolved} is not defined for the complex result, {dtype.name}")
+    resolved = activation_for(activation, dtype)
     check_addend(arrays, "bias", (geometry.in_channels,), dtype)
-    channels_last = all(is_channels_last(x.shape, x.strides, x.dtype.itemsize, int(axes.batched)) for x in xs)
+    channels_last = all(map(axes.asks_channels_last, xs))
     results = tuple(Result(name, shape, dtype, channels_last) for name, shape in shapes.items())
     keeps_pre = saving and resolved and not derivative_from_result(resolved)
     pre = results[0]._replace(name="pre")

@@ -20,8 +20,8 @@ from cupyconv.dtypes import ITEMSIZE, real_part
 from cupyconv.machine import GpuModel
 from cupyconv.operands import Operand, c_strides
 from cupyconv.plan import Address, Buffer, Conversion, KernelLaunch, Plan
-from cupyconv.planning.chain_cuda import draft_pair
-from cupyconv.planning.cuda import choose, draft_conv, lost
+from cupyconv.planning.conv_pair import draft_pair
+from cupyconv.planning.cuda import access_notes, choose, draft_conv
 from cupyconv.planning.draft import Draft, in_turn, moved
 from cupyconv.planning.launches import Sums, epilogue_launch
 from cupyconv.planning.numpy import even_part
@@ -45,7 +45,7 @@ def plan_chain(request: ChainRequest) -> Plan:
     layers, conversions = _converted(request)
     limit = request.sharing_with(conversions).limit
     notes = tuple(dict.fromkeys(note for layer in layers for note in layer.notes))
-    notes += lost((*layers[0].xs, layers[-1].out))
+    notes += access_notes((*layers[0].xs, layers[-1].out))
     if layers[-1].out.nbytes == 0:
         draft = Draft("unfused", (), reason="the result is empty")
         rejected: tuple[tuple[str, str], ...] = ()
@@ -143,7 +143,7 @@ def _converted(request: ChainRequest) -> tuple[Layers, tuple[Conversion, ...]]:
     conversions: list[Conversion] = []
     for i, layer in enumerate(request.layers):
         layer = without_empty_inputs(layer) if i == 0 else layer
-        check_alignment((*layer.xs, layer.weight, layer.out, layer.bias, layer.residual))
+        check_alignment(layer.arrays)
         changed, needed = converted(layer)
         layers.append(changed if i == 0 else replace(changed, xs=layer.xs))
         conversions += [conversion for conversion in needed if i == 0 or conversion.buffer != layer.xs[0].name]

@@ -52,7 +52,7 @@ def _loop(body: str, windows: Windows, inputs: list[str], request: ColumnsReques
     return BlockLoop(
         body=body, inputs=tuple(inputs), block=(1, *windows.out_size), blocks=windows.batch, threads=1,
         geometry=windows, dtype=accumulator(dtype), x_dtype=dtype, weight_dtype=dtype, activation=IDENTITY,
-        in_place=False, bytes_moved=_bytes(request), flops=_additions(request),
+        in_place=False, bytes_moved=request.minimal_bytes, flops=_additions(request),
     )  # fmt: skip
 
 
@@ -67,14 +67,10 @@ def _plan(
         device=str(request.machine), result=result, steps=tuple(steps),
         problem=f"{method} {request.windows.in_channels} channels, kernel {kernel} on {request.windows.batch} x {images}",
         flops=_additions(request) if method == "col2im" else 0, bytes_moved=sum(step.bytes_moved for step in steps),
-        minimal_bytes=_bytes(request), bound="memory", conversions=tuple(conversions),
+        minimal_bytes=request.minimal_bytes, bound="memory", conversions=tuple(conversions),
         workspace=workspace,
     )  # fmt: skip
 
 
 def _additions(request: ColumnsRequest) -> int:
     return prod(request.columns.shape)
-
-
-def _bytes(request: ColumnsRequest) -> int:
-    return request.columns.nbytes + sum(x.nbytes for x in request.xs)

@@ -45,13 +45,11 @@ def plan_conv(request: ConvRequest) -> Plan:
     gpu = request.machine
     assert isinstance(gpu, GpuModel)
     request = without_empty_inputs(request)
-    check_alignment(
-        (*request.xs, request.weight, request.out, request.bias, request.residual, *request.prologue.vectors)
-    )
+    check_alignment(request.arrays)
     request, conversions = converted(request)
     request = request.sharing_with(conversions)
     chosen, rejected = choose(request.method, lambda method: draft_conv(method, request), gpu)
-    notes = request.notes + lost((*request.xs, request.out))
+    notes = request.notes + access_notes((*request.xs, request.out))
     return chosen.plan(request, str(request.geometry), describe_result(request), rejected, conversions, notes)
 
 
@@ -133,7 +131,7 @@ def _only_epilogue(request: ConvRequest) -> KernelLaunch:
     )
 
 
-def lost(images: Iterable[Operand]) -> tuple[str, ...]:
+def access_notes(images: Iterable[Operand]) -> tuple[str, ...]:
     """What keeps an image off the fast path."""
     notes = []
     for operand in images:

@@ -348,43 +348,33 @@ class _GemmPlanner(ProductsPlanner):
             views, c, samples, columns = joined, joined_c, 1, samples * columns
         if geometry.groups == 1:
             outputs = self.planes * geometry.out_channels  # planes lie one after the other
-            return self._accumulate(0, 0, outputs, views, c, columns, samples, None)
-        if samples == 1 and len(self.rows) == 1:
-            return [
-                call
-                for plane in range(self.planes)
-                for first in range(0, geometry.groups, MAX_BATCH)
-                for call in self._accumulate(
-                    first, plane * geometry.out_channels + first * geometry.group_outputs, geometry.group_outputs,
-                    views, c, columns, min(MAX_BATCH, geometry.groups - first), geometry.group_outputs,
-                )
-            ]  # fmt: skip
+            return self._accumulate(0, 0, outputs, views, c, columns, samples)
+        over_groups = samples == 1 and len(self.rows) == 1
         return [
             call
             for plane in range(self.planes)
-            for group in range(geometry.groups)
+            for group in range(0, geometry.groups, MAX_BATCH if over_groups else 1)
             for call in self._accumulate(
-                group, plane * geometry.out_channels + group * geometry.group_outputs, geometry.group_outputs,
-                views, c, columns, samples, None,
+                group, plane * geometry.out_channels + group * geometry.group_outputs, geometry.group_outputs, views, c,
+                columns, min(MAX_BATCH, geometry.groups - group) if over_groups else samples, over_groups=over_groups,
             )
         ]  # fmt: skip
 
     def _accumulate(
         self, group: int, first_output: int, outputs: int, views: dict[Rows, MatrixView], c: MatrixView,
-        columns: int, batch: int, outputs_a_group: int | None,
+        columns: int, batch: int, *, over_groups: bool = False,
     ) -> list[Step]:  # fmt: skip
         """The calls whose sum is a range of outputs: one for each place its rows of X lie in.
 
-        The batch runs over samples, or over groups of `outputs_a_group` outputs from `group` on.
+        The batch runs over samples, or over groups from `group` on.
         """
         weight = self.weight
         calls: list[Step] = []
         for rows, x_row, weight_column, count in self._segments(group):
             x = views[rows]
-            if outputs_a_group is None:
-                weight_stride, x_stride, c_stride = 0, x.stride, c.stride
-            else:
-                weight_stride, c_stride = outputs_a_group * weight.row_step, outputs_a_group * c.row_step
+            weight_stride, x_stride, c_stride = 0, x.stride, c.stride
+            if over_groups:
+                weight_stride, c_stride = outputs * weight.row_step, outputs * c.row_step
                 x_stride = self.geometry.reduction * x.row_step
             a = Matrix(weight.start(first_output, weight_column), weight.ld, weight_stride, weight.transposed)
             b = Matrix(x.start(x_row), x.ld, x_stride, x.transposed)

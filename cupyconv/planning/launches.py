@@ -12,7 +12,7 @@ from math import gcd, prod
 from typing import Any
 
 from cupyconv.activations import IDENTITY, Activation
-from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
+from cupyconv.dtypes import ITEMSIZE, accumulator, product_flops, real_part
 from cupyconv.geometry import ConvGeometry, Triple, Windows
 from cupyconv.operands import Operand
 from cupyconv.padding import PADDING_MODES
@@ -145,10 +145,21 @@ def direct_launch(
     return KernelLaunch(
         with_prologue("direct", (*dtypes, ("TILE", str(DIRECT_TILE))), prologue),
         *grid_and_block(geometry.batch, geometry.pixels, 1, tiles, 128),
-        _convolution_params(geometry, xs, weight, out, epilogue, prologue),
+        (
+            ("sources", sources_params(geometry, xs)),
+            ("windows", windows_params(geometry)),
+            ("weight", image(weight)),
+            ("out", image(out)),
+            ("epilogue", epilogue),
+            ("prologue", prologue_params(prologue)),
+            ("batch", geometry.batch),
+            ("groups", geometry.groups),
+            ("group_channels", geometry.group_channels),
+            ("group_outputs", geometry.group_outputs),
+        ),
         purpose=f"convolution{of(prologue)}, bias, residual, activation",
         bytes_moved=_read_once(xs) + weight.nbytes + out.nbytes,
-        flops=2 * geometry.products * (1, 2, 4)[is_complex(xs[0].dtype) + is_complex(weight.dtype)],
+        flops=geometry.products * product_flops(xs[0].dtype, weight.dtype),
     )
 
 
@@ -241,7 +252,7 @@ def weight_gradient_launch(
         ),
         purpose="products summed in parts" if parts > 1 else "products summed",
         bytes_moved=_read_once(xs) * tiles_m + grad.nbytes * tiles_n + parts * plane * ITEMSIZE[accumulator(out_dtype)],
-        flops=2 * geometry.products * (1, 2, 4)[is_complex(xs[0].dtype) + is_complex(grad.dtype)],
+        flops=geometry.products * product_flops(xs[0].dtype, grad.dtype),
     )
 
 
@@ -380,7 +391,7 @@ def transposed_launch(
         ),
         purpose="transposed convolution, bias, activation",
         bytes_moved=_read_once(xs) + weight.nbytes + out.nbytes,
-        flops=2 * products * (1, 2, 4)[is_complex(xs[0].dtype) + is_complex(weight.dtype)],
+        flops=products * product_flops(xs[0].dtype, weight.dtype),
     )
 
 
@@ -540,24 +551,6 @@ def packet_width(images: Sequence[Operand], pixels: int) -> int:
         for op in images
     )
     return width if aligned and pixels % width == 0 else 1
-
-
-def _convolution_params(
-    geometry: ConvGeometry, xs: Sequence[Operand], weight: Operand, out: Operand, epilogue: tuple[Any, ...],
-    prologue: Prologue,
-) -> tuple[tuple[str, Any], ...]:  # fmt: skip
-    return (
-        ("sources", sources_params(geometry, xs)),
-        ("windows", windows_params(geometry)),
-        ("weight", image(weight)),
-        ("out", image(out)),
-        ("epilogue", epilogue),
-        ("prologue", prologue_params(prologue)),
-        ("batch", geometry.batch),
-        ("groups", geometry.groups),
-        ("group_channels", geometry.group_channels),
-        ("group_outputs", geometry.group_outputs),
-    )
 
 
 def _read_once(images: Sequence[Operand]) -> int:

@@ -110,7 +110,7 @@ def plan_recurrent(request: RecurrentRequest) -> Plan:
     """The plan for ``request.method``; ValueError where a named method does not apply."""
     gpu = request.machine
     assert isinstance(gpu, GpuModel)
-    check_alignment(request.operands.values())
+    check_alignment(request.arrays)
     request, conversions = _converted(request)
     request = request.sharing_with(conversions)
     layer = _Layer(request, gpu)
@@ -332,9 +332,9 @@ class _Layer:
             gates, first = Operand("gates", self.computed, (), ()), d * stride
         return ConvRequest(
             geometry=pointwise_geometry({x.name: (1, geometry.inputs, count, batch)}, (rows, geometry.inputs)),
-            xs=(_part(x, time * x.strides[0], (1, geometry.inputs, 1, count, batch), (0, x.strides[2], 0, *x.strides[:2])),),
-            weight=_part(weight, d * weight.strides[0], (rows, geometry.inputs, 1, 1, 1), (*weight.strides[1:], 0, 0, 0)),
-            out=_part(gates, first * self.gates_a_step, (1, rows, 1, count, batch), (0, 1, 0, self.gates_a_step, rows)),
+            xs=(x.view((1, geometry.inputs, 1, count, batch), (0, x.strides[2], 0, *x.strides[:2]), time * x.strides[0]),),
+            weight=weight.view((rows, geometry.inputs, 1, 1, 1), (*weight.strides[1:], 0, 0, 0), d * weight.strides[0]),
+            out=gates.view((1, rows, 1, count, batch), (0, 1, 0, self.gates_a_step, rows), first * self.gates_a_step),
             x_dtype=self.dtype, weight_dtype=self.dtype, machine=self.gpu, workspace_limit=limit,
             allow_tf32=request.allow_tf32, method=request.method,
         )  # fmt: skip
@@ -450,15 +450,6 @@ def _strided(operand: Operand | None) -> tuple[Any, ...]:
         return None, 0, 0, 0
     across = operand.strides[1] if len(operand.strides) == 3 else 0
     return Address(operand.name, operand.offset), operand.strides[0], across, operand.strides[-1]
-
-
-def _part(operand: Operand, elements: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Operand:
-    """A part of an operand, as an image."""
-    nbytes = elements * operand.itemsize
-    return replace(
-        operand, shape=shape, strides=tuple(stride if extent > 1 else 0 for stride, extent in zip(strides, shape)),
-        offset=operand.offset + nbytes, alignment=min(operand.alignment, nbytes & -nbytes or PACKET_BYTES),
-    )  # fmt: skip
 
 
 def gate_activations(geometry: RecurrentGeometry) -> tuple[tuple[float, float, int], ...]:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Self, TypeVar
 
 from cupyconv.activations import IDENTITY, Activation
-from cupyconv.dtypes import accumulator, is_complex
+from cupyconv.dtypes import accumulator, product_flops
 from cupyconv.geometry import ConvGeometry, Windows
 from cupyconv.machine import GpuModel, HostModel
 from cupyconv.operands import Operand
@@ -45,6 +45,16 @@ class Request:
         """The limit where weights have to be copied whole: where their bytes take more than half of it, they come on top."""
         return self.limit + (weights if 2 * weights > self.limit else 0)
 
+    @property
+    def arrays(self) -> Iterable[Operand | None]:
+        """Arguments and results, None for one that is absent."""
+        return ()
+
+    @property
+    def minimal_bytes(self) -> int:
+        """Every argument and result once: the fewest bytes any method can move."""
+        return sum(array.nbytes for array in self.arrays if array is not None)
+
     def sharing_with(self, conversions: Sequence[Conversion]) -> Self:
         """The same with what the conversions leave of the workspace: they take their share first."""
         if not conversions:
@@ -65,8 +75,7 @@ class _ProductsRequest(Request):
     notes: tuple[str, ...] = ()
 
     def operations(self, other_dtype: str) -> int:
-        """Real ones: a multiply-add is 2, with one complex side 4, with two 8."""
-        return self.geometry.products * (2, 4, 8)[is_complex(self.x_dtype) + is_complex(other_dtype)]
+        return self.geometry.products * product_flops(self.x_dtype, other_dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +92,8 @@ class ConvRequest(_ProductsRequest):
     prologue: Prologue = NONE
 
     @property
-    def minimal_bytes(self) -> int:
-        """Every argument once: the fewest bytes any method can move."""
-        operands = (*self.xs, self.weight, self.out, self.bias, self.residual, self.pre, *self.prologue.vectors)
-        return sum(operand.nbytes for operand in operands if operand is not None)
+    def arrays(self) -> Iterable[Operand | None]:
+        return (*self.xs, self.weight, self.out, self.bias, self.residual, self.pre, *self.prologue.vectors)
 
     @property
     def flops(self) -> int:
@@ -133,9 +140,8 @@ class WeightGradientRequest(_ProductsRequest):
     prologue: Prologue = NONE
 
     @property
-    def minimal_bytes(self) -> int:
-        """Every argument and the result once."""
-        return sum(operand.nbytes for operand in (self.grad, *self.xs, self.out, *self.prologue.vectors))
+    def arrays(self) -> Iterable[Operand]:
+        return (self.grad, *self.xs, self.out, *self.prologue.vectors)
 
     @property
     def flops(self) -> int:
@@ -165,10 +171,8 @@ class TransposedRequest(_ProductsRequest):
         return self.outs[0].dtype
 
     @property
-    def minimal_bytes(self) -> int:
-        """Every argument and result once."""
-        operands = (*self.xs, self.weight, *self.outs, self.bias, self.pre)
-        return sum(operand.nbytes for operand in operands if operand is not None)
+    def arrays(self) -> Iterable[Operand | None]:
+        return (*self.xs, self.weight, *self.outs, self.bias, self.pre)
 
     @property
     def flops(self) -> int:
@@ -194,6 +198,10 @@ class ColumnsRequest(Request):
     windows: Windows
     xs: tuple[Operand, ...]
     columns: Operand  # (n, row, 1, 1, pixel)
+
+    @property
+    def arrays(self) -> Iterable[Operand]:
+        return (self.columns, *self.xs)
 
 
 class Im2colRequest(ColumnsRequest):
@@ -247,8 +255,8 @@ class PoolingRequest(Request):
     outs: tuple[Operand, ...]
 
     @property
-    def minimal_bytes(self) -> int:
-        return sum(operand.nbytes for operand in (*self.xs, *self.ys, *self.grads, *self.outs))
+    def arrays(self) -> Iterable[Operand]:
+        return (*self.xs, *self.ys, *self.grads, *self.outs)
 
 
 class PoolingGradientRequest(PoolingRequest):
@@ -296,9 +304,8 @@ class RecurrentRequest(Request):
         return {**given, **dict(zip(self.geometry.keeps, self.kept))}
 
     @property
-    def minimal_bytes(self) -> int:
-        """Every argument and result once."""
-        return sum(operand.nbytes for operand in self.operands.values())
+    def arrays(self) -> Iterable[Operand]:
+        return self.operands.values()
 
     @property
     def flops(self) -> int:
@@ -318,12 +325,11 @@ class RecurrentGradientRequest(Request):
     @cached_property
     def operands(self) -> dict[str, Operand]:
         """Arguments and results by name."""
-        return {operand.name: operand for operand in (*self.arguments, *self.results)}
+        return {operand.name: operand for operand in self.arrays}
 
     @property
-    def minimal_bytes(self) -> int:
-        """Every argument and result once."""
-        return sum(operand.nbytes for operand in self.operands.values())
+    def arrays(self) -> Iterable[Operand]:
+        return (*self.arguments, *self.results)
 
     @property
     def flops(self) -> int:

@@ -14,7 +14,7 @@ a view: of the weight by strides, of x cut where a window would begin inside it,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from math import gcd
 
@@ -131,8 +131,8 @@ def _weight(request: TransposedRequest, one: tuple[AxisClass, ...], channels: in
             raise NotApplicable("the weight of several groups, transposed within each, is no strided view")
     taps = [axis.taps for axis in one]
     offset = first * weight.stride_c + sum(t[0] * step for t, step in zip(taps, weight.strides[2:]))
-    return _view(
-        weight, (channels, geometry.group_outputs, *map(len, taps)),
+    return weight.view(
+        (channels, geometry.group_outputs, *map(len, taps)),
         (outputs, inputs, *(t.step * step for t, step in zip(taps, weight.strides[2:]))), offset,
     )  # fmt: skip
 
@@ -142,20 +142,11 @@ def _cut(x: Operand, one: tuple[AxisClass, ...]) -> Operand:
     begins = [max(0, -axis.before) for axis in one]
     ends = [extent - max(0, -axis.after) for extent, axis in zip(x.shape[2:], one)]
     shape = (*x.shape[:2], *(end - begin for begin, end in zip(begins, ends)))
-    return _view(x, shape, x.strides, sum(begin * step for begin, step in zip(begins, x.strides[2:])))
+    return x.view(shape, x.strides, sum(begin * step for begin, step in zip(begins, x.strides[2:])))
 
 
 def _every(out: Operand, one: tuple[AxisClass, ...], stride: tuple[int, ...]) -> Operand:
     """The elements of a class."""
     shape = (*out.shape[:2], *(axis.count for axis in one))
     strides = (*out.strides[:2], *(s * step for s, step in zip(stride, out.strides[2:])))
-    return _view(out, shape, strides, sum(axis.first * step for axis, step in zip(one, out.strides[2:])))
-
-
-def _view(operand: Operand, shape: tuple[int, ...], strides: tuple[int, ...], elements: int) -> Operand:
-    """A view that begins so many elements further."""
-    offset = elements * operand.itemsize
-    return replace(
-        operand, shape=shape, strides=tuple(step if extent > 1 else 0 for extent, step in zip(shape, strides)),
-        offset=operand.offset + offset, alignment=min(operand.alignment, offset & -offset or operand.alignment),
-    )  # fmt: skip
+    return out.view(shape, strides, sum(axis.first * step for axis, step in zip(one, out.strides[2:])))

@@ -17,7 +17,7 @@ from cupyconv.geometry import pixel_windows
 from cupyconv.machine import GpuModel
 from cupyconv.operands import Operand
 from cupyconv.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, Matrix, Plan, Step
-from cupyconv.planning.cuda import choose, draft_conv, lost
+from cupyconv.planning.cuda import access_notes, choose, draft_conv
 from cupyconv.planning.draft import Draft, in_turn
 from cupyconv.planning.gemm import (
     MAX_BATCH,
@@ -51,11 +51,10 @@ def plan_transposed(request: TransposedRequest) -> Plan:
         return _with_activation(request, request.pre)
     gpu = request.machine
     assert isinstance(gpu, GpuModel)
-    operands = (*request.xs, request.weight, *request.outs, request.bias)
-    check_alignment(operands)
+    check_alignment(request.arrays)
     request, conversions = _converted(request)
     chosen, rejected = choose(request.method, lambda method: _draft(method, request), gpu)
-    notes = request.notes + lost((*request.xs, *request.outs))
+    notes = request.notes + access_notes((*request.xs, *request.outs))
     return chosen.plan(request, request.problem, request.result, rejected, conversions, notes)
 
 
@@ -159,20 +158,16 @@ class _GemmPlanner(ProductsPlanner):
         self.samples, self.channels = self._chunk_size()
 
     def draft(self) -> Draft:
-        chunks = [
-            (first_sample, min(self.samples, self.geometry.batch - first_sample), channels)
-            for first_sample in range(0, self.geometry.batch, self.samples)
-            for channels in self._channel_ranges()
-        ]
+        batch, ranges = self.geometry.batch, self._channel_ranges()
         steps = [*self.weight_steps]
-        gathered_for = -1
-        for first_sample, samples, channels in chunks:
-            if first_sample != gathered_for:
-                views, launches = self._x(first_sample, samples)
-                steps += launches
-                gathered_for = first_sample
-            steps += self._steps(first_sample, samples, channels, views)
-        cut = f", {len(chunks)} chunks of {self.samples} samples x {self.channels} channels" if len(chunks) > 1 else ""
+        for first_sample in range(0, batch, self.samples):
+            samples = min(self.samples, batch - first_sample)
+            views, launches = self._x(first_sample, samples)
+            steps += launches
+            for channels in ranges:
+                steps += self._steps(first_sample, samples, channels, views)
+        chunks = -(-batch // self.samples) * len(ranges)
+        cut = f", {chunks} chunks of {self.samples} samples x {self.channels} channels" if chunks > 1 else ""
         return Draft("gemm", tuple(steps), self._workspace(), f"one batched GEMM over samples, then a gather{cut}")
 
     # Where the matrices lie.

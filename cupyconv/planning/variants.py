@@ -12,7 +12,7 @@ from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
 from cupyconv.geometry import pointwise_geometry
 from cupyconv.machine import KNOWN_GPUS, known_gpu
 from cupyconv.plan import Kernel
-from cupyconv.planning.chain_cuda import FIRST_PAIR
+from cupyconv.planning.conv_pair import FIRST_PAIR
 from cupyconv.planning.implicit_gemm import arithmetics, tiles
 from cupyconv.planning.launches import (
     ANY_KERNEL,

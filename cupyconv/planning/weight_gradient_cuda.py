@@ -29,7 +29,7 @@ from cupyconv.geometry import Windows, pixel_windows
 from cupyconv.machine import GpuModel
 from cupyconv.operands import Operand, c_strides, collapsed_stride
 from cupyconv.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, KernelLaunch, Matrix, Plan, Step
-from cupyconv.planning.cuda import choose, lost
+from cupyconv.planning.cuda import access_notes, choose
 from cupyconv.planning.draft import GEMM_TILE, Draft
 from cupyconv.planning.gemm import (
     MAX_BATCH,
@@ -75,7 +75,7 @@ def plan_weight_gradient(request: WeightGradientRequest) -> Plan:
     gpu = request.machine
     assert isinstance(gpu, GpuModel)
     request = without_empty_inputs(request)
-    check_alignment((*request.xs, request.grad, request.out, *request.prologue.vectors))
+    check_alignment(request.arrays)
     conversions: list[Conversion] = []
     request = replace(
         request,
@@ -89,7 +89,7 @@ def plan_weight_gradient(request: WeightGradientRequest) -> Plan:
     shape = (geometry.out_channels, geometry.group_channels, *geometry.spatial(geometry.kernel))
     return chosen.plan(
         request, f"weight gradient of {geometry}", f"{request.out.dtype} {shape}", rejected, tuple(conversions),
-        request.notes + lost((*request.xs, request.grad)),
+        request.notes + access_notes((*request.xs, request.grad)),
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 from . import build
 
@@ -47,6 +48,18 @@ def environment(mode: str) -> dict[str, str]:
 def launcher(mode: str) -> list[str]:
     """What to put before a command: tsan's shadow memory needs its addresses free, so no randomisation."""
     return ["setarch", platform.machine(), "-R"] if mode == "tsan" and shutil.which("setarch") else []
+
+
+def check_finding(mode: str, program: str, name: str, arguments: dict[str, object], finding: str | None) -> None:
+    """A program of Python, given the name of a kernel and arguments, runs to its end, or the sanitizer finds something."""
+    command = [*launcher(mode), sys.executable, "-c", program, name, repr(arguments)]
+    root = Path(__file__).parents[2]
+    result = subprocess.run(command, check=False, env=environment(mode), cwd=root, capture_output=True, text=True)
+    if finding is None:
+        assert result.returncode == 0, result.stderr
+    else:
+        assert result.returncode != 0, "nothing was found"
+        assert finding in result.stderr and f"{name}.cu:" in result.stderr, result.stderr
 
 
 #: What runs where no tests are named.
