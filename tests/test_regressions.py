@@ -154,3 +154,15 @@ def test_borders_are_gathered_small(mode):
         finally:
             tracemalloc.stop()
     assert peak <= plan.workspace_bytes + 1_000_000  # where a whole plane was gathered, 4 million
+
+
+@pytest.mark.parametrize("limit", [16 << 20, 24 << 20, 30 << 20])
+def test_the_last_chunk_of_a_chain_keeps_within_the_limit(limit):
+    """It has fewer samples, and thought of the memory for the images of the others as its own."""
+    x = np.ones((50, 8, 100, 7), np.complex64)
+    layers = [cupyconv.ConvLayer(np.ones(s, np.complex64), padding=1) for s in ((300, 8, 3, 3), (48, 300, 3, 1))]
+    with cupyconv.options(workspace_limit=limit):
+        plan = cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=False, on="sm_90")
+    assert plan.workspace_bytes <= limit and "chunks" in plan.reason
+    kernels = {step.kernel.name for step in plan.steps if hasattr(step, "kernel")}
+    assert ("1 by 'direct'" in plan.reason) == ("direct" in kernels), "the methods of the chunks"
