@@ -156,6 +156,16 @@ def test_borders_are_gathered_small(mode):
     assert peak <= plan.workspace_bytes + 1_000_000  # where a whole plane was gathered, 4 million
 
 
+def test_16_bit_sums_of_col2im_keep_within_the_limit():
+    """They were those of a whole sample."""
+    columns = np.ones((2, 5 * 3, 98), np.float16)
+    with cupyconv.options(workspace_limit=1000):
+        plan = cupyconv.explain(cupyconv.col2im, columns, 100, 3)
+        y = cupyconv.col2im(columns, 100, 3)
+    assert plan.workspace_bytes <= 1000 < 5 * 100 * 4
+    assert_exact(y, reference.col2im(columns, [100], [3]), np.float16)
+
+
 @pytest.mark.parametrize("limit", [16 << 20, 24 << 20, 30 << 20])
 def test_the_last_chunk_of_a_chain_keeps_within_the_limit(limit):
     """It has fewer samples, and thought of the memory for the images of the others as its own."""

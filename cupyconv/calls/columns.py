@@ -23,6 +23,7 @@ from cupyconv.geometry import window_geometry
 from cupyconv.planning import plan_col2im, plan_im2col
 from cupyconv.planning.request import ColumnsRequest
 from cupyconv.prepared import Result
+from cupyconv.settings import current_settings
 
 
 def prepare_im2col(
@@ -44,6 +45,7 @@ def prepare_im2col(
     request = ColumnsRequest(
         windows=windows, xs=tuple(describe(backend, axes, name, array) for name, array in xs.items()),
         columns=describe_result(backend, columns_axes, arrays, result), machine=machine_for(backend, on),
+        workspace_limit=current_settings().workspace_limit,
     )  # fmt: skip
     return Call(backend, request, plan_im2col, arrays, frozenset((*xs, "out")), axes, (result,))
 
@@ -82,5 +84,6 @@ def prepare_col2im(
     request = ColumnsRequest(
         windows=windows, xs=(describe_result(backend, axes, arrays, result),),
         columns=describe(backend, Axes(batched, 1), "columns", columns), machine=machine_for(backend, on),
+        workspace_limit=current_settings().workspace_limit,
     )  # fmt: skip
     return Call(backend, request, plan_col2im, arrays, frozenset(("columns", "out")), axes, (result,))

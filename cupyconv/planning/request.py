@@ -184,13 +184,12 @@ class TransposedRequest(_ProductsRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ColumnsRequest:
+class ColumnsRequest(_Request):
     """Columns to be written from images, or summed back into one."""
 
     windows: Windows
     xs: tuple[Operand, ...]
     columns: Operand  # (n, row, 1, 1, pixel)
-    machine: Machine
 
 
 @dataclass(frozen=True, kw_only=True)
