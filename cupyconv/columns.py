@@ -100,7 +100,8 @@ def col2im(
 
     Notes
     -----
-    On CUDA a gather: no atomics, the same bits on every run.
+    On CUDA a gather: no atomics, the same bits on every run.  On NumPy 16-bit sums are workspace, of as many
+    channels at a time as the limit has room for, and of one at the least.
 
     Examples
     --------

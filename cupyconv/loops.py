@@ -34,7 +34,7 @@ class BlockLoop:
     in_place: bool  # the sums are the result itself
     bytes_moved: int
     flops: int
-    part: int = field(default=0, kw_only=True)  # groups whose shared columns there are at a time; 0: other bodies
+    part: int = field(default=0, kw_only=True)  # groups whose shared columns, channels whose sums, there are at a time
     prologue: Prologue = field(default=NONE, kw_only=True)
 
     @property

@@ -300,27 +300,34 @@ class Plan:
 def _listed(steps: tuple[Step, ...]) -> list[str]:
     """Steps as lines, of which those that differ only in addresses and sizes are printed once: runs, and rounds of runs."""
     runs = [list(alike) for _, alike in groupby(steps, key=lambda step: step.shape_of_work)]
-    first, period, rounds = _rounds([(run[0].shape_of_work, len(run)) for run in runs])
+    known: dict[object, int] = {}
+    kinds = [known.setdefault((run[0].shape_of_work, len(run)), len(known)) for run in runs]
     lines: list[str] = []
-    for run in runs[: first + period]:
-        shown = run if len(run) <= _LISTED else run[:1]
-        lines += [line for step in shown for line in str(step).split("\n")]
-        if len(run) > len(shown):
-            lines.append(f"... and {len(run) - len(shown)} more like it")
-    if rounds > 1:
-        each = sum(map(len, runs[first : first + period]))
-        lines.append(f"... and so on for {rounds - 1} more chunks, {(rounds - 1) * each} steps")
+    at = 0
+    while at < len(runs):
+        period, rounds = _rounds(kinds, at)
+        for run in runs[at : at + period]:
+            shown = run if len(run) <= _LISTED else run[:1]
+            lines += [line for step in shown for line in str(step).split("\n")]
+            if len(run) > len(shown):
+                lines.append(f"... and {len(run) - len(shown)} more like it")
+        if rounds > 1:
+            each = sum(map(len, runs[at : at + period]))
+            lines.append(f"... and so on for {rounds - 1} more chunks, {(rounds - 1) * each} steps")
+        at += period * rounds
     return lines
 
 
-def _rounds(kinds: list[object]) -> tuple[int, int, int]:
-    """A list as a preamble and rounds that are equal: (length of the preamble, of a round, rounds)."""
-    for first in range(min(4, len(kinds))):
-        rest = kinds[first:]
-        for period in range(1, len(rest) // 2 + 1):
-            if len(rest) % period == 0 and rest == rest[:period] * (len(rest) // period):
-                return first, period, len(rest) // period
-    return 0, len(kinds), 1
+def _rounds(kinds: list[int], at: int) -> tuple[int, int]:
+    """Rounds that are equal and begin at this place: (length of one, how many); (1, 1) where there are none."""
+    for period in range(1, (len(kinds) - at) // 2 + 1):
+        if kinds[at] == kinds[at + period]:
+            one, rounds = kinds[at : at + period], 1
+            while kinds[at + rounds * period : at + (rounds + 1) * period] == one:
+                rounds += 1
+            if rounds > 1:
+                return period, rounds
+    return 1, 1
 
 
 def _bytes(n: int) -> str:

@@ -211,6 +211,18 @@ def test_many_products_are_printed_once(x, weight, groups):
     assert "more like it" in page and str(plan.steps[-1]) in page
 
 
+def test_chunks_of_which_the_last_takes_fewer_steps_are_printed_once():
+    """Seven samples a chunk, and one in the last: the layers take that in fewer chunks of their own."""
+    x = placed(Ones((50, 8, 100, 7), "complex64"), numpy_target())
+    weights = [placed(Ones(shape, "complex64"), numpy_target()) for shape in ((300, 8, 3, 3), (48, 300, 3, 1))]
+    layers = [cupyconv.ConvLayer(weight, padding=1) for weight in weights]
+    with cupyconv.options(workspace_limit=24 << 20):
+        plan = cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=False, on="sm_90")
+    page = str(plan)
+    assert len(plan.steps) > 40 and len(page.splitlines()) < 60
+    assert "more chunks" in page
+
+
 def test_the_page_of_nothing():
     page = str(cupyconv.explain(cupyconv.conv, np.ones((0, 2, 9)), np.ones((3, 2, 3)), on="sm_90"))
     assert "nothing to run: the result is empty" in page

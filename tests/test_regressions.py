@@ -182,3 +182,25 @@ def test_recurrent_weights_that_alone_pass_the_limit_once_widened():
     expected = cupyconv.lstm(x, *weights)[0]
     with cupyconv.options(workspace_limit=16_000):
         np.testing.assert_array_equal(cupyconv.lstm(x, *weights)[0], expected)
+
+
+def test_16_bit_sums_of_col2im_keep_within_the_limit():
+    """They were those of a whole sample."""
+    columns = np.ones((2, 5 * 3, 98), np.float16)
+    with cupyconv.options(workspace_limit=1000):
+        plan = cupyconv.explain(cupyconv.col2im, columns, 100, 3)
+        y = cupyconv.col2im(columns, 100, 3)
+    assert plan.workspace_bytes <= 1000 < 5 * 100 * 4
+    assert_exact(y, reference.col2im(columns, [100], [3]), np.float16)
+
+
+@pytest.mark.parametrize("limit", [16 << 20, 24 << 20, 30 << 20])
+def test_the_last_chunk_of_a_chain_keeps_within_the_limit(limit):
+    """It has fewer samples, and thought of the memory for the images of the others as its own."""
+    x = np.ones((50, 8, 100, 7), np.complex64)
+    layers = [cupyconv.ConvLayer(np.ones(s, np.complex64), padding=1) for s in ((300, 8, 3, 3), (48, 300, 3, 1))]
+    with cupyconv.options(workspace_limit=limit):
+        plan = cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=False, on="sm_90")
+    assert plan.workspace_bytes <= limit and "chunks" in plan.reason
+    kernels = {step.kernel.name for step in plan.steps if hasattr(step, "kernel")}
+    assert ("1 by 'direct'" in plan.reason) == ("direct" in kernels), "the methods of the chunks"

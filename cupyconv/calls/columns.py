@@ -22,6 +22,7 @@ from cupyconv.dtypes import promote
 from cupyconv.geometry import window_geometry
 from cupyconv.planning.request import Col2imRequest, Im2colRequest
 from cupyconv.prepared import Result
+from cupyconv.settings import current_settings
 
 
 def prepare_im2col(
@@ -43,6 +44,7 @@ def prepare_im2col(
     request = Im2colRequest(
         windows=windows, xs=tuple(describe(backend, axes, name, array) for name, array in xs.items()),
         columns=describe_result(backend, columns_axes, arrays, result), machine=machine_for(backend, on),
+        workspace_limit=current_settings().workspace_limit,
     )  # fmt: skip
     return Call(backend, request, arrays, frozenset((*xs, "out")), axes, (result,))
 
@@ -81,5 +83,6 @@ def prepare_col2im(
     request = Col2imRequest(
         windows=windows, xs=(describe_result(backend, axes, arrays, result),),
         columns=describe(backend, Axes(batched, 1), "columns", columns), machine=machine_for(backend, on),
+        workspace_limit=current_settings().workspace_limit,
     )  # fmt: skip
     return Call(backend, request, arrays, frozenset(("columns", "out")), axes, (result,))

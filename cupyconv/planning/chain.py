@@ -194,13 +194,13 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int, gpu: GpuModel) -
     size = sum(_slot_bytes(layers, stored))
     most = batch if 2 * size <= limit else max(1, batch * (limit // 2) // size)
     chunk = even_part(batch, most)
+    most_samples = tuple(_samples(layer, 0, chunk) for layer in layers)
+    sizes = _slot_bytes(most_samples, stored)
+    left = max(0, limit - sum(sizes))  # the last chunk too, which may have fewer samples, finds memory for the most
     drafts: list[Draft] = []
     for first in range(0, batch, chunk):
         some = tuple(_samples(layer, first, min(chunk, batch - first)) for layer in layers)
-        left = max(0, limit - sum(_slot_bytes(some, stored)))
         drafts += _redrafted(_with_limit(some, left), parts, gpu) if stored else [part.draft for part in parts]
-    most_samples = tuple(_samples(layer, 0, chunk) for layer in layers)
-    sizes = _slot_bytes(most_samples, stored)
     # Two images are alive at a time: every other one lies where the one before the last did.
     places = {f"layer[{i}]": Address(f"layer[{stored[j % 2]}]") for j, i in enumerate(stored)}
     joined = in_turn("fused" if any(part.count == 2 for part in parts) else "unfused", drafts, "")
@@ -219,7 +219,7 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int, gpu: GpuModel) -
     return Draft(
         joined.method, tuple(moved(step, places) for step in joined.steps),
         (*(Buffer(f"layer[{i}]", nbytes) for i, nbytes in zip(stored, sizes)), *joined.workspace),
-        "layers " + ", ".join(part.words for part in parts) + cut, joined.notes + notes,
+        "layers " + ", ".join(replace(part, draft=draft).words for part, draft in zip(parts, drafts)) + cut, joined.notes + notes,
     )  # fmt: skip
 
 

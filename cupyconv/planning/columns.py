@@ -37,9 +37,12 @@ def plan_col2im(request: ColumnsRequest) -> Plan:
     steps: list[Step] = []
     workspace: tuple[Buffer, ...] = ()
     if out.nbytes and isinstance(request.machine, HostModel):
-        steps = [_loop("col2im", windows, [request.columns.name], request)]
+        part = 0
         if accumulator(out.dtype) != out.dtype:
-            workspace = (Buffer("sums", prod(out.shape[1:]) * ITEMSIZE[accumulator(out.dtype)]),)
+            channel = out.pixels * ITEMSIZE[accumulator(out.dtype)]
+            part = max(1, min(windows.in_channels, (request.limit - Plan.ALIGNMENT) // channel))
+            workspace = (Buffer("sums", part * channel),)
+        steps = [_loop("col2im", windows, [request.columns.name], request, part)]
     elif out.nbytes:
         steps = [col2im_launch(windows, request.columns, out)]
     return _plan(
@@ -47,12 +50,12 @@ def plan_col2im(request: ColumnsRequest) -> Plan:
     )
 
 
-def _loop(body: str, windows: Windows, inputs: list[str], request: ColumnsRequest) -> BlockLoop:
+def _loop(body: str, windows: Windows, inputs: list[str], request: ColumnsRequest, part: int = 0) -> BlockLoop:
     dtype = request.columns.dtype
     return BlockLoop(
         body=body, inputs=tuple(inputs), block=(1, *windows.out_size), blocks=windows.batch, threads=1,
         geometry=windows, dtype=accumulator(dtype), x_dtype=dtype, weight_dtype=dtype, activation=IDENTITY,
-        in_place=False, bytes_moved=request.minimal_bytes, flops=_additions(request),
+        in_place=False, bytes_moved=request.minimal_bytes, flops=_additions(request), part=part,
     )  # fmt: skip
 
 

@@ -242,9 +242,9 @@ def runs_of(
     return runs, pixels
 
 
-def parts_of(groups: int, part: int) -> Iterable[slice]:
-    """So many groups at a time."""
-    return (slice(first, min(first + part, groups)) for first in range(0, groups, part))
+def parts_of(count: int, part: int) -> Iterable[slice]:
+    """So many groups, or channels, at a time."""
+    return (slice(first, min(first + part, count)) for first in range(0, count, part))
 
 
 def _some_channels(inputs: Inputs, wanted: slice) -> Inputs:

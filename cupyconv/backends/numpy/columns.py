@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import numpy as np
 
+from cupyconv.backends.numpy.blocks import parts_of
 from cupyconv.backends.numpy.windows import Region, five_axes, read, tap_regions
 from cupyconv.dtypes import dtype_from_name
 from cupyconv.geometry import Windows
@@ -26,19 +28,20 @@ def im2col(loop: BlockLoop, arrays: Mapping[str, Any]) -> None:
 def col2im(loop: BlockLoop, arrays: Mapping[str, Any]) -> None:
     """Add every entry of columns to the element of ``out`` that it was read from.
 
-    Sums are kept in the image, or where that would round each of them, a sample at a time beside it.
+    Sums are kept in the image, or where that would round each of them, some channels of a sample at a time beside it.
     """
     columns, image = _by_tap(arrays[loop.inputs[0]], loop.geometry), five_axes(arrays["out"])
-    sums_dtype = dtype_from_name(loop.dtype)
-    for columns_n, image_n in zip(columns, image):
-        sums = image_n if image.dtype == sums_dtype else np.empty(image_n.shape, sums_dtype)
+    sums_dtype, count = dtype_from_name(loop.dtype), image.shape[1]
+    for n, channels in product(range(len(image)), parts_of(count, loop.part or count)):
+        columns_nc, image_nc = columns[n, channels], image[n, channels]
+        sums = np.empty(image_nc.shape, sums_dtype) if loop.part else image_nc
         sums[...] = 0
         for t, regions in enumerate(_regions(loop.geometry)):
             for at, elements in regions:
                 if elements is not None:  # what fell on padding is dropped
-                    read(sums, elements)[...] += read(columns_n[:, t], at)
-        if sums is not image_n:
-            image_n[...] = sums
+                    read(sums, elements)[...] += read(columns_nc[:, t], at)
+        if loop.part:
+            image_nc[...] = sums
 
 
 def _regions(windows: Windows) -> tuple[tuple[Region, ...], ...]:
