@@ -1,8 +1,9 @@
-// Depthwise convolution: every input channel has its own kernels, `multiplier` of them.
+// Depthwise convolution: every input channel has its own kernels, `group_outputs` of them.
 //
-//     y[n, c * multiplier + j, p] = activation( sum_t weight[c * multiplier + j, 0, t] * x[n, c, window(p, t)] + ... )
+//     y[n, o, p] = activation( sum_{c, t} weight[o, c, t] * x[n, g(o) * group_channels + c, window(p, t)] + ... )
 //
-//     no M: a thread works on one output channel     N = p (ROWS pixels a thread, one above the other)     K = t (taps)
+//     no M: a thread works on one output channel o of group g(o) = o / group_outputs
+//     N = p (ROWS pixels a thread, one above the other)     K = (c, t): one channel, or with GROUPED those of a small group
 //
 //     x  w ->   ░ ░ ░ . . .       the windows of a thread's pixels overlap: each element is read once
 //            h  ░ ░ ░ . . .       and used by every pixel of the column whose window holds it
@@ -13,12 +14,17 @@
 //
 // KERNEL = 0 is any kernel, stride and dilation: one pixel a thread, tap by tap.
 //
-// Bound by memory.  Floor: (size + multiplier * pixels) elements a plane over the bandwidth.
+// Bound by memory; GROUPED by loads and their places, a set of each channel.
+// Floor: (size + group_outputs * pixels) elements a plane over the bandwidth.
 //
 // -D: DTYPE (storage type), KERNEL (taps along h and along w, one along d, dilation 1; or 0), STRIDE (along h; or 0),
-//     PROLOGUE (1: inputs are transformed as they are loaded, see prologue.cuh)
+//     PROLOGUE (1: inputs are transformed as they are loaded, see prologue.cuh), GROUPED (1: groups of more channels than one)
 #include "epilogue.cuh"
 #include "prologue.cuh"
+
+#ifndef GROUPED
+#define GROUPED 0
+#endif
 
 namespace cupyconv {
 
@@ -30,7 +36,7 @@ struct DepthwiseParams {
     Epilogue epilogue;
     Prologue prologue;
     long long batch;
-    int outputs, multiplier, channel_lanes;
+    int outputs, group_outputs, group_channels, channel_lanes;
 };
 
 }  // namespace cupyconv
@@ -40,7 +46,8 @@ using namespace cupyconv;
 using T = DTYPE;
 using A = Accumulator<T>;
 constexpr int MAX_BLOCK = 128;
-constexpr int BLOCKS = KERNEL > 5 ? 2 : KERNEL > 3 ? 3 : 4;  // a multiprocessor has registers for: taps, sums, loads ahead
+// Blocks a multiprocessor has registers for: taps, sums, loads ahead.
+constexpr int BLOCKS = KERNEL > 5 ? 2 : KERNEL > 3 || (GROUPED && sizeof(T) == 8) ? 3 : 4;
 
 #if KERNEL
 constexpr int ROWS = STRIDE == 1 ? 8 : 4;  // pixels a thread
@@ -138,15 +145,11 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, BLOCKS) depthwise(const 
     const Index shares = params.batch * windows.out[0] * strips * windows.out[2];
 
     for (long long o = blockIdx.y * lanes + threadIdx.x % lanes; o < params.outputs; o += gridDim.y * lanes) {
-        const int c = o / params.multiplier;
-        int s = 0;
-        while (c >= params.sources.table[s].first + params.sources.table[s].channels) ++s;
-        const Source& source = params.sources.table[s];
-        const T* const x_c = static_cast<const T*>(source.image.data) + (c - source.first) * source.image.stride_c;
+        const int c_first = o / params.group_outputs * (GROUPED ? params.group_channels : 1);
         const T* const w_o = static_cast<const T*>(params.weight.data) + o * params.weight.stride_n;
         const A bias = bias_of<T>(params.epilogue, o);
         Factors<A> by = {};
-        if constexpr (PROLOGUE) by = factors_of<A>(params.prologue, c);
+        if constexpr (PROLOGUE) by = factors_of<A>(params.prologue, c_first);
         const auto loaded = [&](T value) {
             if constexpr (PROLOGUE)
                 return transformed(widen(value), by, params.prologue);
@@ -160,9 +163,18 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, BLOCKS) depthwise(const 
             A sum[ROWS];
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) sum[r] = bias;
-            convolve(
-                sum, x_c + n * source.image.stride_n, source.image.stride, w_o, params.weight.stride, windows, d, h, w,
-                loaded);
+            int s = 0;
+#pragma unroll 1
+            for (int i = 0; i < (GROUPED ? params.group_channels : 1); ++i) {
+                const int c = c_first + i;
+                while (c >= params.sources.table[s].first + params.sources.table[s].channels) ++s;
+                const Source& source = params.sources.table[s];
+                const T* const x_nc = static_cast<const T*>(source.image.data) + n * source.image.stride_n +
+                                      (c - source.first) * source.image.stride_c;
+                convolve(
+                    sum, x_nc, source.image.stride, w_o + i * params.weight.stride_c, params.weight.stride, windows, d, h, w,
+                    loaded);
+            }
 
             const Pixel pixel = {{d, h, w}};
             const int rows = min((long long)ROWS, windows.out[1] - h);

@@ -129,7 +129,7 @@ struct TensorCores {
         template <bool CHUNKED>
         __device__ __forceinline__ void multiply(const T* weight, const T* x, int m, int j) {
             using F = Fragments<T, WeightTile, ImageTile<CHUNKED>, CHUNKED>;
-#pragma unroll 1
+#pragma unroll M > 64 ? 1 : K / F::STEP  // a large tile's sums leave no registers for two steps at once
             for (int k = 0; k < K; k += F::STEP) {
                 unsigned b[COLUMNS / 16][2][2];
 #pragma unroll

@@ -83,6 +83,23 @@ def test_depthwise(cuda_target, kernel, mode, layout, shape):
     assert_exact(cuda_target.to_host(actual), reference.conv(xs, weight, bias, **settings), dtype)
 
 
+@pytest.mark.parametrize(("stride", "dtype"), [(1, "float32"), (2, "float32"), (1, "float16")])
+@pytest.mark.parametrize("mode", ["constant", "reflect"])
+@pytest.mark.parametrize("layout", [np.ascontiguousarray, channels_last], ids=["pixels", "channels"])
+def test_grouped_depthwise(cuda_target, stride, dtype, mode, layout):
+    """Groups of three channels, of which one spans two inputs, and of two outputs."""
+    xs = [layout(integers(i, (2, c, 11, 9), dtype)) for i, c in enumerate((4, 5))]
+    weight, bias = integers(2, (6, 3, 3, 3), dtype), integers(3, 6, dtype)
+    settings = {"padding": 1, "padding_mode": mode, "groups": 3, "stride": (stride, 1), "activation": "relu"}
+    residual = integers(4, (2, 6, 11 if stride == 1 else 6, 9), dtype)
+    moved = [moved_as_it_lies(cuda_target, x) for x in xs], cuda_target.to_device(weight), cuda_target.to_device(bias)
+    _, params, macros = the_launch(cupyconv.explain(cupyconv.conv, *moved, method="direct", **settings), "depthwise")
+    assert (macros["KERNEL"], macros["STRIDE"], macros["GROUPED"]) == ("3", str(stride), "1")
+    assert params["group_channels"] == 3 and params["group_outputs"] == 2
+    actual = cupyconv.conv(*moved, method="direct", residual=cuda_target.to_device(residual), **settings)
+    assert_exact(cuda_target.to_host(actual), reference.conv(xs, weight, bias, residual=residual, **settings), dtype)
+
+
 @pytest.mark.parametrize("change", ["dilation", "reversed", "kernel", "stride"])
 def test_depthwise_of_any_kernel(cuda_target, change):
     """What the compiled kernels do not cover goes tap by tap."""

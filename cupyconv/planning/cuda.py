@@ -25,6 +25,7 @@ from cupyconv.planning.launches import (
     direct_launch,
     epilogue_launch,
     epilogue_params,
+    is_grouped_depthwise,
     merge_launch,
     merge_tile,
     packet_width,
@@ -104,11 +105,12 @@ def _draft_direct(request: ConvRequest) -> Draft:
     if len(request.xs) > MAX_SOURCES:
         most = f"{MAX_MERGED} of a merge, {MAX_SOURCES} of other kernels"
         raise NotApplicable(f"{len(request.xs)} inputs; the parameters hold {most}")
-    if geometry.is_depthwise and same_real_type:
+    grouped = is_grouped_depthwise(geometry, request.xs, request.weight, prologue)
+    if same_real_type and (geometry.is_depthwise or grouped):
         result, activation = _kept_apart(request)
         epilogue = epilogue_params(request.bias, request.residual, IDENTITY if activation else request.activation)
         launch = depthwise_launch(geometry, request.xs, request.weight, result, epilogue, prologue)
-        return Draft("direct", (launch, *activation), reason="depthwise kernel")
+        return Draft("direct", (launch, *activation), reason="depthwise kernel" + ", channel by channel" * grouped)
     epilogue = epilogue_params(request.bias, request.residual, request.activation, pre=request.pre)
     launch = direct_launch(geometry, request.xs, request.weight, request.out, epilogue, prologue)
     return Draft("direct", (launch,), reason="general kernel")

@@ -39,6 +39,8 @@ IM2COL_LANES = 4
 #: any other.
 DEPTHWISE_KERNELS = ((3, 1), (3, 2), (5, 1), (5, 2), (7, 1))
 PROLOGUE_DEPTHWISE_KERNELS = ((3, 1), (3, 2))
+#: The same for groups of more than one channel.
+GROUPED_DEPTHWISE_KERNELS = ((3, 1), (3, 2))
 ANY_KERNEL = (0, 0)
 #: Bytes of a plane, and pixels, that depthwise.cu counts in 32 bits.
 PLANE_EXTENT = 2**30
@@ -167,15 +169,17 @@ def depthwise_launch(
     geometry: ConvGeometry, xs: Sequence[Operand], weight: Operand, out: Operand, epilogue: tuple[Any, ...],
     prologue: Prologue,
 ) -> KernelLaunch:  # fmt: skip
-    """One kernel per channel, any multiplier."""
-    kernel, stride = _depthwise_kernel(geometry, xs, weight, prologue)
+    """One kernel per channel, any multiplier; or `is_grouped_depthwise`."""
+    kernel, stride = depthwise_kernel(geometry, xs, weight, prologue)
     rows = {0: 1, 1: 8, 2: 4}[stride]  # pixels a thread
     depth, height, width = geometry.out_size
     strips = geometry.batch * depth * -(-height // rows) * width
     lanes = channel_lanes(out)
     (blocks, _, _), block = grid_and_block(strips, lanes, 1, 1, 128)
+    macros = (("DTYPE", out.dtype), ("KERNEL", str(kernel)), ("STRIDE", str(stride)))
+    grouped = (("GROUPED", "1"),) if geometry.group_channels > 1 else ()
     return KernelLaunch(
-        with_prologue("depthwise", (("DTYPE", out.dtype), ("KERNEL", str(kernel)), ("STRIDE", str(stride))), prologue),
+        with_prologue("depthwise", macros + grouped, prologue),
         (blocks, min(-(-geometry.out_channels // lanes), GRID_Y), 1),
         block,
         (
@@ -187,7 +191,8 @@ def depthwise_launch(
             ("prologue", prologue_params(prologue)),
             ("batch", geometry.batch),
             ("outputs", geometry.out_channels),
-            ("multiplier", geometry.group_outputs),
+            ("group_outputs", geometry.group_outputs),
+            ("group_channels", geometry.group_channels),
             ("channel_lanes", lanes),
         ),
         purpose=f"convolution{of(prologue)}, bias, residual, activation",
@@ -196,12 +201,20 @@ def depthwise_launch(
     )
 
 
-def _depthwise_kernel(
+def is_grouped_depthwise(geometry: ConvGeometry, xs: Sequence[Operand], weight: Operand, prologue: Prologue) -> bool:
+    """Whether depthwise.cu takes groups of several channels, channel by channel: quicker than the general kernel."""
+    several = geometry.groups > 1 and geometry.group_channels > 1 and not prologue
+    return several and depthwise_kernel(geometry, xs, weight, prologue) != ANY_KERNEL
+
+
+def depthwise_kernel(
     geometry: ConvGeometry, xs: Sequence[Operand], weight: Operand, prologue: Prologue
 ) -> tuple[int, int]:
     """The kernel and stride to compile for: a listed one, if 32 bits hold all that the kernel counts with them."""
     depth, height, width = geometry.kernel
     kernels = PROLOGUE_DEPTHWISE_KERNELS if prologue else DEPTHWISE_KERNELS
+    if geometry.group_channels > 1:
+        kernels = GROUPED_DEPTHWISE_KERNELS
     listed = depth == 1 and height == width and (height, geometry.stride[1]) in kernels
     images = (*xs, replace(weight, strides=tuple(map(abs, weight.strides))))
     counts = [

@@ -18,6 +18,7 @@ from cupyconv.planning.launches import (
     ANY_KERNEL,
     DEPTHWISE_KERNELS,
     DIRECT_TILE,
+    GROUPED_DEPTHWISE_KERNELS,
     MERGE_TILES,
     PACKET_BYTES,
     PROLOGUE_DEPTHWISE_KERNELS,
@@ -88,6 +89,11 @@ def all_variants() -> tuple[Kernel, ...]:
             for dtype in REAL_DTYPES
             for prologue in PROLOGUES
             for kernel, stride in (*(PROLOGUE_DEPTHWISE_KERNELS if prologue else DEPTHWISE_KERNELS), ANY_KERNEL)
+        ),
+        *(
+            _kernel("depthwise", DTYPE=dtype, KERNEL=kernel, STRIDE=stride, GROUPED=1)
+            for dtype in REAL_DTYPES
+            for kernel, stride in GROUPED_DEPTHWISE_KERNELS
         ),
         *(
             _kernel("im2col", DTYPE=f"bits{8 * itemsize}", WIDTH=width)

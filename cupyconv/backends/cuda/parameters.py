@@ -65,7 +65,7 @@ PARAMETERS = {
     "direct": _CONVOLUTION,
     "depthwise": _struct(
         sources=SOURCES, windows=WINDOWS, weight=IMAGE, out=IMAGE, epilogue=EPILOGUE, prologue=PROLOGUE, batch=INT64,
-        outputs=INT32, multiplier=INT32, channel_lanes=INT32,
+        outputs=INT32, group_outputs=INT32, group_channels=INT32, channel_lanes=INT32,
     ),
     "conv_pair": _struct(
         sources=(SOURCE, MAX_PAIR_SOURCES), first=_PAIR_LAYER, second=_PAIR_LAYER, out=IMAGE, blocks=INT64, tiles=(INT64, 3),
