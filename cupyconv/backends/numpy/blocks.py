@@ -23,7 +23,6 @@ rows of pixels is worked out in vain.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import product
@@ -32,6 +31,7 @@ from math import gcd, prod
 import numpy as np
 
 from cupyconv.backends.numpy.prologue import Transform
+from cupyconv.backends.numpy.scratch import Scratch
 from cupyconv.backends.numpy.windows import Region, read, tap_regions, tile_regions, windows_of_tile
 from cupyconv.geometry import ConvGeometry
 from cupyconv.loops import BlockLoop
@@ -109,24 +109,6 @@ def cut_into_blocks(loop: BlockLoop, itemsize: int) -> Iterable[Block]:
 def are_kept(loop: BlockLoop) -> bool:
     """Whether what blocks read is worth keeping from run to run."""
     return loop.blocks <= _KEPT_BLOCKS and loop.geometry.taps <= _KEPT_TAPS
-
-
-class Scratch:
-    """Memory that a block leaves to the next one: its pages are mapped, and each thread has its own."""
-
-    def __init__(self, dtype: np.dtype, blocks: int) -> None:
-        self._dtype = dtype
-        self._buffers = threading.local() if blocks > 1 else None
-
-    def array(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """This thread's buffer of that name, uninitialised."""
-        if self._buffers is None:
-            return np.empty(shape, self._dtype)
-        buffers, size = self._buffers.__dict__, prod(shape)
-        if name not in buffers or buffers[name].size < size:
-            buffers[name] = np.empty(size, self._dtype)
-        buffer = buffers[name]
-        return (buffer if buffer.size == size else buffer[:size]).reshape(shape)
 
 
 #: The inputs, of five axes, and the channels of the concatenation that each one is.

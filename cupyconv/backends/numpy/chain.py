@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.backends.numpy.blocks import Scratch
 from cupyconv.backends.numpy.convolution import ConvolutionLoop
+from cupyconv.backends.numpy.scratch import Scratch
 from cupyconv.backends.numpy.windows import five_axes
 from cupyconv.dtypes import dtype_from_name
 from cupyconv.loops import ChainLoop
@@ -106,7 +106,7 @@ class _Run:
             }
             for i, dtype in enumerate(chain.weight_dtypes)
         ]
-        self.scratch = {dtype: Scratch(dtype, blocks=2) for dtype in chain.x_dtypes if dtype is not None}
+        self.scratch = {dtype: Scratch(dtype, rounds=2) for dtype in chain.x_dtypes if dtype is not None}
 
     def finish(self, samples: range, rows: range) -> None:
         """All tiles of a band, in order."""

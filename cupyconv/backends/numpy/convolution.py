@@ -21,7 +21,6 @@ import numpy as np
 from cupyconv.backends.numpy.activations import activate
 from cupyconv.backends.numpy.blocks import (
     Block,
-    Scratch,
     are_kept,
     columns_of,
     cut_into_blocks,
@@ -31,6 +30,7 @@ from cupyconv.backends.numpy.blocks import (
     shared_columns,
 )
 from cupyconv.backends.numpy.prologue import transform_of
+from cupyconv.backends.numpy.scratch import Scratch
 from cupyconv.backends.numpy.windows import five_axes
 from cupyconv.dtypes import dtype_from_name, is_complex
 from cupyconv.geometry import ConvGeometry

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import product
 from typing import Any, NamedTuple, Protocol
 
@@ -44,11 +43,14 @@ def pooling_loop(loop: PoolingLoop) -> Callable[[Mapping[str, np.ndarray]], None
     cuts = [[range(at, min(at + part, n)) for at in range(0, n, part)] for n, part in zip(shape, loop.block)]
     planes = [tuple(slice(r.start, r.stop) for r in plane) for plane in product(*cuts[:2])]
     parts = list(product(*([part_of_axis(windows, axis, r) for r in cuts[2 + axis]] for axis in range(3))))
-    scratch = Scratch()
 
     def run(arrays: Mapping[str, np.ndarray]) -> None:
         images = [five_axes(arrays[name]) for name in (*loop.inputs, loop.result)]
-        new = partial(scratch.array, axes=sorted(range(5), key=lambda axis: -abs(images[0].strides[axis])))
+        scratch = Scratch(dtype, loop.blocks)
+        axes = sorted(range(5), key=lambda axis: -abs(images[0].strides[axis]))  # in memory, outermost first
+
+        def new(name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+            return scratch.array(name, [shape[axis] for axis in axes], dtype).transpose(np.argsort(axes))
 
         def finish(block: tuple[tuple[slice, ...], tuple[Any, ...]]) -> None:
             plane, part = block

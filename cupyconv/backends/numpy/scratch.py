@@ -1,4 +1,4 @@
-"""Memory that a thread uses again from block to block: pages of a fresh array are mapped anew each time."""
+"""Memory that a block leaves to the next one: pages of a fresh array are mapped anew each time."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ import numpy as np
 
 
 class Scratch:
-    """Uninitialised arrays by name; one that is asked for again overwrites the one before it."""
+    """Uninitialised arrays by name, each thread its own; one that is asked for again overwrites the one before it.
 
-    def __init__(self) -> None:
-        self._buffers = threading.local()
+    Of a single round nothing is kept: its arrays are fresh.
+    """
 
-    def array(self, name: str, shape: Sequence[int], dtype: np.dtype, axes: Sequence[int]) -> np.ndarray:
-        """An array whose `axes` lie in memory in this order, outermost first."""
+    def __init__(self, dtype: np.dtype, rounds: int) -> None:
+        self._dtype = dtype
+        self._buffers = threading.local() if rounds > 1 else None
+
+    def array(self, name: str, shape: Sequence[int], dtype: np.dtype | None = None) -> np.ndarray:
+        """This thread's array of that name, in C order; of another dtype than the scratch memory's where one is given."""
+        dtype = dtype or self._dtype
+        if self._buffers is None:
+            return np.empty(shape, dtype)
         buffers: dict[str, np.ndarray] = self._buffers.__dict__
         nbytes = prod(shape) * dtype.itemsize
         if name not in buffers or buffers[name].size < nbytes:
             buffers[name] = np.empty(nbytes, np.uint8)
-        laid_out = buffers[name][:nbytes].view(dtype).reshape([shape[axis] for axis in axes])
-        return laid_out.transpose(np.argsort(axes))
+        return np.ndarray(shape, dtype, buffers[name])

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from cupyconv.backends.numpy.activations import activate
-from cupyconv.backends.numpy.blocks import Scratch
+from cupyconv.backends.numpy.scratch import Scratch
 from cupyconv.backends.numpy.windows import Region, add, five_axes, read, tap_regions
 from cupyconv.dtypes import dtype_from_name, is_complex, real_part
 from cupyconv.geometry import ConvGeometry

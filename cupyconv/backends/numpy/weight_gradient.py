@@ -23,7 +23,6 @@ import numpy as np
 from cupyconv.backends.numpy.blocks import (
     Block,
     Inputs,
-    Scratch,
     are_kept,
     columns_of,
     cut_into_blocks,
@@ -32,6 +31,7 @@ from cupyconv.backends.numpy.blocks import (
     shared_columns,
 )
 from cupyconv.backends.numpy.prologue import transform_of
+from cupyconv.backends.numpy.scratch import Scratch
 from cupyconv.backends.numpy.windows import five_axes
 from cupyconv.dtypes import dtype_from_name, is_complex, real_part
 from cupyconv.geometry import ConvGeometry
