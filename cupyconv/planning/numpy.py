@@ -32,8 +32,9 @@ MEMORY_BLOCK = 512 << 10
 SMALLEST_BLOCK = 32
 #: Pixels from which one sample fills a product; smaller images share one, through columns.
 LONE_PIXELS = 256
-#: Pixels for each output from which a copy of the weight takes much less than its products.
-PIXELS_AN_OUTPUT = 8
+#: Pixels for each output from which a copy of the weight takes much less than its products, and pixels of a row from
+#: which columns of all taps are written as quickly as one tap's products are added to another's.
+PIXELS_AN_OUTPUT, LONG_ROW = 8, 128
 #: Rows of columns from which taps share them: with fewer, the products of one tap would be thin.  In groups they are
 #: thin anyway, and writing columns takes longer.
 LEAST_SHARED = 32
@@ -155,7 +156,8 @@ def _shares_columns(request: ConvRequest) -> bool:
     geometry = request.geometry
     # The weight is copied, a matrix for each tap.
     worth_a_copy = geometry.batch * geometry.pixels >= PIXELS_AN_OUTPUT * geometry.group_outputs
-    return worth_a_copy and _is_one_kind(request) and taps_share(geometry, _item(request.x_dtype))
+    is_slow = geometry.groups > 1 or geometry.out_size[2] < LONG_ROW
+    return worth_a_copy and is_slow and _is_one_kind(request) and taps_share(geometry, _item(request.x_dtype))
 
 
 def taps_share(geometry: ConvGeometry, item: int) -> bool:
