@@ -156,8 +156,8 @@ def _shares_columns(request: ConvRequest) -> bool:
     geometry = request.geometry
     # The weight is copied, a matrix for each tap.
     worth_a_copy = geometry.batch * geometry.pixels >= PIXELS_AN_OUTPUT * geometry.group_outputs
-    is_slow = geometry.groups > 1 or geometry.out_size[2] < LONG_ROW
-    return worth_a_copy and is_slow and _is_one_kind(request) and taps_share(geometry, _item(request.x_dtype))
+    slow_columns = geometry.groups > 1 or geometry.out_size[2] < LONG_ROW
+    return worth_a_copy and slow_columns and _is_one_kind(request) and taps_share(geometry, _item(request.x_dtype))
 
 
 def taps_share(geometry: ConvGeometry, item: int) -> bool:
