@@ -175,6 +175,7 @@ class _Run:
     column: int
     sample: int
     pixels: int
+    beta: int  # 1 where they are added to those of the chunks before
 
 
 class _Planner:
@@ -355,43 +356,40 @@ class _Planner:
 
     def _products(self, chunk: Chunk, grad: MatrixView, xs: list[MatrixView]) -> Iterator[GemmCall]:
         """The calls that add a chunk to the parts of the sum: those of equal length in one call."""
-        length = self.part_length
+        length, beta = self.part_length, int(chunk is not self.chunks[0])
         if self.is_long:
             whole, rest = divmod(chunk.samples * chunk.pixels, length)
-            runs = [_Run(0, whole, 0, 0, length), _Run(whole, 1, whole * length, 0, rest)]
+            runs = [_Run(0, whole, 0, 0, length, beta), _Run(whole, 1, whole * length, 0, rest, beta)]
         else:
             runs = [
-                _Run(i * self.samples, chunk.samples, first, 0, min(length, chunk.pixels - first))
+                _Run(i * self.samples, chunk.samples, first, 0, min(length, chunk.pixels - first), beta)
                 for i, first in enumerate(range(0, chunk.pixels, length))
             ]
         for run in runs:
             if run.count and run.pixels:
-                yield from self._products_of_parts(run, grad, xs, chunk is self.chunks[0])
+                yield from self._products_of_parts(run, grad, xs)
 
-    def _products_of_parts(
-        self, run: _Run, grad: MatrixView, xs: list[MatrixView], is_first: bool
-    ) -> Iterator[GemmCall]:
+    def _products_of_parts(self, run: _Run, grad: MatrixView, xs: list[MatrixView]) -> Iterator[GemmCall]:
         """The calls for a run of parts: batched over them, or over the groups."""
         geometry = self.geometry
         for plane in range(self.planes):
             if geometry.groups > run.count and len(self.xs) == 1:
                 for i in range(run.count):
                     column, sample = (run.column + i * run.pixels, 0) if self.is_long else (run.column, i)
-                    part = _Run(run.part + i, 1, column, sample, run.pixels)
+                    part = replace(run, part=run.part + i, count=1, column=column, sample=sample)
                     for group in range(0, geometry.groups, MAX_BATCH):
-                        batch = min(MAX_BATCH, geometry.groups - group)
-                        yield self._call(grad, xs[0], self.xs[0], plane, group, part, batch, True, is_first)
+                        yield self._call(grad, xs[0], self.xs[0], plane, group, part, over_groups=True)
                 continue
             for group in range(geometry.groups):
                 for x, factor in zip(xs, self.xs):
                     if factor.first < (group + 1) * geometry.reduction and group * geometry.reduction < (
                         factor.first + factor.count
                     ):
-                        yield self._call(grad, x, factor, plane, group, run, run.count, False, is_first)
+                        yield self._call(grad, x, factor, plane, group, run)
 
     def _call(
-        self, grad: MatrixView, x: MatrixView, factor: _Factor, plane: int, group: int, run: _Run, batch: int,
-        over_groups: bool, is_first: bool,
+        self, grad: MatrixView, x: MatrixView, factor: _Factor, plane: int, group: int, run: _Run, *,
+        over_groups: bool = False,
     ) -> GemmCall:  # fmt: skip
         """One call from a group and a part on, its batch over the groups or over the parts."""
         geometry = self.geometry
@@ -400,9 +398,14 @@ class _Planner:
         n = min((group + 1) * reduction, factor.first + factor.count) - low
         grad_row = group * outputs + (plane * geometry.out_channels if self.grad.parts == 2 else 0)
         x_row = low - factor.first + (plane * factor.count if factor.parts == 2 else 0)
-        c = self.out or MatrixView(Address("sums"), ITEMSIZE[self.sums_dtype], reduction, self.part, False)
+        c, c_dtype = self.out, self.request.out.dtype
+        if c is None:
+            c_dtype = self.sums_dtype
+            c = MatrixView(Address("sums"), ITEMSIZE[c_dtype], reduction, self.part, False)
         plane_rows = plane * geometry.out_channels
+        batch = run.count
         if over_groups:
+            batch = min(MAX_BATCH, geometry.groups - group)
             strides = outputs * grad.row_step, reduction * x.row_step, outputs * c.row_step
         elif self.is_long:
             strides = run.pixels * grad.column_step, run.pixels * x.column_step, self.part
@@ -415,13 +418,9 @@ class _Planner:
             Matrix(grad.start(grad_row, run.column, run.sample), grad.ld, strides[0], grad.transposed),
             Matrix(x.start(x_row, run.column, run.sample), x.ld, strides[1], not x.transposed, self.conjugates),
             Matrix(c.start(plane_rows + group * outputs, low - group * reduction, run.part), c.ld, strides[2]),
-            batch, self.dtype, self._c_dtype, compute_type(self.dtype, self.request.allow_tf32),
-            beta=int(not is_first), purpose="products", alpha=-1 if is_subtracted else 1,
+            batch, self.dtype, c_dtype, compute_type(self.dtype, self.request.allow_tf32),
+            beta=run.beta, purpose="products", alpha=-1 if is_subtracted else 1,
         )  # fmt: skip
-
-    @property
-    def _c_dtype(self) -> str:
-        return self.sums_dtype if self.out is None else self.request.out.dtype
 
 
 def _finish(request: WeightGradientRequest, sums: Sums | None) -> KernelLaunch:
