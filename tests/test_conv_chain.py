@@ -37,8 +37,7 @@ from cupyconv import ConvLayer, planning
 from cupyconv.chain import prepare_conv_chain
 from cupyconv.loops import ChainLoop
 from cupyconv.plan import Address, Kernel, KernelLaunch
-from cupyconv.planning import chain as chain_planning
-from cupyconv.planning import chain_numpy
+from cupyconv.planning import chain_cuda, chain_numpy
 from cupyconv.planning.draft import Draft
 from cupyconv.planning.request import NotApplicable
 from cupyconv.repetition import forget_calls
@@ -423,9 +422,9 @@ def test_the_pairing_is_the_best_there_is(monkeypatch, seed):
         step = KernelLaunch(Kernel("pair"), (1, 1, 1), 32, (("first", Address("x")),), bytes_moved=moved[i])
         return Draft("fused", (step,), reason="made up")
 
-    monkeypatch.setattr(chain_planning, "draft_pair", made_up)
+    monkeypatch.setattr(chain_cuda, "draft_pair", made_up)
     request = prepare_conv_chain(x, layers, on="sm_90").request
-    comparison = chain_planning._Comparison(request.layers, request.machine)
+    comparison = chain_cuda._Comparison(request.layers, request.machine)
     assert set(comparison.refusals) == refused
     pairings = [
         chosen
@@ -445,7 +444,7 @@ def test_the_pairing_is_the_best_there_is(monkeypatch, seed):
     assert found(False) == ()
     assert found("auto") == min(pairings, key=seconds)
     assert found(True) == min(pairings, key=lambda chosen: (-len(chosen), seconds(chosen)))
-    plan = chain_planning.plan_chain(request)
+    plan = chain_cuda.plan_chain(request)
     assert sum(step.kernel.name == "pair" for step in plan.steps) == len(found("auto"))
     stored = {buffer.name for buffer in plan.workspace}
     assert not stored & {f"layer[{i}]" for i in found("auto")}

@@ -23,7 +23,7 @@ from cupyconv import ConvLayer
 from cupyconv.chain import prepare_conv_chain
 from cupyconv.machine import KNOWN_GPUS, known_gpu
 from cupyconv.plan import Kernel, KernelLaunch
-from cupyconv.planning import chain, conv_pair
+from cupyconv.planning import chain_cuda, conv_pair
 from cupyconv.planning.draft import Draft
 from cupyconv.planning.occupancy import resident_blocks
 
@@ -128,8 +128,8 @@ def fused(target, xs, layers, *, choose=None, channels_last=False):
     call = prepare_conv_chain([put(x) for x in xs], device_layers, fuse=True)
     with pytest.MonkeyPatch.context() as patch:
         if choose is not None:
-            patch.setattr(chain, "draft_pair", lambda first, second: choose(conv_pair.drafts_of(first, second)))
-        plan = chain.plan_chain(call.request)
+            patch.setattr(chain_cuda, "draft_pair", lambda first, second: choose(conv_pair.drafts_of(first, second)))
+        plan = chain_cuda.plan_chain(call.request)
     (launch,) = plan.steps
     assert isinstance(launch, KernelLaunch) and launch.kernel.name == "conv_pair"
     call.plan = lambda: plan

@@ -18,7 +18,7 @@ CACHED_PLANS = 1024
 #: Problem -> the function that plans it, and its module: for the host, for a GPU.
 PLANNERS: dict[type[requests.Request], tuple[str, str, str]] = {
     requests.ConvRequest: ("plan_conv", "cupyconv.planning.numpy", "cupyconv.planning.cuda"),
-    requests.ChainRequest: ("plan_chain", "cupyconv.planning.chain_numpy", "cupyconv.planning.chain"),
+    requests.ChainRequest: ("plan_chain", "cupyconv.planning.chain_numpy", "cupyconv.planning.chain_cuda"),
     requests.TransposedRequest: (
         "plan_transposed", "cupyconv.planning.transposed_numpy", "cupyconv.planning.transposed_cuda"
     ),

@@ -1,4 +1,4 @@
-"""The choice of a method on a GPU: every applicable one is drafted, the cost model picks.
+"""The choice of a convolution's method on a GPU: every applicable one is drafted, the cost model picks.
 
 "direct" is whichever kernel without columns fits: the fused merge, the depthwise kernel, or the
 general one.  "gemm" is columns (or the inputs themselves) and batched GEMM, "implicit_gemm" one kernel

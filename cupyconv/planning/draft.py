@@ -97,7 +97,7 @@ class Draft:
                 yield step, 1
 
 
-def in_turn(method: str, drafts: Sequence[Draft], reason: str) -> Draft:
+def in_sequence(method: str, drafts: Sequence[Draft], reason: str) -> Draft:
     """One draft after the other, in the same workspace: a step has finished with it before the next begins."""
     steps: list[Step] = []
     most = 0
@@ -107,25 +107,25 @@ def in_turn(method: str, drafts: Sequence[Draft], reason: str) -> Draft:
         for buffer in draft.workspace:
             places[buffer.name] = Address("workspace", used)
             used += buffer.space
-        steps += [moved(step, places) for step in draft.steps]
+        steps += [relocated(step, places) for step in draft.steps]
         most = max(most, used)
     notes = tuple(dict.fromkeys(note for draft in drafts for note in draft.notes))
     return Draft(method, tuple(steps), (Buffer("workspace", most),) if most else (), reason, notes)
 
 
-def moved(value: Any, places: Mapping[str, Address]) -> Any:
+def relocated(value: Any, places: Mapping[str, Address]) -> Any:
     """A step, or a part of one, with every buffer in `places` at that place of another."""
     if isinstance(value, Address):
         place = places.get(value.buffer)
         return Address(place.buffer, place.offset + value.offset) if place else value
     if isinstance(value, tuple):
-        return tuple(moved(part, places) for part in value)
+        return tuple(relocated(part, places) for part in value)
     if isinstance(value, KernelLaunch):
-        return replace(value, params=moved(value.params, places))
+        return replace(value, params=relocated(value.params, places))
     if isinstance(value, Matrix):
-        return replace(value, at=moved(value.at, places))
+        return replace(value, at=relocated(value.at, places))
     if isinstance(value, GemmCall):
-        return replace(value, **{name: moved(getattr(value, name), places) for name in ("a", "b", "c")})
+        return replace(value, **{name: relocated(getattr(value, name), places) for name in ("a", "b", "c")})
     return value
 
 

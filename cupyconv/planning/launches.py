@@ -131,7 +131,7 @@ def merge_launch(
             ("out_channels", geometry.out_channels),
         ),
         shared_bytes=_merge_shared_bytes(geometry, out.dtype, tile, prologue),
-        purpose=f"merge{of(prologue)}, bias, residual, activation",
+        purpose=f"merge{of_prologue(prologue)}, bias, residual, activation",
         bytes_moved=_read_once(xs) * tiles + weight.nbytes + out.nbytes,
         flops=2 * geometry.products,
     )
@@ -159,7 +159,7 @@ def direct_launch(
             ("group_channels", geometry.group_channels),
             ("group_outputs", geometry.group_outputs),
         ),
-        purpose=f"convolution{of(prologue)}, bias, residual, activation",
+        purpose=f"convolution{of_prologue(prologue)}, bias, residual, activation",
         bytes_moved=_read_once(xs) + weight.nbytes + out.nbytes,
         flops=geometry.products * product_flops(xs[0].dtype, weight.dtype),
     )
@@ -195,7 +195,7 @@ def depthwise_launch(
             ("group_channels", geometry.group_channels),
             ("channel_lanes", lanes),
         ),
-        purpose=f"convolution{of(prologue)}, bias, residual, activation",
+        purpose=f"convolution{of_prologue(prologue)}, bias, residual, activation",
         bytes_moved=_read_once(xs) + weight.nbytes + out.nbytes,
         flops=2 * geometry.products,
     )
@@ -321,7 +321,7 @@ def im2col_launches(
                     ("squares", squares),
                     ("channel_lanes", lanes),
                 ),
-                purpose=purpose + of(prologue),
+                purpose=purpose + of_prologue(prologue),
                 bytes_moved=samples
                 * group.in_channels
                 * itemsize
@@ -521,7 +521,7 @@ def prologue_params(prologue: Prologue, first_channel: int = 0) -> tuple[Any, ..
     return (*addresses, *steps, low, high, activation.code)
 
 
-def of(prologue: Prologue) -> str:
+def of_prologue(prologue: Prologue) -> str:
     """What a launch works on where that is not the inputs as they lie, in words."""
     return f" of {prologue}" if prologue else ""
 

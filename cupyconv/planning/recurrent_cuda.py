@@ -25,7 +25,7 @@ from cupyconv.machine import GpuModel
 from cupyconv.operands import Operand
 from cupyconv.plan import Address, Buffer, Conversion, GemmCall, Kernel, KernelLaunch, LaunchLoop, Plan, Step
 from cupyconv.planning.cuda import choose, draft_conv
-from cupyconv.planning.draft import Draft, in_turn, products_seconds
+from cupyconv.planning.draft import Draft, in_sequence, products_seconds
 from cupyconv.planning.implicit_gemm import FIRST_MMA, arithmetics
 from cupyconv.planning.launches import GRID_Y, PACKET_BYTES, epilogue_launch
 from cupyconv.planning.request import (
@@ -309,7 +309,7 @@ class _Layer:
                 raise refusals[-1]
             drafts.append(min(candidates, key=lambda draft: draft.cost(self.gpu).seconds))
         named = [replace(draft, steps=tuple(map(_as_projection, draft.steps))) for draft in drafts]
-        return in_turn(drafts[0].method, named, drafts[0].reason)
+        return in_sequence(drafts[0].method, named, drafts[0].reason)
 
     def _projecting_methods(self) -> tuple[str, ...]:
         """Of a convolution, as which the inputs are projected."""

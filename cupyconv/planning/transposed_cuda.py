@@ -18,7 +18,7 @@ from cupyconv.machine import GpuModel
 from cupyconv.operands import Operand
 from cupyconv.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, Matrix, Plan, Step
 from cupyconv.planning.cuda import access_notes, choose, draft_conv
-from cupyconv.planning.draft import Draft, in_turn
+from cupyconv.planning.draft import Draft, in_sequence
 from cupyconv.planning.gemm import (
     MAX_BATCH,
     MAX_DIMENSION,
@@ -127,7 +127,7 @@ def _as_convolutions(method: str, request: TransposedRequest) -> Draft:
     """Ordinary convolutions with x, each of which is a part of a result."""
     drafts = [draft_conv(method, part) for part in class_requests(request)]
     kinds = ", ".join(dict.fromkeys(draft.reason for draft in drafts))
-    return in_turn(method, drafts, f"{len(drafts)} convolution(s) with x: {kinds}")
+    return in_sequence(method, drafts, f"{len(drafts)} convolution(s) with x: {kinds}")
 
 
 class _GemmPlanner(ProductsPlanner):

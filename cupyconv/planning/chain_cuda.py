@@ -22,7 +22,7 @@ from cupyconv.operands import Operand, c_strides
 from cupyconv.plan import Address, Buffer, Conversion, KernelLaunch, Plan
 from cupyconv.planning.conv_pair import draft_pair
 from cupyconv.planning.cuda import access_notes, choose, draft_conv
-from cupyconv.planning.draft import Draft, in_turn, moved
+from cupyconv.planning.draft import Draft, in_sequence, relocated
 from cupyconv.planning.launches import Sums, epilogue_launch
 from cupyconv.planning.numpy import even_part
 from cupyconv.planning.request import (
@@ -203,7 +203,7 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int, gpu: GpuModel) -
         drafts += _redrafted(_with_limit(some, left), parts, gpu) if stored else [part.draft for part in parts]
     # Two images are alive at a time: every other one lies where the one before the last did.
     places = {f"layer[{i}]": Address(f"layer[{stored[j % 2]}]") for j, i in enumerate(stored)}
-    joined = in_turn("fused" if any(part.count == 2 for part in parts) else "unfused", drafts, "")
+    joined = in_sequence("fused" if any(part.count == 2 for part in parts) else "unfused", drafts, "")
     cut = f", {-(-batch // chunk)} chunks of {chunk} samples" if chunk < batch else ""
     notes = tuple(f"layer[{i}] lies where layer[{stored[j]}] did" for j, i in enumerate(stored[2:]))
     for part in parts:
@@ -217,7 +217,7 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int, gpu: GpuModel) -
             f"the images between layers take {sum(sizes):,} bytes for one sample, beyond the workspace limit of {limit:,}",
         )
     return Draft(
-        joined.method, tuple(moved(step, places) for step in joined.steps),
+        joined.method, tuple(relocated(step, places) for step in joined.steps),
         (*(Buffer(f"layer[{i}]", nbytes) for i, nbytes in zip(stored, sizes)), *joined.workspace),
         "layers " + ", ".join(replace(part, draft=draft).words for part, draft in zip(parts, drafts)) + cut, joined.notes + notes,
     )  # fmt: skip
