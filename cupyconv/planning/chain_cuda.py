@@ -40,8 +40,7 @@ Layers = tuple[ConvRequest, ...]
 
 def plan_chain(request: ChainRequest) -> Plan:
     """The plan of a chain; ValueError where ``fuse=True`` and no two layers can share a kernel."""
-    gpu = request.machine
-    assert isinstance(gpu, GpuModel)
+    gpu = request.gpu
     layers, conversions = _converted(request)
     limit = request.sharing_with(conversions).limit
     notes = tuple(dict.fromkeys(note for layer in layers for note in layer.notes))
@@ -52,7 +51,7 @@ def plan_chain(request: ChainRequest) -> Plan:
     else:
         comparison = _Comparison(_with_limit(layers, limit), gpu)
         parts = comparison.best(request.fuse)
-        draft = _joined(layers, parts, limit, gpu)
+        draft = _joined(layers, parts, limit)
         rejected = comparison.rejected(parts, request.fuse)
     return draft.plan(request, request.problem, describe_result(layers[-1]), rejected, conversions, notes)
 
@@ -82,7 +81,7 @@ class _Comparison:
     def __init__(self, layers: Layers, gpu: GpuModel) -> None:
         self.gpu = gpu
         self.layers = layers
-        self.single = [_Part(i, 1, _draft_layer(layer, gpu)) for i, layer in enumerate(layers)]
+        self.single = [_Part(i, 1, _draft_layer(layer)) for i, layer in enumerate(layers)]
         self.pairs: dict[int, _Part] = {}
         self.refusals: dict[int, str] = {}
         for i, (first, second) in enumerate(pairwise(layers)):
@@ -154,13 +153,13 @@ def _with_limit(layers: Layers, limit: int) -> Layers:
     return tuple(replace(layer, workspace_limit=limit) for layer in layers)
 
 
-def _draft_layer(layer: ConvRequest, gpu: GpuModel) -> Draft:
+def _draft_layer(layer: ConvRequest) -> Draft:
     """One layer by its best method; an intermediate image in another dtype than it computes with is widened first."""
     (x, *others) = layer.xs
     if others or x.dtype == layer.x_dtype:
-        return choose("auto", lambda method: draft_conv(method, layer), gpu)[0]
+        return choose("auto", lambda method: draft_conv(method, layer), layer.gpu)[0]
     wide = replace(x, name="widened", dtype=layer.x_dtype)
-    chosen = _draft_layer(replace(layer, xs=(wide,), workspace_limit=max(0, layer.limit - wide.nbytes)), gpu)
+    chosen = _draft_layer(replace(layer, xs=(wide,), workspace_limit=max(0, layer.limit - wide.nbytes)))
     if not chosen.steps or not x.nbytes:
         return chosen
     return Draft(
@@ -187,7 +186,7 @@ def _draft_pair(first: ConvRequest, second: ConvRequest) -> Draft:
     return draft_pair(first, second)
 
 
-def _joined(layers: Layers, parts: Sequence[_Part], limit: int, gpu: GpuModel) -> Draft:
+def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
     """The parts in turn, for as many samples at a time as leave the layers half of the workspace."""
     stored = [part.last for part in parts[:-1]]
     batch = layers[0].geometry.batch
@@ -200,7 +199,7 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int, gpu: GpuModel) -
     drafts: list[Draft] = []
     for first in range(0, batch, chunk):
         some = tuple(_samples(layer, first, min(chunk, batch - first)) for layer in layers)
-        drafts += _redrafted(_with_limit(some, left), parts, gpu) if stored else [part.draft for part in parts]
+        drafts += _redrafted(_with_limit(some, left), parts) if stored else [part.draft for part in parts]
     # Two images are alive at a time: every other one lies where the one before the last did.
     places = {f"layer[{i}]": Address(f"layer[{stored[j % 2]}]") for j, i in enumerate(stored)}
     joined = in_sequence("fused" if any(part.count == 2 for part in parts) else "unfused", drafts, "")
@@ -229,9 +228,9 @@ def _slot_bytes(layers: Layers, stored: Sequence[int]) -> list[int]:
     return [max(sizes[slot::2]) for slot in range(min(2, len(sizes)))]
 
 
-def _redrafted(layers: Layers, parts: Sequence[_Part], gpu: GpuModel) -> list[Draft]:
+def _redrafted(layers: Layers, parts: Sequence[_Part]) -> list[Draft]:
     return [
-        _draft_layer(layers[part.first], gpu) if part.count == 1 else _draft_pair(*layers[part.first : part.last + 1])
+        _draft_layer(layers[part.first]) if part.count == 1 else _draft_pair(*layers[part.first : part.last + 1])
         for part in parts
     ]
 

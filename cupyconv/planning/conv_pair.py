@@ -61,15 +61,12 @@ def draft_pair(first: ConvRequest, second: ConvRequest) -> Draft:
     no memory.  All dtypes are converted, inputs of no channels left out, and no result is empty.  The draft's
     reason states what the decision rests on: tile, shared memory, registers, occupancy, recomputation.
     """
-    gpu = first.machine
-    assert isinstance(gpu, GpuModel)
-    return min(drafts_of(first, second), key=lambda draft: draft.cost(gpu).seconds)
+    return min(drafts_of(first, second), key=lambda draft: draft.cost(first.gpu).seconds)
 
 
 def drafts_of(first: ConvRequest, second: ConvRequest) -> list[Draft]:
     """One for every tile that fits, at least one; or `NotApplicable`."""
-    gpu = first.machine
-    assert isinstance(gpu, GpuModel)
+    gpu = first.gpu
     _check(first, second, gpu)
     drafts = [
         draft

@@ -43,13 +43,11 @@ from cupyconv.planning.request import (
 
 def plan_conv(request: ConvRequest) -> Plan:
     """The plan for ``request.method``; ValueError where a named method does not apply."""
-    gpu = request.machine
-    assert isinstance(gpu, GpuModel)
     request = without_empty_inputs(request)
     check_alignment(request.arrays)
     request, conversions = converted(request)
     request = request.sharing_with(conversions)
-    chosen, rejected = choose(request.method, lambda method: draft_conv(method, request), gpu)
+    chosen, rejected = choose(request.method, lambda method: draft_conv(method, request), request.gpu)
     notes = request.notes + access_notes((*request.xs, request.out))
     return chosen.plan(request, str(request.geometry), describe_result(request), rejected, conversions, notes)
 

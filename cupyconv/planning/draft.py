@@ -78,11 +78,9 @@ class Draft:
         conversions: tuple[Conversion, ...] = (), notes: tuple[str, ...] = (),
     ) -> Plan:  # fmt: skip
         """The plan to run this for `request`; `problem` and `result` are words."""
-        gpu = request.machine
-        assert isinstance(gpu, GpuModel)
-        cost = self.cost(gpu)
+        cost = self.cost(request.gpu)
         return Plan(
-            method=self.method, backend="cuda", device=str(gpu), problem=problem, result=result, steps=self.steps,
+            method=self.method, backend="cuda", device=str(request.gpu), problem=problem, result=result, steps=self.steps,
             flops=request.flops, bytes_moved=self.bytes_moved, minimal_bytes=request.minimal_bytes, bound=cost.bound,
             rejected=rejected, reason=f"{self.reason}; {cost}", notes=notes + self.notes, conversions=conversions,
             workspace=self.workspace,

@@ -37,14 +37,14 @@ def plan_epilogue_grad(request: EpilogueGradRequest) -> Plan:
         steps, workspace = on_numpy(request, "epilogue_grad", request.activation, TEMPORARIES, flops=1)
     else:
         check_alignment(request.images)
-        steps, workspace = on_cuda(request, partial(_launch, request, request.machine))
-    grad, moved = request.grad, sum(operand.nbytes for operand in (*request.images, request.sums) if operand)
+        steps, workspace = on_cuda(request, partial(_launch, request))
+    grad = request.grad
     words = [f"derivative of {request.activation}"] * bool(request.saved) + ["sums of channels"] * bool(request.sums)
     return Plan(
         method="epilogue_grad", backend="numpy" if isinstance(request.machine, HostModel) else "cuda",
         device=str(request.machine), problem=f"{' and '.join(words)} of {grad.dtype} {grad.shape}",
         result=f"{grad.dtype} {grad.shape}", steps=tuple(steps), flops=prod(grad.shape) * len(words),
-        bytes_moved=sum(step.bytes_moved for step in steps), minimal_bytes=moved, bound="memory",
+        bytes_moved=sum(step.bytes_moved for step in steps), minimal_bytes=request.minimal_bytes, bound="memory",
         workspace=tuple(workspace),
     )  # fmt: skip
 
@@ -56,8 +56,7 @@ def on_cuda(
 
     `launch` is given where the sums go, None where none are taken, and the most parts there may be.
     """
-    gpu, sums = request.machine, request.sums
-    assert isinstance(gpu, GpuModel)
+    sums = request.sums
     if sums is None or not sums.nbytes:
         return ([launch(None, GRID_X)] if request.grad.nbytes else []), []
     most_parts = max(1, request.limit // Plan.ALIGNMENT * Plan.ALIGNMENT // sums.nbytes)
@@ -66,18 +65,18 @@ def on_cuda(
         return [whole], []
     shape = (whole.grid[0], *sums.shape[1:])
     parts = replace(sums, name="partial", shape=shape, strides=c_strides(shape), alignment=PACKET_BYTES)
-    steps = [launch(Address(parts.name), most_parts), sum_of_parts(parts, sums, gpu)]
+    steps = [launch(Address(parts.name), most_parts), sum_of_parts(parts, sums, request.gpu)]
     return list(steps), [Buffer(parts.name, parts.nbytes)]
 
 
 def sum_of_parts(parts: Operand, sums: Operand, gpu: GpuModel) -> KernelLaunch:
     """The sums of parts that lie as an image, whose samples are the parts and whose channels the sums."""
     together = EpilogueGradRequest(grad=parts, sums=sums, machine=gpu)
-    return _launch(together, gpu, Address(sums.name, sums.offset), most_parts=1)
+    return _launch(together, Address(sums.name, sums.offset), most_parts=1)
 
 
 def cut(
-    request: EpilogueGradRequest | PrologueGradRequest, width: int, along_channels: bool, gpu: GpuModel, most_parts: int
+    request: EpilogueGradRequest | PrologueGradRequest, width: int, along_channels: bool, most_parts: int
 ) -> tuple[tuple[int, int, int], int, int]:
     """The grid, parts of the pixels by tiles of channels; threads of a block; and how many of them go along channels."""
     batch, channels, *extents = request.grad.shape
@@ -85,11 +84,13 @@ def cut(
     shares = batch * prod(extents) // (1 if along_channels else width)
     threads = min(THREADS, max(32, lanes * _power_of_two(shares)))
     tiles = -(-channels // (lanes * (width if along_channels else 1)))
-    parts = min(-(-shares * lanes // threads), -(-gpu.multiprocessors * BLOCKS_A_MULTIPROCESSOR // tiles), most_parts)
+    parts = min(
+        -(-shares * lanes // threads), -(-request.gpu.multiprocessors * BLOCKS_A_MULTIPROCESSOR // tiles), most_parts
+    )
     return (max(1, parts), min(tiles, GRID_Y), 1), threads, lanes
 
 
-def _launch(request: EpilogueGradRequest, gpu: GpuModel, sums: Address | None, most_parts: int) -> KernelLaunch:
+def _launch(request: EpilogueGradRequest, sums: Address | None, most_parts: int) -> KernelLaunch:
     batch, channels = request.grad.shape[:2]
     size, images = collapse(request.images)
     along_channels = channels > 1 and all(operand.stride_c == 1 for operand in images)
@@ -98,7 +99,7 @@ def _launch(request: EpilogueGradRequest, gpu: GpuModel, sums: Address | None, m
     else:
         width = packet_width(images, prod(size))
     wide_channels = along_channels and width > 1
-    grid, threads, lanes = cut(request, width, along_channels, gpu, most_parts)
+    grid, threads, lanes = cut(request, width, along_channels, most_parts)
     grad, saved, out = (_found(operand, images) for operand in (request.grad, request.saved, request.out))
     macros = (("DTYPE", request.grad.dtype), ("WIDTH", str(width)), ("ALONG_CHANNELS", str(int(wide_channels))))
     nothing = (None, 0, 0, (0, 0, 0))

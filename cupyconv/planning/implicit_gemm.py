@@ -110,8 +110,7 @@ def tiles(dtype: str, has_prologue: bool = False) -> tuple[int, ...]:
 
 def draft_implicit_gemm(request: ConvRequest) -> Draft:
     """The cheapest plan of method "implicit_gemm", or raise `NotApplicable`."""
-    gpu, geometry, dtype = request.machine, request.geometry, request.x_dtype
-    assert isinstance(gpu, GpuModel)
+    gpu, geometry, dtype = request.gpu, request.geometry, request.x_dtype
     if is_complex(request.out.dtype):
         raise NotApplicable("no kernel for complex products")
     if len(request.xs) > MAX_SOURCES:
@@ -125,8 +124,7 @@ def draft_implicit_gemm(request: ConvRequest) -> Draft:
     if not choices:
         raise NotApplicable(f"{gpu.arch} has no matrix instructions for {dtype}")
     drafts = [
-        _draft(request, gpu, arithmetic, tile)
-        for arithmetic, tile in product(choices, tiles(dtype, bool(request.prologue)))
+        _draft(request, arithmetic, tile) for arithmetic, tile in product(choices, tiles(dtype, bool(request.prologue)))
     ]
     fitting = [draft for draft in drafts if sum(buffer.nbytes for buffer in draft.workspace) <= request.limit]
     if not fitting:
@@ -135,8 +133,9 @@ def draft_implicit_gemm(request: ConvRequest) -> Draft:
     return min(fitting, key=lambda draft: draft.cost(gpu).seconds)
 
 
-def _draft(request: ConvRequest, gpu: GpuModel, arithmetic: str, tile: int) -> Draft:
-    geometry, dtype, itemsize = request.geometry, request.x_dtype, ITEMSIZE[request.x_dtype]
+def _draft(request: ConvRequest, arithmetic: str, tile: int) -> Draft:
+    gpu, geometry, dtype = request.gpu, request.geometry, request.x_dtype
+    itemsize = ITEMSIZE[dtype]
     along_channels, notes = _along_channels(request, chunked=arithmetic != "FMA")
     granule = PACKET_BYTES // itemsize if along_channels else PIXEL_GRANULE
     cut = reduction(geometry, granule, BLOCK_BYTES // itemsize)

@@ -11,7 +11,7 @@ from functools import partial
 from math import prod
 
 from cupyconv.dtypes import ITEMSIZE, accumulator
-from cupyconv.machine import GpuModel, HostModel
+from cupyconv.machine import HostModel
 from cupyconv.plan import Address, Conversion, Kernel, KernelLaunch, Plan
 from cupyconv.planning.epilogue_grad import cut, on_cuda, on_numpy
 from cupyconv.planning.launches import collapse, image, packet_width, prologue_params
@@ -28,14 +28,13 @@ def plan_prologue_grad(request: PrologueGradRequest) -> Plan:
         activation = request.prologue.activation
         steps, workspace = on_numpy(request, "prologue_grad", activation, TEMPORARIES, flops=4)
     else:
-        gpu = request.machine
         check_alignment((*request.images, *request.prologue.vectors))
         request = replace(
             request,
             x=convert(request.x, request.grad.dtype, conversions),
             prologue=converted_prologue(request.prologue, request.grad.dtype, conversions),
         ).sharing_with(conversions)
-        steps, workspace = on_cuda(request, partial(_launch, request, gpu))
+        steps, workspace = on_cuda(request, partial(_launch, request))
     grad = request.grad
     return Plan(
         method="prologue_grad", backend="numpy" if isinstance(request.machine, HostModel) else "cuda",
@@ -47,12 +46,12 @@ def plan_prologue_grad(request: PrologueGradRequest) -> Plan:
     )  # fmt: skip
 
 
-def _launch(request: PrologueGradRequest, gpu: GpuModel, sums: Address | None, most_parts: int) -> KernelLaunch:
+def _launch(request: PrologueGradRequest, sums: Address | None, most_parts: int) -> KernelLaunch:
     batch, channels = request.grad.shape[:2]
     size, images = collapse(request.images)
     along_channels = channels > 1 and all(operand.stride_c == 1 for operand in images)
     width = 1 if along_channels else packet_width(images, prod(size))
-    grid, threads, lanes = cut(request, width, along_channels, gpu, most_parts)
+    grid, threads, lanes = cut(request, width, along_channels, most_parts)
     out = image(images[2]) if request.out else (None, 0, 0, (0, 0, 0))
     sums_bytes = 2 * grid[0] * channels * ITEMSIZE[accumulator(request.grad.dtype)] * bool(sums)
     return KernelLaunch(

@@ -108,13 +108,11 @@ def recurrent_tiles(dtype: str, resident: bool, gpu: GpuModel, allow_tf32: bool 
 
 def plan_recurrent(request: RecurrentRequest) -> Plan:
     """The plan for ``request.method``; ValueError where a named method does not apply."""
-    gpu = request.machine
-    assert isinstance(gpu, GpuModel)
     check_alignment(request.arrays)
     request, conversions = _converted(request)
     request = request.sharing_with(conversions)
-    layer = _Layer(request, gpu)
-    chosen, rejected = choose(request.method, layer.draft, gpu, RECURRENT_METHODS)
+    layer = _Layer(request)
+    chosen, rejected = choose(request.method, layer.draft, request.gpu, RECURRENT_METHODS)
     result = f"{request.dtype} {request.out.shape}"
     return chosen.plan(request, str(request.geometry), result, rejected, conversions, request.notes)
 
@@ -143,9 +141,9 @@ class _Chunk:
 class _Layer:
     """What both methods share of a plan."""
 
-    def __init__(self, request: RecurrentRequest, gpu: GpuModel) -> None:
+    def __init__(self, request: RecurrentRequest) -> None:
         geometry = request.geometry
-        self.request, self.gpu, self.geometry = request, gpu, geometry
+        self.request, self.gpu, self.geometry = request, request.gpu, geometry
         self.dtype, self.computed = request.dtype, accumulator(request.dtype)
         self.kept = {operand.name: operand for operand in request.kept}
         #: Gates of a step's recurrent products, one after the other.

@@ -18,7 +18,6 @@ from math import inf, prod
 from typing import Any
 
 from cupyconv.dtypes import ITEMSIZE
-from cupyconv.machine import GpuModel
 from cupyconv.operands import Operand, c_strides
 from cupyconv.plan import Address, Buffer, Conversion, GemmCall, Kernel, KernelLaunch, LaunchLoop, Matrix, Plan, Step
 from cupyconv.planning.draft import Draft
@@ -35,11 +34,9 @@ CELLS = {"rnn": "RNN", "lstm": "LSTM", "gru": "GRU"}
 
 def plan_recurrent_gradient(request: RecurrentGradientRequest) -> Plan:
     """The plan; ValueError where one step's gates pass the limit."""
-    gpu = request.machine
-    assert isinstance(gpu, GpuModel)
     check_alignment(request.arguments)
     request, conversions = _converted(request)
-    draft = _Gradient(request.sharing_with(conversions), gpu).draft()
+    draft = _Gradient(request.sharing_with(conversions)).draft()
     return draft.plan(request, request.problem, request.result, conversions=conversions)
 
 
@@ -79,9 +76,9 @@ class _Run:
 class _Gradient:
     """What all steps of the plan share."""
 
-    def __init__(self, request: RecurrentGradientRequest, gpu: GpuModel) -> None:
+    def __init__(self, request: RecurrentGradientRequest) -> None:
         geometry = self.geometry = request.geometry
-        self.request, self.gpu, self.operands = request, gpu, request.operands
+        self.request, self.operands = request, request.operands
         self.item = ITEMSIZE[request.dtype]
         self.compute = compute_type(request.dtype, request.allow_tf32)
         self.resets = geometry.cell == "gru" and not geometry.linear_before_reset
@@ -109,7 +106,7 @@ class _Gradient:
                 self._sums_as_image(), name="sums of tiles", shape=(self.tiles, prod(self.sums.shape), 1, 1, 1)
             )
             tiles = replace(tiles, strides=c_strides(tiles.shape))
-            steps.append(sum_of_parts(tiles, self._sums_as_image(), self.gpu))
+            steps.append(sum_of_parts(tiles, self._sums_as_image(), self.request.gpu))
         words = f"{'two launches' if self.resets else 'one launch'} a step, blocks of {TILE} samples x {TILE} units"
         words += f", in {len(runs)} runs of {most} steps" * (len(runs) > 1)
         return Draft("step", tuple(steps), tuple(workspace), words)

@@ -41,14 +41,20 @@ class Request:
     def limit(self) -> int:
         return DEFAULT_LIMIT[type(self.machine)] if self.workspace_limit is None else self.workspace_limit
 
+    @property
+    def gpu(self) -> GpuModel:
+        """The machine, of a request that is planned on CUDA."""
+        assert isinstance(self.machine, GpuModel)
+        return self.machine
+
     def limit_with(self, weights: int) -> int:
         """The limit where weights have to be copied whole: where their bytes take more than half of it, they come on top."""
         return self.limit + (weights if 2 * weights > self.limit else 0)
 
     @property
     def arrays(self) -> Iterable[Operand | None]:
-        """Arguments and results, None for one that is absent."""
-        return ()
+        """Arguments and results, None for one that is absent; where planning asks for them."""
+        raise NotImplementedError
 
     @property
     def minimal_bytes(self) -> int:
@@ -226,6 +232,10 @@ class EpilogueGradRequest(Request):
     def images(self) -> tuple[Operand, ...]:
         """What each element is read from and written to."""
         return tuple(image for image in (self.grad, self.saved, self.out) if image is not None)
+
+    @property
+    def arrays(self) -> Iterable[Operand | None]:
+        return (*self.images, self.sums)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,7 @@ def residue_classes(geometry: ConvGeometry) -> list[tuple[AxisClass, ...]]:
 
 
 def class_requests(request: TransposedRequest) -> list[ConvRequest]:
-    """A convolution for each class of each result; NotApplicable where there are none that say the same."""
+    """A convolution for each class of each result; NotApplicable where no convolutions compute the same."""
     geometry = request.geometry
     if geometry.padding_mode != "constant":
         raise NotApplicable(f"padding_mode {geometry.padding_mode!r} folds elements of several classes together")

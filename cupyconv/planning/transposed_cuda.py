@@ -14,7 +14,6 @@ from dataclasses import replace
 from cupyconv.activations import IDENTITY
 from cupyconv.dtypes import ITEMSIZE, accumulator, real_part
 from cupyconv.geometry import pixel_windows
-from cupyconv.machine import GpuModel
 from cupyconv.operands import Operand
 from cupyconv.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, Matrix, Plan, Step
 from cupyconv.planning.cuda import access_notes, choose, draft_conv
@@ -49,11 +48,9 @@ def plan_transposed(request: TransposedRequest) -> Plan:
     """The plan for ``request.method``; ValueError where a named method does not apply."""
     if request.pre is not None:
         return _with_activation(request, request.pre)
-    gpu = request.machine
-    assert isinstance(gpu, GpuModel)
     check_alignment(request.arrays)
     request, conversions = _converted(request)
-    chosen, rejected = choose(request.method, lambda method: _draft(method, request), gpu)
+    chosen, rejected = choose(request.method, lambda method: _draft(method, request), request.gpu)
     notes = request.notes + access_notes((*request.xs, *request.outs))
     return chosen.plan(request, request.problem, request.result, rejected, conversions, notes)
 
@@ -93,8 +90,6 @@ def _draft(method: str, request: TransposedRequest) -> Draft:
 
 
 def _draft_direct(request: TransposedRequest) -> Draft:
-    gpu = request.machine
-    assert isinstance(gpu, GpuModel)
     if len(request.xs) > MAX_SOURCES:
         raise NotApplicable(f"{len(request.xs)} inputs; a kernel's parameters hold {MAX_SOURCES}")
     epilogue = epilogue_params(request.bias, None, request.activation)
@@ -107,7 +102,7 @@ def _draft_direct(request: TransposedRequest) -> Draft:
     drafts = [Draft("direct", tuple(launches), reason="general kernel")]
     with suppress(NotApplicable):
         drafts.append(_as_convolutions("direct", request))
-    return min(drafts, key=lambda draft: draft.cost(gpu).seconds)
+    return min(drafts, key=lambda draft: draft.cost(request.gpu).seconds)
 
 
 def _draft_implicit_gemm(request: TransposedRequest) -> Draft:

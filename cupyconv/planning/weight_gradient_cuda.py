@@ -26,7 +26,6 @@ from math import prod
 
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
 from cupyconv.geometry import Windows, pixel_windows
-from cupyconv.machine import GpuModel
 from cupyconv.operands import Operand, c_strides, collapsed_stride
 from cupyconv.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, KernelLaunch, Matrix, Plan, Step
 from cupyconv.planning.cuda import access_notes, choose
@@ -72,8 +71,6 @@ BLOCKS_A_MULTIPROCESSOR = 8
 
 def plan_weight_gradient(request: WeightGradientRequest) -> Plan:
     """The plan for ``request.method``; ValueError where a named method does not apply."""
-    gpu = request.machine
-    assert isinstance(gpu, GpuModel)
     request = without_empty_inputs(request)
     check_alignment(request.arrays)
     conversions: list[Conversion] = []
@@ -84,7 +81,7 @@ def plan_weight_gradient(request: WeightGradientRequest) -> Plan:
         prologue=converted_prologue(request.prologue, request.x_dtype, conversions),
     )
     request = request.sharing_with(conversions)
-    chosen, rejected = choose(request.method, lambda method: _draft(method, request), gpu)
+    chosen, rejected = choose(request.method, lambda method: _draft(method, request), request.gpu)
     geometry = request.geometry
     shape = (geometry.out_channels, geometry.group_channels, *geometry.spatial(geometry.kernel))
     return chosen.plan(
@@ -98,25 +95,23 @@ def _draft(method: str, request: WeightGradientRequest) -> Draft:
         return Draft(method, (), reason="the result is empty")
     if 0 in (request.geometry.batch, request.geometry.pixels):
         return Draft(method, (_finish(request, None),), reason="there are no samples to sum over")
-    gpu = request.machine
-    assert isinstance(gpu, GpuModel)
     if method == "direct":
-        return _draft_direct(request, gpu)
+        return _draft_direct(request)
     if method == "implicit_gemm":
         raise NotApplicable("the sum over samples and pixels has no such kernel (methods 'gemm' and 'direct')")
     drafts: list[Draft] = []
     refusals: list[NotApplicable] = []
     for is_long, most_parts in ((False, 1), (False, MOST_CALLS), (True, MAX_BATCH)):
         try:
-            drafts.append(_Planner(request, gpu, is_long, most_parts).draft())
+            drafts.append(_Planner(request, is_long, most_parts).draft())
         except NotApplicable as refusal:
             refusals.append(refusal)
     if not drafts:
         raise refusals[-1]
-    return min(drafts, key=lambda draft: draft.cost(gpu).seconds)
+    return min(drafts, key=lambda draft: draft.cost(request.gpu).seconds)
 
 
-def _draft_direct(request: WeightGradientRequest, gpu: GpuModel) -> Draft:
+def _draft_direct(request: WeightGradientRequest) -> Draft:
     """The kernel without columns, its sum in as many parts as keep the GPU busy."""
     geometry, out = request.geometry, request.out
     if len(request.xs) > MAX_SOURCES:
@@ -127,7 +122,7 @@ def _draft_direct(request: WeightGradientRequest, gpu: GpuModel) -> Draft:
     tiles *= -(-geometry.reduction // WEIGHT_GRADIENT_ROWS)
     pixels = geometry.batch * geometry.pixels
     affordable = (request.limit - Plan.ALIGNMENT) // (part * ITEMSIZE[dtype])
-    wanted = -(-BLOCKS_A_MULTIPROCESSOR * gpu.multiprocessors // tiles)
+    wanted = -(-BLOCKS_A_MULTIPROCESSOR * request.gpu.multiprocessors // tiles)
     parts = max(1, min(wanted, pixels // SMALLEST_PART, affordable))
     in_place = parts == 1 and out.dtype == dtype and out.strides == c_strides(out.shape)
     if not in_place and affordable < 1:
@@ -181,7 +176,7 @@ class _Run:
 class _Planner:
     """One of the two ways to cut the sum: what holds for all chunks first, then every chunk's steps."""
 
-    def __init__(self, request: WeightGradientRequest, gpu: GpuModel, is_long: bool, most_parts: int) -> None:
+    def __init__(self, request: WeightGradientRequest, is_long: bool, most_parts: int) -> None:
         self.request, self.geometry, self.is_long = request, request.geometry, is_long
         geometry = self.geometry
         x_is_complex, grad_is_complex = is_complex(request.x_dtype), is_complex(request.grad_dtype)
@@ -196,7 +191,7 @@ class _Planner:
         self.sums_dtype = accumulator(real_part(request.out.dtype) if self.planes == 2 else request.out.dtype)
         #: Elements of one part of the sum.
         self.part = self.planes * geometry.out_channels * geometry.reduction
-        wanted = min(self._parts_wanted(gpu), most_parts)
+        wanted = min(self._parts_wanted(), most_parts)
         self.samples, self.pixels = self._chunk_size(wanted)
         length = self.samples * self.pixels if is_long else self.pixels
         #: Pixels of a part.
@@ -267,14 +262,15 @@ class _Planner:
 
     # Sizes.
 
-    def _parts_wanted(self, gpu: GpuModel) -> int:
+    def _parts_wanted(self) -> int:
         """Parts of a long row, or of a sample: as many as occupy the multiprocessors, within a quarter of the workspace."""
         geometry = self.geometry
         tiles = geometry.groups * -(-geometry.group_outputs // GEMM_TILE) * -(-geometry.reduction // GEMM_TILE)
         affordable = self.request.limit // 4 // (self.part * ITEMSIZE[self.sums_dtype])
         apart = 1 if self.is_long else geometry.batch
         pixels = geometry.batch * geometry.pixels // apart
-        return max(1, min(-(-gpu.multiprocessors // (tiles * apart)), pixels // SMALLEST_PART, affordable // apart))
+        multiprocessors = self.request.gpu.multiprocessors
+        return max(1, min(-(-multiprocessors // (tiles * apart)), pixels // SMALLEST_PART, affordable // apart))
 
     def _chunk_size(self, parts: int) -> tuple[int, int]:
         """Samples and pixels of a chunk: all samples, else fewer samples, else fewer pixels of one."""
