@@ -57,7 +57,7 @@ constexpr int STAGES = 3;
 constexpr int MIN_BLOCKS = TILE == 128 ? 1 : 2;  // its 64 KiB of shared memory hold no more
 #else
 constexpr bool MANY = ARITHMETIC == TF32X3 || (PROLOGUE && sizeof(DTYPE) == 8);
-constexpr int MIN_BLOCKS = MANY ? (TILE == 128 ? 1 : 3) : (TILE == 128 ? 2 : 4);
+constexpr int MIN_BLOCKS = MANY ? (TILE == 128 ? 1 : PROLOGUE ? 2 : 3) : (TILE == 128 ? 2 : 4);
 #endif
 constexpr bool CHUNKED = GATHER == ALONG_CHANNELS && Arithmetic::PREFERS_CHUNKS;
 

@@ -163,7 +163,7 @@ PROBLEMS: list[tuple[int, tuple[int, ...], tuple[int, ...], int, tuple[int, ...]
     (5, (2, 1, 3), (30,), 4, (5,), {"padding": "same", "dilation": 3, "padding_mode": "reflect"}),
     (2, (8,), (6, 8, 8), 8, (3, 3, 3), {"padding": "full", "stride": (1, 2, 3)}),
     (4, (8,), (16, 16), 24, (3, 3), {"groups": 8}),
-    (4, (5, 7), (16, 16), 8, (3, 3), {"groups": 4}),
+    *[(4, (5, 7), (16, 16), 8, (3, 3), {"groups": 4, "stride": stride}) for stride in (1, 2)],
     *[(2, (6,), (9, 9), 12, (k, k), {"groups": 6, "stride": s}) for k, s in (*DEPTHWISE_KERNELS, (4, 1))],
     (4, (16,), (16, 16), 8, (1, 1), {"groups": 4}),
     (7, (32,), (4, 4), 10, (4, 4), {}),

@@ -43,6 +43,8 @@ from cupyconv.planning.request import ConvRequest, NotApplicable
 STAGES = 3
 #: Rows and columns of a tile -> threads that work on it.
 TILES = {128: 256, 64: 128}
+#: Threads that keep a multiprocessor busy: two warps for each of its four schedulers, so that one's waits are the other's work.
+BUSY_THREADS = 256
 #: Channels of a granule (kernels/reduction.cuh) where threads run along pixels.
 PIXEL_GRANULE = 4
 #: Indices within an image are int32 in the kernel.
@@ -148,7 +150,8 @@ def _draft(request: ConvRequest, arithmetic: str, tile: int) -> Draft:
 
     sums = replace(request.out.in_c_order(accumulator(dtype)), name="sums", offset=0)
     affordable = (request.limit - packed.nbytes) // sums.nbytes
-    shares = max(1, min(gpu.multiprocessors // blocks_xy, cut.blocks // SMALLEST_SHARE, affordable))
+    at_once = gpu.multiprocessors * (BUSY_THREADS // TILES[tile])
+    shares = max(1, min(at_once // blocks_xy, cut.blocks // SMALLEST_SHARE, affordable))
     a_split = -(-cut.blocks // shares)
     splits = -(-cut.blocks // a_split)
     out, plane, workspace = request.out, 0, [packed]
