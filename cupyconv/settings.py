@@ -47,8 +47,9 @@ class options(AbstractContextManager["Settings"]):
     allow_winograd, allow_fft : bool
         Let ``method="auto"`` choose these methods.  This version has neither.
     threads : int, optional
-        How many blocks the NumPy backend computes at the same time; by default one, whose products use the threads of
-        NumPy's BLAS.  The BLAS's own number of threads is not changed.
+        How many blocks the NumPy backend computes at the same time, or fewer where the workspace limit has no room for
+        so many; by default one, whose products use the threads of NumPy's BLAS.  The BLAS's own number of threads is
+        not changed.
 
     Raises
     ------

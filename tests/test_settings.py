@@ -150,3 +150,26 @@ def test_tf32_is_asked_for(cuda_target):
             cupyconv.conv(x, weight, method="gemm")
         compute_types += [{record.compute_type for record in cuda_target.device.log if hasattr(record, "compute_type")}]
     assert compute_types == [{68}, {77}]
+
+
+@pytest.mark.parametrize(
+    "function, shapes, settings",
+    [
+        (cupyconv.conv, [(2, 256, 20, 20), (16, 256, 3, 3)], {}),
+        (cupyconv.conv, [(2, 256, 20, 20), (256, 1, 3, 3)], {"groups": 256}),
+        (cupyconv.conv_transpose, [(2, 64, 12, 12), (64, 32, 3, 3)], {"stride": 2}),
+        (cupyconv.conv_grad_weight, [(2, 8, 18, 18), (2, 64, 20, 20), (3, 3)], {}),
+        (cupyconv.max_pool, [(2, 16, 30, 30), (3, 3)], {}),
+        (cupyconv.lstm, [(3, 4, 16), (128, 16), (128, 32)], {}),
+    ],
+    ids=["conv", "depthwise", "transposed", "weight gradient", "pool", "lstm"],
+)
+def test_threads_are_as_many_as_the_limit_has_room_for(function, shapes, settings):
+    """More of them take no method away that one of them has."""
+    arguments = [np.ones(shape) if len(shape) > 2 or function is cupyconv.lstm else shape for shape in shapes]
+    with cupyconv.options(workspace_limit=500_000):
+        one = cupyconv.explain(function, *arguments, **settings)
+    with cupyconv.options(workspace_limit=500_000, threads=10**6):
+        many = cupyconv.explain(function, *arguments, **settings)
+    assert many.method == one.method and many.workspace_bytes <= 500_000
+    assert 1 <= many.steps[0].threads < 10**6

@@ -159,10 +159,11 @@ def on_numpy(
     assert isinstance(machine, HostModel)
     if not grad.nbytes and not (request.sums and request.sums.nbytes):
         return [], []
-    elements = request.limit // (temporaries * machine.threads * ITEMSIZE[dtype])
+    at_once = max(1, min(machine.threads, -(-prod(grad.shape) // BLOCK_ELEMENTS)))
+    elements = request.limit // (temporaries * at_once * ITEMSIZE[dtype])
     block = _block_of(request.images[-1], max(1, min(BLOCK_ELEMENTS, elements)))
     blocks = prod(-(-extent // part) for extent, part in zip(grad.shape, block))
-    threads = max(1, min(machine.threads, blocks))
+    threads = max(1, min(at_once, blocks))
     loop = ElementwiseLoop(
         body=body, block=block, blocks=blocks, threads=threads, dtype=dtype, activation=activation,
         bytes_moved=sum(operand.nbytes for operand in request.images), flops=flops * prod(grad.shape),

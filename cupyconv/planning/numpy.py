@@ -8,7 +8,7 @@ as many columns as the cache holds; what is bound by memory wants its block to s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from cupyconv.dtypes import ITEMSIZE, accumulator, is_complex, real_part
@@ -20,6 +20,7 @@ from cupyconv.plan import Buffer, Plan
 from cupyconv.planning.request import (
     ConvRequest,
     NotApplicable,
+    ProductsRequestT,
     describe_result,
     without_empty_inputs,
 )
@@ -52,28 +53,42 @@ Block = tuple[int, int, int, int]
 def plan_conv(request: ConvRequest) -> Plan:
     """The plan for ``request.method``; ValueError where a named method does not apply."""
     request = without_empty_inputs(request)
-    plans: dict[str, Callable[[], Plan]] = {"gemm": lambda: _gemm(request), "direct": lambda: _direct(request)}
     preferred, other = ("direct", "gemm") if request.geometry.is_depthwise else ("gemm", "direct")
-    return choose(request.method, plans, preferred, other)
+    return choose(request, {"gemm": _gemm, "direct": _direct}, preferred, other)
 
 
-def choose(method: str, plans: Mapping[str, Callable[[], Plan]], preferred: str, other: str) -> Plan:
+def choose(
+    request: ProductsRequestT, plans: Mapping[str, Callable[[ProductsRequestT], Plan]], preferred: str, other: str
+) -> Plan:
     """The plan of a named method, or of `preferred` where it applies; ValueError where nothing does."""
+    method = request.method
     if method == "implicit_gemm":
         raise ValueError(f"method 'implicit_gemm' does not apply: {NO_IMPLICIT_GEMM}")
     if method != "auto":
         try:
-            return plans[method]()
+            return _with_room(plans[method], request)
         except NotApplicable as reason:
             raise ValueError(f"method {method!r} does not apply: {reason}") from None
     try:
-        return plans[preferred]()
+        return _with_room(plans[preferred], request)
     except NotApplicable as reason:
         refused = str(reason)
     try:
-        return plans[other]()
+        return _with_room(plans[other], request)
     except NotApplicable as reason:
         raise ValueError(f"no method applies: {preferred}: {refused}; {other}: {reason}") from None
+
+
+def _with_room(plan: Callable[[ProductsRequestT], Plan], request: ProductsRequestT) -> Plan:
+    """The plan; where the workspace limit has no room for the blocks of all threads, for half as many, and so on."""
+    while True:
+        try:
+            return plan(request)
+        except NotApplicable:
+            assert isinstance(request.machine, HostModel)
+            if request.machine.threads <= 1:
+                raise
+            request = replace(request, machine=HostModel(request.machine.threads // 2))
 
 
 def _gemm(request: ConvRequest) -> Plan:

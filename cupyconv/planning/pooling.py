@@ -160,8 +160,9 @@ def _loop(
     by_distance = sorted(range(5), key=lambda axis: abs(x.strides[axis]) if x.shape[axis] > 1 else 0)
     block = _cut(out.shape, by_distance, fits)
     blocks = prod(-(-extent // part) for extent, part in zip(out.shape, block))
-    threads = min(threads, blocks)
-    needed = threads * workspace(windows, block, x.dtype)
+    each = workspace(windows, block, x.dtype)
+    threads = max(1, min(threads, blocks, request.limit // (each or 1)))
+    needed = threads * each
     if needed > request.limit:
         raise ValueError(f"the smallest block needs {needed:,} bytes of workspace, the limit is {request.limit:,}")
     loop = PoolingLoop(

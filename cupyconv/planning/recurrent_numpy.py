@@ -69,10 +69,13 @@ def _fitting(request: RecurrentRequest) -> _Work:
         if chunk >= min(1, geometry.steps):
             chunk = even_part(geometry.steps, chunk)
             return _Work(samples, chunk, at_once, copied, {**fixed, "inputs": chunk * per_step})
-        if samples <= 1:
+        if samples > 1:
+            samples = even_part(geometry.batch, samples // 2)
+        elif at_once > 1:
+            threads = at_once // 2
+        else:
             least = limit - left + per_step
             raise ValueError(f"one step of one sample needs {least:,} bytes of workspace, the limit is {limit:,}")
-        samples = even_part(geometry.batch, samples // 2)
 
 
 def _copied(request: RecurrentRequest) -> tuple[str, ...]:

@@ -375,6 +375,8 @@ def check_recurrent_method(method: object) -> None:
         raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(RECURRENT_METHODS)}")
 
 
+#: One kind of request for sums of products.
+ProductsRequestT = TypeVar("ProductsRequestT", bound=_ProductsRequest)
 _Merging = TypeVar("_Merging", ConvRequest, WeightGradientRequest)
 
 

@@ -11,7 +11,7 @@ after run of x's pixels is multiplied, and added while its columns are in cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
@@ -55,9 +55,8 @@ def plan_transposed(request: TransposedRequest) -> Plan:
     try:
         return _gathered(request)
     except ValueError:  # of parts a reason; the method's own follows
-        plans: dict[str, Callable[[], Plan]] = {"gemm": lambda: _gemm(request), "direct": lambda: _direct(request)}
         preferred, other = ("direct", "gemm") if geometry.is_depthwise else ("gemm", "direct")
-        return choose(request.method, plans, preferred, other)
+        return choose(request, {"gemm": _gemm, "direct": _direct}, preferred, other)
 
 
 def _gathered(request: TransposedRequest) -> Plan:

@@ -10,7 +10,6 @@ that is all of them, and where the result is in C order they are the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
@@ -47,9 +46,8 @@ def plan_weight_gradient(request: WeightGradientRequest) -> Plan:
     """The plan for ``request.method``; ValueError where a named method does not apply."""
     assert not (request.prologue and _splits_x(request)), "a prologue is of complex numbers, not of their parts"
     request = without_empty_inputs(request)
-    plans: dict[str, Callable[[], Plan]] = {"gemm": lambda: _gemm(request), "direct": lambda: _direct(request)}
     preferred, other = ("direct", "gemm") if request.geometry.is_depthwise else ("gemm", "direct")
-    return choose(request.method, plans, preferred, other)
+    return choose(request, {"gemm": _gemm, "direct": _direct}, preferred, other)
 
 
 def _gemm(request: WeightGradientRequest) -> Plan:
