@@ -140,10 +140,10 @@ def test_every_cut_of_the_sum(target, fresh, monkeypatch, is_long, groups, dtype
     monkeypatch.setattr(weight_gradient_cuda, "SMALLEST_PART", 16)
     planner = weight_gradient_cuda._Planner
 
-    def one_way(request, gpu, way, most):
+    def one_way(request, way, most):
         if way != is_long:
             raise weight_gradient_cuda.NotApplicable("not this time")
-        return planner(request, gpu, way, most)
+        return planner(request, way, most)
 
     monkeypatch.setattr(weight_gradient_cuda, "_Planner", one_way)
     grad_dtype, x_dtype = dtypes.split()

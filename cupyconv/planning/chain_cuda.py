@@ -23,15 +23,14 @@ from cupyconv.plan import Address, Buffer, Conversion, KernelLaunch, Plan
 from cupyconv.planning.conv_pair import draft_pair
 from cupyconv.planning.cuda import access_notes, choose, draft_conv
 from cupyconv.planning.draft import Draft, in_sequence, relocated
+from cupyconv.planning.even_parts import even_part
 from cupyconv.planning.launches import Sums, epilogue_launch
-from cupyconv.planning.numpy import even_part
 from cupyconv.planning.request import (
     ChainRequest,
     ConvRequest,
     NotApplicable,
     check_alignment,
     converted,
-    describe_result,
     without_empty_inputs,
 )
 
@@ -53,7 +52,7 @@ def plan_chain(request: ChainRequest) -> Plan:
         parts = comparison.best(request.fuse)
         draft = _joined(layers, parts, limit)
         rejected = comparison.rejected(parts, request.fuse)
-    return draft.plan(request, request.problem, describe_result(layers[-1]), rejected, conversions, notes)
+    return draft.plan(request, request.problem, layers[-1].result, rejected, conversions, notes)
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from cupyconv.loops import BlockLoop, ChainLoop
 from cupyconv.machine import HostModel
 from cupyconv.operands import Operand
 from cupyconv.plan import Buffer, Plan
-from cupyconv.planning.numpy import BALANCE, even_part, plan_conv, tile_pixels
+from cupyconv.planning.even_parts import even_part
+from cupyconv.planning.numpy import BALANCE, plan_conv, tile_pixels
 from cupyconv.planning.request import (
     ChainRequest,
     ConvRequest,
     NotApplicable,
-    describe_result,
     without_empty_inputs,
 )
 from cupyconv.rows import Piece, tiles
@@ -43,7 +43,7 @@ def plan_chain(request: ChainRequest) -> Plan:
         chosen, rejected = _choose(request)
     notes = tuple(dict.fromkeys(note for layer in request.layers for note in layer.notes))
     return Plan(
-        method=chosen.method, backend="numpy", device=str(machine), problem=request.problem, result=describe_result(last),
+        method=chosen.method, backend="numpy", device=str(machine), problem=request.problem, result=last.result,
         steps=chosen.steps, flops=request.flops, bytes_moved=sum(step.bytes_moved for step in chosen.steps),
         minimal_bytes=request.minimal_bytes, rejected=rejected, reason=chosen.reason, notes=notes + chosen.notes,
         bound="memory" if request.flops < BALANCE * request.minimal_bytes else "arithmetic", workspace=chosen.workspace,

@@ -36,7 +36,6 @@ from cupyconv.planning.request import (
     NotApplicable,
     check_alignment,
     converted,
-    describe_result,
     without_empty_inputs,
 )
 
@@ -49,7 +48,7 @@ def plan_conv(request: ConvRequest) -> Plan:
     request = request.sharing_with(conversions)
     chosen, rejected = choose(request.method, lambda method: draft_conv(method, request), request.gpu)
     notes = request.notes + access_notes((*request.xs, request.out))
-    return chosen.plan(request, str(request.geometry), describe_result(request), rejected, conversions, notes)
+    return chosen.plan(request, str(request.geometry), request.result, rejected, conversions, notes)
 
 
 def choose(

@@ -17,6 +17,7 @@ from cupyconv.loops import ElementwiseLoop
 from cupyconv.machine import GpuModel, HostModel
 from cupyconv.operands import Operand, c_strides
 from cupyconv.plan import Address, Buffer, Kernel, KernelLaunch, Plan, Step
+from cupyconv.planning.even_parts import even_part
 from cupyconv.planning.launches import GRID_X, GRID_Y, PACKET_BYTES, collapse, image, packet_width
 from cupyconv.planning.request import EpilogueGradRequest, PrologueGradRequest, check_alignment
 
@@ -176,6 +177,6 @@ def _block_of(operand: Operand, elements: int) -> tuple[int, int, int, int, int]
     block, left = [1] * 5, elements
     for axis in sorted(range(5), key=lambda axis: (abs(operand.strides[axis]), -axis)):
         extent, most = max(1, operand.shape[axis]), max(1, left)
-        block[axis] = -(-extent // -(-extent // most))  # as few parts as that makes, of equal size
+        block[axis] = even_part(extent, most)
         left //= block[axis]
     return block[0], block[1], block[2], block[3], block[4]

@@ -32,6 +32,7 @@ from cupyconv.geometry import ConvGeometry, pixel_windows
 from cupyconv.operands import Operand, collapsed_stride
 from cupyconv.plan import Address, Buffer, GemmCall, KernelLaunch, Matrix, Plan, Step
 from cupyconv.planning.draft import Draft
+from cupyconv.planning.even_parts import even_part
 from cupyconv.planning.launches import Chunk, Sums, component, epilogue_launch, im2col_launches
 from cupyconv.planning.request import ConvRequest, NotApplicable, TransposedRequest
 
@@ -257,19 +258,19 @@ class _GemmPlanner(ProductsPlanner):
         most_samples = min(geometry.batch, MAX_BATCH, max(1, MAX_DIMENSION // (geometry.pixels * self.components)))
         if not per_pixel and (limit >= 0 or not self.weight_buffers):
             if geometry.pixels > most_pixels:
-                return 1, even_part(geometry.pixels, most_pixels)
-            return -(-geometry.batch // -(-geometry.batch // most_samples)), geometry.pixels
+                return 1, even_rows(geometry.pixels, most_pixels)
+            return even_part(geometry.batch, most_samples), geometry.pixels
         fitting = limit // (per_pixel * row_length(geometry.pixels)) if per_pixel else 0
         if fitting >= 1 and geometry.pixels <= most_pixels:
             samples = min(fitting, most_samples)
-            return -(-geometry.batch // -(-geometry.batch // samples)), geometry.pixels
+            return even_part(geometry.batch, samples), geometry.pixels
         pixels = min(limit // per_pixel if per_pixel else 0, most_pixels) // ROW_MULTIPLE * ROW_MULTIPLE
         if pixels < min(geometry.pixels, SMALLEST_CHUNK):
             least = request.limit - limit + per_pixel * row_length(min(geometry.pixels, SMALLEST_CHUNK))
             raise NotApplicable(
                 f"the smallest chunk of columns needs {least:,} bytes of workspace, the limit is {request.limit:,}"
             )
-        return 1, even_part(geometry.pixels, pixels)
+        return 1, even_rows(geometry.pixels, pixels)
 
     def _workspace(self) -> tuple[Buffer, ...]:
         geometry, area = self.geometry, self.samples * row_length(self.pixels)
@@ -433,6 +434,6 @@ def row_length(pixels: int) -> int:
     return -(-pixels // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
-def even_part(pixels: int, most: int) -> int:
+def even_rows(pixels: int, most: int) -> int:
     """Pixels of a chunk, at most `most` (a multiple of a row's), that cut all of them evenly."""
-    return row_length(-(-pixels // -(-pixels // most)))
+    return row_length(even_part(pixels, most))

@@ -17,11 +17,11 @@ from cupyconv.loops import BlockLoop
 from cupyconv.machine import HostModel
 from cupyconv.operands import Operand, c_strides
 from cupyconv.plan import Buffer, Plan
+from cupyconv.planning.even_parts import even_part
 from cupyconv.planning.request import (
     ConvRequest,
     NotApplicable,
     ProductsRequestT,
-    describe_result,
     without_empty_inputs,
 )
 from cupyconv.prologue import NONE, Prologue
@@ -256,7 +256,7 @@ def _plan(request: ConvRequest, method: str, body: _Body, block: Block, words: s
         prologue=request.prologue,
     )  # fmt: skip
     return Plan(
-        method=method, backend="numpy", device=str(machine), problem=str(geometry), result=describe_result(request),
+        method=method, backend="numpy", device=str(machine), problem=str(geometry), result=request.result,
         steps=() if empty else (loop,), flops=request.flops, bytes_moved=request.minimal_bytes,
         minimal_bytes=request.minimal_bytes, rejected=(rejected, ("implicit_gemm", NO_IMPLICIT_GEMM)), reason=words, notes=request.notes,
         bound="memory" if request.flops < BALANCE * request.minimal_bytes else "arithmetic",
@@ -337,11 +337,6 @@ def shared_part(geometry: ConvGeometry, block: Block, item: int, prologue: Prolo
 def is_in_order(geometry: ConvGeometry, block: Block) -> bool:
     """Whether the pixels of shared columns, the outermost axis of the kernel before all others, are in their own order."""
     return prod(block[: 1 + geometry.outermost]) == 1
-
-
-def even_part(extent: int, part: int) -> int:
-    """The part that cuts `extent` into as few pieces as `part` does, of equal size."""
-    return -(-extent // -(-extent // part)) if extent and part else 1
 
 
 def _item(dtype: str) -> int:

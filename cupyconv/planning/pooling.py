@@ -17,9 +17,10 @@ from cupyconv.loops import PoolingLoop
 from cupyconv.machine import HostModel
 from cupyconv.operands import Operand
 from cupyconv.plan import Buffer, Conversion, Kernel, KernelLaunch, Plan, Step
+from cupyconv.planning.even_parts import even_part
 from cupyconv.planning.launches import grid_and_block, image, windows_params
 from cupyconv.planning.numpy import MEMORY_BLOCK
-from cupyconv.planning.request import PoolingRequest, check_alignment, convert
+from cupyconv.planning.request import PoolingGradientRequest, PoolingRequest, check_alignment, convert
 
 #: Channels a thread of max_pool.cu and max_pool_gradient.cu takes: what it works out of a pixel serves them all.
 CHANNELS = 4
@@ -44,7 +45,7 @@ def plan_max_pool(request: PoolingRequest) -> Plan:
     return _plan(request, "max_pool", steps, workspace, [])
 
 
-def plan_max_pool_gradient(request: PoolingRequest) -> Plan:
+def plan_max_pool_gradient(request: PoolingGradientRequest) -> Plan:
     """Each window's gradient, at the element that was its largest."""
     steps: list[Step] = []
     conversions: list[Conversion] = []
@@ -184,7 +185,7 @@ def _cut(shape: Sequence[int], axes: Sequence[int], fits: Callable[[Block], bool
         extent = shape[axis]
         if not fits(with_part(axis, extent)):
             part = max(1, bisect_right(range(extent), 0, key=lambda below: not fits(with_part(axis, below + 1))))
-            return with_part(axis, -(-extent // -(-extent // part)))  # as few parts, of equal size
+            return with_part(axis, even_part(extent, part))
         block = with_part(axis, extent)
     return block
 

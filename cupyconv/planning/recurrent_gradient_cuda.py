@@ -22,6 +22,7 @@ from cupyconv.operands import Operand, c_strides
 from cupyconv.plan import Address, Buffer, Conversion, GemmCall, Kernel, KernelLaunch, LaunchLoop, Matrix, Plan, Step
 from cupyconv.planning.draft import Draft
 from cupyconv.planning.epilogue_grad import sum_of_parts
+from cupyconv.planning.even_parts import even_part
 from cupyconv.planning.gemm import MAX_DIMENSION, compute_type
 from cupyconv.planning.launches import GRID_X, epilogue_launch
 from cupyconv.planning.recurrent_cuda import gate_activations
@@ -132,7 +133,7 @@ class _Gradient:
             left = request.limit - taken - len(sizes) * Plan.ALIGNMENT
             fitting = min(most, left // sum(sizes.values()))
             if fitting == geometry.steps or (directions == 1 and fitting >= 1):
-                return directions == geometry.directions, -(-geometry.steps // -(-geometry.steps // fitting))
+                return directions == geometry.directions, even_part(geometry.steps, fitting)
         least = request.limit - left + sum(sizes.values())
         raise ValueError(f"one step needs {least:,} bytes of workspace, the limit is {request.limit:,}")
 

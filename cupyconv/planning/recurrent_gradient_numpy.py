@@ -9,7 +9,8 @@ from cupyconv.loops import RecurrentGradientLoop
 from cupyconv.machine import HostModel
 from cupyconv.operands import c_strides
 from cupyconv.plan import Buffer, Plan
-from cupyconv.planning.numpy import BALANCE, even_part
+from cupyconv.planning.even_parts import even_part
+from cupyconv.planning.numpy import BALANCE
 from cupyconv.planning.request import RecurrentGradientRequest
 
 #: Arrays of (N, H) for each step of a run beside its gates' gradients: states before the steps, and what the

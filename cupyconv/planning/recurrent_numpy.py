@@ -9,7 +9,8 @@ from cupyconv.dtypes import ITEMSIZE, accumulator
 from cupyconv.loops import RecurrentLoop
 from cupyconv.machine import HostModel
 from cupyconv.plan import Buffer, Plan
-from cupyconv.planning.numpy import BALANCE, even_part
+from cupyconv.planning.even_parts import even_part
+from cupyconv.planning.numpy import BALANCE
 from cupyconv.planning.request import RecurrentRequest
 
 #: Activations that have no temporaries.

@@ -98,6 +98,14 @@ class ConvRequest(_ProductsRequest):
     prologue: Prologue = NONE
 
     @property
+    def result(self) -> str:
+        """The result in words."""
+        out, geometry = self.out, self.geometry
+        shape = (geometry.batch, geometry.out_channels, *geometry.spatial(geometry.out_size))
+        order = "channels-last" if out.stride_c == 1 and out.pixels > 1 else "C order"
+        return f"{out.dtype} {shape}, {order}"
+
+    @property
     def arrays(self) -> Iterable[Operand | None]:
         return (*self.xs, self.weight, self.out, self.bias, self.residual, self.pre, *self.prologue.vectors)
 
@@ -260,17 +268,23 @@ class PoolingRequest(Request):
 
     windows: Windows  # channels: of each image
     xs: tuple[Operand, ...]
-    ys: tuple[Operand, ...] = ()  # of a gradient: the results of pooling, and their gradients
-    grads: tuple[Operand, ...] = ()
     outs: tuple[Operand, ...]
 
     @property
     def arrays(self) -> Iterable[Operand]:
-        return (*self.xs, *self.ys, *self.grads, *self.outs)
+        return (*self.xs, *self.outs)
 
 
+@dataclass(frozen=True, kw_only=True)
 class PoolingGradientRequest(PoolingRequest):
-    """The gradients of pooled images, from those of the results."""
+    """The gradients of pooled images, from the results and those of these."""
+
+    ys: tuple[Operand, ...]
+    grads: tuple[Operand, ...]
+
+    @property
+    def arrays(self) -> Iterable[Operand]:
+        return (*super().arrays, *self.ys, *self.grads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -442,11 +456,3 @@ def converted_prologue(prologue: Prologue, x_dtype: str, conversions: list[Conve
         vector and convert(vector, accumulator(x_dtype), conversions) for vector in (prologue.scale, prologue.shift)
     )
     return replace(prologue, scale=scale, shift=shift)
-
-
-def describe_result(request: ConvRequest) -> str:
-    """The result in words."""
-    out, geometry = request.out, request.geometry
-    shape = (geometry.batch, geometry.out_channels, *geometry.spatial(geometry.out_size))
-    order = "channels-last" if out.stride_c == 1 and out.pixels > 1 else "C order"
-    return f"{out.dtype} {shape}, {order}"

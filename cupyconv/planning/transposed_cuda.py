@@ -18,6 +18,7 @@ from cupyconv.operands import Operand
 from cupyconv.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, Matrix, Plan, Step
 from cupyconv.planning.cuda import access_notes, choose, draft_conv
 from cupyconv.planning.draft import Draft, in_sequence
+from cupyconv.planning.even_parts import even_part
 from cupyconv.planning.gemm import (
     MAX_BATCH,
     MAX_DIMENSION,
@@ -200,7 +201,7 @@ class _GemmPlanner(ProductsPlanner):
         fitting = limit // (gathered + geometry.in_channels * channel)
         if fitting >= 1 and geometry.in_channels * geometry.taps <= MAX_DIMENSION:
             most = min(fitting, geometry.batch, MAX_BATCH)
-            return -(-geometry.batch // -(-geometry.batch // most)), geometry.in_channels
+            return even_part(geometry.batch, most), geometry.in_channels
         channels = min((limit - gathered) // channel, MAX_DIMENSION // geometry.taps)
         if channels < 1:
             least = request.limit - limit + gathered + channel

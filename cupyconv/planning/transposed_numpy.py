@@ -22,6 +22,7 @@ from cupyconv.loops import BlockLoop, GatheredLoop, TransposedLoop
 from cupyconv.machine import HostModel
 from cupyconv.operands import c_strides
 from cupyconv.plan import Buffer, Plan
+from cupyconv.planning.even_parts import even_part
 from cupyconv.planning.numpy import (
     BALANCE,
     LONE_PIXELS,
@@ -31,7 +32,6 @@ from cupyconv.planning.numpy import (
     SMALLEST_BLOCK,
     block_of_pixels,
     choose,
-    even_part,
     is_matrix,
     plan_conv,
 )

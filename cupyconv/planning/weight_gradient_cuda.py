@@ -30,13 +30,14 @@ from cupyconv.operands import Operand, c_strides, collapsed_stride
 from cupyconv.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, KernelLaunch, Matrix, Plan, Step
 from cupyconv.planning.cuda import access_notes, choose
 from cupyconv.planning.draft import GEMM_TILE, Draft
+from cupyconv.planning.even_parts import even_part
 from cupyconv.planning.gemm import (
     MAX_BATCH,
     MAX_DIMENSION,
     ROW_MULTIPLE,
     MatrixView,
     compute_type,
-    even_part,
+    even_rows,
     image_matrix,
     row_length,
     weight_matrix,
@@ -292,7 +293,7 @@ class _Planner:
         fitting = limit // a_sample if a_sample else most if limit >= 0 or not per_pixel else 0
         if fitting >= 1 and geometry.pixels <= MAX_DIMENSION:
             samples = min(fitting, most)
-            return -(-geometry.batch // -(-geometry.batch // samples)), geometry.pixels
+            return even_part(geometry.batch, samples), geometry.pixels
         if not self.is_long and geometry.batch * parts > 1:
             limit -= parts * part
         pixels = min(limit // per_pixel if per_pixel else MAX_DIMENSION, MAX_DIMENSION) // ROW_MULTIPLE * ROW_MULTIPLE
@@ -301,7 +302,7 @@ class _Planner:
             raise NotApplicable(
                 f"the smallest chunk of columns needs {least:,} bytes of workspace, the limit is {self.request.limit:,}"
             )
-        return 1, even_part(geometry.pixels, pixels)
+        return 1, even_rows(geometry.pixels, pixels)
 
     def _lone_part_bytes(self) -> int:
         """What one part takes where it may not be the result; counted although a single chunk may do without."""

@@ -19,6 +19,7 @@ from cupyconv.loops import WeightGradientLoop
 from cupyconv.machine import HostModel
 from cupyconv.operands import c_strides
 from cupyconv.plan import Buffer, Plan
+from cupyconv.planning.even_parts import even_part
 from cupyconv.planning.numpy import (
     BALANCE,
     LONE_PIXELS,
@@ -137,8 +138,8 @@ def _plan(
     private = machine.threads - in_place  # sums beside the result
     rows = geometry.group_outputs
     if private:
-        rows = _even_part(rows, request.limit // 2 // (private * row or 1))
-    piece = _even_part(rows, min(PRODUCT_PIECE, request.limit // 4 // machine.threads) // (row or 1))
+        rows = even_part(rows, request.limit // 2 // (private * row or 1))
+    piece = even_part(rows, min(PRODUCT_PIECE, request.limit // 4 // machine.threads) // (row or 1))
     fixed = private * rows * row + machine.threads * piece * row + 4 * Plan.ALIGNMENT
 
     def needed(block: Block) -> int:
@@ -179,12 +180,6 @@ def _plan(
         notes=request.notes, bound="memory" if request.flops < BALANCE * request.minimal_bytes else "arithmetic",
         workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items() if nbytes and steps),
     )  # fmt: skip
-
-
-def _even_part(extent: int, part: int) -> int:
-    """The part, at least 1, that cuts `extent` into as few pieces as `part` does, of equal size."""
-    part = max(1, part)
-    return -(-extent // -(-extent // part)) if extent else 0
 
 
 def _sums_are_result(request: WeightGradientRequest) -> bool:
