@@ -47,7 +47,7 @@ using T = DTYPE;
 using A = Accumulator<T>;
 constexpr int MAX_BLOCK = 128;
 // Blocks a multiprocessor has registers for: taps, sums, loads ahead.
-constexpr int BLOCKS = KERNEL > 5 ? 2 : KERNEL > 3 || (GROUPED && sizeof(T) == 8) ? 3 : 4;
+constexpr int BLOCKS = GROUPED ? (sizeof(T) == 8 ? 2 : 3) : KERNEL > 5 ? 2 : KERNEL > 3 ? 3 : 4;
 
 #if KERNEL
 constexpr int ROWS = STRIDE == 1 ? 8 : 4;  // pixels a thread

@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) epilogue(const __grid_co
             const S* at = static_cast<const S*>(params.sums) + n * params.sums_stride_n + o * params.sums_stride_o +
                           p * params.sums_stride_p;
             const long long step = along_channels ? params.sums_stride_o : params.sums_stride_p;
-#pragma unroll WIDTH == 1 ? 4 : 1  // packets are enough on their way by themselves
+#pragma unroll WIDTH == 1 && sizeof(A) == 4 ? 4 : 1  // packets are enough on their way by themselves
             for (int part = 0; part < params.planes; ++part, at += params.plane) {
                 const auto sums = load_sums(at, step, params.sums_packed, params.imaginary, A());
 #pragma unroll
