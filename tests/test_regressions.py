@@ -198,3 +198,15 @@ def test_the_last_chunk_of_a_chain_keeps_within_the_limit(limit):
     assert plan.workspace_bytes <= limit and "chunks" in plan.reason
     kernels = {step.kernel.name for step in plan.steps if hasattr(step, "kernel")}
     assert ("1 by 'direct'" in plan.reason) == ("direct" in kernels), "the methods of the chunks"
+
+
+def test_a_single_step_of_a_gru_keeps_within_the_limit():
+    """Reset before its product it takes two launches and what lies between them, whatever the limit was."""
+    arrays = [np.ones(shape, np.float32) for shape in ((64, 8), (64, 32), (96, 8), (96, 32))]
+    needed = cupyconv.explain(cupyconv.gru_step, *arrays, linear_before_reset=False, on="sm_90").workspace_bytes
+    assert needed > 0
+    with cupyconv.options(workspace_limit=needed):
+        plan = cupyconv.explain(cupyconv.gru_step, *arrays, linear_before_reset=False, on="sm_90")
+    assert plan.workspace_bytes == needed
+    with cupyconv.options(workspace_limit=1000), pytest.raises(ValueError, match=r"1,000 bytes of workspace"):
+        cupyconv.explain(cupyconv.gru_step, *arrays, linear_before_reset=False, on="sm_90")

@@ -157,7 +157,11 @@ class _Layer:
             return Draft(method, (), reason="the result is empty")
         if method == "persistent" or self.geometry.steps != 1:
             return self._sequence(method)
-        drafts = [self._single_step()]
+        try:
+            single = self._single_step()
+        except NotApplicable:
+            return self._sequence(method)
+        drafts = [single]
         with suppress(NotApplicable):
             drafts.append(self._sequence(method))
         return min(drafts, key=lambda draft: draft.cost(self.gpu).seconds)
@@ -166,9 +170,12 @@ class _Layer:
         """A sequence of one step, whose kernel multiplies the inputs too."""
         tile = recurrent_tiles(self.dtype, False, self.gpu, self.request.allow_tf32)[0]
         launches = self._launches("step", tile, self._tiles(tile), _Chunk(0, 1), 1, projected=False)
-        gates = self._gates_buffer(1) if len(self.products) > 1 else []
+        workspace = self._state_buffers(0) + (self._gates_buffer(1) if len(self.products) > 1 else [])
+        needed = sum(buffer.space for buffer in workspace)
+        if needed > self.request.limit:
+            raise NotApplicable(f"a step needs {needed:,} bytes of workspace, the limit is {self.request.limit:,}")
         words = f"one step, which projects its inputs, blocks of {tile.rows} samples x {tile.units} units"
-        return Draft("step", launches, (*self._state_buffers(0), *gates), words, self._notes())
+        return Draft("step", launches, tuple(workspace), words, self._notes())
 
     def _sequence(self, method: str) -> Draft:
         """Projections, and what runs through their steps."""
