@@ -93,8 +93,8 @@ def _fused(request: ChainRequest) -> _Draft:
     geometry = layers[-1].geometry
     batch, rows = geometry.batch, geometry.out_size[axis]
     a_sample = max(1, request.intermediate_bytes // batch)
-    samples = even_part(batch, max(1, TILE_BYTES // a_sample))
-    rows = even_part(rows, max(1, min(rows, rows * TILE_BYTES // a_sample)))
+    samples = even_part(batch, TILE_BYTES // a_sample)
+    rows = even_part(rows, rows * TILE_BYTES // a_sample)
     while True:
         try:
             return _tiled(request, (samples, rows), request.limit, is_fused=True)

@@ -137,6 +137,22 @@ def merge_launch(
     )
 
 
+def _convolution_params(
+    geometry: ConvGeometry, xs: Sequence[Operand], weight: Operand, out: Operand, epilogue: tuple[Any, ...],
+    prologue: Prologue,
+) -> tuple[tuple[str, Any], ...]:  # fmt: skip
+    """What the parameters of direct.cu and depthwise.cu begin with."""
+    return (
+        ("sources", sources_params(geometry, xs)),
+        ("windows", windows_params(geometry)),
+        ("weight", image(weight)),
+        ("out", image(out)),
+        ("epilogue", epilogue),
+        ("prologue", prologue_params(prologue)),
+        ("batch", geometry.batch),
+    )
+
+
 def direct_launch(
     geometry: ConvGeometry, xs: Sequence[Operand], weight: Operand, out: Operand, epilogue: tuple[Any, ...],
     prologue: Prologue,
@@ -148,13 +164,7 @@ def direct_launch(
         with_prologue("direct", (*dtypes, ("TILE", str(DIRECT_TILE))), prologue),
         *grid_and_block(geometry.batch, geometry.pixels, 1, tiles, 128),
         (
-            ("sources", sources_params(geometry, xs)),
-            ("windows", windows_params(geometry)),
-            ("weight", image(weight)),
-            ("out", image(out)),
-            ("epilogue", epilogue),
-            ("prologue", prologue_params(prologue)),
-            ("batch", geometry.batch),
+            *_convolution_params(geometry, xs, weight, out, epilogue, prologue),
             ("groups", geometry.groups),
             ("group_channels", geometry.group_channels),
             ("group_outputs", geometry.group_outputs),
@@ -183,13 +193,7 @@ def depthwise_launch(
         (blocks, min(-(-geometry.out_channels // lanes), GRID_Y), 1),
         block,
         (
-            ("sources", sources_params(geometry, xs)),
-            ("windows", windows_params(geometry)),
-            ("weight", image(weight)),
-            ("out", image(out)),
-            ("epilogue", epilogue),
-            ("prologue", prologue_params(prologue)),
-            ("batch", geometry.batch),
+            *_convolution_params(geometry, xs, weight, out, epilogue, prologue),
             ("outputs", geometry.out_channels),
             ("group_outputs", geometry.group_outputs),
             ("group_channels", geometry.group_channels),

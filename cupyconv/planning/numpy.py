@@ -204,8 +204,7 @@ class _Body:
         """Groups that stay in cache together."""
         if self.name != "scaled runs":
             return shared_part(request.geometry, block, _item(request.x_dtype), request.prologue)
-        groups = request.geometry.groups
-        return even_part(groups, max(1, min(groups, MEMORY_BLOCK // (self._run_bytes(request, block) or 1))))
+        return even_part(request.geometry.groups, MEMORY_BLOCK // (self._run_bytes(request, block) or 1))
 
     def _run_bytes(self, request: ConvRequest, block: Block) -> int:
         """Of a group's tile, of the sums of its runs, and of what fills borders."""
@@ -328,10 +327,7 @@ def shared_bytes(geometry: ConvGeometry, block: Block, item: int, prologue: Prol
 
 def shared_part(geometry: ConvGeometry, block: Block, item: int, prologue: Prologue = NONE) -> int:
     """Groups whose shared columns stay in cache together."""
-    return even_part(
-        geometry.groups,
-        max(1, min(geometry.groups, MEMORY_BLOCK // (shared_bytes(geometry, block, item, prologue) or 1))),
-    )
+    return even_part(geometry.groups, MEMORY_BLOCK // (shared_bytes(geometry, block, item, prologue) or 1))
 
 
 def is_in_order(geometry: ConvGeometry, block: Block) -> bool:

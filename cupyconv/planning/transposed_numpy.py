@@ -225,7 +225,7 @@ def _parts(request: TransposedRequest, body: _Body) -> Iterator[_Part]:
             fitting = target // (per_pixel * max(1, geometry.pixels))
             channels = max(fitting, min(few, target // (per_pixel * SMALLEST_BLOCK)), 1)
             samples = fitting // max(1, geometry.in_channels) if geometry.pixels < LONE_PIXELS else 1
-            samples = even_part(geometry.batch, max(1, min(samples, geometry.batch // machine.threads)))
+            samples = even_part(geometry.batch, min(samples, geometry.batch // machine.threads))
             if -(-geometry.batch // samples) < machine.threads:  # too few samples for all threads
                 channels = min(channels, -(-geometry.in_channels // machine.threads))
             channels = _even_channels(request, channels)
