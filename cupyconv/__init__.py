@@ -11,24 +11,24 @@ from ONNX   onnx_padding, from_onnx_weights, fold_batchnorm
 around it   explain (what a call would run), options, show_config; cupyconv.interop.torch and .jax
 """
 
-from cupyconv.batchnorm import fold_batchnorm
-from cupyconv.chain import ConvLayer, conv_chain
-from cupyconv.columns import col2im, im2col
+from cupyconv.call.explain import explain
+from cupyconv.call.options import options
 from cupyconv.configuration import show_config
-from cupyconv.convolution import conv, linmerge
-from cupyconv.explanation import explain
-from cupyconv.input_gradient import conv_grad_input
-from cupyconv.onnx_weights import from_onnx_weights
-from cupyconv.padding import onnx_padding
-from cupyconv.plan import Plan
-from cupyconv.pooling import max_pool
-from cupyconv.pullbacks import ConvGradients, conv_transpose_vjp, conv_vjp, linmerge_vjp, max_pool_vjp
-from cupyconv.recurrent import gru, gru_step, lstm, lstm_step, rnn, rnn_step
-from cupyconv.recurrent_pullbacks import RecurrentGradients, gru_vjp, lstm_vjp, rnn_vjp
-from cupyconv.settings import options
-from cupyconv.transposed import conv_transpose
+from cupyconv.ops.batchnorm import fold_batchnorm
+from cupyconv.ops.columns import col2im, im2col
+from cupyconv.ops.conv import conv, linmerge
+from cupyconv.ops.conv_chain import ConvLayer, conv_chain
+from cupyconv.ops.conv_grad_input import conv_grad_input
+from cupyconv.ops.conv_grad_weight import conv_grad_weight
+from cupyconv.ops.conv_pullback import ConvGradients, conv_transpose_vjp, conv_vjp, linmerge_vjp, max_pool_vjp
+from cupyconv.ops.conv_transpose import conv_transpose
+from cupyconv.ops.onnx import from_onnx_weights
+from cupyconv.ops.pooling import max_pool
+from cupyconv.ops.recurrent import gru, gru_step, lstm, lstm_step, rnn, rnn_step
+from cupyconv.ops.recurrent_pullback import RecurrentGradients, gru_vjp, lstm_vjp, rnn_vjp
+from cupyconv.problem.padding import onnx_padding
+from cupyconv.problem.plan import Plan
 from cupyconv.version import __version__
-from cupyconv.weight_gradient import conv_grad_weight
 
 __all__ = [
     "ConvGradients",

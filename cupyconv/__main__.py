@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cupyconv.configuration import show_config
-from cupyconv.planning.request import METHODS
+from cupyconv.problem.problems import METHODS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -113,8 +113,8 @@ def _entries() -> Iterator[tuple[str, str]]:
     else:
         yield from _gpus(cupy)
     yield "backends", "numpy, cuda" if cupy else "numpy"
-    from cupyconv.backends.cuda.kernel_sources import kernel_directory, source_hash
-    from cupyconv.planning.variants import all_variants
+    from cupyconv.cuda.plan.variants import all_variants
+    from cupyconv.cuda.run.kernel_sources import kernel_directory, source_hash
 
     yield "kernels", f"{kernel_directory()}, hash {source_hash()}"
     counts = Counter(kernel.name for kernel in all_variants())

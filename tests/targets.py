@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyconv.backends.cuda import CudaBackend
-from cupyconv.dispatch import register_backend
-from cupyconv.machine import known_gpu
+from cupyconv.call.dispatch import register_backend
+from cupyconv.cuda.run import CudaBackend
+from cupyconv.problem.machine import known_gpu
 from tests import host_device
 
 

@@ -11,8 +11,8 @@ import reference
 from tolerance import assert_close, finfo
 
 import cupyconv
-from cupyconv.activations import RECURRENT_ONLY, TABLE, resolve_activation
-from cupyconv.backends.numpy import activations as numpy_activations
+from cupyconv.numpy import activations as numpy_activations
+from cupyconv.problem.activations import RECURRENT_ONLY, TABLE, resolve_activation
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 

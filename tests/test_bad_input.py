@@ -17,7 +17,7 @@ import pytest
 from targets import Target, numpy_target
 
 import cupyconv
-from cupyconv import dispatch
+from cupyconv.call import dispatch
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 

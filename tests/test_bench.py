@@ -22,7 +22,6 @@ from tolerance import assert_close
 import cupyconv
 from cupyconv import bench
 from cupyconv.__main__ import main
-from cupyconv.backends.cuda.kernel_sources import kernel_directory
 from cupyconv.bench import clock, floors, machines, record, session, tables
 from cupyconv.bench.cases import Case, repeat_normals
 from cupyconv.bench.clock import Sample, Timing
@@ -32,9 +31,10 @@ from cupyconv.bench.reference import WrongResult, allowed_error, error, in_float
 from cupyconv.bench.report import block, summary
 from cupyconv.bench.session import Session
 from cupyconv.bench.torch_peers import Torch
+from cupyconv.cuda.run.kernel_sources import kernel_directory
 from cupyconv.demo.libraries import numpy_library
-from cupyconv.dtypes import ITEMSIZE, dtype_from_name
-from cupyconv.planning.request import METHODS
+from cupyconv.problem.dtypes import ITEMSIZE, dtype_from_name
+from cupyconv.problem.problems import METHODS
 from tests import nvrtc
 
 #: Every kind of case in little: ranks, merges, groups, strides, dilation, lopsided padding, layouts, dtypes.

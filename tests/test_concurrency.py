@@ -13,10 +13,7 @@ import numpy as np
 import pytest
 
 import cupyconv
-from cupyconv import planning
-from cupyconv.backends.cuda import backend as cuda_backend
-from cupyconv.backends.cuda.parameters import PackedParameters
-from cupyconv.dispatch import backend_for
+from cupyconv.cuda.run.parameters import PackedParameters
 
 THREADS = 8
 
@@ -119,24 +116,6 @@ def test_settings_of_one_thread_are_not_anothers():
 
 
 # --- what stays -----------------------------------------------------------------------------------------------
-
-
-def test_the_cache_of_plans_is_bounded():
-    assert planning.plan.cache_info().maxsize == planning.CACHED_PLANS
-    weight = np.ones((1, 1, 1))
-    for width in range(1, planning.CACHED_PLANS + 50):
-        cupyconv.explain(cupyconv.conv, np.ones((1, 1, width)), weight)
-    assert planning.plan.cache_info().currsize == planning.CACHED_PLANS
-
-
-def test_the_cache_of_packed_parameters_is_bounded(cuda_target, monkeypatch):
-    monkeypatch.setattr(cuda_backend, "_PREPARED", 5)
-    weight = cuda_target.to_device(np.ones((1, 1, 1)))
-    backend = backend_for({"weight": weight})
-    for width in range(1, 20):
-        x = cuda_target.to_device(np.full((1, 1, width), float(width)))
-        assert (cuda_target.to_host(cupyconv.conv(x, weight)) == width).all()
-    assert len(backend._prepared) <= 5
 
 
 def test_arrays_are_not_kept_alive(cuda_target):

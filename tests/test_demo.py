@@ -13,7 +13,7 @@ from targets import gpu_target
 import cupyconv
 from cupyconv import configuration, demo
 from cupyconv.__main__ import main
-from cupyconv.backends.cuda.kernel_sources import kernel_directory
+from cupyconv.cuda.run.kernel_sources import kernel_directory
 from cupyconv.demo import libraries, merge, photograph
 from cupyconv.demo.page import WIDTH, Page
 from tests import nvrtc

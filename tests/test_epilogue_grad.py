@@ -12,9 +12,9 @@ import reference
 from tolerance import assert_close, assert_exact
 
 import cupyconv
-from cupyconv.activations import TABLE, derivative_from_result, resolve_activation
-from cupyconv.calls.epilogue_grad import prepare_epilogue_grad
-from cupyconv.repetition import call
+from cupyconv.call.cache import call
+from cupyconv.ops.conv_pullback import prepare_epilogue_grad
+from cupyconv.problem.activations import TABLE, derivative_from_result, resolve_activation
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 

@@ -16,8 +16,8 @@ from targets import gpu_target
 from tolerance import assert_close
 
 import cupyconv
-from cupyconv.backends.cuda.execution import PreparedPlan
-from cupyconv.dispatch import backend_for
+from cupyconv.call.dispatch import backend_for
+from cupyconv.cuda.run.execution import PreparedPlan
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cupyconv.backends.cuda.device import GemmArguments
-from cupyconv.plan import Kernel
+from cupyconv.cuda.run.device import GemmArguments
+from cupyconv.problem.plan import Kernel
 from tests import host_device
 from tests.host_device import HostArray, HostDevice, KernelError, build, sanitize
 from tests.host_device.blas import DATA_TYPES, round_to_tf32

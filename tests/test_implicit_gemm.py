@@ -21,12 +21,12 @@ from targets import TARGETS
 from tolerance import assert_close, assert_exact
 
 import cupyconv
-from cupyconv.calls.convolution import prepare_conv
-from cupyconv.machine import KNOWN_GPUS
-from cupyconv.plan import KernelLaunch
-from cupyconv.planning import cuda as cuda_planning
-from cupyconv.planning import implicit_gemm
-from cupyconv.planning.variants import all_variants
+from cupyconv.cuda.plan import conv as cuda_planning
+from cupyconv.cuda.plan import implicit_gemm
+from cupyconv.cuda.plan.variants import all_variants
+from cupyconv.ops.conv import prepare_conv
+from cupyconv.problem.machine import KNOWN_GPUS
+from cupyconv.problem.plan import KernelLaunch
 
 MACROS = [dict(kernel.macros) for kernel in all_variants() if kernel.name == "implicit_gemm"]
 VARIANTS = [macros for macros in MACROS if "PROLOGUE" not in macros]  # the others: tests/test_prologue.py
@@ -56,7 +56,7 @@ def forced_plan(call, arithmetic, tile):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(implicit_gemm, "arithmetics", lambda *_: (arithmetic,))
         patch.setattr(implicit_gemm, "tiles", lambda *_: (int(tile),))
-        return cuda_planning.plan_conv(replace(call.request, method="implicit_gemm"))
+        return cuda_planning.plan_conv(replace(call.problem, method="implicit_gemm"))
 
 
 def product_of(plan):
@@ -68,9 +68,9 @@ def product_of(plan):
 def run_forced(target, arguments, arithmetic, tile):
     """The result of one variant, and its plan."""
     call = prepare_conv(**arguments)
-    has_matrices = call.request.machine.capability >= implicit_gemm.FIRST_MMA[call.request.out.dtype]
+    has_matrices = call.problem.machine.capability >= implicit_gemm.FIRST_MMA[call.problem.out.dtype]
     if arithmetic != "FMA" and not has_matrices:
-        pytest.skip(f"{call.request.machine} has no matrix instructions for it")
+        pytest.skip(f"{call.problem.machine} has no matrix instructions for it")
     plan = forced_plan(call, arithmetic, tile)
     call.plan = lambda: plan
     return target.to_host(call.run()), plan
@@ -541,7 +541,7 @@ def test_sizes_beyond_int32_are_refused(x_shape, weight_shape, settings):
 def test_planning_does_not_count_every_group():
     """Groups of one input are alike; 100,000 of them one by one would take seconds."""
     call = prepare_conv(np.zeros((1, 300_000, 1)), np.zeros((100_000, 3, 1)), groups=100_000, on="sm_90")
-    assert list(implicit_gemm.group_runs(call.request.geometry)) == [[(0, 3)]]
+    assert list(implicit_gemm.group_runs(call.problem.geometry)) == [[(0, 3)]]
 
 
 def test_the_page():

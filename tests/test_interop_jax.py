@@ -12,7 +12,7 @@ jax = pytest.importorskip("jax", reason="JAX is not installed")
 
 import jax.numpy as jnp  # noqa: E402
 
-from cupyconv.interop import jax as interop  # noqa: E402
+from cupyconv.interop import jax as interop
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-import cupyconv  # noqa: E402
-from cupyconv.interop import torch as interop  # noqa: E402
+import cupyconv
+from cupyconv.interop import torch as interop
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -134,7 +134,7 @@ def test_options_hold_for_the_backward_pass(device, monkeypatch):
         y, pullback = original(*args, **kwargs)
 
         def noted(*a, **k):
-            limits.append(cupyconv.settings.current_settings().workspace_limit)
+            limits.append(cupyconv.call.options.current_settings().workspace_limit)
             return pullback(*a, **k)
 
         return y, noted

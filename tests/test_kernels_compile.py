@@ -15,15 +15,16 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import pytest
 
-from cupyconv import activations
-from cupyconv.backends.cuda.kernel_sources import compile_options, kernel_directory, kernel_source, source_hash
-from cupyconv.backends.cuda.parameters import PARAMETERS
-from cupyconv.padding import PADDING_MODES
-from cupyconv.plan import MAX_MERGED, MAX_PAIR_SOURCES, MAX_SOURCES, Kernel
-from cupyconv.planning import conv_pair, recurrent_gradient_cuda
-from cupyconv.planning.launches import MERGE_BLOCK, MERGE_DEPTH, WARP
-from cupyconv.planning.occupancy import registers
-from cupyconv.planning.variants import all_variants, is_fast, is_planned
+from cupyconv.cuda.plan import conv_pair
+from cupyconv.cuda.plan import recurrent_gradient as recurrent_gradient_cuda
+from cupyconv.cuda.plan.launches import MERGE_BLOCK, MERGE_DEPTH, WARP
+from cupyconv.cuda.plan.occupancy import registers
+from cupyconv.cuda.plan.variants import all_variants, is_fast, is_planned
+from cupyconv.cuda.run.kernel_sources import compile_options, kernel_directory, kernel_source, source_hash
+from cupyconv.cuda.run.parameters import PARAMETERS
+from cupyconv.problem import activations
+from cupyconv.problem.padding import PADDING_MODES
+from cupyconv.problem.plan import MAX_MERGED, MAX_PAIR_SOURCES, MAX_SOURCES, Kernel
 from tests import nvrtc
 from tests.host_device import build
 

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from cupyconv.backends.cuda.kernel_sources import source_hash
+from cupyconv.cuda.run.kernel_sources import source_hash
 
 ROOT = Path(__file__).resolve().parents[1]
 
 #: What an installed copy is asked: where it is, where its kernels are, and a convolution.
 QUESTIONS = """
 import numpy as np, cupyconv, pathlib
-from cupyconv.backends.cuda.kernel_sources import kernel_directory, source_hash
+from cupyconv.cuda.run.kernel_sources import kernel_directory, source_hash
 y = cupyconv.conv(np.ones((1, 2, 4, 4)), np.ones((3, 2, 3, 3)))
 assert y.shape == (1, 3, 2, 2) and (y == 18).all()
 print(pathlib.Path(cupyconv.__file__).resolve().parent)

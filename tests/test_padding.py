@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import cupyconv
 from cupyconv import onnx_padding
-from cupyconv.backends.numpy.windows import axis_segments, padded_index
-from cupyconv.padding import PADDING_MODES, resolve_padding
+from cupyconv.numpy.windows import axis_segments, padded_index
+from cupyconv.problem.padding import PADDING_MODES, resolve_padding
 
 sizes, kernels = st.integers(1, 40), st.integers(1, 9)
 strides, dilations = st.integers(1, 5), st.integers(1, 4)

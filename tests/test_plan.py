@@ -13,8 +13,8 @@ from targets import numpy_target
 from test_bad_input import Ones, placed
 
 import cupyconv
-from cupyconv.backends.cuda.execution import _COMPUTE_TYPE, _DATA_TYPE
-from cupyconv.plan import Address, GemmCall, Kernel, KernelLaunch, Matrix, Plan
+from cupyconv.cuda.run.execution import _COMPUTE_TYPE, _DATA_TYPE
+from cupyconv.problem.plan import Address, GemmCall, Kernel, KernelLaunch, Matrix, Plan
 from tests.host_device import GemmRecord, LaunchRecord
 
 # --- what ran -------------------------------------------------------------------------------------------------
@@ -133,12 +133,6 @@ def test_the_methods_not_taken_are_named_with_a_reason(plan):
     others = {"direct", "gemm"} - {plan.method}
     assert others <= dict(plan.rejected).keys() and plan.method not in dict(plan.rejected)
     assert all(dict(plan.rejected).values())
-
-
-def test_the_same_problem_is_planned_once(target):
-    x, weight = target.to_device(np.ones((1, 2, 9))), target.to_device(np.ones((3, 2, 3)))
-    again = target.to_device(np.zeros((1, 2, 9)))
-    assert cupyconv.explain(cupyconv.conv, x, weight) is cupyconv.explain(cupyconv.conv, again, weight)
 
 
 def test_workspace_is_counted_whole():

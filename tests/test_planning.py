@@ -19,20 +19,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cupyconv
-from cupyconv.calls.convolution import prepare_conv
-from cupyconv.calls.epilogue_grad import prepare_epilogue_grad
-from cupyconv.calls.pooling import prepare_max_pool, prepare_max_pool_gradient
-from cupyconv.calls.prologue_grad import prepare_prologue_grad
-from cupyconv.calls.recurrent_gradient import prepare_recurrent_gradient
-from cupyconv.calls.weight_gradient import prepare_conv_grad_weight
-from cupyconv.dtypes import ITEMSIZE
-from cupyconv.loops import BlockLoop, PoolingLoop
-from cupyconv.machine import KNOWN_GPUS, known_gpu
-from cupyconv.plan import MAX_SOURCES, Address, GemmCall, Kernel, KernelLaunch, LaunchLoop, Matrix, Plan
-from cupyconv.planning.gemm import MAX_BATCH, SMALLEST_CHUNK
-from cupyconv.planning.launches import DEPTHWISE_KERNELS, GRID_Y
-from cupyconv.planning.variants import all_variants
-from cupyconv.recurrence import GATES
+from cupyconv.cuda.plan.gemm import MAX_BATCH, SMALLEST_CHUNK
+from cupyconv.cuda.plan.launches import DEPTHWISE_KERNELS, GRID_Y
+from cupyconv.cuda.plan.variants import all_variants
+from cupyconv.numpy.loops import BlockLoop, PoolingLoop
+from cupyconv.ops.conv import prepare_conv
+from cupyconv.ops.conv_grad_weight import prepare_conv_grad_weight
+from cupyconv.ops.conv_pullback import prepare_epilogue_grad, prepare_prologue_grad
+from cupyconv.ops.pooling import prepare_max_pool, prepare_max_pool_gradient
+from cupyconv.ops.recurrent_pullback import prepare_recurrent_gradient
+from cupyconv.problem.dtypes import ITEMSIZE
+from cupyconv.problem.machine import KNOWN_GPUS, known_gpu
+from cupyconv.problem.plan import MAX_SOURCES, Address, GemmCall, Kernel, KernelLaunch, LaunchLoop, Matrix, Plan
+from cupyconv.problem.recurrence import GATES
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
@@ -204,7 +203,7 @@ def every_plan(x_dtype: Any, weight_dtype: Any) -> Iterator[Case]:
         if "activation" in epilogue:
             arguments["activation"] = "relu"
         if "residual" in epilogue:
-            out_size = prepare_conv(xs, weight, **parameters).request.geometry
+            out_size = prepare_conv(xs, weight, **parameters).problem.geometry
             arguments["residual"] = array(batch, outputs, *out_size.spatial(out_size.out_size), dtype=dtype, **layout)
         for method in METHODS:
             words = f"{problem} {layout} {epilogue} {dtype} {method} limit {limit}"
@@ -355,7 +354,7 @@ def kernels_of_input_gradients(x_dtype: Any, weight_dtype: Any) -> set[Kernel]:
         parameters = {"padding": 1, **parameters, "padding_mode": mode}
         xs = [array(batch, count, *size, dtype=x_dtype) for count in channels]
         weight = array(outputs, sum(channels) // parameters.get("groups", 1), *kernel, dtype=weight_dtype)
-        geometry = prepare_conv(xs, weight, **parameters).request.geometry
+        geometry = prepare_conv(xs, weight, **parameters).problem.geometry
         grad = array(batch, outputs, *geometry.spatial(geometry.out_size), dtype=x_dtype, **layout)
         for method in ("direct", "gemm", "implicit_gemm"):
             call = functools.partial(cupyconv.explain, cupyconv.conv_grad_input, on=GPU, method=method, **parameters)
@@ -485,7 +484,7 @@ def test_every_listed_kernel_is_asked_for():
 
 
 def test_one_call_for_all_samples_with_a_shared_weight():
-    """The picture in planning/gemm.py: weight [16, 27] x columns [27, 1024] for 64 samples."""
+    """The picture in cuda/plan/gemm.py: weight [16, 27] x columns [27, 1024] for 64 samples."""
     made = plan(array(64, 3, 32, 32), array(16, 3, 3, 3), padding=1, method="gemm")
     (call,) = gemms(made)
     assert (call.m, call.n, call.k, call.batch) == (16, 1024, 27, 64)
@@ -925,9 +924,3 @@ def test_every_known_gpu_can_be_planned_for(on):
 def test_a_function_without_a_plan_is_refused():
     with pytest.raises(TypeError, match=r"conv, linmerge, .*im2col, col2im"):
         cupyconv.explain(np.add, 1, 2)
-
-
-def test_plans_are_made_once():
-    arguments = array(4, 3, 32, 32), array(16, 3, 3, 3)
-    assert plan(*arguments) is plan(*arguments)
-    assert plan(*arguments) is not plan(*arguments, limit=1 << 20)

@@ -22,7 +22,7 @@ from test_repetition import assert_warm_is_fresh
 from tolerance import assert_close, assert_exact, compare, finfo, rounded, tolerance
 
 import cupyconv
-from cupyconv.repetition import forget_calls
+from cupyconv.call.cache import forget_calls
 
 METHODS = st.sampled_from(("auto", "direct", "gemm", "implicit_gemm"))
 LIMITS = st.sampled_from((None, None, 20_000, 4_000))

@@ -93,8 +93,7 @@ def test_every_path_that_contributing_names_exists():
     tree = CONTRIBUTING.partition("## How a call travels")[2]
     for name in set(re.findall(r"[\w/]+/(?=\s|`|,)|[\w/]+\.py", tree)):
         assert any(
-            (base / name).exists()
-            for base in (ROOT, ROOT / "cupyconv", ROOT / "cupyconv/backends/cuda", ROOT / "tests")
+            (base / name).exists() for base in (ROOT, ROOT / "cupyconv", ROOT / "cupyconv/cuda/run", ROOT / "tests")
         ), name
 
 

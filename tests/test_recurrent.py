@@ -22,9 +22,9 @@ from test_repetition import assert_warm_is_fresh
 from tolerance import assert_close
 
 import cupyconv
-from cupyconv.activations import RECURRENT_ONLY, resolve_activation
-from cupyconv.backends.numpy import activations as numpy_activations
-from cupyconv.calls.recurrent import prepare_gru, prepare_lstm, prepare_rnn
+from cupyconv.numpy import activations as numpy_activations
+from cupyconv.ops.recurrent import prepare_gru, prepare_lstm, prepare_rnn
+from cupyconv.problem.activations import RECURRENT_ONLY, resolve_activation
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 CELLS = ("rnn", "lstm", "gru")

@@ -17,16 +17,15 @@ from recurrent_cases import FUNCTIONS, RecurrentCase, recurrent_cases
 from test_kernels_compile import compile_for_host
 
 import cupyconv
-from cupyconv import planning
-from cupyconv.backends.cuda import execution
-from cupyconv.dispatch import backend_for
-from cupyconv.dtypes import ITEMSIZE
-from cupyconv.machine import known_gpu
-from cupyconv.plan import GemmCall, Kernel, KernelLaunch, LaunchLoop, Plan
-from cupyconv.planning import recurrent_cuda
-from cupyconv.planning.draft import RECURRENT_TILES
-from cupyconv.planning.recurrent_cuda import Tile, recurrent_tiles
-from cupyconv.repetition import forget_calls
+from cupyconv.call.cache import forget_calls
+from cupyconv.call.dispatch import backend_for
+from cupyconv.cuda.plan import recurrence as recurrent_cuda
+from cupyconv.cuda.plan.draft import RECURRENT_TILES
+from cupyconv.cuda.plan.recurrence import Tile, recurrent_tiles
+from cupyconv.cuda.run import execution
+from cupyconv.problem.dtypes import ITEMSIZE
+from cupyconv.problem.machine import known_gpu
+from cupyconv.problem.plan import GemmCall, Kernel, KernelLaunch, LaunchLoop, Plan
 
 pytestmark = pytest.mark.host_device
 
@@ -61,21 +60,17 @@ def assert_right(target, case: RecurrentCase, method: str) -> list[np.ndarray]:
 def choosing(monkeypatch):
     """A function after which plans have one tile to choose; all is forgotten before and after."""
 
-    def forget() -> None:
-        planning.plan.cache_clear()
-        forget_calls()
-
     def choose(samples: int) -> None:
         def one(dtype, resident, gpu, allow_tf32):
             tiles = recurrent_tiles(dtype, resident, gpu, allow_tf32)
             return tuple(tile for tile in tiles if resident or tile.samples == samples)
 
         monkeypatch.setattr(recurrent_cuda, "recurrent_tiles", one)
-        forget()
+        forget_calls()
 
     yield choose
     monkeypatch.undo()
-    forget()
+    forget_calls()
 
 
 # --- values -----------------------------------------------------------------------------------------------------
@@ -416,7 +411,7 @@ def test_shared_memory_is_what_the_kernel_lays_out(resident):
 
 
 def test_tiles_of_the_cost_model():
-    """planning/draft.py lists them beside their efficiency."""
+    """cuda/plan/draft.py lists them beside their efficiency."""
     for samples, (rows, units) in RECURRENT_TILES.items():
         tile = Tile("float32", "FMA", int(samples), False)
         assert (tile.rows, tile.units) == (rows, units)

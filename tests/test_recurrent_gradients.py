@@ -17,7 +17,7 @@ from targets import Target, numpy_target
 from tolerance import finfo, rounded, widened
 
 import cupyconv
-from cupyconv.repetition import forget_calls
+from cupyconv.call.cache import forget_calls
 
 GATES = {"rnn": 1, "lstm": 4, "gru": 3}
 COUNTS = {"rnn": 1, "lstm": 3, "gru": 2}

@@ -14,8 +14,8 @@ from strategies import constant_where_broadcast, with_layout
 from tolerance import assert_exact
 
 import cupyconv
-from cupyconv import dispatch
-from cupyconv.backends.numpy.convolution import BlockedConvolution
+from cupyconv.call import dispatch
+from cupyconv.numpy.convolution import BlockedConvolution
 
 
 @pytest.mark.parametrize("weight_dtype", ["float32", "complex64"])

@@ -24,13 +24,16 @@ from strategies import ConvCase, conv_cases
 from targets import Target
 
 import cupyconv
-from cupyconv import dispatch, planning, repetition
-from cupyconv.backends.cuda import CudaBackend
-from cupyconv.backends.cuda.parameters import PackedParameters
-from cupyconv.calls.convolution import prepare_conv
-from cupyconv.machine import known_gpu
-from cupyconv.plan import GemmCall, KernelLaunch
-from cupyconv.repetition import forget_calls
+from cupyconv.call import cache as repetition
+from cupyconv.call import dispatch
+from cupyconv.call.cache import forget_calls
+from cupyconv.cuda.run import CudaBackend
+from cupyconv.cuda.run import backend as cuda_run_backend
+from cupyconv.cuda.run.parameters import PackedParameters
+from cupyconv.ops import conv as conv_operation
+from cupyconv.ops.conv import prepare_conv
+from cupyconv.problem.machine import known_gpu
+from cupyconv.problem.plan import GemmCall, KernelLaunch
 from tests.benchmarks.host_time import NullArray, NullDevice, cuda_calls
 from tests.host_device import GemmRecord, LaunchRecord
 
@@ -325,14 +328,12 @@ def test_a_repeated_call_only_allocates_and_enqueues(null_device, monkeypatch, n
 
     for module, name in (
         (dispatch, "backend_for"),
-        (planning.cuda, "plan_conv"),
-        (cupyconv.calls.convolution, "_conv_call"),
+        (cuda_run_backend, "plan"),
+        (conv_operation, "_conv_call"),
     ):
         monkeypatch.setattr(module, name, never)
     monkeypatch.setattr(PackedParameters, "__init__", never)
-    requests = planning.plan.cache_info()
     call(out)
-    assert planning.plan.cache_info() == requests
     done = {name: vars(null_device)[name] - value for name, value in before.items() if type(value) is int}
     launches, gemms, workspace = ((1, 0, 0), (1, 1, 1), (2, 1, 1))[(0, 0, 0, 0, 1, 2)[number]]
     assert done == {
@@ -374,7 +375,7 @@ def test_refusals_are_not_remembered(target):
     for _ in range(2):
         with pytest.raises(ValueError, match="kernel spans 9"):
             cupyconv.conv(x, weight)
-    assert not repetition._prepared
+    assert not repetition._executables
 
 
 def test_arguments_nobody_thought_of_are_not_remembered():
@@ -385,21 +386,21 @@ def test_arguments_nobody_thought_of_are_not_remembered():
     x, weight = np.ones((1, 2, 6)), np.ones((2, 2, 2))
     assert cupyconv.conv(x, weight, stride=Two()).shape == (1, 2, 3)
     assert cupyconv.conv(x.view(np.memmap), weight).shape == (1, 2, 5)
-    assert not repetition._prepared
+    assert not repetition._executables
 
 
 def test_the_memory_of_calls_is_bounded(monkeypatch):
-    monkeypatch.setattr(repetition, "REMEMBERED", 5)
+    monkeypatch.setattr(repetition, "KEPT", 5)
     weight = np.ones((1, 1, 1))
     for width in range(1, 40):
         x = np.full((1, 1, width), float(width))
         assert (cupyconv.conv(x, weight) == width).all()
-        assert len(repetition._prepared) <= 5
+        assert len(repetition._executables) <= 5
 
 
 def test_forgetting_while_others_call(target, monkeypatch):
     """Results stay right while the memory overflows again and again under many threads."""
-    monkeypatch.setattr(repetition, "REMEMBERED", 3)
+    monkeypatch.setattr(repetition, "KEPT", 3)
     weight = target.to_device(np.ones((2, 3, 1), np.float32))
     images = [target.to_device(np.full((1, 3, width), float(width), np.float32)) for width in range(1, 9)]
 
@@ -416,7 +417,7 @@ def test_no_array_is_kept(target):
     alive = [weakref.ref(array) for array in (x, weight, out)]
     cupyconv.conv(x, weight, out=out)
     cupyconv.conv(x, weight, out=out)
-    assert repetition._prepared
+    assert repetition._executables
     del x, weight, out
     gc.collect()
     assert not any(reference() is not None for reference in alive)

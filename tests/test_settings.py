@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cupyconv
-from cupyconv.settings import Settings, current_settings
+from cupyconv.call.options import Settings, current_settings
 
 DEFAULTS = Settings()
 

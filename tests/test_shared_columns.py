@@ -9,9 +9,8 @@ import reference_gradients
 from tolerance import assert_exact
 
 import cupyconv
-from cupyconv import planning
-from cupyconv.planning import numpy as planning_on_numpy
-from cupyconv.repetition import forget_calls
+from cupyconv.call.cache import forget_calls
+from cupyconv.numpy import convolution_plan as planning_on_numpy
 
 #: Channels of the inputs, outputs, spatial size, kernel, settings.
 LAYERS = {
@@ -38,14 +37,10 @@ BODIES = {"shared columns", "scaled taps", "scaled runs", "multiplied taps"}
 def small_cache(request, monkeypatch):
     """A cache that holds one group of these layers, or a few."""
 
-    def forget():
-        planning.plan.cache_clear()
-        forget_calls()
-
     monkeypatch.setattr(planning_on_numpy, "MEMORY_BLOCK", request.param)
-    forget()
+    forget_calls()
     yield
-    forget()
+    forget_calls()
 
 
 def integers(rng, shape, dtype="float32"):

@@ -8,20 +8,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from types import FunctionType
-from typing import get_type_hints
 
 import numpy as np
 import pytest
 
 import cupyconv
-from cupyconv.backends.cuda import CudaBackend
-from cupyconv.backends.cuda.device import Device
-from cupyconv.backends.numpy import NumpyBackend
-from cupyconv.dispatch import Backend
-from cupyconv.planning import PLANNERS
+from cupyconv.call.dispatch import Backend
+from cupyconv.cuda.run import CudaBackend
+from cupyconv.cuda.run.device import Device
+from cupyconv.numpy import NumpyBackend
 from tests.host_device import HostDevice
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,57 +30,25 @@ MODULES = sorted(path.relative_to(ROOT).with_suffix("") for path in PACKAGE.rglo
 #: The layers, top to bottom, as the call travels.  A module may import those of its own layer and those below.
 LAYERS: dict[str, tuple[str, ...]] = {
     "programs": ("cupyconv.__main__", "cupyconv.bench", "cupyconv.demo", "cupyconv.interop"),
-    "package": ("cupyconv",),
-    "explain": ("cupyconv.explanation",),
-    "pullbacks": ("cupyconv.pullbacks", "cupyconv.recurrent_pullbacks"),
-    "public": (
-        "cupyconv.convolution",
-        "cupyconv.chain",
-        "cupyconv.input_gradient",
-        "cupyconv.transposed",
-        "cupyconv.columns",
-        "cupyconv.pooling",
-        "cupyconv.weight_gradient",
-        "cupyconv.batchnorm",
-        "cupyconv.recurrent",
-        "cupyconv.onnx_weights",
-        "cupyconv.configuration",
-    ),
-    "calls": ("cupyconv.calls", "cupyconv.repetition"),
-    "prepared": ("cupyconv.prepared",),
-    "axes": ("cupyconv.axes", "cupyconv.overlap"),
-    "dispatch": ("cupyconv.dispatch", "cupyconv.settings"),
-    "planning and backends": ("cupyconv.planning", "cupyconv.backends.numpy", "cupyconv.backends.cuda"),
-    "plan": ("cupyconv.plan", "cupyconv.loops"),
-    "prologue": ("cupyconv.prologue",),
-    "problem": ("cupyconv.geometry", "cupyconv.rows", "cupyconv.recurrence", "cupyconv.operands", "cupyconv.machine"),
-    "vocabulary": (
-        "cupyconv.version",
-        "cupyconv.typing",
-        "cupyconv.padding",
-        "cupyconv.dtypes",
-        "cupyconv.activations",
-    ),
+    "package": ("cupyconv", "cupyconv.configuration"),
+    "explain": ("cupyconv.call.explain",),
+    "operations": ("cupyconv.ops",),
+    "call": ("cupyconv.call",),
+    "backends": ("cupyconv.numpy", "cupyconv.cuda.run"),
+    "decisions": ("cupyconv.cuda.plan", "cupyconv.planning", "cupyconv.cuda"),
+    "problem": ("cupyconv.problem", "cupyconv.typing", "cupyconv.version"),
 }
 
-#: Within their layer these are strangers: each knows the plan, none knows the others.
-STRANGERS = ("cupyconv.planning", "cupyconv.backends.numpy", "cupyconv.backends.cuda")
+#: These are strangers: each knows problems and plans, neither knows the other.
+STRANGERS = ("cupyconv.numpy", "cupyconv.cuda.run")
 
 #: What a layer may use of the world outside the standard library; the others: nothing.
 OUTSIDE = {
-    "cupyconv.planning": set(),
-    "cupyconv.plan": set(),
-    "cupyconv.loops": set(),
-    "cupyconv.geometry": set(),
-    "cupyconv.rows": set(),
-    "cupyconv.recurrence": set(),
-    "cupyconv.operands": set(),
-    "cupyconv.machine": set(),
-    "cupyconv.padding": set(),
-    "cupyconv.activations": set(),
-    "cupyconv.dtypes": {"numpy", "ml_dtypes"},
-    "cupyconv.backends.numpy": {"numpy", "scipy"},
-    "cupyconv.backends.cuda": {"numpy", "cupy", "cupy_backends"},
+    "cupyconv.cuda.plan": set(),
+    "cupyconv.problem": set(),
+    "cupyconv.problem.dtypes": {"numpy", "ml_dtypes"},
+    "cupyconv.numpy": {"numpy", "scipy"},
+    "cupyconv.cuda.run": {"numpy", "cupy", "cupy_backends"},
     "cupyconv.demo": {"numpy", "cupy", "matplotlib"},
     "cupyconv.interop": {"numpy", "ml_dtypes", "cupy", "torch", "jax"},
     "cupyconv.bench": {"numpy", "cupy", "torch"},
@@ -117,7 +82,7 @@ def member(module: str) -> tuple[int, str]:
     return max(fitting)[1:]
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if dotted(p) != "cupyconv.backends"], ids=dotted)
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
 def test_imports_point_downward(path):
     module = dotted(path)
     depth, owner = member(module)
@@ -128,23 +93,14 @@ def test_imports_point_downward(path):
             if owner in STRANGERS and other in STRANGERS:
                 assert owner == other, f"{module} imports {imported}: a plan is all they share"
         elif imported.partition(".")[0] not in sys.stdlib_module_names:
-            allowed = OUTSIDE.get(owner, {"numpy"})
+            allowed = OUTSIDE.get(module, OUTSIDE.get(owner, {"numpy"}))
             assert imported.partition(".")[0] in allowed, f"{module} imports {imported}, allowed are {sorted(allowed)}"
 
 
 def test_the_rule_would_see_an_upward_import():
-    assert member("cupyconv.planning.gemm")[0] > member("cupyconv.calls")[0]
+    assert member("cupyconv.cuda.plan.gemm")[0] > member("cupyconv.call.call")[0]
     assert member("cupyconv.demo.merge")[0] < member("cupyconv")[0]
-    assert "cupyconv.planning.cuda" in set(imports(Path("cupyconv/planning/__init__")))
-
-
-@pytest.mark.parametrize("request_class", PLANNERS, ids=lambda cls: cls.__name__)
-def test_planners_are_where_they_are_said_to_be(request_class):
-    """They are imported by name, which no type checker follows."""
-    function, *modules = PLANNERS[request_class]
-    for module in modules:
-        planner = getattr(import_module(module), function)
-        assert get_type_hints(planner)["request"] in request_class.__mro__
+    assert "cupyconv.cuda.plan.conv" in set(imports(Path("cupyconv/cuda/plan/__init__")))
 
 
 def test_no_module_is_named_after_nothing():
@@ -226,7 +182,7 @@ def parameter_names(path: Path, cls: str) -> dict[str, list[str]]:
 
 def test_cupys_device_has_the_protocols_methods():
     needed = {name: list(signature.parameters) for name, signature in public_signatures(Device).items()}
-    assert parameter_names(PACKAGE / "backends/cuda/cupy_device.py", "CupyDevice") == needed
+    assert parameter_names(PACKAGE / "cuda/run/cupy_device.py", "CupyDevice") == needed
 
 
 def test_the_host_device_has_the_protocols_methods():

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cupyconv.backends.cuda.kernel_sources import compile_options, kernel_source
-from cupyconv.plan import Kernel
+from cupyconv.cuda.run.kernel_sources import compile_options, kernel_source
+from cupyconv.problem.plan import Kernel
 from tests import host_device, nvrtc
 from tests.host_device import HostDevice, KernelError, build, sanitize
 

@@ -10,12 +10,11 @@ import reference
 from tolerance import assert_close, assert_exact
 
 import cupyconv
-from cupyconv import planning
-from cupyconv.loops import WeightGradientLoop
-from cupyconv.plan import GemmCall
-from cupyconv.planning import numpy as planning_on_numpy
-from cupyconv.planning import weight_gradient_cuda
-from cupyconv.repetition import forget_calls
+from cupyconv.call.cache import forget_calls
+from cupyconv.cuda.plan import weight_gradient as weight_gradient_cuda
+from cupyconv.numpy import convolution_plan as planning_on_numpy
+from cupyconv.numpy.loops import WeightGradientLoop
+from cupyconv.problem.plan import GemmCall
 
 
 def by_definition(grad, x, kernel, *, padding=0, stride=1, groups=1):
@@ -45,10 +44,8 @@ def explained(grad, x, kernel, limit=None, **arguments):
 @pytest.fixture
 def fresh():
     """Plans are made anew, under whatever a test has changed, and forgotten."""
-    planning.plan.cache_clear()
     forget_calls()
     yield
-    planning.plan.cache_clear()
     forget_calls()
 
 
@@ -175,6 +172,5 @@ def test_least_shared_is_what_decides(fresh, monkeypatch):
     assert explained(grad, x, 3, padding=1).steps[0].body == "columns"
     monkeypatch.setattr(planning_on_numpy, "LEAST_SHARED", 1)
     monkeypatch.setattr(planning_on_numpy, "MEMORY_BLOCK", 64)
-    planning.plan.cache_clear()
     assert explained(grad, x, 3, padding=1).steps[0].body == "shared columns"
     assert_exact(cupyconv.conv_grad_weight(grad, x, 3, padding=1), by_definition(grad, x, (3, 3), padding=1), "float32")

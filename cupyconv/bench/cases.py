@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.chain import ConvLayer, conv_chain
-from cupyconv.convolution import conv, linmerge
-from cupyconv.dtypes import ITEMSIZE, dtype_from_name, is_complex, real_part
-from cupyconv.planning.request import METHODS
-from cupyconv.settings import options
+from cupyconv.call.options import options
+from cupyconv.ops.conv import conv, linmerge
+from cupyconv.ops.conv_chain import ConvLayer, conv_chain
+from cupyconv.problem.dtypes import ITEMSIZE, dtype_from_name, is_complex, real_part
+from cupyconv.problem.problems import METHODS
 
 #: Normals that all data repeat.  A prime, so that no row or plane of a case begins where another began.
 PERIOD = 4_194_301

@@ -15,10 +15,10 @@ import numpy as np
 
 from cupyconv.bench.record import OURS
 from cupyconv.bench.recurrent import AnyCase, case_from_record
-from cupyconv.dtypes import dtype_from_name
-from cupyconv.explanation import explain
-from cupyconv.machine import nearest_gpu
-from cupyconv.settings import options
+from cupyconv.call.explain import explain
+from cupyconv.call.options import options
+from cupyconv.problem.dtypes import dtype_from_name
+from cupyconv.problem.machine import nearest_gpu
 
 #: A choice is good where it takes at most this much longer than the best method,
 WITHIN = 1.10

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cupyconv.backends.cuda.kernel_sources import kernel_directory
+from cupyconv.cuda.run.kernel_sources import kernel_directory
 
 Call = Callable[[], Any]
 

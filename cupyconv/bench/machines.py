@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 import cupyconv
-from cupyconv.backends.cuda.kernel_sources import source_hash
 from cupyconv.bench.cases import PERIOD, Fill, normals, repeat_normals
 from cupyconv.bench.clock import Clock, CudaClock, HostClock
+from cupyconv.cuda.run.kernel_sources import source_hash
 from cupyconv.demo.libraries import Library, cupy_library, numpy_library
-from cupyconv.dtypes import ITEMSIZE, dtype_from_name
+from cupyconv.problem.dtypes import ITEMSIZE, dtype_from_name
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from types import ModuleType
 from typing import Any
 
 from cupyconv.bench.cases import APART, Case, Fill, repeat_normals
-from cupyconv.dtypes import ITEMSIZE
-from cupyconv.planning.request import RECURRENT_METHODS
-from cupyconv.recurrence import GATES
-from cupyconv.recurrent import gru, lstm
-from cupyconv.settings import options
+from cupyconv.call.options import options
+from cupyconv.ops.recurrent import gru, lstm
+from cupyconv.problem.dtypes import ITEMSIZE
+from cupyconv.problem.problems import RECURRENT_METHODS
+from cupyconv.problem.recurrence import GATES
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"lstm": lstm, "gru": gru}
 

@@ -23,9 +23,9 @@ from cupyconv.bench.recurrent import AnyCase
 from cupyconv.bench.reference import error, in_float64
 from cupyconv.bench.report import COLUMNS, block, heading, summary
 from cupyconv.bench.torch_peers import Torch
-from cupyconv.explanation import explain
-from cupyconv.plan import KernelLaunch, LaunchLoop, Plan, Step
-from cupyconv.settings import options
+from cupyconv.call.explain import explain
+from cupyconv.call.options import options
+from cupyconv.problem.plan import KernelLaunch, LaunchLoop, Plan, Step
 
 #: The most of a case's share of the budget, and its fewest seconds of timing.
 LONGEST, SHORTEST = 2.0, 0.05

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.convolution import conv
+from cupyconv.call.explain import explain
 from cupyconv.demo.libraries import Call, Library, measure, table_of
 from cupyconv.demo.page import Page
-from cupyconv.explanation import explain
+from cupyconv.ops.conv import conv
 
 SAMPLES, CHANNELS, SIZE = 64, 64, 14
 ROUNDS = 7

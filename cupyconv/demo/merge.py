@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.backends.cuda.kernel_sources import kernel_directory
-from cupyconv.convolution import linmerge
+from cupyconv.call.explain import explain
+from cupyconv.cuda.run.kernel_sources import kernel_directory
 from cupyconv.demo.libraries import Call, Library, Measured, measure, table_of
 from cupyconv.demo.page import Page, megabytes
-from cupyconv.explanation import explain
+from cupyconv.ops.conv import linmerge
 
 INPUTS, BATCH, CHANNELS, POINTS = 5, 4, 4, 10**6
 ROUNDS = 5

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.convolution import conv, linmerge
 from cupyconv.demo.libraries import Library, measure, table_of
 from cupyconv.demo.page import Page
+from cupyconv.ops.conv import conv, linmerge
 
 ORIENTATIONS, KERNEL = 12, 15
 WAVELENGTHS = (4.0, 7.0)

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 import cupyconv
-from cupyconv.calls.convolution import prepare_conv, prepare_linmerge
+from cupyconv.ops.conv import prepare_conv, prepare_linmerge
 
 
 def conv(

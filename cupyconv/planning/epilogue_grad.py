@@ -11,15 +11,15 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 
-from cupyconv.activations import IDENTITY, Activation
-from cupyconv.dtypes import ITEMSIZE, accumulator
-from cupyconv.loops import ElementwiseLoop
-from cupyconv.machine import GpuModel, HostModel
-from cupyconv.operands import Operand, c_strides
-from cupyconv.plan import Address, Buffer, Kernel, KernelLaunch, Plan, Step
-from cupyconv.planning.even_parts import even_part
-from cupyconv.planning.launches import GRID_X, GRID_Y, PACKET_BYTES, collapse, image, packet_width
-from cupyconv.planning.request import EpilogueGradRequest, PrologueGradRequest, check_alignment
+from cupyconv.cuda.plan.launches import GRID_X, GRID_Y, PACKET_BYTES, collapse, image, packet_width
+from cupyconv.numpy.loops import ElementwiseLoop
+from cupyconv.problem.activations import IDENTITY, Activation
+from cupyconv.problem.dtypes import ITEMSIZE, accumulator
+from cupyconv.problem.even_parts import even_part
+from cupyconv.problem.machine import GpuModel, HostModel
+from cupyconv.problem.operands import Operand, c_strides
+from cupyconv.problem.plan import Address, Buffer, Kernel, KernelLaunch, Plan, Step
+from cupyconv.problem.problems import EpilogueGradProblem, PrologueGradProblem, check_alignment
 
 #: Elements of a block on NumPy: gradient, saved values and the product of both stay in a core's L2 cache.
 BLOCK_ELEMENTS = 1 << 16
@@ -32,77 +32,77 @@ THREADS, LANES = 256, 32
 BLOCKS_A_MULTIPROCESSOR = 4
 
 
-def plan_epilogue_grad(request: EpilogueGradRequest) -> Plan:
+def plan_epilogue_grad(problem: EpilogueGradProblem) -> Plan:
     """One pass over the gradient; nothing where there is neither a derivative nor a sum to take."""
-    if isinstance(request.machine, HostModel):
-        steps, workspace = on_numpy(request, "epilogue_grad", request.activation, TEMPORARIES, flops=1)
+    if isinstance(problem.machine, HostModel):
+        steps, workspace = on_numpy(problem, "epilogue_grad", problem.activation, TEMPORARIES, flops=1)
     else:
-        check_alignment(request.images)
-        steps, workspace = on_cuda(request, partial(_launch, request))
-    grad = request.grad
-    words = [f"derivative of {request.activation}"] * bool(request.saved) + ["sums of channels"] * bool(request.sums)
+        check_alignment(problem.images)
+        steps, workspace = on_cuda(problem, partial(_launch, problem))
+    grad = problem.grad
+    words = [f"derivative of {problem.activation}"] * bool(problem.saved) + ["sums of channels"] * bool(problem.sums)
     return Plan(
-        method="epilogue_grad", backend="numpy" if isinstance(request.machine, HostModel) else "cuda",
-        device=str(request.machine), problem=f"{' and '.join(words)} of {grad.dtype} {grad.shape}",
+        method="epilogue_grad", backend="numpy" if isinstance(problem.machine, HostModel) else "cuda",
+        device=str(problem.machine), problem=f"{' and '.join(words)} of {grad.dtype} {grad.shape}",
         result=f"{grad.dtype} {grad.shape}", steps=tuple(steps), flops=prod(grad.shape) * len(words),
-        bytes_moved=sum(step.bytes_moved for step in steps), minimal_bytes=request.minimal_bytes, bound="memory",
+        bytes_moved=sum(step.bytes_moved for step in steps), minimal_bytes=problem.minimal_bytes, bound="memory",
         workspace=tuple(workspace),
     )  # fmt: skip
 
 
 def on_cuda(
-    request: EpilogueGradRequest | PrologueGradRequest, launch: Callable[[Address | None, int], KernelLaunch]
+    problem: EpilogueGradProblem | PrologueGradProblem, launch: Callable[[Address | None, int], KernelLaunch]
 ) -> tuple[list[Step], list[Buffer]]:
     """One pass; and another that adds the parts of the sums, where they come in parts.
 
     `launch` is given where the sums go, None where none are taken, and the most parts there may be.
     """
-    sums = request.sums
+    sums = problem.sums
     if sums is None or not sums.nbytes:
-        return ([launch(None, GRID_X)] if request.grad.nbytes else []), []
-    most_parts = max(1, request.limit // Plan.ALIGNMENT * Plan.ALIGNMENT // sums.nbytes)
+        return ([launch(None, GRID_X)] if problem.grad.nbytes else []), []
+    most_parts = max(1, problem.limit // Plan.ALIGNMENT * Plan.ALIGNMENT // sums.nbytes)
     whole = launch(Address(sums.name, sums.offset), most_parts)
     if whole.grid[0] == 1:
         return [whole], []
     shape = (whole.grid[0], *sums.shape[1:])
     parts = replace(sums, name="partial", shape=shape, strides=c_strides(shape), alignment=PACKET_BYTES)
-    steps = [launch(Address(parts.name), most_parts), sum_of_parts(parts, sums, request.gpu)]
+    steps = [launch(Address(parts.name), most_parts), sum_of_parts(parts, sums, problem.gpu)]
     return list(steps), [Buffer(parts.name, parts.nbytes)]
 
 
 def sum_of_parts(parts: Operand, sums: Operand, gpu: GpuModel) -> KernelLaunch:
     """The sums of parts that lie as an image, whose samples are the parts and whose channels the sums."""
-    together = EpilogueGradRequest(grad=parts, sums=sums, machine=gpu)
+    together = EpilogueGradProblem(grad=parts, sums=sums, machine=gpu)
     return _launch(together, Address(sums.name, sums.offset), most_parts=1)
 
 
 def cut(
-    request: EpilogueGradRequest | PrologueGradRequest, width: int, along_channels: bool, most_parts: int
+    problem: EpilogueGradProblem | PrologueGradProblem, width: int, along_channels: bool, most_parts: int
 ) -> tuple[tuple[int, int, int], int, int]:
     """The grid, parts of the pixels by tiles of channels; threads of a block; and how many of them go along channels."""
-    batch, channels, *extents = request.grad.shape
+    batch, channels, *extents = problem.grad.shape
     lanes = min(LANES, _power_of_two(-(-channels // width))) if along_channels else 1
     shares = batch * prod(extents) // (1 if along_channels else width)
     threads = min(THREADS, max(32, lanes * _power_of_two(shares)))
     tiles = -(-channels // (lanes * (width if along_channels else 1)))
     parts = min(
-        -(-shares * lanes // threads), -(-request.gpu.multiprocessors * BLOCKS_A_MULTIPROCESSOR // tiles), most_parts
+        -(-shares * lanes // threads), -(-problem.gpu.multiprocessors * BLOCKS_A_MULTIPROCESSOR // tiles), most_parts
     )
     return (max(1, parts), min(tiles, GRID_Y), 1), threads, lanes
 
 
-def _launch(request: EpilogueGradRequest, sums: Address | None, most_parts: int) -> KernelLaunch:
-    batch, channels = request.grad.shape[:2]
-    size, images = collapse(request.images)
+def _launch(problem: EpilogueGradProblem, sums: Address | None, most_parts: int) -> KernelLaunch:
+    batch, channels = problem.grad.shape[:2]
+    size, images = collapse(problem.images)
     along_channels = channels > 1 and all(operand.stride_c == 1 for operand in images)
     if along_channels:
         width = packet_width([_turned(operand) for operand in images], channels)
     else:
         width = packet_width(images, prod(size))
     wide_channels = along_channels and width > 1
-    grid, threads, lanes = cut(request, width, along_channels, most_parts)
-    grad, saved, out = (_found(operand, images) for operand in (request.grad, request.saved, request.out))
-    macros = (("DTYPE", request.grad.dtype), ("WIDTH", str(width)), ("ALONG_CHANNELS", str(int(wide_channels))))
+    grid, threads, lanes = cut(problem, width, along_channels, most_parts)
+    grad, saved, out = (_found(operand, images) for operand in (problem.grad, problem.saved, problem.out))
+    macros = (("DTYPE", problem.grad.dtype), ("WIDTH", str(width)), ("ALONG_CHANNELS", str(int(wide_channels))))
     nothing = (None, 0, 0, (0, 0, 0))
     return KernelLaunch(
         Kernel("epilogue_grad", macros),
@@ -113,18 +113,18 @@ def _launch(request: EpilogueGradRequest, sums: Address | None, most_parts: int)
             ("saved", image(saved) if saved else nothing),
             ("out", image(out) if out else nothing),
             ("partial", sums),
-            ("alpha", request.activation.alpha),
-            ("beta", request.activation.beta),
+            ("alpha", problem.activation.alpha),
+            ("beta", problem.activation.beta),
             ("size", size),
             ("batch", batch),
             ("pixels", prod(size)),
-            ("activation", request.activation.code),
+            ("activation", problem.activation.code),
             ("channels", channels),
             ("lanes", lanes),
         ),
-        purpose=_purpose(request.activation, sums is not None),
+        purpose=_purpose(problem.activation, sums is not None),
         bytes_moved=sum(operand.nbytes for operand in images)
-        + (grid[0] * channels * ITEMSIZE[accumulator(request.grad.dtype)] if sums else 0),
+        + (grid[0] * channels * ITEMSIZE[accumulator(problem.grad.dtype)] if sums else 0),
     )
 
 
@@ -153,21 +153,21 @@ def _power_of_two(n: int) -> int:
 
 
 def on_numpy(
-    request: EpilogueGradRequest | PrologueGradRequest, body: str, activation: Activation, temporaries: int, flops: int
+    problem: EpilogueGradProblem | PrologueGradProblem, body: str, activation: Activation, temporaries: int, flops: int
 ) -> tuple[list[Step], list[Buffer]]:
     """A loop whose body takes so many arrays of a block's size, and so many operations an element."""
-    machine, grad, dtype = request.machine, request.grad, accumulator(request.grad.dtype)
+    machine, grad, dtype = problem.machine, problem.grad, accumulator(problem.grad.dtype)
     assert isinstance(machine, HostModel)
-    if not grad.nbytes and not (request.sums and request.sums.nbytes):
+    if not grad.nbytes and not (problem.sums and problem.sums.nbytes):
         return [], []
     at_once = max(1, min(machine.threads, -(-prod(grad.shape) // BLOCK_ELEMENTS)))
-    elements = request.limit // (temporaries * at_once * ITEMSIZE[dtype])
-    block = _block_of(request.images[-1], max(1, min(BLOCK_ELEMENTS, elements)))
+    elements = problem.limit // (temporaries * at_once * ITEMSIZE[dtype])
+    block = _block_of(problem.images[-1], max(1, min(BLOCK_ELEMENTS, elements)))
     blocks = prod(-(-extent // part) for extent, part in zip(grad.shape, block))
     threads = max(1, min(at_once, blocks))
     loop = ElementwiseLoop(
         body=body, block=block, blocks=blocks, threads=threads, dtype=dtype, activation=activation,
-        bytes_moved=sum(operand.nbytes for operand in request.images), flops=flops * prod(grad.shape),
+        bytes_moved=sum(operand.nbytes for operand in problem.images), flops=flops * prod(grad.shape),
     )  # fmt: skip
     return [loop], [Buffer("blocks", temporaries * threads * prod(block) * ITEMSIZE[dtype])]
 

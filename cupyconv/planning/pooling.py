@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf, prod
 
-from cupyconv.dtypes import ITEMSIZE, accumulator
-from cupyconv.geometry import Windows
-from cupyconv.loops import PoolingLoop
-from cupyconv.machine import HostModel
-from cupyconv.operands import Operand
-from cupyconv.plan import Buffer, Conversion, Kernel, KernelLaunch, Plan, Step
-from cupyconv.planning.even_parts import even_part
-from cupyconv.planning.launches import grid_and_block, image, windows_params
-from cupyconv.planning.numpy import MEMORY_BLOCK
-from cupyconv.planning.request import PoolingGradientRequest, PoolingRequest, check_alignment, convert
+from cupyconv.cuda.plan.launches import grid_and_block, image, windows_params
+from cupyconv.numpy.convolution_plan import MEMORY_BLOCK
+from cupyconv.numpy.loops import PoolingLoop
+from cupyconv.problem.dtypes import ITEMSIZE, accumulator
+from cupyconv.problem.even_parts import even_part
+from cupyconv.problem.geometry import Windows
+from cupyconv.problem.machine import HostModel
+from cupyconv.problem.operands import Operand
+from cupyconv.problem.plan import Buffer, Conversion, Kernel, KernelLaunch, Plan, Step
+from cupyconv.problem.problems import PoolingGradientProblem, PoolingProblem, check_alignment, convert
 
 #: Channels a thread of max_pool.cu and max_pool_gradient.cu takes: what it works out of a pixel serves them all.
 CHANNELS = 4
@@ -30,51 +30,51 @@ LANES = 32
 Block = tuple[int, int, int, int, int]
 
 
-def plan_max_pool(request: PoolingRequest) -> Plan:
+def plan_max_pool(problem: PoolingProblem) -> Plan:
     """The largest element of every window."""
     steps: list[Step] = []
     workspace = 0
-    for channels, x, out in zip(request.windows.channels, request.xs, request.outs):
-        windows = replace(request.windows, channels=(channels,))
-        if out.nbytes and isinstance(request.machine, HostModel):
-            loop, needed = _loop("max_pool", request, windows, (x,), out, _forward_touched, _forward_workspace)
+    for channels, x, out in zip(problem.windows.channels, problem.xs, problem.outs):
+        windows = replace(problem.windows, channels=(channels,))
+        if out.nbytes and isinstance(problem.machine, HostModel):
+            loop, needed = _loop("max_pool", problem, windows, (x,), out, _forward_touched, _forward_workspace)
             steps, workspace = [*steps, loop], max(workspace, needed)
         elif out.nbytes:
             check_alignment((x, out))
             steps.append(_max_pool_launch(windows, x, out))
-    return _plan(request, "max_pool", steps, workspace, [])
+    return _plan(problem, "max_pool", steps, workspace, [])
 
 
-def plan_max_pool_gradient(request: PoolingGradientRequest) -> Plan:
+def plan_max_pool_gradient(problem: PoolingGradientProblem) -> Plan:
     """Each window's gradient, at the element that was its largest."""
     steps: list[Step] = []
     conversions: list[Conversion] = []
     workspace = 0
-    for channels, x, y, grad, out in zip(request.windows.channels, request.xs, request.ys, request.grads, request.outs):
-        windows = replace(request.windows, channels=(channels,))
-        if out.nbytes and isinstance(request.machine, HostModel):
+    for channels, x, y, grad, out in zip(problem.windows.channels, problem.xs, problem.ys, problem.grads, problem.outs):
+        windows = replace(problem.windows, channels=(channels,))
+        if out.nbytes and isinstance(problem.machine, HostModel):
             body = "max_pool gradient"
-            loop, needed = _loop(body, request, windows, (x, y, grad), out, _gradient_touched, _gradient_workspace)
+            loop, needed = _loop(body, problem, windows, (x, y, grad), out, _gradient_touched, _gradient_workspace)
             steps, workspace = [*steps, loop], max(workspace, needed)
         elif out.nbytes:
             check_alignment((x, y, grad, out))
             steps.append(_gradient_launch(windows, x, y, convert(grad, x.dtype, conversions), out))
-    return _plan(request, "max_pool gradient", steps, workspace, conversions)
+    return _plan(problem, "max_pool gradient", steps, workspace, conversions)
 
 
 def _plan(
-    request: PoolingRequest, method: str, steps: list[Step], workspace: int, conversions: list[Conversion]
+    problem: PoolingProblem, method: str, steps: list[Step], workspace: int, conversions: list[Conversion]
 ) -> Plan:
-    windows = request.windows
+    windows = problem.windows
     kernel, size = ("x".join(map(str, windows.spatial(triple))) for triple in (windows.kernel, windows.size))
     merged = f" ({'+'.join(map(str, windows.channels))})" if len(windows.channels) > 1 else ""
-    results = (f"{out.dtype} {out.shape[:2] + windows.spatial(out.shape[2:])}" for out in request.outs)
+    results = (f"{out.dtype} {out.shape[:2] + windows.spatial(out.shape[2:])}" for out in problem.outs)
     return Plan(
-        method=method, backend="numpy" if isinstance(request.machine, HostModel) else "cuda",
-        device=str(request.machine), result=", ".join(results), steps=tuple(steps),
+        method=method, backend="numpy" if isinstance(problem.machine, HostModel) else "cuda",
+        device=str(problem.machine), result=", ".join(results), steps=tuple(steps),
         problem=f"{method} {windows.in_channels}{merged} channels, kernel {kernel} on {windows.batch} x {size}",
         flops=sum(step.flops for step in steps), bytes_moved=sum(step.bytes_moved for step in steps),
-        minimal_bytes=request.minimal_bytes, bound="memory", conversions=tuple(conversions),
+        minimal_bytes=problem.minimal_bytes, bound="memory", conversions=tuple(conversions),
         workspace=(Buffer("blocks", workspace),) if workspace else (),
     )  # fmt: skip
 
@@ -147,25 +147,25 @@ def _comparisons(windows: Windows) -> int:
 
 
 def _loop(
-    body: str, request: PoolingRequest, windows: Windows, inputs: Sequence[Operand], out: Operand,
+    body: str, problem: PoolingProblem, windows: Windows, inputs: Sequence[Operand], out: Operand,
     touched: Callable[[Windows, Block, str], int], workspace: Callable[[Windows, Block, str], int],
 ) -> tuple[PoolingLoop, int]:  # fmt: skip
     """The loop over blocks of `out`, and the bytes of temporaries it takes."""
-    assert isinstance(request.machine, HostModel)
-    threads, x = request.machine.threads, inputs[0]
+    assert isinstance(problem.machine, HostModel)
+    threads, x = problem.machine.threads, inputs[0]
 
     def fits(block: Block) -> bool:
         in_cache = touched(windows, block, x.dtype) <= MEMORY_BLOCK
-        return in_cache and threads * workspace(windows, block, x.dtype) <= request.limit
+        return in_cache and threads * workspace(windows, block, x.dtype) <= problem.limit
 
     by_distance = sorted(range(5), key=lambda axis: abs(x.strides[axis]) if x.shape[axis] > 1 else 0)
     block = _cut(out.shape, by_distance, fits)
     blocks = prod(-(-extent // part) for extent, part in zip(out.shape, block))
     each = workspace(windows, block, x.dtype)
-    threads = max(1, min(threads, blocks, request.limit // (each or 1)))
+    threads = max(1, min(threads, blocks, problem.limit // (each or 1)))
     needed = threads * each
-    if needed > request.limit:
-        raise ValueError(f"the smallest block needs {needed:,} bytes of workspace, the limit is {request.limit:,}")
+    if needed > problem.limit:
+        raise ValueError(f"the smallest block needs {needed:,} bytes of workspace, the limit is {problem.limit:,}")
     loop = PoolingLoop(
         body=body, inputs=tuple(operand.name for operand in inputs), result=out.name, block=block, blocks=blocks,
         threads=threads, geometry=windows, dtype=accumulator(x.dtype),

@@ -10,59 +10,59 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 
-from cupyconv.dtypes import ITEMSIZE, accumulator
-from cupyconv.machine import HostModel
-from cupyconv.plan import Address, Conversion, Kernel, KernelLaunch, Plan
+from cupyconv.cuda.plan.launches import collapse, image, packet_width, prologue_params
 from cupyconv.planning.epilogue_grad import cut, on_cuda, on_numpy
-from cupyconv.planning.launches import collapse, image, packet_width, prologue_params
-from cupyconv.planning.request import PrologueGradRequest, check_alignment, convert, converted_prologue
+from cupyconv.problem.dtypes import ITEMSIZE, accumulator
+from cupyconv.problem.machine import HostModel
+from cupyconv.problem.plan import Address, Conversion, Kernel, KernelLaunch, Plan
+from cupyconv.problem.problems import PrologueGradProblem, check_alignment, convert, converted_prologue
 
 #: Arrays of a block's size on NumPy: x, the transformed, its derivative, what that is worked out in, the products.
 TEMPORARIES = 6
 
 
-def plan_prologue_grad(request: PrologueGradRequest) -> Plan:
+def plan_prologue_grad(problem: PrologueGradProblem) -> Plan:
     """One pass over the gradient and the input."""
     conversions: list[Conversion] = []
-    if isinstance(request.machine, HostModel):
-        activation = request.prologue.activation
-        steps, workspace = on_numpy(request, "prologue_grad", activation, TEMPORARIES, flops=4)
+    if isinstance(problem.machine, HostModel):
+        activation = problem.prologue.activation
+        steps, workspace = on_numpy(problem, "prologue_grad", activation, TEMPORARIES, flops=4)
     else:
-        check_alignment((*request.images, *request.prologue.vectors))
-        request = replace(
-            request,
-            x=convert(request.x, request.grad.dtype, conversions),
-            prologue=converted_prologue(request.prologue, request.grad.dtype, conversions),
+        check_alignment((*problem.images, *problem.prologue.vectors))
+        problem = replace(
+            problem,
+            x=convert(problem.x, problem.grad.dtype, conversions),
+            prologue=converted_prologue(problem.prologue, problem.grad.dtype, conversions),
         ).sharing_with(conversions)
-        steps, workspace = on_cuda(request, partial(_launch, request))
-    grad = request.grad
+        steps, workspace = on_cuda(problem, partial(_launch, problem))
+    grad = problem.grad
     return Plan(
-        method="prologue_grad", backend="numpy" if isinstance(request.machine, HostModel) else "cuda",
-        device=str(request.machine),
-        problem=f"gradient of {request.prologue}, {grad.dtype} {grad.shape}", result=f"{grad.dtype} {grad.shape}",
+        method="prologue_grad", backend="numpy" if isinstance(problem.machine, HostModel) else "cuda",
+        device=str(problem.machine),
+        problem=f"gradient of {problem.prologue}, {grad.dtype} {grad.shape}", result=f"{grad.dtype} {grad.shape}",
         steps=tuple(steps), flops=4 * prod(grad.shape), bytes_moved=sum(step.bytes_moved for step in steps),
-        minimal_bytes=sum(operand.nbytes for operand in request.images), bound="memory",
+        minimal_bytes=sum(operand.nbytes for operand in problem.images), bound="memory",
         conversions=tuple(conversions), workspace=tuple(workspace),
     )  # fmt: skip
 
 
-def _launch(request: PrologueGradRequest, sums: Address | None, most_parts: int) -> KernelLaunch:
-    batch, channels = request.grad.shape[:2]
-    size, images = collapse(request.images)
+def _launch(problem: PrologueGradProblem, sums: Address | None, most_parts: int) -> KernelLaunch:
+    batch, channels = problem.grad.shape[:2]
+    size, images = collapse(problem.images)
     along_channels = channels > 1 and all(operand.stride_c == 1 for operand in images)
     width = 1 if along_channels else packet_width(images, prod(size))
-    grid, threads, lanes = cut(request, width, along_channels, most_parts)
-    out = image(images[2]) if request.out else (None, 0, 0, (0, 0, 0))
-    sums_bytes = 2 * grid[0] * channels * ITEMSIZE[accumulator(request.grad.dtype)] * bool(sums)
+    grid, threads, lanes = cut(problem, width, along_channels, most_parts)
+    out = image(images[2]) if problem.out else (None, 0, 0, (0, 0, 0))
+    sums_bytes = 2 * grid[0] * channels * ITEMSIZE[accumulator(problem.grad.dtype)] * bool(sums)
     return KernelLaunch(
-        Kernel("prologue_grad", (("DTYPE", request.grad.dtype), ("WIDTH", str(width)))),
+        Kernel("prologue_grad", (("DTYPE", problem.grad.dtype), ("WIDTH", str(width)))),
         grid,
         threads,
         (
             ("grad", image(images[0])),
             ("x", image(images[1])),
             ("out", out),
-            ("prologue", prologue_params(request.prologue)),
+            ("prologue", prologue_params(problem.prologue)),
             ("partial", sums),
             ("size", size),
             ("batch", batch),
@@ -70,6 +70,6 @@ def _launch(request: PrologueGradRequest, sums: Address | None, most_parts: int)
             ("channels", channels),
             ("lanes", lanes),
         ),
-        purpose=f"derivative of {request.prologue}" + ", sums of channels" * bool(sums),
+        purpose=f"derivative of {problem.prologue}" + ", sums of channels" * bool(sums),
         bytes_moved=sum(operand.nbytes for operand in images) + sums_bytes,
     )

@@ -40,11 +40,11 @@ from typing import Any
 import numpy as np
 
 import cupyconv
-from cupyconv.backends.cuda import CudaBackend
-from cupyconv.backends.cuda.device import GemmArguments
-from cupyconv.dispatch import register_backend
-from cupyconv.machine import known_gpu
-from cupyconv.plan import Kernel
+from cupyconv.call.dispatch import register_backend
+from cupyconv.cuda.run import CudaBackend
+from cupyconv.cuda.run.device import GemmArguments
+from cupyconv.problem.machine import known_gpu
+from cupyconv.problem.plan import Kernel
 
 _NULL_CONTEXT = nullcontext()
 
@@ -62,7 +62,7 @@ class NullArray:
 
 
 class NullDevice:
-    """Implements `cupyconv.backends.cuda.device.Device`: accepts everything, counts it, does nothing."""
+    """Implements `cupyconv.cuda.run.device.Device`: accepts everything, counts it, does nothing."""
 
     arrays_are = "stand-ins for CuPy's"
     array_class: type = NullArray
@@ -131,7 +131,7 @@ def null_device() -> NullDevice:
 def _null_cupy_device() -> NullDevice:
     import cupy
 
-    from cupyconv.backends.cuda.cupy_device import CupyDevice
+    from cupyconv.cuda.run.cupy_device import CupyDevice
 
     class NullCupyDevice(NullDevice):
         """What reads CuPy's arrays is the real device's."""

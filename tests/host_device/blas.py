@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cupyconv.backends.cuda.device import GemmArguments
+from cupyconv.cuda.run.device import GemmArguments
 
 #: cudaDataType_t
 DATA_TYPES = {0: "float32", 1: "float64", 2: "float16", 4: "complex64", 5: "complex128", 14: "bfloat16"}

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.backends.cuda.device import GemmArguments
-from cupyconv.plan import Kernel
+from cupyconv.cuda.run.device import GemmArguments
+from cupyconv.problem.plan import Kernel
 
 from . import blas, build
 
@@ -98,7 +98,7 @@ class _Allocation:
 
 
 class HostDevice:
-    """Implements `cupyconv.backends.cuda.device.Device` on the host.
+    """Implements `cupyconv.cuda.run.device.Device` on the host.
 
     Parameters
     ----------

@@ -1,1 +1,0 @@
-"""Where plans are executed: one package per array library, with identical signatures."""

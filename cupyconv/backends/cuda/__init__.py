@@ -1,5 +1,0 @@
-"""The CUDA backend: plans run as kernel launches and cuBLAS calls on a `Device`."""
-
-from cupyconv.backends.cuda.backend import CudaBackend
-
-__all__ = ["CudaBackend"]

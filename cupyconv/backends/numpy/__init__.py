@@ -1,5 +1,0 @@
-"""The NumPy backend: BLAS products over cache-sized blocks of columns."""
-
-from cupyconv.backends.numpy.backend import NumpyBackend
-
-__all__ = ["NumpyBackend"]

@@ -1,0 +1,141 @@
+"""Which backend owns these arrays: decided by array type alone.
+
+A backend is found by the classes of an array and cached by class.  CuPy is imported only once an array
+of it has been seen, so ``import cupyconv`` never imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from threading import Lock
+from typing import Any, Protocol
+
+import numpy as np
+
+from cupyconv.numpy import NumpyBackend
+from cupyconv.problem.machine import GpuModel
+from cupyconv.problem.plan import Plan
+from cupyconv.problem.problems import Machine, Problem
+
+
+class Backend(Protocol):
+    """What a call needs of an array library; every backend has exactly these."""
+
+    name: str
+
+    def machine(self, threads: int | None) -> Machine: ...
+
+    def current(self) -> AbstractContextManager[Any]: ...
+
+    def address(self, array: Any) -> int: ...
+
+    def signature(self, arrays: Sequence[Any]) -> Hashable: ...
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any: ...
+
+    def from_host(self, array: np.ndarray) -> Any: ...
+
+    def converted(self, array: Any, dtype: np.dtype) -> Any: ...
+
+    def plan(self, problem: Problem) -> Plan: ...
+
+    def prepare(self, plan: Plan) -> Callable[[Mapping[str, Any]], None]: ...
+
+
+_NUMPY = NumpyBackend()
+
+#: Array class -> the function that gives the backend of one such array.
+_REGISTRY: dict[type, Callable[[Any], Backend]] = {np.ndarray: lambda array: _NUMPY}
+
+_JAX = "the functions of cupyconv.interop.jax, or numpy.asarray(array) or cupy.from_dlpack(array)"
+_WAYS_IN = {
+    "torch": "the functions of cupyconv.interop.torch, or numpy.asarray(tensor) or cupy.from_dlpack(tensor),"
+    " which share its memory",
+    "jax": _JAX,
+    "jaxlib": _JAX,
+    "dask": "apply the function to its blocks: dask.array.map_blocks",
+}
+
+
+def register_backend(array_class: type, backend_of: Callable[[Any], Backend]) -> None:
+    """Let arrays of a class, and of its subclasses, be computed by a backend of their own."""
+    _REGISTRY[array_class] = backend_of
+
+
+def backend_of_class(array_class: type) -> Callable[[Any], Backend] | None:
+    """What gives the backend of an array of exactly this class; None where none has been seen yet."""
+    return _REGISTRY.get(array_class)
+
+
+def backend_for(arrays: Mapping[str, Any]) -> Backend:
+    """The one backend that owns all the arrays, given by argument name."""
+    found: Backend | None = None
+    first = ""
+    for name, array in arrays.items():
+        backend = _finder(name, array)(array)
+        if found is None:
+            found, first = backend, name
+        elif backend is not found:
+            raise TypeError(
+                f"all arrays must belong to one library and device: {first} is {_kind(arrays[first])},"
+                f" {name} is {_kind(array)}"
+            )
+    assert found is not None
+    return found
+
+
+def planner(backend: Backend, machine: Machine) -> Callable[[Problem], Plan]:
+    """What plans for a machine: the arrays' own backend, or where NumPy arrays stand for those of a GPU, CUDA's planning."""
+    if backend is _NUMPY and isinstance(machine, GpuModel):
+        from cupyconv.cuda.plan import plan
+
+        return plan
+    return backend.plan
+
+
+def _finder(name: str, array: Any) -> Callable[[Any], Backend]:
+    for array_class in type(array).__mro__:
+        if array_class in _REGISTRY and not isinstance(array, (np.ma.MaskedArray, np.matrix)):
+            return _REGISTRY[array_class]
+        if array_class.__module__.partition(".")[0] == "cupy" and array_class.__name__ == "ndarray":
+            register_backend(array_class, _cupy_backend)
+            return _cupy_backend
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a MaskedArray, whose mask would be lost: fill it first, array.filled(0)")
+    library = type(array).__module__.partition(".")[0]
+    way_in = _WAYS_IN.get(library, "numpy.asarray(array), or cupy.from_dlpack(array) for memory of a GPU")
+    raise TypeError(f"{name} must be a NumPy or CuPy array, not {_kind(array)}; the way in: {way_in}")
+
+
+def _cupy_backend(array: Any) -> Backend:
+    return _cupy_device_backend(array.device.id)
+
+
+_CUPY_BACKENDS: dict[int, Backend] = {}
+_ONE_AT_A_TIME = Lock()
+
+
+def _cupy_device_backend(ordinal: int) -> Backend:
+    """The one backend of a device: two threads that ask first at the same time get the same."""
+    backend = _CUPY_BACKENDS.get(ordinal)
+    if backend is None:
+        with _ONE_AT_A_TIME:
+            if ordinal not in _CUPY_BACKENDS:
+                _CUPY_BACKENDS[ordinal] = _make_cupy_backend(ordinal)
+            backend = _CUPY_BACKENDS[ordinal]
+    return backend
+
+
+def _make_cupy_backend(ordinal: int) -> Backend:
+    from cupyconv.cuda.run import CudaBackend
+    from cupyconv.cuda.run.cupy_device import CupyDevice
+
+    device = CupyDevice(ordinal)
+    return CudaBackend(device, device.model)
+
+
+def _kind(array: Any) -> str:
+    kind = f"{type(array).__module__}.{type(array).__qualname__}"
+    device = getattr(array, "device", None)
+    return f"{kind} on {device}" if device is not None and device != "cpu" else kind

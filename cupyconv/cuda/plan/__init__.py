@@ -1,0 +1,64 @@
+"""Decisions for CUDA: which method, which launches, how much workspace, and why.
+
+Ints in, a printable `Plan` out; no array is touched here, and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+from cupyconv.problem import problems
+from cupyconv.problem.plan import Plan
+
+
+def plan(problem: problems.Problem) -> Plan:
+    """How a problem runs on ``problem.machine``; ValueError where a named method does not apply."""
+    # Imported when first asked for: most programs have a few kinds of problem.
+    match problem:
+        case problems.ConvProblem():
+            from cupyconv.cuda.plan.conv import plan_conv
+
+            return plan_conv(problem)
+        case problems.ChainProblem():
+            from cupyconv.cuda.plan.chain import plan_chain
+
+            return plan_chain(problem)
+        case problems.TransposedProblem():
+            from cupyconv.cuda.plan.transposed import plan_transposed
+
+            return plan_transposed(problem)
+        case problems.WeightGradientProblem():
+            from cupyconv.cuda.plan.weight_gradient import plan_weight_gradient
+
+            return plan_weight_gradient(problem)
+        case problems.RecurrentProblem():
+            from cupyconv.cuda.plan.recurrence import plan_recurrent
+
+            return plan_recurrent(problem)
+        case problems.RecurrentGradientProblem():
+            from cupyconv.cuda.plan.recurrent_gradient import plan_recurrent_gradient
+
+            return plan_recurrent_gradient(problem)
+        case problems.Im2colProblem():
+            from cupyconv.planning.columns import plan_im2col
+
+            return plan_im2col(problem)
+        case problems.Col2imProblem():
+            from cupyconv.planning.columns import plan_col2im
+
+            return plan_col2im(problem)
+        case problems.EpilogueGradProblem():
+            from cupyconv.planning.epilogue_grad import plan_epilogue_grad
+
+            return plan_epilogue_grad(problem)
+        case problems.PrologueGradProblem():
+            from cupyconv.planning.prologue_grad import plan_prologue_grad
+
+            return plan_prologue_grad(problem)
+        case problems.PoolingGradientProblem():
+            from cupyconv.planning.pooling import plan_max_pool_gradient
+
+            return plan_max_pool_gradient(problem)
+        case problems.PoolingProblem():
+            from cupyconv.planning.pooling import plan_max_pool
+
+            return plan_max_pool(problem)
+    raise AssertionError(problem)

@@ -1,0 +1,248 @@
+"""Which layers of a chain share a kernel on a GPU: all neighbouring pairs are drafted, the best pairing runs.
+
+::
+
+    x --[ 0 ]-- layer[0] --[ 1 ]-- layer[1] --[ 2 ]-- out         three kernels or more, two images in memory
+    x --[ 0 ------------- 1 ]----- layer[1] --[ 2 ]-- out         a pair and a single layer: one image
+    x --[ 0 ]-- layer[0] --[ 1 ------------- 2 ]----- out
+
+A pairing covers every layer once, by itself or with a neighbour; the cheapest is found layer by layer, from
+those of the layers before.  An intermediate image is workspace where it is stored, and only there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from cupyconv.cuda.plan.conv import access_notes, choose, draft_conv
+from cupyconv.cuda.plan.conv_pair import draft_pair
+from cupyconv.cuda.plan.draft import Draft, in_sequence, relocated
+from cupyconv.cuda.plan.launches import Sums, epilogue_launch
+from cupyconv.problem.dtypes import ITEMSIZE, real_part
+from cupyconv.problem.even_parts import even_part
+from cupyconv.problem.machine import GpuModel
+from cupyconv.problem.operands import Operand, c_strides
+from cupyconv.problem.plan import Address, Buffer, Conversion, KernelLaunch, Plan
+from cupyconv.problem.problems import (
+    ChainProblem,
+    ConvProblem,
+    NotApplicable,
+    check_alignment,
+    converted,
+    without_empty_inputs,
+)
+
+Layers = tuple[ConvProblem, ...]
+
+
+def plan_chain(problem: ChainProblem) -> Plan:
+    """The plan of a chain; ValueError where ``fuse=True`` and no two layers can share a kernel."""
+    gpu = problem.gpu
+    layers, conversions = _converted(problem)
+    limit = problem.sharing_with(conversions).limit
+    notes = tuple(dict.fromkeys(note for layer in layers for note in layer.notes))
+    notes += access_notes((*layers[0].xs, layers[-1].out))
+    if layers[-1].out.nbytes == 0:
+        draft = Draft("unfused", (), reason="the result is empty")
+        rejected: tuple[tuple[str, str], ...] = ()
+    else:
+        comparison = _Comparison(_with_limit(layers, limit), gpu)
+        parts = comparison.best(problem.fuse)
+        draft = _joined(layers, parts, limit)
+        rejected = comparison.rejected(parts, problem.fuse)
+    return draft.plan(problem, problem.title, layers[-1].result, rejected, conversions, notes)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Layers ``first`` ... ``first + count - 1``, drafted: one layer, or two in one kernel."""
+
+    first: int
+    count: int
+    draft: Draft
+
+    @property
+    def last(self) -> int:
+        return self.first + self.count - 1
+
+    @property
+    def words(self) -> str:
+        if self.count == 1:
+            return f"{self.first} by {self.draft.method!r}"
+        return f"{self.first} and {self.last} in one kernel ({self.draft.reason})"
+
+
+class _Comparison:
+    """Every layer and every neighbouring pair, drafted and costed."""
+
+    def __init__(self, layers: Layers, gpu: GpuModel) -> None:
+        self.gpu = gpu
+        self.layers = layers
+        self.single = [_Part(i, 1, _draft_layer(layer)) for i, layer in enumerate(layers)]
+        self.pairs: dict[int, _Part] = {}
+        self.refusals: dict[int, str] = {}
+        for i, (first, second) in enumerate(pairwise(layers)):
+            try:
+                self.pairs[i] = _Part(i, 2, _draft_pair(first, second))
+            except NotApplicable as reason:
+                self.refusals[i] = str(reason)
+
+    def seconds(self, part: _Part) -> float:
+        return part.draft.cost(self.gpu).seconds
+
+    def best(self, fuse: str | bool) -> tuple[_Part, ...]:
+        """The cheapest pairing; where `fuse` is True, of those with the most pairs."""
+        if fuse is True and not self.pairs:
+            reasons = "; ".join(f"layers {i} and {i + 1}: {reason}" for i, reason in self.refusals.items())
+            raise ValueError(f"fuse=True does not apply: {reasons or 'a single layer has no neighbour'}")
+        #: Of the first so many layers: (layers not in a pair, seconds, parts).
+        best: list[tuple[int, float, tuple[_Part, ...]]] = [(0, 0.0, ())]
+        for i, single in enumerate(self.single):
+            ways = [(best[i], single, 1)]
+            if i and i - 1 in self.pairs and fuse is not False:
+                ways.append((best[i - 1], self.pairs[i - 1], 0))
+            best.append(
+                min(
+                    (
+                        (before[0] + alone, before[1] + self.seconds(part), (*before[2], part))
+                        for before, part, alone in ways
+                    ),
+                    key=lambda way: way[:2] if fuse is True else way[1:2],
+                )
+            )
+        return best[-1][2]
+
+    def rejected(self, parts: Sequence[_Part], fuse: str | bool) -> tuple[tuple[str, str], ...]:
+        """The other side of every decision: pairs that were not taken, layers that were not run by themselves."""
+        taken = {part.first for part in parts if part.count == 2}
+        entries: list[tuple[str, str]] = []
+        for i in range(len(self.layers) - 1):
+            name = f"{i}+{i + 1}"
+            alone = self.single[i : i + 2]
+            methods = " and ".join(part.draft.method for part in alone)
+            nbytes = 2 * self.layers[i].out.nbytes
+            apart = f"{methods} take {sum(map(self.seconds, alone)) * 1e6:,.1f} µs by the model, and move {nbytes:,} bytes of layer[{i}]"
+            if i in self.refusals:
+                entries.append((f"fused {name}", self.refusals[i]))
+            elif i in taken:
+                entries.append((f"unfused {name}", apart))
+            else:
+                pair = self.pairs[i].draft
+                asked = "fuse=False was asked for; " if fuse is False else ""
+                entries.append((f"fused {name}", f"{asked}{pair.reason}; {pair.cost(self.gpu)}, where {apart}"))
+        return tuple(entries)
+
+
+def _converted(problem: ChainProblem) -> tuple[Layers, tuple[Conversion, ...]]:
+    """Layers in the dtypes computed with, but for intermediate images; what must be converted before for that."""
+    layers: list[ConvProblem] = []
+    conversions: list[Conversion] = []
+    for i, layer in enumerate(problem.layers):
+        layer = without_empty_inputs(layer) if i == 0 else layer
+        check_alignment(layer.arrays)
+        changed, needed = converted(layer)
+        layers.append(changed if i == 0 else replace(changed, xs=layer.xs))
+        conversions += [conversion for conversion in needed if i == 0 or conversion.buffer != layer.xs[0].name]
+    return tuple(layers), tuple(conversions)
+
+
+def _with_limit(layers: Layers, limit: int) -> Layers:
+    return tuple(replace(layer, workspace_limit=limit) for layer in layers)
+
+
+def _draft_layer(layer: ConvProblem) -> Draft:
+    """One layer by its best method; an intermediate image in another dtype than it computes with is widened first."""
+    (x, *others) = layer.xs
+    if others or x.dtype == layer.x_dtype:
+        return choose("auto", lambda method: draft_conv(method, layer), layer.gpu)[0]
+    wide = replace(x, name="widened", dtype=layer.x_dtype)
+    chosen = _draft_layer(replace(layer, xs=(wide,), workspace_limit=max(0, layer.limit - wide.nbytes)))
+    if not chosen.steps or not x.nbytes:
+        return chosen
+    return Draft(
+        chosen.method, (_widening(x, wide), *chosen.steps), (Buffer(wide.name, wide.nbytes), *chosen.workspace),
+        chosen.reason, (*chosen.notes, f"{x.name} is widened from {x.dtype} to {wide.dtype} in workspace"),
+    )  # fmt: skip
+
+
+def _widening(x: Operand, wide: Operand) -> KernelLaunch:
+    """All numbers of an image in a wider dtype: both lie in memory without gaps, so that their order is nothing to it."""
+    dtype, target = real_part(x.dtype), real_part(wide.dtype)
+    count = x.nbytes // ITEMSIZE[dtype]
+    line = Operand(wide.name, target, (1, 1, 1, 1, count), c_strides((1, 1, 1, 1, count)))
+    launch = epilogue_launch(line, Sums(Address(x.name), dtype, (0, 0, 1)))
+    return replace(launch, purpose=f"{dtype} -> {target}")
+
+
+def _draft_pair(first: ConvProblem, second: ConvProblem) -> Draft:
+    """Two layers in one kernel, or `NotApplicable`."""
+    if first.out.dtype != second.x_dtype:
+        raise NotApplicable(f"the image between is {first.out.dtype}, the second layer computes in {second.x_dtype}")
+    if first.out.nbytes == 0 or 0 in (first.geometry.reduction, second.geometry.reduction):
+        raise NotApplicable("there is nothing to sum over")
+    return draft_pair(first, second)
+
+
+def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
+    """The parts in turn, for as many samples at a time as leave the layers half of the workspace."""
+    stored = [part.last for part in parts[:-1]]
+    batch = layers[0].geometry.batch
+    size = sum(_slot_bytes(layers, stored))
+    most = batch if 2 * size <= limit else max(1, batch * (limit // 2) // size)
+    chunk = even_part(batch, most)
+    most_samples = tuple(_samples(layer, 0, chunk) for layer in layers)
+    sizes = _slot_bytes(most_samples, stored)
+    left = max(0, limit - sum(sizes))  # the last chunk too, which may have fewer samples, finds memory for the most
+    drafts: list[Draft] = []
+    for first in range(0, batch, chunk):
+        some = tuple(_samples(layer, first, min(chunk, batch - first)) for layer in layers)
+        drafts += _redrafted(_with_limit(some, left), parts) if stored else [part.draft for part in parts]
+    # Two images are alive at a time: every other one lies where the one before the last did.
+    places = {f"layer[{i}]": Address(f"layer[{stored[j % 2]}]") for j, i in enumerate(stored)}
+    joined = in_sequence("fused" if any(part.count == 2 for part in parts) else "unfused", drafts, "")
+    cut = f", {-(-batch // chunk)} chunks of {chunk} samples" if chunk < batch else ""
+    notes = tuple(f"layer[{i}] lies where layer[{stored[j]}] did" for j, i in enumerate(stored[2:]))
+    for part in parts:
+        if part.count == 2:
+            nbytes = layers[part.first].out.nbytes
+            notes += (
+                f"layer[{part.first}] is never stored: {nbytes:,} bytes of workspace, and {2 * nbytes:,} moved, are saved",
+            )
+    if sum(sizes) > limit:
+        notes += (
+            f"the images between layers take {sum(sizes):,} bytes for one sample, beyond the workspace limit of {limit:,}",
+        )
+    return Draft(
+        joined.method, tuple(relocated(step, places) for step in joined.steps),
+        (*(Buffer(f"layer[{i}]", nbytes) for i, nbytes in zip(stored, sizes)), *joined.workspace),
+        "layers " + ", ".join(replace(part, draft=draft).words for part, draft in zip(parts, drafts)) + cut, joined.notes + notes,
+    )  # fmt: skip
+
+
+def _slot_bytes(layers: Layers, stored: Sequence[int]) -> list[int]:
+    """Bytes of the memory, at most two pieces, that the stored images take turns in."""
+    sizes = [layers[i].out.nbytes for i in stored]
+    return [max(sizes[slot::2]) for slot in range(min(2, len(sizes)))]
+
+
+def _redrafted(layers: Layers, parts: Sequence[_Part]) -> list[Draft]:
+    return [
+        _draft_layer(layers[part.first]) if part.count == 1 else _draft_pair(*layers[part.first : part.last + 1])
+        for part in parts
+    ]
+
+
+def _samples(layer: ConvProblem, first: int, count: int) -> ConvProblem:
+    """The layer for some of the samples; intermediate images are as many as these."""
+    if (first, count) == (0, layer.geometry.batch):
+        return layer
+
+    def cut(image: Operand) -> Operand:
+        return image.samples(0 if image.name.startswith("layer[") else first, count)
+
+    return replace(
+        layer, geometry=replace(layer.geometry, batch=count), xs=tuple(map(cut, layer.xs)), out=cut(layer.out),
+        residual=layer.residual and cut(layer.residual),
+    )  # fmt: skip

@@ -1,0 +1,477 @@
+"""Recurrent layers on CUDA: one launch a step, or one cooperative launch for all steps.
+
+::
+
+    projection       x of all steps through weight_ih, one GEMM a direction, into `gates`
+    recurrent_step   step by step: the recurrent product, all gates, the new state     (method "step")
+    recurrent_persistent                the same, all steps at once                    (method "persistent")
+
+Both kernels write h to one half of `states` and read the other.  Where the gates of all steps pass the limit on
+workspace, the steps come in chunks, each with its projection.  A named method projects by a kernel of our own, so
+that a graph can capture the whole; "auto" may take cuBLAS.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import inf, prod
+from typing import Any
+
+from cupyconv.cuda.plan.conv import choose, draft_conv
+from cupyconv.cuda.plan.draft import Draft, in_sequence, products_seconds
+from cupyconv.cuda.plan.implicit_gemm import FIRST_MMA, arithmetics
+from cupyconv.cuda.plan.launches import GRID_Y, PACKET_BYTES, epilogue_launch
+from cupyconv.problem.activations import IDENTITY
+from cupyconv.problem.dtypes import ITEMSIZE, accumulator
+from cupyconv.problem.geometry import pointwise_geometry
+from cupyconv.problem.machine import GpuModel
+from cupyconv.problem.operands import Operand
+from cupyconv.problem.plan import Address, Buffer, Conversion, GemmCall, Kernel, KernelLaunch, LaunchLoop, Plan, Step
+from cupyconv.problem.problems import (
+    RECURRENT_METHODS,
+    ConvProblem,
+    NotApplicable,
+    RecurrentProblem,
+    check_alignment,
+    convert,
+)
+from cupyconv.problem.recurrence import RecurrentGeometry
+
+#: Threads of a block, and the 32 of a warp as 4 (samples) x 8 (units): RecurrentTile of kernels/recurrent_tile.cuh.
+THREADS, LANE_SAMPLES, LANE_UNITS = 256, 4, 8
+#: Bytes of a row of the weight that a warp takes of a K-block (STEP of kernels/recurrent_products.cuh).
+STEP_BYTES = 32
+#: Bytes behind each row of the state in shared memory (STATE_PAD there).
+STATE_PAD_BYTES = {"FMA": 16, "MMA": 32, "TF32": 16}
+#: K-blocks on their way, by whether the weight is resident.
+STAGES = {False: 3, True: 4}
+#: Rows of the weight a unit in one product: of an rnn and the last part of a gru, the first of that, a gru, an lstm.
+GATES_A_PRODUCT = (1, 2, 3, 4)
+#: Elements between two counters, each on a line of its own (APART of kernels/recurrent_persistent.cu).
+COUNTERS_APART = 32
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block's part of a step, with `samples` of each thread: the host's side of RecurrentTile."""
+
+    dtype: str
+    arithmetic: str
+    samples: int
+    resident: bool
+
+    @property
+    def macros(self) -> tuple[tuple[str, str], ...]:
+        return ("DTYPE", self.dtype), ("ARITHMETIC", self.arithmetic), ("SAMPLES", str(self.samples))
+
+    @property
+    def unit_warps(self) -> int:
+        return 4 if self.samples == 8 else 1
+
+    @property
+    def k_warps(self) -> int:
+        return THREADS // 32 // self.unit_warps
+
+    @property
+    def rows(self) -> int:
+        return LANE_SAMPLES * self.samples
+
+    @property
+    def units(self) -> int:
+        return LANE_UNITS * self.unit_warps
+
+    @property
+    def k_block(self) -> int:
+        return self.k_warps * STEP_BYTES // ITEMSIZE[self.dtype]
+
+    def shared_bytes(self, gates: int, product_gates: int, hidden: int) -> int:
+        """Stages, or partial sums in their place, and behind them the resident rows of all gates."""
+        item, sums = ITEMSIZE[self.dtype], ITEMSIZE[accumulator(self.dtype)]
+        weight = PACKET_BYTES if self.resident else product_gates * self.units * (self.k_block * item + PACKET_BYTES)
+        stage = weight + self.rows * (self.k_block * sums + STATE_PAD_BYTES[self.arithmetic])
+        partial = self.k_warps * product_gates * self.rows * self.units * sums
+        columns = -(-hidden // self.k_block) * self.k_block
+        resident = self.resident * gates * self.units * (columns * item + PACKET_BYTES)
+        return max(STAGES[self.resident] * stage, partial) + resident
+
+
+def recurrent_tiles(dtype: str, resident: bool, gpu: GpuModel, allow_tf32: bool = False) -> tuple[Tile, ...]:
+    """What a GPU may be asked for: tensor cores where it has them for 16-bit types and TF32, else CUDA cores."""
+    tensor_cores = ITEMSIZE[dtype] == 2 or (dtype == "float32" and allow_tf32)
+    if tensor_cores and gpu.capability >= FIRST_MMA[dtype]:
+        arithmetic, samples = "MMA" if ITEMSIZE[dtype] == 2 else "TF32", (4,) if resident else (4, 8)
+    else:  # eight samples of four gates in float64 pass the registers
+        arithmetic, samples = "FMA", (1, 4) if resident else (4,) if dtype == "float64" else (4, 8)
+    return tuple(Tile(dtype, arithmetic, count, resident) for count in samples)
+
+
+def plan_recurrent(problem: RecurrentProblem) -> Plan:
+    """The plan for ``problem.method``; ValueError where a named method does not apply."""
+    check_alignment(problem.arrays)
+    problem, conversions = _converted(problem)
+    problem = problem.sharing_with(conversions)
+    layer = _Layer(problem)
+    chosen, rejected = choose(problem.method, layer.draft, problem.gpu, RECURRENT_METHODS)
+    result = f"{problem.dtype} {problem.out.shape}"
+    return chosen.plan(problem, str(problem.geometry), result, rejected, conversions, problem.notes)
+
+
+def _converted(problem: RecurrentProblem) -> tuple[RecurrentProblem, tuple[Conversion, ...]]:
+    """Arguments in the result's dtype, and what must be converted for that."""
+    conversions: list[Conversion] = []
+    names = ("x", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "h0", "c0", "peephole")
+    given = {name: getattr(problem, name) for name in names}
+    same: dict[str, Any] = {name: array and convert(array, problem.dtype, conversions) for name, array in given.items()}
+    return replace(problem, **same), tuple(conversions)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Steps whose gates are in memory together, counted as they are processed."""
+
+    first: int
+    count: int
+
+    def time(self, sign: int, steps: int) -> int:
+        """The earliest of its times in a direction."""
+        return self.first if sign > 0 else steps - self.first - self.count
+
+
+class _Layer:
+    """What both methods share of a plan."""
+
+    def __init__(self, problem: RecurrentProblem) -> None:
+        geometry = problem.geometry
+        self.problem, self.gpu, self.geometry = problem, problem.gpu, geometry
+        self.dtype, self.computed = problem.dtype, accumulator(problem.dtype)
+        self.kept = {operand.name: operand for operand in problem.kept}
+        #: Gates of a step's recurrent products, one after the other.
+        self.products = (2, 1) if geometry.cell == "gru" and not geometry.linear_before_reset else (geometry.gates,)
+        #: Elements of the gates of one direction and step.
+        self.gates_a_step = geometry.batch * geometry.gates * geometry.hidden
+
+    def draft(self, method: str) -> Draft:
+        """One method, or NotApplicable."""
+        if 0 in (self.geometry.batch, self.geometry.hidden):
+            return Draft(method, (), reason="the result is empty")
+        if method == "persistent" or self.geometry.steps != 1:
+            return self._sequence(method)
+        try:
+            single = self._single_step()
+        except NotApplicable:
+            return self._sequence(method)
+        drafts = [single]
+        with suppress(NotApplicable):
+            drafts.append(self._sequence(method))
+        return min(drafts, key=lambda draft: draft.cost(self.gpu).seconds)
+
+    def _single_step(self) -> Draft:
+        """A sequence of one step, whose kernel multiplies the inputs too."""
+        tile = recurrent_tiles(self.dtype, False, self.gpu, self.problem.allow_tf32)[0]
+        launches = self._launches("step", tile, self._tiles(tile), _Chunk(0, 1), 1, projected=False)
+        workspace = self._state_buffers(0) + (self._gates_buffer(1) if len(self.products) > 1 else [])
+        needed = sum(buffer.space for buffer in workspace)
+        if needed > self.problem.limit:
+            raise NotApplicable(f"a step needs {needed:,} bytes of workspace, the limit is {self.problem.limit:,}")
+        words = f"one step, which projects its inputs, blocks of {tile.rows} samples x {tile.units} units"
+        return Draft("step", launches, tuple(workspace), words, self._notes())
+
+    def _sequence(self, method: str) -> Draft:
+        """Projections, and what runs through their steps."""
+        tile, grid, words = self._step_tile() if method == "step" else self._persistent_tile()
+        workspace = self._state_buffers(rows_that_wait=prod(grid[1:]) if method == "persistent" else 0)
+        chunks, projections = self._projections(sum(buffer.space for buffer in workspace))
+        steps: list[Step] = []
+        for chunk, projection in zip(chunks, projections):
+            steps += projection.steps
+            launches = self._launches(method, tile, grid, chunk, chunks[0].count)
+            if method == "step":
+                steps.append(LaunchLoop(launches, max(chunk.count, 1), "step", chunk.first))
+            else:
+                steps += [_zeros(workspace[-1]), *launches]
+        shared = max((buffer.nbytes for draft in projections for buffer in draft.workspace), default=0)
+        workspace += self._gates_buffer(chunks[0].count) + [Buffer("workspace", shared)] * bool(shared)
+        words += f", in {len(chunks)} chunks of {chunks[0].count} steps" * (len(chunks) > 1)
+        words += "".join(f"; projected by {draft.method}, {draft.reason}" for draft in projections[:1])
+        notes = list(dict.fromkeys(note for draft in projections for note in draft.notes))
+        if not self._instructions():
+            notes.append(
+                f"cuBLAS projects, which no graph captures: {self.gpu.arch} has no matrix instructions for {self.dtype}"
+            )
+        return Draft(method, tuple(steps), tuple(workspace), words, (*notes, *self._notes()))
+
+    # Which blocks.
+
+    def _tiles(self, tile: Tile) -> tuple[int, int, int]:
+        geometry = self.geometry
+        rows = -(-geometry.batch // tile.rows)
+        if rows > GRID_Y:
+            raise NotApplicable(f"{geometry.batch:,} samples are more than a grid has blocks for")
+        return -(-geometry.hidden // tile.units), rows, geometry.directions
+
+    def _step_tile(self) -> tuple[Tile, tuple[int, int, int], str]:
+        tiles = recurrent_tiles(self.dtype, False, self.gpu, self.problem.allow_tf32)
+        tile = min(tiles, key=lambda tile: self._seconds(tile, self._tiles(tile)))
+        launches = "one launch" if len(self.products) == 1 else f"{len(self.products)} launches"
+        return tile, self._tiles(tile), f"{launches} a step, blocks of {tile.rows} samples x {tile.units} units"
+
+    def _persistent_tile(self) -> tuple[Tile, tuple[int, int, int], str]:
+        """The quickest tile whose blocks fit on the GPU all at once, one a multiprocessor."""
+        gpu, geometry = self.gpu, self.geometry
+        fitting, reasons = [], []
+        for tile in recurrent_tiles(self.dtype, True, gpu, self.problem.allow_tf32):
+            columns, tiles, directions = self._tiles(tile)
+            needed = tile.shared_bytes(geometry.gates, max(self.products), geometry.hidden)
+            if needed > gpu.shared_bytes:
+                reasons.append(
+                    f"with the weight's rows of {tile.units} units a block takes {needed:,} bytes of shared memory,"
+                    f" there are {gpu.shared_bytes:,}"
+                )
+            elif columns * directions > gpu.multiprocessors:
+                reasons.append(
+                    f"{columns * directions} blocks of {tile.units} units have to run at once,"
+                    f" there are {gpu.multiprocessors} multiprocessors"
+                )
+            else:
+                rows = min(tiles, gpu.multiprocessors // (columns * directions))
+                fitting.append((tile, (columns, -(-tiles // -(-tiles // rows)), directions)))
+        if not fitting:
+            raise NotApplicable(reasons[-1])
+        tile, grid = min(fitting, key=lambda entry: self._seconds(*entry))
+        passes = -(-self._tiles(tile)[1] // grid[1])
+        words = f"one launch for all steps, blocks of {tile.rows} samples x {tile.units} units"
+        return tile, grid, words + f", {passes} times a step" * (passes > 1)
+
+    def _seconds(self, tile: Tile, grid: tuple[int, int, int]) -> float:
+        """Of the products of one step."""
+        passes = -(-self._tiles(tile)[1] // grid[1])
+        return products_seconds(prod(grid), passes * self._flops_a_block(tile), dict(tile.macros), self.gpu)
+
+    def _flops_a_block(self, tile: Tile) -> int:
+        return 2 * tile.rows * tile.units * self.geometry.gates * self.geometry.hidden
+
+    # Memory.
+
+    def _state_buffers(self, rows_that_wait: int) -> list[Buffer]:
+        """What does not depend on the number of steps in a chunk; counters come last."""
+        geometry = self.geometry
+        state = geometry.directions * geometry.batch * geometry.hidden * ITEMSIZE[self.computed]
+        buffers = []
+        if geometry.steps > 1:
+            buffers.append(Buffer("states", 2 * state))
+        if geometry.steps > 1 and geometry.cell == "lstm":
+            buffers.append(Buffer("cell state", state))
+        if len(self.products) > 1 and "candidate" not in self.kept:
+            buffers.append(Buffer("reset state", state))
+        if rows_that_wait:
+            buffers.append(Buffer("counters", rows_that_wait * COUNTERS_APART * ITEMSIZE["float32"]))
+        return buffers
+
+    def _gates_bytes(self, count: int) -> int:
+        """Of `count` steps, in workspace."""
+        kept = "gates" in self.kept
+        return 0 if kept else count * self.geometry.directions * self.gates_a_step * ITEMSIZE[self.computed]
+
+    def _gates_buffer(self, count: int) -> list[Buffer]:
+        return [Buffer("gates", self._gates_bytes(count))] * bool(self._gates_bytes(count))
+
+    def _projections(self, taken: int) -> tuple[list[_Chunk], list[Draft]]:
+        """Chunks of as many steps as fit into what is left of the workspace, and the projection of each."""
+        steps = self.geometry.steps
+        left = self.problem.limit - taken - 2 * Plan.ALIGNMENT
+        parts = 1
+        while True:
+            count = -(-steps // parts)
+            chunks = [_Chunk(first, min(count, steps - first)) for first in range(0, steps, max(1, count))]
+            limit = left - self._gates_bytes(count)
+            try:
+                if limit < 0:
+                    raise NotApplicable(f"{-limit:,} bytes are lacking")
+                return chunks or [_Chunk(0, 0)], [self._projection(chunk, count, limit) for chunk in chunks] or [
+                    Draft("", ())
+                ]
+            except NotApplicable as refusal:
+                if count <= 1 or not self._gates_bytes(count):
+                    limit_words = f"a step does not fit into {self.problem.limit:,} bytes of workspace"
+                    raise NotApplicable(f"{limit_words}: {refusal}") from None
+                parts = min(steps, 2 * parts)
+
+    # Steps of the plan.
+
+    def _projection(self, chunk: _Chunk, stride: int, limit: int) -> Draft:
+        """A chunk's inputs through their weight, direction by direction, with `stride` steps of gates in each."""
+        drafts = []
+        for d in range(self.geometry.directions):
+            conv = self._projection_problem(d, chunk, stride, limit)
+            candidates, refusals = [], []
+            for method in self._projecting_methods():
+                try:
+                    candidates.append(draft_conv(method, conv))
+                except NotApplicable as refusal:
+                    refusals.append(refusal)
+            if not candidates:
+                raise refusals[-1]
+            drafts.append(min(candidates, key=lambda draft: draft.cost(self.gpu).seconds))
+        named = [replace(draft, steps=tuple(map(_as_projection, draft.steps))) for draft in drafts]
+        return in_sequence(drafts[0].method, named, drafts[0].reason)
+
+    def _projecting_methods(self) -> tuple[str, ...]:
+        """Of a convolution, as which the inputs are projected."""
+        if not self._instructions():
+            return ("gemm",)
+        return ("implicit_gemm", "gemm") if self.problem.method == "auto" else ("implicit_gemm",)
+
+    def _instructions(self) -> bool:
+        """Whether this GPU has any for a kernel of our own that projects."""
+        return bool(arithmetics(self.dtype, self.gpu, self.problem.allow_tf32))
+
+    def _projection_problem(self, d: int, chunk: _Chunk, stride: int, limit: int) -> ConvProblem:
+        """A convolution of one tap: pixels are (time, sample), channels the inputs, outputs the gates."""
+        problem, geometry = self.problem, self.geometry
+        x, weight, rows = problem.x, problem.weight_ih, geometry.gates * geometry.hidden
+        time, count, batch = chunk.time(geometry.signs[d], geometry.steps), chunk.count, geometry.batch
+        if "gates" in self.kept:
+            gates, first = self.kept["gates"], d * geometry.steps + time
+        else:
+            gates, first = Operand("gates", self.computed, (), ()), d * stride
+        return ConvProblem(
+            geometry=pointwise_geometry({x.name: (1, geometry.inputs, count, batch)}, (rows, geometry.inputs)),
+            xs=(x.view((1, geometry.inputs, 1, count, batch), (0, x.strides[2], 0, *x.strides[:2]), time * x.strides[0]),),
+            weight=weight.view((rows, geometry.inputs, 1, 1, 1), (*weight.strides[1:], 0, 0, 0), d * weight.strides[0]),
+            out=gates.view((1, rows, 1, count, batch), (0, 1, 0, self.gates_a_step, rows), first * self.gates_a_step),
+            x_dtype=self.dtype, weight_dtype=self.dtype, machine=self.gpu, workspace_limit=limit,
+            allow_tf32=problem.allow_tf32, method=problem.method,
+        )  # fmt: skip
+
+    def _launches(
+        self, method: str, tile: Tile, grid: tuple[int, int, int], chunk: _Chunk, stride: int, *, projected: bool = True
+    ) -> tuple[KernelLaunch, ...]:
+        """The launches of one step, or the one of all of a chunk's steps."""
+        geometry, persistent = self.geometry, method == "persistent"
+        steps = max(chunk.count, 1) if persistent else 1
+        reduction = geometry.hidden + (0 if projected else geometry.inputs)
+        products = 2 * geometry.directions * geometry.batch * geometry.hidden * reduction
+        weights = self.problem.weight_hh.nbytes + (0 if projected else self.problem.weight_ih.nbytes)
+        state = geometry.directions * geometry.batch * geometry.hidden * ITEMSIZE[self.computed]
+        gates = geometry.directions * self.gates_a_step * ITEMSIZE[self.computed]
+        purposes = (
+            ("r, z and the reset state", "n and the new state")
+            if len(self.products) > 1
+            else ("product, gates, state",)
+        )
+        return tuple(
+            KernelLaunch(
+                Kernel(f"recurrent_{method}", (*tile.macros, ("GATES", str(count)))),
+                grid,
+                THREADS,
+                self._params(chunk, stride, persistent, count, projected),
+                shared_bytes=tile.shared_bytes(geometry.gates, count, geometry.hidden),
+                purpose=purpose + " of all steps" * persistent,
+                bytes_moved=weights * (geometry.gates if persistent else count) // geometry.gates + steps * (gates + 3 * state),
+                flops=steps * products * (geometry.gates if persistent else count),
+                cooperative=persistent,
+            )
+            for count, purpose in zip(self.products[: 1 if persistent else None], purposes)
+        )  # fmt: skip
+
+    def _params(
+        self, chunk: _Chunk, stride: int, persistent: bool, gates: int, projected: bool
+    ) -> tuple[tuple[str, Any], ...]:
+        """The C++ struct RecurrentParams."""
+        problem, geometry = self.problem, self.geometry
+        lengths, y, state = problem.lengths, problem.out, geometry.batch * geometry.hidden
+        kept_gates, beside = self.kept.get("gates"), self.kept.get("cells", self.kept.get("candidate"))
+        in_memory = geometry.steps > 0 and (kept_gates or projected or len(self.products) > 1)
+        gates_at = Address(kept_gates.name if kept_gates else "gates") if in_memory else None
+        first = [0 if kept_gates else chunk.time(sign, geometry.steps) for sign in geometry.signs]
+        two_products = len(self.products) > 1
+        clip = inf if geometry.clip is None else geometry.clip
+        return (
+            ("weight", _strided(problem.weight_hh)),
+            ("x", (None, 0, 0, 0) if projected else _strided(problem.x)),
+            ("weight_ih", (None, 0, 0, 0) if projected else _strided(problem.weight_ih)),
+            ("bias_ih", _strided(problem.bias_ih)),
+            ("bias_hh", _strided(problem.bias_hh)),
+            ("peephole", _strided(problem.peephole)),
+            ("h0", _strided(problem.h0)),
+            ("c0", _strided(problem.c0)),
+            ("h", _strided(problem.h)),
+            ("c", _strided(problem.c)),
+            ("y", (Address(y.name, y.offset), geometry.hidden * y.strides[2], y.strides[1], y.strides[2])),
+            ("y_step", y.strides[0]),
+            ("lengths", lengths and Address(lengths.name, lengths.offset)),
+            ("lengths_stride", lengths.strides[0] if lengths else 0),
+            ("gates", gates_at),
+            ("gates_d", (geometry.steps if kept_gates else stride) * self.gates_a_step),
+            ("gates_t", self.gates_a_step),
+            ("beside", Address(beside.name) if beside else Address("reset state") if two_products else None),
+            ("beside_d", (geometry.steps if beside else 1) * state),
+            ("beside_t", state if beside else 0),
+            ("states", Address("states") if geometry.steps > 1 else None),
+            ("cells", Address("cell state") if geometry.steps > 1 and geometry.cell == "lstm" else None),
+            ("counters", Address("counters") if persistent else None),
+            ("activation", gate_activations(geometry)),
+            ("clip", clip),
+            ("steps", geometry.steps),
+            ("batch", geometry.batch),
+            ("inputs", geometry.inputs),
+            ("hidden", geometry.hidden),
+            ("step", chunk.first),
+            ("count", max(chunk.count, 1)),
+            ("first", first),
+            ("backward", [int(sign < 0) for sign in geometry.signs]),
+            ("gates_a_unit", geometry.gates),
+            ("is_candidate", int(two_products and (persistent or gates == 1))),
+            ("keeps_gates", int(bool(kept_gates) or two_products)),
+            ("input_forget", int(geometry.input_forget)),
+            ("lengths_wide", int(lengths is not None and lengths.dtype == "int64")),
+            ("weight_packet", _packet(problem.weight_hh)),
+            ("weight_ih_packet", _packet(problem.weight_ih)),
+            ("states_packed", int(state // geometry.batch * ITEMSIZE[self.computed] % PACKET_BYTES == 0)),
+        )
+
+    def _notes(self) -> tuple[str, ...]:
+        weight = self.problem.weight_hh
+        if _packet(weight) == PACKET_BYTES:
+            return ()
+        access = "scalar access" if not _packet(weight) else f"accesses of {_packet(weight)} bytes"
+        return (f"{weight.name}: its rows are no whole number of aligned {PACKET_BYTES}-byte packets: {access}",)
+
+
+def _packet(weight: Operand) -> int:
+    """Bytes of the packets that the rows of a weight are whole numbers of, aligned: 16, or 4 and at least an element."""
+    for nbytes in (PACKET_BYTES, max(4, weight.itemsize)):
+        width = nbytes // weight.itemsize
+        whole = all(number % width == 0 for number in (weight.shape[2], *weight.strides[:2]))
+        if whole and (weight.strides[2] == 1 or weight.shape[2] == 1) and weight.alignment >= nbytes:
+            return nbytes
+    return 0
+
+
+def _strided(operand: Operand | None) -> tuple[Any, ...]:
+    """The C++ struct Strided; an array of two axes (directions, rows) has the rows along the last."""
+    if operand is None:
+        return None, 0, 0, 0
+    across = operand.strides[1] if len(operand.strides) == 3 else 0
+    return Address(operand.name, operand.offset), operand.strides[0], across, operand.strides[-1]
+
+
+def gate_activations(geometry: RecurrentGeometry) -> tuple[tuple[float, float, int], ...]:
+    """The C++ struct GateActivation, three times for each direction."""
+    each = [activation for group in geometry.activations for activation in (*group, IDENTITY, IDENTITY)[:3]]
+    return tuple((*(activation.bounds or (activation.alpha, activation.beta)), activation.code) for activation in each)
+
+
+def _as_projection(step: Step) -> Step:
+    """The step as `explain` names it."""
+    if isinstance(step, GemmCall) or (isinstance(step, KernelLaunch) and step.kernel.name == "implicit_gemm"):
+        return replace(step, purpose="projection of the inputs")
+    return step
+
+
+def _zeros(buffer: Buffer) -> KernelLaunch:
+    """Counters begin at 0, whose bits are those of the number 0."""
+    count = buffer.nbytes // ITEMSIZE["float32"]
+    counters = Operand(buffer.name, "float32", (1, count, 1, 1, 1), (0, 1, 0, 0, 0))
+    return replace(epilogue_launch(counters), purpose="counters from 0")

@@ -1,0 +1,256 @@
+"""Every kernel variant that planning can ask for, as a list: to compile, to check, to warm a cache with.
+
+A variant is a kernel and its macros.  The list is written from the tables that ``launches.py`` chooses
+from; a test plans a broad product of problems and finds every kernel of every plan in it.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+from cupyconv.cuda.plan.conv_pair import FIRST_PAIR
+from cupyconv.cuda.plan.implicit_gemm import arithmetics, tiles
+from cupyconv.cuda.plan.launches import (
+    ANY_KERNEL,
+    DEPTHWISE_KERNELS,
+    DIRECT_TILE,
+    GROUPED_DEPTHWISE_KERNELS,
+    MERGE_TILES,
+    PACKET_BYTES,
+    PROLOGUE_DEPTHWISE_KERNELS,
+    PROLOGUE_MERGE_TILE,
+    WEIGHT_GRADIENT_OUTPUTS,
+    merge_tile,
+)
+from cupyconv.cuda.plan.recurrence import GATES_A_PRODUCT, Tile, recurrent_tiles
+from cupyconv.cuda.plan.recurrent_gradient import CELLS
+from cupyconv.planning.pooling import CHANNELS
+from cupyconv.problem.dtypes import ITEMSIZE, accumulator, is_complex, real_part
+from cupyconv.problem.geometry import pointwise_geometry
+from cupyconv.problem.machine import KNOWN_GPUS, known_gpu
+from cupyconv.problem.plan import Kernel
+
+#: Kernels of pooling, alike in their macros.
+POOLING = ("max_pool", "max_pool_gradient")
+#: Kernels of a recurrent layer's gradients.
+RECURRENT_GRADIENT = ("recurrent_gradient", "recurrent_inputs")
+#: Of recurrent layers, by whether the weight stays in shared memory.
+RECURRENT = {False: "recurrent_step", True: "recurrent_persistent"}
+
+
+def is_fast(kernel: Kernel) -> bool:
+    """Whether speed is the reason the variant exists, so that a register spilled to memory defeats it.
+
+    direct, transposed and col2im are for generality: there a few bytes spilled cost little beside the scattered access.
+    """
+    fast = ("merge", "im2col", "epilogue", "epilogue_grad", "prologue_grad", "depthwise", "implicit_gemm", "conv_pair")
+    return kernel.name in (*fast, *POOLING, *RECURRENT.values(), *RECURRENT_GRADIENT)
+
+
+def is_planned(kernel: Kernel, capability: int) -> bool:
+    """Whether GPUs of this compute capability have the instructions for a variant, so that planning may ask for it.
+
+    The others compile there too, to code that stops with an error.
+    """
+    macros, gpu = dict(kernel.macros), known_gpu(f"sm_{capability}")
+    if kernel.name in RECURRENT.values():
+        resident = kernel.name == RECURRENT[True]
+        return any(
+            macros["ARITHMETIC"] == tile.arithmetic
+            for tf32 in (False, True)
+            for tile in recurrent_tiles(macros["DTYPE"], resident, gpu, tf32)
+        )
+    if kernel.name == "conv_pair":
+        return capability >= FIRST_PAIR[macros["DTYPE"]]
+    if kernel.name != "implicit_gemm":
+        return True
+    return any(macros["ARITHMETIC"] in arithmetics(macros["DTYPE"], gpu, tf32) for tf32 in (False, True))
+
+
+DTYPES = tuple(ITEMSIZE)
+FOLDS = (0, 1)
+PROLOGUES: tuple[dict[str, object], ...] = ({}, {"PROLOGUE": 1})
+REAL_DTYPES = tuple(dtype for dtype in DTYPES if not is_complex(dtype))
+
+
+def all_variants() -> tuple[Kernel, ...]:
+    """All variants; ``cupyconv info`` counts them.
+
+    The number is bounded because nothing of a problem's size reaches a macro: only dtypes, and tile
+    and packet widths from short tables.
+    """
+    return (
+        *_merge_variants(),
+        *_direct_variants("direct"),
+        *_direct_variants("direct", PROLOGUE=1),
+        *(variant for folds in FOLDS for variant in _direct_variants("transposed", FOLDS=folds)),
+        *(
+            _kernel("depthwise", DTYPE=dtype, KERNEL=kernel, STRIDE=stride, **prologue)
+            for dtype in REAL_DTYPES
+            for prologue in PROLOGUES
+            for kernel, stride in (*(PROLOGUE_DEPTHWISE_KERNELS if prologue else DEPTHWISE_KERNELS), ANY_KERNEL)
+        ),
+        *(
+            _kernel("depthwise", DTYPE=dtype, KERNEL=kernel, STRIDE=stride, GROUPED=1)
+            for dtype in REAL_DTYPES
+            for kernel, stride in GROUPED_DEPTHWISE_KERNELS
+        ),
+        *(
+            _kernel("im2col", DTYPE=f"bits{8 * itemsize}", WIDTH=width)
+            for itemsize in sorted(set(ITEMSIZE.values()))
+            for width in packet_widths(itemsize)
+        ),
+        *(
+            _kernel("im2col", DTYPE=dtype, WIDTH=width, PROLOGUE=1)
+            for dtype in DTYPES
+            for width in packet_widths(ITEMSIZE[dtype])
+        ),
+        *_col2im_variants(),
+        *(_kernel(name, DTYPE=dtype, CHANNELS=CHANNELS) for name in POOLING for dtype in REAL_DTYPES),
+        *_epilogue_variants(),
+        *_epilogue_grad_variants(),
+        *(
+            _kernel("prologue_grad", DTYPE=dtype, WIDTH=width)
+            for dtype in DTYPES
+            for width in packet_widths(ITEMSIZE[dtype])
+        ),
+        *(_kernel("pack_weight", DTYPE=f"bits{8 * size}") for size in sorted({ITEMSIZE[d] for d in REAL_DTYPES})),
+        *_implicit_gemm_variants(),
+        *(
+            _kernel("conv_pair", DTYPE=dtype, FIRST=first, SECOND=second)
+            for dtype in REAL_DTYPES
+            for first, second in product(("DENSE", "DEPTHWISE"), repeat=2)
+        ),
+        *_weight_gradient_variants(),
+        *_recurrent_variants(),
+        *_recurrent_gradient_variants(),
+    )
+
+
+def packet_widths(itemsize: int) -> tuple[int, ...]:
+    """Elements that a thread may move at once: 16 bytes of them, or one."""
+    return tuple(dict.fromkeys((PACKET_BYTES // itemsize, 1)))
+
+
+def _merge_variants() -> list[Kernel]:
+    return [
+        _kernel("merge", DTYPE=dtype, TILE=tile, PACKET=packet, **prologue)
+        for dtype in REAL_DTYPES
+        for prologue in PROLOGUES
+        for tile in ([PROLOGUE_MERGE_TILE] if prologue else _merge_tiles(dtype))
+        for packet in packet_widths(ITEMSIZE[dtype])
+    ]
+
+
+def _merge_tiles(dtype: str) -> list[int]:
+    """What `merge_tile` answers for one to many outputs; fewer that fit are among the same answers."""
+    geometries = (pointwise_geometry({"x": (1, 1)}, (outputs, 1)) for outputs in range(1, max(MERGE_TILES) + 1))
+    tiles = {merge_tile(geometry, dtype) for geometry in geometries}
+    return sorted(tile for tile in tiles if tile is not None)
+
+
+def _direct_variants(name: str, **macros: object) -> list[Kernel]:
+    """Image and weight are of the result's dtype, or one of them is real beside a complex result."""
+    return [
+        _kernel(name, X_DTYPE=x, W_DTYPE=weight, Y_DTYPE=result, TILE=DIRECT_TILE, **macros)
+        for result in DTYPES
+        for x, weight in dict.fromkeys(product((result, real_part(result)), repeat=2))
+        if result in (x, weight)
+    ]
+
+
+def _col2im_variants() -> list[Kernel]:
+    """Columns in the result's dtype, or as a GEMM leaves them: in the accumulator's, or in two real planes.
+
+    The first come from `col2im`, whose padding is zeros.
+    """
+    return [
+        _kernel("col2im", SUM_DTYPE=columns, Y_DTYPE=result, FOLDS=folds)
+        for result in DTYPES
+        for columns in dict.fromkeys((result, accumulator(result), real_part(accumulator(result))))
+        for folds in FOLDS
+        if not folds or ITEMSIZE[columns] > 2
+    ]
+
+
+def _weight_gradient_variants() -> list[Kernel]:
+    """Image and gradient are of the result's dtype, or one of them is real beside a complex result."""
+    return [
+        _kernel("weight_gradient", X_DTYPE=x, G_DTYPE=grad, Y_DTYPE=result, OUTPUTS=outputs, **prologue)
+        for prologue in PROLOGUES
+        for result in DTYPES
+        for x, grad in dict.fromkeys(product((result, real_part(result)), repeat=2))
+        if result in (x, grad)
+        for outputs in (WEIGHT_GRADIENT_OUTPUTS[1:] if prologue else WEIGHT_GRADIENT_OUTPUTS)
+    ]
+
+
+def _epilogue_variants() -> list[Kernel]:
+    """Sums come in the accumulator's dtype, a complex one whole or in two real planes; or an image is widened."""
+    narrower = {"float32": ("float16", "bfloat16"), "float64": ("float16", "bfloat16", "float32")}
+    return [
+        _kernel("epilogue", SUM_DTYPE=sums, Y_DTYPE=result, WIDTH=width)
+        for result in DTYPES
+        for sums in dict.fromkeys((accumulator(result), real_part(accumulator(result)), *narrower.get(result, ())))
+        for width in packet_widths(ITEMSIZE[result])
+    ]
+
+
+def _epilogue_grad_variants() -> list[Kernel]:
+    """Packets along pixels, along channels, or none."""
+    return [
+        _kernel("epilogue_grad", DTYPE=dtype, WIDTH=width, ALONG_CHANNELS=along_channels)
+        for dtype in DTYPES
+        for width in packet_widths(ITEMSIZE[dtype])
+        for along_channels in ((0, 1) if width > 1 else (0,))
+    ]
+
+
+def _implicit_gemm_variants() -> list[Kernel]:
+    """Every arithmetic of a dtype on any GPU, every tile, both ways to gather; with a prologue one of each."""
+    of_dtype = [(dtype, arithmetic) for dtype in REAL_DTYPES for arithmetic in _arithmetics(dtype)]
+    return [
+        *(
+            _kernel("implicit_gemm", DTYPE=dtype, ARITHMETIC=arithmetic, TILE=tile, GATHER=gather)
+            for dtype, arithmetic in of_dtype
+            for tile in tiles(dtype)
+            for gather in ("ALONG_PIXELS", "ALONG_CHANNELS")
+        ),
+        *(
+            _kernel("implicit_gemm", DTYPE=dtype, ARITHMETIC=arithmetic, TILE=tile, GATHER="ALONG_PIXELS", PROLOGUE=1)
+            for dtype, arithmetic in of_dtype
+            for tile in tiles(dtype, has_prologue=True)
+        ),
+    ]
+
+
+def _recurrent_gradient_variants() -> list[Kernel]:
+    return [
+        *(_kernel("recurrent_gradient", DTYPE=dtype, CELL=cell) for dtype in REAL_DTYPES for cell in CELLS.values()),
+        *(_kernel("recurrent_inputs", DTYPE=dtype) for dtype in REAL_DTYPES),
+    ]
+
+
+def _recurrent_variants() -> list[Kernel]:
+    """Every tile of a dtype on any GPU, for each number of gates of a product."""
+    return [
+        Kernel(name, (*tile.macros, ("GATES", str(gates))))
+        for resident, name in RECURRENT.items()
+        for dtype in REAL_DTYPES
+        for tile in _recurrent_tiles(dtype, resident)
+        for gates in GATES_A_PRODUCT
+    ]
+
+
+def _recurrent_tiles(dtype: str, resident: bool) -> tuple[Tile, ...]:
+    answers = product(KNOWN_GPUS.values(), (False, True))
+    return tuple(dict.fromkeys(tile for gpu, tf32 in answers for tile in recurrent_tiles(dtype, resident, gpu, tf32)))
+
+
+def _arithmetics(dtype: str) -> list[str]:
+    answers = (arithmetics(dtype, gpu, tf32) for gpu in KNOWN_GPUS.values() for tf32 in (False, True))
+    return sorted({name for answer in answers for name in answer})
+
+
+def _kernel(name: str, **macros: object) -> Kernel:
+    return Kernel(name, tuple((macro, str(value)) for macro, value in macros.items()))

@@ -1,0 +1,93 @@
+"""The seam between the CUDA backend and a GPU: the few things a plan needs of a device.
+
+Two implementations exist: `cupy_device.CupyDevice`, and a device in the tests that compiles the same
+kernels for the host.  Everything above this line is executed by every test run, GPU or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from cupyconv.problem.plan import Kernel
+
+
+class GemmArguments(NamedTuple):
+    """The arguments of ``cublasGemmStridedBatchedEx``, in its order and its terms: column-major.
+
+    `alpha` and `beta` are addresses on the host, `a`, `b` and `c` on the device; types are cudaDataType_t
+    and cublasComputeType_t; an operation is 0 (none) or 1 (transpose); strides count elements.
+    """
+
+    transa: int
+    transb: int
+    m: int
+    n: int
+    k: int
+    alpha: int
+    a: int
+    a_type: int
+    lda: int
+    stride_a: int
+    b: int
+    b_type: int
+    ldb: int
+    stride_b: int
+    beta: int
+    c: int
+    c_type: int
+    ldc: int
+    stride_c: int
+    batch: int
+    compute_type: int
+
+
+class Device(Protocol):
+    """One CUDA device, as the backend sees it.  All work is enqueued on the caller's current stream."""
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Make this device the current one for the length of a ``with`` block."""
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """An uninitialised C-ordered array of this device's array type."""
+
+    def empty_in_graph(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """The same while a graph is captured: memory that the graph itself allocates and frees at every launch."""
+
+    def from_host(self, array: np.ndarray) -> Any:
+        """A copy of an array in the host's memory."""
+
+    def convert(self, array: Any, dtype: np.dtype) -> Any:
+        """`array` in another dtype, C-ordered."""
+
+    def pointer(self, array: Any) -> int:
+        """The address of the array's first element (index 0 along every axis)."""
+
+    def signature(self, arrays: Sequence[Any]) -> Hashable:
+        """What the device, dtypes and layouts of arrays are: where equal, a plan for the one is a plan for the other."""
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream records a graph instead of running what it gets."""
+
+    def load(self, kernel: Kernel, shared_bytes: int) -> Any:
+        """The kernel compiled for this device, as `launch` takes it, allowed that much dynamic shared memory."""
+
+    def argument(self, params: np.ndarray) -> Any:
+        """`params`, one element of plain bytes, as `launch` takes it: by reference, read when a launch is enqueued."""
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, int, int], block: int, params: Any, shared_bytes: int, cooperative: bool
+    ) -> None:
+        """Launch what `load` gave; its only parameter is what `argument` made, passed by value.
+
+        The blocks of a `cooperative` launch are all on the GPU at once, or the launch fails.
+        """
+
+    def gemm_strided_batched(self, arguments: GemmArguments) -> None:
+        """``cublasGemmStridedBatchedEx`` with the library's default algorithm."""
+
+    def annotated(self, label: str, function: Callable[[Any], None]) -> Callable[[Any], None]:
+        """`function`, shown by profilers as a range with this label; itself unless that was asked for."""

@@ -1,0 +1,161 @@
+"""Run a plan on a device: workspace, launches and GEMM calls, enqueued in order, nothing waited for.
+
+What does not change from call to call is done once, when a plan is prepared: kernels are loaded, parameter
+structs packed, GEMM arguments listed.  A run looks up where its buffers are and writes the addresses in.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cupyconv.cuda.run.device import Device, GemmArguments
+from cupyconv.cuda.run.parameters import BoundParameters, PackedParameters
+from cupyconv.problem.dtypes import dtype_from_name, is_complex
+from cupyconv.problem.plan import GemmCall, KernelLaunch, LaunchLoop, Matrix, Plan, Step
+
+#: cudaDataType_t
+_DATA_TYPE = {"float32": 0, "float64": 1, "float16": 2, "complex64": 4, "complex128": 5, "bfloat16": 14}
+#: cublasComputeType_t, and the host type of alpha and beta
+_COMPUTE_TYPE = {"float32": 68, "tf32": 77, "float64": 70}
+
+_NO_TRANSPOSE, _TRANSPOSE, _CONJUGATE_TRANSPOSE = 0, 1, 2
+
+_BYTES = np.dtype(np.uint8)
+
+
+class PreparedPlan:
+    """A plan with all done that a repeated call need not do again."""
+
+    def __init__(self, plan: Plan, device: Device) -> None:
+        self.plan = plan
+        self._device = device
+        #: A buffer's place among the addresses of a run.
+        slots: defaultdict[str, int] = defaultdict(lambda: len(slots))
+        self._steps = [_prepared_step(step, slots, device) for step in plan.steps]
+        self._buffers = tuple(slots)
+        self._conversions = tuple((c.buffer, dtype_from_name(c.target)) for c in plan.conversions)
+        self._workspace = tuple((buffer.name, (buffer.nbytes,)) for buffer in plan.workspace)
+        self._not_in_a_graph = _why_not_in_a_graph(plan)
+        self._asks_for_capture = bool(self._not_in_a_graph or plan.workspace)
+        #: Enqueues every step, given the plan's arguments and result by name.
+        self.run = device.annotated(f"{plan.method}: {plan.problem}", self._run)
+
+    def _run(self, arrays: Mapping[str, Any]) -> None:
+        device = self._device
+        if self._asks_for_capture:
+            allocate = device.empty
+            if device.is_capturing():
+                if self._not_in_a_graph:
+                    raise RuntimeError(self._not_in_a_graph)
+                allocate = device.empty_in_graph
+            converted = {name: device.convert(arrays[name], dtype) for name, dtype in self._conversions}
+            workspace = {name: allocate(shape, _BYTES) for name, shape in self._workspace}
+            arrays = {**arrays, **converted, **workspace}
+        addresses = [device.pointer(arrays[name]) for name in self._buffers]
+        for step in self._steps:
+            step.run(device, addresses)
+
+
+def _why_not_in_a_graph(plan: Plan) -> str:
+    """Why a CUDA graph cannot capture a run of this plan; empty where it can."""
+    if any(isinstance(step, GemmCall) for step in plan.steps):
+        return "cuBLAS calls cannot be captured in a graph through CuPy: use a method without one"
+    if plan.conversions:
+        names = ", ".join(conversion.buffer for conversion in plan.conversions)
+        return (
+            f"a call that converts an argument ({names}) cannot be captured in a graph: convert it to one dtype before"
+        )
+    return ""
+
+
+class _PreparedLaunch:
+    """A kernel launch with its parameter struct packed but for the addresses."""
+
+    def __init__(self, launch: KernelLaunch, slots: Mapping[str, int], device: Device) -> None:
+        self._kernel = device.load(launch.kernel, launch.shared_bytes)
+        self._grid, self._block = launch.grid, launch.block
+        self._shared_bytes, self._cooperative = launch.shared_bytes, launch.cooperative
+        self.parameters = PackedParameters(launch, slots, device.argument)
+
+    def run(self, device: Device, addresses: Sequence[int]) -> None:
+        bound = self.parameters.bind(addresses)
+        self.enqueue(device, bound)
+        self.parameters.give_back(bound)
+
+    def enqueue(self, device: Device, bound: BoundParameters) -> None:
+        device.launch(self._kernel, self._grid, self._block, bound.argument, self._shared_bytes, self._cooperative)
+
+
+class _PreparedLoop:
+    """Launches that are repeated: packed once, bound once a run, and only the counter written between them."""
+
+    def __init__(self, loop: LaunchLoop, slots: Mapping[str, int], device: Device) -> None:
+        self._rounds = range(loop.first, loop.first + loop.times)
+        self._launches = [_PreparedLaunch(launch, slots, device) for launch in loop.launches]
+        self._counters = [(prepared, prepared.parameters.place(loop.counter)) for prepared in self._launches]
+
+    def run(self, device: Device, addresses: Sequence[int]) -> None:
+        bound = [(prepared, prepared.parameters.bind(addresses), place) for prepared, place in self._counters]
+        for number in self._rounds:
+            for prepared, parameters, place in bound:
+                parameters.integers[place] = number
+                prepared.enqueue(device, parameters)
+        for prepared, parameters, _ in bound:
+            prepared.parameters.give_back(parameters)
+
+
+class _PreparedGemm:
+    """A GEMM call listed but for its addresses; alpha and beta stay on the host, where cuBLAS reads them.
+
+    A row-major call as cuBLAS, which is column-major, has it: operands swapped.
+
+    ::
+
+        row-major  C[m, n] = A[m, k] B[k, n]      is, read by columns,      C'[n, m] = B'[n, k] A'[k, m]
+    """
+
+    def __init__(self, call: GemmCall, slots: Mapping[str, int]) -> None:
+        real = np.float64 if call.compute == "float64" else np.float32
+        dtype = np.result_type(real, np.complex64) if is_complex(call.dtype) else np.dtype(real)
+        self._scalars = np.array([call.alpha, call.beta], dtype)
+        alpha = self._scalars.ctypes.data
+        kind = _DATA_TYPE[call.dtype]
+        a, b, c = call.b, call.a, call.c
+        self._arguments = GemmArguments(
+            _operation(a), _operation(b), call.n, call.m, call.k,
+            alpha, 0, kind, a.ld, a.stride, 0, kind, b.ld, b.stride,
+            alpha + dtype.itemsize, 0, _DATA_TYPE[call.c_dtype], c.ld, c.stride,
+            call.batch, _COMPUTE_TYPE[call.compute],
+        )  # fmt: skip
+        self._holes = [
+            (GemmArguments._fields.index(name), slots[matrix.at.buffer], matrix.at.offset)
+            for name, matrix in (("a", a), ("b", b), ("c", c))
+        ]
+
+    def run(self, device: Device, addresses: Sequence[int]) -> None:
+        arguments = list(self._arguments)
+        for place, slot, offset in self._holes:
+            arguments[place] = addresses[slot] + offset
+        device.gemm_strided_batched(GemmArguments._make(arguments))
+
+
+def _prepared_step(
+    step: Step, slots: Mapping[str, int], device: Device
+) -> _PreparedLaunch | _PreparedLoop | _PreparedGemm:
+    if isinstance(step, KernelLaunch):
+        return _PreparedLaunch(step, slots, device)
+    if isinstance(step, LaunchLoop):
+        return _PreparedLoop(step, slots, device)
+    assert isinstance(step, GemmCall)
+    return _PreparedGemm(step, slots)
+
+
+def _operation(matrix: Matrix) -> int:
+    if matrix.conjugated:
+        assert matrix.transposed
+        return _CONJUGATE_TRANSPOSE
+    return _TRANSPOSE if matrix.transposed else _NO_TRANSPOSE

@@ -1,0 +1,208 @@
+"""The C++ parameter structs of the kernels, mirrored as NumPy dtypes.
+
+A test holds size and every offset against what the compilers say.  A launch's values become bytes once,
+`PackedParameters`; every call writes the addresses of its arrays in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cupyconv.problem.plan import MAX_MERGED, MAX_PAIR_SOURCES, MAX_SOURCES, Address, KernelLaunch
+
+POINTER, INT64, INT32, FLOAT64 = np.uint64, np.int64, np.int32, np.float64
+
+
+def _struct(**fields: Any) -> np.dtype:
+    return np.dtype(
+        [(name, *(spec if isinstance(spec, tuple) else (spec,))) for name, spec in fields.items()], align=True
+    )
+
+
+IMAGE = _struct(data=POINTER, stride_n=INT64, stride_c=INT64, stride=(INT64, 3))
+SOURCE = _struct(image=IMAGE, first=INT32, channels=INT32)
+SOURCES = _struct(table=(SOURCE, MAX_SOURCES), count=INT32)
+MERGE_SOURCE = _struct(data=POINTER, stride_n=INT64, stride_c=INT64, channels=INT32)
+WINDOWS = _struct(
+    size=(INT64, 3), out=(INT64, 3), kernel=(INT32, 3), stride=(INT32, 3), before=(INT32, 3), dilation=(INT32, 3),
+    padding_mode=INT32,
+)  # fmt: skip
+ADJOINT = _struct(end=(INT64, 3), tap_step=(INT32, 3), window_step=(INT32, 3))
+EPILOGUE = _struct(bias=POINTER, residual=IMAGE, pre=POINTER, alpha=FLOAT64, beta=FLOAT64, activation=INT32)
+
+PROLOGUE = _struct(
+    scale=POINTER, shift=POINTER, scale_step=INT64, shift_step=INT64, alpha=FLOAT64, beta=FLOAT64, activation=INT32
+)
+
+_CONVOLUTION = _struct(
+    sources=SOURCES, windows=WINDOWS, weight=IMAGE, out=IMAGE, epilogue=EPILOGUE, prologue=PROLOGUE, batch=INT64,
+    groups=INT32, group_channels=INT32, group_outputs=INT32,
+)  # fmt: skip
+
+STRIDED = _struct(data=POINTER, stride_d=INT64, stride_n=INT64, stride_u=INT64)
+GATE_ACTIVATION = _struct(alpha=FLOAT64, beta=FLOAT64, code=INT32)
+_RECURRENT = _struct(
+    weight=STRIDED, x=STRIDED, weight_ih=STRIDED, bias_ih=STRIDED, bias_hh=STRIDED, peephole=STRIDED, h0=STRIDED, c0=STRIDED, h=STRIDED, c=STRIDED,
+    y=STRIDED, y_step=INT64, lengths=POINTER, lengths_stride=INT64, gates=POINTER, gates_d=INT64, gates_t=INT64,
+    beside=POINTER, beside_d=INT64, beside_t=INT64, states=POINTER, cells=POINTER, counters=POINTER,
+    activation=(GATE_ACTIVATION, 6), clip=FLOAT64, steps=INT32, batch=INT32, inputs=INT32, hidden=INT32, step=INT32, count=INT32,
+    first=(INT32, 2), backward=(INT32, 2), gates_a_unit=INT32, is_candidate=INT32, keeps_gates=INT32,
+    input_forget=INT32, lengths_wide=INT32, weight_packet=INT32, weight_ih_packet=INT32,
+    states_packed=INT32,
+)  # fmt: skip
+_PAIR_LAYER = _struct(windows=WINDOWS, weight=IMAGE, epilogue=EPILOGUE)
+_BOX = _struct(size=(INT32, 3))
+
+#: Kernel name -> its one parameter.
+PARAMETERS = {
+    "merge": _struct(
+        sources=(MERGE_SOURCE, MAX_MERGED), weight=POINTER, weight_stride_o=INT64, weight_stride_c=INT64, out=IMAGE, epilogue=EPILOGUE,
+        prologue=PROLOGUE, batch=INT64, pixels=INT64, in_channels=INT32, out_channels=INT32,
+    ),
+    "direct": _CONVOLUTION,
+    "depthwise": _struct(
+        sources=SOURCES, windows=WINDOWS, weight=IMAGE, out=IMAGE, epilogue=EPILOGUE, prologue=PROLOGUE, batch=INT64,
+        outputs=INT32, group_outputs=INT32, group_channels=INT32, channel_lanes=INT32,
+    ),
+    "conv_pair": _struct(
+        sources=(SOURCE, MAX_PAIR_SOURCES), first=_PAIR_LAYER, second=_PAIR_LAYER, out=IMAGE, blocks=INT64, tiles=(INT64, 3),
+        source_count=INT32, middle=INT32, outputs=INT32, outputs_a_block=INT32, tile=_BOX, middle_tile=_BOX, x_tile=_BOX, x_packed=INT32,
+        second_at=INT32, middle_at=INT32, x_at=INT32, place_at=INT32, x_chunks=INT32, middle_chunks=INT32, first_plane=INT32,
+        second_plane=INT32,
+    ),
+    "im2col": _struct(
+        sources=SOURCES, windows=WINDOWS, prologue=PROLOGUE, columns=POINTER, stride_n=INT64, stride_row=INT64, stride_pixel=INT64, batch=INT64,
+        first_pixel=INT64, pixels=INT64, squares=INT32, channel_lanes=INT32,
+    ),
+    "pack_weight": _struct(
+        sources=SOURCES, weight=IMAGE, packed=POINTER, stride_m=INT64, stride_k=INT64, kernel=(INT32, 3), groups=INT32,
+        group_channels=INT32, group_outputs=INT32, granule=INT32, block=INT32, blocks=INT32, rows=INT32, channels=INT32,
+    ),
+    "implicit_gemm": _struct(
+        sources=SOURCES, windows=WINDOWS, weight=POINTER, out=IMAGE, plane=INT64, epilogue=EPILOGUE, prologue=PROLOGUE, pixels=INT64,
+        groups=INT32, group_channels=INT32, group_outputs=INT32, blocks=INT32, rows=INT32, tiles_m=INT32, keeps_sums=INT32,
+        a_split=INT32,
+    ),
+    "col2im": _struct(
+        columns=IMAGE, windows=WINDOWS, adjoint=ADJOINT, out=IMAGE, epilogue=EPILOGUE, batch=INT64, imaginary=INT64,
+        channels=INT32, conjugated=INT32,
+    ),
+    "transposed": _struct(
+        sources=SOURCES, windows=WINDOWS, adjoint=ADJOINT, weight=IMAGE, out=IMAGE, epilogue=EPILOGUE, batch=INT64,
+        groups=INT32, group_channels=INT32, group_outputs=INT32, first=INT32, channels=INT32, conjugated=INT32,
+    ),
+    "weight_gradient": _struct(
+        sources=SOURCES, windows=WINDOWS, prologue=PROLOGUE, grad=IMAGE, sums=POINTER, plane=INT64, batch=INT64, a_part=INT64, groups=INT32,
+        group_channels=INT32, group_outputs=INT32,
+    ),
+    "max_pool": _struct(x=IMAGE, windows=WINDOWS, out=IMAGE, batch=INT64, nothing=FLOAT64, channels=INT32, lanes=INT32),
+    "max_pool_gradient": _struct(
+        x=IMAGE, y=IMAGE, grad=IMAGE, windows=WINDOWS, out=IMAGE, batch=INT64, channels=INT32, lanes=INT32
+    ),
+    "epilogue": _struct(
+        sums=POINTER, sums_stride_n=INT64, sums_stride_o=INT64, sums_stride_p=INT64, imaginary=INT64, plane=INT64, out=IMAGE,
+        epilogue=EPILOGUE, size=(INT64, 3), batch=INT64, first_pixel=INT64, pixels=INT64, channels=INT32, planes=INT32,
+        along_channels=INT32, sums_packed=INT32, bias_packed=INT32, residual_packed=INT32,
+    ),
+    "recurrent_step": _RECURRENT,
+    "recurrent_persistent": _RECURRENT,
+    "recurrent_gradient": _struct(
+        gates=POINTER, beside=POINTER, weight_hh=POINTER, y=POINTER, h0=POINTER, c0=POINTER, peephole=POINTER,
+        lengths=POINTER, lengths_stride=INT64, grad_y=POINTER, grad_y_t=INT64, grad_y_n=INT64, grad_y_u=INT64,
+        begin_h=POINTER, begin_c=POINTER, carried_h=POINTER, carried_c=POINTER, dgates=POINTER, dcandidate=POINTER,
+        previous=POINTER, reset=POINTER, sums=POINTER, activation=(GATE_ACTIVATION, 6), clip=FLOAT64, first=(INT64, 2),
+        steps=INT64, batch=INT64, count=INT64, hidden=INT32, directions=INT32, sign=(INT32, 2), first_direction=INT32,
+        phase=INT32, input_forget=INT32, reset_first=INT32, wide_lengths=INT32, begins=INT32, rows=INT32, k=INT32,
+    ),
+    "recurrent_inputs": _struct(
+        x=POINTER, stride_t=INT64, stride_n=INT64, stride_i=INT64, lengths=POINTER, lengths_stride=INT64, inputs=POINTER,
+        first=INT64, steps=INT64, batch=INT64, columns=INT64, wide_lengths=INT32,
+    ),
+    "prologue_grad": _struct(
+        grad=IMAGE, x=IMAGE, out=IMAGE, prologue=PROLOGUE, partial=POINTER, size=(INT64, 3), batch=INT64, pixels=INT64,
+        channels=INT32, lanes=INT32,
+    ),
+    "epilogue_grad": _struct(
+        grad=IMAGE, saved=IMAGE, out=IMAGE, partial=POINTER, alpha=FLOAT64, beta=FLOAT64, size=(INT64, 3), batch=INT64,
+        pixels=INT64, activation=INT32, channels=INT32, lanes=INT32,
+    ),
+}  # fmt: skip
+
+
+class BoundParameters:
+    """A parameter struct in memory of its own, and what a device launches with it."""
+
+    __slots__ = ("argument", "integers", "params", "words")
+
+    def __init__(self, template: np.ndarray, argument_of: Callable[[np.ndarray], Any]) -> None:
+        # Plain bytes, because NumPy would describe a nested struct to CuPy, which takes longer than a launch.
+        self.params = template.copy().view(np.dtype((np.void, template.nbytes)))
+        self.words = memoryview(self.params.view(np.uint64))  # type: ignore[arg-type]
+        self.integers = memoryview(self.params.view(np.int32))  # type: ignore[arg-type]
+        self.argument = argument_of(self.params)
+
+
+class PackedParameters:
+    """A launch's parameter struct with holes where addresses go.
+
+    A launch copies its parameters as it is enqueued, so their memory serves again, but one launch at a time:
+    `bind` hands out memory that no other thread has, and `give_back` takes it once the launch is enqueued.
+    """
+
+    def __init__(
+        self, launch: KernelLaunch, slots: Mapping[str, int], argument_of: Callable[[np.ndarray], Any]
+    ) -> None:
+        dtype = self._dtype = PARAMETERS[launch.kernel.name]
+        assert dtype.names == tuple(name for name, _ in launch.params), f"fields of {launch.kernel.name} disagree"
+        assert dtype.itemsize % 8 == 0, "every struct is a whole number of 8-byte words"
+        template = np.zeros((), dtype)
+        self._addresses: list[tuple[int, Address]] = []  # byte offset, what goes there
+        self._fill(template, 0, tuple(value for _, value in launch.params))
+        self._holes = [(at // 8, slots[address.buffer], address.offset) for at, address in self._addresses]
+        self._template = template.reshape(1).view(np.uint64)
+        self._argument_of = argument_of
+        self._free: list[BoundParameters] = []
+
+    def place(self, field: str) -> int:
+        """Where an int32 field is among `BoundParameters.integers`."""
+        fields = self._dtype.fields
+        assert fields is not None and fields[field][0] == INT32
+        return fields[field][1] // 4
+
+    def bind(self, addresses: Sequence[int]) -> BoundParameters:
+        """The struct with the addresses of a run's buffers, by slot, filled in."""
+        try:
+            bound = self._free.pop()
+        except IndexError:
+            bound = BoundParameters(self._template, self._argument_of)
+        words = bound.words
+        for word, slot, offset in self._holes:
+            words[word] = addresses[slot] + offset
+        return bound
+
+    def give_back(self, bound: BoundParameters) -> None:
+        """The launch of what `bind` gave is enqueued."""
+        self._free.append(bound)
+
+    def _fill(self, struct: np.ndarray, base: int, values: tuple[Any, ...]) -> None:
+        assert struct.dtype.names is not None and struct.dtype.fields is not None
+        for name, value in zip(struct.dtype.names, values, strict=True):
+            field, offset = struct.dtype.fields[name][:2]
+            self._fill_field(struct, name, field, base + offset, value)
+
+    def _fill_field(self, struct: np.ndarray, name: str, field: np.dtype, at: int, value: Any) -> None:
+        if isinstance(value, Address):
+            self._addresses.append((at, value))
+        elif value is None:
+            struct[name] = 0
+        elif field.names is not None:
+            self._fill(struct[name], at, value)
+        elif field.subdtype is not None and field.subdtype[0].names is not None:
+            item = field.subdtype[0]
+            for i, entry in enumerate(value):
+                self._fill(struct[name][i], at + i * item.itemsize, entry)
+        else:
+            struct[name] = value

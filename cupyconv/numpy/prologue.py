@@ -1,0 +1,46 @@
+"""A convolution's prologue on parts of its inputs: what is read is transformed on its way to where it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cupyconv.numpy.activations import activate
+from cupyconv.problem.activations import Activation
+from cupyconv.problem.prologue import Prologue
+
+
+class Transform:
+    """``f(scale[c] * x + shift[c])`` of boxes (channels, samples, d, h, w), computed in the dtype of the vectors."""
+
+    def __init__(self, scale: np.ndarray | None, shift: np.ndarray | None, activation: Activation) -> None:
+        self._scale, self._shift, self._activation = scale, shift, activation
+
+    def of(self, channels: slice) -> Transform:
+        """The same of some of the channels, counted from the first of them."""
+        scale, shift = (None if vector is None else vector[channels] for vector in (self._scale, self._shift))
+        return Transform(scale, shift, self._activation)
+
+    def write(self, target: np.ndarray, values: np.ndarray, channels: slice) -> None:
+        """The transformed `values`, of these of the merged channels, into `target`."""
+        if self._scale is not None:
+            np.multiply(values, self._scale[channels], out=target)
+            values = target
+        if self._shift is not None:
+            np.add(values, self._shift[channels], out=target)
+        elif values is not target:
+            target[...] = values
+        activate(target, self._activation)
+
+
+def transform_of(prologue: Prologue, arrays: Mapping[str, Any], dtype: np.dtype) -> Transform | None:
+    """What is done to the inputs; None where they are taken as they lie."""
+    if not prologue:
+        return None
+    scale, shift = (
+        arrays[vector.name].astype(dtype, copy=False)[:, None, None, None, None] if vector else None
+        for vector in (prologue.scale, prologue.shift)
+    )
+    return Transform(scale, shift, prologue.activation)

@@ -1,0 +1,199 @@
+"""`im2col` and `col2im`: a convolution's windows as a matrix, and the adjoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from cupyconv.call.axes import Axes
+from cupyconv.call.cache import call
+from cupyconv.call.call import (
+    Call,
+    describe,
+    describe_result,
+    is_unbatched,
+    machine_for,
+    named_inputs,
+    owner,
+    present,
+    shapes_of,
+    sizes,
+)
+from cupyconv.call.executable import Result
+from cupyconv.call.options import current_settings
+from cupyconv.problem.dtypes import promote
+from cupyconv.problem.geometry import window_geometry
+from cupyconv.problem.problems import Col2imProblem, Im2colProblem
+from cupyconv.typing import Array, Padding, PerAxis
+
+
+def im2col(
+    x: Array | Sequence[Array],
+    kernel_shape: PerAxis,
+    *,
+    stride: PerAxis = 1,
+    padding: Padding = 0,
+    dilation: PerAxis = 1,
+    out: Array | None = None,
+) -> Array:
+    """Every window of an image as a column.
+
+    Parameters
+    ----------
+    x : array or sequence of arrays
+        ``(N, C, *spatial)`` with one to three spatial axes; a sequence means the concatenation along C.
+        One sample may come without the axis N; then `kernel_shape` must be a tuple, which tells how many spatial axes
+        there are.
+    kernel_shape : int or tuple of int
+        The window's size along each spatial axis.  With an int the first two axes of `x` are N and C.
+    stride, padding, dilation
+        As for `conv`; padding is with zeros.
+    out : array, optional
+        Of exactly the result's shape and dtype.
+
+    Returns
+    -------
+    array
+        ``(N, C * prod(kernel_shape), pixels)`` in x's dtype: row ``c * prod(kernel_shape) + k`` holds tap
+        ``k`` of channel ``c``, both in C order.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arrays, shapes and settings that do not fit, as for `conv`.
+
+    See Also
+    --------
+    col2im : the adjoint.
+
+    Notes
+    -----
+    Source: Chellapilla, Puri, Simard, *High Performance Convolutional Neural Networks for Document
+    Processing* (2006).
+
+    Examples
+    --------
+    >>> import numpy as np, cupyconv
+    >>> cupyconv.im2col(np.arange(4.0).reshape(1, 1, 4), 2)
+    array([[[0., 1., 2.],
+            [1., 2., 3.]]])
+    """
+    settings = {"kernel_shape": kernel_shape, "stride": stride, "padding": padding, "dilation": dilation}
+    return call(prepare_im2col, {"x": x, "out": out}, settings)
+
+
+def col2im(
+    columns: Array,
+    spatial_shape: PerAxis,
+    kernel_shape: PerAxis,
+    *,
+    stride: PerAxis = 1,
+    padding: Padding = 0,
+    dilation: PerAxis = 1,
+    out: Array | None = None,
+) -> Array:
+    """Sum columns back into an image: the adjoint of `im2col`.
+
+    Parameters
+    ----------
+    columns : array
+        ``(N, C * prod(kernel_shape), pixels)``; N may be missing.
+    spatial_shape : int or tuple of int
+        The image's spatial axes.
+    kernel_shape, stride, padding, dilation
+        As for the `im2col` that is undone.
+    out : array, optional
+        Of exactly the result's shape and dtype.
+
+    Returns
+    -------
+    array
+        ``(N, C, *spatial_shape)`` in the dtype of `columns`: every element is the sum of the entries that
+        `im2col` reads from it.  16-bit sums are kept in float32 and rounded once.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arrays, shapes and settings that do not fit.
+
+    Notes
+    -----
+    On CUDA a gather: no atomics, the same bits on every run.  On NumPy 16-bit sums are workspace, of as many
+    channels at a time as the limit has room for, and of one at the least.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyconv
+    >>> columns = cupyconv.im2col(np.ones((1, 1, 4)), 2)
+    >>> cupyconv.col2im(columns, 4, 2)  # how many windows cover each element
+    array([[[1., 2., 2., 1.]]])
+    """
+    settings = {
+        "spatial_shape": spatial_shape, "kernel_shape": kernel_shape, "stride": stride, "padding": padding,
+        "dilation": dilation,
+    }  # fmt: skip
+    return call(prepare_col2im, {"columns": columns, "out": out}, settings)
+
+
+def prepare_im2col(
+    x: Any, kernel_shape: Any, *, stride: Any = 1, padding: Any = 0, dilation: Any = 1, out: Any = None,
+    on: str | None = None,
+) -> Call:  # fmt: skip
+    """Check the arguments of `im2col`."""
+    xs = named_inputs("x", x)
+    arrays = present(xs, out=out)
+    backend = owner(arrays)
+    unbatched = is_unbatched(xs, kernel_shape)
+    windows = window_geometry(
+        shapes_of(xs), kernel_shape, batched=not unbatched, stride=stride, padding=padding, dilation=dilation
+    )
+    axes = Axes(not unbatched, windows.rank)
+    columns_axes = Axes(not unbatched, 1)
+    shape = columns_axes.shape(windows.batch, windows.in_channels * windows.taps, (windows.pixels,))
+    result = Result("out", shape, promote(xs))
+    problem = Im2colProblem(
+        windows=windows, xs=tuple(describe(backend, axes, name, array) for name, array in xs.items()),
+        columns=describe_result(backend, columns_axes, arrays, result), machine=machine_for(backend, on),
+        workspace_limit=current_settings().workspace_limit,
+    )  # fmt: skip
+    return Call(backend, problem, arrays, frozenset((*xs, "out")), axes, (result,))
+
+
+def prepare_col2im(
+    columns: Any, spatial_shape: Any, kernel_shape: Any, *, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+    out: Any = None, on: str | None = None,
+) -> Call:  # fmt: skip
+    """Check the arguments of `col2im`."""
+    arrays = present({"columns": columns}, out=out)
+    backend = owner(arrays)
+    if columns.ndim not in (2, 3):
+        given = tuple(columns.shape)
+        raise ValueError(
+            f"columns must have shape (N, C * prod(kernel_shape), pixels), N may be missing; given {given}"
+        )
+    spatial = sizes("spatial_shape", spatial_shape)
+    if not 1 <= len(spatial) <= 3:
+        raise ValueError(f"spatial_shape must have 1 to 3 entries, given {len(spatial)}: {spatial}")
+    batched = columns.ndim == 3
+    rows, pixels = columns.shape[-2:]
+    one_channel = (columns.shape[0], 1, *spatial) if batched else (1, *spatial)
+    windows = window_geometry(
+        {"spatial_shape": one_channel}, kernel_shape, batched=batched, stride=stride, padding=padding,
+        dilation=dilation,
+    )  # fmt: skip
+    if rows % windows.taps or pixels != windows.pixels:
+        raise ValueError(
+            f"columns of shape {tuple(columns.shape)} do not fit: needed a multiple of {windows.taps} rows (taps)"
+            f" and {windows.pixels} pixels for spatial_shape {spatial}"
+        )
+    windows = replace(windows, channels=(rows // windows.taps,))
+    axes = Axes(batched, windows.rank)
+    shape = axes.shape(windows.batch, windows.in_channels, spatial)
+    result = Result("out", shape, promote({"columns": columns}))
+    problem = Col2imProblem(
+        windows=windows, xs=(describe_result(backend, axes, arrays, result),),
+        columns=describe(backend, Axes(batched, 1), "columns", columns), machine=machine_for(backend, on),
+        workspace_limit=current_settings().workspace_limit,
+    )  # fmt: skip
+    return Call(backend, problem, arrays, frozenset(("columns", "out")), axes, (result,))

@@ -1,0 +1,101 @@
+"""ONNX's recurrent weights as ours: gates in PyTorch's order, biases apart, no axis of a single direction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cupyconv.call.dispatch import backend_for
+from cupyconv.problem.recurrence import GATES
+from cupyconv.typing import Array
+
+#: Of each operator, where our gates stand among ONNX's: i, o, f, c of an LSTM, z, r, h of a GRU.
+_ORDER = {"RNN": (0,), "LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2)}
+#: Peepholes, which ONNX has in the order i, o, f.
+_PEEPHOLES = (0, 2, 1)
+
+
+def from_onnx_weights(op: str, W: Array, R: Array, B: Array | None = None, P: Array | None = None) -> dict[str, Any]:
+    """The weights of an ONNX ``RNN``, ``LSTM`` or ``GRU`` as keywords for `rnn`, `lstm` or `gru`.
+
+    Parameters
+    ----------
+    op : str
+        ``"RNN"``, ``"LSTM"`` or ``"GRU"``.
+    W : array
+        ``(D, G * H, I)``, gates in the operator's order: i, o, f, c or z, r, h.
+    R : array
+        ``(D, G * H, H)``.
+    B : array, optional
+        ``(D, 2 * G * H)``: the biases of the inputs, then those of the state.
+    P : array, optional
+        ``(D, 3 * H)``, peepholes of an ``LSTM`` in the order i, o, f.
+
+    Returns
+    -------
+    dict
+        ``weight_ih`` and ``weight_hh``; if B is given, ``bias_ih`` and ``bias_hh``; if P is given, ``peephole``.  They are
+        arrays of the same library, with the gates in PyTorch's order, and without the axis D where it is 1.
+
+    Raises
+    ------
+    TypeError
+        For what is no array of NumPy's or CuPy's, or a mixture of them.
+    ValueError
+        For another operator, shapes that do not fit, or peepholes of another operator than an ``LSTM``.
+
+    Notes
+    -----
+    What else a node says:
+
+    ==============================  ===================================================================================
+    ONNX                            here
+    ==============================  ===================================================================================
+    direction, clip                 the same
+    input_forget                    the same, as a bool
+    linear_before_reset             the same, as a bool; ONNX's default is 0, that of `gru` is True
+    sequence_lens                   lengths
+    initial_h, initial_c            h0, c0
+    activations                     lower case, with an underscore: ``"HardSigmoid"`` is ``"hard_sigmoid"``
+    activation_alpha, _beta         ``("hard_sigmoid", alpha, beta)``
+    layout 1                        views: ``x.swapaxes(0, 1)``
+    hidden_size                     known from R
+    Y, ``(T, D, N, H)``             ``y.reshape(T, N, D, H).swapaxes(1, 2)``
+    ==============================  ===================================================================================
+
+    ``examples/onnx_nodes.py`` has all of this as code.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyconv
+    >>> W, R, B = np.ones((1, 12, 3)), np.ones((1, 12, 4)), np.zeros((1, 24))
+    >>> weights = cupyconv.from_onnx_weights("GRU", W, R, B)
+    >>> {name: array.shape for name, array in weights.items()}
+    {'weight_ih': (12, 3), 'weight_hh': (12, 4), 'bias_ih': (12,), 'bias_hh': (12,)}
+    >>> y, h = cupyconv.gru(np.ones((5, 2, 3)), **weights, linear_before_reset=False)
+    """
+    if not isinstance(op, str) or op not in _ORDER:
+        raise ValueError(f"op must be one of {', '.join(_ORDER)}, given {op!r}")
+    if P is not None and op != "LSTM":
+        raise ValueError(f"P, peepholes, belongs to an LSTM, given for op {op!r}")
+    backend_for({"W": W, "R": R, **{name: array for name, array in (("B", B), ("P", P)) if array is not None}})
+    order, gates = _ORDER[op], GATES[op.lower()]
+    if R.ndim != 3 or R.shape[0] not in (1, 2) or R.shape[1] != gates * R.shape[2]:
+        raise ValueError(f"R has shape {tuple(R.shape)}, needed (D, {gates} * H, H) with D 1 or 2")
+    directions, rows, hidden = R.shape
+    if W.ndim != 3 or tuple(W.shape[:2]) != (directions, rows):
+        raise ValueError(f"W has shape {tuple(W.shape)}, needed ({directions}, {rows}, I)")
+    for name, array, needed in (("B", B, (directions, 2 * rows)), ("P", P, (directions, 3 * hidden))):
+        if array is not None and tuple(array.shape) != needed:
+            raise ValueError(f"{name} has shape {tuple(array.shape)}, needed {needed}")
+
+    def reordered(array: Any, order: tuple[int, ...]) -> Any:
+        by_gate = array.reshape(directions, len(order), hidden, *array.shape[2:])
+        result = by_gate[:, list(order)].reshape(array.shape)
+        return result if directions == 2 else result[0]
+
+    weights = {"weight_ih": reordered(W, order), "weight_hh": reordered(R, order)}
+    if B is not None:
+        weights |= {"bias_ih": reordered(B[:, :rows], order), "bias_hh": reordered(B[:, rows:], order)}
+    if P is not None:
+        weights["peephole"] = reordered(P, _PEEPHOLES)
+    return weights

@@ -1,0 +1,416 @@
+"""The problem: what is to be convolved, as ints, validated once.
+
+Everything below this file is written for three spatial axes.  A 1-D or 2-D problem becomes 3-D here,
+by axes of length 1 in front, and nothing below asks how many there were.  All derived sizes are
+computed here and nowhere else.
+
+::
+
+    size      |<----------------------- n ----------------------->|
+    before -> |..|                                             |..| <- after
+              [k   k   k]                one window: taps dilation apart, `span` wide
+                  [k   k   k]            the next one: stride further
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from cupyconv.problem.padding import (
+    FOREIGN_PADDING_MODES,
+    PADDING_MODES,
+    per_axis,
+    positive,
+    resolve_padding,
+    resolve_transposed_padding,
+)
+
+Triple = tuple[int, int, int]
+
+
+#: Steps, pads and kernels are int32 in the kernels; sizes are not.
+LARGEST_STEP = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """Windows sliding over images: the geometry of columns, and half of a convolution's.
+
+    `channels` has one entry per input array: several stand for their concatenation.
+    """
+
+    batch: int
+    channels: tuple[int, ...]
+    size: Triple
+    kernel: Triple
+    stride: Triple
+    before: Triple
+    after: Triple
+    dilation: Triple
+    padding_mode: str
+    rank: int
+
+    @cached_property
+    def in_channels(self) -> int:
+        return sum(self.channels)
+
+    @cached_property
+    def channel_offsets(self) -> tuple[int, ...]:
+        """Where each input's channels begin in the concatenation."""
+        return tuple(sum(self.channels[:i]) for i in range(len(self.channels)))
+
+    @cached_property
+    def span(self) -> Triple:
+        """Extent of the dilated kernel: dilation is counted here, and only here."""
+        return tuple(d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel))  # type: ignore[return-value]
+
+    @cached_property
+    def out_size(self) -> Triple:
+        return tuple(  # type: ignore[return-value]
+            (n + a + b - span) // s + 1
+            for n, a, b, span, s in zip(self.size, self.before, self.after, self.span, self.stride)
+        )
+
+    @cached_property
+    def reached(self) -> Triple:
+        """Extent of all windows together: of the padded image, but for what is left after the last window."""
+        return tuple((n - 1) * s + span for n, s, span in zip(self.out_size, self.stride, self.span))  # type: ignore[return-value]
+
+    @cached_property
+    def taps(self) -> int:
+        return prod(self.kernel)
+
+    @cached_property
+    def pixels(self) -> int:
+        """Output pixels of one sample."""
+        return prod(self.out_size)
+
+    @cached_property
+    def is_pointwise(self) -> bool:
+        """A 1x1 kernel that reads every pixel once, where it lies."""
+        return self.taps == 1 and self.stride == (1, 1, 1) and self.before == self.after == (0, 0, 0)
+
+    @cached_property
+    def outermost(self) -> int:
+        """The first axis along which the kernel has more than one tap."""
+        return next((axis for axis, taps in enumerate(self.kernel) if taps > 1), 0)
+
+    def spatial(self, triple: Sequence[int]) -> tuple[int, ...]:
+        """The caller's axes of a triple."""
+        return tuple(triple[3 - self.rank :])
+
+
+def pixel_windows(batch: int, channels: int, size: Triple) -> Windows:
+    """A window for each pixel: the columns of an image are then a copy of it."""
+    ones, zeros = (1, 1, 1), (0, 0, 0)
+    return Windows(
+        batch=batch, channels=(channels,), size=size, kernel=ones, stride=ones, before=zeros, after=zeros, dilation=ones,
+        padding_mode="constant", rank=3,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvGeometry(Windows):
+    """A convolution: windows, and a weight that maps each to `out_channels` numbers.
+
+    ::
+
+        y[n, o, p]  =  sum over c, t of   weight[o, c, t] * x[n, first(o) + c, window(p, t)]
+                       first(o) = o // group_outputs * group_channels
+    """
+
+    out_channels: int
+    groups: int
+
+    @cached_property
+    def group_channels(self) -> int:
+        return self.in_channels // self.groups
+
+    @cached_property
+    def group_outputs(self) -> int:
+        return self.out_channels // self.groups
+
+    @cached_property
+    def reduction(self) -> int:
+        """Products summed for one output: K of the GEMM, channels of a group times taps."""
+        return self.group_channels * self.taps
+
+    @cached_property
+    def is_depthwise(self) -> bool:
+        return self.group_channels == 1 and self.groups > 1
+
+    @cached_property
+    def products(self) -> int:
+        """Multiply-adds of the whole convolution."""
+        return self.batch * self.out_channels * self.pixels * self.reduction
+
+    def __str__(self) -> str:
+        image = "x".join(map(str, self.spatial(self.size))) or "1"
+        kernel = "x".join(map(str, self.spatial(self.kernel))) or "1"
+        merged = f" (merged from {'+'.join(map(str, self.channels))})" if len(self.channels) > 1 else ""
+        words = [
+            f"conv {self.in_channels}{merged} -> {self.out_channels} channels, kernel {kernel}"
+            f" on {self.batch} x {image}"
+        ]
+        for name, value, usual in (("stride", self.stride, 1), ("dilation", self.dilation, 1)):
+            if any(v != usual for v in value):
+                words.append(f"{name} {self.spatial(value)}")
+        if any(self.before + self.after):
+            pairs = tuple(zip(self.spatial(self.before), self.spatial(self.after)))
+            words.append(f"padding {pairs} {self.padding_mode}")
+        if self.groups > 1:
+            words.append(f"groups {self.groups}")
+        return ", ".join(words)
+
+
+def conv_geometry(
+    shapes: Mapping[str, tuple[int, ...]],
+    weight_shape: tuple[int, ...],
+    *,
+    batched: bool,
+    stride: Any,
+    padding: Any,
+    padding_mode: str,
+    dilation: Any,
+    groups: Any,
+) -> ConvGeometry:
+    """Validate a convolution's shapes, by input, and settings; every refusal says what was given and needed."""
+    rank = len(weight_shape) - 2
+    if not 1 <= rank <= 3:
+        raise ValueError(_weight_axes(weight_shape, "(C_out, C_in // groups, *kernel)"))
+    batch, channels, size = _common_image(shapes, rank, batched)
+    groups = positive("groups", groups)
+    out_channels, weight_channels = weight_shape[:2]
+    if out_channels % groups:
+        raise ValueError(f"groups {groups} does not divide the weight's {out_channels} output channels")
+    if sum(channels) % groups:
+        raise ValueError(f"groups {groups} does not divide the {_counted(shapes, channels)}")
+    if sum(channels) // groups != weight_channels:
+        needed = weight_channels * groups
+        raise ValueError(
+            f"weight of shape {weight_shape} with groups={groups} takes {needed} input channels,"
+            f" given {_counted(shapes, channels)}{_each_channel(weight_shape)}"
+        )
+    windows = _windows(size, weight_shape[2:], stride, padding, padding_mode, dilation)
+    return ConvGeometry(batch=batch, channels=channels, out_channels=out_channels, groups=groups, **windows)
+
+
+def transposed_geometry(
+    shapes: Mapping[str, tuple[int, ...]],
+    weight_shape: tuple[int, ...],
+    *,
+    batched: bool,
+    stride: Any,
+    padding: Any,
+    output_padding: Any,
+    output_shape: Any,
+    dilation: Any,
+    groups: Any,
+) -> ConvGeometry:
+    """The convolution that a transposed one is the adjoint of.
+
+    Its images are the transposed convolution's result, its result is their concatenation.  `after` may be
+    negative: the last elements of the result are then under no window.
+    """
+    rank = len(weight_shape) - 2
+    if not 1 <= rank <= 3:
+        raise ValueError(_weight_axes(weight_shape, "(C_in, C_out // groups, *kernel)"))
+    batch, channels, size = _common_image(shapes, rank, batched)
+    groups = positive("groups", groups)
+    in_channels, group_outputs, *kernel = weight_shape
+    if in_channels % groups:
+        raise ValueError(f"groups {groups} does not divide the weight's {in_channels} input channels")
+    if sum(channels) != in_channels:
+        raise ValueError(
+            f"weight of shape {weight_shape} takes {in_channels} input channels, given {_counted(shapes, channels)}"
+        )
+    if min(kernel) < 1 or min(size) < 1:
+        raise ValueError(f"kernel and input must have elements along every axis, given {tuple(kernel)} and {size}")
+    stride = per_axis("stride", stride, rank, 1)
+    dilation = per_axis("dilation", dilation, rank, 1)
+    before, out_size = resolve_transposed_padding(padding, output_padding, output_shape, size, kernel, stride, dilation)
+    for name, values in (("stride", stride), ("dilation", dilation), ("padding", before), ("kernel", kernel)):
+        if max(values) > LARGEST_STEP:
+            raise ValueError(f"{name} must be at most {LARGEST_STEP}, given {tuple(values)}")
+    after = tuple(
+        (n - 1) * s + d * (k - 1) + 1 - b - length
+        for n, s, d, k, b, length in zip(size, stride, dilation, kernel, before, out_size)
+    )
+    return ConvGeometry(
+        batch=batch, channels=(group_outputs * groups,), out_channels=in_channels, groups=groups, size=_triple(out_size, 1),
+        kernel=_triple(tuple(kernel), 1), stride=_triple(stride, 1), before=_triple(before, 0), after=_triple(after, 0),
+        dilation=_triple(dilation, 1), padding_mode="constant", rank=rank,
+    )  # fmt: skip
+
+
+def window_geometry(
+    shapes: Mapping[str, tuple[int, ...]],
+    kernel_shape: Any,
+    *,
+    batched: bool,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    padding_mode: str = "constant",
+) -> Windows:
+    """Validate the geometry of columns of images, whose shapes are given by input."""
+    name, shape = next(iter(shapes.items()))
+    rank = len(shape) - 1 - batched
+    if not 1 <= rank <= 3:
+        raise ValueError(
+            f"{name} has {len(shape)} axes, needed 3 to 5: (N, C, *spatial) with 1 to 3 spatial axes; given {shape}"
+        )
+    if isinstance(kernel_shape, (tuple, list)) and len(kernel_shape) != rank:
+        raise ValueError(
+            f"kernel_shape has {len(kernel_shape)} entries, needed: one int, or {rank} (one per spatial axis of {name},"
+            f" which has shape {shape}); given {tuple(kernel_shape)}"
+        )
+    kernel = per_axis("kernel_shape", kernel_shape, rank, 1)
+    batch, channels, size = _common_image(shapes, rank, batched)
+    windows = _windows(size, kernel, stride, padding, padding_mode, dilation)
+    return Windows(batch=batch, channels=channels, **windows)
+
+
+def weight_gradient_geometry(
+    grad_shape: tuple[int, ...],
+    shapes: Mapping[str, tuple[int, ...]],
+    kernel_shape: Any,
+    *,
+    batched: bool,
+    groups: Any,
+    **settings: Any,
+) -> ConvGeometry:
+    """Validate the geometry of a convolution whose weight is not known but for its kernel's shape."""
+    windows = window_geometry(shapes, kernel_shape, batched=batched, **settings)
+    groups = positive("groups", groups)
+    batch, size = (windows.batch,) * batched, windows.spatial(windows.out_size)
+    if grad_shape[:batched] != batch or grad_shape[1 + batched :] != size or len(grad_shape) <= batched:
+        needed = ", ".join(map(str, (*batch, "C_out", *size)))
+        name, shape = next(iter(shapes.items()))
+        raise ValueError(
+            f"grad has shape {grad_shape}, needed ({needed}): the convolution's result for {name} of shape {shape}"
+            f" and kernel {windows.spatial(windows.kernel)}"
+        )
+    out_channels = grad_shape[batched]
+    if out_channels % groups:
+        raise ValueError(f"groups {groups} does not divide the {out_channels} channels of grad, of shape {grad_shape}")
+    if windows.in_channels % groups:
+        raise ValueError(f"groups {groups} does not divide the {_counted(shapes, windows.channels)}")
+    common = {field.name: getattr(windows, field.name) for field in fields(Windows)}
+    return ConvGeometry(out_channels=out_channels, groups=groups, **common)
+
+
+def pointwise_geometry(shapes: Mapping[str, tuple[int, ...]], weight_shape: tuple[int, ...]) -> ConvGeometry:
+    """The geometry of a merge: images with any number of spatial axes, weight (C_out, sum of the C_i).
+
+    The order of pixels means nothing to it, so axes beyond three are one with the first.
+    """
+    if len(weight_shape) != 2:
+        raise ValueError(f"weight of linmerge has shape (C_out, sum of C_i), two axes; given {weight_shape}")
+    name, shape = next(iter(shapes.items()))
+    rank = len(shape) - 2
+    if rank < 0:
+        raise ValueError(f"{name} has shape {shape}, needed at least two axes: (N, C, *spatial)")
+    batch, channels, size = _common_image(shapes, rank, batched=True)
+    if sum(channels) != weight_shape[1]:
+        given = _counted(shapes, channels)
+        unbatched = sum(shape[0] for shape in shapes.values()) == weight_shape[1]
+        hint = "; the first axis is that of samples: array[None] for one" if unbatched else ""
+        raise ValueError(f"weight of shape {weight_shape} takes {weight_shape[1]} channels, given {given}{hint}")
+    if rank > 3:
+        size = (prod(size[:-2]), *size[-2:])
+    ones = (1,) * len(size)
+    windows = _windows(size, ones, ones, 0, "constant", ones)
+    return ConvGeometry(batch=batch, channels=channels, out_channels=weight_shape[0], groups=1, **windows)
+
+
+def _common_image(
+    shapes: Mapping[str, tuple[int, ...]], rank: int, batched: bool
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Batch, channels of each input, and spatial size of images that must agree in all but channels."""
+    axes = "(N, C, *spatial)" if batched else "(C, *spatial)"
+    for name, shape in shapes.items():
+        if len(shape) != rank + 1 + batched:
+            merged = "; a list is merged along the channels, a batch is one array" if len(shapes) > 1 else ""
+            raise ValueError(
+                f"{name} has shape {shape}, needed {rank + 1 + batched} axes: {axes} with {rank} spatial{merged}"
+            )
+    first, expected = next(iter(shapes.items()))
+    for name, shape in shapes.items():
+        if shape[:batched] != expected[:batched] or shape[1 + batched :] != expected[1 + batched :]:
+            raise ValueError(
+                f"inputs must agree in all but the channel axis: {first} has shape {expected}, {name} has shape {shape}"
+            )
+    batch = expected[0] if batched else 1
+    return batch, tuple(shape[batched] for shape in shapes.values()), expected[1 + batched :]
+
+
+def _windows(
+    size: tuple[int, ...], kernel: tuple[int, ...], stride: Any, padding: Any, padding_mode: Any, dilation: Any
+) -> dict[str, Any]:
+    rank = len(size)
+    if min(kernel, default=1) < 1:
+        raise ValueError(f"kernel must have at least one tap along every axis, given {kernel}")
+    stride = per_axis("stride", stride, rank, 1)
+    dilation = per_axis("dilation", dilation, rank, 1)
+    if not isinstance(padding_mode, str) or padding_mode not in PADDING_MODES:
+        ours = FOREIGN_PADDING_MODES.get(padding_mode) if isinstance(padding_mode, str) else None
+        hint = f"; {padding_mode!r} of another library is {ours!r} here" if ours else ""
+        raise ValueError(
+            f"unknown padding_mode {padding_mode!r}; known are {', '.join(PADDING_MODES)}, as in numpy.pad{hint}"
+        )
+    pairs = resolve_padding(padding, size, kernel, stride, dilation)
+    before, after = tuple(b for b, _ in pairs), tuple(a for _, a in pairs)
+    for name, values in (("stride", stride), ("dilation", dilation), ("padding", before + after), ("kernel", kernel)):
+        if max(values, default=0) > LARGEST_STEP:
+            raise ValueError(f"{name} must be at most {LARGEST_STEP}, given {values}")
+    for axis in range(rank):
+        padded = size[axis] + before[axis] + after[axis]
+        span = dilation[axis] * (kernel[axis] - 1) + 1
+        if span > padded:
+            raise ValueError(
+                f"kernel spans {span} elements along spatial axis {axis}, the padded input has {padded}"
+                f" (size {size[axis]}, padding {pairs[axis]}, kernel {kernel[axis]}, dilation {dilation[axis]})"
+            )
+        if size[axis] == 0 and padding_mode != "constant" and any(pairs[axis]):
+            raise ValueError(f"padding_mode {padding_mode!r} cannot extend spatial axis {axis} of length 0")
+
+    return dict(
+        size=_triple(size, 1),
+        kernel=_triple(kernel, 1),
+        stride=_triple(stride, 1),
+        before=_triple(before, 0),
+        after=_triple(after, 0),
+        dilation=_triple(dilation, 1),
+        padding_mode=padding_mode if any(before + after) else "constant",
+        rank=rank,
+    )
+
+
+def _triple(values: tuple[int, ...], fill: int) -> Triple:
+    """One value for each of three axes, `fill` for those that are not there."""
+    return (fill,) * (3 - len(values)) + tuple(values)  # type: ignore[return-value]
+
+
+def _weight_axes(shape: tuple[int, ...], needed: str) -> str:
+    hint = "; a kernel alone is kernel[None, None]" if len(shape) in (1, 2) else ""
+    return f"weight has {len(shape)} axes, needed 3 to 5: {needed} with 1 to 3 spatial axes; given shape {shape}{hint}"
+
+
+def _each_channel(weight_shape: tuple[int, ...]) -> str:
+    """A hint for those who mean the same filter for every channel."""
+    if weight_shape[:2] != (1, 1):
+        return ""
+    kernel = ", ".join(map(str, weight_shape[2:]))
+    return f"; to filter each of C channels by itself: groups=C and a weight of shape (C, 1, {kernel})"
+
+
+def _counted(shapes: Mapping[str, tuple[int, ...]], channels: tuple[int, ...]) -> str:
+    if len(channels) == 1:
+        name, shape = next(iter(shapes.items()))
+        return f"{channels[0]} channels ({name} has shape {shape}: channels come before the spatial axes)"
+    return f"{sum(channels)} channels ({', '.join(f'{name}: {c}' for name, c in zip(shapes, channels))})"

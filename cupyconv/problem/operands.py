@@ -1,0 +1,159 @@
+"""Where an array lies in memory: the facts about it that planning may know, as ints.
+
+Layout is strides.  An `Operand` is an image `(n, c, d, h, w)` with element strides; channels-last,
+sliced, reversed and broadcast views differ in nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+
+from cupyconv.problem.dtypes import COUNT_ITEMSIZE, ITEMSIZE
+
+_SIZES = ITEMSIZE | COUNT_ITEMSIZE
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One array argument, with its spatial axes brought to three; of a recurrent layer, with the axes that it has.
+
+    Attributes
+    ----------
+    shape, strides : five ints each
+        ``(n, c, d, h, w)``; strides in elements, 0 along axes of length 1.
+    alignment : int
+        Largest power of two, at most 16, that divides the address of the first element.
+    offset : int
+        Bytes from the start of the buffer called `name` to the first element.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    alignment: int = 16
+    offset: int = 0
+
+    @property
+    def itemsize(self) -> int:
+        return _SIZES[self.dtype]
+
+    @cached_property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.itemsize
+
+    @property
+    def stride_n(self) -> int:
+        return self.strides[0]
+
+    @property
+    def stride_c(self) -> int:
+        return self.strides[1]
+
+    @cached_property
+    def pixels(self) -> int:
+        return prod(self.shape[2:])
+
+    @cached_property
+    def pixel_stride(self) -> int | None:
+        """The one stride between neighbouring pixels where the spatial axes collapse; else None."""
+        return collapsed_stride(self.shape[2:], self.strides[2:])
+
+    def samples(self, first: int, count: int) -> Operand:
+        """Some of the samples, where they lie."""
+        first_sample = self.view(self.shape, self.strides, first * self.stride_n)
+        return replace(first_sample, shape=(count, *self.shape[1:]))
+
+    def view(self, shape: tuple[int, ...], strides: tuple[int, ...], first: int) -> Operand:
+        """A view that begins `first` elements further."""
+        shift = first * self.itemsize
+        return replace(
+            self, shape=shape, strides=tuple(step if extent > 1 else 0 for extent, step in zip(shape, strides)),
+            offset=self.offset + shift, alignment=min(self.alignment, shift & -shift or self.alignment),
+        )  # fmt: skip
+
+    def in_c_order(self, dtype: str) -> Operand:
+        """The same image, freshly allocated."""
+        return replace(self, dtype=dtype, strides=c_strides(self.shape), alignment=16)
+
+
+def operand(name: str, dtype: str, shape: Sequence[int], byte_strides: Sequence[int], address: int) -> Operand:
+    """Describe an array (n, c, *spatial) of at most three spatial axes; missing ones get length 1.
+
+    Strides that are no whole number of elements are rounded, and told by an alignment of 1.
+    """
+    fill = 5 - len(shape)
+    return array_operand(
+        name,
+        dtype,
+        (*shape[:2], *(1,) * fill, *shape[2:]),
+        (*byte_strides[:2], *(0,) * fill, *byte_strides[2:]),
+        address,
+    )
+
+
+def array_operand(name: str, dtype: str, shape: Sequence[int], byte_strides: Sequence[int], address: int) -> Operand:
+    """Describe an array by the axes that it has."""
+    itemsize = _SIZES[dtype]
+    between_elements = any(stride % itemsize for stride, extent in zip(byte_strides, shape) if extent > 1)
+    strides = tuple(s // itemsize if extent > 1 else 0 for s, extent in zip(byte_strides, shape))
+    alignment = 1 if between_elements else min(16, address & -address) if address else 16
+    return Operand(name, dtype, tuple(shape), strides, alignment)
+
+
+def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Element strides of a C-ordered array, 0 along axes of length 1."""
+    return tuple(prod(shape[i + 1 :]) if extent > 1 else 0 for i, extent in enumerate(shape))
+
+
+def collapsed_stride(shape: Sequence[int], strides: Sequence[int]) -> int | None:
+    """The stride of several axes walked as one, or None where no single stride does it.
+
+    Axes of length 1 do not count; with none left the stride is irrelevant and 1 is returned.
+    """
+    axes = [(extent, stride) for extent, stride in zip(shape, strides) if extent != 1]
+    for (_, outer), (extent, inner) in pairwise(axes):
+        if outer != extent * inner:
+            return None
+    return axes[-1][1] if axes else 1
+
+
+def is_channels_last(shape: Sequence[int], byte_strides: Sequence[int], itemsize: int, channel: int) -> bool:
+    """Whether a view with this channel axis asks for a channels-last result: more than one channel, unit
+    channel stride, and not C-ordered."""
+    expected = itemsize
+    c_ordered = True
+    for extent, stride in zip(reversed(shape), reversed(byte_strides)):
+        if extent > 1 and stride != expected:
+            c_ordered = False
+        expected *= extent
+    return len(shape) > channel + 1 and shape[channel] > 1 and byte_strides[channel] == itemsize and not c_ordered
+
+
+def overlaps_itself(shape: Sequence[int], byte_strides: Sequence[int], itemsize: int) -> bool:
+    """Whether two elements of a strided view share memory.
+
+    Sorted by stride, axes that each step over all the smaller ones cannot meet; a view that is not
+    of that kind is counted as overlapping unless its offsets, listed, prove otherwise.
+    """
+    axes = sorted((abs(stride), extent) for stride, extent in zip(byte_strides, shape) if extent > 1)
+    if prod(shape) == 0:
+        return False
+    reach = itemsize - 1
+    for stride, extent in axes:
+        if stride <= reach:
+            break
+        reach += stride * (extent - 1)
+    else:
+        return False
+    offsets = [0]
+    for stride, extent in axes:
+        if len(offsets) * extent > 1 << 20:
+            return True
+        offsets = [offset + stride * i for offset in offsets for i in range(extent)]
+    offsets.sort()
+    return any(after - before < itemsize for before, after in pairwise(offsets))

@@ -1,0 +1,337 @@
+"""The decision: what will run, as data.
+
+A `Plan` is a small program over named buffers, made of ints and strings only.  Planning writes it,
+a backend executes it, `explain` prints it; none of them needs the other two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Protocol
+
+from cupyconv.problem.dtypes import ITEMSIZE, is_complex
+
+#: Inputs that fit into the table of a kernel's parameters (MAX_SOURCES of kernels/image.cuh).
+MAX_SOURCES = 64
+#: The same of the fused merge, which needs less of each (MAX_MERGED of kernels/merge.cu).
+MAX_MERGED = 120
+#: The same of two convolutions in one kernel, whose parameters are those of both (MAX_PAIR_SOURCES of kernels/conv_pair.cu).
+MAX_PAIR_SOURCES = 32
+#: Steps alike, one after the other, up to which a page has them all.
+_LISTED = 4
+
+
+@dataclass(frozen=True)
+class Address:
+    """A place in a named buffer: an argument (``"x[0]"``, ``"weight"``, ``"out"``) or workspace."""
+
+    buffer: str
+    offset: int = 0  # bytes
+
+    def __str__(self) -> str:
+        return self.buffer + (f"+{self.offset:,}B" if self.offset else "")
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Workspace the plan asks for; lives until its last step has been enqueued."""
+
+    name: str
+    nbytes: int
+
+    @property
+    def space(self) -> int:
+        """Bytes up to where the next one may start."""
+        return -(-self.nbytes // Plan.ALIGNMENT) * Plan.ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """An argument whose dtype is not the one computed with: converted before the first step."""
+
+    buffer: str
+    source: str
+    target: str
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"convert  {self.buffer}: {self.source} -> {self.target} ({_bytes(self.nbytes)})"
+
+
+class Step(Protocol):
+    """One thing that a backend does: a launch or a GEMM call here, a loop of the NumPy backend in `loops`."""
+
+    @property
+    def flops(self) -> int: ...
+
+    @property
+    def bytes_moved(self) -> int: ...
+
+    @property
+    def shape_of_work(self) -> object:
+        """What must agree for two steps to print as one line."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One compiled variant: ``kernels/<name>.cu`` specialised by ``-D`` macros, entry point `name`."""
+
+    name: str
+    macros: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name}<{', '.join(value for _, value in self.macros)}>"
+
+
+@dataclass(frozen=True)
+class KernelLaunch:
+    """One kernel launch.  `params` fills the kernel's one parameter struct, field by field.
+
+    The blocks of a `cooperative` launch are all on the GPU at once, so that they may wait for each other.
+    """
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    block: int
+    params: tuple[tuple[str, Any], ...]
+    shared_bytes: int = 0
+    purpose: str = ""
+    bytes_moved: int = 0
+    flops: int = 0
+    cooperative: bool = False
+
+    def __str__(self) -> str:
+        return (
+            f"kernel   {self.kernel}  grid {self.grid}  block ({self.block}, 1, 1)"
+            f"  shared {self.shared_bytes:,} B  moves {_bytes(self.bytes_moved)}"
+            f"{'  cooperative' * self.cooperative}  {self.purpose}"
+        ).rstrip()
+
+    @property
+    def shape_of_work(self) -> object:
+        """What must agree for two launches to print as one line."""
+        return self.kernel, self.purpose
+
+
+@dataclass(frozen=True)
+class LaunchLoop:
+    """Launches made `times` times in turn; their parameter `counter` is `first` in the first round, then one more."""
+
+    launches: tuple[KernelLaunch, ...]
+    times: int
+    counter: str
+    first: int = 0
+
+    def __str__(self) -> str:
+        rounds = range(self.first, self.first + self.times)
+        lines = "\n".join(f"  {launch}" for launch in self.launches)
+        return f"loop     {self.times} x, {self.counter} = {rounds[0]} ... {rounds[-1]}\n{lines}"
+
+    @property
+    def shape_of_work(self) -> object:
+        return self.counter, tuple(launch.shape_of_work for launch in self.launches)
+
+    @property
+    def bytes_moved(self) -> int:
+        return self.times * sum(launch.bytes_moved for launch in self.launches)
+
+    @property
+    def flops(self) -> int:
+        return self.times * sum(launch.flops for launch in self.launches)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One operand of a batched GEMM, row-major: `rows x columns` lies in memory with leading
+    dimension `ld`, or transposed (``columns x rows``) where `transposed`.  Element strides."""
+
+    at: Address
+    ld: int
+    stride: int
+    transposed: bool = False
+    conjugated: bool = False  # only where transposed: cuBLAS has no other
+
+    def __str__(self) -> str:
+        mark = "ᴴ" if self.conjugated else "ᵀ" if self.transposed else ""
+        return f"{self.at}{mark} ld {self.ld} stride {self.stride}"
+
+
+@dataclass(frozen=True)
+class GemmCall:
+    """``C[i] = alpha * A[i] @ B[i] + beta * C[i]`` for `batch` matrices in one cuBLAS call, row-major.
+
+    ::
+
+             n              k              n
+          m [ C ]   =    m [ A ]   x    k [ B ]      A.stride = 0 where the weight is shared
+    """
+
+    m: int
+    n: int
+    k: int
+    a: Matrix
+    b: Matrix
+    c: Matrix
+    batch: int
+    dtype: str  # of A and B
+    c_dtype: str
+    compute: str  # "float32", "tf32" or "float64"
+    beta: int = 0
+    purpose: str = ""
+    alpha: int = 1
+
+    def __str__(self) -> str:
+        return (
+            f"gemm     m {self.m}  n {self.n}  k {self.k}  batch {self.batch}  {self.dtype} -> {self.c_dtype}"
+            f" ({self.compute} compute, {f'alpha {self.alpha}, ' if self.alpha != 1 else ''}beta {self.beta})  {self.purpose}\n"
+            f"           A {self.a}\n           B {self.b}\n           C {self.c}"
+        )
+
+    @property
+    def shape_of_work(self) -> object:
+        return self.dtype, self.c_dtype, self.compute, self.beta, self.purpose
+
+    @property
+    def flops(self) -> int:
+        return self.batch * self.m * self.n * self.k * (8 if is_complex(self.dtype) else 2)
+
+    @property
+    def bytes_moved(self) -> int:
+        """A matrix shared by the batch counts once; C is read too where it is added to."""
+        batch = [1 if matrix.stride == 0 else self.batch for matrix in (self.a, self.b)]
+        read = (batch[0] * self.m * self.k + batch[1] * self.k * self.n) * ITEMSIZE[self.dtype]
+        return read + self.batch * self.m * self.n * ITEMSIZE[self.c_dtype] * (1 + self.beta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a call would run, and why.
+
+    Printing a plan gives a page for people; its fields are for programs.  The lines of the page:
+
+    =============  ========================================================================================================
+    (the first)    the problem: channels, kernel, samples x spatial size, padding
+    result         dtype, shape, and order in memory (C order, or channels last)
+    method         which method was chosen, on which processor, with what time the cost model predicts (CUDA)
+    work           floating-point operations, bytes moved, and what limits the speed: memory, arithmetic, or the time that
+                   launching takes
+    workspace      temporary memory, by buffer
+    steps          what runs, in order: ``kernel`` with its grid, block and shared memory, ``gemm`` (a matrix product) with its
+                   sizes, ``loop`` over blocks of work on NumPy, ``convert`` (a copy in another dtype)
+    not ...        why another method was not chosen
+    note           what makes this call slower or wider than it had to be
+    =============  ========================================================================================================
+
+    Attributes
+    ----------
+    method : str
+        ``"direct"``, ``"gemm"`` or ``"implicit_gemm"``; of a chain ``"fused"`` or ``"unfused"``; of recurrent layers
+        ``"step"`` or ``"persistent"``; else the function's name: ``"im2col"``, ``"col2im"``, ``"max_pool"``.
+    backend : str
+        ``"numpy"`` or ``"cuda"``.
+    device : str
+        The processor planned for, in words.
+    steps : tuple
+        Launches and GEMM calls, in order.
+    workspace_bytes : int
+        Bytes allocated beyond the result.
+    flops, bytes_moved : int
+        Floating-point operations, and bytes the steps read and write.
+    bound : str
+        What limits it: ``"memory"``, ``"arithmetic"`` or ``"launch"``.
+    rejected : tuple of (method, reason)
+        The methods not taken.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyconv
+    >>> x, w = np.ones((1, 3, 8, 8)), np.ones((4, 3, 3, 3))
+    >>> plan = cupyconv.explain(cupyconv.conv, x, w)
+    >>> plan.method, plan.backend, plan.flops
+    ('gemm', 'numpy', 7776)
+    """
+
+    method: str
+    backend: str
+    device: str
+    problem: str
+    result: str
+    steps: tuple[Step, ...]
+    flops: int
+    bytes_moved: int
+    minimal_bytes: int
+    bound: str
+    rejected: tuple[tuple[str, str], ...] = ()
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+    conversions: tuple[Conversion, ...] = ()
+    workspace: tuple[Buffer, ...] = ()
+    workspace_bytes: int = field(init=False)
+
+    #: Every workspace buffer starts on this boundary.
+    ALIGNMENT = 256
+
+    def __post_init__(self) -> None:
+        used = sum(buffer.space for buffer in self.workspace)
+        object.__setattr__(self, "workspace_bytes", used + sum(c.nbytes for c in self.conversions))
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.problem}",
+            f"  result    {self.result}",
+            f"  method    {self.method} on {self.backend} ({self.device})"
+            + (f": {self.reason}" if self.reason else ""),
+            f"  work      {self.flops:,} FLOP, {_bytes(self.bytes_moved)} moved"
+            f" (at the least {_bytes(self.minimal_bytes)}); bound by {self.bound}",
+            f"  workspace {_bytes(self.workspace_bytes)}"
+            + "".join(f"; {b.name} {_bytes(b.nbytes)}" for b in self.workspace),
+            "  steps",
+        ]
+        lines += [f"    {conversion}" for conversion in self.conversions]
+        lines += [f"    {line}" for line in _listed(self.steps)]
+        if not self.steps:
+            lines.append("    (nothing to run: the result is empty)")
+        lines += [f"  not {method}: {reason}" for method, reason in self.rejected]
+        lines += [f"  note      {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def _listed(steps: tuple[Step, ...]) -> list[str]:
+    """Steps as lines, of which those that differ only in addresses and sizes are printed once: runs, and rounds of runs."""
+    runs = [list(alike) for _, alike in groupby(steps, key=lambda step: step.shape_of_work)]
+    known: dict[object, int] = {}
+    kinds = [known.setdefault((run[0].shape_of_work, len(run)), len(known)) for run in runs]
+    lines: list[str] = []
+    at = 0
+    while at < len(runs):
+        period, rounds = _rounds(kinds, at)
+        for run in runs[at : at + period]:
+            shown = run if len(run) <= _LISTED else run[:1]
+            lines += [line for step in shown for line in str(step).split("\n")]
+            if len(run) > len(shown):
+                lines.append(f"... and {len(run) - len(shown)} more like it")
+        if rounds > 1:
+            each = sum(map(len, runs[at : at + period]))
+            lines.append(f"... and so on for {rounds - 1} more chunks, {(rounds - 1) * each} steps")
+        at += period * rounds
+    return lines
+
+
+def _rounds(kinds: list[int], at: int) -> tuple[int, int]:
+    """Rounds that are equal and begin at this place: (length of one, how many); (1, 1) where there are none."""
+    for period in range(1, (len(kinds) - at) // 2 + 1):
+        if kinds[at] == kinds[at + period]:
+            one, rounds = kinds[at : at + period], 1
+            while kinds[at + rounds * period : at + (rounds + 1) * period] == one:
+                rounds += 1
+            if rounds > 1:
+                return period, rounds
+    return 1, 1
+
+
+def _bytes(n: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return f"{n} B"

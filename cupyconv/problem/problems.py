@@ -1,0 +1,458 @@
+"""What a decision rests on: the problem, where its arrays lie, the settings and the processor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self, TypeVar
+
+from cupyconv.problem.activations import IDENTITY, Activation
+from cupyconv.problem.dtypes import accumulator, product_flops
+from cupyconv.problem.geometry import ConvGeometry, Windows
+from cupyconv.problem.machine import GpuModel, HostModel
+from cupyconv.problem.operands import Operand
+from cupyconv.problem.plan import Conversion
+from cupyconv.problem.prologue import NONE, Prologue
+from cupyconv.problem.recurrence import RecurrentGeometry
+
+METHODS = ("direct", "gemm", "implicit_gemm")
+LATER_METHODS = ("winograd", "fft")
+RECURRENT_METHODS = ("step", "persistent")
+
+Machine = HostModel | GpuModel
+
+#: Bytes of workspace allowed unless `options` says otherwise.
+DEFAULT_LIMIT = {HostModel: 16 << 20, GpuModel: 256 << 20}
+
+
+class NotApplicable(ValueError):
+    """A method cannot do this problem; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What every decision under a limit on workspace rests on."""
+
+    machine: Machine
+    workspace_limit: int | None = None
+
+    @property
+    def limit(self) -> int:
+        return DEFAULT_LIMIT[type(self.machine)] if self.workspace_limit is None else self.workspace_limit
+
+    @property
+    def gpu(self) -> GpuModel:
+        """The machine, of a problem that is planned on CUDA."""
+        assert isinstance(self.machine, GpuModel)
+        return self.machine
+
+    def limit_with(self, weights: int) -> int:
+        """The limit where weights have to be copied whole: where their bytes take more than half of it, they come on top."""
+        return self.limit + (weights if 2 * weights > self.limit else 0)
+
+    @property
+    def arrays(self) -> Iterable[Operand | None]:
+        """Arguments and results, None for one that is absent; where planning asks for them."""
+        raise NotImplementedError
+
+    @property
+    def minimal_bytes(self) -> int:
+        """Every argument and result once: the fewest bytes any method can move."""
+        return sum(array.nbytes for array in self.arrays if array is not None)
+
+    def sharing_with(self, conversions: Sequence[Conversion]) -> Self:
+        """The same with what the conversions leave of the workspace: they take their share first."""
+        if not conversions:
+            return self
+        left = self.limit - sum(conversion.nbytes for conversion in conversions)
+        return replace(self, workspace_limit=max(0, left))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ProductsProblem(Problem):
+    """The same for sums of products, those of the convolution `geometry`."""
+
+    geometry: ConvGeometry
+    xs: tuple[Operand, ...]
+    x_dtype: str
+    method: str = "auto"
+    allow_tf32: bool = False
+    notes: tuple[str, ...] = ()
+
+    def operations(self, other_dtype: str) -> int:
+        return self.geometry.products * product_flops(self.x_dtype, other_dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvProblem(_ProductsProblem):
+    """A convolution with everything that decides how it runs; hashable, the key of the plan cache."""
+
+    weight: Operand
+    out: Operand
+    bias: Operand | None = None
+    residual: Operand | None = None
+    pre: Operand | None = None  # where the pre-activation goes that is kept beside the result; laid out as that is
+    weight_dtype: str
+    activation: Activation = IDENTITY
+    prologue: Prologue = NONE
+
+    @property
+    def result(self) -> str:
+        """The result in words."""
+        out, geometry = self.out, self.geometry
+        shape = (geometry.batch, geometry.out_channels, *geometry.spatial(geometry.out_size))
+        order = "channels-last" if out.stride_c == 1 and out.pixels > 1 else "C order"
+        return f"{out.dtype} {shape}, {order}"
+
+    @property
+    def arrays(self) -> Iterable[Operand | None]:
+        return (*self.xs, self.weight, self.out, self.bias, self.residual, self.pre, *self.prologue.vectors)
+
+    @property
+    def flops(self) -> int:
+        return self.operations(self.weight_dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainProblem(Problem):
+    """Convolutions one after the other: each reads the result of the one before, ``layer[0]``, ``layer[1]`` ...
+
+    Only the last result is an argument of the call.  The limit on workspace is the chain's, not its layers'.
+    """
+
+    layers: tuple[ConvProblem, ...]
+    fuse: str | bool = "auto"
+
+    @property
+    def intermediate_bytes(self) -> int:
+        """Of all results but the last."""
+        return sum(layer.out.nbytes for layer in self.layers[:-1])
+
+    @property
+    def minimal_bytes(self) -> int:
+        """Every argument once; an intermediate is none."""
+        return sum(layer.minimal_bytes for layer in self.layers) - 2 * self.intermediate_bytes
+
+    @property
+    def flops(self) -> int:
+        return sum(layer.flops for layer in self.layers)
+
+    @property
+    def title(self) -> str:
+        layers = "".join(f"\n  layer {i}   {layer.geometry}" for i, layer in enumerate(self.layers))
+        return f"chain of {len(self.layers)} convolutions{layers}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightGradientProblem(_ProductsProblem):
+    """The gradient of a convolution's weight; `geometry` is that of the convolution, `grad` its result's gradient."""
+
+    grad: Operand
+    out: Operand  # with the weight's axes
+    grad_dtype: str
+    prologue: Prologue = NONE
+
+    @property
+    def arrays(self) -> Iterable[Operand]:
+        return (self.grad, *self.xs, self.out, *self.prologue.vectors)
+
+    @property
+    def flops(self) -> int:
+        return self.operations(self.grad_dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransposedProblem(_ProductsProblem):
+    """A transposed convolution, which an input gradient is: the adjoint of the convolution `geometry`.
+
+    `xs` stand for their concatenation along the channels, which are the convolution's outputs; `outs` have
+    the channels of its inputs, one array each.
+    """
+
+    operation: str
+    weight: Operand  # (out_channels, group_channels, *kernel) of the convolution
+    outs: tuple[Operand, ...]
+    pre: Operand | None = None  # where the pre-activation goes that is kept beside the one result
+    bias: Operand | None = None
+    weight_dtype: str
+    conjugate: bool = False  # the weight is taken conjugated
+    activation: Activation = IDENTITY
+
+    @property
+    def dtype(self) -> str:
+        """Of the results."""
+        return self.outs[0].dtype
+
+    @property
+    def arrays(self) -> Iterable[Operand | None]:
+        return (*self.xs, self.weight, *self.outs, self.bias, self.pre)
+
+    @property
+    def flops(self) -> int:
+        return self.operations(self.weight_dtype)
+
+    @property
+    def title(self) -> str:
+        return f"{self.operation}, the adjoint of {self.geometry}"
+
+    @property
+    def result(self) -> str:
+        """The results in words."""
+        spatial = self.geometry.spatial(self.geometry.size)
+        shapes = [str((out.shape[0], out.shape[1], *spatial)) for out in self.outs]
+        channels_last = all(out.stride_c == 1 and out.pixels > 1 for out in self.outs)
+        return f"{self.dtype} {', '.join(shapes)}, {'channels-last' if channels_last else 'C order'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnsProblem(Problem):
+    """Images and their columns."""
+
+    windows: Windows
+    xs: tuple[Operand, ...]
+    columns: Operand  # (n, row, 1, 1, pixel)
+
+    @property
+    def arrays(self) -> Iterable[Operand]:
+        return (self.columns, *self.xs)
+
+
+class Im2colProblem(ColumnsProblem):
+    """Columns to be written from images."""
+
+
+class Col2imProblem(ColumnsProblem):
+    """Columns to be summed back into one image."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpilogueGradProblem(Problem):
+    """A gradient to be taken back through an epilogue: its activation, and the sums that a bias receives."""
+
+    grad: Operand
+    activation: Activation = IDENTITY
+    saved: Operand | None = None  # what the derivative is worked out from; absent without an activation
+    out: Operand | None = None  # the gradient before the activation
+    sums: Operand | None = None  # (1, C, 1, 1, 1), in the accumulator's dtype
+
+    @property
+    def images(self) -> tuple[Operand, ...]:
+        """What each element is read from and written to."""
+        return tuple(image for image in (self.grad, self.saved, self.out) if image is not None)
+
+    @property
+    def arrays(self) -> Iterable[Operand | None]:
+        return (*self.images, self.sums)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrologueGradProblem(Problem):
+    """A gradient of transformed elements to be taken back through the prologue that made them of `x`."""
+
+    grad: Operand
+    x: Operand
+    prologue: Prologue  # of these channels
+    out: Operand | None = None  # the gradient of x
+    sums: Operand | None = None  # (1, 2 C, 1, 1, 1): each channel's of scale and of shift, in the accumulator's dtype
+
+    @property
+    def images(self) -> tuple[Operand, ...]:
+        """What each element is read from and written to."""
+        return (self.grad, self.x, *([self.out] if self.out else []))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingProblem(Problem):
+    """Images to be pooled, each by itself."""
+
+    windows: Windows  # channels: of each image
+    xs: tuple[Operand, ...]
+    outs: tuple[Operand, ...]
+
+    @property
+    def arrays(self) -> Iterable[Operand]:
+        return (*self.xs, *self.outs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingGradientProblem(PoolingProblem):
+    """The gradients of pooled images, from the results and those of these."""
+
+    ys: tuple[Operand, ...]
+    grads: tuple[Operand, ...]
+
+    @property
+    def arrays(self) -> Iterable[Operand]:
+        return (*super().arrays, *self.ys, *self.grads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentProblem(Problem):
+    """A recurrent layer over a sequence, or one step of it.
+
+    Operands have the axes of the sequence: x (T, N, I), weights (D, G*H, I or H), biases (D, G*H), peephole
+    (D, 3*H), states (D, N, H), out (T, N, D*H), lengths (N,), kept as `RecurrentGeometry.keeps` says.
+    """
+
+    geometry: RecurrentGeometry
+    x: Operand
+    weight_ih: Operand
+    weight_hh: Operand
+    out: Operand
+    h: Operand | None = None  # the last state; of a single step, out is that
+    c: Operand | None = None  # the last cell state of an lstm
+    bias_ih: Operand | None = None
+    bias_hh: Operand | None = None
+    h0: Operand | None = None
+    c0: Operand | None = None
+    peephole: Operand | None = None
+    lengths: Operand | None = None
+    kept: tuple[Operand, ...] = ()  # what a gradient needs: gates, cells, candidate
+    method: str = "auto"
+    allow_tf32: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def dtype(self) -> str:
+        """Of the result."""
+        return self.out.dtype
+
+    @property
+    def operands(self) -> dict[str, Operand]:
+        """All that are there, arguments and results, by role."""
+        roles = (
+            "x", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "h0", "c0", "peephole", "lengths", "out", "h", "c"
+        )  # fmt: skip
+        given = {role: getattr(self, role) for role in roles if getattr(self, role) is not None}
+        return {**given, **dict(zip(self.geometry.keeps, self.kept))}
+
+    @property
+    def arrays(self) -> Iterable[Operand]:
+        return self.operands.values()
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.geometry.products
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentGradientProblem(Problem):
+    """The gradients of a recurrent layer; operands have the axes that `RecurrentProblem` gives them."""
+
+    geometry: RecurrentGeometry
+    dtype: str  # computed in, and that of the results
+    allow_tf32: bool = False
+    arguments: tuple[Operand, ...]
+    results: tuple[Operand, ...]
+
+    @cached_property
+    def operands(self) -> dict[str, Operand]:
+        """Arguments and results by name."""
+        return {operand.name: operand for operand in self.arrays}
+
+    @property
+    def arrays(self) -> Iterable[Operand]:
+        return (*self.arguments, *self.results)
+
+    @property
+    def flops(self) -> int:
+        """A product with each weight, and one for its gradient."""
+        return 4 * self.geometry.products
+
+    @property
+    def title(self) -> str:
+        return f"gradients of {self.geometry}"
+
+    @property
+    def result(self) -> str:
+        return f"{self.dtype} {', '.join(f'{operand.name} {operand.shape}' for operand in self.results)}"
+
+
+#: What is drafted, and chosen from, on a GPU.
+DraftedProblem = (
+    ConvProblem | ChainProblem | WeightGradientProblem | TransposedProblem | RecurrentProblem | RecurrentGradientProblem
+)
+
+
+def check_method(method: object) -> None:
+    """Refuse an unknown method, and one that this version does not have."""
+    if not isinstance(method, str) or method not in ("auto", *METHODS, *LATER_METHODS):
+        raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(METHODS + LATER_METHODS)}")
+    if method in LATER_METHODS:
+        raise ValueError(f"method {method!r} is not in this version; there are auto, {', '.join(METHODS)}")
+
+
+def check_recurrent_method(method: object) -> None:
+    """Refuse a method that recurrent layers do not have."""
+    if not isinstance(method, str) or method not in ("auto", *RECURRENT_METHODS):
+        raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(RECURRENT_METHODS)}")
+
+
+#: One kind of problem for sums of products.
+ProductsProblemT = TypeVar("ProductsProblemT", bound=_ProductsProblem)
+_Merging = TypeVar("_Merging", ConvProblem, WeightGradientProblem)
+
+
+def without_empty_inputs(problem: _Merging) -> _Merging:
+    """The same without inputs that have no channels."""
+    kept, geometry = inputs_with_channels(problem.geometry)
+    return replace(problem, geometry=geometry, xs=tuple(problem.xs[i] for i in kept))
+
+
+def inputs_with_channels(geometry: ConvGeometry) -> tuple[list[int], ConvGeometry]:
+    """Inputs of no channels take part in nothing: the others, one at the least, and the problem of these."""
+    kept = [i for i, channels in enumerate(geometry.channels) if channels] or [0]
+    return kept, replace(geometry, channels=tuple(geometry.channels[i] for i in kept))
+
+
+def convert(operand: Operand, dtype: str, conversions: list[Conversion]) -> Operand:
+    """The operand in `dtype`; where that is another one, freshly allocated and noted in `conversions`."""
+    if operand.dtype == dtype:
+        return operand
+    return _fresh(operand, dtype, conversions)
+
+
+def convert_bias(bias: Operand | None, dtype: str, conversions: list[Conversion]) -> Operand | None:
+    """The bias, if there is one, in `dtype` and with its elements side by side: kernels step by no stride of it."""
+    if bias is None or (bias.dtype == dtype and bias.shape[1] <= 1):
+        return bias
+    return convert(bias, dtype, conversions) if bias.stride_c == 1 else _fresh(bias, dtype, conversions)
+
+
+def _fresh(operand: Operand, dtype: str, conversions: list[Conversion]) -> Operand:
+    fresh = operand.in_c_order(dtype)
+    conversions.append(Conversion(operand.name, operand.dtype, dtype, fresh.nbytes))
+    return fresh
+
+
+def check_alignment(operands: Iterable[Operand | None]) -> None:
+    """Refuse what no GPU can load: elements that lie across the boundaries of their own size."""
+    for operand in operands:
+        if operand is not None and operand.alignment < operand.itemsize:
+            raise ValueError(
+                f"{operand.name} is not aligned to its elements of {operand.itemsize} bytes: copy it first"
+            )
+
+
+def converted(problem: ConvProblem) -> tuple[ConvProblem, tuple[Conversion, ...]]:
+    """Arguments in the dtypes computed with, and what must be converted for that."""
+    conversions: list[Conversion] = []
+    bias, residual = problem.bias, problem.residual
+    problem = replace(
+        problem,
+        xs=tuple(convert(x, problem.x_dtype, conversions) for x in problem.xs),
+        weight=convert(problem.weight, problem.weight_dtype, conversions),
+        bias=convert_bias(bias, problem.out.dtype, conversions),
+        residual=residual and convert(residual, problem.out.dtype, conversions),
+        prologue=converted_prologue(problem.prologue, problem.x_dtype, conversions),
+    )
+    return problem, tuple(conversions)
+
+
+def converted_prologue(prologue: Prologue, x_dtype: str, conversions: list[Conversion]) -> Prologue:
+    """The prologue with its vectors in the dtype that elements of `x_dtype` are transformed in."""
+    scale, shift = (
+        vector and convert(vector, accumulator(x_dtype), conversions) for vector in (prologue.scale, prologue.shift)
+    )
+    return replace(prologue, scale=scale, shift=shift)

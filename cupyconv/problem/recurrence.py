@@ -1,0 +1,98 @@
+"""The problem of a recurrent layer, as ints: steps, samples, sizes, directions, and what its cell computes.
+
+The convolutions' problem is `geometry`; this is its counterpart, with PyTorch's order of gates.
+
+::
+
+    rnn     1 gate        h' = f(W x + b + R h)
+    lstm    i, f, g, o    c' = f * c + i * g          h' = o * act(c')
+    gru     r, z, n       h' = (1 - z) * n + z * h    n = act(W x + b + r * (R h + b_h)), or R (r * h) + b_h inside
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from cupyconv.problem.activations import Activation
+
+#: Gates of each cell.
+GATES = {"rnn": 1, "lstm": 4, "gru": 3}
+
+#: Directions in which each `direction` runs through time: +1 from the first step on, -1 from the last.
+DIRECTIONS = {"forward": (1,), "reverse": (-1,), "bidirectional": (1, -1)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentGeometry:
+    """A recurrent layer over a sequence.
+
+    Attributes
+    ----------
+    cell : str
+        ``"rnn"``, ``"lstm"`` or ``"gru"``.
+    steps, batch, inputs, hidden : int
+        T, N, I and H.
+    direction : str
+        ``"forward"``, ``"reverse"`` or ``"bidirectional"``.
+    activations : one tuple for each direction
+        Of an rnn (f,); of a gru (f, g): gates, candidate; of an lstm (f, g, h): gates, candidate, cell.
+    clip : float or None
+        Bound of the gates' pre-activations.
+    input_forget : bool
+        An lstm whose f is 1 - i.
+    linear_before_reset : bool
+        A gru whose reset gate multiplies the recurrent product instead of the state.
+    """
+
+    cell: str
+    steps: int
+    batch: int
+    inputs: int
+    hidden: int
+    direction: str
+    activations: tuple[tuple[Activation, ...], ...]
+    clip: float | None = None
+    input_forget: bool = False
+    linear_before_reset: bool = True
+
+    @cached_property
+    def signs(self) -> tuple[int, ...]:
+        """Of each direction, the step through time."""
+        return DIRECTIONS[self.direction]
+
+    @cached_property
+    def directions(self) -> int:
+        return len(self.signs)
+
+    @cached_property
+    def gates(self) -> int:
+        """Rows of the weights for one hidden unit."""
+        return GATES[self.cell]
+
+    @property
+    def keeps(self) -> dict[str, tuple[int, ...]]:
+        """What a gradient needs of a run, with shapes: buffers in the dtype computed with, indexed by x's time.
+
+        ``gates`` is what the activations were applied to.  ``cells`` is an lstm's state after each step.
+        ``candidate`` is what a gru's reset gate changed: R h + b_h of the candidate before it was multiplied,
+        or r * h after.
+        """
+        each = (self.directions, self.steps, self.batch)
+        kept: dict[str, tuple[int, ...]] = {"gates": (*each, self.gates * self.hidden)}
+        if self.cell != "rnn":
+            kept["cells" if self.cell == "lstm" else "candidate"] = (*each, self.hidden)
+        return kept
+
+    def sums(self, peephole: bool) -> int:
+        """Rows of H sums over steps and samples that the gradients of biases and peepholes are taken from."""
+        apart = self.cell == "gru" and self.linear_before_reset  # the candidate's two biases
+        return self.gates + (1 if apart else 0) + (3 if peephole else 0)
+
+    def __str__(self) -> str:
+        return f"{self.cell} {self.inputs} -> {self.hidden}, {self.direction}, on {self.steps} steps x {self.batch}"
+
+    @cached_property
+    def products(self) -> int:
+        """Multiply-adds of all matrix products."""
+        return self.directions * self.steps * self.batch * self.gates * self.hidden * (self.inputs + self.hidden)
