@@ -26,7 +26,7 @@ from cupyconv.bench import clock, floors, machines, record, session, tables
 from cupyconv.bench.cases import Case, repeat_normals
 from cupyconv.bench.clock import Sample, Timing
 from cupyconv.bench.peers import Way, array_peers, concatenate_im2col_matmul
-from cupyconv.bench.recurrent import RecurrentCase, case_from_record, loop_in_python
+from cupyconv.bench.recurrent_layers import RecurrentCase, case_from_record, loop_in_python
 from cupyconv.bench.reference import WrongResult, allowed_error, error, in_float64
 from cupyconv.bench.report import block, summary
 from cupyconv.bench.session import Session

@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 
 from cupyconv.bench.machines import Machine, cuda_machine, numpy_machine
-from cupyconv.bench.recurrent import AnyCase
+from cupyconv.bench.recurrent_layers import AnyCase
 from cupyconv.bench.session import Session, Watch
 from cupyconv.bench.tables import gpu_cases, numpy_cases, recurrent_cases
 from cupyconv.bench.torch_peers import find_torch

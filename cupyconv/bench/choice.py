@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cupyconv.bench.record import OURS
-from cupyconv.bench.recurrent import AnyCase, case_from_record
+from cupyconv.bench.recurrent_layers import AnyCase, case_from_record
 from cupyconv.call.explain import explain
 from cupyconv.call.options import options
 from cupyconv.problem.dtypes import dtype_from_name

@@ -16,7 +16,7 @@ import numpy as np
 from cupyconv.bench.cases import Case
 from cupyconv.bench.clock import Call
 from cupyconv.bench.machines import Machine
-from cupyconv.bench.recurrent import AnyCase
+from cupyconv.bench.recurrent_layers import AnyCase
 from cupyconv.bench.torch_peers import Torch
 from cupyconv.problem.dtypes import ITEMSIZE
 

@@ -22,7 +22,7 @@ from typing import Any
 from numpy.lib.stride_tricks import sliding_window_view
 
 from cupyconv.bench.cases import Case
-from cupyconv.bench.recurrent import AnyCase, RecurrentCase, loop_in_python
+from cupyconv.bench.recurrent_layers import AnyCase, RecurrentCase, loop_in_python
 
 Call = Callable[[], Any]
 

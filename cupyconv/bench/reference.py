@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from cupyconv.bench.cases import Case
-from cupyconv.bench.recurrent import AnyCase, RecurrentCase, recurrent_in_float64
+from cupyconv.bench.recurrent_layers import AnyCase, RecurrentCase, recurrent_in_float64
 from cupyconv.problem.dtypes import accumulator, dtype_name, is_complex, real_part
 
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}

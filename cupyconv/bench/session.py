@@ -19,7 +19,7 @@ from cupyconv.bench.floors import Rates, copy_rate, precision, product_rate
 from cupyconv.bench.machines import Machine, environment
 from cupyconv.bench.peers import Way, array_peers
 from cupyconv.bench.record import OURS, add_error, is_done, new_record, read_record, resume, write_record
-from cupyconv.bench.recurrent import AnyCase
+from cupyconv.bench.recurrent_layers import AnyCase
 from cupyconv.bench.reference import error, in_float64
 from cupyconv.bench.report import COLUMNS, block, heading, summary
 from cupyconv.bench.torch_peers import Torch

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from cupyconv.bench.cases import Case
-from cupyconv.bench.recurrent import RecurrentCase
+from cupyconv.bench.recurrent_layers import RecurrentCase
 
 #: dtype and whether its products may be TF32.
 PRECISIONS = (("float32", False), ("float32", True), ("float16", False), ("bfloat16", False))

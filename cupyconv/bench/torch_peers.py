@@ -20,7 +20,7 @@ import numpy as np
 
 from cupyconv.bench.cases import Case
 from cupyconv.bench.peers import Call, Way
-from cupyconv.bench.recurrent import AnyCase, RecurrentCase, layer_of_torch
+from cupyconv.bench.recurrent_layers import AnyCase, RecurrentCase, layer_of_torch
 from cupyconv.problem.dtypes import dtype_from_name, dtype_name
 
 #: Spatial axes -> the name of torch's channels-last format.

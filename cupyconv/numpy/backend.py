@@ -57,7 +57,7 @@ class NumpyBackend:
 
     def prepare(self, plan: Plan) -> Callable[[Mapping[str, Any]], None]:
         """A function that executes the plan on arguments and result by name."""
-        runs = [_prepared(step) for step in plan.steps]
+        runs = [step.executable() if hasattr(step, "executable") else _prepared(step) for step in plan.steps]
 
         def run(arrays: Mapping[str, Any]) -> None:
             with np.errstate(all="ignore"):
