@@ -14,6 +14,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -27,6 +28,8 @@ from cupyconv.problem.plan import Kernel
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[1] / "kernels"
 CACHE = HERE / ".build"
+#: A file of ours that a source includes.
+INCLUDE = r'^\s*#\s*include\s+["<]([^">]+)[">]'
 
 #: Compiler flags of each mode.  The runtime is told the mode by a macro instead: it is never instrumented.
 SANITIZERS = {
@@ -132,10 +135,10 @@ def build_runtime(mode: str) -> Path:
 
 
 def _build(name: str, source: str, flags: list[str], *, sources: tuple[Path, ...], library: Path | None) -> Path:
-    """Compile `source` into a shared library named by the hash of all that goes into it."""
-    key = hashlib.sha256(repr((source, flags, compiler(), _compiler_version(), library)).encode())
-    for folder in sources:
-        key.update(_content(folder))
+    """Compile `source` into a shared library named by the hash of all that goes into it, wherever that lies."""
+    options = [flag for flag in flags if not flag.startswith("-I")]
+    key = hashlib.sha256(repr((source, options, compiler(), _compiler_version(), library and library.name)).encode())
+    key.update(_included(source, sources))
     target = CACHE / f"{name}-{key.hexdigest()[:20]}.so"
     if target.exists():
         return target
@@ -158,10 +161,17 @@ def _compiler_version() -> str:
 
 
 @functools.cache
-def _content(folder: Path) -> bytes:
-    """A digest of the C++ and CUDA sources in a folder."""
+def _included(source: str, folders: tuple[Path, ...]) -> bytes:
+    """A digest of every file of ours that a source includes, and that those include."""
     digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.suffix in {".cu", ".cuh", ".h", ".cpp"}:
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    waiting, seen = re.findall(INCLUDE, source, re.MULTILINE), set()
+    while waiting:
+        name = waiting.pop()
+        path = next((folder / name for folder in folders if (folder / name).is_file()), None)
+        if path is None or name in seen:
+            continue
+        seen.add(name)
+        text = path.read_text("utf-8")
+        digest.update(f"{name}\0{text}\0".encode())
+        waiting += re.findall(INCLUDE, text, re.MULTILINE)
     return digest.digest()
