@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from cupyconv.activations import resolve_activation
+from cupyconv.axes import Axes
 from cupyconv.calls.call import fitting, in_dtype, owner
 from cupyconv.calls.convolution import prepare_conv, prepare_linmerge, prologue_parts
 from cupyconv.calls.epilogue_grad import prepare_epilogue_grad
@@ -66,6 +67,15 @@ class ConvGradients(NamedTuple):
 
 
 Pullback = Callable[..., ConvGradients]
+
+_AnyPullback = TypeVar("_AnyPullback", bound=Callable[..., Any])
+
+
+def holding(pullback: _AnyPullback, arrays: Iterable[Any]) -> _AnyPullback:
+    """The pullback, with its attribute `holds`: the arrays it will read, of those that were given to the function or that
+    this returned.  By it the functions for PyTorch know what must not be changed before the backward pass."""
+    pullback.__dict__["holds"] = tuple(arrays)
+    return pullback
 
 
 def conv_vjp(
@@ -117,16 +127,17 @@ def conv_vjp(
     Memory.  The pullback holds `x`, `weight`, and with an activation one array of the size of `y`: `y` itself for relu,
     sigmoid, tanh and leaky_relu of a positive slope, and otherwise the values before the activation, which the forward
     pass then writes too.  Do not write to any of these before the pullback is called.  A call of it allocates one more
-    array of that size, for the gradient before the activation.
+    array of that size: for the gradient before the activation, or without one for that of `residual`.
 
     With a prologue the pullback holds `scale` and `shift`, but no transformed input, which is computed again as the
     input is read.  A call then allocates one more array of the size of `x`, for the gradient of the transformed input,
     and on CUDA a copy of `x` where its dtype is not that of `y`.  In 16-bit types that gradient is rounded.
 
     Values.  At a kink of an activation the derivative of the flat or the left side counts: relu'(0) = 0.  For complex
-    arrays the weight and `x` are conjugated, as in PyTorch (the Hermitian adjoint).  Without an activation the gradient
-    of `residual` is `grad` itself, not a copy.  The gradients of `x` are channels-last where `y` is, or without an
-    activation where `grad` is; that of `weight` is in C order.  Every call gives the same bits.
+    arrays the weight and `x` are conjugated, as in PyTorch (the Hermitian adjoint).  Every gradient has memory of its
+    own, which it shares neither with `grad` nor with another: it may be written to.  Those of `x` and `residual` are
+    channels-last where `y` is, or without an activation where `grad` is; that of `weight` is in C order.  Every call
+    gives the same bits.
 
     For a 16-bit result on CUDA the activation is computed, as in `conv`, before the values under it are rounded to be
     kept; but after that in the kernels of the fused merge and of depthwise convolutions.
@@ -412,7 +423,7 @@ def max_pool_vjp(
         of_inputs = [in_dtype(*one, backend) for one in zip(dx if listed else [dx], x_dtypes, strict=True)]
         return ConvGradients(x=of_inputs if listed else of_inputs[0])
 
-    return y, pullback
+    return y, holding(pullback, (*inputs, *_listed(y)[0]))
 
 
 class _EpilogueBackward:
@@ -423,19 +434,29 @@ class _EpilogueBackward:
 
     def __init__(self, results: Sequence[Any], activation: Any, spatial: int) -> None:
         self.shape, self.dtype = tuple(results[0].shape), results[0].dtype
-        self._saved = results[-1] if resolve_activation(activation) else None
+        self.saved = results[-1] if resolve_activation(activation) else None
         self._activation = activation
         self._spatial = spatial
 
     def __call__(self, grad: Any, *, through: bool, sums: bool) -> tuple[Any, Any]:
         """The gradient before the activation, and the sum of each of its channels, as far as they are asked for."""
-        unchanged = self._saved is None
+        unchanged = self.saved is None
         asked = {"through": through and not unchanged, "sums": sums}
         if not any(asked.values()):
             return grad, None
         settings = {"spatial": self._spatial, "activation": self._activation, **asked}
-        results = call(prepare_epilogue_grad, {"grad": grad, "saved": self._saved}, settings)
+        results = call(prepare_epilogue_grad, {"grad": grad, "saved": self.saved}, settings)
         return results[0] if asked["through"] else grad, results[-1]
+
+    def copy(self, grad: Any, backend: Backend) -> Any:
+        """In memory of its own, channels-last where `grad` is."""
+        axes = Axes(grad.ndim == self._spatial + 2, self._spatial)
+        order = list(range(grad.ndim))
+        if axes.asks_channels_last(grad):
+            order.append(order.pop(int(axes.batched)))
+        with backend.current():
+            copy = backend.converted(grad.transpose(order), grad.dtype)
+        return copy.transpose([order.index(axis) for axis in range(grad.ndim)])
 
 
 class _PrologueBackward:
@@ -509,6 +530,7 @@ def _pullback(
         """Gradients of the arguments, from that of the result; of those named in `needs`, or of all."""
         wanted = _names(needs) & given
         backend = owner({"weight": weight, "grad": grad})
+        callers = grad
         grad = fitting("grad", grad, epilogue.shape, epilogue.dtype, backend)
         dz, sums = epilogue(grad, through=bool(wanted - {"bias"}), sums="bias" in wanted)
         found: dict[str, Any] = {"bias": sums, "residual": dz}
@@ -528,9 +550,11 @@ def _pullback(
         if "weight" in wanted:
             found["weight"] = to_weight(dz)
         gradients |= {name: in_dtype(found[name], dtype, backend) for name, dtype in dtypes.items() if name in wanted}
+        if gradients.get("residual") is callers:
+            gradients["residual"] = epilogue.copy(callers, backend)
         return ConvGradients(**gradients)
 
-    return pullback
+    return holding(pullback, (*inputs, weight, epilogue.saved, prologue.scale, prologue.shift))
 
 
 def _listed(x: Any) -> tuple[tuple[Any, ...], bool]:

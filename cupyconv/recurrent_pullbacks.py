@@ -20,6 +20,7 @@ from cupyconv.calls.recurrent import on_backend, prepare_gru, prepare_lstm, prep
 from cupyconv.calls.recurrent_gradient import prepare_recurrent_gradient
 from cupyconv.dispatch import Backend, backend_for
 from cupyconv.dtypes import check_dtype
+from cupyconv.pullbacks import holding
 from cupyconv.recurrence import GATES
 from cupyconv.repetition import call
 from cupyconv.typing import ActivationLike, Array
@@ -84,7 +85,8 @@ def rnn_vjp(
         ``pullback(grad_y=None, grad_h=None) -> RecurrentGradients``.  `grad_y` and `grad_h` are the gradients of a number,
         such as a loss, with respect to y and h: each has the shape of its result, None stands for zeros, and another
         precision is converted.  What is returned are the gradients of that number with respect to the arguments, each
-        in its argument's shape and dtype; None where the argument is absent.  It may be called again.
+        in its argument's shape and dtype, and in memory of its own; None where the argument is absent.  It may be called
+        again.
 
     Raises
     ------
@@ -274,20 +276,19 @@ def _pullback(
     backend = backend_for({"y": y})
     single = settings["direction"] != "bidirectional"
 
+    # Initial states and peepholes as the forward pass rounded them.
+    states = {name: in_dtype(arguments[name], y.dtype, backend) for name in dtypes.keys() & {"h0", "c0", "peephole"}}
+    read = {name: array for name, array in {**arguments, **states, "y": y}.items() if not name.startswith("bias")}
+
     def with_directions(name: str) -> Any:
         """An argument that has an axis of directions only where there are two, with that axis."""
-        array = arguments.get(name)
+        array = read.get(name)
         return array[None] if single and array is not None else array
 
-    def state(array: Any) -> Any:
-        """An initial state, or peepholes, as the forward pass rounded them."""
-        return None if array is None else in_dtype(array, y.dtype, backend)
-
     held = {
-        "x": arguments["x"], "weight_ih": with_directions("weight_ih"), "weight_hh": with_directions("weight_hh"),
-        "y": y, "gates": kept["gates"], "h0": state(arguments["h0"]), "c0": state(arguments.get("c0")),
-        "peephole": state(with_directions("peephole")), "lengths": arguments["lengths"], "cells": kept.get("cells"),
-        "candidate": kept.get("candidate"),
+        "x": read["x"], "weight_ih": with_directions("weight_ih"), "weight_hh": with_directions("weight_hh"), "y": y,
+        "gates": kept["gates"], "h0": read["h0"], "c0": read.get("c0"), "peephole": with_directions("peephole"),
+        "lengths": read["lengths"], "cells": kept.get("cells"), "candidate": kept.get("candidate"),
     }  # fmt: skip
     gates = GATES[cell]
     # Rows of the sums over steps and samples.  Of a candidate whose recurrent part is reset, that part has its own.
@@ -320,13 +321,13 @@ def _pullback(
             """Gradients of the arguments, from those of y, h and c."""
             return backward(grad_y, grad_h, grad_c)
 
-        return pullback_with_cell
+        return holding(pullback_with_cell, read.values())
 
     def pullback(grad_y: Any = None, grad_h: Any = None) -> RecurrentGradients:
         """Gradients of the arguments, from those of y and h."""
         return backward(grad_y, grad_h, None)
 
-    return pullback
+    return holding(pullback, read.values())
 
 
 def _checked(name: str, grad: Any, shape: tuple[int, ...], dtype: np.dtype, backend: Backend) -> Any:
