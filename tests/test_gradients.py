@@ -284,6 +284,63 @@ def test_the_same_bits_every_time(target, dtype, activation):
     assert bytes_of(target, pullback(grad)) == bytes_of(target, first)
 
 
+@pytest.mark.parametrize("layout", ["c_order", "channels_last"])
+@pytest.mark.parametrize("activation", [None, "relu", "silu"])
+@pytest.mark.parametrize("function", ["conv", "linmerge"])
+def test_every_gradient_has_memory_of_its_own(target, function, activation, layout):
+    """It may be written to, as a sum of several is made: nothing else changes."""
+    arguments, grad, settings = example(target, activation=activation)
+    if function == "linmerge":
+        arguments["xs"] = [image[:, :, :5, :5] for image in arguments.pop("x")]
+        arguments["weight"] = arguments["weight"][:, :, 0, 0]
+    grad = on_device(target, target.to_host(grad), layout)
+    y, pullback = cupyconv.vjp(getattr(cupyconv, function), **arguments, **settings)
+    gradients = pullback(grad)
+    arrays = [*each_array(gradients), *each_array(arguments.values()), y, grad]
+    for i in range(len(each_array(gradients))):
+        before = bytes_of(target, arrays)
+        arrays[i][...] = i + 100
+        assert [bytes_of(target, arrays) != before for arrays, before in zip(arrays, before)].index(True) == i
+        assert bytes_of(target, arrays[i + 1 :]) == before[i + 1 :]
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("function", ["conv", "linmerge", "conv_transpose", "max_pool"])
+def test_a_pullback_names_the_arrays_it_reads(function, activation):
+    """They, and no others of the arguments and the result, change its gradients when they are written to."""
+    ones, others = np.ones, {"bias": np.ones(4), "activation": activation}
+    prologue = (np.full(3, 2.0), ones(3), "relu")
+    keywords = {
+        "conv": {"weight": ones((4, 3, 2)), **others, "residual": ones((2, 4, 5)), "prologue": prologue},
+        "linmerge": {"weight": ones((4, 3)), **others, "residual": ones((2, 4, 6)), "prologue": prologue},
+        "conv_transpose": {"weight": ones((3, 4, 2)), **others},
+        "max_pool": {"kernel_shape": 2},
+    }[function]
+    x = [ones((2, 2, 6)), ones((2, 1, 6))]
+    y, pullback = cupyconv.vjp(getattr(cupyconv, function), x, **keywords)
+    arrays = [*x, *reference.sequence(y), *prologue[:2], *(a for a in keywords.values() if isinstance(a, np.ndarray))]
+    grad = [ones(one.shape) for one in y] if isinstance(y, list) else ones(y.shape)
+    expected = [one.tobytes() for one in each_array(pullback(grad))]
+    for array in arrays:
+        before = array.copy()
+        array[...] = -3
+        changed = [one.tobytes() for one in each_array(pullback(grad))] != expected
+        assert changed == any(array is held for held in pullback.holds)
+        array[...] = before
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_the_gradient_of_a_residual_is_channels_last_where_that_of_y_is(target, batched):
+    x, weight, grad = np.ones((2, 3, 4, 5)), np.ones((3, 3, 1, 1)), np.arange(120.0).reshape(2, 3, 4, 5)
+    x, grad = (x, grad) if batched else (x[0], grad[0])
+    for layout in ("c_order", "channels_last"):
+        x_there, grad_there = (on_device(target, a, layout, int(batched)) for a in (x, grad))
+        _, pullback = cupyconv.vjp(cupyconv.conv, x_there, target.to_device(weight), residual=grad_there)
+        residual = pullback(grad_there).residual
+        assert residual.strides == grad_there.strides
+        assert np.array_equal(target.to_host(residual), grad)
+
+
 def test_a_pullback_is_linear_in_the_gradient(target):
     arguments, grad, settings = example(target, dtype="float64")
     _, pullback = cupyconv.vjp(cupyconv.conv, **arguments, **settings)
