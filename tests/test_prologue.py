@@ -184,12 +184,12 @@ def test_implicit_gemm(cuda_target, macros):
     weight = generator.integers(-1, 2, (5, 22, 3, 2)).astype(dtype)
     scale, shift = generator.integers(-1, 2, (2, 22)).astype(np.float64 if dtype.itemsize == 8 else np.float32)
     window = {"padding": ((2, 1), (0, 1)), "dilation": (2, 1), "padding_mode": "constant"}
-    vectors = {"scale": cuda_target.to_device(scale), "shift": cuda_target.to_device(shift)}
     arguments = {
-        "x": [cuda_target.to_device(x) for x in xs], "weight": cuda_target.to_device(weight),
-        "prologue_activation": "relu",
-    }  # fmt: skip
-    y, plan = run_forced(cuda_target, {**arguments, **vectors, **window}, macros["ARITHMETIC"], macros["TILE"])
+        "x": [cuda_target.to_device(x) for x in xs],
+        "weight": cuda_target.to_device(weight),
+        "prologue": (cuda_target.to_device(scale), cuda_target.to_device(shift), "relu"),
+    }
+    y, plan = run_forced(cuda_target, {**arguments, **window}, macros["ARITHMETIC"], macros["TILE"])
     assert macros in [dict(step.kernel.macros) for step in plan.steps]
     images = reference.transformed(xs, scale, shift, "relu", axis=1)
     assert_exact(y, reference.conv(images, weight, **window), dtype)
