@@ -10,7 +10,7 @@ import reference
 from tolerance import assert_close, assert_exact
 
 import cupyconv
-from cupyconv.call.cache import forget_calls
+from cupyconv.call.operation import forget_calls
 from cupyconv.cuda.plan import weight_gradient as weight_gradient_cuda
 from cupyconv.numpy import convolution_plan as planning_on_numpy
 from cupyconv.numpy.loops import WeightGradientLoop
