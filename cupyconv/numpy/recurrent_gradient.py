@@ -12,40 +12,146 @@ before the loop over steps, which is left with multiplications in place and one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from cupyconv.numpy.activations import activate, derivative
-from cupyconv.numpy.loops import RecurrentGradientLoop
 from cupyconv.problem.activations import Activation, derivative_from_result
-from cupyconv.problem.dtypes import dtype_from_name
+from cupyconv.problem.dtypes import ITEMSIZE, dtype_from_name
+from cupyconv.problem.even_parts import even_part
+from cupyconv.problem.operands import c_strides
+from cupyconv.problem.plan import Buffer, Plan
+from cupyconv.problem.problems import RecurrentGradientProblem
+from cupyconv.problem.recurrence import RecurrentGeometry
+
+#: Arrays of (N, H) for each step of a run beside its gates' gradients: states before the steps, and what the
+#: gradients are multiplied with; then those that this is worked out in.
+_ARRAYS_PER_STEP = {"rnn": 1 + 5, "lstm": 4 + 9, "gru": 3 + 9}
+#: Arrays of (N, H) that last from step to step: states' gradients, copies of them, products.
+_LASTING_ARRAYS = {"rnn": 2, "lstm": 4, "gru": 3}
+#: Bytes of a product that is added to a weight's gradient.
+PRODUCT_BYTES = 1 << 19
 
 
-class RecurrentGradient:
-    """Runs the loop; `arrays` have their direction axis in front.
+def plan_recurrent_gradient(problem: RecurrentGradientProblem) -> Plan:
+    """The plan; ValueError where one step of one sample passes the limit."""
+    loop, sizes = _fitting(problem)
+    return Plan(
+        method="step",
+        backend="numpy",
+        device=str(problem.machine),
+        problem=problem.title,
+        result=problem.result,
+        steps=(loop,),
+        flops=problem.flops,
+        bytes_moved=problem.minimal_bytes,
+        minimal_bytes=problem.minimal_bytes,
+        bound=problem.host.bound(problem.flops, problem.minimal_bytes),
+        reason="activations and their derivatives of many steps at once, then back step by step",
+        workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items() if nbytes),
+    )
 
-    Written are ``grad_x``, ``grad_weight_ih``, ``grad_weight_hh``, ``grad_h0``, ``grad_c0`` of an lstm, and ``sums``:
-    over all samples and steps, of the gates' gradients, then of the candidate's or of those times what peepholes read.
+
+@dataclass(frozen=True)
+class RecurrentGradientLoop:
+    """Back through time, direction after direction.
+
+    The gates' gradients of `run_steps` steps and `samples` samples are in memory at once.  What they are multiplied with is
+    worked out for all of these before, products with the weights and x are made of all of them after, added to those
+    of other runs `product_rows` rows at a time.
     """
 
-    def __init__(self, loop: RecurrentGradientLoop) -> None:
-        self.loop = loop
-        self.of_cell = {"rnn": _Rnn, "lstm": _Lstm, "gru": _Gru if loop.geometry.linear_before_reset else _ResetFirst}[
-            loop.geometry.cell
-        ]
+    geometry: RecurrentGeometry
+    run_steps: int
+    samples: int
+    product_rows: int
+    dtype: str  # computed in
+    bytes_moved: int
+    flops: int
+
+    def __str__(self) -> str:
+        geometry = self.geometry
+        runs = -(-geometry.steps // max(1, self.run_steps))
+        return (
+            f"loop     back through {geometry.cell} in {self.dtype}, {geometry.directions} direction(s) of {runs} run(s)"
+            f" of {self.run_steps} steps x {self.samples} samples: derivatives, then each step's product, then products of all"
+        )
+
+    @property
+    def shape_of_work(self) -> object:
+        return self
+
+    def executable(self) -> Callable[[Mapping[str, Any]], None]:
+        return self.run
 
     def run(self, arrays: Mapping[str, Any]) -> None:
-        geometry = self.loop.geometry
+        """Write the gradients; `arrays` have their direction axis in front.
+
+        Written are ``grad_x``, ``grad_weight_ih``, ``grad_weight_hh``, ``grad_h0``, ``grad_c0`` of an lstm, and ``sums``:
+        over all samples and steps, of the gates' gradients, then of the candidate's or of those times what peepholes
+        read.
+        """
+        geometry = self.geometry
+        gru = _Gru if geometry.linear_before_reset else _ResetFirst
+        direction = {"rnn": _Rnn, "lstm": _Lstm, "gru": gru}[geometry.cell]
         arrays["sums"][...] = 0
         if not geometry.steps or not geometry.batch:
             for name in ("grad_weight_ih", "grad_weight_hh"):
                 arrays[name][...] = 0
         for d in range(geometry.directions):
-            for first in range(0, geometry.batch, max(1, self.loop.samples)):
-                part = _samples(arrays, slice(first, first + self.loop.samples))
-                self.of_cell(self.loop, part, d, begins=first == 0).run()
+            for first in range(0, geometry.batch, max(1, self.samples)):
+                part = _samples(arrays, slice(first, first + self.samples))
+                direction(self, part, d, begins=first == 0).run()
+
+
+def _fitting(problem: RecurrentGradientProblem) -> tuple[RecurrentGradientLoop, dict[str, int]]:
+    """The loop, and the bytes of its memory by purpose.
+
+    All samples, or a part of them of which a step fits the limit; then as many steps as fit.
+    """
+    geometry, item = problem.geometry, ITEMSIZE[problem.dtype]
+    rows, hidden, inputs = geometry.gates * geometry.hidden, geometry.hidden, geometry.inputs
+    x_copies = 1 + (geometry.directions == 2)  # what is beyond a length left out; a product to be added
+    width = max(1, inputs, hidden) * item
+    fixed = {"weights": _copied_weights(problem), "product": min(rows * width, max(PRODUCT_BYTES, width))}
+    samples = geometry.batch
+    while True:
+        per_step = samples * (rows + _ARRAYS_PER_STEP[geometry.cell] * hidden + x_copies * inputs) * item
+        fixed["states"] = _LASTING_ARRAYS[geometry.cell] * samples * hidden * item
+        limit = problem.limit_with(fixed["weights"])
+        left = limit - sum(fixed.values()) - Plan.ALIGNMENT * (len(fixed) + 1)
+        run_steps = min(geometry.steps, left // per_step) if per_step else geometry.steps
+        if run_steps >= min(1, geometry.steps):
+            break
+        if samples <= 1:
+            least = limit - left + per_step
+            raise ValueError(f"one step of one sample needs {least:,} bytes of workspace, the limit is {limit:,}")
+        samples = even_part(geometry.batch, samples // 2)
+    run_steps = even_part(geometry.steps, run_steps)
+    loop = RecurrentGradientLoop(
+        geometry=geometry,
+        run_steps=run_steps,
+        samples=samples,
+        product_rows=max(1, PRODUCT_BYTES // width),
+        dtype=problem.dtype,
+        bytes_moved=problem.minimal_bytes,
+        flops=problem.flops,
+    )
+    return loop, {**fixed, "run of steps": run_steps * per_step}
+
+
+def _copied_weights(problem: RecurrentGradientProblem) -> int:
+    """Bytes of one direction's weights that are copied: of another dtype, or not in C order."""
+    weights = (problem.operands[name] for name in ("weight_ih", "weight_hh"))
+    return sum(
+        prod(weight.shape[1:]) * ITEMSIZE[problem.dtype]
+        for weight in weights
+        if weight.dtype != problem.dtype or weight.strides != c_strides(weight.shape)
+    )
 
 
 #: The axis of samples of each array that has one.
@@ -68,12 +174,12 @@ class _Direction:
 
     def __init__(self, loop: RecurrentGradientLoop, arrays: Mapping[str, Any], d: int, begins: bool) -> None:
         self.geometry, self.arrays, self.d = loop.geometry, arrays, d
-        self.begins, self.block = begins, loop.block
+        self.begins, self.product_rows = begins, loop.product_rows
         self.steps, self.batch, self.hidden = self.geometry.steps, arrays["x"].shape[1], self.geometry.hidden
         self.sign = self.geometry.signs[d]
         self.dtype = dtype_from_name(loop.dtype)
         self.activations = self.geometry.activations[d]
-        self.most = min(loop.run, self.steps)  # of a run
+        self.most = min(loop.run_steps, self.steps)  # of a run
         self.lengths = arrays["lengths"] if "lengths" in arrays else np.full(self.batch, self.steps)
         self.shortest = int(self.lengths.min(initial=self.steps))
         self.weight_ih, self.weight_hh = (
@@ -107,7 +213,7 @@ class _Direction:
         for first, end in self.runs():
             self.prepare(first, end)
             for t in range(first, end)[:: -self.sign]:
-                self.back_a_step(t, t - first)
+                self.step_back(t, t - first)
             self.add_products(first, end, self.rows(self.of_gates, first, end))
             self.begins = False
 
@@ -178,8 +284,9 @@ class _Direction:
         if self.begins:
             np.matmul(a, b, out=result)
             return
-        for row in range(0, len(result), self.block):
-            result[row : row + self.block] += a[row : row + self.block] @ b
+        for first in range(0, len(result), self.product_rows):
+            part = slice(first, first + self.product_rows)
+            result[part] += a[part] @ b
 
     def add_sums(self, row: int, columns: np.ndarray) -> None:
         """The sum of each column, as a product with ones: BLAS reads a matrix faster than NumPy adds it."""
@@ -197,7 +304,7 @@ class _Direction:
 
     # Step by step.
 
-    def back_a_step(self, t: int, k: int) -> None:
+    def step_back(self, t: int, k: int) -> None:
         """Gates' gradients of the step at time t, the k-th of the run, and what goes on to the step before it."""
         if t < self.shortest:
             self.step(k, self.state_gradient_at(t))

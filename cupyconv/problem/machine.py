@@ -8,6 +8,7 @@ the products named.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 #: Shared memory that a block may have, in KiB, from a compute capability on (CUDA C++ Programming Guide, "Technical
 #: Specifications per Compute Capability").
@@ -18,7 +19,16 @@ _SHARED_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 120: 99}
 class HostModel:
     """The processor of the NumPy backend."""
 
+    #: The backend that runs what is planned for it.
+    backend: ClassVar[str] = "numpy"
+    #: Operations per byte beyond which a few cores are busier than their memory.
+    BALANCE: ClassVar[int] = 8
+
     threads: int
+
+    def bound(self, flops: int, nbytes: int) -> str:
+        """What limits the speed of so much work."""
+        return "memory" if flops < self.BALANCE * nbytes else "arithmetic"
 
     def __str__(self) -> str:
         return f"{self.threads} thread" + "s" * (self.threads > 1)
@@ -31,6 +41,9 @@ class GpuModel:
     `mma_share` is how much of cuBLAS's tensor-core rates kernels written with ``mma.sync`` can reach: on
     newer architectures only instructions of their own reach all of it.
     """
+
+    #: The backend that runs what is planned for it.
+    backend: ClassVar[str] = "cuda"
 
     name: str
     arch: str

@@ -1,7 +1,6 @@
-"""Plans of the way back through a prologue: the derivative where elements were transformed, and two sums a channel.
+"""Back through a prologue on a GPU: the derivative where elements were transformed, and two sums per channel.
 
-As the way back through an epilogue: on CUDA a block works on a part of the pixels of some channels, and the parts'
-sums are added by a second launch; on NumPy block by block.  The order of additions is the plan's.
+A block works on a part of the pixels of some channels, as on the way back through an epilogue.
 """
 
 from __future__ import annotations
@@ -10,40 +9,24 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 
+from cupyconv.cuda.plan.epilogue_grad import cut, pass_and_sum
 from cupyconv.cuda.plan.launches import collapse, image, packet_width, prologue_params
-from cupyconv.planning.epilogue_grad import cut, on_cuda, on_numpy
 from cupyconv.problem.dtypes import ITEMSIZE, accumulator
-from cupyconv.problem.machine import HostModel
 from cupyconv.problem.plan import Address, Conversion, Kernel, KernelLaunch, Plan
 from cupyconv.problem.problems import PrologueGradProblem, check_alignment, convert, converted_prologue
-
-#: Arrays of a block's size on NumPy: x, the transformed, its derivative, what that is worked out in, the products.
-TEMPORARIES = 6
 
 
 def plan_prologue_grad(problem: PrologueGradProblem) -> Plan:
     """One pass over the gradient and the input."""
+    check_alignment((*problem.images, *problem.prologue.vectors))
     conversions: list[Conversion] = []
-    if isinstance(problem.machine, HostModel):
-        activation = problem.prologue.activation
-        steps, workspace = on_numpy(problem, "prologue_grad", activation, TEMPORARIES, flops=4)
-    else:
-        check_alignment((*problem.images, *problem.prologue.vectors))
-        problem = replace(
-            problem,
-            x=convert(problem.x, problem.grad.dtype, conversions),
-            prologue=converted_prologue(problem.prologue, problem.grad.dtype, conversions),
-        ).sharing_with(conversions)
-        steps, workspace = on_cuda(problem, partial(_launch, problem))
-    grad = problem.grad
-    return Plan(
-        method="prologue_grad", backend="numpy" if isinstance(problem.machine, HostModel) else "cuda",
-        device=str(problem.machine),
-        problem=f"gradient of {problem.prologue}, {grad.dtype} {grad.shape}", result=f"{grad.dtype} {grad.shape}",
-        steps=tuple(steps), flops=4 * prod(grad.shape), bytes_moved=sum(step.bytes_moved for step in steps),
-        minimal_bytes=sum(operand.nbytes for operand in problem.images), bound="memory",
-        conversions=tuple(conversions), workspace=tuple(workspace),
-    )  # fmt: skip
+    problem = replace(
+        problem,
+        x=convert(problem.x, problem.grad.dtype, conversions),
+        prologue=converted_prologue(problem.prologue, problem.grad.dtype, conversions),
+    ).sharing_with(conversions)
+    steps, workspace = pass_and_sum(problem, partial(_launch, problem))
+    return problem.planned(steps, workspace, conversions)
 
 
 def _launch(problem: PrologueGradProblem, sums: Address | None, most_parts: int) -> KernelLaunch:
