@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cupyconv.numpy.activations import derivative
+from cupyconv.numpy.step import NumpyStep, block_words
 from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import five_axes
-from cupyconv.problem.activations import Activation
 from cupyconv.problem.dtypes import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.even_parts import even_part
 from cupyconv.problem.operands import Operand
@@ -32,49 +32,41 @@ At = tuple[slice, ...]
 
 def plan_epilogue_grad(problem: EpilogueGradProblem) -> Plan:
     """One pass over the gradient; nothing where it has no elements and there are no sums to take."""
-    return plan_in_blocks(problem, EpilogueGrad, problem.activation)
+    return plan_in_blocks(problem, EpilogueGrad)
 
 
 @dataclass(frozen=True)
-class ElementwiseLoop:
-    """A pass over images that are alike, in blocks that stay in cache.
+class ElementwiseStep(NumpyStep):
+    """A pass over images that are alike, in blocks that stay in cache; `block` cuts the axes of all of them."""
 
-    `block` cuts the axes (n, c, d, h, w) of all of them.
-    """
-
-    body: ClassVar[str]
     #: Arrays of a block's size that it is worked out in, or that are copies which BLAS can read.
     TEMPORARIES: ClassVar[int]
-    #: Operations per element.
-    OPERATIONS: ClassVar[int]
-    #: Sums per channel.
+    #: Axes of the sums beside that of the channels.
     SUMS: ClassVar[tuple[int, ...]] = ()
 
-    shape: tuple[int, ...]
+    problem: ElementwiseGradProblem
     block: tuple[int, ...]
-    blocks: int
     threads: int
-    dtype: str  # computed in
-    activation: Activation
-    bytes_moved: int
-    flops: int
-
-    def __str__(self) -> str:
-        block = " x ".join(map(str, self.block))
-        return (
-            f"loop     {self.body} in {self.dtype}: {self.blocks} block(s) of {block} (n, c, d, h, w)"
-            f" on {self.threads} thread(s)"
-        )
 
     @property
-    def shape_of_work(self) -> object:
-        return self
+    def dtype(self) -> str:
+        """What is computed in."""
+        return accumulator(self.problem.grad.dtype)
+
+    @property
+    def bytes_moved(self) -> int:
+        return sum(operand.nbytes for operand in self.problem.images)
+
+    def __str__(self) -> str:
+        blocks = prod(-(-extent // part) for extent, part in zip(self.problem.grad.shape, self.block))
+        cut = block_words(blocks, self.block, "n, c, d, h, w", self.threads)
+        return f"loop     {self.problem.operation} in {self.dtype}: {cut}"
 
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
         """Write ``out`` and ``sums``, whichever are there."""
         cuts = [
             [slice(first, first + part) for first in range(0, extent, part)]
-            for extent, part in zip(self.shape, self.block)
+            for extent, part in zip(self.problem.grad.shape, self.block)
         ]
 
         def run(arrays: Mapping[str, Any]) -> None:
@@ -93,28 +85,18 @@ class ElementwiseLoop:
         raise NotImplementedError
 
 
-def plan_in_blocks(problem: ElementwiseGradProblem, loop: type[ElementwiseLoop], activation: Activation) -> Plan:
-    """The plan that is one loop of this class."""
-    grad, dtype = problem.grad, accumulator(problem.grad.dtype)
+def plan_in_blocks(problem: ElementwiseGradProblem, step: type[ElementwiseStep]) -> Plan:
+    """The plan that is one step of this class."""
+    grad = problem.grad
     if not grad.nbytes and not (problem.sums and problem.sums.nbytes):
         return problem.planned([])
-    bytes_per_element = loop.TEMPORARIES * ITEMSIZE[dtype]
+    bytes_per_element = step.TEMPORARIES * ITEMSIZE[accumulator(grad.dtype)]
     at_once = max(1, min(problem.host.threads, -(-prod(grad.shape) // BLOCK_ELEMENTS)))
     elements = max(1, min(BLOCK_ELEMENTS, problem.limit // (bytes_per_element * at_once)))
     block = _block_of(problem.images[-1], elements)
-    blocks = prod(-(-extent // part) for extent, part in zip(grad.shape, block))
-    threads = max(1, min(at_once, blocks))
-    step = loop(
-        shape=grad.shape,
-        block=block,
-        blocks=blocks,
-        threads=threads,
-        dtype=dtype,
-        activation=activation,
-        bytes_moved=sum(operand.nbytes for operand in problem.images),
-        flops=loop.OPERATIONS * prod(grad.shape),
-    )
-    return problem.planned([step], [Buffer("blocks", threads * prod(block) * bytes_per_element)])
+    threads = max(1, min(at_once, prod(-(-extent // part) for extent, part in zip(grad.shape, block))))
+    workspace = Buffer("blocks", threads * prod(block) * bytes_per_element)
+    return problem.planned([step(problem, block, threads)], workspace=(workspace,))
 
 
 def _block_of(operand: Operand, elements: int) -> tuple[int, ...]:
@@ -126,12 +108,13 @@ def _block_of(operand: Operand, elements: int) -> tuple[int, ...]:
     return tuple(block)
 
 
-class EpilogueGrad(ElementwiseLoop):
+@dataclass(frozen=True)
+class EpilogueGrad(ElementwiseStep):
     """``out`` and ``sums`` from ``grad`` and, with an activation, ``saved``."""
 
-    body = "epilogue_grad"
     TEMPORARIES = 4
-    OPERATIONS = 1
+
+    problem: EpilogueGradProblem
 
     def finisher(self, arrays: Mapping[str, Any]) -> Callable[[At], np.ndarray | None]:
         grad = five_axes(arrays["grad"])
@@ -142,7 +125,7 @@ class EpilogueGrad(ElementwiseLoop):
             block = grad[at].astype(dtype, copy=False)
             place = out[at] if out is not None and out.dtype == dtype else None
             if saved is not None:
-                slope = derivative(saved[at].astype(dtype, copy=False), self.activation)
+                slope = derivative(saved[at].astype(dtype, copy=False), self.problem.activation)
                 block = np.multiply(block, slope, out=place)
             if out is not None and place is None:
                 out[at] = block

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self
 import numpy as np
 
 from cupyconv.numpy.scratch import Scratch
+from cupyconv.numpy.step import NumpyStep, block_words
 from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import axis_segments, five_axes
 from cupyconv.problem.dtypes import ITEMSIZE, accumulator, dtype_from_name
@@ -51,90 +52,82 @@ def plan_max_pool_gradient(problem: PoolingGradientProblem) -> Plan:
     return _plan(problem, MaxPoolGradient)
 
 
-def _plan(problem: PoolingProblem, loop: type[PoolingLoop]) -> Plan:
-    loops = [loop.of(one) for one in problem.each]
-    workspace = max((loop.workspace for loop in loops), default=0)
-    return problem.planned(loops, [Buffer("blocks", workspace)] if workspace else [])
+def _plan(problem: PoolingProblem, step: type[PoolingStep]) -> Plan:
+    steps = [step.of(one) for one in problem.each]
+    workspace = max((one.workspace for one in steps), default=0)
+    return problem.planned(steps, workspace=(Buffer("blocks", workspace),) if workspace else ())
 
 
 @dataclass(frozen=True)
-class PoolingLoop:
+class PoolingStep(NumpyStep):
     """A loop over blocks of what is written for one image, each finished while in cache.
 
     `block` cuts the axes of the result in the order in which they lie in memory: planes of a C-ordered image, rows of
     a channels-last one.
     """
 
-    body: ClassVar[str]
     #: What a block has to know of its elements along one axis.
     on_axis: ClassVar[type[_Outputs] | type[_Elements]]
 
-    inputs: tuple[str, ...]
-    result: str
-    shape: tuple[int, ...]  # of the result
-    block: Block
-    blocks: int
-    threads: int
-    workspace: int  # bytes of temporaries, of all threads
-    geometry: Windows
-    dtype: str  # compared and added in
-    bytes_moved: int
-    flops: int
+    problem: PoolingProblem
+    block: Block = (1, 1, 1, 1, 1)
+    threads: int = 1
 
     @classmethod
     def of(cls, problem: PoolingProblem) -> Self:
-        """The loop of the largest blocks that stay in cache and within the limit on workspace."""
-        windows, x, (out,), limit = problem.windows, problem.xs[0], problem.outs, problem.limit
-        threads, dtype = problem.host.threads, accumulator(x.dtype)
-
-        def temporaries(block: Block) -> int:
-            elements, flags = cls.temporaries(windows, block, widened=dtype != x.dtype)
-            return elements * ITEMSIZE[dtype] + flags
+        """The step of the largest blocks that stay in cache and within the limit on workspace."""
+        x, (out,), limit = problem.xs[0], problem.outs, problem.limit
+        all_threads = problem.host.threads
 
         def fits(block: Block) -> bool:
-            in_cache = cls.touched(windows, block) * ITEMSIZE[dtype] <= BLOCK_BYTES
-            return in_cache and threads * temporaries(block) <= limit
+            step = cls(problem, block, all_threads)
+            return step.touched * ITEMSIZE[step.dtype] <= BLOCK_BYTES and step.workspace <= limit
 
         by_distance = sorted(range(5), key=lambda axis: abs(x.strides[axis]) if x.shape[axis] > 1 else 0)
-        block = _largest_block(out.shape, by_distance, fits)
-        blocks = prod(-(-extent // part) for extent, part in zip(out.shape, block))
-        at_once = max(1, min(threads, blocks, limit // (temporaries(block) or 1)))
-        workspace = at_once * temporaries(block)
-        if workspace > limit:
-            raise ValueError(f"the smallest block needs {workspace:,} bytes of workspace, the limit is {limit:,}")
-        return cls(
-            inputs=tuple(operand.name for operand in problem.inputs),
-            result=out.name,
-            shape=out.shape,
-            block=block,
-            blocks=blocks,
-            threads=at_once,
-            workspace=workspace,
-            geometry=windows,
-            dtype=dtype,
-            bytes_moved=problem.minimal_bytes,
-            flops=problem.flops,
-        )
-
-    def __str__(self) -> str:
-        block = " x ".join(map(str, self.block))
-        return (
-            f"loop     {self.body} in {self.dtype}, {' and '.join(self.inputs)} -> {self.result}:"
-            f" {self.blocks} block(s) of {block} (n, c, d, h, w) on {self.threads} thread(s)"
-        )
+        step = cls(problem, _largest_block(out.shape, by_distance, fits))
+        threads = max(1, min(all_threads, step.blocks, limit // (step.workspace or 1)))
+        step = replace(step, threads=threads)
+        if step.workspace > limit:
+            raise ValueError(f"the smallest block needs {step.workspace:,} bytes of workspace, the limit is {limit:,}")
+        return step
 
     @property
-    def shape_of_work(self) -> object:
-        return self
+    def blocks(self) -> int:
+        return prod(-(-extent // part) for extent, part in zip(self.problem.outs[0].shape, self.block))
+
+    @property
+    def dtype(self) -> str:
+        """What is compared and added in."""
+        return accumulator(self.problem.xs[0].dtype)
+
+    @property
+    def widened(self) -> bool:
+        """Whether a block of 16-bit images has copies to be computed in."""
+        return self.dtype != self.problem.xs[0].dtype
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of temporaries, of all threads."""
+        numbers, flags = self.temporaries
+        return self.threads * prod(self.block[:2]) * (numbers * ITEMSIZE[self.dtype] + flags)
+
+    def __str__(self) -> str:
+        problem, inputs = self.problem, " and ".join(operand.name for operand in self.problem.inputs)
+        cut = block_words(self.blocks, self.block, "n, c, d, h, w", self.threads)
+        return f"loop     {problem.operation} in {self.dtype}, {inputs} -> {problem.outs[0].name}: {cut}"
 
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
-        dtype = dtype_from_name(self.dtype)
-        cuts = [[range(at, min(at + part, n)) for at in range(0, n, part)] for n, part in zip(self.shape, self.block)]
+        problem, dtype = self.problem, dtype_from_name(self.dtype)
+        names = [operand.name for operand in (*problem.inputs, *problem.outs)]
+        shape = problem.outs[0].shape
+        cuts = [[range(at, min(at + part, n)) for at in range(0, n, part)] for n, part in zip(shape, self.block)]
         planes = [tuple(slice(r.start, r.stop) for r in plane) for plane in product(*cuts[:2])]
-        parts = list(product(*([self.on_axis.of(self.geometry, axis, r) for r in cuts[2 + axis]] for axis in range(3))))
+        parts = list(
+            product(*([self.on_axis.of(problem.windows, axis, r) for r in cuts[2 + axis]] for axis in range(3)))
+        )
 
         def run(arrays: Mapping[str, Any]) -> None:
-            images = [five_axes(arrays[name]) for name in (*self.inputs, self.result)]
+            images = [five_axes(arrays[name]) for name in names]
             scratch = Scratch(dtype, self.blocks)
             axes = sorted(range(5), key=lambda axis: -abs(images[0].strides[axis]))  # in memory, outermost first
 
@@ -150,16 +143,14 @@ class PoolingLoop:
 
         return run
 
-    # What a direction has of its own.
-
-    @staticmethod
-    def touched(windows: Windows, block: Block) -> int:
+    @property
+    def touched(self) -> int:
         """Elements that a block reads and writes."""
         raise NotImplementedError
 
-    @staticmethod
-    def temporaries(windows: Windows, block: Block, widened: bool) -> tuple[int, int]:
-        """Numbers and flags of a block's temporaries; where it is `widened`, beside 16-bit images."""
+    @property
+    def temporaries(self) -> tuple[int, int]:
+        """Numbers and flags of the temporaries for one channel of one sample of a block."""
         raise NotImplementedError
 
     def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[Any]) -> None:
@@ -210,26 +201,22 @@ class _Outputs(NamedTuple):
         return tap[0] == slice(0, self.length)
 
 
-class MaxPool(PoolingLoop):
+class MaxPool(PoolingStep):
     """The largest element of every window."""
 
-    body = "max_pool"
     on_axis = _Outputs
 
-    @staticmethod
-    def touched(windows: Windows, block: Block) -> int:
-        samples, channels, *outputs = block
-        return samples * channels * (prod(_most_read(windows, outputs)) + prod(outputs))
+    @property
+    def touched(self) -> int:
+        outputs = self.block[2:]
+        return prod(self.block[:2]) * (prod(_most_read(self.problem.windows, outputs)) + prod(outputs))
 
-    @staticmethod
-    def temporaries(windows: Windows, block: Block, widened: bool) -> tuple[int, int]:
+    @property
+    def temporaries(self) -> tuple[int, int]:
         """Maxima along one axis, and then another; widened: what the block reads, and its result."""
-        samples, channels, *outputs = block
-        read = _most_read(windows, outputs)
-        elements = outputs[0] * read[1] * read[2] + outputs[0] * outputs[1] * read[2]
-        if widened:
-            elements += prod(read) + prod(outputs)
-        return samples * channels * elements, 0
+        outputs, read = self.block[2:], _most_read(self.problem.windows, self.block[2:])
+        maxima = outputs[0] * read[1] * read[2] + outputs[0] * outputs[1] * read[2]
+        return maxima + (prod(read) + prod(outputs)) * self.widened, 0
 
     def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[_Outputs]) -> None:
         x, out = images
@@ -288,29 +275,25 @@ class _Elements(NamedTuple):
         return cls(slice(elements.start, elements.stop), slice(over.start, over.stop), read, tuple(taps))
 
 
-class MaxPoolGradient(PoolingLoop):
+class MaxPoolGradient(PoolingStep):
     """Each window's gradient, at the element that was its largest."""
 
-    body = "max_pool gradient"
     on_axis = _Elements
 
-    @staticmethod
-    def touched(windows: Windows, block: Block) -> int:
-        samples, channels, *elements = block
-        return samples * channels * (2 * prod(elements) + 4 * prod(_most_windows(windows, elements)))
+    @property
+    def touched(self) -> int:
+        elements = self.block[2:]
+        return prod(self.block[:2]) * (2 * prod(elements) + 4 * prod(_most_windows(self.problem.windows, elements)))
 
-    @staticmethod
-    def temporaries(windows: Windows, block: Block, widened: bool) -> tuple[int, int]:
+    @property
+    def temporaries(self) -> tuple[int, int]:
         """What is left of the gradient, what a tap takes, and which do; widened: all that the block reads and writes."""
-        samples, channels, *elements = block
-        over = _most_windows(windows, elements)
-        numbers = 2 * prod(over)
-        if widened:
-            numbers += prod(over) + prod(_most_read(windows, over)) + prod(elements)
-        return samples * channels * numbers, samples * channels * 2 * prod(over)
+        elements, over = self.block[2:], _most_windows(self.problem.windows, self.block[2:])
+        copies = prod(over) + prod(_most_read(self.problem.windows, over)) + prod(elements)
+        return 2 * prod(over) + copies * self.widened, 2 * prod(over)
 
     def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[_Elements]) -> None:
-        windows = self.geometry
+        windows = self.problem.windows
         x, y, grad, out = images
         over = _everywhere([part.windows for part in parts])
         out = out[_everywhere([part.elements for part in parts])]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cupyconv.numpy.activations import activate, derivative
-from cupyconv.numpy.epilogue_grad import At, ElementwiseLoop, channel_sums, plan_in_blocks
+from cupyconv.numpy.epilogue_grad import At, ElementwiseStep, channel_sums, plan_in_blocks
 from cupyconv.numpy.windows import five_axes
 from cupyconv.problem.activations import derivative_from_result
 from cupyconv.problem.dtypes import dtype_from_name
@@ -18,21 +19,23 @@ from cupyconv.problem.problems import PrologueGradProblem
 
 def plan_prologue_grad(problem: PrologueGradProblem) -> Plan:
     """One pass over the gradient and the input."""
-    return plan_in_blocks(problem, PrologueGrad, problem.prologue.activation)
+    return plan_in_blocks(problem, PrologueGrad)
 
 
-class PrologueGrad(ElementwiseLoop):
+@dataclass(frozen=True)
+class PrologueGrad(ElementwiseStep):
     """``out`` and ``sums`` (of scale and of shift, by channel) from ``grad`` and ``x``."""
 
-    body = "prologue_grad"
     #: x, the transformed, its derivative, what that is worked out in, the products.
     TEMPORARIES = 6
-    OPERATIONS = 4
     SUMS = (2,)
+
+    problem: PrologueGradProblem
 
     def finisher(self, arrays: Mapping[str, Any]) -> Callable[[At], np.ndarray | None]:
         grad, x = five_axes(arrays["grad"]), five_axes(arrays["x"])
         out = five_axes(arrays["out"]) if "out" in arrays else None
+        activation = self.problem.prologue.activation
         wanted, dtype = "sums" in arrays, dtype_from_name(self.dtype)
         scale, shift = (
             arrays[name].astype(dtype, copy=False)[:, None, None, None] if name in arrays else None
@@ -41,13 +44,13 @@ class PrologueGrad(ElementwiseLoop):
 
         def finish(at: At) -> np.ndarray | None:
             values, du = x[at].astype(dtype, copy=False), grad[at].astype(dtype, copy=False)
-            if self.activation:
+            if activation:
                 u = values.copy() if scale is None else values * scale[at[1]]
                 if shift is not None:
                     u += shift[at[1]]
-                if derivative_from_result(self.activation):
-                    activate(u, self.activation)
-                du = du * derivative(u, self.activation)
+                if derivative_from_result(activation):
+                    activate(u, activation)
+                du = du * derivative(u, activation)
             if out is not None:
                 out[at] = du if scale is None else du * scale[at[1]].conj()
             return np.stack([channel_sums(du * values.conj()), channel_sums(du)], axis=1) if wanted else None

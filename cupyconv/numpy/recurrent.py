@@ -31,8 +31,8 @@ from cupyconv.problem.recurrence import RecurrentGeometry
 
 #: Why the other method is a GPU's.
 NO_PERSISTENT = "it keeps the recurrent weight in the multiprocessors of a GPU from step to step"
-#: Bytes of gates, states and inputs up to which a layer keeps their memory from call to call.
-KEPT_BYTES = 16 << 10
+#: Bytes of memory up to which a layer keeps it from call to call: allocating and cutting it takes longer than a small step.
+KEPT_BYTES = 32 << 10
 
 
 def plan_recurrent(problem: RecurrentProblem) -> Plan:

@@ -131,6 +131,7 @@ class _Rnn(Cell):
 class _Lstm(Cell):
     def prepare(self, activations: Sequence[Activation], peephole: bool) -> None:
         f, g, self._of_cell = activations
+        self._each = tuple(self.gates)
         #: The gates that do not see the new c: all but o, where there are peepholes.
         self._early = self.gates[:3] if peephole else self.gates
         self._late = self.gates[len(self._early) :]
@@ -140,7 +141,7 @@ class _Lstm(Cell):
 
     def advance(self, given: Arguments, t: int, projected: np.ndarray, h: np.ndarray, c: np.ndarray) -> None:
         gates, peephole = self.gates, given.peephole
-        i, f, g, o = gates
+        i, f, g, o = self._each
         np.matmul(given.weight_hh, self.h, out=self.rows)
         gates += projected
         if peephole is not None:
@@ -167,7 +168,8 @@ class _Lstm(Cell):
 class _Gru(Cell):
     def prepare(self, activations: Sequence[Activation], peephole: bool) -> None:
         f, g = activations
-        self._activate_rz = _activation_of(self.gates[:2], [f, f])
+        self._rz, self._each = self.gates[:2], tuple(self.gates)
+        self._activate_rz = _activation_of(self._rz, [f, f])
         self._activate_n = _activation_of(self.gates[2:], [g])
 
     def input_bias(self, given: Arguments) -> np.ndarray | None:
@@ -178,7 +180,7 @@ class _Gru(Cell):
         return bias if given.bias_ih is None else bias + given.bias_ih
 
     def advance(self, given: Arguments, t: int, projected: np.ndarray, h: np.ndarray, c: np.ndarray) -> None:
-        rz, (r, z, n) = self.gates[:2], self.gates
+        rz, (r, z, n) = self._rz, self._each
         bias_hn = None if given.bias_hh is None else given.bias_hh[2]
         linear_before_reset, hidden = self.geometry.linear_before_reset, self.geometry.hidden
         if linear_before_reset:

@@ -13,7 +13,7 @@ from cupyconv.problem.dtypes import accumulator, product_flops
 from cupyconv.problem.geometry import ConvGeometry, Windows
 from cupyconv.problem.machine import GpuModel, HostModel
 from cupyconv.problem.operands import Operand
-from cupyconv.problem.plan import Buffer, Conversion, Plan, Step
+from cupyconv.problem.plan import Conversion, Plan, Step
 from cupyconv.problem.prologue import NONE, Prologue
 from cupyconv.problem.recurrence import RecurrentGeometry
 
@@ -64,9 +64,36 @@ class Problem:
         raise NotImplementedError
 
     @property
+    def title(self) -> str:
+        """The first line of a plan."""
+        raise NotImplementedError
+
+    @property
+    def result(self) -> str:
+        """The results in words."""
+        raise NotImplementedError
+
+    @property
+    def flops(self) -> int:
+        raise NotImplementedError
+
+    @property
     def minimal_bytes(self) -> int:
         """Every argument and result once: the fewest bytes any method can move."""
         return sum(array.nbytes for array in self.arrays if array is not None)
+
+    def planned(self, steps: Sequence[Step], **rest: Any) -> Plan:
+        """The plan that consists of these steps; `rest` is what the problem does not know of it."""
+        return Plan(
+            backend=self.machine.backend,
+            device=str(self.machine),
+            problem=self.title,
+            result=self.result,
+            steps=tuple(steps),
+            flops=self.flops,
+            minimal_bytes=self.minimal_bytes,
+            **rest,
+        )
 
     def sharing_with(self, conversions: Sequence[Conversion]) -> Self:
         """The same with what the conversions leave of the workspace: they take their share first."""
@@ -218,38 +245,9 @@ class PassProblem(Problem):
 
     operation: ClassVar[str]
 
-    @property
-    def title(self) -> str:
-        """The first line of a plan."""
-        raise NotImplementedError
-
-    @property
-    def result(self) -> str:
-        """The results in words."""
-        raise NotImplementedError
-
-    @property
-    def flops(self) -> int:
-        raise NotImplementedError
-
-    def planned(
-        self, steps: Sequence[Step], workspace: Sequence[Buffer] = (), conversions: Sequence[Conversion] = ()
-    ) -> Plan:
-        """The plan that consists of these steps."""
-        return Plan(
-            method=self.operation,
-            backend=self.machine.backend,
-            device=str(self.machine),
-            problem=self.title,
-            result=self.result,
-            steps=tuple(steps),
-            flops=self.flops,
-            bytes_moved=sum(step.bytes_moved for step in steps),
-            minimal_bytes=self.minimal_bytes,
-            bound="memory",
-            conversions=tuple(conversions),
-            workspace=tuple(workspace),
-        )
+    def planned(self, steps: Sequence[Step], **rest: Any) -> Plan:
+        moved = sum(step.bytes_moved for step in steps)
+        return super().planned(steps, method=self.operation, bound="memory", bytes_moved=moved, **rest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -487,6 +485,14 @@ class RecurrentProblem(Problem):
     @property
     def arrays(self) -> Iterable[Operand]:
         return self.operands.values()
+
+    @property
+    def title(self) -> str:
+        return str(self.geometry)
+
+    @property
+    def result(self) -> str:
+        return f"{self.dtype} {self.out.shape}"
 
     @property
     def flops(self) -> int:

@@ -29,27 +29,27 @@ def plan_epilogue_grad(problem: EpilogueGradProblem) -> Plan:
     """One pass over the gradient; nothing where there is neither a derivative nor a sum to take."""
     check_alignment(problem.images)
     steps, workspace = pass_and_sum(problem, partial(_launch, problem))
-    return problem.planned(steps, workspace)
+    return problem.planned(steps, workspace=workspace)
 
 
 def pass_and_sum(
     problem: ElementwiseGradProblem, launch: Callable[[Address | None, int], KernelLaunch]
-) -> tuple[list[Step], list[Buffer]]:
+) -> tuple[list[Step], tuple[Buffer, ...]]:
     """One pass; and another that adds the parts of the sums, where they come in parts.
 
     `launch` is given where the sums go, None where none are taken, and the most parts there may be.
     """
     sums = problem.sums
     if sums is None or not sums.nbytes:
-        return ([launch(None, GRID_X)] if problem.grad.nbytes else []), []
+        return ([launch(None, GRID_X)] if problem.grad.nbytes else []), ()
     most_parts = max(1, problem.limit // Plan.ALIGNMENT * Plan.ALIGNMENT // sums.nbytes)
     whole = launch(Address(sums.name, sums.offset), most_parts)
     if whole.grid[0] == 1:
-        return [whole], []
+        return [whole], ()
     shape = (whole.grid[0], *sums.shape[1:])
     parts = replace(sums, name="partial", shape=shape, strides=c_strides(shape), alignment=PACKET_BYTES)
-    steps = [launch(Address(parts.name), most_parts), sum_of_parts(parts, sums, problem.gpu)]
-    return list(steps), [Buffer(parts.name, parts.nbytes)]
+    steps: list[Step] = [launch(Address(parts.name), most_parts), sum_of_parts(parts, sums, problem.gpu)]
+    return steps, (Buffer(parts.name, parts.nbytes),)
 
 
 def sum_of_parts(parts: Operand, sums: Operand, gpu: GpuModel) -> KernelLaunch:

@@ -15,7 +15,7 @@ def plan_im2col(problem: Im2colProblem) -> Plan:
     kept, windows = inputs_with_channels(problem.windows)
     conversions: list[Conversion] = []
     xs = tuple(convert(problem.xs[i], columns.dtype, conversions) for i in kept)
-    return problem.planned(im2col_launches(windows, xs, columns), conversions=conversions)
+    return problem.planned(im2col_launches(windows, xs, columns), conversions=tuple(conversions))
 
 
 def plan_col2im(problem: Col2imProblem) -> Plan:

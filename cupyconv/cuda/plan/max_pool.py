@@ -24,7 +24,7 @@ def plan_max_pool(problem: PoolingProblem) -> Plan:
 def plan_max_pool_gradient(problem: PoolingGradientProblem) -> Plan:
     """Each window's gradient, at the element that was its largest."""
     conversions: list[Conversion] = []
-    return problem.planned([_gradient(one, conversions) for one in problem.each], conversions=conversions)
+    return problem.planned([_gradient(one, conversions) for one in problem.each], conversions=tuple(conversions))
 
 
 def _max_pool(problem: PoolingProblem) -> KernelLaunch:

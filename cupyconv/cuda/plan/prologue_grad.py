@@ -26,7 +26,7 @@ def plan_prologue_grad(problem: PrologueGradProblem) -> Plan:
         prologue=converted_prologue(problem.prologue, problem.grad.dtype, conversions),
     ).sharing_with(conversions)
     steps, workspace = pass_and_sum(problem, partial(_launch, problem))
-    return problem.planned(steps, workspace, conversions)
+    return problem.planned(steps, workspace=workspace, conversions=tuple(conversions))
 
 
 def _launch(problem: PrologueGradProblem, sums: Address | None, most_parts: int) -> KernelLaunch:
