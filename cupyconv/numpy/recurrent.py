@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 from cupyconv.numpy.recurrent_cells import CELLS, IN_PLACE, Arguments
+from cupyconv.numpy.step import NumpyStep
 from cupyconv.numpy.threads import in_threads
 from cupyconv.problem.dtypes import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.even_parts import even_part
 from cupyconv.problem.plan import Buffer, Plan
 from cupyconv.problem.problems import RecurrentProblem
-from cupyconv.problem.recurrence import RecurrentGeometry
 
 #: Why the other method is a GPU's.
 NO_PERSISTENT = "it keeps the recurrent weight in the multiprocessors of a GPU from step to step"
@@ -41,69 +41,58 @@ def plan_recurrent(problem: RecurrentProblem) -> Plan:
         raise ValueError(f"method 'persistent' does not apply: {NO_PERSISTENT}")
     geometry = problem.geometry
     empty = not problem.out.nbytes and not prod((geometry.directions, geometry.batch, geometry.hidden))
-    loop, sizes = _fitting(problem)
-    return Plan(
+    step, sizes = _fitting(problem)
+    return problem.planned(
+        () if empty else (step,),
         method="step",
-        backend="numpy",
-        device=str(problem.machine),
-        problem=str(geometry),
-        result=f"{problem.dtype} {problem.out.shape}",
-        steps=() if empty else (loop,),
-        flops=problem.flops,
+        reason="the inputs of many steps in one product, then step by step",
         bytes_moved=problem.minimal_bytes,
-        minimal_bytes=problem.minimal_bytes,
         bound=problem.host.bound(problem.flops, problem.minimal_bytes),
         rejected=(("persistent", NO_PERSISTENT),),
         notes=problem.notes,
-        reason="the inputs of many steps in one product, then step by step",
         workspace=() if empty else tuple(Buffer(name, nbytes) for name, nbytes in sizes.items() if nbytes),
     )
 
 
 @dataclass(frozen=True)
-class RecurrentLoop:
+class RecurrentStep(NumpyStep):
     """A loop over steps, for each direction and part of the samples.
 
     The inputs of `samples` in `chunk` steps go through the input's weight in one product; then, step by step, the state goes
     through its own, and all gates are worked out where that product lies.
     """
 
-    geometry: RecurrentGeometry
-    buffers: tuple[tuple[str, str], ...]  # of each argument and result, by role
-    dtype: str  # computed in
+    problem: RecurrentProblem
     samples: int
     chunk: int
     threads: int
     copied: tuple[str, ...]  # roles of factors that lie in memory as BLAS does not take them
     bias_column: bool  # whether biases are a column of the input's weight
     keeps_memory: bool  # whether it stays from call to call
-    bytes_moved: int
-    flops: int
+
+    @property
+    def dtype(self) -> str:
+        """What is computed in."""
+        return accumulator(self.problem.dtype)
 
     def __str__(self) -> str:
-        geometry = self.geometry
+        geometry = self.problem.geometry
         parts, chunks = -(-geometry.batch // self.samples), -(-geometry.steps // self.chunk)
-        each = (
-            f"{self.chunk * min(self.samples, geometry.batch)} x {geometry.inputs} x {geometry.gates * geometry.hidden}"
-        )
+        rows, gates = self.chunk * min(self.samples, geometry.batch), geometry.gates * geometry.hidden
         products = 2 if geometry.cell == "gru" and not geometry.linear_before_reset else 1
         return (
             f"loop     {geometry.cell} in {self.dtype}, {geometry.directions} direction(s) of {parts} part(s)"
-            f" of {self.samples} samples and {chunks} chunk(s) of {self.chunk} steps on {self.threads} thread(s):"
-            f" one input product {each}, then per step {products} product(s) of the state and all gates"
+            f" of {self.samples} samples and {chunks} chunk(s) of {self.chunk} steps on {self.threads} thread(s): one input"
+            f" product {rows} x {geometry.inputs} x {gates}, then per step {products} product(s) of the state and all gates"
             + (f"; {', '.join(self.copied)} copied" if self.copied else "")
         )
-
-    @property
-    def shape_of_work(self) -> object:
-        return self
 
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
         return RecurrentLayer(self).run
 
 
-def _fitting(problem: RecurrentProblem) -> tuple[RecurrentLoop, dict[str, int]]:
-    """The loop, and the bytes of its memory by purpose.
+def _fitting(problem: RecurrentProblem) -> tuple[RecurrentStep, dict[str, int]]:
+    """The step, and the bytes of its memory by purpose.
 
     All samples, or a part for each thread, and of these what fits the limit; then as many steps as fit.
     """
@@ -117,15 +106,15 @@ def _fitting(problem: RecurrentProblem) -> tuple[RecurrentLoop, dict[str, int]]:
     while True:
         at_once = max(1, min(threads, geometry.directions * -(-geometry.batch // samples)))
         state = at_once * samples * geometry.hidden * item
-        fixed = {
+        sizes = {
             "weights": (copied_weights + at_once * gates * (geometry.inputs + 1) * bias_column) * item,
             "gates": state * geometry.gates,
             "states": (6 if problem.peephole else 4) * state,
             "activations": 2 * temporaries * state * geometry.gates,
         }
         per_step = at_once * samples * (gates + input_copy) * item
-        limit = problem.limit_with(fixed["weights"])
-        left = limit - sum(fixed.values()) - Plan.ALIGNMENT * (len(fixed) + 2)
+        limit = problem.limit_with(sizes["weights"])
+        left = limit - sum(sizes.values()) - Plan.ALIGNMENT * (len(sizes) + 2)
         chunk = min(geometry.steps, left // per_step) if per_step else geometry.steps
         if chunk >= min(1, geometry.steps):
             break
@@ -137,21 +126,9 @@ def _fitting(problem: RecurrentProblem) -> tuple[RecurrentLoop, dict[str, int]]:
             least = limit - left + per_step
             raise ValueError(f"one step of one sample needs {least:,} bytes of workspace, the limit is {limit:,}")
     chunk = even_part(geometry.steps, chunk)
-    sizes = {**fixed, "inputs": chunk * per_step}
-    loop = RecurrentLoop(
-        geometry=geometry,
-        buffers=tuple((role, operand.name) for role, operand in problem.operands.items()),
-        dtype=accumulator(problem.dtype),
-        samples=samples,
-        chunk=chunk,
-        threads=at_once,
-        copied=copied,
-        bias_column=bias_column,
-        keeps_memory=sum(sizes.values()) <= KEPT_BYTES,
-        bytes_moved=problem.minimal_bytes,
-        flops=problem.flops,
-    )
-    return loop, sizes
+    sizes["inputs"] = chunk * per_step
+    keeps_memory = sum(sizes.values()) <= KEPT_BYTES
+    return RecurrentStep(problem, samples, chunk, at_once, copied, bias_column, keeps_memory), sizes
 
 
 def _copied(problem: RecurrentProblem, bias_column: bool) -> tuple[str, ...]:
@@ -176,21 +153,23 @@ def _has_bias_column(problem: RecurrentProblem) -> bool:
 
 
 class RecurrentLayer:
-    """What runs the loop."""
+    """What runs a step of the plan, for one call after the other."""
 
-    def __init__(self, loop: RecurrentLoop) -> None:
-        self._loop, self._dtype, batch = loop, dtype_from_name(loop.dtype), loop.geometry.batch
-        parts = [slice(first, min(first + loop.samples, batch)) for first in range(0, max(1, batch), loop.samples)]
+    def __init__(self, step: RecurrentStep) -> None:
+        geometry = step.problem.geometry
+        self._step, self._geometry, self._dtype = step, geometry, dtype_from_name(step.dtype)
+        self._buffers = [(role, operand.name) for role, operand in step.problem.operands.items()]
+        starts = range(0, max(1, geometry.batch), step.samples)
+        parts = [slice(first, min(first + step.samples, geometry.batch)) for first in starts]
         #: Each direction and part of the samples, beside a sequence that no call is using.
         self._work: list[tuple[int, slice, deque[_Sequence]]] = [
-            (direction, samples, deque(maxlen=1))
-            for direction, samples in product(range(loop.geometry.directions), parts)
+            (direction, samples, deque(maxlen=1)) for direction, samples in product(range(geometry.directions), parts)
         ]
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         """Compute the results; arguments and results are given by name."""
-        loop, geometry = self._loop, self._loop.geometry
-        given = {role: arrays[name] for role, name in loop.buffers}
+        step, geometry = self._step, self._geometry
+        given = {role: arrays[name] for role, name in self._buffers}
         weights = [
             [self._weight(given, role, direction) for role in ("weight_ih", "weight_hh")]
             for direction in range(geometry.directions)
@@ -201,38 +180,38 @@ class RecurrentLayer:
             try:
                 sequence = idle.pop()
             except IndexError:  # the first call, or one beside another
-                sequence = _Sequence(loop, direction, samples.stop - samples.start, self._dtype)
+                sequence = _Sequence(step, direction, samples.stop - samples.start, self._dtype)
             sequence.run(Arguments(geometry, given, weights[direction], direction, samples, self._dtype))
-            if loop.keeps_memory:
+            if step.keeps_memory:
                 idle.append(sequence)
 
-        for _ in in_threads(loop.threads, finish, self._work):
+        for _ in in_threads(step.threads, finish, self._work):
             pass
 
     def _weight(self, given: Mapping[str, Any], role: str, direction: int) -> np.ndarray:
         """A weight of one direction, (G * H, columns)."""
         own = given[role][direction] if given[role].ndim == 3 else given[role]
-        return np.array(own, self._dtype, order="C") if role in self._loop.copied else own
+        return np.array(own, self._dtype, order="C") if role in self._step.copied else own
 
 
 class _Sequence:
     """One direction of `batch` samples: the memory that the steps share, and all steps of one call after the other."""
 
-    def __init__(self, loop: RecurrentLoop, direction: int, batch: int, dtype: np.dtype) -> None:
-        geometry = loop.geometry
-        self._loop, self._dtype = loop, dtype
+    def __init__(self, step: RecurrentStep, direction: int, batch: int, dtype: np.dtype) -> None:
+        self._step, self._geometry, self._dtype = step, step.problem.geometry, dtype
+        geometry = self._geometry
         self._backwards = geometry.signs[direction] < 0
-        peephole = any(role == "peephole" for role, _ in loop.buffers)
+        peephole = step.problem.peephole is not None
         self._cell = CELLS[geometry.cell](geometry, direction, batch, dtype, peephole)
-        self._projected = np.empty((loop.chunk, *self._cell.gates.shape), dtype)
+        self._projected = np.empty((step.chunk, *self._cell.gates.shape), dtype)
         self._x = None
-        if "x" in loop.copied:
-            self._x = np.ones((loop.chunk, batch, geometry.inputs + loop.bias_column), dtype)
+        if "x" in step.copied:
+            self._x = np.ones((step.chunk, batch, geometry.inputs + step.bias_column), dtype)
 
     def run(self, given: Arguments) -> None:
         """All steps, and the last states."""
         cell, lengths = self._cell, given.lengths
-        least = most = self._loop.geometry.steps
+        least = most = self._geometry.steps
         if lengths is not None and lengths.size:
             least, most = int(lengths.min()), int(lengths.max())
             until = np.ascontiguousarray(lengths)
@@ -260,19 +239,19 @@ class _Sequence:
 
     def _steps(self, given: Arguments, most: int) -> Iterator[tuple[int, np.ndarray]]:
         """The steps before `most` in this direction's order, each with what its inputs add to the gates."""
-        loop, weight, bias = self._loop, given.weight_ih, self._cell.input_bias(given)
-        chunks = [range(first, min(first + loop.chunk, most)) for first in range(0, most, loop.chunk)]
-        if loop.bias_column:
+        step, weight, bias = self._step, given.weight_ih, self._cell.input_bias(given)
+        chunks = [range(first, min(first + step.chunk, most)) for first in range(0, most, step.chunk)]
+        if step.bias_column:
             assert bias is not None
             weight = np.concatenate([weight, bias.reshape(-1, 1)], axis=1, dtype=self._dtype)
         for chunk in reversed(chunks) if self._backwards else chunks:
             steps = len(chunk)
             x, projected = given.x[chunk.start : chunk.stop], self._projected[:steps]
             if self._x is not None:
-                self._x[:steps, :, : loop.geometry.inputs] = x
+                self._x[:steps, :, : self._geometry.inputs] = x
                 x = self._x[:steps]
             np.matmul(weight, x.swapaxes(1, 2), out=projected.reshape(steps, *self._cell.rows.shape))
-            if bias is not None and not loop.bias_column:
+            if bias is not None and not step.bias_column:
                 projected += bias
             for t in reversed(chunk) if self._backwards else chunk:
                 yield t, projected[t - chunk.start]

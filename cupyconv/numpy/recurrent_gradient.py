@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from cupyconv.numpy.activations import activate, derivative
+from cupyconv.numpy.step import NumpyStep
 from cupyconv.problem.activations import Activation, derivative_from_result
 from cupyconv.problem.dtypes import ITEMSIZE, dtype_from_name
 from cupyconv.problem.even_parts import even_part
 from cupyconv.problem.operands import c_strides
 from cupyconv.problem.plan import Buffer, Plan
 from cupyconv.problem.problems import RecurrentGradientProblem
-from cupyconv.problem.recurrence import RecurrentGeometry
 
 #: Arrays of (N, H) for each step of a run beside its gates' gradients: states before the steps, and what the
 #: gradients are multiplied with; then those that this is worked out in.
@@ -39,25 +39,19 @@ PRODUCT_BYTES = 1 << 19
 
 def plan_recurrent_gradient(problem: RecurrentGradientProblem) -> Plan:
     """The plan; ValueError where one step of one sample passes the limit."""
-    loop, sizes = _fitting(problem)
-    return Plan(
+    step, sizes = _fitting(problem)
+    return problem.planned(
+        (step,),
         method="step",
-        backend="numpy",
-        device=str(problem.machine),
-        problem=problem.title,
-        result=problem.result,
-        steps=(loop,),
-        flops=problem.flops,
-        bytes_moved=problem.minimal_bytes,
-        minimal_bytes=problem.minimal_bytes,
-        bound=problem.host.bound(problem.flops, problem.minimal_bytes),
         reason="activations and their derivatives of many steps at once, then back step by step",
+        bytes_moved=problem.minimal_bytes,
+        bound=problem.host.bound(problem.flops, problem.minimal_bytes),
         workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items() if nbytes),
     )
 
 
 @dataclass(frozen=True)
-class RecurrentGradientLoop:
+class RecurrentGradientStep(NumpyStep):
     """Back through time, direction after direction.
 
     The gates' gradients of `run_steps` steps and `samples` samples are in memory at once.  What they are multiplied with is
@@ -65,25 +59,18 @@ class RecurrentGradientLoop:
     of other runs `product_rows` rows at a time.
     """
 
-    geometry: RecurrentGeometry
-    run_steps: int
+    problem: RecurrentGradientProblem
     samples: int
+    run_steps: int
     product_rows: int
-    dtype: str  # computed in
-    bytes_moved: int
-    flops: int
 
     def __str__(self) -> str:
-        geometry = self.geometry
+        geometry, dtype = self.problem.geometry, self.problem.dtype
         runs = -(-geometry.steps // max(1, self.run_steps))
         return (
-            f"loop     back through {geometry.cell} in {self.dtype}, {geometry.directions} direction(s) of {runs} run(s)"
+            f"loop     back through {geometry.cell} in {dtype}, {geometry.directions} direction(s) of {runs} run(s)"
             f" of {self.run_steps} steps x {self.samples} samples: derivatives, then each step's product, then products of all"
         )
-
-    @property
-    def shape_of_work(self) -> object:
-        return self
 
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
         return self.run
@@ -95,7 +82,7 @@ class RecurrentGradientLoop:
         over all samples and steps, of the gates' gradients, then of the candidate's or of those times what peepholes
         read.
         """
-        geometry = self.geometry
+        geometry = self.problem.geometry
         gru = _Gru if geometry.linear_before_reset else _ResetFirst
         direction = {"rnn": _Rnn, "lstm": _Lstm, "gru": gru}[geometry.cell]
         arrays["sums"][...] = 0
@@ -108,22 +95,22 @@ class RecurrentGradientLoop:
                 direction(self, part, d, begins=first == 0).run()
 
 
-def _fitting(problem: RecurrentGradientProblem) -> tuple[RecurrentGradientLoop, dict[str, int]]:
-    """The loop, and the bytes of its memory by purpose.
+def _fitting(problem: RecurrentGradientProblem) -> tuple[RecurrentGradientStep, dict[str, int]]:
+    """The step, and the bytes of its memory by purpose.
 
     All samples, or a part of them of which a step fits the limit; then as many steps as fit.
     """
     geometry, item = problem.geometry, ITEMSIZE[problem.dtype]
-    rows, hidden, inputs = geometry.gates * geometry.hidden, geometry.hidden, geometry.inputs
+    gates, hidden, inputs = geometry.gates * geometry.hidden, geometry.hidden, geometry.inputs
     x_copies = 1 + (geometry.directions == 2)  # what is beyond a length left out; a product to be added
     width = max(1, inputs, hidden) * item
-    fixed = {"weights": _copied_weights(problem), "product": min(rows * width, max(PRODUCT_BYTES, width))}
+    sizes = {"weights": _copied_weights(problem), "product": min(gates * width, max(PRODUCT_BYTES, width))}
     samples = geometry.batch
     while True:
-        per_step = samples * (rows + _ARRAYS_PER_STEP[geometry.cell] * hidden + x_copies * inputs) * item
-        fixed["states"] = _LASTING_ARRAYS[geometry.cell] * samples * hidden * item
-        limit = problem.limit_with(fixed["weights"])
-        left = limit - sum(fixed.values()) - Plan.ALIGNMENT * (len(fixed) + 1)
+        per_step = samples * (gates + _ARRAYS_PER_STEP[geometry.cell] * hidden + x_copies * inputs) * item
+        sizes["states"] = _LASTING_ARRAYS[geometry.cell] * samples * hidden * item
+        limit = problem.limit_with(sizes["weights"])
+        left = limit - sum(sizes.values()) - Plan.ALIGNMENT * (len(sizes) + 1)
         run_steps = min(geometry.steps, left // per_step) if per_step else geometry.steps
         if run_steps >= min(1, geometry.steps):
             break
@@ -132,16 +119,8 @@ def _fitting(problem: RecurrentGradientProblem) -> tuple[RecurrentGradientLoop, 
             raise ValueError(f"one step of one sample needs {least:,} bytes of workspace, the limit is {limit:,}")
         samples = even_part(geometry.batch, samples // 2)
     run_steps = even_part(geometry.steps, run_steps)
-    loop = RecurrentGradientLoop(
-        geometry=geometry,
-        run_steps=run_steps,
-        samples=samples,
-        product_rows=max(1, PRODUCT_BYTES // width),
-        dtype=problem.dtype,
-        bytes_moved=problem.minimal_bytes,
-        flops=problem.flops,
-    )
-    return loop, {**fixed, "run of steps": run_steps * per_step}
+    sizes["run of steps"] = run_steps * per_step
+    return RecurrentGradientStep(problem, samples, run_steps, max(1, PRODUCT_BYTES // width)), sizes
 
 
 def _copied_weights(problem: RecurrentGradientProblem) -> int:
@@ -172,14 +151,14 @@ def _samples(arrays: Mapping[str, Any], samples: slice) -> dict[str, Any]:
 class _Direction:
     """One direction of a layer, of some samples; what all cells do.  One of them `begins` the weights' sums."""
 
-    def __init__(self, loop: RecurrentGradientLoop, arrays: Mapping[str, Any], d: int, begins: bool) -> None:
-        self.geometry, self.arrays, self.d = loop.geometry, arrays, d
-        self.begins, self.product_rows = begins, loop.product_rows
+    def __init__(self, step: RecurrentGradientStep, arrays: Mapping[str, Any], d: int, begins: bool) -> None:
+        self.geometry, self.arrays, self.d = step.problem.geometry, arrays, d
+        self.begins, self.product_rows = begins, step.product_rows
         self.steps, self.batch, self.hidden = self.geometry.steps, arrays["x"].shape[1], self.geometry.hidden
         self.sign = self.geometry.signs[d]
-        self.dtype = dtype_from_name(loop.dtype)
+        self.dtype = dtype_from_name(step.problem.dtype)
         self.activations = self.geometry.activations[d]
-        self.most = min(loop.run_steps, self.steps)  # of a run
+        self.most = min(step.run_steps, self.steps)  # of a run
         self.lengths = arrays["lengths"] if "lengths" in arrays else np.full(self.batch, self.steps)
         self.shortest = int(self.lengths.min(initial=self.steps))
         self.weight_ih, self.weight_hh = (
@@ -355,8 +334,8 @@ class _Lstm(_Direction):
     of_i, of_f, of_g = of_c * (g i', c_before f', i g')                     of_c of the step before: of_c * f
     """
 
-    def __init__(self, loop: RecurrentGradientLoop, arrays: Mapping[str, Any], d: int, begins: bool) -> None:
-        super().__init__(loop, arrays, d, begins)
+    def __init__(self, step: RecurrentGradientStep, arrays: Mapping[str, Any], d: int, begins: bool) -> None:
+        super().__init__(step, arrays, d, begins)
         self.back_c = self._begun("c")
         self.cells_before, self.forget, self.to_cell = (self.run_of(self.hidden) for _ in range(3))
         self.kept_back_c, self.product = self.of_step(), self.of_step()
@@ -430,8 +409,8 @@ class _Gru(_Direction):
         of h before:  of_h * z + of_r R_r + of_z R_z + of_q R_n
     """
 
-    def __init__(self, loop: RecurrentGradientLoop, arrays: Mapping[str, Any], d: int, begins: bool) -> None:
-        super().__init__(loop, arrays, d, begins)
+    def __init__(self, step: RecurrentGradientStep, arrays: Mapping[str, Any], d: int, begins: bool) -> None:
+        super().__init__(step, arrays, d, begins)
         self.update, self.reset = self.run_of(self.hidden), self.run_of(self.hidden)
         self.product = self.of_step()
         self.weight_rz, self.weight_n = np.split(self.weight_hh, [2 * self.hidden])
