@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -45,12 +45,6 @@ class ColumnsStep(NumpyStep):
         windows, dtype = self.problem.windows, accumulator(self.problem.columns.dtype)
         blocks = block_words(windows.batch, (1, *windows.out_size), "n, d, h, w", threads=1)
         return f"loop     {self.problem.operation}, sums in {dtype}: {blocks}"
-
-    def executable(self) -> Callable[[Mapping[str, Any]], None]:
-        return self.run
-
-    def run(self, arrays: Mapping[str, Any]) -> None:
-        raise NotImplementedError
 
 
 class Im2col(ColumnsStep):

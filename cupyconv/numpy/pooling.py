@@ -356,7 +356,7 @@ def _offsets(windows: Windows, axis: int, origin: int) -> list[int]:
 
 
 def _inside(outputs: range, size: int, stride: int, offset: int) -> tuple[slice, slice] | None:
-    """Of a tap: the outputs for which it falls on one of `size` elements, by position, and those elements."""
+    """The outputs for which a tap falls on one of `size` elements, by position, and those elements."""
     for at, elements in axis_segments(outputs, size, stride, offset, "constant"):
         if isinstance(elements, slice):
             return at, elements

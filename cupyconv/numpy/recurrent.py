@@ -127,7 +127,10 @@ def _fitting(problem: RecurrentProblem) -> tuple[RecurrentStep, dict[str, int]]:
             raise ValueError(f"one step of one sample needs {least:,} bytes of workspace, the limit is {limit:,}")
     chunk = even_part(geometry.steps, chunk)
     sizes["inputs"] = chunk * per_step
-    keeps_memory = sum(sizes.values()) <= KEPT_BYTES
+    every = geometry.directions * -(
+        -geometry.batch // samples
+    )  # direction and part of the samples, one after the other
+    keeps_memory = every * sum(sizes.values()) <= at_once * min(KEPT_BYTES, problem.limit)
     return RecurrentStep(problem, samples, chunk, at_once, copied, bias_column, keeps_memory), sizes
 
 

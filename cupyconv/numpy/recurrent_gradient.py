@@ -12,7 +12,7 @@ before the loop over steps, which is left with multiplications in place and one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -71,9 +71,6 @@ class RecurrentGradientStep(NumpyStep):
             f"loop     back through {geometry.cell} in {dtype}, {geometry.directions} direction(s) of {runs} run(s)"
             f" of {self.run_steps} steps x {self.samples} samples: derivatives, then each step's product, then products of all"
         )
-
-    def executable(self) -> Callable[[Mapping[str, Any]], None]:
-        return self.run
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         """Write the gradients; `arrays` have their direction axis in front.
@@ -453,7 +450,7 @@ class _Gru(_Direction):
 
 
 class _ResetFirst(_Gru):
-    """The reset gate multiplies the state: two dependent products a step.
+    """The reset gate multiplies the state: two dependent products per step.
 
     ::
 

@@ -28,7 +28,11 @@ class NumpyStep:
         return self
 
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
-        """What runs the step on arguments and results by name."""
+        """What runs the step; here is where it sets up what all runs share."""
+        return self.run
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        """Compute the results; arguments and results are given by name."""
         raise NotImplementedError
 
 
