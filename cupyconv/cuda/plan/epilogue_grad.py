@@ -130,5 +130,5 @@ def _turned(operand: Operand) -> Operand:
 
 
 def _power_of_two(n: int) -> int:
-    """The smallest that is no less than `n`."""
+    """The smallest power of two that is no less than `n`."""
     return 1 << max(0, n - 1).bit_length()
