@@ -23,7 +23,8 @@ from cupyconv.call.explain import checked_call
 from cupyconv.cuda.plan.gemm import MAX_BATCH, SMALLEST_CHUNK
 from cupyconv.cuda.plan.launches import DEPTHWISE_KERNELS, GRID_Y
 from cupyconv.cuda.plan.variants import all_variants
-from cupyconv.numpy.loops import BlockLoop, PoolingLoop
+from cupyconv.numpy.loops import BlockLoop
+from cupyconv.numpy.pooling import PoolingStep
 from cupyconv.ops.conv_grad_weight import TRANSFORMED_GRAD_WEIGHT
 from cupyconv.ops.conv_pullback import EPILOGUE_GRADIENT, PROLOGUE_GRADIENT
 from cupyconv.ops.pooling import MAX_POOL_GRADIENT
@@ -799,10 +800,10 @@ def test_pooling_on_numpy_keeps_within_the_workspace(shape, taps, stride, order,
         return
     for made in plans:
         (loop,) = made.steps
-        assert isinstance(loop, PoolingLoop) and 1 <= loop.threads <= threads
+        assert isinstance(loop, PoolingStep) and 1 <= loop.threads <= threads
         assert sum(buffer.nbytes for buffer in made.workspace) <= limit
         result = made is plans[0]
-        extents = (*shape[:2], *(loop.geometry.out_size if result else loop.geometry.size))
+        extents = (*shape[:2], *(loop.problem.windows.out_size if result else loop.problem.windows.size))
         assert loop.blocks == prod(-(-extent // part) for extent, part in zip(extents, loop.block))
 
 

@@ -35,7 +35,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "operations": ("cupyconv.ops",),
     "call": ("cupyconv.call",),
     "backends": ("cupyconv.numpy", "cupyconv.cuda.run"),
-    "decisions": ("cupyconv.cuda.plan", "cupyconv.planning", "cupyconv.cuda"),
+    "decisions": ("cupyconv.cuda.plan", "cupyconv.cuda"),
     "problem": ("cupyconv.problem", "cupyconv.typing", "cupyconv.version"),
 }
 

@@ -95,10 +95,17 @@ class Case:
             last = layers[-1]
             layers.append(
                 replace(
-                    last, channels=(last.out_channels,), size=last.out_size, out_channels=outputs, kernel=kernel, stride=1,
-                    padding=padding, dilation=1, groups=groups,
+                    last,
+                    channels=(last.out_channels,),
+                    size=last.out_size,
+                    out_channels=outputs,
+                    kernel=kernel,
+                    stride=1,
+                    padding=padding,
+                    dilation=1,
+                    groups=groups,
                 )
-            )  # fmt: skip
+            )
         return tuple(layers)
 
     def weights(self, weight: Any) -> Sequence[Any]:

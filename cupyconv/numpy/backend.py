@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,35 +85,35 @@ def _plan(problem: Problem) -> Plan:
 
             return plan_weight_gradient(problem)
         case recurrence.RecurrentProblem():
-            from cupyconv.numpy.recurrent_plan import plan_recurrent
+            from cupyconv.numpy.recurrent import plan_recurrent
 
             return plan_recurrent(problem)
         case recurrence.RecurrentGradientProblem():
-            from cupyconv.numpy.recurrent_gradient_plan import plan_recurrent_gradient
+            from cupyconv.numpy.recurrent_gradient import plan_recurrent_gradient
 
             return plan_recurrent_gradient(problem)
         case problems.Im2colProblem():
-            from cupyconv.planning.columns import plan_im2col
+            from cupyconv.numpy.columns import plan_im2col
 
             return plan_im2col(problem)
         case problems.Col2imProblem():
-            from cupyconv.planning.columns import plan_col2im
+            from cupyconv.numpy.columns import plan_col2im
 
             return plan_col2im(problem)
         case problems.EpilogueGradProblem():
-            from cupyconv.planning.epilogue_grad import plan_epilogue_grad
+            from cupyconv.numpy.epilogue_grad import plan_epilogue_grad
 
             return plan_epilogue_grad(problem)
         case problems.PrologueGradProblem():
-            from cupyconv.planning.prologue_grad import plan_prologue_grad
+            from cupyconv.numpy.prologue_grad import plan_prologue_grad
 
             return plan_prologue_grad(problem)
         case problems.PoolingGradientProblem():
-            from cupyconv.planning.pooling import plan_max_pool_gradient
+            from cupyconv.numpy.pooling import plan_max_pool_gradient
 
             return plan_max_pool_gradient(problem)
         case problems.PoolingProblem():
-            from cupyconv.planning.pooling import plan_max_pool
+            from cupyconv.numpy.pooling import plan_max_pool
 
             return plan_max_pool(problem)
     raise AssertionError(problem)
@@ -125,48 +124,16 @@ def _prepared(step: Step) -> Callable[[Mapping[str, Any]], None]:
     from cupyconv.numpy.loops import (
         BlockLoop,
         ChainLoop,
-        ElementwiseLoop,
         GatheredLoop,
-        PoolingLoop,
-        RecurrentGradientLoop,
-        RecurrentLoop,
         TransposedLoop,
         WeightGradientLoop,
     )
 
     match step:
-        case ElementwiseLoop(body="epilogue_grad"):
-            from cupyconv.numpy.epilogue_grad import epilogue_grad
-
-            return partial(epilogue_grad, step)
-        case ElementwiseLoop():
-            from cupyconv.numpy.prologue_grad import prologue_grad
-
-            return partial(prologue_grad, step)
-        case PoolingLoop():
-            from cupyconv.numpy.pooling import pooling_loop
-
-            return pooling_loop(step)
         case ChainLoop():
             from cupyconv.numpy.chain import ChainConvolution
 
             return ChainConvolution(step).run
-        case RecurrentLoop():
-            from cupyconv.numpy.recurrent import RecurrentLayer
-
-            return RecurrentLayer(step).run
-        case RecurrentGradientLoop():
-            from cupyconv.numpy.recurrent_gradient import RecurrentGradient
-
-            return RecurrentGradient(step).run
-        case BlockLoop(body="im2col"):
-            from cupyconv.numpy.columns import im2col
-
-            return partial(im2col, step)
-        case BlockLoop(body="col2im"):
-            from cupyconv.numpy.columns import col2im
-
-            return partial(col2im, step)
         case GatheredLoop():
             from cupyconv.numpy.gathered import GatheredConvolution
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from cupyconv.problem.activations import Activation
 from cupyconv.problem.geometry import ConvGeometry, Windows
 from cupyconv.problem.problems import NO_PROLOGUE, Prologue
-from cupyconv.problem.recurrence import RecurrentGeometry
 
 
 @dataclass(frozen=True)
@@ -50,62 +49,6 @@ class BlockLoop:
         return (
             f"loop     {self.body}{f' of {self.prologue}' if self.prologue else ''}, sums in {'the result' if self.in_place else self.dtype}: {self.blocks} block(s) of {block} (n, d, h, w)"
             f" on {self.threads} thread(s)"
-        )
-
-    @property
-    def shape_of_work(self) -> object:
-        return self
-
-
-@dataclass(frozen=True)
-class ElementwiseLoop:
-    """The NumPy backend's pass over images that are alike, in blocks that stay in cache.
-
-    `block` cuts the axes (n, c, d, h, w) of all of them.
-    """
-
-    body: str  # a loop body of backends/numpy
-    block: tuple[int, int, int, int, int]
-    blocks: int
-    threads: int
-    dtype: str  # computed in
-    activation: Activation
-    bytes_moved: int
-    flops: int
-
-    def __str__(self) -> str:
-        block = " x ".join(map(str, self.block))
-        return f"loop     {self.body} in {self.dtype}: {self.blocks} block(s) of {block} (n, c, d, h, w) on {self.threads} thread(s)"
-
-    @property
-    def shape_of_work(self) -> object:
-        return self
-
-
-@dataclass(frozen=True)
-class PoolingLoop:
-    """The NumPy backend's step for pooling one input: a loop over blocks of what is written.
-
-    `block` cuts the (sample, channel, depth, height, width) axes: whole axes that lie innermost in memory, part
-    of one, single steps of the outer ones.
-    """
-
-    body: str  # a class of backends/numpy/pooling.py, in words
-    inputs: tuple[str, ...]
-    result: str
-    block: tuple[int, int, int, int, int]
-    blocks: int
-    threads: int
-    geometry: Windows
-    dtype: str  # compared and added in
-    bytes_moved: int
-    flops: int
-
-    def __str__(self) -> str:
-        block = " x ".join(map(str, self.block))
-        return (
-            f"loop     {self.body} in {self.dtype}, {' and '.join(self.inputs)} -> {self.result}:"
-            f" {self.blocks} block(s) of {block} (n, c, d, h, w) on {self.threads} thread(s)"
         )
 
     @property
@@ -237,71 +180,3 @@ class GatheredLoop(BlockLoop):
         )
         every = f", every {steps}" if max(step for _, step in self.written) > 1 else ""
         return f"{super().__str__()}, gathered from {taps} taps{every}"
-
-
-@dataclass(frozen=True)
-class RecurrentLoop:
-    """The NumPy backend's step for a recurrent layer: a loop over steps, for each direction and part of the samples.
-
-    The inputs of `samples` in `chunk` steps go through the input's weight in one product; then, step by step, the state goes
-    through its own, and all gates are worked out where that product lies.
-    """
-
-    geometry: RecurrentGeometry
-    buffers: tuple[tuple[str, str], ...]  # of each argument and result, by role
-    dtype: str  # computed in
-    samples: int
-    chunk: int
-    threads: int
-    copied: tuple[str, ...]  # roles of factors that lie in memory as BLAS does not take them
-    bias_column: bool  # whether biases are a column of the input's weight
-    bytes_moved: int
-    flops: int
-
-    def __str__(self) -> str:
-        geometry = self.geometry
-        parts, chunks = -(-geometry.batch // self.samples), -(-geometry.steps // self.chunk)
-        each = (
-            f"{self.chunk * min(self.samples, geometry.batch)} x {geometry.inputs} x {geometry.gates * geometry.hidden}"
-        )
-        products = 2 if geometry.cell == "gru" and not geometry.linear_before_reset else 1
-        return (
-            f"loop     {geometry.cell} in {self.dtype}, {geometry.directions} direction(s) of {parts} part(s) of {self.samples} samples"
-            f" and {chunks} chunk(s) of {self.chunk} steps on {self.threads} thread(s):"
-            f" one input product {each}, then a step {products} product(s) of the state and all gates"
-            + (f"; {', '.join(self.copied)} copied" if self.copied else "")
-        )
-
-    @property
-    def shape_of_work(self) -> object:
-        return self
-
-
-@dataclass(frozen=True)
-class RecurrentGradientLoop:
-    """The NumPy backend's step for a recurrent layer's gradients: back through time, direction after direction.
-
-    The gates' gradients of `run` steps and `samples` samples are in memory at once.  What they are multiplied with is
-    worked out for all of these before, products with the weights and x are made of all of them after, added to those
-    of other runs `block` rows at a time.
-    """
-
-    geometry: RecurrentGeometry
-    run: int
-    samples: int
-    block: int
-    dtype: str  # computed in
-    bytes_moved: int
-    flops: int
-
-    def __str__(self) -> str:
-        geometry = self.geometry
-        runs = -(-geometry.steps // max(1, self.run))
-        return (
-            f"loop     back through {geometry.cell} in {self.dtype}, {geometry.directions} direction(s) of {runs} run(s)"
-            f" of {self.run} steps x {self.samples} samples: derivatives, then each step's product, then products of all"
-        )
-
-    @property
-    def shape_of_work(self) -> object:
-        return self

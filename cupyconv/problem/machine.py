@@ -8,6 +8,7 @@ the products named.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 #: Shared memory that a block may have, in KiB, from a compute capability on (CUDA C++ Programming Guide, "Technical
 #: Specifications per Compute Capability").
@@ -21,6 +22,9 @@ class GpuModel:
     `mma_share` is how much of cuBLAS's tensor-core rates kernels written with ``mma.sync`` can reach: on
     newer architectures only instructions of their own reach all of it.
     """
+
+    #: The backend that runs what is planned for it.
+    backend: ClassVar[str] = "cuda"
 
     name: str
     arch: str

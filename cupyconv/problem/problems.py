@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self, TypeVar
+from math import prod
+from typing import Any, ClassVar, Self, TypeVar
 
 from cupyconv.problem.activations import IDENTITY, Activation
 from cupyconv.problem.arrays import Operand, accumulator, product_flops
 from cupyconv.problem.geometry import ConvGeometry, Windows
 from cupyconv.problem.machine import GpuModel
-from cupyconv.problem.plan import Conversion
+from cupyconv.problem.plan import Conversion, Plan, Step
 
 METHODS = ("direct", "gemm", "implicit_gemm")
 LATER_METHODS = ("winograd", "fft")
@@ -20,7 +21,16 @@ LATER_METHODS = ("winograd", "fft")
 class HostModel:
     """The processor of the NumPy backend."""
 
+    #: The backend that runs what is planned for it.
+    backend: ClassVar[str] = "numpy"
+    #: Operations per byte beyond which a few cores are busier than their memory.
+    BALANCE: ClassVar[int] = 8
+
     threads: int
+
+    def bound(self, flops: int, nbytes: int) -> str:
+        """What limits the speed of so much work."""
+        return "memory" if flops < self.BALANCE * nbytes else "arithmetic"
 
     def __str__(self) -> str:
         return f"{self.threads} thread" + "s" * (self.threads > 1)
@@ -77,8 +87,14 @@ class Problem:
         return DEFAULT_LIMIT[type(self.machine)] if self.workspace_limit is None else self.workspace_limit
 
     @property
+    def host(self) -> HostModel:
+        """The machine, of a problem that is planned for NumPy."""
+        assert isinstance(self.machine, HostModel)
+        return self.machine
+
+    @property
     def gpu(self) -> GpuModel:
-        """The machine, of a problem that is planned on CUDA."""
+        """The machine, of a problem that is planned for CUDA."""
         assert isinstance(self.machine, GpuModel)
         return self.machine
 
@@ -92,9 +108,36 @@ class Problem:
         raise NotImplementedError
 
     @property
+    def title(self) -> str:
+        """The first line of a plan."""
+        raise NotImplementedError
+
+    @property
+    def result(self) -> str:
+        """The results in words."""
+        raise NotImplementedError
+
+    @property
+    def flops(self) -> int:
+        raise NotImplementedError
+
+    @property
     def minimal_bytes(self) -> int:
         """Every argument and result once: the fewest bytes any method can move."""
         return sum(array.nbytes for array in self.arrays if array is not None)
+
+    def planned(self, steps: Sequence[Step], **rest: Any) -> Plan:
+        """The plan that consists of these steps; `rest` is what the problem does not know of it."""
+        return Plan(
+            backend=self.machine.backend,
+            device=str(self.machine),
+            problem=self.title,
+            result=self.result,
+            steps=tuple(steps),
+            flops=self.flops,
+            minimal_bytes=self.minimal_bytes,
+            **rest,
+        )
 
     def sharing_with(self, conversions: Sequence[Conversion]) -> Self:
         """The same with what the conversions leave of the workspace: they take their share first."""
@@ -241,7 +284,18 @@ class TransposedProblem(_ProductsProblem):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ColumnsProblem(Problem):
+class PassProblem(Problem):
+    """An operation that is one pass over its arrays: it has one method, and memory limits its speed."""
+
+    operation: ClassVar[str]
+
+    def planned(self, steps: Sequence[Step], **rest: Any) -> Plan:
+        moved = sum(step.bytes_moved for step in steps)
+        return super().planned(steps, method=self.operation, bound="memory", bytes_moved=moved, **rest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnsProblem(PassProblem):
     """Images and their columns."""
 
     windows: Windows
@@ -252,74 +306,184 @@ class ColumnsProblem(Problem):
     def arrays(self) -> Iterable[Operand]:
         return (self.columns, *self.xs)
 
+    @property
+    def title(self) -> str:
+        return f"{self.operation} {self.windows.in_channels} channels, {_sliding(self.windows)}"
+
 
 class Im2colProblem(ColumnsProblem):
     """Columns to be written from images."""
+
+    operation = "im2col"
+    flops = 0
+
+    @property
+    def result(self) -> str:
+        return f"{self.columns.dtype} {self.columns.shape[:2] + self.columns.shape[4:]}"
 
 
 class Col2imProblem(ColumnsProblem):
     """Columns to be summed back into one image."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class EpilogueGradProblem(Problem):
-    """A gradient to be taken back through an epilogue: its activation, and the sums that a bias receives."""
-
-    grad: Operand
-    activation: Activation = IDENTITY
-    saved: Operand | None = None  # what the derivative is worked out from; absent without an activation
-    out: Operand | None = None  # the gradient before the activation
-    sums: Operand | None = None  # (1, C, 1, 1, 1), in the accumulator's dtype
+    operation = "col2im"
 
     @property
-    def images(self) -> tuple[Operand, ...]:
-        """What each element is read from and written to."""
-        return tuple(image for image in (self.grad, self.saved, self.out) if image is not None)
+    def result(self) -> str:
+        return _image(self.windows, self.xs[0])
 
     @property
-    def arrays(self) -> Iterable[Operand | None]:
-        return (*self.images, self.sums)
+    def flops(self) -> int:
+        return prod(self.columns.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrologueGradProblem(Problem):
-    """A gradient of transformed elements to be taken back through the prologue that made them of `x`."""
-
-    grad: Operand
-    x: Operand
-    prologue: Prologue  # of these channels
-    out: Operand | None = None  # the gradient of x
-    sums: Operand | None = None  # (1, 2 C, 1, 1, 1): each channel's of scale and of shift, in the accumulator's dtype
-
-    @property
-    def images(self) -> tuple[Operand, ...]:
-        """What each element is read from and written to."""
-        return (self.grad, self.x, *([self.out] if self.out else []))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolingProblem(Problem):
+class PoolingProblem(PassProblem):
     """Images to be pooled, each by itself."""
+
+    operation = "max_pool"
+    _PER_IMAGE: ClassVar[tuple[str, ...]] = ("xs", "outs")
 
     windows: Windows  # channels: of each image
     xs: tuple[Operand, ...]
     outs: tuple[Operand, ...]
 
     @property
+    def inputs(self) -> tuple[Operand, ...]:
+        """What is read."""
+        return self.xs
+
+    @property
     def arrays(self) -> Iterable[Operand]:
-        return (*self.xs, *self.outs)
+        return (*self.inputs, *self.outs)
+
+    @property
+    def each(self) -> list[Self]:
+        """A problem for each image whose result has elements."""
+        return [self._one(i) for i, out in enumerate(self.outs) if out.nbytes]
+
+    def _one(self, i: int) -> Self:
+        images: dict[str, Any] = {name: getattr(self, name)[i : i + 1] for name in self._PER_IMAGE}
+        return replace(self, windows=replace(self.windows, channels=(self.windows.channels[i],)), **images)
+
+    @property
+    def title(self) -> str:
+        channels = self.windows.channels
+        merged = f" ({'+'.join(map(str, channels))})" if len(channels) > 1 else ""
+        return f"{self.operation} {sum(channels)}{merged} channels, {_sliding(self.windows)}"
+
+    @property
+    def result(self) -> str:
+        return ", ".join(_image(self.windows, out) for out in self.outs)
+
+    @property
+    def flops(self) -> int:
+        """A comparison for each tap of each window."""
+        windows = self.windows
+        channels = sum(count for count, out in zip(windows.channels, self.outs) if out.nbytes)
+        return windows.batch * channels * windows.pixels * windows.taps
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingGradientProblem(PoolingProblem):
     """The gradients of pooled images, from the results and those of these."""
 
+    operation = "max_pool gradient"
+    _PER_IMAGE = ("xs", "ys", "grads", "outs")
+
     ys: tuple[Operand, ...]
     grads: tuple[Operand, ...]
 
     @property
+    def inputs(self) -> tuple[Operand, ...]:
+        return (*self.xs, *self.ys, *self.grads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElementwiseGradProblem(PassProblem):
+    """A gradient to be taken back through what was done to each element by itself."""
+
+    grad: Operand
+    out: Operand | None = None  # the gradient before that
+    sums: Operand | None = None  # of each channel, in the accumulator's dtype
+
+    @property
+    def images(self) -> tuple[Operand, ...]:
+        """What each element is read from and written to."""
+        raise NotImplementedError
+
+    @property
+    def result(self) -> str:
+        return f"{self.grad.dtype} {self.grad.shape}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpilogueGradProblem(ElementwiseGradProblem):
+    """A gradient to be taken back through an epilogue: its activation, and the sums (1, C, 1, 1, 1) that a bias receives."""
+
+    operation = "epilogue_grad"
+
+    activation: Activation = IDENTITY
+    saved: Operand | None = None  # what the derivative is worked out from; absent without an activation
+
+    @property
+    def images(self) -> tuple[Operand, ...]:
+        return tuple(image for image in (self.grad, self.saved, self.out) if image is not None)
+
+    @property
+    def arrays(self) -> Iterable[Operand | None]:
+        return (*self.images, self.sums)
+
+    @property
+    def _does(self) -> list[str]:
+        return [f"derivative of {self.activation}"] * bool(self.saved) + ["sums of channels"] * bool(self.sums)
+
+    @property
+    def title(self) -> str:
+        return f"{' and '.join(self._does)} of {self.grad.dtype} {self.grad.shape}"
+
+    @property
+    def flops(self) -> int:
+        return prod(self.grad.shape) * len(self._does)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrologueGradProblem(ElementwiseGradProblem):
+    """A gradient of transformed elements to be taken back through the prologue that made them of `x`.
+
+    The sums (1, 2 C, 1, 1, 1) are each channel's of scale and of shift.
+    """
+
+    operation = "prologue_grad"
+
+    x: Operand
+    prologue: Prologue  # of these channels
+
+    @property
+    def images(self) -> tuple[Operand, ...]:
+        return (self.grad, self.x, *([self.out] if self.out else []))
+
+    @property
     def arrays(self) -> Iterable[Operand]:
-        return (*super().arrays, *self.ys, *self.grads)
+        return self.images  # the sums are next to nothing
+
+    @property
+    def title(self) -> str:
+        return f"gradient of {self.prologue}, {self.grad.dtype} {self.grad.shape}"
+
+    @property
+    def flops(self) -> int:
+        return 4 * prod(self.grad.shape)
+
+
+def _sliding(windows: Windows) -> str:
+    """Windows and what they slide over, in words."""
+    kernel, size = ("x".join(map(str, windows.spatial(triple))) for triple in (windows.kernel, windows.size))
+    return f"kernel {kernel} on {windows.batch} x {size}"
+
+
+def _image(windows: Windows, image: Operand) -> str:
+    """Dtype and shape of an image with the caller's axes."""
+    return f"{image.dtype} {image.shape[:2] + windows.spatial(image.shape[2:])}"
 
 
 def check_method(method: object) -> None:
@@ -332,6 +496,7 @@ def check_method(method: object) -> None:
 
 #: One kind of problem for sums of products.
 ProductsProblemT = TypeVar("ProductsProblemT", bound=_ProductsProblem)
+WindowsT = TypeVar("WindowsT", bound=Windows)
 _Merging = TypeVar("_Merging", ConvProblem, WeightGradientProblem)
 
 
@@ -341,7 +506,7 @@ def without_empty_inputs(problem: _Merging) -> _Merging:
     return replace(problem, geometry=geometry, xs=tuple(problem.xs[i] for i in kept))
 
 
-def inputs_with_channels(geometry: ConvGeometry) -> tuple[list[int], ConvGeometry]:
+def inputs_with_channels(geometry: WindowsT) -> tuple[list[int], WindowsT]:
     """Inputs of no channels take part in nothing: the others, one at the least, and the problem of these."""
     kept = [i for i, channels in enumerate(geometry.channels) if channels] or [0]
     return kept, replace(geometry, channels=tuple(geometry.channels[i] for i in kept))

@@ -151,6 +151,14 @@ class RecurrentProblem(Problem):
     def flops(self) -> int:
         return 2 * self.geometry.products
 
+    @property
+    def title(self) -> str:
+        return str(self.geometry)
+
+    @property
+    def result(self) -> str:
+        return f"{self.dtype} {self.out.shape}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentGradientProblem(Problem):

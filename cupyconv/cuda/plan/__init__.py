@@ -39,27 +39,27 @@ def plan(problem: problems.Problem) -> Plan:
 
             return plan_recurrent_gradient(problem)
         case problems.Im2colProblem():
-            from cupyconv.planning.columns import plan_im2col
+            from cupyconv.cuda.plan.im2col import plan_im2col
 
             return plan_im2col(problem)
         case problems.Col2imProblem():
-            from cupyconv.planning.columns import plan_col2im
+            from cupyconv.cuda.plan.im2col import plan_col2im
 
             return plan_col2im(problem)
         case problems.EpilogueGradProblem():
-            from cupyconv.planning.epilogue_grad import plan_epilogue_grad
+            from cupyconv.cuda.plan.epilogue_grad import plan_epilogue_grad
 
             return plan_epilogue_grad(problem)
         case problems.PrologueGradProblem():
-            from cupyconv.planning.prologue_grad import plan_prologue_grad
+            from cupyconv.cuda.plan.prologue_grad import plan_prologue_grad
 
             return plan_prologue_grad(problem)
         case problems.PoolingGradientProblem():
-            from cupyconv.planning.pooling import plan_max_pool_gradient
+            from cupyconv.cuda.plan.max_pool import plan_max_pool_gradient
 
             return plan_max_pool_gradient(problem)
         case problems.PoolingProblem():
-            from cupyconv.planning.pooling import plan_max_pool
+            from cupyconv.cuda.plan.max_pool import plan_max_pool
 
             return plan_max_pool(problem)
     raise AssertionError(problem)

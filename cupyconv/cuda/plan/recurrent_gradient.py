@@ -18,10 +18,10 @@ from math import inf, prod
 from typing import Any
 
 from cupyconv.cuda.plan.draft import Draft
+from cupyconv.cuda.plan.epilogue_grad import sum_of_parts
 from cupyconv.cuda.plan.gemm import MAX_DIMENSION, compute_type
 from cupyconv.cuda.plan.launches import GRID_X, epilogue_launch
 from cupyconv.cuda.plan.recurrence import gate_activations
-from cupyconv.planning.epilogue_grad import sum_of_parts
 from cupyconv.problem.arrays import ITEMSIZE, Operand, c_strides
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import (
