@@ -251,7 +251,7 @@ class Executable:
             for result in call.results
             if result.name not in arrays
         )
-        #: Of these the backend gets a view with the axes it knows.
+        #: Arrays of which the backend gets a view with the axes it knows.
         self._viewed = () if axes.are_the_backends else tuple(call.images & {*arrays, *returned})
         given = [name for name in returned if name in arrays]
         self._out_memory = OutMemory(arrays, given, call.results[0].addend) if given else None

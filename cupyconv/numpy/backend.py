@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.problem import problems, recurrence
+from cupyconv.problem import passes, problems, recurrence
 from cupyconv.problem.plan import Plan, Step
 from cupyconv.problem.problems import HostModel, Problem
 
@@ -92,27 +92,27 @@ def _plan(problem: Problem) -> Plan:
             from cupyconv.numpy.recurrent_gradient import plan_recurrent_gradient
 
             return plan_recurrent_gradient(problem)
-        case problems.Im2colProblem():
+        case passes.Im2colProblem():
             from cupyconv.numpy.columns import plan_im2col
 
             return plan_im2col(problem)
-        case problems.Col2imProblem():
+        case passes.Col2imProblem():
             from cupyconv.numpy.columns import plan_col2im
 
             return plan_col2im(problem)
-        case problems.EpilogueGradProblem():
+        case passes.EpilogueGradProblem():
             from cupyconv.numpy.epilogue_grad import plan_epilogue_grad
 
             return plan_epilogue_grad(problem)
-        case problems.PrologueGradProblem():
+        case passes.PrologueGradProblem():
             from cupyconv.numpy.prologue_grad import plan_prologue_grad
 
             return plan_prologue_grad(problem)
-        case problems.PoolingGradientProblem():
+        case passes.PoolingGradientProblem():
             from cupyconv.numpy.pooling import plan_max_pool_gradient
 
             return plan_max_pool_gradient(problem)
-        case problems.PoolingProblem():
+        case passes.PoolingProblem():
             from cupyconv.numpy.pooling import plan_max_pool
 
             return plan_max_pool(problem)

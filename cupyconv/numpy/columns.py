@@ -14,8 +14,8 @@ from cupyconv.numpy.step import NumpyStep, block_words
 from cupyconv.numpy.windows import Region, five_axes, read, tap_regions
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import Windows
+from cupyconv.problem.passes import Col2imProblem, ColumnsProblem, Im2colProblem
 from cupyconv.problem.plan import Buffer, Plan
-from cupyconv.problem.problems import Col2imProblem, ColumnsProblem, Im2colProblem
 
 
 def plan_im2col(problem: Im2colProblem) -> Plan:

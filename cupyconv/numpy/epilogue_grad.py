@@ -19,8 +19,8 @@ from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import five_axes
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, dtype_from_name
 from cupyconv.problem.geometry import even_part
+from cupyconv.problem.passes import ElementwiseGradProblem, EpilogueGradProblem
 from cupyconv.problem.plan import Buffer, Plan
-from cupyconv.problem.problems import ElementwiseGradProblem, EpilogueGradProblem
 
 #: Elements of a block: gradient, saved values and the product of both stay in a core's L2 cache.
 BLOCK_ELEMENTS = 1 << 16

@@ -25,8 +25,8 @@ from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import axis_segments, five_axes
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import Windows, even_part
+from cupyconv.problem.passes import PoolingGradientProblem, PoolingProblem
 from cupyconv.problem.plan import Buffer, Plan
-from cupyconv.problem.problems import PoolingGradientProblem, PoolingProblem
 
 #: Bytes that a block touches, at most: they stay in a core's L2 cache.
 BLOCK_BYTES = 512 << 10

@@ -13,8 +13,8 @@ from cupyconv.numpy.epilogue_grad import At, ElementwiseStep, channel_sums, plan
 from cupyconv.numpy.windows import five_axes
 from cupyconv.problem.activations import derivative_from_result
 from cupyconv.problem.arrays import dtype_from_name
+from cupyconv.problem.passes import PrologueGradProblem
 from cupyconv.problem.plan import Plan
-from cupyconv.problem.problems import PrologueGradProblem
 
 
 def plan_prologue_grad(problem: PrologueGradProblem) -> Plan:

@@ -20,7 +20,7 @@ from cupyconv.call.arguments import (
 from cupyconv.call.operation import CheckedCall, Operation
 from cupyconv.problem.arrays import promote
 from cupyconv.problem.geometry import window_geometry
-from cupyconv.problem.problems import Col2imProblem, Im2colProblem
+from cupyconv.problem.passes import Col2imProblem, Im2colProblem
 from cupyconv.typing import Array, Padding, PerAxis
 
 

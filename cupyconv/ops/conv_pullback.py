@@ -26,7 +26,7 @@ from cupyconv.ops.conv_grad_input import conv_grad_input
 from cupyconv.ops.conv_grad_weight import TRANSFORMED_GRAD_WEIGHT
 from cupyconv.problem.activations import resolve_activation
 from cupyconv.problem.arrays import accumulator, collapsed_stride, dtype_from_name, dtype_name
-from cupyconv.problem.problems import EpilogueGradProblem, PrologueGradProblem
+from cupyconv.problem.passes import EpilogueGradProblem, PrologueGradProblem
 from cupyconv.typing import Array, ArrayOrList
 
 

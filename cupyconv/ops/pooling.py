@@ -21,7 +21,7 @@ from cupyconv.call.dispatch import backend_for
 from cupyconv.call.operation import CheckedCall, Operation
 from cupyconv.ops.conv_pullback import ConvGradients, Pullback, holding, listed_inputs, needed_names
 from cupyconv.problem.geometry import Windows, window_geometry
-from cupyconv.problem.problems import PoolingGradientProblem, PoolingProblem
+from cupyconv.problem.passes import PoolingGradientProblem, PoolingProblem
 from cupyconv.typing import Array, ArrayOrList, Padding, PerAxis
 
 

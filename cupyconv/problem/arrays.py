@@ -18,7 +18,7 @@ import numpy as np
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
 
-#: Of lengths, which are counted and never computed with.
+#: Item sizes of lengths, which are counted and never computed with.
 COUNT_ITEMSIZE = {"int32": 4, "int64": 8}
 
 _SIZES = ITEMSIZE | COUNT_ITEMSIZE
@@ -149,12 +149,15 @@ class Operand:
         """A view that begins `first` elements further."""
         shift = first * self.itemsize
         return replace(
-            self, shape=shape, strides=tuple(step if extent > 1 else 0 for extent, step in zip(shape, strides)),
-            offset=self.offset + shift, alignment=min(self.alignment, shift & -shift or self.alignment),
-        )  # fmt: skip
+            self,
+            shape=shape,
+            strides=tuple(step if extent > 1 else 0 for extent, step in zip(shape, strides)),
+            offset=self.offset + shift,
+            alignment=min(self.alignment, shift & -shift or self.alignment),
+        )
 
     def in_c_order(self, dtype: str) -> Operand:
-        """The same image, freshly allocated."""
+        """The image in this dtype, freshly allocated."""
         return replace(self, dtype=dtype, strides=c_strides(self.shape), alignment=16)
 
 

@@ -60,9 +60,14 @@ def resolve_padding(
 
 
 def resolve_transposed_padding(
-    padding: Any, output_padding: Any, output_shape: Any, size: Sequence[int], kernel: Sequence[int],
-    stride: Sequence[int], dilation: Sequence[int],
-) -> tuple[tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+    padding: Any,
+    output_padding: Any,
+    output_shape: Any,
+    size: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What is cut off before the result of a transposed convolution over `size`, and the result's size, per axis.
 
     ::

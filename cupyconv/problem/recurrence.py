@@ -63,7 +63,7 @@ class RecurrentGeometry:
 
     @cached_property
     def signs(self) -> tuple[int, ...]:
-        """Of each direction, the step through time."""
+        """The step through time in each direction."""
         return DIRECTIONS[self.direction]
 
     @cached_property
@@ -131,15 +131,26 @@ class RecurrentProblem(Problem):
 
     @property
     def dtype(self) -> str:
-        """Of the result."""
+        """Dtype of the result."""
         return self.out.dtype
 
     @property
     def operands(self) -> dict[str, Operand]:
         """All that are there, arguments and results, by role."""
         roles = (
-            "x", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "h0", "c0", "peephole", "lengths", "out", "h", "c"
-        )  # fmt: skip
+            "x",
+            "weight_ih",
+            "weight_hh",
+            "bias_ih",
+            "bias_hh",
+            "h0",
+            "c0",
+            "peephole",
+            "lengths",
+            "out",
+            "h",
+            "c",
+        )
         given = {role: getattr(self, role) for role in roles if getattr(self, role) is not None}
         return {**given, **dict(zip(self.geometry.keeps, self.kept))}
 

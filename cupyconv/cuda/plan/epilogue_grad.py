@@ -15,8 +15,9 @@ from cupyconv.cuda.plan.launches import GRID_X, GRID_Y, PACKET_BYTES, collapse, 
 from cupyconv.problem.activations import IDENTITY, Activation
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides
 from cupyconv.problem.machine import GpuModel
+from cupyconv.problem.passes import ElementwiseGradProblem, EpilogueGradProblem
 from cupyconv.problem.plan import Address, Buffer, Kernel, KernelLaunch, Plan, Step
-from cupyconv.problem.problems import ElementwiseGradProblem, EpilogueGradProblem, check_alignment
+from cupyconv.problem.problems import check_alignment
 
 #: Threads of a block, and those of them along the channels where these are neighbours in memory.
 THREADS, LANES = 256, 32

@@ -7,8 +7,9 @@ from typing import Any
 
 from cupyconv.cuda.plan.launches import grid_and_block, image, windows_params
 from cupyconv.problem.arrays import Operand
+from cupyconv.problem.passes import PoolingGradientProblem, PoolingProblem
 from cupyconv.problem.plan import Conversion, Kernel, KernelLaunch, Plan
-from cupyconv.problem.problems import PoolingGradientProblem, PoolingProblem, check_alignment, convert
+from cupyconv.problem.problems import check_alignment, convert
 
 #: Channels per thread of max_pool.cu and max_pool_gradient.cu: what it works out for a pixel serves them all.
 CHANNELS = 4

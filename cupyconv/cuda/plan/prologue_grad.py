@@ -12,8 +12,9 @@ from math import prod
 from cupyconv.cuda.plan.epilogue_grad import cut, pass_and_sum
 from cupyconv.cuda.plan.launches import collapse, image, packet_width, prologue_params
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
+from cupyconv.problem.passes import PrologueGradProblem
 from cupyconv.problem.plan import Address, Conversion, Kernel, KernelLaunch, Plan
-from cupyconv.problem.problems import PrologueGradProblem, check_alignment, convert, converted_prologue
+from cupyconv.problem.problems import check_alignment, convert, converted_prologue
 
 
 def plan_prologue_grad(problem: PrologueGradProblem) -> Plan:
