@@ -71,19 +71,19 @@ def _plan(problem: Problem) -> Plan:
     # Imported when first asked for: most programs have a few kinds of problem.
     match problem:
         case problems.ConvProblem():
-            from cupyconv.numpy.convolution_plan import plan_conv
+            from cupyconv.numpy.convolution import plan_conv
 
             return plan_conv(problem)
         case problems.ChainProblem():
-            from cupyconv.numpy.chain_plan import plan_chain
+            from cupyconv.numpy.chain import plan_chain
 
             return plan_chain(problem)
         case problems.TransposedProblem():
-            from cupyconv.numpy.transposed_plan import plan_transposed
+            from cupyconv.numpy.transposed import plan_transposed
 
             return plan_transposed(problem)
         case problems.WeightGradientProblem():
-            from cupyconv.numpy.weight_gradient_plan import plan_weight_gradient
+            from cupyconv.numpy.weight_gradient import plan_weight_gradient
 
             return plan_weight_gradient(problem)
         case problems.RecurrentProblem():
@@ -125,14 +125,10 @@ def _prepared(step: Step) -> Callable[[Mapping[str, Any]], None]:
     """What runs a step.  Its module is imported with the first of its kind: few programs need them all."""
     from cupyconv.numpy.loops import (
         BlockLoop,
-        ChainLoop,
         ElementwiseLoop,
-        GatheredLoop,
         PoolingLoop,
         RecurrentGradientLoop,
         RecurrentLoop,
-        TransposedLoop,
-        WeightGradientLoop,
     )
 
     match step:
@@ -148,10 +144,6 @@ def _prepared(step: Step) -> Callable[[Mapping[str, Any]], None]:
             from cupyconv.numpy.pooling import pooling_loop
 
             return pooling_loop(step)
-        case ChainLoop():
-            from cupyconv.numpy.chain import ChainConvolution
-
-            return ChainConvolution(step).run
         case RecurrentLoop():
             from cupyconv.numpy.recurrent import RecurrentLayer
 
@@ -168,19 +160,4 @@ def _prepared(step: Step) -> Callable[[Mapping[str, Any]], None]:
             from cupyconv.numpy.columns import col2im
 
             return partial(col2im, step)
-        case GatheredLoop():
-            from cupyconv.numpy.gathered import GatheredConvolution
-
-            return GatheredConvolution(step).run
-        case TransposedLoop():
-            from cupyconv.numpy.transposed import TransposedConvolution
-
-            return TransposedConvolution(step).run
-        case WeightGradientLoop():
-            from cupyconv.numpy.weight_gradient import WeightGradient
-
-            return WeightGradient(step).run
-    from cupyconv.numpy.convolution import ConvolutionLoop
-
-    assert isinstance(step, BlockLoop)
-    return ConvolutionLoop(step).run
+    raise AssertionError(step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from cupyconv.numpy.convolution_plan import BALANCE
+from cupyconv.numpy.convolution import BALANCE
 from cupyconv.numpy.loops import RecurrentGradientLoop
 from cupyconv.problem.dtypes import ITEMSIZE
 from cupyconv.problem.even_parts import even_part

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from cupyconv.numpy.convolution_plan import BALANCE
+from cupyconv.numpy.convolution import BALANCE
 from cupyconv.numpy.loops import RecurrentLoop
 from cupyconv.problem.dtypes import ITEMSIZE, accumulator
 from cupyconv.problem.even_parts import even_part

@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import inf, prod
 
 from cupyconv.cuda.plan.launches import grid_and_block, image, windows_params
-from cupyconv.numpy.convolution_plan import MEMORY_BLOCK
+from cupyconv.numpy.convolution import MEMORY_BLOCK
 from cupyconv.numpy.loops import PoolingLoop
 from cupyconv.problem.dtypes import ITEMSIZE, accumulator
 from cupyconv.problem.even_parts import even_part
