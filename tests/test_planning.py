@@ -22,7 +22,8 @@ import cupyconv
 from cupyconv.cuda.plan.gemm import MAX_BATCH, SMALLEST_CHUNK
 from cupyconv.cuda.plan.launches import DEPTHWISE_KERNELS, GRID_Y
 from cupyconv.cuda.plan.variants import all_variants
-from cupyconv.numpy.loops import BlockLoop, PoolingLoop
+from cupyconv.numpy.convolution import BlockLoop
+from cupyconv.numpy.loops import PoolingLoop
 from cupyconv.ops.conv import prepare_conv
 from cupyconv.ops.conv_grad_weight import prepare_conv_grad_weight
 from cupyconv.ops.conv_pullback import prepare_epilogue_grad, prepare_prologue_grad
