@@ -19,12 +19,12 @@ wants as many columns as the cache holds; what is bound by memory wants its bloc
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from math import prod
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -35,7 +35,14 @@ from cupyconv.problem.geometry import ConvGeometry, Windows
 from cupyconv.problem.machine import HostModel
 from cupyconv.problem.operands import Operand, c_strides
 from cupyconv.problem.plan import Buffer, Plan
-from cupyconv.problem.problems import ConvProblem, NotApplicable, ProductsProblemT, without_empty_inputs
+from cupyconv.problem.problems import (
+    ConvProblem,
+    NotApplicable,
+    ProductsProblemT,
+    TransposedProblem,
+    WeightGradientProblem,
+    without_empty_inputs,
+)
 from cupyconv.problem.prologue import NONE, Prologue
 
 #: Bytes of columns a block aims at where products dominate, and where memory does.
@@ -59,24 +66,13 @@ Rejected = tuple[tuple[str, str], ...]
 # --- the choice -----------------------------------------------------------------------------------------------
 
 
-class Way(Protocol):
-    """One way to run a method."""
-
-    @classmethod
-    def applies(cls, problem: Any) -> bool: ...
-
-    @classmethod
-    def plan(cls, problem: Any, method: str, rejected: Rejected) -> Plan:
-        """The plan; NotApplicable where its smallest block does not fit the workspace limit."""
-
-
 class Method(NamedTuple):
     """What ``method=`` may name: its ways, of which the first that applies and fits is taken, and when it is chosen.
 
     The ways may be those of a module, its ``WAYS``, which is imported when it is first asked.
     """
 
-    ways: str | tuple[type[Way], ...]
+    ways: str | tuple[type[BlockLoop], ...]
     slower: str  # why another method is taken
     no_room: str = ""  # the same where this one was tried first and did not fit
     suits: Callable[[ConvGeometry], bool] = lambda _: True
@@ -122,9 +118,11 @@ def choose(problem: ProductsProblemT, methods: Mapping[str, Method]) -> Plan:
     raise ValueError(f"no method applies: {'; '.join(f'{name}: {why}' for name, why in refusals.items())}")
 
 
-def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[Way], ...], rejected: Rejected) -> Plan:
+def _with_room(
+    problem: ProductsProblemT, method: str, ways: str | tuple[type[BlockLoop], ...], rejected: Rejected
+) -> Plan:
     """The plan; where the workspace limit has no room for the blocks of all threads, for half as many, and so on."""
-    known: tuple[type[Way], ...] = import_module(ways).WAYS if isinstance(ways, str) else ways
+    known: tuple[type[BlockLoop], ...] = import_module(ways).WAYS if isinstance(ways, str) else ways
     refusal = NotApplicable("there is no way to do it")
     while True:
         for way in known:
@@ -144,7 +142,7 @@ def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[Wa
 
 @dataclass(frozen=True, kw_only=True)
 class BlockLoop:
-    """A loop over blocks of a convolution's pixels, each finished while in cache; subclasses say what a block is for.
+    """A loop over blocks of a convolution, each finished while in cache; a subclass is a way to run a method.
 
     `block` cuts the result's (sample, depth, height, width) axes: whole inner axes, part of one, single
     steps of the outer ones, so that a block is one run of samples or of pixels.
@@ -174,8 +172,8 @@ class BlockLoop:
 
     @classmethod
     @abstractmethod
-    def aim(cls, problem: Any) -> tuple[int, int]:
-        """Pixels that a block should have, and the most samples."""
+    def plan(cls, problem: Any, method: str, rejected: Rejected) -> Plan:
+        """The plan; NotApplicable where its smallest block does not fit the workspace limit."""
 
     @classmethod
     def reason(cls, geometry: ConvGeometry) -> str:
@@ -212,8 +210,13 @@ class ConvLoop(BlockLoop):
 
     @classmethod
     @abstractmethod
+    def aim(cls, problem: ConvProblem) -> tuple[int, int]:
+        """Pixels that a block should have, and the most samples."""
+
+    @classmethod
     def sums_are_result(cls, problem: ConvProblem, block: BlockSize) -> bool:
-        """Whether the sums of a block can be computed where the result lies."""
+        """Whether the sums of a block are computed where the result lies."""
+        return result_takes_sums(problem)
 
     @classmethod
     def weight_bytes(cls, problem: ConvProblem) -> int:
@@ -277,21 +280,32 @@ class ConvLoop(BlockLoop):
 
     @classmethod
     def plan(cls, problem: ConvProblem, method: str, rejected: Rejected) -> Plan:
-        """The plan of one such loop; NotApplicable where its smallest block does not fit the workspace limit."""
         loop = cls.fitted(problem)
         weight = weight_copy(problem) + cls.weight_bytes(problem)
-        sizes = {"weight": weight, "blocks": loop.threads * loop.workspace} if loop.blocks else {}
-        return Plan(
-            method=method, backend="numpy", device=str(problem.machine), problem=str(problem.geometry),
-            result=problem.result, steps=(loop,) if loop.blocks else (), flops=problem.flops,
-            bytes_moved=problem.minimal_bytes, minimal_bytes=problem.minimal_bytes, rejected=rejected,
-            reason=cls.reason(problem.geometry), notes=problem.notes, bound=bound(problem.flops, problem.minimal_bytes),
-            workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items() if nbytes),
+        return plan_of(
+            problem, (loop,) if loop.blocks else (), {"weight": weight, "blocks": loop.threads * loop.workspace},
+            method=method, problem=str(problem.geometry), result=problem.result, rejected=rejected,
+            reason=cls.reason(problem.geometry),
         )  # fmt: skip
 
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
         """What runs the loop on arguments and result by name."""
         return Convolution(self).run
+
+
+def plan_of(
+    computed: ConvProblem | TransposedProblem | WeightGradientProblem,
+    steps: Sequence[BlockLoop],
+    sizes: Mapping[str, int],
+    **words: Any,
+) -> Plan:
+    """The plan of these steps, each of which goes through all arrays, with workspace of these sizes."""
+    nbytes = computed.minimal_bytes
+    return Plan(
+        backend="numpy", device=str(computed.machine), steps=tuple(steps), flops=computed.flops, minimal_bytes=nbytes,
+        bytes_moved=nbytes * max(1, len(steps)), notes=computed.notes, bound=bound(computed.flops, nbytes),
+        workspace=tuple(Buffer(name, size) for name, size in sizes.items() if size and steps), **words,
+    )  # fmt: skip
 
 
 def bound(flops: int, nbytes: int) -> str:

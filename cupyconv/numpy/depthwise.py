@@ -11,7 +11,7 @@ from math import prod
 
 import numpy as np
 
-from cupyconv.numpy.convolution import LONE_PIXELS, MEMORY_BLOCK, Run, is_one_kind, result_takes_sums, temporaries
+from cupyconv.numpy.convolution import LONE_PIXELS, MEMORY_BLOCK, Run, is_one_kind, temporaries
 from cupyconv.numpy.mec import GroupsLoop, MecLoop, shared_columns
 from cupyconv.numpy.windows import Block, BlockSize, Images, parts_of, tile_shape
 from cupyconv.problem.dtypes import ITEMSIZE, accumulator
@@ -41,10 +41,6 @@ class ScaledRuns(GroupsLoop):
     def groups_in_cache(cls, problem: ConvProblem, block: BlockSize) -> int:
         needed = _run_bytes(problem.geometry, block, accumulator(problem.x_dtype), problem.prologue)
         return even_part(problem.geometry.groups, MEMORY_BLOCK // (needed or 1))
-
-    @classmethod
-    def sums_are_result(cls, problem: ConvProblem, block: BlockSize) -> bool:
-        return result_takes_sums(problem)
 
     @property
     def workspace(self) -> int:

@@ -58,10 +58,6 @@ class View(ConvLoop):
         return _bytes_of_columns(geometry) // (sums_per_pixel(geometry, problem.out.dtype) or 1), 1
 
     @classmethod
-    def sums_are_result(cls, problem: ConvProblem, block: BlockSize) -> bool:
-        return result_takes_sums(problem)
-
-    @classmethod
     def fitted(cls, problem: ConvProblem) -> Self:
         if result_takes_sums(problem) and not (problem.bias or problem.activation):
             # One product of all samples does it all, in no memory but the result's.
@@ -102,7 +98,7 @@ class Columns(ConvLoop):
 
     @classmethod
     def sums_are_result(cls, problem: ConvProblem, block: BlockSize) -> bool:
-        return block[0] == 1 and result_takes_sums(problem)
+        return block[0] == 1 and super().sums_are_result(problem, block)
 
     @property
     def tile_bytes(self) -> int:

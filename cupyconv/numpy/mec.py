@@ -173,7 +173,8 @@ class MecLoop(GroupsLoop):
 
     @classmethod
     def sums_are_result(cls, problem: ConvProblem, block: BlockSize) -> bool:
-        return block[0] == 1 and is_in_order(problem.geometry, block) and result_takes_sums(problem)
+        in_order = block[0] == 1 and is_in_order(problem.geometry, block)
+        return in_order and super().sums_are_result(problem, block)
 
     @property
     def workspace(self) -> int:

@@ -33,10 +33,10 @@ from cupyconv.numpy.convolution import (
     BlockLoop,
     Method,
     Rejected,
-    bound,
     choose,
     is_matrix,
     is_not_depthwise,
+    plan_of,
     temporaries,
 )
 from cupyconv.numpy.mec import is_in_order, shared_bytes, shared_columns, shared_part, taps_share
@@ -59,7 +59,7 @@ from cupyconv.problem.even_parts import even_part
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.machine import HostModel
 from cupyconv.problem.operands import c_strides
-from cupyconv.problem.plan import Buffer, Plan
+from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import WeightGradientProblem, without_empty_inputs
 
 #: Bytes of products a block adds to the sums at a time: they stay in cache until they are added.
@@ -98,6 +98,11 @@ class WeightGradientLoop(BlockLoop):
     part: int = 0  # groups whose shared columns there are at a time
 
     @classmethod
+    def aim(cls, problem: WeightGradientProblem) -> tuple[int, int]:
+        """Pixels that a block should have, and the most samples."""
+        return PRODUCT_BLOCK // (problem.geometry.in_channels * _x_item(problem) or 1), problem.geometry.batch
+
+    @classmethod
     @abstractmethod
     def columns_bytes(cls, problem: WeightGradientProblem, block: BlockSize) -> int:
         """Bytes of what is copied of the inputs for a block."""
@@ -118,7 +123,6 @@ class WeightGradientLoop(BlockLoop):
 
     @classmethod
     def plan(cls, problem: WeightGradientProblem, method: str, rejected: Rejected) -> Plan:
-        """The plan: a loop for every range of outputs; NotApplicable where its smallest block passes the limit."""
         geometry, machine = problem.geometry, problem.machine
         assert isinstance(machine, HostModel)
         in_place = _sums_are_result(problem)
@@ -154,20 +158,16 @@ class WeightGradientLoop(BlockLoop):
             "products": threads * piece * row if blocks > 1 or not in_place else 0,
             "blocks": threads * cls._workspace(problem, block) if blocks else 0,
         }
-        kernel = geometry.spatial(geometry.kernel)
-        return Plan(
-            method=method, backend="numpy", device=str(machine), problem=f"weight gradient of {geometry}",
-            result=f"{problem.out.dtype} {(geometry.out_channels, geometry.group_channels, *kernel)}",
-            steps=tuple(steps), flops=problem.flops, bytes_moved=problem.minimal_bytes * max(1, len(steps)),
-            minimal_bytes=problem.minimal_bytes, rejected=rejected, reason=cls.reason(problem.geometry),
-            notes=problem.notes, bound=bound(problem.flops, problem.minimal_bytes),
-            workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items() if nbytes and steps),
+        shape = (geometry.out_channels, geometry.group_channels, *geometry.spatial(geometry.kernel))
+        return plan_of(
+            problem, steps, sizes, method=method, problem=f"weight gradient of {geometry}",
+            result=f"{problem.out.dtype} {shape}", rejected=rejected, reason=cls.reason(geometry),
         )  # fmt: skip
 
     @classmethod
     def _workspace(cls, problem: WeightGradientProblem, block: BlockSize) -> int:
         """Bytes for one block: what is copied of the inputs, and its part of `grad`."""
-        in_order = block[0] == 1 and (not cls.shares_columns or is_in_order(problem.geometry, block))
+        in_order = is_in_order(problem.geometry, block) if cls.shares_columns else block[0] == 1
         grad = prod(block) * problem.geometry.out_channels * ITEMSIZE[accumulator(problem.grad_dtype)]
         return cls.columns_bytes(problem, block) + (0 if in_order and _grad_is_factor(problem) else grad)
 
@@ -226,9 +226,7 @@ class View(WeightGradientLoop):
 
     @classmethod
     def aim(cls, problem: WeightGradientProblem) -> tuple[int, int]:
-        if _grad_is_factor(problem):
-            return problem.geometry.pixels, 1
-        return PRODUCT_BLOCK // (problem.geometry.in_channels * _x_item(problem) or 1), 1
+        return problem.geometry.pixels if _grad_is_factor(problem) else super().aim(problem)[0], 1
 
     @classmethod
     def columns_bytes(cls, problem: WeightGradientProblem, block: BlockSize) -> int:
@@ -365,10 +363,6 @@ class TapByTap(WeightGradientLoop):
         return not problem.geometry.is_depthwise
 
     @classmethod
-    def aim(cls, problem: WeightGradientProblem) -> tuple[int, int]:
-        return PRODUCT_BLOCK // (problem.geometry.in_channels * _x_item(problem) or 1), problem.geometry.batch
-
-    @classmethod
     def columns_bytes(cls, problem: WeightGradientProblem, block: BlockSize) -> int:
         columns = problem.geometry.in_channels * prod(block) * _x_item(problem)
         return columns * (1 + temporaries(problem.geometry, problem.prologue))
@@ -477,11 +471,11 @@ class Run:
         """These outputs of the block's gradient: (groups, rows, pixels)."""
         geometry = self.geometry
         grad = block.of(self.grads[part]).swapaxes(0, 1)
-        before = block.size[:1]  # axes that the pixels' order would have to be changed for
+        in_order = block.size[0] == 1
         if self.loop.shares_columns:  # (o, outermost axis of the kernel, n, other axes)
             grad = np.moveaxis(grad, 2 + geometry.outermost, 1)
-            before = block.size[: 1 + geometry.outermost]
-        if not (self.loop.grad_in_place and prod(before) == 1):
+            in_order = is_in_order(geometry, block.size)
+        if not (self.loop.grad_in_place and in_order):
             copy = self._grad_scratch[part].array("grad", grad.shape)
             if self.gradient.conjugates:
                 np.conjugate(grad, out=copy)
