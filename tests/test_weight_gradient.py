@@ -13,7 +13,7 @@ import cupyconv
 from cupyconv.call.cache import forget_calls
 from cupyconv.cuda.plan import weight_gradient as weight_gradient_cuda
 from cupyconv.numpy import mec
-from cupyconv.numpy.weight_gradient import WeightGradientLoop
+from cupyconv.numpy.weight_sums import WeightGradientLoop
 from cupyconv.problem.plan import GemmCall
 
 

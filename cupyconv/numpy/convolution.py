@@ -181,6 +181,12 @@ class BlockLoop:
         return cls.words
 
     @property
+    def channel_slices(self) -> tuple[slice, ...]:
+        """The channels of the concatenation that each input is."""
+        starts = zip(self.geometry.channel_offsets, self.geometry.channels)
+        return tuple(slice(first, first + count) for first, count in starts)
+
+    @property
     def rounds(self) -> int:
         """Times that scratch memory is filled."""
         return self.blocks
@@ -379,9 +385,7 @@ class Convolution:
         #: Where one factor alone is complex, its parts are taken as twice as many real pixels or outputs.
         self.parts_as_pixels = is_complex(loop.x_dtype) and not is_complex(loop.weight_dtype)
         self.parts_as_outputs = is_complex(loop.weight_dtype) and not is_complex(loop.x_dtype)
-        self.channels = tuple(
-            slice(first, first + count) for first, count in zip(geometry.channel_offsets, geometry.channels)
-        )
+        self.channels = loop.channel_slices
         self.matrix_shape = geometry.groups, geometry.group_outputs, geometry.reduction
         self.has_epilogue = not loop.in_place or bool(loop.activation)
         self.blocks = Blocks(geometry, loop.block, self.x_dtype.itemsize)
