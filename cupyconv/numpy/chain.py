@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.numpy.convolution import ConvLoop, Convolution, bound, plan_conv
-from cupyconv.numpy.windows import Scratch, five_axes, in_threads
+from cupyconv.numpy.convolution import ConvLoop, Convolution, Rejected, bound, plan_conv
+from cupyconv.numpy.windows import Scratch, five_axes, in_threads, ranges_of
 from cupyconv.problem.dtypes import accumulator, dtype_from_name
 from cupyconv.problem.even_parts import even_part
 from cupyconv.problem.geometry import ConvGeometry, Triple
@@ -106,11 +106,12 @@ def _part(geometry: ConvGeometry, axis: int, samples: int, rows: int, before: in
 
 @dataclass(frozen=True)
 class ChainLoop:
-    """The NumPy backend's step for a chain: runs of rows, each through all layers one after the other.
+    """A chain: runs of rows, each through all layers one after the other.
 
     `tile` is samples, and rows of the last layer's result along `axis`.  The rows are cut into `bands` first,
-    which know nothing of each other.  Of the other layers' results `held` rows are in memory at a time.  `loops` has, for each layer, one loop for every geometry that its part of
-    a tile may have: at the edges of the image a part has padding, and the last one may have fewer rows.
+    which know nothing of each other.  Of the other layers' results `held` rows are in memory at a time.  `loops`
+    has, for each layer, one loop for every geometry that its part of a tile may have: at the edges of the image
+    a part has padding, and the last one may have fewer rows.
     """
 
     inputs: tuple[str, ...]
@@ -128,15 +129,13 @@ class ChainLoop:
     @property
     def sample_ranges(self) -> list[range]:
         """The samples of each tile."""
-        batch, part = self.layers[-1].batch, self.tile[0]
-        return [range(first, min(first + part, batch)) for first in range(0, batch, part)]
+        return ranges_of(self.layers[-1].batch, self.tile[0])
 
     @property
     def row_ranges(self) -> list[range]:
         """The rows of each band."""
         rows = self.layers[-1].out_size[self.axis]
-        part = -(-rows // self.bands)
-        return [range(first, min(first + part, rows)) for first in range(0, rows, part)]
+        return ranges_of(rows, -(-rows // self.bands))
 
     def __str__(self) -> str:
         samples, rows = self.tile
@@ -161,36 +160,27 @@ class ChainLoop:
 
 def plan_chain(problem: ChainProblem) -> Plan:
     """The plan of a chain; ValueError where ``fuse=True`` and nothing can be fused, or nothing fits the limit."""
-    machine = problem.machine
-    assert isinstance(machine, HostModel)
     problem = replace(problem, layers=(without_empty_inputs(problem.layers[0]), *problem.layers[1:]))
-    last = problem.layers[-1]
-    if last.out.nbytes == 0:
-        rejected: tuple[tuple[str, str], ...] = ()
-        chosen = _Draft("unfused", (), (), "the result is empty")
-    else:
-        chosen, rejected = _choose(problem)
+    if problem.layers[-1].out.nbytes == 0:
+        return _plan(problem, "unfused", "the result is empty", (), {})
+    plan, rejected = _choose(problem)
+    return replace(plan, rejected=rejected)
+
+
+def _plan(
+    problem: ChainProblem, method: str, reason: str, steps: tuple[ChainLoop, ...], sizes: Mapping[str, int]
+) -> Plan:
     notes = tuple(dict.fromkeys(note for layer in problem.layers for note in layer.notes))
     return Plan(
-        method=chosen.method, backend="numpy", device=str(machine), problem=problem.title, result=last.result,
-        steps=chosen.steps, flops=problem.flops, bytes_moved=sum(step.bytes_moved for step in chosen.steps),
-        minimal_bytes=problem.minimal_bytes, rejected=rejected, reason=chosen.reason, notes=notes + chosen.notes,
-        bound=bound(problem.flops, problem.minimal_bytes), workspace=chosen.workspace,
+        method=method, backend="numpy", device=str(problem.machine), problem=problem.title,
+        result=problem.layers[-1].result, steps=steps, flops=problem.flops,
+        bytes_moved=sum(step.bytes_moved for step in steps), minimal_bytes=problem.minimal_bytes, reason=reason,
+        notes=notes, bound=bound(problem.flops, problem.minimal_bytes),
+        workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items() if nbytes),
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Draft:
-    """One way to run a chain."""
-
-    method: str
-    steps: tuple[ChainLoop, ...]
-    workspace: tuple[Buffer, ...]
-    reason: str
-    notes: tuple[str, ...] = ()
-
-
-def _choose(problem: ChainProblem) -> tuple[_Draft, tuple[tuple[str, str], ...]]:
+def _choose(problem: ChainProblem) -> tuple[Plan, Rejected]:
     """The way that was asked for, or for "auto" the one that memory and cache speak for; and why not the other."""
     whole = problem.intermediate_bytes
     if len(problem.layers) == 1:
@@ -211,19 +201,19 @@ def _choose(problem: ChainProblem) -> tuple[_Draft, tuple[tuple[str, str], ...]]
     return fused, (("unfused", f"{stored}, written to memory and read again, where a tile has {_between(fused):,}"),)
 
 
-def _between(draft: _Draft) -> int:
+def _between(plan: Plan) -> int:
     """Bytes of intermediate rows that are in memory."""
-    return sum(buffer.nbytes for buffer in draft.workspace if buffer.name.startswith("layer["))
+    return sum(buffer.nbytes for buffer in plan.workspace if buffer.name.startswith("layer["))
 
 
-def _fused(problem: ChainProblem) -> _Draft:
+def _fused(problem: ChainProblem) -> Plan:
     """Tiles of about `TILE_BYTES`, or the largest below that keep within the workspace limit."""
     layers, axis = problem.layers, _axis(problem.layers[-1].geometry)
     geometry = layers[-1].geometry
     batch, rows = geometry.batch, geometry.out_size[axis]
-    a_sample = max(1, problem.intermediate_bytes // batch)
-    samples = even_part(batch, TILE_BYTES // a_sample)
-    rows = even_part(rows, rows * TILE_BYTES // a_sample)
+    per_sample = max(1, problem.intermediate_bytes // batch)
+    samples = even_part(batch, TILE_BYTES // per_sample)
+    rows = even_part(rows, rows * TILE_BYTES // per_sample)
     while True:
         try:
             return _tiled(problem, (samples, rows), problem.limit, is_fused=True)
@@ -236,7 +226,7 @@ def _fused(problem: ChainProblem) -> _Draft:
                 rows = even_part(geometry.out_size[axis], rows // 2)
 
 
-def _unfused(problem: ChainProblem) -> _Draft:
+def _unfused(problem: ChainProblem) -> Plan:
     """Whole images, of as many samples as leave the loops what they need."""
     geometry = problem.layers[-1].geometry
     sizes = [layer.out.nbytes for layer in problem.layers[:-1]]
@@ -250,10 +240,10 @@ def _unfused(problem: ChainProblem) -> _Draft:
             if samples == 1:
                 break
             samples = even_part(geometry.batch, samples // 2)
-    draft = _tiled(problem, (1, rows), problem.limit + size, is_fused=False)
-    nbytes = _between(draft)
+    plan = _tiled(problem, (1, rows), problem.limit + size, is_fused=False)
+    nbytes = _between(plan)
     note = f"the images between layers take {nbytes:,} bytes for one sample, beyond the workspace limit of {problem.limit:,}"
-    return replace(draft, notes=(note,))
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def _axis(geometry: ConvGeometry) -> int:
@@ -261,7 +251,7 @@ def _axis(geometry: ConvGeometry) -> int:
     return max(range(3), key=lambda axis: (geometry.out_size[axis], -axis))
 
 
-def _tiled(problem: ChainProblem, tile: tuple[int, int], limit: int, *, is_fused: bool) -> _Draft:
+def _tiled(problem: ChainProblem, tile: tuple[int, int], limit: int, *, is_fused: bool) -> Plan:
     """The loop over tiles of (samples, rows); ValueError where its workspace passes `limit`."""
     layers = problem.layers
     geometries = tuple(layer.geometry for layer in layers)
@@ -301,10 +291,9 @@ def _tiled(problem: ChainProblem, tile: tuple[int, int], limit: int, *, is_fused
             for piece in {piece.geometry: piece for piece in own}.values()
         ]
         loops.append(tuple(step for plan in plans for step in plan.steps if isinstance(step, ConvLoop)))
-        # Layers of one dtype and body use the same memory, but one's columns and another's tile lie in it side by side.
-        most = max((plan.workspace_bytes for plan in plans), default=0) + max(
-            (loop.tile_bytes for loop in loops[-1]), default=0
-        )
+        # Layers of one dtype and way use the same memory, but one's columns and another's tile lie in it side by side.
+        most = max((plan.workspace_bytes for plan in plans), default=0)
+        most += max((part_loop.tile_bytes for part_loop in loops[-1]), default=0)
         for kind in {(layer.x_dtype, type(part_loop)) for part_loop in loops[-1]}:
             scratch[kind] = max(scratch.get(kind, 0), most)
     needed = fixed + workers * sum(scratch.values())
@@ -314,15 +303,11 @@ def _tiled(problem: ChainProblem, tile: tuple[int, int], limit: int, *, is_fused
         )
     sizes = {f"layer[{i}]": nbytes for i, nbytes in enumerate(between)}
     sizes |= {"weights": weights, "blocks": needed - weights - sum(between)}
-    words = (
-        f"tiles of {tile[0]} samples x {tile[1]} rows go through all layers"
-        if is_fused
-        else "one layer after the other"
-    )
-    return _Draft(
-        "fused" if is_fused else "unfused", (replace(loop, loops=tuple(loops), held=rows_held),),
-        tuple(Buffer(name, nbytes) for name, nbytes in sizes.items() if nbytes), words,
-    )  # fmt: skip
+    loop = replace(loop, loops=tuple(loops), held=rows_held)
+    if is_fused:
+        words = f"tiles of {tile[0]} samples x {tile[1]} rows go through all layers"
+        return _plan(problem, "fused", words, (loop,), sizes)
+    return _plan(problem, "unfused", "one layer after the other", (loop,), sizes)
 
 
 def _part_of(

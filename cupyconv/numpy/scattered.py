@@ -44,7 +44,17 @@ from cupyconv.numpy.convolution import (
     is_matrix,
     plan_of,
 )
-from cupyconv.numpy.windows import Region, Scratch, add, block_of_pixels, five_axes, in_threads, read, tap_regions
+from cupyconv.numpy.windows import (
+    Region,
+    Scratch,
+    add,
+    block_of_pixels,
+    five_axes,
+    in_threads,
+    ranges_of,
+    read,
+    tap_regions,
+)
 from cupyconv.problem.activations import Activation
 from cupyconv.problem.dtypes import ITEMSIZE, accumulator, dtype_from_name, is_complex, real_part
 from cupyconv.problem.even_parts import even_part
@@ -104,8 +114,7 @@ class ScatteredLoop(BlockLoop):
     @property
     def sample_ranges(self) -> list[range]:
         """The samples of each block."""
-        batch, part = self.geometry.batch, self.block[0]
-        return [range(n, min(n + part, batch)) for n in range(0, batch, part)]
+        return ranges_of(self.geometry.batch, self.block[0])
 
     @property
     def channel_ranges(self) -> list[range]:
@@ -282,14 +291,7 @@ class ScatteredConvolution:
         self.written_once = geometry.is_pointwise and loop.one_product
         self.blocks = list(product(loop.sample_ranges, loop.channel_ranges))
         #: The runs of x's pixels that products are over.
-        self.pixel_runs = list(
-            product(
-                *(
-                    [range(first, min(first + part, extent)) for first in range(0, extent, part)]
-                    for extent, part in zip(geometry.out_size, loop.block[1:])
-                )
-            )
-        )
+        self.pixel_runs = list(product(*map(ranges_of, geometry.out_size, loop.block[1:])))
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         """Compute the results; arguments and results are given by name."""

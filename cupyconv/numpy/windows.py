@@ -249,10 +249,7 @@ class Blocks:
 
     def __init__(self, geometry: ConvGeometry, size: BlockSize, itemsize: int) -> None:
         self._geometry, self._itemsize = geometry, itemsize  # the latter of what is read
-        self._axes = [
-            [range(first, min(first + part, extent)) for first in range(0, extent, part)]
-            for extent, part in zip((geometry.batch, *geometry.out_size), size)
-        ]
+        self._axes = [ranges_of(extent, part) for extent, part in zip((geometry.batch, *geometry.out_size), size)]
         few = prod(map(len, self._axes)) <= _KEPT_BLOCKS and geometry.taps <= _KEPT_TAPS
         self._kept = tuple(self._cut()) if few else None
 
@@ -352,6 +349,11 @@ def block_of_pixels(geometry: ConvGeometry, pixels: int, most_samples: int) -> B
     if pixels >= width:
         return (1, 1, even_part(height, pixels // width), width)
     return (1, 1, 1, even_part(width, pixels))
+
+
+def ranges_of(extent: int, part: int) -> list[range]:
+    """An axis cut into parts."""
+    return [range(first, min(first + part, extent)) for first in range(0, extent, part)]
 
 
 def parts_of(count: int, part: int) -> Iterator[slice]:
