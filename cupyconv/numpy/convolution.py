@@ -57,8 +57,8 @@ BALANCE = 8
 
 #: Why the method is a GPU's.
 NO_IMPLICIT_GEMM = "BLAS reads matrices, so columns are written, block by block (method 'gemm')"
-#: Why products are not for a depthwise convolution.
-THIN_PRODUCTS = "slower: with one channel a group, each product is a vector by a matrix"
+#: Why columns and products are not taken: of a depthwise convolution, and where they were tried first.
+THIN_PRODUCTS = "slower: with one channel per group, each product is a vector by a matrix"
 NO_ROOM_FOR_COLUMNS = "columns do not fit the workspace limit"
 
 Rejected = tuple[tuple[str, str], ...]
@@ -67,9 +67,9 @@ Rejected = tuple[tuple[str, str], ...]
 
 
 class Method(NamedTuple):
-    """What ``method=`` may name: its ways, of which the first that applies and fits is taken, and when it is chosen.
+    """What ``method=`` may name: ways to run it, of which the first that applies and fits is taken; and when it is chosen.
 
-    The ways may be those of a module, its ``WAYS``, which is imported when it is first asked.
+    A module stands for its ``WAYS``, and is imported when it is first asked for them.
     """
 
     ways: str | tuple[type[BlockLoop], ...]
@@ -207,7 +207,11 @@ class BlockLoop:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvLoop(BlockLoop):
-    """A convolution block by block; subclasses are the ways to a block's sums.  This is all that a new one defines."""
+    """A convolution block by block; a subclass is a way to a block's sums.
+
+    A new one defines `name`, `words`, `applies`, and what stands here above "What all have in common"; its module lists
+    it in ``WAYS`` and has an entry in `METHODS`.
+    """
 
     #: Pixels below which a block is not cut.
     smallest: ClassVar[int] = SMALLEST_BLOCK
@@ -389,7 +393,7 @@ class Convolution:
         self.matrix_shape = geometry.groups, geometry.group_outputs, geometry.reduction
         self.has_epilogue = not loop.in_place or bool(loop.activation)
         self.blocks = Blocks(geometry, loop.block, self.x_dtype.itemsize)
-        # Of one round no memory is kept, and its source is no one's.
+        #: Where scratch memory is filled once nothing is kept in it, so it serves all runs.
         self.scratch = Scratch(self.x_dtype, 1) if loop.rounds <= 1 else None
         self.activate: Callable[[np.ndarray], None] | None = None
         self.transform_of: Callable[[Mapping[str, Any]], Any] | None = None

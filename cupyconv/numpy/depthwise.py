@@ -59,7 +59,7 @@ class ScaledRuns(GroupsLoop):
             runs, pixels = _runs(run.images.some(groups), block)
             shape = (len(runs), geometry.group_outputs, runs.shape[-1])
             is_row = block.size[0] == 1 and shape[-1] == block.area  # nothing lies between
-            products = sums[groups].reshape(shape) if is_row else run.products.array("runs", shape)
+            products = sums[groups].reshape(shape) if is_row else run.products.array("runs", shape, sums.dtype)
             np.einsum("cmdhw,cdhwp->pmc", run.weight[groups], runs, out=products.T, order="F")
             if not is_row:
                 sums[groups] = pixels(products)

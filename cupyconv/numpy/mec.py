@@ -228,7 +228,7 @@ class SharedColumns(MecLoop):
         sums = self.empty_sums(run, block)
         for groups, columns in shared_columns(run.images, block, self.part):
             target = sums[groups]
-            product = run.products.array("product", target.shape)
+            product = run.products.array("product", target.shape, target.dtype)
             for taps, views in columns:
                 matrices = views.swapaxes(0, 1).reshape(views.shape[1], len(target), -1, block.area)
                 for t, matrix in zip(range(self.geometry.taps)[taps], matrices):

@@ -60,7 +60,7 @@ class Conversion:
 
 
 class Step(Protocol):
-    """One thing that a backend does: a launch or a GEMM call here, a loop of the NumPy backend in `loops`."""
+    """One thing that a backend does: a launch or a GEMM call here, a loop of the NumPy backend."""
 
     @property
     def flops(self) -> int: ...
