@@ -23,7 +23,7 @@ from cupyconv.call.explain import checked_call
 from cupyconv.cuda.plan.gemm import MAX_BATCH, SMALLEST_CHUNK
 from cupyconv.cuda.plan.launches import DEPTHWISE_KERNELS, GRID_Y
 from cupyconv.cuda.plan.variants import all_variants
-from cupyconv.numpy.loops import BlockLoop
+from cupyconv.numpy.convolution import BlockLoop
 from cupyconv.numpy.pooling import PoolingStep
 from cupyconv.ops.conv_grad_weight import TRANSFORMED_GRAD_WEIGHT
 from cupyconv.ops.conv_pullback import EPILOGUE_GRADIENT, PROLOGUE_GRADIENT

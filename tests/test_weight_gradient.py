@@ -12,8 +12,8 @@ from tolerance import assert_close, assert_exact
 import cupyconv
 from cupyconv.call.operation import forget_calls
 from cupyconv.cuda.plan import weight_gradient as weight_gradient_cuda
-from cupyconv.numpy import convolution_plan as planning_on_numpy
-from cupyconv.numpy.loops import WeightGradientLoop
+from cupyconv.numpy import mec
+from cupyconv.numpy.weight_sums import WeightGradientLoop
 from cupyconv.problem.plan import GemmCall
 
 
@@ -71,7 +71,7 @@ def fresh():
 def test_every_body(fresh, monkeypatch, body, kernel, settings, grad_dtype, x_dtype):
     """Each is planned where it should be, and exact; views only of factors of one kind."""
     if body == "shared columns":
-        monkeypatch.setattr(planning_on_numpy, "MEMORY_BLOCK", 64)
+        monkeypatch.setattr(mec, "MEMORY_BLOCK", 64)
     x = integers((2, 12, 18, 17), x_dtype)
     window = {name: value for name, value in settings.items() if name != "method"}
     grad = integers(
@@ -79,7 +79,7 @@ def test_every_body(fresh, monkeypatch, body, kernel, settings, grad_dtype, x_dt
     )
     (step,) = explained(grad, x, kernel, **settings).steps
     assert isinstance(step, WeightGradientLoop)
-    assert step.body == body or (body == "view" and x_dtype == "complex64" and step.body == "columns")
+    assert step.name == body or (body == "view" and x_dtype == "complex64" and step.name == "columns")
     actual = cupyconv.conv_grad_weight(grad, x, kernel, **settings)
     assert_exact(actual, by_definition(grad, x, kernel, **window), np.result_type(grad, x))
 
@@ -169,8 +169,8 @@ def test_long_sums_stay_accurate(target):
 
 def test_least_shared_is_what_decides(fresh, monkeypatch):
     grad, x = integers((1, 2, 9, 9)), integers((1, 2, 9, 9), seed=1)
-    assert explained(grad, x, 3, padding=1).steps[0].body == "columns"
-    monkeypatch.setattr(planning_on_numpy, "LEAST_SHARED", 1)
-    monkeypatch.setattr(planning_on_numpy, "MEMORY_BLOCK", 64)
-    assert explained(grad, x, 3, padding=1).steps[0].body == "shared columns"
+    assert explained(grad, x, 3, padding=1).steps[0].name == "columns"
+    monkeypatch.setattr(mec, "LEAST_SHARED", 1)
+    monkeypatch.setattr(mec, "MEMORY_BLOCK", 64)
+    assert explained(grad, x, 3, padding=1).steps[0].name == "shared columns"
     assert_exact(cupyconv.conv_grad_weight(grad, x, 3, padding=1), by_definition(grad, x, (3, 3), padding=1), "float32")
