@@ -17,7 +17,6 @@ from cupyconv.problem.prologue import NONE, Prologue
 from cupyconv.problem.recurrence import RecurrentGeometry
 
 METHODS = ("direct", "gemm", "implicit_gemm")
-LATER_METHODS = ("winograd", "fft")
 RECURRENT_METHODS = ("step", "persistent")
 
 Machine = HostModel | GpuModel
@@ -376,11 +375,9 @@ DraftedProblem = (
 
 
 def check_method(method: object) -> None:
-    """Refuse an unknown method, and one that this version does not have."""
-    if not isinstance(method, str) or method not in ("auto", *METHODS, *LATER_METHODS):
-        raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(METHODS + LATER_METHODS)}")
-    if method in LATER_METHODS:
-        raise ValueError(f"method {method!r} is not in this version; there are auto, {', '.join(METHODS)}")
+    """Refuse an unknown method."""
+    if not isinstance(method, str) or method not in ("auto", *METHODS):
+        raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(METHODS)}")
 
 
 def check_recurrent_method(method: object) -> None:
