@@ -28,7 +28,7 @@ from cupyconv.ops.conv_grad_weight import prepare_conv_grad_weight
 from cupyconv.ops.conv_pullback import prepare_epilogue_grad, prepare_prologue_grad
 from cupyconv.ops.pooling import prepare_max_pool, prepare_max_pool_gradient
 from cupyconv.ops.recurrent_pullback import prepare_recurrent_gradient
-from cupyconv.problem.dtypes import ITEMSIZE
+from cupyconv.problem.arrays import ITEMSIZE
 from cupyconv.problem.machine import KNOWN_GPUS, known_gpu
 from cupyconv.problem.plan import MAX_SOURCES, Address, GemmCall, Kernel, KernelLaunch, LaunchLoop, Matrix, Plan
 from cupyconv.problem.recurrence import GATES

@@ -23,7 +23,7 @@ from cupyconv.cuda.plan import recurrence as recurrent_cuda
 from cupyconv.cuda.plan.draft import RECURRENT_TILES
 from cupyconv.cuda.plan.recurrence import Tile, recurrent_tiles
 from cupyconv.cuda.run import execution
-from cupyconv.problem.dtypes import ITEMSIZE
+from cupyconv.problem.arrays import ITEMSIZE
 from cupyconv.problem.machine import known_gpu
 from cupyconv.problem.plan import GemmCall, Kernel, KernelLaunch, LaunchLoop, Plan
 

@@ -46,7 +46,7 @@ STRANGERS = ("cupyconv.numpy", "cupyconv.cuda.run")
 OUTSIDE = {
     "cupyconv.cuda.plan": set(),
     "cupyconv.problem": set(),
-    "cupyconv.problem.dtypes": {"numpy", "ml_dtypes"},
+    "cupyconv.problem.arrays": {"numpy", "ml_dtypes"},
     "cupyconv.numpy": {"numpy", "scipy"},
     "cupyconv.cuda.run": {"numpy", "cupy", "cupy_backends"},
     "cupyconv.demo": {"numpy", "cupy", "matplotlib"},

@@ -13,7 +13,7 @@ import numpy as np
 from cupyconv.call.options import options
 from cupyconv.ops.conv import conv, linmerge
 from cupyconv.ops.conv_chain import ConvLayer, conv_chain
-from cupyconv.problem.dtypes import ITEMSIZE, dtype_from_name, is_complex, real_part
+from cupyconv.problem.arrays import ITEMSIZE, dtype_from_name, is_complex, real_part
 from cupyconv.problem.problems import METHODS
 
 #: Normals that all data repeat.  A prime, so that no row or plane of a case begins where another began.

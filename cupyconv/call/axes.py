@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from cupyconv.problem.dtypes import ITEMSIZE
-from cupyconv.problem.operands import Operand, collapsed_stride, is_channels_last, operand
+from cupyconv.problem.arrays import ITEMSIZE, Operand, collapsed_stride, is_channels_last, operand
 
 
 @dataclass(frozen=True)

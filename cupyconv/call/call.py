@@ -17,9 +17,8 @@ from cupyconv.call.dispatch import Backend, backend_for, planner
 from cupyconv.call.executable import PreparedCall, Result
 from cupyconv.call.options import current_settings
 from cupyconv.problem.activations import Activation, resolve_activation
-from cupyconv.problem.dtypes import check_dtype, dtype_name
+from cupyconv.problem.arrays import Operand, check_dtype, dtype_name, overlaps_itself
 from cupyconv.problem.machine import known_gpu
-from cupyconv.problem.operands import Operand, overlaps_itself
 from cupyconv.problem.padding import per_axis
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import Machine, Problem

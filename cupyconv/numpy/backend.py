@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.problem import problems
-from cupyconv.problem.machine import HostModel
+from cupyconv.problem import problems, recurrence
 from cupyconv.problem.plan import Plan, Step
-from cupyconv.problem.problems import Problem
+from cupyconv.problem.problems import HostModel, Problem
 
 _NOTHING_TO_DO = nullcontext()
 
@@ -86,11 +85,11 @@ def _plan(problem: Problem) -> Plan:
             from cupyconv.numpy.weight_gradient_plan import plan_weight_gradient
 
             return plan_weight_gradient(problem)
-        case problems.RecurrentProblem():
+        case recurrence.RecurrentProblem():
             from cupyconv.numpy.recurrent_plan import plan_recurrent
 
             return plan_recurrent(problem)
-        case problems.RecurrentGradientProblem():
+        case recurrence.RecurrentGradientProblem():
             from cupyconv.numpy.recurrent_gradient_plan import plan_recurrent_gradient
 
             return plan_recurrent_gradient(problem)

@@ -25,7 +25,7 @@ from cupyconv.numpy.loops import ChainLoop
 from cupyconv.numpy.rows import Piece, tiles
 from cupyconv.numpy.scratch import Scratch
 from cupyconv.numpy.windows import five_axes
-from cupyconv.problem.dtypes import dtype_from_name
+from cupyconv.problem.arrays import dtype_from_name
 
 #: Rows that a layer adds to its result, and what computes them; None where a layer has no channels.
 Part = tuple[Piece, ConvolutionLoop | None]

@@ -13,13 +13,10 @@ from itertools import product
 from cupyconv.numpy.convolution_plan import BALANCE, plan_conv, tile_pixels
 from cupyconv.numpy.loops import BlockLoop, ChainLoop
 from cupyconv.numpy.rows import Piece, tiles
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator
-from cupyconv.problem.even_parts import even_part
-from cupyconv.problem.geometry import ConvGeometry
-from cupyconv.problem.machine import HostModel
-from cupyconv.problem.operands import Operand
+from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator
+from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.plan import Buffer, Plan
-from cupyconv.problem.problems import ChainProblem, ConvProblem, NotApplicable, without_empty_inputs
+from cupyconv.problem.problems import ChainProblem, ConvProblem, HostModel, NotApplicable, without_empty_inputs
 
 #: Bytes of intermediate rows in a tile: what stays in a core's cache beside the columns that are made of it.
 TILE_BYTES = 1 << 20

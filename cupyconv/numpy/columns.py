@@ -11,7 +11,7 @@ import numpy as np
 from cupyconv.numpy.blocks import parts_of
 from cupyconv.numpy.loops import BlockLoop
 from cupyconv.numpy.windows import Region, five_axes, read, tap_regions
-from cupyconv.problem.dtypes import dtype_from_name
+from cupyconv.problem.arrays import dtype_from_name
 from cupyconv.problem.geometry import Windows
 
 

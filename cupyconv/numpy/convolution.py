@@ -33,7 +33,7 @@ from cupyconv.numpy.loops import BlockLoop
 from cupyconv.numpy.prologue import transform_of
 from cupyconv.numpy.scratch import Scratch
 from cupyconv.numpy.windows import five_axes
-from cupyconv.problem.dtypes import dtype_from_name, is_complex
+from cupyconv.problem.arrays import dtype_from_name, is_complex
 from cupyconv.problem.geometry import ConvGeometry
 
 

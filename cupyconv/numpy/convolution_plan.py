@@ -12,14 +12,18 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from cupyconv.numpy.loops import BlockLoop
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator, is_complex, real_part
-from cupyconv.problem.even_parts import even_part
-from cupyconv.problem.geometry import ConvGeometry, Windows
-from cupyconv.problem.machine import HostModel
-from cupyconv.problem.operands import Operand, c_strides
+from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides, is_complex, real_part
+from cupyconv.problem.geometry import ConvGeometry, Windows, even_part
 from cupyconv.problem.plan import Buffer, Plan
-from cupyconv.problem.problems import ConvProblem, NotApplicable, ProductsProblemT, without_empty_inputs
-from cupyconv.problem.prologue import NONE, Prologue
+from cupyconv.problem.problems import (
+    NO_PROLOGUE,
+    ConvProblem,
+    HostModel,
+    NotApplicable,
+    ProductsProblemT,
+    Prologue,
+    without_empty_inputs,
+)
 
 #: Bytes of columns a block aims at where products dominate, and where memory does.
 PRODUCT_BLOCK = 8 << 20
@@ -309,7 +313,7 @@ def temporaries(geometry: Windows, prologue: Prologue) -> int:
     return (geometry.padding_mode != "constant") + bool(prologue.activation)
 
 
-def shared_bytes(geometry: ConvGeometry, block: Block, item: int, prologue: Prologue = NONE) -> int:
+def shared_bytes(geometry: ConvGeometry, block: Block, item: int, prologue: Prologue = NO_PROLOGUE) -> int:
     """Bytes, for one group, of the columns that a block's taps share, and of the tile they are taken from."""
     axis, samples = geometry.outermost, block[0]
     taps, stride, gap, rows = (t[axis] for t in (geometry.kernel, geometry.stride, geometry.dilation, block[1:]))
@@ -320,7 +324,7 @@ def shared_bytes(geometry: ConvGeometry, block: Block, item: int, prologue: Prol
     return geometry.group_channels * (columns + tile) * item
 
 
-def shared_part(geometry: ConvGeometry, block: Block, item: int, prologue: Prologue = NONE) -> int:
+def shared_part(geometry: ConvGeometry, block: Block, item: int, prologue: Prologue = NO_PROLOGUE) -> int:
     """Groups whose shared columns stay in cache together."""
     return even_part(geometry.groups, MEMORY_BLOCK // (shared_bytes(geometry, block, item, prologue) or 1))
 

@@ -12,7 +12,7 @@ import numpy as np
 from cupyconv.numpy.activations import derivative
 from cupyconv.numpy.loops import ElementwiseLoop
 from cupyconv.numpy.windows import five_axes
-from cupyconv.problem.dtypes import dtype_from_name
+from cupyconv.problem.arrays import dtype_from_name
 
 
 def epilogue_grad(loop: ElementwiseLoop, arrays: Mapping[str, Any]) -> None:

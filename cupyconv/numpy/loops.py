@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from cupyconv.problem.activations import Activation
 from cupyconv.problem.geometry import ConvGeometry, Windows
-from cupyconv.problem.prologue import NONE, Prologue
+from cupyconv.problem.problems import NO_PROLOGUE, Prologue
 from cupyconv.problem.recurrence import RecurrentGeometry
 
 
@@ -35,7 +35,7 @@ class BlockLoop:
     bytes_moved: int
     flops: int
     part: int = field(default=0, kw_only=True)  # groups whose shared columns, channels whose sums, there are at a time
-    prologue: Prologue = field(default=NONE, kw_only=True)
+    prologue: Prologue = field(default=NO_PROLOGUE, kw_only=True)
 
     @property
     def rounds(self) -> int:

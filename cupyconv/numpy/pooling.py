@@ -20,7 +20,7 @@ import numpy as np
 from cupyconv.numpy.loops import PoolingLoop
 from cupyconv.numpy.scratch import Scratch
 from cupyconv.numpy.windows import axis_segments, five_axes
-from cupyconv.problem.dtypes import dtype_from_name
+from cupyconv.problem.arrays import dtype_from_name
 from cupyconv.problem.geometry import Windows
 
 

@@ -13,7 +13,7 @@ from cupyconv.numpy.epilogue_grad import blocks_of, channel_sums
 from cupyconv.numpy.loops import ElementwiseLoop
 from cupyconv.numpy.windows import five_axes
 from cupyconv.problem.activations import derivative_from_result
-from cupyconv.problem.dtypes import dtype_from_name
+from cupyconv.problem.arrays import dtype_from_name
 
 
 def prologue_grad(loop: ElementwiseLoop, arrays: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from cupyconv.numpy.activations import activate
 from cupyconv.numpy.loops import RecurrentLoop
 from cupyconv.problem.activations import Activation
-from cupyconv.problem.dtypes import dtype_from_name
+from cupyconv.problem.arrays import dtype_from_name
 
 _WEIGHTS = ("weight_ih", "weight_hh")
 

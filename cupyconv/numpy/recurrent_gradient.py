@@ -20,7 +20,7 @@ import numpy as np
 from cupyconv.numpy.activations import activate, derivative
 from cupyconv.numpy.loops import RecurrentGradientLoop
 from cupyconv.problem.activations import Activation, derivative_from_result
-from cupyconv.problem.dtypes import dtype_from_name
+from cupyconv.problem.arrays import dtype_from_name
 
 
 class RecurrentGradient:

@@ -6,12 +6,11 @@ from math import prod
 
 from cupyconv.numpy.convolution_plan import BALANCE
 from cupyconv.numpy.loops import RecurrentGradientLoop
-from cupyconv.problem.dtypes import ITEMSIZE
-from cupyconv.problem.even_parts import even_part
-from cupyconv.problem.machine import HostModel
-from cupyconv.problem.operands import c_strides
+from cupyconv.problem.arrays import ITEMSIZE, c_strides
+from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import Buffer, Plan
-from cupyconv.problem.problems import RecurrentGradientProblem
+from cupyconv.problem.problems import HostModel
+from cupyconv.problem.recurrence import RecurrentGradientProblem
 
 #: Arrays of (N, H) for each step of a run beside its gates' gradients: states before the steps, and what the
 #: gradients are multiplied with; then those that this is worked out in.

@@ -7,11 +7,11 @@ from math import prod
 
 from cupyconv.numpy.convolution_plan import BALANCE
 from cupyconv.numpy.loops import RecurrentLoop
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator
-from cupyconv.problem.even_parts import even_part
-from cupyconv.problem.machine import HostModel
+from cupyconv.problem.arrays import ITEMSIZE, accumulator
+from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import Buffer, Plan
-from cupyconv.problem.problems import RecurrentProblem
+from cupyconv.problem.problems import HostModel
+from cupyconv.problem.recurrence import RecurrentProblem
 
 #: Activations that have no temporaries.
 IN_PLACE = ("none", "relu", "relu6", "clip", "sigmoid", "tanh", "affine", "scaled_tanh")

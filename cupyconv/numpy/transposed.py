@@ -30,7 +30,7 @@ from cupyconv.numpy.activations import activate
 from cupyconv.numpy.loops import TransposedLoop
 from cupyconv.numpy.scratch import Scratch
 from cupyconv.numpy.windows import Region, add, five_axes, read, tap_regions
-from cupyconv.problem.dtypes import dtype_from_name, is_complex, real_part
+from cupyconv.problem.arrays import dtype_from_name, is_complex, real_part
 from cupyconv.problem.geometry import ConvGeometry
 
 #: Sums of a block's channels in one array: (array [channels, samples, d, h, w], which of the block's channels).

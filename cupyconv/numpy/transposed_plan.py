@@ -29,14 +29,11 @@ from cupyconv.numpy.convolution_plan import (
     plan_conv,
 )
 from cupyconv.numpy.loops import BlockLoop, GatheredLoop, TransposedLoop
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator, is_complex, real_part
-from cupyconv.problem.even_parts import even_part
-from cupyconv.problem.geometry import ConvGeometry, Triple
-from cupyconv.problem.machine import HostModel
-from cupyconv.problem.operands import c_strides
+from cupyconv.problem.arrays import ITEMSIZE, accumulator, c_strides, is_complex, real_part
+from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
 from cupyconv.problem.plan import Buffer, Plan
 from cupyconv.problem.polyphase import class_problem, is_reached, residue_classes
-from cupyconv.problem.problems import NotApplicable, TransposedProblem, inputs_with_channels
+from cupyconv.problem.problems import HostModel, NotApplicable, TransposedProblem, inputs_with_channels
 
 #: Channels of a block below which pixels are cut rather: fewer would make rows of a product too few.
 FEW_CHANNELS = 32

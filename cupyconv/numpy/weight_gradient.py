@@ -34,7 +34,7 @@ from cupyconv.numpy.loops import WeightGradientLoop
 from cupyconv.numpy.prologue import transform_of
 from cupyconv.numpy.scratch import Scratch
 from cupyconv.numpy.windows import five_axes
-from cupyconv.problem.dtypes import dtype_from_name, is_complex, real_part
+from cupyconv.problem.arrays import dtype_from_name, is_complex, real_part
 from cupyconv.problem.geometry import ConvGeometry
 
 #: Outputs below which a product is taken transposed, where that makes it taller than wide: BLAS is faster at it.

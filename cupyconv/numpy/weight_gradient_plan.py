@@ -32,12 +32,10 @@ from cupyconv.numpy.convolution_plan import (
 )
 from cupyconv.numpy.loops import WeightGradientLoop
 from cupyconv.problem.activations import IDENTITY
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator, is_complex, real_part
-from cupyconv.problem.even_parts import even_part
-from cupyconv.problem.machine import HostModel
-from cupyconv.problem.operands import c_strides
+from cupyconv.problem.arrays import ITEMSIZE, accumulator, c_strides, is_complex, real_part
+from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import Buffer, Plan
-from cupyconv.problem.problems import WeightGradientProblem, without_empty_inputs
+from cupyconv.problem.problems import HostModel, WeightGradientProblem, without_empty_inputs
 
 #: Bytes of products a block adds to the sums at a time: they stay in cache until they are added.
 PRODUCT_PIECE = 4 << 20

@@ -22,7 +22,7 @@ from cupyconv.call.call import (
 )
 from cupyconv.call.executable import Result
 from cupyconv.call.options import current_settings
-from cupyconv.problem.dtypes import promote
+from cupyconv.problem.arrays import promote
 from cupyconv.problem.geometry import window_geometry
 from cupyconv.problem.problems import Col2imProblem, Im2colProblem
 from cupyconv.typing import Array, Padding, PerAxis

@@ -28,10 +28,9 @@ from cupyconv.call.dispatch import Backend
 from cupyconv.call.executable import Result
 from cupyconv.call.options import current_settings
 from cupyconv.problem.activations import Activation, derivative_from_result, resolve_activation
-from cupyconv.problem.dtypes import dtype_from_name, operand_dtypes, promote
+from cupyconv.problem.arrays import dtype_from_name, operand_dtypes, promote
 from cupyconv.problem.geometry import ConvGeometry, conv_geometry, pointwise_geometry
-from cupyconv.problem.problems import ConvProblem, check_method
-from cupyconv.problem.prologue import Prologue
+from cupyconv.problem.problems import ConvProblem, Prologue, check_method
 from cupyconv.typing import ActivationLike, Array, Padding, PerAxis, PrologueLike
 
 

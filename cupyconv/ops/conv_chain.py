@@ -24,9 +24,8 @@ from cupyconv.call.dispatch import Backend
 from cupyconv.call.executable import Result
 from cupyconv.call.options import current_settings
 from cupyconv.ops.conv import check_addend
-from cupyconv.problem.dtypes import operand_dtypes, promote
+from cupyconv.problem.arrays import is_channels_last, operand_dtypes, promote
 from cupyconv.problem.geometry import conv_geometry
-from cupyconv.problem.operands import is_channels_last
 from cupyconv.problem.problems import ChainProblem, ConvProblem, Machine
 from cupyconv.typing import ActivationLike, Array, Padding, PerAxis
 

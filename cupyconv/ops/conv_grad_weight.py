@@ -24,7 +24,7 @@ from cupyconv.call.executable import Result
 from cupyconv.call.options import current_settings
 from cupyconv.ops.conv import describe_prologue
 from cupyconv.problem.activations import Activation, resolve_activation
-from cupyconv.problem.dtypes import operand_dtypes, promote
+from cupyconv.problem.arrays import operand_dtypes, promote
 from cupyconv.problem.geometry import ConvGeometry, weight_gradient_geometry
 from cupyconv.problem.problems import WeightGradientProblem, check_method
 from cupyconv.typing import Array, Padding, PerAxis

@@ -30,9 +30,8 @@ from cupyconv.ops.conv_grad_weight import conv_grad_weight, prepare_conv_grad_we
 from cupyconv.ops.conv_transpose import prepare_conv_transpose
 from cupyconv.ops.pooling import max_pool, prepare_max_pool_gradient
 from cupyconv.problem.activations import resolve_activation
-from cupyconv.problem.dtypes import accumulator, dtype_from_name, dtype_name
+from cupyconv.problem.arrays import accumulator, collapsed_stride, dtype_from_name, dtype_name
 from cupyconv.problem.geometry import transposed_geometry
-from cupyconv.problem.operands import collapsed_stride
 from cupyconv.problem.problems import EpilogueGradProblem, PrologueGradProblem
 from cupyconv.typing import ActivationLike, Array, ArrayOrList, Padding, PerAxis, PrologueLike
 

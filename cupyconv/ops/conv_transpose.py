@@ -25,7 +25,7 @@ from cupyconv.call.executable import Result
 from cupyconv.call.options import current_settings
 from cupyconv.ops.conv import check_addend
 from cupyconv.problem.activations import derivative_from_result
-from cupyconv.problem.dtypes import operand_dtypes, promote
+from cupyconv.problem.arrays import operand_dtypes, promote
 from cupyconv.problem.geometry import ConvGeometry, conv_geometry, transposed_geometry
 from cupyconv.problem.padding import per_axis
 from cupyconv.problem.problems import TransposedProblem, check_method

@@ -16,10 +16,17 @@ from cupyconv.call.dispatch import Backend, backend_for
 from cupyconv.call.executable import Result
 from cupyconv.call.options import current_settings, flag
 from cupyconv.problem.activations import Activation, as_float, resolve_activation
-from cupyconv.problem.dtypes import COUNT_ITEMSIZE, accumulator, check_dtype, dtype_from_name, dtype_name, promote
-from cupyconv.problem.operands import Operand, array_operand
-from cupyconv.problem.problems import RecurrentProblem, check_recurrent_method
-from cupyconv.problem.recurrence import DIRECTIONS, GATES, RecurrentGeometry
+from cupyconv.problem.arrays import (
+    COUNT_ITEMSIZE,
+    Operand,
+    accumulator,
+    array_operand,
+    check_dtype,
+    dtype_from_name,
+    dtype_name,
+    promote,
+)
+from cupyconv.problem.recurrence import DIRECTIONS, GATES, RecurrentGeometry, RecurrentProblem, check_recurrent_method
 from cupyconv.typing import ActivationLike, Array
 
 

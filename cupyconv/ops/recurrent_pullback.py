@@ -22,10 +22,8 @@ from cupyconv.call.dispatch import Backend, backend_for
 from cupyconv.call.executable import Result
 from cupyconv.call.options import current_settings
 from cupyconv.ops.recurrent import activation_groups, on_backend, prepare_gru, prepare_lstm, prepare_rnn
-from cupyconv.problem.dtypes import check_dtype, dtype_name
-from cupyconv.problem.operands import array_operand
-from cupyconv.problem.problems import RecurrentGradientProblem
-from cupyconv.problem.recurrence import GATES, RecurrentGeometry
+from cupyconv.problem.arrays import array_operand, check_dtype, dtype_name
+from cupyconv.problem.recurrence import GATES, RecurrentGeometry, RecurrentGradientProblem
 from cupyconv.typing import ActivationLike, Array
 
 

@@ -8,11 +8,10 @@ from math import prod
 from cupyconv.cuda.plan.launches import col2im_launch, im2col_launches
 from cupyconv.numpy.loops import BlockLoop
 from cupyconv.problem.activations import IDENTITY
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator
+from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import Windows
-from cupyconv.problem.machine import HostModel
 from cupyconv.problem.plan import Buffer, Conversion, Plan, Step
-from cupyconv.problem.problems import ColumnsProblem, convert
+from cupyconv.problem.problems import ColumnsProblem, HostModel, convert
 
 
 def plan_im2col(problem: ColumnsProblem) -> Plan:

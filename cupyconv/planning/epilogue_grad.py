@@ -14,12 +14,11 @@ from math import prod
 from cupyconv.cuda.plan.launches import GRID_X, GRID_Y, PACKET_BYTES, collapse, image, packet_width
 from cupyconv.numpy.loops import ElementwiseLoop
 from cupyconv.problem.activations import IDENTITY, Activation
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator
-from cupyconv.problem.even_parts import even_part
-from cupyconv.problem.machine import GpuModel, HostModel
-from cupyconv.problem.operands import Operand, c_strides
+from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides
+from cupyconv.problem.geometry import even_part
+from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import Address, Buffer, Kernel, KernelLaunch, Plan, Step
-from cupyconv.problem.problems import EpilogueGradProblem, PrologueGradProblem, check_alignment
+from cupyconv.problem.problems import EpilogueGradProblem, HostModel, PrologueGradProblem, check_alignment
 
 #: Elements of a block on NumPy: gradient, saved values and the product of both stay in a core's L2 cache.
 BLOCK_ELEMENTS = 1 << 16

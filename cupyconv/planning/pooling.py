@@ -14,13 +14,10 @@ from math import inf, prod
 from cupyconv.cuda.plan.launches import grid_and_block, image, windows_params
 from cupyconv.numpy.convolution_plan import MEMORY_BLOCK
 from cupyconv.numpy.loops import PoolingLoop
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator
-from cupyconv.problem.even_parts import even_part
-from cupyconv.problem.geometry import Windows
-from cupyconv.problem.machine import HostModel
-from cupyconv.problem.operands import Operand
+from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator
+from cupyconv.problem.geometry import Windows, even_part
 from cupyconv.problem.plan import Buffer, Conversion, Kernel, KernelLaunch, Plan, Step
-from cupyconv.problem.problems import PoolingGradientProblem, PoolingProblem, check_alignment, convert
+from cupyconv.problem.problems import HostModel, PoolingGradientProblem, PoolingProblem, check_alignment, convert
 
 #: Channels a thread of max_pool.cu and max_pool_gradient.cu takes: what it works out of a pixel serves them all.
 CHANNELS = 4

@@ -31,7 +31,6 @@ from cupyconv.problem.padding import (
 
 Triple = tuple[int, int, int]
 
-
 #: Steps, pads and kernels are int32 in the kernels; sizes are not.
 LARGEST_STEP = 2**31 - 1
 
@@ -102,6 +101,11 @@ class Windows:
     def spatial(self, triple: Sequence[int]) -> tuple[int, ...]:
         """The caller's axes of a triple."""
         return tuple(triple[3 - self.rank :])
+
+
+def even_part(extent: int, most: int) -> int:
+    """The part that cuts `extent` into as few pieces as parts of `most` would, of equal size; at least 1."""
+    return -(-extent // -(-extent // max(1, most))) if extent else 1
 
 
 def pixel_windows(batch: int, channels: int, size: Triple) -> Windows:

@@ -15,16 +15,6 @@ _SHARED_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 120: 99}
 
 
 @dataclass(frozen=True)
-class HostModel:
-    """The processor of the NumPy backend."""
-
-    threads: int
-
-    def __str__(self) -> str:
-        return f"{self.threads} thread" + "s" * (self.threads > 1)
-
-
-@dataclass(frozen=True)
 class GpuModel:
     """One class of GPU.  Rates per second: bytes, and operations (a multiply-add is two).
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Protocol
 
-from cupyconv.problem.dtypes import ITEMSIZE, is_complex
+from cupyconv.problem.arrays import ITEMSIZE, is_complex
 
 #: Inputs that fit into the table of a kernel's parameters (MAX_SOURCES of kernels/image.cuh).
 MAX_SOURCES = 64

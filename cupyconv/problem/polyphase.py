@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from itertools import product
 from math import gcd
 
+from cupyconv.problem.arrays import Operand
 from cupyconv.problem.geometry import ConvGeometry
-from cupyconv.problem.operands import Operand
 from cupyconv.problem.problems import ConvProblem, NotApplicable, TransposedProblem
 
 #: Classes into which a result may be cut: each has launches of its own.

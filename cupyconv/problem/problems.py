@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Self, TypeVar
 
 from cupyconv.problem.activations import IDENTITY, Activation
-from cupyconv.problem.dtypes import accumulator, product_flops
+from cupyconv.problem.arrays import Operand, accumulator, product_flops
 from cupyconv.problem.geometry import ConvGeometry, Windows
-from cupyconv.problem.machine import GpuModel, HostModel
-from cupyconv.problem.operands import Operand
+from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import Conversion
-from cupyconv.problem.prologue import NONE, Prologue
-from cupyconv.problem.recurrence import RecurrentGeometry
 
 METHODS = ("direct", "gemm", "implicit_gemm")
-RECURRENT_METHODS = ("step", "persistent")
+
+
+@dataclass(frozen=True)
+class HostModel:
+    """The processor of the NumPy backend."""
+
+    threads: int
+
+    def __str__(self) -> str:
+        return f"{self.threads} thread" + "s" * (self.threads > 1)
+
 
 Machine = HostModel | GpuModel
 
@@ -27,6 +33,35 @@ DEFAULT_LIMIT = {HostModel: 16 << 20, GpuModel: 256 << 20}
 
 class NotApplicable(ValueError):
     """A method cannot do this problem; the message says why."""
+
+
+@dataclass(frozen=True)
+class Prologue:
+    """What happens to each element of the inputs as it is loaded:  f(scale[c] * x + shift[c]), c counts merged channels.
+
+    `scale` and `shift` are vectors (1, C, 1, 1, 1); either may be absent.  The definition is of the transformed image:
+    padding is of zeros that are not transformed, and a padding mode's elements are copies of transformed ones.
+    """
+
+    scale: Operand | None = None
+    shift: Operand | None = None
+    activation: Activation = IDENTITY
+
+    def __bool__(self) -> bool:
+        return bool(self.scale or self.shift or self.activation)
+
+    def __str__(self) -> str:
+        inner = "scale * x" if self.scale else "x"
+        inner += " + shift" if self.shift else ""
+        return f"{self.activation}({inner})" if self.activation else inner
+
+    @property
+    def vectors(self) -> tuple[Operand, ...]:
+        return tuple(vector for vector in (self.scale, self.shift) if vector)
+
+
+#: Elements are taken as they lie.
+NO_PROLOGUE = Prologue()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +129,7 @@ class ConvProblem(_ProductsProblem):
     pre: Operand | None = None  # where the pre-activation goes that is kept beside the result; laid out as that is
     weight_dtype: str
     activation: Activation = IDENTITY
-    prologue: Prologue = NONE
+    prologue: Prologue = NO_PROLOGUE
 
     @property
     def result(self) -> str:
@@ -150,7 +185,7 @@ class WeightGradientProblem(_ProductsProblem):
     grad: Operand
     out: Operand  # with the weight's axes
     grad_dtype: str
-    prologue: Prologue = NONE
+    prologue: Prologue = NO_PROLOGUE
 
     @property
     def arrays(self) -> Iterable[Operand]:
@@ -286,104 +321,10 @@ class PoolingGradientProblem(PoolingProblem):
         return (*super().arrays, *self.ys, *self.grads)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecurrentProblem(Problem):
-    """A recurrent layer over a sequence, or one step of it.
-
-    Operands have the axes of the sequence: x (T, N, I), weights (D, G*H, I or H), biases (D, G*H), peephole
-    (D, 3*H), states (D, N, H), out (T, N, D*H), lengths (N,), kept as `RecurrentGeometry.keeps` says.
-    """
-
-    geometry: RecurrentGeometry
-    x: Operand
-    weight_ih: Operand
-    weight_hh: Operand
-    out: Operand
-    h: Operand | None = None  # the last state; of a single step, out is that
-    c: Operand | None = None  # the last cell state of an lstm
-    bias_ih: Operand | None = None
-    bias_hh: Operand | None = None
-    h0: Operand | None = None
-    c0: Operand | None = None
-    peephole: Operand | None = None
-    lengths: Operand | None = None
-    kept: tuple[Operand, ...] = ()  # what a gradient needs: gates, cells, candidate
-    method: str = "auto"
-    allow_tf32: bool = False
-    notes: tuple[str, ...] = ()
-
-    @property
-    def dtype(self) -> str:
-        """Of the result."""
-        return self.out.dtype
-
-    @property
-    def operands(self) -> dict[str, Operand]:
-        """All that are there, arguments and results, by role."""
-        roles = (
-            "x", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "h0", "c0", "peephole", "lengths", "out", "h", "c"
-        )  # fmt: skip
-        given = {role: getattr(self, role) for role in roles if getattr(self, role) is not None}
-        return {**given, **dict(zip(self.geometry.keeps, self.kept))}
-
-    @property
-    def arrays(self) -> Iterable[Operand]:
-        return self.operands.values()
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.geometry.products
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecurrentGradientProblem(Problem):
-    """The gradients of a recurrent layer; operands have the axes that `RecurrentProblem` gives them."""
-
-    geometry: RecurrentGeometry
-    dtype: str  # computed in, and that of the results
-    allow_tf32: bool = False
-    arguments: tuple[Operand, ...]
-    results: tuple[Operand, ...]
-
-    @cached_property
-    def operands(self) -> dict[str, Operand]:
-        """Arguments and results by name."""
-        return {operand.name: operand for operand in self.arrays}
-
-    @property
-    def arrays(self) -> Iterable[Operand]:
-        return (*self.arguments, *self.results)
-
-    @property
-    def flops(self) -> int:
-        """A product with each weight, and one for its gradient."""
-        return 4 * self.geometry.products
-
-    @property
-    def title(self) -> str:
-        return f"gradients of {self.geometry}"
-
-    @property
-    def result(self) -> str:
-        return f"{self.dtype} {', '.join(f'{operand.name} {operand.shape}' for operand in self.results)}"
-
-
-#: What is drafted, and chosen from, on a GPU.
-DraftedProblem = (
-    ConvProblem | ChainProblem | WeightGradientProblem | TransposedProblem | RecurrentProblem | RecurrentGradientProblem
-)
-
-
 def check_method(method: object) -> None:
     """Refuse an unknown method."""
     if not isinstance(method, str) or method not in ("auto", *METHODS):
         raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(METHODS)}")
-
-
-def check_recurrent_method(method: object) -> None:
-    """Refuse a method that recurrent layers do not have."""
-    if not isinstance(method, str) or method not in ("auto", *RECURRENT_METHODS):
-        raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(RECURRENT_METHODS)}")
 
 
 #: One kind of problem for sums of products.

@@ -5,7 +5,7 @@ Ints in, a printable `Plan` out; no array is touched here, and no GPU is needed.
 
 from __future__ import annotations
 
-from cupyconv.problem import problems
+from cupyconv.problem import problems, recurrence
 from cupyconv.problem.plan import Plan
 
 
@@ -29,11 +29,11 @@ def plan(problem: problems.Problem) -> Plan:
             from cupyconv.cuda.plan.weight_gradient import plan_weight_gradient
 
             return plan_weight_gradient(problem)
-        case problems.RecurrentProblem():
+        case recurrence.RecurrentProblem():
             from cupyconv.cuda.plan.recurrence import plan_recurrent
 
             return plan_recurrent(problem)
-        case problems.RecurrentGradientProblem():
+        case recurrence.RecurrentGradientProblem():
             from cupyconv.cuda.plan.recurrent_gradient import plan_recurrent_gradient
 
             return plan_recurrent_gradient(problem)
