@@ -171,7 +171,7 @@ def _implicit_gemm_seconds(step: KernelLaunch, gpu: GpuModel) -> float:
         "TF32X3": gpu.tf32 * gpu.mma_share / 3,
     }[arithmetic]
     blocks = step.grid[0] * step.grid[1]
-    flops = 2 * tile * tile * params["a_split"] * (IMPLICIT_GEMM_BLOCK_BYTES // ITEMSIZE[dtype])
+    flops = 2 * tile * tile * params["slabs_per_split"] * (IMPLICIT_GEMM_BLOCK_BYTES // ITEMSIZE[dtype])
     rounds = -(-blocks // gpu.multiprocessors)
     return rounds * flops * gpu.multiprocessors / (rate * TILE_EFFICIENCY[macros["TILE"]])
 
