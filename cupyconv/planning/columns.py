@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
+from cupyconv.cuda.plan.conversions import convert
 from cupyconv.cuda.plan.launches import col2im_launch, im2col_launches
 from cupyconv.numpy.loops import BlockLoop
 from cupyconv.problem.activations import IDENTITY
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import Windows
 from cupyconv.problem.plan import Buffer, Conversion, Plan, Step
-from cupyconv.problem.problems import ColumnsProblem, HostModel, convert
+from cupyconv.problem.problems import ColumnsProblem, HostModel
 
 
 def plan_im2col(problem: ColumnsProblem) -> Plan:

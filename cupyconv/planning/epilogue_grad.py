@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 
+from cupyconv.cuda.plan.conversions import check_alignment
 from cupyconv.cuda.plan.launches import GRID_X, GRID_Y, PACKET_BYTES, collapse, image, packet_width
 from cupyconv.numpy.loops import ElementwiseLoop
 from cupyconv.problem.activations import IDENTITY, Activation
@@ -18,7 +19,7 @@ from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import Address, Buffer, Kernel, KernelLaunch, Plan, Step
-from cupyconv.problem.problems import EpilogueGradProblem, HostModel, PrologueGradProblem, check_alignment
+from cupyconv.problem.problems import EpilogueGradProblem, HostModel, PrologueGradProblem
 
 #: Elements of a block on NumPy: gradient, saved values and the product of both stay in a core's L2 cache.
 BLOCK_ELEMENTS = 1 << 16

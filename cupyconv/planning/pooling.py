@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf, prod
 
+from cupyconv.cuda.plan.conversions import check_alignment, convert
 from cupyconv.cuda.plan.launches import grid_and_block, image, windows_params
 from cupyconv.numpy.convolution_plan import MEMORY_BLOCK
 from cupyconv.numpy.loops import PoolingLoop
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator
 from cupyconv.problem.geometry import Windows, even_part
 from cupyconv.problem.plan import Buffer, Conversion, Kernel, KernelLaunch, Plan, Step
-from cupyconv.problem.problems import HostModel, PoolingGradientProblem, PoolingProblem, check_alignment, convert
+from cupyconv.problem.problems import HostModel, PoolingGradientProblem, PoolingProblem
 
 #: Channels a thread of max_pool.cu and max_pool_gradient.cu takes: what it works out of a pixel serves them all.
 CHANNELS = 4

@@ -10,11 +10,12 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 
+from cupyconv.cuda.plan.conversions import check_alignment, convert, converted_prologue
 from cupyconv.cuda.plan.launches import collapse, image, packet_width, prologue_params
 from cupyconv.planning.epilogue_grad import cut, on_cuda, on_numpy
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.plan import Address, Conversion, Kernel, KernelLaunch, Plan
-from cupyconv.problem.problems import HostModel, PrologueGradProblem, check_alignment, convert, converted_prologue
+from cupyconv.problem.problems import HostModel, PrologueGradProblem
 
 #: Arrays of a block's size on NumPy: x, the transformed, its derivative, what that is worked out in, the products.
 TEMPORARIES = 6

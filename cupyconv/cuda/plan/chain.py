@@ -18,20 +18,14 @@ from itertools import pairwise
 
 from cupyconv.cuda.plan.conv import access_notes, choose, draft_conv
 from cupyconv.cuda.plan.conv_pair import draft_pair
+from cupyconv.cuda.plan.conversions import check_alignment, converted
 from cupyconv.cuda.plan.draft import Draft, in_sequence, relocated
 from cupyconv.cuda.plan.launches import Sums, epilogue_launch
 from cupyconv.problem.arrays import ITEMSIZE, Operand, c_strides, real_part
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import Address, Buffer, Conversion, KernelLaunch, Plan
-from cupyconv.problem.problems import (
-    ChainProblem,
-    ConvProblem,
-    NotApplicable,
-    check_alignment,
-    converted,
-    without_empty_inputs,
-)
+from cupyconv.problem.problems import ChainProblem, ConvProblem, NotApplicable, without_empty_inputs
 
 Layers = tuple[ConvProblem, ...]
 

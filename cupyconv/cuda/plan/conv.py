@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from cupyconv.cuda.plan.conversions import check_alignment, converted
 from cupyconv.cuda.plan.draft import Draft
 from cupyconv.cuda.plan.gemm import draft_gemm
 from cupyconv.cuda.plan.implicit_gemm import draft_implicit_gemm
@@ -29,14 +30,7 @@ from cupyconv.problem.activations import IDENTITY
 from cupyconv.problem.arrays import Operand, is_complex
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import MAX_MERGED, MAX_SOURCES, KernelLaunch, Plan
-from cupyconv.problem.problems import (
-    METHODS,
-    ConvProblem,
-    NotApplicable,
-    check_alignment,
-    converted,
-    without_empty_inputs,
-)
+from cupyconv.problem.problems import METHODS, ConvProblem, NotApplicable, without_empty_inputs
 
 
 def plan_conv(problem: ConvProblem) -> Plan:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
 
+from cupyconv.cuda.plan.conversions import check_alignment
 from cupyconv.cuda.plan.draft import Draft
 from cupyconv.cuda.plan.gemm import MAX_DIMENSION, compute_type
 from cupyconv.cuda.plan.launches import GRID_X, epilogue_launch
@@ -36,7 +37,6 @@ from cupyconv.problem.plan import (
     Plan,
     Step,
 )
-from cupyconv.problem.problems import check_alignment
 from cupyconv.problem.recurrence import RecurrentGradientProblem
 
 #: Samples, and units, of a block of recurrent_gradient.cu, and threads of one.

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from cupyconv.cuda.plan.conv import access_notes, choose, draft_conv
+from cupyconv.cuda.plan.conversions import check_alignment, convert, convert_bias
 from cupyconv.cuda.plan.draft import Draft, in_sequence
 from cupyconv.cuda.plan.gemm import MAX_BATCH, MAX_DIMENSION, MatrixView, ProductsPlanner, row_length
 from cupyconv.cuda.plan.launches import (
@@ -27,14 +28,7 @@ from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, real_part
 from cupyconv.problem.geometry import even_part, pixel_windows
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, Matrix, Plan, Step
 from cupyconv.problem.polyphase import class_problems
-from cupyconv.problem.problems import (
-    NotApplicable,
-    TransposedProblem,
-    check_alignment,
-    convert,
-    convert_bias,
-    inputs_with_channels,
-)
+from cupyconv.problem.problems import NotApplicable, TransposedProblem, inputs_with_channels
 
 
 def plan_transposed(problem: TransposedProblem) -> Plan:

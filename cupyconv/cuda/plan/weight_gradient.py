@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from cupyconv.cuda.plan.conv import access_notes, choose
+from cupyconv.cuda.plan.conversions import check_alignment, convert, converted_prologue
 from cupyconv.cuda.plan.draft import GEMM_TILE, Draft
 from cupyconv.cuda.plan.gemm import (
     MAX_BATCH,
@@ -50,15 +51,7 @@ from cupyconv.cuda.plan.launches import (
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides, collapsed_stride, is_complex, real_part
 from cupyconv.problem.geometry import Windows, even_part, pixel_windows
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, KernelLaunch, Matrix, Plan, Step
-from cupyconv.problem.problems import (
-    NO_PROLOGUE,
-    NotApplicable,
-    WeightGradientProblem,
-    check_alignment,
-    convert,
-    converted_prologue,
-    without_empty_inputs,
-)
+from cupyconv.problem.problems import NO_PROLOGUE, NotApplicable, WeightGradientProblem, without_empty_inputs
 
 #: Pixels below which a chunk of one sample is not cut any further, and a part of a long row is not.
 SMALLEST_CHUNK, SMALLEST_PART = 64, 1024
