@@ -23,10 +23,10 @@ from tolerance import assert_close, assert_exact
 import cupyconv
 from cupyconv.cuda.plan import conv as cuda_planning
 from cupyconv.cuda.plan import implicit_gemm
-from cupyconv.cuda.plan.variants import all_variants
 from cupyconv.ops.conv import prepare_conv
 from cupyconv.problem.machine import KNOWN_GPUS
 from cupyconv.problem.plan import KernelLaunch
+from tests.variants import all_variants
 
 MACROS = [dict(kernel.macros) for kernel in all_variants() if kernel.name == "implicit_gemm"]
 VARIANTS = [macros for macros in MACROS if "PROLOGUE" not in macros]  # the others: tests/test_prologue.py

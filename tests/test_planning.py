@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 import cupyconv
 from cupyconv.cuda.plan.gemm import MAX_BATCH, SMALLEST_CHUNK
 from cupyconv.cuda.plan.launches import DEPTHWISE_KERNELS, GRID_Y
-from cupyconv.cuda.plan.variants import all_variants
 from cupyconv.numpy.loops import BlockLoop, PoolingLoop
 from cupyconv.ops.conv import prepare_conv
 from cupyconv.ops.conv_grad_weight import prepare_conv_grad_weight
@@ -32,6 +31,7 @@ from cupyconv.problem.arrays import ITEMSIZE
 from cupyconv.problem.machine import KNOWN_GPUS, known_gpu
 from cupyconv.problem.plan import MAX_SOURCES, Address, GemmCall, Kernel, KernelLaunch, LaunchLoop, Matrix, Plan
 from cupyconv.problem.recurrence import GATES
+from tests.variants import all_variants
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
@@ -756,7 +756,9 @@ def test_a_named_method_is_refused_with_its_reason():
     with pytest.raises(ValueError, match=f"'implicit_gemm' does not apply: {MAX_SOURCES + 1} inputs"):
         plan(xs, weight, method="implicit_gemm")
     for method in ("winograd", "fft", "fast"):
-        with pytest.raises(ValueError, match=f"unknown method '{method}'; known are auto, direct, gemm, implicit_gemm$"):
+        with pytest.raises(
+            ValueError, match=f"unknown method '{method}'; known are auto, direct, gemm, implicit_gemm$"
+        ):
             plan(xs, weight, method=method)
 
 

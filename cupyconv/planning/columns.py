@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
+from cupyconv.cuda.plan.column_launches import col2im_launch, im2col_launches
 from cupyconv.cuda.plan.conversions import convert
-from cupyconv.cuda.plan.launches import col2im_launch, im2col_launches
 from cupyconv.numpy.loops import BlockLoop
 from cupyconv.problem.activations import IDENTITY
 from cupyconv.problem.arrays import ITEMSIZE, accumulator

@@ -5,8 +5,9 @@ Ints in, a printable `Plan` out; no array is touched here, and no GPU is needed.
 
 from __future__ import annotations
 
-from cupyconv.problem import problems, recurrence
+from cupyconv.problem import problems
 from cupyconv.problem.plan import Plan
+from cupyconv.problem.recurrence import RecurrentGradientProblem, RecurrentProblem
 
 
 def plan(problem: problems.Problem) -> Plan:
@@ -29,11 +30,11 @@ def plan(problem: problems.Problem) -> Plan:
             from cupyconv.cuda.plan.weight_gradient import plan_weight_gradient
 
             return plan_weight_gradient(problem)
-        case recurrence.RecurrentProblem():
+        case RecurrentProblem():
             from cupyconv.cuda.plan.recurrence import plan_recurrent
 
             return plan_recurrent(problem)
-        case recurrence.RecurrentGradientProblem():
+        case RecurrentGradientProblem():
             from cupyconv.cuda.plan.recurrent_gradient import plan_recurrent_gradient
 
             return plan_recurrent_gradient(problem)

@@ -20,7 +20,7 @@ from cupyconv.cuda.plan.conv import access_notes, choose, draft_conv
 from cupyconv.cuda.plan.conv_pair import draft_pair
 from cupyconv.cuda.plan.conversions import check_alignment, converted
 from cupyconv.cuda.plan.draft import Draft, in_sequence, relocated
-from cupyconv.cuda.plan.launches import Sums, epilogue_launch
+from cupyconv.cuda.plan.epilogue import Sums, epilogue_launch
 from cupyconv.problem.arrays import ITEMSIZE, Operand, c_strides, real_part
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.machine import GpuModel

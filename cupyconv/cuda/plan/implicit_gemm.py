@@ -16,18 +16,17 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
-from cupyconv.cuda.plan.draft import IMPLICIT_GEMM_BLOCK_BYTES as BLOCK_BYTES
-from cupyconv.cuda.plan.draft import Draft
+from cupyconv.cuda.plan import cost
+from cupyconv.cuda.plan.draft import Draft, cheapest
+from cupyconv.cuda.plan.epilogue import Sums, epilogue_launch
 from cupyconv.cuda.plan.launches import (
     GRID_X,
-    PACKET_BYTES,
-    Sums,
-    epilogue_launch,
+    VECTOR_BYTES,
     epilogue_params,
     grid_and_block,
     image,
-    of_prologue,
     prologue_params,
+    prologue_words,
     sources_params,
     windows_params,
     with_prologue,
@@ -38,6 +37,8 @@ from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, Kernel, KernelLaunch, Step
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
+#: Bytes of K in a slab of the sum (BLOCK_BYTES of kernels/warp_tile.cuh).
+BLOCK_BYTES = 64
 #: Slabs of the sum in flight (STAGES of kernels/implicit_gemm.cu).
 STAGES = 3
 #: Rows and columns of a tile -> threads that work on it.
@@ -131,14 +132,14 @@ def draft_implicit_gemm(problem: ConvProblem) -> Draft:
     if not fitting:
         smallest = min(sum(buffer.nbytes for buffer in draft.workspace) for draft in drafts)
         raise NotApplicable(f"its packed weight takes {smallest:,} bytes of workspace, the limit is {problem.limit:,}")
-    return min(fitting, key=lambda draft: draft.cost(gpu).seconds)
+    return cheapest(fitting, gpu)
 
 
 def _draft(problem: ConvProblem, arithmetic: str, tile: int) -> Draft:
     gpu, geometry, dtype = problem.gpu, problem.geometry, problem.x_dtype
     itemsize = ITEMSIZE[dtype]
     along_channels, notes = _along_channels(problem, chunked=arithmetic != "FMA")
-    k_chunk = PACKET_BYTES // itemsize if along_channels else PIXEL_K_CHUNK
+    k_chunk = VECTOR_BYTES // itemsize if along_channels else PIXEL_K_CHUNK
     cut = reduction(geometry, k_chunk, BLOCK_BYTES // itemsize)
     rows = -(-geometry.group_outputs // tile) * tile
     tiles_m = rows // tile
@@ -160,6 +161,8 @@ def _draft(problem: ConvProblem, arithmetic: str, tile: int) -> Draft:
         epilogue = epilogue_params(None, None)
         workspace.append(Buffer("sums", splits * sums.nbytes))
 
+    operations = 2 * tile * tile * slabs_per_split * cut.slab  # of a block
+    rate = cost.product_rate(arithmetic, dtype, gpu) * cost.IMPLICIT_GEMM[tile]
     gather = "ALONG_CHANNELS" if along_channels else "ALONG_PIXELS"
     steps: list[Step] = [
         _pack_weight_launch(geometry, problem.weight, packed, cut, rows, along_k=arithmetic != "FMA"),
@@ -190,19 +193,24 @@ def _draft(problem: ConvProblem, arithmetic: str, tile: int) -> Draft:
                 ("slabs_per_split", slabs_per_split),
             ),
             shared_bytes=shared_bytes(tile, accumulator(dtype)),
-            purpose="convolution" + of_prologue(problem.prologue) + ", bias, residual, activation" * (splits == 1),
+            purpose="convolution" + prologue_words(problem.prologue) + ", bias, residual, activation" * (splits == 1),
             bytes_moved=sum(x.nbytes for x in problem.xs) + packed.nbytes + splits * out.nbytes,
             flops=2 * geometry.products,
+            arithmetic_seconds=cost.seconds_in_rounds(blocks_xy * splits, operations, rate, gpu),
         ),
     ]
     if splits > 1:
         in_c_order = (out.shape[1] * out.pixels, out.pixels, 1)
         steps.append(
             epilogue_launch(
-                problem.out, Sums(Address("sums"), out.dtype, in_c_order, planes=splits, plane=plane), bias=problem.bias,
-                residual=problem.residual, activation=problem.activation, pre=problem.pre,
+                problem.out,
+                Sums(Address("sums"), out.dtype, in_c_order, planes=splits, plane=plane),
+                bias=problem.bias,
+                residual=problem.residual,
+                activation=problem.activation,
+                pre=problem.pre,
             )
-        )  # fmt: skip
+        )
     words = f"{WORDS[arithmetic]}, tiles of {tile} x {tile}"
     words += f", each sum in {splits} parts" if splits > 1 else ""
     return Draft("implicit_gemm", tuple(steps), tuple(workspace), reason=words, notes=notes)
@@ -234,13 +242,13 @@ def _along_channels(problem: ConvProblem, chunked: bool) -> tuple[bool, tuple[st
         return False, ()
     if problem.prologue:
         return False, ("channels-last inputs with a prologue: gathered by elements, pixel by pixel",)
-    chunk = PACKET_BYTES // ITEMSIZE[problem.x_dtype]
+    chunk = VECTOR_BYTES // ITEMSIZE[problem.x_dtype]
     if not chunked:
         return True, ()
     for x in xs:
-        if x.alignment < PACKET_BYTES or any(x.strides[axis] % chunk for axis in (0, 2, 3, 4)):
+        if x.alignment < VECTOR_BYTES or any(x.strides[axis] % chunk for axis in (0, 2, 3, 4)):
             return False, (
-                f"{x.name}: channels-last, but not every pixel is {PACKET_BYTES}-byte aligned: gathered by elements",
+                f"{x.name}: channels-last, but not every pixel is {VECTOR_BYTES}-byte aligned: gathered by elements",
             )
     if any(first % chunk or count % chunk for runs in group_runs(problem.geometry) for first, count in runs):
         return False, (f"channels of an input or a group are no multiple of {chunk}: gathered by elements",)

@@ -17,10 +17,12 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
 
+from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.conversions import check_alignment
 from cupyconv.cuda.plan.draft import Draft
-from cupyconv.cuda.plan.gemm import MAX_DIMENSION, compute_type
-from cupyconv.cuda.plan.launches import GRID_X, epilogue_launch
+from cupyconv.cuda.plan.epilogue import epilogue_launch
+from cupyconv.cuda.plan.launches import GRID_X
+from cupyconv.cuda.plan.matrices import MAX_DIMENSION, compute_type
 from cupyconv.cuda.plan.recurrence import gate_activations
 from cupyconv.planning.epilogue_grad import sum_of_parts
 from cupyconv.problem.arrays import ITEMSIZE, Operand, c_strides
@@ -195,18 +197,24 @@ class _Gradient:
         kernel = Kernel("recurrent_gradient", (("DTYPE", self.operands["y"].dtype), ("CELL", CELLS[geometry.cell])))
         products = (2, 1) if self.resets else (geometry.gates,)
         purposes = ("state, gates but r", "r and the state before") if self.resets else ("product, state, gates",)
-        return LaunchLoop(
-            tuple(
+        rate = cost.core_rate(self.operands["y"].dtype, self.problem.gpu) * cost.RECURRENT_GRADIENT
+        launches = []
+        for phase, (gates, purpose) in enumerate(zip(products, purposes)):
+            weights = len(run.directions) * gates * geometry.hidden**2
+            flops = 2 * gates * geometry.hidden * state
+            launches.append(
                 KernelLaunch(
-                    kernel, (tiles, len(run.directions), 1), THREADS, self._params(run, phase), purpose=purpose,
-                    bytes_moved=len(run.directions) * gates * geometry.hidden**2 * item
-                    + (3 * geometry.gates + 5) * state * item // len(products),
-                    flops=2 * gates * geometry.hidden * state,
+                    kernel,
+                    (tiles, len(run.directions), 1),
+                    THREADS,
+                    self._params(run, phase),
+                    purpose=purpose,
+                    bytes_moved=weights * item + (3 * geometry.gates + 5) * state * item // len(products),
+                    flops=flops,
+                    arithmetic_seconds=flops / rate,
                 )
-                for phase, (gates, purpose) in enumerate(zip(products, purposes))
-            ),
-            times=run.count + 1, counter="k",
-        )  # fmt: skip
+            )
+        return LaunchLoop(tuple(launches), times=run.count + 1, counter="k")
 
     def _params(self, run: _Run, phase: int) -> tuple[tuple[str, Any], ...]:
         """The C++ struct RecurrentGradientParams."""
