@@ -19,8 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cupyconv
-from cupyconv.cuda.plan.gemm import MAX_BATCH, SMALLEST_CHUNK
-from cupyconv.cuda.plan.launches import DEPTHWISE_KERNELS, GRID_Y
+from cupyconv.cuda.plan import depthwise
+from cupyconv.cuda.plan.gemm import SMALLEST_CHUNK
+from cupyconv.cuda.plan.launches import GRID_Y
+from cupyconv.cuda.plan.matrices import MAX_BATCH
 from cupyconv.numpy.loops import BlockLoop, PoolingLoop
 from cupyconv.ops.conv import prepare_conv
 from cupyconv.ops.conv_grad_weight import prepare_conv_grad_weight
@@ -40,6 +42,8 @@ INT32 = 2**31 - 1
 #: Of shared memory a block may have on every GPU from sm_75 on, once more than 48 KiB is asked for.
 LARGEST_SHARED = 64 << 10
 ACTIVATIONS_OF = {"rnn": "tanh", "lstm": ("sigmoid", "tanh", "tanh"), "gru": ("sigmoid", "tanh")}
+#: Kernels that are some operation's only way, so that nobody asks what their arithmetic takes.
+UNCOSTED = ("max_pool", "max_pool_gradient")
 METHODS = ("auto", "direct", "gemm", "implicit_gemm")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -98,6 +102,8 @@ def check(plan: Plan, limit: int | None = None) -> None:
             assert step.shared_bytes <= (
                 LARGEST_SHARED if step.kernel.name != "conv_pair" else known_gpu(GPU).shared_bytes
             ), step
+            if step.kernel.name not in UNCOSTED:
+                assert (step.arithmetic_seconds > 0) == (step.flops > 0), step
             _check_columns(step, sizes)
         else:
             assert isinstance(step, GemmCall)
@@ -163,7 +169,7 @@ PROBLEMS: list[tuple[int, tuple[int, ...], tuple[int, ...], int, tuple[int, ...]
     (2, (8,), (6, 8, 8), 8, (3, 3, 3), {"padding": "full", "stride": (1, 2, 3)}),
     (4, (8,), (16, 16), 24, (3, 3), {"groups": 8}),
     *[(4, (5, 7), (16, 16), 8, (3, 3), {"groups": 4, "stride": stride}) for stride in (1, 2)],
-    *[(2, (6,), (9, 9), 12, (k, k), {"groups": 6, "stride": s}) for k, s in (*DEPTHWISE_KERNELS, (4, 1))],
+    *[(2, (6,), (9, 9), 12, (k, k), {"groups": 6, "stride": s}) for k, s in (*depthwise.KERNELS, (4, 1))],
     (4, (16,), (16, 16), 8, (1, 1), {"groups": 4}),
     (7, (32,), (4, 4), 10, (4, 4), {}),
     (1, (3,) * 60, (9, 9), 4, (3, 3), {"padding": 1}),

@@ -76,6 +76,8 @@ ROWS, THREADS = 4, 128
 SMALLEST_CHUNK, SMALLEST_PART = 64, 1024
 #: Parts that a sample is cut into at the most: each takes a call.
 MOST_CALLS = 8
+#: Ways to cut the sum: whether all pixels lie in one long row, and parts at the most, of a sample or of the row.
+CUTS = ((False, 1), (False, MOST_CALLS), (True, MAX_BATCH))
 #: Blocks of the kernel without columns that keep a multiprocessor busy.
 BLOCKS_PER_MULTIPROCESSOR = 8
 
@@ -185,10 +187,7 @@ def _draft_gemm(problem: WeightGradientProblem) -> Draft:
         raise NotApplicable("channels times taps pass cuBLAS's 32-bit dimensions")
     if problem.prologue and is_complex(problem.x_dtype) and not is_complex(problem.grad_dtype):
         raise NotApplicable("a prologue is of complex numbers, whose parts are not gathered apart")
-    planners = [
-        _Planner(problem, is_long, most_parts)
-        for is_long, most_parts in ((False, 1), (False, MOST_CALLS), (True, MAX_BATCH))
-    ]
+    planners = [_Planner(problem, is_long, most_parts) for is_long, most_parts in CUTS]
     drafts = [planner.draft() for planner in planners if planner.fits]
     if not drafts:
         least = planners[-1].least_bytes
