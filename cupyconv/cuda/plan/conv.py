@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from cupyconv.cuda.plan.conversions import check_alignment, converted
 from cupyconv.cuda.plan.direct import draft_direct
 from cupyconv.cuda.plan.draft import Draft, cheapest, drafted
-from cupyconv.cuda.plan.epilogue import epilogue_launch
+from cupyconv.cuda.plan.epilogue import finish
 from cupyconv.cuda.plan.gemm import draft_gemm
 from cupyconv.cuda.plan.implicit_gemm import draft_implicit_gemm
 from cupyconv.cuda.plan.launches import VECTOR_BYTES, vector_width
 from cupyconv.problem.arrays import Operand
 from cupyconv.problem.machine import GpuModel
-from cupyconv.problem.plan import KernelLaunch, Plan
+from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import METHODS, ConvProblem, NotApplicable, without_empty_inputs
 
 
@@ -55,17 +55,11 @@ def draft_conv(method: str, problem: ConvProblem) -> Draft:
     if 0 in (problem.geometry.batch, problem.geometry.out_channels, problem.geometry.pixels):
         return Draft(method, (), reason="the result is empty")
     if problem.geometry.reduction == 0:
-        return Draft(method, (_only_epilogue(problem),), reason="there are no input channels to sum over")
+        return Draft(method, (finish(problem),), reason="there are no input channels to sum over")
     return _METHODS[method](problem)
 
 
 _METHODS = {"direct": draft_direct, "gemm": draft_gemm, "implicit_gemm": draft_implicit_gemm}
-
-
-def _only_epilogue(problem: ConvProblem) -> KernelLaunch:
-    return epilogue_launch(
-        problem.out, bias=problem.bias, residual=problem.residual, activation=problem.activation, pre=problem.pre
-    )
 
 
 def access_notes(images: Iterable[Operand]) -> tuple[str, ...]:

@@ -54,17 +54,33 @@ class Draft:
         return Cost(total, bound)
 
     def plan(
-        self, problem: DraftedProblem, title: str, result: str, rejected: tuple[tuple[str, str], ...] = (),
-        conversions: tuple[Conversion, ...] = (), notes: tuple[str, ...] = (),
-    ) -> Plan:  # fmt: skip
+        self,
+        problem: DraftedProblem,
+        title: str,
+        result: str,
+        rejected: tuple[tuple[str, str], ...] = (),
+        conversions: tuple[Conversion, ...] = (),
+        notes: tuple[str, ...] = (),
+    ) -> Plan:
         """The plan to run this for `problem`; `title` and `result` are words."""
         cost = self.cost(problem.gpu)
         return Plan(
-            method=self.method, backend="cuda", device=str(problem.gpu), problem=title, result=result, steps=self.steps,
-            flops=problem.flops, bytes_moved=self.bytes_moved, minimal_bytes=problem.minimal_bytes, bound=cost.bound,
-            rejected=rejected, reason=f"{self.reason}; {cost}", notes=notes + self.notes, conversions=conversions,
+            method=self.method,
+            backend="cuda",
+            device=str(problem.gpu),
+            problem=title,
+            result=result,
+            steps=self.steps,
+            flops=problem.flops,
+            bytes_moved=self.bytes_moved,
+            minimal_bytes=problem.minimal_bytes,
+            bound=cost.bound,
+            rejected=rejected,
+            reason=f"{self.reason}; {cost}",
+            notes=notes + self.notes,
+            conversions=conversions,
             workspace=self.workspace,
-        )  # fmt: skip
+        )
 
     def _repeated_steps(self) -> Iterator[tuple[Step, int]]:
         """What is enqueued, and how often."""

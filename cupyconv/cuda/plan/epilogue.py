@@ -105,6 +105,19 @@ def epilogue_launch(
     )
 
 
+def finish(problem: ConvProblem, sums: Sums | None = None, chunk: Chunk | None = None) -> KernelLaunch:
+    """A convolution's whole epilogue over its sums; over zeros where there is nothing to sum."""
+    return epilogue_launch(
+        problem.out,
+        sums,
+        bias=problem.bias,
+        residual=problem.residual,
+        activation=problem.activation,
+        pre=problem.pre,
+        chunk=chunk,
+    )
+
+
 def activation_launch(pre: Operand, out: Operand, activation: Activation) -> KernelLaunch:
     """The result from a pre-activation that is kept: a pass of its own."""
     launch = epilogue_launch(out, residual=pre, activation=activation)

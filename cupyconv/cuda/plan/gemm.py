@@ -25,7 +25,7 @@ from dataclasses import replace
 
 from cupyconv.cuda.plan.column_launches import Chunk
 from cupyconv.cuda.plan.draft import Draft
-from cupyconv.cuda.plan.epilogue import Sums, epilogue_launch
+from cupyconv.cuda.plan.epilogue import Sums, epilogue_launch, finish
 from cupyconv.cuda.plan.matrices import (
     MAX_BATCH,
     MAX_DIMENSION,
@@ -37,8 +37,10 @@ from cupyconv.cuda.plan.matrices import (
     compute_type,
     even_rows,
     gather_weight,
+    gathered_buffers,
     image_matrix,
     input_factors,
+    place,
     row_length,
     segments,
     weight_matrix,
@@ -170,8 +172,7 @@ class _GemmPlanner(ProductsPlanner):
 
     def _workspace(self) -> tuple[Buffer, ...]:
         area = self.samples * row_length(self.pixels)
-        buffers = [*self.weight_buffers]
-        buffers += [Buffer(each.name, each.bytes_per_pixel * area) for each in self.factors if each.view is None]
+        buffers = [*self.weight_buffers, *gathered_buffers(self.factors, area)]
         if self.out is None:
             sums = self.samples * self.pixels * self.geometry.out_channels * self.planes
             buffers.append(Buffer("sums", sums * ITEMSIZE[self.sums_dtype]))
@@ -180,17 +181,9 @@ class _GemmPlanner(ProductsPlanner):
     # Steps.
 
     def _steps(self, chunk: Chunk) -> list[Step]:
-        views: list[MatrixView] = []
-        steps: list[Step] = []
         joined_out = self.out and self.out.joined(self.geometry.out_channels, chunk.pixels, chunk.samples)
-        for factor in self.factors:
-            ld = row_length(chunk.pixels)
-            stride_n = factor.count * ld
-            if joined_out is not None and joined_out.transposed:  # all samples as one long row
-                stride_n, ld = chunk.pixels, chunk.samples * chunk.pixels
-            view, launches = factor.placed(chunk, ld, stride_n, self.components)
-            views.append(view)
-            steps += launches
+        row = chunk.samples * chunk.pixels if joined_out and joined_out.transposed else 0
+        views, steps = place(self.factors, chunk, self.components, row)
         c = self._sums(chunk)
         if self.prefills:
             steps.append(self._epilogue(chunk, None))
@@ -272,12 +265,4 @@ class _GemmPlanner(ProductsPlanner):
         parts = self.components
         strides = (c.stride // parts, c.row_step // parts, 1 if parts == 2 else c.column_step)
         imaginary = self.geometry.out_channels * c.row_step if self.planes == 2 else 0
-        return epilogue_launch(
-            problem.out,
-            Sums(c.at, self.sums_dtype, strides, imaginary=imaginary),
-            bias=problem.bias,
-            residual=problem.residual,
-            activation=problem.activation,
-            pre=problem.pre,
-            chunk=chunk,
-        )
+        return finish(problem, Sums(c.at, self.sums_dtype, strides, imaginary=imaginary), chunk)

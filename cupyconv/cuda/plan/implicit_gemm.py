@@ -18,7 +18,7 @@ from math import prod
 
 from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.draft import Draft, cheapest
-from cupyconv.cuda.plan.epilogue import Sums, epilogue_launch
+from cupyconv.cuda.plan.epilogue import Sums, finish
 from cupyconv.cuda.plan.launches import (
     GRID_X,
     VECTOR_BYTES,
@@ -201,16 +201,7 @@ def _draft(problem: ConvProblem, arithmetic: str, tile: int) -> Draft:
     ]
     if splits > 1:
         in_c_order = (out.shape[1] * out.pixels, out.pixels, 1)
-        steps.append(
-            epilogue_launch(
-                problem.out,
-                Sums(Address("sums"), out.dtype, in_c_order, planes=splits, plane=plane),
-                bias=problem.bias,
-                residual=problem.residual,
-                activation=problem.activation,
-                pre=problem.pre,
-            )
-        )
+        steps.append(finish(problem, Sums(Address("sums"), out.dtype, in_c_order, planes=splits, plane=plane)))
     words = f"{WORDS[arithmetic]}, tiles of {tile} x {tile}"
     words += f", each sum in {splits} parts" if splits > 1 else ""
     return Draft("implicit_gemm", tuple(steps), tuple(workspace), reason=words, notes=notes)

@@ -14,7 +14,7 @@ from math import prod
 from cupyconv.cuda.plan.column_launches import Chunk, im2col_launches
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, collapsed_stride, real_part
 from cupyconv.problem.geometry import ConvGeometry, Windows, even_part, pixel_windows
-from cupyconv.problem.plan import Address, KernelLaunch, Matrix, Step
+from cupyconv.problem.plan import Address, Buffer, KernelLaunch, Matrix, Step
 from cupyconv.problem.problems import NO_PROLOGUE, Prologue
 
 #: Limit of cuBLAS's int32 dimensions, with room for what it rounds them up to.
@@ -142,12 +142,12 @@ class Factor:
         """Of workspace."""
         return 0 if self.view else self.parts * self.count * ITEMSIZE[self.dtype]
 
-    def placed(
-        self, chunk: Chunk, ld: int, stride_n: int, components: int = 1
-    ) -> tuple[MatrixView, list[KernelLaunch]]:
-        """Where a chunk's part of the rows is multiplied, and what gathers it there, in rows `ld` apart."""
+    def placed(self, chunk: Chunk, components: int, row: int) -> tuple[MatrixView, list[KernelLaunch]]:
+        """Where a chunk's part of the rows is multiplied, and what gathers it there: see `place`."""
         if self.view is not None:
             return replace(self.view, at=self.view.start(0, chunk.first_pixel * components, chunk.first_sample)), []
+        ld = row or row_length(chunk.pixels)
+        stride_n = chunk.pixels if row else self.parts * self.count * ld
         shape = (chunk.samples, self.count, 1, 1, chunk.pixels)
         target = Operand(self.name, self.dtype, shape, (stride_n, ld, 0, 0, 1))
         launches = []
@@ -160,6 +160,22 @@ class Factor:
             )
         view = MatrixView(Address(self.name), target.itemsize, ld, stride_n, False)
         return as_multiplied(view, components), launches
+
+
+def place(
+    factors: Iterable[Factor], chunk: Chunk, components: int = 1, row: int = 0
+) -> tuple[list[MatrixView], list[Step]]:
+    """Where a chunk of every factor is multiplied, and what gathers those that have to be.
+
+    Samples are gathered one after the other, or, where `row` is given, into one row of so many elements.
+    """
+    placed = [factor.placed(chunk, components, row) for factor in factors]
+    return [view for view, _ in placed], [launch for _, launches in placed for launch in launches]
+
+
+def gathered_buffers(factors: Iterable[Factor], pixels: int) -> list[Buffer]:
+    """Workspace of the factors that are gathered, for so many pixels at a time."""
+    return [Buffer(each.name, each.bytes_per_pixel * pixels) for each in factors if each.view is None]
 
 
 def input_factors(
@@ -202,19 +218,19 @@ def gather_weight(geometry: ConvGeometry, weight: Operand, dtype: str, planes: i
     """The weight copied to workspace as `outputs x reduction`, or as two such planes of real and imaginary parts."""
     kernel_as_image = pixel_windows(geometry.out_channels, geometry.group_channels, geometry.kernel)
     plane = geometry.out_channels * geometry.reduction
-    target = Operand(
-        "gathered weight", dtype, (geometry.out_channels, geometry.group_channels, 1, 1, geometry.taps),
-        (geometry.reduction, geometry.taps, 0, 0, 1), alignment=ITEMSIZE[dtype],
-    )  # fmt: skip
-    parts = [weight] if planes == 1 else [component(weight, 0), component(weight, 1)]
-    launches: list[Step] = [
-        launch
-        for i, part in enumerate(parts)
-        for launch in im2col_launches(
-            kernel_as_image, (part,), replace(target, offset=i * plane * target.itemsize),
-            purpose="weight" if planes == 1 else ("real parts", "imaginary parts")[i] + " of the weight",
-        )
-    ]  # fmt: skip
+    shape = (geometry.out_channels, geometry.group_channels, 1, 1, geometry.taps)
+    strides = (geometry.reduction, geometry.taps, 0, 0, 1)
+    target = Operand("gathered weight", dtype, shape, strides, alignment=ITEMSIZE[dtype])
+    parts = {"weight": weight}
+    if planes == 2:
+        parts = {
+            "real parts of the weight": component(weight, 0),
+            "imaginary parts of the weight": component(weight, 1),
+        }
+    launches: list[Step] = []
+    for i, (purpose, part) in enumerate(parts.items()):
+        at = replace(target, offset=i * plane * target.itemsize)
+        launches += im2col_launches(kernel_as_image, (part,), at, purpose=purpose)
     return MatrixView(Address(target.name), target.itemsize, geometry.reduction, 0, False), launches
 
 

@@ -331,12 +331,22 @@ class _Layer:
             gates, first = Operand("gates", self.computed, (), ()), d * stride
         return ConvProblem(
             geometry=pointwise_geometry({x.name: (1, geometry.inputs, count, batch)}, (rows, geometry.inputs)),
-            xs=(x.view((1, geometry.inputs, 1, count, batch), (0, x.strides[2], 0, *x.strides[:2]), time * x.strides[0]),),
+            xs=(
+                x.view(
+                    (1, geometry.inputs, 1, count, batch), (0, x.strides[2], 0, *x.strides[:2]), time * x.strides[0]
+                ),
+            ),
             weight=weight.view((rows, geometry.inputs, 1, 1, 1), (*weight.strides[1:], 0, 0, 0), d * weight.strides[0]),
-            out=gates.view((1, rows, 1, count, batch), (0, 1, 0, self.gates_per_step, rows), first * self.gates_per_step),
-            x_dtype=self.dtype, weight_dtype=self.dtype, machine=self.gpu, workspace_limit=limit,
-            allow_tf32=problem.allow_tf32, method=problem.method,
-        )  # fmt: skip
+            out=gates.view(
+                (1, rows, 1, count, batch), (0, 1, 0, self.gates_per_step, rows), first * self.gates_per_step
+            ),
+            x_dtype=self.dtype,
+            weight_dtype=self.dtype,
+            machine=self.gpu,
+            workspace_limit=limit,
+            allow_tf32=problem.allow_tf32,
+            method=problem.method,
+        )
 
     def _launches(
         self, method: str, tile: Tile, grid: tuple[int, int, int], chunk: _Chunk, stride: int, *, projected: bool = True

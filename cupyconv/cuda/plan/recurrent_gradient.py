@@ -292,36 +292,34 @@ class _Gradient:
         dgates, previous = self._run_at("dgates", run, place, rows), self._run_at("previous", run, place, hidden)
         first = run.first[d] * geometry.batch
         x = Address("inputs") if self.gathers else self._at("x", first * inputs)
+        by_gates, by_steps = Matrix(dgates, rows, 0, transposed=True), Matrix(dgates, rows, 0)
+        beta = int(not run.begins)  # later runs add to the weights' gradients
         calls: list[Step] = []
         if inputs:
-            calls.append(self._product("weight_ih", rows, inputs, depth, Matrix(dgates, rows, 0, transposed=True),
-                                       Matrix(x, inputs, 0), self._at("grad_weight_ih", d * rows * inputs), run))  # fmt: skip
-            calls.append(
-                GemmCall(
-                    depth, inputs, rows, Matrix(dgates, rows, 0), Matrix(self._at("weight_ih", d * rows * inputs), inputs, 0),
-                    Matrix(self._at("grad_x", first * inputs), inputs, 0), 1, self.problem.dtype, self.problem.dtype,
-                    self.compute, beta=int(d > 0), purpose="x",
-                )
-            )  # fmt: skip
-        parts = [(0, rows, dgates, rows, previous)]  # rows of the weight, where their gates' gradients are, the factor
+            weight_at, grad_at = self._at("weight_ih", d * rows * inputs), self._at("grad_weight_ih", d * rows * inputs)
+            sizes = rows, inputs, depth
+            calls.append(self._product("weight_ih", sizes, by_gates, Matrix(x, inputs, 0), grad_at, beta))
+            grad_x, sizes = self._at("grad_x", first * inputs), (depth, inputs, rows)
+            calls.append(self._product("x", sizes, by_steps, Matrix(weight_at, inputs, 0), grad_x, int(d > 0)))
+        parts = [(0, rows, by_gates, previous)]  # rows of the weight, their gates' gradients, the factor
         if geometry.cell == "gru":
-            candidate = replace(dgates, offset=dgates.offset + 2 * hidden * self.item), rows
+            candidate = replace(by_gates, at=replace(dgates, offset=dgates.offset + 2 * hidden * self.item))
             if not self.resets:
-                candidate = self._run_at("dcandidate", run, place, hidden), hidden
+                candidate = replace(by_gates, at=self._run_at("dcandidate", run, place, hidden), ld=hidden)
             factor = self._run_at("reset", run, place, hidden) if self.resets else previous
-            parts = [(0, 2 * hidden, dgates, rows, previous), (2 * hidden, hidden, *candidate, factor)]
-        for row, count, left, ld, factor in parts:
-            calls.append(
-                self._product("weight_hh", count, hidden, depth, Matrix(left, ld, 0, transposed=True),
-                              Matrix(factor, hidden, 0), self._at("grad_weight_hh", (d * rows + row) * hidden), run)
-            )  # fmt: skip
+            parts = [(0, 2 * hidden, by_gates, previous), (2 * hidden, hidden, candidate, factor)]
+        for row, count, gradients, factor in parts:
+            at, sizes = self._at("grad_weight_hh", (d * rows + row) * hidden), (count, hidden, depth)
+            calls.append(self._product("weight_hh", sizes, gradients, Matrix(factor, hidden, 0), at, beta))
         return calls
 
-    def _product(self, purpose: str, m: int, n: int, k: int, a: Matrix, b: Matrix, c: Address, run: _Run) -> GemmCall:
-        """A weight's gradient, or one run's part of it."""
+    def _product(
+        self, purpose: str, sizes: tuple[int, int, int], a: Matrix, b: Matrix, c: Address, beta: int
+    ) -> GemmCall:
+        """One call of sizes (m, n, k), whose result has no gaps."""
         dtype = self.problem.dtype
-        beta = int(not run.begins)
-        return GemmCall(m, n, k, a, b, Matrix(c, n, 0), 1, dtype, dtype, self.compute, beta=beta, purpose=purpose)
+        target = Matrix(c, sizes[1], 0)
+        return GemmCall(*sizes, a, b, target, 1, dtype, dtype, self.compute, beta=beta, purpose=purpose)
 
     def _run_at(self, buffer: str, run: _Run, place: int, columns: int) -> Address:
         return Address(buffer, place * run.count * self.geometry.batch * columns * self.item)

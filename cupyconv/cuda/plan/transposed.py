@@ -36,6 +36,8 @@ from cupyconv.cuda.plan.matrices import (
     MatrixView,
     as_multiplied,
     chunks_of,
+    gathered_buffers,
+    place,
     row_length,
     segments,
 )
@@ -65,9 +67,11 @@ def _with_activation(problem: TransposedProblem, pre: Operand) -> Plan:
         return plan
     launch = activation_launch(pre, problem.outs[0], problem.activation)
     return replace(
-        plan, steps=(*plan.steps, launch), bytes_moved=plan.bytes_moved + launch.bytes_moved,
+        plan,
+        steps=(*plan.steps, launch),
+        bytes_moved=plan.bytes_moved + launch.bytes_moved,
         minimal_bytes=plan.minimal_bytes + problem.outs[0].nbytes,
-    )  # fmt: skip
+    )
 
 
 def _converted(problem: TransposedProblem) -> tuple[TransposedProblem, tuple[Conversion, ...]]:
@@ -197,11 +201,8 @@ class _GemmPlanner(ProductsPlanner):
         chunks, ranges = chunks_of(self.geometry, self.samples, self.geometry.pixels), self._channel_ranges()
         steps = [*self.weight_steps]
         for chunk in chunks:
-            views: list[MatrixView] = []
-            for factor in self.factors:
-                view, launches = factor.placed(chunk, self.row, factor.count * self.row, self.components)
-                views.append(view)
-                steps += launches
+            views, launches = place(self.factors, chunk, self.components)
+            steps += launches
             for channels in ranges:
                 steps += self._steps(chunk, channels, views)
         count = len(chunks) * len(ranges)
@@ -243,7 +244,7 @@ class _GemmPlanner(ProductsPlanner):
 
     def _workspace(self) -> tuple[Buffer, ...]:
         area, rows = self.samples * self.row, self.planes * self.channels * self.geometry.taps
-        gathered = (Buffer(each.name, each.bytes_per_pixel * area) for each in self.factors if each.view is None)
+        gathered = gathered_buffers(self.factors, area)
         return (*self.weight_buffers, *gathered, Buffer("columns", area * rows * ITEMSIZE[self.columns_dtype]))
 
     # Steps.

@@ -49,8 +49,10 @@ from cupyconv.cuda.plan.matrices import (
     column_factor,
     compute_type,
     even_rows,
+    gathered_buffers,
     image_matrix,
     input_factors,
+    place,
     row_length,
     segments,
     weight_matrix,
@@ -98,9 +100,13 @@ def plan_weight_gradient(problem: WeightGradientProblem) -> Plan:
     geometry = problem.geometry
     shape = (geometry.out_channels, geometry.group_channels, *geometry.spatial(geometry.kernel))
     return chosen.plan(
-        problem, f"weight gradient of {geometry}", f"{problem.out.dtype} {shape}", rejected, tuple(conversions),
+        problem,
+        f"weight gradient of {geometry}",
+        f"{problem.out.dtype} {shape}",
+        rejected,
+        tuple(conversions),
         problem.notes + access_notes((*problem.xs, problem.grad)),
-    )  # fmt: skip
+    )
 
 
 def _draft(method: str, problem: WeightGradientProblem) -> Draft:
@@ -342,8 +348,7 @@ class _Planner:
 
     def _workspace(self) -> tuple[Buffer, ...]:
         area = row_length(self.samples * self.pixels) if self.is_long else self.samples * row_length(self.pixels)
-        gathered = [factor for factor in (self.grad, *self.xs) if factor.view is None]
-        buffers = [Buffer(factor.name, factor.bytes_per_pixel * area) for factor in gathered]
+        buffers = gathered_buffers((self.grad, *self.xs), area)
         if self.out is None:
             buffers.append(Buffer("sums", self.parts * self.part * ITEMSIZE[self.sums_dtype]))
         return tuple(buffers)
@@ -351,17 +356,9 @@ class _Planner:
     # Steps.
 
     def _steps(self, chunk: Chunk) -> list[Step]:
-        steps: list[Step] = []
-        views = []
-        for factor in (self.grad, *self.xs):
-            ld = row_length(chunk.pixels)
-            stride_n = factor.parts * factor.count * ld
-            if self.is_long:
-                stride_n, ld = chunk.pixels, row_length(chunk.samples * chunk.pixels)
-            view, launches = factor.placed(chunk, ld, stride_n)
-            views.append(view)
-            steps += launches
-        return [*steps, *self._products(chunk, views[0], views[1:])]
+        row = row_length(chunk.samples * chunk.pixels) if self.is_long else 0
+        (grad, *xs), steps = place((self.grad, *self.xs), chunk, row=row)
+        return [*steps, *self._products(chunk, grad, xs)]
 
     def _products(self, chunk: Chunk, grad: MatrixView, xs: list[MatrixView]) -> Iterator[GemmCall]:
         """The calls that add a chunk to the parts of the sum: those of equal length in one call."""
