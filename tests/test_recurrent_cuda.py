@@ -211,7 +211,7 @@ def test_blocks_take_many_tiles_of_samples(cuda_target, monkeypatch):
     try:
         views = case.views(case.arrays(), cuda_target.to_device)
         plan = cupyconv.explain(cupyconv.lstm, **views, lengths=case.lengths, **case.settings, method="persistent")
-        assert plan.steps[-1].grid == (3, 1, 2) and "5 times a step" in plan.reason
+        assert plan.steps[-1].grid == (3, 1, 2) and "5 times per step" in plan.reason
         assert_right(cuda_target, case, "persistent")
     finally:
         monkeypatch.undo()

@@ -12,7 +12,7 @@ from cupyconv.cuda.plan import depthwise, direct, merge, weight_gradient
 from cupyconv.cuda.plan.conv_pair import FIRST_PAIR
 from cupyconv.cuda.plan.implicit_gemm import arithmetics, tiles
 from cupyconv.cuda.plan.launches import VECTOR_BYTES
-from cupyconv.cuda.plan.recurrence import GATES_PER_PRODUCT, Tile, recurrent_tiles
+from cupyconv.cuda.plan.recurrence import Tile, recurrent_tiles
 from cupyconv.cuda.plan.recurrent_gradient import CELLS
 from cupyconv.planning.pooling import CHANNELS
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex, real_part
@@ -26,6 +26,8 @@ POOLING = ("max_pool", "max_pool_gradient")
 RECURRENT_GRADIENT = ("recurrent_gradient", "recurrent_inputs")
 #: Of recurrent layers, by whether the weight stays in shared memory.
 RECURRENT = {False: "recurrent_step", True: "recurrent_persistent"}
+#: Rows of the weight per unit in one product: of an rnn and the last part of a gru, the first of that, a gru, an lstm.
+GATES_PER_PRODUCT = (1, 2, 3, 4)
 
 
 def is_fast(kernel: Kernel) -> bool:

@@ -141,7 +141,7 @@ def _rows(second: ConvProblem) -> Iterator[int]:
 
 
 def _draft(first: ConvProblem, second: ConvProblem, tile: Triple, rows: int, gpu: GpuModel) -> Draft | None:
-    """The pair in tiles of this shape, so many outputs a block, or None where they are too large."""
+    """The pair in tiles of this shape, so many outputs per block, or None where they are too large."""
     dtype, itemsize = second.out.dtype, second.out.itemsize
     kinds = layer_kind(first.geometry), layer_kind(second.geometry)
     assert kinds[0] is not None and kinds[1] is not None
@@ -214,7 +214,7 @@ def _draft(first: ConvProblem, second: ConvProblem, tile: Triple, rows: int, gpu
     words = (
         f"tiles of {_shape(tile)}, of {_shape(middle_tile)} between the layers: the first is computed {again:.2f} times,"
         f" {2 * first.out.nbytes:,} bytes less are moved; {shared:,} bytes of shared memory and {registers(kernel)} registers"
-        f" a thread leave room for {resident} block{'s' * (resident > 1)} of {THREADS} threads on a multiprocessor"
+        f" per thread leave room for {resident} block{'s' * (resident > 1)} of {THREADS} threads on a multiprocessor"
     )
     return Draft("fused", (launch,), reason=words)
 

@@ -18,7 +18,7 @@ from cupyconv.problem.arrays import product_flops
 from cupyconv.problem.plan import MAX_MERGED, MAX_SOURCES, KernelLaunch
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
-#: Outputs a thread of direct.cu, and of transposed.cu, may keep.
+#: Outputs per thread of direct.cu and of transposed.cu.
 TILE = 4
 
 

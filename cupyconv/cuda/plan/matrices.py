@@ -139,7 +139,7 @@ class Factor:
 
     @property
     def bytes_per_pixel(self) -> int:
-        """Of workspace."""
+        """Workspace per pixel of a chunk."""
         return 0 if self.view else self.parts * self.count * ITEMSIZE[self.dtype]
 
     def placed(self, chunk: Chunk, components: int, row: int) -> tuple[MatrixView, list[KernelLaunch]]:

@@ -25,7 +25,7 @@ from cupyconv.problem.problems import NO_PROLOGUE, ConvProblem, Prologue
 
 #: Limit on shared memory that needs no opt-in on any GPU.
 SHARED_BYTES = 48 << 10
-#: Outputs a thread of merge.cu may keep.  Fewer than four are no faster: memory is the bound.
+#: Outputs per thread of merge.cu.  Fewer than four are no faster: memory is the bound.
 TILES = (4, 8, 16, 32)
 #: The one tile with a prologue.
 PROLOGUE_TILE = 8
@@ -82,7 +82,7 @@ def draft_merge(problem: ConvProblem) -> Draft | None:
 
 
 def merge_tile(geometry: ConvGeometry, dtype: str, prologue: Prologue = NO_PROLOGUE) -> int | None:
-    """Outputs a thread of the fused merge computes, or None where its weights do not fit.
+    """Outputs per thread of the fused merge, or None where its weights do not fit.
 
     The fewest tiles, since each reads every input, then the smallest.  At most 128 words of sums per thread: 32
     outputs, or 8 where a vector holds eight pixels, since those are widened too.

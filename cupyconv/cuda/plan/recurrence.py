@@ -1,4 +1,4 @@
-"""Recurrent layers on CUDA: one launch a step, or one cooperative launch for all steps.
+"""Recurrent layers on CUDA: one launch per step, or one cooperative launch for all steps.
 
 ::
 
@@ -42,8 +42,6 @@ STEP_BYTES = 32
 STATE_PAD_BYTES = {"FMA": 16, "MMA": 32, "TF32": 16}
 #: K-blocks on their way, by whether the weight is resident.
 STAGES = {False: 3, True: 4}
-#: Rows of the weight per unit in one product: of an rnn and the last part of a gru, the first of that, a gru, an lstm.
-GATES_PER_PRODUCT = (1, 2, 3, 4)
 #: Elements between two counters, each on a line of its own (APART of kernels/recurrent_persistent.cu).
 COUNTERS_APART = 32
 
@@ -207,10 +205,10 @@ class _Layer:
         tiles = recurrent_tiles(self.dtype, False, self.gpu, self.problem.allow_tf32)
         tile = min(tiles, key=lambda tile: self._seconds(tile, self._tiles(tile), self.geometry.gates))
         launches = "one launch" if len(self.products) == 1 else f"{len(self.products)} launches"
-        return tile, self._tiles(tile), f"{launches} a step, blocks of {tile.rows} samples x {tile.units} units"
+        return tile, self._tiles(tile), f"{launches} per step, blocks of {tile.rows} samples x {tile.units} units"
 
     def _persistent_tile(self) -> tuple[Tile, tuple[int, int, int], str]:
-        """The quickest tile whose blocks fit on the GPU all at once, one a multiprocessor."""
+        """The quickest tile whose blocks fit on the GPU all at once, one per multiprocessor."""
         gpu, geometry = self.gpu, self.geometry
         fitting, reasons = [], []
         for tile in recurrent_tiles(self.dtype, True, gpu, self.problem.allow_tf32):
@@ -234,7 +232,7 @@ class _Layer:
         tile, grid = min(fitting, key=lambda entry: self._seconds(entry[0], entry[1], geometry.gates))
         passes = -(-self._tiles(tile)[1] // grid[1])
         words = f"one launch for all steps, blocks of {tile.rows} samples x {tile.units} units"
-        return tile, grid, words + f", {passes} times a step" * (passes > 1)
+        return tile, grid, words + f", {passes} times per step" * (passes > 1)
 
     def _seconds(self, tile: Tile, grid: tuple[int, int, int], gates: int) -> float:
         """The products of one step: whole rounds of whole tiles."""
@@ -265,7 +263,7 @@ class _Layer:
         return buffers
 
     def _gates_bytes(self, count: int) -> int:
-        """Of `count` steps, in workspace."""
+        """Workspace for the gates of `count` steps."""
         kept = "gates" in self.kept
         return 0 if kept else count * self.geometry.directions * self.gates_per_step * ITEMSIZE[self.computed]
 
@@ -311,7 +309,7 @@ class _Layer:
         return projections, ""
 
     def _projecting_methods(self) -> tuple[str, ...]:
-        """Of a convolution, as which the inputs are projected."""
+        """Methods of the convolution that projects the inputs."""
         if not self._instructions():
             return ("gemm",)
         return ("implicit_gemm", "gemm") if self.problem.method == "auto" else ("implicit_gemm",)

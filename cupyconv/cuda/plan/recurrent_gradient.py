@@ -1,4 +1,4 @@
-"""Gradients of recurrent layers on CUDA: a launch a step back through time, then products of all steps.
+"""Gradients of recurrent layers on CUDA: one launch per step back through time, then products of all steps.
 
 ::
 
@@ -121,7 +121,7 @@ class _Gradient:
             )
             tiles = replace(tiles, strides=c_strides(tiles.shape))
             steps.append(sum_of_parts(tiles, self._sums_as_image(), self.problem.gpu))
-        words = f"{'two launches' if self.resets else 'one launch'} a step, blocks of {TILE} samples x {TILE} units"
+        words = f"{'two launches' if self.resets else 'one launch'} per step, blocks of {TILE} samples x {TILE} units"
         words += f", in {len(runs)} runs of {most} steps" * (len(runs) > 1)
         return Draft("step", tuple(steps), tuple(workspace), words)
 

@@ -71,7 +71,7 @@ from cupyconv.problem.geometry import ConvGeometry, even_part, pixel_windows
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, KernelLaunch, Plan, Step
 from cupyconv.problem.problems import NotApplicable, Prologue, WeightGradientProblem, without_empty_inputs
 
-#: Outputs a block of weight_gradient.cu may take, where a group has one and where it has more; its rows and threads.
+#: Outputs per block of weight_gradient.cu, where a group has one and where it has more; its rows and threads.
 OUTPUTS = (1, 4)
 ROWS, THREADS = 4, 128
 #: Pixels below which a chunk of one sample is not cut any further, and a part of a long row is not.
@@ -236,7 +236,7 @@ class _Planner:
 
     @property
     def fits(self) -> bool:
-        """Whether a chunk does into the workspace."""
+        """Whether the smallest chunk does not pass the limit on workspace."""
         return not self.least_bytes
 
     def draft(self) -> Draft:
