@@ -135,14 +135,8 @@ def test_every_cut_of_the_sum(target, fresh, monkeypatch, is_long, groups, dtype
     if target.name == "numpy":
         pytest.skip("the cuts are CUDA's")
     monkeypatch.setattr(weight_gradient_cuda, "SMALLEST_PART", 16)
-    planner = weight_gradient_cuda._Planner
-
-    def one_way(request, way, most):
-        if way != is_long:
-            raise weight_gradient_cuda.NotApplicable("not this time")
-        return planner(request, way, most)
-
-    monkeypatch.setattr(weight_gradient_cuda, "_Planner", one_way)
+    ways = [(long, most_parts) for long, most_parts in weight_gradient_cuda.CUTS if long == is_long]
+    monkeypatch.setattr(weight_gradient_cuda, "CUTS", ways)
     grad_dtype, x_dtype = dtypes.split()
     grad, x = integers((3, 12, 7, 9), grad_dtype), [integers((3, c, 7, 9), x_dtype, c) for c in (5, 7)]
     expected = by_definition(grad, x, (3, 3), padding=1, groups=groups)
