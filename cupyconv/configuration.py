@@ -11,7 +11,6 @@ import os
 import platform
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -113,15 +112,11 @@ def _entries() -> Iterator[tuple[str, str]]:
     else:
         yield from _gpus(cupy)
     yield "backends", "numpy, cuda" if cupy else "numpy"
-    from cupyconv.cuda.plan.variants import all_variants
     from cupyconv.cuda.run.kernel_sources import kernel_directory, source_hash
+    from cupyconv.cuda.run.parameters import PARAMETERS
 
     yield "kernels", f"{kernel_directory()}, hash {source_hash()}"
-    counts = Counter(kernel.name for kernel in all_variants())
-    yield from _paragraph(
-        f"{counts.total()} variants, compiled when first needed: "
-        + ", ".join(f"{count} {name}" for name, count in counts.most_common())
-    )
+    yield from _paragraph(f"compiled when first needed: {', '.join(PARAMETERS)}")
     yield "kernel cache", str(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
 
 

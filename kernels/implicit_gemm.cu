@@ -4,14 +4,14 @@
 //
 //     M = o (outputs of a group)    N = (n, p) (pixels of all samples)    K = (s, t, c), see reduction.cuh
 //
-//                       N ->                             one block of threads: a TILE x TILE part of one group's
-//                  x    | K-block |  ...                 result, K-block by K-block through shared memory, STAGES
-//                       +----+----+                      of them on their way at a time
+//                       N ->                             one block: a TILE x TILE part of one group's result,
+//                  x    | K-slab  |  ...                 K-slab by K-slab through shared memory, STAGES of them
+//                       +----+----+                      on their way at a time
 //     weight  K ->      |    |    |
-//     M  [K-block]...   | w  | w  |                      w: a warp's part, sums in registers
+//     M  [K-slab ]...   | w  | w  |                      w: a warp's part, sums in registers
 //     ↓                 +----+----+
 //
-// The source is chosen once a K-block.  Sums leave through shared memory, so that the result is written along
+// The source is chosen once per slab.  Sums leave through shared memory, so that the result is written along
 // its unit stride, finished on the way.  Where few tiles would leave the GPU idle, gridDim.y blocks share a tile's
 // K, and keep partial sums that the epilogue kernel adds in order.
 //
@@ -35,10 +35,10 @@ struct ImplicitGemmParams {
     Prologue prologue;
     long long pixels;  // of all samples
     int groups, group_channels, group_outputs;
-    int blocks, rows;      // K-blocks and M of a packed group
-    int tiles_m;           // tiles along M
-    int keeps_sums;        // they are stored as they are, in their own type
-    int a_split;           // K-blocks of a block's share of K
+    int slabs, rows;      // K-slabs and M of a packed group
+    int tiles_m;          // tiles along M
+    int keeps_sums;       // they are stored as they are, in their own type
+    int slabs_per_split;  // of a block's share of K
 };
 
 }  // namespace cupyconv
@@ -63,7 +63,7 @@ constexpr bool CHUNKED = GATHER == ALONG_CHANNELS && Arithmetic::PREFERS_CHUNKS;
 
 using WeightTile = Arithmetic::WeightTile;
 using ImageTile = Arithmetic::template ImageTile<CHUNKED>;
-using Gatherer = Gather<T, ImageTile, THREADS, GATHER, CHUNKED>;
+using Gather = GatherOf<T, ImageTile, THREADS, GATHER, CHUNKED>::type;
 
 struct Stage {
     T weight[WeightTile::ELEMENTS], x[ImageTile::ELEMENTS];
@@ -81,23 +81,23 @@ static_assert(TILE * OUTPUTS_PITCH == WARP_ROWS * PIXELS_PITCH, "either order fi
 constexpr int FINISHED = ARITHMETIC == FMA || sizeof(Sum) == 8 ? 2 : 4;  // sums that a thread finishes at a time
 
 struct Shared {
-    Corner corner[TILE];
+    WindowOrigin origin[TILE];
     union {
         Stage stage[STAGES];
         Leaving leaving;
     };
 };
 
-// One K-block of the packed weight, from the thread's own chunk on: the tile's rows are `stride` apart.
-constexpr int ROWS_A_PASS = THREADS / WeightTile::CHUNKS;
+// One slab of the packed weight, from the thread's own chunk on: the tile's rows are `stride` apart.
+constexpr int ROWS_PER_PASS = THREADS / WeightTile::CHUNKS;
 __device__ __forceinline__ int weight_row() { return threadIdx.x / WeightTile::CHUNKS; }
 __device__ __forceinline__ int weight_column() { return threadIdx.x % WeightTile::CHUNKS * WeightTile::CHUNK; }
 
 __device__ __forceinline__ void fetch_weight(T* tile, const T* from, int stride) {
-    static_assert(WeightTile::ROWS % ROWS_A_PASS == 0 && ROWS_A_PASS % WeightTile::PERIOD == 0, "every pass meets the same order of chunks");
+    static_assert(WeightTile::ROWS % ROWS_PER_PASS == 0 && ROWS_PER_PASS % WeightTile::PERIOD == 0, "every pass meets the same order of chunks");
     T* const to = tile + WeightTile::index(weight_row(), weight_column());
 #pragma unroll
-    for (int i = 0; i < WeightTile::ROWS; i += ROWS_A_PASS)
+    for (int i = 0; i < WeightTile::ROWS; i += ROWS_PER_PASS)
         copy_async<16>(to + i * WeightTile::COLUMNS, from + (long long)i * stride, true);
 }
 
@@ -109,26 +109,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) implicit_gemm(
     const int g = blockIdx.x / params.tiles_m % params.groups;
     const long long j_first = (long long)(blockIdx.x / params.tiles_m / params.groups) * TILE;
     const int c_first = g * params.group_channels, c_end = c_first + params.group_channels;
-    const int first = blockIdx.y * params.a_split;
+    const int first = blockIdx.y * params.slabs_per_split;
 
-    int blocks = -first;
+    int slabs = -first;
     const int taps = params.windows.kernel[0] * params.windows.kernel[1] * params.windows.kernel[2];
-    for (Run run; run.next(params.sources, c_first, c_end, taps, Gatherer::GRANULE, Gatherer::BLOCK);) blocks += run.blocks;
-    blocks = max(0, min(blocks, params.a_split));
+    for (Run run; run.next(params.sources, c_first, c_end, taps, Gather::K_CHUNK, Gather::SLAB);) slabs += run.slabs;
+    slabs = max(0, min(slabs, params.slabs_per_split));
 
     constexpr bool M_INSIDE = WeightTile::ROWS != TILE;  // packed [k][m], else [m][k]
-    const long long packed_block = (long long)params.rows * Gatherer::BLOCK;
-    const int packed_stride = M_INSIDE ? params.rows : Gatherer::BLOCK;
-    const T* weight = static_cast<const T*>(params.weight) + ((long long)g * params.blocks + first) * packed_block +
-                      (M_INSIDE ? m_first : m_first * Gatherer::BLOCK) + weight_row() * packed_stride + weight_column();
+    const long long packed_slab = (long long)params.rows * Gather::SLAB;
+    const int packed_stride = M_INSIDE ? params.rows : Gather::SLAB;
+    const T* weight = static_cast<const T*>(params.weight) + ((long long)g * params.slabs + first) * packed_slab +
+                      (M_INSIDE ? m_first : m_first * Gather::SLAB) + weight_row() * packed_stride + weight_column();
 
     for (int j = threadIdx.x; j < TILE; j += THREADS)
-        shared->corner[j] = corner_of(params.windows, j_first + j, params.pixels);
+        shared->origin[j] = origin_of(params.windows, j_first + j, params.pixels);
     __syncthreads();
-    Gatherer gather(params.sources, params.windows, params.prologue, c_first, c_end, shared->corner, first);
+    Gather gather(params.sources, params.windows, params.prologue, c_first, c_end, shared->origin, first);
     for (int i = 0; i < STAGES - 1; ++i) {
-        if (i < blocks) {
-            fetch_weight(shared->stage[i].weight, weight + i * packed_block, packed_stride);
+        if (i < slabs) {
+            fetch_weight(shared->stage[i].weight, weight + i * packed_slab, packed_stride);
             gather.fetch(shared->stage[i].x);
             gather.store(shared->stage[i].x);
         }
@@ -138,13 +138,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) implicit_gemm(
     const int warp = threadIdx.x / 32;
     const int warp_row = warp % 2, warp_m = warp_row * WARP_ROWS, warp_j = warp / 2 * WARP_COLUMNS;
     Arithmetic::template WarpTile<WARP_ROWS, WARP_COLUMNS> tile;
-    for (int i = 0; i < blocks; ++i) {
+    for (int i = 0; i < slabs; ++i) {
         wait_for_copies<STAGES - 2>();
-        __syncthreads();  // everyone's copies of block i are there, and block i - 1 has been used
+        __syncthreads();  // everyone's copies of slab i are there, and slab i - 1 has been used
         Stage& next = shared->stage[(i + STAGES - 1) % STAGES];
-        const bool more = i + STAGES - 1 < blocks;
+        const bool more = i + STAGES - 1 < slabs;
         if (more) {
-            fetch_weight(next.weight, weight + (i + STAGES - 1) * packed_block, packed_stride);
+            fetch_weight(next.weight, weight + (i + STAGES - 1) * packed_slab, packed_stride);
             gather.fetch(next.x);
         }
         commit_copies();
@@ -159,10 +159,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) implicit_gemm(
     const Image& out = params.out;
     const Image& residual = params.epilogue.residual;
     for (int j = threadIdx.x; j < TILE; j += THREADS) {
-        const Corner& corner = shared->corner[j];
-        const Pixel pixel = pixel_of(params.windows, corner);
-        leaving.out[j] = corner.sample < 0 ? NOWHERE : corner.sample * out.stride_n + offset_of(pixel, out.stride);
-        leaving.residual[j] = corner.sample * residual.stride_n + offset_of(pixel, residual.stride);
+        const WindowOrigin& origin = shared->origin[j];
+        const Pixel pixel = pixel_of(params.windows, origin);
+        leaving.out[j] = origin.sample < 0 ? NOWHERE : origin.sample * out.stride_n + offset_of(pixel, out.stride);
+        leaving.residual[j] = origin.sample * residual.stride_n + offset_of(pixel, residual.stride);
     }
     const bool along_outputs = out.stride_c == 1;  // what neighbouring threads write; else neighbouring pixels
     Sum* const sums = params.keeps_sums ? static_cast<Sum*>(out.data) + blockIdx.y * params.plane : nullptr;

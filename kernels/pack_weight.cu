@@ -1,12 +1,12 @@
-// The weight in the order and the blocks in which implicit_gemm.cu reads it.
+// The weight in the order and the K-slabs in which implicit_gemm.cu reads it.
 //
-//     packed[g, block, m, k] = weight[g * group_outputs + m, c(block, k), t(block, k)]       or packed[g, block, k, m]
+//     packed[g, slab, m, k] = weight[g * group_outputs + m, c(slab, k), t(slab, k)]       or packed[g, slab, k, m]
 //
 //     M = m (outputs of a group, padded to whole tiles)    no N    K = (run, t, c), see reduction.cuh
 //
-//     weight  m | c0t0 c0t1 c0t2 c1t0 ... |      packed  block 0 | m0: c0t0 c1t0 c2t0 c3t0 ...
-//               |                         |                      | m1: ...
-//               any strides                              block 1 | ...          zeros where K or M is padded
+//     weight  m | c0t0 c0t1 c0t2 c1t0 ... |      packed  slab 0 | m0: c0t0 c1t0 c2t0 c3t0 ...
+//               |                         |                     | m1: ...
+//               any strides                              slab 1 | ...          zeros where K or M is padded
 //
 // A thread writes all taps of one (m, c), whose elements lie together in most weights: what one tap
 // reads, the next finds in the cache.  Only bits move, so the type is just the element's size.
@@ -21,11 +21,11 @@ struct PackWeightParams {
     Sources sources;  // only their channels are looked at
     Image weight;
     void* packed;
-    long long stride_m, stride_k;  // within a block; one of them is 1
+    long long stride_m, stride_k;  // within a slab; one of them is 1
     int kernel[3];
     int groups, group_channels, group_outputs;
-    int granule, block;  // channels that are copied together; K of a block
-    int blocks;          // of a group, the most
+    int k_chunk, slab;   // channels that are copied together; K of a slab
+    int slabs;           // of a group, the most
     int rows, channels;  // M and channels of a group, padded
 };
 
@@ -47,12 +47,12 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) pack_weight(const __grid
 
             const int c_first = g * params.group_channels;
             Run run;
-            int block = 0;  // first of the run
-            bool found = run.next(params.sources, c_first, c_first + params.group_channels, taps, params.granule, params.block);
+            int slab = 0;  // first of the run
+            bool found = run.next(params.sources, c_first, c_first + params.group_channels, taps, params.k_chunk, params.slab);
             while (found && c >= run.padded) {
                 c -= run.padded;
-                block += run.blocks;
-                found = run.next(params.sources, c_first, c_first + params.group_channels, taps, params.granule, params.block);
+                slab += run.slabs;
+                found = run.next(params.sources, c_first, c_first + params.group_channels, taps, params.k_chunk, params.slab);
             }
             if (!found) continue;  // groups may be padded differently
 
@@ -63,13 +63,13 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) pack_weight(const __grid
             // Where a tap lies, in the weight and in what is packed: a step from the one before, never a division.
             const long long next_row = weight.stride[1] - params.kernel[2] * weight.stride[2];
             const long long next_plane = weight.stride[0] - params.kernel[1] * weight.stride[1];
-            const long long a_block = (long long)params.rows * params.block;
-            const int whole = run.padded / params.block, rest = run.padded % params.block;
-            const long long step = whole * a_block + rest * params.stride_k;
-            const long long next_block = a_block - params.block * params.stride_k;
-            int k = c % params.block, left = run.blocks - c / params.block, h = 0, w = 0;
+            const long long slab_size = (long long)params.rows * params.slab;
+            const int whole = run.padded / params.slab, rest = run.padded % params.slab;
+            const long long step = whole * slab_size + rest * params.stride_k;
+            const long long next_slab = slab_size - params.slab * params.stride_k;
+            int k = c % params.slab, left = run.slabs - c / params.slab, h = 0, w = 0;
             const T* from = w_mc;
-            T* to = static_cast<T*>(params.packed) + ((long long)g * params.blocks + block + c / params.block) * a_block +
+            T* to = static_cast<T*>(params.packed) + ((long long)g * params.slabs + slab + c / params.slab) * slab_size +
                     m * params.stride_m + k * params.stride_k;
             for (int t = 0; left > 0; ++t) {
                 *to = inside && t < taps ? *from : T{};
@@ -85,9 +85,9 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) pack_weight(const __grid
                 to += step;
                 left -= whole;
                 k += rest;
-                if (k >= params.block) {
-                    k -= params.block;
-                    to += next_block;
+                if (k >= params.slab) {
+                    k -= params.slab;
+                    to += next_slab;
                     --left;
                 }
             }

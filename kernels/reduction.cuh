@@ -1,15 +1,15 @@
-// How the sum over inputs, taps and channels is cut into blocks that tiles of a GEMM can step through.
+// How the sum over inputs, taps and channels is cut into slabs that tiles of a GEMM can step through.
 //
 //     K = (run, tap, channel)       a run: what one group reads of one input
 //
 //     | run 0                               | run 1      ...
-//     | tap 0       | tap 1       | ..  | 0 |            g: a granule, GRANULE channels of one tap that are
-//     | g g g g g   | g g g g g   |         |               copied together; the last one of a tap may end in zeros
-//       \_______/\__________/ ...                        0: zeros up to a whole number of blocks
-//        a block
+//     | tap 0       | tap 1       | ..  | 0 |            c: a K-chunk, a few channels of one tap that are copied
+//     | c c c c c   | c c c c c   |         |               together; the last one of a tap may end in zeros
+//       \_______/\__________/ ...                        0: zeros up to a whole number of slabs
+//        a K-slab
 //
-// A block never spans two inputs, so that the source is chosen once a block, and a granule never two taps,
-// so that the window is worked out once a granule.
+// A slab never spans two inputs, so that the source is chosen once per slab, and a K-chunk never two taps, so that
+// the window is worked out once per K-chunk.
 #pragma once
 #include "image.cuh"
 
@@ -18,19 +18,19 @@ namespace cupyconv {
 struct Run {
     int source = -1;      // index in the table
     int first, channels;  // of that source
-    int padded;           // channels, up to whole granules
-    int blocks;
+    int padded;           // channels, up to whole K-chunks
+    int slabs;
 
     // Step to the next run of the group that reads channels c_first ... c_end - 1; false after the last.
-    __device__ bool next(const Sources& sources, int c_first, int c_end, int taps, int granule, int block) {
+    __device__ bool next(const Sources& sources, int c_first, int c_end, int taps, int k_chunk, int slab) {
         while (++source < sources.count) {
             const Source& s = sources.table[source];
             const int from = max(c_first, s.first), to = min(c_end, s.first + s.channels);
             if (from >= to) continue;
             first = from - s.first;
             channels = to - from;
-            padded = (channels + granule - 1) / granule * granule;
-            blocks = (padded * taps + block - 1) / block;
+            padded = (channels + k_chunk - 1) / k_chunk * k_chunk;
+            slabs = (padded * taps + slab - 1) / slab;
             return true;
         }
         return false;

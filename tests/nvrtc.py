@@ -27,9 +27,9 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
-from cupyconv.cuda.plan.variants import all_variants, is_fast, is_planned
 from cupyconv.cuda.run.kernel_sources import compile_options, kernel_source
 from cupyconv.problem.plan import Kernel
+from tests.variants import all_variants, is_fast, is_planned
 
 #: Where a spill in a variant meant to be fast is a failure; on the others it is only shown.
 WITHOUT_SPILLS = (75, 90)

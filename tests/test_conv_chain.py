@@ -38,9 +38,8 @@ from cupyconv.call.explain import checked_call
 from cupyconv.call.operation import forget_calls
 from cupyconv.cuda.plan import chain as chain_cuda
 from cupyconv.cuda.plan.draft import Draft
-from cupyconv.numpy import chain_plan as chain_numpy
-from cupyconv.numpy.loops import ChainLoop
-from cupyconv.numpy.rows import tiles
+from cupyconv.numpy import chain as chain_numpy
+from cupyconv.numpy.chain import ChainLoop, tiles
 from cupyconv.problem.plan import Address, Kernel, KernelLaunch
 from cupyconv.problem.problems import NotApplicable
 

@@ -25,7 +25,7 @@ from test_bad_input import Ones, assert_refused, placed
 from tolerance import assert_close, assert_exact
 
 import cupyconv
-from cupyconv.numpy.loops import GatheredLoop
+from cupyconv.numpy.gathered import GatheredLoop
 
 METHODS = st.sampled_from(("auto", "auto", "direct", "gemm", "implicit_gemm"))
 LIMITS = st.sampled_from((None, None, 1 << 20, 20_000, 4_000))

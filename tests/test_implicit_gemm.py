@@ -24,9 +24,9 @@ import cupyconv
 from cupyconv.call.explain import checked_call
 from cupyconv.cuda.plan import conv as cuda_planning
 from cupyconv.cuda.plan import implicit_gemm
-from cupyconv.cuda.plan.variants import all_variants
 from cupyconv.problem.machine import KNOWN_GPUS
 from cupyconv.problem.plan import KernelLaunch
+from tests.variants import all_variants
 
 MACROS = [dict(kernel.macros) for kernel in all_variants() if kernel.name == "implicit_gemm"]
 VARIANTS = [macros for macros in MACROS if "PROLOGUE" not in macros]  # the others: tests/test_prologue.py
@@ -125,7 +125,7 @@ EPILOGUE = dict(bias=True, residual=True, activation=("leaky_relu", 0.25))
 
 CASES = {
     "one pixel, one channel": ConvCase(spatial=(1,), kernel=(1,)),
-    "granules that end in zeros": ConvCase(channels=(5,), out_channels=3, spatial=(9, 9), kernel=(3, 3), padding=1),
+    "K-chunks that end in zeros": ConvCase(channels=(5,), out_channels=3, spatial=(9, 9), kernel=(3, 3), padding=1),
     "a block of many taps": ConvCase(batch=2, channels=(1,), out_channels=6, spatial=(7, 8), kernel=(5, 5), padding=2),
     "a block of many taps along one axis": ConvCase(channels=(2,), spatial=(40,), kernel=(36,), padding="same"),
     "several runs": ConvCase(
@@ -241,7 +241,7 @@ SPLIT_CASES = {
     "groups of unlike runs": ConvCase(
         channels=(37, 27, 61, 3), groups=2, out_channels=4, spatial=(3, 3), kernel=(3, 3), padding=1, **EPILOGUE
     ),
-    # Sixteen inputs of a channel are sixteen blocks, the other group's one input is one or two.
+    # Sixteen inputs of a channel are sixteen slabs, the other group's one input is one or two.
     "shares with nothing to sum": ConvCase(
         channels=(1,) * 16 + (16,), groups=2, out_channels=4, spatial=(6,), kernel=(1,), **EPILOGUE
     ),
@@ -262,7 +262,7 @@ def test_a_sum_in_parts(cuda, case, variant):
         launch = product_of(plan)
         params, splits = dict(launch.params), launch.grid[1]
         assert splits > 1 and params["keeps_sums"] == 1 and "parts" in plan.reason
-        assert (splits - 1) * params["a_split"] < params["blocks"] <= splits * params["a_split"]
+        assert (splits - 1) * params["slabs_per_split"] < params["slabs"] <= splits * params["slabs_per_split"]
         assert plan.steps[-1].kernel.name == "epilogue"
 
 
@@ -426,7 +426,7 @@ def test_the_order_of_threads_and_blocks_changes_nothing(cuda_target, variant):
 
 @pytest.mark.parametrize("variant", ALONG_PIXELS, ids=name_of)
 def test_inputs_of_whole_blocks_are_bit_for_bit_their_concatenation(cuda, variant):
-    """64 channels fill K-blocks of every dtype; an input always begins a block."""
+    """64 channels fill K-slabs of every dtype; an input always begins a slab."""
     dtype = as_dtype(variant["DTYPE"])
     generator = np.random.default_rng(7)
     xs = [generator.standard_normal((2, channels, 5, 6)).astype(dtype) for channels in (64, 128, 64)]
@@ -474,7 +474,7 @@ def test_complex_is_refused(dtype):
 @pytest.mark.parametrize("channels", [(9,), (24, 7, 200)])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_workspace_is_the_packed_weight_and_the_parts_of_sums(cuda_target, variant, channels, groups):
-    """Counted here from the definition: every run in whole granules, then blocks; every tile whole."""
+    """Counted here from the definition: every run in whole K-chunks, then slabs; every tile whole."""
     dtype, tile = as_dtype(variant["DTYPE"]), int(variant["TILE"])
     channels, outputs, taps = tuple(3 * count for count in channels), 3 * 50, 6
     xs = [cuda_target.to_device(np.zeros((2, count, 4, 5), dtype)) for count in channels]
@@ -483,12 +483,12 @@ def test_workspace_is_the_packed_weight_and_the_parts_of_sums(cuda_target, varia
     plan = forced_plan(call, variant["ARITHMETIC"], tile)
 
     edges = np.cumsum((0, *channels))
-    step, block = edges[-1] // groups, 64 // dtype.itemsize
+    step, slab = edges[-1] // groups, 64 // dtype.itemsize
     shared = [[max(0, min(b, (g + 1) * step) - max(a, g * step)) for a, b in pairwise(edges)] for g in range(groups)]
-    blocks = max(sum(-(-(-(-count // 4) * 4 * taps) // block) for count in counts) for counts in shared)
+    slabs = max(sum(-(-(-(-count // 4) * 4 * taps) // slab) for count in counts) for counts in shared)
     rows = -(-outputs // groups // tile) * tile
     sizes = {buffer.name: buffer.nbytes for buffer in plan.workspace}
-    assert sizes.pop("packed_weight") == groups * blocks * block * rows * dtype.itemsize
+    assert sizes.pop("packed_weight") == groups * slabs * slab * rows * dtype.itemsize
     splits = product_of(plan).grid[1]
     sum_bytes = 8 if dtype == np.float64 else 4
     assert sizes == ({"sums": splits * prod((2, outputs, 2, 4)) * sum_bytes} if splits > 1 else {})

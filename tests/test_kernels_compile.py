@@ -15,11 +15,10 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import pytest
 
-from cupyconv.cuda.plan import conv_pair
+from cupyconv.cuda.plan import conv_pair, merge
 from cupyconv.cuda.plan import recurrent_gradient as recurrent_gradient_cuda
-from cupyconv.cuda.plan.launches import MERGE_BLOCK, MERGE_DEPTH, WARP
+from cupyconv.cuda.plan.launches import WARP
 from cupyconv.cuda.plan.occupancy import registers
-from cupyconv.cuda.plan.variants import all_variants, is_fast, is_planned
 from cupyconv.cuda.run.kernel_sources import compile_options, kernel_directory, kernel_source, source_hash
 from cupyconv.cuda.run.parameters import PARAMETERS
 from cupyconv.problem import activations
@@ -27,6 +26,7 @@ from cupyconv.problem.padding import PADDING_MODES
 from cupyconv.problem.plan import MAX_MERGED, MAX_PAIR_SOURCES, MAX_SOURCES, Kernel
 from tests import nvrtc
 from tests.host_device import build
+from tests.variants import all_variants, is_fast, is_planned
 
 nvrtc.require()
 pytestmark = pytest.mark.nvrtc
@@ -260,7 +260,7 @@ def constant_assertions(name: str) -> list[str]:
     if name == "merge":
         assertions += [
             f"static_assert(cupyconv::MAX_MERGED == {MAX_MERGED});",
-            f"static_assert(DEPTH == {MERGE_DEPTH} && BLOCK == {MERGE_BLOCK} && cupyconv::WARP == {WARP});",
+            f"static_assert(DEPTH == {merge.DEPTH} && BLOCK == {merge.BLOCK} && cupyconv::WARP == {WARP});",
         ]
     if name == "conv_pair":
         dtype = dict(VARIANTS[name][0].macros)["DTYPE"]

@@ -177,7 +177,7 @@ def test_depthwise_kernels(target, kernel, stride):
 
 @pytest.mark.parametrize("macros", [m for m in MACROS if "PROLOGUE" in m], ids=lambda m: "-".join(m.values()))
 def test_implicit_gemm(cuda_target, macros):
-    """Several inputs whose channels are no whole granules, so that blocks end within taps, and padding."""
+    """Several inputs whose channels are no whole K-chunks, so that slabs end within taps, and padding."""
     generator = np.random.default_rng(0)
     dtype = as_dtype(macros["DTYPE"])
     xs = [generator.integers(-1, 2, (2, c, 6, 7)).astype(dtype) for c in (3, 13, 6)]

@@ -20,8 +20,7 @@ import cupyconv
 from cupyconv.call.dispatch import backend_for
 from cupyconv.call.operation import forget_calls
 from cupyconv.cuda.plan import recurrence as recurrent_cuda
-from cupyconv.cuda.plan.draft import RECURRENT_TILES
-from cupyconv.cuda.plan.recurrence import Tile, recurrent_tiles
+from cupyconv.cuda.plan.recurrence import recurrent_tiles
 from cupyconv.cuda.run import execution
 from cupyconv.problem.arrays import ITEMSIZE
 from cupyconv.problem.machine import known_gpu
@@ -212,7 +211,7 @@ def test_blocks_take_many_tiles_of_samples(cuda_target, monkeypatch):
     try:
         views = case.views(case.arrays(), cuda_target.to_device)
         plan = cupyconv.explain(cupyconv.lstm, **views, lengths=case.lengths, **case.settings, method="persistent")
-        assert plan.steps[-1].grid == (3, 1, 2) and "5 times a step" in plan.reason
+        assert plan.steps[-1].grid == (3, 1, 2) and "5 times per step" in plan.reason
         assert_right(cuda_target, case, "persistent")
     finally:
         monkeypatch.undo()
@@ -408,10 +407,3 @@ def test_shared_memory_is_what_the_kernel_lays_out(resident):
             assertions.append(f"static_assert(APART == {recurrent_cuda.COUNTERS_APART});")
         check = compile_for_host(Kernel(name, (*tile.macros, ("GATES", str(gates)))), assertions)
         assert check.returncode == 0, f"{tile}: {check.stderr}"
-
-
-def test_tiles_of_the_cost_model():
-    """cuda/plan/draft.py lists them beside their efficiency."""
-    for samples, (rows, units) in RECURRENT_TILES.items():
-        tile = Tile("float32", "FMA", int(samples), False)
-        assert (tile.rows, tile.units) == (rows, units)

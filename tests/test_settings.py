@@ -17,9 +17,7 @@ DEFAULTS = Settings()
 
 def test_the_defaults():
     assert current_settings() == DEFAULTS
-    assert DEFAULTS == Settings(
-        workspace_limit=None, allow_tf32=False, allow_winograd=True, allow_fft=True, threads=None
-    )
+    assert DEFAULTS == Settings(workspace_limit=None, allow_tf32=False, threads=None)
 
 
 def test_a_block_has_its_settings_and_gives_them_back():

@@ -10,7 +10,7 @@ from tolerance import assert_exact
 
 import cupyconv
 from cupyconv.call.operation import forget_calls
-from cupyconv.numpy import convolution_plan as planning_on_numpy
+from cupyconv.numpy import depthwise, mec
 
 #: Channels of the inputs, outputs, spatial size, kernel, settings.
 LAYERS = {
@@ -37,7 +37,8 @@ BODIES = {"shared columns", "scaled taps", "scaled runs", "multiplied taps"}
 def small_cache(request, monkeypatch):
     """A cache that holds one group of these layers, or a few."""
 
-    monkeypatch.setattr(planning_on_numpy, "MEMORY_BLOCK", request.param)
+    for module in (depthwise, mec):
+        monkeypatch.setattr(module, "MEMORY_BLOCK", request.param)
     forget_calls()
     yield
     forget_calls()
@@ -57,7 +58,7 @@ def layer(channels, outputs, size, kernel, settings, dtype="float32", batch=3):
 
 
 def bodies(function, *arguments, **settings):
-    return {step.body for step in cupyconv.explain(function, *arguments, **settings).steps}
+    return {step.name for step in cupyconv.explain(function, *arguments, **settings).steps}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "complex64"])

@@ -12,8 +12,8 @@ from tolerance import assert_close, assert_exact
 import cupyconv
 from cupyconv.call.operation import forget_calls
 from cupyconv.cuda.plan import weight_gradient as weight_gradient_cuda
-from cupyconv.numpy import convolution_plan as planning_on_numpy
-from cupyconv.numpy.loops import WeightGradientLoop
+from cupyconv.numpy import mec
+from cupyconv.numpy.weight_sums import WeightGradientLoop
 from cupyconv.problem.plan import GemmCall
 
 
@@ -71,7 +71,7 @@ def fresh():
 def test_every_body(fresh, monkeypatch, body, kernel, settings, grad_dtype, x_dtype):
     """Each is planned where it should be, and exact; views only of factors of one kind."""
     if body == "shared columns":
-        monkeypatch.setattr(planning_on_numpy, "MEMORY_BLOCK", 64)
+        monkeypatch.setattr(mec, "MEMORY_BLOCK", 64)
     x = integers((2, 12, 18, 17), x_dtype)
     window = {name: value for name, value in settings.items() if name != "method"}
     grad = integers(
@@ -79,7 +79,7 @@ def test_every_body(fresh, monkeypatch, body, kernel, settings, grad_dtype, x_dt
     )
     (step,) = explained(grad, x, kernel, **settings).steps
     assert isinstance(step, WeightGradientLoop)
-    assert step.body == body or (body == "view" and x_dtype == "complex64" and step.body == "columns")
+    assert step.name == body or (body == "view" and x_dtype == "complex64" and step.name == "columns")
     actual = cupyconv.conv_grad_weight(grad, x, kernel, **settings)
     assert_exact(actual, by_definition(grad, x, kernel, **window), np.result_type(grad, x))
 
@@ -135,14 +135,8 @@ def test_every_cut_of_the_sum(target, fresh, monkeypatch, is_long, groups, dtype
     if target.name == "numpy":
         pytest.skip("the cuts are CUDA's")
     monkeypatch.setattr(weight_gradient_cuda, "SMALLEST_PART", 16)
-    planner = weight_gradient_cuda._Planner
-
-    def one_way(request, way, most):
-        if way != is_long:
-            raise weight_gradient_cuda.NotApplicable("not this time")
-        return planner(request, way, most)
-
-    monkeypatch.setattr(weight_gradient_cuda, "_Planner", one_way)
+    ways = [(long, most_parts) for long, most_parts in weight_gradient_cuda.CUTS if long == is_long]
+    monkeypatch.setattr(weight_gradient_cuda, "CUTS", ways)
     grad_dtype, x_dtype = dtypes.split()
     grad, x = integers((3, 12, 7, 9), grad_dtype), [integers((3, c, 7, 9), x_dtype, c) for c in (5, 7)]
     expected = by_definition(grad, x, (3, 3), padding=1, groups=groups)
@@ -169,8 +163,8 @@ def test_long_sums_stay_accurate(target):
 
 def test_least_shared_is_what_decides(fresh, monkeypatch):
     grad, x = integers((1, 2, 9, 9)), integers((1, 2, 9, 9), seed=1)
-    assert explained(grad, x, 3, padding=1).steps[0].body == "columns"
-    monkeypatch.setattr(planning_on_numpy, "LEAST_SHARED", 1)
-    monkeypatch.setattr(planning_on_numpy, "MEMORY_BLOCK", 64)
-    assert explained(grad, x, 3, padding=1).steps[0].body == "shared columns"
+    assert explained(grad, x, 3, padding=1).steps[0].name == "columns"
+    monkeypatch.setattr(mec, "LEAST_SHARED", 1)
+    monkeypatch.setattr(mec, "MEMORY_BLOCK", 64)
+    assert explained(grad, x, 3, padding=1).steps[0].name == "shared columns"
     assert_exact(cupyconv.conv_grad_weight(grad, x, 3, padding=1), by_definition(grad, x, (3, 3), padding=1), "float32")

@@ -14,8 +14,6 @@ class Settings(NamedTuple):
 
     workspace_limit: int | None = None
     allow_tf32: bool = False
-    allow_winograd: bool = True
-    allow_fft: bool = True
     threads: int | None = None
 
 
@@ -43,8 +41,6 @@ class options(AbstractContextManager["Settings"]):
     allow_tf32 : bool
         On CUDA, let products of float32 and complex64 round their factors to TF32 (10 bits of mantissa): faster,
         with relative errors of up to about 1e-3.
-    allow_winograd, allow_fft : bool
-        Let ``method="auto"`` choose these methods.  This version has neither.
     threads : int, optional
         How many blocks the NumPy backend computes at the same time, or fewer where the workspace limit has no room for
         so many; by default one, whose products use the threads of NumPy's BLAS.  The BLAS's own number of threads is
@@ -75,15 +71,11 @@ class options(AbstractContextManager["Settings"]):
         *,
         workspace_limit: int | None = None,
         allow_tf32: bool = False,
-        allow_winograd: bool = True,
-        allow_fft: bool = True,
         threads: int | None = None,
     ) -> None:
         self._settings = Settings(
             workspace_limit=_at_least("workspace_limit", workspace_limit, 0),
             allow_tf32=flag("allow_tf32", allow_tf32),
-            allow_winograd=flag("allow_winograd", allow_winograd),
-            allow_fft=flag("allow_fft", allow_fft),
             threads=_at_least("threads", threads, 1),
         )
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from cupyconv.numpy.step import NumpyStep
 from cupyconv.problem import passes, problems, recurrence
-from cupyconv.problem.plan import Plan, Step
+from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import HostModel, Problem
 
 _NOTHING_TO_DO = nullcontext()
@@ -55,7 +56,7 @@ class NumpyBackend:
 
     def prepare(self, plan: Plan) -> Callable[[Mapping[str, Any]], None]:
         """A function that executes the plan on arguments and result by name."""
-        runs = [step.executable() if hasattr(step, "executable") else _prepared(step) for step in plan.steps]
+        runs = [step.executable() for step in cast("tuple[NumpyStep, ...]", plan.steps)]
 
         def run(arrays: Mapping[str, Any]) -> None:
             with np.errstate(all="ignore"):
@@ -69,19 +70,19 @@ def _plan(problem: Problem) -> Plan:
     # Imported when first asked for: most programs have a few kinds of problem.
     match problem:
         case problems.ConvProblem():
-            from cupyconv.numpy.convolution_plan import plan_conv
+            from cupyconv.numpy.convolution import plan_conv
 
             return plan_conv(problem)
         case problems.ChainProblem():
-            from cupyconv.numpy.chain_plan import plan_chain
+            from cupyconv.numpy.chain import plan_chain
 
             return plan_chain(problem)
         case problems.TransposedProblem():
-            from cupyconv.numpy.transposed_plan import plan_transposed
+            from cupyconv.numpy.transposed import plan_transposed
 
             return plan_transposed(problem)
         case problems.WeightGradientProblem():
-            from cupyconv.numpy.weight_gradient_plan import plan_weight_gradient
+            from cupyconv.numpy.weight_gradient import plan_weight_gradient
 
             return plan_weight_gradient(problem)
         case recurrence.RecurrentProblem():
@@ -117,36 +118,3 @@ def _plan(problem: Problem) -> Plan:
 
             return plan_max_pool(problem)
     raise AssertionError(problem)
-
-
-def _prepared(step: Step) -> Callable[[Mapping[str, Any]], None]:
-    """What runs a step.  Its module is imported with the first of its kind: few programs need them all."""
-    from cupyconv.numpy.loops import (
-        BlockLoop,
-        ChainLoop,
-        GatheredLoop,
-        TransposedLoop,
-        WeightGradientLoop,
-    )
-
-    match step:
-        case ChainLoop():
-            from cupyconv.numpy.chain import ChainConvolution
-
-            return ChainConvolution(step).run
-        case GatheredLoop():
-            from cupyconv.numpy.gathered import GatheredConvolution
-
-            return GatheredConvolution(step).run
-        case TransposedLoop():
-            from cupyconv.numpy.transposed import TransposedConvolution
-
-            return TransposedConvolution(step).run
-        case WeightGradientLoop():
-            from cupyconv.numpy.weight_gradient import WeightGradient
-
-            return WeightGradient(step).run
-    from cupyconv.numpy.convolution import ConvolutionLoop
-
-    assert isinstance(step, BlockLoop)
-    return ConvolutionLoop(step).run

@@ -1,227 +1,448 @@
-"""A convolution block by block: columns, product, epilogue, store, all while the block is in cache.
+"""Convolution on NumPy: the methods, the choice among them, and what they share.
+
+A block is a run of samples or of pixels whose columns, products and epilogue stay in cache.  A method says which
+problems it is for, how large a block should be, what memory a block takes, and how its sums are computed.  The loop
+over blocks, the epilogue and the store are the same for all:
 
 ::
 
-    x_0, x_1, ...   --read-->   columns           --BLAS-->   sums             --epilogue-->   block of y
-    any strides,                [g, K_g, pixels]              [g, O_g, pixels]                 any strides,
-    any dtype                   dtype of the sums             dtype of the sums                rounded once
+    x_0, x_1, ...   --method-->   sums             --epilogue-->   block of y
+    any strides,                  [g, O_g, pixels]                 any strides,
+    any dtype                     dtype of the sums                rounded once
 
-A prologue is applied as columns are read.  Blocks are disjoint, so threads may take them in any order and every bit
-stays the same.
+Blocks are disjoint, so threads may take them in any order and every bit stays the same.
+
+The sizes of blocks were measured on machines with 1 and 2 MiB of L2 cache per core (``tests/benchmarks``): a product
+wants as many columns as the cache holds; what is bound by memory wants its block to stay in L2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from math import prod
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from cupyconv.numpy.activations import activate
-from cupyconv.numpy.blocks import (
-    Block,
-    are_kept,
-    columns_of,
-    cut_into_blocks,
-    parts_of,
-    read_regions,
-    runs_of,
-    shared_columns,
+from cupyconv.numpy.windows import Block, Blocks, BlockSize, Images, Scratch, five_axes, in_threads, largest_block
+from cupyconv.problem.activations import Activation
+from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides, dtype_from_name, is_complex, real_part
+from cupyconv.problem.geometry import ConvGeometry, Windows
+from cupyconv.problem.plan import Buffer, Plan
+from cupyconv.problem.problems import (
+    NO_PROLOGUE,
+    ConvProblem,
+    HostModel,
+    NotApplicable,
+    ProductsProblemT,
+    Prologue,
+    TransposedProblem,
+    WeightGradientProblem,
+    without_empty_inputs,
 )
-from cupyconv.numpy.loops import BlockLoop
-from cupyconv.numpy.prologue import transform_of
-from cupyconv.numpy.scratch import Scratch
-from cupyconv.numpy.windows import five_axes
-from cupyconv.problem.arrays import dtype_from_name, is_complex
-from cupyconv.problem.geometry import ConvGeometry
+
+#: Bytes of columns a block aims at where products dominate, and where memory does.
+PRODUCT_BLOCK = 8 << 20
+MEMORY_BLOCK = 512 << 10
+#: Pixels below which a block of columns is not cut: the products would be vectors.
+SMALLEST_BLOCK = 32
+#: Pixels from which one sample fills a product; smaller images share one, through columns.
+LONE_PIXELS = 256
+#: Operations per byte beyond which a few cores are busier than their memory.
+BALANCE = 8
+
+#: Why the method is a GPU's.
+NO_IMPLICIT_GEMM = "BLAS reads matrices, so columns are written, block by block (method 'gemm')"
+#: Why columns and products are not taken: of a depthwise convolution, and where they were tried first.
+THIN_PRODUCTS = "slower: with one channel per group, each product is a vector by a matrix"
+NO_ROOM_FOR_COLUMNS = "columns do not fit the workspace limit"
+
+Rejected = tuple[tuple[str, str], ...]
+
+# --- the choice -----------------------------------------------------------------------------------------------
 
 
-class ConvolutionLoop:
-    """What all runs of a plan have in common."""
+class Method(NamedTuple):
+    """What ``method=`` may name: ways to run it, of which the first that applies and fits is taken; and when it is chosen.
 
-    def __init__(self, loop: BlockLoop) -> None:
+    A module stands for its ``WAYS``, and is imported when it is first asked for them.
+    """
+
+    ways: str | tuple[type[BlockLoop], ...]
+    slower: str  # why another method is taken
+    no_room: str = ""  # the same where this one was tried first and did not fit
+    suits: Callable[[ConvGeometry], bool] = lambda _: True
+
+
+def is_not_depthwise(geometry: ConvGeometry) -> bool:
+    """Whether products are more than vectors by matrices."""
+    return not geometry.is_depthwise
+
+
+#: Every method of a convolution.  "auto" takes the first that suits the problem and fits, else the first that fits.
+METHODS = {
+    "gemm": Method("cupyconv.numpy.gemm", THIN_PRODUCTS, NO_ROOM_FOR_COLUMNS, is_not_depthwise),
+    "direct": Method("cupyconv.numpy.direct", "slower: a pass over the sums for every tap"),
+}
+
+
+def plan_conv(problem: ConvProblem) -> Plan:
+    """The plan for ``problem.method``; ValueError where a named method does not apply."""
+    return choose(without_empty_inputs(problem), METHODS)
+
+
+def choose(problem: ProductsProblemT, methods: Mapping[str, Method]) -> Plan:
+    """The plan of the method that was named, or of the best one; ValueError where none applies."""
+    named = problem.method
+    if named == "implicit_gemm":
+        raise ValueError(f"method 'implicit_gemm' does not apply: {NO_IMPLICIT_GEMM}")
+    by_merit = sorted(methods, key=lambda name: not methods[name].suits(problem.geometry))
+    refusals: dict[str, str] = {}
+    for name in by_merit if named == "auto" else [named]:
+        why_not = {other: method.slower for other, method in methods.items() if other != name}
+        why_not |= {other: methods[other].no_room or why_not[other] for other in refusals}
+        if named != "auto":
+            why_not = dict.fromkeys(why_not, f"method={named!r} was asked for")
+        try:
+            return _with_room(
+                problem, name, methods[name].ways, (*why_not.items(), ("implicit_gemm", NO_IMPLICIT_GEMM))
+            )
+        except NotApplicable as refusal:
+            refusals[name] = str(refusal)
+    if named != "auto":
+        raise ValueError(f"method {named!r} does not apply: {refusals[named]}")
+    raise ValueError(f"no method applies: {'; '.join(f'{name}: {why}' for name, why in refusals.items())}")
+
+
+def _with_room(
+    problem: ProductsProblemT, method: str, ways: str | tuple[type[BlockLoop], ...], rejected: Rejected
+) -> Plan:
+    """The plan; where the workspace limit has no room for the blocks of all threads, for half as many, and so on."""
+    known: tuple[type[BlockLoop], ...] = import_module(ways).WAYS if isinstance(ways, str) else ways
+    refusal = NotApplicable("there is no way to do it")
+    while True:
+        for way in known:
+            if way.applies(problem):
+                try:
+                    return way.plan(problem, method, rejected)
+                except NotApplicable as reason:
+                    refusal = reason
+        assert isinstance(problem.machine, HostModel)
+        if problem.machine.threads <= 1:
+            raise refusal
+        problem = replace(problem, machine=HostModel(problem.machine.threads // 2))
+
+
+# --- plans ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockLoop:
+    """A loop over blocks of a convolution, each finished while in cache; a subclass is a way to run a method.
+
+    `block` cuts the result's (sample, depth, height, width) axes: whole inner axes, part of one, single
+    steps of the outer ones, so that a block is one run of samples or of pixels.
+    """
+
+    name: ClassVar[str]
+    #: What is done, where `reason` does not say more.
+    words: ClassVar[str]
+
+    inputs: tuple[str, ...]
+    block: BlockSize
+    blocks: int
+    threads: int
+    geometry: ConvGeometry
+    dtype: str  # of the sums
+    x_dtype: str  # of images and weight in products
+    weight_dtype: str
+    in_place: bool  # the sums are the result itself
+    bytes_moved: int
+    flops: int
+    prologue: Prologue = NO_PROLOGUE
+
+    @classmethod
+    @abstractmethod
+    def applies(cls, problem: Any) -> bool:
+        """Whether this is a way to do it."""
+
+    @classmethod
+    @abstractmethod
+    def plan(cls, problem: Any, method: str, rejected: Rejected) -> Plan:
+        """The plan; NotApplicable where its smallest block does not fit the workspace limit."""
+
+    @classmethod
+    def reason(cls, geometry: ConvGeometry) -> str:
+        """What is done, in words."""
+        return cls.words
+
+    @property
+    def channel_slices(self) -> tuple[slice, ...]:
+        """The channels of the concatenation that each input is."""
+        starts = zip(self.geometry.channel_offsets, self.geometry.channels)
+        return tuple(slice(first, first + count) for first, count in starts)
+
+    @property
+    def rounds(self) -> int:
+        """Times that scratch memory is filled."""
+        return self.blocks
+
+    def __str__(self) -> str:
+        block = " x ".join(map(str, self.block))
+        prologue = f" of {self.prologue}" if self.prologue else ""
+        sums = "the result" if self.in_place else self.dtype
+        return (
+            f"loop     {self.name}{prologue}, sums in {sums}: {self.blocks} block(s) of {block} (n, d, h, w)"
+            f" on {self.threads} thread(s)"
+        )
+
+    @property
+    def shape_of_work(self) -> object:
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvLoop(BlockLoop):
+    """A convolution block by block; a subclass is a way to a block's sums.
+
+    A new one defines `name`, `words`, `applies`, and what stands here above "What all have in common"; its module lists
+    it in ``WAYS`` and has an entry in `METHODS`.
+    """
+
+    #: Pixels below which a block is not cut.
+    smallest: ClassVar[int] = SMALLEST_BLOCK
+
+    activation: Activation
+
+    @classmethod
+    @abstractmethod
+    def aim(cls, problem: ConvProblem) -> tuple[int, int]:
+        """Pixels that a block should have, and the most samples."""
+
+    @classmethod
+    def sums_are_result(cls, problem: ConvProblem, block: BlockSize) -> bool:
+        """Whether the sums of a block are computed where the result lies."""
+        return result_takes_sums(problem)
+
+    @classmethod
+    def weight_bytes(cls, problem: ConvProblem) -> int:
+        """Bytes of the weight as `arranged` makes it of a C-ordered one in the dtype of products; 0 for a view."""
+        return 0
+
+    @property
+    @abstractmethod
+    def workspace(self) -> int:
+        """Bytes for one block."""
+
+    def arranged(self, weight: np.ndarray) -> np.ndarray:
+        """The weight, (groups, outputs per group, K_g), as `sums` takes it."""
+        return weight
+
+    @abstractmethod
+    def sums(self, run: Run, block: Block) -> np.ndarray:
+        """A block's sums (groups, outputs per group, samples, depth, height, width)."""
+
+    # What all have in common.
+
+    @property
+    def sums_bytes(self) -> int:
+        """Bytes of a block's sums, unless they are the result, and of the temporary an activation takes."""
+        return prod(self.block) * sums_per_pixel(self.geometry, self.dtype, self.in_place, self.activation)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of what a block's columns are copied from."""
+        return 0
+
+    @classmethod
+    def of(cls, problem: ConvProblem, block: BlockSize, **own: Any) -> Self:
+        """The loop over blocks of this size."""
+        geometry, machine = problem.geometry, problem.machine
+        assert isinstance(machine, HostModel)
+        axes = (geometry.batch, *geometry.out_size)
+        is_empty = 0 in axes or geometry.out_channels == 0
+        blocks = 0 if is_empty else prod(-(-extent // part) for extent, part in zip(axes, block))
+        return cls(
+            inputs=tuple(x.name for x in problem.xs), block=block, blocks=blocks,
+            threads=max(1, min(machine.threads, blocks)), geometry=geometry, dtype=accumulator(problem.out.dtype),
+            x_dtype=accumulator(problem.x_dtype), weight_dtype=accumulator(problem.weight_dtype),
+            activation=problem.activation, in_place=cls.sums_are_result(problem, block), prologue=problem.prologue,
+            bytes_moved=problem.minimal_bytes, flops=problem.flops, **own,
+        )  # fmt: skip
+
+    @classmethod
+    def fitted(cls, problem: ConvProblem) -> Self:
+        """The loop over blocks of about the size aimed at, or the largest that keep within the workspace limit."""
+        assert isinstance(problem.machine, HostModel)
+        threads, weight = problem.machine.threads, weight_copy(problem)
+        fixed = weight + cls.weight_bytes(problem) + 2 * Plan.ALIGNMENT
+
+        def needed(block: BlockSize) -> int:
+            return fixed + threads * cls.of(problem, block).workspace
+
+        pixels, most_samples = cls.aim(problem)
+        limit = problem.limit_with(weight)
+        return cls.of(problem, largest_block(problem.geometry, needed, limit, pixels, cls.smallest, most_samples))
+
+    @classmethod
+    def plan(cls, problem: ConvProblem, method: str, rejected: Rejected) -> Plan:
+        loop = cls.fitted(problem)
+        weight = weight_copy(problem) + cls.weight_bytes(problem)
+        return plan_of(
+            problem, (loop,) if loop.blocks else (), {"weight": weight, "blocks": loop.threads * loop.workspace},
+            method=method, problem=str(problem.geometry), result=problem.result, rejected=rejected,
+            reason=cls.reason(problem.geometry),
+        )  # fmt: skip
+
+    def executable(self) -> Callable[[Mapping[str, Any]], None]:
+        """What runs the loop on arguments and result by name."""
+        return Convolution(self).run
+
+
+def plan_of(
+    computed: ConvProblem | TransposedProblem | WeightGradientProblem,
+    steps: Sequence[BlockLoop],
+    sizes: Mapping[str, int],
+    **words: Any,
+) -> Plan:
+    """The plan of these steps, each of which goes through all arrays, with workspace of these sizes."""
+    nbytes = computed.minimal_bytes
+    return Plan(
+        backend="numpy", device=str(computed.machine), steps=tuple(steps), flops=computed.flops, minimal_bytes=nbytes,
+        bytes_moved=nbytes * max(1, len(steps)), notes=computed.notes, bound=bound(computed.flops, nbytes),
+        workspace=tuple(Buffer(name, size) for name, size in sizes.items() if size and steps), **words,
+    )  # fmt: skip
+
+
+def bound(flops: int, nbytes: int) -> str:
+    """What limits the speed of so many operations on so many bytes."""
+    return "memory" if flops < BALANCE * nbytes else "arithmetic"
+
+
+def temporaries(geometry: Windows, prologue: Prologue) -> int:
+    """Copies of what is read: a border that a padding mode fills is gathered first, an activation takes one beside."""
+    return (geometry.padding_mode != "constant") + bool(prologue.activation)
+
+
+def sums_per_pixel(geometry: ConvGeometry, dtype: str, in_place: bool = False, activation: object = None) -> int:
+    """Bytes of a pixel's sums, twice unless they are the result, and of the temporary an activation takes."""
+    arrays = int(bool(activation)) if in_place else 2
+    return arrays * geometry.out_channels * ITEMSIZE[accumulator(dtype)]
+
+
+def is_one_kind(problem: ConvProblem) -> bool:
+    """Whether both factors are real, or both complex."""
+    return is_complex(problem.x_dtype) == is_complex(problem.weight_dtype)
+
+
+def result_takes_sums(problem: ConvProblem) -> bool:
+    """Whether products can be written where the result lies.  A residual may lie there too: it is read later."""
+    return (
+        problem.out.dtype == accumulator(problem.out.dtype)
+        and problem.residual is None
+        and is_one_kind(problem)
+        and problem.out.pixel_stride == 1
+        and is_matrix(problem.out)
+    )
+
+
+def is_matrix(image: Operand) -> bool:
+    """Whether a sample is a matrix that BLAS takes as it lies, channel by channel or pixel by pixel."""
+    pixel_stride, channels = image.pixel_stride, image.shape[1]
+    if pixel_stride is None:
+        return False
+    by_channel = pixel_stride == 1 and (channels == 1 or image.stride_c >= image.pixels)
+    return by_channel or (image.stride_c == 1 and pixel_stride >= channels)
+
+
+def weight_copy(problem: ConvProblem) -> int:
+    """Bytes of the weight where it must be copied: another dtype, another order, or parts taken apart."""
+    weight = problem.weight
+    as_it_lies = (
+        weight.dtype == accumulator(problem.weight_dtype)
+        and weight.strides == c_strides(weight.shape)
+        and not (is_complex(problem.weight_dtype) and not is_complex(problem.x_dtype))
+    )
+    return 0 if as_it_lies else copy_bytes(weight, problem.weight_dtype)
+
+
+def copy_bytes(weight: Operand, dtype: str) -> int:
+    """Bytes of a copy of the weight in the dtype that products of `dtype` compute in."""
+    return prod(weight.shape) * ITEMSIZE[accumulator(real_part(dtype))] * (1 + is_complex(dtype))
+
+
+# --- runs -----------------------------------------------------------------------------------------------------
+
+
+class Convolution:
+    """What all runs of a loop have in common."""
+
+    def __init__(self, loop: ConvLoop) -> None:
         geometry = loop.geometry
-        assert isinstance(geometry, ConvGeometry)
-        self.plan, self.geometry = loop, geometry
+        self.loop, self.geometry = loop, geometry
         self.sums_dtype = dtype_from_name(loop.dtype)
         self.x_dtype, self.weight_dtype = dtype_from_name(loop.x_dtype), dtype_from_name(loop.weight_dtype)
-        complex_x, complex_weight = is_complex(loop.x_dtype), is_complex(loop.weight_dtype)
         #: Where one factor alone is complex, its parts are taken as twice as many real pixels or outputs.
-        self.parts_as_pixels = complex_x and not complex_weight
-        self.parts_as_outputs = complex_weight and not complex_x
-        self.body = {
-            "columns": BlockedConvolution.columns_and_product, "view": BlockedConvolution.product_of_view,
-            "shared columns": BlockedConvolution.products_of_shared_columns,
-            "taps": BlockedConvolution.product_a_tap, "scaled taps": BlockedConvolution.scaled_taps,
-            "scaled runs": BlockedConvolution.scaled_runs,
-        }[loop.body]  # fmt: skip
-        itemsize = self.x_dtype.itemsize
-        self._kept = tuple(cut_into_blocks(loop, itemsize)) if are_kept(loop) else None
+        self.parts_as_pixels = is_complex(loop.x_dtype) and not is_complex(loop.weight_dtype)
+        self.parts_as_outputs = is_complex(loop.weight_dtype) and not is_complex(loop.x_dtype)
+        self.channels = loop.channel_slices
+        self.matrix_shape = geometry.groups, geometry.group_outputs, geometry.reduction
+        self.has_epilogue = not loop.in_place or bool(loop.activation)
+        self.blocks = Blocks(geometry, loop.block, self.x_dtype.itemsize)
+        #: Where scratch memory is filled once nothing is kept in it, so it serves all runs.
+        self.scratch = Scratch(self.x_dtype, 1) if loop.rounds <= 1 else None
+        self.activate: Callable[[np.ndarray], None] | None = None
+        self.transform_of: Callable[[Mapping[str, Any]], Any] | None = None
+        # These two are imported for those that have them.
+        if loop.activation:
+            from cupyconv.numpy.activations import activate
+
+            self.activate = partial(activate, activation=loop.activation)
+        if loop.prologue:
+            from cupyconv.numpy.prologue import transform_of
+
+            self.transform_of = partial(transform_of, loop.prologue, dtype=self.x_dtype)
 
     def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None) -> None:
         """Compute the result; arguments and result are given by name, and memory that other loops use too."""
-        convolution = BlockedConvolution(self, arrays, scratch or Scratch(self.x_dtype, self.plan.rounds))
-        blocks = cut_into_blocks(self.plan, self.x_dtype.itemsize) if self._kept is None else self._kept
-        if self.plan.threads == 1:
-            for block in blocks:
-                convolution.finish(block)
-        else:
-            with ThreadPoolExecutor(self.plan.threads) as pool:
-                list(pool.map(convolution.finish_in_thread, blocks))
+        scratch = scratch or self.scratch or Scratch(self.x_dtype, self.loop.rounds)
+        in_threads(self.loop.threads, Run(self, arrays, scratch).finish, self.blocks)
 
 
-class BlockedConvolution:
+class Run:
     """One run: its arrays, brought to five axes, and what its blocks share."""
 
-    def __init__(self, loop: ConvolutionLoop, arrays: Mapping[str, Any], scratch: Scratch) -> None:
-        geometry = loop.geometry
-        self.loop, self.geometry = loop, geometry
-        self.inputs = [
-            (five_axes(arrays[name]), slice(first, first + channels))
-            for name, first, channels in zip(loop.plan.inputs, geometry.channel_offsets, geometry.channels)
-        ]
+    def __init__(self, convolution: Convolution, arrays: Mapping[str, Any], scratch: Scratch) -> None:
+        self.convolution, self.geometry, loop = convolution, convolution.geometry, convolution.loop
+        inputs = [(five_axes(arrays[name]), channels) for name, channels in zip(loop.inputs, convolution.channels)]
+        transform = convolution.transform_of(arrays) if convolution.transform_of else None
+        self.images = Images(inputs, scratch, transform)
+        self.products = convolution.scratch or Scratch(convolution.sums_dtype, loop.rounds)
         self.out = five_axes(arrays["out"])
         self.pre = five_axes(arrays["pre"]) if "pre" in arrays else None
-        residual, bias = arrays.get("residual"), arrays.get("bias")
-        self.residual = None if residual is None else five_axes(residual)
-        matrix = arrays["weight"].reshape(geometry.groups, geometry.group_outputs, geometry.reduction)
-        if matrix.dtype != loop.weight_dtype:
-            matrix = matrix.astype(loop.weight_dtype)
-        self.weight = matrix  # (groups, group_outputs, K_g)
-        self.matrix = np.concatenate([matrix.real, matrix.imag], axis=1) if loop.parts_as_outputs else matrix
-        if loop.plan.body == "shared columns":
-            self.by_tap = _by_outermost_tap(matrix, geometry)
-        if bias is not None:
-            bias = bias.astype(self.out.dtype, copy=False).astype(loop.sums_dtype, copy=False)[:, None, None, None]
-        self.bias = bias
-        self._products_are_result = (
-            loop.plan.in_place and bias is None and residual is None and not loop.plan.activation
-        )
-        self._scratch, self._products = scratch, Scratch(loop.sums_dtype, loop.plan.rounds)
-        self._transform = transform_of(loop.plan.prologue, arrays, loop.x_dtype)
+        self.residual = five_axes(arrays["residual"]) if "residual" in arrays else None
+        self.bias = None
+        if "bias" in arrays:
+            bias = arrays["bias"].astype(self.out.dtype, copy=False).astype(convolution.sums_dtype, copy=False)
+            self.bias = bias[:, None, None, None]
+        matrix = arrays["weight"].reshape(convolution.matrix_shape)
+        if matrix.dtype != convolution.weight_dtype:
+            matrix = matrix.astype(convolution.weight_dtype)
+        self.weight = loop.arranged(matrix)
+        self._products_are_result = not convolution.has_epilogue and self.bias is None and self.residual is None
 
     def finish(self, block: Block) -> None:
-        self._store(block, self.loop.body(self, block))
+        """Compute a block of the result."""
+        sums = self.convolution.loop.sums(self, block)
+        if not self._products_are_result:
+            self.store(block, sums)
 
-    def finish_in_thread(self, block: Block) -> None:
-        with np.errstate(all="ignore"):  # of the thread
-            self.finish(block)
-
-    # Six ways to the sums of a block, each (groups, group_outputs, samples, depth, height, width).
-
-    def columns_and_product(self, block: Block) -> np.ndarray:
-        return self._product(self.matrix, columns_of(self.inputs, block, self._scratch, self._transform), block)
-
-    def product_of_view(self, block: Block) -> np.ndarray:
-        ((x, _),) = self.inputs
-        if not self.loop.plan.in_place:
-            return self._product(self.matrix, block.of(x)[0], block)
-        geometry, samples = self.geometry, block.size[0]
-        columns = block.of(x).reshape(samples, geometry.groups, geometry.group_channels, -1)
-        place = block.of(self.out).reshape(samples, geometry.groups, geometry.group_outputs, -1)
-        np.matmul(self.matrix, columns, out=place)
-        return place.transpose(1, 2, 0, 3).reshape(block.sums_shape)
-
-    def product_a_tap(self, block: Block) -> np.ndarray:
-        """A product for each tap: no columns but one tap's, and a sum that is gone through for every tap."""
-        geometry = self.geometry
-        by_tap = np.moveaxis(self.matrix.reshape(*self.matrix.shape[:2], geometry.group_channels, geometry.taps), 3, 0)
-        sums = np.zeros(block.sums_shape, self.loop.sums_dtype)
-        columns = self._scratch.array("columns", (geometry.in_channels, *block.size))
-        for matrix, regions in zip(by_tap, block.taps):
-            read_regions(self.inputs, regions, block, columns, self._transform)
-            sums += self._product(np.ascontiguousarray(matrix), columns, block)
-        return sums
-
-    def products_of_shared_columns(self, block: Block) -> np.ndarray:
-        """A product for each tap of the kernel's outermost axis, whose columns the others share."""
-        geometry = self.geometry
-        sums = self._empty_sums(block)
-        for groups, columns in self._shared_columns(block):
-            target = sums[groups]
-            product = self._products.array("product", target.shape)
-            for taps, views in columns:
-                matrices = views.swapaxes(0, 1).reshape(views.shape[1], len(target), -1, block.area)
-                for t, matrix in zip(range(geometry.taps)[taps], matrices):
-                    place = product if t else target
-                    np.matmul(self.by_tap[t, groups], matrix, out=place)
-                    if t:
-                        target += product
-        return self._in_order(sums, block)
-
-    def scaled_taps(self, block: Block) -> np.ndarray:
-        """Depthwise: what each tap reads, times a number a channel, summed; a matrix product would be a vector's."""
-        sums = self._empty_sums(block)
-        weight = self.weight.reshape(*self.weight.shape[:2], self.geometry.kernel[self.geometry.outermost], -1)
-        for groups, columns in self._shared_columns(block):
-            for taps, views in columns:
-                # In Fortran's order the innermost loop is over pixels, whichever axis has the smallest stride.
-                target = sums[groups].T
-                if taps.start:
-                    target += np.einsum("cmtk,ctkp->pmc", weight[groups, :, taps], views, order="F")
-                else:
-                    np.einsum("cmtk,ctkp->pmc", weight[groups, :, taps], views, out=target, order="F")
-        return self._in_order(sums, block)
-
-    def scaled_runs(self, block: Block) -> np.ndarray:
-        """Depthwise at stride 1: a tap's run of the tile times a number a channel; what lies between rows is left out."""
-        geometry = self.geometry
-        size = (geometry.groups, geometry.group_outputs, *block.size)
-        if self.loop.plan.in_place:
-            sums = block.of(self.out).swapaxes(0, 1).reshape(size)
-        else:
-            sums = np.empty(size, self.loop.sums_dtype)
-        weight = self.weight.reshape(*self.weight.shape[:2], *geometry.kernel)
-        for groups in parts_of(geometry.groups, self.loop.plan.part):
-            runs, pixels = runs_of(self.inputs, block, groups, self._scratch, self._transform)
-            shape = (len(runs), geometry.group_outputs, runs.shape[-1])
-            is_row = block.size[0] == 1 and shape[-1] == block.area  # nothing lies between
-            products = sums[groups].reshape(shape) if is_row else self._products.array("runs", shape)
-            np.einsum("cmdhw,cdhwp->pmc", weight[groups], runs, out=products.T, order="F")
-            if not is_row:
-                sums[groups] = pixels(products)
-        return sums
-
-    def _shared_columns(self, block: Block) -> Iterator[tuple[slice, list[tuple[slice, np.ndarray]]]]:
-        """For some groups at a time, so that they stay in cache, the columns that taps share."""
-        per_group = self.geometry.group_channels
-        for groups in parts_of(self.geometry.groups, self.loop.plan.part):
-            channels = slice(groups.start * per_group, groups.stop * per_group)
-            yield groups, shared_columns(self.inputs, block, channels, self._scratch, self._transform)
-
-    def _empty_sums(self, block: Block) -> np.ndarray:
-        """Where a block's sums go, (groups, group_outputs, pixels): the result, or memory of its own."""
-        shape = (self.geometry.groups, self.geometry.group_outputs, block.area)
-        return block.of(self.out).reshape(shape) if self.loop.plan.in_place else np.empty(shape, self.loop.sums_dtype)
-
-    def _in_order(self, sums: np.ndarray, block: Block) -> np.ndarray:
-        """Sums of pixels in the order of shared columns, as a view in the order of pixels."""
-        samples_and_size, axis = list(block.size), 1 + self.geometry.outermost
-        samples_and_size.insert(0, samples_and_size.pop(axis))
-        return np.moveaxis(sums.reshape(*sums.shape[:2], *samples_and_size), 2, 2 + axis)
-
-    def _product(self, matrix: np.ndarray, columns: np.ndarray, block: Block) -> np.ndarray:
-        geometry, loop = self.geometry, self.loop
-        columns = columns.reshape(geometry.groups, matrix.shape[2], block.area)
-        if loop.parts_as_pixels:
-            sums = np.matmul(matrix, columns.view(matrix.dtype)).view(loop.sums_dtype)
-        elif loop.parts_as_outputs:
-            real, imaginary = np.split(np.matmul(matrix, columns), 2, axis=1)
-            sums = np.empty(real.shape, loop.sums_dtype)
-            sums.real, sums.imag = real, imaginary
-        elif loop.plan.in_place:
-            place = block.of(self.out).reshape(geometry.groups, geometry.group_outputs, block.area)
-            sums = np.matmul(matrix, columns, out=place)
-        else:
-            sums = np.matmul(matrix, columns)
-        return sums.reshape(block.sums_shape)
-
-    # The epilogue.
-
-    def _store(self, block: Block, sums: np.ndarray) -> None:
-        if self._products_are_result:
-            return
+    def store(self, block: Block, sums: np.ndarray) -> None:
+        """The epilogue of a block's sums."""
         sums = sums.reshape(self.geometry.out_channels, *block.size).swapaxes(0, 1)
         if self.bias is not None:
             sums += self.bias
@@ -231,13 +452,7 @@ class BlockedConvolution:
             sums += residual if residual.dtype == self.out.dtype else residual.astype(self.out.dtype)
         if self.pre is not None:
             block.of(self.pre)[...] = sums
-        activate(sums, self.loop.plan.activation)
-        if not self.loop.plan.in_place:
+        if self.convolution.activate:
+            self.convolution.activate(sums)
+        if not self.convolution.loop.in_place:
             block.of(self.out)[...] = sums
-
-
-def _by_outermost_tap(weight: np.ndarray, geometry: ConvGeometry) -> np.ndarray:
-    """The matrix of each tap of the kernel's outermost axis: (taps, groups, group_outputs, channels and other taps)."""
-    outer = geometry.kernel[geometry.outermost]
-    taps = weight.reshape(*weight.shape[:2], geometry.group_channels, outer, -1)
-    return np.moveaxis(taps, 3, 0).reshape(outer, *weight.shape[:2], -1)

@@ -8,36 +8,132 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from cupyconv.numpy.convolution import ConvolutionLoop
-from cupyconv.numpy.loops import GatheredLoop
+from cupyconv.numpy.convolution import ConvLoop, Convolution, plan_conv
 from cupyconv.numpy.windows import five_axes
+from cupyconv.problem.arrays import c_strides
 from cupyconv.problem.geometry import ConvGeometry
+from cupyconv.problem.plan import Buffer, Plan
+from cupyconv.problem.polyphase import class_problem, is_reached, residue_classes
+from cupyconv.problem.problems import NotApplicable, TransposedProblem
+
+#: Convolutions that a result may fall apart into to be gathered: stride 2 along three axes.
+MOST_PARTS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatheredLoop:
+    """A part of a transposed convolution's result as the convolution that it is.
+
+    Along each axis the part is every ``written[1]``-th element from ``written[0]`` on, and `read` begins and ends
+    what is read of x.  The weight is that of these channels, has `taps` of each axis, in the order in which they meet x,
+    and outputs and channels of each group exchanged.
+    """
+
+    convolution: ConvLoop
+    output: str
+    first_channel: int  # of the concatenated results
+    conjugate: bool
+    taps: tuple[range, ...]
+    read: tuple[tuple[int, int], ...]
+    written: tuple[tuple[int, int], ...]
+
+    @property
+    def flops(self) -> int:
+        return self.convolution.flops
+
+    @property
+    def bytes_moved(self) -> int:
+        return self.convolution.bytes_moved
+
+    @property
+    def shape_of_work(self) -> object:
+        return self
+
+    def __str__(self) -> str:
+        taps, steps = (
+            " x ".join(map(str, along)) for along in (map(len, self.taps), (step for _, step in self.written))
+        )
+        every = f", every {steps}" if max(step for _, step in self.written) > 1 else ""
+        return f"{self.convolution}, gathered from {taps} taps{every}"
+
+    def executable(self) -> Callable[[Mapping[str, Any]], None]:
+        """What runs the loop on arguments and result by name."""
+        return GatheredConvolution(self).run
+
+
+def plan_gathered(problem: TransposedProblem) -> Plan:
+    """The plan of convolutions that the results are; ValueError where adding products takes less, or one has no plan."""
+    geometry = problem.geometry
+    classes = residue_classes(geometry)
+    if geometry.padding_mode != "constant" or not _reads_less(geometry, len(classes)):
+        raise NotApplicable("products are added where the kernel reaches")
+    if geometry.groups > 1 and len(problem.outs) > 1:
+        raise NotApplicable("several results of a grouped convolution")
+    weight = prod(problem.weight.shape) * problem.weight.itemsize
+    plans, steps = [], []
+    for (out, first), one in product(zip(problem.outs, geometry.channel_offsets), classes):
+        taps = [axis.taps for axis in one] if is_reached(one) else [range(0)] * 3
+        shape = (out.shape[1], geometry.group_outputs, *map(len, taps))
+        own = replace(problem.weight, shape=shape, strides=c_strides(shape))
+        part = class_problem(replace(problem, workspace_limit=problem.limit_with(weight) - weight), one, out, own)
+        plan = plan_conv(replace(part, method=problem.method if is_reached(one) else "auto"))
+        plans.append(plan)
+        read = tuple(
+            (max(0, -axis.before), extent - max(0, -axis.after)) if is_reached(one) else (0, extent)
+            for axis, extent in zip(one, geometry.out_size)
+        )
+        for loop in plan.steps:
+            assert isinstance(loop, ConvLoop)
+            gathered = GatheredLoop(
+                convolution=loop, output=out.name, first_channel=first, conjugate=problem.conjugate, taps=tuple(taps),
+                read=read, written=tuple((axis.first, step) for axis, step in zip(one, geometry.stride)),
+            )  # fmt: skip
+            steps.append(gathered)
+    largest = max(plans, key=lambda plan: plan.flops)
+    sizes = {"weight": weight, "blocks": max(plan.workspace_bytes for plan in plans)}
+    return replace(
+        largest, problem=problem.title, result=problem.result, steps=tuple(steps), flops=problem.flops,
+        bytes_moved=problem.minimal_bytes, minimal_bytes=problem.minimal_bytes, notes=problem.notes,
+        reason=f"gathered{f' in {len(plans)} parts' if len(plans) > 1 else ''}, {largest.reason}",
+        workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items()) if steps else (),
+    )  # fmt: skip
+
+
+def _reads_less(geometry: ConvGeometry, parts: int) -> bool:
+    """Whether the convolutions' columns take less than sums: in groups, and of no more channels than the results have."""
+    if geometry.groups > 1:
+        return parts <= MOST_PARTS
+    return parts == 1 and geometry.taps > 1 and 0 < geometry.out_channels <= min(geometry.channels, default=0)
 
 
 class GatheredConvolution:
-    """What all runs of a plan's step have in common."""
+    """What all runs of a loop have in common."""
 
     def __init__(self, loop: GatheredLoop) -> None:
-        self.plan, self._convolution = loop, ConvolutionLoop(loop)
+        self.loop, self.geometry = loop, loop.convolution.geometry
+        self._convolution = Convolution(loop.convolution)
         self._read: Any = tuple(slice(begin, end) for begin, end in loop.read)
         self._written: Any = tuple(slice(first, None, step) for first, step in loop.written)
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         """Compute the part; arguments and results are given by name."""
-        loop, geometry = self.plan, self.plan.geometry
+        geometry = self.geometry
         parts = {"weight": self._weight(arrays["weight"])}
-        for name in loop.inputs:
+        for name in self.loop.convolution.inputs:
             x = arrays[name]
             is_read = geometry.in_channels > 0
             parts[name] = (
                 five_axes(x)[(..., *self._read)] if is_read else np.empty((geometry.batch, 0, *geometry.size), x.dtype)
             )
-        for name, target in ((loop.output, "out"), ("pre", "pre")):
+        for name, target in ((self.loop.output, "out"), ("pre", "pre")):
             if name in arrays:
                 parts[target] = five_axes(arrays[name])[(..., *self._written)]
         if "bias" in arrays:
@@ -46,16 +142,15 @@ class GatheredConvolution:
 
     def _weight(self, weight: np.ndarray) -> np.ndarray:
         """The taps of the part: a copy, or an array of no elements where no tap reaches it."""
-        geometry = self.plan.geometry
-        assert isinstance(geometry, ConvGeometry)
+        geometry = self.geometry
         if geometry.reduction == 0:
             return np.empty((geometry.out_channels, 0, *geometry.kernel), weight.dtype)
-        reversed_taps: Any = tuple(slice(t.start, t.stop if t.stop >= 0 else None, t.step) for t in self.plan.taps)
-        own = slice(self.plan.first_channel, self.plan.first_channel + geometry.out_channels // geometry.groups)
+        reversed_taps: Any = tuple(slice(t.start, t.stop if t.stop >= 0 else None, t.step) for t in self.loop.taps)
+        own = slice(self.loop.first_channel, self.loop.first_channel + geometry.out_channels // geometry.groups)
         taken = five_axes(weight)[(slice(None), own, *reversed_taps)]
         # (groups, channels of the result, of x, taps)
         grouped = taken.reshape(geometry.groups, geometry.group_channels, geometry.group_outputs, *geometry.kernel)
         exchanged = np.array(grouped.swapaxes(1, 2), order="C")
-        if self.plan.conjugate:
+        if self.loop.conjugate:
             np.conjugate(exchanged, out=exchanged)
         return exchanged.reshape(geometry.out_channels, geometry.group_channels, *geometry.kernel)

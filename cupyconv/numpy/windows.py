@@ -1,6 +1,6 @@
-"""Windows as slices: which input elements a tap reads, along one axis and along all three.
+"""What a block of a convolution's outputs reads: windows as slices, the tile that they lie in, and columns.
 
-No padded copy is made.  Along an axis, the outputs whose tap falls inside the image are one slice; the
+No padded copy is made of an image.  Along an axis, the outputs whose tap falls inside the image are one slice; the
 few at the borders are zeros, or are read through an index array that follows the padding mode.
 
 ::
@@ -8,24 +8,49 @@ few at the borders are zeros, or are read through an index array that follows th
     outputs of a block     | border |        inside         | border |
     input elements         | zeros  |  slice(first, last,   | index  |
                            | or idx |        stride)        |  array |
+
+Where a kernel has many taps, a block's part of the padded image is copied once, and its windows are a view of that.
+
+::
+
+    x_0, x_1, ...   --read-->   tile                  --windows-->   columns
+    any strides,                (channels, samples,                  (channels, taps, samples, pixels)
+    any dtype                    d, h, w), padded                    a copy of overlapping views
+
+A prologue transforms what is read as it is written, and so never the padding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, lru_cache, partial
 from itertools import product
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from cupyconv.problem.geometry import Windows
+from cupyconv.problem.geometry import ConvGeometry, Windows, even_part
+from cupyconv.problem.problems import NotApplicable
+
+if TYPE_CHECKING:
+    from cupyconv.numpy.prologue import Transform
 
 #: Input elements of a run of outputs along an axis.
 Elements = slice | np.ndarray
 Segment = tuple[slice, Elements | None]  # positions of the outputs, and what they read; None: zeros
 Region = tuple[tuple[slice, ...], tuple[Elements, ...] | None]
+#: Samples, and pixels along three axes, of a block of outputs.
+BlockSize = tuple[int, int, int, int]
+_Part = TypeVar("_Part")
+_Result = TypeVar("_Result")
+
+#: Blocks up to which, and taps up to which, what a block reads is kept from run to run: a small convolution is
+#: bound by working it out; a large one is not, and would keep megabytes.
+_KEPT_BLOCKS, _KEPT_TAPS = 4, 64
+#: Bytes of a tile up to which zeros are written all over it: one long write takes less than several short ones.
+_SMALL_TILE = 256 << 10
 
 
 def padded_index(index: np.ndarray, size: int, mode: str) -> np.ndarray:
@@ -86,7 +111,7 @@ def tap_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[Regio
     Kept between calls, since a small convolution is bound by working this out; not for large kernels,
     which are not, and whose regions would take megabytes.
     """
-    return (_kept_tap_regions if windows.taps <= 64 else _tap_regions)(windows, block)
+    return (_kept_tap_regions if windows.taps <= _KEPT_TAPS else _tap_regions)(windows, block)
 
 
 def _tap_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[Region, ...], ...]:
@@ -97,24 +122,6 @@ def _tap_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[Regi
 
 
 _kept_tap_regions = lru_cache(maxsize=256)(_tap_regions)
-
-
-@lru_cache(maxsize=256)
-def tile_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[int, ...], tuple[Region, ...]]:
-    """The size of the tile that all windows of a block lie in, padding included, and what fills it."""
-    size = tuple((len(run) - 1) * s + span for run, s, span in zip(block, windows.stride, windows.span))
-    offsets = [run.start * s - before for run, s, before in zip(block, windows.stride, windows.before)]
-    return size, boxes(windows, [range(extent) for extent in size], (1, 1, 1), offsets)
-
-
-def windows_of_tile(
-    windows: Windows, tile: tuple[int, ...], out_size: Sequence[int], itemsize: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of a view (c, kd, kh, kw, n, d, h, w) of all windows in a C-ordered tile (c, n, d, h, w)."""
-    c, n, *spatial = (prod(tile[axis + 1 :]) * itemsize for axis in range(5))
-    taps = [step * gap for step, gap in zip(spatial, windows.dilation)]
-    moves = [step * stride for step, stride in zip(spatial, windows.stride)]
-    return (tile[0], *windows.kernel, tile[1], *out_size), (c, *taps, n, *moves)
 
 
 def five_axes(image: np.ndarray) -> np.ndarray:
@@ -153,3 +160,238 @@ def add(image: np.ndarray, elements: Sequence[Elements], values: np.ndarray) -> 
             spread[index] += one
         values = together
     image[(..., *cut)] += values
+
+
+def tile_size(windows: Windows, pixels: Sequence[int]) -> tuple[int, ...]:
+    """The part of a padded image that all windows of so many pixels lie in."""
+    return tuple((n - 1) * s + span for n, s, span in zip(pixels, windows.stride, windows.span))
+
+
+def tile_shape(windows: Windows, channels: int, block: BlockSize) -> tuple[int, ...]:
+    """The tile of a block: (channels, samples, d, h, w)."""
+    return channels, block[0], *tile_size(windows, block[1:])
+
+
+def columns_shape(windows: Windows, block: BlockSize) -> tuple[int, ...]:
+    """All windows of a block: (channels, kd, kh, kw, samples, d, h, w)."""
+    return windows.in_channels, *windows.kernel, *block
+
+
+@lru_cache(maxsize=256)
+def tile_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[int, ...], tuple[Region, ...]]:
+    """The size of the tile that all windows of a block lie in, padding included, and what fills it."""
+    size = tile_size(windows, tuple(map(len, block)))
+    offsets = [run.start * s - before for run, s, before in zip(block, windows.stride, windows.before)]
+    return size, boxes(windows, [range(extent) for extent in size], (1, 1, 1), offsets)
+
+
+def windows_of_tile(
+    windows: Windows, tile: tuple[int, ...], out_size: Sequence[int], itemsize: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of a view (c, kd, kh, kw, n, d, h, w) of all windows in a C-ordered tile (c, n, d, h, w)."""
+    c, n, *spatial = (prod(tile[axis + 1 :]) * itemsize for axis in range(5))
+    taps = [step * gap for step, gap in zip(spatial, windows.dilation)]
+    moves = [step * stride for step, stride in zip(spatial, windows.stride)]
+    return (tile[0], *windows.kernel, tile[1], *out_size), (c, *taps, n, *moves)
+
+
+class Block:
+    """A part of the result, and what is read for it."""
+
+    def __init__(self, geometry: ConvGeometry, itemsize: int, ranges: tuple[range, ...]) -> None:
+        self.geometry, self._itemsize, self._ranges = geometry, itemsize, ranges
+        self._tiles: dict[int, Tile] = {}
+        samples, depth, height, width = map(len, ranges)
+        self.size: BlockSize = (samples, depth, height, width)
+        self._samples, *pixels = (slice(r.start, r.stop) for r in ranges)
+        self._at = (self._samples, slice(None), *pixels)
+        self._is_all = self.size == (geometry.batch, *geometry.out_size)
+        self.area = prod(self.size)
+        self.columns_shape = columns_shape(geometry, self.size)
+        self.sums_shape = (geometry.groups, geometry.group_outputs, *self.size)
+
+    def of(self, image: np.ndarray) -> np.ndarray:
+        """These samples and pixels of an image of five axes."""
+        return image if self._is_all else image[self._at]
+
+    def samples_of(self, image: np.ndarray) -> np.ndarray:
+        """These samples of an image."""
+        return image if self._is_all else image[self._samples]
+
+    @cached_property
+    def taps(self) -> tuple[tuple[Region, ...], ...]:
+        """What each tap reads."""
+        return tap_regions(self.geometry, self._ranges[1:])
+
+    def tile(self, channels: int) -> Tile:
+        """What all taps read of so many channels."""
+        if channels not in self._tiles:
+            self._tiles[channels] = Tile(self.geometry, self._itemsize, self._ranges, channels)
+        return self._tiles[channels]
+
+
+class Tile:
+    """The part of the padded inputs that all windows of a block lie in: (channels, samples, d, h, w)."""
+
+    def __init__(self, geometry: ConvGeometry, itemsize: int, block: tuple[range, ...], channels: int) -> None:
+        samples, *out_size = map(len, block)
+        size, regions = tile_regions(geometry, block[1:])
+        self.shape = (channels, samples, *size)
+        self.windows_shape, self.windows_strides = windows_of_tile(geometry, self.shape, out_size, itemsize)
+        read = tuple(region for region in regions if region[1] is not None)
+        self.starts_as_zeros = len(read) < len(regions) and prod(self.shape) * itemsize <= _SMALL_TILE
+        self.regions = read if self.starts_as_zeros else regions
+
+
+class Blocks:
+    """The blocks of a loop, in order; where they are few they are kept from run to run."""
+
+    def __init__(self, geometry: ConvGeometry, size: BlockSize, itemsize: int) -> None:
+        self._geometry, self._itemsize = geometry, itemsize  # the latter of what is read
+        self._axes = [ranges_of(extent, part) for extent, part in zip((geometry.batch, *geometry.out_size), size)]
+        few = prod(map(len, self._axes)) <= _KEPT_BLOCKS and geometry.taps <= _KEPT_TAPS
+        self._kept = tuple(self._cut()) if few else None
+
+    def __iter__(self) -> Iterator[Block]:
+        return self._cut() if self._kept is None else iter(self._kept)
+
+    def _cut(self) -> Iterator[Block]:
+        return (Block(self._geometry, self._itemsize, ranges) for ranges in product(*self._axes))
+
+
+class Images:
+    """A run's inputs, of five axes, their channels one after the other, and memory to read them into.
+
+    `inputs` are arrays, and the channels of the concatenation that each one is.
+    """
+
+    def __init__(
+        self, inputs: Sequence[tuple[np.ndarray, slice]], scratch: Scratch, transform: Transform | None
+    ) -> None:
+        self.inputs, self.scratch, self._transform = inputs, scratch, transform
+        self.channels = inputs[-1][1].stop if inputs else 0
+
+    def read(self, regions: tuple[Region, ...], block: Block, target: np.ndarray) -> None:
+        """Read boxes of a block's samples into (channels, samples, d, h, w)."""
+        for at, elements in regions:
+            for x, channels in self.inputs:
+                part = target[(channels, slice(None), *at)]
+                if elements is None:
+                    part[...] = 0
+                elif self._transform is None:
+                    part[...] = read(block.samples_of(x), elements).swapaxes(0, 1)
+                else:
+                    self._transform.write(part, read(block.samples_of(x), elements).swapaxes(0, 1), channels)
+
+    def tile(self, block: Block) -> np.ndarray:
+        """The part of the padded inputs that all windows of a block lie in: (channels, samples, d, h, w)."""
+        tile = block.tile(self.channels)
+        image = self.scratch.array("tile", tile.shape)
+        if tile.starts_as_zeros:
+            image.fill(0)
+        self.read(tile.regions, block, image)
+        return image
+
+    def columns(self, block: Block) -> np.ndarray:
+        """All windows of a block as (channels, kd, kh, kw, samples, d, h, w) in C order."""
+        columns = self.scratch.array("columns", block.columns_shape)
+        if block.geometry.taps == 1:
+            self.read(block.taps[0], block, columns[:, 0, 0, 0])
+        else:
+            tile = block.tile(self.channels)
+            columns[...] = np.ndarray(tile.windows_shape, columns.dtype, self.tile(block), 0, tile.windows_strides)
+        return columns
+
+    def some(self, channels: slice) -> Images:
+        """Some channels of the concatenation, counted from the first of them."""
+        some = []
+        for x, own in self.inputs:
+            begin, end = max(channels.start, own.start), min(channels.stop, own.stop)
+            if begin < end:
+                part = x[:, begin - own.start : end - own.start]
+                some.append((part, slice(begin - channels.start, end - channels.start)))
+        return Images(some, self.scratch, self._transform and self._transform.of(channels))
+
+
+# --- cutting, and who does a part -----------------------------------------------------------------------------
+
+
+def largest_block(
+    geometry: ConvGeometry,
+    needed: Callable[[BlockSize], int],
+    limit: int,
+    target: int,
+    smallest: int,
+    most_samples: int,
+) -> BlockSize:
+    """A block of about `target` pixels, or the largest below it that needs no more than `limit` bytes."""
+    smallest = max(1, min(smallest, geometry.pixels))
+    pixels = max(smallest, target)
+    while True:
+        block = block_of_pixels(geometry, pixels, most_samples)
+        nbytes = needed(block)
+        if nbytes <= limit:
+            return block
+        if pixels == smallest:
+            raise NotApplicable(f"the smallest block needs {nbytes:,} bytes of workspace, the limit is {limit:,}")
+        pixels = max(smallest, min(pixels - 1, pixels * limit // nbytes))
+
+
+def block_of_pixels(geometry: ConvGeometry, pixels: int, most_samples: int) -> BlockSize:
+    """At most that many pixels: whole samples, else part of one along the outermost axis that must be cut."""
+    depth, height, width = geometry.out_size
+    if pixels >= geometry.pixels:
+        samples = min(most_samples, max(1, pixels // max(1, geometry.pixels)))
+        return (even_part(geometry.batch, samples), max(1, depth), max(1, height), max(1, width))
+    if pixels >= height * width:
+        return (1, even_part(depth, pixels // (height * width)), height, width)
+    if pixels >= width:
+        return (1, 1, even_part(height, pixels // width), width)
+    return (1, 1, 1, even_part(width, pixels))
+
+
+def ranges_of(extent: int, part: int) -> list[range]:
+    """An axis cut into parts."""
+    return [range(first, min(first + part, extent)) for first in range(0, extent, part)]
+
+
+def parts_of(count: int, part: int) -> Iterator[slice]:
+    """So many groups, or channels, at a time."""
+    return (slice(first, min(first + part, count)) for first in range(0, count, part))
+
+
+def in_threads(threads: int, function: Callable[[_Part], _Result], parts: Iterable[_Part]) -> list[_Result]:
+    """The function's results for all parts, in their order, worked out by so many threads."""
+    if threads == 1:
+        return [function(part) for part in parts]
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(partial(_without_warnings, function), parts))
+
+
+def _without_warnings(function: Callable[[_Part], _Result], part: _Part) -> _Result:
+    with np.errstate(all="ignore"):  # of the thread
+        return function(part)
+
+
+class Scratch:
+    """Uninitialised arrays by name, each thread its own; one that is asked for again overwrites the one before it.
+
+    Of a single round nothing is kept: its arrays are fresh.
+    """
+
+    def __init__(self, dtype: np.dtype, rounds: int) -> None:
+        self._dtype = dtype
+        self._buffers = threading.local() if rounds > 1 else None
+
+    def array(self, name: str, shape: Sequence[int], dtype: np.dtype | None = None) -> np.ndarray:
+        """This thread's array of that name, in C order; of another dtype than the scratch memory's where one is given."""
+        dtype = dtype or self._dtype
+        if self._buffers is None:
+            return np.empty(shape, dtype)
+        buffers: dict[str, np.ndarray] = self._buffers.__dict__
+        nbytes = prod(shape) * dtype.itemsize
+        if name not in buffers or buffers[name].size < nbytes:
+            buffers[name] = np.empty(nbytes, np.uint8)
+        return np.ndarray(shape, dtype, buffers[name])

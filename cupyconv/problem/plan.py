@@ -88,6 +88,7 @@ class Kernel:
 class KernelLaunch:
     """One kernel launch.  `params` fills the kernel's one parameter struct, field by field.
 
+    `arithmetic_seconds` is what its arithmetic takes on the GPU planned for, by the cost model.
     The blocks of a `cooperative` launch are all on the GPU at once, so that they may wait for each other.
     """
 
@@ -99,6 +100,7 @@ class KernelLaunch:
     purpose: str = ""
     bytes_moved: int = 0
     flops: int = 0
+    arithmetic_seconds: float = 0.0
     cooperative: bool = False
 
     def __str__(self) -> str:

@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self, TypeVar
 
 from cupyconv.problem.activations import IDENTITY, Activation
-from cupyconv.problem.arrays import Operand, accumulator, product_flops
+from cupyconv.problem.arrays import Operand, product_flops
 from cupyconv.problem.geometry import ConvGeometry, Windows
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import Conversion, Plan, Step
 
 METHODS = ("direct", "gemm", "implicit_gemm")
-LATER_METHODS = ("winograd", "fft")
 
 
 @dataclass(frozen=True)
@@ -283,11 +282,9 @@ class TransposedProblem(_ProductsProblem):
 
 
 def check_method(method: object) -> None:
-    """Refuse an unknown method, and one that this version does not have."""
-    if not isinstance(method, str) or method not in ("auto", *METHODS, *LATER_METHODS):
-        raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(METHODS + LATER_METHODS)}")
-    if method in LATER_METHODS:
-        raise ValueError(f"method {method!r} is not in this version; there are auto, {', '.join(METHODS)}")
+    """Refuse an unknown method."""
+    if not isinstance(method, str) or method not in ("auto", *METHODS):
+        raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(METHODS)}")
 
 
 #: One kind of problem for sums of products.
@@ -306,55 +303,3 @@ def inputs_with_channels(geometry: WindowsT) -> tuple[list[int], WindowsT]:
     """Inputs of no channels take part in nothing: the others, one at the least, and the problem of these."""
     kept = [i for i, channels in enumerate(geometry.channels) if channels] or [0]
     return kept, replace(geometry, channels=tuple(geometry.channels[i] for i in kept))
-
-
-def convert(operand: Operand, dtype: str, conversions: list[Conversion]) -> Operand:
-    """The operand in `dtype`; where that is another one, freshly allocated and noted in `conversions`."""
-    if operand.dtype == dtype:
-        return operand
-    return _fresh(operand, dtype, conversions)
-
-
-def convert_bias(bias: Operand | None, dtype: str, conversions: list[Conversion]) -> Operand | None:
-    """The bias, if there is one, in `dtype` and with its elements side by side: kernels step by no stride of it."""
-    if bias is None or (bias.dtype == dtype and bias.shape[1] <= 1):
-        return bias
-    return convert(bias, dtype, conversions) if bias.stride_c == 1 else _fresh(bias, dtype, conversions)
-
-
-def _fresh(operand: Operand, dtype: str, conversions: list[Conversion]) -> Operand:
-    fresh = operand.in_c_order(dtype)
-    conversions.append(Conversion(operand.name, operand.dtype, dtype, fresh.nbytes))
-    return fresh
-
-
-def check_alignment(operands: Iterable[Operand | None]) -> None:
-    """Refuse what no GPU can load: elements that lie across the boundaries of their own size."""
-    for operand in operands:
-        if operand is not None and operand.alignment < operand.itemsize:
-            raise ValueError(
-                f"{operand.name} is not aligned to its elements of {operand.itemsize} bytes: copy it first"
-            )
-
-
-def converted(problem: ConvProblem) -> tuple[ConvProblem, tuple[Conversion, ...]]:
-    """Arguments in the dtypes computed with, and what must be converted for that."""
-    conversions: list[Conversion] = []
-    bias, residual = problem.bias, problem.residual
-    problem = replace(
-        problem,
-        xs=tuple(convert(x, problem.x_dtype, conversions) for x in problem.xs),
-        weight=convert(problem.weight, problem.weight_dtype, conversions),
-        bias=convert_bias(bias, problem.out.dtype, conversions),
-        residual=residual and convert(residual, problem.out.dtype, conversions),
-        prologue=converted_prologue(problem.prologue, problem.x_dtype, conversions),
-    )
-    return problem, tuple(conversions)
-
-
-def converted_prologue(prologue: Prologue, x_dtype: str, conversions: list[Conversion]) -> Prologue:
-    """The prologue with its vectors in the dtype that elements of `x_dtype` are transformed in."""
-    scale, shift = (
-        vector and convert(vector, accumulator(x_dtype), conversions) for vector in (prologue.scale, prologue.shift)
-    )
-    return replace(prologue, scale=scale, shift=shift)

@@ -18,20 +18,14 @@ from itertools import pairwise
 
 from cupyconv.cuda.plan.conv import access_notes, choose, draft_conv
 from cupyconv.cuda.plan.conv_pair import draft_pair
+from cupyconv.cuda.plan.conversions import check_alignment, converted
 from cupyconv.cuda.plan.draft import Draft, in_sequence, relocated
-from cupyconv.cuda.plan.launches import Sums, epilogue_launch
+from cupyconv.cuda.plan.epilogue import Sums, epilogue_launch
 from cupyconv.problem.arrays import ITEMSIZE, Operand, c_strides, real_part
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import Address, Buffer, Conversion, KernelLaunch, Plan
-from cupyconv.problem.problems import (
-    ChainProblem,
-    ConvProblem,
-    NotApplicable,
-    check_alignment,
-    converted,
-    without_empty_inputs,
-)
+from cupyconv.problem.problems import ChainProblem, ConvProblem, NotApplicable, without_empty_inputs
 
 Layers = tuple[ConvProblem, ...]
 
@@ -160,10 +154,9 @@ def _draft_layer(layer: ConvProblem) -> Draft:
     chosen = _draft_layer(replace(layer, xs=(wide,), workspace_limit=max(0, layer.limit - wide.nbytes)))
     if not chosen.steps or not x.nbytes:
         return chosen
-    return Draft(
-        chosen.method, (_widening(x, wide), *chosen.steps), (Buffer(wide.name, wide.nbytes), *chosen.workspace),
-        chosen.reason, (*chosen.notes, f"{x.name} is widened from {x.dtype} to {wide.dtype} in workspace"),
-    )  # fmt: skip
+    steps, workspace = (_widening(x, wide), *chosen.steps), (Buffer(wide.name, wide.nbytes), *chosen.workspace)
+    note = f"{x.name} is widened from {x.dtype} to {wide.dtype} in workspace"
+    return replace(chosen, steps=steps, workspace=workspace, notes=(*chosen.notes, note))
 
 
 def _widening(x: Operand, wide: Operand) -> KernelLaunch:
@@ -213,11 +206,14 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
         notes += (
             f"the images between layers take {sum(sizes):,} bytes for one sample, beyond the workspace limit of {limit:,}",
         )
-    return Draft(
-        joined.method, tuple(relocated(step, places) for step in joined.steps),
-        (*(Buffer(f"layer[{i}]", nbytes) for i, nbytes in zip(stored, sizes)), *joined.workspace),
-        "layers " + ", ".join(replace(part, draft=draft).words for part, draft in zip(parts, drafts)) + cut, joined.notes + notes,
-    )  # fmt: skip
+    words = ", ".join(replace(part, draft=draft).words for part, draft in zip(parts, drafts))
+    return replace(
+        joined,
+        steps=relocated(joined.steps, places),
+        workspace=(*(Buffer(f"layer[{i}]", nbytes) for i, nbytes in zip(stored, sizes)), *joined.workspace),
+        reason=f"layers {words}{cut}",
+        notes=joined.notes + notes,
+    )
 
 
 def _slot_bytes(layers: Layers, stored: Sequence[int]) -> list[int]:
@@ -242,6 +238,9 @@ def _samples(layer: ConvProblem, first: int, count: int) -> ConvProblem:
         return image.samples(0 if image.name.startswith("layer[") else first, count)
 
     return replace(
-        layer, geometry=replace(layer.geometry, batch=count), xs=tuple(map(cut, layer.xs)), out=cut(layer.out),
+        layer,
+        geometry=replace(layer.geometry, batch=count),
+        xs=tuple(map(cut, layer.xs)),
+        out=cut(layer.out),
         residual=layer.residual and cut(layer.residual),
-    )  # fmt: skip
+    )

@@ -15,14 +15,16 @@ Every shape of tile that fits is drafted; the cost model picks, and picks betwee
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 from math import prod
 
-from cupyconv.cuda.plan.draft import Draft
+from cupyconv.cuda.plan import cost
+from cupyconv.cuda.plan.draft import Draft, cheapest
 from cupyconv.cuda.plan.launches import (
     GRID_X,
     GRID_Y,
-    PACKET_BYTES,
+    VECTOR_BYTES,
     epilogue_params,
     image,
     sources_params,
@@ -47,6 +49,8 @@ TABLES = 8240
 PART, LEAVING_PITCH = 16, PIXELS + 8
 #: Oldest architecture that has the instructions for a dtype.
 FIRST_PAIR = {"float16": 75, "bfloat16": 80, "float32": 75, "float64": 75}
+#: Bytes that memory is read in.
+SECTOR_BYTES = 32
 #: Indices within an image are int32 in the kernel.
 INT32 = 2**31 - 1
 #: Ways to cut an axis that are tried: into so many parts at the most, by powers of two beyond.
@@ -60,7 +64,7 @@ def draft_pair(first: ConvProblem, second: ConvProblem) -> Draft:
     no memory.  All dtypes are converted, inputs of no channels left out, and no result is empty.  The draft's
     reason states what the decision rests on: tile, shared memory, registers, occupancy, recomputation.
     """
-    return min(drafts_of(first, second), key=lambda draft: draft.cost(first.gpu).seconds)
+    return cheapest(drafts_of(first, second), first.gpu)
 
 
 def drafts_of(first: ConvProblem, second: ConvProblem) -> list[Draft]:
@@ -137,7 +141,7 @@ def _rows(second: ConvProblem) -> Iterator[int]:
 
 
 def _draft(first: ConvProblem, second: ConvProblem, tile: Triple, rows: int, gpu: GpuModel) -> Draft | None:
-    """The pair in tiles of this shape, so many outputs a block, or None where they are too large."""
+    """The pair in tiles of this shape, so many outputs per block, or None where they are too large."""
     dtype, itemsize = second.out.dtype, second.out.itemsize
     kinds = layer_kind(first.geometry), layer_kind(second.geometry)
     assert kinds[0] is not None and kinds[1] is not None
@@ -189,7 +193,7 @@ def _draft(first: ConvProblem, second: ConvProblem, tile: Triple, rows: int, gpu
             ("tile", (tile,)),
             ("middle_tile", (middle_tile,)),
             ("x_tile", (x_tile,)),
-            ("x_packed", int(_is_packed(first.xs))),
+            ("x_packed", int(_is_vectorized(first.xs))),
             ("second_at", second_at),
             ("middle_at", middle_at),
             ("x_at", x_at),
@@ -204,13 +208,62 @@ def _draft(first: ConvProblem, second: ConvProblem, tile: Triple, rows: int, gpu
         bytes_moved=sum(x.nbytes for x in first.xs) + first.weight.nbytes + second.minimal_bytes - first.out.nbytes,
         flops=first.flops * blocks * middle_pixels // (first.geometry.batch * first.geometry.pixels) + second.flops,
     )
+    seconds = _seconds(first, second, launch, (tile, middle_tile, x_tile), alone=resident == 1)
+    launch = replace(launch, arithmetic_seconds=seconds)
     again = blocks * middle_pixels * columns / (first.geometry.batch * first.geometry.pixels)
     words = (
         f"tiles of {_shape(tile)}, of {_shape(middle_tile)} between the layers: the first is computed {again:.2f} times,"
         f" {2 * first.out.nbytes:,} bytes less are moved; {shared:,} bytes of shared memory and {registers(kernel)} registers"
-        f" a thread leave room for {resident} block{'s' * (resident > 1)} of {THREADS} threads on a multiprocessor"
+        f" per thread leave room for {resident} block{'s' * (resident > 1)} of {THREADS} threads on a multiprocessor"
     )
     return Draft("fused", (launch,), reason=words)
+
+
+def _seconds(
+    first: ConvProblem, second: ConvProblem, launch: KernelLaunch, shapes: tuple[Triple, Triple, Triple], *, alone: bool
+) -> float:
+    """Whole rounds of whole tiles, with all that is computed twice or for nothing; `shapes` of the result's tile, the middle's, x's.
+
+    A block loads and computes in turn; others of its multiprocessor fill the gaps, unless it is `alone` there.
+    """
+    gpu, dtype, itemsize = first.gpu, second.out.dtype, second.out.itemsize
+    tile, middle_tile, x_tile = shapes
+    on_tensor_cores = itemsize == 2
+    cores = cost.core_rate(dtype, gpu)
+    dense = cost.product_rate("MMA", dtype, gpu) if on_tensor_cores else cores
+    k_step, rows = (16, 16) if on_tensor_cores else (16 // itemsize, 64 // itemsize)
+    group = 128 if on_tensor_cores else 64  # pixels that are computed together
+    blocks, columns, _ = launch.grid
+    tiles = second.geometry.batch * prod(-(-size // part) for size, part in zip(second.geometry.out_size, tile))
+    channels = sum(_whole(count, k_step) for count in first.geometry.channels)
+    middle = first.geometry.out_channels
+    per_tile = columns * prod(x_tile) * channels * 2 * cost.PAIR_X_LOAD / gpu.fp32
+    weights = 0
+    for layer, pixels, its_outputs, its_channels in (
+        (first, prod(middle_tile), columns * _whole(middle, rows), channels),
+        (second, prod(tile), _whole(second.geometry.out_channels, rows), _whole(middle, k_step)),
+    ):
+        taps, kind = layer.geometry.taps, layer_kind(layer.geometry)
+        if kind == "DENSE":
+            products = _whole(pixels, group) * its_outputs * its_channels * taps
+            per_tile += 2 * products / (dense * cost.PAIR[kind])
+            weights += its_outputs * its_channels * taps
+        else:
+            per_tile += 2 * pixels * its_outputs * taps / (cores * cost.PAIR["DEPTHWISE"])
+            weights += its_outputs * taps
+    rounds = -(-tiles // blocks)
+    busy = (
+        -(-blocks * columns // gpu.multiprocessors) * gpu.multiprocessors / (blocks * columns)
+    )  # the fullest one's share
+    seconds = busy * blocks * (rounds * per_tile + weights * 2 * cost.PAIR_WEIGHT_LOAD / gpu.fp32)
+    read = columns * channels * (_whole(x_tile[2] * itemsize, SECTOR_BYTES) * prod(x_tile[:2])) * tiles
+    loading = max(launch.bytes_moved / gpu.bandwidth, read / (gpu.bandwidth * cost.L2_SPEED))
+    return seconds + loading if alone else max(seconds, loading)
+
+
+def _whole(count: int, piece: int) -> int:
+    """As many as whole pieces hold."""
+    return -(-count // piece) * piece
 
 
 def _reached(geometry: ConvGeometry, tile: Triple) -> Triple:
@@ -235,12 +288,12 @@ def _layer_params(layer: ConvProblem) -> tuple[object, ...]:
     return windows_params(layer.geometry), image(layer.weight), epilogue_params(layer.bias, residual, activation)
 
 
-def _is_packed(xs: Iterable[Operand]) -> bool:
+def _is_vectorized(xs: Iterable[Operand]) -> bool:
     """Whether 16 bytes of channels may be loaded at once, from every pixel of every input."""
     return all(
         x.stride_c == 1
-        and x.alignment % PACKET_BYTES == 0
-        and all(x.strides[axis] * x.itemsize % PACKET_BYTES == 0 for axis in (0, 2, 3, 4))
+        and x.alignment % VECTOR_BYTES == 0
+        and all(x.strides[axis] * x.itemsize % VECTOR_BYTES == 0 for axis in (0, 2, 3, 4))
         for x in xs
     )
 

@@ -11,13 +11,13 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 
-from cupyconv.cuda.plan.launches import GRID_X, GRID_Y, PACKET_BYTES, collapse, image, packet_width
+from cupyconv.cuda.plan.conversions import check_alignment
+from cupyconv.cuda.plan.launches import GRID_X, GRID_Y, VECTOR_BYTES, collapse, image, vector_width
 from cupyconv.problem.activations import IDENTITY, Activation
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.passes import ElementwiseGradProblem, EpilogueGradProblem
 from cupyconv.problem.plan import Address, Buffer, Kernel, KernelLaunch, Plan, Step
-from cupyconv.problem.problems import check_alignment
 
 #: Threads of a block, and those of them along the channels where these are neighbours in memory.
 THREADS, LANES = 256, 32
@@ -47,7 +47,7 @@ def pass_and_sum(
     if whole.grid[0] == 1:
         return [whole], ()
     shape = (whole.grid[0], *sums.shape[1:])
-    parts = replace(sums, name="partial", shape=shape, strides=c_strides(shape), alignment=PACKET_BYTES)
+    parts = replace(sums, name="partial", shape=shape, strides=c_strides(shape), alignment=VECTOR_BYTES)
     steps: list[Step] = [launch(Address(parts.name), most_parts), sum_of_parts(parts, sums, problem.gpu)]
     return steps, (Buffer(parts.name, parts.nbytes),)
 
@@ -78,9 +78,9 @@ def _launch(problem: EpilogueGradProblem, sums: Address | None, most_parts: int)
     size, images = collapse(problem.images)
     along_channels = channels > 1 and all(operand.stride_c == 1 for operand in images)
     if along_channels:
-        width = packet_width([_turned(operand) for operand in images], channels)
+        width = vector_width([_turned(operand) for operand in images], channels)
     else:
-        width = packet_width(images, prod(size))
+        width = vector_width(images, prod(size))
     wide_channels = along_channels and width > 1
     grid, threads, lanes = cut(problem, width, along_channels, most_parts)
     grad, saved, out = (_found(operand, images) for operand in (problem.grad, problem.saved, problem.out))

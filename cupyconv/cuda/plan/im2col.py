@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from cupyconv.cuda.plan.launches import col2im_launch, im2col_launches
+from cupyconv.cuda.plan.column_launches import col2im_launch, im2col_launches
+from cupyconv.cuda.plan.conversions import convert
 from cupyconv.problem.passes import Col2imProblem, Im2colProblem
 from cupyconv.problem.plan import Conversion, Plan
-from cupyconv.problem.problems import convert, inputs_with_channels
+from cupyconv.problem.problems import inputs_with_channels
 
 
 def plan_im2col(problem: Im2colProblem) -> Plan:

@@ -16,18 +16,17 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
-from cupyconv.cuda.plan.draft import IMPLICIT_GEMM_BLOCK_BYTES as BLOCK_BYTES
-from cupyconv.cuda.plan.draft import Draft
+from cupyconv.cuda.plan import cost
+from cupyconv.cuda.plan.draft import Draft, cheapest
+from cupyconv.cuda.plan.epilogue import Sums, finish
 from cupyconv.cuda.plan.launches import (
     GRID_X,
-    PACKET_BYTES,
-    Sums,
-    epilogue_launch,
+    VECTOR_BYTES,
     epilogue_params,
     grid_and_block,
     image,
-    of_prologue,
     prologue_params,
+    prologue_words,
     sources_params,
     windows_params,
     with_prologue,
@@ -38,17 +37,19 @@ from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, Kernel, KernelLaunch, Step
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
-#: Blocks of the sum in flight (STAGES of kernels/implicit_gemm.cu).
+#: Bytes of K in a slab of the sum (BLOCK_BYTES of kernels/warp_tile.cuh).
+BLOCK_BYTES = 64
+#: Slabs of the sum in flight (STAGES of kernels/implicit_gemm.cu).
 STAGES = 3
 #: Rows and columns of a tile -> threads that work on it.
 TILES = {128: 256, 64: 128}
 #: Threads that keep a multiprocessor busy: two warps for each of its four schedulers, so that one's waits are the other's work.
 BUSY_THREADS = 256
-#: Channels of a granule (kernels/reduction.cuh) where threads run along pixels.
-PIXEL_GRANULE = 4
+#: Channels of a K-chunk (kernels/reduction.cuh) where threads run along pixels.
+PIXEL_K_CHUNK = 4
 #: Indices within an image are int32 in the kernel.
 INT32 = 2**31 - 1
-#: K-blocks that a share of a split sum has at the least: fewer would not fill the pipeline.
+#: K-slabs that a share of a split sum has at the least: fewer would not fill the pipeline.
 SMALLEST_SHARE = 4
 #: Oldest architecture with matrix instructions for a dtype.
 FIRST_MMA = {"float16": 75, "bfloat16": 80, "float32": 80, "float64": 80}
@@ -58,22 +59,22 @@ FIRST_MMA = {"float16": 75, "bfloat16": 80, "float32": 80, "float64": 80}
 class Reduction:
     """How K is cut up: the host's side of kernels/reduction.cuh.
 
-    `blocks` and `channels` are those of the group that has the most, `channels` padded to granules.
+    `slabs` and `channels` are those of the group that has the most, `channels` padded to K-chunks.
     """
 
-    granule: int
-    block: int
-    blocks: int
+    k_chunk: int
+    slab: int
+    slabs: int
     channels: int
 
 
-def reduction(geometry: ConvGeometry, granule: int, block: int) -> Reduction:
-    blocks = channels = 0
+def reduction(geometry: ConvGeometry, k_chunk: int, slab: int) -> Reduction:
+    slabs = channels = 0
     for runs in group_runs(geometry):
-        padded = [-(-count // granule) * granule for _, count in runs]
-        blocks = max(blocks, sum(-(-count * geometry.taps // block) for count in padded))
+        padded = [-(-count // k_chunk) * k_chunk for _, count in runs]
+        slabs = max(slabs, sum(-(-count * geometry.taps // slab) for count in padded))
         channels = max(channels, sum(padded))
-    return Reduction(granule, block, blocks, channels)
+    return Reduction(k_chunk, slab, slabs, channels)
 
 
 def group_runs(geometry: ConvGeometry) -> Iterable[list[tuple[int, int]]]:
@@ -120,7 +121,7 @@ def draft_implicit_gemm(problem: ConvProblem) -> Draft:
     extents = [sum(sizes) for sizes in zip(geometry.size, geometry.before, geometry.after)]
     sizes = (*extents, geometry.batch, geometry.in_channels * geometry.taps, geometry.group_outputs * BLOCK_BYTES)
     if max(*sizes, *map(abs, steps)) > INT32 // 8:
-        raise NotApplicable("sizes and strides within an image, K, and a K-block of the weight are int32 there")
+        raise NotApplicable("sizes and strides within an image, K, and a K-slab of the weight are int32 there")
     choices = arithmetics(dtype, gpu, problem.allow_tf32)
     if not choices:
         raise NotApplicable(f"{gpu.arch} has no matrix instructions for {dtype}")
@@ -131,28 +132,28 @@ def draft_implicit_gemm(problem: ConvProblem) -> Draft:
     if not fitting:
         smallest = min(sum(buffer.nbytes for buffer in draft.workspace) for draft in drafts)
         raise NotApplicable(f"its packed weight takes {smallest:,} bytes of workspace, the limit is {problem.limit:,}")
-    return min(fitting, key=lambda draft: draft.cost(gpu).seconds)
+    return cheapest(fitting, gpu)
 
 
 def _draft(problem: ConvProblem, arithmetic: str, tile: int) -> Draft:
     gpu, geometry, dtype = problem.gpu, problem.geometry, problem.x_dtype
     itemsize = ITEMSIZE[dtype]
     along_channels, notes = _along_channels(problem, chunked=arithmetic != "FMA")
-    granule = PACKET_BYTES // itemsize if along_channels else PIXEL_GRANULE
-    cut = reduction(geometry, granule, BLOCK_BYTES // itemsize)
+    k_chunk = VECTOR_BYTES // itemsize if along_channels else PIXEL_K_CHUNK
+    cut = reduction(geometry, k_chunk, BLOCK_BYTES // itemsize)
     rows = -(-geometry.group_outputs // tile) * tile
     tiles_m = rows // tile
     blocks_xy = tiles_m * geometry.groups * -(-geometry.batch * geometry.pixels // tile)
     if blocks_xy > GRID_X:
         raise NotApplicable(f"{blocks_xy:,} tiles are more than a grid has blocks")
-    packed = Buffer("packed_weight", geometry.groups * cut.blocks * rows * cut.block * itemsize)
+    packed = Buffer("packed_weight", geometry.groups * cut.slabs * rows * cut.slab * itemsize)
 
     sums = replace(problem.out.in_c_order(accumulator(dtype)), name="sums", offset=0)
     affordable = (problem.limit - packed.nbytes) // sums.nbytes
     at_once = gpu.multiprocessors * (BUSY_THREADS // TILES[tile])
-    shares = max(1, min(at_once // blocks_xy, cut.blocks // SMALLEST_SHARE, affordable))
-    a_split = -(-cut.blocks // shares)
-    splits = -(-cut.blocks // a_split)
+    shares = max(1, min(at_once // blocks_xy, cut.slabs // SMALLEST_SHARE, affordable))
+    slabs_per_split = -(-cut.slabs // shares)
+    splits = -(-cut.slabs // slabs_per_split)
     out, plane, workspace = problem.out, 0, [packed]
     epilogue = epilogue_params(problem.bias, problem.residual, problem.activation, pre=problem.pre)
     if splits > 1:
@@ -160,6 +161,8 @@ def _draft(problem: ConvProblem, arithmetic: str, tile: int) -> Draft:
         epilogue = epilogue_params(None, None)
         workspace.append(Buffer("sums", splits * sums.nbytes))
 
+    operations = 2 * tile * tile * slabs_per_split * cut.slab  # of a block
+    rate = cost.product_rate(arithmetic, dtype, gpu) * cost.IMPLICIT_GEMM[tile]
     gather = "ALONG_CHANNELS" if along_channels else "ALONG_PIXELS"
     steps: list[Step] = [
         _pack_weight_launch(geometry, problem.weight, packed, cut, rows, along_k=arithmetic != "FMA"),
@@ -183,26 +186,22 @@ def _draft(problem: ConvProblem, arithmetic: str, tile: int) -> Draft:
                 ("groups", geometry.groups),
                 ("group_channels", geometry.group_channels),
                 ("group_outputs", geometry.group_outputs),
-                ("blocks", cut.blocks),
+                ("slabs", cut.slabs),
                 ("rows", rows),
                 ("tiles_m", tiles_m),
                 ("keeps_sums", int(splits > 1 or out.dtype != dtype)),
-                ("a_split", a_split),
+                ("slabs_per_split", slabs_per_split),
             ),
             shared_bytes=shared_bytes(tile, accumulator(dtype)),
-            purpose="convolution" + of_prologue(problem.prologue) + ", bias, residual, activation" * (splits == 1),
+            purpose="convolution" + prologue_words(problem.prologue) + ", bias, residual, activation" * (splits == 1),
             bytes_moved=sum(x.nbytes for x in problem.xs) + packed.nbytes + splits * out.nbytes,
             flops=2 * geometry.products,
+            arithmetic_seconds=cost.seconds_in_rounds(blocks_xy * splits, operations, rate, gpu),
         ),
     ]
     if splits > 1:
         in_c_order = (out.shape[1] * out.pixels, out.pixels, 1)
-        steps.append(
-            epilogue_launch(
-                problem.out, Sums(Address("sums"), out.dtype, in_c_order, planes=splits, plane=plane), bias=problem.bias,
-                residual=problem.residual, activation=problem.activation, pre=problem.pre,
-            )
-        )  # fmt: skip
+        steps.append(finish(problem, Sums(Address("sums"), out.dtype, in_c_order, planes=splits, plane=plane)))
     words = f"{WORDS[arithmetic]}, tiles of {tile} x {tile}"
     words += f", each sum in {splits} parts" if splits > 1 else ""
     return Draft("implicit_gemm", tuple(steps), tuple(workspace), reason=words, notes=notes)
@@ -218,10 +217,10 @@ WORDS = {
 
 
 def shared_bytes(tile: int, sums: str) -> int:
-    """`Shared` of kernels/implicit_gemm.cu: a corner a pixel, and stages or what leaves in the same place."""
-    corners, stages = tile * 16, STAGES * 2 * tile * BLOCK_BYTES
-    leaving = tile * 16 + tile // 2 * (tile + 8) * ITEMSIZE[sums]
-    return corners + max(stages, leaving)
+    """`Shared` of kernels/implicit_gemm.cu: a window origin per pixel, and stages or an epilogue tile in the same place."""
+    origins, stages = tile * 16, STAGES * 2 * tile * BLOCK_BYTES
+    epilogue_tile = tile * 16 + tile // 2 * (tile + 8) * ITEMSIZE[sums]
+    return origins + max(stages, epilogue_tile)
 
 
 def _along_channels(problem: ConvProblem, chunked: bool) -> tuple[bool, tuple[str, ...]]:
@@ -234,13 +233,13 @@ def _along_channels(problem: ConvProblem, chunked: bool) -> tuple[bool, tuple[st
         return False, ()
     if problem.prologue:
         return False, ("channels-last inputs with a prologue: gathered by elements, pixel by pixel",)
-    chunk = PACKET_BYTES // ITEMSIZE[problem.x_dtype]
+    chunk = VECTOR_BYTES // ITEMSIZE[problem.x_dtype]
     if not chunked:
         return True, ()
     for x in xs:
-        if x.alignment < PACKET_BYTES or any(x.strides[axis] % chunk for axis in (0, 2, 3, 4)):
+        if x.alignment < VECTOR_BYTES or any(x.strides[axis] % chunk for axis in (0, 2, 3, 4)):
             return False, (
-                f"{x.name}: channels-last, but not every pixel is {PACKET_BYTES}-byte aligned: gathered by elements",
+                f"{x.name}: channels-last, but not every pixel is {VECTOR_BYTES}-byte aligned: gathered by elements",
             )
     if any(first % chunk or count % chunk for runs in group_runs(problem.geometry) for first, count in runs):
         return False, (f"channels of an input or a group are no multiple of {chunk}: gathered by elements",)
@@ -257,19 +256,19 @@ def _pack_weight_launch(
             ("sources", _channels_only(geometry)),
             ("weight", image(weight)),
             ("packed", Address(packed.name)),
-            ("stride_m", cut.block if along_k else 1),
+            ("stride_m", cut.slab if along_k else 1),
             ("stride_k", 1 if along_k else rows),
             ("kernel", geometry.kernel),
             ("groups", geometry.groups),
             ("group_channels", geometry.group_channels),
             ("group_outputs", geometry.group_outputs),
-            ("granule", cut.granule),
-            ("block", cut.block),
-            ("blocks", cut.blocks),
+            ("k_chunk", cut.k_chunk),
+            ("slab", cut.slab),
+            ("slabs", cut.slabs),
             ("rows", rows),
             ("channels", cut.channels),
         ),
-        purpose="weight into K-blocks",
+        purpose="weight into K-slabs",
         bytes_moved=weight.nbytes + packed.nbytes,
     )
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from math import inf, prod
 from typing import Any
 
+from cupyconv.cuda.plan.conversions import check_alignment, convert
 from cupyconv.cuda.plan.launches import grid_and_block, image, windows_params
 from cupyconv.problem.arrays import Operand
 from cupyconv.problem.passes import PoolingGradientProblem, PoolingProblem
 from cupyconv.problem.plan import Conversion, Kernel, KernelLaunch, Plan
-from cupyconv.problem.problems import check_alignment, convert
 
 #: Channels per thread of max_pool.cu and max_pool_gradient.cu: what it works out for a pixel serves them all.
 CHANNELS = 4

@@ -9,11 +9,11 @@ from __future__ import annotations
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import Kernel
 
-#: Of one multiprocessor; and what a block takes of its shared memory beside what it asks for.
+#: Registers of a multiprocessor; bytes of its shared memory that a block takes beside what it asks for.
 REGISTERS = 65536
 RESERVED_SHARED = 1 << 10
 
-#: (dtype, first layer, second layer) of conv_pair.cu -> registers a thread, the most on any architecture, in whole
+#: (dtype, first layer, second layer) of conv_pair.cu -> registers per thread, the most on any architecture, in whole
 #: pieces: a header's change that takes one more changes no occupancy.
 CONV_PAIR_REGISTERS = {
     ("float16", "DENSE", "DENSE"): 128,
@@ -36,7 +36,7 @@ CONV_PAIR_REGISTERS = {
 
 
 def registers(kernel: Kernel) -> int:
-    """What a thread of this variant of conv_pair.cu is given: whole pieces of 8."""
+    """Registers per thread of a variant of conv_pair.cu, in whole pieces of 8."""
     macros = dict(kernel.macros)
     return CONV_PAIR_REGISTERS[macros["DTYPE"], macros["FIRST"], macros["SECOND"]]
 
@@ -51,7 +51,7 @@ def resident_blocks(kernel: Kernel, threads: int, shared_bytes: int, gpu: GpuMod
 
 
 def _threads(gpu: GpuModel) -> int:
-    """Of one multiprocessor."""
+    """The most threads that a multiprocessor holds."""
     if gpu.capability < 80:
         return 1024
     return 1536 if gpu.capability in (86, 87, 89) or gpu.capability >= 120 else 2048

@@ -9,12 +9,12 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 
+from cupyconv.cuda.plan.conversions import check_alignment, convert, converted_prologue
 from cupyconv.cuda.plan.epilogue_grad import cut, pass_and_sum
-from cupyconv.cuda.plan.launches import collapse, image, packet_width, prologue_params
+from cupyconv.cuda.plan.launches import collapse, image, prologue_params, vector_width
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.passes import PrologueGradProblem
 from cupyconv.problem.plan import Address, Conversion, Kernel, KernelLaunch, Plan
-from cupyconv.problem.problems import check_alignment, convert, converted_prologue
 
 
 def plan_prologue_grad(problem: PrologueGradProblem) -> Plan:
@@ -34,7 +34,7 @@ def _launch(problem: PrologueGradProblem, sums: Address | None, most_parts: int)
     batch, channels = problem.grad.shape[:2]
     size, images = collapse(problem.images)
     along_channels = channels > 1 and all(operand.stride_c == 1 for operand in images)
-    width = 1 if along_channels else packet_width(images, prod(size))
+    width = 1 if along_channels else vector_width(images, prod(size))
     grid, threads, lanes = cut(problem, width, along_channels, most_parts)
     out = image(images[2]) if problem.out else (None, 0, 0, (0, 0, 0))
     sums_bytes = 2 * grid[0] * channels * ITEMSIZE[accumulator(problem.grad.dtype)] * bool(sums)

@@ -1,4 +1,4 @@
-"""Recurrent layers on CUDA: one launch a step, or one cooperative launch for all steps.
+"""Recurrent layers on CUDA: one launch per step, or one cooperative launch for all steps.
 
 ::
 
@@ -13,21 +13,25 @@ that a graph can capture the whole; "auto" may take cuBLAS.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, prod
 from typing import Any
 
+from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.conv import choose, draft_conv
-from cupyconv.cuda.plan.draft import Draft, in_sequence, products_seconds
+from cupyconv.cuda.plan.conversions import check_alignment, convert
+from cupyconv.cuda.plan.draft import Draft, cheapest, drafted, in_sequence
+from cupyconv.cuda.plan.epilogue import epilogue_launch
 from cupyconv.cuda.plan.implicit_gemm import FIRST_MMA, arithmetics
-from cupyconv.cuda.plan.launches import GRID_Y, PACKET_BYTES, epilogue_launch
+from cupyconv.cuda.plan.launches import GRID_Y, VECTOR_BYTES
 from cupyconv.problem.activations import IDENTITY
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator
 from cupyconv.problem.geometry import pointwise_geometry
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import Address, Buffer, Conversion, GemmCall, Kernel, KernelLaunch, LaunchLoop, Plan, Step
-from cupyconv.problem.problems import ConvProblem, NotApplicable, check_alignment, convert
+from cupyconv.problem.problems import ConvProblem, NotApplicable
 from cupyconv.problem.recurrence import RECURRENT_METHODS, RecurrentGeometry, RecurrentProblem
 
 #: Threads of a block, and the 32 of a warp as 4 (samples) x 8 (units): RecurrentTile of kernels/recurrent_tile.cuh.
@@ -38,8 +42,6 @@ STEP_BYTES = 32
 STATE_PAD_BYTES = {"FMA": 16, "MMA": 32, "TF32": 16}
 #: K-blocks on their way, by whether the weight is resident.
 STAGES = {False: 3, True: 4}
-#: Rows of the weight a unit in one product: of an rnn and the last part of a gru, the first of that, a gru, an lstm.
-GATES_A_PRODUCT = (1, 2, 3, 4)
 #: Elements between two counters, each on a line of its own (APART of kernels/recurrent_persistent.cu).
 COUNTERS_APART = 32
 
@@ -80,11 +82,11 @@ class Tile:
     def shared_bytes(self, gates: int, product_gates: int, hidden: int) -> int:
         """Stages, or partial sums in their place, and behind them the resident rows of all gates."""
         item, sums = ITEMSIZE[self.dtype], ITEMSIZE[accumulator(self.dtype)]
-        weight = PACKET_BYTES if self.resident else product_gates * self.units * (self.k_block * item + PACKET_BYTES)
+        weight = VECTOR_BYTES if self.resident else product_gates * self.units * (self.k_block * item + VECTOR_BYTES)
         stage = weight + self.rows * (self.k_block * sums + STATE_PAD_BYTES[self.arithmetic])
         partial = self.k_warps * product_gates * self.rows * self.units * sums
         columns = -(-hidden // self.k_block) * self.k_block
-        resident = self.resident * gates * self.units * (columns * item + PACKET_BYTES)
+        resident = self.resident * gates * self.units * (columns * item + VECTOR_BYTES)
         return max(STAGES[self.resident] * stage, partial) + resident
 
 
@@ -141,22 +143,19 @@ class _Layer:
         #: Gates of a step's recurrent products, one after the other.
         self.products = (2, 1) if geometry.cell == "gru" and not geometry.linear_before_reset else (geometry.gates,)
         #: Elements of the gates of one direction and step.
-        self.gates_a_step = geometry.batch * geometry.gates * geometry.hidden
+        self.gates_per_step = geometry.batch * geometry.gates * geometry.hidden
 
     def draft(self, method: str) -> Draft:
         """One method, or NotApplicable."""
         if 0 in (self.geometry.batch, self.geometry.hidden):
             return Draft(method, (), reason="the result is empty")
-        if method == "persistent" or self.geometry.steps != 1:
-            return self._sequence(method)
-        try:
-            single = self._single_step()
-        except NotApplicable:
-            return self._sequence(method)
-        drafts = [single]
-        with suppress(NotApplicable):
-            drafts.append(self._sequence(method))
-        return min(drafts, key=lambda draft: draft.cost(self.gpu).seconds)
+        ways = [lambda: self._sequence(method)]
+        if method == "step" and self.geometry.steps == 1:
+            ways.insert(0, self._single_step)
+        drafts, refusals = drafted(ways, lambda way: way())
+        if not drafts:
+            raise NotApplicable(refusals[-1][1])
+        return cheapest(drafts, self.gpu)
 
     def _single_step(self) -> Draft:
         """A sequence of one step, whose kernel multiplies the inputs too."""
@@ -204,12 +203,12 @@ class _Layer:
 
     def _step_tile(self) -> tuple[Tile, tuple[int, int, int], str]:
         tiles = recurrent_tiles(self.dtype, False, self.gpu, self.problem.allow_tf32)
-        tile = min(tiles, key=lambda tile: self._seconds(tile, self._tiles(tile)))
+        tile = min(tiles, key=lambda tile: self._seconds(tile, self._tiles(tile), self.geometry.gates))
         launches = "one launch" if len(self.products) == 1 else f"{len(self.products)} launches"
-        return tile, self._tiles(tile), f"{launches} a step, blocks of {tile.rows} samples x {tile.units} units"
+        return tile, self._tiles(tile), f"{launches} per step, blocks of {tile.rows} samples x {tile.units} units"
 
     def _persistent_tile(self) -> tuple[Tile, tuple[int, int, int], str]:
-        """The quickest tile whose blocks fit on the GPU all at once, one a multiprocessor."""
+        """The quickest tile whose blocks fit on the GPU all at once, one per multiprocessor."""
         gpu, geometry = self.gpu, self.geometry
         fitting, reasons = [], []
         for tile in recurrent_tiles(self.dtype, True, gpu, self.problem.allow_tf32):
@@ -230,18 +229,21 @@ class _Layer:
                 fitting.append((tile, (columns, -(-tiles // -(-tiles // rows)), directions)))
         if not fitting:
             raise NotApplicable(reasons[-1])
-        tile, grid = min(fitting, key=lambda entry: self._seconds(*entry))
+        tile, grid = min(fitting, key=lambda entry: self._seconds(entry[0], entry[1], geometry.gates))
         passes = -(-self._tiles(tile)[1] // grid[1])
         words = f"one launch for all steps, blocks of {tile.rows} samples x {tile.units} units"
-        return tile, grid, words + f", {passes} times a step" * (passes > 1)
+        return tile, grid, words + f", {passes} times per step" * (passes > 1)
 
-    def _seconds(self, tile: Tile, grid: tuple[int, int, int]) -> float:
-        """Of the products of one step."""
+    def _seconds(self, tile: Tile, grid: tuple[int, int, int], gates: int) -> float:
+        """The products of one step: whole rounds of whole tiles."""
+        rate = cost.product_rate(tile.arithmetic, tile.dtype, self.gpu)
+        if (
+            tile.arithmetic == "MMA"
+        ):  # of two instructions for each product, one is for what rounding the state would lose
+            rate /= 2
         passes = -(-self._tiles(tile)[1] // grid[1])
-        return products_seconds(prod(grid), passes * self._flops_a_block(tile), dict(tile.macros), self.gpu)
-
-    def _flops_a_block(self, tile: Tile) -> int:
-        return 2 * tile.rows * tile.units * self.geometry.gates * self.geometry.hidden
+        operations = passes * 2 * tile.rows * tile.units * gates * self.geometry.hidden
+        return cost.seconds_in_rounds(prod(grid), operations, rate * cost.RECURRENT[tile.samples], self.gpu)
 
     # Memory.
 
@@ -261,55 +263,53 @@ class _Layer:
         return buffers
 
     def _gates_bytes(self, count: int) -> int:
-        """Of `count` steps, in workspace."""
+        """Workspace for the gates of `count` steps."""
         kept = "gates" in self.kept
-        return 0 if kept else count * self.geometry.directions * self.gates_a_step * ITEMSIZE[self.computed]
+        return 0 if kept else count * self.geometry.directions * self.gates_per_step * ITEMSIZE[self.computed]
 
     def _gates_buffer(self, count: int) -> list[Buffer]:
         return [Buffer("gates", self._gates_bytes(count))] * bool(self._gates_bytes(count))
 
     def _projections(self, taken: int) -> tuple[list[_Chunk], list[Draft]]:
         """Chunks of as many steps as fit into what is left of the workspace, and the projection of each."""
-        steps = self.geometry.steps
+        steps, reason = self.geometry.steps, ""
         left = self.problem.limit - taken - 2 * Plan.ALIGNMENT
-        parts = 1
-        while True:
-            count = -(-steps // parts)
+        for count in self._chunk_lengths():
             chunks = [_Chunk(first, min(count, steps - first)) for first in range(0, steps, max(1, count))]
-            limit = left - self._gates_bytes(count)
-            try:
-                if limit < 0:
-                    raise NotApplicable(f"{-limit:,} bytes are lacking")
-                return chunks or [_Chunk(0, 0)], [self._projection(chunk, count, limit) for chunk in chunks] or [
-                    Draft("", ())
-                ]
-            except NotApplicable as refusal:
-                if count <= 1 or not self._gates_bytes(count):
-                    limit_words = f"a step does not fit into {self.problem.limit:,} bytes of workspace"
-                    raise NotApplicable(f"{limit_words}: {refusal}") from None
-                parts = min(steps, 2 * parts)
+            projections, reason = self._drafted_projections(chunks, count, left - self._gates_bytes(count))
+            if not reason:
+                return chunks or [_Chunk(0, 0)], projections or [Draft("", ())]
+        raise NotApplicable(f"a step does not fit into {self.problem.limit:,} bytes of workspace: {reason}")
+
+    def _chunk_lengths(self) -> Iterator[int]:
+        """Steps of a chunk that may be tried: all, half of them, and so on to one; all, where that saves no gates."""
+        parts, steps = 1, self.geometry.steps
+        yield steps
+        while -(-steps // parts) > 1 and self._gates_bytes(steps):
+            parts = min(steps, 2 * parts)
+            yield -(-steps // parts)
 
     # Steps of the plan.
 
-    def _projection(self, chunk: _Chunk, stride: int, limit: int) -> Draft:
-        """A chunk's inputs through their weight, direction by direction, with `stride` steps of gates in each."""
-        drafts = []
-        for d in range(self.geometry.directions):
-            conv = self._projection_problem(d, chunk, stride, limit)
-            candidates, refusals = [], []
-            for method in self._projecting_methods():
-                try:
-                    candidates.append(draft_conv(method, conv))
-                except NotApplicable as refusal:
-                    refusals.append(refusal)
-            if not candidates:
-                raise refusals[-1]
-            drafts.append(min(candidates, key=lambda draft: draft.cost(self.gpu).seconds))
-        named = [replace(draft, steps=tuple(map(_as_projection, draft.steps))) for draft in drafts]
-        return in_sequence(drafts[0].method, named, drafts[0].reason)
+    def _drafted_projections(self, chunks: list[_Chunk], stride: int, limit: int) -> tuple[list[Draft], str]:
+        """The projection of each chunk, with `stride` steps of gates in each direction; or why there is none."""
+        if limit < 0:
+            return [], f"{-limit:,} bytes are lacking"
+        projections = []
+        for chunk in chunks:
+            directions = []
+            for d in range(self.geometry.directions):
+                conv = self._projection_problem(d, chunk, stride, limit)
+                drafts, refusals = drafted(self._projecting_methods(), partial(draft_conv, problem=conv))
+                if not drafts:
+                    return [], refusals[-1][1]
+                draft = cheapest(drafts, self.gpu)
+                directions.append(replace(draft, steps=tuple(map(_as_projection, draft.steps))))
+            projections.append(in_sequence(directions[0].method, directions, directions[0].reason))
+        return projections, ""
 
     def _projecting_methods(self) -> tuple[str, ...]:
-        """Of a convolution, as which the inputs are projected."""
+        """Methods of the convolution that projects the inputs."""
         if not self._instructions():
             return ("gemm",)
         return ("implicit_gemm", "gemm") if self.problem.method == "auto" else ("implicit_gemm",)
@@ -329,12 +329,22 @@ class _Layer:
             gates, first = Operand("gates", self.computed, (), ()), d * stride
         return ConvProblem(
             geometry=pointwise_geometry({x.name: (1, geometry.inputs, count, batch)}, (rows, geometry.inputs)),
-            xs=(x.view((1, geometry.inputs, 1, count, batch), (0, x.strides[2], 0, *x.strides[:2]), time * x.strides[0]),),
+            xs=(
+                x.view(
+                    (1, geometry.inputs, 1, count, batch), (0, x.strides[2], 0, *x.strides[:2]), time * x.strides[0]
+                ),
+            ),
             weight=weight.view((rows, geometry.inputs, 1, 1, 1), (*weight.strides[1:], 0, 0, 0), d * weight.strides[0]),
-            out=gates.view((1, rows, 1, count, batch), (0, 1, 0, self.gates_a_step, rows), first * self.gates_a_step),
-            x_dtype=self.dtype, weight_dtype=self.dtype, machine=self.gpu, workspace_limit=limit,
-            allow_tf32=problem.allow_tf32, method=problem.method,
-        )  # fmt: skip
+            out=gates.view(
+                (1, rows, 1, count, batch), (0, 1, 0, self.gates_per_step, rows), first * self.gates_per_step
+            ),
+            x_dtype=self.dtype,
+            weight_dtype=self.dtype,
+            machine=self.gpu,
+            workspace_limit=limit,
+            allow_tf32=problem.allow_tf32,
+            method=problem.method,
+        )
 
     def _launches(
         self, method: str, tile: Tile, grid: tuple[int, int, int], chunk: _Chunk, stride: int, *, projected: bool = True
@@ -346,26 +356,28 @@ class _Layer:
         products = 2 * geometry.directions * geometry.batch * geometry.hidden * reduction
         weights = self.problem.weight_hh.nbytes + (0 if projected else self.problem.weight_ih.nbytes)
         state = geometry.directions * geometry.batch * geometry.hidden * ITEMSIZE[self.computed]
-        gates = geometry.directions * self.gates_a_step * ITEMSIZE[self.computed]
-        purposes = (
-            ("r, z and the reset state", "n and the new state")
-            if len(self.products) > 1
-            else ("product, gates, state",)
-        )
-        return tuple(
-            KernelLaunch(
-                Kernel(f"recurrent_{method}", (*tile.macros, ("GATES", str(count)))),
-                grid,
-                THREADS,
-                self._params(chunk, stride, persistent, count, projected),
-                shared_bytes=tile.shared_bytes(geometry.gates, count, geometry.hidden),
-                purpose=purpose + " of all steps" * persistent,
-                bytes_moved=weights * (geometry.gates if persistent else count) // geometry.gates + steps * (gates + 3 * state),
-                flops=steps * products * (geometry.gates if persistent else count),
-                cooperative=persistent,
+        stored = geometry.directions * self.gates_per_step * ITEMSIZE[self.computed]
+        resets = len(self.products) > 1
+        purposes = ("r, z and the reset state", "n and the new state") if resets else ("product, gates, state",)
+        launches = []
+        for count, purpose in zip(self.products[: 1 if persistent else None], purposes):
+            gates = geometry.gates if persistent else count
+            seconds = self._seconds(tile, grid, gates)
+            launches.append(
+                KernelLaunch(
+                    Kernel(f"recurrent_{method}", (*tile.macros, ("GATES", str(count)))),
+                    grid,
+                    THREADS,
+                    self._params(chunk, stride, persistent, count, projected),
+                    shared_bytes=tile.shared_bytes(geometry.gates, count, geometry.hidden),
+                    purpose=purpose + " of all steps" * persistent,
+                    bytes_moved=weights * gates // geometry.gates + steps * (stored + 3 * state),
+                    flops=steps * products * gates,
+                    arithmetic_seconds=steps * (seconds + cost.BARRIER_SECONDS) if persistent else seconds,
+                    cooperative=persistent,
+                )
             )
-            for count, purpose in zip(self.products[: 1 if persistent else None], purposes)
-        )  # fmt: skip
+        return tuple(launches)
 
     def _params(
         self, chunk: _Chunk, stride: int, persistent: bool, gates: int, projected: bool
@@ -395,8 +407,8 @@ class _Layer:
             ("lengths", lengths and Address(lengths.name, lengths.offset)),
             ("lengths_stride", lengths.strides[0] if lengths else 0),
             ("gates", gates_at),
-            ("gates_d", (geometry.steps if kept_gates else stride) * self.gates_a_step),
-            ("gates_t", self.gates_a_step),
+            ("gates_d", (geometry.steps if kept_gates else stride) * self.gates_per_step),
+            ("gates_t", self.gates_per_step),
             ("beside", Address(beside.name) if beside else Address("reset state") if two_products else None),
             ("beside_d", (geometry.steps if beside else 1) * state),
             ("beside_t", state if beside else 0),
@@ -418,22 +430,22 @@ class _Layer:
             ("keeps_gates", int(bool(kept_gates) or two_products)),
             ("input_forget", int(geometry.input_forget)),
             ("lengths_wide", int(lengths is not None and lengths.dtype == "int64")),
-            ("weight_packet", _packet(problem.weight_hh)),
-            ("weight_ih_packet", _packet(problem.weight_ih)),
-            ("states_packed", int(state // geometry.batch * ITEMSIZE[self.computed] % PACKET_BYTES == 0)),
+            ("weight_packet", _vector_bytes(problem.weight_hh)),
+            ("weight_ih_packet", _vector_bytes(problem.weight_ih)),
+            ("states_packed", int(state // geometry.batch * ITEMSIZE[self.computed] % VECTOR_BYTES == 0)),
         )
 
     def _notes(self) -> tuple[str, ...]:
         weight = self.problem.weight_hh
-        if _packet(weight) == PACKET_BYTES:
+        if _vector_bytes(weight) == VECTOR_BYTES:
             return ()
-        access = "scalar access" if not _packet(weight) else f"accesses of {_packet(weight)} bytes"
-        return (f"{weight.name}: its rows are no whole number of aligned {PACKET_BYTES}-byte packets: {access}",)
+        access = "scalar access" if not _vector_bytes(weight) else f"accesses of {_vector_bytes(weight)} bytes"
+        return (f"{weight.name}: its rows are no whole number of aligned {VECTOR_BYTES}-byte vectors: {access}",)
 
 
-def _packet(weight: Operand) -> int:
-    """Bytes of the packets that the rows of a weight are whole numbers of, aligned: 16, or 4 and at least an element."""
-    for nbytes in (PACKET_BYTES, max(4, weight.itemsize)):
+def _vector_bytes(weight: Operand) -> int:
+    """Bytes of the vectors that the rows of a weight are whole numbers of, aligned: 16, or 4 and at least an element."""
+    for nbytes in (VECTOR_BYTES, max(4, weight.itemsize)):
         width = nbytes // weight.itemsize
         whole = all(number % width == 0 for number in (weight.shape[2], *weight.strides[:2]))
         if whole and (weight.strides[2] == 1 or weight.shape[2] == 1) and weight.alignment >= nbytes:

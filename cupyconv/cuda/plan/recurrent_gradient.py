@@ -1,4 +1,4 @@
-"""Gradients of recurrent layers on CUDA: a launch a step back through time, then products of all steps.
+"""Gradients of recurrent layers on CUDA: one launch per step back through time, then products of all steps.
 
 ::
 
@@ -17,10 +17,13 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
 
+from cupyconv.cuda.plan import cost
+from cupyconv.cuda.plan.conversions import check_alignment
 from cupyconv.cuda.plan.draft import Draft
+from cupyconv.cuda.plan.epilogue import epilogue_launch
 from cupyconv.cuda.plan.epilogue_grad import sum_of_parts
-from cupyconv.cuda.plan.gemm import MAX_DIMENSION, compute_type
-from cupyconv.cuda.plan.launches import GRID_X, epilogue_launch
+from cupyconv.cuda.plan.launches import GRID_X
+from cupyconv.cuda.plan.matrices import MAX_DIMENSION, compute_type
 from cupyconv.cuda.plan.recurrence import gate_activations
 from cupyconv.problem.arrays import ITEMSIZE, Operand, c_strides
 from cupyconv.problem.geometry import even_part
@@ -36,7 +39,6 @@ from cupyconv.problem.plan import (
     Plan,
     Step,
 )
-from cupyconv.problem.problems import check_alignment
 from cupyconv.problem.recurrence import RecurrentGradientProblem
 
 #: Samples, and units, of a block of recurrent_gradient.cu, and threads of one.
@@ -119,7 +121,7 @@ class _Gradient:
             )
             tiles = replace(tiles, strides=c_strides(tiles.shape))
             steps.append(sum_of_parts(tiles, self._sums_as_image(), self.problem.gpu))
-        words = f"{'two launches' if self.resets else 'one launch'} a step, blocks of {TILE} samples x {TILE} units"
+        words = f"{'two launches' if self.resets else 'one launch'} per step, blocks of {TILE} samples x {TILE} units"
         words += f", in {len(runs)} runs of {most} steps" * (len(runs) > 1)
         return Draft("step", tuple(steps), tuple(workspace), words)
 
@@ -195,18 +197,24 @@ class _Gradient:
         kernel = Kernel("recurrent_gradient", (("DTYPE", self.operands["y"].dtype), ("CELL", CELLS[geometry.cell])))
         products = (2, 1) if self.resets else (geometry.gates,)
         purposes = ("state, gates but r", "r and the state before") if self.resets else ("product, state, gates",)
-        return LaunchLoop(
-            tuple(
+        rate = cost.core_rate(self.operands["y"].dtype, self.problem.gpu) * cost.RECURRENT_GRADIENT
+        launches = []
+        for phase, (gates, purpose) in enumerate(zip(products, purposes)):
+            weights = len(run.directions) * gates * geometry.hidden**2
+            flops = 2 * gates * geometry.hidden * state
+            launches.append(
                 KernelLaunch(
-                    kernel, (tiles, len(run.directions), 1), THREADS, self._params(run, phase), purpose=purpose,
-                    bytes_moved=len(run.directions) * gates * geometry.hidden**2 * item
-                    + (3 * geometry.gates + 5) * state * item // len(products),
-                    flops=2 * gates * geometry.hidden * state,
+                    kernel,
+                    (tiles, len(run.directions), 1),
+                    THREADS,
+                    self._params(run, phase),
+                    purpose=purpose,
+                    bytes_moved=weights * item + (3 * geometry.gates + 5) * state * item // len(products),
+                    flops=flops,
+                    arithmetic_seconds=flops / rate,
                 )
-                for phase, (gates, purpose) in enumerate(zip(products, purposes))
-            ),
-            times=run.count + 1, counter="k",
-        )  # fmt: skip
+            )
+        return LaunchLoop(tuple(launches), times=run.count + 1, counter="k")
 
     def _params(self, run: _Run, phase: int) -> tuple[tuple[str, Any], ...]:
         """The C++ struct RecurrentGradientParams."""
@@ -284,36 +292,34 @@ class _Gradient:
         dgates, previous = self._run_at("dgates", run, place, rows), self._run_at("previous", run, place, hidden)
         first = run.first[d] * geometry.batch
         x = Address("inputs") if self.gathers else self._at("x", first * inputs)
+        by_gates, by_steps = Matrix(dgates, rows, 0, transposed=True), Matrix(dgates, rows, 0)
+        beta = int(not run.begins)  # later runs add to the weights' gradients
         calls: list[Step] = []
         if inputs:
-            calls.append(self._product("weight_ih", rows, inputs, depth, Matrix(dgates, rows, 0, transposed=True),
-                                       Matrix(x, inputs, 0), self._at("grad_weight_ih", d * rows * inputs), run))  # fmt: skip
-            calls.append(
-                GemmCall(
-                    depth, inputs, rows, Matrix(dgates, rows, 0), Matrix(self._at("weight_ih", d * rows * inputs), inputs, 0),
-                    Matrix(self._at("grad_x", first * inputs), inputs, 0), 1, self.problem.dtype, self.problem.dtype,
-                    self.compute, beta=int(d > 0), purpose="x",
-                )
-            )  # fmt: skip
-        parts = [(0, rows, dgates, rows, previous)]  # rows of the weight, where their gates' gradients are, the factor
+            weight_at, grad_at = self._at("weight_ih", d * rows * inputs), self._at("grad_weight_ih", d * rows * inputs)
+            sizes = rows, inputs, depth
+            calls.append(self._product("weight_ih", sizes, by_gates, Matrix(x, inputs, 0), grad_at, beta))
+            grad_x, sizes = self._at("grad_x", first * inputs), (depth, inputs, rows)
+            calls.append(self._product("x", sizes, by_steps, Matrix(weight_at, inputs, 0), grad_x, int(d > 0)))
+        parts = [(0, rows, by_gates, previous)]  # rows of the weight, their gates' gradients, the factor
         if geometry.cell == "gru":
-            candidate = replace(dgates, offset=dgates.offset + 2 * hidden * self.item), rows
+            candidate = replace(by_gates, at=replace(dgates, offset=dgates.offset + 2 * hidden * self.item))
             if not self.resets:
-                candidate = self._run_at("dcandidate", run, place, hidden), hidden
+                candidate = replace(by_gates, at=self._run_at("dcandidate", run, place, hidden), ld=hidden)
             factor = self._run_at("reset", run, place, hidden) if self.resets else previous
-            parts = [(0, 2 * hidden, dgates, rows, previous), (2 * hidden, hidden, *candidate, factor)]
-        for row, count, left, ld, factor in parts:
-            calls.append(
-                self._product("weight_hh", count, hidden, depth, Matrix(left, ld, 0, transposed=True),
-                              Matrix(factor, hidden, 0), self._at("grad_weight_hh", (d * rows + row) * hidden), run)
-            )  # fmt: skip
+            parts = [(0, 2 * hidden, by_gates, previous), (2 * hidden, hidden, candidate, factor)]
+        for row, count, gradients, factor in parts:
+            at, sizes = self._at("grad_weight_hh", (d * rows + row) * hidden), (count, hidden, depth)
+            calls.append(self._product("weight_hh", sizes, gradients, Matrix(factor, hidden, 0), at, beta))
         return calls
 
-    def _product(self, purpose: str, m: int, n: int, k: int, a: Matrix, b: Matrix, c: Address, run: _Run) -> GemmCall:
-        """A weight's gradient, or one run's part of it."""
+    def _product(
+        self, purpose: str, sizes: tuple[int, int, int], a: Matrix, b: Matrix, c: Address, beta: int
+    ) -> GemmCall:
+        """One call of sizes (m, n, k), whose result has no gaps."""
         dtype = self.problem.dtype
-        beta = int(not run.begins)
-        return GemmCall(m, n, k, a, b, Matrix(c, n, 0), 1, dtype, dtype, self.compute, beta=beta, purpose=purpose)
+        target = Matrix(c, sizes[1], 0)
+        return GemmCall(*sizes, a, b, target, 1, dtype, dtype, self.compute, beta=beta, purpose=purpose)
 
     def _run_at(self, buffer: str, run: _Run, place: int, columns: int) -> Address:
         return Address(buffer, place * run.count * self.geometry.batch * columns * self.item)

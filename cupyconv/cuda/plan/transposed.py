@@ -1,7 +1,7 @@
 """The choice of a method for a transposed convolution on a GPU: drafted, and picked by the cost model.
 
 "direct" is a kernel in which every element gathers what reaches it, for everything, or ordinary kernels where
-the result falls apart into ordinary convolutions (``residue_classes.py``); "implicit_gemm" is these alone.
+the result falls apart into ordinary convolutions (``polyphase.py``); "implicit_gemm" is these alone.
 "gemm" is products of the weight, kept as columns, which every element then gathers; of a 1x1 kernel the
 products are the result.
 """
@@ -10,31 +10,43 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from math import prod
 
+from cupyconv.cuda.plan import cost
+from cupyconv.cuda.plan.column_launches import Chunk, col2im_launch
 from cupyconv.cuda.plan.conv import access_notes, choose, draft_conv
-from cupyconv.cuda.plan.draft import Draft, in_sequence
-from cupyconv.cuda.plan.gemm import MAX_BATCH, MAX_DIMENSION, MatrixView, ProductsPlanner, row_length
+from cupyconv.cuda.plan.conversions import check_alignment, convert, convert_bias
+from cupyconv.cuda.plan.direct import TILE
+from cupyconv.cuda.plan.draft import Draft, cheapest, in_sequence
+from cupyconv.cuda.plan.epilogue import activation_launch
+from cupyconv.cuda.plan.gemm import ProductsPlanner
 from cupyconv.cuda.plan.launches import (
-    Chunk,
-    activation_launch,
-    col2im_launch,
+    adjoint_params,
+    bytes_of,
     epilogue_params,
-    im2col_launches,
-    transposed_launch,
+    folds_macro,
+    grid_and_block,
+    image,
+    windows_params,
+)
+from cupyconv.cuda.plan.matrices import (
+    MAX_BATCH,
+    MAX_DIMENSION,
+    Factor,
+    MatrixView,
+    as_multiplied,
+    chunks_of,
+    gathered_buffers,
+    place,
+    row_length,
+    segments,
 )
 from cupyconv.problem.activations import IDENTITY
-from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, real_part
+from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, product_flops, real_part
 from cupyconv.problem.geometry import even_part, pixel_windows
-from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, Matrix, Plan, Step
+from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, Kernel, KernelLaunch, Plan, Step
 from cupyconv.problem.polyphase import class_problems
-from cupyconv.problem.problems import (
-    NotApplicable,
-    TransposedProblem,
-    check_alignment,
-    convert,
-    convert_bias,
-    inputs_with_channels,
-)
+from cupyconv.problem.problems import NotApplicable, TransposedProblem, inputs_with_channels
 
 
 def plan_transposed(problem: TransposedProblem) -> Plan:
@@ -55,9 +67,11 @@ def _with_activation(problem: TransposedProblem, pre: Operand) -> Plan:
         return plan
     launch = activation_launch(pre, problem.outs[0], problem.activation)
     return replace(
-        plan, steps=(*plan.steps, launch), bytes_moved=plan.bytes_moved + launch.bytes_moved,
+        plan,
+        steps=(*plan.steps, launch),
+        bytes_moved=plan.bytes_moved + launch.bytes_moved,
         minimal_bytes=plan.minimal_bytes + problem.outs[0].nbytes,
-    )  # fmt: skip
+    )
 
 
 def _converted(problem: TransposedProblem) -> tuple[TransposedProblem, tuple[Conversion, ...]]:
@@ -85,17 +99,46 @@ def _draft(method: str, problem: TransposedProblem) -> Draft:
 def _draft_direct(problem: TransposedProblem) -> Draft:
     if len(problem.xs) > MAX_SOURCES:
         raise NotApplicable(f"{len(problem.xs)} inputs; a kernel's parameters hold {MAX_SOURCES}")
-    epilogue = epilogue_params(problem.bias, None, problem.activation)
-    launches = [
-        transposed_launch(
-            problem.geometry, problem.xs, problem.weight, out, first=first, conjugated=problem.conjugate, epilogue=epilogue
-        )
-        for out, first in zip(problem.outs, problem.geometry.channel_offsets)
-    ]  # fmt: skip
+    launches = [_launch(problem, out, first) for out, first in zip(problem.outs, problem.geometry.channel_offsets)]
     drafts = [Draft("direct", tuple(launches), reason="general kernel")]
     with suppress(NotApplicable):
         drafts.append(_as_convolutions("direct", problem))
-    return min(drafts, key=lambda draft: draft.cost(problem.gpu).seconds)
+    return cheapest(drafts, problem.gpu)
+
+
+def _launch(problem: TransposedProblem, out: Operand, first: int) -> KernelLaunch:
+    """Direct transposed convolution into one result, whose channels are those from `first` on."""
+    geometry, xs, weight = problem.geometry, problem.xs, problem.weight
+    channels = out.shape[1]
+    groups = (first + channels - 1) // geometry.group_channels - first // geometry.group_channels + 1
+    offsets = [sum(x.shape[1] for x in xs[:i]) for i in range(len(xs))]
+    dtypes = (("X_DTYPE", problem.x_dtype), ("W_DTYPE", problem.weight_dtype), ("Y_DTYPE", out.dtype))
+    tiles = groups * -(-geometry.group_channels // TILE)
+    products = geometry.products * channels // geometry.in_channels
+    flops = products * product_flops(problem.x_dtype, problem.weight_dtype)
+    return KernelLaunch(
+        Kernel("transposed", (*dtypes, ("TILE", str(TILE)), folds_macro(geometry))),
+        *grid_and_block(geometry.batch, prod(geometry.size), 1, tiles, 128),
+        (
+            ("sources", (tuple((image(x), at, x.shape[1]) for x, at in zip(xs, offsets)), len(xs))),
+            ("windows", windows_params(geometry)),
+            ("adjoint", adjoint_params(geometry)),
+            ("weight", image(weight)),
+            ("out", image(out)),
+            ("epilogue", epilogue_params(problem.bias, None, problem.activation)),
+            ("batch", geometry.batch),
+            ("groups", geometry.groups),
+            ("group_channels", geometry.group_channels),
+            ("group_outputs", geometry.group_outputs),
+            ("first", first),
+            ("channels", channels),
+            ("conjugated", int(problem.conjugate)),
+        ),
+        purpose="transposed convolution, bias, activation",
+        bytes_moved=bytes_of(xs) + weight.nbytes + out.nbytes,
+        flops=flops,
+        arithmetic_seconds=flops / (cost.core_rate(out.dtype, problem.gpu) * cost.GENERAL),
+    )
 
 
 def _draft_implicit_gemm(problem: TransposedProblem) -> Draft:
@@ -139,45 +182,32 @@ class _GemmPlanner(ProductsPlanner):
             self.columns_dtype = real_part(self.columns_dtype)
         #: Whether the GEMM conjugates the weight; where it is in planes, the sums are conjugated after.
         self.conjugates = problem.conjugate and self.planes == 1
-        self.x_views = self.image_views(problem.xs)
-        row = row_length(geometry.pixels) * self.components
-        if max(geometry.out_channels, geometry.group_channels * geometry.taps, row) > MAX_DIMENSION:
+        self.factors: list[Factor] = []
+        offset = 0
+        for x, view in zip(problem.xs, self.image_views(problem.xs)):
+            windows = pixel_windows(geometry.batch, x.shape[1], geometry.out_size)
+            self.factors.append(Factor(f"gathered {x.name}", offset, x.shape[1], (x,), windows, x.dtype, view))
+            offset += x.shape[1]
+        #: From one row of a sample's columns to the next.
+        self.row = row_length(geometry.pixels)
+        if (
+            max(geometry.out_channels, geometry.group_channels * geometry.taps, self.row * self.components)
+            > MAX_DIMENSION
+        ):
             raise NotApplicable("channels times taps, or pixels, pass cuBLAS's 32-bit dimensions")
         self.samples, self.channels = self._chunk_size()
 
     def draft(self) -> Draft:
-        batch, ranges = self.geometry.batch, self._channel_ranges()
+        chunks, ranges = chunks_of(self.geometry, self.samples, self.geometry.pixels), self._channel_ranges()
         steps = [*self.weight_steps]
-        for first_sample in range(0, batch, self.samples):
-            samples = min(self.samples, batch - first_sample)
-            views, launches = self._x(first_sample, samples)
+        for chunk in chunks:
+            views, launches = place(self.factors, chunk, self.components)
             steps += launches
             for channels in ranges:
-                steps += self._steps(first_sample, samples, channels, views)
-        chunks = -(-batch // self.samples) * len(ranges)
-        cut = f", {chunks} chunks of {self.samples} samples x {self.channels} channels" if chunks > 1 else ""
+                steps += self._steps(chunk, channels, views)
+        count = len(chunks) * len(ranges)
+        cut = f", {count} chunks of {self.samples} samples x {self.channels} channels" if count > 1 else ""
         return Draft("gemm", tuple(steps), self._workspace(), f"one batched GEMM over samples, then a gather{cut}")
-
-    # Where the matrices lie.
-
-    def _x(self, first_sample: int, samples: int) -> tuple[list[MatrixView], list[Step]]:
-        """The inputs of a chunk's samples, where they lie or gathered."""
-        views: list[MatrixView] = []
-        steps: list[Step] = []
-        for x, view in zip(self.problem.xs, self.x_views):
-            if view is not None:
-                views.append(replace(view, at=view.start(sample=first_sample)))
-                continue
-            ld = row_length(self.geometry.pixels)
-            name, channels = f"gathered {x.name}", x.shape[1]
-            target = Operand(
-                name, x.dtype, (samples, channels, 1, 1, self.geometry.pixels), (channels * ld, ld, 0, 0, 1)
-            )
-            views.append(self.as_multiplied(MatrixView(Address(name), x.itemsize, ld, channels * ld, False)))
-            windows = pixel_windows(self.geometry.batch, channels, self.geometry.out_size)
-            chunk = Chunk(first_sample, samples, 0, self.geometry.pixels)
-            steps += im2col_launches(windows, (x,), target, chunk=chunk, purpose=name)
-        return views, steps
 
     # Workspace.
 
@@ -185,11 +215,9 @@ class _GemmPlanner(ProductsPlanner):
         """Samples and channels of a chunk: all, else fewer samples, else fewer channels of one."""
         geometry, problem = self.geometry, self.problem
         limit = problem.limit - sum(buffer.space for buffer in self.weight_buffers)
-        limit -= Plan.ALIGNMENT * (1 + sum(view is None for view in self.x_views))
-        row = row_length(geometry.pixels)
-        gathered = sum(x.shape[1] for x, view in zip(problem.xs, self.x_views) if view is None)
-        gathered *= row * ITEMSIZE[problem.x_dtype]
-        channel = geometry.taps * self.planes * row * ITEMSIZE[self.columns_dtype]
+        limit -= Plan.ALIGNMENT * (1 + sum(factor.view is None for factor in self.factors))
+        gathered = sum(factor.bytes_per_pixel for factor in self.factors) * self.row
+        channel = geometry.taps * self.planes * self.row * ITEMSIZE[self.columns_dtype]
         fitting = limit // (gathered + geometry.in_channels * channel)
         if fitting >= 1 and geometry.in_channels * geometry.taps <= MAX_DIMENSION:
             most = min(fitting, geometry.batch, MAX_BATCH)
@@ -215,58 +243,58 @@ class _GemmPlanner(ProductsPlanner):
         ]
 
     def _workspace(self) -> tuple[Buffer, ...]:
-        geometry, row = self.geometry, row_length(self.geometry.pixels)
-        buffers = [*self.weight_buffers]
-        for x, view in zip(self.problem.xs, self.x_views):
-            if view is None:
-                buffers.append(Buffer(f"gathered {x.name}", self.samples * x.shape[1] * row * x.itemsize))
-        rows = self.planes * self.channels * geometry.taps
-        return (*buffers, Buffer("columns", self.samples * rows * row * ITEMSIZE[self.columns_dtype]))
+        area, rows = self.samples * self.row, self.planes * self.channels * self.geometry.taps
+        gathered = gathered_buffers(self.factors, area)
+        return (*self.weight_buffers, *gathered, Buffer("columns", area * rows * ITEMSIZE[self.columns_dtype]))
 
     # Steps.
 
-    def _steps(self, first_sample: int, samples: int, channels: range, xs: list[MatrixView]) -> list[Step]:
+    def _steps(self, chunk: Chunk, channels: range, xs: list[MatrixView]) -> list[Step]:
         """Columns of a chunk, and their sums in every result that has some of its channels."""
-        geometry, problem = self.geometry, self.problem
-        rows, ld = len(channels) * geometry.taps, row_length(geometry.pixels)
+        geometry, samples = self.geometry, chunk.samples
+        rows, ld, pixels = len(channels) * geometry.taps, self.row, geometry.pixels * self.components
         stride_n = self.planes * rows * ld
-        joined = [x.joined(x_rows, geometry.pixels * self.components, samples) for x, x_rows in self._counted(xs)]
-        whole = samples > 1 and all(joined) and samples * geometry.pixels * self.components <= MAX_DIMENSION // 2
-        if whole:  # all samples as one long row
+        joined = [x.joined(factor.count, pixels, samples) for x, factor in zip(xs, self.factors)]
+        batch = samples
+        if samples > 1 and all(joined) and samples * pixels <= MAX_DIMENSION // 2:  # all samples as one long row
             stride_n, ld = geometry.pixels, row_length(samples * geometry.pixels)
-        item = ITEMSIZE[self.columns_dtype]
-        columns = Operand(
-            "columns", self.columns_dtype, (samples, rows, 1, 1, geometry.pixels), (stride_n, ld, 0, 0, 1)
-        )
-        view = self.as_multiplied(MatrixView(Address("columns"), item, ld, stride_n, False))
-        factors = [x for x in joined if x is not None] if whole else xs
-        pixels = geometry.pixels * self.components * (samples if whole else 1)
-        steps = self._gemms(view, factors, channels, 1 if whole else samples, pixels)
-        for out, first in zip(problem.outs, geometry.channel_offsets):
+            xs, batch, pixels = [x for x in joined if x is not None], 1, samples * pixels
+        strides = (stride_n, ld, 0, 0, 1)
+        columns = Operand("columns", self.columns_dtype, (samples, rows, 1, 1, geometry.pixels), strides)
+        view = MatrixView(Address("columns"), columns.itemsize, ld, stride_n, False)
+        steps = self._gemms(as_multiplied(view, self.components), xs, channels, batch, pixels)
+        for out, first in zip(self.problem.outs, geometry.channel_offsets):
             begin, end = max(first, channels.start), min(first + out.shape[1], channels.stop)
-            if begin >= end:
-                continue
-            part = replace(
-                out, shape=(samples, end - begin, *out.shape[2:]),
-                offset=out.offset + (first_sample * out.stride_n + (begin - first) * out.stride_c) * out.itemsize,
-            )  # fmt: skip
-            of_part = replace(columns, offset=(begin - channels.start) * geometry.taps * ld * item)
-            bias = problem.bias and replace(problem.bias, offset=problem.bias.offset + begin * problem.bias.itemsize)
-            steps.append(
-                col2im_launch(
-                    geometry, of_part, part, imaginary=rows * ld if self.planes == 2 else 0,
-                    conjugated=problem.conjugate and self.planes == 2, bias=bias, activation=problem.activation,
-                )
-            )  # fmt: skip
+            if begin < end:
+                elements = chunk.first_sample * out.stride_n + (begin - first) * out.stride_c
+                shape = (samples, end - begin, *out.shape[2:])
+                part = replace(out, shape=shape, offset=out.offset + elements * out.itemsize)
+                offset = (begin - channels.start) * geometry.taps * ld * columns.itemsize
+                steps.append(self._gather(replace(columns, offset=offset), part, begin, rows * ld))
         return steps
+
+    def _gather(self, columns: Operand, out: Operand, first: int, plane: int) -> KernelLaunch:
+        """The sums of columns, of channels from `first` on, whose imaginary parts would be a plane further on."""
+        problem = self.problem
+        bias = problem.bias and replace(problem.bias, offset=problem.bias.offset + first * problem.bias.itemsize)
+        launch = col2im_launch(
+            self.geometry,
+            columns,
+            out,
+            imaginary=plane if self.planes == 2 else 0,
+            conjugated=problem.conjugate and self.planes == 2,
+            bias=bias,
+            activation=problem.activation,
+        )
+        return replace(launch, arithmetic_seconds=launch.flops / cost.core_rate(out.dtype, problem.gpu))
 
     def _gemms(
         self, columns: MatrixView, xs: list[MatrixView], channels: range, samples: int, pixels: int
     ) -> list[Step]:
         """The calls whose sums are the columns: one for each plane, group and input; over groups where there is one sample."""
-        geometry = self.geometry
+        geometry, weight = self.geometry, self.weight
         first_group, last_group = (c // geometry.group_channels for c in (channels.start, channels.stop - 1))
-        groups = last_group - first_group + 1
+        groups, outputs = last_group - first_group + 1, geometry.group_outputs
         over_groups = samples == 1 and groups > 1 and len(xs) == 1
         calls: list[Step] = []
         for plane in range(self.planes):
@@ -277,43 +305,15 @@ class _GemmPlanner(ProductsPlanner):
                 column = (begin - group * geometry.group_channels) * geometry.taps
                 count = (end - begin) * geometry.taps
                 beta = 0
-                for x, first, outputs, offset in self._segments(group, xs):
-                    start = self.weight.start(
-                        plane * geometry.out_channels + group * geometry.group_outputs + first, column
-                    )
+                for i, x_row, output, rows in segments(self.factors, group * outputs, (group + 1) * outputs):
+                    x, weight_row = xs[i], plane * geometry.out_channels + group * outputs + output
                     batch, strides = samples, (0, x.stride, columns.stride)
                     if over_groups:
                         batch = min(last_group + 1 - group, MAX_BATCH)
-                        rows = geometry.group_outputs
-                        strides = (rows * self.weight.row_step, rows * x.row_step, count * columns.row_step)
-                    calls.append(
-                        GemmCall(
-                            count, pixels, outputs,
-                            Matrix(start, self.weight.ld, strides[0], not self.weight.transposed, self.conjugates),
-                            Matrix(x.start(offset), x.ld, strides[1], x.transposed),
-                            Matrix(columns.start(row), columns.ld, strides[2]),
-                            batch, self.dtype, self._c_dtype, self.compute, beta, "columns",
-                        )
-                    )  # fmt: skip
+                        strides = (outputs * weight.row_step, outputs * x.row_step, count * columns.row_step)
+                    a = weight.matrix(strides[0], weight_row, column, turned=True, conjugated=self.conjugates)
+                    b, c = x.matrix(strides[1], x_row), columns.matrix(strides[2], row)
+                    dtypes = (self.dtype, self.c_dtype(self.columns_dtype), self.compute)
+                    calls.append(GemmCall(count, pixels, rows, a, b, c, batch, *dtypes, beta, "columns"))
                     beta = 1
         return calls
-
-    def _segments(self, group: int, xs: list[MatrixView]) -> list[tuple[MatrixView, int, int, int]]:
-        """Per input that a group reads: (matrix, first output of the group there, how many, first row of the matrix)."""
-        per_group = self.geometry.group_outputs
-        begin, end = group * per_group, (group + 1) * per_group
-        segments, offset = [], 0
-        for x, rows in self._counted(xs):
-            low, high = max(begin, offset), min(end, offset + rows)
-            if low < high:
-                segments.append((x, low - begin, high - low, low - offset))
-            offset += rows
-        return segments
-
-    def _counted(self, xs: list[MatrixView]) -> list[tuple[MatrixView, int]]:
-        """Matrices of the inputs, each with its number of rows."""
-        return [(view, x.shape[1]) for view, x in zip(xs, self.problem.xs)]
-
-    @property
-    def _c_dtype(self) -> str:
-        return real_part(self.columns_dtype) if self.components == 2 else self.columns_dtype

@@ -55,7 +55,7 @@ class Device(Protocol):
         """An uninitialised C-ordered array of this device's array type."""
 
     def empty_in_graph(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """The same while a graph is captured: memory that the graph itself allocates and frees at every launch."""
+        """An uninitialised array for a graph that is being captured, which allocates and frees it at every launch."""
 
     def from_host(self, array: np.ndarray) -> Any:
         """A copy of an array in the host's memory."""

@@ -79,12 +79,12 @@ PARAMETERS = {
     ),
     "pack_weight": _struct(
         sources=SOURCES, weight=IMAGE, packed=POINTER, stride_m=INT64, stride_k=INT64, kernel=(INT32, 3), groups=INT32,
-        group_channels=INT32, group_outputs=INT32, granule=INT32, block=INT32, blocks=INT32, rows=INT32, channels=INT32,
+        group_channels=INT32, group_outputs=INT32, k_chunk=INT32, slab=INT32, slabs=INT32, rows=INT32, channels=INT32,
     ),
     "implicit_gemm": _struct(
         sources=SOURCES, windows=WINDOWS, weight=POINTER, out=IMAGE, plane=INT64, epilogue=EPILOGUE, prologue=PROLOGUE, pixels=INT64,
-        groups=INT32, group_channels=INT32, group_outputs=INT32, blocks=INT32, rows=INT32, tiles_m=INT32, keeps_sums=INT32,
-        a_split=INT32,
+        groups=INT32, group_channels=INT32, group_outputs=INT32, slabs=INT32, rows=INT32, tiles_m=INT32, keeps_sums=INT32,
+        slabs_per_split=INT32,
     ),
     "col2im": _struct(
         columns=IMAGE, windows=WINDOWS, adjoint=ADJOINT, out=IMAGE, epilogue=EPILOGUE, batch=INT64, imaginary=INT64,

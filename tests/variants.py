@@ -1,6 +1,6 @@
 """Every kernel variant that planning can ask for, as a list: to compile, to check, to warm a cache with.
 
-A variant is a kernel and its macros.  The list is written from the tables that ``launches.py`` chooses
+A variant is a kernel and its macros.  The list is written from the tables that planning chooses
 from; a test plans a broad product of problems and finds every kernel of every plan in it.
 """
 
@@ -8,22 +8,12 @@ from __future__ import annotations
 
 from itertools import product
 
+from cupyconv.cuda.plan import depthwise, direct, merge, weight_gradient
 from cupyconv.cuda.plan.conv_pair import FIRST_PAIR
 from cupyconv.cuda.plan.implicit_gemm import arithmetics, tiles
-from cupyconv.cuda.plan.launches import (
-    ANY_KERNEL,
-    DEPTHWISE_KERNELS,
-    DIRECT_TILE,
-    GROUPED_DEPTHWISE_KERNELS,
-    MERGE_TILES,
-    PACKET_BYTES,
-    PROLOGUE_DEPTHWISE_KERNELS,
-    PROLOGUE_MERGE_TILE,
-    WEIGHT_GRADIENT_OUTPUTS,
-    merge_tile,
-)
+from cupyconv.cuda.plan.launches import VECTOR_BYTES
 from cupyconv.cuda.plan.max_pool import CHANNELS
-from cupyconv.cuda.plan.recurrence import GATES_A_PRODUCT, Tile, recurrent_tiles
+from cupyconv.cuda.plan.recurrence import Tile, recurrent_tiles
 from cupyconv.cuda.plan.recurrent_gradient import CELLS
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex, real_part
 from cupyconv.problem.geometry import pointwise_geometry
@@ -36,6 +26,8 @@ POOLING = ("max_pool", "max_pool_gradient")
 RECURRENT_GRADIENT = ("recurrent_gradient", "recurrent_inputs")
 #: Of recurrent layers, by whether the weight stays in shared memory.
 RECURRENT = {False: "recurrent_step", True: "recurrent_persistent"}
+#: Rows of the weight per unit in one product: of an rnn and the last part of a gru, the first of that, a gru, an lstm.
+GATES_PER_PRODUCT = (1, 2, 3, 4)
 
 
 def is_fast(kernel: Kernel) -> bool:
@@ -74,10 +66,10 @@ REAL_DTYPES = tuple(dtype for dtype in DTYPES if not is_complex(dtype))
 
 
 def all_variants() -> tuple[Kernel, ...]:
-    """All variants; ``cupyconv info`` counts them.
+    """All variants.
 
     The number is bounded because nothing of a problem's size reaches a macro: only dtypes, and tile
-    and packet widths from short tables.
+    and vector widths from short tables.
     """
     return (
         *_merge_variants(),
@@ -88,22 +80,25 @@ def all_variants() -> tuple[Kernel, ...]:
             _kernel("depthwise", DTYPE=dtype, KERNEL=kernel, STRIDE=stride, **prologue)
             for dtype in REAL_DTYPES
             for prologue in PROLOGUES
-            for kernel, stride in (*(PROLOGUE_DEPTHWISE_KERNELS if prologue else DEPTHWISE_KERNELS), ANY_KERNEL)
+            for kernel, stride in (
+                *(depthwise.PROLOGUE_KERNELS if prologue else depthwise.KERNELS),
+                depthwise.ANY_KERNEL,
+            )
         ),
         *(
             _kernel("depthwise", DTYPE=dtype, KERNEL=kernel, STRIDE=stride, GROUPED=1)
             for dtype in REAL_DTYPES
-            for kernel, stride in GROUPED_DEPTHWISE_KERNELS
+            for kernel, stride in depthwise.GROUPED_KERNELS
         ),
         *(
             _kernel("im2col", DTYPE=f"bits{8 * itemsize}", WIDTH=width)
             for itemsize in sorted(set(ITEMSIZE.values()))
-            for width in packet_widths(itemsize)
+            for width in vector_widths(itemsize)
         ),
         *(
             _kernel("im2col", DTYPE=dtype, WIDTH=width, PROLOGUE=1)
             for dtype in DTYPES
-            for width in packet_widths(ITEMSIZE[dtype])
+            for width in vector_widths(ITEMSIZE[dtype])
         ),
         *_col2im_variants(),
         *(_kernel(name, DTYPE=dtype, CHANNELS=CHANNELS) for name in POOLING for dtype in REAL_DTYPES),
@@ -112,7 +107,7 @@ def all_variants() -> tuple[Kernel, ...]:
         *(
             _kernel("prologue_grad", DTYPE=dtype, WIDTH=width)
             for dtype in DTYPES
-            for width in packet_widths(ITEMSIZE[dtype])
+            for width in vector_widths(ITEMSIZE[dtype])
         ),
         *(_kernel("pack_weight", DTYPE=f"bits{8 * size}") for size in sorted({ITEMSIZE[d] for d in REAL_DTYPES})),
         *_implicit_gemm_variants(),
@@ -127,32 +122,32 @@ def all_variants() -> tuple[Kernel, ...]:
     )
 
 
-def packet_widths(itemsize: int) -> tuple[int, ...]:
+def vector_widths(itemsize: int) -> tuple[int, ...]:
     """Elements that a thread may move at once: 16 bytes of them, or one."""
-    return tuple(dict.fromkeys((PACKET_BYTES // itemsize, 1)))
+    return tuple(dict.fromkeys((VECTOR_BYTES // itemsize, 1)))
 
 
 def _merge_variants() -> list[Kernel]:
     return [
-        _kernel("merge", DTYPE=dtype, TILE=tile, PACKET=packet, **prologue)
+        _kernel("merge", DTYPE=dtype, TILE=tile, PACKET=vector, **prologue)
         for dtype in REAL_DTYPES
         for prologue in PROLOGUES
-        for tile in ([PROLOGUE_MERGE_TILE] if prologue else _merge_tiles(dtype))
-        for packet in packet_widths(ITEMSIZE[dtype])
+        for tile in ([merge.PROLOGUE_TILE] if prologue else _merge_tiles(dtype))
+        for vector in vector_widths(ITEMSIZE[dtype])
     ]
 
 
 def _merge_tiles(dtype: str) -> list[int]:
     """What `merge_tile` answers for one to many outputs; fewer that fit are among the same answers."""
-    geometries = (pointwise_geometry({"x": (1, 1)}, (outputs, 1)) for outputs in range(1, max(MERGE_TILES) + 1))
-    tiles = {merge_tile(geometry, dtype) for geometry in geometries}
+    geometries = (pointwise_geometry({"x": (1, 1)}, (outputs, 1)) for outputs in range(1, max(merge.TILES) + 1))
+    tiles = {merge.merge_tile(geometry, dtype) for geometry in geometries}
     return sorted(tile for tile in tiles if tile is not None)
 
 
 def _direct_variants(name: str, **macros: object) -> list[Kernel]:
     """Image and weight are of the result's dtype, or one of them is real beside a complex result."""
     return [
-        _kernel(name, X_DTYPE=x, W_DTYPE=weight, Y_DTYPE=result, TILE=DIRECT_TILE, **macros)
+        _kernel(name, X_DTYPE=x, W_DTYPE=weight, Y_DTYPE=result, TILE=direct.TILE, **macros)
         for result in DTYPES
         for x, weight in dict.fromkeys(product((result, real_part(result)), repeat=2))
         if result in (x, weight)
@@ -181,7 +176,7 @@ def _weight_gradient_variants() -> list[Kernel]:
         for result in DTYPES
         for x, grad in dict.fromkeys(product((result, real_part(result)), repeat=2))
         if result in (x, grad)
-        for outputs in (WEIGHT_GRADIENT_OUTPUTS[1:] if prologue else WEIGHT_GRADIENT_OUTPUTS)
+        for outputs in (weight_gradient.OUTPUTS[1:] if prologue else weight_gradient.OUTPUTS)
     ]
 
 
@@ -192,16 +187,16 @@ def _epilogue_variants() -> list[Kernel]:
         _kernel("epilogue", SUM_DTYPE=sums, Y_DTYPE=result, WIDTH=width)
         for result in DTYPES
         for sums in dict.fromkeys((accumulator(result), real_part(accumulator(result)), *narrower.get(result, ())))
-        for width in packet_widths(ITEMSIZE[result])
+        for width in vector_widths(ITEMSIZE[result])
     ]
 
 
 def _epilogue_grad_variants() -> list[Kernel]:
-    """Packets along pixels, along channels, or none."""
+    """Vectors along pixels, along channels, or none."""
     return [
         _kernel("epilogue_grad", DTYPE=dtype, WIDTH=width, ALONG_CHANNELS=along_channels)
         for dtype in DTYPES
-        for width in packet_widths(ITEMSIZE[dtype])
+        for width in vector_widths(ITEMSIZE[dtype])
         for along_channels in ((0, 1) if width > 1 else (0,))
     ]
 
@@ -238,7 +233,7 @@ def _recurrent_variants() -> list[Kernel]:
         for resident, name in RECURRENT.items()
         for dtype in REAL_DTYPES
         for tile in _recurrent_tiles(dtype, resident)
-        for gates in GATES_A_PRODUCT
+        for gates in GATES_PER_PRODUCT
     ]
 
 

@@ -1,0 +1,79 @@
+"""The cost model: what a step would take on a GPU, to rank one draft against another.  It predicts no time.
+
+A step takes the longer of what its bytes and its arithmetic take, and a launch.  A kernel launch says itself what its
+arithmetic takes: whoever plans it knows its tiles, and works that out with the functions here.  Of a GEMM call the sizes
+tell.
+
+The rates of a GPU are those of `machine`.  The constants are of this page alone, and **no GPU has measured them**: they are
+estimates from the kernels' inner loops, good for an order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cupyconv.problem.machine import GpuModel
+from cupyconv.problem.plan import GemmCall, KernelLaunch, Step
+
+# Unmeasured: shares of the arithmetic rate that a kernel's inner loop reaches; the rest is loads and indices.
+
+MERGE, DEPTHWISE, RECURRENT_GRADIENT = 0.6, 0.15, 0.3
+#: direct.cu, transposed.cu and weight_gradient.cu, which are for everything.
+GENERAL = 0.06
+#: implicit_gemm.cu, by its tile: a smaller one loads each element for fewer products.
+IMPLICIT_GEMM = {128: 0.8, 64: 0.6}
+#: conv_pair.cu, whose operands are loaded from shared memory: by the kind of layer.
+PAIR = {"DENSE": 0.5, "DEPTHWISE": 0.25}
+#: The recurrent kernels, by the samples of a thread.
+RECURRENT = {1: 0.15, 4: 0.35, 8: 0.5}
+
+# Unmeasured: what lies beside the products.
+
+#: What it takes conv_pair.cu to bring an element of x into its tile, and one of a weight into its place, in multiply-adds.
+PAIR_X_LOAD, PAIR_WEIGHT_LOAD = 3, 20
+#: How many times faster than memory the L2 cache is, from which tiles read again what their neighbours have read.
+L2_SPEED = 2.5
+#: What it takes all blocks to wait for each other: an addition and a load that go to L2, one after the other.
+BARRIER_SECONDS = 1.5e-6
+#: cuBLAS works in tiles of about this many rows and columns; what a matrix leaves of a tile is wasted.
+GEMM_TILE = 64
+
+
+@dataclass(frozen=True)
+class Cost:
+    seconds: float
+    bound: str
+
+    def __str__(self) -> str:
+        return f"{self.seconds * 1e6:,.1f} µs by the model, bound by {self.bound}"
+
+
+def core_rate(dtype: str, gpu: GpuModel) -> float:
+    """Operations a second of CUDA cores that multiply and add numbers of a dtype, 16-bit ones in float32."""
+    return gpu.fp64 if dtype in ("float64", "complex128") else gpu.fp32
+
+
+def product_rate(arithmetic: str, dtype: str, gpu: GpuModel) -> float:
+    """Operations a second of products by an arithmetic of kernels/warp_tile.cuh."""
+    if arithmetic == "FMA":
+        return core_rate(dtype, gpu)
+    if arithmetic == "MMA":
+        return gpu.gemm_rate(dtype, "float64" if dtype == "float64" else "float32") * gpu.mma_share
+    return gpu.tf32 * gpu.mma_share / {"TF32": 1, "TF32X3": 3}[arithmetic]
+
+
+def seconds_in_rounds(blocks: int, operations_per_block: int, rate: float, gpu: GpuModel) -> float:
+    """Whole rounds of whole blocks: every multiprocessor takes as long as the one with the most of them."""
+    rounds = -(-blocks // gpu.multiprocessors)
+    return rounds * operations_per_block * gpu.multiprocessors / rate
+
+
+def arithmetic_seconds(step: Step, gpu: GpuModel) -> float:
+    """What the arithmetic of a step takes."""
+    if isinstance(step, KernelLaunch):
+        return step.arithmetic_seconds
+    assert isinstance(step, GemmCall)
+    tiles_m, tiles_n = -(-step.m // GEMM_TILE), -(-step.n // GEMM_TILE)
+    used = step.m * step.n / (tiles_m * tiles_n * GEMM_TILE**2)
+    busy = min(1.0, tiles_m * tiles_n * step.batch / gpu.multiprocessors)
+    return step.flops / (gpu.gemm_rate(step.dtype, step.compute) * used * busy)

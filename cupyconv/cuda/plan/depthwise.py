@@ -1,0 +1,95 @@
+"""The depthwise kernel: one small kernel per channel, or groups of a few channels, one channel after the other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cupyconv.cuda.plan import cost
+from cupyconv.cuda.plan.draft import Draft
+from cupyconv.cuda.plan.epilogue import kept_apart
+from cupyconv.cuda.plan.launches import (
+    GRID_Y,
+    WARP,
+    bytes_of,
+    convolution_params,
+    epilogue_params,
+    grid_and_block,
+    is_along_channels,
+    prologue_words,
+    with_prologue,
+)
+from cupyconv.problem.arrays import Operand, is_complex
+from cupyconv.problem.plan import KernelLaunch
+from cupyconv.problem.problems import ConvProblem
+
+#: Square kernels, with their stride along h, that depthwise.cu is compiled for: alone, with a prologue, and for groups
+#: of more than one channel; (0, 0) is any other.
+KERNELS = ((3, 1), (3, 2), (5, 1), (5, 2), (7, 1))
+PROLOGUE_KERNELS = ((3, 1), (3, 2))
+GROUPED_KERNELS = ((3, 1), (3, 2))
+ANY_KERNEL = (0, 0)
+#: Pixels of a thread, by stride: one where it is any.
+ROWS = {0: 1, 1: 8, 2: 4}
+#: Bytes of a plane, and pixels, that depthwise.cu counts in 32 bits.
+PLANE_EXTENT = 2**30
+
+
+def draft_depthwise(problem: ConvProblem) -> Draft | None:
+    """The depthwise kernel, for any number of outputs per channel; None where the general kernel serves better."""
+    if is_complex(problem.out.dtype) or problem.geometry.groups == 1:
+        return None
+    kernel = _kernel(problem)
+    # Groups of several channels take one that is compiled for them, without a prologue: else the general one is quicker.
+    is_grouped = problem.geometry.group_channels > 1
+    if is_grouped and (problem.prologue or kernel == ANY_KERNEL):
+        return None
+    result, activation, after = kept_apart(problem)
+    epilogue = epilogue_params(problem.bias, problem.residual, activation)
+    launch = _launch(problem, kernel, result, epilogue)
+    return Draft("direct", (launch, *after), reason="depthwise kernel" + ", channel by channel" * is_grouped)
+
+
+def _launch(
+    problem: ConvProblem, kernel: tuple[int, int], result: Operand, epilogue: tuple[object, ...]
+) -> KernelLaunch:
+    geometry, out = problem.geometry, problem.out
+    size, stride = kernel
+    depth, height, width = geometry.out_size
+    strips = geometry.batch * depth * -(-height // ROWS[stride]) * width
+    lanes = min(WARP, 1 << (out.shape[1] - 1).bit_length()) if is_along_channels(out) else 1
+    (blocks, _, _), block = grid_and_block(strips, lanes, 1, 1, 128)
+    macros = (("DTYPE", out.dtype), ("KERNEL", str(size)), ("STRIDE", str(stride)))
+    grouped = (("GROUPED", "1"),) if geometry.group_channels > 1 else ()
+    flops = 2 * geometry.products
+    return KernelLaunch(
+        with_prologue("depthwise", macros + grouped, problem.prologue),
+        (blocks, min(-(-geometry.out_channels // lanes), GRID_Y), 1),
+        block,
+        (
+            *convolution_params(problem, result, epilogue),
+            ("outputs", geometry.out_channels),
+            ("group_outputs", geometry.group_outputs),
+            ("group_channels", geometry.group_channels),
+            ("channel_lanes", lanes),
+        ),
+        purpose=f"convolution{prologue_words(problem.prologue)}, bias, residual, activation",
+        bytes_moved=bytes_of(problem.xs) + problem.weight.nbytes + out.nbytes,
+        flops=flops,
+        arithmetic_seconds=flops / (cost.core_rate(out.dtype, problem.gpu) * cost.DEPTHWISE),
+    )
+
+
+def _kernel(problem: ConvProblem) -> tuple[int, int]:
+    """The kernel and stride to compile for: a listed one, if 32 bits hold all that the kernel counts with them."""
+    geometry, xs, weight = problem.geometry, problem.xs, problem.weight
+    depth, height, width = geometry.kernel
+    kernels = GROUPED_KERNELS if geometry.group_channels > 1 else PROLOGUE_KERNELS if problem.prologue else KERNELS
+    listed = depth == 1 and height == width and (height, geometry.stride[1]) in kernels
+    images = (*xs, replace(weight, strides=tuple(map(abs, weight.strides))))
+    planes = (op.itemsize * sum((n - 1) * step for n, step in zip(op.shape[2:], op.strides[2:])) for op in images)
+    extents = map(sum, zip(geometry.size, geometry.before, geometry.after))
+    counts = [*extents, geometry.batch * geometry.pixels, *planes]
+    forward = all(min(x.strides[2:]) >= 0 for x in xs)
+    if listed and geometry.dilation[1:] == (1, 1) and forward and max(counts) < PLANE_EXTENT:
+        return height, geometry.stride[1]
+    return ANY_KERNEL

@@ -1,0 +1,143 @@
+"""The epilogue as a launch of its own: bias, residual and activation over sums that another step has left, or over zeros."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cupyconv.cuda.plan.column_launches import Chunk
+from cupyconv.cuda.plan.launches import (
+    VECTOR_BYTES,
+    collapse,
+    epilogue_params,
+    grid_and_block,
+    image,
+    is_along_channels,
+)
+from cupyconv.problem.activations import IDENTITY, Activation
+from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator
+from cupyconv.problem.plan import Address, Kernel, KernelLaunch
+from cupyconv.problem.problems import ConvProblem
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums that an epilogue finishes, with their strides along samples, outputs and pixels.
+
+    Imaginary parts may lie `imaginary` elements behind the real ones; a sum may come in `planes` parts, `plane`
+    elements apart.
+    """
+
+    at: Address
+    dtype: str
+    strides: tuple[int, int, int]
+    imaginary: int = 0
+    planes: int = 1
+    plane: int = 0
+
+
+def epilogue_launch(
+    out: Operand,
+    sums: Sums | None = None,
+    *,
+    bias: Operand | None = None,
+    residual: Operand | None = None,
+    activation: Activation = IDENTITY,
+    pre: Operand | None = None,
+    chunk: Chunk | None = None,
+) -> KernelLaunch:
+    """Bias, residual and activation over a chunk of the result, or all of it; without `sums`, over zeros."""
+    chunk = chunk or Chunk(0, out.shape[0], 0, out.pixels)
+    samples, channels, pixels = chunk.samples, out.shape[1], chunk.pixels
+    size, (flat, *others) = collapse([out] + ([residual] if residual else []))
+    whole = size[:2] == (1, 1)
+    along_channels = is_along_channels(flat)
+    neighbours = 1 if along_channels else 4  # their axis
+    full = VECTOR_BYTES // out.itemsize
+    # Both ends of the chunk must be whole vectors: a power of two divides a | b where it divides both.
+    extent = channels if along_channels else pixels | chunk.first_pixel
+    fits = extent % full == 0 and (along_channels or whole) and _is_vectorized(flat, neighbours, full)
+    width = full if fits else 1
+    strides, imaginary, planes, plane = (
+        (sums.strides, sums.imaginary, sums.planes, sums.plane) if sums else ((0, 0, 0), 0, 0, 0)
+    )
+    sums_dtype = sums.dtype if sums else accumulator(out.dtype)
+    sums_packed = False
+    if sums:
+        steps = (strides[0], strides[1], 0, 0, strides[2])
+        alignment = min(out.alignment if sums.at.buffer == out.name else VECTOR_BYTES, VECTOR_BYTES)
+        placed = Operand(sums.at.buffer, sums_dtype, flat.shape, steps, alignment, sums.at.offset)
+        piece = min(width, VECTOR_BYTES // ITEMSIZE[sums_dtype])
+        sums_packed = _is_vectorized(placed, neighbours, width) and (imaginary | plane) % piece == 0
+    bias_packed = along_channels and bias is not None and bias.alignment % (width * out.itemsize) == 0
+    residual_packed = bool(others) and _is_vectorized(others[0], neighbours, width)
+    does = ["bias"] * bool(bias) + ["residual"] * bool(residual) + [activation.name] * bool(activation)
+    nbytes = out.itemsize * (1 + bool(residual) + bool(pre)) + ITEMSIZE[sums_dtype] * planes * (1 + bool(imaginary))
+    if along_channels:
+        grid, block = grid_and_block(samples * pixels, channels, width, 1, 256)
+    else:
+        grid, block = grid_and_block(samples, pixels, width, channels, 256)
+    return KernelLaunch(
+        Kernel("epilogue", (("SUM_DTYPE", sums_dtype), ("Y_DTYPE", out.dtype), ("WIDTH", str(width)))),
+        grid,
+        block,
+        (
+            ("sums", sums.at if sums else None),
+            ("sums_stride_n", strides[0]),
+            ("sums_stride_o", strides[1]),
+            ("sums_stride_p", strides[2]),
+            ("imaginary", imaginary),
+            ("plane", plane),
+            ("out", image(flat, chunk.first_sample)),
+            ("epilogue", epilogue_params(bias, others[0] if others else None, activation, chunk.first_sample, pre)),
+            ("size", size),
+            ("batch", samples),
+            ("first_pixel", chunk.first_pixel),
+            ("pixels", pixels),
+            ("channels", channels),
+            ("planes", planes),
+            ("along_channels", int(along_channels)),
+            ("sums_packed", int(sums_packed)),
+            ("bias_packed", int(bias_packed)),
+            ("residual_packed", int(residual_packed)),
+        ),
+        purpose=", ".join(does) or ("store" if sums else "zeros"),
+        bytes_moved=samples * pixels * channels * nbytes,
+    )
+
+
+def finish(problem: ConvProblem, sums: Sums | None = None, chunk: Chunk | None = None) -> KernelLaunch:
+    """A convolution's whole epilogue over its sums; over zeros where there is nothing to sum."""
+    return epilogue_launch(
+        problem.out,
+        sums,
+        bias=problem.bias,
+        residual=problem.residual,
+        activation=problem.activation,
+        pre=problem.pre,
+        chunk=chunk,
+    )
+
+
+def activation_launch(pre: Operand, out: Operand, activation: Activation) -> KernelLaunch:
+    """The result from a pre-activation that is kept: a pass of its own."""
+    launch = epilogue_launch(out, residual=pre, activation=activation)
+    return replace(launch, purpose=f"{activation} of the pre-activation, which is kept")
+
+
+def _is_vectorized(operand: Operand, axis: int, width: int) -> bool:
+    """Whether `width` neighbours along an axis lie side by side, on the boundaries that wide accesses need."""
+    piece = min(width, VECTOR_BYTES // operand.itemsize)
+    extents = enumerate(zip(operand.shape, operand.strides))
+    others = (stride for i, (extent, stride) in extents if i != axis and extent > 1)
+    aligned = operand.alignment % (piece * operand.itemsize) == 0 and operand.offset % (piece * operand.itemsize) == 0
+    return width > 1 and operand.strides[axis] == 1 and aligned and all(stride % piece == 0 for stride in others)
+
+
+def kept_apart(problem: ConvProblem) -> tuple[Operand, Activation, tuple[KernelLaunch, ...]]:
+    """What a kernel writes whose registers are full of sums, with which activation, and the launch after it, if any.
+
+    Where the pre-activation is kept, the kernel writes that, and a pass of its own goes from there to the result.
+    """
+    if problem.pre is None:
+        return problem.out, problem.activation, ()
+    return problem.pre, IDENTITY, (activation_launch(problem.pre, problem.out, problem.activation),)

@@ -1,0 +1,263 @@
+"""Images, weights and workspace as the matrices of batched products: where they lie, and how cuBLAS can address them.
+
+An array is used where it lies if cuBLAS can read it there: unit pixel stride with channels `ld` apart,
+or unit channel stride with pixels `ld` apart (channels-last, a transposed matrix).  Any other is
+gathered into workspace first, chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from cupyconv.cuda.plan.column_launches import Chunk, im2col_launches
+from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, collapsed_stride, real_part
+from cupyconv.problem.geometry import ConvGeometry, Windows, even_part, pixel_windows
+from cupyconv.problem.plan import Address, Buffer, KernelLaunch, Matrix, Step
+from cupyconv.problem.problems import NO_PROLOGUE, Prologue
+
+#: Limit of cuBLAS's int32 dimensions, with room for what it rounds them up to.
+MAX_DIMENSION = 2**30
+#: cuBLAS's limit on the matrices of one call.
+MAX_BATCH = 65535
+#: Rows of columns are padded to this many elements, so that each starts on a 16-byte boundary.
+ROW_MULTIPLE = 8
+
+
+@dataclass(frozen=True)
+class MatrixView:
+    """`rows x columns` matrices in memory, `stride` elements from one sample's to the next.
+
+    Row-major with leading dimension `ld`; where `transposed`, it is the transpose that lies so.
+    """
+
+    at: Address
+    itemsize: int
+    ld: int
+    stride: int
+    transposed: bool
+
+    @property
+    def row_step(self) -> int:
+        return 1 if self.transposed else self.ld
+
+    @property
+    def column_step(self) -> int:
+        return self.ld if self.transposed else 1
+
+    def start(self, row: int = 0, column: int = 0, sample: int = 0) -> Address:
+        elements = row * self.row_step + column * self.column_step + sample * self.stride
+        return Address(self.at.buffer, self.at.offset + elements * self.itemsize)
+
+    def matrix(
+        self,
+        stride: int,
+        row: int = 0,
+        column: int = 0,
+        sample: int = 0,
+        *,
+        turned: bool = False,
+        conjugated: bool = False,
+    ) -> Matrix:
+        """An operand of a call from an element on, or its transpose, `stride` elements from one to the next."""
+        return Matrix(self.start(row, column, sample), self.ld, stride, self.transposed != turned, conjugated)
+
+    def as_real(self) -> MatrixView | None:
+        """A complex matrix as a real one with twice the columns; None where pixels and parts are no one axis."""
+        if self.transposed or 2 * self.ld > MAX_DIMENSION:
+            return None
+        return replace(self, itemsize=self.itemsize // 2, ld=2 * self.ld, stride=2 * self.stride)
+
+    def joined(self, rows: int, columns: int, samples: int) -> MatrixView | None:
+        """The samples' matrices side by side as one, where a sample's last column is followed by the next's first."""
+        if samples > 1 and self.stride != columns * self.column_step:
+            return None
+        if self.transposed:
+            return self
+        if rows == 1:
+            return replace(self, ld=samples * columns)
+        return self if self.ld >= samples * columns else None
+
+
+def matrix_view(
+    at: Address, itemsize: int, rows: int, row_stride: int, columns: int, column_stride: int | None, stride: int
+) -> MatrixView | None:
+    """The matrix as cuBLAS can address it, with an int32 leading dimension; None where it cannot."""
+    if column_stride is None or stride < 0:
+        return None
+    if (columns == 1 or column_stride == 1) and (rows == 1 or columns <= row_stride <= MAX_DIMENSION):
+        return MatrixView(at, itemsize, row_stride if rows > 1 else columns, stride, False)
+    if (rows == 1 or row_stride == 1) and (columns == 1 or rows <= column_stride <= MAX_DIMENSION):
+        return MatrixView(at, itemsize, column_stride if columns > 1 else rows, stride, True)
+    return None
+
+
+def image_matrix(image: Operand) -> MatrixView | None:
+    """An image as `channels x pixels` matrices."""
+    at = Address(image.name, image.offset)
+    channels = image.shape[1]
+    if image.pixels == 1 and (image.stride_c == 1 or channels == 1) and channels <= image.stride_n <= MAX_DIMENSION:
+        return MatrixView(at, image.itemsize, image.stride_n, image.stride_n, True)  # samples are the pixels
+    return matrix_view(
+        at, image.itemsize, image.shape[1], image.stride_c, image.pixels, image.pixel_stride, image.stride_n
+    )
+
+
+def weight_matrix(weight: Operand) -> MatrixView | None:
+    """A weight as one matrix `outputs x reduction`."""
+    step = collapsed_stride(weight.shape[1:], weight.strides[1:])
+    at = Address(weight.name, weight.offset)
+    return matrix_view(at, weight.itemsize, weight.shape[0], weight.stride_n, prod(weight.shape[1:]), step, 0)
+
+
+def as_multiplied(view: MatrixView, components: int) -> MatrixView:
+    """Workspace as a product reads or writes it: complex numbers as pairs of real ones where there are two components."""
+    if components == 1:
+        return view
+    real = view.as_real()
+    assert real is not None, "rows of workspace are kept within the limits"
+    return real
+
+
+@dataclass(frozen=True)
+class Factor:
+    """Consecutive rows of a product's factor that lie in one place: one image's, or the columns of all.
+
+    Without a `view` they are gathered into workspace: where `parts` is 2, all rows of real parts, then those of imaginary.
+    """
+
+    name: str  # of the workspace that they are gathered into
+    first: int
+    count: int
+    images: tuple[Operand, ...]
+    windows: Windows
+    dtype: str  # in which they are gathered
+    view: MatrixView | None
+    parts: int = 1
+    prologue: Prologue = NO_PROLOGUE
+
+    @property
+    def bytes_per_pixel(self) -> int:
+        """Workspace per pixel of a chunk."""
+        return 0 if self.view else self.parts * self.count * ITEMSIZE[self.dtype]
+
+    def placed(self, chunk: Chunk, components: int, row: int) -> tuple[MatrixView, list[KernelLaunch]]:
+        """Where a chunk's part of the rows is multiplied, and what gathers it there: see `place`."""
+        if self.view is not None:
+            return replace(self.view, at=self.view.start(0, chunk.first_pixel * components, chunk.first_sample)), []
+        ld = row or row_length(chunk.pixels)
+        stride_n = chunk.pixels if row else self.parts * self.count * ld
+        shape = (chunk.samples, self.count, 1, 1, chunk.pixels)
+        target = Operand(self.name, self.dtype, shape, (stride_n, ld, 0, 0, 1))
+        launches = []
+        for i in range(self.parts):
+            part = replace(target, offset=i * self.count * ld * target.itemsize)
+            images = tuple(component(image, i) for image in self.images) if self.parts == 2 else self.images
+            purpose = self.name + (", real parts", ", imaginary parts")[i] * (self.parts == 2)
+            launches += im2col_launches(
+                self.windows, images, part, chunk=chunk, purpose=purpose, prologue=self.prologue
+            )
+        view = MatrixView(Address(self.name), target.itemsize, ld, stride_n, False)
+        return as_multiplied(view, components), launches
+
+
+def place(
+    factors: Iterable[Factor], chunk: Chunk, components: int = 1, row: int = 0
+) -> tuple[list[MatrixView], list[Step]]:
+    """Where a chunk of every factor is multiplied, and what gathers those that have to be.
+
+    Samples are gathered one after the other, or, where `row` is given, into one row of so many elements.
+    """
+    placed = [factor.placed(chunk, components, row) for factor in factors]
+    return [view for view, _ in placed], [launch for _, launches in placed for launch in launches]
+
+
+def gathered_buffers(factors: Iterable[Factor], pixels: int) -> list[Buffer]:
+    """Workspace of the factors that are gathered, for so many pixels at a time."""
+    return [Buffer(each.name, each.bytes_per_pixel * pixels) for each in factors if each.view is None]
+
+
+def input_factors(
+    geometry: ConvGeometry, xs: Sequence[Operand], views: Sequence[MatrixView | None], dtype: str
+) -> list[Factor]:
+    """The inputs of a 1x1 convolution, each in its place."""
+    return [
+        Factor(f"gathered {x.name}", first, count, (x,), replace(geometry, channels=(count,), groups=1), dtype, view)
+        for x, first, count, view in zip(xs, geometry.channel_offsets, geometry.channels, views)
+    ]
+
+
+def column_factor(
+    geometry: ConvGeometry, xs: tuple[Operand, ...], dtype: str, parts: int = 1, prologue: Prologue = NO_PROLOGUE
+) -> Factor:
+    """The columns of all inputs."""
+    return Factor("columns", 0, geometry.in_channels * geometry.taps, xs, geometry, dtype, None, parts, prologue)
+
+
+def segments(factors: Iterable[Factor], begin: int, end: int) -> list[tuple[int, int, int, int]]:
+    """For each factor with some of the rows from `begin` to `end`: which, the first there, the first here, how many."""
+    found = []
+    for i, factor in enumerate(factors):
+        low, high = max(begin, factor.first), min(end, factor.first + factor.count)
+        if low < high:
+            found.append((i, low - factor.first, low - begin, high - low))
+    return found
+
+
+def chunks_of(windows: Windows, samples: int, pixels: int) -> list[Chunk]:
+    """All pixels of all samples, in chunks of at most so many."""
+    return [
+        Chunk(n, min(samples, windows.batch - n), p, min(pixels, windows.pixels - p))
+        for n in range(0, windows.batch, samples)
+        for p in range(0, windows.pixels, pixels)
+    ]
+
+
+def gather_weight(geometry: ConvGeometry, weight: Operand, dtype: str, planes: int) -> tuple[MatrixView, list[Step]]:
+    """The weight copied to workspace as `outputs x reduction`, or as two such planes of real and imaginary parts."""
+    kernel_as_image = pixel_windows(geometry.out_channels, geometry.group_channels, geometry.kernel)
+    plane = geometry.out_channels * geometry.reduction
+    shape = (geometry.out_channels, geometry.group_channels, 1, 1, geometry.taps)
+    strides = (geometry.reduction, geometry.taps, 0, 0, 1)
+    target = Operand("gathered weight", dtype, shape, strides, alignment=ITEMSIZE[dtype])
+    parts = {"weight": weight}
+    if planes == 2:
+        parts = {
+            "real parts of the weight": component(weight, 0),
+            "imaginary parts of the weight": component(weight, 1),
+        }
+    launches: list[Step] = []
+    for i, (purpose, part) in enumerate(parts.items()):
+        at = replace(target, offset=i * plane * target.itemsize)
+        launches += im2col_launches(kernel_as_image, (part,), at, purpose=purpose)
+    return MatrixView(Address(target.name), target.itemsize, geometry.reduction, 0, False), launches
+
+
+def component(operand: Operand, which: int) -> Operand:
+    """The real (0) or imaginary (1) parts of a complex operand, as a real one."""
+    dtype = real_part(operand.dtype)
+    strides = tuple(2 * stride for stride in operand.strides)
+    return replace(
+        operand,
+        dtype=dtype,
+        strides=strides,
+        alignment=ITEMSIZE[dtype],
+        offset=operand.offset + which * ITEMSIZE[dtype],
+    )
+
+
+def compute_type(dtype: str, allow_tf32: bool) -> str:
+    """What cuBLAS multiplies and adds matrices of a dtype in."""
+    real = accumulator(real_part(dtype))
+    return "tf32" if allow_tf32 and real_part(dtype) == "float32" else real
+
+
+def row_length(pixels: int) -> int:
+    """Elements from one row of so many to the next."""
+    return -(-pixels // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def even_rows(pixels: int, most: int) -> int:
+    """Pixels of a chunk, at most `most` (a multiple of a row's), that cut all of them evenly."""
+    return row_length(even_part(pixels, most))

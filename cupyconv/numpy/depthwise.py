@@ -1,0 +1,118 @@
+"""Depthwise convolution: what a tap reads, times a number per channel; a matrix product would be a vector's.
+
+At stride 1 no columns are written: a tap reads the tile from one element on to another, one *run* of memory, and what
+lies between the rows of pixels is computed in vain.  At strides, taps share columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import numpy as np
+
+from cupyconv.numpy.convolution import LONE_PIXELS, MEMORY_BLOCK, Run, is_one_kind, temporaries
+from cupyconv.numpy.mec import GroupsLoop, MecLoop, shared_columns
+from cupyconv.numpy.windows import Block, BlockSize, Images, parts_of, tile_shape
+from cupyconv.problem.arrays import ITEMSIZE, accumulator
+from cupyconv.problem.geometry import ConvGeometry, even_part
+from cupyconv.problem.problems import ConvProblem, Prologue
+
+
+class ScaledRuns(GroupsLoop):
+    """A tap's run of the tile times a number; what lies between rows is left out."""
+
+    name = "scaled runs"
+    words = "each tap's run of elements scaled"
+
+    @classmethod
+    def applies(cls, problem: ConvProblem) -> bool:
+        return problem.geometry.is_depthwise and is_one_kind(problem) and problem.geometry.stride == (1, 1, 1)
+
+    @classmethod
+    def aim(cls, problem: ConvProblem) -> tuple[int, int]:
+        geometry = problem.geometry
+        per_pixel = (1 + geometry.group_outputs) * ITEMSIZE[accumulator(problem.x_dtype)]
+        return MEMORY_BLOCK // per_pixel, 1 if geometry.pixels >= LONE_PIXELS else geometry.batch
+
+    @classmethod
+    def groups_in_cache(cls, problem: ConvProblem, block: BlockSize) -> int:
+        needed = _run_bytes(problem.geometry, block, accumulator(problem.x_dtype), problem.prologue)
+        return even_part(problem.geometry.groups, MEMORY_BLOCK // (needed or 1))
+
+    @property
+    def workspace(self) -> int:
+        return self.part * _run_bytes(self.geometry, self.block, self.x_dtype, self.prologue) + self.sums_bytes
+
+    def arranged(self, weight: np.ndarray) -> np.ndarray:
+        return weight.reshape(*weight.shape[:2], *self.geometry.kernel)
+
+    def sums(self, run: Run, block: Block) -> np.ndarray:
+        geometry = self.geometry
+        if self.in_place:
+            sums = block.of(run.out).swapaxes(0, 1).reshape(block.sums_shape)
+        else:
+            sums = np.empty(block.sums_shape, run.convolution.sums_dtype)
+        for groups in parts_of(geometry.groups, self.part):
+            runs, pixels = _runs(run.images.some(groups), block)
+            shape = (len(runs), geometry.group_outputs, runs.shape[-1])
+            is_row = block.size[0] == 1 and shape[-1] == block.area  # nothing lies between
+            products = sums[groups].reshape(shape) if is_row else run.products.array("runs", shape, sums.dtype)
+            np.einsum("cmdhw,cdhwp->pmc", run.weight[groups], runs, out=products.T, order="F")
+            if not is_row:
+                sums[groups] = pixels(products)
+        return sums
+
+
+def _run_bytes(geometry: ConvGeometry, block: BlockSize, dtype: str, prologue: Prologue) -> int:
+    """Bytes of a group's tile, of the sums of its runs, and of what fills borders."""
+    copies = 1 + geometry.group_outputs + temporaries(geometry, prologue)
+    return copies * prod(tile_shape(geometry, 1, block)) * ITEMSIZE[dtype]
+
+
+def _runs(images: Images, block: Block) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
+    """What each tap reads of some channels as one run of the tile: (c, kd, kh, kw, run); and its pixels.
+
+    The function makes of runs, (..., run), a view of their pixels, (..., samples, d, h, w).
+    """
+    image, tile, kernel = images.tile(block), block.tile(images.channels), block.geometry.kernel
+    c, *taps = tile.windows_strides[:4]
+    last = sum((k - 1) * step for k, step in zip(kernel, taps)) // image.itemsize
+    run = max(0, image[0].size - last) if image.size else 0
+    runs = np.ndarray((len(image), *kernel, run), image.dtype, image, 0, (c, *taps, image.itemsize))
+
+    def pixels(of: np.ndarray) -> np.ndarray:
+        steps = tuple(step // image.itemsize * of.itemsize for step in tile.windows_strides[4:])
+        return np.ndarray((*of.shape[:-1], *block.size), of.dtype, of, 0, (*of.strides[:-1], *steps))
+
+    return runs, pixels
+
+
+class ScaledTaps(MecLoop):
+    """Columns that taps share, times a number per channel and tap."""
+
+    name = "scaled taps"
+
+    @classmethod
+    def applies(cls, problem: ConvProblem) -> bool:
+        return problem.geometry.is_depthwise and is_one_kind(problem) and problem.geometry.stride != (1, 1, 1)
+
+    @classmethod
+    def reason(cls, geometry: ConvGeometry) -> str:
+        taps = geometry.kernel[geometry.outermost]
+        return f"columns that {taps} taps share, scaled" if taps > 1 else "each element scaled"
+
+    def arranged(self, weight: np.ndarray) -> np.ndarray:
+        return weight.reshape(*weight.shape[:2], self.geometry.kernel[self.geometry.outermost], -1)
+
+    def sums(self, run: Run, block: Block) -> np.ndarray:
+        sums = self.empty_sums(run, block)
+        for groups, columns in shared_columns(run.images, block, self.part):
+            for taps, views in columns:
+                # In Fortran's order the innermost loop is over pixels, whichever axis has the smallest stride.
+                target, weight = sums[groups].T, run.weight[groups, :, taps]
+                if taps.start:
+                    target += np.einsum("cmtk,ctkp->pmc", weight, views, order="F")
+                else:
+                    np.einsum("cmtk,ctkp->pmc", weight, views, out=target, order="F")
+        return self.in_order(sums, block)

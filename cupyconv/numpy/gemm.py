@@ -1,0 +1,153 @@
+"""Products: of columns that are written for them, or of the input where it lies.
+
+::
+
+    columns [g, K_g, pixels]   --BLAS-->   sums [g, O_g, pixels]  =  weight [g, O_g, K_g]  x  columns
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Self
+
+import numpy as np
+
+from cupyconv.numpy.convolution import (
+    LONE_PIXELS,
+    MEMORY_BLOCK,
+    PRODUCT_BLOCK,
+    ConvLoop,
+    Run,
+    is_matrix,
+    is_one_kind,
+    result_takes_sums,
+    sums_per_pixel,
+    temporaries,
+)
+from cupyconv.numpy.mec import SharedColumns
+from cupyconv.numpy.windows import Block, BlockSize, columns_shape, tile_shape
+from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
+from cupyconv.problem.geometry import ConvGeometry
+from cupyconv.problem.problems import ConvProblem
+
+#: Outputs from which a 1x1 product is bound by arithmetic: each element read is used that often.
+PRODUCT_OUTPUTS = 32
+
+
+class View(ConvLoop):
+    """The input is columns as it lies: a kernel of one tap, and pixels or channels side by side."""
+
+    name = "view"
+    words = "products of the input where it lies"
+
+    @classmethod
+    def applies(cls, problem: ConvProblem) -> bool:
+        return (
+            problem.geometry.is_pointwise
+            and len(problem.xs) == 1
+            and not problem.prologue
+            and problem.geometry.pixels >= LONE_PIXELS
+            and problem.xs[0].dtype == accumulator(problem.x_dtype)
+            and is_one_kind(problem)
+            and is_matrix(problem.xs[0])
+        )
+
+    @classmethod
+    def aim(cls, problem: ConvProblem) -> tuple[int, int]:
+        geometry = problem.geometry
+        return _bytes_of_columns(geometry) // (sums_per_pixel(geometry, problem.out.dtype) or 1), 1
+
+    @classmethod
+    def fitted(cls, problem: ConvProblem) -> Self:
+        if result_takes_sums(problem) and not (problem.bias or problem.activation):
+            # One product of all samples does it all, in no memory but the result's.
+            return cls.of(problem, (problem.geometry.batch, *problem.geometry.out_size))
+        return super().fitted(problem)
+
+    @property
+    def workspace(self) -> int:
+        return self.sums_bytes
+
+    def sums(self, run: Run, block: Block) -> np.ndarray:
+        ((x, _),) = run.images.inputs
+        if not self.in_place:
+            return product(run, run.weight, block.of(x)[0], block)
+        geometry, samples = self.geometry, block.size[0]
+        columns = block.of(x).reshape(samples, geometry.groups, geometry.group_channels, -1)
+        place = block.of(run.out).reshape(samples, geometry.groups, geometry.group_outputs, -1)
+        np.matmul(run.weight, columns, out=place)
+        return place.transpose(1, 2, 0, 3).reshape(block.sums_shape)
+
+
+class Columns(ConvLoop):
+    """All windows of a block are copied to columns."""
+
+    name = "columns"
+    words = "columns and products"
+
+    @classmethod
+    def applies(cls, problem: ConvProblem) -> bool:
+        return not View.applies(problem)
+
+    @classmethod
+    def aim(cls, problem: ConvProblem) -> tuple[int, int]:
+        geometry = problem.geometry
+        per_pixel = geometry.in_channels * geometry.taps * ITEMSIZE[accumulator(problem.x_dtype)]
+        per_pixel = per_pixel or sums_per_pixel(geometry, problem.out.dtype)
+        return _bytes_of_columns(geometry) // (per_pixel or 1), geometry.batch
+
+    @classmethod
+    def sums_are_result(cls, problem: ConvProblem, block: BlockSize) -> bool:
+        return block[0] == 1 and super().sums_are_result(problem, block)
+
+    @property
+    def tile_bytes(self) -> int:
+        return prod(tile_shape(self.geometry, self.geometry.in_channels, self.block)) * ITEMSIZE[self.x_dtype]
+
+    @property
+    def workspace(self) -> int:
+        columns = prod(columns_shape(self.geometry, self.block)) * ITEMSIZE[self.x_dtype]
+        has_tile = self.geometry.taps > 1
+        read = self.tile_bytes if has_tile else columns
+        return columns + self.sums_bytes + read * (has_tile + temporaries(self.geometry, self.prologue))
+
+    def arranged(self, weight: np.ndarray) -> np.ndarray:
+        return with_parts(self, weight)
+
+    def sums(self, run: Run, block: Block) -> np.ndarray:
+        return product(run, run.weight, run.images.columns(block), block)
+
+
+def _bytes_of_columns(geometry: ConvGeometry) -> int:
+    """Bytes that a block's columns should take."""
+    by_memory = geometry.is_pointwise and geometry.group_outputs < PRODUCT_OUTPUTS
+    return MEMORY_BLOCK if by_memory else PRODUCT_BLOCK
+
+
+def with_parts(loop: ConvLoop, weight: np.ndarray) -> np.ndarray:
+    """The weight; beside real images, a complex one's real and imaginary parts as twice as many outputs."""
+    if is_complex(loop.weight_dtype) and not is_complex(loop.x_dtype):
+        return np.concatenate([weight.real, weight.imag], axis=1)
+    return weight
+
+
+def product(run: Run, weight: np.ndarray, columns: np.ndarray, block: Block) -> np.ndarray:
+    """A block's sums: the weight, `with_parts`, times columns."""
+    geometry, convolution = run.geometry, run.convolution
+    columns = columns.reshape(geometry.groups, weight.shape[2], block.area)
+    if convolution.parts_as_pixels:
+        sums = np.matmul(weight, columns.view(weight.dtype)).view(convolution.sums_dtype)
+    elif convolution.parts_as_outputs:
+        real, imaginary = np.split(np.matmul(weight, columns), 2, axis=1)
+        sums = np.empty(real.shape, convolution.sums_dtype)
+        sums.real, sums.imag = real, imaginary
+    elif convolution.loop.in_place:
+        place = block.of(run.out).reshape(geometry.groups, geometry.group_outputs, block.area)
+        sums = np.matmul(weight, columns, out=place)
+    else:
+        sums = np.matmul(weight, columns)
+    return sums.reshape(block.sums_shape)
+
+
+#: The first that applies and fits the workspace limit is taken.
+WAYS = (View, SharedColumns, Columns)

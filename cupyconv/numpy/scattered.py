@@ -1,0 +1,447 @@
+"""A transposed convolution scattered: products, added where the kernel reaches, block by block; epilogue, store.
+
+::
+
+    columns [g, C_g taps, pixels]   =   W' [g, C_g taps, O_g]   x   x [g, O_g, pixels]
+    results [g, C_g, elements]     +=   a slice of columns for every tap
+
+    x of a run of pixels   --BLAS-->   columns                    --add-->   sums                 --epilogue-->   results
+    any strides,                       [channels, taps, pixels]              [channels, elements]                 any strides,
+    any dtype                          dtype of the sums                     or the results themselves            rounded once
+
+A block is some samples and some channels of the results, so that blocks share nothing.  Within one, run
+after run of x's pixels is multiplied, and added while its columns are in cache.
+
+Where the stride is 1 and rows are short, a tap need not add row by row.  With rows of x as long as those of the
+padded result, zeros between, all elements lie behind their pixel by as much::
+
+    x, flat         a b c 0 0 d e f 0 0 ...          a tap of offset 1 adds one run of memory,
+    result, flat    . a b c 0 0 d e f 0 ...          whatever rows are in it
+
+Blocks are disjoint and runs of a block are added in order, so threads may take blocks in any order and every
+bit stays the same.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from typing import Any, ClassVar
+
+import numpy as np
+
+from cupyconv.numpy.activations import activate
+from cupyconv.numpy.convolution import (
+    LONE_PIXELS,
+    PRODUCT_BLOCK,
+    SMALLEST_BLOCK,
+    BlockLoop,
+    Rejected,
+    copy_bytes,
+    is_matrix,
+    plan_of,
+)
+from cupyconv.numpy.windows import (
+    Region,
+    Scratch,
+    add,
+    block_of_pixels,
+    five_axes,
+    in_threads,
+    ranges_of,
+    read,
+    tap_regions,
+)
+from cupyconv.problem.activations import Activation
+from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name, is_complex, real_part
+from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
+from cupyconv.problem.plan import Plan
+from cupyconv.problem.problems import HostModel, NotApplicable, TransposedProblem
+
+#: Channels of a block below which pixels are cut rather: fewer would make rows of a product too few.
+FEW_CHANNELS = 32
+#: Pixels of a row up to which adding row by row is slow, and how much longer rows may make the product instead.
+SHORT_ROW, MOST_AREA = 256, 1.25
+
+#: Sums of a block's channels in one array: (array [channels, samples, d, h, w], which of the block's channels).
+Piece = tuple[np.ndarray, slice]
+
+
+# --- plans ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScatteredLoop(BlockLoop):
+    """A loop over samples and channels of the results, in `blocks` blocks; subclasses are the ways to add products.
+
+    `block` is samples, and the pixels of x that a product is over: within a block, run after run of pixels
+    is added to the sums that its windows reach.  `channels` is a number of whole groups, or part of one.
+    """
+
+    kept: ClassVar[int] = 1
+    #: Bytes of columns that a run aims at.
+    target: ClassVar[int] = PRODUCT_BLOCK
+    #: Channels of a block below which pixels are cut.
+    fewest_channels: ClassVar[int] = FEW_CHANNELS
+    #: Whether a tap can add one run of memory, whether taps come first in the weight, which is a copy then, and
+    #: whether one product is all there is to an element where there is one tap.
+    can_be_flat: ClassVar[bool] = False
+    taps_first: ClassVar[bool] = False
+    one_product: ClassVar[bool] = True
+
+    outputs: tuple[str, ...]
+    channels: int
+    activation: Activation
+    flat: bool  # each tap adds one run of memory, from rows of x as long as those of the padded result
+    conjugate: bool
+
+    @classmethod
+    def columns(cls, geometry: ConvGeometry) -> int:
+        """Columns that are kept for a channel and a pixel."""
+        return cls.kept
+
+    @abstractmethod
+    def add(self, run: Run, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
+        """Add what a run of pixels brings to a block of (samples, channels)."""
+
+    # What all have in common.
+
+    @property
+    def sample_ranges(self) -> list[range]:
+        """The samples of each block."""
+        return ranges_of(self.geometry.batch, self.block[0])
+
+    @property
+    def channel_ranges(self) -> list[range]:
+        """The channels of each block, counted through all outputs."""
+        geometry, part = self.geometry, max(1, self.channels)
+        whole = geometry.in_channels if part >= geometry.group_channels else geometry.group_channels
+        return [
+            range(first + begin, first + min(begin + part, whole))
+            for first in range(0, geometry.in_channels, max(1, whole))
+            for begin in range(0, whole, part)
+        ]
+
+    def product_size(self, run: Sequence[int]) -> Triple:
+        """The axes of a run's products: of its pixels, the inner ones as long as the result's where it is flat."""
+        depth, height, width = run
+        if not self.flat:
+            return depth, height, width
+        _, rows, columns = self.geometry.reached
+        return depth, rows if depth > 1 else height, columns if depth * height > 1 else width
+
+    def __str__(self) -> str:
+        samples, *run = self.block
+        flat, sums = ", flat" * self.flat, "the results" if self.in_place else self.dtype
+        return (
+            f"loop     {self.name}{flat}, sums in {sums}: {self.blocks} block(s) of {samples} samples"
+            f" x {self.channels} channels, runs of {' x '.join(map(str, run))} (d, h, w), on {self.threads} thread(s)"
+        )
+
+    def workspace(self, problem: TransposedProblem) -> int:
+        """Bytes for one block: columns, its part of x, sums, and what borders and activations take."""
+        geometry, (samples, *run), channels = self.geometry, self.block, self.channels
+        area, columns = samples * prod(self.product_size(run)), self.columns(geometry)
+        item, x_item = ITEMSIZE[self.dtype], ITEMSIZE[self.x_dtype]
+        nbytes = columns * channels * area * item
+        if is_complex(self.weight_dtype) and not is_complex(self.x_dtype):
+            nbytes += nbytes // 2  # products with the parts of the weight
+        if columns and not (x_is_factor(problem) and samples == 1 and not self.flat):
+            groups = max(1, channels // max(1, geometry.group_channels))
+            nbytes += groups * geometry.group_outputs * area * x_item
+        if geometry.padding_mode != "constant":
+            nbytes += channels * area * item
+        image = channels * samples * item
+        nbytes += image * prod(geometry.reached) if self.flat else image * prod(geometry.size) * (not self.in_place)
+        return nbytes + image * prod(geometry.size) * bool(self.activation)
+
+    @classmethod
+    def plan(cls, problem: TransposedProblem, method: str, rejected: Rejected) -> Plan:
+        geometry, machine = problem.geometry, problem.machine
+        assert isinstance(machine, HostModel)
+        is_empty = geometry.batch == 0 or geometry.in_channels == 0 or 0 in geometry.size
+        loop = cls._fitted(problem)
+        blocks = 0 if is_empty else len(loop.sample_ranges) * len(loop.channel_ranges)
+        loop = replace(loop, blocks=blocks, threads=max(1, min(machine.threads, blocks)))
+        return plan_of(
+            problem, () if is_empty else (loop,),
+            {"weight": cls._weight_copy(problem), "blocks": loop.threads * loop.workspace(problem)},
+            method=method, problem=problem.title, result=problem.result, rejected=rejected, reason=cls.reason(geometry),
+        )  # fmt: skip
+
+    @classmethod
+    def _fitted(cls, problem: TransposedProblem) -> ScatteredLoop:
+        """The first of the loops to try that keeps within the workspace limit."""
+        assert isinstance(problem.machine, HostModel)
+        weight = cls._weight_copy(problem)
+        limit, fixed = problem.limit_with(weight), weight + 2 * Plan.ALIGNMENT
+        least = 0
+        for loop in cls._to_try(problem):
+            needed = fixed + problem.machine.threads * loop.workspace(problem)
+            if needed <= limit:
+                return loop
+            least = min(least or needed, needed)
+        raise NotApplicable(f"the smallest block needs {least:,} bytes of workspace, the limit is {limit:,}")
+
+    @classmethod
+    def _to_try(cls, problem: TransposedProblem) -> Iterator[ScatteredLoop]:
+        """Loops to try, the best first: fewer channels, then shorter runs of pixels, at last sums in the results."""
+        geometry, machine = problem.geometry, problem.machine
+        assert isinstance(machine, HostModel)
+        one = cls(
+            inputs=tuple(x.name for x in problem.xs), outputs=tuple(out.name for out in problem.outs),
+            block=(1, 1, 1, 1), channels=1, blocks=0, threads=machine.threads, geometry=geometry,
+            dtype=accumulator(problem.dtype), x_dtype=accumulator(problem.x_dtype),
+            weight_dtype=accumulator(problem.weight_dtype), conjugate=problem.conjugate, flat=False,
+            activation=problem.activation, in_place=False, bytes_moved=problem.minimal_bytes, flops=problem.flops,
+        )  # fmt: skip
+        exact = accumulator(problem.dtype) == problem.dtype
+        # Sums are added to for every tap: at strides, that takes longer than one copy at the end.
+        unit = all(out.strides[4] == 1 or out.shape[4] == 1 for out in problem.outs)
+        per_pixel = max(1, cls.columns(geometry)) * ITEMSIZE[accumulator(problem.dtype)]
+        ways = [replace(one, in_place=in_place) for in_place in dict.fromkeys((exact and unit, exact))]
+        if cls.can_be_flat and _gains_by_flat(replace(one, flat=True)):
+            ways.insert(0, replace(one, flat=True))
+        for way in ways:
+            target = cls.target
+            while target:
+                fitting = target // (per_pixel * max(1, geometry.pixels))
+                channels = max(fitting, min(cls.fewest_channels, target // (per_pixel * SMALLEST_BLOCK)), 1)
+                samples = fitting // max(1, geometry.in_channels) if geometry.pixels < LONE_PIXELS else 1
+                samples = even_part(geometry.batch, min(samples, geometry.batch // machine.threads))
+                if -(-geometry.batch // samples) < machine.threads:  # too few samples for all threads
+                    channels = min(channels, -(-geometry.in_channels // machine.threads))
+                channels = _even_channels(geometry, channels)
+                pixels = target // (per_pixel * max(1, channels))
+                block = (samples, *geometry.out_size)
+                if pixels < geometry.pixels:
+                    block = (1, *block_of_pixels(geometry, max(1, pixels), 1)[1:])
+                yield replace(way, block=block, channels=channels)
+                target //= 2
+            yield way
+
+    @classmethod
+    def _weight_copy(cls, problem: TransposedProblem) -> int:
+        """Bytes of the weight where it must be copied: another dtype, order or sign, or parts taken apart."""
+        weight = problem.weight
+        is_copied = (
+            weight.dtype != accumulator(problem.weight_dtype)
+            or weight != weight.in_c_order(weight.dtype)
+            or cls.taps_first
+            or (is_complex(problem.weight_dtype) and (problem.conjugate or not is_complex(problem.x_dtype)))
+        )
+        return copy_bytes(weight, problem.weight_dtype) if is_copied else 0
+
+    def executable(self) -> Callable[[Mapping[str, Any]], None]:
+        """What runs the loop on arguments and results by name."""
+        return ScatteredConvolution(self).run
+
+
+def _gains_by_flat(flat: ScatteredLoop) -> bool:
+    """Whether a tap should add one run of memory: rows are short, and few zeros have to be multiplied for it."""
+    geometry = flat.geometry
+    return (
+        geometry.taps > 1
+        and geometry.stride == (1, 1, 1)
+        and geometry.padding_mode == "constant"
+        and min(geometry.after) >= 0  # else the result has elements that no window reads
+        and geometry.out_size[2] <= SHORT_ROW
+        and prod(flat.product_size(geometry.out_size)) <= MOST_AREA * geometry.pixels
+    )
+
+
+def _even_channels(geometry: ConvGeometry, most: int) -> int:
+    """At most that many channels, which cut all of them evenly: whole groups, or part of one."""
+    if most < geometry.group_channels:
+        return even_part(geometry.group_channels, most)
+    return even_part(geometry.groups, most // max(1, geometry.group_channels)) * geometry.group_channels
+
+
+def x_is_factor(problem: TransposedProblem) -> bool:
+    """Whether products read x where it lies, sample by sample."""
+    (x, *others) = problem.xs
+    return not others and x.dtype == accumulator(problem.x_dtype) and is_matrix(x) and not one_is_complex(problem)
+
+
+def one_is_complex(problem: TransposedProblem) -> bool:
+    return is_complex(problem.x_dtype) != is_complex(problem.weight_dtype)
+
+
+# --- runs -----------------------------------------------------------------------------------------------------
+
+
+class ScatteredConvolution:
+    """What all runs of a loop have in common."""
+
+    def __init__(self, loop: ScatteredLoop) -> None:
+        geometry = loop.geometry
+        self.loop, self.geometry = loop, geometry
+        self.sums_dtype = dtype_from_name(loop.dtype)
+        self.x_dtype, self.weight_dtype = dtype_from_name(loop.x_dtype), dtype_from_name(loop.weight_dtype)
+        self.real_dtype = dtype_from_name(real_part(loop.dtype))
+        #: Where one factor alone is complex: its parts are twice as many real pixels, or two products.
+        self.parts_as_pixels = is_complex(loop.x_dtype) and not is_complex(loop.weight_dtype)
+        self.parts_as_products = is_complex(loop.weight_dtype) and not is_complex(loop.x_dtype)
+        #: Whether an element's sum is one product.
+        self.written_once = geometry.is_pointwise and loop.one_product
+        self.blocks = list(product(loop.sample_ranges, loop.channel_ranges))
+        #: The runs of x's pixels that products are over.
+        self.pixel_runs = list(product(*map(ranges_of, geometry.out_size, loop.block[1:])))
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        """Compute the results; arguments and results are given by name."""
+        in_threads(self.loop.threads, Run(self, arrays).finish, self.blocks)
+
+
+class Run:
+    """One run: its arrays, brought to five axes, and what its blocks share."""
+
+    def __init__(self, transposed: ScatteredConvolution, arrays: Mapping[str, Any]) -> None:
+        loop, geometry = transposed.loop, transposed.geometry
+        self.transposed, self.loop, self.geometry = transposed, loop, geometry
+        self.xs = [five_axes(arrays[name]) for name in loop.inputs]
+        self.outs = [five_axes(arrays[name]) for name in loop.outputs]
+        self.pre = five_axes(arrays["pre"]) if "pre" in arrays else None
+        weight = arrays["weight"]
+        if loop.taps_first:
+            weight = np.moveaxis(weight, (0, 1), (-2, -1))
+        weight = np.ascontiguousarray(weight, transposed.weight_dtype)
+        if loop.conjugate:  # the argument stays as it is, a copy need not
+            is_copy = not np.may_share_memory(weight, arrays["weight"])
+            weight = np.conjugate(weight, out=weight if is_copy else None)
+        per_group = (geometry.groups, geometry.group_outputs, geometry.group_channels)
+        self.weight = weight.reshape((geometry.taps, *per_group) if loop.taps_first else (*per_group, geometry.taps))
+        bias = arrays.get("bias")
+        if bias is not None:
+            bias = bias.astype(self.outs[0].dtype, copy=False).astype(transposed.sums_dtype, copy=False)
+        self.bias = bias
+        self.sums = Scratch(transposed.sums_dtype, loop.blocks)
+        self._x, self._real = Scratch(transposed.x_dtype, loop.blocks), Scratch(transposed.real_dtype, loop.blocks)
+
+    def finish(self, block: tuple[range, range]) -> None:
+        """Compute some channels of some samples."""
+        geometry, (samples, channels) = self.geometry, block
+        results = self._pieces(samples, channels)
+        axes = (len(channels), len(samples))
+        if self.loop.in_place:
+            reached = sums = results
+        elif self.loop.flat:
+            flat = self.sums.array("sums", (*axes, 1, 1, prod(geometry.reached)))
+            inside: Any = (..., *(slice(before, before + n) for before, n in zip(geometry.before, geometry.size)))
+            image = flat.reshape(*axes, *geometry.reached)[inside]
+            reached, sums = [(flat, slice(None))], [(image[part], part) for _, part in results]
+        else:
+            image = self.sums.array("sums", (*axes, *geometry.size))
+            reached = sums = [(image[part], part) for _, part in results]
+        if not self.transposed.written_once:
+            for piece, _ in reached:
+                piece[...] = 0
+        for pixels in self.transposed.pixel_runs:
+            self.loop.add(self, reached, block, pixels)
+        for (piece, part), (result, _) in zip(sums, results):
+            if self.bias is not None:
+                piece += self.bias[channels.start : channels.stop][part, None, None, None, None]
+            if self.pre is not None:
+                self.pre[samples.start : samples.stop, channels.start : channels.stop].swapaxes(0, 1)[part] = piece
+            activate(piece, self.loop.activation)
+            if piece is not result:
+                result[...] = piece
+
+    def _pieces(self, samples: range, channels: range) -> list[Piece]:
+        """What of the results a block is."""
+        pieces = []
+        for out, first in zip(self.outs, self.geometry.channel_offsets):
+            begin, end = max(channels.start, first), min(channels.stop, first + out.shape[1])
+            if begin < end:
+                part = out[samples.start : samples.stop, begin - first : end - first].swapaxes(0, 1)
+                pieces.append((part, slice(begin - channels.start, end - channels.start)))
+        return pieces
+
+    def run_size(self, pixels: tuple[range, ...]) -> Triple:
+        """The axes of a run's products: those of its pixels, or one."""
+        size = self.loop.product_size([len(axis) for axis in pixels])
+        return (1, 1, prod(size)) if self.loop.flat else size
+
+    def regions(self, pixels: tuple[range, ...]) -> Sequence[tuple[Region, ...]]:
+        """For every tap, what of a run's products it adds to which sums."""
+        if not self.loop.flat:
+            return tap_regions(self.geometry, pixels)
+        _, rows, columns = self.geometry.reached
+
+        def place(depth: int, height: int, width: int) -> int:
+            return (depth * rows + height) * columns + width
+
+        length = place(*(len(axis) - 1 for axis in pixels)) + 1
+        first, one = place(*(axis.start for axis in pixels)), slice(0, 1)
+        taps = product(*([t * d for t in range(k)] for k, d in zip(self.geometry.kernel, self.geometry.dilation)))
+        offsets = [first + place(*tap) for tap in taps]
+        return [(((one, one, slice(0, length)), (one, one, slice(at, at + length))),) for at in offsets]
+
+    def add(self, sums: list[Piece], regions: tuple[Region, ...], values: np.ndarray) -> None:
+        """Add values [channels, samples, pixels of the run] to the elements that a tap reads for them."""
+        for at, elements in regions:
+            if elements is None:  # what fell on padding is dropped
+                continue
+            for piece, part in sums:
+                columns = read(values[part], at)
+                if self.transposed.written_once:
+                    read(piece, elements)[...] = columns
+                else:
+                    add(piece, elements, columns)
+
+    # Products.
+
+    def groups(self, channels: range) -> tuple[slice, slice]:
+        """The groups that a block's channels belong to, and which channels of each."""
+        per_group = self.geometry.group_channels
+        first, last = channels.start // per_group, (channels.stop - 1) // per_group
+        begin = channels.start - first * per_group
+        return slice(first, last + 1), slice(begin, begin + min(per_group, len(channels)))
+
+    def factors(self, block: tuple[range, range], pixels: tuple[range, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """The factors of columns: the weight [groups, channels * taps, outputs], and x [groups, outputs, pixels]."""
+        groups, within = self.groups(block[1])
+        weight = self.weight[groups, :, within]
+        matrix = weight.reshape(*weight.shape[:2], weight.shape[2] * weight.shape[3]).swapaxes(1, 2)
+        return matrix, self.x_of(groups, block[0], pixels)
+
+    def x_of(self, groups: slice, samples: range, pixels: tuple[range, ...]) -> np.ndarray:
+        """The part of x [groups, outputs of one, pixels of all samples] that a product takes."""
+        geometry = self.geometry
+        count, rows = groups.stop - groups.start, geometry.group_outputs
+        first, last = groups.start * rows, groups.stop * rows
+        at = tuple(slice(axis.start, axis.stop) for axis in pixels)
+        xs = [read(x[samples.start : samples.stop], at) for x in self.xs]
+        size = self.loop.product_size([len(axis) for axis in pixels])
+        as_it_lies = len(xs) == 1 and len(samples) == 1 and xs[0].dtype == self.transposed.x_dtype
+        if as_it_lies and not self.transposed.parts_as_pixels and xs[0].shape[2:] == size:
+            return xs[0][0, first:last].reshape(count, rows, prod(size))
+        whole = self._x.array("x", (count * rows, len(samples), *size))
+        if self.loop.flat:
+            whole[...] = 0
+        gathered = read(whole, tuple(slice(0, len(axis)) for axis in pixels))
+        offset = 0
+        for x in xs:
+            begin, end = max(first, offset), min(last, offset + x.shape[1])
+            if begin < end:
+                gathered[begin - first : end - first] = x[:, begin - offset : end - offset].swapaxes(0, 1)
+            offset += x.shape[1]
+        return whole.reshape(count, rows, len(samples) * prod(size))
+
+    def product(self, matrix: np.ndarray, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """Rows of the weight times x, in scratch memory of this shape."""
+        columns = self.sums.array("columns", shape)
+        place = columns.reshape(*matrix.shape[:2], x.shape[2])
+        real = self.transposed.real_dtype
+        if self.transposed.parts_as_pixels:
+            np.matmul(matrix, x.view(real), out=place.view(real))
+        elif self.transposed.parts_as_products:
+            part = self._real.array("part", place.shape)
+            place.real = np.matmul(matrix.real, x, out=part)
+            place.imag = np.matmul(matrix.imag, x, out=part)
+        else:
+            np.matmul(matrix, x, out=place)
+        return columns

@@ -1,0 +1,320 @@
+"""The sums of a weight's gradient: a loop over blocks of pixels, whose products are added up.
+
+Sums are kept for a range of outputs at a time, so that they keep within the workspace limit; nearly always
+that is all of them, and where the result is in C order they are the result.
+
+Each thread adds up a run of consecutive blocks, and the threads' sums are added in order: the same bits for the
+same number of threads.  A complex input enters conjugated: grad conj(x) = conj(conj(grad) x), so that
+what is conjugated is a copy of `grad` and the sums.  Where one factor alone is complex, its real and imaginary
+parts are multiplied apart.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import prod
+from typing import Any, ClassVar
+
+import numpy as np
+
+from cupyconv.numpy.convolution import (
+    PRODUCT_BLOCK,
+    SMALLEST_BLOCK,
+    BlockLoop,
+    Rejected,
+    is_matrix,
+    plan_of,
+)
+from cupyconv.numpy.mec import is_in_order, shared_part
+from cupyconv.numpy.prologue import transform_of
+from cupyconv.numpy.windows import (
+    Block,
+    Blocks,
+    BlockSize,
+    Images,
+    Scratch,
+    five_axes,
+    in_threads,
+    largest_block,
+    parts_of,
+)
+from cupyconv.problem.arrays import ITEMSIZE, accumulator, c_strides, dtype_from_name, is_complex, real_part
+from cupyconv.problem.geometry import even_part
+from cupyconv.problem.plan import Plan
+from cupyconv.problem.problems import HostModel, WeightGradientProblem
+
+#: Bytes of products a block adds to the sums at a time: they stay in cache until they are added.
+PRODUCT_PIECE = 4 << 20
+#: Outputs below which a product is taken transposed, where that makes it taller than wide: BLAS is faster at it.
+_MANY_OUTPUTS = 128
+
+#: A gradient (groups, rows, pixels), or its real or imaginary parts, and the sums that its products belong to.
+Pairs = Sequence[tuple[np.ndarray, np.ndarray]]
+
+# --- plans ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightGradientLoop(BlockLoop):
+    """A loop over blocks of the gradient that arrives, each added to the weight's; subclasses are the ways to do it.
+
+    `weight_dtype` is that of the arriving gradient in products.  The sums are those of outputs ``first_row``
+    ... of every group, `rows` of them, and a product has at most `piece` of these.
+    """
+
+    #: Whether a block's pixels are in the order of shared columns.
+    shares_columns: ClassVar[bool] = False
+
+    first_row: int
+    rows: int
+    piece: int
+    grad_in_place: bool  # a block of one sample is a matrix that products read where it lies
+    part: int = 0  # groups whose shared columns there are at a time
+
+    @classmethod
+    def aim(cls, problem: WeightGradientProblem) -> tuple[int, int]:
+        """Pixels that a block should have, and the most samples."""
+        return PRODUCT_BLOCK // (problem.geometry.in_channels * x_item(problem) or 1), problem.geometry.batch
+
+    @classmethod
+    @abstractmethod
+    def columns_bytes(cls, problem: WeightGradientProblem, block: BlockSize) -> int:
+        """Bytes of what is copied of the inputs for a block."""
+
+    @abstractmethod
+    def add(self, run: Run, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
+        """Add a block's products to the sums (groups, rows, K_g); the first block writes them."""
+
+    # What all have in common.
+
+    @property
+    def rounds(self) -> int:
+        return self.blocks * (-(-self.geometry.groups // self.part) if self.part else 1)
+
+    def __str__(self) -> str:
+        split = f", outputs {self.first_row} to {self.first_row + self.rows} of each group" if self.first_row else ""
+        return super().__str__() + split
+
+    @classmethod
+    def plan(cls, problem: WeightGradientProblem, method: str, rejected: Rejected) -> Plan:
+        geometry, machine = problem.geometry, problem.machine
+        assert isinstance(machine, HostModel)
+        in_place = _sums_are_result(problem)
+        row = geometry.groups * geometry.reduction * ITEMSIZE[accumulator(problem.out.dtype)]  # one output per group
+        private = machine.threads - in_place  # sums beside the result
+        rows = geometry.group_outputs
+        if private:
+            rows = even_part(rows, problem.limit // 2 // (private * row or 1))
+        piece = even_part(rows, min(PRODUCT_PIECE, problem.limit // 4 // machine.threads) // (row or 1))
+        fixed = private * rows * row + machine.threads * piece * row + 4 * Plan.ALIGNMENT
+
+        def needed(block: BlockSize) -> int:
+            return fixed + machine.threads * cls._workspace(problem, block)
+
+        pixels, most_samples = cls.aim(problem)
+        block = largest_block(geometry, needed, problem.limit, pixels, SMALLEST_BLOCK, most_samples)
+        axes = (geometry.batch, *geometry.out_size)
+        blocks = 0 if 0 in axes else prod(-(-extent // part) for extent, part in zip(axes, block))
+        threads = max(1, min(machine.threads, blocks))
+        whole = cls(
+            inputs=tuple(x.name for x in problem.xs), block=block, blocks=blocks, threads=threads, geometry=geometry,
+            dtype=accumulator(problem.out.dtype), x_dtype=accumulator(problem.x_dtype),
+            weight_dtype=accumulator(problem.grad_dtype), in_place=in_place, bytes_moved=problem.minimal_bytes,
+            flops=problem.flops, first_row=0, rows=rows, piece=piece, grad_in_place=grad_is_factor(problem),
+            part=groups_in_cache(problem, block) if cls.shares_columns else 0, prologue=problem.prologue,
+        )  # fmt: skip
+        steps = []
+        for first in range(0, geometry.group_outputs if problem.out.nbytes else 0, rows or 1):
+            own = min(rows, geometry.group_outputs - first)
+            steps.append(replace(whole, first_row=first, rows=own, flops=problem.flops * own // geometry.group_outputs))
+        sizes = {
+            "sums": (threads - in_place) * rows * row,
+            "products": threads * piece * row if blocks > 1 or not in_place else 0,
+            "blocks": threads * cls._workspace(problem, block) if blocks else 0,
+        }
+        shape = (geometry.out_channels, geometry.group_channels, *geometry.spatial(geometry.kernel))
+        return plan_of(
+            problem, steps, sizes, method=method, problem=f"weight gradient of {geometry}",
+            result=f"{problem.out.dtype} {shape}", rejected=rejected, reason=cls.reason(geometry),
+        )  # fmt: skip
+
+    @classmethod
+    def _workspace(cls, problem: WeightGradientProblem, block: BlockSize) -> int:
+        """Bytes for one block: what is copied of the inputs, and its part of `grad`."""
+        in_order = is_in_order(problem.geometry, block) if cls.shares_columns else block[0] == 1
+        grad = prod(block) * problem.geometry.out_channels * ITEMSIZE[accumulator(problem.grad_dtype)]
+        return cls.columns_bytes(problem, block) + (0 if in_order and grad_is_factor(problem) else grad)
+
+    def executable(self) -> Callable[[Mapping[str, Any]], None]:
+        """What runs the loop on arguments and result by name."""
+        return WeightGradient(self).run
+
+
+def _sums_are_result(problem: WeightGradientProblem) -> bool:
+    """Whether the sums can be kept where the result lies."""
+    out = problem.out
+    return out.dtype == accumulator(out.dtype) and out.strides == c_strides(out.shape) and bool(out.nbytes)
+
+
+def grad_is_factor(problem: WeightGradientProblem) -> bool:
+    """Whether a sample of `grad` is a matrix that a product takes as it lies, in the dtype and kind it computes in."""
+    grad = problem.grad
+    return grad.dtype == accumulator(problem.grad_dtype) and is_matrix(grad) and not is_complex(problem.grad_dtype)
+
+
+def splits_x(problem: WeightGradientProblem) -> bool:
+    """Whether the inputs' real and imaginary parts are read apart: beside a real gradient, half a complex product."""
+    return is_complex(problem.x_dtype) and not is_complex(problem.grad_dtype)
+
+
+def x_item(problem: WeightGradientProblem) -> int:
+    dtype = accumulator(problem.x_dtype)
+    return ITEMSIZE[real_part(dtype) if splits_x(problem) else dtype]
+
+
+def groups_in_cache(problem: WeightGradientProblem, block: BlockSize) -> int:
+    """Groups whose shared columns stay in cache together."""
+    return shared_part(problem.geometry, block, x_item(problem), problem.prologue)
+
+
+# --- runs -----------------------------------------------------------------------------------------------------
+
+
+class WeightGradient:
+    """What all runs of a loop have in common."""
+
+    def __init__(self, loop: WeightGradientLoop) -> None:
+        geometry = loop.geometry
+        self.loop, self.geometry = loop, geometry
+        self.conjugates = is_complex(loop.x_dtype)
+        splits_x = self.conjugates and not is_complex(loop.weight_dtype)
+        splits_grad = is_complex(loop.weight_dtype) and not self.conjugates
+        #: What makes of inputs and gradient the factors of products: their real and imaginary parts, or themselves.
+        self.x_parts, self.grad_parts = (_PARTS if splits else _WHOLE for splits in (splits_x, splits_grad))
+        self.sums_dtype = dtype_from_name(loop.dtype)
+        self.x_dtype = dtype_from_name(real_part(loop.x_dtype) if splits_x else loop.x_dtype)
+        self.grad_dtype = dtype_from_name(real_part(loop.weight_dtype) if splits_grad else loop.weight_dtype)
+        self.product_dtype = np.result_type(self.x_dtype, self.grad_dtype)
+        self.channels = loop.channel_slices
+        self.out_shape = (geometry.groups, geometry.group_outputs, geometry.group_channels)
+        self.rows = slice(loop.first_row, loop.first_row + loop.rows)
+        self.blocks = Blocks(geometry, loop.block, self.x_dtype.itemsize)
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        """Compute the gradient; arguments and result are given by name."""
+        run, threads, blocks = Run(self, arrays), self.loop.threads, iter(self.blocks)
+        if threads == 1:
+            run.finish([run.sum_over((blocks, 0))])
+            return
+        share = -(-self.loop.blocks // threads)
+        run.finish(in_threads(threads, run.sum_over, [(list(islice(blocks, share)), t) for t in range(threads)]))
+
+
+class Run:
+    """One run: its arrays, brought to five axes, and what its blocks share."""
+
+    def __init__(self, gradient: WeightGradient, arrays: Mapping[str, Any]) -> None:
+        self.gradient, self.loop, self.geometry = gradient, gradient.loop, gradient.geometry
+        loop = gradient.loop
+        inputs = [(five_axes(arrays[name]), channels) for name, channels in zip(loop.inputs, gradient.channels)]
+        scratch = Scratch(gradient.x_dtype, loop.rounds)
+        transform = transform_of(loop.prologue, arrays, gradient.x_dtype)
+        self.images = [
+            Images([(part(x), channels) for x, channels in inputs], scratch, transform) for part in gradient.x_parts
+        ]
+        grad, out = five_axes(arrays["grad"]), arrays["out"]
+        self.grads = [part(grad) for part in gradient.grad_parts]
+        #: (groups, outputs per group, channels of a group, *kernel): these outputs of the result.
+        self._out = out.reshape(*gradient.out_shape, *out.shape[2:])[:, gradient.rows]
+        self._grad_scratch = [Scratch(gradient.grad_dtype, loop.rounds) for _ in self.grads]
+        self._product_scratch = Scratch(gradient.product_dtype, loop.rounds)
+
+    def sum_over(self, share: tuple[Iterable[Block], int]) -> np.ndarray:
+        """The sums, (groups, rows, K_g), of a thread's share of the blocks."""
+        blocks, thread = share
+        sums = self._new_sums(thread)
+        # One of the factors at most has two parts.
+        parts = [sums.real, sums.imag] if len(self.images) + len(self.grads) > 2 else [sums]
+        is_first = True
+        for block in blocks:
+            grads = [self._grad(block, i) for i in range(len(self.grads))]
+            for i, images in enumerate(self.images):
+                self.loop.add(self, block, images, list(zip(grads, parts[i:])), is_first)
+            is_first = False
+        if is_first:
+            sums.fill(0)
+        return sums
+
+    def _new_sums(self, thread: int) -> np.ndarray:
+        """Where a thread keeps its sums, uninitialised."""
+        shape = self.geometry.groups, self.loop.rows, self.geometry.reduction
+        if thread == 0 and self.loop.in_place:
+            return self._out.reshape(shape)
+        return np.empty(shape, self.gradient.sums_dtype)
+
+    def finish(self, sums: list[np.ndarray]) -> None:
+        """Add the threads' sums in order and store them."""
+        total = sums[0]
+        for others in sums[1:]:
+            total += others
+        if self.gradient.conjugates:
+            np.conjugate(total, out=total)
+        if not self.loop.in_place:
+            self._out[...] = total.reshape(self._out.shape)
+
+    def _grad(self, block: Block, part: int) -> np.ndarray:
+        """These outputs of the block's gradient: (groups, rows, pixels)."""
+        geometry = self.geometry
+        grad = block.of(self.grads[part]).swapaxes(0, 1)
+        in_order = block.size[0] == 1
+        if self.loop.shares_columns:  # (o, outermost axis of the kernel, n, other axes)
+            grad = np.moveaxis(grad, 2 + geometry.outermost, 1)
+            in_order = is_in_order(geometry, block.size)
+        if not (self.loop.grad_in_place and in_order):
+            copy = self._grad_scratch[part].array("grad", grad.shape)
+            if self.gradient.conjugates:
+                np.conjugate(grad, out=copy)
+            else:
+                copy[...] = grad
+            grad = copy
+        return grad.reshape(geometry.groups, geometry.group_outputs, block.area)[:, self.gradient.rows]
+
+    def add_product(self, grad: np.ndarray, columns: np.ndarray, sums: np.ndarray, is_first: bool) -> None:
+        """sums (+)= grad columns', a piece of the outputs at a time; `sums` may have the rows' axes apart."""
+        transposed = columns.swapaxes(1, 2)
+        swaps = self.geometry.group_outputs < min(_MANY_OUTPUTS, columns.shape[1])
+        for piece in parts_of(sums.shape[1], self.loop.piece):
+            target = sums[:, piece]
+            if is_first and target.ndim == 3 and target.strides[-1] == target.itemsize:
+                np.matmul(grad[:, piece], transposed, out=target)
+                continue
+            shape = (*target.shape[:2], columns.shape[1])
+            if swaps:
+                product = self._product_scratch.array("product", (shape[0], shape[2], shape[1])).swapaxes(1, 2)
+                np.matmul(columns, grad[:, piece].swapaxes(1, 2), out=product.swapaxes(1, 2))
+            else:
+                product = self._product_scratch.array("product", shape)
+                np.matmul(grad[:, piece], transposed, out=product)
+            if is_first:
+                target[...] = product.reshape(target.shape)
+            else:
+                target += product.reshape(target.shape)
+
+
+def _whole(x: np.ndarray) -> np.ndarray:
+    return x
+
+
+def _real(x: np.ndarray) -> np.ndarray:
+    return x.real
+
+
+def _imaginary(x: np.ndarray) -> np.ndarray:
+    """The imaginary parts; of a real array zeros that take no memory."""
+    return x.imag if x.dtype.kind == "c" else np.broadcast_to(x.dtype.type(0), x.shape)
+
+
+_WHOLE, _PARTS = (_whole,), (_real, _imaginary)

@@ -1,0 +1,110 @@
+"""The table of methods on NumPy: a new one is a file and an entry, and everything else follows from these."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import reference
+
+import cupyconv
+from cupyconv.call.operation import forget_calls
+from cupyconv.numpy import convolution
+from cupyconv.numpy.convolution import METHODS, Method
+from cupyconv.numpy.gemm import Columns
+
+
+class Reversed(Columns):
+    """Columns of a block, multiplied in another order."""
+
+    name = "reversed columns"
+    words = "columns from the last to the first"
+
+    @classmethod
+    def applies(cls, problem):
+        return problem.geometry.groups == 1
+
+    @property
+    def workspace(self):
+        return 3 * super().workspace
+
+    def arranged(self, weight):
+        return weight[..., ::-1]
+
+    def sums(self, run, block):
+        columns = run.images.columns(block).reshape(1, -1, block.area)
+        return np.matmul(run.weight, columns[:, ::-1]).reshape(block.sums_shape)
+
+    @classmethod
+    def sums_are_result(cls, problem, block):
+        return False
+
+
+@pytest.fixture
+def with_one_more(monkeypatch):
+    """The table with an entry in front."""
+    one = Method((Reversed,), "slower: the other way round", suits=lambda geometry: geometry.stride == (1, 1, 1))
+    monkeypatch.setattr(convolution, "METHODS", {"reversed": one, **METHODS})
+    forget_calls()
+    yield
+    forget_calls()
+
+
+def integers(*shape):
+    return np.random.default_rng(0).integers(-3, 4, shape).astype(np.float32)
+
+
+def test_a_method_that_suits_is_taken(with_one_more):
+    x, weight, bias = integers(2, 3, 9, 8), integers(5, 3, 3, 3), integers(5)
+    settings = dict(padding=1, activation="relu")
+    plan = cupyconv.explain(cupyconv.conv, x, weight, bias, **settings)
+    assert plan.method == "reversed" and "reversed columns, sums in float32" in str(plan)
+    assert [name for name, _ in plan.rejected] == ["gemm", "direct", "implicit_gemm"]
+    for threads in (1, 2):
+        with cupyconv.options(threads=threads, workspace_limit=12_000 * threads):
+            actual = cupyconv.conv(x, weight, bias, **settings)
+            assert cupyconv.explain(cupyconv.conv, x, weight, bias, **settings).steps[0].blocks > 1
+        np.testing.assert_array_equal(actual, reference.conv(x, weight, bias, **settings))
+
+
+def test_a_method_that_does_not_suit_does_not_apply_or_was_not_named_is_not(with_one_more):
+    x, weight = integers(2, 4, 9, 8), integers(4, 4, 3, 3)
+    stepped = cupyconv.explain(cupyconv.conv, x, weight, stride=2)
+    assert stepped.method == "gemm" and ("reversed", "slower: the other way round") in stepped.rejected
+    grouped = cupyconv.explain(cupyconv.conv, x, weight[:, :2], groups=2)
+    assert grouped.method == "gemm" and dict(grouped.rejected)["reversed"] == "slower: the other way round"
+    named = cupyconv.explain(cupyconv.conv, x, weight, method="direct")
+    assert set(named.rejected[:-1]) == {(name, "method='direct' was asked for") for name in ("reversed", "gemm")}
+
+
+def test_a_method_without_room_gives_way(with_one_more):
+    x, weight = integers(1, 3, 9, 8), integers(5, 3, 3, 3)
+    taken = {}
+    for limit in (100_000, 8_000, 100):
+        with cupyconv.options(workspace_limit=limit):
+            try:
+                taken[limit] = cupyconv.explain(cupyconv.conv, x, weight).method
+            except ValueError as error:
+                taken[limit] = str(error)
+    assert (taken[100_000], taken[8_000]) == ("reversed", "gemm")
+    assert taken[100].startswith("no method applies: reversed: the smallest block needs ")
+    assert "; gemm: the smallest" in taken[100] and "; direct: the smallest" in taken[100]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_last_way_of_a_method_applies_to_all_that_the_others_leave(name):
+    """So that a named method is refused for want of room only, and one that is told apart by kind has no hole."""
+    from cupyconv.numpy import direct, gemm
+
+    ways = {"gemm": gemm.WAYS, "direct": direct.WAYS}[name]
+    rng = np.random.default_rng(0)
+    for groups, kernel, stride, dtype in [
+        (1, 3, 1, "float32"), (1, 1, 1, "float32"), (4, 3, 1, "float32"), (4, 3, 2, "float32"), (4, 3, 2, "complex64"),
+    ]:  # fmt: skip
+        x, weight = rng.random((1, 4, 30, 30), np.float32), np.ones((4, 4 // groups, kernel, kernel), dtype)
+        (step,) = cupyconv.explain(cupyconv.conv, x, weight, groups=groups, stride=stride, method=name).steps
+        assert type(step) in ways
+        np.testing.assert_allclose(
+            cupyconv.conv(x, weight, groups=groups, stride=stride, method=name),
+            reference.conv(x, weight, groups=groups, stride=stride),
+            rtol=1e-4,
+        )
