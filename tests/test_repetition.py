@@ -409,6 +409,16 @@ def test_the_memory_of_calls_is_bounded(monkeypatch):
         assert len(repetition._executables) <= 5
 
 
+def test_the_least_recently_used_call_is_let_go(monkeypatch):
+    checked = []
+    monkeypatch.setattr(repetition, "KEPT", 2)
+    monkeypatch.setattr(CONV, "_check", lambda given, **rest: checked.append(given["x"]) or check_conv(given, **rest))
+    weight, images = np.ones((1, 1, 1)), [np.ones((1, 1, width)) for width in range(1, 4)]
+    for number in (0, 1, 0, 2, 0, 1):
+        cupyconv.conv(images[number], weight)
+    assert [x.shape[2] for x in checked] == [1, 2, 3, 2]  # the third call made the second let go, not the first
+
+
 def test_forgetting_while_others_call(target, monkeypatch):
     """Results stay right while the memory overflows again and again under many threads."""
     monkeypatch.setattr(repetition, "KEPT", 3)
