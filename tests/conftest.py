@@ -4,20 +4,50 @@ A target is one array library on one device: NumPy, the CUDA backend on the host
 GPU.  The same test body runs on all three.  Where a target is missing its tests skip, with the reason;
 ``CUPYCONV_REQUIRE_HOST_DEVICE=1``, ``CUPYCONV_REQUIRE_NVRTC=1`` and ``CUPYCONV_REQUIRE_GPU=1`` turn such a
 skip into a failure.
+
+``--fast`` leaves out the kernels and most random examples; ``--full-grids`` runs every combination of a large
+grid's parameters (`grids.py`).
 """
 
 from __future__ import annotations
 
 import pytest
+from grids import grid_parameters
 from hypothesis import HealthCheck, settings
 from targets import TARGETS, Target
 
 settings.register_profile(
     "default", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-    max_examples=300, print_blob=True, derandomize=True,
+    max_examples=100, print_blob=True, derandomize=True,
 )  # fmt: skip
+settings.register_profile("fast", settings.get_profile("default"), max_examples=20)
 settings.register_profile("explore", settings.get_profile("default"), derandomize=False, max_examples=6000)
 settings.load_profile("default")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("cupyconv")
+    group.addoption(
+        "--fast", action="store_true",
+        help="without kernels and with few random examples: -m 'not host_device and not nvrtc' --hypothesis-profile=fast",
+    )  # fmt: skip
+    group.addoption(
+        "--full-grids", action="store_true", help="every combination of a grid's parameters, not every pair"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--fast"):
+        settings.load_profile("fast")
+        without_kernels = "not host_device and not nvrtc"
+        asked_for = config.option.markexpr
+        config.option.markexpr = f"({asked_for}) and {without_kernels}" if asked_for else without_kernels
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    for grid in metafunc.definition.iter_markers("grid"):
+        parameters = grid_parameters(grid.kwargs, full=metafunc.config.getoption("--full-grids"))
+        metafunc.parametrize(tuple(grid.kwargs), parameters)
 
 
 @pytest.fixture(params=TARGETS)

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from strategies import share_of_examples
 
 import cupyconv
 from cupyconv.cuda.plan.gemm import MAX_BATCH, SMALLEST_CHUNK
@@ -680,7 +681,7 @@ def test_then_of_pixels():
     assert {call.c.at.offset // (8 * 10_000 * 4) for call in gemms(made)} == {0, 1, 2}
 
 
-@settings(max_examples=150)
+@share_of_examples(0.5)
 @given(
     batch=st.integers(1, 100), channels=st.integers(1, 8), outputs=st.integers(1, 9), size=st.integers(3, 150),
     limit=st.integers(350_000, 4_000_000), order=st.sampled_from(["C", "last"]),
@@ -696,7 +697,6 @@ def test_chunks_are_balanced_and_cover_everything_once(batch, channels, outputs,
         assert max(sizes) <= -(-total // count) + 7, f"chunks of {sizes} where {count} equal ones would do"
 
 
-@settings(max_examples=300)
 @given(
     batch=st.integers(0, 40), channels=st.lists(st.integers(0, 40), min_size=1, max_size=4),
     outputs=st.integers(0, 40), size=st.lists(st.integers(1, 60), min_size=1, max_size=2), taps=st.integers(1, 3),
@@ -778,7 +778,7 @@ def test_pooling_is_one_launch_within_the_limits(shape, order):
         assert made.workspace_bytes == 0 and made.bound == "memory"
 
 
-@settings(max_examples=150)
+@share_of_examples(0.5)
 @given(
     shape=st.lists(st.integers(1, 300), min_size=3, max_size=5), taps=st.integers(1, 4), stride=st.integers(1, 4),
     order=st.sampled_from(["C", "last", "gaps"]), dtype=st.sampled_from(["float16", "float32", "float64"]),

@@ -1,0 +1,71 @@
+"""Large grids of parameters: by default every pair of values, with ``--full-grids`` every combination.
+
+::
+
+    @pytest.mark.grid(case=CASES, variant=VARIANTS, stride=[1, 2])
+    def test_something(case, variant, stride): ...
+
+is what three stacked ``parametrize`` would be, but for the number of tests.  An axis is a list, or a dict from ids to
+values.  A fault in code of this kind nearly always shows with one value, or with two together: a dtype and a tile, a
+padding mode and a layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence, Set
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+Axis = Sequence[Any] | Mapping[str, Any]
+
+
+def fewest(covered_by: Sequence[Set[Hashable]]) -> list[int]:
+    """Indices of few of these sets that together hold all that all of them hold.
+
+    Next taken is always the set that holds most of what is still missing, and of equals the first: every process
+    finds the same ones.
+    """
+    missing = set().union(*covered_by)
+    chosen = []
+    while missing:
+        best = max(range(len(covered_by)), key=lambda index: len(covered_by[index] & missing))
+        chosen.append(best)
+        missing -= covered_by[best]
+    return sorted(chosen)
+
+
+def covering_rows(axes: Sequence[Sequence[Any]]) -> list[tuple[int, ...]]:
+    """Rows of the product of these axes, as indices, in which all pairs of values of two axes occur.
+
+    A value that is a dict, such as the macros of a kernel, occurs as a whole at least once, and each of its items
+    beside every value of the other axes.
+    """
+    rows = list(product(*(range(len(axis)) for axis in axes)))
+    return [rows[number] for number in fewest([_covered(axes, row) for row in rows])]
+
+
+def _covered(axes: Sequence[Sequence[Any]], row: tuple[int, ...]) -> set[Hashable]:
+    """Each value of a row by its axis and index, and each pair of values, with a dict each pair with its items."""
+    values = [values[index] for values, index in zip(axes, row)]
+    parts = [
+        [(axis, *item) for item in value.items()] if isinstance(value, Mapping) else [(axis, index)]
+        for axis, (value, index) in enumerate(zip(values, row))
+    ]
+    return {*enumerate(row), *(pair for one, other in combinations(parts, 2) for pair in product(one, other))}
+
+
+def grid_parameters(axes: Mapping[str, Axis], *, full: bool) -> list[Any]:
+    """What `parametrize` takes for the names of these axes."""
+    labels = [[*axis] if isinstance(axis, Mapping) else [_label(value) for value in axis] for axis in axes.values()]
+    values = [[*axis.values()] if isinstance(axis, Mapping) else axis for axis in axes.values()]
+    rows = product(*(range(len(axis)) for axis in values)) if full else covering_rows(values)
+    return [
+        pytest.param(*(axis[i] for axis, i in zip(values, row)), id="-".join(axis[i] for axis, i in zip(labels, row)))
+        for row in rows
+    ]
+
+
+def _label(value: Any) -> str:
+    return "-".join(map(str, value.values())) if isinstance(value, Mapping) else str(value)
