@@ -5,8 +5,8 @@ GPU.  The same test body runs on all three.  Where a target is missing its tests
 ``CUPYCONV_REQUIRE_HOST_DEVICE=1``, ``CUPYCONV_REQUIRE_NVRTC=1`` and ``CUPYCONV_REQUIRE_GPU=1`` turn such a
 skip into a failure.
 
-``--fast`` leaves out the kernels and most random examples; ``--full-grids`` runs every combination of a large
-grid's parameters (`grids.py`).
+Without an option a run takes every pair of values of a large grid (`grids.py`).  ``--fast`` leaves out the kernels and
+most random examples; ``--nightly`` runs every combination, every kernel variant and thousands of random examples.
 """
 
 from __future__ import annotations
@@ -32,13 +32,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="without kernels and with few random examples: -m 'not host_device and not nvrtc' --hypothesis-profile=fast",
     )  # fmt: skip
     group.addoption(
-        "--full-grids", action="store_true", help="every combination of a grid's parameters, not every pair"
-    )
+        "--nightly", action="store_true",
+        help="every combination of large grids, every kernel variant, full sizes, and --hypothesis-profile=explore",
+    )  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--fast"):
-        settings.load_profile("fast")
+    fast, nightly = config.getoption("--fast"), config.getoption("--nightly")
+    if fast and nightly:
+        raise pytest.UsageError("--fast and --nightly are opposites")
+    if (fast or nightly) and not config.getoption("--hypothesis-profile"):
+        settings.load_profile("fast" if fast else "explore")
+    if fast:
         without_kernels = "not host_device and not nvrtc"
         asked_for = config.option.markexpr
         config.option.markexpr = f"({asked_for}) and {without_kernels}" if asked_for else without_kernels
@@ -46,8 +51,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for grid in metafunc.definition.iter_markers("grid"):
-        parameters = grid_parameters(grid.kwargs, full=metafunc.config.getoption("--full-grids"))
+        parameters = grid_parameters(grid.kwargs, full=metafunc.config.getoption("--nightly"))
         metafunc.parametrize(tuple(grid.kwargs), parameters)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """A test of the host device alone is marked like the tests of all targets are."""
+    if {"cuda_target", "host_machine"} & {*getattr(item, "fixturenames", ())}:
+        item.add_marker("host_device")
+
+
+@pytest.fixture(scope="session")
+def nightly(request: pytest.FixtureRequest) -> bool:
+    """Whether everything is asked for, whatever it takes."""
+    return bool(request.config.getoption("--nightly"))
 
 
 @pytest.fixture(params=TARGETS)

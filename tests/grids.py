@@ -1,4 +1,4 @@
-"""Large grids of parameters: by default every pair of values, with ``--full-grids`` every combination.
+"""Large grids of parameters: by default every pair of values, with ``--nightly`` every combination.
 
 ::
 
@@ -39,21 +39,25 @@ def fewest(covered_by: Sequence[Set[Hashable]]) -> list[int]:
 def covering_rows(axes: Sequence[Sequence[Any]]) -> list[tuple[int, ...]]:
     """Rows of the product of these axes, as indices, in which all pairs of values of two axes occur.
 
-    A value that is a dict, such as the macros of a kernel, occurs as a whole at least once, and each of its items
-    beside every value of the other axes.
+    Dicts of the same keys, such as the macros of a kernel's variants, occur as a whole at least once each, and their
+    items beside every value of the other axes.
     """
+    parts = [_parts(number, values) for number, values in enumerate(axes)]
     rows = list(product(*(range(len(axis)) for axis in axes)))
-    return [rows[number] for number in fewest([_covered(axes, row) for row in rows])]
+    return [rows[number] for number in fewest([_covered(parts, row) for row in rows])]
 
 
-def _covered(axes: Sequence[Sequence[Any]], row: tuple[int, ...]) -> set[Hashable]:
-    """Each value of a row by its axis and index, and each pair of values, with a dict each pair with its items."""
-    values = [values[index] for values, index in zip(axes, row)]
-    parts = [
-        [(axis, *item) for item in value.items()] if isinstance(value, Mapping) else [(axis, index)]
-        for axis, (value, index) in enumerate(zip(values, row))
-    ]
-    return {*enumerate(row), *(pair for one, other in combinations(parts, 2) for pair in product(one, other))}
+def _parts(number: int, values: Sequence[Any]) -> list[list[Hashable]]:
+    """What is paired with other axes of each value of an axis: its place, or the items of a dict."""
+    if all(isinstance(value, Mapping) and value.keys() == values[0].keys() for value in values):
+        return [[(number, *item) for item in value.items()] for value in values]
+    return [[(number, index)] for index in range(len(values))]
+
+
+def _covered(parts: Sequence[Sequence[Sequence[Hashable]]], row: tuple[int, ...]) -> set[Hashable]:
+    """Each value of a row, and each pair of the parts of two values."""
+    of_row = [axis[index] for axis, index in zip(parts, row)]
+    return {*enumerate(row), *(pair for one, other in combinations(of_row, 2) for pair in product(one, other))}
 
 
 def grid_parameters(axes: Mapping[str, Axis], *, full: bool) -> list[Any]:

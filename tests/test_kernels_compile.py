@@ -44,7 +44,7 @@ PARAMETER_SPACE = 4096
 #: 16 bytes at once, in PTX: four 32-bit words or two of 64.
 SIXTEEN_BYTES = r"{access}\.global(?:\.\w+)*\.(?:v4\.[bfsu]32|v2\.[bfsu]64)\b"
 
-#: Every variant for both architectures, which ``--full-grids`` compiles.
+#: Every variant for both architectures, which ``--nightly`` compiles.
 EVERY_VARIANT = [(variant, architecture) for variant in all_variants() for architecture in ARCHITECTURES]
 
 
@@ -59,7 +59,7 @@ SOME_VARIANTS = [EVERY_VARIANT[index] for index in fewest([pairs_of(*each) for e
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "variant" in metafunc.fixturenames:
-        chosen = EVERY_VARIANT if metafunc.config.getoption("--full-grids") else SOME_VARIANTS
+        chosen = EVERY_VARIANT if metafunc.config.getoption("--nightly") else SOME_VARIANTS
         ids = [f"{variant}-sm_{architecture}" for variant, architecture in chosen]
         metafunc.parametrize(("variant", "architecture"), chosen, ids=ids)
 
