@@ -60,6 +60,12 @@ def _covered(parts: Sequence[Sequence[Sequence[Hashable]]], row: tuple[int, ...]
     return {*enumerate(row), *(pair for one, other in combinations(of_row, 2) for pair in product(one, other))}
 
 
+def combined(*axes: Sequence[Any], full: bool) -> list[tuple[Any, ...]]:
+    """Rows of values: of the whole product, or as few as hold every pair."""
+    rows = product(*(range(len(axis)) for axis in axes)) if full else covering_rows(axes)
+    return [tuple(axis[index] for axis, index in zip(axes, row)) for row in rows]
+
+
 def grid_parameters(axes: Mapping[str, Axis], *, full: bool) -> list[Any]:
     """What `parametrize` takes for the names of these axes."""
     labels = [[*axis] if isinstance(axis, Mapping) else [_label(value) for value in axis] for axis in axes.values()]

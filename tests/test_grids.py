@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations, product
 
 import pytest
-from grids import covering_rows, fewest, grid_parameters
+from grids import combined, covering_rows, fewest, grid_parameters
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,6 +48,11 @@ def test_dicts_of_unlike_keys_are_values():
     """An absent key says something too."""
     layouts, limits = [{}, {"order": "last"}, {"offset": 1}], [None, 1]
     assert len(covering_rows([layouts, limits])) == 6
+
+
+def test_combined_are_the_values():
+    assert combined("ab", [1, 2], full=True) == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
+    assert len(combined("abc", "de", [1, 2], full=False)) == 6
 
 
 def test_fewest_sets_hold_everything():

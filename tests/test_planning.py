@@ -7,7 +7,7 @@ at nothing else.  Everything holds for every GPU; the choice between methods is 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import covering_rows
+from grids import combined
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import share_of_examples
@@ -185,13 +185,12 @@ class Case:
     limit: int | None
 
 
-def rows(dtype: np.dtype, *, full: bool) -> list[Sequence[Any]]:
+def rows(dtype: np.dtype, *, full: bool) -> list[tuple[Any, ...]]:
     """Problem, layout, epilogue and limit: every pair of them, or all."""
     of_dtype = [epilogue for epilogue in EPILOGUES if dtype.kind != "c" or "activation" not in epilogue]
-    axes = (PROBLEMS, LAYOUTS, of_dtype, (None, 40_000))
-    found = product(*axes) if full else [[axis[i] for axis, i in zip(axes, row)] for row in covering_rows(axes)]
     # With a prologue strides and limits ask for no other kernels.
-    return [*found, *product(PROBLEMS, ({}, {"offset": 1}), (("prologue",),), (None,))]
+    with_prologue = product(PROBLEMS, ({}, {"offset": 1}), (("prologue",),), (None,))
+    return [*combined(PROBLEMS, LAYOUTS, of_dtype, (None, 40_000), full=full), *with_prologue]
 
 
 def every_plan(x_dtype: Any, weight_dtype: Any, *, full: bool) -> Iterator[Case]:
@@ -352,11 +351,11 @@ def kernels_of_recurrent_layers(dtype: Any) -> set[Kernel]:
     return asked
 
 
-def kernels_of_input_gradients(x_dtype: Any, weight_dtype: Any) -> set[Kernel]:
+def kernels_of_input_gradients(x_dtype: Any, weight_dtype: Any, *, full: bool) -> set[Kernel]:
     """Those of input gradients, into one array and several, whose plans are checked."""
     asked: set[Kernel] = set()
     cuts = (("constant", None), ("edge", None), ("constant", 40_000))[: 3 if x_dtype == "float32" else 2]
-    for problem, layout, (mode, limit) in product(PROBLEMS, LAYOUTS, cuts):
+    for problem, layout, (mode, limit) in combined(PROBLEMS, LAYOUTS, cuts, full=full):
         batch, channels, size, outputs, kernel, parameters = problem
         parameters = {"padding": 1, **parameters, "padding_mode": mode}
         xs = [array(batch, count, *size, dtype=x_dtype) for count in channels]
@@ -466,9 +465,9 @@ def test_every_plan_respects_the_limits_and_asks_for_listed_kernels(dtypes, nigh
     assert not unlisted, ", ".join(map(str, unlisted))
 
 
-def test_every_listed_kernel_is_asked_for():
+def test_every_listed_kernel_is_asked_for(nightly):
     """The list holds nothing that cannot happen."""
-    asked = {kernel for dtypes in DTYPES for kernel in kernels_asked_for(*dtypes, full=False)}
+    asked = {kernel for dtypes in DTYPES for kernel in kernels_asked_for(*dtypes, full=nightly)}
     for (dtype, _), step in product(DTYPES, (1, 2)):
         asked |= kernels_of_columns(dtype, step) | kernels_of_epilogue_grads(dtype)
         asked |= kernels_of_prologue_grads(dtype)
@@ -482,7 +481,7 @@ def test_every_listed_kernel_is_asked_for():
     for narrow, wide in product(("float16", BFLOAT16, "float32"), ("float32", "float64")):
         asked |= kernels_of_widening(narrow, wide)
     for dtypes in DTYPES:
-        asked |= kernels_of_input_gradients(*dtypes) | kernels_of_weight_gradients(*dtypes)
+        asked |= kernels_of_input_gradients(*dtypes, full=nightly) | kernels_of_weight_gradients(*dtypes)
     assert sorted(map(str, set(all_variants()) - asked)) == []
     assert sorted(map(str, asked - set(all_variants()))) == []
 
