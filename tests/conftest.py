@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     fast, nightly = config.getoption("--fast"), config.getoption("--nightly")
     if fast and nightly:
         raise pytest.UsageError("--fast and --nightly are opposites")
-    if (fast or nightly) and not config.getoption("--hypothesis-profile"):
+    if (fast or nightly) and not config.getoption("--hypothesis-profile", None):
         settings.load_profile("fast" if fast else "explore")
     if fast:
         without_kernels = "not host_device and not nvrtc"
@@ -51,8 +51,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for grid in metafunc.definition.iter_markers("grid"):
-        parameters = grid_parameters(grid.kwargs, full=metafunc.config.getoption("--nightly"))
-        metafunc.parametrize(tuple(grid.kwargs), parameters)
+        axes = {name: values for name, values in grid.kwargs.items() if name != "together"}
+        full = metafunc.config.getoption("--nightly")
+        parameters = grid_parameters(axes, full=full, together=grid.kwargs.get("together", 2))
+        metafunc.parametrize(tuple(axes), parameters)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -7,7 +7,7 @@
 
 is what three stacked ``parametrize`` would be, but for the number of tests.  An axis is a list, or a dict from ids to
 values.  A fault in code of this kind nearly always shows with one value, or with two together: a dtype and a tile, a
-padding mode and a layout.
+padding mode and a layout.  Where three decide what is compiled or which branch is taken, ``together=3`` asks for those.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def fewest(covered_by: Sequence[Set[Hashable]]) -> list[int]:
     return sorted(chosen)
 
 
-def covering_rows(axes: Sequence[Sequence[Any]]) -> list[tuple[int, ...]]:
-    """Rows of the product of these axes, as indices, in which all pairs of values of two axes occur.
+def covering_rows(axes: Sequence[Sequence[Any]], together: int = 2) -> list[tuple[int, ...]]:
+    """Rows of the product of these axes, as indices, in which any values of so many axes occur `together`.
 
     Dicts of the same keys, such as the macros of a kernel's variants, occur as a whole at least once each, and their
     items beside every value of the other axes.
     """
     parts = [_parts(number, values) for number, values in enumerate(axes)]
     rows = list(product(*(range(len(axis)) for axis in axes)))
-    return [rows[number] for number in fewest([_covered(parts, row) for row in rows])]
+    return [rows[number] for number in fewest([_covered(parts, row, together) for row in rows])]
 
 
 def _parts(number: int, values: Sequence[Any]) -> list[list[Hashable]]:
@@ -54,10 +54,10 @@ def _parts(number: int, values: Sequence[Any]) -> list[list[Hashable]]:
     return [[(number, index)] for index in range(len(values))]
 
 
-def _covered(parts: Sequence[Sequence[Sequence[Hashable]]], row: tuple[int, ...]) -> set[Hashable]:
-    """Each value of a row, and each pair of the parts of two values."""
+def _covered(parts: Sequence[Sequence[Sequence[Hashable]]], row: tuple[int, ...], together: int) -> set[Hashable]:
+    """Each value of a row, and everything that occurs together in it."""
     of_row = [axis[index] for axis, index in zip(parts, row)]
-    return {*enumerate(row), *(pair for one, other in combinations(of_row, 2) for pair in product(one, other))}
+    return {*enumerate(row), *(found for some in combinations(of_row, together) for found in product(*some))}
 
 
 def combined(*axes: Sequence[Any], full: bool) -> list[tuple[Any, ...]]:
@@ -66,11 +66,11 @@ def combined(*axes: Sequence[Any], full: bool) -> list[tuple[Any, ...]]:
     return [tuple(axis[index] for axis, index in zip(axes, row)) for row in rows]
 
 
-def grid_parameters(axes: Mapping[str, Axis], *, full: bool) -> list[Any]:
+def grid_parameters(axes: Mapping[str, Axis], *, full: bool, together: int = 2) -> list[Any]:
     """What `parametrize` takes for the names of these axes."""
     labels = [[*axis] if isinstance(axis, Mapping) else [_label(value) for value in axis] for axis in axes.values()]
     values = [[*axis.values()] if isinstance(axis, Mapping) else axis for axis in axes.values()]
-    rows = product(*(range(len(axis)) for axis in values)) if full else covering_rows(values)
+    rows = product(*(range(len(axis)) for axis in values)) if full else covering_rows(values, together)
     return [
         pytest.param(*(axis[i] for axis, i in zip(values, row)), id="-".join(axis[i] for axis, i in zip(labels, row)))
         for row in rows

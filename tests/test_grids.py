@@ -26,6 +26,15 @@ def test_all_pairs_of_values_occur(lengths):
         assert {row[axis] for row in rows} == set(range(length))
 
 
+def test_all_triples_occur_where_three_are_asked_for():
+    lengths = (5, 4, 2, 3)
+    rows = covering_rows([range(length) for length in lengths], together=3)
+    for axes in combinations(range(4), 3):
+        found = {tuple(row[axis] for axis in axes) for row in rows}
+        assert found == set(product(*(range(lengths[axis]) for axis in axes)))
+    assert len(rows) < 120
+
+
 def test_rows_are_few_and_always_the_same():
     axes = [range(5), range(5), range(2), range(4)]
     rows = covering_rows(axes)

@@ -38,7 +38,7 @@ def moved_as_it_lies(target, array):
 
 
 @pytest.mark.grid(
-    dtype=["float16", "float32", "float64"], channels=[6, 16, 24], layout=["pixels", "channels"],
+    together=3, dtype=["float16", "float32", "float64"], channels=[6, 16, 24], layout=["pixels", "channels"],
     residual_layout=["pixels", "channels"], side=[4, 5],
 )  # fmt: skip
 def test_epilogue(cuda_target, dtype, channels, layout, residual_layout, side):
@@ -62,7 +62,7 @@ def test_epilogue(cuda_target, dtype, channels, layout, residual_layout, side):
 
 
 @pytest.mark.grid(
-    kernel=[(3, 1), (3, 2), (5, 1), (5, 2), (7, 1)], mode=["constant", "reflect", "symmetric", "edge", "wrap"],
+    together=3, kernel=[(3, 1), (3, 2), (5, 1), (5, 2), (7, 1)], mode=["constant", "reflect", "symmetric", "edge", "wrap"],
     layout=LAYOUTS, shape=[(8, 8), (9, 5), (19, 33), (3, 9, 10)],
 )  # fmt: skip
 def test_depthwise(cuda_target, kernel, mode, layout, shape):
@@ -120,7 +120,7 @@ def test_depthwise_of_any_kernel(cuda_target, change):
 
 
 @pytest.mark.grid(
-    dtype=["float16", "float32", "float64", "complex128"], channels=[(3,), (8,), (16, 5), (40,)], layout=LAYOUTS,
+    together=3, dtype=["float16", "float32", "float64", "complex128"], channels=[(3,), (8,), (16, 5), (40,)], layout=LAYOUTS,
     size=[(5, 7), (2, 3, 4)], step=[1, 2],
 )  # fmt: skip
 def test_im2col(cuda_target, dtype, channels, layout, size, step):

@@ -82,9 +82,9 @@ def test_many_inputs_under_one_kernel(target, count):
     assert_exact(target.to_host(actual), reference.conv(xs, weight, padding=1), "float32")
 
 
-@pytest.mark.grid(
-    outputs=[1, 3, 4, 5, 8, 9, 16, 17, 32, 33, 40], dtype=["float16", "float32", "float64"], pixels=[16, 1000, 1001]
-)
+@pytest.mark.parametrize("outputs", [1, 3, 4, 5, 8, 9, 16, 17, 32, 33, 40])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("pixels", [16, 1000, 1001])
 def test_tiles_and_packets(target, outputs, dtype, pixels):
     """Every tile of the merge kernel, with rows that can and cannot be read in 16-byte packets."""
     rng = np.random.default_rng(0)
