@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from strategies import ConvCase, conv_cases
+from strategies import ConvCase, conv_cases, share_of_examples
 from targets import Target
 
 import cupyconv
@@ -117,20 +117,20 @@ def with_bools(values: Any) -> Any:
     return tuple(map(with_bools, values)) if isinstance(values, tuple) else bool(values)
 
 
-@settings(max_examples=40)
+@share_of_examples(0.2)
 @given(case=conv_cases())
 def test_a_warm_call_is_a_fresh_call_on_numpy(case):
     target = Target("numpy", np.array, np.asarray, np)
     assert_warm_is_fresh(target, case_calls(target, case))
 
 
-@settings(max_examples=12)
+@share_of_examples(0.1)
 @given(case=conv_cases(dtypes=("float32", "float16")))
 def test_a_warm_call_is_a_fresh_call_on_cuda(cuda_target, case):
     assert_warm_is_fresh(cuda_target, case_calls(cuda_target, case))
 
 
-@settings(max_examples=25)
+@share_of_examples(0.15)
 @given(case=conv_cases(dtypes=("float32",), mixed_dtypes=False), data=st.data())
 def test_layouts_are_told_apart(target, case, data):
     """The same problem with its arrays laid out in other ways, in and out of alignment."""

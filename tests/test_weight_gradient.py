@@ -124,11 +124,10 @@ def test_a_1x1_gradient_reads_both_factors_where_they_lie():
     assert plan.flops == sum(call.flops for call in calls) == 2 * 4 * 64 * 256 * 32 * 32
 
 
-@pytest.mark.parametrize("is_long", [False, True], ids=["samples apart", "one long row"])
-@pytest.mark.parametrize("groups", [1, 2, 12])
-@pytest.mark.parametrize(
-    "dtypes", ["float32 float32", "float16 float16", "complex64 complex64", "complex64 float32", "float32 complex64"]
-)
+@pytest.mark.grid(
+    is_long={"samples apart": False, "one long row": True}, groups=[1, 2, 12],
+    dtypes=["float32 float32", "float16 float16", "complex64 complex64", "complex64 float32", "float32 complex64"],
+)  # fmt: skip
 @pytest.mark.host_device
 def test_every_cut_of_the_sum(target, fresh, monkeypatch, is_long, groups, dtypes):
     """Both ways to cut, in more parts than one, whole and in chunks: exact."""
