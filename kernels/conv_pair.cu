@@ -354,9 +354,11 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, MIN_BLOCKS) conv_pair
                         if (i / PART * PART == part) leaving[i % PART * LEAVING_PITCH + pixel] = sum;
                     });
                     __syncthreads();
-                    finish_tile<T, PART, PIXELS, TILE_THREADS, FINISHED>(
-                        leaving, LEAVING_PITCH, 1, min(PART, outputs - part), o + part, params.out.stride_c == 1,
-                        tables.out_at, tables.residual_at, params.out, params.second.epilogue, nullptr);
+                    const int rows = min(PART, outputs - part);
+                    const EpilogueTile<T> tile = {
+                        leaving, LEAVING_PITCH, 1, o + part, tables.out_at, tables.residual_at};
+                    const TileWalk walk = walk_along<PART, PIXELS, TILE_THREADS>(params.out.stride_c == 1, rows);
+                    finish_tile<T, FINISHED>(tile, walk, params.out, params.second.epilogue, nullptr);
                 }
             }
         } else {
