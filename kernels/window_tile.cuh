@@ -30,7 +30,7 @@ __device__ __forceinline__ int anew(int value) {
 
 template <class T>
 struct WindowTile {
-    static constexpr int CHUNK = 64 / sizeof(T), PITCH = 80 / sizeof(T), GRANULE = 16 / sizeof(T);
+    static constexpr int CHUNK = 64 / sizeof(T), PITCH = 80 / sizeof(T), VECTOR = 16 / sizeof(T);
 };
 
 // A box of pixels, numbered along w first.
@@ -71,7 +71,7 @@ template <class F> __device__ __forceinline__ void for_each_tap(const Windows& w
 template <class T, int ROWS_, int PIXELS>
 class TileSums {
     using Tile = WindowTile<T>;
-    static constexpr int PACKET = Tile::GRANULE, ITS_ROWS = ROWS_ / 4;
+    static constexpr int PACKET = Tile::VECTOR, ITS_ROWS = ROWS_ / 4;
 
 public:
     static constexpr int ROWS = ROWS_, STEP = PACKET;   // of K: `depth` is a multiple of it
@@ -267,25 +267,25 @@ template <int ROWS, int PIXELS> struct TileSumsOf<bfloat16, ROWS, PIXELS> {
 
 // ---- every channel by itself ------------------------------------------------------------------------------------------
 
-// Calls f(pixel, k, sums) for GRANULE channels from k on of each pixel of the block's, sums of [t][k] weights.
+// Calls f(pixel, k, sums) for VECTOR channels from k on of each pixel of the block's, sums of [t][k] weights.
 template <class T, class F>
 __device__ __forceinline__ void convolve_each(
     const T* tile, const Accumulator<T>* weight, const Windows& windows, const Box& inner, const int* base, int pixels,
     int channels, F f) {
     using Tile = WindowTile<T>;
-    constexpr int GRANULE = Tile::GRANULE;
+    constexpr int VECTOR = Tile::VECTOR;
     const int rows = (pixels + WARP - 1) / WARP * WARP;  // neighbouring threads take neighbouring pixels
 #pragma unroll 1
-    for (int u = threadIdx.x; u < (channels + GRANULE - 1) / GRANULE * rows; u += TILE_THREADS) {
-        const int k = u / rows * GRANULE, pixel = u % rows;
+    for (int u = threadIdx.x; u < (channels + VECTOR - 1) / VECTOR * rows; u += TILE_THREADS) {
+        const int k = u / rows * VECTOR, pixel = u % rows;
         if (pixel >= pixels) continue;
         const T* const window = tile + base[pixel] * Tile::PITCH + k;
-        Accumulator<T> sum[GRANULE] = {};
+        Accumulator<T> sum[VECTOR] = {};
         for_each_tap(windows, inner, [&](int t, int offset) {
-            const auto x = load_packet<GRANULE>(window + offset * Tile::PITCH);
-            const auto w = gather_packet<GRANULE>(weight + t * Tile::CHUNK + k, 1, true);
+            const auto x = load_packet<VECTOR>(window + offset * Tile::PITCH);
+            const auto w = gather_packet<VECTOR>(weight + t * Tile::CHUNK + k, 1, true);
 #pragma unroll
-            for (int e = 0; e < GRANULE; ++e) add_product(sum[e], widen(x.lane[e]), w.lane[e]);
+            for (int e = 0; e < VECTOR; ++e) add_product(sum[e], widen(x.lane[e]), w.lane[e]);
         });
         f(pixel, k, sum);
     }

@@ -226,11 +226,11 @@ def _conv_pair_seconds(step: KernelLaunch, gpu: GpuModel) -> float:
         else:
             a_tile += 2 * pixels * its_outputs * taps / (fma * PAIR_EFFICIENCY[kind])
             weights += its_outputs * taps
-    rounds = -(-params["blocks"] // step.grid[0])
+    rounds = -(-params["tile_count"] // step.grid[0])
     blocks = step.grid[0] * columns
     busy = -(-blocks // gpu.multiprocessors) * gpu.multiprocessors / blocks  # the fullest multiprocessor's share
     seconds = busy * step.grid[0] * (rounds * a_tile + weights * 2 * PAIR_WEIGHT_LOAD / gpu.fp32)
-    read = columns * channels * (_whole(x_tile[2] * itemsize, SECTOR_BYTES) * x_rows) * params["blocks"]
+    read = columns * channels * (_whole(x_tile[2] * itemsize, SECTOR_BYTES) * x_rows) * params["tile_count"]
     loading = max(step.bytes_moved / gpu.bandwidth, read / (gpu.bandwidth * L2_SPEED))
     alone = resident_blocks(step.kernel, step.block, step.shared_bytes, gpu) == 1
     return seconds + loading if alone else max(seconds, loading)

@@ -68,10 +68,9 @@ PARAMETERS = {
         outputs=INT32, group_outputs=INT32, group_channels=INT32, channel_lanes=INT32,
     ),
     "conv_pair": _struct(
-        sources=(SOURCE, MAX_PAIR_SOURCES), first=_PAIR_LAYER, second=_PAIR_LAYER, out=IMAGE, blocks=INT64, tiles=(INT64, 3),
-        source_count=INT32, middle=INT32, outputs=INT32, outputs_a_block=INT32, tile=_BOX, middle_tile=_BOX, x_tile=_BOX, x_packed=INT32,
-        second_at=INT32, middle_at=INT32, x_at=INT32, place_at=INT32, x_chunks=INT32, middle_chunks=INT32, first_plane=INT32,
-        second_plane=INT32,
+        sources=(SOURCE, MAX_PAIR_SOURCES), first=_PAIR_LAYER, second=_PAIR_LAYER, out=IMAGE, tile_count=INT64, tiles=(INT64, 3),
+        source_count=INT32, middle=INT32, outputs=INT32, outputs_per_block=INT32, tile=_BOX, middle_tile=_BOX, x_tile=_BOX,
+        x_vectorized=INT32, x_chunks=INT32, middle_chunks=INT32,
     ),
     "im2col": _struct(
         sources=SOURCES, windows=WINDOWS, prologue=PROLOGUE, columns=POINTER, stride_n=INT64, stride_row=INT64, stride_pixel=INT64, batch=INT64,
