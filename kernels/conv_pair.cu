@@ -13,8 +13,9 @@
 //      +-----------+
 //
 // z is rounded to its storage type, and is zero beyond its own edge, where the second layer is padded: both as if it
-// had been stored.  Each layer is either DENSE (every channel with every other: CUDA or tensor cores, sums in registers)
-// or DEPTHWISE (every channel by itself).  Chunks of x belong to one input each: the input is chosen once a chunk.
+// had been stored.  Each layer is either DENSE (every channel with every other: CUDA or tensor cores, sums in
+// registers) or DEPTHWISE (every channel by itself).  Chunks of x belong to one input each: the input is chosen once per
+// chunk.
 // Both weights are in shared memory as a whole: a block loads them once and goes from tile to tile until all are done.
 //
 // Bound by memory for few channels, by arithmetic for many.  Floor: x and y once over the bandwidth, where the two
@@ -99,7 +100,8 @@ struct Tables {
     int y_origin[3], middle_origin[3], x_origin[3];  // where the tiles begin
 };
 
-// Where each part begins, in bytes.  Of what a dense layer reads there are all chunks, of what a depthwise layer reads one.
+// Where each part begins, in bytes.  Of what a dense layer reads there are all chunks, of what a depthwise layer reads
+// there is one.
 //
 //     | Tables | first weight | second weight | z | x       | where the pixels of x lie |
 //                                                 | PART rows of y's sums |                when x has been used
@@ -109,10 +111,13 @@ struct SharedLayout {
     int first_weight, second_weight, middle, x, x_place, end;
 
     __device__ constexpr SharedLayout(
-        int first_taps, int second_taps, int x_chunks, int middle_chunks, int output_tiles, int x_pixels, int middle_pixels)
+        int first_taps, int second_taps, int x_chunks, int middle_chunks, int output_tiles, int x_pixels,
+        int middle_pixels)
         : first_weight(sizeof(Tables)),
-          second_weight(first_weight + bytes_of<FirstWeight>(first_taps) * middle_chunks * (FIRST == DENSE ? x_chunks : 1)),
-          middle(second_weight + bytes_of<SecondWeight>(second_taps) * middle_chunks * (SECOND == DENSE ? output_tiles : 1)),
+          second_weight(
+              first_weight + bytes_of<FirstWeight>(first_taps) * middle_chunks * (FIRST == DENSE ? x_chunks : 1)),
+          middle(
+              second_weight + bytes_of<SecondWeight>(second_taps) * middle_chunks * (SECOND == DENSE ? output_tiles : 1)),
           x(middle + middle_pixels * PIXEL * (SECOND == DENSE ? middle_chunks : 1)),
           x_place(x + x_pixels * PIXEL * (FIRST == DENSE ? x_chunks : 1)),
           end(x_place + x_pixels * int(sizeof(long long))) {
@@ -230,16 +235,16 @@ __device__ __forceinline__ void load_x(
 #pragma unroll 1
         for (int k = vectorized ? threadIdx.x % VECTORS * VECTOR : 0; k < padded(chunk.count);
              k += vectorized ? CHUNK : VECTOR) {
-            Packet<T, VECTOR> vector;
+            Vector<T, VECTOR> vector;
             const T* const x = x_n + (place == OUTSIDE ? 0 : place) + k * image.stride_c;
             if (place != OUTSIDE && k + VECTOR <= chunk.count) {
-                vector = gather_packet<VECTOR>(x, image.stride_c, vectorized);
+                vector = gather_vector<VECTOR>(x, image.stride_c, vectorized);
             } else {
 #pragma unroll
                 for (int e = 0; e < VECTOR; ++e)
                     vector.lane[e] = place != OUTSIDE && k + e < chunk.count ? x[e * image.stride_c] : narrow<T>(A(0));
             }
-            *reinterpret_cast<Packet<T, VECTOR>*>(tile + pixel * PITCH + k) = vector;
+            *reinterpret_cast<Vector<T, VECTOR>*>(tile + pixel * PITCH + k) = vector;
         }
     }
 }
@@ -318,7 +323,8 @@ struct Block {
             params.middle_tile.at(i, place);
             bool inside = i < params.middle_tile.pixels();
 #pragma unroll
-            for (int a = 0; a < 3; ++a) inside = inside && unsigned(tables.middle_origin[a] + place[a]) < second.size[a];
+            for (int a = 0; a < 3; ++a)
+                inside = inside && unsigned(tables.middle_origin[a] + place[a]) < second.size[a];
             tables.inside[i] = inside;
         }
 #pragma unroll 1
@@ -333,7 +339,8 @@ struct Block {
                 at.at[a] = tables.y_origin[a] + place[a];
                 inside = inside && at.at[a] < second.out[a];
             }
-            tables.out_at[i] = inside ? tables.sample * params.out.stride_n + offset_of(at, params.out.stride) : NOWHERE;
+            tables.out_at[i] =
+                inside ? tables.sample * params.out.stride_n + offset_of(at, params.out.stride) : NOWHERE;
             tables.residual_at[i] = tables.sample * residual.stride_n + offset_of(at, residual.stride);
         }
     }
@@ -374,13 +381,14 @@ struct Block {
 #pragma unroll
                 for (int e = 0; e < VECTOR; ++e) sum[e] += bias(k + e);
                 activation_of<T>(params.first.epilogue).apply(sum);
-                Packet<T, VECTOR> vector;
+                Vector<T, VECTOR> vector;
 #pragma unroll
                 for (int e = 0; e < VECTOR; ++e) vector.lane[e] = narrow<T>(kept(k + e, pixel) ? sum[e] : A(0));
-                *reinterpret_cast<Packet<T, VECTOR>*>(tile + pixel * PITCH + k) = vector;
+                *reinterpret_cast<Vector<T, VECTOR>*>(tile + pixel * PITCH + k) = vector;
             };
             convolve_each(
-                x_tile, first_weight_of(q, 0), windows, params.x_tile, tables.first_base, pixels, padded(z.count), store);
+                x_tile, first_weight_of(q, 0), windows, params.x_tile, tables.first_base, pixels, padded(z.count),
+                store);
         }
         __syncthreads();
     }

@@ -149,7 +149,8 @@ __device__ __forceinline__ void finish_tile(
             return tile.residual_at[walk.column(first + i)] + output(i) * epilogue.residual.stride_c;
         };
         finish_all<Y>(
-            sum, epilogue, activation, [&](int i) { return valid[i]; }, output, residual_at, [&](int i) { return at[i]; });
+            sum, epilogue, activation, [&](int i) { return valid[i]; }, output, residual_at,
+            [&](int i) { return at[i]; });
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
             if (valid[i]) static_cast<Y*>(out.data)[at[i]] = narrow<Y>(sum[i]);

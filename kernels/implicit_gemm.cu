@@ -69,8 +69,8 @@ struct Stage {
     T weight[WeightTile::ELEMENTS], x[ImageTile::ELEMENTS];
 };
 
-// A warp row's sums, in the order in which they are written: so far apart that neither the lanes of a fragment nor those
-// of a line meet in a bank.
+// A warp row's sums on their way to the result, in the order in which they are written: so far apart that neither the
+// lanes of a fragment nor those of a line meet in a bank.
 constexpr int PIXELS_PITCH = TILE + 8;        // [m][j], along pixels
 constexpr int OUTPUTS_PITCH = WARP_ROWS + 4;  // [j][m], along outputs
 struct EpilogueShared {
@@ -94,14 +94,16 @@ __device__ __forceinline__ int weight_row() { return threadIdx.x / WeightTile::C
 __device__ __forceinline__ int weight_column() { return threadIdx.x % WeightTile::CHUNKS * WeightTile::CHUNK; }
 
 __device__ __forceinline__ void fetch_weight(T* tile, const T* from, int stride) {
-    static_assert(WeightTile::ROWS % ROWS_PER_PASS == 0 && ROWS_PER_PASS % WeightTile::PERIOD == 0, "every pass meets the same order of chunks");
+    static_assert(WeightTile::ROWS % ROWS_PER_PASS == 0, "passes share the tile evenly");
+    static_assert(ROWS_PER_PASS % WeightTile::PERIOD == 0, "every pass meets the same order of chunks");
     T* const to = tile + WeightTile::index(weight_row(), weight_column());
 #pragma unroll
     for (int i = 0; i < WeightTile::ROWS; i += ROWS_PER_PASS)
         copy_async<16>(to + i * WeightTile::COLUMNS, from + (long long)i * stride, true);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) implicit_gemm(const __grid_constant__ ImplicitGemmParams params) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    implicit_gemm(const __grid_constant__ ImplicitGemmParams params) {
     DYNAMIC_SHARED(Shared, shared);
 
     // Blocks that share pixels follow each other, and find them in the L2 cache.

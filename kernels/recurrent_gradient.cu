@@ -3,7 +3,7 @@
 //     dh[n, j] = carried[n, j] + sum over k of  dgates[next][n, k] * weight_hh[k, j]  + grad_y[t, n, j]
 //     dgates[t][n, gate, j] = dh[n, j] * ...      of the cell (below); dc goes on in `carried_c`
 //
-//     M = n (samples), TILE a block     N = j (units), TILE a block     K = k (gates of the step that came before, backwards)
+//     M = n (samples), TILE per block     N = j (units), TILE per block     K = k (gates of the step that came before)
 //
 //     t:      ... | t | t+1 | ...        forward direction: t+1 came before, t-1 is next; reverse: the other way round
 //
@@ -84,7 +84,7 @@ template <class A> struct Activated {
     }
 };
 
-// The same of a gate, flat where `a` was clipped.
+// f(a) and f'(a) of a gate: f' is 0 where `a` was clipped.
 template <class A> struct Gate : Activated<A> {
     __device__ __forceinline__ Gate(A a, const GateActivation& activation, A clip) : Activated<A>(a, activation) {
         if (a >= clip || a <= -clip) this->slope = A(0);

@@ -100,7 +100,7 @@ def test_planning_knows_the_registers(results):
 
 @pytest.mark.parametrize(("name", "accesses"), [("merge", ("ld", "st")), ("im2col", ("st",)), ("epilogue", ("st",))])
 def test_wide_variants_move_sixteen_bytes(results, name, accesses):
-    macro = "PACKET" if name == "merge" else "WIDTH"
+    macro = "VECTOR" if name == "merge" else "WIDTH"
     wide = [entry for entry in compiled(results, name) if dict(entry[1].macros)[macro] != "1"]
     assert wide
     for variant, _, result in wide:

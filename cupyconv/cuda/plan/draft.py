@@ -176,7 +176,7 @@ def _recurrent_seconds(step: KernelLaunch, gpu: GpuModel) -> float:
     samples, units = RECURRENT_TILES[macros["SAMPLES"]]
     columns, rows, directions = step.grid
     passes = -(-params["batch"] // (samples * rows))
-    gates = params["gates_a_unit"] if step.cooperative else int(macros["GATES"])
+    gates = params["gates_per_unit"] if step.cooperative else int(macros["GATES"])
     flops = passes * 2 * samples * units * gates * params["hidden"]
     seconds = products_seconds(columns * rows * directions, flops, macros, gpu)
     return params["count"] * (seconds + BARRIER_SECONDS) if step.cooperative else seconds

@@ -114,7 +114,7 @@ def merge_launch(
     blocks = tiles * -(-geometry.batch * threads // MERGE_BLOCK)
     assert blocks <= GRID_X, "a result of that many blocks of sums fits no memory"
     return KernelLaunch(
-        with_prologue("merge", (("DTYPE", out.dtype), ("TILE", str(tile)), ("PACKET", str(packet))), prologue),
+        with_prologue("merge", (("DTYPE", out.dtype), ("TILE", str(tile)), ("VECTOR", str(packet))), prologue),
         (blocks, 1, 1),
         MERGE_BLOCK,
         (
@@ -262,7 +262,7 @@ def weight_gradient_launch(
             ("sums", sums),
             ("plane", plane),
             ("batch", geometry.batch),
-            ("a_part", -(-geometry.batch * geometry.pixels // parts)),
+            ("pixels_per_part", -(-geometry.batch * geometry.pixels // parts)),
             ("groups", geometry.groups),
             ("group_channels", geometry.group_channels),
             ("group_outputs", geometry.group_outputs),
@@ -473,9 +473,9 @@ def epilogue_launch(
             ("channels", channels),
             ("planes", planes),
             ("along_channels", int(along_channels)),
-            ("sums_packed", int(sums_packed)),
-            ("bias_packed", int(bias_packed)),
-            ("residual_packed", int(residual_packed)),
+            ("sums_vectorized", int(sums_packed)),
+            ("bias_vectorized", int(bias_packed)),
+            ("residual_vectorized", int(residual_packed)),
         ),
         purpose=", ".join(does) or ("store" if sums else "zeros"),
         bytes_moved=samples * pixels * channels * nbytes,

@@ -134,7 +134,7 @@ def packet_widths(itemsize: int) -> tuple[int, ...]:
 
 def _merge_variants() -> list[Kernel]:
     return [
-        _kernel("merge", DTYPE=dtype, TILE=tile, PACKET=packet, **prologue)
+        _kernel("merge", DTYPE=dtype, TILE=tile, VECTOR=packet, **prologue)
         for dtype in REAL_DTYPES
         for prologue in PROLOGUES
         for tile in ([PROLOGUE_MERGE_TILE] if prologue else _merge_tiles(dtype))

@@ -49,9 +49,9 @@ _RECURRENT = _struct(
     y=STRIDED, y_step=INT64, lengths=POINTER, lengths_stride=INT64, gates=POINTER, gates_d=INT64, gates_t=INT64,
     beside=POINTER, beside_d=INT64, beside_t=INT64, states=POINTER, cells=POINTER, counters=POINTER,
     activation=(GATE_ACTIVATION, 6), clip=FLOAT64, steps=INT32, batch=INT32, inputs=INT32, hidden=INT32, step=INT32, count=INT32,
-    first=(INT32, 2), backward=(INT32, 2), gates_a_unit=INT32, is_candidate=INT32, keeps_gates=INT32,
-    input_forget=INT32, lengths_wide=INT32, weight_packet=INT32, weight_ih_packet=INT32,
-    states_packed=INT32,
+    first=(INT32, 2), backward=(INT32, 2), gates_per_unit=INT32, is_candidate=INT32, keeps_gates=INT32,
+    input_forget=INT32, lengths_wide=INT32, weight_vector=INT32, weight_ih_vector=INT32,
+    states_vectorized=INT32,
 )  # fmt: skip
 _PAIR_LAYER = _struct(windows=WINDOWS, weight=IMAGE, epilogue=EPILOGUE)
 _BOX = _struct(size=(INT32, 3))
@@ -94,7 +94,7 @@ PARAMETERS = {
         groups=INT32, group_channels=INT32, group_outputs=INT32, first=INT32, channels=INT32, conjugated=INT32,
     ),
     "weight_gradient": _struct(
-        sources=SOURCES, windows=WINDOWS, prologue=PROLOGUE, grad=IMAGE, sums=POINTER, plane=INT64, batch=INT64, a_part=INT64, groups=INT32,
+        sources=SOURCES, windows=WINDOWS, prologue=PROLOGUE, grad=IMAGE, sums=POINTER, plane=INT64, batch=INT64, pixels_per_part=INT64, groups=INT32,
         group_channels=INT32, group_outputs=INT32,
     ),
     "max_pool": _struct(x=IMAGE, windows=WINDOWS, out=IMAGE, batch=INT64, nothing=FLOAT64, channels=INT32, lanes=INT32),
@@ -104,7 +104,7 @@ PARAMETERS = {
     "epilogue": _struct(
         sums=POINTER, sums_stride_n=INT64, sums_stride_o=INT64, sums_stride_p=INT64, imaginary=INT64, plane=INT64, out=IMAGE,
         epilogue=EPILOGUE, size=(INT64, 3), batch=INT64, first_pixel=INT64, pixels=INT64, channels=INT32, planes=INT32,
-        along_channels=INT32, sums_packed=INT32, bias_packed=INT32, residual_packed=INT32,
+        along_channels=INT32, sums_vectorized=INT32, bias_vectorized=INT32, residual_vectorized=INT32,
     ),
     "recurrent_step": _RECURRENT,
     "recurrent_persistent": _RECURRENT,
