@@ -425,14 +425,14 @@ class _Layer:
             ("count", max(chunk.count, 1)),
             ("first", first),
             ("backward", [int(sign < 0) for sign in geometry.signs]),
-            ("gates_a_unit", geometry.gates),
+            ("gates_per_unit", geometry.gates),
             ("is_candidate", int(two_products and (persistent or gates == 1))),
             ("keeps_gates", int(bool(kept_gates) or two_products)),
             ("input_forget", int(geometry.input_forget)),
             ("lengths_wide", int(lengths is not None and lengths.dtype == "int64")),
-            ("weight_packet", _vector_bytes(problem.weight_hh)),
-            ("weight_ih_packet", _vector_bytes(problem.weight_ih)),
-            ("states_packed", int(state // geometry.batch * ITEMSIZE[self.computed] % VECTOR_BYTES == 0)),
+            ("weight_vector", _vector_bytes(problem.weight_hh)),
+            ("weight_ih_vector", _vector_bytes(problem.weight_ih)),
+            ("states_vectorized", int(state // geometry.batch * ITEMSIZE[self.computed] % VECTOR_BYTES == 0)),
         )
 
     def _notes(self) -> tuple[str, ...]:
