@@ -28,7 +28,7 @@ from cupyconv.numpy.convolution import (
     is_matrix,
     plan_of,
 )
-from cupyconv.numpy.mec import is_in_order, shared_part
+from cupyconv.numpy.mec import is_in_order, mec_part
 from cupyconv.numpy.prologue import transform_of
 from cupyconv.numpy.windows import (
     Block,
@@ -67,14 +67,14 @@ class WeightGradientLoop(BlockLoop):
     ... of every group, `rows` of them, and a product has at most `piece` of these.
     """
 
-    #: Whether a block's pixels are in the order of shared columns.
+    #: Whether a block's pixels are in the order of MEC columns.
     shares_columns: ClassVar[bool] = False
 
     first_row: int
     rows: int
     piece: int
     grad_in_place: bool  # a block of one sample is a matrix that products read where it lies
-    part: int = 0  # groups whose shared columns there are at a time
+    part: int = 0  # groups whose MEC columns there are at a time
 
     @classmethod
     def aim(cls, problem: WeightGradientProblem) -> tuple[int, int]:
@@ -178,8 +178,8 @@ def x_item(problem: WeightGradientProblem) -> int:
 
 
 def groups_in_cache(problem: WeightGradientProblem, block: BlockSize) -> int:
-    """Groups whose shared columns stay in cache together."""
-    return shared_part(problem.geometry, block, x_item(problem), problem.prologue)
+    """Groups whose MEC columns stay in cache together."""
+    return mec_part(problem.geometry, block, x_item(problem), problem.prologue)
 
 
 # --- runs -----------------------------------------------------------------------------------------------------
