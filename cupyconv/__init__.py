@@ -5,7 +5,7 @@ y = cupyconv.conv([a, b, c], weight)      # as if concatenated along the channel
 
 layers      conv, linmerge, conv_chain with ConvLayer, conv_transpose, max_pool, im2col, col2im
 recurrent   rnn, lstm, gru, and rnn_step, lstm_step, gru_step
-gradients   conv_vjp, linmerge_vjp, conv_transpose_vjp, max_pool_vjp, rnn_vjp, lstm_vjp, gru_vjp,
+gradients   vjp, of a function of the lines above: y, pullback = cupyconv.vjp(cupyconv.conv, x, weight);
             conv_grad_input, conv_grad_weight
 from ONNX   onnx_padding, from_onnx_weights, fold_batchnorm
 around it   explain (what a call would run), options, show_config; cupyconv.interop.torch and .jax
@@ -20,13 +20,13 @@ from cupyconv.ops.conv import conv, linmerge
 from cupyconv.ops.conv_chain import ConvLayer, conv_chain
 from cupyconv.ops.conv_grad_input import conv_grad_input
 from cupyconv.ops.conv_grad_weight import conv_grad_weight
-from cupyconv.ops.conv_pullback import ConvGradients, conv_transpose_vjp, conv_vjp, linmerge_vjp, max_pool_vjp
+from cupyconv.ops.conv_pullback import ConvGradients
 from cupyconv.ops.conv_transpose import conv_transpose
-from cupyconv.ops.onnx import from_onnx_weights
+from cupyconv.ops.onnx import from_onnx_weights, onnx_padding
 from cupyconv.ops.pooling import max_pool
 from cupyconv.ops.recurrent import gru, gru_step, lstm, lstm_step, rnn, rnn_step
-from cupyconv.ops.recurrent_pullback import RecurrentGradients, gru_vjp, lstm_vjp, rnn_vjp
-from cupyconv.problem.padding import onnx_padding
+from cupyconv.ops.recurrent_pullback import RecurrentGradients
+from cupyconv.ops.vjp import vjp
 from cupyconv.problem.plan import Plan
 from cupyconv.version import __version__
 
@@ -42,26 +42,20 @@ __all__ = [
     "conv_grad_input",
     "conv_grad_weight",
     "conv_transpose",
-    "conv_transpose_vjp",
-    "conv_vjp",
     "explain",
     "fold_batchnorm",
     "from_onnx_weights",
     "gru",
     "gru_step",
-    "gru_vjp",
     "im2col",
     "linmerge",
-    "linmerge_vjp",
     "lstm",
     "lstm_step",
-    "lstm_vjp",
     "max_pool",
-    "max_pool_vjp",
     "onnx_padding",
     "options",
     "rnn",
     "rnn_step",
-    "rnn_vjp",
     "show_config",
+    "vjp",
 ]

@@ -19,23 +19,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo = _command(commands, "demo", "Show what the library does: measured and checked on this machine, in a minute.")
     demo.add_argument("--small", action="store_true", help="a hundredth of the work, in seconds; its times mean little")
     demo.add_argument(
-        "--output", type=Path, default=Path(), metavar="DIRECTORY", help="for the picture (default: here)"
+        "--output",
+        type=Path,
+        default=Path(),
+        dest="directory",
+        metavar="DIRECTORY",
+        help="for the picture (default: here)",
     )
     _add_bench(commands)
-    given = parser.parse_args(arguments)
-    if given.command == "info":
+    given = vars(parser.parse_args(arguments))
+    command = given.pop("command")
+    if command == "info":
         show_config()
         return 0
-    if given.command == "bench":
+    if command == "bench":
         from cupyconv.bench import run_bench
 
-        return run_bench(
-            gpu=given.gpu, seconds=given.seconds, only=given.only, methods=given.methods, torch=given.torch,
-            json=given.json, resume=given.resume,
-        )  # fmt: skip
+        return run_bench(**given)
     from cupyconv.demo import run_demo
 
-    return run_demo(small=given.small, directory=given.output)
+    return run_demo(**given)
 
 
 def _command(

@@ -14,7 +14,7 @@ ArrayOrList: TypeAlias = Any
 #: One number for all spatial axes, or one for each.
 PerAxis: TypeAlias = int | Sequence[int]
 
-#: The same of both sides, a pair for each axis, or a name: "valid", "same", "same_lower", "full", "causal".
+#: One number for all sides, one or a pair for each axis, or a name: "valid", "same", "same_lower", "full", "causal".
 Padding: TypeAlias = int | str | Sequence[int] | Sequence[tuple[int, int]]
 
 #: A name, or a tuple of a name and parameters: ``"relu"``, ``("leaky_relu", 0.1)``.

@@ -21,7 +21,7 @@ from scipy.ndimage import median_filter  # pip install '.[examples]'
 from sklearn.datasets import load_sample_image  # pip install '.[examples]'
 from threadpoolctl import threadpool_limits  # pip install '.[examples]'
 
-from cupyconv import conv_transpose_vjp, conv_vjp
+from cupyconv import conv, conv_transpose, vjp
 
 if "--cupy" in sys.argv:
     import cupy as xp
@@ -41,15 +41,15 @@ def new_layers(random):
         weight = random.normal(0, (gain / fan_in) ** 0.5, shape)
         return [xp.asarray(weight, xp.float32), xp.zeros(outputs, xp.float32)]
 
-    def conv(outputs, inputs, gain=2.0):
+    def kernels(outputs, inputs, gain=2.0):
         return layer(outputs, (outputs, inputs, 3, 3), 9 * inputs, gain)
 
     def doubling(outputs, inputs):  # transposed: the inputs first, and one tap for each pixel of the result
         return layer(outputs, (inputs, outputs, 2, 2), inputs)
 
-    down = [conv(16, 3), conv(24, 16), conv(32, 24)]
-    up = [doubling(24, 32), conv(24, 24 + 24), doubling(16, 24), conv(16, 16 + 16)]
-    return [*down, *up, conv(3, 16, gain=0.01)]
+    down = [kernels(16, 3), kernels(24, 16), kernels(32, 24)]
+    up = [doubling(24, 32), kernels(24, 24 + 24), doubling(16, 24), kernels(16, 16 + 16)]
+    return [*down, *up, kernels(3, 16, gain=0.01)]
 
 
 def network(layers, x):
@@ -61,14 +61,14 @@ def network(layers, x):
     """
     A, B, C, D, E, F, G, H = layers
     same = dict(padding=1, padding_mode="edge", activation="relu")
-    a, back_a = conv_vjp(x, *A, **same)
-    b, back_b = conv_vjp(a, *B, **same, stride=2)
-    c, back_c = conv_vjp(b, *C, **same, stride=2)
-    d, back_d = conv_transpose_vjp(c, *D, stride=2)
-    e, back_e = conv_vjp([d, b], *E, **same)
-    f, back_f = conv_transpose_vjp(e, *F, stride=2)
-    g, back_g = conv_vjp([f, a], *G, **same)
-    y, back_y = conv_vjp(g, *H, padding=1, padding_mode="edge", residual=x)
+    a, back_a = vjp(conv, x, *A, **same)
+    b, back_b = vjp(conv, a, *B, **same, stride=2)
+    c, back_c = vjp(conv, b, *C, **same, stride=2)
+    d, back_d = vjp(conv_transpose, c, *D, stride=2)
+    e, back_e = vjp(conv, [d, b], *E, **same)
+    f, back_f = vjp(conv_transpose, e, *F, stride=2)
+    g, back_g = vjp(conv, [f, a], *G, **same)
+    y, back_y = vjp(conv, g, *H, padding=1, padding_mode="edge", residual=x)
 
     def reverse(dy):
         dg, *dH = back_y(dy, needs=("x", "weight", "bias"))[:3]

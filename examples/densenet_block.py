@@ -40,7 +40,7 @@ def merged(image, layers):
     """The block's feature maps, and their way back: nothing is concatenated, nothing normalised is kept."""
     maps, pullbacks = [image], []
     for weight, scale, shift in layers:
-        y, pullback = cupyconv.conv_vjp(maps, weight, padding=1, prologue=(scale, shift, "relu"))
+        y, pullback = cupyconv.vjp(cupyconv.conv, maps, weight, padding=1, prologue=(scale, shift, "relu"))
         maps, pullbacks = [*maps, y], [*pullbacks, pullback]
 
     def reverse(grads):
@@ -65,7 +65,7 @@ def concatenating(image, layers):
         normalised = joined * scale[:, None, None]
         normalised += shift[:, None, None]
         xp.maximum(normalised, 0, out=normalised)
-        y, pullback = cupyconv.conv_vjp(normalised, weight, padding=1)
+        y, pullback = cupyconv.vjp(cupyconv.conv, normalised, weight, padding=1)
         maps, kept = [*maps, y], [*kept, (joined, normalised, scale, pullback)]
 
     def reverse(grads):

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure  # pip install '.[examples]'
 from statsmodels.datasets import co2  # pip install '.[examples]'
 from threadpoolctl import threadpool_limits  # pip install '.[examples]'
 
-from cupyconv import ConvLayer, conv_chain, conv_vjp, gru, gru_vjp
+from cupyconv import ConvLayer, conv, conv_chain, gru, vjp
 
 if "--cupy" in sys.argv:
     import cupy as xp
@@ -61,9 +61,9 @@ def forecast_vjp(parameters, x):
     *convolutions, w_ih, w_hh, b_ih, b_hh, weight, bias = parameters
     features, pullbacks = x, []
     for w, b, d in zip(convolutions[::2], convolutions[1::2], DILATIONS):
-        features, pullback = conv_vjp(features, w, b, padding="causal", dilation=d, activation="relu")
+        features, pullback = vjp(conv, features, w, b, padding="causal", dilation=d, activation="relu")
         pullbacks.append(pullback)
-    (_, h), gru_pullback = gru_vjp(features[:, :, EVERY - 1 :: EVERY].transpose(2, 0, 1), w_ih, w_hh, b_ih, b_hh)
+    (_, h), gru_pullback = vjp(gru, features[:, :, EVERY - 1 :: EVERY].transpose(2, 0, 1), w_ih, w_hh, b_ih, b_hh)
 
     def reverse(grad):
         back = gru_pullback(grad_h=(grad @ weight.T)[None])

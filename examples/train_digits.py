@@ -16,7 +16,7 @@ from matplotlib.figure import Figure  # pip install '.[examples]'
 from sklearn.datasets import load_digits  # pip install '.[examples]'
 from threadpoolctl import threadpool_limits  # pip install '.[examples]'
 
-from cupyconv import conv_vjp, linmerge_vjp, max_pool_vjp
+from cupyconv import conv, linmerge, max_pool, vjp
 
 if "--cupy" in sys.argv:
     import cupy as xp
@@ -46,7 +46,7 @@ def dense_block(image, layers):
     """Each layer sees the image and every layer before it: merged, without being concatenated."""
     images, pullbacks = [image], []
     for weight, bias in layers:
-        y, pullback = conv_vjp(images, weight, bias, padding="same", activation="relu")
+        y, pullback = vjp(conv, images, weight, bias, padding="same", activation="relu")
         images, pullbacks = [*images, y], [*pullbacks, pullback]
     return images, pullbacks
 
@@ -67,12 +67,12 @@ def network(layers, x):
     stem, *fine, merge = layers[: DEPTH + 2]
     *coarse, votes = layers[DEPTH + 2 :]
 
-    a, back_a = conv_vjp(x, *stem, padding="same", activation="relu")
+    a, back_a = vjp(conv, x, *stem, padding="same", activation="relu")
     A, back_A = dense_block(a, fine)  # 8 x 8 pixels
-    P, back_P = max_pool_vjp(A, (2, 2))
-    b, back_b = linmerge_vjp(P, *merge, activation="relu")
+    P, back_P = vjp(max_pool, A, (2, 2))
+    b, back_b = vjp(linmerge, P, *merge, activation="relu")
     B, back_B = dense_block(b, coarse)  # 4 x 4 pixels
-    v, back_v = linmerge_vjp(B, *votes)  # every pixel votes; the mean decides
+    v, back_v = vjp(linmerge, B, *votes)  # every pixel votes; the mean decides
     scores = v.mean(axis=(2, 3))
 
     def reverse(dscores):

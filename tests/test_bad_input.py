@@ -829,7 +829,7 @@ def test_odd_arguments(error, words, function, arguments):
 
 @pytest.mark.parametrize("needs", [3, np.array(1), object()], ids=lambda value: type(value).__name__)
 def test_needs_that_are_no_names(needs):
-    y, pullback = cupyconv.conv_vjp(np.ones((1, 1, 3)), np.ones((1, 1, 2)))
+    y, pullback = cupyconv.vjp(cupyconv.conv, np.ones((1, 1, 3)), np.ones((1, 1, 2)))
     assert_refused(numpy_arrays(), TypeError, ["needs must be names"], pullback, y, needs=needs)
     assert_refused(numpy_arrays(), ValueError, ["needs", "residual"], pullback, y, needs=[np.ones(2)])
 
@@ -893,7 +893,7 @@ def test_explain_refuses_what_the_call_refuses(target):
         ("conv", "'conv'"),
         (None, "None"),
         ([], "list"),
-        (cupyconv.conv_vjp, "'conv_vjp': .*cupyconv.conv"),
+        (cupyconv.vjp, "'vjp': its forward pass is explain.conv, x"),
         (np.ones(2), "ndarray: write explain.conv, x"),
     ],
 )
@@ -902,6 +902,38 @@ def test_explain_what_has_no_plan(function, given):
         TypeError, match=rf"explain takes one of conv, linmerge, .*im2col, col2im, max_pool, .*given .*{given}"
     ):
         cupyconv.explain(function, np.ones((1, 1, 3)), np.ones((1, 1, 3)))
+
+
+@pytest.mark.parametrize(
+    "function, given",
+    [
+        (len, "'len'$"),
+        (cupyconv.im2col, "'im2col'$"),
+        (cupyconv.vjp, "'vjp'$"),
+        ("conv", "'conv': write vjp.conv, x"),
+        (None, "None"),
+        ([], "list"),
+        (np.ones(2), "ndarray: write vjp.conv, x"),
+    ],
+)
+def test_vjp_of_what_has_no_pullback(function, given):
+    known = "conv, linmerge, conv_transpose, max_pool, rnn, lstm, gru"
+    with pytest.raises(TypeError, match=f"vjp takes one of {known}, and then its arguments, given {given}"):
+        cupyconv.vjp(function, np.ones((1, 1, 3)), np.ones((1, 1, 3)))
+
+
+def test_vjp_refuses_what_the_function_does_not_take():
+    x, weight = np.ones((1, 1, 3)), np.ones((1, 1, 3))
+    for words, given in (("missing .*weight", {}), ("unexpected .*stridee", {"weight": weight, "stridee": 1})):
+        with pytest.raises(TypeError, match=f"^conv: .*{words}"):
+            cupyconv.vjp(cupyconv.conv, x, **given)
+
+
+def test_vjp_refuses_an_out():
+    x, out = np.ones((1, 1, 3)), np.full((1, 1, 1), 7.0)
+    assert_refused(numpy_arrays(), TypeError, ["vjp", "out"], cupyconv.vjp, cupyconv.conv, x, x, out=out)
+    assert (out == 7).all()
+    assert cupyconv.vjp(cupyconv.conv, x, x, out=None)[0] == 3
 
 
 @pytest.mark.parametrize("on", ["sm_91", "H200", "", 90, ["sm_90"]], ids=repr)

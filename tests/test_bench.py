@@ -33,7 +33,7 @@ from cupyconv.bench.session import Session
 from cupyconv.bench.torch_peers import Torch
 from cupyconv.cuda.run.kernel_sources import kernel_directory
 from cupyconv.demo.libraries import numpy_library
-from cupyconv.problem.dtypes import ITEMSIZE, dtype_from_name
+from cupyconv.problem.arrays import ITEMSIZE, dtype_from_name
 from cupyconv.problem.problems import METHODS
 from tests import nvrtc
 

@@ -34,12 +34,12 @@ from tolerance import assert_exact, checked, compare, rounded, tolerance, widene
 
 import cupyconv
 from cupyconv import ConvLayer
-from cupyconv.call.cache import forget_calls
+from cupyconv.call.explain import checked_call
+from cupyconv.call.operation import forget_calls
 from cupyconv.cuda.plan import chain as chain_cuda
 from cupyconv.cuda.plan.draft import Draft
 from cupyconv.numpy import chain as chain_numpy
 from cupyconv.numpy.chain import ChainLoop, tiles
-from cupyconv.ops.conv_chain import prepare_conv_chain
 from cupyconv.problem.plan import Address, Kernel, KernelLaunch
 from cupyconv.problem.problems import NotApplicable
 
@@ -421,7 +421,7 @@ def test_the_pairing_is_the_best_there_is(monkeypatch, seed):
         return Draft("fused", (step,), reason="made up")
 
     monkeypatch.setattr(chain_cuda, "draft_pair", made_up)
-    request = prepare_conv_chain(x, layers, on="sm_90").problem
+    request = checked_call(cupyconv.conv_chain, x, layers, on="sm_90").problem
     comparison = chain_cuda._Comparison(request.layers, request.machine)
     assert set(comparison.refusals) == refused
     pairings = [
@@ -584,7 +584,7 @@ def chain(target: Target, x: Any, layers: list[dict[str, Any]], *, fuse: Any = "
 @settings(max_examples=60)
 def test_no_row_is_computed_twice_and_none_that_is_read_is_missing(case, step):
     x, layers = case.call(numpy_target(), case.arrays(integer=True))
-    geometries = [layer.geometry for layer in prepare_conv_chain(x, layers).problem.layers]
+    geometries = [layer.geometry for layer in checked_call(cupyconv.conv_chain, x, layers).problem.layers]
     rows = range(geometries[-1].out_size[2])
     computed: list[list[int]] = [[] for _ in geometries]
     for tile in tiles(geometries, 2, 1, rows, step):

@@ -20,11 +20,11 @@ from tolerance import assert_exact, compare, rounded, tolerance
 
 import cupyconv
 from cupyconv import ConvLayer
+from cupyconv.call.explain import checked_call
 from cupyconv.cuda.plan import chain as chain_cuda
 from cupyconv.cuda.plan import conv_pair
 from cupyconv.cuda.plan.draft import Draft
 from cupyconv.cuda.plan.occupancy import resident_blocks
-from cupyconv.ops.conv_chain import prepare_conv_chain
 from cupyconv.problem.machine import KNOWN_GPUS, known_gpu
 from cupyconv.problem.plan import Kernel, KernelLaunch
 
@@ -126,7 +126,7 @@ def fused(target, xs, layers, *, choose=None, channels_last=False):
         return target.to_device(array)
 
     device_layers = [ConvLayer(**{name: put(value) for name, value in layer.items()}) for layer in layers]
-    call = prepare_conv_chain([put(x) for x in xs], device_layers, fuse=True)
+    call = checked_call(cupyconv.conv_chain, [put(x) for x in xs], device_layers, fuse=True)
     with pytest.MonkeyPatch.context() as patch:
         if choose is not None:
             patch.setattr(chain_cuda, "draft_pair", lambda first, second: choose(conv_pair.drafts_of(first, second)))
@@ -338,7 +338,7 @@ def test_explain_states_what_the_decision_rests_on():
     depth, height, width = dict(launch.params)["tile"][0]
     times = (height + 2) * (width + 2) / (height * width)
     blocks = resident_blocks(launch.kernel, launch.block, launch.shared_bytes, known_gpu("sm_90"))
-    fused_pair = conv_pair.draft_pair(*prepare_conv_chain(x, layers, on="sm_90").problem.layers)
+    fused_pair = conv_pair.draft_pair(*checked_call(cupyconv.conv_chain, x, layers, on="sm_90").problem.layers)
     for words in (
         f"tiles of {height} x {width}", f"computed {times:.2f} times", f"{2 * x.nbytes:,} bytes less",
         f"{launch.shared_bytes:,} bytes of shared memory", "registers", f"room for {blocks} blocks",
@@ -354,7 +354,7 @@ def test_every_draft_fits_its_gpu(on):
     for dtype in ("float16", "float32", "float64"):
         for channels, groups in ((3, (1, 1)), (16, (16, 1)), (48, (1, 48))):
             layers = layers_of((1, 1), (3, 3), channels=channels, groups=groups, dtype=dtype)
-            request = prepare_conv_chain(image(2, channels, 30, 31, dtype=dtype), layers, on=on).problem
+            request = checked_call(cupyconv.conv_chain, image(2, channels, 30, 31, dtype=dtype), layers, on=on).problem
             drafts = conv_pair.drafts_of(*request.layers)
             assert len({draft.steps[0].params for draft in drafts}) == len(drafts) > 4
             for draft in drafts:

@@ -12,8 +12,7 @@ import reference
 from tolerance import assert_close, assert_exact
 
 import cupyconv
-from cupyconv.call.cache import call
-from cupyconv.ops.conv_pullback import prepare_epilogue_grad
+from cupyconv.ops.conv_pullback import EPILOGUE_GRADIENT
 from cupyconv.problem.activations import TABLE, derivative_from_result, resolve_activation
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -38,7 +37,12 @@ BENDS = (-4.5, -3.0, -2.5, -1.0, 0.0, 1.0, 1.5, 2.0, 2.5, 3.0, 6.0)
 
 def epilogue_grad(grad, saved=None, **settings):
     """The call that pullbacks make."""
-    return call(prepare_epilogue_grad, {"grad": grad, "saved": saved}, {"spatial": grad.ndim - 2, **settings})
+    return EPILOGUE_GRADIENT(arguments(grad, saved, **settings))
+
+
+def arguments(grad, saved=None, **settings):
+    defaults = {"activation": None, "through": True, "sums": True}
+    return {"grad": grad, "saved": saved, "spatial": grad.ndim - 2, **defaults, **settings}
 
 
 def saved_for(specification, v):
@@ -162,7 +166,7 @@ def test_parts_are_added_by_a_second_launch_and_only_where_there_are_any(cuda_ta
 def test_workspace_keeps_within_the_limit(target, limit):
     grad = target.to_device(np.ones((4, 3, 64, 64), np.float32))
     with cupyconv.options(workspace_limit=limit):
-        checked = prepare_epilogue_grad(grad, grad, activation="tanh", spatial=2)
+        checked = EPILOGUE_GRADIENT.checked(arguments(grad, grad, activation="tanh"))
         through, sums = checked.run()
     if target.name != "numpy":  # there every method needs some
         assert checked.plan().workspace_bytes <= limit
@@ -172,8 +176,8 @@ def test_workspace_keeps_within_the_limit(target, limit):
 
 def test_the_plan_prints():
     grad = np.ones((4, 64, 56, 56), np.float32)
-    page = str(prepare_epilogue_grad(grad, grad, activation="gelu", spatial=2).plan())
+    page = str(EPILOGUE_GRADIENT.checked(arguments(grad, grad, activation="gelu")).plan())
     assert "derivative of gelu and sums of channels" in page and "16 block(s)" in page
-    plan = prepare_epilogue_grad(grad, grad, activation="gelu", spatial=2, on="sm_90").plan()
+    plan = EPILOGUE_GRADIENT.checked(arguments(grad, grad, activation="gelu"), "sm_90").plan()
     assert [str(step.kernel) for step in plan.steps] == ["epilogue_grad<float32, 4, 0>", "epilogue_grad<float32, 4, 1>"]
     assert plan.bytes_moved < 1.01 * plan.minimal_bytes

@@ -166,7 +166,7 @@ def test_pullback_of_integers_is_exact(target, case, method, limit):
     views = case.views(arrays, target.to_device, target.xp)
 
     def call():
-        y, pullback = cupyconv.conv_vjp(**views, **case.parameters, method=method)
+        y, pullback = cupyconv.vjp(cupyconv.conv, **views, **case.parameters, method=method)
         return y, pullback(on_device(target, grad, case.residual_layout, case.channel_axis))
 
     answer = attempted(call, method, limit)
@@ -182,7 +182,7 @@ def test_pullback_of_integers_is_exact(target, case, method, limit):
 def test_pullback_of_random_data(target, case):
     arrays, grad, window = case.arrays(integer=False), case.gradient(integer=False), window_of(case)
     views = case.views(arrays, target.to_device, target.xp)
-    _, pullback = cupyconv.conv_vjp(**views, **case.parameters)
+    _, pullback = cupyconv.vjp(cupyconv.conv, **views, **case.parameters)
     gradients = pullback(on_device(target, grad, case.residual_layout, case.channel_axis))
 
     expected = reference_gradients.conv_gradients(grad, **arrays, **case.parameters)
@@ -243,7 +243,7 @@ def test_linmerge_pullback_of_integers_is_exact(
     }
     moved_xs = [on_device(target, x, layout) for x, layout in zip(xs, layouts)]
     moved["xs"] = moved_xs if isinstance(arguments["xs"], list) else moved_xs[0]
-    y, pullback = cupyconv.linmerge_vjp(**moved, activation=activation)
+    y, pullback = cupyconv.vjp(cupyconv.linmerge, **moved, activation=activation)
     assert_rounded(target.to_host(y), reference.linmerge(**arguments, activation=activation), dtype)
     expected = reference_gradients.linmerge_gradients(grad, **arguments, activation=activation)
     arguments["x"] = arguments.pop("xs")
@@ -274,19 +274,76 @@ def example(target, *, dtype="float32", activation="gelu", xs=2, seed=0):
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_the_same_bits_every_time(target, dtype, activation):
     arguments, grad, settings = example(target, dtype=dtype, activation=activation)
-    y, pullback = cupyconv.conv_vjp(**arguments, **settings)
+    y, pullback = cupyconv.vjp(cupyconv.conv, **arguments, **settings)
     first = pullback(grad)
     assert bytes_of(target, y) == bytes_of(target, cupyconv.conv(**arguments, **settings)), "y is conv's"
     pullback(target.to_device(target.to_host(grad) * 2))
     assert bytes_of(target, pullback(grad)) == bytes_of(target, first), "callable again, whatever came between"
-    again, pullback = cupyconv.conv_vjp(**arguments, **settings)
+    again, pullback = cupyconv.vjp(cupyconv.conv, **arguments, **settings)
     assert bytes_of(target, again) == bytes_of(target, y)
     assert bytes_of(target, pullback(grad)) == bytes_of(target, first)
 
 
+@pytest.mark.parametrize("layout", ["c_order", "channels_last"])
+@pytest.mark.parametrize("activation", [None, "relu", "silu"])
+@pytest.mark.parametrize("function", ["conv", "linmerge"])
+def test_every_gradient_has_memory_of_its_own(target, function, activation, layout):
+    """It may be written to, as a sum of several is made: nothing else changes."""
+    arguments, grad, settings = example(target, activation=activation)
+    if function == "linmerge":
+        arguments["xs"] = [image[:, :, :5, :5] for image in arguments.pop("x")]
+        arguments["weight"] = arguments["weight"][:, :, 0, 0]
+    grad = on_device(target, target.to_host(grad), layout)
+    y, pullback = cupyconv.vjp(getattr(cupyconv, function), **arguments, **settings)
+    gradients = pullback(grad)
+    arrays = [*each_array(gradients), *each_array(arguments.values()), y, grad]
+    for i in range(len(each_array(gradients))):
+        before = bytes_of(target, arrays)
+        arrays[i][...] = i + 100
+        assert [bytes_of(target, arrays) != before for arrays, before in zip(arrays, before)].index(True) == i
+        assert bytes_of(target, arrays[i + 1 :]) == before[i + 1 :]
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("function", ["conv", "linmerge", "conv_transpose", "max_pool"])
+def test_a_pullback_names_the_arrays_it_reads(function, activation):
+    """They, and no others of the arguments and the result, change its gradients when they are written to."""
+    ones, others = np.ones, {"bias": np.ones(4), "activation": activation}
+    prologue = (np.full(3, 2.0), ones(3), "relu")
+    keywords = {
+        "conv": {"weight": ones((4, 3, 2)), **others, "residual": ones((2, 4, 5)), "prologue": prologue},
+        "linmerge": {"weight": ones((4, 3)), **others, "residual": ones((2, 4, 6)), "prologue": prologue},
+        "conv_transpose": {"weight": ones((3, 4, 2)), **others},
+        "max_pool": {"kernel_shape": 2},
+    }[function]
+    x = [ones((2, 2, 6)), ones((2, 1, 6))]
+    y, pullback = cupyconv.vjp(getattr(cupyconv, function), x, **keywords)
+    arrays = [*x, *reference.sequence(y), *prologue[:2], *(a for a in keywords.values() if isinstance(a, np.ndarray))]
+    grad = [ones(one.shape) for one in y] if isinstance(y, list) else ones(y.shape)
+    expected = [one.tobytes() for one in each_array(pullback(grad))]
+    for array in arrays:
+        before = array.copy()
+        array[...] = -3
+        changed = [one.tobytes() for one in each_array(pullback(grad))] != expected
+        assert changed == any(array is held for held in pullback.holds)
+        array[...] = before
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_the_gradient_of_a_residual_is_channels_last_where_that_of_y_is(target, batched):
+    x, weight, grad = np.ones((2, 3, 4, 5)), np.ones((3, 3, 1, 1)), np.arange(120.0).reshape(2, 3, 4, 5)
+    x, grad = (x, grad) if batched else (x[0], grad[0])
+    for layout in ("c_order", "channels_last"):
+        x_there, grad_there = (on_device(target, a, layout, int(batched)) for a in (x, grad))
+        _, pullback = cupyconv.vjp(cupyconv.conv, x_there, target.to_device(weight), residual=grad_there)
+        residual = pullback(grad_there).residual
+        assert residual.strides == grad_there.strides
+        assert np.array_equal(target.to_host(residual), grad)
+
+
 def test_a_pullback_is_linear_in_the_gradient(target):
     arguments, grad, settings = example(target, dtype="float64")
-    _, pullback = cupyconv.conv_vjp(**arguments, **settings)
+    _, pullback = cupyconv.vjp(cupyconv.conv, **arguments, **settings)
     once, twice = pullback(grad), pullback(target.to_device(target.to_host(grad) * 2))
     for one, other in zip(each_array(once), each_array(twice), strict=True):
         assert np.array_equal(target.to_host(one) * 2, target.to_host(other)), "a power of two is exact"
@@ -295,7 +352,7 @@ def test_a_pullback_is_linear_in_the_gradient(target):
 @pytest.mark.parametrize("needs", [("x",), ("weight",), ["bias"], {"residual"}, ("weight", "bias"), ()], ids=str)
 def test_only_what_is_needed(target, needs):
     arguments, grad, settings = example(target)
-    _, pullback = cupyconv.conv_vjp(**arguments, **settings)
+    _, pullback = cupyconv.vjp(cupyconv.conv, **arguments, **settings)
     everything, some = pullback(grad), pullback(grad, needs=needs)
     for name in ("x", "weight", "bias", "residual"):
         wanted = bytes_of(target, getattr(everything, name)) if name in needs else None
@@ -304,7 +361,7 @@ def test_only_what_is_needed(target, needs):
 
 def test_what_is_not_needed_is_not_computed(cuda_target):
     arguments, grad, settings = example(cuda_target)
-    _, pullback = cupyconv.conv_vjp(**arguments, **settings)
+    _, pullback = cupyconv.vjp(cupyconv.conv, **arguments, **settings)
     log = cuda_target.device.log
     launches = {}
     for name, needs in {"all": None, "no weight": ("x", "bias"), "bias": ("bias",), "none": ()}.items():
@@ -318,7 +375,7 @@ def test_what_is_not_needed_is_not_computed(cuda_target):
 def test_an_absent_argument_may_be_needed(target):
     """So that one tuple of names does for every layer of a network."""
     x, weight = (target.to_device(np.ones(shape, np.float32)) for shape in ((1, 2, 5), (3, 2, 3)))
-    y, pullback = cupyconv.conv_vjp(x, weight)
+    y, pullback = cupyconv.vjp(cupyconv.conv, x, weight)
     gradients = pullback(y, needs=("weight", "bias", "residual", "scale", "shift"))
     assert gradients.weight is not None
     assert gradients.x is gradients.bias is gradients.residual is gradients.scale is gradients.shift is None
@@ -334,7 +391,7 @@ def test_every_gradient_has_its_arguments_dtype(target):
     }
     moved = {name: target.to_device(a) for name, a in arguments.items() if name != "x"}
     moved["x"] = tuple(map(target.to_device, arguments["x"]))
-    y, pullback = cupyconv.conv_vjp(**moved)
+    y, pullback = cupyconv.vjp(cupyconv.conv, **moved)
     assert y.dtype == np.float32
     grad = drawn(generator, (2, 2, 4), np.dtype("float32"), 2)
     expected = reference_gradients.conv_gradients(grad, **arguments)
@@ -347,7 +404,7 @@ def test_the_gradient_of_a_real_argument_is_real(target, x_kind, weight_kind):
     generator = np.random.default_rng(1)
     x, weight = drawn(generator, (2, 3, 6), np.dtype(x_kind), 2), drawn(generator, (2, 3, 3), np.dtype(weight_kind), 2)
     grad = drawn(generator, (2, 2, 4), np.result_type(x, weight), 2)
-    _, pullback = cupyconv.conv_vjp(target.to_device(x), target.to_device(weight))
+    _, pullback = cupyconv.vjp(cupyconv.conv, target.to_device(x), target.to_device(weight))
     expected = reference_gradients.conv_gradients(grad, x, weight)
     arguments = {"x": x, "weight": weight}
     for _, one, wanted, dtype in each_gradient(pullback(target.to_device(grad)), expected, arguments):
@@ -357,9 +414,9 @@ def test_the_gradient_of_a_real_argument_is_real(target, x_kind, weight_kind):
 def test_a_list_of_one_stays_a_list(target):
     x, weight = (target.to_device(np.ones(shape, np.float32)) for shape in ((1, 2, 5), (3, 2, 3)))
     for given_x, is_list in ((x, False), ([x], True), ((x,), True)):
-        y, pullback = cupyconv.conv_vjp(given_x, weight)
+        y, pullback = cupyconv.vjp(cupyconv.conv, given_x, weight)
         assert isinstance(pullback(y).x, list) == is_list
-        merged, pullback = cupyconv.linmerge_vjp(given_x, weight[:, :, 0])
+        merged, pullback = cupyconv.vjp(cupyconv.linmerge, given_x, weight[:, :, 0])
         assert isinstance(pullback(merged).x, list) == is_list
     for shapes, is_list in (((1, 2, 5), False), ([1, 2, 5], False), ([(1, 2, 5)], True), (((1, 2, 5),), True)):
         assert isinstance(cupyconv.conv_grad_input(y, weight, shapes), list) == is_list
@@ -371,7 +428,9 @@ def test_launches_do_not_grow_with_the_batch(cuda_target):
     def launches(batch):
         xs = [cuda_target.to_device(np.ones((batch, 2, 5, 6), np.float32)) for _ in range(2)]
         weight = cuda_target.to_device(np.ones((3, 4, 3, 3), np.float32))
-        y, pullback = cupyconv.conv_vjp(xs, weight, cuda_target.to_device(np.ones(3, np.float32)), activation="tanh")
+        y, pullback = cupyconv.vjp(
+            cupyconv.conv, xs, weight, cuda_target.to_device(np.ones(3, np.float32)), activation="tanh"
+        )
         log.clear()
         pullback(y)
         return len(log)
@@ -415,8 +474,11 @@ def test_derivatives(target, specification, dtype):
     """Through a convolution that changes nothing else, where functions bend, and far out."""
     kind = as_dtype(dtype)
     v = np.array([*np.linspace(-8, 8, 101), *BENDS, *FAR]).astype(kind)
-    _, pullback = cupyconv.conv_vjp(
-        target.to_device(v[None, None]), target.to_device(np.ones((1, 1, 1), kind)), activation=specification
+    _, pullback = cupyconv.vjp(
+        cupyconv.conv,
+        target.to_device(v[None, None]),
+        target.to_device(np.ones((1, 1, 1), kind)),
+        activation=specification,
     )
     actual = pullback(target.to_device(np.full((1, 1, v.size), 2, kind))).x
     wide = reference.wide(v)
@@ -434,7 +496,7 @@ def test_derivatives(target, specification, dtype):
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_relu_lets_nothing_through_at_zero(target, dtype):
     zeros = target.to_device(np.array([0.0, -0.0, 0.0], dtype)[None, None])
-    _, pullback = cupyconv.conv_vjp(zeros, target.to_device(np.ones((1, 1, 1), dtype)), activation="relu")
+    _, pullback = cupyconv.vjp(cupyconv.conv, zeros, target.to_device(np.ones((1, 1, 1), dtype)), activation="relu")
     assert (target.to_host(pullback(target.to_device(np.ones((1, 1, 3), dtype))).x) == 0).all()
 
 
@@ -449,12 +511,12 @@ def test_empty_axes(target, batch, channels, outputs):
     x, weight, grad = ones(batch, channels, 5), ones(outputs, channels, 3), ones(batch, outputs, 3)
     for back in (
         cupyconv.conv_grad_input(grad, weight, x.shape),
-        cupyconv.conv_vjp(x, weight)[1](grad).x,
+        cupyconv.vjp(cupyconv.conv, x, weight)[1](grad).x,
     ):
         assert back.shape == x.shape and (target.to_host(back) == 0).all()
-    for back in (cupyconv.conv_grad_weight(grad, x, (3,)), cupyconv.conv_vjp(x, weight)[1](grad).weight):
+    for back in (cupyconv.conv_grad_weight(grad, x, (3,)), cupyconv.vjp(cupyconv.conv, x, weight)[1](grad).weight):
         assert back.shape == weight.shape and (target.to_host(back) == 0).all()
-    bias = cupyconv.conv_vjp(x, weight, ones(outputs))[1](grad).bias
+    bias = cupyconv.vjp(cupyconv.conv, x, weight, ones(outputs))[1](grad).bias
     assert bias.shape == (outputs,) and (target.to_host(bias) == batch * 3).all()
 
 
@@ -528,14 +590,14 @@ def test_the_calls_that_are_varied_are_valid(target):
 @pytest.mark.parametrize("shape", [(2, 4, 5, 6), (4, 5, 5), (1, 2, 4, 5, 5), (2, 1, 5, 5), ()], ids=str)
 def test_a_pullback_names_both_shapes(target, shape):
     arguments, _, settings = example(target)
-    _, pullback = cupyconv.conv_vjp(**arguments, **settings)
+    _, pullback = cupyconv.vjp(cupyconv.conv, **arguments, **settings)
     words = [r"\bgrad\b", str(shape).replace("(", r"\(").replace(")", r"\)"), r"\(2, 4, 5, 5\)"]
     assert_refused(target, ValueError, words, pullback, target.to_device(np.ones(shape, np.float32)))
 
 
 def test_a_pullback_refuses_what_is_no_gradient_of_y(target):
     arguments, grad, settings = example(target)
-    _, pullback = cupyconv.conv_vjp(**arguments, **settings)
+    _, pullback = cupyconv.vjp(cupyconv.conv, **arguments, **settings)
     for strange, words in (
         (target.to_device(np.ones(grad.shape, np.int32)), ["grad", "int32", "astype"]),
         (target.to_device(np.ones(grad.shape, np.complex64)), ["grad", "complex64", "float32"]),
@@ -548,7 +610,7 @@ def test_a_pullback_refuses_what_is_no_gradient_of_y(target):
 
 def test_libraries_are_not_mixed(cuda_target):
     arguments, grad, settings = example(cuda_target)
-    _, pullback = cupyconv.conv_vjp(**arguments, **settings)
+    _, pullback = cupyconv.vjp(cupyconv.conv, **arguments, **settings)
     on_host = cuda_target.to_host(grad)
     weight, x = arguments["weight"], arguments["x"]
     shapes = [array.shape for array in x]
@@ -603,7 +665,7 @@ def test_against_torch(target, case):
     import torch_peer
 
     arrays, grad = case.arrays(integer=False), case.gradient(integer=False)
-    _, pullback = cupyconv.conv_vjp(**case.views(arrays, target.to_device, target.xp), **case.parameters)
+    _, pullback = cupyconv.vjp(cupyconv.conv, **case.views(arrays, target.to_device, target.xp), **case.parameters)
     gradients = pullback(on_device(target, grad, case.residual_layout, case.channel_axis))
     expected = torch_peer.conv_gradients(grad, **arrays, **case.parameters)
     for name, one, wanted, _ in each_gradient(gradients, expected, arrays):
@@ -617,7 +679,7 @@ def test_views_of_every_layout(target):
     for layout in LAYOUTS:
         arrays = [constant_where_broadcast(a, layout) for a in (x, weight, grad)]
         moved = [with_layout(a, layout, target.to_device, target.xp) for a in arrays]
-        _, pullback = cupyconv.conv_vjp(moved[0], moved[1])
+        _, pullback = cupyconv.vjp(cupyconv.conv, moved[0], moved[1])
         expected = reference_gradients.conv_gradients(arrays[2], arrays[0], arrays[1])
         for _, one, wanted, dtype in each_gradient(pullback(moved[2]), expected, {"x": x, "weight": weight}):
             assert_rounded(target.to_host(one), wanted, dtype)

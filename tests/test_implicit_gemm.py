@@ -21,10 +21,10 @@ from targets import TARGETS
 from tolerance import assert_close, assert_exact
 
 import cupyconv
+from cupyconv.call.explain import checked_call
 from cupyconv.cuda.plan import conv as cuda_planning
 from cupyconv.cuda.plan import implicit_gemm
 from cupyconv.cuda.plan.variants import all_variants
-from cupyconv.ops.conv import prepare_conv
 from cupyconv.problem.machine import KNOWN_GPUS
 from cupyconv.problem.plan import KernelLaunch
 
@@ -67,7 +67,7 @@ def product_of(plan):
 
 def run_forced(target, arguments, arithmetic, tile):
     """The result of one variant, and its plan."""
-    call = prepare_conv(**arguments)
+    call = checked_call(cupyconv.conv, **arguments)
     has_matrices = call.problem.machine.capability >= implicit_gemm.FIRST_MMA[call.problem.out.dtype]
     if arithmetic != "FMA" and not has_matrices:
         pytest.skip(f"{call.problem.machine} has no matrix instructions for it")
@@ -479,7 +479,7 @@ def test_workspace_is_the_packed_weight_and_the_parts_of_sums(cuda_target, varia
     channels, outputs, taps = tuple(3 * count for count in channels), 3 * 50, 6
     xs = [cuda_target.to_device(np.zeros((2, count, 4, 5), dtype)) for count in channels]
     weight = cuda_target.to_device(np.zeros((outputs, sum(channels) // groups, 3, 2), dtype))
-    call = prepare_conv(xs, weight, groups=groups)
+    call = checked_call(cupyconv.conv, xs, weight, groups=groups)
     plan = forced_plan(call, variant["ARITHMETIC"], tile)
 
     edges = np.cumsum((0, *channels))
@@ -540,7 +540,7 @@ def test_sizes_beyond_int32_are_refused(x_shape, weight_shape, settings):
 
 def test_planning_does_not_count_every_group():
     """Groups of one input are alike; 100,000 of them one by one would take seconds."""
-    call = prepare_conv(np.zeros((1, 300_000, 1)), np.zeros((100_000, 3, 1)), groups=100_000, on="sm_90")
+    call = checked_call(cupyconv.conv, np.zeros((1, 300_000, 1)), np.zeros((100_000, 3, 1)), groups=100_000, on="sm_90")
     assert list(implicit_gemm.group_runs(call.problem.geometry)) == [[(0, 3)]]
 
 

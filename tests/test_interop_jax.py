@@ -11,6 +11,7 @@ import pytest
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 
 import jax.numpy as jnp  # noqa: E402
+from jax.test_util import check_grads  # noqa: E402
 
 from cupyconv.interop import jax as interop
 
@@ -87,6 +88,59 @@ def test_vmap():
     xs, weight = array(3, 2, 4, 9), array(5, 4, 3)
     batched = jax.vmap(lambda x: interop.conv(x, weight))(xs)
     np.testing.assert_allclose(batched, np.stack([interop.conv(x, weight) for x in xs]), 1e-12)
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+def test_check_grads(activation):
+    def merged(a, b, weight, bias, residual):
+        return interop.conv([a, b], weight, bias, stride=2, padding=1, padding_mode="reflect", groups=2,
+                            residual=residual, activation=activation)  # fmt: skip
+
+    arguments = array(2, 1, 9), array(2, 3, 9), array(4, 2, 3), array(4), array(2, 4, 5)
+    check_grads(merged, arguments, order=1, modes=["rev"])
+
+
+def test_check_grads_of_linmerge():
+    arguments = [array(2, 2, 5), array(2, 1, 5)], array(4, 3), array(4), array(2, 4, 5)
+    function = lambda xs, weight, bias, residual: interop.linmerge(xs, weight, bias, residual=residual)  # noqa: E731
+    check_grads(function, arguments, order=1, modes=["rev"])
+
+
+def loss_of_a_sample(weight, x):
+    return (interop.conv(x[None], weight, padding=1, activation="tanh") ** 2).sum()
+
+
+def test_jit_and_vmap_of_gradients():
+    weight, xs = array(5, 4, 3), array(3, 4, 9)
+    gradient = jax.grad(loss_of_a_sample)
+    expected = np.stack([gradient(weight, x) for x in xs])
+    np.testing.assert_allclose(jax.vmap(gradient, (None, 0))(weight, xs), expected, 1e-12)
+    np.testing.assert_allclose(jax.jit(jax.vmap(gradient, (None, 0)))(weight, xs), expected, 1e-12)
+    np.testing.assert_allclose(jax.jit(gradient)(weight, xs[0]), expected[0], 1e-12)
+
+
+def test_a_shared_residual_gets_the_sum():
+    x, weight, residual, c = array(2, 3, 6), array(4, 3, 1), array(2, 4, 6), array(2, 4, 6)
+
+    def loss(first, second):
+        return ((interop.conv(x, weight, residual=first) + interop.conv(x, weight, residual=second)) * c).sum()
+
+    np.testing.assert_array_equal(jax.grad(lambda shared: loss(shared, shared))(residual), 2 * c)
+    for one in jax.grad(loss, (0, 1))(residual, residual):
+        np.testing.assert_array_equal(one, c)
+
+
+def test_second_derivatives_and_forward_mode_are_refused():
+    weight, x = array(5, 4, 3), array(4, 9)
+
+    def penalty(weight):
+        return (jax.grad(loss_of_a_sample)(weight, x) ** 2).sum()
+
+    for differentiated in (penalty, jax.jit(penalty)):
+        with pytest.raises(ValueError, match="do not support JVP"):
+            jax.grad(differentiated)(weight)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda weight: loss_of_a_sample(weight, x), (weight,), (weight,))
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import functools
 import inspect
+import itertools
 import re
 import sys
 from types import SimpleNamespace
@@ -48,9 +50,25 @@ def test_gradcheck_of_activations(device, activation):
     assert torch.autograd.gradcheck(lambda x, w, b: interop.conv(x, w, b, padding=1, activation=activation), inputs)
 
 
-def test_gradcheck_of_linmerge(device):
-    inputs = [tensor(2, 2, 3, 4, device=device), tensor(2, 1, 3, 4, device=device), tensor(4, 3, device=device)]
-    assert torch.autograd.gradcheck(lambda a, b, w: interop.linmerge((a, b), w, activation="tanh"), inputs)
+@pytest.mark.parametrize("mode", ["constant", "reflect", "edge", "wrap", "symmetric"])
+def test_gradcheck_of_padding_modes_groups_strides_and_dilations(device, mode):
+    def function(a, b, weight, bias, residual):
+        return interop.conv([a, b], weight, bias, stride=2, padding=((2, 1),), padding_mode=mode, dilation=2, groups=2,
+                            residual=residual, activation="sigmoid")  # fmt: skip
+
+    inputs = [tensor(*shape, device=device) for shape in ((2, 1, 9), (2, 3, 9), (4, 2, 3), (4,), (2, 4, 4))]
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+def test_gradcheck_of_linmerge(device, dtype):
+    def function(a, b, weight, bias, residual):
+        activation = None if dtype.is_complex else "tanh"
+        return interop.linmerge((a, b), weight, bias, residual=residual, activation=activation)
+
+    inputs = [tensor(*shape, device=device, dtype=dtype)
+              for shape in ((2, 2, 3, 4), (2, 1, 3, 4), (4, 3), (4,), (2, 4, 3, 4))]  # fmt: skip
+    assert torch.autograd.gradcheck(function, inputs)
 
 
 @pytest.mark.parametrize(
@@ -76,16 +94,18 @@ def test_values_and_gradients_are_pytorchs(device, dtype):
         torch.testing.assert_close(t.grad.to(wide), copy.grad, rtol=tolerance, atol=4 * tolerance)
 
 
-def test_nothing_is_copied():
+def test_nothing_is_copied(monkeypatch):
     seen = {}
+
+    original = cupyconv.conv
 
     def spy(**arguments):
         seen.update(arguments)
-        return cupyconv.conv(**arguments)
+        return original(**arguments)
 
     x, weight = tensor(1, 2, 9, grad=False), tensor(3, 2, 3, grad=False)
-    operation = interop._CONV._replace(function=spy)
-    y = interop._differentiable(operation, x, weight, None, None, {"padding": 1})
+    monkeypatch.setattr(cupyconv, "conv", spy)
+    y = interop.conv(x, weight, padding=1)
     assert np.shares_memory(seen["x"], x.numpy()) and np.shares_memory(seen["weight"], weight.numpy())
     assert y.numpy().flags.c_contiguous and not y.requires_grad
 
@@ -116,30 +136,211 @@ def test_a_list_gets_a_gradient_each_where_it_is_needed(device):
     assert (a.grad == 1).all() and b.grad is None
 
 
-def test_an_argument_changed_in_place_is_found(device):
-    x, weight = tensor(1, 2, 9, device=device), tensor(3, 2, 3, device=device)
-    y = interop.conv(x, weight)
-    with torch.no_grad():
-        weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+# --- what autograd asks of an operation -----------------------------------------------------------------------------
+
+IN_PLACE = "modified by an inplace operation"
+FUNCTIONS = {"conv": (interop.conv, (4, 3, 1)), "linmerge": (interop.linmerge, (4, 3))}
+
+
+def merge(function, device="cpu", *, with_gradients=True):
+    """A function of one spatial axis, its input and its other tensors by name: all of them, and merged."""
+    called, weight_shape = FUNCTIONS[function]
+    shapes = {"weight": weight_shape, "bias": (4,), "residual": (2, 4, 6)}
+    others = {name: tensor(*shape, device=device, grad=with_gradients) for name, shape in shapes.items()}
+    return called, tensor(2, 3, 6, device=device, grad=with_gradients), others
+
+
+@pytest.mark.parametrize("activation", ["relu", "sigmoid", "tanh", ("leaky_relu", 0.1)], ids=str)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_result_changed_in_place_is_found_where_the_backward_pass_needs_it(device, function, activation):
+    called, x, others = merge(function, device)
+    y = called(x, others["weight"], activation=activation)
+    y.add_(10)
+    with pytest.raises(RuntimeError, match=IN_PLACE):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("activation", [None, "gelu", ("leaky_relu", -0.1)], ids=str)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_result_may_be_changed_in_place_where_the_backward_pass_does_not_need_it(device, function, activation):
+    called, x, others = merge(function, device)
+    tensors = [x, *others.values()]
+    expected = torch.autograd.grad((called(x, **others, activation=activation) + 10).square().sum(), tensors)
+    y = called(x, **others, activation=activation)
+    y.add_(10)
+    for one, two in zip(torch.autograd.grad(y.square().sum(), tensors), expected):
+        torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("changed", ["x", "weight", "bias", "residual"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_an_argument_changed_in_place_is_found_where_the_backward_pass_needs_it(device, function, changed):
+    called, x, others = merge(function, device)
+    y = called(x, **others, activation="relu")
+    expected = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+    with torch.no_grad():
+        {"x": x, **others}[changed].mul_(2)
+    if changed in ("x", "weight"):
+        with pytest.raises(RuntimeError, match=IN_PLACE):
+            y.sum().backward()
+    else:
+        y.sum().backward()
+        assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_shared_residuals_have_gradients_of_their_own(device, function):
+    called, x, others = merge(function, device)
+    weight, first = others["weight"], others["residual"]
+    second = first.detach().clone().requires_grad_()
+    c = tensor(2, 4, 6, device=device, grad=False)
+
+    def loss():
+        return ((called(x, weight, residual=first) + called(x, weight, residual=second)) * c).sum()
+
+    for backwards in (1, 2):
+        loss().backward()
+        assert torch.equal(first.grad, backwards * c) and torch.equal(second.grad, backwards * c)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_what_autograd_adds_to_the_gradient_of_a_residual_goes_nowhere_else(device, function):
+    """It adds in place where it can."""
+    called, x, others = merge(function, device)
+    p, q, c, d = (tensor(2, 4, 6, device=device, grad=grad) for grad in (True, True, False, False))
+
+    def gradients(added):
+        s, b = p * 1, q * 3
+        e = s * d
+        return torch.autograd.grad(((added(s) + b) * c).sum() + e.sum(), (p, q))
+
+    actual = gradients(lambda s: called(x, others["weight"], residual=s))
+    for one, two in zip(actual, gradients(lambda s: called(x, others["weight"]) + s)):
+        torch.testing.assert_close(one, two)
+
+
+def test_hooks_and_retained_gradients(device):
+    """A hook may replace a gradient, or change it in place."""
+    called, x, others = merge("conv", device)
+    weight, residual = others["weight"], others["residual"]
+    y = called(x, weight, residual=residual)
+    y.retain_grad()
+    seen = []
+    y.register_hook(lambda grad: 2 * grad)
+    residual.register_hook(lambda grad: grad.mul_(3))
+    x.register_hook(lambda grad: seen.append(grad.clone()))
+    y.sum().backward()
+    assert (y.grad == 2).all() and (residual.grad == 6).all()
+    torch.testing.assert_close(x.grad, 2 * weight.sum(0)[None].expand_as(x))
+    assert len(seen) == 1 and torch.equal(seen[0], x.grad)
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+def test_gradients_of_several_backward_passes_add_up(device, activation):
+    called, x, others = merge("conv", device)
+    y = called(x, **others, activation=activation)
+    y.square().sum().backward(retain_graph=True)
+    once = [one.grad.clone() for one in (x, *others.values())]
+    y.square().sum().backward()
+    for one, grad in zip((x, *others.values()), once):
+        assert torch.equal(one.grad, 2 * grad)
+    with pytest.raises(RuntimeError, match="a second time"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_penalty_of_gradients_is_refused(device, function):
+    """It would be left out: the gradient of a sum seems to depend on nothing."""
+    called, x, others = merge(function, device)
+    y = called(x, others["weight"], activation="tanh")
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    torch.autograd.grad(y.sum(), x)
+
+
+@pytest.fixture
+def no_vjp(monkeypatch):
+    """Without what keeps what a backward pass needs."""
+
+    def refused(*args, **arguments):
+        raise AssertionError("nobody will ask for a gradient")
+
+    monkeypatch.setattr(cupyconv, "vjp", refused)
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_without_autograd_nothing_is_kept(device, function, off, no_vjp):
+    called, x, others = merge(function, device)
+    with off():
+        y = called(x, **others, activation="gelu")
+    assert not y.requires_grad and y.is_inference() == (off is torch.inference_mode)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch uses it
+def test_forward_mode_is_refused_with_autograd_off_too(device):
+    called, x, others = merge("conv", device, with_gradients=False)
+    with torch.autograd.forward_ad.dual_level(), torch.no_grad():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(NotImplementedError, match="jvp"):
+            called(dual, others["weight"])
+
+
+def test_inference_tensors(device):
+    """A bias of inference is none of what autograd keeps; an input is, and PyTorch refuses it as it does for its own."""
+    called, x, others = merge("conv", device)
+    with torch.inference_mode():
+        x_of_inference, bias = x * 1, others["bias"] * 1
+    y = called(x, others["weight"], bias)
+    y.sum().backward()
+    assert x.grad is not None
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        called(x_of_inference, others["weight"])
+    with torch.no_grad():
+        assert torch.equal(called(x_of_inference, others["weight"], bias), y)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # PyTorch looks at it
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_compiled_function_calls_it_between_two_graphs(device, function):
+    called, x, others = merge(function, device)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def layer(x, others):
+        return called(2 * x, **others, activation="tanh") + 1
+
+    tensors = [x, *others.values()]
+    expected = layer(x, others)
+    compiled = torch.compile(layer, backend=backend)
+    for _ in range(2):
+        actual = compiled(x, others)
+        assert torch.equal(actual, expected)
+    assert len(graphs) == 2
+    wanted = torch.autograd.grad(expected.square().sum(), tensors)
+    for one, two in zip(torch.autograd.grad(actual.square().sum(), tensors), wanted):
+        assert torch.equal(one, two)
 
 
 def test_options_hold_for_the_backward_pass(device, monkeypatch):
     """It may run in another thread, which inherits no context."""
     limits = []
-    original = cupyconv.conv_vjp
+    original = cupyconv.vjp
 
     def spy(*args, **kwargs):
         y, pullback = original(*args, **kwargs)
 
+        @functools.wraps(pullback)
         def noted(*a, **k):
             limits.append(cupyconv.call.options.current_settings().workspace_limit)
             return pullback(*a, **k)
 
         return y, noted
 
-    monkeypatch.setattr(interop, "_CONV", interop._CONV._replace(vjp=spy))
+    monkeypatch.setattr(cupyconv, "vjp", spy)
     x, weight = tensor(1, 2, 9, device=device), tensor(3, 2, 3, device=device)
     with cupyconv.options(workspace_limit=1 << 20):
         y = interop.conv(x, weight)
@@ -250,20 +451,83 @@ def test_lengths_may_be_a_tensor(device):
     assert not tensors["x"].grad[:, 1].any() and tensors["x"].grad[:2, 2].all()
 
 
-def test_recurrent_layers_without_gradients_keep_nothing():
-    with torch.no_grad():
-        y, (h, c) = interop.lstm(**layer("lstm"), direction="bidirectional")
-    assert not any(one.requires_grad for one in (y, h, c))
+def test_lengths_become_an_array_on_the_stream(monkeypatch):
+    """Elsewhere a tensor on a GPU would wait for another stream, which a graph that is recorded does not allow."""
+    inside, given = [], []
+    array = interop._array
+
+    @contextlib.contextmanager
+    def stream_of(tensor):
+        inside.append(tensor)
+        yield
+        inside.pop()
+
+    def spy(one):
+        given.append((one, bool(inside)))
+        return array(one)
+
+    monkeypatch.setattr(interop, "_stream_of", stream_of)
+    monkeypatch.setattr(interop, "_array", spy)
+    lengths = torch.tensor([4, 0, 2])
+    interop.gru(**layer("gru"), lengths=lengths, direction="bidirectional")
+    assert any(one is lengths for one, _ in given) and all(on_stream for _, on_stream in given)
 
 
-def test_recurrent_tensors_changed_in_place_are_found():
-    for name in ("weight_hh", "y"):
-        tensors = {key: one.detach().requires_grad_(key == "x") for key, one in layer("lstm").items()}
-        y, _ = interop.lstm(**tensors, direction="bidirectional")
-        changed = y.detach() if name == "y" else tensors[name]
-        changed.zero_()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.sum().backward()
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("cell", RECURRENT)
+def test_recurrent_layers_without_autograd_keep_nothing(cell, off, no_vjp):
+    with off():
+        results = flat(RECURRENT[cell][0](**layer(cell), direction="bidirectional"))
+    assert not any(one.requires_grad for one in results)
+
+
+@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
+@pytest.mark.parametrize("cell", RECURRENT)
+def test_recurrent_tensors_changed_in_place_are_found_where_the_backward_pass_needs_them(cell, direction):
+    bare = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "peephole")
+    given = layer(cell)
+    if direction == "forward":
+        given = {
+            name: one[0] if name in bare else one[:1] if name in ("h0", "c0") else one for name, one in given.items()
+        }
+    given["lengths"] = torch.tensor([4, 1, 2])
+    needed = {*given, "y"} - {"bias_ih", "bias_hh"}
+    for changed in (*given, "y", "h", *(["c"] if cell == "lstm" else [])):
+        tensors = {name: one.detach().clone() for name, one in given.items()}
+        tensors["x"].requires_grad_()
+        results = flat(RECURRENT[cell][0](**tensors, direction=direction))
+        loss = sum(3 * one.sum() for one in results)
+        expected = torch.autograd.grad(loss, tensors["x"], retain_graph=True)[0]
+        with torch.no_grad():
+            {**tensors, **dict(zip("yhc", results))}[changed].mul_(0)
+        if changed in needed:
+            with pytest.raises(RuntimeError, match=IN_PLACE):
+                loss.backward()
+        else:
+            loss.backward()
+            assert torch.equal(tensors["x"].grad, expected), changed
+
+
+@pytest.mark.parametrize("cell", RECURRENT)
+def test_gradients_of_recurrent_layers_have_memory_of_their_own(cell):
+    tensors = layer(cell)
+    results = flat(RECURRENT[cell][0](**tensors, direction="bidirectional"))
+    grads = [torch.ones_like(one) for one in results]
+    found = torch.autograd.grad(results, list(tensors.values()), grads)
+    arrays = [one.detach().numpy() for one in (*found, *grads, *results, *tensors.values())]
+    assert not any(np.shares_memory(one, two) for one, two in itertools.combinations(arrays, 2))
+
+
+@pytest.mark.parametrize("cell", RECURRENT)
+def test_backward_passes_through_recurrent_layers_add_up_and_are_not_differentiated(cell):
+    tensors = layer(cell)
+    loss = flat(RECURRENT[cell][0](**tensors, direction="bidirectional"))[-1].square().sum()
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        loss.backward(create_graph=True)
+    loss.backward(retain_graph=True)
+    once = {name: one.grad.clone() for name, one in tensors.items()}
+    loss.backward()
+    assert all(torch.equal(one.grad, 2 * once[name]) for name, one in tensors.items())
 
 
 def test_recurrent_layers_refuse_what_is_no_tensor():

@@ -58,7 +58,7 @@ def test_the_gradient_goes_to_the_first_of_the_largest(target, case, special):
     """Small integers: there is hardly a window without two that are equal."""
     xs = sprinkled(case, reference.sequence(case.arrays()["x"]), special)
     arrays, grad = {"x": xs[0] if case.bare_x else xs}, case.gradient()
-    y, pullback = cupyconv.max_pool_vjp(**case.views(arrays, target.to_device, target.xp), **case.parameters)
+    y, pullback = cupyconv.vjp(cupyconv.max_pool, **case.views(arrays, target.to_device, target.xp), **case.parameters)
     grads = [target.to_device(one) for one in reference.sequence(grad)]
     gradients = pullback(grads[0] if case.bare_x else grads)
     assert gradients._fields == FIELDS
@@ -97,7 +97,7 @@ def test_the_lowest_number_still_beats_the_padding(target, dtype):
     kind = as_dtype(dtype)
     lowest = np.full((1, 1, 1), float(ml_dtypes.finfo(kind).min)).astype(kind)
     x = target.to_device(lowest)
-    y, pullback = cupyconv.max_pool_vjp(x, (3,), padding=1)
+    y, pullback = cupyconv.vjp(cupyconv.max_pool, x, (3,), padding=1)
     assert target.to_host(y).item() == lowest.item()
     assert target.to_host(pullback(target.to_device(np.ones((1, 1, 1), kind))).x).item() == 1
 
@@ -115,14 +115,14 @@ def test_the_lowest_number_still_beats_the_padding(target, dtype):
     ids=str,
 )
 def test_gradient_by_hand(target, x, grad, settings, expected):
-    _, pullback = cupyconv.max_pool_vjp(target.to_device(row(*x)), **settings)
+    _, pullback = cupyconv.vjp(cupyconv.max_pool, target.to_device(row(*x)), **settings)
     assert target.to_host(pullback(target.to_device(row(*grad))).x).tolist() == [[expected]]
 
 
 def test_rows_before_columns(target):
     """Equal maxima in a square: the taps are in C order, the last axis fastest."""
     x = np.array([[1.0, 2, 0], [2, 2, 2]])[None, None]
-    _, pullback = cupyconv.max_pool_vjp(target.to_device(x), (2, 3))
+    _, pullback = cupyconv.vjp(cupyconv.max_pool, target.to_device(x), (2, 3))
     assert target.to_host(pullback(target.to_device(np.ones((1, 1, 1, 1)))).x).tolist() == [[[[0, 1, 0], [0, 0, 0]]]]
 
 
@@ -135,11 +135,11 @@ def test_the_same_bits_every_time(target, dtype):
     generator = np.random.default_rng(0)
     xs = [target.to_device(drawn(generator, (2, c, 7, 6), np.dtype(dtype))) for c in (3, 1)]
     settings = dict(kernel_shape=(4, 3), stride=1, padding=1)
-    y, pullback = cupyconv.max_pool_vjp(xs, **settings)
+    y, pullback = cupyconv.vjp(cupyconv.max_pool, xs, **settings)
     first = pullback(y)
     assert bytes_of(target, cupyconv.max_pool(xs, **settings)) == bytes_of(target, y)
     assert bytes_of(target, pullback(y)) == bytes_of(target, first), "callable again"
-    assert bytes_of(target, cupyconv.max_pool_vjp(xs, **settings)[1](y)) == bytes_of(target, first)
+    assert bytes_of(target, cupyconv.vjp(cupyconv.max_pool, xs, **settings)[1](y)) == bytes_of(target, first)
     assert pullback(y, needs=()).x is None
 
 
@@ -149,21 +149,21 @@ def test_sums_of_sixteen_bit_gradients_are_kept_in_float32(target):
     x[..., 4] = 1
     grad = np.ones((1, 1, 5), np.float16)
     grad[..., 0] = 2048
-    _, pullback = cupyconv.max_pool_vjp(target.to_device(x), (5,), stride=1)
+    _, pullback = cupyconv.vjp(cupyconv.max_pool, target.to_device(x), (5,), stride=1)
     assert target.to_host(pullback(target.to_device(grad)).x)[0, 0].tolist() == [0, 0, 0, 0, 2052, 0, 0, 0, 0]
 
 
 def test_a_list_of_one_stays_a_list(target):
     x = target.to_device(np.ones((1, 2, 6), np.float32))
     for given_x, is_list in ((x, False), ([x], True), ((x,), True)):
-        y, pullback = cupyconv.max_pool_vjp(given_x, (2,))
+        y, pullback = cupyconv.vjp(cupyconv.max_pool, given_x, (2,))
         assert isinstance(y, list) == isinstance(pullback(y).x, list) == is_list
         assert isinstance(cupyconv.max_pool(given_x, (2,)), list) == is_list
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 6), (2, 0, 6), (0, 6)], ids=str)
 def test_empty_axes(target, shape):
-    y, pullback = cupyconv.max_pool_vjp(target.to_device(np.ones(shape, np.float32)), (2,))
+    y, pullback = cupyconv.vjp(cupyconv.max_pool, target.to_device(np.ones(shape, np.float32)), (2,))
     assert y.shape == (*shape[:-1], 3)
     assert pullback(y).x.shape == shape
 
@@ -174,7 +174,7 @@ def test_launches_do_not_grow_with_the_batch(cuda_target):
     def launches(batch):
         x = cuda_target.to_device(np.ones((batch, 3, 6, 8), np.float32))
         log.clear()
-        y, pullback = cupyconv.max_pool_vjp(x, (2, 2))
+        y, pullback = cupyconv.vjp(cupyconv.max_pool, x, (2, 2))
         pullback(y)
         return len(log)
 
@@ -212,9 +212,9 @@ def test_a_pullback_names_both_shapes(target):
     def ones(*shape):
         return target.to_device(np.ones(shape, np.float32))
 
-    _, pullback = cupyconv.max_pool_vjp(ones(2, 3, 8, 9), (2, 2))
+    _, pullback = cupyconv.vjp(cupyconv.max_pool, ones(2, 3, 8, 9), (2, 2))
     assert_refused(target, ValueError, [r"\bgrad\b", r"\(2, 3, 4, 5\)", r"\(2, 3, 4, 4\)"], pullback, ones(2, 3, 4, 5))
-    _, pullback = cupyconv.max_pool_vjp([ones(2, 3, 8), ones(2, 1, 8)], (2,))
+    _, pullback = cupyconv.vjp(cupyconv.max_pool, [ones(2, 3, 8), ones(2, 1, 8)], (2,))
     wrong_second = [ones(2, 3, 4), ones(2, 3, 4)]
     assert_refused(target, ValueError, [r"\bgrad\b", r"\(2, 3, 4\)", r"\(2, 1, 4\)"], pullback, wrong_second)
     assert_refused(target, ValueError, [r"\bgrad\b", "1", "2"], pullback, [ones(2, 3, 4)])
@@ -224,7 +224,7 @@ def test_libraries_are_not_mixed(cuda_target):
     x = cuda_target.to_device(np.ones((1, 1, 4), np.float32))
     words = [r"x\[1\] is numpy.ndarray"]
     assert_refused(cuda_target, TypeError, words, cupyconv.max_pool, [x, np.ones((1, 1, 4), np.float32)], (2,))
-    _, pullback = cupyconv.max_pool_vjp(x, (2,))
+    _, pullback = cupyconv.vjp(cupyconv.max_pool, x, (2,))
     assert_refused(cuda_target, TypeError, ["grad is numpy.ndarray"], pullback, np.ones((1, 1, 2), np.float32))
 
 
@@ -251,7 +251,7 @@ def test_against_torch(target, case):
     import torch_peer
 
     arrays, grad = case.arrays(), case.gradient()
-    y, pullback = cupyconv.max_pool_vjp(**case.views(arrays, target.to_device, target.xp), **case.parameters)
+    y, pullback = cupyconv.vjp(cupyconv.max_pool, **case.views(arrays, target.to_device, target.xp), **case.parameters)
     grads = [on_device(target, one) for one in reference.sequence(grad)]
     back = pullback(grads[0] if case.bare_x else grads).x
     wanted = torch_peer.max_pool(grad, arrays["x"], **case.parameters)

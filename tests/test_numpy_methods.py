@@ -7,7 +7,7 @@ import pytest
 import reference
 
 import cupyconv
-from cupyconv.call.cache import forget_calls
+from cupyconv.call.operation import forget_calls
 from cupyconv.numpy import convolution
 from cupyconv.numpy.convolution import METHODS, Method
 from cupyconv.numpy.gemm import Columns

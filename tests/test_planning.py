@@ -19,17 +19,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cupyconv
+from cupyconv.call.explain import checked_call
 from cupyconv.cuda.plan.gemm import MAX_BATCH, SMALLEST_CHUNK
 from cupyconv.cuda.plan.launches import DEPTHWISE_KERNELS, GRID_Y
 from cupyconv.cuda.plan.variants import all_variants
 from cupyconv.numpy.convolution import BlockLoop
-from cupyconv.numpy.loops import PoolingLoop
-from cupyconv.ops.conv import prepare_conv
-from cupyconv.ops.conv_grad_weight import prepare_conv_grad_weight
-from cupyconv.ops.conv_pullback import prepare_epilogue_grad, prepare_prologue_grad
-from cupyconv.ops.pooling import prepare_max_pool, prepare_max_pool_gradient
-from cupyconv.ops.recurrent_pullback import prepare_recurrent_gradient
-from cupyconv.problem.dtypes import ITEMSIZE
+from cupyconv.numpy.pooling import PoolingStep
+from cupyconv.ops.conv_grad_weight import TRANSFORMED_GRAD_WEIGHT
+from cupyconv.ops.conv_pullback import EPILOGUE_GRADIENT, PROLOGUE_GRADIENT
+from cupyconv.ops.pooling import MAX_POOL_GRADIENT
+from cupyconv.ops.recurrent_pullback import RECURRENT_GRADIENT
+from cupyconv.problem.arrays import ITEMSIZE
 from cupyconv.problem.machine import KNOWN_GPUS, known_gpu
 from cupyconv.problem.plan import MAX_SOURCES, Address, GemmCall, Kernel, KernelLaunch, LaunchLoop, Matrix, Plan
 from cupyconv.problem.recurrence import GATES
@@ -204,7 +204,7 @@ def every_plan(x_dtype: Any, weight_dtype: Any) -> Iterator[Case]:
         if "activation" in epilogue:
             arguments["activation"] = "relu"
         if "residual" in epilogue:
-            out_size = prepare_conv(xs, weight, **parameters).problem.geometry
+            out_size = checked_call(cupyconv.conv, xs, weight, **parameters).problem.geometry
             arguments["residual"] = array(batch, outputs, *out_size.spatial(out_size.out_size), dtype=dtype, **layout)
         for method in METHODS:
             words = f"{problem} {layout} {epilogue} {dtype} {method} limit {limit}"
@@ -288,11 +288,11 @@ def kernels_of_weight_gradients(x_dtype: Any, grad_dtype: Any) -> set[Kernel]:
     parts = ({}, {"prologue_activation": "relu"} if dtype.kind != "c" else {"shift": array(6, dtype=x_dtype)})
     for method, out_channels, limit, prologue in product(("direct", "gemm"), (6, 12), (None, 8_000), parts):
         grad, x = array(3, out_channels, 20, 20, dtype=grad_dtype), array(3, 6, 20, 20, dtype=x_dtype)
+        settings = {"grad": grad, "x": x, "kernel_shape": 3, "stride": 1, "padding": 1, "padding_mode": "constant"}
+        settings |= {"dilation": 1, "groups": 6, "scale": None, "shift": None, "prologue_activation": None, "out": None}
         with cupyconv.options(workspace_limit=limit):
             try:
-                made = prepare_conv_grad_weight(
-                    grad, x, 3, padding=1, groups=6, method=method, on=GPU, **prologue
-                ).plan()
+                made = TRANSFORMED_GRAD_WEIGHT.checked({**settings, **prologue, "method": method}, GPU).plan()
             except ValueError as refusal:
                 assert (limit and "workspace" in str(refusal)) or (prologue and "of complex numbers" in str(refusal))
                 continue
@@ -304,7 +304,8 @@ def kernels_of_weight_gradients(x_dtype: Any, grad_dtype: Any) -> set[Kernel]:
 def kernels_of_epilogue_grads(dtype: Any) -> set[Kernel]:
     """Those that sum channels of images in both orders, aligned and not."""
     images = [array(2, 8, 16, 16, dtype=dtype, **layout) for layout in LAYOUTS]
-    plans = [prepare_epilogue_grad(grad, spatial=2, through=False, on=GPU).plan() for grad in images]
+    settings = {"saved": None, "spatial": 2, "activation": None, "through": False, "sums": True}
+    plans = [EPILOGUE_GRADIENT.checked({"grad": grad, **settings}, GPU).plan() for grad in images]
     for made in plans:
         check(made)
     return {launch.kernel for made in plans for launch in launches(made)}
@@ -314,7 +315,8 @@ def kernels_of_prologue_grads(dtype: Any) -> set[Kernel]:
     """Those that take a gradient back through a prologue, aligned and not."""
     images = [array(2, 8, 16, 16, dtype=dtype, **layout) for layout in LAYOUTS]
     scale = array(8, dtype=np.result_type(dtype, "float32") if np.dtype(dtype).itemsize == 2 else dtype)
-    plans = [prepare_prologue_grad(grad, grad, scale, spatial=2, on=GPU).plan() for grad in images]
+    settings = {"scale": scale, "shift": None, "sums": None, "spatial": 2, "activation": None, "through": True}
+    plans = [PROLOGUE_GRADIENT.checked({"grad": grad, "x": grad, **settings}, GPU).plan() for grad in images]
     for made in plans:
         check(made)
     return {launch.kernel for made in plans for launch in launches(made)}
@@ -322,10 +324,11 @@ def kernels_of_prologue_grads(dtype: Any) -> set[Kernel]:
 
 def pooling_plans(x: np.ndarray, kernel_shape: Any, on: str | None = GPU, **settings: Any) -> tuple[Plan, Plan]:
     """Of max_pool and of its gradient."""
-    call = prepare_max_pool(x, kernel_shape, **settings, on=on)
+    call = checked_call(cupyconv.max_pool, x, kernel_shape, **settings, on=on)
     (result,) = call.results
     y = array(*result.shape, dtype=result.dtype)
-    return call.plan(), prepare_max_pool_gradient(x, y, y, kernel_shape, **settings, on=on).plan()
+    gradient = {"x": x, "y": y, "grad": y, "kernel_shape": kernel_shape, "stride": None, "padding": 0, "dilation": 1}
+    return call.plan(), MAX_POOL_GRADIENT.checked({**gradient, **settings}, on).plan()
 
 
 def kernels_of_recurrent_layers(dtype: Any) -> set[Kernel]:
@@ -355,7 +358,7 @@ def kernels_of_input_gradients(x_dtype: Any, weight_dtype: Any) -> set[Kernel]:
         parameters = {"padding": 1, **parameters, "padding_mode": mode}
         xs = [array(batch, count, *size, dtype=x_dtype) for count in channels]
         weight = array(outputs, sum(channels) // parameters.get("groups", 1), *kernel, dtype=weight_dtype)
-        geometry = prepare_conv(xs, weight, **parameters).problem.geometry
+        geometry = checked_call(cupyconv.conv, xs, weight, **parameters).problem.geometry
         grad = array(batch, outputs, *geometry.spatial(geometry.out_size), dtype=x_dtype, **layout)
         for method in ("direct", "gemm", "implicit_gemm"):
             call = functools.partial(cupyconv.explain, cupyconv.conv_grad_input, on=GPU, method=method, **parameters)
@@ -393,8 +396,10 @@ def recurrent_gradient_plan(
         arrays |= {"cells": beside, "c0": arrays["h0"], "peephole": array(directions, 3 * hidden, dtype=dtype)}
     elif cell == "gru":
         arrays["candidate"] = beside
-    settings = {"cell": cell, "direction": direction, "activations": ACTIVATIONS_OF[cell], "clip": None, **settings}
-    return prepare_recurrent_gradient(**arrays, **settings, on=GPU).plan()
+    cells = {"cell": cell, "direction": direction, "activations": ACTIVATIONS_OF[cell], "clip": None}
+    flags = {"input_forget": False, "linear_before_reset": True, **settings}
+    arguments = {**dict.fromkeys(RECURRENT_GRADIENT.arrays), **arrays, **cells, **flags}
+    return RECURRENT_GRADIENT.checked(arguments, GPU).plan()
 
 
 def kernels_of_recurrent_gradients(dtype: Any) -> set[Kernel]:
@@ -795,10 +800,10 @@ def test_pooling_on_numpy_keeps_within_the_workspace(shape, taps, stride, order,
         return
     for made in plans:
         (loop,) = made.steps
-        assert isinstance(loop, PoolingLoop) and 1 <= loop.threads <= threads
+        assert isinstance(loop, PoolingStep) and 1 <= loop.threads <= threads
         assert sum(buffer.nbytes for buffer in made.workspace) <= limit
         result = made is plans[0]
-        extents = (*shape[:2], *(loop.geometry.out_size if result else loop.geometry.size))
+        extents = (*shape[:2], *(loop.problem.windows.out_size if result else loop.problem.windows.size))
         assert loop.blocks == prod(-(-extent // part) for extent, part in zip(extents, loop.block))
 
 

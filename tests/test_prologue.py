@@ -22,7 +22,7 @@ from test_repetition import assert_warm_is_fresh
 from tolerance import assert_close, assert_exact, compare, finfo, rounded, tolerance
 
 import cupyconv
-from cupyconv.call.cache import forget_calls
+from cupyconv.call.operation import forget_calls
 
 METHODS = st.sampled_from(("auto", "direct", "gemm", "implicit_gemm"))
 LIMITS = st.sampled_from((None, None, 20_000, 4_000))
@@ -184,12 +184,12 @@ def test_implicit_gemm(cuda_target, macros):
     weight = generator.integers(-1, 2, (5, 22, 3, 2)).astype(dtype)
     scale, shift = generator.integers(-1, 2, (2, 22)).astype(np.float64 if dtype.itemsize == 8 else np.float32)
     window = {"padding": ((2, 1), (0, 1)), "dilation": (2, 1), "padding_mode": "constant"}
-    vectors = {"scale": cuda_target.to_device(scale), "shift": cuda_target.to_device(shift)}
     arguments = {
-        "x": [cuda_target.to_device(x) for x in xs], "weight": cuda_target.to_device(weight),
-        "prologue_activation": "relu",
-    }  # fmt: skip
-    y, plan = run_forced(cuda_target, {**arguments, **vectors, **window}, macros["ARITHMETIC"], macros["TILE"])
+        "x": [cuda_target.to_device(x) for x in xs],
+        "weight": cuda_target.to_device(weight),
+        "prologue": (cuda_target.to_device(scale), cuda_target.to_device(shift), "relu"),
+    }
+    y, plan = run_forced(cuda_target, {**arguments, **window}, macros["ARITHMETIC"], macros["TILE"])
     assert macros in [dict(step.kernel.macros) for step in plan.steps]
     images = reference.transformed(xs, scale, shift, "relu", axis=1)
     assert_exact(y, reference.conv(images, weight, **window), dtype)
@@ -349,7 +349,7 @@ def test_pullback_of_integers_is_exact(target, data):
     prologue = drawn_prologue(data, case, INTEGER_ACTIVATIONS, integer=True)
     arrays, grad = case.arrays(), case.gradient()
     views = case.views(arrays, target.to_device, target.xp)
-    _, pullback = cupyconv.conv_vjp(**views, **case.parameters, prologue=moved(target, prologue))
+    _, pullback = cupyconv.vjp(cupyconv.conv, **views, **case.parameters, prologue=moved(target, prologue))
     gradients = pullback(on_device(target, grad, case.residual_layout, case.channel_axis))
     expected, dscale, dshift = expected_gradients(grad, arrays, prologue, case.parameters, case.channel_axis)
     pairs = [(gradients.weight, expected.weight, arrays["weight"])]
@@ -377,7 +377,7 @@ def test_finite_differences(target, activation):
 
     arguments = [*xs, weight, scale, shift]
     on = [target.to_device(a) for a in arguments]
-    y, pullback = cupyconv.conv_vjp(on[:2], on[2], padding=1, prologue=(*on[3:], activation))
+    y, pullback = cupyconv.vjp(cupyconv.conv, on[:2], on[2], padding=1, prologue=(*on[3:], activation))
     np.testing.assert_allclose(target.to_host(y), result(*arguments), rtol=1e-10, atol=1e-10)
     grad, step = generator.normal(size=y.shape), 1e-6
     found = pullback(target.to_device(grad))
@@ -397,7 +397,7 @@ def test_pullback_of_a_merge(target, dtype):
     xs = [target.to_device(generator.normal(size=(3, c, 50)).astype(dtype)) for c in (2, 3)]
     weight = target.to_device(generator.normal(size=(4, 5)).astype(dtype))
     prologue = (*(target.to_device(generator.normal(size=5).astype(np.float32)) for _ in range(2)), "silu")
-    y, pullback = cupyconv.linmerge_vjp(xs, weight, prologue=prologue)
+    y, pullback = cupyconv.vjp(cupyconv.linmerge, xs, weight, prologue=prologue)
     grad = target.to_device(generator.normal(size=y.shape).astype(dtype))
     gradients = pullback(grad)
     assert bytes_of(target, list(gradients)) == bytes_of(target, list(pullback(grad)))
@@ -405,7 +405,7 @@ def test_pullback_of_a_merge(target, dtype):
     only = pullback(grad, needs="shift")
     assert only.x is only.scale is only.weight is None
     assert bytes_of(target, only.shift) == bytes_of(target, gradients.shift)
-    _, of_conv = cupyconv.conv_vjp(xs, weight[:, :, None], prologue=prologue)
+    _, of_conv = cupyconv.vjp(cupyconv.conv, xs, weight[:, :, None], prologue=prologue)
     tolerated = 1e-2 if dtype == "float16" else 1e-4
     for a, b in zip((*gradients.x, gradients.scale, gradients.shift), (*(c := of_conv(grad)).x, c.scale, c.shift)):
         np.testing.assert_allclose(target.to_host(a), target.to_host(b), rtol=tolerated, atol=tolerated)
@@ -420,8 +420,8 @@ def test_sums_in_parts(target):
     grad = generator.integers(-1, 2, (2, 2, 40, 50)).astype(np.float32)
     found = []
     for layout in ("c_order", "channels_last", "unaligned"):
-        _, pullback = cupyconv.conv_vjp(
-            on_device(target, x, layout), target.to_device(weight), prologue=(scale, shift, "relu")
+        _, pullback = cupyconv.vjp(
+            cupyconv.conv, on_device(target, x, layout), target.to_device(weight), prologue=(scale, shift, "relu")
         )
         gradients = pullback(on_device(target, grad, layout))
         found.append([target.to_host(g) for g in (gradients.x, gradients.weight, gradients.scale, gradients.shift)])
@@ -451,8 +451,8 @@ def test_against_torch(groups):
     grad = torch.tensor(generator.normal(size=y.shape))
     y.backward(grad)
     arrays = [leaf.detach().numpy() for leaf in (*xs, weight, scale, shift)]
-    ours, pullback = cupyconv.conv_vjp(
-        arrays[:2], arrays[2], padding=1, groups=groups, prologue=(arrays[3], arrays[4], "relu")
+    ours, pullback = cupyconv.vjp(
+        cupyconv.conv, arrays[:2], arrays[2], padding=1, groups=groups, prologue=(arrays[3], arrays[4], "relu")
     )
     np.testing.assert_allclose(ours, y.detach().numpy(), rtol=1e-11, atol=1e-11)
     found = pullback(grad.numpy())

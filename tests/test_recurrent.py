@@ -22,13 +22,13 @@ from test_repetition import assert_warm_is_fresh
 from tolerance import assert_close
 
 import cupyconv
+from cupyconv.call.operation import bound, operation_of
 from cupyconv.numpy import activations as numpy_activations
-from cupyconv.ops.recurrent import prepare_gru, prepare_lstm, prepare_rnn
 from cupyconv.problem.activations import RECURRENT_ONLY, resolve_activation
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 CELLS = ("rnn", "lstm", "gru")
-PREPARE = {"rnn": prepare_rnn, "lstm": prepare_lstm, "gru": prepare_gru}
+LAYERS = {"rnn": cupyconv.rnn, "lstm": cupyconv.lstm, "gru": cupyconv.gru}
 
 
 @pytest.fixture(params=TARGETS)
@@ -69,10 +69,10 @@ def test_every_attribute(target, case):
 def test_what_a_gradient_needs(target, case):
     """Gates before their activations, at x's time, whichever way the direction goes; an lstm's cells."""
     arrays = case.arrays()
-    call = PREPARE[case.cell](
-        **case.views(arrays, target.to_device, target.xp), lengths=case.lengths, **case.settings, saving=True
-    )
-    returned = [target.to_host(array) for array in call.run()]
+    function = LAYERS[case.cell]
+    views = case.views(arrays, target.to_device, target.xp)
+    arguments = bound(function, (), {**views, "lengths": case.lengths, **case.settings})
+    returned = [target.to_host(array) for array in operation_of(function)(arguments, saving=True)]
     plain = [
         target.to_host(one) for one in case.call(case.views(arrays, target.to_device, target.xp)) if one is not None
     ]

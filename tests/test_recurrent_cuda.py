@@ -17,13 +17,13 @@ from recurrent_cases import FUNCTIONS, RecurrentCase, recurrent_cases
 from test_kernels_compile import compile_for_host
 
 import cupyconv
-from cupyconv.call.cache import forget_calls
 from cupyconv.call.dispatch import backend_for
+from cupyconv.call.operation import forget_calls
 from cupyconv.cuda.plan import recurrence as recurrent_cuda
 from cupyconv.cuda.plan.draft import RECURRENT_TILES
 from cupyconv.cuda.plan.recurrence import Tile, recurrent_tiles
 from cupyconv.cuda.run import execution
-from cupyconv.problem.dtypes import ITEMSIZE
+from cupyconv.problem.arrays import ITEMSIZE
 from cupyconv.problem.machine import known_gpu
 from cupyconv.problem.plan import GemmCall, Kernel, KernelLaunch, LaunchLoop, Plan
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -17,7 +18,7 @@ from targets import Target, numpy_target
 from tolerance import finfo, rounded, widened
 
 import cupyconv
-from cupyconv.call.cache import forget_calls
+from cupyconv.call.operation import forget_calls
 
 GATES = {"rnn": 1, "lstm": 4, "gru": 3}
 COUNTS = {"rnn": 1, "lstm": 3, "gru": 2}
@@ -107,7 +108,7 @@ class Layer:
 
 
 def vjp_of(layer: Layer) -> Any:
-    return {"rnn": cupyconv.rnn_vjp, "lstm": cupyconv.lstm_vjp, "gru": cupyconv.gru_vjp}[layer.cell]
+    return partial(cupyconv.vjp, {"rnn": cupyconv.rnn, "lstm": cupyconv.lstm, "gru": cupyconv.gru}[layer.cell])
 
 
 def computed(target: Target, layer: Layer) -> tuple[Any, Any]:
@@ -289,7 +290,9 @@ def test_each_gradient_has_its_arguments_dtype(target):
     arrays = layer.arguments()
     dtypes = {"x": np.float32, "weight_hh": np.float64, "bias_ih": np.float32, "h0": np.float16}
     arrays = {name: array.astype(dtypes.get(name, array.dtype)) for name, array in arrays.items()}
-    _, pullback = cupyconv.gru_vjp(**{name: target.to_device(a) for name, a in arrays.items()}, lengths=[4, 0, 2])
+    _, pullback = cupyconv.vjp(
+        cupyconv.gru, **{name: target.to_device(a) for name, a in arrays.items()}, lengths=[4, 0, 2]
+    )
     grads = {name: target.to_device(array.astype(np.float32)) for name, array in layer.arriving().items()}
     found = pullback(**grads)
     for name, array in arrays.items():
@@ -312,7 +315,7 @@ def test_lengths_on_the_device_are_brought_inside(cuda_target):
     settings = {**layer.settings(), "lengths": None}
     for lengths in (np.array([9, -3, 2], np.int32), np.array([[4, 7], [-1, 7], [2, 7]], np.int64)[:, 0]):
         on_gpu = cuda_target.to_device(np.stack([lengths, lengths], 1))[:, 0]
-        _, pullback = cupyconv.lstm_vjp(**arrays, **{**settings, "lengths": on_gpu})
+        _, pullback = cupyconv.vjp(cupyconv.lstm, **arrays, **{**settings, "lengths": on_gpu})
         assert_right(cuda_target, layer, pullback(**grads))
 
 

@@ -24,14 +24,14 @@ from strategies import ConvCase, conv_cases
 from targets import Target
 
 import cupyconv
-from cupyconv.call import cache as repetition
 from cupyconv.call import dispatch
-from cupyconv.call.cache import forget_calls
+from cupyconv.call import operation as repetition
+from cupyconv.call.operation import Operation, bound, forget_calls
 from cupyconv.cuda.run import CudaBackend
 from cupyconv.cuda.run import backend as cuda_run_backend
 from cupyconv.cuda.run.parameters import PackedParameters
 from cupyconv.ops import conv as conv_operation
-from cupyconv.ops.conv import prepare_conv
+from cupyconv.ops.conv import CONV, check_conv
 from cupyconv.problem.machine import known_gpu
 from cupyconv.problem.plan import GemmCall, KernelLaunch
 from tests.benchmarks.host_time import NullArray, NullDevice, cuda_calls
@@ -251,13 +251,24 @@ def test_the_same_array_in_another_place_is_told_apart(target):
 def test_functions_are_told_apart():
     """Two that take the same arguments."""
 
-    def prepare_with_stride_two(**arguments: Any) -> Any:
-        return prepare_conv(**arguments, stride=2)
+    def check_with_stride_two(given: Any, **settings: Any) -> Any:
+        return check_conv(given, **{**settings, "stride": 2})
 
-    arrays = {"x": np.ones((1, 2, 6)), "weight": np.ones((2, 2, 2))}
+    names = ("x", "weight", "bias", "residual", "scale", "shift", "out")
+    with_stride_two = Operation(None, check_with_stride_two, names, ("stride", "padding"))
+    arrays = {**dict.fromkeys(names), "x": np.ones((1, 2, 6)), "weight": np.ones((2, 2, 2))}
+    plain = Operation(None, check_conv, names, ("stride", "padding"))
     for _ in range(2):
-        assert repetition.call(prepare_conv, arrays, {}).shape == (1, 2, 5)
-        assert repetition.call(prepare_with_stride_two, arrays, {}).shape == (1, 2, 3)
+        assert plain({**arrays, "stride": 1, "padding": 0}).shape == (1, 2, 5)
+        assert with_stride_two({**arrays, "stride": 1, "padding": 0}).shape == (1, 2, 3)
+
+
+def test_a_call_for_a_gradient_is_told_apart():
+    """It returns what the gradient needs too."""
+    arguments = dict(bound(cupyconv.conv, (np.ones((1, 2, 6)), np.ones((2, 2, 2))), {"activation": "gelu"}))
+    for _ in range(2):
+        assert CONV(dict(arguments)).shape == (1, 2, 5)
+        assert [array.shape for array in CONV(dict(arguments), saving=True)] == [(1, 2, 5), (1, 2, 5)]
 
 
 def test_an_address_out_of_alignment_gets_its_own_kernel(cuda_target):
@@ -329,7 +340,7 @@ def test_a_repeated_call_only_allocates_and_enqueues(null_device, monkeypatch, n
     for module, name in (
         (dispatch, "backend_for"),
         (cuda_run_backend, "plan"),
-        (conv_operation, "_conv_call"),
+        (conv_operation, "_checked"),
     ):
         monkeypatch.setattr(module, name, never)
     monkeypatch.setattr(PackedParameters, "__init__", never)

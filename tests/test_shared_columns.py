@@ -9,7 +9,7 @@ import reference_gradients
 from tolerance import assert_exact
 
 import cupyconv
-from cupyconv.call.cache import forget_calls
+from cupyconv.call.operation import forget_calls
 from cupyconv.numpy import depthwise, mec
 
 #: Channels of the inputs, outputs, spatial size, kernel, settings.

@@ -35,7 +35,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "operations": ("cupyconv.ops",),
     "call": ("cupyconv.call",),
     "backends": ("cupyconv.numpy", "cupyconv.cuda.run"),
-    "decisions": ("cupyconv.cuda.plan", "cupyconv.planning", "cupyconv.cuda"),
+    "decisions": ("cupyconv.cuda.plan", "cupyconv.cuda"),
     "problem": ("cupyconv.problem", "cupyconv.typing", "cupyconv.version"),
 }
 
@@ -46,7 +46,7 @@ STRANGERS = ("cupyconv.numpy", "cupyconv.cuda.run")
 OUTSIDE = {
     "cupyconv.cuda.plan": set(),
     "cupyconv.problem": set(),
-    "cupyconv.problem.dtypes": {"numpy", "ml_dtypes"},
+    "cupyconv.problem.arrays": {"numpy", "ml_dtypes"},
     "cupyconv.numpy": {"numpy", "scipy"},
     "cupyconv.cuda.run": {"numpy", "cupy", "cupy_backends"},
     "cupyconv.demo": {"numpy", "cupy", "matplotlib"},

@@ -10,7 +10,7 @@ import reference
 from tolerance import assert_close, assert_exact
 
 import cupyconv
-from cupyconv.call.cache import forget_calls
+from cupyconv.call.operation import forget_calls
 from cupyconv.cuda.plan import weight_gradient as weight_gradient_cuda
 from cupyconv.numpy import mec
 from cupyconv.numpy.weight_sums import WeightGradientLoop

@@ -61,7 +61,12 @@ def run_bench(
         print(f"no case has {only!r} in its name", file=sys.stderr)
         return 2
     session = Session(
-        machine, cases, seconds=seconds, methods=methods, torch=find_torch if torch else lambda: None, path=json,
+        machine,
+        cases,
+        seconds=seconds,
+        methods=methods,
+        torch=find_torch if torch else lambda: None,
+        path=json,
         watch=Watch() if gpu else None,
-    )  # fmt: skip
+    )
     return session.run(resume=resume)

@@ -13,7 +13,7 @@ import numpy as np
 from cupyconv.call.options import options
 from cupyconv.ops.conv import conv, linmerge
 from cupyconv.ops.conv_chain import ConvLayer, conv_chain
-from cupyconv.problem.dtypes import ITEMSIZE, dtype_from_name, is_complex, real_part
+from cupyconv.problem.arrays import ITEMSIZE, dtype_from_name, is_complex, real_part
 from cupyconv.problem.problems import METHODS
 
 #: Normals that all data repeat.  A prime, so that no row or plane of a case begins where another began.
@@ -95,10 +95,17 @@ class Case:
             last = layers[-1]
             layers.append(
                 replace(
-                    last, channels=(last.out_channels,), size=last.out_size, out_channels=outputs, kernel=kernel, stride=1,
-                    padding=padding, dilation=1, groups=groups,
+                    last,
+                    channels=(last.out_channels,),
+                    size=last.out_size,
+                    out_channels=outputs,
+                    kernel=kernel,
+                    stride=1,
+                    padding=padding,
+                    dilation=1,
+                    groups=groups,
                 )
-            )  # fmt: skip
+            )
         return tuple(layers)
 
     def weights(self, weight: Any) -> Sequence[Any]:

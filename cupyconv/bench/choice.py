@@ -17,7 +17,7 @@ from cupyconv.bench.record import OURS
 from cupyconv.bench.recurrent_layers import AnyCase, case_from_record
 from cupyconv.call.explain import explain
 from cupyconv.call.options import options
-from cupyconv.problem.dtypes import dtype_from_name
+from cupyconv.problem.arrays import dtype_from_name
 from cupyconv.problem.machine import nearest_gpu
 
 #: A choice is good where it takes at most this much longer than the best method,

@@ -18,7 +18,7 @@ from cupyconv.bench.clock import Call
 from cupyconv.bench.machines import Machine
 from cupyconv.bench.recurrent_layers import AnyCase
 from cupyconv.bench.torch_peers import Torch
-from cupyconv.problem.dtypes import ITEMSIZE
+from cupyconv.problem.arrays import ITEMSIZE
 
 SAMPLES = 5
 

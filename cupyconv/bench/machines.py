@@ -21,7 +21,7 @@ from cupyconv.bench.cases import PERIOD, Fill, normals, repeat_normals
 from cupyconv.bench.clock import Clock, CudaClock, HostClock
 from cupyconv.cuda.run.kernel_sources import source_hash
 from cupyconv.demo.libraries import Library, cupy_library, numpy_library
-from cupyconv.problem.dtypes import ITEMSIZE, dtype_from_name
+from cupyconv.problem.arrays import ITEMSIZE, dtype_from_name
 
 
 @dataclass(frozen=True)

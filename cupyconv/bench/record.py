@@ -24,9 +24,15 @@ OURS = "cupyconv"
 def new_record(environment: dict[str, Any], seconds: float) -> dict[str, Any]:
     """A record of nothing yet."""
     return {
-        "environment": environment, "seconds": seconds, "used": 0.0, "running": None, "floors": {}, "cases": [],
-        "errors": [], "skipped": [],
-    }  # fmt: skip
+        "environment": environment,
+        "seconds": seconds,
+        "used": 0.0,
+        "running": None,
+        "floors": {},
+        "cases": [],
+        "errors": [],
+        "skipped": [],
+    }
 
 
 def write_record(record: dict[str, Any], path: Path | None) -> None:

@@ -15,9 +15,8 @@ from typing import Any
 from cupyconv.bench.cases import APART, Case, Fill, repeat_normals
 from cupyconv.call.options import options
 from cupyconv.ops.recurrent import gru, lstm
-from cupyconv.problem.dtypes import ITEMSIZE
-from cupyconv.problem.problems import RECURRENT_METHODS
-from cupyconv.problem.recurrence import GATES
+from cupyconv.problem.arrays import ITEMSIZE
+from cupyconv.problem.recurrence import GATES, RECURRENT_METHODS
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"lstm": lstm, "gru": gru}
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from cupyconv.bench.cases import Case
 from cupyconv.bench.recurrent_layers import AnyCase, RecurrentCase, recurrent_in_float64
-from cupyconv.problem.dtypes import accumulator, dtype_name, is_complex, real_part
+from cupyconv.problem.arrays import accumulator, dtype_name, is_complex, real_part
 
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
 TF32_ROUNDOFF = 2.0**-11

@@ -163,8 +163,11 @@ class Session:
         for name, timing in timings.items():
             compared = ratio(timings[OURS], timing, case.judged) if OURS in timings and name != OURS else {}
             row["ways"][name] = {
-                **timing.summary(), **compared, "error": errors_of[name], "beyond_result": beyond[name],
-            }  # fmt: skip
+                **timing.summary(),
+                **compared,
+                "error": errors_of[name],
+                "beyond_result": beyond[name],
+            }
         return row
 
     def _plans(self, case: AnyCase, xs: list[Any], weight: Any) -> tuple[dict[str, Plan], dict[str, str]]:
@@ -277,9 +280,13 @@ class Session:
 
 def _described(plan: Plan) -> dict[str, Any]:
     return {
-        "reason": plan.reason, "steps": len(plan.steps), "kernel_launches": sum(map(_launches, plan.steps)),
-        "workspace_bytes": plan.workspace_bytes, "bytes_moved": plan.bytes_moved, "bound": plan.bound,
-    }  # fmt: skip
+        "reason": plan.reason,
+        "steps": len(plan.steps),
+        "kernel_launches": sum(map(_launches, plan.steps)),
+        "workspace_bytes": plan.workspace_bytes,
+        "bytes_moved": plan.bytes_moved,
+        "bound": plan.bound,
+    }
 
 
 def _launches(step: Step) -> int:

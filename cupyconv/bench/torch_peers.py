@@ -21,7 +21,7 @@ import numpy as np
 from cupyconv.bench.cases import Case
 from cupyconv.bench.peers import Call, Way
 from cupyconv.bench.recurrent_layers import AnyCase, RecurrentCase, layer_of_torch
-from cupyconv.problem.dtypes import dtype_from_name, dtype_name
+from cupyconv.problem.arrays import dtype_from_name, dtype_name
 
 #: Spatial axes -> the name of torch's channels-last format.
 _CHANNELS_LAST = {2: "channels_last", 3: "channels_last_3d"}

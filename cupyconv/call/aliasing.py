@@ -78,8 +78,12 @@ class _Memory:
     def __init__(self, span: _Span, address: int) -> None:
         shape, strides, itemsize = span.layout
         self.__array_interface__ = {
-            "version": 3, "data": (address, False), "shape": shape, "strides": strides, "typestr": f"|V{itemsize}"
-        }  # fmt: skip
+            "version": 3,
+            "data": (address, False),
+            "shape": shape,
+            "strides": strides,
+            "typestr": f"|V{itemsize}",
+        }
 
 
 def _share_elements(a: _Span, a_address: int, b: _Span, b_address: int) -> bool:

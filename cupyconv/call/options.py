@@ -19,14 +19,13 @@ class Settings(NamedTuple):
     threads: int | None = None
 
 
-#: Settings of the enclosing blocks, innermost last.
-_BLOCKS: ContextVar[tuple[Settings, ...]] = ContextVar("cupyconv_settings", default=())
 _DEFAULTS = Settings()
+#: The settings in force, and those of the blocks around the innermost one.
+_CURRENT: ContextVar[Settings] = ContextVar("cupyconv_settings", default=_DEFAULTS)
+_OUTER: ContextVar[tuple[Settings, ...]] = ContextVar("cupyconv_outer_settings", default=())
 
-
-def current_settings() -> Settings:
-    blocks = _BLOCKS.get()
-    return blocks[-1] if blocks else _DEFAULTS
+#: What the call at hand is decided with.
+current_settings = _CURRENT.get
 
 
 class options(AbstractContextManager["Settings"]):
@@ -89,13 +88,16 @@ class options(AbstractContextManager["Settings"]):
         )
 
     def __enter__(self) -> Settings:
-        _BLOCKS.set((*_BLOCKS.get(), self._settings))
+        _OUTER.set((*_OUTER.get(), _CURRENT.get()))
+        _CURRENT.set(self._settings)
         return self._settings
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _BLOCKS.set(_BLOCKS.get()[:-1])
+        *outer, innermost = _OUTER.get()
+        _CURRENT.set(innermost)
+        _OUTER.set(tuple(outer))
 
 
 def flag(name: str, value: Any) -> bool:

@@ -109,9 +109,11 @@ def table_of(page: Page, libraries: Sequence[Library], measured: Sequence[dict[s
         row = [name]
         for ways in measured:
             way = ways.get(name)
-            row += ["", "", ""] if way is None else [
-                milliseconds(way.seconds), megabytes(way.beyond_result), f"{way.error:.1e}"
-            ]  # fmt: skip
+            row += (
+                ["", "", ""]
+                if way is None
+                else [milliseconds(way.seconds), megabytes(way.beyond_result), f"{way.error:.1e}"]
+            )
         if len(libraries) > 1:
             row.append(_difference(libraries, [ways.get(name) for ways in measured]))
         rows.append(row)
@@ -207,9 +209,13 @@ def _windows_free() -> int | None:
 
     class Status(ctypes.Structure):
         _fields_ = (
-            ("length", ctypes.c_ulong), ("load", ctypes.c_ulong),
-            *((name, ctypes.c_ulonglong) for name in ("total", "free", "page", "page_free", "virtual", "virtual_free", "extended")),
-        )  # fmt: skip
+            ("length", ctypes.c_ulong),
+            ("load", ctypes.c_ulong),
+            *(
+                (name, ctypes.c_ulonglong)
+                for name in ("total", "free", "page", "page_free", "virtual", "virtual_free", "extended")
+            ),
+        )
 
     status = Status(length=ctypes.sizeof(Status))
     return status.free if ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)) else None

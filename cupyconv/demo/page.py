@@ -37,8 +37,9 @@ class Page:
         """A plan: indented, long lines continued two columns deeper than they began."""
         for line in text.splitlines():
             indent = "    " + " " * (len(line) - len(line.lstrip()))
-            parts = textwrap.wrap(line.strip(), WIDTH, initial_indent=indent, subsequent_indent=indent + "    ",
-                                  break_on_hyphens=False)  # fmt: skip
+            parts = textwrap.wrap(
+                line.strip(), WIDTH, initial_indent=indent, subsequent_indent=indent + "    ", break_on_hyphens=False
+            )
             self.line("\n".join(parts))
         self.line()
 

@@ -25,13 +25,23 @@ import jax
 import numpy as np
 
 import cupyconv
-from cupyconv.ops.conv import prepare_conv, prepare_linmerge
+from cupyconv.call.explain import checked_call
 
 
 def conv(
-    x: Any, weight: Any, bias: Any = None, *, stride: Any = 1, padding: Any = 0, padding_mode: str = "constant",
-    dilation: Any = 1, groups: int = 1, activation: Any = None, residual: Any = None, method: str = "auto",
-) -> jax.Array:  # fmt: skip
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    *,
+    stride: Any = 1,
+    padding: Any = 0,
+    padding_mode: str = "constant",
+    dilation: Any = 1,
+    groups: int = 1,
+    activation: Any = None,
+    residual: Any = None,
+    method: str = "auto",
+) -> jax.Array:
     """`cupyconv.conv` of JAX arrays, differentiable in reverse in x, weight, bias and residual.
 
     Parameters
@@ -64,9 +74,7 @@ def conv(
     >>> jax.grad(lambda weight: conv(xs, weight, padding=1).sum())(jnp.ones((4, 6, 3)))[0, 0]
     Array([18., 20., 18.], dtype=float32)
     """
-    settings = _Settings("conv", stride=stride, padding=padding, padding_mode=padding_mode, dilation=dilation,
-                         groups=groups, activation=activation, method=method)  # fmt: skip
-    return _differentiable(settings, _Arrays(x, weight, bias, residual))
+    return _called(cupyconv.conv, "x", locals())
 
 
 def linmerge(
@@ -101,8 +109,15 @@ def linmerge(
     >>> jax.grad(lambda a: linmerge([a, b], weight).sum())(a)[0, :, 0]
     Array([1., 2.], dtype=float32)
     """
-    settings = _Settings("linmerge", activation=activation, method=method)
-    return _differentiable(settings, _Arrays(xs, weight, bias, residual))
+    return _called(cupyconv.linmerge, "xs", locals())
+
+
+def _called(function: Callable[..., Any], images: str, arguments: dict[str, Any]) -> jax.Array:
+    """The function's result; `arguments` are all by name, `images` is the name of the first."""
+    others = ("weight", "bias", "residual")
+    arrays = _Arrays(arguments[images], *(arguments[name] for name in others))
+    settings = {name: value for name, value in arguments.items() if name not in (images, *others)}
+    return _differentiable(_Settings(function, images, settings), arrays)
 
 
 class _Arrays(NamedTuple):
@@ -113,10 +128,11 @@ class _Arrays(NamedTuple):
 
 
 class _Settings:
-    """A function's name and what of its arguments is no array; hashable as `custom_vjp` wants it."""
+    """A function and those of its arguments that are no arrays; hashable as `custom_vjp` wants it."""
 
-    def __init__(self, function: str, **keywords: Any) -> None:
+    def __init__(self, function: Callable[..., Any], images: str, keywords: dict[str, Any]) -> None:
         self.function = function
+        self.images = images  # what it calls them
         self.keywords = keywords
         self._key = function, repr(keywords)
 
@@ -129,20 +145,22 @@ class _Settings:
     def arguments(self, arrays: _Arrays) -> dict[str, Any]:
         """The function's keywords."""
         x = list(arrays.x) if isinstance(arrays.x, (list, tuple)) else arrays.x
-        images = {"conv": "x", "linmerge": "xs"}[self.function]
-        return {images: x, "weight": arrays.weight, "bias": arrays.bias, "residual": arrays.residual, **self.keywords}
-
-
-_PREPARE: dict[str, Callable[..., Any]] = {"conv": prepare_conv, "linmerge": prepare_linmerge}
+        return {
+            self.images: x,
+            "weight": arrays.weight,
+            "bias": arrays.bias,
+            "residual": arrays.residual,
+            **self.keywords,
+        }
 
 
 def _run(settings: _Settings, arrays: _Arrays) -> jax.Array:
     def function(arrays: _Arrays) -> np.ndarray:
-        return getattr(cupyconv, settings.function)(**settings.arguments(_numpy(arrays)))
+        return settings.function(**settings.arguments(_numpy(arrays)))
 
     # Checked on arrays of one element that is repeated: errors come when the call is traced, with their own type.
     repeated = jax.tree.map(lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape), arrays)
-    result = _PREPARE[settings.function](**settings.arguments(repeated)).results[0]
+    result = checked_call(settings.function, **settings.arguments(repeated)).results[0]
     return jax.pure_callback(
         function, jax.ShapeDtypeStruct(result.shape, result.dtype), arrays, vmap_method="sequential"
     )
@@ -158,9 +176,8 @@ def _forward(settings: _Settings, arrays: _Arrays) -> tuple[jax.Array, _Arrays]:
 def _backward(settings: _Settings, arrays: _Arrays, cotangent: jax.Array) -> tuple[_Arrays]:
     def function(arrays: _Arrays, cotangent: Any) -> _Arrays:
         arrays = _numpy(arrays)
-        vjp = getattr(cupyconv, f"{settings.function}_vjp")
         # The transpose by the Hermitian adjoint: conjugate what goes in and what comes out.
-        _, pullback = vjp(**settings.arguments(arrays))
+        _, pullback = cupyconv.vjp(settings.function, **settings.arguments(arrays))
         found = pullback(np.conj(np.asarray(cotangent)))
         x = type(arrays.x)(found.x) if isinstance(arrays.x, (list, tuple)) else found.x
         return jax.tree.map(np.conj, _Arrays(x, found.weight, found.bias, found.residual))

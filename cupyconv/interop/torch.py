@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.autograd.function import once_differentiable
 
 import cupyconv
 
@@ -72,8 +71,13 @@ def conv(
     -----
     Settings have cupyconv's names and are keywords: PyTorch's ``padding_mode="zeros"``, ``"replicate"`` and ``"circular"``
     are ``"constant"``, ``"edge"`` and ``"wrap"``.  Gradients are PyTorch's: for complex tensors the Hermitian adjoint.
-    Autograd keeps what the pullback of `cupyconv.conv_vjp` holds, and raises an error where a tensor of that was
-    changed in place before the backward pass.
+    Autograd keeps what a pullback of `cupyconv.vjp` holds: x, weight, and with an activation the result or the
+    values before it.  Where one of these tensors was changed in place, the backward pass raises PyTorch's error; any
+    other may be changed.  With ``create_graph=True`` it raises a RuntimeError.  Where autograd is off, as under
+    `torch.no_grad` and `torch.inference_mode`, nothing is kept.  `torch.compile` leaves the call out of its graphs.
+
+    On CUDA results and gradients are memory of CuPy's pool, which PyTorch's figures, limits and `empty_cache` do not
+    know of; ``cupy.get_default_memory_pool().free_all_blocks()`` gives back what is free there.
 
     Examples
     --------
@@ -84,11 +88,7 @@ def conv(
     >>> weight.grad[0, 0]
     tensor([18., 20., 18.])
     """
-    settings = {
-        "stride": stride, "padding": padding, "padding_mode": padding_mode, "dilation": dilation, "groups": groups,
-        "activation": activation, "method": method,
-    }  # fmt: skip
-    return _differentiable(_CONV, x, weight, bias, residual, settings)
+    return _differentiable(cupyconv.conv, "x", locals())
 
 
 def linmerge(
@@ -130,7 +130,7 @@ def linmerge(
     >>> a.grad[0, :, 0]
     tensor([1., 2.])
     """
-    return _differentiable(_LINMERGE, xs, weight, bias, residual, {"activation": activation, "method": method})
+    return _differentiable(cupyconv.linmerge, "xs", locals())
 
 
 def rnn(
@@ -176,9 +176,7 @@ def rnn(
     >>> weight_hh.grad
     tensor([[12.]])
     """
-    tensors = {"x": x, "weight_ih": weight_ih, "weight_hh": weight_hh, "bias_ih": bias_ih, "bias_hh": bias_hh, "h0": h0}
-    settings = {"lengths": lengths, "direction": direction, "activation": activation, "clip": clip, "method": method}
-    y, h = _recurrent(_RNN, tensors, settings)
+    y, h = _recurrent(cupyconv.rnn, locals())
     return y, h
 
 
@@ -244,8 +242,8 @@ def lstm(
     ``torch.stack([module.weight_ih_l0, module.weight_ih_l0_reverse])``; every further layer is a further call.  With
     ``batch_first`` give ``x.transpose(0, 1)``.
 
-    Autograd keeps what the pullback of `cupyconv.lstm_vjp` holds, and raises an error where an argument, or y, was
-    changed in place before the backward pass.
+    Autograd keeps what a pullback of `cupyconv.vjp` holds.  Where an argument but a bias, or y, was changed in
+    place before the backward pass, this raises PyTorch's error; h and c may be changed.  The rest is as of `conv`.
 
     Examples
     --------
@@ -260,15 +258,7 @@ def lstm(
     >>> module.weight_ih_l0.grad.shape
     torch.Size([16, 3])
     """
-    tensors = {
-        "x": x, "weight_ih": weight_ih, "weight_hh": weight_hh, "bias_ih": bias_ih, "bias_hh": bias_hh, "h0": h0,
-        "c0": c0, "peephole": peephole,
-    }  # fmt: skip
-    settings = {
-        "lengths": lengths, "direction": direction, "activations": activations, "input_forget": input_forget,
-        "clip": clip, "method": method,
-    }  # fmt: skip
-    y, h, c = _recurrent(_LSTM, tensors, settings)
+    y, h, c = _recurrent(cupyconv.lstm, locals())
     return y, (h, c)
 
 
@@ -317,47 +307,79 @@ def gru(
     >>> x.grad[2:, 1].any()
     tensor(False)
     """
-    tensors = {"x": x, "weight_ih": weight_ih, "weight_hh": weight_hh, "bias_ih": bias_ih, "bias_hh": bias_hh, "h0": h0}
-    settings = {
-        "lengths": lengths, "direction": direction, "activations": activations,
-        "linear_before_reset": linear_before_reset, "clip": clip, "method": method,
-    }  # fmt: skip
-    y, h = _recurrent(_GRU, tensors, settings)
+    y, h = _recurrent(cupyconv.gru, locals())
     return y, h
 
 
-class _Operation(NamedTuple):
-    """A function of arrays, the same with its pullback, and what they call their first argument."""
+class _OfImages(NamedTuple):
+    """A call of `conv` or `linmerge`; its tensors are the images and then those with `names`."""
 
     function: Callable[..., Any]
-    vjp: Callable[..., Any]
-    images: str = "x"
+    images: str  # what it calls them
+    listed: bool  # whether the images came as a sequence
+    names: tuple[str, ...]
+    settings: dict[str, Any]
+
+    def arguments(self, arrays: Sequence[Any]) -> dict[str, Any]:
+        images = len(arrays) - len(self.names)
+        x = arrays[:images] if self.listed else arrays[0]
+        return {self.images: x, **dict(zip(self.names, arrays[images:])), **self.settings}
+
+    def gradients(self, pullback: Callable[..., Any], grads: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+        """One for each tensor; those that are not wanted may be None."""
+        images = len(wanted) - len(self.names)
+        needs = {"x"} if any(wanted[:images]) else set()
+        needs |= {name for name, want in zip(self.names, wanted[images:]) if want}
+        found = pullback(*grads, needs=tuple(sorted(needs)))
+        x = found.x if self.listed else [found.x]
+        return [*(x or [None] * images), *(getattr(found, name) for name in self.names)]
 
 
-_CONV = _Operation(cupyconv.conv, cupyconv.conv_vjp)
-_LINMERGE = _Operation(cupyconv.linmerge, cupyconv.linmerge_vjp, "xs")
-_RNN = _Operation(cupyconv.rnn, cupyconv.rnn_vjp)
-_LSTM = _Operation(cupyconv.lstm, cupyconv.lstm_vjp)
-_GRU = _Operation(cupyconv.gru, cupyconv.gru_vjp)
+class _OfSequences(NamedTuple):
+    """A call of a recurrent layer; its tensors are those with `names`."""
+
+    function: Callable[..., Any]
+    names: tuple[str, ...]
+    settings: dict[str, Any]
+
+    def arguments(self, arrays: Sequence[Any]) -> dict[str, Any]:
+        return {**self.settings, **dict(zip(self.names, arrays))}
+
+    def gradients(self, pullback: Callable[..., Any], grads: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+        """One for each tensor; None for lengths."""
+        found = pullback(*grads)
+        return [getattr(found, name, None) for name in self.names]
 
 
-def _differentiable(
-    operation: _Operation, x: Any, weight: Any, bias: Any, residual: Any, settings: dict[str, Any]
-) -> torch.Tensor:
+@torch.compiler.disable  # the compiler would trace the NumPy backend, step by step, into operations of its own
+def _differentiable(function: Callable[..., Any], images: str, arguments: dict[str, Any]) -> torch.Tensor:
+    """The result of `conv` or `linmerge`; `arguments` are all by name."""
+    x = arguments[images]
     listed = isinstance(x, (list, tuple))
-    images = {f"{operation.images}[{i}]" if listed else operation.images: t for i, t in enumerate(x if listed else [x])}
-    tensors = {**images, "weight": weight, "bias": bias, "residual": residual}
-    tensors = _on_one_device(tensors)
-    names = tuple(tensors)[len(images) :]
-    return _Function.apply(operation, listed, names, settings, *tensors.values())
+    named = {f"{images}[{i}]": tensor for i, tensor in enumerate(x)} if listed else {images: x}
+    tensors = _on_one_device({**named, **{name: arguments[name] for name in _OTHERS}})
+    settings = {name: value for name, value in arguments.items() if name not in (images, *_OTHERS)}
+    call = _OfImages(function, images, listed, tuple(tensors)[len(named) :], settings)
+    (y,) = _Function.apply(call, torch.is_grad_enabled(), *tensors.values())
+    return y
 
 
-def _recurrent(operation: _Operation, tensors: dict[str, Any], settings: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    tensors = _on_one_device(tensors, required=("x", "weight_ih", "weight_hh"))
-    lengths = settings["lengths"]
-    if isinstance(lengths, torch.Tensor):
-        settings = {**settings, "lengths": _array(lengths)}
-    return _RecurrentFunction.apply(operation, tuple(tensors), settings, *tensors.values())
+@torch.compiler.disable  # as `_differentiable`
+def _recurrent(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """The results of a recurrent layer, side by side."""
+    tensors = _on_one_device(
+        {name: arguments[name] for name in cupyconv.RecurrentGradients._fields if name in arguments},
+        required=("x", "weight_ih", "weight_hh"),
+    )
+    settings = {name: value for name, value in arguments.items() if name not in cupyconv.RecurrentGradients._fields}
+    if isinstance(settings["lengths"], torch.Tensor):
+        tensors["lengths"] = settings["lengths"]  # on any device; these too may be changed in place
+    call = _OfSequences(function, tuple(tensors), settings)
+    return _Function.apply(call, torch.is_grad_enabled(), *tensors.values())
+
+
+#: Tensors of `conv` and `linmerge` beside the images.
+_OTHERS = ("weight", "bias", "residual")
 
 
 def _on_one_device(tensors: dict[str, Any], required: Sequence[str] = ()) -> dict[str, torch.Tensor]:
@@ -373,79 +395,55 @@ def _on_one_device(tensors: dict[str, Any], required: Sequence[str] = ()) -> dic
 
 
 class _Function(torch.autograd.Function):
-    """Tensors in the order: images, then `names`."""
+    """Tensors to tensors, by a call that knows what they are.
+
+    `recorded` says whether autograd was on outside: within `forward` it is off, whatever `ctx.needs_input_grad` says.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, operation: _Operation, listed: bool, names: tuple[str, ...], settings: dict[str, Any],
-        *tensors: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        images = len(tensors) - len(names)
-        with _stream_of(tensors[0]):
-            arrays = [_array(tensor) for tensor in tensors]
-            x = arrays[:images] if listed else arrays[0]
-            arguments = {operation.images: x, **dict(zip(names, arrays[images:])), **settings}
-            if not any(ctx.needs_input_grad):
-                return _tensor(operation.function(**arguments))
-            y, ctx.pullback = operation.vjp(**arguments)
-            ctx.save_for_backward(*tensors)  # for their versions: the pullback has the arrays
-            ctx.listed, ctx.names = listed, names
-            ctx.context = contextvars.copy_context()  # the options in force; the backward pass has a thread of its own
-            return _tensor(y)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        tensors = ctx.saved_tensors  # raises where one was changed in place
-        images = len(tensors) - len(ctx.names)
-        wanted = ctx.needs_input_grad[4:]
-        needs = {"x"} if any(wanted[:images]) else set()
-        needs |= {name for name, want in zip(ctx.names, wanted[images:]) if want}
-        with _stream_of(grad):
-            gradients = ctx.context.copy().run(ctx.pullback, _array(grad), needs=tuple(sorted(needs)))
-            x = gradients.x if ctx.listed else [gradients.x]
-            arrays = [*(x if x is not None else [None] * images), *(getattr(gradients, name) for name in ctx.names)]
-            found = [_tensor(array) if want else None for array, want in zip(arrays, wanted)]
-        return (None, None, None, None, *found)
-
-
-class _RecurrentFunction(torch.autograd.Function):
-    """Tensors by `names`; results are y, h and, of an lstm, c."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, operation: _Operation, names: tuple[str, ...], settings: dict[str, Any], *tensors: torch.Tensor
+        ctx: Any, call: _OfImages | _OfSequences, recorded: bool, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         with _stream_of(tensors[0]):
-            arguments = {**{name: _array(tensor) for name, tensor in zip(names, tensors)}, **settings}
-            if not any(ctx.needs_input_grad):
-                return _results(operation.function(**arguments))
-            results, ctx.pullback = operation.vjp(**arguments)
-            found = _results(results)
-        ctx.save_for_backward(*tensors, found[0])  # for their versions: the pullback has the arrays
-        ctx.names = names
-        ctx.context = contextvars.copy_context()  # as of `_Function`
-        ctx.set_materialize_grads(False)  # a result that nothing was made of has no gradient, not zeros
+            arrays = [_array(tensor) for tensor in tensors]
+            arguments = call.arguments(arrays)
+            if not (recorded and any(ctx.needs_input_grad)):
+                return tuple(_tensor(result) for result in _side_by_side(call.function(**arguments)))
+            returned, ctx.pullback = cupyconv.vjp(call.function, **arguments)
+            results = _side_by_side(returned)
+            found = tuple(_tensor(result) for result in results)
+        # The pullback has the arrays; autograd watches for changes in place of the tensors whose memory these are.
+        held = {id(array) for array in ctx.pullback.holds}
+        memory = zip((*tensors, *found), (*arrays, *results))
+        ctx.save_for_backward(*(tensor for tensor, array in memory if id(array) in held))
+        ctx.call = call
+        ctx.context = contextvars.copy_context()  # the options in force; the backward pass has a thread of its own
+        ctx.set_materialize_grads(len(found) == 1)  # of several, one that is not used has no gradient, not zeros
         return found
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        x = ctx.saved_tensors[0]  # raises where one was changed in place
-        with _stream_of(x):
+        # PyTorch's once_differentiable would ask `grads` alone: that of a sum needs no gradient, though x and weight do.
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "cupyconv's functions are differentiable once: with create_graph=True their gradients would be taken for"
+                " constants; PyTorch's own functions have second derivatives"
+            )
+        saved = ctx.saved_tensors  # raises where one was changed in place
+        wanted = ctx.needs_input_grad[2:]
+        with _stream_of(saved[0]):
             arrays = [None if grad is None else _array(grad) for grad in grads]
-            gradients = ctx.context.copy().run(ctx.pullback, *arrays)
-            found = [
-                _tensor(getattr(gradients, name)) if want else None
-                for name, want in zip(ctx.names, ctx.needs_input_grad[3:])
-            ]
-        return (None, None, None, *found)
+            gradients = ctx.context.copy().run(ctx.call.gradients, ctx.pullback, arrays, wanted)
+            found = [_tensor(gradient) if want else None for gradient, want in zip(gradients, wanted)]
+        return (None, None, *found)
 
 
-def _results(results: Any) -> tuple[torch.Tensor, ...]:
-    """``(y, h)`` or ``(y, (h, c))`` as tensors side by side."""
+def _side_by_side(results: Any) -> tuple[Any, ...]:
+    """The arrays of ``y``, ``(y, h)`` or ``(y, (h, c))``."""
+    if not isinstance(results, tuple):
+        return (results,)
     y, states = results
-    return tuple(_tensor(array) for array in (y, *(states if isinstance(states, tuple) else (states,))))
+    return (y, *(states if isinstance(states, tuple) else (states,)))
 
 
 @contextmanager

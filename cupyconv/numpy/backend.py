@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from cupyconv.problem import problems
-from cupyconv.problem.machine import HostModel
-from cupyconv.problem.plan import Plan, Step
-from cupyconv.problem.problems import Problem
+from cupyconv.numpy.step import NumpyStep
+from cupyconv.problem import passes, problems, recurrence
+from cupyconv.problem.plan import Plan
+from cupyconv.problem.problems import HostModel, Problem
 
 _NOTHING_TO_DO = nullcontext()
 
@@ -57,7 +56,7 @@ class NumpyBackend:
 
     def prepare(self, plan: Plan) -> Callable[[Mapping[str, Any]], None]:
         """A function that executes the plan on arguments and result by name."""
-        runs = [step.executable() if hasattr(step, "executable") else _prepared(step) for step in plan.steps]
+        runs = [step.executable() for step in cast("tuple[NumpyStep, ...]", plan.steps)]
 
         def run(arrays: Mapping[str, Any]) -> None:
             with np.errstate(all="ignore"):
@@ -86,78 +85,36 @@ def _plan(problem: Problem) -> Plan:
             from cupyconv.numpy.weight_gradient import plan_weight_gradient
 
             return plan_weight_gradient(problem)
-        case problems.RecurrentProblem():
-            from cupyconv.numpy.recurrent_plan import plan_recurrent
+        case recurrence.RecurrentProblem():
+            from cupyconv.numpy.recurrent import plan_recurrent
 
             return plan_recurrent(problem)
-        case problems.RecurrentGradientProblem():
-            from cupyconv.numpy.recurrent_gradient_plan import plan_recurrent_gradient
+        case recurrence.RecurrentGradientProblem():
+            from cupyconv.numpy.recurrent_gradient import plan_recurrent_gradient
 
             return plan_recurrent_gradient(problem)
-        case problems.Im2colProblem():
-            from cupyconv.planning.columns import plan_im2col
+        case passes.Im2colProblem():
+            from cupyconv.numpy.columns import plan_im2col
 
             return plan_im2col(problem)
-        case problems.Col2imProblem():
-            from cupyconv.planning.columns import plan_col2im
+        case passes.Col2imProblem():
+            from cupyconv.numpy.columns import plan_col2im
 
             return plan_col2im(problem)
-        case problems.EpilogueGradProblem():
-            from cupyconv.planning.epilogue_grad import plan_epilogue_grad
+        case passes.EpilogueGradProblem():
+            from cupyconv.numpy.epilogue_grad import plan_epilogue_grad
 
             return plan_epilogue_grad(problem)
-        case problems.PrologueGradProblem():
-            from cupyconv.planning.prologue_grad import plan_prologue_grad
+        case passes.PrologueGradProblem():
+            from cupyconv.numpy.prologue_grad import plan_prologue_grad
 
             return plan_prologue_grad(problem)
-        case problems.PoolingGradientProblem():
-            from cupyconv.planning.pooling import plan_max_pool_gradient
+        case passes.PoolingGradientProblem():
+            from cupyconv.numpy.pooling import plan_max_pool_gradient
 
             return plan_max_pool_gradient(problem)
-        case problems.PoolingProblem():
-            from cupyconv.planning.pooling import plan_max_pool
+        case passes.PoolingProblem():
+            from cupyconv.numpy.pooling import plan_max_pool
 
             return plan_max_pool(problem)
     raise AssertionError(problem)
-
-
-def _prepared(step: Step) -> Callable[[Mapping[str, Any]], None]:
-    """What runs a step.  Its module is imported with the first of its kind: few programs need them all."""
-    from cupyconv.numpy.loops import (
-        BlockLoop,
-        ElementwiseLoop,
-        PoolingLoop,
-        RecurrentGradientLoop,
-        RecurrentLoop,
-    )
-
-    match step:
-        case ElementwiseLoop(body="epilogue_grad"):
-            from cupyconv.numpy.epilogue_grad import epilogue_grad
-
-            return partial(epilogue_grad, step)
-        case ElementwiseLoop():
-            from cupyconv.numpy.prologue_grad import prologue_grad
-
-            return partial(prologue_grad, step)
-        case PoolingLoop():
-            from cupyconv.numpy.pooling import pooling_loop
-
-            return pooling_loop(step)
-        case RecurrentLoop():
-            from cupyconv.numpy.recurrent import RecurrentLayer
-
-            return RecurrentLayer(step).run
-        case RecurrentGradientLoop():
-            from cupyconv.numpy.recurrent_gradient import RecurrentGradient
-
-            return RecurrentGradient(step).run
-        case BlockLoop(body="im2col"):
-            from cupyconv.numpy.columns import im2col
-
-            return partial(im2col, step)
-        case BlockLoop(body="col2im"):
-            from cupyconv.numpy.columns import col2im
-
-            return partial(col2im, step)
-    raise AssertionError(step)

@@ -29,13 +29,10 @@ import numpy as np
 
 from cupyconv.numpy.convolution import ConvLoop, Convolution, Rejected, bound, plan_conv
 from cupyconv.numpy.windows import Scratch, five_axes, in_threads, ranges_of
-from cupyconv.problem.dtypes import accumulator, dtype_from_name
-from cupyconv.problem.even_parts import even_part
-from cupyconv.problem.geometry import ConvGeometry, Triple
-from cupyconv.problem.machine import HostModel
-from cupyconv.problem.operands import Operand
+from cupyconv.problem.arrays import Operand, accumulator, dtype_from_name
+from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
 from cupyconv.problem.plan import Buffer, Plan
-from cupyconv.problem.problems import ChainProblem, ConvProblem, NotApplicable, without_empty_inputs
+from cupyconv.problem.problems import ChainProblem, ConvProblem, HostModel, NotApplicable, without_empty_inputs
 
 #: Bytes of intermediate rows in a tile: what stays in a core's cache beside the columns that are made of it.
 TILE_BYTES = 1 << 20

@@ -3,48 +3,89 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from cupyconv.numpy.loops import BlockLoop
+from cupyconv.numpy.step import NumpyStep, block_words
 from cupyconv.numpy.windows import Region, five_axes, parts_of, read, tap_regions
-from cupyconv.problem.dtypes import dtype_from_name
+from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import Windows
+from cupyconv.problem.passes import Col2imProblem, ColumnsProblem, Im2colProblem
+from cupyconv.problem.plan import Buffer, Plan
 
 
-def im2col(loop: BlockLoop, arrays: Mapping[str, Any]) -> None:
-    """Write windows of the inputs into ``out``."""
-    xs, columns = [five_axes(arrays[name]) for name in loop.inputs], _by_tap(arrays["out"], loop.geometry)
-    for t, regions in enumerate(_regions(loop.geometry)):
-        for at, elements in regions:
-            for x, first in zip(xs, loop.geometry.channel_offsets):
-                target = read(columns[:, first : first + x.shape[1], t], at)
-                target[...] = 0 if elements is None else read(x, elements)
+def plan_im2col(problem: Im2colProblem) -> Plan:
+    """Columns of one or many inputs, written straight into the result."""
+    return problem.planned([Im2col(problem)] if problem.columns.nbytes else [])
 
 
-def col2im(loop: BlockLoop, arrays: Mapping[str, Any]) -> None:
-    """Add every entry of columns to the element of ``out`` that it was read from.
+def plan_col2im(problem: Col2imProblem) -> Plan:
+    """An image from columns: the entries of each tap are added to the elements that they were read from."""
+    (out,) = problem.xs
+    if not out.nbytes:
+        return problem.planned([])
+    if accumulator(out.dtype) == out.dtype:
+        return problem.planned([Col2im(problem)])
+    channel = out.pixels * ITEMSIZE[accumulator(out.dtype)]
+    channels = max(1, min(problem.windows.in_channels, (problem.limit - Plan.ALIGNMENT) // channel))
+    return problem.planned([Col2im(problem, channels)], workspace=(Buffer("sums", channels * channel),))
+
+
+@dataclass(frozen=True)
+class ColumnsStep(NumpyStep):
+    """A pass over all taps; each is a few copies or sums of slices."""
+
+    problem: ColumnsProblem
+
+    def __str__(self) -> str:
+        windows, dtype = self.problem.windows, accumulator(self.problem.columns.dtype)
+        blocks = block_words(windows.batch, (1, *windows.out_size), "n, d, h, w", threads=1)
+        return f"loop     {self.problem.operation}, sums in {dtype}: {blocks}"
+
+
+class Im2col(ColumnsStep):
+    """Windows of the inputs are written into ``out``."""
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        windows = self.problem.windows
+        xs, columns = [five_axes(arrays[x.name]) for x in self.problem.xs], _by_tap(arrays["out"], windows)
+        for t, regions in enumerate(_regions(windows)):
+            for at, elements in regions:
+                for x, first in zip(xs, windows.channel_offsets):
+                    target = read(columns[:, first : first + x.shape[1], t], at)
+                    target[...] = 0 if elements is None else read(x, elements)
+
+
+@dataclass(frozen=True)
+class Col2im(ColumnsStep):
+    """Every entry of columns is added to the element of ``out`` that it was read from.
 
     Sums are kept in the image, or where that would round each of them, some channels of a sample at a time beside it.
     """
-    columns, image = _by_tap(arrays[loop.inputs[0]], loop.geometry), five_axes(arrays["out"])
-    sums_dtype, count = dtype_from_name(loop.dtype), image.shape[1]
-    for n, channels in product(range(len(image)), parts_of(count, loop.part or count)):
-        columns_nc, image_nc = columns[n, channels], image[n, channels]
-        sums = np.empty(image_nc.shape, sums_dtype) if loop.part else image_nc
-        sums[...] = 0
-        for t, regions in enumerate(_regions(loop.geometry)):
-            for at, elements in regions:
-                if elements is not None:  # what fell on padding is dropped
-                    read(sums, elements)[...] += read(columns_nc[:, t], at)
-        if loop.part:
-            image_nc[...] = sums
+
+    channels: int = 0  # whose sums there are at a time; 0 where they are the image itself
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        windows = self.problem.windows
+        columns, image = _by_tap(arrays["columns"], windows), five_axes(arrays["out"])
+        sums_dtype, count = dtype_from_name(accumulator(self.problem.columns.dtype)), image.shape[1]
+        for n, channels in product(range(len(image)), parts_of(count, self.channels or count)):
+            columns_nc, image_nc = columns[n, channels], image[n, channels]
+            sums = np.empty(image_nc.shape, sums_dtype) if self.channels else image_nc
+            sums[...] = 0
+            for t, regions in enumerate(_regions(windows)):
+                for at, elements in regions:
+                    if elements is not None:  # what fell on padding is dropped
+                        read(sums, elements)[...] += read(columns_nc[:, t], at)
+            if self.channels:
+                image_nc[...] = sums
 
 
 def _regions(windows: Windows) -> tuple[tuple[Region, ...], ...]:
-    """Of all output pixels at once."""
+    """What each tap reads for all output pixels at once."""
     depth, height, width = windows.out_size
     return tap_regions(windows, (range(depth), range(height), range(width)))
 

@@ -30,20 +30,20 @@ import numpy as np
 
 from cupyconv.numpy.windows import Block, Blocks, BlockSize, Images, Scratch, five_axes, in_threads, largest_block
 from cupyconv.problem.activations import Activation
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator, dtype_from_name, is_complex, real_part
+from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides, dtype_from_name, is_complex, real_part
 from cupyconv.problem.geometry import ConvGeometry, Windows
-from cupyconv.problem.machine import HostModel
-from cupyconv.problem.operands import Operand, c_strides
 from cupyconv.problem.plan import Buffer, Plan
 from cupyconv.problem.problems import (
+    NO_PROLOGUE,
     ConvProblem,
+    HostModel,
     NotApplicable,
     ProductsProblemT,
+    Prologue,
     TransposedProblem,
     WeightGradientProblem,
     without_empty_inputs,
 )
-from cupyconv.problem.prologue import NONE, Prologue
 
 #: Bytes of columns a block aims at where products dominate, and where memory does.
 PRODUCT_BLOCK = 8 << 20
@@ -163,7 +163,7 @@ class BlockLoop:
     in_place: bool  # the sums are the result itself
     bytes_moved: int
     flops: int
-    prologue: Prologue = NONE
+    prologue: Prologue = NO_PROLOGUE
 
     @classmethod
     @abstractmethod

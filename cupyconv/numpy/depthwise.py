@@ -14,11 +14,9 @@ import numpy as np
 from cupyconv.numpy.convolution import LONE_PIXELS, MEMORY_BLOCK, Run, is_one_kind, temporaries
 from cupyconv.numpy.mec import GroupsLoop, MecLoop, mec_columns
 from cupyconv.numpy.windows import Block, BlockSize, Images, parts_of, tile_shape
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator
-from cupyconv.problem.even_parts import even_part
-from cupyconv.problem.geometry import ConvGeometry
-from cupyconv.problem.problems import ConvProblem
-from cupyconv.problem.prologue import Prologue
+from cupyconv.problem.arrays import ITEMSIZE, accumulator
+from cupyconv.problem.geometry import ConvGeometry, even_part
+from cupyconv.problem.problems import ConvProblem, Prologue
 
 
 class ScaledRuns(GroupsLoop):

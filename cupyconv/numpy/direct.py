@@ -10,7 +10,7 @@ from cupyconv.numpy.convolution import MEMORY_BLOCK, ConvLoop, Run, sums_per_pix
 from cupyconv.numpy.depthwise import ScaledRuns, ScaledTaps
 from cupyconv.numpy.gemm import product, with_parts
 from cupyconv.numpy.windows import Block, BlockSize
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator
+from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.problems import ConvProblem
 
 

@@ -1,60 +1,136 @@
-"""Back through an epilogue, block by block: the activation's derivative and each channel's sum, while in cache."""
+"""Back through an epilogue, block by block: the activation's derivative and each channel's sum, while in cache.
+
+The order of additions is the plan's, so it is the same on every run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from math import prod
+from typing import Any, ClassVar
 
 import numpy as np
 
 from cupyconv.numpy.activations import derivative
-from cupyconv.numpy.loops import ElementwiseLoop
+from cupyconv.numpy.step import NumpyStep, block_words
+from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import five_axes
-from cupyconv.problem.dtypes import dtype_from_name
+from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, dtype_from_name
+from cupyconv.problem.geometry import even_part
+from cupyconv.problem.passes import ElementwiseGradProblem, EpilogueGradProblem
+from cupyconv.problem.plan import Buffer, Plan
+
+#: Elements of a block: gradient, saved values and the product of both stay in a core's L2 cache.
+BLOCK_ELEMENTS = 1 << 16
+
+#: Slices of the axes (n, c, d, h, w).
+At = tuple[slice, ...]
 
 
-def epilogue_grad(loop: ElementwiseLoop, arrays: Mapping[str, Any]) -> None:
-    """Write ``out`` and ``sums``, whichever are there, for ``grad`` and, with an activation, ``saved``."""
-    grad = five_axes(arrays["grad"])
-    saved, out = (five_axes(arrays[name]) if name in arrays else None for name in ("saved", "out"))
-    sums, dtype = arrays.get("sums"), dtype_from_name(loop.dtype)
+def plan_epilogue_grad(problem: EpilogueGradProblem) -> Plan:
+    """One pass over the gradient; nothing where it has no elements and there are no sums to take."""
+    return plan_in_blocks(problem, EpilogueGrad)
 
-    def finish(at: tuple[slice, ...]) -> np.ndarray | None:
-        """One block; its channels' sums where they are wanted."""
-        with np.errstate(all="ignore"):  # of the thread
+
+@dataclass(frozen=True)
+class ElementwiseStep(NumpyStep):
+    """A pass over images that are alike, in blocks that stay in cache; `block` cuts the axes of all of them."""
+
+    #: Arrays of a block's size that it is worked out in, or that are copies which BLAS can read.
+    TEMPORARIES: ClassVar[int]
+    #: Axes of the sums beside that of the channels.
+    SUMS: ClassVar[tuple[int, ...]] = ()
+
+    problem: ElementwiseGradProblem
+    block: tuple[int, ...]
+    threads: int
+
+    @property
+    def dtype(self) -> str:
+        """What is computed in."""
+        return accumulator(self.problem.grad.dtype)
+
+    @property
+    def bytes_moved(self) -> int:
+        return sum(operand.nbytes for operand in self.problem.images)
+
+    def __str__(self) -> str:
+        blocks = prod(-(-extent // part) for extent, part in zip(self.problem.grad.shape, self.block))
+        cut = block_words(blocks, self.block, "n, c, d, h, w", self.threads)
+        return f"loop     {self.problem.operation} in {self.dtype}: {cut}"
+
+    def executable(self) -> Callable[[Mapping[str, Any]], None]:
+        """Write ``out`` and ``sums``, whichever are there."""
+        cuts = [
+            [slice(first, first + part) for first in range(0, extent, part)]
+            for extent, part in zip(self.problem.grad.shape, self.block)
+        ]
+
+        def run(arrays: Mapping[str, Any]) -> None:
+            finish = self.finisher(arrays)
+            sums = arrays["sums"].reshape(-1, *self.SUMS) if "sums" in arrays else None
+            if sums is not None:
+                sums[...] = 0
+            for at, part in zip(product(*cuts), in_threads(self.threads, finish, product(*cuts))):
+                if sums is not None:
+                    sums[at[1]] += part  # in the order of the blocks, whichever thread was first
+
+        return run
+
+    def finisher(self, arrays: Mapping[str, Any]) -> Callable[[At], np.ndarray | None]:
+        """What finishes a block, and returns the sums of its channels where these are among the arrays."""
+        raise NotImplementedError
+
+
+def plan_in_blocks(problem: ElementwiseGradProblem, step: type[ElementwiseStep]) -> Plan:
+    """The plan that is one step of this class."""
+    grad = problem.grad
+    if not grad.nbytes and not (problem.sums and problem.sums.nbytes):
+        return problem.planned([])
+    bytes_per_element = step.TEMPORARIES * ITEMSIZE[accumulator(grad.dtype)]
+    at_once = max(1, min(problem.host.threads, -(-prod(grad.shape) // BLOCK_ELEMENTS)))
+    elements = max(1, min(BLOCK_ELEMENTS, problem.limit // (bytes_per_element * at_once)))
+    block = _block_of(problem.images[-1], elements)
+    threads = max(1, min(at_once, prod(-(-extent // part) for extent, part in zip(grad.shape, block))))
+    workspace = Buffer("blocks", threads * prod(block) * bytes_per_element)
+    return problem.planned([step(problem, block, threads)], workspace=(workspace,))
+
+
+def _block_of(operand: Operand, elements: int) -> tuple[int, ...]:
+    """At most so many elements that lie together: axes are taken whole from the one with the smallest stride on."""
+    block, left = [1] * 5, elements
+    for axis in sorted(range(5), key=lambda axis: (abs(operand.strides[axis]), -axis)):
+        block[axis] = even_part(max(1, operand.shape[axis]), max(1, left))
+        left //= block[axis]
+    return tuple(block)
+
+
+@dataclass(frozen=True)
+class EpilogueGrad(ElementwiseStep):
+    """``out`` and ``sums`` from ``grad`` and, with an activation, ``saved``."""
+
+    TEMPORARIES = 4
+
+    problem: EpilogueGradProblem
+
+    def finisher(self, arrays: Mapping[str, Any]) -> Callable[[At], np.ndarray | None]:
+        grad = five_axes(arrays["grad"])
+        saved, out = (five_axes(arrays[name]) if name in arrays else None for name in ("saved", "out"))
+        wanted, dtype = "sums" in arrays, dtype_from_name(self.dtype)
+
+        def finish(at: At) -> np.ndarray | None:
+            block = grad[at].astype(dtype, copy=False)
             place = out[at] if out is not None and out.dtype == dtype else None
-            block = _back_through(grad[at], None if saved is None else saved[at], loop, dtype, place)
+            if saved is not None:
+                slope = derivative(saved[at].astype(dtype, copy=False), self.problem.activation)
+                block = np.multiply(block, slope, out=place)
             if out is not None and place is None:
                 out[at] = block
-            return None if sums is None else channel_sums(block)
+            return channel_sums(block) if wanted else None
 
-    blocks = blocks_of(loop, grad.shape)
-    if sums is not None:
-        sums[...] = 0
-    with ThreadPoolExecutor(loop.threads) as pool:
-        for at, part in zip(blocks, (map if loop.threads == 1 else pool.map)(finish, blocks)):
-            if sums is not None:
-                sums[at[1]] += part  # in the order of the blocks, whichever thread was first
-
-
-def blocks_of(loop: ElementwiseLoop, shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
-    """The blocks of images of this shape, in order."""
-    return [
-        tuple(slice(first, first + part) for first, part in zip(corner, loop.block))
-        for corner in product(*(range(0, extent, part) for extent, part in zip(shape, loop.block)))
-    ]
-
-
-def _back_through(
-    grad: np.ndarray, saved: np.ndarray | None, loop: ElementwiseLoop, dtype: np.dtype, place: np.ndarray | None
-) -> np.ndarray:
-    """``grad * f'(saved)``, in `place` if there is one; the gradient as it is without an activation."""
-    if saved is None:
-        return grad.astype(dtype, copy=False)
-    slope = derivative(saved.astype(dtype, copy=False), loop.activation)
-    return np.multiply(grad.astype(dtype, copy=False), slope, out=place)
+        return finish
 
 
 def channel_sums(block: np.ndarray) -> np.ndarray:

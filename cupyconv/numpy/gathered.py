@@ -18,8 +18,8 @@ import numpy as np
 
 from cupyconv.numpy.convolution import ConvLoop, Convolution, plan_conv
 from cupyconv.numpy.windows import five_axes
+from cupyconv.problem.arrays import c_strides
 from cupyconv.problem.geometry import ConvGeometry
-from cupyconv.problem.operands import c_strides
 from cupyconv.problem.plan import Buffer, Plan
 from cupyconv.problem.polyphase import class_problem, is_reached, residue_classes
 from cupyconv.problem.problems import NotApplicable, TransposedProblem

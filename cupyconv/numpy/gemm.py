@@ -26,7 +26,7 @@ from cupyconv.numpy.convolution import (
 )
 from cupyconv.numpy.mec import MecProducts
 from cupyconv.numpy.windows import Block, BlockSize, columns_shape, tile_shape
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator, is_complex
+from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.problems import ConvProblem
 

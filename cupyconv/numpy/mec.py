@@ -32,11 +32,9 @@ from cupyconv.numpy.convolution import (
     temporaries,
 )
 from cupyconv.numpy.windows import Block, BlockSize, Images, parts_of, tile_shape
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator
-from cupyconv.problem.even_parts import even_part
-from cupyconv.problem.geometry import ConvGeometry
-from cupyconv.problem.problems import ConvProblem
-from cupyconv.problem.prologue import Prologue
+from cupyconv.problem.arrays import ITEMSIZE, accumulator
+from cupyconv.problem.geometry import ConvGeometry, even_part
+from cupyconv.problem.problems import ConvProblem, Prologue
 
 #: Pixels per output from which a copy of the weight takes much less than its products, and pixels of a row from
 #: which columns of all taps are written as quickly as one tap's products are added to another's.

@@ -10,17 +10,28 @@ them: no block depends on another, and each element's sum has the same order how
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple, Protocol
+from math import prod
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 
-from cupyconv.numpy.loops import PoolingLoop
+from cupyconv.numpy.step import NumpyStep, block_words
+from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import Scratch, axis_segments, five_axes
-from cupyconv.problem.dtypes import dtype_from_name
-from cupyconv.problem.geometry import Windows
+from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
+from cupyconv.problem.geometry import Windows, even_part
+from cupyconv.problem.passes import PoolingGradientProblem, PoolingProblem
+from cupyconv.problem.plan import Buffer, Plan
+
+#: Bytes that a block touches, at most: they stay in a core's L2 cache.
+BLOCK_BYTES = 512 << 10
+
+#: Elements of a block along the axes (n, c, d, h, w).
+Block = tuple[int, ...]
 
 
 class NewArray(Protocol):
@@ -29,41 +40,136 @@ class NewArray(Protocol):
     def __call__(self, name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray: ...
 
 
-def pooling_loop(loop: PoolingLoop) -> Callable[[Mapping[str, np.ndarray]], None]:
-    """What runs a loop, given arguments and results by name."""
-    windows, dtype = loop.geometry, dtype_from_name(loop.dtype)
-    part_of_axis: Callable[..., Any]
-    compute: Callable[..., None]
-    if loop.body == "max_pool":
-        part_of_axis, compute, spatial = _Outputs.along, _max_pool, windows.out_size
-    else:
-        part_of_axis, compute, spatial = _Elements.along, _max_pool_gradient, windows.size
-    shape = (windows.batch, windows.in_channels, *spatial)
-    cuts = [[range(at, min(at + part, n)) for at in range(0, n, part)] for n, part in zip(shape, loop.block)]
-    planes = [tuple(slice(r.start, r.stop) for r in plane) for plane in product(*cuts[:2])]
-    parts = list(product(*([part_of_axis(windows, axis, r) for r in cuts[2 + axis]] for axis in range(3))))
+def plan_max_pool(problem: PoolingProblem) -> Plan:
+    """The largest element of every window."""
+    return _plan(problem, MaxPool)
 
-    def run(arrays: Mapping[str, np.ndarray]) -> None:
-        images = [five_axes(arrays[name]) for name in (*loop.inputs, loop.result)]
-        scratch = Scratch(dtype, loop.blocks)
-        axes = sorted(range(5), key=lambda axis: -abs(images[0].strides[axis]))  # in memory, outermost first
 
-        def new(name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-            return scratch.array(name, [shape[axis] for axis in axes], dtype).transpose(np.argsort(axes))
+def plan_max_pool_gradient(problem: PoolingGradientProblem) -> Plan:
+    """Each window's gradient, at the element that was its largest."""
+    return _plan(problem, MaxPoolGradient)
 
-        def finish(block: tuple[tuple[slice, ...], tuple[Any, ...]]) -> None:
-            plane, part = block
-            with np.errstate(all="ignore"):  # every thread has its own
-                compute(windows, dtype, new, [image[plane] for image in images], part)
 
-        if loop.threads == 1:
-            for block in product(planes, parts):
-                finish(block)
-        else:
-            with ThreadPoolExecutor(loop.threads) as pool:
-                list(pool.map(finish, product(planes, parts)))
+def _plan(problem: PoolingProblem, step: type[PoolingStep]) -> Plan:
+    steps = [step.of(one) for one in problem.each]
+    workspace = max((one.workspace for one in steps), default=0)
+    return problem.planned(steps, workspace=(Buffer("blocks", workspace),) if workspace else ())
 
-    return run
+
+@dataclass(frozen=True)
+class PoolingStep(NumpyStep):
+    """A loop over blocks of what is written for one image, each finished while in cache.
+
+    `block` cuts the axes of the result in the order in which they lie in memory: planes of a C-ordered image, rows of
+    a channels-last one.
+    """
+
+    #: What a block has to know of its elements along one axis.
+    on_axis: ClassVar[type[_Outputs] | type[_Elements]]
+
+    problem: PoolingProblem
+    block: Block = (1, 1, 1, 1, 1)
+    threads: int = 1
+
+    @classmethod
+    def of(cls, problem: PoolingProblem) -> Self:
+        """The step of the largest blocks that stay in cache and within the limit on workspace."""
+        x, (out,), limit = problem.xs[0], problem.outs, problem.limit
+        all_threads = problem.host.threads
+
+        def fits(block: Block) -> bool:
+            step = cls(problem, block, all_threads)
+            return step.touched * ITEMSIZE[step.dtype] <= BLOCK_BYTES and step.workspace <= limit
+
+        by_distance = sorted(range(5), key=lambda axis: abs(x.strides[axis]) if x.shape[axis] > 1 else 0)
+        step = cls(problem, _largest_block(out.shape, by_distance, fits))
+        threads = max(1, min(all_threads, step.blocks, limit // (step.workspace or 1)))
+        step = replace(step, threads=threads)
+        if step.workspace > limit:
+            raise ValueError(f"the smallest block needs {step.workspace:,} bytes of workspace, the limit is {limit:,}")
+        return step
+
+    @property
+    def blocks(self) -> int:
+        return prod(-(-extent // part) for extent, part in zip(self.problem.outs[0].shape, self.block))
+
+    @property
+    def dtype(self) -> str:
+        """What is compared and added in."""
+        return accumulator(self.problem.xs[0].dtype)
+
+    @property
+    def widened(self) -> bool:
+        """Whether a block of 16-bit images has copies to be computed in."""
+        return self.dtype != self.problem.xs[0].dtype
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of temporaries, of all threads."""
+        numbers, flags = self.temporaries
+        return self.threads * prod(self.block[:2]) * (numbers * ITEMSIZE[self.dtype] + flags)
+
+    def __str__(self) -> str:
+        problem, inputs = self.problem, " and ".join(operand.name for operand in self.problem.inputs)
+        cut = block_words(self.blocks, self.block, "n, c, d, h, w", self.threads)
+        return f"loop     {problem.operation} in {self.dtype}, {inputs} -> {problem.outs[0].name}: {cut}"
+
+    def executable(self) -> Callable[[Mapping[str, Any]], None]:
+        problem, dtype = self.problem, dtype_from_name(self.dtype)
+        names = [operand.name for operand in (*problem.inputs, *problem.outs)]
+        shape = problem.outs[0].shape
+        cuts = [[range(at, min(at + part, n)) for at in range(0, n, part)] for n, part in zip(shape, self.block)]
+        planes = [tuple(slice(r.start, r.stop) for r in plane) for plane in product(*cuts[:2])]
+        parts = list(
+            product(*([self.on_axis.of(problem.windows, axis, r) for r in cuts[2 + axis]] for axis in range(3)))
+        )
+
+        def run(arrays: Mapping[str, Any]) -> None:
+            images = [five_axes(arrays[name]) for name in names]
+            scratch = Scratch(dtype, self.blocks)
+            axes = sorted(range(5), key=lambda axis: -abs(images[0].strides[axis]))  # in memory, outermost first
+
+            def new(name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+                return scratch.array(name, [shape[axis] for axis in axes], dtype).transpose(np.argsort(axes))
+
+            def finish(block: tuple[tuple[slice, ...], Sequence[Any]]) -> None:
+                plane, part = block
+                self.finish(dtype, new, [image[plane] for image in images], part)
+
+            for _ in in_threads(self.threads, finish, product(planes, parts)):
+                pass
+
+        return run
+
+    @property
+    def touched(self) -> int:
+        """Elements that a block reads and writes."""
+        raise NotImplementedError
+
+    @property
+    def temporaries(self) -> tuple[int, int]:
+        """Numbers and flags of the temporaries for one channel of one sample of a block."""
+        raise NotImplementedError
+
+    def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[Any]) -> None:
+        """Compute one block of some planes of the images."""
+        raise NotImplementedError
+
+
+def _largest_block(shape: Sequence[int], axes: Sequence[int], fits: Callable[[Block], bool]) -> Block:
+    """The largest block that fits: whole axes first to last, part of one, single steps of the rest."""
+
+    def with_part(axis: int, part: int) -> Block:
+        return (*block[:axis], part, *block[axis + 1 :])
+
+    block: Block = (1, 1, 1, 1, 1)
+    for axis in axes:
+        extent = shape[axis]
+        if not fits(with_part(axis, extent)):
+            part = max(1, bisect_right(range(extent), 0, key=lambda below: not fits(with_part(axis, below + 1))))
+            return with_part(axis, even_part(extent, part))
+        block = with_part(axis, extent)
+    return block
 
 
 class _Outputs(NamedTuple):
@@ -74,7 +180,7 @@ class _Outputs(NamedTuple):
     taps: tuple[tuple[slice, slice], ...]  # positions of outputs, elements
 
     @classmethod
-    def along(cls, windows: Windows, axis: int, outputs: range) -> _Outputs:
+    def of(cls, windows: Windows, axis: int, outputs: range) -> _Outputs:
         read = _read(windows, axis, outputs)
         offsets = _offsets(windows, axis, read.start)
         taps = [_inside(outputs, read.stop - read.start, windows.stride[axis], offset) for offset in offsets]
@@ -93,24 +199,39 @@ class _Outputs(NamedTuple):
         return tap[0] == slice(0, self.length)
 
 
-def _max_pool(
-    windows: Windows, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[_Outputs]
-) -> None:
-    x, out = images
-    out = out[_everywhere([part.out for part in parts])]
-    image = _widened("image", x[_everywhere([part.read for part in parts])], dtype, new)
-    compared = [axis for axis in range(3) if not parts[axis].is_view]
-    for axis, part in enumerate(parts):
-        if part.is_view:
-            image = image[_along(axis, part.taps[0][1])]
-            continue
-        shape = (*image.shape[: 2 + axis], part.length, *image.shape[3 + axis :])
-        in_place = axis == compared[-1] and out.dtype == dtype and shape == out.shape
-        maxima = out if in_place else new(f"maxima {axis}", shape, dtype)
-        _maximum_along(axis, part, image, maxima)
-        image = maxima
-    if image is not out:
-        out[...] = image
+class MaxPool(PoolingStep):
+    """The largest element of every window."""
+
+    on_axis = _Outputs
+
+    @property
+    def touched(self) -> int:
+        outputs = self.block[2:]
+        return prod(self.block[:2]) * (prod(_most_read(self.problem.windows, outputs)) + prod(outputs))
+
+    @property
+    def temporaries(self) -> tuple[int, int]:
+        """Maxima along one axis, and then another; widened: what the block reads, and its result."""
+        outputs, read = self.block[2:], _most_read(self.problem.windows, self.block[2:])
+        maxima = outputs[0] * read[1] * read[2] + outputs[0] * outputs[1] * read[2]
+        return maxima + (prod(read) + prod(outputs)) * self.widened, 0
+
+    def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[_Outputs]) -> None:
+        x, out = images
+        out = out[_everywhere([part.out for part in parts])]
+        image = _widened("image", x[_everywhere([part.read for part in parts])], dtype, new)
+        compared = [axis for axis in range(3) if not parts[axis].is_view]
+        for axis, part in enumerate(parts):
+            if part.is_view:
+                image = image[_along(axis, part.taps[0][1])]
+                continue
+            shape = (*image.shape[: 2 + axis], part.length, *image.shape[3 + axis :])
+            in_place = axis == compared[-1] and out.dtype == dtype and shape == out.shape
+            maxima = out if in_place else new(f"maxima {axis}", shape, dtype)
+            _maximum_along(axis, part, image, maxima)
+            image = maxima
+        if image is not out:
+            out[...] = image
 
 
 def _maximum_along(axis: int, part: _Outputs, image: np.ndarray, maxima: np.ndarray) -> None:
@@ -138,7 +259,7 @@ class _Elements(NamedTuple):
     taps: tuple[tuple[slice, slice, slice, slice], ...]  # windows and elements read; of these, elements of the run
 
     @classmethod
-    def along(cls, windows: Windows, axis: int, elements: range) -> _Elements:
+    def of(cls, windows: Windows, axis: int, elements: range) -> _Elements:
         stride, before = windows.stride[axis], windows.before[axis]
         first = max(0, -((windows.span[axis] - 1 - before - elements.start) // stride))
         over = range(first, max(first, min(windows.out_size[axis], (elements[-1] + before) // stride + 1)))
@@ -152,40 +273,72 @@ class _Elements(NamedTuple):
         return cls(slice(elements.start, elements.stop), slice(over.start, over.stop), read, tuple(taps))
 
 
-def _max_pool_gradient(
-    windows: Windows, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[_Elements]
-) -> None:
-    x, y, grad, out = images
-    over = _everywhere([part.windows for part in parts])
-    out = out[_everywhere([part.elements for part in parts])]
-    sums = out if out.dtype == dtype else new("sums", out.shape, dtype)
-    sums[...] = 0
-    image = _widened("image", x[_everywhere([part.read for part in parts])], dtype, new)
-    largest = _widened("largest", y[over], dtype, new)
-    left = new("left", largest.shape, dtype)
-    left[...] = grad[over]
-    # Taken and left as bits: a mask splits them exactly, infinities and NaNs too.
-    bits = np.dtype(f"i{dtype.itemsize}")
-    taken, hit = new("taken", left.shape, bits), new("hit", left.shape, np.dtype(bool))
-    left_bits, taken_numbers = left.view(bits), taken.view(dtype)
-    some_are_nan = bool(np.isnan(largest).any())
-    once = all(span <= stride for span, stride in zip(windows.span, windows.stride))
-    for tap in product(*(part.taps for part in parts)):
-        at, elements, own_at, own = (_everywhere(slices) for slices in zip(*tap))
-        hits, mask, rest = hit[at], taken[at], left_bits[at]
-        np.equal(image[elements], largest[at], out=hits)
-        if some_are_nan:
-            hits |= np.isnan(image[elements])
-        np.copyto(mask, hits)
-        np.subtract(0, mask, out=mask)  # np.negative into itself is wrong for some strides (NumPy 2.4)
-        mask &= rest
-        rest ^= mask
-        if once:
-            sums[own] = taken_numbers[own_at]
-        else:
-            sums[own] += taken_numbers[own_at]
-    if sums is not out:
-        out[...] = sums
+class MaxPoolGradient(PoolingStep):
+    """Each window's gradient, at the element that was its largest."""
+
+    on_axis = _Elements
+
+    @property
+    def touched(self) -> int:
+        elements = self.block[2:]
+        return prod(self.block[:2]) * (2 * prod(elements) + 4 * prod(_most_windows(self.problem.windows, elements)))
+
+    @property
+    def temporaries(self) -> tuple[int, int]:
+        """What is left of the gradient, what a tap takes, and which do; widened: all that the block reads and writes."""
+        elements, over = self.block[2:], _most_windows(self.problem.windows, self.block[2:])
+        copies = prod(over) + prod(_most_read(self.problem.windows, over)) + prod(elements)
+        return 2 * prod(over) + copies * self.widened, 2 * prod(over)
+
+    def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[_Elements]) -> None:
+        windows = self.problem.windows
+        x, y, grad, out = images
+        over = _everywhere([part.windows for part in parts])
+        out = out[_everywhere([part.elements for part in parts])]
+        sums = out if out.dtype == dtype else new("sums", out.shape, dtype)
+        sums[...] = 0
+        image = _widened("image", x[_everywhere([part.read for part in parts])], dtype, new)
+        largest = _widened("largest", y[over], dtype, new)
+        left = new("left", largest.shape, dtype)
+        left[...] = grad[over]
+        # Taken and left as bits: a mask splits them exactly, infinities and NaNs too.
+        bits = np.dtype(f"i{dtype.itemsize}")
+        taken, hit = new("taken", left.shape, bits), new("hit", left.shape, np.dtype(bool))
+        left_bits, taken_numbers = left.view(bits), taken.view(dtype)
+        some_are_nan = bool(np.isnan(largest).any())
+        once = all(span <= stride for span, stride in zip(windows.span, windows.stride))
+        for tap in product(*(part.taps for part in parts)):
+            at, elements, own_at, own = (_everywhere(slices) for slices in zip(*tap))
+            hits, mask, rest = hit[at], taken[at], left_bits[at]
+            np.equal(image[elements], largest[at], out=hits)
+            if some_are_nan:
+                hits |= np.isnan(image[elements])
+            np.copyto(mask, hits)
+            np.subtract(0, mask, out=mask)  # np.negative into itself is wrong for some strides (NumPy 2.4)
+            mask &= rest
+            rest ^= mask
+            if once:
+                sums[own] = taken_numbers[own_at]
+            else:
+                sums[own] += taken_numbers[own_at]
+        if sums is not out:
+            out[...] = sums
+
+
+def _most_read(windows: Windows, outputs: Sequence[int]) -> list[int]:
+    """Elements along each axis that windows of this many outputs read, at the most."""
+    return [
+        min(size, (count - 1) * stride + span)
+        for size, count, stride, span in zip(windows.size, outputs, windows.stride, windows.span)
+    ]
+
+
+def _most_windows(windows: Windows, elements: Sequence[int]) -> list[int]:
+    """Windows along each axis that lie over this many elements, at the most."""
+    return [
+        min(out, (count + span - 2) // stride + 1)
+        for out, count, span, stride in zip(windows.out_size, elements, windows.span, windows.stride)
+    ]
 
 
 def _read(windows: Windows, axis: int, outputs: range) -> slice:
@@ -201,7 +354,7 @@ def _offsets(windows: Windows, axis: int, origin: int) -> list[int]:
 
 
 def _inside(outputs: range, size: int, stride: int, offset: int) -> tuple[slice, slice] | None:
-    """Of a tap: the outputs for which it falls on one of `size` elements, by position, and those elements."""
+    """The outputs for which a tap falls on one of `size` elements, by position, and those elements."""
     for at, elements in axis_segments(outputs, size, stride, offset, "constant"):
         if isinstance(elements, slice):
             return at, elements

@@ -9,7 +9,7 @@ import numpy as np
 
 from cupyconv.numpy.activations import activate
 from cupyconv.problem.activations import Activation
-from cupyconv.problem.prologue import Prologue
+from cupyconv.problem.problems import Prologue
 
 
 class Transform:

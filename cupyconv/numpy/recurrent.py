@@ -5,335 +5,256 @@
     x of a chunk   --BLAS-->   projected (steps, G, H, N), biases included
     h (H, N)       --BLAS-->   gates (G, H, N)   + projected   --activations-->   h, c
 
-Samples lie innermost: a weight is the left factor of its products, as it lies in memory, and each gate is one run, over
-which every pass is one loop.  Of many inputs the biases are one more column of the weight, beside a 1 after every x: by
-themselves they would be one more pass over all gates.  The time loop allocates nothing, activations aside that have
-temporaries of their own.  Where lengths are given, a step's states are worked out beside the old
-ones and copied for the samples that are not past their length, so that nothing of what lies beyond reaches them.
+Of many inputs the biases are one more column of the weight, beside a 1 after every x: by themselves they would be one
+more pass over all gates.  Where lengths are given, a step's states are worked out beside the old ones and copied for the
+samples that are not past their length, so that nothing of what lies beyond reaches them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby, product
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from cupyconv.numpy.activations import activate
-from cupyconv.numpy.loops import RecurrentLoop
-from cupyconv.problem.activations import Activation
-from cupyconv.problem.dtypes import dtype_from_name
+from cupyconv.numpy.recurrent_cells import CELLS, IN_PLACE, Arguments
+from cupyconv.numpy.step import NumpyStep
+from cupyconv.numpy.threads import in_threads
+from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
+from cupyconv.problem.geometry import even_part
+from cupyconv.problem.plan import Buffer, Plan
+from cupyconv.problem.recurrence import RecurrentProblem
 
-_WEIGHTS = ("weight_ih", "weight_hh")
+#: Why the other method is a GPU's.
+NO_PERSISTENT = "it keeps the recurrent weight in the multiprocessors of a GPU from step to step"
+#: Bytes of memory up to which a layer keeps it from call to call: allocating and cutting it takes longer than a small step.
+KEPT_BYTES = 32 << 10
+
+
+def plan_recurrent(problem: RecurrentProblem) -> Plan:
+    """The plan; ValueError for a method that does not apply, or where one step of one sample passes the limit."""
+    if problem.method == "persistent":
+        raise ValueError(f"method 'persistent' does not apply: {NO_PERSISTENT}")
+    geometry = problem.geometry
+    empty = not problem.out.nbytes and not prod((geometry.directions, geometry.batch, geometry.hidden))
+    step, sizes = _fitting(problem)
+    return problem.planned(
+        () if empty else (step,),
+        method="step",
+        reason="the inputs of many steps in one product, then step by step",
+        bytes_moved=problem.minimal_bytes,
+        bound=problem.host.bound(problem.flops, problem.minimal_bytes),
+        rejected=(("persistent", NO_PERSISTENT),),
+        notes=problem.notes,
+        workspace=() if empty else tuple(Buffer(name, nbytes) for name, nbytes in sizes.items() if nbytes),
+    )
+
+
+@dataclass(frozen=True)
+class RecurrentStep(NumpyStep):
+    """A loop over steps, for each direction and part of the samples.
+
+    The inputs of `samples` in `chunk` steps go through the input's weight in one product; then, step by step, the state goes
+    through its own, and all gates are worked out where that product lies.
+    """
+
+    problem: RecurrentProblem
+    samples: int
+    chunk: int
+    threads: int
+    copied: tuple[str, ...]  # roles of factors that lie in memory as BLAS does not take them
+    bias_column: bool  # whether biases are a column of the input's weight
+    keeps_memory: bool  # whether it stays from call to call
+
+    @property
+    def dtype(self) -> str:
+        """What is computed in."""
+        return accumulator(self.problem.dtype)
+
+    def __str__(self) -> str:
+        geometry = self.problem.geometry
+        parts, chunks = -(-geometry.batch // self.samples), -(-geometry.steps // self.chunk)
+        rows, gates = self.chunk * min(self.samples, geometry.batch), geometry.gates * geometry.hidden
+        products = 2 if geometry.cell == "gru" and not geometry.linear_before_reset else 1
+        return (
+            f"loop     {geometry.cell} in {self.dtype}, {geometry.directions} direction(s) of {parts} part(s)"
+            f" of {self.samples} samples and {chunks} chunk(s) of {self.chunk} steps on {self.threads} thread(s): one input"
+            f" product {rows} x {geometry.inputs} x {gates}, then per step {products} product(s) of the state and all gates"
+            + (f"; {', '.join(self.copied)} copied" if self.copied else "")
+        )
+
+    def executable(self) -> Callable[[Mapping[str, Any]], None]:
+        return RecurrentLayer(self).run
+
+
+def _fitting(problem: RecurrentProblem) -> tuple[RecurrentStep, dict[str, int]]:
+    """The step, and the bytes of its memory by purpose.
+
+    All samples, or a part for each thread, and of these what fits the limit; then as many steps as fit.
+    """
+    geometry, threads, item = problem.geometry, problem.host.threads, ITEMSIZE[accumulator(problem.dtype)]
+    gates, bias_column = geometry.gates * geometry.hidden, _has_bias_column(problem)
+    copied = _copied(problem, bias_column)
+    input_copy = geometry.inputs + bias_column if "x" in copied else 0
+    copied_weights = sum(prod(getattr(problem, role).shape) for role in copied if role != "x")
+    temporaries = any(activation.name not in IN_PLACE for group in geometry.activations for activation in group)
+    samples = even_part(geometry.batch, -(-geometry.batch // max(1, threads // geometry.directions)))
+    while True:
+        at_once = max(1, min(threads, geometry.directions * -(-geometry.batch // samples)))
+        state = at_once * samples * geometry.hidden * item
+        sizes = {
+            "weights": (copied_weights + at_once * gates * (geometry.inputs + 1) * bias_column) * item,
+            "gates": state * geometry.gates,
+            "states": (6 if problem.peephole else 4) * state,
+            "activations": 2 * temporaries * state * geometry.gates,
+        }
+        per_step = at_once * samples * (gates + input_copy) * item
+        limit = problem.limit_with(sizes["weights"])
+        left = limit - sum(sizes.values()) - Plan.ALIGNMENT * (len(sizes) + 2)
+        chunk = min(geometry.steps, left // per_step) if per_step else geometry.steps
+        if chunk >= min(1, geometry.steps):
+            break
+        if samples > 1:
+            samples = even_part(geometry.batch, samples // 2)
+        elif at_once > 1:
+            threads = at_once // 2
+        else:
+            least = limit - left + per_step
+            raise ValueError(f"one step of one sample needs {least:,} bytes of workspace, the limit is {limit:,}")
+    chunk = even_part(geometry.steps, chunk)
+    sizes["inputs"] = chunk * per_step
+    every = geometry.directions * -(
+        -geometry.batch // samples
+    )  # direction and part of the samples, one after the other
+    keeps_memory = every * sum(sizes.values()) <= at_once * min(KEPT_BYTES, problem.limit)
+    return RecurrentStep(problem, samples, chunk, at_once, copied, bias_column, keeps_memory), sizes
+
+
+def _copied(problem: RecurrentProblem, bias_column: bool) -> tuple[str, ...]:
+    """Factors that are copied: what BLAS does not take as it lies."""
+    dtype = accumulator(problem.dtype)
+    lies = {
+        role: operand.dtype == dtype and operand.strides[2] == 1 and operand.strides[1] >= operand.shape[2]
+        for role, operand in (("x", problem.x), ("weight_ih", problem.weight_ih), ("weight_hh", problem.weight_hh))
+    }
+    if bias_column:
+        lies |= {"x": False, "weight_ih": True}  # it is copied as the column is joined to it
+    return tuple(role for role, as_it_is in lies.items() if not as_it_is)
+
+
+def _has_bias_column(problem: RecurrentProblem) -> bool:
+    """Whether biases are a column of the input's weight: where copies of both factors take less than a pass over all gates."""
+    geometry = problem.geometry
+    gates, samples = geometry.gates * geometry.hidden, geometry.steps * geometry.batch
+    biased = problem.bias_ih is not None or problem.bias_hh is not None
+    fits = 8 * gates * (geometry.inputs + 1) * ITEMSIZE[accumulator(problem.dtype)] <= problem.limit
+    return biased and fits and samples * gates > geometry.inputs * (samples + gates)
 
 
 class RecurrentLayer:
-    """What runs a plan's loop."""
+    """What runs a step of the plan, for one call after the other."""
 
-    def __init__(self, loop: RecurrentLoop) -> None:
-        self._loop = loop
-        self._direction = {"rnn": _Rnn, "lstm": _Lstm, "gru": _Gru}[loop.geometry.cell]
+    def __init__(self, step: RecurrentStep) -> None:
+        geometry = step.problem.geometry
+        self._step, self._geometry, self._dtype = step, geometry, dtype_from_name(step.dtype)
+        self._buffers = [(role, operand.name) for role, operand in step.problem.operands.items()]
+        starts = range(0, max(1, geometry.batch), step.samples)
+        parts = [slice(first, min(first + step.samples, geometry.batch)) for first in starts]
+        #: Each direction and part of the samples, beside a sequence that no call is using.
+        self._work: list[tuple[int, slice, deque[_Sequence]]] = [
+            (direction, samples, deque(maxlen=1)) for direction, samples in product(range(geometry.directions), parts)
+        ]
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         """Compute the results; arguments and results are given by name."""
-        loop, geometry = self._loop, self._loop.geometry
-        given = {role: arrays[name] for role, name in loop.buffers}
-        parts = [slice(first, first + loop.samples) for first in range(0, max(1, geometry.batch), loop.samples)]
-        weights = [[self._weight(given, role, d) for role in _WEIGHTS] for d in range(geometry.directions)]
+        step, geometry = self._step, self._geometry
+        given = {role: arrays[name] for role, name in self._buffers}
+        weights = [
+            [self._weight(given, role, direction) for role in ("weight_ih", "weight_hh")]
+            for direction in range(geometry.directions)
+        ]
 
-        def finish(work: tuple[int, slice]) -> None:
-            with np.errstate(all="ignore"):  # of the thread
-                self._direction(loop, given, weights[work[0]], *work).run()
+        def finish(work: tuple[int, slice, deque[_Sequence]]) -> None:
+            direction, samples, idle = work
+            try:
+                sequence = idle.pop()
+            except IndexError:  # the first call, or one beside another
+                sequence = _Sequence(step, direction, samples.stop - samples.start, self._dtype)
+            sequence.run(Arguments(geometry, given, weights[direction], direction, samples, self._dtype))
+            if step.keeps_memory:
+                idle.append(sequence)
 
-        every = list(product(range(geometry.directions), parts))
-        if loop.threads == 1:
-            for work in every:
-                finish(work)
-        else:
-            with ThreadPoolExecutor(loop.threads) as pool:
-                list(pool.map(finish, every))
+        for _ in in_threads(step.threads, finish, self._work):
+            pass
 
     def _weight(self, given: Mapping[str, Any], role: str, direction: int) -> np.ndarray:
         """A weight of one direction, (G * H, columns)."""
         own = given[role][direction] if given[role].ndim == 3 else given[role]
-        return np.array(own, dtype_from_name(self._loop.dtype), order="C") if role in self._loop.copied else own
+        return np.array(own, self._dtype, order="C") if role in self._step.copied else own
 
 
-class _Direction:
-    """One direction of some samples: its arguments in the dtype computed with, and the memory that its steps share."""
+class _Sequence:
+    """One direction of `batch` samples: the memory that the steps share, and all steps of one call after the other."""
 
-    def __init__(
-        self,
-        loop: RecurrentLoop,
-        given: Mapping[str, Any],
-        weights: Sequence[np.ndarray],
-        direction: int,
-        samples: slice,
-    ) -> None:
-        geometry, dtype = loop.geometry, dtype_from_name(loop.dtype)
-        self._loop, self.geometry, self.dtype = loop, geometry, dtype
-        self._given, self._index, self._samples = given, direction, samples
-        hidden = geometry.hidden
-        self._batch = len(range(geometry.batch)[samples])
+    def __init__(self, step: RecurrentStep, direction: int, batch: int, dtype: np.dtype) -> None:
+        self._step, self._geometry, self._dtype = step, step.problem.geometry, dtype
+        geometry = self._geometry
         self._backwards = geometry.signs[direction] < 0
-        self._weight_ih, self.weight_hh = weights
-        self.bias_ih, self.bias_hh = self._vector("bias_ih"), self._vector("bias_hh")
-        x, out = given["x"], given["out"]
-        self._x = (x if x.ndim == 3 else x[None])[:, samples]
-        self._out = (out if out.ndim == 3 else out[None])[:, samples, direction * hidden : (direction + 1) * hidden]
-        kept = {name: shape[-1] // max(1, hidden) for name, shape in geometry.keeps.items() if name in given}
-        self.kept = {
-            name: given[name][direction].reshape(geometry.steps, geometry.batch, parts, hidden)[:, samples]
-            for name, parts in kept.items()
-        }
-        self.gates = np.empty((geometry.gates, hidden, self._batch), dtype)
-        #: The same as the products have it.
-        self.rows = self.gates.reshape(-1, self._batch)
-        self.h, self.c = self._state("h0", hidden), self._state("c0", hidden if geometry.cell == "lstm" else 0)
-        self._bias = self.input_bias()
-        self.prepare()
+        peephole = step.problem.peephole is not None
+        self._cell = CELLS[geometry.cell](geometry, direction, batch, dtype, peephole)
+        self._projected = np.empty((step.chunk, *self._cell.gates.shape), dtype)
+        self._x = None
+        if "x" in step.copied:
+            self._x = np.ones((step.chunk, batch, geometry.inputs + step.bias_column), dtype)
 
-    def _own(self, role: str, axes: int) -> np.ndarray | None:
-        """What an argument or a result of so many axes has for this direction; None where it is absent."""
-        array = self._given.get(role)
-        return None if array is None else array[self._index] if array.ndim > axes else array
-
-    def _vector(self, role: str) -> np.ndarray | None:
-        """A vector as (parts, H, 1), rounded to the result's dtype first, as an argument of that would have been."""
-        vector = self._own(role, 1)
-        if vector is None:
-            return None
-        rounded = vector.astype(self._given["out"].dtype, copy=False).astype(self.dtype, copy=False)
-        return rounded.reshape(-1, self.geometry.hidden, 1)
-
-    def _state(self, role: str, size: int) -> np.ndarray:
-        state = np.zeros((size, self._batch), self.dtype)
-        initial = self._own(role, 2)
-        if initial is not None:
-            state[...] = initial[self._samples].astype(self._given["out"].dtype, copy=False).T
-        return state
-
-    def input_bias(self) -> np.ndarray | None:
-        """The biases that are added with the inputs, (G, H, 1)."""
-        if self.bias_ih is None or self.bias_hh is None:
-            return self.bias_hh if self.bias_ih is None else self.bias_ih
-        return self.bias_ih + self.bias_hh
-
-    def prepare(self) -> None:
-        """What all steps of a cell share."""
-        raise NotImplementedError
-
-    def advance(self, t: int, projected: np.ndarray, h: np.ndarray, c: np.ndarray) -> None:
-        """The states after step t, into `h` and `c`, which may be `self.h` and `self.c`."""
-        raise NotImplementedError
-
-    def run(self) -> None:
+    def run(self, given: Arguments) -> None:
         """All steps, and the last states."""
-        lengths = self._given.get("lengths")
-        lengths = None if lengths is None else lengths[self._samples]
-        least = most = self.geometry.steps
+        cell, lengths = self._cell, given.lengths
+        least = most = self._geometry.steps
         if lengths is not None and lengths.size:
             least, most = int(lengths.min()), int(lengths.max())
             until = np.ascontiguousarray(lengths)
             inside, past = np.empty(until.shape, bool), np.empty(until.shape, bool)
-        h, c = (self.h, self.c) if least == most else (np.empty_like(self.h), np.empty_like(self.c))
-        self._out[most:] = 0
-        for t, projected in self._projected(most):
+        given.read_state("h0", cell.h)
+        given.read_state("c0", cell.c)
+        h, c = (cell.h, cell.c) if least == most else (np.empty_like(cell.h), np.empty_like(cell.c))
+        given.out[most:] = 0
+        for t, projected in self._steps(given, most):
             if t < least:
-                self.advance(t, projected, self.h, self.c)
-                self._out[t] = self.h.T
+                cell.advance(given, t, projected, cell.h, cell.c)
+                given.out[t] = cell.h.T
             else:
-                self.advance(t, projected, h, c)
+                cell.advance(given, t, projected, h, c)
                 np.greater(until, t, out=inside)
                 np.logical_not(inside, out=past)
-                np.copyto(self.h, h, where=inside)
-                np.copyto(self.c, c, where=inside)
-                self._out[t] = self.h.T
-                np.copyto(self._out[t], 0, where=past[:, None])
-        for role, state in (("h", self.h), ("c", self.c)):
-            last = self._own(role, 2)
+                np.copyto(cell.h, h, where=inside)
+                np.copyto(cell.c, c, where=inside)
+                given.out[t] = cell.h.T
+                np.copyto(given.out[t], 0, where=past[:, None])
+        for role, state in (("h", cell.h), ("c", cell.c)):
+            last = given.state(role)
             if last is not None:
-                last[self._samples] = state.T
+                last[...] = state.T
 
-    def _projected(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
+    def _steps(self, given: Arguments, most: int) -> Iterator[tuple[int, np.ndarray]]:
         """The steps before `most` in this direction's order, each with what its inputs add to the gates."""
-        loop, geometry = self._loop, self.geometry
-        samples, inputs = self._batch, geometry.inputs
-        chunks = [range(first, min(first + loop.chunk, most)) for first in range(0, most, loop.chunk)]
-        memory = np.empty(loop.chunk * self.gates.size, self.dtype)
-        weight, copies_x = self._weight_ih, "x" in loop.copied
-        copy = np.ones((loop.chunk * copies_x, samples, inputs + loop.bias_column), self.dtype)
-        if loop.bias_column:
-            assert self._bias is not None
-            weight = np.concatenate([weight, self._bias.reshape(-1, 1)], axis=1, dtype=self.dtype)
+        step, weight, bias = self._step, given.weight_ih, self._cell.input_bias(given)
+        chunks = [range(first, min(first + step.chunk, most)) for first in range(0, most, step.chunk)]
+        if step.bias_column:
+            assert bias is not None
+            weight = np.concatenate([weight, bias.reshape(-1, 1)], axis=1, dtype=self._dtype)
         for chunk in reversed(chunks) if self._backwards else chunks:
             steps = len(chunk)
-            x = self._x[chunk.start : chunk.stop]
-            if copies_x:
-                copy[:steps, :, :inputs] = x
-                x = copy[:steps]
-            projected = memory[: steps * self.gates.size].reshape(steps, *self.gates.shape)
-            np.matmul(weight, x.swapaxes(1, 2), out=projected.reshape(steps, *self.rows.shape))
-            if self._bias is not None and not loop.bias_column:
-                projected += self._bias
+            x, projected = given.x[chunk.start : chunk.stop], self._projected[:steps]
+            if self._x is not None:
+                self._x[:steps, :, : self._geometry.inputs] = x
+                x = self._x[:steps]
+            np.matmul(weight, x.swapaxes(1, 2), out=projected.reshape(steps, *self._cell.rows.shape))
+            if bias is not None and not step.bias_column:
+                projected += bias
             for t in reversed(chunk) if self._backwards else chunk:
                 yield t, projected[t - chunk.start]
-
-    # What cells are made of.
-
-    def clip(self, gates: np.ndarray) -> None:
-        bound = self.geometry.clip
-        if bound is not None:
-            np.clip(gates, -bound, bound, out=gates)
-
-    def keep(self, t: int, first: int, gates: np.ndarray) -> None:
-        """What the activations of these gates, from the first on, will be applied to."""
-        if self.kept:
-            self.kept["gates"][t, :, first : first + len(gates)] = gates.transpose(2, 0, 1)
-
-    def activations(self) -> tuple[Activation, ...]:
-        return self.geometry.activations[self._index]
-
-
-class _Rnn(_Direction):
-    def prepare(self) -> None:
-        (self._activation,) = self.activations()
-
-    def advance(self, t: int, projected: np.ndarray, h: np.ndarray, c: np.ndarray) -> None:
-        gates = self.gates
-        np.matmul(self.weight_hh, self.h, out=self.rows)
-        gates += projected
-        self.clip(gates)
-        self.keep(t, 0, gates)
-        _apply(gates[0], self._activation, h)
-
-
-class _Lstm(_Direction):
-    def prepare(self) -> None:
-        self._peepholes = self._vector("peephole")
-        f, g, self._of_cell = self.activations()
-        #: The gates that do not see the new c: all but o, where there are peepholes.
-        self._early = self.gates if self._peepholes is None else self.gates[:3]
-        self._late = self.gates[len(self._early) :]
-        self._activate_early = _activation_of(self._early, [f, f, g, f][: len(self._early)])
-        self._activate_late = _activation_of(self._late, [f] * len(self._late))
-        self._seen = np.empty_like(self.gates[:2]) if len(self._late) else self._late
-
-    def advance(self, t: int, projected: np.ndarray, h: np.ndarray, c: np.ndarray) -> None:
-        gates, peepholes = self.gates, self._peepholes
-        i, f, g, o = gates
-        np.matmul(self.weight_hh, self.h, out=self.rows)
-        gates += projected
-        if peepholes is not None:
-            gates[:2] += np.multiply(peepholes[:2], self.c, out=self._seen)
-        self.clip(self._early)
-        self.keep(t, 0, self._early)
-        self._activate_early()
-        if self.geometry.input_forget:
-            np.subtract(1, i, out=f)
-        np.multiply(f, self.c, out=c)
-        i *= g
-        c += i
-        if peepholes is not None:
-            o += np.multiply(peepholes[2], c, out=i)
-            self.clip(o)
-            self.keep(t, 3, self._late)
-            self._activate_late()
-        if self.kept:
-            self.kept["cells"][t, :, 0] = c.T
-        _apply(c, self._of_cell, h)
-        h *= o
-
-
-class _Gru(_Direction):
-    def input_bias(self) -> np.ndarray | None:
-        if self.bias_hh is None:
-            return self.bias_ih
-        bias = np.concatenate([self.bias_hh[:2], np.zeros_like(self.bias_hh[2:])])
-        return bias if self.bias_ih is None else bias + self.bias_ih
-
-    def prepare(self) -> None:
-        #: It is added to the state's product, which the reset gate scales.
-        self._bias_hn = None if self.bias_hh is None else self.bias_hh[2]
-        f, g = self.activations()
-        self._activate_rz = _activation_of(self.gates[:2], [f, f])
-        self._activate_n = _activation_of(self.gates[2:], [g])
-
-    def advance(self, t: int, projected: np.ndarray, h: np.ndarray, c: np.ndarray) -> None:
-        rz, (r, z, n) = self.gates[:2], self.gates
-        linear_before_reset, hidden = self.geometry.linear_before_reset, self.geometry.hidden
-        if linear_before_reset:
-            np.matmul(self.weight_hh, self.h, out=self.rows)
-            if self._bias_hn is not None:
-                n += self._bias_hn
-            if self.kept:
-                self.kept["candidate"][t, :, 0] = n.T
-        else:
-            np.matmul(self.weight_hh[: 2 * hidden], self.h, out=self.rows[: 2 * hidden])
-        rz += projected[:2]
-        self.clip(rz)
-        self.keep(t, 0, rz)
-        self._activate_rz()
-        if linear_before_reset:
-            n *= r
-        else:
-            r *= self.h
-            if self.kept:
-                self.kept["candidate"][t, :, 0] = r.T
-            np.matmul(self.weight_hh[2 * hidden :], r, out=n)
-            if self._bias_hn is not None:
-                n += self._bias_hn
-        n += projected[2]
-        self.clip(n)
-        self.keep(t, 2, self.gates[2:])
-        self._activate_n()
-        np.subtract(1, z, out=r)
-        r *= n
-        np.multiply(z, self.h, out=h)
-        h += r
-
-
-def _activation_of(gates: np.ndarray, activations: Sequence[Activation]) -> Callable[[], None]:
-    """What applies an activation to each of the gates, in place.
-
-    A sigmoid is (1 + tanh(v / 2)) / 2: so gates with one and gates with tanh are one pass of tanh.
-    """
-    runs: list[tuple[np.ndarray, Activation]] = []
-    for activation, same in groupby(range(len(activations)), lambda k: activations[k]):
-        first, *others = same
-        runs.append((gates[first : first + 1 + len(others)], activation))
-    if any(activation.name not in ("sigmoid", "tanh") for _, activation in runs):
-
-        def one_by_one() -> None:
-            for run, activation in runs:
-                _apply(run, activation, run)
-
-        return one_by_one
-    sigmoids = [run for run, activation in runs if activation.name == "sigmoid"]
-
-    def at_once() -> None:
-        for run in sigmoids:
-            run *= 0.5
-        np.tanh(gates, out=gates)
-        for run in sigmoids:
-            run *= 0.5
-            run += 0.5
-
-    return at_once
-
-
-def _apply(v: np.ndarray, activation: Activation, out: np.ndarray) -> None:
-    """`activate` from one array into another, which may be the same; a sigmoid without its temporary."""
-    if activation.name == "tanh":
-        np.tanh(v, out=out)
-    elif activation.name == "sigmoid":
-        np.multiply(v, 0.5, out=out)
-        np.tanh(out, out=out)
-        out *= 0.5
-        out += 0.5
-    else:
-        if out is not v:
-            out[...] = v
-        activate(out, activation)

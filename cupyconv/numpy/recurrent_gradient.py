@@ -13,39 +13,120 @@ before the loop over steps, which is left with multiplications in place and one 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from cupyconv.numpy.activations import activate, derivative
-from cupyconv.numpy.loops import RecurrentGradientLoop
+from cupyconv.numpy.step import NumpyStep
 from cupyconv.problem.activations import Activation, derivative_from_result
-from cupyconv.problem.dtypes import dtype_from_name
+from cupyconv.problem.arrays import ITEMSIZE, c_strides, dtype_from_name
+from cupyconv.problem.geometry import even_part
+from cupyconv.problem.plan import Buffer, Plan
+from cupyconv.problem.recurrence import RecurrentGradientProblem
+
+#: Arrays of (N, H) for each step of a run beside its gates' gradients: states before the steps, and what the
+#: gradients are multiplied with; then those that this is worked out in.
+_ARRAYS_PER_STEP = {"rnn": 1 + 5, "lstm": 4 + 9, "gru": 3 + 9}
+#: Arrays of (N, H) that last from step to step: states' gradients, copies of them, products.
+_LASTING_ARRAYS = {"rnn": 2, "lstm": 4, "gru": 3}
+#: Bytes of a product that is added to a weight's gradient.
+PRODUCT_BYTES = 1 << 19
 
 
-class RecurrentGradient:
-    """Runs the loop; `arrays` have their direction axis in front.
+def plan_recurrent_gradient(problem: RecurrentGradientProblem) -> Plan:
+    """The plan; ValueError where one step of one sample passes the limit."""
+    step, sizes = _fitting(problem)
+    return problem.planned(
+        (step,),
+        method="step",
+        reason="activations and their derivatives of many steps at once, then back step by step",
+        bytes_moved=problem.minimal_bytes,
+        bound=problem.host.bound(problem.flops, problem.minimal_bytes),
+        workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items() if nbytes),
+    )
 
-    Written are ``grad_x``, ``grad_weight_ih``, ``grad_weight_hh``, ``grad_h0``, ``grad_c0`` of an lstm, and ``sums``:
-    over all samples and steps, of the gates' gradients, then of the candidate's or of those times what peepholes read.
+
+@dataclass(frozen=True)
+class RecurrentGradientStep(NumpyStep):
+    """Back through time, direction after direction.
+
+    The gates' gradients of `run_steps` steps and `samples` samples are in memory at once.  What they are multiplied with is
+    worked out for all of these before, products with the weights and x are made of all of them after, added to those
+    of other runs `product_rows` rows at a time.
     """
 
-    def __init__(self, loop: RecurrentGradientLoop) -> None:
-        self.loop = loop
-        self.of_cell = {"rnn": _Rnn, "lstm": _Lstm, "gru": _Gru if loop.geometry.linear_before_reset else _ResetFirst}[
-            loop.geometry.cell
-        ]
+    problem: RecurrentGradientProblem
+    samples: int
+    run_steps: int
+    product_rows: int
+
+    def __str__(self) -> str:
+        geometry, dtype = self.problem.geometry, self.problem.dtype
+        runs = -(-geometry.steps // max(1, self.run_steps))
+        return (
+            f"loop     back through {geometry.cell} in {dtype}, {geometry.directions} direction(s) of {runs} run(s)"
+            f" of {self.run_steps} steps x {self.samples} samples: derivatives, then each step's product, then products of all"
+        )
 
     def run(self, arrays: Mapping[str, Any]) -> None:
-        geometry = self.loop.geometry
+        """Write the gradients; `arrays` have their direction axis in front.
+
+        Written are ``grad_x``, ``grad_weight_ih``, ``grad_weight_hh``, ``grad_h0``, ``grad_c0`` of an lstm, and ``sums``:
+        over all samples and steps, of the gates' gradients, then of the candidate's or of those times what peepholes
+        read.
+        """
+        geometry = self.problem.geometry
+        gru = _Gru if geometry.linear_before_reset else _ResetFirst
+        direction = {"rnn": _Rnn, "lstm": _Lstm, "gru": gru}[geometry.cell]
         arrays["sums"][...] = 0
         if not geometry.steps or not geometry.batch:
             for name in ("grad_weight_ih", "grad_weight_hh"):
                 arrays[name][...] = 0
         for d in range(geometry.directions):
-            for first in range(0, geometry.batch, max(1, self.loop.samples)):
-                part = _samples(arrays, slice(first, first + self.loop.samples))
-                self.of_cell(self.loop, part, d, begins=first == 0).run()
+            for first in range(0, geometry.batch, max(1, self.samples)):
+                part = _samples(arrays, slice(first, first + self.samples))
+                direction(self, part, d, begins=first == 0).run()
+
+
+def _fitting(problem: RecurrentGradientProblem) -> tuple[RecurrentGradientStep, dict[str, int]]:
+    """The step, and the bytes of its memory by purpose.
+
+    All samples, or a part of them of which a step fits the limit; then as many steps as fit.
+    """
+    geometry, item = problem.geometry, ITEMSIZE[problem.dtype]
+    gates, hidden, inputs = geometry.gates * geometry.hidden, geometry.hidden, geometry.inputs
+    x_copies = 1 + (geometry.directions == 2)  # what is beyond a length left out; a product to be added
+    width = max(1, inputs, hidden) * item
+    sizes = {"weights": _copied_weights(problem), "product": min(gates * width, max(PRODUCT_BYTES, width))}
+    samples = geometry.batch
+    while True:
+        per_step = samples * (gates + _ARRAYS_PER_STEP[geometry.cell] * hidden + x_copies * inputs) * item
+        sizes["states"] = _LASTING_ARRAYS[geometry.cell] * samples * hidden * item
+        limit = problem.limit_with(sizes["weights"])
+        left = limit - sum(sizes.values()) - Plan.ALIGNMENT * (len(sizes) + 1)
+        run_steps = min(geometry.steps, left // per_step) if per_step else geometry.steps
+        if run_steps >= min(1, geometry.steps):
+            break
+        if samples <= 1:
+            least = limit - left + per_step
+            raise ValueError(f"one step of one sample needs {least:,} bytes of workspace, the limit is {limit:,}")
+        samples = even_part(geometry.batch, samples // 2)
+    run_steps = even_part(geometry.steps, run_steps)
+    sizes["run of steps"] = run_steps * per_step
+    return RecurrentGradientStep(problem, samples, run_steps, max(1, PRODUCT_BYTES // width)), sizes
+
+
+def _copied_weights(problem: RecurrentGradientProblem) -> int:
+    """Bytes of one direction's weights that are copied: of another dtype, or not in C order."""
+    weights = (problem.operands[name] for name in ("weight_ih", "weight_hh"))
+    return sum(
+        prod(weight.shape[1:]) * ITEMSIZE[problem.dtype]
+        for weight in weights
+        if weight.dtype != problem.dtype or weight.strides != c_strides(weight.shape)
+    )
 
 
 #: The axis of samples of each array that has one.
@@ -66,14 +147,14 @@ def _samples(arrays: Mapping[str, Any], samples: slice) -> dict[str, Any]:
 class _Direction:
     """One direction of a layer, of some samples; what all cells do.  One of them `begins` the weights' sums."""
 
-    def __init__(self, loop: RecurrentGradientLoop, arrays: Mapping[str, Any], d: int, begins: bool) -> None:
-        self.geometry, self.arrays, self.d = loop.geometry, arrays, d
-        self.begins, self.block = begins, loop.block
+    def __init__(self, step: RecurrentGradientStep, arrays: Mapping[str, Any], d: int, begins: bool) -> None:
+        self.geometry, self.arrays, self.d = step.problem.geometry, arrays, d
+        self.begins, self.product_rows = begins, step.product_rows
         self.steps, self.batch, self.hidden = self.geometry.steps, arrays["x"].shape[1], self.geometry.hidden
         self.sign = self.geometry.signs[d]
-        self.dtype = dtype_from_name(loop.dtype)
+        self.dtype = dtype_from_name(step.problem.dtype)
         self.activations = self.geometry.activations[d]
-        self.most = min(loop.run, self.steps)  # of a run
+        self.most = min(step.run_steps, self.steps)  # of a run
         self.lengths = arrays["lengths"] if "lengths" in arrays else np.full(self.batch, self.steps)
         self.shortest = int(self.lengths.min(initial=self.steps))
         self.weight_ih, self.weight_hh = (
@@ -107,7 +188,7 @@ class _Direction:
         for first, end in self.runs():
             self.prepare(first, end)
             for t in range(first, end)[:: -self.sign]:
-                self.back_a_step(t, t - first)
+                self.step_back(t, t - first)
             self.add_products(first, end, self.rows(self.of_gates, first, end))
             self.begins = False
 
@@ -178,8 +259,9 @@ class _Direction:
         if self.begins:
             np.matmul(a, b, out=result)
             return
-        for row in range(0, len(result), self.block):
-            result[row : row + self.block] += a[row : row + self.block] @ b
+        for first in range(0, len(result), self.product_rows):
+            part = slice(first, first + self.product_rows)
+            result[part] += a[part] @ b
 
     def add_sums(self, row: int, columns: np.ndarray) -> None:
         """The sum of each column, as a product with ones: BLAS reads a matrix faster than NumPy adds it."""
@@ -197,7 +279,7 @@ class _Direction:
 
     # Step by step.
 
-    def back_a_step(self, t: int, k: int) -> None:
+    def step_back(self, t: int, k: int) -> None:
         """Gates' gradients of the step at time t, the k-th of the run, and what goes on to the step before it."""
         if t < self.shortest:
             self.step(k, self.state_gradient_at(t))
@@ -248,8 +330,8 @@ class _Lstm(_Direction):
     of_i, of_f, of_g = of_c * (g i', c_before f', i g')                     of_c of the step before: of_c * f
     """
 
-    def __init__(self, loop: RecurrentGradientLoop, arrays: Mapping[str, Any], d: int, begins: bool) -> None:
-        super().__init__(loop, arrays, d, begins)
+    def __init__(self, step: RecurrentGradientStep, arrays: Mapping[str, Any], d: int, begins: bool) -> None:
+        super().__init__(step, arrays, d, begins)
         self.back_c = self._begun("c")
         self.cells_before, self.forget, self.to_cell = (self.run_of(self.hidden) for _ in range(3))
         self.kept_back_c, self.product = self.of_step(), self.of_step()
@@ -323,8 +405,8 @@ class _Gru(_Direction):
         of h before:  of_h * z + of_r R_r + of_z R_z + of_q R_n
     """
 
-    def __init__(self, loop: RecurrentGradientLoop, arrays: Mapping[str, Any], d: int, begins: bool) -> None:
-        super().__init__(loop, arrays, d, begins)
+    def __init__(self, step: RecurrentGradientStep, arrays: Mapping[str, Any], d: int, begins: bool) -> None:
+        super().__init__(step, arrays, d, begins)
         self.update, self.reset = self.run_of(self.hidden), self.run_of(self.hidden)
         self.product = self.of_step()
         self.weight_rz, self.weight_n = np.split(self.weight_hh, [2 * self.hidden])
@@ -367,7 +449,7 @@ class _Gru(_Direction):
 
 
 class _ResetFirst(_Gru):
-    """The reset gate multiplies the state: two dependent products a step.
+    """The reset gate multiplies the state: two dependent products per step.
 
     ::
 

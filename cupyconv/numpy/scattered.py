@@ -56,12 +56,10 @@ from cupyconv.numpy.windows import (
     tap_regions,
 )
 from cupyconv.problem.activations import Activation
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator, dtype_from_name, is_complex, real_part
-from cupyconv.problem.even_parts import even_part
-from cupyconv.problem.geometry import ConvGeometry, Triple
-from cupyconv.problem.machine import HostModel
+from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name, is_complex, real_part
+from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
 from cupyconv.problem.plan import Plan
-from cupyconv.problem.problems import NotApplicable, TransposedProblem
+from cupyconv.problem.problems import HostModel, NotApplicable, TransposedProblem
 
 #: Channels of a block below which pixels are cut rather: fewer would make rows of a product too few.
 FEW_CHANNELS = 32

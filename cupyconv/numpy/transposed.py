@@ -19,7 +19,7 @@ from cupyconv.numpy.convolution import (
 )
 from cupyconv.numpy.gathered import plan_gathered
 from cupyconv.numpy.scattered import Piece, Run, ScatteredLoop, one_is_complex, x_is_factor
-from cupyconv.problem.dtypes import accumulator
+from cupyconv.problem.arrays import accumulator
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import TransposedProblem, inputs_with_channels

@@ -33,7 +33,7 @@ from cupyconv.numpy.weight_sums import (
     x_item,
 )
 from cupyconv.numpy.windows import Block, BlockSize, Images, columns_shape, tile_shape
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator
+from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import WeightGradientProblem, without_empty_inputs

@@ -41,12 +41,10 @@ from cupyconv.numpy.windows import (
     largest_block,
     parts_of,
 )
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator, dtype_from_name, is_complex, real_part
-from cupyconv.problem.even_parts import even_part
-from cupyconv.problem.machine import HostModel
-from cupyconv.problem.operands import c_strides
+from cupyconv.problem.arrays import ITEMSIZE, accumulator, c_strides, dtype_from_name, is_complex, real_part
+from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import Plan
-from cupyconv.problem.problems import WeightGradientProblem
+from cupyconv.problem.problems import HostModel, WeightGradientProblem
 
 #: Bytes of products a block adds to the sums at a time: they stay in cache until they are added.
 PRODUCT_PIECE = 4 << 20

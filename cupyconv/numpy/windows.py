@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from cupyconv.problem.even_parts import even_part
-from cupyconv.problem.geometry import ConvGeometry, Windows
+from cupyconv.problem.geometry import ConvGeometry, Windows, even_part
 from cupyconv.problem.problems import NotApplicable
 
 if TYPE_CHECKING:

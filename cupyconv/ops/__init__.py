@@ -1,1 +1,6 @@
-"""Operations: a file for each, with its signature, its docstring, and the checks that make a problem of arguments."""
+"""A file an operation: signature, docstring, checks -> a problem.  In this order `explain` lists them."""
+
+from cupyconv.ops import conv, conv_chain, conv_transpose  # noqa: F401
+
+from cupyconv.ops import conv_grad_input, conv_grad_weight  # noqa: F401  # isort: skip
+from cupyconv.ops import columns, pooling, recurrent  # noqa: F401  # isort: skip

@@ -9,7 +9,7 @@ import numpy as np
 from cupyconv.call.dispatch import backend_for
 from cupyconv.call.options import flag
 from cupyconv.problem.activations import as_float
-from cupyconv.problem.dtypes import accumulator, check_dtype, dtype_from_name, dtype_name
+from cupyconv.problem.arrays import accumulator, check_dtype, dtype_from_name, dtype_name
 from cupyconv.problem.padding import positive
 from cupyconv.typing import Array
 

@@ -6,25 +6,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from cupyconv.call.axes import Axes
-from cupyconv.call.cache import call
-from cupyconv.call.call import (
-    Call,
-    describe,
-    describe_result,
+from cupyconv.call.arguments import (
+    Arguments,
+    Arrays,
+    Axes,
+    Result,
     is_unbatched,
-    machine_for,
-    named_inputs,
-    owner,
+    merged_inputs,
     present,
     shapes_of,
     sizes,
 )
-from cupyconv.call.executable import Result
-from cupyconv.call.options import current_settings
-from cupyconv.problem.dtypes import promote
+from cupyconv.call.operation import CheckedCall, Operation
+from cupyconv.problem.arrays import promote
 from cupyconv.problem.geometry import window_geometry
-from cupyconv.problem.problems import Col2imProblem, Im2colProblem
+from cupyconv.problem.passes import Col2imProblem, Im2colProblem
 from cupyconv.typing import Array, Padding, PerAxis
 
 
@@ -79,8 +75,7 @@ def im2col(
     array([[[0., 1., 2.],
             [1., 2., 3.]]])
     """
-    settings = {"kernel_shape": kernel_shape, "stride": stride, "padding": padding, "dilation": dilation}
-    return call(prepare_im2col, {"x": x, "out": out}, settings)
+    return IM2COL(locals())
 
 
 def col2im(
@@ -129,48 +124,37 @@ def col2im(
     >>> cupyconv.col2im(columns, 4, 2)  # how many windows cover each element
     array([[[1., 2., 2., 1.]]])
     """
-    settings = {
-        "spatial_shape": spatial_shape, "kernel_shape": kernel_shape, "stride": stride, "padding": padding,
-        "dilation": dilation,
-    }  # fmt: skip
-    return call(prepare_col2im, {"columns": columns, "out": out}, settings)
+    return COL2IM(locals())
 
 
-def prepare_im2col(
-    x: Any, kernel_shape: Any, *, stride: Any = 1, padding: Any = 0, dilation: Any = 1, out: Any = None,
-    on: str | None = None,
-) -> Call:  # fmt: skip
+def check_im2col(given: Arrays, *, on: str | None = None, kernel_shape: Any, **settings: Any) -> CheckedCall:
     """Check the arguments of `im2col`."""
-    xs = named_inputs("x", x)
-    arrays = present(xs, out=out)
-    backend = owner(arrays)
-    unbatched = is_unbatched(xs, kernel_shape)
-    windows = window_geometry(
-        shapes_of(xs), kernel_shape, batched=not unbatched, stride=stride, padding=padding, dilation=dilation
-    )
-    axes = Axes(not unbatched, windows.rank)
-    columns_axes = Axes(not unbatched, 1)
+    inputs, arrays = merged_inputs(given, "x")
+    arguments = Arguments.checked(arrays, on)
+    batched = not is_unbatched(inputs, kernel_shape)
+    windows = window_geometry(shapes_of(inputs), kernel_shape, batched=batched, **settings)
+    axes, columns_axes = Axes(batched, windows.rank), Axes(batched, 1)
     shape = columns_axes.shape(windows.batch, windows.in_channels * windows.taps, (windows.pixels,))
-    result = Result("out", shape, promote(xs))
+    result = Result("out", shape, promote(inputs))
     problem = Im2colProblem(
-        windows=windows, xs=tuple(describe(backend, axes, name, array) for name, array in xs.items()),
-        columns=describe_result(backend, columns_axes, arrays, result), machine=machine_for(backend, on),
-        workspace_limit=current_settings().workspace_limit,
-    )  # fmt: skip
-    return Call(backend, problem, arrays, frozenset((*xs, "out")), axes, (result,))
+        windows=windows,
+        xs=arguments.describe_each(axes, inputs),
+        columns=arguments.describe_result(columns_axes, result),
+        **arguments.decided_with,
+    )
+    return CheckedCall(arguments, problem, frozenset((*inputs, "out")), axes, (result,))
 
 
-def prepare_col2im(
-    columns: Any, spatial_shape: Any, kernel_shape: Any, *, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
-    out: Any = None, on: str | None = None,
-) -> Call:  # fmt: skip
+def check_col2im(
+    given: Arrays, *, on: str | None = None, spatial_shape: Any, kernel_shape: Any, **settings: Any
+) -> CheckedCall:
     """Check the arguments of `col2im`."""
-    arrays = present({"columns": columns}, out=out)
-    backend = owner(arrays)
+    arguments = Arguments.checked(present(given, "columns"), on)
+    columns = arguments["columns"]
     if columns.ndim not in (2, 3):
-        given = tuple(columns.shape)
+        given_shape = tuple(columns.shape)
         raise ValueError(
-            f"columns must have shape (N, C * prod(kernel_shape), pixels), N may be missing; given {given}"
+            f"columns must have shape (N, C * prod(kernel_shape), pixels), N may be missing; given {given_shape}"
         )
     spatial = sizes("spatial_shape", spatial_shape)
     if not 1 <= len(spatial) <= 3:
@@ -178,10 +162,7 @@ def prepare_col2im(
     batched = columns.ndim == 3
     rows, pixels = columns.shape[-2:]
     one_channel = (columns.shape[0], 1, *spatial) if batched else (1, *spatial)
-    windows = window_geometry(
-        {"spatial_shape": one_channel}, kernel_shape, batched=batched, stride=stride, padding=padding,
-        dilation=dilation,
-    )  # fmt: skip
+    windows = window_geometry({"spatial_shape": one_channel}, kernel_shape, batched=batched, **settings)
     if rows % windows.taps or pixels != windows.pixels:
         raise ValueError(
             f"columns of shape {tuple(columns.shape)} do not fit: needed a multiple of {windows.taps} rows (taps)"
@@ -190,10 +171,15 @@ def prepare_col2im(
     windows = replace(windows, channels=(rows // windows.taps,))
     axes = Axes(batched, windows.rank)
     shape = axes.shape(windows.batch, windows.in_channels, spatial)
-    result = Result("out", shape, promote({"columns": columns}))
+    result = Result("out", shape, promote(arguments.some(["columns"])))
     problem = Col2imProblem(
-        windows=windows, xs=(describe_result(backend, axes, arrays, result),),
-        columns=describe(backend, Axes(batched, 1), "columns", columns), machine=machine_for(backend, on),
-        workspace_limit=current_settings().workspace_limit,
-    )  # fmt: skip
-    return Call(backend, problem, arrays, frozenset(("columns", "out")), axes, (result,))
+        windows=windows,
+        xs=(arguments.describe_result(axes, result),),
+        columns=arguments.describe(Axes(batched, 1), "columns"),
+        **arguments.decided_with,
+    )
+    return CheckedCall(arguments, problem, frozenset(("columns", "out")), axes, (result,))
+
+
+IM2COL = Operation(im2col, check_im2col, ("x", "out"))
+COL2IM = Operation(col2im, check_col2im, ("columns", "out"))

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
-import numpy as np
-
-from cupyconv.call.axes import Axes
-from cupyconv.call.cache import call
-from cupyconv.call.call import (
+from cupyconv.call.arguments import (
+    VECTOR,
+    Arguments,
     Arrays,
-    Call,
+    Axes,
+    Result,
     activation_for,
-    copied,
-    describe,
-    describe_given,
-    describe_result,
-    machine_for,
-    named_inputs,
-    owner,
-    present,
+    merged_inputs,
     shapes_of,
-    widened,
+    widening_notes,
 )
-from cupyconv.call.dispatch import Backend
-from cupyconv.call.executable import Result
+from cupyconv.call.operation import CheckedCall, Operation
 from cupyconv.call.options import current_settings
-from cupyconv.problem.activations import Activation, derivative_from_result, resolve_activation
-from cupyconv.problem.dtypes import dtype_from_name, operand_dtypes, promote
+from cupyconv.problem.activations import derivative_from_result, resolve_activation
+from cupyconv.problem.arrays import dtype_from_name, operand_dtypes, promote
 from cupyconv.problem.geometry import ConvGeometry, conv_geometry, pointwise_geometry
-from cupyconv.problem.problems import ConvProblem, check_method
-from cupyconv.problem.prologue import Prologue
+from cupyconv.problem.problems import ConvProblem, Prologue, check_method
 from cupyconv.typing import ActivationLike, Array, Padding, PerAxis, PrologueLike
 
 
@@ -122,7 +113,7 @@ def conv(
     See Also
     --------
     linmerge : 1x1 kernels over any number of spatial axes.
-    conv_vjp : the same with gradients.
+    vjp : the result, and its gradients.
     explain : what a call would run.
 
     Notes
@@ -153,15 +144,7 @@ def conv(
     >>> cupyconv.conv(picture[None], kernel[None, None], padding="same", padding_mode="symmetric")[0].shape
     (120, 160)
     """
-    scale, shift, prologue_activation = prologue_parts(prologue)
-    return call(
-        prepare_conv,
-        {"x": x, "weight": weight, "bias": bias, "residual": residual, "scale": scale, "shift": shift, "out": out},
-        {
-            "stride": stride, "padding": padding, "padding_mode": padding_mode, "dilation": dilation, "groups": groups,
-            "activation": activation, "prologue_activation": prologue_activation, "method": method,
-        },
-    )  # fmt: skip
+    return CONV(locals())
 
 
 def linmerge(
@@ -214,132 +197,142 @@ def linmerge(
     >>> y.shape, y[0, :, 0].tolist()
     ((2, 2, 100), [3.0, 10.0])
     """
-    scale, shift, prologue_activation = prologue_parts(prologue)
-    return call(
-        prepare_linmerge,
-        {"xs": xs, "weight": weight, "bias": bias, "residual": residual, "scale": scale, "shift": shift, "out": out},
-        {"activation": activation, "prologue_activation": prologue_activation, "method": method},
-    )
+    return LINMERGE(locals())
 
 
-def prepare_conv(
-    x: Any, weight: Any, bias: Any = None, *, stride: Any = 1, padding: Any = 0, padding_mode: str = "constant",
-    dilation: Any = 1, groups: Any = 1, activation: Any = None, residual: Any = None, scale: Any = None,
-    shift: Any = None, prologue_activation: Any = None, method: str = "auto", out: Any = None, saving: bool = False,
-    on: str | None = None,
-) -> Call:  # fmt: skip
-    """Check the arguments of `conv`, whose prologue comes in its three parts (`prologue_parts`).
+@dataclass(frozen=True, kw_only=True)
+class ConvSettings:
+    """What is said of a convolution beside its arrays, as the caller said it."""
 
-    `saving` asks for a list of results, as `_conv_call` says.
-    """
-    xs = named_inputs("x", x)
-    arrays = present({**xs, "weight": weight}, bias=bias, residual=residual, scale=scale, shift=shift, out=out)
-    backend = owner(arrays)
-    batched = not all(array.ndim == weight.ndim - 1 for array in xs.values())
-    geometry = conv_geometry(
-        shapes_of(xs), tuple(weight.shape), batched=batched, stride=stride, padding=padding, padding_mode=padding_mode,
-        dilation=dilation, groups=groups,
-    )  # fmt: skip
-    axes = Axes(batched, geometry.rank)
+    stride: PerAxis = 1
+    padding: Padding = 0
+    padding_mode: str = "constant"
+    dilation: PerAxis = 1
+    groups: int = 1
+    activation: ActivationLike = None
+    prologue_activation: ActivationLike = None
+    method: str = "auto"
+
+    @property
+    def windows(self) -> dict[str, Any]:
+        """The part that its gradients need too."""
+        return {name: getattr(self, name) for name in WINDOWS}
+
+    def geometry(
+        self, shapes: dict[str, tuple[int, ...]], weight_shape: tuple[int, ...], batched: bool
+    ) -> ConvGeometry:
+        """The convolution of images of these shapes, which are given by input; what does not fit is refused."""
+        return conv_geometry(shapes, weight_shape, batched=batched, **self.windows)
+
+
+WINDOWS = ("stride", "padding", "padding_mode", "dilation", "groups")
+
+
+def check_conv(given: Arrays, *, on: str | None = None, saving: bool = False, **settings: Any) -> CheckedCall:
+    """Check the arguments of `conv`."""
+    inputs, arrays = merged_inputs(given, "x", "weight")
+    arguments = Arguments.checked(arrays, on)
+    weight = arguments["weight"]
+    batched = not all(array.ndim == weight.ndim - 1 for array in inputs.values())
+    said = ConvSettings(**settings)
+    geometry = said.geometry(shapes_of(inputs), tuple(weight.shape), batched)
     spatial = geometry.spatial(geometry.out_size)
-    return _conv_call(
-        backend, geometry, axes, spatial, list(xs), arrays, activation, prologue_activation, method, saving, on
-    )
+    return _checked(arguments, list(inputs), geometry, Axes(batched, geometry.rank), spatial, said, saving)
 
 
-def prepare_linmerge(
-    xs: Any, weight: Any, bias: Any = None, *, activation: Any = None, residual: Any = None, scale: Any = None,
-    shift: Any = None, prologue_activation: Any = None, method: str = "auto", out: Any = None, saving: bool = False,
-    on: str | None = None,
-) -> Call:  # fmt: skip
-    """Check the arguments of `linmerge`; prologue and `saving` as for `prepare_conv`."""
-    inputs = named_inputs("xs", xs)
-    arrays = present({**inputs, "weight": weight}, bias=bias, residual=residual, scale=scale, shift=shift, out=out)
-    backend = owner(arrays)
-    geometry = pointwise_geometry(shapes_of(inputs), tuple(weight.shape))
+def check_linmerge(given: Arrays, *, on: str | None = None, saving: bool = False, **settings: Any) -> CheckedCall:
+    """Check the arguments of `linmerge`."""
+    inputs, arrays = merged_inputs(given, "xs", "weight")
+    arguments = Arguments.checked(arrays, on)
+    geometry = pointwise_geometry(shapes_of(inputs), tuple(arguments["weight"].shape))
     spatial = tuple(next(iter(inputs.values())).shape[2:])
     axes = Axes(True, len(spatial))
-    return _conv_call(
-        backend, geometry, axes, spatial, list(inputs), arrays, activation, prologue_activation, method, saving, on
-    )
+    return _checked(arguments, list(inputs), geometry, axes, spatial, ConvSettings(**settings), saving)
 
 
-def prologue_parts(prologue: Any) -> tuple[Any, Any, Any]:
-    """A prologue's scale, shift and activation, each None where it is absent."""
-    if prologue is None:
-        return None, None, None
-    if not isinstance(prologue, (tuple, list)):
+def unpack_prologue(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments with the prologue in its three parts, each None where it is absent."""
+    prologue = arguments["prologue"]
+    parts = (None, None, None) if prologue is None else prologue
+    if not isinstance(parts, (tuple, list)):
         raise TypeError(f"prologue must be None or a tuple (scale, shift, activation), given {prologue!r}")
-    if len(prologue) != 3:
-        raise ValueError(f"prologue has {len(prologue)} entries, needed 3: scale, shift, activation; each may be None")
-    scale, shift, activation = prologue
-    return scale, shift, activation
+    if len(parts) != 3:
+        raise ValueError(f"prologue has {len(parts)} entries, needed 3: scale, shift, activation; each may be None")
+    arguments["scale"], arguments["shift"], arguments["prologue_activation"] = parts
+    return arguments
 
 
-def _conv_call(
-    backend: Backend, geometry: ConvGeometry, axes: Axes, spatial: tuple[int, ...], inputs: list[str],
-    arrays: dict[str, Any], activation: Any, prologue_activation: Any, method: str, saving: bool,
-    on: str | None,
-) -> Call:  # fmt: skip
+_EPILOGUE = ("bias", "residual", "scale", "shift", "out")
+CONV = Operation(
+    conv, check_conv, ("x", "weight", *_EPILOGUE), [field.name for field in fields(ConvSettings)], unpack_prologue
+)
+LINMERGE = Operation(
+    linmerge,
+    check_linmerge,
+    ("xs", "weight", *_EPILOGUE),
+    ("activation", "prologue_activation", "method"),
+    unpack_prologue,
+)
+
+
+def _checked(
+    arguments: Arguments,
+    inputs: list[str],
+    geometry: ConvGeometry,
+    axes: Axes,
+    spatial: tuple[int, ...],
+    said: ConvSettings,
+    saving: bool,
+) -> CheckedCall:
     """The common part of `conv` and `linmerge`: everything but the geometry.
 
     Where `saving`, the results are a list, whose last is what the derivative of the activation is worked out
     from: the one result, or the pre-activation beside it.
     """
-    xs, weight = [arrays[name] for name in inputs], arrays["weight"]
-    check_method(method)
-    dtype = promote({name: arrays[name] for name in (*inputs, "weight")})
-    resolved = activation_for(activation, dtype)
+    xs, weight = [arguments[name] for name in inputs], arguments["weight"]
+    check_method(said.method)
+    multiplied = arguments.some((*inputs, "weight"))
+    dtype = promote(multiplied)
+    activation = activation_for(said.activation, dtype)
     shape = axes.shape(geometry.batch, geometry.out_channels, spatial)
-    check_addend(arrays, "bias", (geometry.out_channels,), dtype)
-    check_addend(arrays, "residual", shape, dtype)
+    arguments.check_addend("bias", (geometry.out_channels,), dtype)
+    arguments.check_addend("residual", shape, dtype)
     x_dtype, weight_dtype = operand_dtypes([x.dtype for x in xs], weight.dtype, dtype)
-    prologue = describe_prologue(
-        backend, arrays, geometry.in_channels, x_dtype, resolve_activation(prologue_activation)
-    )
+    prologue = checked_prologue(arguments, geometry.in_channels, x_dtype, said.prologue_activation)
     if prologue.activation and dtype.kind == "c":
         raise TypeError(
             f"prologue activation {prologue.activation} is not defined beside the complex result, {dtype.name}"
         )
-    channels_last = all(map(axes.asks_channels_last, xs))
-    result = Result("out", shape, dtype, channels_last)
-    keeps_pre = saving and resolved and not derivative_from_result(resolved)
+    result = Result("out", shape, dtype, all(map(axes.asks_channels_last, xs)))
+    keeps_pre = saving and activation and not derivative_from_result(activation)
     pre = result._replace(name="pre")
-    settings = current_settings()
     problem = ConvProblem(
-        geometry=geometry, xs=tuple(describe(backend, axes, name, arrays[name]) for name in inputs),
-        weight=describe(backend, Axes(True, weight.ndim - 2), "weight", weight),
-        out=describe_result(backend, axes, arrays, result),
-        bias=describe_given(backend, Axes(False, 0), "bias", arrays),
-        residual=describe_given(backend, axes, "residual", arrays),
-        pre=describe_result(backend, axes, arrays, pre) if keeps_pre else None,
-        x_dtype=x_dtype, weight_dtype=weight_dtype, activation=resolved, prologue=prologue, method=method,
-        machine=machine_for(backend, on), workspace_limit=settings.workspace_limit, allow_tf32=settings.allow_tf32,
-        notes=widened({name: arrays[name] for name in (*inputs, "weight")}, dtype) + copied(axes, arrays),
-    )  # fmt: skip
+        geometry=geometry,
+        xs=arguments.describe_each(axes, inputs),
+        weight=arguments.describe(Axes(True, weight.ndim - 2), "weight"),
+        out=arguments.describe_result(axes, result),
+        bias=arguments.describe_given(VECTOR, "bias"),
+        residual=arguments.describe_given(axes, "residual"),
+        pre=arguments.describe_result(axes, pre) if keeps_pre else None,
+        x_dtype=x_dtype,
+        weight_dtype=weight_dtype,
+        activation=activation,
+        prologue=prologue,
+        method=said.method,
+        allow_tf32=current_settings().allow_tf32,
+        notes=widening_notes(multiplied, dtype)
+        + arguments.copy_notes(axes, [name for name in (*inputs, "residual", "out") if name in arguments.arrays]),
+        **arguments.decided_with,
+    )
     images = frozenset((*inputs, "residual", "out", "pre"))
-    results = (result, pre) if keeps_pre else (result,)
-    return Call(backend, problem, arrays, images, axes, results, listed=saving)
+    return CheckedCall(arguments, problem, images, axes, (result, pre) if keeps_pre else (result,), listed=saving)
 
 
-def check_addend(
-    arrays: Arrays, name: str, shape: tuple[int, ...], dtype: np.dtype, what: str = "the result is"
-) -> None:
-    if name not in arrays:
-        return
-    array = arrays[name]
-    if tuple(array.shape) != shape:
-        raise ValueError(f"{name} has shape {tuple(array.shape)}, needed {shape}")
-    if array.dtype.kind == "c" and dtype.kind != "c":
-        raise TypeError(f"{name} is {array.dtype.name}, {what} {dtype.name}: casting would drop imaginary parts")
-
-
-def describe_prologue(
-    backend: Backend, arrays: Arrays, channels: int, x_dtype: str, activation: Activation
-) -> Prologue:
+def checked_prologue(arguments: Arguments, channels: int, x_dtype: str, activation: Any) -> Prologue:
     """The prologue of inputs of so many merged channels, computed in `x_dtype`, as planning sees it."""
+    resolved = resolve_activation(activation)
     vectors = {}
     for name in ("scale", "shift"):
-        check_addend(arrays, name, (channels,), dtype_from_name(x_dtype), "the inputs are computed in")
-        vectors[name] = describe_given(backend, Axes(False, 0), name, arrays)
-    return Prologue(**vectors, activation=activation)
+        arguments.check_addend(name, (channels,), dtype_from_name(x_dtype), "the inputs are computed in")
+        vectors[name] = arguments.describe_given(VECTOR, name)
+    return Prologue(**vectors, activation=resolved)

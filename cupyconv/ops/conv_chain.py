@@ -6,28 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
-from cupyconv.call.axes import Axes
-from cupyconv.call.cache import call
-from cupyconv.call.call import (
-    Call,
+from cupyconv.call.arguments import (
+    VECTOR,
+    Arguments,
+    Arrays,
+    Axes,
+    Result,
     activation_for,
-    describe,
-    describe_given,
-    describe_result,
-    machine_for,
     named_inputs,
-    owner,
     present,
-    widened,
+    widening_notes,
 )
-from cupyconv.call.dispatch import Backend
-from cupyconv.call.executable import Result
+from cupyconv.call.operation import CheckedCall, Operation
 from cupyconv.call.options import current_settings
-from cupyconv.ops.conv import check_addend
-from cupyconv.problem.dtypes import operand_dtypes, promote
-from cupyconv.problem.geometry import conv_geometry
-from cupyconv.problem.operands import is_channels_last
-from cupyconv.problem.problems import ChainProblem, ConvProblem, Machine
+from cupyconv.ops.conv import ConvSettings
+from cupyconv.problem.arrays import Operand, is_channels_last, operand_dtypes, promote
+from cupyconv.problem.problems import ChainProblem, ConvProblem
 from cupyconv.typing import ActivationLike, Array, Padding, PerAxis
 
 
@@ -125,17 +119,16 @@ def conv_chain(
     >>> y.shape, float(y[0, 0, 5, 5])
     ((1, 16, 32, 32), 73.0)
     """
-    return call(prepare_split_chain, *_split(x, layers, fuse, out))
+    return CONV_CHAIN(locals())
 
 
-def prepare_conv_chain(x: Any, layers: Any, *, fuse: Any = "auto", out: Any = None, on: str | None = None) -> Call:
-    """Check the arguments of `conv_chain`."""
-    arrays, settings = _split(x, layers, fuse, out)
-    return prepare_split_chain(**arrays, **settings, on=on)
+#: What a layer says beside its arrays.
+_LAYER_SETTINGS = ("stride", "padding", "dilation", "groups", "activation")
 
 
-def _split(x: Any, layers: Any, fuse: Any, out: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The arrays of a chain and its other arguments, apart."""
+def unpack_layers(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments with the layers taken apart: all arrays of a kind together, None where a layer has none."""
+    layers = arguments["layers"]
     if not isinstance(layers, (list, tuple)):
         hint = ": put it in a list" if isinstance(layers, ConvLayer) else ""
         raise TypeError(f"layers must be a sequence of ConvLayer, given {type(layers).__name__}{hint}")
@@ -144,71 +137,62 @@ def _split(x: Any, layers: Any, fuse: Any, out: Any) -> tuple[Mapping[str, Any],
     for i, layer in enumerate(layers):
         if not isinstance(layer, ConvLayer):
             raise TypeError(f"layers[{i}] must be a ConvLayer, given {type(layer).__name__}: ConvLayer(weight, ...)")
-    settings = tuple(
-        LayerSettings(
-            layer.stride, layer.padding, layer.dilation, layer.groups, layer.activation, layer.bias is not None,
-            layer.residual is not None,
-        )
-        for layer in layers
-    )  # fmt: skip
-    arrays = {
-        "x": x,
+    biases, residuals = [layer.bias for layer in layers], [layer.residual for layer in layers]
+    return {
+        **arguments,
         "weights": [layer.weight for layer in layers],
-        "biases": [layer.bias for layer in layers if layer.bias is not None],
-        "residuals": [layer.residual for layer in layers if layer.residual is not None],
-        "out": out,
+        "biases": [bias for bias in biases if bias is not None],
+        "residuals": [residual for residual in residuals if residual is not None],
+        "with_bias": tuple(i for i, bias in enumerate(biases) if bias is not None),
+        "with_residual": tuple(i for i, residual in enumerate(residuals) if residual is not None),
+        "said": tuple(tuple(getattr(layer, name) for name in _LAYER_SETTINGS) for layer in layers),
     }
-    return arrays, {"layers": tuple(map(tuple, settings)), "fuse": fuse}
 
 
-class LayerSettings(NamedTuple):
-    """What a layer has beside its arrays, and which of these it has."""
-
-    stride: Any
-    padding: Any
-    dilation: Any
-    groups: Any
-    activation: Any
-    has_bias: bool
-    has_residual: bool
-
-
-def prepare_split_chain(
-    x: Any, weights: Sequence[Any], biases: Sequence[Any], residuals: Sequence[Any], layers: Sequence[tuple[Any, ...]],
-    fuse: Any = "auto", out: Any = None, on: str | None = None,
-) -> Call:  # fmt: skip
-    """Check a chain whose layers are taken apart; `biases` and `residuals` are those that there are."""
-    settings = [LayerSettings(*layer) for layer in layers]
+def check_conv_chain(
+    given: Arrays,
+    *,
+    on: str | None = None,
+    said: Sequence[tuple[Any, ...]],
+    with_bias: Sequence[int],
+    with_residual: Sequence[int],
+    fuse: Any,
+) -> CheckedCall:
+    """Check a chain whose layers are taken apart; `with_bias` and `with_residual` number those that have one."""
     if not (isinstance(fuse, bool) or (isinstance(fuse, str) and fuse == "auto")):
         raise ValueError(f"fuse must be 'auto', True or False, given {fuse!r}")
-    inputs = named_inputs("x", x)
-    arrays = present(
-        {
-            **inputs,
-            **{f"weight[{i}]": weight for i, weight in enumerate(weights)},
-            **_named("bias", biases, [layer.has_bias for layer in settings]),
-            **_named("residual", residuals, [layer.has_residual for layer in settings]),
-        },
-        out=out,
-    )
-    backend = owner(arrays)
+    inputs, weights = named_inputs("x", given["x"]), given["weights"]
+    arrays = {
+        **inputs,
+        **{f"weight[{i}]": weight for i, weight in enumerate(weights)},
+        **{f"bias[{i}]": bias for i, bias in zip(with_bias, given["biases"], strict=True)},
+        **{f"residual[{i}]": array for i, array in zip(with_residual, given["residuals"], strict=True)},
+        **present({"out": given["out"]}),
+    }
+    arguments = Arguments.checked(arrays, on)
     rank = weights[0].ndim - 2
-    batched = not all(array.ndim == rank + 1 for array in inputs.values())
-    checker = _Checker(backend, Axes(batched, rank), arrays, machine_for(backend, on), len(settings))
+    axes = Axes(not all(array.ndim == rank + 1 for array in inputs.values()), rank)
+    checker = _Checker(arguments, axes, last=len(said) - 1)
     problems: list[ConvProblem] = []
     images = {
-        name: _Image(tuple(array.shape), array.dtype, checker.axes.asks_channels_last(array))
-        for name, array in inputs.items()
+        name: _Image(tuple(array.shape), array.dtype, axes.asks_channels_last(array)) for name, array in inputs.items()
     }
-    for i, layer in enumerate(settings):
-        problem, result = checker.layer(i, layer, images)
+    for i, layer in enumerate(said):
+        problem, result = checker.layer(i, ConvSettings(**dict(zip(_LAYER_SETTINGS, layer))), images)
         problems.append(problem)
         images = {result.name: _Image(result.shape, result.dtype, _is_stored_channels_last(problem))}
-    chain = ChainProblem(
-        layers=tuple(problems), fuse=fuse, machine=checker.machine, workspace_limit=current_settings().workspace_limit
-    )
-    named = frozenset((*inputs, *(name for name in arrays if name.startswith("residual[")), "out"))
-    return Call(backend, chain, arrays, named, checker.axes, (result,))
+    chain = ChainProblem(layers=tuple(problems), fuse=fuse, **arguments.decided_with)
+    viewed = frozenset((*inputs, *(f"residual[{i}]" for i in with_residual), "out"))
+    return CheckedCall(arguments, chain, viewed, axes, (result,))
+
+
+CONV_CHAIN = Operation(
+    conv_chain,
+    check_conv_chain,
+    ("x", "weights", "biases", "residuals", "out"),
+    ("said", "with_bias", "with_residual", "fuse"),
+    unpack_layers,
+)
 
 
 class _Image(NamedTuple):
@@ -222,50 +206,47 @@ class _Image(NamedTuple):
 class _Checker:
     """What the layers of a chain have in common."""
 
-    def __init__(self, backend: Backend, axes: Axes, arrays: Mapping[str, Any], machine: Machine, count: int) -> None:
-        self.backend, self.axes, self.arrays, self.machine = backend, axes, arrays, machine
-        self.last = count - 1
+    def __init__(self, arguments: Arguments, axes: Axes, last: int) -> None:
+        self.arguments, self.axes, self.last = arguments, axes, last
         #: Intermediate results as planning sees them.
-        self.between: dict[str, Any] = {}
+        self.between: dict[str, Operand] = {}
 
-    def layer(self, i: int, layer: LayerSettings, images: Mapping[str, _Image]) -> tuple[ConvProblem, Result]:
+    def layer(self, i: int, said: ConvSettings, images: Mapping[str, _Image]) -> tuple[ConvProblem, Result]:
         """Check layer `i`, which reads `images`."""
-        backend, axes, arrays = self.backend, self.axes, self.arrays
-        weight, bias, residual = arrays[f"weight[{i}]"], f"bias[{i}]", f"residual[{i}]"
+        arguments, axes = self.arguments, self.axes
+        weight_name, bias, residual = f"weight[{i}]", f"bias[{i}]", f"residual[{i}]"
+        weight = arguments[weight_name]
+        multiplied = {**images, weight_name: weight}
+        shapes = {name: image.shape for name, image in images.items()}
         try:
-            geometry = conv_geometry(
-                {name: image.shape for name, image in images.items()}, tuple(weight.shape), batched=axes.batched,
-                stride=layer.stride, padding=layer.padding, padding_mode="constant", dilation=layer.dilation, groups=layer.groups,
-            )  # fmt: skip
-            dtype = promote({**images, f"weight[{i}]": weight})
-            activation = activation_for(layer.activation, dtype)
+            geometry = said.geometry(shapes, tuple(weight.shape), axes.batched)
+            dtype = promote(multiplied)
+            activation = activation_for(said.activation, dtype)
         except (TypeError, ValueError) as error:
             raise type(error)(f"layers[{i}]: {error}") from None
         shape = axes.shape(geometry.batch, geometry.out_channels, geometry.spatial(geometry.out_size))
-        check_addend(arrays, bias, (geometry.out_channels,), dtype)
-        check_addend(arrays, residual, shape, dtype)
+        arguments.check_addend(bias, (geometry.out_channels,), dtype)
+        arguments.check_addend(residual, shape, dtype)
         channels_last = all(image.channels_last for image in images.values())
         name = "out" if i == self.last else f"layer[{i}]"
         result = Result(name, shape, dtype, channels_last, addend=residual)
         x_dtype, weight_dtype = operand_dtypes([image.dtype for image in images.values()], weight.dtype, dtype)
-        read = [self.between.get(name) or describe(backend, axes, name, arrays[name]) for name in images]
         problem = ConvProblem(
-            geometry=geometry, xs=tuple(read), weight=describe(backend, Axes(True, weight.ndim - 2), f"weight[{i}]", weight),
-            out=describe_result(backend, axes, arrays, result),
-            bias=describe_given(backend, Axes(False, 0), bias, arrays),
-            residual=describe_given(backend, axes, residual, arrays),
-            x_dtype=x_dtype, weight_dtype=weight_dtype, activation=activation, machine=self.machine,
+            geometry=geometry,
+            xs=tuple(self.between.get(name) or arguments.describe(axes, name) for name in images),
+            weight=arguments.describe(Axes(True, weight.ndim - 2), weight_name),
+            out=arguments.describe_result(axes, result),
+            bias=arguments.describe_given(VECTOR, bias),
+            residual=arguments.describe_given(axes, residual),
+            x_dtype=x_dtype,
+            weight_dtype=weight_dtype,
+            activation=activation,
             allow_tf32=current_settings().allow_tf32,
-            notes=widened({**images, f"weight[{i}]": weight}, dtype),
-        )  # fmt: skip
+            notes=widening_notes(multiplied, dtype),
+            machine=arguments.machine,
+        )
         self.between[name] = problem.out
         return problem, result
-
-
-def _named(name: str, arrays: Sequence[Any], present: Sequence[bool]) -> dict[str, Any]:
-    """Arrays by name, of the layers that have one."""
-    places = [i for i, is_there in enumerate(present) if is_there]
-    return {f"{name}[{i}]": array for i, array in zip(places, arrays, strict=True)}
 
 
 def _is_stored_channels_last(problem: ConvProblem) -> bool:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from cupyconv.call.cache import call
-from cupyconv.ops.conv_transpose import prepare_conv_grad_input
+from cupyconv.call.arguments import Arguments, Arrays, Axes
+from cupyconv.call.operation import CheckedCall, Operation
+from cupyconv.ops.conv import ConvSettings
+from cupyconv.ops.conv_transpose import checked_adjoint
+from cupyconv.problem.padding import per_axis
 from cupyconv.typing import Array, ArrayOrList, Padding, PerAxis
 
 
@@ -78,11 +82,55 @@ def conv_grad_input(
     >>> a.shape, b
     ((1, 2, 4), array([[[1., 2., 2., 1.]]]))
     """
-    return call(
-        prepare_conv_grad_input,
-        {"grad": grad, "weight": weight, "out": out},
-        {
-            "input_shape": input_shape, "stride": stride, "padding": padding, "padding_mode": padding_mode,
-            "dilation": dilation, "groups": groups, "method": method,
-        },
-    )  # fmt: skip
+    return CONV_GRAD_INPUT(locals())
+
+
+def check_conv_grad_input(given: Arrays, *, on: str | None = None, input_shape: Any, **settings: Any) -> CheckedCall:
+    """Check the arguments of `conv_grad_input`."""
+    shapes, listed = _input_shapes(input_shape)
+    required = {"grad": given["grad"], "weight": given["weight"]}
+    arguments = Arguments.checked(required | _named_outs(given["out"], len(shapes), listed), on)
+    grad, weight = arguments["grad"], arguments["weight"]
+    batched = not all(len(shape) == weight.ndim - 1 for shape in shapes.values())
+    said = ConvSettings(**settings)
+    geometry = said.geometry(shapes, tuple(weight.shape), batched)
+    axes = Axes(batched, geometry.rank)
+    needed = axes.shape(geometry.batch, geometry.out_channels, geometry.spatial(geometry.out_size))
+    if tuple(grad.shape) != needed:
+        raise ValueError(
+            f"grad has shape {tuple(grad.shape)}, needed {needed}: that of conv's result for input_shape {input_shape}"
+        )
+    outs = {name.replace("input_shape", "out"): shape for name, shape in shapes.items()}
+    return checked_adjoint(
+        "conv_grad_input", arguments, ["grad"], geometry, axes, outs, said.method, listed=listed, conjugate=True
+    )
+
+
+CONV_GRAD_INPUT = Operation(conv_grad_input, check_conv_grad_input, ("grad", "weight", "out"))
+
+
+def _input_shapes(input_shape: Any) -> tuple[dict[str, tuple[int, ...]], bool]:
+    """The shape of each input by name, and whether they were given as a list."""
+    if not isinstance(input_shape, (tuple, list)):
+        raise TypeError(f"input_shape must be a shape or a sequence of shapes, given {input_shape!r}")
+    if not input_shape:
+        raise ValueError("input_shape is an empty sequence, needed at least one shape")
+    listed = isinstance(input_shape[0], (tuple, list))
+    shapes = input_shape if listed else [input_shape]
+    for shape in shapes:
+        if not isinstance(shape, (tuple, list)):
+            raise TypeError(f"input_shape must be a shape or a sequence of shapes, given {input_shape!r}")
+    names = [f"input_shape[{i}]" for i in range(len(shapes))] if listed else ["input_shape"]
+    return {name: per_axis(name, tuple(shape), len(shape), 0) for name, shape in zip(names, shapes)}, listed
+
+
+def _named_outs(out: Any, count: int, listed: bool) -> dict[str, Any]:
+    """The arrays for the results by name: one, or one each of a list; none where nothing was given."""
+    if out is None:
+        return {}
+    if not listed:
+        return {"out": out}
+    if not isinstance(out, (tuple, list)) or len(out) != count:
+        given = f"{len(out)}" if isinstance(out, (tuple, list)) else type(out).__name__
+        raise ValueError(f"out must be a list of {count} arrays, one for each shape in input_shape; given {given}")
+    return {f"out[{i}]": array for i, array in enumerate(out)}

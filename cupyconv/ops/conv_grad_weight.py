@@ -5,27 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cupyconv.call.axes import Axes
-from cupyconv.call.cache import call
-from cupyconv.call.call import (
-    Call,
-    describe,
-    describe_result,
+from cupyconv.call.arguments import (
+    Arguments,
+    Arrays,
+    Axes,
+    Result,
     is_unbatched,
-    machine_for,
-    named_inputs,
-    owner,
-    present,
+    merged_inputs,
     shapes_of,
-    widened,
+    widening_notes,
 )
-from cupyconv.call.dispatch import Backend
-from cupyconv.call.executable import Result
+from cupyconv.call.operation import CheckedCall, Operation
 from cupyconv.call.options import current_settings
-from cupyconv.ops.conv import describe_prologue
-from cupyconv.problem.activations import Activation, resolve_activation
-from cupyconv.problem.dtypes import operand_dtypes, promote
-from cupyconv.problem.geometry import ConvGeometry, weight_gradient_geometry
+from cupyconv.ops.conv import WINDOWS, ConvSettings, checked_prologue
+from cupyconv.problem.arrays import operand_dtypes, promote
+from cupyconv.problem.geometry import weight_gradient_geometry
 from cupyconv.problem.problems import WeightGradientProblem, check_method
 from cupyconv.typing import Array, Padding, PerAxis
 
@@ -96,54 +90,47 @@ def conv_grad_weight(
     >>> cupyconv.conv_grad_weight(grad, x, 3)
     array([[[3., 6., 9.]]])
     """
-    return call(
-        prepare_conv_grad_weight,
-        {"grad": grad, "x": x, "out": out},
-        {
-            "kernel_shape": kernel_shape, "stride": stride, "padding": padding, "padding_mode": padding_mode,
-            "dilation": dilation, "groups": groups, "method": method,
-        },
-    )  # fmt: skip
+    return CONV_GRAD_WEIGHT(locals())
 
 
-def prepare_conv_grad_weight(
-    grad: Any, x: Any, kernel_shape: Any, *, stride: Any = 1, padding: Any = 0, padding_mode: str = "constant",
-    dilation: Any = 1, groups: Any = 1, scale: Any = None, shift: Any = None, prologue_activation: Any = None,
-    method: str = "auto", out: Any = None, on: str | None = None,
-) -> Call:  # fmt: skip
-    """Check the arguments of `conv_grad_weight`, and a prologue in its three parts, which the pullbacks give."""
-    xs = named_inputs("x", x)
-    arrays = present({"grad": grad, **xs}, scale=scale, shift=shift, out=out)
-    backend = owner(arrays)
-    unbatched = is_unbatched(xs, kernel_shape)
+def check_conv_grad_weight(given: Arrays, *, on: str | None = None, kernel_shape: Any, **settings: Any) -> CheckedCall:
+    """Check the arguments of `conv_grad_weight`, with those of a prologue where a pullback has one."""
+    inputs, arrays = merged_inputs(given, "x", "grad")
+    arguments = Arguments.checked(arrays, on)
+    grad = arguments["grad"]
+    batched = not is_unbatched(inputs, kernel_shape)
+    said = ConvSettings(**settings)
     geometry = weight_gradient_geometry(
-        tuple(grad.shape), shapes_of(xs), kernel_shape, batched=not unbatched, stride=stride, padding=padding,
-        padding_mode=padding_mode, dilation=dilation, groups=groups,
-    )  # fmt: skip
-    axes = Axes(not unbatched, geometry.rank)
+        tuple(grad.shape), shapes_of(inputs), kernel_shape, batched=batched, **said.windows
+    )
+    axes = Axes(batched, geometry.rank)
+    check_method(said.method)
+    multiplied = arguments.some(("grad", *inputs))
+    dtype = promote(multiplied)
+    x_dtype, grad_dtype = operand_dtypes([x.dtype for x in inputs.values()], grad.dtype, dtype)
     shape = (geometry.out_channels, geometry.group_channels, *geometry.spatial(geometry.kernel))
-    activation = resolve_activation(prologue_activation)
-    return _weight_gradient_call(backend, geometry, axes, shape, list(xs), arrays, activation, method, on)
-
-
-def _weight_gradient_call(
-    backend: Backend, geometry: ConvGeometry, axes: Axes, shape: tuple[int, ...], inputs: list[str],
-    arrays: dict[str, Any], activation: Activation, method: str, on: str | None,
-) -> Call:  # fmt: skip
-    """Everything but the geometry; `shape` is the weight's."""
-    xs, grad = [arrays[name] for name in inputs], arrays["grad"]
-    check_method(method)
-    dtype = promote({name: arrays[name] for name in ("grad", *inputs)})
-    x_dtype, grad_dtype = operand_dtypes([x.dtype for x in xs], grad.dtype, dtype)
     result = Result("out", shape, dtype)
-    settings = current_settings()
     problem = WeightGradientProblem(
-        geometry=geometry, xs=tuple(describe(backend, axes, name, arrays[name]) for name in inputs),
-        grad=describe(backend, axes, "grad", grad),
-        out=describe_result(backend, Axes(True, len(shape) - 2), arrays, result),
-        prologue=describe_prologue(backend, arrays, geometry.in_channels, x_dtype, activation),
-        x_dtype=x_dtype, grad_dtype=grad_dtype, method=method, machine=machine_for(backend, on),
-        workspace_limit=settings.workspace_limit, allow_tf32=settings.allow_tf32,
-        notes=widened({name: arrays[name] for name in (*inputs, "grad")}, dtype),
-    )  # fmt: skip
-    return Call(backend, problem, arrays, frozenset((*inputs, "grad")), axes, (result,))
+        geometry=geometry,
+        xs=arguments.describe_each(axes, inputs),
+        grad=arguments.describe(axes, "grad"),
+        out=arguments.describe_result(Axes(True, len(shape) - 2), result),
+        prologue=checked_prologue(arguments, geometry.in_channels, x_dtype, said.prologue_activation),
+        x_dtype=x_dtype,
+        grad_dtype=grad_dtype,
+        method=said.method,
+        allow_tf32=current_settings().allow_tf32,
+        notes=widening_notes(arguments.some((*inputs, "grad")), dtype),
+        **arguments.decided_with,
+    )
+    return CheckedCall(arguments, problem, frozenset((*inputs, "grad")), axes, (result,))
+
+
+CONV_GRAD_WEIGHT = Operation(conv_grad_weight, check_conv_grad_weight, ("grad", "x", "out"))
+#: The gradient from inputs that a prologue transforms: what a pullback needs.
+TRANSFORMED_GRAD_WEIGHT = Operation(
+    None,
+    check_conv_grad_weight,
+    ("grad", "x", "scale", "shift", "out"),
+    ("kernel_shape", *WINDOWS, "prologue_activation"),
+)

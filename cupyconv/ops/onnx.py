@@ -1,17 +1,71 @@
-"""ONNX's recurrent weights as ours: gates in PyTorch's order, biases apart, no axis of a single direction."""
+"""What ONNX says in its own way: padding as flat lists, recurrent weights with other gates' order and axes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from cupyconv.call.dispatch import backend_for
+from cupyconv.problem.padding import AUTO_PAD, Pairs, padding_amount
 from cupyconv.problem.recurrence import GATES
 from cupyconv.typing import Array
 
-#: Of each operator, where our gates stand among ONNX's: i, o, f, c of an LSTM, z, r, h of a GRU.
+#: For each operator, where our gates stand among ONNX's: i, o, f, c of an LSTM, z, r, h of a GRU.
 _ORDER = {"RNN": (0,), "LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2)}
 #: Peepholes, which ONNX has in the order i, o, f.
 _PEEPHOLES = (0, 2, 1)
+
+
+def onnx_padding(pads: Sequence[int] | None = None, auto_pad: str = "NOTSET") -> Pairs | str | int:
+    """ONNX's ``pads`` and ``auto_pad`` attributes as a `padding` argument.
+
+    Parameters
+    ----------
+    pads : sequence of int or None
+        ONNX's flat list: all begins, then all ends, ``[h0, w0, h1, w1]`` for two axes.  None means zeros.
+    auto_pad : str
+        ``"NOTSET"`` (use `pads`), ``"SAME_UPPER"``, ``"SAME_LOWER"`` or ``"VALID"``.
+
+    Returns
+    -------
+    padding
+        A tuple of ``(before, after)`` pairs, one of the names ``"same"``, ``"same_lower"``,
+        ``"valid"``, or 0 where nothing was given.
+
+    Raises
+    ------
+    ValueError
+        For an odd number of pads, a negative one, an unknown `auto_pad`, or `pads` beside an `auto_pad`.
+
+    Notes
+    -----
+    Source: the ONNX operator specification, ``Conv``.
+
+    Examples
+    --------
+    >>> from cupyconv import onnx_padding
+    >>> onnx_padding([0, 1, 2, 3])
+    ((0, 2), (1, 3))
+    >>> onnx_padding(None, "SAME_UPPER")
+    'same'
+    """
+    if not isinstance(auto_pad, str) or auto_pad not in ("NOTSET", *AUTO_PAD):
+        hint = "; given as bytes: auto_pad.decode()" if isinstance(auto_pad, bytes) else ""
+        raise ValueError(f"unknown auto_pad {auto_pad!r}; known are NOTSET, {', '.join(AUTO_PAD)}{hint}")
+    try:
+        amounts = [padding_amount(pad, "pads") for pad in ([] if pads is None else list(pads))]
+    except TypeError:
+        raise TypeError(f"pads must be a sequence of integers, given {pads!r}") from None
+    if auto_pad in AUTO_PAD:
+        if any(amounts):
+            raise ValueError(f"pads {amounts} given beside auto_pad {auto_pad!r}: ONNX allows one of them")
+        return AUTO_PAD[auto_pad]
+    if pads is None:
+        return 0
+    if not amounts or len(amounts) % 2:
+        raise ValueError(f"pads needs two entries per spatial axis, given {len(amounts)}")
+    half = len(amounts) // 2
+    return tuple(zip(amounts[:half], amounts[half:]))
 
 
 def from_onnx_weights(op: str, W: Array, R: Array, B: Array | None = None, P: Array | None = None) -> dict[str, Any]:

@@ -1,30 +1,27 @@
-"""`max_pool`: the largest element of every window."""
+"""`max_pool`: the largest element of every window, and the gradient's way back to it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from cupyconv.call.axes import Axes
-from cupyconv.call.cache import call
-from cupyconv.call.call import (
+from cupyconv.call.arguments import (
+    Arguments,
     Arrays,
-    Call,
-    describe,
-    describe_result,
+    Axes,
+    Result,
+    in_dtype,
     is_unbatched,
-    machine_for,
     named_inputs,
-    owner,
-    present,
     shapes_of,
 )
-from cupyconv.call.executable import Result
-from cupyconv.call.options import current_settings
+from cupyconv.call.dispatch import backend_for
+from cupyconv.call.operation import CheckedCall, Operation
+from cupyconv.ops.conv_pullback import ConvGradients, Pullback, holding, listed_inputs, needed_names
 from cupyconv.problem.geometry import Windows, window_geometry
-from cupyconv.problem.problems import PoolingGradientProblem, PoolingProblem
+from cupyconv.problem.passes import PoolingGradientProblem, PoolingProblem
 from cupyconv.typing import Array, ArrayOrList, Padding, PerAxis
 
 
@@ -81,73 +78,97 @@ def max_pool(
     >>> cupyconv.max_pool(np.array([[[3.0, 1.0, 4.0, 1.0, 5.0]]]), 3, stride=2, padding="same")
     array([[[3., 4., 5.]]])
     """
-    settings = {"kernel_shape": kernel_shape, "stride": stride, "padding": padding, "dilation": dilation}
-    return call(prepare_max_pool, {"x": x, "out": out}, settings)
+    return MAX_POOL(locals())
 
 
-def prepare_max_pool(
-    x: Any, kernel_shape: Any, *, stride: Any = None, padding: Any = 0, dilation: Any = 1, out: Any = None,
-    on: str | None = None,
-) -> Call:  # fmt: skip
+def max_pool_with_pullback(arguments: dict[str, Any]) -> tuple[ArrayOrList, Pullback]:
+    """The result of `max_pool` with these arguments, and its pullback."""
+    x, y = arguments["x"], MAX_POOL(arguments)
+    inputs, listed = listed_inputs(x)
+    held = {**arguments, "x": inputs if listed else x, "y": tuple(y) if listed else y}
+    x_dtypes, backend = [image.dtype for image in inputs], backend_for({"x": inputs[0]})
+
+    def pullback(grad: Any, *, needs: Iterable[str] | None = None) -> ConvGradients:
+        """The gradient of `x`, from that of the result; None where `needs` leaves it out."""
+        if "x" not in needed_names(needs):
+            return ConvGradients()
+        if grad is None:
+            raise TypeError("grad must be an array of the result's shape, or a sequence of them, not None")
+        dx = MAX_POOL_GRADIENT({**held, "grad": grad})
+        gradients = [in_dtype(*one, backend) for one in zip(dx if listed else [dx], x_dtypes, strict=True)]
+        return ConvGradients(x=gradients if listed else gradients[0])
+
+    return y, holding(pullback, (*inputs, *listed_inputs(y)[0]))
+
+
+def check_max_pool(given: Arrays, *, on: str | None = None, **settings: Any) -> CheckedCall:
     """Check the arguments of `max_pool`."""
-    xs = named_inputs("x", x)
-    arrays = present({**xs, **_like("out", out, "x", x)})
-    backend = owner(arrays)
-    windows, axes = _pooling(xs, kernel_shape, stride, padding, dilation)
+    inputs = named_inputs("x", given["x"])
+    arguments = Arguments.checked(inputs | _named_like("out", given["out"], "x", given["x"]), on)
+    windows, axes = _windows(inputs, **settings)
     spatial = windows.spatial(windows.out_size)
     results = tuple(
         _result(axes, image, name.replace("x", "out"), axes.shape(windows.batch, channels, spatial))
-        for (name, image), channels in zip(xs.items(), windows.channels)
+        for (name, image), channels in zip(inputs.items(), windows.channels)
     )
     problem = PoolingProblem(
-        windows=windows, xs=tuple(describe(backend, axes, name, array) for name, array in xs.items()),
-        outs=tuple(describe_result(backend, axes, arrays, result) for result in results),
-        machine=machine_for(backend, on), workspace_limit=current_settings().workspace_limit,
-    )  # fmt: skip
-    images = frozenset((*arrays, *(result.name for result in results)))
-    return Call(backend, problem, arrays, images, axes, results, isinstance(x, (list, tuple)))
+        windows=windows,
+        xs=arguments.describe_each(axes, inputs),
+        outs=tuple(arguments.describe_result(axes, result) for result in results),
+        **arguments.decided_with,
+    )
+    return _checked(arguments, problem, axes, results, isinstance(given["x"], (list, tuple)))
 
 
-def prepare_max_pool_gradient(
-    x: Any, y: Any, grad: Any, kernel_shape: Any, *, stride: Any = None, padding: Any = 0, dilation: Any = 1,
-    on: str | None = None,
-) -> Call:  # fmt: skip
+def check_max_pool_gradient(given: Arrays, *, on: str | None = None, **settings: Any) -> CheckedCall:
     """Check the gradients given to the pullback of ``max_pool(x, ...)``, which was y."""
-    xs, ys, grads = named_inputs("x", x), _like("y", y, "x", x), _like("grad", grad, "y", y)
-    arrays = present({**xs, **ys, **grads})
-    backend = owner(arrays)
+    x, y = given["x"], given["y"]
+    xs, ys, grads = named_inputs("x", x), _named_like("y", y, "x", x), _named_like("grad", given["grad"], "y", y)
+    arguments = Arguments.checked({**xs, **ys, **grads}, on)
     for (y_name, one_y), (name, one_grad) in zip(ys.items(), grads.items()):
         if tuple(one_grad.shape) != tuple(one_y.shape):
             raise ValueError(f"{name} has shape {tuple(one_grad.shape)}, needed that of {y_name}, {tuple(one_y.shape)}")
         if one_grad.dtype.kind == "c":
             raise TypeError(f"{name} is {one_grad.dtype.name}, {y_name} is {one_y.dtype.name}: both must be real")
-    windows, axes = _pooling(xs, kernel_shape, stride, padding, dilation)
+    windows, axes = _windows(xs, **settings)
     results = tuple(_result(axes, image, name.replace("x", "out"), tuple(image.shape)) for name, image in xs.items())
-    described = [
-        tuple(describe(backend, axes, name, array) for name, array in images.items()) for images in (xs, ys, grads)
-    ]
     problem = PoolingGradientProblem(
-        windows=windows, xs=described[0], ys=described[1], grads=described[2],
-        outs=tuple(describe_result(backend, axes, arrays, result) for result in results),
-        machine=machine_for(backend, on), workspace_limit=current_settings().workspace_limit,
-    )  # fmt: skip
-    images = frozenset((*arrays, *(result.name for result in results)))
-    return Call(backend, problem, arrays, images, axes, results, isinstance(x, (list, tuple)))
+        windows=windows,
+        xs=arguments.describe_each(axes, xs),
+        ys=arguments.describe_each(axes, ys),
+        grads=arguments.describe_each(axes, grads),
+        outs=tuple(arguments.describe_result(axes, result) for result in results),
+        **arguments.decided_with,
+    )
+    return _checked(arguments, problem, axes, results, isinstance(x, (list, tuple)))
 
 
-def _pooling(xs: Arrays, kernel_shape: Any, stride: Any, padding: Any, dilation: Any) -> tuple[Windows, Axes]:
+MAX_POOL = Operation(max_pool, check_max_pool, ("x", "out"))
+MAX_POOL_GRADIENT = Operation(
+    None, check_max_pool_gradient, ("x", "y", "grad"), ("kernel_shape", "stride", "padding", "dilation")
+)
+
+
+def _checked(
+    arguments: Arguments, problem: PoolingProblem, axes: Axes, results: tuple[Result, ...], listed: bool
+) -> CheckedCall:
+    images = frozenset((*arguments.arrays, *(result.name for result in results)))
+    return CheckedCall(arguments, problem, images, axes, results, listed)
+
+
+def _windows(xs: Arrays, *, kernel_shape: Any, stride: Any, padding: Any, dilation: Any) -> tuple[Windows, Axes]:
     for name, array in xs.items():
         if array.dtype.kind == "c":
             raise TypeError(f"{name} has dtype {array.dtype}: complex numbers have no order, so none is the largest")
     batched = not is_unbatched(xs, kernel_shape)
+    stride = kernel_shape if stride is None else stride
     windows = window_geometry(
-        shapes_of(xs), kernel_shape, batched=batched, stride=kernel_shape if stride is None else stride,
-        padding=padding, dilation=dilation,
-    )  # fmt: skip
+        shapes_of(xs), kernel_shape, batched=batched, stride=stride, padding=padding, dilation=dilation
+    )
     return windows, Axes(batched, windows.rank)
 
 
-def _like(name: str, given: Any, model_name: str, model: Any) -> dict[str, Any]:
+def _named_like(name: str, given: Any, model_name: str, model: Any) -> dict[str, Any]:
     """One array beside one array, as many beside a sequence, by argument name; none where there is none."""
     if given is None:
         return {}

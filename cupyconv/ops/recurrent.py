@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from cupyconv.call.axes import Axes, byte_strides
-from cupyconv.call.cache import call
-from cupyconv.call.call import Call, check_out, machine_for, widened
+from cupyconv.call.arguments import NO_IMAGE, Arguments, Arrays, Result, byte_strides, widening_notes
 from cupyconv.call.dispatch import Backend, backend_for
-from cupyconv.call.executable import Result
+from cupyconv.call.operation import CheckedCall, Operation
 from cupyconv.call.options import current_settings, flag
 from cupyconv.problem.activations import Activation, as_float, resolve_activation
-from cupyconv.problem.dtypes import COUNT_ITEMSIZE, accumulator, check_dtype, dtype_from_name, dtype_name, promote
-from cupyconv.problem.operands import Operand, array_operand
-from cupyconv.problem.problems import RecurrentProblem, check_recurrent_method
-from cupyconv.problem.recurrence import DIRECTIONS, GATES, RecurrentGeometry
+from cupyconv.problem.arrays import (
+    COUNT_ITEMSIZE,
+    Operand,
+    accumulator,
+    array_operand,
+    check_dtype,
+    dtype_from_name,
+    dtype_name,
+    promote,
+)
+from cupyconv.problem.recurrence import (
+    DIRECTIONS,
+    GATES,
+    RecurrentGeometry,
+    RecurrentProblem,
+    check_recurrent_method,
+)
 from cupyconv.typing import ActivationLike, Array
 
 
@@ -105,14 +116,7 @@ def rnn(
     >>> y.ravel().tolist(), h.tolist()
     ([1.0, 2.0, 3.0], [[[3.0]]])
     """
-    y, h = call(
-        prepare_rnn,
-        {
-            "x": x, "weight_ih": weight_ih, "weight_hh": weight_hh, "bias_ih": bias_ih, "bias_hh": bias_hh, "h0": h0,
-            "lengths": on_backend(lengths, x), "out": out,
-        },
-        {"direction": direction, "activation": activation, "clip": clip, "method": method},
-    )  # fmt: skip
+    y, h = RNN(locals())
     return y, h
 
 
@@ -195,17 +199,7 @@ def lstm(
     >>> y.shape, h.shape, bool((y[2:, 1] == 0).all()), bool((h[0, 1] == y[1, 1]).all())
     ((5, 2, 4), (1, 2, 4), True, True)
     """
-    y, h, c = call(
-        prepare_lstm,
-        {
-            "x": x, "weight_ih": weight_ih, "weight_hh": weight_hh, "bias_ih": bias_ih, "bias_hh": bias_hh, "h0": h0,
-            "c0": c0, "peephole": peephole, "lengths": on_backend(lengths, x), "out": flat_results(out),
-        },
-        {
-            "direction": direction, "activations": activations, "input_forget": input_forget, "clip": clip,
-            "method": method,
-        },
-    )  # fmt: skip
+    y, h, c = LSTM(locals())
     return y, (h, c)
 
 
@@ -279,17 +273,7 @@ def gru(
     >>> y.shape, h.shape, bool((h[1] == y[0, :, 4:]).all())
     ((5, 2, 8), (2, 2, 4), True)
     """
-    y, h = call(
-        prepare_gru,
-        {
-            "x": x, "weight_ih": weight_ih, "weight_hh": weight_hh, "bias_ih": bias_ih, "bias_hh": bias_hh, "h0": h0,
-            "lengths": on_backend(lengths, x), "out": out,
-        },
-        {
-            "direction": direction, "activations": activations, "linear_before_reset": linear_before_reset,
-            "clip": clip, "method": method,
-        },
-    )  # fmt: skip
+    y, h = GRU(locals())
     return y, h
 
 
@@ -338,15 +322,7 @@ def rnn_step(
     >>> h.tolist()
     [[3.0]]
     """
-    (next_h,) = call(
-        prepare_rnn_step,
-        {
-            "x": x, "h": h, "weight_ih": weight_ih, "weight_hh": weight_hh, "bias_ih": bias_ih, "bias_hh": bias_hh,
-            "out": out,
-        },
-        {"activation": activation, "clip": clip, "method": method},
-    )  # fmt: skip
-    return next_h
+    return RNN_STEP(locals())[0]
 
 
 def lstm_step(
@@ -398,16 +374,7 @@ def lstm_step(
     >>> h.shape, c.shape
     ((2, 4), (2, 4))
     """
-    next_h, next_c = call(
-        prepare_lstm_step,
-        {
-            "x": x, "h": h, "c": c, "weight_ih": weight_ih, "weight_hh": weight_hh, "bias_ih": bias_ih,
-            "bias_hh": bias_hh, "peephole": peephole, "out": out,
-        },
-        {
-            "activations": activations, "input_forget": input_forget, "clip": clip, "method": method,
-        },
-    )  # fmt: skip
+    next_h, next_c = LSTM_STEP(locals())
     return next_h, next_c
 
 
@@ -457,20 +424,10 @@ def gru_step(
     >>> h.shape
     (2, 4)
     """
-    (next_h,) = call(
-        prepare_gru_step,
-        {
-            "x": x, "h": h, "weight_ih": weight_ih, "weight_hh": weight_hh, "bias_ih": bias_ih, "bias_hh": bias_hh,
-            "out": out,
-        },
-        {
-            "activations": activations, "linear_before_reset": linear_before_reset, "clip": clip, "method": method,
-        },
-    )  # fmt: skip
-    return next_h
+    return GRU_STEP(locals())[0]
 
 
-#: Activations of each cell, for one direction.
+#: How many activations each cell has in one direction.
 _ACTIVATIONS = {"rnn": 1, "lstm": 3, "gru": 2}
 #: The axes of x, of a sequence and of a step, in words.
 _AXES = {"(T, N, I)": "steps, samples, inputs; one sample alone is x[:, None]", "(N, I)": "samples, inputs"}
@@ -478,75 +435,69 @@ _AXES = {"(T, N, I)": "steps, samples, inputs; one sample alone is x[:, None]", 
 _REQUIRED = ("x", "weight_ih", "weight_hh")
 
 
-def prepare_rnn(
-    x: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any = None, bias_hh: Any = None, *, h0: Any = None,
-    lengths: Any = None, direction: str = "forward", activation: Any = "tanh", clip: Any = None, method: str = "auto",
-    out: Any = None, saving: bool = False, on: str | None = None,
-) -> Call:  # fmt: skip
-    """Check the arguments of `rnn`; `saving` asks for what a gradient needs beside the results, as `keeps` lists it."""
-    return _sequence_call(
-        _cell("rnn", direction, activation, clip), out, method, saving, on, x=x, weight_ih=weight_ih,
-        weight_hh=weight_hh, bias_ih=bias_ih, bias_hh=bias_hh, h0=h0, lengths=lengths,
-    )  # fmt: skip
+def check_sequence(
+    cell: str, given: Arrays, *, on: str | None = None, saving: bool = False, method: str, **settings: Any
+) -> CheckedCall:
+    """Check the arguments of a layer; `saving` asks for what a gradient needs beside the results, as `keeps` lists it."""
+    said = cell_settings(cell, **settings)
+    roles = ("out", "h", "c") if cell == "lstm" else ("out", "h")
+    arrays, result_names = _with_out(given, roles)
+    arguments = _arguments(arrays, on)
+    geometry = _geometry(said, arrays, tuple(arrays["x"].shape), "(T, N, I)")
+    state = (geometry.directions, geometry.batch, geometry.hidden)
+    shapes = {"out": (geometry.steps, geometry.batch, geometry.directions * geometry.hidden), "h": state, "c": state}
+    dtype = promote(arguments.some(_REQUIRED))
+    results = {role: Result(name, shapes[role], dtype) for role, name in result_names.items()}
+    kept_dtype = dtype_from_name(accumulator(dtype_name(dtype)))
+    kept = [Result(name, shape, kept_dtype) for name, shape in geometry.keeps.items()] if saving else []
+    return _checked(arguments, geometry, {name: name for name in given if name != "out"}, results, kept, method)
 
 
-def prepare_lstm(
-    x: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any = None, bias_hh: Any = None, *, h0: Any = None, c0: Any = None,
-    peephole: Any = None, lengths: Any = None, direction: str = "forward",
-    activations: Any = ("sigmoid", "tanh", "tanh"), input_forget: bool = False, clip: Any = None, method: str = "auto",
-    out: Any = None, saving: bool = False, on: str | None = None,
-) -> Call:  # fmt: skip
-    """Check the arguments of `lstm`; `saving` as for `prepare_rnn`."""
-    return _sequence_call(
-        _cell("lstm", direction, activations, clip, input_forget=input_forget), out, method, saving, on, x=x,
-        weight_ih=weight_ih, weight_hh=weight_hh, bias_ih=bias_ih, bias_hh=bias_hh, h0=h0, c0=c0, peephole=peephole,
-        lengths=lengths,
-    )  # fmt: skip
+def check_step(cell: str, given: Arrays, *, on: str | None = None, method: str, **settings: Any) -> CheckedCall:
+    """Check the arguments of a step: a sequence of one, whose states h and c have no axis of directions."""
+    said = cell_settings(cell, direction="forward", **settings)
+    arrays, result_names = _with_out(given, ("out", "c") if cell == "lstm" else ("out",))
+    arguments = _arguments(arrays, on)
+    shape = tuple(arrays["x"].shape)
+    geometry = _geometry(said, arrays, (1, *shape) if len(shape) == 2 else shape[:2], "(N, I)")
+    dtype = promote(arguments.some(_REQUIRED))
+    results = {role: Result(name, (geometry.batch, geometry.hidden), dtype) for role, name in result_names.items()}
+    names = {f"{name}0" if name in ("h", "c") else name: name for name in given if name != "out"}
+    return _checked(arguments, geometry, names, results, [], method)
 
 
-def prepare_gru(
-    x: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any = None, bias_hh: Any = None, *, h0: Any = None,
-    lengths: Any = None, direction: str = "forward", activations: Any = ("sigmoid", "tanh"),
-    linear_before_reset: bool = True, clip: Any = None, method: str = "auto", out: Any = None, saving: bool = False,
-    on: str | None = None,
-) -> Call:  # fmt: skip
-    """Check the arguments of `gru`; `saving` as for `prepare_rnn`."""
-    return _sequence_call(
-        _cell("gru", direction, activations, clip, linear_before_reset=linear_before_reset), out, method, saving, on,
-        x=x, weight_ih=weight_ih, weight_hh=weight_hh, bias_ih=bias_ih, bias_hh=bias_hh, h0=h0, lengths=lengths,
-    )  # fmt: skip
+def unpack_sequence(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments with lengths as an array of x's library, and results in one tuple."""
+    arguments["lengths"] = _on_backend(arguments["lengths"], arguments["x"])
+    return _unpack_out(arguments)
 
 
-def prepare_rnn_step(
-    x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any = None, bias_hh: Any = None, *,
-    activation: Any = "tanh", clip: Any = None, method: str = "auto", out: Any = None, on: str | None = None,
-) -> Call:  # fmt: skip
-    """Check the arguments of `rnn_step`."""
-    cell = _cell("rnn", "forward", activation, clip)
-    return _step_call(cell, x, {"h": h}, weight_ih, weight_hh, bias_ih, bias_hh, None, out, method, on)
+def _unpack_out(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments with the results for ``(y, (h, c))`` as ``(y, h, c)``."""
+    out = arguments["out"]
+    if isinstance(out, (tuple, list)) and len(out) == 2 and isinstance(out[1], (tuple, list)):
+        arguments["out"] = (out[0], *out[1])
+    return arguments
 
 
-def prepare_lstm_step(
-    x: Any, h: Any, c: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any = None, bias_hh: Any = None, *,
-    peephole: Any = None, activations: Any = ("sigmoid", "tanh", "tanh"), input_forget: bool = False, clip: Any = None,
-    method: str = "auto", out: Any = None, on: str | None = None,
-) -> Call:  # fmt: skip
-    """Check the arguments of `lstm_step`."""
-    cell = _cell("lstm", "forward", activations, clip, input_forget=input_forget)
-    return _step_call(cell, x, {"h": h, "c": c}, weight_ih, weight_hh, bias_ih, bias_hh, peephole, out, method, on)
+_WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+_SEQUENCE = ("x", *_WEIGHTS, "h0", "lengths", "out")
+RNN = Operation(rnn, partial(check_sequence, "rnn"), _SEQUENCE, unpack=unpack_sequence)
+LSTM = Operation(
+    lstm,
+    partial(check_sequence, "lstm"),
+    ("x", *_WEIGHTS, "h0", "c0", "peephole", "lengths", "out"),
+    unpack=unpack_sequence,
+)
+GRU = Operation(gru, partial(check_sequence, "gru"), _SEQUENCE, unpack=unpack_sequence)
+RNN_STEP = Operation(rnn_step, partial(check_step, "rnn"), ("x", "h", *_WEIGHTS, "out"), unpack=_unpack_out)
+LSTM_STEP = Operation(
+    lstm_step, partial(check_step, "lstm"), ("x", "h", "c", *_WEIGHTS, "peephole", "out"), unpack=_unpack_out
+)
+GRU_STEP = Operation(gru_step, partial(check_step, "gru"), ("x", "h", *_WEIGHTS, "out"), unpack=_unpack_out)
 
 
-def prepare_gru_step(
-    x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any = None, bias_hh: Any = None, *,
-    activations: Any = ("sigmoid", "tanh"), linear_before_reset: bool = True, clip: Any = None, method: str = "auto",
-    out: Any = None, on: str | None = None,
-) -> Call:  # fmt: skip
-    """Check the arguments of `gru_step`."""
-    cell = _cell("gru", "forward", activations, clip, linear_before_reset=linear_before_reset)
-    return _step_call(cell, x, {"h": h}, weight_ih, weight_hh, bias_ih, bias_hh, None, out, method, on)
-
-
-def on_backend(lengths: Any, x: Any) -> Any:
+def _on_backend(lengths: Any, x: Any) -> Any:
     """Lengths as an array of the library that owns x; those that the host has are held to be within the sequence.
 
     An array of another library than NumPy is taken as it is: to look at its values would be to wait for them.
@@ -573,73 +524,17 @@ def on_backend(lengths: Any, x: Any) -> Any:
     return backend_for({"x": x}).from_host(counts)
 
 
-@dataclass(frozen=True)
-class _Cell:
-    """What is computed, sizes aside."""
-
-    kind: str
-    direction: str
-    activations: tuple[tuple[Activation, ...], ...]
-    clip: Any
-    input_forget: bool = False
-    linear_before_reset: bool = True
-
-    def geometry(self, steps: int, batch: int, inputs: int, hidden: int) -> RecurrentGeometry:
-        return RecurrentGeometry(
-            cell=self.kind, steps=steps, batch=batch, inputs=inputs, hidden=hidden, direction=self.direction,
-            activations=self.activations, clip=_bound(self.clip), input_forget=self.input_forget,
-            linear_before_reset=self.linear_before_reset,
-        )  # fmt: skip
+def cell_settings(
+    cell: str, *, direction: Any, clip: Any, activation: Any = None, activations: Any = None, **flags: Any
+) -> dict[str, Any]:
+    """What is said of a cell, as `RecurrentGeometry` has it."""
+    groups = activation_groups(activation if cell == "rnn" else activations, cell, direction)
+    checked_flags = {name: flag(name, value) for name, value in flags.items()}
+    return {"cell": cell, "direction": direction, "activations": groups, "clip": clip, **checked_flags}
 
 
-def _cell(kind: str, direction: Any, activations: Any, clip: Any, **flags: Any) -> _Cell:
-    groups = activation_groups(activations, kind, direction)
-    return _Cell(kind, direction, groups, clip, **{name: flag(name, value) for name, value in flags.items()})
-
-
-def _sequence_call(
-    cell: _Cell, out: Any, method: str, saving: bool, on: str | None, *, x: Any, lengths: Any, **others: Any
-) -> Call:
-    arguments = {"x": x, **others, "lengths": on_backend(lengths, x)}
-    roles = ("out", "h", "c") if cell.kind == "lstm" else ("out", "h")
-    arrays, result_names = _with_out(arguments, out, roles)
-    backend = _owner(arrays)
-    geometry = _geometry(cell, arrays, tuple(arrays["x"].shape), "(T, N, I)")
-    state = (geometry.directions, geometry.batch, geometry.hidden)
-    shapes = {"out": (geometry.steps, geometry.batch, geometry.directions * geometry.hidden), "h": state, "c": state}
-    dtype = _promoted(arrays)
-    results = {role: Result(name, shapes[role], dtype) for role, name in result_names.items()}
-    kept_dtype = dtype_from_name(accumulator(dtype_name(dtype)))
-    kept = [Result(name, shape, kept_dtype) for name, shape in geometry.keeps.items()] if saving else []
-    return _call(backend, geometry, arrays, {name: name for name in arguments}, results, kept, method, on)
-
-
-def _step_call(
-    cell: _Cell, x: Any, states: Mapping[str, Any], weight_ih: Any, weight_hh: Any, bias_ih: Any, bias_hh: Any,
-    peephole: Any, out: Any, method: str, on: str | None,
-) -> Call:  # fmt: skip
-    """A sequence of one step, whose states have no axis of directions: `states` by name, h and c."""
-    arguments = {
-        "x": x, **states, "weight_ih": weight_ih, "weight_hh": weight_hh, "bias_ih": bias_ih, "bias_hh": bias_hh,
-        "peephole": peephole,
-    }  # fmt: skip
-    arrays, result_names = _with_out(arguments, out, ("out", "c") if "c" in states else ("out",))
-    backend = _owner(arrays)
-    shape = tuple(arrays["x"].shape)
-    geometry = _geometry(cell, arrays, (1, *shape) if len(shape) == 2 else shape[:2], "(N, I)")
-    results = {
-        role: Result(name, (geometry.batch, geometry.hidden), _promoted(arrays)) for role, name in result_names.items()
-    }
-    names = {f"{name}0" if name in states else name: name for name in arguments}
-    return _call(backend, geometry, arrays, names, results, [], method, on)
-
-
-def _promoted(arrays: Mapping[str, Any]) -> np.dtype:
-    return promote({name: arrays[name] for name in _REQUIRED})
-
-
-def _owner(arrays: Mapping[str, Any]) -> Backend:
-    """The one backend of all arrays, which are of dtypes that there are here."""
+def _arguments(arrays: dict[str, Any], on: str | None) -> Arguments:
+    """The arrays with their one backend, all of dtypes that there are here."""
     backend = backend_for(arrays)
     for name, array in arrays.items():
         if name == "lengths":
@@ -649,15 +544,17 @@ def _owner(arrays: Mapping[str, Any]) -> Backend:
         check_dtype(name, array.dtype)
         if array.dtype.kind == "c":
             raise TypeError(f"{name} has dtype {array.dtype}; recurrent layers are of real numbers")
-    return backend
+    return Arguments(arrays, backend, on)
 
 
-def _geometry(cell: _Cell, arrays: Mapping[str, Any], x_shape: tuple[int, ...], axes: str) -> RecurrentGeometry:
+def _geometry(
+    said: Mapping[str, Any], arrays: Mapping[str, Any], x_shape: tuple[int, ...], axes: str
+) -> RecurrentGeometry:
     """The problem, from the shapes of x, as that of a sequence, and of the recurrent weight."""
     if len(x_shape) != 3:
         raise ValueError(f"x has shape {tuple(arrays['x'].shape)}, needed {axes}: {_AXES[axes]}")
     steps, batch, inputs = x_shape
-    gates, directions = GATES[cell.kind], len(DIRECTIONS[cell.direction])
+    gates, directions = GATES[said["cell"]], len(DIRECTIONS[said["direction"]])
     shape = tuple(arrays["weight_hh"].shape)
     lead = (2,) * (directions == 2)
     hidden = shape[-1] if shape else 0
@@ -671,51 +568,65 @@ def _geometry(cell: _Cell, arrays: Mapping[str, Any], x_shape: tuple[int, ...], 
         elif len(shape) == 2 and shape[1] == gates * shape[0]:
             hint = "; its transpose has it: weight_hh.T"
         raise ValueError(f"weight_hh has shape {shape}, needed {needed}{hint}")
-    return cell.geometry(steps, batch, inputs, hidden)
+    return RecurrentGeometry(
+        **{**said, "clip": _bound(said["clip"])}, steps=steps, batch=batch, inputs=inputs, hidden=hidden
+    )
 
 
-def _call(
-    backend: Backend, geometry: RecurrentGeometry, arrays: dict[str, Any], names: Mapping[str, str],
-    results: Mapping[str, Result], kept: list[Result], method: str, on: str | None,
-) -> Call:  # fmt: skip
-    """The common part: `names` and `results` by role."""
+def _checked(
+    arguments: Arguments,
+    geometry: RecurrentGeometry,
+    names: Mapping[str, str],
+    results: Mapping[str, Result],
+    kept: list[Result],
+    method: str,
+) -> CheckedCall:
+    """What layers and steps have in common: `names` and `results` are by role."""
     check_recurrent_method(method)
     directions, hidden, batch = geometry.directions, geometry.hidden, geometry.batch
     rows = geometry.gates * hidden
+    state = (directions, batch, hidden)
     full = {
-        "x": (geometry.steps, batch, geometry.inputs), "weight_ih": (directions, rows, geometry.inputs),
-        "weight_hh": (directions, rows, hidden), "bias_ih": (directions, rows), "bias_hh": (directions, rows),
-        "h0": (directions, batch, hidden), "c0": (directions, batch, hidden), "peephole": (directions, 3 * hidden),
-        "lengths": (batch,), "out": (geometry.steps, batch, directions * hidden), "h": (directions, batch, hidden),
-        "c": (directions, batch, hidden),
-    }  # fmt: skip
+        "x": (geometry.steps, batch, geometry.inputs),
+        "weight_ih": (directions, rows, geometry.inputs),
+        "weight_hh": (directions, rows, hidden),
+        "bias_ih": (directions, rows),
+        "bias_hh": (directions, rows),
+        "h0": state,
+        "c0": state,
+        "peephole": (directions, 3 * hidden),
+        "lengths": (batch,),
+        "out": (geometry.steps, batch, directions * hidden),
+        "h": state,
+        "c": state,
+    }
     # An axis of one direction is not the caller's, but in the states of a sequence; a step has no axis of time.
     lacking = {"weight_ih", "weight_hh", "bias_ih", "bias_hh", "peephole"} if directions == 1 else set()
     lacking |= set() if "h" in results else {"x", "h0", "c0"}
     described: dict[str, Operand | None] = {}
     for role, name in names.items():
-        if name not in arrays:
+        if name not in arguments.arrays:
             continue
-        array, shape = arrays[name], full[role]
+        array, shape = arguments[name], full[role]
         needed = shape[1:] if role in lacking else shape
         if tuple(array.shape) != needed:
             because = ", as direction is 'bidirectional'" if directions == 2 and shape[0] == 2 else ""
             if role == "bias_ih" and tuple(array.shape)[-1:] == (2 * rows,):
                 because += "; both biases in one array are split by from_onnx_weights"
             raise ValueError(f"{name} has shape {tuple(array.shape)}, needed {needed}{because}")
-        described[role] = _described(backend, name, array, shape)
+        described[role] = _described(arguments.backend, name, array, shape)
     for role, result in results.items():
-        described[role] = _described_result(backend, arrays, result, full[role])
-    settings = current_settings()
-    inputs = {name: arrays[name] for name in _REQUIRED}
+        described[role] = _described_result(arguments, result, full[role])
     problem = RecurrentProblem(
-        geometry=geometry, **described,  # type: ignore[arg-type]
-        kept=tuple(_described_result(backend, arrays, result, result.shape) for result in kept), method=method,
-        machine=machine_for(backend, on), workspace_limit=settings.workspace_limit, allow_tf32=settings.allow_tf32,
-        notes=widened(inputs, results["out"].dtype),
-    )  # fmt: skip
-    no_images = Axes(True, 0)  # the backend gets every array as it is
-    return Call(backend, problem, arrays, frozenset(), no_images, (*results.values(), *kept), listed=True)
+        geometry=geometry,
+        **described,  # type: ignore[arg-type]
+        kept=tuple(_described_result(arguments, result, result.shape) for result in kept),
+        method=method,
+        allow_tf32=current_settings().allow_tf32,
+        notes=widening_notes(arguments.some(_REQUIRED), results["out"].dtype),
+        **arguments.decided_with,
+    )
+    return CheckedCall(arguments, problem, frozenset(), NO_IMAGE, (*results.values(), *kept), listed=True)
 
 
 def _described(backend: Backend, name: str, array: Any, shape: tuple[int, ...]) -> Operand:
@@ -724,36 +635,28 @@ def _described(backend: Backend, name: str, array: Any, shape: tuple[int, ...]) 
     return array_operand(name, dtype_name(array.dtype), shape, strides, backend.address(array) if array.size else 0)
 
 
-def _described_result(backend: Backend, arrays: Mapping[str, Any], result: Result, shape: tuple[int, ...]) -> Operand:
-    if result.name in arrays:
-        check_out(arrays, result, backend)
-        return _described(backend, result.name, arrays[result.name], shape)
+def _described_result(arguments: Arguments, result: Result, shape: tuple[int, ...]) -> Operand:
+    if result.name in arguments.arrays:
+        arguments.check_out(result)
+        return _described(arguments.backend, result.name, arguments[result.name], shape)
     name = dtype_name(result.dtype)
     return array_operand(result.name, name, shape, byte_strides(shape, name), 0)
 
 
-def _with_out(arguments: Mapping[str, Any], out: Any, roles: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def _with_out(given: Arrays, roles: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """The arrays that are there, with those that the caller gave for results, and the name of each result.
 
-    `out` is one array, for the first result, or as many as there are results, nested as these are returned.
+    ``given["out"]`` is one array, for the first result, or as many as there are results.
     """
-    needed = (*_REQUIRED, *(name for name in ("h", "c") if name in arguments))
-    arrays = {name: array for name, array in arguments.items() if array is not None or name in needed}
+    out, needed = given["out"], (*_REQUIRED, "h", "c")
+    arrays = {name: array for name, array in given.items() if name != "out" and (array is not None or name in needed)}
     if not isinstance(out, (tuple, list)):
         names = {role: f"out[{i}]" if i else "out" for i, role in enumerate(roles)}
         return (arrays if out is None else {**arrays, "out": out}), names
-    flat = flat_results(out)
-    if len(flat) != len(roles):
-        raise ValueError(f"out must be one array, for the first result, or {len(roles)} of them, given {len(flat)}")
+    if len(out) != len(roles):
+        raise ValueError(f"out must be one array, for the first result, or {len(roles)} of them, given {len(out)}")
     names = {role: f"out[{i}]" for i, role in enumerate(roles)}
-    return {**arrays, **dict(zip(names.values(), flat))}, names
-
-
-def flat_results(out: Any) -> Any:
-    """``(y, (h, c))`` as ``(y, h, c)``; anything else as it is."""
-    if isinstance(out, (tuple, list)) and len(out) == 2 and isinstance(out[1], (tuple, list)):
-        return (out[0], *out[1])
-    return out
+    return {**arrays, **dict(zip(names.values(), out))}, names
 
 
 def activation_groups(given: Any, kind: str, direction: Any) -> tuple[tuple[Activation, ...], ...]:

@@ -55,7 +55,7 @@ TABLE: dict[str, tuple[int, tuple[float | None, ...]]] = {
     "softplus": (14, ()),
 }
 
-#: Of the recurrent functions only; a convolution refuses them.
+#: For the recurrent functions only; a convolution refuses them.
 RECURRENT_ONLY: dict[str, tuple[int, tuple[float | None, ...]]] = {
     "affine": (15, (1.0, 0.0)),
     "thresholded_relu": (16, (1.0,)),

@@ -31,7 +31,6 @@ from cupyconv.problem.padding import (
 
 Triple = tuple[int, int, int]
 
-
 #: Steps, pads and kernels are int32 in the kernels; sizes are not.
 LARGEST_STEP = 2**31 - 1
 
@@ -104,13 +103,26 @@ class Windows:
         return tuple(triple[3 - self.rank :])
 
 
+def even_part(extent: int, most: int) -> int:
+    """The part that cuts `extent` into as few pieces as parts of `most` would, of equal size; at least 1."""
+    return -(-extent // -(-extent // max(1, most))) if extent else 1
+
+
 def pixel_windows(batch: int, channels: int, size: Triple) -> Windows:
     """A window for each pixel: the columns of an image are then a copy of it."""
     ones, zeros = (1, 1, 1), (0, 0, 0)
     return Windows(
-        batch=batch, channels=(channels,), size=size, kernel=ones, stride=ones, before=zeros, after=zeros, dilation=ones,
-        padding_mode="constant", rank=3,
-    )  # fmt: skip
+        batch=batch,
+        channels=(channels,),
+        size=size,
+        kernel=ones,
+        stride=ones,
+        before=zeros,
+        after=zeros,
+        dilation=ones,
+        padding_mode="constant",
+        rank=3,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,10 +253,19 @@ def transposed_geometry(
         for n, s, d, k, b, length in zip(size, stride, dilation, kernel, before, out_size)
     )
     return ConvGeometry(
-        batch=batch, channels=(group_outputs * groups,), out_channels=in_channels, groups=groups, size=_triple(out_size, 1),
-        kernel=_triple(tuple(kernel), 1), stride=_triple(stride, 1), before=_triple(before, 0), after=_triple(after, 0),
-        dilation=_triple(dilation, 1), padding_mode="constant", rank=rank,
-    )  # fmt: skip
+        batch=batch,
+        channels=(group_outputs * groups,),
+        out_channels=in_channels,
+        groups=groups,
+        size=_triple(out_size, 1),
+        kernel=_triple(tuple(kernel), 1),
+        stride=_triple(stride, 1),
+        before=_triple(before, 0),
+        after=_triple(after, 0),
+        dilation=_triple(dilation, 1),
+        padding_mode="constant",
+        rank=rank,
+    )
 
 
 def window_geometry(

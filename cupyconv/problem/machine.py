@@ -8,20 +8,11 @@ the products named.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 #: Shared memory that a block may have, in KiB, from a compute capability on (CUDA C++ Programming Guide, "Technical
 #: Specifications per Compute Capability").
 _SHARED_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 120: 99}
-
-
-@dataclass(frozen=True)
-class HostModel:
-    """The processor of the NumPy backend."""
-
-    threads: int
-
-    def __str__(self) -> str:
-        return f"{self.threads} thread" + "s" * (self.threads > 1)
 
 
 @dataclass(frozen=True)
@@ -31,6 +22,9 @@ class GpuModel:
     `mma_share` is how much of cuBLAS's tensor-core rates kernels written with ``mma.sync`` can reach: on
     newer architectures only instructions of their own reach all of it.
     """
+
+    #: The backend that runs what is planned for it.
+    backend: ClassVar[str] = "cuda"
 
     name: str
     arch: str

@@ -15,7 +15,7 @@ FOREIGN_PADDING_MODES = {
 
 _NAMED = ("valid", "same", "same_lower", "full", "causal")
 #: ONNX's ``auto_pad``, as a `padding`.
-_AUTO_PAD = {"SAME_UPPER": "same", "SAME_LOWER": "same_lower", "VALID": "valid"}
+AUTO_PAD = {"SAME_UPPER": "same", "SAME_LOWER": "same_lower", "VALID": "valid"}
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -52,7 +52,7 @@ def resolve_padding(
     if isinstance(padding, str):
         return _named(padding, size, span, stride)
     if not isinstance(padding, (tuple, list)):
-        amount = _amount(padding)
+        amount = padding_amount(padding)
         return ((amount, amount),) * rank
     if len(padding) != rank:
         raise ValueError(f"padding has {len(padding)} entries for {rank} spatial axes; {_hint(padding, rank)}")
@@ -60,9 +60,14 @@ def resolve_padding(
 
 
 def resolve_transposed_padding(
-    padding: Any, output_padding: Any, output_shape: Any, size: Sequence[int], kernel: Sequence[int],
-    stride: Sequence[int], dilation: Sequence[int],
-) -> tuple[tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+    padding: Any,
+    output_padding: Any,
+    output_shape: Any,
+    size: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What is cut off before the result of a transposed convolution over `size`, and the result's size, per axis.
 
     ::
@@ -107,58 +112,6 @@ def resolve_transposed_padding(
     return tuple(total // 2 if padding == "same" else total - total // 2 for total in surplus), sizes
 
 
-def onnx_padding(pads: Sequence[int] | None = None, auto_pad: str = "NOTSET") -> Pairs | str | int:
-    """ONNX's ``pads`` and ``auto_pad`` attributes as a `padding` argument.
-
-    Parameters
-    ----------
-    pads : sequence of int or None
-        ONNX's flat list: all begins, then all ends, ``[h0, w0, h1, w1]`` for two axes.  None means zeros.
-    auto_pad : str
-        ``"NOTSET"`` (use `pads`), ``"SAME_UPPER"``, ``"SAME_LOWER"`` or ``"VALID"``.
-
-    Returns
-    -------
-    padding
-        A tuple of ``(before, after)`` pairs, one of the names ``"same"``, ``"same_lower"``,
-        ``"valid"``, or 0 where nothing was given.
-
-    Raises
-    ------
-    ValueError
-        For an odd number of pads, a negative one, an unknown `auto_pad`, or `pads` beside an `auto_pad`.
-
-    Notes
-    -----
-    Source: the ONNX operator specification, ``Conv``.
-
-    Examples
-    --------
-    >>> from cupyconv import onnx_padding
-    >>> onnx_padding([0, 1, 2, 3])
-    ((0, 2), (1, 3))
-    >>> onnx_padding(None, "SAME_UPPER")
-    'same'
-    """
-    if not isinstance(auto_pad, str) or auto_pad not in ("NOTSET", *_AUTO_PAD):
-        hint = "; given as bytes: auto_pad.decode()" if isinstance(auto_pad, bytes) else ""
-        raise ValueError(f"unknown auto_pad {auto_pad!r}; known are NOTSET, {', '.join(_AUTO_PAD)}{hint}")
-    try:
-        amounts = [_amount(pad, "pads") for pad in ([] if pads is None else list(pads))]
-    except TypeError:
-        raise TypeError(f"pads must be a sequence of integers, given {pads!r}") from None
-    if auto_pad in _AUTO_PAD:
-        if any(amounts):
-            raise ValueError(f"pads {amounts} given beside auto_pad {auto_pad!r}: ONNX allows one of them")
-        return _AUTO_PAD[auto_pad]
-    if pads is None:
-        return 0
-    if not amounts or len(amounts) % 2:
-        raise ValueError(f"pads needs two entries per spatial axis, given {len(amounts)}")
-    half = len(amounts) // 2
-    return tuple(zip(amounts[:half], amounts[half:]))
-
-
 def _named(name: str, size: Sequence[int], span: Sequence[int], stride: Sequence[int]) -> Pairs:
     if name == "valid":
         return ((0, 0),) * len(size)
@@ -173,17 +126,17 @@ def _named(name: str, size: Sequence[int], span: Sequence[int], stride: Sequence
         totals = [max(0, (-(-n // s) - 1) * s + span_ - n) for n, s, span_ in zip(size, stride, span)]
         pairs = [(total // 2, total - total // 2) for total in totals]
         return tuple(pairs) if name == "same" else tuple((after, before) for before, after in pairs)
-    hint = "; ONNX's auto_pad goes through onnx_padding" if name in _AUTO_PAD else ""
+    hint = "; ONNX's auto_pad goes through onnx_padding" if name in AUTO_PAD else ""
     raise ValueError(f"unknown padding {name!r}; the names are {', '.join(_NAMED)}{hint}")
 
 
 def _pair(entry: Any) -> tuple[int, int]:
     if not isinstance(entry, (tuple, list)):
-        amount = _amount(entry)
+        amount = padding_amount(entry)
         return amount, amount
     if len(entry) != 2:
         raise ValueError(f"padding of one axis is an int or a (before, after) pair, given {entry!r}")
-    return _amount(entry[0]), _amount(entry[1])
+    return padding_amount(entry[0]), padding_amount(entry[1])
 
 
 def _hint(padding: Sequence[Any], rank: int) -> str:
@@ -197,7 +150,8 @@ def _hint(padding: Sequence[Any], rank: int) -> str:
     return "give an int, or one int or one (before, after) pair per spatial axis"
 
 
-def _amount(value: Any, name: str = "padding") -> int:
+def padding_amount(value: Any, name: str = "padding") -> int:
+    """How many elements are added: an int that is not negative."""
     amount = _int(name, value)
     if amount < 0:
         raise ValueError(f"{name} must not be negative, given {value!r} (slice the array to crop it)")

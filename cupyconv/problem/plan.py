@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Protocol
 
-from cupyconv.problem.dtypes import ITEMSIZE, is_complex
+from cupyconv.problem.arrays import ITEMSIZE, is_complex
 
 #: Inputs that fit into the table of a kernel's parameters (MAX_SOURCES of kernels/image.cuh).
 MAX_SOURCES = 64
-#: The same of the fused merge, which needs less of each (MAX_MERGED of kernels/merge.cu).
+#: Inputs of the fused merge, which needs less of each (MAX_MERGED of kernels/merge.cu).
 MAX_MERGED = 120
-#: The same of two convolutions in one kernel, whose parameters are those of both (MAX_PAIR_SOURCES of kernels/conv_pair.cu).
+#: Inputs of two convolutions in one kernel, whose parameters are those of both (MAX_PAIR_SOURCES of kernels/conv_pair.cu).
 MAX_PAIR_SOURCES = 32
 #: Steps alike, one after the other, up to which a page has them all.
 _LISTED = 4
@@ -60,7 +60,7 @@ class Conversion:
 
 
 class Step(Protocol):
-    """One thing that a backend does: a launch or a GEMM call here, a loop of the NumPy backend."""
+    """One thing that a backend does: a launch or a GEMM call on CUDA, a loop on NumPy."""
 
     @property
     def flops(self) -> int: ...

@@ -1,4 +1,4 @@
-"""A transposed convolution as ordinary ones of stride 1: its result is cut into residue classes modulo the stride.
+"""The polyphase decomposition: a transposed convolution as ordinary ones of stride 1, a residue class modulo the stride each.
 
 Along an axis of stride s = 2, with a kernel of three taps::
 
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from itertools import product
 from math import gcd
 
+from cupyconv.problem.arrays import Operand
 from cupyconv.problem.geometry import ConvGeometry
-from cupyconv.problem.operands import Operand
 from cupyconv.problem.problems import ConvProblem, NotApplicable, TransposedProblem
 
 #: Classes into which a result may be cut: each has launches of its own.
@@ -103,19 +103,33 @@ def class_problem(problem: TransposedProblem, one: tuple[AxisClass, ...], out: O
     xs = tuple(_cut(x, one) for x in problem.xs) if reached else problem.xs[:1]
     pads = [(max(axis.before, 0), max(axis.after, 0)) for axis in one]
     as_convolution = ConvGeometry(
-        batch=geometry.batch, channels=tuple(x.shape[1] for x in xs) if reached else (0,), out_channels=out.shape[1],
-        groups=geometry.groups if reached else 1, rank=geometry.rank, padding_mode="constant", stride=(1, 1, 1),
+        batch=geometry.batch,
+        channels=tuple(x.shape[1] for x in xs) if reached else (0,),
+        out_channels=out.shape[1],
+        groups=geometry.groups if reached else 1,
+        rank=geometry.rank,
+        padding_mode="constant",
+        stride=(1, 1, 1),
         size=xs[0].shape[2:] if reached else tuple(axis.count for axis in one),  # type: ignore[arg-type]
         kernel=tuple(len(axis.taps) if reached else 1 for axis in one),  # type: ignore[arg-type]
         before=tuple(pad[0] if reached else 0 for pad in pads),  # type: ignore[arg-type]
         after=tuple(pad[1] if reached else 0 for pad in pads),  # type: ignore[arg-type]
         dilation=tuple(axis.dilation for axis in one),  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
     return ConvProblem(
-        geometry=as_convolution, xs=xs, weight=weight, out=_every(out, one, geometry.stride), bias=problem.bias,
-        pre=problem.pre and _every(problem.pre, one, geometry.stride), x_dtype=problem.x_dtype, weight_dtype=problem.weight_dtype,
-        activation=problem.activation, machine=problem.machine, workspace_limit=problem.limit, allow_tf32=problem.allow_tf32,
-    )  # fmt: skip
+        geometry=as_convolution,
+        xs=xs,
+        weight=weight,
+        out=_every(out, one, geometry.stride),
+        bias=problem.bias,
+        pre=problem.pre and _every(problem.pre, one, geometry.stride),
+        x_dtype=problem.x_dtype,
+        weight_dtype=problem.weight_dtype,
+        activation=problem.activation,
+        machine=problem.machine,
+        workspace_limit=problem.limit,
+        allow_tf32=problem.allow_tf32,
+    )
 
 
 def _weight(problem: TransposedProblem, one: tuple[AxisClass, ...], channels: int, first: int) -> Operand:
@@ -133,8 +147,9 @@ def _weight(problem: TransposedProblem, one: tuple[AxisClass, ...], channels: in
     offset = first * weight.stride_c + sum(t[0] * step for t, step in zip(taps, weight.strides[2:]))
     return weight.view(
         (channels, geometry.group_outputs, *map(len, taps)),
-        (outputs, inputs, *(t.step * step for t, step in zip(taps, weight.strides[2:]))), offset,
-    )  # fmt: skip
+        (outputs, inputs, *(t.step * step for t, step in zip(taps, weight.strides[2:]))),
+        offset,
+    )
 
 
 def _cut(x: Operand, one: tuple[AxisClass, ...]) -> Operand:

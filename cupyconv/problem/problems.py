@@ -4,21 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from cupyconv.problem.activations import IDENTITY, Activation
-from cupyconv.problem.dtypes import accumulator, product_flops
+from cupyconv.problem.arrays import Operand, accumulator, product_flops
 from cupyconv.problem.geometry import ConvGeometry, Windows
-from cupyconv.problem.machine import GpuModel, HostModel
-from cupyconv.problem.operands import Operand
-from cupyconv.problem.plan import Conversion
-from cupyconv.problem.prologue import NONE, Prologue
-from cupyconv.problem.recurrence import RecurrentGeometry
+from cupyconv.problem.machine import GpuModel
+from cupyconv.problem.plan import Conversion, Plan, Step
 
 METHODS = ("direct", "gemm", "implicit_gemm")
 LATER_METHODS = ("winograd", "fft")
-RECURRENT_METHODS = ("step", "persistent")
+
+
+@dataclass(frozen=True)
+class HostModel:
+    """The processor of the NumPy backend."""
+
+    #: The backend that runs what is planned for it.
+    backend: ClassVar[str] = "numpy"
+    #: Operations per byte beyond which a few cores are busier than their memory.
+    BALANCE: ClassVar[int] = 8
+
+    threads: int
+
+    def bound(self, flops: int, nbytes: int) -> str:
+        """What limits the speed of so much work."""
+        return "memory" if flops < self.BALANCE * nbytes else "arithmetic"
+
+    def __str__(self) -> str:
+        return f"{self.threads} thread" + "s" * (self.threads > 1)
+
 
 Machine = HostModel | GpuModel
 
@@ -28,6 +43,35 @@ DEFAULT_LIMIT = {HostModel: 16 << 20, GpuModel: 256 << 20}
 
 class NotApplicable(ValueError):
     """A method cannot do this problem; the message says why."""
+
+
+@dataclass(frozen=True)
+class Prologue:
+    """What happens to each element of the inputs as it is loaded:  f(scale[c] * x + shift[c]), c counts merged channels.
+
+    `scale` and `shift` are vectors (1, C, 1, 1, 1); either may be absent.  The definition is of the transformed image:
+    padding is of zeros that are not transformed, and a padding mode's elements are copies of transformed ones.
+    """
+
+    scale: Operand | None = None
+    shift: Operand | None = None
+    activation: Activation = IDENTITY
+
+    def __bool__(self) -> bool:
+        return bool(self.scale or self.shift or self.activation)
+
+    def __str__(self) -> str:
+        inner = "scale * x" if self.scale else "x"
+        inner += " + shift" if self.shift else ""
+        return f"{self.activation}({inner})" if self.activation else inner
+
+    @property
+    def vectors(self) -> tuple[Operand, ...]:
+        return tuple(vector for vector in (self.scale, self.shift) if vector)
+
+
+#: Elements are taken as they lie.
+NO_PROLOGUE = Prologue()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +86,14 @@ class Problem:
         return DEFAULT_LIMIT[type(self.machine)] if self.workspace_limit is None else self.workspace_limit
 
     @property
+    def host(self) -> HostModel:
+        """The machine, of a problem that is planned for NumPy."""
+        assert isinstance(self.machine, HostModel)
+        return self.machine
+
+    @property
     def gpu(self) -> GpuModel:
-        """The machine, of a problem that is planned on CUDA."""
+        """The machine, of a problem that is planned for CUDA."""
         assert isinstance(self.machine, GpuModel)
         return self.machine
 
@@ -57,12 +107,39 @@ class Problem:
         raise NotImplementedError
 
     @property
+    def title(self) -> str:
+        """The first line of a plan."""
+        raise NotImplementedError
+
+    @property
+    def result(self) -> str:
+        """The results in words."""
+        raise NotImplementedError
+
+    @property
+    def flops(self) -> int:
+        raise NotImplementedError
+
+    @property
     def minimal_bytes(self) -> int:
         """Every argument and result once: the fewest bytes any method can move."""
         return sum(array.nbytes for array in self.arrays if array is not None)
 
+    def planned(self, steps: Sequence[Step], **rest: Any) -> Plan:
+        """The plan that consists of these steps; `rest` is what the problem does not know of it."""
+        return Plan(
+            backend=self.machine.backend,
+            device=str(self.machine),
+            problem=self.title,
+            result=self.result,
+            steps=tuple(steps),
+            flops=self.flops,
+            minimal_bytes=self.minimal_bytes,
+            **rest,
+        )
+
     def sharing_with(self, conversions: Sequence[Conversion]) -> Self:
-        """The same with what the conversions leave of the workspace: they take their share first."""
+        """The problem with what the conversions leave of the workspace: they take their share first."""
         if not conversions:
             return self
         left = self.limit - sum(conversion.nbytes for conversion in conversions)
@@ -71,7 +148,7 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class _ProductsProblem(Problem):
-    """The same for sums of products, those of the convolution `geometry`."""
+    """A problem of sums of products: those of the convolution `geometry`."""
 
     geometry: ConvGeometry
     xs: tuple[Operand, ...]
@@ -95,7 +172,7 @@ class ConvProblem(_ProductsProblem):
     pre: Operand | None = None  # where the pre-activation goes that is kept beside the result; laid out as that is
     weight_dtype: str
     activation: Activation = IDENTITY
-    prologue: Prologue = NONE
+    prologue: Prologue = NO_PROLOGUE
 
     @property
     def result(self) -> str:
@@ -126,7 +203,7 @@ class ChainProblem(Problem):
 
     @property
     def intermediate_bytes(self) -> int:
-        """Of all results but the last."""
+        """Memory of all results but the last."""
         return sum(layer.out.nbytes for layer in self.layers[:-1])
 
     @property
@@ -151,7 +228,7 @@ class WeightGradientProblem(_ProductsProblem):
     grad: Operand
     out: Operand  # with the weight's axes
     grad_dtype: str
-    prologue: Prologue = NONE
+    prologue: Prologue = NO_PROLOGUE
 
     @property
     def arrays(self) -> Iterable[Operand]:
@@ -181,7 +258,7 @@ class TransposedProblem(_ProductsProblem):
 
     @property
     def dtype(self) -> str:
-        """Of the results."""
+        """Dtype of the results."""
         return self.outs[0].dtype
 
     @property
@@ -205,176 +282,6 @@ class TransposedProblem(_ProductsProblem):
         return f"{self.dtype} {', '.join(shapes)}, {'channels-last' if channels_last else 'C order'}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ColumnsProblem(Problem):
-    """Images and their columns."""
-
-    windows: Windows
-    xs: tuple[Operand, ...]
-    columns: Operand  # (n, row, 1, 1, pixel)
-
-    @property
-    def arrays(self) -> Iterable[Operand]:
-        return (self.columns, *self.xs)
-
-
-class Im2colProblem(ColumnsProblem):
-    """Columns to be written from images."""
-
-
-class Col2imProblem(ColumnsProblem):
-    """Columns to be summed back into one image."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpilogueGradProblem(Problem):
-    """A gradient to be taken back through an epilogue: its activation, and the sums that a bias receives."""
-
-    grad: Operand
-    activation: Activation = IDENTITY
-    saved: Operand | None = None  # what the derivative is worked out from; absent without an activation
-    out: Operand | None = None  # the gradient before the activation
-    sums: Operand | None = None  # (1, C, 1, 1, 1), in the accumulator's dtype
-
-    @property
-    def images(self) -> tuple[Operand, ...]:
-        """What each element is read from and written to."""
-        return tuple(image for image in (self.grad, self.saved, self.out) if image is not None)
-
-    @property
-    def arrays(self) -> Iterable[Operand | None]:
-        return (*self.images, self.sums)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrologueGradProblem(Problem):
-    """A gradient of transformed elements to be taken back through the prologue that made them of `x`."""
-
-    grad: Operand
-    x: Operand
-    prologue: Prologue  # of these channels
-    out: Operand | None = None  # the gradient of x
-    sums: Operand | None = None  # (1, 2 C, 1, 1, 1): each channel's of scale and of shift, in the accumulator's dtype
-
-    @property
-    def images(self) -> tuple[Operand, ...]:
-        """What each element is read from and written to."""
-        return (self.grad, self.x, *([self.out] if self.out else []))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolingProblem(Problem):
-    """Images to be pooled, each by itself."""
-
-    windows: Windows  # channels: of each image
-    xs: tuple[Operand, ...]
-    outs: tuple[Operand, ...]
-
-    @property
-    def arrays(self) -> Iterable[Operand]:
-        return (*self.xs, *self.outs)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolingGradientProblem(PoolingProblem):
-    """The gradients of pooled images, from the results and those of these."""
-
-    ys: tuple[Operand, ...]
-    grads: tuple[Operand, ...]
-
-    @property
-    def arrays(self) -> Iterable[Operand]:
-        return (*super().arrays, *self.ys, *self.grads)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecurrentProblem(Problem):
-    """A recurrent layer over a sequence, or one step of it.
-
-    Operands have the axes of the sequence: x (T, N, I), weights (D, G*H, I or H), biases (D, G*H), peephole
-    (D, 3*H), states (D, N, H), out (T, N, D*H), lengths (N,), kept as `RecurrentGeometry.keeps` says.
-    """
-
-    geometry: RecurrentGeometry
-    x: Operand
-    weight_ih: Operand
-    weight_hh: Operand
-    out: Operand
-    h: Operand | None = None  # the last state; of a single step, out is that
-    c: Operand | None = None  # the last cell state of an lstm
-    bias_ih: Operand | None = None
-    bias_hh: Operand | None = None
-    h0: Operand | None = None
-    c0: Operand | None = None
-    peephole: Operand | None = None
-    lengths: Operand | None = None
-    kept: tuple[Operand, ...] = ()  # what a gradient needs: gates, cells, candidate
-    method: str = "auto"
-    allow_tf32: bool = False
-    notes: tuple[str, ...] = ()
-
-    @property
-    def dtype(self) -> str:
-        """Of the result."""
-        return self.out.dtype
-
-    @property
-    def operands(self) -> dict[str, Operand]:
-        """All that are there, arguments and results, by role."""
-        roles = (
-            "x", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "h0", "c0", "peephole", "lengths", "out", "h", "c"
-        )  # fmt: skip
-        given = {role: getattr(self, role) for role in roles if getattr(self, role) is not None}
-        return {**given, **dict(zip(self.geometry.keeps, self.kept))}
-
-    @property
-    def arrays(self) -> Iterable[Operand]:
-        return self.operands.values()
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.geometry.products
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecurrentGradientProblem(Problem):
-    """The gradients of a recurrent layer; operands have the axes that `RecurrentProblem` gives them."""
-
-    geometry: RecurrentGeometry
-    dtype: str  # computed in, and that of the results
-    allow_tf32: bool = False
-    arguments: tuple[Operand, ...]
-    results: tuple[Operand, ...]
-
-    @cached_property
-    def operands(self) -> dict[str, Operand]:
-        """Arguments and results by name."""
-        return {operand.name: operand for operand in self.arrays}
-
-    @property
-    def arrays(self) -> Iterable[Operand]:
-        return (*self.arguments, *self.results)
-
-    @property
-    def flops(self) -> int:
-        """A product with each weight, and one for its gradient."""
-        return 4 * self.geometry.products
-
-    @property
-    def title(self) -> str:
-        return f"gradients of {self.geometry}"
-
-    @property
-    def result(self) -> str:
-        return f"{self.dtype} {', '.join(f'{operand.name} {operand.shape}' for operand in self.results)}"
-
-
-#: What is drafted, and chosen from, on a GPU.
-DraftedProblem = (
-    ConvProblem | ChainProblem | WeightGradientProblem | TransposedProblem | RecurrentProblem | RecurrentGradientProblem
-)
-
-
 def check_method(method: object) -> None:
     """Refuse an unknown method, and one that this version does not have."""
     if not isinstance(method, str) or method not in ("auto", *METHODS, *LATER_METHODS):
@@ -383,24 +290,19 @@ def check_method(method: object) -> None:
         raise ValueError(f"method {method!r} is not in this version; there are auto, {', '.join(METHODS)}")
 
 
-def check_recurrent_method(method: object) -> None:
-    """Refuse a method that recurrent layers do not have."""
-    if not isinstance(method, str) or method not in ("auto", *RECURRENT_METHODS):
-        raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(RECURRENT_METHODS)}")
-
-
 #: One kind of problem for sums of products.
 ProductsProblemT = TypeVar("ProductsProblemT", bound=_ProductsProblem)
+WindowsT = TypeVar("WindowsT", bound=Windows)
 _Merging = TypeVar("_Merging", ConvProblem, WeightGradientProblem)
 
 
 def without_empty_inputs(problem: _Merging) -> _Merging:
-    """The same without inputs that have no channels."""
+    """The problem without inputs that have no channels."""
     kept, geometry = inputs_with_channels(problem.geometry)
     return replace(problem, geometry=geometry, xs=tuple(problem.xs[i] for i in kept))
 
 
-def inputs_with_channels(geometry: ConvGeometry) -> tuple[list[int], ConvGeometry]:
+def inputs_with_channels(geometry: WindowsT) -> tuple[list[int], WindowsT]:
     """Inputs of no channels take part in nothing: the others, one at the least, and the problem of these."""
     kept = [i for i, channels in enumerate(geometry.channels) if channels] or [0]
     return kept, replace(geometry, channels=tuple(geometry.channels[i] for i in kept))

@@ -11,10 +11,15 @@ The convolutions' problem is `geometry`; this is its counterpart, with PyTorch's
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from cupyconv.problem.activations import Activation
+from cupyconv.problem.arrays import Operand
+from cupyconv.problem.problems import Problem
+
+RECURRENT_METHODS = ("step", "persistent")
 
 #: Gates of each cell.
 GATES = {"rnn": 1, "lstm": 4, "gru": 3}
@@ -58,7 +63,7 @@ class RecurrentGeometry:
 
     @cached_property
     def signs(self) -> tuple[int, ...]:
-        """Of each direction, the step through time."""
+        """The step through time in each direction."""
         return DIRECTIONS[self.direction]
 
     @cached_property
@@ -96,3 +101,110 @@ class RecurrentGeometry:
     def products(self) -> int:
         """Multiply-adds of all matrix products."""
         return self.directions * self.steps * self.batch * self.gates * self.hidden * (self.inputs + self.hidden)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentProblem(Problem):
+    """A recurrent layer over a sequence, or one step of it.
+
+    Operands have the axes of the sequence: x (T, N, I), weights (D, G*H, I or H), biases (D, G*H), peephole
+    (D, 3*H), states (D, N, H), out (T, N, D*H), lengths (N,), kept as `RecurrentGeometry.keeps` says.
+    """
+
+    geometry: RecurrentGeometry
+    x: Operand
+    weight_ih: Operand
+    weight_hh: Operand
+    out: Operand
+    h: Operand | None = None  # the last state; of a single step, out is that
+    c: Operand | None = None  # the last cell state of an lstm
+    bias_ih: Operand | None = None
+    bias_hh: Operand | None = None
+    h0: Operand | None = None
+    c0: Operand | None = None
+    peephole: Operand | None = None
+    lengths: Operand | None = None
+    kept: tuple[Operand, ...] = ()  # what a gradient needs: gates, cells, candidate
+    method: str = "auto"
+    allow_tf32: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the result."""
+        return self.out.dtype
+
+    @property
+    def operands(self) -> dict[str, Operand]:
+        """All that are there, arguments and results, by role."""
+        roles = (
+            "x",
+            "weight_ih",
+            "weight_hh",
+            "bias_ih",
+            "bias_hh",
+            "h0",
+            "c0",
+            "peephole",
+            "lengths",
+            "out",
+            "h",
+            "c",
+        )
+        given = {role: getattr(self, role) for role in roles if getattr(self, role) is not None}
+        return {**given, **dict(zip(self.geometry.keeps, self.kept))}
+
+    @property
+    def arrays(self) -> Iterable[Operand]:
+        return self.operands.values()
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.geometry.products
+
+    @property
+    def title(self) -> str:
+        return str(self.geometry)
+
+    @property
+    def result(self) -> str:
+        return f"{self.dtype} {self.out.shape}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentGradientProblem(Problem):
+    """The gradients of a recurrent layer; operands have the axes that `RecurrentProblem` gives them."""
+
+    geometry: RecurrentGeometry
+    dtype: str  # computed in, and that of the results
+    allow_tf32: bool = False
+    arguments: tuple[Operand, ...]
+    results: tuple[Operand, ...]
+
+    @cached_property
+    def operands(self) -> dict[str, Operand]:
+        """Arguments and results by name."""
+        return {operand.name: operand for operand in self.arrays}
+
+    @property
+    def arrays(self) -> Iterable[Operand]:
+        return (*self.arguments, *self.results)
+
+    @property
+    def flops(self) -> int:
+        """A product with each weight, and one for its gradient."""
+        return 4 * self.geometry.products
+
+    @property
+    def title(self) -> str:
+        return f"gradients of {self.geometry}"
+
+    @property
+    def result(self) -> str:
+        return f"{self.dtype} {', '.join(f'{operand.name} {operand.shape}' for operand in self.results)}"
+
+
+def check_recurrent_method(method: object) -> None:
+    """Refuse a method that recurrent layers do not have."""
+    if not isinstance(method, str) or method not in ("auto", *RECURRENT_METHODS):
+        raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(RECURRENT_METHODS)}")

@@ -5,8 +5,9 @@ Ints in, a printable `Plan` out; no array is touched here, and no GPU is needed.
 
 from __future__ import annotations
 
-from cupyconv.problem import problems
+from cupyconv.problem import passes, problems
 from cupyconv.problem.plan import Plan
+from cupyconv.problem.recurrence import RecurrentGradientProblem, RecurrentProblem
 
 
 def plan(problem: problems.Problem) -> Plan:
@@ -29,36 +30,36 @@ def plan(problem: problems.Problem) -> Plan:
             from cupyconv.cuda.plan.weight_gradient import plan_weight_gradient
 
             return plan_weight_gradient(problem)
-        case problems.RecurrentProblem():
+        case RecurrentProblem():
             from cupyconv.cuda.plan.recurrence import plan_recurrent
 
             return plan_recurrent(problem)
-        case problems.RecurrentGradientProblem():
+        case RecurrentGradientProblem():
             from cupyconv.cuda.plan.recurrent_gradient import plan_recurrent_gradient
 
             return plan_recurrent_gradient(problem)
-        case problems.Im2colProblem():
-            from cupyconv.planning.columns import plan_im2col
+        case passes.Im2colProblem():
+            from cupyconv.cuda.plan.im2col import plan_im2col
 
             return plan_im2col(problem)
-        case problems.Col2imProblem():
-            from cupyconv.planning.columns import plan_col2im
+        case passes.Col2imProblem():
+            from cupyconv.cuda.plan.im2col import plan_col2im
 
             return plan_col2im(problem)
-        case problems.EpilogueGradProblem():
-            from cupyconv.planning.epilogue_grad import plan_epilogue_grad
+        case passes.EpilogueGradProblem():
+            from cupyconv.cuda.plan.epilogue_grad import plan_epilogue_grad
 
             return plan_epilogue_grad(problem)
-        case problems.PrologueGradProblem():
-            from cupyconv.planning.prologue_grad import plan_prologue_grad
+        case passes.PrologueGradProblem():
+            from cupyconv.cuda.plan.prologue_grad import plan_prologue_grad
 
             return plan_prologue_grad(problem)
-        case problems.PoolingGradientProblem():
-            from cupyconv.planning.pooling import plan_max_pool_gradient
+        case passes.PoolingGradientProblem():
+            from cupyconv.cuda.plan.max_pool import plan_max_pool_gradient
 
             return plan_max_pool_gradient(problem)
-        case problems.PoolingProblem():
-            from cupyconv.planning.pooling import plan_max_pool
+        case passes.PoolingProblem():
+            from cupyconv.cuda.plan.max_pool import plan_max_pool
 
             return plan_max_pool(problem)
     raise AssertionError(problem)

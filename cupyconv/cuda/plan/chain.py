@@ -20,10 +20,9 @@ from cupyconv.cuda.plan.conv import access_notes, choose, draft_conv
 from cupyconv.cuda.plan.conv_pair import draft_pair
 from cupyconv.cuda.plan.draft import Draft, in_sequence, relocated
 from cupyconv.cuda.plan.launches import Sums, epilogue_launch
-from cupyconv.problem.dtypes import ITEMSIZE, real_part
-from cupyconv.problem.even_parts import even_part
+from cupyconv.problem.arrays import ITEMSIZE, Operand, c_strides, real_part
+from cupyconv.problem.geometry import even_part
 from cupyconv.problem.machine import GpuModel
-from cupyconv.problem.operands import Operand, c_strides
 from cupyconv.problem.plan import Address, Buffer, Conversion, KernelLaunch, Plan
 from cupyconv.problem.problems import (
     ChainProblem,

@@ -26,9 +26,8 @@ from cupyconv.cuda.plan.launches import (
     packet_width,
 )
 from cupyconv.problem.activations import IDENTITY
-from cupyconv.problem.dtypes import is_complex
+from cupyconv.problem.arrays import Operand, is_complex
 from cupyconv.problem.machine import GpuModel
-from cupyconv.problem.operands import Operand
 from cupyconv.problem.plan import MAX_MERGED, MAX_SOURCES, KernelLaunch, Plan
 from cupyconv.problem.problems import (
     METHODS,

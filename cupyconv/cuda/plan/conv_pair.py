@@ -29,10 +29,9 @@ from cupyconv.cuda.plan.launches import (
     windows_params,
 )
 from cupyconv.cuda.plan.occupancy import registers, resident_blocks
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator, is_complex
+from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry, Triple
 from cupyconv.problem.machine import GpuModel
-from cupyconv.problem.operands import Operand
 from cupyconv.problem.plan import MAX_PAIR_SOURCES, Kernel, KernelLaunch
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 

@@ -8,10 +8,16 @@ from math import prod
 from typing import Any
 
 from cupyconv.cuda.plan.occupancy import resident_blocks
-from cupyconv.problem.dtypes import ITEMSIZE
+from cupyconv.problem.arrays import ITEMSIZE
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import Address, Buffer, Conversion, GemmCall, KernelLaunch, LaunchLoop, Matrix, Plan, Step
-from cupyconv.problem.problems import DraftedProblem
+from cupyconv.problem.problems import ChainProblem, ConvProblem, TransposedProblem, WeightGradientProblem
+from cupyconv.problem.recurrence import RecurrentGradientProblem, RecurrentProblem
+
+#: What is drafted, and chosen from, on a GPU.
+DraftedProblem = (
+    ConvProblem | ChainProblem | WeightGradientProblem | TransposedProblem | RecurrentProblem | RecurrentGradientProblem
+)
 
 #: Share of the arithmetic rate that a kernel's inner loop reaches; the rest is loads and indices.
 KERNEL_EFFICIENCY = {

@@ -29,10 +29,8 @@ from math import prod
 
 from cupyconv.cuda.plan.draft import Draft
 from cupyconv.cuda.plan.launches import Chunk, Sums, component, epilogue_launch, im2col_launches
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator, is_complex, real_part
-from cupyconv.problem.even_parts import even_part
-from cupyconv.problem.geometry import ConvGeometry, pixel_windows
-from cupyconv.problem.operands import Operand, collapsed_stride
+from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, collapsed_stride, is_complex, real_part
+from cupyconv.problem.geometry import ConvGeometry, even_part, pixel_windows
 from cupyconv.problem.plan import Address, Buffer, GemmCall, KernelLaunch, Matrix, Plan, Step
 from cupyconv.problem.problems import ConvProblem, NotApplicable, TransposedProblem
 

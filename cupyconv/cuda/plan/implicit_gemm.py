@@ -32,10 +32,9 @@ from cupyconv.cuda.plan.launches import (
     windows_params,
     with_prologue,
 )
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator, is_complex
+from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.machine import GpuModel
-from cupyconv.problem.operands import Operand
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, Kernel, KernelLaunch, Step
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 

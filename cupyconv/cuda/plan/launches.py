@@ -12,12 +12,11 @@ from math import gcd, prod
 from typing import Any
 
 from cupyconv.problem.activations import IDENTITY, Activation
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator, product_flops, real_part
+from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, product_flops, real_part
 from cupyconv.problem.geometry import ConvGeometry, Triple, Windows
-from cupyconv.problem.operands import Operand
 from cupyconv.problem.padding import PADDING_MODES
 from cupyconv.problem.plan import MAX_SOURCES, Address, Kernel, KernelLaunch
-from cupyconv.problem.prologue import NONE, Prologue
+from cupyconv.problem.problems import NO_PROLOGUE, Prologue
 
 #: Static limit on shared memory that needs no opt-in on any GPU.
 SHARED_BYTES = 48 << 10
@@ -76,7 +75,7 @@ class Sums:
     plane: int = 0
 
 
-def merge_tile(geometry: ConvGeometry, dtype: str, prologue: Prologue = NONE) -> int | None:
+def merge_tile(geometry: ConvGeometry, dtype: str, prologue: Prologue = NO_PROLOGUE) -> int | None:
     """Outputs a thread of the fused merge computes, or None where its weights do not fit.
 
     The fewest tiles, since each reads every input, then the smallest.  At most 128 words of sums a thread: 32
@@ -285,7 +284,7 @@ def im2col_launches(
     *,
     chunk: Chunk | None = None,
     purpose: str = "columns",
-    prologue: Prologue = NONE,
+    prologue: Prologue = NO_PROLOGUE,
 ) -> list[KernelLaunch]:
     """Columns of a chunk, or of everything: one launch for every `MAX_SOURCES` inputs."""
     chunk = chunk or Chunk(0, windows.batch, 0, windows.pixels)

@@ -23,20 +23,12 @@ from cupyconv.cuda.plan.draft import Draft, in_sequence, products_seconds
 from cupyconv.cuda.plan.implicit_gemm import FIRST_MMA, arithmetics
 from cupyconv.cuda.plan.launches import GRID_Y, PACKET_BYTES, epilogue_launch
 from cupyconv.problem.activations import IDENTITY
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator
+from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator
 from cupyconv.problem.geometry import pointwise_geometry
 from cupyconv.problem.machine import GpuModel
-from cupyconv.problem.operands import Operand
 from cupyconv.problem.plan import Address, Buffer, Conversion, GemmCall, Kernel, KernelLaunch, LaunchLoop, Plan, Step
-from cupyconv.problem.problems import (
-    RECURRENT_METHODS,
-    ConvProblem,
-    NotApplicable,
-    RecurrentProblem,
-    check_alignment,
-    convert,
-)
-from cupyconv.problem.recurrence import RecurrentGeometry
+from cupyconv.problem.problems import ConvProblem, NotApplicable, check_alignment, convert
+from cupyconv.problem.recurrence import RECURRENT_METHODS, RecurrentGeometry, RecurrentProblem
 
 #: Threads of a block, and the 32 of a warp as 4 (samples) x 8 (units): RecurrentTile of kernels/recurrent_tile.cuh.
 THREADS, LANE_SAMPLES, LANE_UNITS = 256, 4, 8

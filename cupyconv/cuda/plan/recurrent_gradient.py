@@ -18,13 +18,12 @@ from math import inf, prod
 from typing import Any
 
 from cupyconv.cuda.plan.draft import Draft
+from cupyconv.cuda.plan.epilogue_grad import sum_of_parts
 from cupyconv.cuda.plan.gemm import MAX_DIMENSION, compute_type
 from cupyconv.cuda.plan.launches import GRID_X, epilogue_launch
 from cupyconv.cuda.plan.recurrence import gate_activations
-from cupyconv.planning.epilogue_grad import sum_of_parts
-from cupyconv.problem.dtypes import ITEMSIZE
-from cupyconv.problem.even_parts import even_part
-from cupyconv.problem.operands import Operand, c_strides
+from cupyconv.problem.arrays import ITEMSIZE, Operand, c_strides
+from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import (
     Address,
     Buffer,
@@ -37,7 +36,8 @@ from cupyconv.problem.plan import (
     Plan,
     Step,
 )
-from cupyconv.problem.problems import RecurrentGradientProblem, check_alignment
+from cupyconv.problem.problems import check_alignment
+from cupyconv.problem.recurrence import RecurrentGradientProblem
 
 #: Samples, and units, of a block of recurrent_gradient.cu, and threads of one.
 TILE, THREADS = 16, 256

@@ -23,10 +23,8 @@ from cupyconv.cuda.plan.launches import (
     transposed_launch,
 )
 from cupyconv.problem.activations import IDENTITY
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator, real_part
-from cupyconv.problem.even_parts import even_part
-from cupyconv.problem.geometry import pixel_windows
-from cupyconv.problem.operands import Operand
+from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, real_part
+from cupyconv.problem.geometry import even_part, pixel_windows
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, Matrix, Plan, Step
 from cupyconv.problem.polyphase import class_problems
 from cupyconv.problem.problems import (

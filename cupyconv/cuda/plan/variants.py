@@ -22,10 +22,10 @@ from cupyconv.cuda.plan.launches import (
     WEIGHT_GRADIENT_OUTPUTS,
     merge_tile,
 )
+from cupyconv.cuda.plan.max_pool import CHANNELS
 from cupyconv.cuda.plan.recurrence import GATES_A_PRODUCT, Tile, recurrent_tiles
 from cupyconv.cuda.plan.recurrent_gradient import CELLS
-from cupyconv.planning.pooling import CHANNELS
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator, is_complex, real_part
+from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex, real_part
 from cupyconv.problem.geometry import pointwise_geometry
 from cupyconv.problem.machine import KNOWN_GPUS, known_gpu
 from cupyconv.problem.plan import Kernel

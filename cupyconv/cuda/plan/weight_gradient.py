@@ -47,12 +47,11 @@ from cupyconv.cuda.plan.launches import (
     weight_gradient_launch,
     weight_gradient_tile,
 )
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator, is_complex, real_part
-from cupyconv.problem.even_parts import even_part
-from cupyconv.problem.geometry import Windows, pixel_windows
-from cupyconv.problem.operands import Operand, c_strides, collapsed_stride
+from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides, collapsed_stride, is_complex, real_part
+from cupyconv.problem.geometry import Windows, even_part, pixel_windows
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, KernelLaunch, Matrix, Plan, Step
 from cupyconv.problem.problems import (
+    NO_PROLOGUE,
     NotApplicable,
     WeightGradientProblem,
     check_alignment,
@@ -60,7 +59,6 @@ from cupyconv.problem.problems import (
     converted_prologue,
     without_empty_inputs,
 )
-from cupyconv.problem.prologue import NONE
 
 #: Pixels below which a chunk of one sample is not cut any further, and a part of a long row is not.
 SMALLEST_CHUNK, SMALLEST_PART = 64, 1024
@@ -347,7 +345,7 @@ class _Planner:
             launches += im2col_launches(
                 factor.windows, images, replace(target, offset=i * factor.count * ld * itemsize), chunk=chunk,
                 purpose=name + (", real parts", ", imaginary parts")[i] * (factor.parts == 2),
-                prologue=NONE if factor is self.grad else self.problem.prologue,
+                prologue=NO_PROLOGUE if factor is self.grad else self.problem.prologue,
             )  # fmt: skip
         return MatrixView(Address(name), itemsize, ld, stride_n, False), launches
 

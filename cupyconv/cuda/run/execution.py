@@ -14,7 +14,7 @@ import numpy as np
 
 from cupyconv.cuda.run.device import Device, GemmArguments
 from cupyconv.cuda.run.parameters import BoundParameters, PackedParameters
-from cupyconv.problem.dtypes import dtype_from_name, is_complex
+from cupyconv.problem.arrays import dtype_from_name, is_complex
 from cupyconv.problem.plan import GemmCall, KernelLaunch, LaunchLoop, Matrix, Plan, Step
 
 #: cudaDataType_t

@@ -1,7 +1,7 @@
-"""Plans of the way back through an epilogue: the activation's derivative and each channel's sum, in one pass.
+"""Back through an epilogue on a GPU: the activation's derivative and each channel's sum, in one pass.
 
-On CUDA a block works on a part of the pixels of some channels; the parts' sums are added by a second launch.
-On NumPy the same happens block by block.  Either way the order of additions is the plan's, the same on every run.
+A block works on a part of the pixels of some channels; the parts' sums are added by a second launch.  The order of
+additions is the plan's, so it is the same on every run.
 """
 
 from __future__ import annotations
@@ -12,62 +12,44 @@ from functools import partial
 from math import prod
 
 from cupyconv.cuda.plan.launches import GRID_X, GRID_Y, PACKET_BYTES, collapse, image, packet_width
-from cupyconv.numpy.loops import ElementwiseLoop
 from cupyconv.problem.activations import IDENTITY, Activation
-from cupyconv.problem.dtypes import ITEMSIZE, accumulator
-from cupyconv.problem.even_parts import even_part
-from cupyconv.problem.machine import GpuModel, HostModel
-from cupyconv.problem.operands import Operand, c_strides
+from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides
+from cupyconv.problem.machine import GpuModel
+from cupyconv.problem.passes import ElementwiseGradProblem, EpilogueGradProblem
 from cupyconv.problem.plan import Address, Buffer, Kernel, KernelLaunch, Plan, Step
-from cupyconv.problem.problems import EpilogueGradProblem, PrologueGradProblem, check_alignment
-
-#: Elements of a block on NumPy: gradient, saved values and the product of both stay in a core's L2 cache.
-BLOCK_ELEMENTS = 1 << 16
-#: Arrays of a block's size that a derivative is worked out in, or a copy that BLAS can read.
-TEMPORARIES = 4
+from cupyconv.problem.problems import check_alignment
 
 #: Threads of a block, and those of them along the channels where these are neighbours in memory.
 THREADS, LANES = 256, 32
-#: Blocks a multiprocessor is given, as many as its registers hold at once: more would wait for a second round.
-BLOCKS_A_MULTIPROCESSOR = 4
+#: Blocks per multiprocessor, as many as its registers hold at once: more would wait for a second round.
+BLOCKS_PER_MULTIPROCESSOR = 4
 
 
 def plan_epilogue_grad(problem: EpilogueGradProblem) -> Plan:
     """One pass over the gradient; nothing where there is neither a derivative nor a sum to take."""
-    if isinstance(problem.machine, HostModel):
-        steps, workspace = on_numpy(problem, "epilogue_grad", problem.activation, TEMPORARIES, flops=1)
-    else:
-        check_alignment(problem.images)
-        steps, workspace = on_cuda(problem, partial(_launch, problem))
-    grad = problem.grad
-    words = [f"derivative of {problem.activation}"] * bool(problem.saved) + ["sums of channels"] * bool(problem.sums)
-    return Plan(
-        method="epilogue_grad", backend="numpy" if isinstance(problem.machine, HostModel) else "cuda",
-        device=str(problem.machine), problem=f"{' and '.join(words)} of {grad.dtype} {grad.shape}",
-        result=f"{grad.dtype} {grad.shape}", steps=tuple(steps), flops=prod(grad.shape) * len(words),
-        bytes_moved=sum(step.bytes_moved for step in steps), minimal_bytes=problem.minimal_bytes, bound="memory",
-        workspace=tuple(workspace),
-    )  # fmt: skip
+    check_alignment(problem.images)
+    steps, workspace = pass_and_sum(problem, partial(_launch, problem))
+    return problem.planned(steps, workspace=workspace)
 
 
-def on_cuda(
-    problem: EpilogueGradProblem | PrologueGradProblem, launch: Callable[[Address | None, int], KernelLaunch]
-) -> tuple[list[Step], list[Buffer]]:
+def pass_and_sum(
+    problem: ElementwiseGradProblem, launch: Callable[[Address | None, int], KernelLaunch]
+) -> tuple[list[Step], tuple[Buffer, ...]]:
     """One pass; and another that adds the parts of the sums, where they come in parts.
 
     `launch` is given where the sums go, None where none are taken, and the most parts there may be.
     """
     sums = problem.sums
     if sums is None or not sums.nbytes:
-        return ([launch(None, GRID_X)] if problem.grad.nbytes else []), []
+        return ([launch(None, GRID_X)] if problem.grad.nbytes else []), ()
     most_parts = max(1, problem.limit // Plan.ALIGNMENT * Plan.ALIGNMENT // sums.nbytes)
     whole = launch(Address(sums.name, sums.offset), most_parts)
     if whole.grid[0] == 1:
-        return [whole], []
+        return [whole], ()
     shape = (whole.grid[0], *sums.shape[1:])
     parts = replace(sums, name="partial", shape=shape, strides=c_strides(shape), alignment=PACKET_BYTES)
-    steps = [launch(Address(parts.name), most_parts), sum_of_parts(parts, sums, problem.gpu)]
-    return list(steps), [Buffer(parts.name, parts.nbytes)]
+    steps: list[Step] = [launch(Address(parts.name), most_parts), sum_of_parts(parts, sums, problem.gpu)]
+    return steps, (Buffer(parts.name, parts.nbytes),)
 
 
 def sum_of_parts(parts: Operand, sums: Operand, gpu: GpuModel) -> KernelLaunch:
@@ -77,7 +59,7 @@ def sum_of_parts(parts: Operand, sums: Operand, gpu: GpuModel) -> KernelLaunch:
 
 
 def cut(
-    problem: EpilogueGradProblem | PrologueGradProblem, width: int, along_channels: bool, most_parts: int
+    problem: ElementwiseGradProblem, width: int, along_channels: bool, most_parts: int
 ) -> tuple[tuple[int, int, int], int, int]:
     """The grid, parts of the pixels by tiles of channels; threads of a block; and how many of them go along channels."""
     batch, channels, *extents = problem.grad.shape
@@ -86,7 +68,7 @@ def cut(
     threads = min(THREADS, max(32, lanes * _power_of_two(shares)))
     tiles = -(-channels // (lanes * (width if along_channels else 1)))
     parts = min(
-        -(-shares * lanes // threads), -(-problem.gpu.multiprocessors * BLOCKS_A_MULTIPROCESSOR // tiles), most_parts
+        -(-shares * lanes // threads), -(-problem.gpu.multiprocessors * BLOCKS_PER_MULTIPROCESSOR // tiles), most_parts
     )
     return (max(1, parts), min(tiles, GRID_Y), 1), threads, lanes
 
@@ -148,35 +130,5 @@ def _turned(operand: Operand) -> Operand:
 
 
 def _power_of_two(n: int) -> int:
-    """The smallest that is no less than `n`."""
+    """The smallest power of two that is no less than `n`."""
     return 1 << max(0, n - 1).bit_length()
-
-
-def on_numpy(
-    problem: EpilogueGradProblem | PrologueGradProblem, body: str, activation: Activation, temporaries: int, flops: int
-) -> tuple[list[Step], list[Buffer]]:
-    """A loop whose body takes so many arrays of a block's size, and so many operations an element."""
-    machine, grad, dtype = problem.machine, problem.grad, accumulator(problem.grad.dtype)
-    assert isinstance(machine, HostModel)
-    if not grad.nbytes and not (problem.sums and problem.sums.nbytes):
-        return [], []
-    at_once = max(1, min(machine.threads, -(-prod(grad.shape) // BLOCK_ELEMENTS)))
-    elements = problem.limit // (temporaries * at_once * ITEMSIZE[dtype])
-    block = _block_of(problem.images[-1], max(1, min(BLOCK_ELEMENTS, elements)))
-    blocks = prod(-(-extent // part) for extent, part in zip(grad.shape, block))
-    threads = max(1, min(at_once, blocks))
-    loop = ElementwiseLoop(
-        body=body, block=block, blocks=blocks, threads=threads, dtype=dtype, activation=activation,
-        bytes_moved=sum(operand.nbytes for operand in problem.images), flops=flops * prod(grad.shape),
-    )  # fmt: skip
-    return [loop], [Buffer("blocks", temporaries * threads * prod(block) * ITEMSIZE[dtype])]
-
-
-def _block_of(operand: Operand, elements: int) -> tuple[int, int, int, int, int]:
-    """At most so many elements that lie together: axes are taken whole from the one with the smallest stride on."""
-    block, left = [1] * 5, elements
-    for axis in sorted(range(5), key=lambda axis: (abs(operand.strides[axis]), -axis)):
-        extent, most = max(1, operand.shape[axis]), max(1, left)
-        block[axis] = even_part(extent, most)
-        left //= block[axis]
-    return block[0], block[1], block[2], block[3], block[4]

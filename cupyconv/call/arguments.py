@@ -1,0 +1,283 @@
+"""The arrays of a call: their names, their one owner, and what planning is told of them.
+
+Below the public functions every image is (n, c, d, h, w), while the caller's N may be missing and a merge may have more
+than three spatial axes.  `Axes` says what that makes of an array, as ints for planning and as a view for running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyconv.call.aliasing import OutMemory
+from cupyconv.call.dispatch import Backend, backend_for
+from cupyconv.call.options import current_settings
+from cupyconv.problem.activations import Activation, resolve_activation
+from cupyconv.problem.arrays import (
+    ITEMSIZE,
+    Operand,
+    check_dtype,
+    collapsed_stride,
+    dtype_name,
+    is_channels_last,
+    operand,
+    overlaps_itself,
+)
+from cupyconv.problem.machine import known_gpu
+from cupyconv.problem.padding import per_axis
+from cupyconv.problem.problems import Machine
+
+Arrays = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """How the caller's images are shaped."""
+
+    batched: bool
+    spatial: int
+
+    @property
+    def are_the_backends(self) -> bool:
+        """Whether backends see an image as the caller has it: `view` would give back what it is given."""
+        return self.batched and self.spatial <= 3
+
+    def shape(self, batch: int, channels: int, spatial: tuple[int, ...]) -> tuple[int, ...]:
+        """An image's shape as the caller has it."""
+        return (batch, channels, *spatial) if self.batched else (channels, *spatial)
+
+    def asks_channels_last(self, image: Any) -> bool:
+        """Whether an image asks for a channels-last result."""
+        return is_channels_last(tuple(image.shape), tuple(image.strides), image.dtype.itemsize, int(self.batched))
+
+    def describe(
+        self, name: str, dtype: str, shape: tuple[int, ...], byte_strides: tuple[int, ...], address: int
+    ) -> Operand:
+        """The image as planning sees it; one that `view` has to copy is described as the copy."""
+        if not self.batched:
+            shape, byte_strides = (1, *shape), (0, *byte_strides)
+        if self.spatial > 3:
+            step = collapsed_stride(shape[2:-2], byte_strides[2:-2])
+            shape = (*shape[:2], prod(shape[2:-2]), *shape[-2:])
+            if step is None:
+                return Operand(name, dtype, shape, (0,) * 5).in_c_order(dtype)
+            byte_strides = (*byte_strides[:2], step, *byte_strides[-2:])
+        return operand(name, dtype, shape, byte_strides, address)
+
+    def needs_copy(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+        """Whether no view of the image has at most three spatial axes."""
+        return self.spatial > 3 and collapsed_stride(shape[-self.spatial : -2], strides[-self.spatial : -2]) is None
+
+    def view(self, image: Any, copy: Callable[[Any], Any]) -> Any:
+        """The image as backends see it: with N, and at most three spatial axes.
+
+        Where the leading axes have no one stride, `copy` gives memory in C order to use instead.
+        """
+        if not self.batched:
+            image = image[None]
+        if self.spatial > 3:
+            if self.needs_copy(image.shape, image.strides):
+                image = copy(image)
+            image = image.reshape(*image.shape[:2], prod(image.shape[2:-2]), *image.shape[-2:])
+        return image
+
+    def give_back(self, image: Any, spatial: tuple[int, ...]) -> Any:
+        """The opposite of `view`."""
+        if self.spatial > 3:
+            image = image.reshape(*image.shape[:2], *spatial)
+        return image if self.batched else image[0]
+
+
+#: Axes of arrays that backends get as the caller has them.
+NO_IMAGE = Axes(True, 0)
+#: Axes of vectors: a bias, a scale, sums of channels.
+VECTOR = Axes(False, 0)
+
+
+class Result(NamedTuple):
+    """An array that a call returns: ``out``, or ``out[0]``, ``out[1]`` ... of a list."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    channels_last: bool = False
+    addend: str = "residual"  # the one argument that may lie where the result does
+
+
+@dataclass(frozen=True, eq=False)
+class Arguments:
+    """The arrays of one call by name, absent ones left out, and their one backend.
+
+    `on` names the GPU that is planned for in place of the machine of that backend.
+    """
+
+    arrays: dict[str, Any]
+    backend: Backend
+    on: str | None = None
+
+    @classmethod
+    def checked(cls, arrays: dict[str, Any], on: str | None) -> Arguments:
+        """Arrays of one library and device, whose dtypes are ones we compute with."""
+        backend = backend_for(arrays)
+        for name, array in arrays.items():
+            check_dtype(name, array.dtype)
+        return cls(arrays, backend, on)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arrays[name]
+
+    def some(self, names: Iterable[str]) -> dict[str, Any]:
+        return {name: self.arrays[name] for name in names}
+
+    @property
+    def decided_with(self) -> dict[str, Any]:
+        """The fields that every problem has."""
+        return {"machine": self.machine, "workspace_limit": current_settings().workspace_limit}
+
+    @property
+    def machine(self) -> Machine:
+        """The processor that is planned for."""
+        if self.on is None:
+            return self.backend.machine(current_settings().threads)
+        if self.backend.name != "numpy":
+            raise TypeError(
+                f"on={self.on!r} plans for a GPU that need not be there, from NumPy arrays; given {self.backend.name} arrays"
+            )
+        return known_gpu(self.on)
+
+    def describe(self, axes: Axes, name: str) -> Operand:
+        """An array as planning sees it."""
+        array = self.arrays[name]
+        address = self.backend.address(array) if array.size else 0
+        return axes.describe(name, dtype_name(array.dtype), tuple(array.shape), tuple(array.strides), address)
+
+    def describe_each(self, axes: Axes, names: Iterable[str]) -> tuple[Operand, ...]:
+        return tuple(self.describe(axes, name) for name in names)
+
+    def describe_given(self, axes: Axes, name: str) -> Operand | None:
+        """An optional argument as planning sees it."""
+        return self.describe(axes, name) if name in self.arrays else None
+
+    def describe_result(self, axes: Axes, result: Result) -> Operand:
+        """A result as planning sees it: the caller's array, which is checked, or the one that will be allocated."""
+        if result.name in self.arrays:
+            self.check_out(result)
+            return self.describe(axes, result.name)
+        shape, name = result.shape, dtype_name(result.dtype)
+        strides = byte_strides(shape, name)
+        if result.channels_last:
+            channel = int(axes.batched)
+            rest = byte_strides((*shape[:channel], *shape[channel + 1 :], shape[channel]), name)
+            strides = (*rest[:channel], rest[-1], *rest[channel:-1])
+        return axes.describe(result.name, name, shape, strides, 0)
+
+    def check_out(self, result: Result) -> None:
+        """Refuse an array for a result that is not of its shape and dtype, or that shares memory."""
+        name, out = result.name, self.arrays[result.name]
+        if tuple(out.shape) != result.shape:
+            raise ValueError(f"{name} has shape {tuple(out.shape)}, needed {result.shape}")
+        if out.dtype != result.dtype:
+            raise TypeError(f"{name} has dtype {out.dtype}, needed {result.dtype}")
+        if overlaps_itself(out.shape, out.strides, out.dtype.itemsize):
+            raise ValueError(f"{name} overlaps itself: shape {tuple(out.shape)}, strides {tuple(out.strides)}")
+        OutMemory(self.arrays, [name], result.addend).check(tuple(self.arrays.values()), self.backend.address)
+
+    def check_addend(self, name: str, shape: tuple[int, ...], dtype: np.dtype, what: str = "the result is") -> None:
+        """Refuse an optional argument of another shape, or one whose imaginary parts would be lost."""
+        array = self.arrays.get(name)
+        if array is None:
+            return
+        if tuple(array.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(array.shape)}, needed {shape}")
+        if array.dtype.kind == "c" and dtype.kind != "c":
+            raise TypeError(f"{name} is {array.dtype.name}, {what} {dtype.name}: casting would drop imaginary parts")
+
+    def copy_notes(self, axes: Axes, images: Iterable[str]) -> tuple[str, ...]:
+        """Name the images that have to be copied whole to have no more than three spatial axes."""
+        return tuple(
+            f"{name}: its leading spatial axes have no one stride, so it is copied, beyond the workspace"
+            for name in images
+            if axes.needs_copy(tuple(self.arrays[name].shape), tuple(self.arrays[name].strides))
+        )
+
+
+def named_inputs(name: str, x: Any) -> dict[str, Any]:
+    """One array, or a list or tuple of arrays that stand for their concatenation, by argument name."""
+    if not isinstance(x, (list, tuple)):
+        return {name: x}
+    if not x:
+        raise ValueError(f"{name} is an empty sequence, needed at least one array")
+    return {f"{name}[{i}]": array for i, array in enumerate(x)}
+
+
+def merged_inputs(given: Arrays, name: str, *required: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays of the argument `name`, which may be a sequence; and all arrays that are there, in their order."""
+    inputs = named_inputs(name, given[name])
+    arrays: dict[str, Any] = {}
+    for each, array in given.items():
+        arrays |= inputs if each == name else present({each: array}, *required)
+    return inputs, arrays
+
+
+def present(given: Arrays, *required: str) -> dict[str, Any]:
+    """The arguments that are there, and those without which there is no call."""
+    return {name: array for name, array in given.items() if array is not None or name in required}
+
+
+def is_unbatched(images: Arrays, kernel_shape: Any) -> bool:
+    """Whether N is missing, which only a kernel of as many entries as there are spatial axes can tell."""
+    return isinstance(kernel_shape, (tuple, list)) and all(a.ndim == len(kernel_shape) + 1 for a in images.values())
+
+
+def shapes_of(arrays: Arrays) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(array.shape) for name, array in arrays.items()}
+
+
+def byte_strides(shape: tuple[int, ...], dtype: str) -> tuple[int, ...]:
+    """Strides of a C-ordered array."""
+    return tuple(prod(shape[i + 1 :]) * ITEMSIZE[dtype] for i in range(len(shape)))
+
+
+def sizes(name: str, value: Any) -> tuple[int, ...]:
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return per_axis(name, tuple(values), len(values), 0)
+
+
+def activation_for(activation: Any, dtype: np.dtype) -> Activation:
+    """The activation of a result of this dtype; of complex numbers there is none."""
+    resolved = resolve_activation(activation)
+    if resolved and dtype.kind == "c":
+        raise TypeError(f"activation {resolved} is not defined for the complex result, {dtype.name}")
+    return resolved
+
+
+def widening_notes(arrays: Arrays, dtype: np.dtype) -> tuple[str, ...]:
+    """Name the argument that made the result wider than another argument is."""
+    result, names = dtype_name(dtype), {name: dtype_name(array.dtype) for name, array in arrays.items()}
+    wide = [name for name, kind in names.items() if kind == result]
+    narrow = [f"{name} ({kind})" for name, kind in names.items() if kind != result]
+    if not narrow:
+        return ()
+    cause = f"{wide[0]} ({result}) widens" if wide else "mixed precisions widen"
+    return (f"{cause} the result to {result}; narrower: {', '.join(narrow)}",)
+
+
+def fitting(name: str, grad: Any, shape: tuple[int, ...], dtype: np.dtype, backend: Backend) -> Any:
+    """The gradient of a result of this shape and dtype, in that dtype; another shape is refused."""
+    if tuple(grad.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(grad.shape)}, needed {shape}, that of the result")
+    if grad.dtype.kind == "c" and dtype.kind != "c":
+        raise TypeError(f"{name} is {grad.dtype.name}, the result is {dtype.name}: casting would drop imaginary parts")
+    return in_dtype(grad, dtype, backend)
+
+
+def in_dtype(array: Any, dtype: np.dtype, backend: Backend) -> Any:
+    """The array, or a copy in another dtype: of the real parts where that is real."""
+    if array.dtype == dtype:
+        return array
+    with backend.current():
+        return backend.converted(array, dtype)

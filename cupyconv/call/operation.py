@@ -1,0 +1,331 @@
+"""The one way in: what becomes of an operation's arguments until they run.
+
+::
+
+    conv(x, weight, stride=2, ...)
+      arguments --> arrays and settings, apart --> everything the outcome depends on, as a key
+        known:      its executable runs on these arrays                          (microseconds)
+        not known:  check --> problem --> plan --> executable, which runs and is remembered
+
+The key holds what a check or a plan may look at: which arguments are there, the owner, dtypes, shapes,
+strides and alignment of the arrays, every other argument with its type (1, 1.0 and True are equal to Python
+and not to a caller), and the options in force.  What it cannot hold, where `out` lies, is checked each time.
+Only a call that came to its result is remembered; arguments of a kind not thought of here take the long way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from inspect import signature
+from itertools import count
+from operator import itemgetter
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from cupyconv.call.aliasing import OutMemory
+from cupyconv.call.arguments import Arguments, Axes, Result
+from cupyconv.call.dispatch import backend_of_class, planner
+from cupyconv.call.options import current_settings
+from cupyconv.problem.plan import Plan
+from cupyconv.problem.problems import Problem
+
+#: Executables kept: of more, the one that was used least recently is let go.
+KEPT = 1024
+
+#: By key.  Two threads that store one key store executables that do the same.
+_executables: dict[Hashable, Executable] = {}
+_LOCK = Lock()  # of what changes the dict; a look into it needs none
+_USES = count()
+
+#: The operations of public functions.
+_OPERATIONS: dict[Callable[..., Any], Operation] = {}
+
+#: Immutable, and the same where type and value are.  Not float: 0.0 equals -0.0.
+_PLAIN = frozenset({type(None), bool, int, str, *(np.dtype(code).type for code in "bhilqBHILQ")})
+
+
+class Operation:
+    """What can be called: which of its arguments are arrays, and what checks them.
+
+    Parameters
+    ----------
+    function : callable or None
+        The public function, by which `explain` finds the operation; an operation within others has none.
+    check : callable
+        ``check(arrays, on=None, **settings) -> CheckedCall``, or an error for arguments that do not fit.  `arrays` are
+        by name, None where absent; one may be a sequence of arrays.  Only where it is called for a gradient it gets
+        ``saving=True``: the results are then a list, with what the gradient needs at its end.
+    arrays : sequence of str
+        The names of the arguments that are arrays, in the order in which the checked call has them.
+    settings : sequence of str, optional
+        The names of all others; by default those of the function.
+    unpack : callable, optional
+        Makes of the function's arguments those that are listed here.  It may change the dict that it gets.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any] | None,
+        check: Callable[..., CheckedCall],
+        arrays: Sequence[str],
+        settings: Sequence[str] = (),
+        unpack: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    ) -> None:
+        if function is not None:
+            _OPERATIONS[function] = self
+            settings = settings or [name for name in signature(function).parameters if name not in arrays]
+        self._check = check
+        self._unpack = unpack
+        self.arrays, self.settings = tuple(arrays), tuple(settings)
+        self._arrays_of, self._settings_of = itemgetter(*arrays), itemgetter(*settings)
+
+    def __call__(self, arguments: dict[str, Any], *, saving: bool = False) -> Any:
+        """The result for these arguments, which are all of the function's by name."""
+        if self._unpack is not None:
+            arguments = self._unpack(arguments)
+        settings = self._settings_of(arguments)
+        given, counts = _flat(self._arrays_of(arguments))
+        key = self._key(given, counts, settings, saving)
+        known = _executables.get(key)
+        if known is not None:
+            known.last_use = next(_USES)
+            return known.run_again(given)
+        checked = self._checked(arguments, **({"saving": True} if saving else {}))
+        executable = Executable(checked)
+        result = executable.run(tuple(checked.arrays.values()))
+        if key is not None:
+            assert all(a is b for a, b in zip(given, checked.arrays.values(), strict=True)), "arrays in another order"
+            _keep(key, executable)
+        return result
+
+    def checked(self, arguments: dict[str, Any], on: str | None = None) -> CheckedCall:
+        """The call that these arguments make; nothing is run."""
+        return self._checked(arguments if self._unpack is None else self._unpack(arguments), on=on)
+
+    def _checked(self, arguments: Mapping[str, Any], **how: Any) -> CheckedCall:
+        settings = {name: arguments[name] for name in self.settings}
+        return self._check({name: arguments[name] for name in self.arrays}, **settings, **how)
+
+    def _key(
+        self, given: list[Any], counts: tuple[int | None, ...], settings: tuple[Any, ...], saving: bool
+    ) -> Hashable | None:
+        """Everything the outcome depends on but addresses, or None where that cannot be said."""
+        if not given:
+            return None
+        backend_of = backend_of_class(type(given[0]))
+        if backend_of is None or len(set(map(type, given))) > 1:
+            return None
+        backend = backend_of(given[0])
+        try:
+            typed = _typed(settings)
+        except (_Unusual, RecursionError):  # a list that holds itself
+            return None
+        return self, saving, backend, counts, backend.signature(given), typed, current_settings()
+
+
+def operation_of(function: Any) -> Operation | None:
+    """The operation of a public function; None for anything else."""
+    return next((operation for known, operation in _OPERATIONS.items() if known is function), None)
+
+
+def known_functions() -> list[str]:
+    """The names of all functions that are operations."""
+    return [function.__name__ for function in _OPERATIONS]
+
+
+def bound(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by name, defaults included."""
+    try:
+        arguments = signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{function.__name__}: {error}") from None
+    arguments.apply_defaults()
+    return dict(arguments.arguments)
+
+
+def forget_calls() -> None:
+    """Check every call anew."""
+    with _LOCK:
+        _executables.clear()
+
+
+def _keep(key: Hashable, executable: Executable) -> None:
+    with _LOCK:
+        _executables[key] = executable
+        while len(_executables) > KEPT:
+            del _executables[min(_executables, key=lambda known: _executables[known].last_use)]
+
+
+def _flat(arguments: Iterable[Any]) -> tuple[list[Any], tuple[int | None, ...]]:
+    """All arrays in one list, and how many each argument holds: None for one that is absent, -1 for a bare one."""
+    given: list[Any] = []
+    counts: list[int | None] = []
+    for argument in arguments:
+        if argument is None:
+            counts.append(None)
+        elif type(argument) is list or type(argument) is tuple:
+            given += argument
+            counts.append(len(argument))
+        else:
+            given.append(argument)
+            counts.append(-1)
+    return given, tuple(counts)
+
+
+class _Unusual(Exception):
+    """A value of which nobody knows whether an equal one is the same."""
+
+
+def _typed(values: tuple[Any, ...]) -> Hashable:
+    """Values beside their types: only equal values of equal types are equal."""
+    kinds = tuple(map(type, values))
+    if _PLAIN.issuperset(kinds):
+        return kinds, values
+    return kinds, tuple(map(_one_typed, values))
+
+
+def _one_typed(value: Any) -> Hashable:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is float:
+        return repr(value)
+    if kind is tuple or kind is list:
+        return _typed(tuple(value))
+    raise _Unusual
+
+
+@dataclass
+class CheckedCall:
+    """One call, checked and ready; nothing has been allocated or launched for it.
+
+    ``plan()`` is all that `explain` needs; an `Executable` of it runs, this time and again.
+
+    `images` names the arrays that have the axes of an image; `results` are what comes back, one array or, where
+    `listed`, a list.
+    """
+
+    arguments: Arguments
+    problem: Problem
+    images: frozenset[str]
+    axes: Axes
+    results: tuple[Result, ...]
+    listed: bool = False
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """The arguments by name, as the caller gave them, absent ones left out."""
+        return self.arguments.arrays
+
+    def plan(self) -> Plan:
+        return planner(self.arguments.backend, self.problem.machine)(self.problem)
+
+    def run(self) -> Any:
+        """Allocate, execute and return the result; nothing is remembered."""
+        return Executable(self).run(tuple(self.arrays.values()))
+
+
+class Executable:
+    """A checked call without its arrays, ready to run: what calls of one kind, on arrays laid out alike, share.
+
+    What a run still does is find memory for the results and hand the arrays, in the order of the checked call, to the
+    backend.
+    """
+
+    def __init__(self, call: CheckedCall) -> None:
+        arrays, axes = call.arrays, call.axes
+        self.plan = call.plan()
+        self.last_use = next(_USES)
+        self._problem = call.problem
+        self._backend = call.arguments.backend
+        self._execute = self._backend.prepare(self.plan)
+        self._names = tuple(arrays)
+        self._axes = axes
+        self._listed = call.listed
+        self._returned = returned = tuple(result.name for result in call.results)
+        self._allocated = tuple(
+            (result.name, result.dtype, *_memory_of_result(result.shape, int(axes.batched), result.channels_last))
+            for result in call.results
+            if result.name not in arrays
+        )
+        #: Arrays of which the backend gets a view with the axes it knows.
+        self._viewed = () if axes.are_the_backends else tuple(call.images & {*arrays, *returned})
+        given = [name for name in returned if name in arrays]
+        self._out_memory = OutMemory(arrays, given, call.results[0].addend) if given else None
+        #: Results that are computed in memory beside the caller's, see `Axes.view`.
+        self._beside = tuple(
+            name
+            for name in given
+            if name in self._viewed and axes.needs_copy(tuple(arrays[name].shape), tuple(arrays[name].strides))
+        )
+
+    def run_again(self, arrays: Sequence[Any]) -> Any:
+        """Run for other arrays, after the one check that their layouts do not answer."""
+        if self._out_memory is not None:
+            self._out_memory.check(arrays, self._backend.address)
+        return self.run(arrays)
+
+    def run(self, arrays: Sequence[Any]) -> Any:
+        """Execute the plan; smaller chunks are tried before a failed allocation is reported."""
+        with self._backend.current():
+            named = dict(zip(self._names, arrays))
+            for name, dtype, memory_shape, order in self._allocated:
+                array = self._backend.empty(memory_shape, dtype)
+                named[name] = array if order is None else array.transpose(order)
+            returned = [named[name] for name in self._returned]
+            for name in self._viewed:
+                named[name] = self._view(name, named[name])
+            try:
+                self._execute(named)
+            except MemoryError:
+                if not self._succeeds_with_less(named, dict(zip(self._names, arrays))):
+                    raise
+            for name in self._beside:
+                out = returned[self._returned.index(name)]
+                out[...] = self._axes.give_back(named[name], tuple(out.shape)[-self._axes.spatial :])
+            return returned if self._listed else returned[0]
+
+    def _succeeds_with_less(self, views: Mapping[str, Any], arrays: Mapping[str, Any]) -> bool:
+        """Run plans of less and less workspace; whether there was one that could have it."""
+        # A result that is the residual may hold sums already: done again, they would be added twice.
+        if self._out_memory is not None and self._out_memory.is_residual(arrays, self._backend.address):
+            return False
+        plan = self._plan_with_less(self.plan)
+        while plan is not None:
+            try:
+                self._backend.prepare(plan)(views)
+                return True
+            except MemoryError:
+                plan = self._plan_with_less(plan)
+        return False
+
+    def _plan_with_less(self, plan: Plan) -> Plan | None:
+        """A plan with half the workspace that could not be had, or None where there is none."""
+        if not plan.workspace:
+            return None
+        try:
+            smaller = self._backend.plan(replace(self._problem, workspace_limit=plan.workspace_bytes // 2))
+        except ValueError:
+            return None
+        return smaller if smaller.workspace_bytes < plan.workspace_bytes else None
+
+    def _view(self, name: str, array: Any) -> Any:
+        def copy(image: Any) -> Any:
+            if name in self._beside:
+                return self._backend.empty(tuple(image.shape), image.dtype)
+            return self._backend.converted(image, image.dtype)
+
+        return self._axes.view(array, copy)
+
+
+def _memory_of_result(
+    shape: tuple[int, ...], channel: int, channels_last: bool
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """The shape to allocate, C-ordered, and the axes that make the result of it; None where it is the result."""
+    if not channels_last:
+        return shape, None
+    last = len(shape) - 1
+    return (*shape[:channel], *shape[channel + 1 :], shape[channel]), (*range(channel), last, *range(channel, last))

@@ -1,0 +1,120 @@
+"""`conv_transpose` with its pullback: the gradient of its input is a convolution of that of its result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from cupyconv.call.arguments import Arguments
+from cupyconv.call.dispatch import Backend
+from cupyconv.ops.conv import conv
+from cupyconv.ops.conv_grad_weight import conv_grad_weight
+from cupyconv.ops.conv_pullback import EpilogueBackward, Pullback, listed_inputs, pullback_of
+from cupyconv.ops.conv_transpose import CONV_TRANSPOSE, TransposedSettings
+from cupyconv.typing import Array
+
+
+def conv_transpose_with_pullback(arguments: dict[str, Any]) -> tuple[Array, Pullback]:
+    """The result of `conv_transpose` with these arguments, and its pullback."""
+    results = CONV_TRANSPOSE(arguments, saving=True)
+    said = TransposedSettings(**{field.name: arguments[field.name] for field in fields(TransposedSettings)})
+    weight = arguments["weight"]
+    inputs, listed = listed_inputs(arguments["x"])
+    rank = weight.ndim - 2
+    channel = inputs[0].ndim - rank - 1
+    backend = Arguments.checked({"weight": weight}, None).backend
+    # The convolution that this is the adjoint of: over images of the size of y, with the same weight.
+    shapes = {f"x[{i}]": tuple(image.shape) for i, image in enumerate(inputs)}
+    geometry = said.geometry(shapes, tuple(weight.shape), channel == 1)
+    triples = geometry.size, geometry.before, geometry.stride, geometry.out_size, geometry.span
+    axes = [_UnderWindows.of(*axis) for axis in zip(*map(geometry.spatial, triples))]
+    windows: dict[str, Any] = {
+        "stride": said.stride,
+        "dilation": said.dilation,
+        "padding": tuple((axis.before, axis.after) for axis in axes),
+    }
+    under_windows = tuple(slice(axis.size) for axis in axes)
+    channels = [image.shape[channel] for image in inputs]
+    pieces = _pieces(channels, said.groups, geometry.group_outputs, geometry.group_channels)
+
+    def of_piece(dz: Any, piece: _Piece) -> Any:
+        """What the windows of these channels read."""
+        return dz[(..., piece.outputs, *under_windows)]
+
+    def to_x(dz: Any) -> list[Any]:
+        factors = _conjugate(weight, backend)
+        gradients = [backend.empty(tuple(image.shape), dz.dtype) for image in inputs]
+        for piece in pieces:
+            out = gradients[piece.of][(..., piece.channels, *(slice(None),) * rank)]
+            conv(of_piece(dz, piece), factors[piece.rows], groups=piece.groups, **windows, out=out)
+        return gradients
+
+    def to_weight(dz: Any) -> Any:
+        gradient, kernel_shape = backend.empty(tuple(weight.shape), dz.dtype), tuple(weight.shape[2:])
+        for piece in pieces:
+            image = inputs[piece.of][(..., piece.channels, *(slice(None),) * rank)]
+            out = gradient[piece.rows]
+            conv_grad_weight(image, of_piece(dz, piece), kernel_shape, groups=piece.groups, **windows, out=out)
+        if gradient.dtype.kind == "c":  # of the pair of factors the other one was conjugated
+            _negate_imaginary(gradient)
+        return gradient
+
+    epilogue = EpilogueBackward(results, said.activation, rank)
+    return results[0], pullback_of(inputs, listed, arguments, to_x, to_weight, epilogue)
+
+
+def _conjugate(array: Any, backend: Backend) -> Any:
+    if array.dtype.kind != "c":
+        return array
+    with backend.current():
+        copy = backend.converted(array, array.dtype)
+        _negate_imaginary(copy)
+    return copy
+
+
+def _negate_imaginary(array: Any) -> None:
+    imaginary = array.imag  # a view
+    imaginary *= -1
+
+
+class _UnderWindows(NamedTuple):
+    """Along one axis, the part of an image that windows reach, and the padding that makes them as many."""
+
+    size: int
+    before: int
+    after: int
+
+    @classmethod
+    def of(cls, size: int, before: int, stride: int, windows: int, span: int) -> _UnderWindows:
+        """Elements beyond the last window are left out."""
+        covered = (windows - 1) * stride + span
+        before = min(before, covered)
+        size = min(size, covered - before)
+        return cls(size, before, covered - before - size)
+
+
+class _Piece(NamedTuple):
+    """Channels of one of several merged inputs that belong to one group or are whole groups."""
+
+    of: int  # the input
+    channels: slice  # of it
+    rows: slice  # of the weight: the same channels, counted through all inputs
+    outputs: slice  # of the result: those of the groups they belong to
+    groups: int
+
+
+def _pieces(channels: Sequence[int], groups: int, group_rows: int, group_outputs: int) -> list[_Piece]:
+    """Merged inputs cut where a group of `group_rows` channels begins or ends within one; whole groups stay together."""
+    pieces, first = [], 0
+    for i, count in enumerate(channels):
+        at, end = first, first + count
+        while at < end:
+            group, offset = divmod(at, group_rows)
+            whole = (end - at) // group_rows if offset == 0 else 0
+            stop = at + whole * group_rows if whole else min(end, (group + 1) * group_rows)
+            outputs = slice(group * group_outputs, (group + max(1, whole)) * group_outputs)
+            pieces.append(_Piece(i, slice(at - first, stop - first), slice(at, stop), outputs, max(1, whole)))
+            at = stop
+        first = end
+    return pieces

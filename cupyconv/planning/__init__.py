@@ -1,1 +1,0 @@
-"""Planning of operations that both backends have; on its way out."""

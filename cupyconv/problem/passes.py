@@ -1,0 +1,217 @@
+"""Problems that are one pass over their arrays: columns, pooling, and the elementwise part of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, ClassVar, Self
+
+from cupyconv.problem.activations import IDENTITY, Activation
+from cupyconv.problem.arrays import Operand
+from cupyconv.problem.geometry import Windows
+from cupyconv.problem.plan import Plan, Step
+from cupyconv.problem.problems import Problem, Prologue
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassProblem(Problem):
+    """An operation that is one pass over its arrays: it has one method, and memory limits its speed."""
+
+    operation: ClassVar[str]
+
+    def planned(self, steps: Sequence[Step], **rest: Any) -> Plan:
+        moved = sum(step.bytes_moved for step in steps)
+        return super().planned(steps, method=self.operation, bound="memory", bytes_moved=moved, **rest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnsProblem(PassProblem):
+    """Images and their columns."""
+
+    windows: Windows
+    xs: tuple[Operand, ...]
+    columns: Operand  # (n, row, 1, 1, pixel)
+
+    @property
+    def arrays(self) -> Iterable[Operand]:
+        return (self.columns, *self.xs)
+
+    @property
+    def title(self) -> str:
+        return f"{self.operation} {self.windows.in_channels} channels, {_sliding(self.windows)}"
+
+
+class Im2colProblem(ColumnsProblem):
+    """Columns to be written from images."""
+
+    operation = "im2col"
+    flops = 0
+
+    @property
+    def result(self) -> str:
+        return f"{self.columns.dtype} {self.columns.shape[:2] + self.columns.shape[4:]}"
+
+
+class Col2imProblem(ColumnsProblem):
+    """Columns to be summed back into one image."""
+
+    operation = "col2im"
+
+    @property
+    def result(self) -> str:
+        return _image(self.windows, self.xs[0])
+
+    @property
+    def flops(self) -> int:
+        return prod(self.columns.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingProblem(PassProblem):
+    """Images to be pooled, each by itself."""
+
+    operation = "max_pool"
+    _PER_IMAGE: ClassVar[tuple[str, ...]] = ("xs", "outs")
+
+    windows: Windows  # channels: of each image
+    xs: tuple[Operand, ...]
+    outs: tuple[Operand, ...]
+
+    @property
+    def inputs(self) -> tuple[Operand, ...]:
+        """What is read."""
+        return self.xs
+
+    @property
+    def arrays(self) -> Iterable[Operand]:
+        return (*self.inputs, *self.outs)
+
+    @property
+    def each(self) -> list[Self]:
+        """A problem for each image whose result has elements."""
+        return [self._one(i) for i, out in enumerate(self.outs) if out.nbytes]
+
+    def _one(self, i: int) -> Self:
+        images: dict[str, Any] = {name: getattr(self, name)[i : i + 1] for name in self._PER_IMAGE}
+        return replace(self, windows=replace(self.windows, channels=(self.windows.channels[i],)), **images)
+
+    @property
+    def title(self) -> str:
+        channels = self.windows.channels
+        merged = f" ({'+'.join(map(str, channels))})" if len(channels) > 1 else ""
+        return f"{self.operation} {sum(channels)}{merged} channels, {_sliding(self.windows)}"
+
+    @property
+    def result(self) -> str:
+        return ", ".join(_image(self.windows, out) for out in self.outs)
+
+    @property
+    def flops(self) -> int:
+        """A comparison for each tap of each window."""
+        windows = self.windows
+        channels = sum(count for count, out in zip(windows.channels, self.outs) if out.nbytes)
+        return windows.batch * channels * windows.pixels * windows.taps
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingGradientProblem(PoolingProblem):
+    """The gradients of pooled images, from the results and those of these."""
+
+    operation = "max_pool gradient"
+    _PER_IMAGE = ("xs", "ys", "grads", "outs")
+
+    ys: tuple[Operand, ...]
+    grads: tuple[Operand, ...]
+
+    @property
+    def inputs(self) -> tuple[Operand, ...]:
+        return (*self.xs, *self.ys, *self.grads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElementwiseGradProblem(PassProblem):
+    """A gradient to be taken back through what was done to each element by itself."""
+
+    grad: Operand
+    out: Operand | None = None  # the gradient before that
+    sums: Operand | None = None  # of each channel, in the accumulator's dtype
+
+    @property
+    def images(self) -> tuple[Operand, ...]:
+        """What each element is read from and written to."""
+        raise NotImplementedError
+
+    @property
+    def result(self) -> str:
+        return f"{self.grad.dtype} {self.grad.shape}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpilogueGradProblem(ElementwiseGradProblem):
+    """A gradient to be taken back through an epilogue: its activation, and the sums (1, C, 1, 1, 1) that a bias receives."""
+
+    operation = "epilogue_grad"
+
+    activation: Activation = IDENTITY
+    saved: Operand | None = None  # what the derivative is worked out from; absent without an activation
+
+    @property
+    def images(self) -> tuple[Operand, ...]:
+        return tuple(image for image in (self.grad, self.saved, self.out) if image is not None)
+
+    @property
+    def arrays(self) -> Iterable[Operand | None]:
+        return (*self.images, self.sums)
+
+    @property
+    def _does(self) -> list[str]:
+        return [f"derivative of {self.activation}"] * bool(self.saved) + ["sums of channels"] * bool(self.sums)
+
+    @property
+    def title(self) -> str:
+        return f"{' and '.join(self._does)} of {self.grad.dtype} {self.grad.shape}"
+
+    @property
+    def flops(self) -> int:
+        return prod(self.grad.shape) * len(self._does)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrologueGradProblem(ElementwiseGradProblem):
+    """A gradient of transformed elements to be taken back through the prologue that made them of `x`.
+
+    The sums (1, 2 C, 1, 1, 1) are each channel's of scale and of shift.
+    """
+
+    operation = "prologue_grad"
+
+    x: Operand
+    prologue: Prologue  # of these channels
+
+    @property
+    def images(self) -> tuple[Operand, ...]:
+        return (self.grad, self.x, *([self.out] if self.out else []))
+
+    @property
+    def arrays(self) -> Iterable[Operand]:
+        return self.images  # the sums are next to nothing
+
+    @property
+    def title(self) -> str:
+        return f"gradient of {self.prologue}, {self.grad.dtype} {self.grad.shape}"
+
+    @property
+    def flops(self) -> int:
+        return 4 * prod(self.grad.shape)
+
+
+def _sliding(windows: Windows) -> str:
+    """Windows and what they slide over, in words."""
+    kernel, size = ("x".join(map(str, windows.spatial(triple))) for triple in (windows.kernel, windows.size))
+    return f"kernel {kernel} on {windows.batch} x {size}"
+
+
+def _image(windows: Windows, image: Operand) -> str:
+    """Dtype and shape of an image with the caller's axes."""
+    return f"{image.dtype} {image.shape[:2] + windows.spatial(image.shape[2:])}"
