@@ -44,7 +44,7 @@ from cupyconv.numpy.windows import (
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, c_strides, dtype_from_name, is_complex, real_part
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import Plan
-from cupyconv.problem.problems import HostModel, WeightGradientProblem
+from cupyconv.problem.problems import WeightGradientProblem
 
 #: Bytes of products a block adds to the sums at a time: they stay in cache until they are added.
 PRODUCT_PIECE = 4 << 20
@@ -100,8 +100,7 @@ class WeightGradientLoop(BlockLoop):
 
     @classmethod
     def plan(cls, problem: WeightGradientProblem, method: str, rejected: Rejected) -> Plan:
-        geometry, machine = problem.geometry, problem.machine
-        assert isinstance(machine, HostModel)
+        geometry, machine = problem.geometry, problem.host
         in_place = _sums_are_result(problem)
         row = geometry.groups * geometry.reduction * ITEMSIZE[accumulator(problem.out.dtype)]  # one output per group
         private = machine.threads - in_place  # sums beside the result
@@ -210,7 +209,8 @@ class WeightGradient:
             run.finish([run.sum_over((blocks, 0))])
             return
         share = -(-self.loop.blocks // threads)
-        run.finish(in_threads(threads, run.sum_over, [(list(islice(blocks, share)), t) for t in range(threads)]))
+        shares = [(list(islice(blocks, share)), thread) for thread in range(threads)]
+        run.finish(list(in_threads(threads, run.sum_over, shares)))
 
 
 class Run:
