@@ -79,7 +79,7 @@ __device__ __forceinline__ Copies copies_of(const Windows& w, const Adjoint& adj
     return {first + min(to_copy, to_mirrored), near, period - near, end};
 }
 
-// Of one axis: where the readers lie in two arrays, one indexed by taps, one by windows.
+// Where the readers along one axis lie in two arrays, one indexed by taps, one by windows.
 struct Walk {
     long long tap, window, tap_step, window_step;
     int count;

@@ -10,7 +10,7 @@
 //
 // Complex columns may lie in two planes, real parts `imaginary` elements before the imaginary ones, as a GEMM
 // with a real factor produces them.
-// Bound by memory.  Floor: (rows * pixels + channels * size) elements a sample over the bandwidth.
+// Bound by memory.  Floor: (rows * pixels + channels * size) elements per sample over the bandwidth.
 //
 // -D: SUM_DTYPE (type of the columns; real beside a complex Y for two planes), Y_DTYPE (result type),
 //     FOLDS (1 where padding repeats elements, 0 where it is zeros)

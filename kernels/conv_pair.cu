@@ -5,16 +5,17 @@
 //
 //     M = m, then o     N = q, then p: the pixels of a tile     K = (c, t), then (m, t)
 //
-//         x                        z                      y          one block of threads: a tile of y, and of z what
-//      +-----------+                                                 its windows reach.  z at a tile's rim is computed
+//         x                        z                      y          one block: a tile of y, and of z what its windows
+//      +-----------+                                                 reach.  z at a tile's rim is computed
 //      | +-------+ |   first    +-------+    second     +---+        by its neighbours too: that is the price.
 //      | |       | |  ------->  |       |   ------->    |   |
 //      | +-------+ |            +-------+               +---+        Channels come in chunks of 64 bytes.
 //      +-----------+
 //
 // z is rounded to its storage type, and is zero beyond its own edge, where the second layer is padded: both as if it
-// had been stored.  Each layer is either DENSE (every channel with every other: CUDA or tensor cores, sums in registers)
-// or DEPTHWISE (every channel by itself).  Chunks of x belong to one input each: the input is chosen once a chunk.
+// had been stored.  Each layer is either DENSE (every channel with every other: CUDA or tensor cores, sums in
+// registers) or DEPTHWISE (every channel by itself).  Chunks of x belong to one input each: the input is chosen once per
+// chunk.
 // Both weights are in shared memory as a whole: a block loads them once and goes from tile to tile until all are done.
 //
 // Bound by memory for few channels, by arithmetic for many.  Floor: x and y once over the bandwidth, where the two
@@ -38,17 +39,13 @@ struct ConvPairParams {
     Source sources[MAX_PAIR_SOURCES];
     PairLayer first, second;
     Image out;
-    long long blocks;                 // tiles of all samples
-    long long tiles[3];               // of a sample
+    long long tile_count;               // of all samples
+    long long tiles[3];                 // of one sample
     int source_count, middle, outputs;  // of x; channels of z and of y
-    int outputs_a_block;                // those of blocks with one blockIdx.y: whole OUTPUTS
-    Box tile, middle_tile, x_tile;    // pixels of y, z and x
-    int x_packed;  // channels of x lie side by side, every chunk aligned to 16 bytes
-    // Shared memory: the tables, the first weight, and from these bytes on the second weight, z's tile, x's, where x's
-    // pixels lie.
-    int second_at, middle_at, x_at, place_at;
+    int outputs_per_block;              // those of blocks with one blockIdx.y: whole OUTPUTS
+    Box tile, middle_tile, x_tile;      // pixels of y, z and x
+    int x_vectorized;                   // channels of x are contiguous, every chunk aligned to 16 bytes
     int x_chunks, middle_chunks;
-    int first_plane, second_plane;  // bytes of the weight of a chunk, of OUTPUTS of a chunk
 };
 
 enum LayerKind { DENSE, DEPTHWISE };
@@ -61,15 +58,13 @@ using T = DTYPE;
 using A = Accumulator<T>;
 using Tile = WindowTile<T>;
 
-constexpr int CHUNK = Tile::CHUNK, PITCH = Tile::PITCH, GRANULE = Tile::GRANULE;
+constexpr int CHUNK = Tile::CHUNK, PITCH = Tile::PITCH, VECTOR = Tile::VECTOR;
 constexpr int PIXELS = 256, MIDDLE_PIXELS = 384;  // of a tile, at the most
-constexpr int PART = 16;                          // rows of y that leave at once
-constexpr int LEAVING_PITCH = PIXELS + 8;        // fragments are stored without conflicts
+constexpr int PART = 16;                          // rows of y that are finished at once
+constexpr int EPILOGUE_PITCH = PIXELS + 8;        // of their sums: fragments are stored without conflicts
 
 constexpr int OUTPUTS = sizeof(T) == 8 ? 16 : 32;  // of y, whose sums are in registers at a time
-constexpr int MIN_BLOCKS = FIRST == DEPTHWISE && sizeof(T) < 8 ? 3 : 2;
-// Sums of y that a thread finishes at a time, as registers allow.
-constexpr int FINISHED = MIN_BLOCKS == 2 ? (sizeof(T) == 8 ? 2 : 4) : sizeof(T) == 2 ? 2 : 1;
+constexpr int MIN_BLOCKS = FIRST == DENSE || sizeof(T) == 8 ? 2 : SECOND == DENSE ? 3 : 4;
 
 using FirstSums = TileSumsOf<T, CHUNK, MIDDLE_PIXELS>::type;
 using SecondSums = TileSumsOf<T, OUTPUTS, PIXELS>::type;
@@ -78,20 +73,65 @@ constexpr int STEP = FirstSums::STEP;  // channels that a product takes at once
 // Channels up to a whole step: those beyond the last are zeros in every tile.
 __device__ __forceinline__ int padded(int channels) { return (channels + STEP - 1) / STEP * STEP; }
 
-// Bytes of a tap's weight in shared memory: a matrix as the product takes it, or one number a channel, widened.
-constexpr int A_DEPTHWISE_TAP = CHUNK * sizeof(A);
-constexpr int FIRST_TAP = FIRST == DENSE ? FirstSums::WEIGHTS * sizeof(T) : A_DEPTHWISE_TAP;
-constexpr int SECOND_TAP = SECOND == DENSE ? SecondSums::WEIGHTS * sizeof(T) : A_DEPTHWISE_TAP;
+// ---- shared memory -------------------------------------------------------------------------------------------------
+
+// A layer's weight: of each tap a matrix as the product takes it, or one number per channel, widened.
+template <LayerKind KIND, class Sums> struct WeightOf;
+template <class Sums> struct WeightOf<DENSE, Sums> {
+    static constexpr LayerKind KIND = DENSE;
+    using Element = T;
+    static constexpr int TAP = Sums::WEIGHTS;  // elements per tap
+};
+template <class Sums> struct WeightOf<DEPTHWISE, Sums> {
+    static constexpr LayerKind KIND = DEPTHWISE;
+    using Element = A;
+    static constexpr int TAP = CHUNK;
+};
+using FirstWeight = WeightOf<FIRST, FirstSums>;
+using SecondWeight = WeightOf<SECOND, SecondSums>;
 
 // What all threads look up rather than keep in registers.
 struct Tables {
     int first_base[MIDDLE_PIXELS], second_base[PIXELS];  // where windows begin, in pixels of the tile before
     // Of the current tile:
-    int inside[MIDDLE_PIXELS];  // whether a pixel of z's tile is one of z, not of its padding
+    int inside[MIDDLE_PIXELS];                      // whether a pixel of z's tile is one of z, not of its padding
     long long out_at[PIXELS], residual_at[PIXELS];  // of pixels of y
     long long sample;
-    int y_corner[3], middle_corner[3], x_corner[3];
+    int y_origin[3], middle_origin[3], x_origin[3];  // where the tiles begin
 };
+
+// Where each part begins, in bytes.  Of what a dense layer reads there are all chunks, of what a depthwise layer reads
+// there is one.
+//
+//     | Tables | first weight | second weight | z | x       | where the pixels of x lie |
+//                                                 | PART rows of y's sums |                when x has been used
+//
+// The launch's bytes are `end`, which conv_pair.py works out by itself; a test holds one to the other.
+struct SharedLayout {
+    int first_weight, second_weight, middle, x, x_place, end;
+
+    __device__ constexpr SharedLayout(
+        int first_taps, int second_taps, int x_chunks, int middle_chunks, int output_tiles, int x_pixels,
+        int middle_pixels)
+        : first_weight(sizeof(Tables)),
+          second_weight(
+              first_weight + bytes_of<FirstWeight>(first_taps) * middle_chunks * (FIRST == DENSE ? x_chunks : 1)),
+          middle(
+              second_weight + bytes_of<SecondWeight>(second_taps) * middle_chunks * (SECOND == DENSE ? output_tiles : 1)),
+          x(middle + middle_pixels * PIXEL * (SECOND == DENSE ? middle_chunks : 1)),
+          x_place(x + x_pixels * PIXEL * (FIRST == DENSE ? x_chunks : 1)),
+          end(x_place + x_pixels * int(sizeof(long long))) {
+        if (SECOND == DENSE && end < x + SUMS) end = x + SUMS;
+    }
+
+private:
+    static constexpr int PIXEL = PITCH * sizeof(T), SUMS = PART * EPILOGUE_PITCH * sizeof(A);
+    template <class Weight> static __device__ constexpr int bytes_of(int taps) {
+        return taps * Weight::TAP * int(sizeof(typename Weight::Element));
+    }
+};
+
+// ---- loads ---------------------------------------------------------------------------------------------------------
 
 // Channels `channel` ... of x or of z, `count` of them; of x they are those of one input from `first` on.
 struct Chunk {
@@ -105,11 +145,12 @@ template <class F> __device__ __forceinline__ void for_each_x_chunk(const ConvPa
     for (int s = 0; s < params.source_count; ++s) {
         const Source& source = params.sources[s];
 #pragma unroll 1
-        for (int c = 0; c < source.channels; c += CHUNK) f(i++, Chunk{source.first + c, min(CHUNK, source.channels - c), s, c});
+        for (int c = 0; c < source.channels; c += CHUNK)
+            f(i++, Chunk{source.first + c, min(CHUNK, source.channels - c), s, c});
     }
 }
 
-// The same for the chunks of z, which are those of x where every channel of z is made of one of x.
+// Calls f(number, chunk) for the chunks of z, which are those of x where every channel of z is made of one of x.
 template <class F> __device__ __forceinline__ void for_each_middle_chunk(const ConvPairParams& params, F f) {
     if constexpr (FIRST == DENSE) {
         int i = 0;
@@ -132,8 +173,7 @@ __device__ __forceinline__ long long tap_offset(int t, const Windows& windows, c
 
 // Outputs o ... of channels c ..., `outputs` and `channels` of them, the rest zeros; every tap.
 template <class Sums>
-__device__ void load_dense(unsigned char* at, const PairLayer& layer, int o, int outputs, int c, int channels) {
-    T* const to = reinterpret_cast<T*>(at);
+__device__ void load_dense(T* to, const PairLayer& layer, int o, int outputs, int c, int channels) {
     const int taps = taps_of(layer.windows);
 #pragma unroll 1
     for (int i = threadIdx.x; i < Sums::ROWS * CHUNK * taps; i += TILE_THREADS) {
@@ -148,8 +188,7 @@ __device__ void load_dense(unsigned char* at, const PairLayer& layer, int o, int
 }
 
 // The kernels of channels c ..., `channels` of them.
-__device__ void load_depthwise(unsigned char* at, const PairLayer& layer, int c, int channels) {
-    A* const to = reinterpret_cast<A*>(at);
+__device__ void load_depthwise(A* to, const PairLayer& layer, int c, int channels) {
     const int taps = taps_of(layer.windows);
 #pragma unroll 1
     for (int i = threadIdx.x; i < CHUNK * taps; i += TILE_THREADS) {
@@ -163,7 +202,8 @@ __device__ void load_depthwise(unsigned char* at, const PairLayer& layer, int c,
 constexpr long long OUTSIDE = -0x7fffffffffffffffll - 1;
 
 // Where each pixel of the tile lies in an input, in elements from its sample's first; OUTSIDE where it is a zero.
-__device__ __forceinline__ void place_x(long long* place_of, const ConvPairParams& params, int source, const int (&corner)[3]) {
+__device__ __forceinline__ void place_x(
+    long long* x_place, const ConvPairParams& params, int source, const int (&origin)[3]) {
     const Windows& windows = params.first.windows;
 #pragma unroll 1
     for (int pixel = threadIdx.x; pixel < params.x_tile.pixels(); pixel += TILE_THREADS) {
@@ -173,88 +213,106 @@ __device__ __forceinline__ void place_x(long long* place_of, const ConvPairParam
         bool inside = true;
 #pragma unroll
         for (int a = 0; a < 3; ++a) {
-            const long long at = padded_index(corner[a] + place[a], windows.size[a], windows.padding_mode);
+            const long long at = padded_index(origin[a] + place[a], windows.size[a], windows.padding_mode);
             inside = inside && at >= 0;
             offset += at * params.sources[source].image.stride[a];
         }
-        place_of[pixel] = inside ? offset : OUTSIDE;
+        x_place[pixel] = inside ? offset : OUTSIDE;
     }
 }
 
-// A chunk of x into a tile.  Neighbouring threads take neighbours in memory: granules of a pixel, or pixels.
+// A chunk of x into a tile.  Neighbouring threads take neighbours in memory: vectors of a pixel, or pixels.
 __device__ __forceinline__ void load_x(
-    T* tile, const ConvPairParams& params, const Chunk& chunk, long long n, const long long* place_of) {
-    constexpr int GRANULES = CHUNK / GRANULE;
+    T* tile, const ConvPairParams& params, const Chunk& chunk, long long n, const long long* x_place) {
+    constexpr int VECTORS = CHUNK / VECTOR;
     const Image& image = params.sources[chunk.source].image;
     const T* const x_n = static_cast<const T*>(image.data) + n * image.stride_n + chunk.first * image.stride_c;
-    const bool packed = params.x_packed;
-    const int step = packed ? TILE_THREADS / GRANULES : TILE_THREADS;
+    const bool vectorized = params.x_vectorized;
+    const int step = vectorized ? TILE_THREADS / VECTORS : TILE_THREADS;
 #pragma unroll 1
-    for (int pixel = packed ? threadIdx.x / GRANULES : threadIdx.x; pixel < params.x_tile.pixels(); pixel += step) {
-        const long long place = place_of[pixel];
+    for (int pixel = vectorized ? threadIdx.x / VECTORS : threadIdx.x; pixel < params.x_tile.pixels(); pixel += step) {
+        const long long place = x_place[pixel];
 #pragma unroll 1
-        for (int k = packed ? threadIdx.x % GRANULES * GRANULE : 0; k < padded(chunk.count); k += packed ? CHUNK : GRANULE) {
-            Packet<T, GRANULE> packet;
+        for (int k = vectorized ? threadIdx.x % VECTORS * VECTOR : 0; k < padded(chunk.count);
+             k += vectorized ? CHUNK : VECTOR) {
+            Vector<T, VECTOR> vector;
             const T* const x = x_n + (place == OUTSIDE ? 0 : place) + k * image.stride_c;
-            if (place != OUTSIDE && k + GRANULE <= chunk.count) {
-                packet = gather_packet<GRANULE>(x, image.stride_c, packed);
+            if (place != OUTSIDE && k + VECTOR <= chunk.count) {
+                vector = gather_vector<VECTOR>(x, image.stride_c, vectorized);
             } else {
 #pragma unroll
-                for (int e = 0; e < GRANULE; ++e)
-                    packet.lane[e] = place != OUTSIDE && k + e < chunk.count ? x[e * image.stride_c] : narrow<T>(A(0));
+                for (int e = 0; e < VECTOR; ++e)
+                    vector.lane[e] = place != OUTSIDE && k + e < chunk.count ? x[e * image.stride_c] : narrow<T>(A(0));
             }
-            *reinterpret_cast<Packet<T, GRANULE>*>(tile + pixel * PITCH + k) = packet;
+            *reinterpret_cast<Vector<T, VECTOR>*>(tile + pixel * PITCH + k) = vector;
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(TILE_THREADS, MIN_BLOCKS) conv_pair(const __grid_constant__ ConvPairParams params) {
-    DYNAMIC_SHARED(unsigned char, shared);
-    const Windows &first = params.first.windows, &second = params.second.windows;
-    const int pixels = params.tile.pixels(), middle_pixels = params.middle_tile.pixels();
-    const int o_first = blockIdx.y * params.outputs_a_block;
-    const int o_end = min(params.outputs, o_first + params.outputs_a_block);
+// ---- what a block does ---------------------------------------------------------------------------------------------
 
-    Tables& tables = *reinterpret_cast<Tables*>(shared);
-    unsigned char* const first_weight = shared + sizeof(Tables);
-    unsigned char* const second_weight = shared + params.second_at;
-    T* const middle_tile = reinterpret_cast<T*>(shared + params.middle_at);
-    T* const x_tile = reinterpret_cast<T*>(shared + params.x_at);
-    long long* const place_of = reinterpret_cast<long long*>(shared + params.place_at);
-    A* const leaving = reinterpret_cast<A*>(x_tile);  // when x has been used
+// First and Second: of what kind the layers are, by their weights.
+template <class First, class Second>
+struct Block {
+    const ConvPairParams& params;
+    int o_first, o_end;  // its outputs
+    Tables& tables;
+    typename First::Element* first_weight;
+    typename Second::Element* second_weight;
+    T *middle_tile, *x_tile;
+    long long* x_place;
+    A* sums;  // when x has been used
 
-    for_each_middle_chunk(params, [&](int q, const Chunk& z) {
-        if constexpr (FIRST == DENSE)
-            for_each_x_chunk(params, [&](int c, const Chunk& x) {
-                load_dense<FirstSums>(
-                    first_weight + (q * params.x_chunks + c) * params.first_plane, params.first, z.channel, z.count, x.channel, x.count);
-            });
-        else
-            load_depthwise(first_weight + q * params.first_plane, params.first, z.channel, z.count);
-        if constexpr (SECOND == DENSE)
-            for (int o = o_first, i = q; o < o_end; o += OUTPUTS, i += params.middle_chunks)
-                load_dense<SecondSums>(
-                    second_weight + i * params.second_plane, params.second, o, min(OUTPUTS, o_end - o), z.channel, z.count);
-        else
-            load_depthwise(second_weight + q * params.second_plane, params.second, z.channel, z.count);
-    });
-#pragma unroll 1
-    for (int i = threadIdx.x; i < MIDDLE_PIXELS; i += TILE_THREADS)
-        tables.first_base[i] = i < middle_pixels ? window_base(i, params.middle_tile, params.x_tile, first.stride) : 0;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < PIXELS; i += TILE_THREADS)
-        tables.second_base[i] = i < pixels ? window_base(i, params.tile, params.middle_tile, second.stride) : 0;
+    // The weight of chunk q of z and chunk c of x; c is 0 of a depthwise layer.
+    __device__ __forceinline__ typename First::Element* first_weight_of(int q, int c) const {
+        const int chunk = First::KIND == DENSE ? q * params.x_chunks + c : q;
+        return first_weight + chunk * taps_of(params.first.windows) * First::TAP;
+    }
 
+    // That of chunk q of z, and of a dense layer's `tile`-th OUTPUTS.
+    __device__ __forceinline__ typename Second::Element* second_weight_of(int q, int tile) const {
+        const int chunk = tile * params.middle_chunks + q;
+        return second_weight + chunk * taps_of(params.second.windows) * Second::TAP;
+    }
+
+    // Both weights, and where windows begin: the same for all tiles.
+    __device__ __forceinline__ void load_weights() const {
+        for_each_middle_chunk(params, [&](int q, const Chunk& z) {
+            if constexpr (First::KIND == DENSE)
+                for_each_x_chunk(params, [&](int c, const Chunk& x) {
+                    load_dense<FirstSums>(first_weight_of(q, c), params.first, z.channel, z.count, x.channel, x.count);
+                });
+            else
+                load_depthwise(first_weight_of(q, 0), params.first, z.channel, z.count);
+            if constexpr (Second::KIND == DENSE)
+                for (int o = o_first, tile = 0; o < o_end; o += OUTPUTS, ++tile)
+                    load_dense<SecondSums>(
+                        second_weight_of(q, tile), params.second, o, min(OUTPUTS, o_end - o), z.channel, z.count);
+            else
+                load_depthwise(second_weight_of(q, 0), params.second, z.channel, z.count);
+        });
+        const int pixels = params.tile.pixels(), middle_pixels = params.middle_tile.pixels();
 #pragma unroll 1
-    for (long long block = blockIdx.x; block < params.blocks; block += gridDim.x) {
+        for (int i = threadIdx.x; i < MIDDLE_PIXELS; i += TILE_THREADS)
+            tables.first_base[i] =
+                i < middle_pixels ? window_base(i, params.middle_tile, params.x_tile, params.first.windows.stride) : 0;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < PIXELS; i += TILE_THREADS)
+            tables.second_base[i] =
+                i < pixels ? window_base(i, params.tile, params.middle_tile, params.second.windows.stride) : 0;
+    }
+
+    // Where the tile of this number lies.
+    __device__ __forceinline__ void begin_tile(long long number) const {
+        const Windows &first = params.first.windows, &second = params.second.windows;
         if (threadIdx.x == 0) {
-            long long n = block;
+            long long n = number;
 #pragma unroll
             for (int a = 2; a >= 0; --a) {
-                tables.y_corner[a] = int(n % params.tiles[a]) * params.tile.size[a];
+                tables.y_origin[a] = int(n % params.tiles[a]) * params.tile.size[a];
                 n /= params.tiles[a];
-                tables.middle_corner[a] = tables.y_corner[a] * second.stride[a] - second.before[a];
-                tables.x_corner[a] = tables.middle_corner[a] * first.stride[a] - first.before[a];
+                tables.middle_origin[a] = tables.y_origin[a] * second.stride[a] - second.before[a];
+                tables.x_origin[a] = tables.middle_origin[a] * first.stride[a] - first.before[a];
             }
             tables.sample = n;
         }
@@ -263,9 +321,10 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, MIN_BLOCKS) conv_pair
         for (int i = threadIdx.x; i < MIDDLE_PIXELS; i += TILE_THREADS) {
             int place[3];
             params.middle_tile.at(i, place);
-            bool inside = i < middle_pixels;
+            bool inside = i < params.middle_tile.pixels();
 #pragma unroll
-            for (int a = 0; a < 3; ++a) inside = inside && unsigned(tables.middle_corner[a] + place[a]) < second.size[a];
+            for (int a = 0; a < 3; ++a)
+                inside = inside && unsigned(tables.middle_origin[a] + place[a]) < second.size[a];
             tables.inside[i] = inside;
         }
 #pragma unroll 1
@@ -274,115 +333,159 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, MIN_BLOCKS) conv_pair
             int place[3];
             params.tile.at(i, place);
             Pixel at;
-            bool inside = i < pixels;
+            bool inside = i < params.tile.pixels();
 #pragma unroll
             for (int a = 0; a < 3; ++a) {
-                at.at[a] = tables.y_corner[a] + place[a];
+                at.at[a] = tables.y_origin[a] + place[a];
                 inside = inside && at.at[a] < second.out[a];
             }
-            tables.out_at[i] = inside ? tables.sample * params.out.stride_n + offset_of(at, params.out.stride) : NOWHERE;
+            tables.out_at[i] =
+                inside ? tables.sample * params.out.stride_n + offset_of(at, params.out.stride) : NOWHERE;
             tables.residual_at[i] = tables.sample * residual.stride_n + offset_of(at, residual.stride);
         }
-        const auto fetch = [&](T* tile, const Chunk& x) {
-            if (x.first == 0) {  // another input
-                __syncthreads();
-                place_x(place_of, params, x.source, tables.x_corner);
-                __syncthreads();
-            }
-            load_x(tile, params, x, tables.sample, place_of);
-        };
-        const auto make = [&](int q, const Chunk& z, T* middle_tile) {  // a chunk of z
-            const auto bias = [&](int i) { return i < z.count ? bias_of<T>(params.first.epilogue, z.channel + i) : A(0); };
-            if constexpr (FIRST == DENSE) {
-                FirstSums sums;
-                sums.begin(bias);
-                sums.aim(tables.first_base, middle_pixels);
-                for_each_x_chunk(params, [&](int c, const Chunk& x) {
-                    const T* const tile = x_tile + c * params.x_tile.pixels() * PITCH;
-                    const unsigned char* const weight = first_weight + (q * params.x_chunks + c) * params.first_plane;
-                    for_each_tap(first, params.x_tile, [&](int t, int offset) {
-                        sums.multiply(
-                            tile + offset * PITCH, reinterpret_cast<const T*>(weight + t * FIRST_TAP), z.count, padded(x.count));
-                    });
-                });
-                sums.apply(activation_of<T>(params.first.epilogue));
-                sums.leave(
-                    middle_tile, middle_pixels, [&](int i, int pixel) { return i < z.count && tables.inside[pixel]; });
-            } else {
-                fetch(x_tile, z);
-                __syncthreads();
-                convolve_each(
-                    x_tile, reinterpret_cast<const A*>(first_weight + q * params.first_plane), first, params.x_tile,
-                    tables.first_base, middle_pixels, padded(z.count), [&](int pixel, int k, A (&sum)[GRANULE]) {
-#pragma unroll
-                        for (int e = 0; e < GRANULE; ++e) sum[e] += bias(k + e);
-                        activation_of<T>(params.first.epilogue).apply(sum);
-                        Packet<T, GRANULE> packet;
-#pragma unroll
-                        for (int e = 0; e < GRANULE; ++e)
-                            packet.lane[e] = narrow<T>(k + e < z.count && tables.inside[pixel] ? sum[e] : A(0));
-                        *reinterpret_cast<Packet<T, GRANULE>*>(middle_tile + pixel * PITCH + k) = packet;
-                    });
-            }
-            __syncthreads();
-        };
+    }
 
-        if constexpr (FIRST == DENSE) {  // every chunk of z takes all of x
-            for_each_x_chunk(params, [&](int c, const Chunk& x) { fetch(x_tile + c * params.x_tile.pixels() * PITCH, x); });
+    // A chunk of x.
+    __device__ __forceinline__ void fetch(T* tile, const Chunk& x) const {
+        if (x.first == 0) {  // another input
+            __syncthreads();
+            place_x(x_place, params, x.source, tables.x_origin);
             __syncthreads();
         }
-        if constexpr (SECOND == DENSE) {  // every output takes all of z
-            for_each_middle_chunk(params, [&](int q, const Chunk& z) { make(q, z, middle_tile + q * middle_pixels * PITCH); });
-            const unsigned char* weight = second_weight;
-#pragma unroll 1
-            for (int o = o_first; o < o_end; o += OUTPUTS) {
-                const int outputs = min(OUTPUTS, o_end - o);
-                SecondSums sums;
-                sums.begin([](int) { return A(0); });
-                sums.aim(tables.second_base, pixels);
-                for_each_middle_chunk(params, [&](int q, const Chunk& z) {
-                    const T* const tile = middle_tile + q * middle_pixels * PITCH;
-                    for_each_tap(second, params.middle_tile, [&](int, int offset) {
-                        sums.multiply(tile + offset * PITCH, reinterpret_cast<const T*>(weight), outputs, padded(z.count));
-                        weight += SECOND_TAP;
-                    });
+        load_x(tile, params, x, tables.sample, x_place);
+    }
+
+    // Chunk q of z.  A dense layer makes it of all of x, which has been fetched; a depthwise layer fetches its chunk.
+    __device__ __forceinline__ void make(int q, const Chunk& z, T* tile) const {
+        const Windows& windows = params.first.windows;
+        const int pixels = params.middle_tile.pixels();
+        const auto bias = [&](int i) { return i < z.count ? bias_of<T>(params.first.epilogue, z.channel + i) : A(0); };
+        const auto kept = [&](int i, int pixel) { return i < z.count && tables.inside[pixel]; };
+        if constexpr (First::KIND == DENSE) {
+            FirstSums sums;
+            sums.begin(bias);
+            sums.aim(tables.first_base, pixels);
+            for_each_x_chunk(params, [&](int c, const Chunk& x) {
+                const T* const x_c = x_tile + c * params.x_tile.pixels() * PITCH;
+                const T* const weight = first_weight_of(q, c);
+                for_each_tap(windows, params.x_tile, [&](int t, int offset) {
+                    sums.multiply(x_c + offset * PITCH, weight + t * First::TAP, z.count, padded(x.count));
                 });
+            });
+            sums.apply(activation_of<T>(params.first.epilogue));
+            sums.leave(tile, pixels, kept);
+        } else {
+            fetch(x_tile, z);
+            __syncthreads();
+            const auto store = [&](int pixel, int k, A (&sum)[VECTOR]) {
+#pragma unroll
+                for (int e = 0; e < VECTOR; ++e) sum[e] += bias(k + e);
+                activation_of<T>(params.first.epilogue).apply(sum);
+                Vector<T, VECTOR> vector;
+#pragma unroll
+                for (int e = 0; e < VECTOR; ++e) vector.lane[e] = narrow<T>(kept(k + e, pixel) ? sum[e] : A(0));
+                *reinterpret_cast<Vector<T, VECTOR>*>(tile + pixel * PITCH + k) = vector;
+            };
+            convolve_each(
+                x_tile, first_weight_of(q, 0), windows, params.x_tile, tables.first_base, pixels, padded(z.count),
+                store);
+        }
+        __syncthreads();
+    }
+
+    // y by a dense second layer, of all of z: OUTPUTS in registers at a time.
+    __device__ __forceinline__ void finish_dense() const {
+        // Sums that a thread finishes together, as registers allow.
+        constexpr int AT_A_TIME = MIN_BLOCKS == 2 ? (sizeof(T) == 8 ? 2 : 4) : sizeof(T) == 2 ? 2 : 1;
+        const int pixels = params.tile.pixels(), middle_pixels = params.middle_tile.pixels();
+        const T* weight = second_weight;
 #pragma unroll 1
-                for (int part = 0; part < outputs; part += PART) {
-                    __syncthreads();
-                    sums.for_each([&](int i, int pixel, A& sum) {
-                        if (i / PART * PART == part) leaving[i % PART * LEAVING_PITCH + pixel] = sum;
-                    });
-                    __syncthreads();
-                    finish_tile<T, PART, PIXELS, TILE_THREADS, FINISHED>(
-                        leaving, LEAVING_PITCH, 1, min(PART, outputs - part), o + part, params.out.stride_c == 1,
-                        tables.out_at, tables.residual_at, params.out, params.second.epilogue, nullptr);
-                }
+        for (int o = o_first; o < o_end; o += OUTPUTS) {
+            const int outputs = min(OUTPUTS, o_end - o);
+            SecondSums registers;
+            registers.begin([](int) { return A(0); });
+            registers.aim(tables.second_base, pixels);
+            for_each_middle_chunk(params, [&](int q, const Chunk& z) {
+                const T* const z_q = middle_tile + q * middle_pixels * PITCH;
+                for_each_tap(params.second.windows, params.middle_tile, [&](int, int offset) {
+                    registers.multiply(z_q + offset * PITCH, weight, outputs, padded(z.count));
+                    weight += Second::TAP;
+                });
+            });
+#pragma unroll 1
+            for (int part = 0; part < outputs; part += PART) {
+                __syncthreads();
+                registers.for_each([&](int i, int pixel, A& sum) {
+                    if (i / PART * PART == part) sums[i % PART * EPILOGUE_PITCH + pixel] = sum;
+                });
+                __syncthreads();
+                const EpilogueTile<T> tile = {sums, EPILOGUE_PITCH, 1, o + part, tables.out_at, tables.residual_at};
+                const TileWalk walk =
+                    walk_along<PART, PIXELS, TILE_THREADS>(params.out.stride_c == 1, min(PART, outputs - part));
+                finish_tile<T, AT_A_TIME>(tile, walk, params.out, params.second.epilogue, nullptr);
             }
+        }
+    }
+
+    // y by a depthwise second layer, of chunk q of z.
+    __device__ __forceinline__ void finish_depthwise(int q, const Chunk& z) const {
+        const Epilogue& epilogue = params.second.epilogue;
+        const auto store = [&](int pixel, int k, A (&sum)[VECTOR]) {
+            const long long out_at = tables.out_at[pixel], first = z.channel + k;
+            if (out_at == NOWHERE) return;
+            const auto valid = [&](int e) { return k + e < z.count; };
+            const auto at = [&](int e) { return out_at + (first + e) * params.out.stride_c; };
+            const auto residual_at = [&](int e) {
+                return tables.residual_at[pixel] + (first + e) * epilogue.residual.stride_c;
+            };
+            finish_all<T>(
+                sum, epilogue, activation_of<T>(epilogue), valid, [&](int e) { return first + e; }, residual_at, at);
+#pragma unroll
+            for (int e = 0; e < VECTOR; ++e)
+                if (valid(e)) static_cast<T*>(params.out.data)[at(e)] = narrow<T>(sum[e]);
+        };
+        convolve_each(
+            middle_tile, second_weight_of(q, 0), params.second.windows, params.middle_tile, tables.second_base,
+            params.tile.pixels(), z.count, store);
+        __syncthreads();
+    }
+
+    // The tile of this number, from x to y.
+    __device__ __forceinline__ void compute(long long number) const {
+        const int x_size = params.x_tile.pixels() * PITCH, middle_size = params.middle_tile.pixels() * PITCH;
+        begin_tile(number);
+        if constexpr (First::KIND == DENSE) {  // every chunk of z takes all of x
+            for_each_x_chunk(params, [&](int c, const Chunk& x) { fetch(x_tile + c * x_size, x); });
+            __syncthreads();
+        }
+        if constexpr (Second::KIND == DENSE) {  // every output takes all of z
+            for_each_middle_chunk(params, [&](int q, const Chunk& z) { make(q, z, middle_tile + q * middle_size); });
+            finish_dense();
         } else {
             for_each_middle_chunk(params, [&](int q, const Chunk& z) {
                 make(q, z, middle_tile);
-                convolve_each(
-                    middle_tile, reinterpret_cast<const A*>(second_weight + q * params.second_plane), second,
-                    params.middle_tile, tables.second_base, pixels, z.count, [&](int pixel, int k, A (&sum)[GRANULE]) {
-                        const long long out_at = tables.out_at[pixel], o_first = z.channel + k;
-                        if (out_at == NOWHERE) return;
-                        const auto valid = [&](int e) { return k + e < z.count; };
-                        const auto at = [&](int e) { return out_at + (o_first + e) * params.out.stride_c; };
-                        finish_all<T>(
-                            sum, params.second.epilogue, activation_of<T>(params.second.epilogue), valid,
-                            [&](int e) { return o_first + e; },
-                            [&](int e) {
-                                return tables.residual_at[pixel] + (o_first + e) * params.second.epilogue.residual.stride_c;
-                            },
-                            at);
-#pragma unroll
-                        for (int e = 0; e < GRANULE; ++e)
-                            if (valid(e)) static_cast<T*>(params.out.data)[at(e)] = narrow<T>(sum[e]);
-                    });
-                __syncthreads();
+                finish_depthwise(q, z);
             });
         }
         __syncthreads();  // the tiles may be overwritten
     }
+};
+
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, MIN_BLOCKS)
+    conv_pair(const __grid_constant__ ConvPairParams params) {
+    DYNAMIC_SHARED(unsigned char, shared);
+    const SharedLayout layout(
+        taps_of(params.first.windows), taps_of(params.second.windows), params.x_chunks, params.middle_chunks,
+        params.outputs_per_block / OUTPUTS, params.x_tile.pixels(), params.middle_tile.pixels());
+    const int o_first = blockIdx.y * params.outputs_per_block;
+    const Block<FirstWeight, SecondWeight> block = {
+        params, o_first, min(params.outputs, o_first + params.outputs_per_block),
+        *reinterpret_cast<Tables*>(shared),
+        reinterpret_cast<FirstWeight::Element*>(shared + layout.first_weight),
+        reinterpret_cast<SecondWeight::Element*>(shared + layout.second_weight),
+        reinterpret_cast<T*>(shared + layout.middle), reinterpret_cast<T*>(shared + layout.x),
+        reinterpret_cast<long long*>(shared + layout.x_place), reinterpret_cast<A*>(shared + layout.x)};
+    block.load_weights();
+#pragma unroll 1
+    for (long long tile = blockIdx.x; tile < params.tile_count; tile += gridDim.x) block.compute(tile);
 }

@@ -3,7 +3,7 @@
 //     y[n, o, p] = activation( sum_{c, t} weight[o, c, t] * x[n, g(o) * group_channels + c, window(p, t)] + ... )
 //
 //     no M: a thread works on one output channel o of group g(o) = o / group_outputs
-//     N = p (ROWS pixels a thread, one above the other)     K = (c, t): one channel, or with GROUPED those of a small group
+//     N = p (ROWS pixels per thread, one above the other)     K = (c, t): one channel, or with GROUPED those of a small group
 //
 //     x  w ->   ░ ░ ░ . . .       the windows of a thread's pixels overlap: each element is read once
 //            h  ░ ░ ░ . . .       and used by every pixel of the column whose window holds it
@@ -12,10 +12,10 @@
 //     y           p               channels-last, 32 channels of one pixel
 //                 p
 //
-// KERNEL = 0 is any kernel, stride and dilation: one pixel a thread, tap by tap.
+// KERNEL = 0 is any kernel, stride and dilation: one pixel per thread, tap by tap.
 //
 // Bound by memory; GROUPED by loads and their places, a set of each channel.
-// Floor: (size + group_outputs * pixels) elements a plane over the bandwidth.
+// Floor: (size + group_outputs * pixels) elements per plane over the bandwidth.
 //
 // -D: DTYPE (storage type), KERNEL (taps along h and along w, one along d, dilation 1; or 0), STRIDE (along h; or 0),
 //     PROLOGUE (1: inputs are transformed as they are loaded, see prologue.cuh), GROUPED (1: groups of more channels than one)
@@ -46,11 +46,11 @@ using namespace cupyconv;
 using T = DTYPE;
 using A = Accumulator<T>;
 constexpr int MAX_BLOCK = 128;
-// Blocks a multiprocessor has registers for: taps, sums, loads ahead.
+// Blocks that a multiprocessor has registers for: taps, sums, loads ahead.
 constexpr int BLOCKS = GROUPED ? (sizeof(T) == 8 ? 2 : 3) : KERNEL > 5 ? 2 : KERNEL > 3 ? 3 : 4;
 
 #if KERNEL
-constexpr int ROWS = STRIDE == 1 ? 8 : 4;  // pixels a thread
+constexpr int ROWS = STRIDE == 1 ? 8 : 4;  // pixels per thread
 using Index = int;                         // the host has checked that planes and their number need no more
 #else
 constexpr int ROWS = 1;

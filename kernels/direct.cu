@@ -2,7 +2,7 @@
 //
 //     y[n, o, p] = activation( sum_{t, c} weight[o, c, t] * x[n, g * group_channels + c, window(p, t)] + ... )
 //
-//     M = o (outputs of a group, TILE a thread)    N = p (pixels)    K = (t, c)
+//     M = o (outputs of a group, TILE per thread)    N = p (pixels)    K = (t, c)
 //
 //     one thread          x  [. . t t t . .]
 //                            [. . t t t . .]   one window, every tap and channel

@@ -2,14 +2,15 @@
 //
 //     y[n, o, p] = activation( sums[n, o, p] + bias[o] + residual[n, o, p] )        sums absent: 0
 //
-//     no M, no K: elementwise.     N = (n, o, p), WIDTH neighbours a thread
+//     no M, no K: elementwise.     N = (n, o, p), WIDTH neighbours per thread
 //
 //     sums  [o | ........####........]    in the accumulator's type, in workspace or in the result itself
 //     y     [o | ........####........]    in the result's type, rounded once
 //             p ->
 //
 // Neighbours are neighbours in y: pixels of a channel or, channels-last, channels of a pixel.  Sums, bias and
-// residual move in packets too where they lie `packed` along the same axis; at any other strides, one by one.
+// residual move in vectors too where they are contiguous and aligned along the same axis (`vectorized`); at any other
+// strides, one by one.
 //
 // A complex sum may lie in two planes, real parts `imaginary` elements before the imaginary ones: that
 // is how a GEMM with real operands produces it.  A sum that several blocks shared lies in `planes` parts,
@@ -17,8 +18,8 @@
 //
 // Bound by memory.  Floor: each operand once over the bandwidth.
 //
-// -D: SUM_DTYPE (type of the sums; real beside a complex Y for two planes; narrower than Y to widen a chain's image), Y_DTYPE (result type),
-//     WIDTH (neighbours a thread: 16 bytes of Y, or 1)
+// -D: SUM_DTYPE (type of the sums; real beside a complex Y for two planes; narrower than Y to widen a chain's image),
+//     Y_DTYPE (result type), WIDTH (neighbours per thread: 16 bytes of Y, or 1)
 #include "epilogue.cuh"
 
 namespace cupyconv {
@@ -32,20 +33,20 @@ struct EpilogueParams {
     long long batch, first_pixel, pixels;  // the chunk: pixels first_pixel ... of every sample
     int channels, planes;
     int along_channels;  // which axis neighbours are on
-    int sums_packed, bias_packed, residual_packed;
+    int sums_vectorized, bias_vectorized, residual_vectorized;
 };
 
 // Sums in one plane; the last argument only names the type wanted.
 template <class S, class A>
-__device__ __forceinline__ Packet<S, WIDTH> load_sums(const S* at, long long step, bool packed, long long, A) {
-    return gather_packet<WIDTH>(at, step, packed);
+__device__ __forceinline__ Vector<S, WIDTH> load_sums(const S* at, long long step, bool vectorized, long long, A) {
+    return gather_vector<WIDTH>(at, step, vectorized);
 }
 template <class R>
-__device__ __forceinline__ Packet<Complex<R>, WIDTH> load_sums(
-    const R* at, long long step, bool packed, long long imaginary, Complex<R>) {
-    const Packet<R, WIDTH> re = gather_packet<WIDTH>(at, step, packed);
-    const Packet<R, WIDTH> im = gather_packet<WIDTH>(at + imaginary, step, packed);
-    Packet<Complex<R>, WIDTH> sums;
+__device__ __forceinline__ Vector<Complex<R>, WIDTH> load_sums(
+    const R* at, long long step, bool vectorized, long long imaginary, Complex<R>) {
+    const Vector<R, WIDTH> re = gather_vector<WIDTH>(at, step, vectorized);
+    const Vector<R, WIDTH> im = gather_vector<WIDTH>(at + imaginary, step, vectorized);
+    Vector<Complex<R>, WIDTH> sums;
 #pragma unroll
     for (int i = 0; i < WIDTH; ++i) sums.lane[i] = Complex<R>(re.lane[i], im.lane[i]);
     return sums;
@@ -64,29 +65,29 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) epilogue(const __grid_co
     const bool along_channels = params.along_channels;
     const Image &out = params.out, &residual = params.epilogue.residual;
     const auto activation = activation_of<Y>(params.epilogue);
-    const long long a_row = (along_channels ? params.channels : params.pixels) / WIDTH;  // packets
-    const long long shares = params.batch * a_row * (along_channels ? params.pixels : 1);
+    const long long shares_per_row = (along_channels ? params.channels : params.pixels) / WIDTH;  // vectors
+    const long long shares = params.batch * shares_per_row * (along_channels ? params.pixels : 1);
 
     for (long long row = blockIdx.y; row < (along_channels ? 1 : params.channels); row += gridDim.y)
         for (long long q = first_share(); q < shares; q += share_step()) {
-            const Share share = share_at(q, a_row, WIDTH);
+            const Share share = share_at(q, shares_per_row, WIDTH);
             long long n = share.n, o = row, p = share.pixel;
             if (along_channels) n = share.n / params.pixels, o = share.pixel, p = share.n % params.pixels;
             const Pixel pixel = pixel_at(params.first_pixel + p, params.size);
 
-            Packet<A, WIDTH> sum = {};
+            Vector<A, WIDTH> sum = {};
             const S* at = static_cast<const S*>(params.sums) + n * params.sums_stride_n + o * params.sums_stride_o +
                           p * params.sums_stride_p;
             const long long step = along_channels ? params.sums_stride_o : params.sums_stride_p;
-#pragma unroll WIDTH == 1 && sizeof(A) == 4 ? 4 : 1  // packets are enough on their way by themselves
+#pragma unroll WIDTH == 1 && sizeof(A) == 4 ? 4 : 1  // vectors are enough on their way by themselves
             for (int part = 0; part < params.planes; ++part, at += params.plane) {
-                const auto sums = load_sums(at, step, params.sums_packed, params.imaginary, A());
+                const auto sums = load_sums(at, step, params.sums_vectorized, params.imaginary, A());
 #pragma unroll
                 for (int i = 0; i < WIDTH; ++i) sum.lane[i] += widen(sums.lane[i]);
             }
             if (params.epilogue.bias) {
                 const Y* const at = static_cast<const Y*>(params.epilogue.bias) + o;
-                const auto bias = gather_packet<WIDTH>(at, along_channels, params.bias_packed);
+                const auto bias = gather_vector<WIDTH>(at, along_channels, params.bias_vectorized);
 #pragma unroll
                 for (int i = 0; i < WIDTH; ++i) sum.lane[i] += widen(bias.lane[i]);
             }
@@ -94,15 +95,15 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) epilogue(const __grid_co
                 const Y* const at = static_cast<const Y*>(residual.data) + n * residual.stride_n +
                                     o * residual.stride_c + offset_of(pixel, residual.stride);
                 const long long step = along_channels ? residual.stride_c : residual.stride[2];
-                const auto addend = gather_packet<WIDTH>(at, step, params.residual_packed);
+                const auto addend = gather_vector<WIDTH>(at, step, params.residual_vectorized);
 #pragma unroll
                 for (int i = 0; i < WIDTH; ++i) sum.lane[i] += widen(addend.lane[i]);
             }
             const auto store = [&](Y* to) {
-                Packet<Y, WIDTH> y;
+                Vector<Y, WIDTH> y;
 #pragma unroll
                 for (int i = 0; i < WIDTH; ++i) y.lane[i] = narrow<Y>(sum.lane[i]);
-                store_packet<WIDTH>(to, y);
+                store_vector<WIDTH>(to, y);
             };
             const long long y_np = n * out.stride_n + o * out.stride_c + offset_of(pixel, out.stride);
             if (Y* const pre = kept<Y>(params.epilogue, y_np)) store(pre);

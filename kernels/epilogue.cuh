@@ -71,43 +71,69 @@ __device__ __forceinline__ Y finish(
     return narrow<Y>(value[0]);
 }
 
-// Where a column of a tile of sums lies in the result and in the residual, at output 0.
-constexpr long long NOWHERE = -0x7fffffffffffffffLL - 1;  // there is no such pixel
+// ---- a tile of sums that a block of threads finishes -----------------------------------------------------------------
 
-// A tile of sums in shared memory, from output `o_first` on, finished and written by all threads of a block: COUNT at a
-// time by each of them, neighbours in memory by neighbouring threads.
+constexpr long long NOWHERE = -0x7fffffffffffffffLL - 1;  // where a pixel lies that does not exist
+
+// Sums in shared memory, on their way to the result.  Rows are outputs, from o_first on; columns are pixels, which may
+// lie anywhere: two tables say where, in the result and in the residual, at output 0.
+template <class Y>
+struct EpilogueTile {
+    const Accumulator<Y>* sums;
+    int row_pitch, column_pitch;  // elements from one row, and from one column, to the next
+    long long o_first;
+    const long long *out_at, *residual_at;  // by column; out_at is NOWHERE where there is no pixel
+};
+
+// The sums that a thread finishes: `count` of them, the i-th in row(i) and column(i).
+struct TileWalk {
+    int first_row, first_column, row_step, column_step, count;
+    __device__ __forceinline__ int row(int i) const { return first_row + i * row_step; }
+    __device__ __forceinline__ int column(int i) const { return first_column + i * column_step; }
+};
+
+// Of a tile of ROWS x COLUMNS, of which `rows` exist.  Neighbouring threads take neighbours in the result:
 //
-//     along pixels      a thread stays in its column      along outputs     in its row
+//     along pixels, a thread in one column         along outputs, a thread in one row
 //
-// Where there are `kept_sums`, the sums go there as they are instead.
-template <class Y, int ROWS, int COLUMNS, int THREADS, int COUNT>
-__device__ __forceinline__ void finish_tile(
-    const Accumulator<Y>* sums, int row_pitch, int column_pitch, int rows, long long o_first, bool along_outputs,
-    const long long* out_at, const long long* residual_at, const Image& out, const Epilogue& epilogue,
-    Accumulator<Y>* kept_sums) {
+//         0 1 2 3                                      0 4 0 4
+//         4 5 6 7                                      1 5 1 5
+//         0 1 2 3                                      2 6 2 6
+//         4 5 6 7                                      3 7 3 7
+//
+// Each number is chosen by itself: as a branch between two walks this takes more registers.
+template <int ROWS, int COLUMNS, int THREADS>
+__device__ __forceinline__ TileWalk walk_along(bool outputs, int rows) {
     static_assert(THREADS % ROWS == 0 && THREADS % COLUMNS == 0, "threads share the tile evenly");
+    constexpr int ROW_STEP = THREADS / COLUMNS, COLUMN_STEP = THREADS / ROWS;
+    const int row = outputs ? threadIdx.x % ROWS : threadIdx.x / COLUMNS;
+    const int column = outputs ? threadIdx.x / ROWS : threadIdx.x % COLUMNS;
+    const int count = outputs ? (COLUMNS - 1 - column) / COLUMN_STEP + 1 : (rows - 1 - row) / ROW_STEP + 1;
+    return {row, column, outputs ? 0 : ROW_STEP, outputs ? COLUMN_STEP : 0, row < rows ? count : 0};
+}
+
+// Finish a thread's part of a tile, COUNT sums at a time, and write it to the result.  Where there are `kept_sums`, laid
+// out as the result is, the sums go there as they are instead.
+template <class Y, int COUNT>
+__device__ __forceinline__ void finish_tile(
+    const EpilogueTile<Y>& tile, const TileWalk& walk, const Image& out, const Epilogue& epilogue,
+    Accumulator<Y>* kept_sums) {
     const auto activation = activation_of<Y>(epilogue);
-    const int row = along_outputs ? threadIdx.x % ROWS : threadIdx.x / COLUMNS;
-    const int column = along_outputs ? threadIdx.x / ROWS : threadIdx.x % COLUMNS;
-    const int row_step = along_outputs ? 0 : THREADS / COLUMNS, column_step = along_outputs ? THREADS / ROWS : 0;
-    if (row >= rows) return;
-    const int count = along_outputs ? (COLUMNS - 1 - column) / (THREADS / ROWS) + 1
-                                    : (rows - 1 - row) / (THREADS / COLUMNS) + 1;  // of the thread
-    const int sum_step = row_step * row_pitch + column_step * column_pitch;
-    const long long at_step = row_step * out.stride_c;
-    sums += row * row_pitch + column * column_pitch;
-    long long row_at = (o_first + row) * out.stride_c;
+    const int step = walk.row_step * tile.row_pitch + walk.column_step * tile.column_pitch;
+    const Accumulator<Y>* sums = tile.sums + walk.first_row * tile.row_pitch + walk.first_column * tile.column_pitch;
+    const long long at_step = walk.row_step * out.stride_c;
+    long long row_at = (tile.o_first + walk.first_row) * out.stride_c;
 #pragma unroll 1
-    for (int first = 0; first < count; first += COUNT, sums += COUNT * sum_step) {
+    for (int first = 0; first < walk.count; first += COUNT, sums += COUNT * step) {
         Accumulator<Y> sum[COUNT] = {};
         long long column_at = NOWHERE, at[COUNT];
         bool valid[COUNT];
 #pragma unroll
         for (int i = 0; i < COUNT; ++i, row_at += at_step) {
-            const bool exists = first + i < count;
+            const bool exists = first + i < walk.count;
             if (exists) {
-                sum[i] = sums[i * sum_step];
-                if (i == 0 || along_outputs) column_at = out_at[column + (first + i) * column_step];
+                sum[i] = sums[i * step];
+                if (i == 0 || walk.column_step) column_at = tile.out_at[walk.column(first + i)];
             }
             valid[i] = exists && column_at != NOWHERE;
             at[i] = column_at + row_at;
@@ -118,10 +144,12 @@ __device__ __forceinline__ void finish_tile(
                 if (valid[i]) kept_sums[at[i]] = sum[i];
             continue;
         }
-        const auto output = [&](int i) { return o_first + row + (first + i) * row_step; };
+        const auto output = [&](int i) { return tile.o_first + walk.row(first + i); };
+        const auto residual_at = [&](int i) {
+            return tile.residual_at[walk.column(first + i)] + output(i) * epilogue.residual.stride_c;
+        };
         finish_all<Y>(
-            sum, epilogue, activation, [&](int i) { return valid[i]; }, output,
-            [&](int i) { return residual_at[column + (first + i) * column_step] + output(i) * epilogue.residual.stride_c; },
+            sum, epilogue, activation, [&](int i) { return valid[i]; }, output, residual_at,
             [&](int i) { return at[i]; });
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)

@@ -3,7 +3,7 @@
 //     dz[n, o, p] = grad[n, o, p] * f'(saved[n, o, p])          no activation: dz is grad, and is not written
 //     partial[i, o] = sum over the (n, p) of part i of  dz[n, o, p]
 //
-//     no M, no K: elementwise.     N = p (pixels) or o (channels): WIDTH neighbours a thread, as memory has them
+//     no M, no K: elementwise.     N = p (pixels) or o (channels): WIDTH neighbours per thread, as memory has them
 //
 //         channels in rows, lanes = 1              pixels in rows (channels-last), lanes = 32
 //
@@ -17,7 +17,7 @@
 //
 // Bound by memory.  Floor: grad, saved and dz once over the bandwidth.
 //
-// -D: DTYPE (storage type), WIDTH (elements a thread moves at once: 16 bytes of them, or 1),
+// -D: DTYPE (storage type), WIDTH (elements that a thread moves at once: 16 bytes of them, or 1),
 //     ALONG_CHANNELS (1 where those are channels, 0 where they are pixels)
 #include "activation.cuh"
 #include "image.cuh"
@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) epilogue_grad(
     const T* const saved = static_cast<const T*>(params.saved.data);
     T* const out = static_cast<T*>(params.out.data);
     A* const partial = static_cast<A*>(params.partial) + (long long)blockIdx.x * params.channels;
-    const long long a_row = params.pixels / PIXELS, shares = params.batch * a_row;
+    const long long shares_per_row = params.pixels / PIXELS, shares = params.batch * shares_per_row;
     const int tile = params.lanes * CHANNELS;
 
     for (long long o_tile = (long long)blockIdx.y * tile; o_tile < params.channels; o_tile += (long long)gridDim.y * tile) {
@@ -64,11 +64,11 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) epilogue_grad(
         const bool inside = o < params.channels;
         A sum[CHANNELS] = {};
         for (long long q = (long long)blockIdx.x * rows + row; inside && q < shares; q += (long long)gridDim.x * rows) {
-            const Share share = share_at(q, a_row, PIXELS);
+            const Share share = share_at(q, shares_per_row, PIXELS);
             const Pixel pixel = pixel_at(share.pixel, params.size);
-            Packet<T, WIDTH> dz = load_packet<WIDTH>(grad + at_pixel(params.grad, share, pixel, o));
-            Packet<T, WIDTH> at;
-            if (saved) at = load_packet<WIDTH>(saved + at_pixel(params.saved, share, pixel, o));
+            Vector<T, WIDTH> dz = load_vector<WIDTH>(grad + at_pixel(params.grad, share, pixel, o));
+            Vector<T, WIDTH> at;
+            if (saved) at = load_vector<WIDTH>(saved + at_pixel(params.saved, share, pixel, o));
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) {
                 A value = widen(dz.lane[i]);
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) epilogue_grad(
                 dz.lane[i] = narrow<T>(value);
                 sum[ALONG_CHANNELS ? i : 0] += value;
             }
-            if (out) store_packet<WIDTH>(out + at_pixel(params.out, share, pixel, o), dz);
+            if (out) store_vector<WIDTH>(out + at_pixel(params.out, share, pixel, o), dz);
         }
         if (!params.partial) continue;
 #pragma unroll

@@ -1,15 +1,15 @@
-// Columns: every window of a list of images, written out as one column a pixel.
+// Columns: every window of a list of images, written out as one column per pixel.
 //
 //     columns[n, c * taps + t, p] = x[n, c, window(p, t)]       c counts the channels of all inputs
 //
 //     no M, no K: a copy.      rows = (c, t)      N = p (pixels)
 //
-//     x [n, c]   . a b c .        columns   t=0  . a b c     one tap a thread, for WIDTH channels of one input at
+//     x [n, c]   . a b c .        columns   t=0  . a b c     one tap per thread, for WIDTH channels of one input at
 //                . d e f .                  t=1  a b c .     WIDTH neighbouring pixels: a square in registers
 //                                           ...
 //
-//     square     c ↓  # # # #      read along p, element by element, or along c, where channels lie side by side,
-//                     # # # #      as packets; written along p as packets.  Where its pixels lie in x is worked
+//     square     c ↓  # # # #      read along p, element by element, or along c, where channels are contiguous,
+//                     # # # #      as vectors; written along p as vectors.  Where its pixels lie in x is worked
 //                     # # # #      out once for all channels.
 //                     # # # #
 //                p ->
@@ -18,7 +18,7 @@
 // channels, so that reading and writing both touch whole sectors.
 //
 // Without a prologue only bits move, so the type is just the element's size; zero is zero in all of them.
-// Bound by memory.  Floor: (channels * size + rows * pixels) elements a sample over the bandwidth.
+// Bound by memory.  Floor: (channels * size + rows * pixels) elements per sample over the bandwidth.
 //
 // -D: DTYPE (bits16 ... bits128, or with a prologue the storage type), WIDTH (side of the square: 16 bytes of T, or 1),
 //     PROLOGUE (1: inputs are transformed, see prologue.cuh)
@@ -44,17 +44,18 @@ using namespace cupyconv;
 using T = DTYPE;
 constexpr int MAX_BLOCK = 256;
 
-// Whether WIDTH channels of a pixel lie side by side on a 16-byte boundary.
-__device__ __forceinline__ bool channels_packed(const Image& x) {
+// Whether WIDTH channels of a pixel are contiguous, from a 16-byte boundary on.
+__device__ __forceinline__ bool channels_vectorized(const Image& x) {
     const long long steps = x.stride_n | x.stride[0] | x.stride[1] | x.stride[2];
     return WIDTH > 1 && x.stride_c == 1 && (reinterpret_cast<unsigned long long>(x.data) | steps * sizeof(T)) % 16 == 0;
 }
 
-extern "C" __global__ void __launch_bounds__(MAX_BLOCK, WIDTH > 4 ? 2 : 3) im2col(const __grid_constant__ Im2colParams params) {
+extern "C" __global__ void __launch_bounds__(MAX_BLOCK, WIDTH > 4 ? 2 : 3)
+    im2col(const __grid_constant__ Im2colParams params) {
     const Windows& windows = params.windows;
     const int taps = windows.kernel[0] * windows.kernel[1] * windows.kernel[2];
     const int lanes = params.channel_lanes, apart = WARP / lanes;  // threads of a warp along c and along p
-    const long long a_row = (params.pixels + WIDTH - 1) / WIDTH, shares = params.batch * a_row;
+    const long long shares_per_row = (params.pixels + WIDTH - 1) / WIDTH, shares = params.batch * shares_per_row;
     const long long rows = (long long)((params.squares + lanes - 1) / lanes) * taps;
 
     for (long long row = blockIdx.y; row < rows; row += gridDim.y) {
@@ -67,11 +68,11 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, WIDTH > 4 ? 2 : 3) im2co
         const Source& source = params.sources.table[s];
         const Image& x = source.image;
         const int c_first = square * WIDTH, channels = min(WIDTH, source.channels - c_first);
-        const bool packed = channels_packed(x) && channels == WIDTH;
+        const bool vectorized = channels_vectorized(x) && channels == WIDTH;
 
         for (long long q = first_share() / WARP * apart + threadIdx.x % apart; q < shares;
              q += share_step() / lanes) {
-            const Share share = share_at(q, a_row, WIDTH);
+            const Share share = share_at(q, shares_per_row, WIDTH);
             const long long p = share.pixel;
             const T* const x_n = static_cast<const T*>(x.data) + share.n * x.stride_n + c_first * x.stride_c;
 
@@ -89,11 +90,11 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, WIDTH > 4 ? 2 : 3) im2co
                     row_inside = tap_place(windows, out, tap, in, 0) & tap_place(windows, out, tap, in, 1);
             }
 
-            Packet<T, WIDTH> square_of[WIDTH];
-            if (packed) {
+            Vector<T, WIDTH> square_of[WIDTH];
+            if (vectorized) {
 #pragma unroll
                 for (int i = 0; i < WIDTH; ++i) {
-                    const Packet<T, WIDTH> from = inside[i] ? load_packet<WIDTH>(x_n + offset[i]) : Packet<T, WIDTH>{};
+                    const Vector<T, WIDTH> from = inside[i] ? load_vector<WIDTH>(x_n + offset[i]) : Vector<T, WIDTH>{};
 #pragma unroll
                     for (int j = 0; j < WIDTH; ++j) square_of[j].lane[i] = from.lane[j];
                 }
@@ -125,8 +126,8 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, WIDTH > 4 ? 2 : 3) im2co
 #pragma unroll
             for (int j = 0; j < WIDTH; ++j, to += taps * params.stride_row) {
                 if (j >= channels) break;
-                if (p + WIDTH <= params.pixels) {  // packets: stride_pixel is 1
-                    store_packet<WIDTH>(to, square_of[j]);
+                if (p + WIDTH <= params.pixels) {  // vectors: stride_pixel is 1
+                    store_vector<WIDTH>(to, square_of[j]);
                 } else {
 #pragma unroll
                     for (int i = 0; i < WIDTH; ++i)

@@ -65,8 +65,8 @@ struct Share {
 };
 
 // Samples and pixels are numbered as one, so that small images fill a block as well as large ones.
-__device__ __forceinline__ Share share_at(long long q, long long a_row, int width) {
-    return {q / a_row, q % a_row * width};
+__device__ __forceinline__ Share share_at(long long q, long long shares_per_row, int width) {
+    return {q / shares_per_row, q % shares_per_row * width};
 }
 
 // The first share of this thread, and the distance to its next.
@@ -100,7 +100,7 @@ __device__ __forceinline__ bool tap_place(const Windows& w, const Pixel& out, co
     return in.at[axis] >= 0;
 }
 
-// The same along all three.
+// Where it lies along all three axes.
 __device__ __forceinline__ bool tap_pixel(const Windows& w, const Pixel& out, const int (&tap)[3], Pixel& in) {
     bool inside = true;
 #pragma unroll

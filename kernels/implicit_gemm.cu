@@ -69,22 +69,22 @@ struct Stage {
     T weight[WeightTile::ELEMENTS], x[ImageTile::ELEMENTS];
 };
 
-// What leaves: a warp row's sums, in the order in which they are written: so far apart that neither the lanes of a
-// fragment nor those of a line meet in a bank.
+// A warp row's sums on their way to the result, in the order in which they are written: so far apart that neither the
+// lanes of a fragment nor those of a line meet in a bank.
 constexpr int PIXELS_PITCH = TILE + 8;        // [m][j], along pixels
 constexpr int OUTPUTS_PITCH = WARP_ROWS + 4;  // [j][m], along outputs
-struct Leaving {
-    long long out[TILE], residual[TILE];  // where a column is written, and read from the residual, at output 0
-    Sum sum[WARP_ROWS * PIXELS_PITCH];
+struct EpilogueShared {
+    long long out_at[TILE], residual_at[TILE];  // of an EpilogueTile
+    Sum sums[WARP_ROWS * PIXELS_PITCH];
 };
 static_assert(TILE * OUTPUTS_PITCH == WARP_ROWS * PIXELS_PITCH, "either order fills the same");
-constexpr int FINISHED = ARITHMETIC == FMA || sizeof(Sum) == 8 ? 2 : 4;  // sums that a thread finishes at a time
+constexpr int AT_A_TIME = ARITHMETIC == FMA || sizeof(Sum) == 8 ? 2 : 4;  // sums that a thread finishes together
 
 struct Shared {
     WindowOrigin origin[TILE];
     union {
         Stage stage[STAGES];
-        Leaving leaving;
+        EpilogueShared epilogue;
     };
 };
 
@@ -94,14 +94,16 @@ __device__ __forceinline__ int weight_row() { return threadIdx.x / WeightTile::C
 __device__ __forceinline__ int weight_column() { return threadIdx.x % WeightTile::CHUNKS * WeightTile::CHUNK; }
 
 __device__ __forceinline__ void fetch_weight(T* tile, const T* from, int stride) {
-    static_assert(WeightTile::ROWS % ROWS_PER_PASS == 0 && ROWS_PER_PASS % WeightTile::PERIOD == 0, "every pass meets the same order of chunks");
+    static_assert(WeightTile::ROWS % ROWS_PER_PASS == 0, "passes share the tile evenly");
+    static_assert(ROWS_PER_PASS % WeightTile::PERIOD == 0, "every pass meets the same order of chunks");
     T* const to = tile + WeightTile::index(weight_row(), weight_column());
 #pragma unroll
     for (int i = 0; i < WeightTile::ROWS; i += ROWS_PER_PASS)
         copy_async<16>(to + i * WeightTile::COLUMNS, from + (long long)i * stride, true);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) implicit_gemm(const __grid_constant__ ImplicitGemmParams params) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    implicit_gemm(const __grid_constant__ ImplicitGemmParams params) {
     DYNAMIC_SHARED(Shared, shared);
 
     // Blocks that share pixels follow each other, and find them in the L2 cache.
@@ -155,30 +157,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) implicit_gemm(
     wait_for_copies<0>();
     __syncthreads();  // the stages are free
 
-    Leaving& leaving = shared->leaving;
+    EpilogueShared& finished = shared->epilogue;
     const Image& out = params.out;
     const Image& residual = params.epilogue.residual;
     for (int j = threadIdx.x; j < TILE; j += THREADS) {
         const WindowOrigin& origin = shared->origin[j];
         const Pixel pixel = pixel_of(params.windows, origin);
-        leaving.out[j] = origin.sample < 0 ? NOWHERE : origin.sample * out.stride_n + offset_of(pixel, out.stride);
-        leaving.residual[j] = origin.sample * residual.stride_n + offset_of(pixel, residual.stride);
+        finished.out_at[j] = origin.sample < 0 ? NOWHERE : origin.sample * out.stride_n + offset_of(pixel, out.stride);
+        finished.residual_at[j] = origin.sample * residual.stride_n + offset_of(pixel, residual.stride);
     }
     const bool along_outputs = out.stride_c == 1;  // what neighbouring threads write; else neighbouring pixels
-    Sum* const sums = params.keeps_sums ? static_cast<Sum*>(out.data) + blockIdx.y * params.plane : nullptr;
+    Sum* const kept_sums = params.keeps_sums ? static_cast<Sum*>(out.data) + blockIdx.y * params.plane : nullptr;
     for (int part = 0; part < 2; ++part) {
         if (warp_row == part) {
             if (along_outputs)
-                tile.for_each([&](int m, int j, Sum sum) { leaving.sum[(warp_j + j) * OUTPUTS_PITCH + m] = sum; });
+                tile.for_each([&](int m, int j, Sum sum) { finished.sums[(warp_j + j) * OUTPUTS_PITCH + m] = sum; });
             else
-                tile.for_each([&](int m, int j, Sum sum) { leaving.sum[m * PIXELS_PITCH + warp_j + j] = sum; });
+                tile.for_each([&](int m, int j, Sum sum) { finished.sums[m * PIXELS_PITCH + warp_j + j] = sum; });
         }
         __syncthreads();
-        const int m_part = m_first + part * WARP_ROWS;
-        finish_tile<T, WARP_ROWS, TILE, THREADS, FINISHED>(
-            leaving.sum, along_outputs ? 1 : PIXELS_PITCH, along_outputs ? OUTPUTS_PITCH : 1,
-            min(WARP_ROWS, params.group_outputs - m_part), (long long)g * params.group_outputs + m_part, along_outputs,
-            leaving.out, leaving.residual, out, params.epilogue, sums);
+        const int m_part = m_first + part * WARP_ROWS, rows = min(WARP_ROWS, params.group_outputs - m_part);
+        const EpilogueTile<T> epilogue_tile = {
+            finished.sums, along_outputs ? 1 : PIXELS_PITCH, along_outputs ? OUTPUTS_PITCH : 1,
+            (long long)g * params.group_outputs + m_part, finished.out_at, finished.residual_at};
+        const TileWalk walk = walk_along<WARP_ROWS, TILE, THREADS>(along_outputs, rows);
+        finish_tile<T, AT_A_TIME>(epilogue_tile, walk, out, params.epilogue, kept_sums);
         __syncthreads();
     }
 }

@@ -2,7 +2,7 @@
 //
 //     y[n, c, p] = max over taps t of x[n, c, window(p, t)]        padding takes no part; NaN is larger than all
 //
-//     no M, no N: one thread a pixel p, for CHANNELS channels      K = t (taps)
+//     no M, no N: one thread per pixel p, for CHANNELS channels      K = t (taps)
 //
 //     x [n, c]   . 1 3 .      y    5       where a window lies is worked out once for all channels of a thread,
 //                . 5 2 .                   and their loads do not wait for each other
@@ -42,12 +42,13 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) max_pool(const __grid_co
     const Image &x = params.x, &out = params.out;
     const int lanes = params.lanes;
     const long long x_step = lanes * x.stride_c;
-    const long long a_row = windows.out[0] * windows.out[1] * windows.out[2] * lanes, shares = params.batch * a_row;
+    const long long shares_per_row = windows.out[0] * windows.out[1] * windows.out[2] * lanes;
+    const long long shares = params.batch * shares_per_row;
 
     for (long long first = (long long)blockIdx.y * CHANNELS * lanes; first < params.channels;
          first += (long long)gridDim.y * CHANNELS * lanes)
         for (long long q = first_share(); q < shares; q += share_step()) {
-            const Share share = share_at(q, a_row, 1);
+            const Share share = share_at(q, shares_per_row, 1);
             const Share lane = share_at(share.pixel, lanes, 1);  // n: which pixel, pixel: which lane
             const long long c = first + lane.pixel;
             const int channels = (params.channels - c + lanes - 1) / lanes;  // of this thread, if fewer than CHANNELS

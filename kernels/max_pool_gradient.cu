@@ -3,7 +3,7 @@
 //     dx[n, c, i] = sum over taps t and windows p with  p * stride - before + t * dilation == i
 //                   of grad[n, c, p]  where x[n, c, i] == y[n, c, p] and no tap before t is equal
 //
-//     no M, no N: one thread an element i, for CHANNELS channels       K = t (taps)
+//     no M, no N: one thread per element i, for CHANNELS channels       K = t (taps)
 //
 //     y       ----5-----7----
 //                  \   /            a gather: each sum has one owner, so there are no atomics, no stored indices,
@@ -34,7 +34,7 @@ using namespace cupyconv;
 
 using T = DTYPE;
 using A = Accumulator<T>;
-// Two blocks a multiprocessor at the least: left to itself the compiler spills a little to have three.
+// Two blocks per multiprocessor at the least: left to itself the compiler spills a little to have three.
 constexpr int MAX_BLOCK = 256, MIN_BLOCKS = 2;
 
 __device__ __forceinline__ bool same(A a, A b) { return a == b || (isnan(a) && isnan(b)); }
@@ -59,13 +59,13 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, MIN_BLOCKS)
     const Image &x = params.x, &y = params.y, &grad = params.grad, &out = params.out;
     const int lanes = params.lanes;
     const long long x_step = lanes * x.stride_c, y_step = lanes * y.stride_c, grad_step = lanes * grad.stride_c;
-    const long long a_row = windows.size[0] * windows.size[1] * windows.size[2] * lanes;
-    const long long shares = params.batch * a_row;
+    const long long shares_per_row = windows.size[0] * windows.size[1] * windows.size[2] * lanes;
+    const long long shares = params.batch * shares_per_row;
 
     for (long long first = (long long)blockIdx.y * CHANNELS * lanes; first < params.channels;
          first += (long long)gridDim.y * CHANNELS * lanes)
         for (long long q = first_share(); q < shares; q += share_step()) {
-            const Share share = share_at(q, a_row, 1);
+            const Share share = share_at(q, shares_per_row, 1);
             const Share lane = share_at(share.pixel, lanes, 1);  // n: which pixel, pixel: which lane
             const long long c = first + lane.pixel;
             const int channels = (params.channels - c + lanes - 1) / lanes;  // of this thread, if fewer than CHANNELS

@@ -13,8 +13,8 @@
 // The walk over the channels goes through all inputs as through one, and loads DEPTH channels before it uses the
 // first: inputs of one channel keep as many bytes in flight as one input of many.  A thread's pixels are
 //
-//     PACKET = WIDTH   neighbours, moved by one access            ####............
-//     PACKET = 1       32 apart, so that a warp's accesses are    #...#...#...#...
+//     VECTOR = WIDTH   neighbours, moved by one access            ####............
+//     VECTOR = 1       32 apart, so that a warp's accesses are    #...#...#...#...
 //                      whole lines where rows are not aligned
 //
 // Weights of the tile lie in shared memory as [TILE][K], as in the array, so that a warp reads DEPTH of an
@@ -23,7 +23,7 @@
 //
 // Bound by memory while K * M / (K + M) <= 16.  Floor: (K + M) * N elements over the bandwidth.
 //
-// -D: DTYPE (storage type), TILE (outputs a thread), PACKET (elements an access moves: 16 bytes of T, or 1),
+// -D: DTYPE (storage type), TILE (outputs per thread), VECTOR (elements that an access moves: 16 bytes of T, or 1),
 //     PROLOGUE (1: inputs are transformed, in registers, see prologue.cuh; once for each tile of outputs)
 #include "epilogue.cuh"
 #include "prologue.cuh"
@@ -61,17 +61,17 @@ constexpr int BLOCK = 128;
 constexpr int WIDTH = 16 / sizeof(T);
 constexpr int DEPTH = 4;
 constexpr int SUM_WORDS = TILE * WIDTH * sizeof(A) / 4;
-// Blocks a multiprocessor has registers for: sums, and what is loaded ahead of them.
-constexpr int BLOCKS = SUM_WORDS >= 128 && PACKET == 1 ? 2 : SUM_WORDS >= 64 ? 3 : 4;
-constexpr int APART = PACKET == 1 ? WARP : 1;                // from one of a thread's pixels to the next
-constexpr int SHARED = sizeof(T) == 2 ? 2 : 16 / sizeof(A);  // weights a shared-memory access
+// Blocks that a multiprocessor has registers for: sums, and what is loaded ahead of them.
+constexpr int BLOCKS = SUM_WORDS >= 128 && VECTOR == 1 ? 2 : SUM_WORDS >= 64 ? 3 : 4;
+constexpr int APART = VECTOR == 1 ? WARP : 1;                // from one of a thread's pixels to the next
+constexpr int SHARED = sizeof(T) == 2 ? 2 : 16 / sizeof(A);  // weights per shared-memory access
 
-// Of a thread's pixels, `count` lie within the row.  Packets have unit stride.
-__device__ __forceinline__ Packet<T, WIDTH> load_pixels(const T* from, int count, long long stride = 1) {
-    if constexpr (PACKET > 1) {
-        return load_packet<WIDTH>(from);
+// Of a thread's pixels, `count` lie within the row.  Vectors have unit stride.
+__device__ __forceinline__ Vector<T, WIDTH> load_pixels(const T* from, int count, long long stride = 1) {
+    if constexpr (VECTOR > 1) {
+        return load_vector<WIDTH>(from);
     } else {
-        Packet<T, WIDTH> x;
+        Vector<T, WIDTH> x;
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i) x.lane[i] = i < count ? from[i * APART * stride] : T{};
         return x;
@@ -92,7 +92,7 @@ struct ChannelWalk {
         ++ahead;
     }
 
-    __device__ __forceinline__ Packet<T, WIDTH> load(int count) {
+    __device__ __forceinline__ Vector<T, WIDTH> load(int count) {
         const T* const from = next;
         next += stride;
         --left;
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) merge(const __grid_c
     const int outputs = min(TILE, params.out_channels - o_first);
     const int depth = (params.in_channels + DEPTH - 1) / DEPTH * DEPTH;  // K; channels beyond the last weigh 0
 
-    DYNAMIC_SHARED(A, weight);  // [TILE][depth], then one bias an output, then a prologue's factors of each channel
+    DYNAMIC_SHARED(A, weight);  // [TILE][depth], then one bias per output, then a prologue's factors of each channel
     for (int j = threadIdx.x / WARP; j < TILE; j += blockDim.x / WARP) {
         const T* const w_j = static_cast<const T*>(params.weight) + (o_first + j) * params.weight_stride_o;
         for (int c = threadIdx.x % WARP; c < depth; c += WARP) {
@@ -122,11 +122,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) merge(const __grid_c
     __syncthreads();
 
     constexpr int CHUNK = WARP * WIDTH;  // pixels of a warp
-    const long long a_row = PACKET == 1 ? (params.pixels + CHUNK - 1) / CHUNK * WARP : params.pixels / WIDTH;
-    const long long q = blockIdx.x / tiles * (long long)BLOCK + threadIdx.x, n = q / a_row, r = q % a_row;
+    const long long shares_per_row = VECTOR == 1 ? (params.pixels + CHUNK - 1) / CHUNK * WARP : params.pixels / WIDTH;
+    const long long q = blockIdx.x / tiles * (long long)BLOCK + threadIdx.x;
+    const long long n = q / shares_per_row, r = q % shares_per_row;
     if (n >= params.batch) return;
-    const long long p = PACKET == 1 ? r / WARP * CHUNK + r % WARP : r * WIDTH;
-    const int count = PACKET == 1 ? min((params.pixels - p + WARP - 1) / WARP, (long long)WIDTH) : WIDTH;
+    const long long p = VECTOR == 1 ? r / WARP * CHUNK + r % WARP : r * WIDTH;
+    const int count = VECTOR == 1 ? min((params.pixels - p + WARP - 1) / WARP, (long long)WIDTH) : WIDTH;
 
     A sum[TILE][WIDTH];
 #pragma unroll
@@ -136,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) merge(const __grid_c
     }
     ChannelWalk channels{params.sources};
     for (int k = 0; k < depth; k += DEPTH) {
-        Packet<T, WIDTH> x[DEPTH];
+        Vector<T, WIDTH> x[DEPTH];
         if (channels.left == 0) channels.enter(n, p);
         if (channels.left >= DEPTH) {
 #pragma unroll
@@ -146,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) merge(const __grid_c
             for (int d = 0; d < DEPTH; ++d) {
                 const bool exists = k + d < params.in_channels;
                 if (exists && channels.left == 0) channels.enter(n, p);
-                x[d] = exists ? channels.load(count) : Packet<T, WIDTH>{};
+                x[d] = exists ? channels.load(count) : Vector<T, WIDTH>{};
             }
         }
 #pragma unroll
@@ -161,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) merge(const __grid_c
             }
 #pragma unroll
             for (int j = 0; j < TILE; ++j) {
-                const Packet<A, SHARED> w = load_packet<SHARED>(weight + j * depth + k + d);
+                const Vector<A, SHARED> w = load_vector<SHARED>(weight + j * depth + k + d);
 #pragma unroll
                 for (int e = 0; e < SHARED; ++e) {
 #pragma unroll
@@ -180,16 +181,16 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) merge(const __grid_c
     for (int j = 0; j < TILE; ++j, y_o += out.stride_c, r_o += residual.stride_c) {
         if (j == outputs) break;
         if (residual.data) {
-            const Packet<T, WIDTH> r = load_pixels(r_o, count, residual.stride[2]);
+            const Vector<T, WIDTH> r = load_pixels(r_o, count, residual.stride[2]);
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) sum[j][i] += widen(r.lane[i]);
         }
         activation_of<T>(params.epilogue).apply(sum[j]);
-        Packet<T, WIDTH> y;
+        Vector<T, WIDTH> y;
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i) y.lane[i] = narrow<T>(sum[j][i]);
-        if constexpr (PACKET > 1) {
-            store_packet<WIDTH>(y_o, y);
+        if constexpr (VECTOR > 1) {
+            store_vector<WIDTH>(y_o, y);
         } else {
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i)

@@ -80,7 +80,7 @@ template <class R> __device__ __forceinline__ Complex<R> load_sum(const R* at, l
 
 // COUNT neighbours in memory, moved by one instruction where they fill 4, 8 or 16 aligned bytes.
 template <class T, int COUNT>
-struct alignas(sizeof(T) * COUNT) Packet {
+struct alignas(sizeof(T) * COUNT) Vector {
     T lane[COUNT];
 };
 
@@ -98,37 +98,37 @@ template <class T> __device__ __forceinline__ unsigned word_of(const T* values, 
     }
 }
 
-template <int COUNT, class T> __device__ __forceinline__ Packet<T, COUNT> load_packet(const T* from) {
-    return *reinterpret_cast<const Packet<T, COUNT>*>(from);
+template <int COUNT, class T> __device__ __forceinline__ Vector<T, COUNT> load_vector(const T* from) {
+    return *reinterpret_cast<const Vector<T, COUNT>*>(from);
 }
 
-// COUNT elements `step` apart; where they are `packed`, side by side and aligned, by accesses of up to 16 bytes.
+// COUNT elements `step` apart; where they are contiguous and aligned (`vectorized`), by accesses of up to 16 bytes.
 template <int COUNT, class T>
-__device__ __forceinline__ Packet<T, COUNT> gather_packet(const T* from, long long step, bool packed) {
+__device__ __forceinline__ Vector<T, COUNT> gather_vector(const T* from, long long step, bool vectorized) {
     constexpr int PIECE = COUNT * sizeof(T) > 16 ? 16 / sizeof(T) : COUNT;
-    Packet<T, COUNT> packet;
-    if (PIECE > 1 && packed) {
+    Vector<T, COUNT> vector;
+    if (PIECE > 1 && vectorized) {
 #pragma unroll
         for (int j = 0; j < COUNT; j += PIECE) {
-            const Packet<T, PIECE> piece = load_packet<PIECE>(from + j);
+            const Vector<T, PIECE> piece = load_vector<PIECE>(from + j);
 #pragma unroll
-            for (int i = 0; i < PIECE; ++i) packet.lane[j + i] = piece.lane[i];
+            for (int i = 0; i < PIECE; ++i) vector.lane[j + i] = piece.lane[i];
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) packet.lane[i] = from[i * step];
+        for (int i = 0; i < COUNT; ++i) vector.lane[i] = from[i * step];
     }
-    return packet;
+    return vector;
 }
 
-template <int COUNT, class T> __device__ __forceinline__ void store_packet(T* to, const Packet<T, COUNT>& packet) {
-    if constexpr (sizeof(packet) == 16) {  // said outright: compilers split a plain store of many members
+template <int COUNT, class T> __device__ __forceinline__ void store_vector(T* to, const Vector<T, COUNT>& vector) {
+    if constexpr (sizeof(vector) == 16) {  // said outright: compilers split a plain store of many members
         unsigned word[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) word[i] = word_of(packet.lane, i);
+        for (int i = 0; i < 4; ++i) word[i] = word_of(vector.lane, i);
         __stwb(reinterpret_cast<uint4*>(to), make_uint4(word[0], word[1], word[2], word[3]));
     } else {
-        *reinterpret_cast<Packet<T, COUNT>*>(to) = packet;
+        *reinterpret_cast<Vector<T, COUNT>*>(to) = vector;
     }
 }
 

@@ -48,11 +48,15 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) pack_weight(const __grid
             const int c_first = g * params.group_channels;
             Run run;
             int slab = 0;  // first of the run
-            bool found = run.next(params.sources, c_first, c_first + params.group_channels, taps, params.k_chunk, params.slab);
+            const auto next_run = [&] {
+                return run.next(
+                    params.sources, c_first, c_first + params.group_channels, taps, params.k_chunk, params.slab);
+            };
+            bool found = next_run();
             while (found && c >= run.padded) {
                 c -= run.padded;
                 slab += run.slabs;
-                found = run.next(params.sources, c_first, c_first + params.group_channels, taps, params.k_chunk, params.slab);
+                found = next_run();
             }
             if (!found) continue;  // groups may be padded differently
 

@@ -19,7 +19,7 @@ struct Prologue {
     int activation;
 };
 
-// Of one channel.
+// The scale and shift of one channel.
 template <class A>
 struct Factors {
     A scale, shift;

@@ -5,7 +5,7 @@
 //     partial[i, 2 c] = sum over the (n, p) of part i of  du[n, c, p] * conj(x[n, c, p])       of scale's gradient
 //     partial[i, 2 c + 1] = sum over the (n, p) of part i of  du[n, c, p]                      of shift's
 //
-//     no M, no K: elementwise.     N = p (WIDTH neighbouring pixels a thread) or c (channels-last, lanes = 32)
+//     no M, no K: elementwise.     N = p (WIDTH neighbouring pixels per thread) or c (channels-last, lanes = 32)
 //
 //         lanes = 1                                lanes = 32
 //
@@ -18,7 +18,7 @@
 //
 // Bound by memory.  Floor: grad, x and out once over the bandwidth.
 //
-// -D: DTYPE (storage type), WIDTH (elements a thread moves at once: 16 bytes of them, or 1)
+// -D: DTYPE (storage type), WIDTH (elements that a thread moves at once: 16 bytes of them, or 1)
 #include "image.cuh"
 #include "prologue.cuh"
 
@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) prologue_grad(
     const Prologue& prologue = params.prologue;
     const R alpha = R(prologue.alpha), beta = R(prologue.beta);
     A* const partial = static_cast<A*>(params.partial) + (long long)blockIdx.x * params.channels * 2;
-    const long long a_row = params.pixels / WIDTH, shares = params.batch * a_row;
+    const long long shares_per_row = params.pixels / WIDTH, shares = params.batch * shares_per_row;
 
     for (long long c_tile = (long long)blockIdx.y * params.lanes; c_tile < params.channels;
          c_tile += (long long)gridDim.y * params.lanes) {
@@ -69,12 +69,12 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) prologue_grad(
         if (inside) by = factors_of<A>(prologue, c);
         A sum[2] = {};
         for (long long q = (long long)blockIdx.x * rows + row; inside && q < shares; q += (long long)gridDim.x * rows) {
-            const Share share = share_at(q, a_row, WIDTH);
+            const Share share = share_at(q, shares_per_row, WIDTH);
             const Pixel pixel = pixel_at(share.pixel, params.size);
-            Packet<T, WIDTH> grad =
-                load_packet<WIDTH>(static_cast<const T*>(params.grad.data) + at_pixel(params.grad, share, pixel, c));
-            const Packet<T, WIDTH> at =
-                load_packet<WIDTH>(static_cast<const T*>(params.x.data) + at_pixel(params.x, share, pixel, c));
+            Vector<T, WIDTH> grad =
+                load_vector<WIDTH>(static_cast<const T*>(params.grad.data) + at_pixel(params.grad, share, pixel, c));
+            const Vector<T, WIDTH> at =
+                load_vector<WIDTH>(static_cast<const T*>(params.x.data) + at_pixel(params.x, share, pixel, c));
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) {
                 const A x = widen(at.lane[i]);
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) prologue_grad(
                 grad.lane[i] = narrow<T>(dx);
             }
             if (params.out.data)
-                store_packet<WIDTH>(static_cast<T*>(params.out.data) + at_pixel(params.out, share, pixel, c), grad);
+                store_vector<WIDTH>(static_cast<T*>(params.out.data) + at_pixel(params.out, share, pixel, c), grad);
         }
         if (!params.partial) continue;
         for (int k = 0; k < 2; ++k) shared[k * MAX_BLOCK + threadIdx.x] = sum[k];

@@ -1,6 +1,6 @@
 // The cells of recurrent layers: from the sums of one hidden unit's gates to its new state.
 //
-//     s = R h, a row of the weight a gate            x = W x_t, already in `gates`          b = b_ih + b_hh
+//     s = R h, a row of the weight per gate          x = W x_t, already in `gates`          b = b_ih + b_hh
 //
 //     RNN    h' = f(a)                a = x + b + s
 //     LSTM   c' = f(a_f) c + f(a_i) g(a_g)           a = x + b + s, + p c in i and f, + p c' in o
@@ -50,11 +50,11 @@ struct RecurrentParams {
     int steps, batch, inputs, hidden;
     int step, count;                      // the first, in the order of processing; steps of a launch that has many
     int first[2], backward[2];            // of each direction: the time `gates` begins with; from the last step on?
-    int gates_a_unit;                     // of the cell
+    int gates_per_unit;                   // of the cell
     int is_candidate;                     // of one gate: it is a gru's n, after the reset
     int keeps_gates, input_forget, lengths_wide;
-    int weight_packet, weight_ih_packet;  // bytes, all aligned to that: 16; 4, or of float64 8; 0 is an element
-    int states_packed;                    // their rows begin on boundaries of 16 bytes
+    int weight_vector, weight_ih_vector;  // bytes, all aligned to that: 16; 4, or of float64 8; 0 is an element
+    int states_vectorized;                // their rows begin on boundaries of 16 bytes
 };
 
 template <class T> __device__ __forceinline__ T* element_at(const Strided& array, int d, long long n, long long u) {
@@ -121,7 +121,7 @@ struct CellStep {
 
     __device__ __forceinline__ A* gates_at(const RecurrentParams& params, const Unit& unit) const {
         return static_cast<A*>(params.gates) + unit.d * params.gates_d + (unit.t - params.first[unit.d]) * params.gates_t +
-               ((long long)unit.n * params.gates_a_unit + first_gate(params)) * params.hidden + unit.u;
+               ((long long)unit.n * params.gates_per_unit + first_gate(params)) * params.hidden + unit.u;
     }
 
     __device__ __forceinline__ void load(const RecurrentParams& params, const Unit& unit) {

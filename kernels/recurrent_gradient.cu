@@ -3,7 +3,7 @@
 //     dh[n, j] = carried[n, j] + sum over k of  dgates[next][n, k] * weight_hh[k, j]  + grad_y[t, n, j]
 //     dgates[t][n, gate, j] = dh[n, j] * ...      of the cell (below); dc goes on in `carried_c`
 //
-//     M = n (samples), TILE a block     N = j (units), TILE a block     K = k (gates of the step that came before, backwards)
+//     M = n (samples), TILE per block     N = j (units), TILE per block     K = k (gates of the step that came before)
 //
 //     t:      ... | t | t+1 | ...        forward direction: t+1 came before, t-1 is next; reverse: the other way round
 //
@@ -11,8 +11,12 @@
 //     n [#######]                 then every thread finishes outputs of its own: each gate of (n, j) needs dh[n, j] only,
 //                                 so that no other block waits for it
 //
-// Both directions are one launch, blockIdx.y; step `k` of a run of `count` steps, and after the last a launch that only
-// adds the product, k = count: what it leaves in `carried` is the initial state's gradient, or where the next run begins.
+// Both directions are one launch, blockIdx.y.  A run of `count` steps is count + 1 launches, each of one kind (LaunchKind):
+//
+//     steps_done    0             1 ... count - 1        count
+//                   FIRST_STEP    LATER_STEP             HAND_ON: the product alone; what it leaves in `carried` is the
+//                                                        initial state's gradient, or where the next run begins
+//
 // Steps beyond a sample's length leave its state's gradient as it is, and zeros for their gates, whatever was kept there.
 //
 //     rnn     da = dh f'
@@ -20,7 +24,7 @@
 //             da_i = dc g f'           da_f = dc c_before f'             da_g = dc i g'        dc of before = dc f + ...
 //     gru     da_n = dh (1 - z) g'     da_z = dh (h_before - n) f'       dh of before = dh z + ...
 //             linear before reset:     da_r = da_n q f'                  dq = da_n r           (q = R h + b)
-//             else, in a second launch (`phase` 1):  drh = da_n R        da_r = drh h_before f'     dh of before += drh r
+//             else, in a second launch, RESET:       drh = da_n R        da_r = drh h_before f'     dh of before += drh r
 //
 // The sums over samples for the biases and peepholes are begun here, each block's over its own samples, step after step.
 //
@@ -50,7 +54,22 @@ struct RecurrentGradientParams {
     double clip;  // or infinity
     long long first[2];  // time of the run's first step, by direction
     long long steps, batch, count;
-    int hidden, directions, sign[2], first_direction, phase, input_forget, reset_first, wide_lengths, begins, rows, k;
+    int hidden, directions;
+    int sign[2];          // of each direction: 1 forward, -1 reverse
+    int first_direction;  // of the launch, at blockIdx.y = 0
+    int is_reset;         // the launch is a RESET
+    int input_forget, reset_first, wide_lengths;
+    int begins;           // no run comes before in these directions: sums over samples begin with this one
+    int sum_rows;         // of `sums`
+    int steps_done;       // of the run
+};
+
+// What a launch does, and whether a product comes before it.
+enum LaunchKind {
+    FIRST_STEP,  // the gates of a step to which the state's gradient is given: no product
+    LATER_STEP,  // the gates of a step, behind the product with those of the step that came before
+    HAND_ON,     // no step is left: the state's gradient with the last product, where there was a step
+    RESET        // of a gru that resets before the product: r, behind the product with n of the same step
 };
 
 // f(a) and f'(a).
@@ -65,7 +84,7 @@ template <class A> struct Activated {
     }
 };
 
-// The same of a gate, flat where `a` was clipped.
+// f(a) and f'(a) of a gate: f' is 0 where `a` was clipped.
 template <class A> struct Gate : Activated<A> {
     __device__ __forceinline__ Gate(A a, const GateActivation& activation, A clip) : Activated<A>(a, activation) {
         if (a >= clip || a <= -clip) this->slope = A(0);
@@ -269,84 +288,123 @@ __device__ __forceinline__ void back_through_reset(const Place& at, A product, A
     *write(at.p.carried_h, at.state) += product * r.value;
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, sizeof(A) == 4 ? 2 : 1) recurrent_gradient(
-    const __grid_constant__ RecurrentGradientParams params) {
-    SHARED_ARRAY(A, shared, (TILES_SIZE > SUMS_SIZE ? TILES_SIZE : SUMS_SIZE));
-    const RecurrentGradientParams& p = params;
-    const int hidden = p.hidden, tiles_j = (hidden + TILE - 1) / TILE, slot = blockIdx.y, d = p.first_direction + slot;
-    const bool forward = p.sign[d] > 0, only_adds = p.k == p.count, resets = CELL == GRU && p.phase == 1;
-    const long long n_tile = (long long)(blockIdx.x / tiles_j) * TILE;
-    const int j_tile = blockIdx.x % tiles_j * TILE;
-    if (resets && only_adds) return;
+// ---- a launch ------------------------------------------------------------------------------------------------------
 
-    // Within the run: this step, and the one that came before it.
-    const long long step = forward ? p.count - 1 - p.k : p.k, before = forward ? step + 1 : step - 1;
-    if (p.k > 0 || resets) {
-        const long long row = (slot * p.count + (resets ? step : before)) * p.batch;
-        const A* const dgates = read(p.dgates, row * GATES * hidden);
-        const T* const weight = stored(p.weight_hh, (long long)d * GATES * hidden * hidden);
-        Factors f = {dgates, nullptr, weight, p.batch, GATES * hidden, GATES * hidden, GATES * hidden, hidden};
-        if (CELL == GRU) {
-            f.split = 2 * hidden;
-            if (resets) {
-                f.left += 2 * hidden, f.weight += 2LL * hidden * hidden;
-                f.split = f.depth = hidden;
-            } else if (p.reset_first) {
-                f.depth = 2 * hidden;
-            } else {
-                f.beyond = read(p.dcandidate, row * hidden);
-            }
-        }
-        multiply(f, n_tile, j_tile, shared);
-    }
+__device__ __forceinline__ LaunchKind kind_of(const RecurrentGradientParams& p) {
+    if (CELL == GRU && p.is_reset) return RESET;
+    return p.steps_done == p.count ? HAND_ON : p.steps_done == 0 ? FIRST_STEP : LATER_STEP;
+}
 
-    A sums[MOST_ROWS] = {};
-    const int j = j_tile + threadIdx.x % TILE;
-    const long long n = n_tile + threadIdx.x / TILE;
-    if (j < hidden && n < p.batch) {
-        const long long t = p.first[d] + step;
-        const Place at = {p, d, j, n, t, length_of(p, n), ((long long)d * p.batch + n) * hidden + j,
-                          ((long long)d * p.steps + t) * p.batch + n, (slot * p.count + step) * p.batch + n};
-        if (resets) {
-            if (at.reached()) back_through_reset(at, product_at(shared), sums);
-        } else {
-            // What reaches the state after this step: of the step that came before where that reached the sample.
-            const void* const begun = p.k ? p.carried_h : p.begin_h;
-            A dh = begun ? *read(begun, at.state) : A(0);
-            if (p.k > 0 && p.first[d] + before < at.length) dh += product_at(shared);
-            if (CELL == LSTM && p.k == 0) *write(p.carried_c, at.state) = p.begin_c ? *read(p.begin_c, at.state) : A(0);
-            if (!only_adds && at.reached()) {
-                if (p.grad_y) dh += widen(*stored(p.grad_y, t * p.grad_y_t + n * p.grad_y_n + (d * hidden + j) * p.grad_y_u));
-                const A h_before = at.h_before();
-                *at.of_run(p.previous) = h_before;
-                if constexpr (CELL == RNN) dh = back_through_rnn(at, dh, sums);
-                if constexpr (CELL == LSTM) dh = back_through_lstm(at, dh, sums);
-                if constexpr (CELL == GRU) dh = back_through_gru(at, dh, h_before, sums);
-            } else if (!only_adds) {
-                for (int gate = 0; gate < GATES; ++gate) *at.dgate(gate) = A(0);
-                *at.of_run(p.previous) = A(0);
-                if (CELL == GRU) *at.of_run(p.reset_first ? p.reset : p.dcandidate) = A(0);
-            }
-            *write(p.carried_h, at.state) = dh;
+// The product with the gates of a step; `row` is the first of its rows in the run.
+__device__ __forceinline__ Factors product_of(
+    LaunchKind kind, const RecurrentGradientParams& p, int d, long long row) {
+    const int hidden = p.hidden, rows = GATES * hidden;
+    const T* const weight = stored(p.weight_hh, (long long)d * rows * hidden);
+    Factors f = {read(p.dgates, row * rows), nullptr, weight, p.batch, rows, rows, rows, hidden};
+    if (CELL == GRU) {
+        f.split = 2 * hidden;  // behind r and z
+        if (kind == RESET) {   // n alone
+            f.left += 2 * hidden, f.weight += 2LL * hidden * hidden;
+            f.split = f.depth = hidden;
+        } else if (p.reset_first) {  // n has had its launch
+            f.depth = 2 * hidden;
+        } else {  // n's product is with q
+            f.beyond = read(p.dcandidate, row * hidden);
         }
     }
-    if (only_adds) return;
+    return f;
+}
 
-    // Over the tile's samples, row after row; the first step of all begins the sums.
-    const long long tile_row = ((blockIdx.x / tiles_j) * (long long)p.directions + d) * p.rows;
-    const bool begins = p.begins && p.k == 0 && !resets;
-    for (int row = 0; row < (resets ? 1 : p.rows); ++row) {
+// The gradient of the state after this step, of the product what reached the sample.
+__device__ __forceinline__ A state_gradient(const Place& at, long long t_before, const A* shared) {
+    const RecurrentGradientParams& p = at.p;
+    const void* const begun = p.steps_done ? p.carried_h : p.begin_h;
+    A dh = begun ? *read(begun, at.state) : A(0);
+    if (p.steps_done > 0 && t_before < at.length) dh += product_at(shared);
+    if (CELL == LSTM && p.steps_done == 0)
+        *write(p.carried_c, at.state) = p.begin_c ? *read(p.begin_c, at.state) : A(0);
+    return dh;
+}
+
+// The gates of a step that the sample has; what goes on to the state before is returned, the product aside.
+__device__ __forceinline__ A back_through_step(const Place& at, A dh, A (&sums)[MOST_ROWS]) {
+    const RecurrentGradientParams& p = at.p;
+    if (p.grad_y)
+        dh += widen(*stored(p.grad_y, at.t * p.grad_y_t + at.n * p.grad_y_n + (at.d * p.hidden + at.j) * p.grad_y_u));
+    const A h_before = at.h_before();
+    *at.of_run(p.previous) = h_before;
+    if constexpr (CELL == RNN) return back_through_rnn(at, dh, sums);
+    if constexpr (CELL == LSTM) return back_through_lstm(at, dh, sums);
+    if constexpr (CELL == GRU) return back_through_gru(at, dh, h_before, sums);
+}
+
+// The gates of a step that the sample does not have: zeros.
+__device__ __forceinline__ void skip_step(const Place& at) {
+    const RecurrentGradientParams& p = at.p;
+    for (int gate = 0; gate < GATES; ++gate) *at.dgate(gate) = A(0);
+    *at.of_run(p.previous) = A(0);
+    if (CELL == GRU) *at.of_run(p.reset_first ? p.reset : p.dcandidate) = A(0);
+}
+
+// Add each row of `sums` over the tile's samples, one after the other, to what the steps before have left; or begin.
+__device__ __forceinline__ void add_over_samples(
+    const RecurrentGradientParams& p, long long first_row, int rows, bool begins, int j, const A (&sums)[MOST_ROWS],
+    A* shared) {
+    for (int row = 0; row < rows; ++row) {
         A value = A(0);
 #pragma unroll
         for (int r = 0; r < MOST_ROWS; ++r) value = r == row ? sums[r] : value;  // registers have no index
         __syncthreads();
         shared[threadIdx.x] = value;
         __syncthreads();
-        if (threadIdx.x >= TILE || j >= hidden) continue;
+        if (threadIdx.x >= TILE || j >= p.hidden) continue;
         A sum = A(0);
 #pragma unroll
         for (int i = 0; i < TILE; ++i) sum += shared[i * TILE + threadIdx.x];
-        A* const to = write(p.sums, (tile_row + row) * hidden + j);
+        A* const to = write(p.sums, (first_row + row) * p.hidden + j);
         *to = begins ? sum : *to + sum;
     }
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK, sizeof(A) == 4 ? 2 : 1) recurrent_gradient(
+    const __grid_constant__ RecurrentGradientParams params) {
+    SHARED_ARRAY(A, shared, (TILES_SIZE > SUMS_SIZE ? TILES_SIZE : SUMS_SIZE));
+    const RecurrentGradientParams& p = params;
+    const LaunchKind kind = kind_of(p);
+    if (kind == RESET && p.steps_done == p.count) return;  // no step is left to reset
+
+    const int tiles_j = (p.hidden + TILE - 1) / TILE, slot = blockIdx.y, d = p.first_direction + slot;
+    const int tile_n = blockIdx.x / tiles_j, j_tile = blockIdx.x % tiles_j * TILE;
+    const long long n_tile = (long long)tile_n * TILE;
+    // Within the run: this step, and the one that came before it.
+    const long long step = p.sign[d] > 0 ? p.count - 1 - p.steps_done : p.steps_done, before = step + p.sign[d];
+
+    if (kind == RESET || p.steps_done > 0) {
+        const long long row = (slot * p.count + (kind == RESET ? step : before)) * p.batch;
+        multiply(product_of(kind, p, d, row), n_tile, j_tile, shared);
+    }
+
+    A sums[MOST_ROWS] = {};
+    const int j = j_tile + threadIdx.x % TILE;
+    const long long n = n_tile + threadIdx.x / TILE;
+    if (j < p.hidden && n < p.batch) {
+        const long long t = p.first[d] + step;
+        const Place at = {p, d, j, n, t, length_of(p, n), ((long long)d * p.batch + n) * p.hidden + j,
+                          ((long long)d * p.steps + t) * p.batch + n, (slot * p.count + step) * p.batch + n};
+        if (kind == RESET) {
+            if (at.reached()) back_through_reset(at, product_at(shared), sums);
+        } else {
+            A dh = state_gradient(at, p.first[d] + before, shared);
+            if (kind != HAND_ON) {
+                if (at.reached())
+                    dh = back_through_step(at, dh, sums);
+                else
+                    skip_step(at);
+            }
+            *write(p.carried_h, at.state) = dh;
+        }
+    }
+    if (kind == HAND_ON) return;
+    const long long first_row = ((long long)tile_n * p.directions + d) * p.sum_rows;
+    add_over_samples(p, first_row, kind == RESET ? 1 : p.sum_rows, p.begins && kind == FIRST_STEP, j, sums, shared);
 }

@@ -2,7 +2,7 @@
 //
 //     inputs[(t, n), i] = t < length[n] ? x[t, n, i] : 0
 //
-//     no M, no K: elementwise.     N = ((t, n), i): neighbours i a thread
+//     no M, no K: elementwise.     N = ((t, n), i): neighbours i per thread
 //
 //          i ->
 //     t,n  [ # # # # ]        a sample whose length is 1 ends here

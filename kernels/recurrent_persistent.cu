@@ -16,7 +16,7 @@
 // Bound by the barrier for few samples, by reading h from L2, by arithmetic for many.
 // Floor: T steps of 2 * M * N * K operations over the rate of CUDA cores, or of a round trip to L2.
 //
-// -D: DTYPE (storage type), ARITHMETIC (one of recurrent_products.cuh), GATES (rows of the weight a unit, in a product),
+// -D: DTYPE (storage type), ARITHMETIC (one of recurrent_products.cuh), GATES (rows of the weight per unit, in a product),
 //     SAMPLES (of a thread: 1 or 4)
 #include "grid_barrier.cuh"
 #include "recurrent_tile.cuh"
@@ -38,7 +38,7 @@ __device__ __forceinline__ void advance(
     const int d = blockIdx.z, u_first = blockIdx.x * Part::UNITS;
     for (int n_first = blockIdx.y * Part::ROWS; n_first < params.batch; n_first += gridDim.y * Part::ROWS) {
         const Part tile = {d, n_first, u_first, params};
-        static_assert(Part::PAIRS_A_THREAD == 1, "one unit a thread, whose inputs wait in registers");
+        static_assert(Part::PAIRS_PER_THREAD == 1, "one unit per thread, whose inputs wait in registers");
         const Unit unit = tile.unit(0, step);
         CellStep<T, COUNT> cell;
         cell.load(params, unit);
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(Tile::THREADS, 1)
     const int columns = (params.hidden + Tile::K - 1) / Tile::K * Tile::K, pitch = columns + Tile::CHUNK;
     const int d = blockIdx.z, u_first = blockIdx.x * Tile::UNITS;
     const auto keep_rows = [&](const auto& tile, T* to, int first_gate) {
-        tile.fetch_weight(to, pitch, params.weight, params.weight_packet, params.hidden, 0, columns, first_gate);
+        tile.fetch_weight(to, pitch, params.weight, params.weight_vector, params.hidden, 0, columns, first_gate);
     };
     keep_rows(Tile{d, 0, u_first, params}, weight, 0);
     T* const weight_of_n = weight + GATES * Tile::UNITS * pitch;

@@ -1,6 +1,6 @@
 // A warp's part of a recurrent product, sums in registers: on CUDA cores, or on tensor cores.
 //
-//     sum[n, g, u] += sum_k  h[n, k] * R[(g, u), k]        4 * SAMPLES samples x 8 units x GATES gates, STEP of k a call
+//     sum[n, g, u] += sum_k  h[n, k] * R[(g, u), k]        4 * SAMPLES samples x 8 units x GATES gates, STEP of k per call
 //
 // Both operands lie along k in shared memory, R in its type T, h in that of the sums.  However lanes share the
 // work, all gates of a unit meet in one thread.  `for_each` calls f(n, g, u, sum) for each of the lane's sums.
@@ -29,14 +29,14 @@ struct RecurrentProducts {
         state += sample() * state_pitch;
 #pragma unroll
         for (int k = 0; k < STEP; k += CHUNK) {
-            Packet<T, CHUNK> w[GATE_COUNT];
+            Vector<T, CHUNK> w[GATE_COUNT];
 #pragma unroll
-            for (int g = 0; g < GATE_COUNT; ++g) w[g] = load_packet<CHUNK>(weight + g * gate_pitch + k);
+            for (int g = 0; g < GATE_COUNT; ++g) w[g] = load_vector<CHUNK>(weight + g * gate_pitch + k);
 #pragma unroll
             for (int s = 0; s < SAMPLE_COUNT; ++s) {
 #pragma unroll
                 for (int part = 0; part < CHUNK; part += STATE_CHUNK) {
-                    const Packet<A, STATE_CHUNK> h = load_packet<STATE_CHUNK>(state + s * 4 * state_pitch + k + part);
+                    const Vector<A, STATE_CHUNK> h = load_vector<STATE_CHUNK>(state + s * 4 * state_pitch + k + part);
 #pragma unroll
                     for (int e = 0; e < STATE_CHUNK; ++e)
 #pragma unroll
@@ -67,7 +67,7 @@ struct TensorProducts {
     static __device__ __forceinline__ void load_weight(
         unsigned (&w)[GATE_COUNT][2], const T* weight, int pitch, int gate_pitch) {
 #pragma unroll
-        for (int g = 0; g < GATE_COUNT; g += 2) {  // two gates a load; an odd last one twice
+        for (int g = 0; g < GATE_COUNT; g += 2) {  // two gates per load; an odd last one twice
             unsigned four[4];
             const int gate = min(g + lane() / 16, GATE_COUNT - 1);
             load_matrices(four, weight + gate * gate_pitch + lane() % 8 * pitch + lane() / 8 % 2 * CHUNK);
@@ -109,7 +109,7 @@ struct RecurrentProducts<T, GATE_COUNT, SAMPLE_COUNT, MMA> : TensorProducts<T, G
             unsigned high[4], low[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const Packet<float, 2> h = load_packet<2>(state + (tile * 16 + i % 2 * 8) * state_pitch + i / 2 * 8);
+                const Vector<float, 2> h = load_vector<2>(state + (tile * 16 + i % 2 * 8) * state_pitch + i / 2 * 8);
                 split(h, high[i], low[i]);
             }
 #pragma unroll
@@ -121,7 +121,7 @@ struct RecurrentProducts<T, GATE_COUNT, SAMPLE_COUNT, MMA> : TensorProducts<T, G
     }
 
   private:
-    static __device__ __forceinline__ void split(const Packet<float, 2>& h, unsigned& high, unsigned& low) {
+    static __device__ __forceinline__ void split(const Vector<float, 2>& h, unsigned& high, unsigned& low) {
         T rounded[2], rest[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {

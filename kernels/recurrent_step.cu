@@ -9,7 +9,8 @@
 //      ↓    [ block | block | ... ]        t is `step`, or counted from the end
 //
 // x is what the projection of all steps has left in `gates`, or a single step's own product, before the other.  h goes
-// from one half of `states` to the other, from step to step.  A gru that resets before the product takes two launches: GATES = 2, r and z, then GATES = 1, n.
+// from one half of `states` to the other, from step to step.  A gru that resets before the product takes two launches:
+// GATES = 2, r and z, then GATES = 1, n.
 // A sequence of no steps is one step that is past every sample's end: the initial state becomes the last.
 //
 // Bound by the launch for few samples, then by reading the weight from L2, then by arithmetic.
@@ -25,7 +26,7 @@ using T = DTYPE;
 using A = Accumulator<T>;
 using Tile = RecurrentTile<T, GATES, SAMPLES, ARITHMETIC, false>;
 // One unit's inputs wait in registers while the product is on its way; where a thread has several, there are none left.
-constexpr bool EARLY = Tile::PAIRS_A_THREAD == 1;
+constexpr bool EARLY = Tile::PAIRS_PER_THREAD == 1;
 
 extern "C" __global__ void __launch_bounds__(Tile::THREADS, 2)
     recurrent_step(const __grid_constant__ RecurrentParams params) {

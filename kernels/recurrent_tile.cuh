@@ -2,15 +2,15 @@
 //
 //     sum[n, g, u] = sum_k h[n, k] * R[(g, u), k]
 //
-//                K-block                UNIT_WARPS warps share the units, 8 each, and K_WARPS warps the products of a
-//     R (g, u)  +-------+               K-block, STEP of k each (recurrent_products.cuh);  then the sums of these are
+//                K-slab                UNIT_WARPS warps share the units, 8 each, and K_WARPS warps the products of a
+//     R (g, u)  +-------+               K-slab, STEP of k each (recurrent_products.cuh);  then the sums of these are
 //        rows   |       |               added, in their order, and each thread finishes pairs of a sample and a unit
 //               +-------+
 //     h n rows  |       |
 //               +-------+
 //
 // Rows are an odd number of 16-byte chunks apart in shared memory: eight lanes read eight rows without conflicts.
-// R is fetched K-block by K-block beside h, or it is RESIDENT: all of it stays where the block has put it.
+// R is fetched K-slab by K-slab beside h, or it is RESIDENT: all of it stays where the block has put it.
 #pragma once
 #include "recurrent_cell.cuh"
 #include "recurrent_products.cuh"
@@ -28,7 +28,7 @@ struct RecurrentTile {
     static constexpr int K = K_WARPS * Products::STEP;
     static constexpr int STAGES = RESIDENT ? 4 : 3;
     static constexpr int WEIGHT_PITCH = K + CHUNK, STATE_PITCH = K + Products::STATE_PAD;
-    static constexpr int PAIRS_A_THREAD = (PAIRS + THREADS - 1) / THREADS;
+    static constexpr int PAIRS_PER_THREAD = (PAIRS + THREADS - 1) / THREADS;
 
     struct Stage {
         alignas(16) T weight[RESIDENT ? CHUNK : GATE_COUNT * UNITS * WEIGHT_PITCH];
@@ -61,18 +61,18 @@ struct RecurrentTile {
 
     // `columns` of some gates' rows of a weight, from k_first on, into rows `pitch` apart; zeros beyond its `length`.
     __device__ __forceinline__ void fetch_weight(
-        T* to, int pitch, const Strided& weight, int packet, int length, int k_first, int columns, int first_gate) const {
+        T* to, int pitch, const Strided& weight, int vector, int length, int k_first, int columns, int first_gate) const {
         const int chunks = columns / CHUNK;
         for (int i = threadIdx.x; i < GATE_COUNT * UNITS * chunks; i += THREADS) {
             const int row = i / chunks, k = k_first + i % chunks * CHUNK, u = u_first + row % UNITS;
             const bool exists = u < params.hidden;
             const long long gate_row = (long long)(first_gate + row / UNITS) * params.hidden + u;
             const T* const from = element_at<T>(weight, d, exists ? gate_row : 0, k);
-            fetch_chunk(to + row * pitch + i % chunks * CHUNK, from, weight.stride_u, packet, exists ? length - k : 0);
+            fetch_chunk(to + row * pitch + i % chunks * CHUNK, from, weight.stride_u, vector, exists ? length - k : 0);
         }
     }
 
-    // A K-block of the left operand: rows of sums, or where there are none, an array of T.
+    // A K-slab of the left operand: rows of sums, or where there are none, an array of T.
     __device__ __forceinline__ void fetch_state(A* to, const A* rows, const Strided& array, int length, int k_first) const {
         constexpr int CHUNKS = K / STATE_CHUNK;
         for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
@@ -81,7 +81,7 @@ struct RecurrentTile {
             const int valid = n < params.batch ? length - k : 0;
             if (rows) {
                 const A* const from = rows + (long long)(valid > 0 ? n : 0) * length + k;
-                fetch_chunk(at, from, 1, params.states_packed ? 16 : SMALL_PACKET<A>, valid);
+                fetch_chunk(at, from, 1, params.states_vectorized ? 16 : SMALL_VECTOR<A>, valid);
             } else {
 #pragma unroll
                 for (int e = 0; e < STATE_CHUNK; ++e) at[e] = e < valid ? value_at<T>(array, d, n, k + e) : A(0);
@@ -93,25 +93,25 @@ struct RecurrentTile {
     // `resident`: R's rows as fetch_weight has put them, `pitch` apart.
     template <class F>
     __device__ __forceinline__ void multiply_state(Shared& shared, const A* rows, const T* resident, int pitch, F f) const {
-        multiply(shared, rows, params.h0, params.weight, params.weight_packet, params.hidden, resident, pitch, f);
+        multiply(shared, rows, params.h0, params.weight, params.weight_vector, params.hidden, resident, pitch, f);
     }
 
-    // The same of the inputs.
+    // The input weight's product with the inputs of the one step.
     template <class F> __device__ __forceinline__ void multiply_inputs(Shared& shared, F f) const {
-        multiply(shared, nullptr, params.x, params.weight_ih, params.weight_ih_packet, params.inputs, nullptr, 0, f);
+        multiply(shared, nullptr, params.x, params.weight_ih, params.weight_ih_vector, params.inputs, nullptr, 0, f);
     }
 
   private:
     // Bytes that rows of any length begin on boundaries of, and that can be copied asynchronously.
-    template <class S> static constexpr int SMALL_PACKET = sizeof(S) > 4 ? sizeof(S) : 4;
+    template <class S> static constexpr int SMALL_VECTOR = sizeof(S) > 4 ? sizeof(S) : 4;
 
     // 16 bytes of which `valid` elements exist, `step` apart; zeros for the others.
     template <class S>
-    static __device__ __forceinline__ void fetch_chunk(S* to, const S* from, long long step, int packet, int valid) {
-        constexpr int COUNT = 16 / sizeof(S), SMALL = SMALL_PACKET<S>;
-        if (packet == 16) {
+    static __device__ __forceinline__ void fetch_chunk(S* to, const S* from, long long step, int vector, int valid) {
+        constexpr int COUNT = 16 / sizeof(S), SMALL = SMALL_VECTOR<S>;
+        if (vector == 16) {
             copy_async<16>(to, from, valid > 0);
-        } else if (packet == SMALL) {
+        } else if (vector == SMALL) {
 #pragma unroll
             for (int e = 0; e < COUNT; e += SMALL / sizeof(S)) copy_async<SMALL>(to + e, from + e, e < valid);
         } else {
@@ -122,29 +122,29 @@ struct RecurrentTile {
 
     template <class F>
     __device__ __forceinline__ void multiply(
-        Shared& shared, const A* rows, const Strided& array, const Strided& right, int packet, int length,
+        Shared& shared, const A* rows, const Strided& array, const Strided& right, int vector, int length,
         const T* resident, int pitch, F f) const {
-        const int blocks = (length + K - 1) / K;
+        const int slabs = (length + K - 1) / K;
         const auto fetch = [&](int i) {
             Stage& stage = shared.stage[i % STAGES];
             if (!RESIDENT)
-                fetch_weight(stage.weight, WEIGHT_PITCH, right, packet, length, i * K, K,
+                fetch_weight(stage.weight, WEIGHT_PITCH, right, vector, length, i * K, K,
                              CellStep<T, GATE_COUNT>::first_gate(params));
             fetch_state(stage.state, rows, array, length, i * K);
         };
 #pragma unroll 1
         for (int i = 0; i < STAGES - 1; ++i) {
-            if (i < blocks) fetch(i);
+            if (i < slabs) fetch(i);
             commit_copies();
         }
         Products products;
         const int unit_warp = warp() % UNIT_WARPS, k_warp = warp() / UNIT_WARPS;
         const int weight_pitch = RESIDENT ? pitch : WEIGHT_PITCH;
 #pragma unroll 1
-        for (int i = 0; i < blocks; ++i) {
+        for (int i = 0; i < slabs; ++i) {
             wait_for_copies<STAGES - 2>();
-            __syncthreads();  // everyone's copies of block i are there, and block i - 1 has been used
-            if (i + STAGES - 1 < blocks) fetch(i + STAGES - 1);
+            __syncthreads();  // everyone's copies of slab i are there, and slab i - 1 has been used
+            if (i + STAGES - 1 < slabs) fetch(i + STAGES - 1);
             commit_copies();
             const Stage& stage = shared.stage[i % STAGES];
             const T* const weight = RESIDENT ? resident + i * K : stage.weight;
@@ -159,7 +159,7 @@ struct RecurrentTile {
         });
         __syncthreads();
 #pragma unroll 1  // one pair's loads wait for the stores of the one before in any case
-        for (int i = 0; i < PAIRS_A_THREAD; ++i) {
+        for (int i = 0; i < PAIRS_PER_THREAD; ++i) {
             const int pair = i * THREADS + threadIdx.x;
             A total[GATE_COUNT] = {};
             if (pair < PAIRS) {

@@ -5,7 +5,7 @@
 // eight neighbouring rows comes from eight different groups of banks:
 //
 //     row 0   0 1 2 3 4 5 6 7        SPREAD 1: one chunk of eight rows (ldmatrix)
-//     row 1   1 0 3 2 5 4 7 6        SPREAD 2: two neighbouring chunks of four rows (one element a thread,
+//     row 1   1 0 3 2 5 4 7 6        SPREAD 2: two neighbouring chunks of four rows (one element per thread,
 //     row 2   2 3 0 1 6 7 4 5                  32 or 64 bits, in the order of a matrix fragment)
 //     ...                            SPREAD 0: not at all (whole rows are read along)
 #pragma once
@@ -16,15 +16,15 @@ namespace cupyconv {
 template <class T, int ROWS_, int COLUMNS_, int SPREAD>
 struct SharedTile {
     static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, ELEMENTS = ROWS * COLUMNS;
-    static constexpr int CHUNK = 16 / sizeof(T), CHUNKS = COLUMNS / CHUNK;  // elements a chunk, chunks a row
+    static constexpr int CHUNK = 16 / sizeof(T), CHUNKS = COLUMNS / CHUNK;  // elements per chunk, chunks per row
     static_assert(CHUNK * CHUNKS == COLUMNS && (CHUNKS & (CHUNKS - 1)) == 0, "rows are 2^i chunks");
 
     // Rows after which the order of the chunks is the same again: index(row + PERIOD, column) is that many rows on.
     static constexpr int PERIOD = SPREAD ? 8 : 1;
 
     static __device__ __forceinline__ int index(int row, int column) {
-        constexpr int ROWS_A_LINE = CHUNKS < 8 ? 8 / CHUNKS : 1, MASK = (CHUNKS < 8 ? CHUNKS : 8) - 1;
-        const int chunk = column / CHUNK ^ (row * SPREAD / ROWS_A_LINE & MASK);
+        constexpr int ROWS_PER_LINE = CHUNKS < 8 ? 8 / CHUNKS : 1, MASK = (CHUNKS < 8 ? CHUNKS : 8) - 1;
+        const int chunk = column / CHUNK ^ (row * SPREAD / ROWS_PER_LINE & MASK);
         return row * COLUMNS + chunk * CHUNK + column % CHUNK;
     }
 };

@@ -40,7 +40,7 @@
 //     B, n contiguous     load_matrices_transposed  k = l % 16,              n = 8 (l / 16)
 //
 // Rows are 16-byte aligned, anywhere in shared memory; the 8 rows of a tile are read without bank conflicts where
-// their addresses differ modulo 128.  (An array of a 16-bit type is aligned to 2 bytes only: declare packets.)
+// their addresses differ modulo 128.  (An array of a 16-bit type is aligned to 2 bytes only: declare vectors.)
 //
 // Doubles: sum (8 x 8) += a (8 x 4) b (4 x 8), a: m = lane / 4, k = lane % 4; b: n = lane / 4, k = lane % 4;
 // sum[i]: m = lane / 4, n = 2 (lane % 4) + i.
@@ -85,7 +85,7 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, boo
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)),
                      "l"(__cvta_generic_to_global(global)), "n"(BYTES), "r"(bytes_read) : "memory");
 #else
-    using Words = Packet<unsigned, BYTES / 4>;
+    using Words = Vector<unsigned, BYTES / 4>;
     Words words = {};
     if (valid) words = *static_cast<const Words*>(global);
     *static_cast<Words*>(shared) = words;

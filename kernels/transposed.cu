@@ -2,7 +2,7 @@
 //
 //     y[n, c, i] = activation( sum over t, o and windows p that read i through t of weight[o, c, t] * x[n, o, p] + bias[c] )
 //
-//     M = c (channels of a group, TILE a thread)    N = i (elements)    K = (t, o)
+//     M = c (channels of a group, TILE per thread)    N = i (elements)    K = (t, o)
 //
 //     one thread          x  [. p p .]        the windows that read one element, and every channel there
 //                            [. p p .]

@@ -1,6 +1,6 @@
 // A warp's part of a matrix product, sums in registers: one class for CUDA cores, one for tensor cores.
 //
-//     sum[m, j] += sum_k  weight[m, k] * x[k, j]        ROWS x COLUMNS sums a warp, one K-block a call
+//     sum[m, j] += sum_k  weight[m, k] * x[k, j]        ROWS x COLUMNS sums per warp, one K-slab per call
 //
 //            j ->                          both tiles lie in shared memory:
 //        m  +-------------+                weight   [k][m]  for CUDA cores, which read along m
@@ -19,31 +19,31 @@ namespace cupyconv {
 
 __device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
 
-// Bytes of one matrix row of K in shared memory: four 16-byte chunks.
-constexpr int BLOCK_BYTES = 64;
+// Bytes of a K-slab of one row of either matrix: four 16-byte chunks.
+constexpr int SLAB_BYTES = 64;
 
-// ---- CUDA cores: an outer product of registers a step of K ----------------------------------------------------
+// ---- CUDA cores: an outer product of registers per step of K ----------------------------------------------------
 
 template <class T, int M, int J>  // of the block's tile
 struct CudaCores {
     static constexpr bool PREFERS_CHUNKS = false;
-    static constexpr int K = BLOCK_BYTES / sizeof(T);
+    static constexpr int K = SLAB_BYTES / sizeof(T);
     using Sum = T;
     using WeightTile = SharedTile<T, K, M, 0>;
     template <bool CHUNKED> using ImageTile = SharedTile<T, K, J, 0>;
 
     template <int ROWS, int COLUMNS>
     struct WarpTile {
-        // 8 x 4 lanes, or 4 x 8; each reads its rows and columns in packets of 16 bytes.
-        static constexpr int HIGH = ROWS / 8, WIDE = 32 / HIGH, PACKET = 16 / sizeof(T);
+        // 8 x 4 lanes, or 4 x 8; each reads its rows and columns in vectors of 16 bytes.
+        static constexpr int HIGH = ROWS / 8, WIDE = 32 / HIGH, VECTOR = 16 / sizeof(T);
         static constexpr int ITS_ROWS = ROWS / HIGH, ITS_COLUMNS = COLUMNS / WIDE;
         T sum[ITS_ROWS][ITS_COLUMNS] = {};
 
         static __device__ __forceinline__ int row(int i) {
-            return (i / PACKET * HIGH + lane_index() / WIDE) * PACKET + i % PACKET;
+            return (i / VECTOR * HIGH + lane_index() / WIDE) * VECTOR + i % VECTOR;
         }
         static __device__ __forceinline__ int column(int j) {
-            return (j / PACKET * WIDE + lane_index() % WIDE) * PACKET + j % PACKET;
+            return (j / VECTOR * WIDE + lane_index() % WIDE) * VECTOR + j % VECTOR;
         }
 
         template <bool CHUNKED>
@@ -63,10 +63,10 @@ struct CudaCores {
         template <int COUNT>
         static __device__ __forceinline__ void load(T (&values)[COUNT], const T* from, int lanes) {
 #pragma unroll
-            for (int i = 0; i < COUNT; i += PACKET) {
-                const Packet<T, PACKET> packet = load_packet<PACKET>(from + i * lanes);
+            for (int i = 0; i < COUNT; i += VECTOR) {
+                const Vector<T, VECTOR> vector = load_vector<VECTOR>(from + i * lanes);
 #pragma unroll
-                for (int e = 0; e < PACKET; ++e) values[i + e] = packet.lane[e];
+                for (int e = 0; e < VECTOR; ++e) values[i + e] = vector.lane[e];
             }
         }
 
@@ -79,7 +79,7 @@ struct CudaCores {
     };
 };
 
-// ---- tensor cores: fragments of 16 x 32 bytes and 8 x 32 bytes a step of K -----------------------------------------
+// ---- tensor cores: fragments of 16 x 32 bytes and 8 x 32 bytes per step of K -----------------------------------------
 
 // One operand's fragments of a step of K, as registers; shared by every kind of operand.
 template <class T, class WeightTile, class ImageTile, bool CHUNKED>
@@ -116,7 +116,7 @@ struct Fragments {
 template <class T, class TAG, int M, int J>
 struct TensorCores {
     static constexpr bool PREFERS_CHUNKS = true;
-    static constexpr int K = BLOCK_BYTES / sizeof(T);
+    static constexpr int K = SLAB_BYTES / sizeof(T);
     using Sum = float;
     using WeightTile = SharedTile<T, M, K, 1>;
     template <bool CHUNKED>
@@ -179,8 +179,8 @@ struct TensorCores {
 //     a * b ~ high_a * low_b + low_a * high_b + high_a * high_b         low_a * low_b <= 2^-22 a b is left out
 //
 // The instruction truncates by itself, so half a unit of the 11th bit is all that rounding has to add.  Without it
-// `low` would be twice as large, the part left out four times, and all of one sign.  The products of a K-block are summed by the tensor
-// cores, whose additions truncate, and added to the sums by CUDA cores, which round.
+// `low` would be twice as large, the part left out four times, and all of one sign.  The products of a K-slab are summed
+// by the tensor cores, whose additions truncate, and added to the sums by CUDA cores, which round.
 //
 // CHECKED is for operands that are infinite or would be if rounded.  Where x is infinite the two small products must
 // not see it: inf * 0 would be NaN where inf * 1 is meant.  A NaN reaches them by `low`, also one whose payload
@@ -210,35 +210,35 @@ struct SplitTensorCores : TensorCores<float32, tf32, M, J> {
 
         template <bool CHUNKED>
         __device__ __forceinline__ void multiply(const float* weight, const float* x, int m, int j) {
-            float block[ROWS / 16][COLUMNS / 8][4] = {};
-            add_products<CHUNKED, false>(block, weight, x, m, j);
+            float partial[ROWS / 16][COLUMNS / 8][4] = {};
+            add_products<CHUNKED, false>(partial, weight, x, m, j);
             // A sum of each row and each column tells whether an operand has to be checked; finite sums that add up
             // to an infinite one do no harm.
             float all = 0;
 #pragma unroll
-            for (int r = 0; r < ROWS / 16; ++r) all += block[r][0][0] + block[r][0][2];
+            for (int r = 0; r < ROWS / 16; ++r) all += partial[r][0][0] + partial[r][0][2];
 #pragma unroll
-            for (int c = 0; c < COLUMNS / 8; ++c) all += block[0][c][0] + block[0][c][1];
+            for (int c = 0; c < COLUMNS / 8; ++c) all += partial[0][c][0] + partial[0][c][1];
             if (__any_sync(0xffffffffu, !(fabsf(all) < __uint_as_float(0x7f800000u)))) {
 #pragma unroll
                 for (int r = 0; r < ROWS / 16; ++r)
 #pragma unroll
                     for (int c = 0; c < COLUMNS / 8; ++c)
 #pragma unroll
-                        for (int e = 0; e < 4; ++e) block[r][c][e] = 0;
-                add_products<CHUNKED, true>(block, weight, x, m, j);
+                        for (int e = 0; e < 4; ++e) partial[r][c][e] = 0;
+                add_products<CHUNKED, true>(partial, weight, x, m, j);
             }
 #pragma unroll
             for (int r = 0; r < ROWS / 16; ++r)
 #pragma unroll
                 for (int c = 0; c < COLUMNS / 8; ++c)
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) sum[r][c][e] += block[r][c][e];
+                    for (int e = 0; e < 4; ++e) sum[r][c][e] += partial[r][c][e];
         }
 
         template <bool CHUNKED, bool CHECKED>
         static __device__ __forceinline__ void add_products(
-            float (&block)[ROWS / 16][COLUMNS / 8][4], const float* weight, const float* x, int m, int j) {
+            float (&partial)[ROWS / 16][COLUMNS / 8][4], const float* weight, const float* x, int m, int j) {
             using F = Fragments<float, WeightTile, typename Base::template ImageTile<CHUNKED>, CHUNKED>;
 #pragma unroll 1
             for (int k = 0; k < Base::K; k += F::STEP) {
@@ -268,9 +268,9 @@ struct SplitTensorCores : TensorCores<float32, tf32, M, J> {
                     }
 #pragma unroll
                     for (int c = 0; c < COLUMNS / 8; ++c) {
-                        multiply_add<tf32>(block[r][c], a_low, b_finite[c]);
-                        multiply_add<tf32>(block[r][c], a_finite, b_low[c]);
-                        multiply_add<tf32>(block[r][c], a_high, b_high[c]);
+                        multiply_add<tf32>(partial[r][c], a_low, b_finite[c]);
+                        multiply_add<tf32>(partial[r][c], a_finite, b_low[c]);
+                        multiply_add<tf32>(partial[r][c], a_high, b_high[c]);
                     }
                 }
             }
@@ -280,11 +280,11 @@ struct SplitTensorCores : TensorCores<float32, tf32, M, J> {
     };
 };
 
-// float64: fragments of 8 x 4 and 4 x 8, an element a lane.
+// float64: fragments of 8 x 4 and 4 x 8, an element per lane.
 template <int M, int J>
 struct DoubleTensorCores {
     static constexpr bool PREFERS_CHUNKS = true;
-    static constexpr int K = BLOCK_BYTES / sizeof(double), STEP = 4;
+    static constexpr int K = SLAB_BYTES / sizeof(double), STEP = 4;
     using Sum = double;
     using WeightTile = SharedTile<double, M, K, 2>;
     template <bool CHUNKED> using ImageTile = SharedTile<double, CHUNKED ? J : K, CHUNKED ? K : J, 2>;

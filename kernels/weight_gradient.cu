@@ -26,10 +26,10 @@ struct WeightGradientParams {
     Prologue prologue;
     Image grad;
     void* sums;                        // (parts, outputs, rows) in C order, in the accumulator's type
-    long long plane, batch, a_part;    // elements of a part of `sums`; pixels of all samples, as one, a part
+    long long plane, batch;            // plane: elements of a part of `sums`
+    long long pixels_per_part;         // pixels of all samples, numbered as one
     int groups, group_channels, group_outputs;
 };
-
 
 // The sum over a warp, in lane 0.
 template <class R> __device__ __forceinline__ R warp_sum(R value) {
@@ -78,8 +78,8 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK)
     const int reduction = params.group_channels * taps;
     const int tiles_m = (params.group_outputs + OUTPUTS - 1) / OUTPUTS, tiles_n = (reduction + ROWS - 1) / ROWS;
     const long long tiles = (long long)params.groups * tiles_m * tiles_n;
-    const long long begin = blockIdx.x * params.a_part, all = params.batch * pixels;
-    const long long end = begin + params.a_part < all ? begin + params.a_part : all;
+    const long long begin = blockIdx.x * params.pixels_per_part, all = params.batch * pixels;
+    const long long end = begin + params.pixels_per_part < all ? begin + params.pixels_per_part : all;
 
     for (long long tile = blockIdx.y; tile < tiles; tile += gridDim.y) {
         const int first_row = tile % tiles_n * ROWS, first_output = tile / tiles_n % tiles_m * OUTPUTS;

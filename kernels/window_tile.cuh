@@ -2,7 +2,7 @@
 //
 //     sum[m, p] += sum_{t, k}  weight[t, m, k] * tile[base(p) + offset(t), k]
 //
-//     tile       pixel 0   [k k k k .. k | . .]      CHUNK channels of a pixel side by side, 64 bytes, and 16 more that
+//     tile       pixel 0   [k k k k .. k | . .]      CHUNK contiguous channels of a pixel, 64 bytes, and 16 more that
 //                pixel 1   [k k k k .. k | . .]      keep neighbouring pixels in different banks: eight of them are
 //                 ...                                read at once without conflict, 16 bytes of each
 //
@@ -21,7 +21,7 @@ constexpr int TILE_THREADS = 256, TILE_WARPS = TILE_THREADS / WARP;
 __device__ __forceinline__ int warp_index() { return threadIdx.x / WARP; }
 __device__ __forceinline__ int warp_lane() { return threadIdx.x % WARP; }
 
-// The same number, of which the compiler does not know that: what is worked out from it is worked out where it is
+// Returns the number, and hides from the compiler that it does: what is worked out from it is worked out where it is
 // needed, rather than once before a loop and kept in registers.
 __device__ __forceinline__ int anew(int value) {
     asm volatile("" : "+r"(value));
@@ -30,7 +30,7 @@ __device__ __forceinline__ int anew(int value) {
 
 template <class T>
 struct WindowTile {
-    static constexpr int CHUNK = 64 / sizeof(T), PITCH = 80 / sizeof(T), GRANULE = 16 / sizeof(T);
+    static constexpr int CHUNK = 64 / sizeof(T), PITCH = 80 / sizeof(T), VECTOR = 16 / sizeof(T);
 };
 
 // A box of pixels, numbered along w first.
@@ -65,17 +65,17 @@ template <class F> __device__ __forceinline__ void for_each_tap(const Windows& w
         }
 }
 
-// ---- every channel with every other: sums in registers, ROWS x PIXELS of them a block ---------------------------------
+// ---- every channel with every other: sums in registers, ROWS x PIXELS of them per block ---------------------------------
 
-// On CUDA cores: a lane has every eighth pixel and every fourth packet of rows.
+// On CUDA cores: a lane has every eighth pixel and every fourth vector of rows.
 template <class T, int ROWS_, int PIXELS>
 class TileSums {
     using Tile = WindowTile<T>;
-    static constexpr int PACKET = Tile::GRANULE, ITS_ROWS = ROWS_ / 4;
+    static constexpr int VECTOR = Tile::VECTOR, ITS_ROWS = ROWS_ / 4;
 
 public:
-    static constexpr int ROWS = ROWS_, STEP = PACKET;   // of K: `depth` is a multiple of it
-    static constexpr int WEIGHTS = Tile::CHUNK * ROWS;  // elements a tap
+    static constexpr int ROWS = ROWS_, STEP = VECTOR;   // of K: `depth` is a multiple of it
+    static constexpr int WEIGHTS = Tile::CHUNK * ROWS;  // elements per tap
     static __device__ __forceinline__ int weight_index(int m, int k) { return k * ROWS + m; }
 
     // Every sum of row m as start(m).
@@ -102,21 +102,21 @@ public:
         const int lane = warp_lane();
 #pragma unroll 1
         for (int k = 0; k < depth; k += STEP) {
-            Packet<T, PACKET> x[GROUPS];
+            Vector<T, VECTOR> x[GROUPS];
 #pragma unroll
             for (int j = 0; j < GROUPS; ++j)
-                if (j < groups_) x[j] = load_packet<PACKET>(tile + at_[j] + k);
+                if (j < groups_) x[j] = load_vector<VECTOR>(tile + at_[j] + k);
 #pragma unroll
-            for (int e = 0; e < PACKET; ++e)
+            for (int e = 0; e < VECTOR; ++e)
 #pragma unroll
-                for (int i = 0; i < ITS_ROWS; i += PACKET) {
+                for (int i = 0; i < ITS_ROWS; i += VECTOR) {
                     if (i * 4 >= rows) break;
-                    const Packet<T, PACKET> w = load_packet<PACKET>(weight + weight_index(row(i, lane), k + e));
+                    const Vector<T, VECTOR> w = load_vector<VECTOR>(weight + weight_index(row(i, lane), k + e));
 #pragma unroll
                     for (int j = 0; j < GROUPS; ++j)
                         if (j < groups_)
 #pragma unroll
-                            for (int r = 0; r < PACKET; ++r) add_product(sum_[i + r][j], w.lane[r], x[j].lane[e]);
+                            for (int r = 0; r < VECTOR; ++r) add_product(sum_[i + r][j], w.lane[r], x[j].lane[e]);
                 }
         }
     }
@@ -143,21 +143,22 @@ public:
         for (int j = 0; j < GROUPS; ++j)
             if (pixel(j, lane) < pixels)
 #pragma unroll
-                for (int i = 0; i < ITS_ROWS; i += PACKET) {
-                    Packet<T, PACKET> packet;
+                for (int i = 0; i < ITS_ROWS; i += VECTOR) {
+                    Vector<T, VECTOR> vector;
 #pragma unroll
-                    for (int r = 0; r < PACKET; ++r) packet.lane[r] = keep(row(i, lane) + r, pixel(j, lane)) ? sum_[i + r][j] : T(0);
-                    *reinterpret_cast<Packet<T, PACKET>*>(tile + pixel(j, lane) * Tile::PITCH + row(i, lane)) = packet;
+                    for (int r = 0; r < VECTOR; ++r)
+                        vector.lane[r] = keep(row(i, lane) + r, pixel(j, lane)) ? sum_[i + r][j] : T(0);
+                    *reinterpret_cast<Vector<T, VECTOR>*>(tile + pixel(j, lane) * Tile::PITCH + row(i, lane)) = vector;
                 }
     }
 
 private:
     static constexpr int GROUP = TILE_WARPS * 8, GROUPS = PIXELS / GROUP;
-    static_assert(GROUPS * GROUP == PIXELS && ITS_ROWS % PACKET == 0, "lanes share the sums evenly");
+    static_assert(GROUPS * GROUP == PIXELS && ITS_ROWS % VECTOR == 0, "lanes share the sums evenly");
 
     static __device__ __forceinline__ int pixel(int j, int lane) { return (j * TILE_WARPS + warp_index()) * 8 + lane % 8; }
     static __device__ __forceinline__ int row(int i, int lane) {
-        return (i / PACKET * 4 + lane / 8) * PACKET + i % PACKET;
+        return (i / VECTOR * 4 + lane / 8) * VECTOR + i % VECTOR;
     }
 
     T sum_[ITS_ROWS][GROUPS];
@@ -267,25 +268,25 @@ template <int ROWS, int PIXELS> struct TileSumsOf<bfloat16, ROWS, PIXELS> {
 
 // ---- every channel by itself ------------------------------------------------------------------------------------------
 
-// Calls f(pixel, k, sums) for GRANULE channels from k on of each pixel of the block's, sums of [t][k] weights.
+// Calls f(pixel, k, sums) for VECTOR channels from k on of each pixel of the block's, sums of [t][k] weights.
 template <class T, class F>
 __device__ __forceinline__ void convolve_each(
     const T* tile, const Accumulator<T>* weight, const Windows& windows, const Box& inner, const int* base, int pixels,
     int channels, F f) {
     using Tile = WindowTile<T>;
-    constexpr int GRANULE = Tile::GRANULE;
+    constexpr int VECTOR = Tile::VECTOR;
     const int rows = (pixels + WARP - 1) / WARP * WARP;  // neighbouring threads take neighbouring pixels
 #pragma unroll 1
-    for (int u = threadIdx.x; u < (channels + GRANULE - 1) / GRANULE * rows; u += TILE_THREADS) {
-        const int k = u / rows * GRANULE, pixel = u % rows;
+    for (int u = threadIdx.x; u < (channels + VECTOR - 1) / VECTOR * rows; u += TILE_THREADS) {
+        const int k = u / rows * VECTOR, pixel = u % rows;
         if (pixel >= pixels) continue;
         const T* const window = tile + base[pixel] * Tile::PITCH + k;
-        Accumulator<T> sum[GRANULE] = {};
+        Accumulator<T> sum[VECTOR] = {};
         for_each_tap(windows, inner, [&](int t, int offset) {
-            const auto x = load_packet<GRANULE>(window + offset * Tile::PITCH);
-            const auto w = gather_packet<GRANULE>(weight + t * Tile::CHUNK + k, 1, true);
+            const auto x = load_vector<VECTOR>(window + offset * Tile::PITCH);
+            const auto w = gather_vector<VECTOR>(weight + t * Tile::CHUNK + k, 1, true);
 #pragma unroll
-            for (int e = 0; e < GRANULE; ++e) add_product(sum[e], widen(x.lane[e]), w.lane[e]);
+            for (int e = 0; e < VECTOR; ++e) add_product(sum[e], widen(x.lane[e]), w.lane[e]);
         });
         f(pixel, k, sum);
     }

@@ -96,8 +96,8 @@ def test_batch_axis_may_be_missing(target):
 
 
 @pytest.mark.parametrize("pixels", [64, 65, 1003])
-def test_packets_and_tails(target, pixels):
-    """Rows whose length is and is not a multiple of a 16-byte packet."""
+def test_vectors_and_tails(target, pixels):
+    """Rows whose length is and is not a multiple of a 16-byte vector."""
     x = np.arange(2 * 3 * (pixels + 2), dtype=np.float16).reshape(2, 3, -1) % 97
     actual = cupyconv.im2col(target.to_device(x), 3)  # one int for all axes
     assert_exact(target.to_host(actual), reference.im2col(x, (3,)), "float16")

@@ -163,11 +163,11 @@ PAIRS = {
     "one axis": Pair(2, (4,), (300,), Layer(5, kernel=(3,)), Layer(4, kernel=(5,), padding=2)),
     "three axes": Pair(1, (3,), (4, 5, 6), Layer(4, kernel=(3, 2, 3)), Layer(5, kernel=(1, 3, 2), stride=(1, 2, 1))),
     "channels-last": Pair(2, (32,), (9, 11), Layer(16, activation="relu"), Layer(9, residual=True), channels_last=True),
-    "channels-last, no whole packets": Pair(2, (9, 16), (6, 5), Layer(6), Layer(9), channels_last=True),
+    "channels-last, no whole vectors": Pair(2, (9, 16), (6, 5), Layer(6), Layer(9), channels_last=True),
 }  # fmt: skip
 
 
-#: What differs between dtypes: how many channels a chunk and a packet have, and how products are taken.
+#: What differs between dtypes: how many channels a chunk and a vector have, and how products are taken.
 OF_EVERY_DTYPE = ("one pixel", "chunks that end early", "stride 2 twice", "merged inputs", "channels-last")
 
 
@@ -258,12 +258,12 @@ def test_blocks_go_on_to_further_tiles(cuda, monkeypatch):
     monkeypatch.setattr(conv_pair, "resident_blocks", lambda *_: 1)
     for variant in (("float32", DENSE, DENSE), ("float32", DEPTHWISE, DENSE), ("float32", DENSE, DEPTHWISE)):
         launch = check(cuda, Pair(3, (18, 3), (9, 10)), variant, choose=smallest)
-        assert dict(launch.params)["blocks"] > 2 * launch.grid[0] and launch.grid[0] == 132
+        assert dict(launch.params)["tile_count"] > 2 * launch.grid[0] and launch.grid[0] == 132
 
 
 def smallest(drafts: list[Draft]) -> Draft:
     """Of the drafts the one of the smallest tiles."""
-    return max(drafts, key=lambda draft: dict(draft.steps[0].params)["blocks"])
+    return max(drafts, key=lambda draft: dict(draft.steps[0].params)["tile_count"])
 
 
 @pytest.mark.parametrize("variant", [("float32", DENSE, DENSE), ("float16", DEPTHWISE, DENSE)], ids="-".join)
@@ -280,11 +280,11 @@ def by_columns(drafts: list[Draft]) -> dict[int, Draft]:
     return {draft.steps[0].grid[1]: draft for draft in drafts}
 
 
-def test_channels_last_is_loaded_in_packets(cuda):
-    for channels, packed in (((8, 16, 8), 1), ((8, 10), 0)):
+def test_channels_last_is_loaded_in_vectors(cuda):
+    for channels, vectorized in (((8, 16, 8), 1), ((8, 10), 0)):
         pair = Pair(2, channels, (13, 15), channels_last=True)
         launch = check(cuda, pair, ("float16", DENSE, DENSE))
-        assert dict(launch.params)["x_packed"] == packed
+        assert dict(launch.params)["x_vectorized"] == vectorized
 
 
 # ---- what is planned ---------------------------------------------------------------------------------------------

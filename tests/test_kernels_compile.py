@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
+from itertools import product
 
 import numpy as np
 import pytest
@@ -99,7 +100,7 @@ def test_planning_knows_the_registers(results):
 
 @pytest.mark.parametrize(("name", "accesses"), [("merge", ("ld", "st")), ("im2col", ("st",)), ("epilogue", ("st",))])
 def test_wide_variants_move_sixteen_bytes(results, name, accesses):
-    macro = "PACKET" if name == "merge" else "WIDTH"
+    macro = "VECTOR" if name == "merge" else "WIDTH"
     wide = [entry for entry in compiled(results, name) if dict(entry[1].macros)[macro] != "1"]
     assert wide
     for variant, _, result in wide:
@@ -134,10 +135,23 @@ def test_enumerations_and_limits_agree(name):
     nvrtc.compile_source(*with_assertions(name, constant_assertions(name)))
 
 
+@pytest.mark.parametrize("kernel", VARIANTS["conv_pair"], ids=str)
+def test_a_pair_lays_out_as_much_shared_memory_as_is_planned(kernel):
+    """On the host, which reads a source in less time than NVRTC compiles one; the first variant with both."""
+    if build.unavailable():
+        pytest.skip(str(build.unavailable()))
+    check = compile_for_host(kernel, layout_assertions(kernel))
+    assert check.returncode == 0, check.stderr
+
+
 def test_a_wrong_assertion_is_seen():
     """The checks above can fail: a field one byte off, an enumerator with another's number."""
     wrong_field = field_assertions("merge")[-1].replace(" == ", " == 1 + ", 1)
     wrong_code = "static_assert(int(cupyconv::TANH) == 0);"
+    pair = VARIANTS["conv_pair"][0]
+    wrong_layout = layout_assertions(pair)[-1].replace(" == ", " == 1 + ", 1)
+    if build.unavailable() is None:
+        assert "static assertion failed" in compile_for_host(pair, [wrong_layout]).stderr
     for wrong in (wrong_field, wrong_code):
         with pytest.raises(nvrtc.CompileError, match="static assertion failed"):
             nvrtc.compile_source(*with_assertions("merge", [wrong]))
@@ -263,15 +277,14 @@ def constant_assertions(name: str) -> list[str]:
             f"static_assert(DEPTH == {merge.DEPTH} && BLOCK == {merge.BLOCK} && cupyconv::WARP == {WARP});",
         ]
     if name == "conv_pair":
-        dtype = dict(VARIANTS[name][0].macros)["DTYPE"]
+        assertions += layout_assertions(VARIANTS[name][0])
         assertions += [
             f"static_assert(cupyconv::MAX_PAIR_SOURCES == {MAX_PAIR_SOURCES});",
             f"static_assert(sizeof(Tables) == {conv_pair.TABLES} && cupyconv::TILE_THREADS == {conv_pair.THREADS});",
             f"static_assert(PIXELS == {conv_pair.PIXELS} && MIDDLE_PIXELS == {conv_pair.MIDDLE_PIXELS});",
             f"static_assert(CHUNK * sizeof(T) == {conv_pair.CHUNK_BYTES} && PITCH * sizeof(T) == {conv_pair.PITCH_BYTES});",
-            f"static_assert(PART == {conv_pair.PART} && LEAVING_PITCH == {conv_pair.LEAVING_PITCH});",
+            f"static_assert(PART == {conv_pair.PART} && EPILOGUE_PITCH == {conv_pair.EPILOGUE_PITCH});",
             f"static_assert(OUTPUTS * sizeof(A) == {conv_pair.OUTPUTS_BYTES});",
-            f"static_assert(SECOND_TAP == {conv_pair.tap_bytes(dtype, 'DENSE', conv_pair.OUTPUTS_BYTES // 4)});",
         ]
     if name == "recurrent_gradient":
         assertions += [
@@ -292,6 +305,17 @@ def constant_assertions(name: str) -> list[str]:
         }
         assertions += [f"static_assert(int(cupyconv::{key.upper()}) == {code});" for key, code in codes.items()]
     return assertions
+
+
+def layout_assertions(kernel: Kernel) -> list[str]:
+    """The bytes of conv_pair.cu's shared memory, for small and large counts of everything they depend on."""
+    dtype, *kinds = (value for _, value in kernel.macros)
+    counts = product(((1, 1), (9, 2)), ((1, 1), (3, 2)), (1, 3), ((1, 1), (700, 300)))
+    return [
+        f"static_assert(SharedLayout({', '.join(map(str, (*taps, *chunks, tiles, *pixels)))}).end == "
+        f"{conv_pair.shared_bytes(dtype, tuple(kinds), taps, chunks, tiles, pixels)});"
+        for taps, chunks, tiles, pixels in counts
+    ]
 
 
 def parameter_bytes(ptx: str, entry: str) -> list[int]:

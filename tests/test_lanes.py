@@ -1,4 +1,4 @@
-"""What a kernel's neighbouring threads touch: packets and single elements, along pixels or along channels.
+"""What a kernel's neighbouring threads touch: vectors and single elements, along pixels or along channels.
 
 Every case here is chosen by planning from sizes, strides and alignment; each is asked for by name, so that none
 can fall out of use unseen, and its result is compared with the definition.
@@ -54,7 +54,7 @@ def test_epilogue(cuda_target, dtype, channels, layout, residual_layout, side):
     extent = side * side if layout == "pixels" else channels
     assert params["along_channels"] == (layout == "channels")
     assert macros["WIDTH"] == str(full if extent % full == 0 else 1)
-    assert params["residual_packed"] == (residual_layout == layout and macros["WIDTH"] != "1")
+    assert params["residual_vectorized"] == (residual_layout == layout and macros["WIDTH"] != "1")
     cupyconv.conv(**arguments)
     expected = reference.conv(x, weight, bias, residual=residual, padding=1, activation="relu")
     assert_exact(cuda_target.to_host(out), expected, dtype)
@@ -124,7 +124,7 @@ def test_depthwise_of_any_kernel(cuda_target, change):
 @pytest.mark.parametrize("size", [(5, 7), (2, 3, 4)])
 @pytest.mark.parametrize("step", [1, 2])
 def test_im2col(cuda_target, dtype, channels, layout, size, step):
-    """Squares that are whole and cut, along pixels and along channels, written in packets and one by one."""
+    """Squares that are whole and cut, along pixels and along channels, written in vectors and one by one."""
     xs = [layout(integers(i, (3, c, *size), dtype)) for i, c in enumerate(channels)]
     kernel, settings = (2,) * len(size), {"padding": 1, "stride": 1}
     expected = reference.im2col(xs, kernel, **settings)

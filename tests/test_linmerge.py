@@ -85,8 +85,8 @@ def test_many_inputs_under_one_kernel(target, count):
 @pytest.mark.parametrize("outputs", [1, 3, 4, 5, 8, 9, 16, 17, 32, 33, 40])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("pixels", [16, 1000, 1001])
-def test_tiles_and_packets(target, outputs, dtype, pixels):
-    """Every tile of the merge kernel, with rows that can and cannot be read in 16-byte packets."""
+def test_tiles_and_vectors(target, outputs, dtype, pixels):
+    """Every tile of the merge kernel, with rows that can and cannot be read in 16-byte vectors."""
     rng = np.random.default_rng(0)
     xs = [rng.standard_normal((2, c, pixels)).astype(dtype) for c in (4, 1, 7)]
     weight, bias = rng.standard_normal((outputs, 12)).astype(dtype), rng.standard_normal(outputs).astype(dtype)

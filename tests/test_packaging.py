@@ -58,7 +58,7 @@ def sources(*folders: str) -> dict[str, bytes]:
         path.relative_to(ROOT).as_posix(): path.read_bytes()
         for folder in folders
         for path in sorted((ROOT / folder).rglob("*"))
-        if (path.suffix in {".py", ".cu", ".cuh", ".h", ".cpp", ".json", ".npz"} or path.name == "py.typed")
+        if (path.suffix in {".py", ".cu", ".cuh", ".h", ".cpp", ".json", ".npz", ".md"} or path.name == "py.typed")
         and path.is_file()
     }
 

@@ -231,7 +231,7 @@ def test_lost_alignment_is_named():
 def test_rows_that_begin_off_a_boundary_are_named():
     """63 float32 a row: 16-byte loads are lost in every row but the first."""
     plan = cupyconv.explain(cupyconv.linmerge, np.ones((1, 2, 63), np.float32), np.ones((3, 2), np.float32), on="sm_90")
-    assert dict(plan.steps[0].kernel.macros)["PACKET"] == "1"
+    assert dict(plan.steps[0].kernel.macros)["VECTOR"] == "1"
     assert any(note.startswith("xs: ") for note in plan.notes)
 
 

@@ -101,7 +101,7 @@ def test_persistent_in_other_dtypes(cuda_target, dtype):
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 @pytest.mark.parametrize("method", METHODS)
 def test_states_of_many_blocks(cuda_target, cell, method):
-    """Several blocks along samples and units, and more than one K-block of the state, the last of them in part."""
+    """Several blocks along samples and units, and more than one K-slab of the state, the last of them in part."""
     assert_right(cuda_target, full_case(cell, batch=35, hidden=138, steps=3, lengths=None, optional=("h0",)), method)
 
 

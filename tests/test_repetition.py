@@ -272,7 +272,7 @@ def test_a_call_for_a_gradient_is_told_apart():
 
 
 def test_an_address_out_of_alignment_gets_its_own_kernel(cuda_target):
-    """16-byte packets where every image allows them; four bytes further on, single elements."""
+    """16-byte vectors where every image allows them; four bytes further on, single elements."""
     memory = cuda_target.to_device(np.ones(1 + 2 * 64, np.float32))
     weight, out = (cuda_target.to_device(np.ones(s, np.float32)) for s in ((2, 2), (1, 2, 64)))
     for first, width in ((0, "4"), (1, "1"), (0, "4")):
@@ -280,7 +280,7 @@ def test_an_address_out_of_alignment_gets_its_own_kernel(cuda_target):
         cuda_target.device.log.clear()
         cupyconv.linmerge(x, weight, out=out)
         (record,) = cuda_target.device.log
-        assert dict(record.kernel.macros)["PACKET"] == width
+        assert dict(record.kernel.macros)["VECTOR"] == width
 
 
 def test_arrays_of_a_subclass_take_the_long_way():

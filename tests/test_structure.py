@@ -272,6 +272,12 @@ def test_macros_of_a_kernel_are_in_its_header(path):
         assert len(re.findall(rf"\b{macro}\b", code)) > 1, f"{macro} is not used"
 
 
+def test_the_kernels_map_names_every_file():
+    """And no other."""
+    named = re.findall(r"`(\w+\.cuh?)`", (ROOT / "kernels" / "README.md").read_text("utf-8"))
+    assert set(named) == {path.name for path in (ROOT / "kernels").glob("*.cu*")}
+
+
 def test_kernels_are_found():
     assert {path.stem for path in KERNELS} >= {"merge", "direct", "depthwise", "im2col", "col2im", "epilogue"}
 

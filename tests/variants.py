@@ -129,7 +129,7 @@ def vector_widths(itemsize: int) -> tuple[int, ...]:
 
 def _merge_variants() -> list[Kernel]:
     return [
-        _kernel("merge", DTYPE=dtype, TILE=tile, PACKET=vector, **prologue)
+        _kernel("merge", DTYPE=dtype, TILE=tile, VECTOR=vector, **prologue)
         for dtype in REAL_DTYPES
         for prologue in PROLOGUES
         for tile in ([merge.PROLOGUE_TILE] if prologue else _merge_tiles(dtype))

@@ -8,7 +8,7 @@
 //   one block             one multiprocessor of the hundred works, the others wait
 //   sums in y             each of the S * C products reads and writes y in global memory again
 //   weight from memory    each product fetches its weight anew
-//   one element a load    4 or 8 bytes where a thread may take 16
+//   one element per load    4 or 8 bytes where a thread may take 16
 //   inputs stacked        x is one array (S, N, C, P), so the fields are copied together beforehand
 //
 // kernels/merge.cu does the same sum and undoes the five one by one.

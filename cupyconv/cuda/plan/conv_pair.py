@@ -44,9 +44,9 @@ PIXELS, MIDDLE_PIXELS = 256, 384
 CHUNK_BYTES, PITCH_BYTES = 64, 80
 #: Bytes of sums that a block has of a pixel at a time (OUTPUTS of kernels/conv_pair.cu).
 OUTPUTS_BYTES = 128
-#: Bytes of shared memory that hold the tables; rows and pitch in which sums leave.
+#: Bytes of shared memory that hold the tables; rows of sums that are finished at once, and their pitch.
 TABLES = 8240
-PART, LEAVING_PITCH = 16, PIXELS + 8
+PART, EPILOGUE_PITCH = 16, PIXELS + 8
 #: Oldest architecture that has the instructions for a dtype.
 FIRST_PAIR = {"float16": 75, "bfloat16": 80, "float32": 75, "float64": 75}
 #: Bytes that memory is read in.
@@ -143,8 +143,9 @@ def _rows(second: ConvProblem) -> Iterator[int]:
 def _draft(first: ConvProblem, second: ConvProblem, tile: Triple, rows: int, gpu: GpuModel) -> Draft | None:
     """The pair in tiles of this shape, so many outputs per block, or None where they are too large."""
     dtype, itemsize = second.out.dtype, second.out.itemsize
-    kinds = layer_kind(first.geometry), layer_kind(second.geometry)
-    assert kinds[0] is not None and kinds[1] is not None
+    first_kind, second_kind = layer_kind(first.geometry), layer_kind(second.geometry)
+    assert first_kind is not None and second_kind is not None
+    kinds = first_kind, second_kind
     middle_tile = _reached(second.geometry, tile)
     x_tile = _reached(first.geometry, middle_tile)
     middle_pixels, x_pixels = prod(middle_tile), prod(x_tile)
@@ -152,18 +153,10 @@ def _draft(first: ConvProblem, second: ConvProblem, tile: Triple, rows: int, gpu
         return None
     chunk = CHUNK_BYTES // itemsize
     outputs = OUTPUTS_BYTES // ITEMSIZE[accumulator(dtype)]
-    dense_first, dense_second = kinds[0] == "DENSE", kinds[1] == "DENSE"
     x_chunks = sum(-(-channels // chunk) for channels in first.geometry.channels)
-    middle_chunks = -(-first.geometry.out_channels // chunk) if dense_first else x_chunks
-    first_plane = first.geometry.taps * tap_bytes(dtype, kinds[0], chunk)
-    second_plane = second.geometry.taps * tap_bytes(dtype, kinds[1], outputs)
-
-    second_at = TABLES + first_plane * middle_chunks * (x_chunks if dense_first else 1)
-    middle_at = second_at + second_plane * middle_chunks * (rows // outputs if dense_second else 1)
-    x_at = middle_at + middle_pixels * PITCH_BYTES * (middle_chunks if dense_second else 1)
-    place_at = x_at + x_pixels * PITCH_BYTES * (x_chunks if dense_first else 1)
-    leaving = PART * LEAVING_PITCH * ITEMSIZE[accumulator(dtype)] if dense_second else 0
-    shared = max(place_at + 8 * x_pixels, x_at + leaving)
+    middle_chunks = -(-first.geometry.out_channels // chunk) if kinds[0] == "DENSE" else x_chunks
+    taps = first.geometry.taps, second.geometry.taps
+    shared = shared_bytes(dtype, kinds, taps, (x_chunks, middle_chunks), rows // outputs, (x_pixels, middle_pixels))
     kernel = Kernel("conv_pair", (("DTYPE", dtype), ("FIRST", kinds[0]), ("SECOND", kinds[1])))
     resident = resident_blocks(kernel, THREADS, shared, gpu)
     if resident == 0:
@@ -171,7 +164,7 @@ def _draft(first: ConvProblem, second: ConvProblem, tile: Triple, rows: int, gpu
 
     tiles = tuple(-(-size // part) for size, part in zip(second.geometry.out_size, tile))
     blocks = second.geometry.batch * prod(tiles)
-    columns = -(-second.geometry.out_channels // rows) if dense_second else 1
+    columns = -(-second.geometry.out_channels // rows) if kinds[1] == "DENSE" else 1
     if columns > GRID_Y:
         return None
     at_a_time = max(1, gpu.multiprocessors * resident // columns)
@@ -184,24 +177,18 @@ def _draft(first: ConvProblem, second: ConvProblem, tile: Triple, rows: int, gpu
             ("first", _layer_params(first)),
             ("second", _layer_params(second)),
             ("out", image(second.out)),
-            ("blocks", blocks),
+            ("tile_count", blocks),
             ("tiles", tiles),
             ("source_count", len(first.xs)),
             ("middle", first.geometry.out_channels),
             ("outputs", second.geometry.out_channels),
-            ("outputs_a_block", rows),
+            ("outputs_per_block", rows),
             ("tile", (tile,)),
             ("middle_tile", (middle_tile,)),
             ("x_tile", (x_tile,)),
-            ("x_packed", int(_is_vectorized(first.xs))),
-            ("second_at", second_at),
-            ("middle_at", middle_at),
-            ("x_at", x_at),
-            ("place_at", place_at),
+            ("x_vectorized", int(_is_vectorized(first.xs))),
             ("x_chunks", x_chunks),
             ("middle_chunks", middle_chunks),
-            ("first_plane", first_plane),
-            ("second_plane", second_plane),
         ),
         shared_bytes=shared,
         purpose="convolution, bias, activation, convolution, bias, residual, activation",
@@ -272,6 +259,28 @@ def _reached(geometry: ConvGeometry, tile: Triple) -> Triple:
         (extent - 1) * stride + span for extent, stride, span in zip(tile, geometry.stride, geometry.span)
     )
     return depth, height, width
+
+
+def shared_bytes(
+    dtype: str,
+    kinds: tuple[str, str],
+    taps: tuple[int, int],
+    chunks: tuple[int, int],
+    output_tiles: int,
+    pixels: tuple[int, int],
+) -> int:
+    """The end of `SharedLayout` of kernels/conv_pair.cu; taps are the layers', chunks and pixels those of x and z."""
+    (first, second), (x_chunks, middle_chunks), (x_pixels, middle_pixels) = kinds, chunks, pixels
+    chunk, sums = CHUNK_BYTES // ITEMSIZE[dtype], ITEMSIZE[accumulator(dtype)]
+    first_weight = taps[0] * tap_bytes(dtype, first, chunk) * middle_chunks
+    second_weight = taps[1] * tap_bytes(dtype, second, OUTPUTS_BYTES // sums) * middle_chunks
+    middle, x, finished = middle_pixels * PITCH_BYTES, x_pixels * PITCH_BYTES, 0
+    if first == "DENSE":
+        first_weight, x = first_weight * x_chunks, x * x_chunks
+    if second == "DENSE":
+        second_weight, middle = second_weight * output_tiles, middle * middle_chunks
+        finished = PART * EPILOGUE_PITCH * sums
+    return TABLES + first_weight + second_weight + middle + max(x + 8 * x_pixels, finished)
 
 
 def tap_bytes(dtype: str, kind: str, rows: int) -> int:

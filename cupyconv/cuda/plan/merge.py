@@ -53,7 +53,7 @@ def draft_merge(problem: ConvProblem) -> Draft | None:
     threads = geometry.pixels // width if vector > 1 else -(-geometry.pixels // (width * WARP)) * WARP
     blocks = tiles * -(-geometry.batch * threads // BLOCK)
     assert blocks <= GRID_X, "a result of that many blocks of sums fits no memory"
-    macros = (("DTYPE", out.dtype), ("TILE", str(tile)), ("PACKET", str(vector)))
+    macros = (("DTYPE", out.dtype), ("TILE", str(tile)), ("VECTOR", str(vector)))
     flops = 2 * geometry.products
     launch = KernelLaunch(
         with_prologue("merge", macros, problem.prologue),

@@ -36,11 +36,11 @@ from cupyconv.problem.recurrence import RECURRENT_METHODS, RecurrentGeometry, Re
 
 #: Threads of a block, and the 32 of a warp as 4 (samples) x 8 (units): RecurrentTile of kernels/recurrent_tile.cuh.
 THREADS, LANE_SAMPLES, LANE_UNITS = 256, 4, 8
-#: Bytes of a row of the weight that a warp takes of a K-block (STEP of kernels/recurrent_products.cuh).
+#: Bytes of a row of the weight that a warp takes of a K-slab (STEP of kernels/recurrent_products.cuh).
 STEP_BYTES = 32
 #: Bytes behind each row of the state in shared memory (STATE_PAD there).
 STATE_PAD_BYTES = {"FMA": 16, "MMA": 32, "TF32": 16}
-#: K-blocks on their way, by whether the weight is resident.
+#: K-slabs on their way, by whether the weight is resident.
 STAGES = {False: 3, True: 4}
 #: Elements between two counters, each on a line of its own (APART of kernels/recurrent_persistent.cu).
 COUNTERS_APART = 32
@@ -425,14 +425,14 @@ class _Layer:
             ("count", max(chunk.count, 1)),
             ("first", first),
             ("backward", [int(sign < 0) for sign in geometry.signs]),
-            ("gates_a_unit", geometry.gates),
+            ("gates_per_unit", geometry.gates),
             ("is_candidate", int(two_products and (persistent or gates == 1))),
             ("keeps_gates", int(bool(kept_gates) or two_products)),
             ("input_forget", int(geometry.input_forget)),
             ("lengths_wide", int(lengths is not None and lengths.dtype == "int64")),
-            ("weight_packet", _vector_bytes(problem.weight_hh)),
-            ("weight_ih_packet", _vector_bytes(problem.weight_ih)),
-            ("states_packed", int(state // geometry.batch * ITEMSIZE[self.computed] % VECTOR_BYTES == 0)),
+            ("weight_vector", _vector_bytes(problem.weight_hh)),
+            ("weight_ih_vector", _vector_bytes(problem.weight_ih)),
+            ("states_vectorized", int(state // geometry.batch * ITEMSIZE[self.computed] % VECTOR_BYTES == 0)),
         )
 
     def _notes(self) -> tuple[str, ...]:

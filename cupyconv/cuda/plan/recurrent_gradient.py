@@ -214,7 +214,7 @@ class _Gradient:
                     arithmetic_seconds=flops / rate,
                 )
             )
-        return LaunchLoop(tuple(launches), times=run.count + 1, counter="k")
+        return LaunchLoop(tuple(launches), times=run.count + 1, counter="steps_done")
 
     def _params(self, run: _Run, phase: int) -> tuple[tuple[str, Any], ...]:
         """The C++ struct RecurrentGradientParams."""
@@ -252,13 +252,13 @@ class _Gradient:
             ("directions", geometry.directions),
             ("sign", (geometry.signs[0], geometry.signs[-1])),
             ("first_direction", run.directions[0]),
-            ("phase", phase),
+            ("is_reset", phase),
             ("input_forget", int(geometry.input_forget)),
             ("reset_first", int(self.resets)),
             ("wide_lengths", int(lengths is not None and lengths.dtype == "int64")),
             ("begins", int(run.begins)),
-            ("rows", self.sums.shape[1]),
-            ("k", 0),
+            ("sum_rows", self.sums.shape[1]),
+            ("steps_done", 0),
         )
 
     def _inputs_launch(self, run: _Run) -> KernelLaunch:

@@ -169,7 +169,7 @@ def _launch(problem: WeightGradientProblem, sums: Address, parts: int) -> Kernel
             ("sums", sums),
             ("plane", plane),
             ("batch", geometry.batch),
-            ("a_part", -(-geometry.batch * geometry.pixels // parts)),
+            ("pixels_per_part", -(-geometry.batch * geometry.pixels // parts)),
             ("groups", geometry.groups),
             ("group_channels", geometry.group_channels),
             ("group_outputs", geometry.group_outputs),

@@ -49,9 +49,9 @@ _RECURRENT = _struct(
     y=STRIDED, y_step=INT64, lengths=POINTER, lengths_stride=INT64, gates=POINTER, gates_d=INT64, gates_t=INT64,
     beside=POINTER, beside_d=INT64, beside_t=INT64, states=POINTER, cells=POINTER, counters=POINTER,
     activation=(GATE_ACTIVATION, 6), clip=FLOAT64, steps=INT32, batch=INT32, inputs=INT32, hidden=INT32, step=INT32, count=INT32,
-    first=(INT32, 2), backward=(INT32, 2), gates_a_unit=INT32, is_candidate=INT32, keeps_gates=INT32,
-    input_forget=INT32, lengths_wide=INT32, weight_packet=INT32, weight_ih_packet=INT32,
-    states_packed=INT32,
+    first=(INT32, 2), backward=(INT32, 2), gates_per_unit=INT32, is_candidate=INT32, keeps_gates=INT32,
+    input_forget=INT32, lengths_wide=INT32, weight_vector=INT32, weight_ih_vector=INT32,
+    states_vectorized=INT32,
 )  # fmt: skip
 _PAIR_LAYER = _struct(windows=WINDOWS, weight=IMAGE, epilogue=EPILOGUE)
 _BOX = _struct(size=(INT32, 3))
@@ -68,10 +68,9 @@ PARAMETERS = {
         outputs=INT32, group_outputs=INT32, group_channels=INT32, channel_lanes=INT32,
     ),
     "conv_pair": _struct(
-        sources=(SOURCE, MAX_PAIR_SOURCES), first=_PAIR_LAYER, second=_PAIR_LAYER, out=IMAGE, blocks=INT64, tiles=(INT64, 3),
-        source_count=INT32, middle=INT32, outputs=INT32, outputs_a_block=INT32, tile=_BOX, middle_tile=_BOX, x_tile=_BOX, x_packed=INT32,
-        second_at=INT32, middle_at=INT32, x_at=INT32, place_at=INT32, x_chunks=INT32, middle_chunks=INT32, first_plane=INT32,
-        second_plane=INT32,
+        sources=(SOURCE, MAX_PAIR_SOURCES), first=_PAIR_LAYER, second=_PAIR_LAYER, out=IMAGE, tile_count=INT64, tiles=(INT64, 3),
+        source_count=INT32, middle=INT32, outputs=INT32, outputs_per_block=INT32, tile=_BOX, middle_tile=_BOX, x_tile=_BOX,
+        x_vectorized=INT32, x_chunks=INT32, middle_chunks=INT32,
     ),
     "im2col": _struct(
         sources=SOURCES, windows=WINDOWS, prologue=PROLOGUE, columns=POINTER, stride_n=INT64, stride_row=INT64, stride_pixel=INT64, batch=INT64,
@@ -95,7 +94,7 @@ PARAMETERS = {
         groups=INT32, group_channels=INT32, group_outputs=INT32, first=INT32, channels=INT32, conjugated=INT32,
     ),
     "weight_gradient": _struct(
-        sources=SOURCES, windows=WINDOWS, prologue=PROLOGUE, grad=IMAGE, sums=POINTER, plane=INT64, batch=INT64, a_part=INT64, groups=INT32,
+        sources=SOURCES, windows=WINDOWS, prologue=PROLOGUE, grad=IMAGE, sums=POINTER, plane=INT64, batch=INT64, pixels_per_part=INT64, groups=INT32,
         group_channels=INT32, group_outputs=INT32,
     ),
     "max_pool": _struct(x=IMAGE, windows=WINDOWS, out=IMAGE, batch=INT64, nothing=FLOAT64, channels=INT32, lanes=INT32),
@@ -105,7 +104,7 @@ PARAMETERS = {
     "epilogue": _struct(
         sums=POINTER, sums_stride_n=INT64, sums_stride_o=INT64, sums_stride_p=INT64, imaginary=INT64, plane=INT64, out=IMAGE,
         epilogue=EPILOGUE, size=(INT64, 3), batch=INT64, first_pixel=INT64, pixels=INT64, channels=INT32, planes=INT32,
-        along_channels=INT32, sums_packed=INT32, bias_packed=INT32, residual_packed=INT32,
+        along_channels=INT32, sums_vectorized=INT32, bias_vectorized=INT32, residual_vectorized=INT32,
     ),
     "recurrent_step": _RECURRENT,
     "recurrent_persistent": _RECURRENT,
@@ -115,7 +114,8 @@ PARAMETERS = {
         begin_h=POINTER, begin_c=POINTER, carried_h=POINTER, carried_c=POINTER, dgates=POINTER, dcandidate=POINTER,
         previous=POINTER, reset=POINTER, sums=POINTER, activation=(GATE_ACTIVATION, 6), clip=FLOAT64, first=(INT64, 2),
         steps=INT64, batch=INT64, count=INT64, hidden=INT32, directions=INT32, sign=(INT32, 2), first_direction=INT32,
-        phase=INT32, input_forget=INT32, reset_first=INT32, wide_lengths=INT32, begins=INT32, rows=INT32, k=INT32,
+        is_reset=INT32, input_forget=INT32, reset_first=INT32, wide_lengths=INT32, begins=INT32, sum_rows=INT32,
+        steps_done=INT32,
     ),
     "recurrent_inputs": _struct(
         x=POINTER, stride_t=INT64, stride_n=INT64, stride_i=INT64, lengths=POINTER, lengths_stride=INT64, inputs=POINTER,

@@ -6,7 +6,7 @@
 #include "sample.cuh"
 
 using namespace cupyconv;
-using Piece = Packet<unsigned, WIDTH / 4>;
+using Piece = Vector<unsigned, WIDTH / 4>;
 
 constexpr int THREADS = 64;
 
