@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cupyconv.cuda.plan.im2col import Chunk
+from cupyconv.cuda.plan.column_launches import Chunk
 from cupyconv.cuda.plan.launches import (
     VECTOR_BYTES,
     collapse,
@@ -61,15 +61,15 @@ def epilogue_launch(
         (sums.strides, sums.imaginary, sums.planes, sums.plane) if sums else ((0, 0, 0), 0, 0, 0)
     )
     sums_dtype = sums.dtype if sums else accumulator(out.dtype)
-    sums_packed = False
+    sums_vectorized = False
     if sums:
         steps = (strides[0], strides[1], 0, 0, strides[2])
         alignment = min(out.alignment if sums.at.buffer == out.name else VECTOR_BYTES, VECTOR_BYTES)
         placed = Operand(sums.at.buffer, sums_dtype, flat.shape, steps, alignment, sums.at.offset)
         piece = min(width, VECTOR_BYTES // ITEMSIZE[sums_dtype])
-        sums_packed = _is_vectorized(placed, neighbours, width) and (imaginary | plane) % piece == 0
-    bias_packed = along_channels and bias is not None and bias.alignment % (width * out.itemsize) == 0
-    residual_packed = bool(others) and _is_vectorized(others[0], neighbours, width)
+        sums_vectorized = _is_vectorized(placed, neighbours, width) and (imaginary | plane) % piece == 0
+    bias_vectorized = along_channels and bias is not None and bias.alignment % (width * out.itemsize) == 0
+    residual_vectorized = bool(others) and _is_vectorized(others[0], neighbours, width)
     does = ["bias"] * bool(bias) + ["residual"] * bool(residual) + [activation.name] * bool(activation)
     nbytes = out.itemsize * (1 + bool(residual) + bool(pre)) + ITEMSIZE[sums_dtype] * planes * (1 + bool(imaginary))
     if along_channels:
@@ -96,9 +96,9 @@ def epilogue_launch(
             ("channels", channels),
             ("planes", planes),
             ("along_channels", int(along_channels)),
-            ("sums_vectorized", int(sums_packed)),
-            ("bias_vectorized", int(bias_packed)),
-            ("residual_vectorized", int(residual_packed)),
+            ("sums_vectorized", int(sums_vectorized)),
+            ("bias_vectorized", int(bias_vectorized)),
+            ("residual_vectorized", int(residual_vectorized)),
         ),
         purpose=", ".join(does) or ("store" if sums else "zeros"),
         bytes_moved=samples * pixels * channels * nbytes,
