@@ -7,6 +7,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
@@ -101,6 +102,64 @@ def test_the_rule_would_see_an_upward_import():
     assert member("cupyconv.cuda.plan.gemm")[0] > member("cupyconv.call.call")[0]
     assert member("cupyconv.demo.merge")[0] < member("cupyconv")[0]
     assert "cupyconv.cuda.plan.conv" in set(imports(Path("cupyconv/cuda/plan/__init__")))
+
+
+def test_contributings_drawing_is_the_tree():
+    """Every room with every module, and nothing that is not there."""
+    drawing = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("The tree, every file.")[2]
+    drawn: dict[str, set[str]] = {}
+    room = ""
+    for line in drawing.split("```")[1].partition("cupyconv/\n")[2].splitlines():
+        if not line.startswith("  "):
+            break
+        place, modules = line[2:14].strip(), re.split(r"\s{3,}", line[14:])[0]
+        room = place.rstrip("/") or room
+        drawn.setdefault(room, set()).update(modules.split())
+    there: dict[str, set[str]] = {}
+    for path in MODULES:
+        if len(path.parts) > 2 and path.name != "__init__":
+            there.setdefault("/".join(path.parts[1:-1]), set()).add(path.name)
+    assert drawn == there
+
+
+def test_a_file_name_stands_in_two_rooms_at_most():
+    rooms = Counter(path.name for path in MODULES if path.name != "__init__")
+    assert [name for name, count in rooms.items() if count > 2] == []
+
+
+def files_entered(code: str) -> set[str]:
+    """The modules of the package whose functions run while the last line of the code does, in a new process."""
+    *before, last = code.splitlines()
+    traced = (
+        "import sys",
+        *before,
+        "seen = set()",
+        "sys.setprofile(lambda frame, event, argument: seen.add(frame.f_code.co_filename))",
+        last,
+        "sys.setprofile(None)",
+        "print(*sorted(name for name in seen if 'cupyconv' in name and name.endswith('.py')))",
+    )
+    return set(python("\n".join(traced)).split())
+
+
+def test_a_convolution_is_followed_through_few_files():
+    """What a newcomer reads to follow a first call on NumPy from its signature to its product."""
+    arrays = "x, weight = numpy.ones((2, 8, 32, 32), numpy.float32), numpy.ones((16, 8, 3, 3), numpy.float32)"
+    entered = files_entered(f"import numpy, cupyconv\n{arrays}\ncupyconv.conv(x, weight)")
+    assert any(name.endswith("ops/conv.py") for name in entered)
+    assert len(entered) <= 15, sorted(entered)
+
+
+def test_max_pool_lives_in_few_files():
+    naming = [path for path in MODULES if "pool" in (ROOT / path).with_suffix(".py").read_text("utf-8").lower()]
+    kernels = [path for path in KERNELS if "pool" in path.stem]
+    bodies = [path for path in naming if path.parts[1] in ("ops", "problem", "numpy", "cuda")]
+    defining = [
+        p
+        for p in bodies
+        if re.search(r"^(def|class) \w*pool", (ROOT / p).with_suffix(".py").read_text("utf-8"), re.I | re.M)
+    ]
+    assert len(defining) + len(kernels) <= 7, (defining, kernels)
 
 
 def test_no_module_is_named_after_nothing():
