@@ -806,6 +806,26 @@ def test_pooling_on_numpy_keeps_within_the_workspace(shape, taps, stride, order,
         assert loop.blocks == prod(-(-extent // part) for extent, part in zip(extents, loop.block))
 
 
+@given(
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 16), st.integers(3, 60), st.integers(3, 60)),
+    outputs=st.integers(1, 16), groups=st.integers(1, 4), taps=st.integers(1, 3), dtype=st.sampled_from(["float16", "float32"]),
+    method=st.sampled_from(["auto", "direct", "gemm"]), limit=st.integers(1_000, 1 << 18), threads=st.integers(1, 3),
+)  # fmt: skip
+def test_convolution_on_numpy_keeps_within_the_workspace(shape, outputs, groups, taps, dtype, method, limit, threads):
+    """Or is refused; only a copy of a weight that is more than half of the limit comes on top."""
+    batch, channels, *size = shape
+    x = array(batch, groups * channels, *size, dtype=dtype)
+    weight = array(groups * outputs, channels, taps, taps, dtype=dtype)
+    copy = weight.size * 4  # in the dtype of sums
+    with cupyconv.options(workspace_limit=limit, threads=threads):
+        try:
+            made = cupyconv.explain(cupyconv.conv, x, weight, padding=taps // 2, groups=groups, method=method)
+        except ValueError as refusal:
+            assert "workspace" in str(refusal)
+            return
+    assert made.workspace_bytes <= limit + (copy if 2 * copy > limit else 0)
+
+
 def test_pooling_prints_too():
     on_gpu, gradient = pooling_plans(array(2, 8, 16, 16, order="last"), 2)
     assert "max_pool<float32, 4>" in str(on_gpu) and "threads along channels" in str(on_gpu)
