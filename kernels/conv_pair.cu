@@ -64,6 +64,7 @@ constexpr int PART = 16;                          // rows of y that are finished
 constexpr int EPILOGUE_PITCH = PIXELS + 8;        // of their sums: fragments are stored without conflicts
 
 constexpr int OUTPUTS = sizeof(T) == 8 ? 16 : 32;  // of y, whose sums are in registers at a time
+// Blocks that a multiprocessor has registers for.
 constexpr int MIN_BLOCKS = FIRST == DENSE || sizeof(T) == 8 ? 2 : SECOND == DENSE ? 3 : 4;
 
 using FirstSums = TileSumsOf<T, CHUNK, MIDDLE_PIXELS>::type;

@@ -4,20 +4,69 @@ A target is one array library on one device: NumPy, the CUDA backend on the host
 GPU.  The same test body runs on all three.  Where a target is missing its tests skip, with the reason;
 ``CUPYCONV_REQUIRE_HOST_DEVICE=1``, ``CUPYCONV_REQUIRE_NVRTC=1`` and ``CUPYCONV_REQUIRE_GPU=1`` turn such a
 skip into a failure.
+
+Without an option a run takes every pair of values of a large grid (`grids.py`).  ``--fast`` leaves out the kernels and
+most random examples; ``--nightly`` runs every combination, every kernel variant and thousands of random examples.
 """
 
 from __future__ import annotations
 
 import pytest
+from grids import grid_parameters
 from hypothesis import HealthCheck, settings
 from targets import TARGETS, Target
 
 settings.register_profile(
     "default", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-    max_examples=300, print_blob=True, derandomize=True,
+    max_examples=100, print_blob=True, derandomize=True,
 )  # fmt: skip
+settings.register_profile("fast", settings.get_profile("default"), max_examples=20)
 settings.register_profile("explore", settings.get_profile("default"), derandomize=False, max_examples=6000)
 settings.load_profile("default")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("cupyconv")
+    group.addoption(
+        "--fast", action="store_true",
+        help="without kernels and with few random examples: -m 'not host_device and not nvrtc' --hypothesis-profile=fast",
+    )  # fmt: skip
+    group.addoption(
+        "--nightly", action="store_true",
+        help="every combination of large grids, every kernel variant, full sizes, and --hypothesis-profile=explore",
+    )  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    fast, nightly = config.getoption("--fast"), config.getoption("--nightly")
+    if fast and nightly:
+        raise pytest.UsageError("--fast and --nightly are opposites")
+    if (fast or nightly) and not config.getoption("--hypothesis-profile", None):
+        settings.load_profile("fast" if fast else "explore")
+    if fast:
+        without_kernels = "not host_device and not nvrtc"
+        asked_for = config.option.markexpr
+        config.option.markexpr = f"({asked_for}) and {without_kernels}" if asked_for else without_kernels
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    for grid in metafunc.definition.iter_markers("grid"):
+        axes = {name: values for name, values in grid.kwargs.items() if name != "together"}
+        full = metafunc.config.getoption("--nightly")
+        parameters = grid_parameters(axes, full=full, together=grid.kwargs.get("together", 2))
+        metafunc.parametrize(tuple(axes), parameters)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """A test of the host device alone is marked like the tests of all targets are."""
+    if {"cuda_target", "host_machine"} & {*getattr(item, "fixturenames", ())}:
+        item.add_marker("host_device")
+
+
+@pytest.fixture(scope="session")
+def nightly(request: pytest.FixtureRequest) -> bool:
+    """Whether everything is asked for, whatever it takes."""
+    return bool(request.config.getoption("--nightly"))
 
 
 @pytest.fixture(params=TARGETS)

@@ -33,7 +33,7 @@ import numpy as np
 import pytest
 import reference
 import reference_gradients
-from hypothesis import assume
+from hypothesis import assume, settings
 from hypothesis import strategies as st
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
@@ -59,6 +59,12 @@ ACTIVATIONS = (
 )
 # Bounds that keep one case cheap for the oracle and its integer results exact in bfloat16.
 MOST_TAPS, MOST_TERMS, MOST_PIXELS, MOST_ORACLE_STEPS = 36, 192, 100, 6000
+
+
+def share_of_examples(share: float) -> settings:
+    """So many of the examples that the profile gives every test: for one whose examples cost more than others', or less."""
+    return settings(max_examples=math.ceil(share * settings.default.max_examples))
+
 
 # --- layouts --------------------------------------------------------------------------------------------------
 

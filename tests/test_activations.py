@@ -52,9 +52,7 @@ def test_the_table_has_the_contracts_names():
     assert len({code for code, _ in TABLE.values()}) == len(TABLE), "codes are unique"
 
 
-@pytest.mark.parametrize("method", ["direct", "gemm"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
-@pytest.mark.parametrize("specification", SPECIFICATIONS, ids=str)
+@pytest.mark.grid(specification=SPECIFICATIONS, dtype=DTYPES, method=["direct", "gemm"])
 def test_special_values(target, specification, dtype, method):
     """Through a convolution that changes nothing else: not a NaN or an infinity is lost, moved or made."""
     values = special_values(dtype)

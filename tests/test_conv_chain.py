@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from peak_memory import peak_bytes
 from strategies import (
@@ -28,6 +28,7 @@ from strategies import (
     paddings,
     partners,
     per_axis_ints,
+    share_of_examples,
 )
 from targets import Target, numpy_target
 from tolerance import assert_exact, checked, compare, rounded, tolerance, widened
@@ -175,7 +176,7 @@ def outcome(
 # --- values ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150)
+@share_of_examples(0.5)
 @given(case=chain_cases(), fuse=FUSE, tile=TILES, limit=LIMITS, threads=st.sampled_from((1, 1, 3)))
 def test_integers_are_exact(target, case, fuse, tile, limit, threads):
     arrays = case.arrays(integer=True)
@@ -581,7 +582,7 @@ def chain(target: Target, x: Any, layers: list[dict[str, Any]], *, fuse: Any = "
 
 
 @given(case=chain_cases(), step=st.integers(1, 4))
-@settings(max_examples=60)
+@share_of_examples(0.5)
 def test_no_row_is_computed_twice_and_none_that_is_read_is_missing(case, step):
     x, layers = case.call(numpy_target(), case.arrays(integer=True))
     geometries = [layer.geometry for layer in checked_call(cupyconv.conv_chain, x, layers).problem.layers]

@@ -13,8 +13,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import reference
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from strategies import share_of_examples
 from targets import TARGETS
 from tolerance import assert_exact, compare, rounded, tolerance
 
@@ -184,7 +185,7 @@ def test_integers_are_exact(cuda, variant, pair):
     check(cuda, pair, variant)
 
 
-@settings(max_examples=15)
+@share_of_examples(0.15)
 @given(data=st.data())
 def test_any_pair_in_any_tile(cuda, data):
     """Random geometry; of the tiles that fit any may be taken, not only the cheapest."""

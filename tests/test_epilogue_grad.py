@@ -96,9 +96,7 @@ def test_where_they_bend_and_far_out(target, specification, at, slope):
     assert target.to_host(actual) == pytest.approx(3 * slope)
 
 
-@pytest.mark.parametrize("saved_layout", LAYOUTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.grid(layout=LAYOUTS, saved_layout=LAYOUTS, dtype=["float16", "float32", "float64"])
 def test_both_results_in_every_layout(target, layout, saved_layout, dtype):
     """Integers, so that the sums are exact in any order; more pixels than a block has threads."""
     rng = np.random.default_rng(0)

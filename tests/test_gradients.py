@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import reference
 import reference_gradients
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pullbacks import (
     assert_rounded,
@@ -660,7 +660,6 @@ def test_out_is_written_completely_and_nothing_beside_it(target):
 
 @needs_torch
 @given(case=conv_cases(dtypes=("float64",), activations=ACTIVATIONS))
-@settings(max_examples=200)
 def test_against_torch(target, case):
     import torch_peer
 

@@ -435,10 +435,7 @@ def small_integers(shape, dtype, seed):
     return values.astype(dtype)
 
 
-@pytest.mark.parametrize("beta", [0, 1, 2])
-@pytest.mark.parametrize("transa", [0, 1, 2])
-@pytest.mark.parametrize("transb", [0, 1, 2])
-@pytest.mark.parametrize("name", list(TYPE_NUMBERS))
+@pytest.mark.grid(name=list(TYPE_NUMBERS), transa=[0, 1, 2], transb=[0, 1, 2], beta=[0, 1, 2])
 def test_gemm_is_exact_on_integers(name, transa, transb, beta):
     """Column-major, with a leading dimension wider than the matrix, and one A for the whole batch."""
     device, dtype = HostDevice(), dtype_of(name)

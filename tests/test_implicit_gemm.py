@@ -170,8 +170,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", ALONG_PIXELS, ids=name_of)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.grid(variant=ALONG_PIXELS, case=CASES)
 def test_along_pixels(cuda, case, variant):
     for plan in check_case(cuda, replace(case, dtype=variant["DTYPE"]), variant):
         assert product_of(plan) is None or dict(product_of(plan).kernel.macros) == variant
@@ -211,8 +210,7 @@ CHANNELS_LAST_CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", ALONG_CHANNELS, ids=name_of)
-@pytest.mark.parametrize("case", CHANNELS_LAST_CASES.values(), ids=CHANNELS_LAST_CASES)
+@pytest.mark.grid(variant=ALONG_CHANNELS, case=CHANNELS_LAST_CASES)
 def test_along_channels(cuda, case, variant):
     case = replace(
         case, dtype=variant["DTYPE"], layouts=("channels_last",) * len(case.channels), residual_layout="channels_last"
@@ -252,8 +250,7 @@ SPLIT_CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", ALONG_PIXELS, ids=name_of)
-@pytest.mark.parametrize("case", SPLIT_CASES.values(), ids=SPLIT_CASES)
+@pytest.mark.grid(variant=ALONG_PIXELS, case=SPLIT_CASES)
 def test_a_sum_in_parts(cuda, case, variant):
     exact = case.terms <= 100 or variant["DTYPE"] in ("float32", "float64")
     for plan in check_case(
@@ -334,8 +331,7 @@ def as_convolution(target, a, b, arithmetic):
     return run_arrays(target, b[None], a[..., None], arithmetic)[0]
 
 
-@pytest.mark.parametrize("kind", ["normal", "positive", "scaled", "wide", "cancelling"])
-@pytest.mark.parametrize("terms", [16, 150, 1000])
+@pytest.mark.grid(kind=["normal", "positive", "scaled", "wide", "cancelling"], terms=[16, 150, 1000])
 def test_three_products_are_as_good_as_float32(cuda, kind, terms):
     a, b = matrices(kind, terms, np.random.default_rng(terms))
     error = largest_error(as_convolution(cuda, a, b, "TF32X3"), a, b)
@@ -377,9 +373,7 @@ SPECIAL = {
 }
 
 
-@of_float32
-@pytest.mark.parametrize("side", ["x", "weight"])
-@pytest.mark.parametrize("bits", SPECIAL.values(), ids=SPECIAL)
+@pytest.mark.grid(arithmetic=["FMA", "TF32", "TF32X3"], side=["x", "weight"], bits=SPECIAL)
 def test_special_values_stay_where_they_belong(cuda, arithmetic, side, bits):
     """One element; the results that it takes part in, and no others, are infinite or NaN."""
     value = np.array(bits, np.uint32).view(np.float32)
@@ -470,9 +464,7 @@ def test_complex_is_refused(dtype):
         plan_for("sm_90", dtype)
 
 
-@pytest.mark.parametrize("variant", ALONG_PIXELS, ids=name_of)
-@pytest.mark.parametrize("channels", [(9,), (24, 7, 200)])
-@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.grid(variant=ALONG_PIXELS, channels=[(9,), (24, 7, 200)], groups=[1, 3])
 def test_workspace_is_the_packed_weight_and_the_parts_of_sums(cuda_target, variant, channels, groups):
     """Counted here from the definition: every run in whole K-chunks, then slabs; every tile whole."""
     dtype, tile = as_dtype(variant["DTYPE"]), int(variant["TILE"])

@@ -23,6 +23,9 @@ def channels_last(array):
     return np.moveaxis(np.ascontiguousarray(np.moveaxis(array, 1, -1)), -1, 1)
 
 
+LAYOUTS = {"pixels": np.ascontiguousarray, "channels": channels_last}
+
+
 def the_launch(plan, name):
     (launch,) = [step for step in plan.steps if getattr(step, "kernel", None) and step.kernel.name == name]
     return launch, dict(launch.params), dict(launch.kernel.macros)
@@ -34,19 +37,17 @@ def moved_as_it_lies(target, array):
     return target.to_device(np.ascontiguousarray(array.transpose(order))).transpose(np.argsort(order))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-@pytest.mark.parametrize("channels", [6, 16, 24])
-@pytest.mark.parametrize("layout", ["pixels", "channels"])
-@pytest.mark.parametrize("residual_layout", ["pixels", "channels"])
-@pytest.mark.parametrize("side", [4, 5])
+@pytest.mark.grid(
+    together=3, dtype=["float16", "float32", "float64"], channels=[6, 16, 24], layout=["pixels", "channels"],
+    residual_layout=["pixels", "channels"], side=[4, 5],
+)  # fmt: skip
 def test_epilogue(cuda_target, dtype, channels, layout, residual_layout, side):
-    lay = {"pixels": np.ascontiguousarray, "channels": channels_last}
     x, weight = integers(0, (2, 3, side, side), dtype), integers(1, (channels, 3, 3, 3), dtype)
     bias, residual = integers(2, channels, dtype), integers(3, (2, channels, side, side), dtype)
-    out = moved_as_it_lies(cuda_target, lay[layout](np.empty_like(residual)))
+    out = moved_as_it_lies(cuda_target, LAYOUTS[layout](np.empty_like(residual)))
     arguments = {
         "x": cuda_target.to_device(x), "weight": cuda_target.to_device(weight), "bias": cuda_target.to_device(bias),
-        "residual": moved_as_it_lies(cuda_target, lay[residual_layout](residual)),
+        "residual": moved_as_it_lies(cuda_target, LAYOUTS[residual_layout](residual)),
         "padding": 1, "activation": "relu", "method": "gemm", "out": out,
     }  # fmt: skip
     _, params, macros = the_launch(cupyconv.explain(cupyconv.conv, **arguments), "epilogue")
@@ -60,10 +61,10 @@ def test_epilogue(cuda_target, dtype, channels, layout, residual_layout, side):
     assert_exact(cuda_target.to_host(out), expected, dtype)
 
 
-@pytest.mark.parametrize("kernel", [(3, 1), (3, 2), (5, 1), (5, 2), (7, 1)])
-@pytest.mark.parametrize("mode", ["constant", "reflect", "symmetric", "edge", "wrap"])
-@pytest.mark.parametrize("layout", [np.ascontiguousarray, channels_last], ids=["pixels", "channels"])
-@pytest.mark.parametrize("shape", [(8, 8), (9, 5), (19, 33), (3, 9, 10)])
+@pytest.mark.grid(
+    together=3, kernel=[(3, 1), (3, 2), (5, 1), (5, 2), (7, 1)], mode=["constant", "reflect", "symmetric", "edge", "wrap"],
+    layout=LAYOUTS, shape=[(8, 8), (9, 5), (19, 33), (3, 9, 10)],
+)  # fmt: skip
 def test_depthwise(cuda_target, kernel, mode, layout, shape):
     """Strips that end inside and beyond the image, narrow images, three axes, a multiplier, merged inputs."""
     side, stride = kernel
@@ -85,7 +86,7 @@ def test_depthwise(cuda_target, kernel, mode, layout, shape):
 
 @pytest.mark.parametrize(("stride", "dtype"), [(1, "float32"), (2, "float32"), (1, "float16")])
 @pytest.mark.parametrize("mode", ["constant", "reflect"])
-@pytest.mark.parametrize("layout", [np.ascontiguousarray, channels_last], ids=["pixels", "channels"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_grouped_depthwise(cuda_target, stride, dtype, mode, layout):
     """Groups of three channels, of which one spans two inputs, and of two outputs."""
     xs = [layout(integers(i, (2, c, 11, 9), dtype)) for i, c in enumerate((4, 5))]
@@ -118,11 +119,10 @@ def test_depthwise_of_any_kernel(cuda_target, change):
     assert_exact(cuda_target.to_host(actual), reference.conv(x[flip], weight, **settings), "float64")
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex128"])
-@pytest.mark.parametrize("channels", [(3,), (8,), (16, 5), (40,)])
-@pytest.mark.parametrize("layout", [np.ascontiguousarray, channels_last], ids=["pixels", "channels"])
-@pytest.mark.parametrize("size", [(5, 7), (2, 3, 4)])
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.grid(
+    together=3, dtype=["float16", "float32", "float64", "complex128"], channels=[(3,), (8,), (16, 5), (40,)], layout=LAYOUTS,
+    size=[(5, 7), (2, 3, 4)], step=[1, 2],
+)  # fmt: skip
 def test_im2col(cuda_target, dtype, channels, layout, size, step):
     """Squares that are whole and cut, along pixels and along channels, written in vectors and one by one."""
     xs = [layout(integers(i, (3, c, *size), dtype)) for i, c in enumerate(channels)]

@@ -103,9 +103,9 @@ def test_tiles_and_vectors(target, outputs, dtype, pixels):
     assert_close(target.to_host(actual), expected, dtype, terms=12)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-@pytest.mark.parametrize("pixels", [1, 31, 33, 128, 129, 259])
-@pytest.mark.parametrize("residual_step", [None, 1, 3])
+@pytest.mark.grid(
+    dtype=["float16", "float32", "float64"], pixels=[1, 31, 33, 128, 129, 259], residual_step=[None, 1, 3]
+)
 def test_unaligned_rows(target, dtype, pixels, residual_step):
     """Images that begin one element past an aligned address, rows of any length, a residual with gaps; several
     samples, and inputs whose ends fall anywhere in a round of channels."""

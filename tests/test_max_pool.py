@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import reference
 import reference_gradients
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pullbacks import FIELDS, assert_rounded, bytes_of, on_device
 from strategies import PoolCase, as_dtype, drawn, nan_filled, pool_cases
@@ -246,7 +246,6 @@ def test_out_is_written_completely_and_nothing_beside_it(target):
 
 @needs_torch
 @given(case=pool_cases(dtypes=("float64",)))
-@settings(max_examples=200)
 def test_against_torch(target, case):
     import torch_peer
 

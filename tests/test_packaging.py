@@ -89,7 +89,8 @@ def test_sdist_holds_everything_needed_to_build_and_test(distributions):
     with tarfile.open(distributions[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert set(sources("cupyconv", "kernels", "tests", "examples")) <= names
-    assert {"pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", ".ci/run"} <= names
+    assert {"pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"} <= names
+    assert {".ci/run", ".ci/nightly"} <= names
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
 
 

@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from grids import combined
+from hypothesis import given
 from hypothesis import strategies as st
+from strategies import share_of_examples
 
 import cupyconv
 from cupyconv.call.explain import checked_call
@@ -180,7 +182,7 @@ PROBLEMS: list[tuple[int, tuple[int, ...], tuple[int, ...], int, tuple[int, ...]
     (0, (3,), (8, 8), 4, (3, 3), {}),
 ]
 LAYOUTS = [{}, {"order": "last"}, {"order": "gaps"}, {"offset": 1}]
-EPILOGUES = [(), ("bias",), ("bias", "activation"), ("residual",), ("residual", "activation"), ("prologue",)]
+EPILOGUES = [(), ("bias",), ("bias", "activation"), ("residual",), ("residual", "activation")]
 
 
 @dataclass(frozen=True)
@@ -190,15 +192,19 @@ class Case:
     limit: int | None
 
 
-def every_plan(x_dtype: Any, weight_dtype: Any) -> Iterator[Case]:
-    """Plans of the product of problems, layouts, epilogues, methods and limits."""
+def rows(dtype: np.dtype, *, full: bool) -> list[tuple[Any, ...]]:
+    """Problem, layout, epilogue and limit: every pair of them, or all."""
+    of_dtype = [epilogue for epilogue in EPILOGUES if dtype.kind != "c" or "activation" not in epilogue]
+    # With a prologue strides and limits ask for no other kernels.
+    with_prologue = product(PROBLEMS, ({}, {"offset": 1}), (("prologue",),), (None,))
+    return [*combined(PROBLEMS, LAYOUTS, of_dtype, (None, 40_000), full=full), *with_prologue]
+
+
+def every_plan(x_dtype: Any, weight_dtype: Any, *, full: bool) -> Iterator[Case]:
+    """Plans of problems, layouts, epilogues and limits, by every method."""
     dtype = np.result_type(x_dtype, weight_dtype)
-    for problem, layout, epilogue, limit in product(PROBLEMS, LAYOUTS, EPILOGUES, (None, 40_000)):
+    for problem, layout, epilogue, limit in rows(dtype, full=full):
         batch, channels, size, outputs, kernel, parameters = problem
-        if dtype.kind == "c" and "activation" in epilogue:
-            continue
-        if "prologue" in epilogue and ("order" in layout or limit):
-            continue  # these ask for no other kernels
         xs = [array(batch, count, *size, dtype=x_dtype, **layout) for count in channels]
         weight = array(outputs, sum(channels) // parameters.get("groups", 1), *kernel, dtype=weight_dtype)
         arguments: dict[str, Any] = dict(parameters)
@@ -221,10 +227,10 @@ def every_plan(x_dtype: Any, weight_dtype: Any) -> Iterator[Case]:
 
 
 @functools.cache
-def kernels_asked_for(x_dtype: Any, weight_dtype: Any) -> frozenset[Kernel]:
+def kernels_asked_for(x_dtype: Any, weight_dtype: Any, *, full: bool) -> frozenset[Kernel]:
     """The kernels of every plan, each of which is checked."""
     asked: set[Kernel] = set()
-    for case in every_plan(x_dtype, weight_dtype):
+    for case in every_plan(x_dtype, weight_dtype, full=full):
         try:
             check(case.plan, case.limit)
         except AssertionError as error:
@@ -357,11 +363,11 @@ def kernels_of_recurrent_layers(dtype: Any) -> set[Kernel]:
     return asked
 
 
-def kernels_of_input_gradients(x_dtype: Any, weight_dtype: Any) -> set[Kernel]:
+def kernels_of_input_gradients(x_dtype: Any, weight_dtype: Any, *, full: bool) -> set[Kernel]:
     """Those of input gradients, into one array and several, whose plans are checked."""
     asked: set[Kernel] = set()
     cuts = (("constant", None), ("edge", None), ("constant", 40_000))[: 3 if x_dtype == "float32" else 2]
-    for problem, layout, (mode, limit) in product(PROBLEMS, LAYOUTS, cuts):
+    for problem, layout, (mode, limit) in combined(PROBLEMS, LAYOUTS, cuts, full=full):
         batch, channels, size, outputs, kernel, parameters = problem
         parameters = {"padding": 1, **parameters, "padding_mode": mode}
         xs = [array(batch, count, *size, dtype=x_dtype) for count in channels]
@@ -468,14 +474,14 @@ def test_sizes_beyond_32_bits_of_recurrent_gradients():
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda pair: "-".join(np.dtype(dtype).name for dtype in pair))
-def test_every_plan_respects_the_limits_and_asks_for_listed_kernels(dtypes):
-    unlisted = kernels_asked_for(*dtypes) - set(all_variants())
+def test_every_plan_respects_the_limits_and_asks_for_listed_kernels(dtypes, nightly):
+    unlisted = kernels_asked_for(*dtypes, full=nightly) - set(all_variants())
     assert not unlisted, ", ".join(map(str, unlisted))
 
 
-def test_every_listed_kernel_is_asked_for():
+def test_every_listed_kernel_is_asked_for(nightly):
     """The list holds nothing that cannot happen."""
-    asked = {kernel for dtypes in DTYPES for kernel in kernels_asked_for(*dtypes)}
+    asked = {kernel for dtypes in DTYPES for kernel in kernels_asked_for(*dtypes, full=nightly)}
     for (dtype, _), step in product(DTYPES, (1, 2)):
         asked |= kernels_of_columns(dtype, step) | kernels_of_epilogue_grads(dtype)
         asked |= kernels_of_prologue_grads(dtype)
@@ -489,7 +495,7 @@ def test_every_listed_kernel_is_asked_for():
     for narrow, wide in product(("float16", BFLOAT16, "float32"), ("float32", "float64")):
         asked |= kernels_of_widening(narrow, wide)
     for dtypes in DTYPES:
-        asked |= kernels_of_input_gradients(*dtypes) | kernels_of_weight_gradients(*dtypes)
+        asked |= kernels_of_input_gradients(*dtypes, full=nightly) | kernels_of_weight_gradients(*dtypes)
     assert sorted(map(str, set(all_variants()) - asked)) == []
     assert sorted(map(str, asked - set(all_variants()))) == []
 
@@ -694,7 +700,7 @@ def test_then_of_pixels():
     assert {call.c.at.offset // (8 * 10_000 * 4) for call in gemms(made)} == {0, 1, 2}
 
 
-@settings(max_examples=150)
+@share_of_examples(0.5)
 @given(
     batch=st.integers(1, 100), channels=st.integers(1, 8), outputs=st.integers(1, 9), size=st.integers(3, 150),
     limit=st.integers(350_000, 4_000_000), order=st.sampled_from(["C", "last"]),
@@ -710,7 +716,6 @@ def test_chunks_are_balanced_and_cover_everything_once(batch, channels, outputs,
         assert max(sizes) <= -(-total // count) + 7, f"chunks of {sizes} where {count} equal ones would do"
 
 
-@settings(max_examples=300)
 @given(
     batch=st.integers(0, 40), channels=st.lists(st.integers(0, 40), min_size=1, max_size=4),
     outputs=st.integers(0, 40), size=st.lists(st.integers(1, 60), min_size=1, max_size=2), taps=st.integers(1, 3),
@@ -792,7 +797,7 @@ def test_pooling_is_one_launch_within_the_limits(shape, order):
         assert made.workspace_bytes == 0 and made.bound == "memory"
 
 
-@settings(max_examples=150)
+@share_of_examples(0.5)
 @given(
     shape=st.lists(st.integers(1, 300), min_size=3, max_size=5), taps=st.integers(1, 4), stride=st.integers(1, 4),
     order=st.sampled_from(["C", "last", "gaps"]), dtype=st.sampled_from(["float16", "float32", "float64"]),

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import reference
 import reference_gradients
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from peak_memory import peak_bytes
 from pullbacks import assert_rounded, attempted, bytes_of, on_device
-from strategies import ACTIVATIONS, DTYPES, absolute_values, as_dtype, conv_cases
+from strategies import ACTIVATIONS, DTYPES, absolute_values, as_dtype, conv_cases, share_of_examples
 from test_implicit_gemm import MACROS, run_forced
 from test_repetition import assert_warm_is_fresh
 from tolerance import assert_close, assert_exact, compare, finfo, rounded, tolerance
@@ -77,7 +77,7 @@ def run(target, case, arrays, prologue, method, limit):
 # --- results ----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=120)
+@share_of_examples(0.6)
 @given(data=st.data(), method=METHODS, limit=LIMITS)
 def test_integers_are_exact(target, data, method, limit):
     case = data.draw(conv_cases(dtypes=dtypes_on(target), mixed_dtypes=target.name == "numpy"))
@@ -101,7 +101,7 @@ def transform_error(xs, images, prologue, dtype, axis):
     return [eps * (size + np.abs(image) + (activation is not None)) for size, image in zip(sizes, images)]
 
 
-@settings(max_examples=100)
+@share_of_examples(0.5)
 @given(data=st.data(), method=METHODS, limit=LIMITS)
 def test_random_data(target, data, method, limit):
     case = data.draw(conv_cases(dtypes=dtypes_on(target), mixed_dtypes=False, activations=(None, "relu")))
@@ -198,11 +198,14 @@ def test_implicit_gemm(cuda_target, macros):
 # --- what a prologue is -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shift", [5.0, np.nan, np.inf])
-@pytest.mark.parametrize("activation", [None, "sigmoid", "relu"])
-@pytest.mark.parametrize("method, groups", [("direct", 1), ("direct", 2), ("gemm", 1), ("implicit_gemm", 1)])
-def test_padding_is_not_transformed(target, method, groups, shift, activation):
+@pytest.mark.grid(
+    method_and_groups=[("direct", 1), ("direct", 2), ("gemm", 1), ("implicit_gemm", 1)],
+    activation=[None, "sigmoid", "relu"],
+    shift=[5.0, np.nan, np.inf],
+)
+def test_padding_is_not_transformed(target, method_and_groups, shift, activation):
     """A window of nothing but padding gives 0, whatever becomes of a zero of the input."""
+    method, groups = method_and_groups
     if target.name == "numpy" and method == "implicit_gemm":
         pytest.skip("a method of GPUs")
     x, weight = np.zeros((1, 2, 3, 4), np.float32), np.ones((2, 2 // groups, 2, 2), np.float32)
@@ -341,7 +344,7 @@ def expected_gradients(grad, arrays, prologue, parameters, axis):
     return inner._replace(x=np.split(dx, splits, axis)), dscale, dshift
 
 
-@settings(max_examples=80)
+@share_of_examples(0.5)
 @given(data=st.data())
 def test_pullback_of_integers_is_exact(target, data):
     dtypes = ("float32", "float64", "complex64") if target.name == "numpy" else ("float32", "complex64")

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import reference
 import reference_recurrent
-from hypothesis import given, settings
+from hypothesis import given
 from peak_memory import peak_bytes
 from recurrent_cases import FUNCTIONS, STEPS, RecurrentCase, recurrent_cases
-from strategies import as_dtype
+from strategies import as_dtype, share_of_examples
 from targets import TARGETS, Target
 from test_activations import DTYPES, special_values
 from test_bad_input import Ones, assert_refused, placed, table
@@ -50,7 +50,7 @@ def full_case(cell: str, **changed: Any) -> RecurrentCase:
 # --- values -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=400)
+@share_of_examples(1.5)
 @given(case=recurrent_cases())
 def test_every_attribute(target, case):
     arrays = case.arrays()
@@ -64,7 +64,7 @@ def test_every_attribute(target, case):
         case.assert_close(target.to_host(c), expected.c, expected.largest)
 
 
-@settings(max_examples=100)
+@share_of_examples(0.5)
 @given(case=recurrent_cases(dtypes=("float64", "float32", "bfloat16")))
 def test_what_a_gradient_needs(target, case):
     """Gates before their activations, at x's time, whichever way the direction goes; an lstm's cells."""
@@ -89,7 +89,7 @@ def test_what_a_gradient_needs(target, case):
         replace(case, dtype=wide).assert_close(actual, wanted, expected.largest)
 
 
-@settings(max_examples=60)
+@share_of_examples(0.4)
 @given(case=recurrent_cases(directions=("forward",)))
 def test_steps_are_a_sequence(target, case):
     """One call a step gives what one call for all gives."""

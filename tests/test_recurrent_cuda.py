@@ -12,8 +12,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from recurrent_cases import FUNCTIONS, RecurrentCase, recurrent_cases
+from strategies import share_of_examples
 from test_kernels_compile import compile_for_host
 
 import cupyconv
@@ -77,7 +78,7 @@ def choosing(monkeypatch):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_attribute(cuda_target, method):
-    @settings(max_examples=150)
+    @share_of_examples(0.5)
     @given(case=recurrent_cases(dtypes=("float32",)))
     def check(case):
         arrays = case.arrays()

@@ -10,10 +10,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import reference_recurrent
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from peak_memory import peak_bytes
 from reference_recurrent_gradients import Gradients, recurrent_gradients
+from strategies import share_of_examples
 from targets import Target, numpy_target
 from tolerance import finfo, rounded, widened
 
@@ -204,7 +205,7 @@ def layers(draw) -> Layer:
     )  # fmt: skip
 
 
-@settings(max_examples=100)
+@share_of_examples(0.5)
 @given(layer=layers(), limit=st.sampled_from([None, None, 6000, 20000]))
 def test_gradients_are_the_oracles(target, layer, limit):
     if target.name != "numpy":  # a dtype more is a kernel more for each cell

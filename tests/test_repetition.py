@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from strategies import ConvCase, conv_cases
+from strategies import ConvCase, conv_cases, share_of_examples
 from targets import Target
 
 import cupyconv
@@ -117,20 +117,20 @@ def with_bools(values: Any) -> Any:
     return tuple(map(with_bools, values)) if isinstance(values, tuple) else bool(values)
 
 
-@settings(max_examples=40)
+@share_of_examples(0.2)
 @given(case=conv_cases())
 def test_a_warm_call_is_a_fresh_call_on_numpy(case):
     target = Target("numpy", np.array, np.asarray, np)
     assert_warm_is_fresh(target, case_calls(target, case))
 
 
-@settings(max_examples=12)
+@share_of_examples(0.1)
 @given(case=conv_cases(dtypes=("float32", "float16")))
 def test_a_warm_call_is_a_fresh_call_on_cuda(cuda_target, case):
     assert_warm_is_fresh(cuda_target, case_calls(cuda_target, case))
 
 
-@settings(max_examples=25)
+@share_of_examples(0.15)
 @given(case=conv_cases(dtypes=("float32",), mixed_dtypes=False), data=st.data())
 def test_layouts_are_told_apart(target, case, data):
     """The same problem with its arrays laid out in other ways, in and out of alignment."""
@@ -407,6 +407,16 @@ def test_the_memory_of_calls_is_bounded(monkeypatch):
         x = np.full((1, 1, width), float(width))
         assert (cupyconv.conv(x, weight) == width).all()
         assert len(repetition._executables) <= 5
+
+
+def test_the_least_recently_used_call_is_let_go(monkeypatch):
+    checked = []
+    monkeypatch.setattr(repetition, "KEPT", 2)
+    monkeypatch.setattr(CONV, "_check", lambda given, **rest: checked.append(given["x"]) or check_conv(given, **rest))
+    weight, images = np.ones((1, 1, 1)), [np.ones((1, 1, width)) for width in range(1, 4)]
+    for number in (0, 1, 0, 2, 0, 1):
+        cupyconv.conv(images[number], weight)
+    assert [x.shape[2] for x in checked] == [1, 2, 3, 2]  # the third call made the second let go, not the first
 
 
 def test_forgetting_while_others_call(target, monkeypatch):

@@ -55,8 +55,8 @@ def fresh():
 @pytest.mark.parametrize(
     "body, kernel, settings",
     [
-        ("shared columns", (3, 3), {"padding": 1}),
-        ("shared columns", (3, 3), {"stride": 2, "padding": 1}),
+        ("MEC columns", (3, 3), {"padding": 1}),
+        ("MEC columns", (3, 3), {"stride": 2, "padding": 1}),
         ("columns", (1, 1), {"stride": 2}),
         ("columns", (3, 3), {"groups": 2}),
         ("view", (1, 1), {}),
@@ -70,7 +70,7 @@ def fresh():
 )
 def test_every_body(fresh, monkeypatch, body, kernel, settings, grad_dtype, x_dtype):
     """Each is planned where it should be, and exact; views only of factors of one kind."""
-    if body == "shared columns":
+    if body == "MEC columns":
         monkeypatch.setattr(mec, "MEMORY_BLOCK", 64)
     x = integers((2, 12, 18, 17), x_dtype)
     window = {name: value for name, value in settings.items() if name != "method"}
@@ -124,11 +124,10 @@ def test_a_1x1_gradient_reads_both_factors_where_they_lie():
     assert plan.flops == sum(call.flops for call in calls) == 2 * 4 * 64 * 256 * 32 * 32
 
 
-@pytest.mark.parametrize("is_long", [False, True], ids=["samples apart", "one long row"])
-@pytest.mark.parametrize("groups", [1, 2, 12])
-@pytest.mark.parametrize(
-    "dtypes", ["float32 float32", "float16 float16", "complex64 complex64", "complex64 float32", "float32 complex64"]
-)
+@pytest.mark.grid(
+    is_long={"samples apart": False, "one long row": True}, groups=[1, 2, 12],
+    dtypes=["float32 float32", "float16 float16", "complex64 complex64", "complex64 float32", "float32 complex64"],
+)  # fmt: skip
 @pytest.mark.host_device
 def test_every_cut_of_the_sum(target, fresh, monkeypatch, is_long, groups, dtypes):
     """Both ways to cut, in more parts than one, whole and in chunks: exact."""
@@ -166,5 +165,5 @@ def test_least_shared_is_what_decides(fresh, monkeypatch):
     assert explained(grad, x, 3, padding=1).steps[0].name == "columns"
     monkeypatch.setattr(mec, "LEAST_SHARED", 1)
     monkeypatch.setattr(mec, "MEMORY_BLOCK", 64)
-    assert explained(grad, x, 3, padding=1).steps[0].name == "shared columns"
+    assert explained(grad, x, 3, padding=1).steps[0].name == "MEC columns"
     assert_exact(cupyconv.conv_grad_weight(grad, x, 3, padding=1), by_definition(grad, x, (3, 3), padding=1), "float32")

@@ -83,7 +83,7 @@ class Operation:
         self._arrays_of, self._settings_of = itemgetter(*arrays), itemgetter(*settings)
 
     def __call__(self, arguments: dict[str, Any], *, saving: bool = False) -> Any:
-        """The result for these arguments, which are all of the function's by name."""
+        """The result for all arguments of the function by name: its own ``locals()``, for instance."""
         if self._unpack is not None:
             arguments = self._unpack(arguments)
         settings = self._settings_of(arguments)

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.numpy.convolution import ConvLoop, Convolution, Rejected, bound, plan_conv
+from cupyconv.numpy.convolution import ConvLoop, Convolution, Rejected, plan_conv
 from cupyconv.numpy.windows import Scratch, five_axes, in_threads, ranges_of
 from cupyconv.problem.arrays import Operand, accumulator, dtype_from_name
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
@@ -168,11 +168,9 @@ def _plan(
     problem: ChainProblem, method: str, reason: str, steps: tuple[ChainLoop, ...], sizes: Mapping[str, int]
 ) -> Plan:
     notes = tuple(dict.fromkeys(note for layer in problem.layers for note in layer.notes))
-    return Plan(
-        method=method, backend="numpy", device=str(problem.machine), problem=problem.title,
-        result=problem.layers[-1].result, steps=steps, flops=problem.flops,
-        bytes_moved=sum(step.bytes_moved for step in steps), minimal_bytes=problem.minimal_bytes, reason=reason,
-        notes=notes, bound=bound(problem.flops, problem.minimal_bytes),
+    return problem.planned(
+        steps, method=method, reason=reason, notes=notes, bytes_moved=sum(step.bytes_moved for step in steps),
+        bound=problem.host.bound(problem.flops, problem.minimal_bytes),
         workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items() if nbytes),
     )  # fmt: skip
 
@@ -252,8 +250,7 @@ def _tiled(problem: ChainProblem, tile: tuple[int, int], limit: int, *, is_fused
     """The loop over tiles of (samples, rows); ValueError where its workspace passes `limit`."""
     layers = problem.layers
     geometries = tuple(layer.geometry for layer in layers)
-    assert isinstance(problem.machine, HostModel)
-    threads, axis = problem.machine.threads, _axis(geometries[-1])
+    threads, axis = problem.host.threads, _axis(geometries[-1])
     groups, rows = -(-geometries[-1].batch // tile[0]), geometries[-1].out_size[axis]
     bands = min(-(-threads // groups), -(-rows // tile[1])) if is_fused else 1
     workers = min(threads, groups * bands) if is_fused else 1
@@ -382,7 +379,8 @@ class ChainConvolution:
         """Compute the result; arguments and result are given by name."""
         chain = _Run(self, arrays)
         bands = list(product(self.plan.sample_ranges, self.plan.row_ranges))
-        in_threads(self.plan.threads, lambda band: chain.finish(*band), bands)
+        for _ in in_threads(self.plan.threads, lambda band: chain.finish(*band), bands):
+            pass
 
 
 class _Held:

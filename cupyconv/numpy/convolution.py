@@ -52,8 +52,6 @@ MEMORY_BLOCK = 512 << 10
 SMALLEST_BLOCK = 32
 #: Pixels from which one sample fills a product; smaller images share one, through columns.
 LONE_PIXELS = 256
-#: Operations per byte beyond which a few cores are busier than their memory.
-BALANCE = 8
 
 #: Why the method is a GPU's.
 NO_IMPLICIT_GEMM = "BLAS reads matrices, so columns are written, block by block (method 'gemm')"
@@ -131,10 +129,9 @@ def _with_room(
                     return way.plan(problem, method, rejected)
                 except NotApplicable as reason:
                     refusal = reason
-        assert isinstance(problem.machine, HostModel)
-        if problem.machine.threads <= 1:
+        if problem.host.threads <= 1:
             raise refusal
-        problem = replace(problem, machine=HostModel(problem.machine.threads // 2))
+        problem = replace(problem, machine=HostModel(problem.host.threads // 2))
 
 
 # --- plans ----------------------------------------------------------------------------------------------------
@@ -261,14 +258,13 @@ class ConvLoop(BlockLoop):
     @classmethod
     def of(cls, problem: ConvProblem, block: BlockSize, **own: Any) -> Self:
         """The loop over blocks of this size."""
-        geometry, machine = problem.geometry, problem.machine
-        assert isinstance(machine, HostModel)
+        geometry = problem.geometry
         axes = (geometry.batch, *geometry.out_size)
         is_empty = 0 in axes or geometry.out_channels == 0
         blocks = 0 if is_empty else prod(-(-extent // part) for extent, part in zip(axes, block))
         return cls(
             inputs=tuple(x.name for x in problem.xs), block=block, blocks=blocks,
-            threads=max(1, min(machine.threads, blocks)), geometry=geometry, dtype=accumulator(problem.out.dtype),
+            threads=max(1, min(problem.host.threads, blocks)), geometry=geometry, dtype=accumulator(problem.out.dtype),
             x_dtype=accumulator(problem.x_dtype), weight_dtype=accumulator(problem.weight_dtype),
             activation=problem.activation, in_place=cls.sums_are_result(problem, block), prologue=problem.prologue,
             bytes_moved=problem.minimal_bytes, flops=problem.flops, **own,
@@ -277,8 +273,7 @@ class ConvLoop(BlockLoop):
     @classmethod
     def fitted(cls, problem: ConvProblem) -> Self:
         """The loop over blocks of about the size aimed at, or the largest that keep within the workspace limit."""
-        assert isinstance(problem.machine, HostModel)
-        threads, weight = problem.machine.threads, weight_copy(problem)
+        threads, weight = problem.host.threads, weight_copy(problem)
         fixed = weight + cls.weight_bytes(problem) + 2 * Plan.ALIGNMENT
 
         def needed(block: BlockSize) -> int:
@@ -313,14 +308,9 @@ def plan_of(
     nbytes = computed.minimal_bytes
     return Plan(
         backend="numpy", device=str(computed.machine), steps=tuple(steps), flops=computed.flops, minimal_bytes=nbytes,
-        bytes_moved=nbytes * max(1, len(steps)), notes=computed.notes, bound=bound(computed.flops, nbytes),
+        bytes_moved=nbytes * max(1, len(steps)), notes=computed.notes, bound=computed.host.bound(computed.flops, nbytes),
         workspace=tuple(Buffer(name, size) for name, size in sizes.items() if size and steps), **words,
     )  # fmt: skip
-
-
-def bound(flops: int, nbytes: int) -> str:
-    """What limits the speed of so many operations on so many bytes."""
-    return "memory" if flops < BALANCE * nbytes else "arithmetic"
 
 
 def temporaries(geometry: Windows, prologue: Prologue) -> int:
@@ -410,7 +400,8 @@ class Convolution:
     def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None) -> None:
         """Compute the result; arguments and result are given by name, and memory that other loops use too."""
         scratch = scratch or self.scratch or Scratch(self.x_dtype, self.loop.rounds)
-        in_threads(self.loop.threads, Run(self, arrays, scratch).finish, self.blocks)
+        for _ in in_threads(self.loop.threads, Run(self, arrays, scratch).finish, self.blocks):
+            pass
 
 
 class Run:

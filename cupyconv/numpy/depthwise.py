@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 
 from cupyconv.numpy.convolution import LONE_PIXELS, MEMORY_BLOCK, Run, is_one_kind, temporaries
-from cupyconv.numpy.mec import GroupsLoop, MecLoop, shared_columns
+from cupyconv.numpy.mec import GroupsLoop, MecLoop, mec_columns
 from cupyconv.numpy.windows import Block, BlockSize, Images, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry, even_part
@@ -107,7 +107,7 @@ class ScaledTaps(MecLoop):
 
     def sums(self, run: Run, block: Block) -> np.ndarray:
         sums = self.empty_sums(run, block)
-        for groups, columns in shared_columns(run.images, block, self.part):
+        for groups, columns in mec_columns(run.images, block, self.part):
             for taps, views in columns:
                 # In Fortran's order the innermost loop is over pixels, whichever axis has the smallest stride.
                 target, weight = sums[groups].T, run.weight[groups, :, taps]

@@ -15,8 +15,7 @@ import numpy as np
 
 from cupyconv.numpy.activations import derivative
 from cupyconv.numpy.step import NumpyStep, block_words
-from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import five_axes
+from cupyconv.numpy.windows import five_axes, in_threads
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, dtype_from_name
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.passes import ElementwiseGradProblem, EpilogueGradProblem

@@ -24,7 +24,7 @@ from cupyconv.numpy.convolution import (
     sums_per_pixel,
     temporaries,
 )
-from cupyconv.numpy.mec import SharedColumns
+from cupyconv.numpy.mec import MecProducts
 from cupyconv.numpy.windows import Block, BlockSize, columns_shape, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry
@@ -150,4 +150,4 @@ def product(run: Run, weight: np.ndarray, columns: np.ndarray, block: Block) -> 
 
 
 #: The first that applies and fits the workspace limit is taken.
-WAYS = (View, SharedColumns, Columns)
+WAYS = (View, MecProducts, Columns)

@@ -58,7 +58,7 @@ def _columns_leave_cache(geometry: ConvGeometry, item: int) -> bool:
     return geometry.batch * geometry.pixels * geometry.in_channels * geometry.taps * item > MEMORY_BLOCK
 
 
-def shared_shapes(geometry: ConvGeometry, channels: int, block: BlockSize) -> Iterator[tuple[range, tuple[int, ...]]]:
+def mec_shapes(geometry: ConvGeometry, channels: int, block: BlockSize) -> Iterator[tuple[range, tuple[int, ...]]]:
     """The columns of some channels that a block's taps share: (c, other taps, rows, samples, other pixels).
 
     Where the stride keeps taps from meeting the same rows, there is one array for every residue, beside its taps.
@@ -74,24 +74,24 @@ def shared_shapes(geometry: ConvGeometry, channels: int, block: BlockSize) -> It
         yield own, (channels, *kernel, rows_of_all, block[0], *pixels)
 
 
-def shared_bytes(geometry: ConvGeometry, block: BlockSize, item: int, prologue: Prologue) -> int:
+def mec_bytes(geometry: ConvGeometry, block: BlockSize, item: int, prologue: Prologue) -> int:
     """Bytes, for one group, of the columns that a block's taps share, and of the tile they are taken from."""
-    columns = sum(prod(shape) for _, shape in shared_shapes(geometry, geometry.group_channels, block))
+    columns = sum(prod(shape) for _, shape in mec_shapes(geometry, geometry.group_channels, block))
     tile = prod(tile_shape(geometry, geometry.group_channels, block))
     return (columns + tile * (1 + temporaries(geometry, prologue))) * item
 
 
-def shared_part(geometry: ConvGeometry, block: BlockSize, item: int, prologue: Prologue) -> int:
-    """Groups whose shared columns stay in cache together."""
-    return even_part(geometry.groups, MEMORY_BLOCK // (shared_bytes(geometry, block, item, prologue) or 1))
+def mec_part(geometry: ConvGeometry, block: BlockSize, item: int, prologue: Prologue) -> int:
+    """Groups whose MEC columns stay in cache together."""
+    return even_part(geometry.groups, MEMORY_BLOCK // (mec_bytes(geometry, block, item, prologue) or 1))
 
 
 def is_in_order(geometry: ConvGeometry, block: BlockSize) -> bool:
-    """Whether the pixels of shared columns, the outermost axis of the kernel before all others, are in their own order."""
+    """Whether the pixels of MEC columns, the outermost axis of the kernel before all others, are in their own order."""
     return prod(block[: 1 + geometry.outermost]) == 1
 
 
-def shared_columns(images: Images, block: Block, part: int) -> Iterator[tuple[slice, list[tuple[slice, np.ndarray]]]]:
+def mec_columns(images: Images, block: Block, part: int) -> Iterator[tuple[slice, list[tuple[slice, np.ndarray]]]]:
     """For `part` groups at a time, so that they stay in cache: the groups, and the columns that taps share.
 
     Columns are arrays (c, tap, other taps, pixels), beside the taps of each: views in which a tap's pixels begin
@@ -106,11 +106,11 @@ def _columns(images: Images, block: Block) -> list[tuple[slice, np.ndarray]]:
     geometry, axis = block.geometry, block.geometry.outermost
     image, tile = images.tile(block), block.tile(images.channels)
     pixels_per_row = block.area // block.size[1 + axis]
-    # Axes of all windows, (c, kd, kh, kw, n, d, h, w), in the order of shared columns.
+    # Axes of all windows, (c, kd, kh, kw, n, d, h, w), in the order of MEC columns.
     order = [0, *(1 + a for a in range(3) if a != axis), 5 + axis, 4, *(5 + a for a in range(3) if a != axis)]
     strides = tuple(tile.windows_strides[a] for a in order)
     columns = []
-    for taps, shape in shared_shapes(geometry, images.channels, block.size):
+    for taps, shape in mec_shapes(geometry, images.channels, block.size):
         begin = taps.start * geometry.dilation[axis] * image.strides[2 + axis]
         source = np.ndarray(shape, image.dtype, image, begin, strides)
         if source[0].size == source[0, 0, 0].size and source[0, 0, 0].flags.c_contiguous:
@@ -167,7 +167,7 @@ class MecLoop(GroupsLoop):
 
     @classmethod
     def groups_in_cache(cls, problem: ConvProblem, block: BlockSize) -> int:
-        return shared_part(problem.geometry, block, ITEMSIZE[accumulator(problem.x_dtype)], problem.prologue)
+        return mec_part(problem.geometry, block, ITEMSIZE[accumulator(problem.x_dtype)], problem.prologue)
 
     @classmethod
     def sums_are_result(cls, problem: ConvProblem, block: BlockSize) -> bool:
@@ -176,7 +176,7 @@ class MecLoop(GroupsLoop):
 
     @property
     def workspace(self) -> int:
-        columns = shared_bytes(self.geometry, self.block, ITEMSIZE[self.x_dtype], self.prologue)
+        columns = mec_bytes(self.geometry, self.block, ITEMSIZE[self.x_dtype], self.prologue)
         products = self.geometry.group_outputs * prod(self.block) * ITEMSIZE[self.dtype]
         return self.part * (columns + products) + self.sums_bytes
 
@@ -186,16 +186,16 @@ class MecLoop(GroupsLoop):
         return block.of(run.out).reshape(shape) if self.in_place else np.empty(shape, run.convolution.sums_dtype)
 
     def in_order(self, sums: np.ndarray, block: Block) -> np.ndarray:
-        """Sums of pixels in the order of shared columns, as a view in the order of pixels."""
+        """Sums of pixels in the order of MEC columns, as a view in the order of pixels."""
         samples_and_size, axis = list(block.size), 1 + self.geometry.outermost
         samples_and_size.insert(0, samples_and_size.pop(axis))
         return np.moveaxis(sums.reshape(*sums.shape[:2], *samples_and_size), 2, 2 + axis)
 
 
-class SharedColumns(MecLoop):
+class MecProducts(MecLoop):
     """A product for each tap of the kernel's outermost axis."""
 
-    name = "shared columns"
+    name = "MEC columns"
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
@@ -224,7 +224,7 @@ class SharedColumns(MecLoop):
 
     def sums(self, run: Run, block: Block) -> np.ndarray:
         sums = self.empty_sums(run, block)
-        for groups, columns in shared_columns(run.images, block, self.part):
+        for groups, columns in mec_columns(run.images, block, self.part):
             target = sums[groups]
             product = run.products.array("product", target.shape, target.dtype)
             for taps, views in columns:

@@ -19,7 +19,7 @@ class Transform:
         self._scale, self._shift, self._activation = scale, shift, activation
 
     def of(self, channels: slice) -> Transform:
-        """The same of some of the channels, counted from the first of them."""
+        """A transform of some of the channels, counted from the first of them."""
         scale, shift = (None if vector is None else vector[channels] for vector in (self._scale, self._shift))
         return Transform(scale, shift, self._activation)
 

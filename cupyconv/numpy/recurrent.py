@@ -23,7 +23,7 @@ import numpy as np
 
 from cupyconv.numpy.recurrent_cells import CELLS, IN_PLACE, Arguments
 from cupyconv.numpy.step import NumpyStep
-from cupyconv.numpy.threads import in_threads
+from cupyconv.numpy.windows import in_threads
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import Buffer, Plan

@@ -59,7 +59,7 @@ from cupyconv.problem.activations import Activation
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name, is_complex, real_part
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
 from cupyconv.problem.plan import Plan
-from cupyconv.problem.problems import HostModel, NotApplicable, TransposedProblem
+from cupyconv.problem.problems import NotApplicable, TransposedProblem
 
 #: Channels of a block below which pixels are cut rather: fewer would make rows of a product too few.
 FEW_CHANNELS = 32
@@ -160,8 +160,7 @@ class ScatteredLoop(BlockLoop):
 
     @classmethod
     def plan(cls, problem: TransposedProblem, method: str, rejected: Rejected) -> Plan:
-        geometry, machine = problem.geometry, problem.machine
-        assert isinstance(machine, HostModel)
+        geometry, machine = problem.geometry, problem.host
         is_empty = geometry.batch == 0 or geometry.in_channels == 0 or 0 in geometry.size
         loop = cls._fitted(problem)
         blocks = 0 if is_empty else len(loop.sample_ranges) * len(loop.channel_ranges)
@@ -175,12 +174,11 @@ class ScatteredLoop(BlockLoop):
     @classmethod
     def _fitted(cls, problem: TransposedProblem) -> ScatteredLoop:
         """The first of the loops to try that keeps within the workspace limit."""
-        assert isinstance(problem.machine, HostModel)
         weight = cls._weight_copy(problem)
         limit, fixed = problem.limit_with(weight), weight + 2 * Plan.ALIGNMENT
         least = 0
         for loop in cls._to_try(problem):
-            needed = fixed + problem.machine.threads * loop.workspace(problem)
+            needed = fixed + problem.host.threads * loop.workspace(problem)
             if needed <= limit:
                 return loop
             least = min(least or needed, needed)
@@ -189,8 +187,7 @@ class ScatteredLoop(BlockLoop):
     @classmethod
     def _to_try(cls, problem: TransposedProblem) -> Iterator[ScatteredLoop]:
         """Loops to try, the best first: fewer channels, then shorter runs of pixels, at last sums in the results."""
-        geometry, machine = problem.geometry, problem.machine
-        assert isinstance(machine, HostModel)
+        geometry, machine = problem.geometry, problem.host
         one = cls(
             inputs=tuple(x.name for x in problem.xs), outputs=tuple(out.name for out in problem.outs),
             block=(1, 1, 1, 1), channels=1, blocks=0, threads=machine.threads, geometry=geometry,
@@ -293,7 +290,8 @@ class ScatteredConvolution:
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         """Compute the results; arguments and results are given by name."""
-        in_threads(self.loop.threads, Run(self, arrays).finish, self.blocks)
+        for _ in in_threads(self.loop.threads, Run(self, arrays).finish, self.blocks):
+            pass
 
 
 class Run:

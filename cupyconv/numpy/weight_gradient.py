@@ -22,7 +22,7 @@ from cupyconv.numpy.convolution import (
     is_not_depthwise,
     temporaries,
 )
-from cupyconv.numpy.mec import shared_bytes, shared_columns, taps_share
+from cupyconv.numpy.mec import mec_bytes, mec_columns, taps_share
 from cupyconv.numpy.weight_sums import (
     Pairs,
     Run,
@@ -101,14 +101,14 @@ class _Sharing(WeightGradientLoop):
 
     @classmethod
     def columns_bytes(cls, problem: WeightGradientProblem, block: BlockSize) -> int:
-        each = shared_bytes(problem.geometry, block, x_item(problem), problem.prologue)
+        each = mec_bytes(problem.geometry, block, x_item(problem), problem.prologue)
         return groups_in_cache(problem, block) * each
 
 
-class SharedColumns(_Sharing):
+class MecProducts(_Sharing):
     """A product for each tap of the kernel's outermost axis."""
 
-    name = "shared columns"
+    name = "MEC columns"
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:
@@ -127,7 +127,7 @@ class SharedColumns(_Sharing):
             )
             for _, sums in pairs
         ]
-        for groups, columns in shared_columns(images, block, self.part):
+        for groups, columns in mec_columns(images, block, self.part):
             for taps, views in columns:
                 matrices = views.swapaxes(0, 1).reshape(views.shape[1], groups.stop - groups.start, -1, block.area)
                 for t, matrix in zip(range(geometry.taps)[taps], matrices):
@@ -151,7 +151,7 @@ class MultipliedTaps(_Sharing):
 
     def add(self, run: Run, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         outer = self.geometry.kernel[self.geometry.outermost]
-        for groups, columns in shared_columns(images, block, self.part):
+        for groups, columns in mec_columns(images, block, self.part):
             for taps, views in columns:
                 for grad, sums in pairs:
                     row, column = grad[groups, :, None, None, None], views[:, None, ..., None]
@@ -171,7 +171,7 @@ class Columns(WeightGradientLoop):
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:
-        return not (View.applies(problem) or SharedColumns.applies(problem))
+        return not (View.applies(problem) or MecProducts.applies(problem))
 
     @classmethod
     def aim(cls, problem: WeightGradientProblem) -> tuple[int, int]:
@@ -218,6 +218,6 @@ class TapByTap(WeightGradientLoop):
 
 #: "auto" takes the first that suits the problem and fits, else the first that fits.
 METHODS = {
-    "gemm": Method((View, SharedColumns, Columns), THIN_PRODUCTS, NO_ROOM_FOR_COLUMNS, is_not_depthwise),
+    "gemm": Method((View, MecProducts, Columns), THIN_PRODUCTS, NO_ROOM_FOR_COLUMNS, is_not_depthwise),
     "direct": Method((MultipliedTaps, TapByTap), "slower: a product for every tap"),
 }

@@ -28,7 +28,7 @@ from cupyconv.numpy.convolution import (
     is_matrix,
     plan_of,
 )
-from cupyconv.numpy.mec import is_in_order, shared_part
+from cupyconv.numpy.mec import is_in_order, mec_part
 from cupyconv.numpy.prologue import transform_of
 from cupyconv.numpy.windows import (
     Block,
@@ -44,7 +44,7 @@ from cupyconv.numpy.windows import (
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, c_strides, dtype_from_name, is_complex, real_part
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import Plan
-from cupyconv.problem.problems import HostModel, WeightGradientProblem
+from cupyconv.problem.problems import WeightGradientProblem
 
 #: Bytes of products a block adds to the sums at a time: they stay in cache until they are added.
 PRODUCT_PIECE = 4 << 20
@@ -65,14 +65,14 @@ class WeightGradientLoop(BlockLoop):
     ... of every group, `rows` of them, and a product has at most `piece` of these.
     """
 
-    #: Whether a block's pixels are in the order of shared columns.
+    #: Whether a block's pixels are in the order of MEC columns.
     shares_columns: ClassVar[bool] = False
 
     first_row: int
     rows: int
     piece: int
     grad_in_place: bool  # a block of one sample is a matrix that products read where it lies
-    part: int = 0  # groups whose shared columns there are at a time
+    part: int = 0  # groups whose MEC columns there are at a time
 
     @classmethod
     def aim(cls, problem: WeightGradientProblem) -> tuple[int, int]:
@@ -100,8 +100,7 @@ class WeightGradientLoop(BlockLoop):
 
     @classmethod
     def plan(cls, problem: WeightGradientProblem, method: str, rejected: Rejected) -> Plan:
-        geometry, machine = problem.geometry, problem.machine
-        assert isinstance(machine, HostModel)
+        geometry, machine = problem.geometry, problem.host
         in_place = _sums_are_result(problem)
         row = geometry.groups * geometry.reduction * ITEMSIZE[accumulator(problem.out.dtype)]  # one output per group
         private = machine.threads - in_place  # sums beside the result
@@ -176,8 +175,8 @@ def x_item(problem: WeightGradientProblem) -> int:
 
 
 def groups_in_cache(problem: WeightGradientProblem, block: BlockSize) -> int:
-    """Groups whose shared columns stay in cache together."""
-    return shared_part(problem.geometry, block, x_item(problem), problem.prologue)
+    """Groups whose MEC columns stay in cache together."""
+    return mec_part(problem.geometry, block, x_item(problem), problem.prologue)
 
 
 # --- runs -----------------------------------------------------------------------------------------------------
@@ -210,7 +209,8 @@ class WeightGradient:
             run.finish([run.sum_over((blocks, 0))])
             return
         share = -(-self.loop.blocks // threads)
-        run.finish(in_threads(threads, run.sum_over, [(list(islice(blocks, share)), t) for t in range(threads)]))
+        shares = [(list(islice(blocks, share)), thread) for thread in range(threads)]
+        run.finish(list(in_threads(threads, run.sum_over, shares)))
 
 
 class Run:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -360,19 +360,22 @@ def parts_of(count: int, part: int) -> Iterator[slice]:
     return (slice(first, min(first + part, count)) for first in range(0, count, part))
 
 
-def in_threads(threads: int, function: Callable[[_Part], _Result], parts: Iterable[_Part]) -> list[_Result]:
-    """The function's results for all parts, in their order, worked out by so many threads."""
+def in_threads(threads: int, work: Callable[[_Part], _Result], parts: Iterable[_Part]) -> Iterator[_Result]:
+    """What `work` returns for each part, in the order of the parts; nothing runs before the first is asked for.
+
+    NumPy's floating-point warnings are silenced in the threads that are started here.
+    """
     if threads == 1:
-        return [function(part) for part in parts]
+        yield from map(work, parts)
+        return
     from concurrent.futures import ThreadPoolExecutor
 
+    def silenced(part: _Part) -> _Result:
+        with np.errstate(all="ignore"):
+            return work(part)
+
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(partial(_without_warnings, function), parts))
-
-
-def _without_warnings(function: Callable[[_Part], _Result], part: _Part) -> _Result:
-    with np.errstate(all="ignore"):  # of the thread
-        return function(part)
+        yield from pool.map(silenced, parts)
 
 
 class Scratch:

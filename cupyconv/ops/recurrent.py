@@ -240,7 +240,7 @@ def gru(
         Of the gates r and z, and of n.  For ``"bidirectional"`` a pair of such tuples may be given.
     linear_before_reset : bool
         If True, as in PyTorch, r multiplies the product, as above.  If False, as is ONNX's default, r multiplies the
-        state before the product, ``n = tanh(u_n + weight_hh_n @ (r * h[t - 1]) + bias_hh_n)``: two products a step, one
+        state before the product, ``n = tanh(u_n + weight_hh_n @ (r * h[t - 1]) + bias_hh_n)``: two products per step, one
         after the other.
     clip : float, optional
         What the activations are applied to is first limited to ``[-clip, clip]``.

@@ -219,6 +219,10 @@ class ChainProblem(Problem):
         layers = "".join(f"\n  layer {i}   {layer.geometry}" for i, layer in enumerate(self.layers))
         return f"chain of {len(self.layers)} convolutions{layers}"
 
+    @property
+    def result(self) -> str:
+        return self.layers[-1].result
+
 
 @dataclass(frozen=True, kw_only=True)
 class WeightGradientProblem(_ProductsProblem):

@@ -1,4 +1,4 @@
-"""In an ordinary run every benchmark's body runs once, checked and untimed, so that none of them rots.
+"""In an ordinary run every benchmark's body runs once on small images, checked and untimed, so that none of them rots.
 
 ``--benchmark-only`` times them; the jobs of the demo's size run only then.
 """

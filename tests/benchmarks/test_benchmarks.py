@@ -12,6 +12,7 @@ warm caches: for the GPU's own time, empty caches and ratios run the command.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -51,7 +52,9 @@ ON_GPU = [
 
 @pytest.mark.parametrize("case", ORDINARY)
 @pytest.mark.parametrize("side", ["cupyconv", "peer"])
-def test_layer(benchmark: Any, case: Case, side: str) -> None:
+def test_layer(request: pytest.FixtureRequest, nightly: bool, benchmark: Any, case: Case, side: str) -> None:
+    if not (nightly or timing_asked_for(request.config)):
+        case = replace(case, batch=2, size=tuple(min(extent, 40) for extent in case.size))
     measure_on_numpy(benchmark, case, side)
 
 

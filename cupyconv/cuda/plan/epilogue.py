@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cupyconv.cuda.plan.column_launches import Chunk
+from cupyconv.cuda.plan.im2col import Chunk
 from cupyconv.cuda.plan.launches import (
     VECTOR_BYTES,
     collapse,

@@ -120,7 +120,7 @@ def _found(operand: Operand | None, images: Sequence[Operand]) -> Operand | None
 
 
 def _turned(operand: Operand) -> Operand:
-    """Channels as pixels and pixels as channels: what is said of packets along the one holds along the other."""
+    """Channels as pixels and pixels as channels: what is said of vectors along the one holds along the other."""
     stride = operand.pixel_stride
     pixels = operand.pixels
     if stride is None:

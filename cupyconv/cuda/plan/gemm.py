@@ -23,9 +23,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cupyconv.cuda.plan.column_launches import Chunk
 from cupyconv.cuda.plan.draft import Draft
 from cupyconv.cuda.plan.epilogue import Sums, epilogue_launch, finish
+from cupyconv.cuda.plan.im2col import Chunk
 from cupyconv.cuda.plan.matrices import (
     MAX_BATCH,
     MAX_DIMENSION,

@@ -1,12 +1,147 @@
-"""im2col and col2im on a GPU: a copy of windows, in launches of up to MAX_SOURCES inputs, and its adjoint in one."""
+"""im2col and col2im: launches that write columns of images, and that sum columns back into one.
+
+Every GEMM of windows goes through these too.
+"""
 
 from __future__ import annotations
 
-from cupyconv.cuda.plan.column_launches import col2im_launch, im2col_launches
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
 from cupyconv.cuda.plan.conversions import convert
+from cupyconv.cuda.plan.launches import (
+    GRID_X,
+    GRID_Y,
+    VECTOR_BYTES,
+    WARP,
+    adjoint_params,
+    epilogue_params,
+    folds_macro,
+    grid_and_block,
+    image,
+    is_along_channels,
+    prologue_params,
+    prologue_words,
+    sources_params,
+    vector_width,
+    windows_params,
+    with_prologue,
+)
+from cupyconv.problem.activations import IDENTITY, Activation
+from cupyconv.problem.arrays import Operand
+from cupyconv.problem.geometry import Windows
 from cupyconv.problem.passes import Col2imProblem, Im2colProblem
-from cupyconv.problem.plan import Conversion, Plan
-from cupyconv.problem.problems import inputs_with_channels
+from cupyconv.problem.plan import MAX_SOURCES, Address, Conversion, Kernel, KernelLaunch, Plan
+from cupyconv.problem.problems import NO_PROLOGUE, Prologue, inputs_with_channels
+
+#: Neighbouring threads of im2col.cu that share pixels where channels lie side by side.
+IM2COL_LANES = 4
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Samples, and of each of them pixels: the part of a problem that one round of steps does."""
+
+    first_sample: int
+    samples: int
+    first_pixel: int
+    pixels: int
+
+
+def im2col_launches(
+    windows: Windows,
+    xs: Sequence[Operand],
+    columns: Operand,
+    *,
+    chunk: Chunk | None = None,
+    purpose: str = "columns",
+    prologue: Prologue = NO_PROLOGUE,
+) -> list[KernelLaunch]:
+    """Columns of a chunk, or of everything: one launch for every `MAX_SOURCES` inputs."""
+    chunk = chunk or Chunk(0, windows.batch, 0, windows.pixels)
+    samples, pixels, itemsize = chunk.samples, chunk.pixels, columns.itemsize
+    aligned = replace(columns, alignment=columns.alignment if columns.offset % VECTOR_BYTES == 0 else 1)
+    width = vector_width((aligned,), VECTOR_BYTES // itemsize)  # the kernel stores a row's tail by itself
+    launches = []
+    for begin in range(0, len(xs), MAX_SOURCES):
+        part = slice(begin, begin + MAX_SOURCES)
+        group = replace(windows, channels=windows.channels[part])
+        squares = sum(-(-channels // width) for channels in group.channels)
+        lanes = min(IM2COL_LANES, 1 << (squares - 1).bit_length()) if is_along_channels(xs[begin]) else 1
+        shares = samples * -(-pixels // width)
+        block = min(256, -(-shares * lanes // WARP) * WARP)
+        rows = -(-squares // lanes) * windows.taps
+        row_offset = sum(windows.channels[:begin]) * windows.taps * columns.stride_c * itemsize
+        launches.append(
+            KernelLaunch(
+                with_prologue(
+                    "im2col",
+                    (("DTYPE", columns.dtype if prologue else f"bits{8 * itemsize}"), ("WIDTH", str(width))),
+                    prologue,
+                ),
+                (min(-(-shares * lanes // block), GRID_X), min(rows, GRID_Y), 1),
+                block,
+                (
+                    ("sources", sources_params(group, xs[part], chunk.first_sample)),
+                    ("windows", windows_params(windows)),
+                    ("prologue", prologue_params(prologue, sum(windows.channels[:begin]))),
+                    ("columns", Address(columns.name, columns.offset + row_offset)),
+                    ("stride_n", columns.stride_n),
+                    ("stride_row", columns.stride_c),
+                    ("stride_pixel", columns.strides[4]),
+                    ("batch", samples),
+                    ("first_pixel", chunk.first_pixel),
+                    ("pixels", pixels),
+                    ("squares", squares),
+                    ("channel_lanes", lanes),
+                ),
+                purpose=purpose + prologue_words(prologue),
+                bytes_moved=samples
+                * group.in_channels
+                * itemsize
+                * (windows.taps * pixels + -(-prod(windows.size) * pixels // windows.pixels)),
+            )
+        )
+    return launches
+
+
+def col2im_launch(
+    windows: Windows,
+    columns: Operand,
+    out: Operand,
+    *,
+    imaginary: int = 0,
+    conjugated: bool = False,
+    bias: Operand | None = None,
+    activation: Activation = IDENTITY,
+    purpose: str = "sum of columns",
+) -> KernelLaunch:
+    """The sum of column entries back into an image, of the samples and channels that it has."""
+    samples, channels = out.shape[:2]
+    elements = prod(windows.size)
+    return KernelLaunch(
+        Kernel("col2im", (("SUM_DTYPE", columns.dtype), ("Y_DTYPE", out.dtype), folds_macro(windows))),
+        *grid_and_block(samples, elements, 1, channels, 256),
+        (
+            ("columns", image(columns)),
+            ("windows", windows_params(windows)),
+            ("adjoint", adjoint_params(windows)),
+            ("out", image(out)),
+            ("epilogue", epilogue_params(bias, None, activation)),
+            ("batch", samples),
+            ("imaginary", imaginary),
+            ("channels", channels),
+            ("conjugated", int(conjugated)),
+        ),
+        purpose=purpose,
+        bytes_moved=samples * channels * windows.taps * windows.pixels * columns.itemsize * (1 + bool(imaginary))
+        + out.nbytes,
+        flops=samples * channels * windows.taps * windows.pixels,
+    )
+
+
+# The operations `im2col` and `col2im`.
 
 
 def plan_im2col(problem: Im2colProblem) -> Plan:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from cupyconv.cuda.plan.column_launches import Chunk, im2col_launches
+from cupyconv.cuda.plan.im2col import Chunk, im2col_launches
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, collapsed_stride, real_part
 from cupyconv.problem.geometry import ConvGeometry, Windows, even_part, pixel_windows
 from cupyconv.problem.plan import Address, Buffer, KernelLaunch, Matrix, Step

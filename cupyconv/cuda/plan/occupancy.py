@@ -29,7 +29,7 @@ CONV_PAIR_REGISTERS = {
     ("float32", "DEPTHWISE", "DENSE"): 80,
     ("float32", "DEPTHWISE", "DEPTHWISE"): 64,
     ("float64", "DENSE", "DENSE"): 120,
-    ("float64", "DENSE", "DEPTHWISE"): 112,
+    ("float64", "DENSE", "DEPTHWISE"): 120,
     ("float64", "DEPTHWISE", "DENSE"): 112,
     ("float64", "DEPTHWISE", "DEPTHWISE"): 80,
 }

@@ -36,11 +36,11 @@ from cupyconv.problem.recurrence import RECURRENT_METHODS, RecurrentGeometry, Re
 
 #: Threads of a block, and the 32 of a warp as 4 (samples) x 8 (units): RecurrentTile of kernels/recurrent_tile.cuh.
 THREADS, LANE_SAMPLES, LANE_UNITS = 256, 4, 8
-#: Bytes of a row of the weight that a warp takes of a K-slab (STEP of kernels/recurrent_products.cuh).
+#: Bytes of a row of the weight that a warp takes of a K-block (STEP of kernels/recurrent_products.cuh).
 STEP_BYTES = 32
 #: Bytes behind each row of the state in shared memory (STATE_PAD there).
 STATE_PAD_BYTES = {"FMA": 16, "MMA": 32, "TF32": 16}
-#: K-slabs on their way, by whether the weight is resident.
+#: K-blocks on their way, by whether the weight is resident.
 STAGES = {False: 3, True: 4}
 #: Elements between two counters, each on a line of its own (APART of kernels/recurrent_persistent.cu).
 COUNTERS_APART = 32

@@ -13,13 +13,13 @@ from dataclasses import replace
 from math import prod
 
 from cupyconv.cuda.plan import cost
-from cupyconv.cuda.plan.column_launches import Chunk, col2im_launch
 from cupyconv.cuda.plan.conv import access_notes, choose, draft_conv
 from cupyconv.cuda.plan.conversions import check_alignment, convert, convert_bias
 from cupyconv.cuda.plan.direct import TILE
 from cupyconv.cuda.plan.draft import Draft, cheapest, in_sequence
 from cupyconv.cuda.plan.epilogue import activation_launch
 from cupyconv.cuda.plan.gemm import ProductsPlanner
+from cupyconv.cuda.plan.im2col import Chunk, col2im_launch
 from cupyconv.cuda.plan.launches import (
     adjoint_params,
     bytes_of,

@@ -25,11 +25,11 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from cupyconv.cuda.plan import cost
-from cupyconv.cuda.plan.column_launches import Chunk
 from cupyconv.cuda.plan.conv import access_notes, choose
 from cupyconv.cuda.plan.conversions import check_alignment, convert, converted_prologue
 from cupyconv.cuda.plan.draft import Draft, cheapest
 from cupyconv.cuda.plan.epilogue import Sums, epilogue_launch
+from cupyconv.cuda.plan.im2col import Chunk
 from cupyconv.cuda.plan.launches import (
     GRID_Y,
     bytes_of,
