@@ -28,7 +28,7 @@ from cupyconv.cuda.plan.launches import GRID_Y
 from cupyconv.cuda.plan.matrices import MAX_BATCH
 from cupyconv.numpy.convolution import BlockLoop
 from cupyconv.numpy.pooling import PoolingStep
-from cupyconv.ops.conv_grad_weight import TRANSFORMED_GRAD_WEIGHT
+from cupyconv.ops.conv_grad_weight import check_conv_grad_weight
 from cupyconv.ops.conv_pullback import EPILOGUE_GRADIENT, PROLOGUE_GRADIENT
 from cupyconv.ops.pooling import MAX_POOL_GRADIENT
 from cupyconv.ops.recurrent_pullback import RECURRENT_GRADIENT
@@ -300,11 +300,13 @@ def kernels_of_weight_gradients(x_dtype: Any, grad_dtype: Any) -> set[Kernel]:
     parts = ({}, {"prologue_activation": "relu"} if dtype.kind != "c" else {"shift": array(6, dtype=x_dtype)})
     for method, out_channels, limit, prologue in product(("direct", "gemm"), (6, 12), (None, 8_000), parts):
         grad, x = array(3, out_channels, 20, 20, dtype=grad_dtype), array(3, 6, 20, 20, dtype=x_dtype)
-        settings = {"grad": grad, "x": x, "kernel_shape": 3, "stride": 1, "padding": 1, "padding_mode": "constant"}
-        settings |= {"dilation": 1, "groups": 6, "scale": None, "shift": None, "prologue_activation": None, "out": None}
+        arrays = {"grad": grad, "x": x, "scale": None, "shift": prologue.get("shift"), "out": None}
+        settings = {"stride": 1, "padding": 1, "padding_mode": "constant", "dilation": 1, "groups": 6}
+        settings |= {"method": method, "prologue_activation": prologue.get("prologue_activation")}
         with cupyconv.options(workspace_limit=limit):
             try:
-                made = TRANSFORMED_GRAD_WEIGHT.checked({**settings, **prologue, "method": method}, GPU).plan()
+                made = check_conv_grad_weight(arrays, on=GPU, kernel_shape=3, **settings).plan()
+                assert made.method == method
             except ValueError as refusal:
                 assert (limit and "workspace" in str(refusal)) or (prologue and "of complex numbers" in str(refusal))
                 continue
@@ -816,6 +818,26 @@ def test_pooling_on_numpy_keeps_within_the_workspace(shape, taps, stride, order,
         result = made is plans[0]
         extents = (*shape[:2], *(loop.problem.windows.out_size if result else loop.problem.windows.size))
         assert loop.blocks == prod(-(-extent // part) for extent, part in zip(extents, loop.block))
+
+
+@given(
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 16), st.integers(3, 60), st.integers(3, 60)),
+    outputs=st.integers(1, 16), groups=st.integers(1, 4), taps=st.integers(1, 3), dtype=st.sampled_from(["float16", "float32"]),
+    method=st.sampled_from(["auto", "direct", "gemm"]), limit=st.integers(1_000, 1 << 18), threads=st.integers(1, 3),
+)  # fmt: skip
+def test_convolution_on_numpy_keeps_within_the_workspace(shape, outputs, groups, taps, dtype, method, limit, threads):
+    """Or is refused; only a copy of a weight that is more than half of the limit comes on top."""
+    batch, channels, *size = shape
+    x = array(batch, groups * channels, *size, dtype=dtype)
+    weight = array(groups * outputs, channels, taps, taps, dtype=dtype)
+    copy = weight.size * 4  # in the dtype of sums
+    with cupyconv.options(workspace_limit=limit, threads=threads):
+        try:
+            made = cupyconv.explain(cupyconv.conv, x, weight, padding=taps // 2, groups=groups, method=method)
+        except ValueError as refusal:
+            assert "workspace" in str(refusal)
+            return
+    assert made.workspace_bytes <= limit + (copy if 2 * copy > limit else 0)
 
 
 def test_pooling_prints_too():
