@@ -11,6 +11,8 @@ most random examples; ``--nightly`` runs every combination, every kernel variant
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from grids import grid_parameters
 from hypothesis import HealthCheck, settings
@@ -38,6 +40,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):
+        # Workers take all cores already; threads of BLAS would spend a third of the time waiting for one another.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     fast, nightly = config.getoption("--fast"), config.getoption("--nightly")
     if fast and nightly:
         raise pytest.UsageError("--fast and --nightly are opposites")
