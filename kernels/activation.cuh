@@ -1,7 +1,7 @@
 // Activation functions behind one run-time switch.
 //
 // The code is uniform over a launch, so the switch costs a predictable branch and saves a compiled variant
-// per function.  Codes are those of cupyconv/activations.py.  The first four are bounds, two comparisons,
+// per function.  Codes are those of cupyconv/problem/activations.py.  The first four are bounds, two comparisons,
 // and stand in line; every other is called, since a copy of each at each sum that a thread finishes would take
 // seconds to compile.
 #pragma once

@@ -79,6 +79,7 @@ template <class A> struct Activated {
         const A alpha = A(activation.alpha), beta = A(activation.beta);
         const int code = activation.code;
         value = gate_activation(a, code, alpha, beta);
+        // The rule of derivative_from_result in cupyconv/problem/activations.py.
         const bool tells = code == RELU || code == SIGMOID || code == TANH || (code == LEAKY_RELU && alpha > A(0));
         slope = gate_derivative(tells ? value : a, code, alpha, beta);
     }

@@ -76,7 +76,7 @@ def error(xp: ModuleType, case: AnyCase, result: Any, expected: Any, *, transfor
 
 
 def error_beside(xp: ModuleType, dtype: str, magnitude: float, result: Any, expected: Any, allowed: float) -> float:
-    """The same of any results of that root mean square."""
+    """The root mean square of the errors of any results, beside `magnitude`, that of the results."""
     if dtype_name(result.dtype) != dtype or tuple(result.shape) != tuple(expected.shape):
         raise WrongResult(f"{dtype_name(result.dtype)} {tuple(result.shape)}, needed {dtype} {tuple(expected.shape)}")
     difference = xp.abs(_widened(xp, result) - expected)
@@ -100,7 +100,7 @@ def allowed_error(case: AnyCase, *, transform: bool = False) -> float:
 def allowed_error_of_sums(
     dtype: str, terms: float, *, tf32: bool = False, transform: bool = False, states: bool = False
 ) -> float:
-    """The same for any sums of that many products; `states` are rounded to the dtype at every step."""
+    """The bound for sums of `terms` products; `states` are rounded to the dtype at every step."""
     kept = UNIT_ROUNDOFF[real_part(accumulator(dtype))]
     sums = 4 * kept * sqrt(terms + 4) * (TRANSFORM if transform else 1)
     return (4 if states else 1) * UNIT_ROUNDOFF[real_part(dtype)] + sums + (2 * TF32_ROUNDOFF if tf32 else 0)

@@ -10,7 +10,7 @@
 The key holds what a check or a plan may look at: which arguments are there, the owner, dtypes, shapes,
 strides and alignment of the arrays, every other argument with its type (1, 1.0 and True are equal to Python
 and not to a caller), and the options in force.  What it cannot hold, where `out` lies, is checked each time.
-Only a call that came to its result is remembered; arguments of a kind not thought of here take the long way.
+Only a call that came to its result is remembered, and only arguments of the types below: others are checked each time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Operation:
     settings : sequence of str, optional
         The names of all others; by default those of the function.
     unpack : callable, optional
-        Makes of the function's arguments those that are listed here.  It may change the dict that it gets.
+        Maps the function's arguments to those named in `arrays` and `settings`.  It may change the dict that it gets.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ def bound(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 
 def forget_calls() -> None:
-    """Check every call anew."""
+    """Forget all executables, so that every call is checked anew (for tests)."""
     with _LOCK:
         _executables.clear()
 

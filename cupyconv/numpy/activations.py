@@ -1,4 +1,4 @@
-"""The activation table of ``cupyconv.activations`` on NumPy arrays: functions, in place, and their derivatives."""
+"""The activation table of ``cupyconv.problem.activations`` on NumPy arrays: functions, in place, and their derivatives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cupyconv.problem.activations import Activation
 
 @cache
 def _erf() -> Callable[[np.ndarray], np.ndarray]:
-    """SciPy's, imported when first needed; without SciPy the standard library's, a Python call per element."""
+    """The error function: SciPy's if it is installed, imported when first needed; else the standard library's, a Python call per element."""
     try:
         from scipy.special import erf
     except ImportError:

@@ -314,7 +314,7 @@ def plan_of(
 
 
 def temporaries(geometry: Windows, prologue: Prologue) -> int:
-    """Copies of what is read: a border that a padding mode fills is gathered first, an activation takes one beside."""
+    """The number of temporary copies of what is read: one where borders are gathered, one more for a prologue's activation."""
     return (geometry.padding_mode != "constant") + bool(prologue.activation)
 
 

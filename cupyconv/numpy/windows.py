@@ -1,6 +1,6 @@
 """What a block of a convolution's outputs reads: windows as slices, the tile that they lie in, and columns.
 
-No padded copy is made of an image.  Along an axis, the outputs whose tap falls inside the image are one slice; the
+A whole image is never copied for its padding.  Along an axis, the outputs whose tap falls inside the image are one slice; the
 few at the borders are zeros, or are read through an index array that follows the padding mode.
 
 ::
@@ -9,7 +9,8 @@ few at the borders are zeros, or are read through an index array that follows th
     input elements         | zeros  |  slice(first, last,   | index  |
                            | or idx |        stride)        |  array |
 
-Where a kernel has many taps, a block's part of the padded image is copied once, and its windows are a view of that.
+Where a kernel has several taps, a block's part of the padded image is copied once (of a small image that is all of
+it), and its windows are a view of that copy.
 
 ::
 

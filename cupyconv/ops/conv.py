@@ -144,7 +144,7 @@ def conv(
     >>> cupyconv.conv(picture[None], kernel[None, None], padding="same", padding_mode="symmetric")[0].shape
     (120, 160)
     """
-    return CONV(locals())
+    return CONV(locals())  # every argument by its name: see `Operation.__call__`
 
 
 def linmerge(

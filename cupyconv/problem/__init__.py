@@ -1,1 +1,1 @@
-"""Problems and plans, as ints and strings: what is to be computed, and what will run; no array is seen here."""
+"""Problems and plans: what is to be computed, and what will run.  No element of an array is looked at here."""

@@ -1,8 +1,8 @@
-"""The problem: what is to be convolved, as ints, validated once.
+"""Geometry: the sizes of a convolution and of its windows, as ints, validated once.
 
 Everything below this file is written for three spatial axes.  A 1-D or 2-D problem becomes 3-D here,
-by axes of length 1 in front, and nothing below asks how many there were.  All derived sizes are
-computed here and nowhere else.
+by axes of length 1 in front, and nothing below asks how many there were.  What follows from
+the sizes is a property here, for all that plan and run.
 
 ::
 
@@ -64,7 +64,7 @@ class Windows:
 
     @cached_property
     def span(self) -> Triple:
-        """Extent of the dilated kernel: dilation is counted here, and only here."""
+        """Extent of the dilated kernel."""
         return tuple(d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel))  # type: ignore[return-value]
 
     @cached_property

@@ -1,7 +1,8 @@
 """The decision: what will run, as data.
 
-A `Plan` is a small program over named buffers, made of ints and strings only.  Planning writes it,
-a backend executes it, `explain` prints it; none of them needs the other two.
+A `Plan` is a small program over named buffers.  Planning writes it, a backend executes it, `explain` prints it.  On CUDA
+its steps are ints and strings only: kernel launches and matrix products.  On NumPy a step is an object of the backend's,
+which holds such ints and can run itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a decision rests on: the problem, where its arrays lie, the settings and the processor."""
+"""The problems that are planned: what is to be computed, where its arrays lie, the settings and the processor."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class _ProductsProblem(Problem):
 
 @dataclass(frozen=True, kw_only=True)
 class ConvProblem(_ProductsProblem):
-    """A convolution with everything that decides how it runs; hashable, the key of the plan cache."""
+    """A convolution with everything that decides how it runs."""
 
     weight: Operand
     out: Operand

@@ -1,6 +1,6 @@
 """The problem of a recurrent layer, as ints: steps, samples, sizes, directions, and what its cell computes.
 
-The convolutions' problem is `geometry`; this is its counterpart, with PyTorch's order of gates.
+The order of gates is PyTorch's.
 
 ::
 

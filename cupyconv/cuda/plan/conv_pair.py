@@ -249,7 +249,7 @@ def _seconds(
 
 
 def _whole(count: int, piece: int) -> int:
-    """As many as whole pieces hold."""
+    """`count` rounded up to a multiple of `piece`."""
     return -(-count // piece) * piece
 
 

@@ -1,4 +1,4 @@
-"""The cost model: what a step would take on a GPU, to rank one draft against another.  It predicts no time.
+"""The cost model: an unmeasured estimate of the seconds that a step takes on a GPU, to rank one draft against another.
 
 A step takes the longer of what its bytes and its arithmetic take, and a launch.  A kernel launch says itself what its
 arithmetic takes: whoever plans it knows its tiles, and works that out with the functions here.  Of a GEMM call the sizes

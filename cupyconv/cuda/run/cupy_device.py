@@ -1,4 +1,4 @@
-"""The device seam on a real GPU, through CuPy.
+"""`Device` on a GPU, implemented with CuPy.
 
 cuBLAS is deterministic only while a handle, which owns its workspace, serves one stream at a time.  So
 each device, thread and stream has its own, kept in a small cache.

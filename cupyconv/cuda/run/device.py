@@ -1,7 +1,7 @@
-"""The seam between the CUDA backend and a GPU: the few things a plan needs of a device.
+"""The interface between the CUDA backend and a GPU: the few things that a plan needs of a device.
 
 Two implementations exist: `cupy_device.CupyDevice`, and a device in the tests that compiles the same
-kernels for the host.  Everything above this line is executed by every test run, GPU or none.
+kernels for the host.  So all that calls this interface is executed by every test run, GPU or none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class GemmArguments(NamedTuple):
     """The arguments of ``cublasGemmStridedBatchedEx``, in its order and its terms: column-major.
 
     `alpha` and `beta` are addresses on the host, `a`, `b` and `c` on the device; types are cudaDataType_t
-    and cublasComputeType_t; an operation is 0 (none) or 1 (transpose); strides count elements.
+    and cublasComputeType_t; an operation is 0 (none), 1 (transpose) or 2 (conjugate transpose); strides count elements.
     """
 
     transa: int
