@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cupyconv.bench.record import OURS
+from cupyconv.bench.record import OURS, is_ours
 
 #: A choice is good where it takes at most this much longer than the best method,
 WITHIN = 1.10
@@ -51,6 +51,6 @@ def choice_of(row: Mapping[str, Any], chosen: str) -> Choice | None:
     seconds = {
         name.removeprefix(OURS).strip() or row["chosen"]: way["median"]
         for name, way in row["ways"].items()
-        if name.partition(" ")[0] == OURS
+        if is_ours(name)
     }
     return Choice(row["case"]["name"], chosen, seconds) if len(seconds) > 1 else None

@@ -14,10 +14,10 @@ from functools import partial
 import numpy as np
 
 from cupyconv.bench.cases import Case
-from cupyconv.bench.clock import Call
 from cupyconv.bench.machines import Machine
 from cupyconv.bench.recurrent_layers import AnyCase
 from cupyconv.bench.torch_peers import Torch
+from cupyconv.demo.libraries import Call
 from cupyconv.problem.arrays import ITEMSIZE
 
 SAMPLES = 5
@@ -42,13 +42,8 @@ class Rates:
     def floor(self, case: AnyCase) -> Floor:
         """The larger of the two times."""
         by_bytes = case.minimal_bytes / self.bandwidth
-        by_flops = case.flops / self.products[precision(case)]
+        by_flops = case.flops / self.products[case.precision]
         return Floor(by_bytes, "memory") if by_bytes >= by_flops else Floor(by_flops, "arithmetic")
-
-
-def precision(case: AnyCase) -> str:
-    """The name of what a case's products are rounded to."""
-    return "TF32" if case.tf32 else case.dtype
 
 
 def copy_rate(machine: Machine) -> float:
@@ -62,12 +57,13 @@ def product_rate(machine: Machine, case: AnyCase, torch: Torch | None) -> tuple[
     """Operations a second of the fastest product in the case's precision, who made it, and who failed."""
     rows = machine.gemm_rows(ITEMSIZE[case.dtype])
     square = Case("square", 1, (rows,), (rows,), rows, (1,), dtype=case.dtype, tf32=case.tf32)
-    (x,), weight = square.arrays(machine.fill)
-    ways: dict[str, Callable[[], Call]] = {"cupyconv": lambda: partial(square.ours, [x], weight, "gemm")}
-    if not case.tf32 and case.dtype != "bfloat16":  # neither of which CuPy's matmul does
-        ways["matmul"] = lambda: partial(machine.xp.matmul, weight[:, :, 0], x[0])
+    (x,), (weight,) = square.arrays(machine.fill)
+    matrix = weight[:, :, 0]
+    ways: dict[str, Callable[[], Call]] = {"cupyconv": lambda: partial(square.ours, [x], [weight], "gemm")}
+    if case.has_plain_product:
+        ways["matmul"] = lambda: partial(machine.xp.matmul, matrix, x[0])
     if torch is not None:
-        ways["torch"] = lambda: torch.product(weight[:, :, 0], x[0])
+        ways["torch"] = lambda: torch.product(matrix, x[0])
     seconds: dict[str, float] = {}
     failed: dict[str, Exception] = {}
     for name, prepare in ways.items():

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cupyconv.bench.clock import Call, measure, ratio
-from cupyconv.bench.floors import Rates, copy_rate, precision, product_rate
+from cupyconv.bench.clock import measure, ratio
+from cupyconv.bench.floors import Rates, copy_rate, product_rate
 from cupyconv.bench.machines import Machine, environment
 from cupyconv.bench.peers import Way, array_peers
 from cupyconv.bench.record import OURS, add_error, is_done, new_record, read_record, resume, write_record
@@ -25,6 +25,7 @@ from cupyconv.bench.report import COLUMNS, block, heading, summary
 from cupyconv.bench.torch_peers import Torch
 from cupyconv.call.explain import explain
 from cupyconv.call.options import options
+from cupyconv.demo.libraries import Call
 from cupyconv.problem.plan import KernelLaunch, LaunchLoop, Plan, Step
 
 #: The most of a case's share of the budget, and its fewest seconds of timing.
@@ -139,10 +140,10 @@ class Session:
             self._floors(case)
             assert self.rates is not None
             floor = self.rates.floor(case)
-            xs, weight = case.arrays(machine.fill)
-            expected = in_float64(machine.xp, case, xs, weight)
-            plans, rejected = self._plans(case, xs, weight)
-            ways = self._ways(case, xs, weight, plans)
+            xs, weights = case.arrays(machine.fill)
+            expected = in_float64(machine.xp, case, xs, weights)
+            plans, rejected = self._plans(case, xs, weights)
+            ways = self._ways(case, xs, weights, plans)
             calls, errors_of = self._checked(case, ways, expected)
             del expected
             left = max(SHORTEST, min(LONGEST, share - (time.perf_counter() - begin)))
@@ -170,9 +171,9 @@ class Session:
             }
         return row
 
-    def _plans(self, case: AnyCase, xs: list[Any], weight: Any) -> tuple[dict[str, Plan], dict[str, str]]:
+    def _plans(self, case: AnyCase, xs: list[Any], weights: list[Any]) -> tuple[dict[str, Plan], dict[str, str]]:
         """The plan of ``auto`` and of each named method that applies; why the others do not."""
-        function, arguments, keywords = case.call(xs, weight)
+        function, arguments, keywords = case.call(xs, weights)
         plans: dict[str, Plan] = {}
         rejected: dict[str, str] = {}
         with options(allow_tf32=True) if case.tf32 else nullcontext():
@@ -186,17 +187,17 @@ class Session:
                     rejected[method] = str(refusal)
         return plans, rejected
 
-    def _ways(self, case: AnyCase, xs: list[Any], weight: Any, plans: dict[str, Plan]) -> list[Way]:
+    def _ways(self, case: AnyCase, xs: list[Any], weights: list[Any], plans: dict[str, Plan]) -> list[Way]:
         """The library's choice, its other methods, and the peers."""
-        ways = [Way(OURS, lambda: partial(case.ours, xs, weight))]
+        ways = [Way(OURS, lambda: partial(case.ours, xs, weights))]
         for method in plans:
             if method not in ("auto", plans["auto"].method):
-                prepare = partial(partial, case.ours, xs, weight, method)
+                prepare = partial(partial, case.ours, xs, weights, method)
                 ways.append(Way(f"{OURS} {method}", prepare))
-        ways += array_peers(self.machine.xp, self.machine.arch is not None, case, xs, weight)
+        ways += array_peers(self.machine.xp, self.machine.arch is not None, case, xs, weights)
         if self.torch is not None:
             compiled = self.seconds - self.used > FOR_COMPILING
-            ways += self.torch.ways(case, xs, weight, compiled=compiled)
+            ways += self.torch.ways(case, xs, weights, compiled=compiled)
         return ways
 
     def _checked(self, case: AnyCase, ways: list[Way], expected: Any) -> tuple[dict[str, Call], dict[str, float]]:
@@ -206,8 +207,9 @@ class Session:
         for way in ways:
             try:
                 call = way.prepare()
-                result = way.as_array(call())
-                errors_of[way.name] = error(self.machine.xp, case, result, expected, transform=way.transforms)
+                result = way.as_array(call()) if way.as_array else call()
+                transform = way.as_array is not None
+                errors_of[way.name] = error(self.machine.xp, case, result, expected, transform=transform)
                 calls[way.name] = call
             except Exception as failure:
                 self._fail(case, way.name, failure)
@@ -215,7 +217,7 @@ class Session:
 
     def _beyond_result(self, way: Way, calls: dict[str, Call], case: AnyCase) -> int | None:
         """Most bytes that a call had allocated at a time, beyond its result; None where nobody counts."""
-        if not way.counts_memory:
+        if way.as_array is not None:
             return None
         try:
             return max(0, self.machine.library.peak_bytes(calls[way.name]) - case.result_bytes)
@@ -227,7 +229,7 @@ class Session:
         """Measure the rates that this case's floor needs, once."""
         if self.rates is None:
             self.rates = Rates(copy_rate(self.machine))
-        name = precision(case)
+        name = case.precision
         if name not in self.rates.products:
             rate, by, failed = product_rate(self.machine, case, self.torch)
             self.rates.products[name], self.rates.by[name] = rate, by
