@@ -604,17 +604,18 @@ def test_the_command_on_a_gpu(tmp_path, monkeypatch):
 def test_the_floor_is_the_larger_time():
     case = Case("3x3", 1, (64,), (32, 32), 64, (3, 3))
     quick = floors.Rates(bandwidth=1e9, products={"float32": 1e30})
-    assert quick.floor(case) == floors.Floor(case.minimal_bytes / 1e9, "memory")
+    work = {"bytes": case.minimal_bytes, "flops": case.flops}
+    assert quick.floor(case) == {"seconds": case.minimal_bytes / 1e9, "bound": "memory", **work}
     slow = floors.Rates(bandwidth=1e30, products={"float32": 1e9, "TF32": 1e10})
-    assert slow.floor(case) == floors.Floor(case.flops / 1e9, "arithmetic")
-    assert slow.floor(replace(case, tf32=True)).seconds == case.flops / 1e10
+    assert slow.floor(case) == {"seconds": case.flops / 1e9, "bound": "arithmetic", **work}
+    assert slow.floor(replace(case, tf32=True))["seconds"] == case.flops / 1e10
 
 
 def test_the_floor_of_the_original_merge_is_the_known_one():
     """384 MB in float32; 89 µs is what an H200 needs to copy as much."""
     merge = next(case for case in tables.gpu_cases() if case.name == "merge 5 x (4, 4, 10^6) -> 4, float32")
     assert merge.minimal_bytes == pytest.approx(384e6, rel=1e-5)
-    assert floors.Rates(4.3e12, {"float32": 5e13}).floor(merge).seconds == pytest.approx(89e-6, rel=0.01)
+    assert floors.Rates(4.3e12, {"float32": 5e13}).floor(merge)["seconds"] == pytest.approx(89e-6, rel=0.01)
 
 
 def test_the_fastest_product_sets_the_rate():

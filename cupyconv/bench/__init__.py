@@ -1,20 +1,20 @@
 """``python -m cupyconv bench``: the library and its peers on the same arrays, checked, timed in turns, written down.
 
-===================  ============================================================================
-`cases.py`           one case as data: shapes, sizes, arrays, the library's call
-`recurrent.py`       the same of a recurrent layer, its check and its NumPy peer
-`tables.py`          the tables of cases
-`machines.py`        the machine that is measured, NumPy or a GPU, and its properties
-`clock.py`           events, warm-up, empty caches, rounds in which every way has its turn
-`reference.py`       what results are held to before they are timed
-`floors.py`          the rates of a copy and of a GEMM, measured in the same run
-`peers.py`           NumPy, CuPy and the loop over samples as peers
-`torch_peers.py`     PyTorch as a peer, where it is installed
-`session.py`         a run through a table within a budget of seconds
-`record.py`          the results file
-`choice.py`          what method="auto" chose, beside the best
-`report.py`          the printed page
-===================  ============================================================================
+=====================  ============================================================================
+`cases.py`             one case as data: shapes, sizes, arrays, the library's call
+`recurrent_layers.py`  the same of a recurrent layer, and its NumPy peer
+`tables.py`            the tables of cases
+`machines.py`          the machine that is measured, NumPy or a GPU, and its properties
+`clock.py`             events, warm-up, empty caches, rounds in which every way has its turn
+`reference.py`         what results are held to before they are timed
+`floors.py`            the rates of a copy and of a GEMM, measured in the same run
+`peers.py`             NumPy, CuPy and the loop over samples as peers
+`torch_peers.py`       PyTorch as a peer, where it is installed
+`session.py`           a run through a table within a budget of seconds
+`record.py`            the results file
+`choice.py`            what method="auto" chose, beside the best
+`report.py`            the printed page
+=====================  ============================================================================
 """
 
 from __future__ import annotations

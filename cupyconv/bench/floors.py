@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -23,14 +24,6 @@ from cupyconv.problem.arrays import ITEMSIZE
 SAMPLES = 5
 
 
-@dataclass(frozen=True)
-class Floor:
-    """Seconds, and what bounds them."""
-
-    seconds: float
-    bound: str  # "memory" or "arithmetic"
-
-
 @dataclass
 class Rates:
     """Bytes and operations a second; products by precision, measured when first asked for."""
@@ -39,11 +32,12 @@ class Rates:
     products: dict[str, float] = field(default_factory=dict)
     by: dict[str, str] = field(default_factory=dict)
 
-    def floor(self, case: AnyCase) -> Floor:
-        """The larger of the two times."""
+    def floor(self, case: AnyCase) -> dict[str, Any]:
+        """For a record: the larger of the two times, and what it is of."""
         by_bytes = case.minimal_bytes / self.bandwidth
         by_flops = case.flops / self.products[case.precision]
-        return Floor(by_bytes, "memory") if by_bytes >= by_flops else Floor(by_flops, "arithmetic")
+        bound = "memory" if by_bytes >= by_flops else "arithmetic"
+        return dict(seconds=max(by_bytes, by_flops), bound=bound, bytes=case.minimal_bytes, flops=case.flops)
 
 
 def copy_rate(machine: Machine) -> float:

@@ -137,9 +137,7 @@ class Session:
         machine, torch = self.machine, self.torch
         set_flags: AbstractContextManager[dict[str, bool]] = torch.flags(case) if torch else nullcontext({})
         with set_flags as flags:
-            self._floors(case)
-            assert self.rates is not None
-            floor = self.rates.floor(case)
+            floor = self._rates(case).floor(case)
             xs, weights = case.arrays(machine.fill)
             expected = in_float64(machine.xp, case, xs, weights)
             plans, rejected = self._plans(case, xs, weights)
@@ -154,7 +152,7 @@ class Session:
         row: dict[str, Any] = {
             "case": asdict(case),
             "on_gpu": machine.arch is not None,
-            "floor": {**asdict(floor), "bytes": case.minimal_bytes, "flops": case.flops},
+            "floor": floor,
             "chosen": plans["auto"].method,
             "methods": {plan.method: _described(plan) for plan in plans.values()},
             "rejected": rejected,
@@ -225,8 +223,8 @@ class Session:
             self._fail(case, f"{way.name}, counting memory", failure)
             return None
 
-    def _floors(self, case: AnyCase) -> None:
-        """Measure the rates that this case's floor needs, once."""
+    def _rates(self, case: AnyCase) -> Rates:
+        """The rates that this case's floor needs, each measured once."""
         if self.rates is None:
             self.rates = Rates(copy_rate(self.machine))
         name = case.precision
@@ -237,6 +235,7 @@ class Session:
                 add_error(self.record, f"floor, {name}", library, failure)
             print(f"floor: {name} products at {rate / 1e12:.2f} TFLOP/s ({by})", flush=True)
         self.record["floors"] = asdict(self.rates)
+        return self.rates
 
     def _alive(self) -> bool:
         """Give back the last case's memory; whether the device still works, as it does not after a fault in a kernel."""
