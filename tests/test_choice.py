@@ -45,7 +45,7 @@ def replayed(record: Mapping[str, Any]) -> list[choice.Choice]:
     arch = nearest_gpu(int(record["environment"]["arch"].removeprefix("sm_"))).arch
     choices = []
     for entry in record["cases"]:
-        measured = choice.choice_of(entry, "")
+        measured = choice.choice_of(entry)
         if measured is not None:
             choices.append(replace(measured, chosen=chosen_now(case_from_record(entry["case"]), arch)))
     return choices

@@ -29,8 +29,8 @@ def block(row: Mapping[str, Any]) -> str:
     """One case: a line for its floor, one for each way."""
     case, floor = row["case"], row["floor"]
     judged = "; ratios are of host times" if case["judged"] == "host" else ""
-    lines = [f"{case['name']}: floor {_micro(floor['seconds'])} µs, by {floor['bound']}{judged}"]
-    return "\n".join([*lines, *(_line(row, name, way) for name, way in row["ways"].items())])
+    first = f"{case['name']}: floor {_micro(floor['seconds'])} µs, by {floor['bound']}{judged}"
+    return "\n".join([first, *(_line(row, name, way) for name, way in row["ways"].items())])
 
 
 def _line(row: Mapping[str, Any], name: str, way: Mapping[str, Any]) -> str:

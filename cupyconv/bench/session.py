@@ -70,7 +70,7 @@ class Session:
         path: Path | None = None,
         watch: Watch | None = None,
     ) -> None:
-        self._begin, self._used_before = time.perf_counter(), 0.0
+        self._begin = time.perf_counter()
         self.machine, self.cases, self.path, self.watch = machine, cases, path, watch
         self.seconds = seconds
         self.methods = methods
@@ -96,7 +96,7 @@ class Session:
 
     @property
     def used(self) -> float:
-        return self._used_before + time.perf_counter() - self._begin
+        return time.perf_counter() - self._begin
 
     def run(self, *, resume: bool = False) -> int:
         """Measure what is not yet measured; the exit status is 0 where nothing failed."""
@@ -122,9 +122,8 @@ class Session:
         if self.watch:
             self.watch.rearm()
         self._save(running=case.name)
-        begin = time.perf_counter()
         try:
-            row = self._measure(case, share, begin)
+            row = self._measure(case, until=time.perf_counter() + share)
         except Exception as failure:  # reported below, in the file and in the exit status; the next case is measured
             self._fail(case, "", failure)
         else:
@@ -133,7 +132,7 @@ class Session:
         finally:
             self._save(running=None)
 
-    def _measure(self, case: AnyCase, share: float, begin: float) -> dict[str, Any]:
+    def _measure(self, case: AnyCase, until: float) -> dict[str, Any]:
         machine, torch = self.machine, self.torch
         set_flags: AbstractContextManager[dict[str, bool]] = torch.flags(case) if torch else nullcontext({})
         with set_flags as flags:
@@ -144,12 +143,20 @@ class Session:
             ways = self._ways(case, xs, weights, plans)
             calls, errors_of = self._checked(case, ways, expected)
             del expected
-            left = max(SHORTEST, min(LONGEST, share - (time.perf_counter() - begin)))
+            left = max(SHORTEST, min(LONGEST, until - time.perf_counter()))
             timings, failed = measure(calls, machine.clock, left)
             for name, failure in failed.items():
                 self._fail(case, name, failure)
-            beyond = {way.name: self._beyond_result(way, calls, case) for way in ways if way.name in timings}
-        row: dict[str, Any] = {
+            measured = {}
+            for way in ways:
+                if (timing := timings.get(way.name)) is None:
+                    continue
+                compared = ratio(timings[OURS], timing, case.judged) if OURS in timings and way.name != OURS else {}
+                beyond = self._beyond_result(case, way, calls[way.name])
+                measured[way.name] = (
+                    timing.summary() | compared | {"error": errors_of[way.name], "beyond_result": beyond}
+                )
+        return {
             "case": asdict(case),
             "on_gpu": machine.arch is not None,
             "floor": floor,
@@ -157,17 +164,8 @@ class Session:
             "methods": {plan.method: _described(plan) for plan in plans.values()},
             "rejected": rejected,
             "flags": flags,
-            "ways": {},
+            "ways": measured,
         }
-        for name, timing in timings.items():
-            compared = ratio(timings[OURS], timing, case.judged) if OURS in timings and name != OURS else {}
-            row["ways"][name] = {
-                **timing.summary(),
-                **compared,
-                "error": errors_of[name],
-                "beyond_result": beyond[name],
-            }
-        return row
 
     def _plans(self, case: AnyCase, xs: list[Any], weights: list[Any]) -> tuple[dict[str, Plan], dict[str, str]]:
         """The plan of ``auto`` and of each named method that applies; why the others do not."""
@@ -190,12 +188,10 @@ class Session:
         ways = [Way(OURS, lambda: partial(case.ours, xs, weights))]
         for method in plans:
             if method not in ("auto", plans["auto"].method):
-                prepare = partial(partial, case.ours, xs, weights, method)
-                ways.append(Way(f"{OURS} {method}", prepare))
+                ways.append(Way(f"{OURS} {method}", partial(partial, case.ours, xs, weights, method)))
         ways += array_peers(self.machine.xp, self.machine.arch is not None, case, xs, weights)
         if self.torch is not None:
-            compiled = self.seconds - self.used > FOR_COMPILING
-            ways += self.torch.ways(case, xs, weights, compiled=compiled)
+            ways += self.torch.ways(case, xs, weights, compiled=self.seconds - self.used > FOR_COMPILING)
         return ways
 
     def _checked(self, case: AnyCase, ways: list[Way], expected: Any) -> tuple[dict[str, Call], dict[str, float]]:
@@ -213,12 +209,12 @@ class Session:
                 self._fail(case, way.name, failure)
         return calls, errors_of
 
-    def _beyond_result(self, way: Way, calls: dict[str, Call], case: AnyCase) -> int | None:
+    def _beyond_result(self, case: AnyCase, way: Way, call: Call) -> int | None:
         """Most bytes that a call had allocated at a time, beyond its result; None where nobody counts."""
         if way.as_array is not None:
             return None
         try:
-            return max(0, self.machine.library.peak_bytes(calls[way.name]) - case.result_bytes)
+            return max(0, self.machine.library.peak_bytes(call) - case.result_bytes)
         except Exception as failure:  # reported, and the times are kept
             self._fail(case, f"{way.name}, counting memory", failure)
             return None
@@ -263,7 +259,7 @@ class Session:
         current, errors = self.record["environment"], self.record["errors"]
         self.record = resume(read_record(self.path))
         self.record["errors"] += [entry for entry in errors if entry not in self.record["errors"]]
-        self._used_before = self.record["used"]
+        self._begin -= self.record["used"]
         self.record["seconds"] = self.seconds
         changed = {key for key, value in current.items() if self.record["environment"].get(key) != value}
         if changed - {"load_before", "date"}:

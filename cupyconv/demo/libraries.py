@@ -69,8 +69,7 @@ def cupy_library(cupy: ModuleType) -> Library:
         return cupy.cuda.get_elapsed_time(start, stop) / 1e3
 
     def peak_bytes(call: Call) -> int:
-        counter = _pool_counter(cupy)
-        with counter:
+        with _pool_counter(cupy) as counter:
             call()
         return counter.peak
 
