@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from cupyconv.bench.machines import Machine, cuda_machine, numpy_machine
+from cupyconv.bench.machines import cuda_machine, numpy_machine
 from cupyconv.bench.recurrent_layers import AnyCase
 from cupyconv.bench.session import Session, Watch
 from cupyconv.bench.tables import gpu_cases, numpy_cases, recurrent_cases
@@ -34,19 +34,18 @@ __all__ = ["run_bench"]
 
 def run_bench(
     *,
-    gpu: bool = False,
-    seconds: float = 480,
-    only: str = "",
-    methods: tuple[str, ...] | None = None,
-    torch: bool = True,
-    json: Path | None = None,
-    resume: bool = False,
+    gpu: bool,
+    seconds: float,
+    only: str,
+    methods: tuple[str, ...] | None,
+    torch: bool,
+    json: Path | None,
+    resume: bool,
 ) -> int:
     """Measure a table; the exit status is 0 where nothing failed, 2 where there is no GPU that was asked for."""
     if resume and json is None:
         print("--resume goes on with the file of --json: name it", file=sys.stderr)
         return 2
-    machine: Machine
     if gpu:
         cupy, state = cupy_with_gpu()
         if cupy is None:

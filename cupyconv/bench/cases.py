@@ -119,21 +119,11 @@ class Case(LayerCase):
     def layers(self) -> tuple[Case, ...]:
         """Every convolution of a chain; the case itself where it is none."""
         layers = [replace(self, then=())]
-        for outputs, kernel, padding, groups in self.then:
+        for further in self.then:
             last = layers[-1]
-            layers.append(
-                replace(
-                    last,
-                    channels=(last.out_channels,),
-                    size=last.out_size,
-                    out_channels=outputs,
-                    kernel=kernel,
-                    stride=1,
-                    padding=padding,
-                    dilation=1,
-                    groups=groups,
-                )
-            )
+            given: dict[str, Any] = dict(zip(("out_channels", "kernel", "padding", "groups"), further))
+            given |= dict(channels=(last.out_channels,), size=last.out_size, stride=1, dilation=1)
+            layers.append(replace(last, **given))
         return tuple(layers)
 
     def named(self, method: str) -> dict[str, Any]:

@@ -72,8 +72,7 @@ class Session:
     ) -> None:
         self._begin = time.perf_counter()
         self.machine, self.cases, self.path, self.watch = machine, cases, path, watch
-        self.seconds = seconds
-        self.methods = methods
+        self.seconds, self.methods = seconds, methods
         self.record = new_record({**environment(machine), "arch": machine.arch, "torch": "not measured"}, seconds)
         self.torch = self._usable(torch)
         self.rates: Rates | None = None
@@ -147,15 +146,13 @@ class Session:
             timings, failed = measure(calls, machine.clock, left)
             for name, failure in failed.items():
                 self._fail(case, name, failure)
-            measured = {}
-            for way in ways:
-                if (timing := timings.get(way.name)) is None:
-                    continue
-                compared = ratio(timings[OURS], timing, case.judged) if OURS in timings and way.name != OURS else {}
-                beyond = self._beyond_result(case, way, calls[way.name])
-                measured[way.name] = (
-                    timing.summary() | compared | {"error": errors_of[way.name], "beyond_result": beyond}
-                )
+            measured = {name: timing.summary() for name, timing in timings.items()}
+            for way in (way for way in ways if way.name in timings):
+                row = measured[way.name]
+                if OURS in timings and way.name != OURS:
+                    row |= ratio(timings[OURS], timings[way.name], case.judged)
+                row["error"] = errors_of[way.name]
+                row["beyond_result"] = self._beyond_result(case, way, calls[way.name])
         return {
             "case": asdict(case),
             "on_gpu": machine.arch is not None,

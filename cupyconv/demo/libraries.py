@@ -100,22 +100,18 @@ def measure(
 
 
 def table_of(page: Page, libraries: Sequence[Library], measured: Sequence[dict[str, Measured]]) -> None:
-    """One row a way; for each library its time, memory and error; for two, their largest difference."""
+    """One row per way; for each library its time, memory and error; for two, their largest difference."""
     header = [""]
     for library in libraries:
         header += [library.name, "extra memory", "error"]
     rows = []
     for name in measured[-1]:
         row = [name]
-        for ways in measured:
-            way = ways.get(name)
-            row += (
-                ["", "", ""]
-                if way is None
-                else [milliseconds(way.seconds), megabytes(way.beyond_result), f"{way.error:.1e}"]
-            )
+        known = [ways.get(name) for ways in measured]
+        for way in known:
+            row += [milliseconds(way.seconds), megabytes(way.beyond_result), f"{way.error:.1e}"] if way else [""] * 3
         if len(libraries) > 1:
-            row.append(_difference(libraries, [ways.get(name) for ways in measured]))
+            row.append(_difference(libraries, known))
         rows.append(row)
     if len(libraries) > 1:
         header.append("difference")
