@@ -6,9 +6,10 @@ architecture.  That needs no GPU.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 import cupyconv
 from cupyconv.bench import choice, record, tables
 from cupyconv.bench.cases import Case
-from cupyconv.bench.recurrent_layers import AnyCase, case_from_record
+from cupyconv.bench.recurrent_layers import AnyCase, RecurrentCase
 from cupyconv.problem.arrays import dtype_from_name
 from cupyconv.problem.machine import nearest_gpu
 
@@ -28,12 +29,23 @@ MERGE = Case("merge", 4, (4,) * 5, (10**5,), 4, (1,))
 WIDE = Case("wide", 8, (256,), (28, 28), 256, (3, 3), padding=((1, 1), (1, 1)), dtype="float64")
 
 
+def case_from_record(record: Mapping[str, Any]) -> AnyCase:
+    """The case that a results file holds; what an older file has beside today's fields is left out."""
+    kind = RecurrentCase if "cell" in record else Case
+    known = {field.name for field in fields(kind)}
+    return kind(**{name: as_tuple(value) for name, value in record.items() if name in known})
+
+
+def as_tuple(value: Any) -> Any:
+    return tuple(map(as_tuple, value)) if isinstance(value, list) else value
+
+
 def replayed(record: Mapping[str, Any]) -> list[choice.Choice]:
     """Today's choices for the recorded cases, planned for the recorded GPU's architecture from shapes alone."""
     arch = nearest_gpu(int(record["environment"]["arch"].removeprefix("sm_"))).arch
     choices = []
     for entry in record["cases"]:
-        measured = choice.choice_of(entry, "")
+        measured = choice.choice_of(entry)
         if measured is not None:
             choices.append(replace(measured, chosen=chosen_now(case_from_record(entry["case"]), arch)))
     return choices
@@ -59,6 +71,12 @@ def row(case, chosen, **seconds):
 
 def made_up(*rows, arch="sm_90"):
     return {"environment": {"arch": arch}, "cases": list(rows)}
+
+
+def test_cases_come_back_from_a_record():
+    recurrent = [case for gpu in (False, True) for case in tables.recurrent_cases(gpu=gpu)]
+    for case in (*tables.numpy_cases(), *tables.gpu_cases(), *recurrent):
+        assert case_from_record(json.loads(json.dumps(asdict(case)))) == case
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)

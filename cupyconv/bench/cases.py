@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod, sqrt
 from typing import Any
@@ -48,8 +48,45 @@ def repeat_normals(dtype: str, first: int, elements: int) -> np.ndarray:
 FUSE = {"fused": True, "unfused": False}
 
 
+class LayerCase:
+    """What convolutions and recurrent layers have in common as cases."""
+
+    name: str
+    dtype: str
+    tf32: bool
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def precision(self) -> str:
+        """The name of what products are rounded to."""
+        return "TF32" if self.tf32 else self.dtype
+
+    @property
+    def has_plain_product(self) -> bool:
+        """Whether CuPy's matmul computes in this precision."""
+        return self.precision not in ("TF32", "bfloat16")
+
+    def named(self, method: str) -> dict[str, Any]:
+        """The keyword that asks for a method."""
+        return {"method": method}
+
+    def call(self, xs: list[Any], weights: list[Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """The library's function for this case, its arguments and its keywords."""
+        raise NotImplementedError
+
+    def ours(self, xs: list[Any], weights: list[Any], method: str = "auto") -> Any:
+        """The library's result."""
+        function, arguments, keywords = self.call(xs, weights)
+        if not self.tf32:
+            return function(*arguments, **keywords, **self.named(method))
+        with options(allow_tf32=True):
+            return function(*arguments, **keywords, **self.named(method))
+
+
 @dataclass(frozen=True)
-class Case:
+class Case(LayerCase):
     """One convolution: `channels` of each input, and what `cupyconv.conv` takes.
 
     In a chain it is the first; of every further one, `then` has outputs, kernel, padding and groups.
@@ -78,43 +115,19 @@ class Case:
     judged: str = "device"
     then: tuple[tuple[int, tuple[int, ...], tuple[tuple[int, int], ...], int], ...] = ()
 
-    def __str__(self) -> str:
-        return self.name
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Case:
-        """The case that a results file holds."""
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: _as_tuple(value) for name, value in record.items() if name in known})
-
     @property
     def layers(self) -> tuple[Case, ...]:
         """Every convolution of a chain; the case itself where it is none."""
         layers = [replace(self, then=())]
-        for outputs, kernel, padding, groups in self.then:
+        for further in self.then:
             last = layers[-1]
-            layers.append(
-                replace(
-                    last,
-                    channels=(last.out_channels,),
-                    size=last.out_size,
-                    out_channels=outputs,
-                    kernel=kernel,
-                    stride=1,
-                    padding=padding,
-                    dilation=1,
-                    groups=groups,
-                )
-            )
+            given: dict[str, Any] = dict(zip(("out_channels", "kernel", "padding", "groups"), further))
+            given |= dict(channels=(last.out_channels,), size=last.out_size, stride=1, dilation=1)
+            layers.append(replace(last, **given))
         return tuple(layers)
 
-    def weights(self, weight: Any) -> Sequence[Any]:
-        """One for each layer, of what `arrays` gives."""
-        return weight if self.then else [weight]
-
     def named(self, method: str) -> dict[str, Any]:
-        """The keyword that asks for a method."""
-        return {"fuse": FUSE.get(method, method)} if self.then else {"method": method}
+        return {"fuse": FUSE.get(method, method)} if self.then else super().named(method)
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -169,8 +182,8 @@ class Case:
         last = self.layers[-1]
         return last.batch * last.out_channels * prod(last.out_size) * ITEMSIZE[self.dtype]
 
-    def arrays(self, fill: Fill = repeat_normals) -> tuple[list[Any], Any]:
-        """The inputs and the weight, or the weights of a chain."""
+    def arrays(self, fill: Fill = repeat_normals) -> tuple[list[Any], list[Any]]:
+        """The inputs, and a weight for each layer."""
         lead = int(self.misaligned)
         xs = []
         for number, channels in enumerate(self.channels):
@@ -183,28 +196,15 @@ class Case:
         for number, layer in enumerate(self.layers, start=len(xs)):
             shape = (layer.out_channels, layer.in_channels // layer.groups, *layer.kernel)
             weights.append(fill(self.dtype, number * APART, prod(shape)).reshape(shape))
-        return xs, tuple(weights) if self.then else weights[0]
+        return xs, weights
 
-    def call(self, xs: list[Any], weight: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """The library's function for this case, its arguments and its keywords."""
+    def call(self, xs: list[Any], weights: list[Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         if self.kernel == (1,) and self.pointwise:
-            return linmerge, (xs, weight[:, :, 0]), {}
+            return linmerge, (xs, weights[0][:, :, 0]), {}
         settings: list[dict[str, Any]] = [
             dict(stride=layer.stride, padding=layer.pairs, dilation=layer.dilation, groups=layer.groups)
             for layer in self.layers
         ]
         if self.then:
-            return conv_chain, (xs, [ConvLayer(w, **given) for w, given in zip(weight, settings)]), {}
-        return conv, (xs, weight), settings[0]
-
-    def ours(self, xs: list[Any], weight: Any, method: str = "auto") -> Any:
-        """The library's result."""
-        function, arguments, keywords = self.call(xs, weight)
-        if not self.tf32:
-            return function(*arguments, **keywords, **self.named(method))
-        with options(allow_tf32=True):
-            return function(*arguments, **keywords, **self.named(method))
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+            return conv_chain, (xs, [ConvLayer(w, **given) for w, given in zip(weights, settings)]), {}
+        return conv, (xs, weights[0]), settings[0]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cupyconv.bench.record import OURS
+from cupyconv.bench.record import OURS, is_ours
 
 #: A choice is good where it takes at most this much longer than the best method,
 WITHIN = 1.10
@@ -38,7 +38,7 @@ class Choice:
 
 def recorded(record: Mapping[str, Any]) -> list[Choice]:
     """The choices of the run itself, where there was one: cases of which two methods were measured."""
-    return [choice for row in record["cases"] if (choice := choice_of(row, row["chosen"])) is not None]
+    return [choice for row in record["cases"] if (choice := choice_of(row)) is not None]
 
 
 def bad_choices(choices: Iterable[Choice]) -> list[Choice]:
@@ -46,11 +46,11 @@ def bad_choices(choices: Iterable[Choice]) -> list[Choice]:
     return sorted((choice for choice in choices if choice.loss > WITHIN), key=lambda choice: -choice.loss)
 
 
-def choice_of(row: Mapping[str, Any], chosen: str) -> Choice | None:
-    """What a row of a results file has of one choice; None where fewer than two methods were measured."""
+def choice_of(row: Mapping[str, Any]) -> Choice | None:
+    """The choice of a results file's row; None where fewer than two methods were measured."""
     seconds = {
         name.removeprefix(OURS).strip() or row["chosen"]: way["median"]
         for name, way in row["ways"].items()
-        if name.partition(" ")[0] == OURS
+        if is_ours(name)
     }
-    return Choice(row["case"]["name"], chosen, seconds) if len(seconds) > 1 else None
+    return Choice(row["case"]["name"], row["chosen"], seconds) if len(seconds) > 1 else None

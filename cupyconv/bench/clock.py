@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Protocol
@@ -20,8 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cupyconv.cuda.run.kernel_sources import kernel_directory
-
-Call = Callable[[], Any]
+from cupyconv.demo.libraries import Call
 
 WARM_UP = 3
 

@@ -10,25 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from cupyconv.bench.cases import Case
-from cupyconv.bench.clock import Call
 from cupyconv.bench.machines import Machine
 from cupyconv.bench.recurrent_layers import AnyCase
 from cupyconv.bench.torch_peers import Torch
+from cupyconv.demo.libraries import Call
 from cupyconv.problem.arrays import ITEMSIZE
 
 SAMPLES = 5
-
-
-@dataclass(frozen=True)
-class Floor:
-    """Seconds, and what bounds them."""
-
-    seconds: float
-    bound: str  # "memory" or "arithmetic"
 
 
 @dataclass
@@ -39,16 +32,12 @@ class Rates:
     products: dict[str, float] = field(default_factory=dict)
     by: dict[str, str] = field(default_factory=dict)
 
-    def floor(self, case: AnyCase) -> Floor:
-        """The larger of the two times."""
+    def floor(self, case: AnyCase) -> dict[str, Any]:
+        """For a record: the larger of the two times, and what it is of."""
         by_bytes = case.minimal_bytes / self.bandwidth
-        by_flops = case.flops / self.products[precision(case)]
-        return Floor(by_bytes, "memory") if by_bytes >= by_flops else Floor(by_flops, "arithmetic")
-
-
-def precision(case: AnyCase) -> str:
-    """The name of what a case's products are rounded to."""
-    return "TF32" if case.tf32 else case.dtype
+        by_flops = case.flops / self.products[case.precision]
+        bound = "memory" if by_bytes >= by_flops else "arithmetic"
+        return dict(seconds=max(by_bytes, by_flops), bound=bound, bytes=case.minimal_bytes, flops=case.flops)
 
 
 def copy_rate(machine: Machine) -> float:
@@ -62,12 +51,13 @@ def product_rate(machine: Machine, case: AnyCase, torch: Torch | None) -> tuple[
     """Operations a second of the fastest product in the case's precision, who made it, and who failed."""
     rows = machine.gemm_rows(ITEMSIZE[case.dtype])
     square = Case("square", 1, (rows,), (rows,), rows, (1,), dtype=case.dtype, tf32=case.tf32)
-    (x,), weight = square.arrays(machine.fill)
-    ways: dict[str, Callable[[], Call]] = {"cupyconv": lambda: partial(square.ours, [x], weight, "gemm")}
-    if not case.tf32 and case.dtype != "bfloat16":  # neither of which CuPy's matmul does
-        ways["matmul"] = lambda: partial(machine.xp.matmul, weight[:, :, 0], x[0])
+    (x,), (weight,) = square.arrays(machine.fill)
+    matrix = weight[:, :, 0]
+    ways: dict[str, Callable[[], Call]] = {"cupyconv": lambda: partial(square.ours, [x], [weight], "gemm")}
+    if case.has_plain_product:
+        ways["matmul"] = lambda: partial(machine.xp.matmul, matrix, x[0])
     if torch is not None:
-        ways["torch"] = lambda: torch.product(weight[:, :, 0], x[0])
+        ways["torch"] = lambda: torch.product(matrix, x[0])
     seconds: dict[str, float] = {}
     failed: dict[str, Exception] = {}
     for name, prepare in ways.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -80,7 +79,8 @@ def cuda_machine(cupy: ModuleType) -> Machine:
             "multiprocessors": properties["multiProcessorCount"],
             "memory_bytes": properties["totalGlobalMem"],
             "l2_bytes": properties["l2CacheSize"],
-            "driver": _driver(ordinal),
+            # as NVIDIA numbers it, which CUDA does not tell
+            "driver": _output("nvidia-smi", f"--id={ordinal}", "--query-gpu=driver_version", "--format=csv,noheader"),
             "cuda_of_driver": cupy.cuda.runtime.driverGetVersion(),
             "cuda_runtime": cupy.cuda.runtime.runtimeGetVersion(),
             "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
@@ -99,7 +99,7 @@ def environment(machine: Machine) -> dict[str, Any]:
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
     return {
         "date": date.today().isoformat(),
-        "commit": _commit(),
+        "commit": _output("git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty"),
         "cupyconv": cupyconv.__version__,
         "kernels": source_hash(),
         "machine": machine.library.description,
@@ -113,20 +113,8 @@ def environment(machine: Machine) -> dict[str, Any]:
     }
 
 
-def _driver(ordinal: int) -> str:
-    """The driver's version as NVIDIA numbers it, which CUDA does not tell."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return "unknown"
-    command = [program, f"--id={ordinal}", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty"]
+def _output(*command: str) -> str:
+    """What a program prints, or "unknown"."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -23,48 +23,40 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from cupyconv.bench.cases import Case
 from cupyconv.bench.recurrent_layers import AnyCase, RecurrentCase, loop_in_python
-
-Call = Callable[[], Any]
-
-
-def _itself(result: Any) -> Any:
-    return result
+from cupyconv.demo.libraries import Call
 
 
 @dataclass(frozen=True)
 class Way:
     """One way to do a case.
 
-    `prepare` gives the call to be timed, or raises; `as_array` makes an array of the machine's library from what
-    the call returns; `counts_memory` says whether that library allocates for it; `transforms`, that it may choose
-    an algorithm that transforms its data.
+    `prepare` gives the call to be timed, or raises.  `as_array` marks a framework with arrays of its own, and makes
+    one of the machine's from what the call returns.  It allocates for itself, so that its memory is not counted, and
+    may choose an algorithm that transforms its data.
     """
 
     name: str
     prepare: Callable[[], Call]
-    as_array: Callable[[Any], Any] = _itself
-    counts_memory: bool = True
-    transforms: bool = False
+    as_array: Callable[[Any], Any] | None = None
 
 
-def array_peers(xp: ModuleType, on_gpu: bool, case: AnyCase, xs: list[Any], weight: Any) -> list[Way]:
+def array_peers(xp: ModuleType, on_gpu: bool, case: AnyCase, xs: list[Any], weights: list[Any]) -> list[Way]:
     """The ways of the machine's own array library."""
+    own = "cupy" if on_gpu else "numpy"
     if isinstance(case, RecurrentCase):
-        return [Way("cupy" if on_gpu else "numpy", lambda: partial(loop_in_python, xp, case, xs[0], weight))]
+        return [Way(own, lambda: partial(loop_in_python, xp, case, xs[0], weights))]
     ways = []
-    if not on_gpu:
-        ways.append(Way("numpy", lambda: partial(concatenate_im2col_matmul, xp, case, xs, weight)))
-    elif case.pointwise and not case.tf32 and case.dtype != "bfloat16":  # of which CuPy has no GEMM
-        ways.append(Way("cupy", lambda: partial(concatenate_im2col_matmul, xp, case, xs, weight)))
+    if not on_gpu or (case.pointwise and case.has_plain_product):
+        ways.append(Way(own, lambda: partial(concatenate_im2col_matmul, xp, case, xs, weights)))
     if case.loop:
-        ways.append(Way("loop over samples", lambda: _loop_over_samples(case, xs, weight)))
+        ways.append(Way("loop over samples", lambda: _loop_over_samples(case, xs, weights)))
     return ways
 
 
-def concatenate_im2col_matmul(xp: ModuleType, case: Case, xs: list[Any], weight: Any) -> Any:
+def concatenate_im2col_matmul(xp: ModuleType, case: Case, xs: list[Any], weights: list[Any]) -> Any:
     """What a good NumPy user writes without a library, who skips the columns where there is one product."""
-    for layer, factors in zip(case.layers, case.weights(weight)):
-        xs = [_im2col_matmul(xp, layer, xs, factors)]
+    for layer, weight in zip(case.layers, weights):
+        xs = [_im2col_matmul(xp, layer, xs, weight)]
     return xs[0]
 
 
@@ -91,15 +83,15 @@ def _windows(case: Case, padded: Any) -> Any:
     return view.transpose(0, 1, *range(2 + rank, 2 + 2 * rank), *range(2, 2 + rank))
 
 
-def _loop_over_samples(case: Case, xs: list[Any], weight: Any) -> Call:
-    """One call a sample, each into its part of one result: nothing is allocated or joined in between."""
-    y = case.ours(xs, weight)
-    function, (_, factors), keywords = case.call(xs, weight)
+def _loop_over_samples(case: Case, xs: list[Any], weights: list[Any]) -> Call:
+    """One call per sample, each into its part of one result: nothing is allocated or joined in between."""
+    y = case.ours(xs, weights)
+    function, (_, weight), keywords = case.call(xs, weights)
     samples = [([x[n : n + 1] for x in xs], y[n : n + 1]) for n in range(case.batch)]
 
     def call() -> Any:
         for parts, out in samples:
-            function(parts, factors, **keywords, out=out)
+            function(parts, weight, **keywords, out=out)
         return y
 
     return call

@@ -63,9 +63,19 @@ def is_done(record: dict[str, Any], name: str) -> bool:
     return name in failed_whole or any(row["case"]["name"] == name for row in record["cases"])
 
 
+def is_ours(way: str) -> bool:
+    """Whether a way is the library's, not a peer."""
+    return way.partition(" ")[0] == OURS
+
+
 def add_error(record: dict[str, Any], case: str, way: str, error: str | Exception) -> str:
     """Note a failure; a way of ``""`` is the case itself.  Gives the line that tells of it."""
     if isinstance(error, Exception):
         error = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
     record["errors"].append({"case": case, "way": way, "error": error})
-    return f"{case}{', ' + way if way else ''}: {error}"
+    return error_line(record["errors"][-1])
+
+
+def error_line(entry: dict[str, str]) -> str:
+    """The line that tells of a failure."""
+    return f"{entry['case']}{', ' + entry['way'] if entry['way'] else ''}: {entry['error']}"

@@ -1,4 +1,4 @@
-"""Recurrent layers as cases: sizes, arrays and the library's call, the float64 that results are held to, the NumPy peer.
+"""Recurrent layers as cases: sizes, arrays and the library's call; the NumPy peer, and in float64 the reference.
 
 States are below 1 whatever the sizes, as weights of the state are scaled by the root of their number: errors are
 seen beside 1, and none grows from step to step.
@@ -6,14 +6,13 @@ seen beside 1, and none grows from step to step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import sqrt
+from math import prod, sqrt
 from types import ModuleType
 from typing import Any
 
-from cupyconv.bench.cases import APART, Case, Fill, repeat_normals
-from cupyconv.call.options import options
+from cupyconv.bench.cases import APART, Case, Fill, LayerCase, repeat_normals
 from cupyconv.ops.recurrent import gru, lstm
 from cupyconv.problem.arrays import ITEMSIZE
 from cupyconv.problem.recurrence import GATES, RECURRENT_METHODS
@@ -22,7 +21,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {"lstm": lstm, "gru": gru}
 
 
 @dataclass(frozen=True)
-class RecurrentCase:
+class RecurrentCase(LayerCase):
     """One layer over a sequence, in one direction, with both biases; `tf32` and `judged` as for `Case`."""
 
     name: str
@@ -34,9 +33,6 @@ class RecurrentCase:
     dtype: str = "float32"
     tf32: bool = False
     judged: str = "device"
-
-    def __str__(self) -> str:
-        return self.name
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -77,57 +73,19 @@ class RecurrentCase:
         scales = (1.0, 1 / sqrt(max(1, self.inputs)), 1 / sqrt(max(1, self.hidden)), 0.5, 0.5)
         made = []
         for number, (shape, scale) in enumerate(zip((*shapes, (self.rows,), (self.rows,)), scales)):
-            elements = 1
-            for extent in shape:
-                elements *= extent
-            array = fill(self.dtype, number * APART, elements).reshape(shape)
+            array = fill(self.dtype, number * APART, prod(shape)).reshape(shape)
             made.append(array if scale == 1 else array * array.dtype.type(scale))
         return made[:1], made[1:]
 
-    def named(self, method: str) -> dict[str, Any]:
-        """The keyword that asks for a method."""
-        return {"method": method}
+    def call(self, xs: list[Any], weights: list[Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        return _FUNCTIONS[self.cell], (*xs, *weights), {}
 
-    def call(self, xs: list[Any], weight: list[Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """The library's function for this case, its arguments and its keywords."""
-        return _FUNCTIONS[self.cell], (*xs, *weight), {}
-
-    def ours(self, xs: list[Any], weight: list[Any], method: str = "auto") -> Any:
+    def ours(self, xs: list[Any], weights: list[Any], method: str = "auto") -> Any:
         """The library's y."""
-        function, arguments, _ = self.call(xs, weight)
-        with options(allow_tf32=self.tf32):
-            return function(*arguments, method=method)[0]
+        return super().ours(xs, weights, method)[0]
 
 
 AnyCase = Case | RecurrentCase
-
-
-def case_from_record(record: Mapping[str, Any]) -> AnyCase:
-    """The case that a results file holds."""
-    return RecurrentCase(**record) if "cell" in record else Case.from_record(record)
-
-
-def recurrent_in_float64(xp: ModuleType, case: RecurrentCase, x: Any, weights: list[Any]) -> Any:
-    """y in the dtype of arrays that are float64: inputs and state side by side, one product a step."""
-    weight_ih, weight_hh, bias_ih, bias_hh = weights
-    hidden = case.hidden
-    h, c = xp.zeros((case.batch, hidden)), xp.zeros((case.batch, hidden))
-    y = xp.zeros((case.steps, case.batch, hidden))
-    both = xp.concatenate([weight_ih, weight_hh], axis=1).T
-    for t in range(case.steps):
-        gates = xp.concatenate([x[t], h], axis=1) @ both + (bias_ih + bias_hh)
-        parts = [gates[:, k * hidden : (k + 1) * hidden] for k in range(GATES[case.cell])]
-        if case.cell == "lstm":
-            i, f, o = (1 / (1 + xp.exp(-parts[k])) for k in (0, 1, 3))
-            c = f * c + i * xp.tanh(parts[2])
-            h = o * xp.tanh(c)
-        else:
-            r, z = (1 / (1 + xp.exp(-parts[k])) for k in (0, 1))
-            of_state = h @ weight_hh[2 * hidden :].T + bias_hh[2 * hidden :]
-            n = xp.tanh(parts[2] + (r - 1) * of_state)
-            h = n + z * (h - n)
-        y[t] = h
-    return y
 
 
 def loop_in_python(xp: ModuleType, case: RecurrentCase, x: Any, weights: list[Any]) -> Any:
@@ -156,16 +114,3 @@ def loop_in_python(xp: ModuleType, case: RecurrentCase, x: Any, weights: list[An
 
 def _sigmoid(xp: ModuleType, v: Any) -> Any:
     return 1 / (1 + xp.exp(-v))
-
-
-def layer_of_torch(torch: ModuleType, case: RecurrentCase, x: Any, weights: list[Any]) -> Callable[[], Any]:
-    """``torch.nn.LSTM`` or ``GRU`` on tensors, for inference; on a GPU that is cuDNN's."""
-    layer = getattr(torch.nn, case.cell.upper())(case.inputs, case.hidden, device=x.device, dtype=x.dtype)
-    layer.requires_grad_(False).eval()  # else cuDNN keeps what a backward pass would need
-    for parameter, weight in zip(layer.parameters(), weights, strict=True):
-        parameter.copy_(weight)
-
-    def call() -> Any:
-        return layer(x)[0]
-
-    return call

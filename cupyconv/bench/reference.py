@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from cupyconv.bench.cases import Case
-from cupyconv.bench.recurrent_layers import AnyCase, RecurrentCase, recurrent_in_float64
+from cupyconv.bench.recurrent_layers import AnyCase, RecurrentCase, loop_in_python
 from cupyconv.problem.arrays import accumulator, dtype_name, is_complex, real_part
 
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
@@ -39,34 +39,31 @@ class WrongResult(Exception):
     """A result that is not what float64 says."""
 
 
-def in_float64(xp: ModuleType, case: AnyCase, xs: list[Any], weight: Any) -> Any:
-    """The result summed tap by tap, without columns, and without code in common with what is measured."""
+def in_float64(xp: ModuleType, case: AnyCase, xs: list[Any], weights: list[Any]) -> Any:
+    """The result without code in common with the library: a convolution's summed tap by tap, without columns."""
+    xs, weights = ([_widened(xp, array) for array in arrays] for arrays in (xs, weights))
     if isinstance(case, RecurrentCase):
-        return recurrent_in_float64(xp, case, _widened(xp, xs[0]), [_widened(xp, factor) for factor in weight])
-    for layer, factors in zip(case.layers, case.weights(weight)):
-        xs = [_tap_by_tap(xp, layer, xs, factors)]
+        return loop_in_python(xp, case, xs[0], weights)
+    for layer, weight in zip(case.layers, weights):
+        xs = [_tap_by_tap(xp, layer, xs, weight)]
     return xs[0]
 
 
 def _tap_by_tap(xp: ModuleType, case: Case, xs: list[Any], weight: Any) -> Any:
     """The result of one layer."""
-    wide = [_widened(xp, x) for x in xs]
-    factors = _widened(xp, weight)
-    rank, group_outputs = len(case.size), case.out_channels // case.groups
-    kind = wide[0].dtype
-    padded = xp.zeros((case.batch, case.in_channels, *(n + sum(p) for n, p in zip(case.size, case.pairs))), kind)
+    group_outputs, dtype = case.out_channels // case.groups, weight.dtype
+    padded = xp.zeros((case.batch, case.in_channels, *(n + sum(p) for n, p in zip(case.size, case.pairs))), dtype)
     inside = tuple(slice(before, before + n) for n, (before, _) in zip(case.size, case.pairs))
-    padded[(slice(None), slice(None), *inside)] = xp.concatenate(wide, axis=1)
-    y = xp.zeros((case.batch, case.groups, group_outputs, prod(case.out_size)), kind)
+    padded[(slice(None), slice(None), *inside)] = xp.concatenate(xs, axis=1)
+    y = xp.zeros((case.batch, case.groups, group_outputs, prod(case.out_size)), dtype)
     for tap in product(*map(range, case.kernel)):
         reached = tuple(
             slice(t * case.dilation, t * case.dilation + (n - 1) * case.stride + 1, case.stride)
             for t, n in zip(tap, case.out_size)
         )
         part = padded[(slice(None), slice(None), *reached)]
-        matrix = factors[(slice(None), slice(None), *tap)].reshape(case.groups, group_outputs, -1)
+        matrix = weight[(slice(None), slice(None), *tap)].reshape(case.groups, group_outputs, -1)
         y += xp.matmul(matrix, part.reshape(case.batch, case.groups, -1, prod(case.out_size)))
-    assert y.ndim == 4 and len(case.out_size) == rank
     return y.reshape(case.batch, case.out_channels, *case.out_size)
 
 

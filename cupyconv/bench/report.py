@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cupyconv.bench.choice import SHARE, WITHIN, Choice, bad_choices, recorded
-from cupyconv.bench.record import OURS
+from cupyconv.bench.record import OURS, error_line, is_ours
 
 #: Entries of a list at the end; the results file has all.
 SHOWN = 40
@@ -29,8 +29,8 @@ def block(row: Mapping[str, Any]) -> str:
     """One case: a line for its floor, one for each way."""
     case, floor = row["case"], row["floor"]
     judged = "; ratios are of host times" if case["judged"] == "host" else ""
-    lines = [f"{case['name']}: floor {_micro(floor['seconds'])} µs, by {floor['bound']}{judged}"]
-    return "\n".join([*lines, *(_line(row, name, way) for name, way in row["ways"].items())])
+    first = f"{case['name']}: floor {_micro(floor['seconds'])} µs, by {floor['bound']}{judged}"
+    return "\n".join([first, *(_line(row, name, way) for name, way in row["ways"].items())])
 
 
 def _line(row: Mapping[str, Any], name: str, way: Mapping[str, Any]) -> str:
@@ -66,8 +66,7 @@ def summary(record: Mapping[str, Any]) -> str:
         )
         parts.append(_some(record["skipped"]))
     if record["errors"]:
-        lines = [f"{e['case']}{', ' + e['way'] if e['way'] else ''}: {e['error']}" for e in record["errors"]]
-        parts += [f"{len(lines)} failed:", _some(lines)]
+        parts += [f"{len(record['errors'])} failed:", _some([error_line(entry) for entry in record["errors"]])]
     else:
         parts.append("nothing failed; every result that was timed was first held to float64")
     return "\n".join(part for part in parts if part)
@@ -75,7 +74,7 @@ def summary(record: Mapping[str, Any]) -> str:
 
 def _against_peers(record: Mapping[str, Any]) -> str:
     lines = []
-    peers = dict.fromkeys(name for row in record["cases"] for name in row["ways"] if not _is_ours(name))
+    peers = dict.fromkeys(name for row in record["cases"] for name in row["ways"] if not is_ours(name))
     for peer in peers:
         ratios = {row["case"]["name"]: row["ways"][peer].get("ratio") for row in record["cases"] if peer in row["ways"]}
         known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
@@ -101,10 +100,6 @@ def _choices(choices: list[Choice]) -> str:
 def _some(lines: list[str]) -> str:
     more = [f"... and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     return "\n".join(f"    {line}" for line in [*lines[:SHOWN], *more])
-
-
-def _is_ours(name: str) -> bool:
-    return name.partition(" ")[0] == OURS
 
 
 def _micro(seconds: float) -> str:

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cupyconv.bench.clock import Call, measure, ratio
-from cupyconv.bench.floors import Rates, copy_rate, precision, product_rate
+from cupyconv.bench.clock import measure, ratio
+from cupyconv.bench.floors import Rates, copy_rate, product_rate
 from cupyconv.bench.machines import Machine, environment
 from cupyconv.bench.peers import Way, array_peers
 from cupyconv.bench.record import OURS, add_error, is_done, new_record, read_record, resume, write_record
@@ -25,6 +25,7 @@ from cupyconv.bench.report import COLUMNS, block, heading, summary
 from cupyconv.bench.torch_peers import Torch
 from cupyconv.call.explain import explain
 from cupyconv.call.options import options
+from cupyconv.demo.libraries import Call
 from cupyconv.problem.plan import KernelLaunch, LaunchLoop, Plan, Step
 
 #: The most of a case's share of the budget, and its fewest seconds of timing.
@@ -69,10 +70,9 @@ class Session:
         path: Path | None = None,
         watch: Watch | None = None,
     ) -> None:
-        self._begin, self._used_before = time.perf_counter(), 0.0
+        self._begin = time.perf_counter()
         self.machine, self.cases, self.path, self.watch = machine, cases, path, watch
-        self.seconds = seconds
-        self.methods = methods
+        self.seconds, self.methods = seconds, methods
         self.record = new_record({**environment(machine), "arch": machine.arch, "torch": "not measured"}, seconds)
         self.torch = self._usable(torch)
         self.rates: Rates | None = None
@@ -95,7 +95,7 @@ class Session:
 
     @property
     def used(self) -> float:
-        return self._used_before + time.perf_counter() - self._begin
+        return time.perf_counter() - self._begin
 
     def run(self, *, resume: bool = False) -> int:
         """Measure what is not yet measured; the exit status is 0 where nothing failed."""
@@ -121,9 +121,8 @@ class Session:
         if self.watch:
             self.watch.rearm()
         self._save(running=case.name)
-        begin = time.perf_counter()
         try:
-            row = self._measure(case, share, begin)
+            row = self._measure(case, until=time.perf_counter() + share)
         except Exception as failure:  # reported below, in the file and in the exit status; the next case is measured
             self._fail(case, "", failure)
         else:
@@ -132,47 +131,42 @@ class Session:
         finally:
             self._save(running=None)
 
-    def _measure(self, case: AnyCase, share: float, begin: float) -> dict[str, Any]:
+    def _measure(self, case: AnyCase, until: float) -> dict[str, Any]:
         machine, torch = self.machine, self.torch
         set_flags: AbstractContextManager[dict[str, bool]] = torch.flags(case) if torch else nullcontext({})
         with set_flags as flags:
-            self._floors(case)
-            assert self.rates is not None
-            floor = self.rates.floor(case)
-            xs, weight = case.arrays(machine.fill)
-            expected = in_float64(machine.xp, case, xs, weight)
-            plans, rejected = self._plans(case, xs, weight)
-            ways = self._ways(case, xs, weight, plans)
+            floor = self._rates(case).floor(case)
+            xs, weights = case.arrays(machine.fill)
+            expected = in_float64(machine.xp, case, xs, weights)
+            plans, rejected = self._plans(case, xs, weights)
+            ways = self._ways(case, xs, weights, plans)
             calls, errors_of = self._checked(case, ways, expected)
             del expected
-            left = max(SHORTEST, min(LONGEST, share - (time.perf_counter() - begin)))
+            left = max(SHORTEST, min(LONGEST, until - time.perf_counter()))
             timings, failed = measure(calls, machine.clock, left)
             for name, failure in failed.items():
                 self._fail(case, name, failure)
-            beyond = {way.name: self._beyond_result(way, calls, case) for way in ways if way.name in timings}
-        row: dict[str, Any] = {
+            measured = {name: timing.summary() for name, timing in timings.items()}
+            for way in (way for way in ways if way.name in timings):
+                row = measured[way.name]
+                if OURS in timings and way.name != OURS:
+                    row |= ratio(timings[OURS], timings[way.name], case.judged)
+                row["error"] = errors_of[way.name]
+                row["beyond_result"] = self._beyond_result(case, way, calls[way.name])
+        return {
             "case": asdict(case),
             "on_gpu": machine.arch is not None,
-            "floor": {**asdict(floor), "bytes": case.minimal_bytes, "flops": case.flops},
+            "floor": floor,
             "chosen": plans["auto"].method,
             "methods": {plan.method: _described(plan) for plan in plans.values()},
             "rejected": rejected,
             "flags": flags,
-            "ways": {},
+            "ways": measured,
         }
-        for name, timing in timings.items():
-            compared = ratio(timings[OURS], timing, case.judged) if OURS in timings and name != OURS else {}
-            row["ways"][name] = {
-                **timing.summary(),
-                **compared,
-                "error": errors_of[name],
-                "beyond_result": beyond[name],
-            }
-        return row
 
-    def _plans(self, case: AnyCase, xs: list[Any], weight: Any) -> tuple[dict[str, Plan], dict[str, str]]:
+    def _plans(self, case: AnyCase, xs: list[Any], weights: list[Any]) -> tuple[dict[str, Plan], dict[str, str]]:
         """The plan of ``auto`` and of each named method that applies; why the others do not."""
-        function, arguments, keywords = case.call(xs, weight)
+        function, arguments, keywords = case.call(xs, weights)
         plans: dict[str, Plan] = {}
         rejected: dict[str, str] = {}
         with options(allow_tf32=True) if case.tf32 else nullcontext():
@@ -186,17 +180,15 @@ class Session:
                     rejected[method] = str(refusal)
         return plans, rejected
 
-    def _ways(self, case: AnyCase, xs: list[Any], weight: Any, plans: dict[str, Plan]) -> list[Way]:
+    def _ways(self, case: AnyCase, xs: list[Any], weights: list[Any], plans: dict[str, Plan]) -> list[Way]:
         """The library's choice, its other methods, and the peers."""
-        ways = [Way(OURS, lambda: partial(case.ours, xs, weight))]
+        ways = [Way(OURS, lambda: partial(case.ours, xs, weights))]
         for method in plans:
             if method not in ("auto", plans["auto"].method):
-                prepare = partial(partial, case.ours, xs, weight, method)
-                ways.append(Way(f"{OURS} {method}", prepare))
-        ways += array_peers(self.machine.xp, self.machine.arch is not None, case, xs, weight)
+                ways.append(Way(f"{OURS} {method}", partial(partial, case.ours, xs, weights, method)))
+        ways += array_peers(self.machine.xp, self.machine.arch is not None, case, xs, weights)
         if self.torch is not None:
-            compiled = self.seconds - self.used > FOR_COMPILING
-            ways += self.torch.ways(case, xs, weight, compiled=compiled)
+            ways += self.torch.ways(case, xs, weights, compiled=self.seconds - self.used > FOR_COMPILING)
         return ways
 
     def _checked(self, case: AnyCase, ways: list[Way], expected: Any) -> tuple[dict[str, Call], dict[str, float]]:
@@ -206,28 +198,29 @@ class Session:
         for way in ways:
             try:
                 call = way.prepare()
-                result = way.as_array(call())
-                errors_of[way.name] = error(self.machine.xp, case, result, expected, transform=way.transforms)
+                result = way.as_array(call()) if way.as_array else call()
+                transform = way.as_array is not None
+                errors_of[way.name] = error(self.machine.xp, case, result, expected, transform=transform)
                 calls[way.name] = call
             except Exception as failure:
                 self._fail(case, way.name, failure)
         return calls, errors_of
 
-    def _beyond_result(self, way: Way, calls: dict[str, Call], case: AnyCase) -> int | None:
+    def _beyond_result(self, case: AnyCase, way: Way, call: Call) -> int | None:
         """Most bytes that a call had allocated at a time, beyond its result; None where nobody counts."""
-        if not way.counts_memory:
+        if way.as_array is not None:
             return None
         try:
-            return max(0, self.machine.library.peak_bytes(calls[way.name]) - case.result_bytes)
+            return max(0, self.machine.library.peak_bytes(call) - case.result_bytes)
         except Exception as failure:  # reported, and the times are kept
             self._fail(case, f"{way.name}, counting memory", failure)
             return None
 
-    def _floors(self, case: AnyCase) -> None:
-        """Measure the rates that this case's floor needs, once."""
+    def _rates(self, case: AnyCase) -> Rates:
+        """The rates that this case's floor needs, each measured once."""
         if self.rates is None:
             self.rates = Rates(copy_rate(self.machine))
-        name = precision(case)
+        name = case.precision
         if name not in self.rates.products:
             rate, by, failed = product_rate(self.machine, case, self.torch)
             self.rates.products[name], self.rates.by[name] = rate, by
@@ -235,6 +228,7 @@ class Session:
                 add_error(self.record, f"floor, {name}", library, failure)
             print(f"floor: {name} products at {rate / 1e12:.2f} TFLOP/s ({by})", flush=True)
         self.record["floors"] = asdict(self.rates)
+        return self.rates
 
     def _alive(self) -> bool:
         """Give back the last case's memory; whether the device still works, as it does not after a fault in a kernel."""
@@ -262,7 +256,7 @@ class Session:
         current, errors = self.record["environment"], self.record["errors"]
         self.record = resume(read_record(self.path))
         self.record["errors"] += [entry for entry in errors if entry not in self.record["errors"]]
-        self._used_before = self.record["used"]
+        self._begin -= self.record["used"]
         self.record["seconds"] = self.seconds
         changed = {key for key, value in current.items() if self.record["environment"].get(key) != value}
         if changed - {"load_before", "date"}:

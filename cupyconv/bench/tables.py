@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 from cupyconv.bench.cases import Case
 from cupyconv.bench.recurrent_layers import RecurrentCase
+
+C = TypeVar("C", Case, RecurrentCase)
 
 #: dtype and whether its products may be TF32.
 PRECISIONS = (("float32", False), ("float32", True), ("float16", False), ("bfloat16", False))
@@ -84,7 +87,7 @@ def _merges() -> Iterator[Case]:
     for width, side, batch in ((128, 64, 8), (256, 32, 32), (512, 16, 32)):
         name = f"merge {width}+{width} -> {width}, {side}x{side}, N {batch}"
         wide = Case(name, batch, (width, width), (side, side), width, (1, 1))
-        yield from _in_precisions(wide)
+        yield from _in_precisions([wide])
 
 
 def _layers() -> Iterator[Case]:
@@ -104,7 +107,7 @@ def _layers() -> Iterator[Case]:
         Case("3x3 dilation 2, 128 -> 128, 32x32, N 8", 8, (128,), (32, 32), 128, (3, 3), padding=((2, 2),) * 2, dilation=2),
         Case("3x3, 64 samples of 64 x 14x14", 64, (64,), (14, 14), 64, (3, 3), padding=_same(3, 3), loop=True),
     ):  # fmt: skip
-        for variant in _in_precisions(case):
+        for variant in _in_precisions([case]):
             yield replace(variant, compiled=case.name.startswith("U-Net skip 3x3, 64") and variant.dtype == "float16")
 
 
@@ -158,19 +161,12 @@ def _wide_types() -> Iterator[Case]:
         Case("1-D 3 taps, dilation 8, 64 -> 64, 4000, N 8", 8, (64,), (4000,), 64, (3,), padding=((16, 0),), dilation=8),
         Case("merge 5 x 4 -> 4, 2^18 points", 4, (4,) * 5, (2**18,), 4, (1,)),
     ):  # fmt: skip
-        for dtype, _ in WIDE_PRECISIONS:
-            yield replace(case, dtype=dtype)
+        yield from _in_precisions([case], WIDE_PRECISIONS)
 
 
-def _in_precisions(case: Case) -> Iterator[Case]:
-    for dtype, tf32 in PRECISIONS:
-        yield replace(case, dtype=dtype, tf32=tf32)
-
-
-def _by_precision(cases: list[Case]) -> Iterator[Case]:
+def _in_precisions(cases: list[C], precisions: tuple[tuple[str, bool], ...] = PRECISIONS) -> list[C]:
     """Every case in one precision before the next precision begins."""
-    for dtype, tf32 in PRECISIONS:
-        yield from (replace(case, dtype=dtype, tf32=tf32) for case in cases)
+    return [replace(case, dtype=dtype, tf32=tf32) for dtype, tf32 in precisions for case in cases]
 
 
 def _channels_last(cases: list[Case]) -> Iterator[Case]:
@@ -178,9 +174,9 @@ def _channels_last(cases: list[Case]) -> Iterator[Case]:
         yield replace(case, name=f"{case.name}, channels-last", dtype="float16", channels_last=True)
 
 
-def _labelled(case: Case) -> Case:
-    """The case with its precision in its name, which then is its own."""
-    return replace(case, name=f"{case.name}, {'TF32' if case.tf32 else case.dtype}")
+def _labelled(cases: Iterable[C]) -> tuple[C, ...]:
+    """The cases with their precision in their names, each of which then is its own."""
+    return tuple(replace(case, name=f"{case.name}, {case.precision}") for case in cases)
 
 
 def numpy_cases() -> tuple[Case, ...]:
@@ -190,11 +186,10 @@ def numpy_cases() -> tuple[Case, ...]:
 
 def gpu_cases() -> tuple[Case, ...]:
     """The GPU's table."""
-    cases = (
-        *HOST, *_merges(), *_layers(), *_chains(), *_by_precision(_resnet(32)), *_wide_types(), *_channels_last(_resnet(32)),
-        *_by_precision(_resnet(8)),
-    )  # fmt: skip
-    return tuple(_labelled(case) for case in cases)
+    return _labelled((
+        *HOST, *_merges(), *_layers(), *_chains(), *_in_precisions(_resnet(32)), *_wide_types(), *_channels_last(_resnet(32)),
+        *_in_precisions(_resnet(8)),
+    ))  # fmt: skip
 
 
 def recurrent_cases(*, gpu: bool) -> tuple[RecurrentCase, ...]:
@@ -205,10 +200,4 @@ def recurrent_cases(*, gpu: bool) -> tuple[RecurrentCase, ...]:
         for steps, batch, inputs, hidden in sizes
         for cell in ("lstm", "gru")
     ]
-    if not gpu:
-        return tuple(plain)
-    return tuple(
-        replace(case, name=f"{case.name}, {'TF32' if tf32 else dtype}", dtype=dtype, tf32=tf32)
-        for dtype, tf32 in PRECISIONS[:3]
-        for case in plain
-    )
+    return _labelled(_in_precisions(plain, PRECISIONS[:3])) if gpu else tuple(plain)

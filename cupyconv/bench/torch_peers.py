@@ -9,7 +9,7 @@ checked, before anything is timed.  Data lie in the memory format asked for befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from cupyconv.bench.cases import Case
-from cupyconv.bench.peers import Call, Way
-from cupyconv.bench.recurrent_layers import AnyCase, RecurrentCase, layer_of_torch
+from cupyconv.bench.peers import Way
+from cupyconv.bench.recurrent_layers import AnyCase, RecurrentCase
+from cupyconv.demo.libraries import Call
 from cupyconv.problem.arrays import dtype_from_name, dtype_name
 
 #: Spatial axes -> the name of torch's channels-last format.
@@ -74,34 +75,30 @@ class Torch:
         if stream is not None and (own := self._torch.cuda.current_stream().cuda_stream) != stream:
             raise RuntimeError(f"torch's current stream is {own:#x}, the one that is timed is {stream:#x}")
 
-    def ways(self, case: AnyCase, xs: list[Any], weight: Any, *, compiled: bool) -> list[Way]:
+    def ways(self, case: AnyCase, xs: list[Any], weights: list[Any], *, compiled: bool) -> list[Way]:
         """Both memory formats, where there are two; torch.compile where the case asks and `compiled` lets it."""
         torch = self._torch
         if isinstance(case, RecurrentCase):
-            layer = partial(self._recurrent_layer, case, xs[0], weight)
-            return [Way("torch", layer, as_array=self.array, counts_memory=False, transforms=True)]
-        kinds: list[tuple[str, Any]] = [("torch", torch.contiguous_format)]
-        if len(case.size) in _CHANNELS_LAST:
-            kinds.append(("torch channels-last", getattr(torch, _CHANNELS_LAST[len(case.size)])))
+            return [Way("torch", partial(self._recurrent_layer, case, xs[0], weights), self.array)]
 
         def eager(memory_format: Any) -> Call:
-            return partial(self._convolve, case, *self._tensors(case, xs, weight, memory_format))
+            return partial(self._convolve, case, *self._tensors(xs, weights, memory_format))
 
         def compiled_call() -> Call:
-            tensors, factors = self._tensors(case, xs, weight, torch.contiguous_format)
+            tensors = self._tensors(xs, weights, torch.contiguous_format)
             torch.compiler.reset()  # torch gives up compiling a function after eight shapes of it
             function = torch.compile(
                 lambda inputs, kernels: self._convolve(case, inputs, kernels), fullgraph=True, dynamic=False
             )
-            return partial(function, tensors, factors)
+            return partial(function, *tensors)
 
-        def way(name: str, prepare: Callable[[], Call]) -> Way:
-            return Way(name, prepare, as_array=self.array, counts_memory=False, transforms=True)
-
-        found = [way(name, partial(eager, memory_format)) for name, memory_format in kinds]
+        ways = [Way("torch", partial(eager, torch.contiguous_format), self.array)]
+        if len(case.size) in _CHANNELS_LAST:
+            memory_format = getattr(torch, _CHANNELS_LAST[len(case.size)])
+            ways.append(Way("torch channels-last", partial(eager, memory_format), self.array))
         if case.compiled and compiled:
-            found.append(way("torch.compile", compiled_call))
-        return found
+            ways.append(Way("torch.compile", compiled_call, self.array))
+        return ways
 
     def product(self, left: Any, right: Any) -> Call:
         """A product of two matrices, for the floor."""
@@ -124,14 +121,18 @@ class Torch:
         if self._torch.cuda.is_available():
             self._torch.cuda.empty_cache()
 
-    def _tensors(self, case: Case, xs: list[Any], weight: Any, memory_format: Any) -> tuple[list[Any], list[Any]]:
-        def tensors(arrays: Iterable[Any]) -> list[Any]:
-            return [self.tensor(array).contiguous(memory_format=memory_format) for array in arrays]
-
-        return tensors(xs), tensors(case.weights(weight))
+    def _tensors(self, xs: list[Any], weights: list[Any], memory_format: Any) -> list[list[Any]]:
+        return [[self.tensor(a).contiguous(memory_format=memory_format) for a in arrays] for arrays in (xs, weights)]
 
     def _recurrent_layer(self, case: RecurrentCase, x: Any, weights: list[Any]) -> Call:
-        return layer_of_torch(self._torch, case, self.tensor(x), [self.tensor(weight) for weight in weights])
+        """``torch.nn.LSTM`` or ``GRU``, for inference; on a GPU that is cuDNN's."""
+        tensor = self.tensor(x)
+        kind = getattr(self._torch.nn, case.cell.upper())
+        layer = kind(case.inputs, case.hidden, device=tensor.device, dtype=tensor.dtype)
+        layer.requires_grad_(False).eval()  # else cuDNN keeps what a backward pass would need
+        for parameter, weight in zip(layer.parameters(), weights, strict=True):
+            parameter.copy_(self.tensor(weight))
+        return lambda: layer(tensor)[0]
 
     def _convolve(self, case: Case, inputs: list[Any], kernels: list[Any]) -> Any:
         for layer, kernel in zip(case.layers, kernels):

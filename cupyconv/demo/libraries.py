@@ -50,7 +50,8 @@ class Measured:
 def numpy_library() -> Library:
     """NumPy on the host."""
     cores = os.cpu_count() or 1
-    description = f"NumPy {np.__version__}, {_processor()}, {cores} core{'s' * (cores > 1)}"
+    processor = _proc_entry("cpuinfo", "model name") or platform.processor() or platform.machine()
+    description = f"NumPy {np.__version__}, {processor}, {cores} core{'s' * (cores > 1)}"
     return Library("NumPy", description, np, np.asarray, _host_seconds, _host_peak, host_free_bytes)
 
 
@@ -68,8 +69,7 @@ def cupy_library(cupy: ModuleType) -> Library:
         return cupy.cuda.get_elapsed_time(start, stop) / 1e3
 
     def peak_bytes(call: Call) -> int:
-        counter = _PeakOfPool(cupy)
-        with counter.hook:
+        with _pool_counter(cupy) as counter:
             call()
         return counter.peak
 
@@ -100,22 +100,18 @@ def measure(
 
 
 def table_of(page: Page, libraries: Sequence[Library], measured: Sequence[dict[str, Measured]]) -> None:
-    """One row a way; for each library its time, memory and error; for two, their largest difference."""
+    """One row per way; for each library its time, memory and error; for two, their largest difference."""
     header = [""]
     for library in libraries:
         header += [library.name, "extra memory", "error"]
     rows = []
     for name in measured[-1]:
         row = [name]
-        for ways in measured:
-            way = ways.get(name)
-            row += (
-                ["", "", ""]
-                if way is None
-                else [milliseconds(way.seconds), megabytes(way.beyond_result), f"{way.error:.1e}"]
-            )
+        known = [ways.get(name) for ways in measured]
+        for way in known:
+            row += [milliseconds(way.seconds), megabytes(way.beyond_result), f"{way.error:.1e}"] if way else [""] * 3
         if len(libraries) > 1:
-            row.append(_difference(libraries, [ways.get(name) for ways in measured]))
+            row.append(_difference(libraries, known))
         rows.append(row)
     if len(libraries) > 1:
         header.append("difference")
@@ -130,24 +126,21 @@ def host_free_bytes() -> int | None:
     return min(found, default=None)
 
 
-class _PeakOfPool:
-    """Follows CuPy's pool through a memory hook: bytes allocated since it began, and their peak."""
+def _pool_counter(cupy: ModuleType) -> Any:
+    """A memory hook that follows CuPy's pool: bytes allocated since it began, and their peak."""
 
-    def __init__(self, cupy: ModuleType) -> None:
-        self.now = self.peak = 0
-        counter = self
+    class Counter(cupy.cuda.MemoryHook):  # type: ignore[name-defined]
+        name = "cupyconv_demo"
+        now = peak = 0
 
-        class Hook(cupy.cuda.MemoryHook):  # type: ignore[name-defined]
-            name = "cupyconv_demo"
+        def malloc_postprocess(self, **values: Any) -> None:
+            self.now += values["mem_size"]
+            self.peak = max(self.peak, self.now)
 
-            def malloc_postprocess(self, **values: Any) -> None:
-                counter.now += values["mem_size"]
-                counter.peak = max(counter.peak, counter.now)
+        def free_postprocess(self, **values: Any) -> None:
+            self.now -= values["mem_size"]
 
-            def free_postprocess(self, **values: Any) -> None:
-                counter.now -= values["mem_size"]
-
-        self.hook = Hook()
+    return Counter()
 
 
 def _difference(libraries: Sequence[Library], measured: Sequence[Measured | None]) -> str:
@@ -172,24 +165,18 @@ def _host_peak(call: Call) -> int:
         tracemalloc.stop()
 
 
-def _processor() -> str:
+def _proc_entry(file: str, key: str) -> str | None:
+    """The first value of a key in a file of /proc, where there is one."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        lines = Path("/proc", file).read_text().splitlines()
     except OSError:
-        pass
-    return platform.processor() or platform.machine()
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)
 
 
 def _meminfo() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    except OSError:
-        pass
-    return None
+    available = _proc_entry("meminfo", "MemAvailable:")
+    return int(available.split()[0]) << 10 if available else None
 
 
 def _cgroup_room() -> int | None:

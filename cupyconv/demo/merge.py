@@ -18,11 +18,8 @@ INPUTS, BATCH, CHANNELS, POINTS = 5, 4, 4, 10**6
 ROUNDS = 5
 #: Points that are compared with a float64 computation.
 CHECKED = 4096
-#: Memory as a multiple of the inputs: they, their concatenation, results; on a GPU the stacked copy too.
-_MULTIPLE = {"NumPy": 2.5, "CuPy": 3.5}
-#: How much more has to be free.
+#: How much more memory has to be free than is needed.
 _RESERVE = 1.2
-_ONE_BLOCK = "one block, sums in global memory"
 
 
 def run(page: Page, libraries: Sequence[Library], *, small: bool, directory: Path) -> None:
@@ -40,17 +37,19 @@ def run(page: Page, libraries: Sequence[Library], *, small: bool, directory: Pat
         """In every table of this page, extra memory is what a call allocates besides its result, and the error is the
         largest difference from the same result computed another way, in a higher precision."""
     )
-    for dtype in (np.float64, np.float32):
-        points = _affordable(page, libraries, POINTS // 100 if small else POINTS, np.dtype(dtype).itemsize)
+    for dtype in (np.dtype(np.float64), np.dtype(np.float32)):
+        points = _affordable(page, libraries, POINTS // 100 if small else POINTS, dtype.itemsize)
         if points is None:
             return
-        _one_dtype(page, libraries, np.dtype(dtype), points)
+        _one_dtype(page, libraries, dtype, points)
 
 
 def _affordable(page: Page, libraries: Sequence[Library], points: int, itemsize: int) -> int | None:
     """The number of points that memory has room for, said where it is not the one asked for."""
     for library in libraries:
-        per_point = INPUTS * BATCH * CHANNELS * itemsize * _MULTIPLE.get(library.name, 2.5) * _RESERVE
+        # in inputs: they, their concatenation, results; on a GPU the stacked copy too
+        multiple = 3.5 if library.name == "CuPy" else 2.5
+        per_point = INPUTS * BATCH * CHANNELS * itemsize * multiple * _RESERVE
         free = library.free_bytes()
         if free is None or free >= points * per_point:
             continue
@@ -103,7 +102,7 @@ def _ways(library: Library, host_fields: list[np.ndarray], host_weight: np.ndarr
         "concatenate, then matmul": lambda: xp.matmul(weight, xp.concatenate(fields, axis=1)),
     }
     if library.name == "CuPy":
-        ways[_ONE_BLOCK] = _one_block(xp, fields, weight)
+        ways["one block, sums in global memory"] = _one_block(xp, fields, weight)
     return ways
 
 

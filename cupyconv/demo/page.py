@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 WIDTH = 100
@@ -80,13 +80,10 @@ class Page:
         self.line(f"\n{'=' * WIDTH}")
         if self.failures:
             self.line(f"{len(self.failures)} failed, {self.checks} checks, {seconds:.0f} s:")
-            self._list(self.failures)
+            for failure in self.failures:
+                self.line(f"    {failure}")
         else:
             self.line(f"all {self.checks} checks passed, {seconds:.0f} s")
-
-    def _list(self, items: Iterable[str]) -> None:
-        for item in items:
-            self.line(f"    {item}")
 
 
 def milliseconds(seconds: float) -> str:

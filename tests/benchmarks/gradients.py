@@ -59,7 +59,7 @@ def arguments_of(case: Case) -> dict[str, Any]:
 
 def arrays_of(case: Case) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
     """The inputs, the weight and the gradient that arrives."""
-    xs, weight = case.arrays()
+    xs, (weight,) = case.arrays()
     shape = (case.batch, case.out_channels, *case.out_size)
     return xs, weight, repeat_normals(case.dtype, (len(xs) + 1) * APART, prod(shape)).reshape(shape)
 
@@ -69,7 +69,7 @@ def ours(case: Case, xs: list[np.ndarray], weight: np.ndarray, grad: np.ndarray)
     settings = arguments_of(case)
     shapes = [x.shape for x in xs]
     return {
-        "forward": lambda: [case.ours(xs, weight)],
+        "forward": lambda: [case.ours(xs, [weight])],
         "input gradient": lambda: cupyconv.conv_grad_input(grad, weight, shapes, **settings),
         "weight gradient": lambda: [cupyconv.conv_grad_weight(grad, xs, case.kernel, **settings)],
     }
@@ -130,7 +130,7 @@ def check(case: Case, calls: Mapping[str, Results], arrays: tuple[Any, Any, Any]
     """The errors of all results; WrongResult where one is too large."""
     xs, weight, grad = arrays
     to_x, to_weight = gradients_in_float64(case, xs, weight, grad)
-    expected = {"forward": in_float64(np, case, xs, weight), "input gradient": to_x, "weight gradient": to_weight}
+    expected = {"forward": in_float64(np, case, xs, [weight]), "input gradient": to_x, "weight gradient": to_weight}
     products = expected["forward"].size * case.terms
     errors = {}
     for name, call in calls.items():

@@ -72,19 +72,19 @@ def test_job_at_its_original_size(request: pytest.FixtureRequest, benchmark: Any
 @pytest.mark.parametrize("side", ["cupyconv", "torch", "torch channels-last"])
 def test_case_on_a_gpu(benchmark: Any, case: Case, side: str) -> None:
     machine = cuda_machine(gpu_target().xp)
-    xs, weight = case.arrays(machine.fill)
-    call: Callable[[], Any] = partial(case.ours, xs, weight)
+    xs, weights = case.arrays(machine.fill)
+    call: Callable[[], Any] = partial(case.ours, xs, weights)
     if side == "cupyconv":
-        measure(benchmark, machine, case, call, call(), xs, weight)
+        measure(benchmark, machine, case, call, call(), xs, weights)
         return
     torch = Torch(pytest.importorskip("torch"), machine.xp)
     with torch.flags(case):
         torch.check_stream(machine.stream())
-        way = {way.name: way for way in torch.ways(case, xs, weight, compiled=False)}.get(side)
+        way = {way.name: way for way in torch.ways(case, xs, weights, compiled=False)}.get(side)
         if way is None:
             pytest.skip("one memory format for one spatial axis")
         call = way.prepare()
-        measure(benchmark, machine, case, call, way.as_array(call()), xs, weight, transform=True)
+        measure(benchmark, machine, case, call, way.as_array(call()), xs, weights, transform=True)
 
 
 def test_every_case_chosen_for_a_gpu_exists() -> None:
@@ -121,10 +121,10 @@ def test_wrong_gradients_are_not_timed(name: str) -> None:
         check(SMALL, {**calls, name: lambda: right}, arrays)
 
 
-def side_of(case: Case, side: str, xs: list[Any], weight: Any) -> Callable[[], Any]:
+def side_of(case: Case, side: str, xs: list[Any], weights: list[Any]) -> Callable[[], Any]:
     if side == "cupyconv":
-        return partial(case.ours, xs, weight)
-    return partial(concatenate_im2col_matmul, np, case, xs, weight)
+        return partial(case.ours, xs, weights)
+    return partial(concatenate_im2col_matmul, np, case, xs, weights)
 
 
 def beyond_result(case: Case, side: str) -> int:
@@ -133,18 +133,18 @@ def beyond_result(case: Case, side: str) -> int:
 
 
 def measure_on_numpy(benchmark: Any, case: Case, side: str) -> None:
-    xs, weight = case.arrays()
-    call = side_of(case, side, xs, weight)
-    measure(benchmark, numpy_machine(), case, call, call(), xs, weight)
+    xs, weights = case.arrays()
+    call = side_of(case, side, xs, weights)
+    measure(benchmark, numpy_machine(), case, call, call(), xs, weights)
     if benchmark.stats is not None:
         benchmark.extra_info["peak_workspace_bytes"] = beyond_result(case, side)
 
 
 def measure(
-    benchmark: Any, machine: Any, case: Case, call: Callable[[], Any], result: Any, xs: Any, weight: Any, **how: bool
+    benchmark: Any, machine: Any, case: Case, call: Callable[[], Any], result: Any, xs: Any, weights: Any, **how: Any
 ) -> None:
     """Check one side of a case, then time it to its end."""
-    error(machine.xp, case, result, in_float64(machine.xp, case, xs, weight), **how)
+    error(machine.xp, case, result, in_float64(machine.xp, case, xs, weights), **how)
 
     def to_its_end() -> None:
         call()
