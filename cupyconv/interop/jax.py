@@ -46,9 +46,7 @@ def conv(
 
     Parameters
     ----------
-    x : array or sequence of arrays
-        ``(N, C_in, *spatial)``; several stand for their concatenation along the channels.
-    weight, bias, stride, padding, padding_mode, dilation, groups, activation, residual, method
+    x, weight, bias, stride, padding, padding_mode, dilation, groups, activation, residual, method
         As of `cupyconv.conv`.
 
     Returns
@@ -84,17 +82,13 @@ def linmerge(
 
     Parameters
     ----------
-    xs : array or sequence of arrays
-        ``(N, C_i, *spatial)``, any number of spatial axes.
-    weight : array
-        ``(C_out, sum of the C_i)``.
-    bias, activation, residual, method
+    xs, weight, bias, activation, residual, method
         As of `cupyconv.linmerge`.
 
     Returns
     -------
     jax.Array
-        ``(N, C_out, *spatial)``.
+        Of the promoted dtype.
 
     Raises
     ------

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 import cupyconv
+from cupyconv.problem.arrays import dtype_from_name
 
 
 def conv(
@@ -50,9 +51,7 @@ def conv(
 
     Parameters
     ----------
-    x : tensor or sequence of tensors
-        ``(N, C_in, *spatial)``; several stand for their concatenation along the channels.
-    weight, bias, stride, padding, padding_mode, dilation, groups, activation, residual, method
+    x, weight, bias, stride, padding, padding_mode, dilation, groups, activation, residual, method
         As of `cupyconv.conv`; tensors where that takes arrays.
 
     Returns
@@ -104,17 +103,13 @@ def linmerge(
 
     Parameters
     ----------
-    xs : tensor or sequence of tensors
-        ``(N, C_i, *spatial)``, any number of spatial axes.
-    weight : tensor
-        ``(C_out, sum of the C_i)``.
-    bias, activation, residual, method
+    xs, weight, bias, activation, residual, method
         As of `cupyconv.linmerge`; tensors where that takes arrays.
 
     Returns
     -------
     tensor
-        ``(N, C_out, *spatial)``.
+        As of `conv`.
 
     Raises
     ------
@@ -151,10 +146,8 @@ def rnn(
 
     Parameters
     ----------
-    x, weight_ih, weight_hh, bias_ih, bias_hh, h0 : tensor
-        As of `cupyconv.rnn`; the last three may be left out.
-    lengths, direction, activation, clip, method
-        As of `cupyconv.rnn`; lengths may be a tensor.
+    x, weight_ih, weight_hh, bias_ih, bias_hh, h0, lengths, direction, activation, clip, method
+        As of `cupyconv.rnn`; tensors where that takes arrays.
 
     Returns
     -------
@@ -215,13 +208,9 @@ def lstm(
 
     Parameters
     ----------
-    x, weight_ih, weight_hh, bias_ih, bias_hh, h0, c0, peephole : tensor
-        As of `cupyconv.lstm`: the shapes and the order of gates of `torch.nn.LSTM`'s parameters; those after `weight_hh`
-        may be left out.
-    lengths : sequence of int or tensor, optional
-        The steps of each sample.
-    direction, activations, input_forget, clip, method
-        As of `cupyconv.lstm`.
+    x, weight_ih, weight_hh, bias_ih, bias_hh, h0, c0, peephole, lengths, direction, activations, input_forget, clip, method
+        As of `cupyconv.lstm`, with the shapes and the order of gates of `torch.nn.LSTM`'s parameters; tensors where that
+        takes arrays.
 
     Returns
     -------
@@ -281,10 +270,8 @@ def gru(
 
     Parameters
     ----------
-    x, weight_ih, weight_hh, bias_ih, bias_hh, h0 : tensor
-        As of `cupyconv.gru`; the last three may be left out.
-    lengths, direction, activations, linear_before_reset, clip, method
-        As of `cupyconv.gru`; lengths may be a tensor.
+    x, weight_ih, weight_hh, bias_ih, bias_hh, h0, lengths, direction, activations, linear_before_reset, clip, method
+        As of `cupyconv.gru`; tensors where that takes arrays.
 
     Returns
     -------
@@ -482,7 +469,7 @@ def _array(tensor: torch.Tensor) -> Any:
         array = cupy.from_dlpack(tensor)
     else:
         raise TypeError(f"a tensor on {tensor.device}: needed one on the CPU or a CUDA device")
-    return array.view(_bfloat16()) if bfloat16 else array
+    return array.view(dtype_from_name("bfloat16")) if bfloat16 else array
 
 
 def _tensor(array: Any) -> torch.Tensor:
@@ -492,9 +479,3 @@ def _tensor(array: Any) -> torch.Tensor:
         array = array.view(np.int16)
     tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)
     return tensor.view(torch.bfloat16) if bfloat16 else tensor
-
-
-def _bfloat16() -> np.dtype:
-    import ml_dtypes
-
-    return np.dtype(ml_dtypes.bfloat16)

@@ -16,8 +16,7 @@ from cupyconv.call.arguments import (
     widening_notes,
 )
 from cupyconv.call.operation import CheckedCall, Operation
-from cupyconv.call.options import current_settings
-from cupyconv.ops.conv import WINDOWS, ConvSettings, checked_prologue
+from cupyconv.ops.conv import WINDOWS, checked_prologue
 from cupyconv.problem.arrays import operand_dtypes, promote
 from cupyconv.problem.geometry import weight_gradient_geometry
 from cupyconv.problem.problems import WeightGradientProblem, check_method
@@ -93,18 +92,23 @@ def conv_grad_weight(
     return CONV_GRAD_WEIGHT(locals())
 
 
-def check_conv_grad_weight(given: Arrays, *, on: str | None = None, kernel_shape: Any, **settings: Any) -> CheckedCall:
+def check_conv_grad_weight(
+    given: Arrays,
+    *,
+    on: str | None = None,
+    kernel_shape: Any,
+    method: str = "auto",
+    prologue_activation: Any = None,
+    **windows: Any,
+) -> CheckedCall:
     """Check the arguments of `conv_grad_weight`, with those of a prologue where a pullback has one."""
     inputs, arrays = merged_inputs(given, "x", "grad")
     arguments = Arguments.checked(arrays, on)
     grad = arguments["grad"]
     batched = not is_unbatched(inputs, kernel_shape)
-    said = ConvSettings(**settings)
-    geometry = weight_gradient_geometry(
-        tuple(grad.shape), shapes_of(inputs), kernel_shape, batched=batched, **said.windows
-    )
+    geometry = weight_gradient_geometry(tuple(grad.shape), shapes_of(inputs), kernel_shape, batched=batched, **windows)
     axes = Axes(batched, geometry.rank)
-    check_method(said.method)
+    check_method(method)
     multiplied = arguments.some(("grad", *inputs))
     dtype = promote(multiplied)
     x_dtype, grad_dtype = operand_dtypes([x.dtype for x in inputs.values()], grad.dtype, dtype)
@@ -114,12 +118,11 @@ def check_conv_grad_weight(given: Arrays, *, on: str | None = None, kernel_shape
         geometry=geometry,
         xs=arguments.describe_each(axes, inputs),
         grad=arguments.describe(axes, "grad"),
-        out=arguments.describe_result(Axes(True, len(shape) - 2), result),
-        prologue=checked_prologue(arguments, geometry.in_channels, x_dtype, said.prologue_activation),
+        out=arguments.describe(Axes(True, len(shape) - 2), result),
+        prologue=checked_prologue(arguments, geometry.in_channels, x_dtype, prologue_activation),
         x_dtype=x_dtype,
         grad_dtype=grad_dtype,
-        method=said.method,
-        allow_tf32=current_settings().allow_tf32,
+        method=method,
         notes=widening_notes(arguments.some((*inputs, "grad")), dtype),
         **arguments.decided_with,
     )

@@ -196,12 +196,12 @@ class EpilogueBackward:
     def copy(self, grad: Any, backend: Backend) -> Any:
         """In memory of its own, channels-last where `grad` is."""
         axes = Axes(grad.ndim == self._spatial + 2, self._spatial)
-        order = list(range(grad.ndim))
-        if axes.asks_channels_last(grad):
-            order.append(order.pop(int(axes.batched)))
+        shape, order = axes.result("residual", tuple(grad.shape), grad.dtype, [grad]).memory
         with backend.current():
-            copy = backend.converted(grad.transpose(order), grad.dtype)
-        return copy.transpose([order.index(axis) for axis in range(grad.ndim)])
+            copy = backend.empty(shape, grad.dtype)
+            copy = copy if order is None else copy.transpose(order)
+            copy[...] = grad
+        return copy
 
 
 class _PrologueBackward:
@@ -292,14 +292,14 @@ def check_epilogue_gradient(
     assert saved is None or (saved.shape == grad.shape and saved.dtype == grad.dtype), "the pullback has seen to it"
     axes = Axes(grad.ndim == spatial + 2, spatial)
     layout = grad if saved is None else saved
-    out = Result("out", tuple(grad.shape), grad.dtype, axes.asks_channels_last(layout))
+    out = axes.result("out", tuple(grad.shape), grad.dtype, [layout])
     totals = Result("sums", (grad.shape[int(axes.batched)],), dtype_from_name(accumulator(dtype_name(grad.dtype))))
     problem = EpilogueGradProblem(
         grad=arguments.describe(axes, "grad"),
         activation=resolved,
         saved=arguments.describe_given(axes, "saved"),
-        out=arguments.describe_result(axes, out) if through else None,
-        sums=arguments.describe_result(VECTOR, totals) if sums else None,
+        out=arguments.describe(axes, out) if through else None,
+        sums=arguments.describe(VECTOR, totals) if sums else None,
         **arguments.decided_with,
     )
     results = (out,) * through + (totals,) * sums
@@ -320,14 +320,14 @@ def check_prologue_gradient(
     assert x.shape == grad.shape, "the pullback has seen to it"
     axes = Axes(grad.ndim == spatial + 2, spatial)
     channels, dtype = grad.shape[int(axes.batched)], dtype_name(grad.dtype)
-    out = Result("out", tuple(grad.shape), grad.dtype, axes.asks_channels_last(grad))
+    out = axes.result("out", tuple(grad.shape), grad.dtype, [grad])
     totals = Result("sums", (2 * channels,), dtype_from_name(accumulator(dtype)))
     problem = PrologueGradProblem(
         grad=arguments.describe(axes, "grad"),
         x=arguments.describe(axes, "x"),
         prologue=checked_prologue(arguments, channels, dtype, activation),
-        out=arguments.describe_result(axes, out) if through else None,
-        sums=arguments.describe_result(VECTOR, totals),
+        out=arguments.describe(axes, out) if through else None,
+        sums=arguments.describe(VECTOR, totals),
         **arguments.decided_with,
     )
     images = frozenset({"grad", "x", "out"} if through else {"grad", "x"})

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from cupyconv.call.arguments import (
     Arguments,
     Arrays,
@@ -114,7 +112,7 @@ def check_max_pool(given: Arrays, *, on: str | None = None, **settings: Any) -> 
     problem = PoolingProblem(
         windows=windows,
         xs=arguments.describe_each(axes, inputs),
-        outs=tuple(arguments.describe_result(axes, result) for result in results),
+        outs=arguments.describe_each(axes, results),
         **arguments.decided_with,
     )
     return _checked(arguments, problem, axes, results, isinstance(given["x"], (list, tuple)))
@@ -137,7 +135,7 @@ def check_max_pool_gradient(given: Arrays, *, on: str | None = None, **settings:
         xs=arguments.describe_each(axes, xs),
         ys=arguments.describe_each(axes, ys),
         grads=arguments.describe_each(axes, grads),
-        outs=tuple(arguments.describe_result(axes, result) for result in results),
+        outs=arguments.describe_each(axes, results),
         **arguments.decided_with,
     )
     return _checked(arguments, problem, axes, results, isinstance(x, (list, tuple)))
@@ -183,5 +181,4 @@ def _named_like(name: str, given: Any, model_name: str, model: Any) -> dict[str,
 
 def _result(axes: Axes, image: Any, name: str, shape: tuple[int, ...]) -> Result:
     """A result of an image's dtype and order."""
-    dtype: np.dtype = image.dtype.newbyteorder("=")
-    return Result(name, shape, dtype, axes.asks_channels_last(image))
+    return axes.result(name, shape, image.dtype.newbyteorder("="), [image])

@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyconv.call.arguments import NO_IMAGE, Arguments, Arrays, Result, byte_strides, fitting, in_dtype, present
+from cupyconv.call.arguments import NO_IMAGE, Arguments, Arrays, Result, fitting, in_dtype, present
 from cupyconv.call.dispatch import Backend, backend_for
 from cupyconv.call.operation import CheckedCall, Operation
-from cupyconv.call.options import current_settings
 from cupyconv.ops.conv_pullback import holding
 from cupyconv.ops.recurrent import GRU, LSTM, RNN, activation_groups
-from cupyconv.problem.arrays import array_operand, check_dtype, dtype_name
+from cupyconv.problem.arrays import check_dtype, dtype_name
 from cupyconv.problem.recurrence import GATES, RecurrentGeometry, RecurrentGradientProblem
 from cupyconv.typing import Array
 
@@ -193,18 +192,14 @@ def check_recurrent_gradient(
         **({"grad_c0": state} if cell == "lstm" else {}),
         "sums": (geometry.directions, geometry.sums("peephole" in arrays), geometry.hidden),
     }
-    dtype, wide = arrays["gates"].dtype, dtype_name(arrays["gates"].dtype)
+    dtype = arrays["gates"].dtype
     results = tuple(Result(name, tuple(shape), dtype) for name, shape in shapes.items())
     arguments = Arguments(arrays, backend, on)
     problem = RecurrentGradientProblem(
         geometry=geometry,
-        dtype=wide,
-        arguments=tuple(
-            array_operand(name, dtype_name(a.dtype), a.shape, a.strides, backend.address(a) if a.size else 0)
-            for name, a in arrays.items()
-        ),
-        results=tuple(array_operand(r.name, wide, r.shape, byte_strides(r.shape, wide), 0) for r in results),
-        allow_tf32=current_settings().allow_tf32,
+        dtype=dtype_name(dtype),
+        arguments=tuple(map(arguments.describe_array, arrays)),
+        results=tuple(map(arguments.describe_array, results)),
         **arguments.decided_with,
     )
     return CheckedCall(arguments, problem, frozenset(), NO_IMAGE, results, listed=True)

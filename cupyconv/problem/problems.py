@@ -79,6 +79,7 @@ class Problem:
 
     machine: Machine
     workspace_limit: int | None = None
+    allow_tf32: bool = False
 
     @property
     def limit(self) -> int:
@@ -153,7 +154,6 @@ class _ProductsProblem(Problem):
     xs: tuple[Operand, ...]
     x_dtype: str
     method: str = "auto"
-    allow_tf32: bool = False
     notes: tuple[str, ...] = ()
 
     def operations(self, other_dtype: str) -> int:

@@ -126,7 +126,6 @@ class RecurrentProblem(Problem):
     lengths: Operand | None = None
     kept: tuple[Operand, ...] = ()  # what a gradient needs: gates, cells, candidate
     method: str = "auto"
-    allow_tf32: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -177,7 +176,6 @@ class RecurrentGradientProblem(Problem):
 
     geometry: RecurrentGeometry
     dtype: str  # computed in, and that of the results
-    allow_tf32: bool = False
     arguments: tuple[Operand, ...]
     results: tuple[Operand, ...]
 
