@@ -19,6 +19,7 @@ second derivatives do not.  A training step, complete::
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -108,10 +109,13 @@ def linmerge(
 
 def _called(function: Callable[..., Any], images: str, arguments: dict[str, Any]) -> jax.Array:
     """The function's result; `arguments` are all by name, `images` is the name of the first."""
-    others = ("weight", "bias", "residual")
-    arrays = _Arrays(arguments[images], *(arguments[name] for name in others))
-    settings = {name: value for name, value in arguments.items() if name not in (images, *others)}
-    return _differentiable(_Settings(function, images, settings), arrays)
+    arrays = _Arrays(arguments[images], *(arguments[name] for name in _OTHERS))
+    settings = {name: value for name, value in arguments.items() if name not in (images, *_OTHERS)}
+    return _differentiable(_Settings(function, images, settings, repr(settings)), arrays)
+
+
+#: Arrays beside the images.
+_OTHERS = ("weight", "bias", "residual")
 
 
 class _Arrays(NamedTuple):
@@ -121,31 +125,20 @@ class _Arrays(NamedTuple):
     residual: Any
 
 
+@dataclass(frozen=True)
 class _Settings:
     """A function and those of its arguments that are no arrays; hashable as `custom_vjp` wants it."""
 
-    def __init__(self, function: Callable[..., Any], images: str, keywords: dict[str, Any]) -> None:
-        self.function = function
-        self.images = images  # what it calls them
-        self.keywords = keywords
-        self._key = function, repr(keywords)
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Settings) and self._key == other._key
+    function: Callable[..., Any]
+    images: str  # what it calls them
+    keywords: dict[str, Any] = field(compare=False)
+    key: str  # they in words, which stand for them
 
     def arguments(self, arrays: _Arrays) -> dict[str, Any]:
         """The function's keywords."""
-        x = list(arrays.x) if isinstance(arrays.x, (list, tuple)) else arrays.x
-        return {
-            self.images: x,
-            "weight": arrays.weight,
-            "bias": arrays.bias,
-            "residual": arrays.residual,
-            **self.keywords,
-        }
+        x, *_ = arrays
+        others = {name: getattr(arrays, name) for name in _OTHERS}
+        return {self.images: list(x) if isinstance(x, (list, tuple)) else x, **others, **self.keywords}
 
 
 def _run(settings: _Settings, arrays: _Arrays) -> jax.Array:

@@ -41,11 +41,8 @@ def conv_grad_input(
         The convolution's, ``(C_out, C_in // groups, *kernel)``; a complex one is conjugated.
     input_shape : tuple of int, or sequence of them
         The shape of the convolution's input; for merged inputs one each, in their order.
-    stride, padding, padding_mode, dilation, groups
+    stride, padding, padding_mode, dilation, groups, method
         The convolution's, as for `conv`.
-    method : str
-        ``"auto"``, ``"direct"``, ``"gemm"`` or ``"implicit_gemm"``; one that does not apply is refused, never
-        replaced.
     out : array or list of arrays, optional
         Of exactly the results' shapes and dtype, any strides that do not overlap; a list for a list of shapes.
 
@@ -59,11 +56,8 @@ def conv_grad_input(
 
     Raises
     ------
-    TypeError
-        For integer or foreign arrays, NumPy and CuPy mixed, or an `out` of another dtype.
-    ValueError
-        For a `grad` whose shape is not the result's, settings out of range, an `out` of the wrong shape or
-        overlapping an argument, or a method that cannot do the problem.
+    TypeError, ValueError
+        As for `conv`; ValueError for a `grad` whose shape is not the result's.
 
     See Also
     --------

@@ -46,11 +46,9 @@ def conv_grad_weight(
     grad : array
         Of the shape of `conv`'s result, ``(N, C_out, *out_spatial)``, before any activation.
     x : array or sequence of arrays
-        The input or inputs of that convolution.  A list or tuple means the concatenation of its arrays along
-        the channel axis, which is never built; the weight has one gradient, over all of their channels.
+        The input or inputs of that convolution; the weight has one gradient, over all of their channels.
     kernel_shape : int or tuple of int
-        The kernel's size along each spatial axis.  One sample may come without the axis N where this is a tuple, which
-        tells how many spatial axes there are; with an int the first two axes of `x` are N and C.
+        The kernel's size along each spatial axis, as for `im2col`.
     stride, padding, padding_mode, dilation, groups
         Those of the convolution, as for `conv`.
     method : str
@@ -66,11 +64,8 @@ def conv_grad_weight(
 
     Raises
     ------
-    TypeError
-        For integer or foreign arrays, NumPy and CuPy mixed, or an `out` of another dtype.
-    ValueError
-        For a `grad` that is not of the convolution's shape, settings out of range, an `out` of the wrong shape
-        or overlapping an argument, or a method that cannot do the problem.
+    TypeError, ValueError
+        As for `conv`; ValueError for a `grad` whose shape is not the result's.
 
     See Also
     --------

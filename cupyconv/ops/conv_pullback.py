@@ -303,8 +303,7 @@ def check_epilogue_gradient(
         **arguments.decided_with,
     )
     results = (out,) * through + (totals,) * sums
-    images = frozenset({"grad", "saved", "out"} & {*arguments.arrays, *(result.name for result in results)})
-    return CheckedCall(arguments, problem, images, axes, results, listed=True)
+    return CheckedCall(arguments, problem, frozenset(("grad", "saved", "out")), axes, results, listed=True)
 
 
 def check_prologue_gradient(
@@ -330,8 +329,8 @@ def check_prologue_gradient(
         sums=arguments.describe(VECTOR, totals),
         **arguments.decided_with,
     )
-    images = frozenset({"grad", "x", "out"} if through else {"grad", "x"})
-    return CheckedCall(arguments, problem, images, axes, (out,) * through + (totals,), listed=True)
+    results = (out,) * through + (totals,)
+    return CheckedCall(arguments, problem, frozenset(("grad", "x", "out")), axes, results, listed=True)
 
 
 EPILOGUE_GRADIENT = Operation(

@@ -47,8 +47,7 @@ def conv_transpose(
     Parameters
     ----------
     x : array or sequence of arrays
-        ``(N, C_in, *spatial)``; N may be missing where ``x.ndim == weight.ndim - 1``.  A list or tuple means
-        the concatenation of its arrays along the channel axis, which is never built.
+        ``(N, C_in, *spatial)``; N may be missing, and a list or tuple is a merge, as for `conv`.
     weight : array
         ``(C_in, C_out // groups, *kernel)``; it is not conjugated.
     bias : array, optional
@@ -66,13 +65,8 @@ def conv_transpose(
         The result's spatial size, instead of amounts of `padding` and `output_padding`: what the stamps
         cover beyond it is cut off both ends, an odd element at the end where `padding` is ``"same"``, else
         at the beginning.  If they cover less, zeros are at the end.
-    groups : int
-        Channels are split into this many groups, each by itself.
-    activation : str or tuple, optional
+    groups, activation, method
         As for `conv`.
-    method : str
-        ``"auto"``, ``"direct"``, ``"gemm"`` or ``"implicit_gemm"``; one that does not apply is refused, never
-        replaced.
     out : array, optional
         Of exactly the result's shape and dtype, any strides that do not overlap.
 
@@ -84,12 +78,8 @@ def conv_transpose(
 
     Raises
     ------
-    TypeError
-        As for `conv`.
-    ValueError
-        For shapes that do not fit, settings out of range or that contradict each other, ``"full"`` and
-        ``"causal"`` padding, an `out` of the wrong shape or overlapping an argument, or a method that cannot do
-        the problem.
+    TypeError, ValueError
+        As for `conv`; ValueError for settings that contradict each other, and for ``"full"`` and ``"causal"`` padding.
 
     See Also
     --------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from cupyconv.call.operation import bound, refusal
@@ -12,7 +13,7 @@ from cupyconv.ops.conv_transpose import conv_transpose
 from cupyconv.ops.conv_transpose_pullback import conv_transpose_with_pullback
 from cupyconv.ops.pooling import max_pool, max_pool_with_pullback
 from cupyconv.ops.recurrent import gru, lstm, rnn
-from cupyconv.ops.recurrent_pullback import gru_with_pullback, lstm_with_pullback, rnn_with_pullback
+from cupyconv.ops.recurrent_pullback import recurrent_with_pullback
 
 #: Takes the arguments by name, all of them but `out`.
 WithPullback = Callable[[dict[str, Any]], tuple[Any, Callable[..., Any]]]
@@ -22,9 +23,9 @@ _WITH_PULLBACK: dict[Callable[..., Any], WithPullback] = {
     linmerge: linmerge_with_pullback,
     conv_transpose: conv_transpose_with_pullback,
     max_pool: max_pool_with_pullback,
-    rnn: rnn_with_pullback,
-    lstm: lstm_with_pullback,
-    gru: gru_with_pullback,
+    rnn: partial(recurrent_with_pullback, "rnn"),
+    lstm: partial(recurrent_with_pullback, "lstm"),
+    gru: partial(recurrent_with_pullback, "gru"),
 }
 
 
