@@ -298,44 +298,35 @@ def gru(
     return y, h
 
 
-class _OfImages(NamedTuple):
-    """A call of `conv` or `linmerge`; its tensors are the images and then those with `names`."""
+class _Call(NamedTuple):
+    """A call; its tensors are the images, which only `conv` and `linmerge` have, and then those with `names`."""
 
     function: Callable[..., Any]
-    images: str  # what it calls them
-    listed: bool  # whether the images came as a sequence
     names: tuple[str, ...]
     settings: dict[str, Any]
+    images: str = ""  # what it calls them
+    listed: bool = False  # whether the images came as a sequence
 
     def arguments(self, arrays: Sequence[Any]) -> dict[str, Any]:
-        images = len(arrays) - len(self.names)
-        x = arrays[:images] if self.listed else arrays[0]
-        return {self.images: x, **dict(zip(self.names, arrays[images:])), **self.settings}
+        count = len(arrays) - len(self.names)
+        images = {self.images: arrays[:count] if self.listed else arrays[0]} if self.images else {}
+        return {
+            **self.settings,
+            **images,
+            **dict(zip(self.names, arrays[count:])),
+        }  # lengths may be a setting and a tensor
 
     def gradients(self, pullback: Callable[..., Any], grads: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
-        """One for each tensor; those that are not wanted may be None."""
-        images = len(wanted) - len(self.names)
-        needs = {"x"} if any(wanted[:images]) else set()
-        needs |= {name for name, want in zip(self.names, wanted[images:]) if want}
+        """One for each tensor; None for lengths, and those that are not wanted may be None."""
+        if not self.images:
+            found = pullback(*grads)
+            return [getattr(found, name, None) for name in self.names]
+        count = len(wanted) - len(self.names)
+        needs = {"x"} if any(wanted[:count]) else set()
+        needs |= {name for name, want in zip(self.names, wanted[count:]) if want}
         found = pullback(*grads, needs=tuple(sorted(needs)))
         x = found.x if self.listed else [found.x]
-        return [*(x or [None] * images), *(getattr(found, name) for name in self.names)]
-
-
-class _OfSequences(NamedTuple):
-    """A call of a recurrent layer; its tensors are those with `names`."""
-
-    function: Callable[..., Any]
-    names: tuple[str, ...]
-    settings: dict[str, Any]
-
-    def arguments(self, arrays: Sequence[Any]) -> dict[str, Any]:
-        return {**self.settings, **dict(zip(self.names, arrays))}
-
-    def gradients(self, pullback: Callable[..., Any], grads: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
-        """One for each tensor; None for lengths."""
-        found = pullback(*grads)
-        return [getattr(found, name, None) for name in self.names]
+        return [*(x or [None] * count), *(getattr(found, name) for name in self.names)]
 
 
 @torch.compiler.disable  # the compiler would trace the NumPy backend, step by step, into operations of its own
@@ -346,7 +337,7 @@ def _differentiable(function: Callable[..., Any], images: str, arguments: dict[s
     named = {f"{images}[{i}]": tensor for i, tensor in enumerate(x)} if listed else {images: x}
     tensors = _on_one_device({**named, **{name: arguments[name] for name in _OTHERS}})
     settings = {name: value for name, value in arguments.items() if name not in (images, *_OTHERS)}
-    call = _OfImages(function, images, listed, tuple(tensors)[len(named) :], settings)
+    call = _Call(function, tuple(tensors)[len(named) :], settings, images, listed)
     (y,) = _Function.apply(call, torch.is_grad_enabled(), *tensors.values())
     return y
 
@@ -361,7 +352,7 @@ def _recurrent(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple
     settings = {name: value for name, value in arguments.items() if name not in cupyconv.RecurrentGradients._fields}
     if isinstance(settings["lengths"], torch.Tensor):
         tensors["lengths"] = settings["lengths"]  # on any device; these too may be changed in place
-    call = _OfSequences(function, tuple(tensors), settings)
+    call = _Call(function, tuple(tensors), settings)
     return _Function.apply(call, torch.is_grad_enabled(), *tensors.values())
 
 
@@ -388,9 +379,7 @@ class _Function(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, call: _OfImages | _OfSequences, recorded: bool, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: _Call, recorded: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with _stream_of(tensors[0]):
             arrays = [_array(tensor) for tensor in tensors]
             arguments = call.arguments(arrays)

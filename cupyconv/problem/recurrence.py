@@ -12,7 +12,7 @@ The convolutions' problem is `geometry`; this is its counterpart, with PyTorch's
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 from cupyconv.problem.activations import Activation
@@ -115,15 +115,15 @@ class RecurrentProblem(Problem):
     x: Operand
     weight_ih: Operand
     weight_hh: Operand
-    out: Operand
-    h: Operand | None = None  # the last state; of a single step, out is that
-    c: Operand | None = None  # the last cell state of an lstm
     bias_ih: Operand | None = None
     bias_hh: Operand | None = None
     h0: Operand | None = None
     c0: Operand | None = None
     peephole: Operand | None = None
     lengths: Operand | None = None
+    out: Operand
+    h: Operand | None = None  # the last state; of a single step, out is that
+    c: Operand | None = None  # the last cell state of an lstm
     kept: tuple[Operand, ...] = ()  # what a gradient needs: gates, cells, candidate
     method: str = "auto"
     notes: tuple[str, ...] = ()
@@ -136,21 +136,8 @@ class RecurrentProblem(Problem):
     @property
     def operands(self) -> dict[str, Operand]:
         """All that are there, arguments and results, by role."""
-        roles = (
-            "x",
-            "weight_ih",
-            "weight_hh",
-            "bias_ih",
-            "bias_hh",
-            "h0",
-            "c0",
-            "peephole",
-            "lengths",
-            "out",
-            "h",
-            "c",
-        )
-        given = {role: getattr(self, role) for role in roles if getattr(self, role) is not None}
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = {role: operand for role, operand in named.items() if isinstance(operand, Operand)}
         return {**given, **dict(zip(self.geometry.keeps, self.kept))}
 
     @property
