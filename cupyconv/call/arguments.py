@@ -256,9 +256,11 @@ def present(given: Arrays, *required: str) -> dict[str, Any]:
     return {name: array for name, array in given.items() if array is not None or name in required}
 
 
-def is_unbatched(images: Arrays, kernel_shape: Any) -> bool:
-    """Whether N is missing, which only a kernel of as many entries as there are spatial axes can tell."""
-    return isinstance(kernel_shape, (tuple, list)) and all(a.ndim == len(kernel_shape) + 1 for a in images.values())
+def is_batched(shapes: Mapping[str, tuple[int, ...]], kernel_shape: Any) -> bool:
+    """Whether images have N: that it is missing only a kernel of as many entries as there are spatial axes can tell."""
+    if not isinstance(kernel_shape, (tuple, list)):
+        return True
+    return any(len(shape) != len(kernel_shape) + 1 for shape in shapes.values())
 
 
 def shapes_of(arrays: Arrays) -> dict[str, tuple[int, ...]]:

@@ -109,13 +109,10 @@ def linmerge(
 
 def _called(function: Callable[..., Any], images: str, arguments: dict[str, Any]) -> jax.Array:
     """The function's result; `arguments` are all by name, `images` is the name of the first."""
-    arrays = _Arrays(arguments[images], *(arguments[name] for name in _OTHERS))
-    settings = {name: value for name, value in arguments.items() if name not in (images, *_OTHERS)}
+    _, *others = _Arrays._fields
+    arrays = _Arrays(arguments[images], *(arguments[name] for name in others))
+    settings = {name: value for name, value in arguments.items() if name not in (images, *others)}
     return _differentiable(_Settings(function, images, settings, repr(settings)), arrays)
-
-
-#: Arrays beside the images.
-_OTHERS = ("weight", "bias", "residual")
 
 
 class _Arrays(NamedTuple):
@@ -136,8 +133,8 @@ class _Settings:
 
     def arguments(self, arrays: _Arrays) -> dict[str, Any]:
         """The function's keywords."""
-        x, *_ = arrays
-        others = {name: getattr(arrays, name) for name in _OTHERS}
+        others = arrays._asdict()
+        x = others.pop("x")
         return {self.images: list(x) if isinstance(x, (list, tuple)) else x, **others, **self.keywords}
 
 

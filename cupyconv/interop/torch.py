@@ -310,11 +310,8 @@ class _Call(NamedTuple):
     def arguments(self, arrays: Sequence[Any]) -> dict[str, Any]:
         count = len(arrays) - len(self.names)
         images = {self.images: arrays[:count] if self.listed else arrays[0]} if self.images else {}
-        return {
-            **self.settings,
-            **images,
-            **dict(zip(self.names, arrays[count:])),
-        }  # lengths may be a setting and a tensor
+        named = dict(zip(self.names, arrays[count:]))  # lengths among them, where they are a tensor
+        return {**self.settings, **images, **named}
 
     def gradients(self, pullback: Callable[..., Any], grads: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
         """One for each tensor; None for lengths, and those that are not wanted may be None."""

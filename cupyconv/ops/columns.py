@@ -11,7 +11,7 @@ from cupyconv.call.arguments import (
     Arrays,
     Axes,
     Result,
-    is_unbatched,
+    is_batched,
     merged_inputs,
     present,
     shapes_of,
@@ -131,8 +131,9 @@ def check_im2col(given: Arrays, *, on: str | None = None, kernel_shape: Any, **s
     """Check the arguments of `im2col`."""
     inputs, arrays = merged_inputs(given, "x")
     arguments = Arguments.checked(arrays, on)
-    batched = not is_unbatched(inputs, kernel_shape)
-    windows = window_geometry(shapes_of(inputs), kernel_shape, batched=batched, **settings)
+    shapes = shapes_of(inputs)
+    batched = is_batched(shapes, kernel_shape)
+    windows = window_geometry(shapes, kernel_shape, batched=batched, **settings)
     axes, columns_axes = Axes(batched, windows.rank), Axes(batched, 1)
     shape = columns_axes.shape(windows.batch, windows.in_channels * windows.taps, (windows.pixels,))
     result = Result("out", shape, promote(inputs))

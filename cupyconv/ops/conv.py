@@ -12,6 +12,7 @@ from cupyconv.call.arguments import (
     Axes,
     Result,
     activation_for,
+    is_batched,
     merged_inputs,
     shapes_of,
     widening_notes,
@@ -207,10 +208,10 @@ def check_conv(given: Arrays, *, on: str | None = None, saving: bool = False, **
     """Check the arguments of `conv`."""
     inputs, arrays = merged_inputs(given, "x", "weight")
     arguments = Arguments.checked(arrays, on)
-    weight = arguments["weight"]
-    batched = not all(array.ndim == weight.ndim - 1 for array in inputs.values())
+    shapes, weight_shape = shapes_of(inputs), tuple(arguments["weight"].shape)
+    batched = is_batched(shapes, weight_shape[2:])
     windows = {name: settings.pop(name) for name in WINDOWS}
-    geometry = conv_geometry(shapes_of(inputs), tuple(weight.shape), batched=batched, **windows)
+    geometry = conv_geometry(shapes, weight_shape, batched=batched, **windows)
     spatial = geometry.spatial(geometry.out_size)
     return _checked(arguments, Axes(batched, geometry.rank), inputs, geometry, spatial, saving, settings)
 

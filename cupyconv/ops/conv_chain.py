@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
-from cupyconv.call.arguments import Arguments, Arrays, Axes, activation_for, named_inputs, present, shapes_of
+from cupyconv.call.arguments import (
+    Arguments,
+    Arrays,
+    Axes,
+    activation_for,
+    is_batched,
+    named_inputs,
+    present,
+    shapes_of,
+)
 from cupyconv.call.operation import CheckedCall, Operation
 from cupyconv.ops.conv import conv_problem
 from cupyconv.problem.arrays import promote
@@ -160,8 +169,8 @@ def check_conv_chain(
         **present({"out": given["out"]}),
     }
     arguments = Arguments.checked(arrays, on)
-    rank = weights[0].ndim - 2
-    axes = Axes(not all(array.ndim == rank + 1 for array in inputs.values()), rank)
+    kernel = tuple(weights[0].shape[2:])
+    axes = Axes(is_batched(shapes_of(inputs), kernel), len(kernel))
     problems: list[ConvProblem] = []
     images: dict[str, Any] = inputs
     for i, layer in enumerate(said):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cupyconv.call.arguments import Arguments, Arrays, Axes
+from cupyconv.call.arguments import Arguments, Arrays, Axes, is_batched
 from cupyconv.call.operation import CheckedCall, Operation
 from cupyconv.ops.conv_transpose import checked_adjoint
 from cupyconv.problem.geometry import conv_geometry
@@ -87,7 +87,7 @@ def check_conv_grad_input(
     required = {"grad": given["grad"], "weight": given["weight"]}
     arguments = Arguments.checked(required | _named_outs(given["out"], len(shapes), listed), on)
     grad, weight = arguments["grad"], arguments["weight"]
-    batched = not all(len(shape) == weight.ndim - 1 for shape in shapes.values())
+    batched = is_batched(shapes, tuple(weight.shape[2:]))
     geometry = conv_geometry(shapes, tuple(weight.shape), batched=batched, **windows)
     axes = Axes(batched, geometry.rank)
     needed = axes.shape(geometry.batch, geometry.out_channels, geometry.spatial(geometry.out_size))

@@ -10,7 +10,7 @@ from cupyconv.call.arguments import (
     Arrays,
     Axes,
     Result,
-    is_unbatched,
+    is_batched,
     merged_inputs,
     shapes_of,
     widening_notes,
@@ -100,8 +100,9 @@ def check_conv_grad_weight(
     inputs, arrays = merged_inputs(given, "x", "grad")
     arguments = Arguments.checked(arrays, on)
     grad = arguments["grad"]
-    batched = not is_unbatched(inputs, kernel_shape)
-    geometry = weight_gradient_geometry(tuple(grad.shape), shapes_of(inputs), kernel_shape, batched=batched, **windows)
+    shapes = shapes_of(inputs)
+    batched = is_batched(shapes, kernel_shape)
+    geometry = weight_gradient_geometry(tuple(grad.shape), shapes, kernel_shape, batched=batched, **windows)
     axes = Axes(batched, geometry.rank)
     check_method(method)
     multiplied = arguments.some(("grad", *inputs))

@@ -11,6 +11,7 @@ from cupyconv.call.arguments import (
     Arrays,
     Axes,
     activation_for,
+    is_batched,
     merged_inputs,
     shapes_of,
     widening_notes,
@@ -109,9 +110,9 @@ def check_conv_transpose(
     """Check the arguments of `conv_transpose`; `saving` asks for a list of results, as it does of `conv`."""
     inputs, arrays = merged_inputs(given, "x", "weight")
     arguments = Arguments.checked(arrays, on)
-    weight = arguments["weight"]
-    batched = not all(array.ndim == weight.ndim - 1 for array in inputs.values())
-    geometry = transposed_geometry(shapes_of(inputs), tuple(weight.shape), batched=batched, **windows)
+    shapes, weight_shape = shapes_of(inputs), tuple(arguments["weight"].shape)
+    batched = is_batched(shapes, weight_shape[2:])
+    geometry = transposed_geometry(shapes, weight_shape, batched=batched, **windows)
     axes = Axes(batched, geometry.rank)
     outs = {"out": axes.shape(geometry.batch, geometry.in_channels, geometry.spatial(geometry.size))}
     return checked_adjoint(

@@ -28,13 +28,9 @@ def conv_transpose_with_pullback(arguments: dict[str, Any]) -> tuple[Array, Pull
     said = {name: arguments[name] for name in TRANSPOSED_WINDOWS}
     geometry = transposed_geometry(shapes, tuple(weight.shape), batched=channel == 1, **said)
     triples = geometry.size, geometry.before, geometry.stride, geometry.out_size, geometry.span
-    axes = [_UnderWindows.of(*axis) for axis in zip(*map(geometry.spatial, triples))]
-    windows: dict[str, Any] = {
-        "stride": said["stride"],
-        "dilation": said["dilation"],
-        "padding": tuple((axis.before, axis.after) for axis in axes),
-    }
-    under_windows = tuple(slice(axis.size) for axis in axes)
+    reached, padding = zip(*(_under_windows(*axis) for axis in zip(*map(geometry.spatial, triples))))
+    windows: dict[str, Any] = {"stride": said["stride"], "dilation": said["dilation"], "padding": padding}
+    under_windows = tuple(map(slice, reached))
     channels = [image.shape[channel] for image in inputs]
     pieces = _pieces(channels, geometry.groups, geometry.group_outputs, geometry.group_channels)
 
@@ -78,20 +74,12 @@ def _negate_imaginary(array: Any) -> None:
     imaginary *= -1
 
 
-class _UnderWindows(NamedTuple):
+def _under_windows(size: int, before: int, stride: int, windows: int, span: int) -> tuple[int, tuple[int, int]]:
     """Along one axis, the part of an image that windows reach, and the padding that makes them as many."""
-
-    size: int
-    before: int
-    after: int
-
-    @classmethod
-    def of(cls, size: int, before: int, stride: int, windows: int, span: int) -> _UnderWindows:
-        """Elements beyond the last window are left out."""
-        covered = (windows - 1) * stride + span
-        before = min(before, covered)
-        size = min(size, covered - before)
-        return cls(size, before, covered - before - size)
+    covered = (windows - 1) * stride + span
+    before = min(before, covered)
+    size = min(size, covered - before)
+    return size, (before, covered - before - size)
 
 
 class _Piece(NamedTuple):

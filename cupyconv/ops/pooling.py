@@ -11,7 +11,7 @@ from cupyconv.call.arguments import (
     Axes,
     Result,
     in_dtype,
-    is_unbatched,
+    is_batched,
     named_inputs,
     shapes_of,
 )
@@ -113,7 +113,7 @@ def check_max_pool(given: Arrays, *, on: str | None = None, **settings: Any) -> 
         outs=arguments.describe_each(axes, results),
         **arguments.decided_with,
     )
-    return _checked(arguments, problem, axes, results, isinstance(given["x"], (list, tuple)))
+    return _checked(arguments, problem, axes, results, given["x"])
 
 
 def check_max_pool_gradient(given: Arrays, *, on: str | None = None, **settings: Any) -> CheckedCall:
@@ -136,7 +136,7 @@ def check_max_pool_gradient(given: Arrays, *, on: str | None = None, **settings:
         outs=arguments.describe_each(axes, results),
         **arguments.decided_with,
     )
-    return _checked(arguments, problem, axes, results, isinstance(x, (list, tuple)))
+    return _checked(arguments, problem, axes, results, x)
 
 
 MAX_POOL = Operation(max_pool, check_max_pool, ("x", "out"))
@@ -146,21 +146,20 @@ MAX_POOL_GRADIENT = Operation(
 
 
 def _checked(
-    arguments: Arguments, problem: PoolingProblem, axes: Axes, results: tuple[Result, ...], listed: bool
+    arguments: Arguments, problem: PoolingProblem, axes: Axes, results: tuple[Result, ...], x: Any
 ) -> CheckedCall:
     images = frozenset((*arguments.arrays, *(result.name for result in results)))
-    return CheckedCall(arguments, problem, images, axes, results, listed)
+    return CheckedCall(arguments, problem, images, axes, results, isinstance(x, (list, tuple)))
 
 
 def _windows(xs: Arrays, *, kernel_shape: Any, stride: Any, padding: Any, dilation: Any) -> tuple[Windows, Axes]:
     for name, array in xs.items():
         if array.dtype.kind == "c":
             raise TypeError(f"{name} has dtype {array.dtype}: complex numbers have no order, so none is the largest")
-    batched = not is_unbatched(xs, kernel_shape)
+    shapes = shapes_of(xs)
+    batched = is_batched(shapes, kernel_shape)
     stride = kernel_shape if stride is None else stride
-    windows = window_geometry(
-        shapes_of(xs), kernel_shape, batched=batched, stride=stride, padding=padding, dilation=dilation
-    )
+    windows = window_geometry(shapes, kernel_shape, batched=batched, stride=stride, padding=padding, dilation=dilation)
     return windows, Axes(batched, windows.rank)
 
 

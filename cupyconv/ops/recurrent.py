@@ -23,12 +23,13 @@ from cupyconv.problem.arrays import (
     dtype_name,
     promote,
 )
+from cupyconv.problem.problems import check_method
 from cupyconv.problem.recurrence import (
     DIRECTIONS,
     GATES,
+    RECURRENT_METHODS,
     RecurrentGeometry,
     RecurrentProblem,
-    check_recurrent_method,
 )
 from cupyconv.typing import ActivationLike, Array
 
@@ -445,7 +446,7 @@ def check_recurrent(
         **checked_flags,
     )
     dtype = promote(arguments.some(_REQUIRED))
-    check_recurrent_method(method)
+    check_method(method, RECURRENT_METHODS)
     shapes = _shapes(geometry)
     # An axis of one direction is not the caller's, but in the states of a sequence; a step has no axis of time.
     lacking = {"weight_ih", "weight_hh", "bias_ih", "bias_hh", "peephole"} if geometry.directions == 1 else set()

@@ -285,10 +285,10 @@ class TransposedProblem(_ProductsProblem):
         return f"{self.dtype} {', '.join(shapes)}, {'channels-last' if channels_last else 'C order'}"
 
 
-def check_method(method: object) -> None:
+def check_method(method: object, known: Sequence[str] = METHODS) -> None:
     """Refuse an unknown method."""
-    if not isinstance(method, str) or method not in ("auto", *METHODS):
-        raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(METHODS)}")
+    if not isinstance(method, str) or method not in ("auto", *known):
+        raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(known)}")
 
 
 #: One kind of problem for sums of products.

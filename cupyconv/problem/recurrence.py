@@ -187,9 +187,3 @@ class RecurrentGradientProblem(Problem):
     @property
     def result(self) -> str:
         return f"{self.dtype} {', '.join(f'{operand.name} {operand.shape}' for operand in self.results)}"
-
-
-def check_recurrent_method(method: object) -> None:
-    """Refuse a method that recurrent layers do not have."""
-    if not isinstance(method, str) or method not in ("auto", *RECURRENT_METHODS):
-        raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(RECURRENT_METHODS)}")
