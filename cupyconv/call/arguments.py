@@ -19,7 +19,6 @@ from cupyconv.call.options import current_settings
 from cupyconv.problem.activations import Activation, resolve_activation
 from cupyconv.problem.arrays import (
     Operand,
-    array_operand,
     check_dtype,
     collapsed_stride,
     dtype_name,
@@ -65,7 +64,9 @@ class Axes:
             if step is None:
                 return Operand(name, dtype, shape, (0,) * 5).in_c_order(dtype)
             byte_strides = (*byte_strides[:2], step, *byte_strides[-2:])
-        return operand(name, dtype, shape, byte_strides, address)
+        fill = 5 - len(shape)
+        shape = (*shape[:2], *(1,) * fill, *shape[2:])
+        return operand(name, dtype, shape, (*byte_strides[:2], *(0,) * fill, *byte_strides[2:]), address)
 
     def needs_copy(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
         """Whether no view of the image has at most three spatial axes."""
@@ -201,7 +202,7 @@ class Arguments:
         """An array by its own axes as planning sees it; `shape` may have an axis of length 1 in front of them."""
         name, dtype, own, strides, address = self.located(what)
         shape = own if shape is None else shape
-        return array_operand(name, dtype, shape, (*(0,) * (len(shape) - len(own)), *strides), address)
+        return operand(name, dtype, shape, (*(0,) * (len(shape) - len(own)), *strides), address)
 
     def check_out(self, result: Result) -> None:
         """Refuse an array for a result that is not of its shape and dtype, or that shares memory."""

@@ -179,6 +179,7 @@ def check_conv_chain(
             geometry = conv_geometry(
                 shapes_of(images), tuple(weights[i].shape), batched=axes.batched, **dict(zip(_LAYER_WINDOWS, windows))
             )
+            # Asked here for errors that name the layer.
             activation_for(activation, promote({**images, f"weight[{i}]": weights[i]}))
         except (TypeError, ValueError) as error:
             raise type(error)(f"layers[{i}]: {error}") from None

@@ -174,8 +174,8 @@ class EpilogueBackward:
     def __init__(self, results: Sequence[Any], activation: Any, spatial: int) -> None:
         self.shape, self.dtype = tuple(results[0].shape), results[0].dtype
         self.saved = results[-1] if resolve_activation(activation) else None
-        self._activation = activation
         self._spatial = spatial
+        self._settings = {"spatial": spatial, "activation": activation}
 
     def __call__(self, grad: Any, *, through: bool, sums: bool) -> tuple[Any, Any]:
         """The gradient before the activation, and the sum of each of its channels, as far as they are asked for."""
@@ -183,14 +183,7 @@ class EpilogueBackward:
         asked = {"through": through and not unchanged, "sums": sums}
         if not any(asked.values()):
             return grad, None
-        arguments = {
-            "grad": grad,
-            "saved": self.saved,
-            "spatial": self._spatial,
-            "activation": self._activation,
-            **asked,
-        }
-        results = EPILOGUE_GRADIENT(arguments)
+        results = EPILOGUE_GRADIENT({"grad": grad, "saved": self.saved, **self._settings, **asked})
         return results[0] if asked["through"] else grad, results[-1]
 
     def copy(self, grad: Any, backend: Backend) -> Any:
@@ -230,18 +223,10 @@ class _PrologueBackward:
         for i, image in enumerate(self._x):
             channels = slice(first, first + image.shape[channel])
             scale, shift = (None if vector is None else vector[channels] for vector in (self.scale, self.shift))
-            results = PROLOGUE_GRADIENT(
-                {
-                    "grad": grads[i],
-                    "x": image,
-                    "scale": scale,
-                    "shift": shift,
-                    "sums": totals[2 * channels.start : 2 * channels.stop],
-                    "spatial": self._spatial,
-                    "activation": self._activation,
-                    "through": through,
-                }
-            )
+            arrays = {"grad": grads[i], "x": image, "scale": scale, "shift": shift}
+            own_totals = totals[2 * channels.start : 2 * channels.stop]
+            settings = {"spatial": self._spatial, "activation": self._activation, "through": through}
+            results = PROLOGUE_GRADIENT({**arrays, "sums": own_totals, **settings})
             if through:
                 grads[i] = results[0]  # the gradient of the transformed input is let go
             first = channels.stop

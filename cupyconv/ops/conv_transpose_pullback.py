@@ -75,7 +75,10 @@ def _negate_imaginary(array: Any) -> None:
 
 
 def _under_windows(size: int, before: int, stride: int, windows: int, span: int) -> tuple[int, tuple[int, int]]:
-    """Along one axis, the part of an image that windows reach, and the padding that makes them as many."""
+    """Along one axis, the part of an image that windows reach, and the padding that makes them as many.
+
+    Elements beyond the last window are left out.
+    """
     covered = (windows - 1) * stride + span
     before = min(before, covered)
     size = min(size, covered - before)
