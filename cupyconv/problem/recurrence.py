@@ -12,7 +12,7 @@ The convolutions' problem is `geometry`; this is its counterpart, with PyTorch's
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 from cupyconv.problem.activations import Activation
@@ -103,6 +103,10 @@ class RecurrentGeometry:
         return self.directions * self.steps * self.batch * self.gates * self.hidden * (self.inputs + self.hidden)
 
 
+#: Arguments and results that a recurrent layer may have.
+_ROLES = ("x", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "h0", "c0", "peephole", "lengths", "out", "h", "c")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecurrentProblem(Problem):
     """A recurrent layer over a sequence, or one step of it.
@@ -115,15 +119,15 @@ class RecurrentProblem(Problem):
     x: Operand
     weight_ih: Operand
     weight_hh: Operand
+    out: Operand
+    h: Operand | None = None  # the last state; of a single step, out is that
+    c: Operand | None = None  # the last cell state of an lstm
     bias_ih: Operand | None = None
     bias_hh: Operand | None = None
     h0: Operand | None = None
     c0: Operand | None = None
     peephole: Operand | None = None
     lengths: Operand | None = None
-    out: Operand
-    h: Operand | None = None  # the last state; of a single step, out is that
-    c: Operand | None = None  # the last cell state of an lstm
     kept: tuple[Operand, ...] = ()  # what a gradient needs: gates, cells, candidate
     method: str = "auto"
     notes: tuple[str, ...] = ()
@@ -136,8 +140,7 @@ class RecurrentProblem(Problem):
     @property
     def operands(self) -> dict[str, Operand]:
         """All that are there, arguments and results, by role."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
-        given = {role: operand for role, operand in named.items() if isinstance(operand, Operand)}
+        given = {role: getattr(self, role) for role in _ROLES if getattr(self, role) is not None}
         return {**given, **dict(zip(self.geometry.keeps, self.kept))}
 
     @property
