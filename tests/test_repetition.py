@@ -31,7 +31,7 @@ from cupyconv.cuda.run import CudaBackend
 from cupyconv.cuda.run import backend as cuda_run_backend
 from cupyconv.cuda.run.parameters import PackedParameters
 from cupyconv.ops import conv as conv_operation
-from cupyconv.ops.conv import CONV, check_conv
+from cupyconv.ops.conv import CONV, check_conv, unpack_prologue
 from cupyconv.problem.machine import known_gpu
 from cupyconv.problem.plan import GemmCall, KernelLaunch
 from tests.benchmarks.host_time import NullArray, NullDevice, cuda_calls
@@ -254,13 +254,12 @@ def test_functions_are_told_apart():
     def check_with_stride_two(given: Any, **settings: Any) -> Any:
         return check_conv(given, **{**settings, "stride": 2})
 
-    names = ("x", "weight", "bias", "residual", "scale", "shift", "out")
-    with_stride_two = Operation(None, check_with_stride_two, names, ("stride", "padding"))
-    arrays = {**dict.fromkeys(names), "x": np.ones((1, 2, 6)), "weight": np.ones((2, 2, 2))}
-    plain = Operation(None, check_conv, names, ("stride", "padding"))
+    with_stride_two = Operation(None, check_with_stride_two, CONV.arrays, CONV.settings, unpack_prologue)
+    plain = Operation(None, check_conv, CONV.arrays, CONV.settings, unpack_prologue)
+    arguments = bound(cupyconv.conv, (np.ones((1, 2, 6)), np.ones((2, 2, 2))), {})
     for _ in range(2):
-        assert plain({**arrays, "stride": 1, "padding": 0}).shape == (1, 2, 5)
-        assert with_stride_two({**arrays, "stride": 1, "padding": 0}).shape == (1, 2, 3)
+        assert plain(dict(arguments)).shape == (1, 2, 5)
+        assert with_stride_two(dict(arguments)).shape == (1, 2, 3)
 
 
 def test_a_call_for_a_gradient_is_told_apart():
@@ -340,7 +339,7 @@ def test_a_repeated_call_only_allocates_and_enqueues(null_device, monkeypatch, n
     for module, name in (
         (dispatch, "backend_for"),
         (cuda_run_backend, "plan"),
-        (conv_operation, "_checked"),
+        (conv_operation, "conv_problem"),
     ):
         monkeypatch.setattr(module, name, never)
     monkeypatch.setattr(PackedParameters, "__init__", never)

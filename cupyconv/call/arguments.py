@@ -18,7 +18,6 @@ from cupyconv.call.dispatch import Backend, backend_for
 from cupyconv.call.options import current_settings
 from cupyconv.problem.activations import Activation, resolve_activation
 from cupyconv.problem.arrays import (
-    ITEMSIZE,
     Operand,
     check_dtype,
     collapsed_stride,
@@ -28,7 +27,6 @@ from cupyconv.problem.arrays import (
     overlaps_itself,
 )
 from cupyconv.problem.machine import known_gpu
-from cupyconv.problem.padding import per_axis
 from cupyconv.problem.problems import Machine
 
 Arrays = Mapping[str, Any]
@@ -66,7 +64,9 @@ class Axes:
             if step is None:
                 return Operand(name, dtype, shape, (0,) * 5).in_c_order(dtype)
             byte_strides = (*byte_strides[:2], step, *byte_strides[-2:])
-        return operand(name, dtype, shape, byte_strides, address)
+        fill = 5 - len(shape)
+        shape = (*shape[:2], *(1,) * fill, *shape[2:])
+        return operand(name, dtype, shape, (*byte_strides[:2], *(0,) * fill, *byte_strides[2:]), address)
 
     def needs_copy(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
         """Whether no view of the image has at most three spatial axes."""
@@ -85,6 +85,12 @@ class Axes:
             image = image.reshape(*image.shape[:2], prod(image.shape[2:-2]), *image.shape[-2:])
         return image
 
+    def result(self, name: str, shape: tuple[int, ...], dtype: np.dtype, images: Iterable[Any], **rest: Any) -> Result:
+        """A result that is channels-last where all these images are."""
+        return Result(
+            name, shape, dtype, int(self.batched) if all(map(self.asks_channels_last, images)) else None, **rest
+        )
+
     def give_back(self, image: Any, spatial: tuple[int, ...]) -> Any:
         """The opposite of `view`."""
         if self.spatial > 3:
@@ -99,13 +105,28 @@ VECTOR = Axes(False, 0)
 
 
 class Result(NamedTuple):
-    """An array that a call returns: ``out``, or ``out[0]``, ``out[1]`` ... of a list."""
+    """An array that a call returns: ``out``, or ``out[0]``, ``out[1]`` ... of a list; as it will be allocated."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    channels_last: bool = False
+    channel: int | None = None  # the axis that is stored last; None in C order
     addend: str = "residual"  # the one argument that may lie where the result does
+
+    @property
+    def memory(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """The shape to allocate, C-ordered, and the axes that make the result of it; None where it is the result."""
+        shape, channel, last = self.shape, self.channel, len(self.shape) - 1
+        if channel is None:
+            return shape, None
+        return (*shape[:channel], *shape[channel + 1 :], shape[channel]), (*range(channel), last, *range(channel, last))
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Strides in bytes."""
+        shape, order = self.memory
+        steps = [prod(shape[axis + 1 :]) * self.dtype.itemsize for axis in range(len(shape))]
+        return tuple(steps if order is None else (steps[axis] for axis in order))
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +157,12 @@ class Arguments:
     @property
     def decided_with(self) -> dict[str, Any]:
         """The fields that every problem has."""
-        return {"machine": self.machine, "workspace_limit": current_settings().workspace_limit}
+        settings = current_settings()
+        return {
+            "machine": self.machine,
+            "workspace_limit": settings.workspace_limit,
+            "allow_tf32": settings.allow_tf32,
+        }
 
     @property
     def machine(self) -> Machine:
@@ -149,31 +175,34 @@ class Arguments:
             )
         return known_gpu(self.on)
 
-    def describe(self, axes: Axes, name: str) -> Operand:
-        """An array as planning sees it."""
-        array = self.arrays[name]
+    def located(self, what: str | Result) -> tuple[str, str, tuple[int, ...], tuple[int, ...], int]:
+        """Name, dtype, shape, byte strides and address of an argument; or of a result, which is the caller's array, then
+        checked, or the one that will be allocated."""
+        if isinstance(what, Result):
+            if what.name not in self.arrays:
+                return what.name, dtype_name(what.dtype), what.shape, what.strides, 0
+            self.check_out(what)
+            what = what.name
+        array = self.arrays[what]
         address = self.backend.address(array) if array.size else 0
-        return axes.describe(name, dtype_name(array.dtype), tuple(array.shape), tuple(array.strides), address)
+        return what, dtype_name(array.dtype), tuple(array.shape), tuple(array.strides), address
 
-    def describe_each(self, axes: Axes, names: Iterable[str]) -> tuple[Operand, ...]:
-        return tuple(self.describe(axes, name) for name in names)
+    def describe(self, axes: Axes, what: str | Result) -> Operand:
+        """An image as planning sees it."""
+        return axes.describe(*self.located(what))
+
+    def describe_each(self, axes: Axes, each: Iterable[str | Result]) -> tuple[Operand, ...]:
+        return tuple(self.describe(axes, what) for what in each)
 
     def describe_given(self, axes: Axes, name: str) -> Operand | None:
         """An optional argument as planning sees it."""
         return self.describe(axes, name) if name in self.arrays else None
 
-    def describe_result(self, axes: Axes, result: Result) -> Operand:
-        """A result as planning sees it: the caller's array, which is checked, or the one that will be allocated."""
-        if result.name in self.arrays:
-            self.check_out(result)
-            return self.describe(axes, result.name)
-        shape, name = result.shape, dtype_name(result.dtype)
-        strides = byte_strides(shape, name)
-        if result.channels_last:
-            channel = int(axes.batched)
-            rest = byte_strides((*shape[:channel], *shape[channel + 1 :], shape[channel]), name)
-            strides = (*rest[:channel], rest[-1], *rest[channel:-1])
-        return axes.describe(result.name, name, shape, strides, 0)
+    def describe_array(self, what: str | Result, shape: tuple[int, ...] | None = None) -> Operand:
+        """An array by its own axes as planning sees it; `shape` may have an axis of length 1 in front of them."""
+        name, dtype, own, strides, address = self.located(what)
+        shape = own if shape is None else shape
+        return operand(name, dtype, shape, (*(0,) * (len(shape) - len(own)), *strides), address)
 
     def check_out(self, result: Result) -> None:
         """Refuse an array for a result that is not of its shape and dtype, or that shares memory."""
@@ -201,7 +230,7 @@ class Arguments:
         return tuple(
             f"{name}: its leading spatial axes have no one stride, so it is copied, beyond the workspace"
             for name in images
-            if axes.needs_copy(tuple(self.arrays[name].shape), tuple(self.arrays[name].strides))
+            if name in self.arrays and axes.needs_copy(tuple(self.arrays[name].shape), tuple(self.arrays[name].strides))
         )
 
 
@@ -228,23 +257,15 @@ def present(given: Arrays, *required: str) -> dict[str, Any]:
     return {name: array for name, array in given.items() if array is not None or name in required}
 
 
-def is_unbatched(images: Arrays, kernel_shape: Any) -> bool:
-    """Whether N is missing, which only a kernel of as many entries as there are spatial axes can tell."""
-    return isinstance(kernel_shape, (tuple, list)) and all(a.ndim == len(kernel_shape) + 1 for a in images.values())
+def is_batched(shapes: Mapping[str, tuple[int, ...]], kernel_shape: Any) -> bool:
+    """Whether images have N: that it is missing only a kernel of as many entries as there are spatial axes can tell."""
+    if not isinstance(kernel_shape, (tuple, list)):
+        return True
+    return any(len(shape) != len(kernel_shape) + 1 for shape in shapes.values())
 
 
 def shapes_of(arrays: Arrays) -> dict[str, tuple[int, ...]]:
     return {name: tuple(array.shape) for name, array in arrays.items()}
-
-
-def byte_strides(shape: tuple[int, ...], dtype: str) -> tuple[int, ...]:
-    """Strides of a C-ordered array."""
-    return tuple(prod(shape[i + 1 :]) * ITEMSIZE[dtype] for i in range(len(shape)))
-
-
-def sizes(name: str, value: Any) -> tuple[int, ...]:
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return per_axis(name, tuple(values), len(values), 0)
 
 
 def activation_for(activation: Any, dtype: np.dtype) -> Activation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cupyconv.call.operation import CheckedCall, bound, known_functions, operation_of
+from cupyconv.call.operation import CheckedCall, bound, known_functions, operation_of, refusal
 from cupyconv.problem.plan import Plan
 
 
@@ -52,17 +52,7 @@ def checked_call(function: Callable[..., Any], *args: Any, on: str | None = None
     """The call that `explain` explains."""
     operation = operation_of(function)
     if operation is None:
-        raise TypeError(_no_plan(function))
+        namesake = ": its forward pass is explain(cupyconv.{}, ...) of NumPy or CuPy arrays"
+        hint = ": its forward pass is explain(conv, x, weight)" * (getattr(function, "__name__", "") == "vjp")
+        raise TypeError(refusal("explain", known_functions(), function, namesake) + hint)
     return operation.checked(bound(function, args, kwargs), on)
-
-
-def _no_plan(function: Any) -> str:
-    known = known_functions()
-    message = f"explain takes one of {', '.join(known)}, and then its arguments, given "
-    if not callable(function):
-        given = repr(function) if function is None or isinstance(function, str) else type(function).__name__
-        return f"{message}{given}: write explain(conv, x, weight), without calling conv"
-    name = getattr(function, "__name__", repr(function))
-    if name in known:  # another framework's function of that name
-        return f"{message}{name!r}: its forward pass is explain(cupyconv.{name}, ...) of NumPy or CuPy arrays"
-    return f"{message}{name!r}" + ": its forward pass is explain(conv, x, weight)" * (name == "vjp")

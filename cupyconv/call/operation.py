@@ -136,6 +136,19 @@ def known_functions() -> list[str]:
     return [function.__name__ for function in _OPERATIONS]
 
 
+def refusal(name: str, known: Sequence[str], function: Any, namesake: str) -> str:
+    """Why `name`, that takes a function and its arguments, does not take this one.
+
+    `namesake` is what to say of another framework's function that has the name of one of the `known`.
+    """
+    message = f"{name} takes one of {', '.join(known)}, and then its arguments, given "
+    if not callable(function):
+        given = repr(function) if function is None or isinstance(function, str) else type(function).__name__
+        return f"{message}{given}: write {name}(conv, x, weight), without calling conv"
+    own = getattr(function, "__name__", repr(function))
+    return f"{message}{own!r}" + (namesake.format(own) if own in known else "")
+
+
 def bound(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments of a call by name, defaults included."""
     try:
@@ -247,9 +260,7 @@ class Executable:
         self._listed = call.listed
         self._returned = returned = tuple(result.name for result in call.results)
         self._allocated = tuple(
-            (result.name, result.dtype, *_memory_of_result(result.shape, int(axes.batched), result.channels_last))
-            for result in call.results
-            if result.name not in arrays
+            (result.name, result.dtype, *result.memory) for result in call.results if result.name not in arrays
         )
         #: Arrays of which the backend gets a view with the axes it knows.
         self._viewed = () if axes.are_the_backends else tuple(call.images & {*arrays, *returned})
@@ -319,13 +330,3 @@ class Executable:
             return self._backend.converted(image, image.dtype)
 
         return self._axes.view(array, copy)
-
-
-def _memory_of_result(
-    shape: tuple[int, ...], channel: int, channels_last: bool
-) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """The shape to allocate, C-ordered, and the axes that make the result of it; None where it is the result."""
-    if not channels_last:
-        return shape, None
-    last = len(shape) - 1
-    return (*shape[:channel], *shape[channel + 1 :], shape[channel]), (*range(channel), last, *range(channel, last))

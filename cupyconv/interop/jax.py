@@ -19,6 +19,7 @@ second derivatives do not.  A training step, complete::
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -46,9 +47,7 @@ def conv(
 
     Parameters
     ----------
-    x : array or sequence of arrays
-        ``(N, C_in, *spatial)``; several stand for their concatenation along the channels.
-    weight, bias, stride, padding, padding_mode, dilation, groups, activation, residual, method
+    x, weight, bias, stride, padding, padding_mode, dilation, groups, activation, residual, method
         As of `cupyconv.conv`.
 
     Returns
@@ -84,17 +83,13 @@ def linmerge(
 
     Parameters
     ----------
-    xs : array or sequence of arrays
-        ``(N, C_i, *spatial)``, any number of spatial axes.
-    weight : array
-        ``(C_out, sum of the C_i)``.
-    bias, activation, residual, method
+    xs, weight, bias, activation, residual, method
         As of `cupyconv.linmerge`.
 
     Returns
     -------
     jax.Array
-        ``(N, C_out, *spatial)``.
+        Of the promoted dtype.
 
     Raises
     ------
@@ -114,10 +109,10 @@ def linmerge(
 
 def _called(function: Callable[..., Any], images: str, arguments: dict[str, Any]) -> jax.Array:
     """The function's result; `arguments` are all by name, `images` is the name of the first."""
-    others = ("weight", "bias", "residual")
+    _, *others = _Arrays._fields
     arrays = _Arrays(arguments[images], *(arguments[name] for name in others))
     settings = {name: value for name, value in arguments.items() if name not in (images, *others)}
-    return _differentiable(_Settings(function, images, settings), arrays)
+    return _differentiable(_Settings(function, images, settings, repr(settings)), arrays)
 
 
 class _Arrays(NamedTuple):
@@ -127,31 +122,20 @@ class _Arrays(NamedTuple):
     residual: Any
 
 
+@dataclass(frozen=True)
 class _Settings:
     """A function and those of its arguments that are no arrays; hashable as `custom_vjp` wants it."""
 
-    def __init__(self, function: Callable[..., Any], images: str, keywords: dict[str, Any]) -> None:
-        self.function = function
-        self.images = images  # what it calls them
-        self.keywords = keywords
-        self._key = function, repr(keywords)
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Settings) and self._key == other._key
+    function: Callable[..., Any]
+    images: str  # what it calls them
+    keywords: dict[str, Any] = field(compare=False)
+    key: str  # they in words, which stand for them
 
     def arguments(self, arrays: _Arrays) -> dict[str, Any]:
         """The function's keywords."""
-        x = list(arrays.x) if isinstance(arrays.x, (list, tuple)) else arrays.x
-        return {
-            self.images: x,
-            "weight": arrays.weight,
-            "bias": arrays.bias,
-            "residual": arrays.residual,
-            **self.keywords,
-        }
+        others = arrays._asdict()
+        x = others.pop("x")
+        return {self.images: list(x) if isinstance(x, (list, tuple)) else x, **others, **self.keywords}
 
 
 def _run(settings: _Settings, arrays: _Arrays) -> jax.Array:

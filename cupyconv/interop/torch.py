@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 import cupyconv
+from cupyconv.problem.arrays import dtype_from_name
 
 
 def conv(
@@ -50,9 +51,7 @@ def conv(
 
     Parameters
     ----------
-    x : tensor or sequence of tensors
-        ``(N, C_in, *spatial)``; several stand for their concatenation along the channels.
-    weight, bias, stride, padding, padding_mode, dilation, groups, activation, residual, method
+    x, weight, bias, stride, padding, padding_mode, dilation, groups, activation, residual, method
         As of `cupyconv.conv`; tensors where that takes arrays.
 
     Returns
@@ -104,17 +103,13 @@ def linmerge(
 
     Parameters
     ----------
-    xs : tensor or sequence of tensors
-        ``(N, C_i, *spatial)``, any number of spatial axes.
-    weight : tensor
-        ``(C_out, sum of the C_i)``.
-    bias, activation, residual, method
+    xs, weight, bias, activation, residual, method
         As of `cupyconv.linmerge`; tensors where that takes arrays.
 
     Returns
     -------
     tensor
-        ``(N, C_out, *spatial)``.
+        As of `conv`.
 
     Raises
     ------
@@ -151,10 +146,8 @@ def rnn(
 
     Parameters
     ----------
-    x, weight_ih, weight_hh, bias_ih, bias_hh, h0 : tensor
-        As of `cupyconv.rnn`; the last three may be left out.
-    lengths, direction, activation, clip, method
-        As of `cupyconv.rnn`; lengths may be a tensor.
+    x, weight_ih, weight_hh, bias_ih, bias_hh, h0, lengths, direction, activation, clip, method
+        As of `cupyconv.rnn`; tensors where that takes arrays.
 
     Returns
     -------
@@ -215,13 +208,9 @@ def lstm(
 
     Parameters
     ----------
-    x, weight_ih, weight_hh, bias_ih, bias_hh, h0, c0, peephole : tensor
-        As of `cupyconv.lstm`: the shapes and the order of gates of `torch.nn.LSTM`'s parameters; those after `weight_hh`
-        may be left out.
-    lengths : sequence of int or tensor, optional
-        The steps of each sample.
-    direction, activations, input_forget, clip, method
-        As of `cupyconv.lstm`.
+    x, weight_ih, weight_hh, bias_ih, bias_hh, h0, c0, peephole, lengths, direction, activations, input_forget, clip, method
+        As of `cupyconv.lstm`, with the shapes and the order of gates of `torch.nn.LSTM`'s parameters; tensors where that
+        takes arrays.
 
     Returns
     -------
@@ -281,10 +270,8 @@ def gru(
 
     Parameters
     ----------
-    x, weight_ih, weight_hh, bias_ih, bias_hh, h0 : tensor
-        As of `cupyconv.gru`; the last three may be left out.
-    lengths, direction, activations, linear_before_reset, clip, method
-        As of `cupyconv.gru`; lengths may be a tensor.
+    x, weight_ih, weight_hh, bias_ih, bias_hh, h0, lengths, direction, activations, linear_before_reset, clip, method
+        As of `cupyconv.gru`; tensors where that takes arrays.
 
     Returns
     -------
@@ -311,44 +298,32 @@ def gru(
     return y, h
 
 
-class _OfImages(NamedTuple):
-    """A call of `conv` or `linmerge`; its tensors are the images and then those with `names`."""
+class _Call(NamedTuple):
+    """A call; its tensors are the images, which only `conv` and `linmerge` have, and then those with `names`."""
 
     function: Callable[..., Any]
-    images: str  # what it calls them
-    listed: bool  # whether the images came as a sequence
     names: tuple[str, ...]
     settings: dict[str, Any]
+    images: str = ""  # what it calls them
+    listed: bool = False  # whether the images came as a sequence
 
     def arguments(self, arrays: Sequence[Any]) -> dict[str, Any]:
-        images = len(arrays) - len(self.names)
-        x = arrays[:images] if self.listed else arrays[0]
-        return {self.images: x, **dict(zip(self.names, arrays[images:])), **self.settings}
+        count = len(arrays) - len(self.names)
+        images = {self.images: arrays[:count] if self.listed else arrays[0]} if self.images else {}
+        named = dict(zip(self.names, arrays[count:]))  # lengths among them, where they are a tensor
+        return {**self.settings, **images, **named}
 
     def gradients(self, pullback: Callable[..., Any], grads: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
-        """One for each tensor; those that are not wanted may be None."""
-        images = len(wanted) - len(self.names)
-        needs = {"x"} if any(wanted[:images]) else set()
-        needs |= {name for name, want in zip(self.names, wanted[images:]) if want}
+        """One for each tensor; None for lengths, and those that are not wanted may be None."""
+        if not self.images:
+            found = pullback(*grads)
+            return [getattr(found, name, None) for name in self.names]
+        count = len(wanted) - len(self.names)
+        needs = {"x"} if any(wanted[:count]) else set()
+        needs |= {name for name, want in zip(self.names, wanted[count:]) if want}
         found = pullback(*grads, needs=tuple(sorted(needs)))
         x = found.x if self.listed else [found.x]
-        return [*(x or [None] * images), *(getattr(found, name) for name in self.names)]
-
-
-class _OfSequences(NamedTuple):
-    """A call of a recurrent layer; its tensors are those with `names`."""
-
-    function: Callable[..., Any]
-    names: tuple[str, ...]
-    settings: dict[str, Any]
-
-    def arguments(self, arrays: Sequence[Any]) -> dict[str, Any]:
-        return {**self.settings, **dict(zip(self.names, arrays))}
-
-    def gradients(self, pullback: Callable[..., Any], grads: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
-        """One for each tensor; None for lengths."""
-        found = pullback(*grads)
-        return [getattr(found, name, None) for name in self.names]
+        return [*(x or [None] * count), *(getattr(found, name) for name in self.names)]
 
 
 @torch.compiler.disable  # the compiler would trace the NumPy backend, step by step, into operations of its own
@@ -359,7 +334,7 @@ def _differentiable(function: Callable[..., Any], images: str, arguments: dict[s
     named = {f"{images}[{i}]": tensor for i, tensor in enumerate(x)} if listed else {images: x}
     tensors = _on_one_device({**named, **{name: arguments[name] for name in _OTHERS}})
     settings = {name: value for name, value in arguments.items() if name not in (images, *_OTHERS)}
-    call = _OfImages(function, images, listed, tuple(tensors)[len(named) :], settings)
+    call = _Call(function, tuple(tensors)[len(named) :], settings, images, listed)
     (y,) = _Function.apply(call, torch.is_grad_enabled(), *tensors.values())
     return y
 
@@ -374,7 +349,7 @@ def _recurrent(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple
     settings = {name: value for name, value in arguments.items() if name not in cupyconv.RecurrentGradients._fields}
     if isinstance(settings["lengths"], torch.Tensor):
         tensors["lengths"] = settings["lengths"]  # on any device; these too may be changed in place
-    call = _OfSequences(function, tuple(tensors), settings)
+    call = _Call(function, tuple(tensors), settings)
     return _Function.apply(call, torch.is_grad_enabled(), *tensors.values())
 
 
@@ -401,9 +376,7 @@ class _Function(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, call: _OfImages | _OfSequences, recorded: bool, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: _Call, recorded: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with _stream_of(tensors[0]):
             arrays = [_array(tensor) for tensor in tensors]
             arguments = call.arguments(arrays)
@@ -482,7 +455,7 @@ def _array(tensor: torch.Tensor) -> Any:
         array = cupy.from_dlpack(tensor)
     else:
         raise TypeError(f"a tensor on {tensor.device}: needed one on the CPU or a CUDA device")
-    return array.view(_bfloat16()) if bfloat16 else array
+    return array.view(dtype_from_name("bfloat16")) if bfloat16 else array
 
 
 def _tensor(array: Any) -> torch.Tensor:
@@ -492,9 +465,3 @@ def _tensor(array: Any) -> torch.Tensor:
         array = array.view(np.int16)
     tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)
     return tensor.view(torch.bfloat16) if bfloat16 else tensor
-
-
-def _bfloat16() -> np.dtype:
-    import ml_dtypes
-
-    return np.dtype(ml_dtypes.bfloat16)

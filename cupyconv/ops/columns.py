@@ -11,15 +11,15 @@ from cupyconv.call.arguments import (
     Arrays,
     Axes,
     Result,
-    is_unbatched,
+    is_batched,
     merged_inputs,
     present,
     shapes_of,
-    sizes,
 )
 from cupyconv.call.operation import CheckedCall, Operation
 from cupyconv.problem.arrays import promote
 from cupyconv.problem.geometry import window_geometry
+from cupyconv.problem.padding import per_axis
 from cupyconv.problem.passes import Col2imProblem, Im2colProblem
 from cupyconv.typing import Array, Padding, PerAxis
 
@@ -131,15 +131,16 @@ def check_im2col(given: Arrays, *, on: str | None = None, kernel_shape: Any, **s
     """Check the arguments of `im2col`."""
     inputs, arrays = merged_inputs(given, "x")
     arguments = Arguments.checked(arrays, on)
-    batched = not is_unbatched(inputs, kernel_shape)
-    windows = window_geometry(shapes_of(inputs), kernel_shape, batched=batched, **settings)
+    shapes = shapes_of(inputs)
+    batched = is_batched(shapes, kernel_shape)
+    windows = window_geometry(shapes, kernel_shape, batched=batched, **settings)
     axes, columns_axes = Axes(batched, windows.rank), Axes(batched, 1)
     shape = columns_axes.shape(windows.batch, windows.in_channels * windows.taps, (windows.pixels,))
     result = Result("out", shape, promote(inputs))
     problem = Im2colProblem(
         windows=windows,
         xs=arguments.describe_each(axes, inputs),
-        columns=arguments.describe_result(columns_axes, result),
+        columns=arguments.describe(columns_axes, result),
         **arguments.decided_with,
     )
     return CheckedCall(arguments, problem, frozenset((*inputs, "out")), axes, (result,))
@@ -156,7 +157,8 @@ def check_col2im(
         raise ValueError(
             f"columns must have shape (N, C * prod(kernel_shape), pixels), N may be missing; given {given_shape}"
         )
-    spatial = sizes("spatial_shape", spatial_shape)
+    given_sizes = spatial_shape if isinstance(spatial_shape, (tuple, list)) else (spatial_shape,)
+    spatial = per_axis("spatial_shape", tuple(given_sizes), len(given_sizes), 0)
     if not 1 <= len(spatial) <= 3:
         raise ValueError(f"spatial_shape must have 1 to 3 entries, given {len(spatial)}: {spatial}")
     batched = columns.ndim == 3
@@ -174,7 +176,7 @@ def check_col2im(
     result = Result("out", shape, promote(arguments.some(["columns"])))
     problem = Col2imProblem(
         windows=windows,
-        xs=(arguments.describe_result(axes, result),),
+        xs=(arguments.describe(axes, result),),
         columns=arguments.describe(Axes(batched, 1), "columns"),
         **arguments.decided_with,
     )

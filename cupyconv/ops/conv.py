@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cupyconv.call.arguments import (
@@ -13,12 +12,12 @@ from cupyconv.call.arguments import (
     Axes,
     Result,
     activation_for,
+    is_batched,
     merged_inputs,
     shapes_of,
     widening_notes,
 )
 from cupyconv.call.operation import CheckedCall, Operation
-from cupyconv.call.options import current_settings
 from cupyconv.problem.activations import derivative_from_result, resolve_activation
 from cupyconv.problem.arrays import dtype_from_name, operand_dtypes, promote
 from cupyconv.problem.geometry import ConvGeometry, conv_geometry, pointwise_geometry
@@ -200,44 +199,21 @@ def linmerge(
     return LINMERGE(locals())
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConvSettings:
-    """What is said of a convolution beside its arrays, as the caller said it."""
-
-    stride: PerAxis = 1
-    padding: Padding = 0
-    padding_mode: str = "constant"
-    dilation: PerAxis = 1
-    groups: int = 1
-    activation: ActivationLike = None
-    prologue_activation: ActivationLike = None
-    method: str = "auto"
-
-    @property
-    def windows(self) -> dict[str, Any]:
-        """The part that its gradients need too."""
-        return {name: getattr(self, name) for name in WINDOWS}
-
-    def geometry(
-        self, shapes: dict[str, tuple[int, ...]], weight_shape: tuple[int, ...], batched: bool
-    ) -> ConvGeometry:
-        """The convolution of images of these shapes, which are given by input; what does not fit is refused."""
-        return conv_geometry(shapes, weight_shape, batched=batched, **self.windows)
-
-
+#: What is said of a convolution's geometry, and what else is said of it beside its arrays.
 WINDOWS = ("stride", "padding", "padding_mode", "dilation", "groups")
+_HOW = ("activation", "prologue_activation", "method")
 
 
 def check_conv(given: Arrays, *, on: str | None = None, saving: bool = False, **settings: Any) -> CheckedCall:
     """Check the arguments of `conv`."""
     inputs, arrays = merged_inputs(given, "x", "weight")
     arguments = Arguments.checked(arrays, on)
-    weight = arguments["weight"]
-    batched = not all(array.ndim == weight.ndim - 1 for array in inputs.values())
-    said = ConvSettings(**settings)
-    geometry = said.geometry(shapes_of(inputs), tuple(weight.shape), batched)
+    shapes, weight_shape = shapes_of(inputs), tuple(arguments["weight"].shape)
+    batched = is_batched(shapes, weight_shape[2:])
+    windows = {name: settings.pop(name) for name in WINDOWS}
+    geometry = conv_geometry(shapes, weight_shape, batched=batched, **windows)
     spatial = geometry.spatial(geometry.out_size)
-    return _checked(arguments, list(inputs), geometry, Axes(batched, geometry.rank), spatial, said, saving)
+    return _checked(arguments, Axes(batched, geometry.rank), inputs, geometry, spatial, saving, settings)
 
 
 def check_linmerge(given: Arrays, *, on: str | None = None, saving: bool = False, **settings: Any) -> CheckedCall:
@@ -246,8 +222,7 @@ def check_linmerge(given: Arrays, *, on: str | None = None, saving: bool = False
     arguments = Arguments.checked(arrays, on)
     geometry = pointwise_geometry(shapes_of(inputs), tuple(arguments["weight"].shape))
     spatial = tuple(next(iter(inputs.values())).shape[2:])
-    axes = Axes(True, len(spatial))
-    return _checked(arguments, list(inputs), geometry, axes, spatial, ConvSettings(**settings), saving)
+    return _checked(arguments, Axes(True, len(spatial)), inputs, geometry, spatial, saving, settings)
 
 
 def unpack_prologue(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -263,69 +238,82 @@ def unpack_prologue(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 _EPILOGUE = ("bias", "residual", "scale", "shift", "out")
-CONV = Operation(
-    conv, check_conv, ("x", "weight", *_EPILOGUE), [field.name for field in fields(ConvSettings)], unpack_prologue
-)
-LINMERGE = Operation(
-    linmerge,
-    check_linmerge,
-    ("xs", "weight", *_EPILOGUE),
-    ("activation", "prologue_activation", "method"),
-    unpack_prologue,
-)
+CONV = Operation(conv, check_conv, ("x", "weight", *_EPILOGUE), (*WINDOWS, *_HOW), unpack_prologue)
+LINMERGE = Operation(linmerge, check_linmerge, ("xs", "weight", *_EPILOGUE), _HOW, unpack_prologue)
 
 
 def _checked(
     arguments: Arguments,
-    inputs: list[str],
-    geometry: ConvGeometry,
     axes: Axes,
+    inputs: Arrays,
+    geometry: ConvGeometry,
     spatial: tuple[int, ...],
-    said: ConvSettings,
     saving: bool,
+    how: Mapping[str, Any],
 ) -> CheckedCall:
     """The common part of `conv` and `linmerge`: everything but the geometry.
 
     Where `saving`, the results are a list, whose last is what the derivative of the activation is worked out
     from: the one result, or the pre-activation beside it.
     """
-    xs, weight = [arguments[name] for name in inputs], arguments["weight"]
-    check_method(said.method)
-    multiplied = arguments.some((*inputs, "weight"))
+    problem, results = conv_problem(arguments, axes, inputs, geometry, spatial, saving=saving, **how)
+    images = frozenset((*inputs, "residual", "out", "pre"))
+    return CheckedCall(arguments, problem, images, axes, results, listed=saving)
+
+
+def conv_problem(
+    arguments: Arguments,
+    axes: Axes,
+    images: Mapping[str, Any],
+    geometry: ConvGeometry,
+    spatial: tuple[int, ...],
+    *,
+    layer: str = "",
+    out: str = "out",
+    saving: bool = False,
+    activation: Any,
+    prologue_activation: Any = None,
+    method: str = "auto",
+) -> tuple[ConvProblem, tuple[Result, ...]]:
+    """A convolution of these images, arguments or results of layers before it, and its results.
+
+    `layer` is what stands behind the names of its other arguments, ``[0]`` of a chain's first; `out` is its result's.
+    """
+    weight_name, bias, residual = f"weight{layer}", f"bias{layer}", f"residual{layer}"
+    weight = arguments[weight_name]
+    check_method(method)
+    multiplied = {**images, weight_name: weight}
     dtype = promote(multiplied)
-    activation = activation_for(said.activation, dtype)
+    resolved = activation_for(activation, dtype)
     shape = axes.shape(geometry.batch, geometry.out_channels, spatial)
-    arguments.check_addend("bias", (geometry.out_channels,), dtype)
-    arguments.check_addend("residual", shape, dtype)
-    x_dtype, weight_dtype = operand_dtypes([x.dtype for x in xs], weight.dtype, dtype)
-    prologue = checked_prologue(arguments, geometry.in_channels, x_dtype, said.prologue_activation)
+    arguments.check_addend(bias, (geometry.out_channels,), dtype)
+    arguments.check_addend(residual, shape, dtype)
+    x_dtype, weight_dtype = operand_dtypes([x.dtype for x in images.values()], weight.dtype, dtype)
+    prologue = checked_prologue(arguments, geometry.in_channels, x_dtype, prologue_activation)
     if prologue.activation and dtype.kind == "c":
         raise TypeError(
             f"prologue activation {prologue.activation} is not defined beside the complex result, {dtype.name}"
         )
-    result = Result("out", shape, dtype, all(map(axes.asks_channels_last, xs)))
-    keeps_pre = saving and activation and not derivative_from_result(activation)
+    result = axes.result(out, shape, dtype, images.values(), addend=residual)
+    keeps_pre = saving and resolved and not derivative_from_result(resolved)
     pre = result._replace(name="pre")
     problem = ConvProblem(
         geometry=geometry,
-        xs=arguments.describe_each(axes, inputs),
-        weight=arguments.describe(Axes(True, weight.ndim - 2), "weight"),
-        out=arguments.describe_result(axes, result),
-        bias=arguments.describe_given(VECTOR, "bias"),
-        residual=arguments.describe_given(axes, "residual"),
-        pre=arguments.describe_result(axes, pre) if keeps_pre else None,
+        xs=arguments.describe_each(axes, [x if isinstance(x, Result) else name for name, x in images.items()]),
+        weight=arguments.describe(Axes(True, weight.ndim - 2), weight_name),
+        out=arguments.describe(axes, result),
+        bias=arguments.describe_given(VECTOR, bias),
+        residual=arguments.describe_given(axes, residual),
+        pre=arguments.describe(axes, pre) if keeps_pre else None,
         x_dtype=x_dtype,
         weight_dtype=weight_dtype,
-        activation=activation,
+        activation=resolved,
         prologue=prologue,
-        method=said.method,
-        allow_tf32=current_settings().allow_tf32,
-        notes=widening_notes(multiplied, dtype)
-        + arguments.copy_notes(axes, [name for name in (*inputs, "residual", "out") if name in arguments.arrays]),
+        method=method,
+        notes=widening_notes(multiplied, dtype) + arguments.copy_notes(axes, (*images, residual, out)),
         **arguments.decided_with,
     )
-    images = frozenset((*inputs, "residual", "out", "pre"))
-    return CheckedCall(arguments, problem, images, axes, (result, pre) if keeps_pre else (result,), listed=saving)
+    return problem, (result, pre) if keeps_pre else (result,)
 
 
 def checked_prologue(arguments: Arguments, channels: int, x_dtype: str, activation: Any) -> Prologue:

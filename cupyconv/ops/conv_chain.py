@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
 
 from cupyconv.call.arguments import (
-    VECTOR,
     Arguments,
     Arrays,
     Axes,
-    Result,
     activation_for,
+    is_batched,
     named_inputs,
     present,
-    widening_notes,
+    shapes_of,
 )
 from cupyconv.call.operation import CheckedCall, Operation
-from cupyconv.call.options import current_settings
-from cupyconv.ops.conv import ConvSettings
-from cupyconv.problem.arrays import Operand, is_channels_last, operand_dtypes, promote
+from cupyconv.ops.conv import conv_problem
+from cupyconv.problem.arrays import promote
+from cupyconv.problem.geometry import conv_geometry
 from cupyconv.problem.problems import ChainProblem, ConvProblem
 from cupyconv.typing import ActivationLike, Array, Padding, PerAxis
 
@@ -122,8 +121,8 @@ def conv_chain(
     return CONV_CHAIN(locals())
 
 
-#: What a layer says beside its arrays.
-_LAYER_SETTINGS = ("stride", "padding", "dilation", "groups", "activation")
+#: What a layer says of its geometry.
+_LAYER_WINDOWS = ("stride", "padding", "dilation", "groups")
 
 
 def unpack_layers(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +144,7 @@ def unpack_layers(arguments: dict[str, Any]) -> dict[str, Any]:
         "residuals": [residual for residual in residuals if residual is not None],
         "with_bias": tuple(i for i, bias in enumerate(biases) if bias is not None),
         "with_residual": tuple(i for i, residual in enumerate(residuals) if residual is not None),
-        "said": tuple(tuple(getattr(layer, name) for name in _LAYER_SETTINGS) for layer in layers),
+        "said": tuple(tuple(getattr(layer, name) for name in (*_LAYER_WINDOWS, "activation")) for layer in layers),
     }
 
 
@@ -170,17 +169,27 @@ def check_conv_chain(
         **present({"out": given["out"]}),
     }
     arguments = Arguments.checked(arrays, on)
-    rank = weights[0].ndim - 2
-    axes = Axes(not all(array.ndim == rank + 1 for array in inputs.values()), rank)
-    checker = _Checker(arguments, axes, last=len(said) - 1)
+    kernel = tuple(weights[0].shape[2:])
+    axes = Axes(is_batched(shapes_of(inputs), kernel), len(kernel))
     problems: list[ConvProblem] = []
-    images = {
-        name: _Image(tuple(array.shape), array.dtype, axes.asks_channels_last(array)) for name, array in inputs.items()
-    }
+    images: dict[str, Any] = inputs
     for i, layer in enumerate(said):
-        problem, result = checker.layer(i, ConvSettings(**dict(zip(_LAYER_SETTINGS, layer))), images)
-        problems.append(problem)
-        images = {result.name: _Image(result.shape, result.dtype, _is_stored_channels_last(problem))}
+        *windows, activation = layer
+        try:
+            geometry = conv_geometry(
+                shapes_of(images), tuple(weights[i].shape), batched=axes.batched, **dict(zip(_LAYER_WINDOWS, windows))
+            )
+            # Asked here for errors that name the layer.
+            activation_for(activation, promote({**images, f"weight[{i}]": weights[i]}))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"layers[{i}]: {error}") from None
+        spatial = geometry.spatial(geometry.out_size)
+        out = "out" if i == len(said) - 1 else f"layer[{i}]"
+        problem, (result,) = conv_problem(
+            arguments, axes, images, geometry, spatial, layer=f"[{i}]", out=out, activation=activation
+        )
+        problems.append(replace(problem, workspace_limit=None))  # the limit is the chain's
+        images = {out: result}
     chain = ChainProblem(layers=tuple(problems), fuse=fuse, **arguments.decided_with)
     viewed = frozenset((*inputs, *(f"residual[{i}]" for i in with_residual), "out"))
     return CheckedCall(arguments, chain, viewed, axes, (result,))
@@ -193,63 +202,3 @@ CONV_CHAIN = Operation(
     ("said", "with_bias", "with_residual", "fuse"),
     unpack_layers,
 )
-
-
-class _Image(NamedTuple):
-    """What the checks of a layer look at of the images it reads."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    channels_last: bool
-
-
-class _Checker:
-    """What the layers of a chain have in common."""
-
-    def __init__(self, arguments: Arguments, axes: Axes, last: int) -> None:
-        self.arguments, self.axes, self.last = arguments, axes, last
-        #: Intermediate results as planning sees them.
-        self.between: dict[str, Operand] = {}
-
-    def layer(self, i: int, said: ConvSettings, images: Mapping[str, _Image]) -> tuple[ConvProblem, Result]:
-        """Check layer `i`, which reads `images`."""
-        arguments, axes = self.arguments, self.axes
-        weight_name, bias, residual = f"weight[{i}]", f"bias[{i}]", f"residual[{i}]"
-        weight = arguments[weight_name]
-        multiplied = {**images, weight_name: weight}
-        shapes = {name: image.shape for name, image in images.items()}
-        try:
-            geometry = said.geometry(shapes, tuple(weight.shape), axes.batched)
-            dtype = promote(multiplied)
-            activation = activation_for(said.activation, dtype)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"layers[{i}]: {error}") from None
-        shape = axes.shape(geometry.batch, geometry.out_channels, geometry.spatial(geometry.out_size))
-        arguments.check_addend(bias, (geometry.out_channels,), dtype)
-        arguments.check_addend(residual, shape, dtype)
-        channels_last = all(image.channels_last for image in images.values())
-        name = "out" if i == self.last else f"layer[{i}]"
-        result = Result(name, shape, dtype, channels_last, addend=residual)
-        x_dtype, weight_dtype = operand_dtypes([image.dtype for image in images.values()], weight.dtype, dtype)
-        problem = ConvProblem(
-            geometry=geometry,
-            xs=tuple(self.between.get(name) or arguments.describe(axes, name) for name in images),
-            weight=arguments.describe(Axes(True, weight.ndim - 2), weight_name),
-            out=arguments.describe_result(axes, result),
-            bias=arguments.describe_given(VECTOR, bias),
-            residual=arguments.describe_given(axes, residual),
-            x_dtype=x_dtype,
-            weight_dtype=weight_dtype,
-            activation=activation,
-            allow_tf32=current_settings().allow_tf32,
-            notes=widening_notes(multiplied, dtype),
-            machine=arguments.machine,
-        )
-        self.between[name] = problem.out
-        return problem, result
-
-
-def _is_stored_channels_last(problem: ConvProblem) -> bool:
-    """Whether an intermediate result would ask for a channels-last one, were it an argument."""
-    out = problem.out
-    return is_channels_last(out.shape, [step * out.itemsize for step in out.strides], out.itemsize, 1)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cupyconv.call.arguments import Arguments, Arrays, Axes
+from cupyconv.call.arguments import Arguments, Arrays, Axes, is_batched
 from cupyconv.call.operation import CheckedCall, Operation
-from cupyconv.ops.conv import ConvSettings
 from cupyconv.ops.conv_transpose import checked_adjoint
+from cupyconv.problem.geometry import conv_geometry
 from cupyconv.problem.padding import per_axis
 from cupyconv.typing import Array, ArrayOrList, Padding, PerAxis
 
@@ -41,11 +41,8 @@ def conv_grad_input(
         The convolution's, ``(C_out, C_in // groups, *kernel)``; a complex one is conjugated.
     input_shape : tuple of int, or sequence of them
         The shape of the convolution's input; for merged inputs one each, in their order.
-    stride, padding, padding_mode, dilation, groups
+    stride, padding, padding_mode, dilation, groups, method
         The convolution's, as for `conv`.
-    method : str
-        ``"auto"``, ``"direct"``, ``"gemm"`` or ``"implicit_gemm"``; one that does not apply is refused, never
-        replaced.
     out : array or list of arrays, optional
         Of exactly the results' shapes and dtype, any strides that do not overlap; a list for a list of shapes.
 
@@ -59,11 +56,8 @@ def conv_grad_input(
 
     Raises
     ------
-    TypeError
-        For integer or foreign arrays, NumPy and CuPy mixed, or an `out` of another dtype.
-    ValueError
-        For a `grad` whose shape is not the result's, settings out of range, an `out` of the wrong shape or
-        overlapping an argument, or a method that cannot do the problem.
+    TypeError, ValueError
+        As for `conv`; ValueError for a `grad` whose shape is not the result's.
 
     See Also
     --------
@@ -85,15 +79,16 @@ def conv_grad_input(
     return CONV_GRAD_INPUT(locals())
 
 
-def check_conv_grad_input(given: Arrays, *, on: str | None = None, input_shape: Any, **settings: Any) -> CheckedCall:
+def check_conv_grad_input(
+    given: Arrays, *, on: str | None = None, input_shape: Any, method: str, **windows: Any
+) -> CheckedCall:
     """Check the arguments of `conv_grad_input`."""
     shapes, listed = _input_shapes(input_shape)
     required = {"grad": given["grad"], "weight": given["weight"]}
     arguments = Arguments.checked(required | _named_outs(given["out"], len(shapes), listed), on)
     grad, weight = arguments["grad"], arguments["weight"]
-    batched = not all(len(shape) == weight.ndim - 1 for shape in shapes.values())
-    said = ConvSettings(**settings)
-    geometry = said.geometry(shapes, tuple(weight.shape), batched)
+    batched = is_batched(shapes, tuple(weight.shape[2:]))
+    geometry = conv_geometry(shapes, tuple(weight.shape), batched=batched, **windows)
     axes = Axes(batched, geometry.rank)
     needed = axes.shape(geometry.batch, geometry.out_channels, geometry.spatial(geometry.out_size))
     if tuple(grad.shape) != needed:
@@ -101,9 +96,7 @@ def check_conv_grad_input(given: Arrays, *, on: str | None = None, input_shape: 
             f"grad has shape {tuple(grad.shape)}, needed {needed}: that of conv's result for input_shape {input_shape}"
         )
     outs = {name.replace("input_shape", "out"): shape for name, shape in shapes.items()}
-    return checked_adjoint(
-        "conv_grad_input", arguments, ["grad"], geometry, axes, outs, said.method, listed=listed, conjugate=True
-    )
+    return checked_adjoint("conv_grad_input", arguments, axes, ["grad"], geometry, outs, method, listed)
 
 
 CONV_GRAD_INPUT = Operation(conv_grad_input, check_conv_grad_input, ("grad", "weight", "out"))

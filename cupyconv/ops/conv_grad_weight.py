@@ -10,14 +10,13 @@ from cupyconv.call.arguments import (
     Arrays,
     Axes,
     Result,
-    is_unbatched,
+    is_batched,
     merged_inputs,
     shapes_of,
     widening_notes,
 )
 from cupyconv.call.operation import CheckedCall, Operation
-from cupyconv.call.options import current_settings
-from cupyconv.ops.conv import WINDOWS, ConvSettings, checked_prologue
+from cupyconv.ops.conv import WINDOWS, checked_prologue
 from cupyconv.problem.arrays import operand_dtypes, promote
 from cupyconv.problem.geometry import weight_gradient_geometry
 from cupyconv.problem.problems import WeightGradientProblem, check_method
@@ -47,11 +46,9 @@ def conv_grad_weight(
     grad : array
         Of the shape of `conv`'s result, ``(N, C_out, *out_spatial)``, before any activation.
     x : array or sequence of arrays
-        The input or inputs of that convolution.  A list or tuple means the concatenation of its arrays along
-        the channel axis, which is never built; the weight has one gradient, over all of their channels.
+        The input or inputs of that convolution; the weight has one gradient, over all of their channels.
     kernel_shape : int or tuple of int
-        The kernel's size along each spatial axis.  One sample may come without the axis N where this is a tuple, which
-        tells how many spatial axes there are; with an int the first two axes of `x` are N and C.
+        The kernel's size along each spatial axis, as for `im2col`.
     stride, padding, padding_mode, dilation, groups
         Those of the convolution, as for `conv`.
     method : str
@@ -67,11 +64,8 @@ def conv_grad_weight(
 
     Raises
     ------
-    TypeError
-        For integer or foreign arrays, NumPy and CuPy mixed, or an `out` of another dtype.
-    ValueError
-        For a `grad` that is not of the convolution's shape, settings out of range, an `out` of the wrong shape
-        or overlapping an argument, or a method that cannot do the problem.
+    TypeError, ValueError
+        As for `conv`; ValueError for a `grad` whose shape is not the result's.
 
     See Also
     --------
@@ -93,18 +87,24 @@ def conv_grad_weight(
     return CONV_GRAD_WEIGHT(locals())
 
 
-def check_conv_grad_weight(given: Arrays, *, on: str | None = None, kernel_shape: Any, **settings: Any) -> CheckedCall:
+def check_conv_grad_weight(
+    given: Arrays,
+    *,
+    on: str | None = None,
+    kernel_shape: Any,
+    method: str = "auto",
+    prologue_activation: Any = None,
+    **windows: Any,
+) -> CheckedCall:
     """Check the arguments of `conv_grad_weight`, with those of a prologue where a pullback has one."""
     inputs, arrays = merged_inputs(given, "x", "grad")
     arguments = Arguments.checked(arrays, on)
     grad = arguments["grad"]
-    batched = not is_unbatched(inputs, kernel_shape)
-    said = ConvSettings(**settings)
-    geometry = weight_gradient_geometry(
-        tuple(grad.shape), shapes_of(inputs), kernel_shape, batched=batched, **said.windows
-    )
+    shapes = shapes_of(inputs)
+    batched = is_batched(shapes, kernel_shape)
+    geometry = weight_gradient_geometry(tuple(grad.shape), shapes, kernel_shape, batched=batched, **windows)
     axes = Axes(batched, geometry.rank)
-    check_method(said.method)
+    check_method(method)
     multiplied = arguments.some(("grad", *inputs))
     dtype = promote(multiplied)
     x_dtype, grad_dtype = operand_dtypes([x.dtype for x in inputs.values()], grad.dtype, dtype)
@@ -114,12 +114,11 @@ def check_conv_grad_weight(given: Arrays, *, on: str | None = None, kernel_shape
         geometry=geometry,
         xs=arguments.describe_each(axes, inputs),
         grad=arguments.describe(axes, "grad"),
-        out=arguments.describe_result(Axes(True, len(shape) - 2), result),
-        prologue=checked_prologue(arguments, geometry.in_channels, x_dtype, said.prologue_activation),
+        out=arguments.describe(Axes(True, len(shape) - 2), result),
+        prologue=checked_prologue(arguments, geometry.in_channels, x_dtype, prologue_activation),
         x_dtype=x_dtype,
         grad_dtype=grad_dtype,
-        method=said.method,
-        allow_tf32=current_settings().allow_tf32,
+        method=method,
         notes=widening_notes(arguments.some((*inputs, "grad")), dtype),
         **arguments.decided_with,
     )

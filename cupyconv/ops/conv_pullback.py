@@ -174,8 +174,8 @@ class EpilogueBackward:
     def __init__(self, results: Sequence[Any], activation: Any, spatial: int) -> None:
         self.shape, self.dtype = tuple(results[0].shape), results[0].dtype
         self.saved = results[-1] if resolve_activation(activation) else None
-        self._activation = activation
         self._spatial = spatial
+        self._settings = {"spatial": spatial, "activation": activation}
 
     def __call__(self, grad: Any, *, through: bool, sums: bool) -> tuple[Any, Any]:
         """The gradient before the activation, and the sum of each of its channels, as far as they are asked for."""
@@ -183,25 +183,18 @@ class EpilogueBackward:
         asked = {"through": through and not unchanged, "sums": sums}
         if not any(asked.values()):
             return grad, None
-        arguments = {
-            "grad": grad,
-            "saved": self.saved,
-            "spatial": self._spatial,
-            "activation": self._activation,
-            **asked,
-        }
-        results = EPILOGUE_GRADIENT(arguments)
+        results = EPILOGUE_GRADIENT({"grad": grad, "saved": self.saved, **self._settings, **asked})
         return results[0] if asked["through"] else grad, results[-1]
 
     def copy(self, grad: Any, backend: Backend) -> Any:
         """In memory of its own, channels-last where `grad` is."""
         axes = Axes(grad.ndim == self._spatial + 2, self._spatial)
-        order = list(range(grad.ndim))
-        if axes.asks_channels_last(grad):
-            order.append(order.pop(int(axes.batched)))
+        shape, order = axes.result("residual", tuple(grad.shape), grad.dtype, [grad]).memory
         with backend.current():
-            copy = backend.converted(grad.transpose(order), grad.dtype)
-        return copy.transpose([order.index(axis) for axis in range(grad.ndim)])
+            copy = backend.empty(shape, grad.dtype)
+            copy = copy if order is None else copy.transpose(order)
+            copy[...] = grad
+        return copy
 
 
 class _PrologueBackward:
@@ -230,18 +223,10 @@ class _PrologueBackward:
         for i, image in enumerate(self._x):
             channels = slice(first, first + image.shape[channel])
             scale, shift = (None if vector is None else vector[channels] for vector in (self.scale, self.shift))
-            results = PROLOGUE_GRADIENT(
-                {
-                    "grad": grads[i],
-                    "x": image,
-                    "scale": scale,
-                    "shift": shift,
-                    "sums": totals[2 * channels.start : 2 * channels.stop],
-                    "spatial": self._spatial,
-                    "activation": self._activation,
-                    "through": through,
-                }
-            )
+            arrays = {"grad": grads[i], "x": image, "scale": scale, "shift": shift}
+            own_totals = totals[2 * channels.start : 2 * channels.stop]
+            settings = {"spatial": self._spatial, "activation": self._activation, "through": through}
+            results = PROLOGUE_GRADIENT({**arrays, "sums": own_totals, **settings})
             if through:
                 grads[i] = results[0]  # the gradient of the transformed input is let go
             first = channels.stop
@@ -292,19 +277,18 @@ def check_epilogue_gradient(
     assert saved is None or (saved.shape == grad.shape and saved.dtype == grad.dtype), "the pullback has seen to it"
     axes = Axes(grad.ndim == spatial + 2, spatial)
     layout = grad if saved is None else saved
-    out = Result("out", tuple(grad.shape), grad.dtype, axes.asks_channels_last(layout))
+    out = axes.result("out", tuple(grad.shape), grad.dtype, [layout])
     totals = Result("sums", (grad.shape[int(axes.batched)],), dtype_from_name(accumulator(dtype_name(grad.dtype))))
     problem = EpilogueGradProblem(
         grad=arguments.describe(axes, "grad"),
         activation=resolved,
         saved=arguments.describe_given(axes, "saved"),
-        out=arguments.describe_result(axes, out) if through else None,
-        sums=arguments.describe_result(VECTOR, totals) if sums else None,
+        out=arguments.describe(axes, out) if through else None,
+        sums=arguments.describe(VECTOR, totals) if sums else None,
         **arguments.decided_with,
     )
     results = (out,) * through + (totals,) * sums
-    images = frozenset({"grad", "saved", "out"} & {*arguments.arrays, *(result.name for result in results)})
-    return CheckedCall(arguments, problem, images, axes, results, listed=True)
+    return CheckedCall(arguments, problem, frozenset(("grad", "saved", "out")), axes, results, listed=True)
 
 
 def check_prologue_gradient(
@@ -320,18 +304,18 @@ def check_prologue_gradient(
     assert x.shape == grad.shape, "the pullback has seen to it"
     axes = Axes(grad.ndim == spatial + 2, spatial)
     channels, dtype = grad.shape[int(axes.batched)], dtype_name(grad.dtype)
-    out = Result("out", tuple(grad.shape), grad.dtype, axes.asks_channels_last(grad))
+    out = axes.result("out", tuple(grad.shape), grad.dtype, [grad])
     totals = Result("sums", (2 * channels,), dtype_from_name(accumulator(dtype)))
     problem = PrologueGradProblem(
         grad=arguments.describe(axes, "grad"),
         x=arguments.describe(axes, "x"),
         prologue=checked_prologue(arguments, channels, dtype, activation),
-        out=arguments.describe_result(axes, out) if through else None,
-        sums=arguments.describe_result(VECTOR, totals),
+        out=arguments.describe(axes, out) if through else None,
+        sums=arguments.describe(VECTOR, totals),
         **arguments.decided_with,
     )
-    images = frozenset({"grad", "x", "out"} if through else {"grad", "x"})
-    return CheckedCall(arguments, problem, images, axes, (out,) * through + (totals,), listed=True)
+    results = (out,) * through + (totals,)
+    return CheckedCall(arguments, problem, frozenset(("grad", "x", "out")), axes, results, listed=True)
 
 
 EPILOGUE_GRADIENT = Operation(

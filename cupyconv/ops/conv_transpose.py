@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from cupyconv.call.arguments import (
@@ -11,14 +10,13 @@ from cupyconv.call.arguments import (
     Arguments,
     Arrays,
     Axes,
-    Result,
     activation_for,
+    is_batched,
     merged_inputs,
     shapes_of,
     widening_notes,
 )
 from cupyconv.call.operation import CheckedCall, Operation
-from cupyconv.call.options import current_settings
 from cupyconv.problem.activations import derivative_from_result
 from cupyconv.problem.arrays import operand_dtypes, promote
 from cupyconv.problem.geometry import ConvGeometry, transposed_geometry
@@ -50,8 +48,7 @@ def conv_transpose(
     Parameters
     ----------
     x : array or sequence of arrays
-        ``(N, C_in, *spatial)``; N may be missing where ``x.ndim == weight.ndim - 1``.  A list or tuple means
-        the concatenation of its arrays along the channel axis, which is never built.
+        ``(N, C_in, *spatial)``; N may be missing, and a list or tuple is a merge, as for `conv`.
     weight : array
         ``(C_in, C_out // groups, *kernel)``; it is not conjugated.
     bias : array, optional
@@ -69,13 +66,8 @@ def conv_transpose(
         The result's spatial size, instead of amounts of `padding` and `output_padding`: what the stamps
         cover beyond it is cut off both ends, an odd element at the end where `padding` is ``"same"``, else
         at the beginning.  If they cover less, zeros are at the end.
-    groups : int
-        Channels are split into this many groups, each by itself.
-    activation : str or tuple, optional
+    groups, activation, method
         As for `conv`.
-    method : str
-        ``"auto"``, ``"direct"``, ``"gemm"`` or ``"implicit_gemm"``; one that does not apply is refused, never
-        replaced.
     out : array, optional
         Of exactly the result's shape and dtype, any strides that do not overlap.
 
@@ -87,12 +79,8 @@ def conv_transpose(
 
     Raises
     ------
-    TypeError
-        As for `conv`.
-    ValueError
-        For shapes that do not fit, settings out of range or that contradict each other, ``"full"`` and
-        ``"causal"`` padding, an `out` of the wrong shape or overlapping an argument, or a method that cannot do
-        the problem.
+    TypeError, ValueError
+        As for `conv`; ValueError for settings that contradict each other, and for ``"full"`` and ``"causal"`` padding.
 
     See Also
     --------
@@ -112,57 +100,23 @@ def conv_transpose(
     return CONV_TRANSPOSE(locals())
 
 
-@dataclass(frozen=True, kw_only=True)
-class TransposedSettings:
-    """What is said of a transposed convolution beside its arrays, as the caller said it."""
-
-    stride: PerAxis = 1
-    padding: Padding = 0
-    output_padding: PerAxis = 0
-    output_shape: PerAxis | None = None
-    dilation: PerAxis = 1
-    groups: int = 1
-    activation: ActivationLike = None
-    method: str = "auto"
-
-    def geometry(
-        self, shapes: dict[str, tuple[int, ...]], weight_shape: tuple[int, ...], batched: bool
-    ) -> ConvGeometry:
-        """The convolution that this is the adjoint of; `shapes` are those of the inputs."""
-        return transposed_geometry(
-            shapes,
-            weight_shape,
-            batched=batched,
-            stride=self.stride,
-            padding=self.padding,
-            output_padding=self.output_padding,
-            output_shape=self.output_shape,
-            dilation=self.dilation,
-            groups=self.groups,
-        )
+#: What is said of a transposed convolution's geometry.
+TRANSPOSED_WINDOWS = ("stride", "padding", "output_padding", "output_shape", "dilation", "groups")
 
 
-def check_conv_transpose(given: Arrays, *, on: str | None = None, saving: bool = False, **settings: Any) -> CheckedCall:
+def check_conv_transpose(
+    given: Arrays, *, on: str | None = None, saving: bool = False, activation: Any, method: str, **windows: Any
+) -> CheckedCall:
     """Check the arguments of `conv_transpose`; `saving` asks for a list of results, as it does of `conv`."""
     inputs, arrays = merged_inputs(given, "x", "weight")
     arguments = Arguments.checked(arrays, on)
-    weight = arguments["weight"]
-    batched = not all(array.ndim == weight.ndim - 1 for array in inputs.values())
-    said = TransposedSettings(**settings)
-    geometry = said.geometry(shapes_of(inputs), tuple(weight.shape), batched)
+    shapes, weight_shape = shapes_of(inputs), tuple(arguments["weight"].shape)
+    batched = is_batched(shapes, weight_shape[2:])
+    geometry = transposed_geometry(shapes, weight_shape, batched=batched, **windows)
     axes = Axes(batched, geometry.rank)
-    shape = axes.shape(geometry.batch, geometry.in_channels, geometry.spatial(geometry.size))
+    outs = {"out": axes.shape(geometry.batch, geometry.in_channels, geometry.spatial(geometry.size))}
     return checked_adjoint(
-        "conv_transpose",
-        arguments,
-        list(inputs),
-        geometry,
-        axes,
-        {"out": shape},
-        said.method,
-        said.activation,
-        listed=saving,
-        saving=saving,
+        "conv_transpose", arguments, axes, list(inputs), geometry, outs, method, saving, activation=activation
     )
 
 
@@ -172,27 +126,26 @@ CONV_TRANSPOSE = Operation(conv_transpose, check_conv_transpose, ("x", "weight",
 def checked_adjoint(
     operation: str,
     arguments: Arguments,
+    axes: Axes,
     inputs: list[str],
     geometry: ConvGeometry,
-    axes: Axes,
     shapes: dict[str, tuple[int, ...]],
     method: str,
-    activation: ActivationLike = None,
-    *,
     listed: bool,
-    conjugate: bool = False,
-    saving: bool = False,
+    activation: ActivationLike = None,
 ) -> CheckedCall:
-    """The adjoint of the convolution `geometry`: `inputs` are spread over results of these `shapes`, given by name."""
+    """The adjoint of the convolution `geometry`: `inputs` are spread over results of these `shapes`, given by name.
+
+    Results that are `listed` have at their end what the derivative of the activation is worked out from.
+    """
     xs, weight = [arguments[name] for name in inputs], arguments["weight"]
     check_method(method)
     multiplied = arguments.some((*inputs, "weight"))
     dtype = promote(multiplied)
     resolved = activation_for(activation, dtype)
     arguments.check_addend("bias", (geometry.in_channels,), dtype)
-    channels_last = all(map(axes.asks_channels_last, xs))
-    results = tuple(Result(name, shape, dtype, channels_last) for name, shape in shapes.items())
-    keeps_pre = saving and resolved and not derivative_from_result(resolved)
+    results = tuple(axes.result(name, shape, dtype, xs) for name, shape in shapes.items())
+    keeps_pre = listed and resolved and not derivative_from_result(resolved)
     pre = results[0]._replace(name="pre")
     x_dtype, weight_dtype = operand_dtypes([x.dtype for x in xs], weight.dtype, dtype)
     problem = TransposedProblem(
@@ -200,15 +153,14 @@ def checked_adjoint(
         geometry=geometry,
         xs=arguments.describe_each(axes, inputs),
         weight=arguments.describe(Axes(True, weight.ndim - 2), "weight"),
-        outs=tuple(arguments.describe_result(axes, result) for result in results),
-        pre=arguments.describe_result(axes, pre) if keeps_pre else None,
+        outs=arguments.describe_each(axes, results),
+        pre=arguments.describe(axes, pre) if keeps_pre else None,
         bias=arguments.describe_given(VECTOR, "bias"),
         x_dtype=x_dtype,
         weight_dtype=weight_dtype,
-        conjugate=conjugate and weight.dtype.kind == "c",
+        conjugate=operation == "conv_grad_input" and weight.dtype.kind == "c",
         activation=resolved,
         method=method,
-        allow_tf32=current_settings().allow_tf32,
         notes=widening_notes(multiplied, dtype),
         **arguments.decided_with,
     )

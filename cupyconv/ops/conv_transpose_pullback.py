@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 from cupyconv.call.arguments import Arguments
@@ -11,14 +10,14 @@ from cupyconv.call.dispatch import Backend
 from cupyconv.ops.conv import conv
 from cupyconv.ops.conv_grad_weight import conv_grad_weight
 from cupyconv.ops.conv_pullback import EpilogueBackward, Pullback, listed_inputs, pullback_of
-from cupyconv.ops.conv_transpose import CONV_TRANSPOSE, TransposedSettings
+from cupyconv.ops.conv_transpose import CONV_TRANSPOSE, TRANSPOSED_WINDOWS
+from cupyconv.problem.geometry import transposed_geometry
 from cupyconv.typing import Array
 
 
 def conv_transpose_with_pullback(arguments: dict[str, Any]) -> tuple[Array, Pullback]:
     """The result of `conv_transpose` with these arguments, and its pullback."""
     results = CONV_TRANSPOSE(arguments, saving=True)
-    said = TransposedSettings(**{field.name: arguments[field.name] for field in fields(TransposedSettings)})
     weight = arguments["weight"]
     inputs, listed = listed_inputs(arguments["x"])
     rank = weight.ndim - 2
@@ -26,17 +25,14 @@ def conv_transpose_with_pullback(arguments: dict[str, Any]) -> tuple[Array, Pull
     backend = Arguments.checked({"weight": weight}, None).backend
     # The convolution that this is the adjoint of: over images of the size of y, with the same weight.
     shapes = {f"x[{i}]": tuple(image.shape) for i, image in enumerate(inputs)}
-    geometry = said.geometry(shapes, tuple(weight.shape), channel == 1)
+    said = {name: arguments[name] for name in TRANSPOSED_WINDOWS}
+    geometry = transposed_geometry(shapes, tuple(weight.shape), batched=channel == 1, **said)
     triples = geometry.size, geometry.before, geometry.stride, geometry.out_size, geometry.span
-    axes = [_UnderWindows.of(*axis) for axis in zip(*map(geometry.spatial, triples))]
-    windows: dict[str, Any] = {
-        "stride": said.stride,
-        "dilation": said.dilation,
-        "padding": tuple((axis.before, axis.after) for axis in axes),
-    }
-    under_windows = tuple(slice(axis.size) for axis in axes)
+    reached, padding = zip(*(_under_windows(*axis) for axis in zip(*map(geometry.spatial, triples))))
+    windows: dict[str, Any] = {"stride": said["stride"], "dilation": said["dilation"], "padding": padding}
+    under_windows = tuple(map(slice, reached))
     channels = [image.shape[channel] for image in inputs]
-    pieces = _pieces(channels, said.groups, geometry.group_outputs, geometry.group_channels)
+    pieces = _pieces(channels, geometry.groups, geometry.group_outputs, geometry.group_channels)
 
     def of_piece(dz: Any, piece: _Piece) -> Any:
         """What the windows of these channels read."""
@@ -60,7 +56,7 @@ def conv_transpose_with_pullback(arguments: dict[str, Any]) -> tuple[Array, Pull
             _negate_imaginary(gradient)
         return gradient
 
-    epilogue = EpilogueBackward(results, said.activation, rank)
+    epilogue = EpilogueBackward(results, arguments["activation"], rank)
     return results[0], pullback_of(inputs, listed, arguments, to_x, to_weight, epilogue)
 
 
@@ -78,20 +74,15 @@ def _negate_imaginary(array: Any) -> None:
     imaginary *= -1
 
 
-class _UnderWindows(NamedTuple):
-    """Along one axis, the part of an image that windows reach, and the padding that makes them as many."""
+def _under_windows(size: int, before: int, stride: int, windows: int, span: int) -> tuple[int, tuple[int, int]]:
+    """Along one axis, the part of an image that windows reach, and the padding that makes them as many.
 
-    size: int
-    before: int
-    after: int
-
-    @classmethod
-    def of(cls, size: int, before: int, stride: int, windows: int, span: int) -> _UnderWindows:
-        """Elements beyond the last window are left out."""
-        covered = (windows - 1) * stride + span
-        before = min(before, covered)
-        size = min(size, covered - before)
-        return cls(size, before, covered - before - size)
+    Elements beyond the last window are left out.
+    """
+    covered = (windows - 1) * stride + span
+    before = min(before, covered)
+    size = min(size, covered - before)
+    return size, (before, covered - before - size)
 
 
 class _Piece(NamedTuple):

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from cupyconv.call.arguments import (
     Arguments,
     Arrays,
     Axes,
     Result,
     in_dtype,
-    is_unbatched,
+    is_batched,
     named_inputs,
     shapes_of,
 )
@@ -39,11 +37,9 @@ def max_pool(
     Parameters
     ----------
     x : array or sequence of arrays
-        ``(N, C, *spatial)`` with one to three spatial axes, real.  One sample may come without the axis N; then
-        `kernel_shape` must be a tuple, which tells how many spatial axes there are.  The arrays of a sequence
-        agree in all but C and dtype.
+        ``(N, C, *spatial)``, real; N as for `im2col`.  The arrays of a sequence agree in all but C and dtype.
     kernel_shape : int or tuple of int
-        The window's size along each spatial axis.  With an int the first two axes of `x` are N and C.
+        The window's size, as for `im2col`.
     stride : int or tuple of int, optional
         Elements from one window to the next; by default `kernel_shape`, windows side by side.
     padding, dilation
@@ -114,10 +110,10 @@ def check_max_pool(given: Arrays, *, on: str | None = None, **settings: Any) -> 
     problem = PoolingProblem(
         windows=windows,
         xs=arguments.describe_each(axes, inputs),
-        outs=tuple(arguments.describe_result(axes, result) for result in results),
+        outs=arguments.describe_each(axes, results),
         **arguments.decided_with,
     )
-    return _checked(arguments, problem, axes, results, isinstance(given["x"], (list, tuple)))
+    return _checked(arguments, problem, axes, results, given["x"])
 
 
 def check_max_pool_gradient(given: Arrays, *, on: str | None = None, **settings: Any) -> CheckedCall:
@@ -137,10 +133,10 @@ def check_max_pool_gradient(given: Arrays, *, on: str | None = None, **settings:
         xs=arguments.describe_each(axes, xs),
         ys=arguments.describe_each(axes, ys),
         grads=arguments.describe_each(axes, grads),
-        outs=tuple(arguments.describe_result(axes, result) for result in results),
+        outs=arguments.describe_each(axes, results),
         **arguments.decided_with,
     )
-    return _checked(arguments, problem, axes, results, isinstance(x, (list, tuple)))
+    return _checked(arguments, problem, axes, results, x)
 
 
 MAX_POOL = Operation(max_pool, check_max_pool, ("x", "out"))
@@ -150,21 +146,20 @@ MAX_POOL_GRADIENT = Operation(
 
 
 def _checked(
-    arguments: Arguments, problem: PoolingProblem, axes: Axes, results: tuple[Result, ...], listed: bool
+    arguments: Arguments, problem: PoolingProblem, axes: Axes, results: tuple[Result, ...], x: Any
 ) -> CheckedCall:
     images = frozenset((*arguments.arrays, *(result.name for result in results)))
-    return CheckedCall(arguments, problem, images, axes, results, listed)
+    return CheckedCall(arguments, problem, images, axes, results, isinstance(x, (list, tuple)))
 
 
 def _windows(xs: Arrays, *, kernel_shape: Any, stride: Any, padding: Any, dilation: Any) -> tuple[Windows, Axes]:
     for name, array in xs.items():
         if array.dtype.kind == "c":
             raise TypeError(f"{name} has dtype {array.dtype}: complex numbers have no order, so none is the largest")
-    batched = not is_unbatched(xs, kernel_shape)
+    shapes = shapes_of(xs)
+    batched = is_batched(shapes, kernel_shape)
     stride = kernel_shape if stride is None else stride
-    windows = window_geometry(
-        shapes_of(xs), kernel_shape, batched=batched, stride=stride, padding=padding, dilation=dilation
-    )
+    windows = window_geometry(shapes, kernel_shape, batched=batched, stride=stride, padding=padding, dilation=dilation)
     return windows, Axes(batched, windows.rank)
 
 
@@ -183,5 +178,4 @@ def _named_like(name: str, given: Any, model_name: str, model: Any) -> dict[str,
 
 def _result(axes: Axes, image: Any, name: str, shape: tuple[int, ...]) -> Result:
     """A result of an image's dtype and order."""
-    dtype: np.dtype = image.dtype.newbyteorder("=")
-    return Result(name, shape, dtype, axes.asks_channels_last(image))
+    return axes.result(name, shape, image.dtype.newbyteorder("="), [image])

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from cupyconv.call.arguments import NO_IMAGE, Arguments, Arrays, Result, byte_strides, widening_notes
-from cupyconv.call.dispatch import Backend, backend_for
+from cupyconv.call.arguments import NO_IMAGE, Arguments, Arrays, Result, widening_notes
+from cupyconv.call.dispatch import backend_for
 from cupyconv.call.operation import CheckedCall, Operation
-from cupyconv.call.options import current_settings, flag
+from cupyconv.call.options import flag
 from cupyconv.problem.activations import Activation, as_float, resolve_activation
 from cupyconv.problem.arrays import (
     COUNT_ITEMSIZE,
     Operand,
     accumulator,
-    array_operand,
     check_dtype,
     dtype_from_name,
     dtype_name,
     promote,
 )
+from cupyconv.problem.problems import check_method
 from cupyconv.problem.recurrence import (
     DIRECTIONS,
     GATES,
+    RECURRENT_METHODS,
     RecurrentGeometry,
     RecurrentProblem,
-    check_recurrent_method,
 )
 from cupyconv.typing import ActivationLike, Array
 
@@ -146,35 +146,27 @@ def lstm(
 
     Parameters
     ----------
-    x : array
-        ``(T, N, I)``: steps, samples, inputs, as for `rnn`.
-    weight_ih, weight_hh : array
-        ``(4 * H, I)`` and ``(4 * H, H)``, rows in the order i, f, g, o; with a leading axis of 2 where `direction`
-        is ``"bidirectional"``.
-    bias_ih, bias_hh : array, optional
-        ``(4 * H,)``, or ``(2, 4 * H)``.
+    x, lengths, direction, method, out
+        As for `rnn`; `out` as a tuple is ``(y, (h, c))``.
+    weight_ih, weight_hh, bias_ih, bias_hh : array
+        ``(4 * H, I)``, ``(4 * H, H)`` and, optional, ``(4 * H,)``: rows in the order i, f, g, o; with a leading axis of 2
+        where `direction` is ``"bidirectional"``.
     h0, c0 : array, optional
         ``(D, N, H)``, the states before the first step.
     peephole : array, optional
         ``(3 * H,)``, or ``(2, 3 * H)``, in the order i, f, o: factors of the cell state, whose products are added to
         v_i, v_f (of the state before the step) and v_o (of the state after it).
-    lengths, direction
-        As for `rnn`.
     activations : tuple
         Of the gates i, f and o; of g; and of the cell state.  For ``"bidirectional"`` a pair of such tuples may be given.
     input_forget : bool
         If True, f is ``1 - i``, whatever its weights say.
     clip : float, optional
         What the activations of i, f, o and g are applied to, peepholes included, is first limited to ``[-clip, clip]``.
-    method, out
-        As for `rnn`; a tuple is ``(y, (h, c))``.
 
     Returns
     -------
-    y : array
-        ``(T, N, D * H)``, dtype as for `rnn`.
-    (h, c) : pair of arrays
-        ``(D, N, H)``, the states after each sample's last step.
+    y, (h, c) : array and pair of arrays
+        ``(T, N, D * H)``, and ``(D, N, H)`` after each sample's last step; dtype as for `rnn`.
 
     Raises
     ------
@@ -227,15 +219,10 @@ def gru(
 
     Parameters
     ----------
-    x : array
-        ``(T, N, I)``: steps, samples, inputs, as for `rnn`.
-    weight_ih, weight_hh : array
-        ``(3 * H, I)`` and ``(3 * H, H)``, rows in the order r, z, n; with a leading axis of 2 where `direction` is
-        ``"bidirectional"``.
-    bias_ih, bias_hh : array, optional
-        ``(3 * H,)``, or ``(2, 3 * H)``.
-    h0, lengths, direction
+    x, h0, lengths, direction, method, out
         As for `rnn`.
+    weight_ih, weight_hh, bias_ih, bias_hh : array
+        As for `lstm`, with ``3 * H`` rows in the order r, z, n.
     activations : tuple
         Of the gates r and z, and of n.  For ``"bidirectional"`` a pair of such tuples may be given.
     linear_before_reset : bool
@@ -244,15 +231,11 @@ def gru(
         after the other.
     clip : float, optional
         What the activations are applied to is first limited to ``[-clip, clip]``.
-    method, out
-        As for `rnn`.
 
     Returns
     -------
-    y : array
-        ``(T, N, D * H)``, dtype as for `rnn`.
-    h : array
-        ``(D, N, H)``, the state after each sample's last step.
+    y, h : array
+        As for `rnn`.
 
     Raises
     ------
@@ -294,14 +277,12 @@ def rnn_step(
 
     Parameters
     ----------
-    x : array
-        ``(N, I)``.
-    h : array
-        ``(N, H)``, the state before the step.
+    x, h : array
+        ``(N, I)``, and ``(N, H)``: the state before the step.
     weight_ih, weight_hh, bias_ih, bias_hh, activation, clip, method
         As for `rnn` in one direction.
     out : array, optional
-        For the result; it may not be `h`, of which every element of the result needs all.
+        For the result; it may not overlap `h`, of which every element of the result needs all.
 
     Returns
     -------
@@ -345,10 +326,8 @@ def lstm_step(
 
     Parameters
     ----------
-    x : array
-        ``(N, I)``.
-    h, c : array
-        ``(N, H)``, the states before the step.
+    x, h, c : array
+        ``(N, I)``, and ``(N, H)``: the states before the step.
     weight_ih, weight_hh, bias_ih, bias_hh, peephole, activations, input_forget, clip, method
         As for `lstm` in one direction.
     out : tuple of arrays, optional
@@ -396,14 +375,12 @@ def gru_step(
 
     Parameters
     ----------
-    x : array
-        ``(N, I)``.
-    h : array
-        ``(N, H)``, the state before the step.
+    x, h : array
+        ``(N, I)``, and ``(N, H)``: the state before the step.
     weight_ih, weight_hh, bias_ih, bias_hh, activations, linear_before_reset, clip, method
         As for `gru` in one direction.
     out : array, optional
-        For the result; it may not overlap `h`.
+        As for `rnn_step`.
 
     Returns
     -------
@@ -429,41 +406,78 @@ def gru_step(
 
 #: How many activations each cell has in one direction.
 _ACTIVATIONS = {"rnn": 1, "lstm": 3, "gru": 2}
-#: The axes of x, of a sequence and of a step, in words.
-_AXES = {"(T, N, I)": "steps, samples, inputs; one sample alone is x[:, None]", "(N, I)": "samples, inputs"}
 #: Arguments that none can be without.
 _REQUIRED = ("x", "weight_ih", "weight_hh")
 
 
-def check_sequence(
-    cell: str, given: Arrays, *, on: str | None = None, saving: bool = False, method: str, **settings: Any
+def check_recurrent(
+    cell: str,
+    given: Arrays,
+    *,
+    on: str | None = None,
+    saving: bool = False,
+    direction: str = "forward",
+    clip: Any,
+    method: str,
+    activation: Any = None,
+    activations: Any = None,
+    **flags: Any,
 ) -> CheckedCall:
-    """Check the arguments of a layer; `saving` asks for what a gradient needs beside the results, as `keeps` lists it."""
-    said = cell_settings(cell, **settings)
-    roles = ("out", "h", "c") if cell == "lstm" else ("out", "h")
+    """Check the arguments of a layer; or of a step: a sequence of one, whose states h and c have no axis of directions.
+
+    `saving` asks for what a gradient needs beside the results, as `RecurrentGeometry.keeps` lists it.
+    """
+    groups = activation_groups(activation if cell == "rnn" else activations, cell, direction)
+    checked_flags = {name: flag(name, value) for name, value in flags.items()}
+    step = "h" in given
+    roles = ("out", *["h"] * (not step), *["c"] * (cell == "lstm"))
     arrays, result_names = _with_out(given, roles)
     arguments = _arguments(arrays, on)
-    geometry = _geometry(said, arrays, tuple(arrays["x"].shape), "(T, N, I)")
-    state = (geometry.directions, geometry.batch, geometry.hidden)
-    shapes = {"out": (geometry.steps, geometry.batch, geometry.directions * geometry.hidden), "h": state, "c": state}
+    steps, batch, inputs = _sequence_shape(tuple(arrays["x"].shape), step)
+    geometry = RecurrentGeometry(
+        cell=cell,
+        steps=steps,
+        batch=batch,
+        inputs=inputs,
+        hidden=_hidden(tuple(arrays["weight_hh"].shape), cell, direction),
+        direction=direction,
+        activations=groups,
+        clip=_bound(clip),
+        **checked_flags,
+    )
     dtype = promote(arguments.some(_REQUIRED))
-    results = {role: Result(name, shapes[role], dtype) for role, name in result_names.items()}
-    kept_dtype = dtype_from_name(accumulator(dtype_name(dtype)))
-    kept = [Result(name, shape, kept_dtype) for name, shape in geometry.keeps.items()] if saving else []
-    return _checked(arguments, geometry, {name: name for name in given if name != "out"}, results, kept, method)
-
-
-def check_step(cell: str, given: Arrays, *, on: str | None = None, method: str, **settings: Any) -> CheckedCall:
-    """Check the arguments of a step: a sequence of one, whose states h and c have no axis of directions."""
-    said = cell_settings(cell, direction="forward", **settings)
-    arrays, result_names = _with_out(given, ("out", "c") if cell == "lstm" else ("out",))
-    arguments = _arguments(arrays, on)
-    shape = tuple(arrays["x"].shape)
-    geometry = _geometry(said, arrays, (1, *shape) if len(shape) == 2 else shape[:2], "(N, I)")
-    dtype = promote(arguments.some(_REQUIRED))
-    results = {role: Result(name, (geometry.batch, geometry.hidden), dtype) for role, name in result_names.items()}
-    names = {f"{name}0" if name in ("h", "c") else name: name for name in given if name != "out"}
-    return _checked(arguments, geometry, names, results, [], method)
+    check_method(method, RECURRENT_METHODS)
+    shapes = _shapes(geometry)
+    # An axis of one direction is not the caller's, but in the states of a sequence; a step has no axis of time.
+    lacking = {"weight_ih", "weight_hh", "bias_ih", "bias_hh", "peephole"} if geometry.directions == 1 else set()
+    lacking |= {"x", "h0", "c0", "out", "c"} if step else set()
+    described: dict[str, Operand | None] = {}
+    for name in given:
+        role = f"{name}0" if step and name in ("h", "c") else name
+        if name not in arguments.arrays or name == "out":
+            continue
+        array, shape = arguments[name], shapes[role]
+        needed = shape[1:] if role in lacking else shape
+        if tuple(array.shape) != needed:
+            because = ", as direction is 'bidirectional'" if geometry.directions == 2 and shape[0] == 2 else ""
+            if role == "bias_ih" and tuple(array.shape)[-1:] == (2 * shape[-1],):
+                because += "; both biases in one array are split by from_onnx_weights"
+            raise ValueError(f"{name} has shape {tuple(array.shape)}, needed {needed}{because}")
+        described[role] = arguments.describe_array(name, shape)
+    results = [Result(name, shapes[role][role in lacking :], dtype) for role, name in result_names.items()]
+    for role, result in zip(result_names, results):
+        described[role] = arguments.describe_array(result, shapes[role])
+    wide = dtype_from_name(accumulator(dtype_name(dtype)))
+    kept = [Result(name, shape, wide) for name, shape in geometry.keeps.items()] if saving else []
+    problem = RecurrentProblem(
+        geometry=geometry,
+        **described,  # type: ignore[arg-type]
+        kept=tuple(map(arguments.describe_array, kept)),
+        method=method,
+        notes=widening_notes(arguments.some(_REQUIRED), dtype),
+        **arguments.decided_with,
+    )
+    return CheckedCall(arguments, problem, frozenset(), NO_IMAGE, (*results, *kept), listed=True)
 
 
 def unpack_sequence(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -482,19 +496,15 @@ def _unpack_out(arguments: dict[str, Any]) -> dict[str, Any]:
 
 _WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 _SEQUENCE = ("x", *_WEIGHTS, "h0", "lengths", "out")
-RNN = Operation(rnn, partial(check_sequence, "rnn"), _SEQUENCE, unpack=unpack_sequence)
-LSTM = Operation(
-    lstm,
-    partial(check_sequence, "lstm"),
-    ("x", *_WEIGHTS, "h0", "c0", "peephole", "lengths", "out"),
-    unpack=unpack_sequence,
-)
-GRU = Operation(gru, partial(check_sequence, "gru"), _SEQUENCE, unpack=unpack_sequence)
-RNN_STEP = Operation(rnn_step, partial(check_step, "rnn"), ("x", "h", *_WEIGHTS, "out"), unpack=_unpack_out)
-LSTM_STEP = Operation(
-    lstm_step, partial(check_step, "lstm"), ("x", "h", "c", *_WEIGHTS, "peephole", "out"), unpack=_unpack_out
-)
-GRU_STEP = Operation(gru_step, partial(check_step, "gru"), ("x", "h", *_WEIGHTS, "out"), unpack=_unpack_out)
+_LSTM_SEQUENCE = ("x", *_WEIGHTS, "h0", "c0", "peephole", "lengths", "out")
+_STEP, _LSTM_STEP = ("x", "h", *_WEIGHTS, "out"), ("x", "h", "c", *_WEIGHTS, "peephole", "out")
+_CHECK = {cell: partial(check_recurrent, cell) for cell in GATES}
+RNN = Operation(rnn, _CHECK["rnn"], _SEQUENCE, unpack=unpack_sequence)
+LSTM = Operation(lstm, _CHECK["lstm"], _LSTM_SEQUENCE, unpack=unpack_sequence)
+GRU = Operation(gru, _CHECK["gru"], _SEQUENCE, unpack=unpack_sequence)
+RNN_STEP = Operation(rnn_step, _CHECK["rnn"], _STEP, unpack=_unpack_out)
+LSTM_STEP = Operation(lstm_step, _CHECK["lstm"], _LSTM_STEP, unpack=_unpack_out)
+GRU_STEP = Operation(gru_step, _CHECK["gru"], _STEP, unpack=_unpack_out)
 
 
 def _on_backend(lengths: Any, x: Any) -> Any:
@@ -524,15 +534,6 @@ def _on_backend(lengths: Any, x: Any) -> Any:
     return backend_for({"x": x}).from_host(counts)
 
 
-def cell_settings(
-    cell: str, *, direction: Any, clip: Any, activation: Any = None, activations: Any = None, **flags: Any
-) -> dict[str, Any]:
-    """What is said of a cell, as `RecurrentGeometry` has it."""
-    groups = activation_groups(activation if cell == "rnn" else activations, cell, direction)
-    checked_flags = {name: flag(name, value) for name, value in flags.items()}
-    return {"cell": cell, "direction": direction, "activations": groups, "clip": clip, **checked_flags}
-
-
 def _arguments(arrays: dict[str, Any], on: str | None) -> Arguments:
     """The arrays with their one backend, all of dtypes that there are here."""
     backend = backend_for(arrays)
@@ -547,100 +548,47 @@ def _arguments(arrays: dict[str, Any], on: str | None) -> Arguments:
     return Arguments(arrays, backend, on)
 
 
-def _geometry(
-    said: Mapping[str, Any], arrays: Mapping[str, Any], x_shape: tuple[int, ...], axes: str
-) -> RecurrentGeometry:
-    """The problem, from the shapes of x, as that of a sequence, and of the recurrent weight."""
-    if len(x_shape) != 3:
-        raise ValueError(f"x has shape {tuple(arrays['x'].shape)}, needed {axes}: {_AXES[axes]}")
-    steps, batch, inputs = x_shape
-    gates, directions = GATES[said["cell"]], len(DIRECTIONS[said["direction"]])
-    shape = tuple(arrays["weight_hh"].shape)
+def _sequence_shape(x_shape: tuple[int, ...], step: bool) -> tuple[int, ...]:
+    """Steps, samples and inputs."""
+    if len(x_shape) != 3 - step:
+        axes = (
+            "(N, I): samples, inputs" if step else "(T, N, I): steps, samples, inputs; one sample alone is x[:, None]"
+        )
+        raise ValueError(f"x has shape {x_shape}, needed {axes}")
+    return (1, *x_shape) if step else x_shape
+
+
+def _hidden(shape: tuple[int, ...], cell: str, direction: str) -> int:
+    """The hidden units of a layer whose recurrent weight has this shape."""
+    gates, directions = GATES[cell], len(DIRECTIONS[direction])
     lead = (2,) * (directions == 2)
     hidden = shape[-1] if shape else 0
     if shape != (*lead, gates * hidden, hidden):
         rows = f"{gates} * H" if gates > 1 else "H"
         needed = f"(2, {rows}, H), as direction is 'bidirectional'" if lead else f"({rows}, H)"
-        plain = (gates * hidden, hidden)
         hint = ""
-        if not lead and shape == (1, *plain):
+        if not lead and shape == (1, gates * hidden, hidden):
             hint = "; one direction has no axis for directions: weight_hh[0]"
         elif len(shape) == 2 and shape[1] == gates * shape[0]:
             hint = "; its transpose has it: weight_hh.T"
         raise ValueError(f"weight_hh has shape {shape}, needed {needed}{hint}")
-    return RecurrentGeometry(
-        **{**said, "clip": _bound(said["clip"])}, steps=steps, batch=batch, inputs=inputs, hidden=hidden
-    )
+    return hidden
 
 
-def _checked(
-    arguments: Arguments,
-    geometry: RecurrentGeometry,
-    names: Mapping[str, str],
-    results: Mapping[str, Result],
-    kept: list[Result],
-    method: str,
-) -> CheckedCall:
-    """What layers and steps have in common: `names` and `results` are by role."""
-    check_recurrent_method(method)
-    directions, hidden, batch = geometry.directions, geometry.hidden, geometry.batch
-    rows = geometry.gates * hidden
-    state = (directions, batch, hidden)
-    full = {
-        "x": (geometry.steps, batch, geometry.inputs),
-        "weight_ih": (directions, rows, geometry.inputs),
+def _shapes(geometry: RecurrentGeometry) -> dict[str, tuple[int, ...]]:
+    """The shapes of arguments and results by role, with all axes that they have in a problem."""
+    directions, hidden, batch, inputs = geometry.directions, geometry.hidden, geometry.batch, geometry.inputs
+    rows, state = geometry.gates * hidden, (directions, batch, hidden)
+    return {
+        "x": (geometry.steps, batch, inputs),
+        "weight_ih": (directions, rows, inputs),
         "weight_hh": (directions, rows, hidden),
-        "bias_ih": (directions, rows),
-        "bias_hh": (directions, rows),
-        "h0": state,
-        "c0": state,
+        **dict.fromkeys(("bias_ih", "bias_hh"), (directions, rows)),
         "peephole": (directions, 3 * hidden),
         "lengths": (batch,),
         "out": (geometry.steps, batch, directions * hidden),
-        "h": state,
-        "c": state,
+        **dict.fromkeys(("h0", "c0", "h", "c"), state),
     }
-    # An axis of one direction is not the caller's, but in the states of a sequence; a step has no axis of time.
-    lacking = {"weight_ih", "weight_hh", "bias_ih", "bias_hh", "peephole"} if directions == 1 else set()
-    lacking |= set() if "h" in results else {"x", "h0", "c0"}
-    described: dict[str, Operand | None] = {}
-    for role, name in names.items():
-        if name not in arguments.arrays:
-            continue
-        array, shape = arguments[name], full[role]
-        needed = shape[1:] if role in lacking else shape
-        if tuple(array.shape) != needed:
-            because = ", as direction is 'bidirectional'" if directions == 2 and shape[0] == 2 else ""
-            if role == "bias_ih" and tuple(array.shape)[-1:] == (2 * rows,):
-                because += "; both biases in one array are split by from_onnx_weights"
-            raise ValueError(f"{name} has shape {tuple(array.shape)}, needed {needed}{because}")
-        described[role] = _described(arguments.backend, name, array, shape)
-    for role, result in results.items():
-        described[role] = _described_result(arguments, result, full[role])
-    problem = RecurrentProblem(
-        geometry=geometry,
-        **described,  # type: ignore[arg-type]
-        kept=tuple(_described_result(arguments, result, result.shape) for result in kept),
-        method=method,
-        allow_tf32=current_settings().allow_tf32,
-        notes=widening_notes(arguments.some(_REQUIRED), results["out"].dtype),
-        **arguments.decided_with,
-    )
-    return CheckedCall(arguments, problem, frozenset(), NO_IMAGE, (*results.values(), *kept), listed=True)
-
-
-def _described(backend: Backend, name: str, array: Any, shape: tuple[int, ...]) -> Operand:
-    """An array as planning sees it: `shape` may have an axis of length 1 in front of the array's own."""
-    strides = (*(0,) * (len(shape) - array.ndim), *array.strides)
-    return array_operand(name, dtype_name(array.dtype), shape, strides, backend.address(array) if array.size else 0)
-
-
-def _described_result(arguments: Arguments, result: Result, shape: tuple[int, ...]) -> Operand:
-    if result.name in arguments.arrays:
-        arguments.check_out(result)
-        return _described(arguments.backend, result.name, arguments[result.name], shape)
-    name = dtype_name(result.dtype)
-    return array_operand(result.name, name, shape, byte_strides(shape, name), 0)
 
 
 def _with_out(given: Arrays, roles: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:

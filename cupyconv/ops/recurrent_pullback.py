@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyconv.call.arguments import NO_IMAGE, Arguments, Arrays, Result, byte_strides, fitting, in_dtype, present
+from cupyconv.call.arguments import NO_IMAGE, Arguments, Arrays, Result, fitting, in_dtype, present
 from cupyconv.call.dispatch import Backend, backend_for
 from cupyconv.call.operation import CheckedCall, Operation
-from cupyconv.call.options import current_settings
 from cupyconv.ops.conv_pullback import holding
 from cupyconv.ops.recurrent import GRU, LSTM, RNN, activation_groups
-from cupyconv.problem.arrays import array_operand, check_dtype, dtype_name
+from cupyconv.problem.arrays import check_dtype, dtype_name
 from cupyconv.problem.recurrence import GATES, RecurrentGeometry, RecurrentGradientProblem
 from cupyconv.typing import Array
 
@@ -56,23 +55,20 @@ class RecurrentGradients(NamedTuple):
 RecurrentPullback = Callable[..., RecurrentGradients]
 
 
-def rnn_with_pullback(arguments: dict[str, Any]) -> tuple[tuple[Array, Array], RecurrentPullback]:
-    """The results of `rnn` with these arguments, and its pullback."""
-    y, h, gates = RNN(arguments, saving=True)
-    arguments["activations"] = arguments["activation"]
-    return (y, h), _pullback("rnn", arguments, {"y": y, "h": h}, {"gates": gates})
+#: The layers, and what they return where they save.
+_LAYERS = {
+    "rnn": (RNN, ("y", "h", "gates")),
+    "lstm": (LSTM, ("y", "h", "c", "gates", "cells")),
+    "gru": (GRU, ("y", "h", "gates", "candidate")),
+}
 
 
-def lstm_with_pullback(arguments: dict[str, Any]) -> tuple[tuple[Array, tuple[Array, Array]], RecurrentPullback]:
-    """The results of `lstm` with these arguments, and its pullback."""
-    y, h, c, gates, cells = LSTM(arguments, saving=True)
-    return (y, (h, c)), _pullback("lstm", arguments, {"y": y, "h": h, "c": c}, {"gates": gates, "cells": cells})
-
-
-def gru_with_pullback(arguments: dict[str, Any]) -> tuple[tuple[Array, Array], RecurrentPullback]:
-    """The results of `gru` with these arguments, and its pullback."""
-    y, h, gates, candidate = GRU(arguments, saving=True)
-    return (y, h), _pullback("gru", arguments, {"y": y, "h": h}, {"gates": gates, "candidate": candidate})
+def recurrent_with_pullback(cell: str, arguments: dict[str, Any]) -> tuple[tuple[Any, Any], RecurrentPullback]:
+    """The results of `rnn`, `lstm` or `gru` with these arguments, and its pullback."""
+    layer, names = _LAYERS[cell]
+    found = dict(zip(names, layer(arguments, saving=True)))
+    states = (found["h"], found["c"]) if cell == "lstm" else found["h"]
+    return (found["y"], states), _pullback(cell, arguments, found)
 
 
 #: Arguments that a pullback reads; of the biases only that they are there.
@@ -80,21 +76,21 @@ _READ = ("x", "weight_ih", "weight_hh", "h0", "c0", "peephole", "lengths")
 _SETTINGS = ("cell", "direction", "activations", "clip", "input_forget", "linear_before_reset")
 
 
-def _pullback(cell: str, arguments: Arrays, results: Arrays, kept: Arrays) -> RecurrentPullback:
-    """The pullback of a layer called with `arguments`, which returned `results` and kept `kept`."""
-    y = results["y"]
-    shapes = {name: (tuple(array.shape), array.dtype) for name, array in results.items()}
+def _pullback(cell: str, arguments: Arrays, found: Arrays) -> RecurrentPullback:
+    """The pullback of a layer called with `arguments`, which returned and saved what was `found`."""
+    y = found["y"]
+    shapes = {name: (tuple(array.shape), array.dtype) for name, array in found.items()}
     gradients_of = {name: arguments.get(name) for name in RecurrentGradients._fields}
     dtypes = {name: array.dtype for name, array in gradients_of.items() if array is not None}
     backend = backend_for({"y": y})
     single = arguments["direction"] != "bidirectional"
-    defaults = {"input_forget": False, "linear_before_reset": True}
-    settings = {**defaults, **{name: arguments[name] for name in _SETTINGS if name in arguments}, "cell": cell}
+    settings = {"input_forget": False, "linear_before_reset": True, "activations": arguments.get("activation")}
+    settings |= {name: arguments[name] for name in _SETTINGS if name in arguments} | {"cell": cell}
 
     # Initial states and peepholes as the forward pass rounded them.
     states = {name: in_dtype(arguments[name], y.dtype, backend) for name in dtypes.keys() & {"h0", "c0", "peephole"}}
     read = {**{name: arguments.get(name) for name in _READ}, **states, "y": y}
-    held = {**read, "gates": kept["gates"], "cells": kept.get("cells"), "candidate": kept.get("candidate")}
+    held = {**read, **{name: found.get(name) for name in ("gates", "cells", "candidate")}}
     if single:  # with the axis of directions that they have where there are two
         for name in ("weight_ih", "weight_hh", "peephole"):
             held[name] = None if read[name] is None else read[name][None]
@@ -110,8 +106,7 @@ def _pullback(cell: str, arguments: Arrays, results: Arrays, kept: Arrays) -> Re
             f"grad_{name}": None if grad is None else _checked(f"grad_{name}", grad, *shapes[name], backend)
             for name, grad in given.items()
         }
-        found = RECURRENT_GRADIENT({**held, **grads, **settings})
-        x, weight_ih, weight_hh, h0, *c0, sums = found
+        x, weight_ih, weight_hh, h0, *c0, sums = RECURRENT_GRADIENT({**held, **grads, **settings})
         gradients = {"x": x, "weight_ih": weight_ih, "weight_hh": weight_hh, "h0": h0, **dict(zip(("c0",), c0))}
         own = {
             name: in_dtype(array[0] if single and name.startswith("weight") else array, dtypes[name], backend)
@@ -193,18 +188,14 @@ def check_recurrent_gradient(
         **({"grad_c0": state} if cell == "lstm" else {}),
         "sums": (geometry.directions, geometry.sums("peephole" in arrays), geometry.hidden),
     }
-    dtype, wide = arrays["gates"].dtype, dtype_name(arrays["gates"].dtype)
+    dtype = arrays["gates"].dtype
     results = tuple(Result(name, tuple(shape), dtype) for name, shape in shapes.items())
     arguments = Arguments(arrays, backend, on)
     problem = RecurrentGradientProblem(
         geometry=geometry,
-        dtype=wide,
-        arguments=tuple(
-            array_operand(name, dtype_name(a.dtype), a.shape, a.strides, backend.address(a) if a.size else 0)
-            for name, a in arrays.items()
-        ),
-        results=tuple(array_operand(r.name, wide, r.shape, byte_strides(r.shape, wide), 0) for r in results),
-        allow_tf32=current_settings().allow_tf32,
+        dtype=dtype_name(dtype),
+        arguments=tuple(map(arguments.describe_array, arrays)),
+        results=tuple(map(arguments.describe_array, results)),
         **arguments.decided_with,
     )
     return CheckedCall(arguments, problem, frozenset(), NO_IMAGE, results, listed=True)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from cupyconv.call.operation import bound
+from cupyconv.call.operation import bound, refusal
 from cupyconv.ops.conv import conv, linmerge
 from cupyconv.ops.conv_pullback import conv_with_pullback, linmerge_with_pullback
 from cupyconv.ops.conv_transpose import conv_transpose
 from cupyconv.ops.conv_transpose_pullback import conv_transpose_with_pullback
 from cupyconv.ops.pooling import max_pool, max_pool_with_pullback
 from cupyconv.ops.recurrent import gru, lstm, rnn
-from cupyconv.ops.recurrent_pullback import gru_with_pullback, lstm_with_pullback, rnn_with_pullback
+from cupyconv.ops.recurrent_pullback import recurrent_with_pullback
 
 #: Takes the arguments by name, all of them but `out`.
 WithPullback = Callable[[dict[str, Any]], tuple[Any, Callable[..., Any]]]
@@ -22,9 +23,9 @@ _WITH_PULLBACK: dict[Callable[..., Any], WithPullback] = {
     linmerge: linmerge_with_pullback,
     conv_transpose: conv_transpose_with_pullback,
     max_pool: max_pool_with_pullback,
-    rnn: rnn_with_pullback,
-    lstm: lstm_with_pullback,
-    gru: gru_with_pullback,
+    rnn: partial(recurrent_with_pullback, "rnn"),
+    lstm: partial(recurrent_with_pullback, "lstm"),
+    gru: partial(recurrent_with_pullback, "gru"),
 }
 
 
@@ -175,20 +176,9 @@ def vjp(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, C
     """
     with_pullback = next((rule for known, rule in _WITH_PULLBACK.items() if known is function), None)
     if with_pullback is None:
-        raise TypeError(_no_pullback(function))
+        namesake = " of another module: vjp(cupyconv.{}, ...) takes NumPy and CuPy arrays"
+        raise TypeError(refusal("vjp", [known.__name__ for known in _WITH_PULLBACK], function, namesake))
     arguments = bound(function, args, kwargs)
     if arguments.get("out") is not None:
         raise TypeError("vjp takes no out: a pullback may hold the result, so this has memory of its own")
     return with_pullback(arguments)
-
-
-def _no_pullback(function: Any) -> str:
-    known = [f.__name__ for f in _WITH_PULLBACK]
-    message = f"vjp takes one of {', '.join(known)}, and then its arguments, given "
-    if not callable(function):
-        given = repr(function) if function is None or isinstance(function, str) else type(function).__name__
-        return f"{message}{given}: write vjp(conv, x, weight), without calling conv"
-    name = getattr(function, "__name__", repr(function))
-    if name in known:  # another framework's function of that name
-        return f"{message}{name!r} of another module: vjp(cupyconv.{name}, ...) takes NumPy and CuPy arrays"
-    return f"{message}{name!r}"

@@ -162,22 +162,10 @@ class Operand:
 
 
 def operand(name: str, dtype: str, shape: Sequence[int], byte_strides: Sequence[int], address: int) -> Operand:
-    """Describe an array (n, c, *spatial) of at most three spatial axes; missing ones get length 1.
+    """Describe an array.
 
     Strides that are no whole number of elements are rounded, and told by an alignment of 1.
     """
-    fill = 5 - len(shape)
-    return array_operand(
-        name,
-        dtype,
-        (*shape[:2], *(1,) * fill, *shape[2:]),
-        (*byte_strides[:2], *(0,) * fill, *byte_strides[2:]),
-        address,
-    )
-
-
-def array_operand(name: str, dtype: str, shape: Sequence[int], byte_strides: Sequence[int], address: int) -> Operand:
-    """Describe an array by the axes that it has."""
     itemsize = _SIZES[dtype]
     between_elements = any(stride % itemsize for stride, extent in zip(byte_strides, shape) if extent > 1)
     strides = tuple(s // itemsize if extent > 1 else 0 for s, extent in zip(byte_strides, shape))

@@ -30,6 +30,7 @@ from cupyconv.problem.padding import (
 )
 
 Triple = tuple[int, int, int]
+Ints = tuple[int, ...]
 
 #: Steps, pads and kernels are int32 in the kernels; sizes are not.
 LARGEST_STEP = 2**31 - 1
@@ -111,18 +112,7 @@ def even_part(extent: int, most: int) -> int:
 def pixel_windows(batch: int, channels: int, size: Triple) -> Windows:
     """A window for each pixel: the columns of an image are then a copy of it."""
     ones, zeros = (1, 1, 1), (0, 0, 0)
-    return Windows(
-        batch=batch,
-        channels=(channels,),
-        size=size,
-        kernel=ones,
-        stride=ones,
-        before=zeros,
-        after=zeros,
-        dilation=ones,
-        padding_mode="constant",
-        rank=3,
-    )
+    return Windows(batch=batch, channels=(channels,), **_in_three(size, ones, ones, zeros, zeros, ones))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,9 +176,9 @@ def conv_geometry(
     batched: bool,
     stride: Any,
     padding: Any,
-    padding_mode: str,
     dilation: Any,
     groups: Any,
+    padding_mode: str = "constant",
 ) -> ConvGeometry:
     """Validate a convolution's shapes, by input, and settings; every refusal says what was given and needed."""
     rank = len(weight_shape) - 2
@@ -245,26 +235,14 @@ def transposed_geometry(
     stride = per_axis("stride", stride, rank, 1)
     dilation = per_axis("dilation", dilation, rank, 1)
     before, out_size = resolve_transposed_padding(padding, output_padding, output_shape, size, kernel, stride, dilation)
-    for name, values in (("stride", stride), ("dilation", dilation), ("padding", before), ("kernel", kernel)):
-        if max(values) > LARGEST_STEP:
-            raise ValueError(f"{name} must be at most {LARGEST_STEP}, given {tuple(values)}")
+    _check_steps(stride=stride, dilation=dilation, padding=before, kernel=tuple(kernel))
     after = tuple(
         (n - 1) * s + d * (k - 1) + 1 - b - length
         for n, s, d, k, b, length in zip(size, stride, dilation, kernel, before, out_size)
     )
+    windows = _in_three(out_size, tuple(kernel), stride, before, after, dilation)
     return ConvGeometry(
-        batch=batch,
-        channels=(group_outputs * groups,),
-        out_channels=in_channels,
-        groups=groups,
-        size=_triple(out_size, 1),
-        kernel=_triple(tuple(kernel), 1),
-        stride=_triple(stride, 1),
-        before=_triple(before, 0),
-        after=_triple(after, 0),
-        dilation=_triple(dilation, 1),
-        padding_mode="constant",
-        rank=rank,
+        batch=batch, channels=(group_outputs * groups,), out_channels=in_channels, groups=groups, **windows
     )
 
 
@@ -386,9 +364,7 @@ def _windows(
         )
     pairs = resolve_padding(padding, size, kernel, stride, dilation)
     before, after = tuple(b for b, _ in pairs), tuple(a for _, a in pairs)
-    for name, values in (("stride", stride), ("dilation", dilation), ("padding", before + after), ("kernel", kernel)):
-        if max(values, default=0) > LARGEST_STEP:
-            raise ValueError(f"{name} must be at most {LARGEST_STEP}, given {values}")
+    _check_steps(stride=stride, dilation=dilation, padding=before + after, kernel=kernel)
     for axis in range(rank):
         padded = size[axis] + before[axis] + after[axis]
         span = dilation[axis] * (kernel[axis] - 1) + 1
@@ -400,6 +376,18 @@ def _windows(
         if size[axis] == 0 and padding_mode != "constant" and any(pairs[axis]):
             raise ValueError(f"padding_mode {padding_mode!r} cannot extend spatial axis {axis} of length 0")
 
+    windows = _in_three(size, kernel, stride, before, after, dilation)
+    return windows | {"padding_mode": padding_mode if any(before + after) else "constant"}
+
+
+def _check_steps(**steps: tuple[int, ...]) -> None:
+    for name, values in steps.items():
+        if max(values, default=0) > LARGEST_STEP:
+            raise ValueError(f"{name} must be at most {LARGEST_STEP}, given {values}")
+
+
+def _in_three(size: Ints, kernel: Ints, stride: Ints, before: Ints, after: Ints, dilation: Ints) -> dict[str, Any]:
+    """The fields of `Windows` along three axes, but for what `padding_mode` pads with."""
     return dict(
         size=_triple(size, 1),
         kernel=_triple(kernel, 1),
@@ -407,8 +395,8 @@ def _windows(
         before=_triple(before, 0),
         after=_triple(after, 0),
         dilation=_triple(dilation, 1),
-        padding_mode=padding_mode if any(before + after) else "constant",
-        rank=rank,
+        padding_mode="constant",
+        rank=len(size),
     )
 
 

@@ -79,6 +79,7 @@ class Problem:
 
     machine: Machine
     workspace_limit: int | None = None
+    allow_tf32: bool = False
 
     @property
     def limit(self) -> int:
@@ -153,7 +154,6 @@ class _ProductsProblem(Problem):
     xs: tuple[Operand, ...]
     x_dtype: str
     method: str = "auto"
-    allow_tf32: bool = False
     notes: tuple[str, ...] = ()
 
     def operations(self, other_dtype: str) -> int:
@@ -285,10 +285,10 @@ class TransposedProblem(_ProductsProblem):
         return f"{self.dtype} {', '.join(shapes)}, {'channels-last' if channels_last else 'C order'}"
 
 
-def check_method(method: object) -> None:
+def check_method(method: object, known: Sequence[str] = METHODS) -> None:
     """Refuse an unknown method."""
-    if not isinstance(method, str) or method not in ("auto", *METHODS):
-        raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(METHODS)}")
+    if not isinstance(method, str) or method not in ("auto", *known):
+        raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(known)}")
 
 
 #: One kind of problem for sums of products.

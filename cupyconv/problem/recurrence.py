@@ -103,6 +103,10 @@ class RecurrentGeometry:
         return self.directions * self.steps * self.batch * self.gates * self.hidden * (self.inputs + self.hidden)
 
 
+#: Arguments and results that a recurrent layer may have.
+_ROLES = ("x", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "h0", "c0", "peephole", "lengths", "out", "h", "c")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecurrentProblem(Problem):
     """A recurrent layer over a sequence, or one step of it.
@@ -126,7 +130,6 @@ class RecurrentProblem(Problem):
     lengths: Operand | None = None
     kept: tuple[Operand, ...] = ()  # what a gradient needs: gates, cells, candidate
     method: str = "auto"
-    allow_tf32: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -137,21 +140,7 @@ class RecurrentProblem(Problem):
     @property
     def operands(self) -> dict[str, Operand]:
         """All that are there, arguments and results, by role."""
-        roles = (
-            "x",
-            "weight_ih",
-            "weight_hh",
-            "bias_ih",
-            "bias_hh",
-            "h0",
-            "c0",
-            "peephole",
-            "lengths",
-            "out",
-            "h",
-            "c",
-        )
-        given = {role: getattr(self, role) for role in roles if getattr(self, role) is not None}
+        given = {role: getattr(self, role) for role in _ROLES if getattr(self, role) is not None}
         return {**given, **dict(zip(self.geometry.keeps, self.kept))}
 
     @property
@@ -177,7 +166,6 @@ class RecurrentGradientProblem(Problem):
 
     geometry: RecurrentGeometry
     dtype: str  # computed in, and that of the results
-    allow_tf32: bool = False
     arguments: tuple[Operand, ...]
     results: tuple[Operand, ...]
 
@@ -202,9 +190,3 @@ class RecurrentGradientProblem(Problem):
     @property
     def result(self) -> str:
         return f"{self.dtype} {', '.join(f'{operand.name} {operand.shape}' for operand in self.results)}"
-
-
-def check_recurrent_method(method: object) -> None:
-    """Refuse a method that recurrent layers do not have."""
-    if not isinstance(method, str) or method not in ("auto", *RECURRENT_METHODS):
-        raise ValueError(f"unknown method {method!r}; known are auto, {', '.join(RECURRENT_METHODS)}")
