@@ -28,10 +28,11 @@ from typing import Any
 import numpy as np
 
 from cupyconv.numpy.convolution import ConvLoop, Convolution, Rejected, plan_conv
+from cupyconv.numpy.step import NumpyStep
 from cupyconv.numpy.windows import Scratch, five_axes, in_threads, ranges_of
 from cupyconv.problem.arrays import Operand, accumulator, dtype_from_name
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
-from cupyconv.problem.plan import Buffer, Plan
+from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import ChainProblem, ConvProblem, HostModel, NotApplicable, without_empty_inputs
 
 #: Bytes of intermediate rows in a tile: what stays in a core's cache beside the columns that are made of it.
@@ -102,7 +103,7 @@ def _part(geometry: ConvGeometry, axis: int, samples: int, rows: int, before: in
 
 
 @dataclass(frozen=True)
-class ChainLoop:
+class ChainLoop(NumpyStep):
     """A chain: runs of rows, each through all layers one after the other.
 
     `tile` is samples, and rows of the last layer's result along `axis`.  The rows are cut into `bands` first,
@@ -111,17 +112,25 @@ class ChainLoop:
     a part has padding, and the last one may have fewer rows.
     """
 
-    inputs: tuple[str, ...]
-    layers: tuple[ConvGeometry, ...]
-    dtypes: tuple[str, ...]  # of the layers' results
-    axis: int
+    problem: ChainProblem
+    is_fused: bool
     tile: tuple[int, int]
-    held: tuple[int, ...]
     bands: int
     threads: int
-    loops: tuple[tuple[ConvLoop, ...], ...]
-    bytes_moved: int
-    flops: int
+    held: tuple[int, ...] = ()
+    loops: tuple[tuple[ConvLoop, ...], ...] = ()
+
+    @property
+    def layers(self) -> tuple[ConvGeometry, ...]:
+        return tuple(layer.geometry for layer in self.problem.layers)
+
+    @property
+    def axis(self) -> int:
+        return _axis(self.problem.layers[-1].geometry)
+
+    @property
+    def bytes_moved(self) -> int:
+        return self.problem.minimal_bytes + (0 if self.is_fused else 2 * self.problem.intermediate_bytes)
 
     @property
     def sample_ranges(self) -> list[range]:
@@ -146,12 +155,7 @@ class ChainLoop:
         ]
         return "\n".join(lines)
 
-    @property
-    def shape_of_work(self) -> object:
-        return self
-
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
-        """What runs the chain on arguments and result by name."""
         return ChainConvolution(self).run
 
 
@@ -159,20 +163,16 @@ def plan_chain(problem: ChainProblem) -> Plan:
     """The plan of a chain; ValueError where ``fuse=True`` and nothing can be fused, or nothing fits the limit."""
     problem = replace(problem, layers=(without_empty_inputs(problem.layers[0]), *problem.layers[1:]))
     if problem.layers[-1].out.nbytes == 0:
-        return _plan(problem, "unfused", "the result is empty", (), {})
+        return _plan(problem, "unfused", "the result is empty")
     plan, rejected = _choose(problem)
     return replace(plan, rejected=rejected)
 
 
 def _plan(
-    problem: ChainProblem, method: str, reason: str, steps: tuple[ChainLoop, ...], sizes: Mapping[str, int]
+    problem: ChainProblem, method: str, reason: str, steps: Sequence[ChainLoop] = (), sizes: Mapping[str, int] = {}
 ) -> Plan:
     notes = tuple(dict.fromkeys(note for layer in problem.layers for note in layer.notes))
-    return problem.planned(
-        steps, method=method, reason=reason, notes=notes, bytes_moved=sum(step.bytes_moved for step in steps),
-        bound=problem.host.bound(problem.flops, problem.minimal_bytes),
-        workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items() if nbytes),
-    )  # fmt: skip
+    return problem.planned(steps, sizes, method=method, reason=reason, notes=notes)
 
 
 def _choose(problem: ChainProblem) -> tuple[Plan, Rejected]:
@@ -254,11 +254,7 @@ def _tiled(problem: ChainProblem, tile: tuple[int, int], limit: int, *, is_fused
     groups, rows = -(-geometries[-1].batch // tile[0]), geometries[-1].out_size[axis]
     bands = min(-(-threads // groups), -(-rows // tile[1])) if is_fused else 1
     workers = min(threads, groups * bands) if is_fused else 1
-    loop = ChainLoop(
-        inputs=tuple(x.name for x in layers[0].xs), layers=geometries, dtypes=tuple(layer.out.dtype for layer in layers),
-        axis=axis, tile=tile, bands=bands, threads=workers, loops=(), held=(), flops=problem.flops,
-        bytes_moved=problem.minimal_bytes + (0 if is_fused else 2 * problem.intermediate_bytes),
-    )  # fmt: skip
+    loop = ChainLoop(problem, is_fused, tile, bands, workers)
     parts = [
         part
         for samples, band in product(sorted({len(samples) for samples in loop.sample_ranges}), loop.row_ranges)
@@ -356,23 +352,23 @@ class ChainConvolution:
     """What all runs of a plan have in common."""
 
     def __init__(self, loop: ChainLoop) -> None:
-        self.plan = loop
+        self.plan, self.layers, self.axis = loop, loop.layers, loop.axis
         #: Of every layer, what computes a part of it, by its geometry.
         self._loops = [{part.geometry: Convolution(part) for part in loops} for loops in loop.loops]
         self._kept: dict[tuple[int, range], list[tuple[Part, ...]]] = {}
         for samples, rows in product({len(samples) for samples in loop.sample_ranges}, loop.row_ranges):
             if len(rows) <= _KEPT_TILES * loop.tile[1]:
                 self._kept[samples, rows] = list(self._tiles(samples, rows))
-        self.dtypes = [dtype_from_name(name) for name in loop.dtypes]
+        self.dtypes = [dtype_from_name(layer.dtype) for layer in loop.problem.layers]
         self.x_dtypes = [dtype_from_name(loops[0].x_dtype) if loops else None for loops in loop.loops]
-        self.weight_dtypes = [dtype_from_name(loops[0].weight_dtype) if loops else None for loops in loop.loops]
+        self.weight_dtypes = [dtype_from_name(loops[0].factor_dtype) if loops else None for loops in loop.loops]
 
     def tiles(self, samples: int, rows: range) -> Iterable[tuple[Part, ...]]:
         """The tiles of a band, in order: a part of each layer."""
         return self._kept.get((samples, rows)) or self._tiles(samples, rows)
 
     def _tiles(self, samples: int, rows: range) -> Iterator[tuple[Part, ...]]:
-        for tile in tiles(self.plan.layers, self.plan.axis, samples, rows, self.plan.tile[1]):
+        for tile in tiles(self.layers, self.axis, samples, rows, self.plan.tile[1]):
             yield tuple((piece, loops.get(piece.geometry)) for piece, loops in zip(tile, self._loops))
 
     def run(self, arrays: Mapping[str, Any]) -> None:
@@ -406,11 +402,11 @@ class _Run:
     """One run: its arrays, brought to five axes, and memory that the tiles of a thread share."""
 
     def __init__(self, chain: ChainConvolution, arrays: Mapping[str, Any]) -> None:
-        self.chain, self.axis = chain, chain.plan.axis + 2
-        self.inputs = {name: five_axes(arrays[name]) for name in chain.plan.inputs}
+        self.chain, self.axis = chain, chain.axis + 2
+        self.inputs = {x.name: five_axes(arrays[x.name]) for x in chain.plan.problem.layers[0].xs}
         self.out = five_axes(arrays["out"])
         self.residuals = {
-            i: five_axes(arrays[name]) for i in range(len(chain.plan.layers)) if (name := f"residual[{i}]") in arrays
+            i: five_axes(arrays[name]) for i in range(len(chain.layers)) if (name := f"residual[{i}]") in arrays
         }
         #: What a layer's tiles have in common: its weight, as they compute with it, and its bias.
         self.common = [
@@ -463,7 +459,7 @@ class _Run:
 
     def _empty(self, i: int, samples: int, rows: int) -> np.ndarray:
         """Memory for some rows of layer `i`."""
-        geometry = self.chain.plan.layers[i]
+        geometry = self.chain.layers[i]
         size = list(geometry.out_size)
         size[self.axis - 2] = rows
         return np.empty((samples, geometry.out_channels, *size), self.chain.dtypes[i])

@@ -24,7 +24,7 @@ from cupyconv.numpy.windows import Scratch, axis_segments, five_axes, in_threads
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import Windows, even_part
 from cupyconv.problem.passes import PoolingGradientProblem, PoolingProblem
-from cupyconv.problem.plan import Buffer, Plan
+from cupyconv.problem.plan import Plan
 
 #: Bytes that a block touches, at most: they stay in a core's L2 cache.
 BLOCK_BYTES = 512 << 10
@@ -51,8 +51,7 @@ def plan_max_pool_gradient(problem: PoolingGradientProblem) -> Plan:
 
 def _plan(problem: PoolingProblem, step: type[PoolingStep]) -> Plan:
     steps = [step.of(one) for one in problem.each]
-    workspace = max((one.workspace for one in steps), default=0)
-    return problem.planned(steps, workspace=(Buffer("blocks", workspace),) if workspace else ())
+    return problem.planned(steps, {"blocks": max((one.workspace for one in steps), default=0)})
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -39,10 +40,8 @@ from cupyconv.numpy.convolution import (
     PRODUCT_BLOCK,
     SMALLEST_BLOCK,
     BlockLoop,
-    Rejected,
     copy_bytes,
     is_matrix,
-    plan_of,
 )
 from cupyconv.numpy.windows import (
     Region,
@@ -55,7 +54,6 @@ from cupyconv.numpy.windows import (
     read,
     tap_regions,
 )
-from cupyconv.problem.activations import Activation
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name, is_complex, real_part
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
 from cupyconv.problem.plan import Plan
@@ -73,7 +71,7 @@ Piece = tuple[np.ndarray, slice]
 # --- plans ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ScatteredLoop(BlockLoop):
     """A loop over samples and channels of the results, in `blocks` blocks; subclasses are the ways to add products.
 
@@ -92,11 +90,10 @@ class ScatteredLoop(BlockLoop):
     taps_first: ClassVar[bool] = False
     one_product: ClassVar[bool] = True
 
-    outputs: tuple[str, ...]
-    channels: int
-    activation: Activation
-    flat: bool  # each tap adds one run of memory, from rows of x as long as those of the padded result
-    conjugate: bool
+    problem: TransposedProblem
+    channels: int = 1
+    in_place: bool = False  # the sums are the results themselves
+    flat: bool = False  # each tap adds one run of memory, from rows of x as long as those of the padded result
 
     @classmethod
     def columns(cls, geometry: ConvGeometry) -> int:
@@ -108,6 +105,10 @@ class ScatteredLoop(BlockLoop):
         """Add what a run of pixels brings to a block of (samples, channels)."""
 
     # What all have in common.
+
+    @cached_property
+    def blocks(self) -> int:
+        return len(self.sample_ranges) * len(self.channel_ranges)
 
     @property
     def sample_ranges(self) -> list[range]:
@@ -141,13 +142,14 @@ class ScatteredLoop(BlockLoop):
             f" x {self.channels} channels, runs of {' x '.join(map(str, run))} (d, h, w), on {self.threads} thread(s)"
         )
 
-    def workspace(self, problem: TransposedProblem) -> int:
+    @property
+    def workspace(self) -> int:
         """Bytes for one block: columns, its part of x, sums, and what borders and activations take."""
-        geometry, (samples, *run), channels = self.geometry, self.block, self.channels
+        problem, geometry, (samples, *run), channels = self.problem, self.geometry, self.block, self.channels
         area, columns = samples * prod(self.product_size(run)), self.columns(geometry)
         item, x_item = ITEMSIZE[self.dtype], ITEMSIZE[self.x_dtype]
         nbytes = columns * channels * area * item
-        if is_complex(self.weight_dtype) and not is_complex(self.x_dtype):
+        if problem.factor_alone_is_complex:
             nbytes += nbytes // 2  # products with the parts of the weight
         if columns and not (x_is_factor(problem) and samples == 1 and not self.flat):
             groups = max(1, channels // max(1, geometry.group_channels))
@@ -156,45 +158,32 @@ class ScatteredLoop(BlockLoop):
             nbytes += channels * area * item
         image = channels * samples * item
         nbytes += image * prod(geometry.reached) if self.flat else image * prod(geometry.size) * (not self.in_place)
-        return nbytes + image * prod(geometry.size) * bool(self.activation)
+        return nbytes + image * prod(geometry.size) * bool(problem.activation)
 
     @classmethod
-    def plan(cls, problem: TransposedProblem, method: str, rejected: Rejected) -> Plan:
-        geometry, machine = problem.geometry, problem.host
-        is_empty = geometry.batch == 0 or geometry.in_channels == 0 or 0 in geometry.size
+    def loops(cls, problem: TransposedProblem) -> tuple[Sequence[Self], Mapping[str, int]]:
         loop = cls._fitted(problem)
-        blocks = 0 if is_empty else len(loop.sample_ranges) * len(loop.channel_ranges)
-        loop = replace(loop, blocks=blocks, threads=max(1, min(machine.threads, blocks)))
-        return plan_of(
-            problem, () if is_empty else (loop,),
-            {"weight": cls._weight_copy(problem), "blocks": loop.threads * loop.workspace(problem)},
-            method=method, problem=problem.title, result=problem.result, rejected=rejected, reason=cls.reason(geometry),
-        )  # fmt: skip
+        sizes = {"weight": cls._weight_copy(problem), "blocks": loop.threads * loop.workspace}
+        return [] if loop.blocks == 0 or 0 in problem.geometry.size else [loop], sizes
 
     @classmethod
-    def _fitted(cls, problem: TransposedProblem) -> ScatteredLoop:
+    def _fitted(cls, problem: TransposedProblem) -> Self:
         """The first of the loops to try that keeps within the workspace limit."""
         weight = cls._weight_copy(problem)
         limit, fixed = problem.limit_with(weight), weight + 2 * Plan.ALIGNMENT
         least = 0
         for loop in cls._to_try(problem):
-            needed = fixed + problem.host.threads * loop.workspace(problem)
+            needed = fixed + problem.host.threads * loop.workspace
             if needed <= limit:
                 return loop
             least = min(least or needed, needed)
         raise NotApplicable(f"the smallest block needs {least:,} bytes of workspace, the limit is {limit:,}")
 
     @classmethod
-    def _to_try(cls, problem: TransposedProblem) -> Iterator[ScatteredLoop]:
+    def _to_try(cls, problem: TransposedProblem) -> Iterator[Self]:
         """Loops to try, the best first: fewer channels, then shorter runs of pixels, at last sums in the results."""
         geometry, machine = problem.geometry, problem.host
-        one = cls(
-            inputs=tuple(x.name for x in problem.xs), outputs=tuple(out.name for out in problem.outs),
-            block=(1, 1, 1, 1), channels=1, blocks=0, threads=machine.threads, geometry=geometry,
-            dtype=accumulator(problem.dtype), x_dtype=accumulator(problem.x_dtype),
-            weight_dtype=accumulator(problem.weight_dtype), conjugate=problem.conjugate, flat=False,
-            activation=problem.activation, in_place=False, bytes_moved=problem.minimal_bytes, flops=problem.flops,
-        )  # fmt: skip
+        one = cls(problem, (1, 1, 1, 1))
         exact = accumulator(problem.dtype) == problem.dtype
         # Sums are added to for every tap: at strides, that takes longer than one copy at the end.
         unit = all(out.strides[4] == 1 or out.shape[4] == 1 for out in problem.outs)
@@ -228,12 +217,12 @@ class ScatteredLoop(BlockLoop):
             weight.dtype != accumulator(problem.weight_dtype)
             or weight != weight.in_c_order(weight.dtype)
             or cls.taps_first
-            or (is_complex(problem.weight_dtype) and (problem.conjugate or not is_complex(problem.x_dtype)))
+            or problem.factor_alone_is_complex
+            or (problem.conjugate and is_complex(problem.weight_dtype))
         )
         return copy_bytes(weight, problem.weight_dtype) if is_copied else 0
 
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
-        """What runs the loop on arguments and results by name."""
         return ScatteredConvolution(self).run
 
 
@@ -260,11 +249,7 @@ def _even_channels(geometry: ConvGeometry, most: int) -> int:
 def x_is_factor(problem: TransposedProblem) -> bool:
     """Whether products read x where it lies, sample by sample."""
     (x, *others) = problem.xs
-    return not others and x.dtype == accumulator(problem.x_dtype) and is_matrix(x) and not one_is_complex(problem)
-
-
-def one_is_complex(problem: TransposedProblem) -> bool:
-    return is_complex(problem.x_dtype) != is_complex(problem.weight_dtype)
+    return not others and x.dtype == accumulator(problem.x_dtype) and is_matrix(x) and problem.is_one_kind
 
 
 # --- runs -----------------------------------------------------------------------------------------------------
@@ -274,14 +259,13 @@ class ScatteredConvolution:
     """What all runs of a loop have in common."""
 
     def __init__(self, loop: ScatteredLoop) -> None:
-        geometry = loop.geometry
+        geometry, problem = loop.geometry, loop.problem
         self.loop, self.geometry = loop, geometry
         self.sums_dtype = dtype_from_name(loop.dtype)
-        self.x_dtype, self.weight_dtype = dtype_from_name(loop.x_dtype), dtype_from_name(loop.weight_dtype)
+        self.x_dtype, self.weight_dtype = dtype_from_name(loop.x_dtype), dtype_from_name(loop.factor_dtype)
         self.real_dtype = dtype_from_name(real_part(loop.dtype))
         #: Where one factor alone is complex: its parts are twice as many real pixels, or two products.
-        self.parts_as_pixels = is_complex(loop.x_dtype) and not is_complex(loop.weight_dtype)
-        self.parts_as_products = is_complex(loop.weight_dtype) and not is_complex(loop.x_dtype)
+        self.parts_as_pixels, self.parts_as_products = problem.x_alone_is_complex, problem.factor_alone_is_complex
         #: Whether an element's sum is one product.
         self.written_once = geometry.is_pointwise and loop.one_product
         self.blocks = list(product(loop.sample_ranges, loop.channel_ranges))
@@ -298,16 +282,16 @@ class Run:
     """One run: its arrays, brought to five axes, and what its blocks share."""
 
     def __init__(self, transposed: ScatteredConvolution, arrays: Mapping[str, Any]) -> None:
-        loop, geometry = transposed.loop, transposed.geometry
+        loop, geometry, problem = transposed.loop, transposed.geometry, transposed.loop.problem
         self.transposed, self.loop, self.geometry = transposed, loop, geometry
-        self.xs = [five_axes(arrays[name]) for name in loop.inputs]
-        self.outs = [five_axes(arrays[name]) for name in loop.outputs]
+        self.xs = [five_axes(arrays[x.name]) for x in problem.xs]
+        self.outs = [five_axes(arrays[out.name]) for out in problem.outs]
         self.pre = five_axes(arrays["pre"]) if "pre" in arrays else None
         weight = arrays["weight"]
         if loop.taps_first:
             weight = np.moveaxis(weight, (0, 1), (-2, -1))
         weight = np.ascontiguousarray(weight, transposed.weight_dtype)
-        if loop.conjugate:  # the argument stays as it is, a copy need not
+        if problem.conjugate:  # the argument stays as it is, a copy need not
             is_copy = not np.may_share_memory(weight, arrays["weight"])
             weight = np.conjugate(weight, out=weight if is_copy else None)
         per_group = (geometry.groups, geometry.group_outputs, geometry.group_channels)
@@ -344,7 +328,7 @@ class Run:
                 piece += self.bias[channels.start : channels.stop][part, None, None, None, None]
             if self.pre is not None:
                 self.pre[samples.start : samples.stop, channels.start : channels.stop].swapaxes(0, 1)[part] = piece
-            activate(piece, self.loop.activation)
+            activate(piece, self.loop.problem.activation)
             if piece is not result:
                 result[...] = piece
 

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from functools import cached_property
 
 import numpy as np
 
@@ -18,21 +18,20 @@ from cupyconv.numpy.convolution import (
     THIN_PRODUCTS,
     Method,
     choose,
-    is_matrix,
+    columns_bytes,
+    inputs_are_columns,
     is_not_depthwise,
-    temporaries,
+    one_tap_bytes,
 )
-from cupyconv.numpy.mec import mec_bytes, mec_columns, taps_share
+from cupyconv.numpy.mec import mec_bytes, mec_columns, mec_part, taps_share
 from cupyconv.numpy.weight_sums import (
     Pairs,
     Run,
     WeightGradientLoop,
     grad_is_factor,
-    groups_in_cache,
-    splits_x,
     x_item,
 )
-from cupyconv.numpy.windows import Block, BlockSize, Images, columns_shape, tile_shape
+from cupyconv.numpy.windows import Block, Images
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Plan
@@ -41,7 +40,7 @@ from cupyconv.problem.problems import WeightGradientProblem, without_empty_input
 
 def plan_weight_gradient(problem: WeightGradientProblem) -> Plan:
     """The plan for ``problem.method``; ValueError where a named method does not apply."""
-    assert not (problem.prologue and splits_x(problem)), "a prologue is of complex numbers, not of their parts"
+    assert not (problem.prologue and problem.x_alone_is_complex), "a prologue is of complex numbers, not of their parts"
     return choose(without_empty_inputs(problem), METHODS)
 
 
@@ -53,23 +52,14 @@ class View(WeightGradientLoop):
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:
-        geometry, xs = problem.geometry, problem.xs
-        return (
-            geometry.is_pointwise
-            and not problem.prologue
-            and geometry.pixels >= LONE_PIXELS
-            and (len(xs) == 1 or geometry.groups == 1)
-            and all(x.dtype == accumulator(problem.x_dtype) and is_matrix(x) for x in xs)
-            and not splits_x(problem)
-        )
+        has_views = len(problem.xs) == 1 or problem.geometry.groups == 1
+        return has_views and not problem.x_alone_is_complex and inputs_are_columns(problem)
 
     @classmethod
     def aim(cls, problem: WeightGradientProblem) -> tuple[int, int]:
         return problem.geometry.pixels if grad_is_factor(problem) else super().aim(problem)[0], 1
 
-    @classmethod
-    def columns_bytes(cls, problem: WeightGradientProblem, block: BlockSize) -> int:
-        return 0
+    columns_bytes = 0
 
     def add(self, run: Run, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         for x, channels in images.inputs:
@@ -99,10 +89,13 @@ class _Sharing(WeightGradientLoop):
         is_lone = geometry.groups > 1 and geometry.pixels >= LONE_PIXELS and grad_is_factor(problem)
         return pixels, 1 if is_lone else geometry.batch
 
-    @classmethod
-    def columns_bytes(cls, problem: WeightGradientProblem, block: BlockSize) -> int:
-        each = mec_bytes(problem.geometry, block, x_item(problem), problem.prologue)
-        return groups_in_cache(problem, block) * each
+    @cached_property
+    def part(self) -> int:
+        return mec_part(self.problem, self.block, x_item(self.problem))
+
+    @property
+    def columns_bytes(self) -> int:
+        return self.part * mec_bytes(self.problem, self.block, x_item(self.problem))
 
 
 class MecProducts(_Sharing):
@@ -178,12 +171,9 @@ class Columns(WeightGradientLoop):
         geometry = problem.geometry
         return PRODUCT_BLOCK // (geometry.in_channels * geometry.taps * x_item(problem) or 1), geometry.batch
 
-    @classmethod
-    def columns_bytes(cls, problem: WeightGradientProblem, block: BlockSize) -> int:
-        geometry = problem.geometry
-        columns, has_tile = prod(columns_shape(geometry, block)), geometry.taps > 1
-        read = prod(tile_shape(geometry, geometry.in_channels, block)) if has_tile else columns
-        return (columns + read * (has_tile + temporaries(geometry, problem.prologue))) * x_item(problem)
+    @property
+    def columns_bytes(self) -> int:
+        return columns_bytes(self.problem, self.block, x_item(self.problem))
 
     def add(self, run: Run, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         columns = images.columns(block).reshape(self.geometry.groups, self.geometry.reduction, block.area)
@@ -201,10 +191,9 @@ class TapByTap(WeightGradientLoop):
     def applies(cls, problem: WeightGradientProblem) -> bool:
         return not problem.geometry.is_depthwise
 
-    @classmethod
-    def columns_bytes(cls, problem: WeightGradientProblem, block: BlockSize) -> int:
-        columns = problem.geometry.in_channels * prod(block) * x_item(problem)
-        return columns * (1 + temporaries(problem.geometry, problem.prologue))
+    @property
+    def columns_bytes(self) -> int:
+        return one_tap_bytes(self.problem, self.block, x_item(self.problem))
 
     def add(self, run: Run, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         geometry = self.geometry

@@ -127,7 +127,6 @@ class RecurrentProblem(Problem):
     kept: tuple[Operand, ...] = ()  # what a gradient needs: gates, cells, candidate
     method: str = "auto"
     allow_tf32: bool = False
-    notes: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> str:
