@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.numpy.convolution import ConvLoop, Convolution, Rejected, plan_conv
+from cupyconv.numpy.convolution import ConvLoop, Rejected, plan_conv
 from cupyconv.numpy.step import NumpyStep
 from cupyconv.numpy.windows import Scratch, five_axes, in_threads, ranges_of
 from cupyconv.problem.arrays import Operand, accumulator, dtype_from_name
@@ -345,7 +345,7 @@ def _copied(layer: ConvProblem) -> int:
 # --- runs -----------------------------------------------------------------------------------------------------
 
 #: Rows that a layer adds to its result, and what computes them; None where a layer has no channels.
-Part = tuple[Piece, Convolution | None]
+Part = tuple[Piece, ConvLoop | None]
 
 
 class ChainConvolution:
@@ -354,14 +354,14 @@ class ChainConvolution:
     def __init__(self, loop: ChainLoop) -> None:
         self.plan, self.layers, self.axis = loop, loop.layers, loop.axis
         #: Of every layer, what computes a part of it, by its geometry.
-        self._loops = [{part.geometry: Convolution(part) for part in loops} for loops in loop.loops]
+        self._loops = [{part.geometry: part for part in loops} for loops in loop.loops]
         self._kept: dict[tuple[int, range], list[tuple[Part, ...]]] = {}
         for samples, rows in product({len(samples) for samples in loop.sample_ranges}, loop.row_ranges):
             if len(rows) <= _KEPT_TILES * loop.tile[1]:
                 self._kept[samples, rows] = list(self._tiles(samples, rows))
         self.dtypes = [dtype_from_name(layer.dtype) for layer in loop.problem.layers]
-        self.x_dtypes = [dtype_from_name(loops[0].x_dtype) if loops else None for loops in loop.loops]
-        self.weight_dtypes = [dtype_from_name(loops[0].factor_dtype) if loops else None for loops in loop.loops]
+        self.x_dtypes = [loops[0].x_dtype if loops else None for loops in loop.loops]
+        self.weight_dtypes = [loops[0].factor_dtype if loops else None for loops in loop.loops]
 
     def tiles(self, samples: int, rows: range) -> Iterable[tuple[Part, ...]]:
         """The tiles of a band, in order: a part of each layer."""

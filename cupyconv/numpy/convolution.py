@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib import import_module
 from math import prod
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -54,6 +54,9 @@ from cupyconv.problem.problems import (
     WeightGradientProblem,
     without_empty_inputs,
 )
+
+if TYPE_CHECKING:
+    from cupyconv.numpy.prologue import Transform
 
 #: Bytes of columns a block aims at where products dominate, and where memory does.
 PRODUCT_BLOCK = 8 << 20
@@ -196,19 +199,18 @@ class BlockLoop(NumpyStep):
         return self.problem.geometry
 
     @cached_property
-    def dtype(self) -> str:
-        """Of the sums."""
-        return accumulator(self.problem.dtype)
+    def sums_dtype(self) -> np.dtype:
+        return dtype_from_name(accumulator(self.problem.dtype))
 
     @cached_property
-    def x_dtype(self) -> str:
+    def x_dtype(self) -> np.dtype:
         """Of images in products."""
-        return accumulator(self.problem.x_dtype)
+        return dtype_from_name(accumulator(self.problem.x_dtype))
 
     @cached_property
-    def factor_dtype(self) -> str:
+    def factor_dtype(self) -> np.dtype:
         """Of what images are multiplied with."""
-        return accumulator(self.problem.factor_dtype)
+        return dtype_from_name(accumulator(self.problem.factor_dtype))
 
 
 class PixelLoop(BlockLoop):
@@ -266,14 +268,31 @@ class PixelLoop(BlockLoop):
         is_empty = 0 in axes or self.geometry.out_channels == 0
         return 0 if is_empty else prod(-(-extent // part) for extent, part in zip(axes, self.block))
 
-    @property
+    @cached_property
     def rounds(self) -> int:
         """Times that scratch memory is filled."""
         return self.blocks * -(-self.geometry.groups // self.part)
 
+    @cached_property
+    def each_block(self) -> Blocks:
+        return Blocks(self.geometry, self.block, self.x_dtype.itemsize)
+
+    @cached_property
+    def transform_of(self) -> Callable[[Mapping[str, Any]], Transform] | None:
+        if not self.problem.prologue:
+            return None
+        from cupyconv.numpy.prologue import transform_of  # imported for those that have one
+
+        return partial(transform_of, self.problem.prologue, dtype=self.x_dtype)
+
+    def images(self, arrays: Mapping[str, Any], scratch: Scratch) -> Images:
+        """The inputs of a run."""
+        transform = self.transform_of(arrays) if self.transform_of else None
+        return Images([(five_axes(arrays[name]), channels) for name, channels in self.inputs], scratch, transform)
+
     def __str__(self) -> str:
         prologue = f" of {self.problem.prologue}" if self.problem.prologue else ""
-        sums = "the result" if self.in_place else self.dtype
+        sums = "the result" if self.in_place else self.sums_dtype
         blocks = block_words(self.blocks, self.block, "n, d, h, w", self.threads)
         return f"loop     {self.name}{prologue}, sums in {sums}: {blocks}"
 
@@ -324,8 +343,33 @@ class ConvLoop(PixelLoop):
         loop = cls.fitted(problem, weight + 2 * Plan.ALIGNMENT, problem.limit_with(copied))
         return [loop] if loop.blocks else [], {"weight": weight, "blocks": loop.threads * loop.workspace}
 
-    def executable(self) -> Callable[[Mapping[str, Any]], None]:
-        return Convolution(self).run
+    @cached_property
+    def weight_shape(self) -> tuple[int, ...]:
+        return self.geometry.groups, self.geometry.group_outputs, self.geometry.reduction
+
+    @cached_property
+    def products_are_result(self) -> bool:
+        """Whether there is nothing to do to the sums, but for what arrays are given."""
+        return self.in_place and not self.problem.activation
+
+    @cached_property
+    def fresh(self) -> Scratch | None:
+        """Scratch memory that serves all runs: where it is filled once, nothing is kept in it."""
+        return Scratch(self.x_dtype, 1) if self.rounds <= 1 else None
+
+    @cached_property
+    def activate(self) -> Callable[[np.ndarray], None] | None:
+        if not self.problem.activation:
+            return None
+        from cupyconv.numpy.activations import activate
+
+        return partial(activate, activation=self.problem.activation)
+
+    def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None) -> None:
+        """Compute the result; arguments and result are given by name, and memory that other loops use too."""
+        scratch = scratch or self.fresh or Scratch(self.x_dtype, self.rounds)
+        for _ in in_threads(self.threads, Run(self, arrays, scratch).finish, self.each_block):
+            pass
 
 
 def temporaries(geometry: Windows, prologue: Prologue) -> int:
@@ -402,65 +446,29 @@ def copy_bytes(weight: Operand, dtype: str) -> int:
 # --- runs -----------------------------------------------------------------------------------------------------
 
 
-class Convolution:
-    """What all runs of a loop have in common."""
-
-    def __init__(self, loop: ConvLoop) -> None:
-        geometry, problem = loop.geometry, loop.problem
-        self.loop, self.geometry = loop, geometry
-        self.sums_dtype = dtype_from_name(loop.dtype)
-        self.x_dtype, self.weight_dtype = dtype_from_name(loop.x_dtype), dtype_from_name(loop.factor_dtype)
-        #: Where one factor alone is complex, its parts are taken as twice as many real pixels or outputs.
-        self.parts_as_pixels, self.parts_as_outputs = problem.x_alone_is_complex, problem.factor_alone_is_complex
-        self.matrix_shape = geometry.groups, geometry.group_outputs, geometry.reduction
-        self.has_epilogue = not loop.in_place or bool(problem.activation)
-        self.blocks = Blocks(geometry, loop.block, self.x_dtype.itemsize)
-        #: Where scratch memory is filled once nothing is kept in it, so it serves all runs.
-        self.scratch = Scratch(self.x_dtype, 1) if loop.rounds <= 1 else None
-        self.activate: Callable[[np.ndarray], None] | None = None
-        self.transform_of: Callable[[Mapping[str, Any]], Any] | None = None
-        # These two are imported for those that have them.
-        if problem.activation:
-            from cupyconv.numpy.activations import activate
-
-            self.activate = partial(activate, activation=problem.activation)
-        if problem.prologue:
-            from cupyconv.numpy.prologue import transform_of
-
-            self.transform_of = partial(transform_of, problem.prologue, dtype=self.x_dtype)
-
-    def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None) -> None:
-        """Compute the result; arguments and result are given by name, and memory that other loops use too."""
-        scratch = scratch or self.scratch or Scratch(self.x_dtype, self.loop.rounds)
-        for _ in in_threads(self.loop.threads, Run(self, arrays, scratch).finish, self.blocks):
-            pass
-
-
 class Run:
     """One run: its arrays, brought to five axes, and what its blocks share."""
 
-    def __init__(self, convolution: Convolution, arrays: Mapping[str, Any], scratch: Scratch) -> None:
-        self.convolution, self.geometry, loop = convolution, convolution.geometry, convolution.loop
-        inputs = [(five_axes(arrays[name]), channels) for name, channels in loop.inputs]
-        transform = convolution.transform_of(arrays) if convolution.transform_of else None
-        self.images = Images(inputs, scratch, transform)
-        self.products = convolution.scratch or Scratch(convolution.sums_dtype, loop.rounds)
+    def __init__(self, loop: ConvLoop, arrays: Mapping[str, Any], scratch: Scratch) -> None:
+        self.loop, self.geometry = loop, loop.geometry
+        self.images = loop.images(arrays, scratch)
+        self.products = loop.fresh or Scratch(loop.sums_dtype, loop.rounds)
         self.out = five_axes(arrays["out"])
         self.pre = five_axes(arrays["pre"]) if "pre" in arrays else None
         self.residual = five_axes(arrays["residual"]) if "residual" in arrays else None
         self.bias = None
         if "bias" in arrays:
-            bias = arrays["bias"].astype(self.out.dtype, copy=False).astype(convolution.sums_dtype, copy=False)
+            bias = arrays["bias"].astype(self.out.dtype, copy=False).astype(loop.sums_dtype, copy=False)
             self.bias = bias[:, None, None, None]
-        matrix = arrays["weight"].reshape(convolution.matrix_shape)
-        if matrix.dtype != convolution.weight_dtype:
-            matrix = matrix.astype(convolution.weight_dtype)
+        matrix = arrays["weight"].reshape(loop.weight_shape)
+        if matrix.dtype != loop.factor_dtype:
+            matrix = matrix.astype(loop.factor_dtype)
         self.weight = loop.arranged(matrix)
-        self._products_are_result = not convolution.has_epilogue and self.bias is None and self.residual is None
+        self._products_are_result = loop.products_are_result and self.bias is None and self.residual is None
 
     def finish(self, block: Block) -> None:
         """Compute a block of the result."""
-        sums = self.convolution.loop.sums(self, block)
+        sums = self.loop.sums(self, block)
         if not self._products_are_result:
             self.store(block, sums)
 
@@ -475,7 +483,7 @@ class Run:
             sums += residual if residual.dtype == self.out.dtype else residual.astype(self.out.dtype)
         if self.pre is not None:
             block.of(self.pre)[...] = sums
-        if self.convolution.activate:
-            self.convolution.activate(sums)
-        if not self.convolution.loop.in_place:
+        if self.loop.activate:
+            self.loop.activate(sums)
+        if not self.loop.in_place:
             block.of(self.out)[...] = sums

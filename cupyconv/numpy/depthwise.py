@@ -48,7 +48,7 @@ class ScaledRuns(ConvLoop):
     def _group_bytes(self) -> int:
         """Bytes of a group's tile, of the sums of its runs, and of what fills borders."""
         copies = 1 + self.geometry.group_outputs + temporaries(self.geometry, self.problem.prologue)
-        return copies * prod(tile_shape(self.geometry, 1, self.block)) * ITEMSIZE[self.x_dtype]
+        return copies * prod(tile_shape(self.geometry, 1, self.block)) * self.x_dtype.itemsize
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
         return weight.reshape(*weight.shape[:2], *self.geometry.kernel)
@@ -58,7 +58,7 @@ class ScaledRuns(ConvLoop):
         if self.in_place:
             sums = block.of(run.out).swapaxes(0, 1).reshape(block.sums_shape)
         else:
-            sums = np.empty(block.sums_shape, run.convolution.sums_dtype)
+            sums = np.empty(block.sums_shape, self.sums_dtype)
         for groups in parts_of(geometry.groups, self.part):
             runs, pixels = _runs(run.images.some(groups), block)
             shape = (len(runs), geometry.group_outputs, runs.shape[-1])

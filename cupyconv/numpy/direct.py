@@ -39,7 +39,7 @@ class TapByTap(ConvLoop):
     @property
     def workspace(self) -> int:
         """Beside the sums: one tap's products and columns."""
-        return one_tap_bytes(self.problem, self.block, ITEMSIZE[self.x_dtype]) + 2 * self.sums_bytes
+        return one_tap_bytes(self.problem, self.block, self.x_dtype.itemsize) + 2 * self.sums_bytes
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
         """The matrix of each tap: (taps, groups, outputs per group, channels)."""
@@ -47,7 +47,7 @@ class TapByTap(ConvLoop):
         return np.moveaxis(weight.reshape(*weight.shape[:2], self.geometry.group_channels, self.geometry.taps), 3, 0)
 
     def sums(self, run: Run, block: Block) -> np.ndarray:
-        sums = np.zeros(block.sums_shape, run.convolution.sums_dtype)
+        sums = np.zeros(block.sums_shape, self.sums_dtype)
         columns = run.images.scratch.array("columns", (self.geometry.in_channels, *block.size))
         for weight, regions in zip(run.weight, block.taps):
             run.images.read(regions, block, columns)

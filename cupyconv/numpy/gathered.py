@@ -8,15 +8,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from cupyconv.numpy.convolution import ConvLoop, Convolution, plan_conv
+from cupyconv.numpy.convolution import ConvLoop, plan_conv
 from cupyconv.numpy.step import NumpyStep
 from cupyconv.numpy.windows import five_axes
 from cupyconv.problem.arrays import c_strides
@@ -57,8 +58,46 @@ class GatheredLoop(NumpyStep):
         every = f", every {' x '.join(map(str, stride))}" if max(stride) > 1 else ""
         return f"{self.convolution}, gathered from {taps} taps{every}"
 
-    def executable(self) -> Callable[[Mapping[str, Any]], None]:
-        return GatheredConvolution(self).run
+    @cached_property
+    def _read(self) -> Any:
+        return tuple(slice(max(0, -axis.before), min(0, axis.after) or None) for axis in self.classes)
+
+    @cached_property
+    def _written(self) -> Any:
+        return tuple(slice(axis.first, None, step) for axis, step in zip(self.classes, self.problem.geometry.stride))
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        geometry = self.convolution.geometry
+        parts = {"weight": self._weight(arrays["weight"])}
+        for name, _ in self.convolution.inputs:
+            x = arrays[name]
+            is_read = geometry.in_channels > 0
+            parts[name] = (
+                five_axes(x)[(..., *self._read)] if is_read else np.empty((geometry.batch, 0, *geometry.size), x.dtype)
+            )
+        for name, target in ((self.output, "out"), ("pre", "pre")):
+            if name in arrays:
+                parts[target] = five_axes(arrays[name])[(..., *self._written)]
+        if "bias" in arrays:
+            parts["bias"] = arrays["bias"]
+        self.convolution.run(parts)
+
+    def _weight(self, weight: np.ndarray) -> np.ndarray:
+        """The taps of the part: a copy, or an array of no elements where no tap reaches it."""
+        geometry = self.convolution.geometry
+        if geometry.reduction == 0:
+            return np.empty((geometry.out_channels, 0, *geometry.kernel), weight.dtype)
+        reversed_taps: Any = tuple(
+            slice(t.start, t.stop if t.stop >= 0 else None, t.step) for t in (axis.taps for axis in self.classes)
+        )
+        own = slice(self.first_channel, self.first_channel + geometry.out_channels // geometry.groups)
+        taken = five_axes(weight)[(slice(None), own, *reversed_taps)]
+        # (groups, channels of the result, of x, taps)
+        grouped = taken.reshape(geometry.groups, geometry.group_channels, geometry.group_outputs, *geometry.kernel)
+        exchanged = np.array(grouped.swapaxes(1, 2), order="C")
+        if self.problem.conjugate:
+            np.conjugate(exchanged, out=exchanged)
+        return exchanged.reshape(geometry.out_channels, geometry.group_channels, *geometry.kernel)
 
 
 def plan_gathered(problem: TransposedProblem) -> Plan:
@@ -96,48 +135,3 @@ def _reads_less(geometry: ConvGeometry, parts: int) -> bool:
     if geometry.groups > 1:
         return parts <= MOST_PARTS
     return parts == 1 and geometry.taps > 1 and 0 < geometry.out_channels <= min(geometry.channels, default=0)
-
-
-class GatheredConvolution:
-    """What all runs of a loop have in common."""
-
-    def __init__(self, loop: GatheredLoop) -> None:
-        self.loop, self.geometry = loop, loop.convolution.geometry
-        self._convolution = Convolution(loop.convolution)
-        self._read: Any = tuple(slice(max(0, -axis.before), min(0, axis.after) or None) for axis in loop.classes)
-        steps = zip(loop.classes, loop.problem.geometry.stride)
-        self._written: Any = tuple(slice(axis.first, None, step) for axis, step in steps)
-
-    def run(self, arrays: Mapping[str, Any]) -> None:
-        """Compute the part; arguments and results are given by name."""
-        geometry = self.geometry
-        parts = {"weight": self._weight(arrays["weight"])}
-        for name, _ in self.loop.convolution.inputs:
-            x = arrays[name]
-            is_read = geometry.in_channels > 0
-            parts[name] = (
-                five_axes(x)[(..., *self._read)] if is_read else np.empty((geometry.batch, 0, *geometry.size), x.dtype)
-            )
-        for name, target in ((self.loop.output, "out"), ("pre", "pre")):
-            if name in arrays:
-                parts[target] = five_axes(arrays[name])[(..., *self._written)]
-        if "bias" in arrays:
-            parts["bias"] = arrays["bias"]
-        self._convolution.run(parts)
-
-    def _weight(self, weight: np.ndarray) -> np.ndarray:
-        """The taps of the part: a copy, or an array of no elements where no tap reaches it."""
-        geometry = self.geometry
-        if geometry.reduction == 0:
-            return np.empty((geometry.out_channels, 0, *geometry.kernel), weight.dtype)
-        reversed_taps: Any = tuple(
-            slice(t.start, t.stop if t.stop >= 0 else None, t.step) for t in (axis.taps for axis in self.loop.classes)
-        )
-        own = slice(self.loop.first_channel, self.loop.first_channel + geometry.out_channels // geometry.groups)
-        taken = five_axes(weight)[(slice(None), own, *reversed_taps)]
-        # (groups, channels of the result, of x, taps)
-        grouped = taken.reshape(geometry.groups, geometry.group_channels, geometry.group_outputs, *geometry.kernel)
-        exchanged = np.array(grouped.swapaxes(1, 2), order="C")
-        if self.loop.problem.conjugate:
-            np.conjugate(exchanged, out=exchanged)
-        return exchanged.reshape(geometry.out_channels, geometry.group_channels, *geometry.kernel)

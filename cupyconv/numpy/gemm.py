@@ -92,11 +92,11 @@ class Columns(ConvLoop):
 
     @property
     def tile_bytes(self) -> int:
-        return prod(tile_shape(self.geometry, self.geometry.in_channels, self.block)) * ITEMSIZE[self.x_dtype]
+        return prod(tile_shape(self.geometry, self.geometry.in_channels, self.block)) * self.x_dtype.itemsize
 
     @property
     def workspace(self) -> int:
-        return columns_bytes(self.problem, self.block, ITEMSIZE[self.x_dtype]) + self.sums_bytes
+        return columns_bytes(self.problem, self.block, self.x_dtype.itemsize) + self.sums_bytes
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
         return with_parts(self, weight)
@@ -120,15 +120,15 @@ def with_parts(loop: ConvLoop, weight: np.ndarray) -> np.ndarray:
 
 def product(run: Run, weight: np.ndarray, columns: np.ndarray, block: Block) -> np.ndarray:
     """A block's sums: the weight, `with_parts`, times columns."""
-    geometry, convolution = run.geometry, run.convolution
+    geometry, loop = run.geometry, run.loop
     columns = columns.reshape(geometry.groups, weight.shape[2], block.area)
-    if convolution.parts_as_pixels:
-        sums = np.matmul(weight, columns.view(weight.dtype)).view(convolution.sums_dtype)
-    elif convolution.parts_as_outputs:
+    if loop.problem.x_alone_is_complex:  # its parts are twice as many real pixels
+        sums = np.matmul(weight, columns.view(weight.dtype)).view(loop.sums_dtype)
+    elif loop.problem.factor_alone_is_complex:
         real, imaginary = np.split(np.matmul(weight, columns), 2, axis=1)
-        sums = np.empty(real.shape, convolution.sums_dtype)
+        sums = np.empty(real.shape, loop.sums_dtype)
         sums.real, sums.imag = real, imaginary
-    elif convolution.loop.in_place:
+    elif loop.in_place:
         place = block.of(run.out).reshape(geometry.groups, geometry.group_outputs, block.area)
         sums = np.matmul(weight, columns, out=place)
     else:

@@ -145,7 +145,7 @@ class MecLoop(ConvLoop):
 
     @cached_property
     def part(self) -> int:
-        return mec_part(self.problem, self.block, ITEMSIZE[self.x_dtype])
+        return mec_part(self.problem, self.block, self.x_dtype.itemsize)
 
     @cached_property
     def in_place(self) -> bool:
@@ -153,14 +153,14 @@ class MecLoop(ConvLoop):
 
     @property
     def workspace(self) -> int:
-        columns = mec_bytes(self.problem, self.block, ITEMSIZE[self.x_dtype])
-        products = self.geometry.group_outputs * prod(self.block) * ITEMSIZE[self.dtype]
+        columns = mec_bytes(self.problem, self.block, self.x_dtype.itemsize)
+        products = self.geometry.group_outputs * prod(self.block) * self.sums_dtype.itemsize
         return self.part * (columns + products) + self.sums_bytes
 
     def empty_sums(self, run: Run, block: Block) -> np.ndarray:
         """Where a block's sums go, (groups, outputs per group, pixels): the result, or memory of its own."""
         shape = (self.geometry.groups, self.geometry.group_outputs, block.area)
-        return block.of(run.out).reshape(shape) if self.in_place else np.empty(shape, run.convolution.sums_dtype)
+        return block.of(run.out).reshape(shape) if self.in_place else np.empty(shape, self.sums_dtype)
 
     def in_order(self, sums: np.ndarray, block: Block) -> np.ndarray:
         """Sums of pixels in the order of MEC columns, as a view in the order of pixels."""

@@ -25,7 +25,7 @@ bit stays the same.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -54,7 +54,7 @@ from cupyconv.numpy.windows import (
     read,
     tap_regions,
 )
-from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name, is_complex, real_part
+from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import NotApplicable, TransposedProblem
@@ -136,7 +136,7 @@ class ScatteredLoop(BlockLoop):
 
     def __str__(self) -> str:
         samples, *run = self.block
-        flat, sums = ", flat" * self.flat, "the results" if self.in_place else self.dtype
+        flat, sums = ", flat" * self.flat, "the results" if self.in_place else self.sums_dtype
         return (
             f"loop     {self.name}{flat}, sums in {sums}: {self.blocks} block(s) of {samples} samples"
             f" x {self.channels} channels, runs of {' x '.join(map(str, run))} (d, h, w), on {self.threads} thread(s)"
@@ -147,7 +147,7 @@ class ScatteredLoop(BlockLoop):
         """Bytes for one block: columns, its part of x, sums, and what borders and activations take."""
         problem, geometry, (samples, *run), channels = self.problem, self.geometry, self.block, self.channels
         area, columns = samples * prod(self.product_size(run)), self.columns(geometry)
-        item, x_item = ITEMSIZE[self.dtype], ITEMSIZE[self.x_dtype]
+        item, x_item = self.sums_dtype.itemsize, self.x_dtype.itemsize
         nbytes = columns * channels * area * item
         if problem.factor_alone_is_complex:
             nbytes += nbytes // 2  # products with the parts of the weight
@@ -222,8 +222,23 @@ class ScatteredLoop(BlockLoop):
         )
         return copy_bytes(weight, problem.weight_dtype) if is_copied else 0
 
-    def executable(self) -> Callable[[Mapping[str, Any]], None]:
-        return ScatteredConvolution(self).run
+    @cached_property
+    def written_once(self) -> bool:
+        """Whether an element's sum is one product."""
+        return self.geometry.is_pointwise and self.one_product
+
+    @cached_property
+    def each_block(self) -> list[tuple[range, range]]:
+        return list(product(self.sample_ranges, self.channel_ranges))
+
+    @cached_property
+    def pixel_runs(self) -> list[tuple[range, ...]]:
+        """The runs of x's pixels that products are over."""
+        return list(product(*map(ranges_of, self.geometry.out_size, self.block[1:])))
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        for _ in in_threads(self.threads, Run(self, arrays).finish, self.each_block):
+            pass
 
 
 def _gains_by_flat(flat: ScatteredLoop) -> bool:
@@ -255,42 +270,19 @@ def x_is_factor(problem: TransposedProblem) -> bool:
 # --- runs -----------------------------------------------------------------------------------------------------
 
 
-class ScatteredConvolution:
-    """What all runs of a loop have in common."""
-
-    def __init__(self, loop: ScatteredLoop) -> None:
-        geometry, problem = loop.geometry, loop.problem
-        self.loop, self.geometry = loop, geometry
-        self.sums_dtype = dtype_from_name(loop.dtype)
-        self.x_dtype, self.weight_dtype = dtype_from_name(loop.x_dtype), dtype_from_name(loop.factor_dtype)
-        self.real_dtype = dtype_from_name(real_part(loop.dtype))
-        #: Where one factor alone is complex: its parts are twice as many real pixels, or two products.
-        self.parts_as_pixels, self.parts_as_products = problem.x_alone_is_complex, problem.factor_alone_is_complex
-        #: Whether an element's sum is one product.
-        self.written_once = geometry.is_pointwise and loop.one_product
-        self.blocks = list(product(loop.sample_ranges, loop.channel_ranges))
-        #: The runs of x's pixels that products are over.
-        self.pixel_runs = list(product(*map(ranges_of, geometry.out_size, loop.block[1:])))
-
-    def run(self, arrays: Mapping[str, Any]) -> None:
-        """Compute the results; arguments and results are given by name."""
-        for _ in in_threads(self.loop.threads, Run(self, arrays).finish, self.blocks):
-            pass
-
-
 class Run:
     """One run: its arrays, brought to five axes, and what its blocks share."""
 
-    def __init__(self, transposed: ScatteredConvolution, arrays: Mapping[str, Any]) -> None:
-        loop, geometry, problem = transposed.loop, transposed.geometry, transposed.loop.problem
-        self.transposed, self.loop, self.geometry = transposed, loop, geometry
+    def __init__(self, loop: ScatteredLoop, arrays: Mapping[str, Any]) -> None:
+        self.loop, self.problem, self.geometry = loop, loop.problem, loop.geometry
+        problem, geometry = loop.problem, loop.geometry
         self.xs = [five_axes(arrays[x.name]) for x in problem.xs]
         self.outs = [five_axes(arrays[out.name]) for out in problem.outs]
         self.pre = five_axes(arrays["pre"]) if "pre" in arrays else None
         weight = arrays["weight"]
         if loop.taps_first:
             weight = np.moveaxis(weight, (0, 1), (-2, -1))
-        weight = np.ascontiguousarray(weight, transposed.weight_dtype)
+        weight = np.ascontiguousarray(weight, loop.factor_dtype)
         if problem.conjugate:  # the argument stays as it is, a copy need not
             is_copy = not np.may_share_memory(weight, arrays["weight"])
             weight = np.conjugate(weight, out=weight if is_copy else None)
@@ -298,10 +290,9 @@ class Run:
         self.weight = weight.reshape((geometry.taps, *per_group) if loop.taps_first else (*per_group, geometry.taps))
         bias = arrays.get("bias")
         if bias is not None:
-            bias = bias.astype(self.outs[0].dtype, copy=False).astype(transposed.sums_dtype, copy=False)
+            bias = bias.astype(self.outs[0].dtype, copy=False).astype(loop.sums_dtype, copy=False)
         self.bias = bias
-        self.sums = Scratch(transposed.sums_dtype, loop.blocks)
-        self._x, self._real = Scratch(transposed.x_dtype, loop.blocks), Scratch(transposed.real_dtype, loop.blocks)
+        self.sums, self._x = Scratch(loop.sums_dtype, loop.blocks), Scratch(loop.x_dtype, loop.blocks)
 
     def finish(self, block: tuple[range, range]) -> None:
         """Compute some channels of some samples."""
@@ -318,17 +309,17 @@ class Run:
         else:
             image = self.sums.array("sums", (*axes, *geometry.size))
             reached = sums = [(image[part], part) for _, part in results]
-        if not self.transposed.written_once:
+        if not self.loop.written_once:
             for piece, _ in reached:
                 piece[...] = 0
-        for pixels in self.transposed.pixel_runs:
+        for pixels in self.loop.pixel_runs:
             self.loop.add(self, reached, block, pixels)
         for (piece, part), (result, _) in zip(sums, results):
             if self.bias is not None:
                 piece += self.bias[channels.start : channels.stop][part, None, None, None, None]
             if self.pre is not None:
                 self.pre[samples.start : samples.stop, channels.start : channels.stop].swapaxes(0, 1)[part] = piece
-            activate(piece, self.loop.problem.activation)
+            activate(piece, self.problem.activation)
             if piece is not result:
                 result[...] = piece
 
@@ -369,7 +360,7 @@ class Run:
                 continue
             for piece, part in sums:
                 columns = read(values[part], at)
-                if self.transposed.written_once:
+                if self.loop.written_once:
                     read(piece, elements)[...] = columns
                 else:
                     add(piece, elements, columns)
@@ -398,8 +389,8 @@ class Run:
         at = tuple(slice(axis.start, axis.stop) for axis in pixels)
         xs = [read(x[samples.start : samples.stop], at) for x in self.xs]
         size = self.loop.product_size([len(axis) for axis in pixels])
-        as_it_lies = len(xs) == 1 and len(samples) == 1 and xs[0].dtype == self.transposed.x_dtype
-        if as_it_lies and not self.transposed.parts_as_pixels and xs[0].shape[2:] == size:
+        as_it_lies = len(xs) == 1 and len(samples) == 1 and xs[0].dtype == self.loop.x_dtype
+        if as_it_lies and not self.problem.x_alone_is_complex and xs[0].shape[2:] == size:
             return xs[0][0, first:last].reshape(count, rows, prod(size))
         whole = self._x.array("x", (count * rows, len(samples), *size))
         if self.loop.flat:
@@ -417,11 +408,11 @@ class Run:
         """Rows of the weight times x, in scratch memory of this shape."""
         columns = self.sums.array("columns", shape)
         place = columns.reshape(*matrix.shape[:2], x.shape[2])
-        real = self.transposed.real_dtype
-        if self.transposed.parts_as_pixels:
+        real = columns.real.dtype
+        if self.problem.x_alone_is_complex:  # its parts are twice as many real pixels
             np.matmul(matrix, x.view(real), out=place.view(real))
-        elif self.transposed.parts_as_products:
-            part = self._real.array("part", place.shape)
+        elif self.problem.factor_alone_is_complex:
+            part = self.sums.array("part", place.shape, real)
             place.real = np.matmul(matrix.real, x, out=part)
             place.imag = np.matmul(matrix.imag, x, out=part)
         else:

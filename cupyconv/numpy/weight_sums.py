@@ -12,7 +12,7 @@ parts are multiplied apart.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -27,10 +27,8 @@ from cupyconv.numpy.convolution import (
     is_matrix,
 )
 from cupyconv.numpy.mec import is_in_order
-from cupyconv.numpy.prologue import transform_of
 from cupyconv.numpy.windows import (
     Block,
-    Blocks,
     BlockSize,
     Images,
     Scratch,
@@ -132,11 +130,27 @@ class WeightGradientLoop(PixelLoop):
     @property
     def workspace(self) -> int:
         """Bytes for one block: what is copied of the inputs, and its part of `grad`."""
-        grad = prod(self.block) * self.geometry.out_channels * ITEMSIZE[self.factor_dtype]
+        grad = prod(self.block) * self.geometry.out_channels * ITEMSIZE[accumulator(self.problem.grad_dtype)]
         return self.columns_bytes + (0 if self.is_factor(self.block) else grad)
 
-    def executable(self) -> Callable[[Mapping[str, Any]], None]:
-        return WeightGradient(self).run
+    @cached_property
+    def x_dtype(self) -> np.dtype:
+        dtype = accumulator(self.problem.x_dtype)
+        return dtype_from_name(real_part(dtype) if self.problem.x_alone_is_complex else dtype)
+
+    @cached_property
+    def factor_dtype(self) -> np.dtype:
+        dtype = accumulator(self.problem.grad_dtype)
+        return dtype_from_name(real_part(dtype) if self.problem.factor_alone_is_complex else dtype)
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        run, threads, blocks = Run(self, arrays), self.threads, iter(self.each_block)
+        if threads == 1:
+            run.finish([run.sum_over((blocks, 0))])
+            return
+        share = -(-self.blocks // threads)
+        shares = [(list(islice(blocks, share)), thread) for thread in range(threads)]
+        run.finish(list(in_threads(threads, run.sum_over, shares)))
 
 
 def _sums_are_result(problem: WeightGradientProblem) -> bool:
@@ -160,53 +174,25 @@ def x_item(problem: WeightGradientProblem) -> int:
 # --- runs -----------------------------------------------------------------------------------------------------
 
 
-class WeightGradient:
-    """What all runs of a loop have in common."""
-
-    def __init__(self, loop: WeightGradientLoop) -> None:
-        geometry, problem = loop.geometry, loop.problem
-        self.loop, self.geometry = loop, geometry
-        self.conjugates = is_complex(loop.x_dtype)
-        splits_x, splits_grad = problem.x_alone_is_complex, problem.factor_alone_is_complex
-        #: What makes of inputs and gradient the factors of products: their real and imaginary parts, or themselves.
-        self.x_parts, self.grad_parts = (_PARTS if splits else _WHOLE for splits in (splits_x, splits_grad))
-        self.sums_dtype = dtype_from_name(loop.dtype)
-        self.x_dtype = dtype_from_name(real_part(loop.x_dtype) if splits_x else loop.x_dtype)
-        self.grad_dtype = dtype_from_name(real_part(loop.factor_dtype) if splits_grad else loop.factor_dtype)
-        self.product_dtype = np.result_type(self.x_dtype, self.grad_dtype)
-        self.out_shape = (geometry.groups, geometry.group_outputs, geometry.group_channels)
-        self.rows = slice(loop.first_row, loop.first_row + loop.rows)
-        self.blocks = Blocks(geometry, loop.block, self.x_dtype.itemsize)
-
-    def run(self, arrays: Mapping[str, Any]) -> None:
-        """Compute the gradient; arguments and result are given by name."""
-        run, threads, blocks = Run(self, arrays), self.loop.threads, iter(self.blocks)
-        if threads == 1:
-            run.finish([run.sum_over((blocks, 0))])
-            return
-        share = -(-self.loop.blocks // threads)
-        shares = [(list(islice(blocks, share)), thread) for thread in range(threads)]
-        run.finish(list(in_threads(threads, run.sum_over, shares)))
-
-
 class Run:
     """One run: its arrays, brought to five axes, and what its blocks share."""
 
-    def __init__(self, gradient: WeightGradient, arrays: Mapping[str, Any]) -> None:
-        self.gradient, self.loop, self.geometry = gradient, gradient.loop, gradient.geometry
-        loop = gradient.loop
-        inputs = [(five_axes(arrays[name]), channels) for name, channels in loop.inputs]
-        scratch = Scratch(gradient.x_dtype, loop.rounds)
-        transform = transform_of(loop.problem.prologue, arrays, gradient.x_dtype)
-        self.images = [
-            Images([(part(x), channels) for x, channels in inputs], scratch, transform) for part in gradient.x_parts
-        ]
+    def __init__(self, loop: WeightGradientLoop, arrays: Mapping[str, Any]) -> None:
+        self.loop, self.geometry, geometry, problem = loop, loop.geometry, loop.geometry, loop.problem
+        self._conjugates = is_complex(problem.x_dtype)
+        images = loop.images(arrays, Scratch(loop.x_dtype, loop.rounds))
+        self.images = [images]
+        if problem.x_alone_is_complex:
+            parts = zip(*([(part, channels) for part in _parts(x)] for x, channels in images.inputs))
+            self.images = [Images(inputs, images.scratch, None) for inputs in parts]
         grad, out = five_axes(arrays["grad"]), arrays["out"]
-        self.grads = [part(grad) for part in gradient.grad_parts]
+        self.grads = _parts(grad) if problem.factor_alone_is_complex else [grad]
+        self._rows = slice(loop.first_row, loop.first_row + loop.rows)
         #: (groups, outputs per group, channels of a group, *kernel): these outputs of the result.
-        self._out = out.reshape(*gradient.out_shape, *out.shape[2:])[:, gradient.rows]
-        self._grad_scratch = [Scratch(gradient.grad_dtype, loop.rounds) for _ in self.grads]
-        self._product_scratch = Scratch(gradient.product_dtype, loop.rounds)
+        by_group = out.reshape(geometry.groups, geometry.group_outputs, geometry.group_channels, *out.shape[2:])
+        self._out = by_group[:, self._rows]
+        self._grad_scratch = [Scratch(loop.factor_dtype, loop.rounds) for _ in self.grads]
+        self._product_scratch = Scratch(np.result_type(loop.x_dtype, loop.factor_dtype), loop.rounds)
 
     def sum_over(self, share: tuple[Iterable[Block], int]) -> np.ndarray:
         """The sums, (groups, rows, K_g), of a thread's share of the blocks."""
@@ -229,14 +215,14 @@ class Run:
         shape = self.geometry.groups, self.loop.rows, self.geometry.reduction
         if thread == 0 and self.loop.in_place:
             return self._out.reshape(shape)
-        return np.empty(shape, self.gradient.sums_dtype)
+        return np.empty(shape, self.loop.sums_dtype)
 
     def finish(self, sums: list[np.ndarray]) -> None:
         """Add the threads' sums in order and store them."""
         total = sums[0]
         for others in sums[1:]:
             total += others
-        if self.gradient.conjugates:
+        if self._conjugates:
             np.conjugate(total, out=total)
         if not self.loop.in_place:
             self._out[...] = total.reshape(self._out.shape)
@@ -249,12 +235,12 @@ class Run:
             grad = np.moveaxis(grad, 2 + geometry.outermost, 1)
         if not self.loop.is_factor(block.size):
             copy = self._grad_scratch[part].array("grad", grad.shape)
-            if self.gradient.conjugates:
+            if self._conjugates:
                 np.conjugate(grad, out=copy)
             else:
                 copy[...] = grad
             grad = copy
-        return grad.reshape(geometry.groups, geometry.group_outputs, block.area)[:, self.gradient.rows]
+        return grad.reshape(geometry.groups, geometry.group_outputs, block.area)[:, self._rows]
 
     def add_product(self, grad: np.ndarray, columns: np.ndarray, sums: np.ndarray, is_first: bool) -> None:
         """sums (+)= grad columns', a piece of the outputs at a time; `sums` may have the rows' axes apart."""
@@ -278,17 +264,6 @@ class Run:
                 target += product.reshape(target.shape)
 
 
-def _whole(x: np.ndarray) -> np.ndarray:
-    return x
-
-
-def _real(x: np.ndarray) -> np.ndarray:
-    return x.real
-
-
-def _imaginary(x: np.ndarray) -> np.ndarray:
-    """The imaginary parts; of a real array zeros that take no memory."""
-    return x.imag if x.dtype.kind == "c" else np.broadcast_to(x.dtype.type(0), x.shape)
-
-
-_WHOLE, _PARTS = (_whole,), (_real, _imaginary)
+def _parts(x: np.ndarray) -> list[np.ndarray]:
+    """Real and imaginary parts; the latter of a real array are zeros that take no memory."""
+    return [x.real, x.imag if x.dtype.kind == "c" else np.broadcast_to(x.dtype.type(0), x.shape)]

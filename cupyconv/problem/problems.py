@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Self, TypeVar
 
 from cupyconv.problem.activations import IDENTITY, Activation
@@ -170,18 +171,18 @@ class ProductsProblem(Problem):
         """Dtype of what the inputs are multiplied with."""
         raise NotImplementedError
 
-    @property
+    @cached_property
     def x_alone_is_complex(self) -> bool:
         return is_complex(self.x_dtype) and not is_complex(self.factor_dtype)
 
-    @property
+    @cached_property
     def factor_alone_is_complex(self) -> bool:
         return is_complex(self.factor_dtype) and not is_complex(self.x_dtype)
 
     @property
     def is_one_kind(self) -> bool:
         """Whether both factors are real, or both complex."""
-        return is_complex(self.x_dtype) == is_complex(self.factor_dtype)
+        return not (self.x_alone_is_complex or self.factor_alone_is_complex)
 
     @property
     def flops(self) -> int:
