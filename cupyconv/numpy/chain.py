@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -101,6 +101,9 @@ def _part(geometry: ConvGeometry, axis: int, samples: int, rows: int, before: in
 
 # --- plans ----------------------------------------------------------------------------------------------------
 
+#: Rows that a layer adds to its result, and what computes them; None where a layer has no channels.
+Part = tuple[Piece, ConvLoop | None]
+
 
 @dataclass(frozen=True)
 class ChainLoop(NumpyStep):
@@ -120,11 +123,11 @@ class ChainLoop(NumpyStep):
     held: tuple[int, ...] = ()
     loops: tuple[tuple[ConvLoop, ...], ...] = ()
 
-    @property
+    @cached_property
     def layers(self) -> tuple[ConvGeometry, ...]:
         return tuple(layer.geometry for layer in self.problem.layers)
 
-    @property
+    @cached_property
     def axis(self) -> int:
         return _axis(self.problem.layers[-1].geometry)
 
@@ -132,12 +135,12 @@ class ChainLoop(NumpyStep):
     def bytes_moved(self) -> int:
         return self.problem.minimal_bytes + (0 if self.is_fused else 2 * self.problem.intermediate_bytes)
 
-    @property
+    @cached_property
     def sample_ranges(self) -> list[range]:
         """The samples of each tile."""
         return ranges_of(self.layers[-1].batch, self.tile[0])
 
-    @property
+    @cached_property
     def row_ranges(self) -> list[range]:
         """The rows of each band."""
         rows = self.layers[-1].out_size[self.axis]
@@ -155,8 +158,26 @@ class ChainLoop(NumpyStep):
         ]
         return "\n".join(lines)
 
-    def executable(self) -> Callable[[Mapping[str, Any]], None]:
-        return ChainConvolution(self).run
+    @cached_property
+    def _kept(self) -> dict[tuple[int, range], list[tuple[Part, ...]]]:
+        """The tiles of bands that have few."""
+        bands = product({len(samples) for samples in self.sample_ranges}, self.row_ranges)
+        return {band: list(self._tiles(*band)) for band in bands if len(band[1]) <= _KEPT_TILES * self.tile[1]}
+
+    def tiles(self, samples: int, rows: range) -> Iterable[tuple[Part, ...]]:
+        """The tiles of a band, in order: a part of each layer."""
+        return self._kept.get((samples, rows)) or self._tiles(samples, rows)
+
+    def _tiles(self, samples: int, rows: range) -> Iterator[tuple[Part, ...]]:
+        by_geometry = [{part.geometry: part for part in loops} for loops in self.loops]
+        for tile in tiles(self.layers, self.axis, samples, rows, self.tile[1]):
+            yield tuple((piece, loops.get(piece.geometry)) for piece, loops in zip(tile, by_geometry))
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        chain = _Run(self, arrays)
+        bands = list(product(self.sample_ranges, self.row_ranges))
+        for _ in in_threads(self.threads, lambda band: chain.finish(*band), bands):
+            pass
 
 
 def plan_chain(problem: ChainProblem) -> Plan:
@@ -344,40 +365,6 @@ def _copied(layer: ConvProblem) -> int:
 
 # --- runs -----------------------------------------------------------------------------------------------------
 
-#: Rows that a layer adds to its result, and what computes them; None where a layer has no channels.
-Part = tuple[Piece, ConvLoop | None]
-
-
-class ChainConvolution:
-    """What all runs of a plan have in common."""
-
-    def __init__(self, loop: ChainLoop) -> None:
-        self.plan, self.layers, self.axis = loop, loop.layers, loop.axis
-        #: Of every layer, what computes a part of it, by its geometry.
-        self._loops = [{part.geometry: part for part in loops} for loops in loop.loops]
-        self._kept: dict[tuple[int, range], list[tuple[Part, ...]]] = {}
-        for samples, rows in product({len(samples) for samples in loop.sample_ranges}, loop.row_ranges):
-            if len(rows) <= _KEPT_TILES * loop.tile[1]:
-                self._kept[samples, rows] = list(self._tiles(samples, rows))
-        self.dtypes = [dtype_from_name(layer.dtype) for layer in loop.problem.layers]
-        self.x_dtypes = [loops[0].x_dtype if loops else None for loops in loop.loops]
-        self.weight_dtypes = [loops[0].factor_dtype if loops else None for loops in loop.loops]
-
-    def tiles(self, samples: int, rows: range) -> Iterable[tuple[Part, ...]]:
-        """The tiles of a band, in order: a part of each layer."""
-        return self._kept.get((samples, rows)) or self._tiles(samples, rows)
-
-    def _tiles(self, samples: int, rows: range) -> Iterator[tuple[Part, ...]]:
-        for tile in tiles(self.layers, self.axis, samples, rows, self.plan.tile[1]):
-            yield tuple((piece, loops.get(piece.geometry)) for piece, loops in zip(tile, self._loops))
-
-    def run(self, arrays: Mapping[str, Any]) -> None:
-        """Compute the result; arguments and result are given by name."""
-        chain = _Run(self, arrays)
-        bands = list(product(self.plan.sample_ranges, self.plan.row_ranges))
-        for _ in in_threads(self.plan.threads, lambda band: chain.finish(*band), bands):
-            pass
-
 
 class _Held:
     """Rows of an intermediate image, the first of them number `first`."""
@@ -401,9 +388,9 @@ class _Held:
 class _Run:
     """One run: its arrays, brought to five axes, and memory that the tiles of a thread share."""
 
-    def __init__(self, chain: ChainConvolution, arrays: Mapping[str, Any]) -> None:
+    def __init__(self, chain: ChainLoop, arrays: Mapping[str, Any]) -> None:
         self.chain, self.axis = chain, chain.axis + 2
-        self.inputs = {x.name: five_axes(arrays[x.name]) for x in chain.plan.problem.layers[0].xs}
+        self.inputs = {x.name: five_axes(arrays[x.name]) for x in chain.problem.layers[0].xs}
         self.out = five_axes(arrays["out"])
         self.residuals = {
             i: five_axes(arrays[name]) for i in range(len(chain.layers)) if (name := f"residual[{i}]") in arrays
@@ -411,17 +398,16 @@ class _Run:
         #: What a layer's tiles have in common: its weight, as they compute with it, and its bias.
         self.common = [
             {
-                "weight": np.ascontiguousarray(arrays[f"weight[{i}]"], dtype),
+                "weight": np.ascontiguousarray(arrays[f"weight[{i}]"], loops[0].factor_dtype if loops else None),
                 **({"bias": arrays[f"bias[{i}]"]} if f"bias[{i}]" in arrays else {}),
             }
-            for i, dtype in enumerate(chain.weight_dtypes)
+            for i, loops in enumerate(chain.loops)
         ]
-        self.scratch = {dtype: Scratch(dtype, rounds=2) for dtype in chain.x_dtypes if dtype is not None}
+        self.scratch = {loops[0].x_dtype: Scratch(loops[0].x_dtype, rounds=2) for loops in chain.loops if loops}
 
     def finish(self, samples: range, rows: range) -> None:
         """All tiles of a band, in order."""
-        plan = self.chain.plan
-        held = [_Held(partial(self._empty, i, len(samples), count)) for i, count in enumerate(plan.held)]
+        held = [_Held(partial(self._empty, i, len(samples), count)) for i, count in enumerate(self.chain.held)]
         for tile in self.chain.tiles(len(samples), rows):
             is_last = tile[-1][0].outputs.stop == rows.stop
             for i, (piece, _) in enumerate(tile):
@@ -462,7 +448,7 @@ class _Run:
         geometry = self.chain.layers[i]
         size = list(geometry.out_size)
         size[self.axis - 2] = rows
-        return np.empty((samples, geometry.out_channels, *size), self.chain.dtypes[i])
+        return np.empty((samples, geometry.out_channels, *size), dtype_from_name(self.chain.problem.layers[i].dtype))
 
     def _rows(self, image: np.ndarray, first: int, count: int) -> np.ndarray:
         return image[(slice(None),) * self.axis + (slice(first, first + count),)]

@@ -51,6 +51,7 @@ from cupyconv.problem.problems import (
     ProductsProblem,
     ProductsProblemT,
     Prologue,
+    TransposedProblem,
     WeightGradientProblem,
     without_empty_inputs,
 )
@@ -427,7 +428,7 @@ def is_matrix(image: Operand) -> bool:
     return by_channel or (image.stride_c == 1 and pixel_stride >= channels)
 
 
-def weight_copy(problem: ConvProblem) -> int:
+def weight_copy(problem: ConvProblem | TransposedProblem) -> int:
     """Bytes of the weight where it must be copied: another dtype, another order, or parts taken apart."""
     weight = problem.weight
     as_it_lies = (

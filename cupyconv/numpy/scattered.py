@@ -42,6 +42,7 @@ from cupyconv.numpy.convolution import (
     BlockLoop,
     copy_bytes,
     is_matrix,
+    weight_copy,
 )
 from cupyconv.numpy.windows import (
     Region,
@@ -212,15 +213,8 @@ class ScatteredLoop(BlockLoop):
     @classmethod
     def _weight_copy(cls, problem: TransposedProblem) -> int:
         """Bytes of the weight where it must be copied: another dtype, order or sign, or parts taken apart."""
-        weight = problem.weight
-        is_copied = (
-            weight.dtype != accumulator(problem.weight_dtype)
-            or weight != weight.in_c_order(weight.dtype)
-            or cls.taps_first
-            or problem.factor_alone_is_complex
-            or (problem.conjugate and is_complex(problem.weight_dtype))
-        )
-        return copy_bytes(weight, problem.weight_dtype) if is_copied else 0
+        is_copied = cls.taps_first or (problem.conjugate and is_complex(problem.weight_dtype))
+        return copy_bytes(problem.weight, problem.weight_dtype) if is_copied else weight_copy(problem)
 
     @cached_property
     def written_once(self) -> bool:

@@ -103,6 +103,10 @@ class RecurrentGeometry:
         return self.directions * self.steps * self.batch * self.gates * self.hidden * (self.inputs + self.hidden)
 
 
+#: Arguments and results that a recurrent layer may have.
+_ROLES = ("x", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "h0", "c0", "peephole", "lengths", "out", "h", "c")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecurrentProblem(Problem):
     """A recurrent layer over a sequence, or one step of it.
@@ -136,21 +140,7 @@ class RecurrentProblem(Problem):
     @property
     def operands(self) -> dict[str, Operand]:
         """All that are there, arguments and results, by role."""
-        roles = (
-            "x",
-            "weight_ih",
-            "weight_hh",
-            "bias_ih",
-            "bias_hh",
-            "h0",
-            "c0",
-            "peephole",
-            "lengths",
-            "out",
-            "h",
-            "c",
-        )
-        given = {role: getattr(self, role) for role in roles if getattr(self, role) is not None}
+        given = {role: getattr(self, role) for role in _ROLES if getattr(self, role) is not None}
         return {**given, **dict(zip(self.geometry.keeps, self.kept))}
 
     @property
