@@ -28,8 +28,8 @@ _PLANNERS: dict[type[Problem], str] = {
     passes.Col2imProblem: "columns.plan_col2im",
     passes.EpilogueGradProblem: "epilogue_grad.plan_epilogue_grad",
     passes.PrologueGradProblem: "prologue_grad.plan_prologue_grad",
-    passes.PoolingProblem: "pooling.plan_max_pool",
-    passes.PoolingGradientProblem: "pooling.plan_max_pool_gradient",
+    passes.PoolingProblem: "pooling.plan_pooling",
+    passes.PoolingGradientProblem: "pooling.plan_pooling",
 }
 
 

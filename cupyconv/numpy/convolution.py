@@ -165,7 +165,7 @@ class BlockLoop(NumpyStep):
     """A loop over blocks of a problem, each finished while in cache; a subclass is a way to run a method."""
 
     name: ClassVar[str]
-    #: What is done, where `reason` does not say more.
+    #: What is done; "{taps}" stands for those along the kernel's outermost axis.
     words: ClassVar[str]
 
     problem: ProductsProblem
@@ -184,9 +184,9 @@ class BlockLoop(NumpyStep):
     @classmethod
     def reason(cls, geometry: ConvGeometry) -> str:
         """What is done, in words."""
-        return cls.words
+        return cls.words.format(taps=geometry.kernel[geometry.outermost])
 
-    @cached_property
+    @property
     @abstractmethod
     def blocks(self) -> int:
         """How many there are."""

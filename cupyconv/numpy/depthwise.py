@@ -92,6 +92,7 @@ class ScaledTaps(MecLoop):
     """Columns that taps share, times a number per channel and tap."""
 
     name = "scaled taps"
+    words = "columns that {taps} taps share, scaled"
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
@@ -99,8 +100,7 @@ class ScaledTaps(MecLoop):
 
     @classmethod
     def reason(cls, geometry: ConvGeometry) -> str:
-        taps = geometry.kernel[geometry.outermost]
-        return f"columns that {taps} taps share, scaled" if taps > 1 else "each element scaled"
+        return super().reason(geometry) if geometry.kernel[geometry.outermost] > 1 else "each element scaled"
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
         return weight.reshape(*weight.shape[:2], self.geometry.kernel[self.geometry.outermost], -1)

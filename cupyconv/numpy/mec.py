@@ -173,6 +173,7 @@ class MecProducts(MecLoop):
     """A product for each tap of the kernel's outermost axis."""
 
     name = "MEC columns"
+    words = "columns that {taps} taps share, and products"
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
@@ -183,10 +184,6 @@ class MecProducts(MecLoop):
         slow_columns = geometry.groups > 1 or geometry.out_size[2] < LONG_ROW
         item = ITEMSIZE[accumulator(problem.x_dtype)]
         return worth_a_copy and slow_columns and problem.is_one_kind and taps_share(geometry, item)
-
-    @classmethod
-    def reason(cls, geometry: ConvGeometry) -> str:
-        return f"columns that {geometry.kernel[geometry.outermost]} taps share, and products"
 
     @classmethod
     def weight_bytes(cls, problem: ConvProblem) -> int:

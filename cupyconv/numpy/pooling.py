@@ -39,17 +39,9 @@ class NewArray(Protocol):
     def __call__(self, name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray: ...
 
 
-def plan_max_pool(problem: PoolingProblem) -> Plan:
-    """The largest element of every window."""
-    return _plan(problem, MaxPool)
-
-
-def plan_max_pool_gradient(problem: PoolingGradientProblem) -> Plan:
-    """Each window's gradient, at the element that was its largest."""
-    return _plan(problem, MaxPoolGradient)
-
-
-def _plan(problem: PoolingProblem, step: type[PoolingStep]) -> Plan:
+def plan_pooling(problem: PoolingProblem) -> Plan:
+    """The largest element of every window; or each window's gradient, at the element that was its largest."""
+    step: type[PoolingStep] = MaxPoolGradient if isinstance(problem, PoolingGradientProblem) else MaxPool
     steps = [step.of(one) for one in problem.each]
     return problem.planned(steps, {"blocks": max((one.workspace for one in steps), default=0)})
 

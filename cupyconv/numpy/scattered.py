@@ -108,24 +108,20 @@ class ScatteredLoop(BlockLoop):
     # What all have in common.
 
     @cached_property
-    def blocks(self) -> int:
-        return len(self.sample_ranges) * len(self.channel_ranges)
-
-    @property
-    def sample_ranges(self) -> list[range]:
-        """The samples of each block."""
-        return ranges_of(self.geometry.batch, self.block[0])
-
-    @property
-    def channel_ranges(self) -> list[range]:
-        """The channels of each block, counted through all outputs."""
+    def each_block(self) -> list[tuple[range, range]]:
+        """The samples of each block, and its channels, counted through all outputs."""
         geometry, part = self.geometry, max(1, self.channels)
         whole = geometry.in_channels if part >= geometry.group_channels else geometry.group_channels
-        return [
+        channels = [
             range(first + begin, first + min(begin + part, whole))
             for first in range(0, geometry.in_channels, max(1, whole))
             for begin in range(0, whole, part)
         ]
+        return list(product(ranges_of(geometry.batch, self.block[0]), channels))
+
+    @property
+    def blocks(self) -> int:
+        return len(self.each_block)
 
     def product_size(self, run: Sequence[int]) -> Triple:
         """The axes of a run's products: of its pixels, the inner ones as long as the result's where it is flat."""
@@ -220,10 +216,6 @@ class ScatteredLoop(BlockLoop):
     def written_once(self) -> bool:
         """Whether an element's sum is one product."""
         return self.geometry.is_pointwise and self.one_product
-
-    @cached_property
-    def each_block(self) -> list[tuple[range, range]]:
-        return list(product(self.sample_ranges, self.channel_ranges))
 
     @cached_property
     def pixel_runs(self) -> list[tuple[range, ...]]:

@@ -24,13 +24,7 @@ from cupyconv.numpy.convolution import (
     one_tap_bytes,
 )
 from cupyconv.numpy.mec import mec_bytes, mec_columns, mec_part, taps_share
-from cupyconv.numpy.weight_sums import (
-    Pairs,
-    Run,
-    WeightGradientLoop,
-    grad_is_factor,
-    x_item,
-)
+from cupyconv.numpy.weight_sums import Pairs, Run, WeightGradientLoop, grad_is_factor, x_item
 from cupyconv.numpy.windows import Block, Images
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry
@@ -102,14 +96,11 @@ class MecProducts(_Sharing):
     """A product for each tap of the kernel's outermost axis."""
 
     name = "MEC columns"
+    words = "columns that {taps} taps share, and products"
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:
         return taps_share(problem.geometry, x_item(problem))
-
-    @classmethod
-    def reason(cls, geometry: ConvGeometry) -> str:
-        return f"columns that {geometry.kernel[geometry.outermost]} taps share, and products"
 
     def add(self, run: Run, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         geometry = self.geometry
@@ -132,6 +123,7 @@ class MultipliedTaps(_Sharing):
     """Depthwise: what each tap reads, times the gradient, summed: the product of two vectors."""
 
     name = "multiplied taps"
+    words = "columns that {taps} taps share, multiplied"
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:
@@ -139,8 +131,7 @@ class MultipliedTaps(_Sharing):
 
     @classmethod
     def reason(cls, geometry: ConvGeometry) -> str:
-        taps = geometry.kernel[geometry.outermost]
-        return f"columns that {taps} taps share, multiplied" if taps > 1 else "each element multiplied"
+        return super().reason(geometry) if geometry.kernel[geometry.outermost] > 1 else "each element multiplied"
 
     def add(self, run: Run, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         outer = self.geometry.kernel[self.geometry.outermost]

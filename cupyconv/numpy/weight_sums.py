@@ -21,21 +21,9 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from cupyconv.numpy.convolution import (
-    PRODUCT_BLOCK,
-    PixelLoop,
-    is_matrix,
-)
+from cupyconv.numpy.convolution import PRODUCT_BLOCK, PixelLoop, is_matrix
 from cupyconv.numpy.mec import is_in_order
-from cupyconv.numpy.windows import (
-    Block,
-    BlockSize,
-    Images,
-    Scratch,
-    five_axes,
-    in_threads,
-    parts_of,
-)
+from cupyconv.numpy.windows import Block, BlockSize, Images, Scratch, five_axes, in_threads, parts_of
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, c_strides, dtype_from_name, is_complex, real_part
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import Plan
