@@ -43,6 +43,7 @@ class View(WeightGradientLoop):
 
     name = "view"
     words = "products of the inputs where they lie"
+    columns_bytes = 0
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:
@@ -52,8 +53,6 @@ class View(WeightGradientLoop):
     @classmethod
     def aim(cls, problem: WeightGradientProblem) -> tuple[int, int]:
         return problem.geometry.pixels if grad_is_factor(problem) else super().aim(problem)[0], 1
-
-    columns_bytes = 0
 
     def add(self, run: Run, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         for x, channels in images.inputs:
@@ -85,11 +84,11 @@ class _Sharing(WeightGradientLoop):
 
     @cached_property
     def part(self) -> int:
-        return mec_part(self.problem, self.block, x_item(self.problem))
+        return mec_part(self.problem, self.block, self.x_dtype.itemsize)
 
     @property
     def columns_bytes(self) -> int:
-        return self.part * mec_bytes(self.problem, self.block, x_item(self.problem))
+        return self.part * mec_bytes(self.problem, self.block, self.x_dtype.itemsize)
 
 
 class MecProducts(_Sharing):
@@ -164,7 +163,7 @@ class Columns(WeightGradientLoop):
 
     @property
     def columns_bytes(self) -> int:
-        return columns_bytes(self.problem, self.block, x_item(self.problem))
+        return columns_bytes(self.problem, self.block, self.x_dtype.itemsize)
 
     def add(self, run: Run, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         columns = images.columns(block).reshape(self.geometry.groups, self.geometry.reduction, block.area)
@@ -184,7 +183,7 @@ class TapByTap(WeightGradientLoop):
 
     @property
     def columns_bytes(self) -> int:
-        return one_tap_bytes(self.problem, self.block, x_item(self.problem))
+        return one_tap_bytes(self.problem, self.block, self.x_dtype.itemsize)
 
     def add(self, run: Run, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         geometry = self.geometry
