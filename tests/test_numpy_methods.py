@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import pytest
 import reference
@@ -34,8 +36,8 @@ class Reversed(Columns):
         columns = run.images.columns(block).reshape(1, -1, block.area)
         return np.matmul(run.weight, columns[:, ::-1]).reshape(block.sums_shape)
 
-    @classmethod
-    def sums_are_result(cls, problem, block):
+    @cached_property
+    def in_place(self):
         return False
 
 

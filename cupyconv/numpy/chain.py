@@ -21,17 +21,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from cupyconv.numpy.convolution import ConvLoop, Convolution, Rejected, plan_conv
+from cupyconv.numpy.convolution import ConvLoop, Rejected, plan_conv
+from cupyconv.numpy.step import NumpyStep
 from cupyconv.numpy.windows import Scratch, five_axes, in_threads, ranges_of
 from cupyconv.problem.arrays import Operand, accumulator, dtype_from_name
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
-from cupyconv.problem.plan import Buffer, Plan
+from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import ChainProblem, ConvProblem, HostModel, NotApplicable, without_empty_inputs
 
 #: Bytes of intermediate rows in a tile: what stays in a core's cache beside the columns that are made of it.
@@ -100,9 +101,12 @@ def _part(geometry: ConvGeometry, axis: int, samples: int, rows: int, before: in
 
 # --- plans ----------------------------------------------------------------------------------------------------
 
+#: Rows that a layer adds to its result, and what computes them; None where a layer has no channels.
+Part = tuple[Piece, ConvLoop | None]
+
 
 @dataclass(frozen=True)
-class ChainLoop:
+class ChainLoop(NumpyStep):
     """A chain: runs of rows, each through all layers one after the other.
 
     `tile` is samples, and rows of the last layer's result along `axis`.  The rows are cut into `bands` first,
@@ -111,24 +115,32 @@ class ChainLoop:
     a part has padding, and the last one may have fewer rows.
     """
 
-    inputs: tuple[str, ...]
-    layers: tuple[ConvGeometry, ...]
-    dtypes: tuple[str, ...]  # of the layers' results
-    axis: int
+    problem: ChainProblem
+    is_fused: bool
     tile: tuple[int, int]
-    held: tuple[int, ...]
     bands: int
     threads: int
-    loops: tuple[tuple[ConvLoop, ...], ...]
-    bytes_moved: int
-    flops: int
+    held: tuple[int, ...] = ()
+    loops: tuple[tuple[ConvLoop, ...], ...] = ()
+
+    @cached_property
+    def layers(self) -> tuple[ConvGeometry, ...]:
+        return tuple(layer.geometry for layer in self.problem.layers)
+
+    @cached_property
+    def axis(self) -> int:
+        return _axis(self.problem.layers[-1].geometry)
 
     @property
+    def bytes_moved(self) -> int:
+        return self.problem.minimal_bytes + (0 if self.is_fused else 2 * self.problem.intermediate_bytes)
+
+    @cached_property
     def sample_ranges(self) -> list[range]:
         """The samples of each tile."""
         return ranges_of(self.layers[-1].batch, self.tile[0])
 
-    @property
+    @cached_property
     def row_ranges(self) -> list[range]:
         """The rows of each band."""
         rows = self.layers[-1].out_size[self.axis]
@@ -146,33 +158,42 @@ class ChainLoop:
         ]
         return "\n".join(lines)
 
-    @property
-    def shape_of_work(self) -> object:
-        return self
+    @cached_property
+    def _kept(self) -> dict[tuple[int, range], list[tuple[Part, ...]]]:
+        """The tiles of bands that have few."""
+        bands = product({len(samples) for samples in self.sample_ranges}, self.row_ranges)
+        return {band: list(self._tiles(*band)) for band in bands if len(band[1]) <= _KEPT_TILES * self.tile[1]}
 
-    def executable(self) -> Callable[[Mapping[str, Any]], None]:
-        """What runs the chain on arguments and result by name."""
-        return ChainConvolution(self).run
+    def tiles(self, samples: int, rows: range) -> Iterable[tuple[Part, ...]]:
+        """The tiles of a band, in order: a part of each layer."""
+        return self._kept.get((samples, rows)) or self._tiles(samples, rows)
+
+    def _tiles(self, samples: int, rows: range) -> Iterator[tuple[Part, ...]]:
+        by_geometry = [{part.geometry: part for part in loops} for loops in self.loops]
+        for tile in tiles(self.layers, self.axis, samples, rows, self.tile[1]):
+            yield tuple((piece, loops.get(piece.geometry)) for piece, loops in zip(tile, by_geometry))
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        chain = _Run(self, arrays)
+        bands = list(product(self.sample_ranges, self.row_ranges))
+        for _ in in_threads(self.threads, lambda band: chain.finish(*band), bands):
+            pass
 
 
 def plan_chain(problem: ChainProblem) -> Plan:
     """The plan of a chain; ValueError where ``fuse=True`` and nothing can be fused, or nothing fits the limit."""
     problem = replace(problem, layers=(without_empty_inputs(problem.layers[0]), *problem.layers[1:]))
     if problem.layers[-1].out.nbytes == 0:
-        return _plan(problem, "unfused", "the result is empty", (), {})
+        return _plan(problem, "unfused", "the result is empty")
     plan, rejected = _choose(problem)
     return replace(plan, rejected=rejected)
 
 
 def _plan(
-    problem: ChainProblem, method: str, reason: str, steps: tuple[ChainLoop, ...], sizes: Mapping[str, int]
+    problem: ChainProblem, method: str, reason: str, steps: Sequence[ChainLoop] = (), sizes: Mapping[str, int] = {}
 ) -> Plan:
     notes = tuple(dict.fromkeys(note for layer in problem.layers for note in layer.notes))
-    return problem.planned(
-        steps, method=method, reason=reason, notes=notes, bytes_moved=sum(step.bytes_moved for step in steps),
-        bound=problem.host.bound(problem.flops, problem.minimal_bytes),
-        workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items() if nbytes),
-    )  # fmt: skip
+    return problem.planned(steps, sizes, method=method, reason=reason, notes=notes)
 
 
 def _choose(problem: ChainProblem) -> tuple[Plan, Rejected]:
@@ -254,11 +275,7 @@ def _tiled(problem: ChainProblem, tile: tuple[int, int], limit: int, *, is_fused
     groups, rows = -(-geometries[-1].batch // tile[0]), geometries[-1].out_size[axis]
     bands = min(-(-threads // groups), -(-rows // tile[1])) if is_fused else 1
     workers = min(threads, groups * bands) if is_fused else 1
-    loop = ChainLoop(
-        inputs=tuple(x.name for x in layers[0].xs), layers=geometries, dtypes=tuple(layer.out.dtype for layer in layers),
-        axis=axis, tile=tile, bands=bands, threads=workers, loops=(), held=(), flops=problem.flops,
-        bytes_moved=problem.minimal_bytes + (0 if is_fused else 2 * problem.intermediate_bytes),
-    )  # fmt: skip
+    loop = ChainLoop(problem, is_fused, tile, bands, workers)
     parts = [
         part
         for samples, band in product(sorted({len(samples) for samples in loop.sample_ranges}), loop.row_ranges)
@@ -348,40 +365,6 @@ def _copied(layer: ConvProblem) -> int:
 
 # --- runs -----------------------------------------------------------------------------------------------------
 
-#: Rows that a layer adds to its result, and what computes them; None where a layer has no channels.
-Part = tuple[Piece, Convolution | None]
-
-
-class ChainConvolution:
-    """What all runs of a plan have in common."""
-
-    def __init__(self, loop: ChainLoop) -> None:
-        self.plan = loop
-        #: Of every layer, what computes a part of it, by its geometry.
-        self._loops = [{part.geometry: Convolution(part) for part in loops} for loops in loop.loops]
-        self._kept: dict[tuple[int, range], list[tuple[Part, ...]]] = {}
-        for samples, rows in product({len(samples) for samples in loop.sample_ranges}, loop.row_ranges):
-            if len(rows) <= _KEPT_TILES * loop.tile[1]:
-                self._kept[samples, rows] = list(self._tiles(samples, rows))
-        self.dtypes = [dtype_from_name(name) for name in loop.dtypes]
-        self.x_dtypes = [dtype_from_name(loops[0].x_dtype) if loops else None for loops in loop.loops]
-        self.weight_dtypes = [dtype_from_name(loops[0].weight_dtype) if loops else None for loops in loop.loops]
-
-    def tiles(self, samples: int, rows: range) -> Iterable[tuple[Part, ...]]:
-        """The tiles of a band, in order: a part of each layer."""
-        return self._kept.get((samples, rows)) or self._tiles(samples, rows)
-
-    def _tiles(self, samples: int, rows: range) -> Iterator[tuple[Part, ...]]:
-        for tile in tiles(self.plan.layers, self.plan.axis, samples, rows, self.plan.tile[1]):
-            yield tuple((piece, loops.get(piece.geometry)) for piece, loops in zip(tile, self._loops))
-
-    def run(self, arrays: Mapping[str, Any]) -> None:
-        """Compute the result; arguments and result are given by name."""
-        chain = _Run(self, arrays)
-        bands = list(product(self.plan.sample_ranges, self.plan.row_ranges))
-        for _ in in_threads(self.plan.threads, lambda band: chain.finish(*band), bands):
-            pass
-
 
 class _Held:
     """Rows of an intermediate image, the first of them number `first`."""
@@ -405,27 +388,26 @@ class _Held:
 class _Run:
     """One run: its arrays, brought to five axes, and memory that the tiles of a thread share."""
 
-    def __init__(self, chain: ChainConvolution, arrays: Mapping[str, Any]) -> None:
-        self.chain, self.axis = chain, chain.plan.axis + 2
-        self.inputs = {name: five_axes(arrays[name]) for name in chain.plan.inputs}
+    def __init__(self, chain: ChainLoop, arrays: Mapping[str, Any]) -> None:
+        self.chain, self.axis = chain, chain.axis + 2
+        self.inputs = {x.name: five_axes(arrays[x.name]) for x in chain.problem.layers[0].xs}
         self.out = five_axes(arrays["out"])
         self.residuals = {
-            i: five_axes(arrays[name]) for i in range(len(chain.plan.layers)) if (name := f"residual[{i}]") in arrays
+            i: five_axes(arrays[name]) for i in range(len(chain.layers)) if (name := f"residual[{i}]") in arrays
         }
         #: What a layer's tiles have in common: its weight, as they compute with it, and its bias.
         self.common = [
             {
-                "weight": np.ascontiguousarray(arrays[f"weight[{i}]"], dtype),
+                "weight": np.ascontiguousarray(arrays[f"weight[{i}]"], loops[0].factor_dtype if loops else None),
                 **({"bias": arrays[f"bias[{i}]"]} if f"bias[{i}]" in arrays else {}),
             }
-            for i, dtype in enumerate(chain.weight_dtypes)
+            for i, loops in enumerate(chain.loops)
         ]
-        self.scratch = {dtype: Scratch(dtype, rounds=2) for dtype in chain.x_dtypes if dtype is not None}
+        self.scratch = {loops[0].x_dtype: Scratch(loops[0].x_dtype, rounds=2) for loops in chain.loops if loops}
 
     def finish(self, samples: range, rows: range) -> None:
         """All tiles of a band, in order."""
-        plan = self.chain.plan
-        held = [_Held(partial(self._empty, i, len(samples), count)) for i, count in enumerate(plan.held)]
+        held = [_Held(partial(self._empty, i, len(samples), count)) for i, count in enumerate(self.chain.held)]
         for tile in self.chain.tiles(len(samples), rows):
             is_last = tile[-1][0].outputs.stop == rows.stop
             for i, (piece, _) in enumerate(tile):
@@ -463,10 +445,10 @@ class _Run:
 
     def _empty(self, i: int, samples: int, rows: int) -> np.ndarray:
         """Memory for some rows of layer `i`."""
-        geometry = self.chain.plan.layers[i]
+        geometry = self.chain.layers[i]
         size = list(geometry.out_size)
         size[self.axis - 2] = rows
-        return np.empty((samples, geometry.out_channels, *size), self.chain.dtypes[i])
+        return np.empty((samples, geometry.out_channels, *size), dtype_from_name(self.chain.problem.layers[i].dtype))
 
     def _rows(self, image: np.ndarray, first: int, count: int) -> np.ndarray:
         return image[(slice(None),) * self.axis + (slice(first, first + count),)]

@@ -14,7 +14,7 @@ from cupyconv.numpy.windows import Region, five_axes, parts_of, read, tap_region
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import Windows
 from cupyconv.problem.passes import Col2imProblem, ColumnsProblem, Im2colProblem
-from cupyconv.problem.plan import Buffer, Plan
+from cupyconv.problem.plan import Plan
 
 
 def plan_im2col(problem: Im2colProblem) -> Plan:
@@ -31,7 +31,7 @@ def plan_col2im(problem: Col2imProblem) -> Plan:
         return problem.planned([Col2im(problem)])
     channel = out.pixels * ITEMSIZE[accumulator(out.dtype)]
     channels = max(1, min(problem.windows.in_channels, (problem.limit - Plan.ALIGNMENT) // channel))
-    return problem.planned([Col2im(problem, channels)], workspace=(Buffer("sums", channels * channel),))
+    return problem.planned([Col2im(problem, channels)], {"sums": channels * channel})
 
 
 @dataclass(frozen=True)

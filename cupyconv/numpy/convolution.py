@@ -21,29 +21,43 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from math import prod
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from cupyconv.numpy.windows import Block, Blocks, BlockSize, Images, Scratch, five_axes, in_threads, largest_block
-from cupyconv.problem.activations import Activation
+from cupyconv.numpy.step import NumpyStep, block_words
+from cupyconv.numpy.windows import (
+    Block,
+    Blocks,
+    BlockSize,
+    Images,
+    Scratch,
+    columns_shape,
+    five_axes,
+    in_threads,
+    largest_block,
+    tile_shape,
+)
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides, dtype_from_name, is_complex, real_part
 from cupyconv.problem.geometry import ConvGeometry, Windows
-from cupyconv.problem.plan import Buffer, Plan
+from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import (
-    NO_PROLOGUE,
     ConvProblem,
     HostModel,
     NotApplicable,
+    ProductsProblem,
     ProductsProblemT,
     Prologue,
     TransposedProblem,
     WeightGradientProblem,
     without_empty_inputs,
 )
+
+if TYPE_CHECKING:
+    from cupyconv.numpy.prologue import Transform
 
 #: Bytes of columns a block aims at where products dominate, and where memory does.
 PRODUCT_BLOCK = 8 << 20
@@ -126,9 +140,18 @@ def _with_room(
         for way in known:
             if way.applies(problem):
                 try:
-                    return way.plan(problem, method, rejected)
+                    loops, sizes = way.loops(problem)
                 except NotApplicable as reason:
                     refusal = reason
+                    continue
+                return problem.planned(
+                    loops,
+                    sizes,
+                    method=method,
+                    rejected=rejected,
+                    reason=way.reason(problem.geometry),
+                    bytes_moved=problem.minimal_bytes * max(1, len(loops)),
+                )
         if problem.host.threads <= 1:
             raise refusal
         problem = replace(problem, machine=HostModel(problem.host.threads // 2))
@@ -137,30 +160,16 @@ def _with_room(
 # --- plans ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockLoop:
-    """A loop over blocks of a convolution, each finished while in cache; a subclass is a way to run a method.
-
-    `block` cuts the result's (sample, depth, height, width) axes: whole inner axes, part of one, single
-    steps of the outer ones, so that a block is one run of samples or of pixels.
-    """
+@dataclass(frozen=True)
+class BlockLoop(NumpyStep):
+    """A loop over blocks of a problem, each finished while in cache; a subclass is a way to run a method."""
 
     name: ClassVar[str]
-    #: What is done, where `reason` does not say more.
+    #: What is done; "{taps}" stands for those along the kernel's outermost axis.
     words: ClassVar[str]
 
-    inputs: tuple[str, ...]
+    problem: ProductsProblem
     block: BlockSize
-    blocks: int
-    threads: int
-    geometry: ConvGeometry
-    dtype: str  # of the sums
-    x_dtype: str  # of images and weight in products
-    weight_dtype: str
-    in_place: bool  # the sums are the result itself
-    bytes_moved: int
-    flops: int
-    prologue: Prologue = NO_PROLOGUE
 
     @classmethod
     @abstractmethod
@@ -169,71 +178,143 @@ class BlockLoop:
 
     @classmethod
     @abstractmethod
-    def plan(cls, problem: Any, method: str, rejected: Rejected) -> Plan:
-        """The plan; NotApplicable where its smallest block does not fit the workspace limit."""
+    def loops(cls, problem: Any) -> tuple[Sequence[Self], Mapping[str, int]]:
+        """What runs, and bytes of workspace by name; NotApplicable where the smallest block does not fit the limit."""
 
     @classmethod
     def reason(cls, geometry: ConvGeometry) -> str:
         """What is done, in words."""
-        return cls.words
+        return cls.words.format(taps=geometry.kernel[geometry.outermost])
 
     @property
-    def channel_slices(self) -> tuple[slice, ...]:
-        """The channels of the concatenation that each input is."""
-        starts = zip(self.geometry.channel_offsets, self.geometry.channels)
-        return tuple(slice(first, first + count) for first, count in starts)
+    @abstractmethod
+    def blocks(self) -> int:
+        """How many there are."""
 
-    @property
-    def rounds(self) -> int:
-        """Times that scratch memory is filled."""
-        return self.blocks
+    @cached_property
+    def threads(self) -> int:
+        return max(1, min(self.problem.host.threads, self.blocks))
 
-    def __str__(self) -> str:
-        block = " x ".join(map(str, self.block))
-        prologue = f" of {self.prologue}" if self.prologue else ""
-        sums = "the result" if self.in_place else self.dtype
-        return (
-            f"loop     {self.name}{prologue}, sums in {sums}: {self.blocks} block(s) of {block} (n, d, h, w)"
-            f" on {self.threads} thread(s)"
-        )
+    @cached_property
+    def geometry(self) -> ConvGeometry:
+        return self.problem.geometry
 
-    @property
-    def shape_of_work(self) -> object:
-        return self
+    @cached_property
+    def sums_dtype(self) -> np.dtype:
+        return dtype_from_name(accumulator(self.problem.dtype))
+
+    @cached_property
+    def x_dtype(self) -> np.dtype:
+        """Of images in products."""
+        return dtype_from_name(accumulator(self.problem.x_dtype))
+
+    @cached_property
+    def factor_dtype(self) -> np.dtype:
+        """Of what images are multiplied with."""
+        return dtype_from_name(accumulator(self.problem.factor_dtype))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConvLoop(BlockLoop):
-    """A convolution block by block; a subclass is a way to a block's sums.
+class PixelLoop(BlockLoop):
+    """A loop over blocks of samples and pixels.
 
-    A new one defines `name`, `words`, `applies`, and what stands here above "What all have in common"; its module lists
-    it in ``WAYS`` and has an entry in `METHODS`.
+    `block` cuts the (sample, depth, height, width) axes of the convolution's result: whole inner axes, part of one, single
+    steps of the outer ones, so that a block is one run of samples or of pixels.
     """
 
     #: Pixels below which a block is not cut.
     smallest: ClassVar[int] = SMALLEST_BLOCK
 
-    activation: Activation
+    problem: ConvProblem | WeightGradientProblem
 
     @classmethod
     @abstractmethod
-    def aim(cls, problem: ConvProblem) -> tuple[int, int]:
+    def aim(cls, problem: Any) -> tuple[int, int]:
         """Pixels that a block should have, and the most samples."""
 
-    @classmethod
-    def sums_are_result(cls, problem: ConvProblem, block: BlockSize) -> bool:
-        """Whether the sums of a block are computed where the result lies."""
-        return result_takes_sums(problem)
-
-    @classmethod
-    def weight_bytes(cls, problem: ConvProblem) -> int:
-        """Bytes of the weight as `arranged` makes it of a C-ordered one in the dtype of products; 0 for a view."""
-        return 0
+    @cached_property
+    @abstractmethod
+    def in_place(self) -> bool:
+        """Whether the sums are computed where the result lies."""
 
     @property
     @abstractmethod
     def workspace(self) -> int:
         """Bytes for one block."""
+
+    @cached_property
+    def part(self) -> int:
+        """Groups that are computed at a time, so that they stay in cache."""
+        return self.geometry.groups
+
+    @classmethod
+    def fitted(cls, problem: Any, fixed: int, limit: int) -> Self:
+        """Blocks of about the size aimed at, or the largest that keep within the limit beside `fixed` bytes."""
+
+        def needed(block: BlockSize) -> int:
+            return fixed + problem.host.threads * cls(problem, block).workspace
+
+        pixels, most_samples = cls.aim(problem)
+        return cls(problem, largest_block(problem.geometry, needed, limit, pixels, cls.smallest, most_samples))
+
+    @cached_property
+    def inputs(self) -> list[tuple[str, slice]]:
+        """The name of each input, and its channels of their concatenation."""
+        geometry = self.geometry
+        starts = zip(self.problem.xs, geometry.channel_offsets, geometry.channels)
+        return [(x.name, slice(first, first + count)) for x, first, count in starts]
+
+    @cached_property
+    def blocks(self) -> int:
+        axes = (self.geometry.batch, *self.geometry.out_size)
+        is_empty = 0 in axes or self.geometry.out_channels == 0
+        return 0 if is_empty else prod(-(-extent // part) for extent, part in zip(axes, self.block))
+
+    @cached_property
+    def rounds(self) -> int:
+        """Times that scratch memory is filled."""
+        return self.blocks * -(-self.geometry.groups // self.part)
+
+    @cached_property
+    def each_block(self) -> Blocks:
+        return Blocks(self.geometry, self.block, self.x_dtype.itemsize)
+
+    @cached_property
+    def transform_of(self) -> Callable[[Mapping[str, Any]], Transform] | None:
+        if not self.problem.prologue:
+            return None
+        from cupyconv.numpy.prologue import transform_of  # imported for those that have one
+
+        return partial(transform_of, self.problem.prologue, dtype=self.x_dtype)
+
+    def images(self, arrays: Mapping[str, Any], scratch: Scratch) -> Images:
+        """The inputs of a run."""
+        transform = self.transform_of(arrays) if self.transform_of else None
+        return Images([(five_axes(arrays[name]), channels) for name, channels in self.inputs], scratch, transform)
+
+    def __str__(self) -> str:
+        prologue = f" of {self.problem.prologue}" if self.problem.prologue else ""
+        sums = "the result" if self.in_place else self.sums_dtype
+        blocks = block_words(self.blocks, self.block, "n, d, h, w", self.threads)
+        return f"loop     {self.name}{prologue}, sums in {sums}: {blocks}"
+
+
+class ConvLoop(PixelLoop):
+    """A convolution block by block; a subclass is a way to a block's sums.
+
+    A new one defines `name`, `words`, `applies`, `aim`, `workspace`, and what stands here above "What all have in common";
+    its module lists it in ``WAYS`` and has an entry in `METHODS`.
+    """
+
+    problem: ConvProblem
+
+    @cached_property
+    def in_place(self) -> bool:
+        return result_takes_sums(self.problem)
+
+    @classmethod
+    def weight_bytes(cls, problem: ConvProblem) -> int:
+        """Bytes of the weight as `arranged` makes it of a C-ordered one in the dtype of products; 0 for a view."""
+        return 0
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
         """The weight, (groups, outputs per group, K_g), as `sums` takes it."""
@@ -248,7 +329,8 @@ class ConvLoop(BlockLoop):
     @property
     def sums_bytes(self) -> int:
         """Bytes of a block's sums, unless they are the result, and of the temporary an activation takes."""
-        return prod(self.block) * sums_per_pixel(self.geometry, self.dtype, self.in_place, self.activation)
+        arrays = int(bool(self.problem.activation)) if self.in_place else 2
+        return arrays * prod(self.block) * sums_per_pixel(self.problem)
 
     @property
     def tile_bytes(self) -> int:
@@ -256,61 +338,39 @@ class ConvLoop(BlockLoop):
         return 0
 
     @classmethod
-    def of(cls, problem: ConvProblem, block: BlockSize, **own: Any) -> Self:
-        """The loop over blocks of this size."""
-        geometry = problem.geometry
-        axes = (geometry.batch, *geometry.out_size)
-        is_empty = 0 in axes or geometry.out_channels == 0
-        blocks = 0 if is_empty else prod(-(-extent // part) for extent, part in zip(axes, block))
-        return cls(
-            inputs=tuple(x.name for x in problem.xs), block=block, blocks=blocks,
-            threads=max(1, min(problem.host.threads, blocks)), geometry=geometry, dtype=accumulator(problem.out.dtype),
-            x_dtype=accumulator(problem.x_dtype), weight_dtype=accumulator(problem.weight_dtype),
-            activation=problem.activation, in_place=cls.sums_are_result(problem, block), prologue=problem.prologue,
-            bytes_moved=problem.minimal_bytes, flops=problem.flops, **own,
-        )  # fmt: skip
+    def loops(cls, problem: ConvProblem) -> tuple[Sequence[Self], Mapping[str, int]]:
+        copied = weight_copy(problem)
+        weight = copied + cls.weight_bytes(problem)
+        loop = cls.fitted(problem, weight + 2 * Plan.ALIGNMENT, problem.limit_with(copied))
+        return [loop] if loop.blocks else [], {"weight": weight, "blocks": loop.threads * loop.workspace}
 
-    @classmethod
-    def fitted(cls, problem: ConvProblem) -> Self:
-        """The loop over blocks of about the size aimed at, or the largest that keep within the workspace limit."""
-        threads, weight = problem.host.threads, weight_copy(problem)
-        fixed = weight + cls.weight_bytes(problem) + 2 * Plan.ALIGNMENT
+    @cached_property
+    def weight_shape(self) -> tuple[int, ...]:
+        return self.geometry.groups, self.geometry.group_outputs, self.geometry.reduction
 
-        def needed(block: BlockSize) -> int:
-            return fixed + threads * cls.of(problem, block).workspace
+    @cached_property
+    def products_are_result(self) -> bool:
+        """Whether there is nothing to do to the sums, but for what arrays are given."""
+        return self.in_place and not self.problem.activation
 
-        pixels, most_samples = cls.aim(problem)
-        limit = problem.limit_with(weight)
-        return cls.of(problem, largest_block(problem.geometry, needed, limit, pixels, cls.smallest, most_samples))
+    @cached_property
+    def fresh(self) -> Scratch | None:
+        """Scratch memory that serves all runs: where it is filled once, nothing is kept in it."""
+        return Scratch(self.x_dtype, 1) if self.rounds <= 1 else None
 
-    @classmethod
-    def plan(cls, problem: ConvProblem, method: str, rejected: Rejected) -> Plan:
-        loop = cls.fitted(problem)
-        weight = weight_copy(problem) + cls.weight_bytes(problem)
-        return plan_of(
-            problem, (loop,) if loop.blocks else (), {"weight": weight, "blocks": loop.threads * loop.workspace},
-            method=method, problem=str(problem.geometry), result=problem.result, rejected=rejected,
-            reason=cls.reason(problem.geometry),
-        )  # fmt: skip
+    @cached_property
+    def activate(self) -> Callable[[np.ndarray], None] | None:
+        if not self.problem.activation:
+            return None
+        from cupyconv.numpy.activations import activate
 
-    def executable(self) -> Callable[[Mapping[str, Any]], None]:
-        """What runs the loop on arguments and result by name."""
-        return Convolution(self).run
+        return partial(activate, activation=self.problem.activation)
 
-
-def plan_of(
-    computed: ConvProblem | TransposedProblem | WeightGradientProblem,
-    steps: Sequence[BlockLoop],
-    sizes: Mapping[str, int],
-    **words: Any,
-) -> Plan:
-    """The plan of these steps, each of which goes through all arrays, with workspace of these sizes."""
-    nbytes = computed.minimal_bytes
-    return Plan(
-        backend="numpy", device=str(computed.machine), steps=tuple(steps), flops=computed.flops, minimal_bytes=nbytes,
-        bytes_moved=nbytes * max(1, len(steps)), notes=computed.notes, bound=computed.host.bound(computed.flops, nbytes),
-        workspace=tuple(Buffer(name, size) for name, size in sizes.items() if size and steps), **words,
-    )  # fmt: skip
+    def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None) -> None:
+        """Compute the result; arguments and result are given by name, and memory that other loops use too."""
+        scratch = scratch or self.fresh or Scratch(self.x_dtype, self.rounds)
+        for _ in in_threads(self.threads, Run(self, arrays, scratch).finish, self.each_block):
+            pass
 
 
 def temporaries(geometry: Windows, prologue: Prologue) -> int:
@@ -318,15 +378,34 @@ def temporaries(geometry: Windows, prologue: Prologue) -> int:
     return (geometry.padding_mode != "constant") + bool(prologue.activation)
 
 
-def sums_per_pixel(geometry: ConvGeometry, dtype: str, in_place: bool = False, activation: object = None) -> int:
-    """Bytes of a pixel's sums, twice unless they are the result, and of the temporary an activation takes."""
-    arrays = int(bool(activation)) if in_place else 2
-    return arrays * geometry.out_channels * ITEMSIZE[accumulator(dtype)]
+def sums_per_pixel(problem: ConvProblem) -> int:
+    """Bytes of a pixel's sums."""
+    return problem.geometry.out_channels * ITEMSIZE[accumulator(problem.dtype)]
 
 
-def is_one_kind(problem: ConvProblem) -> bool:
-    """Whether both factors are real, or both complex."""
-    return is_complex(problem.x_dtype) == is_complex(problem.weight_dtype)
+def one_tap_bytes(problem: ConvProblem | WeightGradientProblem, block: BlockSize, item: int) -> int:
+    """Bytes of what one tap reads for a block."""
+    geometry = problem.geometry
+    return geometry.in_channels * prod(block) * item * (1 + temporaries(geometry, problem.prologue))
+
+
+def columns_bytes(problem: ConvProblem | WeightGradientProblem, block: BlockSize, item: int) -> int:
+    """Bytes of a block's columns, and of the tile that they are copied from."""
+    geometry = problem.geometry
+    columns, has_tile = prod(columns_shape(geometry, block)), geometry.taps > 1
+    read = prod(tile_shape(geometry, geometry.in_channels, block)) if has_tile else columns
+    return (columns + read * (has_tile + temporaries(geometry, problem.prologue))) * item
+
+
+def inputs_are_columns(problem: ConvProblem | WeightGradientProblem) -> bool:
+    """Whether products read the inputs where they lie: a kernel of one tap, and pixels or channels side by side."""
+    geometry = problem.geometry
+    return (
+        geometry.is_pointwise
+        and geometry.pixels >= LONE_PIXELS
+        and not problem.prologue
+        and all(x.dtype == accumulator(problem.x_dtype) and is_matrix(x) for x in problem.xs)
+    )
 
 
 def result_takes_sums(problem: ConvProblem) -> bool:
@@ -334,7 +413,7 @@ def result_takes_sums(problem: ConvProblem) -> bool:
     return (
         problem.out.dtype == accumulator(problem.out.dtype)
         and problem.residual is None
-        and is_one_kind(problem)
+        and problem.is_one_kind
         and problem.out.pixel_stride == 1
         and is_matrix(problem.out)
     )
@@ -349,13 +428,13 @@ def is_matrix(image: Operand) -> bool:
     return by_channel or (image.stride_c == 1 and pixel_stride >= channels)
 
 
-def weight_copy(problem: ConvProblem) -> int:
+def weight_copy(problem: ConvProblem | TransposedProblem) -> int:
     """Bytes of the weight where it must be copied: another dtype, another order, or parts taken apart."""
     weight = problem.weight
     as_it_lies = (
         weight.dtype == accumulator(problem.weight_dtype)
         and weight.strides == c_strides(weight.shape)
-        and not (is_complex(problem.weight_dtype) and not is_complex(problem.x_dtype))
+        and not problem.factor_alone_is_complex
     )
     return 0 if as_it_lies else copy_bytes(weight, problem.weight_dtype)
 
@@ -368,67 +447,29 @@ def copy_bytes(weight: Operand, dtype: str) -> int:
 # --- runs -----------------------------------------------------------------------------------------------------
 
 
-class Convolution:
-    """What all runs of a loop have in common."""
-
-    def __init__(self, loop: ConvLoop) -> None:
-        geometry = loop.geometry
-        self.loop, self.geometry = loop, geometry
-        self.sums_dtype = dtype_from_name(loop.dtype)
-        self.x_dtype, self.weight_dtype = dtype_from_name(loop.x_dtype), dtype_from_name(loop.weight_dtype)
-        #: Where one factor alone is complex, its parts are taken as twice as many real pixels or outputs.
-        self.parts_as_pixels = is_complex(loop.x_dtype) and not is_complex(loop.weight_dtype)
-        self.parts_as_outputs = is_complex(loop.weight_dtype) and not is_complex(loop.x_dtype)
-        self.channels = loop.channel_slices
-        self.matrix_shape = geometry.groups, geometry.group_outputs, geometry.reduction
-        self.has_epilogue = not loop.in_place or bool(loop.activation)
-        self.blocks = Blocks(geometry, loop.block, self.x_dtype.itemsize)
-        #: Where scratch memory is filled once nothing is kept in it, so it serves all runs.
-        self.scratch = Scratch(self.x_dtype, 1) if loop.rounds <= 1 else None
-        self.activate: Callable[[np.ndarray], None] | None = None
-        self.transform_of: Callable[[Mapping[str, Any]], Any] | None = None
-        # These two are imported for those that have them.
-        if loop.activation:
-            from cupyconv.numpy.activations import activate
-
-            self.activate = partial(activate, activation=loop.activation)
-        if loop.prologue:
-            from cupyconv.numpy.prologue import transform_of
-
-            self.transform_of = partial(transform_of, loop.prologue, dtype=self.x_dtype)
-
-    def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None) -> None:
-        """Compute the result; arguments and result are given by name, and memory that other loops use too."""
-        scratch = scratch or self.scratch or Scratch(self.x_dtype, self.loop.rounds)
-        for _ in in_threads(self.loop.threads, Run(self, arrays, scratch).finish, self.blocks):
-            pass
-
-
 class Run:
     """One run: its arrays, brought to five axes, and what its blocks share."""
 
-    def __init__(self, convolution: Convolution, arrays: Mapping[str, Any], scratch: Scratch) -> None:
-        self.convolution, self.geometry, loop = convolution, convolution.geometry, convolution.loop
-        inputs = [(five_axes(arrays[name]), channels) for name, channels in zip(loop.inputs, convolution.channels)]
-        transform = convolution.transform_of(arrays) if convolution.transform_of else None
-        self.images = Images(inputs, scratch, transform)
-        self.products = convolution.scratch or Scratch(convolution.sums_dtype, loop.rounds)
+    def __init__(self, loop: ConvLoop, arrays: Mapping[str, Any], scratch: Scratch) -> None:
+        self.loop, self.geometry = loop, loop.geometry
+        self.images = loop.images(arrays, scratch)
+        self.products = loop.fresh or Scratch(loop.sums_dtype, loop.rounds)
         self.out = five_axes(arrays["out"])
         self.pre = five_axes(arrays["pre"]) if "pre" in arrays else None
         self.residual = five_axes(arrays["residual"]) if "residual" in arrays else None
         self.bias = None
         if "bias" in arrays:
-            bias = arrays["bias"].astype(self.out.dtype, copy=False).astype(convolution.sums_dtype, copy=False)
+            bias = arrays["bias"].astype(self.out.dtype, copy=False).astype(loop.sums_dtype, copy=False)
             self.bias = bias[:, None, None, None]
-        matrix = arrays["weight"].reshape(convolution.matrix_shape)
-        if matrix.dtype != convolution.weight_dtype:
-            matrix = matrix.astype(convolution.weight_dtype)
+        matrix = arrays["weight"].reshape(loop.weight_shape)
+        if matrix.dtype != loop.factor_dtype:
+            matrix = matrix.astype(loop.factor_dtype)
         self.weight = loop.arranged(matrix)
-        self._products_are_result = not convolution.has_epilogue and self.bias is None and self.residual is None
+        self._products_are_result = loop.products_are_result and self.bias is None and self.residual is None
 
     def finish(self, block: Block) -> None:
         """Compute a block of the result."""
-        sums = self.convolution.loop.sums(self, block)
+        sums = self.loop.sums(self, block)
         if not self._products_are_result:
             self.store(block, sums)
 
@@ -443,7 +484,7 @@ class Run:
             sums += residual if residual.dtype == self.out.dtype else residual.astype(self.out.dtype)
         if self.pre is not None:
             block.of(self.pre)[...] = sums
-        if self.convolution.activate:
-            self.convolution.activate(sums)
-        if not self.convolution.loop.in_place:
+        if self.loop.activate:
+            self.loop.activate(sums)
+        if not self.loop.in_place:
             block.of(self.out)[...] = sums

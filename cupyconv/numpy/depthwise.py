@@ -7,19 +7,20 @@ lies between the rows of pixels is computed in vain.  At strides, taps share col
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from math import prod
 
 import numpy as np
 
-from cupyconv.numpy.convolution import LONE_PIXELS, MEMORY_BLOCK, Run, is_one_kind, temporaries
-from cupyconv.numpy.mec import GroupsLoop, MecLoop, mec_columns
-from cupyconv.numpy.windows import Block, BlockSize, Images, parts_of, tile_shape
+from cupyconv.numpy.convolution import LONE_PIXELS, MEMORY_BLOCK, ConvLoop, Run, temporaries
+from cupyconv.numpy.mec import MecLoop, mec_columns
+from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry, even_part
-from cupyconv.problem.problems import ConvProblem, Prologue
+from cupyconv.problem.problems import ConvProblem
 
 
-class ScaledRuns(GroupsLoop):
+class ScaledRuns(ConvLoop):
     """A tap's run of the tile times a number; what lies between rows is left out."""
 
     name = "scaled runs"
@@ -27,7 +28,7 @@ class ScaledRuns(GroupsLoop):
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
-        return problem.geometry.is_depthwise and is_one_kind(problem) and problem.geometry.stride == (1, 1, 1)
+        return problem.geometry.is_depthwise and problem.is_one_kind and problem.geometry.stride == (1, 1, 1)
 
     @classmethod
     def aim(cls, problem: ConvProblem) -> tuple[int, int]:
@@ -35,14 +36,19 @@ class ScaledRuns(GroupsLoop):
         per_pixel = (1 + geometry.group_outputs) * ITEMSIZE[accumulator(problem.x_dtype)]
         return MEMORY_BLOCK // per_pixel, 1 if geometry.pixels >= LONE_PIXELS else geometry.batch
 
-    @classmethod
-    def groups_in_cache(cls, problem: ConvProblem, block: BlockSize) -> int:
-        needed = _run_bytes(problem.geometry, block, accumulator(problem.x_dtype), problem.prologue)
-        return even_part(problem.geometry.groups, MEMORY_BLOCK // (needed or 1))
+    @cached_property
+    def part(self) -> int:
+        return even_part(self.geometry.groups, MEMORY_BLOCK // (self._group_bytes or 1))
 
     @property
     def workspace(self) -> int:
-        return self.part * _run_bytes(self.geometry, self.block, self.x_dtype, self.prologue) + self.sums_bytes
+        return self.part * self._group_bytes + self.sums_bytes
+
+    @property
+    def _group_bytes(self) -> int:
+        """Bytes of a group's tile, of the sums of its runs, and of what fills borders."""
+        copies = 1 + self.geometry.group_outputs + temporaries(self.geometry, self.problem.prologue)
+        return copies * prod(tile_shape(self.geometry, 1, self.block)) * self.x_dtype.itemsize
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
         return weight.reshape(*weight.shape[:2], *self.geometry.kernel)
@@ -52,7 +58,7 @@ class ScaledRuns(GroupsLoop):
         if self.in_place:
             sums = block.of(run.out).swapaxes(0, 1).reshape(block.sums_shape)
         else:
-            sums = np.empty(block.sums_shape, run.convolution.sums_dtype)
+            sums = np.empty(block.sums_shape, self.sums_dtype)
         for groups in parts_of(geometry.groups, self.part):
             runs, pixels = _runs(run.images.some(groups), block)
             shape = (len(runs), geometry.group_outputs, runs.shape[-1])
@@ -62,12 +68,6 @@ class ScaledRuns(GroupsLoop):
             if not is_row:
                 sums[groups] = pixels(products)
         return sums
-
-
-def _run_bytes(geometry: ConvGeometry, block: BlockSize, dtype: str, prologue: Prologue) -> int:
-    """Bytes of a group's tile, of the sums of its runs, and of what fills borders."""
-    copies = 1 + geometry.group_outputs + temporaries(geometry, prologue)
-    return copies * prod(tile_shape(geometry, 1, block)) * ITEMSIZE[dtype]
 
 
 def _runs(images: Images, block: Block) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
@@ -92,15 +92,15 @@ class ScaledTaps(MecLoop):
     """Columns that taps share, times a number per channel and tap."""
 
     name = "scaled taps"
+    words = "columns that {taps} taps share, scaled"
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
-        return problem.geometry.is_depthwise and is_one_kind(problem) and problem.geometry.stride != (1, 1, 1)
+        return problem.geometry.is_depthwise and problem.is_one_kind and problem.geometry.stride != (1, 1, 1)
 
     @classmethod
     def reason(cls, geometry: ConvGeometry) -> str:
-        taps = geometry.kernel[geometry.outermost]
-        return f"columns that {taps} taps share, scaled" if taps > 1 else "each element scaled"
+        return super().reason(geometry) if geometry.kernel[geometry.outermost] > 1 else "each element scaled"
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
         return weight.reshape(*weight.shape[:2], self.geometry.kernel[self.geometry.outermost], -1)

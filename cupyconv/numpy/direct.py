@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from math import prod
+from functools import cached_property
 
 import numpy as np
 
-from cupyconv.numpy.convolution import MEMORY_BLOCK, ConvLoop, Run, sums_per_pixel, temporaries
+from cupyconv.numpy.convolution import MEMORY_BLOCK, ConvLoop, Run, one_tap_bytes, sums_per_pixel
 from cupyconv.numpy.depthwise import ScaledRuns, ScaledTaps
 from cupyconv.numpy.gemm import product, with_parts
-from cupyconv.numpy.windows import Block, BlockSize
+from cupyconv.numpy.windows import Block
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.problems import ConvProblem
 
@@ -29,18 +29,17 @@ class TapByTap(ConvLoop):
     def aim(cls, problem: ConvProblem) -> tuple[int, int]:
         geometry = problem.geometry
         per_pixel = geometry.in_channels * ITEMSIZE[accumulator(problem.x_dtype)]
-        per_pixel += sums_per_pixel(geometry, problem.out.dtype)
+        per_pixel += 2 * sums_per_pixel(problem)
         return MEMORY_BLOCK // (per_pixel or 1), geometry.batch
 
-    @classmethod
-    def sums_are_result(cls, problem: ConvProblem, block: BlockSize) -> bool:
+    @cached_property
+    def in_place(self) -> bool:
         return False
 
     @property
     def workspace(self) -> int:
         """Beside the sums: one tap's products and columns."""
-        columns = self.geometry.in_channels * prod(self.block) * ITEMSIZE[self.x_dtype]
-        return columns * (1 + temporaries(self.geometry, self.prologue)) + 2 * self.sums_bytes
+        return one_tap_bytes(self.problem, self.block, self.x_dtype.itemsize) + 2 * self.sums_bytes
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
         """The matrix of each tap: (taps, groups, outputs per group, channels)."""
@@ -48,7 +47,7 @@ class TapByTap(ConvLoop):
         return np.moveaxis(weight.reshape(*weight.shape[:2], self.geometry.group_channels, self.geometry.taps), 3, 0)
 
     def sums(self, run: Run, block: Block) -> np.ndarray:
-        sums = np.zeros(block.sums_shape, run.convolution.sums_dtype)
+        sums = np.zeros(block.sums_shape, self.sums_dtype)
         columns = run.images.scratch.array("columns", (self.geometry.in_channels, *block.size))
         for weight, regions in zip(run.weight, block.taps):
             run.images.read(regions, block, columns)

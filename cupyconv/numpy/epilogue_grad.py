@@ -19,7 +19,7 @@ from cupyconv.numpy.windows import five_axes, in_threads
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, dtype_from_name
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.passes import ElementwiseGradProblem, EpilogueGradProblem
-from cupyconv.problem.plan import Buffer, Plan
+from cupyconv.problem.plan import Plan
 
 #: Elements of a block: gradient, saved values and the product of both stay in a core's L2 cache.
 BLOCK_ELEMENTS = 1 << 16
@@ -93,8 +93,7 @@ def plan_in_blocks(problem: ElementwiseGradProblem, step: type[ElementwiseStep])
     elements = max(1, min(BLOCK_ELEMENTS, problem.limit // (bytes_per_element * at_once)))
     block = _block_of(problem.images[-1], elements)
     threads = max(1, min(at_once, prod(-(-extent // part) for extent, part in zip(grad.shape, block))))
-    workspace = Buffer("blocks", threads * prod(block) * bytes_per_element)
-    return problem.planned([step(problem, block, threads)], workspace=(workspace,))
+    return problem.planned([step(problem, block, threads)], {"blocks": threads * prod(block) * bytes_per_element})
 
 
 def _block_of(operand: Operand, elements: int) -> tuple[int, ...]:

@@ -8,42 +8,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from cupyconv.numpy.convolution import ConvLoop, Convolution, plan_conv
+from cupyconv.numpy.convolution import ConvLoop, plan_conv
+from cupyconv.numpy.step import NumpyStep
 from cupyconv.numpy.windows import five_axes
 from cupyconv.problem.arrays import c_strides
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Buffer, Plan
-from cupyconv.problem.polyphase import class_problem, is_reached, residue_classes
+from cupyconv.problem.polyphase import AxisClass, class_problem, is_reached, residue_classes
 from cupyconv.problem.problems import NotApplicable, TransposedProblem
 
 #: Convolutions that a result may fall apart into to be gathered: stride 2 along three axes.
 MOST_PARTS = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class GatheredLoop:
-    """A part of a transposed convolution's result as the convolution that it is.
+@dataclass(frozen=True)
+class GatheredLoop(NumpyStep):
+    """A part of a transposed convolution's result as the convolution that it is: a residue class along each axis.
 
-    Along each axis the part is every ``written[1]``-th element from ``written[0]`` on, and `read` begins and ends
-    what is read of x.  The weight is that of these channels, has `taps` of each axis, in the order in which they meet x,
-    and outputs and channels of each group exchanged.
+    Its weight is that of the channels from `first_channel` of the concatenated results on, has the classes' taps, and
+    outputs and channels of each group exchanged.
     """
 
+    problem: TransposedProblem
     convolution: ConvLoop
     output: str
-    first_channel: int  # of the concatenated results
-    conjugate: bool
-    taps: tuple[range, ...]
-    read: tuple[tuple[int, int], ...]
-    written: tuple[tuple[int, int], ...]
+    first_channel: int
+    classes: tuple[AxisClass, ...]
 
     @property
     def flops(self) -> int:
@@ -53,20 +52,52 @@ class GatheredLoop:
     def bytes_moved(self) -> int:
         return self.convolution.bytes_moved
 
-    @property
-    def shape_of_work(self) -> object:
-        return self
-
     def __str__(self) -> str:
-        taps, steps = (
-            " x ".join(map(str, along)) for along in (map(len, self.taps), (step for _, step in self.written))
-        )
-        every = f", every {steps}" if max(step for _, step in self.written) > 1 else ""
+        taps = " x ".join(str(len(axis.taps) * is_reached(self.classes)) for axis in self.classes)
+        stride = self.problem.geometry.stride
+        every = f", every {' x '.join(map(str, stride))}" if max(stride) > 1 else ""
         return f"{self.convolution}, gathered from {taps} taps{every}"
 
-    def executable(self) -> Callable[[Mapping[str, Any]], None]:
-        """What runs the loop on arguments and result by name."""
-        return GatheredConvolution(self).run
+    @cached_property
+    def _read(self) -> Any:
+        return tuple(slice(max(0, -axis.before), min(0, axis.after) or None) for axis in self.classes)
+
+    @cached_property
+    def _written(self) -> Any:
+        return tuple(slice(axis.first, None, step) for axis, step in zip(self.classes, self.problem.geometry.stride))
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        geometry = self.convolution.geometry
+        parts = {"weight": self._weight(arrays["weight"])}
+        for name, _ in self.convolution.inputs:
+            x = arrays[name]
+            is_read = geometry.in_channels > 0
+            parts[name] = (
+                five_axes(x)[(..., *self._read)] if is_read else np.empty((geometry.batch, 0, *geometry.size), x.dtype)
+            )
+        for name, target in ((self.output, "out"), ("pre", "pre")):
+            if name in arrays:
+                parts[target] = five_axes(arrays[name])[(..., *self._written)]
+        if "bias" in arrays:
+            parts["bias"] = arrays["bias"]
+        self.convolution.run(parts)
+
+    def _weight(self, weight: np.ndarray) -> np.ndarray:
+        """The taps of the part: a copy, or an array of no elements where no tap reaches it."""
+        geometry = self.convolution.geometry
+        if geometry.reduction == 0:
+            return np.empty((geometry.out_channels, 0, *geometry.kernel), weight.dtype)
+        reversed_taps: Any = tuple(
+            slice(t.start, t.stop if t.stop >= 0 else None, t.step) for t in (axis.taps for axis in self.classes)
+        )
+        own = slice(self.first_channel, self.first_channel + geometry.out_channels // geometry.groups)
+        taken = five_axes(weight)[(slice(None), own, *reversed_taps)]
+        # (groups, channels of the result, of x, taps)
+        grouped = taken.reshape(geometry.groups, geometry.group_channels, geometry.group_outputs, *geometry.kernel)
+        exchanged = np.array(grouped.swapaxes(1, 2), order="C")
+        if self.problem.conjugate:
+            np.conjugate(exchanged, out=exchanged)
+        return exchanged.reshape(geometry.out_channels, geometry.group_channels, *geometry.kernel)
 
 
 def plan_gathered(problem: TransposedProblem) -> Plan:
@@ -86,17 +117,9 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
         part = class_problem(replace(problem, workspace_limit=problem.limit_with(weight) - weight), one, out, own)
         plan = plan_conv(replace(part, method=problem.method if is_reached(one) else "auto"))
         plans.append(plan)
-        read = tuple(
-            (max(0, -axis.before), extent - max(0, -axis.after)) if is_reached(one) else (0, extent)
-            for axis, extent in zip(one, geometry.out_size)
-        )
-        for loop in plan.steps:
-            assert isinstance(loop, ConvLoop)
-            gathered = GatheredLoop(
-                convolution=loop, output=out.name, first_channel=first, conjugate=problem.conjugate, taps=tuple(taps),
-                read=read, written=tuple((axis.first, step) for axis, step in zip(one, geometry.stride)),
-            )  # fmt: skip
-            steps.append(gathered)
+        steps += [
+            GatheredLoop(problem, loop, out.name, first, one) for loop in plan.steps if isinstance(loop, ConvLoop)
+        ]
     largest = max(plans, key=lambda plan: plan.flops)
     sizes = {"weight": weight, "blocks": max(plan.workspace_bytes for plan in plans)}
     return replace(
@@ -112,45 +135,3 @@ def _reads_less(geometry: ConvGeometry, parts: int) -> bool:
     if geometry.groups > 1:
         return parts <= MOST_PARTS
     return parts == 1 and geometry.taps > 1 and 0 < geometry.out_channels <= min(geometry.channels, default=0)
-
-
-class GatheredConvolution:
-    """What all runs of a loop have in common."""
-
-    def __init__(self, loop: GatheredLoop) -> None:
-        self.loop, self.geometry = loop, loop.convolution.geometry
-        self._convolution = Convolution(loop.convolution)
-        self._read: Any = tuple(slice(begin, end) for begin, end in loop.read)
-        self._written: Any = tuple(slice(first, None, step) for first, step in loop.written)
-
-    def run(self, arrays: Mapping[str, Any]) -> None:
-        """Compute the part; arguments and results are given by name."""
-        geometry = self.geometry
-        parts = {"weight": self._weight(arrays["weight"])}
-        for name in self.loop.convolution.inputs:
-            x = arrays[name]
-            is_read = geometry.in_channels > 0
-            parts[name] = (
-                five_axes(x)[(..., *self._read)] if is_read else np.empty((geometry.batch, 0, *geometry.size), x.dtype)
-            )
-        for name, target in ((self.loop.output, "out"), ("pre", "pre")):
-            if name in arrays:
-                parts[target] = five_axes(arrays[name])[(..., *self._written)]
-        if "bias" in arrays:
-            parts["bias"] = arrays["bias"]
-        self._convolution.run(parts)
-
-    def _weight(self, weight: np.ndarray) -> np.ndarray:
-        """The taps of the part: a copy, or an array of no elements where no tap reaches it."""
-        geometry = self.geometry
-        if geometry.reduction == 0:
-            return np.empty((geometry.out_channels, 0, *geometry.kernel), weight.dtype)
-        reversed_taps: Any = tuple(slice(t.start, t.stop if t.stop >= 0 else None, t.step) for t in self.loop.taps)
-        own = slice(self.loop.first_channel, self.loop.first_channel + geometry.out_channels // geometry.groups)
-        taken = five_axes(weight)[(slice(None), own, *reversed_taps)]
-        # (groups, channels of the result, of x, taps)
-        grouped = taken.reshape(geometry.groups, geometry.group_channels, geometry.group_outputs, *geometry.kernel)
-        exchanged = np.array(grouped.swapaxes(1, 2), order="C")
-        if self.loop.conjugate:
-            np.conjugate(exchanged, out=exchanged)
-        return exchanged.reshape(geometry.out_channels, geometry.group_channels, *geometry.kernel)

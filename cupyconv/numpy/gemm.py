@@ -7,26 +7,25 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from math import prod
 from typing import Self
 
 import numpy as np
 
 from cupyconv.numpy.convolution import (
-    LONE_PIXELS,
     MEMORY_BLOCK,
     PRODUCT_BLOCK,
     ConvLoop,
     Run,
-    is_matrix,
-    is_one_kind,
+    columns_bytes,
+    inputs_are_columns,
     result_takes_sums,
     sums_per_pixel,
-    temporaries,
 )
 from cupyconv.numpy.mec import MecProducts
-from cupyconv.numpy.windows import Block, BlockSize, columns_shape, tile_shape
-from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
+from cupyconv.numpy.windows import Block, tile_shape
+from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.problems import ConvProblem
 
@@ -42,27 +41,18 @@ class View(ConvLoop):
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
-        return (
-            problem.geometry.is_pointwise
-            and len(problem.xs) == 1
-            and not problem.prologue
-            and problem.geometry.pixels >= LONE_PIXELS
-            and problem.xs[0].dtype == accumulator(problem.x_dtype)
-            and is_one_kind(problem)
-            and is_matrix(problem.xs[0])
-        )
+        return len(problem.xs) == 1 and problem.is_one_kind and inputs_are_columns(problem)
 
     @classmethod
     def aim(cls, problem: ConvProblem) -> tuple[int, int]:
-        geometry = problem.geometry
-        return _bytes_of_columns(geometry) // (sums_per_pixel(geometry, problem.out.dtype) or 1), 1
+        return _bytes_of_columns(problem.geometry) // (2 * sums_per_pixel(problem) or 1), 1
 
     @classmethod
-    def fitted(cls, problem: ConvProblem) -> Self:
+    def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
         if result_takes_sums(problem) and not (problem.bias or problem.activation):
             # One product of all samples does it all, in no memory but the result's.
-            return cls.of(problem, (problem.geometry.batch, *problem.geometry.out_size))
-        return super().fitted(problem)
+            return cls(problem, (problem.geometry.batch, *problem.geometry.out_size))
+        return super().fitted(problem, fixed, limit)
 
     @property
     def workspace(self) -> int:
@@ -93,23 +83,20 @@ class Columns(ConvLoop):
     def aim(cls, problem: ConvProblem) -> tuple[int, int]:
         geometry = problem.geometry
         per_pixel = geometry.in_channels * geometry.taps * ITEMSIZE[accumulator(problem.x_dtype)]
-        per_pixel = per_pixel or sums_per_pixel(geometry, problem.out.dtype)
+        per_pixel = per_pixel or 2 * sums_per_pixel(problem)
         return _bytes_of_columns(geometry) // (per_pixel or 1), geometry.batch
 
-    @classmethod
-    def sums_are_result(cls, problem: ConvProblem, block: BlockSize) -> bool:
-        return block[0] == 1 and super().sums_are_result(problem, block)
+    @cached_property
+    def in_place(self) -> bool:
+        return self.block[0] == 1 and result_takes_sums(self.problem)
 
     @property
     def tile_bytes(self) -> int:
-        return prod(tile_shape(self.geometry, self.geometry.in_channels, self.block)) * ITEMSIZE[self.x_dtype]
+        return prod(tile_shape(self.geometry, self.geometry.in_channels, self.block)) * self.x_dtype.itemsize
 
     @property
     def workspace(self) -> int:
-        columns = prod(columns_shape(self.geometry, self.block)) * ITEMSIZE[self.x_dtype]
-        has_tile = self.geometry.taps > 1
-        read = self.tile_bytes if has_tile else columns
-        return columns + self.sums_bytes + read * (has_tile + temporaries(self.geometry, self.prologue))
+        return columns_bytes(self.problem, self.block, self.x_dtype.itemsize) + self.sums_bytes
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
         return with_parts(self, weight)
@@ -126,22 +113,22 @@ def _bytes_of_columns(geometry: ConvGeometry) -> int:
 
 def with_parts(loop: ConvLoop, weight: np.ndarray) -> np.ndarray:
     """The weight; beside real images, a complex one's real and imaginary parts as twice as many outputs."""
-    if is_complex(loop.weight_dtype) and not is_complex(loop.x_dtype):
+    if loop.problem.factor_alone_is_complex:
         return np.concatenate([weight.real, weight.imag], axis=1)
     return weight
 
 
 def product(run: Run, weight: np.ndarray, columns: np.ndarray, block: Block) -> np.ndarray:
     """A block's sums: the weight, `with_parts`, times columns."""
-    geometry, convolution = run.geometry, run.convolution
+    geometry, loop = run.geometry, run.loop
     columns = columns.reshape(geometry.groups, weight.shape[2], block.area)
-    if convolution.parts_as_pixels:
-        sums = np.matmul(weight, columns.view(weight.dtype)).view(convolution.sums_dtype)
-    elif convolution.parts_as_outputs:
+    if loop.problem.x_alone_is_complex:  # its parts are twice as many real pixels
+        sums = np.matmul(weight, columns.view(weight.dtype)).view(loop.sums_dtype)
+    elif loop.problem.factor_alone_is_complex:
         real, imaginary = np.split(np.matmul(weight, columns), 2, axis=1)
-        sums = np.empty(real.shape, convolution.sums_dtype)
+        sums = np.empty(real.shape, loop.sums_dtype)
         sums.real, sums.imag = real, imaginary
-    elif convolution.loop.in_place:
+    elif loop.in_place:
         place = block.of(run.out).reshape(geometry.groups, geometry.group_outputs, block.area)
         sums = np.matmul(weight, columns, out=place)
     else:

@@ -12,11 +12,9 @@ they are written once for all of these taps: a fraction of all columns, and a pr
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import cached_property
 from math import gcd, prod
-from typing import Any, Self
 
 import numpy as np
 
@@ -27,14 +25,13 @@ from cupyconv.numpy.convolution import (
     ConvLoop,
     Run,
     copy_bytes,
-    is_one_kind,
     result_takes_sums,
     temporaries,
 )
 from cupyconv.numpy.windows import Block, BlockSize, Images, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry, even_part
-from cupyconv.problem.problems import ConvProblem, Prologue
+from cupyconv.problem.problems import ConvProblem, WeightGradientProblem
 
 #: Pixels per output from which a copy of the weight takes much less than its products, and pixels of a row from
 #: which columns of all taps are written as quickly as one tap's products are added to another's.
@@ -74,16 +71,17 @@ def mec_shapes(geometry: ConvGeometry, channels: int, block: BlockSize) -> Itera
         yield own, (channels, *kernel, rows_of_all, block[0], *pixels)
 
 
-def mec_bytes(geometry: ConvGeometry, block: BlockSize, item: int, prologue: Prologue) -> int:
+def mec_bytes(problem: ConvProblem | WeightGradientProblem, block: BlockSize, item: int) -> int:
     """Bytes, for one group, of the columns that a block's taps share, and of the tile they are taken from."""
+    geometry = problem.geometry
     columns = sum(prod(shape) for _, shape in mec_shapes(geometry, geometry.group_channels, block))
     tile = prod(tile_shape(geometry, geometry.group_channels, block))
-    return (columns + tile * (1 + temporaries(geometry, prologue))) * item
+    return (columns + tile * (1 + temporaries(geometry, problem.prologue))) * item
 
 
-def mec_part(geometry: ConvGeometry, block: BlockSize, item: int, prologue: Prologue) -> int:
+def mec_part(problem: ConvProblem | WeightGradientProblem, block: BlockSize, item: int) -> int:
     """Groups whose MEC columns stay in cache together."""
-    return even_part(geometry.groups, MEMORY_BLOCK // (mec_bytes(geometry, block, item, prologue) or 1))
+    return even_part(problem.geometry.groups, MEMORY_BLOCK // (mec_bytes(problem, block, item) or 1))
 
 
 def is_in_order(geometry: ConvGeometry, block: BlockSize) -> bool:
@@ -132,27 +130,7 @@ def _columns(images: Images, block: Block) -> list[tuple[slice, np.ndarray]]:
 # --- the method -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupsLoop(ConvLoop):
-    """A convolution block by block, and `part` of the groups of a block at a time, so that these stay in cache."""
-
-    part: int
-
-    @classmethod
-    @abstractmethod
-    def groups_in_cache(cls, problem: ConvProblem, block: BlockSize) -> int:
-        """Groups that stay in cache together."""
-
-    @classmethod
-    def of(cls, problem: ConvProblem, block: BlockSize, **own: Any) -> Self:
-        return super().of(problem, block, part=cls.groups_in_cache(problem, block), **own)
-
-    @property
-    def rounds(self) -> int:
-        return self.blocks * -(-self.geometry.groups // self.part)
-
-
-class MecLoop(GroupsLoop):
+class MecLoop(ConvLoop):
     """Sums of columns that taps share; subclasses are products, and for depthwise convolutions scaled elements."""
 
     @classmethod
@@ -165,25 +143,24 @@ class MecLoop(GroupsLoop):
         sums = geometry.out_channels * ITEMSIZE[accumulator(problem.out.dtype)]
         return PRODUCT_BLOCK // (max(columns, sums) or 1), 1 if is_lone else geometry.batch
 
-    @classmethod
-    def groups_in_cache(cls, problem: ConvProblem, block: BlockSize) -> int:
-        return mec_part(problem.geometry, block, ITEMSIZE[accumulator(problem.x_dtype)], problem.prologue)
+    @cached_property
+    def part(self) -> int:
+        return mec_part(self.problem, self.block, self.x_dtype.itemsize)
 
-    @classmethod
-    def sums_are_result(cls, problem: ConvProblem, block: BlockSize) -> bool:
-        in_order = block[0] == 1 and is_in_order(problem.geometry, block)
-        return in_order and super().sums_are_result(problem, block)
+    @cached_property
+    def in_place(self) -> bool:
+        return self.block[0] == 1 and is_in_order(self.geometry, self.block) and result_takes_sums(self.problem)
 
     @property
     def workspace(self) -> int:
-        columns = mec_bytes(self.geometry, self.block, ITEMSIZE[self.x_dtype], self.prologue)
-        products = self.geometry.group_outputs * prod(self.block) * ITEMSIZE[self.dtype]
+        columns = mec_bytes(self.problem, self.block, self.x_dtype.itemsize)
+        products = self.geometry.group_outputs * prod(self.block) * self.sums_dtype.itemsize
         return self.part * (columns + products) + self.sums_bytes
 
     def empty_sums(self, run: Run, block: Block) -> np.ndarray:
         """Where a block's sums go, (groups, outputs per group, pixels): the result, or memory of its own."""
         shape = (self.geometry.groups, self.geometry.group_outputs, block.area)
-        return block.of(run.out).reshape(shape) if self.in_place else np.empty(shape, run.convolution.sums_dtype)
+        return block.of(run.out).reshape(shape) if self.in_place else np.empty(shape, self.sums_dtype)
 
     def in_order(self, sums: np.ndarray, block: Block) -> np.ndarray:
         """Sums of pixels in the order of MEC columns, as a view in the order of pixels."""
@@ -196,6 +173,7 @@ class MecProducts(MecLoop):
     """A product for each tap of the kernel's outermost axis."""
 
     name = "MEC columns"
+    words = "columns that {taps} taps share, and products"
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
@@ -205,11 +183,7 @@ class MecProducts(MecLoop):
         worth_a_copy = geometry.batch * geometry.pixels >= PIXELS_PER_OUTPUT * geometry.group_outputs
         slow_columns = geometry.groups > 1 or geometry.out_size[2] < LONG_ROW
         item = ITEMSIZE[accumulator(problem.x_dtype)]
-        return worth_a_copy and slow_columns and is_one_kind(problem) and taps_share(geometry, item)
-
-    @classmethod
-    def reason(cls, geometry: ConvGeometry) -> str:
-        return f"columns that {geometry.kernel[geometry.outermost]} taps share, and products"
+        return worth_a_copy and slow_columns and problem.is_one_kind and taps_share(geometry, item)
 
     @classmethod
     def weight_bytes(cls, problem: ConvProblem) -> int:

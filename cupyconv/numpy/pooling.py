@@ -24,7 +24,7 @@ from cupyconv.numpy.windows import Scratch, axis_segments, five_axes, in_threads
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import Windows, even_part
 from cupyconv.problem.passes import PoolingGradientProblem, PoolingProblem
-from cupyconv.problem.plan import Buffer, Plan
+from cupyconv.problem.plan import Plan
 
 #: Bytes that a block touches, at most: they stay in a core's L2 cache.
 BLOCK_BYTES = 512 << 10
@@ -39,20 +39,11 @@ class NewArray(Protocol):
     def __call__(self, name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray: ...
 
 
-def plan_max_pool(problem: PoolingProblem) -> Plan:
-    """The largest element of every window."""
-    return _plan(problem, MaxPool)
-
-
-def plan_max_pool_gradient(problem: PoolingGradientProblem) -> Plan:
-    """Each window's gradient, at the element that was its largest."""
-    return _plan(problem, MaxPoolGradient)
-
-
-def _plan(problem: PoolingProblem, step: type[PoolingStep]) -> Plan:
+def plan_pooling(problem: PoolingProblem) -> Plan:
+    """The largest element of every window; or each window's gradient, at the element that was its largest."""
+    step: type[PoolingStep] = MaxPoolGradient if isinstance(problem, PoolingGradientProblem) else MaxPool
     steps = [step.of(one) for one in problem.each]
-    workspace = max((one.workspace for one in steps), default=0)
-    return problem.planned(steps, workspace=(Buffer("blocks", workspace),) if workspace else ())
+    return problem.planned(steps, {"blocks": max((one.workspace for one in steps), default=0)})
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,8 @@ class Transform:
         activate(target, self._activation)
 
 
-def transform_of(prologue: Prologue, arrays: Mapping[str, Any], dtype: np.dtype) -> Transform | None:
-    """What is done to the inputs; None where they are taken as they lie."""
-    if not prologue:
-        return None
+def transform_of(prologue: Prologue, arrays: Mapping[str, Any], dtype: np.dtype) -> Transform:
+    """What is done to the inputs."""
     scale, shift = (
         arrays[vector.name].astype(dtype, copy=False)[:, None, None, None, None] if vector else None
         for vector in (prologue.scale, prologue.shift)

@@ -26,7 +26,7 @@ from cupyconv.numpy.step import NumpyStep
 from cupyconv.numpy.windows import in_threads
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import even_part
-from cupyconv.problem.plan import Buffer, Plan
+from cupyconv.problem.plan import Plan
 from cupyconv.problem.recurrence import RecurrentProblem
 
 #: Why the other method is a GPU's.
@@ -44,13 +44,11 @@ def plan_recurrent(problem: RecurrentProblem) -> Plan:
     step, sizes = _fitting(problem)
     return problem.planned(
         () if empty else (step,),
+        sizes,
         method="step",
         reason="the inputs of many steps in one product, then step by step",
         bytes_moved=problem.minimal_bytes,
-        bound=problem.host.bound(problem.flops, problem.minimal_bytes),
         rejected=(("persistent", NO_PERSISTENT),),
-        notes=problem.notes,
-        workspace=() if empty else tuple(Buffer(name, nbytes) for name, nbytes in sizes.items() if nbytes),
     )
 
 

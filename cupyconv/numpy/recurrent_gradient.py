@@ -24,7 +24,7 @@ from cupyconv.numpy.step import NumpyStep
 from cupyconv.problem.activations import Activation, derivative_from_result
 from cupyconv.problem.arrays import ITEMSIZE, c_strides, dtype_from_name
 from cupyconv.problem.geometry import even_part
-from cupyconv.problem.plan import Buffer, Plan
+from cupyconv.problem.plan import Plan
 from cupyconv.problem.recurrence import RecurrentGradientProblem
 
 #: Arrays of (N, H) for each step of a run beside its gates' gradients: states before the steps, and what the
@@ -41,11 +41,9 @@ def plan_recurrent_gradient(problem: RecurrentGradientProblem) -> Plan:
     step, sizes = _fitting(problem)
     return problem.planned(
         (step,),
+        sizes,
         method="step",
         reason="activations and their derivatives of many steps at once, then back step by step",
-        bytes_moved=problem.minimal_bytes,
-        bound=problem.host.bound(problem.flops, problem.minimal_bytes),
-        workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items() if nbytes),
     )
 
 

@@ -25,11 +25,12 @@ bit stays the same.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -39,10 +40,9 @@ from cupyconv.numpy.convolution import (
     PRODUCT_BLOCK,
     SMALLEST_BLOCK,
     BlockLoop,
-    Rejected,
     copy_bytes,
     is_matrix,
-    plan_of,
+    weight_copy,
 )
 from cupyconv.numpy.windows import (
     Region,
@@ -55,8 +55,7 @@ from cupyconv.numpy.windows import (
     read,
     tap_regions,
 )
-from cupyconv.problem.activations import Activation
-from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name, is_complex, real_part
+from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import NotApplicable, TransposedProblem
@@ -73,7 +72,7 @@ Piece = tuple[np.ndarray, slice]
 # --- plans ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ScatteredLoop(BlockLoop):
     """A loop over samples and channels of the results, in `blocks` blocks; subclasses are the ways to add products.
 
@@ -92,11 +91,10 @@ class ScatteredLoop(BlockLoop):
     taps_first: ClassVar[bool] = False
     one_product: ClassVar[bool] = True
 
-    outputs: tuple[str, ...]
-    channels: int
-    activation: Activation
-    flat: bool  # each tap adds one run of memory, from rows of x as long as those of the padded result
-    conjugate: bool
+    problem: TransposedProblem
+    channels: int = 1
+    in_place: bool = False  # the sums are the results themselves
+    flat: bool = False  # each tap adds one run of memory, from rows of x as long as those of the padded result
 
     @classmethod
     def columns(cls, geometry: ConvGeometry) -> int:
@@ -109,21 +107,21 @@ class ScatteredLoop(BlockLoop):
 
     # What all have in common.
 
-    @property
-    def sample_ranges(self) -> list[range]:
-        """The samples of each block."""
-        return ranges_of(self.geometry.batch, self.block[0])
-
-    @property
-    def channel_ranges(self) -> list[range]:
-        """The channels of each block, counted through all outputs."""
+    @cached_property
+    def each_block(self) -> list[tuple[range, range]]:
+        """The samples of each block, and its channels, counted through all outputs."""
         geometry, part = self.geometry, max(1, self.channels)
         whole = geometry.in_channels if part >= geometry.group_channels else geometry.group_channels
-        return [
+        channels = [
             range(first + begin, first + min(begin + part, whole))
             for first in range(0, geometry.in_channels, max(1, whole))
             for begin in range(0, whole, part)
         ]
+        return list(product(ranges_of(geometry.batch, self.block[0]), channels))
+
+    @property
+    def blocks(self) -> int:
+        return len(self.each_block)
 
     def product_size(self, run: Sequence[int]) -> Triple:
         """The axes of a run's products: of its pixels, the inner ones as long as the result's where it is flat."""
@@ -135,19 +133,20 @@ class ScatteredLoop(BlockLoop):
 
     def __str__(self) -> str:
         samples, *run = self.block
-        flat, sums = ", flat" * self.flat, "the results" if self.in_place else self.dtype
+        flat, sums = ", flat" * self.flat, "the results" if self.in_place else self.sums_dtype
         return (
             f"loop     {self.name}{flat}, sums in {sums}: {self.blocks} block(s) of {samples} samples"
             f" x {self.channels} channels, runs of {' x '.join(map(str, run))} (d, h, w), on {self.threads} thread(s)"
         )
 
-    def workspace(self, problem: TransposedProblem) -> int:
+    @property
+    def workspace(self) -> int:
         """Bytes for one block: columns, its part of x, sums, and what borders and activations take."""
-        geometry, (samples, *run), channels = self.geometry, self.block, self.channels
+        problem, geometry, (samples, *run), channels = self.problem, self.geometry, self.block, self.channels
         area, columns = samples * prod(self.product_size(run)), self.columns(geometry)
-        item, x_item = ITEMSIZE[self.dtype], ITEMSIZE[self.x_dtype]
+        item, x_item = self.sums_dtype.itemsize, self.x_dtype.itemsize
         nbytes = columns * channels * area * item
-        if is_complex(self.weight_dtype) and not is_complex(self.x_dtype):
+        if problem.factor_alone_is_complex:
             nbytes += nbytes // 2  # products with the parts of the weight
         if columns and not (x_is_factor(problem) and samples == 1 and not self.flat):
             groups = max(1, channels // max(1, geometry.group_channels))
@@ -156,45 +155,32 @@ class ScatteredLoop(BlockLoop):
             nbytes += channels * area * item
         image = channels * samples * item
         nbytes += image * prod(geometry.reached) if self.flat else image * prod(geometry.size) * (not self.in_place)
-        return nbytes + image * prod(geometry.size) * bool(self.activation)
+        return nbytes + image * prod(geometry.size) * bool(problem.activation)
 
     @classmethod
-    def plan(cls, problem: TransposedProblem, method: str, rejected: Rejected) -> Plan:
-        geometry, machine = problem.geometry, problem.host
-        is_empty = geometry.batch == 0 or geometry.in_channels == 0 or 0 in geometry.size
+    def loops(cls, problem: TransposedProblem) -> tuple[Sequence[Self], Mapping[str, int]]:
         loop = cls._fitted(problem)
-        blocks = 0 if is_empty else len(loop.sample_ranges) * len(loop.channel_ranges)
-        loop = replace(loop, blocks=blocks, threads=max(1, min(machine.threads, blocks)))
-        return plan_of(
-            problem, () if is_empty else (loop,),
-            {"weight": cls._weight_copy(problem), "blocks": loop.threads * loop.workspace(problem)},
-            method=method, problem=problem.title, result=problem.result, rejected=rejected, reason=cls.reason(geometry),
-        )  # fmt: skip
+        sizes = {"weight": cls._weight_copy(problem), "blocks": loop.threads * loop.workspace}
+        return [] if loop.blocks == 0 or 0 in problem.geometry.size else [loop], sizes
 
     @classmethod
-    def _fitted(cls, problem: TransposedProblem) -> ScatteredLoop:
+    def _fitted(cls, problem: TransposedProblem) -> Self:
         """The first of the loops to try that keeps within the workspace limit."""
         weight = cls._weight_copy(problem)
         limit, fixed = problem.limit_with(weight), weight + 2 * Plan.ALIGNMENT
         least = 0
         for loop in cls._to_try(problem):
-            needed = fixed + problem.host.threads * loop.workspace(problem)
+            needed = fixed + problem.host.threads * loop.workspace
             if needed <= limit:
                 return loop
             least = min(least or needed, needed)
         raise NotApplicable(f"the smallest block needs {least:,} bytes of workspace, the limit is {limit:,}")
 
     @classmethod
-    def _to_try(cls, problem: TransposedProblem) -> Iterator[ScatteredLoop]:
+    def _to_try(cls, problem: TransposedProblem) -> Iterator[Self]:
         """Loops to try, the best first: fewer channels, then shorter runs of pixels, at last sums in the results."""
         geometry, machine = problem.geometry, problem.host
-        one = cls(
-            inputs=tuple(x.name for x in problem.xs), outputs=tuple(out.name for out in problem.outs),
-            block=(1, 1, 1, 1), channels=1, blocks=0, threads=machine.threads, geometry=geometry,
-            dtype=accumulator(problem.dtype), x_dtype=accumulator(problem.x_dtype),
-            weight_dtype=accumulator(problem.weight_dtype), conjugate=problem.conjugate, flat=False,
-            activation=problem.activation, in_place=False, bytes_moved=problem.minimal_bytes, flops=problem.flops,
-        )  # fmt: skip
+        one = cls(problem, (1, 1, 1, 1))
         exact = accumulator(problem.dtype) == problem.dtype
         # Sums are added to for every tap: at strides, that takes longer than one copy at the end.
         unit = all(out.strides[4] == 1 or out.shape[4] == 1 for out in problem.outs)
@@ -223,18 +209,22 @@ class ScatteredLoop(BlockLoop):
     @classmethod
     def _weight_copy(cls, problem: TransposedProblem) -> int:
         """Bytes of the weight where it must be copied: another dtype, order or sign, or parts taken apart."""
-        weight = problem.weight
-        is_copied = (
-            weight.dtype != accumulator(problem.weight_dtype)
-            or weight != weight.in_c_order(weight.dtype)
-            or cls.taps_first
-            or (is_complex(problem.weight_dtype) and (problem.conjugate or not is_complex(problem.x_dtype)))
-        )
-        return copy_bytes(weight, problem.weight_dtype) if is_copied else 0
+        is_copied = cls.taps_first or (problem.conjugate and is_complex(problem.weight_dtype))
+        return copy_bytes(problem.weight, problem.weight_dtype) if is_copied else weight_copy(problem)
 
-    def executable(self) -> Callable[[Mapping[str, Any]], None]:
-        """What runs the loop on arguments and results by name."""
-        return ScatteredConvolution(self).run
+    @cached_property
+    def written_once(self) -> bool:
+        """Whether an element's sum is one product."""
+        return self.geometry.is_pointwise and self.one_product
+
+    @cached_property
+    def pixel_runs(self) -> list[tuple[range, ...]]:
+        """The runs of x's pixels that products are over."""
+        return list(product(*map(ranges_of, self.geometry.out_size, self.block[1:])))
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        for _ in in_threads(self.threads, Run(self, arrays).finish, self.each_block):
+            pass
 
 
 def _gains_by_flat(flat: ScatteredLoop) -> bool:
@@ -260,64 +250,35 @@ def _even_channels(geometry: ConvGeometry, most: int) -> int:
 def x_is_factor(problem: TransposedProblem) -> bool:
     """Whether products read x where it lies, sample by sample."""
     (x, *others) = problem.xs
-    return not others and x.dtype == accumulator(problem.x_dtype) and is_matrix(x) and not one_is_complex(problem)
-
-
-def one_is_complex(problem: TransposedProblem) -> bool:
-    return is_complex(problem.x_dtype) != is_complex(problem.weight_dtype)
+    return not others and x.dtype == accumulator(problem.x_dtype) and is_matrix(x) and problem.is_one_kind
 
 
 # --- runs -----------------------------------------------------------------------------------------------------
 
 
-class ScatteredConvolution:
-    """What all runs of a loop have in common."""
-
-    def __init__(self, loop: ScatteredLoop) -> None:
-        geometry = loop.geometry
-        self.loop, self.geometry = loop, geometry
-        self.sums_dtype = dtype_from_name(loop.dtype)
-        self.x_dtype, self.weight_dtype = dtype_from_name(loop.x_dtype), dtype_from_name(loop.weight_dtype)
-        self.real_dtype = dtype_from_name(real_part(loop.dtype))
-        #: Where one factor alone is complex: its parts are twice as many real pixels, or two products.
-        self.parts_as_pixels = is_complex(loop.x_dtype) and not is_complex(loop.weight_dtype)
-        self.parts_as_products = is_complex(loop.weight_dtype) and not is_complex(loop.x_dtype)
-        #: Whether an element's sum is one product.
-        self.written_once = geometry.is_pointwise and loop.one_product
-        self.blocks = list(product(loop.sample_ranges, loop.channel_ranges))
-        #: The runs of x's pixels that products are over.
-        self.pixel_runs = list(product(*map(ranges_of, geometry.out_size, loop.block[1:])))
-
-    def run(self, arrays: Mapping[str, Any]) -> None:
-        """Compute the results; arguments and results are given by name."""
-        for _ in in_threads(self.loop.threads, Run(self, arrays).finish, self.blocks):
-            pass
-
-
 class Run:
     """One run: its arrays, brought to five axes, and what its blocks share."""
 
-    def __init__(self, transposed: ScatteredConvolution, arrays: Mapping[str, Any]) -> None:
-        loop, geometry = transposed.loop, transposed.geometry
-        self.transposed, self.loop, self.geometry = transposed, loop, geometry
-        self.xs = [five_axes(arrays[name]) for name in loop.inputs]
-        self.outs = [five_axes(arrays[name]) for name in loop.outputs]
+    def __init__(self, loop: ScatteredLoop, arrays: Mapping[str, Any]) -> None:
+        self.loop, self.problem, self.geometry = loop, loop.problem, loop.geometry
+        problem, geometry = loop.problem, loop.geometry
+        self.xs = [five_axes(arrays[x.name]) for x in problem.xs]
+        self.outs = [five_axes(arrays[out.name]) for out in problem.outs]
         self.pre = five_axes(arrays["pre"]) if "pre" in arrays else None
         weight = arrays["weight"]
         if loop.taps_first:
             weight = np.moveaxis(weight, (0, 1), (-2, -1))
-        weight = np.ascontiguousarray(weight, transposed.weight_dtype)
-        if loop.conjugate:  # the argument stays as it is, a copy need not
+        weight = np.ascontiguousarray(weight, loop.factor_dtype)
+        if problem.conjugate:  # the argument stays as it is, a copy need not
             is_copy = not np.may_share_memory(weight, arrays["weight"])
             weight = np.conjugate(weight, out=weight if is_copy else None)
         per_group = (geometry.groups, geometry.group_outputs, geometry.group_channels)
         self.weight = weight.reshape((geometry.taps, *per_group) if loop.taps_first else (*per_group, geometry.taps))
         bias = arrays.get("bias")
         if bias is not None:
-            bias = bias.astype(self.outs[0].dtype, copy=False).astype(transposed.sums_dtype, copy=False)
+            bias = bias.astype(self.outs[0].dtype, copy=False).astype(loop.sums_dtype, copy=False)
         self.bias = bias
-        self.sums = Scratch(transposed.sums_dtype, loop.blocks)
-        self._x, self._real = Scratch(transposed.x_dtype, loop.blocks), Scratch(transposed.real_dtype, loop.blocks)
+        self.sums, self._x = Scratch(loop.sums_dtype, loop.blocks), Scratch(loop.x_dtype, loop.blocks)
 
     def finish(self, block: tuple[range, range]) -> None:
         """Compute some channels of some samples."""
@@ -334,17 +295,17 @@ class Run:
         else:
             image = self.sums.array("sums", (*axes, *geometry.size))
             reached = sums = [(image[part], part) for _, part in results]
-        if not self.transposed.written_once:
+        if not self.loop.written_once:
             for piece, _ in reached:
                 piece[...] = 0
-        for pixels in self.transposed.pixel_runs:
+        for pixels in self.loop.pixel_runs:
             self.loop.add(self, reached, block, pixels)
         for (piece, part), (result, _) in zip(sums, results):
             if self.bias is not None:
                 piece += self.bias[channels.start : channels.stop][part, None, None, None, None]
             if self.pre is not None:
                 self.pre[samples.start : samples.stop, channels.start : channels.stop].swapaxes(0, 1)[part] = piece
-            activate(piece, self.loop.activation)
+            activate(piece, self.problem.activation)
             if piece is not result:
                 result[...] = piece
 
@@ -385,7 +346,7 @@ class Run:
                 continue
             for piece, part in sums:
                 columns = read(values[part], at)
-                if self.transposed.written_once:
+                if self.loop.written_once:
                     read(piece, elements)[...] = columns
                 else:
                     add(piece, elements, columns)
@@ -414,8 +375,8 @@ class Run:
         at = tuple(slice(axis.start, axis.stop) for axis in pixels)
         xs = [read(x[samples.start : samples.stop], at) for x in self.xs]
         size = self.loop.product_size([len(axis) for axis in pixels])
-        as_it_lies = len(xs) == 1 and len(samples) == 1 and xs[0].dtype == self.transposed.x_dtype
-        if as_it_lies and not self.transposed.parts_as_pixels and xs[0].shape[2:] == size:
+        as_it_lies = len(xs) == 1 and len(samples) == 1 and xs[0].dtype == self.loop.x_dtype
+        if as_it_lies and not self.problem.x_alone_is_complex and xs[0].shape[2:] == size:
             return xs[0][0, first:last].reshape(count, rows, prod(size))
         whole = self._x.array("x", (count * rows, len(samples), *size))
         if self.loop.flat:
@@ -433,11 +394,11 @@ class Run:
         """Rows of the weight times x, in scratch memory of this shape."""
         columns = self.sums.array("columns", shape)
         place = columns.reshape(*matrix.shape[:2], x.shape[2])
-        real = self.transposed.real_dtype
-        if self.transposed.parts_as_pixels:
+        real = columns.real.dtype
+        if self.problem.x_alone_is_complex:  # its parts are twice as many real pixels
             np.matmul(matrix, x.view(real), out=place.view(real))
-        elif self.transposed.parts_as_products:
-            part = self._real.array("part", place.shape)
+        elif self.problem.factor_alone_is_complex:
+            part = self.sums.array("part", place.shape, real)
             place.real = np.matmul(matrix.real, x, out=part)
             place.imag = np.matmul(matrix.imag, x, out=part)
         else:

@@ -18,7 +18,7 @@ from cupyconv.numpy.convolution import (
     is_not_depthwise,
 )
 from cupyconv.numpy.gathered import plan_gathered
-from cupyconv.numpy.scattered import Piece, Run, ScatteredLoop, one_is_complex, x_is_factor
+from cupyconv.numpy.scattered import Piece, Run, ScatteredLoop, x_is_factor
 from cupyconv.problem.arrays import accumulator
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Plan
@@ -52,7 +52,7 @@ class View(ScatteredLoop):
             and problem.dtype == accumulator(problem.dtype)
             and all(out.pixel_stride == 1 and is_matrix(out) for out in problem.outs)
             and x_is_factor(problem)
-            and not one_is_complex(problem)
+            and problem.is_one_kind
         )
 
     def add(self, run: Run, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
@@ -119,7 +119,7 @@ class ScaledTaps(ScatteredLoop):
 
     @classmethod
     def applies(cls, problem: TransposedProblem) -> bool:
-        return problem.geometry.is_depthwise and not one_is_complex(problem)
+        return problem.geometry.is_depthwise and problem.is_one_kind
 
     def add(self, run: Run, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
         samples, channels = block

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from functools import cached_property
 
 import numpy as np
 
@@ -18,21 +18,14 @@ from cupyconv.numpy.convolution import (
     THIN_PRODUCTS,
     Method,
     choose,
-    is_matrix,
+    columns_bytes,
+    inputs_are_columns,
     is_not_depthwise,
-    temporaries,
+    one_tap_bytes,
 )
-from cupyconv.numpy.mec import mec_bytes, mec_columns, taps_share
-from cupyconv.numpy.weight_sums import (
-    Pairs,
-    Run,
-    WeightGradientLoop,
-    grad_is_factor,
-    groups_in_cache,
-    splits_x,
-    x_item,
-)
-from cupyconv.numpy.windows import Block, BlockSize, Images, columns_shape, tile_shape
+from cupyconv.numpy.mec import mec_bytes, mec_columns, mec_part, taps_share
+from cupyconv.numpy.weight_sums import Pairs, Run, WeightGradientLoop, grad_is_factor, x_item
+from cupyconv.numpy.windows import Block, Images
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Plan
@@ -41,7 +34,7 @@ from cupyconv.problem.problems import WeightGradientProblem, without_empty_input
 
 def plan_weight_gradient(problem: WeightGradientProblem) -> Plan:
     """The plan for ``problem.method``; ValueError where a named method does not apply."""
-    assert not (problem.prologue and splits_x(problem)), "a prologue is of complex numbers, not of their parts"
+    assert not (problem.prologue and problem.x_alone_is_complex), "a prologue is of complex numbers, not of their parts"
     return choose(without_empty_inputs(problem), METHODS)
 
 
@@ -50,26 +43,16 @@ class View(WeightGradientLoop):
 
     name = "view"
     words = "products of the inputs where they lie"
+    columns_bytes = 0
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:
-        geometry, xs = problem.geometry, problem.xs
-        return (
-            geometry.is_pointwise
-            and not problem.prologue
-            and geometry.pixels >= LONE_PIXELS
-            and (len(xs) == 1 or geometry.groups == 1)
-            and all(x.dtype == accumulator(problem.x_dtype) and is_matrix(x) for x in xs)
-            and not splits_x(problem)
-        )
+        has_views = len(problem.xs) == 1 or problem.geometry.groups == 1
+        return has_views and not problem.x_alone_is_complex and inputs_are_columns(problem)
 
     @classmethod
     def aim(cls, problem: WeightGradientProblem) -> tuple[int, int]:
         return problem.geometry.pixels if grad_is_factor(problem) else super().aim(problem)[0], 1
-
-    @classmethod
-    def columns_bytes(cls, problem: WeightGradientProblem, block: BlockSize) -> int:
-        return 0
 
     def add(self, run: Run, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         for x, channels in images.inputs:
@@ -99,24 +82,24 @@ class _Sharing(WeightGradientLoop):
         is_lone = geometry.groups > 1 and geometry.pixels >= LONE_PIXELS and grad_is_factor(problem)
         return pixels, 1 if is_lone else geometry.batch
 
-    @classmethod
-    def columns_bytes(cls, problem: WeightGradientProblem, block: BlockSize) -> int:
-        each = mec_bytes(problem.geometry, block, x_item(problem), problem.prologue)
-        return groups_in_cache(problem, block) * each
+    @cached_property
+    def part(self) -> int:
+        return mec_part(self.problem, self.block, self.x_dtype.itemsize)
+
+    @property
+    def columns_bytes(self) -> int:
+        return self.part * mec_bytes(self.problem, self.block, self.x_dtype.itemsize)
 
 
 class MecProducts(_Sharing):
     """A product for each tap of the kernel's outermost axis."""
 
     name = "MEC columns"
+    words = "columns that {taps} taps share, and products"
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:
         return taps_share(problem.geometry, x_item(problem))
-
-    @classmethod
-    def reason(cls, geometry: ConvGeometry) -> str:
-        return f"columns that {geometry.kernel[geometry.outermost]} taps share, and products"
 
     def add(self, run: Run, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         geometry = self.geometry
@@ -139,6 +122,7 @@ class MultipliedTaps(_Sharing):
     """Depthwise: what each tap reads, times the gradient, summed: the product of two vectors."""
 
     name = "multiplied taps"
+    words = "columns that {taps} taps share, multiplied"
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:
@@ -146,8 +130,7 @@ class MultipliedTaps(_Sharing):
 
     @classmethod
     def reason(cls, geometry: ConvGeometry) -> str:
-        taps = geometry.kernel[geometry.outermost]
-        return f"columns that {taps} taps share, multiplied" if taps > 1 else "each element multiplied"
+        return super().reason(geometry) if geometry.kernel[geometry.outermost] > 1 else "each element multiplied"
 
     def add(self, run: Run, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         outer = self.geometry.kernel[self.geometry.outermost]
@@ -178,12 +161,9 @@ class Columns(WeightGradientLoop):
         geometry = problem.geometry
         return PRODUCT_BLOCK // (geometry.in_channels * geometry.taps * x_item(problem) or 1), geometry.batch
 
-    @classmethod
-    def columns_bytes(cls, problem: WeightGradientProblem, block: BlockSize) -> int:
-        geometry = problem.geometry
-        columns, has_tile = prod(columns_shape(geometry, block)), geometry.taps > 1
-        read = prod(tile_shape(geometry, geometry.in_channels, block)) if has_tile else columns
-        return (columns + read * (has_tile + temporaries(geometry, problem.prologue))) * x_item(problem)
+    @property
+    def columns_bytes(self) -> int:
+        return columns_bytes(self.problem, self.block, self.x_dtype.itemsize)
 
     def add(self, run: Run, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         columns = images.columns(block).reshape(self.geometry.groups, self.geometry.reduction, block.area)
@@ -201,10 +181,9 @@ class TapByTap(WeightGradientLoop):
     def applies(cls, problem: WeightGradientProblem) -> bool:
         return not problem.geometry.is_depthwise
 
-    @classmethod
-    def columns_bytes(cls, problem: WeightGradientProblem, block: BlockSize) -> int:
-        columns = problem.geometry.in_channels * prod(block) * x_item(problem)
-        return columns * (1 + temporaries(problem.geometry, problem.prologue))
+    @property
+    def columns_bytes(self) -> int:
+        return one_tap_bytes(self.problem, self.block, self.x_dtype.itemsize)
 
     def add(self, run: Run, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         geometry = self.geometry

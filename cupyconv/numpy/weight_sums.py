@@ -12,35 +12,18 @@ parts are multiplied apart.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from cupyconv.numpy.convolution import (
-    PRODUCT_BLOCK,
-    SMALLEST_BLOCK,
-    BlockLoop,
-    Rejected,
-    is_matrix,
-    plan_of,
-)
-from cupyconv.numpy.mec import is_in_order, mec_part
-from cupyconv.numpy.prologue import transform_of
-from cupyconv.numpy.windows import (
-    Block,
-    Blocks,
-    BlockSize,
-    Images,
-    Scratch,
-    five_axes,
-    in_threads,
-    largest_block,
-    parts_of,
-)
+from cupyconv.numpy.convolution import PRODUCT_BLOCK, PixelLoop, is_matrix
+from cupyconv.numpy.mec import is_in_order
+from cupyconv.numpy.windows import Block, BlockSize, Images, Scratch, five_axes, in_threads, parts_of
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, c_strides, dtype_from_name, is_complex, real_part
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import Plan
@@ -57,31 +40,29 @@ Pairs = Sequence[tuple[np.ndarray, np.ndarray]]
 # --- plans ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightGradientLoop(BlockLoop):
+@dataclass(frozen=True)
+class WeightGradientLoop(PixelLoop):
     """A loop over blocks of the gradient that arrives, each added to the weight's; subclasses are the ways to do it.
 
-    `weight_dtype` is that of the arriving gradient in products.  The sums are those of outputs ``first_row``
-    ... of every group, `rows` of them, and a product has at most `piece` of these.
+    The sums are those of outputs ``first_row`` ... of every group, `rows` of them, and a product has at most `piece` of
+    these.
     """
 
     #: Whether a block's pixels are in the order of MEC columns.
     shares_columns: ClassVar[bool] = False
 
-    first_row: int
-    rows: int
-    piece: int
-    grad_in_place: bool  # a block of one sample is a matrix that products read where it lies
-    part: int = 0  # groups whose MEC columns there are at a time
+    problem: WeightGradientProblem
+    first_row: int = 0
+    rows: int = 0
+    piece: int = 0
 
     @classmethod
     def aim(cls, problem: WeightGradientProblem) -> tuple[int, int]:
-        """Pixels that a block should have, and the most samples."""
         return PRODUCT_BLOCK // (problem.geometry.in_channels * x_item(problem) or 1), problem.geometry.batch
 
-    @classmethod
+    @property
     @abstractmethod
-    def columns_bytes(cls, problem: WeightGradientProblem, block: BlockSize) -> int:
+    def columns_bytes(self) -> int:
         """Bytes of what is copied of the inputs for a block."""
 
     @abstractmethod
@@ -90,66 +71,74 @@ class WeightGradientLoop(BlockLoop):
 
     # What all have in common.
 
+    @cached_property
+    def in_place(self) -> bool:
+        return _sums_are_result(self.problem)
+
     @property
-    def rounds(self) -> int:
-        return self.blocks * (-(-self.geometry.groups // self.part) if self.part else 1)
+    def flops(self) -> int:
+        return self.problem.flops * self.rows // self.geometry.group_outputs
 
     def __str__(self) -> str:
         split = f", outputs {self.first_row} to {self.first_row + self.rows} of each group" if self.first_row else ""
         return super().__str__() + split
 
     @classmethod
-    def plan(cls, problem: WeightGradientProblem, method: str, rejected: Rejected) -> Plan:
-        geometry, machine = problem.geometry, problem.host
-        in_place = _sums_are_result(problem)
-        row = geometry.groups * geometry.reduction * ITEMSIZE[accumulator(problem.out.dtype)]  # one output per group
-        private = machine.threads - in_place  # sums beside the result
+    def loops(cls, problem: WeightGradientProblem) -> tuple[Sequence[Self], Mapping[str, int]]:
+        geometry, threads, in_place = problem.geometry, problem.host.threads, _sums_are_result(problem)
+        row = geometry.groups * geometry.reduction * ITEMSIZE[accumulator(problem.dtype)]  # one output per group
+        private = threads - in_place  # sums beside the result
         rows = geometry.group_outputs
         if private:
             rows = even_part(rows, problem.limit // 2 // (private * row or 1))
-        piece = even_part(rows, min(PRODUCT_PIECE, problem.limit // 4 // machine.threads) // (row or 1))
-        fixed = private * rows * row + machine.threads * piece * row + 4 * Plan.ALIGNMENT
-
-        def needed(block: BlockSize) -> int:
-            return fixed + machine.threads * cls._workspace(problem, block)
-
-        pixels, most_samples = cls.aim(problem)
-        block = largest_block(geometry, needed, problem.limit, pixels, SMALLEST_BLOCK, most_samples)
-        axes = (geometry.batch, *geometry.out_size)
-        blocks = 0 if 0 in axes else prod(-(-extent // part) for extent, part in zip(axes, block))
-        threads = max(1, min(machine.threads, blocks))
-        whole = cls(
-            inputs=tuple(x.name for x in problem.xs), block=block, blocks=blocks, threads=threads, geometry=geometry,
-            dtype=accumulator(problem.out.dtype), x_dtype=accumulator(problem.x_dtype),
-            weight_dtype=accumulator(problem.grad_dtype), in_place=in_place, bytes_moved=problem.minimal_bytes,
-            flops=problem.flops, first_row=0, rows=rows, piece=piece, grad_in_place=grad_is_factor(problem),
-            part=groups_in_cache(problem, block) if cls.shares_columns else 0, prologue=problem.prologue,
-        )  # fmt: skip
-        steps = []
-        for first in range(0, geometry.group_outputs if problem.out.nbytes else 0, rows or 1):
-            own = min(rows, geometry.group_outputs - first)
-            steps.append(replace(whole, first_row=first, rows=own, flops=problem.flops * own // geometry.group_outputs))
+        piece = even_part(rows, min(PRODUCT_PIECE, problem.limit // 4 // threads) // (row or 1))
+        fixed = private * rows * row + threads * piece * row + 4 * Plan.ALIGNMENT
+        loop = cls.fitted(problem, fixed, problem.limit)
+        firsts = range(0, geometry.group_outputs if problem.out.nbytes else 0, rows or 1)
+        loops = [
+            replace(loop, first_row=first, rows=min(rows, geometry.group_outputs - first), piece=piece)
+            for first in firsts
+        ]
         sizes = {
-            "sums": (threads - in_place) * rows * row,
-            "products": threads * piece * row if blocks > 1 or not in_place else 0,
-            "blocks": threads * cls._workspace(problem, block) if blocks else 0,
+            "sums": (loop.threads - in_place) * rows * row,
+            "products": loop.threads * piece * row if loop.blocks > 1 or not in_place else 0,
+            "blocks": loop.threads * loop.workspace if loop.blocks else 0,
         }
-        shape = (geometry.out_channels, geometry.group_channels, *geometry.spatial(geometry.kernel))
-        return plan_of(
-            problem, steps, sizes, method=method, problem=f"weight gradient of {geometry}",
-            result=f"{problem.out.dtype} {shape}", rejected=rejected, reason=cls.reason(geometry),
-        )  # fmt: skip
+        return loops, sizes
 
-    @classmethod
-    def _workspace(cls, problem: WeightGradientProblem, block: BlockSize) -> int:
+    @cached_property
+    def grad_in_place(self) -> bool:
+        return grad_is_factor(self.problem)
+
+    def is_factor(self, block: BlockSize) -> bool:
+        """Whether products read a block's gradient where it lies: one sample, in the order of the columns."""
+        in_order = is_in_order(self.geometry, block) if self.shares_columns else block[0] == 1
+        return in_order and self.grad_in_place
+
+    @property
+    def workspace(self) -> int:
         """Bytes for one block: what is copied of the inputs, and its part of `grad`."""
-        in_order = is_in_order(problem.geometry, block) if cls.shares_columns else block[0] == 1
-        grad = prod(block) * problem.geometry.out_channels * ITEMSIZE[accumulator(problem.grad_dtype)]
-        return cls.columns_bytes(problem, block) + (0 if in_order and grad_is_factor(problem) else grad)
+        grad = prod(self.block) * self.geometry.out_channels * ITEMSIZE[accumulator(self.problem.grad_dtype)]
+        return self.columns_bytes + (0 if self.is_factor(self.block) else grad)
 
-    def executable(self) -> Callable[[Mapping[str, Any]], None]:
-        """What runs the loop on arguments and result by name."""
-        return WeightGradient(self).run
+    @cached_property
+    def x_dtype(self) -> np.dtype:
+        dtype = accumulator(self.problem.x_dtype)
+        return dtype_from_name(real_part(dtype) if self.problem.x_alone_is_complex else dtype)
+
+    @cached_property
+    def factor_dtype(self) -> np.dtype:
+        dtype = accumulator(self.problem.grad_dtype)
+        return dtype_from_name(real_part(dtype) if self.problem.factor_alone_is_complex else dtype)
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        run, threads, blocks = Run(self, arrays), self.threads, iter(self.each_block)
+        if threads == 1:
+            run.finish([run.sum_over((blocks, 0))])
+            return
+        share = -(-self.blocks // threads)
+        shares = [(list(islice(blocks, share)), thread) for thread in range(threads)]
+        run.finish(list(in_threads(threads, run.sum_over, shares)))
 
 
 def _sums_are_result(problem: WeightGradientProblem) -> bool:
@@ -164,73 +153,34 @@ def grad_is_factor(problem: WeightGradientProblem) -> bool:
     return grad.dtype == accumulator(problem.grad_dtype) and is_matrix(grad) and not is_complex(problem.grad_dtype)
 
 
-def splits_x(problem: WeightGradientProblem) -> bool:
-    """Whether the inputs' real and imaginary parts are read apart: beside a real gradient, half a complex product."""
-    return is_complex(problem.x_dtype) and not is_complex(problem.grad_dtype)
-
-
 def x_item(problem: WeightGradientProblem) -> int:
+    """Bytes of an element of the inputs in products: beside a real gradient, a complex one's parts are read apart."""
     dtype = accumulator(problem.x_dtype)
-    return ITEMSIZE[real_part(dtype) if splits_x(problem) else dtype]
-
-
-def groups_in_cache(problem: WeightGradientProblem, block: BlockSize) -> int:
-    """Groups whose MEC columns stay in cache together."""
-    return mec_part(problem.geometry, block, x_item(problem), problem.prologue)
+    return ITEMSIZE[real_part(dtype) if problem.x_alone_is_complex else dtype]
 
 
 # --- runs -----------------------------------------------------------------------------------------------------
 
 
-class WeightGradient:
-    """What all runs of a loop have in common."""
-
-    def __init__(self, loop: WeightGradientLoop) -> None:
-        geometry = loop.geometry
-        self.loop, self.geometry = loop, geometry
-        self.conjugates = is_complex(loop.x_dtype)
-        splits_x = self.conjugates and not is_complex(loop.weight_dtype)
-        splits_grad = is_complex(loop.weight_dtype) and not self.conjugates
-        #: What makes of inputs and gradient the factors of products: their real and imaginary parts, or themselves.
-        self.x_parts, self.grad_parts = (_PARTS if splits else _WHOLE for splits in (splits_x, splits_grad))
-        self.sums_dtype = dtype_from_name(loop.dtype)
-        self.x_dtype = dtype_from_name(real_part(loop.x_dtype) if splits_x else loop.x_dtype)
-        self.grad_dtype = dtype_from_name(real_part(loop.weight_dtype) if splits_grad else loop.weight_dtype)
-        self.product_dtype = np.result_type(self.x_dtype, self.grad_dtype)
-        self.channels = loop.channel_slices
-        self.out_shape = (geometry.groups, geometry.group_outputs, geometry.group_channels)
-        self.rows = slice(loop.first_row, loop.first_row + loop.rows)
-        self.blocks = Blocks(geometry, loop.block, self.x_dtype.itemsize)
-
-    def run(self, arrays: Mapping[str, Any]) -> None:
-        """Compute the gradient; arguments and result are given by name."""
-        run, threads, blocks = Run(self, arrays), self.loop.threads, iter(self.blocks)
-        if threads == 1:
-            run.finish([run.sum_over((blocks, 0))])
-            return
-        share = -(-self.loop.blocks // threads)
-        shares = [(list(islice(blocks, share)), thread) for thread in range(threads)]
-        run.finish(list(in_threads(threads, run.sum_over, shares)))
-
-
 class Run:
     """One run: its arrays, brought to five axes, and what its blocks share."""
 
-    def __init__(self, gradient: WeightGradient, arrays: Mapping[str, Any]) -> None:
-        self.gradient, self.loop, self.geometry = gradient, gradient.loop, gradient.geometry
-        loop = gradient.loop
-        inputs = [(five_axes(arrays[name]), channels) for name, channels in zip(loop.inputs, gradient.channels)]
-        scratch = Scratch(gradient.x_dtype, loop.rounds)
-        transform = transform_of(loop.prologue, arrays, gradient.x_dtype)
-        self.images = [
-            Images([(part(x), channels) for x, channels in inputs], scratch, transform) for part in gradient.x_parts
-        ]
+    def __init__(self, loop: WeightGradientLoop, arrays: Mapping[str, Any]) -> None:
+        self.loop, self.geometry, geometry, problem = loop, loop.geometry, loop.geometry, loop.problem
+        self._conjugates = is_complex(problem.x_dtype)
+        images = loop.images(arrays, Scratch(loop.x_dtype, loop.rounds))
+        self.images = [images]
+        if problem.x_alone_is_complex:
+            parts = zip(*([(part, channels) for part in _parts(x)] for x, channels in images.inputs))
+            self.images = [Images(inputs, images.scratch, None) for inputs in parts]
         grad, out = five_axes(arrays["grad"]), arrays["out"]
-        self.grads = [part(grad) for part in gradient.grad_parts]
+        self.grads = _parts(grad) if problem.factor_alone_is_complex else [grad]
+        self._rows = slice(loop.first_row, loop.first_row + loop.rows)
         #: (groups, outputs per group, channels of a group, *kernel): these outputs of the result.
-        self._out = out.reshape(*gradient.out_shape, *out.shape[2:])[:, gradient.rows]
-        self._grad_scratch = [Scratch(gradient.grad_dtype, loop.rounds) for _ in self.grads]
-        self._product_scratch = Scratch(gradient.product_dtype, loop.rounds)
+        by_group = out.reshape(geometry.groups, geometry.group_outputs, geometry.group_channels, *out.shape[2:])
+        self._out = by_group[:, self._rows]
+        self._grad_scratch = [Scratch(loop.factor_dtype, loop.rounds) for _ in self.grads]
+        self._product_scratch = Scratch(np.result_type(loop.x_dtype, loop.factor_dtype), loop.rounds)
 
     def sum_over(self, share: tuple[Iterable[Block], int]) -> np.ndarray:
         """The sums, (groups, rows, K_g), of a thread's share of the blocks."""
@@ -253,14 +203,14 @@ class Run:
         shape = self.geometry.groups, self.loop.rows, self.geometry.reduction
         if thread == 0 and self.loop.in_place:
             return self._out.reshape(shape)
-        return np.empty(shape, self.gradient.sums_dtype)
+        return np.empty(shape, self.loop.sums_dtype)
 
     def finish(self, sums: list[np.ndarray]) -> None:
         """Add the threads' sums in order and store them."""
         total = sums[0]
         for others in sums[1:]:
             total += others
-        if self.gradient.conjugates:
+        if self._conjugates:
             np.conjugate(total, out=total)
         if not self.loop.in_place:
             self._out[...] = total.reshape(self._out.shape)
@@ -269,18 +219,16 @@ class Run:
         """These outputs of the block's gradient: (groups, rows, pixels)."""
         geometry = self.geometry
         grad = block.of(self.grads[part]).swapaxes(0, 1)
-        in_order = block.size[0] == 1
         if self.loop.shares_columns:  # (o, outermost axis of the kernel, n, other axes)
             grad = np.moveaxis(grad, 2 + geometry.outermost, 1)
-            in_order = is_in_order(geometry, block.size)
-        if not (self.loop.grad_in_place and in_order):
+        if not self.loop.is_factor(block.size):
             copy = self._grad_scratch[part].array("grad", grad.shape)
-            if self.gradient.conjugates:
+            if self._conjugates:
                 np.conjugate(grad, out=copy)
             else:
                 copy[...] = grad
             grad = copy
-        return grad.reshape(geometry.groups, geometry.group_outputs, block.area)[:, self.gradient.rows]
+        return grad.reshape(geometry.groups, geometry.group_outputs, block.area)[:, self._rows]
 
     def add_product(self, grad: np.ndarray, columns: np.ndarray, sums: np.ndarray, is_first: bool) -> None:
         """sums (+)= grad columns', a piece of the outputs at a time; `sums` may have the rows' axes apart."""
@@ -304,17 +252,6 @@ class Run:
                 target += product.reshape(target.shape)
 
 
-def _whole(x: np.ndarray) -> np.ndarray:
-    return x
-
-
-def _real(x: np.ndarray) -> np.ndarray:
-    return x.real
-
-
-def _imaginary(x: np.ndarray) -> np.ndarray:
-    """The imaginary parts; of a real array zeros that take no memory."""
-    return x.imag if x.dtype.kind == "c" else np.broadcast_to(x.dtype.type(0), x.shape)
-
-
-_WHOLE, _PARTS = (_whole,), (_real, _imaginary)
+def _parts(x: np.ndarray) -> list[np.ndarray]:
+    """Real and imaginary parts; the latter of a real array are zeros that take no memory."""
+    return [x.real, x.imag if x.dtype.kind == "c" else np.broadcast_to(x.dtype.type(0), x.shape)]

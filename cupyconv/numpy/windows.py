@@ -186,16 +186,6 @@ def tile_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[int,
     return size, boxes(windows, [range(extent) for extent in size], (1, 1, 1), offsets)
 
 
-def windows_of_tile(
-    windows: Windows, tile: tuple[int, ...], out_size: Sequence[int], itemsize: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of a view (c, kd, kh, kw, n, d, h, w) of all windows in a C-ordered tile (c, n, d, h, w)."""
-    c, n, *spatial = (prod(tile[axis + 1 :]) * itemsize for axis in range(5))
-    taps = [step * gap for step, gap in zip(spatial, windows.dilation)]
-    moves = [step * stride for step, stride in zip(spatial, windows.stride)]
-    return (tile[0], *windows.kernel, tile[1], *out_size), (c, *taps, n, *moves)
-
-
 class Block:
     """A part of the result, and what is read for it."""
 
@@ -238,7 +228,12 @@ class Tile:
         samples, *out_size = map(len, block)
         size, regions = tile_regions(geometry, block[1:])
         self.shape = (channels, samples, *size)
-        self.windows_shape, self.windows_strides = windows_of_tile(geometry, self.shape, out_size, itemsize)
+        #: Those of a view (c, kd, kh, kw, n, d, h, w) of all windows.
+        self.windows_shape = (channels, *geometry.kernel, samples, *out_size)
+        c, n, *spatial = (prod(self.shape[axis + 1 :]) * itemsize for axis in range(5))
+        taps = [step * gap for step, gap in zip(spatial, geometry.dilation)]
+        moves = [step * stride for step, stride in zip(spatial, geometry.stride)]
+        self.windows_strides = (c, *taps, n, *moves)
         read = tuple(region for region in regions if region[1] is not None)
         self.starts_as_zeros = len(read) < len(regions) and prod(self.shape) * itemsize <= _SMALL_TILE
         self.regions = read if self.starts_as_zeros else regions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, ClassVar, Self
@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 from cupyconv.problem.activations import IDENTITY, Activation
 from cupyconv.problem.arrays import Operand
 from cupyconv.problem.geometry import Windows
-from cupyconv.problem.plan import Plan, Step
+from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import Problem, Prologue
 
 
@@ -19,10 +19,10 @@ class PassProblem(Problem):
     """An operation that is one pass over its arrays: it has one method, and memory limits its speed."""
 
     operation: ClassVar[str]
+    bound = "memory"
 
-    def planned(self, steps: Sequence[Step], **rest: Any) -> Plan:
-        moved = sum(step.bytes_moved for step in steps)
-        return super().planned(steps, method=self.operation, bound="memory", bytes_moved=moved, **rest)
+    def planned(self, *steps_and_sizes: Any, **rest: Any) -> Plan:
+        return super().planned(*steps_and_sizes, method=self.operation, **rest)
 
 
 @dataclass(frozen=True, kw_only=True)

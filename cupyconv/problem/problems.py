@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Self, TypeVar
 
 from cupyconv.problem.activations import IDENTITY, Activation
-from cupyconv.problem.arrays import Operand, product_flops
+from cupyconv.problem.arrays import Operand, is_complex, product_flops
 from cupyconv.problem.geometry import ConvGeometry, Windows
 from cupyconv.problem.machine import GpuModel
-from cupyconv.problem.plan import Conversion, Plan, Step
+from cupyconv.problem.plan import Buffer, Conversion, Plan, Step
 
 METHODS = ("direct", "gemm", "implicit_gemm")
 
@@ -21,14 +22,7 @@ class HostModel:
 
     #: The backend that runs what is planned for it.
     backend: ClassVar[str] = "numpy"
-    #: Operations per byte beyond which a few cores are busier than their memory.
-    BALANCE: ClassVar[int] = 8
-
     threads: int
-
-    def bound(self, flops: int, nbytes: int) -> str:
-        """What limits the speed of so much work."""
-        return "memory" if flops < self.BALANCE * nbytes else "arithmetic"
 
     def __str__(self) -> str:
         return f"{self.threads} thread" + "s" * (self.threads > 1)
@@ -36,6 +30,8 @@ class HostModel:
 
 Machine = HostModel | GpuModel
 
+#: Operations per byte beyond which a few cores are busier than their memory.
+_HOST_BALANCE = 8
 #: Bytes of workspace allowed unless `options` says otherwise.
 DEFAULT_LIMIT = {HostModel: 16 << 20, GpuModel: 256 << 20}
 
@@ -80,6 +76,7 @@ class Problem:
     machine: Machine
     workspace_limit: int | None = None
     allow_tf32: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def limit(self) -> int:
@@ -125,18 +122,27 @@ class Problem:
         """Every argument and result once: the fewest bytes any method can move."""
         return sum(array.nbytes for array in self.arrays if array is not None)
 
-    def planned(self, steps: Sequence[Step], **rest: Any) -> Plan:
-        """The plan that consists of these steps; `rest` is what the problem does not know of it."""
-        return Plan(
+    @property
+    def bound(self) -> str:
+        """What limits the speed on the host."""
+        return "memory" if self.flops < _HOST_BALANCE * self.minimal_bytes else "arithmetic"
+
+    def planned(self, steps: Sequence[Step], sizes: Mapping[str, int] = {}, **rest: Any) -> Plan:
+        """The plan of these steps, with workspace of these sizes; `rest` is what the problem does not know of it."""
+        known: dict[str, Any] = dict(
             backend=self.machine.backend,
             device=str(self.machine),
             problem=self.title,
             result=self.result,
             steps=tuple(steps),
             flops=self.flops,
+            bytes_moved=sum(step.bytes_moved for step in steps),
             minimal_bytes=self.minimal_bytes,
-            **rest,
+            bound=self.bound,
+            notes=self.notes,
+            workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items() if nbytes and steps),
         )
+        return Plan(**known | rest)
 
     def sharing_with(self, conversions: Sequence[Conversion]) -> Self:
         """The problem with what the conversions leave of the workspace: they take their share first."""
@@ -147,21 +153,44 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ProductsProblem(Problem):
-    """A problem of sums of products: those of the convolution `geometry`."""
+class ProductsProblem(Problem):
+    """A problem of sums of products: those of the convolution `geometry`, of inputs and another factor."""
 
     geometry: ConvGeometry
     xs: tuple[Operand, ...]
     x_dtype: str
     method: str = "auto"
-    notes: tuple[str, ...] = ()
 
-    def operations(self, other_dtype: str) -> int:
-        return self.geometry.products * product_flops(self.x_dtype, other_dtype)
+    @property
+    def dtype(self) -> str:
+        """Dtype of the results."""
+        raise NotImplementedError
+
+    @property
+    def factor_dtype(self) -> str:
+        """Dtype of what the inputs are multiplied with."""
+        raise NotImplementedError
+
+    @cached_property
+    def x_alone_is_complex(self) -> bool:
+        return is_complex(self.x_dtype) and not is_complex(self.factor_dtype)
+
+    @cached_property
+    def factor_alone_is_complex(self) -> bool:
+        return is_complex(self.factor_dtype) and not is_complex(self.x_dtype)
+
+    @property
+    def is_one_kind(self) -> bool:
+        """Whether both factors are real, or both complex."""
+        return not (self.x_alone_is_complex or self.factor_alone_is_complex)
+
+    @property
+    def flops(self) -> int:
+        return self.geometry.products * product_flops(self.x_dtype, self.factor_dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvProblem(_ProductsProblem):
+class ConvProblem(ProductsProblem):
     """A convolution with everything that decides how it runs."""
 
     weight: Operand
@@ -174,8 +203,19 @@ class ConvProblem(_ProductsProblem):
     prologue: Prologue = NO_PROLOGUE
 
     @property
+    def dtype(self) -> str:
+        return self.out.dtype
+
+    @property
+    def factor_dtype(self) -> str:
+        return self.weight_dtype
+
+    @property
+    def title(self) -> str:
+        return str(self.geometry)
+
+    @property
     def result(self) -> str:
-        """The result in words."""
         out, geometry = self.out, self.geometry
         shape = (geometry.batch, geometry.out_channels, *geometry.spatial(geometry.out_size))
         order = "channels-last" if out.stride_c == 1 and out.pixels > 1 else "C order"
@@ -184,10 +224,6 @@ class ConvProblem(_ProductsProblem):
     @property
     def arrays(self) -> Iterable[Operand | None]:
         return (*self.xs, self.weight, self.out, self.bias, self.residual, self.pre, *self.prologue.vectors)
-
-    @property
-    def flops(self) -> int:
-        return self.operations(self.weight_dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +261,7 @@ class ChainProblem(Problem):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightGradientProblem(_ProductsProblem):
+class WeightGradientProblem(ProductsProblem):
     """The gradient of a convolution's weight; `geometry` is that of the convolution, `grad` its result's gradient."""
 
     grad: Operand
@@ -238,12 +274,25 @@ class WeightGradientProblem(_ProductsProblem):
         return (self.grad, *self.xs, self.out, *self.prologue.vectors)
 
     @property
-    def flops(self) -> int:
-        return self.operations(self.grad_dtype)
+    def dtype(self) -> str:
+        return self.out.dtype
+
+    @property
+    def factor_dtype(self) -> str:
+        return self.grad_dtype
+
+    @property
+    def title(self) -> str:
+        return f"weight gradient of {self.geometry}"
+
+    @property
+    def result(self) -> str:
+        geometry = self.geometry
+        return f"{self.dtype} {(geometry.out_channels, geometry.group_channels, *geometry.spatial(geometry.kernel))}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransposedProblem(_ProductsProblem):
+class TransposedProblem(ProductsProblem):
     """A transposed convolution, which an input gradient is: the adjoint of the convolution `geometry`.
 
     `xs` stand for their concatenation along the channels, which are the convolution's outputs; `outs` have
@@ -261,16 +310,15 @@ class TransposedProblem(_ProductsProblem):
 
     @property
     def dtype(self) -> str:
-        """Dtype of the results."""
         return self.outs[0].dtype
+
+    @property
+    def factor_dtype(self) -> str:
+        return self.weight_dtype
 
     @property
     def arrays(self) -> Iterable[Operand | None]:
         return (*self.xs, self.weight, *self.outs, self.bias, self.pre)
-
-    @property
-    def flops(self) -> int:
-        return self.operations(self.weight_dtype)
 
     @property
     def title(self) -> str:
@@ -278,7 +326,6 @@ class TransposedProblem(_ProductsProblem):
 
     @property
     def result(self) -> str:
-        """The results in words."""
         spatial = self.geometry.spatial(self.geometry.size)
         shapes = [str((out.shape[0], out.shape[1], *spatial)) for out in self.outs]
         channels_last = all(out.stride_c == 1 and out.pixels > 1 for out in self.outs)
@@ -292,7 +339,7 @@ def check_method(method: object, known: Sequence[str] = METHODS) -> None:
 
 
 #: One kind of problem for sums of products.
-ProductsProblemT = TypeVar("ProductsProblemT", bound=_ProductsProblem)
+ProductsProblemT = TypeVar("ProductsProblemT", bound=ProductsProblem)
 WindowsT = TypeVar("WindowsT", bound=Windows)
 _Merging = TypeVar("_Merging", ConvProblem, WeightGradientProblem)
 

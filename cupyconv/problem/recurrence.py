@@ -130,7 +130,6 @@ class RecurrentProblem(Problem):
     lengths: Operand | None = None
     kept: tuple[Operand, ...] = ()  # what a gradient needs: gates, cells, candidate
     method: str = "auto"
-    notes: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> str:
