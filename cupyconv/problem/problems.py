@@ -174,6 +174,10 @@ class ConvProblem(_ProductsProblem):
     prologue: Prologue = NO_PROLOGUE
 
     @property
+    def title(self) -> str:
+        return str(self.geometry)
+
+    @property
     def result(self) -> str:
         """The result in words."""
         out, geometry = self.out, self.geometry
@@ -240,6 +244,17 @@ class WeightGradientProblem(_ProductsProblem):
     @property
     def flops(self) -> int:
         return self.operations(self.grad_dtype)
+
+    @property
+    def title(self) -> str:
+        return f"weight gradient of {self.geometry}"
+
+    @property
+    def result(self) -> str:
+        geometry = self.geometry
+        return (
+            f"{self.out.dtype} {(geometry.out_channels, geometry.group_channels, *geometry.spatial(geometry.kernel))}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ def plan_chain(problem: ChainProblem) -> Plan:
         parts = comparison.best(problem.fuse)
         draft = _joined(layers, parts, limit)
         rejected = comparison.rejected(parts, problem.fuse)
-    return draft.plan(problem, problem.title, layers[-1].result, rejected, conversions, notes)
+    return draft.plan(problem, rejected, conversions, notes)
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _draft_layer(layer: ConvProblem) -> Draft:
     """One layer by its best method; an intermediate image in another dtype than it computes with is widened first."""
     (x, *others) = layer.xs
     if others or x.dtype == layer.x_dtype:
-        return choose("auto", lambda method: draft_conv(method, layer), layer.gpu)[0]
+        return choose(layer, draft_conv)[0]
     wide = replace(x, name="widened", dtype=layer.x_dtype)
     chosen = _draft_layer(replace(layer, xs=(wide,), workspace_limit=max(0, layer.limit - wide.nbytes)))
     if not chosen.steps or not x.nbytes:

@@ -41,6 +41,7 @@ from cupyconv.cuda.plan.matrices import (
     image_matrix,
     input_factors,
     place,
+    refuse_chunk,
     row_length,
     segments,
     weight_matrix,
@@ -165,9 +166,7 @@ class _GemmPlanner(ProductsPlanner):
         pixels = min(limit // per_pixel if per_pixel else 0, most_pixels) // ROW_MULTIPLE * ROW_MULTIPLE
         if pixels < min(geometry.pixels, SMALLEST_CHUNK):
             least = problem.limit - limit + per_pixel * row_length(min(geometry.pixels, SMALLEST_CHUNK))
-            raise NotApplicable(
-                f"the smallest chunk of columns needs {least:,} bytes of workspace, the limit is {problem.limit:,}"
-            )
+            refuse_chunk(problem, least)
         return 1, even_rows(geometry.pixels, pixels)
 
     def _workspace(self) -> tuple[Buffer, ...]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import NoReturn
 
 from cupyconv.cuda.plan.im2col import Chunk, im2col_launches
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, collapsed_stride, real_part
 from cupyconv.problem.geometry import ConvGeometry, Windows, even_part, pixel_windows
 from cupyconv.problem.plan import Address, Buffer, KernelLaunch, Matrix, Step
-from cupyconv.problem.problems import NO_PROLOGUE, Prologue
+from cupyconv.problem.problems import NO_PROLOGUE, NotApplicable, Problem, Prologue
 
 #: Limit of cuBLAS's int32 dimensions, with room for what it rounds them up to.
 MAX_DIMENSION = 2**30
@@ -212,6 +213,13 @@ def chunks_of(windows: Windows, samples: int, pixels: int) -> list[Chunk]:
         for n in range(0, windows.batch, samples)
         for p in range(0, windows.pixels, pixels)
     ]
+
+
+def refuse_chunk(problem: Problem, nbytes: int) -> NoReturn:
+    """Refuse a method whose smallest chunk passes the limit on workspace."""
+    raise NotApplicable(
+        f"the smallest chunk of columns needs {nbytes:,} bytes of workspace, the limit is {problem.limit:,}"
+    )
 
 
 def gather_weight(geometry: ConvGeometry, weight: Operand, dtype: str, planes: int) -> tuple[MatrixView, list[Step]]:

@@ -20,9 +20,9 @@ from math import inf, prod
 from typing import Any
 
 from cupyconv.cuda.plan import cost
-from cupyconv.cuda.plan.conv import choose, draft_conv
+from cupyconv.cuda.plan.conv import draft_conv, plan_chosen
 from cupyconv.cuda.plan.conversions import check_alignment, convert
-from cupyconv.cuda.plan.draft import Draft, cheapest, drafted, in_sequence
+from cupyconv.cuda.plan.draft import Draft, cheapest_of, in_sequence
 from cupyconv.cuda.plan.epilogue import epilogue_launch
 from cupyconv.cuda.plan.implicit_gemm import FIRST_MMA, arithmetics
 from cupyconv.cuda.plan.launches import GRID_Y, VECTOR_BYTES
@@ -105,10 +105,17 @@ def plan_recurrent(problem: RecurrentProblem) -> Plan:
     check_alignment(problem.arrays)
     problem, conversions = _converted(problem)
     problem = problem.sharing_with(conversions)
+    return plan_chosen(problem, _draft, conversions, methods=RECURRENT_METHODS)
+
+
+def _draft(method: str, problem: RecurrentProblem) -> Draft:
+    if 0 in (problem.geometry.batch, problem.geometry.hidden):
+        return Draft(method, (), reason="the result is empty")
     layer = _Layer(problem)
-    chosen, rejected = choose(problem.method, layer.draft, problem.gpu, RECURRENT_METHODS)
-    result = f"{problem.dtype} {problem.out.shape}"
-    return chosen.plan(problem, str(problem.geometry), result, rejected, conversions, problem.notes)
+    ways = [lambda: layer.sequence(method)]
+    if method == "step" and problem.geometry.steps == 1:
+        ways.insert(0, layer.single_step)
+    return cheapest_of(ways, lambda way: way(), problem.gpu)
 
 
 def _converted(problem: RecurrentProblem) -> tuple[RecurrentProblem, tuple[Conversion, ...]]:
@@ -145,19 +152,7 @@ class _Layer:
         #: Elements of the gates of one direction and step.
         self.gates_per_step = geometry.batch * geometry.gates * geometry.hidden
 
-    def draft(self, method: str) -> Draft:
-        """One method, or NotApplicable."""
-        if 0 in (self.geometry.batch, self.geometry.hidden):
-            return Draft(method, (), reason="the result is empty")
-        ways = [lambda: self._sequence(method)]
-        if method == "step" and self.geometry.steps == 1:
-            ways.insert(0, self._single_step)
-        drafts, refusals = drafted(ways, lambda way: way())
-        if not drafts:
-            raise NotApplicable(refusals[-1][1])
-        return cheapest(drafts, self.gpu)
-
-    def _single_step(self) -> Draft:
+    def single_step(self) -> Draft:
         """A sequence of one step, whose kernel multiplies the inputs too."""
         tile = recurrent_tiles(self.dtype, False, self.gpu, self.problem.allow_tf32)[0]
         launches = self._launches("step", tile, self._tiles(tile), _Chunk(0, 1), 1, projected=False)
@@ -168,7 +163,7 @@ class _Layer:
         words = f"one step, which projects its inputs, blocks of {tile.rows} samples x {tile.units} units"
         return Draft("step", launches, tuple(workspace), words, self._notes())
 
-    def _sequence(self, method: str) -> Draft:
+    def sequence(self, method: str) -> Draft:
         """Projections, and what runs through their steps."""
         tile, grid, words = self._step_tile() if method == "step" else self._persistent_tile()
         workspace = self._state_buffers(rows_that_wait=prod(grid[1:]) if method == "persistent" else 0)
@@ -272,13 +267,18 @@ class _Layer:
 
     def _projections(self, taken: int) -> tuple[list[_Chunk], list[Draft]]:
         """Chunks of as many steps as fit into what is left of the workspace, and the projection of each."""
-        steps, reason = self.geometry.steps, ""
+        steps, reason = self.geometry.steps, NotApplicable()
         left = self.problem.limit - taken - 2 * Plan.ALIGNMENT
         for count in self._chunk_lengths():
             chunks = [_Chunk(first, min(count, steps - first)) for first in range(0, steps, max(1, count))]
-            projections, reason = self._drafted_projections(chunks, count, left - self._gates_bytes(count))
-            if not reason:
+            limit = left - self._gates_bytes(count)
+            try:
+                if limit < 0:
+                    raise NotApplicable(f"{-limit:,} bytes are lacking")
+                projections = [self._projection(chunk, count, limit) for chunk in chunks]
                 return chunks or [_Chunk(0, 0)], projections or [Draft("", ())]
+            except NotApplicable as refusal:
+                reason = refusal
         raise NotApplicable(f"a step does not fit into {self.problem.limit:,} bytes of workspace: {reason}")
 
     def _chunk_lengths(self) -> Iterator[int]:
@@ -291,22 +291,14 @@ class _Layer:
 
     # Steps of the plan.
 
-    def _drafted_projections(self, chunks: list[_Chunk], stride: int, limit: int) -> tuple[list[Draft], str]:
-        """The projection of each chunk, with `stride` steps of gates in each direction; or why there is none."""
-        if limit < 0:
-            return [], f"{-limit:,} bytes are lacking"
-        projections = []
-        for chunk in chunks:
-            directions = []
-            for d in range(self.geometry.directions):
-                conv = self._projection_problem(d, chunk, stride, limit)
-                drafts, refusals = drafted(self._projecting_methods(), partial(draft_conv, problem=conv))
-                if not drafts:
-                    return [], refusals[-1][1]
-                draft = cheapest(drafts, self.gpu)
-                directions.append(replace(draft, steps=tuple(map(_as_projection, draft.steps))))
-            projections.append(in_sequence(directions[0].method, directions, directions[0].reason))
-        return projections, ""
+    def _projection(self, chunk: _Chunk, stride: int, limit: int) -> Draft:
+        """A chunk's projection, with `stride` steps of gates in each direction, or NotApplicable."""
+        directions = []
+        for d in range(self.geometry.directions):
+            conv = self._projection_problem(d, chunk, stride, limit)
+            draft = cheapest_of(self._projecting_methods(), partial(draft_conv, problem=conv), self.gpu)
+            directions.append(replace(draft, steps=tuple(map(_as_projection, draft.steps))))
+        return in_sequence(directions[0].method, directions, directions[0].reason)
 
     def _projecting_methods(self) -> tuple[str, ...]:
         """Methods of the convolution that projects the inputs."""

@@ -51,7 +51,7 @@ def plan_recurrent_gradient(problem: RecurrentGradientProblem) -> Plan:
     check_alignment(problem.arguments)
     problem, conversions = _converted(problem)
     draft = _Gradient(problem.sharing_with(conversions)).draft()
-    return draft.plan(problem, problem.title, problem.result, conversions=conversions)
+    return draft.plan(problem, conversions=conversions)
 
 
 def _converted(problem: RecurrentGradientProblem) -> tuple[RecurrentGradientProblem, tuple[Conversion, ...]]:

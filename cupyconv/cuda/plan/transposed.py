@@ -13,7 +13,7 @@ from dataclasses import replace
 from math import prod
 
 from cupyconv.cuda.plan import cost
-from cupyconv.cuda.plan.conv import access_notes, choose, draft_conv
+from cupyconv.cuda.plan.conv import access_notes, draft_conv, plan_chosen
 from cupyconv.cuda.plan.conversions import check_alignment, convert, convert_bias
 from cupyconv.cuda.plan.direct import TILE
 from cupyconv.cuda.plan.draft import Draft, cheapest, in_sequence
@@ -38,6 +38,7 @@ from cupyconv.cuda.plan.matrices import (
     chunks_of,
     gathered_buffers,
     place,
+    refuse_chunk,
     row_length,
     segments,
 )
@@ -55,9 +56,7 @@ def plan_transposed(problem: TransposedProblem) -> Plan:
         return _with_activation(problem, problem.pre)
     check_alignment(problem.arrays)
     problem, conversions = _converted(problem)
-    chosen, rejected = choose(problem.method, lambda method: _draft(method, problem), problem.gpu)
-    notes = problem.notes + access_notes((*problem.xs, *problem.outs))
-    return chosen.plan(problem, problem.title, problem.result, rejected, conversions, notes)
+    return plan_chosen(problem, _draft, conversions, access_notes((*problem.xs, *problem.outs)))
 
 
 def _with_activation(problem: TransposedProblem, pre: Operand) -> Plan:
@@ -225,9 +224,7 @@ class _GemmPlanner(ProductsPlanner):
         channels = min((limit - gathered) // channel, MAX_DIMENSION // geometry.taps)
         if channels < 1:
             least = problem.limit - limit + gathered + channel
-            raise NotApplicable(
-                f"the smallest chunk of columns needs {least:,} bytes of workspace, the limit is {problem.limit:,}"
-            )
+            refuse_chunk(problem, least)
         if channels >= geometry.group_channels:
             channels -= channels % geometry.group_channels
         return 1, channels

@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from cupyconv.cuda.plan import cost
-from cupyconv.cuda.plan.conv import access_notes, choose
+from cupyconv.cuda.plan.conv import access_notes, plan_chosen
 from cupyconv.cuda.plan.conversions import check_alignment, convert, converted_prologue
-from cupyconv.cuda.plan.draft import Draft, cheapest
+from cupyconv.cuda.plan.draft import Draft, cheapest_of
 from cupyconv.cuda.plan.epilogue import Sums, epilogue_launch
 from cupyconv.cuda.plan.im2col import Chunk
 from cupyconv.cuda.plan.launches import (
@@ -53,13 +53,13 @@ from cupyconv.cuda.plan.matrices import (
     image_matrix,
     input_factors,
     place,
+    refuse_chunk,
     row_length,
     segments,
     weight_matrix,
 )
 from cupyconv.problem.arrays import (
     ITEMSIZE,
-    Operand,
     accumulator,
     c_strides,
     collapsed_stride,
@@ -96,17 +96,7 @@ def plan_weight_gradient(problem: WeightGradientProblem) -> Plan:
         prologue=converted_prologue(problem.prologue, problem.x_dtype, conversions),
     )
     problem = problem.sharing_with(conversions)
-    chosen, rejected = choose(problem.method, lambda method: _draft(method, problem), problem.gpu)
-    geometry = problem.geometry
-    shape = (geometry.out_channels, geometry.group_channels, *geometry.spatial(geometry.kernel))
-    return chosen.plan(
-        problem,
-        f"weight gradient of {geometry}",
-        f"{problem.out.dtype} {shape}",
-        rejected,
-        tuple(conversions),
-        problem.notes + access_notes((*problem.xs, problem.grad)),
-    )
+    return plan_chosen(problem, _draft, conversions, access_notes((*problem.xs, problem.grad)))
 
 
 def _draft(method: str, problem: WeightGradientProblem) -> Draft:
@@ -193,14 +183,7 @@ def _draft_gemm(problem: WeightGradientProblem) -> Draft:
         raise NotApplicable("channels times taps pass cuBLAS's 32-bit dimensions")
     if problem.prologue and is_complex(problem.x_dtype) and not is_complex(problem.grad_dtype):
         raise NotApplicable("a prologue is of complex numbers, whose parts are not gathered apart")
-    planners = [_Planner(problem, is_long, most_parts) for is_long, most_parts in CUTS]
-    drafts = [planner.draft() for planner in planners if planner.fits]
-    if not drafts:
-        least = planners[-1].least_bytes
-        raise NotApplicable(
-            f"the smallest chunk of columns needs {least:,} bytes of workspace, the limit is {problem.limit:,}"
-        )
-    return cheapest(drafts, problem.gpu)
+    return cheapest_of(CUTS, lambda cut: _Planner(problem, *cut).draft(), problem.gpu)
 
 
 @dataclass(frozen=True)
@@ -231,13 +214,7 @@ class _Planner:
         #: Elements of one part of the sum.
         self.part = self.planes * self.geometry.out_channels * self.geometry.reduction
         self.wanted = min(self._parts_wanted(), most_parts)
-        #: Samples and pixels of a chunk; and the workspace that the smallest takes, where there is no room for it.
-        self.samples, self.pixels, self.least_bytes = self._chunk_size()
-
-    @property
-    def fits(self) -> bool:
-        """Whether the smallest chunk does not pass the limit on workspace."""
-        return not self.least_bytes
+        self.samples, self.pixels = self._chunk_size()
 
     def draft(self) -> Draft:
         geometry = self.geometry
@@ -308,11 +285,8 @@ class _Planner:
         multiprocessors = self.problem.gpu.multiprocessors
         return max(1, min(-(-multiprocessors // (tiles * apart)), pixels // SMALLEST_PART, affordable // apart))
 
-    def _chunk_size(self) -> tuple[int, int, int]:
-        """Samples and pixels of a chunk: all samples, else fewer samples, else fewer pixels of one.
-
-        Where there is no room even for the smallest: (0, 0, the bytes of workspace that it needs).
-        """
+    def _chunk_size(self) -> tuple[int, int]:
+        """Samples and pixels of a chunk: all samples, else fewer samples, else fewer pixels of one."""
         geometry, factors, parts = self.geometry, [self.grad, *self.xs], self.wanted
         per_pixel = sum(factor.bytes_per_pixel for factor in factors)
         part = self.part * ITEMSIZE[self.sums_dtype]
@@ -331,19 +305,20 @@ class _Planner:
         fitting = limit // per_sample if per_sample else most if limit >= 0 or not per_pixel else 0
         if fitting >= 1 and geometry.pixels <= MAX_DIMENSION:
             samples = min(fitting, most)
-            return even_part(geometry.batch, samples), geometry.pixels, 0
+            return even_part(geometry.batch, samples), geometry.pixels
         if not self.is_long and geometry.batch * parts > 1:
             limit -= parts * part
         pixels = min(limit // per_pixel if per_pixel else MAX_DIMENSION, MAX_DIMENSION) // ROW_MULTIPLE * ROW_MULTIPLE
         smallest = min(row_length(geometry.pixels), SMALLEST_CHUNK)
         if pixels < smallest:
-            return 0, 0, self.problem.limit - limit + per_pixel * smallest
-        return 1, even_rows(geometry.pixels, pixels), 0
+            refuse_chunk(self.problem, self.problem.limit - limit + per_pixel * smallest)
+        return 1, even_rows(geometry.pixels, pixels)
 
     def _lone_part_bytes(self) -> int:
         """What one part takes where it may not be the result; counted although a single chunk may do without."""
         out = self.problem.out
-        in_place = self.planes == 1 and out.dtype == self.sums_dtype and out.strides[1:] == _packed_strides(out)
+        is_packed = out.strides[1:] == c_strides(out.shape[1:])
+        in_place = self.planes == 1 and out.dtype == self.sums_dtype and is_packed
         return 0 if in_place else self.part * ITEMSIZE[self.sums_dtype]
 
     def _workspace(self) -> tuple[Buffer, ...]:
@@ -438,10 +413,3 @@ def _finish(problem: WeightGradientProblem, sums: Sums | None) -> KernelLaunch:
         sums = sums and replace(sums, strides=(0, 0, 1))
     launch = epilogue_launch(out, sums)
     return replace(launch, purpose="sum of the parts") if sums else launch
-
-
-def _packed_strides(out: Operand) -> tuple[int, ...]:
-    """Strides of one output's weights where they lie one after the other."""
-    taps = out.shape[2:]
-    strides = (taps[0] * taps[1] * taps[2], taps[1] * taps[2], taps[2], 1)
-    return tuple(stride if extent > 1 else 0 for extent, stride in zip(out.shape[1:], strides))
