@@ -25,16 +25,18 @@ from cupyconv.cuda.plan.launches import (
     GRID_X,
     GRID_Y,
     VECTOR_BYTES,
+    bytes_of,
     epilogue_params,
     image,
     sources_params,
+    variant,
     windows_params,
 )
 from cupyconv.cuda.plan.occupancy import registers, resident_blocks
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry, Triple
 from cupyconv.problem.machine import GpuModel
-from cupyconv.problem.plan import MAX_PAIR_SOURCES, Kernel, KernelLaunch
+from cupyconv.problem.plan import MAX_PAIR_SOURCES, KernelLaunch
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
 #: Threads of a block; pixels of its tile of the result, and of the image between, at the most.
@@ -157,7 +159,7 @@ def _draft(first: ConvProblem, second: ConvProblem, tile: Triple, rows: int, gpu
     middle_chunks = -(-first.geometry.out_channels // chunk) if kinds[0] == "DENSE" else x_chunks
     taps = first.geometry.taps, second.geometry.taps
     shared = shared_bytes(dtype, kinds, taps, (x_chunks, middle_chunks), rows // outputs, (x_pixels, middle_pixels))
-    kernel = Kernel("conv_pair", (("DTYPE", dtype), ("FIRST", kinds[0]), ("SECOND", kinds[1])))
+    kernel = variant("conv_pair", DTYPE=dtype, FIRST=kinds[0], SECOND=kinds[1])
     resident = resident_blocks(kernel, THREADS, shared, gpu)
     if resident == 0:
         return None
@@ -173,7 +175,7 @@ def _draft(first: ConvProblem, second: ConvProblem, tile: Triple, rows: int, gpu
         (min(blocks, at_a_time, GRID_X), columns, 1),
         THREADS,
         (
-            ("sources", sources_params(first.geometry, first.xs)[0]),
+            ("sources", sources_params(first.xs)[0]),
             ("first", _layer_params(first)),
             ("second", _layer_params(second)),
             ("out", image(second.out)),
@@ -192,7 +194,7 @@ def _draft(first: ConvProblem, second: ConvProblem, tile: Triple, rows: int, gpu
         ),
         shared_bytes=shared,
         purpose="convolution, bias, activation, convolution, bias, residual, activation",
-        bytes_moved=sum(x.nbytes for x in first.xs) + first.weight.nbytes + second.minimal_bytes - first.out.nbytes,
+        bytes_moved=bytes_of(first.xs) + first.weight.nbytes + second.minimal_bytes - first.out.nbytes,
         flops=first.flops * blocks * middle_pixels // (first.geometry.batch * first.geometry.pixels) + second.flops,
     )
     seconds = _seconds(first, second, launch, (tile, middle_tile, x_tile), alone=resident == 1)

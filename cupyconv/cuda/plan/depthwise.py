@@ -16,7 +16,7 @@ from cupyconv.cuda.plan.launches import (
     grid_and_block,
     is_along_channels,
     prologue_words,
-    with_prologue,
+    variant,
 )
 from cupyconv.problem.arrays import Operand, is_complex
 from cupyconv.problem.plan import KernelLaunch
@@ -58,11 +58,9 @@ def _launch(
     strips = geometry.batch * depth * -(-height // ROWS[stride]) * width
     lanes = min(WARP, 1 << (out.shape[1] - 1).bit_length()) if is_along_channels(out) else 1
     (blocks, _, _), block = grid_and_block(strips, lanes, 1, 1, 128)
-    macros = (("DTYPE", out.dtype), ("KERNEL", str(size)), ("STRIDE", str(stride)))
-    grouped = (("GROUPED", "1"),) if geometry.group_channels > 1 else ()
-    flops = 2 * geometry.products
+    grouped = {"GROUPED": 1} if geometry.group_channels > 1 else {}
     return KernelLaunch(
-        with_prologue("depthwise", macros + grouped, problem.prologue),
+        variant("depthwise", problem.prologue, DTYPE=out.dtype, KERNEL=size, STRIDE=stride, **grouped),
         (blocks, min(-(-geometry.out_channels // lanes), GRID_Y), 1),
         block,
         (
@@ -74,8 +72,8 @@ def _launch(
         ),
         purpose=f"convolution{prologue_words(problem.prologue)}, bias, residual, activation",
         bytes_moved=bytes_of(problem.xs) + problem.weight.nbytes + out.nbytes,
-        flops=flops,
-        arithmetic_seconds=flops / (cost.core_rate(out.dtype, problem.gpu) * cost.DEPTHWISE),
+        flops=problem.flops,
+        arithmetic_seconds=problem.flops / (cost.core_rate(out.dtype, problem.gpu) * cost.DEPTHWISE),
     )
 
 

@@ -17,22 +17,21 @@ from cupyconv.cuda.plan.launches import (
     WARP,
     adjoint_params,
     epilogue_params,
-    folds_macro,
     grid_and_block,
     image,
     is_along_channels,
     prologue_params,
     prologue_words,
     sources_params,
+    variant,
     vector_width,
     windows_params,
-    with_prologue,
 )
 from cupyconv.problem.activations import IDENTITY, Activation
 from cupyconv.problem.arrays import Operand
 from cupyconv.problem.geometry import Windows
 from cupyconv.problem.passes import Col2imProblem, Im2colProblem
-from cupyconv.problem.plan import MAX_SOURCES, Address, Conversion, Kernel, KernelLaunch, Plan
+from cupyconv.problem.plan import MAX_SOURCES, Address, Conversion, KernelLaunch, Plan
 from cupyconv.problem.problems import NO_PROLOGUE, Prologue, inputs_with_channels
 
 #: Neighbouring threads of im2col.cu that share pixels where channels lie side by side.
@@ -75,15 +74,11 @@ def im2col_launches(
         row_offset = sum(windows.channels[:begin]) * windows.taps * columns.stride_c * itemsize
         launches.append(
             KernelLaunch(
-                with_prologue(
-                    "im2col",
-                    (("DTYPE", columns.dtype if prologue else f"bits{8 * itemsize}"), ("WIDTH", str(width))),
-                    prologue,
-                ),
+                variant("im2col", prologue, DTYPE=columns.dtype if prologue else f"bits{8 * itemsize}", WIDTH=width),
                 (min(-(-shares * lanes // block), GRID_X), min(rows, GRID_Y), 1),
                 block,
                 (
-                    ("sources", sources_params(group, xs[part], chunk.first_sample)),
+                    ("sources", sources_params(xs[part], chunk.first_sample)),
                     ("windows", windows_params(windows)),
                     ("prologue", prologue_params(prologue, sum(windows.channels[:begin]))),
                     ("columns", Address(columns.name, columns.offset + row_offset)),
@@ -115,13 +110,12 @@ def col2im_launch(
     conjugated: bool = False,
     bias: Operand | None = None,
     activation: Activation = IDENTITY,
-    purpose: str = "sum of columns",
 ) -> KernelLaunch:
     """The sum of column entries back into an image, of the samples and channels that it has."""
     samples, channels = out.shape[:2]
     elements = prod(windows.size)
     return KernelLaunch(
-        Kernel("col2im", (("SUM_DTYPE", columns.dtype), ("Y_DTYPE", out.dtype), folds_macro(windows))),
+        variant("col2im", SUM_DTYPE=columns.dtype, Y_DTYPE=out.dtype, FOLDS=int(windows.padding_mode != "constant")),
         *grid_and_block(samples, elements, 1, channels, 256),
         (
             ("columns", image(columns)),
@@ -134,7 +128,7 @@ def col2im_launch(
             ("channels", channels),
             ("conjugated", int(conjugated)),
         ),
-        purpose=purpose,
+        purpose="sum of columns",
         bytes_moved=samples * channels * windows.taps * windows.pixels * columns.itemsize * (1 + bool(imaginary))
         + out.nbytes,
         flops=samples * channels * windows.taps * windows.pixels,

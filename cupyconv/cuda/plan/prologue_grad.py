@@ -11,10 +11,10 @@ from math import prod
 
 from cupyconv.cuda.plan.conversions import check_alignment, convert, converted_prologue
 from cupyconv.cuda.plan.epilogue_grad import cut, pass_and_sum
-from cupyconv.cuda.plan.launches import collapse, image, prologue_params, vector_width
+from cupyconv.cuda.plan.launches import bytes_of, collapse, image, prologue_params, variant, vector_width
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.passes import PrologueGradProblem
-from cupyconv.problem.plan import Address, Conversion, Kernel, KernelLaunch, Plan
+from cupyconv.problem.plan import Address, Conversion, KernelLaunch, Plan
 
 
 def plan_prologue_grad(problem: PrologueGradProblem) -> Plan:
@@ -36,16 +36,16 @@ def _launch(problem: PrologueGradProblem, sums: Address | None, most_parts: int)
     along_channels = channels > 1 and all(operand.stride_c == 1 for operand in images)
     width = 1 if along_channels else vector_width(images, prod(size))
     grid, threads, lanes = cut(problem, width, along_channels, most_parts)
-    out = image(images[2]) if problem.out else (None, 0, 0, (0, 0, 0))
+    grad, x, *outs = images
     sums_bytes = 2 * grid[0] * channels * ITEMSIZE[accumulator(problem.grad.dtype)] * bool(sums)
     return KernelLaunch(
-        Kernel("prologue_grad", (("DTYPE", problem.grad.dtype), ("WIDTH", str(width)))),
+        variant("prologue_grad", DTYPE=problem.grad.dtype, WIDTH=width),
         grid,
         threads,
         (
-            ("grad", image(images[0])),
-            ("x", image(images[1])),
-            ("out", out),
+            ("grad", image(grad)),
+            ("x", image(x)),
+            ("out", image(outs[0] if outs else None)),
             ("prologue", prologue_params(problem.prologue)),
             ("partial", sums),
             ("size", size),
@@ -55,5 +55,5 @@ def _launch(problem: PrologueGradProblem, sums: Address | None, most_parts: int)
             ("lanes", lanes),
         ),
         purpose=f"derivative of {problem.prologue}" + ", sums of channels" * bool(sums),
-        bytes_moved=sum(operand.nbytes for operand in images) + sums_bytes,
+        bytes_moved=bytes_of(images) + sums_bytes,
     )

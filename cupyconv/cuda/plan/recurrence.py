@@ -25,7 +25,7 @@ from cupyconv.cuda.plan.conversions import check_alignment, convert
 from cupyconv.cuda.plan.draft import Draft, cheapest_of, in_sequence
 from cupyconv.cuda.plan.epilogue import epilogue_launch
 from cupyconv.cuda.plan.implicit_gemm import FIRST_MMA, arithmetics
-from cupyconv.cuda.plan.launches import GRID_Y, VECTOR_BYTES
+from cupyconv.cuda.plan.launches import GRID_Y, VECTOR_BYTES, address
 from cupyconv.problem.activations import IDENTITY
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator
 from cupyconv.problem.geometry import pointwise_geometry
@@ -394,9 +394,9 @@ class _Layer:
             ("c0", _strided(problem.c0)),
             ("h", _strided(problem.h)),
             ("c", _strided(problem.c)),
-            ("y", (Address(y.name, y.offset), geometry.hidden * y.strides[2], y.strides[1], y.strides[2])),
+            ("y", (address(y), geometry.hidden * y.strides[2], y.strides[1], y.strides[2])),
             ("y_step", y.strides[0]),
-            ("lengths", lengths and Address(lengths.name, lengths.offset)),
+            ("lengths", address(lengths)),
             ("lengths_stride", lengths.strides[0] if lengths else 0),
             ("gates", gates_at),
             ("gates_d", (geometry.steps if kept_gates else stride) * self.gates_per_step),
@@ -450,7 +450,7 @@ def _strided(operand: Operand | None) -> tuple[Any, ...]:
     if operand is None:
         return None, 0, 0, 0
     across = operand.strides[1] if len(operand.strides) == 3 else 0
-    return Address(operand.name, operand.offset), operand.strides[0], across, operand.strides[-1]
+    return address(operand), operand.strides[0], across, operand.strides[-1]
 
 
 def gate_activations(geometry: RecurrentGeometry) -> tuple[tuple[float, float, int], ...]:

@@ -22,7 +22,7 @@ from cupyconv.cuda.plan.conversions import check_alignment
 from cupyconv.cuda.plan.draft import Draft
 from cupyconv.cuda.plan.epilogue import epilogue_launch
 from cupyconv.cuda.plan.epilogue_grad import sum_of_parts
-from cupyconv.cuda.plan.launches import GRID_X
+from cupyconv.cuda.plan.launches import GRID_X, variant
 from cupyconv.cuda.plan.matrices import MAX_DIMENSION, compute_type
 from cupyconv.cuda.plan.recurrence import gate_activations
 from cupyconv.problem.arrays import ITEMSIZE, Operand, c_strides
@@ -32,7 +32,6 @@ from cupyconv.problem.plan import (
     Buffer,
     Conversion,
     GemmCall,
-    Kernel,
     KernelLaunch,
     LaunchLoop,
     Matrix,
@@ -194,7 +193,7 @@ class _Gradient:
         tiles = self.tiles * -(-geometry.hidden // TILE)
         assert tiles <= GRID_X, "states of that many tiles fit no memory"
         state = len(run.directions) * geometry.batch * geometry.hidden
-        kernel = Kernel("recurrent_gradient", (("DTYPE", self.operands["y"].dtype), ("CELL", CELLS[geometry.cell])))
+        kernel = variant("recurrent_gradient", DTYPE=self.operands["y"].dtype, CELL=CELLS[geometry.cell])
         products = (2, 1) if self.resets else (geometry.gates,)
         purposes = ("state, gates but r", "r and the state before") if self.resets else ("product, state, gates",)
         rate = cost.core_rate(self.operands["y"].dtype, self.problem.gpu) * cost.RECURRENT_GRADIENT
@@ -266,7 +265,7 @@ class _Gradient:
         geometry, x, lengths = self.geometry, self.operands["x"], self.operands.get("lengths")
         elements = run.count * geometry.batch * geometry.inputs
         return KernelLaunch(
-            Kernel("recurrent_inputs", (("DTYPE", x.dtype),)),
+            variant("recurrent_inputs", DTYPE=x.dtype),
             (min(-(-elements // THREADS), GRID_X), 1, 1),
             THREADS,
             (

@@ -24,9 +24,11 @@ from cupyconv.cuda.plan.launches import (
     adjoint_params,
     bytes_of,
     epilogue_params,
-    folds_macro,
     grid_and_block,
+    groups_params,
     image,
+    sources_params,
+    variant,
     windows_params,
 )
 from cupyconv.cuda.plan.matrices import (
@@ -45,7 +47,7 @@ from cupyconv.cuda.plan.matrices import (
 from cupyconv.problem.activations import IDENTITY
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, product_flops, real_part
 from cupyconv.problem.geometry import even_part, pixel_windows
-from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, Kernel, KernelLaunch, Plan, Step
+from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, KernelLaunch, Plan, Step
 from cupyconv.problem.polyphase import class_problems
 from cupyconv.problem.problems import NotApplicable, TransposedProblem, inputs_with_channels
 
@@ -110,25 +112,22 @@ def _launch(problem: TransposedProblem, out: Operand, first: int) -> KernelLaunc
     geometry, xs, weight = problem.geometry, problem.xs, problem.weight
     channels = out.shape[1]
     groups = (first + channels - 1) // geometry.group_channels - first // geometry.group_channels + 1
-    offsets = [sum(x.shape[1] for x in xs[:i]) for i in range(len(xs))]
-    dtypes = (("X_DTYPE", problem.x_dtype), ("W_DTYPE", problem.weight_dtype), ("Y_DTYPE", out.dtype))
+    dtypes = {"X_DTYPE": problem.x_dtype, "W_DTYPE": problem.weight_dtype, "Y_DTYPE": out.dtype}
     tiles = groups * -(-geometry.group_channels // TILE)
     products = geometry.products * channels // geometry.in_channels
     flops = products * product_flops(problem.x_dtype, problem.weight_dtype)
     return KernelLaunch(
-        Kernel("transposed", (*dtypes, ("TILE", str(TILE)), folds_macro(geometry))),
+        variant("transposed", **dtypes, TILE=TILE, FOLDS=int(geometry.padding_mode != "constant")),
         *grid_and_block(geometry.batch, prod(geometry.size), 1, tiles, 128),
         (
-            ("sources", (tuple((image(x), at, x.shape[1]) for x, at in zip(xs, offsets)), len(xs))),
+            ("sources", sources_params(xs)),
             ("windows", windows_params(geometry)),
             ("adjoint", adjoint_params(geometry)),
             ("weight", image(weight)),
             ("out", image(out)),
             ("epilogue", epilogue_params(problem.bias, None, problem.activation)),
             ("batch", geometry.batch),
-            ("groups", geometry.groups),
-            ("group_channels", geometry.group_channels),
-            ("group_outputs", geometry.group_outputs),
+            *groups_params(geometry),
             ("first", first),
             ("channels", channels),
             ("conjugated", int(problem.conjugate)),

@@ -33,11 +33,12 @@ from cupyconv.cuda.plan.im2col import Chunk
 from cupyconv.cuda.plan.launches import (
     GRID_Y,
     bytes_of,
+    groups_params,
     image,
     prologue_params,
     sources_params,
+    variant,
     windows_params,
-    with_prologue,
 )
 from cupyconv.cuda.plan.matrices import (
     MAX_BATCH,
@@ -64,7 +65,6 @@ from cupyconv.problem.arrays import (
     c_strides,
     collapsed_stride,
     is_complex,
-    product_flops,
     real_part,
 )
 from cupyconv.problem.geometry import ConvGeometry, even_part, pixel_windows
@@ -144,15 +144,14 @@ def _launch(problem: WeightGradientProblem, sums: Address, parts: int) -> Kernel
     geometry, xs, grad, dtype = problem.geometry, problem.xs, problem.grad, problem.out.dtype
     outputs = outputs_per_block(geometry, problem.prologue)
     tiles_m, tiles_n = -(-geometry.group_outputs // outputs), -(-geometry.reduction // ROWS)
-    dtypes = (("X_DTYPE", problem.x_dtype), ("G_DTYPE", problem.grad_dtype), ("Y_DTYPE", dtype))
     plane = geometry.out_channels * geometry.reduction
-    flops = geometry.products * product_flops(problem.x_dtype, problem.grad_dtype)
+    dtypes = {"X_DTYPE": problem.x_dtype, "G_DTYPE": problem.grad_dtype, "Y_DTYPE": dtype}
     return KernelLaunch(
-        with_prologue("weight_gradient", (*dtypes, ("OUTPUTS", str(outputs))), problem.prologue),
+        variant("weight_gradient", problem.prologue, **dtypes, OUTPUTS=outputs),
         (parts, min(geometry.groups * tiles_m * tiles_n, GRID_Y), 1),
         THREADS,
         (
-            ("sources", sources_params(geometry, xs)),
+            ("sources", sources_params(xs)),
             ("windows", windows_params(geometry)),
             ("prologue", prologue_params(problem.prologue)),
             ("grad", image(grad)),
@@ -160,14 +159,12 @@ def _launch(problem: WeightGradientProblem, sums: Address, parts: int) -> Kernel
             ("plane", plane),
             ("batch", geometry.batch),
             ("pixels_per_part", -(-geometry.batch * geometry.pixels // parts)),
-            ("groups", geometry.groups),
-            ("group_channels", geometry.group_channels),
-            ("group_outputs", geometry.group_outputs),
+            *groups_params(geometry),
         ),
         purpose="products summed in parts" if parts > 1 else "products summed",
         bytes_moved=bytes_of(xs) * tiles_m + grad.nbytes * tiles_n + parts * plane * ITEMSIZE[accumulator(dtype)],
-        flops=flops,
-        arithmetic_seconds=flops / (cost.core_rate(dtype, problem.gpu) * cost.GENERAL),
+        flops=problem.flops,
+        arithmetic_seconds=problem.flops / (cost.core_rate(dtype, problem.gpu) * cost.GENERAL),
     )
 
 
