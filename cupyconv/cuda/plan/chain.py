@@ -20,8 +20,8 @@ from cupyconv.cuda.plan.conv import access_notes, choose, draft_conv
 from cupyconv.cuda.plan.conv_pair import draft_pair
 from cupyconv.cuda.plan.conversions import check_alignment, converted
 from cupyconv.cuda.plan.draft import Draft, in_sequence, relocated
-from cupyconv.cuda.plan.epilogue import Sums, epilogue_launch
-from cupyconv.problem.arrays import ITEMSIZE, Operand, c_strides, real_part
+from cupyconv.cuda.plan.epilogue import Sums, as_line, epilogue_launch
+from cupyconv.problem.arrays import ITEMSIZE, Operand, real_part
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import Address, Buffer, Conversion, KernelLaunch, Plan
@@ -78,7 +78,7 @@ class _Comparison:
         self.refusals: dict[int, str] = {}
         for i, (first, second) in enumerate(pairwise(layers)):
             try:
-                self.pairs[i] = _Part(i, 2, _draft_pair(first, second))
+                self.pairs[i] = _Part(i, 2, draft_pair(first, second))
             except NotApplicable as reason:
                 self.refusals[i] = str(reason)
 
@@ -162,19 +162,9 @@ def _draft_layer(layer: ConvProblem) -> Draft:
 def _widening(x: Operand, wide: Operand) -> KernelLaunch:
     """All numbers of an image in a wider dtype: both lie in memory without gaps, so that their order is nothing to it."""
     dtype, target = real_part(x.dtype), real_part(wide.dtype)
-    count = x.nbytes // ITEMSIZE[dtype]
-    line = Operand(wide.name, target, (1, 1, 1, 1, count), c_strides((1, 1, 1, 1, count)))
+    line = as_line(Operand(wide.name, target, (x.nbytes // ITEMSIZE[dtype],), (1,)))
     launch = epilogue_launch(line, Sums(Address(x.name), dtype, (0, 0, 1)))
     return replace(launch, purpose=f"{dtype} -> {target}")
-
-
-def _draft_pair(first: ConvProblem, second: ConvProblem) -> Draft:
-    """Two layers in one kernel, or `NotApplicable`."""
-    if first.out.dtype != second.x_dtype:
-        raise NotApplicable(f"the image between is {first.out.dtype}, the second layer computes in {second.x_dtype}")
-    if first.out.nbytes == 0 or 0 in (first.geometry.reduction, second.geometry.reduction):
-        raise NotApplicable("there is nothing to sum over")
-    return draft_pair(first, second)
 
 
 def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
@@ -224,7 +214,7 @@ def _slot_bytes(layers: Layers, stored: Sequence[int]) -> list[int]:
 
 def _redrafted(layers: Layers, parts: Sequence[_Part]) -> list[Draft]:
     return [
-        _draft_layer(layers[part.first]) if part.count == 1 else _draft_pair(*layers[part.first : part.last + 1])
+        _draft_layer(layers[part.first]) if part.count == 1 else draft_pair(*layers[part.first : part.last + 1])
         for part in parts
     ]
 

@@ -63,8 +63,7 @@ def draft_pair(first: ConvProblem, second: ConvProblem) -> Draft:
     """One launch that does both layers, or `NotApplicable` with the reason.
 
     ``second.xs`` is ``(first.out,)`` but for its dtype, which is that of `second`'s arithmetic; this image has
-    no memory.  All dtypes are converted, inputs of no channels left out, and no result is empty.  The draft's
-    reason states what the decision rests on: tile, shared memory, registers, occupancy, recomputation.
+    no memory.  All dtypes are converted, inputs of no channels left out.  The draft's reason states what the decision rests on: tile, shared memory, registers, occupancy, recomputation.
     """
     return cheapest(drafts_of(first, second), first.gpu)
 
@@ -94,6 +93,10 @@ def layer_kind(geometry: ConvGeometry) -> str | None:
 
 def _check(first: ConvProblem, second: ConvProblem, gpu: GpuModel) -> None:
     dtype = second.out.dtype
+    if first.out.dtype != second.x_dtype:
+        raise NotApplicable(f"the image between is {first.out.dtype}, the second layer computes in {second.x_dtype}")
+    if first.out.nbytes == 0 or 0 in (first.geometry.reduction, second.geometry.reduction):
+        raise NotApplicable("there is nothing to sum over")
     for which, layer in (("first", first), ("second", second)):
         if layer_kind(layer.geometry) is None:
             raise NotApplicable(f"the {which} layer has groups of more than one channel or output")

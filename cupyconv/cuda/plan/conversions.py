@@ -10,24 +10,18 @@ from cupyconv.problem.plan import Conversion
 from cupyconv.problem.problems import ConvProblem, Prologue
 
 
-def convert(operand: Operand, dtype: str, conversions: list[Conversion]) -> Operand:
-    """The operand in `dtype`; where that is another one, freshly allocated and noted in `conversions`."""
-    if operand.dtype == dtype:
+def convert(operand: Operand, dtype: str, conversions: list[Conversion], *, as_it_lies: bool = True) -> Operand:
+    """The operand in `dtype`; in another one, or not `as_it_lies`, freshly allocated and noted in `conversions`."""
+    if operand.dtype == dtype and as_it_lies:
         return operand
-    return _copied(operand, dtype, conversions)
+    fresh = operand.in_c_order(dtype)
+    conversions.append(Conversion(operand.name, operand.dtype, dtype, fresh.nbytes))
+    return fresh
 
 
 def convert_bias(bias: Operand | None, dtype: str, conversions: list[Conversion]) -> Operand | None:
     """The bias, if there is one, in `dtype` and with its elements side by side: kernels step by no stride of it."""
-    if bias is None or (bias.dtype == dtype and bias.shape[1] <= 1):
-        return bias
-    return convert(bias, dtype, conversions) if bias.stride_c == 1 else _copied(bias, dtype, conversions)
-
-
-def _copied(operand: Operand, dtype: str, conversions: list[Conversion]) -> Operand:
-    fresh = operand.in_c_order(dtype)
-    conversions.append(Conversion(operand.name, operand.dtype, dtype, fresh.nbytes))
-    return fresh
+    return bias and convert(bias, dtype, conversions, as_it_lies=bias.stride_c == 1 or bias.shape[1] <= 1)
 
 
 def check_alignment(operands: Iterable[Operand | None]) -> None:

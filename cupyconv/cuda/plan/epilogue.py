@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
 from cupyconv.cuda.plan.im2col import Chunk
 from cupyconv.cuda.plan.launches import (
@@ -101,6 +102,11 @@ def epilogue_launch(
         purpose=", ".join(does) or purpose,
         bytes_moved=samples * pixels * channels * nbytes,
     )
+
+
+def as_line(operand: Operand) -> Operand:
+    """All elements of an array without gaps as the pixels of one row, so that threads run along all axes."""
+    return replace(operand, shape=(1, 1, 1, 1, prod(operand.shape)), strides=(0, 0, 0, 0, 1))
 
 
 def finish(problem: ConvProblem, sums: Sums | None = None, chunk: Chunk | None = None) -> KernelLaunch:

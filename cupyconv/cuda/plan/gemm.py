@@ -38,8 +38,8 @@ from cupyconv.cuda.plan.matrices import (
     even_rows,
     gather_weight,
     gathered_buffers,
+    image_factors,
     image_matrix,
-    input_factors,
     place,
     refuse_chunk,
     row_length,
@@ -105,7 +105,7 @@ class _GemmPlanner(ProductsPlanner):
         if self.writes_columns:
             self.factors = [column_factor(geometry, problem.xs, problem.x_dtype, prologue=problem.prologue)]
         else:
-            self.factors = input_factors(geometry, problem.xs, self.image_views(problem.xs), problem.x_dtype)
+            self.factors = image_factors(problem.xs, self.image_views(problem.xs))
         self.out = self._out_in_place()
         self.sums_dtype = self._sums_dtype()
         addends = bool(problem.bias or problem.residual)

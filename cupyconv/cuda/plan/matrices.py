@@ -179,14 +179,16 @@ def gathered_buffers(factors: Iterable[Factor], pixels: int) -> list[Buffer]:
     return [Buffer(each.name, each.bytes_per_pixel * pixels) for each in factors if each.view is None]
 
 
-def input_factors(
-    geometry: ConvGeometry, xs: Sequence[Operand], views: Sequence[MatrixView | None], dtype: str
-) -> list[Factor]:
-    """The inputs of a 1x1 convolution, each in its place."""
-    return [
-        Factor(f"gathered {x.name}", first, count, (x,), replace(geometry, channels=(count,), groups=1), dtype, view)
-        for x, first, count, view in zip(xs, geometry.channel_offsets, geometry.channels, views)
-    ]
+def image_factors(images: Sequence[Operand], views: Sequence[MatrixView | None]) -> list[Factor]:
+    """Images as they are, the channels of one after those of the other; each where `views` say, or gathered."""
+    factors: list[Factor] = []
+    first = 0
+    for x, view in zip(images, views):
+        batch, channels, depth, height, width = x.shape
+        windows = pixel_windows(batch, channels, (depth, height, width))
+        factors.append(Factor(f"gathered {x.name}", first, channels, (x,), windows, x.dtype, view))
+        first += channels
+    return factors
 
 
 def column_factor(

@@ -34,11 +34,11 @@ from cupyconv.cuda.plan.launches import (
 from cupyconv.cuda.plan.matrices import (
     MAX_BATCH,
     MAX_DIMENSION,
-    Factor,
     MatrixView,
     as_multiplied,
     chunks_of,
     gathered_buffers,
+    image_factors,
     place,
     refuse_chunk,
     row_length,
@@ -46,7 +46,7 @@ from cupyconv.cuda.plan.matrices import (
 )
 from cupyconv.problem.activations import IDENTITY
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, product_flops, real_part
-from cupyconv.problem.geometry import even_part, pixel_windows
+from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, KernelLaunch, Plan, Step
 from cupyconv.problem.polyphase import class_problems
 from cupyconv.problem.problems import NotApplicable, TransposedProblem, inputs_with_channels
@@ -180,12 +180,7 @@ class _GemmPlanner(ProductsPlanner):
             self.columns_dtype = real_part(self.columns_dtype)
         #: Whether the GEMM conjugates the weight; where it is in planes, the sums are conjugated after.
         self.conjugates = problem.conjugate and self.planes == 1
-        self.factors: list[Factor] = []
-        offset = 0
-        for x, view in zip(problem.xs, self.image_views(problem.xs)):
-            windows = pixel_windows(geometry.batch, x.shape[1], geometry.out_size)
-            self.factors.append(Factor(f"gathered {x.name}", offset, x.shape[1], (x,), windows, x.dtype, view))
-            offset += x.shape[1]
+        self.factors = image_factors(problem.xs, self.image_views(problem.xs))
         #: From one row of a sample's columns to the next.
         self.row = row_length(geometry.pixels)
         if (

@@ -22,13 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import prod
 
 from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.conv import access_notes, plan_chosen
 from cupyconv.cuda.plan.conversions import check_alignment, convert, converted_prologue
 from cupyconv.cuda.plan.draft import Draft, cheapest_of
-from cupyconv.cuda.plan.epilogue import Sums, epilogue_launch
+from cupyconv.cuda.plan.epilogue import Sums, as_line, epilogue_launch
 from cupyconv.cuda.plan.im2col import Chunk
 from cupyconv.cuda.plan.launches import (
     GRID_Y,
@@ -51,8 +50,8 @@ from cupyconv.cuda.plan.matrices import (
     compute_type,
     even_rows,
     gathered_buffers,
+    image_factors,
     image_matrix,
-    input_factors,
     place,
     refuse_chunk,
     row_length,
@@ -67,7 +66,7 @@ from cupyconv.problem.arrays import (
     is_complex,
     real_part,
 )
-from cupyconv.problem.geometry import ConvGeometry, even_part, pixel_windows
+from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, KernelLaunch, Plan, Step
 from cupyconv.problem.problems import NotApplicable, Prologue, WeightGradientProblem, without_empty_inputs
 
@@ -239,10 +238,10 @@ class _Planner:
     # Where the matrices lie.
 
     def _grad_factor(self, parts: int) -> Factor:
-        geometry, grad = self.geometry, self.problem.grad
-        windows = pixel_windows(geometry.batch, geometry.out_channels, geometry.out_size)
-        view = self._usable(image_matrix(grad), geometry.out_channels) if parts == 1 else None
-        return Factor("gathered grad", 0, geometry.out_channels, (grad,), windows, self.dtype, view, parts)
+        grad = self.problem.grad
+        view = self._usable(image_matrix(grad), self.geometry.out_channels) if parts == 1 else None
+        (factor,) = image_factors([grad], [view])
+        return replace(factor, dtype=self.dtype, parts=parts)
 
     def _x_factors(self, parts: int) -> list[Factor]:
         geometry, xs, prologue = self.geometry, self.problem.xs, self.problem.prologue
@@ -251,7 +250,7 @@ class _Planner:
         views = [self._usable(image_matrix(x), count) for x, count in zip(xs, geometry.channels)]
         if self.conjugates:  # cuBLAS conjugates what it transposes, and a transposed view it would not
             views = [None if view is None or view.transposed else view for view in views]
-        return input_factors(geometry, xs, views, self.dtype)
+        return image_factors(xs, views)
 
     def _usable(self, view: MatrixView | None, rows: int) -> MatrixView | None:
         """The view, where its samples may stay apart or lie in one row already."""
@@ -405,8 +404,7 @@ class _Planner:
 def _finish(problem: WeightGradientProblem, sums: Sums | None) -> KernelLaunch:
     """The parts of the sum, added in order, into the result; zeros where there are none."""
     out = problem.out
-    if collapsed_stride(out.shape, out.strides) == 1:  # all of it as one row, so that threads run along all axes
-        out = replace(out, shape=(1, 1, 1, 1, prod(out.shape)), strides=(0, 0, 0, 0, 1))
-        sums = sums and replace(sums, strides=(0, 0, 1))
+    if collapsed_stride(out.shape, out.strides) == 1:
+        out, sums = as_line(out), sums and replace(sums, strides=(0, 0, 1))
     launch = epilogue_launch(out, sums)
     return replace(launch, purpose="sum of the parts") if sums else launch
