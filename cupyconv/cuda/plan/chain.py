@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from cupyconv.cuda.plan.conv import access_notes, choose, draft_conv
+from cupyconv.cuda.plan.conv import access_notes, choose, converted_conv, draft_conv
 from cupyconv.cuda.plan.conv_pair import draft_pair
-from cupyconv.cuda.plan.conversions import check_alignment, converted
+from cupyconv.cuda.plan.conversions import check_alignment
 from cupyconv.cuda.plan.draft import Draft, in_sequence, relocated
 from cupyconv.cuda.plan.epilogue import Sums, as_line, epilogue_launch
 from cupyconv.problem.arrays import ITEMSIZE, Operand, real_part
@@ -135,7 +135,7 @@ def _converted(problem: ChainProblem) -> tuple[Layers, tuple[Conversion, ...]]:
     for i, layer in enumerate(problem.layers):
         layer = without_empty_inputs(layer) if i == 0 else layer
         check_alignment(layer.arrays)
-        changed, needed = converted(layer)
+        changed, needed = converted_conv(layer)
         layers.append(changed if i == 0 else replace(changed, xs=layer.xs))
         conversions += [conversion for conversion in needed if i == 0 or conversion.buffer != layer.xs[0].name]
     return tuple(layers), tuple(conversions)

@@ -36,21 +36,26 @@ def plan_conv(problem: ConvProblem) -> Plan:
     """The plan for ``problem.method``; ValueError where a named method does not apply."""
     problem = without_empty_inputs(problem)
     check_alignment(problem.arrays)
-    problem, conversions = converted(problem)
-    problem = problem.sharing_with(conversions)
+    problem, conversions = converted_conv(problem)
     return plan_chosen(problem, draft_conv, conversions, access_notes((*problem.xs, problem.out)))
+
+
+def converted_conv(problem: ConvProblem) -> tuple[ConvProblem, tuple[Conversion, ...]]:
+    """The convolution in the dtypes computed with, and what must be converted for that."""
+    x, out = problem.x_dtype, problem.out.dtype
+    return converted(problem, xs=x, weight=problem.weight_dtype, bias=out, residual=out, prologue=x)
 
 
 def plan_chosen(
     problem: ChoiceT,
     draft_of: Callable[[str, ChoiceT], Draft],
-    conversions: Sequence[Conversion],
+    conversions: tuple[Conversion, ...],
     notes: tuple[str, ...] = (),
     methods: Sequence[str] = METHODS,
 ) -> Plan:
     """The plan by the method that `choose` takes; `notes` are added to the problem's own."""
     chosen, rejected = choose(problem, draft_of, methods)
-    return chosen.plan(problem, rejected, tuple(conversions), problem.notes + notes)
+    return chosen.plan(problem, rejected, conversions, problem.notes + notes)
 
 
 def choose(

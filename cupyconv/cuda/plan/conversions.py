@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from cupyconv.problem.arrays import Operand, accumulator
 from cupyconv.problem.plan import Conversion
-from cupyconv.problem.problems import ConvProblem, Prologue
+from cupyconv.problem.problems import Problem, Prologue
+
+ProblemT = TypeVar("ProblemT", bound=Problem)
 
 
 def convert(operand: Operand, dtype: str, conversions: list[Conversion], *, as_it_lies: bool = True) -> Operand:
@@ -19,11 +22,6 @@ def convert(operand: Operand, dtype: str, conversions: list[Conversion], *, as_i
     return fresh
 
 
-def convert_bias(bias: Operand | None, dtype: str, conversions: list[Conversion]) -> Operand | None:
-    """The bias, if there is one, in `dtype` and with its elements side by side: kernels step by no stride of it."""
-    return bias and convert(bias, dtype, conversions, as_it_lies=bias.stride_c == 1 or bias.shape[1] <= 1)
-
-
 def check_alignment(operands: Iterable[Operand | None]) -> None:
     """Refuse what no GPU can load: elements that lie across the boundaries of their own size."""
     for operand in operands:
@@ -33,24 +31,21 @@ def check_alignment(operands: Iterable[Operand | None]) -> None:
             )
 
 
-def converted(problem: ConvProblem) -> tuple[ConvProblem, tuple[Conversion, ...]]:
-    """Arguments in the dtypes computed with, and what must be converted for that."""
+def converted(problem: ProblemT, **dtypes: str) -> tuple[ProblemT, tuple[Conversion, ...]]:
+    """The problem with fields in these dtypes, and the copies that takes, whose memory comes off its workspace.
+
+    A bias has its elements side by side too: kernels step by no stride of it.
+    """
     conversions: list[Conversion] = []
-    bias, residual = problem.bias, problem.residual
-    problem = replace(
-        problem,
-        xs=tuple(convert(x, problem.x_dtype, conversions) for x in problem.xs),
-        weight=convert(problem.weight, problem.weight_dtype, conversions),
-        bias=convert_bias(bias, problem.out.dtype, conversions),
-        residual=residual and convert(residual, problem.out.dtype, conversions),
-        prologue=converted_prologue(problem.prologue, problem.x_dtype, conversions),
-    )
-    return problem, tuple(conversions)
 
+    def in_dtype(name: str, value: Any, dtype: str) -> Any:
+        if isinstance(value, tuple):
+            return tuple(convert(each, dtype, conversions) for each in value)
+        if isinstance(value, Prologue):
+            scale, shift = (in_dtype("vector", vector, accumulator(dtype)) for vector in (value.scale, value.shift))
+            return replace(value, scale=scale, shift=shift)
+        in_place = name != "bias" or value is None or value.stride_c == 1 or value.shape[1] <= 1
+        return value and convert(value, dtype, conversions, as_it_lies=in_place)
 
-def converted_prologue(prologue: Prologue, x_dtype: str, conversions: list[Conversion]) -> Prologue:
-    """The prologue with its vectors in the dtype that elements of `x_dtype` are transformed in."""
-    scale, shift = (
-        vector and convert(vector, accumulator(x_dtype), conversions) for vector in (prologue.scale, prologue.shift)
-    )
-    return replace(prologue, scale=scale, shift=shift)
+    changed = {name: in_dtype(name, getattr(problem, name), dtype) for name, dtype in dtypes.items()}
+    return replace(problem, **changed).sharing_with(conversions), tuple(conversions)

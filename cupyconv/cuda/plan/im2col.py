@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from cupyconv.cuda.plan.conversions import convert
+from cupyconv.cuda.plan.conversions import converted
 from cupyconv.cuda.plan.launches import (
     GRID_X,
     GRID_Y,
@@ -31,7 +31,7 @@ from cupyconv.problem.activations import IDENTITY, Activation
 from cupyconv.problem.arrays import Operand
 from cupyconv.problem.geometry import Windows
 from cupyconv.problem.passes import Col2imProblem, Im2colProblem
-from cupyconv.problem.plan import MAX_SOURCES, Address, Conversion, KernelLaunch, Plan
+from cupyconv.problem.plan import MAX_SOURCES, Address, KernelLaunch, Plan
 from cupyconv.problem.problems import NO_PROLOGUE, Prologue, inputs_with_channels
 
 #: Neighbouring threads of im2col.cu that share pixels where channels lie side by side.
@@ -144,9 +144,8 @@ def plan_im2col(problem: Im2colProblem) -> Plan:
     if not columns.nbytes:
         return problem.planned([])
     kept, windows = inputs_with_channels(problem.windows)
-    conversions: list[Conversion] = []
-    xs = tuple(convert(problem.xs[i], columns.dtype, conversions) for i in kept)
-    return problem.planned(im2col_launches(windows, xs, columns), conversions=tuple(conversions))
+    read, conversions = converted(replace(problem, xs=tuple(problem.xs[i] for i in kept)), xs=columns.dtype)
+    return problem.planned(im2col_launches(windows, read.xs, columns), conversions=conversions)
 
 
 def plan_col2im(problem: Col2imProblem) -> Plan:

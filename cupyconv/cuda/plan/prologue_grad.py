@@ -5,29 +5,23 @@ A block works on a part of the pixels of some channels, as on the way back throu
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from math import prod
 
-from cupyconv.cuda.plan.conversions import check_alignment, convert, converted_prologue
+from cupyconv.cuda.plan.conversions import check_alignment, converted
 from cupyconv.cuda.plan.epilogue_grad import cut, pass_and_sum
 from cupyconv.cuda.plan.launches import bytes_of, collapse, image, prologue_params, variant, vector_width
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.passes import PrologueGradProblem
-from cupyconv.problem.plan import Address, Conversion, KernelLaunch, Plan
+from cupyconv.problem.plan import Address, KernelLaunch, Plan
 
 
 def plan_prologue_grad(problem: PrologueGradProblem) -> Plan:
     """One pass over the gradient and the input."""
     check_alignment((*problem.images, *problem.prologue.vectors))
-    conversions: list[Conversion] = []
-    problem = replace(
-        problem,
-        x=convert(problem.x, problem.grad.dtype, conversions),
-        prologue=converted_prologue(problem.prologue, problem.grad.dtype, conversions),
-    ).sharing_with(conversions)
+    problem, conversions = converted(problem, x=problem.grad.dtype, prologue=problem.grad.dtype)
     steps, workspace = pass_and_sum(problem, partial(_launch, problem))
-    return problem.planned(steps, workspace=workspace, conversions=tuple(conversions))
+    return problem.planned(steps, workspace=workspace, conversions=conversions)
 
 
 def _launch(problem: PrologueGradProblem, sums: Address | None, most_parts: int) -> KernelLaunch:

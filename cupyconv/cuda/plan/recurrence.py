@@ -21,7 +21,7 @@ from typing import Any
 
 from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.conv import draft_conv, plan_chosen
-from cupyconv.cuda.plan.conversions import check_alignment, convert
+from cupyconv.cuda.plan.conversions import check_alignment, converted
 from cupyconv.cuda.plan.draft import Draft, cheapest_of, in_sequence
 from cupyconv.cuda.plan.epilogue import epilogue_launch
 from cupyconv.cuda.plan.implicit_gemm import FIRST_MMA, arithmetics
@@ -30,7 +30,7 @@ from cupyconv.problem.activations import IDENTITY
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator
 from cupyconv.problem.geometry import pointwise_geometry
 from cupyconv.problem.machine import GpuModel
-from cupyconv.problem.plan import Address, Buffer, Conversion, GemmCall, Kernel, KernelLaunch, LaunchLoop, Plan, Step
+from cupyconv.problem.plan import Address, Buffer, GemmCall, Kernel, KernelLaunch, LaunchLoop, Plan, Step
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 from cupyconv.problem.recurrence import RECURRENT_METHODS, RecurrentGeometry, RecurrentProblem
 
@@ -103,8 +103,8 @@ def recurrent_tiles(dtype: str, resident: bool, gpu: GpuModel, allow_tf32: bool 
 def plan_recurrent(problem: RecurrentProblem) -> Plan:
     """The plan for ``problem.method``; ValueError where a named method does not apply."""
     check_alignment(problem.arrays)
-    problem, conversions = _converted(problem)
-    problem = problem.sharing_with(conversions)
+    names = ("x", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "h0", "c0", "peephole")
+    problem, conversions = converted(problem, **dict.fromkeys(names, problem.dtype))
     return plan_chosen(problem, _draft, conversions, methods=RECURRENT_METHODS)
 
 
@@ -116,15 +116,6 @@ def _draft(method: str, problem: RecurrentProblem) -> Draft:
     if method == "step" and problem.geometry.steps == 1:
         ways.insert(0, layer.single_step)
     return cheapest_of(ways, lambda way: way(), problem.gpu)
-
-
-def _converted(problem: RecurrentProblem) -> tuple[RecurrentProblem, tuple[Conversion, ...]]:
-    """Arguments in the result's dtype, and what must be converted for that."""
-    conversions: list[Conversion] = []
-    names = ("x", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "h0", "c0", "peephole")
-    given = {name: getattr(problem, name) for name in names}
-    same: dict[str, Any] = {name: array and convert(array, problem.dtype, conversions) for name, array in given.items()}
-    return replace(problem, **same), tuple(conversions)
 
 
 @dataclass(frozen=True)
@@ -149,6 +140,10 @@ class _Layer:
         self.kept = {operand.name: operand for operand in problem.kept}
         #: Gates of a step's recurrent products, one after the other.
         self.products = (2, 1) if geometry.cell == "gru" and not geometry.linear_before_reset else (geometry.gates,)
+        #: Methods of the convolution that projects the inputs; without instructions for a kernel of our own there is one.
+        self.projecting: tuple[str, ...] = ("gemm",)
+        if arithmetics(self.dtype, self.gpu, problem.allow_tf32):
+            self.projecting = ("implicit_gemm", "gemm") if problem.method == "auto" else ("implicit_gemm",)
         #: Elements of the gates of one direction and step.
         self.gates_per_step = geometry.batch * geometry.gates * geometry.hidden
 
@@ -156,7 +151,7 @@ class _Layer:
         """A sequence of one step, whose kernel multiplies the inputs too."""
         tile = recurrent_tiles(self.dtype, False, self.gpu, self.problem.allow_tf32)[0]
         launches = self._launches("step", tile, self._tiles(tile), _Chunk(0, 1), 1, projected=False)
-        workspace = self._state_buffers(0) + (self._gates_buffer(1) if len(self.products) > 1 else [])
+        workspace = self._state_buffers(0) + _buffer("gates", self._gates_bytes(1) if len(self.products) > 1 else 0)
         needed = sum(buffer.space for buffer in workspace)
         if needed > self.problem.limit:
             raise NotApplicable(f"a step needs {needed:,} bytes of workspace, the limit is {self.problem.limit:,}")
@@ -177,11 +172,11 @@ class _Layer:
             else:
                 steps += [_zeros(workspace[-1]), *launches]
         shared = max((buffer.nbytes for draft in projections for buffer in draft.workspace), default=0)
-        workspace += self._gates_buffer(chunks[0].count) + [Buffer("workspace", shared)] * bool(shared)
+        workspace += _buffer("gates", self._gates_bytes(chunks[0].count)) + _buffer("workspace", shared)
         words += f", in {len(chunks)} chunks of {chunks[0].count} steps" * (len(chunks) > 1)
         words += "".join(f"; projected by {draft.method}, {draft.reason}" for draft in projections[:1])
         notes = list(dict.fromkeys(note for draft in projections for note in draft.notes))
-        if not self._instructions():
+        if self.projecting == ("gemm",):
             notes.append(
                 f"cuBLAS projects, which no graph captures: {self.gpu.arch} has no matrix instructions for {self.dtype}"
             )
@@ -246,24 +241,18 @@ class _Layer:
         """What does not depend on the number of steps in a chunk; counters come last."""
         geometry = self.geometry
         state = geometry.directions * geometry.batch * geometry.hidden * ITEMSIZE[self.computed]
-        buffers = []
-        if geometry.steps > 1:
-            buffers.append(Buffer("states", 2 * state))
-        if geometry.steps > 1 and geometry.cell == "lstm":
-            buffers.append(Buffer("cell state", state))
-        if len(self.products) > 1 and "candidate" not in self.kept:
-            buffers.append(Buffer("reset state", state))
-        if rows_that_wait:
-            buffers.append(Buffer("counters", rows_that_wait * COUNTERS_APART * ITEMSIZE["float32"]))
-        return buffers
+        carried, resets = geometry.steps > 1, len(self.products) > 1 and "candidate" not in self.kept
+        return [
+            *_buffer("states", 2 * state * carried),
+            *_buffer("cell state", state * (carried and geometry.cell == "lstm")),
+            *_buffer("reset state", state * resets),
+            *_buffer("counters", rows_that_wait * COUNTERS_APART * ITEMSIZE["float32"]),
+        ]
 
     def _gates_bytes(self, count: int) -> int:
         """Workspace for the gates of `count` steps."""
         kept = "gates" in self.kept
         return 0 if kept else count * self.geometry.directions * self.gates_per_step * ITEMSIZE[self.computed]
-
-    def _gates_buffer(self, count: int) -> list[Buffer]:
-        return [Buffer("gates", self._gates_bytes(count))] * bool(self._gates_bytes(count))
 
     def _projections(self, taken: int) -> tuple[list[_Chunk], list[Draft]]:
         """Chunks of as many steps as fit into what is left of the workspace, and the projection of each."""
@@ -296,19 +285,9 @@ class _Layer:
         directions = []
         for d in range(self.geometry.directions):
             conv = self._projection_problem(d, chunk, stride, limit)
-            draft = cheapest_of(self._projecting_methods(), partial(draft_conv, problem=conv), self.gpu)
+            draft = cheapest_of(self.projecting, partial(draft_conv, problem=conv), self.gpu)
             directions.append(replace(draft, steps=tuple(map(_as_projection, draft.steps))))
         return in_sequence(directions[0].method, directions, directions[0].reason)
-
-    def _projecting_methods(self) -> tuple[str, ...]:
-        """Methods of the convolution that projects the inputs."""
-        if not self._instructions():
-            return ("gemm",)
-        return ("implicit_gemm", "gemm") if self.problem.method == "auto" else ("implicit_gemm",)
-
-    def _instructions(self) -> bool:
-        """Whether this GPU has any for a kernel of our own that projects."""
-        return bool(arithmetics(self.dtype, self.gpu, self.problem.allow_tf32))
 
     def _projection_problem(self, d: int, chunk: _Chunk, stride: int, limit: int) -> ConvProblem:
         """A convolution of one tap: pixels are (time, sample), channels the inputs, outputs the gates."""
@@ -433,6 +412,10 @@ class _Layer:
             return ()
         access = "scalar access" if not _vector_bytes(weight) else f"accesses of {_vector_bytes(weight)} bytes"
         return (f"{weight.name}: its rows are no whole number of aligned {VECTOR_BYTES}-byte vectors: {access}",)
+
+
+def _buffer(name: str, nbytes: int) -> list[Buffer]:
+    return [Buffer(name, nbytes)] if nbytes else []
 
 
 def _vector_bytes(weight: Operand) -> int:

@@ -14,7 +14,7 @@ from math import prod
 
 from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.conv import access_notes, draft_conv, plan_chosen
-from cupyconv.cuda.plan.conversions import check_alignment, convert, convert_bias
+from cupyconv.cuda.plan.conversions import check_alignment, converted
 from cupyconv.cuda.plan.direct import TILE
 from cupyconv.cuda.plan.draft import Draft, cheapest, in_sequence
 from cupyconv.cuda.plan.epilogue import activation_launch
@@ -47,7 +47,7 @@ from cupyconv.cuda.plan.matrices import (
 from cupyconv.problem.activations import IDENTITY
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, product_flops, real_part
 from cupyconv.problem.geometry import even_part
-from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, KernelLaunch, Plan, Step
+from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, GemmCall, KernelLaunch, Plan, Step
 from cupyconv.problem.polyphase import class_problems
 from cupyconv.problem.problems import NotApplicable, TransposedProblem, inputs_with_channels
 
@@ -57,7 +57,10 @@ def plan_transposed(problem: TransposedProblem) -> Plan:
     if problem.pre is not None:
         return _with_activation(problem, problem.pre)
     check_alignment(problem.arrays)
-    problem, conversions = _converted(problem)
+    kept, geometry = inputs_with_channels(problem.geometry)
+    xs = tuple(x for x in problem.xs if x.shape[1]) or problem.xs[:1]
+    problem = replace(problem, geometry=geometry, xs=xs, outs=tuple(problem.outs[i] for i in kept))
+    problem, conversions = converted(problem, xs=problem.x_dtype, weight=problem.weight_dtype, bias=problem.dtype)
     return plan_chosen(problem, _draft, conversions, access_notes((*problem.xs, *problem.outs)))
 
 
@@ -73,22 +76,6 @@ def _with_activation(problem: TransposedProblem, pre: Operand) -> Plan:
         bytes_moved=plan.bytes_moved + launch.bytes_moved,
         minimal_bytes=plan.minimal_bytes + problem.outs[0].nbytes,
     )
-
-
-def _converted(problem: TransposedProblem) -> tuple[TransposedProblem, tuple[Conversion, ...]]:
-    """Arguments in the dtypes computed with, without those of no channels; conversions take their share of workspace."""
-    conversions: list[Conversion] = []
-    kept, geometry = inputs_with_channels(problem.geometry)
-    xs = [x for x in problem.xs if x.shape[1]] or [problem.xs[0]]
-    problem = replace(
-        problem,
-        geometry=geometry,
-        outs=tuple(problem.outs[i] for i in kept),
-        xs=tuple(convert(x, problem.x_dtype, conversions) for x in xs),
-        weight=convert(problem.weight, problem.weight_dtype, conversions),
-        bias=convert_bias(problem.bias, problem.dtype, conversions),
-    )
-    return problem.sharing_with(conversions), tuple(conversions)
 
 
 def _draft(method: str, problem: TransposedProblem) -> Draft:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.conv import access_notes, plan_chosen
-from cupyconv.cuda.plan.conversions import check_alignment, convert, converted_prologue
+from cupyconv.cuda.plan.conversions import check_alignment, converted
 from cupyconv.cuda.plan.draft import Draft, cheapest_of
 from cupyconv.cuda.plan.epilogue import Sums, as_line, epilogue_launch
 from cupyconv.cuda.plan.im2col import Chunk
@@ -67,7 +67,7 @@ from cupyconv.problem.arrays import (
     real_part,
 )
 from cupyconv.problem.geometry import ConvGeometry, even_part
-from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, KernelLaunch, Plan, Step
+from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, GemmCall, KernelLaunch, Plan, Step
 from cupyconv.problem.problems import NotApplicable, Prologue, WeightGradientProblem, without_empty_inputs
 
 #: Outputs per block of weight_gradient.cu, where a group has one and where it has more; its rows and threads.
@@ -87,14 +87,8 @@ def plan_weight_gradient(problem: WeightGradientProblem) -> Plan:
     """The plan for ``problem.method``; ValueError where a named method does not apply."""
     problem = without_empty_inputs(problem)
     check_alignment(problem.arrays)
-    conversions: list[Conversion] = []
-    problem = replace(
-        problem,
-        xs=tuple(convert(x, problem.x_dtype, conversions) for x in problem.xs),
-        grad=convert(problem.grad, problem.grad_dtype, conversions),
-        prologue=converted_prologue(problem.prologue, problem.x_dtype, conversions),
-    )
-    problem = problem.sharing_with(conversions)
+    x_dtype = problem.x_dtype
+    problem, conversions = converted(problem, xs=x_dtype, grad=problem.grad_dtype, prologue=x_dtype)
     return plan_chosen(problem, _draft, conversions, access_notes((*problem.xs, problem.grad)))
 
 
