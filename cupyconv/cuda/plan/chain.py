@@ -41,7 +41,7 @@ def plan_chain(problem: ChainProblem) -> Plan:
         draft = Draft("unfused", (), reason="the result is empty")
         rejected: tuple[tuple[str, str], ...] = ()
     else:
-        comparison = _Comparison(_with_limit(layers, limit), gpu)
+        comparison = _Comparison(tuple(replace(layer, workspace_limit=limit) for layer in layers), gpu)
         parts = comparison.best(problem.fuse)
         draft = _joined(layers, parts, limit)
         rejected = comparison.rejected(parts, problem.fuse)
@@ -141,10 +141,6 @@ def _converted(problem: ChainProblem) -> tuple[Layers, tuple[Conversion, ...]]:
     return tuple(layers), tuple(conversions)
 
 
-def _with_limit(layers: Layers, limit: int) -> Layers:
-    return tuple(replace(layer, workspace_limit=limit) for layer in layers)
-
-
 def _draft_layer(layer: ConvProblem) -> Draft:
     """One layer by its best method; an intermediate image in another dtype than it computes with is widened first."""
     (x, *others) = layer.xs
@@ -179,8 +175,15 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
     left = max(0, limit - sum(sizes))  # the last chunk too, which may have fewer samples, finds memory for the most
     drafts: list[Draft] = []
     for first in range(0, batch, chunk):
-        some = tuple(_samples(layer, first, min(chunk, batch - first)) for layer in layers)
-        drafts += _redrafted(_with_limit(some, left), parts) if stored else [part.draft for part in parts]
+        count = min(chunk, batch - first)
+        some = [replace(_samples(layer, first, count), workspace_limit=left) for layer in layers]
+        for part in parts:
+            if not stored:
+                drafts.append(part.draft)
+            elif part.count == 2:
+                drafts.append(draft_pair(some[part.first], some[part.last]))
+            else:
+                drafts.append(_draft_layer(some[part.first]))
     # Two images are alive at a time: every other one lies where the one before the last did.
     places = {f"layer[{i}]": Address(f"layer[{stored[j % 2]}]") for j, i in enumerate(stored)}
     joined = in_sequence("fused" if any(part.count == 2 for part in parts) else "unfused", drafts, "")
@@ -210,13 +213,6 @@ def _slot_bytes(layers: Layers, stored: Sequence[int]) -> list[int]:
     """Bytes of the memory, at most two pieces, that the stored images take turns in."""
     sizes = [layers[i].out.nbytes for i in stored]
     return [max(sizes[slot::2]) for slot in range(min(2, len(sizes)))]
-
-
-def _redrafted(layers: Layers, parts: Sequence[_Part]) -> list[Draft]:
-    return [
-        _draft_layer(layers[part.first]) if part.count == 1 else draft_pair(*layers[part.first : part.last + 1])
-        for part in parts
-    ]
 
 
 def _samples(layer: ConvProblem, first: int, count: int) -> ConvProblem:

@@ -84,11 +84,11 @@ def drafts_of(first: ConvProblem, second: ConvProblem) -> list[Draft]:
     return drafts
 
 
-def layer_kind(geometry: ConvGeometry) -> str | None:
-    """What conv_pair.cu is compiled for: DENSE, DEPTHWISE, or nothing."""
+def layer_kind(geometry: ConvGeometry) -> str:
+    """What conv_pair.cu is compiled for: DENSE or DEPTHWISE, or neither."""
     if geometry.groups == 1:
         return "DENSE"
-    return "DEPTHWISE" if geometry.group_channels == geometry.group_outputs == 1 else None
+    return "DEPTHWISE" if geometry.group_channels == geometry.group_outputs == 1 else ""
 
 
 def _check(first: ConvProblem, second: ConvProblem, gpu: GpuModel) -> None:
@@ -98,7 +98,7 @@ def _check(first: ConvProblem, second: ConvProblem, gpu: GpuModel) -> None:
     if first.out.nbytes == 0 or 0 in (first.geometry.reduction, second.geometry.reduction):
         raise NotApplicable("there is nothing to sum over")
     for which, layer in (("first", first), ("second", second)):
-        if layer_kind(layer.geometry) is None:
+        if not layer_kind(layer.geometry):
             raise NotApplicable(f"the {which} layer has groups of more than one channel or output")
         if {layer.x_dtype, layer.weight_dtype, layer.out.dtype} != {dtype}:
             raise NotApplicable("the layers compute in different dtypes")
@@ -139,18 +139,14 @@ def _rows(second: ConvProblem) -> Iterator[int]:
     """Outputs that a block may take: all, or where blocks share a tile's outputs half of them and so on."""
     outputs = OUTPUTS_BYTES // ITEMSIZE[accumulator(second.out.dtype)]
     tiles = -(-second.geometry.out_channels // outputs)
-    shares = (
-        [1] if layer_kind(second.geometry) == "DEPTHWISE" else [1 << i for i in range((tiles - 1).bit_length() + 1)]
-    )
-    yield from dict.fromkeys(-(-tiles // share) * outputs for share in shares)
+    most = 0 if layer_kind(second.geometry) == "DEPTHWISE" else (tiles - 1).bit_length()
+    yield from dict.fromkeys(-(-tiles // (1 << i)) * outputs for i in range(most + 1))
 
 
 def _draft(first: ConvProblem, second: ConvProblem, tile: Triple, rows: int, gpu: GpuModel) -> Draft | None:
     """The pair in tiles of this shape, so many outputs per block, or None where they are too large."""
     dtype, itemsize = second.out.dtype, second.out.itemsize
-    first_kind, second_kind = layer_kind(first.geometry), layer_kind(second.geometry)
-    assert first_kind is not None and second_kind is not None
-    kinds = first_kind, second_kind
+    kinds = layer_kind(first.geometry), layer_kind(second.geometry)
     middle_tile = _reached(second.geometry, tile)
     x_tile = _reached(first.geometry, middle_tile)
     middle_pixels, x_pixels = prod(middle_tile), prod(x_tile)
@@ -244,9 +240,8 @@ def _seconds(
             per_tile += 2 * pixels * its_outputs * taps / (cores * cost.PAIR["DEPTHWISE"])
             weights += its_outputs * taps
     rounds = -(-tiles // blocks)
-    busy = (
-        -(-blocks * columns // gpu.multiprocessors) * gpu.multiprocessors / (blocks * columns)
-    )  # the fullest one's share
+    fullest = -(-blocks * columns // gpu.multiprocessors)  # blocks of the multiprocessor that has the most
+    busy = fullest * gpu.multiprocessors / (blocks * columns)
     seconds = busy * blocks * (rounds * per_tile + weights * 2 * cost.PAIR_WEIGHT_LOAD / gpu.fp32)
     read = columns * channels * (_whole(x_tile[2] * itemsize, SECTOR_BYTES) * prod(x_tile[:2])) * tiles
     loading = max(launch.bytes_moved / gpu.bandwidth, read / (gpu.bandwidth * cost.L2_SPEED))

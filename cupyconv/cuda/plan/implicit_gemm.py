@@ -11,7 +11,7 @@ Every arithmetic the dtype has on the GPU and every tile is drafted; the cost mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -245,11 +245,12 @@ def _along_channels(problem: ConvProblem, chunked: bool) -> tuple[bool, tuple[st
 def _pack_weight_launch(
     geometry: ConvGeometry, weight: Operand, packed: Buffer, cut: Reduction, rows: int, *, along_k: bool
 ) -> KernelLaunch:
+    channels = [(image(None), first, count) for first, count in zip(geometry.channel_offsets, geometry.channels)]
     return KernelLaunch(
         variant("pack_weight", DTYPE=f"bits{8 * weight.itemsize}"),
         *grid_and_block(1, rows * cut.channels, 1, geometry.groups, 256),
         (
-            ("sources", _channels_only(geometry)),
+            ("sources", (channels, len(channels))),
             ("weight", image(weight)),
             ("packed", Address(packed.name)),
             ("stride_m", cut.slab if along_k else 1),
@@ -265,9 +266,3 @@ def _pack_weight_launch(
         purpose="weight into K-slabs",
         bytes_moved=weight.nbytes + packed.nbytes,
     )
-
-
-def _channels_only(geometry: ConvGeometry) -> tuple[Sequence[object], int]:
-    """The table of inputs without addresses."""
-    table = [(image(None), first, count) for first, count in zip(geometry.channel_offsets, geometry.channels)]
-    return table, len(table)

@@ -233,10 +233,7 @@ def gather_weight(geometry: ConvGeometry, weight: Operand, dtype: str, planes: i
     target = Operand("gathered weight", dtype, shape, strides, alignment=ITEMSIZE[dtype])
     parts = {"weight": weight}
     if planes == 2:
-        parts = {
-            "real parts of the weight": component(weight, 0),
-            "imaginary parts of the weight": component(weight, 1),
-        }
+        parts = {f"{part} parts of the weight": component(weight, i) for i, part in enumerate(("real", "imaginary"))}
     launches: list[Step] = []
     for i, (purpose, part) in enumerate(parts.items()):
         at = replace(target, offset=i * plane * target.itemsize)
@@ -247,14 +244,8 @@ def gather_weight(geometry: ConvGeometry, weight: Operand, dtype: str, planes: i
 def component(operand: Operand, which: int) -> Operand:
     """The real (0) or imaginary (1) parts of a complex operand, as a real one."""
     dtype = real_part(operand.dtype)
-    strides = tuple(2 * stride for stride in operand.strides)
-    return replace(
-        operand,
-        dtype=dtype,
-        strides=strides,
-        alignment=ITEMSIZE[dtype],
-        offset=operand.offset + which * ITEMSIZE[dtype],
-    )
+    size, strides = ITEMSIZE[dtype], tuple(2 * stride for stride in operand.strides)
+    return replace(operand, dtype=dtype, strides=strides, alignment=size, offset=operand.offset + which * size)
 
 
 def compute_type(dtype: str, allow_tf32: bool) -> str:

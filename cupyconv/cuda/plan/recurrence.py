@@ -227,10 +227,8 @@ class _Layer:
     def _seconds(self, tile: Tile, grid: tuple[int, int, int], gates: int) -> float:
         """The products of one step: whole rounds of whole tiles."""
         rate = cost.product_rate(tile.arithmetic, tile.dtype, self.gpu)
-        if (
-            tile.arithmetic == "MMA"
-        ):  # of two instructions for each product, one is for what rounding the state would lose
-            rate /= 2
+        if tile.arithmetic == "MMA":
+            rate /= 2  # of two instructions for each product, one is for what rounding the state would lose
         passes = -(-self._tiles(tile)[1] // grid[1])
         operations = passes * 2 * tile.rows * tile.units * gates * self.geometry.hidden
         return cost.seconds_in_rounds(prod(grid), operations, rate * cost.RECURRENT[tile.samples], self.gpu)
@@ -364,8 +362,8 @@ class _Layer:
         clip = inf if geometry.clip is None else geometry.clip
         return (
             ("weight", _strided(problem.weight_hh)),
-            ("x", (None, 0, 0, 0) if projected else _strided(problem.x)),
-            ("weight_ih", (None, 0, 0, 0) if projected else _strided(problem.weight_ih)),
+            ("x", _strided(None if projected else problem.x)),
+            ("weight_ih", _strided(None if projected else problem.weight_ih)),
             ("bias_ih", _strided(problem.bias_ih)),
             ("bias_hh", _strided(problem.bias_hh)),
             ("peephole", _strided(problem.peephole)),

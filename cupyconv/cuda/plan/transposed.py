@@ -81,7 +81,9 @@ def _with_activation(problem: TransposedProblem, pre: Operand) -> Plan:
 def _draft(method: str, problem: TransposedProblem) -> Draft:
     if not any(out.nbytes for out in problem.outs):
         return Draft(method, (), reason="the results are empty")
-    return {"direct": _draft_direct, "gemm": _draft_gemm, "implicit_gemm": _draft_implicit_gemm}[method](problem)
+    if method == "direct":
+        return _draft_direct(problem)
+    return _draft_gemm(problem) if method == "gemm" else _as_convolutions(method, problem)
 
 
 def _draft_direct(problem: TransposedProblem) -> Draft:
@@ -124,10 +126,6 @@ def _launch(problem: TransposedProblem, out: Operand, first: int) -> KernelLaunc
         flops=flops,
         arithmetic_seconds=flops / (cost.core_rate(out.dtype, problem.gpu) * cost.GENERAL),
     )
-
-
-def _draft_implicit_gemm(problem: TransposedProblem) -> Draft:
-    return _as_convolutions("implicit_gemm", problem)
 
 
 def _draft_gemm(problem: TransposedProblem) -> Draft:
