@@ -168,10 +168,8 @@ class _GemmPlanner(ProductsPlanner):
         self.factors = image_factors(problem.xs, self.image_views(problem.xs))
         #: From one row of a sample's columns to the next.
         self.row = row_length(geometry.pixels)
-        if (
-            max(geometry.out_channels, geometry.group_channels * geometry.taps, self.row * self.components)
-            > MAX_DIMENSION
-        ):
+        sizes = (geometry.out_channels, geometry.group_channels * geometry.taps, self.row * self.components)
+        if max(sizes) > MAX_DIMENSION:
             raise NotApplicable("channels times taps, or pixels, pass cuBLAS's 32-bit dimensions")
         self.samples, self.channels = self._chunk_size()
 
@@ -202,8 +200,7 @@ class _GemmPlanner(ProductsPlanner):
             return even_part(geometry.batch, most), geometry.in_channels
         channels = min((limit - gathered) // channel, MAX_DIMENSION // geometry.taps)
         if channels < 1:
-            least = problem.limit - limit + gathered + channel
-            refuse_chunk(problem, least)
+            refuse_chunk(problem, problem.limit - limit + gathered + channel)
         if channels >= geometry.group_channels:
             channels -= channels % geometry.group_channels
         return 1, channels

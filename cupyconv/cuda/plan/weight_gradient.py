@@ -266,9 +266,8 @@ class _Planner:
     def _parts_wanted(self) -> int:
         """Parts of a long row, or of a sample: as many as occupy the multiprocessors, within a quarter of the workspace."""
         geometry = self.geometry
-        tiles = (
-            geometry.groups * -(-geometry.group_outputs // cost.GEMM_TILE) * -(-geometry.reduction // cost.GEMM_TILE)
-        )
+        tiles_m, tiles_n = (-(-n // cost.GEMM_TILE) for n in (geometry.group_outputs, geometry.reduction))
+        tiles = geometry.groups * tiles_m * tiles_n
         affordable = self.problem.limit // 4 // (self.part * ITEMSIZE[self.sums_dtype])
         apart = 1 if self.is_long else geometry.batch
         pixels = geometry.batch * geometry.pixels // apart
@@ -294,8 +293,7 @@ class _Planner:
         most = min(most, geometry.batch)
         fitting = limit // per_sample if per_sample else most if limit >= 0 or not per_pixel else 0
         if fitting >= 1 and geometry.pixels <= MAX_DIMENSION:
-            samples = min(fitting, most)
-            return even_part(geometry.batch, samples), geometry.pixels
+            return even_part(geometry.batch, min(fitting, most)), geometry.pixels
         if not self.is_long and geometry.batch * parts > 1:
             limit -= parts * part
         pixels = min(limit // per_pixel if per_pixel else MAX_DIMENSION, MAX_DIMENSION) // ROW_MULTIPLE * ROW_MULTIPLE
