@@ -109,9 +109,8 @@ class _GemmPlanner(ProductsPlanner):
             self.factors = image_factors(problem.xs, self.image_views(problem.xs))
         self.out = self._out_in_place()
         self.sums_dtype = self._sums_dtype()
-        addends = bool(problem.bias or problem.residual)
         #: Bias and residual are written before the products are added: no pass over the result after.
-        self.prefills = addends and self.out is not None and not problem.activation
+        self.prefills = bool(problem.bias or problem.residual) and self.out is not None and not problem.activation
         self.samples, self.pixels = self._chunk_size()
 
     def draft(self) -> Draft:

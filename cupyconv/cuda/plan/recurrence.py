@@ -249,23 +249,25 @@ class _Layer:
 
     def _gates_bytes(self, count: int) -> int:
         """Workspace for the gates of `count` steps."""
-        kept = "gates" in self.kept
-        return 0 if kept else count * self.geometry.directions * self.gates_per_step * ITEMSIZE[self.computed]
+        if "gates" in self.kept:
+            return 0
+        return count * self.geometry.directions * self.gates_per_step * ITEMSIZE[self.computed]
 
     def _projections(self, taken: int) -> tuple[list[_Chunk], list[Draft]]:
         """Chunks of as many steps as fit into what is left of the workspace, and the projection of each."""
-        steps, reason = self.geometry.steps, NotApplicable()
+        steps, reason = self.geometry.steps, ""
         left = self.problem.limit - taken - 2 * Plan.ALIGNMENT
         for count in self._chunk_lengths():
             chunks = [_Chunk(first, min(count, steps - first)) for first in range(0, steps, max(1, count))]
             limit = left - self._gates_bytes(count)
+            if limit < 0:
+                reason = f"{-limit:,} bytes are lacking"
+                continue
             try:
-                if limit < 0:
-                    raise NotApplicable(f"{-limit:,} bytes are lacking")
                 projections = [self._projection(chunk, count, limit) for chunk in chunks]
                 return chunks or [_Chunk(0, 0)], projections or [Draft("", ())]
             except NotApplicable as refusal:
-                reason = refusal
+                reason = str(refusal)
         raise NotApplicable(f"a step does not fit into {self.problem.limit:,} bytes of workspace: {reason}")
 
     def _chunk_lengths(self) -> Iterator[int]:
@@ -359,7 +361,6 @@ class _Layer:
         gates_at = Address(kept_gates.name if kept_gates else "gates") if in_memory else None
         first = [0 if kept_gates else chunk.time(sign, geometry.steps) for sign in geometry.signs]
         two_products = len(self.products) > 1
-        clip = inf if geometry.clip is None else geometry.clip
         return (
             ("weight", _strided(problem.weight_hh)),
             ("x", _strided(None if projected else problem.x)),
@@ -385,7 +386,7 @@ class _Layer:
             ("cells", Address("cell state") if geometry.steps > 1 and geometry.cell == "lstm" else None),
             ("counters", Address("counters") if persistent else None),
             ("activation", gate_activations(geometry)),
-            ("clip", clip),
+            ("clip", inf if geometry.clip is None else geometry.clip),
             ("steps", geometry.steps),
             ("batch", geometry.batch),
             ("inputs", geometry.inputs),
