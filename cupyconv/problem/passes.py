@@ -165,16 +165,17 @@ class EpilogueGradProblem(ElementwiseGradProblem):
         return (*self.images, self.sums)
 
     @property
-    def _does(self) -> list[str]:
+    def does(self) -> list[str]:
+        """What is done, in words."""
         return [f"derivative of {self.activation}"] * bool(self.saved) + ["sums of channels"] * bool(self.sums)
 
     @property
     def title(self) -> str:
-        return f"{' and '.join(self._does)} of {self.grad.dtype} {self.grad.shape}"
+        return f"{' and '.join(self.does)} of {self.grad.dtype} {self.grad.shape}"
 
     @property
     def flops(self) -> int:
-        return prod(self.grad.shape) * len(self._does)
+        return prod(self.grad.shape) * len(self.does)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from cupyconv.cuda.plan.conv import access_notes, choose, draft_conv
+from cupyconv.cuda.plan.conv import access_notes, choose, converted_conv, draft_conv
 from cupyconv.cuda.plan.conv_pair import draft_pair
-from cupyconv.cuda.plan.conversions import check_alignment, converted
+from cupyconv.cuda.plan.conversions import check_alignment
 from cupyconv.cuda.plan.draft import Draft, in_sequence, relocated
-from cupyconv.cuda.plan.epilogue import Sums, epilogue_launch
-from cupyconv.problem.arrays import ITEMSIZE, Operand, c_strides, real_part
+from cupyconv.cuda.plan.epilogue import Sums, as_line, epilogue_launch
+from cupyconv.problem.arrays import ITEMSIZE, Operand, real_part
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import Address, Buffer, Conversion, KernelLaunch, Plan
@@ -41,11 +41,11 @@ def plan_chain(problem: ChainProblem) -> Plan:
         draft = Draft("unfused", (), reason="the result is empty")
         rejected: tuple[tuple[str, str], ...] = ()
     else:
-        comparison = _Comparison(_with_limit(layers, limit), gpu)
+        comparison = _Comparison(tuple(replace(layer, workspace_limit=limit) for layer in layers), gpu)
         parts = comparison.best(problem.fuse)
         draft = _joined(layers, parts, limit)
         rejected = comparison.rejected(parts, problem.fuse)
-    return draft.plan(problem, problem.title, layers[-1].result, rejected, conversions, notes)
+    return draft.plan(problem, rejected, conversions, notes)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class _Comparison:
         self.refusals: dict[int, str] = {}
         for i, (first, second) in enumerate(pairwise(layers)):
             try:
-                self.pairs[i] = _Part(i, 2, _draft_pair(first, second))
+                self.pairs[i] = _Part(i, 2, draft_pair(first, second))
             except NotApplicable as reason:
                 self.refusals[i] = str(reason)
 
@@ -135,21 +135,17 @@ def _converted(problem: ChainProblem) -> tuple[Layers, tuple[Conversion, ...]]:
     for i, layer in enumerate(problem.layers):
         layer = without_empty_inputs(layer) if i == 0 else layer
         check_alignment(layer.arrays)
-        changed, needed = converted(layer)
+        changed, needed = converted_conv(layer)
         layers.append(changed if i == 0 else replace(changed, xs=layer.xs))
         conversions += [conversion for conversion in needed if i == 0 or conversion.buffer != layer.xs[0].name]
     return tuple(layers), tuple(conversions)
-
-
-def _with_limit(layers: Layers, limit: int) -> Layers:
-    return tuple(replace(layer, workspace_limit=limit) for layer in layers)
 
 
 def _draft_layer(layer: ConvProblem) -> Draft:
     """One layer by its best method; an intermediate image in another dtype than it computes with is widened first."""
     (x, *others) = layer.xs
     if others or x.dtype == layer.x_dtype:
-        return choose("auto", lambda method: draft_conv(method, layer), layer.gpu)[0]
+        return choose(layer, draft_conv)[0]
     wide = replace(x, name="widened", dtype=layer.x_dtype)
     chosen = _draft_layer(replace(layer, xs=(wide,), workspace_limit=max(0, layer.limit - wide.nbytes)))
     if not chosen.steps or not x.nbytes:
@@ -162,19 +158,9 @@ def _draft_layer(layer: ConvProblem) -> Draft:
 def _widening(x: Operand, wide: Operand) -> KernelLaunch:
     """All numbers of an image in a wider dtype: both lie in memory without gaps, so that their order is nothing to it."""
     dtype, target = real_part(x.dtype), real_part(wide.dtype)
-    count = x.nbytes // ITEMSIZE[dtype]
-    line = Operand(wide.name, target, (1, 1, 1, 1, count), c_strides((1, 1, 1, 1, count)))
+    line = as_line(Operand(wide.name, target, (x.nbytes // ITEMSIZE[dtype],), (1,)))
     launch = epilogue_launch(line, Sums(Address(x.name), dtype, (0, 0, 1)))
     return replace(launch, purpose=f"{dtype} -> {target}")
-
-
-def _draft_pair(first: ConvProblem, second: ConvProblem) -> Draft:
-    """Two layers in one kernel, or `NotApplicable`."""
-    if first.out.dtype != second.x_dtype:
-        raise NotApplicable(f"the image between is {first.out.dtype}, the second layer computes in {second.x_dtype}")
-    if first.out.nbytes == 0 or 0 in (first.geometry.reduction, second.geometry.reduction):
-        raise NotApplicable("there is nothing to sum over")
-    return draft_pair(first, second)
 
 
 def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
@@ -189,8 +175,15 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
     left = max(0, limit - sum(sizes))  # the last chunk too, which may have fewer samples, finds memory for the most
     drafts: list[Draft] = []
     for first in range(0, batch, chunk):
-        some = tuple(_samples(layer, first, min(chunk, batch - first)) for layer in layers)
-        drafts += _redrafted(_with_limit(some, left), parts) if stored else [part.draft for part in parts]
+        count = min(chunk, batch - first)
+        some = [replace(_samples(layer, first, count), workspace_limit=left) for layer in layers]
+        for part in parts:
+            if not stored:
+                drafts.append(part.draft)
+            elif part.count == 2:
+                drafts.append(draft_pair(some[part.first], some[part.last]))
+            else:
+                drafts.append(_draft_layer(some[part.first]))
     # Two images are alive at a time: every other one lies where the one before the last did.
     places = {f"layer[{i}]": Address(f"layer[{stored[j % 2]}]") for j, i in enumerate(stored)}
     joined = in_sequence("fused" if any(part.count == 2 for part in parts) else "unfused", drafts, "")
@@ -220,13 +213,6 @@ def _slot_bytes(layers: Layers, stored: Sequence[int]) -> list[int]:
     """Bytes of the memory, at most two pieces, that the stored images take turns in."""
     sizes = [layers[i].out.nbytes for i in stored]
     return [max(sizes[slot::2]) for slot in range(min(2, len(sizes)))]
-
-
-def _redrafted(layers: Layers, parts: Sequence[_Part]) -> list[Draft]:
-    return [
-        _draft_layer(layers[part.first]) if part.count == 1 else _draft_pair(*layers[part.first : part.last + 1])
-        for part in parts
-    ]
 
 
 def _samples(layer: ConvProblem, first: int, count: int) -> ConvProblem:

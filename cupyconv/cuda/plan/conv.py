@@ -7,6 +7,7 @@ whose columns are only ever tiles in shared memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from cupyconv.cuda.plan.conversions import check_alignment, converted
 from cupyconv.cuda.plan.direct import draft_direct
@@ -16,33 +17,59 @@ from cupyconv.cuda.plan.gemm import draft_gemm
 from cupyconv.cuda.plan.implicit_gemm import draft_implicit_gemm
 from cupyconv.cuda.plan.launches import VECTOR_BYTES, vector_width
 from cupyconv.problem.arrays import Operand
-from cupyconv.problem.machine import GpuModel
-from cupyconv.problem.plan import Plan
-from cupyconv.problem.problems import METHODS, ConvProblem, NotApplicable, without_empty_inputs
+from cupyconv.problem.plan import Conversion, Plan
+from cupyconv.problem.problems import (
+    METHODS,
+    ConvProblem,
+    NotApplicable,
+    TransposedProblem,
+    WeightGradientProblem,
+    without_empty_inputs,
+)
+from cupyconv.problem.recurrence import RecurrentProblem
+
+#: One kind of problem that has methods to choose from.
+ChoiceT = TypeVar("ChoiceT", ConvProblem, TransposedProblem, WeightGradientProblem, RecurrentProblem)
 
 
 def plan_conv(problem: ConvProblem) -> Plan:
     """The plan for ``problem.method``; ValueError where a named method does not apply."""
     problem = without_empty_inputs(problem)
     check_alignment(problem.arrays)
-    problem, conversions = converted(problem)
-    problem = problem.sharing_with(conversions)
-    chosen, rejected = choose(problem.method, lambda method: draft_conv(method, problem), problem.gpu)
-    notes = problem.notes + access_notes((*problem.xs, problem.out))
-    return chosen.plan(problem, str(problem.geometry), problem.result, rejected, conversions, notes)
+    problem, conversions = converted_conv(problem)
+    return plan_chosen(problem, draft_conv, conversions, access_notes((*problem.xs, problem.out)))
+
+
+def converted_conv(problem: ConvProblem) -> tuple[ConvProblem, tuple[Conversion, ...]]:
+    """The convolution in the dtypes computed with, and what must be converted for that."""
+    x, out = problem.x_dtype, problem.out.dtype
+    return converted(problem, xs=x, weight=problem.weight_dtype, bias=out, residual=out, prologue=x)
+
+
+def plan_chosen(
+    problem: ChoiceT,
+    draft_of: Callable[[str, ChoiceT], Draft],
+    conversions: tuple[Conversion, ...],
+    notes: tuple[str, ...] = (),
+    methods: Sequence[str] = METHODS,
+) -> Plan:
+    """The plan by the method that `choose` takes; `notes` are added to the problem's own."""
+    chosen, rejected = choose(problem, draft_of, methods)
+    return chosen.plan(problem, rejected, conversions, problem.notes + notes)
 
 
 def choose(
-    asked: str, draft_of: Callable[[str], Draft], gpu: GpuModel, methods: Sequence[str] = METHODS
+    problem: ChoiceT, draft_of: Callable[[str, ChoiceT], Draft], methods: Sequence[str] = METHODS
 ) -> tuple[Draft, tuple[tuple[str, str], ...]]:
     """The draft of the method asked for, or for "auto" the cheapest; and why not the others."""
+    asked, gpu = problem.method, problem.gpu
     if asked != "auto":
         others = tuple((method, f"method={asked!r} was asked for") for method in methods if method != asked)
         try:
-            return draft_of(asked), others
+            return draft_of(asked, problem), others
         except NotApplicable as refusal:
             raise ValueError(f"method {asked!r} does not apply: {refusal}") from None
-    drafts, rejected = drafted(methods, draft_of)
+    drafts, rejected = drafted(methods, lambda method: draft_of(method, problem))
     if not drafts:
         raise ValueError("no method applies: " + "; ".join(f"{method}: {reason}" for method, reason in rejected))
     chosen = cheapest(drafts, gpu)

@@ -25,16 +25,18 @@ from cupyconv.cuda.plan.launches import (
     GRID_X,
     GRID_Y,
     VECTOR_BYTES,
+    bytes_of,
     epilogue_params,
     image,
     sources_params,
+    variant,
     windows_params,
 )
 from cupyconv.cuda.plan.occupancy import registers, resident_blocks
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry, Triple
 from cupyconv.problem.machine import GpuModel
-from cupyconv.problem.plan import MAX_PAIR_SOURCES, Kernel, KernelLaunch
+from cupyconv.problem.plan import MAX_PAIR_SOURCES, KernelLaunch
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
 #: Threads of a block; pixels of its tile of the result, and of the image between, at the most.
@@ -61,8 +63,7 @@ def draft_pair(first: ConvProblem, second: ConvProblem) -> Draft:
     """One launch that does both layers, or `NotApplicable` with the reason.
 
     ``second.xs`` is ``(first.out,)`` but for its dtype, which is that of `second`'s arithmetic; this image has
-    no memory.  All dtypes are converted, inputs of no channels left out, and no result is empty.  The draft's
-    reason states what the decision rests on: tile, shared memory, registers, occupancy, recomputation.
+    no memory.  All dtypes are converted, inputs of no channels left out.  The draft's reason states what the decision rests on: tile, shared memory, registers, occupancy, recomputation.
     """
     return cheapest(drafts_of(first, second), first.gpu)
 
@@ -83,17 +84,21 @@ def drafts_of(first: ConvProblem, second: ConvProblem) -> list[Draft]:
     return drafts
 
 
-def layer_kind(geometry: ConvGeometry) -> str | None:
-    """What conv_pair.cu is compiled for: DENSE, DEPTHWISE, or nothing."""
+def layer_kind(geometry: ConvGeometry) -> str:
+    """What conv_pair.cu is compiled for: DENSE or DEPTHWISE, or neither."""
     if geometry.groups == 1:
         return "DENSE"
-    return "DEPTHWISE" if geometry.group_channels == geometry.group_outputs == 1 else None
+    return "DEPTHWISE" if geometry.group_channels == geometry.group_outputs == 1 else ""
 
 
 def _check(first: ConvProblem, second: ConvProblem, gpu: GpuModel) -> None:
     dtype = second.out.dtype
+    if first.out.dtype != second.x_dtype:
+        raise NotApplicable(f"the image between is {first.out.dtype}, the second layer computes in {second.x_dtype}")
+    if first.out.nbytes == 0 or 0 in (first.geometry.reduction, second.geometry.reduction):
+        raise NotApplicable("there is nothing to sum over")
     for which, layer in (("first", first), ("second", second)):
-        if layer_kind(layer.geometry) is None:
+        if not layer_kind(layer.geometry):
             raise NotApplicable(f"the {which} layer has groups of more than one channel or output")
         if {layer.x_dtype, layer.weight_dtype, layer.out.dtype} != {dtype}:
             raise NotApplicable("the layers compute in different dtypes")
@@ -134,18 +139,14 @@ def _rows(second: ConvProblem) -> Iterator[int]:
     """Outputs that a block may take: all, or where blocks share a tile's outputs half of them and so on."""
     outputs = OUTPUTS_BYTES // ITEMSIZE[accumulator(second.out.dtype)]
     tiles = -(-second.geometry.out_channels // outputs)
-    shares = (
-        [1] if layer_kind(second.geometry) == "DEPTHWISE" else [1 << i for i in range((tiles - 1).bit_length() + 1)]
-    )
-    yield from dict.fromkeys(-(-tiles // share) * outputs for share in shares)
+    most = 0 if layer_kind(second.geometry) == "DEPTHWISE" else (tiles - 1).bit_length()
+    yield from dict.fromkeys(-(-tiles // (1 << i)) * outputs for i in range(most + 1))
 
 
 def _draft(first: ConvProblem, second: ConvProblem, tile: Triple, rows: int, gpu: GpuModel) -> Draft | None:
     """The pair in tiles of this shape, so many outputs per block, or None where they are too large."""
     dtype, itemsize = second.out.dtype, second.out.itemsize
-    first_kind, second_kind = layer_kind(first.geometry), layer_kind(second.geometry)
-    assert first_kind is not None and second_kind is not None
-    kinds = first_kind, second_kind
+    kinds = layer_kind(first.geometry), layer_kind(second.geometry)
     middle_tile = _reached(second.geometry, tile)
     x_tile = _reached(first.geometry, middle_tile)
     middle_pixels, x_pixels = prod(middle_tile), prod(x_tile)
@@ -157,7 +158,7 @@ def _draft(first: ConvProblem, second: ConvProblem, tile: Triple, rows: int, gpu
     middle_chunks = -(-first.geometry.out_channels // chunk) if kinds[0] == "DENSE" else x_chunks
     taps = first.geometry.taps, second.geometry.taps
     shared = shared_bytes(dtype, kinds, taps, (x_chunks, middle_chunks), rows // outputs, (x_pixels, middle_pixels))
-    kernel = Kernel("conv_pair", (("DTYPE", dtype), ("FIRST", kinds[0]), ("SECOND", kinds[1])))
+    kernel = variant("conv_pair", DTYPE=dtype, FIRST=kinds[0], SECOND=kinds[1])
     resident = resident_blocks(kernel, THREADS, shared, gpu)
     if resident == 0:
         return None
@@ -173,7 +174,7 @@ def _draft(first: ConvProblem, second: ConvProblem, tile: Triple, rows: int, gpu
         (min(blocks, at_a_time, GRID_X), columns, 1),
         THREADS,
         (
-            ("sources", sources_params(first.geometry, first.xs)[0]),
+            ("sources", sources_params(first.xs)[0]),
             ("first", _layer_params(first)),
             ("second", _layer_params(second)),
             ("out", image(second.out)),
@@ -192,7 +193,7 @@ def _draft(first: ConvProblem, second: ConvProblem, tile: Triple, rows: int, gpu
         ),
         shared_bytes=shared,
         purpose="convolution, bias, activation, convolution, bias, residual, activation",
-        bytes_moved=sum(x.nbytes for x in first.xs) + first.weight.nbytes + second.minimal_bytes - first.out.nbytes,
+        bytes_moved=bytes_of(first.xs) + first.weight.nbytes + second.minimal_bytes - first.out.nbytes,
         flops=first.flops * blocks * middle_pixels // (first.geometry.batch * first.geometry.pixels) + second.flops,
     )
     seconds = _seconds(first, second, launch, (tile, middle_tile, x_tile), alone=resident == 1)
@@ -239,9 +240,8 @@ def _seconds(
             per_tile += 2 * pixels * its_outputs * taps / (cores * cost.PAIR["DEPTHWISE"])
             weights += its_outputs * taps
     rounds = -(-tiles // blocks)
-    busy = (
-        -(-blocks * columns // gpu.multiprocessors) * gpu.multiprocessors / (blocks * columns)
-    )  # the fullest one's share
+    fullest = -(-blocks * columns // gpu.multiprocessors)  # blocks of the multiprocessor that has the most
+    busy = fullest * gpu.multiprocessors / (blocks * columns)
     seconds = busy * blocks * (rounds * per_tile + weights * 2 * cost.PAIR_WEIGHT_LOAD / gpu.fp32)
     read = columns * channels * (_whole(x_tile[2] * itemsize, SECTOR_BYTES) * prod(x_tile[:2])) * tiles
     loading = max(launch.bytes_moved / gpu.bandwidth, read / (gpu.bandwidth * cost.L2_SPEED))

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from cupyconv.problem.arrays import Operand, accumulator
 from cupyconv.problem.plan import Conversion
-from cupyconv.problem.problems import ConvProblem, Prologue
+from cupyconv.problem.problems import Problem, Prologue
+
+ProblemT = TypeVar("ProblemT", bound=Problem)
 
 
-def convert(operand: Operand, dtype: str, conversions: list[Conversion]) -> Operand:
-    """The operand in `dtype`; where that is another one, freshly allocated and noted in `conversions`."""
-    if operand.dtype == dtype:
+def convert(operand: Operand, dtype: str, conversions: list[Conversion], *, as_it_lies: bool = True) -> Operand:
+    """The operand in `dtype`; in another one, or not `as_it_lies`, freshly allocated and noted in `conversions`."""
+    if operand.dtype == dtype and as_it_lies:
         return operand
-    return _copied(operand, dtype, conversions)
-
-
-def convert_bias(bias: Operand | None, dtype: str, conversions: list[Conversion]) -> Operand | None:
-    """The bias, if there is one, in `dtype` and with its elements side by side: kernels step by no stride of it."""
-    if bias is None or (bias.dtype == dtype and bias.shape[1] <= 1):
-        return bias
-    return convert(bias, dtype, conversions) if bias.stride_c == 1 else _copied(bias, dtype, conversions)
-
-
-def _copied(operand: Operand, dtype: str, conversions: list[Conversion]) -> Operand:
     fresh = operand.in_c_order(dtype)
     conversions.append(Conversion(operand.name, operand.dtype, dtype, fresh.nbytes))
     return fresh
@@ -39,24 +31,21 @@ def check_alignment(operands: Iterable[Operand | None]) -> None:
             )
 
 
-def converted(problem: ConvProblem) -> tuple[ConvProblem, tuple[Conversion, ...]]:
-    """Arguments in the dtypes computed with, and what must be converted for that."""
+def converted(problem: ProblemT, **dtypes: str) -> tuple[ProblemT, tuple[Conversion, ...]]:
+    """The problem with fields in these dtypes, and the copies that takes, whose memory comes off its workspace.
+
+    A bias has its elements side by side too: kernels step by no stride of it.
+    """
     conversions: list[Conversion] = []
-    bias, residual = problem.bias, problem.residual
-    problem = replace(
-        problem,
-        xs=tuple(convert(x, problem.x_dtype, conversions) for x in problem.xs),
-        weight=convert(problem.weight, problem.weight_dtype, conversions),
-        bias=convert_bias(bias, problem.out.dtype, conversions),
-        residual=residual and convert(residual, problem.out.dtype, conversions),
-        prologue=converted_prologue(problem.prologue, problem.x_dtype, conversions),
-    )
-    return problem, tuple(conversions)
 
+    def in_dtype(name: str, value: Any, dtype: str) -> Any:
+        if isinstance(value, tuple):
+            return tuple(convert(each, dtype, conversions) for each in value)
+        if isinstance(value, Prologue):
+            scale, shift = (in_dtype("vector", vector, accumulator(dtype)) for vector in (value.scale, value.shift))
+            return replace(value, scale=scale, shift=shift)
+        in_place = name != "bias" or value is None or value.stride_c == 1 or value.shape[1] <= 1
+        return value and convert(value, dtype, conversions, as_it_lies=in_place)
 
-def converted_prologue(prologue: Prologue, x_dtype: str, conversions: list[Conversion]) -> Prologue:
-    """The prologue with its vectors in the dtype that elements of `x_dtype` are transformed in."""
-    scale, shift = (
-        vector and convert(vector, accumulator(x_dtype), conversions) for vector in (prologue.scale, prologue.shift)
-    )
-    return replace(prologue, scale=scale, shift=shift)
+    changed = {name: in_dtype(name, getattr(problem, name), dtype) for name, dtype in dtypes.items()}
+    return replace(problem, **changed).sharing_with(conversions), tuple(conversions)

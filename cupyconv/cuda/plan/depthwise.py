@@ -16,9 +16,9 @@ from cupyconv.cuda.plan.launches import (
     grid_and_block,
     is_along_channels,
     prologue_words,
-    with_prologue,
+    variant,
 )
-from cupyconv.problem.arrays import Operand, is_complex
+from cupyconv.problem.arrays import is_complex
 from cupyconv.problem.plan import KernelLaunch
 from cupyconv.problem.problems import ConvProblem
 
@@ -45,24 +45,14 @@ def draft_depthwise(problem: ConvProblem) -> Draft | None:
         return None
     result, activation, after = kept_apart(problem)
     epilogue = epilogue_params(problem.bias, problem.residual, activation)
-    launch = _launch(problem, kernel, result, epilogue)
-    return Draft("direct", (launch, *after), reason="depthwise kernel" + ", channel by channel" * is_grouped)
-
-
-def _launch(
-    problem: ConvProblem, kernel: tuple[int, int], result: Operand, epilogue: tuple[object, ...]
-) -> KernelLaunch:
-    geometry, out = problem.geometry, problem.out
-    size, stride = kernel
+    geometry, out, (size, stride) = problem.geometry, problem.out, kernel
     depth, height, width = geometry.out_size
     strips = geometry.batch * depth * -(-height // ROWS[stride]) * width
     lanes = min(WARP, 1 << (out.shape[1] - 1).bit_length()) if is_along_channels(out) else 1
     (blocks, _, _), block = grid_and_block(strips, lanes, 1, 1, 128)
-    macros = (("DTYPE", out.dtype), ("KERNEL", str(size)), ("STRIDE", str(stride)))
-    grouped = (("GROUPED", "1"),) if geometry.group_channels > 1 else ()
-    flops = 2 * geometry.products
-    return KernelLaunch(
-        with_prologue("depthwise", macros + grouped, problem.prologue),
+    grouped = {"GROUPED": 1} if is_grouped else {}
+    launch = KernelLaunch(
+        variant("depthwise", problem.prologue, DTYPE=out.dtype, KERNEL=size, STRIDE=stride, **grouped),
         (blocks, min(-(-geometry.out_channels // lanes), GRID_Y), 1),
         block,
         (
@@ -74,9 +64,10 @@ def _launch(
         ),
         purpose=f"convolution{prologue_words(problem.prologue)}, bias, residual, activation",
         bytes_moved=bytes_of(problem.xs) + problem.weight.nbytes + out.nbytes,
-        flops=flops,
-        arithmetic_seconds=flops / (cost.core_rate(out.dtype, problem.gpu) * cost.DEPTHWISE),
+        flops=problem.flops,
+        arithmetic_seconds=problem.flops / (cost.core_rate(out.dtype, problem.gpu) * cost.DEPTHWISE),
     )
+    return Draft("direct", (launch, *after), reason="depthwise kernel" + ", channel by channel" * is_grouped)
 
 
 def _kernel(problem: ConvProblem) -> tuple[int, int]:

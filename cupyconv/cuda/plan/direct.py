@@ -10,11 +10,11 @@ from cupyconv.cuda.plan.launches import (
     convolution_params,
     epilogue_params,
     grid_and_block,
+    groups_params,
     prologue_words,
-    with_prologue,
+    variant,
 )
 from cupyconv.cuda.plan.merge import draft_merge
-from cupyconv.problem.arrays import product_flops
 from cupyconv.problem.plan import MAX_MERGED, MAX_SOURCES, KernelLaunch
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
@@ -37,25 +37,18 @@ def _launch(problem: ConvProblem) -> KernelLaunch:
     """Direct convolution, for everything."""
     geometry, prologue, out = problem.geometry, problem.prologue, problem.out
     epilogue = epilogue_params(problem.bias, problem.residual, problem.activation, pre=problem.pre)
-    macros = (
-        ("X_DTYPE", problem.x_dtype),
-        ("W_DTYPE", problem.weight_dtype),
-        ("Y_DTYPE", out.dtype),
-        ("TILE", str(TILE)),
-    )
     tiles = geometry.groups * -(-geometry.group_outputs // TILE)
-    flops = geometry.products * product_flops(problem.x_dtype, problem.weight_dtype)
     return KernelLaunch(
-        with_prologue("direct", macros, prologue),
+        variant(
+            "direct", prologue, X_DTYPE=problem.x_dtype, W_DTYPE=problem.weight_dtype, Y_DTYPE=out.dtype, TILE=TILE
+        ),
         *grid_and_block(geometry.batch, geometry.pixels, 1, tiles, 128),
         (
             *convolution_params(problem, out, epilogue),
-            ("groups", geometry.groups),
-            ("group_channels", geometry.group_channels),
-            ("group_outputs", geometry.group_outputs),
+            *groups_params(geometry),
         ),
         purpose=f"convolution{prologue_words(prologue)}, bias, residual, activation",
         bytes_moved=bytes_of(problem.xs) + problem.weight.nbytes + out.nbytes,
-        flops=flops,
-        arithmetic_seconds=flops / (cost.core_rate(out.dtype, problem.gpu) * cost.GENERAL),
+        flops=problem.flops,
+        arithmetic_seconds=problem.flops / (cost.core_rate(out.dtype, problem.gpu) * cost.GENERAL),
     )

@@ -9,19 +9,7 @@ from typing import Any, TypeVar
 from cupyconv.cuda.plan.cost import Cost, arithmetic_seconds
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import Address, Buffer, Conversion, GemmCall, KernelLaunch, LaunchLoop, Matrix, Plan, Step
-from cupyconv.problem.problems import (
-    ChainProblem,
-    ConvProblem,
-    NotApplicable,
-    TransposedProblem,
-    WeightGradientProblem,
-)
-from cupyconv.problem.recurrence import RecurrentGradientProblem, RecurrentProblem
-
-#: What is drafted, and chosen from, on a GPU.
-DraftedProblem = (
-    ConvProblem | ChainProblem | WeightGradientProblem | TransposedProblem | RecurrentProblem | RecurrentGradientProblem
-)
+from cupyconv.problem.problems import NotApplicable, Problem
 
 T = TypeVar("T")
 
@@ -55,25 +43,17 @@ class Draft:
 
     def plan(
         self,
-        problem: DraftedProblem,
-        title: str,
-        result: str,
+        problem: Problem,
         rejected: tuple[tuple[str, str], ...] = (),
         conversions: tuple[Conversion, ...] = (),
         notes: tuple[str, ...] = (),
     ) -> Plan:
-        """The plan to run this for `problem`; `title` and `result` are words."""
+        """The plan to run this for `problem`."""
         cost = self.cost(problem.gpu)
-        return Plan(
+        return problem.planned(
+            self.steps,
             method=self.method,
-            backend="cuda",
-            device=str(problem.gpu),
-            problem=title,
-            result=result,
-            steps=self.steps,
-            flops=problem.flops,
             bytes_moved=self.bytes_moved,
-            minimal_bytes=problem.minimal_bytes,
             bound=cost.bound,
             rejected=rejected,
             reason=f"{self.reason}; {cost}",
@@ -132,6 +112,14 @@ def drafted(ways: Iterable[T], draft_of: Callable[[T], Draft]) -> tuple[list[Dra
         except NotApplicable as refusal:
             refusals.append((way, str(refusal)))
     return drafts, refusals
+
+
+def cheapest_of(ways: Iterable[T], draft_of: Callable[[T], Draft], gpu: GpuModel) -> Draft:
+    """The cheapest of the ways that apply, or NotApplicable with what the last one says."""
+    drafts, refusals = drafted(ways, draft_of)
+    if not drafts:
+        raise NotApplicable(refusals[-1][1])
+    return cheapest(drafts, gpu)
 
 
 def cheapest(drafts: Iterable[Draft], gpu: GpuModel) -> Draft:

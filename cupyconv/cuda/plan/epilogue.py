@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
 from cupyconv.cuda.plan.im2col import Chunk
 from cupyconv.cuda.plan.launches import (
@@ -12,10 +13,11 @@ from cupyconv.cuda.plan.launches import (
     grid_and_block,
     image,
     is_along_channels,
+    variant,
 )
 from cupyconv.problem.activations import IDENTITY, Activation
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator
-from cupyconv.problem.plan import Address, Kernel, KernelLaunch
+from cupyconv.problem.plan import Address, KernelLaunch
 from cupyconv.problem.problems import ConvProblem
 
 
@@ -27,7 +29,7 @@ class Sums:
     elements apart.
     """
 
-    at: Address
+    at: Address | None
     dtype: str
     strides: tuple[int, int, int]
     imaginary: int = 0
@@ -57,36 +59,33 @@ def epilogue_launch(
     extent = channels if along_channels else pixels | chunk.first_pixel
     fits = extent % full == 0 and (along_channels or whole) and _is_vectorized(flat, neighbours, full)
     width = full if fits else 1
-    strides, imaginary, planes, plane = (
-        (sums.strides, sums.imaginary, sums.planes, sums.plane) if sums else ((0, 0, 0), 0, 0, 0)
-    )
-    sums_dtype = sums.dtype if sums else accumulator(out.dtype)
+    purpose = "store" if sums else "zeros"
+    sums = sums or Sums(None, accumulator(out.dtype), (0, 0, 0), planes=0)
     sums_vectorized = False
-    if sums:
-        steps = (strides[0], strides[1], 0, 0, strides[2])
+    if sums.at:
+        steps = (*sums.strides[:2], 0, 0, sums.strides[2])
         alignment = min(out.alignment if sums.at.buffer == out.name else VECTOR_BYTES, VECTOR_BYTES)
-        placed = Operand(sums.at.buffer, sums_dtype, flat.shape, steps, alignment, sums.at.offset)
-        piece = min(width, VECTOR_BYTES // ITEMSIZE[sums_dtype])
-        sums_vectorized = _is_vectorized(placed, neighbours, width) and (imaginary | plane) % piece == 0
+        placed = Operand(sums.at.buffer, sums.dtype, flat.shape, steps, alignment, sums.at.offset)
+        piece = min(width, VECTOR_BYTES // placed.itemsize)
+        sums_vectorized = _is_vectorized(placed, neighbours, width) and (sums.imaginary | sums.plane) % piece == 0
     bias_vectorized = along_channels and bias is not None and bias.alignment % (width * out.itemsize) == 0
     residual_vectorized = bool(others) and _is_vectorized(others[0], neighbours, width)
     does = ["bias"] * bool(bias) + ["residual"] * bool(residual) + [activation.name] * bool(activation)
-    nbytes = out.itemsize * (1 + bool(residual) + bool(pre)) + ITEMSIZE[sums_dtype] * planes * (1 + bool(imaginary))
+    planes = sums.planes * (1 + bool(sums.imaginary))
+    nbytes = out.itemsize * (1 + bool(residual) + bool(pre)) + ITEMSIZE[sums.dtype] * planes
     if along_channels:
         grid, block = grid_and_block(samples * pixels, channels, width, 1, 256)
     else:
         grid, block = grid_and_block(samples, pixels, width, channels, 256)
     return KernelLaunch(
-        Kernel("epilogue", (("SUM_DTYPE", sums_dtype), ("Y_DTYPE", out.dtype), ("WIDTH", str(width)))),
+        variant("epilogue", SUM_DTYPE=sums.dtype, Y_DTYPE=out.dtype, WIDTH=width),
         grid,
         block,
         (
-            ("sums", sums.at if sums else None),
-            ("sums_stride_n", strides[0]),
-            ("sums_stride_o", strides[1]),
-            ("sums_stride_p", strides[2]),
-            ("imaginary", imaginary),
-            ("plane", plane),
+            ("sums", sums.at),
+            *zip(("sums_stride_n", "sums_stride_o", "sums_stride_p"), sums.strides),
+            ("imaginary", sums.imaginary),
+            ("plane", sums.plane),
             ("out", image(flat, chunk.first_sample)),
             ("epilogue", epilogue_params(bias, others[0] if others else None, activation, chunk.first_sample, pre)),
             ("size", size),
@@ -94,15 +93,20 @@ def epilogue_launch(
             ("first_pixel", chunk.first_pixel),
             ("pixels", pixels),
             ("channels", channels),
-            ("planes", planes),
+            ("planes", sums.planes),
             ("along_channels", int(along_channels)),
             ("sums_vectorized", int(sums_vectorized)),
             ("bias_vectorized", int(bias_vectorized)),
             ("residual_vectorized", int(residual_vectorized)),
         ),
-        purpose=", ".join(does) or ("store" if sums else "zeros"),
+        purpose=", ".join(does) or purpose,
         bytes_moved=samples * pixels * channels * nbytes,
     )
+
+
+def as_line(operand: Operand) -> Operand:
+    """All elements of an array without gaps as the pixels of one row, so that threads run along all axes."""
+    return replace(operand, shape=(1, 1, 1, 1, prod(operand.shape)), strides=(0, 0, 0, 0, 1))
 
 
 def finish(problem: ConvProblem, sums: Sums | None = None, chunk: Chunk | None = None) -> KernelLaunch:

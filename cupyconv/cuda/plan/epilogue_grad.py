@@ -6,18 +6,27 @@ additions is the plan's, so it is the same on every run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import prod
 
 from cupyconv.cuda.plan.conversions import check_alignment
-from cupyconv.cuda.plan.launches import GRID_X, GRID_Y, VECTOR_BYTES, collapse, image, vector_width
-from cupyconv.problem.activations import IDENTITY, Activation
+from cupyconv.cuda.plan.launches import (
+    GRID_X,
+    GRID_Y,
+    VECTOR_BYTES,
+    address,
+    bytes_of,
+    collapse,
+    image,
+    variant,
+    vector_width,
+)
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.passes import ElementwiseGradProblem, EpilogueGradProblem
-from cupyconv.problem.plan import Address, Buffer, Kernel, KernelLaunch, Plan, Step
+from cupyconv.problem.plan import Address, Buffer, KernelLaunch, Plan, Step
 
 #: Threads of a block, and those of them along the channels where these are neighbours in memory.
 THREADS, LANES = 256, 32
@@ -43,7 +52,7 @@ def pass_and_sum(
     if sums is None or not sums.nbytes:
         return ([launch(None, GRID_X)] if problem.grad.nbytes else []), ()
     most_parts = max(1, problem.limit // Plan.ALIGNMENT * Plan.ALIGNMENT // sums.nbytes)
-    whole = launch(Address(sums.name, sums.offset), most_parts)
+    whole = launch(address(sums), most_parts)
     if whole.grid[0] == 1:
         return [whole], ()
     shape = (whole.grid[0], *sums.shape[1:])
@@ -55,7 +64,7 @@ def pass_and_sum(
 def sum_of_parts(parts: Operand, sums: Operand, gpu: GpuModel) -> KernelLaunch:
     """The sums of parts that lie as an image, whose samples are the parts and whose channels the sums."""
     together = EpilogueGradProblem(grad=parts, sums=sums, machine=gpu)
-    return _launch(together, Address(sums.name, sums.offset), most_parts=1)
+    return _launch(together, address(sums), most_parts=1)
 
 
 def cut(
@@ -83,17 +92,18 @@ def _launch(problem: EpilogueGradProblem, sums: Address | None, most_parts: int)
         width = vector_width(images, prod(size))
     wide_channels = along_channels and width > 1
     grid, threads, lanes = cut(problem, width, along_channels, most_parts)
-    grad, saved, out = (_found(operand, images) for operand in (problem.grad, problem.saved, problem.out))
-    macros = (("DTYPE", problem.grad.dtype), ("WIDTH", str(width)), ("ALONG_CHANNELS", str(int(wide_channels))))
-    nothing = (None, 0, 0, (0, 0, 0))
+    given = {operand.name: operand for operand in images}
+    grad, saved, out = (
+        given.get(operand.name) if operand else None for operand in (problem.grad, problem.saved, problem.out)
+    )
     return KernelLaunch(
-        Kernel("epilogue_grad", macros),
+        variant("epilogue_grad", DTYPE=problem.grad.dtype, WIDTH=width, ALONG_CHANNELS=int(wide_channels)),
         grid,
         threads,
         (
-            ("grad", image(grad) if grad else nothing),
-            ("saved", image(saved) if saved else nothing),
-            ("out", image(out) if out else nothing),
+            ("grad", image(grad)),
+            ("saved", image(saved)),
+            ("out", image(out)),
             ("partial", sums),
             ("alpha", problem.activation.alpha),
             ("beta", problem.activation.beta),
@@ -104,19 +114,9 @@ def _launch(problem: EpilogueGradProblem, sums: Address | None, most_parts: int)
             ("channels", channels),
             ("lanes", lanes),
         ),
-        purpose=_purpose(problem.activation, sums is not None),
-        bytes_moved=sum(operand.nbytes for operand in images)
-        + (grid[0] * channels * ITEMSIZE[accumulator(problem.grad.dtype)] if sums else 0),
+        purpose=", ".join(problem.does),
+        bytes_moved=bytes_of(images) + (grid[0] * channels * ITEMSIZE[accumulator(problem.grad.dtype)] if sums else 0),
     )
-
-
-def _purpose(activation: Activation, sums: bool) -> str:
-    return ", ".join([f"derivative of {activation}"] * (activation != IDENTITY) + ["sums of channels"] * sums)
-
-
-def _found(operand: Operand | None, images: Sequence[Operand]) -> Operand | None:
-    """The operand as `collapse` gave it back."""
-    return next((found for found in images if operand and found.name == operand.name), None)
 
 
 def _turned(operand: Operand) -> Operand:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 from cupyconv.cuda.plan.draft import Draft
 from cupyconv.cuda.plan.epilogue import Sums, epilogue_launch, finish
@@ -38,9 +39,10 @@ from cupyconv.cuda.plan.matrices import (
     even_rows,
     gather_weight,
     gathered_buffers,
+    image_factors,
     image_matrix,
-    input_factors,
     place,
+    refuse_chunk,
     row_length,
     segments,
     weight_matrix,
@@ -104,12 +106,11 @@ class _GemmPlanner(ProductsPlanner):
         if self.writes_columns:
             self.factors = [column_factor(geometry, problem.xs, problem.x_dtype, prologue=problem.prologue)]
         else:
-            self.factors = input_factors(geometry, problem.xs, self.image_views(problem.xs), problem.x_dtype)
+            self.factors = image_factors(problem.xs, self.image_views(problem.xs))
         self.out = self._out_in_place()
         self.sums_dtype = self._sums_dtype()
-        addends = bool(problem.bias or problem.residual)
         #: Bias and residual are written before the products are added: no pass over the result after.
-        self.prefills = addends and self.out is not None and not problem.activation
+        self.prefills = bool(problem.bias or problem.residual) and self.out is not None and not problem.activation
         self.samples, self.pixels = self._chunk_size()
 
     def draft(self) -> Draft:
@@ -160,14 +161,11 @@ class _GemmPlanner(ProductsPlanner):
             return even_part(geometry.batch, most_samples), geometry.pixels
         fitting = limit // (per_pixel * row_length(geometry.pixels)) if per_pixel else 0
         if fitting >= 1 and geometry.pixels <= most_pixels:
-            samples = min(fitting, most_samples)
-            return even_part(geometry.batch, samples), geometry.pixels
+            return even_part(geometry.batch, min(fitting, most_samples)), geometry.pixels
         pixels = min(limit // per_pixel if per_pixel else 0, most_pixels) // ROW_MULTIPLE * ROW_MULTIPLE
         if pixels < min(geometry.pixels, SMALLEST_CHUNK):
-            least = problem.limit - limit + per_pixel * row_length(min(geometry.pixels, SMALLEST_CHUNK))
-            raise NotApplicable(
-                f"the smallest chunk of columns needs {least:,} bytes of workspace, the limit is {problem.limit:,}"
-            )
+            smallest = per_pixel * row_length(min(geometry.pixels, SMALLEST_CHUNK))
+            refuse_chunk(problem, problem.limit - limit + smallest)
         return 1, even_rows(geometry.pixels, pixels)
 
     def _workspace(self) -> tuple[Buffer, ...]:
@@ -202,59 +200,36 @@ class _GemmPlanner(ProductsPlanner):
         return as_multiplied(view, self.components)
 
     def _gemms(self, chunk: Chunk, views: list[MatrixView], c: MatrixView) -> list[Step]:
-        geometry = self.geometry
+        """The calls whose sums are the chunk's: for each plane, group and place that rows of X lie in.
+
+        The batch runs over samples, or over the groups where there is but one sample.
+        """
+        geometry, weight, reduction = self.geometry, self.weight, self.geometry.reduction
         samples, columns = chunk.samples, chunk.pixels * self.components
         joined_c = c.joined(geometry.out_channels * self.planes, columns, samples)
         joined = [view.joined(factor.count, columns, samples) for factor, view in zip(self.factors, views)]
         if joined_c is not None and None not in joined:
             views, c, samples, columns = [view for view in joined if view], joined_c, 1, samples * columns
-        if geometry.groups == 1:
-            outputs = self.planes * geometry.out_channels  # planes lie one after the other
-            return self._accumulate(0, 0, outputs, views, c, columns, samples)
-        over_groups = samples == 1 and len(self.factors) == 1
+        planes, outputs, c_dtype = self.planes, geometry.group_outputs, self.c_dtype(self.sums_dtype)
+        if geometry.groups == 1:  # planes lie one after the other
+            planes, outputs = 1, self.planes * outputs
+        over_groups = samples == 1 and geometry.groups > 1 and len(self.factors) == 1
+        flips = c.transposed  # channels-last: C' = X' W'
         calls: list[Step] = []
-        for plane in range(self.planes):
-            for group in range(0, geometry.groups, MAX_BATCH if over_groups else 1):
-                first = plane * geometry.out_channels + group * geometry.group_outputs
-                batch = min(MAX_BATCH, geometry.groups - group) if over_groups else samples
-                calls += self._accumulate(
-                    group, first, geometry.group_outputs, views, c, columns, batch, over_groups=over_groups
-                )
-        return calls
-
-    def _accumulate(
-        self,
-        group: int,
-        first_output: int,
-        outputs: int,
-        views: list[MatrixView],
-        c: MatrixView,
-        columns: int,
-        batch: int,
-        *,
-        over_groups: bool = False,
-    ) -> list[Step]:
-        """The calls whose sum is a range of outputs: one for each place its rows of X lie in.
-
-        The batch runs over samples, or over groups from `group` on.
-        """
-        weight, c_dtype = self.weight, self.c_dtype(self.sums_dtype)
-        calls: list[Step] = []
-        for i, x_row, weight_column, count in self._segments(group):
-            x, strides = views[i], (0, views[i].stride, c.stride)
-            if over_groups:
-                strides = outputs * weight.row_step, self.geometry.reduction * x.row_step, outputs * c.row_step
-            flips = c.transposed  # channels-last: C' = X' W'
-            a = weight.matrix(strides[0], first_output, weight_column, turned=flips)
-            b = x.matrix(strides[1], x_row, turned=flips)
-            m, n = outputs, columns
-            if flips:
-                a, b, m, n = b, a, n, m
-            target = c.matrix(strides[2], first_output, turned=flips)
-            beta = int(self.prefills or bool(calls))
-            calls.append(
-                GemmCall(m, n, count, a, b, target, batch, self.dtype, c_dtype, self.compute, beta, "products")
-            )
+        for plane, group in product(range(planes), range(0, geometry.groups, MAX_BATCH if over_groups else 1)):
+            row = plane * geometry.out_channels + group * outputs
+            batch = min(MAX_BATCH, geometry.groups - group) if over_groups else samples
+            beta = int(self.prefills)
+            for i, x_row, weight_column, count in self._segments(group):
+                x, strides = views[i], (0, views[i].stride, c.stride)
+                if over_groups:
+                    strides = outputs * weight.row_step, reduction * x.row_step, outputs * c.row_step
+                a = weight.matrix(strides[0], row, weight_column, turned=flips)
+                b = x.matrix(strides[1], x_row, turned=flips)
+                factors = (columns, outputs, count, b, a) if flips else (outputs, columns, count, a, b)
+                target = c.matrix(strides[2], row, turned=flips)
+                calls.append(GemmCall(*factors, target, batch, self.dtype, c_dtype, self.compute, beta, "products"))
+                beta = 1
         return calls
 
     def _epilogue(self, chunk: Chunk, c: MatrixView | None) -> Step:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from cupyconv.cuda.plan.conversions import convert
+from cupyconv.cuda.plan.conversions import converted
 from cupyconv.cuda.plan.launches import (
     GRID_X,
     GRID_Y,
@@ -17,22 +17,21 @@ from cupyconv.cuda.plan.launches import (
     WARP,
     adjoint_params,
     epilogue_params,
-    folds_macro,
     grid_and_block,
     image,
     is_along_channels,
     prologue_params,
     prologue_words,
     sources_params,
+    variant,
     vector_width,
     windows_params,
-    with_prologue,
 )
 from cupyconv.problem.activations import IDENTITY, Activation
 from cupyconv.problem.arrays import Operand
 from cupyconv.problem.geometry import Windows
 from cupyconv.problem.passes import Col2imProblem, Im2colProblem
-from cupyconv.problem.plan import MAX_SOURCES, Address, Conversion, Kernel, KernelLaunch, Plan
+from cupyconv.problem.plan import MAX_SOURCES, Address, KernelLaunch, Plan
 from cupyconv.problem.problems import NO_PROLOGUE, Prologue, inputs_with_channels
 
 #: Neighbouring threads of im2col.cu that share pixels where channels lie side by side.
@@ -75,15 +74,11 @@ def im2col_launches(
         row_offset = sum(windows.channels[:begin]) * windows.taps * columns.stride_c * itemsize
         launches.append(
             KernelLaunch(
-                with_prologue(
-                    "im2col",
-                    (("DTYPE", columns.dtype if prologue else f"bits{8 * itemsize}"), ("WIDTH", str(width))),
-                    prologue,
-                ),
+                variant("im2col", prologue, DTYPE=columns.dtype if prologue else f"bits{8 * itemsize}", WIDTH=width),
                 (min(-(-shares * lanes // block), GRID_X), min(rows, GRID_Y), 1),
                 block,
                 (
-                    ("sources", sources_params(group, xs[part], chunk.first_sample)),
+                    ("sources", sources_params(xs[part], chunk.first_sample)),
                     ("windows", windows_params(windows)),
                     ("prologue", prologue_params(prologue, sum(windows.channels[:begin]))),
                     ("columns", Address(columns.name, columns.offset + row_offset)),
@@ -115,13 +110,12 @@ def col2im_launch(
     conjugated: bool = False,
     bias: Operand | None = None,
     activation: Activation = IDENTITY,
-    purpose: str = "sum of columns",
 ) -> KernelLaunch:
     """The sum of column entries back into an image, of the samples and channels that it has."""
     samples, channels = out.shape[:2]
     elements = prod(windows.size)
     return KernelLaunch(
-        Kernel("col2im", (("SUM_DTYPE", columns.dtype), ("Y_DTYPE", out.dtype), folds_macro(windows))),
+        variant("col2im", SUM_DTYPE=columns.dtype, Y_DTYPE=out.dtype, FOLDS=int(windows.padding_mode != "constant")),
         *grid_and_block(samples, elements, 1, channels, 256),
         (
             ("columns", image(columns)),
@@ -134,7 +128,7 @@ def col2im_launch(
             ("channels", channels),
             ("conjugated", int(conjugated)),
         ),
-        purpose=purpose,
+        purpose="sum of columns",
         bytes_moved=samples * channels * windows.taps * windows.pixels * columns.itemsize * (1 + bool(imaginary))
         + out.nbytes,
         flops=samples * channels * windows.taps * windows.pixels,
@@ -150,9 +144,8 @@ def plan_im2col(problem: Im2colProblem) -> Plan:
     if not columns.nbytes:
         return problem.planned([])
     kept, windows = inputs_with_channels(problem.windows)
-    conversions: list[Conversion] = []
-    xs = tuple(convert(problem.xs[i], columns.dtype, conversions) for i in kept)
-    return problem.planned(im2col_launches(windows, xs, columns), conversions=tuple(conversions))
+    read, conversions = converted(replace(problem, xs=tuple(problem.xs[i] for i in kept)), xs=columns.dtype)
+    return problem.planned(im2col_launches(windows, read.xs, columns), conversions=conversions)
 
 
 def plan_col2im(problem: Col2imProblem) -> Plan:

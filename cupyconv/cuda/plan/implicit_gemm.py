@@ -11,7 +11,7 @@ Every arithmetic the dtype has on the GPU and every tile is drafted; the cost mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -22,19 +22,21 @@ from cupyconv.cuda.plan.epilogue import Sums, finish
 from cupyconv.cuda.plan.launches import (
     GRID_X,
     VECTOR_BYTES,
+    bytes_of,
     epilogue_params,
     grid_and_block,
+    groups_params,
     image,
     prologue_params,
     prologue_words,
     sources_params,
+    variant,
     windows_params,
-    with_prologue,
 )
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.machine import GpuModel
-from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, Kernel, KernelLaunch, Step
+from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, KernelLaunch, Step
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
 #: Bytes of K in a slab of the sum (BLOCK_BYTES of kernels/warp_tile.cuh).
@@ -167,15 +169,11 @@ def _draft(problem: ConvProblem, arithmetic: str, tile: int) -> Draft:
     steps: list[Step] = [
         _pack_weight_launch(geometry, problem.weight, packed, cut, rows, along_k=arithmetic != "FMA"),
         KernelLaunch(
-            with_prologue(
-                "implicit_gemm",
-                (("DTYPE", dtype), ("ARITHMETIC", arithmetic), ("TILE", str(tile)), ("GATHER", gather)),
-                problem.prologue,
-            ),
+            variant("implicit_gemm", problem.prologue, DTYPE=dtype, ARITHMETIC=arithmetic, TILE=tile, GATHER=gather),
             (blocks_xy, splits, 1),
             TILES[tile],
             (
-                ("sources", sources_params(geometry, problem.xs)),
+                ("sources", sources_params(problem.xs)),
                 ("windows", windows_params(geometry)),
                 ("weight", Address(packed.name)),
                 ("out", image(out)),
@@ -183,9 +181,7 @@ def _draft(problem: ConvProblem, arithmetic: str, tile: int) -> Draft:
                 ("epilogue", epilogue),
                 ("prologue", prologue_params(problem.prologue)),
                 ("pixels", geometry.batch * geometry.pixels),
-                ("groups", geometry.groups),
-                ("group_channels", geometry.group_channels),
-                ("group_outputs", geometry.group_outputs),
+                *groups_params(geometry),
                 ("slabs", cut.slabs),
                 ("rows", rows),
                 ("tiles_m", tiles_m),
@@ -194,8 +190,8 @@ def _draft(problem: ConvProblem, arithmetic: str, tile: int) -> Draft:
             ),
             shared_bytes=shared_bytes(tile, accumulator(dtype)),
             purpose="convolution" + prologue_words(problem.prologue) + ", bias, residual, activation" * (splits == 1),
-            bytes_moved=sum(x.nbytes for x in problem.xs) + packed.nbytes + splits * out.nbytes,
-            flops=2 * geometry.products,
+            bytes_moved=bytes_of(problem.xs) + packed.nbytes + splits * out.nbytes,
+            flops=problem.flops,
             arithmetic_seconds=cost.seconds_in_rounds(blocks_xy * splits, operations, rate, gpu),
         ),
     ]
@@ -249,19 +245,18 @@ def _along_channels(problem: ConvProblem, chunked: bool) -> tuple[bool, tuple[st
 def _pack_weight_launch(
     geometry: ConvGeometry, weight: Operand, packed: Buffer, cut: Reduction, rows: int, *, along_k: bool
 ) -> KernelLaunch:
+    channels = [(image(None), first, count) for first, count in zip(geometry.channel_offsets, geometry.channels)]
     return KernelLaunch(
-        Kernel("pack_weight", (("DTYPE", f"bits{8 * weight.itemsize}"),)),
+        variant("pack_weight", DTYPE=f"bits{8 * weight.itemsize}"),
         *grid_and_block(1, rows * cut.channels, 1, geometry.groups, 256),
         (
-            ("sources", _channels_only(geometry)),
+            ("sources", (channels, len(channels))),
             ("weight", image(weight)),
             ("packed", Address(packed.name)),
             ("stride_m", cut.slab if along_k else 1),
             ("stride_k", 1 if along_k else rows),
             ("kernel", geometry.kernel),
-            ("groups", geometry.groups),
-            ("group_channels", geometry.group_channels),
-            ("group_outputs", geometry.group_outputs),
+            *groups_params(geometry),
             ("k_chunk", cut.k_chunk),
             ("slab", cut.slab),
             ("slabs", cut.slabs),
@@ -271,10 +266,3 @@ def _pack_weight_launch(
         purpose="weight into K-slabs",
         bytes_moved=weight.nbytes + packed.nbytes,
     )
-
-
-def _channels_only(geometry: ConvGeometry) -> tuple[Sequence[object], int]:
-    """The table of inputs without addresses."""
-    nowhere = (None, 0, 0, (0, 0, 0))
-    table = [(nowhere, first, count) for first, count in zip(geometry.channel_offsets, geometry.channels)]
-    return table, len(table)

@@ -6,17 +6,18 @@ is a tuple, a pointer an `Address` or None.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from math import gcd
 from typing import Any
 
 from cupyconv.problem.activations import IDENTITY, Activation
 from cupyconv.problem.arrays import Operand
-from cupyconv.problem.geometry import Triple, Windows
+from cupyconv.problem.geometry import ConvGeometry, Triple, Windows
 from cupyconv.problem.padding import PADDING_MODES
 from cupyconv.problem.plan import Address, Kernel
-from cupyconv.problem.problems import ConvProblem, Prologue
+from cupyconv.problem.problems import NO_PROLOGUE, ConvProblem, Prologue
 
 #: Limits of a grid along x and y; the kernels loop beyond them.
 GRID_X, GRID_Y = 2**31 - 1, 65535
@@ -31,7 +32,7 @@ def convolution_params(
     """What the parameters of direct.cu and depthwise.cu begin with."""
     geometry = problem.geometry
     return (
-        ("sources", sources_params(geometry, problem.xs)),
+        ("sources", sources_params(problem.xs)),
         ("windows", windows_params(geometry)),
         ("weight", image(problem.weight)),
         ("out", image(result)),
@@ -51,9 +52,9 @@ def epilogue_params(
     """The C++ struct Epilogue; `pre` is laid out as the result is."""
     low, high = activation.bounds or (activation.alpha, activation.beta)
     return (
-        Address(bias.name, bias.offset) if bias else None,
-        image(residual, first_sample) if residual else (None, 0, 0, (0, 0, 0)),
-        image(pre, first_sample)[0] if pre else None,
+        address(bias),
+        image(residual, first_sample),
+        image(pre, first_sample)[0],
         low,
         high,
         activation.code,
@@ -77,13 +78,21 @@ def prologue_words(prologue: Prologue) -> str:
     return f" of {prologue}" if prologue else ""
 
 
-def with_prologue(name: str, macros: tuple[tuple[str, str], ...], prologue: Prologue) -> Kernel:
-    """The variant that transforms its inputs, or the one that has no code for that."""
-    return Kernel(name, (*macros, ("PROLOGUE", "1")) if prologue else macros)
+def variant(name: str, prologue: Prologue = NO_PROLOGUE, /, **macros: object) -> Kernel:
+    """A kernel by its macros; without a prologue it has no code for one."""
+    transforms = {"PROLOGUE": 1} if prologue else {}
+    return Kernel(name, tuple((macro, str(value)) for macro, value in (macros | transforms).items()))
 
 
-def image(operand: Operand, first_sample: int = 0) -> tuple[Any, ...]:
+def address(operand: Operand | None) -> Address | None:
+    """Where the first element is."""
+    return Address(operand.name, operand.offset) if operand else None
+
+
+def image(operand: Operand | None, first_sample: int = 0) -> tuple[Any, ...]:
     """The C++ struct Image, from a sample on."""
+    if operand is None:
+        return None, 0, 0, (0, 0, 0)
     offset = operand.offset + first_sample * operand.stride_n * operand.itemsize
     return Address(operand.name, offset), operand.stride_n, operand.stride_c, operand.strides[2:]
 
@@ -122,18 +131,21 @@ def is_along_channels(out: Operand) -> bool:
     return out.stride_c == 1 and out.shape[1] > 1 and (out.pixels == 1 or out.pixel_stride != 1)
 
 
-def bytes_of(images: Sequence[Operand]) -> int:
+def bytes_of(images: Iterable[Operand]) -> int:
     """All images, read once."""
     return sum(operand.nbytes for operand in images)
 
 
-def sources_params(windows: Windows, xs: Sequence[Operand], first_sample: int = 0) -> tuple[Any, ...]:
+def sources_params(xs: Sequence[Operand], first_sample: int = 0) -> tuple[Any, ...]:
     """The C++ struct Sources, from a sample on."""
-    table = tuple(
-        (image(x, first_sample), first, channels)
-        for x, first, channels in zip(xs, windows.channel_offsets, windows.channels)
-    )
-    return table, len(table)
+    firsts = accumulate((x.shape[1] for x in xs), initial=0)
+    return tuple((image(x, first_sample), first, x.shape[1]) for x, first in zip(xs, firsts)), len(xs)
+
+
+def groups_params(geometry: ConvGeometry) -> tuple[tuple[str, int], ...]:
+    """How many groups there are, and of what size: fields of many kernels."""
+    names = ("groups", "group_channels", "group_outputs")
+    return tuple((name, getattr(geometry, name)) for name in names)
 
 
 def windows_params(windows: Windows) -> tuple[Any, ...]:
@@ -160,11 +172,6 @@ def adjoint_params(windows: Windows) -> tuple[Any, ...]:
         tuple(s // g for s, g in zip(windows.stride, common)),
         tuple(d // g for d, g in zip(windows.dilation, common)),
     )
-
-
-def folds_macro(windows: Windows) -> tuple[str, str]:
-    """The macro that says whether padded elements are copies of others."""
-    return "FOLDS", str(int(windows.padding_mode != "constant"))
 
 
 def grid_and_block(samples: int, pixels: int, width: int, rows: int, largest: int) -> tuple[Triple, int]:

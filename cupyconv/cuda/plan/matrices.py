@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import NoReturn
 
 from cupyconv.cuda.plan.im2col import Chunk, im2col_launches
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, collapsed_stride, real_part
 from cupyconv.problem.geometry import ConvGeometry, Windows, even_part, pixel_windows
 from cupyconv.problem.plan import Address, Buffer, KernelLaunch, Matrix, Step
-from cupyconv.problem.problems import NO_PROLOGUE, Prologue
+from cupyconv.problem.problems import NO_PROLOGUE, NotApplicable, Problem, Prologue
 
 #: Limit of cuBLAS's int32 dimensions, with room for what it rounds them up to.
 MAX_DIMENSION = 2**30
@@ -178,14 +179,16 @@ def gathered_buffers(factors: Iterable[Factor], pixels: int) -> list[Buffer]:
     return [Buffer(each.name, each.bytes_per_pixel * pixels) for each in factors if each.view is None]
 
 
-def input_factors(
-    geometry: ConvGeometry, xs: Sequence[Operand], views: Sequence[MatrixView | None], dtype: str
-) -> list[Factor]:
-    """The inputs of a 1x1 convolution, each in its place."""
-    return [
-        Factor(f"gathered {x.name}", first, count, (x,), replace(geometry, channels=(count,), groups=1), dtype, view)
-        for x, first, count, view in zip(xs, geometry.channel_offsets, geometry.channels, views)
-    ]
+def image_factors(images: Sequence[Operand], views: Sequence[MatrixView | None]) -> list[Factor]:
+    """Images as they are, the channels of one after those of the other; each where `views` say, or gathered."""
+    factors: list[Factor] = []
+    first = 0
+    for x, view in zip(images, views):
+        batch, channels, depth, height, width = x.shape
+        windows = pixel_windows(batch, channels, (depth, height, width))
+        factors.append(Factor(f"gathered {x.name}", first, channels, (x,), windows, x.dtype, view))
+        first += channels
+    return factors
 
 
 def column_factor(
@@ -214,6 +217,13 @@ def chunks_of(windows: Windows, samples: int, pixels: int) -> list[Chunk]:
     ]
 
 
+def refuse_chunk(problem: Problem, nbytes: int) -> NoReturn:
+    """Refuse a method whose smallest chunk passes the limit on workspace."""
+    raise NotApplicable(
+        f"the smallest chunk of columns needs {nbytes:,} bytes of workspace, the limit is {problem.limit:,}"
+    )
+
+
 def gather_weight(geometry: ConvGeometry, weight: Operand, dtype: str, planes: int) -> tuple[MatrixView, list[Step]]:
     """The weight copied to workspace as `outputs x reduction`, or as two such planes of real and imaginary parts."""
     kernel_as_image = pixel_windows(geometry.out_channels, geometry.group_channels, geometry.kernel)
@@ -223,10 +233,7 @@ def gather_weight(geometry: ConvGeometry, weight: Operand, dtype: str, planes: i
     target = Operand("gathered weight", dtype, shape, strides, alignment=ITEMSIZE[dtype])
     parts = {"weight": weight}
     if planes == 2:
-        parts = {
-            "real parts of the weight": component(weight, 0),
-            "imaginary parts of the weight": component(weight, 1),
-        }
+        parts = {f"{part} parts of the weight": component(weight, i) for i, part in enumerate(("real", "imaginary"))}
     launches: list[Step] = []
     for i, (purpose, part) in enumerate(parts.items()):
         at = replace(target, offset=i * plane * target.itemsize)
@@ -237,14 +244,8 @@ def gather_weight(geometry: ConvGeometry, weight: Operand, dtype: str, planes: i
 def component(operand: Operand, which: int) -> Operand:
     """The real (0) or imaginary (1) parts of a complex operand, as a real one."""
     dtype = real_part(operand.dtype)
-    strides = tuple(2 * stride for stride in operand.strides)
-    return replace(
-        operand,
-        dtype=dtype,
-        strides=strides,
-        alignment=ITEMSIZE[dtype],
-        offset=operand.offset + which * ITEMSIZE[dtype],
-    )
+    size, strides = ITEMSIZE[dtype], tuple(2 * stride for stride in operand.strides)
+    return replace(operand, dtype=dtype, strides=strides, alignment=size, offset=operand.offset + which * size)
 
 
 def compute_type(dtype: str, allow_tf32: bool) -> str:

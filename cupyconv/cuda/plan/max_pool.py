@@ -6,10 +6,10 @@ from math import inf, prod
 from typing import Any
 
 from cupyconv.cuda.plan.conversions import check_alignment, convert
-from cupyconv.cuda.plan.launches import grid_and_block, image, windows_params
+from cupyconv.cuda.plan.launches import bytes_of, grid_and_block, image, variant, windows_params
 from cupyconv.problem.arrays import Operand
 from cupyconv.problem.passes import PoolingGradientProblem, PoolingProblem
-from cupyconv.problem.plan import Conversion, Kernel, KernelLaunch, Plan
+from cupyconv.problem.plan import Conversion, KernelLaunch, Plan
 
 #: Channels per thread of max_pool.cu and max_pool_gradient.cu: what it works out for a pixel serves them all.
 CHANNELS = 4
@@ -54,7 +54,7 @@ def _launch(
     lanes = _lanes(images["x"])
     groups = -(-windows.in_channels // (CHANNELS * lanes))
     return KernelLaunch(
-        Kernel(kernel, (("DTYPE", out.dtype), ("CHANNELS", str(CHANNELS)))),
+        variant(kernel, DTYPE=out.dtype, CHANNELS=CHANNELS),
         *grid_and_block(windows.batch, pixels * lanes, 1, groups, 256),
         (
             *((name, image(operand)) for name, operand in images.items()),
@@ -66,7 +66,7 @@ def _launch(
             ("lanes", lanes),
         ),
         purpose=f"{purpose}, threads along {'channels' if lanes > 1 else 'pixels'}",
-        bytes_moved=sum(operand.nbytes for operand in images.values()) + out.nbytes,
+        bytes_moved=bytes_of(images.values()) + out.nbytes,
         flops=problem.flops,
     )
 

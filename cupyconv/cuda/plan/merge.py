@@ -9,18 +9,19 @@ from cupyconv.cuda.plan.launches import (
     GRID_X,
     VECTOR_BYTES,
     WARP,
+    address,
     bytes_of,
     collapse,
     epilogue_params,
     image,
     prologue_params,
     prologue_words,
+    variant,
     vector_width,
-    with_prologue,
 )
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry
-from cupyconv.problem.plan import MAX_MERGED, Address, KernelLaunch
+from cupyconv.problem.plan import MAX_MERGED, KernelLaunch
 from cupyconv.problem.problems import NO_PROLOGUE, ConvProblem, Prologue
 
 #: Limit on shared memory that needs no opt-in on any GPU.
@@ -53,15 +54,13 @@ def draft_merge(problem: ConvProblem) -> Draft | None:
     threads = geometry.pixels // width if vector > 1 else -(-geometry.pixels // (width * WARP)) * WARP
     blocks = tiles * -(-geometry.batch * threads // BLOCK)
     assert blocks <= GRID_X, "a result of that many blocks of sums fits no memory"
-    macros = (("DTYPE", out.dtype), ("TILE", str(tile)), ("VECTOR", str(vector)))
-    flops = 2 * geometry.products
     launch = KernelLaunch(
-        with_prologue("merge", macros, problem.prologue),
+        variant("merge", problem.prologue, DTYPE=out.dtype, TILE=tile, VECTOR=vector),
         (blocks, 1, 1),
         BLOCK,
         (
-            ("sources", tuple((Address(x.name, x.offset), x.stride_n, x.stride_c, x.shape[1]) for x in problem.xs)),
-            ("weight", Address(problem.weight.name, problem.weight.offset)),
+            ("sources", tuple((address(x), x.stride_n, x.stride_c, x.shape[1]) for x in problem.xs)),
+            ("weight", address(problem.weight)),
             ("weight_stride_o", problem.weight.stride_n),
             ("weight_stride_c", problem.weight.stride_c),
             ("out", image(result)),
@@ -75,8 +74,8 @@ def draft_merge(problem: ConvProblem) -> Draft | None:
         shared_bytes=_shared_bytes(geometry, out.dtype, tile, problem.prologue),
         purpose=f"merge{prologue_words(problem.prologue)}, bias, residual, activation",
         bytes_moved=bytes_of(problem.xs) * tiles + problem.weight.nbytes + out.nbytes,
-        flops=flops,
-        arithmetic_seconds=flops / (cost.core_rate(out.dtype, problem.gpu) * cost.MERGE),
+        flops=problem.flops,
+        arithmetic_seconds=problem.flops / (cost.core_rate(out.dtype, problem.gpu) * cost.MERGE),
     )
     return Draft("direct", (launch, *after), reason="fused merge")
 

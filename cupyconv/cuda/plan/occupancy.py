@@ -6,6 +6,7 @@ CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 
 from __future__ import annotations
 
+from cupyconv.problem.arrays import ITEMSIZE
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import Kernel
 
@@ -13,32 +14,20 @@ from cupyconv.problem.plan import Kernel
 REGISTERS = 65536
 RESERVED_SHARED = 1 << 10
 
-#: (dtype, first layer, second layer) of conv_pair.cu -> registers per thread, the most on any architecture, in whole
-#: pieces: a header's change that takes one more changes no occupancy.
+#: First and second layer of conv_pair.cu -> registers per thread by the bytes of an element, the most on any architecture,
+#: in whole pieces: a header's change that takes one more changes no occupancy.
 CONV_PAIR_REGISTERS = {
-    ("float16", "DENSE", "DENSE"): 128,
-    ("float16", "DENSE", "DEPTHWISE"): 128,
-    ("float16", "DEPTHWISE", "DENSE"): 80,
-    ("float16", "DEPTHWISE", "DEPTHWISE"): 64,
-    ("bfloat16", "DENSE", "DENSE"): 128,
-    ("bfloat16", "DENSE", "DEPTHWISE"): 128,
-    ("bfloat16", "DEPTHWISE", "DENSE"): 80,
-    ("bfloat16", "DEPTHWISE", "DEPTHWISE"): 64,
-    ("float32", "DENSE", "DENSE"): 128,
-    ("float32", "DENSE", "DEPTHWISE"): 112,
-    ("float32", "DEPTHWISE", "DENSE"): 80,
-    ("float32", "DEPTHWISE", "DEPTHWISE"): 64,
-    ("float64", "DENSE", "DENSE"): 120,
-    ("float64", "DENSE", "DEPTHWISE"): 120,
-    ("float64", "DEPTHWISE", "DENSE"): 112,
-    ("float64", "DEPTHWISE", "DEPTHWISE"): 80,
+    ("DENSE", "DENSE"): {2: 128, 4: 128, 8: 120},
+    ("DENSE", "DEPTHWISE"): {2: 128, 4: 112, 8: 120},
+    ("DEPTHWISE", "DENSE"): {2: 80, 4: 80, 8: 112},
+    ("DEPTHWISE", "DEPTHWISE"): {2: 64, 4: 64, 8: 80},
 }
 
 
 def registers(kernel: Kernel) -> int:
     """Registers per thread of a variant of conv_pair.cu, in whole pieces of 8."""
     macros = dict(kernel.macros)
-    return CONV_PAIR_REGISTERS[macros["DTYPE"], macros["FIRST"], macros["SECOND"]]
+    return CONV_PAIR_REGISTERS[macros["FIRST"], macros["SECOND"]][ITEMSIZE[macros["DTYPE"]]]
 
 
 def resident_blocks(kernel: Kernel, threads: int, shared_bytes: int, gpu: GpuModel) -> int:

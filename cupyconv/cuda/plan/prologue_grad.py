@@ -5,29 +5,23 @@ A block works on a part of the pixels of some channels, as on the way back throu
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from math import prod
 
-from cupyconv.cuda.plan.conversions import check_alignment, convert, converted_prologue
+from cupyconv.cuda.plan.conversions import check_alignment, converted
 from cupyconv.cuda.plan.epilogue_grad import cut, pass_and_sum
-from cupyconv.cuda.plan.launches import collapse, image, prologue_params, vector_width
+from cupyconv.cuda.plan.launches import bytes_of, collapse, image, prologue_params, variant, vector_width
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.passes import PrologueGradProblem
-from cupyconv.problem.plan import Address, Conversion, Kernel, KernelLaunch, Plan
+from cupyconv.problem.plan import Address, KernelLaunch, Plan
 
 
 def plan_prologue_grad(problem: PrologueGradProblem) -> Plan:
     """One pass over the gradient and the input."""
     check_alignment((*problem.images, *problem.prologue.vectors))
-    conversions: list[Conversion] = []
-    problem = replace(
-        problem,
-        x=convert(problem.x, problem.grad.dtype, conversions),
-        prologue=converted_prologue(problem.prologue, problem.grad.dtype, conversions),
-    ).sharing_with(conversions)
+    problem, conversions = converted(problem, x=problem.grad.dtype, prologue=problem.grad.dtype)
     steps, workspace = pass_and_sum(problem, partial(_launch, problem))
-    return problem.planned(steps, workspace=workspace, conversions=tuple(conversions))
+    return problem.planned(steps, workspace=workspace, conversions=conversions)
 
 
 def _launch(problem: PrologueGradProblem, sums: Address | None, most_parts: int) -> KernelLaunch:
@@ -36,16 +30,16 @@ def _launch(problem: PrologueGradProblem, sums: Address | None, most_parts: int)
     along_channels = channels > 1 and all(operand.stride_c == 1 for operand in images)
     width = 1 if along_channels else vector_width(images, prod(size))
     grid, threads, lanes = cut(problem, width, along_channels, most_parts)
-    out = image(images[2]) if problem.out else (None, 0, 0, (0, 0, 0))
+    grad, x, *outs = images
     sums_bytes = 2 * grid[0] * channels * ITEMSIZE[accumulator(problem.grad.dtype)] * bool(sums)
     return KernelLaunch(
-        Kernel("prologue_grad", (("DTYPE", problem.grad.dtype), ("WIDTH", str(width)))),
+        variant("prologue_grad", DTYPE=problem.grad.dtype, WIDTH=width),
         grid,
         threads,
         (
-            ("grad", image(images[0])),
-            ("x", image(images[1])),
-            ("out", out),
+            ("grad", image(grad)),
+            ("x", image(x)),
+            ("out", image(outs[0] if outs else None)),
             ("prologue", prologue_params(problem.prologue)),
             ("partial", sums),
             ("size", size),
@@ -55,5 +49,5 @@ def _launch(problem: PrologueGradProblem, sums: Address | None, most_parts: int)
             ("lanes", lanes),
         ),
         purpose=f"derivative of {problem.prologue}" + ", sums of channels" * bool(sums),
-        bytes_moved=sum(operand.nbytes for operand in images) + sums_bytes,
+        bytes_moved=bytes_of(images) + sums_bytes,
     )

@@ -20,17 +20,17 @@ from math import inf, prod
 from typing import Any
 
 from cupyconv.cuda.plan import cost
-from cupyconv.cuda.plan.conv import choose, draft_conv
-from cupyconv.cuda.plan.conversions import check_alignment, convert
-from cupyconv.cuda.plan.draft import Draft, cheapest, drafted, in_sequence
+from cupyconv.cuda.plan.conv import draft_conv, plan_chosen
+from cupyconv.cuda.plan.conversions import check_alignment, converted
+from cupyconv.cuda.plan.draft import Draft, cheapest_of, in_sequence
 from cupyconv.cuda.plan.epilogue import epilogue_launch
 from cupyconv.cuda.plan.implicit_gemm import FIRST_MMA, arithmetics
-from cupyconv.cuda.plan.launches import GRID_Y, VECTOR_BYTES
+from cupyconv.cuda.plan.launches import GRID_Y, VECTOR_BYTES, address
 from cupyconv.problem.activations import IDENTITY
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator
 from cupyconv.problem.geometry import pointwise_geometry
 from cupyconv.problem.machine import GpuModel
-from cupyconv.problem.plan import Address, Buffer, Conversion, GemmCall, Kernel, KernelLaunch, LaunchLoop, Plan, Step
+from cupyconv.problem.plan import Address, Buffer, GemmCall, Kernel, KernelLaunch, LaunchLoop, Plan, Step
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 from cupyconv.problem.recurrence import RECURRENT_METHODS, RecurrentGeometry, RecurrentProblem
 
@@ -103,21 +103,19 @@ def recurrent_tiles(dtype: str, resident: bool, gpu: GpuModel, allow_tf32: bool 
 def plan_recurrent(problem: RecurrentProblem) -> Plan:
     """The plan for ``problem.method``; ValueError where a named method does not apply."""
     check_alignment(problem.arrays)
-    problem, conversions = _converted(problem)
-    problem = problem.sharing_with(conversions)
-    layer = _Layer(problem)
-    chosen, rejected = choose(problem.method, layer.draft, problem.gpu, RECURRENT_METHODS)
-    result = f"{problem.dtype} {problem.out.shape}"
-    return chosen.plan(problem, str(problem.geometry), result, rejected, conversions, problem.notes)
-
-
-def _converted(problem: RecurrentProblem) -> tuple[RecurrentProblem, tuple[Conversion, ...]]:
-    """Arguments in the result's dtype, and what must be converted for that."""
-    conversions: list[Conversion] = []
     names = ("x", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "h0", "c0", "peephole")
-    given = {name: getattr(problem, name) for name in names}
-    same: dict[str, Any] = {name: array and convert(array, problem.dtype, conversions) for name, array in given.items()}
-    return replace(problem, **same), tuple(conversions)
+    problem, conversions = converted(problem, **dict.fromkeys(names, problem.dtype))
+    return plan_chosen(problem, _draft, conversions, methods=RECURRENT_METHODS)
+
+
+def _draft(method: str, problem: RecurrentProblem) -> Draft:
+    if 0 in (problem.geometry.batch, problem.geometry.hidden):
+        return Draft(method, (), reason="the result is empty")
+    layer = _Layer(problem)
+    ways = [lambda: layer.sequence(method)]
+    if method == "step" and problem.geometry.steps == 1:
+        ways.insert(0, layer.single_step)
+    return cheapest_of(ways, lambda way: way(), problem.gpu)
 
 
 @dataclass(frozen=True)
@@ -142,33 +140,25 @@ class _Layer:
         self.kept = {operand.name: operand for operand in problem.kept}
         #: Gates of a step's recurrent products, one after the other.
         self.products = (2, 1) if geometry.cell == "gru" and not geometry.linear_before_reset else (geometry.gates,)
+        #: Methods of the convolution that projects the inputs; without instructions for a kernel of our own there is one.
+        self.projecting: tuple[str, ...] = ("gemm",)
+        if arithmetics(self.dtype, self.gpu, problem.allow_tf32):
+            self.projecting = ("implicit_gemm", "gemm") if problem.method == "auto" else ("implicit_gemm",)
         #: Elements of the gates of one direction and step.
         self.gates_per_step = geometry.batch * geometry.gates * geometry.hidden
 
-    def draft(self, method: str) -> Draft:
-        """One method, or NotApplicable."""
-        if 0 in (self.geometry.batch, self.geometry.hidden):
-            return Draft(method, (), reason="the result is empty")
-        ways = [lambda: self._sequence(method)]
-        if method == "step" and self.geometry.steps == 1:
-            ways.insert(0, self._single_step)
-        drafts, refusals = drafted(ways, lambda way: way())
-        if not drafts:
-            raise NotApplicable(refusals[-1][1])
-        return cheapest(drafts, self.gpu)
-
-    def _single_step(self) -> Draft:
+    def single_step(self) -> Draft:
         """A sequence of one step, whose kernel multiplies the inputs too."""
         tile = recurrent_tiles(self.dtype, False, self.gpu, self.problem.allow_tf32)[0]
         launches = self._launches("step", tile, self._tiles(tile), _Chunk(0, 1), 1, projected=False)
-        workspace = self._state_buffers(0) + (self._gates_buffer(1) if len(self.products) > 1 else [])
+        workspace = self._state_buffers(0) + _buffer("gates", self._gates_bytes(1) if len(self.products) > 1 else 0)
         needed = sum(buffer.space for buffer in workspace)
         if needed > self.problem.limit:
             raise NotApplicable(f"a step needs {needed:,} bytes of workspace, the limit is {self.problem.limit:,}")
         words = f"one step, which projects its inputs, blocks of {tile.rows} samples x {tile.units} units"
         return Draft("step", launches, tuple(workspace), words, self._notes())
 
-    def _sequence(self, method: str) -> Draft:
+    def sequence(self, method: str) -> Draft:
         """Projections, and what runs through their steps."""
         tile, grid, words = self._step_tile() if method == "step" else self._persistent_tile()
         workspace = self._state_buffers(rows_that_wait=prod(grid[1:]) if method == "persistent" else 0)
@@ -182,11 +172,11 @@ class _Layer:
             else:
                 steps += [_zeros(workspace[-1]), *launches]
         shared = max((buffer.nbytes for draft in projections for buffer in draft.workspace), default=0)
-        workspace += self._gates_buffer(chunks[0].count) + [Buffer("workspace", shared)] * bool(shared)
+        workspace += _buffer("gates", self._gates_bytes(chunks[0].count)) + _buffer("workspace", shared)
         words += f", in {len(chunks)} chunks of {chunks[0].count} steps" * (len(chunks) > 1)
         words += "".join(f"; projected by {draft.method}, {draft.reason}" for draft in projections[:1])
         notes = list(dict.fromkeys(note for draft in projections for note in draft.notes))
-        if not self._instructions():
+        if self.projecting == ("gemm",):
             notes.append(
                 f"cuBLAS projects, which no graph captures: {self.gpu.arch} has no matrix instructions for {self.dtype}"
             )
@@ -237,10 +227,8 @@ class _Layer:
     def _seconds(self, tile: Tile, grid: tuple[int, int, int], gates: int) -> float:
         """The products of one step: whole rounds of whole tiles."""
         rate = cost.product_rate(tile.arithmetic, tile.dtype, self.gpu)
-        if (
-            tile.arithmetic == "MMA"
-        ):  # of two instructions for each product, one is for what rounding the state would lose
-            rate /= 2
+        if tile.arithmetic == "MMA":
+            rate /= 2  # of two instructions for each product, one is for what rounding the state would lose
         passes = -(-self._tiles(tile)[1] // grid[1])
         operations = passes * 2 * tile.rows * tile.units * gates * self.geometry.hidden
         return cost.seconds_in_rounds(prod(grid), operations, rate * cost.RECURRENT[tile.samples], self.gpu)
@@ -251,24 +239,19 @@ class _Layer:
         """What does not depend on the number of steps in a chunk; counters come last."""
         geometry = self.geometry
         state = geometry.directions * geometry.batch * geometry.hidden * ITEMSIZE[self.computed]
-        buffers = []
-        if geometry.steps > 1:
-            buffers.append(Buffer("states", 2 * state))
-        if geometry.steps > 1 and geometry.cell == "lstm":
-            buffers.append(Buffer("cell state", state))
-        if len(self.products) > 1 and "candidate" not in self.kept:
-            buffers.append(Buffer("reset state", state))
-        if rows_that_wait:
-            buffers.append(Buffer("counters", rows_that_wait * COUNTERS_APART * ITEMSIZE["float32"]))
-        return buffers
+        carried, resets = geometry.steps > 1, len(self.products) > 1 and "candidate" not in self.kept
+        return [
+            *_buffer("states", 2 * state * carried),
+            *_buffer("cell state", state * (carried and geometry.cell == "lstm")),
+            *_buffer("reset state", state * resets),
+            *_buffer("counters", rows_that_wait * COUNTERS_APART * ITEMSIZE["float32"]),
+        ]
 
     def _gates_bytes(self, count: int) -> int:
         """Workspace for the gates of `count` steps."""
-        kept = "gates" in self.kept
-        return 0 if kept else count * self.geometry.directions * self.gates_per_step * ITEMSIZE[self.computed]
-
-    def _gates_buffer(self, count: int) -> list[Buffer]:
-        return [Buffer("gates", self._gates_bytes(count))] * bool(self._gates_bytes(count))
+        if "gates" in self.kept:
+            return 0
+        return count * self.geometry.directions * self.gates_per_step * ITEMSIZE[self.computed]
 
     def _projections(self, taken: int) -> tuple[list[_Chunk], list[Draft]]:
         """Chunks of as many steps as fit into what is left of the workspace, and the projection of each."""
@@ -276,9 +259,15 @@ class _Layer:
         left = self.problem.limit - taken - 2 * Plan.ALIGNMENT
         for count in self._chunk_lengths():
             chunks = [_Chunk(first, min(count, steps - first)) for first in range(0, steps, max(1, count))]
-            projections, reason = self._drafted_projections(chunks, count, left - self._gates_bytes(count))
-            if not reason:
+            limit = left - self._gates_bytes(count)
+            if limit < 0:
+                reason = f"{-limit:,} bytes are lacking"
+                continue
+            try:
+                projections = [self._projection(chunk, count, limit) for chunk in chunks]
                 return chunks or [_Chunk(0, 0)], projections or [Draft("", ())]
+            except NotApplicable as refusal:
+                reason = str(refusal)
         raise NotApplicable(f"a step does not fit into {self.problem.limit:,} bytes of workspace: {reason}")
 
     def _chunk_lengths(self) -> Iterator[int]:
@@ -291,32 +280,14 @@ class _Layer:
 
     # Steps of the plan.
 
-    def _drafted_projections(self, chunks: list[_Chunk], stride: int, limit: int) -> tuple[list[Draft], str]:
-        """The projection of each chunk, with `stride` steps of gates in each direction; or why there is none."""
-        if limit < 0:
-            return [], f"{-limit:,} bytes are lacking"
-        projections = []
-        for chunk in chunks:
-            directions = []
-            for d in range(self.geometry.directions):
-                conv = self._projection_problem(d, chunk, stride, limit)
-                drafts, refusals = drafted(self._projecting_methods(), partial(draft_conv, problem=conv))
-                if not drafts:
-                    return [], refusals[-1][1]
-                draft = cheapest(drafts, self.gpu)
-                directions.append(replace(draft, steps=tuple(map(_as_projection, draft.steps))))
-            projections.append(in_sequence(directions[0].method, directions, directions[0].reason))
-        return projections, ""
-
-    def _projecting_methods(self) -> tuple[str, ...]:
-        """Methods of the convolution that projects the inputs."""
-        if not self._instructions():
-            return ("gemm",)
-        return ("implicit_gemm", "gemm") if self.problem.method == "auto" else ("implicit_gemm",)
-
-    def _instructions(self) -> bool:
-        """Whether this GPU has any for a kernel of our own that projects."""
-        return bool(arithmetics(self.dtype, self.gpu, self.problem.allow_tf32))
+    def _projection(self, chunk: _Chunk, stride: int, limit: int) -> Draft:
+        """A chunk's projection, with `stride` steps of gates in each direction, or NotApplicable."""
+        directions = []
+        for d in range(self.geometry.directions):
+            conv = self._projection_problem(d, chunk, stride, limit)
+            draft = cheapest_of(self.projecting, partial(draft_conv, problem=conv), self.gpu)
+            directions.append(replace(draft, steps=tuple(map(_as_projection, draft.steps))))
+        return in_sequence(directions[0].method, directions, directions[0].reason)
 
     def _projection_problem(self, d: int, chunk: _Chunk, stride: int, limit: int) -> ConvProblem:
         """A convolution of one tap: pixels are (time, sample), channels the inputs, outputs the gates."""
@@ -390,11 +361,10 @@ class _Layer:
         gates_at = Address(kept_gates.name if kept_gates else "gates") if in_memory else None
         first = [0 if kept_gates else chunk.time(sign, geometry.steps) for sign in geometry.signs]
         two_products = len(self.products) > 1
-        clip = inf if geometry.clip is None else geometry.clip
         return (
             ("weight", _strided(problem.weight_hh)),
-            ("x", (None, 0, 0, 0) if projected else _strided(problem.x)),
-            ("weight_ih", (None, 0, 0, 0) if projected else _strided(problem.weight_ih)),
+            ("x", _strided(None if projected else problem.x)),
+            ("weight_ih", _strided(None if projected else problem.weight_ih)),
             ("bias_ih", _strided(problem.bias_ih)),
             ("bias_hh", _strided(problem.bias_hh)),
             ("peephole", _strided(problem.peephole)),
@@ -402,9 +372,9 @@ class _Layer:
             ("c0", _strided(problem.c0)),
             ("h", _strided(problem.h)),
             ("c", _strided(problem.c)),
-            ("y", (Address(y.name, y.offset), geometry.hidden * y.strides[2], y.strides[1], y.strides[2])),
+            ("y", (address(y), geometry.hidden * y.strides[2], y.strides[1], y.strides[2])),
             ("y_step", y.strides[0]),
-            ("lengths", lengths and Address(lengths.name, lengths.offset)),
+            ("lengths", address(lengths)),
             ("lengths_stride", lengths.strides[0] if lengths else 0),
             ("gates", gates_at),
             ("gates_d", (geometry.steps if kept_gates else stride) * self.gates_per_step),
@@ -416,7 +386,7 @@ class _Layer:
             ("cells", Address("cell state") if geometry.steps > 1 and geometry.cell == "lstm" else None),
             ("counters", Address("counters") if persistent else None),
             ("activation", gate_activations(geometry)),
-            ("clip", clip),
+            ("clip", inf if geometry.clip is None else geometry.clip),
             ("steps", geometry.steps),
             ("batch", geometry.batch),
             ("inputs", geometry.inputs),
@@ -443,6 +413,10 @@ class _Layer:
         return (f"{weight.name}: its rows are no whole number of aligned {VECTOR_BYTES}-byte vectors: {access}",)
 
 
+def _buffer(name: str, nbytes: int) -> list[Buffer]:
+    return [Buffer(name, nbytes)] if nbytes else []
+
+
 def _vector_bytes(weight: Operand) -> int:
     """Bytes of the vectors that the rows of a weight are whole numbers of, aligned: 16, or 4 and at least an element."""
     for nbytes in (VECTOR_BYTES, max(4, weight.itemsize)):
@@ -458,7 +432,7 @@ def _strided(operand: Operand | None) -> tuple[Any, ...]:
     if operand is None:
         return None, 0, 0, 0
     across = operand.strides[1] if len(operand.strides) == 3 else 0
-    return Address(operand.name, operand.offset), operand.strides[0], across, operand.strides[-1]
+    return address(operand), operand.strides[0], across, operand.strides[-1]
 
 
 def gate_activations(geometry: RecurrentGeometry) -> tuple[tuple[float, float, int], ...]:

@@ -18,11 +18,11 @@ from math import inf, prod
 from typing import Any
 
 from cupyconv.cuda.plan import cost
-from cupyconv.cuda.plan.conversions import check_alignment
+from cupyconv.cuda.plan.conversions import check_alignment, convert
 from cupyconv.cuda.plan.draft import Draft
-from cupyconv.cuda.plan.epilogue import epilogue_launch
+from cupyconv.cuda.plan.epilogue import as_line, epilogue_launch
 from cupyconv.cuda.plan.epilogue_grad import sum_of_parts
-from cupyconv.cuda.plan.launches import GRID_X
+from cupyconv.cuda.plan.launches import GRID_X, variant
 from cupyconv.cuda.plan.matrices import MAX_DIMENSION, compute_type
 from cupyconv.cuda.plan.recurrence import gate_activations
 from cupyconv.problem.arrays import ITEMSIZE, Operand, c_strides
@@ -32,7 +32,6 @@ from cupyconv.problem.plan import (
     Buffer,
     Conversion,
     GemmCall,
-    Kernel,
     KernelLaunch,
     LaunchLoop,
     Matrix,
@@ -51,7 +50,7 @@ def plan_recurrent_gradient(problem: RecurrentGradientProblem) -> Plan:
     check_alignment(problem.arguments)
     problem, conversions = _converted(problem)
     draft = _Gradient(problem.sharing_with(conversions)).draft()
-    return draft.plan(problem, problem.title, problem.result, conversions=conversions)
+    return draft.plan(problem, conversions=conversions)
 
 
 def _converted(problem: RecurrentGradientProblem) -> tuple[RecurrentGradientProblem, tuple[Conversion, ...]]:
@@ -62,19 +61,15 @@ def _converted(problem: RecurrentGradientProblem) -> tuple[RecurrentGradientProb
     conversions: list[Conversion] = []
     stored = problem.operands["y"].dtype
 
-    def convert(operand: Operand) -> Operand:
+    def converted(operand: Operand) -> Operand:
         if operand.name == "lengths":
             return operand
         wide = operand.name in ("weight_ih", "gates", "cells", "candidate", "grad_h", "grad_c")
         dtype = problem.dtype if wide else stored
         in_order = operand.name in ("x", "grad_y") or operand.strides == c_strides(operand.shape)
-        if operand.dtype == dtype and in_order:
-            return operand
-        fresh = operand.in_c_order(dtype)
-        conversions.append(Conversion(operand.name, operand.dtype, dtype, fresh.nbytes))
-        return fresh
+        return convert(operand, dtype, conversions, as_it_lies=in_order)
 
-    return replace(problem, arguments=tuple(map(convert, problem.arguments))), tuple(conversions)
+    return replace(problem, arguments=tuple(map(converted, problem.arguments))), tuple(conversions)
 
 
 @dataclass(frozen=True)
@@ -107,20 +102,21 @@ class _Gradient:
         geometry = self.geometry
         if 0 in (geometry.steps, geometry.batch, geometry.hidden):
             return Draft("step", tuple(self._of_nothing()), reason="there are no gates")
-        workspace = self._sums_buffer()
+        #: Each tile's sums where there are several, to be added in their order.
+        workspace = [Buffer("sums of tiles", self.tiles * self.sums.nbytes)] if self.tiles > 1 else []
         together, most = self._runs_that_fit(sum(buffer.space for buffer in workspace))
         passes = [tuple(range(geometry.directions))] if together else [(d,) for d in range(geometry.directions)]
         steps: list[Step] = []
         runs = [run for directions in passes for run in self._runs(directions, most)]
         for run in runs:
             steps += self._steps(run)
-        workspace += self._run_buffers(len(passes[0]), most)
+        per_step = self._per_step(len(passes[0]))
+        workspace += [Buffer(name, most * nbytes) for name, nbytes in per_step.items() if nbytes]
         if self.tiles > 1:
-            tiles = replace(
-                self._sums_as_image(), name="sums of tiles", shape=(self.tiles, prod(self.sums.shape), 1, 1, 1)
-            )
-            tiles = replace(tiles, strides=c_strides(tiles.shape))
-            steps.append(sum_of_parts(tiles, self._sums_as_image(), self.problem.gpu))
+            count = prod(self.sums.shape)
+            sums = replace(self.sums, shape=(1, count, 1, 1, 1), strides=(0, int(count > 1), 0, 0, 0))
+            tiles = replace(sums, name="sums of tiles", shape=(self.tiles, count, 1, 1, 1))
+            steps.append(sum_of_parts(replace(tiles, strides=c_strides(tiles.shape)), sums, self.problem.gpu))
         words = f"{'two launches' if self.resets else 'one launch'} per step, blocks of {TILE} samples x {TILE} units"
         words += f", in {len(runs)} runs of {most} steps" * (len(runs) > 1)
         return Draft("step", tuple(steps), tuple(workspace), words)
@@ -150,23 +146,14 @@ class _Gradient:
         least = problem.limit - left + sum(sizes.values())
         raise ValueError(f"one step needs {least:,} bytes of workspace, the limit is {problem.limit:,}")
 
-    def _run_buffers(self, directions: int, steps: int) -> list[Buffer]:
-        return [Buffer(name, steps * nbytes) for name, nbytes in self._per_step(directions).items() if nbytes]
-
-    def _sums_buffer(self) -> list[Buffer]:
-        """Each tile's sums where there are several, to be added in their order."""
-        return [Buffer("sums of tiles", self.tiles * self.sums.nbytes)] if self.tiles > 1 else []
-
-    def _sums_as_image(self) -> Operand:
-        shape = (1, prod(self.sums.shape), 1, 1, 1)
-        return replace(self.sums, shape=shape, strides=c_strides(shape))
-
     # Steps of the plan.
 
     def _of_nothing(self) -> list[Step]:
         """Zeros; of no steps, the initial states' gradients are the last ones'."""
         names = ("grad_x", "grad_weight_ih", "grad_weight_hh", "sums")
-        steps: list[Step] = [_zeros(self.operands[name]) for name in names if self.operands[name].nbytes]
+        steps: list[Step] = [
+            epilogue_launch(as_line(self.operands[name])) for name in names if self.operands[name].nbytes
+        ]
         if self.operands["grad_h0"].nbytes:
             steps += [self._launches(_Run(tuple(range(self.geometry.directions)), (0, 0), 0, True))]
         return steps
@@ -194,7 +181,7 @@ class _Gradient:
         tiles = self.tiles * -(-geometry.hidden // TILE)
         assert tiles <= GRID_X, "states of that many tiles fit no memory"
         state = len(run.directions) * geometry.batch * geometry.hidden
-        kernel = Kernel("recurrent_gradient", (("DTYPE", self.operands["y"].dtype), ("CELL", CELLS[geometry.cell])))
+        kernel = variant("recurrent_gradient", DTYPE=self.operands["y"].dtype, CELL=CELLS[geometry.cell])
         products = (2, 1) if self.resets else (geometry.gates,)
         purposes = ("state, gates but r", "r and the state before") if self.resets else ("product, state, gates",)
         rate = cost.core_rate(self.operands["y"].dtype, self.problem.gpu) * cost.RECURRENT_GRADIENT
@@ -266,7 +253,7 @@ class _Gradient:
         geometry, x, lengths = self.geometry, self.operands["x"], self.operands.get("lengths")
         elements = run.count * geometry.batch * geometry.inputs
         return KernelLaunch(
-            Kernel("recurrent_inputs", (("DTYPE", x.dtype),)),
+            variant("recurrent_inputs", DTYPE=x.dtype),
             (min(-(-elements // THREADS), GRID_X), 1, 1),
             THREADS,
             (
@@ -332,9 +319,3 @@ class _Gradient:
     def _given(self, name: str) -> Address | None:
         """An argument or result from its first element; None where it is absent or empty."""
         return self._at(name) if name in self.operands and self.operands[name].nbytes else None
-
-
-def _zeros(operand: Operand) -> KernelLaunch:
-    count = prod(operand.shape)
-    flat = replace(operand, shape=(1, 1, 1, 1, count), strides=(0, 0, 0, 0, 1))
-    return epilogue_launch(flat)

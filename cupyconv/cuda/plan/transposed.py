@@ -13,8 +13,8 @@ from dataclasses import replace
 from math import prod
 
 from cupyconv.cuda.plan import cost
-from cupyconv.cuda.plan.conv import access_notes, choose, draft_conv
-from cupyconv.cuda.plan.conversions import check_alignment, convert, convert_bias
+from cupyconv.cuda.plan.conv import access_notes, draft_conv, plan_chosen
+from cupyconv.cuda.plan.conversions import check_alignment, converted
 from cupyconv.cuda.plan.direct import TILE
 from cupyconv.cuda.plan.draft import Draft, cheapest, in_sequence
 from cupyconv.cuda.plan.epilogue import activation_launch
@@ -24,27 +24,30 @@ from cupyconv.cuda.plan.launches import (
     adjoint_params,
     bytes_of,
     epilogue_params,
-    folds_macro,
     grid_and_block,
+    groups_params,
     image,
+    sources_params,
+    variant,
     windows_params,
 )
 from cupyconv.cuda.plan.matrices import (
     MAX_BATCH,
     MAX_DIMENSION,
-    Factor,
     MatrixView,
     as_multiplied,
     chunks_of,
     gathered_buffers,
+    image_factors,
     place,
+    refuse_chunk,
     row_length,
     segments,
 )
 from cupyconv.problem.activations import IDENTITY
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, product_flops, real_part
-from cupyconv.problem.geometry import even_part, pixel_windows
-from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, Kernel, KernelLaunch, Plan, Step
+from cupyconv.problem.geometry import even_part
+from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, GemmCall, KernelLaunch, Plan, Step
 from cupyconv.problem.polyphase import class_problems
 from cupyconv.problem.problems import NotApplicable, TransposedProblem, inputs_with_channels
 
@@ -54,10 +57,11 @@ def plan_transposed(problem: TransposedProblem) -> Plan:
     if problem.pre is not None:
         return _with_activation(problem, problem.pre)
     check_alignment(problem.arrays)
-    problem, conversions = _converted(problem)
-    chosen, rejected = choose(problem.method, lambda method: _draft(method, problem), problem.gpu)
-    notes = problem.notes + access_notes((*problem.xs, *problem.outs))
-    return chosen.plan(problem, problem.title, problem.result, rejected, conversions, notes)
+    kept, geometry = inputs_with_channels(problem.geometry)
+    xs = tuple(x for x in problem.xs if x.shape[1]) or problem.xs[:1]
+    problem = replace(problem, geometry=geometry, xs=xs, outs=tuple(problem.outs[i] for i in kept))
+    problem, conversions = converted(problem, xs=problem.x_dtype, weight=problem.weight_dtype, bias=problem.dtype)
+    return plan_chosen(problem, _draft, conversions, access_notes((*problem.xs, *problem.outs)))
 
 
 def _with_activation(problem: TransposedProblem, pre: Operand) -> Plan:
@@ -74,26 +78,12 @@ def _with_activation(problem: TransposedProblem, pre: Operand) -> Plan:
     )
 
 
-def _converted(problem: TransposedProblem) -> tuple[TransposedProblem, tuple[Conversion, ...]]:
-    """Arguments in the dtypes computed with, without those of no channels; conversions take their share of workspace."""
-    conversions: list[Conversion] = []
-    kept, geometry = inputs_with_channels(problem.geometry)
-    xs = [x for x in problem.xs if x.shape[1]] or [problem.xs[0]]
-    problem = replace(
-        problem,
-        geometry=geometry,
-        outs=tuple(problem.outs[i] for i in kept),
-        xs=tuple(convert(x, problem.x_dtype, conversions) for x in xs),
-        weight=convert(problem.weight, problem.weight_dtype, conversions),
-        bias=convert_bias(problem.bias, problem.dtype, conversions),
-    )
-    return problem.sharing_with(conversions), tuple(conversions)
-
-
 def _draft(method: str, problem: TransposedProblem) -> Draft:
     if not any(out.nbytes for out in problem.outs):
         return Draft(method, (), reason="the results are empty")
-    return {"direct": _draft_direct, "gemm": _draft_gemm, "implicit_gemm": _draft_implicit_gemm}[method](problem)
+    if method == "direct":
+        return _draft_direct(problem)
+    return _draft_gemm(problem) if method == "gemm" else _as_convolutions(method, problem)
 
 
 def _draft_direct(problem: TransposedProblem) -> Draft:
@@ -111,25 +101,22 @@ def _launch(problem: TransposedProblem, out: Operand, first: int) -> KernelLaunc
     geometry, xs, weight = problem.geometry, problem.xs, problem.weight
     channels = out.shape[1]
     groups = (first + channels - 1) // geometry.group_channels - first // geometry.group_channels + 1
-    offsets = [sum(x.shape[1] for x in xs[:i]) for i in range(len(xs))]
-    dtypes = (("X_DTYPE", problem.x_dtype), ("W_DTYPE", problem.weight_dtype), ("Y_DTYPE", out.dtype))
+    dtypes = {"X_DTYPE": problem.x_dtype, "W_DTYPE": problem.weight_dtype, "Y_DTYPE": out.dtype}
     tiles = groups * -(-geometry.group_channels // TILE)
     products = geometry.products * channels // geometry.in_channels
     flops = products * product_flops(problem.x_dtype, problem.weight_dtype)
     return KernelLaunch(
-        Kernel("transposed", (*dtypes, ("TILE", str(TILE)), folds_macro(geometry))),
+        variant("transposed", **dtypes, TILE=TILE, FOLDS=int(geometry.padding_mode != "constant")),
         *grid_and_block(geometry.batch, prod(geometry.size), 1, tiles, 128),
         (
-            ("sources", (tuple((image(x), at, x.shape[1]) for x, at in zip(xs, offsets)), len(xs))),
+            ("sources", sources_params(xs)),
             ("windows", windows_params(geometry)),
             ("adjoint", adjoint_params(geometry)),
             ("weight", image(weight)),
             ("out", image(out)),
             ("epilogue", epilogue_params(problem.bias, None, problem.activation)),
             ("batch", geometry.batch),
-            ("groups", geometry.groups),
-            ("group_channels", geometry.group_channels),
-            ("group_outputs", geometry.group_outputs),
+            *groups_params(geometry),
             ("first", first),
             ("channels", channels),
             ("conjugated", int(problem.conjugate)),
@@ -139,10 +126,6 @@ def _launch(problem: TransposedProblem, out: Operand, first: int) -> KernelLaunc
         flops=flops,
         arithmetic_seconds=flops / (cost.core_rate(out.dtype, problem.gpu) * cost.GENERAL),
     )
-
-
-def _draft_implicit_gemm(problem: TransposedProblem) -> Draft:
-    return _as_convolutions("implicit_gemm", problem)
 
 
 def _draft_gemm(problem: TransposedProblem) -> Draft:
@@ -182,18 +165,11 @@ class _GemmPlanner(ProductsPlanner):
             self.columns_dtype = real_part(self.columns_dtype)
         #: Whether the GEMM conjugates the weight; where it is in planes, the sums are conjugated after.
         self.conjugates = problem.conjugate and self.planes == 1
-        self.factors: list[Factor] = []
-        offset = 0
-        for x, view in zip(problem.xs, self.image_views(problem.xs)):
-            windows = pixel_windows(geometry.batch, x.shape[1], geometry.out_size)
-            self.factors.append(Factor(f"gathered {x.name}", offset, x.shape[1], (x,), windows, x.dtype, view))
-            offset += x.shape[1]
+        self.factors = image_factors(problem.xs, self.image_views(problem.xs))
         #: From one row of a sample's columns to the next.
         self.row = row_length(geometry.pixels)
-        if (
-            max(geometry.out_channels, geometry.group_channels * geometry.taps, self.row * self.components)
-            > MAX_DIMENSION
-        ):
+        sizes = (geometry.out_channels, geometry.group_channels * geometry.taps, self.row * self.components)
+        if max(sizes) > MAX_DIMENSION:
             raise NotApplicable("channels times taps, or pixels, pass cuBLAS's 32-bit dimensions")
         self.samples, self.channels = self._chunk_size()
 
@@ -224,10 +200,7 @@ class _GemmPlanner(ProductsPlanner):
             return even_part(geometry.batch, most), geometry.in_channels
         channels = min((limit - gathered) // channel, MAX_DIMENSION // geometry.taps)
         if channels < 1:
-            least = problem.limit - limit + gathered + channel
-            raise NotApplicable(
-                f"the smallest chunk of columns needs {least:,} bytes of workspace, the limit is {problem.limit:,}"
-            )
+            refuse_chunk(problem, problem.limit - limit + gathered + channel)
         if channels >= geometry.group_channels:
             channels -= channels % geometry.group_channels
         return 1, channels

@@ -22,22 +22,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import prod
 
 from cupyconv.cuda.plan import cost
-from cupyconv.cuda.plan.conv import access_notes, choose
-from cupyconv.cuda.plan.conversions import check_alignment, convert, converted_prologue
-from cupyconv.cuda.plan.draft import Draft, cheapest
-from cupyconv.cuda.plan.epilogue import Sums, epilogue_launch
+from cupyconv.cuda.plan.conv import access_notes, plan_chosen
+from cupyconv.cuda.plan.conversions import check_alignment, converted
+from cupyconv.cuda.plan.draft import Draft, cheapest_of
+from cupyconv.cuda.plan.epilogue import Sums, as_line, epilogue_launch
 from cupyconv.cuda.plan.im2col import Chunk
 from cupyconv.cuda.plan.launches import (
     GRID_Y,
     bytes_of,
+    groups_params,
     image,
     prologue_params,
     sources_params,
+    variant,
     windows_params,
-    with_prologue,
 )
 from cupyconv.cuda.plan.matrices import (
     MAX_BATCH,
@@ -50,25 +50,24 @@ from cupyconv.cuda.plan.matrices import (
     compute_type,
     even_rows,
     gathered_buffers,
+    image_factors,
     image_matrix,
-    input_factors,
     place,
+    refuse_chunk,
     row_length,
     segments,
     weight_matrix,
 )
 from cupyconv.problem.arrays import (
     ITEMSIZE,
-    Operand,
     accumulator,
     c_strides,
     collapsed_stride,
     is_complex,
-    product_flops,
     real_part,
 )
-from cupyconv.problem.geometry import ConvGeometry, even_part, pixel_windows
-from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, Conversion, GemmCall, KernelLaunch, Plan, Step
+from cupyconv.problem.geometry import ConvGeometry, even_part
+from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, GemmCall, KernelLaunch, Plan, Step
 from cupyconv.problem.problems import NotApplicable, Prologue, WeightGradientProblem, without_empty_inputs
 
 #: Outputs per block of weight_gradient.cu, where a group has one and where it has more; its rows and threads.
@@ -88,25 +87,9 @@ def plan_weight_gradient(problem: WeightGradientProblem) -> Plan:
     """The plan for ``problem.method``; ValueError where a named method does not apply."""
     problem = without_empty_inputs(problem)
     check_alignment(problem.arrays)
-    conversions: list[Conversion] = []
-    problem = replace(
-        problem,
-        xs=tuple(convert(x, problem.x_dtype, conversions) for x in problem.xs),
-        grad=convert(problem.grad, problem.grad_dtype, conversions),
-        prologue=converted_prologue(problem.prologue, problem.x_dtype, conversions),
-    )
-    problem = problem.sharing_with(conversions)
-    chosen, rejected = choose(problem.method, lambda method: _draft(method, problem), problem.gpu)
-    geometry = problem.geometry
-    shape = (geometry.out_channels, geometry.group_channels, *geometry.spatial(geometry.kernel))
-    return chosen.plan(
-        problem,
-        f"weight gradient of {geometry}",
-        f"{problem.out.dtype} {shape}",
-        rejected,
-        tuple(conversions),
-        problem.notes + access_notes((*problem.xs, problem.grad)),
-    )
+    x_dtype = problem.x_dtype
+    problem, conversions = converted(problem, xs=x_dtype, grad=problem.grad_dtype, prologue=x_dtype)
+    return plan_chosen(problem, _draft, conversions, access_notes((*problem.xs, problem.grad)))
 
 
 def _draft(method: str, problem: WeightGradientProblem) -> Draft:
@@ -154,15 +137,14 @@ def _launch(problem: WeightGradientProblem, sums: Address, parts: int) -> Kernel
     geometry, xs, grad, dtype = problem.geometry, problem.xs, problem.grad, problem.out.dtype
     outputs = outputs_per_block(geometry, problem.prologue)
     tiles_m, tiles_n = -(-geometry.group_outputs // outputs), -(-geometry.reduction // ROWS)
-    dtypes = (("X_DTYPE", problem.x_dtype), ("G_DTYPE", problem.grad_dtype), ("Y_DTYPE", dtype))
     plane = geometry.out_channels * geometry.reduction
-    flops = geometry.products * product_flops(problem.x_dtype, problem.grad_dtype)
+    dtypes = {"X_DTYPE": problem.x_dtype, "G_DTYPE": problem.grad_dtype, "Y_DTYPE": dtype}
     return KernelLaunch(
-        with_prologue("weight_gradient", (*dtypes, ("OUTPUTS", str(outputs))), problem.prologue),
+        variant("weight_gradient", problem.prologue, **dtypes, OUTPUTS=outputs),
         (parts, min(geometry.groups * tiles_m * tiles_n, GRID_Y), 1),
         THREADS,
         (
-            ("sources", sources_params(geometry, xs)),
+            ("sources", sources_params(xs)),
             ("windows", windows_params(geometry)),
             ("prologue", prologue_params(problem.prologue)),
             ("grad", image(grad)),
@@ -170,14 +152,12 @@ def _launch(problem: WeightGradientProblem, sums: Address, parts: int) -> Kernel
             ("plane", plane),
             ("batch", geometry.batch),
             ("pixels_per_part", -(-geometry.batch * geometry.pixels // parts)),
-            ("groups", geometry.groups),
-            ("group_channels", geometry.group_channels),
-            ("group_outputs", geometry.group_outputs),
+            *groups_params(geometry),
         ),
         purpose="products summed in parts" if parts > 1 else "products summed",
         bytes_moved=bytes_of(xs) * tiles_m + grad.nbytes * tiles_n + parts * plane * ITEMSIZE[accumulator(dtype)],
-        flops=flops,
-        arithmetic_seconds=flops / (cost.core_rate(dtype, problem.gpu) * cost.GENERAL),
+        flops=problem.flops,
+        arithmetic_seconds=problem.flops / (cost.core_rate(dtype, problem.gpu) * cost.GENERAL),
     )
 
 
@@ -193,14 +173,7 @@ def _draft_gemm(problem: WeightGradientProblem) -> Draft:
         raise NotApplicable("channels times taps pass cuBLAS's 32-bit dimensions")
     if problem.prologue and is_complex(problem.x_dtype) and not is_complex(problem.grad_dtype):
         raise NotApplicable("a prologue is of complex numbers, whose parts are not gathered apart")
-    planners = [_Planner(problem, is_long, most_parts) for is_long, most_parts in CUTS]
-    drafts = [planner.draft() for planner in planners if planner.fits]
-    if not drafts:
-        least = planners[-1].least_bytes
-        raise NotApplicable(
-            f"the smallest chunk of columns needs {least:,} bytes of workspace, the limit is {problem.limit:,}"
-        )
-    return cheapest(drafts, problem.gpu)
+    return cheapest_of(CUTS, lambda cut: _Planner(problem, *cut).draft(), problem.gpu)
 
 
 @dataclass(frozen=True)
@@ -231,13 +204,7 @@ class _Planner:
         #: Elements of one part of the sum.
         self.part = self.planes * self.geometry.out_channels * self.geometry.reduction
         self.wanted = min(self._parts_wanted(), most_parts)
-        #: Samples and pixels of a chunk; and the workspace that the smallest takes, where there is no room for it.
-        self.samples, self.pixels, self.least_bytes = self._chunk_size()
-
-    @property
-    def fits(self) -> bool:
-        """Whether the smallest chunk does not pass the limit on workspace."""
-        return not self.least_bytes
+        self.samples, self.pixels = self._chunk_size()
 
     def draft(self) -> Draft:
         geometry = self.geometry
@@ -265,10 +232,10 @@ class _Planner:
     # Where the matrices lie.
 
     def _grad_factor(self, parts: int) -> Factor:
-        geometry, grad = self.geometry, self.problem.grad
-        windows = pixel_windows(geometry.batch, geometry.out_channels, geometry.out_size)
-        view = self._usable(image_matrix(grad), geometry.out_channels) if parts == 1 else None
-        return Factor("gathered grad", 0, geometry.out_channels, (grad,), windows, self.dtype, view, parts)
+        grad = self.problem.grad
+        view = self._usable(image_matrix(grad), self.geometry.out_channels) if parts == 1 else None
+        (factor,) = image_factors([grad], [view])
+        return replace(factor, dtype=self.dtype, parts=parts)
 
     def _x_factors(self, parts: int) -> list[Factor]:
         geometry, xs, prologue = self.geometry, self.problem.xs, self.problem.prologue
@@ -277,7 +244,7 @@ class _Planner:
         views = [self._usable(image_matrix(x), count) for x, count in zip(xs, geometry.channels)]
         if self.conjugates:  # cuBLAS conjugates what it transposes, and a transposed view it would not
             views = [None if view is None or view.transposed else view for view in views]
-        return input_factors(geometry, xs, views, self.dtype)
+        return image_factors(xs, views)
 
     def _usable(self, view: MatrixView | None, rows: int) -> MatrixView | None:
         """The view, where its samples may stay apart or lie in one row already."""
@@ -299,20 +266,16 @@ class _Planner:
     def _parts_wanted(self) -> int:
         """Parts of a long row, or of a sample: as many as occupy the multiprocessors, within a quarter of the workspace."""
         geometry = self.geometry
-        tiles = (
-            geometry.groups * -(-geometry.group_outputs // cost.GEMM_TILE) * -(-geometry.reduction // cost.GEMM_TILE)
-        )
+        tiles_m, tiles_n = (-(-n // cost.GEMM_TILE) for n in (geometry.group_outputs, geometry.reduction))
+        tiles = geometry.groups * tiles_m * tiles_n
         affordable = self.problem.limit // 4 // (self.part * ITEMSIZE[self.sums_dtype])
         apart = 1 if self.is_long else geometry.batch
         pixels = geometry.batch * geometry.pixels // apart
         multiprocessors = self.problem.gpu.multiprocessors
         return max(1, min(-(-multiprocessors // (tiles * apart)), pixels // SMALLEST_PART, affordable // apart))
 
-    def _chunk_size(self) -> tuple[int, int, int]:
-        """Samples and pixels of a chunk: all samples, else fewer samples, else fewer pixels of one.
-
-        Where there is no room even for the smallest: (0, 0, the bytes of workspace that it needs).
-        """
+    def _chunk_size(self) -> tuple[int, int]:
+        """Samples and pixels of a chunk: all samples, else fewer samples, else fewer pixels of one."""
         geometry, factors, parts = self.geometry, [self.grad, *self.xs], self.wanted
         per_pixel = sum(factor.bytes_per_pixel for factor in factors)
         part = self.part * ITEMSIZE[self.sums_dtype]
@@ -330,20 +293,20 @@ class _Planner:
         most = min(most, geometry.batch)
         fitting = limit // per_sample if per_sample else most if limit >= 0 or not per_pixel else 0
         if fitting >= 1 and geometry.pixels <= MAX_DIMENSION:
-            samples = min(fitting, most)
-            return even_part(geometry.batch, samples), geometry.pixels, 0
+            return even_part(geometry.batch, min(fitting, most)), geometry.pixels
         if not self.is_long and geometry.batch * parts > 1:
             limit -= parts * part
         pixels = min(limit // per_pixel if per_pixel else MAX_DIMENSION, MAX_DIMENSION) // ROW_MULTIPLE * ROW_MULTIPLE
         smallest = min(row_length(geometry.pixels), SMALLEST_CHUNK)
         if pixels < smallest:
-            return 0, 0, self.problem.limit - limit + per_pixel * smallest
-        return 1, even_rows(geometry.pixels, pixels), 0
+            refuse_chunk(self.problem, self.problem.limit - limit + per_pixel * smallest)
+        return 1, even_rows(geometry.pixels, pixels)
 
     def _lone_part_bytes(self) -> int:
         """What one part takes where it may not be the result; counted although a single chunk may do without."""
         out = self.problem.out
-        in_place = self.planes == 1 and out.dtype == self.sums_dtype and out.strides[1:] == _packed_strides(out)
+        is_packed = out.strides[1:] == c_strides(out.shape[1:])
+        in_place = self.planes == 1 and out.dtype == self.sums_dtype and is_packed
         return 0 if in_place else self.part * ITEMSIZE[self.sums_dtype]
 
     def _workspace(self) -> tuple[Buffer, ...]:
@@ -433,15 +396,7 @@ class _Planner:
 def _finish(problem: WeightGradientProblem, sums: Sums | None) -> KernelLaunch:
     """The parts of the sum, added in order, into the result; zeros where there are none."""
     out = problem.out
-    if collapsed_stride(out.shape, out.strides) == 1:  # all of it as one row, so that threads run along all axes
-        out = replace(out, shape=(1, 1, 1, 1, prod(out.shape)), strides=(0, 0, 0, 0, 1))
-        sums = sums and replace(sums, strides=(0, 0, 1))
+    if collapsed_stride(out.shape, out.strides) == 1:
+        out, sums = as_line(out), sums and replace(sums, strides=(0, 0, 1))
     launch = epilogue_launch(out, sums)
     return replace(launch, purpose="sum of the parts") if sums else launch
-
-
-def _packed_strides(out: Operand) -> tuple[int, ...]:
-    """Strides of one output's weights where they lie one after the other."""
-    taps = out.shape[2:]
-    strides = (taps[0] * taps[1] * taps[2], taps[1] * taps[2], taps[2], 1)
-    return tuple(stride if extent > 1 else 0 for extent, stride in zip(out.shape[1:], strides))

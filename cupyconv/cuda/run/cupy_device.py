@@ -12,6 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -55,14 +56,9 @@ class CupyDevice:
         properties = cupy.cuda.runtime.getDeviceProperties(self.ordinal)
         known = nearest_gpu(self.capability)
         name = properties["name"]
-        return GpuModel(
-            **{
-                **vars(known),
-                "name": name.decode() if isinstance(name, bytes) else name,
-                "arch": f"sm_{self.capability}",
-                "multiprocessors": properties["multiProcessorCount"],
-            }
-        )
+        name = name.decode() if isinstance(name, bytes) else name
+        multiprocessors = properties["multiProcessorCount"]
+        return replace(known, name=name, arch=f"sm_{self.capability}", multiprocessors=multiprocessors)
 
     def current(self) -> Any:
         # To enter a device's context costs more than to ask, and most often there is nothing to change.

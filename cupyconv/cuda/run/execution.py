@@ -123,14 +123,14 @@ class _PreparedGemm:
         dtype = np.result_type(real, np.complex64) if is_complex(call.dtype) else np.dtype(real)
         self._scalars = np.array([call.alpha, call.beta], dtype)
         alpha = self._scalars.ctypes.data
-        kind = _DATA_TYPE[call.dtype]
         a, b, c = call.b, call.a, call.c
         self._arguments = GemmArguments(
-            _operation(a), _operation(b), call.n, call.m, call.k,
-            alpha, 0, kind, a.ld, a.stride, 0, kind, b.ld, b.stride,
-            alpha + dtype.itemsize, 0, _DATA_TYPE[call.c_dtype], c.ld, c.stride,
-            call.batch, _COMPUTE_TYPE[call.compute],
-        )  # fmt: skip
+            *(_operation(a), _operation(b)),
+            *(call.n, call.m, call.k),
+            *(alpha, *_described(a, call.dtype), *_described(b, call.dtype)),
+            *(alpha + dtype.itemsize, *_described(c, call.c_dtype)),
+            *(call.batch, _COMPUTE_TYPE[call.compute]),
+        )
         self._holes = [
             (GemmArguments._fields.index(name), slots[matrix.at.buffer], matrix.at.offset)
             for name, matrix in (("a", a), ("b", b), ("c", c))
@@ -152,6 +152,11 @@ def _prepared_step(
         return _PreparedLoop(step, slots, device)
     assert isinstance(step, GemmCall)
     return _PreparedGemm(step, slots)
+
+
+def _described(matrix: Matrix, dtype: str) -> tuple[int, int, int, int]:
+    """Address, which is not known yet, type, leading dimension and stride."""
+    return 0, _DATA_TYPE[dtype], matrix.ld, matrix.stride
 
 
 def _operation(matrix: Matrix) -> int:
