@@ -151,7 +151,14 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, BLOCKS)
         const int c_first = o / params.group_outputs * (GROUPED ? params.group_channels : 1);
         const T* const w_o = static_cast<const T*>(params.weight.data) + o * params.weight.stride_n;
         const A bias = bias_of<T>(params.epilogue, o);
-        const Factors<A> by = loaded_factors<T>(params.prologue, c_first);
+        Factors<A> by = {};
+        if constexpr (PROLOGUE) by = factors_of<A>(params.prologue, c_first);
+        const auto loaded = [&](T value) {
+            if constexpr (PROLOGUE)
+                return transformed(widen(value), by, params.prologue);
+            else
+                return widen(value);
+        };
 
         for (Index q = first_share() / lanes; q < shares; q += share_step() / lanes) {
             const Index column = q / Index(windows.out[2]), plane = column / strips, n = plane / Index(windows.out[0]);
@@ -167,10 +174,9 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, BLOCKS)
                 const Source& source = params.sources.table[s];
                 const T* const x_nc = static_cast<const T*>(source.image.data) + n * source.image.stride_n +
                                       (c - source.first) * source.image.stride_c;
-                const auto load = [&](T value) { return loaded(value, by, params.prologue); };
                 convolve(
                     sum, x_nc, source.image.stride, w_o + i * params.weight.stride_c, params.weight.stride, windows, d,
-                    h, w, load);
+                    h, w, loaded);
             }
 
             const Pixel pixel = {{d, h, w}};

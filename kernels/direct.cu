@@ -69,7 +69,11 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) direct(const __grid_cons
                     const X* x_nc =
                         static_cast<const X*>(source.image.data) + source.image.at(share.n, from - source.first, in);
                     for (int c = from; c < to; ++c, x_nc += source.image.stride_c) {
-                        const Accumulator<X> x = loaded(*x_nc, loaded_factors<X>(params.prologue, c), params.prologue);
+                        Accumulator<X> x = widen(*x_nc);
+                        if constexpr (PROLOGUE) {
+                            const auto by = factors_of<Accumulator<X>>(params.prologue, c);
+                            x = transformed(x, by, params.prologue);
+                        }
                         const W* const w_tc = w_t + (c - c_first) * params.weight.stride_c;
 #pragma unroll
                         for (int j = 0; j < TILE; ++j) {

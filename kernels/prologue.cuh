@@ -49,20 +49,4 @@ template <class A> __device__ __forceinline__ A transformed(A x, const Factors<A
     return value[0];
 }
 
-// What a load does in either variant: the factors, and the element as it enters a product.
-template <class T>
-__device__ __forceinline__ Factors<Accumulator<T>> loaded_factors(const Prologue& prologue, long long c) {
-    if constexpr (PROLOGUE)
-        return factors_of<Accumulator<T>>(prologue, c);
-    else
-        return {};
-}
-template <class T, class A>
-__device__ __forceinline__ A loaded(T x, const Factors<A>& by, const Prologue& prologue) {
-    if constexpr (PROLOGUE)
-        return transformed(widen(x), by, prologue);
-    else
-        return widen(x);
-}
-
 }  // namespace cupyconv

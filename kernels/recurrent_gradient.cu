@@ -28,8 +28,8 @@
 //
 // The sums over samples for the biases and peepholes are begun here, each block's over its own samples, step by step.
 //
-// Bound by memory (weight_hh, from the L2 cache) or launches.  Floor: weight_hh and what is kept of a step once over
-// the bandwidth.
+// Bound by memory (weight_hh, from the L2 cache) or launches.
+// Floor: weight_hh and what is kept of a step once over the bandwidth.
 //
 // -D: DTYPE (type of arguments and of y; what is kept, and gradients of states and gates, are in its accumulator's),
 //     CELL (RNN, LSTM or GRU)
