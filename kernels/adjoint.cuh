@@ -45,7 +45,8 @@ __device__ __forceinline__ Readers readers_of(const Windows& w, const Adjoint& a
         const long long skipped = window > last ? quotient(window - last + steps - 1, steps) : 0;
         const long long by_tap = quotient(w.kernel[axis] - 1 - tap, adjoint.tap_step[axis]);
         const long long count = min(by_tap, quotient(window, steps)) + 1 - skipped;
-        return {window - skipped * steps, tap + int(min(skipped, by_tap)) * adjoint.tap_step[axis], int(max(count, 0LL))};
+        const int first_tap = tap + int(min(skipped, by_tap)) * adjoint.tap_step[axis];
+        return {window - skipped * steps, first_tap, int(max(count, 0LL))};
     }
     return {0, 0, 0};
 }

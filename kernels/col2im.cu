@@ -41,13 +41,14 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) col2im(const __grid_cons
     using A = Accumulator<Y>;
     const Windows& windows = params.windows;
     const Image& columns = params.columns;
-    const long long elements = windows.size[0] * windows.size[1] * windows.size[2];
-    const int taps = windows.kernel[0] * windows.kernel[1] * windows.kernel[2];
+    const long long elements = product_of(windows.size);
+    const int taps = product_of(windows.kernel);
     const long long shares = params.batch * elements;
     const long long window_stride[3] = {
         windows.out[1] * windows.out[2] * columns.stride[2], windows.out[2] * columns.stride[2], columns.stride[2]};
     const long long tap_stride[3] = {
-        windows.kernel[1] * windows.kernel[2] * columns.stride_c, windows.kernel[2] * columns.stride_c, columns.stride_c};
+        windows.kernel[1] * windows.kernel[2] * columns.stride_c, windows.kernel[2] * columns.stride_c,
+        columns.stride_c};
 
     for (long long c = blockIdx.y; c < params.channels; c += gridDim.y)
         for (long long q = first_share(); q < shares; q += share_step()) {
@@ -58,11 +59,10 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) col2im(const __grid_cons
             A sum = A(0);
             for_each_reader<FOLDS>(
                 windows, params.adjoint, in, tap_stride, window_stride, [&](long long row, long long pixel) {
-                    sum += load_sum(columns_nc + row + pixel, params.imaginary, A());
+                    sum += load_sums<1>(columns_nc + row + pixel, 1, false, params.imaginary, A()).lane[0];
                 });
             if (params.conjugated) sum = conjugate(sum);
-            static_cast<Y*>(params.out.data)[share.n * params.out.stride_n + c * params.out.stride_c +
-                                             offset_of(in, params.out.stride)] =
+            static_cast<Y*>(params.out.data)[params.out.at(share.n, c, in)] =
                 finish<Y>(sum, params.epilogue, share.n, c, in, params.out);
         }
 }

@@ -14,8 +14,8 @@
 //
 // z is rounded to its storage type, and is zero beyond its own edge, where the second layer is padded: both as if it
 // had been stored.  Each layer is either DENSE (every channel with every other: CUDA or tensor cores, sums in
-// registers) or DEPTHWISE (every channel by itself).  Chunks of x belong to one input each: the input is chosen once per
-// chunk.
+// registers) or DEPTHWISE (every channel by itself).  Chunks of x belong to one input each: the input is chosen once
+// per chunk.
 // Both weights are in shared memory as a whole: a block loads them once and goes from tile to tile until all are done.
 //
 // Bound by memory for few channels, by arithmetic for many.  Floor: x and y once over the bandwidth, where the two
@@ -118,7 +118,8 @@ struct SharedLayout {
           second_weight(
               first_weight + bytes_of<FirstWeight>(first_taps) * middle_chunks * (FIRST == DENSE ? x_chunks : 1)),
           middle(
-              second_weight + bytes_of<SecondWeight>(second_taps) * middle_chunks * (SECOND == DENSE ? output_tiles : 1)),
+              second_weight +
+              bytes_of<SecondWeight>(second_taps) * middle_chunks * (SECOND == DENSE ? output_tiles : 1)),
           x(middle + middle_pixels * PIXEL * (SECOND == DENSE ? middle_chunks : 1)),
           x_place(x + x_pixels * PIXEL * (FIRST == DENSE ? x_chunks : 1)),
           end(x_place + x_pixels * int(sizeof(long long))) {
@@ -162,14 +163,12 @@ template <class F> __device__ __forceinline__ void for_each_middle_chunk(const C
     }
 }
 
-__device__ __forceinline__ int taps_of(const Windows& windows) {
-    return windows.kernel[0] * windows.kernel[1] * windows.kernel[2];
-}
+__device__ __forceinline__ int taps_of(const Windows& windows) { return product_of(windows.kernel); }
 
 __device__ __forceinline__ long long tap_offset(int t, const Windows& windows, const Image& weight) {
     int tap[3];
     tap_at(t, windows.kernel, tap);
-    return tap[0] * weight.stride[0] + tap[1] * weight.stride[1] + tap[2] * weight.stride[2];
+    return offset_of(tap, weight.stride);
 }
 
 // Outputs o ... of channels c ..., `outputs` and `channels` of them, the rest zeros; every tap.
@@ -200,9 +199,7 @@ __device__ void load_depthwise(A* to, const PairLayer& layer, int c, int channel
     }
 }
 
-constexpr long long OUTSIDE = -0x7fffffffffffffffll - 1;
-
-// Where each pixel of the tile lies in an input, in elements from its sample's first; OUTSIDE where it is a zero.
+// Where each pixel of the tile lies in an input, in elements from its sample's first; NOWHERE where it is a zero.
 __device__ __forceinline__ void place_x(
     long long* x_place, const ConvPairParams& params, int source, const int (&origin)[3]) {
     const Windows& windows = params.first.windows;
@@ -218,7 +215,7 @@ __device__ __forceinline__ void place_x(
             inside = inside && at >= 0;
             offset += at * params.sources[source].image.stride[a];
         }
-        x_place[pixel] = inside ? offset : OUTSIDE;
+        x_place[pixel] = inside ? offset : NOWHERE;
     }
 }
 
@@ -237,13 +234,13 @@ __device__ __forceinline__ void load_x(
         for (int k = vectorized ? threadIdx.x % VECTORS * VECTOR : 0; k < padded(chunk.count);
              k += vectorized ? CHUNK : VECTOR) {
             Vector<T, VECTOR> vector;
-            const T* const x = x_n + (place == OUTSIDE ? 0 : place) + k * image.stride_c;
-            if (place != OUTSIDE && k + VECTOR <= chunk.count) {
+            const T* const x = x_n + (place == NOWHERE ? 0 : place) + k * image.stride_c;
+            if (place != NOWHERE && k + VECTOR <= chunk.count) {
                 vector = gather_vector<VECTOR>(x, image.stride_c, vectorized);
             } else {
 #pragma unroll
                 for (int e = 0; e < VECTOR; ++e)
-                    vector.lane[e] = place != OUTSIDE && k + e < chunk.count ? x[e * image.stride_c] : narrow<T>(A(0));
+                    vector.lane[e] = place != NOWHERE && k + e < chunk.count ? x[e * image.stride_c] : narrow<T>(A(0));
             }
             *reinterpret_cast<Vector<T, VECTOR>*>(tile + pixel * PITCH + k) = vector;
         }
@@ -340,9 +337,8 @@ struct Block {
                 at.at[a] = tables.y_origin[a] + place[a];
                 inside = inside && at.at[a] < second.out[a];
             }
-            tables.out_at[i] =
-                inside ? tables.sample * params.out.stride_n + offset_of(at, params.out.stride) : NOWHERE;
-            tables.residual_at[i] = tables.sample * residual.stride_n + offset_of(at, residual.stride);
+            tables.out_at[i] = inside ? params.out.at(tables.sample, 0, at) : NOWHERE;
+            tables.residual_at[i] = residual.at(tables.sample, 0, at);
         }
     }
 

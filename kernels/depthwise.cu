@@ -3,7 +3,8 @@
 //     y[n, o, p] = activation( sum_{c, t} weight[o, c, t] * x[n, g(o) * group_channels + c, window(p, t)] + ... )
 //
 //     no M: a thread works on one output channel o of group g(o) = o / group_outputs
-//     N = p (ROWS pixels per thread, one above the other)     K = (c, t): one channel, or with GROUPED those of a small group
+//     N = p (ROWS pixels per thread, one above the other)
+//     K = (c, t): one channel, or with GROUPED those of a small group
 //
 //     x  w ->   ░ ░ ░ . . .       the windows of a thread's pixels overlap: each element is read once
 //            h  ░ ░ ░ . . .       and used by every pixel of the column whose window holds it
@@ -18,7 +19,8 @@
 // Floor: (size + group_outputs * pixels) elements per plane over the bandwidth.
 //
 // -D: DTYPE (storage type), KERNEL (taps along h and along w, one along d, dilation 1; or 0), STRIDE (along h; or 0),
-//     PROLOGUE (1: inputs are transformed as they are loaded, see prologue.cuh), GROUPED (1: groups of more channels than one)
+//     PROLOGUE (1: inputs are transformed as they are loaded, see prologue.cuh),
+//     GROUPED (1: groups of more channels than one)
 #include "epilogue.cuh"
 #include "prologue.cuh"
 
@@ -137,7 +139,8 @@ __device__ __forceinline__ void convolve(
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(MAX_BLOCK, BLOCKS) depthwise(const __grid_constant__ DepthwiseParams params) {
+extern "C" __global__ void __launch_bounds__(MAX_BLOCK, BLOCKS)
+    depthwise(const __grid_constant__ DepthwiseParams params) {
     const Windows& windows = params.windows;
     const Image &out = params.out, &residual = params.epilogue.residual;
     const int lanes = params.channel_lanes;  // of a warp, along channels
@@ -172,22 +175,20 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, BLOCKS) depthwise(const 
                 const T* const x_nc = static_cast<const T*>(source.image.data) + n * source.image.stride_n +
                                       (c - source.first) * source.image.stride_c;
                 convolve(
-                    sum, x_nc, source.image.stride, w_o + i * params.weight.stride_c, params.weight.stride, windows, d, h, w,
-                    loaded);
+                    sum, x_nc, source.image.stride, w_o + i * params.weight.stride_c, params.weight.stride, windows, d,
+                    h, w, loaded);
             }
 
             const Pixel pixel = {{d, h, w}};
             const int rows = min((long long)ROWS, windows.out[1] - h);
             if (residual.data) {
-                const T* const r_o = static_cast<const T*>(residual.data) + n * residual.stride_n +
-                                     o * residual.stride_c + offset_of(pixel, residual.stride);
+                const T* const r_o = static_cast<const T*>(residual.data) + residual.at(n, o, pixel);
 #pragma unroll
                 for (int r = 0; r < ROWS; ++r)
                     if (r < rows) sum[r] += widen(r_o[r * residual.stride[1]]);
             }
             activation_of<T>(params.epilogue).apply(sum);
-            T* const y_o =
-                static_cast<T*>(out.data) + n * out.stride_n + o * out.stride_c + offset_of(pixel, out.stride);
+            T* const y_o = static_cast<T*>(out.data) + out.at(n, o, pixel);
 #pragma unroll
             for (int r = 0; r < ROWS; ++r)
                 if (r < rows) y_o[r * out.stride[1]] = narrow<T>(sum[r]);

@@ -17,7 +17,23 @@
 //
 // -D: X_DTYPE, W_DTYPE, Y_DTYPE (types of image, weight, result; X or W may be real beside a complex Y), TILE,
 //     PROLOGUE (1: inputs are transformed as they are loaded, see prologue.cuh)
-#include "convolution.cuh"
+#include "epilogue.cuh"
+#include "prologue.cuh"
+
+namespace cupyconv {
+
+struct DirectParams {
+    Sources sources;
+    Windows windows;
+    Image weight;  // n is the output, c the channel of its group
+    Image out;
+    Epilogue epilogue;
+    Prologue prologue;
+    long long batch;
+    int groups, group_channels, group_outputs;
+};
+
+}  // namespace cupyconv
 
 using namespace cupyconv;
 
@@ -26,10 +42,10 @@ using W = W_DTYPE;
 using Y = Y_DTYPE;
 constexpr int MAX_BLOCK = 128;
 
-extern "C" __global__ void __launch_bounds__(MAX_BLOCK) direct(const __grid_constant__ ConvolutionParams params) {
+extern "C" __global__ void __launch_bounds__(MAX_BLOCK) direct(const __grid_constant__ DirectParams params) {
     const Windows& windows = params.windows;
-    const long long pixels = windows.out[0] * windows.out[1] * windows.out[2];
-    const int taps = windows.kernel[0] * windows.kernel[1] * windows.kernel[2];
+    const long long pixels = product_of(windows.out);
+    const int taps = product_of(windows.kernel);
     const int tiles = (params.group_outputs + TILE - 1) / TILE;  // of one group
     const long long shares = params.batch * pixels;
 
@@ -45,14 +61,13 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) direct(const __grid_cons
                 Pixel in;
                 tap_at(t, windows.kernel, tap);
                 if (!tap_pixel(windows, out, tap, in)) continue;
-                const W* const w_t = static_cast<const W*>(params.weight.data) + tap[0] * params.weight.stride[0] +
-                                     tap[1] * params.weight.stride[1] + tap[2] * params.weight.stride[2];
+                const W* const w_t = static_cast<const W*>(params.weight.data) + offset_of(tap, params.weight.stride);
                 for (int s = 0; s < params.sources.count; ++s) {
                     const Source& source = params.sources.table[s];
                     const int from = max(c_first, source.first), to = min(c_end, source.first + source.channels);
                     if (from >= to) continue;
-                    const X* x_nc = static_cast<const X*>(source.image.data) + share.n * source.image.stride_n +
-                                    (from - source.first) * source.image.stride_c + offset_of(in, source.image.stride);
+                    const X* x_nc =
+                        static_cast<const X*>(source.image.data) + source.image.at(share.n, from - source.first, in);
                     for (int c = from; c < to; ++c, x_nc += source.image.stride_c) {
                         Accumulator<X> x = widen(*x_nc);
                         if constexpr (PROLOGUE) {
@@ -74,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) direct(const __grid_cons
             for (int j = 0; j < TILE; ++j) {
                 const long long o = g * params.group_outputs + first + j;
                 if (first + j < params.group_outputs)
-                    y_n[o * params.out.stride_c + offset_of(out, params.out.stride)] =
+                    y_n[o * params.out.stride_c + offset_of(out.at, params.out.stride)] =
                         finish<Y>(sum[j], params.epilogue, share.n, o, out, params.out);
             }
         }

@@ -36,22 +36,6 @@ struct EpilogueParams {
     int sums_vectorized, bias_vectorized, residual_vectorized;
 };
 
-// Sums in one plane; the last argument only names the type wanted.
-template <class S, class A>
-__device__ __forceinline__ Vector<S, WIDTH> load_sums(const S* at, long long step, bool vectorized, long long, A) {
-    return gather_vector<WIDTH>(at, step, vectorized);
-}
-template <class R>
-__device__ __forceinline__ Vector<Complex<R>, WIDTH> load_sums(
-    const R* at, long long step, bool vectorized, long long imaginary, Complex<R>) {
-    const Vector<R, WIDTH> re = gather_vector<WIDTH>(at, step, vectorized);
-    const Vector<R, WIDTH> im = gather_vector<WIDTH>(at + imaginary, step, vectorized);
-    Vector<Complex<R>, WIDTH> sums;
-#pragma unroll
-    for (int i = 0; i < WIDTH; ++i) sums.lane[i] = Complex<R>(re.lane[i], im.lane[i]);
-    return sums;
-}
-
 }  // namespace cupyconv
 
 using namespace cupyconv;
@@ -81,9 +65,9 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) epilogue(const __grid_co
             const long long step = along_channels ? params.sums_stride_o : params.sums_stride_p;
 #pragma unroll WIDTH == 1 && sizeof(A) == 4 ? 4 : 1  // vectors are enough on their way by themselves
             for (int part = 0; part < params.planes; ++part, at += params.plane) {
-                const auto sums = load_sums(at, step, params.sums_vectorized, params.imaginary, A());
+                const auto sums = load_sums<WIDTH>(at, step, params.sums_vectorized, params.imaginary, A());
 #pragma unroll
-                for (int i = 0; i < WIDTH; ++i) sum.lane[i] += widen(sums.lane[i]);
+                for (int i = 0; i < WIDTH; ++i) sum.lane[i] += sums.lane[i];
             }
             if (params.epilogue.bias) {
                 const Y* const at = static_cast<const Y*>(params.epilogue.bias) + o;
@@ -92,8 +76,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) epilogue(const __grid_co
                 for (int i = 0; i < WIDTH; ++i) sum.lane[i] += widen(bias.lane[i]);
             }
             if (residual.data) {
-                const Y* const at = static_cast<const Y*>(residual.data) + n * residual.stride_n +
-                                    o * residual.stride_c + offset_of(pixel, residual.stride);
+                const Y* const at = static_cast<const Y*>(residual.data) + residual.at(n, o, pixel);
                 const long long step = along_channels ? residual.stride_c : residual.stride[2];
                 const auto addend = gather_vector<WIDTH>(at, step, params.residual_vectorized);
 #pragma unroll
@@ -105,9 +88,9 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) epilogue(const __grid_co
                 for (int i = 0; i < WIDTH; ++i) y.lane[i] = narrow<Y>(sum.lane[i]);
                 store_vector<WIDTH>(to, y);
             };
-            const long long y_np = n * out.stride_n + o * out.stride_c + offset_of(pixel, out.stride);
-            if (Y* const pre = kept<Y>(params.epilogue, y_np)) store(pre);
+            const long long y_at = out.at(n, o, pixel);
+            if (Y* const pre = kept<Y>(params.epilogue, y_at)) store(pre);
             activation.apply(sum.lane);
-            store(static_cast<Y*>(out.data) + y_np);
+            store(static_cast<Y*>(out.data) + y_at);
         }
 }

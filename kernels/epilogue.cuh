@@ -59,19 +59,15 @@ __device__ __forceinline__ void finish_all(
 // One sum of a kernel whose threads finish single pixels.
 template <class Y>
 __device__ __forceinline__ Y finish(
-    Accumulator<Y> sum, const Epilogue& epilogue, long long n, long long o, const Pixel& pixel,
-    const Image& out) {
-    const auto place = [&](const Image& image) {
-        return n * image.stride_n + o * image.stride_c + offset_of(pixel, image.stride);
-    };
+    Accumulator<Y> sum, const Epilogue& epilogue, long long n, long long o, const Pixel& pixel, const Image& out) {
     Accumulator<Y> value[1] = {sum};
     finish_all<Y>(
         value, epilogue, activation_of<Y>(epilogue), [](int) { return true; }, [&](int) { return o; },
-        [&](int) { return place(epilogue.residual); }, [&](int) { return place(out); });
+        [&](int) { return epilogue.residual.at(n, o, pixel); }, [&](int) { return out.at(n, o, pixel); });
     return narrow<Y>(value[0]);
 }
 
-// ---- a tile of sums that a block of threads finishes -----------------------------------------------------------------
+// ---- a tile of sums that a block of threads finishes ----------------------------------------------------------------
 
 constexpr long long NOWHERE = -0x7fffffffffffffffLL - 1;  // where a pixel lies that does not exist
 
@@ -112,8 +108,8 @@ __device__ __forceinline__ TileWalk walk_along(bool outputs, int rows) {
     return {row, column, outputs ? 0 : ROW_STEP, outputs ? COLUMN_STEP : 0, row < rows ? count : 0};
 }
 
-// Finish a thread's part of a tile, COUNT sums at a time, and write it to the result.  Where there are `kept_sums`, laid
-// out as the result is, the sums go there as they are instead.
+// Finish a thread's part of a tile, COUNT sums at a time, and write it to the result.  Where there are `kept_sums`,
+// laid out as the result is, the sums go there as they are instead.
 template <class Y, int COUNT>
 __device__ __forceinline__ void finish_tile(
     const EpilogueTile<Y>& tile, const TileWalk& walk, const Image& out, const Epilogue& epilogue,

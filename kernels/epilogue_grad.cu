@@ -5,22 +5,16 @@
 //
 //     no M, no K: elementwise.     N = p (pixels) or o (channels): WIDTH neighbours per thread, as memory has them
 //
-//         channels in rows, lanes = 1              pixels in rows (channels-last), lanes = 32
+//     grad, saved, dz   o | part 0 ....####.... | part 1 ............ |     a block is a part of some channels
 //
-//     o   [ part 0  | part 1  | ...]           p   [lane 0, lane 1, ... | next tile  ]   part 0
-//         a block is a part of a channel           [lane 0, lane 1, ... |            ]   part 1
-//                                                  a block's rows of threads take pixels, its lanes channels
-//
-// A block adds in an order that never changes: each thread the elements it meets, then a tree over the block's
-// rows of threads.  The parts are added by a second launch of this kernel, over `partial` as an image whose
-// samples are the parts.  A thread's sum is of what it computed, before dz is rounded.
+// How a block shares them and adds: channel_sums.cuh.  A thread's sum is of what it computed, before dz is rounded.
 //
 // Bound by memory.  Floor: grad, saved and dz once over the bandwidth.
 //
 // -D: DTYPE (storage type), WIDTH (elements that a thread moves at once: 16 bytes of them, or 1),
 //     ALONG_CHANNELS (1 where those are channels, 0 where they are pixels)
 #include "activation.cuh"
-#include "image.cuh"
+#include "channel_sums.cuh"
 
 namespace cupyconv {
 
@@ -30,19 +24,14 @@ struct EpilogueGradParams {
     double alpha, beta;
     long long size[3];  // axes collapsed where all images allow it
     long long batch, pixels;
-    int activation, channels, lanes;  // lanes: threads of a block along the channels, a power of two
+    int activation, channels, lanes;  // lanes: threads of a block along the channels
 };
-
-__device__ __forceinline__ long long at_pixel(const Image& image, const Share& share, const Pixel& pixel, long long o) {
-    return share.n * image.stride_n + o * image.stride_c + offset_of(pixel, image.stride);
-}
 
 }  // namespace cupyconv
 
 using namespace cupyconv;
 
 using T = DTYPE;
-constexpr int MAX_BLOCK = 256;
 constexpr int CHANNELS = ALONG_CHANNELS ? WIDTH : 1, PIXELS = ALONG_CHANNELS ? 1 : WIDTH;  // of a thread
 
 extern "C" __global__ void __launch_bounds__(MAX_BLOCK) epilogue_grad(
@@ -50,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) epilogue_grad(
     using A = Accumulator<T>;
     using R = RealPart<A>;
     SHARED_ARRAY(A, shared, MAX_BLOCK * CHANNELS);  // [channel of the thread][thread]
-    const int lane = threadIdx.x % params.lanes, row = threadIdx.x / params.lanes, rows = blockDim.x / params.lanes;
+    const ChannelThread thread(params.lanes);
     const R alpha = R(params.alpha), beta = R(params.beta);
     const T* const grad = static_cast<const T*>(params.grad.data);
     const T* const saved = static_cast<const T*>(params.saved.data);
@@ -59,16 +48,17 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) epilogue_grad(
     const long long shares_per_row = params.pixels / PIXELS, shares = params.batch * shares_per_row;
     const int tile = params.lanes * CHANNELS;
 
-    for (long long o_tile = (long long)blockIdx.y * tile; o_tile < params.channels; o_tile += (long long)gridDim.y * tile) {
-        const long long o = o_tile + lane * CHANNELS;
+    for (long long o_tile = (long long)blockIdx.y * tile; o_tile < params.channels;
+         o_tile += (long long)gridDim.y * tile) {
+        const long long o = o_tile + thread.lane * CHANNELS;
         const bool inside = o < params.channels;
         A sum[CHANNELS] = {};
-        for (long long q = (long long)blockIdx.x * rows + row; inside && q < shares; q += (long long)gridDim.x * rows) {
+        for (long long q = thread.first(); inside && q < shares; q += thread.step()) {
             const Share share = share_at(q, shares_per_row, PIXELS);
             const Pixel pixel = pixel_at(share.pixel, params.size);
-            Vector<T, WIDTH> dz = load_vector<WIDTH>(grad + at_pixel(params.grad, share, pixel, o));
+            Vector<T, WIDTH> dz = load_vector<WIDTH>(grad + params.grad.at(share.n, o, pixel));
             Vector<T, WIDTH> at;
-            if (saved) at = load_vector<WIDTH>(saved + at_pixel(params.saved, share, pixel, o));
+            if (saved) at = load_vector<WIDTH>(saved + params.saved.at(share.n, o, pixel));
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) {
                 A value = widen(dz.lane[i]);
@@ -76,21 +66,8 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) epilogue_grad(
                 dz.lane[i] = narrow<T>(value);
                 sum[ALONG_CHANNELS ? i : 0] += value;
             }
-            if (out) store_vector<WIDTH>(out + at_pixel(params.out, share, pixel, o), dz);
+            if (out) store_vector<WIDTH>(out + params.out.at(share.n, o, pixel), dz);
         }
-        if (!params.partial) continue;
-#pragma unroll
-        for (int i = 0; i < CHANNELS; ++i) shared[i * MAX_BLOCK + threadIdx.x] = sum[i];
-        for (int half = rows / 2; half > 0; half /= 2) {
-            __syncthreads();
-            if (row >= half) continue;
-#pragma unroll
-            for (int i = 0; i < CHANNELS; ++i)
-                shared[i * MAX_BLOCK + threadIdx.x] += shared[i * MAX_BLOCK + threadIdx.x + half * params.lanes];
-        }
-        if (row == 0 && inside)
-#pragma unroll
-            for (int i = 0; i < CHANNELS; ++i) partial[o + i] = shared[i * MAX_BLOCK + threadIdx.x];
-        __syncthreads();  // read before the next tile's sums are written
+        if (params.partial) add_over_rows(sum, shared, thread, inside, partial + o);
     }
 }

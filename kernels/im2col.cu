@@ -34,7 +34,7 @@ struct Im2colParams {
     void* columns;
     long long stride_n, stride_row, stride_pixel;
     long long batch, first_pixel, pixels;  // the chunk: pixels first_pixel ... of every sample
-    int squares, channel_lanes;            // runs of at most WIDTH channels of one input; threads side by side along them
+    int squares, channel_lanes;  // runs of at most WIDTH channels of one input; threads side by side along them
 };
 
 }  // namespace cupyconv
@@ -53,7 +53,7 @@ __device__ __forceinline__ bool channels_vectorized(const Image& x) {
 extern "C" __global__ void __launch_bounds__(MAX_BLOCK, WIDTH > 4 ? 2 : 3)
     im2col(const __grid_constant__ Im2colParams params) {
     const Windows& windows = params.windows;
-    const int taps = windows.kernel[0] * windows.kernel[1] * windows.kernel[2];
+    const int taps = product_of(windows.kernel);
     const int lanes = params.channel_lanes, apart = WARP / lanes;  // threads of a warp along c and along p
     const long long shares_per_row = (params.pixels + WIDTH - 1) / WIDTH, shares = params.batch * shares_per_row;
     const long long rows = (long long)((params.squares + lanes - 1) / lanes) * taps;
@@ -84,8 +84,8 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, WIDTH > 4 ? 2 : 3)
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) {
                 inside[i] = tap_place(windows, out, tap, in, 2) && row_inside && p + i < params.pixels;
-                offset[i] = offset_of(in, x.stride);
-                advance(out, windows.out);
+                offset[i] = offset_of(in.at, x.stride);
+                advance(out.at, windows.out);
                 if (i + 1 < WIDTH && out.at[2] == 0)  // another row
                     row_inside = tap_place(windows, out, tap, in, 0) & tap_place(windows, out, tap, in, 1);
             }

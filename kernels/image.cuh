@@ -4,12 +4,21 @@
 
 namespace cupyconv {
 
-constexpr int WARP = 32;
+// Elements of a box, and where one of them lies.
+template <class I> __device__ __forceinline__ I product_of(const I (&size)[3]) { return size[0] * size[1] * size[2]; }
+template <class I> __device__ __forceinline__ long long offset_of(const I (&at)[3], const long long (&stride)[3]) {
+    return at[0] * stride[0] + at[1] * stride[1] + at[2] * stride[2];
+}
 
 // One array.  Strides count elements; 64-bit, since an array may pass 2^31 of them.
 struct Image {
     void* data;
     long long stride_n, stride_c, stride[3];
+
+    // Where an element lies; `pixel` is a Pixel.
+    template <class P> __device__ __forceinline__ long long at(long long n, long long c, const P& pixel) const {
+        return n * stride_n + c * stride_c + offset_of(pixel.at, stride);
+    }
 };
 
 // One of several inputs that stand for their concatenation along c:
@@ -80,21 +89,19 @@ __device__ __forceinline__ Pixel pixel_at(long long p, const long long (&size)[3
     return {{row / size[1], row % size[1], p % size[2]}};
 }
 
-__device__ __forceinline__ void advance(Pixel& pixel, const long long (&size)[3]) {
-    if (++pixel.at[2] < size[2]) return;
-    pixel.at[2] = 0;
-    if (++pixel.at[1] < size[1]) return;
-    pixel.at[1] = 0;
-    ++pixel.at[0];
-}
-
-__device__ __forceinline__ long long offset_of(const Pixel& pixel, const long long (&stride)[3]) {
-    return pixel.at[0] * stride[0] + pixel.at[1] * stride[1] + pixel.at[2] * stride[2];
+// The next pixel, or tap, in row-major order.
+template <class I> __device__ __forceinline__ void advance(I (&at)[3], const I (&size)[3]) {
+    if (++at[2] < size[2]) return;
+    at[2] = 0;
+    if (++at[1] < size[1]) return;
+    at[1] = 0;
+    ++at[0];
 }
 
 // Where the tap (kd, kh, kw) of the window at an output pixel lies along one axis of the input; false where on a zero.
 // Only true taps are visited: the kernel is never widened to emulate dilation.
-__device__ __forceinline__ bool tap_place(const Windows& w, const Pixel& out, const int (&tap)[3], Pixel& in, int axis) {
+__device__ __forceinline__ bool tap_place(
+    const Windows& w, const Pixel& out, const int (&tap)[3], Pixel& in, int axis) {
     const long long i = out.at[axis] * w.stride[axis] - w.before[axis] + (long long)tap[axis] * w.dilation[axis];
     in.at[axis] = padded_index(i, w.size[axis], w.padding_mode);
     return in.at[axis] >= 0;
@@ -108,7 +115,7 @@ __device__ __forceinline__ bool tap_pixel(const Windows& w, const Pixel& out, co
     return inside;
 }
 
-// Tap number t as (kd, kh, kw).
+// Tap number t of a kernel as (kd, kh, kw); or any number of a box.
 __device__ __forceinline__ void tap_at(int t, const int (&kernel)[3], int (&tap)[3]) {
     tap[2] = t % kernel[2];
     t /= kernel[2];

@@ -1,6 +1,7 @@
 // Convolution as a GEMM whose right-hand matrix is gathered while it runs: no columns, any list of inputs.
 //
-//     y[n, o, p] = activation( sum_{s, t, c} weight[o, s, c, t] * x_s[n, c, window(p, t)] + bias[o] + residual[n, o, p] )
+//     y[n, o, p] = activation( sum_{s, t, c} weight[o, s, c, t] * x_s[n, c, window(p, t)]
+//                              + bias[o] + residual[n, o, p] )
 //
 //     M = o (outputs of a group)    N = (n, p) (pixels of all samples)    K = (s, t, c), see reduction.cuh
 //
@@ -19,7 +20,7 @@
 //
 // -D: DTYPE (storage type), ARITHMETIC (one of warp_tile.cuh), TILE (128 or 64), GATHER (what neighbouring threads
 //     gather: a direction of gather.cuh), PROLOGUE (1: inputs are transformed as they are gathered, see prologue.cuh)
-#include "convolution.cuh"
+#include "epilogue.cuh"
 #include "gather.cuh"
 #include "warp_tile.cuh"
 
@@ -114,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int first = blockIdx.y * params.slabs_per_split;
 
     int slabs = -first;
-    const int taps = params.windows.kernel[0] * params.windows.kernel[1] * params.windows.kernel[2];
+    const int taps = product_of(params.windows.kernel);
     for (Run run; run.next(params.sources, c_first, c_end, taps, Gather::K_CHUNK, Gather::SLAB);) slabs += run.slabs;
     slabs = max(0, min(slabs, params.slabs_per_split));
 
@@ -127,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int j = threadIdx.x; j < TILE; j += THREADS)
         shared->origin[j] = origin_of(params.windows, j_first + j, params.pixels);
     __syncthreads();
-    Gather gather(params.sources, params.windows, params.prologue, c_first, c_end, shared->origin, first);
+    Gather gather({params.sources, params.windows, c_first, c_end, shared->origin, first}, params.prologue);
     for (int i = 0; i < STAGES - 1; ++i) {
         if (i < slabs) {
             fetch_weight(shared->stage[i].weight, weight + i * packed_slab, packed_stride);
@@ -137,8 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         commit_copies();
     }
 
-    const int warp = threadIdx.x / 32;
-    const int warp_row = warp % 2, warp_m = warp_row * WARP_ROWS, warp_j = warp / 2 * WARP_COLUMNS;
+    const int warp_row = warp_index() % 2, warp_m = warp_row * WARP_ROWS, warp_j = warp_index() / 2 * WARP_COLUMNS;
     Arithmetic::template WarpTile<WARP_ROWS, WARP_COLUMNS> tile;
     for (int i = 0; i < slabs; ++i) {
         wait_for_copies<STAGES - 2>();
@@ -163,8 +163,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int j = threadIdx.x; j < TILE; j += THREADS) {
         const WindowOrigin& origin = shared->origin[j];
         const Pixel pixel = pixel_of(params.windows, origin);
-        finished.out_at[j] = origin.sample < 0 ? NOWHERE : origin.sample * out.stride_n + offset_of(pixel, out.stride);
-        finished.residual_at[j] = origin.sample * residual.stride_n + offset_of(pixel, residual.stride);
+        finished.out_at[j] = origin.sample < 0 ? NOWHERE : out.at(origin.sample, 0, pixel);
+        finished.residual_at[j] = residual.at(origin.sample, 0, pixel);
     }
     const bool along_outputs = out.stride_c == 1;  // what neighbouring threads write; else neighbouring pixels
     Sum* const kept_sums = params.keeps_sums ? static_cast<Sum*>(out.data) + blockIdx.y * params.plane : nullptr;

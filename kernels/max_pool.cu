@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) max_pool(const __grid_co
     const Image &x = params.x, &out = params.out;
     const int lanes = params.lanes;
     const long long x_step = lanes * x.stride_c;
-    const long long shares_per_row = windows.out[0] * windows.out[1] * windows.out[2] * lanes;
+    const long long shares_per_row = product_of(windows.out) * lanes;
     const long long shares = params.batch * shares_per_row;
 
     for (long long first = (long long)blockIdx.y * CHANNELS * lanes; first < params.channels;
@@ -85,8 +85,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) max_pool(const __grid_co
                     }
                 }
             }
-            T* const y = static_cast<T*>(out.data) + share.n * out.stride_n + c * out.stride_c +
-                         offset_of(pixel, out.stride);
+            T* const y = static_cast<T*>(out.data) + out.at(share.n, c, pixel);
 #pragma unroll
             for (int i = 0; i < CHANNELS; ++i)
                 if (i < channels) y[i * lanes * out.stride_c] = narrow<T>(largest[i]);

@@ -39,15 +39,6 @@ constexpr int MAX_BLOCK = 256, MIN_BLOCKS = 2;
 
 __device__ __forceinline__ bool same(A a, A b) { return a == b || (isnan(a) && isnan(b)); }
 
-// The next tap in row-major order.
-__device__ __forceinline__ void advance_tap(int (&tap)[3], const int (&kernel)[3]) {
-    if (++tap[2] < kernel[2]) return;
-    tap[2] = 0;
-    if (++tap[1] < kernel[1]) return;
-    tap[1] = 0;
-    ++tap[0];
-}
-
 // Whether the window at p lies over the element that is `end` elements after the beginning of window 0.
 __device__ __forceinline__ bool is_over(const Windows& windows, int a, long long p, long long end) {
     return p >= 0 && end - p * windows.stride[a] <= (windows.kernel[a] - 1LL) * windows.dilation[a];
@@ -59,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, MIN_BLOCKS)
     const Image &x = params.x, &y = params.y, &grad = params.grad, &out = params.out;
     const int lanes = params.lanes;
     const long long x_step = lanes * x.stride_c, y_step = lanes * y.stride_c, grad_step = lanes * grad.stride_c;
-    const long long shares_per_row = windows.size[0] * windows.size[1] * windows.size[2] * lanes;
+    const long long shares_per_row = product_of(windows.size) * lanes;
     const long long shares = params.batch * shares_per_row;
 
     for (long long first = (long long)blockIdx.y * CHANNELS * lanes; first < params.channels;
@@ -73,13 +64,12 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, MIN_BLOCKS)
             const T* const x_nc = static_cast<const T*>(x.data) + share.n * x.stride_n + c * x.stride_c;
             const T* const y_nc = static_cast<const T*>(y.data) + share.n * y.stride_n + c * y.stride_c;
             const T* const grad_nc = static_cast<const T*>(grad.data) + share.n * grad.stride_n + c * grad.stride_c;
-            T* const dx = static_cast<T*>(out.data) + share.n * out.stride_n + c * out.stride_c +
-                          offset_of(in, out.stride);
+            T* const dx = static_cast<T*>(out.data) + out.at(share.n, c, in);
             A value[CHANNELS], sum[CHANNELS];
 #pragma unroll
             for (int i = 0; i < CHANNELS; ++i) {
                 sum[i] = A(0);
-                value[i] = i < channels ? widen(x_nc[i * x_step + offset_of(in, x.stride)]) : A(0);
+                value[i] = i < channels ? widen(x_nc[i * x_step + offset_of(in.at, x.stride)]) : A(0);
             }
 
             // Along each axis from the last window over the element to the first, so that taps rise.
@@ -106,27 +96,26 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, MIN_BLOCKS)
                         }
                         if (!hit) continue;
                         unsigned winners = 0;  // bit i: channel i
-                        const T* const largest = y_nc + offset_of(p, y.stride);
+                        const T* const largest = y_nc + offset_of(p.at, y.stride);
 #pragma unroll
                         for (int i = 0; i < CHANNELS; ++i)
                             if (i < channels && same(value[i], widen(largest[i * y_step]))) winners |= 1u << i;
 
                         int earlier[3] = {0, 0, 0};
 #pragma unroll 1
-                        while (winners &&
-                               (earlier[0] != tap[0] || earlier[1] != tap[1] || earlier[2] != tap[2])) {
+                        while (winners && (earlier[0] != tap[0] || earlier[1] != tap[1] || earlier[2] != tap[2])) {
                             Pixel other;
                             if (tap_pixel(windows, p, earlier, other)) {
-                                const T* const element = x_nc + offset_of(other, x.stride);
+                                const T* const element = x_nc + offset_of(other.at, x.stride);
 #pragma unroll
                                 for (int i = 0; i < CHANNELS; ++i)
                                     if (winners >> i & 1 && same(value[i], widen(element[i * x_step])))
                                         winners &= ~(1u << i);
                             }
-                            advance_tap(earlier, windows.kernel);
+                            advance(earlier, windows.kernel);
                         }
 
-                        const T* const received = grad_nc + offset_of(p, grad.stride);
+                        const T* const received = grad_nc + offset_of(p.at, grad.stride);
 #pragma unroll
                         for (int i = 0; i < CHANNELS; ++i)
                             if (winners >> i & 1) sum[i] += widen(received[i * grad_step]);

@@ -1,4 +1,4 @@
-// Numbers: storage types, the types sums are kept in, and complex arithmetic.
+// Numbers: storage types, the types sums are kept in, and complex arithmetic; and a thread's warp.
 //
 // T is what lies in memory; Accumulator<T> is what is computed with.  A 16-bit type is widened to
 // float on load and rounded once on store; every other type computes in itself.
@@ -6,6 +6,10 @@
 #include "portable.cuh"
 
 namespace cupyconv {
+
+constexpr int WARP = 32;
+__device__ __forceinline__ int warp_index() { return threadIdx.x / WARP; }
+__device__ __forceinline__ int lane_index() { return threadIdx.x % WARP; }
 
 using float16 = __half;
 using bfloat16 = __nv_bfloat16;
@@ -42,16 +46,8 @@ template <class T> __device__ __forceinline__ T widen(T value) { return value; }
 __device__ __forceinline__ float widen(float16 value) { return __half2float(value); }
 __device__ __forceinline__ float widen(bfloat16 value) { return __bfloat162float(value); }
 
-template <class T> struct Narrow {
-    static __device__ __forceinline__ T from(T value) { return value; }
-};
-template <> struct Narrow<float16> {
-    static __device__ __forceinline__ float16 from(float value) { return __float2half_rn(value); }
-};
-template <> struct Narrow<bfloat16> {
-    static __device__ __forceinline__ bfloat16 from(float value) { return __float2bfloat16_rn(value); }
-};
-template <class T> __device__ __forceinline__ T narrow(Accumulator<T> value) { return Narrow<T>::from(value); }
+// To the nearest, ties to even: as the 16-bit types are constructed.
+template <class T> __device__ __forceinline__ T narrow(Accumulator<T> value) { return T(value); }
 
 // sum += a * b, where either factor may be real beside a complex sum.
 template <class R> __device__ __forceinline__ void add_product(R& sum, R a, R b) { sum += a * b; }
@@ -71,12 +67,6 @@ template <class R> __device__ __forceinline__ void add_product(Complex<R>& sum, 
 
 template <class R> __device__ __forceinline__ R conjugate(R value) { return value; }
 template <class R> __device__ __forceinline__ Complex<R> conjugate(Complex<R> value) { return {value.re, -value.im}; }
-
-// One sum, to be added up in the type of the last argument, which only names it: a complex one may lie in two planes.
-template <class S, class A> __device__ __forceinline__ A load_sum(const S* at, long long, A) { return widen(*at); }
-template <class R> __device__ __forceinline__ Complex<R> load_sum(const R* at, long long imaginary, Complex<R>) {
-    return Complex<R>(*at, at[imaginary]);
-}
 
 // COUNT neighbours in memory, moved by one instruction where they fill 4, 8 or 16 aligned bytes.
 template <class T, int COUNT>
@@ -119,6 +109,27 @@ __device__ __forceinline__ Vector<T, COUNT> gather_vector(const T* from, long lo
         for (int i = 0; i < COUNT; ++i) vector.lane[i] = from[i * step];
     }
     return vector;
+}
+
+// Sums, to be added up in the type of the last argument, which only names it: complex ones may lie in two planes, real
+// parts `imaginary` elements before the imaginary ones.
+template <int COUNT, class S, class A>
+__device__ __forceinline__ Vector<A, COUNT> load_sums(const S* at, long long step, bool vectorized, long long, A) {
+    const Vector<S, COUNT> from = gather_vector<COUNT>(at, step, vectorized);
+    Vector<A, COUNT> sums;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) sums.lane[i] = widen(from.lane[i]);
+    return sums;
+}
+template <int COUNT, class R>
+__device__ __forceinline__ Vector<Complex<R>, COUNT> load_sums(
+    const R* at, long long step, bool vectorized, long long imaginary, Complex<R>) {
+    const Vector<R, COUNT> re = gather_vector<COUNT>(at, step, vectorized);
+    const Vector<R, COUNT> im = gather_vector<COUNT>(at + imaginary, step, vectorized);
+    Vector<Complex<R>, COUNT> sums;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) sums.lane[i] = Complex<R>(re.lane[i], im.lane[i]);
+    return sums;
 }
 
 template <int COUNT, class T> __device__ __forceinline__ void store_vector(T* to, const Vector<T, COUNT>& vector) {

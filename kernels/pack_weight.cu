@@ -37,7 +37,7 @@ using T = DTYPE;
 constexpr int MAX_BLOCK = 256;
 
 extern "C" __global__ void __launch_bounds__(MAX_BLOCK) pack_weight(const __grid_constant__ PackWeightParams params) {
-    const int taps = params.kernel[0] * params.kernel[1] * params.kernel[2];
+    const int taps = product_of(params.kernel);
     const Image& weight = params.weight;
     for (int g = blockIdx.y; g < params.groups; g += gridDim.y) {
         for (long long i = first_share(); i < (long long)params.rows * params.channels; i += share_step()) {
@@ -73,8 +73,9 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) pack_weight(const __grid
             const long long next_slab = slab_size - params.slab * params.stride_k;
             int k = c % params.slab, left = run.slabs - c / params.slab, h = 0, w = 0;
             const T* from = w_mc;
-            T* to = static_cast<T*>(params.packed) + ((long long)g * params.slabs + slab + c / params.slab) * slab_size +
-                    m * params.stride_m + k * params.stride_k;
+            T* to = static_cast<T*>(params.packed) +
+                    ((long long)g * params.slabs + slab + c / params.slab) * slab_size + m * params.stride_m +
+                    k * params.stride_k;
             for (int t = 0; left > 0; ++t) {
                 *to = inside && t < taps ? *from : T{};
                 from += weight.stride[2];

@@ -7,19 +7,15 @@
 //
 //     no M, no K: elementwise.     N = p (WIDTH neighbouring pixels per thread) or c (channels-last, lanes = 32)
 //
-//         lanes = 1                                lanes = 32
+//     grad, x, out   c | part 0 ....####.... | part 1 ............ |     a block is a part of some channels
 //
-//     c   [ part 0  | part 1  | ...]           p   [lane 0, lane 1, ... | next tile  ]   part 0
-//         a block is a part of a channel           [lane 0, lane 1, ... |            ]   part 1
-//
-// The transformed element is worked out anew: nothing of it was kept.  Each thread adds what it meets, then a tree
-// the block's rows of threads, always in one order; the parts are added by epilogue_grad.cu, over `partial` as an
-// image whose samples are the parts.
+// How a block shares them and adds: channel_sums.cuh.  The transformed element is worked out anew: nothing of it was
+// kept.
 //
 // Bound by memory.  Floor: grad, x and out once over the bandwidth.
 //
 // -D: DTYPE (storage type), WIDTH (elements that a thread moves at once: 16 bytes of them, or 1)
-#include "image.cuh"
+#include "channel_sums.cuh"
 #include "prologue.cuh"
 
 namespace cupyconv {
@@ -30,7 +26,7 @@ struct PrologueGradParams {
     void* partial;      // [part, channel, 2] in the accumulator's type, or null
     long long size[3];  // axes collapsed where all images allow it
     long long batch, pixels;
-    int channels, lanes;  // lanes: threads of a block along the channels, a power of two
+    int channels, lanes;  // lanes: threads of a block along the channels
 };
 
 // What `back_through` asks for: the result where that tells the derivative.
@@ -39,23 +35,18 @@ template <class R> __device__ __forceinline__ R known_from(R u, int code) {
 }
 template <class R> __device__ __forceinline__ Complex<R> known_from(Complex<R> u, int) { return u; }
 
-__device__ __forceinline__ long long at_pixel(const Image& image, const Share& share, const Pixel& pixel, long long c) {
-    return share.n * image.stride_n + c * image.stride_c + offset_of(pixel, image.stride);
-}
-
 }  // namespace cupyconv
 
 using namespace cupyconv;
 
 using T = DTYPE;
-constexpr int MAX_BLOCK = 256;
 
 extern "C" __global__ void __launch_bounds__(MAX_BLOCK) prologue_grad(
     const __grid_constant__ PrologueGradParams params) {
     using A = Accumulator<T>;
     using R = RealPart<A>;
     SHARED_ARRAY(A, shared, MAX_BLOCK * 2);  // [of scale, of shift][thread]
-    const int lane = threadIdx.x % params.lanes, row = threadIdx.x / params.lanes, rows = blockDim.x / params.lanes;
+    const ChannelThread thread(params.lanes);
     const Prologue& prologue = params.prologue;
     const R alpha = R(prologue.alpha), beta = R(prologue.beta);
     A* const partial = static_cast<A*>(params.partial) + (long long)blockIdx.x * params.channels * 2;
@@ -63,18 +54,18 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) prologue_grad(
 
     for (long long c_tile = (long long)blockIdx.y * params.lanes; c_tile < params.channels;
          c_tile += (long long)gridDim.y * params.lanes) {
-        const long long c = c_tile + lane;
+        const long long c = c_tile + thread.lane;
         const bool inside = c < params.channels;
         Factors<A> by = {};
         if (inside) by = factors_of<A>(prologue, c);
         A sum[2] = {};
-        for (long long q = (long long)blockIdx.x * rows + row; inside && q < shares; q += (long long)gridDim.x * rows) {
+        for (long long q = thread.first(); inside && q < shares; q += thread.step()) {
             const Share share = share_at(q, shares_per_row, WIDTH);
             const Pixel pixel = pixel_at(share.pixel, params.size);
             Vector<T, WIDTH> grad =
-                load_vector<WIDTH>(static_cast<const T*>(params.grad.data) + at_pixel(params.grad, share, pixel, c));
+                load_vector<WIDTH>(static_cast<const T*>(params.grad.data) + params.grad.at(share.n, c, pixel));
             const Vector<T, WIDTH> at =
-                load_vector<WIDTH>(static_cast<const T*>(params.x.data) + at_pixel(params.x, share, pixel, c));
+                load_vector<WIDTH>(static_cast<const T*>(params.x.data) + params.x.at(share.n, c, pixel));
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) {
                 const A x = widen(at.lane[i]);
@@ -89,18 +80,8 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) prologue_grad(
                 grad.lane[i] = narrow<T>(dx);
             }
             if (params.out.data)
-                store_vector<WIDTH>(static_cast<T*>(params.out.data) + at_pixel(params.out, share, pixel, c), grad);
+                store_vector<WIDTH>(static_cast<T*>(params.out.data) + params.out.at(share.n, c, pixel), grad);
         }
-        if (!params.partial) continue;
-        for (int k = 0; k < 2; ++k) shared[k * MAX_BLOCK + threadIdx.x] = sum[k];
-        for (int half = rows / 2; half > 0; half /= 2) {
-            __syncthreads();
-            if (row >= half) continue;
-            for (int k = 0; k < 2; ++k)
-                shared[k * MAX_BLOCK + threadIdx.x] += shared[k * MAX_BLOCK + threadIdx.x + half * params.lanes];
-        }
-        if (row == 0 && inside)
-            for (int k = 0; k < 2; ++k) partial[2 * c + k] = shared[k * MAX_BLOCK + threadIdx.x];
-        __syncthreads();  // read before the next tile's sums are written
+        if (params.partial) add_over_rows(sum, shared, thread, inside, partial + 2 * c);
     }
 }

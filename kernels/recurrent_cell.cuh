@@ -67,6 +67,15 @@ __device__ __forceinline__ Accumulator<T> value_at(const Strided& array, int d, 
     return array.data ? widen(*element_at<T>(array, d, n, u)) : Accumulator<T>(0);
 }
 
+// The length of a sample among int32 or (`wide`) int64, `all` at the most; or null: `all`.
+__device__ __forceinline__ long long length_of(
+    const void* lengths, long long stride, bool wide, long long n, long long all) {
+    if (!lengths) return all;
+    const long long at = n * stride;
+    const long long given = wide ? static_cast<const long long*>(lengths)[at] : static_cast<const int*>(lengths)[at];
+    return given < all ? given : all;
+}
+
 // One hidden unit of one sample at one step.
 struct Unit {
     int d, n, u, step, t;
@@ -77,18 +86,14 @@ struct Unit {
 __device__ __forceinline__ Unit unit_at(const RecurrentParams& params, int d, int n, int u, int step) {
     Unit unit = {d, n, u, step, params.backward[d] ? params.steps - 1 - step : step, false, false};
     unit.inside = n < params.batch && u < params.hidden;
-    long long length = params.steps;
-    if (unit.inside && params.lengths) {
-        const long long at = n * params.lengths_stride;
-        const long long given = params.lengths_wide ? static_cast<const long long*>(params.lengths)[at]
-                                                    : static_cast<const int*>(params.lengths)[at];
-        length = given < length ? given : length;
-    }
+    const void* const lengths = unit.inside ? params.lengths : nullptr;
+    const long long length = length_of(lengths, params.lengths_stride, params.lengths_wide, n, params.steps);
     unit.valid = unit.inside && unit.t >= 0 && unit.t < length;
     return unit;
 }
 
-template <class A> __device__ __forceinline__ A* state_at(const RecurrentParams& params, int plane, int d, long long n) {
+template <class A>
+__device__ __forceinline__ A* state_at(const RecurrentParams& params, int plane, int d, long long n) {
     const long long rows = (long long)params.batch * (gridDim.z * plane + d) + n;
     return static_cast<A*>(params.states) + rows * params.hidden;
 }
@@ -120,8 +125,17 @@ struct CellStep {
     }
 
     __device__ __forceinline__ A* gates_at(const RecurrentParams& params, const Unit& unit) const {
-        return static_cast<A*>(params.gates) + unit.d * params.gates_d + (unit.t - params.first[unit.d]) * params.gates_t +
-               ((long long)unit.n * params.gates_per_unit + first_gate(params)) * params.hidden + unit.u;
+        const long long row = (long long)unit.n * params.gates_per_unit + first_gate(params);
+        return static_cast<A*>(params.gates) + unit.d * params.gates_d +
+               (unit.t - params.first[unit.d]) * params.gates_t + row * params.hidden + unit.u;
+    }
+
+    // The state that the product takes at this step of all samples; null: h0.  A candidate's is what the gates before
+    // it have left.
+    static __device__ __forceinline__ const A* factor(const RecurrentParams& params, int d, int step) {
+        const A* rows = step == 0 ? nullptr : state_at<A>(params, step % 2, d, 0);
+        if (GATE_COUNT == 1 && params.is_candidate) rows = beside_at<A>(params, unit_at(params, d, 0, 0, step));
+        return rows;
     }
 
     __device__ __forceinline__ void load(const RecurrentParams& params, const Unit& unit) {
@@ -129,8 +143,7 @@ struct CellStep {
         const int d = unit.d, n = unit.n, u = unit.u;
         h = unit.step == 0 ? value_at<T>(params.h0, d, n, u) : state_at<A>(params, unit.step % 2, d, n)[u];
         if (GATE_COUNT == 4)
-            c = unit.step == 0 ? value_at<T>(params.c0, d, n, u)
-                               : static_cast<A*>(params.cells)[((long long)params.batch * d + n) * params.hidden + u];
+            c = unit.step == 0 ? value_at<T>(params.c0, d, n, u) : *cell_at(params, unit);
         if (!unit.valid) return;
         const A* const x = params.x.data ? nullptr : gates_at(params, unit);
 #pragma unroll
@@ -145,14 +158,15 @@ struct CellStep {
         }
     }
 
-    // The sums of W x, where these are not in `gates`.
-    __device__ __forceinline__ void add_inputs(const A (&sum)[GATE_COUNT]) {
+    // Those of W x, where these are not in `gates`.
+    __device__ __forceinline__ void add_sums(const A (&sum)[GATE_COUNT]) {
 #pragma unroll
         for (int g = 0; g < GATE_COUNT; ++g) a[g] += sum[g];
     }
 
     // Finish with the sums of R h.
-    __device__ __forceinline__ void finish(const RecurrentParams& params, const Unit& unit, const A (&sum)[GATE_COUNT]) {
+    __device__ __forceinline__ void finish(
+        const RecurrentParams& params, const Unit& unit, const A (&sum)[GATE_COUNT]) {
         if (!unit.inside) return;
         if (unit.valid) {
             if constexpr (GATE_COUNT == 4)
@@ -173,14 +187,17 @@ struct CellStep {
     }
 
   private:
+    static __device__ __forceinline__ A* cell_at(const RecurrentParams& params, const Unit& unit) {
+        return static_cast<A*>(params.cells) + ((long long)params.batch * unit.d + unit.n) * params.hidden + unit.u;
+    }
+
     __device__ __forceinline__ A peephole(const RecurrentParams& params, const Unit& unit, int which) const {
         return value_at<T>(params.peephole, unit.d, 0, (long long)which * params.hidden + unit.u);
     }
 
     __device__ __forceinline__ void lstm(const RecurrentParams& params, const Unit& unit, const A (&sum)[GATE_COUNT]) {
         const int d = unit.d;
-#pragma unroll
-        for (int g = 0; g < GATE_COUNT; ++g) a[g] += sum[g];
+        add_sums(sum);
         if (params.peephole.data) {
             a[0] += peephole(params, unit, 0) * c;
             a[1] += peephole(params, unit, 1) * c;
@@ -206,7 +223,8 @@ struct CellStep {
         if (params.beside) *beside_at<A>(params, unit) = q;
     }
 
-    __device__ __forceinline__ void gru_reset(const RecurrentParams& params, const Unit& unit, const A (&sum)[GATE_COUNT]) {
+    __device__ __forceinline__ void gru_reset(
+        const RecurrentParams& params, const Unit& unit, const A (&sum)[GATE_COUNT]) {
 #pragma unroll
         for (int g = 0; g < 2; ++g) a[g] = bounded(params, a[g] + sum[g]);
         *beside_at<A>(params, unit) = activate(params, unit.d, 0, a[0]) * h;
@@ -233,7 +251,7 @@ struct CellStep {
             element_at<T>(params.y, d, n, u)[unit.t * params.y_step] = unit.valid ? narrow<T>(h) : T{};
         if (last && params.h.data) *element_at<T>(params.h, d, n, u) = narrow<T>(h);
         if constexpr (GATE_COUNT == 4) {
-            if (params.cells) static_cast<A*>(params.cells)[((long long)params.batch * d + n) * params.hidden + u] = c;
+            if (params.cells) *cell_at(params, unit) = c;
             if (last && params.c.data) *element_at<T>(params.c, d, n, u) = narrow<T>(c);
         }
     }

@@ -8,28 +8,28 @@
 //     t:      ... | t | t+1 | ...        forward direction: t+1 came before, t-1 is next; reverse: the other way round
 //
 //        TILE of j                a block adds up its tile, its warps each a share of K;
-//     n [#######]                 then every thread finishes outputs of its own: each gate of (n, j) needs dh[n, j] only,
-//                                 so that no other block waits for it
+//     n [#######]                 then every thread finishes outputs of its own: each gate of (n, j) needs dh[n, j]
+//                                 only, so that no other block waits for it
 //
-// Both directions are one launch, blockIdx.y.  A run of `count` steps is count + 1 launches, each of one kind (LaunchKind):
+// Both directions are one launch, blockIdx.y.  A run of `count` steps is count + 1 launches, each of one LaunchKind:
 //
 //     steps_done    0             1 ... count - 1        count
 //                   FIRST_STEP    LATER_STEP             HAND_ON: the product alone; what it leaves in `carried` is the
 //                                                        initial state's gradient, or where the next run begins
 //
-// Steps beyond a sample's length leave its state's gradient as it is, and zeros for their gates, whatever was kept there.
+// Steps beyond a sample's length leave its state's gradient as it is, and zeros for their gates, whatever was kept.
 //
 //     rnn     da = dh f'
 //     lstm    da_o = dh act(c) f'      dc += dh o act'(c) + da_o p_o
-//             da_i = dc g f'           da_f = dc c_before f'             da_g = dc i g'        dc of before = dc f + ...
+//             da_i = dc g f'           da_f = dc c_before f'             da_g = dc i g'     dc of before = dc f + ...
 //     gru     da_n = dh (1 - z) g'     da_z = dh (h_before - n) f'       dh of before = dh z + ...
 //             linear before reset:     da_r = da_n q f'                  dq = da_n r           (q = R h + b)
-//             else, in a second launch, RESET:       drh = da_n R        da_r = drh h_before f'     dh of before += drh r
+//             else, in a second launch, RESET:       drh = da_n R     da_r = drh h_before f'     dh of before += drh r
 //
-// The sums over samples for the biases and peepholes are begun here, each block's over its own samples, step after step.
+// The sums over samples for the biases and peepholes are begun here, each block's over its own samples, step by step.
 //
-// Bound by memory (weight_hh, from the L2 cache) or launches.  Floor: weight_hh and what is kept of a step once over the
-// bandwidth.
+// Bound by memory (weight_hh, from the L2 cache) or launches.
+// Floor: weight_hh and what is kept of a step once over the bandwidth.
 //
 // -D: DTYPE (type of arguments and of y; what is kept, and gradients of states and gates, are in its accumulator's),
 //     CELL (RNN, LSTM or GRU)
@@ -40,7 +40,7 @@ namespace cupyconv {
 enum Cell { RNN, LSTM, GRU };
 
 struct RecurrentGradientParams {
-    const void *gates, *beside;  // kept of the forward pass: (D, T, N, gates' rows), and c of an lstm, q or r * h of a gru
+    const void *gates, *beside;  // kept of the forward pass: (D, T, N, gates' rows); c of an lstm, q or r * h of a gru
     const void *weight_hh, *y, *h0, *c0, *peephole;  // T, C-ordered; the last three may be null
     const void* lengths;                             // int32 or int64, or null: all are `steps`
     long long lengths_stride;
@@ -64,13 +64,8 @@ struct RecurrentGradientParams {
     int steps_done;       // of the run
 };
 
-// What a launch does, and whether a product comes before it.
-enum LaunchKind {
-    FIRST_STEP,  // the gates of a step to which the state's gradient is given: no product
-    LATER_STEP,  // the gates of a step, behind the product with those of the step that came before
-    HAND_ON,     // no step is left: the state's gradient with the last product, where there was a step
-    RESET        // of a gru that resets before the product: r, behind the product with n of the same step
-};
+// What a launch does, as drawn above.  FIRST_STEP has no product; that of RESET is with n of the same step.
+enum LaunchKind { FIRST_STEP, LATER_STEP, HAND_ON, RESET };
 
 // f(a) and f'(a).
 template <class A> struct Activated {
@@ -98,7 +93,7 @@ using namespace cupyconv;
 
 using T = DTYPE;
 using A = Accumulator<T>;
-constexpr int BLOCK = 256, WARPS = BLOCK / 32, TILE = 16;
+constexpr int BLOCK = 256, WARPS = BLOCK / WARP, TILE = 16;
 constexpr int DEPTH = 256 / sizeof(A), SHARE = DEPTH / WARPS;  // of K at a time, in all and of one warp
 constexpr int ROWS = 2, COLUMNS = 4;                            // of the tile, of one lane: 8 x 4 lanes
 constexpr int LOADS = TILE * DEPTH / BLOCK;
@@ -125,7 +120,7 @@ struct Factors {
 
 // The tile of the product, left in `shared` as so many parts of a sum as share K.
 __device__ __forceinline__ void multiply(const Factors& f, long long n_tile, int j_tile, A* shared) {
-    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int thread = threadIdx.x, warp = warp_index(), lane = lane_index();
     const int row = lane / 4 * ROWS, column = lane % 4 * COLUMNS;
     A* const a_tile = shared;
     A* const b_tile = shared + DEPTH * A_PITCH;
@@ -180,16 +175,10 @@ __device__ __forceinline__ A product_at(const A* shared) {
 }
 
 __device__ __forceinline__ const A* read(const void* array, long long at) { return static_cast<const A*>(array) + at; }
-__device__ __forceinline__ const T* stored(const void* array, long long at) { return static_cast<const T*>(array) + at; }
-__device__ __forceinline__ A* write(void* array, long long at) { return static_cast<A*>(array) + at; }
-
-__device__ __forceinline__ long long length_of(const RecurrentGradientParams& p, long long n) {
-    if (!p.lengths) return p.steps;
-    const long long at = n * p.lengths_stride;
-    const long long length =
-        p.wide_lengths ? static_cast<const long long*>(p.lengths)[at] : static_cast<const int*>(p.lengths)[at];
-    return length < 0 ? 0 : length > p.steps ? p.steps : length;
+__device__ __forceinline__ const T* stored(const void* array, long long at) {
+    return static_cast<const T*>(array) + at;
 }
+__device__ __forceinline__ A* write(void* array, long long at) { return static_cast<A*>(array) + at; }
 
 // One unit of one sample at a step, and where it lies.
 struct Place {
@@ -390,7 +379,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, sizeof(A) == 4 ? 2 : 1) recu
     const long long n = n_tile + threadIdx.x / TILE;
     if (j < p.hidden && n < p.batch) {
         const long long t = p.first[d] + step;
-        const Place at = {p, d, j, n, t, length_of(p, n), ((long long)d * p.batch + n) * p.hidden + j,
+        const long long length = length_of(p.lengths, p.lengths_stride, p.wide_lengths, n, p.steps);
+        const Place at = {p, d, j, n, t, length, ((long long)d * p.batch + n) * p.hidden + j,
                           ((long long)d * p.steps + t) * p.batch + n, (slot * p.count + step) * p.batch + n};
         if (kind == RESET) {
             if (at.reached()) back_through_reset(at, product_at(shared), sums);

@@ -35,7 +35,8 @@ using namespace cupyconv;
 using T = DTYPE;
 using A = Accumulator<T>;
 
-extern "C" __global__ void __launch_bounds__(256) recurrent_inputs(const __grid_constant__ RecurrentInputsParams params) {
+extern "C" __global__ void __launch_bounds__(256)
+    recurrent_inputs(const __grid_constant__ RecurrentInputsParams params) {
     const long long elements = params.steps * params.batch * params.columns;
     for (long long q = first_share(); q < elements; q += share_step()) {
         const long long row = q / params.columns, i = q % params.columns;

@@ -16,8 +16,8 @@
 // Bound by the barrier for few samples, by reading h from L2, by arithmetic for many.
 // Floor: T steps of 2 * M * N * K operations over the rate of CUDA cores, or of a round trip to L2.
 //
-// -D: DTYPE (storage type), ARITHMETIC (one of recurrent_products.cuh), GATES (rows of the weight per unit, in a product),
-//     SAMPLES (of a thread: 1 or 4)
+// -D: DTYPE (storage type), ARITHMETIC (one of recurrent_products.cuh), GATES (rows of the weight per unit, in a
+//     product), SAMPLES (of a thread: 1 or 4)
 #include "grid_barrier.cuh"
 #include "recurrent_tile.cuh"
 
@@ -43,8 +43,7 @@ __device__ __forceinline__ void advance(
         CellStep<T, COUNT> cell;
         cell.load(params, unit);
         if (n_first == int(blockIdx.y) * Part::ROWS) loaded();
-        const A* rows = step == 0 ? nullptr : state_at<A>(params, step % 2, d, 0);
-        if (COUNT == 1 && params.is_candidate) rows = beside_at<A>(params, unit_at(params, d, 0, 0, step));
+        const A* const rows = cell.factor(params, d, step);
         const auto finish = [&](int, const A(&sum)[COUNT]) { cell.finish(params, unit, sum); };
         tile.multiply_state(shared, rows, weight, pitch, finish);
     }

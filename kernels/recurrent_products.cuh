@@ -1,6 +1,8 @@
 // A warp's part of a recurrent product, sums in registers: on CUDA cores, or on tensor cores.
 //
-//     sum[n, g, u] += sum_k  h[n, k] * R[(g, u), k]        4 * SAMPLES samples x 8 units x GATES gates, STEP of k per call
+//     sum[n, g, u] += sum_k  h[n, k] * R[(g, u), k]
+//
+//     per call: 4 * SAMPLES samples x 8 units x GATES gates, STEP of k
 //
 // Both operands lie along k in shared memory, R in its type T, h in that of the sums.  However lanes share the
 // work, all gates of a unit meet in one thread.  `for_each` calls f(n, g, u, sum) for each of the lane's sums.
@@ -62,15 +64,13 @@ struct TensorProducts {
     static constexpr int CHUNK = 16 / sizeof(T), STEP = 2 * CHUNK, TILES = SAMPLE_COUNT / 4;
     float sum[TILES][GATE_COUNT][4] = {};
 
-    static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-
     static __device__ __forceinline__ void load_weight(
         unsigned (&w)[GATE_COUNT][2], const T* weight, int pitch, int gate_pitch) {
 #pragma unroll
         for (int g = 0; g < GATE_COUNT; g += 2) {  // two gates per load; an odd last one twice
             unsigned four[4];
-            const int gate = min(g + lane() / 16, GATE_COUNT - 1);
-            load_matrices(four, weight + gate * gate_pitch + lane() % 8 * pitch + lane() / 8 % 2 * CHUNK);
+            const int gate = min(g + lane_index() / 16, GATE_COUNT - 1);
+            load_matrices(four, weight + gate * gate_pitch + lane_index() % 8 * pitch + lane_index() / 8 % 2 * CHUNK);
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 if (g + i / 2 < GATE_COUNT) w[g + i / 2][i % 2] = four[i];
@@ -84,7 +84,7 @@ struct TensorProducts {
             for (int g = 0; g < GATE_COUNT; ++g)
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    f(tile * 16 + lane() / 4 + e / 2 * 8, g, lane() % 4 * 2 + e % 2, sum[tile][g][e]);
+                    f(tile * 16 + lane_index() / 4 + e / 2 * 8, g, lane_index() % 4 * 2 + e % 2, sum[tile][g][e]);
     }
 };
 
@@ -103,7 +103,7 @@ struct RecurrentProducts<T, GATE_COUNT, SAMPLE_COUNT, MMA> : TensorProducts<T, G
         const T* weight, int pitch, int gate_pitch, const float* state, int state_pitch) {
         unsigned w[GATE_COUNT][2];
         Base::load_weight(w, weight, pitch, gate_pitch);
-        state += Base::lane() / 4 * state_pitch + Base::lane() % 4 * 2;
+        state += lane_index() / 4 * state_pitch + lane_index() % 4 * 2;
 #pragma unroll
         for (int tile = 0; tile < Base::TILES; ++tile) {
             unsigned high[4], low[4];
@@ -151,7 +151,7 @@ struct RecurrentProducts<float32, GATE_COUNT, SAMPLE_COUNT, TF32> : TensorProduc
 #pragma unroll
         for (int tile = 0; tile < Base::TILES; ++tile) {
             unsigned h[4];
-            load_matrices(h, state + (tile * 16 + Base::lane() % 16) * state_pitch + Base::lane() / 16 * 4);
+            load_matrices(h, state + (tile * 16 + lane_index() % 16) * state_pitch + lane_index() / 16 * 4);
 #pragma unroll
             for (int i = 0; i < 4; ++i) h[i] = round_to_tf32(h[i]);
 #pragma unroll

@@ -14,7 +14,8 @@
 // A sequence of no steps is one step that is past every sample's end: the initial state becomes the last.
 //
 // Bound by the launch for few samples, then by reading the weight from L2, then by arithmetic.
-// Floor: G * H * H elements of weight over the bandwidth of L2, or 2 * M * N * K operations over the rate of CUDA cores.
+// Floor: G * H * H elements of weight over the bandwidth of L2, or 2 * M * N * K operations over the rate of CUDA
+// cores.
 //
 // -D: DTYPE (storage type), ARITHMETIC (one of recurrent_products.cuh), GATES (rows of the weight
 //     a unit, in this product), SAMPLES (of a thread: 4 or 8)
@@ -36,10 +37,9 @@ extern "C" __global__ void __launch_bounds__(Tile::THREADS, 2)
 
     CellStep<T, GATES> cell;
     if (EARLY) cell.load(params, tile.unit(0, step));
-    const A* rows = step == 0 ? nullptr : state_at<A>(params, step % 2, d, 0);
-    if (GATES == 1 && params.is_candidate) rows = beside_at<A>(params, unit_at(params, d, 0, 0, step));
+    const A* const rows = cell.factor(params, d, step);
     if constexpr (EARLY)
-        if (params.x.data) tile.multiply_inputs(*shared, [&](int, const A(&sum)[GATES]) { cell.add_inputs(sum); });
+        if (params.x.data) tile.multiply_inputs(*shared, [&](int, const A(&sum)[GATES]) { cell.add_sums(sum); });
     tile.multiply_state(*shared, rows, nullptr, 0, [&](int i, const A(&sum)[GATES]) {
         const Unit unit = tile.unit(i, step);
         if (!EARLY) cell.load(params, unit);

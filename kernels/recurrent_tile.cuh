@@ -21,7 +21,7 @@ template <class T, int GATE_COUNT, int SAMPLE_COUNT, int ARITHMETIC_KIND, bool R
 struct RecurrentTile {
     using A = Accumulator<T>;
     using Products = RecurrentProducts<T, GATE_COUNT, SAMPLE_COUNT, ARITHMETIC_KIND>;
-    static constexpr int THREADS = 256, WARPS = THREADS / 32;
+    static constexpr int THREADS = 256, WARPS = THREADS / WARP;
     static constexpr int UNIT_WARPS = SAMPLE_COUNT == 8 ? 4 : 1, K_WARPS = WARPS / UNIT_WARPS;
     static constexpr int ROWS = 4 * SAMPLE_COUNT, UNITS = 8 * UNIT_WARPS, PAIRS = ROWS * UNITS;
     static constexpr int CHUNK = 16 / sizeof(T), STATE_CHUNK = 16 / sizeof(A);
@@ -43,8 +43,6 @@ struct RecurrentTile {
     int d, n_first, u_first;
     const RecurrentParams& params;
 
-    static __device__ __forceinline__ int warp() { return threadIdx.x / 32; }
-
     // Pairs of a sample and a unit are numbered so that 32 in a row are 4 samples x 8 units.
     static __device__ __forceinline__ int pair_of(int n, int u) {
         return (n / 4 * UNIT_WARPS + u / 8) * 32 + n % 4 * 8 + u % 8;
@@ -61,7 +59,8 @@ struct RecurrentTile {
 
     // `columns` of some gates' rows of a weight, from k_first on, into rows `pitch` apart; zeros beyond its `length`.
     __device__ __forceinline__ void fetch_weight(
-        T* to, int pitch, const Strided& weight, int vector, int length, int k_first, int columns, int first_gate) const {
+        T* to, int pitch, const Strided& weight, int vector, int length, int k_first, int columns,
+        int first_gate) const {
         const int chunks = columns / CHUNK;
         for (int i = threadIdx.x; i < GATE_COUNT * UNITS * chunks; i += THREADS) {
             const int row = i / chunks, k = k_first + i % chunks * CHUNK, u = u_first + row % UNITS;
@@ -73,7 +72,8 @@ struct RecurrentTile {
     }
 
     // A K-slab of the left operand: rows of sums, or where there are none, an array of T.
-    __device__ __forceinline__ void fetch_state(A* to, const A* rows, const Strided& array, int length, int k_first) const {
+    __device__ __forceinline__ void fetch_state(
+        A* to, const A* rows, const Strided& array, int length, int k_first) const {
         constexpr int CHUNKS = K / STATE_CHUNK;
         for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
             const int row = i / CHUNKS, k = k_first + i % CHUNKS * STATE_CHUNK, n = n_first + row;
@@ -92,7 +92,8 @@ struct RecurrentTile {
     // R's product with these rows, or with h0 where they are null; then f(i, sums) for each pair of the thread.
     // `resident`: R's rows as fetch_weight has put them, `pitch` apart.
     template <class F>
-    __device__ __forceinline__ void multiply_state(Shared& shared, const A* rows, const T* resident, int pitch, F f) const {
+    __device__ __forceinline__ void multiply_state(
+        Shared& shared, const A* rows, const T* resident, int pitch, F f) const {
         multiply(shared, rows, params.h0, params.weight, params.weight_vector, params.hidden, resident, pitch, f);
     }
 
@@ -138,7 +139,7 @@ struct RecurrentTile {
             commit_copies();
         }
         Products products;
-        const int unit_warp = warp() % UNIT_WARPS, k_warp = warp() / UNIT_WARPS;
+        const int unit_warp = warp_index() % UNIT_WARPS, k_warp = warp_index() / UNIT_WARPS;
         const int weight_pitch = RESIDENT ? pitch : WEIGHT_PITCH;
 #pragma unroll 1
         for (int i = 0; i < slabs; ++i) {

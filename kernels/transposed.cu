@@ -1,6 +1,8 @@
-// Direct transposed convolution: any kernel, stride, dilation, padding mode, groups, strides and list of inputs, no workspace.
+// Direct transposed convolution: any kernel, stride, dilation, padding mode, groups, strides and list of inputs, no
+// workspace.
 //
-//     y[n, c, i] = activation( sum over t, o and windows p that read i through t of weight[o, c, t] * x[n, o, p] + bias[c] )
+//     y[n, c, i] = activation( sum over t, o and windows p that read i through t of  weight[o, c, t] * x[n, o, p]
+//                              + bias[c] )
 //
 //     M = c (channels of a group, TILE per thread)    N = i (elements)    K = (t, o)
 //
@@ -46,7 +48,7 @@ constexpr int MAX_BLOCK = 128;
 extern "C" __global__ void __launch_bounds__(MAX_BLOCK) transposed(const __grid_constant__ TransposedParams params) {
     const Windows& windows = params.windows;
     const Image& weight = params.weight;
-    const long long elements = windows.size[0] * windows.size[1] * windows.size[2];
+    const long long elements = product_of(windows.size);
     const int tiles = (params.group_channels + TILE - 1) / TILE;  // of one group
     const long long shares = params.batch * elements;
     const int g_first = params.first / params.group_channels;
@@ -67,9 +69,11 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) transposed(const __grid_
                 if (from >= to) continue;
                 const X* const x_no = static_cast<const X*>(source.image.data) + share.n * source.image.stride_n +
                                       (from - source.first) * source.image.stride_c;
-                const W* const w_o = static_cast<const W*>(weight.data) + from * weight.stride_n + first * weight.stride_c;
+                const W* const w_o =
+                    static_cast<const W*>(weight.data) + from * weight.stride_n + first * weight.stride_c;
                 for_each_reader<FOLDS>(
-                    windows, params.adjoint, in, weight.stride, source.image.stride, [&](long long tap, long long pixel) {
+                    windows, params.adjoint, in, weight.stride, source.image.stride,
+                    [&](long long tap, long long pixel) {
                         const X* x_nop = x_no + pixel;
                         const W* w_ot = w_o + tap;
                         for (int o = from; o < to; ++o, x_nop += source.image.stride_c, w_ot += weight.stride_n) {
@@ -88,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) transposed(const __grid_
             for (int j = 0; j < TILE; ++j) {
                 const long long c = y_first + j;
                 if (c >= 0 && j < end)
-                    y_n[c * params.out.stride_c + offset_of(in, params.out.stride)] =
+                    y_n[c * params.out.stride_c + offset_of(in.at, params.out.stride)] =
                         finish<Y>(sum[j], params.epilogue, share.n, c, in, params.out);
             }
         }

@@ -17,10 +17,21 @@
 
 namespace cupyconv {
 
-__device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
-
 // Bytes of a K-slab of one row of either matrix: four 16-byte chunks.
 constexpr int SLAB_BYTES = 64;
+
+// A lane's part of the sums of fragments (tensor_core.cuh), of 16 x 8 or of doubles 8 x 8: calls f(m, j, sum).
+template <class S, int R, int C, int COUNT, class F>
+__device__ __forceinline__ void for_each_sum(const S (&sum)[R][C][COUNT], F f) {
+    const int row = lane_index() / 4, column = lane_index() % 4 * 2;
+#pragma unroll
+    for (int r = 0; r < R; ++r)
+#pragma unroll
+        for (int c = 0; c < C; ++c)
+#pragma unroll
+            for (int e = 0; e < COUNT; ++e)
+                f(r * COUNT * 4 + row + e / 2 * 8, c * 8 + column + e % 2, sum[r][c][e]);
+}
 
 // ---- CUDA cores: an outer product of registers per step of K ----------------------------------------------------
 
@@ -79,7 +90,7 @@ struct CudaCores {
     };
 };
 
-// ---- tensor cores: fragments of 16 x 32 bytes and 8 x 32 bytes per step of K -----------------------------------------
+// ---- tensor cores: fragments of 16 x 32 bytes and 8 x 32 bytes per step of K ----------------------------------------
 
 // One operand's fragments of a step of K, as registers; shared by every kind of operand.
 template <class T, class WeightTile, class ImageTile, bool CHUNKED>
@@ -107,7 +118,8 @@ struct Fragments {
         } else {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                b[i / 2][i % 2] = word_of(&tile[ImageTile::index(k + lane % 4 + i % 2 * 4, j + i / 2 * 8 + lane / 4)], 0);
+                b[i / 2][i % 2] =
+                    word_of(&tile[ImageTile::index(k + lane % 4 + i % 2 * 4, j + i / 2 * 8 + lane / 4)], 0);
         }
     }
 };
@@ -149,7 +161,7 @@ struct TensorCores {
             }
         }
 
-        template <class F> __device__ __forceinline__ void for_each(F f) const { each_of_16x8(sum, f); }
+        template <class F> __device__ __forceinline__ void for_each(F f) const { for_each_sum(sum, f); }
     };
 
     // float32 is rounded to tf32: by itself the instruction would truncate, all errors towards zero.
@@ -159,18 +171,6 @@ struct TensorCores {
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) fragment[i] = round_to_tf32(fragment[i]);
     }
-
-    // The accumulator's layout: a lane holds pairs of neighbours in rows lane / 4 and lane / 4 + 8.
-    template <int R, int C, class F>
-    static __device__ __forceinline__ void each_of_16x8(const float (&sum)[R][C][4], F f) {
-        const int row = lane_index() / 4, column = lane_index() % 4 * 2;
-#pragma unroll
-        for (int r = 0; r < R; ++r)
-#pragma unroll
-            for (int c = 0; c < C; ++c)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) f(r * 16 + row + e / 2 * 8, c * 8 + column + e % 2, sum[r][c][e]);
-    }
 };
 
 // float32 to nearly its own accuracy on tensor cores, whose operands have 11 significant bits.
@@ -179,8 +179,8 @@ struct TensorCores {
 //     a * b ~ high_a * low_b + low_a * high_b + high_a * high_b         low_a * low_b <= 2^-22 a b is left out
 //
 // The instruction truncates by itself, so half a unit of the 11th bit is all that rounding has to add.  Without it
-// `low` would be twice as large, the part left out four times, and all of one sign.  The products of a K-slab are summed
-// by the tensor cores, whose additions truncate, and added to the sums by CUDA cores, which round.
+// `low` would be twice as large, the part left out four times, and all of one sign.  The products of a K-slab are
+// summed by the tensor cores, whose additions truncate, and added to the sums by CUDA cores, which round.
 //
 // CHECKED is for operands that are infinite or would be if rounded.  Where x is infinite the two small products must
 // not see it: inf * 0 would be NaN where inf * 1 is meant.  A NaN reaches them by `low`, also one whose payload
@@ -276,7 +276,7 @@ struct SplitTensorCores : TensorCores<float32, tf32, M, J> {
             }
         }
 
-        template <class F> __device__ __forceinline__ void for_each(F f) const { Base::each_of_16x8(sum, f); }
+        template <class F> __device__ __forceinline__ void for_each(F f) const { for_each_sum(sum, f); }
     };
 };
 
@@ -314,15 +314,7 @@ struct DoubleTensorCores {
             }
         }
 
-        template <class F> __device__ __forceinline__ void for_each(F f) const {
-            const int row = lane_index() / 4, column = lane_index() % 4 * 2;
-#pragma unroll
-            for (int r = 0; r < ROWS / 8; ++r)
-#pragma unroll
-                for (int c = 0; c < COLUMNS / 8; ++c)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) f(r * 8 + row, c * 8 + column + e, sum[r][c][e]);
-        }
+        template <class F> __device__ __forceinline__ void for_each(F f) const { for_each_sum(sum, f); }
     };
 };
 

@@ -1,6 +1,7 @@
 // The gradient of a convolution's weight without columns: any kernel, stride, padding, groups, strides, list of inputs.
 //
-//     sums[part, o, c, t] = sum over the part's (n, p) of   grad[n, o, p] * conj(x[n, g * group_channels + c, window(p, t)])
+//     sums[part, o, c, t] = sum over the part's (n, p) of
+//                           grad[n, o, p] * conj(x[n, g * group_channels + c, window(p, t)])
 //
 //     M = o (OUTPUTS of a group)    N = (c, t) (ROWS of a group's rows)    K = (n, p), cut into parts
 //
@@ -48,7 +49,7 @@ using namespace cupyconv;
 using X = X_DTYPE;
 using G = G_DTYPE;
 using A = Accumulator<Y_DTYPE>;
-constexpr int ROWS = 4, MAX_BLOCK = 128, WARPS = MAX_BLOCK / 32;
+constexpr int ROWS = 4, MAX_BLOCK = 128, WARPS = MAX_BLOCK / WARP;
 
 // Where one row of columns comes from; no data where the tile is wider than what is left of the rows.
 struct Row {
@@ -73,8 +74,8 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK)
     SHARED_ARRAY(A, warps_s, WARPS * OUTPUTS * ROWS);
 
     const Windows& windows = params.windows;
-    const long long pixels = windows.out[0] * windows.out[1] * windows.out[2];
-    const int taps = windows.kernel[0] * windows.kernel[1] * windows.kernel[2];
+    const long long pixels = product_of(windows.out);
+    const int taps = product_of(windows.kernel);
     const int reduction = params.group_channels * taps;
     const int tiles_m = (params.group_outputs + OUTPUTS - 1) / OUTPUTS, tiles_n = (reduction + ROWS - 1) / ROWS;
     const long long tiles = (long long)params.groups * tiles_m * tiles_n;
@@ -114,8 +115,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK)
         for (long long q = begin + threadIdx.x; q < end; q += blockDim.x) {
             const Share share = share_at(q, pixels, 1);
             const Pixel out = pixel_at(share.pixel, windows.out);
-            const G* grad_no = static_cast<const G*>(params.grad.data) + share.n * params.grad.stride_n +
-                               o * params.grad.stride_c + offset_of(out, params.grad.stride);
+            const G* grad_no = static_cast<const G*>(params.grad.data) + params.grad.at(share.n, o, out);
             Accumulator<G> grad[OUTPUTS];
 #pragma unroll
             for (int i = 0; i < OUTPUTS; ++i, grad_no += params.grad.stride_c)
@@ -127,8 +127,8 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK)
                 long long at = share.n * row.stride_n;
 #pragma unroll
                 for (int a = 0; a < 3; ++a) {
-                    const long long i =
-                        padded_index(out.at[a] * windows.stride[a] + row.offset[a], windows.size[a], windows.padding_mode);
+                    const long long i = padded_index(
+                        out.at[a] * windows.stride[a] + row.offset[a], windows.size[a], windows.padding_mode);
                     inside = inside && i >= 0;
                     at += i * row.stride[a];
                 }
@@ -143,13 +143,13 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK)
 #pragma unroll
             for (int j = 0; j < ROWS; ++j) {
                 const A total = warp_sum(sum[i][j]);
-                if (threadIdx.x % 32 == 0) warps_s[threadIdx.x / 32 * OUTPUTS * ROWS + i * ROWS + j] = total;
+                if (lane_index() == 0) warps_s[warp_index() * OUTPUTS * ROWS + i * ROWS + j] = total;
             }
         __syncthreads();
         const int i = threadIdx.x / ROWS, j = threadIdx.x % ROWS;
         if (i < OUTPUTS && first_output + i < params.group_outputs && first_row + j < reduction) {
             A total = warps_s[threadIdx.x];
-            for (int w = 1; w < blockDim.x / 32; ++w) total += warps_s[w * OUTPUTS * ROWS + threadIdx.x];
+            for (int w = 1; w < blockDim.x / WARP; ++w) total += warps_s[w * OUTPUTS * ROWS + threadIdx.x];
             static_cast<A*>(params.sums)[blockIdx.x * params.plane + (o + i) * reduction + first_row + j] = total;
         }
     }

@@ -18,9 +18,6 @@ namespace cupyconv {
 
 constexpr int TILE_THREADS = 256, TILE_WARPS = TILE_THREADS / WARP;
 
-__device__ __forceinline__ int warp_index() { return threadIdx.x / WARP; }
-__device__ __forceinline__ int warp_lane() { return threadIdx.x % WARP; }
-
 // Returns the number, and hides from the compiler that it does: what is worked out from it is worked out where it is
 // needed, rather than once before a loop and kept in registers.
 __device__ __forceinline__ int anew(int value) {
@@ -36,13 +33,8 @@ struct WindowTile {
 // A box of pixels, numbered along w first.
 struct Box {
     int size[3];
-    __device__ __forceinline__ int pixels() const { return size[0] * size[1] * size[2]; }
-    __device__ __forceinline__ void at(int pixel, int (&place)[3]) const {
-        place[2] = pixel % size[2];
-        pixel /= size[2];
-        place[1] = pixel % size[1];
-        place[0] = pixel / size[1];
-    }
+    __device__ __forceinline__ int pixels() const { return product_of(size); }
+    __device__ __forceinline__ void at(int pixel, int (&place)[3]) const { tap_at(pixel, size, place); }
 };
 
 // Where the window of a pixel of `outer` begins in `inner`, in pixels.
@@ -65,7 +57,7 @@ template <class F> __device__ __forceinline__ void for_each_tap(const Windows& w
         }
 }
 
-// ---- every channel with every other: sums in registers, ROWS x PIXELS of them per block ---------------------------------
+// ---- every channel with every other: sums in registers, ROWS x PIXELS of them per block -----------------------------
 
 // On CUDA cores: a lane has every eighth pixel and every fourth vector of rows.
 template <class T, int ROWS_, int PIXELS>
@@ -80,7 +72,7 @@ public:
 
     // Every sum of row m as start(m).
     template <class F> __device__ __forceinline__ void begin(F start) {
-        const int lane = anew(warp_lane());
+        const int lane = anew(lane_index());
 #pragma unroll
         for (int i = 0; i < ITS_ROWS; ++i) {
             const T value = start(row(i, lane));
@@ -91,7 +83,7 @@ public:
 
     // Before products: where the windows of the lane's pixels begin, from a table of PIXELS bases.
     __device__ __forceinline__ void aim(const int* base, int pixels) {
-        const int lane = anew(warp_lane());
+        const int lane = anew(lane_index());
         groups_ = (pixels + GROUP - 1) / GROUP;
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j) at_[j] = base[pixel(j, lane)] * Tile::PITCH;
@@ -99,7 +91,7 @@ public:
 
     // One tap: `tile` begins at its offset, and of its channels `depth` take part.
     __device__ __forceinline__ void multiply(const T* tile, const T* weight, int rows, int depth) {
-        const int lane = warp_lane();
+        const int lane = lane_index();
 #pragma unroll 1
         for (int k = 0; k < depth; k += STEP) {
             Vector<T, VECTOR> x[GROUPS];
@@ -123,7 +115,7 @@ public:
 
     // Calls f(m, pixel, sum), which may change the sum.
     template <class F> __device__ __forceinline__ void for_each(F f) {
-        const int lane = anew(warp_lane());
+        const int lane = anew(lane_index());
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j)
             if (j < groups_)
@@ -138,7 +130,7 @@ public:
 
     // Rounded into a tile of so many pixels as its channels; zero where not keep(m, pixel).
     template <class F> __device__ __forceinline__ void leave(T* tile, int pixels, F keep) const {
-        const int lane = anew(warp_lane());
+        const int lane = anew(lane_index());
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j)
             if (pixel(j, lane) < pixels)
@@ -156,7 +148,9 @@ private:
     static constexpr int GROUP = TILE_WARPS * 8, GROUPS = PIXELS / GROUP;
     static_assert(GROUPS * GROUP == PIXELS && ITS_ROWS % VECTOR == 0, "lanes share the sums evenly");
 
-    static __device__ __forceinline__ int pixel(int j, int lane) { return (j * TILE_WARPS + warp_index()) * 8 + lane % 8; }
+    static __device__ __forceinline__ int pixel(int j, int lane) {
+        return (j * TILE_WARPS + warp_index()) * 8 + lane % 8;
+    }
     static __device__ __forceinline__ int row(int i, int lane) {
         return (i / VECTOR * 4 + lane / 8) * VECTOR + i % VECTOR;
     }
@@ -178,7 +172,7 @@ public:
     template <class F> __device__ __forceinline__ void begin(F start) {
 #pragma unroll
         for (int i = 0; i < ROWS / 16; ++i) {
-            const int row = i * 16 + anew(warp_lane()) / 4;
+            const int row = i * 16 + anew(lane_index()) / 4;
             const float value[2] = {start(row), start(row + 8)};
 #pragma unroll
             for (int j = 0; j < GROUPS * 2; ++j)
@@ -188,7 +182,7 @@ public:
     }
 
     __device__ __forceinline__ void aim(const int* base, int pixels) {
-        const int lane = anew(warp_lane());
+        const int lane = anew(lane_index());
         groups_ = (pixels + GROUP - 1) / GROUP;
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j)
@@ -196,7 +190,7 @@ public:
     }
 
     __device__ __forceinline__ void multiply(const T* tile, const T* weight, int rows, int depth) {
-        const T* const a_row = weight + weight_index(warp_lane() % 16, warp_lane() / 16 * (STEP / 2));
+        const T* const a_row = weight + weight_index(lane_index() % 16, lane_index() / 16 * (STEP / 2));
 #pragma unroll 1
         for (int k = 0; k < depth; k += STEP) {
             unsigned b[GROUPS][2][2];
@@ -224,7 +218,7 @@ public:
     }
 
     template <class F> __device__ __forceinline__ void for_each(F f) {
-        const int lane = anew(warp_lane()), row = lane / 4, column = lane % 4 * 2;
+        const int lane = anew(lane_index()), row = lane / 4, column = lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < GROUPS * 2; ++j)
             if (j / 2 < groups_)
@@ -258,15 +252,14 @@ private:
     int at_[GROUPS], groups_;
 };
 
-template <class T, int ROWS, int PIXELS> struct TileSumsOf { using type = TileSums<T, ROWS, PIXELS>; };
-template <int ROWS, int PIXELS> struct TileSumsOf<float16, ROWS, PIXELS> {
-    using type = MatrixTileSums<float16, ROWS, PIXELS>;
+template <class T, int ROWS, int PIXELS, bool MATRIX = sizeof(T) == 2> struct TileSumsOf {
+    using type = TileSums<T, ROWS, PIXELS>;
 };
-template <int ROWS, int PIXELS> struct TileSumsOf<bfloat16, ROWS, PIXELS> {
-    using type = MatrixTileSums<bfloat16, ROWS, PIXELS>;
+template <class T, int ROWS, int PIXELS> struct TileSumsOf<T, ROWS, PIXELS, true> {
+    using type = MatrixTileSums<T, ROWS, PIXELS>;
 };
 
-// ---- every channel by itself ------------------------------------------------------------------------------------------
+// ---- every channel by itself ----------------------------------------------------------------------------------------
 
 // Calls f(pixel, k, sums) for VECTOR channels from k on of each pixel of the block's, sums of [t][k] weights.
 template <class T, class F>
