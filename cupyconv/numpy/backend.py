@@ -1,36 +1,46 @@
-"""NumPy's side of the backend interface: allocate, describe, run a plan."""
+"""NumPy's side of the backend interface: allocate, describe, plan, run; and what every step of its plans is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 
-from cupyconv.numpy.step import NumpyStep
 from cupyconv.problem import passes, problems, recurrence
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import HostModel, Problem
 
 _NOTHING_TO_DO = nullcontext()
 
-#: What plans each kind of problem, imported when first asked for: most programs have a few kinds.
-_PLANNERS: dict[type[Problem], str] = {
-    problems.ConvProblem: "convolution.plan_conv",
-    problems.ChainProblem: "chain.plan_chain",
-    problems.TransposedProblem: "transposed.plan_transposed",
-    problems.WeightGradientProblem: "weight_gradient.plan_weight_gradient",
-    recurrence.RecurrentProblem: "recurrent.plan_recurrent",
-    recurrence.RecurrentGradientProblem: "recurrent_gradient.plan_recurrent_gradient",
-    passes.Im2colProblem: "columns.plan_im2col",
-    passes.Col2imProblem: "columns.plan_col2im",
-    passes.EpilogueGradProblem: "epilogue_grad.plan_epilogue_grad",
-    passes.PrologueGradProblem: "prologue_grad.plan_prologue_grad",
-    passes.PoolingProblem: "pooling.plan_pooling",
-    passes.PoolingGradientProblem: "pooling.plan_pooling",
-}
+
+@dataclass(frozen=True)
+class NumpyStep:
+    """A loop that solves a problem; a subclass has the sizes that were decided, prints itself and runs itself."""
+
+    problem: Problem
+
+    @property
+    def bytes_moved(self) -> int:
+        return self.problem.minimal_bytes
+
+    @property
+    def flops(self) -> int:
+        return self.problem.flops
+
+    @property
+    def shape_of_work(self) -> object:
+        return self
+
+    def executable(self) -> Callable[[Mapping[str, Any]], None]:
+        """What runs the step; here is where it sets up what all runs share."""
+        return self.run
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        """Compute the results; arguments and results are given by name."""
+        raise NotImplementedError
 
 
 class NumpyBackend:
@@ -69,9 +79,7 @@ class NumpyBackend:
 
     def plan(self, problem: Problem) -> Plan:
         """How a problem runs here; ValueError where a named method does not apply."""
-        module, planner = _PLANNERS[type(problem)].split(".")
-        plan: Plan = getattr(import_module(f"cupyconv.numpy.{module}"), planner)(problem)
-        return plan
+        return _plan(problem)
 
     def prepare(self, plan: Plan) -> Callable[[Mapping[str, Any]], None]:
         """A function that executes the plan on arguments and result by name."""
@@ -83,3 +91,53 @@ class NumpyBackend:
                     run_loop(arrays)
 
         return run
+
+
+def _plan(problem: Problem) -> Plan:
+    # Imported when first asked for: most programs have a few kinds of problem.
+    match problem:
+        case problems.ConvProblem():
+            from cupyconv.numpy.convolution import plan_conv
+
+            return plan_conv(problem)
+        case problems.ChainProblem():
+            from cupyconv.numpy.chain import plan_chain
+
+            return plan_chain(problem)
+        case problems.TransposedProblem():
+            from cupyconv.numpy.transposed import plan_transposed
+
+            return plan_transposed(problem)
+        case problems.WeightGradientProblem():
+            from cupyconv.numpy.weight_gradient import plan_weight_gradient
+
+            return plan_weight_gradient(problem)
+        case recurrence.RecurrentProblem():
+            from cupyconv.numpy.recurrent import plan_recurrent
+
+            return plan_recurrent(problem)
+        case recurrence.RecurrentGradientProblem():
+            from cupyconv.numpy.recurrent_gradient import plan_recurrent_gradient
+
+            return plan_recurrent_gradient(problem)
+        case passes.Im2colProblem():
+            from cupyconv.numpy.columns import plan_im2col
+
+            return plan_im2col(problem)
+        case passes.Col2imProblem():
+            from cupyconv.numpy.columns import plan_col2im
+
+            return plan_col2im(problem)
+        case passes.EpilogueGradProblem():
+            from cupyconv.numpy.epilogue_grad import plan_epilogue_grad
+
+            return plan_epilogue_grad(problem)
+        case passes.PrologueGradProblem():
+            from cupyconv.numpy.prologue_grad import plan_prologue_grad
+
+            return plan_prologue_grad(problem)
+        case passes.PoolingProblem():
+            from cupyconv.numpy.pooling import plan_pooling
+
+            return plan_pooling(problem)
+    raise AssertionError(problem)

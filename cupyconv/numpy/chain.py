@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
+from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.convolution import ConvLoop, Rejected, plan_conv
-from cupyconv.numpy.step import NumpyStep
 from cupyconv.numpy.windows import Scratch, five_axes, in_threads, ranges_of
 from cupyconv.problem.arrays import Operand, accumulator, dtype_from_name
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.numpy.step import NumpyStep, block_words
-from cupyconv.numpy.windows import Region, five_axes, parts_of, read, tap_regions
+from cupyconv.numpy.backend import NumpyStep
+from cupyconv.numpy.windows import Region, block_words, five_axes, parts_of, read, tap_regions
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import Windows
 from cupyconv.problem.passes import Col2imProblem, ColumnsProblem, Im2colProblem

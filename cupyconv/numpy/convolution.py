@@ -28,13 +28,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from cupyconv.numpy.step import NumpyStep, block_words
+from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.windows import (
     Block,
     Blocks,
     BlockSize,
     Images,
     Scratch,
+    block_words,
     columns_shape,
     five_axes,
     in_threads,

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.convolution import ConvLoop, plan_conv
-from cupyconv.numpy.step import NumpyStep
 from cupyconv.numpy.windows import five_axes
 from cupyconv.problem.arrays import c_strides
 from cupyconv.problem.geometry import ConvGeometry

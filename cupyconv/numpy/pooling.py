@@ -19,8 +19,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 
-from cupyconv.numpy.step import NumpyStep, block_words
-from cupyconv.numpy.windows import Scratch, axis_segments, five_axes, in_threads
+from cupyconv.numpy.backend import NumpyStep
+from cupyconv.numpy.windows import Scratch, axis_segments, block_words, five_axes, in_threads
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import Windows, even_part
 from cupyconv.problem.passes import PoolingGradientProblem, PoolingProblem

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.recurrent_cells import CELLS, IN_PLACE, Arguments
-from cupyconv.numpy.step import NumpyStep
 from cupyconv.numpy.windows import in_threads
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import even_part

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from cupyconv.numpy.activations import activate, derivative
-from cupyconv.numpy.step import NumpyStep
+from cupyconv.numpy.backend import NumpyStep
 from cupyconv.problem.activations import Activation, derivative_from_result
 from cupyconv.problem.arrays import ITEMSIZE, c_strides, dtype_from_name
 from cupyconv.problem.geometry import even_part

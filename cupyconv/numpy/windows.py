@@ -394,3 +394,8 @@ class Scratch:
         if name not in buffers or buffers[name].size < nbytes:
             buffers[name] = np.empty(nbytes, np.uint8)
         return np.ndarray(shape, dtype, buffers[name])
+
+
+def block_words(blocks: int, block: Sequence[int], axes: str, threads: int) -> str:
+    """How a loop is cut, in words."""
+    return f"{blocks} block(s) of {' x '.join(map(str, block))} ({axes}) on {threads} thread(s)"

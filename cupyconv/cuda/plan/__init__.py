@@ -5,30 +5,40 @@ Ints in, a printable `Plan` out; no array is touched here, and no GPU is needed.
 
 from __future__ import annotations
 
-from importlib import import_module
+from collections.abc import Callable
+from typing import Any
 
-from cupyconv.problem import passes, problems, recurrence
+from cupyconv.cuda.plan.chain import plan_chain
+from cupyconv.cuda.plan.conv import plan_conv
+from cupyconv.cuda.plan.epilogue_grad import plan_epilogue_grad
+from cupyconv.cuda.plan.im2col import plan_col2im, plan_im2col
+from cupyconv.cuda.plan.max_pool import plan_max_pool, plan_max_pool_gradient
+from cupyconv.cuda.plan.prologue_grad import plan_prologue_grad
+from cupyconv.cuda.plan.recurrence import plan_recurrent
+from cupyconv.cuda.plan.recurrent_gradient import plan_recurrent_gradient
+from cupyconv.cuda.plan.transposed import plan_transposed
+from cupyconv.cuda.plan.weight_gradient import plan_weight_gradient
+from cupyconv.problem import passes, problems
 from cupyconv.problem.plan import Plan
+from cupyconv.problem.recurrence import RecurrentGradientProblem, RecurrentProblem
 
-#: Problem -> the module and function that plan it, imported when first asked for: most programs have a few kinds.
-_PLANNERS: dict[type[problems.Problem], tuple[str, str]] = {
-    problems.ConvProblem: ("cupyconv.cuda.plan.conv", "plan_conv"),
-    problems.ChainProblem: ("cupyconv.cuda.plan.chain", "plan_chain"),
-    problems.TransposedProblem: ("cupyconv.cuda.plan.transposed", "plan_transposed"),
-    problems.WeightGradientProblem: ("cupyconv.cuda.plan.weight_gradient", "plan_weight_gradient"),
-    recurrence.RecurrentProblem: ("cupyconv.cuda.plan.recurrence", "plan_recurrent"),
-    recurrence.RecurrentGradientProblem: ("cupyconv.cuda.plan.recurrent_gradient", "plan_recurrent_gradient"),
-    passes.Im2colProblem: ("cupyconv.cuda.plan.im2col", "plan_im2col"),
-    passes.Col2imProblem: ("cupyconv.cuda.plan.im2col", "plan_col2im"),
-    passes.EpilogueGradProblem: ("cupyconv.cuda.plan.epilogue_grad", "plan_epilogue_grad"),
-    passes.PrologueGradProblem: ("cupyconv.cuda.plan.prologue_grad", "plan_prologue_grad"),
-    passes.PoolingProblem: ("cupyconv.cuda.plan.max_pool", "plan_max_pool"),
-    passes.PoolingGradientProblem: ("cupyconv.cuda.plan.max_pool", "plan_max_pool_gradient"),
+#: What plans each kind of problem.
+PLANNERS: dict[type[problems.Problem], Callable[[Any], Plan]] = {
+    problems.ConvProblem: plan_conv,
+    problems.ChainProblem: plan_chain,
+    problems.TransposedProblem: plan_transposed,
+    problems.WeightGradientProblem: plan_weight_gradient,
+    RecurrentProblem: plan_recurrent,
+    RecurrentGradientProblem: plan_recurrent_gradient,
+    passes.Im2colProblem: plan_im2col,
+    passes.Col2imProblem: plan_col2im,
+    passes.EpilogueGradProblem: plan_epilogue_grad,
+    passes.PrologueGradProblem: plan_prologue_grad,
+    passes.PoolingProblem: plan_max_pool,
+    passes.PoolingGradientProblem: plan_max_pool_gradient,
 }
 
 
 def plan(problem: problems.Problem) -> Plan:
     """How a problem runs on ``problem.machine``; ValueError where a named method does not apply."""
-    module, function = _PLANNERS[type(problem)]
-    planned: Plan = getattr(import_module(module), function)(problem)
-    return planned
+    return PLANNERS[type(problem)](problem)
