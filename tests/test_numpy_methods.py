@@ -10,9 +10,11 @@ import reference
 
 import cupyconv
 from cupyconv.call.operation import forget_calls
+from cupyconv.cuda.plan import conv as cuda_conv
 from cupyconv.numpy import convolution
 from cupyconv.numpy.convolution import METHODS, Method
 from cupyconv.numpy.gemm import Columns
+from cupyconv.problem import problems
 
 
 class Reversed(Columns):
@@ -110,3 +112,25 @@ def test_the_last_way_of_a_method_applies_to_all_that_the_others_leave(name):
             reference.conv(x, weight, groups=groups, stride=stride),
             rtol=1e-4,
         )
+
+
+@pytest.mark.parametrize("on", [None, "sm_90"])
+@pytest.mark.parametrize("operation", ["conv", "conv_transpose", "conv_grad_input", "conv_grad_weight"])
+def test_a_public_name_that_a_backend_does_not_have_is_refused_there(monkeypatch, operation, on):
+    """A new method may begin on one backend: its name is known everywhere, and "auto" goes on without it."""
+    names = (*problems.METHODS, "winograd")
+    monkeypatch.setattr(problems.check_method, "__defaults__", (names,))
+    monkeypatch.setattr(convolution, "PUBLIC_METHODS", names)
+    monkeypatch.setattr(cuda_conv, "METHODS", names)
+    x, weight = integers(2, 4, 9, 8), integers(4, 4, 3, 3)
+    given = {
+        "conv": (x, weight),
+        "conv_transpose": (x, weight),
+        "conv_grad_input": (integers(2, 4, 7, 6), weight, x.shape),
+        "conv_grad_weight": (integers(2, 4, 7, 6), x, (3, 3)),
+    }[operation]
+    function = getattr(cupyconv, operation)
+    plan = cupyconv.explain(function, *given, on=on)
+    assert dict(plan.rejected)["winograd"]
+    with pytest.raises(ValueError, match="method 'winograd' does not apply: .*no such method"):
+        cupyconv.explain(function, *given, method="winograd", on=on)

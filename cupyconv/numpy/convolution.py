@@ -45,7 +45,9 @@ from cupyconv.numpy.windows import (
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides, dtype_from_name, is_complex, real_part
 from cupyconv.problem.geometry import ConvGeometry, Windows
 from cupyconv.problem.plan import Plan
+from cupyconv.problem.problems import METHODS as PUBLIC_METHODS
 from cupyconv.problem.problems import (
+    NO_SUCH_METHOD,
     ConvProblem,
     HostModel,
     NotApplicable,
@@ -68,8 +70,8 @@ SMALLEST_BLOCK = 32
 #: Pixels from which one sample fills a product; smaller images share one, through columns.
 LONE_PIXELS = 256
 
-#: Why the method is a GPU's.
-NO_IMPLICIT_GEMM = "BLAS reads matrices, so columns are written, block by block (method 'gemm')"
+#: Why a method is a GPU's.
+ELSEWHERE = {"implicit_gemm": "BLAS reads matrices, so columns are written, block by block (method 'gemm')"}
 #: Why columns and products are not taken: of a depthwise convolution, and where they were tried first.
 THIN_PRODUCTS = "slower: with one channel per group, each product is a vector by a matrix"
 NO_ROOM_FOR_COLUMNS = "columns do not fit the workspace limit"
@@ -111,8 +113,9 @@ def plan_conv(problem: ConvProblem) -> Plan:
 def choose(problem: ProductsProblemT, methods: Mapping[str, Method]) -> Plan:
     """The plan of the method that was named, or of the best one; ValueError where none applies."""
     named = problem.method
-    if named == "implicit_gemm":
-        raise ValueError(f"method 'implicit_gemm' does not apply: {NO_IMPLICIT_GEMM}")
+    elsewhere = {name: ELSEWHERE.get(name, NO_SUCH_METHOD) for name in PUBLIC_METHODS if name not in methods}
+    if named in elsewhere:
+        raise ValueError(f"method {named!r} does not apply: {elsewhere[named]}")
     by_merit = sorted(methods, key=lambda name: not methods[name].suits(problem.geometry))
     refusals: dict[str, str] = {}
     for name in by_merit if named == "auto" else [named]:
@@ -121,9 +124,7 @@ def choose(problem: ProductsProblemT, methods: Mapping[str, Method]) -> Plan:
         if named != "auto":
             why_not = dict.fromkeys(why_not, f"method={named!r} was asked for")
         try:
-            return _with_room(
-                problem, name, methods[name].ways, (*why_not.items(), ("implicit_gemm", NO_IMPLICIT_GEMM))
-            )
+            return _with_room(problem, name, methods[name].ways, (*why_not.items(), *elsewhere.items()))
         except NotApplicable as refusal:
             refusals[name] = str(refusal)
     if named != "auto":

@@ -13,7 +13,10 @@ from cupyconv.problem.geometry import ConvGeometry, Windows
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import Buffer, Conversion, Plan, Step
 
+#: What ``method=`` may name for a convolution, its transpose and its gradients.  Not every backend has each of them.
 METHODS = ("direct", "gemm", "implicit_gemm")
+#: Why a method is not taken that a backend does not have for an operation.
+NO_SUCH_METHOD = "there is no such method of this operation on this backend"
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from cupyconv.problem.arrays import Operand
 from cupyconv.problem.plan import Conversion, Plan
 from cupyconv.problem.problems import (
     METHODS,
+    NO_SUCH_METHOD,
     ConvProblem,
     NotApplicable,
     TransposedProblem,
@@ -51,7 +52,7 @@ def plan_chosen(
     draft_of: Callable[[str, ChoiceT], Draft],
     conversions: tuple[Conversion, ...],
     notes: tuple[str, ...] = (),
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] | None = None,
 ) -> Plan:
     """The plan by the method that `choose` takes; `notes` are added to the problem's own."""
     chosen, rejected = choose(problem, draft_of, methods)
@@ -59,10 +60,10 @@ def plan_chosen(
 
 
 def choose(
-    problem: ChoiceT, draft_of: Callable[[str, ChoiceT], Draft], methods: Sequence[str] = METHODS
+    problem: ChoiceT, draft_of: Callable[[str, ChoiceT], Draft], methods: Sequence[str] | None = None
 ) -> tuple[Draft, tuple[tuple[str, str], ...]]:
     """The draft of the method asked for, or for "auto" the cheapest; and why not the others."""
-    asked, gpu = problem.method, problem.gpu
+    asked, gpu, methods = problem.method, problem.gpu, methods or METHODS
     if asked != "auto":
         others = tuple((method, f"method={asked!r} was asked for") for method in methods if method != asked)
         try:
@@ -83,6 +84,8 @@ def draft_conv(method: str, problem: ConvProblem) -> Draft:
         return Draft(method, (), reason="the result is empty")
     if problem.geometry.reduction == 0:
         return Draft(method, (finish(problem),), reason="there are no input channels to sum over")
+    if method not in _METHODS:
+        raise NotApplicable(NO_SUCH_METHOD)
     return _METHODS[method](problem)
 
 

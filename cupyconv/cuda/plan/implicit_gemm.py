@@ -39,7 +39,7 @@ from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, KernelLaunch, Step
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
-#: Bytes of K in a slab of the sum (BLOCK_BYTES of kernels/warp_tile.cuh).
+#: Bytes of K in a slab of the sum (SLAB_BYTES of kernels/warp_tile.cuh).
 BLOCK_BYTES = 64
 #: Slabs of the sum in flight (STAGES of kernels/implicit_gemm.cu).
 STAGES = 3

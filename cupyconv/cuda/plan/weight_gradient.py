@@ -68,7 +68,13 @@ from cupyconv.problem.arrays import (
 )
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, GemmCall, KernelLaunch, Plan, Step
-from cupyconv.problem.problems import NotApplicable, Prologue, WeightGradientProblem, without_empty_inputs
+from cupyconv.problem.problems import (
+    NO_SUCH_METHOD,
+    NotApplicable,
+    Prologue,
+    WeightGradientProblem,
+    without_empty_inputs,
+)
 
 #: Outputs per block of weight_gradient.cu, where a group has one and where it has more; its rows and threads.
 OUTPUTS = (1, 4)
@@ -101,6 +107,8 @@ def _draft(method: str, problem: WeightGradientProblem) -> Draft:
         return _draft_direct(problem)
     if method == "implicit_gemm":
         raise NotApplicable("the sum over samples and pixels has no such kernel (methods 'gemm' and 'direct')")
+    if method != "gemm":
+        raise NotApplicable(NO_SUCH_METHOD)
     return _draft_gemm(problem)
 
 
