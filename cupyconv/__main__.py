@@ -51,10 +51,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     bench = _command(commands, "bench", "Time layers beside other libraries, each result checked before it is timed.")
     bench.add_argument("--gpu", action="store_true", help="measure CuPy on the current GPU (default: NumPy)")
     bench.add_argument(
-        "--seconds",
-        type=float,
-        default=480,
-        help="the time to use (default: 480); cases that are left out are listed",
+        "--seconds", type=float, default=480, help="the time to use (default: 480); cases that are left out are listed"
     )
     bench.add_argument("--only", default="", metavar="TEXT", help="measure the cases with TEXT in their names")
     bench.add_argument(

@@ -76,10 +76,7 @@ filters = {
         cupyconv.conv(s, t[:, :, ::-1], padding="full", stride=4)[:, 0],
         signal.upfirdn(taps, leads, down=4),
     ),
-    "signal.upfirdn, up=4": (
-        cupyconv.conv_transpose(s, t, stride=4)[:, 0],
-        signal.upfirdn(taps, leads, up=4),
-    ),
+    "signal.upfirdn, up=4": (cupyconv.conv_transpose(s, t, stride=4)[:, 0], signal.upfirdn(taps, leads, up=4)),
 }
 
 worst = 0.0

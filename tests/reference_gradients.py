@@ -325,12 +325,7 @@ def transposed_window(
 
 
 def max_pool(
-    x: Image,
-    kernel_shape: Sequence[int],
-    *,
-    stride: PerAxis | None = None,
-    padding: Padding = 0,
-    dilation: PerAxis = 1,
+    x: Image, kernel_shape: Sequence[int], *, stride: PerAxis | None = None, padding: Padding = 0, dilation: PerAxis = 1
 ) -> Any:
     """The largest element of each window; NaN where one is NaN, -inf where the window lies in the padding alone.
 

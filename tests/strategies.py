@@ -550,10 +550,7 @@ def transposed_cases(
 
 @st.composite
 def pool_cases(
-    draw: st.DrawFn,
-    *,
-    dtypes: tuple[str, ...] = REAL_DTYPES,
-    layouts: tuple[str, ...] = LAYOUTS,
+    draw: st.DrawFn, *, dtypes: tuple[str, ...] = REAL_DTYPES, layouts: tuple[str, ...] = LAYOUTS
 ) -> PoolCase:
     """Any valid call of `max_pool`."""
     rank = draw(st.integers(1, 3))

@@ -195,12 +195,7 @@ def test_pullback_of_random_data(target, case):
     )
     terms = {"x": products(grad, arrays["weight"], arrays["x"], window), "residual": 1}
     terms["weight"] = terms["bias"] = max(terms["x"], grad.size)
-    checks = zip(
-        each_gradient(gradients, expected, arrays),
-        each_array(magnitudes),
-        each_array(errors),
-        strict=True,
-    )
+    checks = zip(each_gradient(gradients, expected, arrays), each_array(magnitudes), each_array(errors), strict=True)
     for (name, one, wanted, dtype), magnitude, e in checks:
         assert_within(target.to_host(one), wanted, dtype, terms=terms[name], magnitude=magnitude, entering=e)
 
@@ -509,10 +504,7 @@ def test_empty_axes(target, batch, channels, outputs):
         return target.to_device(np.ones(shape, np.float32))
 
     x, weight, grad = ones(batch, channels, 5), ones(outputs, channels, 3), ones(batch, outputs, 3)
-    for back in (
-        cupyconv.conv_grad_input(grad, weight, x.shape),
-        cupyconv.vjp(cupyconv.conv, x, weight)[1](grad).x,
-    ):
+    for back in (cupyconv.conv_grad_input(grad, weight, x.shape), cupyconv.vjp(cupyconv.conv, x, weight)[1](grad).x):
         assert back.shape == x.shape and (target.to_host(back) == 0).all()
     for back in (cupyconv.conv_grad_weight(grad, x, (3,)), cupyconv.vjp(cupyconv.conv, x, weight)[1](grad).weight):
         assert back.shape == weight.shape and (target.to_host(back) == 0).all()

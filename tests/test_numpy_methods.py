@@ -132,5 +132,5 @@ def test_a_public_name_that_a_backend_does_not_have_is_refused_there(monkeypatch
     function = getattr(cupyconv, operation)
     plan = cupyconv.explain(function, *given, on=on)
     assert dict(plan.rejected)["winograd"]
-    with pytest.raises(ValueError, match="method 'winograd' does not apply: .*no such method"):
+    with pytest.raises(ValueError, match=r"method 'winograd' does not apply: .*no such method"):
         cupyconv.explain(function, *given, method="winograd", on=on)

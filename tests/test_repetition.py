@@ -336,11 +336,7 @@ def test_a_repeated_call_only_allocates_and_enqueues(null_device, monkeypatch, n
     def never(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("done again")
 
-    for module, name in (
-        (dispatch, "backend_for"),
-        (cuda_run_backend, "plan"),
-        (conv_operation, "conv_problem"),
-    ):
+    for module, name in ((dispatch, "backend_for"), (cuda_run_backend, "plan"), (conv_operation, "conv_problem")):
         monkeypatch.setattr(module, name, never)
     monkeypatch.setattr(PackedParameters, "__init__", never)
     call(out)

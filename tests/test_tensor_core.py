@@ -52,10 +52,7 @@ def source_and_options(name, macros):
 
 
 @pytest.fixture(
-    params=[
-        pytest.param("host", marks=pytest.mark.host_device),
-        pytest.param("gpu", marks=pytest.mark.gpu),
-    ]
+    params=[pytest.param("host", marks=pytest.mark.host_device), pytest.param("gpu", marks=pytest.mark.gpu)]
 )
 def run(request):
     if request.param == "host":

@@ -77,9 +77,18 @@ def _merges() -> Iterator[Case]:
     yield replace(_ORIGINAL, name="merge 5 x 4 -> 4, 10^6 points, unaligned", misaligned=True, loop=False)
     yield replace(_ORIGINAL, name="merge 5 x 4 -> 4, 999,999 points", size=(999_999,), loop=False)
     for channels, outputs in (
-        ((1, 1), 1), ((1, 1, 1), 64), ((2, 2, 2), 8), ((3, 13), 32), ((8, 8), 8), ((16, 16), 16), ((64,), 1),
-        ((32, 32), 64), ((64, 64), 64), ((64, 64), 16), ((1,) * 40, 4),
-    ):  # fmt: skip
+        ((1, 1), 1),
+        ((1, 1, 1), 64),
+        ((2, 2, 2), 8),
+        ((3, 13), 32),
+        ((8, 8), 8),
+        ((16, 16), 16),
+        ((64,), 1),
+        ((32, 32), 64),
+        ((64, 64), 64),
+        ((64, 64), 16),
+        ((1,) * 40, 4),
+    ):
         shown = "+".join(map(str, channels)) if len(channels) < 4 else f"{len(channels)} x {channels[0]}"
         few = Case(f"merge {shown} -> {outputs}, 2^18 points", 4, channels, (2**18,), outputs, (1,))
         yield few
@@ -94,19 +103,60 @@ def _layers() -> Iterator[Case]:
     """Layers of other networks than ResNet."""
     for case in (
         Case("U-Net skip 3x3, 64+64 -> 64, 256x256, N 4", 4, (64, 64), (256, 256), 64, (3, 3), padding=_same(3, 3)),
-        Case("U-Net skip 3x3, 128+128 -> 128, 128x128, N 4", 4, (128,) * 2, (128, 128), 128, (3, 3), padding=_same(3, 3)),
+        Case(
+            "U-Net skip 3x3, 128+128 -> 128, 128x128, N 4", 4, (128,) * 2, (128, 128), 128, (3, 3), padding=_same(3, 3)
+        ),
         Case("3x3, 512 -> 512, 7x7, N 1", 1, (512,), (7, 7), 512, (3, 3), padding=_same(3, 3)),
-        Case("3x3 in 32 groups, 128 -> 128, 56x56, N 32", 32, (128,), (56, 56), 128, (3, 3), padding=_same(3, 3), groups=32),
+        Case(
+            "3x3 in 32 groups, 128 -> 128, 56x56, N 32",
+            32,
+            (128,),
+            (56, 56),
+            128,
+            (3, 3),
+            padding=_same(3, 3),
+            groups=32,
+        ),
         Case("3x3 depthwise 144, 56x56, N 32", 32, (144,), (56, 56), 144, (3, 3), padding=_same(3, 3), groups=144),
-        Case("5x5 stride 2 depthwise 240, 28x28, N 32", 32, (240,), (28, 28), 240, (5, 5), stride=2, padding=_same(5, 5), groups=240),
+        Case(
+            "5x5 stride 2 depthwise 240, 28x28, N 32",
+            32,
+            (240,),
+            (28, 28),
+            240,
+            (5, 5),
+            stride=2,
+            padding=_same(5, 5),
+            groups=240,
+        ),
         Case("7x7 depthwise 96, 56x56, N 32", 32, (96,), (56, 56), 96, (7, 7), padding=_same(7, 7), groups=96),
         Case("3-D 3x3x3, 16 -> 32, 32x32x32, N 4", 4, (16,), (32, 32, 32), 32, (3, 3, 3), padding=_same(3, 3, 3)),
         Case("3-D 3x3x3, 64 -> 64, 16x16x16, N 8", 8, (64,), (16, 16, 16), 64, (3, 3, 3), padding=_same(3, 3, 3)),
-        Case("1-D 3 taps, dilation 8, 64 -> 64, 16000, N 8", 8, (64,), (16000,), 64, (3,), padding=((16, 0),), dilation=8),
-        Case("1-D 3 taps, dilation 128, 64 -> 64, 16000, N 8", 8, (64,), (16000,), 64, (3,), padding=((128, 128),), dilation=128),
-        Case("3x3 dilation 2, 128 -> 128, 32x32, N 8", 8, (128,), (32, 32), 128, (3, 3), padding=((2, 2),) * 2, dilation=2),
+        Case(
+            "1-D 3 taps, dilation 8, 64 -> 64, 16000, N 8", 8, (64,), (16000,), 64, (3,), padding=((16, 0),), dilation=8
+        ),
+        Case(
+            "1-D 3 taps, dilation 128, 64 -> 64, 16000, N 8",
+            8,
+            (64,),
+            (16000,),
+            64,
+            (3,),
+            padding=((128, 128),),
+            dilation=128,
+        ),
+        Case(
+            "3x3 dilation 2, 128 -> 128, 32x32, N 8",
+            8,
+            (128,),
+            (32, 32),
+            128,
+            (3, 3),
+            padding=((2, 2),) * 2,
+            dilation=2,
+        ),
         Case("3x3, 64 samples of 64 x 14x14", 64, (64,), (14, 14), 64, (3, 3), padding=_same(3, 3), loop=True),
-    ):  # fmt: skip
+    ):
         for variant in _in_precisions([case]):
             yield replace(variant, compiled=case.name.startswith("U-Net skip 3x3, 64") and variant.dtype == "float16")
 
@@ -114,14 +164,78 @@ def _layers() -> Iterator[Case]:
 def _chains() -> Iterator[Case]:
     """Pairs of layers: bound by memory, where fusing should pay, and one that is not."""
     for case in (
-        Case("chain 3x3, 3x3, 16 -> 16 -> 16, 256x256, N 8", 8, (16,), (256, 256), 16, (3, 3), padding=_same(3, 3), then=((16, (3, 3), _same(3, 3), 1),)),
-        Case("chain 3x3, 3x3, 32 -> 32 -> 32, 128x128, N 8", 8, (32,), (128, 128), 32, (3, 3), padding=_same(3, 3), then=((32, (3, 3), _same(3, 3), 1),)),
-        Case("chain 3x3 depthwise, 1x1, 32 -> 32 -> 64, 112x112, N 32", 32, (32,), (112, 112), 32, (3, 3), padding=_same(3, 3), groups=32, then=((64, (1, 1), (), 1),)),
-        Case("chain 3x3 depthwise, 1x1, 144 -> 144 -> 24, 56x56, N 32", 32, (144,), (56, 56), 144, (3, 3), padding=_same(3, 3), groups=144, then=((24, (1, 1), (), 1),)),
-        Case("chain 1x1, 3x3 depthwise, 24 -> 144 -> 144, 56x56, N 32", 32, (24,), (56, 56), 144, (1, 1), then=((144, (3, 3), _same(3, 3), 144),)),
-        Case("chain 3x3, 1x1, 32 -> 32 -> 32, 256x256, N 4", 4, (32,), (256, 256), 32, (3, 3), padding=_same(3, 3), then=((32, (1, 1), (), 1),)),
-        Case("chain 3x3, 3x3, 256 -> 256 -> 256, 14x14, N 32", 32, (256,), (14, 14), 256, (3, 3), padding=_same(3, 3), then=((256, (3, 3), _same(3, 3), 1),)),
-    ):  # fmt: skip
+        Case(
+            "chain 3x3, 3x3, 16 -> 16 -> 16, 256x256, N 8",
+            8,
+            (16,),
+            (256, 256),
+            16,
+            (3, 3),
+            padding=_same(3, 3),
+            then=((16, (3, 3), _same(3, 3), 1),),
+        ),
+        Case(
+            "chain 3x3, 3x3, 32 -> 32 -> 32, 128x128, N 8",
+            8,
+            (32,),
+            (128, 128),
+            32,
+            (3, 3),
+            padding=_same(3, 3),
+            then=((32, (3, 3), _same(3, 3), 1),),
+        ),
+        Case(
+            "chain 3x3 depthwise, 1x1, 32 -> 32 -> 64, 112x112, N 32",
+            32,
+            (32,),
+            (112, 112),
+            32,
+            (3, 3),
+            padding=_same(3, 3),
+            groups=32,
+            then=((64, (1, 1), (), 1),),
+        ),
+        Case(
+            "chain 3x3 depthwise, 1x1, 144 -> 144 -> 24, 56x56, N 32",
+            32,
+            (144,),
+            (56, 56),
+            144,
+            (3, 3),
+            padding=_same(3, 3),
+            groups=144,
+            then=((24, (1, 1), (), 1),),
+        ),
+        Case(
+            "chain 1x1, 3x3 depthwise, 24 -> 144 -> 144, 56x56, N 32",
+            32,
+            (24,),
+            (56, 56),
+            144,
+            (1, 1),
+            then=((144, (3, 3), _same(3, 3), 144),),
+        ),
+        Case(
+            "chain 3x3, 1x1, 32 -> 32 -> 32, 256x256, N 4",
+            4,
+            (32,),
+            (256, 256),
+            32,
+            (3, 3),
+            padding=_same(3, 3),
+            then=((32, (1, 1), (), 1),),
+        ),
+        Case(
+            "chain 3x3, 3x3, 256 -> 256 -> 256, 14x14, N 32",
+            32,
+            (256,),
+            (14, 14),
+            256,
+            (3, 3),
+            padding=_same(3, 3),
+            then=((256, (3, 3), _same(3, 3), 1),),
+        ),
+    ):
         for dtype in ("float32", "float16"):
             yield replace(case, dtype=dtype)
 
@@ -143,11 +257,16 @@ def _resnet(batch: int) -> list[Case]:
     return [
         Case(
             f"ResNet-50 {kernel}x{kernel}{' stride 2' * (stride == 2)}, {inputs} -> {outputs}, {side}x{side}, N {batch}",
-            batch, (inputs,), (side, side), outputs, (kernel, kernel), stride=stride,
+            batch,
+            (inputs,),
+            (side, side),
+            outputs,
+            (kernel, kernel),
+            stride=stride,
             padding=((kernel // 2, kernel // 2),) * 2 if kernel > 1 else (),
         )
         for inputs, outputs, kernel, stride, side in _RESNET
-    ]  # fmt: skip
+    ]
 
 
 def _wide_types() -> Iterator[Case]:
@@ -158,9 +277,11 @@ def _wide_types() -> Iterator[Case]:
         Case("1x1, 256 -> 64, 56x56, N 8", 8, (256,), (56, 56), 64, (1, 1)),
         Case("3x3 merged 64+64 -> 64, 64x64, N 4", 4, (64, 64), (64, 64), 64, (3, 3), padding=_same(3, 3)),
         Case("3x3 depthwise 144, 28x28, N 8", 8, (144,), (28, 28), 144, (3, 3), padding=_same(3, 3), groups=144),
-        Case("1-D 3 taps, dilation 8, 64 -> 64, 4000, N 8", 8, (64,), (4000,), 64, (3,), padding=((16, 0),), dilation=8),
+        Case(
+            "1-D 3 taps, dilation 8, 64 -> 64, 4000, N 8", 8, (64,), (4000,), 64, (3,), padding=((16, 0),), dilation=8
+        ),
         Case("merge 5 x 4 -> 4, 2^18 points", 4, (4,) * 5, (2**18,), 4, (1,)),
-    ):  # fmt: skip
+    ):
         yield from _in_precisions([case], WIDE_PRECISIONS)
 
 
@@ -186,10 +307,18 @@ def numpy_cases() -> tuple[Case, ...]:
 
 def gpu_cases() -> tuple[Case, ...]:
     """The GPU's table."""
-    return _labelled((
-        *HOST, *_merges(), *_layers(), *_chains(), *_in_precisions(_resnet(32)), *_wide_types(), *_channels_last(_resnet(32)),
-        *_in_precisions(_resnet(8)),
-    ))  # fmt: skip
+    return _labelled(
+        (
+            *HOST,
+            *_merges(),
+            *_layers(),
+            *_chains(),
+            *_in_precisions(_resnet(32)),
+            *_wide_types(),
+            *_channels_last(_resnet(32)),
+            *_in_precisions(_resnet(8)),
+        )
+    )
 
 
 def recurrent_cases(*, gpu: bool) -> tuple[RecurrentCase, ...]:

@@ -67,11 +67,7 @@ class options(AbstractContextManager["Settings"]):
     """
 
     def __init__(
-        self,
-        *,
-        workspace_limit: int | None = None,
-        allow_tf32: bool = False,
-        threads: int | None = None,
+        self, *, workspace_limit: int | None = None, allow_tf32: bool = False, threads: int | None = None
     ) -> None:
         self._settings = Settings(
             workspace_limit=_at_least("workspace_limit", workspace_limit, 0),

@@ -14,7 +14,7 @@ from cupyconv.problem.activations import Activation
 
 @cache
 def _erf() -> Callable[[np.ndarray], np.ndarray]:
-    """The error function: SciPy's if it is installed, imported when first needed; else the standard library's, a Python call per element."""
+    """The error function: SciPy's, or where that is not installed the standard library's, a Python call per element."""
     try:
         from scipy.special import erf
     except ImportError:

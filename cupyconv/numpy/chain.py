@@ -95,8 +95,12 @@ def _part(geometry: ConvGeometry, axis: int, samples: int, rows: int, before: in
         return values[:axis] + (value,) + values[axis + 1 :]  # type: ignore[return-value]
 
     return replace(
-        geometry, batch=samples, size=put(geometry.size, rows), before=put(geometry.before, before), after=put(geometry.after, after)
-    )  # fmt: skip
+        geometry,
+        batch=samples,
+        size=put(geometry.size, rows),
+        before=put(geometry.before, before),
+        after=put(geometry.after, after),
+    )
 
 
 # --- plans ----------------------------------------------------------------------------------------------------
@@ -337,10 +341,15 @@ def _part_of(
         return _rows(image, axis, rows).samples(0, samples)
 
     return replace(
-        layer, geometry=piece.geometry, xs=tuple(cut(x, len(piece.reads)) for x in read or layer.xs),
-        weight=layer.weight.in_c_order(accumulator(layer.weight_dtype)), out=cut(written[0] if written else layer.out, outputs),
-        residual=layer.residual and cut(layer.residual, outputs), machine=HostModel(threads), workspace_limit=limit,
-    )  # fmt: skip
+        layer,
+        geometry=piece.geometry,
+        xs=tuple(cut(x, len(piece.reads)) for x in read or layer.xs),
+        weight=layer.weight.in_c_order(accumulator(layer.weight_dtype)),
+        out=cut(written[0] if written else layer.out, outputs),
+        residual=layer.residual and cut(layer.residual, outputs),
+        machine=HostModel(threads),
+        workspace_limit=limit,
+    )
 
 
 def _moved(held: Sequence[Operand], parts: Sequence[tuple[Piece, ...]], axis: int) -> int:

@@ -123,11 +123,17 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
     largest = max(plans, key=lambda plan: plan.flops)
     sizes = {"weight": weight, "blocks": max(plan.workspace_bytes for plan in plans)}
     return replace(
-        largest, problem=problem.title, result=problem.result, steps=tuple(steps), flops=problem.flops,
-        bytes_moved=problem.minimal_bytes, minimal_bytes=problem.minimal_bytes, notes=problem.notes,
+        largest,
+        problem=problem.title,
+        result=problem.result,
+        steps=tuple(steps),
+        flops=problem.flops,
+        bytes_moved=problem.minimal_bytes,
+        minimal_bytes=problem.minimal_bytes,
+        notes=problem.notes,
         reason=f"gathered{f' in {len(plans)} parts' if len(plans) > 1 else ''}, {largest.reason}",
         workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items()) if steps else (),
-    )  # fmt: skip
+    )
 
 
 def _reads_less(geometry: ConvGeometry, parts: int) -> bool:

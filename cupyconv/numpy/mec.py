@@ -120,9 +120,12 @@ def _columns(images: Images, block: Block) -> list[tuple[slice, np.ndarray]]:
         item, others = image.itemsize, shape[1] * shape[2]
         step = taps.step * geometry.dilation[axis] // geometry.stride[axis] * pixels_per_row
         views = np.ndarray(
-            (len(image), len(taps), others, block.area), image.dtype, memory, begin,
+            (len(image), len(taps), others, block.area),
+            image.dtype,
+            memory,
+            begin,
             (c_stride, step * item, c_stride // others, item),
-        )  # fmt: skip
+        )
         columns.append((slice(taps.start, taps.stop, taps.step), views))
     return columns
 

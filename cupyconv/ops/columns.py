@@ -6,16 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from cupyconv.call.arguments import (
-    Arguments,
-    Arrays,
-    Axes,
-    Result,
-    is_batched,
-    merged_inputs,
-    present,
-    shapes_of,
-)
+from cupyconv.call.arguments import Arguments, Arrays, Axes, Result, is_batched, merged_inputs, present, shapes_of
 from cupyconv.call.operation import CheckedCall, Operation
 from cupyconv.problem.arrays import promote
 from cupyconv.problem.geometry import window_geometry

@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cupyconv.call.arguments import (
-    Arguments,
-    Arrays,
-    Axes,
-    Result,
-    in_dtype,
-    is_batched,
-    named_inputs,
-    shapes_of,
-)
+from cupyconv.call.arguments import Arguments, Arrays, Axes, Result, in_dtype, is_batched, named_inputs, shapes_of
 from cupyconv.call.dispatch import backend_for
 from cupyconv.call.operation import CheckedCall, Operation
 from cupyconv.ops.conv_pullback import ConvGradients, Pullback, holding, listed_inputs, needed_names

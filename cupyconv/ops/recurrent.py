@@ -24,13 +24,7 @@ from cupyconv.problem.arrays import (
     promote,
 )
 from cupyconv.problem.problems import check_method
-from cupyconv.problem.recurrence import (
-    DIRECTIONS,
-    GATES,
-    RECURRENT_METHODS,
-    RecurrentGeometry,
-    RecurrentProblem,
-)
+from cupyconv.problem.recurrence import DIRECTIONS, GATES, RECURRENT_METHODS, RecurrentGeometry, RecurrentProblem
 from cupyconv.typing import ActivationLike, Array
 
 

@@ -203,8 +203,5 @@ def check_recurrent_gradient(
 
 _KEPT = ("y", "gates", "h0", "c0", "peephole", "lengths", "cells", "candidate")
 RECURRENT_GRADIENT = Operation(
-    None,
-    check_recurrent_gradient,
-    ("x", "weight_ih", "weight_hh", *_KEPT, "grad_y", "grad_h", "grad_c"),
-    _SETTINGS,
+    None, check_recurrent_gradient, ("x", "weight_ih", "weight_hh", *_KEPT, "grad_y", "grad_h", "grad_c"), _SETTINGS
 )

@@ -166,11 +166,7 @@ def cuda_calls(array: Callable[..., Any]) -> Iterator[tuple[str, Callable[[Any],
     yield "conv 1x1, one launch", lambda out: conv(x, pointwise, method="direct", out=out), (1, 16, 8, 8)
     yield "conv 3x3 depthwise, one launch", lambda out: conv(x, depthwise, padding=1, groups=16, out=out), (1, 16, 8, 8)
     yield "conv 3x3, one launch", lambda out: conv(x, weight, padding=1, method="direct", out=out), (1, 16, 8, 8)
-    yield (
-        "conv 3x3, columns + GEMM",
-        lambda out: conv(x, weight, padding=1, method="gemm", out=out),
-        (1, 16, 8, 8),
-    )
+    yield ("conv 3x3, columns + GEMM", lambda out: conv(x, weight, padding=1, method="gemm", out=out), (1, 16, 8, 8))
     yield (
         "conv 3x3, columns + GEMM + bias, relu",
         lambda out: conv(x, weight, bias, padding=1, activation="relu", method="gemm", out=out),
@@ -191,11 +187,7 @@ def numpy_calls() -> Iterator[tuple[str, Callable[[], Any], Callable[[], Any]]]:
     merged, columns = array(20, 64), array(144, 64)
     conv = cupyconv.conv
     yield "linmerge of 5", lambda: cupyconv.linmerge(xs, merge), lambda: np.matmul(merge, merged)
-    yield (
-        "conv 1x1",
-        lambda: conv(x, pointwise),
-        lambda: np.matmul(pointwise.reshape(16, 16), x.reshape(16, 64)),
-    )
+    yield ("conv 1x1", lambda: conv(x, pointwise), lambda: np.matmul(pointwise.reshape(16, 16), x.reshape(16, 64)))
     product = partial(np.matmul, weight.reshape(16, 144), columns)
     yield "conv 3x3", lambda: conv(x, weight, padding=1), product
     yield "conv 3x3, out=", lambda: conv(x, weight, padding=1, out=out), product

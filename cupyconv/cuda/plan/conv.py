@@ -1,7 +1,7 @@
 """The choice of a convolution's method on a GPU: every applicable one is drafted, the cost model picks.
 
-"direct" is whichever kernel without columns fits.  "gemm" is columns (or the inputs themselves) and batched GEMM, "implicit_gemm" one kernel
-whose columns are only ever tiles in shared memory.
+"direct" is whichever kernel without columns fits.  "gemm" is columns (or the inputs themselves) and batched GEMM,
+"implicit_gemm" one kernel whose columns are only ever tiles in shared memory.
 """
 
 from __future__ import annotations

@@ -63,7 +63,8 @@ def draft_pair(first: ConvProblem, second: ConvProblem) -> Draft:
     """One launch that does both layers, or `NotApplicable` with the reason.
 
     ``second.xs`` is ``(first.out,)`` but for its dtype, which is that of `second`'s arithmetic; this image has
-    no memory.  All dtypes are converted, inputs of no channels left out.  The draft's reason states what the decision rests on: tile, shared memory, registers, occupancy, recomputation.
+    no memory.  All dtypes are converted, inputs of no channels left out.  The draft's reason states what the decision
+    rests on: tile, shared memory, registers, occupancy, recomputation.
     """
     return cheapest(drafts_of(first, second), first.gpu)
 
@@ -210,7 +211,9 @@ def _draft(first: ConvProblem, second: ConvProblem, tile: Triple, rows: int, gpu
 def _seconds(
     first: ConvProblem, second: ConvProblem, launch: KernelLaunch, shapes: tuple[Triple, Triple, Triple], *, alone: bool
 ) -> float:
-    """Whole rounds of whole tiles, with all that is computed twice or for nothing; `shapes` of the result's tile, the middle's, x's.
+    """Whole rounds of whole tiles, with all that is computed twice or for nothing.
+
+    `shapes` are those of the result's tile, the middle's and x's.
 
     A block loads and computes in turn; others of its multiprocessor fill the gaps, unless it is `alone` there.
     """

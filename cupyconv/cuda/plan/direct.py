@@ -43,10 +43,7 @@ def _launch(problem: ConvProblem) -> KernelLaunch:
             "direct", prologue, X_DTYPE=problem.x_dtype, W_DTYPE=problem.weight_dtype, Y_DTYPE=out.dtype, TILE=TILE
         ),
         *grid_and_block(geometry.batch, geometry.pixels, 1, tiles, 128),
-        (
-            *convolution_params(problem, out, epilogue),
-            *groups_params(geometry),
-        ),
+        (*convolution_params(problem, out, epilogue), *groups_params(geometry)),
         purpose=f"convolution{prologue_words(prologue)}, bias, residual, activation",
         bytes_moved=bytes_of(problem.xs) + problem.weight.nbytes + out.nbytes,
         flops=problem.flops,

@@ -51,14 +51,7 @@ def epilogue_params(
 ) -> tuple[Any, ...]:
     """The C++ struct Epilogue; `pre` is laid out as the result is."""
     low, high = activation.bounds or (activation.alpha, activation.beta)
-    return (
-        address(bias),
-        image(residual, first_sample),
-        image(pre, first_sample)[0],
-        low,
-        high,
-        activation.code,
-    )
+    return (address(bias), image(residual, first_sample), image(pre, first_sample)[0], low, high, activation.code)
 
 
 def prologue_params(prologue: Prologue, first_channel: int = 0) -> tuple[Any, ...]:

@@ -27,17 +27,7 @@ from cupyconv.cuda.plan.matrices import MAX_DIMENSION, compute_type
 from cupyconv.cuda.plan.recurrence import gate_activations
 from cupyconv.problem.arrays import ITEMSIZE, Operand, c_strides
 from cupyconv.problem.geometry import even_part
-from cupyconv.problem.plan import (
-    Address,
-    Buffer,
-    Conversion,
-    GemmCall,
-    KernelLaunch,
-    LaunchLoop,
-    Matrix,
-    Plan,
-    Step,
-)
+from cupyconv.problem.plan import Address, Buffer, Conversion, GemmCall, KernelLaunch, LaunchLoop, Matrix, Plan, Step
 from cupyconv.problem.recurrence import RecurrentGradientProblem
 
 #: Samples, and units, of a block of recurrent_gradient.cu, and threads of one.

@@ -58,14 +58,7 @@ from cupyconv.cuda.plan.matrices import (
     segments,
     weight_matrix,
 )
-from cupyconv.problem.arrays import (
-    ITEMSIZE,
-    accumulator,
-    c_strides,
-    collapsed_stride,
-    is_complex,
-    real_part,
-)
+from cupyconv.problem.arrays import ITEMSIZE, accumulator, c_strides, collapsed_stride, is_complex, real_part
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, GemmCall, KernelLaunch, Plan, Step
 from cupyconv.problem.problems import (
