@@ -16,9 +16,9 @@ try:
 except ImportError as error:
     pytest.skip(f"CuPy without cuBLAS: {str(error).splitlines()[0]}", allow_module_level=True)
 
-from cupyconv.cuda.run import cupy_device
-from cupyconv.cuda.run.cupy_device import CupyDevice
-from cupyconv.problem.plan import Kernel
+from cupyconv.cuda.run import cupy_device  # noqa: E402
+from cupyconv.cuda.run.cupy_device import CupyDevice  # noqa: E402
+from cupyconv.problem.plan import Kernel  # noqa: E402
 
 
 @pytest.fixture

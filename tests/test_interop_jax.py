@@ -13,7 +13,7 @@ jax = pytest.importorskip("jax", reason="JAX is not installed")
 import jax.numpy as jnp  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
 
-from cupyconv.interop import jax as interop
+from cupyconv.interop import jax as interop  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

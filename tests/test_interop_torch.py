@@ -16,8 +16,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-import cupyconv
-from cupyconv.interop import torch as interop
+import cupyconv  # noqa: E402
+from cupyconv.interop import torch as interop  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
