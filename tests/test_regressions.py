@@ -15,7 +15,7 @@ from tolerance import assert_exact
 
 import cupyconv
 from cupyconv.call import dispatch
-from cupyconv.numpy.convolution import Run
+from cupyconv.numpy.convolution import ConvRun
 
 
 @pytest.mark.parametrize("weight_dtype", ["float32", "complex64"])
@@ -49,7 +49,7 @@ def test_no_retry_where_the_residual_may_hold_sums_already(monkeypatch):
     """Blocks that were stored before memory ran out would be added once more."""
     x, weight = np.ones((8, 4, 64, 64)), np.ones((4, 4, 3, 3))
     out = np.ones((8, 4, 62, 62))
-    store, calls = Run.store, []
+    store, calls = ConvRun.store, []
 
     def run_out_of_memory(self, block, sums):
         calls.append(block)
@@ -57,7 +57,7 @@ def test_no_retry_where_the_residual_may_hold_sums_already(monkeypatch):
             raise MemoryError
         store(self, block, sums)
 
-    monkeypatch.setattr(Run, "store", run_out_of_memory)
+    monkeypatch.setattr(ConvRun, "store", run_out_of_memory)
     with cupyconv.options(workspace_limit=2_000_000), pytest.raises(MemoryError):
         cupyconv.conv(x, weight, residual=out, out=out)
     assert out.max() == 1 + 36

@@ -17,11 +17,11 @@ class OutMemory:
     """The memory of results that the caller gave beside that of the other arguments, in calls with these layouts.
 
     `arrays` are those of one such call by argument name, none of them is kept; `outs` are the names of results,
-    and `addend` is that of the residual which a result may be.
+    and `may_alias` is that of the residual which a result may be.
     """
 
-    def __init__(self, arrays: Mapping[str, Any], outs: Sequence[str], addend: str) -> None:
-        self._addend = addend
+    def __init__(self, arrays: Mapping[str, Any], outs: Sequence[str], may_alias: str) -> None:
+        self._may_alias = may_alias
         self._spans = [(name, _Span(array)) for name, array in arrays.items()]
         self._outs = [(place, *self._spans[place]) for place, name in enumerate(arrays) if name in outs]
 
@@ -43,19 +43,21 @@ class OutMemory:
                 where = address(arrays[other])
                 if end <= where + span.begin or where + span.end <= begin:
                     continue
-                if name == self._addend and where == at and span.layout == out.layout:
+                if name == self._may_alias and where == at and span.layout == out.layout:
                     continue  # each of its elements is read just before it is written
                 if _share_elements(out, at, span, where):
-                    raise ValueError(f"{out_name} overlaps {name}; only an out that is exactly the {self._addend} may")
+                    raise ValueError(
+                        f"{out_name} overlaps {name}; only an out that is exactly the {self._may_alias} may"
+                    )
 
     def is_residual(self, arrays: Mapping[str, Any], address: Callable[[Any], int]) -> bool:
         """Whether `out` and `residual` have the same elements at the same addresses."""
-        residual, out = (dict(self._spans).get(name) for name in (self._addend, "out"))
+        residual, out = (dict(self._spans).get(name) for name in (self._may_alias, "out"))
         return (
             residual is not None
             and out is not None
             and residual.layout == out.layout
-            and address(arrays[self._addend]) == address(arrays["out"])
+            and address(arrays[self._may_alias]) == address(arrays["out"])
         )
 
 

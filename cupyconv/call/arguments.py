@@ -111,7 +111,7 @@ class Result(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
     channel: int | None = None  # the axis that is stored last; None in C order
-    addend: str = "residual"  # the one argument that may lie where the result does
+    may_alias: str = "residual"  # the one argument that may lie where the result does
 
     @property
     def memory(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
@@ -141,7 +141,7 @@ class Arguments:
     on: str | None = None
 
     @classmethod
-    def checked(cls, arrays: dict[str, Any], on: str | None) -> Arguments:
+    def of(cls, arrays: dict[str, Any], on: str | None) -> Arguments:
         """Arrays of one library and device, whose dtypes are ones we compute with."""
         backend = backend_for(arrays)
         for name, array in arrays.items():
@@ -209,9 +209,9 @@ class Arguments:
             raise TypeError(f"{name} has dtype {out.dtype}, needed {result.dtype}")
         if overlaps_itself(out.shape, out.strides, out.dtype.itemsize):
             raise ValueError(f"{name} overlaps itself: shape {tuple(out.shape)}, strides {tuple(out.strides)}")
-        OutMemory(self.arrays, [name], result.addend).check(tuple(self.arrays.values()), self.backend.address)
+        OutMemory(self.arrays, [name], result.may_alias).check(tuple(self.arrays.values()), self.backend.address)
 
-    def check_addend(self, name: str, shape: tuple[int, ...], dtype: np.dtype, what: str = "the result is") -> None:
+    def check_optional(self, name: str, shape: tuple[int, ...], dtype: np.dtype, what: str = "the result is") -> None:
         """Refuse an optional argument of another shape, or one whose imaginary parts would be lost."""
         array = self.arrays.get(name)
         if array is None:

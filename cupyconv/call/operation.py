@@ -265,7 +265,7 @@ class Executable:
         #: Arrays of which the backend gets a view with the axes it knows.
         self._viewed = () if axes.are_the_backends else tuple(call.images & {*arrays, *returned})
         given = [name for name in returned if name in arrays]
-        self._out_memory = OutMemory(arrays, given, call.results[0].addend) if given else None
+        self._out_memory = OutMemory(arrays, given, call.results[0].may_alias) if given else None
         #: Results that are computed in memory beside the caller's, see `Axes.view`.
         self._beside = tuple(
             name

@@ -323,7 +323,7 @@ class ConvLoop(PixelLoop):
         return weight
 
     @abstractmethod
-    def sums(self, run: Run, block: Block) -> np.ndarray:
+    def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         """A block's sums (groups, outputs per group, samples, depth, height, width)."""
 
     # What all have in common.
@@ -371,7 +371,7 @@ class ConvLoop(PixelLoop):
     def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None) -> None:
         """Compute the result; arguments and result are given by name, and memory that other loops use too."""
         scratch = scratch or self.fresh or Scratch(self.x_dtype, self.rounds)
-        for _ in in_threads(self.threads, Run(self, arrays, scratch).finish, self.each_block):
+        for _ in in_threads(self.threads, ConvRun(self, arrays, scratch).finish, self.each_block):
             pass
 
 
@@ -449,7 +449,7 @@ def copy_bytes(weight: Operand, dtype: str) -> int:
 # --- runs -----------------------------------------------------------------------------------------------------
 
 
-class Run:
+class ConvRun:
     """One run: its arrays, brought to five axes, and what its blocks share."""
 
     def __init__(self, loop: ConvLoop, arrays: Mapping[str, Any], scratch: Scratch) -> None:

@@ -12,7 +12,7 @@ from math import prod
 
 import numpy as np
 
-from cupyconv.numpy.convolution import LONE_PIXELS, MEMORY_BLOCK, ConvLoop, Run, temporaries
+from cupyconv.numpy.convolution import LONE_PIXELS, MEMORY_BLOCK, ConvLoop, ConvRun, temporaries
 from cupyconv.numpy.mec import MecLoop, mec_columns
 from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
@@ -53,7 +53,7 @@ class ScaledRuns(ConvLoop):
     def arranged(self, weight: np.ndarray) -> np.ndarray:
         return weight.reshape(*weight.shape[:2], *self.geometry.kernel)
 
-    def sums(self, run: Run, block: Block) -> np.ndarray:
+    def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         geometry = self.geometry
         if self.in_place:
             sums = block.of(run.out).swapaxes(0, 1).reshape(block.sums_shape)
@@ -105,7 +105,7 @@ class ScaledTaps(MecLoop):
     def arranged(self, weight: np.ndarray) -> np.ndarray:
         return weight.reshape(*weight.shape[:2], self.geometry.kernel[self.geometry.outermost], -1)
 
-    def sums(self, run: Run, block: Block) -> np.ndarray:
+    def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         sums = self.empty_sums(run, block)
         for groups, columns in mec_columns(run.images, block, self.part):
             for taps, views in columns:

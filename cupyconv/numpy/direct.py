@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from cupyconv.numpy.convolution import MEMORY_BLOCK, ConvLoop, Run, one_tap_bytes, sums_per_pixel
+from cupyconv.numpy.convolution import MEMORY_BLOCK, ConvLoop, ConvRun, one_tap_bytes, sums_per_pixel
 from cupyconv.numpy.depthwise import ScaledRuns, ScaledTaps
 from cupyconv.numpy.gemm import product, with_parts
 from cupyconv.numpy.windows import Block
@@ -46,7 +46,7 @@ class TapByTap(ConvLoop):
         weight = with_parts(self, weight)
         return np.moveaxis(weight.reshape(*weight.shape[:2], self.geometry.group_channels, self.geometry.taps), 3, 0)
 
-    def sums(self, run: Run, block: Block) -> np.ndarray:
+    def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         sums = np.zeros(block.sums_shape, self.sums_dtype)
         columns = run.images.scratch.array("columns", (self.geometry.in_channels, *block.size))
         for weight, regions in zip(run.weight, block.taps):

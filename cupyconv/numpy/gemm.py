@@ -17,7 +17,7 @@ from cupyconv.numpy.convolution import (
     MEMORY_BLOCK,
     PRODUCT_BLOCK,
     ConvLoop,
-    Run,
+    ConvRun,
     columns_bytes,
     inputs_are_columns,
     result_takes_sums,
@@ -58,7 +58,7 @@ class View(ConvLoop):
     def workspace(self) -> int:
         return self.sums_bytes
 
-    def sums(self, run: Run, block: Block) -> np.ndarray:
+    def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         ((x, _),) = run.images.inputs
         if not self.in_place:
             return product(run, run.weight, block.of(x)[0], block)
@@ -101,7 +101,7 @@ class Columns(ConvLoop):
     def arranged(self, weight: np.ndarray) -> np.ndarray:
         return with_parts(self, weight)
 
-    def sums(self, run: Run, block: Block) -> np.ndarray:
+    def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         return product(run, run.weight, run.images.columns(block), block)
 
 
@@ -118,7 +118,7 @@ def with_parts(loop: ConvLoop, weight: np.ndarray) -> np.ndarray:
     return weight
 
 
-def product(run: Run, weight: np.ndarray, columns: np.ndarray, block: Block) -> np.ndarray:
+def product(run: ConvRun, weight: np.ndarray, columns: np.ndarray, block: Block) -> np.ndarray:
     """A block's sums: the weight, `with_parts`, times columns."""
     geometry, loop = run.geometry, run.loop
     columns = columns.reshape(geometry.groups, weight.shape[2], block.area)

@@ -23,7 +23,7 @@ from cupyconv.numpy.convolution import (
     MEMORY_BLOCK,
     PRODUCT_BLOCK,
     ConvLoop,
-    Run,
+    ConvRun,
     copy_bytes,
     result_takes_sums,
     temporaries,
@@ -160,7 +160,7 @@ class MecLoop(ConvLoop):
         products = self.geometry.group_outputs * prod(self.block) * self.sums_dtype.itemsize
         return self.part * (columns + products) + self.sums_bytes
 
-    def empty_sums(self, run: Run, block: Block) -> np.ndarray:
+    def empty_sums(self, run: ConvRun, block: Block) -> np.ndarray:
         """Where a block's sums go, (groups, outputs per group, pixels): the result, or memory of its own."""
         shape = (self.geometry.groups, self.geometry.group_outputs, block.area)
         return block.of(run.out).reshape(shape) if self.in_place else np.empty(shape, self.sums_dtype)
@@ -199,7 +199,7 @@ class MecProducts(MecLoop):
         taps = weight.reshape(*weight.shape[:2], geometry.group_channels, outer, -1)
         return np.moveaxis(taps, 3, 0).reshape(outer, *weight.shape[:2], -1)
 
-    def sums(self, run: Run, block: Block) -> np.ndarray:
+    def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         sums = self.empty_sums(run, block)
         for groups, columns in mec_columns(run.images, block, self.part):
             target = sums[groups]

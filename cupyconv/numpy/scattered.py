@@ -102,7 +102,7 @@ class ScatteredLoop(BlockLoop):
         return cls.kept
 
     @abstractmethod
-    def add(self, run: Run, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
+    def add(self, run: ScatteredRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
         """Add what a run of pixels brings to a block of (samples, channels)."""
 
     # What all have in common.
@@ -223,7 +223,7 @@ class ScatteredLoop(BlockLoop):
         return list(product(*map(ranges_of, self.geometry.out_size, self.block[1:])))
 
     def run(self, arrays: Mapping[str, Any]) -> None:
-        for _ in in_threads(self.threads, Run(self, arrays).finish, self.each_block):
+        for _ in in_threads(self.threads, ScatteredRun(self, arrays).finish, self.each_block):
             pass
 
 
@@ -256,7 +256,7 @@ def x_is_factor(problem: TransposedProblem) -> bool:
 # --- runs -----------------------------------------------------------------------------------------------------
 
 
-class Run:
+class ScatteredRun:
     """One run: its arrays, brought to five axes, and what its blocks share."""
 
     def __init__(self, loop: ScatteredLoop, arrays: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from cupyconv.numpy.convolution import (
     is_not_depthwise,
 )
 from cupyconv.numpy.gathered import plan_gathered
-from cupyconv.numpy.scattered import Piece, Run, ScatteredLoop, x_is_factor
+from cupyconv.numpy.scattered import Piece, ScatteredLoop, ScatteredRun, x_is_factor
 from cupyconv.problem.arrays import accumulator
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Plan
@@ -35,7 +35,7 @@ def plan_transposed(problem: TransposedProblem) -> Plan:
         return choose(problem, METHODS)
 
 
-class View(ScatteredLoop):
+class ScatteredView(ScatteredLoop):
     """Each result is a product: a 1x1 kernel, and matrices that BLAS takes as they lie."""
 
     name = "view"
@@ -55,7 +55,7 @@ class View(ScatteredLoop):
             and problem.is_one_kind
         )
 
-    def add(self, run: Run, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
+    def add(self, run: ScatteredRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
         matrix, x = run.factors(block, pixels)
         at: Any = (..., *(slice(axis.start, axis.stop) for axis in pixels))
         for piece, part in sums:
@@ -63,7 +63,7 @@ class View(ScatteredLoop):
             np.matmul(matrix[:, part] if len(sums) > 1 else matrix, x, out=place)
 
 
-class Columns(ScatteredLoop):
+class ScatteredColumns(ScatteredLoop):
     """One product for all taps, whose columns are then added."""
 
     name = "columns"
@@ -72,13 +72,13 @@ class Columns(ScatteredLoop):
 
     @classmethod
     def applies(cls, problem: TransposedProblem) -> bool:
-        return not View.applies(problem)
+        return not ScatteredView.applies(problem)
 
     @classmethod
     def columns(cls, geometry: ConvGeometry) -> int:
         return geometry.taps
 
-    def add(self, run: Run, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
+    def add(self, run: ScatteredRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
         matrix, x = run.factors(block, pixels)
         samples, channels = map(len, block)
         columns = run.product(matrix, x, (channels, self.geometry.taps, samples, *run.run_size(pixels)))
@@ -86,7 +86,7 @@ class Columns(ScatteredLoop):
             run.add(sums, regions, columns[:, t])
 
 
-class TapByTap(ScatteredLoop):
+class ScatteredTaps(ScatteredLoop):
     """A product for each tap."""
 
     name = "taps"
@@ -95,9 +95,9 @@ class TapByTap(ScatteredLoop):
 
     @classmethod
     def applies(cls, problem: TransposedProblem) -> bool:
-        return not ScaledTaps.applies(problem)
+        return not ScatteredScaledTaps.applies(problem)
 
-    def add(self, run: Run, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
+    def add(self, run: ScatteredRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
         samples, channels = block
         shape = (len(channels), len(samples), *run.run_size(pixels))
         groups, within = run.groups(channels)
@@ -106,7 +106,7 @@ class TapByTap(ScatteredLoop):
             run.add(sums, regions, run.product(weight[groups, :, within].swapaxes(1, 2), x, shape))
 
 
-class ScaledTaps(ScatteredLoop):
+class ScatteredScaledTaps(ScatteredLoop):
     """Depthwise: x times a number per channel; a matrix product would be a vector's."""
 
     name = "scaled taps"
@@ -121,7 +121,7 @@ class ScaledTaps(ScatteredLoop):
     def applies(cls, problem: TransposedProblem) -> bool:
         return problem.geometry.is_depthwise and problem.is_one_kind
 
-    def add(self, run: Run, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
+    def add(self, run: ScatteredRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
         samples, channels = block
         outputs, own = self.geometry.group_outputs, slice(channels.start, channels.stop)
         size = (len(samples), *run.run_size(pixels))
@@ -136,6 +136,6 @@ class ScaledTaps(ScatteredLoop):
 
 #: "auto" takes the first that suits the problem and fits, else the first that fits.
 METHODS = {
-    "gemm": Method((View, Columns), THIN_PRODUCTS, NO_ROOM_FOR_COLUMNS, is_not_depthwise),
-    "direct": Method((ScaledTaps, TapByTap), "slower: a product for every tap"),
+    "gemm": Method((ScatteredView, ScatteredColumns), THIN_PRODUCTS, NO_ROOM_FOR_COLUMNS, is_not_depthwise),
+    "direct": Method((ScatteredScaledTaps, ScatteredTaps), "slower: a product for every tap"),
 }

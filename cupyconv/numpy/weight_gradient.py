@@ -24,7 +24,7 @@ from cupyconv.numpy.convolution import (
     one_tap_bytes,
 )
 from cupyconv.numpy.mec import mec_bytes, mec_columns, mec_part, taps_share
-from cupyconv.numpy.weight_sums import Pairs, Run, WeightGradientLoop, grad_is_factor, x_item
+from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun, grad_is_factor, x_item
 from cupyconv.numpy.windows import Block, Images
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry
@@ -38,7 +38,7 @@ def plan_weight_gradient(problem: WeightGradientProblem) -> Plan:
     return choose(without_empty_inputs(problem), METHODS)
 
 
-class View(WeightGradientLoop):
+class GradientView(WeightGradientLoop):
     """The inputs are columns as they lie: a kernel of one tap, and pixels or channels side by side."""
 
     name = "view"
@@ -54,7 +54,7 @@ class View(WeightGradientLoop):
     def aim(cls, problem: WeightGradientProblem) -> tuple[int, int]:
         return problem.geometry.pixels if grad_is_factor(problem) else super().aim(problem)[0], 1
 
-    def add(self, run: Run, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
+    def add(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         for x, channels in images.inputs:
             view = block.of(x)[0]
             if len(images.inputs) == 1:
@@ -91,7 +91,7 @@ class _Sharing(WeightGradientLoop):
         return self.part * mec_bytes(self.problem, self.block, self.x_dtype.itemsize)
 
 
-class MecProducts(_Sharing):
+class GradientMecProducts(_Sharing):
     """A product for each tap of the kernel's outermost axis."""
 
     name = "MEC columns"
@@ -101,7 +101,7 @@ class MecProducts(_Sharing):
     def applies(cls, problem: WeightGradientProblem) -> bool:
         return taps_share(problem.geometry, x_item(problem))
 
-    def add(self, run: Run, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
+    def add(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         geometry = self.geometry
         # Sums with the axis that taps share in front of those of a tap's rows: (taps, groups, rows, c, other taps).
         by_tap = [
@@ -132,7 +132,7 @@ class MultipliedTaps(_Sharing):
     def reason(cls, geometry: ConvGeometry) -> str:
         return super().reason(geometry) if geometry.kernel[geometry.outermost] > 1 else "each element multiplied"
 
-    def add(self, run: Run, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
+    def add(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         outer = self.geometry.kernel[self.geometry.outermost]
         for groups, columns in mec_columns(images, block, self.part):
             for taps, views in columns:
@@ -146,7 +146,7 @@ class MultipliedTaps(_Sharing):
                         place += product
 
 
-class Columns(WeightGradientLoop):
+class GradientColumns(WeightGradientLoop):
     """All windows of a block are copied to columns."""
 
     name = "columns"
@@ -154,7 +154,7 @@ class Columns(WeightGradientLoop):
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:
-        return not (View.applies(problem) or MecProducts.applies(problem))
+        return not (GradientView.applies(problem) or GradientMecProducts.applies(problem))
 
     @classmethod
     def aim(cls, problem: WeightGradientProblem) -> tuple[int, int]:
@@ -165,13 +165,13 @@ class Columns(WeightGradientLoop):
     def columns_bytes(self) -> int:
         return columns_bytes(self.problem, self.block, self.x_dtype.itemsize)
 
-    def add(self, run: Run, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
+    def add(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         columns = images.columns(block).reshape(self.geometry.groups, self.geometry.reduction, block.area)
         for grad, sums in pairs:
             run.add_product(grad, columns, sums, is_first)
 
 
-class TapByTap(WeightGradientLoop):
+class GradientTaps(WeightGradientLoop):
     """A product for each tap: no columns but one tap's."""
 
     name = "taps"
@@ -185,7 +185,7 @@ class TapByTap(WeightGradientLoop):
     def columns_bytes(self) -> int:
         return one_tap_bytes(self.problem, self.block, self.x_dtype.itemsize)
 
-    def add(self, run: Run, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
+    def add(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         geometry = self.geometry
         columns = images.scratch.array("columns", (geometry.in_channels, *block.size))
         for t, regions in enumerate(block.taps):
@@ -197,6 +197,8 @@ class TapByTap(WeightGradientLoop):
 
 #: "auto" takes the first that suits the problem and fits, else the first that fits.
 METHODS = {
-    "gemm": Method((View, MecProducts, Columns), THIN_PRODUCTS, NO_ROOM_FOR_COLUMNS, is_not_depthwise),
-    "direct": Method((MultipliedTaps, TapByTap), "slower: a product for every tap"),
+    "gemm": Method(
+        (GradientView, GradientMecProducts, GradientColumns), THIN_PRODUCTS, NO_ROOM_FOR_COLUMNS, is_not_depthwise
+    ),
+    "direct": Method((MultipliedTaps, GradientTaps), "slower: a product for every tap"),
 }

@@ -66,7 +66,7 @@ class WeightGradientLoop(PixelLoop):
         """Bytes of what is copied of the inputs for a block."""
 
     @abstractmethod
-    def add(self, run: Run, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
+    def add(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         """Add a block's products to the sums (groups, rows, K_g); the first block writes them."""
 
     # What all have in common.
@@ -132,7 +132,7 @@ class WeightGradientLoop(PixelLoop):
         return dtype_from_name(real_part(dtype) if self.problem.factor_alone_is_complex else dtype)
 
     def run(self, arrays: Mapping[str, Any]) -> None:
-        run, threads, blocks = Run(self, arrays), self.threads, iter(self.each_block)
+        run, threads, blocks = WeightRun(self, arrays), self.threads, iter(self.each_block)
         if threads == 1:
             run.finish([run.sum_over((blocks, 0))])
             return
@@ -162,7 +162,7 @@ def x_item(problem: WeightGradientProblem) -> int:
 # --- runs -----------------------------------------------------------------------------------------------------
 
 
-class Run:
+class WeightRun:
     """One run: its arrays, brought to five axes, and what its blocks share."""
 
     def __init__(self, loop: WeightGradientLoop, arrays: Mapping[str, Any]) -> None:

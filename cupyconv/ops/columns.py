@@ -121,7 +121,7 @@ def col2im(
 def check_im2col(given: Arrays, *, on: str | None = None, kernel_shape: Any, **settings: Any) -> CheckedCall:
     """Check the arguments of `im2col`."""
     inputs, arrays = merged_inputs(given, "x")
-    arguments = Arguments.checked(arrays, on)
+    arguments = Arguments.of(arrays, on)
     shapes = shapes_of(inputs)
     batched = is_batched(shapes, kernel_shape)
     windows = window_geometry(shapes, kernel_shape, batched=batched, **settings)
@@ -141,7 +141,7 @@ def check_col2im(
     given: Arrays, *, on: str | None = None, spatial_shape: Any, kernel_shape: Any, **settings: Any
 ) -> CheckedCall:
     """Check the arguments of `col2im`."""
-    arguments = Arguments.checked(present(given, "columns"), on)
+    arguments = Arguments.of(present(given, "columns"), on)
     columns = arguments["columns"]
     if columns.ndim not in (2, 3):
         given_shape = tuple(columns.shape)

@@ -207,22 +207,22 @@ _HOW = ("activation", "prologue_activation", "method")
 def check_conv(given: Arrays, *, on: str | None = None, saving: bool = False, **settings: Any) -> CheckedCall:
     """Check the arguments of `conv`."""
     inputs, arrays = merged_inputs(given, "x", "weight")
-    arguments = Arguments.checked(arrays, on)
+    arguments = Arguments.of(arrays, on)
     shapes, weight_shape = shapes_of(inputs), tuple(arguments["weight"].shape)
     batched = is_batched(shapes, weight_shape[2:])
     windows = {name: settings.pop(name) for name in WINDOWS}
     geometry = conv_geometry(shapes, weight_shape, batched=batched, **windows)
     spatial = geometry.spatial(geometry.out_size)
-    return _checked(arguments, Axes(batched, geometry.rank), inputs, geometry, spatial, saving, settings)
+    return _conv_call(arguments, Axes(batched, geometry.rank), inputs, geometry, spatial, saving, settings)
 
 
 def check_linmerge(given: Arrays, *, on: str | None = None, saving: bool = False, **settings: Any) -> CheckedCall:
     """Check the arguments of `linmerge`."""
     inputs, arrays = merged_inputs(given, "xs", "weight")
-    arguments = Arguments.checked(arrays, on)
+    arguments = Arguments.of(arrays, on)
     geometry = pointwise_geometry(shapes_of(inputs), tuple(arguments["weight"].shape))
     spatial = tuple(next(iter(inputs.values())).shape[2:])
-    return _checked(arguments, Axes(True, len(spatial)), inputs, geometry, spatial, saving, settings)
+    return _conv_call(arguments, Axes(True, len(spatial)), inputs, geometry, spatial, saving, settings)
 
 
 def unpack_prologue(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -242,7 +242,7 @@ CONV = Operation(conv, check_conv, ("x", "weight", *_EPILOGUE), (*WINDOWS, *_HOW
 LINMERGE = Operation(linmerge, check_linmerge, ("xs", "weight", *_EPILOGUE), _HOW, unpack_prologue)
 
 
-def _checked(
+def _conv_call(
     arguments: Arguments,
     axes: Axes,
     inputs: Arrays,
@@ -286,15 +286,15 @@ def conv_problem(
     dtype = promote(multiplied)
     resolved = activation_for(activation, dtype)
     shape = axes.shape(geometry.batch, geometry.out_channels, spatial)
-    arguments.check_addend(bias, (geometry.out_channels,), dtype)
-    arguments.check_addend(residual, shape, dtype)
+    arguments.check_optional(bias, (geometry.out_channels,), dtype)
+    arguments.check_optional(residual, shape, dtype)
     x_dtype, weight_dtype = operand_dtypes([x.dtype for x in images.values()], weight.dtype, dtype)
     prologue = checked_prologue(arguments, geometry.in_channels, x_dtype, prologue_activation)
     if prologue.activation and dtype.kind == "c":
         raise TypeError(
             f"prologue activation {prologue.activation} is not defined beside the complex result, {dtype.name}"
         )
-    result = axes.result(out, shape, dtype, images.values(), addend=residual)
+    result = axes.result(out, shape, dtype, images.values(), may_alias=residual)
     keeps_pre = saving and resolved and not derivative_from_result(resolved)
     pre = result._replace(name="pre")
     problem = ConvProblem(
@@ -321,6 +321,6 @@ def checked_prologue(arguments: Arguments, channels: int, x_dtype: str, activati
     resolved = resolve_activation(activation)
     vectors = {}
     for name in ("scale", "shift"):
-        arguments.check_addend(name, (channels,), dtype_from_name(x_dtype), "the inputs are computed in")
+        arguments.check_optional(name, (channels,), dtype_from_name(x_dtype), "the inputs are computed in")
         vectors[name] = arguments.describe_given(VECTOR, name)
     return Prologue(**vectors, activation=resolved)

@@ -168,7 +168,7 @@ def check_conv_chain(
         **{f"residual[{i}]": array for i, array in zip(with_residual, given["residuals"], strict=True)},
         **present({"out": given["out"]}),
     }
-    arguments = Arguments.checked(arrays, on)
+    arguments = Arguments.of(arrays, on)
     kernel = tuple(weights[0].shape[2:])
     axes = Axes(is_batched(shapes_of(inputs), kernel), len(kernel))
     problems: list[ConvProblem] = []

@@ -85,7 +85,7 @@ def check_conv_grad_input(
     """Check the arguments of `conv_grad_input`."""
     shapes, listed = _input_shapes(input_shape)
     required = {"grad": given["grad"], "weight": given["weight"]}
-    arguments = Arguments.checked(required | _named_outs(given["out"], len(shapes), listed), on)
+    arguments = Arguments.of(required | _named_outs(given["out"], len(shapes), listed), on)
     grad, weight = arguments["grad"], arguments["weight"]
     batched = is_batched(shapes, tuple(weight.shape[2:]))
     geometry = conv_geometry(shapes, tuple(weight.shape), batched=batched, **windows)

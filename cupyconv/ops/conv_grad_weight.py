@@ -98,7 +98,7 @@ def check_conv_grad_weight(
 ) -> CheckedCall:
     """Check the arguments of `conv_grad_weight`, with those of a prologue where a pullback has one."""
     inputs, arrays = merged_inputs(given, "x", "grad")
-    arguments = Arguments.checked(arrays, on)
+    arguments = Arguments.of(arrays, on)
     grad = arguments["grad"]
     shapes = shapes_of(inputs)
     batched = is_batched(shapes, kernel_shape)

@@ -92,7 +92,7 @@ def linmerge_with_pullback(arguments: dict[str, Any]) -> tuple[Array, Pullback]:
     weight = arguments["weight"]
     inputs, listed = listed_inputs(arguments["xs"])
     rank = inputs[0].ndim - 2
-    backend = Arguments.checked({"weight": weight}, None).backend
+    backend = Arguments.of({"weight": weight}, None).backend
     prologue = _PrologueBackward(inputs, arguments, rank)
     windows = {"stride": 1, "padding": 0, "padding_mode": "constant", "dilation": 1, "groups": 1}
 
@@ -136,7 +136,7 @@ def pullback_of(
     def pullback(grad: Any, *, needs: Iterable[str] | None = None) -> ConvGradients:
         """Gradients of the arguments, from that of the result; of those named in `needs`, or of all."""
         wanted = needed_names(needs) & given
-        backend = Arguments.checked({"weight": weight, "grad": grad}, None).backend
+        backend = Arguments.of({"weight": weight, "grad": grad}, None).backend
         callers = grad
         grad = fitting("grad", grad, epilogue.shape, epilogue.dtype, backend)
         dz, sums = epilogue(grad, through=bool(wanted - {"bias"}), sums="bias" in wanted)
@@ -267,7 +267,7 @@ def check_epilogue_gradient(
 
     Images have `spatial` spatial axes; `saved` has the shape and dtype of `grad`, and is None without an activation.
     """
-    arguments = Arguments.checked(present(given), on)
+    arguments = Arguments.of(present(given), on)
     grad, saved = given["grad"], given["saved"]
     resolved = resolve_activation(activation)
     assert through or sums, "nothing to compute"
@@ -299,7 +299,7 @@ def check_prologue_gradient(
     These are two per channel, one after the other, in the accumulator's dtype: the gradients of `scale` and of `shift`.
     Images have `spatial` spatial axes and one shape; `scale` and `shift` are of these channels.
     """
-    arguments = Arguments.checked(present(given), on)
+    arguments = Arguments.of(present(given), on)
     grad, x = given["grad"], given["x"]
     assert x.shape == grad.shape, "the pullback has seen to it"
     axes = Axes(grad.ndim == spatial + 2, spatial)

@@ -109,7 +109,7 @@ def check_conv_transpose(
 ) -> CheckedCall:
     """Check the arguments of `conv_transpose`; `saving` asks for a list of results, as it does of `conv`."""
     inputs, arrays = merged_inputs(given, "x", "weight")
-    arguments = Arguments.checked(arrays, on)
+    arguments = Arguments.of(arrays, on)
     shapes, weight_shape = shapes_of(inputs), tuple(arguments["weight"].shape)
     batched = is_batched(shapes, weight_shape[2:])
     geometry = transposed_geometry(shapes, weight_shape, batched=batched, **windows)
@@ -143,7 +143,7 @@ def checked_adjoint(
     multiplied = arguments.some((*inputs, "weight"))
     dtype = promote(multiplied)
     resolved = activation_for(activation, dtype)
-    arguments.check_addend("bias", (geometry.in_channels,), dtype)
+    arguments.check_optional("bias", (geometry.in_channels,), dtype)
     results = tuple(axes.result(name, shape, dtype, xs) for name, shape in shapes.items())
     keeps_pre = listed and resolved and not derivative_from_result(resolved)
     pre = results[0]._replace(name="pre")

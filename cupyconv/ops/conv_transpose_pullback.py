@@ -22,7 +22,7 @@ def conv_transpose_with_pullback(arguments: dict[str, Any]) -> tuple[Array, Pull
     inputs, listed = listed_inputs(arguments["x"])
     rank = weight.ndim - 2
     channel = inputs[0].ndim - rank - 1
-    backend = Arguments.checked({"weight": weight}, None).backend
+    backend = Arguments.of({"weight": weight}, None).backend
     # The convolution that this is the adjoint of: over images of the size of y, with the same weight.
     shapes = {f"x[{i}]": tuple(image.shape) for i, image in enumerate(inputs)}
     said = {name: arguments[name] for name in TRANSPOSED_WINDOWS}

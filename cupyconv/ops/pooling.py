@@ -91,7 +91,7 @@ def max_pool_with_pullback(arguments: dict[str, Any]) -> tuple[ArrayOrList, Pull
 def check_max_pool(given: Arrays, *, on: str | None = None, **settings: Any) -> CheckedCall:
     """Check the arguments of `max_pool`."""
     inputs = named_inputs("x", given["x"])
-    arguments = Arguments.checked(inputs | _named_like("out", given["out"], "x", given["x"]), on)
+    arguments = Arguments.of(inputs | _named_like("out", given["out"], "x", given["x"]), on)
     windows, axes = _windows(inputs, **settings)
     spatial = windows.spatial(windows.out_size)
     results = tuple(
@@ -104,14 +104,14 @@ def check_max_pool(given: Arrays, *, on: str | None = None, **settings: Any) -> 
         outs=arguments.describe_each(axes, results),
         **arguments.decided_with,
     )
-    return _checked(arguments, problem, axes, results, given["x"])
+    return _pooling_call(arguments, problem, axes, results, given["x"])
 
 
 def check_max_pool_gradient(given: Arrays, *, on: str | None = None, **settings: Any) -> CheckedCall:
     """Check the gradients given to the pullback of ``max_pool(x, ...)``, which was y."""
     x, y = given["x"], given["y"]
     xs, ys, grads = named_inputs("x", x), _named_like("y", y, "x", x), _named_like("grad", given["grad"], "y", y)
-    arguments = Arguments.checked({**xs, **ys, **grads}, on)
+    arguments = Arguments.of({**xs, **ys, **grads}, on)
     for (y_name, one_y), (name, one_grad) in zip(ys.items(), grads.items()):
         if tuple(one_grad.shape) != tuple(one_y.shape):
             raise ValueError(f"{name} has shape {tuple(one_grad.shape)}, needed that of {y_name}, {tuple(one_y.shape)}")
@@ -127,7 +127,7 @@ def check_max_pool_gradient(given: Arrays, *, on: str | None = None, **settings:
         outs=arguments.describe_each(axes, results),
         **arguments.decided_with,
     )
-    return _checked(arguments, problem, axes, results, x)
+    return _pooling_call(arguments, problem, axes, results, x)
 
 
 MAX_POOL = Operation(max_pool, check_max_pool, ("x", "out"))
@@ -136,7 +136,7 @@ MAX_POOL_GRADIENT = Operation(
 )
 
 
-def _checked(
+def _pooling_call(
     arguments: Arguments, problem: PoolingProblem, axes: Axes, results: tuple[Result, ...], x: Any
 ) -> CheckedCall:
     images = frozenset((*arguments.arrays, *(result.name for result in results)))

@@ -103,7 +103,7 @@ def _pullback(cell: str, arguments: Arrays, found: Arrays) -> RecurrentPullback:
     def backward(grad_y: Any, grad_h: Any, grad_c: Any) -> RecurrentGradients:
         given = {"y": grad_y, "h": grad_h, "c": grad_c}
         grads = {
-            f"grad_{name}": None if grad is None else _checked(f"grad_{name}", grad, *shapes[name], backend)
+            f"grad_{name}": None if grad is None else _fitting(f"grad_{name}", grad, *shapes[name], backend)
             for name, grad in given.items()
         }
         x, weight_ih, weight_hh, h0, *c0, sums = RECURRENT_GRADIENT({**held, **grads, **settings})
@@ -133,7 +133,7 @@ def _pullback(cell: str, arguments: Arrays, found: Arrays) -> RecurrentPullback:
     return holding(pullback, read.values())
 
 
-def _checked(name: str, grad: Any, shape: tuple[int, ...], dtype: np.dtype, backend: Backend) -> Any:
+def _fitting(name: str, grad: Any, shape: tuple[int, ...], dtype: np.dtype, backend: Backend) -> Any:
     """The gradient of a result of this shape, in its dtype; anything else is refused."""
     if backend_for({name: grad}) is not backend:
         raise TypeError(f"{name} belongs to another library or device than the result: {type(grad).__name__}")
