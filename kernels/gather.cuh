@@ -34,7 +34,7 @@ struct WindowOrigin {
 // Pixel number j of all `pixels` of all samples.
 __device__ __forceinline__ WindowOrigin origin_of(const Windows& windows, long long j, long long pixels) {
     if (j >= pixels) return {-1, {0, 0, 0}};
-    const long long pixels_per_sample = windows.out[0] * windows.out[1] * windows.out[2];
+    const long long pixels_per_sample = product_of(windows.out);
     const Pixel out = pixel_at(j % pixels_per_sample, windows.out);
     WindowOrigin origin = {int(j / pixels_per_sample), {}};
 #pragma unroll
@@ -76,8 +76,8 @@ struct AlongChannels {
 
 // ---- where a thread has come to ------------------------------------------------------------------------------------
 
-// The thread's next K-chunk: its run, tap and channel; and where that tap lies for each of the thread's pixels, which is
-// worked out when the tap or the input changes, not for every element.
+// The thread's next K-chunk: its run, tap and channel; and where that tap lies for each of the thread's pixels, which
+// is worked out when the tap or the input changes, not for every element.
 template <class T, class Share>
 class TapCursor {
 public:
@@ -86,7 +86,7 @@ public:
     __device__ TapCursor(
         const Sources& sources, const Windows& windows, int c_first, int c_end, const WindowOrigin* origins, int slab)
         : sources_(sources), windows_(windows), c_first_(c_first), c_end_(c_end),
-          taps_(windows.kernel[0] * windows.kernel[1] * windows.kernel[2]), origins_(origins) {
+          taps_(product_of(windows.kernel)), origins_(origins) {
         next_run();
         while (left_ <= slab) {
             slab -= left_;
@@ -200,18 +200,14 @@ private:
 // Whole K-chunks into a tile [pixel][k], asynchronously.
 template <class T, class Tile, class Share>
 class ChunkGather {
-    // It depends on T, so that it speaks of this class only where the class is used.
+    // Of T only so that it is asked where the class is used.
     static_assert(!PROLOGUE || sizeof(T) == 0, "what is transformed passes through registers");
 
 public:
     static constexpr int SLAB = Share::SLAB, K_CHUNK = Share::K_CHUNK;
 
-    // For the group that reads channels c_first ... c_end - 1, from slab number `slab` on; a window origin for each of
-    // the tile's pixels.
-    __device__ ChunkGather(
-        const Sources& sources, const Windows& windows, const Prologue&, int c_first, int c_end,
-        const WindowOrigin* origins, int slab)
-        : cursor_(sources, windows, c_first, c_end, origins, slab) {}
+    using Cursor = TapCursor<T, Share>;
+    __device__ ChunkGather(const Cursor& from, const Prologue&) : cursor_(from) {}
 
     __device__ __forceinline__ void fetch(T* tile) {
         cursor_.aim();
@@ -228,7 +224,7 @@ public:
     __device__ __forceinline__ void store(T*) {}
 
 private:
-    TapCursor<T, Share> cursor_;
+    Cursor cursor_;
 };
 
 // Elements into a tile [k][pixel].  Those of four bytes and more are copied asynchronously; smaller ones have no such
@@ -242,11 +238,8 @@ class ElementGather {
 public:
     static constexpr int SLAB = Share::SLAB, K_CHUNK = Share::K_CHUNK;
 
-    // As ChunkGather's.
-    __device__ ElementGather(
-        const Sources& sources, const Windows& windows, const Prologue& prologue, int c_first, int c_end,
-        const WindowOrigin* origins, int slab)
-        : cursor_(sources, windows, c_first, c_end, origins, slab), prologue_(prologue) {}
+    using Cursor = TapCursor<T, Share>;
+    __device__ ElementGather(const Cursor& from, const Prologue& prologue) : cursor_(from), prologue_(prologue) {}
 
     __device__ __forceinline__ void fetch(T* tile) {
         cursor_.aim();
@@ -281,7 +274,8 @@ public:
                 for (int c = 0; c < K_CHUNK; ++c) {
                     const int further = i * APART + c;
                     if constexpr (PROLOGUE)
-                        held_[i][c] = further < held_count_ ? transformed_at(held_[i][c], held_channel_ + further) : T{};
+                        held_[i][c] =
+                            further < held_count_ ? transformed_at(held_[i][c], held_channel_ + further) : T{};
                     tile[index(i, c, 0)] = held_[i][c];
                 }
         }
@@ -322,7 +316,7 @@ private:
         }
     }
 
-    TapCursor<T, Share> cursor_;
+    Cursor cursor_;
     const Prologue& prologue_;
     bool holds_;
     int held_channel_, held_count_;  // of what is held, with a prologue: its first channel, and how many there are
