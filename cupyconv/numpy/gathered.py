@@ -23,7 +23,7 @@ from cupyconv.numpy.windows import five_axes
 from cupyconv.problem.arrays import c_strides
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Buffer, Plan
-from cupyconv.problem.polyphase import AxisClass, class_problem, is_reached, residue_classes
+from cupyconv.problem.polyphase import AxisPhase, is_reached, phase_problem, phases_of
 from cupyconv.problem.problems import NotApplicable, TransposedProblem
 
 #: Convolutions that a result may fall apart into to be gathered: stride 2 along three axes.
@@ -32,9 +32,9 @@ MOST_PARTS = 8
 
 @dataclass(frozen=True)
 class GatheredLoop(NumpyStep):
-    """A part of a transposed convolution's result as the convolution that it is: a residue class along each axis.
+    """A part of a transposed convolution's result as the convolution that it is: a phase along each axis.
 
-    Its weight is that of the channels from `first_channel` of the concatenated results on, has the classes' taps, and
+    Its weight is that of the channels from `first_channel` of the concatenated results on, has the phases' taps, and
     outputs and channels of each group exchanged.
     """
 
@@ -42,7 +42,7 @@ class GatheredLoop(NumpyStep):
     convolution: ConvLoop
     output: str
     first_channel: int
-    classes: tuple[AxisClass, ...]
+    phases: tuple[AxisPhase, ...]
 
     @property
     def flops(self) -> int:
@@ -53,18 +53,18 @@ class GatheredLoop(NumpyStep):
         return self.convolution.bytes_moved
 
     def __str__(self) -> str:
-        taps = " x ".join(str(len(axis.taps) * is_reached(self.classes)) for axis in self.classes)
+        taps = " x ".join(str(len(axis.taps) * is_reached(self.phases)) for axis in self.phases)
         stride = self.problem.geometry.stride
         every = f", every {' x '.join(map(str, stride))}" if max(stride) > 1 else ""
         return f"{self.convolution}, gathered from {taps} taps{every}"
 
     @cached_property
     def _read(self) -> Any:
-        return tuple(slice(max(0, -axis.before), min(0, axis.after) or None) for axis in self.classes)
+        return tuple(slice(max(0, -axis.before), min(0, axis.after) or None) for axis in self.phases)
 
     @cached_property
     def _written(self) -> Any:
-        return tuple(slice(axis.first, None, step) for axis, step in zip(self.classes, self.problem.geometry.stride))
+        return tuple(slice(axis.first, None, step) for axis, step in zip(self.phases, self.problem.geometry.stride))
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         geometry = self.convolution.geometry
@@ -88,7 +88,7 @@ class GatheredLoop(NumpyStep):
         if geometry.reduction == 0:
             return np.empty((geometry.out_channels, 0, *geometry.kernel), weight.dtype)
         reversed_taps: Any = tuple(
-            slice(t.start, t.stop if t.stop >= 0 else None, t.step) for t in (axis.taps for axis in self.classes)
+            slice(t.start, t.stop if t.stop >= 0 else None, t.step) for t in (axis.taps for axis in self.phases)
         )
         own = slice(self.first_channel, self.first_channel + geometry.out_channels // geometry.groups)
         taken = five_axes(weight)[(slice(None), own, *reversed_taps)]
@@ -103,22 +103,22 @@ class GatheredLoop(NumpyStep):
 def plan_gathered(problem: TransposedProblem) -> Plan:
     """The plan of convolutions that the results are; ValueError where adding products takes less, or one has no plan."""
     geometry = problem.geometry
-    classes = residue_classes(geometry)
-    if geometry.padding_mode != "constant" or not _reads_less(geometry, len(classes)):
+    phases = phases_of(geometry)
+    if geometry.padding_mode != "constant" or not _reads_less(geometry, len(phases)):
         raise NotApplicable("products are added where the kernel reaches")
     if geometry.groups > 1 and len(problem.outs) > 1:
         raise NotApplicable("several results of a grouped convolution")
     weight = prod(problem.weight.shape) * problem.weight.itemsize
     plans, steps = [], []
-    for (out, first), one in product(zip(problem.outs, geometry.channel_offsets), classes):
-        taps = [axis.taps for axis in one] if is_reached(one) else [range(0)] * 3
+    for (out, first), phase in product(zip(problem.outs, geometry.channel_offsets), phases):
+        taps = [axis.taps for axis in phase] if is_reached(phase) else [range(0)] * 3
         shape = (out.shape[1], geometry.group_outputs, *map(len, taps))
         own = replace(problem.weight, shape=shape, strides=c_strides(shape))
-        part = class_problem(replace(problem, workspace_limit=problem.limit_with(weight) - weight), one, out, own)
-        plan = plan_conv(replace(part, method=problem.method if is_reached(one) else "auto"))
+        part = phase_problem(replace(problem, workspace_limit=problem.limit_with(weight) - weight), phase, out, own)
+        plan = plan_conv(replace(part, method=problem.method if is_reached(phase) else "auto"))
         plans.append(plan)
         steps += [
-            GatheredLoop(problem, loop, out.name, first, one) for loop in plan.steps if isinstance(loop, ConvLoop)
+            GatheredLoop(problem, loop, out.name, first, phase) for loop in plan.steps if isinstance(loop, ConvLoop)
         ]
     largest = max(plans, key=lambda plan: plan.flops)
     sizes = {"weight": weight, "blocks": max(plan.workspace_bytes for plan in plans)}

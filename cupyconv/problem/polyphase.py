@@ -1,14 +1,14 @@
-"""The polyphase decomposition: a transposed convolution as ordinary ones of stride 1, a residue class modulo the stride each.
+"""The polyphase decomposition: a transposed convolution as ordinary ones of stride 1, one for each phase of its result.
 
 Along an axis of stride s = 2, with a kernel of three taps::
 
-    result       i   o i o i o i        elements whose i + before leaves the same rest modulo s
-    taps             1 . 1 . 1 .        are reached through the same taps: one class by tap 1,
+    result       i   o i o i o i        a phase: elements whose i + before leaves one rest modulo s
+    taps             1 . 1 . 1 .        they are reached through the same taps: one phase by tap 1,
                      . 0 . 0 . 0        the other by taps 0 and 2
                      . 2 . 2 . 2
 
-A class is a convolution of x with those taps, last to first.  With g = gcd(stride, dilation) the taps of a class
-are stride / g apart and lie dilation / g pixels of x apart; the class that no tap reaches is zeros.  Everything is
+A phase is a convolution of x with those taps, last to first.  With g = gcd(stride, dilation) the taps of a phase
+are stride / g apart and lie dilation / g pixels of x apart; the phase that no tap reaches is zeros.  Everything is
 a view: of the weight by strides, of x cut where a window would begin inside it, of the result by its steps.
 """
 
@@ -22,48 +22,48 @@ from cupyconv.problem.arrays import Operand
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.problems import ConvProblem, NotApplicable, TransposedProblem
 
-#: Classes into which a result may be cut: each has launches of its own.
-MOST_CLASSES = 64
+#: Phases into which a result may be cut: each has launches of its own.
+MOST_PHASES = 64
 
 
 @dataclass(frozen=True)
-class AxisClass:
+class AxisPhase:
     """Elements ``first``, ``first + stride`` ... of an axis, `count` of them, as a convolution along that axis."""
 
     first: int
     count: int
-    taps: range  # of the kernel, in the order in which they meet x; empty where nothing reaches the class
+    taps: range  # of the kernel, in the order in which they meet x; empty where nothing reaches the phase
     dilation: int
     before: int
     after: int  # of x; negative ones cut it
 
 
-def axis_classes(size: int, pixels: int, kernel: int, stride: int, before: int, dilation: int) -> list[AxisClass]:
-    """The classes of an axis of `size` elements, reached from `pixels` of x."""
+def axis_phases(size: int, pixels: int, kernel: int, stride: int, before: int, dilation: int) -> list[AxisPhase]:
+    """The phases of an axis of `size` elements, reached from `pixels` of x."""
     common = gcd(stride, dilation)
     tap_step, gap = stride // common, dilation // common
-    classes = []
+    phases = []
     for first in range(min(stride, size)):
         count = (size - 1 - first) // stride + 1
-        nothing = AxisClass(first, count, range(0), 1, 0, 0)
+        nothing = AxisPhase(first, count, range(0), 1, 0, 0)
         window, rest = divmod(first + before, stride)
         lowest = next((t for t in range(min(kernel, tap_step)) if (t * dilation - rest) % stride == 0), None)
         if lowest is None:
-            classes.append(nothing)
+            phases.append(nothing)
             continue
         taps = range(lowest, kernel, tap_step)
         reach = (len(taps) - 1) * gap
         ahead = reach - window + (lowest * dilation - rest) // stride
         behind = count + reach - ahead - pixels
         reached = pixels + min(ahead, 0) + min(behind, 0) > 0
-        classes.append(AxisClass(first, count, taps[::-1], gap, ahead, behind) if reached else nothing)
-    return classes
+        phases.append(AxisPhase(first, count, taps[::-1], gap, ahead, behind) if reached else nothing)
+    return phases
 
 
-def residue_classes(geometry: ConvGeometry) -> list[tuple[AxisClass, ...]]:
-    """The classes of a result's elements, along its three axes."""
+def phases_of(geometry: ConvGeometry) -> list[tuple[AxisPhase, ...]]:
+    """The phases of a result's elements, along its three axes."""
     axes = [
-        axis_classes(*along)
+        axis_phases(*along)
         for along in zip(
             geometry.size, geometry.out_size, geometry.kernel, geometry.stride, geometry.before, geometry.dilation
         )
@@ -71,37 +71,39 @@ def residue_classes(geometry: ConvGeometry) -> list[tuple[AxisClass, ...]]:
     return list(product(*axes))
 
 
-def class_problems(problem: TransposedProblem) -> list[ConvProblem]:
-    """A convolution for each class of each result; NotApplicable where no convolutions compute the same."""
+def phase_problems(problem: TransposedProblem) -> list[ConvProblem]:
+    """A convolution for each phase of each result; NotApplicable where no convolutions compute the same."""
     geometry = problem.geometry
     if geometry.padding_mode != "constant":
-        raise NotApplicable(f"padding_mode {geometry.padding_mode!r} folds elements of several classes together")
+        raise NotApplicable(f"padding_mode {geometry.padding_mode!r} folds elements of several phases together")
     if problem.conjugate:
         raise NotApplicable("the weight is conjugated")
     if geometry.groups > 1 and len(problem.outs) > 1:
         raise NotApplicable("several results of a grouped convolution")
-    classes = residue_classes(geometry)
-    if len(classes) > MOST_CLASSES:
-        raise NotApplicable(f"stride {geometry.stride} makes {len(classes)} classes, {MOST_CLASSES} are allowed")
+    phases = phases_of(geometry)
+    if len(phases) > MOST_PHASES:
+        raise NotApplicable(f"stride {geometry.stride} makes {len(phases)} phases, {MOST_PHASES} are allowed")
     return [
-        class_problem(
-            problem, one, out, _weight(problem, one, out.shape[1], first) if is_reached(one) else problem.weight
+        phase_problem(
+            problem, phase, out, _weight(problem, phase, out.shape[1], first) if is_reached(phase) else problem.weight
         )
         for out, first in zip(problem.outs, geometry.channel_offsets)
-        for one in classes
+        for phase in phases
     ]
 
 
-def is_reached(one: tuple[AxisClass, ...]) -> bool:
-    """Whether any tap reaches the elements of a class."""
-    return all(axis.taps for axis in one)
+def is_reached(phase: tuple[AxisPhase, ...]) -> bool:
+    """Whether any tap reaches the elements of a phase."""
+    return all(axis.taps for axis in phase)
 
 
-def class_problem(problem: TransposedProblem, one: tuple[AxisClass, ...], out: Operand, weight: Operand) -> ConvProblem:
-    """The convolution of x with the taps of a class, which are `weight`, that is its part of a result."""
-    geometry, reached = problem.geometry, is_reached(one)
-    xs = tuple(_cut(x, one) for x in problem.xs) if reached else problem.xs[:1]
-    pads = [(max(axis.before, 0), max(axis.after, 0)) for axis in one]
+def phase_problem(
+    problem: TransposedProblem, phase: tuple[AxisPhase, ...], out: Operand, weight: Operand
+) -> ConvProblem:
+    """The convolution of x with the taps of a phase, which are `weight`, that is its part of a result."""
+    geometry, reached = problem.geometry, is_reached(phase)
+    xs = tuple(_cut(x, phase) for x in problem.xs) if reached else problem.xs[:1]
+    pads = [(max(axis.before, 0), max(axis.after, 0)) for axis in phase]
     as_convolution = ConvGeometry(
         batch=geometry.batch,
         channels=tuple(x.shape[1] for x in xs) if reached else (0,),
@@ -110,19 +112,19 @@ def class_problem(problem: TransposedProblem, one: tuple[AxisClass, ...], out: O
         rank=geometry.rank,
         padding_mode="constant",
         stride=(1, 1, 1),
-        size=xs[0].shape[2:] if reached else tuple(axis.count for axis in one),  # type: ignore[arg-type]
-        kernel=tuple(len(axis.taps) if reached else 1 for axis in one),  # type: ignore[arg-type]
+        size=xs[0].shape[2:] if reached else tuple(axis.count for axis in phase),  # type: ignore[arg-type]
+        kernel=tuple(len(axis.taps) if reached else 1 for axis in phase),  # type: ignore[arg-type]
         before=tuple(pad[0] if reached else 0 for pad in pads),  # type: ignore[arg-type]
         after=tuple(pad[1] if reached else 0 for pad in pads),  # type: ignore[arg-type]
-        dilation=tuple(axis.dilation for axis in one),  # type: ignore[arg-type]
+        dilation=tuple(axis.dilation for axis in phase),  # type: ignore[arg-type]
     )
     return ConvProblem(
         geometry=as_convolution,
         xs=xs,
         weight=weight,
-        out=_every(out, one, geometry.stride),
+        out=_every(out, phase, geometry.stride),
         bias=problem.bias,
-        pre=problem.pre and _every(problem.pre, one, geometry.stride),
+        pre=problem.pre and _every(problem.pre, phase, geometry.stride),
         x_dtype=problem.x_dtype,
         weight_dtype=problem.weight_dtype,
         activation=problem.activation,
@@ -132,8 +134,8 @@ def class_problem(problem: TransposedProblem, one: tuple[AxisClass, ...], out: O
     )
 
 
-def _weight(problem: TransposedProblem, one: tuple[AxisClass, ...], channels: int, first: int) -> Operand:
-    """The taps of a class, with outputs and channels exchanged."""
+def _weight(problem: TransposedProblem, phase: tuple[AxisPhase, ...], channels: int, first: int) -> Operand:
+    """The taps of a phase, with outputs and channels exchanged."""
     weight, geometry = problem.weight, problem.geometry
     outputs, inputs = weight.stride_c, weight.stride_n
     if geometry.groups > 1:
@@ -143,7 +145,7 @@ def _weight(problem: TransposedProblem, one: tuple[AxisClass, ...], channels: in
             inputs = 0
         else:
             raise NotApplicable("the weight of several groups, transposed within each, is no strided view")
-    taps = [axis.taps for axis in one]
+    taps = [axis.taps for axis in phase]
     offset = first * weight.stride_c + sum(t[0] * step for t, step in zip(taps, weight.strides[2:]))
     return weight.view(
         (channels, geometry.group_outputs, *map(len, taps)),
@@ -152,16 +154,16 @@ def _weight(problem: TransposedProblem, one: tuple[AxisClass, ...], channels: in
     )
 
 
-def _cut(x: Operand, one: tuple[AxisClass, ...]) -> Operand:
+def _cut(x: Operand, phase: tuple[AxisPhase, ...]) -> Operand:
     """The part of x that windows read."""
-    begins = [max(0, -axis.before) for axis in one]
-    ends = [extent - max(0, -axis.after) for extent, axis in zip(x.shape[2:], one)]
+    begins = [max(0, -axis.before) for axis in phase]
+    ends = [extent - max(0, -axis.after) for extent, axis in zip(x.shape[2:], phase)]
     shape = (*x.shape[:2], *(end - begin for begin, end in zip(begins, ends)))
     return x.view(shape, x.strides, sum(begin * step for begin, step in zip(begins, x.strides[2:])))
 
 
-def _every(out: Operand, one: tuple[AxisClass, ...], stride: tuple[int, ...]) -> Operand:
-    """The elements of a class."""
-    shape = (*out.shape[:2], *(axis.count for axis in one))
+def _every(out: Operand, phase: tuple[AxisPhase, ...], stride: tuple[int, ...]) -> Operand:
+    """The elements of a phase."""
+    shape = (*out.shape[:2], *(axis.count for axis in phase))
     strides = (*out.strides[:2], *(s * step for s, step in zip(stride, out.strides[2:])))
-    return out.view(shape, strides, sum(axis.first * step for axis, step in zip(one, out.strides[2:])))
+    return out.view(shape, strides, sum(axis.first * step for axis, step in zip(phase, out.strides[2:])))

@@ -48,7 +48,7 @@ from cupyconv.problem.activations import IDENTITY
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, product_flops, real_part
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, GemmCall, KernelLaunch, Plan, Step
-from cupyconv.problem.polyphase import class_problems
+from cupyconv.problem.polyphase import phase_problems
 from cupyconv.problem.problems import NotApplicable, TransposedProblem, inputs_with_channels
 
 
@@ -139,7 +139,7 @@ def _draft_gemm(problem: TransposedProblem) -> Draft:
 
 def _as_convolutions(method: str, problem: TransposedProblem) -> Draft:
     """Ordinary convolutions with x, each of which is a part of a result."""
-    drafts = [draft_conv(method, part) for part in class_problems(problem)]
+    drafts = [draft_conv(method, part) for part in phase_problems(problem)]
     kinds = ", ".join(dict.fromkeys(draft.reason for draft in drafts))
     return in_sequence(method, drafts, f"{len(drafts)} convolution(s) with x: {kinds}")
 
