@@ -207,12 +207,12 @@ class BlockLoop(NumpyStep):
 
     @cached_property
     def x_dtype(self) -> np.dtype:
-        """Of images in products."""
+        """The dtype of images in products."""
         return dtype_from_name(accumulator(self.problem.x_dtype))
 
     @cached_property
     def factor_dtype(self) -> np.dtype:
-        """Of what images are multiplied with."""
+        """The dtype of what images are multiplied with."""
         return dtype_from_name(accumulator(self.problem.factor_dtype))
 
 

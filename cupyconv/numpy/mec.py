@@ -7,7 +7,7 @@ they are written once for all of these taps: a fraction of all columns, and a pr
 
     columns for kh = 0      row 0   row 1   row 2   row 3          with pixels in the order (h, samples, d, w)
                     1               row 1   row 2   row 3   row 4  a tap's columns are one matrix, rows apart;
-                    2                       row 2   row 3   ...    with a stride, rows of one residue are
+                    2                       row 2   row 3   ...    with a stride, rows of one phase are
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _columns_leave_cache(geometry: ConvGeometry, item: int) -> bool:
 def mec_shapes(geometry: ConvGeometry, channels: int, block: BlockSize) -> Iterator[tuple[range, tuple[int, ...]]]:
     """The columns of some channels that a block's taps share: (c, other taps, rows, samples, other pixels).
 
-    Where the stride keeps taps from meeting the same rows, there is one array for every residue, beside its taps.
+    Where the stride keeps taps from meeting the same rows, there is one array for every phase, beside its taps.
     """
     axis = geometry.outermost
     taps, stride, gap, rows = (t[axis] for t in (geometry.kernel, geometry.stride, geometry.dilation, block[1:]))
