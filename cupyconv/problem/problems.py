@@ -25,7 +25,7 @@ class HostModel:
 
     #: The backend that runs what is planned for it.
     backend: ClassVar[str] = "numpy"
-    threads: int
+    threads: int  # 0: as many as the backend finds worth it
 
     def __str__(self) -> str:
         return f"{self.threads} thread" + "s" * (self.threads > 1)
