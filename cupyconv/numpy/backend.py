@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _NOTHING_TO_DO = nullcontext()
 #: What a core does in a second, cautiously, and the seconds of work for which another thread is worth waking.
 _FLOPS, _BYTES = 5e10, 5e9
-_WORTH_WAKING = 75e-6
+_WORTH_WAKING = 150e-6
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class NumpyBackend:
     def _threads_for(self, problem: Problem) -> int:
         """As many threads as NumPy's BLAS would use, or as are worth waking."""
         seconds = max(problem.flops / _FLOPS, problem.minimal_bytes / _BYTES)
-        worth_waking = int(seconds / _WORTH_WAKING)
+        worth_waking = int(seconds / problem.turns / _WORTH_WAKING)
         if worth_waking <= 1:
             return 1
         if self._blas is None:

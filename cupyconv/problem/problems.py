@@ -126,6 +126,11 @@ class Problem:
         return sum(array.nbytes for array in self.arrays if array is not None)
 
     @property
+    def turns(self) -> int:
+        """Parts of the work of which each waits for the one before."""
+        return 1
+
+    @property
     def bound(self) -> str:
         """What limits the speed on the host."""
         return "memory" if self.flops < _HOST_BALANCE * self.minimal_bytes else "arithmetic"
