@@ -11,6 +11,7 @@ How many threads is a plan's decision.  What parts compute must not depend on wh
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import warnings
@@ -62,6 +63,7 @@ class _Job(Generic[_Part, _Result]):
         self._lock = allocate_lock()
         self._helpers, self._closed = 0, False
         self._all_left = _taken_lock()
+        self._processor = _processor()
 
     def take_parts(self) -> None:
         """Do one part after the other until none is left, or one has failed."""
@@ -82,6 +84,7 @@ class _Job(Generic[_Part, _Result]):
             if self._closed:
                 return
             self._helpers += 1
+        _leave_processor(self._processor)
         BLAS.hold_thread()
         self.take_parts()
         with self._lock:
@@ -157,6 +160,27 @@ def _taken_lock() -> LockType:
     lock = allocate_lock()
     lock.acquire()
     return lock
+
+
+# --- processors -----------------------------------------------------------------------------------------------
+
+#: The number of the processor that the calling thread runs on, where the C library says it.
+_processor: Callable[[], int] = (
+    getattr(ctypes.CDLL(None), "sched_getcpu", lambda: -1) if os.name == "posix" else lambda: -1
+)
+
+
+def _leave_processor(caller: int) -> None:
+    """Move to another processor than the caller's.
+
+    Linux may wake a thread on the processor of the one that wakes it, and leave both there for 50 ms: as if there were
+    one thread.  This thread may run where it might before, once it has moved.
+    """
+    if caller >= 0 and _processor() == caller and hasattr(os, "sched_setaffinity"):
+        allowed = os.sched_getaffinity(0)
+        if len(allowed) > 1:
+            os.sched_setaffinity(0, allowed - {caller})
+            os.sched_setaffinity(0, allowed)
 
 
 # --- BLAS -----------------------------------------------------------------------------------------------------
