@@ -308,7 +308,7 @@ def _tiled(problem: ChainProblem, tile: tuple[int, int], limit: int, *, is_fused
         loops.append(tuple(step for plan in plans for step in plan.steps if isinstance(step, ConvLoop)))
         # Layers of one dtype and way use the same memory, but one's columns and another's tile lie in it side by side.
         most = max((plan.workspace_bytes for plan in plans), default=0)
-        most += max((part_loop.tile_bytes for part_loop in loops[-1]), default=0)
+        most += max((part_loop.threads * part_loop.tile_bytes for part_loop in loops[-1]), default=0)
         for kind in {(layer.x_dtype, type(part_loop)) for part_loop in loops[-1]}:
             scratch[kind] = max(scratch.get(kind, 0), most)
     needed = fixed + workers * sum(scratch.values())

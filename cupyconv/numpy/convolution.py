@@ -39,6 +39,7 @@ from cupyconv.numpy.windows import (
     columns_shape,
     five_axes,
     largest_block,
+    share_of_pixels,
     tile_shape,
 )
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides, dtype_from_name, is_complex, real_part
@@ -61,8 +62,9 @@ from cupyconv.problem.problems import (
 if TYPE_CHECKING:
     from cupyconv.numpy.prologue import Transform
 
-#: Bytes of columns a block aims at where products dominate, and where memory does.
+#: Bytes of columns a block aims at where products dominate, where they are copied and read at once, and where memory does.
 PRODUCT_BLOCK = 8 << 20
+CACHE_BLOCK = 1 << 20
 MEMORY_BLOCK = 512 << 10
 #: Pixels below which a block of columns is not cut: the products would be vectors.
 SMALLEST_BLOCK = 32
@@ -255,6 +257,7 @@ class PixelLoop(BlockLoop):
             return fixed + problem.host.threads * cls(problem, block).workspace
 
         pixels, most_samples = cls.aim(problem)
+        pixels = share_of_pixels(problem.geometry, problem.host.threads, pixels)
         return cls(problem, largest_block(problem.geometry, needed, limit, pixels, cls.smallest, most_samples))
 
     @cached_property

@@ -14,8 +14,8 @@ from typing import Self
 import numpy as np
 
 from cupyconv.numpy.convolution import (
+    CACHE_BLOCK,
     MEMORY_BLOCK,
-    PRODUCT_BLOCK,
     ConvLoop,
     ConvRun,
     columns_bytes,
@@ -23,14 +23,16 @@ from cupyconv.numpy.convolution import (
     result_takes_sums,
     sums_per_pixel,
 )
-from cupyconv.numpy.mec import MecProducts
-from cupyconv.numpy.windows import Block, tile_shape
+from cupyconv.numpy.mec import MecRows
+from cupyconv.numpy.windows import Block, block_of_pixels, share_of_pixels, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.problems import ConvProblem
 
 #: Outputs from which a 1x1 product is bound by arithmetic: each element read is used that often.
 PRODUCT_OUTPUTS = 32
+#: Pixels with which a product is as fast as with more: each time it reads, and arranges, the whole weight.
+LONG_PRODUCT = 256
 
 
 class View(ConvLoop):
@@ -50,8 +52,10 @@ class View(ConvLoop):
     @classmethod
     def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
         if result_takes_sums(problem) and not (problem.bias or problem.activation):
-            # One product of all samples does it all, in no memory but the result's.
-            return cls(problem, (problem.geometry.batch, *problem.geometry.out_size))
+            # A product for each thread does it all, in no memory but the result's.
+            geometry = problem.geometry
+            share = share_of_pixels(geometry, problem.host.threads, geometry.batch * geometry.pixels)
+            return cls(problem, block_of_pixels(geometry, share, geometry.batch))
         return super().fitted(problem, fixed, limit)
 
     @property
@@ -84,7 +88,8 @@ class Columns(ConvLoop):
         geometry = problem.geometry
         per_pixel = geometry.in_channels * geometry.taps * ITEMSIZE[accumulator(problem.x_dtype)]
         per_pixel = per_pixel or 2 * sums_per_pixel(problem)
-        return _bytes_of_columns(geometry) // (per_pixel or 1), geometry.batch
+        pixels = _bytes_of_columns(geometry) // (per_pixel or 1)
+        return max(pixels, LONG_PRODUCT), geometry.batch
 
     @cached_property
     def in_place(self) -> bool:
@@ -108,7 +113,7 @@ class Columns(ConvLoop):
 def _bytes_of_columns(geometry: ConvGeometry) -> int:
     """Bytes that a block's columns should take."""
     by_memory = geometry.is_pointwise and geometry.group_outputs < PRODUCT_OUTPUTS
-    return MEMORY_BLOCK if by_memory else PRODUCT_BLOCK
+    return MEMORY_BLOCK if by_memory else CACHE_BLOCK
 
 
 def with_parts(loop: ConvLoop, weight: np.ndarray) -> np.ndarray:
@@ -137,4 +142,4 @@ def product(run: ConvRun, weight: np.ndarray, columns: np.ndarray, block: Block)
 
 
 #: The first that applies and fits the workspace limit is taken.
-WAYS = (View, MecProducts, Columns)
+WAYS = (View, MecRows, Columns)

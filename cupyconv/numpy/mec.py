@@ -1,7 +1,8 @@
 """MEC lowering: columns that the taps along one axis of the kernel share (Cho and Brand, "MEC", ICML 2017).
 
 Along the outermost axis of the kernel, the taps' columns are the same rows of pixels, each beginning further on, so
-they are written once for all of these taps: a fraction of all columns, and a product for each tap.
+they are written once for all of these taps: a fraction of all columns.  A convolution takes a product for each row of its
+result (`MecRows`), the gradient of a weight one for each tap.
 
 ::
 
@@ -19,6 +20,7 @@ from math import gcd, prod
 import numpy as np
 
 from cupyconv.numpy.convolution import (
+    CACHE_BLOCK,
     LONE_PIXELS,
     MEMORY_BLOCK,
     PRODUCT_BLOCK,
@@ -29,13 +31,14 @@ from cupyconv.numpy.convolution import (
     temporaries,
 )
 from cupyconv.numpy.windows import Block, BlockSize, Images, parts_of, tile_shape
-from cupyconv.problem.arrays import ITEMSIZE, accumulator
+from cupyconv.problem.arrays import ITEMSIZE, accumulator, product_flops
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.problems import ConvProblem, WeightGradientProblem
 
-#: Pixels per output from which a copy of the weight takes much less than its products, and pixels of a row from
-#: which columns of all taps are written as quickly as one tap's products are added to another's.
-PIXELS_PER_OUTPUT, LONG_ROW = 8, 128
+#: What a core takes for an operation of a product, to copy an element in cache, and to begin a run of elements.
+FLOP_SECONDS, COPY_SECONDS, RUN_SECONDS = 1e-11, 3e-10, 1e-8
+#: Columns of a product whose time each product takes beside them.
+SHORT_PRODUCT = 10
 #: Rows of columns from which taps share them: with fewer, the products of one tap would be thin.  In groups they are
 #: thin anyway, and writing columns takes longer.
 LEAST_SHARED = 32
@@ -134,7 +137,7 @@ def _columns(images: Images, block: Block) -> list[tuple[slice, np.ndarray]]:
 
 
 class MecLoop(ConvLoop):
-    """Sums of columns that taps share; subclasses are products, and for depthwise convolutions scaled elements."""
+    """Sums of columns that taps share, one tap of the outermost axis after the other."""
 
     @classmethod
     def aim(cls, problem: ConvProblem) -> tuple[int, int]:
@@ -172,43 +175,121 @@ class MecLoop(ConvLoop):
         return np.moveaxis(sums.reshape(*sums.shape[:2], *samples_and_size), 2, 2 + axis)
 
 
-class MecProducts(MecLoop):
-    """A product for each tap of the kernel's outermost axis."""
+class MecRows(ConvLoop):
+    """A product for each row of the result: of the rows of columns that its taps share, one matrix where they lie.
 
-    name = "MEC columns"
-    words = "columns that {taps} taps share, and products"
+    ::
+
+        L = columns of     row 0   row 1   row 2   row 3   ...         each row (channels, other taps, pixels)
+        output row 0     [ row 0   row 1   row 2 ]                     (kh x channels x other taps, pixels)
+                   1             [ row 1   row 2   row 3 ]             rows of a dilated kernel are taken apart first
+
+    All rows of a block are one batched product, which is written where the result lies, whatever its rows are apart.
+    """
+
+    name = "MEC rows"
+    words = "columns that {taps} taps share, and a product for each row"
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
-        """Whether columns that taps share, and a sum of products, take less than all columns and one product."""
-        geometry = problem.geometry
-        # The weight is copied, a matrix for each tap.
-        worth_a_copy = geometry.batch * geometry.pixels >= PIXELS_PER_OUTPUT * geometry.group_outputs
-        slow_columns = geometry.groups > 1 or geometry.out_size[2] < LONG_ROW
-        item = ITEMSIZE[accumulator(problem.x_dtype)]
-        return worth_a_copy and slow_columns and problem.is_one_kind and taps_share(geometry, item)
+        """Whether short products, of columns of which fewer are written, take less than long ones of all."""
+        geometry, axis = problem.geometry, problem.geometry.outermost
+        taps, step = geometry.kernel[axis], geometry.stride[axis] // gcd(geometry.stride[axis], geometry.dilation[axis])
+        if not problem.is_one_kind or taps <= step:
+            return False
+        row = prod(geometry.out_size[axis + 1 :])
+        products = FLOP_SECONDS * product_flops(problem.x_dtype, problem.factor_dtype) * geometry.reduction
+        products *= geometry.out_channels
+        column = COPY_SECONDS + RUN_SECONDS / max(1, geometry.out_size[2])
+        all_columns = column * geometry.in_channels * geometry.taps
+        weight = COPY_SECONDS * 4 * geometry.out_channels * geometry.reduction
+        shared = products * SHORT_PRODUCT / max(1, row) + all_columns * step / taps
+        return shared + weight / max(1, geometry.batch * geometry.pixels) < all_columns
+
+    @classmethod
+    def aim(cls, problem: ConvProblem) -> tuple[int, int]:
+        geometry, axis = problem.geometry, problem.geometry.outermost
+        per_pixel = geometry.in_channels * geometry.taps // geometry.kernel[axis] * geometry.stride[axis]
+        return CACHE_BLOCK // (per_pixel * ITEMSIZE[accumulator(problem.x_dtype)] or 1), geometry.batch
+
+    @cached_property
+    def in_place(self) -> bool:
+        return result_takes_sums(self.problem) and self._is_whole_rows
+
+    @cached_property
+    def _is_whole_rows(self) -> bool:
+        """Whether the pixels of a row lie side by side in the result."""
+        after = 1 + self.geometry.outermost + 1
+        return len(self.block[after:]) <= 1 or self.block[after + 1 :] == self.geometry.out_size[after:]
+
+    @property
+    def tile_bytes(self) -> int:
+        return prod(tile_shape(self.geometry, self.geometry.in_channels, self.block)) * self.x_dtype.itemsize
+
+    @property
+    def workspace(self) -> int:
+        tiles = 1 + temporaries(self.geometry, self.problem.prologue)
+        return tiles * self.tile_bytes + prod(self._rows_shape(self.block)) * self.x_dtype.itemsize + self.sums_bytes
 
     @classmethod
     def weight_bytes(cls, problem: ConvProblem) -> int:
         return copy_bytes(problem.weight, problem.weight_dtype)
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
-        """The matrix of each tap: (taps, groups, outputs per group, channels and other taps)."""
+        """The weight with the taps that are rows apart first: (groups, outputs per group, taps x channels x others)."""
         geometry = self.geometry
-        outer = geometry.kernel[geometry.outermost]
-        taps = weight.reshape(*weight.shape[:2], geometry.group_channels, outer, -1)
-        return np.moveaxis(taps, 3, 0).reshape(outer, *weight.shape[:2], -1)
+        taps = weight.reshape(*weight.shape[:2], geometry.group_channels, geometry.kernel[geometry.outermost], -1)
+        return taps.swapaxes(2, 3).reshape(weight.shape)
+
+    @cached_property
+    def _period(self) -> int:
+        """Output rows after which one reads rows of the same phase again."""
+        axis = self.geometry.outermost
+        gap = self.geometry.dilation[axis]
+        return gap // gcd(gap, self.geometry.stride[axis])
+
+    def _rows_shape(self, block: BlockSize) -> tuple[int, ...]:
+        """The columns of one phase: (groups, samples, axes before the rows, rows, channels, other taps, other pixels)."""
+        geometry, axis = self.geometry, self.geometry.outermost
+        stride, gap = geometry.stride[axis], geometry.dilation[axis]
+        outputs = -(-block[1 + axis] // self._period)
+        rows = (outputs - 1) * (stride * self._period // gap) + geometry.kernel[axis]
+        channels = geometry.groups, geometry.group_channels
+        return (
+            channels[0], *block[: 1 + axis], rows, channels[1], *geometry.kernel[axis + 1 :], *block[2 + axis :]
+        )  # fmt: skip
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
-        sums = self.empty_sums(run, block)
-        for groups, columns in mec_columns(run.images, block, self.part):
-            target = sums[groups]
-            product = run.products.array("product", target.shape, target.dtype)
-            for taps, views in columns:
-                matrices = views.swapaxes(0, 1).reshape(views.shape[1], len(target), -1, block.area)
-                for t, matrix in zip(range(self.geometry.taps)[taps], matrices):
-                    place = product if t else target
-                    np.matmul(run.weight[t, groups], matrix, out=place)
-                    if t:
-                        target += product
-        return self.in_order(sums, block)
+        geometry, axis, period = self.geometry, self.geometry.outermost, self._period
+        if self.in_place:
+            sums = block.of(run.out).swapaxes(0, 1).reshape(block.sums_shape)
+        else:
+            sums = np.empty(block.sums_shape, self.sums_dtype)
+        image, tile = run.images.tile(block), block.tile(geometry.in_channels)
+        c, *others = tile.windows_strides
+        taps, n, moves = others[:3], others[3], others[4:]
+        before, after = slice(0, axis), slice(axis + 1, 3)
+        strides = (c * geometry.group_channels, n, *moves[before], taps[axis], c, *taps[after], *moves[after])
+        pixels = prod(block.size[2 + axis :])
+        # The product of a row: (groups, samples, axes before, rows, outputs, pixels), in the result.
+        target = np.moveaxis(sums, 1, 3 + axis)
+        for first in range(min(period, block.size[1 + axis])):
+            place = target[(slice(None),) * (2 + axis) + (slice(first, None, period),)]
+            place = place.reshape(*place.shape[: 4 + axis], pixels)
+            outputs = place.shape[2 + axis]
+            step = geometry.stride[axis] * period // geometry.dilation[axis]
+            shape = list(self._rows_shape(block.size))
+            shape[2 + axis] = (outputs - 1) * step + geometry.kernel[axis]
+            columns = run.images.scratch.array("columns", shape)
+            columns[...] = np.ndarray(shape, image.dtype, image, first * moves[axis], strides)
+            row, item = columns.strides[2 + axis], columns.itemsize
+            matrices = np.ndarray(
+                (*shape[: 2 + axis], outputs, geometry.reduction, pixels),
+                columns.dtype,
+                columns,
+                0,
+                (*columns.strides[: 2 + axis], row * step, pixels * item, item),
+            )
+            weight = run.weight.reshape(geometry.groups, *(1,) * (2 + axis), *run.weight.shape[1:])
+            np.matmul(weight, matrices, out=place)
+        return sums

@@ -15,11 +15,12 @@ import ctypes
 import os
 import threading
 import warnings
-from _thread import LockType, allocate_lock
+from _thread import allocate_lock
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -61,8 +62,10 @@ class _Job(Generic[_Part, _Result]):
         self.results: dict[int, _Result] = {}
         self.error: BaseException | None = None
         self._lock = allocate_lock()
+        self._asked: list[_Worker] = []
         self._helpers, self._closed = 0, False
-        self._all_left = _taken_lock()
+        self._all_left = allocate_lock()
+        self._all_left.acquire()
         self._processor = _processor()
 
     def take_parts(self) -> None:
@@ -78,24 +81,36 @@ class _Job(Generic[_Part, _Result]):
         with self._lock:
             return None if self.error is not None else next(self._parts, None)
 
-    def help(self) -> None:
+    def ask(self, worker: _Worker) -> None:
+        """Let a worker help, if it comes before all parts are taken."""
+        with self._lock:
+            self._asked.append(worker)
+        worker.jobs.put(self)
+
+    def help(self, worker: _Worker) -> None:
         """Take parts in another thread than the caller's; nothing where that has gone on already."""
         with self._lock:
             if self._closed:
                 return
+            self._asked.remove(worker)
             self._helpers += 1
         _leave_processor(self._processor)
         BLAS.hold_thread()
         self.take_parts()
+        _pool.idle.append(worker)
         with self._lock:
             self._helpers -= 1
             if self._closed and not self._helpers:
                 self._all_left.release()
 
     def close(self) -> None:
-        """Wait for those who still help; whoever has not begun by now is not waited for."""
+        """Wait for those who still help; whoever has not begun by now is not waited for.
+
+        All are idle before the caller goes on: its next call finds the same workers, and the memory that they keep.
+        """
         with self._lock:
             self._closed = True
+            _pool.idle.extend(self._asked)
             if not self._helpers:
                 return
         while True:
@@ -113,53 +128,38 @@ class _Pool:
     """Workers that wait for jobs; started when first needed, for good."""
 
     def __init__(self) -> None:
-        self._idle: list[_Worker] = []
+        self.idle: list[_Worker] = []
         self._started = 0
 
     def help_with(self, job: _Job[Any, Any], workers: int) -> None:
-        """Wake so many workers for a job, or as many as there are."""
+        """Let so many workers help with a job, or as many as there are."""
         for _ in range(min(workers, _MOST_WORKERS)):
             try:
-                worker = self._idle.pop()
+                worker = self.idle.pop()
             except IndexError:
                 if self._started >= _MOST_WORKERS:
                     return
                 try:
-                    worker = _Worker(self._idle)
+                    worker = _Worker()
                 except RuntimeError:  # no thread can be started: too many, or Python is about to end
                     return
                 self._started += 1
-            worker.wake(job)
+            job.ask(worker)
 
 
 class _Worker:
-    """A thread that does a job when it is woken, and is idle again."""
+    """A thread that does one job after the other, and waits where there is none."""
 
-    def __init__(self, idle: list[_Worker]) -> None:
-        self._idle = idle
-        self._job: _Job[Any, Any] | None = None
-        self._woken = _taken_lock()
+    def __init__(self) -> None:
+        self.jobs: SimpleQueue[_Job[Any, Any]] = SimpleQueue()
         threading.Thread(target=self._run, name="cupyconv", daemon=True).start()
-
-    def wake(self, job: _Job[Any, Any]) -> None:
-        self._job = job
-        self._woken.release()
 
     def _run(self) -> None:
         with np.errstate(all="ignore"):
             while True:
-                self._woken.acquire()
-                job, self._job = self._job, None
-                assert job is not None
-                job.help()
+                job = self.jobs.get()
+                job.help(self)
                 del job  # it holds the caller's arrays
-                self._idle.append(self)
-
-
-def _taken_lock() -> LockType:
-    lock = allocate_lock()
-    lock.acquire()
-    return lock
 
 
 # --- processors -----------------------------------------------------------------------------------------------

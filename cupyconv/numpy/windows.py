@@ -331,6 +331,16 @@ def largest_block(
         pixels = max(smallest, min(pixels - 1, pixels * limit // nbytes))
 
 
+def share_of_pixels(geometry: ConvGeometry, threads: int, most: int) -> int:
+    """Pixels of a block, about `most` of them, such that every thread has as many blocks: whole steps along the cut axis."""
+    _, height, width = geometry.out_size
+    pixels = geometry.batch * geometry.pixels
+    blocks = threads * -(-pixels // (threads * max(1, most)))
+    steps = (geometry.pixels, height * width, width, 1)
+    unit = next(step for step in steps if 0 < step * blocks <= pixels or step == 1)
+    return unit * -(-pixels // (blocks * unit or 1))
+
+
 def block_of_pixels(geometry: ConvGeometry, pixels: int, most_samples: int) -> BlockSize:
     """At most that many pixels: whole samples, else part of one along the outermost axis that must be cut."""
     depth, height, width = geometry.out_size
