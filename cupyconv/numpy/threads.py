@@ -49,9 +49,7 @@ def in_threads(threads: int, work: Callable[[_Part], _Result], parts: Iterable[_
             job.take_parts()
         finally:
             job.close()
-    if job.error is not None:
-        raise job.error
-    return [job.results[i] for i in range(len(job.results))]
+    return job.given_up()
 
 
 class _Job(Generic[_Part, _Result]):
@@ -102,6 +100,14 @@ class _Job(Generic[_Part, _Result]):
             self._helpers -= 1
             if self._closed and not self._helpers:
                 self._all_left.release()
+
+    def given_up(self) -> list[_Result]:
+        """The results, or the error raised; a worker that is slow to let go of the job keeps nothing of the caller's."""
+        results, error = self.results, self.error
+        del self._work, self._parts, self.results, self.error
+        if error is not None:
+            raise error
+        return [results[i] for i in range(len(results))]
 
     def close(self) -> None:
         """Wait for those who still help; whoever has not begun by now is not waited for.
