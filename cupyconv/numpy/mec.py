@@ -195,7 +195,8 @@ class MecRows(ConvLoop):
         """Whether short products, of columns of which fewer are written, take less than long ones of all."""
         geometry, axis = problem.geometry, problem.geometry.outermost
         taps, step = geometry.kernel[axis], geometry.stride[axis] // gcd(geometry.stride[axis], geometry.dilation[axis])
-        if not problem.is_one_kind or taps <= step:
+        in_cache = not _columns_leave_cache(geometry, ITEMSIZE[accumulator(problem.x_dtype)])
+        if not problem.is_one_kind or taps <= step or in_cache:
             return False
         row = prod(geometry.out_size[axis + 1 :])
         products = FLOP_SECONDS * product_flops(problem.x_dtype, problem.factor_dtype) * geometry.reduction
