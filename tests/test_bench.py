@@ -455,6 +455,8 @@ def test_every_method_is_timed_on_the_host_device(host_machine):
         others = set(row["methods"]) - {row["chosen"]}
         assert {name for name in row["ways"] if name.startswith("cupyconv ")} == {f"cupyconv {m}" for m in others}
         assert set(row["methods"]) | set(row["rejected"]) == set(METHODS)
+    kernels = {row["case"]["name"]: row["methods"]["direct"]["kernels"] for row in written["cases"]}
+    assert kernels["merge"] == ["merge"] and kernels["3x3"] == ["direct"] and kernels["depthwise"] == ["depthwise"]
     assert "loop over samples" in written["cases"][0]["ways"]
 
 
