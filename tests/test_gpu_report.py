@@ -24,7 +24,7 @@ from tests.gpu_report import __main__ as command
 from tests.gpu_report import compilation, parts, smoke
 from tests.gpu_report.calls import ALL, CALLS, EXCHANGING, GEMM, REAL
 from tests.gpu_report.parts import Run, Skipped
-from tests.gpu_report.processes import ROOT, Job, read_lines, run_jobs
+from tests.gpu_report.processes import DEAD, ROOT, Job, read_lines, run_jobs, slice_of
 from tests.gpu_report.report import in_words, is_whole, report_of
 from tests.gpu_report.status import NEVER, status, table
 from tests.variants import all_variants
@@ -202,6 +202,23 @@ def test_a_call_that_ends_the_process_is_a_failure_and_the_next_dtype_is_run(cud
     }
 
 
+@pytest.mark.host_device
+def test_dtypes_behind_one_that_took_the_gpu_are_run_by_another_process(cuda_target, run, monkeypatch):
+    module = parts._module
+    line = dict(
+        part="smoke", name="max_pool float16", kernel="max_pool", dtype="float16", outcome="failed", message="lost"
+    )
+    lost = f"import pathlib; pathlib.Path({str(run.results)!r}).open('a').write({json.dumps(line) + chr(10)!r}); exit({DEAD})"
+
+    def losing(name, *arguments):
+        return python(lost) if "float16" in arguments else module(name, *arguments)
+
+    monkeypatch.setattr(parts, "_module", losing)
+    parts.smoke(replace(run, kernels=("max_pool",)), soon())
+    assert outcomes(run, "smoke") == {f"max_pool {dtype}": "passed" for dtype in REAL} | {"max_pool float16": "failed"}
+    assert [line["message"] for line in run.lines("smoke") if line.get("outcome") == "failed"] == ["lost"]
+
+
 SUITE = """
     import os, sys, types
     import pytest
@@ -249,6 +266,12 @@ def test_every_test_is_run_whatever_another_does(run, tmp_path, processes):
     assert "Fatal Python error: Aborted" in in_words(report)
 
 
+def test_a_share_whose_time_was_over_before_it_began_is_not_forgotten(run, tmp_path):
+    parts.run_tests(replace(run, tests=(str(tmp_path),)), soon(0))
+    report = report_of(read_lines(run.results), None, "gpu")
+    assert report["parts"]["tests"]["counts"] == {"not run": run.processes} and not is_whole(report)
+
+
 def test_what_was_not_reached_is_counted_once_for_each_share():
     lines = [
         {"part": "tests", "share": "0/2", "expected": 2}, {"part": "tests", "share": "1/2", "expected": 1},
@@ -281,7 +304,7 @@ def test_variants_are_compiled_with_a_line_for_each(tmp_path):
 
 def test_variants_are_dealt_out():
     every = compilation.planned_variants(90)
-    shares = [every[compilation.slice_of(f"{number}/7")] for number in range(7)]
+    shares = [every[slice_of(f"{number}/7")] for number in range(7)]
     assert sorted(map(repr, every)) == sorted(repr(variant) for share in shares for variant in share)
     assert len(every) > 300 and set(compilation.planned_variants(91)) == set(every)  # as the newest one that is known
 

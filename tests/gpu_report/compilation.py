@@ -16,7 +16,7 @@ from typing import Any
 
 from cupyconv.problem.machine import nearest_gpu
 from cupyconv.problem.plan import Kernel
-from tests.gpu_report.processes import add_line
+from tests.gpu_report.processes import add_line, slice_of
 from tests.variants import all_variants, is_planned
 
 
@@ -42,12 +42,6 @@ def compile_variants(device: Any, kernels: Sequence[Kernel], results: Path, shar
         add_line(results, part="compile", name=name, outcome=outcome, seconds=seconds, message=message)
         print(f"{name}: {seconds:.2f} s {message}", flush=True)
     return failed
-
-
-def slice_of(share: str) -> slice:
-    """``"2/8"``: every eighth, from the third on."""
-    number, of = map(int, share.split("/"))
-    return slice(number, None, of)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,8 +14,7 @@ from typing import Any
 from cupyconv.bench.record import error_line, read_record
 from tests import host_device
 from tests.gpu_report.calls import CALLS, EXCHANGING
-from tests.gpu_report.processes import Ended, Job, add_line, read_lines, run_jobs
-from tests.gpu_report.pytest_plugin import DEAD
+from tests.gpu_report.processes import DEAD, Ended, Job, add_line, read_lines, run_jobs
 
 
 class Skipped(Exception):
@@ -68,8 +67,10 @@ class Run:
 def environment(run: Run, until: float) -> None:
     command = _module("environment", "--target", run.target, "--results", str(run.results), "--commit", run.commit)
 
+    add_line(run.results, part="environment", expected=1)
+
     def then(ended: Ended) -> None:
-        if ended.status != 0:
+        if ended.status not in (0, None):
             run.failed("environment", "environment", ended)
 
     run.run([Job("environment", command)], until, then)
@@ -91,6 +92,8 @@ def smoke(run: Run, until: float) -> None:
         left = [dtype for dtype in CALLS[ended.job.name].dtypes if dtype not in done]
         if not left or ended.status is None:
             return None
+        if ended.status == DEAD:
+            return job(ended.job.name, left)
         run.failed("smoke", f"{ended.job.name} {left[0]}", ended, kernel=ended.job.name, dtype=left[0])
         return job(ended.job.name, left[1:]) if left[1:] else None
 
@@ -100,9 +103,8 @@ def smoke(run: Run, until: float) -> None:
 def compilation(run: Run, until: float) -> None:
     """All variants, dealt to the processes."""
     run.need_gpu()
-    jobs = [
-        Job(share, _module("compilation", "--share", share, "--results", str(run.results))) for share in _shares(run)
-    ]
+    where = ("--results", str(run.results))
+    jobs = [Job(share, _module("compilation", "--share", share, *where)) for share in _shares(run, "compile")]
 
     def then(ended: Ended) -> None:
         if ended.status not in (0, 1, None):
@@ -136,7 +138,7 @@ def run_tests(run: Run, until: float, *options: str) -> None:
             run.failed("tests", f"share {ended.job.name}", ended)
         return job(ended.job.name) if ended.status == DEAD else None
 
-    run.run([job(share) for share in _shares(run)], until, then)
+    run.run([job(share) for share in _shares(run, "tests")], until, then)
 
 
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
@@ -230,8 +232,12 @@ def _module(name: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-m", f"tests.gpu_report.{name}", *arguments)
 
 
-def _shares(run: Run) -> list[str]:
-    return [f"{number}/{run.processes}" for number in range(run.processes)]
+def _shares(run: Run, part: str) -> list[str]:
+    """The processes' shares.  Something is expected of each, until it says itself of how much."""
+    shares = [f"{number}/{run.processes}" for number in range(run.processes)]
+    for share in shares:
+        add_line(run.results, part=part, share=share, expected=1)
+    return shares
 
 
 #: In their order, with the share of the time that each may take, and what those before it left.

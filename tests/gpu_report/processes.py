@@ -1,4 +1,4 @@
-"""Processes side by side until a time, and the file of results that all of them add lines to."""
+"""Processes side by side until a time, what they share, and the file of results that all of them add lines to."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections import deque
@@ -16,6 +17,9 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[2]
+
+#: The exit status of a process whose GPU no longer works.
+DEAD = 70
 
 
 def add_line(results: Path, **line: Any) -> None:
@@ -46,6 +50,23 @@ class Ended:
     status: int | None
     seconds: float
     output: str
+
+
+def lost_gpu() -> str:
+    """What the GPU answers where this process can no longer use it, as after a fault in a kernel."""
+    cupy = sys.modules.get("cupy")
+    try:
+        if cupy is not None and cupy.cuda.is_available():
+            cupy.cuda.runtime.deviceSynchronize()
+    except Exception as failure:
+        return str(failure)
+    return ""
+
+
+def slice_of(share: str) -> slice:
+    """``"2/8"``: every eighth, from the third on."""
+    number, of = map(int, share.split("/"))
+    return slice(number, None, of)
 
 
 class _Running:

@@ -13,11 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu_report.compilation import slice_of
-from tests.gpu_report.processes import add_line, read_lines
+from tests.gpu_report.processes import DEAD, add_line, lost_gpu, read_lines, slice_of
 
-#: The exit status of a process whose GPU no longer works.
-DEAD = 70
 #: One test may take so long.
 LONGEST_SECONDS = 100.0
 #: These first, should time run out: everything else assumes what they show.
@@ -65,20 +62,9 @@ class _Reporter:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         faulthandler.cancel_dump_traceback_later()
         self._add(nodeid, self.outcome, self.seconds, self.message)
-        if self.outcome == "failed" and (failure := _lost_gpu()):
+        if self.outcome == "failed" and (failure := lost_gpu()):
             print(f"the GPU no longer works: {failure}", flush=True)
             os._exit(DEAD)  # fixtures that give back memory of this GPU would only fail, one after the other
 
     def _add(self, name: str, outcome: str, seconds: float, message: str) -> None:
         add_line(self.results, part="tests", name=name, outcome=outcome, seconds=seconds, message=message[-3000:])
-
-
-def _lost_gpu() -> str:
-    """What the GPU answers, if that is an error."""
-    cupy = sys.modules.get("cupy")
-    try:
-        if cupy is not None and cupy.cuda.is_available():
-            cupy.cuda.runtime.deviceSynchronize()
-    except Exception as failure:
-        return str(failure)
-    return ""

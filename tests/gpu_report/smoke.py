@@ -22,7 +22,7 @@ from cupyconv.call.dispatch import backend_for
 from cupyconv.problem.arrays import is_complex
 from cupyconv.problem.plan import Kernel
 from tests.gpu_report.calls import CALLS, SmokeCall
-from tests.gpu_report.processes import add_line
+from tests.gpu_report.processes import DEAD, add_line, lost_gpu
 from tests.targets import Target, gpu_target, host_device_target
 from tests.tolerance import finfo
 
@@ -89,7 +89,7 @@ def run_call(target: Target, name: str, dtype: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the calls of some kernels; the exit status is 0 where all passed."""
+    """Run the calls of some kernels; the exit status is 0 where all passed, `DEAD` where one ended the GPU's context."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_report.smoke")
     parser.add_argument("kernels", nargs="+", choices=CALLS)
     parser.add_argument("--target", choices=TARGETS, default="gpu")
@@ -113,6 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(line, flush=True)
             if given.results:
                 add_line(given.results, **line)
+            if line["outcome"] == "failed" and (failure := lost_gpu()):
+                print(f"the GPU no longer works: {failure}", flush=True)
+                return DEAD
     return 1 if failed else 0
 
 
