@@ -63,9 +63,20 @@ def gpu_target() -> Target:
     return Target("gpu", cupy.asarray, cupy.asnumpy, cupy)
 
 
+def no_gpu_because(reason: str) -> None:
+    """Let what needs a GPU be skipped, and say so."""
+    global _refused
+    _refused = reason
+
+
+_refused: str | None = None
+
+
 @lru_cache(maxsize=1)
 def _no_gpu() -> str | None:
     """Why there is no GPU to test on, or None."""
+    if _refused is not None:
+        return _refused
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed"
     import cupy
