@@ -109,6 +109,17 @@ def _typed(letter: str) -> None:
         given = (*sizes, a, kind, lda, 0, b, kind, ldb, 0, beta, c, kind, ldc, 0, 1, compute)
         _enqueue(handle, GemmArguments(*given))
 
+    @exported(CUBLAS, *_SIZES, *_MATRIX, *_MATRIX, c_void_p, *_MATRIX, c_int, names=(f"cublas{letter}gemmBatched",))
+    def gemm_batched(handle: int, *arguments: Any) -> None:
+        """The addresses of the matrices are on the device."""
+        *sizes, a, lda, b, ldb, beta, c, ldc, batch = arguments
+        stream = MACHINE.stream(_handle(handle).stream)
+        MACHINE.wait(stream)
+        tables = [(ctypes.c_uint64 * batch).from_address(table) for table in (a, b, c)]
+        for x, y, z in zip(*tables):
+            given = (*sizes, x, kind, lda, 0, y, kind, ldb, 0, beta, z, kind, ldc, 0, 1, compute)
+            _enqueue(handle, GemmArguments(*given))
+
     @exported(
         CUBLAS, *_SIZES, *strided, *strided, c_void_p, *strided, c_int, names=(f"cublas{letter}gemmStridedBatched",)
     )

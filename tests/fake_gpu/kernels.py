@@ -109,8 +109,10 @@ class Module:
         if re.search(rf"\b{name}\b", self.source) is None:
             return None
         if any(option.startswith(_OURS) for option in self.options):
+            folders = [Path(o[2:]) for o in self.options if o.startswith("-I")]
+            folder = next(folder for folder in folders if (folder / f"{name}.cu").is_file())
             macros = [o[2:].partition("=") for o in self.options if o.startswith("-D") and not o.startswith(_OURS)]
-            return OurFunction(name, self, Kernel(name, tuple((macro, value) for macro, _, value in macros)))
+            return OurFunction(name, self, Kernel(name, tuple((macro, value) for macro, _, value in macros)), folder)
         return CupyFunction(name, self)
 
 
@@ -221,10 +223,11 @@ class OurFunction(Function):
     """A kernel of the project, which takes one struct."""
 
     variant: Kernel
+    folder: Path
 
     @functools.cached_property
     def compiled(self) -> build.HostKernel:
-        return build.load_kernel(self.variant)
+        return build.load_kernel(self.variant, self.folder)
 
     def copy_of(self, parameters: Any) -> Any:
         return ctypes.create_string_buffer(ctypes.string_at(parameters[0], self.compiled.params_size))

@@ -186,9 +186,9 @@ class Machine:
     def release(self, start: int) -> None:
         if start not in self._allocations:
             raise CudaError(INVALID_VALUE, "freed twice, or never allocated")
-        _, nbytes, _ = self._allocations.pop(start)
-        self._starts.remove(start)
-        ctypes.memset(start, FREED, nbytes)
+        memory, nbytes, _ = self._allocations.pop(start)
+        del self._starts[bisect_right(self._starts, start) - 1]
+        memory[:] = FREED
 
     def allocation(self, start: int, end: int) -> tuple[np.ndarray, int]:
         """The device memory that holds the bytes [start, end), and its first address."""
