@@ -181,6 +181,16 @@ def test_ranges_for_profilers(device, monkeypatch, shown):
     assert (annotated is fails_on_zero) is not shown
 
 
+def test_ranges_without_nvtx_are_a_warning(monkeypatch):
+    monkeypatch.setattr(cupy.cuda, "nvtx", SimpleNamespace(available=False))
+    assert not cupy_device._shows_ranges()
+    monkeypatch.setenv("CUPYCONV_NVTX", "1")
+    with pytest.warns(RuntimeWarning, match="CUPYCONV_NVTX=1 shows nothing: this CuPy was built without NVTX"):
+        assert not cupy_device._shows_ranges()
+    monkeypatch.setattr(cupy.cuda, "nvtx", SimpleNamespace(available=True))
+    assert cupy_device._shows_ranges()
+
+
 def test_handles_are_destroyed_on_their_device_and_left_to_the_end_of_the_process(device, monkeypatch):
     done = []
     blas = SimpleNamespace(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -37,8 +38,18 @@ _DEFAULT_ALGORITHM = -1
 _WITHOUT_ASKING = 48 << 10
 #: CUresult: no room for all blocks of a cooperative launch at once.
 _COOPERATIVE_LAUNCH_TOO_LARGE = 720
-#: NVTX ranges around every call, for Nsight and its like.
-_SHOWN_TO_PROFILERS = os.environ.get("CUPYCONV_NVTX") == "1"
+
+
+def _shows_ranges() -> bool:
+    """Whether every call is an NVTX range, for Nsight and its like: asked for, and possible with this CuPy."""
+    asked = os.environ.get("CUPYCONV_NVTX") == "1"
+    if asked and not cupy.cuda.nvtx.available:
+        warnings.warn("CUPYCONV_NVTX=1 shows nothing: this CuPy was built without NVTX", RuntimeWarning, stacklevel=2)
+        return False
+    return asked
+
+
+_SHOWN_TO_PROFILERS = _shows_ranges()
 
 
 class CupyDevice:
