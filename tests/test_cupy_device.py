@@ -191,6 +191,28 @@ def test_ranges_without_nvtx_are_a_warning(monkeypatch):
     assert cupy_device._shows_ranges()
 
 
+@pytest.mark.parametrize(("status", "expected"), [(2, MemoryError), (1, cupy.cuda.runtime.CUDARuntimeError)])
+@pytest.mark.parametrize("name", ["empty", "empty_in_graph", "from_host", "convert"])
+def test_cudas_own_lack_of_memory_is_a_memory_error(device, monkeypatch, name, status, expected):
+    """As `cupy.cuda.malloc_async` and `malloc_managed` raise it."""
+
+    def fails(*given, **settings):
+        raise cupy.cuda.runtime.CUDARuntimeError(status)
+
+    monkeypatch.setattr(cupy.cuda, "malloc_async", fails)
+    monkeypatch.setattr(cupy, "asarray", fails)
+    given = {"from_host": (np.ones(3),), "convert": (SimpleNamespace(astype=fails), np.dtype(np.float32))}.get(
+        name, ((3,), np.dtype(np.float32))
+    )
+    allocator = cupy.cuda.get_allocator()
+    cupy.cuda.set_allocator(fails)
+    try:
+        with pytest.raises(expected):
+            getattr(device, name)(*given)
+    finally:
+        cupy.cuda.set_allocator(allocator)
+
+
 def test_handles_are_destroyed_on_their_device_and_left_to_the_end_of_the_process(device, monkeypatch):
     done = []
     blas = SimpleNamespace(

@@ -14,9 +14,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from math import prod
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import cupy
 import numpy as np
@@ -38,6 +38,8 @@ _DEFAULT_ALGORITHM = -1
 _WITHOUT_ASKING = 48 << 10
 #: CUresult: no room for all blocks of a cooperative launch at once.
 _COOPERATIVE_LAUNCH_TOO_LARGE = 720
+#: cudaError_t: no memory.
+_MEMORY_ALLOCATION = 2
 
 
 def _shows_ranges() -> bool:
@@ -50,6 +52,26 @@ def _shows_ranges() -> bool:
 
 
 _SHOWN_TO_PROFILERS = _shows_ranges()
+
+AllocatorT = TypeVar("AllocatorT", bound=Callable[..., Any])
+
+
+def _with_memory_errors(allocate: AllocatorT) -> AllocatorT:
+    """`allocate`, which fails with MemoryError whichever allocator CuPy has, so that a plan with less is tried.
+
+    That of CuPy's pools is one; ``cupy.cuda.malloc_async`` and ``malloc_managed`` raise CUDA's own error.
+    """
+
+    @wraps(allocate)
+    def allocating(*arguments: Any) -> Any:
+        try:
+            return allocate(*arguments)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            if error.status != _MEMORY_ALLOCATION:
+                raise
+            raise MemoryError(str(error)) from error
+
+    return cast(AllocatorT, allocating)
 
 
 class CupyDevice:
@@ -78,16 +100,20 @@ class CupyDevice:
             return cupy.cuda.Device(self.ordinal)
         return self._thread.nothing_to_do
 
+    @_with_memory_errors
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         return cupy.ndarray(shape, dtype)
 
+    @_with_memory_errors
     def empty_in_graph(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         # Not of the pool, which would give the same memory to others while the graph still writes to it.
         return cupy.ndarray(shape, dtype, cupy.cuda.malloc_async(prod(shape) * dtype.itemsize))
 
+    @_with_memory_errors
     def from_host(self, array: np.ndarray) -> Any:
         return cupy.asarray(array)
 
+    @_with_memory_errors
     def convert(self, array: Any, dtype: np.dtype) -> Any:
         return array.astype(dtype, order="C")
 
