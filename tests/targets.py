@@ -15,7 +15,6 @@ import pytest
 
 from cupyconv.call.dispatch import register_backend
 from cupyconv.cuda.run import CudaBackend
-from cupyconv.problem.machine import known_gpu
 from tests import host_device
 
 
@@ -41,7 +40,7 @@ def numpy_target() -> Target:
 def _host_device() -> host_device.HostDevice:
     """One device for all tests: its compiled kernels and its log are shared."""
     device = host_device.HostDevice()
-    backend = CudaBackend(device, known_gpu("sm_90"))
+    backend = CudaBackend(device)
     register_backend(host_device.HostArray, lambda array: backend)
     return device
 
