@@ -89,8 +89,8 @@ def test_what_is_not_emulated_says_so(cupy, capfd):
 
 @pytest.mark.parametrize(
     ("grid", "block", "shared_bytes"),
-    [((1, 1, 1), (1025, 1, 1), 0), ((1, 65536, 1), (32, 1, 1), 0), ((1, 1, 1), (32, 1, 1), (48 << 10) + 1), ((0, 1, 1), (32, 1, 1), 0)],
-    ids=["threads", "rows", "shared", "nothing"],
+    [((1, 1, 1), (1025, 1, 1), 0), ((1, 65536, 1), (32, 1, 1), 0), ((1, 1, 1), (32, 1, 1), (48 << 10) + 1)],
+    ids=["threads", "rows", "shared"],
 )  # fmt: skip
 def test_launches_are_held_against_the_gpus_limits(cupy, machine, grid, block, shared_bytes):
     kernel = cupy.RawModule(code='extern "C" __global__ void nothing_to_do(float* x) {}', backend="nvrtc")
@@ -203,7 +203,7 @@ def test_arrays_of_two_gpus_are_refused(cupy, machine):
     with cupy.cuda.Device(1):
         other = w.copy() if w.device.id == 1 else cupy.ones(w.shape, w.dtype)
     machine.launches.clear()
-    with pytest.raises(ValueError, match="device"):
+    with pytest.raises(TypeError, match="device"):
         cupyconv.conv(x, other)
     assert not machine.launches
 
@@ -211,7 +211,7 @@ def test_arrays_of_two_gpus_are_refused(cupy, machine):
 def test_a_layer_that_does_not_fit_a_small_gpu_at_once_takes_steps(cupy, machine):
     """Blocks that wait for each other need a place each: with four multiprocessors there is none for all."""
     case = RecurrentCase(
-        cell="lstm", steps=3, batch=40, inputs=20, hidden=700, direction="forward", dtype="float32",
+        cell="lstm", steps=3, batch=40, inputs=20, hidden=200, direction="forward", dtype="float32",
         optional=("bias_ih",), linear_before_reset=False,
     )  # fmt: skip
     arrays = case.arrays()
@@ -223,7 +223,7 @@ def test_a_layer_that_does_not_fit_a_small_gpu_at_once_takes_steps(cupy, machine
         assert not any(launch.cooperative for launch in machine.launches)
         for result, wanted in zip(results, expected):
             case.assert_close(result.get(), wanted, expected.largest)
-        with pytest.raises(ValueError, match="at once"):
+        with pytest.raises(ValueError, match="at once, there are 4 multiprocessors"):
             case.call(views, method="persistent")
 
 
@@ -233,32 +233,33 @@ def test_a_layer_that_does_not_fit_a_small_gpu_at_once_takes_steps(cupy, machine
 CALLS = {
     "gemm": lambda x, w: cupyconv.conv(x, w, method="gemm"),
     "implicit_gemm": lambda x, w: cupyconv.conv(x, w, method="implicit_gemm"),
-    "converted": lambda x, w: cupyconv.conv(x.astype(np.float16), w, method="gemm"),
-    "weight gradient": lambda x, w: cupyconv.conv_grad_weight(x[:, :5, :7, :6], x, w.shape),
+    "weight gradient": lambda x, w: cupyconv.conv_grad_weight(x[:, :5, :7, :6], x, (3, 3)),
     "input gradient": lambda x, w: cupyconv.conv_grad_input(x[:, :5, :7, :6], w, x.shape),
 }
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.float16], ids=["same dtype", "converted"])
 @pytest.mark.parametrize("call", CALLS)
-def test_each_allocation_fails_once(cupy, machine, no_pool, call):
-    """A call is right or a MemoryError; it works again afterwards, and loses no memory."""
+def test_allocations_that_fail(cupy, machine, no_pool, call, kind):
+    """A call is right or a MemoryError, whichever allocation fails; nothing is lost, and it works again."""
     (x, w), _ = layer(cupy)
+    w = w.astype(kind)
     expected = CALLS[call](x, w).get()
-    before = machine.free_bytes
-    outcomes = []
-    for survivors in range(30):
+
+    def attempt(survivors: int) -> bool:
         try:
             with machine.failing_allocations(after=survivors):
                 y = CALLS[call](x, w)
-            outcomes.append(True)
         except MemoryError:
-            outcomes.append(False)
-            assert np.array_equal(CALLS[call](x, w).get(), expected)
-            cupy.cuda.Device().synchronize()
-            assert machine.free_bytes == before
-            continue
+            return False
         assert np.array_equal(y.get(), expected)
-        if machine.allocations_until_failure is None and survivors > 12:
-            break
-        del y
-    assert not outcomes[0] and outcomes[-1]
+        return True
+
+    free = machine.free_bytes
+    outcomes = []
+    while not all(outcomes[-3:]) or len(outcomes) < 3:
+        outcomes.append(attempt(len(outcomes)))
+        cupy.cuda.Device().synchronize()
+        assert machine.free_bytes == free
+        assert np.array_equal(CALLS[call](x, w).get(), expected)
+    assert not outcomes[0]
