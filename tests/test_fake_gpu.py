@@ -109,8 +109,7 @@ def test_launches_are_held_against_the_gpus_limits(cupy, machine, grid, block, s
 
 def test_a_kernel_that_nvrtc_refuses_is_an_error(cupy, monkeypatch):
     """The project's own are compiled by NVRTC before the host runs them."""
-    from cupyconv.cuda.run.kernel_sources import compile_options
-    from cupyconv.cuda.run.kernel_sources import kernel_source
+    from cupyconv.cuda.run.kernel_sources import compile_options, kernel_source
 
     source = kernel_source("epilogue").replace("__global__", "__globalll__")
     options = compile_options((("DTYPE", "float32"),))

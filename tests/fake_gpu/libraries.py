@@ -17,8 +17,10 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-BUILD = HERE / ".build"
+from tests.host_device.build import CACHE
+
+#: Where libraries and CuPy's cache of kernels lie: beside the host device's kernels.
+BUILD = CACHE / "fake_gpu"
 
 Callback = ctypes._CFuncPtr  # a Python function as a C one
 _kept: list[object] = []  # callbacks and libraries live as long as the process

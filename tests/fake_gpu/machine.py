@@ -186,7 +186,7 @@ class Machine:
     def release(self, start: int) -> None:
         if start not in self._allocations:
             raise CudaError(INVALID_VALUE, "freed twice, or never allocated")
-        memory, nbytes, _ = self._allocations.pop(start)
+        memory, *_ = self._allocations.pop(start)
         del self._starts[bisect_right(self._starts, start) - 1]
         memory[:] = FREED
 
