@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import mmap
+import os
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
@@ -63,7 +64,7 @@ def load_library(soname: str, functions: Mapping[str, Callback], others: Iterabl
         target.parent.mkdir(parents=True, exist_ok=True)
         (target.parent / "jumps.cpp").write_text(source)
         (target.parent / "version.map").write_text(version)
-        scratch = target.with_suffix(".new")
+        scratch = target.with_suffix(f".{os.getpid()}")  # of several processes each makes its own
         subprocess.run(
             ["g++", "-shared", "-fPIC", "jumps.cpp", "-Wl,--version-script=version.map", f"-Wl,-soname,{soname}", "-o", scratch],
             cwd=target.parent, check=True,
