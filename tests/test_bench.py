@@ -592,7 +592,7 @@ def test_without_a_gpu_there_is_nothing_to_measure(capsys, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")  # what torch warns of is no failure of ours
 def test_the_command_on_a_gpu(tmp_path, monkeypatch):
-    gpu_target()
+    gpu_target(for_timing=True)
     monkeypatch.setattr(session.Watch, "restart", lambda self: None)  # it would replace the process that runs the tests
     file = tmp_path / "gpu.json"
     assert main(["bench", "--gpu", "--seconds", "60", "--only", "host: 3x3, 8", "--json", str(file)]) == 0

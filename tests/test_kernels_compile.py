@@ -202,6 +202,11 @@ template <class T> constexpr char KIND<T*> = 'u';
 template <> constexpr char KIND<int> = 'i';
 template <> constexpr char KIND<long long> = 'i';
 template <> constexpr char KIND<double> = 'f';
+#ifdef __CUDACC_RTC__  // older releases have only the one that offsetof was made of
+#define OFFSET_OF(field) __INTADDR__(&static_cast<Params*>(nullptr)->field)
+#else
+#define OFFSET_OF(field) __builtin_offsetof(Params, field)
+#endif
 """
 
 
@@ -231,7 +236,7 @@ def field_assertions(name: str) -> list[str]:
 
 def _field_assertions(path: str, field: np.dtype, offset: int) -> Iterator[str]:
     expression = f"static_cast<Params*>(nullptr)->{path}"
-    yield f'static_assert(__builtin_offsetof(Params, {path}) == {offset}, "offset of {path}");'
+    yield f'static_assert(OFFSET_OF({path}) == {offset}, "offset of {path}");'
     yield f'static_assert(sizeof({expression}) == {field.itemsize}, "size of {path}");'
     if field.names is None and field.subdtype is None:
         yield f"static_assert(KIND<decltype(({expression}))> == '{field.kind}', \"kind of {path}\");"

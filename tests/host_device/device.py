@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.cuda.run.device import GemmArguments
-from cupyconv.problem.plan import Kernel
+from cupyconv.cuda.run.device import GemmArguments, too_many_blocks
+from cupyconv.problem.machine import known_gpu
+from cupyconv.problem.plan import Kernel, KernelLaunch
 
 from . import blas, build
 
@@ -121,6 +122,11 @@ class HostDevice:
         Allocations of more bytes than this raise MemoryError.
     capturing : bool
         What `is_capturing` says.
+    model : GpuModel
+        The GPU that plans are made for.
+    room : int
+        How many blocks of a cooperative launch fit at once.  More are refused, as plans are made ready or, where
+        `shows_room` is not set, as they are launched.
     """
 
     def __init__(
@@ -135,6 +141,9 @@ class HostDevice:
         self.peak_bytes = 0
         self.fail_allocations_over: int | None = None
         self.capturing = False
+        self.model = known_gpu("sm_90")
+        self.room = self.model.multiprocessors
+        self.shows_room = True
         self._allocations: dict[int, _Allocation] = {}
         self._mode = build.sanitizer()
 
@@ -241,9 +250,18 @@ class HostDevice:
         """As a test has set `capturing`; there are no graphs."""
         return self.capturing
 
-    def load(self, kernel: Kernel, shared_bytes: int) -> Kernel:
-        """The kernel as it is: `launch` compiles it."""
-        return kernel
+    def load(self, launch: KernelLaunch) -> Callable[[np.ndarray], None]:
+        """What calls `launch`, which compiles the kernel."""
+        is_too_large = launch.cooperative and launch.blocks > self.room
+        if is_too_large and self.shows_room:
+            raise too_many_blocks(self, launch, self.room)
+
+        def enqueue(params: np.ndarray) -> None:
+            if is_too_large:
+                raise too_many_blocks(self, launch, launch.blocks // 2)
+            self.launch(launch.kernel, launch.grid, launch.block, params, launch.shared_bytes, launch.cooperative)
+
+        return enqueue
 
     def argument(self, params: np.ndarray) -> np.ndarray:
         """The parameter as it is: `launch` looks at it before it copies it."""

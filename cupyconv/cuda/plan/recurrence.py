@@ -200,6 +200,8 @@ class _Layer:
     def _persistent_tile(self) -> tuple[Tile, tuple[int, int, int], str]:
         """The quickest tile whose blocks fit on the GPU all at once, one per multiprocessor."""
         gpu, geometry = self.gpu, self.geometry
+        room = gpu.multiprocessors if gpu.room is None else gpu.room
+        there_is = f"there are {room} multiprocessors" if gpu.room is None else f"there is room for {room}"
         fitting, reasons = [], []
         for tile in recurrent_tiles(self.dtype, True, gpu, self.problem.allow_tf32):
             columns, tiles, directions = self._tiles(tile)
@@ -209,13 +211,10 @@ class _Layer:
                     f"with the weight's rows of {tile.units} units a block takes {needed:,} bytes of shared memory,"
                     f" there are {gpu.shared_bytes:,}"
                 )
-            elif columns * directions > gpu.multiprocessors:
-                reasons.append(
-                    f"{columns * directions} blocks of {tile.units} units have to run at once,"
-                    f" there are {gpu.multiprocessors} multiprocessors"
-                )
+            elif columns * directions > room:
+                reasons.append(f"{columns * directions} blocks of {tile.units} units have to run at once, {there_is}")
             else:
-                rows = min(tiles, gpu.multiprocessors // (columns * directions))
+                rows = min(tiles, room // (columns * directions))
                 fitting.append((tile, (columns, -(-tiles // -(-tiles // rows)), directions)))
         if not fitting:
             raise NotApplicable(reasons[-1])

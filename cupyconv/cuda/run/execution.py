@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cupyconv.cuda.run.device import Device, GemmArguments
-from cupyconv.cuda.run.parameters import BoundParameters, PackedParameters
+from cupyconv.cuda.run.parameters import PackedParameters
 from cupyconv.problem.arrays import dtype_from_name, is_complex
 from cupyconv.problem.plan import GemmCall, KernelLaunch, LaunchLoop, Matrix, Plan, Step
 
@@ -76,18 +76,14 @@ class _PreparedLaunch:
     """A kernel launch with its parameter struct packed but for the addresses."""
 
     def __init__(self, launch: KernelLaunch, slots: Mapping[str, int], device: Device) -> None:
-        self._kernel = device.load(launch.kernel, launch.shared_bytes)
-        self._grid, self._block = launch.grid, launch.block
-        self._shared_bytes, self._cooperative = launch.shared_bytes, launch.cooperative
+        #: Enqueues the launch, given the `argument` of bound parameters.
+        self.enqueue = device.load(launch)
         self.parameters = PackedParameters(launch, slots, device.argument)
 
     def run(self, device: Device, addresses: Sequence[int]) -> None:
         bound = self.parameters.bind(addresses)
-        self.enqueue(device, bound)
+        self.enqueue(bound.argument)
         self.parameters.give_back(bound)
-
-    def enqueue(self, device: Device, bound: BoundParameters) -> None:
-        device.launch(self._kernel, self._grid, self._block, bound.argument, self._shared_bytes, self._cooperative)
 
 
 class _PreparedLoop:
@@ -103,7 +99,7 @@ class _PreparedLoop:
         for number in self._rounds:
             for prepared, parameters, place in bound:
                 parameters.integers[place] = number
-                prepared.enqueue(device, parameters)
+                prepared.enqueue(parameters.argument)
         for prepared, parameters, _ in bound:
             prepared.parameters.give_back(parameters)
 
