@@ -42,9 +42,10 @@ class options(AbstractContextManager["Settings"]):
         On CUDA, let products of float32 and complex64 round their factors to TF32 (10 bits of mantissa): faster,
         with relative errors of up to about 1e-3.
     threads : int, optional
-        How many blocks the NumPy backend computes at the same time, or fewer where the workspace limit has no room for
-        so many; by default one, whose products use the threads of NumPy's BLAS.  The BLAS's own number of threads is
-        not changed.
+        How many threads a call on NumPy is divided among, or fewer where the workspace limit has no room for so many;
+        by default as many as NumPy's BLAS would use (so that its environment variables, threadpoolctl and the process's
+        affinity are respected), and one where the work is small.  While a call uses several, BLAS has one thread in
+        the whole process; then it has its own number again.  With one, products use the threads of BLAS.
 
     Raises
     ------
