@@ -241,3 +241,14 @@ def test_zeros_of_either_sign_are_different_settings(target):
     for zero in (0.0, -0.0, 0.0):
         y = target.to_host(cupyconv.conv(x, w, activation=("clip", zero, 5.0)))
         assert np.signbit(y).item() == np.signbit(zero)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_a_step_without_inputs(target, dtype):
+    """CuPy gives an empty array no memory, and a null address says to a kernel that the inputs are projected already."""
+    rng = np.random.default_rng(0)
+    shapes = (4, 0), (4, 3), (9, 0), (9, 3)
+    x, h, w, r = [target.to_device(rng.standard_normal(shape).astype(dtype)) for shape in shapes]
+    y = target.to_host(cupyconv.gru_step(x, h, w, r))
+    without = [target.to_device(np.zeros(shape, dtype)) for shape in ((4, 1), (9, 1))]
+    assert_exact(y, target.to_host(cupyconv.gru_step(without[0], h, without[1], r)), np.dtype(dtype).name)

@@ -185,12 +185,13 @@ class HostDevice:
         return result
 
     def pointer(self, array: Any) -> int:
-        """The address of the first element, which has to lie in this device's memory."""
+        """The address of the first element, which has to lie in this device's memory; null where there is none."""
         if not isinstance(array, HostArray):
             raise TypeError(f"a HostArray is needed, not {type(array).__name__}")
+        if not array.size:
+            return 0
         address = array.ctypes.data
-        if array.size:
-            self.allocation(address, address + array.itemsize)
+        self.allocation(address, address + array.itemsize)
         return address
 
     def signature(self, arrays: Sequence[Any]) -> Hashable:

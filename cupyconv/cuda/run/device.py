@@ -70,7 +70,7 @@ class Device(Protocol):
         """`array` in another dtype, C-ordered."""
 
     def pointer(self, array: Any) -> int:
-        """The address of the array's first element (index 0 along every axis)."""
+        """The address of the array's first element (index 0 along every axis); it may be null where there is none."""
 
     def signature(self, arrays: Sequence[Any]) -> Hashable:
         """What the device, dtypes and layouts of arrays are: where equal, a plan for the one is a plan for the other."""

@@ -26,6 +26,9 @@ _NO_TRANSPOSE, _TRANSPOSE, _CONJUGATE_TRANSPOSE = 0, 1, 2
 
 _BYTES = np.dtype(np.uint8)
 
+#: The address of an array without elements, which CuPy gives no memory: null says to a kernel that there is no array.
+_NOWHERE = 256
+
 
 class PreparedPlan:
     """A plan with all done that a repeated call need not do again."""
@@ -55,7 +58,7 @@ class PreparedPlan:
             converted = {name: device.convert(arrays[name], dtype) for name, dtype in self._conversions}
             workspace = {name: allocate(shape, _BYTES) for name, shape in self._workspace}
             arrays = {**arrays, **converted, **workspace}
-        addresses = [device.pointer(arrays[name]) for name in self._buffers]
+        addresses = [device.pointer(arrays[name]) or _NOWHERE for name in self._buffers]
         for step in self._steps:
             step.run(device, addresses)
 
