@@ -97,6 +97,17 @@ def unavailable() -> str | None:
     return None
 
 
+def includes() -> tuple[Path, ...]:
+    """The folders of the CUDA headers."""
+    installation = _installation()
+    return installation.includes if installation else ()
+
+
+def preload() -> None:
+    """Load the compiler's library, so that others who look for it by name find this one."""
+    _library()
+
+
 def require() -> None:
     """Skip the calling test module where there is no NVRTC.
 

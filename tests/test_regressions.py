@@ -210,3 +210,34 @@ def test_a_single_step_of_a_gru_keeps_within_the_limit():
     assert plan.workspace_bytes == needed
     with cupyconv.options(workspace_limit=1000), pytest.raises(ValueError, match=r"1,000 bytes of workspace"):
         cupyconv.explain(cupyconv.gru_step, *arrays, linear_before_reset=False, on="sm_90")
+
+
+def test_a_merge_of_empty_fields_is_empty(target):
+    """It was refused, with words about a kernel."""
+    xs = [target.to_device(np.ones((2, c, 5, 0), np.float32)) for c in (3, 1)]
+    weight = target.to_device(np.ones((4, 4), np.float32))
+    y, pullback = cupyconv.vjp(cupyconv.linmerge, xs, weight, activation="relu")
+    gradients = pullback(y)
+    assert y.shape == (2, 4, 5, 0)
+    assert [tuple(gradient.shape) for gradient in gradients[0]] == [(2, 3, 5, 0), (2, 1, 5, 0)]
+    assert not target.to_host(gradients[1]).any()
+    image = target.to_device(np.ones((1, 2, 0, 3), np.float32))
+    assert cupyconv.conv(image, target.to_device(np.ones((3, 2, 1, 1), np.float32)), stride=2).shape == (1, 3, 0, 2)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gradients_of_no_outputs(target, groups):
+    """A division by zero; and a result that could not be written, where the weight is complex."""
+    grad, x = np.ones((1, 0, 4), np.float32), np.ones((1, 4, 6), np.float32)
+    gradient = cupyconv.conv_grad_weight(target.to_device(grad), target.to_device(x), (3,), groups=groups)
+    assert gradient.shape == (0, 4 // groups, 3)
+    weight = target.to_device(np.ones((0, 4 // groups, 3), np.complex64))
+    gradient = cupyconv.conv_grad_input(target.to_device(grad), weight, x.shape, groups=groups)
+    assert gradient.dtype == np.complex64 and not target.to_host(gradient).any() and gradient.shape == x.shape
+
+
+def test_zeros_of_either_sign_are_different_settings(target):
+    x, w = target.to_device(-np.ones((1, 1, 1), np.float32)), target.to_device(np.ones((1, 1, 1), np.float32))
+    for zero in (0.0, -0.0, 0.0):
+        y = target.to_host(cupyconv.conv(x, w, activation=("clip", zero, 5.0)))
+        assert np.signbit(y).item() == np.signbit(zero)

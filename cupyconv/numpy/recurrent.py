@@ -23,7 +23,7 @@ import numpy as np
 
 from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.recurrent_cells import CELLS, IN_PLACE, Arguments
-from cupyconv.numpy.windows import in_threads
+from cupyconv.numpy.threads import in_threads
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import Plan
@@ -186,8 +186,7 @@ class RecurrentLayer:
             if step.keeps_memory:
                 idle.append(sequence)
 
-        for _ in in_threads(step.threads, finish, self._work):
-            pass
+        in_threads(step.threads, finish, self._work)
 
     def _weight(self, given: Mapping[str, Any], role: str, direction: int) -> np.ndarray:
         """A weight of one direction, (G * H, columns)."""
