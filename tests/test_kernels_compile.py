@@ -146,6 +146,14 @@ def test_a_wrong_assertion_is_seen():
             assert "static assertion failed" in compile_for_host(VARIANTS["merge"][0], [wrong]).stderr
 
 
+@pytest.mark.parametrize("kernel", VARIANTS["max_pool"] + VARIANTS["max_pool_gradient"], ids=str)
+def test_pooling_compares_without_flushing(kernel):
+    """What picks an element, not what asks for NaN (an ordered or unordered comparison with infinity)."""
+    ptx = nvrtc.compile_variant(kernel, ARCHITECTURES[0]).ptx
+    assert re.search(r"setp\.(gt|eq)\.f(32|64)", ptx)
+    assert not re.search(r"setp\.(gt|lt|eq|neu?)\.ftz", ptx)
+
+
 def test_warnings_are_errors():
     source = 'extern "C" __global__ void kernel(int* out) { int unused = 1; *out = 0; }'
     nvrtc.compile_source(source.replace("int unused = 1;", ""), nvrtc.CHECK_OPTIONS, ARCHITECTURES[0])
