@@ -252,3 +252,15 @@ def test_a_step_without_inputs(target, dtype):
     y = target.to_host(cupyconv.gru_step(x, h, w, r))
     without = [target.to_device(np.zeros(shape, dtype)) for shape in ((4, 1), (9, 1))]
     assert_exact(y, target.to_host(cupyconv.gru_step(without[0], h, without[1], r)), np.dtype(dtype).name)
+
+
+@pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
+def test_a_sequence_of_no_steps_reads_no_inputs(target, cell):
+    """On CUDA the kernel multiplied inputs that are not there, by weights, for a result that nobody stored."""
+    rows = {"rnn": 2, "lstm": 8, "gru": 6}[cell]
+    shapes = (0, 3, 4), (rows, 4), (rows, 2)
+    x, w, r, h0 = [target.to_device(np.ones(shape, np.float32)) for shape in (*shapes, (1, 3, 2))]
+    function = getattr(cupyconv, cell)
+    for y, states in (function(x, w, r, h0=h0), cupyconv.vjp(function, x, w, r, h0=h0)[0]):
+        last = states[0] if cell == "lstm" else states
+        assert y.shape == (0, 3, 2) and (target.to_host(last) == 1).all()

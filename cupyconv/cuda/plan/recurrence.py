@@ -137,7 +137,8 @@ class _Layer:
         geometry = problem.geometry
         self.problem, self.gpu, self.geometry = problem, problem.gpu, geometry
         self.dtype, self.computed = problem.dtype, accumulator(problem.dtype)
-        self.kept = {operand.name: operand for operand in problem.kept}
+        #: What the gradient needs; of no steps it is empty, and has no room for what one product leaves to the next.
+        self.kept = {operand.name: operand for operand in problem.kept if problem.geometry.steps}
         #: Gates of a step's recurrent products, one after the other.
         self.products = (2, 1) if geometry.cell == "gru" and not geometry.linear_before_reset else (geometry.gates,)
         #: Methods of the convolution that projects the inputs; without instructions for a kernel of our own there is one.
@@ -359,11 +360,11 @@ class _Layer:
         in_memory = geometry.steps > 0 and (kept_gates or projected or len(self.products) > 1)
         gates_at = Address(kept_gates.name if kept_gates else "gates") if in_memory else None
         first = [0 if kept_gates else chunk.time(sign, geometry.steps) for sign in geometry.signs]
-        two_products = len(self.products) > 1
+        two_products, multiplies_inputs = len(self.products) > 1, geometry.steps > 0 and not projected
         return (
             ("weight", _strided(problem.weight_hh)),
-            ("x", _strided(None if projected else problem.x)),
-            ("weight_ih", _strided(None if projected else problem.weight_ih)),
+            ("x", _strided(problem.x if multiplies_inputs else None)),
+            ("weight_ih", _strided(problem.weight_ih if multiplies_inputs else None)),
             ("bias_ih", _strided(problem.bias_ih)),
             ("bias_hh", _strided(problem.bias_hh)),
             ("peephole", _strided(problem.peephole)),
