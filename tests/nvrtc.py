@@ -7,6 +7,9 @@ is compiled here is what a user's GPU would be given.  As a command, every varia
     python -m tests.nvrtc              # 75 80 86 89 90 100 120
     python -m tests.nvrtc 90 120
 
+    pip install --target DIR 'nvidia-cuda-nvrtc-cu12==12.9.*' 'nvidia-cuda-runtime-cu12==12.9.*'
+    CUPYCONV_NVRTC=DIR python -m tests.nvrtc        # another release
+
 prints registers, spills, stack, static shared memory, size and time of each, and exits nonzero where one fails.
 """
 
@@ -171,9 +174,10 @@ def _outcome(task: tuple[Kernel, int]) -> Outcome:
 
 @functools.cache
 def _installation() -> Installation | None:
-    """The newest NVRTC of the ``nvidia`` wheels; headers of its own release where they lie beside it."""
-    spec = importlib.util.find_spec("nvidia")
-    roots = [Path(root) for root in (spec.submodule_search_locations or () if spec else ())]
+    """The newest NVRTC of the ``nvidia`` wheels, or of those in the folder CUPYCONV_NVRTC; headers of its own release where they lie beside it."""
+    spec, chosen = importlib.util.find_spec("nvidia"), os.environ.get("CUPYCONV_NVRTC")
+    found = [Path(chosen, "nvidia")] if chosen else (spec.submodule_search_locations or () if spec else ())
+    roots = [Path(root) for root in found]
     patterns = ("*/lib/libnvrtc.so.*", "*/bin/**/nvrtc64_*.dll")
     libraries = [path for root in roots for pattern in patterns for path in root.glob(pattern)]
     libraries = [path for path in libraries if "builtins" not in path.name and ".alt." not in path.name]
