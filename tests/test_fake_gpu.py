@@ -123,6 +123,7 @@ def test_subnormals_are_zeros_in_float32_only(cupy):
         x, w = cupy.full((1, 1, 4), tiny, dtype), cupy.full((1, 1, 1), 2, dtype)
         y = cupyconv.conv(x, w, method="direct").get()
         assert (y / tiny).tolist() == [[[expected] * 4]]
+        assert ((x + x).get() / tiny).tolist() == [[[expected] * 4]]  # by a kernel of CuPy's
 
 
 # ---- streams and threads ------------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ _OURS = "-DCUPYCONV_SOURCE_HASH="
 _REGISTERS = 32
 #: A loop over the whole grid, however many threads there are.
 _GRID_STRIDE = re.compile(r"\bCUPY_FOR\b|\+=\s*(blockDim|gridDim)")
+_FLOAT64 = re.compile(r"\b(double|float64|complex128)\b")
 #: How a kernel reads the GPU's clock.
 _GLOBAL_TIMER = re.compile(r"""asm volatile\("mov.u64 %0, %%globaltimer;" : "=l"\((\w+)\)\);""")
 
@@ -133,10 +134,13 @@ class Function:
 
     @property
     def flushes(self) -> bool:
-        """Whether subnormal float32 are zeros; arithmetic in float64 has none of CuPy's -ftz=true."""
-        return "-ftz=true" in self.module.options and not any(
-            word in option for option in self.module.options for word in ("float64", "complex128")
-        )
+        """Whether subnormal numbers are zeros: CuPy compiles so, which holds for float32 and not for float64."""
+        return "-ftz=true" in self.module.options and not _FLOAT64.search(self.types)
+
+    @property
+    def types(self) -> str:
+        """Where a kernel names the types it computes with."""
+        raise NotImplementedError
 
     def attribute(self, attribute: int) -> int:
         known = {
@@ -225,6 +229,10 @@ class OurFunction(Function):
     variant: Kernel
     folder: Path
 
+    @property
+    def types(self) -> str:
+        return " ".join(self.module.options)
+
     @functools.cached_property
     def compiled(self) -> build.HostKernel:
         return build.load_kernel(self.variant, self.folder)
@@ -238,6 +246,10 @@ class OurFunction(Function):
 
 class CupyFunction(Function):
     """A kernel of CuPy's, or a test's, which takes any number of parameters."""
+
+    @property
+    def types(self) -> str:
+        return self.module.source
 
     @functools.cached_property
     def compiled(self) -> ctypes.CDLL:

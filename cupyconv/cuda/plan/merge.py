@@ -75,8 +75,8 @@ def draft_merge(problem: ConvProblem) -> Draft | None:
         purpose=f"merge{prologue_words(problem.prologue)}, bias, residual, activation",
         bytes_moved=bytes_of(problem.xs) * tiles + problem.weight.nbytes + out.nbytes,
         flops=problem.flops,
-        arithmetic_seconds=problem.flops / (cost.core_rate(out.dtype, problem.gpu) * cost.MERGE),
     )
+    launch = cost.priced(launch, cost.core_rate(out.dtype, problem.gpu) * cost.MERGE, problem.gpu)
     return Draft("direct", (launch, *after), reason="fused merge")
 
 

@@ -187,13 +187,13 @@ class _Layer:
 
     def _tiles(self, tile: Tile) -> tuple[int, int, int]:
         geometry = self.geometry
-        rows = -(-geometry.batch // tile.rows)
-        if rows > GRID_Y:
-            raise NotApplicable(f"{geometry.batch:,} samples are more than a grid has blocks for")
-        return -(-geometry.hidden // tile.units), rows, geometry.directions
+        return -(-geometry.hidden // tile.units), -(-geometry.batch // tile.rows), geometry.directions
 
     def _step_tile(self) -> tuple[Tile, tuple[int, int, int], str]:
-        tiles = recurrent_tiles(self.dtype, False, self.gpu, self.problem.allow_tf32)
+        known = recurrent_tiles(self.dtype, False, self.gpu, self.problem.allow_tf32)
+        tiles = [tile for tile in known if self._tiles(tile)[1] <= GRID_Y]
+        if not tiles:
+            raise NotApplicable(f"{self.geometry.batch:,} samples are more than a grid has blocks for")
         tile = min(tiles, key=lambda tile: self._seconds(tile, self._tiles(tile), self.geometry.gates))
         launches = "one launch" if len(self.products) == 1 else f"{len(self.products)} launches"
         return tile, self._tiles(tile), f"{launches} per step, blocks of {tile.rows} samples x {tile.units} units"
