@@ -177,11 +177,18 @@ def columns_shape(windows: Windows, block: BlockSize) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def tile_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[int, ...], tuple[Region, ...]]:
-    """The size of the tile that all windows of a block lie in, padding included, and what fills it."""
-    size = tile_size(windows, tuple(map(len, block)))
-    offsets = [run.start * s - before for run, s, before in zip(block, windows.stride, windows.before)]
-    return size, boxes(windows, [range(extent) for extent in size], (1, 1, 1), offsets)
+def tile_regions(
+    windows: Windows, block: tuple[range, ...], first: int = 0, step: int = 1
+) -> tuple[tuple[int, ...], tuple[Region, ...]]:
+    """The size of the tile that all windows of a block lie in, padding included, and what fills it.
+
+    Along the width, where `step` says so, only every so many pixels of it from `first` on.
+    """
+    depth, height, width = tile_size(windows, tuple(map(len, block)))
+    size = depth, height, -(-width // step)
+    starts = [run.start * s - before for run, s, before in zip(block, windows.stride, windows.before)]
+    starts[2] += first
+    return size, boxes(windows, [range(extent) for extent in size], (1, 1, step), starts)
 
 
 class Block:
@@ -189,7 +196,7 @@ class Block:
 
     def __init__(self, geometry: ConvGeometry, itemsize: int, ranges: tuple[range, ...]) -> None:
         self.geometry, self._itemsize, self._ranges = geometry, itemsize, ranges
-        self._tiles: dict[int, Tile] = {}
+        self._tiles: dict[tuple[int, int, int], Tile] = {}
         samples, depth, height, width = map(len, ranges)
         self.size: BlockSize = (samples, depth, height, width)
         self._samples, *pixels = (slice(r.start, r.stop) for r in ranges)
@@ -212,21 +219,24 @@ class Block:
         """What each tap reads."""
         return tap_regions(self.geometry, self._ranges[1:])
 
-    def tile(self, channels: int) -> Tile:
-        """What all taps read of so many channels."""
-        if channels not in self._tiles:
-            self._tiles[channels] = Tile(self.geometry, self._itemsize, self._ranges, channels)
-        return self._tiles[channels]
+    def tile(self, channels: int, first: int = 0, step: int = 1) -> Tile:
+        """What all taps read of so many channels; with a step, of it every so many pixels along the width."""
+        key = channels, first, step
+        if key not in self._tiles:
+            self._tiles[key] = Tile(self.geometry, self._itemsize, self._ranges, channels, first, step)
+        return self._tiles[key]
 
 
 class Tile:
     """The part of the padded inputs that all windows of a block lie in: (channels, samples, d, h, w)."""
 
-    def __init__(self, geometry: ConvGeometry, itemsize: int, block: tuple[range, ...], channels: int) -> None:
+    def __init__(
+        self, geometry: ConvGeometry, itemsize: int, block: tuple[range, ...], channels: int, first: int, step: int
+    ) -> None:
         samples, *out_size = map(len, block)
-        size, regions = tile_regions(geometry, block[1:])
+        size, regions = tile_regions(geometry, block[1:], first, step)
         self.shape = (channels, samples, *size)
-        #: Those of a view (c, kd, kh, kw, n, d, h, w) of all windows.
+        #: Those of a view (c, kd, kh, kw, n, d, h, w) of all windows, of a tile that has every pixel.
         self.windows_shape = (channels, *geometry.kernel, samples, *out_size)
         c, n, *spatial = (prod(self.shape[axis + 1 :]) * itemsize for axis in range(5))
         taps = [step * gap for step, gap in zip(spatial, geometry.dilation)]
@@ -277,14 +287,27 @@ class Images:
                 else:
                     self._transform.write(part, read(block.samples_of(x), elements).swapaxes(0, 1), channels)
 
-    def tile(self, block: Block) -> np.ndarray:
-        """The part of the padded inputs that all windows of a block lie in: (channels, samples, d, h, w)."""
-        tile = block.tile(self.channels)
-        image = self.scratch.array("tile", tile.shape)
+    def tile(self, block: Block, first: int = 0, step: int = 1) -> np.ndarray:
+        """The part of the padded inputs that all windows of a block lie in: (channels, samples, d, h, w).
+
+        With a step, of it every so many pixels along the width.
+        """
+        tile = block.tile(self.channels, first, step)
+        image = self.scratch.array(f"tile {first}", tile.shape)
         if tile.starts_as_zeros:
             image.fill(0)
         self.read(tile.regions, block, image)
         return image
+
+    def tile_or_view(self, block: Block, first: int = 0, step: int = 1) -> np.ndarray:
+        """The tile; where it lies as it is in an input, that part of the input."""
+        tile = block.tile(self.channels, first, step)
+        is_one = len(self.inputs) == len(tile.regions) == 1 and not tile.starts_as_zeros
+        if is_one and self._transform is None and (elements := tile.regions[0][1]) is not None:
+            image = read(block.samples_of(self.inputs[0][0]), elements).swapaxes(0, 1)
+            if image.dtype == self.scratch.dtype and image.strides[-1] == image.itemsize:
+                return image
+        return self.tile(block, first, step)
 
     def columns(self, block: Block) -> np.ndarray:
         """All windows of a block as (channels, kd, kh, kw, samples, d, h, w) in C order."""
@@ -361,12 +384,12 @@ class Scratch:
     """
 
     def __init__(self, dtype: np.dtype, rounds: int) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
         self._buffers = threading.local() if rounds > 1 else None
 
     def array(self, name: str, shape: Sequence[int], dtype: np.dtype | None = None) -> np.ndarray:
         """This thread's array of that name, in C order; of another dtype than the scratch memory's where one is given."""
-        dtype = dtype or self._dtype
+        dtype = dtype or self.dtype
         if self._buffers is None:
             return np.empty(shape, dtype)
         buffers: dict[str, np.ndarray] = self._buffers.__dict__

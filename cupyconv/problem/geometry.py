@@ -143,7 +143,8 @@ class ConvGeometry(Windows):
 
     @cached_property
     def is_depthwise(self) -> bool:
-        return self.group_channels == 1 and self.groups > 1
+        """Whether an output is of one channel: each by its own kernel, or an image of one channel by one or a few."""
+        return self.group_channels == 1
 
     @cached_property
     def products(self) -> int:
