@@ -8,7 +8,7 @@ what the hardware does by itself.
 
     cupyconv  ->  CuPy's wheel  ->  cudart, libcuda, cuBLAS, NVRTC      as on a GPU, down to here
                                          libraries.py                    jumps to Python
-                                         calls.py, blas.py               what each function does
+                                         calls.py, blas.py, random.py    what each function does
                                          machine.py                      memory, streams, events, graphs
                                          kernels.py  ->  host device     compiled, loaded, launched, executed
 """
@@ -61,14 +61,16 @@ def install() -> None:
     from tests.fake_gpu import libraries
     from tests.fake_gpu.blas import CUBLAS
     from tests.fake_gpu.calls import DRIVER, RUNTIME
+    from tests.fake_gpu.random import CURAND
 
     os.environ["CUPY_ACCELERATORS"] = ""  # CUB's kernels are compiled into the wheel, for a GPU
     os.environ["CUPY_CACHE_DIR"] = str(libraries.BUILD / "cupy")
     atexit.register(libraries.let_go, libraries.load_library("libcuda.so.1", DRIVER))
-    module = libraries.wheel_module("libs", "cublas")
-    assert module is not None
-    wanted = [name for _, kind, name in libraries.symbols(module, "-D") if kind == "U" and name.startswith("cublas")]
-    libraries.load_library("libcublas.so.13", CUBLAS, wanted)
+    for stem, soname, functions in (("cublas", "libcublas.so.13", CUBLAS), ("curand", "libcurand.so.10", CURAND)):
+        module = libraries.wheel_module("libs", stem)
+        assert module is not None
+        wanted = [name for _, kind, name in libraries.symbols(module, "-D") if kind == "U" and name.startswith(stem)]
+        libraries.load_library(soname, functions, wanted)
     libraries.load_library("libcublasLt.so.13", {}, ["cublasLtCreate"])  # which libcublas would need
     runtime = libraries.wheel_module("api", "runtime")
     assert runtime is not None
