@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyconv.numpy.backend import NumpyStep
-from cupyconv.numpy.recurrent_cells import CELLS, IN_PLACE, Weights, slopes
+from cupyconv.numpy.recurrent_cells import CELLS, IN_PLACE, Step, Weights, slopes
 from cupyconv.numpy.windows import in_threads
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import even_part
@@ -37,8 +37,8 @@ KEPT_BYTES = 64 << 10
 #: Bytes of a chunk's gates and states, so that they stay in cache; and its most steps, each of which is some objects.
 CHUNK_BYTES, MOST_STEPS = 2 << 20, 256
 
-#: Lengths where none are given, and what is kept where nothing is.
-_NONE, _NOTHING = np.empty(0, np.int64), dict[str, np.ndarray]()
+#: Lengths where none are given.
+_NO_LENGTHS = np.empty(0, np.int64)
 
 
 def plan_recurrent(problem: RecurrentProblem) -> Plan:
@@ -250,9 +250,9 @@ class _Chunk(NamedTuple):
     times: slice
     projected: np.ndarray
     first: np.ndarray  # h before the step that comes first
+    last: np.ndarray  # and after the one that comes last
     states: np.ndarray  # h after each, (steps, N, H)
-    #: In order: its time, what its inputs add, the state's factor, h before and after it.
-    steps: Iterable[tuple[int, Any, np.ndarray, np.ndarray, np.ndarray]]
+    steps: Iterable[Step]  # in order
 
 
 class _Sequence:
@@ -292,7 +292,7 @@ class _Sequence:
         kept = {
             name: given[name][self._direction].reshape(shape)[:, self._samples] for name, shape in self._kept.items()
         }
-        cell, advance, x, out, lengths = self._cell, self._cell.advance, own["x"], own["out"], own.get("lengths", _NONE)
+        cell, x, out, lengths = self._cell, own["x"], own["out"], own.get("lengths", _NO_LENGTHS)
         least = most = self._geometry.steps
         if lengths.size:
             least, most = int(lengths.min()), int(lengths.max())
@@ -302,17 +302,9 @@ class _Sequence:
         for chunk in self._every if self._every and most == self._geometry.steps else self._chunks(most):
             self._project(x[chunk.times], chunk.projected, weights)
             chunk.first[...] = h
-            for t, projected, factor, h, after in chunk.steps:
-                if t < least and not kept:
-                    advance(weights, projected, factor, h, after, _NOTHING)
-                    continue
-                c = cell.c.copy()
-                advance(weights, projected, factor, h, after, {name: array[t] for name, array in kept.items()})
-                if t >= least:
-                    past = lengths <= t
-                    np.copyto(after, h, where=past)
-                    np.copyto(cell.c, c, where=past)
-            h = after
+            steps = chunk.steps if chunk.times.stop <= least else self._within(lengths, chunk.steps)
+            cell.advance(weights, steps, kept)
+            h = chunk.last
             out[chunk.times] = chunk.states
             if chunk.times.stop > least:
                 past = np.greater_equal.outer(np.arange(chunk.times.start, chunk.times.stop), lengths)
@@ -333,7 +325,17 @@ class _Sequence:
             times = range(first, first + count)
             cut = map(self._cell.cut, projected[order])
             steps = zip(times[order], cut, before[order], h_before[order], h_after[order])
-            yield _Chunk(slice(first, first + count), projected, h_before[order][0], h_after.swapaxes(1, 2), steps)
+            first_and_last = h_before[order][0], h_after[order][-1]
+            yield _Chunk(slice(first, first + count), projected, *first_and_last, h_after.swapaxes(1, 2), steps)
+
+    def _within(self, lengths: np.ndarray, steps: Iterable[Step]) -> Iterator[Step]:
+        """Steps for a cell to work out; after each, samples past their length get their old states back."""
+        for step in steps:
+            t, *_, h, after = step
+            past, c = lengths <= t, self._cell.c.copy()
+            yield step
+            np.copyto(after, h, where=past)
+            np.copyto(self._cell.c, c, where=past)
 
     def _initial(self, state: np.ndarray | None) -> np.ndarray:
         """A state before the first step as a cell has it: as an argument of the result's dtype would have been; or zeros."""

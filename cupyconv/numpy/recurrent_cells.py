@@ -12,7 +12,7 @@ as long as names and Python's numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -28,7 +28,10 @@ IN_PLACE = ("none", "relu", "relu6", "clip", "sigmoid", "tanh", "affine", "scale
 #: Bytes of gates up to which one call for all of them takes less than one for each kind.
 _SMALL_GATES = 16 << 10
 
-#: What a gradient needs of a step, (N, ., H) by name: see `RecurrentGeometry.keeps`.
+#: A step in x's time: what its inputs add to the gates, as the cell cuts it; the state's factor, which is h or, where
+#: biases are a column of its weight, [h, 1]; h before and after it.
+Step = tuple[int, Any, np.ndarray, np.ndarray, np.ndarray]
+#: What a gradient needs, (T, N, ., H) by name: see `RecurrentGeometry.keeps`; empty where there is none.
 Kept = Mapping[str, np.ndarray]
 
 
@@ -124,10 +127,8 @@ class Cell:
         """What the inputs of a step add to the gates, (G * H, N), as `advance` takes it."""
         return projected
 
-    def advance(
-        self, given: Weights, projected: Any, factor: np.ndarray, h: np.ndarray, after: np.ndarray, keep: Kept
-    ) -> None:
-        """A step from `h` to `after`; `factor` is h, or [h, 1] where biases are a column of its weight."""
+    def advance(self, given: Weights, steps: Iterable[Step], kept: Kept) -> None:
+        """Work out these steps, one after the other; `c` is the state that is not in them."""
         raise NotImplementedError
 
     def _spread(self, values: Sequence[float]) -> np.ndarray:
@@ -135,7 +136,7 @@ class Cell:
         each = np.array(values, self.gates.dtype).reshape(-1, 1, 1)
         return np.broadcast_to(each, (len(each), *self.gates.shape[1:])).copy() if self._is_small else each
 
-    def _complete(self, gates: slice, keep: Kept) -> None:
+    def _complete(self, gates: slice, kept: Kept, t: int) -> None:
         """What comes after the sums of these gates and before their activations."""
         own = self.gates[gates]
         if self._slope is not None:
@@ -143,8 +144,8 @@ class Cell:
         if self._clip is not None:
             most = self._clip[gates]
             np.clip(own, -most, most, own)
-        if keep:
-            np.divide(own.transpose(2, 0, 1), self._slopes[gates], keep["gates"][:, gates])
+        if kept:
+            np.divide(own.transpose(2, 0, 1), self._slopes[gates], kept["gates"][t, :, gates])
 
     def _activation_of(self, gates: slice, of_gates: Sequence[Activation]) -> Callable[[], None]:
         """What applies an activation to each of these gates, which have their slope, in place."""
@@ -180,102 +181,106 @@ class Cell:
 
 class _Rnn(Cell):
     def prepare(self, of_gates: Sequence[Activation], last: Activation, peephole: bool) -> None:
-        self._all = slice(1)
-        self._activate = self._activation_of(self._all, of_gates)
+        self._activate = self._activation_of(slice(1), of_gates)
 
-    def advance(
-        self, given: Weights, projected: Any, factor: np.ndarray, h: np.ndarray, after: np.ndarray, keep: Kept
-    ) -> None:
-        rows = self.rows
-        given.recurrent(factor, rows)
-        add(rows, projected, rows)
-        if keep or self._completes:
-            self._complete(self._all, keep)
-        self._activate()
-        after[...] = rows
+    def advance(self, given: Weights, steps: Iterable[Step], kept: Kept) -> None:
+        rows, recurrent, activate_gate, completes = self.rows, given.recurrent, self._activate, self._completes or kept
+        for t, projected, factor, _, after in steps:
+            recurrent(factor, rows)
+            add(rows, projected, rows)
+            if completes:
+                self._complete(slice(1), kept, t)
+            activate_gate()
+            after[...] = rows
 
 
 class _Lstm(Cell):
     def prepare(self, of_gates: Sequence[Activation], last: Activation, peephole: bool) -> None:
-        self._each, self._of_cell = tuple(self.gates), last
+        self._of_cell = last
         #: The gates that do not see the new c: all but o, where there are peepholes.
         self._early, self._late = (slice(3), slice(3, 4)) if peephole else (slice(4), slice(4, 4))
         self._activate_early = self._activation_of(self._early, of_gates)
         self._activate_late = self._activation_of(self._late, of_gates)
         self._seen = np.empty_like(self.gates[:2]) if peephole else None
 
-    def advance(
-        self, given: Weights, projected: Any, factor: np.ndarray, h: np.ndarray, after: np.ndarray, keep: Kept
-    ) -> None:
-        rows, (i, f, g, o), c, peephole = self.rows, self._each, self.c, given.peephole
-        given.recurrent(factor, rows)
-        add(rows, projected, rows)
-        if peephole is not None:
-            self.gates[:2] += multiply(peephole[:2], c, self._seen)
-        if keep or self._completes:
-            self._complete(self._early, keep)
-        self._activate_early()
-        if self.geometry.input_forget:
-            subtract(1, i, f)
-        multiply(f, c, c)
-        multiply(i, g, i)
-        add(c, i, c)
-        if peephole is not None:
-            o += multiply(peephole[2], c, i)
-            if keep or self._completes:
-                self._complete(self._late, keep)
-            self._activate_late()
-        if keep:
-            keep["cells"][:, 0] = c.T
-        if self._of_cell.name == "tanh":
-            tanh(c, after)
-        else:
-            after[...] = c
-            activate(after, self._of_cell)
-        multiply(after, o, after)
+    def advance(self, given: Weights, steps: Iterable[Step], kept: Kept) -> None:
+        gates, rows, c, recurrent, peephole = self.gates, self.rows, self.c, given.recurrent, given.peephole
+        activate_early, completes, input_forget = (
+            self._activate_early,
+            self._completes or kept,
+            self.geometry.input_forget,
+        )
+        of_cell = None if self._of_cell.name == "tanh" else self._of_cell
+        i, f, g, o = gates
+        for t, projected, factor, _, after in steps:
+            recurrent(factor, rows)
+            add(rows, projected, rows)
+            if peephole is not None:
+                gates[:2] += multiply(peephole[:2], c, self._seen)
+            if completes:
+                self._complete(self._early, kept, t)
+            activate_early()
+            if input_forget:
+                subtract(1, i, f)
+            multiply(f, c, c)
+            multiply(i, g, i)
+            add(c, i, c)
+            if peephole is not None:
+                o += multiply(peephole[2], c, i)
+                if completes:
+                    self._complete(self._late, kept, t)
+                self._activate_late()
+            if kept:
+                kept["cells"][t, :, 0] = c.T
+            if of_cell is None:
+                tanh(c, after)
+            else:
+                after[...] = c
+                activate(after, of_cell)
+            multiply(after, o, after)
 
 
 class _Gru(Cell):
     def prepare(self, of_gates: Sequence[Activation], last: Activation, peephole: bool) -> None:
-        self._each, self._rz, self._n = tuple(self.gates), slice(2), slice(2, 3)
-        self._rows_rz = self.gates[:2].reshape(-1, self.gates.shape[2])
+        self._rz, self._n = slice(2), slice(2, 3)
+        self._rows_rz = self.gates[self._rz].reshape(-1, self.gates.shape[2])
         self._activate_rz = self._activation_of(self._rz, of_gates)
         self._activate_n = self._activation_of(self._n, of_gates)
         self._one = np.array(1, self.gates.dtype)
 
-    def cut(self, projected: np.ndarray) -> Any:
+    def cut(self, projected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         rows = len(self._rows_rz)
         return projected[:rows], projected[rows:]
 
-    def advance(
-        self, given: Weights, projected: Any, factor: np.ndarray, h: np.ndarray, after: np.ndarray, keep: Kept
-    ) -> None:
-        rz, (r, z, n), (projected_rz, projected_n) = self._rows_rz, self._each, projected
-        resets_product = self.geometry.linear_before_reset
-        given.recurrent(factor, self.rows if resets_product else rz)
-        add(rz, projected_rz, rz)
-        if keep or self._completes:
-            self._complete(self._rz, keep)
-        self._activate_rz()
-        if resets_product:
-            if given.candidate_bias is not None:
-                add(n, given.candidate_bias, n)
-            if keep:
-                keep["candidate"][:, 0] = n.T / self._slopes[2] if self._folded else n.T
-            multiply(n, r, n)
-        else:
-            multiply(r, h, r)
-            if keep:
-                keep["candidate"][:, 0] = r.T
-            given.candidate(r, n)
-        add(n, projected_n, n)
-        if keep or self._completes:
-            self._complete(self._n, keep)
-        self._activate_n()
-        subtract(self._one, z, r)
-        multiply(r, n, r)
-        multiply(z, h, after)
-        add(after, r, after)
+    def advance(self, given: Weights, steps: Iterable[Step], kept: Kept) -> None:
+        rz, (r, z, n), one, resets_product = self._rows_rz, self.gates, self._one, self.geometry.linear_before_reset
+        product, recurrent, candidate_bias = self.rows if resets_product else rz, given.recurrent, given.candidate_bias
+        activate_rz, activate_n, completes = self._activate_rz, self._activate_n, self._completes or kept
+        for t, (projected_rz, projected_n), factor, h, after in steps:
+            recurrent(factor, product)
+            add(rz, projected_rz, rz)
+            if completes:
+                self._complete(self._rz, kept, t)
+            activate_rz()
+            if resets_product:
+                if candidate_bias is not None:
+                    add(n, candidate_bias, n)
+                if kept:
+                    kept["candidate"][t, :, 0] = n.T / self._slopes[2] if self._folded else n.T
+                multiply(n, r, n)
+            else:
+                multiply(r, h, r)
+                if kept:
+                    kept["candidate"][t, :, 0] = r.T
+                given.candidate(r, n)
+            add(n, projected_n, n)
+            if completes:
+                self._complete(self._n, kept, t)
+            activate_n()
+            subtract(one, z, r)
+            multiply(r, n, r)
+            multiply(z, h, after)
+            add(after, r, after)
 
 
 CELLS: dict[str, type[Cell]] = {"rnn": _Rnn, "lstm": _Lstm, "gru": _Gru}
