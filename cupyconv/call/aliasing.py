@@ -1,16 +1,20 @@
 """Whether `out` may be written where it lies: the one question about a call that only addresses answer.
 
 Layouts repeat from call to call, addresses do not.  What a layout says of the memory an array spans is worked
-out once; a check then compares bounds, and only spans that meet are looked at element by element.
+out once; a check then compares bounds, and only spans that meet are looked at element by element.  A backend whose
+arrays tell their bounds sooner than their addresses is asked for these first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from cupyconv.call.dispatch import Backend
 
 
 class OutMemory:
@@ -23,24 +27,30 @@ class OutMemory:
     def __init__(self, arrays: Mapping[str, Any], outs: Sequence[str], may_alias: str) -> None:
         self._may_alias = may_alias
         self._spans = [(name, _Span(array)) for name, array in arrays.items()]
-        self._outs = [(place, *self._spans[place]) for place, name in enumerate(arrays) if name in outs]
+        spans = [(place, name, span) for place, (name, span) in enumerate(self._spans)]
+        #: Each result, and the arrays that it might meet.
+        self._outs = [
+            (*out, [other for other in spans if other is not out and out[2].nbytes and other[2].nbytes])
+            for out in spans
+            if out[1] in outs
+        ]
 
-    def check(self, arrays: Sequence[Any], address: Callable[[Any], int]) -> None:
+    def check(self, arrays: Sequence[Any], backend: Backend) -> None:
         """Refuse an `out` that is read-only, or that another argument shares memory with; it may be the residual.
 
         `arrays` are in the order of those that this was made from.
         """
-        for place, out_name, out in self._outs:
-            if getattr(getattr(arrays[place], "flags", None), "writeable", True) is False:
+        for place, out_name, out, others in self._outs:
+            array = arrays[place]
+            if getattr(getattr(array, "flags", None), "writeable", True) is False:
                 raise ValueError(f"{out_name} is read-only")
-            if out.nbytes == 0:
+            near = [other for other in others if backend.may_meet(array, arrays[other[0]])]
+            if not near:
                 continue
-            at = address(arrays[place])
+            at = backend.address(array)
             begin, end = at + out.begin, at + out.end
-            for other, (name, span) in enumerate(self._spans):
-                if other == place or span.nbytes == 0:
-                    continue
-                where = address(arrays[other])
+            for other, name, span in near:
+                where = backend.address(arrays[other])
                 if end <= where + span.begin or where + span.end <= begin:
                     continue
                 if name == self._may_alias and where == at and span.layout == out.layout:

@@ -37,6 +37,8 @@ KEPT_BYTES = 64 << 10
 #: Bytes of a chunk's gates and states, so that they stay in cache; and its most steps, each of which is some objects.
 CHUNK_BYTES, MOST_STEPS = 2 << 20, 256
 
+#: Roles of what all steps of a direction share.
+_WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "peephole")
 #: Lengths where none are given.
 _NO_LENGTHS = np.empty(0, np.int64)
 
@@ -180,7 +182,10 @@ class RecurrentLayer:
     def __init__(self, step: RecurrentStep) -> None:
         geometry = step.problem.geometry
         self._step, self._geometry, self._dtype = step, geometry, dtype_from_name(step.dtype)
-        self._names = {role: operand.name for role, operand in step.problem.operands.items()}
+        operands = step.problem.operands
+        of_weights = [role for role in _WEIGHTS if role in operands]
+        self._weight_names = [(role, operands[role].name) for role in of_weights]
+        self._converted = [role for role in of_weights if role in step.copied or operands[role].dtype != step.dtype]
         self._result_dtype = dtype_from_name(step.problem.dtype)
         starts = range(0, max(1, geometry.batch), step.samples)
         parts = [slice(first, min(first + step.samples, geometry.batch)) for first in starts]
@@ -196,18 +201,16 @@ class RecurrentLayer:
     def run(self, arrays: Mapping[str, Any]) -> None:
         """Compute the result; arguments and results are given by name."""
         step = self._step
-        given = {role: arrays[name] for role, name in self._names.items()}
-        weights = [self._weights(given, direction) for direction in range(self._geometry.directions)]
-
+        weights = [self._weights(arrays, direction) for direction in range(self._geometry.directions)]
         if step.threads == 1:
             for work in self._work:
-                self._finish(given, weights, work)
+                self._finish(arrays, weights, work)
             return
-        for _ in in_threads(step.threads, partial(self._finish, given, weights), self._work):
+        for _ in in_threads(step.threads, partial(self._finish, arrays, weights), self._work):
             pass
 
     def _finish(
-        self, given: Mapping[str, Any], weights: list[Weights], work: tuple[int, slice, deque[_Sequence]]
+        self, arrays: Mapping[str, Any], weights: list[Weights], work: tuple[int, slice, deque[_Sequence]]
     ) -> None:
         """All steps of one direction and part of the samples."""
         direction, samples, idle = work
@@ -215,40 +218,27 @@ class RecurrentLayer:
             sequence = idle.pop()
         except IndexError:  # the first call, or one beside another
             sequence = _Sequence(self._step, direction, samples, self._dtype)
-        sequence.run(given, weights[direction])
+        sequence.run(arrays, weights[direction])
         if self._step.keeps_memory:
             idle.append(sequence)
 
-    def _weights(self, given: Mapping[str, Any], direction: int) -> Weights:
-        weight_ih, weight_hh = (self._factor(given, role, direction) for role in ("weight_ih", "weight_hh"))
-        bias_ih, bias_hh = self._column(given, "bias_ih", direction), self._column(given, "bias_hh", direction)
-        peephole = self._column(given, "peephole", direction)
-        if peephole is not None:
-            peephole = peephole.reshape(3, -1, 1)
-        slope = self._slopes[direction] if self._step.folded else None
-        return Weights(self._geometry, weight_ih, weight_hh, bias_ih, bias_hh, peephole, slope)
-
-    def _factor(self, given: Mapping[str, Any], role: str, direction: int) -> np.ndarray:
-        """A weight as (G * H, columns)."""
-        own = given[role][direction] if given[role].ndim == 3 else given[role]
-        return np.array(own, self._dtype, order="C") if role in self._step.copied else own
-
-    def _column(self, given: Mapping[str, Any], role: str, direction: int) -> np.ndarray | None:
-        """A vector as a column, rounded to the result's dtype first, as an argument of that would have been."""
-        vector = given.get(role)
-        if vector is None:
-            return None
-        own = vector[direction] if vector.ndim == 2 else vector
-        if own.dtype != self._dtype:
-            own = own.astype(self._result_dtype, copy=False).astype(self._dtype, copy=False)
-        return own[:, None]
+    def _weights(self, arrays: Mapping[str, Any], direction: int) -> Weights:
+        own = {role: arrays[name] for role, name in self._weight_names}
+        if self._geometry.directions > 1:
+            own = {role: array[direction] for role, array in own.items()}
+        for role in self._converted:
+            if own[role].ndim == 1:  # rounded to the result's dtype first, as an argument of that would have been
+                own[role] = own[role].astype(self._result_dtype, copy=False).astype(self._dtype, copy=False)
+            else:
+                own[role] = np.array(own[role], self._dtype, order="C")
+        return Weights(self._geometry, self._slopes[direction] if self._step.folded else None, **own)
 
 
 class _Chunk(NamedTuple):
     """Some steps of a sequence, as views of its memory."""
 
     times: slice
-    projected: np.ndarray
+    projected: np.ndarray  # what the inputs add, (steps, G * H, N)
     first: np.ndarray  # h before the step that comes first
     last: np.ndarray  # and after the one that comes last
     states: np.ndarray  # h after each, (steps, N, H)
@@ -273,12 +263,13 @@ class _Sequence:
         of_time: tuple[Any, ...] = (None if step.is_single else slice(None), samples)
         of_states: tuple[Any, ...] = (samples,) if step.is_single else (direction, samples)
         columns = slice(direction * hidden, (direction + 1) * hidden)
-        self._own = {"x": of_time, "out": (*of_time, columns), "lengths": (samples,)}
-        self._own |= dict.fromkeys(("h0", "c0", "h", "c"), of_states)
-        self._own = {role: own for role, own in self._own.items() if getattr(problem, role) is not None}
+        own = {"x": of_time, "out": (*of_time, columns), "lengths": (samples,)}
+        own |= dict.fromkeys(("h0", "c0", "h", "c"), of_states)
+        names = {role: operand.name for role, operand in problem.operands.items()}
+        self._own = [(role, names[role], index) for role, index in own.items() if role in names]
         self._kept = {
-            name: (geometry.steps, geometry.batch, shape[-1] // max(1, hidden), hidden)
-            for name, shape in (geometry.keeps.items() if problem.kept else ())
+            role: (names[role], (geometry.steps, geometry.batch, shape[-1] // max(1, hidden), hidden))
+            for role, shape in (geometry.keeps.items() if problem.kept else ())
         }
         self._direction, self._samples = direction, samples
         #: Where all steps are one chunk it may be kept.
@@ -286,11 +277,12 @@ class _Sequence:
         if step.keeps_memory and step.chunk >= geometry.steps:
             self._every = [chunk._replace(steps=[*chunk.steps]) for chunk in self._chunks(geometry.steps)]
 
-    def run(self, given: Mapping[str, Any], weights: Weights) -> None:
-        """All steps, and the last states; arguments and results are given by role."""
-        own = {role: given[role][index] for role, index in self._own.items()}
+    def run(self, arrays: Mapping[str, Any], weights: Weights) -> None:
+        """All steps, and the last states; arguments and results are given by name."""
+        own = {role: arrays[name][index] for role, name, index in self._own}
         kept = {
-            name: given[name][self._direction].reshape(shape)[:, self._samples] for name, shape in self._kept.items()
+            role: arrays[name][self._direction].reshape(shape)[:, self._samples]
+            for role, (name, shape) in self._kept.items()
         }
         cell, x, out, lengths = self._cell, own["x"], own["out"], own.get("lengths", _NO_LENGTHS)
         least = most = self._geometry.steps
@@ -309,9 +301,10 @@ class _Sequence:
             if chunk.times.stop > least:
                 past = np.greater_equal.outer(np.arange(chunk.times.start, chunk.times.stop), lengths)
                 np.copyto(out[chunk.times], 0, where=past[:, :, None])
-        for role, state in (("h", h), ("c", cell.c)):
-            if role in own:
-                own[role][...] = state.T
+        if "h" in own:
+            own["h"][...] = h.T
+        if "c" in own:
+            own["c"][...] = cell.c.T
 
     def _chunks(self, most: int) -> Iterator[_Chunk]:
         """The steps before `most` in this direction's order, as views of the memory that they share."""

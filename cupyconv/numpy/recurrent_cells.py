@@ -49,24 +49,24 @@ def _of_gates(geometry: RecurrentGeometry, direction: int) -> list[Activation]:
 class Weights:
     """What one direction of a call multiplies and adds, in the dtype computed with.
 
-    `weight_ih` and `weight_hh` are (G * H, columns), `bias_ih` and `bias_hh` (G * H, 1), `peephole` (3, H, 1).  Where
-    `slope` (G * H, 1) is given they are *folded*: copied, with the slopes, and with the biases that are added with the
-    state as one more column of `weight_hh`.
+    Where `slope` (G * H, 1) is given they are *folded*: copied, with the slopes, and with the biases that are added with
+    the state as one more column of `weight_hh`.
     """
 
     def __init__(
         self,
         geometry: RecurrentGeometry,
+        slope: np.ndarray | None,
         weight_ih: np.ndarray,
         weight_hh: np.ndarray,
-        bias_ih: np.ndarray | None,
-        bias_hh: np.ndarray | None,
-        peephole: np.ndarray | None,
-        slope: np.ndarray | None,
+        bias_ih: np.ndarray | None = None,
+        bias_hh: np.ndarray | None = None,
+        peephole: np.ndarray | None = None,
     ) -> None:
         rows, hidden = weight_hh.shape
         is_gru = geometry.cell == "gru"
         resets_product = is_gru and geometry.linear_before_reset
+        bias_ih, bias_hh = (None if bias is None else bias[:, None] for bias in (bias_ih, bias_hh))
         both = bias_hh if bias_ih is None else bias_ih if bias_hh is None else bias_ih + bias_hh
         #: Added with the inputs to the rows from `biased` on; and to the product that a gru's reset gate multiplies.
         self.input_bias, self.biased, self.candidate_bias = both, 0, None
@@ -88,7 +88,9 @@ class Weights:
         elif slope is not None:
             weight_hh = weight_hh * slope
         self.weight_ih = weight_ih if slope is None else weight_ih * slope
-        self.peephole = peephole if slope is None or peephole is None else peephole * slope[0]
+        self.peephole = peephole
+        if peephole is not None:
+            self.peephole = peephole.reshape(3, hidden, 1) * (1 if slope is None else slope[0])
         #: ``recurrent(h, out)``, the state's product; ``candidate(h, out)``, that of a gru which resets the state.
         #: The method of an array takes half the time of `np.matmul`.
         self.recurrent = (weight_hh[: 2 * hidden] if is_gru and not resets_product else weight_hh).dot
