@@ -239,6 +239,7 @@ class _Chunk(NamedTuple):
 
     times: slice
     projected: np.ndarray  # what the inputs add, (steps, G * H, N)
+    rows: np.ndarray | None  # the same of one sample, (steps, G * H): one product
     first: np.ndarray  # h before the step that comes first
     last: np.ndarray  # and after the one that comes last
     states: np.ndarray  # h after each, (steps, N, H)
@@ -292,7 +293,7 @@ class _Sequence:
         h = self._initial(own.get("h0"))
         cell.c[...] = self._initial(own.get("c0"))
         for chunk in self._every if self._every and most == self._geometry.steps else self._chunks(most):
-            self._project(x[chunk.times], chunk.projected, weights)
+            self._project(x[chunk.times], chunk, weights)
             chunk.first[...] = h
             steps = chunk.steps if chunk.times.stop <= least else self._within(lengths, chunk.steps)
             cell.advance(weights, steps, kept)
@@ -318,8 +319,9 @@ class _Sequence:
             times = range(first, first + count)
             cut = map(self._cell.cut, projected[order])
             steps = zip(times[order], cut, before[order], h_before[order], h_after[order])
-            first_and_last = h_before[order][0], h_after[order][-1]
-            yield _Chunk(slice(first, first + count), projected, *first_and_last, h_after.swapaxes(1, 2), steps)
+            rows = projected[:, :, 0] if projected.shape[2] == 1 else None
+            ends = h_before[order][0], h_after[order][-1]
+            yield _Chunk(slice(first, first + count), projected, rows, *ends, h_after.swapaxes(1, 2), steps)
 
     def _within(self, lengths: np.ndarray, steps: Iterable[Step]) -> Iterator[Step]:
         """Steps for a cell to work out; after each, samples past their length get their old states back."""
@@ -336,15 +338,15 @@ class _Sequence:
             return self._zero
         return (state if state.dtype == self._result_dtype else state.astype(self._result_dtype)).T
 
-    def _project(self, x: np.ndarray, projected: np.ndarray, weights: Weights) -> None:
+    def _project(self, x: np.ndarray, chunk: _Chunk, weights: Weights) -> None:
         """What the inputs of the steps of a chunk add to its gates."""
         if self._x is not None:
             copy = self._x[: len(x)]
             copy[...] = x
             x = copy
-        if projected.shape[2] == 1:  # of one sample, all steps are one product
-            np.dot(x[:, 0], weights.weight_ih.T, projected[:, :, 0])
+        if chunk.rows is not None:
+            np.dot(x[:, 0], weights.weight_ih.T, chunk.rows)
         else:
-            np.matmul(weights.weight_ih, x.swapaxes(1, 2), projected)
+            np.matmul(weights.weight_ih, x.swapaxes(1, 2), chunk.projected)
         if weights.input_bias is not None:
-            projected[:, weights.biased :] += weights.input_bias
+            chunk.projected[:, weights.biased :] += weights.input_bias

@@ -66,7 +66,8 @@ class Weights:
         rows, hidden = weight_hh.shape
         is_gru = geometry.cell == "gru"
         resets_product = is_gru and geometry.linear_before_reset
-        bias_ih, bias_hh = (None if bias is None else bias[:, None] for bias in (bias_ih, bias_hh))
+        bias_ih = None if bias_ih is None else bias_ih[:, None]
+        bias_hh = None if bias_hh is None else bias_hh[:, None]
         both = bias_hh if bias_ih is None else bias_ih if bias_hh is None else bias_ih + bias_hh
         #: Added with the inputs to the rows from `biased` on; and to the product that a gru's reset gate multiplies.
         self.input_bias, self.biased, self.candidate_bias = both, 0, None
@@ -138,16 +139,22 @@ class Cell:
         each = np.array(values, self.gates.dtype).reshape(-1, 1, 1)
         return np.broadcast_to(each, (len(each), *self.gates.shape[1:])).copy() if self._is_small else each
 
-    def _complete(self, gates: slice, kept: Kept, t: int) -> None:
+    def _completion_of(self, gates: slice) -> Callable[[Kept, int], None]:
         """What comes after the sums of these gates and before their activations."""
-        own = self.gates[gates]
-        if self._slope is not None:
-            multiply(own, self._slope[gates], own)
-        if self._clip is not None:
-            most = self._clip[gates]
-            np.clip(own, -most, most, own)
-        if kept:
-            np.divide(own.transpose(2, 0, 1), self._slopes[gates], kept["gates"][t, :, gates])
+        own, slopes_of_each = self.gates[gates], self._slopes[gates]
+        slope = None if self._slope is None else self._slope[gates]
+        most = None if self._clip is None else self._clip[gates]
+        least = None if most is None else -most
+
+        def complete(kept: Kept, t: int) -> None:
+            if slope is not None:
+                multiply(own, slope, own)
+            if most is not None:
+                np.clip(own, least, most, own)
+            if kept:
+                np.divide(own.transpose(2, 0, 1), slopes_of_each, kept["gates"][t, :, gates])
+
+        return complete
 
     def _activation_of(self, gates: slice, of_gates: Sequence[Activation]) -> Callable[[], None]:
         """What applies an activation to each of these gates, which have their slope, in place."""
@@ -184,6 +191,7 @@ class Cell:
 class _Rnn(Cell):
     def prepare(self, of_gates: Sequence[Activation], last: Activation, peephole: bool) -> None:
         self._activate = self._activation_of(slice(1), of_gates)
+        self._complete = self._completion_of(slice(1))
 
     def advance(self, given: Weights, steps: Iterable[Step], kept: Kept) -> None:
         rows, recurrent, activate_gate, completes = self.rows, given.recurrent, self._activate, self._completes or kept
@@ -191,7 +199,7 @@ class _Rnn(Cell):
             recurrent(factor, rows)
             add(rows, projected, rows)
             if completes:
-                self._complete(slice(1), kept, t)
+                self._complete(kept, t)
             activate_gate()
             after[...] = rows
 
@@ -200,9 +208,11 @@ class _Lstm(Cell):
     def prepare(self, of_gates: Sequence[Activation], last: Activation, peephole: bool) -> None:
         self._of_cell = last
         #: The gates that do not see the new c: all but o, where there are peepholes.
-        self._early, self._late = (slice(3), slice(3, 4)) if peephole else (slice(4), slice(4, 4))
-        self._activate_early = self._activation_of(self._early, of_gates)
-        self._activate_late = self._activation_of(self._late, of_gates)
+        early, late = (slice(3), slice(3, 4)) if peephole else (slice(4), slice(4, 4))
+        self._activate_early = self._activation_of(early, of_gates)
+        self._complete_early = self._completion_of(early)
+        self._activate_late = self._activation_of(late, of_gates)
+        self._complete_late = self._completion_of(late)
         self._seen = np.empty_like(self.gates[:2]) if peephole else None
 
     def advance(self, given: Weights, steps: Iterable[Step], kept: Kept) -> None:
@@ -220,7 +230,7 @@ class _Lstm(Cell):
             if peephole is not None:
                 gates[:2] += multiply(peephole[:2], c, self._seen)
             if completes:
-                self._complete(self._early, kept, t)
+                self._complete_early(kept, t)
             activate_early()
             if input_forget:
                 subtract(1, i, f)
@@ -230,7 +240,7 @@ class _Lstm(Cell):
             if peephole is not None:
                 o += multiply(peephole[2], c, i)
                 if completes:
-                    self._complete(self._late, kept, t)
+                    self._complete_late(kept, t)
                 self._activate_late()
             if kept:
                 kept["cells"][t, :, 0] = c.T
@@ -244,10 +254,12 @@ class _Lstm(Cell):
 
 class _Gru(Cell):
     def prepare(self, of_gates: Sequence[Activation], last: Activation, peephole: bool) -> None:
-        self._rz, self._n = slice(2), slice(2, 3)
-        self._rows_rz = self.gates[self._rz].reshape(-1, self.gates.shape[2])
-        self._activate_rz = self._activation_of(self._rz, of_gates)
-        self._activate_n = self._activation_of(self._n, of_gates)
+        rz, n = slice(2), slice(2, 3)
+        self._rows_rz = self.gates[rz].reshape(-1, self.gates.shape[2])
+        self._activate_rz = self._activation_of(rz, of_gates)
+        self._complete_rz = self._completion_of(rz)
+        self._activate_n = self._activation_of(n, of_gates)
+        self._complete_n = self._completion_of(n)
         self._one = np.array(1, self.gates.dtype)
 
     def cut(self, projected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -262,7 +274,7 @@ class _Gru(Cell):
             recurrent(factor, product)
             add(rz, projected_rz, rz)
             if completes:
-                self._complete(self._rz, kept, t)
+                self._complete_rz(kept, t)
             activate_rz()
             if resets_product:
                 if candidate_bias is not None:
@@ -277,7 +289,7 @@ class _Gru(Cell):
                 given.candidate(r, n)
             add(n, projected_n, n)
             if completes:
-                self._complete(self._n, kept, t)
+                self._complete_n(kept, t)
             activate_n()
             subtract(one, z, r)
             multiply(r, n, r)
