@@ -149,6 +149,10 @@ def read(image: np.ndarray, elements: Sequence[Elements]) -> np.ndarray:
 
 def add(image: np.ndarray, elements: Sequence[Elements], values: np.ndarray) -> None:
     """The adjoint of `read`: each value is added to the element that it would have been read from."""
+    if slice is type(elements[0]) is type(elements[1]) is type(elements[2]):
+        place = image[(..., *elements)]
+        np.add(place, values, place)
+        return
     cut: list[Any] = [e if isinstance(e, slice) else slice(int(e.min()), int(e.max()) + 1) for e in elements]
     for axis, element in enumerate(elements, start=values.ndim - 3):
         if isinstance(element, slice):
