@@ -1,8 +1,8 @@
 """Whether `out` may be written where it lies: the one question about a call that only addresses answer.
 
 Layouts repeat from call to call, addresses do not.  What a layout says of the memory an array spans is worked
-out once; a check then compares bounds, and only spans that meet are looked at element by element.  A backend whose
-arrays tell their bounds sooner than their addresses is asked for these first.
+out once; a check then compares bounds, and only spans that meet are looked at element by element.  Arrays that know
+the owners of their memory tell sooner that all are apart.
 """
 
 from __future__ import annotations
@@ -27,29 +27,24 @@ class OutMemory:
     def __init__(self, arrays: Mapping[str, Any], outs: Sequence[str], may_alias: str) -> None:
         self._may_alias = may_alias
         self._spans = [(name, _Span(array)) for name, array in arrays.items()]
-        spans = [(place, name, span) for place, (name, span) in enumerate(self._spans)]
-        #: Each result, and the arrays that it might meet.
-        self._outs = [
-            (*out, [other for other in spans if other is not out and out[2].nbytes and other[2].nbytes])
-            for out in spans
-            if out[1] in outs
-        ]
+        self._outs = [(place, *self._spans[place]) for place, name in enumerate(arrays) if name in outs]
 
     def check(self, arrays: Sequence[Any], backend: Backend) -> None:
         """Refuse an `out` that is read-only, or that another argument shares memory with; it may be the residual.
 
         `arrays` are in the order of those that this was made from.
         """
-        for place, out_name, out, others in self._outs:
-            array = arrays[place]
-            if getattr(getattr(array, "flags", None), "writeable", True) is False:
+        are_apart = backend.are_apart(arrays)
+        for place, out_name, out in self._outs:
+            if getattr(getattr(arrays[place], "flags", None), "writeable", True) is False:
                 raise ValueError(f"{out_name} is read-only")
-            near = [other for other in others if backend.may_meet(array, arrays[other[0]])]
-            if not near:
+            if are_apart or out.nbytes == 0:
                 continue
-            at = backend.address(array)
+            at = backend.address(arrays[place])
             begin, end = at + out.begin, at + out.end
-            for other, name, span in near:
+            for other, (name, span) in enumerate(self._spans):
+                if other == place or span.nbytes == 0:
+                    continue
                 where = backend.address(arrays[other])
                 if end <= where + span.begin or where + span.end <= begin:
                     continue

@@ -37,9 +37,9 @@ class CudaBackend:
         """The address of the array's first element."""
         return self.device.pointer(array)
 
-    def may_meet(self, a: Any, b: Any) -> bool:
-        """Whether the bytes that two arrays span may meet: their addresses tell."""
-        return True
+    def are_apart(self, arrays: Sequence[Any]) -> bool:
+        """Whether the memory of each has an owner of its own: addresses tell."""
+        return False
 
     def signature(self, arrays: Sequence[Any]) -> Hashable:
         """What a plan depends on of arrays of this class, addresses aside."""
