@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,8 +12,6 @@ import numpy as np
 from cupyconv.problem import passes, problems, recurrence
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import HostModel, Problem
-
-_NOTHING_TO_DO = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,8 @@ class NumpyBackend:
         return HostModel(threads or 1)
 
     def current(self) -> AbstractContextManager[Any]:
-        """A context in which the backend's device is the current one."""
-        return _NOTHING_TO_DO
+        """A context in which plans run: NumPy's floating-point warnings are silenced."""
+        return np.errstate(all="ignore")
 
     def address(self, array: Any) -> int:
         """The address of the array's first element."""
@@ -92,13 +90,14 @@ class NumpyBackend:
         return _plan(problem)
 
     def prepare(self, plan: Plan) -> Callable[[Mapping[str, Any]], None]:
-        """A function that executes the plan on arguments and result by name."""
+        """A function that executes the plan on arguments and result by name, in the `current` context."""
         runs = [step.executable() for step in cast("tuple[NumpyStep, ...]", plan.steps)]
+        if len(runs) == 1:
+            return runs[0]
 
         def run(arrays: Mapping[str, Any]) -> None:
-            with np.errstate(all="ignore"):
-                for run_loop in runs:
-                    run_loop(arrays)
+            for run_loop in runs:
+                run_loop(arrays)
 
         return run
 
