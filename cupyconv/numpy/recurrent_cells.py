@@ -217,11 +217,8 @@ class _Lstm(Cell):
 
     def advance(self, given: Weights, steps: Iterable[Step], kept: Kept) -> None:
         gates, rows, c, recurrent, peephole = self.gates, self.rows, self.c, given.recurrent, given.peephole
-        activate_early, completes, input_forget = (
-            self._activate_early,
-            self._completes or kept,
-            self.geometry.input_forget,
-        )
+        activate_early, completes = self._activate_early, self._completes or kept
+        input_forget = self.geometry.input_forget
         of_cell = None if self._of_cell.name == "tanh" else self._of_cell
         i, f, g, o = gates
         for t, projected, factor, _, after in steps:
