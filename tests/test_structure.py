@@ -48,7 +48,7 @@ OUTSIDE = {
     "cupyconv.cuda.plan": set(),
     "cupyconv.problem": set(),
     "cupyconv.problem.arrays": {"numpy", "ml_dtypes"},
-    "cupyconv.numpy": {"numpy", "scipy"},
+    "cupyconv.numpy": {"numpy", "scipy", "threadpoolctl"},
     "cupyconv.cuda.run": {"numpy", "cupy", "cupy_backends"},
     "cupyconv.demo": {"numpy", "cupy", "matplotlib"},
     "cupyconv.interop": {"numpy", "ml_dtypes", "cupy", "torch", "jax"},
@@ -171,7 +171,7 @@ def test_no_module_is_named_after_nothing():
 
 # --- importing ------------------------------------------------------------------------------------------------
 
-HEAVY = ("cupy", "scipy", "torch", "matplotlib", "hypothesis", "ml_dtypes")
+HEAVY = ("cupy", "scipy", "torch", "matplotlib", "hypothesis", "ml_dtypes", "threadpoolctl")
 
 #: What `import cupyconv` may add, in imports of NumPy (0.1 s on a quiet machine): load and clock are in both.
 IMPORT_SHARE = 1.5
@@ -253,7 +253,7 @@ def test_the_host_device_has_the_protocols_methods():
 
 def test_the_seams_are_not_empty():
     assert {"prepare", "empty", "address"} <= public_signatures(Backend).keys()
-    assert {"launch", "gemm_strided_batched", "empty"} <= public_signatures(Device).keys()
+    assert {"load", "gemm_strided_batched", "empty"} <= public_signatures(Device).keys()
 
 
 # --- words ----------------------------------------------------------------------------------------------------

@@ -133,8 +133,7 @@ def _make_cupy_backend(ordinal: int) -> Backend:
     from cupyconv.cuda.run import CudaBackend
     from cupyconv.cuda.run.cupy_device import CupyDevice
 
-    device = CupyDevice(ordinal)
-    return CudaBackend(device, device.model)
+    return CudaBackend(CupyDevice(ordinal))
 
 
 def _kind(array: Any) -> str:

@@ -18,9 +18,9 @@ class Settings(NamedTuple):
 
 
 _DEFAULTS = Settings()
-#: The settings in force, and those of the blocks around the innermost one.
+#: The settings in force, and the blocks that are open, the innermost last.
 _CURRENT: ContextVar[Settings] = ContextVar("cupyconv_settings", default=_DEFAULTS)
-_OUTER: ContextVar[tuple[Settings, ...]] = ContextVar("cupyconv_outer_settings", default=())
+_BLOCKS: ContextVar[tuple[options, ...]] = ContextVar("cupyconv_blocks", default=())
 
 #: What the call at hand is decided with.
 current_settings = _CURRENT.get
@@ -42,9 +42,10 @@ class options(AbstractContextManager["Settings"]):
         On CUDA, let products of float32 and complex64 round their factors to TF32 (10 bits of mantissa): faster,
         with relative errors of up to about 1e-3.
     threads : int, optional
-        How many blocks the NumPy backend computes at the same time, or fewer where the workspace limit has no room for
-        so many; by default one, whose products use the threads of NumPy's BLAS.  The BLAS's own number of threads is
-        not changed.
+        How many threads a call on NumPy is divided among, or fewer where the workspace limit has no room for so many;
+        by default as many as NumPy's BLAS would use (so that its environment variables, threadpoolctl and the process's
+        affinity are respected), and one where the work is small.  While a call uses several, BLAS has one thread in
+        the whole process; then it has its own number again.  With one, products use the threads of BLAS.
 
     Raises
     ------
@@ -76,16 +77,19 @@ class options(AbstractContextManager["Settings"]):
         )
 
     def __enter__(self) -> Settings:
-        _OUTER.set((*_OUTER.get(), _CURRENT.get()))
+        _BLOCKS.set((*_BLOCKS.get(), self))
         _CURRENT.set(self._settings)
         return self._settings
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        *outer, innermost = _OUTER.get()
-        _CURRENT.set(innermost)
-        _OUTER.set(tuple(outer))
+        # Not always the innermost: generators that take turns leave their blocks in any order.
+        blocks = list(_BLOCKS.get())
+        innermost_of_self = len(blocks) - 1 - blocks[::-1].index(self)
+        del blocks[innermost_of_self]
+        _BLOCKS.set(tuple(blocks))
+        _CURRENT.set(blocks[-1]._settings if blocks else _DEFAULTS)
 
 
 def flag(name: str, value: Any) -> bool:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from cupyconv.problem import passes, problems, recurrence
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import HostModel, Problem
+
+if TYPE_CHECKING:
+    from cupyconv.numpy.threads import Blas
+
+#: What a core does in a second, cautiously, and the seconds of work for which another thread is worth waking.
+_FLOPS, _BYTES = 5e10, 5e9
+_WORTH_WAKING = 150e-6
 
 
 @dataclass(frozen=True)
@@ -46,9 +53,13 @@ class NumpyBackend:
 
     name = "numpy"
 
+    def __init__(self) -> None:
+        #: Whose number of threads is the default; None until a problem is large enough for more than one.
+        self._blas: Blas | None = None
+
     def machine(self, threads: int | None) -> HostModel:
         """The processor plans are made for."""
-        return HostModel(threads or 1)
+        return HostModel(threads or 0)
 
     def current(self) -> AbstractContextManager[Any]:
         """A context in which plans run: NumPy's floating-point warnings are silenced."""
@@ -83,11 +94,25 @@ class NumpyBackend:
 
     def signature(self, arrays: Sequence[Any]) -> Hashable:
         """What a plan depends on of arrays of this class; none depends on an address."""
-        return tuple([(a.dtype, a.shape, a.strides) for a in arrays])
+        return self._blas and self._blas.threads, *[(a.dtype, a.shape, a.strides) for a in arrays]
 
     def plan(self, problem: Problem) -> Plan:
         """How a problem runs here; ValueError where a named method does not apply."""
+        if not problem.host.threads:
+            problem = replace(problem, machine=HostModel(self._threads_for(problem)))
         return _plan(problem)
+
+    def _threads_for(self, problem: Problem) -> int:
+        """As many threads as NumPy's BLAS would use, or as are worth waking."""
+        seconds = max(problem.flops / _FLOPS, problem.minimal_bytes / _BYTES)
+        worth_waking = int(seconds / problem.turns / _WORTH_WAKING)
+        if worth_waking <= 1:
+            return 1
+        if self._blas is None:
+            from cupyconv.numpy.threads import BLAS  # its libraries are looked for: not for small problems
+
+            self._blas = BLAS
+        return min(worth_waking, self._blas.threads)
 
     def prepare(self, plan: Plan) -> Callable[[Mapping[str, Any]], None]:
         """A function that executes the plan on arguments and result by name, in the `current` context."""

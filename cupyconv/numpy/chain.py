@@ -29,7 +29,8 @@ import numpy as np
 
 from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.convolution import ConvLoop, Rejected, plan_conv
-from cupyconv.numpy.windows import Scratch, five_axes, in_threads, ranges_of
+from cupyconv.numpy.threads import in_threads
+from cupyconv.numpy.windows import Scratch, five_axes, ranges_of
 from cupyconv.problem.arrays import Operand, accumulator, dtype_from_name
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
 from cupyconv.problem.plan import Plan
@@ -180,8 +181,7 @@ class ChainLoop(NumpyStep):
     def run(self, arrays: Mapping[str, Any]) -> None:
         chain = _Run(self, arrays)
         bands = list(product(self.sample_ranges, self.row_ranges))
-        for _ in in_threads(self.threads, lambda band: chain.finish(*band), bands):
-            pass
+        in_threads(self.threads, lambda band: chain.finish(*band), bands)
 
 
 def plan_chain(problem: ChainProblem) -> Plan:

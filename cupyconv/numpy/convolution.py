@@ -38,7 +38,6 @@ from cupyconv.numpy.windows import (
     block_words,
     columns_shape,
     five_axes,
-    in_threads,
     largest_block,
     tile_shape,
 )
@@ -371,8 +370,14 @@ class ConvLoop(PixelLoop):
     def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None) -> None:
         """Compute the result; arguments and result are given by name, and memory that other loops use too."""
         scratch = scratch or self.fresh or Scratch(self.x_dtype, self.rounds)
-        for _ in in_threads(self.threads, ConvRun(self, arrays, scratch).finish, self.each_block):
-            pass
+        finish = ConvRun(self, arrays, scratch).finish
+        if self.threads > 1:
+            from cupyconv.numpy.threads import in_threads
+
+            in_threads(self.threads, finish, self.each_block)
+            return
+        for block in self.each_block:
+            finish(block)
 
 
 def temporaries(geometry: Windows, prologue: Prologue) -> int:

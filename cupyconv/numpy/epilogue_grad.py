@@ -15,7 +15,8 @@ import numpy as np
 
 from cupyconv.numpy.activations import derivative
 from cupyconv.numpy.backend import NumpyStep
-from cupyconv.numpy.windows import block_words, five_axes, in_threads
+from cupyconv.numpy.threads import in_threads
+from cupyconv.numpy.windows import block_words, five_axes
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, dtype_from_name
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.passes import ElementwiseGradProblem, EpilogueGradProblem

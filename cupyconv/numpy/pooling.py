@@ -20,7 +20,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self
 import numpy as np
 
 from cupyconv.numpy.backend import NumpyStep
-from cupyconv.numpy.windows import Scratch, axis_segments, block_words, five_axes, in_threads
+from cupyconv.numpy.threads import in_threads
+from cupyconv.numpy.windows import Scratch, axis_segments, block_words, five_axes
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import Windows, even_part
 from cupyconv.problem.passes import PoolingGradientProblem, PoolingProblem
@@ -126,8 +127,7 @@ class PoolingStep(NumpyStep):
                 plane, part = block
                 self.finish(dtype, new, [image[plane] for image in images], part)
 
-            for _ in in_threads(self.threads, finish, product(planes, parts)):
-                pass
+            in_threads(self.threads, finish, product(planes, parts))
 
         return run
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.recurrent_cells import CELLS, IN_PLACE, Step, Weights, slopes
-from cupyconv.numpy.windows import in_threads
+from cupyconv.numpy.threads import in_threads
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import Plan
@@ -200,14 +200,8 @@ class RecurrentLayer:
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         """Compute the result; arguments and results are given by name."""
-        step = self._step
         weights = [self._weights(arrays, direction) for direction in range(self._geometry.directions)]
-        if step.threads == 1:
-            for work in self._work:
-                self._finish(arrays, weights, work)
-            return
-        for _ in in_threads(step.threads, partial(self._finish, arrays, weights), self._work):
-            pass
+        in_threads(self._step.threads, partial(self._finish, arrays, weights), self._work)
 
     def _finish(
         self, arrays: Mapping[str, Any], weights: list[Weights], work: tuple[int, slice, deque[_Sequence]]

@@ -44,17 +44,8 @@ from cupyconv.numpy.convolution import (
     is_matrix,
     weight_copy,
 )
-from cupyconv.numpy.windows import (
-    Region,
-    Scratch,
-    add,
-    block_of_pixels,
-    five_axes,
-    in_threads,
-    ranges_of,
-    read,
-    tap_regions,
-)
+from cupyconv.numpy.threads import in_threads
+from cupyconv.numpy.windows import Region, Scratch, add, block_of_pixels, five_axes, ranges_of, read, tap_regions
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
 from cupyconv.problem.plan import Plan
@@ -223,8 +214,7 @@ class ScatteredLoop(BlockLoop):
         return list(product(*map(ranges_of, self.geometry.out_size, self.block[1:])))
 
     def run(self, arrays: Mapping[str, Any]) -> None:
-        for _ in in_threads(self.threads, ScatteredRun(self, arrays).finish, self.each_block):
-            pass
+        in_threads(self.threads, ScatteredRun(self, arrays).finish, self.each_block)
 
 
 def _gains_by_flat(flat: ScatteredLoop) -> bool:

@@ -23,7 +23,8 @@ import numpy as np
 
 from cupyconv.numpy.convolution import PRODUCT_BLOCK, PixelLoop, is_matrix
 from cupyconv.numpy.mec import is_in_order
-from cupyconv.numpy.windows import Block, BlockSize, Images, Scratch, five_axes, in_threads, parts_of
+from cupyconv.numpy.threads import in_threads
+from cupyconv.numpy.windows import Block, BlockSize, Images, Scratch, five_axes, parts_of
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, c_strides, dtype_from_name, is_complex, real_part
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import Plan
@@ -138,7 +139,7 @@ class WeightGradientLoop(PixelLoop):
             return
         share = -(-self.blocks // threads)
         shares = [(list(islice(blocks, share)), thread) for thread in range(threads)]
-        run.finish(list(in_threads(threads, run.sum_over, shares)))
+        run.finish(in_threads(threads, run.sum_over, shares))
 
 
 def _sums_are_result(problem: WeightGradientProblem) -> bool:

@@ -24,11 +24,11 @@ A prologue transforms what is read as it is written, and so never the padding.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -44,8 +44,6 @@ Segment = tuple[slice, Elements | None]  # positions of the outputs, and what th
 Region = tuple[tuple[slice, ...], tuple[Elements, ...] | None]
 #: Samples, and pixels along three axes, of a block of outputs.
 BlockSize = tuple[int, int, int, int]
-_Part = TypeVar("_Part")
-_Result = TypeVar("_Result")
 
 #: Blocks up to which, and taps up to which, what a block reads is kept from run to run: a small convolution is
 #: bound by working it out; a large one is not, and would keep megabytes.
@@ -384,24 +382,6 @@ def ranges_of(extent: int, part: int) -> list[range]:
 def parts_of(count: int, part: int) -> Iterator[slice]:
     """So many groups, or channels, at a time."""
     return (slice(first, min(first + part, count)) for first in range(0, count, part))
-
-
-def in_threads(threads: int, work: Callable[[_Part], _Result], parts: Iterable[_Part]) -> Iterator[_Result]:
-    """What `work` returns for each part, in the order of the parts; nothing runs before the first is asked for.
-
-    NumPy's floating-point warnings are silenced in the threads that are started here.
-    """
-    if threads == 1:
-        yield from map(work, parts)
-        return
-    from concurrent.futures import ThreadPoolExecutor
-
-    def silenced(part: _Part) -> _Result:
-        with np.errstate(all="ignore"):
-            return work(part)
-
-    with ThreadPoolExecutor(threads) as pool:
-        yield from pool.map(silenced, parts)
 
 
 class Scratch:

@@ -368,7 +368,7 @@ def _windows(
     for axis in range(rank):
         padded = size[axis] + before[axis] + after[axis]
         span = dilation[axis] * (kernel[axis] - 1) + 1
-        if span > padded:
+        if span > max(1, padded):  # one tap on an empty axis makes an empty one
             raise ValueError(
                 f"kernel spans {span} elements along spatial axis {axis}, the padded input has {padded}"
                 f" (size {size[axis]}, padding {pairs[axis]}, kernel {kernel[axis]}, dilation {dilation[axis]})"

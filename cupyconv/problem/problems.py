@@ -25,7 +25,7 @@ class HostModel:
 
     #: The backend that runs what is planned for it.
     backend: ClassVar[str] = "numpy"
-    threads: int
+    threads: int  # 0: as many as the backend finds worth it
 
     def __str__(self) -> str:
         return f"{self.threads} thread" + "s" * (self.threads > 1)
@@ -41,6 +41,10 @@ DEFAULT_LIMIT = {HostModel: 16 << 20, GpuModel: 256 << 20}
 
 class NotApplicable(ValueError):
     """A method cannot do this problem; the message says why."""
+
+
+class TooManyBlocks(RuntimeError):
+    """A plan has more blocks that wait for each other than the device has room for, as its model says from now on."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,11 @@ class Problem:
     def minimal_bytes(self) -> int:
         """Every argument and result once: the fewest bytes any method can move."""
         return sum(array.nbytes for array in self.arrays if array is not None)
+
+    @property
+    def turns(self) -> int:
+        """Parts of the work of which each waits for the one before."""
+        return 1
 
     @property
     def bound(self) -> str:

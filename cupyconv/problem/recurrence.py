@@ -151,6 +151,10 @@ class RecurrentProblem(Problem):
         return 2 * self.geometry.products
 
     @property
+    def turns(self) -> int:
+        return max(1, self.geometry.steps)
+
+    @property
     def title(self) -> str:
         return str(self.geometry)
 
@@ -181,6 +185,10 @@ class RecurrentGradientProblem(Problem):
     def flops(self) -> int:
         """A product with each weight, and one for its gradient."""
         return 4 * self.geometry.products
+
+    @property
+    def turns(self) -> int:
+        return max(1, self.geometry.steps)
 
     @property
     def title(self) -> str:

@@ -1,0 +1,263 @@
+"""Threads: disjoint parts of a call, on workers that wait between calls; and NumPy's BLAS, held at one thread meanwhile.
+
+A BLAS that divides each product waits for its slowest thread at each product; on a busy machine that is most of the
+time.  Here a call is divided once, into more parts than threads, and whoever is free takes the next::
+
+    caller    part 0   part 2   part 5   part 6         (takes parts too, and returns when all are done)
+    worker    . part 1   part 3     part 4   waits      (woken by the call; from the pool, which is made once)
+
+How many threads is a plan's decision.  What parts compute must not depend on who takes them, or when.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from _thread import LockType, allocate_lock
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+_Part = TypeVar("_Part")
+_Result = TypeVar("_Result")
+
+#: Workers that there are at most, however many threads are asked for: more than cores only take turns.
+_MOST_WORKERS = max(32, 2 * (os.cpu_count() or 1))
+
+# --- parts ----------------------------------------------------------------------------------------------------
+
+
+def in_threads(threads: int, work: Callable[[_Part], _Result], parts: Iterable[_Part]) -> list[_Result]:
+    """What `work` returns for each part, in the order of the parts.
+
+    The caller is one of the threads; of the others there are fewer where no more can be started.  What a part raises is
+    raised here, when no thread works any more; parts not begun by then are left out.
+    """
+    if threads == 1:
+        return list(map(work, parts))
+    job = _Job(work, parts)
+    with BLAS.held_at_one():
+        try:
+            _pool.help_with(job, threads - 1)
+            job.take_parts()
+        finally:
+            job.close()
+    if job.error is not None:
+        raise job.error
+    return [job.results[i] for i in range(len(job.results))]
+
+
+class _Job(Generic[_Part, _Result]):
+    """The parts of one call, and those who take them."""
+
+    def __init__(self, work: Callable[[_Part], _Result], parts: Iterable[_Part]) -> None:
+        self._work, self._parts = work, enumerate(parts)
+        self.results: dict[int, _Result] = {}
+        self.error: BaseException | None = None
+        self._lock = allocate_lock()
+        self._helpers, self._closed = 0, False
+        self._all_left = _taken_lock()
+
+    def take_parts(self) -> None:
+        """Do one part after the other until none is left, or one has failed."""
+        try:
+            while (taken := self._take()) is not None:
+                number, part = taken
+                self.results[number] = self._work(part)
+        except BaseException as error:
+            self.error = self.error or error
+
+    def _take(self) -> tuple[int, _Part] | None:
+        with self._lock:
+            return None if self.error is not None else next(self._parts, None)
+
+    def help(self) -> None:
+        """Take parts in another thread than the caller's; nothing where that has gone on already."""
+        with self._lock:
+            if self._closed:
+                return
+            self._helpers += 1
+        BLAS.hold_thread()
+        self.take_parts()
+        with self._lock:
+            self._helpers -= 1
+            if self._closed and not self._helpers:
+                self._all_left.release()
+
+    def close(self) -> None:
+        """Wait for those who still help; whoever has not begun by now is not waited for."""
+        with self._lock:
+            self._closed = True
+            if not self._helpers:
+                return
+        while True:
+            try:
+                self._all_left.acquire()
+                return
+            except BaseException as interruption:  # Ctrl-C: the arrays are in use until the helpers have left
+                self.error = interruption
+
+
+# --- the pool -------------------------------------------------------------------------------------------------
+
+
+class _Pool:
+    """Workers that wait for jobs; started when first needed, for good."""
+
+    def __init__(self) -> None:
+        self._idle: list[_Worker] = []
+        self._started = 0
+
+    def help_with(self, job: _Job[Any, Any], workers: int) -> None:
+        """Wake so many workers for a job, or as many as there are."""
+        for _ in range(min(workers, _MOST_WORKERS)):
+            try:
+                worker = self._idle.pop()
+            except IndexError:
+                if self._started >= _MOST_WORKERS:
+                    return
+                try:
+                    worker = _Worker(self._idle)
+                except RuntimeError:  # no thread can be started: too many, or Python is about to end
+                    return
+                self._started += 1
+            worker.wake(job)
+
+
+class _Worker:
+    """A thread that does a job when it is woken, and is idle again."""
+
+    def __init__(self, idle: list[_Worker]) -> None:
+        self._idle = idle
+        self._job: _Job[Any, Any] | None = None
+        self._woken = _taken_lock()
+        threading.Thread(target=self._run, name="cupyconv", daemon=True).start()
+
+    def wake(self, job: _Job[Any, Any]) -> None:
+        self._job = job
+        self._woken.release()
+
+    def _run(self) -> None:
+        with np.errstate(all="ignore"):
+            while True:
+                self._woken.acquire()
+                job, self._job = self._job, None
+                assert job is not None
+                job.help()
+                del job  # it holds the caller's arrays
+                self._idle.append(self)
+
+
+def _taken_lock() -> LockType:
+    lock = allocate_lock()
+    lock.acquire()
+    return lock
+
+
+# --- BLAS -----------------------------------------------------------------------------------------------------
+
+
+class Blas:
+    """The number of threads that NumPy's BLAS uses: asked for, and held at one while we use as many ourselves.
+
+    It is a setting of the process (environment, affinity, threadpoolctl) and put back as it was.  Its library is looked
+    for when it is first asked.  A BLAS that cannot be asked counts as one thread: it keeps its own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = allocate_lock()
+        self._controls: list[_Controls] | None = None
+        self._before: list[int] = []  # while held
+        self._holders = 0
+
+    @property
+    def threads(self) -> int:
+        """As many as it would use now, were it not held."""
+        with self._lock:
+            return min(self._before or self._numbers(), default=1)
+
+    @contextmanager
+    def held_at_one(self) -> Iterator[None]:
+        """One thread for all products of the process, until the last of those who hold it lets go."""
+        with self._lock:
+            self._holders += 1
+            if self._holders == 1:
+                self._before = self._numbers()
+                self._set([1] * len(self._before))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holders -= 1
+                if not self._holders:
+                    self._put_back()
+
+    def hold_thread(self) -> None:
+        """Called in another thread while held: some libraries count for each thread apart."""
+        self._set([1] * len(self._found()))
+
+    def begin_process(self) -> None:
+        """Called in a child of a fork, where nobody holds anything."""
+        self._lock, self._holders = allocate_lock(), 0
+        self._put_back()
+
+    def _put_back(self) -> None:
+        # Where another number was set meanwhile, that is what is wanted now.
+        self._set([before if now == 1 else now for before, now in zip(self._before, self._numbers())])
+        self._before = []
+
+    def _numbers(self) -> list[int]:
+        return [ask() or 1 for ask, _ in self._found()]
+
+    def _set(self, numbers: list[int]) -> None:
+        for (_, tell), number in zip(self._found(), numbers):
+            tell(number)
+
+    def _found(self) -> list[_Controls]:
+        if self._controls is None:
+            from threadpoolctl import ThreadpoolController  # imported for those who compute much
+
+            with warnings.catch_warnings(action="ignore"):  # of OpenMP libraries that others have loaded
+                found = [library for library in ThreadpoolController().lib_controllers if library.user_api == "blas"]
+            beside = str(Path(np.__file__).parent)  # a wheel of NumPy brings its own
+            own = [library for library in found if library.filepath.startswith(beside)]
+            self._controls = [_controls(library) for library in own or found]
+        return self._controls
+
+
+#: What asks a library for its number of threads, and what tells it one.
+_Controls = tuple[Callable[[], int | None], Callable[[int], Any]]
+
+
+def _controls(library: Any) -> _Controls:
+    """Those of OpenBLAS's own threads are taken from the library itself.
+
+    threadpoolctl obeys one thread of the process at a time, as if it held the number for itself; ours is held for all.
+    """
+    if library.internal_api == "openblas" and library.threading_layer != "openmp":
+        for prefix, suffix in product(("", "scipy_"), ("", "64_", "_64")):
+            names = [f"{prefix}openblas_{verb}_num_threads{suffix}" for verb in ("get", "set")]
+            if all(hasattr(library.dynlib, name) for name in names):
+                ask, tell = (getattr(library.dynlib, name) for name in names)
+                return ask, tell
+    return library.get_num_threads, library.set_num_threads
+
+
+BLAS = Blas()
+_pool = _Pool()
+
+
+def _begin_process() -> None:
+    """A child of a fork has none of the threads."""
+    global _pool
+    _pool = _Pool()
+    BLAS.begin_process()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_process)

@@ -1,0 +1,290 @@
+"""Threads of the NumPy backend: how many, what they leave behind, and the number of BLAS's, which is put back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from threadpoolctl import threadpool_limits
+
+import cupyconv
+from cupyconv.numpy import threads
+from cupyconv.numpy.threads import BLAS, in_threads
+
+RNG = np.random.default_rng(0)
+#: Large enough for many threads, and small enough for one.
+LARGE = RNG.standard_normal((8, 16, 64, 64)), RNG.standard_normal((32, 16, 3, 3))
+SMALL = RNG.standard_normal((1, 4, 8, 8)), RNG.standard_normal((4, 4, 3, 3))
+
+OF_A_NEW_PROCESS: dict[str, Any] = dict(
+    cwd=Path(__file__).resolve().parents[1], capture_output=True, text=True, check=True
+)
+
+
+@pytest.fixture(autouse=True)
+def four_threads_of_blas():
+    """What the process has set, whatever the machine and the test run have; and nothing is left behind."""
+    with threadpool_limits(4, "blas"):
+        if BLAS.threads != 4:
+            pytest.skip("NumPy's BLAS has no number of threads to set")
+        yield
+        assert BLAS.threads == 4
+
+
+def planned(*arrays: Any, **settings: Any) -> int:
+    with cupyconv.options(**settings):
+        return cupyconv.explain(cupyconv.conv, *arrays).steps[0].threads
+
+
+def our_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "cupyconv"]
+
+
+# --- how many -------------------------------------------------------------------------------------------------
+
+
+def test_by_default_as_many_as_blas_uses():
+    assert planned(*LARGE) == 4
+    with threadpool_limits(3, "blas"):
+        assert planned(*LARGE) == 3
+        with threadpool_limits(1, "blas"):
+            assert planned(*LARGE) == 1
+    assert planned(*LARGE, threads=2) == 2
+
+
+def test_small_problems_stay_on_the_calling_thread():
+    assert planned(*SMALL) == 1
+
+
+def test_a_limit_set_between_calls_is_kept(monkeypatch):
+    """A call that is remembered was planned for another number."""
+    taken = []
+    original = threads.in_threads
+    monkeypatch.setattr(threads, "in_threads", lambda n, *others: (taken.append(n), original(n, *others))[1])
+    for limit in (4, 2, 4, 1, 3):
+        with threadpool_limits(limit, "blas"):
+            cupyconv.conv(*LARGE)
+    assert taken == [4, 2, 4, 3]  # one thread is the caller
+
+
+@pytest.mark.parametrize("name", ["OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"])
+def test_the_environments_limit_is_kept(name):
+    code = (
+        "import numpy as np, cupyconv;"
+        "plan = cupyconv.explain(cupyconv.conv, np.ones((8, 16, 64, 64)), np.ones((32, 16, 3, 3)));"
+        "print(plan.steps[0].threads)"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")} | {name: "1"}
+    done = subprocess.run([sys.executable, "-c", code], **OF_A_NEW_PROCESS, env=environment)
+    assert done.stdout.strip() == "1"
+
+
+def test_blas_is_looked_for_when_a_problem_is_large():
+    code = (
+        "import sys, numpy as np, cupyconv\n"
+        "for extent in (8, 200):\n"
+        "    cupyconv.conv(np.ones((1, 8, extent, extent)), np.ones((8, 8, 3, 3)))\n"
+        "    print('threadpoolctl' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], **OF_A_NEW_PROCESS)
+    assert done.stdout.split() == ["False", "True"]
+
+
+def test_however_many_are_asked_for_few_are_started():
+    x, weight = np.ones((1, 2, 400, 400)), np.ones((2, 2, 3, 3))
+    with cupyconv.options(threads=10**4):
+        assert (cupyconv.conv(x, weight, method="direct") == 18).all()
+    assert len(our_threads()) <= max(32, 2 * (os.cpu_count() or 1))
+    in_threads(10**4, lambda part: time.sleep(1e-4), range(2000))
+    assert len(our_threads()) <= max(32, 2 * (os.cpu_count() or 1))
+
+
+def test_where_no_thread_can_be_started_the_caller_does_it_all(monkeypatch):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threads, "_pool", threads._Pool())
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert in_threads(4, lambda part: threading.get_ident(), range(8)) == [threading.get_ident()] * 8
+
+
+# --- parts ----------------------------------------------------------------------------------------------------
+
+
+def test_results_are_in_the_order_of_the_parts():
+    def work(part: int) -> int:
+        time.sleep(0.001 * (part % 3))
+        return part
+
+    assert in_threads(4, work, iter(range(40))) == list(range(40))
+
+
+def test_threads_work_at_the_same_time():
+    together = threading.Barrier(3, timeout=30)
+    in_threads(3, lambda part: together.wait(), range(3))
+
+
+def test_a_worker_serves_one_call_after_the_other():
+    in_threads(4, lambda part: time.sleep(0.001), range(20))
+    before = {*our_threads()}
+    for _ in range(20):
+        in_threads(4, lambda part: time.sleep(0.0005), range(8))
+        time.sleep(0.002)
+    assert {*our_threads()} == before
+
+
+@pytest.mark.parametrize("failing", [0, 7, 39])
+def test_what_a_part_raises_is_raised_and_nothing_works_on(failing):
+    at_work: set[int] = set()
+
+    def work(part: int) -> None:
+        at_work.add(part)
+        time.sleep(0.001)
+        at_work.remove(part)
+        if part == failing:
+            raise MemoryError(f"part {part}")
+
+    with pytest.raises(MemoryError, match=f"part {failing}"):
+        in_threads(4, work, range(40))
+    assert not at_work
+
+
+def test_what_the_parts_raise_is_raised():
+    def parts():
+        yield 1
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        in_threads(2, lambda part: part, parts())
+
+
+def test_calls_within_parts_come_to_an_end():
+    def outer(part: int) -> int:
+        return sum(in_threads(8, lambda inner: inner * part, range(5)))
+
+    assert in_threads(8, outer, range(100)) == [10 * part for part in range(100)]
+
+
+def test_arrays_of_a_call_are_let_go():
+    """A worker that waits holds nothing of the call before."""
+
+    def call() -> weakref.ref:
+        array = np.ones(10)
+        in_threads(4, lambda part: (time.sleep(0.001), array), range(8))
+        return weakref.ref(array)
+
+    array = call()
+    end = time.monotonic() + 10
+    while array() is not None and time.monotonic() < end:  # a worker may still be on its way back
+        time.sleep(0.001)
+    assert array() is None
+
+
+# --- BLAS -----------------------------------------------------------------------------------------------------
+
+
+def numbers() -> list[int]:
+    return [ask() for ask, _ in BLAS._found()]
+
+
+def test_blas_has_one_thread_meanwhile_and_its_own_after():
+    assert in_threads(2, lambda part: numbers(), range(4)) == [[1]] * 4
+    assert numbers() == [4]
+
+
+def test_after_an_error_it_has_its_own():
+    with pytest.raises(ZeroDivisionError):
+        in_threads(2, lambda part: 1 // 0, range(4))
+    assert numbers() == [4]
+
+
+def test_nested_and_side_by_side_the_last_one_puts_it_back():
+    first_in, first_out = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with BLAS.held_at_one():
+            first_in.set()
+            second_in.wait(10)
+            with BLAS.held_at_one():
+                assert numbers() == [1] and BLAS.threads == 4
+            assert numbers() == [1]
+        first_out.set()
+
+    second_in = threading.Event()
+
+    def second() -> None:
+        first_in.wait(10)
+        with BLAS.held_at_one():
+            second_in.set()
+            first_out.wait(10)
+            assert numbers() == [1] and BLAS.threads == 4
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(first), pool.submit(second)]:
+            done.result(20)
+    assert numbers() == [4]
+
+
+def test_a_number_set_meanwhile_stays():
+    with BLAS.held_at_one():
+        threadpool_limits(3, "blas")
+    assert numbers() == [3]
+    threadpool_limits(4, "blas")
+
+
+def test_calls_of_many_threads_at_once():
+    alone = cupyconv.conv(*LARGE).tobytes()
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(lambda _: cupyconv.conv(*LARGE).tobytes(), range(24)))
+    assert set(results) == {alone} and numbers() == [4]
+
+
+# --- processes ------------------------------------------------------------------------------------------------
+
+
+def in_a_child(function: Callable[[], bool]) -> bool:
+    """What the function returns in a child that is forked here."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if function() else 1)
+        finally:
+            os._exit(2)
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status) == 0
+        time.sleep(0.01)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return False
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_has_threads_of_its_own():
+    expected = cupyconv.conv(*LARGE).tobytes()
+
+    def work() -> bool:
+        started = len(our_threads())
+        return started == 0 and cupyconv.conv(*LARGE).tobytes() == expected and len(our_threads()) > 0
+
+    assert in_a_child(work)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_made_during_a_call_has_blas_as_it_was():
+    with BLAS.held_at_one():
+        assert in_a_child(lambda: numbers() == [4] and in_threads(2, lambda part: numbers(), range(2)) == [[1], [1]])
