@@ -45,6 +45,8 @@ _OPERATIONS: dict[Callable[..., Any], Operation] = {}
 
 #: Immutable, and the same where type and value are.  Not float: 0.0 equals -0.0.
 _PLAIN = frozenset({type(None), bool, int, str, *(np.dtype(code).type for code in "bhilqBHILQ")})
+#: Of these, equal values are the same whatever their types are.
+_NAMES = frozenset({type(None), str})
 
 
 class Operation:
@@ -197,17 +199,15 @@ def _typed(values: tuple[Any, ...]) -> Hashable:
     kinds = tuple(map(type, values))
     if _PLAIN.issuperset(kinds):
         return kinds, values
-    return kinds, tuple(map(_one_typed, values))
+    return kinds, tuple([value if type(value) in _PLAIN else _one_typed(value) for value in values])
 
 
 def _one_typed(value: Any) -> Hashable:
     kind = type(value)
-    if kind in _PLAIN:
-        return value
     if kind is float:
         return repr(value)
     if kind is tuple or kind is list:
-        return _typed(tuple(value))
+        return value if kind is tuple and _NAMES.issuperset(map(type, value)) else _typed(tuple(value))
     raise _Unusual
 
 
@@ -275,7 +275,7 @@ class Executable:
     def run_again(self, arrays: Sequence[Any]) -> Any:
         """Run for other arrays, after the one check that their layouts do not answer."""
         if self._out_memory is not None:
-            self._out_memory.check(arrays, self._backend.address)
+            self._out_memory.check(arrays, self._backend)
         return self.run(arrays)
 
     def _prepare(self, plan: Plan) -> None:

@@ -474,7 +474,9 @@ class ConvRun:
         self.residual = five_axes(arrays["residual"]) if "residual" in arrays else None
         self.bias = None
         if "bias" in arrays:
-            bias = arrays["bias"].astype(self.out.dtype, copy=False).astype(loop.sums_dtype, copy=False)
+            bias = arrays["bias"]
+            if not bias.dtype == self.out.dtype == loop.sums_dtype:
+                bias = bias.astype(self.out.dtype).astype(loop.sums_dtype)
             self.bias = bias[:, None, None, None]
         matrix = arrays["weight"].reshape(loop.weight_shape)
         if matrix.dtype != loop.factor_dtype:

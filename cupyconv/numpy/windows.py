@@ -10,7 +10,7 @@ few at the borders are zeros, or are read through an index array that follows th
                            | or idx |        stride)        |  array |
 
 Where a kernel has several taps, a block's part of the padded image is copied once (of a small image that is all of
-it), and its windows are a view of that copy.
+it), and its windows are a view of that copy; or of the image, where it is one in C order and no border is read.
 
 ::
 
@@ -147,6 +147,10 @@ def read(image: np.ndarray, elements: Sequence[Elements]) -> np.ndarray:
 
 def add(image: np.ndarray, elements: Sequence[Elements], values: np.ndarray) -> None:
     """The adjoint of `read`: each value is added to the element that it would have been read from."""
+    if slice is type(elements[0]) is type(elements[1]) is type(elements[2]):
+        place = image[(..., *elements)]
+        np.add(place, values, place)
+        return
     cut: list[Any] = [e if isinstance(e, slice) else slice(int(e.min()), int(e.max()) + 1) for e in elements]
     for axis, element in enumerate(elements, start=values.ndim - 3):
         if isinstance(element, slice):
@@ -243,8 +247,23 @@ class Tile:
         moves = [step * stride for step, stride in zip(spatial, geometry.stride)]
         self.windows_strides = (c, *taps, n, *moves)
         read = tuple(region for region in regions if region[1] is not None)
+        self.in_image = self._in_image(geometry, itemsize, block, regions[0][1]) if len(regions) == 1 else None
         self.starts_as_zeros = len(read) < len(regions) and prod(self.shape) * itemsize <= _SMALL_TILE
         self.regions = read if self.starts_as_zeros else regions
+
+    def _in_image(
+        self, geometry: ConvGeometry, itemsize: int, block: tuple[range, ...], elements: tuple[Elements, ...] | None
+    ) -> tuple[int, tuple[int, ...]] | None:
+        """Where the windows lie in an image in C order, as an offset and strides; None where they read a border."""
+        n, c, *spatial = (prod((self.shape[0], *geometry.size)[axis:]) * itemsize for axis in range(5))
+        begin = block[0].start * n
+        for element, step in zip(elements or (np.empty(0),), spatial):
+            if not isinstance(element, slice):
+                return None
+            begin += element.start * step
+        taps = [step * gap for step, gap in zip(spatial, geometry.dilation)]
+        moves = [step * stride for step, stride in zip(spatial, geometry.stride)]
+        return begin, (c, *taps, n, *moves)
 
 
 class Blocks:
@@ -316,8 +335,19 @@ class Images:
             self.read(block.taps[0], block, columns[:, 0, 0, 0])
         else:
             tile = block.tile(self.channels)
-            columns[...] = np.ndarray(tile.windows_shape, columns.dtype, self.tile(block), 0, tile.windows_strides)
+            if tile.in_image is not None and self._is_plain(columns.dtype):
+                image, (begin, strides) = self.inputs[0][0], tile.in_image
+            else:
+                image, begin, strides = self.tile(block), 0, tile.windows_strides
+            columns[...] = np.ndarray(tile.windows_shape, columns.dtype, image, begin, strides)
         return columns
+
+    def _is_plain(self, dtype: np.dtype) -> bool:
+        """Whether this is one image in C order that is read as it is."""
+        if len(self.inputs) != 1 or self._transform is not None:
+            return False
+        ((image, _),) = self.inputs
+        return image.dtype == dtype and image.flags.c_contiguous
 
     def some(self, channels: slice) -> Images:
         """Some channels of the concatenation, counted from the first of them."""
