@@ -11,14 +11,16 @@ How many threads is a plan's decision.  What parts compute must not depend on wh
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import warnings
-from _thread import LockType, allocate_lock
+from _thread import allocate_lock
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -47,9 +49,7 @@ def in_threads(threads: int, work: Callable[[_Part], _Result], parts: Iterable[_
             job.take_parts()
         finally:
             job.close()
-    if job.error is not None:
-        raise job.error
-    return [job.results[i] for i in range(len(job.results))]
+    return job.given_up()
 
 
 class _Job(Generic[_Part, _Result]):
@@ -60,8 +60,10 @@ class _Job(Generic[_Part, _Result]):
         self.results: dict[int, _Result] = {}
         self.error: BaseException | None = None
         self._lock = allocate_lock()
+        self._asked: list[_Worker] = []
         self._helpers, self._closed = 0, False
-        self._all_left = _taken_lock()
+        self._all_left = allocate_lock()
+        self._all_left.acquire()
 
     def take_parts(self) -> None:
         """Do one part after the other until none is left, or one has failed."""
@@ -76,23 +78,43 @@ class _Job(Generic[_Part, _Result]):
         with self._lock:
             return None if self.error is not None else next(self._parts, None)
 
-    def help(self) -> None:
+    def ask(self, worker: _Worker) -> None:
+        """Let a worker help, if it comes before all parts are taken."""
+        with self._lock:
+            self._asked.append(worker)
+        worker.jobs.put(self)
+
+    def help(self, worker: _Worker) -> None:
         """Take parts in another thread than the caller's; nothing where that has gone on already."""
         with self._lock:
             if self._closed:
                 return
+            self._asked.remove(worker)
             self._helpers += 1
         BLAS.hold_thread()
         self.take_parts()
+        _pool.idle.append(worker)
         with self._lock:
             self._helpers -= 1
             if self._closed and not self._helpers:
                 self._all_left.release()
 
+    def given_up(self) -> list[_Result]:
+        """The results, or the error raised; a worker that is slow to let go of the job keeps nothing of the caller's."""
+        results, error = self.results, self.error
+        del self._work, self._parts, self.results, self.error
+        if error is not None:
+            raise error
+        return [results[i] for i in range(len(results))]
+
     def close(self) -> None:
-        """Wait for those who still help; whoever has not begun by now is not waited for."""
+        """Wait for those who still help; whoever has not begun by now is not waited for.
+
+        All are idle before the caller goes on: its next call finds the same workers, and the memory that they keep.
+        """
         with self._lock:
             self._closed = True
+            _pool.idle.extend(self._asked)
             if not self._helpers:
                 return
         while True:
@@ -110,53 +132,66 @@ class _Pool:
     """Workers that wait for jobs; started when first needed, for good."""
 
     def __init__(self) -> None:
-        self._idle: list[_Worker] = []
+        self.idle: list[_Worker] = []
         self._started = 0
 
     def help_with(self, job: _Job[Any, Any], workers: int) -> None:
-        """Wake so many workers for a job, or as many as there are."""
+        """Let so many workers help with a job, or as many as there are."""
+        elsewhere = _other_processors()
         for _ in range(min(workers, _MOST_WORKERS)):
             try:
-                worker = self._idle.pop()
+                worker = self.idle.pop()
             except IndexError:
                 if self._started >= _MOST_WORKERS:
                     return
                 try:
-                    worker = _Worker(self._idle)
+                    worker = _Worker()
                 except RuntimeError:  # no thread can be started: too many, or Python is about to end
                     return
                 self._started += 1
-            worker.wake(job)
+            worker.move_to(elsewhere)
+            job.ask(worker)
 
 
 class _Worker:
-    """A thread that does a job when it is woken, and is idle again."""
+    """A thread that does one job after the other, and waits where there is none."""
 
-    def __init__(self, idle: list[_Worker]) -> None:
-        self._idle = idle
-        self._job: _Job[Any, Any] | None = None
-        self._woken = _taken_lock()
-        threading.Thread(target=self._run, name="cupyconv", daemon=True).start()
+    def __init__(self) -> None:
+        self.jobs: SimpleQueue[_Job[Any, Any]] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="cupyconv", daemon=True)
+        self._thread.start()
 
-    def wake(self, job: _Job[Any, Any]) -> None:
-        self._job = job
-        self._woken.release()
+    def move_to(self, processors: set[int]) -> None:
+        """Let it be woken on one of these processors, if any are named."""
+        if processors and self._thread.native_id is not None:
+            os.sched_setaffinity(self._thread.native_id, processors)
 
     def _run(self) -> None:
         with np.errstate(all="ignore"):
             while True:
-                self._woken.acquire()
-                job, self._job = self._job, None
-                assert job is not None
-                job.help()
+                job = self.jobs.get()
+                job.help(self)
                 del job  # it holds the caller's arrays
-                self._idle.append(self)
 
 
-def _taken_lock() -> LockType:
-    lock = allocate_lock()
-    lock.acquire()
-    return lock
+# --- processors -----------------------------------------------------------------------------------------------
+
+
+def _other_processors() -> set[int]:
+    """All that this thread may run on but the one where it is; none where nobody can say.
+
+    Linux likes to wake a thread on the processor of the one that wakes it.  There it waits until that one waits: as if
+    there were one thread, for as long as 50 ms.
+    """
+    if _processor is None:
+        return set()
+    return os.sched_getaffinity(0) - {_processor()}
+
+
+#: The number of the processor that the calling thread runs on.
+_processor: Callable[[], int] | None = None
+if hasattr(os, "sched_setaffinity"):
+    _processor = getattr(ctypes.CDLL(None), "sched_getcpu", None)
 
 
 # --- BLAS -----------------------------------------------------------------------------------------------------
