@@ -115,7 +115,10 @@ def _entries() -> Iterator[tuple[str, str]]:
     from cupyconv.cuda.run.kernel_sources import kernel_directory, source_hash
     from cupyconv.cuda.run.parameters import PARAMETERS
 
-    yield "kernels", f"{kernel_directory()}, hash {source_hash()}"
+    try:
+        yield "kernels", f"{kernel_directory()}, hash {source_hash()}"
+    except FileNotFoundError as error:  # a package in an archive, from which CUDA's compiler reads nothing
+        yield "kernels", f"none: {error}"
     yield from _paragraph(f"compiled when first needed: {', '.join(PARAMETERS)}")
     yield "kernel cache", str(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
 

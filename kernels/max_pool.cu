@@ -16,6 +16,7 @@
 // Bound by memory.  Floor: x and y once over the bandwidth.
 //
 // -D: DTYPE (storage type), CHANNELS (of a thread)
+#include "compare.cuh"
 #include "image.cuh"
 
 namespace cupyconv {
@@ -80,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) max_pool(const __grid_co
                         for (int i = 0; i < CHANNELS; ++i)
                             if (i < channels) {
                                 const A value = widen(element[i * x_step]);
-                                if (value > largest[i] || isnan(value)) largest[i] = value;
+                                if (is_above(value, largest[i]) || isnan(value)) largest[i] = value;
                             }
                     }
                 }

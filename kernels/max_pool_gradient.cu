@@ -16,6 +16,7 @@
 // Bound by memory.  Floor: x, y, grad and dx once over the bandwidth.
 //
 // -D: DTYPE (storage type), CHANNELS (of a thread)
+#include "compare.cuh"
 #include "image.cuh"
 
 namespace cupyconv {
@@ -37,7 +38,7 @@ using A = Accumulator<T>;
 // Two blocks per multiprocessor at the least: left to itself the compiler spills a little to have three.
 constexpr int MAX_BLOCK = 256, MIN_BLOCKS = 2;
 
-__device__ __forceinline__ bool same(A a, A b) { return a == b || (isnan(a) && isnan(b)); }
+__device__ __forceinline__ bool same(A a, A b) { return is_equal(a, b) || (isnan(a) && isnan(b)); }
 
 // Whether the window at p lies over the element that is `end` elements after the beginning of window 0.
 __device__ __forceinline__ bool is_over(const Windows& windows, int a, long long p, long long end) {

@@ -62,7 +62,7 @@ constexpr int WIDTH = 16 / sizeof(T);
 constexpr int DEPTH = 4;
 constexpr int SUM_WORDS = TILE * WIDTH * sizeof(A) / 4;
 // Blocks that a multiprocessor has registers for: sums, and what is loaded ahead of them.
-constexpr int BLOCKS = SUM_WORDS >= 128 && VECTOR == 1 ? 2 : SUM_WORDS >= 64 ? 3 : 4;
+constexpr int BLOCKS = VECTOR == 1 && TILE * WIDTH >= (sizeof(A) == 8 ? 32 : 128) ? 2 : SUM_WORDS >= 64 ? 3 : 4;
 constexpr int APART = VECTOR == 1 ? WARP : 1;                // from one of a thread's pixels to the next
 constexpr int SHARED = sizeof(T) == 2 ? 2 : 16 / sizeof(A);  // weights per shared-memory access
 

@@ -7,6 +7,7 @@ skip into a failure.
 
 Without an option a run takes every pair of values of a large grid (`grids.py`).  ``--fast`` leaves out the kernels and
 most random examples; ``--nightly`` runs every combination, every kernel variant and thousands of random examples.
+``--fake-gpu`` runs the GPU's tests with the real CuPy on emulated GPUs (`tests/fake_gpu`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import os
 import pytest
 from grids import grid_parameters
 from hypothesis import HealthCheck, settings
-from targets import TARGETS, Target
+from targets import TARGETS, Target, no_gpu_because
+
+from tests import fake_gpu
 
 settings.register_profile(
     "default", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
@@ -37,6 +40,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--nightly", action="store_true",
         help="every combination of large grids, every kernel variant, full sizes, and --hypothesis-profile=explore",
     )  # fmt: skip
+    group.addoption(
+        "--fake-gpu", action="store_true",
+        help="the tests of a GPU, with the real CuPy on emulated ones (tests/fake_gpu): -m 'gpu or fake_gpu'",
+    )  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -48,6 +55,13 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--fast and --nightly are opposites")
     if (fast or nightly) and not config.getoption("--hypothesis-profile", None):
         settings.load_profile("fast" if fast else "explore")
+    if config.getoption("--fake-gpu"):
+        reason = fake_gpu.unavailable()
+        if reason is None:
+            fake_gpu.install()
+        else:
+            no_gpu_because(reason)
+        config.option.markexpr = config.option.markexpr or "gpu or fake_gpu"
     if fast:
         without_kernels = "not host_device and not nvrtc"
         asked_for = config.option.markexpr

@@ -15,8 +15,7 @@ import pytest
 
 from cupyconv.call.dispatch import register_backend
 from cupyconv.cuda.run import CudaBackend
-from cupyconv.problem.machine import known_gpu
-from tests import host_device
+from tests import fake_gpu, host_device
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ def numpy_target() -> Target:
 def _host_device() -> host_device.HostDevice:
     """One device for all tests: its compiled kernels and its log are shared."""
     device = host_device.HostDevice()
-    backend = CudaBackend(device, known_gpu("sm_90"))
+    backend = CudaBackend(device)
     register_backend(host_device.HostArray, lambda array: backend)
     return device
 
@@ -54,18 +53,31 @@ def host_device_target() -> Target:
     return Target("host_device", device.asarray, lambda array: array.get(), np, device)
 
 
-def gpu_target() -> Target:
+def gpu_target(*, for_timing: bool = False) -> Target:
     reason = _no_gpu()
     if reason is not None:
         _missing(reason, "CUPYCONV_REQUIRE_GPU")
+    if for_timing and fake_gpu.is_installed():
+        pytest.skip("there is no time on emulated GPUs")
     import cupy
 
     return Target("gpu", cupy.asarray, cupy.asnumpy, cupy)
 
 
+def no_gpu_because(reason: str) -> None:
+    """Let what needs a GPU be skipped, and say so."""
+    global _refused
+    _refused = reason
+
+
+_refused: str | None = None
+
+
 @lru_cache(maxsize=1)
 def _no_gpu() -> str | None:
     """Why there is no GPU to test on, or None."""
+    if _refused is not None:
+        return _refused
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed"
     import cupy

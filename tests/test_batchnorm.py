@@ -149,3 +149,9 @@ def test_one_library(cuda_target):
     arguments = moved(cuda_target, VALID) | {"var": VALID["var"]}
     with pytest.raises(TypeError, match=r"weight is .*HostArray, var is numpy\.ndarray"):
         cupyconv.fold_batchnorm(**arguments)
+
+
+def test_a_variance_below_zero_is_refused():
+    one = np.ones(2)
+    with pytest.raises(ValueError, match="var must not be below -eps, -1e-05, given -3"):
+        cupyconv.fold_batchnorm(np.ones((2, 3, 1)), None, mean=one, var=np.array([1.0, -3.0]))

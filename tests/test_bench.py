@@ -455,6 +455,8 @@ def test_every_method_is_timed_on_the_host_device(host_machine):
         others = set(row["methods"]) - {row["chosen"]}
         assert {name for name in row["ways"] if name.startswith("cupyconv ")} == {f"cupyconv {m}" for m in others}
         assert set(row["methods"]) | set(row["rejected"]) == set(METHODS)
+    kernels = {row["case"]["name"]: row["methods"]["direct"]["kernels"] for row in written["cases"]}
+    assert kernels["merge"] == ["merge"] and kernels["3x3"] == ["direct"] and kernels["depthwise"] == ["depthwise"]
     assert "loop over samples" in written["cases"][0]["ways"]
 
 
@@ -590,7 +592,7 @@ def test_without_a_gpu_there_is_nothing_to_measure(capsys, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")  # what torch warns of is no failure of ours
 def test_the_command_on_a_gpu(tmp_path, monkeypatch):
-    gpu_target()
+    gpu_target(for_timing=True)
     monkeypatch.setattr(session.Watch, "restart", lambda self: None)  # it would replace the process that runs the tests
     file = tmp_path / "gpu.json"
     assert main(["bench", "--gpu", "--seconds", "60", "--only", "host: 3x3, 8", "--json", str(file)]) == 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import weakref
+from collections import OrderedDict
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +21,9 @@ except ImportError as error:
 
 from cupyconv.cuda.run import cupy_device  # noqa: E402
 from cupyconv.cuda.run.cupy_device import CupyDevice  # noqa: E402
-from cupyconv.problem.plan import Kernel  # noqa: E402
+from cupyconv.problem.machine import known_gpu  # noqa: E402
+from cupyconv.problem.plan import Kernel, KernelLaunch  # noqa: E402
+from cupyconv.problem.problems import TooManyBlocks  # noqa: E402
 
 
 @pytest.fixture
@@ -28,7 +33,53 @@ def device(monkeypatch) -> CupyDevice:
     monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: 0)
     device = CupyDevice()
     device.ordinal, device._functions, device._lock = 0, {}, threading.Lock()
+    device._thread = SimpleNamespace(nothing_to_do=nullcontext(), handles=OrderedDict())
+    device.model = replace(known_gpu("sm_90"), multiprocessors=4)
     return device
+
+
+class Driver:
+    """What `load` asks of CUDA's driver, and a list of what it is asked; blocks of 100 threads fit three at a time."""
+
+    CUDADriverError = cupy.cuda.driver.CUDADriverError
+
+    def __init__(self, monkeypatch) -> None:
+        self.asked: list[tuple] = []
+        self.refusal: int | None = None
+        monkeypatch.setattr(cupy_device, "driver", self)
+        monkeypatch.setattr(cupy_device, "get_current_stream", lambda ordinal: SimpleNamespace(ptr=70 + ordinal))
+        monkeypatch.setattr(cupy, "RawModule", self.module)
+        self.functions: list[SimpleNamespace] = []
+
+    def module(self, **given):
+        return self
+
+    def get_function(self, name):
+        function = SimpleNamespace(kernel=SimpleNamespace(ptr=1000 + len(self.functions)))
+        self.functions.append(function)
+        return function
+
+    def occupancyMaxActiveBlocksPerMultiprocessor(self, function, block, shared_bytes):
+        return 300 // block
+
+    def launchKernel(self, *given):
+        self.asked.append(given)
+
+    def launchCooperativeKernel(self, *given):
+        if self.refusal is not None:
+            error = self.CUDADriverError.__new__(self.CUDADriverError)  # to make one asks a driver for its words
+            error.status = self.refusal
+            raise error
+        self.asked.append(("cooperative", *given))
+
+
+@pytest.fixture
+def driver(monkeypatch) -> Driver:
+    return Driver(monkeypatch)
+
+
+def launch_of(**changed) -> KernelLaunch:
+    return replace(KernelLaunch(Kernel("merge", (("DTYPE", "float32"),)), (2, 3, 1), 100, (), 512), **changed)
 
 
 def array(address: int, shape=(1, 2, 5), dtype=np.float32, ordinal=0, strides=None):
@@ -46,11 +97,11 @@ def test_signatures_tell_apart_what_plans_depend_on(device):
     assert device.signature([arrays[0]]) == device.signature([array(1 << 21)])
 
 
-def test_an_argument_points_at_the_parameters(device):
+def test_an_argument_is_a_list_of_one_pointer_to_the_parameters(device):
     params = np.zeros(1, np.dtype((np.void, 64)))
-    (argument,) = device.argument(params)
-    assert isinstance(argument, cupy.cuda.function.CPointer)
-    assert argument.ptr == params.ctypes.data
+    address, *_ = argument = device.argument(params)
+    assert ctypes.cast(address, ctypes.POINTER(ctypes.c_void_p))[0] == params.ctypes.data
+    del argument
 
 
 def test_a_device_that_is_current_is_not_entered(device, monkeypatch):
@@ -60,32 +111,56 @@ def test_a_device_that_is_current_is_not_entered(device, monkeypatch):
     assert isinstance(device.current(), cupy.cuda.Device) and device.current().id == 0
 
 
-def test_shared_memory_is_asked_for_where_it_must_be_and_never_taken_back(device, monkeypatch):
-    loaded = []
+def test_a_thread_that_is_new_to_cuda_gets_a_context(device, monkeypatch):
+    """Once, and on the device: the driver's own calls would find none."""
+    asked = []
+    monkeypatch.setattr(cupy.cuda.runtime, "memGetInfo", lambda: asked.append(threading.get_ident()))
+    device._thread = cupy_device._Thread()
 
-    class Module:
-        def __init__(self, **given):
-            pass
+    def twice() -> None:
+        for _ in range(2):
+            with device.current():
+                pass
 
-        def get_function(self, name):
-            loaded.append(SimpleNamespace(kernel=f"function {name}"))
-            return loaded[-1]
+    thread = threading.Thread(target=twice)
+    thread.start()
+    thread.join()
+    assert asked == [threading.get_ident(), thread.ident]
 
-    monkeypatch.setattr(cupy, "RawModule", Module)
-    kernel = Kernel("merge", (("DTYPE", "float32"),))
-    assert device.load(kernel, 0) == device.load(kernel, 48 << 10) == "function merge"
-    assert len(loaded) == 1 and not hasattr(loaded[0], "max_dynamic_shared_size_bytes")
+
+def test_shared_memory_is_asked_for_where_it_must_be_and_never_taken_back(device, driver):
+    for asked in (0, 48 << 10):
+        device.load(launch_of(shared_bytes=asked))
+    (function,) = driver.functions
+    assert not hasattr(function, "max_dynamic_shared_size_bytes")
     for asked, allowed in ((100_000, 100_000), (60_000, 100_000), (200_000, 200_000), (0, 200_000)):
-        assert device.load(kernel, asked) == "function merge"
-        assert loaded[0].max_dynamic_shared_size_bytes == allowed
+        device.load(launch_of(shared_bytes=asked))
+        assert function.max_dynamic_shared_size_bytes == allowed
+    assert len(driver.functions) == 1
 
 
-@pytest.mark.parametrize("cooperative", [False, True])
-def test_a_launch_says_whether_its_blocks_wait_for_each_other(device, cooperative):
-    """By position, as `cupy.cuda.Function` takes it: grid, block, arguments, shared memory, stream."""
-    calls = []
-    device.launch(lambda *given: calls.append(given), (2, 1, 1), 64, "params", 512, cooperative)
-    assert calls == [((2, 1, 1), (64, 1, 1), "params", 512, None, cooperative)]
+def test_a_launch_is_the_drivers_on_the_current_stream(device, driver):
+    device.load(launch_of())((5, "kept alive"))
+    assert driver.asked == [(1000, 2, 3, 1, 100, 1, 1, 512, 70, 5, 0)]
+
+
+def test_blocks_that_wait_for_each_other_are_launched_together_or_not_at_all(device, driver):
+    """4 multiprocessors have room for 12 of them."""
+    device.load(launch_of(grid=(12, 1, 1), cooperative=True))((5, "kept alive"))
+    assert driver.asked == [("cooperative", 1000, 12, 1, 1, 100, 1, 1, 512, 70, 5)]
+    with pytest.raises(TooManyBlocks, match=r"merge<float32>: 13 blocks have to run at once, there is room for 12"):
+        device.load(launch_of(grid=(13, 1, 1), cooperative=True))
+    assert device.model.room == 12 and len(driver.asked) == 1
+    device.load(launch_of(grid=(13, 1, 1)))
+
+
+@pytest.mark.parametrize(("status", "error"), [(720, TooManyBlocks), (700, cupy.cuda.driver.CUDADriverError)])
+def test_a_cooperative_launch_that_fails(device, driver, status, error):
+    enqueue = device.load(launch_of(grid=(12, 1, 1), cooperative=True))
+    driver.refusal = status
+    with pytest.raises(error):
+        enqueue((5, "kept alive"))
+    assert device.model.room == (6 if error is TooManyBlocks else None)
 
 
 @pytest.mark.parametrize("shown", [False, True])
@@ -106,6 +181,38 @@ def test_ranges_for_profilers(device, monkeypatch, shown):
     assert (annotated is fails_on_zero) is not shown
 
 
+def test_ranges_without_nvtx_are_a_warning(monkeypatch):
+    monkeypatch.setattr(cupy.cuda, "nvtx", SimpleNamespace(available=False))
+    assert not cupy_device._shows_ranges()
+    monkeypatch.setenv("CUPYCONV_NVTX", "1")
+    with pytest.warns(RuntimeWarning, match="CUPYCONV_NVTX=1 shows nothing: this CuPy was built without NVTX"):
+        assert not cupy_device._shows_ranges()
+    monkeypatch.setattr(cupy.cuda, "nvtx", SimpleNamespace(available=True))
+    assert cupy_device._shows_ranges()
+
+
+@pytest.mark.parametrize(("status", "expected"), [(2, MemoryError), (1, cupy.cuda.runtime.CUDARuntimeError)])
+@pytest.mark.parametrize("name", ["empty", "empty_in_graph", "from_host", "convert"])
+def test_cudas_own_lack_of_memory_is_a_memory_error(device, monkeypatch, name, status, expected):
+    """As `cupy.cuda.malloc_async` and `malloc_managed` raise it."""
+
+    def fails(*given, **settings):
+        raise cupy.cuda.runtime.CUDARuntimeError(status)
+
+    monkeypatch.setattr(cupy.cuda, "malloc_async", fails)
+    monkeypatch.setattr(cupy, "asarray", fails)
+    given = {"from_host": (np.ones(3),), "convert": (SimpleNamespace(astype=fails), np.dtype(np.float32))}.get(
+        name, ((3,), np.dtype(np.float32))
+    )
+    allocator = cupy.cuda.get_allocator()
+    cupy.cuda.set_allocator(fails)
+    try:
+        with pytest.raises(expected):
+            getattr(device, name)(*given)
+    finally:
+        cupy.cuda.set_allocator(allocator)
+
+
 def test_handles_are_destroyed_on_their_device_and_left_to_the_end_of_the_process(device, monkeypatch):
     done = []
     blas = SimpleNamespace(
@@ -114,10 +221,9 @@ def test_handles_are_destroyed_on_their_device_and_left_to_the_end_of_the_proces
     )  # fmt: skip
     monkeypatch.setattr(cupy_device, "cublas", blas)
     monkeypatch.setattr(cupy.cuda, "Device", lambda ordinal: nullcontext(done.append(f"on {ordinal}")))
-    device._local = threading.local()
     assert device._handle(5) == device._handle(5) == 77
     finalizers = [f for f in weakref.finalize._registry if f.peek() and f.peek()[1] is cupy_device._destroy_handle]
     assert finalizers and not any(f.atexit for f in finalizers)
     assert not done
-    del device._local
+    device._thread.handles.clear()
     assert done == ["on 0", 77]

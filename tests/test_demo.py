@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +22,8 @@ from cupyconv.cuda.run.kernel_sources import kernel_directory
 from cupyconv.demo import libraries, merge, photograph
 from cupyconv.demo.page import WIDTH, Page
 from tests import nvrtc
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_demo_passes_and_writes_the_picture(tmp_path, capsys):
@@ -54,6 +61,13 @@ def test_a_part_that_breaks_fails_the_demo_and_the_others_run(tmp_path, capsys, 
     printed = capsys.readouterr().out
     assert "FAILED  ZeroDivisionError" in printed
     assert (tmp_path / photograph.PICTURE).exists()
+
+
+def test_a_picture_that_cannot_be_written_fails_nothing(tmp_path, capsys):
+    file = tmp_path / "not a folder"
+    file.write_text("")
+    assert main(["demo", "--small", "--output", str(file)]) == 0
+    assert "picture not written: Not a directory" in capsys.readouterr().out
 
 
 def test_without_matplotlib_the_picture_is_skipped_and_nothing_fails(capsys, monkeypatch):
@@ -117,6 +131,15 @@ def test_info_has_an_entry_for_everything(capsys):
         "kernel cache",
     ):
         assert label in labels
+
+
+def test_a_package_in_an_archive_says_that_it_has_no_kernels(tmp_path):
+    shutil.copytree(ROOT / "cupyconv", tmp_path / "tree" / "cupyconv", ignore=shutil.ignore_patterns("__pycache__"))
+    archive = shutil.make_archive(str(tmp_path / "package"), "zip", tmp_path / "tree")
+    command = [sys.executable, "-c", "import cupyconv; cupyconv.show_config()"]
+    environment = {**os.environ, "PYTHONPATH": archive}
+    page = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert "kernels        none: the CUDA sources of cupyconv are neither in" in page
 
 
 def test_two_cupy_packages_are_a_warning(monkeypatch):

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from targets import gpu_target
 
+from tests import fake_gpu
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LEARNING = ["denoise", "forecast_co2", "train_digits"]
@@ -22,7 +24,8 @@ PNG = b"\x89PNG"
 
 def run(name: str, directory: Path, *arguments: str) -> str:
     """The output of a script that ends well and warns of nothing; what it writes is in `directory`."""
-    command = [sys.executable, "-W", "error", str(ROOT / "examples" / f"{name}.py"), *arguments]
+    runner = ["-m", "tests.fake_gpu"] if fake_gpu.is_installed() else []
+    command = [sys.executable, "-W", "error", *runner, str(ROOT / "examples" / f"{name}.py"), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
     done = subprocess.run(
         command, capture_output=True, encoding="utf-8", check=False, timeout=300, env=environment, cwd=directory

@@ -146,6 +146,14 @@ def test_a_wrong_assertion_is_seen():
             assert "static assertion failed" in compile_for_host(VARIANTS["merge"][0], [wrong]).stderr
 
 
+@pytest.mark.parametrize("kernel", VARIANTS["max_pool"] + VARIANTS["max_pool_gradient"], ids=str)
+def test_pooling_compares_without_flushing(kernel):
+    """What picks an element, not what asks for NaN (an ordered or unordered comparison with infinity)."""
+    ptx = nvrtc.compile_variant(kernel, ARCHITECTURES[0]).ptx
+    assert re.search(r"setp\.(gt|eq)\.f(32|64)", ptx)
+    assert not re.search(r"setp\.(gt|lt|eq|neu?)\.ftz", ptx)
+
+
 def test_warnings_are_errors():
     source = 'extern "C" __global__ void kernel(int* out) { int unused = 1; *out = 0; }'
     nvrtc.compile_source(source.replace("int unused = 1;", ""), nvrtc.CHECK_OPTIONS, ARCHITECTURES[0])
@@ -202,6 +210,11 @@ template <class T> constexpr char KIND<T*> = 'u';
 template <> constexpr char KIND<int> = 'i';
 template <> constexpr char KIND<long long> = 'i';
 template <> constexpr char KIND<double> = 'f';
+#ifdef __CUDACC_RTC__  // older releases have only the one that offsetof was made of
+#define OFFSET_OF(field) __INTADDR__(&static_cast<Params*>(nullptr)->field)
+#else
+#define OFFSET_OF(field) __builtin_offsetof(Params, field)
+#endif
 """
 
 
@@ -231,7 +244,7 @@ def field_assertions(name: str) -> list[str]:
 
 def _field_assertions(path: str, field: np.dtype, offset: int) -> Iterator[str]:
     expression = f"static_cast<Params*>(nullptr)->{path}"
-    yield f'static_assert(__builtin_offsetof(Params, {path}) == {offset}, "offset of {path}");'
+    yield f'static_assert(OFFSET_OF({path}) == {offset}, "offset of {path}");'
     yield f'static_assert(sizeof({expression}) == {field.itemsize}, "size of {path}");'
     if field.names is None and field.subdtype is None:
         yield f"static_assert(KIND<decltype(({expression}))> == '{field.kind}', \"kind of {path}\");"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import platform
 
 import numpy as np
 import pytest
@@ -90,6 +91,25 @@ def test_the_gradient_goes_to_the_first_of_the_largest(target, case, special):
 def test_by_hand(target, x, settings, expected):
     y = target.to_host(cupyconv.max_pool(target.to_device(row(*x)), **settings))
     assert np.array_equal(y, row(*expected), equal_nan=True)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the host device cannot flush subnormals here")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_subnormals_are_told_apart_where_arithmetic_flushes_them(target, monkeypatch, dtype):
+    """As CuPy compiles for GPUs; zeros of both signs, NaN and normal numbers are among them."""
+    if target.name == "host_device":
+        monkeypatch.setattr(target.device, "flushes_subnormals", True)
+    kind = as_dtype(dtype)
+    least = float(ml_dtypes.finfo(kind).smallest_subnormal)
+    values = np.array([0.0, -0.0, 1, -1, 2, -2, 5, np.inf, -np.inf, np.nan, 2e9 if kind.itemsize > 2 else 300]) * least
+    x = np.random.default_rng(0).choice(values, (2, 3, 40)).astype(kind)
+    assert np.isin(x.astype(np.float64) / least, [1, 2, 5]).any(), "the factor is exact"
+    grad = np.ones((2, 3, 20), kind)
+    y, pullback = cupyconv.vjp(cupyconv.max_pool, target.to_device(x), (4,), stride=2, padding=1)
+    received = pullback(target.to_device(grad)).x
+    assert_exact(target.to_host(y), reference_gradients.max_pool(x, (4,), stride=2, padding=1), dtype)
+    expected = reference_gradients.max_pool_gradients(grad, x, (4,), stride=2, padding=1).x
+    assert_exact(target.to_host(received), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])

@@ -97,9 +97,11 @@ def test_a_method_without_room_gives_way(with_one_more):
 @pytest.mark.parametrize("name", METHODS)
 def test_the_last_way_of_a_method_applies_to_all_that_the_others_leave(name):
     """So that a named method is refused for want of room only, and one that is told apart by kind has no hole."""
-    from cupyconv.numpy import direct, gemm
+    from cupyconv.numpy import depthwise, direct, gemm, toeplitz
 
-    ways = {"gemm": gemm.WAYS, "direct": direct.WAYS}[name]
+    ways = {"gemm": (*gemm.WAYS, *toeplitz.WAYS), "direct": (*direct.WAYS, depthwise.ScaledRuns, depthwise.ScaledTaps)}[
+        name
+    ]
     rng = np.random.default_rng(0)
     for groups, kernel, stride, dtype in [
         (1, 3, 1, "float32"), (1, 1, 1, "float32"), (4, 3, 1, "float32"), (4, 3, 2, "float32"), (4, 3, 2, "complex64"),

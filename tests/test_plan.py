@@ -229,6 +229,29 @@ def test_lost_alignment_is_named():
     assert any(note.startswith("xs: ") and "aligned" in note for note in plan.notes)
 
 
+def off_its_elements(*shape):
+    """An array whose elements lie across the boundaries of their own size."""
+    x = np.frombuffer(bytearray(4 * int(np.prod(shape)) + 1), np.float32, offset=1).reshape(shape)
+    assert not x.flags.aligned
+    return x
+
+
+@pytest.mark.parametrize(
+    "name, x, settings",
+    [
+        ("x", (1, 2, 9), dict(function=cupyconv.conv, weight=np.ones((3, 2, 3), np.float32))),
+        ("x", (1, 2, 9), dict(function=cupyconv.max_pool, kernel_shape=(3,))),
+        ("x", (1, 2, 9), dict(function=cupyconv.im2col, kernel_shape=(3,))),
+        ("columns", (1, 6, 7), dict(function=cupyconv.col2im, spatial_shape=(9,), kernel_shape=(3,))),
+        ("out", (1, 6, 7), dict(function=cupyconv.im2col, x=np.ones((1, 2, 9), np.float32), kernel_shape=(3,))),
+    ],
+    ids=["conv", "max_pool", "im2col", "col2im", "out"],
+)
+def test_no_gpu_loads_an_element_off_its_boundary(name, x, settings):
+    with pytest.raises(ValueError, match=f"{name} is not aligned to its elements of 4 bytes"):
+        cupyconv.explain(**settings, **{name: off_its_elements(*x)}, on="sm_90")
+
+
 def test_rows_that_begin_off_a_boundary_are_named():
     """63 float32 a row: 16-byte loads are lost in every row but the first."""
     plan = cupyconv.explain(cupyconv.linmerge, np.ones((1, 2, 63), np.float32), np.ones((3, 2), np.float32), on="sm_90")

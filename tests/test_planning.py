@@ -22,7 +22,7 @@ from strategies import share_of_examples
 
 import cupyconv
 from cupyconv.call.explain import checked_call
-from cupyconv.cuda.plan import depthwise
+from cupyconv.cuda.plan import cost, depthwise
 from cupyconv.cuda.plan.gemm import SMALLEST_CHUNK
 from cupyconv.cuda.plan.launches import GRID_Y
 from cupyconv.cuda.plan.matrices import MAX_BATCH
@@ -913,7 +913,7 @@ def test_the_page_names_everything():
 def test_the_page_says_why():
     made = plan([array(4, 4, 1_000_000)] * 5, array(4, 20, 1))
     assert dict(made.rejected).keys() == {"gemm", "implicit_gemm"}
-    assert all("by the model" in reason for reason in dict(made.rejected).values())
+    assert all("by an unmeasured model" in reason for reason in dict(made.rejected).values())
     assert "fused merge" in str(made) and "not gemm: " in str(made) and "not implicit_gemm: " in str(made)
 
 
@@ -963,3 +963,37 @@ def test_every_known_gpu_can_be_planned_for(on):
 def test_a_function_without_a_plan_is_refused():
     with pytest.raises(TypeError, match=r"conv, linmerge, .*im2col, col2im"):
         cupyconv.explain(np.add, 1, 2)
+
+
+def test_idle_multiprocessors_are_priced():
+    """A late 1x1 layer at batch 1 fills a part of the GPU: "direct" was priced as if it filled all of it."""
+    x, weight = np.broadcast_to(np.float32(0), (1, 256, 13, 13)), np.broadcast_to(np.float32(0), (64, 512, 1, 1))
+    plan = cupyconv.explain(cupyconv.conv, [x, x], weight, on="sm_90")
+    assert plan.method == "implicit_gemm"
+    gpu = known_gpu("sm_90")
+    launch = KernelLaunch(Kernel("merge"), (33, 1, 1), 64, (), bytes_moved=10**6, flops=10**6)
+    whole = replace(launch, grid=(132, 1, 1))
+    quarter, full = (cost.priced(one, 1e12, gpu).arithmetic_seconds for one in (launch, whole))
+    assert (quarter, full) == (pytest.approx(4e-6), pytest.approx(1e-6))
+    one, few, many = (cost.memory_seconds(replace(launch, grid=(n, 1, 1)), gpu) for n in (1, 33, 1000))
+    assert one == pytest.approx(33 * few) and few == many == pytest.approx(10**6 / gpu.bandwidth)
+
+
+def test_predictions_have_two_digits():
+    assert cost.by_model(123.4e-6) == "120 µs by an unmeasured model"
+    assert cost.by_model(9.96e-6) == "10 µs by an unmeasured model"
+    assert cost.by_model(3.14159e-6) == "3.1 µs by an unmeasured model"
+    assert cost.by_model(45_678e-6) == "46,000 µs by an unmeasured model"
+
+
+@pytest.mark.parametrize(
+    ("samples", "methods"), [(262_144, {"step", "persistent"}), (1_048_600, {"step", "persistent"})]
+)
+def test_recurrent_layers_of_very_many_samples(samples, methods):
+    """A tile whose blocks are too many for a grid leaves the others; a persistent grid is capped anyway."""
+    shapes = (3, samples, 4), (32, 4), (32, 8)
+    arrays = [np.broadcast_to(np.float32(0), shape) for shape in shapes]
+    for method in methods:
+        plan = cupyconv.explain(cupyconv.lstm, *arrays, method=method, on="sm_90")
+        launches = [launch for step in plan.steps for launch in getattr(step, "launches", (step,))]
+        assert all(launch.grid[1] <= 65535 for launch in launches if isinstance(launch, KernelLaunch))

@@ -11,7 +11,8 @@ import pytest
 
 import cupyconv
 from cupyconv.configuration import show_config
-from tests.benchmarks.figures import FIGURES_BEGIN, FIGURES_END, figures
+from tests.benchmarks.figures import FIGURES_BEGIN, FIGURES_END, RESULTS, between, figures
+from tests.gpu_report.status import NEVER, STATUS_BEGIN, STATUS_END, status
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -98,8 +99,14 @@ def test_every_path_that_contributing_names_exists():
 
 
 def test_the_figures_are_the_records():
-    table = README.partition(FIGURES_BEGIN)[2].partition("\n")[2].partition(FIGURES_END)[0]
-    assert table == figures()
+    first, last = between(README, FIGURES_BEGIN, FIGURES_END)
+    assert README[first:last] == figures()
+
+
+def test_the_status_on_gpus_is_the_reports():
+    first, last = between(README, STATUS_BEGIN, STATUS_END)
+    assert README[first:last] == status(RESULTS)
+    assert ("has not run on one yet" in README) == (status(RESULTS) == NEVER)
 
 
 @pytest.mark.parametrize("documented", sorted(DOCUMENTED, key=lambda f: f.__name__), ids=lambda f: f.__name__)

@@ -461,7 +461,7 @@ def test_a_plan_of_numpys():
     assert (plan.method, plan.backend, len(plan.steps)) == ("step", "numpy", 1)
     assert plan.flops == 2 * 50 * 64 * 1024 * (128 + 256)
     page = str(plan)
-    for words in ("lstm 128 -> 256, forward, on 50 steps x 64", "3200 x 128 x 1024", "not persistent: "):
+    for words in ("lstm 128 -> 256, forward, on 50 steps x 64", "384 x 128 x 1024", "not persistent: "):
         assert words in page
     step = cupyconv.explain(
         cupyconv.lstm_step, x[0], np.ones((64, 256), "f4"), np.ones((64, 256), "f4"), weight_ih, weight_hh

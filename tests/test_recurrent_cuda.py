@@ -18,7 +18,6 @@ from strategies import share_of_examples
 from test_kernels_compile import compile_for_host
 
 import cupyconv
-from cupyconv.call.dispatch import backend_for
 from cupyconv.call.operation import forget_calls
 from cupyconv.cuda.plan import recurrence as recurrent_cuda
 from cupyconv.cuda.plan.recurrence import recurrent_tiles
@@ -206,8 +205,7 @@ def test_the_order_of_blocks_is_free(cuda_target, cell):
 def test_blocks_take_many_tiles_of_samples(cuda_target, monkeypatch):
     """On a GPU of eight multiprocessors; each of the blocks goes through five tiles of samples a step."""
     case = full_case("lstm", batch=70, lengths=tuple(n % 5 for n in range(70)))
-    backend = backend_for({"x": cuda_target.to_device(np.zeros(1))})
-    monkeypatch.setattr(backend, "model", replace(known_gpu("sm_90"), multiprocessors=8))
+    monkeypatch.setattr(cuda_target.device, "model", replace(known_gpu("sm_90"), multiprocessors=8))
     forget_calls()
     try:
         views = case.views(case.arrays(), cuda_target.to_device)
@@ -217,6 +215,54 @@ def test_blocks_take_many_tiles_of_samples(cuda_target, monkeypatch):
     finally:
         monkeypatch.undo()
         forget_calls()
+
+
+@pytest.fixture(params=[True, False], ids=["asked", "launched"])
+def with_room(request, cuda_target, monkeypatch):
+    """A function after which the device has room for few blocks at once, as it says or as only a launch shows."""
+    device = cuda_target.device
+
+    def set_room(blocks: int) -> None:
+        for name, value in (("room", blocks), ("shows_room", request.param), ("model", known_gpu("sm_90"))):
+            monkeypatch.setattr(device, name, value)
+        forget_calls()
+
+    yield set_room
+    monkeypatch.undo()
+    forget_calls()
+
+
+def test_fewer_blocks_wait_where_the_device_has_room_for_fewer(cuda_target, with_room):
+    """Twice: the second call runs what the first one made."""
+    with_room(6)
+    case = full_case("lstm", batch=70, lengths=tuple(n % 5 for n in range(70)))
+    for _ in range(2):
+        cuda_target.device.log.clear()
+        assert_right(cuda_target, case, "persistent")
+        assert 0 < cuda_target.device.log[-1].grid[1] * 6 <= 6
+    views = case.views(case.arrays(), cuda_target.to_device)
+    plan = cupyconv.explain(cupyconv.lstm, **views, lengths=case.lengths, **case.settings, method="persistent")
+    assert np.prod(plan.steps[-1].grid) <= 6
+
+
+def test_steps_are_taken_where_waiting_blocks_have_no_room(cuda_target, with_room):
+    case = full_case("rnn", steps=40, batch=2, hidden=64, direction="forward", lengths=None)
+    views = case.views(case.arrays(), cuda_target.to_device)
+
+    def plan() -> Plan:
+        return cupyconv.explain(cupyconv.rnn, **views, **case.settings)
+
+    assert plan().method == "persistent"
+    with_room(1)
+    assert_right(cuda_target, case, "auto")
+    assert cuda_target.device.log[-1].kernel.name == "recurrent_step"
+    assert plan().method == "step" and "blocks of 8 units have to run at once, there is room for" in str(plan())
+
+
+def test_a_named_method_that_has_no_room_is_refused(cuda_target, with_room):
+    with_room(1)
+    with pytest.raises(ValueError, match=r"'persistent' does not apply: .* blocks .* at once, there is room for \d"):
+        assert_right(cuda_target, full_case("gru"), "persistent")
 
 
 # --- memory and graphs ------------------------------------------------------------------------------------------

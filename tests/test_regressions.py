@@ -210,3 +210,57 @@ def test_a_single_step_of_a_gru_keeps_within_the_limit():
     assert plan.workspace_bytes == needed
     with cupyconv.options(workspace_limit=1000), pytest.raises(ValueError, match=r"1,000 bytes of workspace"):
         cupyconv.explain(cupyconv.gru_step, *arrays, linear_before_reset=False, on="sm_90")
+
+
+def test_a_merge_of_empty_fields_is_empty(target):
+    """It was refused, with words about a kernel."""
+    xs = [target.to_device(np.ones((2, c, 5, 0), np.float32)) for c in (3, 1)]
+    weight = target.to_device(np.ones((4, 4), np.float32))
+    y, pullback = cupyconv.vjp(cupyconv.linmerge, xs, weight, activation="relu")
+    gradients = pullback(y)
+    assert y.shape == (2, 4, 5, 0)
+    assert [tuple(gradient.shape) for gradient in gradients[0]] == [(2, 3, 5, 0), (2, 1, 5, 0)]
+    assert not target.to_host(gradients[1]).any()
+    image = target.to_device(np.ones((1, 2, 0, 3), np.float32))
+    assert cupyconv.conv(image, target.to_device(np.ones((3, 2, 1, 1), np.float32)), stride=2).shape == (1, 3, 0, 2)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gradients_of_no_outputs(target, groups):
+    """A division by zero; and a result that could not be written, where the weight is complex."""
+    grad, x = np.ones((1, 0, 4), np.float32), np.ones((1, 4, 6), np.float32)
+    gradient = cupyconv.conv_grad_weight(target.to_device(grad), target.to_device(x), (3,), groups=groups)
+    assert gradient.shape == (0, 4 // groups, 3)
+    weight = target.to_device(np.ones((0, 4 // groups, 3), np.complex64))
+    gradient = cupyconv.conv_grad_input(target.to_device(grad), weight, x.shape, groups=groups)
+    assert gradient.dtype == np.complex64 and not target.to_host(gradient).any() and gradient.shape == x.shape
+
+
+def test_zeros_of_either_sign_are_different_settings(target):
+    x, w = target.to_device(-np.ones((1, 1, 1), np.float32)), target.to_device(np.ones((1, 1, 1), np.float32))
+    for zero in (0.0, -0.0, 0.0):
+        y = target.to_host(cupyconv.conv(x, w, activation=("clip", zero, 5.0)))
+        assert np.signbit(y).item() == np.signbit(zero)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_a_step_without_inputs(target, dtype):
+    """CuPy gives an empty array no memory, and a null address says to a kernel that the inputs are projected already."""
+    rng = np.random.default_rng(0)
+    shapes = (4, 0), (4, 3), (9, 0), (9, 3)
+    x, h, w, r = [target.to_device(rng.standard_normal(shape).astype(dtype)) for shape in shapes]
+    y = target.to_host(cupyconv.gru_step(x, h, w, r))
+    without = [target.to_device(np.zeros(shape, dtype)) for shape in ((4, 1), (9, 1))]
+    assert_exact(y, target.to_host(cupyconv.gru_step(without[0], h, without[1], r)), np.dtype(dtype).name)
+
+
+@pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
+def test_a_sequence_of_no_steps_reads_no_inputs(target, cell):
+    """On CUDA the kernel multiplied inputs that are not there, by weights, for a result that nobody stored."""
+    rows = {"rnn": 2, "lstm": 8, "gru": 6}[cell]
+    shapes = (0, 3, 4), (rows, 4), (rows, 2)
+    x, w, r, h0 = [target.to_device(np.ones(shape, np.float32)) for shape in (*shapes, (1, 3, 2))]
+    function = getattr(cupyconv, cell)
+    for y, states in (function(x, w, r, h0=h0), cupyconv.vjp(function, x, w, r, h0=h0)[0]):
+        last = states[0] if cell == "lstm" else states
+        assert y.shape == (0, 3, 2) and (target.to_host(last) == 1).all()

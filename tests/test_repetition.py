@@ -32,7 +32,6 @@ from cupyconv.cuda.run import backend as cuda_run_backend
 from cupyconv.cuda.run.parameters import PackedParameters
 from cupyconv.ops import conv as conv_operation
 from cupyconv.ops.conv import CONV, check_conv, unpack_prologue
-from cupyconv.problem.machine import known_gpu
 from cupyconv.problem.plan import GemmCall, KernelLaunch
 from tests.benchmarks.host_time import NullArray, NullDevice, cuda_calls
 from tests.host_device import GemmRecord, LaunchRecord
@@ -306,7 +305,7 @@ def test_a_backend_registered_anew_is_found(monkeypatch):
     devices = [NullDevice(), NullDevice()]
     x, weight = devices[0].array(1, 2, 5), devices[0].array(2, 2, 1)
     for device in devices:
-        backend = CudaBackend(device, known_gpu("sm_90"))
+        backend = CudaBackend(device)
         dispatch.register_backend(NullArray, lambda array, backend=backend: backend)
         cupyconv.conv(x, weight)
     assert [device.launches for device in devices] == [1, 1]
@@ -319,7 +318,7 @@ def test_a_backend_registered_anew_is_found(monkeypatch):
 def null_device(monkeypatch) -> NullDevice:
     monkeypatch.setattr(dispatch, "_REGISTRY", dict(dispatch._REGISTRY))
     device = NullDevice()
-    backend = CudaBackend(device, known_gpu("sm_90"))
+    backend = CudaBackend(device)
     dispatch.register_backend(NullArray, lambda array: backend)
     return device
 

@@ -170,3 +170,19 @@ def test_threads_are_as_many_as_the_limit_has_room_for(function, shapes, setting
         many = cupyconv.explain(function, *arguments, **settings)
     assert many.method == one.method and many.workspace_bytes <= 500_000
     assert 1 <= many.steps[0].threads < 10**6
+
+
+def test_blocks_end_in_any_order():
+    """Of generators that take turns the outer one may end first."""
+
+    def with_threads(threads):
+        with cupyconv.options(threads=threads):
+            yield
+            yield current_settings().threads
+
+    outer, inner = with_threads(2), with_threads(3)
+    next(outer), next(inner)
+    outer.close()
+    assert next(inner) == 3
+    inner.close()
+    assert current_settings() == Settings()

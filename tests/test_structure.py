@@ -253,7 +253,7 @@ def test_the_host_device_has_the_protocols_methods():
 
 def test_the_seams_are_not_empty():
     assert {"prepare", "empty", "address"} <= public_signatures(Backend).keys()
-    assert {"launch", "gemm_strided_batched", "empty"} <= public_signatures(Device).keys()
+    assert {"load", "gemm_strided_batched", "empty"} <= public_signatures(Device).keys()
 
 
 # --- words ----------------------------------------------------------------------------------------------------

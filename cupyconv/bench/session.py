@@ -273,18 +273,20 @@ class Session:
 
 
 def _described(plan: Plan) -> dict[str, Any]:
+    launches = [launch for step in plan.steps for launch in _launches(step)]
     return {
         "reason": plan.reason,
         "steps": len(plan.steps),
-        "kernel_launches": sum(map(_launches, plan.steps)),
+        "kernel_launches": len(launches),
+        "kernels": sorted({launch.kernel.name for launch in launches}),
         "workspace_bytes": plan.workspace_bytes,
         "bytes_moved": plan.bytes_moved,
         "bound": plan.bound,
     }
 
 
-def _launches(step: Step) -> int:
-    """Kernels that a step launches."""
+def _launches(step: Step) -> list[KernelLaunch]:
+    """What a step launches, repeated as often as it is."""
     if isinstance(step, LaunchLoop):
-        return step.times * len(step.launches)
-    return int(isinstance(step, KernelLaunch))
+        return [*step.launches] * step.times
+    return [step] if isinstance(step, KernelLaunch) else []

@@ -1,16 +1,20 @@
 """Whether `out` may be written where it lies: the one question about a call that only addresses answer.
 
 Layouts repeat from call to call, addresses do not.  What a layout says of the memory an array spans is worked
-out once; a check then compares bounds, and only spans that meet are looked at element by element.
+out once; a check then compares bounds, and only spans that meet are looked at element by element.  Arrays that know
+the owners of their memory tell sooner that all are apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from cupyconv.call.dispatch import Backend
 
 
 class OutMemory:
@@ -25,22 +29,23 @@ class OutMemory:
         self._spans = [(name, _Span(array)) for name, array in arrays.items()]
         self._outs = [(place, *self._spans[place]) for place, name in enumerate(arrays) if name in outs]
 
-    def check(self, arrays: Sequence[Any], address: Callable[[Any], int]) -> None:
+    def check(self, arrays: Sequence[Any], backend: Backend) -> None:
         """Refuse an `out` that is read-only, or that another argument shares memory with; it may be the residual.
 
         `arrays` are in the order of those that this was made from.
         """
+        are_apart = backend.are_apart(arrays)
         for place, out_name, out in self._outs:
             if getattr(getattr(arrays[place], "flags", None), "writeable", True) is False:
                 raise ValueError(f"{out_name} is read-only")
-            if out.nbytes == 0:
+            if are_apart or out.nbytes == 0:
                 continue
-            at = address(arrays[place])
+            at = backend.address(arrays[place])
             begin, end = at + out.begin, at + out.end
             for other, (name, span) in enumerate(self._spans):
                 if other == place or span.nbytes == 0:
                     continue
-                where = address(arrays[other])
+                where = backend.address(arrays[other])
                 if end <= where + span.begin or where + span.end <= begin:
                     continue
                 if name == self._may_alias and where == at and span.layout == out.layout:

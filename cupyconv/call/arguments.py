@@ -209,7 +209,7 @@ class Arguments:
             raise TypeError(f"{name} has dtype {out.dtype}, needed {result.dtype}")
         if overlaps_itself(out.shape, out.strides, out.dtype.itemsize):
             raise ValueError(f"{name} overlaps itself: shape {tuple(out.shape)}, strides {tuple(out.strides)}")
-        OutMemory(self.arrays, [name], result.may_alias).check(tuple(self.arrays.values()), self.backend.address)
+        OutMemory(self.arrays, [name], result.may_alias).check(tuple(self.arrays.values()), self.backend)
 
     def check_optional(self, name: str, shape: tuple[int, ...], dtype: np.dtype, what: str = "the result is") -> None:
         """Refuse an optional argument of another shape, or one whose imaginary parts would be lost."""

@@ -30,6 +30,8 @@ class Backend(Protocol):
 
     def address(self, array: Any) -> int: ...
 
+    def are_apart(self, arrays: Sequence[Any]) -> bool: ...
+
     def signature(self, arrays: Sequence[Any]) -> Hashable: ...
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any: ...
@@ -131,8 +133,7 @@ def _make_cupy_backend(ordinal: int) -> Backend:
     from cupyconv.cuda.run import CudaBackend
     from cupyconv.cuda.run.cupy_device import CupyDevice
 
-    device = CupyDevice(ordinal)
-    return CudaBackend(device, device.model)
+    return CudaBackend(CupyDevice(ordinal))
 
 
 def _kind(array: Any) -> str:

@@ -30,7 +30,7 @@ from cupyconv.call.arguments import Arguments, Axes, Result
 from cupyconv.call.dispatch import backend_of_class, planner
 from cupyconv.call.options import current_settings
 from cupyconv.problem.plan import Plan
-from cupyconv.problem.problems import Problem
+from cupyconv.problem.problems import Problem, TooManyBlocks
 
 #: Executables kept: of more, the one that was used least recently is let go.
 KEPT = 1024
@@ -45,6 +45,8 @@ _OPERATIONS: dict[Callable[..., Any], Operation] = {}
 
 #: Immutable, and the same where type and value are.  Not float: 0.0 equals -0.0.
 _PLAIN = frozenset({type(None), bool, int, str, *(np.dtype(code).type for code in "bhilqBHILQ")})
+#: Of these, equal values are the same whatever their types are.
+_NAMES = frozenset({type(None), str})
 
 
 class Operation:
@@ -197,17 +199,15 @@ def _typed(values: tuple[Any, ...]) -> Hashable:
     kinds = tuple(map(type, values))
     if _PLAIN.issuperset(kinds):
         return kinds, values
-    return kinds, tuple(map(_one_typed, values))
+    return kinds, tuple([value if type(value) in _PLAIN else _one_typed(value) for value in values])
 
 
 def _one_typed(value: Any) -> Hashable:
     kind = type(value)
-    if kind in _PLAIN:
-        return value
     if kind is float:
         return repr(value)
     if kind is tuple or kind is list:
-        return _typed(tuple(value))
+        return value if kind is tuple and _NAMES.issuperset(map(type, value)) else _typed(tuple(value))
     raise _Unusual
 
 
@@ -250,11 +250,10 @@ class Executable:
 
     def __init__(self, call: CheckedCall) -> None:
         arrays, axes = call.arrays, call.axes
-        self.plan = call.plan()
         self.last_use = next(_USES)
         self._problem = call.problem
         self._backend = call.arguments.backend
-        self._execute = self._backend.prepare(self.plan)
+        self._prepare(call.plan())
         self._names = tuple(arrays)
         self._axes = axes
         self._listed = call.listed
@@ -276,8 +275,16 @@ class Executable:
     def run_again(self, arrays: Sequence[Any]) -> Any:
         """Run for other arrays, after the one check that their layouts do not answer."""
         if self._out_memory is not None:
-            self._out_memory.check(arrays, self._backend.address)
+            self._out_memory.check(arrays, self._backend)
         return self.run(arrays)
+
+    def _prepare(self, plan: Plan) -> None:
+        """Make the plan what a run executes, or where the device has no room for its blocks another."""
+        try:
+            self._execute = self._backend.prepare(plan)
+            self.plan = plan
+        except TooManyBlocks:
+            self._prepare(self._plan_with_fewer_blocks())
 
     def run(self, arrays: Sequence[Any]) -> Any:
         """Execute the plan; smaller chunks are tried before a failed allocation is reported."""
@@ -294,6 +301,9 @@ class Executable:
             except MemoryError:
                 if not self._succeeds_with_less(named, dict(zip(self._names, arrays))):
                     raise
+            except TooManyBlocks:
+                self._prepare(self._plan_with_fewer_blocks())
+                return self.run(arrays)
             for name in self._beside:
                 out = returned[self._returned.index(name)]
                 out[...] = self._axes.give_back(named[name], tuple(out.shape)[-self._axes.spatial :])
@@ -322,6 +332,11 @@ class Executable:
         except ValueError:
             return None
         return smaller if smaller.workspace_bytes < plan.workspace_bytes else None
+
+    def _plan_with_fewer_blocks(self) -> Plan:
+        """The plan for what the device says of itself since it refused one; ValueError where its method was named."""
+        self._problem = replace(self._problem, machine=self._backend.machine(None))
+        return self._backend.plan(self._problem)
 
     def _view(self, name: str, array: Any) -> Any:
         def copy(image: Any) -> Any:

@@ -18,9 +18,9 @@ class Settings(NamedTuple):
 
 
 _DEFAULTS = Settings()
-#: The settings in force, and those of the blocks around the innermost one.
+#: The settings in force, and the blocks that are open, the innermost last.
 _CURRENT: ContextVar[Settings] = ContextVar("cupyconv_settings", default=_DEFAULTS)
-_OUTER: ContextVar[tuple[Settings, ...]] = ContextVar("cupyconv_outer_settings", default=())
+_BLOCKS: ContextVar[tuple[options, ...]] = ContextVar("cupyconv_blocks", default=())
 
 #: What the call at hand is decided with.
 current_settings = _CURRENT.get
@@ -77,16 +77,19 @@ class options(AbstractContextManager["Settings"]):
         )
 
     def __enter__(self) -> Settings:
-        _OUTER.set((*_OUTER.get(), _CURRENT.get()))
+        _BLOCKS.set((*_BLOCKS.get(), self))
         _CURRENT.set(self._settings)
         return self._settings
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        *outer, innermost = _OUTER.get()
-        _CURRENT.set(innermost)
-        _OUTER.set(tuple(outer))
+        # Not always the innermost: generators that take turns leave their blocks in any order.
+        blocks = list(_BLOCKS.get())
+        innermost_of_self = len(blocks) - 1 - blocks[::-1].index(self)
+        del blocks[innermost_of_self]
+        _BLOCKS.set(tuple(blocks))
+        _CURRENT.set(blocks[-1]._settings if blocks else _DEFAULTS)
 
 
 def flag(name: str, value: Any) -> bool:

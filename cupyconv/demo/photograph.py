@@ -58,7 +58,7 @@ def run(page: Page, libraries: Sequence[Library], *, small: bool, directory: Pat
     table_of(page, libraries, measured)
     for library, picture in zip(libraries[1:], pictures[1:]):
         page.check(f"picture, {library.name} against NumPy", float(np.abs(picture - pictures[0]).max()), 1e-4)
-    page.line(f"    picture written to {_write(pictures[0], directory)}\n")
+    page.line(f"    {_written(pictures[0], directory)}\n")
 
 
 def photograph() -> np.ndarray | None:
@@ -105,9 +105,13 @@ def _responses(grey: np.ndarray, bank: np.ndarray, at: np.ndarray) -> np.ndarray
     return np.einsum("oij,pij->po", bank[:, 0].astype(complex), windows)
 
 
-def _write(picture: np.ndarray, directory: Path) -> Path:
+def _written(picture: np.ndarray, directory: Path) -> str:
+    """Write the picture; where it is, or why it is nowhere."""
     from matplotlib.image import imsave
 
     path = (directory / PICTURE).resolve()
-    imsave(path, np.moveaxis(picture[0], 0, -1))
-    return path
+    try:
+        imsave(path, np.moveaxis(picture[0], 0, -1))
+    except OSError as error:
+        return f"picture not written: {error.strerror} ({path}); --output FOLDER takes another place"
+    return f"picture written to {path}"

@@ -76,7 +76,9 @@ def conv(
     `torch.no_grad` and `torch.inference_mode`, nothing is kept.  `torch.compile` leaves the call out of its graphs.
 
     On CUDA results and gradients are memory of CuPy's pool, which PyTorch's figures, limits and `empty_cache` do not
-    know of; ``cupy.get_default_memory_pool().free_all_blocks()`` gives back what is free there.
+    know of; ``cupy.get_default_memory_pool().free_all_blocks()`` gives back what is free there.  What one pool has freed
+    the other cannot use; under "Interoperability" CuPy's user guide has a way to one pool for both,
+    ``pytorch_pfn_extras.cuda.use_torch_mempool_in_cupy()``.
 
     Examples
     --------

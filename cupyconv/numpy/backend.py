@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +16,6 @@ from cupyconv.problem.problems import HostModel, Problem
 if TYPE_CHECKING:
     from cupyconv.numpy.threads import Blas
 
-_NOTHING_TO_DO = nullcontext()
 #: What a core does in a second, cautiously, and the seconds of work for which another thread is worth waking.
 _FLOPS, _BYTES = 5e10, 5e9
 _WORTH_WAKING = 150e-6
@@ -63,12 +62,22 @@ class NumpyBackend:
         return HostModel(threads or 0)
 
     def current(self) -> AbstractContextManager[Any]:
-        """A context in which the backend's device is the current one."""
-        return _NOTHING_TO_DO
+        """A context in which plans run: NumPy's floating-point warnings are silenced."""
+        return np.errstate(all="ignore")
 
     def address(self, array: Any) -> int:
         """The address of the array's first element."""
         return array.ctypes.data
+
+    def are_apart(self, arrays: Sequence[Any]) -> bool:
+        """Whether the memory of each has an owner of its own: then no two of them share any."""
+        owners = set()
+        for array in arrays:
+            owner = array if array.base is None else array.base
+            if type(owner) is not np.ndarray or not owner.flags.owndata or id(owner) in owners:
+                return False
+            owners.add(id(owner))
+        return True
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """An uninitialised C-ordered array."""
@@ -106,13 +115,14 @@ class NumpyBackend:
         return min(worth_waking, self._blas.threads)
 
     def prepare(self, plan: Plan) -> Callable[[Mapping[str, Any]], None]:
-        """A function that executes the plan on arguments and result by name."""
+        """A function that executes the plan on arguments and result by name, in the `current` context."""
         runs = [step.executable() for step in cast("tuple[NumpyStep, ...]", plan.steps)]
+        if len(runs) == 1:
+            return runs[0]
 
         def run(arrays: Mapping[str, Any]) -> None:
-            with np.errstate(all="ignore"):
-                for run_loop in runs:
-                    run_loop(arrays)
+            for run_loop in runs:
+                run_loop(arrays)
 
         return run
 

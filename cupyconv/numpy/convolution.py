@@ -73,7 +73,9 @@ LONE_PIXELS = 256
 
 #: Why a method is a GPU's.
 ELSEWHERE = {"implicit_gemm": "BLAS reads matrices, so columns are written, block by block (method 'gemm')"}
-#: Why columns and products are not taken: of a depthwise convolution, and where they were tried first.
+#: Why products tap by tap are not taken; why columns and products are not: of gradients of a depthwise convolution, and
+#: where they were tried first.
+PASS_PER_TAP = "slower: a pass over the sums for every tap"
 THIN_PRODUCTS = "slower: with one channel per group, each product is a vector by a matrix"
 NO_ROOM_FOR_COLUMNS = "columns do not fit the workspace limit"
 
@@ -95,20 +97,26 @@ class Method(NamedTuple):
 
 
 def is_not_depthwise(geometry: ConvGeometry) -> bool:
-    """Whether products are more than vectors by matrices."""
-    return not geometry.is_depthwise
+    """Whether products are more than vectors by matrices, or one only."""
+    return not (geometry.is_depthwise and geometry.groups > 1)
 
 
-#: Every method of a convolution.  "auto" takes the first that suits the problem and fits, else the first that fits.
+#: Every method of a convolution; a depthwise one has its own (`depthwise`).  "auto" takes the first that suits the
+#: problem and fits, else the first that fits.
 METHODS = {
-    "gemm": Method("cupyconv.numpy.gemm", THIN_PRODUCTS, NO_ROOM_FOR_COLUMNS, is_not_depthwise),
-    "direct": Method("cupyconv.numpy.direct", "slower: a pass over the sums for every tap"),
+    "gemm": Method("cupyconv.numpy.gemm", "", NO_ROOM_FOR_COLUMNS),
+    "direct": Method("cupyconv.numpy.direct", PASS_PER_TAP),
 }
 
 
 def plan_conv(problem: ConvProblem) -> Plan:
     """The plan for ``problem.method``; ValueError where a named method does not apply."""
-    return choose(without_empty_inputs(problem), METHODS)
+    problem = without_empty_inputs(problem)
+    if problem.geometry.is_depthwise:
+        from cupyconv.numpy.depthwise import methods_of  # imported by those that have one
+
+        return choose(problem, methods_of(problem))
+    return choose(problem, METHODS)
 
 
 def choose(problem: ProductsProblemT, methods: Mapping[str, Method]) -> Plan:
@@ -469,7 +477,9 @@ class ConvRun:
         self.residual = five_axes(arrays["residual"]) if "residual" in arrays else None
         self.bias = None
         if "bias" in arrays:
-            bias = arrays["bias"].astype(self.out.dtype, copy=False).astype(loop.sums_dtype, copy=False)
+            bias = arrays["bias"]
+            if not bias.dtype == self.out.dtype == loop.sums_dtype:
+                bias = bias.astype(self.out.dtype).astype(loop.sums_dtype)
             self.bias = bias[:, None, None, None]
         matrix = arrays["weight"].reshape(loop.weight_shape)
         if matrix.dtype != loop.factor_dtype:

@@ -1,23 +1,69 @@
-"""Depthwise convolution: what a tap reads, times a number per channel; a matrix product would be a vector's.
+"""Depthwise convolution, one input channel for each output: the choice, and sums of scaled elements.
 
+Of one channel, one output is a vector by a vector.  Two ways suit that: neighbouring outputs as a product with a
+Toeplitz matrix (`toeplitz`, the method "gemm"), and here what each tap reads times a number (the method "direct").
 At stride 1 no columns are written: a tap reads the tile from one element on to another, one *run* of memory, and what
 lies between the rows of pixels is computed in vain.  At strides, taps share columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from math import prod
 
 import numpy as np
 
-from cupyconv.numpy.convolution import LONE_PIXELS, MEMORY_BLOCK, ConvLoop, ConvRun, temporaries
+from cupyconv.numpy.convolution import (
+    LONE_PIXELS,
+    MEMORY_BLOCK,
+    NO_ROOM_FOR_COLUMNS,
+    PASS_PER_TAP,
+    ConvLoop,
+    ConvRun,
+    Method,
+    temporaries,
+)
+from cupyconv.numpy.direct import TapByTap
 from cupyconv.numpy.mec import MecLoop, mec_columns
+from cupyconv.numpy.toeplitz import best_of_products
 from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.problems import ConvProblem
+
+#: Nanoseconds for an element of float32 times a tap: of a run, of a run shorter than a third of NumPy's buffer where taps
+#: lie along several axes, and where strides keep elements apart; and for a run of a channel and tap, however short.
+RUN_NS, SHORT_RUN_NS, STRIDED_NS, TAP_NS = 0.14, 0.3, 0.65, 15
+SHORT_RUN = 8192 // 3
+
+# --- the choice -----------------------------------------------------------------------------------------------
+
+
+def methods_of(problem: ConvProblem) -> Mapping[str, Method]:
+    """Every method of a depthwise convolution: products before scaled elements where they are estimated to take less."""
+    products, ways = best_of_products(problem)
+    is_quicker = products < scaled_ns(problem) or not problem.is_one_kind
+    few = "slower: few outputs beside each other, or few taps, and products with many zeros"
+    return {
+        "gemm": Method(ways, few, NO_ROOM_FOR_COLUMNS, lambda _: is_quicker),
+        "direct": Method((ScaledRuns, ScaledTaps, TapByTap), PASS_PER_TAP),
+    }
+
+
+def scaled_ns(problem: ConvProblem) -> float:
+    """What scaled elements are estimated to take."""
+    geometry = problem.geometry
+    outputs = geometry.out_channels * geometry.taps
+    if geometry.stride != (1, 1, 1):
+        return outputs * (geometry.batch * geometry.pixels * STRIDED_NS + TAP_NS)
+    depth, height, width = tile_shape(geometry, 1, (geometry.batch, *geometry.out_size))[2:]
+    run = geometry.batch * depth * height * width
+    is_short = run // problem.host.threads < SHORT_RUN and sum(taps > 1 for taps in geometry.kernel) > 1
+    return outputs * (run * (SHORT_RUN_NS if is_short else RUN_NS) + TAP_NS)
+
+
+# --- scaled elements ------------------------------------------------------------------------------------------
 
 
 class ScaledRuns(ConvLoop):

@@ -1,4 +1,4 @@
-"""Without columns: tap by tap, one tap's products after the other added to the sums; or depthwise, elements scaled."""
+"""Without columns: tap by tap, one tap's products after the other added to the sums."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from functools import cached_property
 import numpy as np
 
 from cupyconv.numpy.convolution import MEMORY_BLOCK, ConvLoop, ConvRun, one_tap_bytes, sums_per_pixel
-from cupyconv.numpy.depthwise import ScaledRuns, ScaledTaps
 from cupyconv.numpy.gemm import product, with_parts
 from cupyconv.numpy.windows import Block
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
@@ -23,7 +22,7 @@ class TapByTap(ConvLoop):
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
-        return not (ScaledRuns.applies(problem) or ScaledTaps.applies(problem))
+        return True
 
     @classmethod
     def aim(cls, problem: ConvProblem) -> tuple[int, int]:
@@ -56,4 +55,4 @@ class TapByTap(ConvLoop):
 
 
 #: The first that applies and fits the workspace limit is taken.
-WAYS = (ScaledRuns, ScaledTaps, TapByTap)
+WAYS = (TapByTap,)

@@ -2,27 +2,28 @@
 
 ::
 
-    x of a chunk   --BLAS-->   projected (steps, G, H, N), biases included
-    h (H, N)       --BLAS-->   gates (G, H, N)   + projected   --activations-->   h, c
+    x of a chunk   --BLAS-->   projected (steps, G * H, N)
+    [h, 1] (H, N)  --BLAS-->   gates (G, H, N)   + projected   --activations-->   the next h, c
 
-Of many inputs the biases are one more column of the weight, beside a 1 after every x: by themselves they would be one
-more pass over all gates.  Where lengths are given, a step's states are worked out beside the old ones and copied for the
-samples that are not past their length, so that nothing of what lies beyond reaches them.
+Of many samples the weights are folded: copied with what would else be passes over all gates, biases and slopes.  The
+states of a chunk lie side by side, each the next step's factor; the result gets them together.  Where lengths are given,
+samples past their length get their old states back, so that nothing of what lies beyond reaches them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupyconv.numpy.backend import NumpyStep
-from cupyconv.numpy.recurrent_cells import CELLS, IN_PLACE, Arguments
+from cupyconv.numpy.recurrent_cells import CELLS, IN_PLACE, Step, Weights, slopes
 from cupyconv.numpy.threads import in_threads
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import even_part
@@ -32,7 +33,14 @@ from cupyconv.problem.recurrence import RecurrentProblem
 #: Why the other method is a GPU's.
 NO_PERSISTENT = "it keeps the recurrent weight in the multiprocessors of a GPU from step to step"
 #: Bytes of memory up to which a layer keeps it from call to call: allocating and cutting it takes longer than a small step.
-KEPT_BYTES = 32 << 10
+KEPT_BYTES = 64 << 10
+#: Bytes of a chunk's gates and states, so that they stay in cache; and its most steps, each of which is some objects.
+CHUNK_BYTES, MOST_STEPS = 2 << 20, 256
+
+#: Roles of what all steps of a direction share.
+_WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "peephole")
+#: Lengths where none are given.
+_NO_LENGTHS = np.empty(0, np.int64)
 
 
 def plan_recurrent(problem: RecurrentProblem) -> Plan:
@@ -65,13 +73,23 @@ class RecurrentStep(NumpyStep):
     chunk: int
     threads: int
     copied: tuple[str, ...]  # roles of factors that lie in memory as BLAS does not take them
-    bias_column: bool  # whether biases are a column of the input's weight
+    folded: bool  # whether weights are copied with slopes and biases
     keeps_memory: bool  # whether it stays from call to call
 
     @property
     def dtype(self) -> str:
         """What is computed in."""
         return accumulator(self.problem.dtype)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether arrays are those of a step: without an axis of time or of directions."""
+        return self.problem.h is None
+
+    @property
+    def has_bias_column(self) -> bool:
+        """Whether biases are a column of the state's weight."""
+        return self.folded and _is_biased(self.problem)
 
     def __str__(self) -> str:
         geometry = self.problem.geometry
@@ -82,6 +100,7 @@ class RecurrentStep(NumpyStep):
             f"loop     {geometry.cell} in {self.dtype}, {geometry.directions} direction(s) of {parts} part(s)"
             f" of {self.samples} samples and {chunks} chunk(s) of {self.chunk} steps on {self.threads} thread(s): one input"
             f" product {rows} x {geometry.inputs} x {gates}, then per step {products} product(s) of the state and all gates"
+            + "; weights folded" * self.folded
             + (f"; {', '.join(self.copied)} copied" if self.copied else "")
         )
 
@@ -95,22 +114,23 @@ def _fitting(problem: RecurrentProblem) -> tuple[RecurrentStep, dict[str, int]]:
     All samples, or a part for each thread, and of these what fits the limit; then as many steps as fit.
     """
     geometry, threads, item = problem.geometry, problem.host.threads, ITEMSIZE[accumulator(problem.dtype)]
-    gates, bias_column = geometry.gates * geometry.hidden, _has_bias_column(problem)
-    copied = _copied(problem, bias_column)
-    input_copy = geometry.inputs + bias_column if "x" in copied else 0
-    copied_weights = sum(prod(getattr(problem, role).shape) for role in copied if role != "x")
+    gates = geometry.gates * geometry.hidden
+    copied, folded = _copied(problem), _is_folded(problem)
+    input_copy = geometry.inputs if "x" in copied else 0
+    of_weights = {"weight_ih": geometry.inputs, "weight_hh": geometry.hidden + _is_biased(problem)}
+    weights = gates * sum(columns * ((role in copied) + folded) for role, columns in of_weights.items())
     temporaries = any(activation.name not in IN_PLACE for group in geometry.activations for activation in group)
     samples = even_part(geometry.batch, -(-geometry.batch // max(1, threads // geometry.directions)))
     while True:
         at_once = max(1, min(threads, geometry.directions * -(-geometry.batch // samples)))
         state = at_once * samples * geometry.hidden * item
         sizes = {
-            "weights": (copied_weights + at_once * gates * (geometry.inputs + 1) * bias_column) * item,
+            "weights": geometry.directions * weights * item,
             "gates": state * geometry.gates,
-            "states": (6 if problem.peephole else 4) * state,
+            "states": (6 if problem.peephole else 4) * state + at_once * samples * item,
             "activations": 2 * temporaries * state * geometry.gates,
         }
-        per_step = at_once * samples * (gates + input_copy) * item
+        per_step = at_once * samples * (gates + geometry.hidden + 1 + input_copy) * item
         limit = problem.limit_with(sizes["weights"])
         left = limit - sum(sizes.values()) - Plan.ALIGNMENT * (len(sizes) + 2)
         chunk = min(geometry.steps, left // per_step) if per_step else geometry.steps
@@ -123,34 +143,37 @@ def _fitting(problem: RecurrentProblem) -> tuple[RecurrentStep, dict[str, int]]:
         else:
             least = limit - left + per_step
             raise ValueError(f"one step of one sample needs {least:,} bytes of workspace, the limit is {limit:,}")
-    chunk = even_part(geometry.steps, chunk)
+    chunk = even_part(geometry.steps, min(chunk, MOST_STEPS, max(1, CHUNK_BYTES * at_once // (per_step or 1))))
     sizes["inputs"] = chunk * per_step
-    every = geometry.directions * -(
-        -geometry.batch // samples
-    )  # direction and part of the samples, one after the other
+    # Every direction and part of the samples, one after the other.
+    every = geometry.directions * -(-geometry.batch // samples)
     keeps_memory = every * sum(sizes.values()) <= at_once * min(KEPT_BYTES, problem.limit)
-    return RecurrentStep(problem, samples, chunk, at_once, copied, bias_column, keeps_memory), sizes
+    return RecurrentStep(problem, samples, chunk, at_once, copied, folded, keeps_memory), sizes
 
 
-def _copied(problem: RecurrentProblem, bias_column: bool) -> tuple[str, ...]:
+def _copied(problem: RecurrentProblem) -> tuple[str, ...]:
     """Factors that are copied: what BLAS does not take as it lies."""
     dtype = accumulator(problem.dtype)
-    lies = {
-        role: operand.dtype == dtype and operand.strides[2] == 1 and operand.strides[1] >= operand.shape[2]
-        for role, operand in (("x", problem.x), ("weight_ih", problem.weight_ih), ("weight_hh", problem.weight_hh))
-    }
-    if bias_column:
-        lies |= {"x": False, "weight_ih": True}  # it is copied as the column is joined to it
-    return tuple(role for role, as_it_is in lies.items() if not as_it_is)
+    factors = (("x", problem.x), ("weight_ih", problem.weight_ih), ("weight_hh", problem.weight_hh))
+    return tuple(
+        role
+        for role, operand in factors
+        if operand.dtype != dtype or operand.strides[2] != 1 or operand.strides[1] < operand.shape[2]
+    )
 
 
-def _has_bias_column(problem: RecurrentProblem) -> bool:
-    """Whether biases are a column of the input's weight: where copies of both factors take less than a pass over all gates."""
+def _is_biased(problem: RecurrentProblem) -> bool:
+    return problem.bias_ih is not None or problem.bias_hh is not None
+
+
+def _is_folded(problem: RecurrentProblem) -> bool:
+    """Whether weights are copied with slopes and biases: where a copy is small, and takes less than passes over all gates."""
     geometry = problem.geometry
-    gates, samples = geometry.gates * geometry.hidden, geometry.steps * geometry.batch
-    biased = problem.bias_ih is not None or problem.bias_hh is not None
-    fits = 8 * gates * (geometry.inputs + 1) * ITEMSIZE[accumulator(problem.dtype)] <= problem.limit
-    return biased and fits and samples * gates > geometry.inputs * (samples + gates)
+    columns = geometry.inputs + geometry.hidden + 1
+    nbytes = geometry.directions * geometry.gates * geometry.hidden * columns * ITEMSIZE[accumulator(problem.dtype)]
+    sloped = any(slope != 1 for direction in range(geometry.directions) for slope in slopes(geometry, direction))
+    passes = geometry.steps * geometry.batch > columns
+    return passes and 8 * nbytes <= problem.limit and (sloped or _is_biased(problem))
 
 
 class RecurrentLayer:
@@ -159,99 +182,165 @@ class RecurrentLayer:
     def __init__(self, step: RecurrentStep) -> None:
         geometry = step.problem.geometry
         self._step, self._geometry, self._dtype = step, geometry, dtype_from_name(step.dtype)
-        self._buffers = [(role, operand.name) for role, operand in step.problem.operands.items()]
+        operands = step.problem.operands
+        of_weights = [role for role in _WEIGHTS if role in operands]
+        self._weight_names = [(role, operands[role].name) for role in of_weights]
+        self._converted = [role for role in of_weights if role in step.copied or operands[role].dtype != step.dtype]
+        self._result_dtype = dtype_from_name(step.problem.dtype)
         starts = range(0, max(1, geometry.batch), step.samples)
         parts = [slice(first, min(first + step.samples, geometry.batch)) for first in starts]
         #: Each direction and part of the samples, beside a sequence that no call is using.
         self._work: list[tuple[int, slice, deque[_Sequence]]] = [
             (direction, samples, deque(maxlen=1)) for direction, samples in product(range(geometry.directions), parts)
         ]
-
-    def run(self, arrays: Mapping[str, Any]) -> None:
-        """Compute the results; arguments and results are given by name."""
-        step, geometry = self._step, self._geometry
-        given = {role: arrays[name] for role, name in self._buffers}
-        weights = [
-            [self._weight(given, role, direction) for role in ("weight_ih", "weight_hh")]
+        self._slopes = [
+            np.repeat(np.array(slopes(geometry, direction), self._dtype), geometry.hidden)[:, None]
             for direction in range(geometry.directions)
         ]
 
-        def finish(work: tuple[int, slice, deque[_Sequence]]) -> None:
-            direction, samples, idle = work
-            try:
-                sequence = idle.pop()
-            except IndexError:  # the first call, or one beside another
-                sequence = _Sequence(step, direction, samples.stop - samples.start, self._dtype)
-            sequence.run(Arguments(geometry, given, weights[direction], direction, samples, self._dtype))
-            if step.keeps_memory:
-                idle.append(sequence)
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        """Compute the result; arguments and results are given by name."""
+        weights = [self._weights(arrays, direction) for direction in range(self._geometry.directions)]
+        in_threads(self._step.threads, partial(self._finish, arrays, weights), self._work)
 
-        in_threads(step.threads, finish, self._work)
+    def _finish(
+        self, arrays: Mapping[str, Any], weights: list[Weights], work: tuple[int, slice, deque[_Sequence]]
+    ) -> None:
+        """All steps of one direction and part of the samples."""
+        direction, samples, idle = work
+        try:
+            sequence = idle.pop()
+        except IndexError:  # the first call, or one beside another
+            sequence = _Sequence(self._step, direction, samples, self._dtype)
+        sequence.run(arrays, weights[direction])
+        if self._step.keeps_memory:
+            idle.append(sequence)
 
-    def _weight(self, given: Mapping[str, Any], role: str, direction: int) -> np.ndarray:
-        """A weight of one direction, (G * H, columns)."""
-        own = given[role][direction] if given[role].ndim == 3 else given[role]
-        return np.array(own, self._dtype, order="C") if role in self._step.copied else own
+    def _weights(self, arrays: Mapping[str, Any], direction: int) -> Weights:
+        own = {role: arrays[name] for role, name in self._weight_names}
+        if self._geometry.directions > 1:
+            own = {role: array[direction] for role, array in own.items()}
+        for role in self._converted:
+            if own[role].ndim == 1:  # rounded to the result's dtype first, as an argument of that would have been
+                own[role] = own[role].astype(self._result_dtype, copy=False).astype(self._dtype, copy=False)
+            else:
+                own[role] = np.array(own[role], self._dtype, order="C")
+        return Weights(self._geometry, self._slopes[direction] if self._step.folded else None, **own)
+
+
+class _Chunk(NamedTuple):
+    """Some steps of a sequence, as views of its memory."""
+
+    times: slice
+    projected: np.ndarray  # what the inputs add, (steps, G * H, N)
+    rows: np.ndarray | None  # the same of one sample, (steps, G * H): one product
+    first: np.ndarray  # h before the step that comes first
+    last: np.ndarray  # and after the one that comes last
+    states: np.ndarray  # h after each, (steps, N, H)
+    steps: Iterable[Step]  # in order
 
 
 class _Sequence:
-    """One direction of `batch` samples: the memory that the steps share, and all steps of one call after the other."""
+    """One direction of some samples: the memory that the steps share, and all steps of one call after the other."""
 
-    def __init__(self, step: RecurrentStep, direction: int, batch: int, dtype: np.dtype) -> None:
-        self._step, self._geometry, self._dtype = step, step.problem.geometry, dtype
-        geometry = self._geometry
+    def __init__(self, step: RecurrentStep, direction: int, samples: slice, dtype: np.dtype) -> None:
+        problem, geometry = step.problem, step.problem.geometry
+        batch, hidden = samples.stop - samples.start, geometry.hidden
+        self._step, self._geometry, self._result_dtype = step, geometry, dtype_from_name(problem.dtype)
         self._backwards = geometry.signs[direction] < 0
-        peephole = step.problem.peephole is not None
-        self._cell = CELLS[geometry.cell](geometry, direction, batch, dtype, peephole)
-        self._projected = np.empty((step.chunk, *self._cell.gates.shape), dtype)
-        self._x = None
-        if "x" in step.copied:
-            self._x = np.ones((step.chunk, batch, geometry.inputs + step.bias_column), dtype)
+        self._cell = CELLS[geometry.cell](geometry, direction, batch, dtype, problem.peephole is not None, step.folded)
+        self._projected = np.empty((step.chunk, *self._cell.rows.shape), dtype)
+        #: h before and after each step of a chunk, beside a 1 where biases are a column of its weight.
+        self._states = np.ones((step.chunk + 1, hidden + step.has_bias_column, batch), dtype)
+        self._zero = np.zeros((1, 1), dtype)
+        self._x = np.empty((step.chunk, batch, geometry.inputs), dtype) if "x" in step.copied else None
+        #: What this has of each argument and result but weights: of time a view (T, N, .), of states (N, H).
+        of_time: tuple[Any, ...] = (None if step.is_single else slice(None), samples)
+        of_states: tuple[Any, ...] = (samples,) if step.is_single else (direction, samples)
+        columns = slice(direction * hidden, (direction + 1) * hidden)
+        own = {"x": of_time, "out": (*of_time, columns), "lengths": (samples,)}
+        own |= dict.fromkeys(("h0", "c0", "h", "c"), of_states)
+        names = {role: operand.name for role, operand in problem.operands.items()}
+        self._own = [(role, names[role], index) for role, index in own.items() if role in names]
+        self._kept = {
+            role: (names[role], (geometry.steps, geometry.batch, shape[-1] // max(1, hidden), hidden))
+            for role, shape in (geometry.keeps.items() if problem.kept else ())
+        }
+        self._direction, self._samples = direction, samples
+        #: Where all steps are one chunk it may be kept.
+        self._every: list[_Chunk] | None = None
+        if step.keeps_memory and step.chunk >= geometry.steps:
+            self._every = [chunk._replace(steps=[*chunk.steps]) for chunk in self._chunks(geometry.steps)]
 
-    def run(self, given: Arguments) -> None:
-        """All steps, and the last states."""
-        cell, lengths = self._cell, given.lengths
+    def run(self, arrays: Mapping[str, Any], weights: Weights) -> None:
+        """All steps, and the last states; arguments and results are given by name."""
+        own = {role: arrays[name][index] for role, name, index in self._own}
+        kept = {
+            role: arrays[name][self._direction].reshape(shape)[:, self._samples]
+            for role, (name, shape) in self._kept.items()
+        }
+        cell, x, out, lengths = self._cell, own["x"], own["out"], own.get("lengths", _NO_LENGTHS)
         least = most = self._geometry.steps
-        if lengths is not None and lengths.size:
+        if lengths.size:
             least, most = int(lengths.min()), int(lengths.max())
-            until = np.ascontiguousarray(lengths)
-            inside, past = np.empty(until.shape, bool), np.empty(until.shape, bool)
-        given.read_state("h0", cell.h)
-        given.read_state("c0", cell.c)
-        h, c = (cell.h, cell.c) if least == most else (np.empty_like(cell.h), np.empty_like(cell.c))
-        given.out[most:] = 0
-        for t, projected in self._steps(given, most):
-            if t < least:
-                cell.advance(given, t, projected, cell.h, cell.c)
-                given.out[t] = cell.h.T
-            else:
-                cell.advance(given, t, projected, h, c)
-                np.greater(until, t, out=inside)
-                np.logical_not(inside, out=past)
-                np.copyto(cell.h, h, where=inside)
-                np.copyto(cell.c, c, where=inside)
-                given.out[t] = cell.h.T
-                np.copyto(given.out[t], 0, where=past[:, None])
-        for role, state in (("h", cell.h), ("c", cell.c)):
-            last = given.state(role)
-            if last is not None:
-                last[...] = state.T
+            out[most:] = 0
+        h = self._initial(own.get("h0"))
+        cell.c[...] = self._initial(own.get("c0"))
+        for chunk in self._every if self._every and most == self._geometry.steps else self._chunks(most):
+            self._project(x[chunk.times], chunk, weights)
+            chunk.first[...] = h
+            steps = chunk.steps if chunk.times.stop <= least else self._within(lengths, chunk.steps)
+            cell.advance(weights, steps, kept)
+            h = chunk.last
+            out[chunk.times] = chunk.states
+            if chunk.times.stop > least:
+                past = np.greater_equal.outer(np.arange(chunk.times.start, chunk.times.stop), lengths)
+                np.copyto(out[chunk.times], 0, where=past[:, :, None])
+        if "h" in own:
+            own["h"][...] = h.T
+        if "c" in own:
+            own["c"][...] = cell.c.T
 
-    def _steps(self, given: Arguments, most: int) -> Iterator[tuple[int, np.ndarray]]:
-        """The steps before `most` in this direction's order, each with what its inputs add to the gates."""
-        step, weight, bias = self._step, given.weight_ih, self._cell.input_bias(given)
-        chunks = [range(first, min(first + step.chunk, most)) for first in range(0, most, step.chunk)]
-        if step.bias_column:
-            assert bias is not None
-            weight = np.concatenate([weight, bias.reshape(-1, 1)], axis=1, dtype=self._dtype)
-        for chunk in reversed(chunks) if self._backwards else chunks:
-            steps = len(chunk)
-            x, projected = given.x[chunk.start : chunk.stop], self._projected[:steps]
-            if self._x is not None:
-                self._x[:steps, :, : self._geometry.inputs] = x
-                x = self._x[:steps]
-            np.matmul(weight, x.swapaxes(1, 2), out=projected.reshape(steps, *self._cell.rows.shape))
-            if bias is not None and not step.bias_column:
-                projected += bias
-            for t in reversed(chunk) if self._backwards else chunk:
-                yield t, projected[t - chunk.start]
+    def _chunks(self, most: int) -> Iterator[_Chunk]:
+        """The steps before `most` in this direction's order, as views of the memory that they share."""
+        order = slice(None, None, -1 if self._backwards else 1)
+        for first in range(0, most, self._step.chunk)[order]:
+            count = min(self._step.chunk, most - first)
+            projected, before, after = self._projected[:count], self._states[:count], self._states[1 : count + 1]
+            if self._backwards:
+                before, after = after, before
+            h_before, h_after = before[:, : self._geometry.hidden], after[:, : self._geometry.hidden]
+            times = range(first, first + count)
+            cut = map(self._cell.cut, projected[order])
+            steps = zip(times[order], cut, before[order], h_before[order], h_after[order])
+            rows = projected[:, :, 0] if projected.shape[2] == 1 else None
+            ends = h_before[order][0], h_after[order][-1]
+            yield _Chunk(slice(first, first + count), projected, rows, *ends, h_after.swapaxes(1, 2), steps)
+
+    def _within(self, lengths: np.ndarray, steps: Iterable[Step]) -> Iterator[Step]:
+        """Steps for a cell to work out; after each, samples past their length get their old states back."""
+        for step in steps:
+            t, *_, h, after = step
+            past, c = lengths <= t, self._cell.c.copy()
+            yield step
+            np.copyto(after, h, where=past)
+            np.copyto(self._cell.c, c, where=past)
+
+    def _initial(self, state: np.ndarray | None) -> np.ndarray:
+        """A state before the first step as a cell has it: as an argument of the result's dtype would have been; or zeros."""
+        if state is None:
+            return self._zero
+        return (state if state.dtype == self._result_dtype else state.astype(self._result_dtype)).T
+
+    def _project(self, x: np.ndarray, chunk: _Chunk, weights: Weights) -> None:
+        """What the inputs of the steps of a chunk add to its gates."""
+        if self._x is not None:
+            copy = self._x[: len(x)]
+            copy[...] = x
+            x = copy
+        if chunk.rows is not None:
+            np.dot(x[:, 0], weights.weight_ih.T, chunk.rows)
+        else:
+            np.matmul(weights.weight_ih, x.swapaxes(1, 2), chunk.projected)
+        if weights.input_bias is not None:
+            chunk.projected[:, weights.biased :] += weights.input_bias

@@ -2,15 +2,22 @@
 
 Samples lie innermost: a weight is the left factor of its products, as it lies in memory, and each gate is one run, over
 which every pass is one loop.  A step allocates nothing, activations aside that have temporaries of their own.
+
+A sigmoid is ``tanh(v / 2) / 2 + 1 / 2``, so gates with one and gates with tanh are one pass of tanh.  That first half is
+the gate's *slope*, which costs no digit: a factor of the weights' rows where they are folded, else a pass over the gates.
+
+A small step is bound by the calls it makes.  So results are given by position and constants as arrays, which takes half
+as long as names and Python's numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import numpy as np
+from numpy import add, multiply, subtract, tanh
 
 from cupyconv.numpy.activations import activate
 from cupyconv.problem.activations import Activation
@@ -18,244 +25,273 @@ from cupyconv.problem.recurrence import RecurrentGeometry
 
 #: Activations that have no temporaries.
 IN_PLACE = ("none", "relu", "relu6", "clip", "sigmoid", "tanh", "affine", "scaled_tanh")
+#: Bytes of gates up to which one call for all of them takes less than one for each kind.
+_SMALL_GATES = 16 << 10
+
+#: A step in x's time: what its inputs add to the gates, as the cell cuts it; the state's factor, which is h or, where
+#: biases are a column of its weight, [h, 1]; h before and after it.
+Step = tuple[int, Any, np.ndarray, np.ndarray, np.ndarray]
+#: What a gradient needs, (T, N, ., H) by name: see `RecurrentGeometry.keeps`; empty where there is none.
+Kept = Mapping[str, np.ndarray]
 
 
-class Arguments:
-    """Arguments and results of one direction of some samples, by role; vectors in the dtype computed with."""
+def slopes(geometry: RecurrentGeometry, direction: int) -> list[float]:
+    """What each gate is multiplied with before its activation is applied."""
+    return [0.5 if activation.name == "sigmoid" else 1.0 for activation in _of_gates(geometry, direction)]
+
+
+def _of_gates(geometry: RecurrentGeometry, direction: int) -> list[Activation]:
+    """The activation of each gate."""
+    f, *others = geometry.activations[direction]
+    return {"rnn": [f], "lstm": [f, f, *others[:1], f], "gru": [f, f, *others]}[geometry.cell]
+
+
+class Weights:
+    """What one direction of a call multiplies and adds, in the dtype computed with.
+
+    Where `slope` (G * H, 1) is given they are *folded*: copied, with the slopes, and with the biases that are added with
+    the state as one more column of `weight_hh`.
+    """
 
     def __init__(
         self,
         geometry: RecurrentGeometry,
-        given: Mapping[str, Any],
-        weights: Sequence[np.ndarray],
-        direction: int,
-        samples: slice,
-        dtype: np.dtype,
+        slope: np.ndarray | None,
+        weight_ih: np.ndarray,
+        weight_hh: np.ndarray,
+        bias_ih: np.ndarray | None = None,
+        bias_hh: np.ndarray | None = None,
+        peephole: np.ndarray | None = None,
     ) -> None:
-        self._given, self._direction, self._samples, self._dtype = given, direction, samples, dtype
-        self._hidden = hidden = geometry.hidden
-        self.weight_ih, self.weight_hh = weights
-        self.bias_ih, self.bias_hh = self._vector("bias_ih"), self._vector("bias_hh")
-        self.peephole = self._vector("peephole")
-        x, out = given["x"], given["out"]
-        self.x = (x if x.ndim == 3 else x[None])[:, samples]
-        self.out = (out if out.ndim == 3 else out[None])[:, samples, direction * hidden : (direction + 1) * hidden]
-        lengths = given.get("lengths")
-        self.lengths = None if lengths is None else lengths[samples]
-        self.kept: dict[str, np.ndarray] = {}
-        if "gates" in given:
-            for name, shape in geometry.keeps.items():
-                parts = (geometry.steps, geometry.batch, shape[-1] // max(1, hidden), hidden)
-                self.kept[name] = given[name][direction].reshape(parts)[:, samples]
-
-    def state(self, role: str) -> np.ndarray | None:
-        """A state (samples, H), first or last; None where it is absent."""
-        state = self._own(role, 2)
-        return None if state is None else state[self._samples]
-
-    def read_state(self, role: str, into: np.ndarray) -> None:
-        """The state before the first step, zeros where none is given."""
-        initial = self.state(role)
-        into[...] = 0 if initial is None else initial.astype(self._given["out"].dtype, copy=False).T
-
-    def _own(self, role: str, axes: int) -> np.ndarray | None:
-        """What an argument or a result of so many axes has for this direction; None where it is absent."""
-        array = self._given.get(role)
-        return None if array is None else array[self._direction] if array.ndim > axes else array
-
-    def _vector(self, role: str) -> np.ndarray | None:
-        """A vector as (parts, H, 1), rounded to the result's dtype first, as an argument of that would have been."""
-        vector = self._own(role, 1)
-        if vector is None:
-            return None
-        rounded = vector.astype(self._given["out"].dtype, copy=False).astype(self._dtype, copy=False)
-        return rounded.reshape(-1, self._hidden, 1)
+        rows, hidden = weight_hh.shape
+        is_gru = geometry.cell == "gru"
+        resets_product = is_gru and geometry.linear_before_reset
+        bias_ih = None if bias_ih is None else bias_ih[:, None]
+        bias_hh = None if bias_hh is None else bias_hh[:, None]
+        both = bias_hh if bias_ih is None else bias_ih if bias_hh is None else bias_ih + bias_hh
+        #: Added with the inputs to the rows from `biased` on; and to the product that a gru's reset gate multiplies.
+        self.input_bias, self.biased, self.candidate_bias = both, 0, None
+        if both is not None and (slope is not None or resets_product):
+            first = 2 * hidden if is_gru else rows  # the candidate's rows, of which two biases may be told apart
+            with_inputs, with_state = (bias_ih, bias_hh) if resets_product else (both, None)
+            if slope is None:
+                self.input_bias = both.copy()
+                self.input_bias[first:] = 0 if with_inputs is None else with_inputs[first:]
+                self.candidate_bias = None if with_state is None else with_state[first:]
+            else:
+                joined = np.empty((rows, hidden + 1), weight_hh.dtype)
+                joined[:, :hidden], joined[:, hidden:] = weight_hh, both
+                joined[first:, hidden:] = 0 if with_state is None else with_state[first:]
+                weight_hh = np.multiply(joined, slope, joined)
+                self.input_bias = None
+                if with_inputs is not None and first < rows:
+                    self.input_bias, self.biased = with_inputs[first:] * slope[first:], first
+        elif slope is not None:
+            weight_hh = weight_hh * slope
+        self.weight_ih = weight_ih if slope is None else weight_ih * slope
+        self.peephole = peephole
+        if peephole is not None:
+            self.peephole = peephole.reshape(3, hidden, 1) * (1 if slope is None else slope[0])
+        #: ``recurrent(h, out)``, the state's product; ``candidate(h, out)``, that of a gru which resets the state.
+        #: The method of an array takes half the time of `np.matmul`.
+        self.recurrent = (weight_hh[: 2 * hidden] if is_gru and not resets_product else weight_hh).dot
+        self.candidate = weight_hh[2 * hidden :, :hidden].dot
 
 
 class Cell:
     """One direction's gates and states of `batch` samples, in memory that every step writes anew.
 
-    No argument of a call is held here, so that a cell may serve one call after the other.
+    No argument of a call is held here, so that a cell may serve one call after the other.  `folded` says whether the
+    weights will be.
     """
 
     def __init__(
-        self, geometry: RecurrentGeometry, direction: int, batch: int, dtype: np.dtype, peephole: bool
+        self, geometry: RecurrentGeometry, direction: int, batch: int, dtype: np.dtype, peephole: bool, folded: bool
     ) -> None:
         self.geometry = geometry
         self.gates = np.empty((geometry.gates, geometry.hidden, batch), dtype)
         #: The gates as products write them.
         self.rows = self.gates.reshape(-1, batch)
-        self.h = np.empty((geometry.hidden, batch), dtype)
+        #: An lstm's other state.
         self.c = np.empty((geometry.hidden if geometry.cell == "lstm" else 0, batch), dtype)
-        self.prepare(geometry.activations[direction], peephole)
+        self._is_small = self.gates.nbytes <= _SMALL_GATES
+        each = slopes(geometry, direction)
+        self._slopes, self._folded = np.array(each, dtype)[:, None], folded
+        self._slope = None if folded or set(each) == {1.0} else self._spread(each)
+        self._clip = None if geometry.clip is None else self._spread([geometry.clip * slope for slope in each])
+        self._completes = self._slope is not None or self._clip is not None
+        self.prepare(_of_gates(geometry, direction), geometry.activations[direction][-1], peephole)
 
-    def prepare(self, activations: Sequence[Activation], peephole: bool) -> None:
-        """What all steps share."""
+    def prepare(self, of_gates: Sequence[Activation], last: Activation, peephole: bool) -> None:
+        """What all steps share: the activations of the gates, and the last one of the cell."""
         raise NotImplementedError
 
-    def input_bias(self, given: Arguments) -> np.ndarray | None:
-        """The biases that are added with the inputs, (G, H, 1)."""
-        if given.bias_ih is None or given.bias_hh is None:
-            return given.bias_hh if given.bias_ih is None else given.bias_ih
-        return given.bias_ih + given.bias_hh
+    def cut(self, projected: np.ndarray) -> Any:
+        """What the inputs of a step add to the gates, (G * H, N), as `advance` takes it."""
+        return projected
 
-    def advance(self, given: Arguments, t: int, projected: np.ndarray, h: np.ndarray, c: np.ndarray) -> None:
-        """The states after step t, into `h` and `c`, which may be `self.h` and `self.c`."""
+    def advance(self, given: Weights, steps: Iterable[Step], kept: Kept) -> None:
+        """Work out these steps, one after the other; `c` is the state that is not in them."""
         raise NotImplementedError
 
-    def clip(self, gates: np.ndarray) -> None:
-        bound = self.geometry.clip
-        if bound is not None:
-            np.clip(gates, -bound, bound, out=gates)
+    def _spread(self, values: Sequence[float]) -> np.ndarray:
+        """A number for each of some gates, as an array beside them: of small ones a whole one, which saves time in a call."""
+        each = np.array(values, self.gates.dtype).reshape(-1, 1, 1)
+        return np.broadcast_to(each, (len(each), *self.gates.shape[1:])).copy() if self._is_small else each
 
+    def _completion_of(self, gates: slice) -> Callable[[Kept, int], None]:
+        """What comes after the sums of these gates and before their activations."""
+        own, slopes_of_each = self.gates[gates], self._slopes[gates]
+        slope = None if self._slope is None else self._slope[gates]
+        most = None if self._clip is None else self._clip[gates]
+        least = None if most is None else -most
 
-def _keep(given: Arguments, t: int, first: int, gates: np.ndarray) -> None:
-    """What the activations of these gates, from the first on, will be applied to."""
-    if given.kept:
-        given.kept["gates"][t, :, first : first + len(gates)] = gates.transpose(2, 0, 1)
+        def complete(kept: Kept, t: int) -> None:
+            if slope is not None:
+                multiply(own, slope, own)
+            if most is not None:
+                np.clip(own, least, most, own)
+            if kept:
+                np.divide(own.transpose(2, 0, 1), slopes_of_each, kept["gates"][t, :, gates])
 
+        return complete
 
-class _Rnn(Cell):
-    def prepare(self, activations: Sequence[Activation], peephole: bool) -> None:
-        (self._activation,) = activations
+    def _activation_of(self, gates: slice, of_gates: Sequence[Activation]) -> Callable[[], None]:
+        """What applies an activation to each of these gates, which have their slope, in place."""
+        own, activations = self.gates[gates], of_gates[gates]
+        runs: list[tuple[np.ndarray, Activation]] = []
+        for activation, same in groupby(range(len(own)), lambda k: activations[k]):
+            first, *others = same
+            runs.append((own[first : first + 1 + len(others)], activation))
+        sigmoids = [run for run, activation in runs if activation.name == "sigmoid"]
+        half = np.array(0.5, own.dtype)
+        halves = [(run, half, half) for run in sigmoids]
+        if len(runs) > 1 and self._is_small:
+            are = [activation.name == "sigmoid" for activation in activations]
+            halves = [(own, self._spread([0.5 if yes else 1.0 for yes in are]), self._spread([yes / 2 for yes in are]))]
 
-    def advance(self, given: Arguments, t: int, projected: np.ndarray, h: np.ndarray, c: np.ndarray) -> None:
-        gates = self.gates
-        np.matmul(given.weight_hh, self.h, out=self.rows)
-        gates += projected
-        self.clip(gates)
-        _keep(given, t, 0, gates)
-        _apply(gates[0], self._activation, h)
-
-
-class _Lstm(Cell):
-    def prepare(self, activations: Sequence[Activation], peephole: bool) -> None:
-        f, g, self._of_cell = activations
-        self._each = tuple(self.gates)
-        #: The gates that do not see the new c: all but o, where there are peepholes.
-        self._early = self.gates[:3] if peephole else self.gates
-        self._late = self.gates[len(self._early) :]
-        self._activate_early = _activation_of(self._early, [f, f, g, f][: len(self._early)])
-        self._activate_late = _activation_of(self._late, [f] * len(self._late))
-        self._seen = np.empty_like(self.gates[:2]) if peephole else self._late
-
-    def advance(self, given: Arguments, t: int, projected: np.ndarray, h: np.ndarray, c: np.ndarray) -> None:
-        gates, peephole = self.gates, given.peephole
-        i, f, g, o = self._each
-        np.matmul(given.weight_hh, self.h, out=self.rows)
-        gates += projected
-        if peephole is not None:
-            gates[:2] += np.multiply(peephole[:2], self.c, out=self._seen)
-        self.clip(self._early)
-        _keep(given, t, 0, self._early)
-        self._activate_early()
-        if self.geometry.input_forget:
-            np.subtract(1, i, out=f)
-        np.multiply(f, self.c, out=c)
-        i *= g
-        c += i
-        if peephole is not None:
-            o += np.multiply(peephole[2], c, out=i)
-            self.clip(o)
-            _keep(given, t, 3, self._late)
-            self._activate_late()
-        if given.kept:
-            given.kept["cells"][t, :, 0] = c.T
-        _apply(c, self._of_cell, h)
-        h *= o
-
-
-class _Gru(Cell):
-    def prepare(self, activations: Sequence[Activation], peephole: bool) -> None:
-        f, g = activations
-        self._rz, self._each = self.gates[:2], tuple(self.gates)
-        self._activate_rz = _activation_of(self._rz, [f, f])
-        self._activate_n = _activation_of(self.gates[2:], [g])
-
-    def input_bias(self, given: Arguments) -> np.ndarray | None:
-        """Without the recurrent bias of n: that is added to the state's product, which the reset gate scales."""
-        if given.bias_hh is None:
-            return given.bias_ih
-        bias = np.concatenate([given.bias_hh[:2], np.zeros_like(given.bias_hh[2:])])
-        return bias if given.bias_ih is None else bias + given.bias_ih
-
-    def advance(self, given: Arguments, t: int, projected: np.ndarray, h: np.ndarray, c: np.ndarray) -> None:
-        rz, (r, z, n) = self._rz, self._each
-        bias_hn = None if given.bias_hh is None else given.bias_hh[2]
-        linear_before_reset, hidden = self.geometry.linear_before_reset, self.geometry.hidden
-        if linear_before_reset:
-            np.matmul(given.weight_hh, self.h, out=self.rows)
-            if bias_hn is not None:
-                n += bias_hn
-            if given.kept:
-                given.kept["candidate"][t, :, 0] = n.T
-        else:
-            np.matmul(given.weight_hh[: 2 * hidden], self.h, out=self.rows[: 2 * hidden])
-        rz += projected[:2]
-        self.clip(rz)
-        _keep(given, t, 0, rz)
-        self._activate_rz()
-        if linear_before_reset:
-            n *= r
-        else:
-            r *= self.h
-            if given.kept:
-                given.kept["candidate"][t, :, 0] = r.T
-            np.matmul(given.weight_hh[2 * hidden :], r, out=n)
-            if bias_hn is not None:
-                n += bias_hn
-        n += projected[2]
-        self.clip(n)
-        _keep(given, t, 2, self.gates[2:])
-        self._activate_n()
-        np.subtract(1, z, out=r)
-        r *= n
-        np.multiply(z, self.h, out=h)
-        h += r
-
-
-CELLS: dict[str, type[Cell]] = {"rnn": _Rnn, "lstm": _Lstm, "gru": _Gru}
-
-
-def _activation_of(gates: np.ndarray, activations: Sequence[Activation]) -> Callable[[], None]:
-    """What applies an activation to each of the gates, in place.
-
-    A sigmoid is (1 + tanh(v / 2)) / 2: so gates with one and gates with tanh are one pass of tanh.
-    """
-    runs: list[tuple[np.ndarray, Activation]] = []
-    for activation, same in groupby(range(len(activations)), lambda k: activations[k]):
-        first, *others = same
-        runs.append((gates[first : first + 1 + len(others)], activation))
-    if any(activation.name not in ("sigmoid", "tanh") for _, activation in runs):
+        def by_tanh() -> None:
+            tanh(own, own)
+            for run, scale, offset in halves:
+                multiply(run, scale, run)
+                add(run, offset, run)
 
         def one_by_one() -> None:
             for run, activation in runs:
-                _apply(run, activation, run)
+                if activation.name != "sigmoid":
+                    activate(run, activation)
+            for run in sigmoids:
+                tanh(run, run)
+                multiply(run, half, run)
+                add(run, half, run)
 
-        return one_by_one
-    sigmoids = [run for run, activation in runs if activation.name == "sigmoid"]
-
-    def at_once() -> None:
-        for run in sigmoids:
-            run *= 0.5
-        np.tanh(gates, out=gates)
-        for run in sigmoids:
-            run *= 0.5
-            run += 0.5
-
-    return at_once
+        return by_tanh if all(activation.name in ("sigmoid", "tanh") for activation in activations) else one_by_one
 
 
-def _apply(v: np.ndarray, activation: Activation, out: np.ndarray) -> None:
-    """`activate` from one array into another, which may be the same; a sigmoid without its temporary."""
-    if activation.name == "tanh":
-        np.tanh(v, out=out)
-    elif activation.name == "sigmoid":
-        np.multiply(v, 0.5, out=out)
-        np.tanh(out, out=out)
-        out *= 0.5
-        out += 0.5
-    else:
-        if out is not v:
-            out[...] = v
-        activate(out, activation)
+class _Rnn(Cell):
+    def prepare(self, of_gates: Sequence[Activation], last: Activation, peephole: bool) -> None:
+        self._activate = self._activation_of(slice(1), of_gates)
+        self._complete = self._completion_of(slice(1))
+
+    def advance(self, given: Weights, steps: Iterable[Step], kept: Kept) -> None:
+        rows, recurrent, activate_gate, completes = self.rows, given.recurrent, self._activate, self._completes or kept
+        for t, projected, factor, _, after in steps:
+            recurrent(factor, rows)
+            add(rows, projected, rows)
+            if completes:
+                self._complete(kept, t)
+            activate_gate()
+            after[...] = rows
+
+
+class _Lstm(Cell):
+    def prepare(self, of_gates: Sequence[Activation], last: Activation, peephole: bool) -> None:
+        self._of_cell = last
+        #: The gates that do not see the new c: all but o, where there are peepholes.
+        early, late = (slice(3), slice(3, 4)) if peephole else (slice(4), slice(4, 4))
+        self._activate_early = self._activation_of(early, of_gates)
+        self._complete_early = self._completion_of(early)
+        self._activate_late = self._activation_of(late, of_gates)
+        self._complete_late = self._completion_of(late)
+        self._seen = np.empty_like(self.gates[:2]) if peephole else None
+
+    def advance(self, given: Weights, steps: Iterable[Step], kept: Kept) -> None:
+        gates, rows, c, recurrent, peephole = self.gates, self.rows, self.c, given.recurrent, given.peephole
+        activate_early, completes = self._activate_early, self._completes or kept
+        input_forget = self.geometry.input_forget
+        of_cell = None if self._of_cell.name == "tanh" else self._of_cell
+        i, f, g, o = gates
+        for t, projected, factor, _, after in steps:
+            recurrent(factor, rows)
+            add(rows, projected, rows)
+            if peephole is not None:
+                gates[:2] += multiply(peephole[:2], c, self._seen)
+            if completes:
+                self._complete_early(kept, t)
+            activate_early()
+            if input_forget:
+                subtract(1, i, f)
+            multiply(f, c, c)
+            multiply(i, g, i)
+            add(c, i, c)
+            if peephole is not None:
+                o += multiply(peephole[2], c, i)
+                if completes:
+                    self._complete_late(kept, t)
+                self._activate_late()
+            if kept:
+                kept["cells"][t, :, 0] = c.T
+            if of_cell is None:
+                tanh(c, after)
+            else:
+                after[...] = c
+                activate(after, of_cell)
+            multiply(after, o, after)
+
+
+class _Gru(Cell):
+    def prepare(self, of_gates: Sequence[Activation], last: Activation, peephole: bool) -> None:
+        rz, n = slice(2), slice(2, 3)
+        self._rows_rz = self.gates[rz].reshape(-1, self.gates.shape[2])
+        self._activate_rz = self._activation_of(rz, of_gates)
+        self._complete_rz = self._completion_of(rz)
+        self._activate_n = self._activation_of(n, of_gates)
+        self._complete_n = self._completion_of(n)
+        self._one = np.array(1, self.gates.dtype)
+
+    def cut(self, projected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        rows = len(self._rows_rz)
+        return projected[:rows], projected[rows:]
+
+    def advance(self, given: Weights, steps: Iterable[Step], kept: Kept) -> None:
+        rz, (r, z, n), one, resets_product = self._rows_rz, self.gates, self._one, self.geometry.linear_before_reset
+        product, recurrent, candidate_bias = self.rows if resets_product else rz, given.recurrent, given.candidate_bias
+        activate_rz, activate_n, completes = self._activate_rz, self._activate_n, self._completes or kept
+        for t, (projected_rz, projected_n), factor, h, after in steps:
+            recurrent(factor, product)
+            add(rz, projected_rz, rz)
+            if completes:
+                self._complete_rz(kept, t)
+            activate_rz()
+            if resets_product:
+                if candidate_bias is not None:
+                    add(n, candidate_bias, n)
+                if kept:
+                    kept["candidate"][t, :, 0] = n.T / self._slopes[2] if self._folded else n.T
+                multiply(n, r, n)
+            else:
+                multiply(r, h, r)
+                if kept:
+                    kept["candidate"][t, :, 0] = r.T
+                given.candidate(r, n)
+            add(n, projected_n, n)
+            if completes:
+                self._complete_n(kept, t)
+            activate_n()
+            subtract(one, z, r)
+            multiply(r, n, r)
+            multiply(z, h, after)
+            add(after, r, after)
+
+
+CELLS: dict[str, type[Cell]] = {"rnn": _Rnn, "lstm": _Lstm, "gru": _Gru}

@@ -64,7 +64,6 @@ class _Job(Generic[_Part, _Result]):
         self._helpers, self._closed = 0, False
         self._all_left = allocate_lock()
         self._all_left.acquire()
-        self._processor = _processor()
 
     def take_parts(self) -> None:
         """Do one part after the other until none is left, or one has failed."""
@@ -92,7 +91,6 @@ class _Job(Generic[_Part, _Result]):
                 return
             self._asked.remove(worker)
             self._helpers += 1
-        _leave_processor(self._processor)
         BLAS.hold_thread()
         self.take_parts()
         _pool.idle.append(worker)
@@ -139,6 +137,7 @@ class _Pool:
 
     def help_with(self, job: _Job[Any, Any], workers: int) -> None:
         """Let so many workers help with a job, or as many as there are."""
+        elsewhere = _other_processors()
         for _ in range(min(workers, _MOST_WORKERS)):
             try:
                 worker = self.idle.pop()
@@ -150,6 +149,7 @@ class _Pool:
                 except RuntimeError:  # no thread can be started: too many, or Python is about to end
                     return
                 self._started += 1
+            worker.move_to(elsewhere)
             job.ask(worker)
 
 
@@ -158,7 +158,13 @@ class _Worker:
 
     def __init__(self) -> None:
         self.jobs: SimpleQueue[_Job[Any, Any]] = SimpleQueue()
-        threading.Thread(target=self._run, name="cupyconv", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="cupyconv", daemon=True)
+        self._thread.start()
+
+    def move_to(self, processors: set[int]) -> None:
+        """Let it be woken on one of these processors, if any are named."""
+        if processors and self._thread.native_id is not None:
+            os.sched_setaffinity(self._thread.native_id, processors)
 
     def _run(self) -> None:
         with np.errstate(all="ignore"):
@@ -170,23 +176,22 @@ class _Worker:
 
 # --- processors -----------------------------------------------------------------------------------------------
 
-#: The number of the processor that the calling thread runs on, where the C library says it.
-_processor: Callable[[], int] = (
-    getattr(ctypes.CDLL(None), "sched_getcpu", lambda: -1) if os.name == "posix" else lambda: -1
-)
 
+def _other_processors() -> set[int]:
+    """All that this thread may run on but the one where it is; none where nobody can say.
 
-def _leave_processor(caller: int) -> None:
-    """Move to another processor than the caller's.
-
-    Linux may wake a thread on the processor of the one that wakes it, and leave both there for 50 ms: as if there were
-    one thread.  This thread may run where it might before, once it has moved.
+    Linux likes to wake a thread on the processor of the one that wakes it.  There it waits until that one waits: as if
+    there were one thread, for as long as 50 ms.
     """
-    if caller >= 0 and _processor() == caller and hasattr(os, "sched_setaffinity"):
-        allowed = os.sched_getaffinity(0)
-        if len(allowed) > 1:
-            os.sched_setaffinity(0, allowed - {caller})
-            os.sched_setaffinity(0, allowed)
+    if _processor is None:
+        return set()
+    return os.sched_getaffinity(0) - {_processor()}
+
+
+#: The number of the processor that the calling thread runs on.
+_processor: Callable[[], int] | None = None
+if hasattr(os, "sched_setaffinity"):
+    _processor = getattr(ctypes.CDLL(None), "sched_getcpu", None)
 
 
 # --- BLAS -----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ few at the borders are zeros, or are read through an index array that follows th
                            | or idx |        stride)        |  array |
 
 Where a kernel has several taps, a block's part of the padded image is copied once (of a small image that is all of
-it), and its windows are a view of that copy.
+it), and its windows are a view of that copy; or of the image, where it is one in C order and no border is read.
 
 ::
 
@@ -147,6 +147,10 @@ def read(image: np.ndarray, elements: Sequence[Elements]) -> np.ndarray:
 
 def add(image: np.ndarray, elements: Sequence[Elements], values: np.ndarray) -> None:
     """The adjoint of `read`: each value is added to the element that it would have been read from."""
+    if slice is type(elements[0]) is type(elements[1]) is type(elements[2]):
+        place = image[(..., *elements)]
+        np.add(place, values, place)
+        return
     cut: list[Any] = [e if isinstance(e, slice) else slice(int(e.min()), int(e.max()) + 1) for e in elements]
     for axis, element in enumerate(elements, start=values.ndim - 3):
         if isinstance(element, slice):
@@ -177,11 +181,18 @@ def columns_shape(windows: Windows, block: BlockSize) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def tile_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[int, ...], tuple[Region, ...]]:
-    """The size of the tile that all windows of a block lie in, padding included, and what fills it."""
-    size = tile_size(windows, tuple(map(len, block)))
-    offsets = [run.start * s - before for run, s, before in zip(block, windows.stride, windows.before)]
-    return size, boxes(windows, [range(extent) for extent in size], (1, 1, 1), offsets)
+def tile_regions(
+    windows: Windows, block: tuple[range, ...], first: int = 0, step: int = 1
+) -> tuple[tuple[int, ...], tuple[Region, ...]]:
+    """The size of the tile that all windows of a block lie in, padding included, and what fills it.
+
+    Along the width, where `step` says so, only every so many pixels of it from `first` on.
+    """
+    depth, height, width = tile_size(windows, tuple(map(len, block)))
+    size = depth, height, -(-width // step)
+    starts = [run.start * s - before for run, s, before in zip(block, windows.stride, windows.before)]
+    starts[2] += first
+    return size, boxes(windows, [range(extent) for extent in size], (1, 1, step), starts)
 
 
 class Block:
@@ -189,7 +200,7 @@ class Block:
 
     def __init__(self, geometry: ConvGeometry, itemsize: int, ranges: tuple[range, ...]) -> None:
         self.geometry, self._itemsize, self._ranges = geometry, itemsize, ranges
-        self._tiles: dict[int, Tile] = {}
+        self._tiles: dict[tuple[int, int, int], Tile] = {}
         samples, depth, height, width = map(len, ranges)
         self.size: BlockSize = (samples, depth, height, width)
         self._samples, *pixels = (slice(r.start, r.stop) for r in ranges)
@@ -212,29 +223,47 @@ class Block:
         """What each tap reads."""
         return tap_regions(self.geometry, self._ranges[1:])
 
-    def tile(self, channels: int) -> Tile:
-        """What all taps read of so many channels."""
-        if channels not in self._tiles:
-            self._tiles[channels] = Tile(self.geometry, self._itemsize, self._ranges, channels)
-        return self._tiles[channels]
+    def tile(self, channels: int, first: int = 0, step: int = 1) -> Tile:
+        """What all taps read of so many channels; with a step, of it every so many pixels along the width."""
+        key = channels, first, step
+        if key not in self._tiles:
+            self._tiles[key] = Tile(self.geometry, self._itemsize, self._ranges, channels, first, step)
+        return self._tiles[key]
 
 
 class Tile:
     """The part of the padded inputs that all windows of a block lie in: (channels, samples, d, h, w)."""
 
-    def __init__(self, geometry: ConvGeometry, itemsize: int, block: tuple[range, ...], channels: int) -> None:
+    def __init__(
+        self, geometry: ConvGeometry, itemsize: int, block: tuple[range, ...], channels: int, first: int, step: int
+    ) -> None:
         samples, *out_size = map(len, block)
-        size, regions = tile_regions(geometry, block[1:])
+        size, regions = tile_regions(geometry, block[1:], first, step)
         self.shape = (channels, samples, *size)
-        #: Those of a view (c, kd, kh, kw, n, d, h, w) of all windows.
+        #: Those of a view (c, kd, kh, kw, n, d, h, w) of all windows, of a tile that has every pixel.
         self.windows_shape = (channels, *geometry.kernel, samples, *out_size)
         c, n, *spatial = (prod(self.shape[axis + 1 :]) * itemsize for axis in range(5))
         taps = [step * gap for step, gap in zip(spatial, geometry.dilation)]
         moves = [step * stride for step, stride in zip(spatial, geometry.stride)]
         self.windows_strides = (c, *taps, n, *moves)
         read = tuple(region for region in regions if region[1] is not None)
+        self.in_image = self._in_image(geometry, itemsize, block, regions[0][1]) if len(regions) == 1 else None
         self.starts_as_zeros = len(read) < len(regions) and prod(self.shape) * itemsize <= _SMALL_TILE
         self.regions = read if self.starts_as_zeros else regions
+
+    def _in_image(
+        self, geometry: ConvGeometry, itemsize: int, block: tuple[range, ...], elements: tuple[Elements, ...] | None
+    ) -> tuple[int, tuple[int, ...]] | None:
+        """Where the windows lie in an image in C order, as an offset and strides; None where they read a border."""
+        n, c, *spatial = (prod((self.shape[0], *geometry.size)[axis:]) * itemsize for axis in range(5))
+        begin = block[0].start * n
+        for element, step in zip(elements or (np.empty(0),), spatial):
+            if not isinstance(element, slice):
+                return None
+            begin += element.start * step
+        taps = [step * gap for step, gap in zip(spatial, geometry.dilation)]
+        moves = [step * stride for step, stride in zip(spatial, geometry.stride)]
+        return begin, (c, *taps, n, *moves)
 
 
 class Blocks:
@@ -277,14 +306,27 @@ class Images:
                 else:
                     self._transform.write(part, read(block.samples_of(x), elements).swapaxes(0, 1), channels)
 
-    def tile(self, block: Block) -> np.ndarray:
-        """The part of the padded inputs that all windows of a block lie in: (channels, samples, d, h, w)."""
-        tile = block.tile(self.channels)
-        image = self.scratch.array("tile", tile.shape)
+    def tile(self, block: Block, first: int = 0, step: int = 1) -> np.ndarray:
+        """The part of the padded inputs that all windows of a block lie in: (channels, samples, d, h, w).
+
+        With a step, of it every so many pixels along the width.
+        """
+        tile = block.tile(self.channels, first, step)
+        image = self.scratch.array(f"tile {first}", tile.shape)
         if tile.starts_as_zeros:
             image.fill(0)
         self.read(tile.regions, block, image)
         return image
+
+    def tile_or_view(self, block: Block, first: int = 0, step: int = 1) -> np.ndarray:
+        """The tile; where it lies as it is in an input, that part of the input."""
+        tile = block.tile(self.channels, first, step)
+        is_one = len(self.inputs) == len(tile.regions) == 1 and not tile.starts_as_zeros
+        if is_one and self._transform is None and (elements := tile.regions[0][1]) is not None:
+            image = read(block.samples_of(self.inputs[0][0]), elements).swapaxes(0, 1)
+            if image.dtype == self.scratch.dtype and image.strides[-1] == image.itemsize:
+                return image
+        return self.tile(block, first, step)
 
     def columns(self, block: Block) -> np.ndarray:
         """All windows of a block as (channels, kd, kh, kw, samples, d, h, w) in C order."""
@@ -293,8 +335,19 @@ class Images:
             self.read(block.taps[0], block, columns[:, 0, 0, 0])
         else:
             tile = block.tile(self.channels)
-            columns[...] = np.ndarray(tile.windows_shape, columns.dtype, self.tile(block), 0, tile.windows_strides)
+            if tile.in_image is not None and self._is_plain(columns.dtype):
+                image, (begin, strides) = self.inputs[0][0], tile.in_image
+            else:
+                image, begin, strides = self.tile(block), 0, tile.windows_strides
+            columns[...] = np.ndarray(tile.windows_shape, columns.dtype, image, begin, strides)
         return columns
+
+    def _is_plain(self, dtype: np.dtype) -> bool:
+        """Whether this is one image in C order that is read as it is."""
+        if len(self.inputs) != 1 or self._transform is not None:
+            return False
+        ((image, _),) = self.inputs
+        return image.dtype == dtype and image.flags.c_contiguous
 
     def some(self, channels: slice) -> Images:
         """Some channels of the concatenation, counted from the first of them."""
@@ -371,12 +424,12 @@ class Scratch:
     """
 
     def __init__(self, dtype: np.dtype, rounds: int) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
         self._buffers = threading.local() if rounds > 1 else None
 
     def array(self, name: str, shape: Sequence[int], dtype: np.dtype | None = None) -> np.ndarray:
         """This thread's array of that name, in C order; of another dtype than the scratch memory's where one is given."""
-        dtype = dtype or self._dtype
+        dtype = dtype or self.dtype
         if self._buffers is None:
             return np.empty(shape, dtype)
         buffers: dict[str, np.ndarray] = self._buffers.__dict__

@@ -53,7 +53,8 @@ def fold_batchnorm(
     Raises
     ------
     TypeError, ValueError
-        For foreign or mixed arrays, and shapes that do not fit.
+        For foreign or mixed arrays, shapes that do not fit and, on NumPy, a variance below ``-eps``, which has no root.
+        On CUDA the results are NaN there: to look at the numbers would wait for the GPU.
 
     Notes
     -----
@@ -91,6 +92,9 @@ def fold_batchnorm(
     for name, vector in arrays.items():
         if name != "weight" and tuple(vector.shape) != (outputs,):
             raise ValueError(f"{name} has shape {tuple(vector.shape)}, needed ({outputs},)")
+
+    if isinstance(var, np.ndarray) and (var.real < -epsilon).any():
+        raise ValueError(f"var must not be below -eps, {-epsilon:g}, given {var.real.min():g}")
 
     dtype = dtype_from_name(accumulator(dtype_name(weight.dtype)))
     with np.errstate(all="ignore"):

@@ -123,7 +123,7 @@ def conv(
 
     On CUDA nothing waits for the GPU: the work is put on the current stream.  A call with `out` whose plan has neither
     workspace nor a GEMM can be captured in a CUDA graph, after a first such call outside it.  With
-    ``CUPYCONV_NVTX=1`` in the environment each call is an NVTX range.
+    ``CUPYCONV_NVTX=1`` in the environment each call is an NVTX range, where CuPy has NVTX.
 
     Source of the conventions: ONNX ``Conv``; Chetlur et al., *cuDNN: Efficient Primitives for Deep Learning* (2014), for
     columns and products.

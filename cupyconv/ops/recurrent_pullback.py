@@ -145,7 +145,7 @@ def _joined(sums: Any, ranges: list[slice], single: bool, dtype: np.dtype, backe
     """Rows of the sums side by side, in memory of their own."""
     directions, _, hidden = sums.shape
     counts = [rows.stop - rows.start for rows in ranges]
-    with backend.current(), np.errstate(all="ignore"):
+    with backend.current():
         joined = backend.empty((directions, sum(counts), hidden), dtype)
         first = 0
         for rows, count in zip(ranges, counts):

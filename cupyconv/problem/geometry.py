@@ -143,7 +143,8 @@ class ConvGeometry(Windows):
 
     @cached_property
     def is_depthwise(self) -> bool:
-        return self.group_channels == 1 and self.groups > 1
+        """Whether an output is of one channel: each by its own kernel, or an image of one channel by one or a few."""
+        return self.group_channels == 1
 
     @cached_property
     def products(self) -> int:
@@ -368,7 +369,7 @@ def _windows(
     for axis in range(rank):
         padded = size[axis] + before[axis] + after[axis]
         span = dilation[axis] * (kernel[axis] - 1) + 1
-        if span > padded:
+        if span > max(1, padded):  # one tap on an empty axis makes an empty one
             raise ValueError(
                 f"kernel spans {span} elements along spatial axis {axis}, the padded input has {padded}"
                 f" (size {size[axis]}, padding {pairs[axis]}, kernel {kernel[axis]}, dilation {dilation[axis]})"

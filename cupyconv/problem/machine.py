@@ -21,6 +21,9 @@ class GpuModel:
 
     `mma_share` is how much of cuBLAS's tensor-core rates kernels written with ``mma.sync`` can reach: on
     newer architectures only instructions of their own reach all of it.
+
+    `room` is for how many blocks of a cooperative launch a device turned out to have room at once, where a launch was
+    refused; until then one is planned for each multiprocessor.
     """
 
     #: The backend that runs what is planned for it.
@@ -37,6 +40,7 @@ class GpuModel:
     gemm64: float
     mma_share: float
     launch_seconds: float = 3e-6
+    room: int | None = None
 
     def __str__(self) -> str:
         return f"{self.name}, {self.arch}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import groupby
+from math import prod
 from typing import Any, Protocol
 
 from cupyconv.problem.arrays import ITEMSIZE, is_complex
@@ -110,6 +111,10 @@ class KernelLaunch:
             f"  shared {self.shared_bytes:,} B  moves {_bytes(self.bytes_moved)}"
             f"{'  cooperative' * self.cooperative}  {self.purpose}"
         ).rstrip()
+
+    @property
+    def blocks(self) -> int:
+        return prod(self.grid)
 
     @property
     def shape_of_work(self) -> object:

@@ -43,6 +43,10 @@ class NotApplicable(ValueError):
     """A method cannot do this problem; the message says why."""
 
 
+class TooManyBlocks(RuntimeError):
+    """A plan has more blocks that wait for each other than the device has room for, as its model says from now on."""
+
+
 @dataclass(frozen=True)
 class Prologue:
     """What happens to each element of the inputs as it is loaded:  f(scale[c] * x + shift[c]), c counts merged channels.

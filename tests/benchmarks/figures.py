@@ -1,7 +1,8 @@
-"""The README's figures, from the results files beside this one::
+"""The README's figures and its status on GPUs, from the results files beside this one::
 
 python -m cupyconv bench --no-torch --json tests/benchmarks/results/numpy.json
 python -m tests.benchmarks.gradients --json tests/benchmarks/results/gradients-numpy.json
+python -m tests.gpu_report --out DIR, whose gpu-report.json becomes tests/benchmarks/results/gpu-report-NAME.json
 python -m tests.benchmarks.figures
 """
 
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cupyconv.bench.record import OURS, read_record
+from tests.gpu_report.status import STATUS_BEGIN, STATUS_END, status
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -71,11 +73,18 @@ def figures() -> str:
     return markdown(read_record(RESULTS / "numpy.json")) + beside_torch(read_record(RESULTS / "gradients-numpy.json"))
 
 
+def between(text: str, begin: str, end: str) -> tuple[int, int]:
+    """Where in a text that stands which two marks enclose."""
+    return text.index("\n", text.index(begin)) + 1, text.index(end)
+
+
 def main() -> int:
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
-    begin, end = text.index("\n", text.index(FIGURES_BEGIN)) + 1, text.index(FIGURES_END)
-    readme.write_text(text[:begin] + figures() + text[end:], encoding="utf-8")
+    for begin, end, written in ((FIGURES_BEGIN, FIGURES_END, figures()), (STATUS_BEGIN, STATUS_END, status(RESULTS))):
+        first, last = between(text, begin, end)
+        text = text[:first] + written + text[last:]
+    readme.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -6,10 +6,9 @@
 function to the launch, and what it hands to the device (kernel, grid, packed parameters; cuBLAS's arguments) is
 accepted and dropped.  Where CuPy is installed the arrays are CuPy's own, made over addresses at which there is
 nothing, so that reading their shapes, strides and pointers and making the result's array cost what they cost on a
-GPU; else stand-ins with the same attributes.  **Not included**, because it needs a driver: in each launch CuPy's
-``Function.__call__`` and ``cuLaunchKernel``; in each GEMM CuPy's wrapper and cuBLAS; the memory pool, once for
-the result and once a workspace buffer; asking CUDA for the current device, and CuPy for the stream where
-there is a GEMM.  All of these are CuPy's and the driver's, and no figure of theirs is made up here.
+GPU; else stand-ins with the same attributes.  **Not included**, because it needs a driver: in each launch asking
+CuPy for the stream, its wrapper and ``cuLaunchKernel``; in each GEMM CuPy's wrapper and cuBLAS; the memory pool, once
+for the result and once a workspace buffer; asking CUDA for the current device.  All of these are CuPy's and the driver's, and no figure of theirs is made up here.
 
 **CUDA, on a GPU**, where there is one: the same calls until they return, everything included.  The GPU is
 waited for between rounds, outside the clock.
@@ -44,7 +43,7 @@ from cupyconv.call.dispatch import register_backend
 from cupyconv.cuda.run import CudaBackend
 from cupyconv.cuda.run.device import GemmArguments
 from cupyconv.problem.machine import known_gpu
-from cupyconv.problem.plan import Kernel
+from cupyconv.problem.plan import KernelLaunch
 
 _NULL_CONTEXT = nullcontext()
 
@@ -66,6 +65,7 @@ class NullDevice:
 
     arrays_are = "stand-ins for CuPy's"
     array_class: type = NullArray
+    model = known_gpu("sm_90")
 
     def __init__(self) -> None:
         self.loads = self.arguments = self.allocations = self.launches = self.gemms = 0
@@ -100,18 +100,17 @@ class NullDevice:
     def is_capturing(self) -> bool:
         return False
 
-    def load(self, kernel: Kernel, shared_bytes: int) -> Any:
-        self.loads += 1
-        return kernel
-
     def argument(self, params: np.ndarray) -> Any:
         self.arguments += 1
         return params
 
-    def launch(
-        self, kernel: Any, grid: tuple[int, int, int], block: int, params: Any, shared_bytes: int, cooperative: bool
-    ) -> None:
-        self.launches += 1
+    def load(self, launch: KernelLaunch) -> Callable[[Any], None]:
+        self.loads += 1
+
+        def enqueue(argument: Any) -> None:
+            self.launches += 1
+
+        return enqueue
 
     def gemm_strided_batched(self, arguments: GemmArguments) -> None:
         self.gemms += 1
@@ -123,7 +122,7 @@ class NullDevice:
 def null_device() -> NullDevice:
     """A device with a backend for its arrays: CuPy's own over no memory, or stand-ins where there is no CuPy."""
     device = NullDevice() if importlib.util.find_spec("cupy") is None else _null_cupy_device()
-    backend = CudaBackend(device, known_gpu("sm_90"))
+    backend = CudaBackend(device)
     register_backend(device.array_class, lambda array: backend)
     return device
 

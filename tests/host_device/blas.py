@@ -49,20 +49,8 @@ Memory = Callable[[int, int], tuple[np.ndarray, int]]
 
 def gemm_strided_batched(memory: Memory, g: GemmArguments) -> None:
     """``cublasGemmStridedBatchedEx`` over the allocations that `memory` finds."""
-    _check_sizes(**{name: getattr(g, name) for name in ("m", "n", "k", "lda", "ldb", "ldc", "batch")})
-    for name, operation in (("transa", g.transa), ("transb", g.transb)):
-        if operation not in (NONE, TRANSPOSE, CONJUGATE_TRANSPOSE):
-            raise ValueError(f"{name} is {operation}; 0, 1 and 2 are operations")
-    scale = _scale_type(g.a_type, g.b_type, g.c_type, g.compute_type)
-
-    a_shape = (g.m, g.k) if g.transa == NONE else (g.k, g.m)
-    b_shape = (g.k, g.n) if g.transb == NONE else (g.n, g.k)
-    operand_a = _Matrices("A", g.a, DATA_TYPES[g.a_type], a_shape, g.lda, g.stride_a, g.batch)
-    operand_b = _Matrices("B", g.b, DATA_TYPES[g.b_type], b_shape, g.ldb, g.stride_b, g.batch)
-    result = _Matrices("C", g.c, DATA_TYPES[g.c_type], (g.m, g.n), g.ldc, g.stride_c, g.batch)
-    for matrices in (operand_a, operand_b, result):
-        matrices.check()
-    result.check_disjoint()
+    operand_a, operand_b, result = checked(g)
+    scale = scale_type(g)
     if 0 in (g.m, g.n, g.batch):
         return
 
@@ -81,6 +69,35 @@ def gemm_strided_batched(memory: Memory, g: GemmArguments) -> None:
         if beta_value != 0:  # otherwise C is not read: it may hold NaN
             total = total + beta_value * target.astype(scale)
         target[...] = total
+
+
+def checked(g: GemmArguments) -> tuple[_Matrices, _Matrices, _Matrices]:
+    """A, B and C; ValueError for what cuBLAS refuses, which it does without looking at memory."""
+    _check_sizes(**{name: getattr(g, name) for name in ("m", "n", "k", "lda", "ldb", "ldc", "batch")})
+    for name, operation in (("transa", g.transa), ("transb", g.transb)):
+        if operation not in (NONE, TRANSPOSE, CONJUGATE_TRANSPOSE):
+            raise ValueError(f"{name} is {operation}; 0, 1 and 2 are operations")
+    scale_type(g)
+    a_shape = (g.m, g.k) if g.transa == NONE else (g.k, g.m)
+    b_shape = (g.k, g.n) if g.transb == NONE else (g.n, g.k)
+    operand_a = _Matrices("A", g.a, DATA_TYPES[g.a_type], a_shape, g.lda, g.stride_a, g.batch)
+    operand_b = _Matrices("B", g.b, DATA_TYPES[g.b_type], b_shape, g.ldb, g.stride_b, g.batch)
+    result = _Matrices("C", g.c, DATA_TYPES[g.c_type], (g.m, g.n), g.ldc, g.stride_c, g.batch)
+    for matrices in (operand_a, operand_b, result):
+        matrices.check()
+    result.check_disjoint()
+    return operand_a, operand_b, result
+
+
+def scale_type(g: GemmArguments) -> str:
+    """The type of alpha, of beta and of the sums."""
+    names = [DATA_TYPES.get(number, f"type {number}") for number in (g.a_type, g.b_type, g.c_type)]
+    combination = (g.compute_type, names[0], names[2])
+    if g.a_type != g.b_type or combination not in SUPPORTED:
+        raise ValueError(
+            f"A {names[0]}, B {names[1]}, C {names[2]} with compute type {g.compute_type} is not supported"
+        )
+    return SUPPORTED[combination]
 
 
 @dataclass(frozen=True)
@@ -137,15 +154,6 @@ def _check_sizes(**sizes: int) -> None:
         limit = MAX_BATCH if name == "batch" else INT32_MAX
         if not 0 <= value <= limit:
             raise ValueError(f"{name} is {value}; it has to lie between 0 and {limit}")
-
-
-def _scale_type(a_type: int, b_type: int, c_type: int, compute_type: int) -> str:
-    """The type of alpha, of beta and of the sums."""
-    names = [DATA_TYPES.get(number, f"type {number}") for number in (a_type, b_type, c_type)]
-    combination = (compute_type, names[0], names[2])
-    if a_type != b_type or combination not in SUPPORTED:
-        raise ValueError(f"A {names[0]}, B {names[1]}, C {names[2]} with compute type {compute_type} is not supported")
-    return SUPPORTED[combination]
 
 
 def _scalar(address: int, dtype: str) -> np.generic:

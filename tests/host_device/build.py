@@ -120,7 +120,7 @@ def build_kernel(kernel: Kernel, directory: Path, mode: str, runtime: Path) -> P
     flags = [*COMMON_FLAGS, *KERNEL_FLAGS, *SANITIZERS[mode]]
     flags += [f"-D{name}={value}" for name, value in kernel.macros]
     flags += [f"-I{folder}" for folder in includes]
-    return _build(kernel.name, source, flags, sources=tuple(includes), library=runtime)
+    return build_library(kernel.name, source, flags, sources=tuple(includes), library=runtime)
 
 
 @functools.cache
@@ -131,10 +131,10 @@ def build_runtime(mode: str) -> Path:
     flags += ["-Wall", "-Wextra", "-Werror", f"-I{HERE}"]
     if mode:
         flags.append(f"-DCUDA_ON_HOST_{mode.upper()}")
-    return _build("fibres", '#include "fibres.cpp"\n', flags, sources=(HERE,), library=None)
+    return build_library("fibres", '#include "fibres.cpp"\n', flags, sources=(HERE,), library=None)
 
 
-def _build(name: str, source: str, flags: list[str], *, sources: tuple[Path, ...], library: Path | None) -> Path:
+def build_library(name: str, source: str, flags: list[str], *, sources: tuple[Path, ...], library: Path | None) -> Path:
     """Compile `source` into a shared library named by the hash of all that goes into it, wherever that lies."""
     options = [flag for flag in flags if not flag.startswith("-I")]
     key = hashlib.sha256(repr((source, options, compiler(), _compiler_version(), library and library.name)).encode())

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import platform
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.cuda.run.device import GemmArguments
-from cupyconv.problem.plan import Kernel
+from cupyconv.cuda.run.device import GemmArguments, too_many_blocks
+from cupyconv.problem.machine import known_gpu
+from cupyconv.problem.plan import Kernel, KernelLaunch
 
 from . import blas, build
 
@@ -30,6 +32,8 @@ GUARD = 0xA5
 POISON = 0xFF  # NaN in every floating-point type, -1 in every integer
 
 ORDERS = {"ascending": 0, "descending": 1, "random": 2}
+
+_FLUSH_TO_ZERO, _DENORMALS_ARE_ZERO = 0x8000, 0x40  # of MXCSR
 
 _one_launch_at_a_time = threading.Lock()  # the runtime's state is the process's
 
@@ -119,8 +123,16 @@ class HostDevice:
         Memory in use now, and the most there was; assign to `peak_bytes` to start again.
     fail_allocations_over : int or None
         Allocations of more bytes than this raise MemoryError.
+    flushes_subnormals : bool
+        Whether float32 subnormals are zeros to kernels, going in and coming out, as with CuPy's ``-ftz=true``; kernels
+        with a 64-bit type never flush.  float16's conversions here go through such numbers, which a GPU's do not.
     capturing : bool
         What `is_capturing` says.
+    model : GpuModel
+        The GPU that plans are made for.
+    room : int
+        How many blocks of a cooperative launch fit at once.  More are refused, as plans are made ready or, where
+        `shows_room` is not set, as they are launched.
     """
 
     def __init__(
@@ -134,7 +146,11 @@ class HostDevice:
         self.allocated_bytes = 0
         self.peak_bytes = 0
         self.fail_allocations_over: int | None = None
+        self.flushes_subnormals = False
         self.capturing = False
+        self.model = known_gpu("sm_90")
+        self.room = self.model.multiprocessors
+        self.shows_room = True
         self._allocations: dict[int, _Allocation] = {}
         self._mode = build.sanitizer()
 
@@ -176,12 +192,13 @@ class HostDevice:
         return result
 
     def pointer(self, array: Any) -> int:
-        """The address of the first element, which has to lie in this device's memory."""
+        """The address of the first element, which has to lie in this device's memory; null where there is none."""
         if not isinstance(array, HostArray):
             raise TypeError(f"a HostArray is needed, not {type(array).__name__}")
+        if not array.size:
+            return 0
         address = array.ctypes.data
-        if array.size:
-            self.allocation(address, address + array.itemsize)
+        self.allocation(address, address + array.itemsize)
         return address
 
     def signature(self, arrays: Sequence[Any]) -> Hashable:
@@ -241,9 +258,18 @@ class HostDevice:
         """As a test has set `capturing`; there are no graphs."""
         return self.capturing
 
-    def load(self, kernel: Kernel, shared_bytes: int) -> Kernel:
-        """The kernel as it is: `launch` compiles it."""
-        return kernel
+    def load(self, launch: KernelLaunch) -> Callable[[np.ndarray], None]:
+        """What calls `launch`, which compiles the kernel."""
+        is_too_large = launch.cooperative and launch.blocks > self.room
+        if is_too_large and self.shows_room:
+            raise too_many_blocks(self, launch, self.room)
+
+        def enqueue(params: np.ndarray) -> None:
+            if is_too_large:
+                raise too_many_blocks(self, launch, launch.blocks // 2)
+            self.launch(launch.kernel, launch.grid, launch.block, params, launch.shared_bytes, launch.cooperative)
+
+        return enqueue
 
     def argument(self, params: np.ndarray) -> np.ndarray:
         """The parameter as it is: `launch` looks at it before it copies it."""
@@ -277,7 +303,8 @@ class HostDevice:
         with _one_launch_at_a_time:
             self.seed += 1
             self.log.append(LaunchRecord(kernel, grid, block, shared_bytes, cooperative))
-            message = run(compiled.address, value.ctypes.data, ctypes.byref(config))
+            with _subnormals_flushed(kernel) if self.flushes_subnormals else contextlib.nullcontext():
+                message = run(compiled.address, value.ctypes.data, ctypes.byref(config))
         if message is not None:
             raise KernelError(f"{kernel}: {message.decode()}")
         self._check_guards(kernel)
@@ -306,6 +333,25 @@ class HostDevice:
             )
         )
         blas.gemm_strided_batched(self.allocation, arguments)
+
+
+@contextlib.contextmanager
+def _subnormals_flushed(kernel: Kernel) -> Iterator[None]:
+    """This thread with the processor's own "flush to zero" and "denormals are zero" set, for kernels of 32 bits."""
+    if platform.machine() != "x86_64":
+        raise NotImplementedError("only for x86-64 it is known here where these bits are")
+    if {"float64", "complex128"} & {value for _, value in kernel.macros}:
+        yield
+        return
+    libm, before = ctypes.CDLL("libm.so.6"), (ctypes.c_uint32 * 8)()  # fenv_t, whose last word is MXCSR
+    libm.fegetenv(before)
+    flushing = type(before)(*before)
+    flushing[7] |= _FLUSH_TO_ZERO | _DENORMALS_ARE_ZERO
+    libm.fesetenv(flushing)
+    try:
+        yield
+    finally:
+        libm.fesetenv(before)
 
 
 def _three(size: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.conv import access_notes, choose, converted_conv, draft_conv
 from cupyconv.cuda.plan.conv_pair import draft_pair
 from cupyconv.cuda.plan.conversions import check_alignment
@@ -116,7 +117,7 @@ class _Comparison:
             alone = self.single[i : i + 2]
             methods = " and ".join(part.draft.method for part in alone)
             nbytes = 2 * self.layers[i].out.nbytes
-            apart = f"{methods} take {sum(map(self.seconds, alone)) * 1e6:,.1f} µs by the model, and move {nbytes:,} bytes of layer[{i}]"
+            apart = f"{methods} take {cost.by_model(sum(map(self.seconds, alone)))}, and move {nbytes:,} bytes of layer[{i}]"
             if i in self.refusals:
                 entries.append((f"fused {name}", self.refusals[i]))
             elif i in taken:

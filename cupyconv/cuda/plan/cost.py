@@ -10,7 +10,7 @@ estimates from the kernels' inner loops, good for an order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import GemmCall, KernelLaunch, Step
@@ -31,6 +31,8 @@ RECURRENT = {1: 0.15, 4: 0.35, 8: 0.5}
 
 #: What it takes conv_pair.cu to bring an element of x into its tile, and one of a weight into its place, in multiply-adds.
 PAIR_X_LOAD, PAIR_WEIGHT_LOAD = 3, 20
+#: How many times its even share of the memory's bandwidth a multiprocessor gets where others are idle.
+BANDWIDTH_PER_MULTIPROCESSOR = 4
 #: How many times faster than memory the L2 cache is, from which tiles read again what their neighbours have read.
 L2_SPEED = 2.5
 #: What it takes all blocks to wait for each other: an addition and a load that go to L2, one after the other.
@@ -45,7 +47,13 @@ class Cost:
     bound: str
 
     def __str__(self) -> str:
-        return f"{self.seconds * 1e6:,.1f} µs by the model, bound by {self.bound}"
+        return f"{by_model(self.seconds)}, bound by {self.bound}"
+
+
+def by_model(seconds: float) -> str:
+    """A time with the two digits that the model deserves."""
+    microseconds = float(f"{seconds * 1e6:.1e}")
+    return f"{microseconds:,.{0 if microseconds >= 10 else 1}f} µs by an unmeasured model"
 
 
 def core_rate(dtype: str, gpu: GpuModel) -> float:
@@ -62,10 +70,22 @@ def product_rate(arithmetic: str, dtype: str, gpu: GpuModel) -> float:
     return gpu.tf32 * gpu.mma_share / {"TF32": 1, "TF32X3": 3}[arithmetic]
 
 
+def priced(launch: KernelLaunch, rate: float, gpu: GpuModel) -> KernelLaunch:
+    """The launch with what its arithmetic takes at this rate of a whole GPU, a part of which its blocks may leave idle."""
+    busy = min(1.0, launch.blocks / gpu.multiprocessors)
+    return replace(launch, arithmetic_seconds=launch.flops / (rate * busy))
+
+
 def seconds_in_rounds(blocks: int, operations_per_block: int, rate: float, gpu: GpuModel) -> float:
     """Whole rounds of whole blocks: every multiprocessor takes as long as the one with the most of them."""
     rounds = -(-blocks // gpu.multiprocessors)
     return rounds * operations_per_block * gpu.multiprocessors / rate
+
+
+def memory_seconds(step: Step, gpu: GpuModel) -> float:
+    """What the bytes of a step take: few multiprocessors do not get all of the memory's bandwidth."""
+    blocks = step.blocks if isinstance(step, KernelLaunch) else gpu.multiprocessors
+    return step.bytes_moved / (gpu.bandwidth * min(1.0, blocks * BANDWIDTH_PER_MULTIPROCESSOR / gpu.multiprocessors))
 
 
 def arithmetic_seconds(step: Step, gpu: GpuModel) -> float:

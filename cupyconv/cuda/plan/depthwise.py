@@ -65,8 +65,8 @@ def draft_depthwise(problem: ConvProblem) -> Draft | None:
         purpose=f"convolution{prologue_words(problem.prologue)}, bias, residual, activation",
         bytes_moved=bytes_of(problem.xs) + problem.weight.nbytes + out.nbytes,
         flops=problem.flops,
-        arithmetic_seconds=problem.flops / (cost.core_rate(out.dtype, problem.gpu) * cost.DEPTHWISE),
     )
+    launch = cost.priced(launch, cost.core_rate(out.dtype, problem.gpu) * cost.DEPTHWISE, problem.gpu)
     return Draft("direct", (launch, *after), reason="depthwise kernel" + ", channel by channel" * is_grouped)
 
 

@@ -38,7 +38,7 @@ def _launch(problem: ConvProblem) -> KernelLaunch:
     geometry, prologue, out = problem.geometry, problem.prologue, problem.out
     epilogue = epilogue_params(problem.bias, problem.residual, problem.activation, pre=problem.pre)
     tiles = geometry.groups * -(-geometry.group_outputs // TILE)
-    return KernelLaunch(
+    launch = KernelLaunch(
         variant(
             "direct", prologue, X_DTYPE=problem.x_dtype, W_DTYPE=problem.weight_dtype, Y_DTYPE=out.dtype, TILE=TILE
         ),
@@ -47,5 +47,5 @@ def _launch(problem: ConvProblem) -> KernelLaunch:
         purpose=f"convolution{prologue_words(prologue)}, bias, residual, activation",
         bytes_moved=bytes_of(problem.xs) + problem.weight.nbytes + out.nbytes,
         flops=problem.flops,
-        arithmetic_seconds=problem.flops / (cost.core_rate(out.dtype, problem.gpu) * cost.GENERAL),
     )
+    return cost.priced(launch, cost.core_rate(out.dtype, problem.gpu) * cost.GENERAL, problem.gpu)

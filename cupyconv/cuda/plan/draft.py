@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from cupyconv.cuda.plan.cost import Cost, arithmetic_seconds
+from cupyconv.cuda.plan.cost import Cost, arithmetic_seconds, memory_seconds
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import Address, Buffer, Conversion, GemmCall, KernelLaunch, LaunchLoop, Matrix, Plan, Step
 from cupyconv.problem.problems import NotApplicable, Problem
@@ -33,7 +33,7 @@ class Draft:
         memory = arithmetic = total = 0.0
         launches = 0.0
         for step, times in self._repeated_steps():
-            by_bytes = step.bytes_moved / gpu.bandwidth
+            by_bytes = memory_seconds(step, gpu)
             by_flops = arithmetic_seconds(step, gpu)
             memory, arithmetic = memory + times * by_bytes, arithmetic + times * by_flops
             launches += times * gpu.launch_seconds

@@ -75,8 +75,8 @@ def draft_merge(problem: ConvProblem) -> Draft | None:
         purpose=f"merge{prologue_words(problem.prologue)}, bias, residual, activation",
         bytes_moved=bytes_of(problem.xs) * tiles + problem.weight.nbytes + out.nbytes,
         flops=problem.flops,
-        arithmetic_seconds=problem.flops / (cost.core_rate(out.dtype, problem.gpu) * cost.MERGE),
     )
+    launch = cost.priced(launch, cost.core_rate(out.dtype, problem.gpu) * cost.MERGE, problem.gpu)
     return Draft("direct", (launch, *after), reason="fused merge")
 
 
@@ -84,9 +84,10 @@ def merge_tile(geometry: ConvGeometry, dtype: str, prologue: Prologue = NO_PROLO
     """Outputs per thread of the fused merge, or None where its weights do not fit.
 
     The fewest tiles, since each reads every input, then the smallest.  At most 128 words of sums per thread: 32
-    outputs, or 8 where a vector holds eight pixels, since those are widened too.
+    outputs, or 8 where a vector holds eight pixels, since those are widened too.  Of float64 64 words: with more,
+    compilers of CUDA 12.9 and 13.0 run out of registers.
     """
-    largest = 8 if ITEMSIZE[dtype] == 2 else 32
+    largest = {2: 8, 4: 32, 8: 16}[ITEMSIZE[dtype]]
     tiles = (PROLOGUE_TILE,) if prologue else TILES
     fitting = [t for t in tiles if t <= largest and _shared_bytes(geometry, dtype, t, prologue) <= SHARED_BYTES]
     return min(fitting, key=lambda tile: (-(-geometry.out_channels // tile), tile), default=None)

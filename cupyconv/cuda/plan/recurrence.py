@@ -137,7 +137,8 @@ class _Layer:
         geometry = problem.geometry
         self.problem, self.gpu, self.geometry = problem, problem.gpu, geometry
         self.dtype, self.computed = problem.dtype, accumulator(problem.dtype)
-        self.kept = {operand.name: operand for operand in problem.kept}
+        #: What the gradient needs; of no steps it is empty, and has no room for what one product leaves to the next.
+        self.kept = {operand.name: operand for operand in problem.kept if problem.geometry.steps}
         #: Gates of a step's recurrent products, one after the other.
         self.products = (2, 1) if geometry.cell == "gru" and not geometry.linear_before_reset else (geometry.gates,)
         #: Methods of the convolution that projects the inputs; without instructions for a kernel of our own there is one.
@@ -186,13 +187,13 @@ class _Layer:
 
     def _tiles(self, tile: Tile) -> tuple[int, int, int]:
         geometry = self.geometry
-        rows = -(-geometry.batch // tile.rows)
-        if rows > GRID_Y:
-            raise NotApplicable(f"{geometry.batch:,} samples are more than a grid has blocks for")
-        return -(-geometry.hidden // tile.units), rows, geometry.directions
+        return -(-geometry.hidden // tile.units), -(-geometry.batch // tile.rows), geometry.directions
 
     def _step_tile(self) -> tuple[Tile, tuple[int, int, int], str]:
-        tiles = recurrent_tiles(self.dtype, False, self.gpu, self.problem.allow_tf32)
+        known = recurrent_tiles(self.dtype, False, self.gpu, self.problem.allow_tf32)
+        tiles = [tile for tile in known if self._tiles(tile)[1] <= GRID_Y]
+        if not tiles:
+            raise NotApplicable(f"{self.geometry.batch:,} samples are more than a grid has blocks for")
         tile = min(tiles, key=lambda tile: self._seconds(tile, self._tiles(tile), self.geometry.gates))
         launches = "one launch" if len(self.products) == 1 else f"{len(self.products)} launches"
         return tile, self._tiles(tile), f"{launches} per step, blocks of {tile.rows} samples x {tile.units} units"
@@ -200,6 +201,8 @@ class _Layer:
     def _persistent_tile(self) -> tuple[Tile, tuple[int, int, int], str]:
         """The quickest tile whose blocks fit on the GPU all at once, one per multiprocessor."""
         gpu, geometry = self.gpu, self.geometry
+        room = gpu.multiprocessors if gpu.room is None else gpu.room
+        there_is = f"there are {room} multiprocessors" if gpu.room is None else f"there is room for {room}"
         fitting, reasons = [], []
         for tile in recurrent_tiles(self.dtype, True, gpu, self.problem.allow_tf32):
             columns, tiles, directions = self._tiles(tile)
@@ -209,13 +212,10 @@ class _Layer:
                     f"with the weight's rows of {tile.units} units a block takes {needed:,} bytes of shared memory,"
                     f" there are {gpu.shared_bytes:,}"
                 )
-            elif columns * directions > gpu.multiprocessors:
-                reasons.append(
-                    f"{columns * directions} blocks of {tile.units} units have to run at once,"
-                    f" there are {gpu.multiprocessors} multiprocessors"
-                )
+            elif columns * directions > room:
+                reasons.append(f"{columns * directions} blocks of {tile.units} units have to run at once, {there_is}")
             else:
-                rows = min(tiles, gpu.multiprocessors // (columns * directions))
+                rows = min(tiles, room // (columns * directions))
                 fitting.append((tile, (columns, -(-tiles // -(-tiles // rows)), directions)))
         if not fitting:
             raise NotApplicable(reasons[-1])
@@ -360,11 +360,11 @@ class _Layer:
         in_memory = geometry.steps > 0 and (kept_gates or projected or len(self.products) > 1)
         gates_at = Address(kept_gates.name if kept_gates else "gates") if in_memory else None
         first = [0 if kept_gates else chunk.time(sign, geometry.steps) for sign in geometry.signs]
-        two_products = len(self.products) > 1
+        two_products, multiplies_inputs = len(self.products) > 1, geometry.steps > 0 and not projected
         return (
             ("weight", _strided(problem.weight_hh)),
-            ("x", _strided(None if projected else problem.x)),
-            ("weight_ih", _strided(None if projected else problem.weight_ih)),
+            ("x", _strided(problem.x if multiplies_inputs else None)),
+            ("weight_ih", _strided(problem.weight_ih if multiplies_inputs else None)),
             ("bias_ih", _strided(problem.bias_ih)),
             ("bias_hh", _strided(problem.bias_hh)),
             ("peephole", _strided(problem.peephole)),

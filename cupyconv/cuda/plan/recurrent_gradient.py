@@ -179,18 +179,16 @@ class _Gradient:
         for phase, (gates, purpose) in enumerate(zip(products, purposes)):
             weights = len(run.directions) * gates * geometry.hidden**2
             flops = 2 * gates * geometry.hidden * state
-            launches.append(
-                KernelLaunch(
-                    kernel,
-                    (tiles, len(run.directions), 1),
-                    THREADS,
-                    self._params(run, phase),
-                    purpose=purpose,
-                    bytes_moved=weights * item + (3 * geometry.gates + 5) * state * item // len(products),
-                    flops=flops,
-                    arithmetic_seconds=flops / rate,
-                )
+            launch = KernelLaunch(
+                kernel,
+                (tiles, len(run.directions), 1),
+                THREADS,
+                self._params(run, phase),
+                purpose=purpose,
+                bytes_moved=weights * item + (3 * geometry.gates + 5) * state * item // len(products),
+                flops=flops,
             )
+            launches.append(cost.priced(launch, rate, self.problem.gpu))
         return LaunchLoop(tuple(launches), times=run.count + 1, counter="steps_done")
 
     def _params(self, run: _Run, phase: int) -> tuple[tuple[str, Any], ...]:

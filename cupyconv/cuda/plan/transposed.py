@@ -105,7 +105,7 @@ def _launch(problem: TransposedProblem, out: Operand, first: int) -> KernelLaunc
     tiles = groups * -(-geometry.group_channels // TILE)
     products = geometry.products * channels // geometry.in_channels
     flops = products * product_flops(problem.x_dtype, problem.weight_dtype)
-    return KernelLaunch(
+    launch = KernelLaunch(
         variant("transposed", **dtypes, TILE=TILE, FOLDS=int(geometry.padding_mode != "constant")),
         *grid_and_block(geometry.batch, prod(geometry.size), 1, tiles, 128),
         (
@@ -124,8 +124,8 @@ def _launch(problem: TransposedProblem, out: Operand, first: int) -> KernelLaunc
         purpose="transposed convolution, bias, activation",
         bytes_moved=bytes_of(xs) + weight.nbytes + out.nbytes,
         flops=flops,
-        arithmetic_seconds=flops / (cost.core_rate(out.dtype, problem.gpu) * cost.GENERAL),
     )
+    return cost.priced(launch, cost.core_rate(out.dtype, problem.gpu) * cost.GENERAL, problem.gpu)
 
 
 def _draft_gemm(problem: TransposedProblem) -> Draft:
@@ -259,7 +259,7 @@ class _GemmPlanner(ProductsPlanner):
             bias=bias,
             activation=problem.activation,
         )
-        return replace(launch, arithmetic_seconds=launch.flops / cost.core_rate(out.dtype, problem.gpu))
+        return cost.priced(launch, cost.core_rate(out.dtype, problem.gpu), problem.gpu)
 
     def _gemms(
         self, columns: MatrixView, xs: list[MatrixView], channels: range, samples: int, pixels: int

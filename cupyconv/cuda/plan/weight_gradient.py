@@ -140,7 +140,7 @@ def _launch(problem: WeightGradientProblem, sums: Address, parts: int) -> Kernel
     tiles_m, tiles_n = -(-geometry.group_outputs // outputs), -(-geometry.reduction // ROWS)
     plane = geometry.out_channels * geometry.reduction
     dtypes = {"X_DTYPE": problem.x_dtype, "G_DTYPE": problem.grad_dtype, "Y_DTYPE": dtype}
-    return KernelLaunch(
+    launch = KernelLaunch(
         variant("weight_gradient", problem.prologue, **dtypes, OUTPUTS=outputs),
         (parts, min(geometry.groups * tiles_m * tiles_n, GRID_Y), 1),
         THREADS,
@@ -158,8 +158,8 @@ def _launch(problem: WeightGradientProblem, sums: Address, parts: int) -> Kernel
         purpose="products summed in parts" if parts > 1 else "products summed",
         bytes_moved=bytes_of(xs) * tiles_m + grad.nbytes * tiles_n + parts * plane * ITEMSIZE[accumulator(dtype)],
         flops=problem.flops,
-        arithmetic_seconds=problem.flops / (cost.core_rate(dtype, problem.gpu) * cost.GENERAL),
     )
+    return cost.priced(launch, cost.core_rate(dtype, problem.gpu) * cost.GENERAL, problem.gpu)
 
 
 def outputs_per_block(geometry: ConvGeometry, prologue: Prologue) -> int:

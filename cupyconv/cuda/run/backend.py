@@ -21,13 +21,12 @@ class CudaBackend:
 
     name = "cuda"
 
-    def __init__(self, device: Device, model: GpuModel) -> None:
+    def __init__(self, device: Device) -> None:
         self.device = device
-        self.model = model
 
     def machine(self, threads: int | None) -> GpuModel:
         """The processor plans are made for."""
-        return self.model
+        return self.device.model
 
     def current(self) -> AbstractContextManager[Any]:
         """A context in which the backend's device is the current one."""
@@ -36,6 +35,10 @@ class CudaBackend:
     def address(self, array: Any) -> int:
         """The address of the array's first element."""
         return self.device.pointer(array)
+
+    def are_apart(self, arrays: Sequence[Any]) -> bool:
+        """Whether the memory of each has an owner of its own: addresses tell."""
+        return False
 
     def signature(self, arrays: Sequence[Any]) -> Hashable:
         """What a plan depends on of arrays of this class, addresses aside."""
@@ -65,5 +68,5 @@ class CudaBackend:
         return plan(problem)
 
     def prepare(self, plan: Plan) -> Callable[[Mapping[str, Any]], None]:
-        """A function that executes the plan on arguments and result by name."""
+        """A function that executes the plan on arguments and result by name; either may raise TooManyBlocks."""
         return PreparedPlan(plan, self.device).run

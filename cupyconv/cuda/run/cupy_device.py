@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial, wraps
 from math import prod
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import cupy
 import numpy as np
-from cupy.cuda.function import CPointer
+from cupy.cuda import driver, get_current_stream
 from cupy_backends.cuda.libs import cublas
 
-from cupyconv.cuda.run.device import GemmArguments
+from cupyconv.cuda.run.device import GemmArguments, too_many_blocks
 from cupyconv.cuda.run.kernel_sources import compile_options, kernel_source
 from cupyconv.problem.machine import GpuModel, nearest_gpu
-from cupyconv.problem.plan import Kernel
+from cupyconv.problem.plan import Kernel, KernelLaunch
 
 #: Handles kept for the streams of one thread.  One takes megabytes, up to 32 on Hopper, and destroying
 #: one waits for the GPU, so a thread that cycles through more streams than this pays for it.
@@ -34,10 +36,42 @@ _DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 _DEFAULT_ALGORITHM = -1
 #: Dynamic shared memory in bytes that a launch may have on every GPU without the function being told.
 _WITHOUT_ASKING = 48 << 10
-#: NVTX ranges around every call, for Nsight and its like.
-_SHOWN_TO_PROFILERS = os.environ.get("CUPYCONV_NVTX") == "1"
+#: CUresult: no room for all blocks of a cooperative launch at once.
+_COOPERATIVE_LAUNCH_TOO_LARGE = 720
+#: cudaError_t: no memory.
+_MEMORY_ALLOCATION = 2
 
-_NOTHING_TO_DO = nullcontext()
+
+def _shows_ranges() -> bool:
+    """Whether every call is an NVTX range, for Nsight and its like: asked for, and possible with this CuPy."""
+    asked = os.environ.get("CUPYCONV_NVTX") == "1"
+    if asked and not cupy.cuda.nvtx.available:
+        warnings.warn("CUPYCONV_NVTX=1 shows nothing: this CuPy was built without NVTX", RuntimeWarning, stacklevel=2)
+        return False
+    return asked
+
+
+_SHOWN_TO_PROFILERS = _shows_ranges()
+
+AllocatorT = TypeVar("AllocatorT", bound=Callable[..., Any])
+
+
+def _with_memory_errors(allocate: AllocatorT) -> AllocatorT:
+    """`allocate`, which fails with MemoryError whichever allocator CuPy has, so that a plan with less is tried.
+
+    That of CuPy's pools is one; ``cupy.cuda.malloc_async`` and ``malloc_managed`` raise CUDA's own error.
+    """
+
+    @wraps(allocate)
+    def allocating(*arguments: Any) -> Any:
+        try:
+            return allocate(*arguments)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            if error.status != _MEMORY_ALLOCATION:
+                raise
+            raise MemoryError(str(error)) from error
+
+    return cast(AllocatorT, allocating)
 
 
 class CupyDevice:
@@ -48,7 +82,7 @@ class CupyDevice:
         self.capability = int(cupy.cuda.Device(ordinal).compute_capability)
         self._functions: dict[Kernel, _LoadedKernel] = {}
         self._lock = threading.Lock()
-        self._local = threading.local()
+        self._thread = _Thread()
         self.model = self._model()
 
     def _model(self) -> GpuModel:
@@ -62,18 +96,24 @@ class CupyDevice:
 
     def current(self) -> Any:
         # To enter a device's context costs more than to ask, and most often there is nothing to change.
-        return _NOTHING_TO_DO if cupy.cuda.runtime.getDevice() == self.ordinal else cupy.cuda.Device(self.ordinal)
+        if cupy.cuda.runtime.getDevice() != self.ordinal:
+            return cupy.cuda.Device(self.ordinal)
+        return self._thread.nothing_to_do
 
+    @_with_memory_errors
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         return cupy.ndarray(shape, dtype)
 
+    @_with_memory_errors
     def empty_in_graph(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         # Not of the pool, which would give the same memory to others while the graph still writes to it.
         return cupy.ndarray(shape, dtype, cupy.cuda.malloc_async(prod(shape) * dtype.itemsize))
 
+    @_with_memory_errors
     def from_host(self, array: np.ndarray) -> Any:
         return cupy.asarray(array)
 
+    @_with_memory_errors
     def convert(self, array: Any, dtype: np.dtype) -> Any:
         return array.astype(dtype, order="C")
 
@@ -84,28 +124,52 @@ class CupyDevice:
         return tuple([(a.dtype, a.shape, a.strides, a.data.ptr & 15, a.data.device_id) for a in arrays])
 
     def is_capturing(self) -> bool:
-        return cupy.cuda.get_current_stream().is_capturing()
-
-    def load(self, kernel: Kernel, shared_bytes: int) -> Any:
-        with self._lock, self.current():
-            if kernel not in self._functions:
-                module = cupy.RawModule(
-                    code=kernel_source(kernel.name), options=compile_options(kernel.macros), backend="nvrtc"
-                )
-                self._functions[kernel] = _LoadedKernel(module.get_function(kernel.name))
-            return self._functions[kernel].allow(shared_bytes)
+        return get_current_stream(self.ordinal).is_capturing()
 
     def argument(self, params: np.ndarray) -> Any:
-        # What CuPy makes of a NumPy array at each launch; `params` outlives it.
-        return (CPointer(params.ctypes.data),)
+        # The driver takes an array of pointers to parameters, of which there is one; `params` outlives it.
+        pointers = np.array([params.ctypes.data], np.uintp)
+        return pointers.ctypes.data, pointers
 
-    def launch(
-        self, kernel: Any, grid: tuple[int, int, int], block: int, params: Any, shared_bytes: int, cooperative: bool
-    ) -> None:
-        kernel(grid, (block, 1, 1), params, shared_bytes, None, cooperative)
+    def load(self, launch: KernelLaunch) -> Callable[[Any], None]:
+        # The driver's own calls, because CuPy's `Function` takes three times as long to make them, and makes a
+        # cooperative grid that does not fit smaller, with a warning only.
+        ordinal, shared_bytes = self.ordinal, launch.shared_bytes
+        with self._lock, self.current():
+            function = self._function(launch.kernel, shared_bytes)
+            if launch.cooperative:
+                fitting = driver.occupancyMaxActiveBlocksPerMultiprocessor(function, launch.block, shared_bytes)
+                if launch.blocks > fitting * self.model.multiprocessors:
+                    raise too_many_blocks(self, launch, fitting * self.model.multiprocessors)
+        shape = (function, *launch.grid, launch.block, 1, 1, shared_bytes)
+        launch_kernel = partial(driver.launchKernel, *shape)
+        launch_together = partial(driver.launchCooperativeKernel, *shape)
+
+        def enqueue(argument: Any) -> None:
+            launch_kernel(get_current_stream(ordinal).ptr, argument[0], 0)
+
+        def enqueue_together(argument: Any) -> None:
+            try:
+                launch_together(get_current_stream(ordinal).ptr, argument[0])
+            except driver.CUDADriverError as error:
+                if error.status != _COOPERATIVE_LAUNCH_TOO_LARGE:
+                    raise
+                # Less of the GPU is ours than it says.  How much less nobody says: half is tried.
+                raise too_many_blocks(self, launch, launch.blocks // 2) from error
+
+        return enqueue_together if launch.cooperative else enqueue
+
+    def _function(self, kernel: Kernel, shared_bytes: int) -> int:
+        """The handle of the compiled function, allowed that much dynamic shared memory."""
+        if kernel not in self._functions:
+            module = cupy.RawModule(
+                code=kernel_source(kernel.name), options=compile_options(kernel.macros), backend="nvrtc"
+            )
+            self._functions[kernel] = _LoadedKernel(module.get_function(kernel.name))
+        return self._functions[kernel].allow(shared_bytes)
 
     def gemm_strided_batched(self, arguments: GemmArguments) -> None:
-        stream = cupy.cuda.get_current_stream().ptr
+        stream = get_current_stream(self.ordinal).ptr
         cublas.gemmStridedBatchedEx(self._handle(stream), *arguments, _DEFAULT_ALGORITHM)
 
     def annotated(self, label: str, function: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -123,9 +187,7 @@ class CupyDevice:
 
     def _handle(self, stream: int) -> int:
         """The current thread's handle for a stream of this device."""
-        handles: OrderedDict[int, _Handle] | None = getattr(self._local, "handles", None)
-        if handles is None:
-            handles = self._local.handles = OrderedDict()
+        handles = self._thread.handles
         if stream in handles:
             handles.move_to_end(stream)
         else:
@@ -142,12 +204,22 @@ class _LoadedKernel:
         self._raw = raw
         self._allowed = _WITHOUT_ASKING
 
-    def allow(self, shared_bytes: int) -> Any:
-        """The function itself, without the wrapper that looks for the current device's at every launch."""
+    def allow(self, shared_bytes: int) -> int:
+        """The driver's handle of the function."""
         if shared_bytes > self._allowed:  # never lowered: other plans launch the same function
             self._raw.max_dynamic_shared_size_bytes = shared_bytes
             self._allowed = shared_bytes
-        return self._raw.kernel
+        return self._raw.kernel.ptr
+
+
+class _Thread(threading.local):
+    """What a device has for each thread that uses it; made at a thread's first use, when the device is current."""
+
+    def __init__(self) -> None:
+        self.handles: OrderedDict[int, _Handle] = OrderedDict()
+        self.nothing_to_do = nullcontext()
+        # A thread that has not called CUDA yet has no context, which the driver's calls need and do not make.
+        cupy.cuda.runtime.memGetInfo()
 
 
 class _Handle:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from cupyconv.problem.plan import Kernel
+from cupyconv.problem.machine import GpuModel
+from cupyconv.problem.plan import KernelLaunch
+from cupyconv.problem.problems import TooManyBlocks
 
 
 class GemmArguments(NamedTuple):
@@ -48,6 +51,9 @@ class GemmArguments(NamedTuple):
 class Device(Protocol):
     """One CUDA device, as the backend sees it.  All work is enqueued on the caller's current stream."""
 
+    #: What plans are made for; `too_many_blocks` lowers what it says of room.
+    model: GpuModel
+
     def current(self) -> AbstractContextManager[Any]:
         """Make this device the current one for the length of a ``with`` block."""
 
@@ -64,7 +70,7 @@ class Device(Protocol):
         """`array` in another dtype, C-ordered."""
 
     def pointer(self, array: Any) -> int:
-        """The address of the array's first element (index 0 along every axis)."""
+        """The address of the array's first element (index 0 along every axis); it may be null where there is none."""
 
     def signature(self, arrays: Sequence[Any]) -> Hashable:
         """What the device, dtypes and layouts of arrays are: where equal, a plan for the one is a plan for the other."""
@@ -72,18 +78,14 @@ class Device(Protocol):
     def is_capturing(self) -> bool:
         """Whether the current stream records a graph instead of running what it gets."""
 
-    def load(self, kernel: Kernel, shared_bytes: int) -> Any:
-        """The kernel compiled for this device, as `launch` takes it, allowed that much dynamic shared memory."""
-
     def argument(self, params: np.ndarray) -> Any:
-        """`params`, one element of plain bytes, as `launch` takes it: by reference, read when a launch is enqueued."""
+        """`params`, one element of plain bytes, as a launch takes it: by reference, read when it is enqueued."""
 
-    def launch(
-        self, kernel: Any, grid: tuple[int, int, int], block: int, params: Any, shared_bytes: int, cooperative: bool
-    ) -> None:
-        """Launch what `load` gave; its only parameter is what `argument` made, passed by value.
+    def load(self, launch: KernelLaunch) -> Callable[[Any], None]:
+        """A function that enqueues this launch; the kernel's one parameter is what `argument` made, passed by value.
 
-        The blocks of a `cooperative` launch are all on the GPU at once, or the launch fails.
+        The blocks of a cooperative launch are all on the GPU at once.  Where there is no room for that, `load` raises
+        what `too_many_blocks` gives; or the function does, where only the launch itself shows it.
         """
 
     def gemm_strided_batched(self, arguments: GemmArguments) -> None:
@@ -91,3 +93,9 @@ class Device(Protocol):
 
     def annotated(self, label: str, function: Callable[[Any], None]) -> Callable[[Any], None]:
         """`function`, shown by profilers as a range with this label; itself unless that was asked for."""
+
+
+def too_many_blocks(device: Device, launch: KernelLaunch, room: int) -> TooManyBlocks:
+    """The error for a cooperative launch on a device with room for fewer blocks; later plans and `explain` know it."""
+    device.model = replace(device.model, room=room)
+    return TooManyBlocks(f"{launch.kernel}: {launch.blocks} blocks have to run at once, there is room for {room}")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cupyconv.cuda.run.device import Device, GemmArguments
-from cupyconv.cuda.run.parameters import BoundParameters, PackedParameters
+from cupyconv.cuda.run.parameters import PackedParameters
 from cupyconv.problem.arrays import dtype_from_name, is_complex
 from cupyconv.problem.plan import GemmCall, KernelLaunch, LaunchLoop, Matrix, Plan, Step
 
@@ -25,6 +25,9 @@ _COMPUTE_TYPE = {"float32": 68, "tf32": 77, "float64": 70}
 _NO_TRANSPOSE, _TRANSPOSE, _CONJUGATE_TRANSPOSE = 0, 1, 2
 
 _BYTES = np.dtype(np.uint8)
+
+#: The address of an array without elements, which CuPy gives no memory: null says to a kernel that there is no array.
+_NOWHERE = 256
 
 
 class PreparedPlan:
@@ -55,7 +58,7 @@ class PreparedPlan:
             converted = {name: device.convert(arrays[name], dtype) for name, dtype in self._conversions}
             workspace = {name: allocate(shape, _BYTES) for name, shape in self._workspace}
             arrays = {**arrays, **converted, **workspace}
-        addresses = [device.pointer(arrays[name]) for name in self._buffers]
+        addresses = [device.pointer(arrays[name]) or _NOWHERE for name in self._buffers]
         for step in self._steps:
             step.run(device, addresses)
 
@@ -76,18 +79,14 @@ class _PreparedLaunch:
     """A kernel launch with its parameter struct packed but for the addresses."""
 
     def __init__(self, launch: KernelLaunch, slots: Mapping[str, int], device: Device) -> None:
-        self._kernel = device.load(launch.kernel, launch.shared_bytes)
-        self._grid, self._block = launch.grid, launch.block
-        self._shared_bytes, self._cooperative = launch.shared_bytes, launch.cooperative
+        #: Enqueues the launch, given the `argument` of bound parameters.
+        self.enqueue = device.load(launch)
         self.parameters = PackedParameters(launch, slots, device.argument)
 
     def run(self, device: Device, addresses: Sequence[int]) -> None:
         bound = self.parameters.bind(addresses)
-        self.enqueue(device, bound)
+        self.enqueue(bound.argument)
         self.parameters.give_back(bound)
-
-    def enqueue(self, device: Device, bound: BoundParameters) -> None:
-        device.launch(self._kernel, self._grid, self._block, bound.argument, self._shared_bytes, self._cooperative)
 
 
 class _PreparedLoop:
@@ -103,7 +102,7 @@ class _PreparedLoop:
         for number in self._rounds:
             for prepared, parameters, place in bound:
                 parameters.integers[place] = number
-                prepared.enqueue(device, parameters)
+                prepared.enqueue(parameters.argument)
         for prepared, parameters, _ in bound:
             prepared.parameters.give_back(parameters)
 

@@ -1,0 +1,85 @@
+"""The real CuPy on emulated GPUs: its wheels as they are, all CUDA calls they make answered by this machine.
+
+``pytest --fake-gpu`` runs the tests of a GPU so.  What it shows is all that lies between the library and CUDA: CuPy's
+arrays, allocators, streams, graphs and launches, their order, arguments and limits.  It shows nothing of time, nor of
+what the hardware does by itself.
+
+::
+
+    cupyconv  ->  CuPy's wheel  ->  cudart, libcuda, cuBLAS, NVRTC      as on a GPU, down to here
+                                         libraries.py                    jumps to Python
+                                         calls.py, blas.py, random.py    what each function does
+                                         machine.py                      memory, streams, events, graphs
+                                         kernels.py  ->  host device     compiled, loaded, launched, executed
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.metadata
+import os
+import platform
+import sys
+
+from tests import host_device, nvrtc
+
+
+def unavailable() -> str | None:
+    """Why the real CuPy cannot run on emulated GPUs here; None where it can."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return "the emulation writes machine code of x86-64 Linux"
+    try:
+        version = importlib.metadata.version("cupy-cuda13x")
+    except importlib.metadata.PackageNotFoundError:
+        return "the wheel cupy-cuda13x is not installed"
+    if int(version.partition(".")[0]) < 14:
+        return f"cupy-cuda13x {version} is older than 14"
+    reason = host_device.unavailable() or nvrtc.unavailable()
+    if reason is not None:
+        return reason
+    from tests.fake_gpu import libraries
+
+    module = libraries.wheel_module("api", "runtime")
+    if module is None or not any(name == "cudaMalloc" for _, _, name in libraries.symbols(module)):
+        return "this wheel of CuPy keeps no symbols of the CUDA runtime inside it"
+    return None
+
+
+def is_installed() -> bool:
+    """Whether CuPy's GPUs are emulated in this process."""
+    return _installed
+
+
+_installed = False
+
+
+def install() -> None:
+    """Give CuPy its GPUs, before it is imported."""
+    global _installed
+    _installed = True
+    assert "cupy" not in sys.modules, "CuPy has been imported, and has met the machine's own CUDA"
+    from tests.fake_gpu import libraries
+    from tests.fake_gpu.blas import CUBLAS
+    from tests.fake_gpu.calls import DRIVER, RUNTIME
+    from tests.fake_gpu.random import CURAND
+
+    os.environ["CUPY_ACCELERATORS"] = ""  # CUB's kernels are compiled into the wheel, for a GPU
+    os.environ["CUPY_CACHE_DIR"] = str(libraries.BUILD / "cupy")
+    atexit.register(libraries.let_go, libraries.load_library("libcuda.so.1", DRIVER))
+    for stem, soname, functions in (("cublas", "libcublas.so.13", CUBLAS), ("curand", "libcurand.so.10", CURAND)):
+        module = libraries.wheel_module("libs", stem)
+        assert module is not None
+        wanted = [name for _, kind, name in libraries.symbols(module, "-D") if kind == "U" and name.startswith(stem)]
+        libraries.load_library(soname, functions, wanted)
+    libraries.load_library("libcublasLt.so.13", {}, ["cublasLtCreate"])  # which libcublas would need
+    runtime = libraries.wheel_module("api", "runtime")
+    assert runtime is not None
+    libraries.replace_functions(runtime, RUNTIME, "cuda[A-Z].*")
+
+    nvrtc.preload()  # CuPy asks for its version
+
+    from cupy.cuda import compiler
+
+    from tests.fake_gpu.kernels import Program
+
+    compiler._NVRTCProgram = Program

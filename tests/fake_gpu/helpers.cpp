@@ -1,0 +1,31 @@
+// What Python cannot say: the layout of cudaDeviceProp, and how this processor treats subnormal numbers.
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+#include <xmmintrin.h>
+
+extern "C" void fill_properties(
+    cudaDeviceProp* properties, const char* name, int capability, int multiprocessors, size_t memory, int shared_per_block,
+    int shared_per_multiprocessor, int registers, int threads_per_block, int threads_per_multiprocessor) {
+    std::memset(properties, 0, sizeof *properties);
+    std::strncpy(properties->name, name, sizeof properties->name - 1);
+    properties->major = capability / 10;
+    properties->minor = capability % 10;
+    properties->multiProcessorCount = multiprocessors;
+    properties->totalGlobalMem = memory;
+    properties->sharedMemPerBlock = 48 << 10;
+    properties->sharedMemPerBlockOptin = shared_per_block;
+    properties->sharedMemPerMultiprocessor = shared_per_multiprocessor;
+    properties->regsPerBlock = properties->regsPerMultiprocessor = registers;
+    properties->warpSize = 32;
+    properties->maxThreadsPerBlock = threads_per_block;
+    properties->maxThreadsPerMultiProcessor = threads_per_multiprocessor;
+    properties->l2CacheSize = 1 << 20;
+}
+
+// Subnormal operands and results of SSE arithmetic are zeros from here on, in this thread; returns what was set before.
+extern "C" unsigned set_flushing(unsigned flushes) {
+    const unsigned bits = 0x8040, before = _mm_getcsr();
+    _mm_setcsr(flushes ? before | bits : before & ~bits);
+    return (before & bits) != 0;
+}

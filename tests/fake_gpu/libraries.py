@@ -1,0 +1,129 @@
+"""How CuPy's calls come to Python functions: shared libraries of jumps, and jumps written over a linked-in runtime.
+
+CuPy looks for libcuda and libcublas by name.  In their place it finds libraries of one instruction a function, a jump
+through a table that is filled here.  cudart is linked into CuPy's own module, whose symbol table says where each of
+its functions is: their first bytes become jumps.  Nothing on disk is changed, and no function of NVIDIA's is executed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from tests.host_device.build import CACHE
+
+#: Where libraries and CuPy's cache of kernels lie: beside the host device's kernels.
+BUILD = CACHE / "fake_gpu"
+
+Callback = ctypes._CFuncPtr  # a Python function as a C one
+_kept: list[object] = []  # callbacks and libraries live as long as the process
+_undo: list[Callable[[int], None]] = []  # each lets a call end in a C function instead
+
+
+def wheel_module(package: str, stem: str) -> Path | None:
+    """A compiled module of CuPy's wheel."""
+    spec = find_spec("cupy_backends")
+    folders = spec.submodule_search_locations if spec else None
+    return next(iter(Path(next(iter(folders))).glob(f"cuda/{package}/{stem}.*.so")), None) if folders else None
+
+
+def symbols(module: Path, *options: str) -> list[tuple[int, str, str]]:
+    """Address, kind and name of a module's symbols."""
+    listed = subprocess.run(["nm", *options, str(module)], capture_output=True, text=True, check=True).stdout
+    return [
+        (int(address or "0", 16), kind, name)
+        for address, kind, name in re.findall(r"^([0-9a-f]*)\s+(\w) (\w+)", listed, re.MULTILINE)
+    ]
+
+
+def load_library(soname: str, functions: Mapping[str, Callback], others: Iterable[str] = ()) -> ctypes.CDLL:
+    """A library under which CuPy finds these functions; `others` are there too and report that they are missing."""
+    names = [*functions, *sorted({*others} - {*functions})]
+    jumps = "".join(
+        f'".globl {name}\\n.type {name}, @function\\n{name}: jmp *jump_table + {8 * place}(%rip)\\n"\n'
+        for place, name in enumerate(names)
+    )
+    source = (
+        f'extern "C" {{ __attribute__((visibility("hidden"))) void* jump_table[{len(names)}]; }}\n'
+        f'asm(".text\\n"\n{jumps});\n'
+        'extern "C" void set_jump(int place, void* target) { jump_table[place] = target; }\n'
+        'extern "C" int nothing() { return 0; }\n'
+    )
+    version = f"{soname} {{ global: *; }};\n"
+    digest = hashlib.sha256((source + version).encode()).hexdigest()[:16]
+    target = BUILD / digest / soname
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (target.parent / "jumps.cpp").write_text(source)
+        (target.parent / "version.map").write_text(version)
+        scratch = target.with_suffix(f".{os.getpid()}")  # of several processes each makes its own
+        subprocess.run(
+            ["g++", "-shared", "-fPIC", "jumps.cpp", "-Wl,--version-script=version.map", f"-Wl,-soname,{soname}", "-o", scratch],
+            cwd=target.parent, check=True,
+        )  # fmt: skip
+        scratch.replace(target)
+    library = ctypes.CDLL(str(target), mode=ctypes.RTLD_GLOBAL)
+    library.set_jump.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    for place, name in enumerate(names):
+        library.set_jump(place, _address(functions.get(name) or missing(name)))
+        _undo.append(partial(library.set_jump, place))
+    _kept.append(library)
+    return library
+
+
+def replace_functions(module: Path, functions: Mapping[str, Callback], pattern: str) -> None:
+    """Write jumps over the functions of a module whose names match; those not given report that they are missing."""
+    library = ctypes.CDLL(str(module))  # the mapping that the import will use
+    _kept.append(library)
+    table = {name: address for address, kind, name in symbols(module) if kind in "tT"}
+    entry = f"PyInit_{module.name.split('.')[0]}"
+    base = _address(getattr(library, entry)) - table[entry]
+    for name, address in table.items():
+        if re.fullmatch(pattern, name):
+            _write_jump(base + address, _address(functions.get(name) or missing(name)))
+            _undo.append(partial(_write_jump, base + address))
+
+
+def let_go(library: ctypes.CDLL) -> None:
+    """Let every call do nothing from now on: at the interpreter's end CuPy still calls, and Python cannot answer."""
+    nothing = _address(library.nothing)
+    for undo in _undo:
+        undo(nothing)
+
+
+def missing(name: str) -> Callback:
+    """What stands for a function that is not emulated."""
+
+    def report() -> int:
+        print(f"emulated GPU: {name} is not emulated", flush=True)
+        return 801
+
+    callback = ctypes.CFUNCTYPE(ctypes.c_int)(report)
+    _kept.append(callback)
+    return callback
+
+
+def _address(function: object) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
+    assert address is not None
+    _kept.append(function)
+    return address
+
+
+def _write_jump(at: int, target: int) -> None:
+    """mov rax, target; jmp rax."""
+    code = b"\x48\xb8" + target.to_bytes(8, "little") + b"\xff\xe0"
+    page = at // mmap.PAGESIZE * mmap.PAGESIZE
+    everything = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    if protect(ctypes.c_void_p(page), ctypes.c_size_t(2 * mmap.PAGESIZE), everything):
+        raise OSError(ctypes.get_errno(), "the code of CuPy's runtime module cannot be made writable")
+    ctypes.memmove(at, code, len(code))

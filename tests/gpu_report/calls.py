@@ -1,0 +1,148 @@
+"""The table of the smoke: for each kernel of `kernels/` a call of the library that runs it.
+
+A call is small, of several blocks, with edges.  What makes CUDA take the kernel, a method most often, is said apart:
+NumPy, which has other methods, computes the reference without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cupyconv import (
+    ConvLayer,
+    col2im,
+    conv,
+    conv_chain,
+    conv_grad_weight,
+    conv_transpose,
+    im2col,
+    linmerge,
+    lstm,
+    max_pool,
+    vjp,
+)
+from cupyconv.problem.arrays import ITEMSIZE, is_complex
+
+ALL = tuple(ITEMSIZE)
+REAL = tuple(dtype for dtype in ALL if not is_complex(dtype))
+
+
+@dataclass(frozen=True)
+class SmokeCall:
+    """A call of arrays in these shapes, which gives an array or several, and what makes CUDA take the kernel."""
+
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    function: Callable[..., Any]
+    how: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, *arrays: Any, **how: Any) -> list[Any]:
+        results = self.function(*arrays, **how)
+        return list(results) if isinstance(results, (list, tuple)) else [results]
+
+
+DIRECT, GEMM, IMPLICIT = {"method": "direct"}, {"method": "gemm"}, {"method": "implicit_gemm"}
+IMAGE, WEIGHT = (2, 5, 19, 35), (7, 5, 3, 3)
+#: x, both weights and both biases of an LSTM.
+SEQUENCE = ((6, 9, 20), (4 * 40, 20), (4 * 40, 40), (4 * 40,), (4 * 40,))
+
+
+def _merge(a: Any, b: Any, weight: Any, **how: Any) -> Any:
+    return linmerge([a, b], weight, activation="relu", **how)
+
+
+def _direct(x: Any, weight: Any, **how: Any) -> Any:
+    return conv(x, weight, stride=2, padding=1, padding_mode="reflect", **how)
+
+
+def _depthwise(x: Any, weight: Any, **how: Any) -> Any:
+    return conv(x, weight, padding=1, groups=5, **how)
+
+
+def _same(x: Any, weight: Any, **how: Any) -> Any:
+    return conv(x, weight, padding="same", **how)
+
+
+def _smooth(x: Any) -> str | None:
+    """An activation with a derivative that is not constant, where there is one: complex numbers have none."""
+    return None if x.dtype.kind == "c" else "tanh"
+
+
+def _biased(x: Any, weight: Any, bias: Any, **how: Any) -> Any:
+    return conv(x, weight, bias, padding="same", activation=_smooth(x), **how)
+
+
+def _epilogue_grad(x: Any, weight: Any, bias: Any, grad: Any) -> Any:
+    gradients = vjp(conv, x, weight, bias, padding="same", activation=_smooth(x))[1](grad)
+    return gradients.x, gradients.bias
+
+
+def _prologue_grad(x: Any, weight: Any, scale: Any, shift: Any, grad: Any) -> Any:
+    gradients = vjp(conv, x, weight, padding="same", prologue=(scale, shift, _smooth(x)))[1](grad)
+    return gradients.x, gradients.scale, gradients.shift
+
+
+def _pair(x: Any, first: Any, second: Any, **how: Any) -> Any:
+    return conv_chain(x, [ConvLayer(first, padding=1, activation="relu"), ConvLayer(second, padding=1)], **how)
+
+
+def _transposed(x: Any, weight: Any, **how: Any) -> Any:
+    return conv_transpose(x, weight, stride=2, padding=1, **how)
+
+
+def _pool_gradient(x: Any, grad: Any) -> Any:
+    return vjp(max_pool, x, 3, stride=2)[1](grad).x
+
+
+def _weight_gradient(grad: Any, x: Any, **how: Any) -> Any:
+    return conv_grad_weight(grad, x, (3, 3), padding=1, **how)
+
+
+def _lstm(*arrays: Any, **how: Any) -> Any:
+    y, (h, c) = lstm(*arrays, **how)
+    return y, h, c
+
+
+def _lstm_gradient(*arrays: Any, lengths: list[int] | None = None) -> Any:
+    *arguments, grad = arrays
+    gradients = vjp(lstm, *arguments, lengths=lengths)[1](grad)
+    return gradients.x, gradients.weight_ih, gradients.weight_hh, gradients.bias_hh
+
+
+def _lstm_gradient_of_lengths(*arrays: Any) -> Any:
+    return _lstm_gradient(*arrays, lengths=[6, 6, 5, 4, 4, 3, 2, 1, 1])
+
+
+CALLS: dict[str, SmokeCall] = {
+    "merge": SmokeCall(REAL, ((2, 5, 1001), (2, 3, 1001), (7, 8)), _merge, DIRECT),
+    "direct": SmokeCall(ALL, (IMAGE, WEIGHT), _direct, DIRECT),
+    "depthwise": SmokeCall(REAL, (IMAGE, (5, 1, 3, 3)), _depthwise, DIRECT),
+    "implicit_gemm": SmokeCall(REAL, (IMAGE, WEIGHT), _same, IMPLICIT),
+    "pack_weight": SmokeCall(REAL, (IMAGE, (9, 5, 1, 3)), _same, IMPLICIT),
+    "im2col": SmokeCall(ALL, (IMAGE,), lambda x: im2col(x, (3, 3), padding=1)),
+    "col2im": SmokeCall(ALL, ((2, 45, 19 * 35),), lambda columns: col2im(columns, (19, 35), (3, 3), padding=1)),
+    "epilogue": SmokeCall(ALL, (IMAGE, WEIGHT, (7,)), _biased, GEMM),
+    "epilogue_grad": SmokeCall(ALL, (IMAGE, WEIGHT, (7,), (2, 7, 19, 35)), _epilogue_grad),
+    "prologue_grad": SmokeCall(ALL, (IMAGE, WEIGHT, (5,), (5,), (2, 7, 19, 35)), _prologue_grad),
+    "conv_pair": SmokeCall(REAL, (IMAGE, WEIGHT, (6, 7, 3, 3)), _pair, {"fuse": True}),
+    "transposed": SmokeCall(ALL, (IMAGE, (5, 7, 3, 3)), _transposed, DIRECT),
+    "weight_gradient": SmokeCall(ALL, ((2, 7, 19, 35), IMAGE), _weight_gradient, DIRECT),
+    "max_pool": SmokeCall(REAL, (IMAGE,), lambda x: max_pool(x, 3, stride=2)),
+    "max_pool_gradient": SmokeCall(REAL, (IMAGE, (2, 5, 9, 17)), _pool_gradient),
+    "recurrent_step": SmokeCall(REAL, SEQUENCE, _lstm, {"method": "step"}),
+    "recurrent_persistent": SmokeCall(REAL, SEQUENCE, _lstm, {"method": "persistent"}),
+    "recurrent_gradient": SmokeCall(REAL, (*SEQUENCE, (6, 9, 40)), _lstm_gradient),
+    "recurrent_inputs": SmokeCall(REAL, (*SEQUENCE, (6, 9, 40)), _lstm_gradient_of_lengths),
+}
+
+#: Whose threads or blocks exchange values through shared or global memory: what the sanitizers look at first.
+EXCHANGING = (
+    "implicit_gemm",
+    "conv_pair",
+    "recurrent_persistent",
+    "recurrent_step",
+    "weight_gradient",
+    "recurrent_gradient",
+)

@@ -1,0 +1,109 @@
+"""Depthwise convolutions and filters of one channel on NumPy: products with Toeplitz matrices, and which way is taken."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cupyconv
+from cupyconv.numpy import depthwise, toeplitz
+from tests import reference
+
+METHODS = ("gemm", "direct")
+
+
+@st.composite
+def depthwise_calls(draw):
+    """Arguments of a depthwise convolution, of integers: (x, weight, settings)."""
+    rank = draw(st.integers(1, 3))
+    longest = {1: (200, 40), 2: (40, 8), 3: (9, 4)}[rank]
+    size = draw(st.tuples(*[st.integers(1, longest[0])] * rank))
+    kernel = draw(st.tuples(*[st.integers(1, longest[1])] * rank))
+    stride, dilation = (draw(st.tuples(*[st.sampled_from((1, 1, 2, 3))] * rank)) for _ in range(2))
+    spans = [d * (k - 1) + 1 for k, d in zip(kernel, dilation)]
+    padding = tuple((draw(st.integers(0, 3)), draw(st.integers(0, 3)) + max(0, s - n)) for s, n in zip(spans, size))
+    channels, outputs, batch = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 16)))
+    dtype = draw(st.sampled_from(("float32", "float64")))
+    x = rng.integers(-4, 5, (batch, channels, *size)).astype(dtype)
+    weight = rng.integers(-4, 5, (channels * outputs, 1, *kernel)).astype(dtype)
+    mode = draw(st.sampled_from(("constant", "edge", "wrap")))
+    return x, weight, dict(stride=stride, dilation=dilation, padding=padding, padding_mode=mode, groups=channels)
+
+
+def by_windows(x, weight, *, stride, dilation, padding, padding_mode, groups):
+    """The definition, window by window: no element is multiplied that is not in the window."""
+    padded = np.pad(x, ((0, 0), (0, 0), *padding), mode=padding_mode)
+    kernel, taps = weight.shape[2:], list(itertools.product(*map(range, weight.shape[2:])))
+    size = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(padded.shape[2:], kernel, stride, dilation)]
+    outputs = len(weight) // groups
+    result = np.zeros((len(x), len(weight), *size), x.dtype)
+    with np.errstate(invalid="ignore"):
+        for tap in taps:
+            window = tuple(slice(t * d, t * d + (n - 1) * s + 1, s) for t, d, n, s in zip(tap, dilation, size, stride))
+            scale = weight[(slice(None), 0, *tap)].reshape(-1, *[1] * len(kernel))
+            result += np.repeat(padded[(..., *window)], outputs, axis=1) * scale
+    return result
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(call=depthwise_calls(), threads=st.integers(1, 2), limit=st.sampled_from((None, 60_000)))
+def test_integers_are_exact(method, call, threads, limit):
+    x, weight, settings = call
+    with cupyconv.options(threads=threads, workspace_limit=limit):
+        try:
+            result = cupyconv.conv(x, weight, method=method, **settings)
+        except ValueError as refusal:
+            assert limit is not None and "the limit is" in str(refusal)
+            return
+    assert np.array_equal(result, by_windows(x, weight, **settings))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("where", ["x", "weight"])
+@given(call=depthwise_calls(), value=st.sampled_from((np.inf, -np.inf, np.nan)), seed=st.integers(0, 1 << 16))
+def test_infinities_and_nan_reach_the_outputs_whose_windows_have_them(method, where, call, value, seed):
+    """The zeros of a Toeplitz matrix would carry them to neighbours."""
+    x, weight, settings = call
+    spoilt = {"x": x, "weight": weight}[where]
+    spoilt.flat[seed % spoilt.size] = value
+    result = cupyconv.conv(x, weight, method=method, **settings)
+    np.testing.assert_array_equal(result, by_windows(x, weight, **settings))
+
+
+@pytest.mark.parametrize("way", toeplitz.WAYS)
+def test_toeplitz_products_compute_these_problems_themselves(way, monkeypatch):
+    """That nothing is left to sums window by window while sums are finite, nor to other ways."""
+    kernel, size = ((5, 5), (64, 64)) if way is toeplitz.ToeplitzRows else ((1, 31), (4, 5_000))
+    monkeypatch.delattr(toeplitz, "scale_windows")
+    rng = np.random.default_rng(0)
+    x, weight = rng.standard_normal((1, 1, *size)), rng.standard_normal((1, 1, *kernel))
+    (step,) = cupyconv.explain(cupyconv.conv, x, weight, padding="same").steps
+    assert type(step) is way
+    expected = reference.conv(x, weight, padding="same")
+    np.testing.assert_allclose(cupyconv.conv(x, weight, padding="same"), expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("shape, kernel", [((512, 512), (31, 31)), ((512, 512), (5, 5)), ((100_000,), (101,))])
+def test_a_filter_of_one_channel_is_depthwise(shape, kernel):
+    """Of one channel, columns are many copies for one vector; scaled elements are a pass for each tap."""
+    x, weight = np.ones((1, *shape), np.float32), np.ones((1, 1, *kernel), np.float32)
+    plan = cupyconv.explain(cupyconv.conv, x, weight, padding="same")
+    assert plan.method == "gemm" and isinstance(plan.steps[0], toeplitz.ToeplitzLoop)
+    named = cupyconv.explain(cupyconv.conv, x, weight, padding="same", method="direct")
+    assert isinstance(named.steps[0], depthwise.ScaledRuns)
+
+
+def test_many_outputs_of_one_channel_are_products_of_columns():
+    x, weight = np.ones((1, 1, 512, 512), np.float32), np.ones((32, 1, 3, 3), np.float32)
+    assert not isinstance(cupyconv.explain(cupyconv.conv, x, weight).steps[0], toeplitz.ToeplitzLoop)
+
+
+def test_small_images_of_many_channels_are_scaled():
+    """A product of each would be mostly the call."""
+    x, weight = np.ones((1, 64, 5, 5), np.float32), np.ones((64, 1, 3, 3), np.float32)
+    assert cupyconv.explain(cupyconv.conv, x, weight, padding=1, groups=64).method == "direct"

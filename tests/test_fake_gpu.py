@@ -1,0 +1,265 @@
+"""The real CuPy on emulated GPUs (``pytest --fake-gpu``): what needs a GPU that a test can make small, slow or failing."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+from recurrent_cases import RecurrentCase
+from targets import gpu_target
+
+import cupyconv
+from tests import fake_gpu
+
+pytestmark = pytest.mark.fake_gpu
+
+
+@pytest.fixture
+def cupy() -> Any:
+    if not fake_gpu.is_installed():
+        pytest.skip(fake_gpu.unavailable() or "GPUs are emulated only under --fake-gpu")
+    return gpu_target().xp
+
+
+@pytest.fixture
+def machine(cupy):
+    from tests.fake_gpu.machine import MACHINE
+
+    cupy.cuda.Device().synchronize()
+    MACHINE.launches.clear()
+    return MACHINE
+
+
+@pytest.fixture
+def no_pool(cupy):
+    """Each array is an allocation of the device's own; what the pool holds is given back first."""
+    pool = cupy.get_default_memory_pool()
+    cupy.get_default_memory_pool().free_all_blocks()
+    cupy.cuda.set_allocator(None)
+    yield
+    cupy.cuda.set_allocator(pool.malloc)
+
+
+def layer(cupy, seed=0, shape=(2, 6, 9, 8), outputs=5):
+    """An image and a weight of small integers, on the device and as the oracle takes them."""
+    rng = np.random.default_rng(seed)
+    host = [rng.integers(-4, 5, size).astype(np.float32) for size in (shape, (outputs, shape[1], 3, 3))]
+    return [cupy.asarray(array) for array in host], reference.conv(*host)
+
+
+# ---- the emulation itself ---------------------------------------------------------------------------------------------
+
+
+def test_work_waits_until_it_is_waited_for(cupy, machine):
+    x = cupy.zeros(4, np.float32)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        x += 1
+    assert x.get(stream=cupy.cuda.Stream(non_blocking=True)).tolist() == [0] * 4  # on a stream that waits for no other
+    stream.synchronize()
+    assert x.get().tolist() == [1] * 4
+
+
+def test_a_stream_waits_for_an_event_of_another(cupy, machine):
+    x = cupy.zeros(4, np.float32)
+    first, second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    cupy.cuda.Device().synchronize()
+    with first:
+        x += 1
+        event = first.record()
+        x += 10  # after the event
+    second.wait_event(event)
+    assert x.get(stream=second).tolist() == [1] * 4
+    assert not first.done or x.get().tolist() == [11] * 4
+
+
+def test_memory_is_unwritten_when_it_is_new(cupy, no_pool):
+    assert np.isnan(cupy.empty(3, np.float64).get()).all()
+
+
+def test_what_is_not_emulated_says_so(cupy, capfd):
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="801"):
+        cupy.cuda.runtime.deviceGetLimit(0)
+    assert "cudaDeviceGetLimit is not emulated" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("grid", "block", "shared_bytes"),
+    [((1, 1, 1), (1025, 1, 1), 0), ((1, 65536, 1), (32, 1, 1), 0), ((1, 1, 1), (32, 1, 1), (48 << 10) + 1)],
+    ids=["threads", "rows", "shared"],
+)  # fmt: skip
+def test_launches_are_held_against_the_gpus_limits(cupy, machine, grid, block, shared_bytes):
+    kernel = cupy.RawModule(code='extern "C" __global__ void nothing_to_do(float* x) {}', backend="nvrtc")
+    function = kernel.get_function("nothing_to_do")
+    x = cupy.zeros(1, np.float32)
+    machine.launches.clear()
+    with pytest.raises(cupy.cuda.driver.CUDADriverError):
+        function(grid, block, (x,), shared_mem=shared_bytes)
+    assert not machine.launches
+    function((1, 65535, 1), (1024, 1, 1), (x,), shared_mem=48 << 10)
+    (launch,) = machine.launches
+    assert (launch.name, launch.grid, launch.block, launch.shared_bytes) == (
+        "nothing_to_do", (1, 65535, 1), (1024, 1, 1), 48 << 10
+    )  # fmt: skip
+
+
+def test_a_kernel_that_nvrtc_refuses_is_an_error(cupy, monkeypatch):
+    """The project's own are compiled by NVRTC before the host runs them."""
+    from cupyconv.cuda.run.kernel_sources import compile_options, kernel_source
+
+    source = kernel_source("epilogue").replace("__global__", "__globalll__")
+    options = compile_options((("DTYPE", "float32"),))
+    with pytest.raises(cupy.cuda.compiler.CompileException, match="__globalll__"):
+        cupy.RawModule(code=source, options=options, backend="nvrtc").get_function("epilogue")
+
+
+def test_subnormals_are_zeros_in_float32_only(cupy):
+    for dtype, expected in ((np.float32, 0), (np.float64, 2)):
+        tiny = np.finfo(dtype).smallest_subnormal
+        x, w = cupy.full((1, 1, 4), tiny, dtype), cupy.full((1, 1, 1), 2, dtype)
+        y = cupyconv.conv(x, w, method="direct").get()
+        assert (y / tiny).tolist() == [[[expected] * 4]]
+        assert ((x + x).get() / tiny).tolist() == [[[expected] * 4]]  # by a kernel of CuPy's
+
+
+# ---- streams and threads ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["direct", "gemm", "implicit_gemm"])
+@pytest.mark.parametrize("kind", ["non_blocking", "blocking", "per_thread", "null"])
+def test_all_work_of_a_call_is_on_the_callers_stream(cupy, machine, kind, method):
+    """However slow another stream is; results are read there too."""
+    (x, w), expected = layer(cupy)
+    cupy.cuda.Device().synchronize()
+    stream = {
+        "non_blocking": lambda: cupy.cuda.Stream(non_blocking=True), "blocking": lambda: cupy.cuda.Stream(),
+        "per_thread": lambda: cupy.cuda.Stream.ptds, "null": lambda: cupy.cuda.Stream.null,
+    }[kind]()  # fmt: skip
+    machine.launches.clear()
+    with stream:
+        y = cupyconv.conv(x, w, method=method)
+    streams = {id(launch.stream) for launch in machine.launches}
+    assert streams == {id(machine.stream(stream.ptr))}
+    assert np.array_equal(y.get(stream=stream), expected)
+
+
+def test_threads_have_default_streams_of_their_own(cupy, machine):
+    """As under CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1."""
+
+    def work(seed: int) -> tuple[np.ndarray, np.ndarray]:
+        with cupy.cuda.Stream.ptds:
+            (x, w), expected = layer(cupy, seed)
+            return cupyconv.conv(x, w, method="gemm").get(), expected
+
+    with ThreadPoolExecutor(4) as pool:
+        for actual, expected in pool.map(work, range(16)):
+            assert np.array_equal(actual, expected)
+
+
+def test_a_graph_of_a_chain_runs_on_what_its_arrays_hold_then(cupy, machine):
+    """Captured once, launched for two inputs; workspace is the graph's own."""
+    (x, w), _ = layer(cupy, outputs=6)
+    out = cupy.zeros((2, 6, 5, 4), np.float32)
+    inputs = [x.copy(), x + 1]
+    wanted = [cupyconv.conv(cupyconv.conv(i, w, method="direct"), w, method="direct").get() for i in inputs]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        middle = cupyconv.conv(x, w, method="implicit_gemm")
+        cupyconv.conv(middle, w, method="implicit_gemm", out=out)
+        stream.begin_capture()
+        cupyconv.conv(x, w, method="implicit_gemm", out=middle)
+        cupyconv.conv(middle, w, method="implicit_gemm", out=out)
+        graph = stream.end_capture()
+        for given, expected in zip(inputs, wanted):
+            x[...] = given
+            out.fill(0)
+            graph.launch()
+            assert np.array_equal(out.get(stream=stream), expected)
+
+
+# ---- other GPUs -----------------------------------------------------------------------------------------------------------
+
+
+def test_arrays_of_the_second_gpu_are_computed_there(cupy, machine):
+    with cupy.cuda.Device(1):
+        (x, w), expected = layer(cupy)
+        cupy.cuda.Device().synchronize()
+    machine.launches.clear()
+    assert cupy.cuda.runtime.getDevice() == 0
+    y = cupyconv.conv(x, w)
+    assert {launch.gpu for launch in machine.launches} == {1} and y.device.id == 1
+    assert cupy.cuda.runtime.getDevice() == 0
+    with cupy.cuda.Device(1):
+        assert np.array_equal(y.get(), expected)
+
+
+def test_arrays_of_two_gpus_are_refused(cupy, machine):
+    (x, w), _ = layer(cupy)
+    with cupy.cuda.Device(1):
+        other = w.copy() if w.device.id == 1 else cupy.ones(w.shape, w.dtype)
+    machine.launches.clear()
+    with pytest.raises(TypeError, match="device"):
+        cupyconv.conv(x, other)
+    assert not machine.launches
+
+
+def test_a_layer_that_does_not_fit_a_small_gpu_at_once_takes_steps(cupy, machine):
+    """Blocks that wait for each other need a place each: with four multiprocessors there is none for all."""
+    case = RecurrentCase(
+        cell="lstm", steps=3, batch=40, inputs=20, hidden=200, direction="forward", dtype="float32",
+        optional=("bias_ih",), linear_before_reset=False,
+    )  # fmt: skip
+    arrays = case.arrays()
+    with cupy.cuda.Device(1):
+        views, expected = case.views(arrays, cupy.asarray, cupy), case.expected(arrays)
+        machine.launches.clear()
+        results = case.call(views)
+        assert {launch.name for launch in machine.launches} >= {"recurrent_step"}
+        assert not any(launch.cooperative for launch in machine.launches)
+        for result, wanted in zip(results, expected):
+            case.assert_close(result.get(), wanted, expected.largest)
+        with pytest.raises(ValueError, match="at once, there are 4 multiprocessors"):
+            case.call(views, method="persistent")
+
+
+# ---- allocations that fail --------------------------------------------------------------------------------------------
+
+
+CALLS = {
+    "gemm": lambda x, w: cupyconv.conv(x, w, method="gemm"),
+    "implicit_gemm": lambda x, w: cupyconv.conv(x, w, method="implicit_gemm"),
+    "weight gradient": lambda x, w: cupyconv.conv_grad_weight(x[:, :5, :7, :6], x, (3, 3)),
+    "input gradient": lambda x, w: cupyconv.conv_grad_input(x[:, :5, :7, :6], w, x.shape),
+}
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16], ids=["same dtype", "converted"])
+@pytest.mark.parametrize("call", CALLS)
+def test_allocations_that_fail(cupy, machine, no_pool, call, kind):
+    """A call is right or a MemoryError, whichever allocation fails; nothing is lost, and it works again."""
+    (x, w), _ = layer(cupy)
+    w = w.astype(kind)
+    expected = CALLS[call](x, w).get()
+
+    def attempt(survivors: int) -> bool:
+        try:
+            with machine.failing_allocations(after=survivors):
+                y = CALLS[call](x, w)
+        except MemoryError:
+            return False
+        assert np.array_equal(y.get(), expected)
+        return True
+
+    free = machine.free_bytes
+    outcomes = []
+    while not all(outcomes[-3:]) or len(outcomes) < 3:
+        outcomes.append(attempt(len(outcomes)))
+        cupy.cuda.Device().synchronize()
+        assert machine.free_bytes == free
+        assert np.array_equal(CALLS[call](x, w).get(), expected)
+    assert not outcomes[0]
