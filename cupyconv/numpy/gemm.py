@@ -16,6 +16,7 @@ import numpy as np
 from cupyconv.numpy.convolution import (
     CACHE_BLOCK,
     MEMORY_BLOCK,
+    PRODUCT_BLOCK,
     ConvLoop,
     ConvRun,
     columns_bytes,
@@ -52,9 +53,10 @@ class View(ConvLoop):
     @classmethod
     def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
         if result_takes_sums(problem) and not (problem.bias or problem.activation):
-            # A product for each thread does it all, in no memory but the result's.
+            # In no memory but the result's: a product for each thread; one of a lone sample is the BLAS's to divide.
             geometry = problem.geometry
-            share = share_of_pixels(geometry, problem.host.threads, geometry.batch * geometry.pixels)
+            threads = 1 if geometry.batch == 1 else problem.host.threads
+            share = share_of_pixels(geometry, threads, geometry.batch * geometry.pixels)
             return cls(problem, block_of_pixels(geometry, share, geometry.batch))
         return super().fitted(problem, fixed, limit)
 
@@ -88,6 +90,8 @@ class Columns(ConvLoop):
         geometry = problem.geometry
         per_pixel = geometry.in_channels * geometry.taps * ITEMSIZE[accumulator(problem.x_dtype)]
         per_pixel = per_pixel or 2 * sums_per_pixel(problem)
+        if geometry.batch == 1 and geometry.pixels * per_pixel <= PRODUCT_BLOCK:
+            return geometry.pixels, 1  # one product, which is the BLAS's to divide
         pixels = _bytes_of_columns(geometry) // (per_pixel or 1)
         return max(pixels, LONG_PRODUCT), geometry.batch
 

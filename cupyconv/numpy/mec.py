@@ -39,6 +39,8 @@ from cupyconv.problem.problems import ConvProblem, WeightGradientProblem
 FLOP_SECONDS, COPY_SECONDS, RUN_SECONDS = 1e-11, 3e-10, 1e-8
 #: Columns of a product whose time each product takes beside them.
 SHORT_PRODUCT = 10
+#: Rows of columns from which a lone sample's product is left whole.
+LONE_REDUCTION = 256
 #: Rows of columns from which taps share them: with fewer, the products of one tap would be thin.  In groups they are
 #: thin anyway, and writing columns takes longer.
 LEAST_SHARED = 32
@@ -198,6 +200,9 @@ class MecRows(ConvLoop):
         in_cache = not _columns_leave_cache(geometry, ITEMSIZE[accumulator(problem.x_dtype)])
         if not problem.is_one_kind or taps <= step or in_cache:
             return False
+        columns = geometry.pixels * geometry.in_channels * geometry.taps * ITEMSIZE[accumulator(problem.x_dtype)]
+        if geometry.batch == 1 and geometry.reduction >= LONE_REDUCTION and columns <= PRODUCT_BLOCK:
+            return False  # one product of a lone sample is the BLAS's to divide
         row = prod(geometry.out_size[axis + 1 :])
         products = FLOP_SECONDS * product_flops(problem.x_dtype, problem.factor_dtype) * geometry.reduction
         products *= geometry.out_channels
