@@ -14,6 +14,7 @@ class Settings(NamedTuple):
 
     workspace_limit: int | None = None
     allow_tf32: bool = False
+    allow_winograd: bool = True
     threads: int | None = None
 
 
@@ -41,6 +42,10 @@ class options(AbstractContextManager["Settings"]):
     allow_tf32 : bool
         On CUDA, let products of float32 and complex64 round their factors to TF32 (10 bits of mantissa): faster,
         with relative errors of up to about 1e-3.
+    allow_winograd : bool
+        On NumPy, let float32 convolutions be computed by Winograd's F(4, 3) where that is faster: fewer products of
+        transformed data.  Relative to the largest result, errors are then up to about 2e-6, some three times those of a
+        direct sum; sums of integers are no longer exact.  With False, every result is a sum of products as defined.
     threads : int, optional
         How many blocks the NumPy backend computes at the same time, or fewer where the workspace limit has no room for
         so many; by default one, whose products use the threads of NumPy's BLAS.  The BLAS's own number of threads is
@@ -67,11 +72,17 @@ class options(AbstractContextManager["Settings"]):
     """
 
     def __init__(
-        self, *, workspace_limit: int | None = None, allow_tf32: bool = False, threads: int | None = None
+        self,
+        *,
+        workspace_limit: int | None = None,
+        allow_tf32: bool = False,
+        allow_winograd: bool = True,
+        threads: int | None = None,
     ) -> None:
         self._settings = Settings(
             workspace_limit=_at_least("workspace_limit", workspace_limit, 0),
             allow_tf32=flag("allow_tf32", allow_tf32),
+            allow_winograd=flag("allow_winograd", allow_winograd),
             threads=_at_least("threads", threads, 1),
         )
 

@@ -76,6 +76,13 @@ ELSEWHERE = {"implicit_gemm": "BLAS reads matrices, so columns are written, bloc
 THIN_PRODUCTS = "slower: with one channel per group, each product is a vector by a matrix"
 NO_ROOM_FOR_COLUMNS = "columns do not fit the workspace limit"
 
+SLOW_TRANSFORMS = "slower: transforms take longer than the products they save"
+
+#: Winograd's method, in multiply-adds of a product that take as long: to transform an element of a tile or of the
+#: result, and of the weight; to begin a row of the transforms, which is one tile's channels; all calls; and, of what is
+#: compared with it, to write an element of columns.
+TRANSFORMED, TRANSFORMED_WEIGHT, SHORT_ROW, LONE_TRANSFORM, COLUMN = 32, 15, 16, 4_000_000, 8
+
 Rejected = tuple[tuple[str, str], ...]
 
 # --- the choice -----------------------------------------------------------------------------------------------
@@ -90,17 +97,46 @@ class Method(NamedTuple):
     ways: str | tuple[type[BlockLoop], ...]
     slower: str  # why another method is taken
     no_room: str = ""  # the same where this one was tried first and did not fit
-    suits: Callable[[ConvGeometry], bool] = lambda _: True
+    unsuited: Callable[[ProductsProblem], str] = lambda _: ""  # the same where it does not suit the problem
 
 
-def is_not_depthwise(geometry: ConvGeometry) -> bool:
-    """Whether products are more than vectors by matrices."""
-    return not geometry.is_depthwise
+def thin_products(problem: ProductsProblem) -> str:
+    """Why columns and products do not suit a problem."""
+    return THIN_PRODUCTS if problem.geometry.is_depthwise else ""
+
+
+def winograd_refusal(problem: ProductsProblem) -> str:
+    """Why Winograd's method cannot do a problem."""
+    geometry = problem.geometry
+    if not problem.allow_winograd:
+        return "options(allow_winograd=False) forbids it"
+    if not problem.x_dtype == problem.factor_dtype == problem.dtype == "float32":
+        return "it is for float32: in other dtypes its rounding errors or its products cost too much"
+    if geometry.stride != (1, 1, 1) or not {3} <= {*geometry.kernel} <= {1, 3}:
+        return "it is for stride 1, and kernels of 3 taps along some axes and 1 along the others"
+    return ""
+
+
+def winograd_unsuited(problem: ProductsProblem) -> str:
+    """Why Winograd's method is not taken: by the number of multiply-adds that take as long as what each method does."""
+    if refusal := winograd_refusal(problem):
+        return refusal
+    geometry = problem.geometry
+    tiled = [taps == 3 for taps in geometry.kernel]
+    steps = [4 * gap if is_tiled else 1 for is_tiled, gap in zip(tiled, geometry.dilation)]
+    tiles = geometry.batch * prod(-(-extent // step) for extent, step in zip(geometry.out_size, steps))
+    products = 6 ** sum(tiled)
+    pairs, channels = geometry.group_channels * geometry.out_channels, geometry.in_channels + geometry.out_channels
+    transforms = TRANSFORMED * tiles * (channels + 2 * SHORT_ROW) + TRANSFORMED_WEIGHT * pairs
+    ours = products * (tiles * pairs + transforms) + LONE_TRANSFORM
+    columns = geometry.batch * geometry.pixels * geometry.in_channels * geometry.taps
+    return "" if ours < geometry.products + COLUMN * columns else SLOW_TRANSFORMS
 
 
 #: Every method of a convolution.  "auto" takes the first that suits the problem and fits, else the first that fits.
 METHODS = {
-    "gemm": Method("cupyconv.numpy.gemm", THIN_PRODUCTS, NO_ROOM_FOR_COLUMNS, is_not_depthwise),
+    "winograd": Method("cupyconv.numpy.winograd", SLOW_TRANSFORMS, "no room", winograd_unsuited),
+    "gemm": Method("cupyconv.numpy.gemm", "slower: it takes more products", NO_ROOM_FOR_COLUMNS, thin_products),
     "direct": Method("cupyconv.numpy.direct", "slower: a pass over the sums for every tap"),
 }
 
@@ -116,10 +152,10 @@ def choose(problem: ProductsProblemT, methods: Mapping[str, Method]) -> Plan:
     elsewhere = {name: ELSEWHERE.get(name, NO_SUCH_METHOD) for name in PUBLIC_METHODS if name not in methods}
     if named in elsewhere:
         raise ValueError(f"method {named!r} does not apply: {elsewhere[named]}")
-    by_merit = sorted(methods, key=lambda name: not methods[name].suits(problem.geometry))
+    by_merit = sorted(methods, key=lambda name: bool(methods[name].unsuited(problem)))
     refusals: dict[str, str] = {}
     for name in by_merit if named == "auto" else [named]:
-        why_not = {other: method.slower for other, method in methods.items() if other != name}
+        why_not = {o: method.unsuited(problem) or method.slower for o, method in methods.items() if o != name}
         why_not |= {other: methods[other].no_room or why_not[other] for other in refusals}
         if named != "auto":
             why_not = dict.fromkeys(why_not, f"method={named!r} was asked for")

@@ -15,7 +15,7 @@ from cupyconv.numpy.convolution import (
     Method,
     choose,
     is_matrix,
-    is_not_depthwise,
+    thin_products,
 )
 from cupyconv.numpy.gathered import plan_gathered
 from cupyconv.numpy.scattered import Piece, ScatteredLoop, ScatteredRun, x_is_factor
@@ -136,6 +136,6 @@ class ScatteredScaledTaps(ScatteredLoop):
 
 #: "auto" takes the first that suits the problem and fits, else the first that fits.
 METHODS = {
-    "gemm": Method((ScatteredView, ScatteredColumns), THIN_PRODUCTS, NO_ROOM_FOR_COLUMNS, is_not_depthwise),
+    "gemm": Method((ScatteredView, ScatteredColumns), THIN_PRODUCTS, NO_ROOM_FOR_COLUMNS, thin_products),
     "direct": Method((ScatteredScaledTaps, ScatteredTaps), "slower: a product for every tap"),
 }

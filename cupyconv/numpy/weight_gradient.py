@@ -20,8 +20,8 @@ from cupyconv.numpy.convolution import (
     choose,
     columns_bytes,
     inputs_are_columns,
-    is_not_depthwise,
     one_tap_bytes,
+    thin_products,
 )
 from cupyconv.numpy.mec import mec_bytes, mec_columns, mec_part, taps_share
 from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun, grad_is_factor, x_item
@@ -198,7 +198,7 @@ class GradientTaps(WeightGradientLoop):
 #: "auto" takes the first that suits the problem and fits, else the first that fits.
 METHODS = {
     "gemm": Method(
-        (GradientView, GradientMecProducts, GradientColumns), THIN_PRODUCTS, NO_ROOM_FOR_COLUMNS, is_not_depthwise
+        (GradientView, GradientMecProducts, GradientColumns), THIN_PRODUCTS, NO_ROOM_FOR_COLUMNS, thin_products
     ),
     "direct": Method((MultipliedTaps, GradientTaps), "slower: a product for every tap"),
 }
