@@ -76,6 +76,8 @@ ELSEWHERE = {"implicit_gemm": "BLAS reads matrices, so columns are written, bloc
 THIN_PRODUCTS = "slower: with one channel per group, each product is a vector by a matrix"
 NO_ROOM_FOR_COLUMNS = "columns do not fit the workspace limit"
 
+MORE_PRODUCTS = "slower: it takes more products"
+NO_ROOM_FOR_TILES = "transforms do not fit the workspace limit"
 SLOW_TRANSFORMS = "slower: transforms take longer than the products they save"
 
 #: Winograd's method, in multiply-adds of a product that take as long: to transform an element of a tile or of the
@@ -135,8 +137,8 @@ def winograd_unsuited(problem: ProductsProblem) -> str:
 
 #: Every method of a convolution.  "auto" takes the first that suits the problem and fits, else the first that fits.
 METHODS = {
-    "winograd": Method("cupyconv.numpy.winograd", SLOW_TRANSFORMS, "no room", winograd_unsuited),
-    "gemm": Method("cupyconv.numpy.gemm", "slower: it takes more products", NO_ROOM_FOR_COLUMNS, thin_products),
+    "winograd": Method("cupyconv.numpy.winograd", SLOW_TRANSFORMS, NO_ROOM_FOR_TILES, winograd_unsuited),
+    "gemm": Method("cupyconv.numpy.gemm", MORE_PRODUCTS, NO_ROOM_FOR_COLUMNS, thin_products),
     "direct": Method("cupyconv.numpy.direct", "slower: a pass over the sums for every tap"),
 }
 

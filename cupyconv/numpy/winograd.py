@@ -32,7 +32,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from cupyconv.numpy.convolution import ConvLoop, ConvRun, columns_bytes, temporaries, winograd_refusal
+from cupyconv.numpy.convolution import ConvLoop, ConvRun, PixelLoop, columns_bytes, temporaries, winograd_refusal
 from cupyconv.numpy.gemm import product
 from cupyconv.numpy.windows import Block, BlockSize, Images, Scratch, in_threads, largest_block, parts_of
 from cupyconv.problem.geometry import ConvGeometry, even_part
@@ -104,7 +104,8 @@ class Tiling:
         self.phases = [dilation if axis in self.axes else 1 for axis, dilation in enumerate(geometry.dilation)]
         self._samples = block[0]
         self._counts = tiles_along(geometry, block)
-        self.tiles = block[0] * prod(self._tiles)
+        #: Whether tiles reach further than the block.
+        self.is_cut = [count * step for count, step in zip(self._counts, tile_steps(geometry))] != list(block[1:])
 
     @property
     def _tiles(self) -> list[int]:
@@ -224,39 +225,26 @@ def tiles_block(geometry: ConvGeometry, most: int, share: int) -> BlockSize:
 # --- the method -----------------------------------------------------------------------------------------------
 
 
-class Weights(NamedTuple):
-    """The weight: (groups, outputs per group, K_g) as it is, and transformed, (products, groups, channels, outputs)."""
-
-    matrix: np.ndarray
-    transformed: np.ndarray
+#: Kept from call to call by every thread, at most what a block takes: the first touch of a page of memory takes longer than
+#: all that is done with it here.
+MEMORY = Scratch(FLOAT32, 2)
 
 
-class Winograd(ConvLoop):
-    """Tiles of 4 outputs along every axis of three taps."""
-
-    name = "Winograd"
-    words = "F(4, 3) along axes of three taps: 6 products for 4 outputs, where columns take 12"
-    in_place: ClassVar[bool] = False
-
-    #: Memory is kept from call to call: to touch a new page for the first time takes longer than all that is done with it.
-    fresh: ClassVar[Scratch] = Scratch(FLOAT32, 2)
+class TiledLoop(PixelLoop):
+    """A loop over blocks of whole tiles."""
 
     @classmethod
-    def applies(cls, problem: ConvProblem) -> bool:
-        return True
-
-    @classmethod
-    def loops(cls, problem: ConvProblem) -> tuple[Sequence[Self], Mapping[str, int]]:
+    def loops(cls, problem: Any) -> tuple[Sequence[Self], Mapping[str, int]]:
         if refusal := winograd_refusal(problem):
             raise NotApplicable(refusal)
         return super().loops(problem)
 
     @classmethod
-    def weight_bytes(cls, problem: ConvProblem) -> int:
-        return products_of(problem.geometry) * prod(problem.weight.shape[:2]) * FLOAT32.itemsize
+    def applies(cls, problem: Any) -> bool:
+        return True
 
     @classmethod
-    def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
+    def fitted(cls, problem: Any, fixed: int, limit: int) -> Self:
         geometry, threads = problem.geometry, problem.host.threads
         per_tile = products_of(geometry) * (geometry.in_channels + geometry.out_channels) * FLOAT32.itemsize
         tiles = geometry.batch * prod(tiles_along(geometry, (1, *geometry.out_size)))
@@ -274,6 +262,38 @@ class Winograd(ConvLoop):
     def tiling(self) -> Tiling:
         """That of a whole block."""
         return Tiling(self.geometry, self.block)
+
+    def tiling_of(self, block: Block) -> Tiling:
+        return self.tiling if block.size == self.block else Tiling(self.geometry, block.size)
+
+    def parts_by_columns(self, block: Block, room: int) -> Iterator[tuple[tuple[slice, ...], Block]]:
+        """Parts of a block, and where they lie in it, whose columns have room in so many bytes."""
+        problem, item = self.problem, self.x_dtype.itemsize
+        size = largest_block(
+            self.geometry, lambda part: columns_bytes(problem, part, item), room, block.area, 1, block.size[0]
+        )
+        return block.parts(size)
+
+
+class Weights(NamedTuple):
+    """The weight: (groups, outputs per group, K_g) as it is, and transformed, (products, groups, channels, outputs)."""
+
+    matrix: np.ndarray
+    transformed: np.ndarray
+
+
+class Winograd(TiledLoop, ConvLoop):
+    """Tiles of 4 outputs along every axis of three taps."""
+
+    name = "Winograd"
+    words = "F(4, 3) along axes of three taps: 6 products for 4 outputs, where columns take 12"
+    in_place: ClassVar[bool] = False
+
+    fresh: ClassVar[Scratch] = MEMORY
+
+    @classmethod
+    def weight_bytes(cls, problem: ConvProblem) -> int:
+        return products_of(problem.geometry) * prod(problem.weight.shape[:2]) * FLOAT32.itemsize
 
     @property
     def workspace(self) -> int:
@@ -299,7 +319,7 @@ class Winograd(ConvLoop):
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         geometry, matrices = self.geometry, transforms_float32()
         weights: Any = run.weight
-        tiling = self.tiling if block.size == self.block else Tiling(geometry, block.size)
+        tiling = self.tiling_of(block)
         memory = in_turn(run.images.scratch, _shapes(tiling, geometry), ("columns", "tile"))
         image = next(memory)
         read_channels_last(run.images, block, image)
@@ -315,12 +335,7 @@ class Winograd(ConvLoop):
     def _sums_of_columns(self, run: ConvRun, matrix: np.ndarray, block: Block) -> np.ndarray:
         """The sums as they are defined, of as many pixels at a time as the transforms' memory has room for."""
         sums = np.empty(block.sums_shape, self.sums_dtype)
-        item, room = self.x_dtype.itemsize, in_turn_bytes(_shapes(self.tiling, self.geometry))
-        pixels = prod(self.block)
-        size = largest_block(
-            self.geometry, lambda part: columns_bytes(self.problem, part, item), room, pixels, 1, self.block[0]
-        )
-        for at, part in block.parts(size):
+        for at, part in self.parts_by_columns(block, in_turn_bytes(_shapes(self.tiling, self.geometry))):
             sums[(slice(None), slice(None), *at)] = product(run, matrix, run.images.columns(part), part)
         return sums
 
