@@ -70,8 +70,11 @@ SMALLEST_BLOCK = 32
 #: Pixels from which one sample fills a product; smaller images share one, through columns.
 LONE_PIXELS = 256
 
-#: Why a method is a GPU's.
-ELSEWHERE = {"implicit_gemm": "BLAS reads matrices, so columns are written, block by block (method 'gemm')"}
+#: Why a method is a GPU's, or a convolution's only.
+ELSEWHERE = {
+    "implicit_gemm": "BLAS reads matrices, so columns are written, block by block (method 'gemm')",
+    "winograd": "it is for what is gathered as a convolution; this is scattered",
+}
 #: Why columns and products are not taken: of a depthwise convolution, and where they were tried first.
 THIN_PRODUCTS = "slower: with one channel per group, each product is a vector by a matrix"
 NO_ROOM_FOR_COLUMNS = "columns do not fit the workspace limit"

@@ -22,7 +22,7 @@ from cupyconv.numpy.scattered import Piece, ScatteredLoop, ScatteredRun, x_is_fa
 from cupyconv.problem.arrays import accumulator
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Plan
-from cupyconv.problem.problems import TransposedProblem, inputs_with_channels
+from cupyconv.problem.problems import NotApplicable, TransposedProblem, inputs_with_channels
 
 
 def plan_transposed(problem: TransposedProblem) -> Plan:
@@ -31,7 +31,9 @@ def plan_transposed(problem: TransposedProblem) -> Plan:
     problem = replace(problem, geometry=geometry, outs=tuple(problem.outs[i] for i in kept))
     try:
         return plan_gathered(problem)
-    except ValueError:  # of parts a reason; the method's own follows
+    except ValueError as refusal:  # of parts a reason; the method's own follows, but of one that only gathering has
+        if problem.method == "winograd" and not isinstance(refusal, NotApplicable):
+            raise
         return choose(problem, METHODS)
 
 
