@@ -252,15 +252,15 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
         if tiling.is_cut:
             image.fill(0)
         at: Any = (0, slice(None), *map(slice, block.size[1:]))
-        image[at] = np.moveaxis(grad.reshape(-1, *block.size), 0, -1)
+        image[at] = np.moveaxis(grad.reshape(prod(grad.shape[:2]), *block.size), 0, -1)
         factor = by_group(tiling.transform(matrices.outputs.T, image, memory), geometry.groups)
         shape = (len(x), *sums.shape[:2], geometry.group_channels)
         products = np.matmul(factor.swapaxes(2, 3), x, out=MEMORY.array("products", shape))
-        taps = np.matmul(weight_transform(geometry).T, products.reshape(len(x), -1))
+        taps = np.matmul(weight_transform(geometry).T, products.reshape(len(x), prod(shape[1:])))
         if not np.isfinite(taps.sum()):
             self._add_columns(run, block, images, pairs, is_first)
             return
-        product = np.moveaxis(taps.reshape(-1, *shape[1:]), 0, -1).reshape(sums.shape)
+        product = np.moveaxis(taps.reshape(geometry.taps, *shape[1:]), 0, -1).reshape(sums.shape)
         if is_first:
             sums[...] = product
         else:

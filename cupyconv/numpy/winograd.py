@@ -303,7 +303,7 @@ class Winograd(TiledLoop, ConvLoop):
 
     def arranged(self, weight: np.ndarray) -> Weights:  # type: ignore[override]
         geometry, matrix = self.geometry, weight_transform(self.geometry)
-        rows = weight.reshape(-1, geometry.taps)
+        rows = weight.reshape(prod(weight.shape[:2]) * geometry.group_channels, geometry.taps)
         transformed = np.empty((len(matrix), len(rows)), FLOAT32)
 
         def transform(part: slice) -> None:
@@ -342,7 +342,8 @@ class Winograd(TiledLoop, ConvLoop):
 
 def by_group(image: np.ndarray, groups: int) -> np.ndarray:
     """The matrix of each product and group: (products, groups, tiles, channels of a group)."""
-    return image.reshape(len(image), -1, groups, image.shape[-1] // groups).swapaxes(1, 2)
+    products, *tiles, channels = image.shape
+    return image.reshape(products, prod(tiles), groups, channels // groups).swapaxes(1, 2)
 
 
 def _shapes(tiling: Tiling, geometry: ConvGeometry) -> list[tuple[int, ...]]:
