@@ -78,15 +78,15 @@ ELSEWHERE = {
 #: Why columns and products are not taken: of a depthwise convolution, and where they were tried first.
 THIN_PRODUCTS = "slower: with one channel per group, each product is a vector by a matrix"
 NO_ROOM_FOR_COLUMNS = "columns do not fit the workspace limit"
-
+#: The same of Winograd's method, and where it is taken.
 MORE_PRODUCTS = "slower: it takes more products"
 NO_ROOM_FOR_TILES = "transforms do not fit the workspace limit"
 SLOW_TRANSFORMS = "slower: transforms take longer than the products they save"
 
-#: Winograd's method, in multiply-adds of a product that take as long: to transform an element of a tile or of the
-#: result, and of the weight; to begin a row of the transforms, which is one tile's channels; all calls; and, of what is
-#: compared with it, to write an element of columns.
-TRANSFORMED, TRANSFORMED_WEIGHT, SHORT_ROW, LONE_TRANSFORM, COLUMN = 32, 15, 16, 4_000_000, 8
+#: What takes as long as so many multiply-adds of a product: to transform an element of a tile of x or of the result, and
+#: of the weight; all calls of Winograd's method; and, of what it is compared with, to write an element of columns.
+#: A tile's channels are transformed together, which takes as long as if there were `SHORT_ROW` more.
+TRANSFORMED, TRANSFORMED_WEIGHT, SHORT_ROW, LONE_TRANSFORM, COLUMN = 32, 60, 16, 4_000_000, 8
 
 Rejected = tuple[tuple[str, str], ...]
 

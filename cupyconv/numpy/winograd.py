@@ -40,8 +40,16 @@ from cupyconv.problem.problems import ConvProblem, NotApplicable
 
 TAPS, OUTPUTS, INPUTS = 3, 4, 6
 FLOAT32 = np.dtype(np.float32)
+Shape = tuple[int, ...]
 #: Bytes of the products of a block and of what they are products of: a few megabytes stay in cache, and calls are long.
 BLOCK = 4 << 20
+#: Elements behind an axis below which tiles are copied apart, so that a row has those of all tiles: each row is a product
+#: of BLAS, and where it has no kernels for small ones, these wait for each other's memory.
+LONG_ROW = 256
+#: Elements of a transformed weight from which another thread takes a part of it.
+WEIGHT_PART = 1 << 18
+#: Kernels whose transforms are one product: where BLAS has kernels for small products, they do not copy the factor.
+WEIGHT_ROWS = 256
 
 # --- the transforms -------------------------------------------------------------------------------------------
 
@@ -107,44 +115,55 @@ class Tiling:
         #: Whether tiles reach further than the block.
         self.is_cut = [count * step for count, step in zip(self._counts, tile_steps(geometry))] != list(block[1:])
 
-    @property
-    def _tiles(self) -> list[int]:
-        """Tiles of all phases along each axis; pixels where there are none."""
-        return [count * phases for count, phases in zip(self._counts, self.phases)]
-
     def _pixels(self, per_tile: int, beside: int) -> list[int]:
         return [
             (count * per_tile + beside) * phases if axis in self.axes else count
             for axis, (count, phases) in enumerate(zip(self._counts, self.phases))
         ]
 
-    def transformed(self, channels: int, beside: int = INPUTS - OUTPUTS) -> list[tuple[int, ...]]:
-        """The shapes from an image to what products take; `beside` are the elements of a tile that the next has too."""
+    def transformed(self, channels: int, beside: int = INPUTS - OUTPUTS) -> list[Shape]:
+        """The shapes from an image to what products take; `beside` are the elements of a tile that the next has too.
+
+        Where rows are short there is one more before a transform: of tiles apart.
+        """
         sizes, products = self._pixels(OUTPUTS, beside), 1
-        shapes = [(products, self._samples, *sizes, channels)]
+        shapes: list[Shape] = [(products, self._samples, *sizes, channels)]
         for axis in reversed(self.axes):
+            sizes[axis] = self._counts[axis] * self.phases[axis]
+            behind = prod(sizes[axis + 1 :]) * channels
+            if behind < LONG_ROW:
+                before = products * self._samples * prod(sizes[:axis])
+                shapes.append((OUTPUTS + beside, before, self._counts[axis], self.phases[axis], behind))
             products *= INPUTS
-            sizes[axis] = self._tiles[axis]
             shapes.append((products, self._samples, *sizes, channels))
         return shapes
 
-    def back(self, channels: int) -> list[tuple[int, ...]]:
+    def back(self, channels: int) -> list[Shape]:
         """The shapes from products to an image of the outputs."""
         return self.transformed(channels, 0)[::-1]
 
     def transform(self, matrix: np.ndarray, image: np.ndarray, memory: Iterator[np.ndarray]) -> np.ndarray:
         """The tiles of an image, times a matrix along every axis."""
         for axis in reversed(self.axes):
-            windows, image = _windows(image, axis, self.phases[axis], matrix.shape[1]), next(memory)
-            np.matmul(matrix, windows, out=_products(image, windows.shape))
+            windows, target = _windows(image, axis, self.phases[axis], matrix.shape[1]), next(memory)
+            if target.ndim == windows.ndim:
+                target[...] = np.moveaxis(windows, 3, 0)
+                windows, target = _apart(target), next(memory)
+            np.matmul(matrix, windows, out=_products(target, windows.shape))
+            image = target
         return image
 
     def transform_back(self, matrix: np.ndarray, products: np.ndarray, memory: Iterator[np.ndarray]) -> np.ndarray:
         """An image of the outputs of all tiles: products times a matrix along every axis."""
         for axis in self.axes:
-            image = next(memory)
+            image, tiles = next(memory), None
+            if image.ndim < products.ndim:
+                tiles, image = image, next(memory)
             windows = _windows(image, axis, self.phases[axis], len(matrix))
-            np.matmul(matrix, _products(products, windows.shape), out=windows)
+            place = windows if tiles is None else _apart(tiles)
+            np.matmul(matrix, _products(products, place.shape), out=place)
+            if tiles is not None:
+                windows[...] = np.moveaxis(tiles, 0, 3)
             products = image
         return products
 
@@ -161,6 +180,12 @@ def _windows(image: np.ndarray, axis: int, phases: int, extent: int) -> np.ndarr
         0,
         (size * row, step * row, row, phases * row, image.itemsize),
     )
+
+
+def _apart(tiles: np.ndarray) -> np.ndarray:
+    """Tiles (element, all before the axis, tile, phase, all behind it) as windows whose rows are those of all tiles."""
+    elements, before = tiles.shape[:2]
+    return tiles.reshape(elements, before, 1, 1, prod(tiles.shape[2:])).transpose(1, 2, 3, 0, 4)
 
 
 def _products(image: np.ndarray, windows: tuple[int, ...]) -> np.ndarray:
@@ -189,12 +214,12 @@ def products_of(geometry: ConvGeometry) -> int:
     return int(INPUTS ** len(tiled_axes(geometry)))
 
 
-def in_turn(scratch: Scratch, shapes: Sequence[tuple[int, ...]], names: Sequence[str]) -> Iterator[np.ndarray]:
+def in_turn(scratch: Scratch, shapes: Sequence[Shape], names: Sequence[str]) -> Iterator[np.ndarray]:
     """Arrays of these shapes in two buffers in turn."""
     return (scratch.array(names[i % 2], shape) for i, shape in enumerate(shapes))
 
 
-def in_turn_bytes(shapes: Sequence[tuple[int, ...]]) -> int:
+def in_turn_bytes(shapes: Sequence[Shape]) -> int:
     """Bytes of two buffers for arrays in turn."""
     return FLOAT32.itemsize * sum(max(map(prod, shapes[i::2]), default=0) for i in range(2))
 
@@ -307,11 +332,14 @@ class Winograd(TiledLoop, ConvLoop):
         transformed = np.empty((len(matrix), len(rows)), FLOAT32)
 
         def transform(part: slice) -> None:
-            np.matmul(matrix, rows[part].T, out=transformed[:, part])
+            own, target = rows[part], transformed[:, part]
+            whole = len(own) - len(own) % WEIGHT_ROWS
+            pieces = own[:whole].reshape(-1, WEIGHT_ROWS, geometry.taps).swapaxes(1, 2)
+            np.matmul(matrix, pieces, out=target[:, :whole].reshape(len(matrix), -1, WEIGHT_ROWS).swapaxes(0, 1))
+            np.matmul(matrix, own[whole:].T, out=target[:, whole:])
 
-        for _ in in_threads(
-            self.threads, transform, parts_of(len(rows), even_part(len(rows), -(-len(rows) // self.threads)))
-        ):
+        threads = max(1, min(self.threads, transformed.size // WEIGHT_PART))
+        for _ in in_threads(threads, transform, parts_of(len(rows), even_part(len(rows), -(-len(rows) // threads)))):
             pass
         by_group = transformed.reshape(len(matrix), geometry.groups, geometry.group_outputs, geometry.group_channels)
         return Weights(weight, by_group.swapaxes(2, 3))
@@ -346,7 +374,7 @@ def by_group(image: np.ndarray, groups: int) -> np.ndarray:
     return image.reshape(products, prod(tiles), groups, channels // groups).swapaxes(1, 2)
 
 
-def _shapes(tiling: Tiling, geometry: ConvGeometry) -> list[tuple[int, ...]]:
+def _shapes(tiling: Tiling, geometry: ConvGeometry) -> list[Shape]:
     """All arrays of a block, from what it reads to its sums."""
     return tiling.transformed(geometry.in_channels) + tiling.back(geometry.out_channels)
 
