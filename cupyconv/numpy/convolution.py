@@ -128,8 +128,9 @@ def winograd_unsuited(problem: ProductsProblem) -> str:
         return refusal
     geometry = problem.geometry
     tiled = [taps == 3 for taps in geometry.kernel]
-    steps = [4 * gap if is_tiled else 1 for is_tiled, gap in zip(tiled, geometry.dilation)]
-    tiles = geometry.batch * prod(-(-extent // step) for extent, step in zip(geometry.out_size, steps))
+    phases = [gap if is_tiled else 1 for is_tiled, gap in zip(tiled, geometry.dilation)]
+    outputs = [4 * gap if is_tiled else 1 for is_tiled, gap in zip(tiled, phases)]
+    tiles = geometry.batch * prod(-(-n // m) * gap for n, m, gap in zip(geometry.out_size, outputs, phases))
     products = 6 ** sum(tiled)
     pairs, channels = geometry.group_channels * geometry.out_channels, geometry.in_channels + geometry.out_channels
     transforms = TRANSFORMED * tiles * (channels + 2 * SHORT_ROW) + TRANSFORMED_WEIGHT * pairs

@@ -199,7 +199,7 @@ def tiled_axes(geometry: ConvGeometry) -> list[int]:
 
 
 def tiles_along(geometry: ConvGeometry, block: Sequence[int]) -> list[int]:
-    """Tiles of one phase along each axis; pixels where it has one tap."""
+    """Tiles of one phase along each axis; pixels where the kernel has one tap."""
     steps = tile_steps(geometry)
     return [-(-extent // step) for extent, step in zip(block[1:], steps)]
 
@@ -234,7 +234,7 @@ def read_channels_last(images: Images, block: Block, target: np.ndarray) -> None
 
 
 def tiles_block(geometry: ConvGeometry, most: int, share: int) -> BlockSize:
-    """A block of at most so many tiles, and about `share` of them: some samples, else parts of one along one axis."""
+    """A block of at most so many tiles of each phase, about `share` of them: some samples, else a part of one."""
     axes = (geometry.batch, *tiles_along(geometry, (geometry.batch, *geometry.out_size)))
     parts = [1, 1, 1, 1]
     for axis, count in enumerate(axes):
@@ -271,7 +271,9 @@ class TiledLoop(PixelLoop):
     @classmethod
     def fitted(cls, problem: Any, fixed: int, limit: int) -> Self:
         geometry, threads = problem.geometry, problem.host.threads
-        per_tile = products_of(geometry) * (geometry.in_channels + geometry.out_channels) * FLOAT32.itemsize
+        phases = prod(geometry.dilation[axis] for axis in tiled_axes(geometry))
+        channels = geometry.in_channels + geometry.out_channels
+        per_tile = products_of(geometry) * phases * channels * FLOAT32.itemsize
         tiles = geometry.batch * prod(tiles_along(geometry, (1, *geometry.out_size)))
         most = max(1, BLOCK // (per_tile or 1))
         while True:
