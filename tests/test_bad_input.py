@@ -222,7 +222,7 @@ ACTIVATIONS = table(
 
 METHODS = table(
     *((name, ValueError, ["unknown method", name, "direct", "gemm", "implicit_gemm"], name)
-      for name in ("winograd", "fft")),
+      for name in ("wavelet", "fft")),
     ("unknown", ValueError, ["method", "'im2col'", "auto", "direct", "gemm"], "im2col"),
     ("capitals", ValueError, ["method", "'GEMM'"], "GEMM"),
     ("None", ValueError, ["method", "None"], None),
@@ -626,7 +626,7 @@ MERGES = table(
     ("out", ValueError, ["out", r"\(2, 4, 8\)", r"\(2, 4, 7\)"], dict(out=Ones((2, 4, 8)))),
     ("activation", ValueError, ["activation", "'swish'"], dict(activation="swish")),
     ("prologue", ValueError, ["prologue", "2 entries"], dict(prologue=(None, None))),
-    ("method", ValueError, ["unknown method", "winograd"], dict(method="winograd")),
+    ("method", ValueError, ["unknown method", "fft"], dict(method="fft")),
 )  # fmt: skip
 
 

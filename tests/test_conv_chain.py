@@ -308,10 +308,11 @@ def test_numpy_never_has_the_whole_image_between():
     w, v = rng.standard_normal((2, 32, 32, 3, 3), np.float32)
     out, expected = np.empty_like(x), np.empty_like(x)
     layers = [ConvLayer(w, padding=1, activation="relu"), ConvLayer(v, padding=1)]
-    apart = peak_bytes(
-        lambda: cupyconv.conv(cupyconv.conv(x, w, padding=1, activation="relu"), v, padding=1, out=expected)
-    )
-    together = peak_bytes(lambda: cupyconv.conv_chain(x, layers, out=out))
+    with cupyconv.options(allow_winograd=False):  # its rounding errors depend on how the image is cut
+        apart = peak_bytes(
+            lambda: cupyconv.conv(cupyconv.conv(x, w, padding=1, activation="relu"), v, padding=1, out=expected)
+        )
+        together = peak_bytes(lambda: cupyconv.conv_chain(x, layers, out=out))
     assert together <= apart / 4
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-3)
 

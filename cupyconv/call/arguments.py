@@ -158,7 +158,12 @@ class Arguments:
     def decided_with(self) -> dict[str, Any]:
         """The fields that every problem has."""
         settings = current_settings()
-        return {"machine": self.machine, "workspace_limit": settings.workspace_limit, "allow_tf32": settings.allow_tf32}
+        return {
+            "machine": self.machine,
+            "workspace_limit": settings.workspace_limit,
+            "allow_tf32": settings.allow_tf32,
+            "allow_winograd": settings.allow_winograd,
+        }
 
     @property
     def machine(self) -> Machine:

@@ -14,6 +14,7 @@ class Settings(NamedTuple):
 
     workspace_limit: int | None = None
     allow_tf32: bool = False
+    allow_winograd: bool = True
     threads: int | None = None
 
 
@@ -41,6 +42,12 @@ class options(AbstractContextManager["Settings"]):
     allow_tf32 : bool
         On CUDA, let products of float32 and complex64 round their factors to TF32 (10 bits of mantissa): faster,
         with relative errors of up to about 1e-3.
+    allow_winograd : bool
+        On NumPy, let float32 convolutions with kernels of three taps be computed by Winograd's F(4, 3) where that is
+        faster.  Sums of integers are then not exact, and errors are bounded normwise: by 4e-6 times the largest sum of
+        ``abs(weight * x)`` of all results, not times each result's own.  On random data they are 1.5, 4 and 9 times
+        those of sums of products, along one, two and three axes.  Infinities and NaN are where the definition has them.
+        False forbids it, by name too.
     threads : int, optional
         How many threads a call on NumPy is divided among, or fewer where the workspace limit has no room for so many;
         by default as many as NumPy's BLAS would use (so that its environment variables, threadpoolctl and the process's
@@ -68,11 +75,17 @@ class options(AbstractContextManager["Settings"]):
     """
 
     def __init__(
-        self, *, workspace_limit: int | None = None, allow_tf32: bool = False, threads: int | None = None
+        self,
+        *,
+        workspace_limit: int | None = None,
+        allow_tf32: bool = False,
+        allow_winograd: bool = True,
+        threads: int | None = None,
     ) -> None:
         self._settings = Settings(
             workspace_limit=_at_least("workspace_limit", workspace_limit, 0),
             allow_tf32=flag("allow_tf32", allow_tf32),
+            allow_winograd=flag("allow_winograd", allow_winograd),
             threads=_at_least("threads", threads, 1),
         )
 

@@ -71,13 +71,25 @@ SMALLEST_BLOCK = 32
 #: Pixels from which one sample fills a product; smaller images share one, through columns.
 LONE_PIXELS = 256
 
-#: Why a method is a GPU's.
-ELSEWHERE = {"implicit_gemm": "BLAS reads matrices, so columns are written, block by block (method 'gemm')"}
+#: Why a method is a GPU's, or a convolution's only.
+ELSEWHERE = {
+    "implicit_gemm": "BLAS reads matrices, so columns are written, block by block (method 'gemm')",
+    "winograd": "it is for what is gathered as a convolution; this is scattered",
+}
 #: Why products tap by tap are not taken; why columns and products are not: of gradients of a depthwise convolution, and
 #: where they were tried first.
 PASS_PER_TAP = "slower: a pass over the sums for every tap"
 THIN_PRODUCTS = "slower: with one channel per group, each product is a vector by a matrix"
 NO_ROOM_FOR_COLUMNS = "columns do not fit the workspace limit"
+#: The same of Winograd's method, and where it is taken.
+MORE_PRODUCTS = "slower: it takes more products"
+NO_ROOM_FOR_TILES = "transforms do not fit the workspace limit"
+SLOW_TRANSFORMS = "slower: transforms take longer than the products they save"
+
+#: What takes as long as so many multiply-adds of a product: to transform an element of a tile of x or of the result, and
+#: of the weight; all calls of Winograd's method; and, of what it is compared with, to write an element of columns.
+#: A tile's channels are transformed together, which takes as long as if there were `SHORT_ROW` more.
+TRANSFORMED, TRANSFORMED_WEIGHT, SHORT_ROW, LONE_TRANSFORM, COLUMN = 32, 60, 16, 4_000_000, 8
 
 Rejected = tuple[tuple[str, str], ...]
 
@@ -93,18 +105,49 @@ class Method(NamedTuple):
     ways: str | tuple[type[BlockLoop], ...]
     slower: str  # why another method is taken
     no_room: str = ""  # the same where this one was tried first and did not fit
-    suits: Callable[[ConvGeometry], bool] = lambda _: True
+    unsuited: Callable[[ProductsProblem], str] = lambda _: ""  # the same where it does not suit the problem
 
 
-def is_not_depthwise(geometry: ConvGeometry) -> bool:
-    """Whether products are more than vectors by matrices, or one only."""
-    return not (geometry.is_depthwise and geometry.groups > 1)
+def thin_products(problem: ProductsProblem) -> str:
+    """Why columns and products do not suit a problem."""
+    geometry = problem.geometry
+    return THIN_PRODUCTS if geometry.is_depthwise and geometry.groups > 1 else ""
+
+
+def winograd_refusal(problem: ProductsProblem) -> str:
+    """Why Winograd's method cannot do a problem."""
+    geometry = problem.geometry
+    if not problem.allow_winograd:
+        return "options(allow_winograd=False) forbids it"
+    if not problem.x_dtype == problem.factor_dtype == problem.dtype == "float32":
+        return "it is for float32: in other dtypes its rounding errors or its products cost too much"
+    if geometry.stride != (1, 1, 1) or not {3} <= {*geometry.kernel} <= {1, 3}:
+        return "it is for stride 1, and kernels of 3 taps along some axes and 1 along the others"
+    return ""
+
+
+def winograd_unsuited(problem: ProductsProblem) -> str:
+    """Why Winograd's method is not taken: by the number of multiply-adds that take as long as what each method does."""
+    if refusal := winograd_refusal(problem):
+        return refusal
+    geometry = problem.geometry
+    tiled = [taps == 3 for taps in geometry.kernel]
+    phases = [gap if is_tiled else 1 for is_tiled, gap in zip(tiled, geometry.dilation)]
+    outputs = [4 * gap if is_tiled else 1 for is_tiled, gap in zip(tiled, phases)]
+    tiles = geometry.batch * prod(-(-n // m) * gap for n, m, gap in zip(geometry.out_size, outputs, phases))
+    products = 6 ** sum(tiled)
+    pairs, channels = geometry.group_channels * geometry.out_channels, geometry.in_channels + geometry.out_channels
+    transforms = TRANSFORMED * tiles * (channels + 2 * SHORT_ROW) + TRANSFORMED_WEIGHT * pairs
+    ours = products * (tiles * pairs + transforms) + LONE_TRANSFORM
+    columns = geometry.batch * geometry.pixels * geometry.in_channels * geometry.taps
+    return "" if ours < geometry.products + COLUMN * columns else SLOW_TRANSFORMS
 
 
 #: Every method of a convolution; a depthwise one has its own (`depthwise`).  "auto" takes the first that suits the
 #: problem and fits, else the first that fits.
 METHODS = {
-    "gemm": Method("cupyconv.numpy.gemm", "", NO_ROOM_FOR_COLUMNS),
+    "winograd": Method("cupyconv.numpy.winograd", SLOW_TRANSFORMS, NO_ROOM_FOR_TILES, winograd_unsuited),
+    "gemm": Method("cupyconv.numpy.gemm", MORE_PRODUCTS, NO_ROOM_FOR_COLUMNS),
     "direct": Method("cupyconv.numpy.direct", PASS_PER_TAP),
 }
 
@@ -125,10 +168,10 @@ def choose(problem: ProductsProblemT, methods: Mapping[str, Method]) -> Plan:
     elsewhere = {name: ELSEWHERE.get(name, NO_SUCH_METHOD) for name in PUBLIC_METHODS if name not in methods}
     if named in elsewhere:
         raise ValueError(f"method {named!r} does not apply: {elsewhere[named]}")
-    by_merit = sorted(methods, key=lambda name: not methods[name].suits(problem.geometry))
+    by_merit = sorted(methods, key=lambda name: bool(methods[name].unsuited(problem)))
     refusals: dict[str, str] = {}
     for name in by_merit if named == "auto" else [named]:
-        why_not = {other: method.slower for other, method in methods.items() if other != name}
+        why_not = {o: method.unsuited(problem) or method.slower for o, method in methods.items() if o != name}
         why_not |= {other: methods[other].no_room or why_not[other] for other in refusals}
         if named != "auto":
             why_not = dict.fromkeys(why_not, f"method={named!r} was asked for")

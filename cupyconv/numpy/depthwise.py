@@ -17,6 +17,7 @@ import numpy as np
 from cupyconv.numpy.convolution import (
     LONE_PIXELS,
     MEMORY_BLOCK,
+    METHODS,
     NO_ROOM_FOR_COLUMNS,
     PASS_PER_TAP,
     ConvLoop,
@@ -46,8 +47,9 @@ def methods_of(problem: ConvProblem) -> Mapping[str, Method]:
     is_quicker = products < scaled_ns(problem) or not problem.is_one_kind
     few = "slower: few outputs beside each other, or few taps, and products with many zeros"
     return {
-        "gemm": Method(ways, few, NO_ROOM_FOR_COLUMNS, lambda _: is_quicker),
+        "gemm": Method(ways, few, NO_ROOM_FOR_COLUMNS, lambda _: "" if is_quicker else few),
         "direct": Method((ScaledRuns, ScaledTaps, TapByTap), PASS_PER_TAP),
+        "winograd": METHODS["winograd"],
     }
 
 

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from cupyconv.numpy.backend import NumpyStep
-from cupyconv.numpy.convolution import ConvLoop, plan_conv
+from cupyconv.numpy.convolution import ConvLoop, plan_conv, winograd_unsuited
 from cupyconv.numpy.windows import five_axes
 from cupyconv.problem.arrays import c_strides
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Buffer, Plan
 from cupyconv.problem.polyphase import AxisPhase, is_reached, phase_problem, phases_of
-from cupyconv.problem.problems import NotApplicable, TransposedProblem
+from cupyconv.problem.problems import ConvProblem, NotApplicable, TransposedProblem
 
 #: Convolutions that a result may fall apart into to be gathered: stride 2 along three axes.
 MOST_PARTS = 8
@@ -104,22 +104,26 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
     """The plan of convolutions that the results are; ValueError where adding products takes less, or one has no plan."""
     geometry = problem.geometry
     phases = phases_of(geometry)
-    if geometry.padding_mode != "constant" or not _reads_less(geometry, len(phases)):
+    if geometry.padding_mode != "constant":
         raise NotApplicable("products are added where the kernel reaches")
     if geometry.groups > 1 and len(problem.outs) > 1:
         raise NotApplicable("several results of a grouped convolution")
     weight = prod(problem.weight.shape) * problem.weight.itemsize
-    plans, steps = [], []
+    problems = []
     for (out, first), phase in product(zip(problem.outs, geometry.channel_offsets), phases):
         taps = [axis.taps for axis in phase] if is_reached(phase) else [range(0)] * 3
         shape = (out.shape[1], geometry.group_outputs, *map(len, taps))
         own = replace(problem.weight, shape=shape, strides=c_strides(shape))
         part = phase_problem(replace(problem, workspace_limit=problem.limit_with(weight) - weight), phase, out, own)
-        plan = plan_conv(replace(part, method=problem.method if is_reached(phase) else "auto"))
+        part = replace(part, method=problem.method if is_reached(phase) else "auto")
+        problems.append((part, out.name, first, phase))
+    if not (_reads_less(geometry, len(phases)) or all(_takes_winograd(part) for part, *_ in problems)):
+        raise NotApplicable("products are added where the kernel reaches")
+    plans, steps = [], []
+    for part, name, first, phase in problems:
+        plan = plan_conv(part)
         plans.append(plan)
-        steps += [
-            GatheredLoop(problem, loop, out.name, first, phase) for loop in plan.steps if isinstance(loop, ConvLoop)
-        ]
+        steps += [GatheredLoop(problem, loop, name, first, phase) for loop in plan.steps if isinstance(loop, ConvLoop)]
     largest = max(plans, key=lambda plan: plan.flops)
     sizes = {"weight": weight, "blocks": max(plan.workspace_bytes for plan in plans)}
     return replace(
@@ -134,6 +138,11 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
         reason=f"gathered{f' in {len(plans)} parts' if len(plans) > 1 else ''}, {largest.reason}",
         workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items()) if steps else (),
     )
+
+
+def _takes_winograd(part: ConvProblem) -> bool:
+    """Whether a part is computed by Winograd's method, which only convolutions have."""
+    return part.method == "winograd" or (part.method == "auto" and not winograd_unsuited(part))
 
 
 def _reads_less(geometry: ConvGeometry, parts: int) -> bool:

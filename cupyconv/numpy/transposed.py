@@ -15,14 +15,14 @@ from cupyconv.numpy.convolution import (
     Method,
     choose,
     is_matrix,
-    is_not_depthwise,
+    thin_products,
 )
 from cupyconv.numpy.gathered import plan_gathered
 from cupyconv.numpy.scattered import Piece, ScatteredLoop, ScatteredRun, x_is_factor
 from cupyconv.problem.arrays import accumulator
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Plan
-from cupyconv.problem.problems import TransposedProblem, inputs_with_channels
+from cupyconv.problem.problems import NotApplicable, TransposedProblem, inputs_with_channels
 
 
 def plan_transposed(problem: TransposedProblem) -> Plan:
@@ -31,7 +31,9 @@ def plan_transposed(problem: TransposedProblem) -> Plan:
     problem = replace(problem, geometry=geometry, outs=tuple(problem.outs[i] for i in kept))
     try:
         return plan_gathered(problem)
-    except ValueError:  # of parts a reason; the method's own follows
+    except ValueError as refusal:  # of parts a reason; the method's own follows, but of one that only gathering has
+        if problem.method == "winograd" and not isinstance(refusal, NotApplicable):
+            raise
         return choose(problem, METHODS)
 
 
@@ -136,6 +138,6 @@ class ScatteredScaledTaps(ScatteredLoop):
 
 #: "auto" takes the first that suits the problem and fits, else the first that fits.
 METHODS = {
-    "gemm": Method((ScatteredView, ScatteredColumns), THIN_PRODUCTS, NO_ROOM_FOR_COLUMNS, is_not_depthwise),
+    "gemm": Method((ScatteredView, ScatteredColumns), THIN_PRODUCTS, NO_ROOM_FOR_COLUMNS, thin_products),
     "direct": Method((ScatteredScaledTaps, ScatteredTaps), "slower: a product for every tap"),
 }

@@ -8,24 +8,42 @@
 from __future__ import annotations
 
 from functools import cached_property
+from math import prod
+from typing import Any
 
 import numpy as np
 
 from cupyconv.numpy.convolution import (
     LONE_PIXELS,
+    MORE_PRODUCTS,
     NO_ROOM_FOR_COLUMNS,
+    NO_ROOM_FOR_TILES,
     PRODUCT_BLOCK,
-    THIN_PRODUCTS,
+    SLOW_TRANSFORMS,
     Method,
     choose,
     columns_bytes,
     inputs_are_columns,
-    is_not_depthwise,
     one_tap_bytes,
+    temporaries,
+    thin_products,
+    winograd_unsuited,
 )
 from cupyconv.numpy.mec import mec_bytes, mec_columns, mec_part, taps_share
 from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun, grad_is_factor, x_item
 from cupyconv.numpy.windows import Block, Images
+from cupyconv.numpy.winograd import (
+    MEMORY,
+    TiledLoop,
+    Tiling,
+    by_group,
+    in_turn,
+    in_turn_bytes,
+    products_of,
+    read_channels_last,
+    transforms_float32,
+    weight_transform,
+)
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Plan
@@ -195,10 +213,75 @@ class GradientTaps(WeightGradientLoop):
                 run.add_product(grad, matrices, sums[:, :, t :: geometry.taps], is_first)
 
 
+class GradientWinograd(TiledLoop, WeightGradientLoop):
+    """Products of transformed tiles of x and of the gradient, summed over tiles, and transformed to taps last.
+
+    ::
+
+        dW [3]  =  G' [3, 6]  sum over tiles of ( (A [6, 4] grad)  *  (B' [6, 6] x) )        along every axis of three taps
+    """
+
+    name = "Winograd"
+    words = "F(3, 4) along axes of three taps: 6 products for 4 pixels, where columns take 12"
+
+    @property
+    def columns_bytes(self) -> int:
+        """Those of the tiles of the inputs and of the gradient, and of their products."""
+        geometry, item = self.geometry, self.x_dtype.itemsize
+        inputs, grads = self._shapes(self.tiling)
+        read = prod(inputs[0]) * (1 + temporaries(geometry, self.problem.prologue))
+        pairs = geometry.group_channels * geometry.groups * self.rows
+        products = pairs * (products_of(geometry) + geometry.taps)
+        return in_turn_bytes(inputs) + in_turn_bytes(grads) + (read + products) * item
+
+    def _shapes(self, tiling: Tiling) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """The arrays from what is read of the inputs, and from the gradient, to their tiles."""
+        outputs = self.geometry.groups * (self.rows or self.geometry.group_outputs)
+        return tiling.transformed(self.geometry.in_channels), tiling.transformed(outputs, 0)
+
+    def add(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
+        geometry, matrices, tiling = self.geometry, transforms_float32(), self.tiling_of(block)
+        ((grad, sums),) = pairs
+        inputs, grads = self._shapes(tiling)
+        memory = in_turn(MEMORY, inputs, ("columns", "tile"))
+        image = next(memory)
+        read_channels_last(images, block, image)
+        x = by_group(tiling.transform(matrices.inputs, image, memory), geometry.groups)
+        memory = in_turn(MEMORY, grads, ("grad", "grad tiles"))
+        image = next(memory)
+        if tiling.is_cut:
+            image.fill(0)
+        at: Any = (0, slice(None), *map(slice, block.size[1:]))
+        image[at] = np.moveaxis(grad.reshape(prod(grad.shape[:2]), *block.size), 0, -1)
+        factor = by_group(tiling.transform(matrices.outputs.T, image, memory), geometry.groups)
+        shape = (len(x), *sums.shape[:2], geometry.group_channels)
+        products = np.matmul(factor.swapaxes(2, 3), x, out=MEMORY.array("products", shape))
+        taps = np.matmul(weight_transform(geometry).T, products.reshape(len(x), prod(shape[1:])))
+        if not np.isfinite(taps.sum()):
+            self._add_columns(run, block, images, pairs, is_first)
+            return
+        product = np.moveaxis(taps.reshape(geometry.taps, *shape[1:]), 0, -1).reshape(sums.shape)
+        if is_first:
+            sums[...] = product
+        else:
+            sums += product
+
+    def _add_columns(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
+        """The same as it is defined, of as many pixels at a time as the tiles' memory has room for."""
+        ((grad, sums),) = pairs
+        by_pixel = grad.reshape(*grad.shape[:2], *block.size)
+        for at, part in self.parts_by_columns(block, in_turn_bytes(self._shapes(self.tiling)[0])):
+            columns = images.columns(part).reshape(self.geometry.groups, self.geometry.reduction, part.area)
+            own: Any = (slice(None), slice(None), *at)
+            run.add_product(by_pixel[own].reshape(*grad.shape[:2], part.area), columns, sums, is_first)
+            is_first = False
+
+
 #: "auto" takes the first that suits the problem and fits, else the first that fits.
 METHODS = {
+    "winograd": Method((GradientWinograd,), SLOW_TRANSFORMS, NO_ROOM_FOR_TILES, winograd_unsuited),
     "gemm": Method(
-        (GradientView, GradientMecProducts, GradientColumns), THIN_PRODUCTS, NO_ROOM_FOR_COLUMNS, is_not_depthwise
+        (GradientView, GradientMecProducts, GradientColumns), MORE_PRODUCTS, NO_ROOM_FOR_COLUMNS, thin_products
     ),
     "direct": Method((MultipliedTaps, GradientTaps), "slower: a product for every tap"),
 }

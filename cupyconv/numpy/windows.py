@@ -218,6 +218,15 @@ class Block:
         """These samples of an image."""
         return image if self._is_all else image[self._samples]
 
+    def parts(self, size: BlockSize) -> Iterator[tuple[tuple[slice, ...], Block]]:
+        """Blocks of this size that it falls into, and where they lie in it."""
+        axes = [
+            list(zip(ranges_of(len(whole), part), ranges_of(whole, part))) for whole, part in zip(self._ranges, size)
+        ]
+        for parts in product(*axes):
+            at = tuple(slice(within.start, within.stop) for within, _ in parts)
+            yield at, Block(self.geometry, self._itemsize, tuple(own for _, own in parts))
+
     @cached_property
     def taps(self) -> tuple[tuple[Region, ...], ...]:
         """What each tap reads."""
@@ -409,9 +418,10 @@ def block_of_pixels(geometry: ConvGeometry, pixels: int, most_samples: int) -> B
     return (1, 1, 1, even_part(width, pixels))
 
 
-def ranges_of(extent: int, part: int) -> list[range]:
-    """An axis cut into parts."""
-    return [range(first, min(first + part, extent)) for first in range(0, extent, part)]
+def ranges_of(extent: int | range, part: int) -> list[range]:
+    """An axis, or some of it, cut into parts."""
+    whole = range(extent) if isinstance(extent, int) else extent
+    return [whole[first : first + part] for first in range(0, len(whole), part)]
 
 
 def parts_of(count: int, part: int) -> Iterator[slice]:

@@ -85,8 +85,9 @@ def conv(
         arrays ``(C,)`` over all channels of the merged inputs; each of the three may be None.  Zero padding comes
         after it and stays zero; the elements that another `padding_mode` repeats are transformed.
     method : str
-        ``"auto"``, ``"direct"``, ``"gemm"`` (columns and a product) or ``"implicit_gemm"`` (CUDA: the product
-        without columns); a method that does not apply is refused, never replaced.
+        ``"auto"``, ``"direct"``, ``"gemm"`` (columns and a product), ``"implicit_gemm"`` (CUDA: the product
+        without columns) or ``"winograd"`` (NumPy: fewer products of transformed data, with the errors that
+        `options` names); a method that does not apply is refused, never replaced.
     out : array, optional
         Of exactly the result's shape and dtype, any strides that do not overlap; may be `residual`,
         may not otherwise share memory with an argument.

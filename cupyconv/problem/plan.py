@@ -234,7 +234,7 @@ class Plan:
     Attributes
     ----------
     method : str
-        ``"direct"``, ``"gemm"`` or ``"implicit_gemm"``; of a chain ``"fused"`` or ``"unfused"``; of recurrent layers
+        ``"direct"``, ``"gemm"``, ``"implicit_gemm"`` or ``"winograd"``; of a chain ``"fused"`` or ``"unfused"``; of recurrent layers
         ``"step"`` or ``"persistent"``; else the function's name: ``"im2col"``, ``"col2im"``, ``"max_pool"``.
     backend : str
         ``"numpy"`` or ``"cuda"``.

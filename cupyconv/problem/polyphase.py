@@ -131,6 +131,7 @@ def phase_problem(
         machine=problem.machine,
         workspace_limit=problem.limit,
         allow_tf32=problem.allow_tf32,
+        allow_winograd=problem.allow_winograd,
     )
 
 

@@ -1,0 +1,385 @@
+"""Winograd's F(4, 3) along every axis of three taps: 6 products for 4 outputs, where a sum over taps takes 12.
+
+(Winograd, "Arithmetic Complexity of Computations", 1980; Lavin and Gray, "Fast Algorithms for Convolutional Neural
+Networks", CVPR 2016.)  Of the two matrices a tile is multiplied by, and of their products, along one axis:
+
+::
+
+    y [4]  =  A' [4, 6]  ( (G [6, 3] w)  *  (B' [6, 6] x) )         y: outputs, x: the inputs they read, w: taps
+
+    x, padded  [samples, d, h, w, channels]      channels last: a transform is then one batched product, whose
+       | B' along w, h, d                        batch are overlapping windows, and all behind the axis its columns
+    V  [6 6 6, tiles, channels]
+       | one product for each of the 6 6 6, with U = G w
+    M  [6 6 6, tiles, outputs]
+       | A' along d, h, w
+    y  [samples, d, h, w, outputs]
+
+The matrices are those of the polynomials' values at 0, +-sqrt(1/2), +-sqrt(2) and infinity, which lose less to rounding
+than small integers (Barabasz et al., "Error Analysis and Improving the Accuracy of Winograd Convolution", 2020).  Rows
+are scaled so that no transform of x or w is larger than its largest element.
+
+Rounding errors grow with the largest terms of a tile, not of a single output: the bound is normwise.  A sum that is not
+finite says that something in its tile was not, or was too large: such a block is computed from columns instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache, reduce
+from math import prod, sqrt
+from typing import Any, ClassVar, NamedTuple, Self
+
+import numpy as np
+
+from cupyconv.numpy.convolution import ConvLoop, ConvRun, PixelLoop, columns_bytes, temporaries, winograd_refusal
+from cupyconv.numpy.gemm import product
+from cupyconv.numpy.threads import in_threads
+from cupyconv.numpy.windows import Block, BlockSize, Images, Scratch, largest_block, parts_of
+from cupyconv.problem.geometry import ConvGeometry, even_part
+from cupyconv.problem.problems import ConvProblem, NotApplicable
+
+TAPS, OUTPUTS, INPUTS = 3, 4, 6
+FLOAT32 = np.dtype(np.float32)
+Shape = tuple[int, ...]
+#: Bytes of the products of a block and of what they are products of: a few megabytes stay in cache, and calls are long.
+BLOCK = 4 << 20
+#: Elements behind an axis below which tiles are copied apart, so that a row has those of all tiles: each row is a product
+#: of BLAS, and where it has no kernels for small ones, these wait for each other's memory.
+LONG_ROW = 256
+#: Elements of a transformed weight from which another thread takes a part of it.
+WEIGHT_PART = 1 << 18
+#: Kernels whose transforms are one product: where BLAS has kernels for small products, they do not copy the factor.
+WEIGHT_ROWS = 256
+
+# --- the transforms -------------------------------------------------------------------------------------------
+
+
+class Transforms(NamedTuple):
+    """The matrices along one axis, in float64."""
+
+    inputs: np.ndarray  # B' [6, 6]
+    taps: np.ndarray  # G [6, 3]
+    outputs: np.ndarray  # A' [4, 6]
+
+
+@lru_cache(maxsize=1)
+def transforms() -> Transforms:
+    """F(4, 3) at the points 0, +-1/r, +-r and infinity, where r = sqrt(2).
+
+    A row of B' has the coefficients of the product of (x - q) over all other points q; rows of G and of A have powers of
+    their point, and that product's value at the point divides.
+    """
+    r = sqrt(2)
+    points = (0, 1 / r, -1 / r, r, -r)
+    inputs = np.array(
+        [
+            [1, 0, -2.5, 0, 1, 0],
+            [0, -r, -2, 1 / r, 1, 0],
+            [0, r, -2, -1 / r, 1, 0],
+            [0, -1 / r, -0.5, r, 1, 0],
+            [0, 1 / r, -0.5, -r, 1, 0],
+            [0, 1, 0, -2.5, 0, 1],
+        ]
+    )
+    values = np.array([1, -1.5, -1.5, 6, 6, 1])
+    taps = np.array([[p**i for i in range(TAPS)] for p in points] + [[0, 0, 1]])
+    outputs = np.array([[p**i for i in range(OUTPUTS)] for p in points] + [[0, 0, 0, 1]])
+    scales = abs(inputs).sum(1), abs(taps).sum(1)
+    return Transforms(
+        inputs / scales[0][:, None], taps / scales[1][:, None], (outputs.T * (scales[0] * scales[1] / values))
+    )
+
+
+@lru_cache(maxsize=1)
+def transforms_float32() -> Transforms:
+    return Transforms(*(matrix.astype(np.float32) for matrix in transforms()))
+
+
+def weight_transform(geometry: ConvGeometry) -> np.ndarray:
+    """The matrix that the taps of a kernel are multiplied by, along all axes at once: (products, taps)."""
+    along = [transforms().taps if taps == TAPS else np.ones((1, 1)) for taps in geometry.kernel]
+    return reduce(np.kron, along).astype(np.float32)
+
+
+class Tiling:
+    """How a block is cut into tiles, and the shapes its transforms go through: (products, samples, d, h, w, channels).
+
+    Of an axis with a dilation, every phase is tiled as if it were alone.
+    """
+
+    def __init__(self, geometry: ConvGeometry, block: BlockSize) -> None:
+        self.axes = tiled_axes(geometry)
+        self.phases = [dilation if axis in self.axes else 1 for axis, dilation in enumerate(geometry.dilation)]
+        self._samples = block[0]
+        self._counts = tiles_along(geometry, block)
+        #: Whether tiles reach further than the block.
+        self.is_cut = [count * step for count, step in zip(self._counts, tile_steps(geometry))] != list(block[1:])
+
+    def _pixels(self, per_tile: int, beside: int) -> list[int]:
+        return [
+            (count * per_tile + beside) * phases if axis in self.axes else count
+            for axis, (count, phases) in enumerate(zip(self._counts, self.phases))
+        ]
+
+    def transformed(self, channels: int, beside: int = INPUTS - OUTPUTS) -> list[Shape]:
+        """The shapes from an image to what products take; `beside` are the elements of a tile that the next has too.
+
+        Where rows are short there is one more before a transform: of tiles apart.
+        """
+        sizes, products = self._pixels(OUTPUTS, beside), 1
+        shapes: list[Shape] = [(products, self._samples, *sizes, channels)]
+        for axis in reversed(self.axes):
+            sizes[axis] = self._counts[axis] * self.phases[axis]
+            behind = prod(sizes[axis + 1 :]) * channels
+            if behind < LONG_ROW:
+                before = products * self._samples * prod(sizes[:axis])
+                shapes.append((OUTPUTS + beside, before, self._counts[axis], self.phases[axis], behind))
+            products *= INPUTS
+            shapes.append((products, self._samples, *sizes, channels))
+        return shapes
+
+    def back(self, channels: int) -> list[Shape]:
+        """The shapes from products to an image of the outputs."""
+        return self.transformed(channels, 0)[::-1]
+
+    def transform(self, matrix: np.ndarray, image: np.ndarray, memory: Iterator[np.ndarray]) -> np.ndarray:
+        """The tiles of an image, times a matrix along every axis."""
+        for axis in reversed(self.axes):
+            windows, target = _windows(image, axis, self.phases[axis], matrix.shape[1]), next(memory)
+            if target.ndim == windows.ndim:
+                target[...] = np.moveaxis(windows, 3, 0)
+                windows, target = _apart(target), next(memory)
+            np.matmul(matrix, windows, out=_products(target, windows.shape))
+            image = target
+        return image
+
+    def transform_back(self, matrix: np.ndarray, products: np.ndarray, memory: Iterator[np.ndarray]) -> np.ndarray:
+        """An image of the outputs of all tiles: products times a matrix along every axis."""
+        for axis in self.axes:
+            image, tiles = next(memory), None
+            if image.ndim < products.ndim:
+                tiles, image = image, next(memory)
+            windows = _windows(image, axis, self.phases[axis], len(matrix))
+            place = windows if tiles is None else _apart(tiles)
+            np.matmul(matrix, _products(products, place.shape), out=place)
+            if tiles is not None:
+                windows[...] = np.moveaxis(tiles, 0, 3)
+            products = image
+        return products
+
+
+def _windows(image: np.ndarray, axis: int, phases: int, extent: int) -> np.ndarray:
+    """The tiles along an axis, of so many elements: (all before the axis, tile, phase, element, all behind it)."""
+    before, size, behind = prod(image.shape[: 2 + axis]), image.shape[2 + axis], prod(image.shape[3 + axis :])
+    row = behind * image.itemsize
+    step = OUTPUTS * phases
+    return np.ndarray(
+        (before, size // step, phases, extent, behind),
+        image.dtype,
+        image,
+        0,
+        (size * row, step * row, row, phases * row, image.itemsize),
+    )
+
+
+def _apart(tiles: np.ndarray) -> np.ndarray:
+    """Tiles (element, all before the axis, tile, phase, all behind it) as windows whose rows are those of all tiles."""
+    elements, before = tiles.shape[:2]
+    return tiles.reshape(elements, before, 1, 1, prod(tiles.shape[2:])).transpose(1, 2, 3, 0, 4)
+
+
+def _products(image: np.ndarray, windows: tuple[int, ...]) -> np.ndarray:
+    """The products of one axis, the first of all: (all before the axis, tile, phase, product, all behind it)."""
+    before, tiles, phases, _, behind = windows
+    return image.reshape(INPUTS, before, tiles, phases, behind).transpose(1, 2, 3, 0, 4)
+
+
+def tiled_axes(geometry: ConvGeometry) -> list[int]:
+    return [axis for axis, taps in enumerate(geometry.kernel) if taps == TAPS]
+
+
+def tiles_along(geometry: ConvGeometry, block: Sequence[int]) -> list[int]:
+    """Tiles of one phase along each axis; pixels where the kernel has one tap."""
+    steps = tile_steps(geometry)
+    return [-(-extent // step) for extent, step in zip(block[1:], steps)]
+
+
+def tile_steps(geometry: ConvGeometry) -> list[int]:
+    """Pixels along each axis that whole tiles of all phases have."""
+    return [OUTPUTS * gap if taps == TAPS else 1 for taps, gap in zip(geometry.kernel, geometry.dilation)]
+
+
+def products_of(geometry: ConvGeometry) -> int:
+    """Products of a tile."""
+    return int(INPUTS ** len(tiled_axes(geometry)))
+
+
+def in_turn(scratch: Scratch, shapes: Sequence[Shape], names: Sequence[str]) -> Iterator[np.ndarray]:
+    """Arrays of these shapes in two buffers in turn."""
+    return (scratch.array(names[i % 2], shape) for i, shape in enumerate(shapes))
+
+
+def in_turn_bytes(shapes: Sequence[Shape]) -> int:
+    """Bytes of two buffers for arrays in turn."""
+    return FLOAT32.itemsize * sum(max(map(prod, shapes[i::2]), default=0) for i in range(2))
+
+
+def read_channels_last(images: Images, block: Block, target: np.ndarray) -> None:
+    """What all windows of a block read, (1, samples, d, h, w, channels), with zeros behind it."""
+    tile = block.tile(images.channels)
+    if tile.starts_as_zeros or target.shape[2:5] != tile.shape[2:]:
+        target.fill(0)
+    at: Any = (0, slice(None), *map(slice, tile.shape[2:]))
+    images.read(tile.regions, block, target[at].transpose(4, 0, 1, 2, 3))
+
+
+def tiles_block(geometry: ConvGeometry, most: int, share: int) -> BlockSize:
+    """A block of at most so many tiles of each phase, about `share` of them: some samples, else a part of one."""
+    axes = (geometry.batch, *tiles_along(geometry, (geometry.batch, *geometry.out_size)))
+    parts = [1, 1, 1, 1]
+    for axis, count in enumerate(axes):
+        inner = prod(axes[axis + 1 :])
+        if inner <= min(most, share) or axis == 3:
+            parts[axis:] = [even_part(count, min(most // inner, -(-share // inner))), *axes[axis + 1 :]]
+            break
+    extents = (geometry.batch, *geometry.out_size)
+    steps = (1, *tile_steps(geometry))
+    return tuple(max(1, min(part * step, extent)) for part, step, extent in zip(parts, steps, extents))  # type: ignore[return-value]
+
+
+# --- the method -----------------------------------------------------------------------------------------------
+
+
+#: Kept from call to call by every thread, at most what a block takes: the first touch of a page of memory takes longer than
+#: all that is done with it here.
+MEMORY = Scratch(FLOAT32, 2)
+
+
+class TiledLoop(PixelLoop):
+    """A loop over blocks of whole tiles."""
+
+    @classmethod
+    def loops(cls, problem: Any) -> tuple[Sequence[Self], Mapping[str, int]]:
+        if refusal := winograd_refusal(problem):
+            raise NotApplicable(refusal)
+        return super().loops(problem)
+
+    @classmethod
+    def applies(cls, problem: Any) -> bool:
+        return True
+
+    @classmethod
+    def fitted(cls, problem: Any, fixed: int, limit: int) -> Self:
+        geometry, threads = problem.geometry, problem.host.threads
+        phases = prod(geometry.dilation[axis] for axis in tiled_axes(geometry))
+        channels = geometry.in_channels + geometry.out_channels
+        per_tile = products_of(geometry) * phases * channels * FLOAT32.itemsize
+        tiles = geometry.batch * prod(tiles_along(geometry, (1, *geometry.out_size)))
+        most = max(1, BLOCK // (per_tile or 1))
+        while True:
+            loop = cls(problem, tiles_block(geometry, most, -(-tiles // threads)))
+            needed = fixed + threads * loop.workspace
+            if needed <= limit:
+                return loop
+            if most == 1:
+                raise NotApplicable(f"the smallest block needs {needed:,} bytes of workspace, the limit is {limit:,}")
+            most //= 2
+
+    @cached_property
+    def tiling(self) -> Tiling:
+        """That of a whole block."""
+        return Tiling(self.geometry, self.block)
+
+    def tiling_of(self, block: Block) -> Tiling:
+        return self.tiling if block.size == self.block else Tiling(self.geometry, block.size)
+
+    def parts_by_columns(self, block: Block, room: int) -> Iterator[tuple[tuple[slice, ...], Block]]:
+        """Parts of a block, and where they lie in it, whose columns have room in so many bytes."""
+        problem, item = self.problem, self.x_dtype.itemsize
+        size = largest_block(
+            self.geometry, lambda part: columns_bytes(problem, part, item), room, block.area, 1, block.size[0]
+        )
+        return block.parts(size)
+
+
+class Weights(NamedTuple):
+    """The weight: (groups, outputs per group, K_g) as it is, and transformed, (products, groups, channels, outputs)."""
+
+    matrix: np.ndarray
+    transformed: np.ndarray
+
+
+class Winograd(TiledLoop, ConvLoop):
+    """Tiles of 4 outputs along every axis of three taps."""
+
+    name = "Winograd"
+    words = "F(4, 3) along axes of three taps: 6 products for 4 outputs, where columns take 12"
+    in_place: ClassVar[bool] = False
+
+    fresh: ClassVar[Scratch] = MEMORY
+
+    @classmethod
+    def weight_bytes(cls, problem: ConvProblem) -> int:
+        return products_of(problem.geometry) * prod(problem.weight.shape[:2]) * FLOAT32.itemsize
+
+    @property
+    def workspace(self) -> int:
+        shapes = _shapes(self.tiling, self.geometry)
+        gathered = prod(shapes[0]) * temporaries(self.geometry, self.problem.prologue)
+        return in_turn_bytes(shapes) + gathered * FLOAT32.itemsize + self.sums_bytes
+
+    def arranged(self, weight: np.ndarray) -> Weights:  # type: ignore[override]
+        geometry, matrix = self.geometry, weight_transform(self.geometry)
+        rows = weight.reshape(prod(weight.shape[:2]) * geometry.group_channels, geometry.taps)
+        transformed = np.empty((len(matrix), len(rows)), FLOAT32)
+
+        def transform(part: slice) -> None:
+            own, target = rows[part], transformed[:, part]
+            whole = len(own) - len(own) % WEIGHT_ROWS
+            pieces = own[:whole].reshape(-1, WEIGHT_ROWS, geometry.taps).swapaxes(1, 2)
+            np.matmul(matrix, pieces, out=target[:, :whole].reshape(len(matrix), -1, WEIGHT_ROWS).swapaxes(0, 1))
+            np.matmul(matrix, own[whole:].T, out=target[:, whole:])
+
+        threads = max(1, min(self.threads, transformed.size // WEIGHT_PART))
+        for _ in in_threads(threads, transform, parts_of(len(rows), even_part(len(rows), -(-len(rows) // threads)))):
+            pass
+        by_group = transformed.reshape(len(matrix), geometry.groups, geometry.group_outputs, geometry.group_channels)
+        return Weights(weight, by_group.swapaxes(2, 3))
+
+    def sums(self, run: ConvRun, block: Block) -> np.ndarray:
+        geometry, matrices = self.geometry, transforms_float32()
+        weights: Any = run.weight
+        tiling = self.tiling_of(block)
+        memory = in_turn(run.images.scratch, _shapes(tiling, geometry), ("columns", "tile"))
+        image = next(memory)
+        read_channels_last(run.images, block, image)
+        tiles = by_group(tiling.transform(matrices.inputs, image, memory), geometry.groups)
+        products = next(memory)
+        np.matmul(tiles, weights.transformed, out=by_group(products, geometry.groups))
+        image = tiling.transform_back(matrices.outputs, products, memory)
+        if not np.isfinite(image.sum()):
+            return self._sums_of_columns(run, weights.matrix, block)
+        at: Any = (0, slice(None), *map(slice, block.size[1:]))
+        return image[at].transpose(4, 0, 1, 2, 3).reshape(block.sums_shape)
+
+    def _sums_of_columns(self, run: ConvRun, matrix: np.ndarray, block: Block) -> np.ndarray:
+        """The sums as they are defined, of as many pixels at a time as the transforms' memory has room for."""
+        sums = np.empty(block.sums_shape, self.sums_dtype)
+        for at, part in self.parts_by_columns(block, in_turn_bytes(_shapes(self.tiling, self.geometry))):
+            sums[(slice(None), slice(None), *at)] = product(run, matrix, run.images.columns(part), part)
+        return sums
+
+
+def by_group(image: np.ndarray, groups: int) -> np.ndarray:
+    """The matrix of each product and group: (products, groups, tiles, channels of a group)."""
+    products, *tiles, channels = image.shape
+    return image.reshape(products, prod(tiles), groups, channels // groups).swapaxes(1, 2)
+
+
+def _shapes(tiling: Tiling, geometry: ConvGeometry) -> list[Shape]:
+    """All arrays of a block, from what it reads to its sums."""
+    return tiling.transformed(geometry.in_channels) + tiling.back(geometry.out_channels)
+
+
+WAYS = (Winograd,)

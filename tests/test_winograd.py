@@ -1,0 +1,261 @@
+"""Winograd's method on NumPy: what it computes, how far it may be off, and where it must not be taken."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import reference
+import reference_gradients
+from peak_memory import peak_bytes
+from tolerance import assert_close
+
+import cupyconv
+from cupyconv.numpy.winograd import transforms
+
+#: Shapes of x and weight, and settings: every rank, axes of one tap, overhanging tiles, groups, dilation, padding modes.
+CASES = {
+    "2-D": ((2, 5, 13, 11), (7, 5, 3, 3), dict(padding=1)),
+    "whole tiles": ((1, 4, 10, 14), (3, 4, 3, 3), {}),
+    "smaller than a tile": ((3, 2, 3, 4), (2, 2, 3, 3), {}),
+    "1-D": ((2, 5, 37), (7, 5, 3), dict(padding=((2, 0),))),
+    "3-D": ((2, 3, 6, 5, 7), (4, 3, 3, 3, 3), dict(padding=1)),
+    "3 x 1": ((2, 3, 9, 8), (4, 3, 3, 1), dict(padding=((1, 1), (2, 0)))),
+    "1 x 3": ((2, 3, 9, 8), (4, 3, 1, 3), {}),
+    "3 x 1 x 3": ((1, 3, 6, 5, 7), (4, 3, 3, 1, 3), dict(padding=1)),
+    "groups": ((2, 6, 9, 8), (8, 3, 3, 3), dict(groups=2, padding=1)),
+    "depthwise": ((2, 4, 9, 8), (4, 1, 3, 3), dict(groups=4, padding=1)),
+    "dilation": ((1, 3, 17, 20), (4, 3, 3, 3), dict(dilation=(3, 2), padding=2)),
+    "dilated rows of one tap": ((1, 3, 9, 20), (4, 3, 1, 3), dict(dilation=(5, 2))),
+    "reflect": ((1, 3, 9, 8), (4, 3, 3, 3), dict(padding=3, padding_mode="reflect")),
+    "symmetric": ((1, 3, 9, 8), (4, 3, 3, 3), dict(padding=3, padding_mode="symmetric")),
+    "edge": ((1, 3, 9, 8), (4, 3, 3, 3), dict(padding=3, padding_mode="edge")),
+    "wrap": ((1, 3, 9, 8), (4, 3, 3, 3), dict(padding=3, padding_mode="wrap")),
+    "empty": ((0, 3, 9, 8), (4, 3, 3, 3), {}),
+    "no outputs": ((2, 3, 9, 8), (0, 3, 3, 3), {}),
+    "no channels": ((2, 0, 9, 8), (4, 0, 3, 3), {}),
+}
+#: Roundings that an error may be as large as, of the largest sum of absolute products: along one, two and three axes.
+ROUNDINGS = 64
+
+
+def normal(*shape):
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+def check(function, oracle, arrays, settings, terms):
+    """The oracle's result of the same arguments, on 1 and on 2 threads, in one block and in many."""
+    expected = oracle(*arrays, **settings)
+    for threads, limit in ((1, None), (2, None), (2, 40_000), (1, 200_000)):
+        with cupyconv.options(threads=threads, workspace_limit=limit):
+            plan = cupyconv.explain(function, *arrays, method="winograd", **settings)
+            actual = function(*arrays, method="winograd", **settings)
+        assert plan.method == "winograd" and (limit is None or plan.workspace_bytes <= limit)
+        assert_close(actual, expected, np.float32, terms, factor=4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_convolution(name):
+    x, weight, settings = CASES[name]
+    check(cupyconv.conv, reference.conv, (normal(*x), normal(*weight)), settings, int(np.prod(weight[1:])))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weight_gradient(name):
+    x, weight, settings = CASES[name]
+    grad = normal(*cupyconv.conv(normal(*x), normal(*weight), **settings).shape)
+    arrays = grad, normal(*x), weight[2:]
+    check(cupyconv.conv_grad_weight, reference_gradients.conv_grad_weight, arrays, settings, max(1, grad[:, :1].size))
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in CASES if "padding_mode" not in CASES[n][2] and n not in ("no channels", "empty")]
+)
+def test_input_gradient(name):
+    """The convolution that it is; with a padding mode it is none."""
+    x, weight, settings = CASES[name]
+    grad = normal(*cupyconv.conv(normal(*x), normal(*weight), **settings).shape)
+    expected = reference_gradients.conv_grad_input(grad, normal(*weight), x, **settings)
+    actual = cupyconv.conv_grad_input(grad, normal(*weight), x, method="winograd", **settings)
+    assert_close(actual, expected, np.float32, int(np.prod(weight)) // max(1, weight[1]), factor=4)
+
+
+def test_everything_around_a_convolution():
+    """Merged inputs with their own strides, a prologue, bias, residual, activation, what is kept before it, `out` in place."""
+    xs = [normal(2, 3, 9, 11), normal(2, 9, 11, 2).transpose(0, 3, 1, 2), normal(2, 1, 18, 11)[:, :, ::2]]
+    weight, bias, residual = normal(4, 6, 3, 3), normal(4), normal(2, 4, 9, 11)
+    settings = dict(padding=1, activation="gelu")
+    prologue = normal(6), normal(6), "relu"
+    images = reference.transformed(xs, *prologue, axis=1)
+    expected = reference.conv(images, weight, bias, residual=residual, **settings)
+    settings["prologue"] = prologue
+    for threads in (1, 2):
+        with cupyconv.options(threads=threads):
+            actual = cupyconv.conv(
+                xs, weight, bias, residual=residual, out=residual.copy(), method="winograd", **settings
+            )
+            in_place = residual.copy()
+            cupyconv.conv(xs, weight, bias, residual=in_place, out=in_place, method="winograd", **settings)
+        assert_close(actual, expected, np.float32, 54, magnitude=200.0, factor=4)
+        np.testing.assert_array_equal(in_place, actual)
+
+
+# --- accuracy -------------------------------------------------------------------------------------------------
+
+
+def test_the_matrices_are_an_identity():
+    """y = A' ((G w) * (B' x)), and no transform of x or w is larger than its largest element."""
+    inputs, taps, outputs = transforms()
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((6, 1000)), rng.standard_normal((3, 1000))
+    expected = sum(w[t] * x[t : t + 4] for t in range(3))
+    np.testing.assert_allclose(outputs @ ((taps @ w) * (inputs @ x)), expected, atol=1e-13)
+    for matrix in (inputs, taps):
+        np.testing.assert_allclose(abs(matrix).sum(1), 1, rtol=1e-15)
+
+
+SPREAD = {
+    "normal": lambda rng, *shape: rng.standard_normal(shape),
+    "positive": lambda rng, *shape: rng.random(shape),
+    "constant": lambda rng, *shape: np.full(shape, 1 / 3),
+    "of all sizes": lambda rng, *shape: rng.standard_normal(shape) * 10.0 ** rng.uniform(-8, 8, shape),
+}
+
+
+@pytest.mark.parametrize("kind", SPREAD)
+@pytest.mark.parametrize("x, weight", [
+    ((2, 64, 500), (64, 64, 3)), ((1, 64, 30, 30), (64, 64, 3, 3)), ((1, 16, 14, 14, 14), (16, 16, 3, 3, 3)),
+])  # fmt: skip
+def test_errors_are_bounded_by_the_largest_sum(kind, x, weight):
+    """What the docstrings promise, against float64."""
+    rng = np.random.default_rng(0)
+    x, weight = (SPREAD[kind](rng, *shape).astype(np.float32) for shape in (x, weight))
+    exact = cupyconv.conv(x.astype(np.float64), weight.astype(np.float64), padding=1)
+    largest = cupyconv.conv(abs(x.astype(np.float64)), abs(weight.astype(np.float64)), padding=1).max()
+    error = abs(cupyconv.conv(x, weight, padding=1, method="winograd") - exact).max()
+    assert 0 < error <= ROUNDINGS * 2.0**-24 * largest
+
+
+# --- infinities and NaN ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("case", ["x", "weight", "zeros in the weight", "overflow", "transform"])
+def test_infinities_and_nan_are_where_the_definition_puts_them(case, threads):
+    """A tile has six by six elements, of which a result sees three by three."""
+    x, weight = normal(3, 4, 21, 22), normal(5, 4, 3, 3)
+    if case == "weight":
+        weight[2, 1, 0, 2], weight[3, 0, 1, 1] = np.inf, np.nan
+    elif case == "overflow":
+        x, weight = np.full_like(x, 1e36), np.ones_like(weight)
+        x[1, :, 9:11, 14] = 3e38
+    elif case == "transform":  # finite sums of elements that are not far from the largest number
+        x[...], weight[...] = np.finfo(np.float32).max, 0
+        weight[:, :, 1, 1] = np.float32(0.2)
+    else:
+        x[0, 2, 10, 10], x[1, 3, 20, 0], x[1, 3, 5, 0], x[2, 0, 7, 7] = np.inf, np.nan, -np.inf, np.inf
+        if case == "zeros in the weight":
+            weight[:, :, :, 1] = 0
+    expected = reference.conv(x, weight, padding=1)
+    with cupyconv.options(threads=threads):
+        actual = cupyconv.conv(x, weight, padding=1, method="winograd")
+        plain = cupyconv.conv(x, weight, padding=1, method="gemm")
+    assert np.isfinite(plain).any()
+    for kind in (np.isnan, np.isposinf, np.isneginf):
+        np.testing.assert_array_equal(kind(actual), kind(plain))
+    finite = np.isfinite(plain)
+    np.testing.assert_allclose(actual[finite], expected[finite], rtol=1e-5, atol=1e-5 * abs(expected[finite]).max())
+
+
+def test_infinities_in_a_weight_gradient():
+    x, grad = normal(3, 4, 21, 22), normal(3, 5, 21, 22)
+    x[1, 3, 5, 0], grad[2, 1, 7, 7] = np.inf, np.nan
+    actual = cupyconv.conv_grad_weight(grad, x, (3, 3), padding=1, method="winograd")
+    plain = cupyconv.conv_grad_weight(grad, x, (3, 3), padding=1, method="gemm")
+    assert np.isfinite(plain).any() and np.isinf(plain).any() and np.isnan(plain).any()
+    np.testing.assert_allclose(actual, plain, rtol=1e-4, atol=1e-4)
+
+
+# --- the choice -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("x, weight, settings, words", [
+    (np.ones((1, 4, 9, 9)), np.ones((4, 4, 3, 3)), {}, "float32"),
+    (np.ones((1, 4, 9, 9), np.float16), np.ones((4, 4, 3, 3), np.float16), {}, "float32"),
+    (np.ones((1, 4, 9, 9), np.complex64), np.ones((4, 4, 3, 3), np.complex64), {}, "float32"),
+    (normal(1, 4, 9, 9), normal(4, 4, 3, 3), dict(stride=2), "stride 1"),
+    (normal(1, 4, 9, 9), normal(4, 4, 5, 3), {}, "3 taps"),
+    (normal(1, 4, 9, 9), normal(4, 4, 1, 1), {}, "3 taps"),
+])  # fmt: skip
+def test_what_it_is_not_for_is_refused_by_name_and_never_chosen(x, weight, settings, words):
+    with pytest.raises(ValueError, match=f"method 'winograd' does not apply: .*{words}"):
+        cupyconv.conv(x, weight, method="winograd", **settings)
+    plan = cupyconv.explain(cupyconv.conv, x, weight, **settings)
+    assert plan.method != "winograd" and words in dict(plan.rejected)["winograd"]
+
+
+def test_auto_takes_it_where_products_dominate_unless_it_is_forbidden():
+    many, few = (normal(1, 64, 56, 56), normal(64, 64, 3, 3)), (normal(1, 3, 56, 56), normal(16, 3, 3, 3))
+    grad = normal(1, 64, 56, 56)
+    calls = [
+        (cupyconv.conv, many), (cupyconv.conv_grad_input, (grad, many[1], many[0].shape)),
+        (cupyconv.conv_grad_weight, (grad, many[0], (3, 3))),
+    ]  # fmt: skip
+    for function, arrays in calls:
+        plan = cupyconv.explain(function, *arrays, padding=1)
+        assert plan.method == "winograd" and "products" in dict(plan.rejected)["gemm"]
+        with cupyconv.options(allow_winograd=False):
+            plan = cupyconv.explain(function, *arrays, padding=1)
+            assert plan.method == "gemm"
+            with pytest.raises(ValueError, match=r"'winograd' does not apply: .*allow_winograd=False"):
+                cupyconv.explain(function, *arrays, padding=1, method="winograd")
+    assert "allow_winograd=False" in dict(plan.rejected)["winograd"]
+    plan = cupyconv.explain(cupyconv.conv, *few, padding=1)
+    assert plan.method == "gemm" and "transforms" in dict(plan.rejected)["winograd"]
+
+
+def test_sums_of_integers_are_exact_where_it_is_forbidden():
+    rng = np.random.default_rng(0)
+    x, weight = (rng.integers(-8, 9, shape).astype(np.float32) for shape in ((2, 64, 40, 40), (64, 64, 3, 3)))
+    exact = cupyconv.conv(x.astype(np.float64), weight.astype(np.float64), padding=1)
+    assert (cupyconv.conv(x, weight, padding=1) != exact).any()
+    with cupyconv.options(allow_winograd=False):
+        assert (cupyconv.conv(x, weight, padding=1) == exact).all()
+
+
+def test_a_strided_input_gradient_or_one_with_a_padding_mode_is_refused():
+    x, weight = normal(1, 4, 9, 9), normal(4, 4, 3, 3)
+    for settings in (dict(stride=2), dict(padding=1, padding_mode="reflect")):
+        grad = cupyconv.conv(x, weight, **settings)
+        with pytest.raises(ValueError, match="method 'winograd' does not apply: "):
+            cupyconv.conv_grad_input(grad, weight, x.shape, method="winograd", **settings)
+
+
+# --- memory ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("limit", [None, 1 << 20, 300_000])
+def test_it_takes_what_explain_says(threads, limit):
+    x, weight = normal(2, 16, 61, 47), normal(16, 16, 3, 3)
+    out = np.empty((2, 16, 61, 47), np.float32)
+    arguments = dict(padding=1, out=out, method="winograd", activation="relu", bias=normal(16))
+    with cupyconv.options(threads=threads, workspace_limit=limit):
+        plan = cupyconv.explain(cupyconv.conv, x, weight, **arguments)
+        peak = peak_bytes(lambda: cupyconv.conv(x, weight, **arguments))
+        grad_plan = cupyconv.explain(cupyconv.conv_grad_weight, out, x, (3, 3), padding=1, method="winograd")
+        grad_peak = peak_bytes(lambda: cupyconv.conv_grad_weight(out, x, (3, 3), padding=1, method="winograd"))
+    python_objects = 200_000
+    assert peak <= plan.workspace_bytes + python_objects
+    assert grad_peak <= grad_plan.workspace_bytes + weight.nbytes + python_objects
+    for made in (plan, grad_plan):
+        assert limit is None or made.workspace_bytes <= limit
+
+
+def test_a_weight_too_large_for_the_limit_leaves_it_to_columns():
+    x, weight = normal(1, 64, 8, 8), normal(64, 64, 3, 3)
+    with cupyconv.options(workspace_limit=400_000):
+        with pytest.raises(
+            ValueError, match=r"'winograd' does not apply: the smallest block needs .* the limit is 400,000"
+        ):
+            cupyconv.conv(x, weight, method="winograd")
+        assert cupyconv.explain(cupyconv.conv, x, weight).method == "gemm"
