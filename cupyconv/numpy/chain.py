@@ -122,6 +122,14 @@ def tiles_to_plan(
         yield next(run)
 
 
+def _bands_to_plan(layers: Sequence[ConvGeometry], axis: int, bands: Sequence[range]) -> list[range]:
+    """Bands among which are all that differ in more than where they lie: those between the ends of images are alike."""
+    ends = list(_rows_at_ends(layers, axis))
+    chosen = [bands[0], *bands[1:-1][:1], *bands[1:][-1:]]
+    met = [band for band in bands if any(begin <= band.stop and band.start <= end for begin, end in ends)]
+    return list(dict.fromkeys(chosen + met))
+
+
 def _rows_at_ends(layers: Sequence[ConvGeometry], axis: int) -> Iterator[tuple[int, int]]:
     """For both ends of each layer's image: the first and the last row of the last result whose windows meet it."""
     for i in range(len(layers)):
@@ -458,7 +466,7 @@ def _tiled(problem: ChainProblem, tile: tuple[int, int], threads: int) -> _Way:
     loop = ChainLoop(problem, tile, bands, workers)
     parts = [
         part
-        for samples, band in product(loop.sample_counts, loop.row_ranges)
+        for samples, band in product(loop.sample_counts, _bands_to_plan(geometries, axis, loop.row_ranges))
         for part in tiles_to_plan(geometries, axis, samples, band, tile[1])
     ]
     rows_held = tuple(max(len(part[i].reads) for part in parts) for i in range(1, len(layers)))

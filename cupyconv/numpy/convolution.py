@@ -102,11 +102,14 @@ METHODS = {
     "gemm": Method("cupyconv.numpy.gemm", THIN_PRODUCTS, NO_ROOM_FOR_COLUMNS, is_not_depthwise),
     "direct": Method("cupyconv.numpy.direct", "slower: a pass over the sums for every tap"),
 }
+#: The same of several inputs.
+MERGING = METHODS | {"gemm": METHODS["gemm"]._replace(ways="cupyconv.numpy.merged")}
 
 
 def plan_conv(problem: ConvProblem) -> Plan:
     """The plan for ``problem.method``; ValueError where a named method does not apply."""
-    return choose(without_empty_inputs(problem), METHODS)
+    problem = without_empty_inputs(problem)
+    return choose(problem, METHODS if len(problem.xs) == 1 else MERGING)
 
 
 def choose(problem: ProductsProblemT, methods: Mapping[str, Method]) -> Plan:
