@@ -386,9 +386,7 @@ def _layer_by_layer(problem: ChainProblem, samples: int, *, beside_images: bool)
         )
         plan = replace(plan, notes=(*plan.notes, note))
     moved = 2 * problem.intermediate_bytes if sum(between) > TILE_BYTES else 0
-    steps = [step for layer_plan in plans[0] for step in layer_plan.steps]
-    blocks = sum(step.rounds for step in steps if isinstance(step, ConvLoop))
-    calls = loop.times * (len(problem.layers) * PART_SECONDS + blocks * BLOCK_SECONDS)
+    calls = loop.times * (len(problem.layers) * PART_SECONDS + sum(map(_block_seconds, plans[0])))
     arithmetic = problem.flops / max(1, problem.host.threads) / _FLOPS
     return _Way(plan, calls + moved / IMAGE_BYTES + arithmetic, beside_images)
 
@@ -432,13 +430,12 @@ def _fused(problem: ChainProblem) -> _Way:
         for threads in sorted({1, min(problem.host.threads, _MOST_THREADS)}, reverse=True):
             try:
                 ways.append(_tiled(problem, (samples, rows), threads))
-                break
             except ValueError as reason:
                 refusal = NotApplicable(str(reason))
         now = min(ways, key=lambda way: way.seconds, default=None)
-        if best and (now is None or now.seconds >= best.seconds):
+        if best and now and now.seconds >= best.seconds:
             return best
-        best = now
+        best = now or best
         if samples == rows == 1:
             break
         if samples > 1:
@@ -455,8 +452,11 @@ def _axis(geometry: ConvGeometry) -> int:
     return max(range(3), key=lambda axis: (geometry.out_size[axis], -axis))
 
 
-def _tiled(problem: ChainProblem, tile: tuple[int, int], threads: int) -> _Way:
-    """The loop over tiles of (samples, rows); ValueError where its workspace passes the limit."""
+def _tiled(problem: ChainProblem, tile: tuple[int, int], threads: int, kinds: int = 1) -> _Way:
+    """The loop over tiles of (samples, rows); ValueError where its workspace passes the limit.
+
+    `kinds` is the number of loops that share memory with no other kind of loop.
+    """
     layers = problem.layers
     geometries = tuple(layer.geometry for layer in layers)
     axis = _axis(geometries[-1])
@@ -483,15 +483,17 @@ def _tiled(problem: ChainProblem, tile: tuple[int, int], threads: int) -> _Way:
     if fixed > limit:
         raise _too_large(tile, fixed, problem)
     loops: list[tuple[ConvLoop, ...]] = []
+    blocks = 0.0
     scratch: dict[tuple[str, type[ConvLoop]], int] = {}
     for i, layer in enumerate(layers):
         own = {part[i].geometry: part[i] for part in parts if part[i].outputs}
-        left, inner = (limit - fixed) // workers, threads // workers
+        left, inner = (limit - fixed) // workers // kinds, threads // workers
         plans = [
             plan_conv(_part_of(layer, piece, axis, held[i - 1 : i], held[i : i + 1], inner, left))
             for piece in own.values()
         ]
         loops.append(tuple(step for plan in plans for step in plan.steps if isinstance(step, ConvLoop)))
+        blocks += max(map(_block_seconds, plans), default=0)
         # Layers of one dtype and way use the same memory, but one's columns and another's tile lie in it side by side.
         most = max((plan.workspace_bytes for plan in plans), default=0)
         most += max((part_loop.tile_bytes for part_loop in loops[-1]), default=0)
@@ -499,6 +501,8 @@ def _tiled(problem: ChainProblem, tile: tuple[int, int], threads: int) -> _Way:
             scratch[kind] = max(scratch.get(kind, 0), most)
     needed = fixed + workers * sum(scratch.values())
     if needed > limit:
+        if kinds < len(scratch):
+            return _tiled(problem, tile, threads, len(scratch))
         raise _too_large(tile, needed, problem)
     loop = replace(loop, loops=tuple(loops), held=rows_held)
     sizes = {f"layer[{i}]": nbytes for i, nbytes in enumerate(between)}
@@ -507,9 +511,14 @@ def _tiled(problem: ChainProblem, tile: tuple[int, int], threads: int) -> _Way:
     twice = (bands - 1) * sum(
         count * layer.flops / layer.geometry.out_size[axis] for count, layer in zip(kept, layers) if count
     )
-    blocks = sum(max((part_loop.rounds for part_loop in of_layer), default=0) for of_layer in loops)
-    calls = loop.tiles_count * (len(layers) * PART_SECONDS + blocks * BLOCK_SECONDS)
+    calls = loop.tiles_count * (len(layers) * PART_SECONDS + blocks)
     return _Way(plan, calls + (problem.flops + twice) / workers / _FLOPS)
+
+
+def _block_seconds(plan: Plan) -> float:
+    """Seconds that the calls of NumPy for a layer's blocks take, however little they compute."""
+    loops = [step for step in plan.steps if isinstance(step, ConvLoop)]
+    return sum(loop.rounds * (loop.geometry.taps if plan.method == "direct" else 1) * BLOCK_SECONDS for loop in loops)
 
 
 def _too_large(tile: tuple[int, int], needed: int, problem: ChainProblem) -> NotApplicable:
