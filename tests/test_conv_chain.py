@@ -388,10 +388,69 @@ def test_explain_says_what_is_fused_on_numpy_and_why_not():
     for said in ("tiles of", "layer 0:", "layer 1:", "not unfused", "layer[0]"):
         assert said in str(plan)
     small = cupyconv.explain(cupyconv.conv_chain, x[..., :16, :16], layers)
-    assert small.method == "unfused" and "stay in cache" in dict(small.rejected)["fused"]
+    assert small.method == "unfused" and "by the model" in dict(small.rejected)["fused"]
     asked = cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=False)
     assert asked.method == "unfused" and "fuse=False" in dict(asked.rejected)["fused"]
     assert asked.bytes_moved == plan.bytes_moved + 2 * x.nbytes
+
+
+def mobile_block(inner: int, outer: int, kernel: int = 3) -> list[ConvLayer]:
+    """1x1, depthwise, 1x1."""
+    return [
+        ConvLayer(np.ones((inner, outer, 1, 1), np.float32), np.ones(inner, np.float32), activation="relu"),
+        ConvLayer(np.ones((inner, 1, kernel, kernel), np.float32), padding=kernel // 2, groups=inner),
+        ConvLayer(np.ones((outer, inner, 1, 1), np.float32)),
+    ]
+
+
+def test_numpy_does_not_fuse_what_calls_of_conv_do_faster_and_plans_these_alike():
+    """A mobile network's block: many small calls of NumPy for a tile, which all of an image is."""
+    x, layers = np.ones((1, 24, 56, 56), np.float32), mobile_block(144, 24)
+    with cupyconv.options(threads=2):
+        plan = cupyconv.explain(cupyconv.conv_chain, x, layers)
+        assert plan.method == "unfused"
+        (loop,) = plan.steps
+        assert isinstance(loop, chain_numpy.LayersLoop)
+        image: Any = x[: loop.samples]
+        for layer, planned in zip(layers, loop.plans[0]):
+            named = {"padding": layer.padding, "groups": layer.groups, "activation": layer.activation}
+            alone = cupyconv.explain(cupyconv.conv, image, layer.weight, layer.bias, **named)
+            assert (planned.method, planned.reason) == (alone.method, alone.reason)
+            image = cupyconv.conv(image, layer.weight, layer.bias, **named)
+
+
+def test_numpy_fuses_where_one_image_between_takes_the_limit():
+    x = np.ones((1, 16, 512, 512), np.float32)
+    layers = [ConvLayer(np.ones((16, 16, 3, 3), np.float32), padding=1)] * 2
+    plan = cupyconv.explain(cupyconv.conv_chain, x, layers)
+    assert plan.method == "fused" and plan.workspace_bytes <= 16 << 20
+
+
+def test_a_tile_leaves_the_loops_more_than_blocks_of_a_few_pixels():
+    """Of 256 KiB a tile of 14 rows takes 224, which would leave blocks of 2 pixels: 30 times slower than 7 rows."""
+    x = np.ones((4, 64, 56, 56), np.float32)
+    layers = [ConvLayer(np.ones((64, 64, 3, 3), np.float32), padding=1)] * 2
+    with cupyconv.options(workspace_limit=1 << 18, threads=2):
+        plan = cupyconv.explain(cupyconv.conv_chain, x, layers)
+    (loop,) = plan.steps
+    assert isinstance(loop, ChainLoop) and plan.workspace_bytes <= 1 << 18
+    assert all(math.prod(part.block) >= 28 for parts in loop.loops for part in parts if part.geometry.out_size[1] > 1)
+
+
+@pytest.mark.parametrize("fuse", ["auto", True, False])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_no_limit_refuses_what_a_smaller_one_allows(fuse, dtype):
+    """Weights that must be copied count too: float16, computed in float32."""
+    x, w = np.ones((1, 64, 32, 32), dtype), np.ones((64, 64, 3, 3), dtype)
+    allowed = False
+    for limit in sorted({int(4000 * 1.2**i) for i in range(40)} | {1 << i for i in range(14, 22)}):
+        with cupyconv.options(workspace_limit=limit, threads=2):
+            try:
+                cupyconv.explain(cupyconv.conv_chain, x, [ConvLayer(w, padding=1)] * 2, fuse=fuse)
+                allowed = True
+            except ValueError:
+                assert not allowed, limit
+    assert allowed
 
 
 def test_explain_compares_every_pair_on_cuda():

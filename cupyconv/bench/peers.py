@@ -5,6 +5,7 @@
                         recurrent layer one product of all inputs, and a loop over the steps
 ``cupy``                ``cupy.concatenate`` and ``cupy.matmul``: on a GPU, where that is the whole job; the
                         same loop
+``conv calls``          the library's own `conv` for each layer of a chain
 ``loop over samples``   the library's own call, once for each sample
 ``torch`` …             `torch_peers.py`
 ======================  ==================================================================================
@@ -48,6 +49,8 @@ def array_peers(xp: ModuleType, on_gpu: bool, case: AnyCase, xs: list[Any], weig
     ways = []
     if not on_gpu or (case.pointwise and case.has_plain_product):
         ways.append(Way(own, lambda: partial(concatenate_im2col_matmul, xp, case, xs, weights)))
+    if case.then:
+        ways.append(Way("conv calls", lambda: partial(_layer_by_layer, case, xs, weights)))
     if case.loop:
         ways.append(Way("loop over samples", lambda: _loop_over_samples(case, xs, weights)))
     return ways
@@ -81,6 +84,14 @@ def _windows(case: Case, padded: Any) -> Any:
     strided = (slice(None, None, case.stride),) * rank + (slice(None, None, case.dilation),) * rank
     view = view[(slice(None), slice(None), *strided)]
     return view.transpose(0, 1, *range(2 + rank, 2 + 2 * rank), *range(2, 2 + rank))
+
+
+def _layer_by_layer(case: Case, xs: list[Any], weights: list[Any]) -> Any:
+    """A chain's layers, each by a call of its own."""
+    for layer, weight in zip(case.layers, weights):
+        function, arguments, keywords = layer.call(xs, [weight])
+        xs = [function(*arguments, **keywords)]
+    return xs[0]
 
 
 def _loop_over_samples(case: Case, xs: list[Any], weights: list[Any]) -> Call:

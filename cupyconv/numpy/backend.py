@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from cupyconv.problem.problems import HostModel, Problem
 
 if TYPE_CHECKING:
     from cupyconv.numpy.threads import Blas
+
+ProblemT = TypeVar("ProblemT", bound=Problem)
 
 #: What a core does in a second, cautiously, and the seconds of work for which another thread is worth waking.
 _FLOPS, _BYTES = 5e10, 5e9
@@ -98,9 +100,13 @@ class NumpyBackend:
 
     def plan(self, problem: Problem) -> Plan:
         """How a problem runs here; ValueError where a named method does not apply."""
-        if not problem.host.threads:
-            problem = replace(problem, machine=HostModel(self._threads_for(problem)))
-        return _plan(problem)
+        return _plan(problem if problem.host.threads else self._with_threads(problem))
+
+    def _with_threads(self, problem: ProblemT) -> ProblemT:
+        """The problem for as many threads as are worth waking; the layers of a chain each for their own."""
+        if isinstance(problem, problems.ChainProblem):
+            problem = replace(problem, layers=tuple(map(self._with_threads, problem.layers)))
+        return replace(problem, machine=HostModel(self._threads_for(problem)))
 
     def _threads_for(self, problem: Problem) -> int:
         """As many threads as NumPy's BLAS would use, or as are worth waking."""

@@ -1,7 +1,8 @@
-"""A chain of convolutions by tiles of rows: each goes through all layers while it is in cache.
+"""A chain of convolutions: one layer after the other, or by tiles of rows that go through all layers while in cache.
 
-A tile is a run of rows of one sample, or some samples where an image is small.  Not fusing is a tile of whole
-images.  Every part of a tile is a convolution of its own, and its loop is planned as that of any other.
+Unfused, each layer is planned as a call of `conv` is, for as many samples at a time as leave it memory.  Fused, a tile is
+a run of rows of one sample, or some samples where an image is small; every part of a tile is a convolution of its own,
+whose loop is planned as that of any other.
 
 "Rows" run along one spatial axis.  Going back through the layers, the rows that a layer computes say which rows
 it reads, which are those that the layer before must have; some of these it has from the time before.
@@ -15,6 +16,10 @@ it reads, which are those that the layer before must have; some of these it has 
 Of a layer's result only the rows are in memory that the next layer reads for this tile.  Those it will read
 again are moved to the front for the next tile, and only rows that are not there yet are computed: none twice,
 but where a band begins, whose neighbour belongs to another thread.
+
+What fusing saves is the way of the images between to memory and back.  What it costs are calls of NumPy, several for
+every part of every tile, and the rows that bands share.  Both are counted in seconds, and the cheaper is taken; a tile
+that leaves the loops small blocks has many calls.
 """
 
 from __future__ import annotations
@@ -22,13 +27,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import product
-from typing import Any
+from itertools import chain, product
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from cupyconv.numpy.backend import NumpyStep
-from cupyconv.numpy.convolution import ConvLoop, Rejected, plan_conv
+from cupyconv.numpy.convolution import ConvLoop, plan_conv
 from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import Scratch, five_axes, ranges_of
 from cupyconv.problem.arrays import Operand, accumulator, dtype_from_name
@@ -40,6 +45,18 @@ from cupyconv.problem.problems import ChainProblem, ConvProblem, HostModel, NotA
 TILE_BYTES = 1 << 20
 #: Tiles of a band up to which they are kept from run to run: a chain of few is bound by working them out.
 _KEPT_TILES = 16
+#: Tiles of a band up to which planning looks at each; of more, at those where something changes, if these are as few.
+_PLANNED_TILES = 64
+#: Threads that a chain is cut for at most.
+_MOST_THREADS = 64
+
+# The seconds of the model (measured on 2 cores with 1 MiB of L2 each that share 32 MiB).
+#: A part of a tile, and a block of its loop: calls of NumPy, of which one thread at a time is at the beginning or end.
+PART_SECONDS, BLOCK_SECONDS = 40e-6, 10e-6
+#: Bytes a second of an image that is written by one layer and read by the next: all threads together.
+IMAGE_BYTES = 20e9
+#: Operations a second and thread, of rows that are computed twice.
+_FLOPS = 5e10
 
 # --- rows -----------------------------------------------------------------------------------------------------
 
@@ -76,6 +93,52 @@ def tiles(
             tile.append(Piece(new, reads, alike[key]))
             needed = reads if new else range(0)
         yield tuple(reversed(tile))
+
+
+def tiles_to_plan(
+    layers: Sequence[ConvGeometry], axis: int, samples: int, rows: range, step: int
+) -> Iterator[tuple[Piece, ...]]:
+    """Tiles of a band among which are all that differ in more than where they lie; NotApplicable where these are many."""
+    count = -(-len(rows) // step)
+    numbers: Iterable[int] = range(count)
+    if count > _PLANNED_TILES:
+        # Before a tile at which one layer's windows first reach an end of its image, or last do, all are alike.
+        near = {0, count - 1}
+        for begin, end in _rows_at_ends(layers, axis):
+            first, last = (min(max((row - rows.start) // step, -2), count + 1) for row in (begin, end))
+            if last - first > _PLANNED_TILES:
+                raise NotApplicable(f"windows at the ends of an image reach over more than {_PLANNED_TILES} tiles")
+            near.update(range(first, last + 1))
+        numbers = sorted({n for i in near for n in range(i - 2, i + 3) if 0 <= n < count})
+    before = -1
+    for number in numbers:
+        if number > before + 1 or number == 0:
+            # What a tile adds depends on the one before it.
+            begin = rows.start + max(0, number - 1) * step
+            run = tiles(layers, axis, samples, range(begin, rows.stop), step)
+            if number:
+                next(run)
+        before = number
+        yield next(run)
+
+
+def _bands_to_plan(layers: Sequence[ConvGeometry], axis: int, bands: Sequence[range]) -> list[range]:
+    """Bands among which are all that differ in more than where they lie: those between the ends of images are alike."""
+    ends = list(_rows_at_ends(layers, axis))
+    chosen = [bands[0], *bands[1:-1][:1], *bands[1:][-1:]]
+    met = [band for band in bands if any(begin <= band.stop and band.start <= end for begin, end in ends)]
+    return list(dict.fromkeys(chosen + met))
+
+
+def _rows_at_ends(layers: Sequence[ConvGeometry], axis: int) -> Iterator[tuple[int, int]]:
+    """For both ends of each layer's image: the first and the last row of the last result whose windows meet it."""
+    for i in range(len(layers)):
+        for position in (0, layers[i].size[axis]):
+            begin = end = position
+            for layer in layers[i:]:
+                first = begin + layer.before[axis] - layer.span[axis]
+                begin, end = first // layer.stride[axis], (end + layer.before[axis]) // layer.stride[axis]
+            yield begin, end
 
 
 def _reads(geometry: ConvGeometry, axis: int, outputs: range) -> tuple[range, int, int]:
@@ -121,7 +184,6 @@ class ChainLoop(NumpyStep):
     """
 
     problem: ChainProblem
-    is_fused: bool
     tile: tuple[int, int]
     bands: int
     threads: int
@@ -136,14 +198,11 @@ class ChainLoop(NumpyStep):
     def axis(self) -> int:
         return _axis(self.problem.layers[-1].geometry)
 
-    @property
-    def bytes_moved(self) -> int:
-        return self.problem.minimal_bytes + (0 if self.is_fused else 2 * self.problem.intermediate_bytes)
-
     @cached_property
-    def sample_ranges(self) -> list[range]:
-        """The samples of each tile."""
-        return ranges_of(self.layers[-1].batch, self.tile[0])
+    def sample_counts(self) -> list[int]:
+        """The numbers of samples that tiles have: one, or two where the last have fewer."""
+        most, batch = self.tile[0], self.layers[-1].batch
+        return [count for count in (min(most, batch), batch % most) if count]
 
     @cached_property
     def row_ranges(self) -> list[range]:
@@ -151,11 +210,15 @@ class ChainLoop(NumpyStep):
         rows = self.layers[-1].out_size[self.axis]
         return ranges_of(rows, -(-rows // self.bands))
 
+    @cached_property
+    def tiles_count(self) -> int:
+        samples, rows = self.tile
+        return -(-self.layers[-1].batch // samples) * sum(-(-len(band) // rows) for band in self.row_ranges)
+
     def __str__(self) -> str:
         samples, rows = self.tile
-        tiles = len(self.sample_ranges) * sum(-(-len(band) // rows) for band in self.row_ranges)
         lines = [
-            f"loop     {len(self.layers)} layers, tile by tile: {tiles} tile(s) of {samples} samples x {rows} rows (axis {'dhw'[self.axis]})"
+            f"loop     {len(self.layers)} layers, tile by tile: {self.tiles_count} tile(s) of {samples} samples x {rows} rows (axis {'dhw'[self.axis]})"
             f" in {self.bands} band(s) on {self.threads} thread(s)"
         ]
         lines += [
@@ -166,7 +229,7 @@ class ChainLoop(NumpyStep):
     @cached_property
     def _kept(self) -> dict[tuple[int, range], list[tuple[Part, ...]]]:
         """The tiles of bands that have few."""
-        bands = product({len(samples) for samples in self.sample_ranges}, self.row_ranges)
+        bands = product(self.sample_counts, self.row_ranges)
         return {band: list(self._tiles(*band)) for band in bands if len(band[1]) <= _KEPT_TILES * self.tile[1]}
 
     def tiles(self, samples: int, rows: range) -> Iterable[tuple[Part, ...]]:
@@ -180,8 +243,70 @@ class ChainLoop(NumpyStep):
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         chain = _Run(self, arrays)
-        bands = list(product(self.sample_ranges, self.row_ranges))
+        bands = product(ranges_of(self.layers[-1].batch, self.tile[0]), self.row_ranges)
         in_threads(self.threads, lambda band: chain.finish(*band), bands)
+
+
+@dataclass(frozen=True)
+class LayersLoop(NumpyStep):
+    """Layers one after the other, so many samples at a time, each as a call of `conv` would run it.
+
+    `plans` has, for each number of samples that is computed at a time, a plan for each layer.
+    """
+
+    problem: ChainProblem
+    samples: int
+    plans: tuple[tuple[Plan, ...], ...]
+
+    @property
+    def bytes_moved(self) -> int:
+        return self.problem.minimal_bytes + 2 * self.problem.intermediate_bytes
+
+    @property
+    def times(self) -> int:
+        """How often some samples go through all layers."""
+        return -(-self.problem.layers[-1].geometry.batch // self.samples)
+
+    def __str__(self) -> str:
+        lines = [f"loop     {len(self.problem.layers)} layers, {self.samples} sample(s) at a time, {self.times} times"]
+        lines += [f"  layer {i}: {step}" for i, plan in enumerate(self.plans[0]) for step in plan.steps]
+        return "\n".join(lines)
+
+    def executable(self) -> Callable[[Mapping[str, Any]], None]:
+        layers = self.problem.layers
+        batch = layers[-1].geometry.batch
+        runs = [
+            [[step.executable() for step in cast("tuple[NumpyStep, ...]", plan.steps)] for plan in plans]
+            for plans in self.plans
+        ]
+        sizes = _slot_bytes(_of_samples(self.problem.layers, self.samples))
+
+        def run(arrays: Mapping[str, Any]) -> None:
+            slots = [np.empty(nbytes, np.uint8) for nbytes in sizes]
+            for samples in ranges_of(batch, self.samples):
+                some = slice(samples.start, samples.stop)
+                images = {x.name: arrays[x.name][some] for x in layers[0].xs}
+                for i, (layer, steps) in enumerate(zip(layers, runs[len(samples) != self.samples])):
+                    given = {name: arrays[f"{name}[{i}]"] for name in ("weight", "bias") if f"{name}[{i}]" in arrays}
+                    if f"residual[{i}]" in arrays:
+                        given["residual"] = arrays[f"residual[{i}]"][some]
+                    if i == len(layers) - 1:
+                        result = arrays["out"][some]
+                    else:
+                        result = _image(replace(layer.out, shape=(len(samples), *layer.out.shape[1:])), slots[i % 2])
+                    for run_step in steps:
+                        run_step({**given, **images, "out": result})
+                    images = {f"layer[{i}]": result}
+
+        return run
+
+
+class _Way(NamedTuple):
+    """A plan, the seconds that it takes beside the arithmetic that any takes, and whether it keeps within the limit."""
+
+    plan: Plan
+    seconds: float
+    fits: bool = True
 
 
 def plan_chain(problem: ChainProblem) -> Plan:
@@ -189,81 +314,137 @@ def plan_chain(problem: ChainProblem) -> Plan:
     problem = replace(problem, layers=(without_empty_inputs(problem.layers[0]), *problem.layers[1:]))
     if problem.layers[-1].out.nbytes == 0:
         return _plan(problem, "unfused", "the result is empty")
-    plan, rejected = _choose(problem)
-    return replace(plan, rejected=rejected)
-
-
-def _plan(
-    problem: ChainProblem, method: str, reason: str, steps: Sequence[ChainLoop] = (), sizes: Mapping[str, int] = {}
-) -> Plan:
-    notes = tuple(dict.fromkeys(note for layer in problem.layers for note in layer.notes))
-    return problem.planned(steps, sizes, method=method, reason=reason, notes=notes)
-
-
-def _choose(problem: ChainProblem) -> tuple[Plan, Rejected]:
-    """The way that was asked for, or for "auto" the one that memory and cache speak for; and why not the other."""
-    whole = problem.intermediate_bytes
-    if len(problem.layers) == 1:
-        if problem.fuse is True:
-            raise ValueError("fuse=True does not apply: a single layer has no neighbour")
-        return _unfused(problem), (("fused", "a single layer has no neighbour"),)
     try:
         fused = _fused(problem)
     except NotApplicable as reason:
         if problem.fuse is True:
             raise ValueError(f"fuse=True does not apply: {reason}") from None
-        return _unfused(problem), (("fused", str(reason)),)
-    stored = f"the images between layers are {whole:,} bytes"
+        return replace(_unfused(problem).plan, rejected=(("fused", str(reason)),))
+    if problem.fuse is True:
+        return replace(fused.plan, rejected=(("unfused", "fuse=True was asked for"),))
+    unfused = _unfused(problem)
+    stored = f"the images between layers are {problem.intermediate_bytes:,} bytes"
+    costs = f"{stored}, which cost {_ms(unfused)} by the model, and tiles {_ms(fused)}"
     if problem.fuse is False:
-        return _unfused(problem), (("fused", f"fuse=False was asked for; {fused.reason}"),)
-    if problem.fuse == "auto" and whole <= TILE_BYTES:
-        return _unfused(problem), (("fused", f"{stored}, which stay in cache as they are"),)
-    return fused, (("unfused", f"{stored}, written to memory and read again, where a tile has {_between(fused):,}"),)
+        return replace(unfused.plan, rejected=(("fused", f"fuse=False was asked for; {fused.plan.reason}; {costs}"),))
+    if unfused.fits and unfused.seconds <= fused.seconds:
+        return replace(unfused.plan, rejected=(("fused", costs),))
+    return replace(fused.plan, rejected=(("unfused", costs if unfused.fits else unfused.plan.notes[-1]),))
 
 
-def _between(plan: Plan) -> int:
-    """Bytes of intermediate rows that are in memory."""
-    return sum(buffer.nbytes for buffer in plan.workspace if buffer.name.startswith("layer["))
+def _ms(way: _Way) -> str:
+    return f"{way.seconds * 1e3:,.2f} ms"
 
 
-def _fused(problem: ChainProblem) -> Plan:
-    """Tiles of about `TILE_BYTES`, or the largest below that keep within the workspace limit."""
-    layers, axis = problem.layers, _axis(problem.layers[-1].geometry)
-    geometry = layers[-1].geometry
-    batch, rows = geometry.batch, geometry.out_size[axis]
-    per_sample = max(1, problem.intermediate_bytes // batch)
-    samples = even_part(batch, TILE_BYTES // per_sample)
-    rows = even_part(rows, rows * TILE_BYTES // per_sample)
+def _plan(
+    problem: ChainProblem, method: str, reason: str, steps: Sequence[NumpyStep] = (), sizes: Mapping[str, int] = {}
+) -> Plan:
+    notes = tuple(dict.fromkeys(note for layer in problem.layers for note in layer.notes))
+    return problem.planned(steps, sizes, method=method, reason=reason, notes=notes)
+
+
+# --- unfused: whole images
+
+
+def _unfused(problem: ChainProblem) -> _Way:
+    """Layer by layer, of as many samples at a time as leave the loops what they need.
+
+    Where the images of one sample leave too little, they come on top of the limit.
+    """
+    limit, batch = problem.limit, problem.layers[-1].geometry.batch
+    one = sum(_slot_bytes(_of_samples(problem.layers, 1)))
+    samples = even_part(batch, limit // (2 * one) if one else batch)
     while True:
         try:
-            return _tiled(problem, (samples, rows), problem.limit, is_fused=True)
-        except ValueError as reason:
-            if samples == rows == 1:
-                raise NotApplicable(str(reason)) from None
-            if samples > 1:
-                samples = even_part(batch, samples // 2)
-            else:
-                rows = even_part(geometry.out_size[axis], rows // 2)
-
-
-def _unfused(problem: ChainProblem) -> Plan:
-    """Whole images, of as many samples as leave the loops what they need."""
-    geometry = problem.layers[-1].geometry
-    sizes = [layer.out.nbytes for layer in problem.layers[:-1]]
-    size = sum(max(sizes[first::2]) for first in range(min(2, len(sizes))))  # two are alive at a time
-    most = geometry.batch if 2 * size <= problem.limit else max(1, geometry.batch * (problem.limit // 2) // size)
-    samples, rows = even_part(geometry.batch, most), geometry.out_size[_axis(geometry)]
-    while True:
-        try:
-            return _tiled(problem, (samples, rows), problem.limit, is_fused=False)
+            return _layer_by_layer(problem, samples, beside_images=True)
         except ValueError:
             if samples == 1:
-                break
-            samples = even_part(geometry.batch, samples // 2)
-    plan = _tiled(problem, (1, rows), problem.limit + size, is_fused=False)
-    nbytes = _between(plan)
-    note = f"the images between layers take {nbytes:,} bytes for one sample, beyond the workspace limit of {problem.limit:,}"
-    return replace(plan, notes=(*plan.notes, note))
+                return _layer_by_layer(problem, samples, beside_images=False)
+            samples = even_part(batch, samples // 2)
+
+
+def _layer_by_layer(problem: ChainProblem, samples: int, *, beside_images: bool) -> _Way:
+    """So many samples at a time; the images between count against the limit, or come on top of it."""
+    between = _slot_bytes(_of_samples(problem.layers, samples))
+    limit = problem.limit - sum(between) * beside_images
+    if limit < 0:
+        raise NotApplicable("the images between layers pass the limit")
+    counts = [samples, problem.layers[-1].geometry.batch % samples]
+    plans = tuple(
+        tuple(plan_conv(replace(layer, workspace_limit=limit)) for layer in _of_samples(problem.layers, count))
+        for count in counts
+        if count
+    )
+    loop = LayersLoop(problem, samples, plans)
+    sizes = {f"layer[{i}]": nbytes for i, nbytes in enumerate(between)}
+    sizes["blocks"] = max(plan.workspace_bytes for plan in chain.from_iterable(plans))
+    plan = _plan(problem, "unfused", "one layer after the other", (loop,), sizes)
+    if not beside_images:
+        size, of = sum(between), "one sample" if samples == 1 else f"{samples} samples"
+        note = (
+            f"the images between layers take {size:,} bytes for {of}, beyond the workspace limit of {problem.limit:,}"
+        )
+        plan = replace(plan, notes=(*plan.notes, note))
+    moved = 2 * problem.intermediate_bytes if sum(between) > TILE_BYTES else 0
+    calls = loop.times * (len(problem.layers) * PART_SECONDS + sum(map(_block_seconds, plans[0])))
+    arithmetic = problem.flops / max(1, problem.host.threads) / _FLOPS
+    return _Way(plan, calls + moved / IMAGE_BYTES + arithmetic, beside_images)
+
+
+def _of_samples(layers: Sequence[ConvProblem], count: int) -> tuple[ConvProblem, ...]:
+    """The layers for some of the samples."""
+    return tuple(
+        replace(
+            layer,
+            geometry=replace(layer.geometry, batch=count),
+            xs=tuple(x.samples(0, count) for x in layer.xs),
+            out=layer.out.samples(0, count),
+            residual=layer.residual and layer.residual.samples(0, count),
+        )
+        for layer in layers
+    )
+
+
+def _slot_bytes(layers: Sequence[ConvProblem]) -> list[int]:
+    """Bytes of the memory, at most two pieces, that the images between take turns in."""
+    sizes = [layer.out.nbytes for layer in layers[:-1]]
+    return [max(sizes[first::2]) for first in range(min(2, len(sizes)))]
+
+
+# --- fused: tiles
+
+
+def _fused(problem: ChainProblem) -> _Way:
+    """Tiles of about `TILE_BYTES`, or smaller ones where these take less time, or leave the loops what they need."""
+    if len(problem.layers) == 1:
+        raise NotApplicable("a single layer has no neighbour")
+    geometry = problem.layers[-1].geometry
+    batch, extent = geometry.batch, geometry.out_size[_axis(geometry)]
+    per_sample = max(1, problem.intermediate_bytes // batch)
+    samples = even_part(batch, TILE_BYTES // per_sample)
+    rows = even_part(extent, extent * TILE_BYTES // per_sample)
+    best: _Way | None = None
+    refusal = NotApplicable("there are no tiles")
+    while True:
+        ways: list[_Way] = []
+        for threads in sorted({1, min(problem.host.threads, _MOST_THREADS)}, reverse=True):
+            try:
+                ways.append(_tiled(problem, (samples, rows), threads))
+            except ValueError as reason:
+                refusal = NotApplicable(str(reason))
+        now = min(ways, key=lambda way: way.seconds, default=None)
+        if best and now and now.seconds >= best.seconds:
+            return best
+        best = now or best
+        if samples == rows == 1:
+            break
+        if samples > 1:
+            samples = even_part(batch, samples // 2)
+        else:
+            rows = even_part(extent, rows // 2)
+    if best is None:
+        raise refusal
+    return best
 
 
 def _axis(geometry: ConvGeometry) -> int:
@@ -271,19 +452,22 @@ def _axis(geometry: ConvGeometry) -> int:
     return max(range(3), key=lambda axis: (geometry.out_size[axis], -axis))
 
 
-def _tiled(problem: ChainProblem, tile: tuple[int, int], limit: int, *, is_fused: bool) -> Plan:
-    """The loop over tiles of (samples, rows); ValueError where its workspace passes `limit`."""
+def _tiled(problem: ChainProblem, tile: tuple[int, int], threads: int, kinds: int = 1) -> _Way:
+    """The loop over tiles of (samples, rows); ValueError where its workspace passes the limit.
+
+    `kinds` is the number of loops that share memory with no other kind of loop.
+    """
     layers = problem.layers
     geometries = tuple(layer.geometry for layer in layers)
-    threads, axis = problem.host.threads, _axis(geometries[-1])
+    axis = _axis(geometries[-1])
     groups, rows = -(-geometries[-1].batch // tile[0]), geometries[-1].out_size[axis]
-    bands = min(-(-threads // groups), -(-rows // tile[1])) if is_fused else 1
-    workers = min(threads, groups * bands) if is_fused else 1
-    loop = ChainLoop(problem, is_fused, tile, bands, workers)
+    bands = min(-(-threads // groups), -(-rows // tile[1]))
+    workers = min(threads, groups * bands)
+    loop = ChainLoop(problem, tile, bands, workers)
     parts = [
         part
-        for samples, band in product(sorted({len(samples) for samples in loop.sample_ranges}), loop.row_ranges)
-        for part in tiles(geometries, axis, samples, band, tile[1])
+        for samples, band in product(loop.sample_counts, _bands_to_plan(geometries, axis, loop.row_ranges))
+        for part in tiles_to_plan(geometries, axis, samples, band, tile[1])
     ]
     rows_held = tuple(max(len(part[i].reads) for part in parts) for i in range(1, len(layers)))
     held = [
@@ -291,21 +475,25 @@ def _tiled(problem: ChainProblem, tile: tuple[int, int], limit: int, *, is_fused
         for layer, count in zip(layers, rows_held)
     ]
     between = [workers * image.nbytes for image in held]
-    if not is_fused:  # two are alive at a time
-        between = [max(between[first::2]) for first in range(min(2, len(between)))]
+    kept = _kept_rows(parts)
+    moved = max(_rows(image, axis, rows).nbytes for image, rows in zip(held, kept))  # by way of a copy
     weights = sum(_copied(layer) for layer in layers)
-    limit += problem.limit_with(weights) - problem.limit
-    fixed = sum(between) + weights + workers * _moved(held, parts, axis)
-    left = (limit - fixed) // workers
+    limit = problem.limit_with(weights)
+    fixed = sum(between) + weights + workers * moved
+    if fixed > limit:
+        raise _too_large(tile, fixed, problem)
     loops: list[tuple[ConvLoop, ...]] = []
+    blocks = 0.0
     scratch: dict[tuple[str, type[ConvLoop]], int] = {}
     for i, layer in enumerate(layers):
-        own = [part[i] for part in parts if part[i].outputs]
+        own = {part[i].geometry: part[i] for part in parts if part[i].outputs}
+        left, inner = (limit - fixed) // workers // kinds, threads // workers
         plans = [
-            plan_conv(_part_of(layer, piece, axis, held[i - 1 : i], held[i : i + 1], threads // workers, left))
-            for piece in {piece.geometry: piece for piece in own}.values()
+            plan_conv(_part_of(layer, piece, axis, held[i - 1 : i], held[i : i + 1], inner, left))
+            for piece in own.values()
         ]
         loops.append(tuple(step for plan in plans for step in plan.steps if isinstance(step, ConvLoop)))
+        blocks += max(map(_block_seconds, plans), default=0)
         # Layers of one dtype and way use the same memory, but one's columns and another's tile lie in it side by side.
         most = max((plan.workspace_bytes for plan in plans), default=0)
         most += max((part_loop.threads * part_loop.tile_bytes for part_loop in loops[-1]), default=0)
@@ -313,16 +501,38 @@ def _tiled(problem: ChainProblem, tile: tuple[int, int], limit: int, *, is_fused
             scratch[kind] = max(scratch.get(kind, 0), most)
     needed = fixed + workers * sum(scratch.values())
     if needed > limit:
-        raise NotApplicable(
-            f"a tile of {tile[0]} samples x {tile[1]} rows needs {needed:,} bytes of workspace, the limit is {limit:,}"
-        )
+        if kinds < len(scratch):
+            return _tiled(problem, tile, threads, len(scratch))
+        raise _too_large(tile, needed, problem)
+    loop = replace(loop, loops=tuple(loops), held=rows_held)
     sizes = {f"layer[{i}]": nbytes for i, nbytes in enumerate(between)}
     sizes |= {"weights": weights, "blocks": needed - weights - sum(between)}
-    loop = replace(loop, loops=tuple(loops), held=rows_held)
-    if is_fused:
-        words = f"tiles of {tile[0]} samples x {tile[1]} rows go through all layers"
-        return _plan(problem, "fused", words, (loop,), sizes)
-    return _plan(problem, "unfused", "one layer after the other", (loop,), sizes)
+    plan = _plan(problem, "fused", f"tiles of {tile[0]} samples x {tile[1]} rows go through all layers", (loop,), sizes)
+    twice = (bands - 1) * sum(
+        count * layer.flops / layer.geometry.out_size[axis] for count, layer in zip(kept, layers) if count
+    )
+    calls = loop.tiles_count * (len(layers) * PART_SECONDS + blocks)
+    return _Way(plan, calls + (problem.flops + twice) / workers / _FLOPS)
+
+
+def _block_seconds(plan: Plan) -> float:
+    """Seconds that the calls of NumPy for a layer's blocks take, however little they compute."""
+    loops = [step for step in plan.steps if isinstance(step, ConvLoop)]
+    return sum(loop.rounds * (loop.geometry.taps if plan.method == "direct" else 1) * BLOCK_SECONDS for loop in loops)
+
+
+def _too_large(tile: tuple[int, int], needed: int, problem: ChainProblem) -> NotApplicable:
+    return NotApplicable(
+        f"a tile of {tile[0]} samples x {tile[1]} rows needs {needed:,} bytes of workspace, the limit is {problem.limit:,}"
+    )
+
+
+def _kept_rows(parts: Sequence[tuple[Piece, ...]]) -> list[int]:
+    """The most rows of each image between that are kept from one tile to the next."""
+    return [
+        max((len(part[i + 1].reads) - len(part[i].outputs) for part in parts if part[i].outputs), default=0)
+        for i in range(len(parts[0]) - 1)
+    ]
 
 
 def _part_of(
@@ -352,15 +562,6 @@ def _part_of(
     )
 
 
-def _moved(held: Sequence[Operand], parts: Sequence[tuple[Piece, ...]], axis: int) -> int:
-    """The most bytes of rows that are kept from one tile to the next: a copy of them is made where they overlap."""
-    kept = [
-        max((len(part[i + 1].reads) - len(part[i].outputs) for part in parts if part[i].outputs), default=0)
-        for i in range(len(held))
-    ]
-    return max((_rows(image, axis, rows).nbytes for image, rows in zip(held, kept)), default=0)
-
-
 def _rows(image: Operand, axis: int, rows: int) -> Operand:
     """An image with so many rows of its own."""
     return replace(image, shape=image.shape[: 2 + axis] + (rows,) + image.shape[3 + axis :])
@@ -373,6 +574,12 @@ def _copied(layer: ConvProblem) -> int:
 
 
 # --- runs -----------------------------------------------------------------------------------------------------
+
+
+def _image(layout: Operand, memory: np.ndarray) -> np.ndarray:
+    """An image of five axes in this memory."""
+    strides = [step * layout.itemsize for step in layout.strides]
+    return np.ndarray(layout.shape, dtype_from_name(layout.dtype), memory, 0, strides)
 
 
 class _Held:

@@ -150,6 +150,8 @@ METHODS = {
     "gemm": Method("cupyconv.numpy.gemm", MORE_PRODUCTS, NO_ROOM_FOR_COLUMNS),
     "direct": Method("cupyconv.numpy.direct", PASS_PER_TAP),
 }
+#: The same of several inputs.
+MERGING = METHODS | {"gemm": METHODS["gemm"]._replace(ways="cupyconv.numpy.merged")}
 
 
 def plan_conv(problem: ConvProblem) -> Plan:
@@ -159,7 +161,7 @@ def plan_conv(problem: ConvProblem) -> Plan:
         from cupyconv.numpy.depthwise import methods_of  # imported by those that have one
 
         return choose(problem, methods_of(problem))
-    return choose(problem, METHODS)
+    return choose(problem, METHODS if len(problem.xs) == 1 else MERGING)
 
 
 def choose(problem: ProductsProblemT, methods: Mapping[str, Method]) -> Plan:

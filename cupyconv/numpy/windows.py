@@ -390,7 +390,7 @@ def largest_block(
             return block
         if pixels == smallest:
             raise NotApplicable(f"the smallest block needs {nbytes:,} bytes of workspace, the limit is {limit:,}")
-        pixels = max(smallest, min(pixels - 1, pixels * limit // nbytes))
+        pixels = max(smallest, min(pixels - 1 - pixels // 16, pixels * limit // nbytes))
 
 
 def share_of_pixels(geometry: ConvGeometry, threads: int, most: int) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from math import gcd
+from math import gcd, prod
 
 from cupyconv.problem.arrays import Operand
 from cupyconv.problem.geometry import ConvGeometry
@@ -47,8 +47,9 @@ def axis_phases(size: int, pixels: int, kernel: int, stride: int, before: int, d
         count = (size - 1 - first) // stride + 1
         nothing = AxisPhase(first, count, range(0), 1, 0, 0)
         window, rest = divmod(first + before, stride)
-        lowest = next((t for t in range(min(kernel, tap_step)) if (t * dilation - rest) % stride == 0), None)
-        if lowest is None:
+        # The least t for which t * dilation leaves the same rest.
+        lowest = rest // common * pow(gap, -1, tap_step) % tap_step
+        if rest % common or lowest >= kernel:
             phases.append(nothing)
             continue
         taps = range(lowest, kernel, tap_step)
@@ -61,7 +62,10 @@ def axis_phases(size: int, pixels: int, kernel: int, stride: int, before: int, d
 
 
 def phases_of(geometry: ConvGeometry) -> list[tuple[AxisPhase, ...]]:
-    """The phases of a result's elements, along its three axes."""
+    """The phases of a result's elements, along its three axes; NotApplicable where there are too many."""
+    count = prod(map(min, geometry.stride, geometry.size))
+    if count > MOST_PHASES:
+        raise NotApplicable(f"stride {geometry.stride} makes {count} phases, {MOST_PHASES} are allowed")
     axes = [
         axis_phases(*along)
         for along in zip(
@@ -81,8 +85,6 @@ def phase_problems(problem: TransposedProblem) -> list[ConvProblem]:
     if geometry.groups > 1 and len(problem.outs) > 1:
         raise NotApplicable("several results of a grouped convolution")
     phases = phases_of(geometry)
-    if len(phases) > MOST_PHASES:
-        raise NotApplicable(f"stride {geometry.stride} makes {len(phases)} phases, {MOST_PHASES} are allowed")
     return [
         phase_problem(
             problem, phase, out, _weight(problem, phase, out.shape[1], first) if is_reached(phase) else problem.weight

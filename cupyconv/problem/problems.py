@@ -103,8 +103,11 @@ class Problem:
         return self.machine
 
     def limit_with(self, weights: int) -> int:
-        """The limit where weights have to be copied whole: where their bytes take more than half of it, they come on top."""
-        return self.limit + (weights if 2 * weights > self.limit else 0)
+        """The limit where weights have to be copied whole: what of their bytes passes half of it comes on top.
+
+        At no limit is less left beside them than at a smaller one.
+        """
+        return max(self.limit, min(self.limit, weights) + weights)
 
     @property
     def arrays(self) -> Iterable[Operand | None]:

@@ -1,0 +1,102 @@
+"""Several inputs merged by a 1x1 kernel: what must be copied is weighed against what must be added.
+
+::
+
+    few outputs       y  =  w_0 x_0  +  w_1 x_1  + ...      a product for each input where it lies, added up in cache
+    many outputs      y  =  w  [ x_0                        the inputs copied side by side, one product
+                                 x_1 ... ]
+
+The image is cut so that a chunk stays in cache, and is long enough that the calls of NumPy take little of its time.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from cupyconv.numpy.convolution import (
+    ConvLoop,
+    ConvRun,
+    columns_bytes,
+    copy_bytes,
+    inputs_are_columns,
+    result_takes_sums,
+)
+from cupyconv.numpy.gemm import WAYS as OF_ONE_INPUT
+from cupyconv.numpy.windows import Block
+from cupyconv.problem.arrays import ITEMSIZE, accumulator
+from cupyconv.problem.problems import ConvProblem
+
+#: Bytes of inputs in a chunk: of those that are copied, and of those read where they lie.
+COPIED_CHUNK, READ_CHUNK = 4 << 20, 8 << 20
+#: Passes over the outputs that another product takes, written, read twice and written again, to one of a copy.
+_PASSES = 2
+
+
+def _is_added(problem: ConvProblem) -> bool:
+    """Whether adding the inputs' products takes less than copying the inputs."""
+    geometry = problem.geometry
+    return _PASSES * geometry.out_channels * (len(problem.xs) - 1) < geometry.in_channels
+
+
+class Merge(ConvLoop):
+    """Inputs of a 1x1 kernel, each with pixels or channels side by side."""
+
+    name = "merge"
+    words = "inputs merged chunk by chunk"
+
+    @classmethod
+    def applies(cls, problem: ConvProblem) -> bool:
+        several = len(problem.xs) > 1 and problem.geometry.groups == 1
+        return several and problem.is_one_kind and inputs_are_columns(problem)
+
+    @classmethod
+    def aim(cls, problem: ConvProblem) -> tuple[int, int]:
+        per_pixel = problem.geometry.in_channels * ITEMSIZE[accumulator(problem.x_dtype)]
+        return (READ_CHUNK if _is_added(problem) else COPIED_CHUNK) // (per_pixel or 1), 1
+
+    @cached_property
+    def is_added(self) -> bool:
+        return _is_added(self.problem)
+
+    @cached_property
+    def in_place(self) -> bool:
+        return result_takes_sums(self.problem)
+
+    @classmethod
+    def weight_bytes(cls, problem: ConvProblem) -> int:
+        return copy_bytes(problem.weight, problem.weight_dtype) if _is_added(problem) else 0
+
+    @property
+    def workspace(self) -> int:
+        if not self.is_added:
+            return columns_bytes(self.problem, self.block, self.x_dtype.itemsize) + self.sums_bytes
+        pixels = self.block[1] * self.block[2] * self.block[3]
+        return self.geometry.out_channels * pixels * self.sums_dtype.itemsize + self.sums_bytes
+
+    def arranged(self, weight: np.ndarray) -> Any:
+        """The weight; where products are added, a matrix of its own for each input."""
+        if not self.is_added:
+            return weight
+        return [np.ascontiguousarray(weight[0, :, channels]) for _, channels in self.inputs]
+
+    def sums(self, run: ConvRun, block: Block) -> np.ndarray:
+        shape = (self.geometry.out_channels, block.area)
+        sums = block.of(run.out).reshape(shape) if self.in_place else np.empty(shape, self.sums_dtype)
+        parts = [block.of(x)[0].reshape(x.shape[1], block.area) for x, _ in run.images.inputs]
+        if not self.is_added:
+            columns = run.images.scratch.array("columns", (self.geometry.in_channels, block.area))
+            np.matmul(run.weight[0], np.concatenate(parts, out=columns), out=sums)
+            return sums.reshape(block.sums_shape)
+        np.matmul(run.weight[0], parts[0], out=sums)
+        product = run.products.array("product", shape, self.sums_dtype)
+        for matrix, part in zip(run.weight[1:], parts[1:]):
+            np.matmul(matrix, part, out=product)
+            sums += product
+        return sums.reshape(block.sums_shape)
+
+
+#: The first that applies and fits the workspace limit is taken.
+WAYS = (Merge, *OF_ONE_INPUT)

@@ -1,0 +1,142 @@
+"""Planning takes 50 ms at most, whatever the numbers: nothing in it is as long as an image, a limit or a kernel."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from numpy.lib.stride_tricks import as_strided
+
+import cupyconv
+from cupyconv import ConvLayer
+from cupyconv.call.explain import checked_call
+from cupyconv.numpy import chain as chain_numpy
+from cupyconv.numpy.chain import tiles, tiles_to_plan
+from cupyconv.problem.problems import NotApplicable
+
+#: Seconds of the processor; a machine on which an ordinary plan takes long gets as many times more.
+MOST, ORDINARY = 0.05, 0.002
+
+
+def huge(*shape: int) -> np.ndarray:
+    """A C-ordered array of which only the first element is in memory: planning reads none."""
+    strides, step = [], 4
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return as_strided(np.zeros(1, np.float32), shape, strides[::-1])
+
+
+def layers(*shapes: tuple[int, ...], **settings: Any) -> list[ConvLayer]:
+    return [ConvLayer(huge(*shape), **settings) for shape in shapes]
+
+
+CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
+    "long": (cupyconv.conv, (huge(1, 4, 2**40), huge(4, 4, 3)), {"padding": 1}),
+    "long and prime": (cupyconv.conv, (huge(1, 4, 2**31 - 1), huge(4, 4, 3)), {}),
+    "wide": (cupyconv.conv, (huge(1, 64, 2**20, 2**20), huge(64, 64, 3, 3)), {"padding": 1}),
+    "many samples": (cupyconv.conv, (huge(2**40, 3, 8, 8), huge(4, 3, 3, 3)), {"padding": 1}),
+    "many taps": (cupyconv.conv, (huge(1, 1, 2**30), huge(1, 1, 10**9)), {"padding": 9, "padding_mode": "reflect"}),
+    "many groups": (cupyconv.conv, (huge(1, 10**6, 64, 64), huge(10**6, 1, 3, 3)), {"groups": 10**6}),
+    "many channels": (cupyconv.conv, (huge(1, 10**9, 8, 8), huge(8, 10**9, 3, 3)), {}),
+    "far taps": (cupyconv.conv, (huge(1, 4, 2**31), huge(4, 4, 2)), {"dilation": 2**30}),
+    "much padding": (cupyconv.conv, (huge(1, 4, 100), huge(4, 4, 3)), {"padding": 2**30, "padding_mode": "wrap"}),
+    "merge": (cupyconv.linmerge, ([huge(4, 4, 2**40)] * 5, huge(4, 20)), {}),
+    "input gradient": (
+        cupyconv.conv_grad_input,
+        (huge(1, 4, 2**20), huge(4, 4, 10**6), (1, 4, 2**20 * 10**6)),
+        {"stride": 10**6},
+    ),
+    "weight gradient": (cupyconv.conv_grad_weight, (huge(1, 1, 2001, 2001), huge(1, 1, 3000, 3000), (1000, 1000)), {}),
+    "weight gradient, many samples": (
+        cupyconv.conv_grad_weight,
+        (huge(2**40, 8, 6, 6), huge(2**40, 8, 8, 8), (3, 3)),
+        {},
+    ),
+    "transposed, many phases": (
+        cupyconv.conv_transpose,
+        (huge(1, 4, 2**20, 2**20), huge(4, 4, 3, 3)),
+        {"stride": 1000},
+    ),
+    "im2col": (cupyconv.im2col, (huge(1, 4, 3000, 3000), (1000, 1000)), {}),
+    "col2im": (cupyconv.col2im, (huge(1, 10**6, 2001**2), (3000, 3000), (1000, 1000)), {}),
+    "max_pool": (cupyconv.max_pool, (huge(1, 64, 10**5, 10**5), 10**5), {}),
+    "rnn": (cupyconv.rnn, (huge(2**40, 4, 8), huge(16, 8), huge(16, 16)), {}),
+    "lstm": (cupyconv.lstm, (huge(100, 2**30, 8), huge(64, 8), huge(64, 16)), {}),
+    "gru": (cupyconv.gru, (huge(100, 7, 2**20), huge(3 * 2**20, 2**20), huge(3 * 2**20, 2**20)), {}),
+    "chain": (cupyconv.conv_chain, (huge(1, 64, 2800, 2800), layers(*[(64, 64, 3, 3)] * 2, padding=1)), {}),
+    "chain, long": (cupyconv.conv_chain, (huge(1, 8, 2**40), layers(*[(8, 8, 9)] * 3, padding=4)), {}),
+    "chain, many samples": (cupyconv.conv_chain, (huge(2**40, 8, 16, 16), layers(*[(8, 8, 3, 3)] * 3, padding=1)), {}),
+    "chain, far taps": (
+        cupyconv.conv_chain,
+        (huge(1, 8, 10**6, 64), layers(*[(8, 8, 3, 3)] * 3, padding=(10**4, 1), dilation=(10**4, 1))),
+        {},
+    ),
+}
+
+
+def seconds_to_plan(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], **settings: Any) -> float:
+    """Processor time, the best of three; of a refusal too."""
+    function, arguments, named = call
+    times = []
+    with cupyconv.options(**settings):
+        for _ in range(3):
+            start = time.process_time()
+            try:
+                cupyconv.explain(function, *arguments, **named)
+            except ValueError as refusal:
+                assert "workspace" in str(refusal) or "take" in str(refusal), refusal
+            times.append(time.process_time() - start)
+            if times[-1] < MOST / 2:
+                break
+    return min(times)
+
+
+@pytest.mark.parametrize("threads", [1, 10**4])
+@pytest.mark.parametrize("limit", [None, 1000, 100_000, 10**12])
+@pytest.mark.parametrize("name", CALLS)
+def test_planning_does_not_grow_with_the_numbers(name, limit, threads):
+    ordinary = cupyconv.conv_chain, (huge(1, 8, 64, 64), layers((8, 8, 3, 3), (8, 8, 3, 3))), {"fuse": False}
+    slowness = max(1.0, seconds_to_plan(ordinary) / ORDINARY)
+    assert seconds_to_plan(CALLS[name], workspace_limit=limit, threads=threads) < MOST * slowness
+
+
+@given(
+    st.lists(st.tuples(*(st.integers(1, 4),) * 2, st.integers(0, 9), st.integers(1, 3)), min_size=2, max_size=3),
+    st.integers(1, 80),
+    st.integers(1, 5),
+    st.tuples(st.integers(0, 60), st.integers(1, 60)),
+)
+def test_the_tiles_that_are_planned_have_what_all_tiles_have(each, size, step, band):
+    """With every window: geometries, rows in memory, and rows that are kept."""
+    x = np.ones((1, 1, size), np.float32)
+    chain = [
+        ConvLayer(np.ones((1, 1, kernel), np.float32), stride=stride, padding=padding, dilation=dilation)
+        for kernel, stride, padding, dilation in each
+    ]
+    try:
+        geometries = [layer.geometry for layer in checked_call(cupyconv.conv_chain, x, chain).problem.layers]
+    except ValueError:
+        assume(False)
+    rows = range(geometries[-1].out_size[2])[band[0] : band[0] + band[1]]
+    assume(rows)
+    before = chain_numpy._PLANNED_TILES
+    chain_numpy._PLANNED_TILES = 3
+    try:
+        planned = list(tiles_to_plan(geometries, 2, 1, rows, step))
+    except NotApplicable:
+        return
+    finally:
+        chain_numpy._PLANNED_TILES = before
+    every = list(tiles(geometries, 2, 1, rows, step))
+    for tile in planned:
+        assert tile in every
+    for i in range(len(geometries)):
+        assert {tile[i].geometry for tile in planned} >= {tile[i].geometry for tile in every if tile[i].outputs}
+        assert max(len(tile[i].reads) for tile in planned) == max(len(tile[i].reads) for tile in every)
+    assert chain_numpy._kept_rows(planned) == chain_numpy._kept_rows(every)
