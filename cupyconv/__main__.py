@@ -57,13 +57,29 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     bench.add_argument(
         "--methods", type=_methods, metavar="A,B", help="time these methods too, beside the chosen one (default: all)"
     )
-    bench.add_argument("--no-torch", action="store_false", dest="torch", help="do not compare with PyTorch")
+    bench.add_argument("--groups", type=_names, metavar="A,B", help="measure these groups of cases (default: all)")
+    bench.add_argument(
+        "--peers", type=_names, metavar="A,B", help="compare with these (default: all that are installed)"
+    )
+    bench.add_argument(
+        "--threads", type=_count, metavar="N", help="of every library (default: NumPy's; not with --gpu)"
+    )
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE, after every case")
     bench.add_argument("--resume", action="store_true", help="continue the run whose results --json names")
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"needed is a number of at least 1, given {text!r}")
+    return int(text)
+
+
 def _methods(text: str) -> tuple[str, ...]:
-    names = tuple(filter(None, text.split(",")))
+    names = _names(text)
     for name in names:
         if name not in METHODS:
             raise argparse.ArgumentTypeError(f"unknown method {name!r}; there are {', '.join(METHODS)}")

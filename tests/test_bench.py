@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -23,12 +23,17 @@ import cupyconv
 from cupyconv import bench
 from cupyconv.__main__ import main
 from cupyconv.bench import clock, floors, machines, record, session, tables
-from cupyconv.bench.cases import Case, repeat_normals
+from cupyconv.bench.array_peers import ArrayLibrary, concatenate_im2col_matmul
+from cupyconv.bench.cases import Case, GradientCase, repeat_normals
 from cupyconv.bench.clock import Sample, Timing
-from cupyconv.bench.peers import Way, array_peers, concatenate_im2col_matmul
+from cupyconv.bench.own_ways import TRANSFORM, Ours
+from cupyconv.bench.peers import NotInstalled, Participant, Way
+from cupyconv.bench.processes import ProcessRunner, Raised
+from cupyconv.bench.record import OURS
 from cupyconv.bench.recurrent_layers import RecurrentCase, loop_in_python
 from cupyconv.bench.reference import WrongResult, allowed_error, error, in_float64
 from cupyconv.bench.report import block, summary
+from cupyconv.bench.runner import PEERS, Runner, SharedArrays
 from cupyconv.bench.session import Session
 from cupyconv.bench.torch_peers import Torch
 from cupyconv.cuda.run.kernel_sources import kernel_directory
@@ -61,6 +66,21 @@ RECURRENT = tuple(
     for dtype in ("float32", "float16", "bfloat16", "float64")
 )
 
+#: Both gradients of the small cases that have them, and single steps.
+GRADIENTS = tuple(
+    GradientCase(**asdict(case) | {"name": f"{of} gradient of {case.name}"}, of=of)
+    for case in SMALL
+    if not (case.then or case.tf32 or case.channels_last or case.misaligned or case.dtype not in ("float32", "float64"))
+    for of in ("input", "weight")
+)
+STEPS = tuple(RecurrentCase(f"{cell} step", cell, 1, 3, 5, 7, single=True) for cell in ("lstm", "gru"))
+FILTERS = (
+    Case("filter", 1, (1,), (9, 11), 1, (3, 5), padding=((1, 1), (2, 2)), dtype="float64"),
+    Case("filter of the inside", 1, (1,), (9, 11), 1, (2, 5)),
+    Case("filter of taps", 1, (1,), (30,), 1, (5,), padding=((2, 2),)),
+    Case("causal filter", 1, (1,), (30,), 1, (5,), padding=((4, 0),), dtype="float64"),
+)
+
 every_recurrent_case = pytest.mark.parametrize("case", RECURRENT, ids=str)
 every_small_case = pytest.mark.parametrize("case", SMALL, ids=str)
 
@@ -69,6 +89,8 @@ class ToldClock:
     """Runs a call and tells a time that was said before: 1 s, unless `seconds` has one for the call."""
 
     rounds = (2, 3)
+    warm_up = 3
+    hopeless = 1e9
     method = "as told"
 
     def __init__(self, seconds=lambda call: 1.0):
@@ -120,6 +142,24 @@ def test_the_reference_is_the_oracles(case):
     np.testing.assert_allclose(in_float64(np, case, xs, weights), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("case", GRADIENTS, ids=str)
+def test_a_gradient_is_the_adjoint_of_the_oracles_convolution(case):
+    """For a random direction: what the result gains along it is what the gradient says."""
+    xs, weights = case.arrays()
+    layer = Case(**{name: value for name, value in asdict(case).items() if name != "of"})
+    inputs, (weight,) = layer.arrays()
+    gradient = in_float64(np, case, xs, weights)
+    steps = [np.random.default_rng(1).standard_normal(a.shape).astype(a.dtype) for a in (*inputs, weight)]
+    of_input = case.of == "input"
+    settings = dict(stride=layer.stride, padding=list(layer.pairs), dilation=layer.dilation, groups=layer.groups)
+    gain = oracle.conv(steps[:-1] if of_input else inputs, weight if of_input else steps[-1], **settings)
+    along = np.concatenate(steps[:-1], axis=1) if of_input else steps[-1]
+    np.testing.assert_allclose((gain * oracle.wide(xs[0])).sum(), (gradient * oracle.wide(along)).sum(), rtol=1e-10)
+    assert error(np, case, case.ours(xs, weights), gradient) <= allowed_error(case)
+    with pytest.raises(WrongResult):
+        error(np, case, 2 * case.ours(xs, weights), gradient)
+
+
 @every_small_case
 def test_the_librarys_call_and_the_numpy_peer_are_right(case):
     xs, weights = case.arrays()
@@ -132,6 +172,18 @@ def test_the_librarys_call_and_the_numpy_peer_are_right(case):
     assert error(np, case, peer, expected) >= 0 if wide else np.allclose(peer.astype(float), expected, atol=0.5)
 
 
+@pytest.mark.parametrize("case", STEPS, ids=str)
+def test_a_step_goes_on_from_its_state(case):
+    xs, weights = case.arrays()
+    expected = in_float64(np, case, xs, weights)
+    states = dict(zip(("h0", "c0"), (oracle.wide(state)[np.newaxis] for state in xs[1:])))
+    naive = reference_recurrent.recurrent(case.cell, *map(oracle.wide, (xs[0], *weights)), **states).y[0]
+    np.testing.assert_allclose(expected, naive, rtol=1e-12, atol=1e-12)
+    error(np, case, case.ours(xs, weights), expected)
+    with pytest.raises(WrongResult):
+        error(np, case, case.ours([xs[0], xs[1] * np.float32(0.5), *xs[2:]], weights), expected)
+
+
 @every_recurrent_case
 def test_a_recurrent_layer_is_the_oracles(case):
     xs, weights = case.arrays()
@@ -140,7 +192,7 @@ def test_a_recurrent_layer_is_the_oracles(case):
     np.testing.assert_allclose(expected, naive, rtol=1e-12, atol=1e-12)
     error(np, case, case.ours(xs, weights), expected)
     if np.dtype(dtype_from_name(case.dtype)).itemsize > 2:  # whose states NumPy keeps in themselves
-        error(np, case, loop_in_python(np, case, xs[0], weights), expected)
+        error(np, case, loop_in_python(np, case, xs, weights), expected)
     with pytest.raises(WrongResult, match="error"):
         error(np, case, case.ours(xs, [2 * weights[0], *weights[1:]]), expected)
 
@@ -148,12 +200,12 @@ def test_a_recurrent_layer_is_the_oracles(case):
 @pytest.mark.parametrize("case", RECURRENT[::2], ids=str)
 def test_torchs_layer_is_a_peer(torch, case):
     xs, weights = case.arrays()
-    (way,) = torch.ways(case, xs, weights, compiled=True)
-    with torch.flags(case):
+    (way,) = torch.ways(case, xs, weights)
+    with torch.during(case):
         error(np, case, way.as_array(way.prepare()()), in_float64(np, case, xs, weights), transform=True)
 
 
-@pytest.mark.parametrize("case", [*tables.recurrent_cases(gpu=False), *RECURRENT], ids=str)
+@pytest.mark.parametrize("case", [*tables.recurrent_cases(gpu=False), *RECURRENT, *STEPS], ids=str)
 def test_flops_and_bytes_of_a_recurrent_layer_are_planning_s(case):
     function, arguments, keywords = case.call(*case.arrays(lambda dtype, first, n: np.ones(n, dtype_from_name(dtype))))
     plan = cupyconv.explain(function, *arguments, **keywords)
@@ -161,6 +213,8 @@ def test_flops_and_bytes_of_a_recurrent_layer_are_planning_s(case):
 
 
 def test_recurrent_layers_are_in_both_tables():
+    assert {*tables.recurrent_cases(gpu=False)} <= {*tables.numpy_cases()}
+    assert {*tables.recurrent_cases(gpu=True)} <= {*tables.gpu_cases()}
     for gpu in (False, True):
         cases = tables.recurrent_cases(gpu=gpu)
         assert len({case.name for case in cases}) == len(cases) and {case.cell for case in cases} == {"lstm", "gru"}
@@ -168,19 +222,19 @@ def test_recurrent_layers_are_in_both_tables():
 
 
 def test_the_command_measures_recurrent_layers(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench, "recurrent_cases", lambda gpu: RECURRENT)
-    monkeypatch.setattr(bench, "numpy_machine", numpy_machine)
+    monkeypatch.setattr(bench, "numpy_cases", lambda: RECURRENT)
+    monkeypatch.setattr(session, "LONGEST", 0)
     file = tmp_path / "numpy.json"
-    assert main(["bench", "--json", str(file), "--no-torch", "--seconds", "100", "--only", "gru float32"]) == 0
+    assert main(["bench", "--json", str(file), "--peers", "numpy", "--seconds", "60", "--only", "gru float32"]) == 0
     printed = capsys.readouterr().out
     (row,) = record.read_record(file)["cases"]
     assert row["ways"].keys() == {"cupyconv", "numpy"} and row["rejected"].keys() == {"persistent"}
-    for word in ("gru float32: floor", "cupyconv: step", "against numpy"):
+    for word in ("gru float32: floor", "cupyconv: step", "recurrent: cupyconv's time over each peer's"):
         assert word in printed
 
 
 def test_flops_and_bytes_are_planning_s():
-    for case in SMALL:
+    for case in (*SMALL, *GRADIENTS):
         function, arguments, keywords = case.call(*case.arrays())
         plan = cupyconv.explain(function, *arguments, **keywords, on="sm_90")
         assert (case.flops, case.minimal_bytes) == (plan.flops, plan.minimal_bytes), case.name
@@ -215,6 +269,8 @@ def test_the_check_sees_what_it_should():
     assert error(np, replace(case, tf32=True), reduced, expected) > allowed_error(case)
 
 
+CONVOLUTIONS_ON_GPU = [case for case in tables.gpu_cases() if isinstance(case, Case)]
+
 # --- tables ---------------------------------------------------------------------------------------------------
 
 
@@ -224,8 +280,21 @@ def test_names_are_their_own(cases):
     assert len(set(names)) == len(names)
 
 
+def test_the_processors_table_has_what_it_is_judged_by():
+    cases = tables.numpy_cases()
+    assert {case.group for case in cases} == {
+        "convolutions", "input gradients", "weight gradients", "recurrent", "merge", "chains", "filters", "small calls",
+    }  # fmt: skip
+    layers = [case for case in cases if case.group == "convolutions"]
+    assert {case.kernel for case in layers} >= {(1, 1), (3, 3), (1, 7), (5, 5), (7, 7), (11, 11), (3, 3, 3), (9,)}
+    for of in ("input", "weight"):
+        assert {case.stride for case in cases if case.group == f"{of} gradients"} == {1, 2, 4}
+    assert {case.groups for case in layers} >= {16, 32, 96, 120} and "float64" in {case.dtype for case in layers}
+    assert {case.single for case in cases if isinstance(case, RecurrentCase)} == {True, False}
+
+
 def test_the_gpu_s_table_has_what_was_promised():
-    cases = tables.gpu_cases()
+    cases = CONVOLUTIONS_ON_GPU
     assert {case.dtype for case in cases} == set(ITEMSIZE)
     resnet = [case for case in cases if case.name.startswith("ResNet-50") and not case.channels_last]
     assert len(resnet) == 23 * 2 * 4 and {case.batch for case in resnet} == {8, 32}
@@ -240,7 +309,7 @@ def test_the_gpu_s_table_has_what_was_promised():
     assert {min(max(case.channels), case.out_channels) >= 128 for case in merges} == {True, False}
 
 
-@pytest.mark.parametrize("case", [c for c in tables.gpu_cases() if c.dtype in ("float32", "complex64")], ids=str)
+@pytest.mark.parametrize("case", [c for c in CONVOLUTIONS_ON_GPU if c.dtype in ("float32", "complex64")], ids=str)
 def test_every_case_of_the_gpu_s_table_can_be_planned(case):
     function, arguments, keywords = case.call(*case.arrays(lambda dtype, first, n: np.empty(n, dtype)))
     plan = cupyconv.explain(function, *arguments, **keywords, on="sm_90")
@@ -251,34 +320,72 @@ def test_every_case_of_the_gpu_s_table_can_be_planned(case):
 # --- clocks ---------------------------------------------------------------------------------------------------
 
 
+def measured(calls, told, seconds, judged=""):
+    return clock.measure(
+        calls, told, lambda name, host: told.sample(calls[name], host), lambda name, count: None, seconds, judged
+    )
+
+
 def test_ways_take_turns_and_one_that_fails_drops_out():
     order = []
 
     def way(name):
         order.append(name)
-        if name == "bad" and order.count("bad") > clock.WARM_UP:
+        if name == "bad" and order.count("bad") > ToldClock.warm_up:
             raise RuntimeError("no more")
 
-    timings, failed = clock.measure({name: partial(way, name) for name in ("a", "b", "bad")}, ToldClock(), 10)
-    assert order[3 * clock.WARM_UP :] == ["a", "b", "bad", "b", "a", "a", "b"]
+    timings, failed = measured({name: partial(way, name) for name in ("a", "b", "bad")}, ToldClock(), 10)
+    assert order[3 * ToldClock.warm_up :] == ["a", "b", "bad", "b", "a", "a", "b"]
     assert timings.keys() == {"a", "b"} and len(timings["a"].device) == 3
     assert list(failed) == ["bad"] and "no more" in str(failed["bad"])
 
 
 def test_no_time_left_means_the_fewest_rounds():
-    timings, _ = clock.measure({"a": lambda: None}, ToldClock(), 0)
+    timings, _ = measured({"a": lambda: None}, ToldClock(), 0)
     assert len(timings["a"].device) == ToldClock.rounds[0]
 
 
 def test_ratios_are_of_the_rounds():
     ours, other = Timing([1, 2, 4], [1, 1, 1]), Timing([2, 6, 4], [5, 5, 5])
-    assert clock.ratio(ours, other, "device")["ratio"] == 2
-    assert clock.ratio(ours, other, "host")["ratio"] == 5
+    assert clock.ratio(ours, other, "device")["ratio"] == 0.5
+    assert clock.ratio(ours, other, "host")["ratio"] == 0.2
+    assert clock.ratio(ours, Timing([8], [1]), "device") == {"ratio": 0.25, "quartiles_of_ratio": [0.25, 0.25]}
+
+
+def test_a_hopeless_way_has_no_turns_and_a_bad_moment_is_forgiven():
+    times = {"ours": [1.0] * 9, "slow": [9.0] * 9, "unlucky": [9.0] + [2.0] * 9}
+
+    def call(name):
+        called.append(name)
+        return times[name].pop(0)
+
+    class Told(ToldClock):
+        warm_up, hopeless = 1, 4.0
+
+        def sample(self, call, host):
+            seconds = call()
+            return Sample(seconds, seconds)
+
+    called = []
+    timings, failed = measured({name: partial(call, name) for name in times}, Told(), 10, judged="ours")
+    assert not failed and called[:5] == ["ours", "slow", "unlucky", "slow", "unlucky"]
+    assert {name: timing.device for name, timing in timings.items()} == {
+        "ours": [1.0] * 3, "slow": [9.0], "unlucky": [2.0] * 3,
+    }  # fmt: skip
 
 
 def test_the_wall_clock_counts_seconds():
-    sample = clock.HostClock().sample(lambda: sum(range(20000)), 0)
-    assert 0 < sample.device == sample.host < 1
+    calls = []
+    sample = clock.HostClock().sample(lambda: calls.append(sum(range(20000))), 0)
+    assert 0 < sample.device == sample.host < 0.03 and len(calls) > 10  # a turn is many short calls
+
+
+def test_a_long_call_is_made_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr(clock, "LONG", 0)
+    monkeypatch.setattr(clock, "TURN", 0)
+    clock.HostClock().sample(lambda: calls.append(0), 0)
+    assert len(calls) == 1
 
 
 class LoggedCuda:
@@ -333,35 +440,73 @@ def test_the_delay_compiles(architecture):
 # --- peers ----------------------------------------------------------------------------------------------------
 
 
+def array_ways(on_gpu, case, arrays):
+    return ArrayLibrary(numpy_machine(arch="sm_90" if on_gpu else None)).ways(case, *arrays)
+
+
 def test_which_array_peers_there_are():
     def names(on_gpu, **changes):
         case = replace(SMALL[0], **changes)
-        return [way.name for way in array_peers(np, on_gpu, case, *case.arrays())]
+        return [way.name for way in array_ways(on_gpu, case, case.arrays())]
 
     assert names(False) == ["numpy", "loop over samples"]
     assert names(True) == ["cupy", "loop over samples"]
     assert names(True, loop=False, tf32=True) == names(True, loop=False, dtype="bfloat16") == []
-    assert [way.name for way in array_peers(np, True, SMALL[7], *SMALL[7].arrays())] == []
+    assert array_ways(True, SMALL[7], SMALL[7].arrays()) == []
 
 
 @pytest.mark.parametrize("case", [case for case in SMALL if case.loop], ids=str)
 def test_the_loop_over_samples_is_right(case):
     xs, weights = case.arrays()
-    (loop,) = (way for way in array_peers(np, True, case, xs, weights) if way.name.startswith("loop"))
+    (loop,) = (way for way in array_ways(True, case, (xs, weights)) if way.name.startswith("loop"))
     call = loop.prepare()
     call()[...] = 0
     error(np, case, call(), in_float64(np, case, xs, weights))
 
 
+@pytest.mark.parametrize("name", PEERS)
+def test_every_peer_computes_the_same(name):
+    peer = installed_peer(name)
+    ways = 0
+    for case in (*SMALL, *GRADIENTS, *RECURRENT, *STEPS, *FILTERS):
+        if name == "numpy" and case.dtype in ("float16", "bfloat16"):
+            continue  # whose sums NumPy keeps in themselves
+        xs, weights = case.arrays()
+        with peer.during(case):
+            for way in peer.ways(case, xs, weights):
+                result, ways = way.as_array(way.prepare()()), ways + 1
+                try:
+                    error(np, case, result, in_float64(np, case, xs, weights), transform=way.transform)
+                except WrongResult as wrong:
+                    raise AssertionError(f"{way.name}, {case}: {wrong}") from wrong
+    assert ways
+
+
+def installed_peer(name):
+    try:
+        return PEERS[name](numpy_machine(), 1)
+    except NotInstalled as missing:
+        pytest.skip(f"could not import {missing}")
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "count"),
+    [
+        ("numpy", GRADIENTS[0], 1), ("numpy", STEPS[0], 1), ("torch", GRADIENTS[0], 1), ("torch", GRADIENTS[7], 2),
+        ("torch", STEPS[0], 1), ("onnxruntime", SMALL[3], 1), ("onnxruntime", GRADIENTS[6], 1),
+        ("onnxruntime", GRADIENTS[7], 0), ("onnxruntime", STEPS[0], 1), ("jax", GRADIENTS[0], 1), ("jax", STEPS[0], 1),
+        ("scipy", FILTERS[0], 2), ("scipy", FILTERS[1], 1), ("scipy", FILTERS[2], 2), ("scipy", FILTERS[3], 1),
+        ("scipy", SMALL[3], 0), ("opencv", FILTERS[0], 1), ("opencv", FILTERS[2], 0),
+    ],
+)  # fmt: skip
+def test_which_ways_a_peer_has(name, case, count):
+    assert len(installed_peer(name).ways(case, *case.arrays())) == count, case.name
+
+
 @every_small_case
-def test_torch_computes_the_same_in_both_formats(torch, case):
-    xs, weights = case.arrays()
-    expected = in_float64(np, case, xs, weights)
-    ways = torch.ways(case, xs, weights, compiled=False)
+def test_torch_has_both_formats(torch, case):
+    ways = torch.ways(case, *case.arrays())
     assert [way.name for way in ways] == ["torch"] + ["torch channels-last"] * (len(case.size) > 1)
-    with torch.flags(case):
-        for way in ways:
-            error(np, case, way.as_array(way.prepare()()), expected, transform=True)
 
 
 def test_torch_sees_the_very_memory(torch):
@@ -376,7 +521,7 @@ def test_torch_sees_the_very_memory(torch):
 def test_torch_gets_the_formats_it_is_named_after(torch):
     case = replace(SMALL[3], channels_last=True)
     xs, weights = case.arrays()
-    ways = {way.name: way.prepare() for way in torch.ways(case, xs, weights, compiled=False)}
+    ways = {way.name: way.prepare() for way in torch.ways(case, xs, weights)}
     for name, contiguous in (("torch", False), ("torch channels-last", True)):
         inputs, kernels = ways[name].args[1:]
         library = pytest.importorskip("torch")
@@ -397,9 +542,9 @@ def test_the_flags_are_the_case_s_and_are_put_back(torch):
 
 def test_torch_compile_is_offered_where_the_case_asks(torch):
     case = replace(SMALL[0], compiled=True)
-    names = [way.name for way in torch.ways(case, *case.arrays(), compiled=True)]
-    assert names[-1] == "torch.compile"
-    assert "torch.compile" not in [way.name for way in torch.ways(case, *case.arrays(), compiled=False)]
+    ways = torch.ways(case, *case.arrays())
+    assert ways[-1].name == "torch.compile" and ways[-1].patience > 0
+    assert "torch.compile" not in [way.name for way in torch.ways(SMALL[0], *SMALL[0].arrays())]
 
 
 def test_another_stream_is_refused():
@@ -419,32 +564,47 @@ def test_another_stream_is_refused():
 # --- a whole run ----------------------------------------------------------------------------------------------
 
 
-def run(machine, cases, path=None, **how):
-    whole = Session(machine, cases, **({"seconds": 1000, "path": path} | how))
+def here(machine, *participants, arrays=None):
+    """The library and other participants in this process, begun like a GPU's."""
+    arrays = SharedArrays(machine)
+    made = {OURS: Ours, "numpy": partial(ArrayLibrary, machine)} | dict(participants)
+    return {name: lambda make=make: Runner(machine, make(), arrays) for name, make in made.items()}
+
+
+def run(machine, cases, path=None, *, participants=(), **how):
+    whole = Session(machine, cases, here(machine, *participants), **({"seconds": 1000, "path": path} | how))
     return whole.run(), whole.record
 
 
 def test_the_command_on_numpy(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench, "numpy_cases", lambda: SMALL)
-    monkeypatch.setattr(bench, "numpy_machine", numpy_machine)
+    monkeypatch.setattr(session, "LONGEST", 0)
     file = tmp_path / "numpy.json"
-    assert main(["bench", "--json", str(file), "--no-torch", "--seconds", "100", "--only", "float32"]) == 0
+    arguments = ["--peers", "numpy,scipy", "--threads", "1", "--seconds", "60", "--only", "float32"]
+    assert main(["bench", "--json", str(file), *arguments]) == 0
     printed = capsys.readouterr().out
     written = record.read_record(file)
     (row,) = written["cases"]
-    assert row["case"]["name"] == "3x3 float32" and row["ways"].keys() >= {"cupyconv", "numpy"}
+    assert row["case"]["name"] == "3x3 float32" and row["ways"].keys() >= {"cupyconv", "cupyconv direct", "numpy"}
+    assert row["group"] == "convolutions" and row["chosen"] == "gemm" and {"gemm", "direct"} <= row["methods"].keys()
     assert written["running"] is None and not written["errors"] and not list(tmp_path.glob("*.part"))
-    assert written["environment"]["torch"] == "not measured" and written["floors"]["products"]["float32"] > 0
-    for word in ("3x3 float32: floor", "cupyconv: gemm", "against numpy", "nothing failed"):
+    known = written["environment"]
+    assert known["numpy"] == np.__version__ and "torch" not in known and known["blas_threads"] == "1 thread"
+    assert written["floors"]["products"]["float32"] > 0 and written["floors"]["by"]["float32"] in ("cupyconv", "numpy")
+    for word in ("3x3 float32: floor", "cupyconv: gemm", "convolutions: cupyconv's time", "nothing failed"):
         assert word in printed
 
 
 def test_every_small_case_on_numpy():
-    status, written = run(numpy_machine(), [c for c in SMALL if c.dtype not in ("float16", "bfloat16")])
-    assert status == 0
+    cases = [c for c in (*SMALL, *GRADIENTS, *STEPS) if c.dtype not in ("float16", "bfloat16")]
+    status, written = run(numpy_machine(), cases)
+    assert status == 0, written["errors"]
     for row in written["cases"]:
         way = row["ways"]["numpy"]
         assert way["ratio"] == 1 and way["rounds"] >= 2 and way["error"] < 1e-3 and way["beyond_result"] is not None
+    assert {row["group"] for row in written["cases"]} == {
+        "merge", "convolutions", "chains", "input gradients", "weight gradients", "recurrent",
+    }  # fmt: skip
 
 
 def test_every_method_is_timed_on_the_host_device(host_machine):
@@ -460,33 +620,80 @@ def test_every_method_is_timed_on_the_host_device(host_machine):
     assert "loop over samples" in written["cases"][0]["ways"]
 
 
+def test_what_the_choice_is_held_to():
+    """A chain to its layers in separate calls; a transform to exact arithmetic, which is timed where it was chosen."""
+    wide = Case("wide", 2, (64,), (30, 30), 64, (3, 3), padding=((1, 1),) * 2)
+    for case in (SMALL[-1], wide):
+        xs, weights = case.arrays()
+        ways = {way.name: way for way in Ours().ways(case, xs, weights)}
+        chosen = Ours().notes(case, xs, weights)["chosen"]
+        assert ("cupyconv exact" in ways) is (chosen == TRANSFORM)
+        assert ("cupyconv layer by layer" in ways) is bool(case.then)
+        for way in ways.values():
+            result = way.as_array(way.prepare()())
+            error(np, case, result, in_float64(np, case, xs, weights), transform=way.transform)
+            assert way.transform is (TRANSFORM in (way.name.removeprefix("cupyconv ") or chosen))
+
+
+def test_only_the_methods_asked_for_are_timed():
+    case = SMALL[3]
+    names = [way.name for way in Ours(("gemm",)).ways(case, *case.arrays())]
+    assert "cupyconv direct" not in names
+    assert "cupyconv direct" in [way.name for way in Ours().ways(case, *case.arrays())]
+
+
 def test_torch_takes_part(torch):
     library = pytest.importorskip("torch")
-    status, written = run(numpy_machine(), SMALL[3:6], torch=lambda: library)
+    status, written = run(numpy_machine(), SMALL[3:6], participants=[("torch", lambda: torch)])
     assert status == 0, written["errors"]
     assert all({"torch", "torch channels-last"} <= row["ways"].keys() for row in written["cases"])
     assert written["cases"][0]["flags"]["cudnn.allow_tf32"] is False
     assert written["environment"]["torch"] == library.__version__
+    assert all(row["ways"]["torch"]["beyond_result"] is None for row in written["cases"])
 
 
-def test_a_broken_torch_is_told_and_left_out():
+def test_who_is_broken_is_told_and_left_out_and_who_is_missing_is_named():
     def broken():
         raise OSError("libcudnn.so.9: cannot open shared object file")
 
-    status, written = run(numpy_machine(), SMALL[:1], torch=broken)
+    def missing():
+        raise NotInstalled("jax")
+
+    status, written = run(numpy_machine(), SMALL[:1], participants=[("torch", broken), ("jax", missing)])
     assert status == 1 and written["errors"] == [
         {"case": "environment", "way": "torch", "error": "OSError: libcudnn.so.9: cannot open shared object file"}
     ]
-    assert "numpy" in written["cases"][0]["ways"] and written["environment"]["torch"] == "not measured"
+    assert "numpy" in written["cases"][0]["ways"] and "torch" not in written["environment"]
+    assert written["environment"]["jax"] == "not installed"
 
 
-def test_what_fails_is_told_and_the_rest_is_measured(capsys, monkeypatch):
-    def peers(xp, on_gpu, case, xs, weights):
-        wrong = Way("wrong", lambda: lambda: case.ours(xs, weights) * np.float32(1.01))
-        return [Way("broken", lambda: 1 / 0), wrong, Way("right", lambda: lambda: case.ours(xs, weights))]
+class Made(Participant):
+    """Ways by their names."""
 
-    monkeypatch.setattr(session, "array_peers", peers)
-    status, written = run(numpy_machine(), SMALL[:2])
+    def __init__(self, **ways):
+        self._ways = ways
+
+    def ways(self, case, xs, weights):
+        return [Way(name, partial(make, case, xs, weights)) for name, make in self._ways.items()]
+
+
+def test_a_way_that_needs_patience_waits_for_a_longer_run():
+    class Slow(Made):
+        def ways(self, case, xs, weights):
+            return [replace(way, patience=60.0) for way in super().ways(case, xs, weights)]
+
+    made = Slow(slow=lambda case, xs, weights: partial(case.ours, xs, weights))
+    for seconds, there in ((1000, True), (30, False)):
+        _, written = run(numpy_machine(), SMALL[:1], participants=[("made", lambda: made)], seconds=seconds)
+        assert ("slow" in written["cases"][0]["ways"]) is there
+
+
+def test_what_fails_is_told_and_the_rest_is_measured(capsys):
+    def ours(factor):
+        return lambda case, xs, weights: lambda: case.ours(xs, weights) * np.float32(factor)
+
+    made = Made(broken=lambda *_: 1 / 0, wrong=ours(1.01), right=ours(1))
+    status, written = run(numpy_machine(), SMALL[:2], participants=[("made", lambda: made)])
     assert status == 1
     assert [row["ways"].keys() & {"broken", "wrong", "right"} for row in written["cases"]] == [{"right"}] * 2
     assert [(e["case"], e["way"]) for e in written["errors"]] == [
@@ -506,6 +713,16 @@ def test_a_case_that_cannot_be_set_up_does_not_end_the_run(monkeypatch):
     assert [row["case"]["name"] for row in written["cases"]] == [SMALL[1].name]
 
 
+def test_a_peer_that_cannot_begin_a_case_is_told_and_the_rest_is_measured():
+    class Refusing(Made):
+        def ways(self, case, xs, weights):
+            raise RuntimeError("no such layer")
+
+    status, written = run(numpy_machine(), SMALL[:1], participants=[("refusing", Refusing)])
+    assert status == 1 and "numpy" in written["cases"][0]["ways"]
+    assert written["errors"] == [{"case": "merge", "way": "refusing", "error": "RuntimeError: no such layer"}]
+
+
 def test_when_time_is_up_the_rest_is_named(capsys):
     status, written = run(numpy_machine(), SMALL[:3], seconds=0)
     assert status == 0 and written["cases"] == [] and written["skipped"] == [case.name for case in SMALL[:3]]
@@ -518,7 +735,7 @@ def test_a_run_goes_on_where_one_ended(tmp_path):
     ended = record.read_record(file)
     ended["running"], ended["used"] = SMALL[1].name, 40.0
     record.write_record(ended, file)
-    whole = Session(numpy_machine(), SMALL[:3], seconds=1000, path=file)
+    whole = Session(numpy_machine(), SMALL[:3], here(numpy_machine()), seconds=1000, path=file)
     assert whole.run(resume=True) == 1  # the case during which the process ended
     assert [row["case"]["name"] for row in whole.record["cases"]] == [SMALL[0].name, SMALL[2].name]
     assert whole.record["errors"] == [
@@ -531,7 +748,8 @@ def test_a_run_goes_on_where_one_ended(tmp_path):
 def test_resuming_on_another_machine_is_told(tmp_path):
     file = tmp_path / "results.json"
     run(numpy_machine(), SMALL[:1], file)
-    whole = Session(numpy_machine(properties={"gpu": "another"}), SMALL[:1], seconds=1000, path=file)
+    another = numpy_machine(properties={"gpu": "another"})
+    whole = Session(another, SMALL[:1], here(another), seconds=1000, path=file)
     assert whole.run(resume=True) == 1
     assert "differs in gpu" in whole.record["errors"][0]["error"]
 
@@ -581,6 +799,15 @@ def test_bad_arguments_are_told(capsys):
     with pytest.raises(SystemExit):
         main(["bench", "--methods", "direct,magic"])
     assert "magic" in capsys.readouterr().err
+    for wrong in (["--threads", "0"], ["--threads", "two"]):
+        with pytest.raises(SystemExit):
+            main(["bench", *wrong])
+    assert main(["bench", "--gpu", "--threads", "2"]) == 2
+    capsys.readouterr()
+    assert main(["bench", "--peers", "numpy,abacus"]) == 2
+    assert "no peer is called abacus; there are numpy, torch" in capsys.readouterr().err
+    assert main(["bench", "--groups", "magic"]) == 2
+    assert "no group is called magic; there are" in capsys.readouterr().err
 
 
 def test_without_a_gpu_there_is_nothing_to_measure(capsys, monkeypatch):
@@ -621,31 +848,144 @@ def test_the_floor_of_the_original_merge_is_the_known_one():
 
 
 def test_the_fastest_product_sets_the_rate():
-    clocks = numpy_machine(clock=ToldClock(lambda call: 1.0 if call.func is np.matmul else 2.0))
-    rate, by, failed = floors.product_rate(clocks, SMALL[0], None)
-    assert (by, failed) == ("matmul", {}) and rate == 2 * 8**3
-    assert floors.product_rate(clocks, SMALL[11], None)[1] == "cupyconv"  # NumPy and CuPy have no TF32
+    machine = numpy_machine(clock=ToldClock(lambda call: 1.0 if getattr(call, "func", None) is np.matmul else 2.0))
+    _, written = run(machine, SMALL[3:4])
+    assert written["floors"]["by"] == {"float32": "numpy"} and written["floors"]["products"] == {"float32": 2 * 8**3}
+    ours, numpy = (Runner(machine, made) for made in (Ours(), ArrayLibrary(machine)))
+    assert ours.product_rate(SMALL[11]) == 8**3 and numpy.product_rate(SMALL[11]) is None  # NumPy and CuPy have no TF32
+
+
+def way(median, **more):
+    known = {"median": median, "min": median, "quartiles": [median, median], "row": median, "rounds": 5}
+    return known | {"host_median": 1e-6} | more
+
+
+def a_row(name="a case", group="convolutions", **ways):
+    floor = {"seconds": 5e-5, "bound": "memory", "bytes": 10**8, "flops": 1}
+    case = Case(name, 1, (1,), (8,), 1, (1,)).__dict__
+    known = {"case": case, "group": group, "on_gpu": True, "chosen": "gemm", "methods": {}, "rejected": {}}
+    return known | {"floor": floor, "ways": ways}
+
+
+def page_of(*rows):
+    return summary(record.new_record({}, 480) | {"cases": list(rows)})
+
+
+def cells(page, label):
+    """What stands in the first line with this label, word by word."""
+    (line, *_) = (line for line in page.splitlines() if line.strip().startswith(label))
+    return line.split()
 
 
 def test_losses_launch_bound_calls_and_bad_choices_are_on_the_page():
-    case = Case("a case", 1, (1,), (8,), 1, (1,))
-
-    def way(median, **more):
-        known = {"median": median, "min": median, "quartiles": [median, median], "row": median, "rounds": 5}
-        return known | {"host_median": 1e-6} | more
-
-    row = {
-        "case": case.__dict__, "on_gpu": True, "chosen": "gemm", "methods": {}, "rejected": {},
-        "floor": {"seconds": 5e-5, "bound": "memory", "bytes": 10**8, "flops": 1},
-        "ways": {
-            "cupyconv": way(1e-4, host_median=2e-4), "cupyconv direct": way(8e-5, ratio=0.8),
-            "torch": way(5e-5, ratio=0.5),
-        },
-    }  # fmt: skip
+    row = a_row(
+        **{"cupyconv": way(1e-4, host_median=2e-4), "cupyconv direct": way(8e-5, ratio=1.25)},
+        torch=way(5e-5, ratio=2.0),
+    )
     printed = block(row)
     assert "cupyconv: gemm" in printed and "1,000 GB/s" in printed and "50%" in printed
     assert "launch-bound" in printed.splitlines()[1] and "launch-bound" not in printed.splitlines()[3]
-    assert printed.splitlines()[3].endswith("0.50  faster than cupyconv")
-    page = summary(record.new_record({}, 480) | {"cases": [row]})
-    assert "against torch: faster on 0, slower on 1 of 1 cases" in page and "0.50  a case" in page
-    assert "on 0 of the 1 cases" in page and "chosen gemm, best direct by 1.25" in page
+    assert printed.splitlines()[3].endswith("2.00  faster than cupyconv")
+    page = page_of(row)
+    assert cells(page, "a case") == ["a", "case", "100.0", "µs", "gemm", "2.00", "2.00"]
+    assert "on 0 of the 1 cases" in page
+    assert "a case  gemm            direct            1.25   direct 80.0, gemm 100.0" in page
+
+
+def test_the_page_has_every_ratio_and_the_means_of_each_group():
+    page = page_of(
+        a_row("one", cupyconv=way(1.0), torch=way(1.0, ratio=0.5), jax=way(1.0, ratio=4.0)),
+        a_row("two", cupyconv=way(1.0), torch=way(1.0, ratio=2.0)),
+        a_row("other", "merge", cupyconv=way(1.0), torch=way(1.0, ratio=3.0)),
+        a_row("broken", torch=way(1.0)),
+    )
+    assert cells(page, "torch") == ["torch", "jax", "best", "peer"]
+    assert cells(page, "one")[-3:] == ["0.50", "4.00", "4.00"] and cells(page, "two")[-2:] == ["2.00", "2.00"]
+    assert cells(page, "geometric mean")[-3:] == ["1.00", "4.00", "2.83"] and "3.00" in page.partition("merge:")[2]
+    assert [cells(page, label)[1:] for label in ("faster", "slower", "slowest")] == [
+        ["1", "0", "0"], ["1", "1", "2"], ["2.00", "4.00", "4.00"],
+    ]  # fmt: skip
+    assert "exact" not in page and "failed" in cells(page, "broken")
+
+
+def test_exact_arithmetic_has_a_mean_of_its_own_and_is_no_method():
+    """Of the second case the choice is exact itself."""
+    page = page_of(
+        a_row("one", **{"cupyconv": way(1.0), "cupyconv exact": way(4.0, ratio=0.25)}, torch=way(2.0, ratio=0.5)),
+        a_row("two", cupyconv=way(1.0), torch=way(2.0, ratio=0.5)),
+    )
+    assert cells(page, "geometric mean  ")[-2:] == ["0.50", "0.50"]
+    assert cells(page, "geometric mean, exact")[-2:] == ["1.00", "1.00"]
+    assert "method=" not in page
+
+
+def test_a_chain_that_loses_to_separate_calls_is_a_bad_choice():
+    page = page_of(a_row("chain", **{"cupyconv": way(3.0), "cupyconv layer by layer": way(2.0, ratio=1.5)}))
+    chosen = next(
+        line.split() for line in page.partition("method=")[2].splitlines() if line.strip().startswith("chain")
+    )
+    assert "on 0 of the 1 cases" in page and chosen[1:6] == ["gemm", "layer", "by", "layer", "1.50"]
+    assert (
+        cells(page, "layer by layer")[-2:] == ["best", "peer"] and cells(page, "chain")[-1] == "1.50"
+    )  # it is no peer
+
+
+# --- processes ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def begun(tmp_path, monkeypatch):
+    """Begins a process that has modules of this test's instead of libraries; it is ended."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    runners = []
+
+    def begin(name, threads=1, **modules):
+        for module, text in modules.items():
+            (tmp_path / f"{module}.py").write_text(text)
+        runners.append(ProcessRunner(name, threads))
+        return runners[-1]
+
+    yield begin
+    for runner in runners:
+        runner.close()
+
+
+def test_another_process_does_what_this_one_would(begun):
+    case, there, arrays = SMALL[3], begun("numpy"), SMALL[3].arrays()
+    local = Runner(numpy_machine(), ArrayLibrary(numpy_machine()))
+    assert there.properties() == local.properties() and there.set_up(case) == local.set_up(case)
+    error(np, case, there.result("numpy"), in_float64(np, case, *arrays))
+    assert 0 < there.sample("numpy", 0.0).device < 1 and there.row("numpy", 5) is None
+    assert there.peak_bytes("numpy") > case.result_bytes and there.product_rate(case) > 0 and there.copy_rate() > 0
+    there.clear()
+    with pytest.raises(Raised, match="KeyError"):
+        there.sample("numpy", 0.0)
+
+
+def test_the_number_of_threads_is_set_before_a_library_is_imported(begun):
+    stand_in = (
+        "import os; print('chatter'); set = []; setNumThreads = set.append\n"
+        "__version__ = [os.environ['OMP_NUM_THREADS'], os.environ['PJRT_NPROC'], set]"
+    )
+    assert begun("opencv", threads=3, cv2=stand_in).properties() == {"opencv": ["3", "3", [3]]}
+
+
+def test_what_another_process_lacks_or_raises_is_told(begun):
+    missing = begun("opencv", cv2="raise ModuleNotFoundError('no cv2', name='cv2')")
+    with pytest.raises(NotInstalled, match=r"^cv2$"):
+        missing.properties()
+    broken = begun("jax", jax="raise OSError('libcudart.so: cannot open shared object file')")
+    with pytest.raises(Raised, match=r"^OSError: libcudart"):
+        broken.properties()
+
+
+def test_a_process_that_ends_is_told_and_begun_anew(begun):
+    dying = (
+        "import os; __version__ = '1'; BORDER_CONSTANT = 0\nsetNumThreads = id\nfilter2D = lambda *a, **k: os._exit(3)"
+    )
+    runner = begun("opencv", cv2=dying)
+    for _ in range(2):
+        offers, _ = runner.set_up(FILTERS[0])
+        with pytest.raises(Raised, match="ended with status 3"):
+            runner.result(offers[0].name)
+        runner.clear()

@@ -227,6 +227,22 @@ def test_a_layer_that_does_not_fit_a_small_gpu_at_once_takes_steps(cupy, machine
             case.call(views, method="persistent")
 
 
+# ---- the report of a GPU ------------------------------------------------------------------------------------------------
+
+
+def test_the_report_of_a_gpu_compiles_and_runs_kernels(cupy, tmp_path):
+    """What its processes do on a GPU, so that no minute of one is lost on a fault of theirs."""
+    from cupyconv.cuda.run.cupy_device import CupyDevice
+    from tests.gpu_report.compilation import compile_variants, planned_variants
+    from tests.gpu_report.smoke import run_call
+
+    results = tmp_path / "results.jsonl"
+    assert compile_variants(CupyDevice(0), planned_variants(90)[:3], results) == 0
+    assert results.read_text().count('"passed"') == 3
+    for name in ("merge", "implicit_gemm", "recurrent_persistent"):
+        assert run_call(gpu_target(), name, "float32")["message"] == ""
+
+
 # ---- allocations that fail --------------------------------------------------------------------------------------------
 
 

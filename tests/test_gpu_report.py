@@ -284,8 +284,8 @@ def test_what_was_not_reached_is_counted_once_for_each_share():
 
 
 def test_variants_are_compiled_with_a_line_for_each(tmp_path):
-    def load(kernel, shared_bytes):
-        if kernel.name == "merge":
+    def load(launch):
+        if launch.kernel.name == "merge":
             raise RuntimeError("it does not compile")
 
     device = SimpleNamespace(load=load)
@@ -346,9 +346,9 @@ def test_a_sanitizer_is_found_in_cudas_folder(tmp_path, monkeypatch):
 
 
 def test_the_bench_is_run_and_its_record_is_reported(run, tmp_path):
-    run = replace(run, cases="1x1, 256 -> 64")
-    parts.run_bench(run, soon(60), "--no-torch")
-    assert outcomes(run, "bench") == {"1x1, 256 -> 64, 56x56": "passed"}
+    run = replace(run, cases="1x1, 512 -> 512")
+    parts.run_bench(run, soon(60), "--peers", "numpy")
+    assert outcomes(run, "bench") == {"1x1, 512 -> 512, 7x7, N 8": "passed"}
     report = command.write_report(run)
     (row,) = report["bench"]
     assert row["floor"] > 0 and row["ways"]["cupyconv"] > 0 and row["kernels"] == []

@@ -11,7 +11,7 @@ import pytest
 
 import cupyconv
 from cupyconv.configuration import show_config
-from tests.benchmarks.figures import FIGURES_BEGIN, FIGURES_END, RESULTS, between, figures
+from tests.benchmarks.figures import FIGURES_BEGIN, FIGURES_END, RESULTS, between, figures, groups, layers, source
 from tests.gpu_report.status import NEVER, STATUS_BEGIN, STATUS_END, status
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -101,6 +101,37 @@ def test_every_path_that_contributing_names_exists():
 def test_the_figures_are_the_records():
     first, last = between(README, FIGURES_BEGIN, FIGURES_END)
     assert README[first:last] == figures()
+
+
+def test_the_figures_show_every_peer_and_losses_in_bold():
+    def row(name, group, **of):
+        ways = {peer: {"ratio": ratio, "beyond_result": 1 << 20} for peer, ratio in of.items()}
+        return {
+            "case": {"name": name},
+            "group": group,
+            "ways": {"cupyconv": {"median": 2e-3, "beyond_result": 0}, **ways},
+        }
+
+    known = dict(machine="m", blas="b", blas_threads="2 threads", load_before=2.0, python="3", date="d", clock="c")
+    record = {
+        "environment": known | {"torch": "2.15", "jax": "not installed"},
+        "cases": [
+            row("3x3, 64 -> 64, 56x56", "convolutions", numpy=0.5, torch=2.0),
+            row("1x1, 256 -> 64, 56x56", "convolutions", numpy=0.5, torch=0.5),
+            row("a small one", "small calls", numpy=1.5),
+        ],
+    }
+    assert layers(record).splitlines()[2:] == [
+        "| 3x3, 64 -> 64, 56x56 | 2.0 | 0.50 | **2.00** | 0.0 | 1.0 |",
+        "| 1x1, 256 -> 64, 56x56 | 2.0 | 0.50 | 0.50 | 0.0 | 1.0 |",
+    ]
+    assert groups(record).splitlines()[2:] == [
+        "| convolutions (2) | 0.50 | 1.00 | 1.00 | 2.00 |",
+        "| small calls (1) | **1.50** |  | **1.50** | 1.50 |",
+    ]
+    told = source(record)
+    assert told.startswith("Slower than numpy on 1 of 3, torch on 1 of 2. Times: c. m; BLAS b on 2 threads;")
+    assert "; torch 2.15; jax not installed; d. The machine was busy" in told
 
 
 def test_the_status_on_gpus_is_the_reports():

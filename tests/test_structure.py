@@ -52,7 +52,7 @@ OUTSIDE = {
     "cupyconv.cuda.run": {"numpy", "cupy", "cupy_backends"},
     "cupyconv.demo": {"numpy", "cupy", "matplotlib"},
     "cupyconv.interop": {"numpy", "ml_dtypes", "cupy", "torch", "jax"},
-    "cupyconv.bench": {"numpy", "cupy", "torch"},
+    "cupyconv.bench": {"numpy", "threadpoolctl"},
 }
 
 

@@ -1,10 +1,13 @@
-"""What is measured: one convolution or a chain of them as data, its derived sizes, its arrays and the library's call."""
+"""What is measured: one convolution, a chain of them, or a gradient of one as data.
+
+A case knows its sizes, makes its arrays, and has the library's call.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod, sqrt
 from typing import Any
 
@@ -13,6 +16,8 @@ import numpy as np
 from cupyconv.call.options import options
 from cupyconv.ops.conv import conv, linmerge
 from cupyconv.ops.conv_chain import ConvLayer, conv_chain
+from cupyconv.ops.conv_grad_input import conv_grad_input
+from cupyconv.ops.conv_grad_weight import conv_grad_weight
 from cupyconv.problem.arrays import ITEMSIZE, dtype_from_name, is_complex, real_part
 from cupyconv.problem.problems import METHODS
 
@@ -72,17 +77,36 @@ class LayerCase:
         """The keyword that asks for a method."""
         return {"method": method}
 
+    @property
+    def group(self) -> str:
+        """The cases that a mean is taken of."""
+        raise NotImplementedError
+
     def call(self, xs: list[Any], weights: list[Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The library's function for this case, its arguments and its keywords."""
         raise NotImplementedError
 
+    def bound(self, xs: list[Any], weights: list[Any], method: str = "auto", **settings: Any) -> Callable[[], Any]:
+        """The library's call and nothing else: what is timed."""
+        function, arguments, keywords = self.call(xs, weights)
+        named = {} if method == "auto" else self.named(method)
+        call = partial(function, *arguments, **keywords, **named)
+        if self.tf32:
+            settings["allow_tf32"] = True
+        return partial(_under, settings, call) if settings else call
+
+    def compared(self, returned: Any) -> Any:
+        """The array that is held to float64, of what the call returned."""
+        return returned
+
     def ours(self, xs: list[Any], weights: list[Any], method: str = "auto") -> Any:
         """The library's result."""
-        function, arguments, keywords = self.call(xs, weights)
-        if not self.tf32:
-            return function(*arguments, **keywords, **self.named(method))
-        with options(allow_tf32=True):
-            return function(*arguments, **keywords, **self.named(method))
+        return self.compared(self.bound(xs, weights, method)())
+
+
+def _under(settings: dict[str, Any], call: Callable[[], Any]) -> Any:
+    with options(**settings):
+        return call()
 
 
 @dataclass(frozen=True)
@@ -135,13 +159,28 @@ class Case(LayerCase):
         return tuple(FUSE) if self.then else METHODS
 
     @property
+    def group(self) -> str:
+        if self.judged == "host":
+            return "small calls"
+        if self.then:
+            return "chains"
+        if self.in_channels == self.out_channels == 1:
+            return "filters"
+        return "merge" if self.is_linmerge else "convolutions"
+
+    @property
     def in_channels(self) -> int:
         return sum(self.channels)
 
     @property
+    def fan_in(self) -> int:
+        """Weights of one output channel, of the first layer."""
+        return self.in_channels // self.groups * prod(self.kernel)
+
+    @property
     def terms(self) -> int:
         """Products in one result, of the first layer."""
-        return self.in_channels // self.groups * prod(self.kernel)
+        return self.fan_in
 
     @property
     def magnitude(self) -> float:
@@ -159,6 +198,11 @@ class Case(LayerCase):
         return self.kernel == (1,) * len(self.size) and simple
 
     @property
+    def is_linmerge(self) -> bool:
+        """Whether `linmerge` is the function for it."""
+        return self.kernel == (1,) and self.pointwise
+
+    @property
     def out_size(self) -> tuple[int, ...]:
         return tuple(
             (n + sum(pair) - self.dilation * (k - 1) - 1) // self.stride + 1
@@ -168,13 +212,13 @@ class Case(LayerCase):
     @property
     def flops(self) -> int:
         """Real operations: a multiply-add is 2, of complex numbers 8."""
-        products = sum(c.batch * c.out_channels * prod(c.out_size) * c.terms for c in self.layers)
+        products = sum(c.batch * c.out_channels * prod(c.out_size) * c.fan_in for c in self.layers)
         return products * (8 if is_complex(self.dtype) else 2)
 
     @property
     def minimal_bytes(self) -> int:
         """Every input, weight and result once; none between layers."""
-        weights = sum(layer.out_channels * layer.terms for layer in self.layers)
+        weights = sum(layer.out_channels * layer.fan_in for layer in self.layers)
         return (self.batch * self.in_channels * prod(self.size) + weights) * ITEMSIZE[self.dtype] + self.result_bytes
 
     @property
@@ -199,12 +243,74 @@ class Case(LayerCase):
         return xs, weights
 
     def call(self, xs: list[Any], weights: list[Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        if self.kernel == (1,) and self.pointwise:
+        if self.is_linmerge:
             return linmerge, (xs, weights[0][:, :, 0]), {}
-        settings: list[dict[str, Any]] = [
-            dict(stride=layer.stride, padding=layer.pairs, dilation=layer.dilation, groups=layer.groups)
-            for layer in self.layers
-        ]
         if self.then:
-            return conv_chain, (xs, [ConvLayer(w, **given) for w, given in zip(weights, settings)]), {}
-        return conv, (xs, weights[0]), settings[0]
+            layers = [ConvLayer(w, **layer.settings) for w, layer in zip(weights, self.layers)]
+            return conv_chain, (xs, layers), {}
+        return conv, (xs, weights[0]), self.settings
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the library's functions take beside arrays, of the first layer."""
+        return dict(stride=self.stride, padding=self.pairs, dilation=self.dilation, groups=self.groups)
+
+    def layer_by_layer(self, xs: list[Any], weights: list[Any]) -> Any:
+        """A chain by a call of `conv` for each layer."""
+        for weight, layer in zip(weights, self.layers):
+            xs = [conv(xs, weight, **layer.settings)]
+        return xs[0]
+
+
+@dataclass(frozen=True)
+class GradientCase(Case):
+    """The gradient of a loss with respect to the input of a convolution or to its weight; the other fields are `Case`'s.
+
+    The gradient that arrives is the first of the inputs.
+    """
+
+    of: str = "input"
+
+    @property
+    def group(self) -> str:
+        return f"{self.of} gradients"
+
+    @property
+    def input_shapes(self) -> list[tuple[int, ...]]:
+        return [(self.batch, channels, *self.size) for channels in self.channels]
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return (self.out_channels, self.in_channels // self.groups, *self.kernel)
+
+    @property
+    def result_elements(self) -> int:
+        return sum(map(prod, self.input_shapes)) if self.of == "input" else prod(self.weight_shape)
+
+    @property
+    def terms(self) -> int:
+        return max(1, self.flops // 2 // self.result_elements)
+
+    @property
+    def result_bytes(self) -> int:
+        return self.result_elements * ITEMSIZE[self.dtype]
+
+    @property
+    def minimal_bytes(self) -> int:
+        arriving = self.batch * self.out_channels * prod(self.out_size)
+        return (arriving + sum(map(prod, self.input_shapes)) + prod(self.weight_shape)) * ITEMSIZE[self.dtype]
+
+    def arrays(self, fill: Fill = repeat_normals) -> tuple[list[Any], list[Any]]:
+        xs, weights = super().arrays(fill)
+        shape = (self.batch, self.out_channels, *self.out_size)
+        arriving = fill(self.dtype, (len(xs) + 1) * APART, prod(shape)).reshape(shape)
+        return ([arriving], weights) if self.of == "input" else ([arriving, *xs], [])
+
+    def call(self, xs: list[Any], weights: list[Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        if self.of == "input":
+            return conv_grad_input, (xs[0], weights[0], self.input_shapes), self.settings
+        return conv_grad_weight, (xs[0], xs[1:], self.kernel), self.settings
+
+    def compared(self, returned: Any) -> Any:
+        """The gradients of merged inputs come as a list, and are compared side by side; CuPy's arrays stay CuPy's."""
+        return np.concatenate(returned, axis=1) if isinstance(returned, list) else returned

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cupyconv.bench.record import OURS, is_ours
+from cupyconv.bench.record import EXACT, OURS, is_ours
 
 #: A choice is good where it takes at most this much longer than the best method,
 WITHIN = 1.10
@@ -31,6 +31,10 @@ class Choice:
         """Time of the choice over that of the best; infinite where the choice was not measured."""
         return self.seconds.get(self.chosen, float("inf")) / self.seconds[self.best]
 
+    @property
+    def is_good(self) -> bool:
+        return self.loss <= WITHIN
+
     def __str__(self) -> str:
         times = ", ".join(f"{method} {seconds * 1e6:,.1f} µs" for method, seconds in sorted(self.seconds.items()))
         return f"{self.case}: chosen {self.chosen}, best {self.best} by {self.loss:.2f} ({times})"
@@ -41,16 +45,20 @@ def recorded(record: Mapping[str, Any]) -> list[Choice]:
     return [choice for row in record["cases"] if (choice := choice_of(row)) is not None]
 
 
+def worst_first(choices: Iterable[Choice]) -> list[Choice]:
+    return sorted(choices, key=lambda choice: -choice.loss)
+
+
 def bad_choices(choices: Iterable[Choice]) -> list[Choice]:
     """The worst first."""
-    return sorted((choice for choice in choices if choice.loss > WITHIN), key=lambda choice: -choice.loss)
+    return [choice for choice in worst_first(choices) if not choice.is_good]
 
 
 def choice_of(row: Mapping[str, Any]) -> Choice | None:
-    """The choice of a results file's row; None where fewer than two methods were measured."""
-    seconds = {
-        name.removeprefix(OURS).strip() or row["chosen"]: way["median"]
-        for name, way in row["ways"].items()
-        if is_ours(name)
-    }
+    """The choice of a results file's row; None where fewer than two methods were measured.
+
+    Of a chain its layers in separate calls count as a method: a choice that loses to them is a bad one.
+    """
+    measured = {name.removeprefix(OURS).strip(): way["median"] for name, way in row["ways"].items() if is_ours(name)}
+    seconds = {name or row["chosen"]: median for name, median in measured.items() if name != EXACT}
     return Choice(row["case"]["name"], row["chosen"], seconds) if len(seconds) > 1 else None

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from cupyconv.cuda.run.kernel_sources import kernel_directory
 from cupyconv.demo.libraries import Call
 
-WARM_UP = 3
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,11 @@ class Sample:
 class Clock(Protocol):
     """What measuring needs of a machine."""
 
-    #: Rounds: never fewer, never more.
+    #: Rounds: never fewer, never more; and samples before them that do not count.
     rounds: tuple[int, int]
+    warm_up: int
+    #: A way that was twice this many times slower than the one that is judged has no turns: its place is certain.
+    hopeless: float
     #: How a sample is taken, in words.
     method: str
 
@@ -76,71 +79,105 @@ class Timing:
         }
 
 
-def measure(ways: Mapping[str, Call], clock: Clock, seconds: float) -> tuple[dict[str, Timing], dict[str, Exception]]:
-    """Warm up, then as many rounds as `seconds` allow; a way that raises drops out and is reported."""
-    timings = {name: Timing() for name in ways}
+def measure(
+    names: Collection[str],
+    clock: Clock,
+    sample: Callable[[str, float], Sample],
+    row: Callable[[str, int], float | None],
+    seconds: float,
+    judged: str = "",
+) -> tuple[dict[str, Timing], dict[str, Exception]]:
+    """Warm up, then as many rounds as `seconds` allow; a way that raises drops out and is reported.
+
+    `sample` and `row` are those of the clock that times the way of a name, here or in another process.
+    """
+    timings = {name: Timing() for name in names}
     failed: dict[str, Exception] = {}
-    expected_host: dict[str, float] = {}
+
+    def attempt(name: str, measuring: Callable[[], _T]) -> _T | None:
+        if name not in failed:
+            try:
+                return measuring()
+            except Exception as error:
+                failed[name] = error
+        return None
+
     begin = time.perf_counter()
-    for name, call in ways.items():
-        try:
-            warm = [clock.sample(call, host=0.0) for _ in range(WARM_UP)]
-            expected_host[name] = statistics.median(sample.host for sample in warm)
-            clock.synchronise()
-        except Exception as error:
-            failed[name] = error
-    a_round = (time.perf_counter() - begin) / WARM_UP
+    warm: dict[str, Sample] = {}
+    for name in names:
+        samples = [attempt(name, lambda name=name: sample(name, 0.0)) for _ in range(clock.warm_up)]  # type: ignore[misc]
+        known = [one for one in samples if one is not None]
+        if name not in failed:
+            warm[name] = Sample(min(one.device for one in known), statistics.median(one.host for one in known))
+    a_round = (time.perf_counter() - begin) / clock.warm_up
+    slowest = clock.hopeless * warm[judged].device if judged in warm else float("inf")
+
+    def turn(name: str) -> Sample | None:
+        return attempt(name, lambda: sample(name, warm[name].host))
+
+    in_turns = sorted(warm)
+    for name in [name for name in in_turns if warm[name].device > slowest]:
+        again = turn(name)  # the first may have met a bad moment
+        if again is not None and again.device > slowest:
+            timings[name].add(again)
+            in_turns.remove(name)
     least, most = clock.rounds
     count = max(least, min(most, int(seconds / a_round) if a_round > 0 else most))
     for number in range(count):
         if number >= least and time.perf_counter() - begin > seconds:
             break
-        for name in sorted(ways, reverse=bool(number % 2)):
-            if name in failed:
-                continue
-            try:
-                timings[name].add(clock.sample(ways[name], expected_host[name]))
-            except Exception as error:
-                failed[name] = error
-    for name in ways:
-        if name in failed:
-            continue
-        try:
-            longest = max(statistics.median(timings[name].device), expected_host[name])
-            timings[name].row = clock.row(ways[name], max(5, min(50, int(0.01 / max(longest, 1e-9)))))
-        except Exception as error:
-            failed[name] = error
+        for name in reversed(in_turns) if number % 2 else in_turns:
+            if (taken := turn(name)) is not None:
+                timings[name].add(taken)
+    for name in warm:
+        if name not in failed:
+            longest = max(statistics.median(timings[name].device), warm[name].host)
+            count = max(5, min(50, int(0.01 / max(longest, 1e-9))))
+            timings[name].row = attempt(name, lambda name=name, count=count: row(name, count))  # type: ignore[misc]
     return {name: timing for name, timing in timings.items() if name not in failed}, failed
 
 
 def ratio(ours: Timing, other: Timing, judged: str) -> dict[str, Any]:
-    """How many times longer the other takes: the median, and the quartiles, of the rounds' own ratios."""
+    """Our time over the other's: the median, and the quartiles, of the rounds' own ratios."""
     mine, theirs = (getattr(timing, judged) for timing in (ours, other))
-    ratios = [b / a for a, b in zip(mine, theirs) if a > 0]
+    if len(mine) != len(theirs):  # one of them was measured in its warm-up
+        mine, theirs = [statistics.median(mine)], [statistics.median(theirs)]
+    ratios = [a / b for a, b in zip(mine, theirs) if b > 0]
     return {"ratio": statistics.median(ratios), "quartiles_of_ratio": _quartiles(ratios)} if ratios else {}
 
 
+#: Seconds of a turn, in which a call is repeated; and those of a call that is its own warm-up.
+TURN, LONG = 0.03, 0.25
 #: Seconds that threads of a pool may go on spinning after a call, at the most, and how often they are looked at: many
 #: times the 4 ms between two ticks of a kernel, as it counts the time of a running thread.
 SPINNING, LOOK = 0.5, 0.02
 
 
 class HostClock:
-    """A processor's own clock, of a call that follows one like itself: caches and threads are as in steady use.
+    """A processor's own clock, of calls that follow others like them: caches and threads are as in steady use.
 
-    Before the two, whatever the last way's threads still do comes to its end: a BLAS's workers spin for a
-    tenth of a second after a product, on the cores that another library's call would have.
+    After its turn a process waits for whatever its threads still do: a BLAS's workers spin for a tenth of a second after
+    a product, on the cores that the next library's call would have.
     """
 
-    rounds = (5, 15)
-    method = "wall clock, after an idle moment and a call like it"
+    rounds = (3, 15)
+    warm_up = 1
+    hopeless = 4.0
+    method = "wall clock, the median of a turn's calls; one process for each library, and turns one after the other"
 
     def sample(self, call: Call, host: float) -> Sample:
-        _let_threads_rest()
-        call()
         begin = time.perf_counter()
         call()
-        seconds = time.perf_counter() - begin
+        now = time.perf_counter()
+        times = [now - begin] if now - begin > LONG else []
+        end = now + TURN
+        while not times or now < end:
+            begin = time.perf_counter()
+            call()
+            now = time.perf_counter()
+            times.append(now - begin)
+        let_threads_rest()
+        seconds = statistics.median(times)
         return Sample(seconds, seconds)
 
     def row(self, call: Call, count: int) -> float | None:
@@ -150,7 +187,7 @@ class HostClock:
         pass
 
 
-def _let_threads_rest() -> None:
+def let_threads_rest() -> None:
     """Wait until this process takes no processor time, or nearly none."""
     begin = time.perf_counter()
     while time.perf_counter() - begin < SPINNING:
@@ -164,6 +201,8 @@ class CudaClock:
     """CUDA events on CuPy's current stream."""
 
     rounds = (5, 25)
+    warm_up = 3
+    hopeless = float("inf")
     #: Beside the time the host needs to enqueue the call.
     MARGIN = 20e-6
     LONGEST_DELAY = 20e-3

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+from threadpoolctl import threadpool_info
 
 import cupyconv
 from cupyconv.bench.cases import PERIOD, Fill, normals, repeat_normals
@@ -50,7 +51,7 @@ def numpy_machine() -> Machine:
     """NumPy on this processor."""
     # Its products of 16-bit matrices have no BLAS under them: 2048 rows would take minutes.
     rows = {2: 256}
-    return Machine(numpy_library(), HostClock(), repeat_normals, gemm_rows=lambda itemsize: rows.get(itemsize, 2048))
+    return Machine(numpy_library(), HostClock(), repeat_normals, gemm_rows=lambda itemsize: rows.get(itemsize, 1024))
 
 
 def cuda_machine(cupy: ModuleType) -> Machine:
@@ -94,8 +95,8 @@ def cuda_machine(cupy: ModuleType) -> Machine:
     )
 
 
-def environment(machine: Machine) -> dict[str, Any]:
-    """What the figures depend on."""
+def environment(machine: Machine, threads: int | None = None) -> dict[str, Any]:
+    """What the figures depend on; `threads` are those of every library, or as each process has them."""
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
     return {
         "date": date.today().isoformat(),
@@ -106,7 +107,8 @@ def environment(machine: Machine) -> dict[str, Any]:
         **machine.properties,
         "host": numpy_library().description,
         "blas": f"{blas['name']} {blas['version']}",
-        "blas_threads": _blas_threads(),
+        "blas_kernels": _blas_kernels(),
+        "blas_threads": _blas_threads() if threads is None else _counted(threads),
         "python": sys.version.split()[0],
         "load_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else "unknown",
         "clock": machine.clock.method,
@@ -124,4 +126,14 @@ def _output(*command: str) -> str:
 def _blas_threads() -> str:
     limits = [os.environ.get(name) for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")]
     limit = next(filter(None, limits), None)
-    return "all cores" if limit is None else f"{limit} thread{'s' * (limit != '1')}"
+    return "all cores" if limit is None else _counted(limit)
+
+
+def _blas_kernels() -> str:
+    """The processor whose kernels BLAS runs: that of an environment variable, where one names it."""
+    libraries = (library for library in threadpool_info() if library["user_api"] == "blas")
+    return ", ".join(dict.fromkeys(library.get("architecture", "unknown") for library in libraries)) or "unknown"
+
+
+def _counted(threads: int | str) -> str:
+    return f"{threads} thread{'s' * (str(threads) != '1')}"

@@ -4,11 +4,12 @@
 
     {"environment": {...}, "seconds": budget, "used": seconds so far, "running": the case under way, or null,
      "floors": {"bandwidth": bytes/s, "products": {precision: flop/s}, "by": {precision: who was fastest}},
-     "cases": [{"case": {...}, "floor": {...}, "chosen": method, "methods": {method: {...}}, "rejected": {method: reason},
+     "cases": [{"case": {...}, "group": name, "floor": {...}, "chosen": method, "methods": {method: {...}}, "rejected": {method: reason},
                 "flags": {...}, "ways": {"cupyconv": {"median": s, ...}, "cupyconv gemm": {...}, "torch": {...}}}],
      "errors": [{"case": name, "way": name, "error": text}], "skipped": [names]}
 
-Times are seconds.  ``ways`` has the library's choice as ``cupyconv``, its other methods by their names, and the peers.
+Times are seconds.  ``ways`` has the library's choice as ``cupyconv``, its other ways by their names, and the peers; the
+``ratio`` of each is the library's time over its own, the median of the rounds' ratios: below 1 the library is faster.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 OURS = "cupyconv"
+#: Of the library's ways: exact arithmetic where the choice transforms, and a chain as separate calls.
+EXACT = "exact"
+LAYER_BY_LAYER = "layer by layer"
 
 
 def new_record(environment: dict[str, Any], seconds: float) -> dict[str, Any]:

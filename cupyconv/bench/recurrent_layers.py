@@ -13,16 +13,21 @@ from types import ModuleType
 from typing import Any
 
 from cupyconv.bench.cases import APART, Case, Fill, LayerCase, repeat_normals
-from cupyconv.ops.recurrent import gru, lstm
+from cupyconv.ops.recurrent import gru, gru_step, lstm, lstm_step
 from cupyconv.problem.arrays import ITEMSIZE
 from cupyconv.problem.recurrence import GATES, RECURRENT_METHODS
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"lstm": lstm, "gru": gru}
+STATES = {"lstm": 2, "gru": 1}
+_STEPS: dict[str, Callable[..., Any]] = {"lstm": lstm_step, "gru": gru_step}
 
 
 @dataclass(frozen=True)
 class RecurrentCase(LayerCase):
-    """One layer over a sequence, in one direction, with both biases; `tf32` and `judged` as for `Case`."""
+    """One layer over a sequence, in one direction, with both biases; `tf32` and `judged` as for `Case`.
+
+    With `single` it is the function for one step from a given state.
+    """
 
     name: str
     cell: str
@@ -33,6 +38,11 @@ class RecurrentCase(LayerCase):
     dtype: str = "float32"
     tf32: bool = False
     judged: str = "device"
+    single: bool = False
+
+    @property
+    def group(self) -> str:
+        return "small calls" if self.judged == "host" else "recurrent"
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -58,9 +68,10 @@ class RecurrentCase(LayerCase):
 
     @property
     def minimal_bytes(self) -> int:
-        """Every argument and result once."""
-        states = self.batch * self.hidden * (2 if self.cell == "lstm" else 1)
-        elements = self.steps * self.batch * self.terms + self.rows * (self.terms + 2) + states
+        """Every argument and result once; of a step y is the state."""
+        states = self.batch * self.hidden * (STATES[self.cell] + self.given_states)
+        sequences = self.steps * self.batch * (self.inputs if self.single else self.terms)
+        elements = sequences + self.rows * (self.terms + 2) + states
         return elements * ITEMSIZE[self.dtype]
 
     @property
@@ -68,32 +79,41 @@ class RecurrentCase(LayerCase):
         return self.steps * self.batch * self.hidden * ITEMSIZE[self.dtype]
 
     def arrays(self, fill: Fill = repeat_normals) -> tuple[list[Any], list[Any]]:
-        """x alone in a list, and weights and biases."""
-        shapes = ((self.steps, self.batch, self.inputs), (self.rows, self.inputs), (self.rows, self.hidden))
-        scales = (1.0, 1 / sqrt(max(1, self.inputs)), 1 / sqrt(max(1, self.hidden)), 0.5, 0.5)
+        """x, of a single step the state before it too; then weights and biases."""
+        shapes = [(self.steps, self.batch, self.inputs), (self.rows, self.inputs), (self.rows, self.hidden)]
+        scales = [1.0, 1 / sqrt(max(1, self.inputs)), 1 / sqrt(max(1, self.hidden)), 0.5, 0.5]
+        shapes += [(self.rows,)] * 2 + [(self.batch, self.hidden)] * self.given_states
         made = []
-        for number, (shape, scale) in enumerate(zip((*shapes, (self.rows,), (self.rows,)), scales)):
+        for number, (shape, scale) in enumerate(zip(shapes, scales + [0.5] * self.given_states)):
             array = fill(self.dtype, number * APART, prod(shape)).reshape(shape)
             made.append(array if scale == 1 else array * array.dtype.type(scale))
-        return made[:1], made[1:]
+        return made[:1] + made[5:], made[1:5]
+
+    @property
+    def given_states(self) -> int:
+        """Arrays that say where a step begins; a sequence begins with zeros."""
+        return STATES[self.cell] if self.single else 0
 
     def call(self, xs: list[Any], weights: list[Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        if self.single:
+            return _STEPS[self.cell], (xs[0][0], *xs[1:], *weights), {}
         return _FUNCTIONS[self.cell], (*xs, *weights), {}
 
-    def ours(self, xs: list[Any], weights: list[Any], method: str = "auto") -> Any:
-        """The library's y."""
-        return super().ours(xs, weights, method)[0]
+    def compared(self, returned: Any) -> Any:
+        """y of the sequence, h of a step."""
+        return returned if self.single and self.cell == "gru" else returned[0]
 
 
 AnyCase = Case | RecurrentCase
 
 
-def loop_in_python(xp: ModuleType, case: RecurrentCase, x: Any, weights: list[Any]) -> Any:
+def loop_in_python(xp: ModuleType, case: RecurrentCase, xs: list[Any], weights: list[Any]) -> Any:
     """What a good NumPy user writes without a library: the inputs' product before the loop."""
+    x = xs[0]
     weight_ih, weight_hh, bias_ih, bias_hh = weights
     hidden, steps = case.hidden, len(x)
-    h = xp.zeros((case.batch, hidden), x.dtype)
-    c = h
+    h = xs[1] if case.single else xp.zeros((case.batch, hidden), x.dtype)
+    c = xs[-1] if case.single else h
     y = xp.empty((steps, case.batch, hidden), x.dtype)
     projected = x.reshape(-1, case.inputs) @ weight_ih.T + bias_ih
     projected = projected.reshape(steps, case.batch, -1)
@@ -109,7 +129,7 @@ def loop_in_python(xp: ModuleType, case: RecurrentCase, x: Any, weights: list[An
             n = xp.tanh(projected[t][:, 2 * hidden :] + rz[:, :hidden] * of_state[:, 2 * hidden :])
             h = n + rz[:, hidden:] * (h - n)
         y[t] = h
-    return y
+    return h if case.single else y
 
 
 def _sigmoid(xp: ModuleType, v: Any) -> Any:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.bench.cases import Case
+from cupyconv.bench.cases import Case, GradientCase
 from cupyconv.bench.recurrent_layers import AnyCase, RecurrentCase, loop_in_python
 from cupyconv.problem.arrays import accumulator, dtype_name, is_complex, real_part
 
@@ -43,7 +43,9 @@ def in_float64(xp: ModuleType, case: AnyCase, xs: list[Any], weights: list[Any])
     """The result without code in common with the library: a convolution's summed tap by tap, without columns."""
     xs, weights = ([_widened(xp, array) for array in arrays] for arrays in (xs, weights))
     if isinstance(case, RecurrentCase):
-        return loop_in_python(xp, case, xs[0], weights)
+        return loop_in_python(xp, case, xs, weights)
+    if isinstance(case, GradientCase):
+        return _gradient_tap_by_tap(xp, case, xs, weights)
     for layer, weight in zip(case.layers, weights):
         xs = [_tap_by_tap(xp, layer, xs, weight)]
     return xs[0]
@@ -52,19 +54,52 @@ def in_float64(xp: ModuleType, case: AnyCase, xs: list[Any], weights: list[Any])
 def _tap_by_tap(xp: ModuleType, case: Case, xs: list[Any], weight: Any) -> Any:
     """The result of one layer."""
     group_outputs, dtype = case.out_channels // case.groups, weight.dtype
-    padded = xp.zeros((case.batch, case.in_channels, *(n + sum(p) for n, p in zip(case.size, case.pairs))), dtype)
-    inside = tuple(slice(before, before + n) for n, (before, _) in zip(case.size, case.pairs))
-    padded[(slice(None), slice(None), *inside)] = xp.concatenate(xs, axis=1)
+    padded = _padded(xp, case, xs, dtype)
     y = xp.zeros((case.batch, case.groups, group_outputs, prod(case.out_size)), dtype)
     for tap in product(*map(range, case.kernel)):
-        reached = tuple(
-            slice(t * case.dilation, t * case.dilation + (n - 1) * case.stride + 1, case.stride)
-            for t, n in zip(tap, case.out_size)
-        )
-        part = padded[(slice(None), slice(None), *reached)]
-        matrix = weight[(slice(None), slice(None), *tap)].reshape(case.groups, group_outputs, -1)
+        part = padded[_reached(case, tap)]
+        matrix = weight[(..., *tap)].reshape(case.groups, group_outputs, -1)
         y += xp.matmul(matrix, part.reshape(case.batch, case.groups, -1, prod(case.out_size)))
     return y.reshape(case.batch, case.out_channels, *case.out_size)
+
+
+def _gradient_tap_by_tap(xp: ModuleType, case: GradientCase, xs: list[Any], weights: list[Any]) -> Any:
+    """The gradient of one layer: each tap's products of the forward pass, the other way."""
+    arriving, dtype = xs[0].reshape(case.batch, case.groups, -1, prod(case.out_size)), xs[0].dtype
+    padded = _padded(xp, case, xs[1:], dtype)
+    to_weight = xp.zeros(case.weight_shape, dtype)
+    for tap in product(*map(range, case.kernel)):
+        reached = _reached(case, tap)
+        if case.of == "input":
+            matrix = weights[0][(..., *tap)].reshape(case.groups, arriving.shape[2], -1)
+            padded[reached] += xp.matmul(matrix.swapaxes(1, 2), arriving).reshape(padded[reached].shape)
+        else:
+            part = padded[reached].reshape(case.batch, case.groups, -1, prod(case.out_size))
+            sums = xp.matmul(arriving, part.swapaxes(2, 3)).sum(0)
+            to_weight[(..., *tap)] = sums.reshape(case.weight_shape[:2])
+    return padded[_inside(case)] if case.of == "input" else to_weight
+
+
+def _padded(xp: ModuleType, case: Case, xs: list[Any], dtype: Any) -> Any:
+    """The inputs side by side with their padding; without inputs zeros of that shape."""
+    padded = xp.zeros((case.batch, case.in_channels, *(n + sum(p) for n, p in zip(case.size, case.pairs))), dtype)
+    if xs:
+        padded[_inside(case)] = xp.concatenate(xs, axis=1)
+    return padded
+
+
+def _inside(case: Case) -> Any:
+    """What of the padded image is the image."""
+    return (..., *(slice(before, before + n) for n, (before, _) in zip(case.size, case.pairs)))
+
+
+def _reached(case: Case, tap: tuple[int, ...]) -> Any:
+    """The pixels of the padded image that a tap reads, one for each pixel of the result."""
+    steps = (
+        slice(t * case.dilation, t * case.dilation + (n - 1) * case.stride + 1, case.stride)
+        for t, n in zip(tap, case.out_size)
+    )
+    return (..., *steps)
 
 
 def error(xp: ModuleType, case: AnyCase, result: Any, expected: Any, *, transform: bool = False) -> float:

@@ -1,12 +1,13 @@
-"""What is printed: a block a case, and at the end losses, choices, failures and what was left out."""
+"""What is printed: a block a case, and at the end every ratio, losses beside wins, the choices, and what failed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from math import exp, fsum, log
 from typing import Any
 
-from cupyconv.bench.choice import SHARE, WITHIN, Choice, bad_choices, recorded
-from cupyconv.bench.record import OURS, error_line, is_ours
+from cupyconv.bench.choice import SHARE, WITHIN, recorded, worst_first
+from cupyconv.bench.record import EXACT, LAYER_BY_LAYER, OURS, error_line, is_ours
 
 #: Entries of a list at the end; the results file has all.
 SHOWN = 40
@@ -21,14 +22,14 @@ def heading(environment: Mapping[str, Any]) -> str:
 COLUMNS = (
     f"{'':<26}{'median µs':>12}{'min µs':>12}{'spread':>8}{'rate':>16}{'of floor':>9}{'host µs':>10}{'row µs':>10}{'ratio':>8}\n"
     "    spread: between the quartiles; host: until the call returned; row: one of many enqueued at once;\n"
-    "    ratio: how many times longer than cupyconv, whose choice of method is named\n"
+    "    ratio: cupyconv's time, by the method it chose, over this one's: below 1 cupyconv is faster\n"
 )
 
 
 def block(row: Mapping[str, Any]) -> str:
     """One case: a line for its floor, one for each way."""
     case, floor = row["case"], row["floor"]
-    judged = "; ratios are of host times" if case["judged"] == "host" else ""
+    judged = "; ratios are of host times" if case["judged"] == "host" and row["on_gpu"] else ""
     first = f"{case['name']}: floor {_micro(floor['seconds'])} µs, by {floor['bound']}{judged}"
     return "\n".join([first, *(_line(row, name, way) for name, way in row["ways"].items())])
 
@@ -38,7 +39,7 @@ def _line(row: Mapping[str, Any], name: str, way: Mapping[str, Any]) -> str:
     on_gpu = row["on_gpu"]
     label = f"{name}: {row['chosen']}" if name == OURS else name
     notes = ""
-    if way.get("ratio", 1) < 1:
+    if way.get("ratio", 1) > 1:
         notes += "  faster than cupyconv"
     if on_gpu and way["host_median"] > median:
         notes += "  launch-bound: the host takes longer than the GPU"
@@ -59,7 +60,7 @@ def _rate(floor: Mapping[str, Any], seconds: float) -> str:
 
 def summary(record: Mapping[str, Any]) -> str:
     """The end of the page."""
-    parts = [_against_peers(record), _choices(recorded(record))]
+    parts = [against_peers(record["cases"]), _choices(record)]
     if record["skipped"]:
         parts.append(
             f"{len(record['skipped'])} cases were not measured: {record['used']:.0f} of {record['seconds']:.0f} s were used"
@@ -72,29 +73,108 @@ def summary(record: Mapping[str, Any]) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _against_peers(record: Mapping[str, Any]) -> str:
-    lines = []
-    peers = dict.fromkeys(name for row in record["cases"] for name in row["ways"] if not is_ours(name))
-    for peer in peers:
-        ratios = {row["case"]["name"]: row["ways"][peer].get("ratio") for row in record["cases"] if peer in row["ways"]}
-        known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
-        lost = sorted((ratio, name) for name, ratio in known.items() if ratio < 1)
-        lines.append(f"against {peer}: faster on {len(known) - len(lost)}, slower on {len(lost)} of {len(known)} cases")
-        if lost:
-            lines.append(_some([f"{ratio:.2f}  {name}" for ratio, name in lost]))
-    return "\n".join(lines)
+# --- against the peers ----------------------------------------------------------------------------------------
+
+#: The column of the fastest peer of each case, and the way that a chain is compared with beside them.
+BEST, SEPARATE = "best peer", f"{OURS} {LAYER_BY_LAYER}"
+#: Labels of lines.
+MEAN, MEAN_OF_EXACT = "geometric mean", "geometric mean, exact arithmetic alone"
 
 
-def _choices(choices: list[Choice]) -> str:
+def compared(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The ways that stand beside the library's: the peers, and for a chain its layers in separate calls."""
+    names = dict.fromkeys(name for row in rows for name in row["ways"])
+    return [name for name in names if not is_ours(name) or name == SEPARATE]
+
+
+def ratios(row: Mapping[str, Any], way: str = OURS) -> dict[str, float]:
+    """Our time over each peer's and over the fastest one's; of exact arithmetic too, which may be the choice itself."""
+    ways = row["ways"]
+    if OURS not in ways:
+        return {}
+    slower = 1.0
+    if way != OURS and way in ways:
+        slower = ways[way]["median"] / ways[OURS]["median"]
+    known = {name: slower * ways[name]["ratio"] for name in compared([row]) if "ratio" in ways[name]}
+    peers = [ratio for name, ratio in known.items() if not is_ours(name)]
+    return known | ({BEST: max(peers)} if peers else {})
+
+
+def means(rows: Sequence[Mapping[str, Any]], way: str = OURS) -> dict[str, float]:
+    """The geometric mean of the ratios to each peer, over the cases that it has."""
+    by_peer: dict[str, list[float]] = {}
+    for row in rows:
+        for peer, ratio in ratios(row, way).items():
+            by_peer.setdefault(peer, []).append(ratio)
+    return {peer: exp(fsum(map(log, values)) / len(values)) for peer, values in by_peer.items()}
+
+
+def grouped(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """The rows of each group of cases."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row["group"], []).append(row)
+    return groups
+
+
+def against_peers(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A table for each group."""
+    tables = [_table(group, members) for group, members in grouped(rows).items() if any(map(ratios, members))]
+    return "\n".join(tables)
+
+
+def _table(group: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    peers = [*compared(rows), BEST]
+    shown = [peer.removeprefix(f"{OURS} ").replace("channels-last", "ch.-last") for peer in peers]
+    widths = [max(7, len(name)) + 2 for name in shown]
+    exact = any(f"{OURS} {EXACT}" in row["ways"] for row in rows)
+    first = max(len(MEAN_OF_EXACT if exact else MEAN), *(len(row["case"]["name"]) for row in rows)) + 2
+
+    def line(label: str, ours: str, values: Iterable[str]) -> str:
+        return f"    {label:<{first}}{ours:<24}" + "".join(f"{v:>{w}}" for v, w in zip(values, widths))
+
+    def numbers(of: Mapping[str, float]) -> list[str]:
+        return [f"{of[peer]:.2f}" if peer in of else "" for peer in peers]
+
+    lines = [f"\n{group}: cupyconv's time over each peer's; below 1 cupyconv is faster", line("", "", shown)]
+    for row in rows:
+        ours = row["ways"].get(OURS)
+        label = f"{_micro(ours['median'])} µs {row['chosen']}" if ours else "failed"
+        lines.append(line(row["case"]["name"], label, numbers(ratios(row))).rstrip())
+    known = [ratios(row) for row in rows]
+    lines.append(line(MEAN, f"{len(rows)} cases", numbers(means(rows))))
+    if exact:
+        lines.append(line(MEAN_OF_EXACT, "", numbers(means(rows, f"{OURS} {EXACT}"))))
+    having = [[ratio[peer] for ratio in known if peer in ratio] for peer in peers]
+    lines.append(line("faster", "", [str(sum(ratio <= 1 for ratio in of)) for of in having]))
+    lines.append(line("slower", "", [str(sum(ratio > 1 for ratio in of)) for of in having]))
+    lines.append(line("slowest", "", [f"{max(of):.2f}" if of else "" for of in having]))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+# --- the choice -----------------------------------------------------------------------------------------------
+
+
+def _choices(record: Mapping[str, Any]) -> str:
+    choices = worst_first(recorded(record))
     if not choices:
         return ""
-    bad = bad_choices(choices)
-    good = len(choices) - len(bad)
-    text = (
-        f'method="auto" was within {WITHIN - 1:.0%} of the best method on {good} of the {len(choices)} cases that have more'
-        f" than one ({good / len(choices):.0%}; wanted {SHARE:.0%})"
+    good = sum(choice.is_good for choice in choices)
+    first = max(len(choice.case) for choice in choices) + 2
+    lines = [
+        f"    {choice.case:<{first}}{choice.chosen:<16}{choice.best:<16}{choice.loss:>6.2f}   "
+        + ", ".join(f"{method} {_micro(seconds)}" for method, seconds in sorted(choice.seconds.items()))
+        for choice in choices
+    ]
+    return "\n".join(
+        [
+            f'\nmethod="auto" was within {WITHIN - 1:.0%} of the best method on {good} of the {len(choices)} cases that have'
+            f" more than one ({good / len(choices):.0%}; wanted {SHARE:.0%})",
+            f"    {'':<{first}}{'chosen':<16}{'best':<16}{'loss':>6}   µs of each",
+            *lines,
+            "",
+        ]
     )
-    return "\n".join([text, _some([str(choice) for choice in bad])]) if bad else text
 
 
 def _some(lines: list[str]) -> str:

@@ -6,32 +6,24 @@ import faulthandler
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from cupyconv.bench.clock import measure, ratio
-from cupyconv.bench.floors import Rates, copy_rate, product_rate
+from cupyconv.bench.clock import let_threads_rest, measure, ratio
+from cupyconv.bench.floors import Rates
 from cupyconv.bench.machines import Machine, environment
-from cupyconv.bench.peers import Way, array_peers
+from cupyconv.bench.peers import NotInstalled
 from cupyconv.bench.record import OURS, add_error, is_done, new_record, read_record, resume, write_record
 from cupyconv.bench.recurrent_layers import AnyCase
 from cupyconv.bench.reference import error, in_float64
 from cupyconv.bench.report import COLUMNS, block, heading, summary
-from cupyconv.bench.torch_peers import Torch
-from cupyconv.call.explain import explain
-from cupyconv.call.options import options
-from cupyconv.demo.libraries import Call
-from cupyconv.problem.plan import KernelLaunch, LaunchLoop, Plan, Step
+from cupyconv.bench.runner import AnyRunner, Offer, SharedArrays
 
 #: The most of a case's share of the budget, and its fewest seconds of timing.
-LONGEST, SHORTEST = 2.0, 0.05
-#: Seconds that must be left for torch.compile, which may take twenty.
-FOR_COMPILING = 60.0
+LONGEST, SHORTEST = 5.0, 0.05
 
 
 class Watch:
@@ -57,41 +49,53 @@ class Watch:
 
 
 class Session:
-    """One run: machine, cases and peers, and the record that it fills."""
+    """One run: machine, cases, a runner for each participant, and the record that it fills.
+
+    `begin` has what makes each runner; the library's is the first.
+    """
 
     def __init__(
         self,
         machine: Machine,
         cases: Sequence[AnyCase],
+        begin: Mapping[str, Callable[[], AnyRunner]],
         *,
         seconds: float,
-        methods: tuple[str, ...] | None = None,
-        torch: Callable[[], ModuleType | None] = lambda: None,
+        threads: int | None = None,
+        arrays: SharedArrays | None = None,
         path: Path | None = None,
         watch: Watch | None = None,
     ) -> None:
         self._begin = time.perf_counter()
         self.machine, self.cases, self.path, self.watch = machine, cases, path, watch
-        self.seconds, self.methods = seconds, methods
-        self.record = new_record({**environment(machine), "arch": machine.arch, "torch": "not measured"}, seconds)
-        self.torch = self._usable(torch)
+        self.seconds, self.arrays = seconds, arrays or SharedArrays(machine)
+        self.record = new_record({**environment(machine, threads), "arch": machine.arch}, seconds)
+        self.runners = self._usable(begin)
         self.rates: Rates | None = None
 
-    def _usable(self, find: Callable[[], ModuleType | None]) -> Torch | None:
-        """torch as a peer, its versions noted and its flags tried; one that is broken is reported, and left out."""
-        try:
-            found = find()
-            if found is None:
-                return None
-            torch = Torch(found, self.machine.xp)
-            self.record["environment"] |= torch.properties()
-            for case in self.cases:
-                with torch.flags(case):
-                    torch.check_stream(self.machine.stream())
-        except Exception as failure:
-            print(f"FAILED  {add_error(self.record, 'environment', 'torch', failure)}", flush=True)
-            return None
-        return torch
+    def _usable(self, begin: Mapping[str, Callable[[], AnyRunner]]) -> dict[str, AnyRunner]:
+        """The runners, and in the record their versions; who is not installed is named there, and who is broken reported."""
+        begun: dict[str, AnyRunner | Exception] = {}
+        for name, make in begin.items():  # processes begin beside each other
+            try:
+                begun[name] = make()
+            except Exception as failure:
+                begun[name] = failure
+        usable: dict[str, AnyRunner] = {}
+        for name, runner in begun.items():
+            try:
+                if isinstance(runner, Exception):
+                    raise runner
+                self.record["environment"] |= runner.properties()
+            except NotInstalled as missing:
+                self.record["environment"][name] = (
+                    f"{missing} is not installed" if str(missing) != name else "not installed"
+                )
+            except Exception as failure:
+                print(f"FAILED  {add_error(self.record, 'environment', name, failure)}", flush=True)
+            else:
+                usable[name] = runner
+        return usable
 
     @property
     def used(self) -> float:
@@ -112,6 +116,8 @@ class Session:
                 self._go_on_elsewhere(open_cases[number + 1 :])
                 break
         self._save(running=None)
+        for runner in self.runners.values():
+            runner.close()
         if self.watch:
             self.watch.disarm()
         print(f"\n{'=' * 100}\n{summary(self.record)}", flush=True)
@@ -132,111 +138,106 @@ class Session:
             self._save(running=None)
 
     def _measure(self, case: AnyCase, until: float) -> dict[str, Any]:
-        machine, torch = self.machine, self.torch
-        set_flags: AbstractContextManager[dict[str, bool]] = torch.flags(case) if torch else nullcontext({})
-        with set_flags as flags:
-            floor = self._rates(case).floor(case)
-            xs, weights = case.arrays(machine.fill)
-            expected = in_float64(machine.xp, case, xs, weights)
-            plans, rejected = self._plans(case, xs, weights)
-            ways = self._ways(case, xs, weights, plans)
-            calls, errors_of = self._checked(case, ways, expected)
+        floor = self._rates(case).floor(case)
+        try:
+            expected = in_float64(self.machine.xp, case, *self.arrays.of(case))
+            offers, notes = self._offers(case)
+            ways, errors_of = self._checked(case, offers, expected)
             del expected
+            let_threads_rest()
             left = max(SHORTEST, min(LONGEST, until - time.perf_counter()))
-            timings, failed = measure(calls, machine.clock, left)
+            timings, failed = measure(
+                ways, self.machine.clock,
+                lambda way, host: ways[way].sample(way, host), lambda way, count: ways[way].row(way, count),
+                left, judged=OURS,
+            )  # fmt: skip
             for name, failure in failed.items():
                 self._fail(case, name, failure)
             measured = {name: timing.summary() for name, timing in timings.items()}
-            for way in (way for way in ways if way.name in timings):
-                row = measured[way.name]
-                if OURS in timings and way.name != OURS:
-                    row |= ratio(timings[OURS], timings[way.name], case.judged)
-                row["error"] = errors_of[way.name]
-                row["beyond_result"] = self._beyond_result(case, way, calls[way.name])
-        return {
-            "case": asdict(case),
-            "on_gpu": machine.arch is not None,
-            "floor": floor,
-            "chosen": plans["auto"].method,
-            "methods": {plan.method: _described(plan) for plan in plans.values()},
-            "rejected": rejected,
-            "flags": flags,
-            "ways": measured,
-        }
+            for offer in (offer for offer, _ in offers if offer.name in timings):
+                row = measured[offer.name]
+                if OURS in timings and offer.name != OURS:
+                    row |= ratio(timings[OURS], timings[offer.name], case.judged)
+                row["error"] = errors_of[offer.name]
+                row["beyond_result"] = self._beyond_result(case, offer, ways[offer.name])
+        finally:
+            self._clear()
+        known = {"case": asdict(case), "group": case.group, "on_gpu": self.machine.arch is not None, "floor": floor}
+        return {**known, **notes, "ways": measured}
 
-    def _plans(self, case: AnyCase, xs: list[Any], weights: list[Any]) -> tuple[dict[str, Plan], dict[str, str]]:
-        """The plan of ``auto`` and of each named method that applies; why the others do not."""
-        function, arguments, keywords = case.call(xs, weights)
-        plans: dict[str, Plan] = {}
-        rejected: dict[str, str] = {}
-        with options(allow_tf32=True) if case.tf32 else nullcontext():
-            plans["auto"] = explain(function, *arguments, **keywords)
-            for method in case.methods:
-                if self.methods is not None and method not in self.methods:
-                    continue
-                try:
-                    plans[method] = explain(function, *arguments, **keywords, **case.named(method))
-                except ValueError as refusal:
-                    rejected[method] = str(refusal)
-        return plans, rejected
-
-    def _ways(self, case: AnyCase, xs: list[Any], weights: list[Any], plans: dict[str, Plan]) -> list[Way]:
-        """The library's choice, its other methods, and the peers."""
-        ways = [Way(OURS, lambda: partial(case.ours, xs, weights))]
-        for method in plans:
-            if method not in ("auto", plans["auto"].method):
-                ways.append(Way(f"{OURS} {method}", partial(partial, case.ours, xs, weights, method)))
-        ways += array_peers(self.machine.xp, self.machine.arch is not None, case, xs, weights)
-        if self.torch is not None:
-            ways += self.torch.ways(case, xs, weights, compiled=self.seconds - self.used > FOR_COMPILING)
-        return ways
-
-    def _checked(self, case: AnyCase, ways: list[Way], expected: Any) -> tuple[dict[str, Call], dict[str, float]]:
-        """The calls whose results are right, and their errors; the others are reported and not timed."""
-        calls: dict[str, Call] = {}
-        errors_of: dict[str, float] = {}
-        for way in ways:
+    def _offers(self, case: AnyCase) -> tuple[list[tuple[Offer, AnyRunner]], dict[str, Any]]:
+        """The ways of all participants, and what they note; one that cannot begin is reported, and the others go on."""
+        offers: list[tuple[Offer, AnyRunner]] = []
+        notes: dict[str, Any] = {}
+        for name, runner in self.runners.items():
             try:
-                call = way.prepare()
-                result = way.as_array(call()) if way.as_array else call()
-                transform = way.as_array is not None
-                errors_of[way.name] = error(self.machine.xp, case, result, expected, transform=transform)
-                calls[way.name] = call
+                offered, noted = runner.set_up(case)
             except Exception as failure:
-                self._fail(case, way.name, failure)
-        return calls, errors_of
+                if name == OURS:
+                    raise
+                self._fail(case, name, failure)
+                continue
+            offers += [(offer, runner) for offer in offered if offer.patience <= self.seconds - self.used]
+            notes |= noted
+        return offers, notes
 
-    def _beyond_result(self, case: AnyCase, way: Way, call: Call) -> int | None:
+    def _checked(
+        self, case: AnyCase, offers: Sequence[tuple[Offer, AnyRunner]], expected: Any
+    ) -> tuple[dict[str, AnyRunner], dict[str, float]]:
+        """The ways whose results are right, with who runs them, and their errors; the others are reported, not timed."""
+        ways: dict[str, AnyRunner] = {}
+        errors_of: dict[str, float] = {}
+        for offer, runner in offers:
+            try:
+                result = runner.result(offer.name)
+                errors_of[offer.name] = error(self.machine.xp, case, result, expected, transform=offer.transform)
+                ways[offer.name] = runner
+            except Exception as failure:
+                self._fail(case, offer.name, failure)
+        return ways, errors_of
+
+    def _beyond_result(self, case: AnyCase, offer: Offer, runner: AnyRunner) -> int | None:
         """Most bytes that a call had allocated at a time, beyond its result; None where nobody counts."""
-        if way.as_array is not None:
+        if offer.allocates:
             return None
         try:
-            return max(0, self.machine.library.peak_bytes(call) - case.result_bytes)
+            return max(0, runner.peak_bytes(offer.name) - case.result_bytes)
         except Exception as failure:  # reported, and the times are kept
-            self._fail(case, f"{way.name}, counting memory", failure)
+            self._fail(case, f"{offer.name}, counting memory", failure)
             return None
 
     def _rates(self, case: AnyCase) -> Rates:
         """The rates that this case's floor needs, each measured once."""
         if self.rates is None:
-            self.rates = Rates(copy_rate(self.machine))
+            self.rates = Rates(self.runners[OURS].copy_rate())
         name = case.precision
         if name not in self.rates.products:
-            rate, by, failed = product_rate(self.machine, case, self.torch)
-            self.rates.products[name], self.rates.by[name] = rate, by
-            for library, failure in failed.items():
-                add_error(self.record, f"floor, {name}", library, failure)
-            print(f"floor: {name} products at {rate / 1e12:.2f} TFLOP/s ({by})", flush=True)
+            rates: dict[str, float] = {}
+            for participant, runner in self.runners.items():
+                try:
+                    rate = runner.product_rate(case)
+                except Exception as failure:
+                    add_error(self.record, f"floor, {name}", participant, failure)
+                else:
+                    rates |= {} if rate is None else {participant: rate}
+            by = max(rates, key=lambda participant: rates[participant])
+            self.rates.products[name], self.rates.by[name] = rates[by], by
+            print(f"floor: {name} products at {rates[by] / 1e12:.2f} TFLOP/s ({by})", flush=True)
         self.record["floors"] = asdict(self.rates)
         return self.rates
 
+    def _clear(self) -> None:
+        """Give back the case's memory; whoever cannot is found by `_alive`."""
+        self.arrays.of.cache_clear()
+        for runner in self.runners.values():
+            with suppress(Exception):
+                runner.clear()
+
     def _alive(self) -> bool:
-        """Give back the last case's memory; whether the device still works, as it does not after a fault in a kernel."""
+        """Whether the device still works, as it does not after a fault in a kernel; its unused memory is given back."""
         try:
             self.machine.clock.synchronise()
             self.machine.release()
-            if self.torch:
-                self.torch.release()
         except Exception as failure:
             print(f"    the device no longer works: {failure}", flush=True)
             return False
@@ -270,23 +271,3 @@ class Session:
     def _save(self, running: str | None) -> None:
         self.record["running"], self.record["used"] = running, self.used
         write_record(self.record, self.path)
-
-
-def _described(plan: Plan) -> dict[str, Any]:
-    launches = [launch for step in plan.steps for launch in _launches(step)]
-    return {
-        "reason": plan.reason,
-        "steps": len(plan.steps),
-        "kernel_launches": len(launches),
-        "kernels": sorted({launch.kernel.name for launch in launches}),
-        "workspace_bytes": plan.workspace_bytes,
-        "bytes_moved": plan.bytes_moved,
-        "bound": plan.bound,
-    }
-
-
-def _launches(step: Step) -> list[KernelLaunch]:
-    """What a step launches, repeated as often as it is."""
-    if isinstance(step, LaunchLoop):
-        return [*step.launches] * step.times
-    return [step] if isinstance(step, KernelLaunch) else []

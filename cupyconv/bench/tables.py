@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TypeVar
 
-from cupyconv.bench.cases import Case
-from cupyconv.bench.recurrent_layers import RecurrentCase
+from cupyconv.bench.cases import Case, GradientCase
+from cupyconv.bench.recurrent_layers import AnyCase, RecurrentCase
 
 C = TypeVar("C", Case, RecurrentCase)
 
@@ -51,6 +51,91 @@ CHAINS = (
     Case("chain 1x1, 3x3, 256 -> 64 -> 64, 56x56", 4, (256,), (56, 56), 64, (1, 1), then=((64, (3, 3), _same(3, 3), 1),)),
     Case("chain 1-D, 3 taps, dilations 8 and 1, 64 -> 64 -> 64, 16000", 2, (64,), (16000,), 64, (3,), padding=((8, 8),), dilation=8, then=((64, (3,), _same(3), 1),)),
 )  # fmt: skip
+
+#: Layers unlike those: odd sizes, long and lopsided kernels, strides, dilation, groups, one sample.
+UNLIKE = (
+    Case("3x3, 64 -> 64, 56x56, N 1", 1, (64,), (56, 56), 64, (3, 3), padding=_same(3, 3)),
+    Case("3x3, 48 -> 80, 61x47, N 2", 2, (48,), (61, 47), 80, (3, 3), padding=_same(3, 3)),
+    Case("3x3, 512 -> 512, 7x7, N 1", 1, (512,), (7, 7), 512, (3, 3), padding=_same(3, 3)),
+    Case("3x3, 16 -> 32, 28x28, N 64", 64, (16,), (28, 28), 32, (3, 3), padding=_same(3, 3)),
+    Case("3x3, 3 -> 16, 224x224, N 1", 1, (3,), (224, 224), 16, (3, 3), padding=_same(3, 3)),
+    Case("3x3, 24 -> 40, 33x35, N 1, float64", 1, (24,), (33, 35), 40, (3, 3), padding=_same(3, 3), dtype="float64"),
+    Case("3x3, 64 -> 64, 28x28, N 2, float64", 2, (64,), (28, 28), 64, (3, 3), padding=_same(3, 3), dtype="float64"),
+    Case("3x3 stride 2, 128 -> 128, 56x56, N 1", 1, (128,), (56, 56), 128, (3, 3), stride=2, padding=_same(3, 3)),
+    Case("3x3 stride 2, 64 -> 96, 57x57, N 4", 4, (64,), (57, 57), 96, (3, 3), stride=2, padding=_same(3, 3)),
+    Case("3x3 dilation 2, 64 -> 64, 40x40, N 2", 2, (64,), (40, 40), 64, (3, 3), padding=((2, 2),) * 2, dilation=2),
+    Case("1x1, 64 -> 256, 56x56, N 4", 4, (64,), (56, 56), 256, (1, 1)),
+    Case("1x1, 512 -> 512, 7x7, N 8", 8, (512,), (7, 7), 512, (1, 1)),
+    Case("1x1 stride 2, 512 -> 1024, 28x28, N 1", 1, (512,), (28, 28), 1024, (1, 1), stride=2),
+    Case("1x7, 128 -> 128, 17x17, N 4", 4, (128,), (17, 17), 128, (1, 7), padding=_same(1, 7)),
+    Case("5x5, 48 -> 96, 27x27, N 2", 2, (48,), (27, 27), 96, (5, 5), padding=_same(5, 5)),
+    Case("7x7 stride 2, 3 -> 64, 224x224, N 1", 1, (3,), (224, 224), 64, (7, 7), stride=2, padding=_same(7, 7)),
+    Case("11x11 stride 4, 3 -> 64, 224x224, N 1", 1, (3,), (224, 224), 64, (11, 11), stride=4, padding=((2, 2),) * 2),
+    Case("3x3 depthwise 128, 56x56, N 1", 1, (128,), (56, 56), 128, (3, 3), padding=_same(3, 3), groups=128),
+    Case("3x3 stride 2 depthwise 96, 112x112, N 1", 1, (96,), (112, 112), 96, (3, 3), stride=2, padding=_same(3, 3), groups=96),
+    Case("5x5 depthwise 120, 28x28, N 1", 1, (120,), (28, 28), 120, (5, 5), padding=_same(5, 5), groups=120),
+    Case("5x5 stride 2 depthwise 72, 56x56, N 4", 4, (72,), (56, 56), 72, (5, 5), stride=2, padding=_same(5, 5), groups=72),
+    Case("7x7 depthwise 96, 56x56, N 2", 2, (96,), (56, 56), 96, (7, 7), padding=_same(7, 7), groups=96),
+    Case("3x3 in 16 groups, 128 -> 128, 28x28, N 2", 2, (128,), (28, 28), 128, (3, 3), padding=_same(3, 3), groups=16),
+    Case("3x3 in 32 groups, 256 -> 256, 14x14, N 4", 4, (256,), (14, 14), 256, (3, 3), padding=_same(3, 3), groups=32),
+    Case("3-D 3x3x3, 16 -> 32, 24x24x24, N 1", 1, (16,), (24, 24, 24), 32, (3, 3, 3), padding=_same(3, 3, 3)),
+    Case("3-D 1x3x3, 32 -> 32, 8x28x28, N 2", 2, (32,), (8, 28, 28), 32, (1, 3, 3), padding=_same(1, 3, 3)),
+    Case("1-D, 3 taps, 256 -> 256, 1500, N 1", 1, (256,), (1500,), 256, (3,), padding=_same(3)),
+    Case("1-D, 9 taps, dilation 4, 64 -> 64, 4096, N 4", 4, (64,), (4096,), 64, (9,), padding=((16, 16),), dilation=4),
+    Case("1-D, 15 taps, 16 -> 16, 100000, N 1", 1, (16,), (100_000,), 16, (15,), padding=_same(15)),
+)  # fmt: skip
+
+#: Chains that have expanded layers: what lies between them is six times as large.
+EXPANDED = (
+    Case("chain 1x1, 3x3 depthwise, 1x1, 24 -> 144 -> 144 -> 24, 56x56", 1, (24,), (56, 56), 144, (1, 1), then=((144, (3, 3), _same(3, 3), 144), (24, (1, 1), (), 1))),
+    Case("chain 1x1, 3x3 depthwise, 1x1, 16 -> 96 -> 96 -> 24, 112x112", 1, (16,), (112, 112), 96, (1, 1), then=((96, (3, 3), _same(3, 3), 96), (24, (1, 1), (), 1))),
+)  # fmt: skip
+
+
+def _filters() -> Iterator[Case]:
+    """One channel in and out: images and signals."""
+    for dtype in ("float32", "float64"):
+        for extent in (3, 5, 9, 15):
+            name = f"filter {extent}x{extent}, 512x512, {dtype}"
+            yield Case(name, 1, (1,), (512, 512), 1, (extent,) * 2, padding=_same(extent, extent), dtype=dtype)
+        for taps, padding in ((31, _same(31)), (101, ((100, 0),)), (200, ((199, 0),))):
+            kind = ", causal" * (padding != _same(taps))
+            yield Case(f"filter of {taps} taps, 10^6 points{kind}, {dtype}", 1, (1,), (10**6,), 1, (taps,), padding=padding, dtype=dtype)  # fmt: skip
+
+
+#: The time of a call whose work is next to nothing.
+SMALL_CALLS: tuple[AnyCase, ...] = (
+    Case("small 3x3, 8 -> 8, 16x16", 1, (8,), (16, 16), 8, (3, 3), padding=_same(3, 3), judged="host"),
+    Case("small 1x1, 8 -> 8, 16x16", 1, (8,), (16, 16), 8, (1, 1), judged="host"),
+    Case("small 3x3 depthwise 8, 16x16", 1, (8,), (16, 16), 8, (3, 3), padding=_same(3, 3), groups=8, judged="host"),
+    Case("small merge 5 x 4 -> 4, 64 points", 1, (4,) * 5, (64,), 4, (1,), judged="host"),
+    *(
+        RecurrentCase(f"small {cell.upper()} step, {inputs} -> {hidden}, N {batch}", cell, 1, batch, inputs, hidden, judged="host", single=True)
+        for cell in ("lstm", "gru")
+        for inputs, hidden, batch in ((8, 16, 1), (128, 256, 1))
+    ),
+    RecurrentCase("small LSTM 8 -> 16, T 50, N 1", "lstm", 50, 1, 8, 16, judged="host"),
+    RecurrentCase("small GRU 8 -> 16, T 50, N 1", "gru", 50, 1, 8, 16, judged="host"),
+)  # fmt: skip
+
+#: Layers of which both gradients are measured: the ordinary ones, and of the others one of each kind.
+DIFFERENTIATED = (
+    *(replace(case, name=f"{case.name}, N {case.batch}") for case in LAYERS),
+    Case("3x3, 128 -> 128, 28x28, N 8", 8, (128,), (28, 28), 128, (3, 3), padding=_same(3, 3)),
+    Case("3x3 stride 2, 128 -> 128, 56x56, N 8", 8, (128,), (56, 56), 128, (3, 3), stride=2, padding=_same(3, 3)),
+    *(
+        case
+        for case in UNLIKE
+        if case.name.startswith(("1x1 stride 2", "1x7", "5x5", "11x11", "3x3 dilation", "3x3 stride 2 depthwise", "1-D, 9", "3x3, 24"))
+    ),
+)  # fmt: skip
+
+
+def _gradients(of: str) -> Iterator[GradientCase]:
+    for case in DIFFERENTIATED:
+        layer = {field.name: getattr(case, field.name) for field in fields(Case)}
+        yield GradientCase(**layer | {"name": f"{of} gradient of {case.name}"}, of=of)
+
 
 # --- a GPU ----------------------------------------------------------------------------------------------------
 
@@ -300,14 +385,27 @@ def _labelled(cases: Iterable[C]) -> tuple[C, ...]:
     return tuple(replace(case, name=f"{case.name}, {case.precision}") for case in cases)
 
 
-def numpy_cases() -> tuple[Case, ...]:
+def ordinary_cases() -> tuple[AnyCase, ...]:
+    """What the README shows line by line."""
+    return (*recurrent_cases(gpu=False), *JOBS, *LAYERS, *CHAINS)
+
+
+def numpy_cases() -> tuple[AnyCase, ...]:
     """The NumPy backend's table."""
-    return (*JOBS, *LAYERS, *CHAINS)
+    more: tuple[AnyCase, ...] = (
+        *UNLIKE,
+        *_gradients("input"),
+        *_gradients("weight"),
+        *EXPANDED,
+        *SMALL_CALLS,
+        *_filters(),
+    )
+    return (*ordinary_cases(), *more, *_other_recurrent())
 
 
-def gpu_cases() -> tuple[Case, ...]:
+def gpu_cases() -> tuple[AnyCase, ...]:
     """The GPU's table."""
-    return _labelled(
+    convolutions = _labelled(
         (
             *HOST,
             *_merges(),
@@ -319,6 +417,7 @@ def gpu_cases() -> tuple[Case, ...]:
             *_in_precisions(_resnet(8)),
         )
     )
+    return (*recurrent_cases(gpu=True), *convolutions)
 
 
 def recurrent_cases(*, gpu: bool) -> tuple[RecurrentCase, ...]:
@@ -330,3 +429,12 @@ def recurrent_cases(*, gpu: bool) -> tuple[RecurrentCase, ...]:
         for cell in ("lstm", "gru")
     ]
     return _labelled(_in_precisions(plain, PRECISIONS[:3])) if gpu else tuple(plain)
+
+
+def _other_recurrent() -> tuple[RecurrentCase, ...]:
+    """Narrow layers, one sequence alone, long ones."""
+    return tuple(
+        RecurrentCase(f"{cell.upper()} {inputs} -> {hidden}, T {steps}, N {batch}", cell, steps, batch, inputs, hidden)
+        for steps, batch, inputs, hidden in ((100, 1, 64, 128), (30, 16, 40, 96), (200, 8, 256, 256))
+        for cell in ("lstm", "gru")
+    )

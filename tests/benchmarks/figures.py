@@ -1,7 +1,6 @@
 """The README's figures and its status on GPUs, from the results files beside this one::
 
-python -m cupyconv bench --no-torch --json tests/benchmarks/results/numpy.json
-python -m tests.benchmarks.gradients --json tests/benchmarks/results/gradients-numpy.json
+python -m cupyconv bench --json tests/benchmarks/results/numpy.json
 python -m tests.gpu_report --out DIR, whose gpu-report.json becomes tests/benchmarks/results/gpu-report-NAME.json
 python -m tests.benchmarks.figures
 """
@@ -9,68 +8,80 @@ python -m tests.benchmarks.figures
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from cupyconv.bench.record import OURS, read_record
+from cupyconv.bench.report import BEST, compared, grouped, means, ratios
+from cupyconv.bench.runner import PEERS
+from cupyconv.bench.tables import ordinary_cases
 from tests.gpu_report.status import STATUS_BEGIN, STATUS_END, status
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
 FIGURES_BEGIN, FIGURES_END = "<!-- figures:", "<!-- end of figures -->"
-PEER = "numpy"
+#: The peer whose memory is shown.
+PLAIN = "numpy"
 
 
-def markdown(record: dict[str, Any]) -> str:
-    """The README's table of one record."""
-    rows = [(row["case"]["name"], row["ways"][OURS], row["ways"][PEER]) for row in record["cases"]]
+def layers(record: dict[str, Any]) -> str:
+    """The README's table of the ordinary layers: our time, over that of each peer, and memory."""
+    names = {case.name for case in ordinary_cases()}
+    rows = [row for row in record["cases"] if row["case"]["name"] in names]
+    peers = compared(rows)
+    head = ["layer (float32 unless named)", "cupyconv, ms", *map(_shown, peers), "cupyconv, MiB", f"{PLAIN}, MiB"]
     lines = [
-        f"| {name} | {ours['median'] * 1e3:.1f} | {peer['median'] * 1e3:.1f} |"
-        f" {'' if peer['ratio'] >= 1 else '**'}{peer['ratio']:.2f}{'' if peer['ratio'] >= 1 else '** (slower)'} |"
-        f" {ours['beyond_result'] / 2**20:.1f} | {peer['beyond_result'] / 2**20:.1f} |"
-        for name, ours, peer in rows
+        [row["case"]["name"], f"{row['ways'][OURS]['median'] * 1e3:.1f}", *_cells(ratios(row), peers),
+         *(f"{row['ways'][way]['beyond_result'] / 2**20:.1f}" for way in (OURS, PLAIN))]
+        for row in rows
+    ]  # fmt: skip
+    return _table(head, lines)
+
+
+def groups(record: dict[str, Any]) -> str:
+    """The README's table of geometric means over everything that was measured."""
+    peers = [*compared(record["cases"]), BEST]
+    lines = [
+        [f"{group} ({len(rows)})", *_cells(means(rows), peers), f"{max(ratios(row).get(BEST, 0) for row in rows):.2f}"]
+        for group, rows in grouped(record["cases"]).items()
     ]
-    losses = sum(peer["ratio"] < 1 for _, _, peer in rows)
-    known = record["environment"]
+    return _table(["group (cases)", *map(_shown, peers), "slowest beside the best"], lines)
+
+
+def source(record: dict[str, Any]) -> str:
+    """Losses, and what the figures depend on."""
+    rows, known = record["cases"], record["environment"]
+    every = [(peer, ratio) for row in rows for peer, ratio in ratios(row).items() if peer != BEST]
+    lost = Counter(peer for peer, ratio in every if ratio > 1)
+    counts = ", ".join(f"{_shown(peer)} on {lost[peer]} of {n}" for peer, n in Counter(p for p, _ in every).items())
     threads, load = known["blas_threads"], known["load_before"]
     busy = f" The machine was busy with other work (load {load})." if load != "unknown" and load > 0.5 else ""
-    where = f"{known['machine']}; BLAS {known['blas']} on {threads}; Python {known['python']}; {known['date']}.{busy}"
-    return "\n".join(
-        [
-            "| layer (float32 unless named) | cupyconv, ms | peer, ms | ratio | cupyconv, MiB | peer, MiB |",
-            "|---|--:|--:|--:|--:|--:|",
-            *lines,
-            "",
-            f"Slower than the peer on {losses} of {len(rows)}. {where}",
-            "",
-            "",
-        ]
+    versions = "".join(f"; {name} {known[name]}" for name in PEERS if name != PLAIN and name in known)
+    where = (
+        f"{known['machine']}; BLAS {known['blas']} on {threads}; Python {known['python']}{versions}; {known['date']}."
     )
+    return f"Slower than {counts}. Times: {known['clock']}. {where}{busy}\n"
 
 
-def beside_torch(record: dict[str, Any]) -> str:
-    """The README's sentences on one record of gradients."""
-    known, ratios = record["environment"], record["means"]["BLAS"]
-    torch = {name: ratios[f"{name} / torch's"] for name in ("forward", "input gradient", "weight gradient")}
-    forward = {name: ratios[f"{name} / forward"] for name in ("input gradient", "weight gradient")}
-    worst, layer = max(
-        (row["settings"]["BLAS"]["ratios"][f"{name} / torch's"]["ratio"], f"{name} of {row['case']['name']}")
-        for row in record["cases"]
-        for name in torch
-    )
-    every = " and ".join(f"{value:.2f} (the {name})" for name, value in forward.items())
-    times = ", ".join(f"{value:.2f} (the {name})" for name, value in torch.items())
-    return (
-        f"Gradients take {every} times as long as the forward pass. Beside PyTorch {known['torch']} with the same"
-        f" {known['threads']} threads, the library takes {times} times as long; each is the geometric mean over"
-        f" {len(record['cases'])} layers, and above 1 PyTorch is faster, at most {worst:.1f} times (the {layer})."
-        f" {known['machine']}; {known['date']}.\n"
-    )
+def _shown(way: str) -> str:
+    return way.removeprefix(f"{OURS} ")
+
+
+def _cells(of: dict[str, float], peers: list[str]) -> list[str]:
+    """Ratios, with those above 1 in bold."""
+    return ["" if peer not in of else f"**{of[peer]:.2f}**" if of[peer] > 1 else f"{of[peer]:.2f}" for peer in peers]
+
+
+def _table(head: list[str], lines: list[list[str]]) -> str:
+    rule = ["---", *["--:"] * (len(head) - 1)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (head, rule, *lines))
 
 
 def figures() -> str:
     """All that stands between the README's marks."""
-    return markdown(read_record(RESULTS / "numpy.json")) + beside_torch(read_record(RESULTS / "gradients-numpy.json"))
+    record = read_record(RESULTS / "numpy.json")
+    return f"{layers(record)}\n{groups(record)}\n{source(record)}"
 
 
 def between(text: str, begin: str, end: str) -> tuple[int, int]:

@@ -23,14 +23,13 @@ pytest.importorskip("pytest_benchmark")
 
 from targets import gpu_target
 
+from cupyconv.bench.array_peers import concatenate_im2col_matmul
 from cupyconv.bench.cases import Case
 from cupyconv.bench.machines import cuda_machine, numpy_machine
-from cupyconv.bench.peers import concatenate_im2col_matmul
-from cupyconv.bench.reference import WrongResult, error, in_float64
+from cupyconv.bench.reference import error, in_float64
 from cupyconv.bench.tables import JOBS, LAYERS, gpu_cases
 from cupyconv.bench.torch_peers import Torch
 from tests.benchmarks.conftest import timing_asked_for
-from tests.benchmarks.gradients import GRADIENTS, arrays_of, check, measure_case, ours, summary
 
 ORDINARY = [pytest.param(case, id=case.name) for case in (*JOBS[2:], *LAYERS)]
 LARGE = [pytest.param(case, id=case.name) for case in JOBS[:2]]
@@ -78,9 +77,9 @@ def test_case_on_a_gpu(benchmark: Any, case: Case, side: str) -> None:
         measure(benchmark, machine, case, call, call(), xs, weights)
         return
     torch = Torch(pytest.importorskip("torch"), machine.xp)
-    with torch.flags(case):
+    with torch.during(case):
         torch.check_stream(machine.stream())
-        way = {way.name: way for way in torch.ways(case, xs, weights, compiled=False)}.get(side)
+        way = {way.name: way for way in torch.ways(case, xs, weights)}.get(side)
         if way is None:
             pytest.skip("one memory format for one spatial axis")
         call = way.prepare()
@@ -97,28 +96,6 @@ def test_the_library_needs_less_memory() -> None:
         ours, peer = (beyond_result(case, side) for side in ("cupyconv", "peer"))
         if peer > 1 << 20:  # a lone 1x1 convolution takes nothing on either side
             assert ours < peer, case.name
-
-
-SMALL = Case("3x2 stride 2", 2, (4, 2), (9, 8), 6, (3, 2), stride=2, padding=((1, 1), (0, 1)), dilation=2, groups=2)
-
-
-def test_gradients_are_measured_in_both_ways() -> None:
-    """The command of gradients.py, without a peer, on a layer that has everything."""
-    row = measure_case(None, SMALL, 1, 0.0)
-    for measured in row["settings"].values():
-        assert set(measured["ways"]) == {"forward", *GRADIENTS}
-        assert set(measured["ratios"]) == {f"{name} / forward" for name in GRADIENTS}
-    assert "slower than torch: 0" in summary([row])
-
-
-@pytest.mark.parametrize("name", ["forward", *GRADIENTS])
-def test_wrong_gradients_are_not_timed(name: str) -> None:
-    arrays = arrays_of(SMALL)
-    calls = ours(SMALL, *arrays)
-    right = calls[name]()
-    right[0].flat[1] += 1
-    with pytest.raises(WrongResult):
-        check(SMALL, {**calls, name: lambda: right}, arrays)
 
 
 def side_of(case: Case, side: str, xs: list[Any], weights: list[Any]) -> Callable[[], Any]:

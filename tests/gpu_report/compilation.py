@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cupyconv.problem.machine import nearest_gpu
-from cupyconv.problem.plan import Kernel
+from cupyconv.problem.plan import Kernel, KernelLaunch
 from tests.gpu_report.processes import add_line, slice_of
 from tests.variants import all_variants, is_planned
 
@@ -34,7 +34,7 @@ def compile_variants(device: Any, kernels: Sequence[Kernel], results: Path, shar
         name = " ".join([kernel.name, *(f"{macro}={value}" for macro, value in kernel.macros)])
         began, message = time.perf_counter(), ""
         try:
-            device.load(kernel, 0)
+            device.load(KernelLaunch(kernel, (1, 1, 1), 32, ()))
         except Exception as failure:  # the line says it, and so does the exit status
             message = f"{type(failure).__name__}: {failure}"
             failed += 1

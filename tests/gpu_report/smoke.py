@@ -20,7 +20,7 @@ import numpy as np
 from cupyconv.bench.cases import APART, repeat_normals
 from cupyconv.call.dispatch import backend_for
 from cupyconv.problem.arrays import is_complex
-from cupyconv.problem.plan import Kernel
+from cupyconv.problem.plan import KernelLaunch
 from tests.gpu_report.calls import CALLS, SmokeCall
 from tests.gpu_report.processes import DEAD, add_line, lost_gpu
 from tests.targets import Target, gpu_target, host_device_target
@@ -55,9 +55,9 @@ class Loaded:
         self._load = device.load
         device.load = self
 
-    def __call__(self, kernel: Kernel, shared_bytes: int) -> Any:
-        self.names.add(kernel.name)
-        return self._load(kernel, shared_bytes)
+    def __call__(self, launch: KernelLaunch) -> Any:
+        self.names.add(launch.kernel.name)
+        return self._load(launch)
 
 
 def run_call(target: Target, name: str, dtype: str) -> dict[str, Any]:
