@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import asdict, replace
 from functools import partial
 from types import SimpleNamespace
@@ -686,6 +687,17 @@ def test_a_way_that_needs_patience_waits_for_a_longer_run():
     for seconds, there in ((1000, True), (30, False)):
         _, written = run(numpy_machine(), SMALL[:1], participants=[("made", lambda: made)], seconds=seconds)
         assert ("slow" in written["cases"][0]["ways"]) is there
+
+
+def test_a_case_that_was_begun_is_measured_though_time_is_up():
+    class Late(Made):
+        def ways(self, case, xs, weights):
+            time.sleep(0.3)
+            return super().ways(case, xs, weights)
+
+    made = Late(late=lambda case, xs, weights: partial(case.ours, xs, weights))
+    _, written = run(numpy_machine(), SMALL[:2], participants=[("made", lambda: made)], seconds=0.2)
+    assert "late" in written["cases"][0]["ways"] and written["skipped"] == [SMALL[1].name]
 
 
 def test_what_fails_is_told_and_the_rest_is_measured(capsys):

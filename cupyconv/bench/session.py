@@ -177,7 +177,8 @@ class Session:
                     raise
                 self._fail(case, name, failure)
                 continue
-            offers += [(offer, runner) for offer in offered if offer.patience <= self.seconds - self.used]
+            left = max(0.0, self.seconds - self.used)
+            offers += [(offer, runner) for offer in offered if offer.patience <= left]
             notes |= noted
         return offers, notes
 
