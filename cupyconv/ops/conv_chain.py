@@ -99,8 +99,9 @@ def conv_chain(
     pixels around a tile that two tiles need are computed twice.  Longer chains run in the best pairs.  A 16-bit
     intermediate image that a fused kernel keeps in a wider type is not rounded.
 
-    On NumPy a few rows at a time go through all layers while they are in cache.  Rows that the next ones need too are
-    kept, so that no thread computes a row twice.
+    On NumPy a few rows at a time go through all layers while they are in cache, where by the model their many small
+    calls of NumPy take less than the images' way to memory and back.  Rows that the next ones need too are kept, so that
+    no thread computes a row twice.  Unfused, each layer runs as `conv` would run it.
 
     Intermediate images that are stored count against ``workspace_limit``: then the samples are computed in chunks.
     Where one sample alone needs more, the limit is exceeded, and `explain` says so.

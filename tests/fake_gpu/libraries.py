@@ -62,12 +62,11 @@ def load_library(soname: str, functions: Mapping[str, Callback], others: Iterabl
     target = BUILD / digest / soname
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        (target.parent / "jumps.cpp").write_text(source)
         (target.parent / "version.map").write_text(version)
         scratch = target.with_suffix(f".{os.getpid()}")  # of several processes each makes its own
         subprocess.run(
-            ["g++", "-shared", "-fPIC", "jumps.cpp", "-Wl,--version-script=version.map", f"-Wl,-soname,{soname}", "-o", scratch],
-            cwd=target.parent, check=True,
+            ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-Wl,--version-script=version.map", f"-Wl,-soname,{soname}", "-o", scratch],
+            cwd=target.parent, check=True, input=source, text=True,
         )  # fmt: skip
         scratch.replace(target)
     library = ctypes.CDLL(str(target), mode=ctypes.RTLD_GLOBAL)
