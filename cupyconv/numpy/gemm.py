@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 from typing import Self
@@ -28,7 +29,7 @@ from cupyconv.numpy.mec import MecRows
 from cupyconv.numpy.windows import Block, block_of_pixels, share_of_pixels, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry
-from cupyconv.problem.problems import ConvProblem
+from cupyconv.problem.problems import ConvProblem, HostModel
 
 #: Outputs from which a 1x1 product is bound by arithmetic: each element read is used that often.
 PRODUCT_OUTPUTS = 32
@@ -53,9 +54,9 @@ class View(ConvLoop):
     @classmethod
     def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
         if result_takes_sums(problem) and not (problem.bias or problem.activation):
-            # In no memory but the result's: a product for each thread; one of a lone sample is the BLAS's to divide.
+            # In no memory but the result's.
             geometry = problem.geometry
-            threads = 1 if geometry.batch == 1 else problem.host.threads
+            threads = 1 if is_undivided(problem) else problem.host.threads
             share = share_of_pixels(geometry, threads, geometry.batch * geometry.pixels)
             return cls(problem, block_of_pixels(geometry, share, geometry.batch))
         return super().fitted(problem, fixed, limit)
@@ -90,10 +91,17 @@ class Columns(ConvLoop):
         geometry = problem.geometry
         per_pixel = geometry.in_channels * geometry.taps * ITEMSIZE[accumulator(problem.x_dtype)]
         per_pixel = per_pixel or 2 * sums_per_pixel(problem)
-        if geometry.batch == 1 and geometry.pixels * per_pixel <= PRODUCT_BLOCK:
-            return geometry.pixels, 1  # one product, which is the BLAS's to divide
         pixels = _bytes_of_columns(geometry) // (per_pixel or 1)
         return max(pixels, LONG_PRODUCT), geometry.batch
+
+    @classmethod
+    def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
+        if is_undivided(problem):
+            problem = replace(problem, machine=HostModel(1))
+            whole = cls(problem, (problem.geometry.batch, *problem.geometry.out_size))
+            if fixed + whole.workspace <= limit:
+                return whole
+        return super().fitted(problem, fixed, limit)
 
     @cached_property
     def in_place(self) -> bool:
@@ -112,6 +120,19 @@ class Columns(ConvLoop):
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         return product(run, run.weight, run.images.columns(block), block)
+
+
+def is_undivided(problem: ConvProblem) -> bool:
+    """Whether it is one product, which is the BLAS's to divide.
+
+    Of a lone sample's, halves take longer than the BLAS's own threads do; of a weight larger than all columns, each part
+    would read the weight again.
+    """
+    geometry = problem.geometry
+    item = ITEMSIZE[accumulator(problem.x_dtype)]
+    columns = geometry.batch * geometry.pixels * geometry.in_channels * geometry.taps * item
+    weight = geometry.out_channels * geometry.reduction * item
+    return columns <= PRODUCT_BLOCK and (geometry.batch == 1 or weight > columns)
 
 
 def _bytes_of_columns(geometry: ConvGeometry) -> int:

@@ -397,8 +397,6 @@ def share_of_pixels(geometry: ConvGeometry, threads: int, most: int) -> int:
     """Pixels of a block, about `most` of them, such that every thread has as many blocks: whole steps along the cut axis."""
     _, height, width = geometry.out_size
     pixels = geometry.batch * geometry.pixels
-    if geometry.batch == 1 and pixels <= most:
-        return pixels
     blocks = threads * -(-pixels // (threads * max(1, most)))
     steps = (geometry.pixels, height * width, width, 1)
     unit = next(step for step in steps if 0 < step * blocks <= pixels or step == 1)
