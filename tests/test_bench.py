@@ -321,9 +321,15 @@ def test_every_case_of_the_gpu_s_table_can_be_planned(case):
 # --- clocks ---------------------------------------------------------------------------------------------------
 
 
-def measured(calls, told, seconds, judged=""):
+def measured(calls, told, seconds, judged="", may_drop=lambda name: True):
     return clock.measure(
-        calls, told, lambda name, host: told.sample(calls[name], host), lambda name, count: None, seconds, judged
+        calls,
+        told,
+        lambda name, host: told.sample(calls[name], host),
+        lambda name, count: None,
+        seconds,
+        judged,
+        may_drop,
     )
 
 
@@ -339,6 +345,21 @@ def test_ways_take_turns_and_one_that_fails_drops_out():
     assert order[3 * ToldClock.warm_up :] == ["a", "b", "bad", "b", "a", "a", "b"]
     assert timings.keys() == {"a", "b"} and len(timings["a"].device) == 3
     assert list(failed) == ["bad"] and "no more" in str(failed["bad"])
+
+
+def test_a_peer_always_has_its_turns_and_rounds_go_on_while_one_is_unsteady():
+    class Told(ToldClock):
+        rounds, warm_up, hopeless = (2, 6), 1, 4.0
+
+        def sample(self, call, host):
+            seconds = call()
+            return Sample(seconds, seconds)
+
+    times = {"ours": [1.0] * 9, "peer": [9.0, 1.0, 9.0, 9.0, 1.0, 1.0, 1.0]}
+    calls = {name: partial(values.pop, 0) for name, values in times.items()}
+    timings, _ = measured(calls, Told(), 0, judged="ours", may_drop=lambda name: name != "peer")
+    assert timings["peer"].device == [1.0, 9.0, 9.0, 1.0, 1.0] and len(timings["ours"].device) == 5
+    assert timings["peer"].summary()["steady"] and not Timing([9.0, 9.0, 1.0], [1.0]).summary()["steady"]
 
 
 def test_no_time_left_means_the_fewest_rounds():
@@ -919,6 +940,15 @@ def test_the_page_has_every_ratio_and_the_means_of_each_group():
         ["1", "0", "0"], ["1", "1", "2"], ["2.00", "4.00", "4.00"],
     ]  # fmt: skip
     assert "exact" not in page and "failed" in cells(page, "broken")
+
+
+def test_what_is_unsteady_is_marked():
+    page = page_of(
+        a_row("one", cupyconv=way(1.0), torch=way(1.0, ratio=0.5, steady=False), jax=way(1.0, ratio=4.0)),
+        a_row("two", cupyconv=way(1.0, steady=False), torch=way(1.0, ratio=2.0)),
+    )
+    assert cells(page, "one")[-3:] == ["0.50?", "4.00", "4.00"] and cells(page, "two")[-2] == "2.00?"
+    assert "? the machine was busy" in page and "unsteady" in block(a_row(cupyconv=way(1.0, steady=False)))
 
 
 def test_exact_arithmetic_has_a_mean_of_its_own_and_is_no_method():

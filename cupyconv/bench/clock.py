@@ -22,6 +22,9 @@ import numpy as np
 from cupyconv.cuda.run.kernel_sources import kernel_directory
 from cupyconv.demo.libraries import Call
 
+#: A median this many times the least says more of the moment than of the way.
+UNSTEADY = 2.0
+
 _T = TypeVar("_T")
 
 
@@ -39,7 +42,7 @@ class Clock(Protocol):
     #: Rounds: never fewer, never more; and samples before them that do not count.
     rounds: tuple[int, int]
     warm_up: int
-    #: A way that was twice this many times slower than the one that is judged has no turns: its place is certain.
+    #: A way that was twice found this many times slower than the one that is judged is without hope.
     hopeless: float
     #: How a sample is taken, in words.
     method: str
@@ -67,6 +70,11 @@ class Timing:
         self.device.append(sample.device)
         self.host.append(sample.host)
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether nothing else had the processor for half of the rounds."""
+        return statistics.median(self.device) <= UNSTEADY * min(self.device)
+
     def summary(self) -> dict[str, Any]:
         """For a record: seconds."""
         return {
@@ -76,6 +84,7 @@ class Timing:
             "host_median": statistics.median(self.host),
             "row": self.row,
             "rounds": len(self.device),
+            "steady": self.is_steady,
         }
 
 
@@ -86,9 +95,11 @@ def measure(
     row: Callable[[str, int], float | None],
     seconds: float,
     judged: str = "",
+    may_drop: Callable[[str], bool] = lambda name: False,
 ) -> tuple[dict[str, Timing], dict[str, Exception]]:
     """Warm up, then as many rounds as `seconds` allow; a way that raises drops out and is reported.
 
+    Rounds go on while a way is unsteady.  Of the ways that `may_drop`, those without hope have no turns.
     `sample` and `row` are those of the clock that times the way of a name, here or in another process.
     """
     timings = {name: Timing() for name in names}
@@ -116,15 +127,15 @@ def measure(
         return attempt(name, lambda: sample(name, warm[name].host))
 
     in_turns = sorted(warm)
-    for name in [name for name in in_turns if warm[name].device > slowest]:
+    for name in [name for name in in_turns if may_drop(name) and warm[name].device > slowest]:
         again = turn(name)  # the first may have met a bad moment
         if again is not None and again.device > slowest:
             timings[name].add(again)
             in_turns.remove(name)
     least, most = clock.rounds
-    count = max(least, min(most, int(seconds / a_round) if a_round > 0 else most))
-    for number in range(count):
-        if number >= least and time.perf_counter() - begin > seconds:
+    for number in range(most):
+        time_is_up = time.perf_counter() - begin + a_round > seconds
+        if number >= least and time_is_up and all(timings[name].is_steady for name in in_turns if name not in failed):
             break
         for name in reversed(in_turns) if number % 2 else in_turns:
             if (taken := turn(name)) is not None:
@@ -146,8 +157,8 @@ def ratio(ours: Timing, other: Timing, judged: str) -> dict[str, Any]:
     return {"ratio": statistics.median(ratios), "quartiles_of_ratio": _quartiles(ratios)} if ratios else {}
 
 
-#: Seconds of a turn, in which a call is repeated; and those of a call that is its own warm-up.
-TURN, LONG = 0.03, 0.25
+#: Seconds of a turn, in which a call is repeated, and the fewest calls; and the seconds of a call that is alone in its turn.
+TURN, CALLS, LONG = 0.03, 3, 0.25
 #: Seconds that threads of a pool may go on spinning after a call, at the most, and how often they are looked at: many
 #: times the 4 ms between two ticks of a kernel, as it counts the time of a running thread.
 SPINNING, LOOK = 0.5, 0.02
@@ -171,7 +182,7 @@ class HostClock:
         now = time.perf_counter()
         times = [now - begin] if now - begin > LONG else []
         end = now + TURN
-        while not times or now < end:
+        while now < end or len(times) < (1 if times and times[0] > LONG else CALLS):
             begin = time.perf_counter()
             call()
             now = time.perf_counter()

@@ -38,7 +38,7 @@ def _line(row: Mapping[str, Any], name: str, way: Mapping[str, Any]) -> str:
     median, (low, high) = way["median"], way["quartiles"]
     on_gpu = row["on_gpu"]
     label = f"{name}: {row['chosen']}" if name == OURS else name
-    notes = ""
+    notes = "" if way.get("steady", True) else "  unsteady"
     if way.get("ratio", 1) > 1:
         notes += "  faster than cupyconv"
     if on_gpu and way["host_median"] > median:
@@ -133,14 +133,16 @@ def _table(group: str, rows: Sequence[Mapping[str, Any]]) -> str:
     def line(label: str, ours: str, values: Iterable[str]) -> str:
         return f"    {label:<{first}}{ours:<24}" + "".join(f"{v:>{w}}" for v, w in zip(values, widths))
 
-    def numbers(of: Mapping[str, float]) -> list[str]:
-        return [f"{of[peer]:.2f}" if peer in of else "" for peer in peers]
+    def numbers(of: Mapping[str, float], ways: Mapping[str, Any] = {}) -> list[str]:
+        unsteady = {name for name, way in ways.items() if not way.get("steady", True)}
+        marks = {peer: "?" if {peer, OURS} & unsteady else "" for peer in peers}
+        return [f"{of[peer]:.2f}{marks[peer]}" if peer in of else "" for peer in peers]
 
     lines = [f"\n{group}: cupyconv's time over each peer's; below 1 cupyconv is faster", line("", "", shown)]
     for row in rows:
         ours = row["ways"].get(OURS)
         label = f"{_micro(ours['median'])} µs {row['chosen']}" if ours else "failed"
-        lines.append(line(row["case"]["name"], label, numbers(ratios(row))).rstrip())
+        lines.append(line(row["case"]["name"], label, numbers(ratios(row), row["ways"])))
     known = [ratios(row) for row in rows]
     lines.append(line(MEAN, f"{len(rows)} cases", numbers(means(rows))))
     if exact:
@@ -149,6 +151,8 @@ def _table(group: str, rows: Sequence[Mapping[str, Any]]) -> str:
     lines.append(line("faster", "", [str(sum(ratio <= 1 for ratio in of)) for of in having]))
     lines.append(line("slower", "", [str(sum(ratio > 1 for ratio in of)) for of in having]))
     lines.append(line("slowest", "", [f"{max(of):.2f}" if of else "" for of in having]))
+    if any("?" in line for line in lines):
+        lines.append("    ? the machine was busy: a median above twice the least; measure again")
     return "\n".join(line.rstrip() for line in lines)
 
 
