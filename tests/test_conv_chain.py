@@ -378,12 +378,12 @@ def test_a_failed_allocation_is_retried_with_fewer_samples(cuda_target):
 
 
 def test_explain_says_what_is_fused_on_numpy_and_why_not():
-    x = np.ones((1, 8, 256, 256), np.float32)
-    layers = [ConvLayer(np.ones((8, 8, 3, 3), np.float32), padding=1)] * 2
+    x = np.ones((1, 16, 512, 512), np.float32)
+    layers = [ConvLayer(np.ones((16, 16, 3, 3), np.float32), padding=1)] * 2
     plan = cupyconv.explain(cupyconv.conv_chain, x, layers)
     assert plan.method == "fused"
     (loop,) = plan.steps
-    assert isinstance(loop, ChainLoop) and loop.tile[1] < 256
+    assert isinstance(loop, ChainLoop) and loop.tile[1] < 512
     assert f"{x.nbytes:,} bytes" in dict(plan.rejected)["unfused"]
     for said in ("tiles of", "layer 0:", "layer 1:", "not unfused", "layer[0]"):
         assert said in str(plan)

@@ -53,8 +53,9 @@ _MOST_THREADS = 64
 # The seconds of the model (measured on 2 cores with 1 MiB of L2 each that share 32 MiB).
 #: A part of a tile, and a block of its loop: calls of NumPy, of which one thread at a time is at the beginning or end.
 PART_SECONDS, BLOCK_SECONDS = 40e-6, 10e-6
-#: Bytes a second of an image that is written by one layer and read by the next: all threads together.
-IMAGE_BYTES = 20e9
+#: Bytes a second of an image that is written by one layer and read by the next: all threads together, from the cache
+#: that cores share.
+IMAGE_BYTES = 60e9
 #: Operations a second and thread, of rows that are computed twice.
 _FLOPS = 5e10
 
