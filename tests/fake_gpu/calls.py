@@ -23,7 +23,6 @@ from tests.fake_gpu.machine import (
     CudaError,
     Event,
     Graph,
-    Stream,
 )
 
 #: By name: C functions in place of cudart's, libcuda's, and libcublas's.
@@ -452,6 +451,3 @@ def _function(handle: int) -> kernels.Function:
     function = MACHINE.find(handle, kernels.Function)
     assert isinstance(function, kernels.Function)
     return function
-
-
-__all__ = ["DRIVER", "RUNTIME", "Stream"]

@@ -74,7 +74,7 @@ GPUS = (
 Work = Callable[[], None]
 
 
-@dataclass
+@dataclass(eq=False)
 class Stream:
     """Work in order.  One that is `ordered` waits for the legacy default stream and lets that one wait for it."""
 
@@ -85,7 +85,7 @@ class Stream:
     capture: Graph | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Graph:
     """Work that was captured, in the order of capture."""
 
@@ -93,7 +93,7 @@ class Graph:
     is_valid: bool = True
 
 
-@dataclass
+@dataclass(eq=False)
 class Event:
     """A place in a stream: done when the work up to it is."""
 
