@@ -453,10 +453,10 @@ def _axis(geometry: ConvGeometry) -> int:
     return max(range(3), key=lambda axis: (geometry.out_size[axis], -axis))
 
 
-def _tiled(problem: ChainProblem, tile: tuple[int, int], threads: int, kinds: int = 1) -> _Way:
+def _tiled(problem: ChainProblem, tile: tuple[int, int], threads: int, spared: int = 0) -> _Way:
     """The loop over tiles of (samples, rows); ValueError where its workspace passes the limit.
 
-    `kinds` is the number of loops that share memory with no other kind of loop.
+    The parts are planned with `spared` bytes less than there are: for memory that they cannot share.
     """
     layers = problem.layers
     geometries = tuple(layer.geometry for layer in layers)
@@ -488,7 +488,7 @@ def _tiled(problem: ChainProblem, tile: tuple[int, int], threads: int, kinds: in
     scratch: dict[tuple[str, type[ConvLoop]], int] = {}
     for i, layer in enumerate(layers):
         own = {part[i].geometry: part[i] for part in parts if part[i].outputs}
-        left, inner = (limit - fixed) // workers // kinds, threads // workers
+        left, inner = (limit - fixed) // workers - spared, threads // workers
         plans = [
             plan_conv(_part_of(layer, piece, axis, held[i - 1 : i], held[i : i + 1], inner, left))
             for piece in own.values()
@@ -502,8 +502,8 @@ def _tiled(problem: ChainProblem, tile: tuple[int, int], threads: int, kinds: in
             scratch[kind] = max(scratch.get(kind, 0), most)
     needed = fixed + workers * sum(scratch.values())
     if needed > limit:
-        if kinds < len(scratch):
-            return _tiled(problem, tile, threads, len(scratch))
+        if not spared:
+            return _tiled(problem, tile, threads, -(-(needed - limit) // (workers * len(scratch))))
         raise _too_large(tile, needed, problem)
     loop = replace(loop, loops=tuple(loops), held=rows_held)
     sizes = {f"layer[{i}]": nbytes for i, nbytes in enumerate(between)}
