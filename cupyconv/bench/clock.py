@@ -158,7 +158,7 @@ def ratio(ours: Timing, other: Timing, judged: str) -> dict[str, Any]:
 
 
 #: Seconds of a turn, in which a call is repeated, and the fewest calls; and the seconds of a call that is alone in its turn.
-TURN, CALLS, LONG = 0.03, 3, 0.25
+TURN, CALLS, LONG = 0.08, 3, 0.25
 #: Seconds that threads of a pool may go on spinning after a call, at the most, and how often they are looked at: many
 #: times the 4 ms between two ticks of a kernel, as it counts the time of a running thread.
 SPINNING, LOOK = 0.5, 0.02
