@@ -342,8 +342,7 @@ class Winograd(TiledLoop, ConvLoop):
             np.matmul(matrix, own[whole:].T, out=target[:, whole:])
 
         threads = max(1, min(self.threads, transformed.size // WEIGHT_PART))
-        for _ in in_threads(threads, transform, parts_of(len(rows), even_part(len(rows), -(-len(rows) // threads)))):
-            pass
+        in_threads(threads, transform, parts_of(len(rows), even_part(len(rows), -(-len(rows) // threads))))
         by_group = transformed.reshape(len(matrix), geometry.groups, geometry.group_outputs, geometry.group_channels)
         return Weights(weight, by_group.swapaxes(2, 3))
 

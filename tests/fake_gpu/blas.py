@@ -48,32 +48,32 @@ def cublasDestroy_v2(handle: int) -> None:
 
 @cublas(c_void_p, c_void_p)
 def cublasSetStream_v2(handle: int, stream: int | None) -> None:
-    _handle(handle).stream = stream
+    MACHINE.find(handle, Handle).stream = stream
 
 
 @cublas(c_void_p, POINTER(c_void_p))
 def cublasGetStream_v2(handle: int, stream: Any) -> None:
-    stream[0] = _handle(handle).stream
+    stream[0] = MACHINE.find(handle, Handle).stream
 
 
 @cublas(c_void_p, c_int)
 def cublasSetMathMode(handle: int, mode: int) -> None:
-    _handle(handle).math_mode = mode
+    MACHINE.find(handle, Handle).math_mode = mode
 
 
 @cublas(c_void_p, POINTER(c_int))
 def cublasGetMathMode(handle: int, mode: Any) -> None:
-    mode[0] = _handle(handle).math_mode
+    mode[0] = MACHINE.find(handle, Handle).math_mode
 
 
 @cublas(c_void_p, c_int)
 def cublasSetPointerMode_v2(handle: int, mode: int) -> None:
-    _handle(handle).pointer_mode = mode
+    MACHINE.find(handle, Handle).pointer_mode = mode
 
 
 @cublas(c_void_p, POINTER(c_int))
 def cublasGetPointerMode_v2(handle: int, mode: Any) -> None:
-    mode[0] = _handle(handle).pointer_mode
+    mode[0] = MACHINE.find(handle, Handle).pointer_mode
 
 
 @cublas(c_void_p, POINTER(c_int))
@@ -113,7 +113,7 @@ def _typed(letter: str) -> None:
     def gemm_batched(handle: int, *arguments: Any) -> None:
         """The addresses of the matrices are on the device."""
         *sizes, a, lda, b, ldb, beta, c, ldc, batch = arguments
-        stream = MACHINE.stream(_handle(handle).stream)
+        stream = MACHINE.stream(MACHINE.find(handle, Handle).stream)
         MACHINE.wait(stream)
         tables = [(ctypes.c_uint64 * batch).from_address(table) for table in (a, b, c)]
         for x, y, z in zip(*tables):
@@ -134,7 +134,7 @@ for _letter in _TYPES:
 
 
 def _enqueue(handle: int, product: GemmArguments) -> None:
-    stream = MACHINE.stream(_handle(handle).stream)
+    stream = MACHINE.stream(MACHINE.find(handle, Handle).stream)
     if stream.capture is not None:
         raise CudaError(_INTERNAL_ERROR, "no workspace that a graph could keep")
     try:
@@ -151,9 +151,3 @@ def _enqueue(handle: int, product: GemmArguments) -> None:
         blas.gemm_strided_batched(MACHINE.allocation, product)
 
     MACHINE.enqueue(stream, work)
-
-
-def _handle(handle: int) -> Handle:
-    found = MACHINE.find(handle, Handle)
-    assert isinstance(found, Handle)
-    return found

@@ -282,7 +282,7 @@ def cudaStreamQuery(stream: int | None) -> None:
 
 @runtime(c_void_p, c_void_p, c_uint)
 def cudaStreamWaitEvent(stream: int | None, event: int, flags: int) -> None:
-    MACHINE.wait_in_stream(MACHINE.stream(stream), _event(event))
+    MACHINE.wait_in_stream(MACHINE.stream(stream), MACHINE.find(event, Event))
 
 
 @runtime(c_void_p, POINTER(c_int))
@@ -304,7 +304,7 @@ def cudaStreamEndCapture(stream: int | None, graph: Any) -> None:
 
 @runtime(POINTER(c_void_p), c_void_p, c_longlong)
 def cudaGraphInstantiate(executable: Any, graph: int, flags: int) -> None:
-    executable[0] = MACHINE.handle(_graph(graph))
+    executable[0] = MACHINE.handle(MACHINE.find(graph, Graph))
 
 
 @runtime(c_void_p, c_void_p)
@@ -312,7 +312,7 @@ def cudaGraphLaunch(executable: int, stream: int | None) -> None:
     where = MACHINE.stream(stream)
     if where.capture is not None:
         raise CudaError(CAPTURE_INVALIDATED)
-    for work in _graph(executable).work:
+    for work in MACHINE.find(executable, Graph).work:
         MACHINE.enqueue(where, work)
 
 
@@ -323,7 +323,7 @@ def destroy_graph(graph: int) -> None:
 
 @exported(RUNTIME, c_void_p, c_void_p, names=("cudaGraphUpload",))
 def upload_graph(executable: int, stream: int | None) -> None:
-    _graph(executable)
+    MACHINE.find(executable, Graph)
 
 
 @runtime(POINTER(c_void_p), c_uint)
@@ -338,39 +338,27 @@ def cudaEventDestroy(event: int) -> None:
 
 @runtime(c_void_p, c_void_p)
 def cudaEventRecord(event: int, stream: int | None) -> None:
-    MACHINE.record(_event(event), MACHINE.stream(stream))
+    MACHINE.record(MACHINE.find(event, Event), MACHINE.stream(stream))
 
 
 @runtime(c_void_p)
 def cudaEventQuery(event: int) -> None:
-    if not MACHINE.has_come(_event(event)):
+    if not MACHINE.has_come(MACHINE.find(event, Event)):
         raise CudaError(NOT_READY)
 
 
 @runtime(c_void_p)
 def cudaEventSynchronize(event: int) -> None:
-    recorded = _event(event)
+    recorded = MACHINE.find(event, Event)
     if recorded.stream is not None:
         MACHINE.wait(recorded.stream, recorded.ticket)
 
 
 @runtime(POINTER(c_float), c_void_p, c_void_p)
 def cudaEventElapsedTime(milliseconds: Any, start: int, end: int) -> None:
-    if not (MACHINE.has_come(_event(start)) and MACHINE.has_come(_event(end))):
+    if not (MACHINE.has_come(MACHINE.find(start, Event)) and MACHINE.has_come(MACHINE.find(end, Event))):
         raise CudaError(NOT_READY)
     milliseconds[0] = 1.0  # there is no time here
-
-
-def _event(handle: int) -> Event:
-    event = MACHINE.find(handle, Event)
-    assert isinstance(event, Event)
-    return event
-
-
-def _graph(handle: int) -> Graph:
-    graph = MACHINE.find(handle, Graph)
-    assert isinstance(graph, Graph)
-    return graph
 
 
 # ---- the driver: modules and launches ---------------------------------------------------------------------------------
@@ -401,9 +389,7 @@ def cuModuleUnload(module: int) -> None:
 
 @driver(POINTER(c_void_p), c_void_p, c_char_p)
 def cuModuleGetFunction(function: Any, module: int, name: bytes) -> None:
-    loaded = MACHINE.find(module, kernels.Module)
-    assert isinstance(loaded, kernels.Module)
-    found = loaded.function(name.decode())
+    found = MACHINE.find(module, kernels.Module).function(name.decode())
     if found is None:
         raise CudaError(NOT_FOUND)
     function[0] = MACHINE.handle(found)
@@ -411,12 +397,12 @@ def cuModuleGetFunction(function: Any, module: int, name: bytes) -> None:
 
 @driver(c_void_p, c_int, c_int)
 def cuFuncSetAttribute(function: int, attribute: int, value: int) -> None:
-    _function(function).set_attribute(attribute, value)
+    MACHINE.find(function, kernels.Function).set_attribute(attribute, value)
 
 
 @driver(POINTER(c_int), c_int, c_void_p)
 def cuFuncGetAttribute(value: Any, attribute: int, function: int) -> None:
-    value[0] = _function(function).attribute(attribute)
+    value[0] = MACHINE.find(function, kernels.Function).attribute(attribute)
 
 
 _LAUNCH = (c_void_p, *(c_uint,) * 7, c_void_p, POINTER(c_void_p))
@@ -436,18 +422,12 @@ def cuLaunchCooperativeKernel(function: int, *launch: Any) -> None:
 
 @exported(DRIVER, POINTER(c_int), c_void_p, c_int, c_size_t, names=("cuOccupancyMaxActiveBlocksPerMultiprocessor",))
 def occupancy(blocks: Any, function: int, block: int, shared_bytes: int) -> None:
-    blocks[0] = _function(function).blocks_per_multiprocessor(block, shared_bytes)
+    blocks[0] = MACHINE.find(function, kernels.Function).blocks_per_multiprocessor(block, shared_bytes)
 
 
 def _launch(
     function: int, sizes: list[int], shared_bytes: int, stream: int | None, parameters: Any, *, cooperative: bool
 ) -> None:
-    _function(function).launch(
+    MACHINE.find(function, kernels.Function).launch(
         tuple(sizes[:3]), tuple(sizes[3:]), shared_bytes, MACHINE.stream(stream), parameters, cooperative
     )
-
-
-def _function(handle: int) -> kernels.Function:
-    function = MACHINE.find(handle, kernels.Function)
-    assert isinstance(function, kernels.Function)
-    return function

@@ -1,8 +1,7 @@
-// What Python cannot say: the layout of cudaDeviceProp, and how this processor treats subnormal numbers.
+// What Python cannot say: the layout of cudaDeviceProp.
 #include <cuda_runtime_api.h>
 
 #include <cstring>
-#include <xmmintrin.h>
 
 extern "C" void fill_properties(
     cudaDeviceProp* properties, const char* name, int capability, int multiprocessors, size_t memory, int shared_per_block,
@@ -21,11 +20,4 @@ extern "C" void fill_properties(
     properties->maxThreadsPerBlock = threads_per_block;
     properties->maxThreadsPerMultiProcessor = threads_per_multiprocessor;
     properties->l2CacheSize = 1 << 20;
-}
-
-// Subnormal operands and results of SSE arithmetic are zeros from here on, in this thread; returns what was set before.
-extern "C" unsigned set_flushing(unsigned flushes) {
-    const unsigned bits = 0x8040, before = _mm_getcsr();
-    _mm_setcsr(flushes ? before | bits : before & ~bits);
-    return (before & bits) != 0;
 }

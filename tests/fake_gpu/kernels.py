@@ -31,6 +31,7 @@ from tests.fake_gpu.machine import (
     Stream,
 )
 from tests.host_device import build
+from tests.host_device.device import subnormals_flushed
 
 HERE = Path(__file__).resolve().parent
 
@@ -207,11 +208,8 @@ class Function:
         )  # fmt: skip
 
         def work() -> None:
-            before = _helpers().set_flushing(self.flushes)
-            try:
+            with subnormals_flushed(self.flushes):
                 self.run(copied, config)
-            finally:
-                _helpers().set_flushing(before)
 
         MACHINE.enqueue(stream, work)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from typing import TypeVar
 
 import numpy as np
 
@@ -72,6 +73,7 @@ GPUS = (
 )
 
 Work = Callable[[], None]
+_Thing = TypeVar("_Thing")
 
 
 @dataclass(eq=False)
@@ -141,7 +143,7 @@ class Machine:
         self._objects[number] = thing
         return number
 
-    def find(self, handle: int | None, kind: type) -> object:
+    def find(self, handle: int | None, kind: type[_Thing]) -> _Thing:
         thing = self._objects.get(handle or 0)
         if not isinstance(thing, kind):
             raise CudaError(INVALID_HANDLE, f"{handle} is no {kind.__name__}")
@@ -266,9 +268,7 @@ class Machine:
                 mine[self.gpu] = Stream(self.gpu)
                 self._streams.append(mine[self.gpu])
             return mine[self.gpu]
-        stream = self.find(handle, Stream)
-        assert isinstance(stream, Stream)
-        return stream
+        return self.find(handle, Stream)
 
     def enqueue(self, stream: Stream, work: Work) -> None:
         if stream.capture is not None:

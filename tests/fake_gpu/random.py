@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import POINTER, c_double, c_float, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,12 +45,12 @@ def curandGetVersion(version: Any) -> None:
 
 @curand(c_void_p, c_void_p)
 def curandSetStream(generator: int, stream: int | None) -> None:
-    _generator(generator).stream = stream
+    MACHINE.find(generator, Generator).stream = stream
 
 
 @curand(c_void_p, c_ulonglong)
 def curandSetPseudoRandomGeneratorSeed(generator: int, seed: int) -> None:
-    _generator(generator).numbers = np.random.default_rng(seed)
+    MACHINE.find(generator, Generator).numbers = np.random.default_rng(seed)
 
 
 @exported(CURAND, c_void_p, c_ulonglong, names=("curandSetGeneratorOffset", "curandSetGeneratorOrdering"))
@@ -85,16 +84,10 @@ def curandGenerateNormalDouble(generator: int, out: Any, count: int, mean: float
 
 
 def _fill(generator: int, out: Any, count: int, drawn: Any) -> None:
-    known = _generator(generator)
-    memory = np.ctypeslib.as_array(ctypes.cast(out, type(out)), (count,))
+    known = MACHINE.find(generator, Generator)
+    memory = np.ctypeslib.as_array(out, (count,))
 
     def work() -> None:
         memory[:] = drawn(known.numbers)
 
     MACHINE.enqueue(MACHINE.stream(known.stream), work)
-
-
-def _generator(handle: int) -> Generator:
-    found = MACHINE.find(handle, Generator)
-    assert isinstance(found, Generator)
-    return found

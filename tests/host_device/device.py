@@ -300,10 +300,12 @@ class HostDevice:
         )
         run = build.load_runtime(self._mode)
         value = params.copy()  # aligned, whatever `params` is a part of
+        has_64_bits = bool({"float64", "complex128"} & {value for _, value in kernel.macros})
         with _one_launch_at_a_time:
             self.seed += 1
             self.log.append(LaunchRecord(kernel, grid, block, shared_bytes, cooperative))
-            with _subnormals_flushed(kernel) if self.flushes_subnormals else contextlib.nullcontext():
+            flushing = subnormals_flushed(not has_64_bits) if self.flushes_subnormals else contextlib.nullcontext()
+            with flushing:
                 message = run(compiled.address, value.ctypes.data, ctypes.byref(config))
         if message is not None:
             raise KernelError(f"{kernel}: {message.decode()}")
@@ -336,11 +338,11 @@ class HostDevice:
 
 
 @contextlib.contextmanager
-def _subnormals_flushed(kernel: Kernel) -> Iterator[None]:
-    """This thread with the processor's own "flush to zero" and "denormals are zero" set, for kernels of 32 bits."""
+def subnormals_flushed(flushes: bool) -> Iterator[None]:
+    """This thread with the processor's own "flush to zero" and "denormals are zero" set, or as it is."""
     if platform.machine() != "x86_64":
         raise NotImplementedError("only for x86-64 it is known here where these bits are")
-    if {"float64", "complex128"} & {value for _, value in kernel.macros}:
+    if not flushes:
         yield
         return
     libm, before = ctypes.CDLL("libm.so.6"), (ctypes.c_uint32 * 8)()  # fenv_t, whose last word is MXCSR
