@@ -86,10 +86,8 @@ MORE_PRODUCTS = "slower: it takes more products"
 NO_ROOM_FOR_TILES = "transforms do not fit the workspace limit"
 SLOW_TRANSFORMS = "slower: transforms take longer than the products they save"
 
-#: What takes as long as so many multiply-adds of a product: to transform an element of a tile of x or of the result, and
-#: of the weight; all calls of Winograd's method; and, of what it is compared with, to write an element of columns.
-#: A tile's channels are transformed together, which takes as long as if there were `SHORT_ROW` more.
-TRANSFORMED, TRANSFORMED_WEIGHT, SHORT_ROW, LONE_TRANSFORM, COLUMN = 32, 60, 16, 4_000_000, 8
+#: Multiply-adds of a product that take as long as to write an element of columns, and as all calls of Winograd's method.
+COLUMN, LONE_TRANSFORM = 8, 4_000_000
 
 Rejected = tuple[tuple[str, str], ...]
 
@@ -127,20 +125,17 @@ def winograd_refusal(problem: ProductsProblem) -> str:
 
 
 def winograd_unsuited(problem: ProductsProblem) -> str:
-    """Why Winograd's method is not taken: by the number of multiply-adds that take as long as what each method does."""
+    """Why Winograd's method is not taken."""
     if refusal := winograd_refusal(problem):
         return refusal
     geometry = problem.geometry
-    tiled = [taps == 3 for taps in geometry.kernel]
-    phases = [gap if is_tiled else 1 for is_tiled, gap in zip(tiled, geometry.dilation)]
-    outputs = [4 * gap if is_tiled else 1 for is_tiled, gap in zip(tiled, phases)]
-    tiles = geometry.batch * prod(-(-n // m) * gap for n, m, gap in zip(geometry.out_size, outputs, phases))
-    products = 6 ** sum(tiled)
-    pairs, channels = geometry.group_channels * geometry.out_channels, geometry.in_channels + geometry.out_channels
-    transforms = TRANSFORMED * tiles * (channels + 2 * SHORT_ROW) + TRANSFORMED_WEIGHT * pairs
-    ours = products * (tiles * pairs + transforms) + LONE_TRANSFORM
     columns = geometry.batch * geometry.pixels * geometry.in_channels * geometry.taps
-    return "" if ours < geometry.products + COLUMN * columns else SLOW_TRANSFORMS
+    saved = geometry.products + COLUMN * columns - LONE_TRANSFORM
+    if saved > 0:
+        from cupyconv.numpy.winograd import multiply_adds  # imported by those that it may be for
+
+        saved -= multiply_adds(problem)
+    return "" if saved > 0 else SLOW_TRANSFORMS
 
 
 #: Every method of a convolution; a depthwise one has its own (`depthwise`).  "auto" takes the first that suits the

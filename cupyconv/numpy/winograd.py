@@ -27,17 +27,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache, reduce
+from itertools import product
 from math import prod, sqrt
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from cupyconv.numpy.convolution import ConvLoop, ConvRun, PixelLoop, columns_bytes, temporaries, winograd_refusal
-from cupyconv.numpy.gemm import product
+from cupyconv.numpy.convolution import (
+    ConvLoop,
+    ConvRun,
+    PixelLoop,
+    columns_bytes,
+    sums_per_pixel,
+    temporaries,
+    winograd_refusal,
+)
+from cupyconv.numpy.gemm import product as column_product
 from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import Block, BlockSize, Images, Scratch, largest_block, parts_of
 from cupyconv.problem.geometry import ConvGeometry, even_part
-from cupyconv.problem.problems import ConvProblem, NotApplicable
+from cupyconv.problem.problems import ConvProblem, NotApplicable, ProductsProblem
 
 TAPS, OUTPUTS, INPUTS = 3, 4, 6
 FLOAT32 = np.dtype(np.float32)
@@ -47,10 +56,18 @@ BLOCK = 4 << 20
 #: Elements behind an axis below which tiles are copied apart, so that a row has those of all tiles: each row is a product
 #: of BLAS, and where it has no kernels for small ones, these wait for each other's memory.
 LONG_ROW = 256
+#: Bytes of a transformed weight up to which it is kept for a whole run.  A larger one is transformed anew for every block,
+#: in parts that stay in cache: the memory is the blocks', which are larger for it.
+KEPT_WEIGHT, LARGE_BLOCK, WEIGHT_CACHE, FEWEST_OUTPUTS = 4 << 20, 8 << 20, 512 << 10, 32
 #: Elements of a transformed weight from which another thread takes a part of it.
 WEIGHT_PART = 1 << 18
 #: Kernels whose transforms are one product: where BLAS has kernels for small products, they do not copy the factor.
-WEIGHT_ROWS = 256
+WEIGHT_ROWS = 1024
+
+#: Multiply-adds of a product that take as long as: to transform an element of a tile of x or of the result (a tile's channels
+#: are transformed together, as if there were `SHORT_ROW` more); to transform a kernel, for each product, and before, for each
+#: tap; and to begin a product, of so many more rows.
+TRANSFORMED, SHORT_ROW, TRANSFORMED_WEIGHT, ARRANGED_WEIGHT, SHORT_PRODUCT = 32, 16, 18, 75, 14
 
 # --- the transforms -------------------------------------------------------------------------------------------
 
@@ -205,6 +222,12 @@ def tiles_along(geometry: ConvGeometry, block: Sequence[int]) -> list[int]:
     return [-(-extent // step) for extent, step in zip(block[1:], steps)]
 
 
+def all_tiles(geometry: ConvGeometry) -> int:
+    """Tiles of all samples and phases."""
+    phases = (geometry.dilation[axis] for axis in tiled_axes(geometry))
+    return geometry.batch * prod(tiles_along(geometry, (1, *geometry.out_size))) * prod(phases)
+
+
 def tile_steps(geometry: ConvGeometry) -> list[int]:
     """Pixels along each axis that whole tiles of all phases have."""
     return [OUTPUTS * gap if taps == TAPS else 1 for taps, gap in zip(geometry.kernel, geometry.dilation)]
@@ -213,6 +236,25 @@ def tile_steps(geometry: ConvGeometry) -> list[int]:
 def products_of(geometry: ConvGeometry) -> int:
     """Products of a tile."""
     return int(INPUTS ** len(tiled_axes(geometry)))
+
+
+def multiply_adds(problem: ProductsProblem) -> int:
+    """Multiply-adds that take as long as all that the method does."""
+    geometry, threads = problem.geometry, problem.host.threads
+    tiles, products, kernels = all_tiles(geometry), products_of(geometry), kernels_of(geometry)
+    channels = geometry.in_channels + geometry.out_channels
+    blocks = 1
+    if not keeps_weight(geometry):
+        most = max(1, min(LARGE_BLOCK, problem.limit // threads - part_bytes(geometry)) // tile_bytes(geometry))
+        blocks = threads * -(-tiles // (threads * most))
+    per_product = (tiles + blocks * (SHORT_PRODUCT + TRANSFORMED_WEIGHT)) * kernels
+    per_product += TRANSFORMED * tiles * (channels + 2 * SHORT_ROW)
+    return products * per_product + blocks * ARRANGED_WEIGHT * geometry.taps * kernels
+
+
+def tile_bytes(geometry: ConvGeometry) -> int:
+    """Bytes of a tile's products and of what they are products of."""
+    return products_of(geometry) * (geometry.in_channels + geometry.out_channels) * FLOAT32.itemsize
 
 
 def in_turn(scratch: Scratch, shapes: Sequence[Shape], names: Sequence[str]) -> Iterator[np.ndarray]:
@@ -270,15 +312,19 @@ class TiledLoop(PixelLoop):
         return True
 
     @classmethod
+    def block_bytes(cls, problem: Any) -> int:
+        """Bytes of a block's tiles and their products."""
+        return BLOCK
+
+    @classmethod
     def fitted(cls, problem: Any, fixed: int, limit: int) -> Self:
         geometry, threads = problem.geometry, problem.host.threads
         phases = prod(geometry.dilation[axis] for axis in tiled_axes(geometry))
-        channels = geometry.in_channels + geometry.out_channels
-        per_tile = products_of(geometry) * phases * channels * FLOAT32.itemsize
         tiles = geometry.batch * prod(tiles_along(geometry, (1, *geometry.out_size)))
-        most = max(1, BLOCK // (per_tile or 1))
+        most = max(1, cls.block_bytes(problem) // (phases * tile_bytes(geometry) or 1))
         while True:
-            loop = cls(problem, tiles_block(geometry, most, -(-tiles // threads)))
+            blocks = threads * -(-tiles // (threads * most))  # each thread has as many
+            loop = cls(problem, tiles_block(geometry, most, -(-tiles // max(1, blocks))))
             needed = fixed + threads * loop.workspace
             if needed <= limit:
                 return loop
@@ -304,10 +350,10 @@ class TiledLoop(PixelLoop):
 
 
 class Weights(NamedTuple):
-    """The weight: (groups, outputs per group, K_g) as it is, and transformed, (products, groups, channels, outputs)."""
+    """The weight as it is, (groups, outputs per group, K_g), and transformed where that is kept: (products, kernels)."""
 
     matrix: np.ndarray
-    transformed: np.ndarray
+    factors: np.ndarray | None
 
 
 class Winograd(TiledLoop, ConvLoop):
@@ -320,31 +366,39 @@ class Winograd(TiledLoop, ConvLoop):
     fresh: ClassVar[Scratch] = MEMORY
 
     @classmethod
+    def block_bytes(cls, problem: ConvProblem) -> int:
+        return BLOCK if keeps_weight(problem.geometry) else LARGE_BLOCK
+
+    @classmethod
     def weight_bytes(cls, problem: ConvProblem) -> int:
-        return products_of(problem.geometry) * prod(problem.weight.shape[:2]) * FLOAT32.itemsize
+        geometry = problem.geometry
+        return products_of(geometry) * kernels_of(geometry) * FLOAT32.itemsize if keeps_weight(geometry) else 0
+
+    @property
+    def sums_bytes(self) -> int:
+        """Bytes of a temporary an activation takes, and of sums that are not those of the transforms."""
+        return (1 + bool(self.problem.activation)) * prod(self.block) * sums_per_pixel(self.problem)
 
     @property
     def workspace(self) -> int:
         shapes = _shapes(self.tiling, self.geometry)
         gathered = prod(shapes[0]) * temporaries(self.geometry, self.problem.prologue)
-        return in_turn_bytes(shapes) + gathered * FLOAT32.itemsize + self.sums_bytes
+        factors = 0 if keeps_weight(self.geometry) else part_bytes(self.geometry)
+        return in_turn_bytes(shapes) + gathered * FLOAT32.itemsize + factors + self.sums_bytes
 
     def arranged(self, weight: np.ndarray) -> Weights:  # type: ignore[override]
-        geometry, matrix = self.geometry, weight_transform(self.geometry)
-        rows = weight.reshape(prod(weight.shape[:2]) * geometry.group_channels, geometry.taps)
-        transformed = np.empty((len(matrix), len(rows)), FLOAT32)
+        geometry = self.geometry
+        if not keeps_weight(geometry):
+            return Weights(weight, None)
+        rows = weight.reshape(kernels_of(geometry), geometry.taps)
+        factors = np.empty((products_of(geometry), len(rows)), FLOAT32)
 
         def transform(part: slice) -> None:
-            own, target = rows[part], transformed[:, part]
-            whole = len(own) - len(own) % WEIGHT_ROWS
-            pieces = own[:whole].reshape(-1, WEIGHT_ROWS, geometry.taps).swapaxes(1, 2)
-            np.matmul(matrix, pieces, out=target[:, :whole].reshape(len(matrix), -1, WEIGHT_ROWS).swapaxes(0, 1))
-            np.matmul(matrix, own[whole:].T, out=target[:, whole:])
+            _times_taps(weight_transform(geometry), np.ascontiguousarray(rows[part].T), factors[:, part])
 
-        threads = max(1, min(self.threads, transformed.size // WEIGHT_PART))
+        threads = max(1, min(self.threads, factors.size // WEIGHT_PART))
         in_threads(threads, transform, parts_of(len(rows), even_part(len(rows), -(-len(rows) // threads))))
-        by_group = transformed.reshape(len(matrix), geometry.groups, geometry.group_outputs, geometry.group_channels)
-        return Weights(weight, by_group.swapaxes(2, 3))
+        return Weights(weight, factors)
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         geometry, matrices = self.geometry, transforms_float32()
@@ -355,19 +409,78 @@ class Winograd(TiledLoop, ConvLoop):
         read_channels_last(run.images, block, image)
         tiles = by_group(tiling.transform(matrices.inputs, image, memory), geometry.groups)
         products = next(memory)
-        np.matmul(tiles, weights.transformed, out=by_group(products, geometry.groups))
+        self._multiply(tiles, weights, by_group(products, geometry.groups), run.images.scratch)
         image = tiling.transform_back(matrices.outputs, products, memory)
         if not np.isfinite(image.sum()):
             return self._sums_of_columns(run, weights.matrix, block)
         at: Any = (0, slice(None), *map(slice, block.size[1:]))
         return image[at].transpose(4, 0, 1, 2, 3).reshape(block.sums_shape)
 
+    def _multiply(self, tiles: np.ndarray, weights: Weights, place: np.ndarray, scratch: Scratch) -> None:
+        """Each product and group: tiles (tiles, channels) times the transformed weight (channels, outputs)."""
+        geometry, matrix = self.geometry, weight_transform(self.geometry)
+        channels = geometry.group_channels
+        if weights.factors is not None:
+            shape = len(matrix), geometry.groups, geometry.group_outputs, channels
+            np.matmul(tiles, weights.factors.reshape(shape).swapaxes(2, 3), out=place)
+            return
+        for group, outputs in product(
+            range(geometry.groups), parts_of(geometry.group_outputs, outputs_at_once(geometry))
+        ):
+            rows = weights.matrix[group, outputs].reshape(-1, geometry.taps)
+            taps = scratch.array("taps", rows.shape[::-1])
+            taps[...] = rows.T
+            for some in parts_of(len(matrix), products_at_once(geometry)):
+                factors = scratch.array("factors", (len(matrix[some]), len(rows)))
+                _times_taps(matrix[some], taps, factors)
+                weight = factors.reshape(len(factors), -1, channels).swapaxes(1, 2)
+                np.matmul(tiles[some, group], weight, out=place[some, group, :, outputs])
+
     def _sums_of_columns(self, run: ConvRun, matrix: np.ndarray, block: Block) -> np.ndarray:
         """The sums as they are defined, of as many pixels at a time as the transforms' memory has room for."""
         sums = np.empty(block.sums_shape, self.sums_dtype)
         for at, part in self.parts_by_columns(block, in_turn_bytes(_shapes(self.tiling, self.geometry))):
-            sums[(slice(None), slice(None), *at)] = product(run, matrix, run.images.columns(part), part)
+            sums[(slice(None), slice(None), *at)] = column_product(run, matrix, run.images.columns(part), part)
         return sums
+
+
+def keeps_weight(geometry: ConvGeometry) -> bool:
+    """Whether the transformed weight is made once for all blocks."""
+    return products_of(geometry) * kernels_of(geometry) * FLOAT32.itemsize <= KEPT_WEIGHT
+
+
+def outputs_at_once(geometry: ConvGeometry) -> int:
+    """Outputs whose kernels are transformed at a time, where the weight is not kept."""
+    part = WEIGHT_CACHE // (geometry.group_channels * geometry.taps * FLOAT32.itemsize)
+    return even_part(geometry.group_outputs, max(FEWEST_OUTPUTS, part))
+
+
+def products_at_once(geometry: ConvGeometry) -> int:
+    """Products whose factors are transformed at a time, where the weight is not kept."""
+    part = WEIGHT_CACHE // (outputs_at_once(geometry) * geometry.group_channels * FLOAT32.itemsize)
+    return even_part(products_of(geometry), max(1, part))
+
+
+def part_bytes(geometry: ConvGeometry) -> int:
+    """Bytes of the kernels that are transformed at a time, and of what becomes of them."""
+    kernels = outputs_at_once(geometry) * geometry.group_channels
+    return (geometry.taps + products_at_once(geometry)) * kernels * FLOAT32.itemsize
+
+
+def kernels_of(geometry: ConvGeometry) -> int:
+    """How many kernels there are: one for every output and channel of its group."""
+    return geometry.out_channels * geometry.group_channels
+
+
+def _times_taps(matrix: np.ndarray, taps: np.ndarray, target: np.ndarray) -> None:
+    """The product of both, in parts of `WEIGHT_ROWS` kernels."""
+    whole = taps.shape[1] - taps.shape[1] % WEIGHT_ROWS
+
+    def pieces(rows: np.ndarray) -> np.ndarray:
+        return rows[:, :whole].reshape(len(rows), -1, WEIGHT_ROWS).swapaxes(0, 1)
+
+    np.matmul(matrix, pieces(taps), out=pieces(target))
+    np.matmul(matrix, taps[:, whole:], out=target[:, whole:])
 
 
 def by_group(image: np.ndarray, groups: int) -> np.ndarray:
