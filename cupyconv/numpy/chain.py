@@ -42,11 +42,11 @@ from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import ChainProblem, ConvProblem, HostModel, NotApplicable, without_empty_inputs
 
 #: Bytes of intermediate rows in a tile: what stays in a core's cache beside the columns that are made of it.
-TILE_BYTES = 2 << 20
+TILE_BYTES = 3 << 19
 #: Tiles of a band up to which they are kept from run to run: a chain of few is bound by working them out.
 _KEPT_TILES = 16
 #: Tiles of a band up to which planning looks at each; of more, at those where something changes, if these are as few.
-_PLANNED_TILES = 64
+_PLANNED_TILES = 32
 #: Threads that a chain is cut for at most.
 _MOST_THREADS = 64
 
