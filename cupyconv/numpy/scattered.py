@@ -177,7 +177,7 @@ class ScatteredLoop(BlockLoop):
         unit = all(out.strides[4] == 1 or out.shape[4] == 1 for out in problem.outs)
         per_pixel = max(1, cls.columns(geometry)) * ITEMSIZE[accumulator(problem.dtype)]
         ways = [replace(one, in_place=in_place) for in_place in dict.fromkeys((exact and unit, exact))]
-        if cls.can_be_flat and _gains_by_flat(replace(one, flat=True)):
+        if cls.can_be_flat and problem.weight_is_finite and _gains_by_flat(replace(one, flat=True)):
             ways.insert(0, replace(one, flat=True))
         for way in ways:
             target = cls.target
@@ -202,6 +202,11 @@ class ScatteredLoop(BlockLoop):
         """Bytes of the weight where it must be copied: another dtype, order or sign, or parts taken apart."""
         is_copied = cls.taps_first or (problem.conjugate and is_complex(problem.weight_dtype))
         return copy_bytes(problem.weight, problem.weight_dtype) if is_copied else weight_copy(problem)
+
+    @property
+    def adds_zeros(self) -> bool:
+        """Whether products with zeros are added, to elements that they are no part of."""
+        return self.flat
 
     @cached_property
     def written_once(self) -> bool:

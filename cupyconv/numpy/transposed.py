@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
 
 import numpy as np
 
+from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.convolution import (
     LONE_PIXELS,
     MEMORY_BLOCK,
@@ -17,9 +20,9 @@ from cupyconv.numpy.convolution import (
     is_matrix,
     thin_products,
 )
-from cupyconv.numpy.gathered import plan_gathered
+from cupyconv.numpy.gathered import GatheredLoop, plan_gathered
 from cupyconv.numpy.scattered import Piece, ScatteredLoop, ScatteredRun, x_is_factor
-from cupyconv.problem.arrays import accumulator
+from cupyconv.problem.arrays import accumulator, dtype_from_name, dtype_name
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import NotApplicable, TransposedProblem, inputs_with_channels
@@ -29,12 +32,47 @@ def plan_transposed(problem: TransposedProblem) -> Plan:
     """The plan for ``problem.method``; ValueError where a named method does not apply."""
     kept, geometry = inputs_with_channels(problem.geometry)
     problem = replace(problem, geometry=geometry, outs=tuple(problem.outs[i] for i in kept))
+    plan = _planned(problem)
+    steps = cast("tuple[GatheredLoop | ScatteredLoop, ...]", plan.steps)
+    if not any(step.adds_zeros for step in steps):
+        return plan
+    return replace(plan, steps=(FiniteWeight(problem, steps),))
+
+
+def _planned(problem: TransposedProblem) -> Plan:
     try:
         return plan_gathered(problem)
     except ValueError as refusal:  # of parts a reason; the method's own follows, but of one that only gathering has
         if problem.method == "winograd" and not isinstance(refusal, NotApplicable):
             raise
         return choose(problem, METHODS)
+
+
+@dataclass(frozen=True)
+class FiniteWeight(NumpyStep):
+    """Loops that multiply the weight by zeros where the definition has no term; of a weight that is infinite, others.
+
+    The others keep within the same limit on workspace.
+    """
+
+    problem: TransposedProblem
+    loops: tuple[GatheredLoop | ScatteredLoop, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.loops))
+
+    @cached_property
+    def _others(self) -> tuple[NumpyStep, ...]:
+        method = "auto" if self.problem.method == "winograd" else self.problem.method
+        return cast(
+            "tuple[NumpyStep, ...]", _planned(replace(self.problem, method=method, weight_is_finite=False)).steps
+        )
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        weight = arrays["weight"]
+        total = weight.sum(dtype=dtype_from_name(accumulator(dtype_name(weight.dtype))))
+        for loop in self.loops if np.isfinite(total) else self._others:
+            loop.run(arrays)
 
 
 class ScatteredView(ScatteredLoop):
