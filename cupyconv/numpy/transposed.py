@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any, cast
 
 import numpy as np
@@ -14,6 +15,7 @@ from cupyconv.numpy.convolution import (
     LONE_PIXELS,
     MEMORY_BLOCK,
     NO_ROOM_FOR_COLUMNS,
+    SHORT_CALL,
     THIN_PRODUCTS,
     Method,
     choose,
@@ -22,10 +24,11 @@ from cupyconv.numpy.convolution import (
 )
 from cupyconv.numpy.gathered import GatheredLoop, plan_gathered
 from cupyconv.numpy.scattered import Piece, ScatteredLoop, ScatteredRun, x_is_factor
+from cupyconv.numpy.windows import tap_boxes
 from cupyconv.problem.arrays import accumulator, dtype_from_name, dtype_name
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Plan
-from cupyconv.problem.problems import NotApplicable, TransposedProblem, inputs_with_channels
+from cupyconv.problem.problems import NotApplicable, ProductsProblem, TransposedProblem, inputs_with_channels
 
 
 def plan_transposed(problem: TransposedProblem) -> Plan:
@@ -121,17 +124,33 @@ class ScatteredColumns(ScatteredLoop):
     def add(self, run: ScatteredRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
         matrix, x = run.factors(block, pixels)
         samples, channels = map(len, block)
-        columns = run.product(matrix, x, (channels, self.geometry.taps, samples, *run.run_size(pixels)))
-        for t, regions in enumerate(run.regions(pixels)):
-            run.add(sums, regions, columns[:, t])
+        run.add_each(
+            sums, pixels, run.product(matrix, x, (channels, self.geometry.taps, samples, *run.run_size(pixels)))
+        )
 
 
 class ScatteredTaps(ScatteredLoop):
-    """A product for each tap."""
+    """A product for each tap; where these are small, for some taps at a time."""
 
     name = "taps"
     words = "tap by tap, no columns"
     taps_first = True
+
+    @cached_property
+    def taps(self) -> int:
+        """Taps of a product, at the most."""
+        if self.flat:
+            return 1
+        return max(1, min(SHORT_CALL, self.problem.limit // 8) // (self._tap_bytes or 1))
+
+    @property
+    def _tap_bytes(self) -> int:
+        nbytes = self.channels * prod(self.block) * self.sums_dtype.itemsize
+        return nbytes + nbytes // 2 * self.problem.factor_alone_is_complex
+
+    @property
+    def workspace(self) -> int:
+        return super().workspace + (min(self.taps, self.geometry.taps) - 1) * self._tap_bytes
 
     @classmethod
     def applies(cls, problem: TransposedProblem) -> bool:
@@ -139,11 +158,14 @@ class ScatteredTaps(ScatteredLoop):
 
     def add(self, run: ScatteredRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
         samples, channels = block
-        shape = (len(channels), len(samples), *run.run_size(pixels))
         groups, within = run.groups(channels)
         x = run.x_of(groups, samples, pixels)
-        for weight, regions in zip(run.weight, run.regions(pixels)):
-            run.add(sums, regions, run.product(weight[groups, :, within].swapaxes(1, 2), x, shape))
+        for some, box in tap_boxes(self.geometry.kernel, self.taps):
+            # (groups, channels of each, taps, outputs)
+            weight = run.weight[some, groups, :, within].transpose(1, 3, 0, 2)
+            matrix = weight.reshape(len(weight), -1, weight.shape[-1])
+            shape = (len(channels), matrix.shape[1] * len(matrix) // len(channels), len(samples), *run.run_size(pixels))
+            run.add_each(sums, pixels, run.product(matrix, x, shape), box)
 
 
 class ScatteredScaledTaps(ScatteredLoop):
@@ -159,7 +181,8 @@ class ScatteredScaledTaps(ScatteredLoop):
 
     @classmethod
     def applies(cls, problem: TransposedProblem) -> bool:
-        return problem.geometry.is_depthwise and problem.is_one_kind
+        geometry = problem.geometry
+        return geometry.is_depthwise and problem.is_one_kind and geometry.taps <= geometry.pixels
 
     def add(self, run: ScatteredRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
         samples, channels = block
@@ -174,8 +197,13 @@ class ScatteredScaledTaps(ScatteredLoop):
                 run.add(sums, regions, values)
 
 
+def _thin_products(problem: ProductsProblem) -> str:
+    """Why columns and products do not suit a problem; those of a kernel larger than x are added pixel by pixel."""
+    return thin_products(problem) if problem.geometry.taps <= problem.geometry.pixels else ""
+
+
 #: "auto" takes the first that suits the problem and fits, else the first that fits.
 METHODS = {
-    "gemm": Method((ScatteredView, ScatteredColumns), THIN_PRODUCTS, NO_ROOM_FOR_COLUMNS, thin_products),
+    "gemm": Method((ScatteredView, ScatteredColumns), THIN_PRODUCTS, NO_ROOM_FOR_COLUMNS, _thin_products),
     "direct": Method((ScatteredScaledTaps, ScatteredTaps), "slower: a product for every tap"),
 }
