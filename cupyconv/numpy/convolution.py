@@ -42,6 +42,7 @@ from cupyconv.numpy.windows import (
     largest_block,
     share_of_pixels,
     tile_shape,
+    tile_size,
     with_taps,
 )
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides, dtype_from_name, is_complex, real_part
@@ -70,6 +71,8 @@ CACHE_BLOCK = 1 << 20
 MEMORY_BLOCK = 512 << 10
 #: Bytes of one tap's columns below which a product takes several taps: NumPy's calls would take longer than it.
 SHORT_CALL = 256 << 10
+#: Index arrays that there are at once of a border: the elements read, and those it takes to work them out.  An index has 8 bytes.
+INDEX_ARRAYS, INDEX_BYTES = 4, 8
 #: What a turn of a loop takes at the least.
 TURN_SECONDS = 10e-6
 #: Pixels below which a block of columns is not cut: the products would be vectors.
@@ -315,6 +318,13 @@ class PixelLoop(BlockLoop):
     def workspace(self) -> int:
         """Bytes for one block."""
 
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index arrays by which a block reads the borders of a padding mode, and of what makes one."""
+        if self.geometry.padding_mode == "constant":
+            return 0
+        return INDEX_ARRAYS * INDEX_BYTES * max(tile_size(self.geometry, self.block[1:]))
+
     @cached_property
     def part(self) -> int:
         """Groups that are computed at a time, so that they stay in cache."""
@@ -325,7 +335,8 @@ class PixelLoop(BlockLoop):
         """Blocks of about the size aimed at, or the largest that keep within the limit beside `fixed` bytes."""
 
         def needed(block: BlockSize) -> int:
-            return fixed + problem.host.threads * cls(problem, block).workspace
+            loop = cls(problem, block)
+            return fixed + problem.host.threads * (loop.workspace + loop.index_bytes)
 
         pixels, most_samples = cls.aim(problem)
         pixels = share_of_pixels(problem.geometry, problem.host.threads, pixels)
@@ -421,7 +432,8 @@ class ConvLoop(PixelLoop):
         copied = weight_copy(problem)
         weight = copied + cls.weight_bytes(problem)
         loop = cls.fitted(problem, weight + 2 * Plan.ALIGNMENT, problem.limit_with(copied))
-        return [loop] if loop.blocks else [], {"weight": weight, "blocks": loop.threads * loop.workspace}
+        blocks = loop.threads * (loop.workspace + loop.index_bytes)
+        return [loop] if loop.blocks else [], {"weight": weight, "blocks": blocks}
 
     @cached_property
     def weight_shape(self) -> tuple[int, ...]:

@@ -24,9 +24,10 @@ A prologue transforms what is read as it is written, and so never the padding.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,6 +35,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from cupyconv.problem.geometry import ConvGeometry, Triple, Windows, even_part
+from cupyconv.problem.kept import Cache, on_clear, release, reserve
 from cupyconv.problem.problems import NotApplicable
 
 if TYPE_CHECKING:
@@ -112,7 +114,17 @@ def tap_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[Regio
     Kept between calls, since a small convolution is bound by working this out; not for large kernels,
     which are not, and whose regions would take megabytes.
     """
-    return (_kept_tap_regions if windows.taps <= _KEPT_TAPS else _tap_regions)(windows, block)
+    if windows.taps > _KEPT_TAPS:
+        return _tap_regions(windows, block)
+    key = windows, block
+    regions = _TAP_REGIONS.get(key)
+    if regions is None:
+        regions = _tap_regions(windows, block)
+        _TAP_REGIONS.keep(key, regions)
+    return regions
+
+
+_TAP_REGIONS: Cache[tuple[tuple[Region, ...], ...]] = Cache(256)
 
 
 def _tap_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[Region, ...], ...]:
@@ -120,9 +132,6 @@ def _tap_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[Regi
         boxes(windows, block, windows.stride, [t * d - b for t, d, b in zip(tap, windows.dilation, windows.before)])
         for tap in product(*(range(k) for k in windows.kernel))
     )
-
-
-_kept_tap_regions = lru_cache(maxsize=256)(_tap_regions)
 
 
 def exchanged(windows: WindowsT, pixels: Sequence[range]) -> WindowsT:
@@ -225,7 +234,6 @@ def columns_shape(windows: Windows, block: BlockSize) -> tuple[int, ...]:
     return windows.in_channels, *windows.kernel, *block
 
 
-@lru_cache(maxsize=256)
 def tile_regions(
     windows: Windows, block: tuple[range, ...], first: int = 0, step: int = 1
 ) -> tuple[tuple[int, ...], tuple[Region, ...]]:
@@ -233,11 +241,19 @@ def tile_regions(
 
     Along the width, where `step` says so, only every so many pixels of it from `first` on.
     """
-    depth, height, width = tile_size(windows, tuple(map(len, block)))
-    size = depth, height, -(-width // step)
-    starts = [run.start * s - before for run, s, before in zip(block, windows.stride, windows.before)]
-    starts[2] += first
-    return size, boxes(windows, [range(extent) for extent in size], (1, 1, step), starts)
+    key = windows, block, first, step
+    tile = _TILE_REGIONS.get(key)
+    if tile is None:
+        depth, height, width = tile_size(windows, tuple(map(len, block)))
+        size = depth, height, -(-width // step)
+        starts = [run.start * s - before for run, s, before in zip(block, windows.stride, windows.before)]
+        starts[2] += first
+        tile = size, boxes(windows, [range(extent) for extent in size], (1, 1, step), starts)
+        _TILE_REGIONS.keep(key, tile)
+    return tile
+
+
+_TILE_REGIONS: Cache[tuple[tuple[int, ...], tuple[Region, ...]]] = Cache(256)
 
 
 class Block:
@@ -503,6 +519,32 @@ class Scratch:
         if name not in buffers or buffers[name].size < nbytes:
             buffers[name] = np.empty(nbytes, np.uint8)
         return np.ndarray(shape, dtype, buffers[name])
+
+
+class KeptScratch(Scratch):
+    """Uninitialised arrays that threads keep from call to call, as far as the budget of all that is kept allows."""
+
+    def __init__(self, dtype: np.dtype) -> None:
+        super().__init__(dtype, rounds=2)
+        on_clear(self._give_back)
+
+    def array(self, name: str, shape: Sequence[int], dtype: np.dtype | None = None) -> np.ndarray:
+        dtype = dtype or self.dtype
+        assert self._buffers is not None
+        buffers: dict[str, np.ndarray] = self._buffers.__dict__
+        nbytes = prod(shape) * dtype.itemsize
+        if name not in buffers or buffers[name].size < nbytes:
+            buffers.pop(name, None)
+            buffer = np.empty(nbytes, np.uint8)
+            if not reserve(nbytes):
+                return np.ndarray(shape, dtype, buffer)
+            weakref.finalize(buffer, release, nbytes).atexit = False
+            buffers[name] = buffer
+        return np.ndarray(shape, dtype, buffers[name])
+
+    def _give_back(self) -> None:
+        """Those of all threads; a call under way has its arrays as long as it needs them."""
+        self._buffers = threading.local()
 
 
 def block_words(blocks: int, block: Sequence[int], axes: str, threads: int) -> str:
