@@ -12,7 +12,7 @@ them: no block depends on another, and each element's sum has the same order how
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -30,6 +30,8 @@ from cupyconv.problem.plan import Plan
 
 #: Bytes that a block touches, at most: they stay in a core's L2 cache.
 BLOCK_BYTES = 512 << 10
+#: Slices along an axis, of all its blocks and taps, up to which they are worked out before: more take megabytes.
+_KEPT_SLICES = 4096
 #: Bytes of the place in its window that a plane's largest element has.
 PLACE_BYTES = 128
 
@@ -114,9 +116,14 @@ class PoolingStep(NumpyStep):
         shape = problem.outs[0].shape
         cuts = [[range(at, min(at + part, n)) for at in range(0, n, part)] for n, part in zip(shape, self.block)]
         planes = [tuple(slice(r.start, r.stop) for r in plane) for plane in product(*cuts[:2])]
-        parts = list(
-            product(*([self.on_axis.of(problem.windows, axis, r) for r in cuts[2 + axis]] for axis in range(3)))
-        )
+        of, windows = self.on_axis.of, problem.windows
+        few = max(map(len, cuts[2:])) * max(windows.kernel) <= _KEPT_SLICES
+        kept = list(product(*([of(windows, axis, r) for r in cuts[2 + axis]] for axis in range(3)))) if few else None
+
+        def each_part() -> Iterable[tuple[_Outputs | _Elements, ...]]:
+            if kept is not None:
+                return kept
+            return (tuple(of(windows, axis, r) for axis, r in enumerate(cut)) for cut in product(*cuts[2:]))
 
         def run(arrays: Mapping[str, Any]) -> None:
             images = [five_axes(arrays[name]) for name in names]
@@ -130,7 +137,7 @@ class PoolingStep(NumpyStep):
                 plane, part = block
                 self.finish(dtype, new, [image[plane] for image in images], part)
 
-            in_threads(self.threads, finish, product(planes, parts))
+            in_threads(self.threads, finish, ((plane, part) for part in each_part() for plane in planes))
 
         return run
 
