@@ -8,12 +8,12 @@ recurrent   rnn, lstm, gru, and rnn_step, lstm_step, gru_step
 gradients   vjp, of a function of the lines above: y, pullback = cupyconv.vjp(cupyconv.conv, x, weight);
             conv_grad_input, conv_grad_weight
 from ONNX   onnx_padding, from_onnx_weights, fold_batchnorm
-around it   explain (what a call would run), options, show_config; cupyconv.interop.torch and .jax
+around it   explain (what a call would run), options, show_config, clear_caches; cupyconv.interop.torch and .jax
 """
 
 from cupyconv.call.explain import explain
 from cupyconv.call.options import options
-from cupyconv.configuration import show_config
+from cupyconv.configuration import clear_caches, show_config
 from cupyconv.ops.batchnorm import fold_batchnorm
 from cupyconv.ops.columns import col2im, im2col
 from cupyconv.ops.conv import conv, linmerge
@@ -36,6 +36,7 @@ __all__ = [
     "Plan",
     "RecurrentGradients",
     "__version__",
+    "clear_caches",
     "col2im",
     "conv",
     "conv_chain",

@@ -18,6 +18,7 @@ from types import ModuleType
 
 import numpy as np
 
+from cupyconv.problem.kept import BUDGET, clear, spent
 from cupyconv.version import __version__
 
 _DRIVER_LIBRARIES = {"win32": "nvcuda.dll", "linux": "libcuda.so.1"}
@@ -36,6 +37,24 @@ def show_config() -> None:
     cupyconv       0...
     """
     print(configuration_page())
+
+
+def clear_caches() -> None:
+    """Give back what is kept from call to call.
+
+    Calls like one before find here what was checked and planned for it, and threads their scratch memory: at most 64 MiB
+    of the host's in all, of which what was used least recently is let go.  Results do not depend on it.  It may be
+    cleared at any time, by any thread; calls under way go on.
+
+    On a GPU nothing is kept but compiled kernels and the handles of cuBLAS, at most 16 for each thread.  They stay: to
+    destroy them would wait for the GPU.  CuPy's memory pool is CuPy's: ``cupy.get_default_memory_pool().free_all_blocks()``.
+
+    Examples
+    --------
+    >>> import cupyconv
+    >>> cupyconv.clear_caches()
+    """
+    clear()
 
 
 def configuration_page() -> str:
@@ -120,6 +139,7 @@ def _entries() -> Iterator[tuple[str, str]]:
     except FileNotFoundError as error:  # a package in an archive, from which CUDA's compiler reads nothing
         yield "kernels", f"none: {error}"
     yield from _paragraph(f"compiled when first needed: {', '.join(PARAMETERS)}")
+    yield "kept", f"{spent() / 2**20:.1f} of at most {BUDGET >> 20} MiB from call to call; clear_caches() gives it back"
     yield "kernel cache", str(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 import reference
 import reference_gradients
 from peak_memory import peak_bytes
-from strategies import constant_where_broadcast, with_layout
+from strategies import ACTIVATIONS, constant_where_broadcast, with_layout
 from tolerance import assert_exact
 
 import cupyconv
+from cupyconv.bench import machines
 from cupyconv.call import dispatch
 from cupyconv.numpy.convolution import ConvRun
 
@@ -264,3 +268,59 @@ def test_a_sequence_of_no_steps_reads_no_inputs(target, cell):
     for y, states in (function(x, w, r, h0=h0), cupyconv.vjp(function, x, w, r, h0=h0)[0]):
         last = states[0] if cell == "lstm" else states
         assert y.shape == (0, 3, 2) and (target.to_host(last) == 1).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64, np.float16])
+@pytest.mark.parametrize("value", [np.inf, np.nan, -np.inf])
+@pytest.mark.parametrize(
+    "x, weight, settings",
+    [
+        ((1, 1, 3), (1, 1, 3), {}),
+        ((2, 4, 5), (4, 1, 3), dict(groups=4, padding=1)),
+        ((2, 4, 5, 6), (4, 1, 2, 3), dict(groups=4, stride=2)),
+        ((2, 2, 5, 6), (2, 6, 3, 3), {}),
+        ((2, 3, 9, 10), (3, 3, 3, 3), {}),
+        ((2, 3, 9, 10), (3, 3, 3, 3), dict(method="gemm")),
+        ((2, 3, 9, 10), (3, 3, 3, 3), dict(method="direct")),
+        ((2, 64, 12, 12), (64, 64, 3, 3), {}),
+    ],
+    ids=str,
+)
+def test_an_infinite_weight_is_no_part_of_what_it_does_not_reach(x, weight, settings, value, dtype):
+    """Zeros were put where the transposed convolution has no term, and zero times infinity is NaN."""
+    rng = np.random.default_rng(0)
+    x, weight = (rng.integers(1, 3, shape).astype(dtype) for shape in (x, weight))
+    weight[(*(0,) * (weight.ndim - 1), -1)] = value
+    window = {name: value for name, value in settings.items() if name != "method"}
+    with np.errstate(all="ignore"):
+        expected = reference_gradients.conv_transpose(x, weight, **window)
+    actual = cupyconv.conv_transpose(x, weight, **settings)
+    np.testing.assert_array_equal(np.isfinite(actual), np.isfinite(expected))
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(actual[finite], expected[finite].astype(dtype))
+
+
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name], ids=str)
+def test_a_transposed_convolution_and_its_activation_keep_within_the_limit(activation):
+    """gelu and mish took two arrays like the one they are of."""
+    x, weight, limit = np.ones((2, 16, 40, 40), np.float32), np.ones((16, 16, 3, 3), np.float32), 1 << 20
+    with cupyconv.options(workspace_limit=limit):
+        out = cupyconv.conv_transpose(x, weight, stride=2, activation=activation)
+        call = partial(cupyconv.conv_transpose, x, weight, stride=2, activation=activation, out=out)
+        assert peak_bytes(call) <= limit
+
+
+def test_the_commit_of_a_bench_is_that_of_its_own_repository(tmp_path):
+    """An installed copy recorded the commit of whatever repository surrounded its environment."""
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    tracked, installed = tmp_path / "tracked.py", tmp_path / "venv" / "machines.py"
+    installed.parent.mkdir()
+    for file in (tracked, installed):
+        file.write_text("pass\n")
+    try:
+        for command in (["init", "-q"], ["add", "tracked.py"], ["commit", "-q", "-m", "one"]):
+            subprocess.run(git + command, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("git is not installed")
+    assert machines.commit_of(installed) == "unknown"
+    assert re.fullmatch("[0-9a-f]{7,}", machines.commit_of(tracked))

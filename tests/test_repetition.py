@@ -395,7 +395,7 @@ def test_arguments_nobody_thought_of_are_not_remembered():
 
 
 def test_the_memory_of_calls_is_bounded(monkeypatch):
-    monkeypatch.setattr(repetition, "KEPT", 5)
+    monkeypatch.setattr(repetition._executables, "most", 5)
     weight = np.ones((1, 1, 1))
     for width in range(1, 40):
         x = np.full((1, 1, width), float(width))
@@ -405,7 +405,7 @@ def test_the_memory_of_calls_is_bounded(monkeypatch):
 
 def test_the_least_recently_used_call_is_let_go(monkeypatch):
     checked = []
-    monkeypatch.setattr(repetition, "KEPT", 2)
+    monkeypatch.setattr(repetition._executables, "most", 2)
     monkeypatch.setattr(CONV, "_check", lambda given, **rest: checked.append(given["x"]) or check_conv(given, **rest))
     weight, images = np.ones((1, 1, 1)), [np.ones((1, 1, width)) for width in range(1, 4)]
     for number in (0, 1, 0, 2, 0, 1):
@@ -415,7 +415,7 @@ def test_the_least_recently_used_call_is_let_go(monkeypatch):
 
 def test_forgetting_while_others_call(target, monkeypatch):
     """Results stay right while the memory overflows again and again under many threads."""
-    monkeypatch.setattr(repetition, "KEPT", 3)
+    monkeypatch.setattr(repetition._executables, "most", 3)
     weight = target.to_device(np.ones((2, 3, 1), np.float32))
     images = [target.to_device(np.full((1, 3, width), float(width), np.float32)) for width in range(1, 9)]
 

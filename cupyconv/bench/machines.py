@@ -100,7 +100,7 @@ def environment(machine: Machine, threads: int | None = None) -> dict[str, Any]:
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
     return {
         "date": date.today().isoformat(),
-        "commit": _output("git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty"),
+        "commit": commit_of(Path(__file__).resolve()),
         "cupyconv": cupyconv.__version__,
         "kernels": source_hash(),
         "machine": machine.library.description,
@@ -113,6 +113,13 @@ def environment(machine: Machine, threads: int | None = None) -> dict[str, Any]:
         "load_before": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else "unknown",
         "clock": machine.clock.method,
     }
+
+
+def commit_of(file: Path) -> str:
+    """The commit that a file is at; "unknown" of one that merely lies inside a repository, as an installed one may."""
+    git = "git", "-C", str(file.parent)
+    is_tracked = _output(*git, "ls-files", "--", file.name) == file.name
+    return _output(*git, "describe", "--always", "--dirty") if is_tracked else "unknown"
 
 
 def _output(*command: str) -> str:

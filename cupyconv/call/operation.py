@@ -18,9 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
-from itertools import count
 from operator import itemgetter
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -29,6 +27,7 @@ from cupyconv.call.aliasing import OutMemory
 from cupyconv.call.arguments import Arguments, Axes, Result
 from cupyconv.call.dispatch import backend_of_class, planner
 from cupyconv.call.options import current_settings
+from cupyconv.problem.kept import Cache
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import Problem, TooManyBlocks
 
@@ -36,9 +35,7 @@ from cupyconv.problem.problems import Problem, TooManyBlocks
 KEPT = 1024
 
 #: By key.  Two threads that store one key store executables that do the same.
-_executables: dict[Hashable, Executable] = {}
-_LOCK = Lock()  # of what changes the dict; a look into it needs none
-_USES = count()
+_executables: Cache[Executable] = Cache(KEPT)
 
 #: The operations of public functions.
 _OPERATIONS: dict[Callable[..., Any], Operation] = {}
@@ -93,14 +90,13 @@ class Operation:
         key = self._key(given, counts, settings, saving)
         known = _executables.get(key)
         if known is not None:
-            known.last_use = next(_USES)
             return known.run_again(given)
         checked = self._checked(arguments, **({"saving": True} if saving else {}))
         executable = Executable(checked)
         result = executable.run(tuple(checked.arrays.values()))
         if key is not None:
             assert all(a is b for a, b in zip(given, checked.arrays.values(), strict=True)), "arrays in another order"
-            _keep(key, executable)
+            _executables.keep(key, executable, executable.shared)
         return result
 
     def checked(self, arguments: dict[str, Any], on: str | None = None) -> CheckedCall:
@@ -163,15 +159,7 @@ def bound(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 def forget_calls() -> None:
     """Forget all executables, so that every call is checked anew (for tests)."""
-    with _LOCK:
-        _executables.clear()
-
-
-def _keep(key: Hashable, executable: Executable) -> None:
-    with _LOCK:
-        _executables[key] = executable
-        while len(_executables) > KEPT:
-            del _executables[min(_executables, key=lambda known: _executables[known].last_use)]
+    _executables.clear()
 
 
 def _flat(arguments: Iterable[Any]) -> tuple[list[Any], tuple[int | None, ...]]:
@@ -250,7 +238,6 @@ class Executable:
 
     def __init__(self, call: CheckedCall) -> None:
         arrays, axes = call.arrays, call.axes
-        self.last_use = next(_USES)
         self._problem = call.problem
         self._backend = call.arguments.backend
         self._prepare(call.plan())
@@ -271,6 +258,11 @@ class Executable:
             for name in given
             if name in self._viewed and axes.needs_copy(tuple(arrays[name].shape), tuple(arrays[name].strides))
         )
+
+    @property
+    def shared(self) -> tuple[object, ...]:
+        """What executables hold in common."""
+        return self._backend, *vars(self._backend).values()
 
     def run_again(self, arrays: Sequence[Any]) -> Any:
         """Run for other arrays, after the one check that their layouts do not answer."""

@@ -13,18 +13,19 @@ from cupyconv.problem.activations import Activation
 
 
 @cache
-def _erf() -> Callable[[np.ndarray], np.ndarray]:
-    """The error function: SciPy's, or where that is not installed the standard library's, a Python call per element."""
+def _erf() -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """The error function, into the second array: SciPy's, or where that is not installed the standard library's, a
+    Python call per element."""
     try:
         from scipy.special import erf
     except ImportError:
         each = np.frompyfunc(math.erf, 1, 1)
-        return lambda v: each(v).astype(v.dtype)
+        return lambda v, out: each(v, out=out, casting="unsafe")
     return erf
 
 
 def activate(v: np.ndarray, activation: Activation) -> None:
-    """Replace every element by its image."""
+    """Replace every element by its image; what that takes is one array like `v`, and its flags."""
     if activation:
         _FUNCTIONS[activation.name](v, v.dtype.type(activation.alpha), v.dtype.type(activation.beta))
 
@@ -45,7 +46,8 @@ def _leaky_relu(v: np.ndarray, alpha: np.floating, _: object) -> None:
 
 
 def _elu(v: np.ndarray, alpha: np.floating, _: object) -> None:
-    np.multiply(np.expm1(np.minimum(v, 0)), alpha, out=v, where=v < 0)
+    flat = np.minimum(v, 0)
+    np.multiply(np.expm1(flat, out=flat), alpha, out=v, where=v < 0)
 
 
 def _gate(v: np.ndarray, slope: Any, offset: Any) -> np.ndarray:
@@ -55,7 +57,8 @@ def _gate(v: np.ndarray, slope: Any, offset: Any) -> np.ndarray:
 
 
 def _gelu(v: np.ndarray, *_: object) -> None:
-    gate = _erf()(v * v.dtype.type(math.sqrt(0.5)))
+    gate = v * v.dtype.type(math.sqrt(0.5))
+    gate = _erf()(gate, gate)
     gate += 1
     gate *= v.dtype.type(0.5)
     v *= gate
@@ -71,6 +74,17 @@ def _gelu_tanh(v: np.ndarray, *_: object) -> None:
     gate += 1
     gate *= v.dtype.type(0.5)
     v *= gate
+
+
+def _mish(v: np.ndarray, *_: object) -> None:
+    gate = _softplus(v)
+    v *= np.tanh(gate, out=gate)
+
+
+def _softsign(v: np.ndarray, *_: object) -> None:
+    scale = np.abs(v)
+    scale += 1
+    v /= scale
 
 
 def _affine(v: np.ndarray, alpha: np.floating, beta: np.floating) -> None:
@@ -97,12 +111,12 @@ _FUNCTIONS: dict[str, Callable[[np.ndarray, np.floating, np.floating], object]] 
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "silu": lambda v, *_: np.multiply(v, _sigmoid(v), out=v),
-    "mish": lambda v, *_: np.multiply(v, np.tanh(_softplus(v)), out=v),
+    "mish": _mish,
     "softplus": lambda v, *_: np.copyto(v, _softplus(v)),
     "affine": _affine,
     "thresholded_relu": lambda v, alpha, _: np.copyto(v, 0, where=v < alpha),
     "scaled_tanh": _scaled_tanh,
-    "softsign": lambda v, *_: np.divide(v, np.abs(v) + 1, out=v),
+    "softsign": _softsign,
 }
 
 
@@ -139,7 +153,8 @@ def _gelu_derivative(v: np.ndarray, *_: object) -> np.ndarray:
     np.exp(density, out=density)
     density *= v
     density *= v.dtype.type(1 / math.sqrt(2 * math.pi))
-    result = _erf()(v * v.dtype.type(math.sqrt(0.5)))
+    result = v * v.dtype.type(math.sqrt(0.5))
+    result = _erf()(result, result)
     result += 1
     result *= v.dtype.type(0.5)
     result += density

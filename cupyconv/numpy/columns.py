@@ -1,4 +1,4 @@
-"""im2col and col2im as copies and sums of slices, one tap at a time."""
+"""im2col and col2im as copies and sums of slices: one tap at a time, or one pixel where these are fewer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyconv.numpy.backend import NumpyStep
-from cupyconv.numpy.windows import Region, block_words, five_axes, parts_of, read, tap_regions
+from cupyconv.numpy.windows import Region, block_words, exchanged, five_axes, parts_of, read, tap_regions
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import Windows
 from cupyconv.problem.passes import Col2imProblem, ColumnsProblem, Im2colProblem
@@ -36,7 +36,7 @@ def plan_col2im(problem: Col2imProblem) -> Plan:
 
 @dataclass(frozen=True)
 class ColumnsStep(NumpyStep):
-    """A pass over all taps; each is a few copies or sums of slices."""
+    """A pass over all taps, or all pixels; each is a few copies or sums of slices."""
 
     problem: ColumnsProblem
 
@@ -51,8 +51,9 @@ class Im2col(ColumnsStep):
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         windows = self.problem.windows
-        xs, columns = [five_axes(arrays[x.name]) for x in self.problem.xs], _by_tap(arrays["out"], windows)
-        for t, regions in enumerate(_regions(windows)):
+        xs = [five_axes(arrays[x.name]) for x in self.problem.xs]
+        columns, each = _in_turn(arrays["out"], windows)
+        for t, regions in enumerate(each):
             for at, elements in regions:
                 for x, first in zip(xs, windows.channel_offsets):
                     target = read(columns[:, first : first + x.shape[1], t], at)
@@ -70,13 +71,13 @@ class Col2im(ColumnsStep):
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         windows = self.problem.windows
-        columns, image = _by_tap(arrays["columns"], windows), five_axes(arrays["out"])
+        (columns, each), image = _in_turn(arrays["columns"], windows), five_axes(arrays["out"])
         sums_dtype, count = dtype_from_name(accumulator(self.problem.columns.dtype)), image.shape[1]
         for n, channels in product(range(len(image)), parts_of(count, self.channels or count)):
             columns_nc, image_nc = columns[n, channels], image[n, channels]
             sums = np.empty(image_nc.shape, sums_dtype) if self.channels else image_nc
             sums[...] = 0
-            for t, regions in enumerate(_regions(windows)):
+            for t, regions in enumerate(each):
                 for at, elements in regions:
                     if elements is not None:  # what fell on padding is dropped
                         read(sums, elements)[...] += read(columns_nc[:, t], at)
@@ -84,12 +85,14 @@ class Col2im(ColumnsStep):
                 image_nc[...] = sums
 
 
-def _regions(windows: Windows) -> tuple[tuple[Region, ...], ...]:
-    """What each tap reads for all output pixels at once."""
-    depth, height, width = windows.out_size
-    return tap_regions(windows, (range(depth), range(height), range(width)))
+def _in_turn(columns: np.ndarray, windows: Windows) -> tuple[np.ndarray, tuple[tuple[Region, ...], ...]]:
+    """Columns (N, C * taps, pixels) as a view (N, C, taps, *pixels), and what each tap reads for all pixels at once.
 
-
-def _by_tap(columns: np.ndarray, windows: Windows) -> np.ndarray:
-    """A view (N, C, taps, depth, height, width) of columns (N, C * taps, pixels)."""
-    return columns.reshape(columns.shape[0], windows.in_channels, windows.taps, *windows.out_size)
+    Where pixels are fewer than taps, the two have changed places.
+    """
+    pixels, taps = tuple(map(range, windows.out_size)), tuple(map(range, windows.kernel))
+    shape = columns.shape[0], windows.in_channels
+    if windows.taps <= windows.pixels:
+        return columns.reshape(*shape, windows.taps, *windows.out_size), tap_regions(windows, pixels)
+    by_pixel = np.moveaxis(columns.reshape(*shape, *windows.kernel, windows.pixels), -1, 2)
+    return by_pixel, tap_regions(exchanged(windows, pixels), taps)

@@ -36,11 +36,14 @@ from cupyconv.numpy.windows import (
     Images,
     Scratch,
     block_words,
+    box_within,
     columns_shape,
     five_axes,
     largest_block,
     share_of_pixels,
     tile_shape,
+    tile_size,
+    with_taps,
 )
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides, dtype_from_name, is_complex, real_part
 from cupyconv.problem.geometry import ConvGeometry, Windows
@@ -66,6 +69,12 @@ if TYPE_CHECKING:
 PRODUCT_BLOCK = 8 << 20
 CACHE_BLOCK = 1 << 20
 MEMORY_BLOCK = 512 << 10
+#: Bytes of one tap's columns below which a product takes several taps: NumPy's calls would take longer than it.
+SHORT_CALL = 256 << 10
+#: Index arrays that there are at once of a border: the elements read, and those it takes to work them out.  An index has 8 bytes.
+INDEX_ARRAYS, INDEX_BYTES = 4, 8
+#: What a turn of a loop takes at the least.
+TURN_SECONDS = 10e-6
 #: Pixels below which a block of columns is not cut: the products would be vectors.
 SMALLEST_BLOCK = 32
 #: Pixels from which one sample fills a product; smaller images share one, through columns.
@@ -202,10 +211,17 @@ def _with_room(
                     rejected=rejected,
                     reason=way.reason(problem.geometry),
                     bytes_moved=problem.minimal_bytes * max(1, len(loops)),
+                    notes=problem.notes + _long_loop(sum(loop.turns for loop in loops)),
                 )
         if problem.host.threads <= 1:
             raise refusal
         problem = replace(problem, machine=HostModel(problem.host.threads // 2))
+
+
+def _long_loop(turns: int) -> tuple[str, ...]:
+    """A note where the loop itself takes long, whatever its turns do."""
+    seconds = turns * TURN_SECONDS
+    return (f"a loop in Python of {turns:,} turns: {seconds:,.0f} s or more",) if seconds >= 1 else ()
 
 
 # --- plans ----------------------------------------------------------------------------------------------------
@@ -241,6 +257,11 @@ class BlockLoop(NumpyStep):
     @abstractmethod
     def blocks(self) -> int:
         """How many there are."""
+
+    @property
+    def turns(self) -> int:
+        """How often something is computed in turn."""
+        return self.blocks
 
     @cached_property
     def threads(self) -> int:
@@ -292,6 +313,13 @@ class PixelLoop(BlockLoop):
     def workspace(self) -> int:
         """Bytes for one block."""
 
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index arrays by which a block reads the borders of a padding mode, and of what makes one."""
+        if self.geometry.padding_mode == "constant":
+            return 0
+        return INDEX_ARRAYS * INDEX_BYTES * max(tile_size(self.geometry, self.block[1:]))
+
     @cached_property
     def part(self) -> int:
         """Groups that are computed at a time, so that they stay in cache."""
@@ -302,7 +330,8 @@ class PixelLoop(BlockLoop):
         """Blocks of about the size aimed at, or the largest that keep within the limit beside `fixed` bytes."""
 
         def needed(block: BlockSize) -> int:
-            return fixed + problem.host.threads * cls(problem, block).workspace
+            loop = cls(problem, block)
+            return fixed + problem.host.threads * (loop.workspace + loop.index_bytes)
 
         pixels, most_samples = cls.aim(problem)
         pixels = share_of_pixels(problem.geometry, problem.host.threads, pixels)
@@ -325,6 +354,10 @@ class PixelLoop(BlockLoop):
     def rounds(self) -> int:
         """Times that scratch memory is filled."""
         return self.blocks * -(-self.geometry.groups // self.part)
+
+    @property
+    def turns(self) -> int:
+        return self.rounds
 
     @cached_property
     def each_block(self) -> Blocks:
@@ -394,7 +427,8 @@ class ConvLoop(PixelLoop):
         copied = weight_copy(problem)
         weight = copied + cls.weight_bytes(problem)
         loop = cls.fitted(problem, weight + 2 * Plan.ALIGNMENT, problem.limit_with(copied))
-        return [loop] if loop.blocks else [], {"weight": weight, "blocks": loop.threads * loop.workspace}
+        blocks = loop.threads * (loop.workspace + loop.index_bytes)
+        return [loop] if loop.blocks else [], {"weight": weight, "blocks": blocks}
 
     @cached_property
     def weight_shape(self) -> tuple[int, ...]:
@@ -447,9 +481,29 @@ def one_tap_bytes(problem: ConvProblem | WeightGradientProblem, block: BlockSize
     return geometry.in_channels * prod(block) * item * (1 + temporaries(geometry, problem.prologue))
 
 
-def columns_bytes(problem: ConvProblem | WeightGradientProblem, block: BlockSize, item: int) -> int:
-    """Bytes of a block's columns, and of the tile that they are copied from."""
-    geometry = problem.geometry
+def taps_at_a_time(problem: ConvProblem | WeightGradientProblem, block: BlockSize, item: int) -> int:
+    """The most taps whose columns, and what they are copied from, take no more than a short call's."""
+    geometry, most = problem.geometry, min(SHORT_CALL, problem.limit // 8)
+    taps = geometry.taps
+    while taps > 1 and box_bytes(problem, block, item, taps) > most:
+        taps = min(taps - 1, taps // 2)
+    return max(1, taps)
+
+
+def box_bytes(problem: ConvProblem | WeightGradientProblem, block: BlockSize, item: int, taps: int) -> int:
+    """Bytes of the columns of at most so many taps of a block, and of that part of the weight."""
+    if taps == 1:
+        return one_tap_bytes(problem, block, item)
+    box, geometry = box_within(problem.geometry.kernel, taps), problem.geometry
+    weight = geometry.out_channels * geometry.group_channels * prod(box) * ITEMSIZE[accumulator(problem.dtype)]
+    return columns_bytes(problem, block, item, with_taps(geometry, tuple(map(range, box)))) + weight
+
+
+def columns_bytes(
+    problem: ConvProblem | WeightGradientProblem, block: BlockSize, item: int, geometry: ConvGeometry | None = None
+) -> int:
+    """Bytes of a block's columns, and of the tile that they are copied from; of a geometry in place of the problem's."""
+    geometry = geometry or problem.geometry
     columns, has_tile = prod(columns_shape(geometry, block)), geometry.taps > 1
     read = prod(tile_shape(geometry, geometry.in_channels, block)) if has_tile else columns
     return (columns + read * (has_tile + temporaries(geometry, problem.prologue))) * item

@@ -1,4 +1,7 @@
-"""Without columns: tap by tap, one tap's products after the other added to the sums."""
+"""Without columns of all taps: tap by tap, one tap's products after the other added to the sums.
+
+Where one tap reads little, as where a kernel is as large as the image, some taps at a time have columns.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from cupyconv.numpy.convolution import MEMORY_BLOCK, ConvLoop, ConvRun, one_tap_bytes, sums_per_pixel
+from cupyconv.numpy.convolution import MEMORY_BLOCK, ConvLoop, ConvRun, box_bytes, sums_per_pixel, taps_at_a_time
 from cupyconv.numpy.gemm import product, with_parts
 from cupyconv.numpy.windows import Block
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
@@ -14,7 +17,7 @@ from cupyconv.problem.problems import ConvProblem
 
 
 class TapByTap(ConvLoop):
-    """A product for each tap: no columns but one tap's, and a sum that is gone through for every tap."""
+    """A product for each tap, or for a few small ones: no columns but theirs, and sums that are gone through each time."""
 
     name = "taps"
     words = "tap by tap, no columns"
@@ -35,22 +38,30 @@ class TapByTap(ConvLoop):
     def in_place(self) -> bool:
         return False
 
+    @cached_property
+    def taps(self) -> int:
+        """Taps of a product, at the most."""
+        return taps_at_a_time(self.problem, self.block, self.x_dtype.itemsize)
+
+    @cached_property
+    def rounds(self) -> int:
+        return super().rounds * -(-self.geometry.taps // self.taps)
+
     @property
     def workspace(self) -> int:
-        """Beside the sums: one tap's products and columns."""
-        return one_tap_bytes(self.problem, self.block, self.x_dtype.itemsize) + 2 * self.sums_bytes
+        """Beside the sums: products, and columns of the taps of one."""
+        return box_bytes(self.problem, self.block, self.x_dtype.itemsize, self.taps) + 2 * self.sums_bytes
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
-        """The matrix of each tap: (taps, groups, outputs per group, channels)."""
+        """(groups, outputs per group, channels, taps)."""
         weight = with_parts(self, weight)
-        return np.moveaxis(weight.reshape(*weight.shape[:2], self.geometry.group_channels, self.geometry.taps), 3, 0)
+        return weight.reshape(*weight.shape[:2], self.geometry.group_channels, self.geometry.taps)
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         sums = np.zeros(block.sums_shape, self.sums_dtype)
-        columns = run.images.scratch.array("columns", (self.geometry.in_channels, *block.size))
-        for weight, regions in zip(run.weight, block.taps):
-            run.images.read(regions, block, columns)
-            sums += product(run, np.ascontiguousarray(weight), columns, block)
+        for taps, columns in run.images.some_taps(block, self.taps):
+            weight = run.weight[..., taps]
+            sums += product(run, np.ascontiguousarray(weight).reshape(*weight.shape[:2], -1), columns, block)
         return sums
 
 

@@ -28,6 +28,8 @@ from cupyconv.problem.problems import ConvProblem, NotApplicable, TransposedProb
 
 #: Convolutions that a result may fall apart into to be gathered: stride 2 along three axes.
 MOST_PARTS = 8
+#: Elements of a result for each of x, strides aside, up to which it is gathered: as many products as there need be.
+MOST_ZEROS = 4
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,12 @@ class GatheredLoop(NumpyStep):
         stride = self.problem.geometry.stride
         every = f", every {' x '.join(map(str, stride))}" if max(stride) > 1 else ""
         return f"{self.convolution}, gathered from {taps} taps{every}"
+
+    @property
+    def adds_zeros(self) -> bool:
+        """Whether windows reach beyond x, where the result has no term."""
+        geometry = self.convolution.geometry
+        return any(geometry.before + geometry.after)
 
     @cached_property
     def _read(self) -> Any:
@@ -104,7 +112,7 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
     """The plan of convolutions that the results are; ValueError where adding products takes less, or one has no plan."""
     geometry = problem.geometry
     phases = phases_of(geometry)
-    if geometry.padding_mode != "constant":
+    if geometry.padding_mode != "constant" or not problem.weight_is_finite:
         raise NotApplicable("products are added where the kernel reaches")
     if geometry.groups > 1 and len(problem.outs) > 1:
         raise NotApplicable("several results of a grouped convolution")
@@ -146,7 +154,12 @@ def _takes_winograd(part: ConvProblem) -> bool:
 
 
 def _reads_less(geometry: ConvGeometry, parts: int) -> bool:
-    """Whether the convolutions' columns take less than sums: in groups, and of no more channels than the results have."""
+    """Whether the convolutions' columns take less than sums: in groups, and of no more channels than the results have.
+
+    Not where most of what windows reach is beyond x.
+    """
+    if prod(geometry.size) > MOST_ZEROS * prod(geometry.stride) * geometry.pixels:
+        return False
     if geometry.groups > 1:
         return parts <= MOST_PARTS
     return parts == 1 and geometry.taps > 1 and 0 < geometry.out_channels <= min(geometry.channels, default=0)

@@ -4,14 +4,15 @@ The maximum over a window is taken along one axis after the other, a slice for e
 instead of kd * kh * kw, and the first ones, over whole rows, leave less for the last.
 
 The gradient goes over all taps in row-major order.  A tap whose element is its window's maximum takes what is left
-of the window's gradient, so the first one takes all of it.  A block is of elements, and looks at every window over
+of the window's gradient, so the first one takes all of it.  Where a block has fewer windows than taps, it goes over
+the windows, and looks for the first such tap of each.  A block is of elements, and looks at every window over
 them: no block depends on another, and each element's sum has the same order however the blocks are cut.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -29,6 +30,10 @@ from cupyconv.problem.plan import Plan
 
 #: Bytes that a block touches, at most: they stay in a core's L2 cache.
 BLOCK_BYTES = 512 << 10
+#: Slices along an axis, of all its blocks and taps, up to which they are worked out before: more take megabytes.
+_KEPT_SLICES = 4096
+#: Bytes of the place in its window that a plane's largest element has.
+PLACE_BYTES = 128
 
 #: Elements of a block along the axes (n, c, d, h, w).
 Block = tuple[int, ...]
@@ -111,9 +116,14 @@ class PoolingStep(NumpyStep):
         shape = problem.outs[0].shape
         cuts = [[range(at, min(at + part, n)) for at in range(0, n, part)] for n, part in zip(shape, self.block)]
         planes = [tuple(slice(r.start, r.stop) for r in plane) for plane in product(*cuts[:2])]
-        parts = list(
-            product(*([self.on_axis.of(problem.windows, axis, r) for r in cuts[2 + axis]] for axis in range(3)))
-        )
+        of, windows = self.on_axis.of, problem.windows
+        few = max(map(len, cuts[2:])) * max(windows.kernel) <= _KEPT_SLICES
+        kept = list(product(*([of(windows, axis, r) for r in cuts[2 + axis]] for axis in range(3)))) if few else None
+
+        def each_part() -> Iterable[tuple[_Outputs | _Elements, ...]]:
+            if kept is not None:
+                return kept
+            return (tuple(of(windows, axis, r) for axis, r in enumerate(cut)) for cut in product(*cuts[2:]))
 
         def run(arrays: Mapping[str, Any]) -> None:
             images = [five_axes(arrays[name]) for name in names]
@@ -127,7 +137,7 @@ class PoolingStep(NumpyStep):
                 plane, part = block
                 self.finish(dtype, new, [image[plane] for image in images], part)
 
-            in_threads(self.threads, finish, product(planes, parts))
+            in_threads(self.threads, finish, ((plane, part) for part in each_part() for plane in planes))
 
         return run
 
@@ -247,6 +257,7 @@ class _Elements(NamedTuple):
     windows: slice
     read: slice
     taps: tuple[tuple[slice, slice, slice, slice], ...]  # windows and elements read; of these, elements of the run
+    each_window: tuple[slice, ...]  # of the elements read, those of each window
 
     @classmethod
     def of(cls, windows: Windows, axis: int, elements: range) -> _Elements:
@@ -260,7 +271,16 @@ class _Elements(NamedTuple):
             own = _inside(over, len(elements), stride, in_run) or (slice(0, 0), slice(0, 0))
             if reads is not None:
                 taps.append((*reads, *own))
-        return cls(slice(elements.start, elements.stop), slice(over.start, over.stop), read, tuple(taps))
+        dilation, kernel = windows.dilation[axis], range(windows.kernel[axis])
+        starts = [window * stride - before - read.start for window in over]
+        each = [_inside(kernel, read.stop - read.start, dilation, start) or (slice(0, 0),) * 2 for start in starts]
+        return cls(
+            slice(elements.start, elements.stop),
+            slice(over.start, over.stop),
+            read,
+            tuple(taps),
+            tuple(in_read for _, in_read in each),
+        )
 
 
 class MaxPoolGradient(PoolingStep):
@@ -276,9 +296,16 @@ class MaxPoolGradient(PoolingStep):
     @property
     def temporaries(self) -> tuple[int, int]:
         """What is left of the gradient, what a tap takes, and which do; widened: all that the block reads and writes."""
-        elements, over = self.block[2:], _most_windows(self.problem.windows, self.block[2:])
-        copies = prod(over) + prod(_most_read(self.problem.windows, over)) + prod(elements)
-        return 2 * prod(over) + copies * self.widened, 2 * prod(over)
+        elements, windows = self.block[2:], self.problem.windows
+        over = _most_windows(windows, elements)
+        copies = prod(over) + prod(_most_read(windows, over)) + prod(elements)
+        flags = 2 * windows.taps + PLACE_BYTES if self._by_window(prod(over), windows.taps) else 2 * prod(over)
+        return 2 * prod(over) + copies * self.widened, flags
+
+    @staticmethod
+    def _by_window(windows: int, taps: int) -> bool:
+        """Whether a block with so many windows of so many taps goes over the windows."""
+        return 4 * windows < taps
 
     def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[_Elements]) -> None:
         windows = self.problem.windows
@@ -291,11 +318,29 @@ class MaxPoolGradient(PoolingStep):
         largest = _widened("largest", y[over], dtype, new)
         left = new("left", largest.shape, dtype)
         left[...] = grad[over]
+        some_are_nan = bool(np.isnan(largest).any())
+        if self._by_window(prod(left.shape[2:]), windows.taps):
+            _add_by_window(parts, image, largest, left, sums, some_are_nan)
+        else:
+            self._add_by_tap(new, parts, image, largest, left, sums, some_are_nan)
+        if sums is not out:
+            out[...] = sums
+
+    def _add_by_tap(
+        self,
+        new: NewArray,
+        parts: Sequence[_Elements],
+        image: np.ndarray,
+        largest: np.ndarray,
+        left: np.ndarray,
+        sums: np.ndarray,
+        some_are_nan: bool,
+    ) -> None:
+        windows, dtype = self.problem.windows, left.dtype
         # Taken and left as bits: a mask splits them exactly, infinities and NaNs too.
         bits = np.dtype(f"i{dtype.itemsize}")
         taken, hit = new("taken", left.shape, bits), new("hit", left.shape, np.dtype(bool))
         left_bits, taken_numbers = left.view(bits), taken.view(dtype)
-        some_are_nan = bool(np.isnan(largest).any())
         once = all(span <= stride for span, stride in zip(windows.span, windows.stride))
         for tap in product(*(part.taps for part in parts)):
             at, elements, own_at, own = (_everywhere(slices) for slices in zip(*tap))
@@ -311,8 +356,34 @@ class MaxPoolGradient(PoolingStep):
                 sums[own] = taken_numbers[own_at]
             else:
                 sums[own] += taken_numbers[own_at]
-        if sums is not out:
-            out[...] = sums
+
+
+def _add_by_window(
+    parts: Sequence[_Elements],
+    image: np.ndarray,
+    largest: np.ndarray,
+    left: np.ndarray,
+    sums: np.ndarray,
+    some_are_nan: bool,
+) -> None:
+    """The last window first: an element's sum has the order that going over the taps gives it."""
+    for window in product(*(reversed(range(len(part.each_window))) for part in parts)):
+        read = [part.each_window[at] for part, at in zip(parts, window)]
+        elements = image[_everywhere(read)]
+        if elements.size == 0:
+            continue
+        hits = elements == largest[_everywhere(window)][..., None, None, None]
+        if some_are_nan:
+            hits |= np.isnan(elements)
+        by_plane = hits.reshape(*hits.shape[:2], -1)
+        first = by_plane.argmax(-1)
+        is_own = np.take_along_axis(by_plane, first[..., None], -1)[..., 0]
+        places = []
+        for part, along, place in zip(parts, read, np.unravel_index(first, hits.shape[2:])):
+            place = place * along.step + (along.start + part.read.start - part.elements.start)
+            is_own &= (place >= 0) & (place < part.elements.stop - part.elements.start)
+            places.append(place)
+        sums[(*np.nonzero(is_own), *(place[is_own] for place in places))] += left[_everywhere(window)][is_own]
 
 
 def _most_read(windows: Windows, outputs: Sequence[int]) -> list[int]:
@@ -351,7 +422,7 @@ def _inside(outputs: range, size: int, stride: int, offset: int) -> tuple[slice,
     return None
 
 
-def _everywhere(slices: Sequence[slice]) -> Any:
+def _everywhere(slices: Sequence[slice | int]) -> Any:
     """An index of the last three axes."""
     return (..., *slices)
 

@@ -45,7 +45,18 @@ from cupyconv.numpy.convolution import (
     weight_copy,
 )
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import Region, Scratch, add, block_of_pixels, five_axes, ranges_of, read, tap_regions
+from cupyconv.numpy.windows import (
+    Region,
+    Scratch,
+    add,
+    block_of_pixels,
+    exchanged,
+    five_axes,
+    ranges_of,
+    read,
+    tap_regions,
+    with_taps,
+)
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
 from cupyconv.problem.plan import Plan
@@ -114,6 +125,12 @@ class ScatteredLoop(BlockLoop):
     def blocks(self) -> int:
         return len(self.each_block)
 
+    @property
+    def turns(self) -> int:
+        pixels = self.block[1:]
+        runs = prod(-(-extent // part) for extent, part in zip(self.geometry.out_size, pixels))
+        return self.blocks * runs * min(self.geometry.taps, max(1, prod(pixels)))
+
     def product_size(self, run: Sequence[int]) -> Triple:
         """The axes of a run's products: of its pixels, the inner ones as long as the result's where it is flat."""
         depth, height, width = run
@@ -143,7 +160,7 @@ class ScatteredLoop(BlockLoop):
             groups = max(1, channels // max(1, geometry.group_channels))
             nbytes += groups * geometry.group_outputs * area * x_item
         if geometry.padding_mode != "constant":
-            nbytes += channels * area * item
+            nbytes += channels * samples * max(prod(run), geometry.taps) * item
         image = channels * samples * item
         nbytes += image * prod(geometry.reached) if self.flat else image * prod(geometry.size) * (not self.in_place)
         return nbytes + image * prod(geometry.size) * bool(problem.activation)
@@ -177,7 +194,7 @@ class ScatteredLoop(BlockLoop):
         unit = all(out.strides[4] == 1 or out.shape[4] == 1 for out in problem.outs)
         per_pixel = max(1, cls.columns(geometry)) * ITEMSIZE[accumulator(problem.dtype)]
         ways = [replace(one, in_place=in_place) for in_place in dict.fromkeys((exact and unit, exact))]
-        if cls.can_be_flat and _gains_by_flat(replace(one, flat=True)):
+        if cls.can_be_flat and problem.weight_is_finite and _gains_by_flat(replace(one, flat=True)):
             ways.insert(0, replace(one, flat=True))
         for way in ways:
             target = cls.target
@@ -202,6 +219,11 @@ class ScatteredLoop(BlockLoop):
         """Bytes of the weight where it must be copied: another dtype, order or sign, or parts taken apart."""
         is_copied = cls.taps_first or (problem.conjugate and is_complex(problem.weight_dtype))
         return copy_bytes(problem.weight, problem.weight_dtype) if is_copied else weight_copy(problem)
+
+    @property
+    def adds_zeros(self) -> bool:
+        """Whether products with zeros are added, to elements that they are no part of."""
+        return self.flat
 
     @cached_property
     def written_once(self) -> bool:
@@ -328,6 +350,21 @@ class ScatteredRun:
         taps = product(*([t * d for t in range(k)] for k, d in zip(self.geometry.kernel, self.geometry.dilation)))
         offsets = [first + place(*tap) for tap in taps]
         return [(((one, one, slice(0, length)), (one, one, slice(at, at + length))),) for at in offsets]
+
+    def add_each(
+        self, sums: list[Piece], pixels: tuple[range, ...], values: np.ndarray, taps: Sequence[range] | None = None
+    ) -> None:
+        """Add values [channels, taps, samples, pixels of the run]: tap by tap, or where these are fewer pixel by pixel."""
+        windows = self.geometry if taps is None else with_taps(self.geometry, taps)
+        if self.loop.flat or windows.taps <= prod(map(len, pixels)):
+            for t, regions in enumerate(self.regions(pixels) if taps is None else tap_regions(windows, pixels)):
+                self.add(sums, regions, values[:, t])
+            return
+        by_pixel = values.reshape(len(values), *windows.kernel, values.shape[2], prod(values.shape[3:]))
+        by_pixel = np.moveaxis(by_pixel, (-1, -2), (1, 2))
+        every_tap = tuple(map(range, windows.kernel))
+        for p, regions in enumerate(tap_regions(exchanged(windows, pixels), every_tap)):
+            self.add(sums, regions, by_pixel[:, p])
 
     def add(self, sums: list[Piece], regions: tuple[Region, ...], values: np.ndarray) -> None:
         """Add values [channels, samples, pixels of the run] to the elements that a tap reads for them."""

@@ -2,39 +2,80 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any, cast
 
 import numpy as np
 
+from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.convolution import (
     LONE_PIXELS,
     MEMORY_BLOCK,
     NO_ROOM_FOR_COLUMNS,
+    SHORT_CALL,
     THIN_PRODUCTS,
     Method,
     choose,
     is_matrix,
     thin_products,
 )
-from cupyconv.numpy.gathered import plan_gathered
+from cupyconv.numpy.gathered import GatheredLoop, plan_gathered
 from cupyconv.numpy.scattered import Piece, ScatteredLoop, ScatteredRun, x_is_factor
-from cupyconv.problem.arrays import accumulator
+from cupyconv.numpy.windows import tap_boxes
+from cupyconv.problem.arrays import accumulator, dtype_from_name, dtype_name
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Plan
-from cupyconv.problem.problems import NotApplicable, TransposedProblem, inputs_with_channels
+from cupyconv.problem.problems import NotApplicable, ProductsProblem, TransposedProblem, inputs_with_channels
 
 
 def plan_transposed(problem: TransposedProblem) -> Plan:
     """The plan for ``problem.method``; ValueError where a named method does not apply."""
     kept, geometry = inputs_with_channels(problem.geometry)
     problem = replace(problem, geometry=geometry, outs=tuple(problem.outs[i] for i in kept))
+    plan = _planned(problem)
+    steps = cast("tuple[GatheredLoop | ScatteredLoop, ...]", plan.steps)
+    if not any(step.adds_zeros for step in steps):
+        return plan
+    return replace(plan, steps=(FiniteWeight(problem, steps),))
+
+
+def _planned(problem: TransposedProblem) -> Plan:
     try:
         return plan_gathered(problem)
     except ValueError as refusal:  # of parts a reason; the method's own follows, but of one that only gathering has
         if problem.method == "winograd" and not isinstance(refusal, NotApplicable):
             raise
         return choose(problem, METHODS)
+
+
+@dataclass(frozen=True)
+class FiniteWeight(NumpyStep):
+    """Loops that multiply the weight by zeros where the definition has no term; of a weight that is infinite, others.
+
+    The others keep within the same limit on workspace.
+    """
+
+    problem: TransposedProblem
+    loops: tuple[GatheredLoop | ScatteredLoop, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.loops))
+
+    @cached_property
+    def _others(self) -> tuple[NumpyStep, ...]:
+        method = "auto" if self.problem.method == "winograd" else self.problem.method
+        return cast(
+            "tuple[NumpyStep, ...]", _planned(replace(self.problem, method=method, weight_is_finite=False)).steps
+        )
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        weight = arrays["weight"]
+        total = weight.sum(dtype=dtype_from_name(accumulator(dtype_name(weight.dtype))))
+        for loop in self.loops if np.isfinite(total) else self._others:
+            loop.run(arrays)
 
 
 class ScatteredView(ScatteredLoop):
@@ -83,17 +124,33 @@ class ScatteredColumns(ScatteredLoop):
     def add(self, run: ScatteredRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
         matrix, x = run.factors(block, pixels)
         samples, channels = map(len, block)
-        columns = run.product(matrix, x, (channels, self.geometry.taps, samples, *run.run_size(pixels)))
-        for t, regions in enumerate(run.regions(pixels)):
-            run.add(sums, regions, columns[:, t])
+        run.add_each(
+            sums, pixels, run.product(matrix, x, (channels, self.geometry.taps, samples, *run.run_size(pixels)))
+        )
 
 
 class ScatteredTaps(ScatteredLoop):
-    """A product for each tap."""
+    """A product for each tap; where these are small, for some taps at a time."""
 
     name = "taps"
     words = "tap by tap, no columns"
     taps_first = True
+
+    @cached_property
+    def taps(self) -> int:
+        """Taps of a product, at the most."""
+        if self.flat:
+            return 1
+        return max(1, min(SHORT_CALL, self.problem.limit // 8) // (self._tap_bytes or 1))
+
+    @property
+    def _tap_bytes(self) -> int:
+        nbytes = self.channels * prod(self.block) * self.sums_dtype.itemsize
+        return nbytes + nbytes // 2 * self.problem.factor_alone_is_complex
+
+    @property
+    def workspace(self) -> int:
+        return super().workspace + (min(self.taps, self.geometry.taps) - 1) * self._tap_bytes
 
     @classmethod
     def applies(cls, problem: TransposedProblem) -> bool:
@@ -101,11 +158,14 @@ class ScatteredTaps(ScatteredLoop):
 
     def add(self, run: ScatteredRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
         samples, channels = block
-        shape = (len(channels), len(samples), *run.run_size(pixels))
         groups, within = run.groups(channels)
         x = run.x_of(groups, samples, pixels)
-        for weight, regions in zip(run.weight, run.regions(pixels)):
-            run.add(sums, regions, run.product(weight[groups, :, within].swapaxes(1, 2), x, shape))
+        for some, box in tap_boxes(self.geometry.kernel, self.taps):
+            # (groups, channels of each, taps, outputs)
+            weight = run.weight[some, groups, :, within].transpose(1, 3, 0, 2)
+            matrix = weight.reshape(len(weight), -1, weight.shape[-1])
+            shape = (len(channels), matrix.shape[1] * len(matrix) // len(channels), len(samples), *run.run_size(pixels))
+            run.add_each(sums, pixels, run.product(matrix, x, shape), box)
 
 
 class ScatteredScaledTaps(ScatteredLoop):
@@ -121,7 +181,8 @@ class ScatteredScaledTaps(ScatteredLoop):
 
     @classmethod
     def applies(cls, problem: TransposedProblem) -> bool:
-        return problem.geometry.is_depthwise and problem.is_one_kind
+        geometry = problem.geometry
+        return geometry.is_depthwise and problem.is_one_kind and geometry.taps <= geometry.pixels
 
     def add(self, run: ScatteredRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
         samples, channels = block
@@ -136,8 +197,13 @@ class ScatteredScaledTaps(ScatteredLoop):
                 run.add(sums, regions, values)
 
 
+def _thin_products(problem: ProductsProblem) -> str:
+    """Why columns and products do not suit a problem; those of a kernel larger than x are added pixel by pixel."""
+    return thin_products(problem) if problem.geometry.taps <= problem.geometry.pixels else ""
+
+
 #: "auto" takes the first that suits the problem and fits, else the first that fits.
 METHODS = {
-    "gemm": Method((ScatteredView, ScatteredColumns), THIN_PRODUCTS, NO_ROOM_FOR_COLUMNS, thin_products),
+    "gemm": Method((ScatteredView, ScatteredColumns), THIN_PRODUCTS, NO_ROOM_FOR_COLUMNS, _thin_products),
     "direct": Method((ScatteredScaledTaps, ScatteredTaps), "slower: a product for every tap"),
 }

@@ -21,10 +21,11 @@ from cupyconv.numpy.convolution import (
     PRODUCT_BLOCK,
     SLOW_TRANSFORMS,
     Method,
+    box_bytes,
     choose,
     columns_bytes,
     inputs_are_columns,
-    one_tap_bytes,
+    taps_at_a_time,
     temporaries,
     thin_products,
     winograd_unsuited,
@@ -190,27 +191,37 @@ class GradientColumns(WeightGradientLoop):
 
 
 class GradientTaps(WeightGradientLoop):
-    """A product for each tap: no columns but one tap's."""
+    """A product for each tap, or for a few that read little: no columns but theirs."""
 
     name = "taps"
     words = "tap by tap, no columns"
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:
-        return not problem.geometry.is_depthwise
+        return True
+
+    @cached_property
+    def taps(self) -> int:
+        """Taps of a product, at the most."""
+        return taps_at_a_time(self.problem, self.block, self.x_dtype.itemsize)
+
+    @cached_property
+    def rounds(self) -> int:
+        return super().rounds * -(-self.geometry.taps // self.taps)
 
     @property
     def columns_bytes(self) -> int:
-        return one_tap_bytes(self.problem, self.block, self.x_dtype.itemsize)
+        return box_bytes(self.problem, self.block, self.x_dtype.itemsize, self.taps)
 
     def add(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         geometry = self.geometry
-        columns = images.scratch.array("columns", (geometry.in_channels, *block.size))
-        for t, regions in enumerate(block.taps):
-            images.read(regions, block, columns)
-            matrices = columns.reshape(geometry.groups, geometry.group_channels, block.area)
-            for grad, sums in pairs:
-                run.add_product(grad, matrices, sums[:, :, t :: geometry.taps], is_first)
+        by_tap = [
+            sums.reshape(*sums.shape[:2], geometry.group_channels, geometry.taps, copy=False) for _, sums in pairs
+        ]
+        for taps, columns in images.some_taps(block, self.taps):
+            matrices = columns.reshape(geometry.groups, -1, block.area)
+            for (grad, _), sums in zip(pairs, by_tap):
+                run.add_product(grad, matrices, sums[..., taps], is_first)
 
 
 class GradientWinograd(TiledLoop, WeightGradientLoop):

@@ -103,7 +103,7 @@ class WeightGradientLoop(PixelLoop):
         sizes = {
             "sums": (loop.threads - in_place) * rows * row,
             "products": loop.threads * piece * row if loop.blocks > 1 or not in_place else 0,
-            "blocks": loop.threads * loop.workspace if loop.blocks else 0,
+            "blocks": loop.threads * (loop.workspace + loop.index_bytes) if loop.blocks else 0,
         }
         return loops, sizes
 

@@ -24,15 +24,18 @@ A prologue transforms what is read as it is written, and so never the padding.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from dataclasses import replace
+from functools import cached_property
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from cupyconv.problem.geometry import ConvGeometry, Windows, even_part
+from cupyconv.problem.geometry import ConvGeometry, Triple, Windows, even_part
+from cupyconv.problem.kept import Cache, on_clear, release, reserve
 from cupyconv.problem.problems import NotApplicable
 
 if TYPE_CHECKING:
@@ -44,6 +47,7 @@ Segment = tuple[slice, Elements | None]  # positions of the outputs, and what th
 Region = tuple[tuple[slice, ...], tuple[Elements, ...] | None]
 #: Samples, and pixels along three axes, of a block of outputs.
 BlockSize = tuple[int, int, int, int]
+WindowsT = TypeVar("WindowsT", bound=Windows)
 
 #: Blocks up to which, and taps up to which, what a block reads is kept from run to run: a small convolution is
 #: bound by working it out; a large one is not, and would keep megabytes.
@@ -110,7 +114,17 @@ def tap_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[Regio
     Kept between calls, since a small convolution is bound by working this out; not for large kernels,
     which are not, and whose regions would take megabytes.
     """
-    return (_kept_tap_regions if windows.taps <= _KEPT_TAPS else _tap_regions)(windows, block)
+    if windows.taps > _KEPT_TAPS:
+        return _tap_regions(windows, block)
+    key = windows, block
+    regions = _TAP_REGIONS.get(key)
+    if regions is None:
+        regions = _tap_regions(windows, block)
+        _TAP_REGIONS.keep(key, regions)
+    return regions
+
+
+_TAP_REGIONS: Cache[tuple[tuple[Region, ...], ...]] = Cache(256)
 
 
 def _tap_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[Region, ...], ...]:
@@ -120,7 +134,47 @@ def _tap_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[Regi
     )
 
 
-_kept_tap_regions = lru_cache(maxsize=256)(_tap_regions)
+def exchanged(windows: WindowsT, pixels: Sequence[range]) -> WindowsT:
+    """Windows whose taps are these pixels, and whose pixels are the taps.
+
+    A pixel p reads element p * stride + t * dilation - before for tap t: the two may change places.  Where pixels are
+    fewer than taps, a loop over what each pixel reads, all taps at once, is the shorter one.
+    """
+    return _with_taps(windows, pixels, windows.stride, windows.dilation, windows.kernel)
+
+
+def with_taps(windows: WindowsT, taps: Sequence[range]) -> WindowsT:
+    """The same pixels, and of the kernel only these taps."""
+    return _with_taps(windows, taps, windows.dilation, windows.stride, windows.out_size)
+
+
+def _with_taps(
+    windows: WindowsT, taps: Sequence[range], dilation: Triple, stride: Triple, out_size: Triple
+) -> WindowsT:
+    kernel: Any = tuple(map(len, taps))
+    before: Any = tuple(b - run.start * d for b, run, d in zip(windows.before, taps, dilation))
+    ends = [(n - 1) * s + d * (k - 1) + 1 for n, s, d, k in zip(out_size, stride, dilation, kernel)]
+    after: Any = tuple(end - b - size for end, b, size in zip(ends, before, windows.size))
+    return replace(windows, kernel=kernel, before=before, after=after, stride=stride, dilation=dilation)
+
+
+def tap_boxes(kernel: Sequence[int], most: int) -> Iterator[tuple[slice, tuple[range, ...]]]:
+    """A kernel cut into boxes of at most so many taps, each a run of taps in C order: the run, and its ranges."""
+    first = 0
+    for box in product(*map(ranges_of, kernel, box_within(kernel, most))):
+        count = prod(map(len, box))
+        yield slice(first, first + count), box
+        first += count
+
+
+def box_within(size: Sequence[int], most: int) -> tuple[int, int, int]:
+    """A box of at most so many elements, at least one, that is a run of them: whole inner axes, part of one."""
+    depth, height, width = size
+    if most >= height * width:
+        return even_part(depth, most // max(1, height * width)), height, width
+    if most >= width:
+        return 1, even_part(height, most // max(1, width)), width
+    return 1, 1, even_part(width, most)
 
 
 def five_axes(image: np.ndarray) -> np.ndarray:
@@ -180,7 +234,6 @@ def columns_shape(windows: Windows, block: BlockSize) -> tuple[int, ...]:
     return windows.in_channels, *windows.kernel, *block
 
 
-@lru_cache(maxsize=256)
 def tile_regions(
     windows: Windows, block: tuple[range, ...], first: int = 0, step: int = 1
 ) -> tuple[tuple[int, ...], tuple[Region, ...]]:
@@ -188,11 +241,19 @@ def tile_regions(
 
     Along the width, where `step` says so, only every so many pixels of it from `first` on.
     """
-    depth, height, width = tile_size(windows, tuple(map(len, block)))
-    size = depth, height, -(-width // step)
-    starts = [run.start * s - before for run, s, before in zip(block, windows.stride, windows.before)]
-    starts[2] += first
-    return size, boxes(windows, [range(extent) for extent in size], (1, 1, step), starts)
+    key = windows, block, first, step
+    tile = _TILE_REGIONS.get(key)
+    if tile is None:
+        depth, height, width = tile_size(windows, tuple(map(len, block)))
+        size = depth, height, -(-width // step)
+        starts = [run.start * s - before for run, s, before in zip(block, windows.stride, windows.before)]
+        starts[2] += first
+        tile = size, boxes(windows, [range(extent) for extent in size], (1, 1, step), starts)
+        _TILE_REGIONS.keep(key, tile)
+    return tile
+
+
+_TILE_REGIONS: Cache[tuple[tuple[int, ...], tuple[Region, ...]]] = Cache(256)
 
 
 class Block:
@@ -226,6 +287,10 @@ class Block:
         for parts in product(*axes):
             at = tuple(slice(within.start, within.stop) for within, _ in parts)
             yield at, Block(self.geometry, self._itemsize, tuple(own for _, own in parts))
+
+    def with_taps(self, taps: Sequence[range]) -> Block:
+        """The same pixels with some taps of the kernel."""
+        return Block(with_taps(self.geometry, taps), self._itemsize, self._ranges)
 
     @cached_property
     def taps(self) -> tuple[tuple[Region, ...], ...]:
@@ -351,6 +416,17 @@ class Images:
             columns[...] = np.ndarray(tile.windows_shape, columns.dtype, image, begin, strides)
         return columns
 
+    def some_taps(self, block: Block, most: int) -> Iterator[tuple[slice, np.ndarray]]:
+        """Columns of at most so many taps of a block, and which these are; the next overwrite them."""
+        if most > 1:
+            for taps, box in tap_boxes(block.geometry.kernel, most):
+                yield taps, self.columns(block.with_taps(box))
+            return
+        columns = self.scratch.array("columns", (self.channels, *block.size))
+        for t, regions in enumerate(block.taps):
+            self.read(regions, block, columns)
+            yield slice(t, t + 1), columns
+
     def _is_plain(self, dtype: np.dtype) -> bool:
         """Whether this is one image in C order that is read as it is."""
         if len(self.inputs) != 1 or self._transform is not None:
@@ -409,11 +485,7 @@ def block_of_pixels(geometry: ConvGeometry, pixels: int, most_samples: int) -> B
     if pixels >= geometry.pixels:
         samples = min(most_samples, max(1, pixels // max(1, geometry.pixels)))
         return (even_part(geometry.batch, samples), max(1, depth), max(1, height), max(1, width))
-    if pixels >= height * width:
-        return (1, even_part(depth, pixels // (height * width)), height, width)
-    if pixels >= width:
-        return (1, 1, even_part(height, pixels // width), width)
-    return (1, 1, 1, even_part(width, pixels))
+    return (1, *box_within(geometry.out_size, pixels))
 
 
 def ranges_of(extent: int | range, part: int) -> list[range]:
@@ -447,6 +519,32 @@ class Scratch:
         if name not in buffers or buffers[name].size < nbytes:
             buffers[name] = np.empty(nbytes, np.uint8)
         return np.ndarray(shape, dtype, buffers[name])
+
+
+class KeptScratch(Scratch):
+    """Uninitialised arrays that threads keep from call to call, as far as the budget of all that is kept allows."""
+
+    def __init__(self, dtype: np.dtype) -> None:
+        super().__init__(dtype, rounds=2)
+        on_clear(self._give_back)
+
+    def array(self, name: str, shape: Sequence[int], dtype: np.dtype | None = None) -> np.ndarray:
+        dtype = dtype or self.dtype
+        assert self._buffers is not None
+        buffers: dict[str, np.ndarray] = self._buffers.__dict__
+        nbytes = prod(shape) * dtype.itemsize
+        if name not in buffers or buffers[name].size < nbytes:
+            buffers.pop(name, None)
+            buffer = np.empty(nbytes, np.uint8)
+            if not reserve(nbytes):
+                return np.ndarray(shape, dtype, buffer)
+            weakref.finalize(buffer, release, nbytes).atexit = False
+            buffers[name] = buffer
+        return np.ndarray(shape, dtype, buffers[name])
+
+    def _give_back(self) -> None:
+        """Those of all threads; a call under way has its arrays as long as it needs them."""
+        self._buffers = threading.local()
 
 
 def block_words(blocks: int, block: Sequence[int], axes: str, threads: int) -> str:

@@ -44,7 +44,7 @@ from cupyconv.numpy.convolution import (
 )
 from cupyconv.numpy.gemm import product as column_product
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import Block, BlockSize, Images, Scratch, largest_block, parts_of
+from cupyconv.numpy.windows import Block, BlockSize, Images, KeptScratch, Scratch, largest_block, parts_of
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.problems import ConvProblem, NotApplicable, ProductsProblem
 
@@ -295,7 +295,7 @@ def tiles_block(geometry: ConvGeometry, most: int, share: int) -> BlockSize:
 
 #: Kept from call to call by every thread, at most what a block takes: the first touch of a page of memory takes longer than
 #: all that is done with it here.
-MEMORY = Scratch(FLOAT32, 2)
+MEMORY = KeptScratch(FLOAT32)
 
 
 class TiledLoop(PixelLoop):

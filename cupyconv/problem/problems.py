@@ -323,6 +323,8 @@ class TransposedProblem(ProductsProblem):
     weight_dtype: str
     conjugate: bool = False  # the weight is taken conjugated
     activation: Activation = IDENTITY
+    #: Whether 0 times the weight is 0, so that zeros may be read where the definition has no term.
+    weight_is_finite: bool = True
 
     @property
     def dtype(self) -> str:

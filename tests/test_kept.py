@@ -1,0 +1,154 @@
+"""What is kept from call to call: within one budget, given back when asked, and never what is large."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import tracemalloc
+from functools import partial
+
+import numpy as np
+import pytest
+from peak_memory import peak_bytes
+
+import cupyconv
+from cupyconv.call import operation
+from cupyconv.numpy.windows import KeptScratch
+from cupyconv.problem import kept
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    cupyconv.clear_caches()
+    yield
+    cupyconv.clear_caches()
+
+
+def conv_of_a_wide_border(padding: int) -> np.ndarray:
+    x, w = np.ones((1, 1, 100), np.float32), np.ones((1, 1, 3), np.float32)
+    return cupyconv.conv(x, w, padding=padding, padding_mode="wrap")
+
+
+def kept_after(*calls) -> int:
+    """Bytes that are there after calls and were not before them."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for call in calls:
+            call()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_budget_is_that_of_all_together(monkeypatch):
+    """Index arrays of a padding mode were kept by their count: 20 calls kept 1 GiB."""
+    monkeypatch.setattr(kept, "BUDGET", 1 << 20)
+    monkeypatch.setattr(kept, "LARGEST", 1 << 18)
+    calls = [partial(conv_of_a_wide_border, 4000 + i) for i in range(40)]
+    conv_of_a_wide_border(10)  # what is imported and set up once
+    assert kept_after(*calls) < (1 << 20) + 100_000
+    assert 0 < kept.spent() <= 1 << 20
+
+
+def test_what_is_large_is_not_kept():
+    """The slices of a window of 100,000 taps took 345 MB."""
+    x = np.ones((1, 1, 20_000), np.float32)
+    cupyconv.max_pool(x, 3)
+    assert kept_after(lambda: cupyconv.max_pool(x, 10_000, stride=1)) < kept.LARGEST
+    assert kept.spent() < kept.LARGEST
+
+
+def test_what_it_counts_is_what_is_held():
+    def call():
+        cupyconv.conv(np.ones((2, 3, 16, 16), np.float32), np.ones((4, 3, 3, 3), np.float32))
+
+    call()
+    cupyconv.clear_caches()
+    held = kept_after(call)
+    assert 0.7 * held < kept.spent() < 2 * held
+
+
+def test_clear_caches_gives_everything_back():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((8, 64, 30, 30)).astype(np.float32)
+    w = rng.standard_normal((64, 64, 3, 3)).astype(np.float32)
+    expected = cupyconv.conv(x, w)
+    assert cupyconv.explain(cupyconv.conv, x, w).method == "winograd"
+    cupyconv.clear_caches()
+
+    def call():
+        np.testing.assert_array_equal(cupyconv.conv(x, w), expected)
+        cupyconv.clear_caches()
+
+    call()
+    assert kept_after(call) < 50_000
+    assert kept.spent() == 0 and not operation._executables
+
+
+def test_the_scratch_memory_of_a_thread_that_has_ended_counts_no_more():
+    scratch = KeptScratch(np.dtype(np.float32))
+
+    def use():
+        scratch.array("tile", (1000,))[...] = 1
+
+    before = kept.spent()
+    use()
+    assert kept.spent() == before + 4000
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    gc.collect()
+    assert kept.spent() == before + 4000
+    scratch.array("tile", (2000,))
+    assert kept.spent() == before + 8000
+    cupyconv.clear_caches()
+    assert kept.spent() == 0
+
+
+def test_scratch_memory_beyond_the_budget_is_fresh(monkeypatch):
+    monkeypatch.setattr(kept, "BUDGET", 1000)
+    scratch = KeptScratch(np.dtype(np.float32))
+    large = scratch.array("tile", (1000,))
+    assert large.nbytes == 4000 and kept.spent() == 0
+    assert not np.shares_memory(large, scratch.array("tile", (1000,)))
+
+
+def test_clearing_while_others_compute():
+    """From a thread, again and again, while this one computes."""
+    x, w = np.ones((8, 64, 20, 20), np.float32), np.ones((64, 64, 3, 3), np.float32)
+    expected, done = cupyconv.conv(x, w), threading.Event()
+
+    def clear() -> None:
+        while not done.is_set():
+            cupyconv.clear_caches()
+
+    thread = threading.Thread(target=clear)
+    thread.start()
+    try:
+        for _ in range(30):
+            np.testing.assert_array_equal(cupyconv.conv(x, w), expected)
+    finally:
+        done.set()
+        thread.join()
+    cupyconv.clear_caches()
+    gc.collect()
+    assert kept.spent() == 0
+
+
+@pytest.mark.parametrize("mode", ["wrap", "reflect", "edge", "symmetric"])
+def test_index_arrays_of_borders_are_within_the_limit(mode):
+    """Of a border of 10**6 elements beside a limit of 1 MiB they took 986 MiB."""
+    x, w, limit = np.ones((1, 1, 100), np.float32), np.ones((1, 1, 3), np.float32), 1 << 20
+    with cupyconv.options(workspace_limit=limit):
+        call = partial(cupyconv.conv, x, w, padding=200_000, padding_mode=mode)
+        out = call()
+        cupyconv.clear_caches()
+        peak = peak_bytes(partial(call, out=out))
+    assert peak <= limit + kept.spent() + 200_000
+
+
+def test_show_config_says_what_is_kept(capsys):
+    cupyconv.show_config()
+    assert "of at most 64 MiB" in capsys.readouterr().out

@@ -1,0 +1,137 @@
+"""Kernels as large as the image, or larger: no loop over a million taps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import reference
+import reference_gradients
+from tolerance import assert_exact
+
+import cupyconv
+
+SIZE = 1500
+
+
+def planes(*sizes: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(-1, 2, (1, 1, n, n)).astype(np.float32) for n in sizes]
+
+
+def convolution() -> tuple[np.ndarray, np.ndarray]:
+    x, w = planes(SIZE, SIZE)
+    return cupyconv.conv(x, w), (x * w).sum(keepdims=True, dtype=np.float64)
+
+
+def of_a_line() -> tuple[np.ndarray, np.ndarray]:
+    x, w = (plane.reshape(1, 1, -1) for plane in planes(2 * SIZE, 2 * SIZE))
+    return cupyconv.conv(x, w), (x * w).sum(keepdims=True, dtype=np.float64)
+
+
+def dilated() -> tuple[np.ndarray, np.ndarray]:
+    x, w = planes(2 * SIZE, SIZE)
+    sums = [[(x[..., i::2, j::2] * w).sum(dtype=np.float64) for j in range(2)] for i in range(2)]
+    return cupyconv.conv(x, w, dilation=2), np.array(sums)[None, None]
+
+
+def columns() -> tuple[np.ndarray, np.ndarray]:
+    (x,) = planes(SIZE)
+    return cupyconv.im2col(x, (SIZE, SIZE)), x.reshape(1, -1, 1)
+
+
+def sums_of_columns() -> tuple[np.ndarray, np.ndarray]:
+    (x,) = planes(SIZE)
+    return cupyconv.col2im(x.reshape(1, -1, 1), (SIZE, SIZE), (SIZE, SIZE)), x
+
+
+def transposed() -> tuple[np.ndarray, np.ndarray]:
+    x, w = planes(1, SIZE)
+    return cupyconv.conv_transpose(x, w), x * w
+
+
+def input_gradient() -> tuple[np.ndarray, np.ndarray]:
+    """Of a weight whose products are more than the limit on workspace."""
+    grad, w = planes(1, 2 * SIZE)
+    return cupyconv.conv_grad_input(grad, w, w.shape), grad * w
+
+
+def weight_gradient() -> tuple[np.ndarray, np.ndarray]:
+    grad, x = planes(1, SIZE)
+    return cupyconv.conv_grad_weight(grad, x, (SIZE, SIZE)), grad * x
+
+
+def pooling_gradient() -> tuple[np.ndarray, np.ndarray]:
+    x, grad = planes(SIZE, 1)
+    x[0, 0, 700, 800] = 2
+    expected = np.zeros(x.shape)
+    expected[0, 0, 700, 800] = grad.item()
+    return cupyconv.vjp(cupyconv.max_pool, x, SIZE)[1](grad).x, expected
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        convolution,
+        of_a_line,
+        dilated,
+        columns,
+        sums_of_columns,
+        transposed,
+        input_gradient,
+        weight_gradient,
+        pooling_gradient,
+    ],
+)
+def test_a_kernel_as_large_as_the_image(case: Callable[[], tuple[np.ndarray, np.ndarray]]):
+    """With a turn of a loop for each tap they took 15 to 100 s."""
+    start = time.process_time()
+    actual, expected = case()
+    assert time.process_time() - start < 8
+    assert_exact(actual, expected, "float32")
+
+
+@pytest.mark.parametrize("limit", [None, 40_000, 12_000])
+@pytest.mark.parametrize("mode", ["constant", "reflect", "wrap"])
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+@pytest.mark.parametrize(
+    "size, kernel, settings",
+    [
+        ((17,), (15,), dict(padding=2)),
+        ((9, 8), (8, 7), dict(padding=((1, 2), (0, 3)), stride=(2, 1))),
+        ((9, 8), (4, 3), dict(padding=2, dilation=(2, 3))),
+        ((5, 6, 4), (4, 5, 3), dict(padding=1, stride=(1, 2, 1))),
+    ],
+    ids=str,
+)
+def test_more_taps_than_pixels(size, kernel, settings, dtype, mode, limit):
+    """Some taps at a time, and pixel by pixel: whatever the limit cuts."""
+    rng = np.random.default_rng(1)
+
+    def integers(*shape):
+        values = rng.integers(-3, 4, shape).astype(dtype)
+        return values + 1j * rng.integers(-3, 4, shape).astype(dtype) if np.dtype(dtype).kind == "c" else values
+
+    x, w, windows = integers(2, 2, *size), integers(3, 2, *kernel), settings
+    settings = settings | {"padding_mode": mode}
+    expected = reference.conv(x, w, **settings)
+    grad, name = integers(*expected.shape), np.dtype(dtype).name
+    gradients = reference_gradients.conv_gradients(grad, x, w, **settings)
+    columns = reference.im2col(x, kernel, **windows)
+    with cupyconv.options(workspace_limit=limit):
+        assert_exact(cupyconv.conv(x, w, **settings, method="direct"), expected, name)
+        assert_exact(cupyconv.conv_grad_input(grad, w, x.shape, **settings, method="direct"), gradients.x, name)
+        assert_exact(cupyconv.conv_grad_weight(grad, x, kernel, **settings, method="direct"), gradients.weight, name)
+        assert_exact(cupyconv.im2col(x, kernel, **windows), columns, name)
+        image = cupyconv.col2im(columns.astype(dtype), size, kernel, **windows)
+    assert_exact(image, reference.col2im(columns, size, kernel, **windows), name)
+
+
+def test_a_long_loop_is_announced():
+    x, w = (np.broadcast_to(np.float32(1), shape) for shape in ((1, 64, 2000, 2000), (8, 64, 3, 3)))
+    with cupyconv.options(workspace_limit=3000):
+        plan = cupyconv.explain(cupyconv.conv, x, w)
+    assert any("turns" in note for note in plan.notes)
+    assert not any("turns" in note for note in cupyconv.explain(cupyconv.conv, x, w).notes)
