@@ -917,7 +917,7 @@ def test_explain_what_has_no_plan(function, given):
     ],
 )
 def test_vjp_of_what_has_no_pullback(function, given):
-    known = "conv, linmerge, conv_transpose, max_pool, rnn, lstm, gru"
+    known = "conv, linmerge, conv_transpose, max_pool, avg_pool, rnn, lstm, gru"
     with pytest.raises(TypeError, match=f"vjp takes one of {known}, and then its arguments, given {given}"):
         cupyconv.vjp(function, np.ones((1, 1, 3)), np.ones((1, 1, 3)))
 

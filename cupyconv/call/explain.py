@@ -16,7 +16,7 @@ def explain(function: Callable[..., Any], *args: Any, on: str | None = None, **k
     ----------
     function : callable
         `conv`, `linmerge`, `conv_chain`, `conv_transpose`, `conv_grad_input`, `conv_grad_weight`, `im2col`,
-        `col2im`, `max_pool`, `rnn`, `lstm`, `gru`, `rnn_step`, `lstm_step` or `gru_step`.
+        `col2im`, `max_pool`, `avg_pool`, `rnn`, `lstm`, `gru`, `rnn_step`, `lstm_step` or `gru_step`.
     *args, **kwargs
         The call's arguments.
     on : str, optional

@@ -40,7 +40,8 @@ LARGEST_STEP = 2**31 - 1
 class Windows:
     """Windows sliding over images: the geometry of columns, and half of a convolution's.
 
-    `channels` has one entry per input array: several stand for their concatenation.
+    `channels` has one entry per input array: several stand for their concatenation.  In `ceil_mode` a last window may
+    reach beyond what is padded, if it begins in the image or before it.
     """
 
     batch: int
@@ -53,6 +54,7 @@ class Windows:
     dilation: Triple
     padding_mode: str
     rank: int
+    ceil_mode: bool = False
 
     @cached_property
     def in_channels(self) -> int:
@@ -70,10 +72,13 @@ class Windows:
 
     @cached_property
     def out_size(self) -> Triple:
-        return tuple(  # type: ignore[return-value]
-            (n + a + b - span) // s + 1
-            for n, a, b, span, s in zip(self.size, self.before, self.after, self.span, self.stride)
-        )
+        rooms = [n + a + b - span for n, a, b, span in zip(self.size, self.before, self.after, self.span)]
+        if self.ceil_mode:
+            return tuple(  # type: ignore[return-value]
+                min(-(-room // s) + 1, -(-(n + b) // s))
+                for room, s, n, b in zip(rooms, self.stride, self.size, self.before)
+            )
+        return tuple(room // s + 1 for room, s in zip(rooms, self.stride))  # type: ignore[return-value]
 
     @cached_property
     def reached(self) -> Triple:
@@ -256,6 +261,7 @@ def window_geometry(
     padding: Any,
     dilation: Any,
     padding_mode: str = "constant",
+    ceil_mode: bool = False,
 ) -> Windows:
     """Validate the geometry of columns of images, whose shapes are given by input."""
     name, shape = next(iter(shapes.items()))
@@ -271,7 +277,7 @@ def window_geometry(
         )
     kernel = per_axis("kernel_shape", kernel_shape, rank, 1)
     batch, channels, size = _common_image(shapes, rank, batched)
-    windows = _windows(size, kernel, stride, padding, padding_mode, dilation)
+    windows = _windows(size, kernel, stride, padding, padding_mode, dilation, ceil_mode)
     return Windows(batch=batch, channels=channels, **windows)
 
 
@@ -350,7 +356,13 @@ def _common_image(
 
 
 def _windows(
-    size: tuple[int, ...], kernel: tuple[int, ...], stride: Any, padding: Any, padding_mode: Any, dilation: Any
+    size: tuple[int, ...],
+    kernel: tuple[int, ...],
+    stride: Any,
+    padding: Any,
+    padding_mode: Any,
+    dilation: Any,
+    ceil_mode: bool = False,
 ) -> dict[str, Any]:
     rank = len(size)
     if min(kernel, default=1) < 1:
@@ -369,7 +381,8 @@ def _windows(
     for axis in range(rank):
         padded = size[axis] + before[axis] + after[axis]
         span = dilation[axis] * (kernel[axis] - 1) + 1
-        if span > max(1, padded):  # one tap on an empty axis makes an empty one
+        beyond = stride[axis] - 1 if ceil_mode else 0
+        if span > max(1, padded + beyond):  # one tap on an empty axis makes an empty one
             raise ValueError(
                 f"kernel spans {span} elements along spatial axis {axis}, the padded input has {padded}"
                 f" (size {size[axis]}, padding {pairs[axis]}, kernel {kernel[axis]}, dilation {dilation[axis]})"
@@ -378,7 +391,7 @@ def _windows(
             raise ValueError(f"padding_mode {padding_mode!r} cannot extend spatial axis {axis} of length 0")
 
     windows = _in_three(size, kernel, stride, before, after, dilation)
-    return windows | {"padding_mode": padding_mode if any(before + after) else "constant"}
+    return windows | {"padding_mode": padding_mode if any(before + after) else "constant", "ceil_mode": ceil_mode}
 
 
 def _check_steps(**steps: tuple[int, ...]) -> None:
