@@ -97,6 +97,11 @@ def planner(backend: Backend, machine: Machine) -> Callable[[Problem], Plan]:
 
 
 def _finder(name: str, array: Any) -> Callable[[Any], Backend]:
+    units = next((name for name in ("unit", "units") if hasattr(type(array), name)), None)
+    if units is not None and isinstance(array, np.ndarray):
+        raise TypeError(
+            f"{name} is in units, {kind_of(array)} of {getattr(array, units)}, which would be lost: compute with array.value"
+        )
     for array_class in type(array).__mro__:
         if array_class in _REGISTRY and not isinstance(array, (np.ma.MaskedArray, np.matrix)):
             return _REGISTRY[array_class]

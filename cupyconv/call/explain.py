@@ -52,7 +52,11 @@ def checked_call(function: Callable[..., Any], *args: Any, on: str | None = None
     """The call that `explain` explains."""
     operation = operation_of(function)
     if operation is None:
+        if getattr(function, "__name__", "") in ("vjp", "pullback"):
+            raise TypeError(
+                "explain takes a function that vjp takes, not vjp or a pullback: explain(conv, x, weight) is the forward"
+                " pass of vjp(conv, x, weight), explain(conv_grad_input, ...) and explain(conv_grad_weight, ...) the way back"
+            )
         namesake = ": its forward pass is explain(cupyconv.{}, ...) of NumPy or CuPy arrays"
-        hint = ": its forward pass is explain(conv, x, weight)" * (getattr(function, "__name__", "") == "vjp")
-        raise TypeError(refusal("explain", known_functions(), function, namesake) + hint)
+        raise TypeError(refusal("explain", known_functions(), function, namesake))
     return operation.checked(bound(function, args, kwargs), on)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 
@@ -43,6 +43,7 @@ def max_pool(
     ceil_mode: bool = False,
     return_indices: bool = False,
     out: Array | Sequence[Array] | None = None,
+    **foreign: Never,
 ) -> ArrayOrList | tuple[ArrayOrList, ArrayOrList]:
     """The largest element of every window of an image.
 
@@ -117,6 +118,7 @@ def avg_pool(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     out: Array | Sequence[Array] | None = None,
+    **foreign: Never,
 ) -> ArrayOrList:
     """The mean of every window of an image.
 

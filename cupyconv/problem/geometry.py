@@ -190,18 +190,23 @@ def conv_geometry(
     rank = len(weight_shape) - 2
     if not 1 <= rank <= 3:
         raise ValueError(_weight_axes(weight_shape, "(C_out, C_in // groups, *kernel)"))
-    batch, channels, size = _common_image(shapes, rank, batched)
     groups = positive("groups", groups)
+    hint = _without_its_axis(shapes, weight_shape, groups)
+    try:
+        batch, channels, size = _common_image(shapes, rank, batched)
+    except ValueError as error:
+        raise ValueError(f"{error}{hint}") from None
     out_channels, weight_channels = weight_shape[:2]
     if out_channels % groups:
-        raise ValueError(f"groups {groups} does not divide the weight's {out_channels} output channels")
+        raise ValueError(f"groups {groups} does not divide the weight's {out_channels} output channels{hint}")
     if sum(channels) % groups:
-        raise ValueError(f"groups {groups} does not divide the {_counted(shapes, channels)}")
+        raise ValueError(f"groups {groups} does not divide the {_counted(shapes, channels)}{hint}")
     if sum(channels) // groups != weight_channels:
         needed = weight_channels * groups
         raise ValueError(
             f"weight of shape {weight_shape} with groups={groups} takes {needed} input channels,"
-            f" given {_counted(shapes, channels)}{_each_channel(weight_shape)}"
+            f" given {_counted(shapes, channels)}"
+            f"{hint or _each_channel(weight_shape)}"
         )
     windows = _windows(size, weight_shape[2:], stride, padding, padding_mode, dilation)
     return ConvGeometry(batch=batch, channels=channels, out_channels=out_channels, groups=groups, **windows)
@@ -324,8 +329,11 @@ def pointwise_geometry(shapes: Mapping[str, tuple[int, ...]], weight_shape: tupl
     batch, channels, size = _common_image(shapes, rank, batched=True)
     if sum(channels) != weight_shape[1]:
         given = _counted(shapes, channels)
-        unbatched = sum(shape[0] for shape in shapes.values()) == weight_shape[1]
-        hint = "; the first axis is that of samples: array[None] for one" if unbatched else ""
+        hint = ""
+        if sum(shape[0] for shape in shapes.values()) == weight_shape[1]:
+            hint = "; the axis N of samples is missing: array[None] for one sample, (1, C, *spatial)"
+        elif len(shapes) == weight_shape[1]:
+            hint = "; an array is (N, C, *spatial): one channel of one sample is array[None, None]"
         raise ValueError(f"weight of shape {weight_shape} takes {weight_shape[1]} channels, given {given}{hint}")
     if rank > 3:
         size = (prod(size[:-2]), *size[-2:])
@@ -376,6 +384,11 @@ def _windows(
             f"unknown padding_mode {padding_mode!r}; known are {', '.join(PADDING_MODES)}, as in numpy.pad{hint}"
         )
     pairs = resolve_padding(padding, size, kernel, stride, dilation)
+    if padding_mode != "constant" and not isinstance(padding, (str, tuple, list)) and not padding and max(kernel) > 1:
+        raise ValueError(
+            f"padding_mode {padding_mode!r} beside padding 0 does nothing: give padding='same' for a result of the size"
+            " of x, or numbers; 'valid' is no padding"
+        )
     before, after = tuple(b for b, _ in pairs), tuple(a for _, a in pairs)
     _check_steps(stride=stride, dilation=dilation, padding=before + after, kernel=kernel)
     for axis in range(rank):
@@ -430,6 +443,19 @@ def _each_channel(weight_shape: tuple[int, ...]) -> str:
         return ""
     kernel = ", ".join(map(str, weight_shape[2:]))
     return f"; to filter each of C channels by itself: groups=C and a weight of shape (C, 1, {kernel})"
+
+
+def _without_its_axis(shapes: Mapping[str, tuple[int, ...]], weight_shape: tuple[int, ...], groups: int) -> str:
+    """A hint for those whose weight is a kernel for each channel, (C, *kernel), without the axis of input channels."""
+    rank = len(weight_shape) - 1
+    channels = [shape[-rank - 1] for shape in shapes.values() if len(shape) in (rank + 1, rank + 2)]
+    if groups == 1 or rank > 3 or len(channels) != len(shapes) or not sum(channels) == groups == weight_shape[0]:
+        return ""
+    needed = (groups, 1, *weight_shape[1:])
+    return (
+        f"; weight of shape {weight_shape} has {rank - 1} spatial axes: a kernel for each of {groups} channels is"
+        f" weight[:, None], of shape {needed}"
+    )
 
 
 def _counted(shapes: Mapping[str, tuple[int, ...]], channels: tuple[int, ...]) -> str:
