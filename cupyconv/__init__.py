@@ -3,7 +3,8 @@
 y = cupyconv.conv(x, weight)              # x is (N, C, *spatial): samples, channels, one to three spatial axes
 y = cupyconv.conv([a, b, c], weight)      # as if concatenated along the channels; the concatenation is never built
 
-layers      conv, linmerge, conv_chain with ConvLayer, conv_transpose, max_pool, im2col, col2im
+layers      conv, linmerge, conv_chain with ConvLayer, conv_transpose, max_pool, avg_pool,
+            im2col, col2im
 recurrent   rnn, lstm, gru, and rnn_step, lstm_step, gru_step
 gradients   vjp, of a function of the lines above: y, pullback = cupyconv.vjp(cupyconv.conv, x, weight);
             conv_grad_input, conv_grad_weight
@@ -23,7 +24,7 @@ from cupyconv.ops.conv_grad_weight import conv_grad_weight
 from cupyconv.ops.conv_pullback import ConvGradients
 from cupyconv.ops.conv_transpose import conv_transpose
 from cupyconv.ops.onnx import from_onnx_weights, onnx_padding
-from cupyconv.ops.pooling import max_pool
+from cupyconv.ops.pooling import avg_pool, max_pool
 from cupyconv.ops.recurrent import gru, gru_step, lstm, lstm_step, rnn, rnn_step
 from cupyconv.ops.recurrent_pullback import RecurrentGradients
 from cupyconv.ops.vjp import vjp
@@ -36,6 +37,7 @@ __all__ = [
     "Plan",
     "RecurrentGradients",
     "__version__",
+    "avg_pool",
     "clear_caches",
     "col2im",
     "conv",

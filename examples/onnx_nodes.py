@@ -35,35 +35,20 @@ def ConvTranspose(
 
 
 def MaxPool(
-    X, *, kernel_shape, strides=None, pads=None, auto_pad="NOTSET", dilations=None, ceil_mode=0, storage_order=0
-):
-    """The values alone: the second output, indices, is not there."""
-    ones = [1] * len(kernel_shape)
-    strides, dilations = strides or ones, dilations or ones  # ONNX's default stride is 1
-    padding = onnx_padding(pads, auto_pad)
-    if ceil_mode and auto_pad == "NOTSET":
-        padding = padding_of_ceil_mode(X.shape[2:], kernel_shape, strides, padding or ((0, 0),) * len(ones), dilations)
-    return cupyconv.max_pool(X, kernel_shape, stride=strides, padding=padding, dilation=dilations)
+    X, *, kernel_shape, strides=1, pads=None, auto_pad="NOTSET", dilations=1, ceil_mode=0, storage_order=0
+):  # fmt: skip
+    """The values alone, not the second output, which is indices."""
+    padding, ceil_mode = onnx_padding(pads, auto_pad), bool(ceil_mode)
+    return cupyconv.max_pool(X, kernel_shape, stride=strides, padding=padding, dilation=dilations, ceil_mode=ceil_mode)
 
 
-def padding_of_ceil_mode(size, kernel, strides, padding, dilations):
-    """As much padding behind as lets a last window fit that begins in the image."""
-    result = []
-    for n, k, s, (before, after), d in zip(size, kernel, strides, padding, dilations):
-        span = d * (k - 1) + 1
-        last = -(-(n + before + after - span) // s) * s  # where the last window begins
-        if last >= n + before:
-            last -= s
-        result.append((before, max(after, last + span - n - before)))
-    return tuple(result)
-
-
-def AveragePool(X, *, kernel_shape, strides=1, pads=None, auto_pad="NOTSET", dilations=1, count_include_pad=0):
-    channels, taps = X.shape[1], int(np.prod(kernel_shape))
-    settings = dict(stride=strides, padding=onnx_padding(pads, auto_pad), dilation=dilations)
-    ones = xp.ones((channels, 1, *kernel_shape), X.dtype)
-    sums = cupyconv.conv(X, ones, groups=channels, **settings)
-    return sums / (taps if count_include_pad else cupyconv.conv(xp.ones_like(X[:1, :1]), ones[:1], **settings))
+def AveragePool(
+    X, *, kernel_shape, strides=1, pads=None, auto_pad="NOTSET", dilations=1, ceil_mode=0, count_include_pad=0
+):  # fmt: skip
+    return cupyconv.avg_pool(
+        X, kernel_shape, stride=strides, padding=onnx_padding(pads, auto_pad), dilation=dilations,
+        ceil_mode=bool(ceil_mode), count_include_pad=bool(count_include_pad),
+    )  # fmt: skip
 
 
 def LSTM(X, W, R, B=None, sequence_lens=None, initial_h=None, initial_c=None, P=None, **attributes):

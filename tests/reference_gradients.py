@@ -9,8 +9,8 @@ so each gradient walks the same walk and sends `grad[n, o, pixel]` back, times t
 Hermitian adjoint.  A padded element sends what it received on to the element it is a copy of.  The gradient of a real
 argument is real: the real part of that.
 
-`conv_grad_input`, `conv_grad_weight`, `conv_transpose` and `max_pool` take the public functions' arguments without
-`method` and `out`.  The `..._gradients` functions are the pullbacks: (grad, arguments of the function) -> `Gradients`.
+`conv_grad_input`, `conv_grad_weight`, `conv_transpose`, `max_pool` and `avg_pool` take the public functions' arguments
+without `method` and `out`.  The `..._gradients` functions are the pullbacks: (grad, arguments of the function) -> `Gradients`.
 """
 
 from __future__ import annotations
@@ -325,7 +325,13 @@ def transposed_window(
 
 
 def max_pool(
-    x: Image, kernel_shape: Sequence[int], *, stride: PerAxis | None = None, padding: Padding = 0, dilation: PerAxis = 1
+    x: Image,
+    kernel_shape: Sequence[int],
+    *,
+    stride: PerAxis | None = None,
+    padding: Padding = 0,
+    dilation: PerAxis = 1,
+    ceil_mode: bool = False,
 ) -> Any:
     """The largest element of each window; NaN where one is NaN, -inf where the window lies in the padding alone.
 
@@ -334,13 +340,81 @@ def max_pool(
     pooled = []
     for image in sequence(x):
         image, has_batch = concatenated(image, len(kernel_shape))
-        windows, out_spatial = pooling_windows(image.shape[2:], kernel_shape, stride, padding, dilation)
+        windows, out_spatial = pooling_windows(image.shape[2:], kernel_shape, stride, padding, dilation, ceil_mode)
         y = np.full((*image.shape[:2], *out_spatial), -np.inf)
-        for pixel, elements in windows:
+        for pixel, elements, _ in windows:
             for element in elements:
                 y[(..., *pixel)] = np.maximum(y[(..., *pixel)], image[(..., *element)])  # NaN if either is
         pooled.append(y if has_batch else y[0])
     return pooled if isinstance(x, (list, tuple)) else pooled[0]
+
+
+def max_pool_indices(
+    x: Image,
+    kernel_shape: Sequence[int],
+    *,
+    stride: PerAxis | None = None,
+    padding: Padding = 0,
+    dilation: PerAxis = 1,
+    ceil_mode: bool = False,
+) -> Any:
+    """Where each of these lies, in C order over its image; the first of several, -1 where there is none."""
+    places = []
+    for image in sequence(x):
+        image, has_batch = concatenated(image, len(kernel_shape))
+        windows, out_spatial = pooling_windows(image.shape[2:], kernel_shape, stride, padding, dilation, ceil_mode)
+        indices = np.full((*image.shape[:2], *out_spatial), -1)
+        for pixel, elements, _ in windows:
+            for n, c in np.ndindex(*image.shape[:2]):
+                if elements:
+                    first = np.argmax([image[(n, c, *element)] for element in elements])  # or the first NaN
+                    indices[(n, c, *pixel)] = np.ravel_multi_index(elements[first], image.shape[2:])
+        places.append(indices if has_batch else indices[0])
+    return places if isinstance(x, (list, tuple)) else places[0]
+
+
+def avg_pool(
+    x: Image,
+    kernel_shape: Sequence[int],
+    *,
+    stride: PerAxis | None = None,
+    padding: Padding = 0,
+    dilation: PerAxis = 1,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+) -> Any:
+    """The mean of each window: of its elements, or with the zeros among its taps."""
+    pooled = []
+    for image in sequence(x):
+        image, has_batch = concatenated(image, len(kernel_shape))
+        windows, out_spatial = pooling_windows(image.shape[2:], kernel_shape, stride, padding, dilation, ceil_mode)
+        y = np.zeros((*image.shape[:2], *out_spatial))
+        for pixel, elements, padded_taps in windows:
+            for element in elements:
+                y[(..., *pixel)] += image[(..., *element)]
+            taps = padded_taps if count_include_pad else len(elements)
+            y[(..., *pixel)] = y[(..., *pixel)] / taps if taps else np.nan
+        pooled.append(y if has_batch else y[0])
+    return pooled if isinstance(x, (list, tuple)) else pooled[0]
+
+
+def avg_pool_gradients(grad: Any, x: Image, kernel_shape: Sequence[int], **settings: Any) -> Gradients:
+    """The pullback of `avg_pool`, a linear function: what each element alone brings about, times the gradient."""
+    count_include_pad = settings.pop("count_include_pad", True)
+    window = {"stride": None, "padding": 0, "dilation": 1, "ceil_mode": False, **settings}
+    images = []
+    for one_grad, image in zip(sequence(grad), sequence(x)):
+        image, has_batch = concatenated(image, len(kernel_shape))
+        one_grad, _ = concatenated(one_grad, len(kernel_shape))
+        windows, _ = pooling_windows(image.shape[2:], kernel_shape, **window)
+        grad_image = np.zeros(image.shape)
+        for pixel, elements, padded_taps in windows:
+            for element in elements:
+                grad_image[(..., *element)] += one_grad[(..., *pixel)] / (
+                    padded_taps if count_include_pad else len(elements)
+                )
+        images.append(grad_image if has_batch else grad_image[0])
+    return Gradients(x=images if isinstance(x, (list, tuple)) else images[0])
 
 
 def max_pool_gradients(
@@ -351,15 +425,16 @@ def max_pool_gradients(
     stride: PerAxis | None = None,
     padding: Padding = 0,
     dilation: PerAxis = 1,
+    ceil_mode: bool = False,
 ) -> Gradients:
     """The pullback of `max_pool`: all of it to the first of the largest in the order of the taps; a NaN is larger."""
     images = []
     for one_grad, image in zip(sequence(grad), sequence(x)):
         image, has_batch = concatenated(image, len(kernel_shape))
         one_grad, _ = concatenated(one_grad, len(kernel_shape))
-        windows, _ = pooling_windows(image.shape[2:], kernel_shape, stride, padding, dilation)
+        windows, _ = pooling_windows(image.shape[2:], kernel_shape, stride, padding, dilation, ceil_mode)
         grad_image = np.zeros(image.shape)
-        for pixel, elements in windows:
+        for pixel, elements, _ in windows:
             for n, c in np.ndindex(*image.shape[:2]):
                 if elements:
                     values = [image[(n, c, *element)] for element in elements]
@@ -370,13 +445,29 @@ def max_pool_gradients(
 
 
 def pooling_windows(
-    spatial: Sequence[int], kernel: Sequence[int], stride: PerAxis | None, padding: Padding, dilation: PerAxis
-) -> tuple[list[tuple[tuple[int, ...], list[tuple[int, ...]]]], tuple[int, ...]]:
-    """(output pixel, the input pixels of its window in the order of the taps, without the padding), and the sizes."""
+    spatial: Sequence[int],
+    kernel: Sequence[int],
+    stride: PerAxis | None,
+    padding: Padding,
+    dilation: PerAxis,
+    ceil_mode: bool,
+) -> tuple[list[tuple[tuple[int, ...], list[tuple[int, ...]], int]], tuple[int, ...]]:
+    """(output pixel, the input pixels of its window in the order of the taps, how many taps lie in the padded image),
+    and the sizes.
+
+    In `ceil_mode` a window follows while the one before leaves something of the padded image, and it begins in the image
+    or before it.
+    """
     rank = len(kernel)
     stride, dilation = per_axis(kernel if stride is None else stride, rank), per_axis(dilation, rank)
     pairs = padding_pairs(padding, spatial, kernel, stride, dilation)
     out_spatial = output_shape(spatial, kernel, pairs, stride, dilation)
+    if ceil_mode:
+        spans = [d * (k - 1) + 1 for k, d in zip(kernel, dilation)]
+        out_spatial = tuple(
+            next(o for o in range(before + n + 2) if (o - 1) * s + span >= before + n + after or o * s >= before + n)
+            for n, (before, after), span, s in zip(spatial, pairs, spans, stride)
+        )
     windows = []
     for pixel in np.ndindex(*out_spatial):
         elements = [
@@ -384,7 +475,11 @@ def pooling_windows(
             for tap in np.ndindex(*kernel)
         ]
         inside = [element for element in elements if all(0 <= e < size for e, size in zip(element, spatial))]
-        windows.append((pixel, inside))
+        padded = [
+            all(-before <= e < size + after for e, size, (before, after) in zip(element, spatial, pairs))
+            for element in elements
+        ]
+        windows.append((pixel, inside, sum(padded)))
     return windows, out_spatial
 
 

@@ -13,7 +13,7 @@ and for random data, arrays(integer=False), the last line becomes
 
     assert_close(actual, expected, case.result_dtype, case.terms, magnitude=case.magnitude(arrays))
 
-`transposed_cases()` and `pool_cases()` are the same for `conv_transpose` and `max_pool`, and case.gradient() is an array
+`transposed_cases()` and `pool_cases()` are the same for `conv_transpose` and for pooling, and case.gradient() is an array
 like the result.  In all of this `to_device` copies a C-ordered NumPy array, and `xp` is the module (numpy, cupy) whose arrays it returns.
 
 A layout is a base array with the values somewhere inside, and the slicing that gets them out (`embed`).  What lies
@@ -356,7 +356,7 @@ def without_residual(arguments: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolCase:
-    """One valid call of `max_pool`."""
+    """One valid call of `max_pool`, or of `avg_pool`."""
 
     batch: int | None = 1
     channels: tuple[int, ...] = (1,)
@@ -365,6 +365,7 @@ class PoolCase:
     stride: int | tuple[int, ...] | None = None
     padding: Any = 0
     dilation: int | tuple[int, ...] = 1
+    ceil_mode: bool = False
     bare_x: bool = False
     dtype: str = "float32"
     layouts: tuple[str, ...]
@@ -373,7 +374,7 @@ class PoolCase:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("kernel_shape", "stride", "padding", "dilation")}
+        return {name: getattr(self, name) for name in ("kernel_shape", "stride", "padding", "dilation", "ceil_mode")}
 
     @property
     def channel_axis(self) -> int:
@@ -381,8 +382,7 @@ class PoolCase:
 
     @property
     def out_spatial(self) -> tuple[int, ...]:
-        window = (self.kernel_shape, self.stride, self.padding, self.dilation)
-        return reference_gradients.pooling_windows(self.spatial, *window)[1]
+        return reference_gradients.pooling_windows(self.spatial, *self.parameters.values())[1]
 
     def arrays(self, *, integer: bool = True) -> dict[str, Any]:
         """x; with integers nearly every window has two equal maxima."""
@@ -485,7 +485,7 @@ def conv_cases(
         kernel=kernel,
         stride=stride,
         padding=padding,
-        padding_mode=draw(st.sampled_from(PADDING_MODES)),
+        padding_mode=draw(padding_modes(padding, kernel)),
         dilation=dilation,
         groups=groups,
         activation=None if is_complex else draw(st.sampled_from(activations)),
@@ -550,9 +550,13 @@ def transposed_cases(
 
 @st.composite
 def pool_cases(
-    draw: st.DrawFn, *, dtypes: tuple[str, ...] = REAL_DTYPES, layouts: tuple[str, ...] = LAYOUTS
+    draw: st.DrawFn,
+    *,
+    dtypes: tuple[str, ...] = REAL_DTYPES,
+    layouts: tuple[str, ...] = LAYOUTS,
+    ceil_modes: tuple[bool, ...] = (False, True),
 ) -> PoolCase:
-    """Any valid call of `max_pool`."""
+    """Any valid call of `max_pool`, or of `avg_pool`."""
     rank = draw(st.integers(1, 3))
     kernel = tuple(draw(bounded_sizes(rank, 4, MOST_TAPS)))
     dilation, padding = draw(per_axis_ints(rank, 1, 3)), draw(paddings(rank))
@@ -567,6 +571,7 @@ def pool_cases(
         stride=draw(st.one_of(st.none(), per_axis_ints(rank, 1, 3))),
         padding=padding,
         dilation=dilation,
+        ceil_mode=draw(st.sampled_from(ceil_modes)),
         bare_x=len(channels) == 1 and draw(st.booleans()),
         dtype=draw(st.sampled_from(dtypes)),
         layouts=tuple(draw(st.sampled_from(layouts)) for _ in channels),
@@ -605,6 +610,12 @@ def paddings(rank: int) -> st.SearchStrategy[Any]:
     amounts = st.one_of(amount, st.tuples(*[amount] * rank), st.tuples(*[pair] * rank))
     names = ("valid", "same", "same_lower", "full", *(("causal",) if rank == 1 else ()))
     return st.booleans().flatmap(lambda named: st.sampled_from(names) if named else amounts)
+
+
+def padding_modes(padding: Any, kernel: tuple[int, ...]) -> st.SearchStrategy[str]:
+    """Beside a padding of 0 a mode would do nothing, which is refused."""
+    idle = isinstance(padding, int) and padding == 0 and max(kernel) > 1
+    return st.just("constant") if idle else st.sampled_from(PADDING_MODES)
 
 
 @st.composite

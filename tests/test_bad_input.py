@@ -6,6 +6,7 @@ and what was needed.  The words are regular expressions, searched for one by one
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -861,6 +862,97 @@ def test_lengths_in_a_subclass_of_arrays_are_looked_at(lengths, given):
 # --- explain, options, onnx_padding ---------------------------------------------------------------------------
 
 
+def test_a_padding_mode_without_padding_is_refused(target):
+    x, weight = placed(Ones((1, 1, 5)), target), placed(Ones((1, 1, 3)), target)
+    words = ["padding_mode 'edge'", "padding 0", "'same'", "'valid'"]
+    assert_refused(target, ValueError, words, cupyconv.conv, x, weight, padding_mode="edge")
+    for padding in ("valid", (0,), ((0, 0),)):
+        assert cupyconv.conv(x, weight, padding=padding, padding_mode="edge").shape == (1, 1, 3)
+    assert cupyconv.conv(x, weight[:, :, :1], padding=0, padding_mode="edge").shape == (1, 1, 5)
+
+
+class InMetres(np.ndarray):
+    """As astropy's Quantity is one."""
+
+    unit = "m"
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "bias", "out"])
+def test_units_are_refused(name):
+    arguments = {"x": np.ones((1, 1, 3)), "weight": np.ones((1, 1, 3)), "bias": np.ones(1), "out": np.ones((1, 1, 1))}
+    arguments[name] = arguments[name].view(InMetres)
+    assert_refused(
+        numpy_arrays(), TypeError, [rf"\b{name} is in units, .*InMetres of m", "value"], cupyconv.conv, **arguments
+    )
+
+
+@pytest.mark.parametrize("shape", [(3, 9, 9), (2, 3, 9, 9), (2, 3, 3, 9), (1, 3, 9)], ids=str)
+def test_a_kernel_for_each_channel_without_its_axis(shape):
+    words = [r"weight\[:, None\], of shape \(3, 1, 5, 5\)"] * (len(shape) > 3 or shape[0] == 3)
+    assert_refused(numpy_arrays(), ValueError, words, cupyconv.conv, np.ones(shape), np.ones((3, 5, 5)), groups=3)
+
+
+@pytest.mark.parametrize(
+    "shape, hint", [((1, 64, 64), r"axis N of samples is missing: array\[None\]"), ((64, 64), r"array\[None, None\]")]
+)
+def test_linmerge_names_the_missing_axis(shape, hint):
+    words = ["takes 3 channels", hint]
+    assert_refused(numpy_arrays(), ValueError, words, cupyconv.linmerge, [np.ones(shape)] * 3, np.ones((2, 3)))
+
+
+@pytest.mark.parametrize(
+    "given", [cupyconv.vjp, cupyconv.vjp(cupyconv.conv, np.ones((1, 1, 3)), np.ones((1, 1, 3)))[1]]
+)
+def test_explain_of_a_gradient_says_what_to_explain(given):
+    words = [r"explain\(conv, x, weight\) is the forward", r"explain\(conv_grad_weight, ...\)"]
+    assert_refused(numpy_arrays(), TypeError, words, cupyconv.explain, given, cupyconv.conv, np.ones((1, 1, 3)))
+
+
+@pytest.mark.parametrize(
+    "function, keyword, ours",
+    [
+        ("conv", "strides", "stride"), ("conv", "pads", "padding"), ("conv", "pad", "padding"), ("conv", "group", "groups"),
+        ("conv", "dilations", "dilation"), ("conv", "W", "weight"), ("conv", "b", "bias"), ("conv", "mode", "padding_mode"),
+        ("conv", "auto_pad", r"padding=onnx_padding\(pads, auto_pad\)"), ("conv", "data_format", "a transposed view of an array .*"),
+        ("conv", "stirde", "stride"), ("linmerge", "x", "xs"), ("conv_transpose", "output_size", "output_shape"),
+        ("conv_chain", "output", "out"), ("max_pool", "kernel_size", "kernel_shape"), ("max_pool", "strides", "stride"),
+        ("avg_pool", "pool_size", "kernel_shape"), ("im2col", "ksize", "kernel_shape"), ("col2im", "output_size", "spatial_shape"),
+        ("conv_grad_input", "input_size", "input_shape"), ("conv_grad_weight", "pads", "padding"), ("rnn", "nonlinearity", "activation"),
+        ("lstm", "sequence_lens", "lengths"), ("gru", "batch_first", r"a view, array.swapaxes\(0, 1\)"), ("lstm", "activation", "activations"),
+        ("rnn_step", "hx", "h"), ("lstm_step", "cx", "c"), ("gru_step", "R", "weight_hh"),
+    ],
+)  # fmt: skip
+def test_keywords_of_other_libraries_are_answered_with_ours(function, keyword, ours):
+    """By the call, by `explain` and, where there is one, by `vjp`; a layer takes what `conv` takes."""
+    called = getattr(cupyconv, function)
+    some = [np.ones((1, 1, 3))] * 6
+    needed = [p for p in inspect.signature(called).parameters.values() if p.default is p.empty]
+    words = rf"{function}\(\) got an unexpected keyword argument '{keyword}': here it is {ours}$"
+    with pytest.raises(TypeError, match=words):
+        called(*some[: len(needed)], **{keyword: 1})
+    with pytest.raises(TypeError, match=rf"^{function}: .*'{keyword}': here it is {ours}$"):
+        cupyconv.explain(called, *some[: len(needed)], **{keyword: 1})
+
+
+def test_a_keyword_that_nobody_has_is_answered_with_all_of_ours():
+    with pytest.raises(TypeError, match=r"'zzz': its arguments are x, kernel_shape, stride, padding, dilation, out$"):
+        cupyconv.im2col(np.ones((1, 1, 3)), 2, zzz=1)
+    with pytest.raises(TypeError, match=r"ConvLayer\(\) got .*'strides': here it is stride$"):
+        cupyconv.ConvLayer(np.ones((1, 1, 3)), strides=2)
+
+
+def test_an_executable_that_is_known_does_not_let_a_wrong_keyword_pass():
+    x = np.ones((1, 1, 3))
+    cupyconv.conv(x, x)
+    with pytest.raises(TypeError, match="here it is groups"):
+        cupyconv.conv(x, x, group=1)
+
+
+@pytest.mark.parametrize("name", ["conv", "max_pool", "lstm"])
+def test_help_shows_our_keywords_alone(name):
+    assert "foreign" not in str(inspect.signature(getattr(cupyconv, name)))
+
+
 @pytest.mark.parametrize(
     "words, arguments",
     table(
@@ -893,7 +985,6 @@ def test_explain_refuses_what_the_call_refuses(target):
         ("conv", "'conv'"),
         (None, "None"),
         ([], "list"),
-        (cupyconv.vjp, "'vjp': its forward pass is explain.conv, x"),
         (np.ones(2), "ndarray: write explain.conv, x"),
     ],
 )
@@ -917,7 +1008,7 @@ def test_explain_what_has_no_plan(function, given):
     ],
 )
 def test_vjp_of_what_has_no_pullback(function, given):
-    known = "conv, linmerge, conv_transpose, max_pool, rnn, lstm, gru"
+    known = "conv, linmerge, conv_transpose, max_pool, avg_pool, rnn, lstm, gru"
     with pytest.raises(TypeError, match=f"vjp takes one of {known}, and then its arguments, given {given}"):
         cupyconv.vjp(function, np.ones((1, 1, 3)), np.ones((1, 1, 3)))
 

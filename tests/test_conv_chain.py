@@ -25,6 +25,7 @@ from strategies import (
     absolute_values,
     bounded_sizes,
     conv_cases,
+    padding_modes,
     paddings,
     partners,
     per_axis_ints,
@@ -65,8 +66,7 @@ class ChainCase:
         all_views = [layer.views(plain, target.to_device, target.xp) for layer, plain in zip(self.layers, arrays)]
         layers = []
         for case, views in zip(self.layers, all_views):
-            parameters = {name: value for name, value in case.parameters.items() if name != "padding_mode"}
-            layers.append(ConvLayer(views["weight"], views["bias"], residual=views["residual"], **parameters))
+            layers.append(ConvLayer(views["weight"], views["bias"], residual=views["residual"], **case.parameters))
         return all_views[0]["x"], layers
 
     def expected(self, arrays: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
@@ -76,7 +76,7 @@ class ChainCase:
         for case, plain in zip(self.layers, arrays):
             now = {**plain, "x": x}
             y = reference.conv(**now, **case.parameters)
-            spread = {"padding_mode": "constant", "activation": None}
+            spread = {"activation": None}
             passed_on = reference.conv(error, absolute_values(plain["weight"]), **{**case.parameters, **spread})
             error = tolerance(y, case.result_dtype, case.terms, case.magnitude(now)) + STEEPEST * passed_on
             x = rounded(y, case.result_dtype)
@@ -100,8 +100,11 @@ class ChainCase:
 def chain_cases(
     draw: st.DrawFn, *, longest: int = 3, activations: tuple[Any, ...] = EXACT_ACTIVATIONS, **kinds: Any
 ) -> ChainCase:
-    """Two layers or more; the first as `conv_cases` has it, but for the padding mode."""
-    last = replace(draw(conv_cases(activations=activations, **kinds)), padding_mode="constant")
+    """Two layers or more; the first as `conv_cases` has it.  Half of the chains are padded with zeros alone."""
+    last = draw(conv_cases(activations=activations, **kinds))
+    zeros = draw(st.booleans())
+    if zeros or not all(last.out_spatial):
+        last = replace(last, padding_mode="constant")
     if not all(last.out_spatial):
         last = replace(last, padding="full")
     layers = [last]
@@ -131,6 +134,8 @@ def chain_cases(
             out_layout=draw(st.sampled_from((None, "c_order", "window", "channels_last"))), seed=draw(st.integers(0, 2**16)),
         )  # fmt: skip
         assume(math.prod(last.out_spatial) * math.prod(kernel) <= MOST_ORACLE_STEPS)
+        if not zeros and all(last.spatial):
+            last = replace(last, padding_mode=draw(padding_modes(padding, kernel)))
         layers.append(last)
     return ChainCase(tuple(layers))
 
@@ -210,6 +215,37 @@ def test_an_intermediate_image_ends_where_it_ends(target, fuse):
     y = chain(target, x, layers, fuse=fuse)
     between = np.pad(reference.conv(x, ones, np.array([1.0]), padding=1), ((0, 0), (0, 0), (2, 2), (2, 2)))
     assert_exact(y, reference.conv(between, ones), "float32")
+
+
+@pytest.mark.parametrize("fuse", ["auto", True, False])
+@pytest.mark.parametrize("tile", [1 << 20, 400])
+def test_every_layer_has_its_own_prologue(target, fuse, tile):
+    """Of merged inputs, and of an image between, whose padding is not transformed."""
+    rng = np.random.default_rng(3)
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.integers(-2, 3, shape).astype(np.float32)
+
+    x = [draw(2, 2, 9, 8), draw(2, 1, 9, 8)]
+    layers = [
+        {"weight": draw(4, 3, 3, 3), "padding": 1, "prologue": (draw(3), draw(3), "relu")},
+        {"weight": draw(2, 4, 3, 3), "padding": 2, "prologue": (None, draw(4), ("clip", -2, 3)), "bias": draw(2)},
+        {"weight": draw(3, 2, 1, 1), "prologue": (draw(2), None, None)},
+    ]
+    expected: Any = x
+    for layer in layers:
+        scale, shift, spec = layer["prologue"]
+        taken = reference.transformed(expected, scale, shift, spec, axis=1)
+        expected = reference.conv(taken, **{name: value for name, value in layer.items() if name != "prologue"})
+    with tile_bytes(tile):
+        assert_exact(chain(target, x, layers, fuse=fuse), expected, "float32")
+
+
+def test_a_padding_mode_is_a_reason_not_to_fuse():
+    weight = np.ones((2, 2, 3, 3), np.float32)
+    layers = [ConvLayer(weight, padding=1), ConvLayer(weight, padding=1, padding_mode="edge")]
+    with pytest.raises(ValueError, match="fuse=True does not apply: layer 1 is padded by 'edge'"):
+        cupyconv.conv_chain(np.ones((1, 2, 8, 8), np.float32), layers, fuse=True)
 
 
 @pytest.mark.parametrize("fuse", [True, False])
@@ -555,15 +591,14 @@ def changed(target: Target, i: int, **fields: Any) -> list[ConvLayer]:
         (ValueError, r"layers\[1\]: kernel spans 7 elements", lambda t: {"layers": changed(t, 1, weight=np.ones((2, 4, 7, 3), np.float32))}),
         (ValueError, r"layers\[1\]: layer\[0\] has shape \(1, 4, 6, 6\), needed 3 axes",
          lambda t: {"layers": changed(t, 1, weight=np.ones((2, 4, 3), np.float32))}),
-        (ValueError, r"layers\[0\]: .*stride", lambda t: {"layers": changed(t, 0, stride=0)}),
-        (ValueError, r"layers\[1\]: .*activation", lambda t: {"layers": changed(t, 1, activation="sine")}),
-        (ValueError, r"bias\[1\] has shape \(3,\), needed \(2,\)", lambda t: {"layers": changed(t, 1, bias=np.ones(3, np.float32))}),
+        (ValueError, r"layers\[1\]: padding_mode 'edge' cannot extend spatial axis 0 of length 0",
+         lambda t: {"x": t.to_device(np.ones((1, 3, 0, 8), np.float32)), "layers": [
+             ConvLayer(t.to_device(np.ones((4, 3, 1, 1), np.float32))),
+             ConvLayer(t.to_device(np.ones((2, 4, 3, 3), np.float32)), padding=2, padding_mode="edge")]}),
         (ValueError, r"residual\[1\] has shape \(2, 4, 4\), needed \(1, 2, 4, 4\)",
          lambda t: {"layers": changed(t, 1, residual=np.ones((2, 4, 4), np.float32))}),
-        (TypeError, r"weight\[1\] has dtype int64", lambda t: {"layers": changed(t, 1, weight=np.ones((2, 4, 3, 3), np.int64))}),
         (TypeError, r"layers\[1\]: activation relu is not defined for the complex result",
-         lambda t: {"layers": changed(t, 1, weight=np.ones((2, 4, 3, 3), np.complex64), activation="relu")}),
-        (TypeError, r"weight\[0\] must be a NumPy or CuPy array, not builtins.list", lambda t: {"layers": changed(t, 0, weight=[[1.0]])}),
+         lambda t: {"x": t.to_device(np.ones((1, 3, 8, 8), np.complex64)), "layers": changed(t, 1, activation="relu")}),
         (ValueError, r"out has shape \(1, 2, 4, 5\), needed \(1, 2, 4, 4\)", lambda t: {"out": t.to_device(np.ones((1, 2, 4, 5), np.float32))}),
         (ValueError, "x is an empty sequence", lambda t: {"x": []}),
     ],
@@ -571,6 +606,45 @@ def changed(target: Target, i: int, **fields: Any) -> list[ConvLayer]:
 def test_refused(target, error, words, changes):
     with pytest.raises(error, match=words):
         cupyconv.conv_chain(**valid(target, **changes(target)))
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "fields"),
+    [
+        (ValueError, "stride must be at least 1, given 0", dict(stride=0)),
+        (TypeError, "dilation must be made of integers, given 1.5", dict(dilation=1.5)),
+        (ValueError, "padding has 3 entries for 2 spatial axes", dict(padding=(1, 2, 3))),
+        (ValueError, "unknown padding_mode 'zeros'.*'constant' here", dict(padding=1, padding_mode="zeros")),
+        (ValueError, "padding_mode 'edge' beside padding 0 does nothing", dict(padding_mode="edge")),
+        (ValueError, "groups 3 does not divide the weight's 2 output channels", dict(groups=3)),
+        (ValueError, "activation.*sine", dict(activation="sine")),
+        (ValueError, r"bias has shape \(3,\), needed \(2,\)", dict(bias=np.ones(3, np.float32))),
+        (ValueError, r"scale has shape \(2,\), needed \(4,\)", dict(prologue=(np.ones(2, np.float32), None, None))),
+        (ValueError, r"shift has shape \(1, 4\), needed \(8,\)", dict(prologue=(None, np.ones((1, 4)), None), groups=2)),
+        (ValueError, "prologue has 2 entries, needed 3", dict(prologue=(None, None))),
+        (ValueError, "activation.*sine", dict(prologue=(None, None, "sine"))),
+        (TypeError, "weight has dtype int64", dict(weight=np.ones((2, 4, 3, 3), np.int64))),
+        (ValueError, "weight has 2 axes", dict(weight=np.ones((3, 3), np.float32))),
+        (TypeError, "activation relu is not defined for the complex result",
+         dict(weight=np.ones((2, 4, 3, 3), np.complex64), activation="relu")),
+        (TypeError, "weight must be a NumPy or CuPy array, not builtins.list", dict(weight=[[1.0]])),
+        (TypeError, "weight must be a NumPy or CuPy array, not builtins.NoneType", dict(weight=None)),
+    ],
+)  # fmt: skip
+def test_a_layer_is_checked_as_it_is_made(error, words, fields):
+    with pytest.raises(error, match=words):
+        ConvLayer(**{"weight": np.ones((2, 4, 3, 3), np.float32), **fields})
+
+
+def test_a_layer_prints_in_one_line():
+    weight, bias = np.ones((2, 4, 3, 3), np.float32), np.ones(2)
+    assert repr(ConvLayer(weight)) == "ConvLayer(float32 (2, 4, 3, 3))"
+    prologue = (np.ones(4), None, ("leaky_relu", 0.5))
+    layer = ConvLayer(weight, bias, stride=(1, 2), padding="same", padding_mode="edge", prologue=prologue)
+    assert repr(layer) == (
+        "ConvLayer(float32 (2, 4, 3, 3), bias=float64 (2,), stride=(1, 2), padding='same', padding_mode='edge',"
+        " prologue=(float64 (4,), None, ('leaky_relu', 0.5)))"
+    )
 
 
 def test_fuse_is_refused_where_there_is_nothing_to_fuse(target):
@@ -603,7 +677,7 @@ def test_a_repeated_chain_does_what_the_first_did(target):
     seconds = [
         {"weight": v, "padding": 1}, {"weight": w, "padding": 1}, {"weight": v, "padding": 1, "bias": b}, {"weight": v, "padding": 1, "residual": r},
         {"weight": v, "padding": 2, "dilation": 2}, {"weight": v, "padding": 1, "activation": "relu"}, {"weight": v[:, :1], "padding": 1, "groups": 2},
-        {"weight": v, "padding": 1, "stride": 2},
+        {"weight": v, "padding": 1, "stride": 2}, {"weight": v, "padding": 1, "padding_mode": "edge"},
     ]  # fmt: skip
     forget_calls()
     for _ in range(2):
@@ -626,6 +700,8 @@ def test_the_same_bits_every_time(target):
 
 def device_layers(target: Target, layers: list[dict[str, Any]]) -> list[ConvLayer]:
     def put(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(put, value))
         return target.to_device(value) if isinstance(value, np.ndarray) else value
 
     return [ConvLayer(**{name: put(value) for name, value in layer.items()}) for layer in layers]

@@ -90,7 +90,7 @@ def test_a_call_that_runs_another_kernel_or_is_wrong_fails(cuda_target, monkeypa
 @pytest.mark.host_device
 def test_the_command_runs_to_its_end_without_a_gpu(cuda_target, tmp_path):
     out = tmp_path / "report"
-    arguments = ["--out", str(out), "--minutes", "1", "--kernel", "merge", "max_pool", "--commit", "abc"]
+    arguments = ["--out", str(out), "--minutes", "1", "--kernel", "merge", "pool", "--commit", "abc"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "CUPYCONV_REQUIRE_GPU": "0"}
     line = [sys.executable, "-m", "tests.gpu_report", *arguments]
     result = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -101,7 +101,7 @@ def test_the_command_runs_to_its_end_without_a_gpu(cuda_target, tmp_path):
     assert [name for name, part in written["parts"].items() if not part["skipped"]] == ["environment", "smoke"]
     assert set(written["parts"]) == {"environment", *parts.PARTS}
     assert {(line["kernel"], line["dtype"]) for line in written["smoke"]} == {
-        (name, dtype) for name in ("merge", "max_pool") for dtype in REAL
+        (name, dtype) for name in ("merge", "pool") for dtype in REAL
     }
     again = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert again.returncode == 2 and "has a report already" in again.stderr
@@ -193,8 +193,8 @@ def test_a_call_that_ends_the_process_is_a_failure_and_the_next_dtype_is_run(cud
         return python("import os; os.abort()")
 
     monkeypatch.setattr(parts, "_module", aborting)
-    parts.smoke(replace(run, kernels=("max_pool",)), soon())
-    expected = {f"max_pool {dtype}": "passed" for dtype in REAL} | {"max_pool float16": "failed"}
+    parts.smoke(replace(run, kernels=("pool",)), soon())
+    expected = {f"pool {dtype}": "passed" for dtype in REAL} | {"pool float16": "failed"}
     assert outcomes(run, "smoke") == expected
     assert report_of(read_lines(run.results), None, "host_device")["parts"]["smoke"]["counts"] == {
         "failed": 1,
@@ -205,17 +205,15 @@ def test_a_call_that_ends_the_process_is_a_failure_and_the_next_dtype_is_run(cud
 @pytest.mark.host_device
 def test_dtypes_behind_one_that_took_the_gpu_are_run_by_another_process(cuda_target, run, monkeypatch):
     module = parts._module
-    line = dict(
-        part="smoke", name="max_pool float16", kernel="max_pool", dtype="float16", outcome="failed", message="lost"
-    )
+    line = dict(part="smoke", name="pool float16", kernel="pool", dtype="float16", outcome="failed", message="lost")
     lost = f"import pathlib; pathlib.Path({str(run.results)!r}).open('a').write({json.dumps(line) + chr(10)!r}); exit({DEAD})"
 
     def losing(name, *arguments):
         return python(lost) if "float16" in arguments else module(name, *arguments)
 
     monkeypatch.setattr(parts, "_module", losing)
-    parts.smoke(replace(run, kernels=("max_pool",)), soon())
-    assert outcomes(run, "smoke") == {f"max_pool {dtype}": "passed" for dtype in REAL} | {"max_pool float16": "failed"}
+    parts.smoke(replace(run, kernels=("pool",)), soon())
+    assert outcomes(run, "smoke") == {f"pool {dtype}": "passed" for dtype in REAL} | {"pool float16": "failed"}
     assert [line["message"] for line in run.lines("smoke") if line.get("outcome") == "failed"] == ["lost"]
 
 

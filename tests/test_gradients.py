@@ -300,7 +300,7 @@ def test_every_gradient_has_memory_of_its_own(target, function, activation, layo
 
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
-@pytest.mark.parametrize("function", ["conv", "linmerge", "conv_transpose", "max_pool"])
+@pytest.mark.parametrize("function", ["conv", "linmerge", "conv_transpose", "max_pool", "avg_pool"])
 def test_a_pullback_names_the_arrays_it_reads(function, activation):
     """They, and no others of the arguments and the result, change its gradients when they are written to."""
     ones, others = np.ones, {"bias": np.ones(4), "activation": activation}
@@ -310,6 +310,7 @@ def test_a_pullback_names_the_arrays_it_reads(function, activation):
         "linmerge": {"weight": ones((4, 3)), **others, "residual": ones((2, 4, 6)), "prologue": prologue},
         "conv_transpose": {"weight": ones((3, 4, 2)), **others},
         "max_pool": {"kernel_shape": 2},
+        "avg_pool": {"kernel_shape": 2},
     }[function]
     x = [ones((2, 2, 6)), ones((2, 1, 6))]
     y, pullback = cupyconv.vjp(getattr(cupyconv, function), x, **keywords)

@@ -28,7 +28,7 @@ from cupyconv.problem.padding import PADDING_MODES
 from cupyconv.problem.plan import MAX_MERGED, MAX_PAIR_SOURCES, MAX_SOURCES, Kernel
 from tests import nvrtc
 from tests.host_device import build
-from tests.variants import all_variants, is_fast, is_planned
+from tests.variants import MEAN, all_variants, is_fast, is_planned
 
 nvrtc.require()
 pytestmark = pytest.mark.nvrtc
@@ -92,8 +92,8 @@ def test_every_kernel_is_compiled_and_held_to_what_it_is_for():
     """Of each kernel something is among the few variants, and of the fast ones something that may not spill."""
     assert {variant.name for variant, _ in SOME_VARIANTS} == set(NAMES)
     assert {variant.name for variant, architecture in SOME_VARIANTS if is_fast(variant) and is_planned(variant, architecture)} == {
-        "merge", "im2col", "epilogue", "epilogue_grad", "prologue_grad", "depthwise", "implicit_gemm", "conv_pair", "max_pool",
-        "max_pool_gradient", "recurrent_step", "recurrent_persistent", "recurrent_gradient", "recurrent_inputs",
+        "merge", "im2col", "epilogue", "epilogue_grad", "prologue_grad", "depthwise", "implicit_gemm", "conv_pair", "pool",
+        "pool_gradient", "recurrent_step", "recurrent_persistent", "recurrent_gradient", "recurrent_inputs",
     }  # fmt: skip
     assert {variant.name for variant, _ in SOME_VARIANTS if wide_accesses(variant)} == {"merge", "im2col", "epilogue"}
 
@@ -146,7 +146,11 @@ def test_a_wrong_assertion_is_seen():
             assert "static assertion failed" in compile_for_host(VARIANTS["merge"][0], [wrong]).stderr
 
 
-@pytest.mark.parametrize("kernel", VARIANTS["max_pool"] + VARIANTS["max_pool_gradient"], ids=str)
+@pytest.mark.parametrize(
+    "kernel",
+    [kernel for kernel in VARIANTS["pool"] + VARIANTS["pool_gradient"] if dict(kernel.macros)["NUMBER"] != MEAN],
+    ids=str,
+)
 def test_pooling_compares_without_flushing(kernel):
     """What picks an element, not what asks for NaN (an ordered or unordered comparison with infinity)."""
     ptx = nvrtc.compile_variant(kernel, ARCHITECTURES[0]).ptx
@@ -294,8 +298,8 @@ def constant_assertions(name: str) -> list[str]:
         "im2col",
         "col2im",
         "pack_weight",
-        "max_pool",
-        "max_pool_gradient",
+        "pool",
+        "pool_gradient",
         "weight_gradient",
         "recurrent_inputs",
     ):  # they have no epilogue

@@ -55,6 +55,22 @@ def test_every_maximum(target, case, integer, special):
 
 
 @given(case=pool_cases(), special=st.sampled_from((0, 0, 0.1, 0.6)))
+def test_where_the_first_of_the_largest_lies(target, case, special):
+    xs = sprinkled(case, reference.sequence(case.arrays()["x"]), special)
+    arrays = {"x": xs[0] if case.bare_x else xs}
+    views = case.views(arrays, target.to_device, target.xp)
+    y, indices = cupyconv.max_pool(**views, **case.parameters, return_indices=True)
+    assert isinstance(y, list) == isinstance(indices, list) == (not case.bare_x)
+    expected = reference_gradients.max_pool(arrays["x"], **case.parameters)
+    for one, wanted in zip(reference.sequence(y), reference.sequence(expected), strict=True):
+        assert_exact(target.to_host(one), wanted, case.dtype)
+    expected = reference_gradients.max_pool_indices(arrays["x"], **case.parameters)
+    for one, wanted in zip(reference.sequence(indices), reference.sequence(expected), strict=True):
+        assert one.dtype == np.int64
+        assert np.array_equal(target.to_host(one), wanted)
+
+
+@given(case=pool_cases(), special=st.sampled_from((0, 0, 0.1, 0.6)))
 def test_the_gradient_goes_to_the_first_of_the_largest(target, case, special):
     """Small integers: there is hardly a window without two that are equal."""
     xs = sprinkled(case, reference.sequence(case.arrays()["x"]), special)
@@ -85,6 +101,11 @@ def test_the_gradient_goes_to_the_first_of_the_largest(target, case, special):
         ((1, np.nan, 2, np.inf), dict(kernel_shape=(2,), stride=1), [np.nan, np.nan, np.inf]),
         ((np.inf, np.nan), dict(kernel_shape=(2,)), [np.nan]),
         ((-np.inf, -np.inf), dict(kernel_shape=(2,)), [-np.inf]),
+        ((1, 3, 2, 5, 4), dict(kernel_shape=2, ceil_mode=True), [3, 5, 4]),
+        ((1, 3, 2, 5), dict(kernel_shape=1, stride=4, ceil_mode=True), [1]),
+        ((1, 3), dict(kernel_shape=3, stride=2, ceil_mode=True), [3]),
+        ((1, 3, 2, 5), dict(kernel_shape=2, stride=4, padding=1, ceil_mode=True), [1, 5]),
+        ((1, 3, 2), dict(kernel_shape=2, stride=3, padding=((0, 2),), ceil_mode=True), [3]),
     ],
     ids=str,
 )
@@ -139,6 +160,15 @@ def test_gradient_by_hand(target, x, grad, settings, expected):
     assert target.to_host(pullback(target.to_device(row(*grad))).x).tolist() == [[expected]]
 
 
+def test_indices_by_hand(target):
+    x = np.array([[1.0, 2, 0, -np.inf], [2, 2, 2, np.nan]])[None, None]
+    y, indices = cupyconv.max_pool(
+        target.to_device(x), (2, 2), stride=(1, 2), padding=((1, 1), (0, 2)), return_indices=True
+    )
+    assert target.to_host(indices).tolist() == [[[[1, 2, -1], [1, 7, -1], [4, 7, -1]]]]
+    assert target.to_host(y)[0, 0, :, 0].tolist() == [2, 2, 2]
+
+
 def test_rows_before_columns(target):
     """Equal maxima in a square: the taps are in C order, the last axis fastest."""
     x = np.array([[1.0, 2, 0], [2, 2, 2]])[None, None]
@@ -171,6 +201,14 @@ def test_sums_of_sixteen_bit_gradients_are_kept_in_float32(target):
     grad[..., 0] = 2048
     _, pullback = cupyconv.vjp(cupyconv.max_pool, target.to_device(x), (5,), stride=1)
     assert target.to_host(pullback(target.to_device(grad)).x)[0, 0].tolist() == [0, 0, 0, 0, 2052, 0, 0, 0, 0]
+
+
+def test_a_pullback_beside_indices_is_that_of_the_maxima(target):
+    x, grad = row(1, 3, 2, 5, 4), row(1, 2, 3)
+    settings = dict(kernel_shape=2, ceil_mode=True)
+    (_, indices), pullback = cupyconv.vjp(cupyconv.max_pool, target.to_device(x), **settings, return_indices=True)
+    assert target.to_host(indices).tolist() == [[[1, 3, 4]]]
+    assert target.to_host(pullback(target.to_device(grad)).x).tolist() == [[[0, 1, 0, 2, 3]]]
 
 
 def test_a_list_of_one_stays_a_list(target):
@@ -213,6 +251,9 @@ REFUSALS = [
         ("no taps", ValueError, ["kernel", "at least"], dict(kernel_shape=(2, 0))),
         ("too large", ValueError, ["kernel", "spans 9", "has 8"], dict(kernel_shape=(9, 1))),
         ("too large with dilation", ValueError, ["kernel", "spans 9", "has 8"], dict(dilation=(8, 1))),
+        ("ceil_mode is a number", TypeError, ["ceil_mode", "True or False", "1"], dict(ceil_mode=1)),
+        ("return_indices is a number", TypeError, ["return_indices", "True or False", "1"], dict(return_indices=1)),
+        ("too large for ceil_mode", ValueError, ["kernel", "spans 9", "has 8"], dict(kernel_shape=(9, 1), stride=1, ceil_mode=True)),
         ("no stride", ValueError, ["stride", "at least 1", "0"], dict(stride=0)),
         ("short out", ValueError, [r"\bout\b", r"\(2, 3, 4, 3\)", r"\(2, 3, 4, 4\)"], dict(out=Ones((2, 3, 4, 3)))),
         ("out of another precision", TypeError, [r"\bout\b", "float64", "float32"], dict(out=Ones((2, 3, 4, 4), "float64"))),
@@ -253,6 +294,13 @@ def test_out_may_not_overlap_x(target):
     assert_refused(target, ValueError, [r"\bout\b", r"\bx\b"], cupyconv.max_pool, x, (1,), out=x)
 
 
+def test_out_is_for_the_maxima(target):
+    x, out = target.to_device(row(1, 3, 2, 5)), target.to_device(row(7, 7))
+    y, indices = cupyconv.max_pool(x, 2, return_indices=True, out=out)
+    assert y is out
+    assert (target.to_host(y).tolist(), target.to_host(indices).tolist()) == ([[[3, 5]]], [[[1, 3]]])
+
+
 def test_out_is_written_completely_and_nothing_beside_it(target):
     base = target.to_device(nan_filled((4, 5, 6), np.dtype("f4")))
     x = drawn(np.random.default_rng(0), (2, 3, 8), np.dtype("f4"))
@@ -265,15 +313,36 @@ def test_out_is_written_completely_and_nothing_beside_it(target):
 
 
 @needs_torch
-@given(case=pool_cases(dtypes=("float64",)))
+@given(case=pool_cases(dtypes=("float64",), ceil_modes=(False,)))
 def test_against_torch(target, case):
     import torch_peer
 
+    parameters = {name: value for name, value in case.parameters.items() if name != "ceil_mode"}
     arrays, grad = case.arrays(), case.gradient()
     y, pullback = cupyconv.vjp(cupyconv.max_pool, **case.views(arrays, target.to_device, target.xp), **case.parameters)
     grads = [on_device(target, one) for one in reference.sequence(grad)]
     back = pullback(grads[0] if case.bare_x else grads).x
-    wanted = torch_peer.max_pool(grad, arrays["x"], **case.parameters)
+    wanted = torch_peer.max_pool(grad, arrays["x"], **parameters)
     for got, expected in zip((y, back), wanted):
         for one, other in zip(reference.sequence(got), reference.sequence(expected), strict=True):
             assert np.array_equal(target.to_host(one), other)
+
+
+@needs_torch
+@pytest.mark.parametrize("settings", [
+    dict(kernel_size=3, stride=2, padding=1), dict(kernel_size=2, stride=3), dict(kernel_size=(3, 2), stride=(2, 1), dilation=2),
+    dict(kernel_size=5, stride=4, padding=2), dict(kernel_size=2, stride=5, padding=1),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("ceil_mode", [False, True])
+def test_indices_and_ceil_mode_are_torchs(target, settings, ceil_mode):
+    import torch
+
+    x = np.random.default_rng(0).integers(-3, 4, (2, 3, 11, 10)).astype(np.float32)
+    ours = {"kernel_shape" if name == "kernel_size" else name: value for name, value in settings.items()}
+    ours |= {
+        "kernel_shape": (ours["kernel_shape"],) * 2 if isinstance(ours["kernel_shape"], int) else ours["kernel_shape"]
+    }
+    y, indices = cupyconv.max_pool(target.to_device(x), **ours, ceil_mode=ceil_mode, return_indices=True)
+    wanted = torch.nn.functional.max_pool2d(torch.from_numpy(x), **settings, ceil_mode=ceil_mode, return_indices=True)
+    assert np.array_equal(target.to_host(y), wanted[0])
+    assert np.array_equal(target.to_host(indices), wanted[1])

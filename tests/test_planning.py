@@ -30,7 +30,7 @@ from cupyconv.numpy.convolution import BlockLoop
 from cupyconv.numpy.pooling import PoolingStep
 from cupyconv.ops.conv_grad_weight import check_conv_grad_weight
 from cupyconv.ops.conv_pullback import EPILOGUE_GRADIENT, PROLOGUE_GRADIENT
-from cupyconv.ops.pooling import MAX_POOL_GRADIENT
+from cupyconv.ops.pooling import AVG_POOL_GRADIENT, MAX_POOL_GRADIENT
 from cupyconv.ops.recurrent_pullback import RECURRENT_GRADIENT
 from cupyconv.problem.arrays import ITEMSIZE
 from cupyconv.problem.machine import KNOWN_GPUS, known_gpu
@@ -46,7 +46,7 @@ INT32 = 2**31 - 1
 LARGEST_SHARED = 64 << 10
 ACTIVATIONS_OF = {"rnn": "tanh", "lstm": ("sigmoid", "tanh", "tanh"), "gru": ("sigmoid", "tanh")}
 #: Kernels that are some operation's only way, so that nobody asks what their arithmetic takes.
-UNCOSTED = ("max_pool", "max_pool_gradient")
+UNCOSTED = ("pool", "pool_gradient")
 METHODS = ("auto", "direct", "gemm", "implicit_gemm")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -336,13 +336,21 @@ def kernels_of_prologue_grads(dtype: Any) -> set[Kernel]:
     return {launch.kernel for made in plans for launch in launches(made)}
 
 
-def pooling_plans(x: np.ndarray, kernel_shape: Any, on: str | None = GPU, **settings: Any) -> tuple[Plan, Plan]:
-    """Of max_pool and of its gradient."""
+def pooling_plans(x: np.ndarray, kernel_shape: Any, on: str | None = GPU, **settings: Any) -> dict[str, Plan]:
+    """Of max_pool, with indices too, and of avg_pool; and of their gradients."""
     call = checked_call(cupyconv.max_pool, x, kernel_shape, **settings, on=on)
     (result,) = call.results
-    y = array(*result.shape, dtype=result.dtype)
-    gradient = {"x": x, "y": y, "grad": y, "kernel_shape": kernel_shape, "stride": None, "padding": 0, "dilation": 1}
-    return call.plan(), MAX_POOL_GRADIENT.checked({**gradient, **settings}, on).plan()
+    y = array(*result.shape, dtype=result.dtype, order="C" if result.channel is None else "last")
+    usual = {"kernel_shape": kernel_shape, "stride": None, "padding": 0, "dilation": 1, "ceil_mode": False, **settings}
+    of_mean = {"grad": y, "out": None, "x_shapes": (x.shape,), "count_include_pad": True}
+    calls = {
+        "max_pool": call,
+        "indices": checked_call(cupyconv.max_pool, x, kernel_shape, return_indices=True, **settings, on=on),
+        "avg_pool": checked_call(cupyconv.avg_pool, x, kernel_shape, **settings, on=on),
+        "max_pool gradient": MAX_POOL_GRADIENT.checked({"x": x, "y": y, "grad": y, **usual}, on),
+        "avg_pool gradient": AVG_POOL_GRADIENT.checked({**of_mean, **usual}, on),
+    }
+    return {name: call.plan() for name, call in calls.items()}
 
 
 def kernels_of_recurrent_layers(dtype: Any) -> set[Kernel]:
@@ -490,7 +498,9 @@ def test_every_listed_kernel_is_asked_for(nightly):
         asked |= kernels_of_recurrent_layers(dtype) | kernels_of_recurrent_gradients(dtype)
     for dtype in (dtype for dtype, _ in DTYPES if np.dtype(dtype).kind != "c"):
         asked |= {
-            launch.kernel for made in pooling_plans(array(2, 3, 8, 8, dtype=dtype), 2) for launch in launches(made)
+            launch.kernel
+            for made in pooling_plans(array(2, 3, 8, 8, dtype=dtype), 2).values()
+            for launch in launches(made)
         }
     for narrow, wide in product(("float16", BFLOAT16, "float32"), ("float32", "float64")):
         asked |= kernels_of_widening(narrow, wide)
@@ -789,7 +799,7 @@ def test_a_named_method_is_refused_with_its_reason():
     "shape", [(2, 64, 56, 56), (1, 1, 1, 1), (70_000, 3, 4, 4), (1, 300_000, 9), (1, 5, 50_000, 60_000)], ids=str
 )
 def test_pooling_is_one_launch_within_the_limits(shape, order):
-    for made in pooling_plans(array(*shape, order=order), (1, 1)[: len(shape) - 2], padding=1):
+    for made in pooling_plans(array(*shape, order=order), (1, 1)[: len(shape) - 2], padding=1).values():
         check(made)
         (launch,) = launches(made)
         params = dict(launch.params)
@@ -811,12 +821,12 @@ def test_pooling_on_numpy_keeps_within_the_workspace(shape, taps, stride, order,
     except ValueError as refusal:
         assert "workspace" in str(refusal) and limit < threads * 5**3 * 60
         return
-    for made in plans:
+    for name, made in plans.items():
         (loop,) = made.steps
         assert isinstance(loop, PoolingStep) and 1 <= loop.threads <= threads
         assert sum(buffer.nbytes for buffer in made.workspace) <= limit
-        result = made is plans[0]
-        extents = (*shape[:2], *(loop.problem.windows.out_size if result else loop.problem.windows.size))
+        windows = loop.problem.windows
+        extents = (*shape[:2], *(windows.size if "gradient" in name else windows.out_size))
         assert loop.blocks == prod(-(-extent // part) for extent, part in zip(extents, loop.block))
 
 
@@ -841,9 +851,12 @@ def test_convolution_on_numpy_keeps_within_the_workspace(shape, outputs, groups,
 
 
 def test_pooling_prints_too():
-    on_gpu, gradient = pooling_plans(array(2, 8, 16, 16, order="last"), 2)
-    assert "max_pool<float32, 4>" in str(on_gpu) and "threads along channels" in str(on_gpu)
-    assert "max_pool_gradient<float32, 4>" in str(gradient)
+    on_gpu = {name: str(made) for name, made in pooling_plans(array(2, 8, 16, 16, order="last"), 2).items()}
+    assert "pool<float32, 4, LARGEST>" in on_gpu["max_pool"] and "threads along channels" in on_gpu["max_pool"]
+    assert "pool<float32, 4, LARGEST_AND_PLACE>" in on_gpu["indices"] and "int64 (2, 8, 8, 8)" in on_gpu["indices"]
+    assert "pool<float32, 4, MEAN>" in on_gpu["avg_pool"] and "the mean of each window" in on_gpu["avg_pool"]
+    assert "pool_gradient<float32, 4, LARGEST>" in on_gpu["max_pool gradient"]
+    assert "pool_gradient<float32, 4, MEAN>" in on_gpu["avg_pool gradient"]
     on_numpy = cupyconv.explain(cupyconv.max_pool, [array(2, 8, 16, 16), array(2, 1, 16, 16)], 3, padding="same")
     assert "max_pool 9 (8+1) channels, kernel 3x3 on 2 x 16x16" in str(on_numpy)
     assert str(on_numpy).count("loop     max_pool in float32") == 2

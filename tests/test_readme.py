@@ -48,8 +48,7 @@ def test_the_training_step_lowers_the_loss():
 def test_every_recipe_gives_what_it_says():
     namespace: dict[str, object] = {"np": np, "cupyconv": cupyconv}
     exec(compile(blocks(README, "python")[-1], "README.md", "exec"), namespace)
-    x, q = namespace["x"], namespace["q"]
-    np.testing.assert_allclose(namespace["pooled"], x.reshape(2, 8, 8, 2, 8, 2).mean((3, 5)), atol=1e-6)
+    q = namespace["q"]
     assert abs(namespace["normalised"].mean((0, 2, 3))).max() < 1e-5
     np.testing.assert_allclose(namespace["probabilities"].sum(1), 1, rtol=1e-5)
     assert namespace["upsampled"].shape == (2, 8, 32, 32)

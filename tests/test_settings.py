@@ -157,9 +157,10 @@ def test_tf32_is_asked_for(cuda_target):
         (cupyconv.conv_transpose, [(2, 64, 12, 12), (64, 32, 3, 3)], {"stride": 2}),
         (cupyconv.conv_grad_weight, [(2, 8, 18, 18), (2, 64, 20, 20), (3, 3)], {}),
         (cupyconv.max_pool, [(2, 16, 30, 30), (3, 3)], {}),
+        (cupyconv.avg_pool, [(2, 16, 30, 30), (3, 3)], {}),
         (cupyconv.lstm, [(3, 4, 16), (128, 16), (128, 32)], {}),
     ],
-    ids=["conv", "depthwise", "transposed", "weight gradient", "pool", "lstm"],
+    ids=["conv", "depthwise", "transposed", "weight gradient", "max pool", "avg pool", "lstm"],
 )
 def test_threads_are_as_many_as_the_limit_has_room_for(function, shapes, settings):
     """More of them take no method away that one of them has."""

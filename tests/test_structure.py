@@ -264,7 +264,7 @@ FUNCTIONS = [name for name in cupyconv.__all__ if not name.startswith("__")]
 SECTIONS = {
     "Plan": ("Attributes", "Examples"),
     "ConvGradients": ("Attributes", "Examples"),
-    "ConvLayer": ("Parameters", "Examples"),
+    "ConvLayer": ("Parameters", "Raises", "Examples"),
     "RecurrentGradients": ("Attributes", "Examples"),
     "options": ("Parameters", "Raises", "Examples"),
     "show_config": ("Examples",),

@@ -12,7 +12,7 @@ from cupyconv.cuda.plan import depthwise, direct, merge, weight_gradient
 from cupyconv.cuda.plan.conv_pair import FIRST_PAIR
 from cupyconv.cuda.plan.implicit_gemm import arithmetics, tiles
 from cupyconv.cuda.plan.launches import VECTOR_BYTES
-from cupyconv.cuda.plan.max_pool import CHANNELS
+from cupyconv.cuda.plan.pool import CHANNELS, LARGEST, LARGEST_AND_PLACE, MEAN
 from cupyconv.cuda.plan.recurrence import Tile, recurrent_tiles
 from cupyconv.cuda.plan.recurrent_gradient import CELLS
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex, real_part
@@ -20,8 +20,8 @@ from cupyconv.problem.geometry import pointwise_geometry
 from cupyconv.problem.machine import KNOWN_GPUS, known_gpu
 from cupyconv.problem.plan import Kernel
 
-#: Kernels of pooling, alike in their macros.
-POOLING = ("max_pool", "max_pool_gradient")
+#: Kernels of pooling, and what each makes of a window.
+POOLING = {"pool": (LARGEST, LARGEST_AND_PLACE, MEAN), "pool_gradient": (LARGEST, MEAN)}
 #: Kernels of a recurrent layer's gradients.
 RECURRENT_GRADIENT = ("recurrent_gradient", "recurrent_inputs")
 #: Of recurrent layers, by whether the weight stays in shared memory.
@@ -101,7 +101,12 @@ def all_variants() -> tuple[Kernel, ...]:
             for width in vector_widths(ITEMSIZE[dtype])
         ),
         *_col2im_variants(),
-        *(_kernel(name, DTYPE=dtype, CHANNELS=CHANNELS) for name in POOLING for dtype in REAL_DTYPES),
+        *(
+            _kernel(name, DTYPE=dtype, CHANNELS=CHANNELS, NUMBER=number)
+            for name, numbers in POOLING.items()
+            for dtype in REAL_DTYPES
+            for number in numbers
+        ),
         *_epilogue_variants(),
         *_epilogue_grad_variants(),
         *(

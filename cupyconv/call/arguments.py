@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyconv.call.aliasing import OutMemory
-from cupyconv.call.dispatch import Backend, backend_for
+from cupyconv.call.dispatch import Backend, backend_for, kind_of
 from cupyconv.call.options import current_settings
 from cupyconv.problem.activations import Activation, resolve_activation
 from cupyconv.problem.arrays import (
@@ -289,7 +289,9 @@ def widening_notes(arrays: Arrays, dtype: np.dtype) -> tuple[str, ...]:
 
 
 def fitting(name: str, grad: Any, shape: tuple[int, ...], dtype: np.dtype, backend: Backend) -> Any:
-    """The gradient of a result of this shape and dtype, in that dtype; another shape is refused."""
+    """The gradient of a result of this shape and dtype, in that dtype; another shape or library is refused."""
+    if backend_for({name: grad}) is not backend:
+        raise TypeError(f"{name} is {kind_of(grad)}: not of the library and device of the result, {backend.name}")
     if tuple(grad.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(grad.shape)}, needed {shape}, that of the result")
     if grad.dtype.kind == "c" and dtype.kind != "c":

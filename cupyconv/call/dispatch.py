@@ -80,8 +80,8 @@ def backend_for(arrays: Mapping[str, Any]) -> Backend:
             found, first = backend, name
         elif backend is not found:
             raise TypeError(
-                f"all arrays must belong to one library and device: {first} is {_kind(arrays[first])},"
-                f" {name} is {_kind(array)}"
+                f"all arrays must belong to one library and device: {first} is {kind_of(arrays[first])},"
+                f" {name} is {kind_of(array)}"
             )
     assert found is not None
     return found
@@ -97,6 +97,11 @@ def planner(backend: Backend, machine: Machine) -> Callable[[Problem], Plan]:
 
 
 def _finder(name: str, array: Any) -> Callable[[Any], Backend]:
+    units = next((name for name in ("unit", "units") if hasattr(type(array), name)), None)
+    if units is not None and isinstance(array, np.ndarray):
+        raise TypeError(
+            f"{name} is in units, {kind_of(array)} of {getattr(array, units)}, which would be lost: compute with array.value"
+        )
     for array_class in type(array).__mro__:
         if array_class in _REGISTRY and not isinstance(array, (np.ma.MaskedArray, np.matrix)):
             return _REGISTRY[array_class]
@@ -107,7 +112,7 @@ def _finder(name: str, array: Any) -> Callable[[Any], Backend]:
         raise TypeError(f"{name} is a MaskedArray, whose mask would be lost: fill it first, array.filled(0)")
     library = type(array).__module__.partition(".")[0]
     way_in = _WAYS_IN.get(library, "numpy.asarray(array), or cupy.from_dlpack(array) for memory of a GPU")
-    raise TypeError(f"{name} must be a NumPy or CuPy array, not {_kind(array)}; the way in: {way_in}")
+    raise TypeError(f"{name} must be a NumPy or CuPy array, not {kind_of(array)}; the way in: {way_in}")
 
 
 def _cupy_backend(array: Any) -> Backend:
@@ -136,7 +141,8 @@ def _make_cupy_backend(ordinal: int) -> Backend:
     return CudaBackend(CupyDevice(ordinal))
 
 
-def _kind(array: Any) -> str:
+def kind_of(array: Any) -> str:
+    """An array's class and device, in words."""
     kind = f"{type(array).__module__}.{type(array).__qualname__}"
     device = getattr(array, "device", None)
     return f"{kind} on {device}" if device is not None and device != "cpu" else kind

@@ -16,7 +16,7 @@ def explain(function: Callable[..., Any], *args: Any, on: str | None = None, **k
     ----------
     function : callable
         `conv`, `linmerge`, `conv_chain`, `conv_transpose`, `conv_grad_input`, `conv_grad_weight`, `im2col`,
-        `col2im`, `max_pool`, `rnn`, `lstm`, `gru`, `rnn_step`, `lstm_step` or `gru_step`.
+        `col2im`, `max_pool`, `avg_pool`, `rnn`, `lstm`, `gru`, `rnn_step`, `lstm_step` or `gru_step`.
     *args, **kwargs
         The call's arguments.
     on : str, optional
@@ -52,7 +52,11 @@ def checked_call(function: Callable[..., Any], *args: Any, on: str | None = None
     """The call that `explain` explains."""
     operation = operation_of(function)
     if operation is None:
+        if getattr(function, "__name__", "") in ("vjp", "pullback"):
+            raise TypeError(
+                "explain takes a function that vjp takes, not vjp or a pullback: explain(conv, x, weight) is the forward"
+                " pass of vjp(conv, x, weight), explain(conv_grad_input, ...) and explain(conv_grad_weight, ...) the way back"
+            )
         namesake = ": its forward pass is explain(cupyconv.{}, ...) of NumPy or CuPy arrays"
-        hint = ": its forward pass is explain(conv, x, weight)" * (getattr(function, "__name__", "") == "vjp")
-        raise TypeError(refusal("explain", known_functions(), function, namesake) + hint)
+        raise TypeError(refusal("explain", known_functions(), function, namesake))
     return operation.checked(bound(function, args, kwargs), on)

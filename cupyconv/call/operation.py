@@ -26,6 +26,7 @@ import numpy as np
 from cupyconv.call.aliasing import OutMemory
 from cupyconv.call.arguments import Arguments, Axes, Result
 from cupyconv.call.dispatch import backend_of_class, planner
+from cupyconv.call.keywords import ours_for, unknown_keyword, without_foreign
 from cupyconv.call.options import current_settings
 from cupyconv.problem.kept import Cache
 from cupyconv.problem.plan import Plan
@@ -75,7 +76,9 @@ class Operation:
     ) -> None:
         if function is not None:
             _OPERATIONS[function] = self
+            function.__signature__ = without_foreign(function)  # type: ignore[attr-defined]
             settings = settings or [name for name in signature(function).parameters if name not in arrays]
+        self._function = function
         self._check = check
         self._unpack = unpack
         self.arrays, self.settings = tuple(arrays), tuple(settings)
@@ -83,6 +86,10 @@ class Operation:
 
     def __call__(self, arguments: dict[str, Any], *, saving: bool = False) -> Any:
         """The result for all arguments of the function by name: its own ``locals()``, for instance."""
+        if arguments.get("foreign"):
+            assert self._function is not None
+            parameters = signature(self._function).parameters
+            raise unknown_keyword(self._function.__name__, next(iter(arguments["foreign"])), parameters)
         if self._unpack is not None:
             arguments = self._unpack(arguments)
         settings = self._settings_of(arguments)
@@ -149,10 +156,13 @@ def refusal(name: str, known: Sequence[str], function: Any, namesake: str) -> st
 
 def bound(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments of a call by name, defaults included."""
+    known = signature(function)
     try:
-        arguments = signature(function).bind(*args, **kwargs)
+        arguments = known.bind(*args, **kwargs)
     except TypeError as error:
-        raise TypeError(f"{function.__name__}: {error}") from None
+        unknown = [keyword for keyword in kwargs if keyword not in known.parameters]
+        answer = f": {ours_for(unknown[0], known.parameters)}" if unknown else ""
+        raise TypeError(f"{function.__name__}: {error}{answer}") from None
     arguments.apply_defaults()
     return dict(arguments.arguments)
 

@@ -289,6 +289,7 @@ class LayersLoop(NumpyStep):
                 images = {x.name: arrays[x.name][some] for x in layers[0].xs}
                 for i, (layer, steps) in enumerate(zip(layers, runs[len(samples) != self.samples])):
                     given = {name: arrays[f"{name}[{i}]"] for name in ("weight", "bias") if f"{name}[{i}]" in arrays}
+                    given |= {vector.name: arrays[vector.name] for vector in layer.prologue.vectors}
                     if f"residual[{i}]" in arrays:
                         given["residual"] = arrays[f"residual[{i}]"][some]
                     if i == len(layers) - 1:
@@ -419,6 +420,9 @@ def _fused(problem: ChainProblem) -> _Way:
     """Tiles of about `TILE_BYTES`, or smaller ones where these take less time, or leave the loops what they need."""
     if len(problem.layers) == 1:
         raise NotApplicable("a single layer has no neighbour")
+    for i, layer in enumerate(problem.layers):
+        if layer.geometry.padding_mode != "constant":
+            raise NotApplicable(f"layer {i} is padded by {layer.geometry.padding_mode!r}")
     geometry = problem.layers[-1].geometry
     batch, extent = geometry.batch, geometry.out_size[_axis(geometry)]
     per_sample = max(1, problem.intermediate_bytes // batch)
@@ -612,11 +616,12 @@ class _Run:
         self.residuals = {
             i: five_axes(arrays[name]) for i in range(len(chain.layers)) if (name := f"residual[{i}]") in arrays
         }
-        #: What a layer's tiles have in common: its weight, as they compute with it, and its bias.
+        #: What a layer's tiles have in common: its weight, as they compute with it, its bias and its prologue's arrays.
         self.common = [
             {
                 "weight": np.ascontiguousarray(arrays[f"weight[{i}]"], loops[0].factor_dtype if loops else None),
                 **({"bias": arrays[f"bias[{i}]"]} if f"bias[{i}]" in arrays else {}),
+                **{vector.name: arrays[vector.name] for vector in chain.problem.layers[i].prologue.vectors},
             }
             for i, loops in enumerate(chain.loops)
         ]

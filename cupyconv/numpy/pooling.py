@@ -1,18 +1,19 @@
-"""max_pool and its gradient, block by block, each finished while in cache.
+"""Pooling and its gradients, block by block, each finished while in cache.
 
-The maximum over a window is taken along one axis after the other, a slice for every tap: kd + kh + kw passes
-instead of kd * kh * kw, and the first ones, over whole rows, leave less for the last.
+The maximum of a window, or its sum, is taken along one axis after the other, a slice for every tap: kd + kh + kw
+passes instead of kd * kh * kw, and the first ones, over whole rows, leave less for the last.  The gradient of a mean goes
+the same way back.  Where a maximum lies is asked of every tap, the last one first: the answer of the first stays.
 
-The gradient goes over all taps in row-major order.  A tap whose element is its window's maximum takes what is left
-of the window's gradient, so the first one takes all of it.  Where a block has fewer windows than taps, it goes over
-the windows, and looks for the first such tap of each.  A block is of elements, and looks at every window over
+The gradient of a maximum goes over all taps in row-major order.  A tap whose element is its window's maximum takes
+what is left of the window's gradient, so the first one takes all of it.  Where a block has fewer windows than taps, it
+goes over the windows, and looks for the first such tap of each.  A block is of elements, and looks at every window over
 them: no block depends on another, and each element's sum has the same order however the blocks are cut.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -25,7 +26,14 @@ from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import Scratch, axis_segments, block_words, five_axes
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import Windows, even_part
-from cupyconv.problem.passes import PoolingGradientProblem, PoolingProblem
+from cupyconv.problem.passes import (
+    AvgPoolGradientProblem,
+    AvgPoolProblem,
+    MaxPoolGradientProblem,
+    MaxPoolProblem,
+    MeanProblem,
+    PoolingProblem,
+)
 from cupyconv.problem.plan import Plan
 
 #: Bytes that a block touches, at most: they stay in a core's L2 cache.
@@ -46,8 +54,8 @@ class NewArray(Protocol):
 
 
 def plan_pooling(problem: PoolingProblem) -> Plan:
-    """The largest element of every window; or each window's gradient, at the element that was its largest."""
-    step: type[PoolingStep] = MaxPoolGradient if isinstance(problem, PoolingGradientProblem) else MaxPool
+    """One number of every window; or each window's gradient, at the elements that it came from."""
+    step = LargestPlaces if isinstance(problem, MaxPoolProblem) and problem.indices else STEPS[type(problem)]
     steps = [step.of(one) for one in problem.each]
     return problem.planned(steps, {"blocks": max((one.workspace for one in steps), default=0)})
 
@@ -60,9 +68,6 @@ class PoolingStep(NumpyStep):
     a channels-last one.
     """
 
-    #: What a block has to know of its elements along one axis.
-    on_axis: ClassVar[type[_Outputs] | type[_Elements]]
-
     problem: PoolingProblem
     block: Block = (1, 1, 1, 1, 1)
     threads: int = 1
@@ -70,7 +75,7 @@ class PoolingStep(NumpyStep):
     @classmethod
     def of(cls, problem: PoolingProblem) -> Self:
         """The step of the largest blocks that stay in cache and within the limit on workspace."""
-        x, (out,), limit = problem.xs[0], problem.outs, problem.limit
+        x, (out,), limit = problem.inputs[0], problem.outs, problem.limit
         all_threads = problem.host.threads
 
         def fits(block: Block) -> bool:
@@ -92,38 +97,42 @@ class PoolingStep(NumpyStep):
     @property
     def dtype(self) -> str:
         """What is compared and added in."""
-        return accumulator(self.problem.xs[0].dtype)
+        return accumulator(self.problem.inputs[0].dtype)
 
     @property
     def widened(self) -> bool:
         """Whether a block of 16-bit images has copies to be computed in."""
-        return self.dtype != self.problem.xs[0].dtype
+        return self.dtype != self.problem.inputs[0].dtype
 
     @property
     def workspace(self) -> int:
         """Bytes of temporaries, of all threads."""
         numbers, flags = self.temporaries
-        return self.threads * prod(self.block[:2]) * (numbers * ITEMSIZE[self.dtype] + flags)
+        of_planes = prod(self.block[:2]) * (numbers * ITEMSIZE[self.dtype] + flags)
+        return self.threads * (of_planes + self.shared * ITEMSIZE[self.dtype])
 
     def __str__(self) -> str:
-        problem, inputs = self.problem, " and ".join(operand.name for operand in self.problem.inputs)
+        problem = self.problem
+        inputs, outs = (
+            " and ".join(operand.name for operand in operands) for operands in (problem.inputs, problem.results)
+        )
         cut = block_words(self.blocks, self.block, "n, c, d, h, w", self.threads)
-        return f"loop     {problem.operation} in {self.dtype}, {inputs} -> {problem.outs[0].name}: {cut}"
+        return f"loop     {problem.operation} in {self.dtype}, {inputs} -> {outs}: {cut}"
 
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
         problem, dtype = self.problem, dtype_from_name(self.dtype)
-        names = [operand.name for operand in (*problem.inputs, *problem.outs)]
+        names = [operand.name for operand in problem.arrays]
         shape = problem.outs[0].shape
         cuts = [[range(at, min(at + part, n)) for at in range(0, n, part)] for n, part in zip(shape, self.block)]
         planes = [tuple(slice(r.start, r.stop) for r in plane) for plane in product(*cuts[:2])]
-        of, windows = self.on_axis.of, problem.windows
-        few = max(map(len, cuts[2:])) * max(windows.kernel) <= _KEPT_SLICES
-        kept = list(product(*([of(windows, axis, r) for r in cuts[2 + axis]] for axis in range(3)))) if few else None
+        longest = max(map(len, cuts[2:])) * max(problem.windows.kernel)
+        few = longest <= _KEPT_SLICES
+        kept = [[self.part(axis, r) for r in cut] for axis, cut in enumerate(cuts[2:])] if few else []
 
-        def each_part() -> Iterable[tuple[_Outputs | _Elements, ...]]:
-            if kept is not None:
-                return kept
-            return (tuple(of(windows, axis, r) for axis, r in enumerate(cut)) for cut in product(*cuts[2:]))
+        def each_part() -> Iterator[Sequence[Any]]:
+            if few:
+                return product(*kept)
+            return (tuple(self.part(axis, r) for axis, r in enumerate(cut)) for cut in product(*cuts[2:]))
 
         def run(arrays: Mapping[str, Any]) -> None:
             images = [five_axes(arrays[name]) for name in names]
@@ -149,6 +158,15 @@ class PoolingStep(NumpyStep):
     @property
     def temporaries(self) -> tuple[int, int]:
         """Numbers and flags of the temporaries for one channel of one sample of a block."""
+        raise NotImplementedError
+
+    @property
+    def shared(self) -> int:
+        """Numbers of the temporaries that all channels and samples of a block have in common."""
+        return 0
+
+    def part(self, axis: int, run: range) -> Any:
+        """What a block has to know of its run of elements along one axis."""
         raise NotImplementedError
 
     def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[Any]) -> None:
@@ -199,10 +217,14 @@ class _Outputs(NamedTuple):
         return tap[0] == slice(0, self.length)
 
 
-class MaxPool(PoolingStep):
-    """The largest element of every window."""
+class Reduction(PoolingStep):
+    """One number of every window, by a ufunc that takes its elements in any order."""
 
-    on_axis = _Outputs
+    ufunc: ClassVar[np.ufunc]
+    of_nothing: ClassVar[float]
+
+    def part(self, axis: int, run: range) -> Any:
+        return _Outputs.of(self.problem.windows, axis, run)
 
     @property
     def touched(self) -> int:
@@ -211,15 +233,15 @@ class MaxPool(PoolingStep):
 
     @property
     def temporaries(self) -> tuple[int, int]:
-        """Maxima along one axis, and then another; widened: what the block reads, and its result."""
+        """What is left along one axis, and then another; widened: what the block reads, and its result."""
         outputs, read = self.block[2:], _most_read(self.problem.windows, self.block[2:])
-        maxima = outputs[0] * read[1] * read[2] + outputs[0] * outputs[1] * read[2]
-        return maxima + (prod(read) + prod(outputs)) * self.widened, 0
+        partial = outputs[0] * read[1] * read[2] + outputs[0] * outputs[1] * read[2]
+        return partial + (prod(read) + prod(outputs)) * self.widened, 0
 
-    def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[_Outputs]) -> None:
-        x, out = images
-        out = out[_everywhere([part.out for part in parts])]
-        image = _widened("image", x[_everywhere([part.read for part in parts])], dtype, new)
+    def reduced(
+        self, dtype: np.dtype, new: NewArray, image: np.ndarray, out: np.ndarray, parts: Sequence[_Outputs]
+    ) -> np.ndarray:
+        """The numbers of what a block reads: in its `out` if they can be, else a temporary, or a view of single elements."""
         compared = [axis for axis in range(3) if not parts[axis].is_view]
         for axis, part in enumerate(parts):
             if part.is_view:
@@ -227,27 +249,110 @@ class MaxPool(PoolingStep):
                 continue
             shape = (*image.shape[: 2 + axis], part.length, *image.shape[3 + axis :])
             in_place = axis == compared[-1] and out.dtype == dtype and shape == out.shape
-            maxima = out if in_place else new(f"maxima {axis}", shape, dtype)
-            _maximum_along(axis, part, image, maxima)
-            image = maxima
-        if image is not out:
-            out[...] = image
+            partial = out if in_place else new(f"partial {axis}", shape, dtype)
+            self._reduce_along(axis, part, image, partial)
+            image = partial
+        return image
+
+    def _reduce_along(self, axis: int, part: _Outputs, image: np.ndarray, partial: np.ndarray) -> None:
+        """Over the taps of one axis; `of_nothing` where all of them fall on padding."""
+        covering = [elements for at, elements in part.taps if part.covered((at, elements))][:2]
+        rest = [tap for tap in part.taps if tap[1] not in covering]
+        if len(covering) == 2:
+            one, other = (image[_along(axis, elements)] for elements in covering)
+            self.ufunc(one, other, out=partial)
+        elif covering:
+            partial[...] = image[_along(axis, covering[0])]
+        else:
+            partial.fill(self.of_nothing)
+        for at, elements in rest:
+            so_far = partial[_along(axis, at)]
+            self.ufunc(so_far, image[_along(axis, elements)], out=so_far)
 
 
-def _maximum_along(axis: int, part: _Outputs, image: np.ndarray, maxima: np.ndarray) -> None:
-    """The maximum over the taps of one axis; -inf where all of them fall on padding."""
-    covering = [elements for at, elements in part.taps if part.covered((at, elements))][:2]
-    rest = [tap for tap in part.taps if tap[1] not in covering]
-    if len(covering) == 2:
-        one, other = (image[_along(axis, elements)] for elements in covering)
-        np.maximum(one, other, out=maxima)
-    elif covering:
-        maxima[...] = image[_along(axis, covering[0])]
-    else:
-        maxima.fill(-np.inf)
-    for at, elements in rest:
-        so_far = maxima[_along(axis, at)]
-        np.maximum(so_far, image[_along(axis, elements)], out=so_far)
+class MaxPool(Reduction):
+    """The largest element of every window."""
+
+    ufunc, of_nothing = np.maximum, -np.inf
+
+    def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[_Outputs]) -> None:
+        self.largest(dtype, new, images, parts)
+
+    def largest(
+        self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[_Outputs]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What the block reads, and the largest of each window, which are written too."""
+        x, out = images[:2]
+        image = _widened("image", x[_everywhere([part.read for part in parts])], dtype, new)
+        out = out[_everywhere([part.out for part in parts])]
+        largest = self.reduced(dtype, new, image, out, parts)
+        if largest is not out:
+            out[...] = largest
+        return image, largest
+
+
+class LargestPlaces(MaxPool):
+    """The largest element of every window, and where it lies."""
+
+    @property
+    def touched(self) -> int:
+        return super().touched + prod(self.block) * -(-8 // ITEMSIZE[self.dtype])
+
+    @property
+    def temporaries(self) -> tuple[int, int]:
+        """And which elements are the largest, or NaN."""
+        return super().temporaries[0], 2 * prod(self.block[2:])
+
+    @property
+    def shared(self) -> int:
+        """Places of the elements that a block reads, of 8 bytes each."""
+        return prod(_most_read(self.problem.windows, self.block[2:])) * -(-8 // ITEMSIZE[self.dtype])
+
+    def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[_Outputs]) -> None:
+        image, largest = self.largest(dtype, new, images, parts)
+        height, width = images[0].shape[3:]
+        places = new("places", (1, 1, *(part.read.stop - part.read.start for part in parts)), np.dtype(np.int64))
+        places[...] = 0
+        for axis, (run, step) in enumerate(zip([part.read for part in parts], (height * width, width, 1))):
+            along = np.arange(run.start * step, run.stop * step, step).reshape(-1, *(1,) * (2 - axis))
+            places += along
+        indices = images[2][_everywhere([part.out for part in parts])]
+        indices.fill(-1)
+        hit = new("hit", largest.shape, np.dtype(bool))
+        some_are_nan = bool(np.isnan(largest).any())
+        for tap in product(*(part.taps[::-1] for part in parts)):
+            at, elements = (_everywhere(slices) for slices in zip(*tap))
+            hits = hit[at]
+            np.equal(image[elements], largest[at], out=hits)
+            if some_are_nan:
+                hits |= np.isnan(image[elements])
+            np.copyto(indices[at], places[elements], where=hits)
+
+
+class AvgPool(Reduction):
+    """The mean of every window."""
+
+    ufunc, of_nothing = np.add, 0.0
+    problem: AvgPoolProblem
+
+    @property
+    def shared(self) -> int:
+        """How many taps count, of every window."""
+        return prod(self.block[2:])
+
+    def part(self, axis: int, run: range) -> Any:
+        return _Outputs.of(self.problem.windows, axis, run), _counts(self.problem, axis, run)
+
+    def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[Any]) -> None:
+        x, out = images
+        runs, counts = zip(*parts)
+        out = out[_everywhere([run.out for run in runs])]
+        image = _widened("image", x[_everywhere([run.read for run in runs])], dtype, new)
+        sums = self.reduced(dtype, new, image, out, runs)
+        means = out if out.dtype == dtype else sums  # of 16-bit images a copy that may be written to
+        np.divide(sums, _outer("taps", counts, dtype, new), out=means)
+        if means is not out:
+            out[...] = means
 
 
 class _Elements(NamedTuple):
@@ -283,15 +388,20 @@ class _Elements(NamedTuple):
         )
 
 
-class MaxPoolGradient(PoolingStep):
-    """Each window's gradient, at the element that was its largest."""
+class Adjoint(PoolingStep):
+    """Gradients of elements, from those of the windows over them."""
 
-    on_axis = _Elements
+    def part(self, axis: int, run: range) -> Any:
+        return _Elements.of(self.problem.windows, axis, run)
 
     @property
     def touched(self) -> int:
         elements = self.block[2:]
         return prod(self.block[:2]) * (2 * prod(elements) + 4 * prod(_most_windows(self.problem.windows, elements)))
+
+
+class MaxPoolGradient(Adjoint):
+    """Each window's gradient, at the element that was its largest."""
 
     @property
     def temporaries(self) -> tuple[int, int]:
@@ -384,6 +494,69 @@ def _add_by_window(
             is_own &= (place >= 0) & (place < part.elements.stop - part.elements.start)
             places.append(place)
         sums[(*np.nonzero(is_own), *(place[is_own] for place in places))] += left[_everywhere(window)][is_own]
+
+
+class AvgPoolGradient(Adjoint):
+    """Each window's gradient, in equal shares at all its elements."""
+
+    problem: AvgPoolGradientProblem
+
+    @property
+    def temporaries(self) -> tuple[int, int]:
+        """Shares of every window; their sums along one axis, and then another; widened: of all three."""
+        elements, over = self.block[2:], _most_windows(self.problem.windows, self.block[2:])
+        partial = elements[0] * over[1] * over[2] + elements[0] * elements[1] * over[2]
+        return prod(over) + partial + prod(elements) * self.widened, 0
+
+    @property
+    def shared(self) -> int:
+        """How many taps count, of every window."""
+        return prod(_most_windows(self.problem.windows, self.block[2:]))
+
+    def part(self, axis: int, run: range) -> Any:
+        part = super().part(axis, run)
+        return part, _counts(self.problem, axis, range(part.windows.start, part.windows.stop))
+
+    def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[Any]) -> None:
+        grad, out = images
+        runs, counts = zip(*parts)
+        over = grad[_everywhere([run.windows for run in runs])]
+        out = out[_everywhere([run.elements for run in runs])]
+        shares = new("shares", over.shape, dtype)
+        shares[...] = over
+        shares /= _outer("taps", counts, dtype, new)
+        for axis, run in enumerate(runs):
+            shape = (*shares.shape[: 2 + axis], out.shape[2 + axis], *shares.shape[3 + axis :])
+            sums = out if axis == 2 and out.dtype == dtype else new(f"sums {axis}", shape, dtype)
+            sums[...] = 0
+            for _, _, own_at, own in run.taps:
+                sums[_along(axis, own)] += shares[_along(axis, own_at)]
+            shares = sums
+        if shares is not out:
+            out[...] = shares
+
+
+#: What solves each kind of problem.
+STEPS: dict[type[PoolingProblem], type[PoolingStep]] = {
+    MaxPoolProblem: MaxPool,
+    MaxPoolGradientProblem: MaxPoolGradient,
+    AvgPoolProblem: AvgPool,
+    AvgPoolGradientProblem: AvgPoolGradient,
+}
+
+
+def _counts(problem: MeanProblem, axis: int, outputs: range) -> np.ndarray:
+    """How many taps count along an axis, of a run of windows, in a shape that goes along this axis of an image."""
+    return np.array([problem.count(axis, output) for output in outputs]).reshape(-1, *(1,) * (2 - axis))
+
+
+def _outer(name: str, counts: Sequence[np.ndarray], dtype: np.dtype, new: NewArray) -> np.ndarray:
+    """The product of what counts along each axis, for every window."""
+    taps = new(name, (1, 1, *(along.size for along in counts)), dtype)
+    taps[...] = counts[0]
+    for along in counts[1:]:
+        taps *= along
+    return taps
 
 
 def _most_read(windows: Windows, outputs: Sequence[int]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Never
 
 from cupyconv.call.arguments import Arguments, Arrays, Axes, Result, is_batched, merged_inputs, present, shapes_of
 from cupyconv.call.operation import CheckedCall, Operation
@@ -23,6 +23,7 @@ def im2col(
     padding: Padding = 0,
     dilation: PerAxis = 1,
     out: Array | None = None,
+    **foreign: Never,
 ) -> Array:
     """Every window of an image as a column.
 
@@ -78,6 +79,7 @@ def col2im(
     padding: Padding = 0,
     dilation: PerAxis = 1,
     out: Array | None = None,
+    **foreign: Never,
 ) -> Array:
     """Sum columns back into an image: the adjoint of `im2col`.
 

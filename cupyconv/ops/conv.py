@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 from cupyconv.call.arguments import (
     VECTOR,
@@ -40,6 +40,7 @@ def conv(
     prologue: PrologueLike | None = None,
     method: str = "auto",
     out: Array | None = None,
+    **foreign: Never,
 ) -> Array:
     """Convolution over one, two or three spatial axes, of one array or of several merged.
 
@@ -69,7 +70,8 @@ def conv(
         ``"full"`` the span less one on each side; ``"causal"`` the same, all before, for one spatial axis.
     padding_mode : str
         What the added elements are: ``"constant"`` (zeros), ``"reflect"``, ``"symmetric"``, ``"edge"`` or ``"wrap"``, as
-        in `numpy.pad`.  SciPy's ``"reflect"`` is ``"symmetric"`` here, its ``"mirror"`` is ``"reflect"``.
+        in `numpy.pad`.  SciPy's ``"reflect"`` is ``"symmetric"`` here, its ``"mirror"`` is ``"reflect"``.  Beside a
+        `padding` of 0 another mode than ``"constant"`` would do nothing, and is refused.
     groups : int
         The channels are split into this many groups, and each is convolved by itself.  ``groups=C_in`` with a weight
         ``(C_in, 1, *kernel)`` filters every channel by its own kernel.
@@ -157,6 +159,7 @@ def linmerge(
     prologue: PrologueLike | None = None,
     method: str = "auto",
     out: Array | None = None,
+    **foreign: Never,
 ) -> Array:
     """Linear combination of the channels of several arrays, without concatenating them.
 
@@ -228,14 +231,20 @@ def check_linmerge(given: Arrays, *, on: str | None = None, saving: bool = False
 
 def unpack_prologue(arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments with the prologue in its three parts, each None where it is absent."""
-    prologue = arguments["prologue"]
+    parts = prologue_parts(arguments["prologue"])
+    arguments["scale"], arguments["shift"], arguments["prologue_activation"] = parts
+    return arguments
+
+
+def prologue_parts(prologue: Any) -> tuple[Any, Any, Any]:
+    """Scale, shift and activation, each None where it is absent."""
     parts = (None, None, None) if prologue is None else prologue
     if not isinstance(parts, (tuple, list)):
         raise TypeError(f"prologue must be None or a tuple (scale, shift, activation), given {prologue!r}")
     if len(parts) != 3:
         raise ValueError(f"prologue has {len(parts)} entries, needed 3: scale, shift, activation; each may be None")
-    arguments["scale"], arguments["shift"], arguments["prologue_activation"] = parts
-    return arguments
+    scale, shift, activation = parts
+    return scale, shift, activation
 
 
 _EPILOGUE = ("bias", "residual", "scale", "shift", "out")
@@ -290,7 +299,7 @@ def conv_problem(
     arguments.check_optional(bias, (geometry.out_channels,), dtype)
     arguments.check_optional(residual, shape, dtype)
     x_dtype, weight_dtype = operand_dtypes([x.dtype for x in images.values()], weight.dtype, dtype)
-    prologue = checked_prologue(arguments, geometry.in_channels, x_dtype, prologue_activation)
+    prologue = checked_prologue(arguments, geometry.in_channels, x_dtype, prologue_activation, layer)
     if prologue.activation and dtype.kind == "c":
         raise TypeError(
             f"prologue activation {prologue.activation} is not defined beside the complex result, {dtype.name}"
@@ -317,11 +326,12 @@ def conv_problem(
     return problem, (result, pre) if keeps_pre else (result,)
 
 
-def checked_prologue(arguments: Arguments, channels: int, x_dtype: str, activation: Any) -> Prologue:
+def checked_prologue(arguments: Arguments, channels: int, x_dtype: str, activation: Any, layer: str = "") -> Prologue:
     """The prologue of inputs of so many merged channels, computed in `x_dtype`, as planning sees it."""
     resolved = resolve_activation(activation)
     vectors = {}
-    for name in ("scale", "shift"):
+    for vector in ("scale", "shift"):
+        name = f"{vector}{layer}"
         arguments.check_optional(name, (channels,), dtype_from_name(x_dtype), "the inputs are computed in")
-        vectors[name] = arguments.describe_given(VECTOR, name)
+        vectors[vector] = arguments.describe_given(VECTOR, name)
     return Prologue(**vectors, activation=resolved)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from inspect import Signature, signature
+from math import prod
+from typing import Any, Never
 
 from cupyconv.call.arguments import (
     Arguments,
@@ -16,15 +18,17 @@ from cupyconv.call.arguments import (
     present,
     shapes_of,
 )
+from cupyconv.call.keywords import unknown_keyword
 from cupyconv.call.operation import CheckedCall, Operation
-from cupyconv.ops.conv import conv_problem
+from cupyconv.ops.conv import WINDOWS, conv_problem, prologue_parts
 from cupyconv.problem.arrays import promote
-from cupyconv.problem.geometry import conv_geometry
+from cupyconv.problem.geometry import ConvGeometry, conv_geometry
+from cupyconv.problem.padding import positive
 from cupyconv.problem.problems import ChainProblem, ConvProblem
-from cupyconv.typing import ActivationLike, Array, Padding, PerAxis
+from cupyconv.typing import ActivationLike, Array, Padding, PerAxis, PrologueLike
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ConvLayer:
     """One convolution of a `conv_chain`: the arguments of `conv` but for `x`, which is the layer's before.
 
@@ -34,17 +38,21 @@ class ConvLayer:
         ``(C_out, C_in // groups, *kernel)``.
     bias : array, optional
         ``(C_out,)``.
-    stride, padding, dilation, groups, activation
-        As for `conv`; padding is zeros.
+    stride, padding, padding_mode, dilation, groups, activation, prologue
+        As for `conv`.
     residual : array, optional
         Of exactly the shape of this layer's result, added before the activation.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `conv`, as the layer is made: for all that no `x` is needed to see.
 
     Examples
     --------
     >>> import numpy as np, cupyconv
-    >>> layer = cupyconv.ConvLayer(np.ones((8, 3, 3, 3), np.float32), padding="same", activation="relu")
-    >>> layer.padding, layer.bias is None
-    ('same', True)
+    >>> cupyconv.ConvLayer(np.ones((8, 3, 3, 3), np.float32), padding="same", activation="relu")
+    ConvLayer(float32 (8, 3, 3, 3), padding='same', activation='relu')
     """
 
     weight: Array
@@ -52,14 +60,62 @@ class ConvLayer:
     _: KW_ONLY
     stride: PerAxis = 1
     padding: Padding = 0
+    padding_mode: str = "constant"
     dilation: PerAxis = 1
     groups: int = 1
     activation: ActivationLike = None
     residual: Array | None = None
+    prologue: PrologueLike | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> ConvLayer:
+        if unknown := [keyword for keyword in kwargs if keyword not in _DEFAULTS]:
+            raise unknown_keyword("ConvLayer", unknown[0], _DEFAULTS)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        scale, shift, prologue_activation = prologue_parts(self.prologue)
+        vectors = {"bias": self.bias, "scale": scale, "shift": shift}
+        arguments = Arguments.of(present({"weight": self.weight, **vectors, "residual": self.residual}, "weight"), None)
+        geometry = _on_a_large_image(tuple(self.weight.shape), {name: getattr(self, name) for name in WINDOWS})
+        for name, array in vectors.items():
+            needed = (geometry.out_channels if name == "bias" else geometry.in_channels,)
+            if array is not None and tuple(array.shape) != needed:
+                raise ValueError(f"{name} has shape {tuple(array.shape)}, needed {needed}")
+        for activation in (self.activation, prologue_activation):
+            activation_for(activation, arguments["weight"].dtype)
+
+    def __repr__(self) -> str:
+        """One line: arrays by dtype and shape, and what differs from the defaults."""
+
+        def words(value: Any) -> str:
+            if isinstance(value, (tuple, list)):
+                return f"({', '.join(map(words, value))})"
+            return f"{value.dtype} {tuple(value.shape)}" if hasattr(value, "dtype") else repr(value)
+
+        given = {name: getattr(self, name) for name in _DEFAULTS if name != "weight"}
+        changed = [f"{name}={words(value)}" for name, value in given.items() if value is not _DEFAULTS[name]]
+        return f"ConvLayer({', '.join([words(self.weight), *changed])})"
+
+
+#: That of `__init__`, not of `__new__`.
+ConvLayer.__signature__ = Signature(list(signature(ConvLayer.__init__).parameters.values())[1:])  # type: ignore[attr-defined]
+_DEFAULTS = {field.name: field.default for field in fields(ConvLayer) if field.name != "_"}
+
+
+def _on_a_large_image(weight_shape: tuple[int, ...], windows: dict[str, Any]) -> ConvGeometry:
+    """The geometry of a layer on an image in which everything that may fit does; it refuses what never does."""
+    rank = len(weight_shape) - 2
+    channels = prod(weight_shape[1:2]) * positive("groups", windows["groups"])
+    return conv_geometry({"x": (1, channels, *(1 << 62,) * rank)}, weight_shape, batched=True, **windows)
 
 
 def conv_chain(
-    x: Array | Sequence[Array], layers: Sequence[ConvLayer], *, fuse: str | bool = "auto", out: Array | None = None
+    x: Array | Sequence[Array],
+    layers: Sequence[ConvLayer],
+    *,
+    fuse: str | bool = "auto",
+    out: Array | None = None,
+    **foreign: Never,
 ) -> Array:
     """Convolutions one after the other; where it is faster, the images between them are not stored.
 
@@ -122,8 +178,8 @@ def conv_chain(
     return CONV_CHAIN(locals())
 
 
-#: What a layer says of its geometry.
-_LAYER_WINDOWS = ("stride", "padding", "dilation", "groups")
+#: Arrays that a layer may have beside its weight, each with the names of the arguments that say what there is of it.
+_OPTIONAL = {"bias": "biases", "residual": "residuals", "scale": "scales", "shift": "shifts"}
 
 
 def unpack_layers(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -137,36 +193,41 @@ def unpack_layers(arguments: dict[str, Any]) -> dict[str, Any]:
     for i, layer in enumerate(layers):
         if not isinstance(layer, ConvLayer):
             raise TypeError(f"layers[{i}] must be a ConvLayer, given {type(layer).__name__}: ConvLayer(weight, ...)")
-    biases, residuals = [layer.bias for layer in layers], [layer.residual for layer in layers]
-    return {
-        **arguments,
-        "weights": [layer.weight for layer in layers],
-        "biases": [bias for bias in biases if bias is not None],
-        "residuals": [residual for residual in residuals if residual is not None],
-        "with_bias": tuple(i for i, bias in enumerate(biases) if bias is not None),
-        "with_residual": tuple(i for i, residual in enumerate(residuals) if residual is not None),
-        "said": tuple(tuple(getattr(layer, name) for name in (*_LAYER_WINDOWS, "activation")) for layer in layers),
+    unpacked = {**arguments, "weights": [layer.weight for layer in layers]}
+    prologues = [prologue_parts(layer.prologue) for layer in layers]
+    each = {
+        "bias": [layer.bias for layer in layers],
+        "residual": [layer.residual for layer in layers],
+        "scale": [scale for scale, _, _ in prologues],
+        "shift": [shift for _, shift, _ in prologues],
     }
+    for name, several in _OPTIONAL.items():
+        unpacked[several] = [array for array in each[name] if array is not None]
+    unpacked["having"] = tuple(
+        tuple(i for i, array in enumerate(each[name]) if array is not None) for name in _OPTIONAL
+    )
+    unpacked["said"] = tuple(
+        (*(getattr(layer, name) for name in WINDOWS), layer.activation, activation)
+        for layer, (_, _, activation) in zip(layers, prologues)
+    )
+    return unpacked
 
 
 def check_conv_chain(
-    given: Arrays,
-    *,
-    on: str | None = None,
-    said: Sequence[tuple[Any, ...]],
-    with_bias: Sequence[int],
-    with_residual: Sequence[int],
-    fuse: Any,
+    given: Arrays, *, on: str | None = None, said: Sequence[tuple[Any, ...]], having: Sequence[Sequence[int]], fuse: Any
 ) -> CheckedCall:
-    """Check a chain whose layers are taken apart; `with_bias` and `with_residual` number those that have one."""
+    """Check a chain whose layers are taken apart; `having` numbers, for each array of `_OPTIONAL`, those that have one."""
     if not (isinstance(fuse, bool) or (isinstance(fuse, str) and fuse == "auto")):
         raise ValueError(f"fuse must be 'auto', True or False, given {fuse!r}")
     inputs, weights = named_inputs("x", given["x"]), given["weights"]
     arrays = {
         **inputs,
         **{f"weight[{i}]": weight for i, weight in enumerate(weights)},
-        **{f"bias[{i}]": bias for i, bias in zip(with_bias, given["biases"], strict=True)},
-        **{f"residual[{i}]": array for i, array in zip(with_residual, given["residuals"], strict=True)},
+        **{
+            f"{name}[{i}]": array
+            for (name, several), numbers in zip(_OPTIONAL.items(), having, strict=True)
+            for i, array in zip(numbers, given[several], strict=True)
+        },
         **present({"out": given["out"]}),
     }
     arguments = Arguments.of(arrays, on)
@@ -175,10 +236,10 @@ def check_conv_chain(
     problems: list[ConvProblem] = []
     images: dict[str, Any] = inputs
     for i, layer in enumerate(said):
-        *windows, activation = layer
+        *windows, activation, prologue_activation = layer
         try:
             geometry = conv_geometry(
-                shapes_of(images), tuple(weights[i].shape), batched=axes.batched, **dict(zip(_LAYER_WINDOWS, windows))
+                shapes_of(images), tuple(weights[i].shape), batched=axes.batched, **dict(zip(WINDOWS, windows))
             )
             # Asked here for errors that name the layer.
             activation_for(activation, promote({**images, f"weight[{i}]": weights[i]}))
@@ -187,19 +248,20 @@ def check_conv_chain(
         spatial = geometry.spatial(geometry.out_size)
         out = "out" if i == len(said) - 1 else f"layer[{i}]"
         problem, (result,) = conv_problem(
-            arguments, axes, images, geometry, spatial, layer=f"[{i}]", out=out, activation=activation
-        )
+            arguments, axes, images, geometry, spatial, layer=f"[{i}]", out=out, activation=activation,
+            prologue_activation=prologue_activation,
+        )  # fmt: skip
         problems.append(replace(problem, workspace_limit=None))  # the limit is the chain's
         images = {out: result}
     chain = ChainProblem(layers=tuple(problems), fuse=fuse, **arguments.decided_with)
-    viewed = frozenset((*inputs, *(f"residual[{i}]" for i in with_residual), "out"))
+    viewed = frozenset((*inputs, *(f"residual[{i}]" for i in range(len(said))), "out"))
     return CheckedCall(arguments, chain, viewed, axes, (result,))
 
 
 CONV_CHAIN = Operation(
     conv_chain,
     check_conv_chain,
-    ("x", "weights", "biases", "residuals", "out"),
-    ("said", "with_bias", "with_residual", "fuse"),
+    ("x", "weights", *_OPTIONAL.values(), "out"),
+    ("said", "having", "fuse"),
     unpack_layers,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Never
 
 from cupyconv.call.arguments import Arguments, Arrays, Axes, is_batched
 from cupyconv.call.operation import CheckedCall, Operation
@@ -25,6 +25,7 @@ def conv_grad_input(
     groups: int = 1,
     method: str = "auto",
     out: Array | Sequence[Array] | None = None,
+    **foreign: Never,
 ) -> ArrayOrList:
     """The gradient of a convolution with respect to its input, or to each of its merged inputs.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Never
 
 from cupyconv.call.arguments import (
     Arguments,
@@ -35,6 +35,7 @@ def conv_grad_weight(
     groups: int = 1,
     method: str = "auto",
     out: Array | None = None,
+    **foreign: Never,
 ) -> Array:
     """Gradient of a scalar with respect to the weight of `conv`, from that with respect to its result.
 

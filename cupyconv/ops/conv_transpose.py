@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Never
 
 from cupyconv.call.arguments import (
     VECTOR,
@@ -38,6 +38,7 @@ def conv_transpose(
     activation: ActivationLike = None,
     method: str = "auto",
     out: Array | None = None,
+    **foreign: Never,
 ) -> Array:
     """Transposed convolution over one, two or three spatial axes, of one array or of several merged.
 

@@ -1,16 +1,35 @@
-"""`max_pool`: the largest element of every window, and the gradient's way back to it."""
+"""`max_pool` and `avg_pool`: the largest element of every window, or the mean of it, and the gradient's way back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Never
 
-from cupyconv.call.arguments import Arguments, Arrays, Axes, Result, in_dtype, is_batched, named_inputs, shapes_of
+import numpy as np
+
+from cupyconv.call.arguments import (
+    Arguments,
+    Arrays,
+    Axes,
+    Result,
+    fitting,
+    in_dtype,
+    is_batched,
+    named_inputs,
+    shapes_of,
+)
 from cupyconv.call.dispatch import backend_for
 from cupyconv.call.operation import CheckedCall, Operation
+from cupyconv.call.options import flag
 from cupyconv.ops.conv_pullback import ConvGradients, Pullback, holding, listed_inputs, needed_names
-from cupyconv.problem.geometry import Windows, window_geometry
-from cupyconv.problem.passes import PoolingGradientProblem, PoolingProblem
+from cupyconv.problem.geometry import Triple, Windows, window_geometry
+from cupyconv.problem.passes import (
+    AvgPoolGradientProblem,
+    AvgPoolProblem,
+    MaxPoolGradientProblem,
+    MaxPoolProblem,
+    PoolingProblem,
+)
 from cupyconv.typing import Array, ArrayOrList, Padding, PerAxis
 
 
@@ -21,8 +40,11 @@ def max_pool(
     stride: PerAxis | None = None,
     padding: Padding = 0,
     dilation: PerAxis = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
     out: Array | Sequence[Array] | None = None,
-) -> ArrayOrList:
+    **foreign: Never,
+) -> ArrayOrList | tuple[ArrayOrList, ArrayOrList]:
     """The largest element of every window of an image.
 
     Parameters
@@ -35,14 +57,23 @@ def max_pool(
         Elements from one window to the next; by default `kernel_shape`, windows side by side.
     padding, dilation
         As for `conv`.  Padding is never the largest: it takes no part.
+    ceil_mode : bool
+        Whether to keep a last window that reaches beyond the padded image; it must begin in the image or in the padding
+        before it.
+    return_indices : bool
+        Whether to say where each maximum lies, too.
     out : array or sequence of arrays, optional
-        Of exactly the results' shapes and dtypes; a sequence where `x` is one.
+        For the maxima, of exactly their shapes and dtypes; a sequence where `x` is one.
 
     Returns
     -------
-    array, or list of arrays where `x` is a sequence
+    y : array, or list of arrays where `x` is a sequence
         ``(N, C, *out_spatial)`` in x's dtype; channels-last where x is.  NaN where a window holds one; -inf
         where a window lies in the padding alone.
+    indices : the same, of int64, with `return_indices` alone
+        Places in the image without its padding, in C order over its spatial axes: ``y[n, c]`` is
+        ``x[n, c].ravel()[indices[n, c]]``.  Of several equal elements the first, a NaN counting as larger; -1 where a
+        window lies in the padding alone.
 
     Raises
     ------
@@ -51,28 +82,117 @@ def max_pool(
     ValueError
         For shapes and settings that do not fit, and where `options` leave too little workspace for one window.
 
+    See Also
+    --------
+    avg_pool : the mean of every window.
+
     Notes
     -----
     Exact in every dtype: the result is an element of the window.  Each array of a sequence is pooled by itself, into
-    an array of its own.  With 0.0 and -0.0 in a window either may be the result.  What ONNX and PyTorch call
-    ``ceil_mode`` is some padding more behind: ``padding_of_ceil_mode`` in ``examples/onnx_nodes.py`` computes it.
+    an array of its own.  With 0.0 and -0.0 in a window either may be the result.  `ceil_mode` is that of ONNX and
+    PyTorch, and so are the indices; ONNX's count over N and C too, ``indices + size * arange(N * C)`` in the right shape.
 
     Examples
     --------
     >>> import numpy as np, cupyconv
-    >>> cupyconv.max_pool(np.array([[[3.0, 1.0, 4.0, 1.0, 5.0]]]), 2)
+    >>> x = np.array([[[3.0, 1.0, 4.0, 1.0, 5.0]]])
+    >>> cupyconv.max_pool(x, 2)
     array([[[3., 4.]]])
-    >>> cupyconv.max_pool(np.array([[[3.0, 1.0, 4.0, 1.0, 5.0]]]), 3, stride=2, padding="same")
+    >>> cupyconv.max_pool(x, 3, stride=2, padding="same")
     array([[[3., 4., 5.]]])
+    >>> y, indices = cupyconv.max_pool(x, 2, ceil_mode=True, return_indices=True)
+    >>> y, indices
+    (array([[[3., 4., 5.]]]), array([[[0, 2, 4]]]))
     """
-    return MAX_POOL(locals())
+    pooled = MAX_POOL(locals())
+    return _values_and_indices(pooled, x) if return_indices else pooled
 
 
-def max_pool_with_pullback(arguments: dict[str, Any]) -> tuple[ArrayOrList, Pullback]:
+def avg_pool(
+    x: Array | Sequence[Array],
+    kernel_shape: PerAxis,
+    *,
+    stride: PerAxis | None = None,
+    padding: Padding = 0,
+    dilation: PerAxis = 1,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    out: Array | Sequence[Array] | None = None,
+    **foreign: Never,
+) -> ArrayOrList:
+    """The mean of every window of an image.
+
+    Parameters
+    ----------
+    x, kernel_shape, stride, padding, dilation, ceil_mode
+        As for `max_pool`.
+    count_include_pad : bool
+        Whether padding counts as zeros, as in PyTorch; if not, a mean is of the elements alone, as in ONNX.  What a
+        last window of `ceil_mode` reaches beyond the padding never counts.
+    out : array or sequence of arrays, optional
+        Of exactly the results' shapes and dtypes; a sequence where `x` is one.
+
+    Returns
+    -------
+    array, or list of arrays where `x` is a sequence
+        ``(N, C, *out_spatial)`` in x's dtype; channels-last where x is.  NaN where nothing counts.
+
+    Raises
+    ------
+    TypeError
+        For complex arrays, whose real and imaginary parts you may average each by itself, integers and foreign arrays.
+    ValueError
+        For shapes and settings that do not fit, and where `options` leave too little workspace for one window.
+
+    See Also
+    --------
+    max_pool : the largest element of every window.
+
+    Notes
+    -----
+    A sum, divided once; 16-bit types are summed in float32 and rounded once.  Each array of a sequence is pooled by itself.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyconv
+    >>> x = np.array([[[3.0, 1.0, 4.0, 1.0, 6.0]]])
+    >>> cupyconv.avg_pool(x, 2)
+    array([[[2. , 2.5]]])
+    >>> cupyconv.avg_pool(x, 3, stride=2, padding=1, count_include_pad=False)
+    array([[[2. , 2. , 3.5]]])
+    """
+    return AVG_POOL(locals())
+
+
+def max_pool_with_pullback(arguments: dict[str, Any]) -> tuple[Any, Pullback]:
     """The result of `max_pool` with these arguments, and its pullback."""
-    x, y = arguments["x"], MAX_POOL(arguments)
+    x, pooled = arguments["x"], MAX_POOL(arguments)
+    result = _values_and_indices(pooled, x) if arguments["return_indices"] else pooled
+    y = result[0] if arguments["return_indices"] else pooled
     inputs, listed = listed_inputs(x)
     held = {**arguments, "x": inputs if listed else x, "y": tuple(y) if listed else y}
+    pullback = _pullback(x, lambda grads: MAX_POOL_GRADIENT({**held, "grad": grads}))
+    return result, holding(pullback, (*inputs, *listed_inputs(y)[0]))
+
+
+def avg_pool_with_pullback(arguments: dict[str, Any]) -> tuple[ArrayOrList, Pullback]:
+    """The result of `avg_pool` with these arguments, and its pullback, which needs shapes alone."""
+    x, y = arguments["x"], AVG_POOL(arguments)
+    inputs, listed = listed_inputs(x)
+    results, backend = [(tuple(one.shape), one.dtype) for one in listed_inputs(y)[0]], backend_for({"x": inputs[0]})
+    settings = {**arguments, "x": None, "x_shapes": tuple(tuple(image.shape) for image in inputs)}
+
+    def back(grad: Any) -> Any:
+        grads = _as_many("grad", grad, "y", len(results), listed)
+        fitted = [fitting(*each, *of, backend) for each, of in zip(grads.items(), results, strict=True)]
+        return AVG_POOL_GRADIENT({**settings, "grad": fitted if listed else fitted[0]})
+
+    return y, holding(_pullback(x, back), ())
+
+
+def _pullback(x: Any, back: Callable[[Any], Any]) -> Pullback:
+    """The pullback of a function of x alone, whose gradient `back` computes."""
+    inputs, listed = listed_inputs(x)
     x_dtypes, backend = [image.dtype for image in inputs], backend_for({"x": inputs[0]})
 
     def pullback(grad: Any, *, needs: Iterable[str] | None = None) -> ConvGradients:
@@ -81,45 +201,59 @@ def max_pool_with_pullback(arguments: dict[str, Any]) -> tuple[ArrayOrList, Pull
             return ConvGradients()
         if grad is None:
             raise TypeError("grad must be an array of the result's shape, or a sequence of them, not None")
-        dx = MAX_POOL_GRADIENT({**held, "grad": grad})
+        dx = back(grad)
         gradients = [in_dtype(*one, backend) for one in zip(dx if listed else [dx], x_dtypes, strict=True)]
         return ConvGradients(x=gradients if listed else gradients[0])
 
-    return y, holding(pullback, (*inputs, *listed_inputs(y)[0]))
+    return pullback
 
 
-def check_max_pool(given: Arrays, *, on: str | None = None, **settings: Any) -> CheckedCall:
+def check_max_pool(given: Arrays, *, on: str | None = None, return_indices: Any, **settings: Any) -> CheckedCall:
     """Check the arguments of `max_pool`."""
-    inputs = named_inputs("x", given["x"])
-    arguments = Arguments.of(inputs | _named_like("out", given["out"], "x", given["x"]), on)
-    windows, axes = _windows(inputs, **settings)
-    spatial = windows.spatial(windows.out_size)
-    results = tuple(
-        _result(axes, image, name.replace("x", "out"), axes.shape(windows.batch, channels, spatial))
-        for (name, image), channels in zip(inputs.items(), windows.channels)
-    )
-    problem = PoolingProblem(
+    arguments, windows, axes, results = _pooling("the largest", given, on, settings)
+    places: list[Result] = []
+    if flag("return_indices", return_indices):
+        indices = np.dtype(np.int64)
+        places = [result._replace(name=result.name.replace("out", "indices"), dtype=indices) for result in results]
+    problem = MaxPoolProblem(
         windows=windows,
-        xs=arguments.describe_each(axes, inputs),
+        xs=arguments.describe_each(axes, named_inputs("x", given["x"])),
         outs=arguments.describe_each(axes, results),
+        indices=arguments.describe_each(axes, places),
         **arguments.decided_with,
     )
-    return _pooling_call(arguments, problem, axes, results, given["x"])
+    return _pooling_call(arguments, problem, axes, (*results, *places), bool(places) or _listed(given["x"]))
+
+
+def check_avg_pool(given: Arrays, *, on: str | None = None, count_include_pad: Any, **settings: Any) -> CheckedCall:
+    """Check the arguments of `avg_pool`."""
+    arguments, windows, axes, results = _pooling("the mean", given, on, settings)
+    problem = AvgPoolProblem(
+        windows=windows,
+        xs=arguments.describe_each(axes, named_inputs("x", given["x"])),
+        outs=arguments.describe_each(axes, results),
+        counted=_counted(windows, count_include_pad),
+        **arguments.decided_with,
+    )
+    return _pooling_call(arguments, problem, axes, results, _listed(given["x"]))
 
 
 def check_max_pool_gradient(given: Arrays, *, on: str | None = None, **settings: Any) -> CheckedCall:
     """Check the gradients given to the pullback of ``max_pool(x, ...)``, which was y."""
-    x, y = given["x"], given["y"]
-    xs, ys, grads = named_inputs("x", x), _named_like("y", y, "x", x), _named_like("grad", given["grad"], "y", y)
+    x = given["x"]
+    xs = named_inputs("x", x)
+    ys, grads = (_as_many(name, given[name], like, len(xs), _listed(x)) for name, like in (("y", "x"), ("grad", "y")))
     arguments = Arguments.of({**xs, **ys, **grads}, on)
     for (y_name, one_y), (name, one_grad) in zip(ys.items(), grads.items()):
         if tuple(one_grad.shape) != tuple(one_y.shape):
             raise ValueError(f"{name} has shape {tuple(one_grad.shape)}, needed that of {y_name}, {tuple(one_y.shape)}")
         if one_grad.dtype.kind == "c":
             raise TypeError(f"{name} is {one_grad.dtype.name}, {y_name} is {one_y.dtype.name}: both must be real")
-    windows, axes = _windows(xs, **settings)
-    results = tuple(_result(axes, image, name.replace("x", "out"), tuple(image.shape)) for name, image in xs.items())
-    problem = PoolingGradientProblem(
+    windows, axes = _windows(shapes_of(xs), **settings)
+    results = tuple(
+        axes.result(name.replace("x", "out"), tuple(image.shape), _native(image), [image]) for name, image in xs.items()
+    )
+    problem = MaxPoolGradientProblem(
         windows=windows,
         xs=arguments.describe_each(axes, xs),
         ys=arguments.describe_each(axes, ys),
@@ -127,46 +261,116 @@ def check_max_pool_gradient(given: Arrays, *, on: str | None = None, **settings:
         outs=arguments.describe_each(axes, results),
         **arguments.decided_with,
     )
-    return _pooling_call(arguments, problem, axes, results, x)
+    return _pooling_call(arguments, problem, axes, results, _listed(x))
 
+
+def check_avg_pool_gradient(
+    given: Arrays,
+    *,
+    on: str | None = None,
+    x_shapes: tuple[tuple[int, ...], ...],
+    count_include_pad: bool,
+    **settings: Any,
+) -> CheckedCall:
+    """Check the gradients given to the pullback of ``avg_pool(x, ...)``, which have the shapes and dtypes of its results."""
+    grads = named_inputs("grad", given["grad"])
+    arguments = Arguments.of(grads, on)
+    shapes = {name.replace("grad", "x"): shape for name, shape in zip(grads, x_shapes, strict=True)}
+    windows, axes = _windows(shapes, **settings)
+    results = tuple(
+        axes.result(name.replace("grad", "out"), shape, _native(grad), [grad])
+        for (name, grad), shape in zip(grads.items(), x_shapes)
+    )
+    problem = AvgPoolGradientProblem(
+        windows=windows,
+        grads=arguments.describe_each(axes, grads),
+        outs=arguments.describe_each(axes, results),
+        counted=_counted(windows, count_include_pad),
+        **arguments.decided_with,
+    )
+    return _pooling_call(arguments, problem, axes, results, _listed(given["grad"]))
+
+
+_WINDOWS = ("kernel_shape", "stride", "padding", "dilation", "ceil_mode")
 
 MAX_POOL = Operation(max_pool, check_max_pool, ("x", "out"))
-MAX_POOL_GRADIENT = Operation(
-    None, check_max_pool_gradient, ("x", "y", "grad"), ("kernel_shape", "stride", "padding", "dilation")
+AVG_POOL = Operation(avg_pool, check_avg_pool, ("x", "out"))
+MAX_POOL_GRADIENT = Operation(None, check_max_pool_gradient, ("x", "y", "grad"), _WINDOWS)
+AVG_POOL_GRADIENT = Operation(
+    None, check_avg_pool_gradient, ("grad", "out"), ("x_shapes", *_WINDOWS, "count_include_pad")
 )
 
 
+def _pooling(
+    what: str, given: Arrays, on: str | None, settings: dict[str, Any]
+) -> tuple[Arguments, Windows, Axes, tuple[Result, ...]]:
+    """The arguments of pooling, its windows, and a result for each image."""
+    x, out = given["x"], given["out"]
+    inputs = named_inputs("x", x)
+    outs = {} if out is None else _as_many("out", out, "x", len(inputs), _listed(x))
+    arguments = Arguments.of(inputs | outs, on)
+    for name, image in inputs.items():
+        if image.dtype.kind == "c":
+            why = {
+                "the largest": "complex numbers have no order, so none is the largest",
+                "the mean": "average the real and the imaginary parts each by itself",
+            }
+            raise TypeError(f"{name} has dtype {image.dtype}, needed a real one: {why[what]}")
+    windows, axes = _windows(shapes_of(inputs), **settings)
+    spatial = windows.spatial(windows.out_size)
+    results = tuple(
+        axes.result(name.replace("x", "out"), axes.shape(windows.batch, channels, spatial), _native(image), [image])
+        for (name, image), channels in zip(inputs.items(), windows.channels)
+    )
+    return arguments, windows, axes, results
+
+
 def _pooling_call(
-    arguments: Arguments, problem: PoolingProblem, axes: Axes, results: tuple[Result, ...], x: Any
+    arguments: Arguments, problem: PoolingProblem, axes: Axes, results: tuple[Result, ...], listed: bool
 ) -> CheckedCall:
     images = frozenset((*arguments.arrays, *(result.name for result in results)))
-    return CheckedCall(arguments, problem, images, axes, results, isinstance(x, (list, tuple)))
+    return CheckedCall(arguments, problem, images, axes, results, listed)
 
 
-def _windows(xs: Arrays, *, kernel_shape: Any, stride: Any, padding: Any, dilation: Any) -> tuple[Windows, Axes]:
-    for name, array in xs.items():
-        if array.dtype.kind == "c":
-            raise TypeError(f"{name} has dtype {array.dtype}: complex numbers have no order, so none is the largest")
-    shapes = shapes_of(xs)
+def _windows(
+    shapes: dict[str, tuple[int, ...]], *, kernel_shape: Any, stride: Any, ceil_mode: Any, **settings: Any
+) -> tuple[Windows, Axes]:
     batched = is_batched(shapes, kernel_shape)
     stride = kernel_shape if stride is None else stride
-    windows = window_geometry(shapes, kernel_shape, batched=batched, stride=stride, padding=padding, dilation=dilation)
+    ceil_mode = flag("ceil_mode", ceil_mode)
+    windows = window_geometry(shapes, kernel_shape, batched=batched, stride=stride, ceil_mode=ceil_mode, **settings)
     return windows, Axes(batched, windows.rank)
 
 
-def _named_like(name: str, given: Any, model_name: str, model: Any) -> dict[str, Any]:
-    """One array beside one array, as many beside a sequence, by argument name; none where there is none."""
-    if given is None:
-        return {}
-    if not isinstance(model, (list, tuple)):
+def _counted(windows: Windows, count_include_pad: Any) -> tuple[Triple, Triple]:
+    """Where taps count for a mean, see `MeanProblem`."""
+    if not flag("count_include_pad", count_include_pad):
+        return (0, 0, 0), windows.size
+    first, end = zip(*((-before, n + after) for n, before, after in zip(windows.size, windows.before, windows.after)))
+    return first, end
+
+
+def _values_and_indices(pooled: list[Any], x: Any) -> tuple[ArrayOrList, ArrayOrList]:
+    """What `max_pool` returns of all its results in one list."""
+    half = len(pooled) // 2
+    return (pooled[:half], pooled[half:]) if _listed(x) else (pooled[0], pooled[1])
+
+
+def _listed(x: Any) -> bool:
+    return isinstance(x, (list, tuple))
+
+
+def _as_many(name: str, given: Any, model: str, count: int, listed: bool) -> dict[str, Any]:
+    """One array beside one array, as many beside a sequence of so many, by argument name."""
+    if not listed:
         return {name: given}
     if not isinstance(given, (list, tuple)):
-        raise TypeError(f"{name} must be a sequence, as {model_name} is, given {type(given).__qualname__}")
-    if len(given) != len(model):
-        raise ValueError(f"{name} has {len(given)} arrays, needed {len(model)}, as many as {model_name}")
+        raise TypeError(f"{name} must be a sequence, as {model} is, given {type(given).__qualname__}")
+    if len(given) != count:
+        raise ValueError(f"{name} has {len(given)} arrays, needed {count}, as many as {model}")
     return named_inputs(name, given)
 
 
-def _result(axes: Axes, image: Any, name: str, shape: tuple[int, ...]) -> Result:
-    """A result of an image's dtype and order."""
-    return axes.result(name, shape, image.dtype.newbyteorder("="), [image])
+def _native(image: Any) -> np.dtype:
+    """A result's dtype: the image's, in native byte order."""
+    return image.dtype.newbyteorder("=")

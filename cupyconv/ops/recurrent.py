@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 
@@ -42,6 +42,7 @@ def rnn(
     clip: float | None = None,
     method: str = "auto",
     out: Sequence[Any] | None = None,
+    **foreign: Never,
 ) -> tuple[Array, Array]:
     """A plain recurrent layer over a sequence.
 
@@ -131,6 +132,7 @@ def lstm(
     clip: float | None = None,
     method: str = "auto",
     out: Sequence[Any] | None = None,
+    **foreign: Never,
 ) -> tuple[Array, tuple[Array, Array]]:
     """A long short-term memory over a sequence.
 
@@ -204,6 +206,7 @@ def gru(
     clip: float | None = None,
     method: str = "auto",
     out: Sequence[Any] | None = None,
+    **foreign: Never,
 ) -> tuple[Array, Array]:
     """A gated recurrent unit over a sequence.
 
@@ -266,6 +269,7 @@ def rnn_step(
     clip: float | None = None,
     method: str = "auto",
     out: Array | None = None,
+    **foreign: Never,
 ) -> Array:
     """One step of `rnn`, for sequences that arrive step by step.
 
@@ -315,6 +319,7 @@ def lstm_step(
     clip: float | None = None,
     method: str = "auto",
     out: Sequence[Any] | None = None,
+    **foreign: Never,
 ) -> tuple[Array, Array]:
     """One step of `lstm`, for sequences that arrive step by step.
 
@@ -364,6 +369,7 @@ def gru_step(
     clip: float | None = None,
     method: str = "auto",
     out: Array | None = None,
+    **foreign: Never,
 ) -> Array:
     """One step of `gru`, for sequences that arrive step by step.
 

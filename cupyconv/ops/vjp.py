@@ -11,7 +11,7 @@ from cupyconv.ops.conv import conv, linmerge
 from cupyconv.ops.conv_pullback import conv_with_pullback, linmerge_with_pullback
 from cupyconv.ops.conv_transpose import conv_transpose
 from cupyconv.ops.conv_transpose_pullback import conv_transpose_with_pullback
-from cupyconv.ops.pooling import max_pool, max_pool_with_pullback
+from cupyconv.ops.pooling import avg_pool, avg_pool_with_pullback, max_pool, max_pool_with_pullback
 from cupyconv.ops.recurrent import gru, lstm, rnn
 from cupyconv.ops.recurrent_pullback import recurrent_with_pullback
 
@@ -23,6 +23,7 @@ _WITH_PULLBACK: dict[Callable[..., Any], WithPullback] = {
     linmerge: linmerge_with_pullback,
     conv_transpose: conv_transpose_with_pullback,
     max_pool: max_pool_with_pullback,
+    avg_pool: avg_pool_with_pullback,
     rnn: partial(recurrent_with_pullback, "rnn"),
     lstm: partial(recurrent_with_pullback, "lstm"),
     gru: partial(recurrent_with_pullback, "gru"),
@@ -39,7 +40,7 @@ def vjp(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, C
     Parameters
     ----------
     function : callable
-        `conv`, `linmerge`, `conv_transpose`, `max_pool`, `rnn`, `lstm` or `gru`.
+        `conv`, `linmerge`, `conv_transpose`, `max_pool`, `avg_pool`, `rnn`, `lstm` or `gru`.
     *args, **kwargs
         The call's arguments, without `out`.  `method` is that of the forward pass; gradients choose their own.
 
@@ -52,8 +53,8 @@ def vjp(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, C
         ``pullback(grad_y=None, grad_h=None) -> RecurrentGradients``, and of `lstm`
         ``pullback(grad_y=None, grad_h=None, grad_c=None) -> RecurrentGradients``.
 
-        Every `grad` has the shape of its result, and is a sequence where that is one (`max_pool` of a sequence).  Another
-        precision is converted.  For `rnn`, `lstm` and `gru` None stands for zeros.
+        Every `grad` has the shape of its result, and is a sequence where that is one (pooling of a sequence).  Another
+        precision is converted.  For `rnn`, `lstm` and `gru` None stands for zeros.  Indices of `max_pool` have none.
 
         Each gradient has its argument's shape and dtype: that of a real argument beside complex ones is the real part.
         It has memory of its own, which it shares neither with `grad` nor with another gradient: it may be written to.
@@ -86,6 +87,7 @@ def vjp(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, C
                                            otherwise the values before the activation, which the forward pass then
                                            writes too; with a prologue also `scale` and `shift`
     `max_pool`                             `x` and `y`
+    `avg_pool`                             nothing
     `rnn`, `lstm`, `gru`                   the arguments but the biases, `y`, and for every step what the gates'
                                            activations were applied to, ``(D, T, N, G * H)`` with G of 1, 4 or 3 gates
                                            in the dtype computed with; of `lstm` also the cell state,

@@ -40,7 +40,8 @@ LARGEST_STEP = 2**31 - 1
 class Windows:
     """Windows sliding over images: the geometry of columns, and half of a convolution's.
 
-    `channels` has one entry per input array: several stand for their concatenation.
+    `channels` has one entry per input array: several stand for their concatenation.  In `ceil_mode` a last window may
+    reach beyond what is padded, if it begins in the image or before it.
     """
 
     batch: int
@@ -53,6 +54,7 @@ class Windows:
     dilation: Triple
     padding_mode: str
     rank: int
+    ceil_mode: bool = False
 
     @cached_property
     def in_channels(self) -> int:
@@ -70,10 +72,13 @@ class Windows:
 
     @cached_property
     def out_size(self) -> Triple:
-        return tuple(  # type: ignore[return-value]
-            (n + a + b - span) // s + 1
-            for n, a, b, span, s in zip(self.size, self.before, self.after, self.span, self.stride)
-        )
+        rooms = [n + a + b - span for n, a, b, span in zip(self.size, self.before, self.after, self.span)]
+        if self.ceil_mode:
+            return tuple(  # type: ignore[return-value]
+                min(-(-room // s) + 1, -(-(n + b) // s))
+                for room, s, n, b in zip(rooms, self.stride, self.size, self.before)
+            )
+        return tuple(room // s + 1 for room, s in zip(rooms, self.stride))  # type: ignore[return-value]
 
     @cached_property
     def reached(self) -> Triple:
@@ -185,18 +190,23 @@ def conv_geometry(
     rank = len(weight_shape) - 2
     if not 1 <= rank <= 3:
         raise ValueError(_weight_axes(weight_shape, "(C_out, C_in // groups, *kernel)"))
-    batch, channels, size = _common_image(shapes, rank, batched)
     groups = positive("groups", groups)
+    hint = _without_its_axis(shapes, weight_shape, groups)
+    try:
+        batch, channels, size = _common_image(shapes, rank, batched)
+    except ValueError as error:
+        raise ValueError(f"{error}{hint}") from None
     out_channels, weight_channels = weight_shape[:2]
     if out_channels % groups:
-        raise ValueError(f"groups {groups} does not divide the weight's {out_channels} output channels")
+        raise ValueError(f"groups {groups} does not divide the weight's {out_channels} output channels{hint}")
     if sum(channels) % groups:
-        raise ValueError(f"groups {groups} does not divide the {_counted(shapes, channels)}")
+        raise ValueError(f"groups {groups} does not divide the {_counted(shapes, channels)}{hint}")
     if sum(channels) // groups != weight_channels:
         needed = weight_channels * groups
         raise ValueError(
             f"weight of shape {weight_shape} with groups={groups} takes {needed} input channels,"
-            f" given {_counted(shapes, channels)}{_each_channel(weight_shape)}"
+            f" given {_counted(shapes, channels)}"
+            f"{hint or _each_channel(weight_shape)}"
         )
     windows = _windows(size, weight_shape[2:], stride, padding, padding_mode, dilation)
     return ConvGeometry(batch=batch, channels=channels, out_channels=out_channels, groups=groups, **windows)
@@ -256,6 +266,7 @@ def window_geometry(
     padding: Any,
     dilation: Any,
     padding_mode: str = "constant",
+    ceil_mode: bool = False,
 ) -> Windows:
     """Validate the geometry of columns of images, whose shapes are given by input."""
     name, shape = next(iter(shapes.items()))
@@ -271,7 +282,7 @@ def window_geometry(
         )
     kernel = per_axis("kernel_shape", kernel_shape, rank, 1)
     batch, channels, size = _common_image(shapes, rank, batched)
-    windows = _windows(size, kernel, stride, padding, padding_mode, dilation)
+    windows = _windows(size, kernel, stride, padding, padding_mode, dilation, ceil_mode)
     return Windows(batch=batch, channels=channels, **windows)
 
 
@@ -318,8 +329,11 @@ def pointwise_geometry(shapes: Mapping[str, tuple[int, ...]], weight_shape: tupl
     batch, channels, size = _common_image(shapes, rank, batched=True)
     if sum(channels) != weight_shape[1]:
         given = _counted(shapes, channels)
-        unbatched = sum(shape[0] for shape in shapes.values()) == weight_shape[1]
-        hint = "; the first axis is that of samples: array[None] for one" if unbatched else ""
+        hint = ""
+        if sum(shape[0] for shape in shapes.values()) == weight_shape[1]:
+            hint = "; the axis N of samples is missing: array[None] for one sample, (1, C, *spatial)"
+        elif len(shapes) == weight_shape[1]:
+            hint = "; an array is (N, C, *spatial): one channel of one sample is array[None, None]"
         raise ValueError(f"weight of shape {weight_shape} takes {weight_shape[1]} channels, given {given}{hint}")
     if rank > 3:
         size = (prod(size[:-2]), *size[-2:])
@@ -350,7 +364,13 @@ def _common_image(
 
 
 def _windows(
-    size: tuple[int, ...], kernel: tuple[int, ...], stride: Any, padding: Any, padding_mode: Any, dilation: Any
+    size: tuple[int, ...],
+    kernel: tuple[int, ...],
+    stride: Any,
+    padding: Any,
+    padding_mode: Any,
+    dilation: Any,
+    ceil_mode: bool = False,
 ) -> dict[str, Any]:
     rank = len(size)
     if min(kernel, default=1) < 1:
@@ -364,12 +384,18 @@ def _windows(
             f"unknown padding_mode {padding_mode!r}; known are {', '.join(PADDING_MODES)}, as in numpy.pad{hint}"
         )
     pairs = resolve_padding(padding, size, kernel, stride, dilation)
+    if padding_mode != "constant" and not isinstance(padding, (str, tuple, list)) and not padding and max(kernel) > 1:
+        raise ValueError(
+            f"padding_mode {padding_mode!r} beside padding 0 does nothing: give padding='same' for a result of the size"
+            " of x, or numbers; 'valid' is no padding"
+        )
     before, after = tuple(b for b, _ in pairs), tuple(a for _, a in pairs)
     _check_steps(stride=stride, dilation=dilation, padding=before + after, kernel=kernel)
     for axis in range(rank):
         padded = size[axis] + before[axis] + after[axis]
         span = dilation[axis] * (kernel[axis] - 1) + 1
-        if span > max(1, padded):  # one tap on an empty axis makes an empty one
+        beyond = stride[axis] - 1 if ceil_mode else 0
+        if span > max(1, padded + beyond):  # one tap on an empty axis makes an empty one
             raise ValueError(
                 f"kernel spans {span} elements along spatial axis {axis}, the padded input has {padded}"
                 f" (size {size[axis]}, padding {pairs[axis]}, kernel {kernel[axis]}, dilation {dilation[axis]})"
@@ -378,7 +404,7 @@ def _windows(
             raise ValueError(f"padding_mode {padding_mode!r} cannot extend spatial axis {axis} of length 0")
 
     windows = _in_three(size, kernel, stride, before, after, dilation)
-    return windows | {"padding_mode": padding_mode if any(before + after) else "constant"}
+    return windows | {"padding_mode": padding_mode if any(before + after) else "constant", "ceil_mode": ceil_mode}
 
 
 def _check_steps(**steps: tuple[int, ...]) -> None:
@@ -417,6 +443,19 @@ def _each_channel(weight_shape: tuple[int, ...]) -> str:
         return ""
     kernel = ", ".join(map(str, weight_shape[2:]))
     return f"; to filter each of C channels by itself: groups=C and a weight of shape (C, 1, {kernel})"
+
+
+def _without_its_axis(shapes: Mapping[str, tuple[int, ...]], weight_shape: tuple[int, ...], groups: int) -> str:
+    """A hint for those whose weight is a kernel for each channel, (C, *kernel), without the axis of input channels."""
+    rank = len(weight_shape) - 1
+    channels = [shape[-rank - 1] for shape in shapes.values() if len(shape) in (rank + 1, rank + 2)]
+    if groups == 1 or rank > 3 or len(channels) != len(shapes) or not sum(channels) == groups == weight_shape[0]:
+        return ""
+    needed = (groups, 1, *weight_shape[1:])
+    return (
+        f"; weight of shape {weight_shape} has {rank - 1} spatial axes: a kernel for each of {groups} channels is"
+        f" weight[:, None], of shape {needed}"
+    )
 
 
 def _counted(shapes: Mapping[str, tuple[int, ...]], channels: tuple[int, ...]) -> str:

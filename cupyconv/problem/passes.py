@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from cupyconv.problem.activations import IDENTITY, Activation
 from cupyconv.problem.arrays import Operand
-from cupyconv.problem.geometry import Windows
+from cupyconv.problem.geometry import Triple, Windows
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import Problem, Prologue
 
@@ -69,23 +69,27 @@ class Col2imProblem(ColumnsProblem):
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingProblem(PassProblem):
-    """Images to be pooled, each by itself."""
+    """One number to be made of every window of images, each by itself; or the gradients of that."""
 
-    operation = "max_pool"
-    _PER_IMAGE: ClassVar[tuple[str, ...]] = ("xs", "outs")
+    _READ: ClassVar[tuple[str, ...]] = ("xs",)
+    _WRITTEN: ClassVar[tuple[str, ...]] = ("outs",)
 
     windows: Windows  # channels: of each image
-    xs: tuple[Operand, ...]
     outs: tuple[Operand, ...]
 
     @property
     def inputs(self) -> tuple[Operand, ...]:
-        """What is read."""
-        return self.xs
+        """What is read; the first is laid out as the caller's images are."""
+        return tuple(operand for name in self._READ for operand in getattr(self, name))
+
+    @property
+    def results(self) -> tuple[Operand, ...]:
+        """What is written."""
+        return tuple(operand for name in self._WRITTEN for operand in getattr(self, name))
 
     @property
     def arrays(self) -> Iterable[Operand]:
-        return (*self.inputs, *self.outs)
+        return (*self.inputs, *self.results)
 
     @property
     def each(self) -> list[Self]:
@@ -93,7 +97,7 @@ class PoolingProblem(PassProblem):
         return [self._one(i) for i, out in enumerate(self.outs) if out.nbytes]
 
     def _one(self, i: int) -> Self:
-        images: dict[str, Any] = {name: getattr(self, name)[i : i + 1] for name in self._PER_IMAGE}
+        images: dict[str, Any] = {name: getattr(self, name)[i : i + 1] for name in (*self._READ, *self._WRITTEN)}
         return replace(self, windows=replace(self.windows, channels=(self.windows.channels[i],)), **images)
 
     @property
@@ -104,29 +108,70 @@ class PoolingProblem(PassProblem):
 
     @property
     def result(self) -> str:
-        return ", ".join(_image(self.windows, out) for out in self.outs)
+        return ", ".join(_image(self.windows, image) for image in self.results)
 
     @property
     def flops(self) -> int:
-        """A comparison for each tap of each window."""
+        """A comparison or an addition for each tap of each window."""
         windows = self.windows
         channels = sum(count for count, out in zip(windows.channels, self.outs) if out.nbytes)
         return windows.batch * channels * windows.pixels * windows.taps
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolingGradientProblem(PoolingProblem):
-    """The gradients of pooled images, from the results and those of these."""
+class MaxPoolProblem(PoolingProblem):
+    """The largest element of every window; and where it lies in its image, counted in C order, if that is asked for."""
+
+    operation = "max_pool"
+    _WRITTEN = ("outs", "indices")
+
+    xs: tuple[Operand, ...]
+    indices: tuple[Operand, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaxPoolGradientProblem(PoolingProblem):
+    """The gradients of images of which the largest elements were taken, from these and their gradients."""
 
     operation = "max_pool gradient"
-    _PER_IMAGE = ("xs", "ys", "grads", "outs")
+    _READ = ("xs", "ys", "grads")
 
+    xs: tuple[Operand, ...]
     ys: tuple[Operand, ...]
     grads: tuple[Operand, ...]
 
-    @property
-    def inputs(self) -> tuple[Operand, ...]:
-        return (*self.xs, *self.ys, *self.grads)
+
+@dataclass(frozen=True, kw_only=True)
+class MeanProblem(PoolingProblem):
+    """A sum for every window, over how many of its taps lie in `counted`: along each axis the first place, and the end."""
+
+    counted: tuple[Triple, Triple]
+
+    def count(self, axis: int, output: int) -> int:
+        """Taps of a window that count, along one axis."""
+        windows, (first, end) = self.windows, (places[axis] for places in self.counted)
+        start, step = output * windows.stride[axis] - windows.before[axis], windows.dilation[axis]
+        from_tap, to_tap = (max(0, -((start - place) // step)) for place in (first, end))
+        return max(0, min(windows.kernel[axis], to_tap) - from_tap)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AvgPoolProblem(MeanProblem):
+    """The mean of every window."""
+
+    operation = "avg_pool"
+
+    xs: tuple[Operand, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AvgPoolGradientProblem(MeanProblem):
+    """The gradients of images of which means were taken."""
+
+    operation = "avg_pool gradient"
+    _READ = ("grads",)
+
+    grads: tuple[Operand, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -235,7 +235,7 @@ class Plan:
     ----------
     method : str
         ``"direct"``, ``"gemm"``, ``"implicit_gemm"`` or ``"winograd"``; of a chain ``"fused"`` or ``"unfused"``; of recurrent layers
-        ``"step"`` or ``"persistent"``; else the function's name: ``"im2col"``, ``"col2im"``, ``"max_pool"``.
+        ``"step"`` or ``"persistent"``; else the function's name: ``"im2col"``, ``"max_pool"`` ...
     backend : str
         ``"numpy"`` or ``"cuda"``.
     device : str

@@ -12,6 +12,7 @@ from typing import Any
 
 from cupyconv import (
     ConvLayer,
+    avg_pool,
     col2im,
     conv,
     conv_chain,
@@ -92,8 +93,14 @@ def _transposed(x: Any, weight: Any, **how: Any) -> Any:
     return conv_transpose(x, weight, stride=2, padding=1, **how)
 
 
+def _pool(x: Any) -> Any:
+    y, indices = max_pool(x, 3, return_indices=True)
+    places = (indices % 128).astype(x.dtype)  # which every dtype has
+    return max_pool(x, 3, stride=2), y, places, avg_pool(x, 3, stride=2, padding=1)
+
+
 def _pool_gradient(x: Any, grad: Any) -> Any:
-    return vjp(max_pool, x, 3, stride=2)[1](grad).x
+    return tuple(vjp(function, x, 3, stride=2)[1](grad).x for function in (max_pool, avg_pool))
 
 
 def _weight_gradient(grad: Any, x: Any, **how: Any) -> Any:
@@ -129,8 +136,8 @@ CALLS: dict[str, SmokeCall] = {
     "conv_pair": SmokeCall(REAL, (IMAGE, WEIGHT, (6, 7, 3, 3)), _pair, {"fuse": True}),
     "transposed": SmokeCall(ALL, (IMAGE, (5, 7, 3, 3)), _transposed, DIRECT),
     "weight_gradient": SmokeCall(ALL, ((2, 7, 19, 35), IMAGE), _weight_gradient, DIRECT),
-    "max_pool": SmokeCall(REAL, (IMAGE,), lambda x: max_pool(x, 3, stride=2)),
-    "max_pool_gradient": SmokeCall(REAL, (IMAGE, (2, 5, 9, 17)), _pool_gradient),
+    "pool": SmokeCall(REAL, (IMAGE,), _pool),
+    "pool_gradient": SmokeCall(REAL, (IMAGE, (2, 5, 9, 17)), _pool_gradient),
     "recurrent_step": SmokeCall(REAL, SEQUENCE, _lstm, {"method": "step"}),
     "recurrent_persistent": SmokeCall(REAL, SEQUENCE, _lstm, {"method": "persistent"}),
     "recurrent_gradient": SmokeCall(REAL, (*SEQUENCE, (6, 9, 40)), _lstm_gradient),

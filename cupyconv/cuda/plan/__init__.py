@@ -12,7 +12,7 @@ from cupyconv.cuda.plan.chain import plan_chain
 from cupyconv.cuda.plan.conv import plan_conv
 from cupyconv.cuda.plan.epilogue_grad import plan_epilogue_grad
 from cupyconv.cuda.plan.im2col import plan_col2im, plan_im2col
-from cupyconv.cuda.plan.max_pool import plan_max_pool, plan_max_pool_gradient
+from cupyconv.cuda.plan.pool import plan_avg_pool, plan_avg_pool_gradient, plan_max_pool, plan_max_pool_gradient
 from cupyconv.cuda.plan.prologue_grad import plan_prologue_grad
 from cupyconv.cuda.plan.recurrence import plan_recurrent
 from cupyconv.cuda.plan.recurrent_gradient import plan_recurrent_gradient
@@ -34,8 +34,10 @@ PLANNERS: dict[type[problems.Problem], Callable[[Any], Plan]] = {
     passes.Col2imProblem: plan_col2im,
     passes.EpilogueGradProblem: plan_epilogue_grad,
     passes.PrologueGradProblem: plan_prologue_grad,
-    passes.PoolingProblem: plan_max_pool,
-    passes.PoolingGradientProblem: plan_max_pool_gradient,
+    passes.MaxPoolProblem: plan_max_pool,
+    passes.MaxPoolGradientProblem: plan_max_pool_gradient,
+    passes.AvgPoolProblem: plan_avg_pool,
+    passes.AvgPoolGradientProblem: plan_avg_pool_gradient,
 }
 
 

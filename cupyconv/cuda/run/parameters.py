@@ -30,6 +30,7 @@ WINDOWS = _struct(
     size=(INT64, 3), out=(INT64, 3), kernel=(INT32, 3), stride=(INT32, 3), before=(INT32, 3), dilation=(INT32, 3),
     padding_mode=INT32,
 )  # fmt: skip
+COUNTED = _struct(first=(INT64, 3), end=(INT64, 3))
 ADJOINT = _struct(end=(INT64, 3), tap_step=(INT32, 3), window_step=(INT32, 3))
 EPILOGUE = _struct(bias=POINTER, residual=IMAGE, pre=POINTER, alpha=FLOAT64, beta=FLOAT64, activation=INT32)
 
@@ -97,9 +98,11 @@ PARAMETERS = {
         sources=SOURCES, windows=WINDOWS, prologue=PROLOGUE, grad=IMAGE, sums=POINTER, plane=INT64, batch=INT64, pixels_per_part=INT64, groups=INT32,
         group_channels=INT32, group_outputs=INT32,
     ),
-    "max_pool": _struct(x=IMAGE, windows=WINDOWS, out=IMAGE, batch=INT64, nothing=FLOAT64, channels=INT32, lanes=INT32),
-    "max_pool_gradient": _struct(
-        x=IMAGE, y=IMAGE, grad=IMAGE, windows=WINDOWS, out=IMAGE, batch=INT64, channels=INT32, lanes=INT32
+    "pool": _struct(
+        x=IMAGE, windows=WINDOWS, out=IMAGE, indices=IMAGE, counted=COUNTED, batch=INT64, nothing=FLOAT64, channels=INT32, lanes=INT32
+    ),
+    "pool_gradient": _struct(
+        x=IMAGE, y=IMAGE, grad=IMAGE, windows=WINDOWS, out=IMAGE, counted=COUNTED, batch=INT64, channels=INT32, lanes=INT32
     ),
     "epilogue": _struct(
         sums=POINTER, sums_stride_n=INT64, sums_stride_o=INT64, sums_stride_p=INT64, imaginary=INT64, plane=INT64, out=IMAGE,

@@ -1,7 +1,9 @@
-// The gradient of max_pool: each element adds up the gradients of the windows that it is the largest of.
+// The gradient of pool.cu: each element adds up the gradients of the windows that it is the largest of, or its share of
+// those of all windows over it.
 //
 //     dx[n, c, i] = sum over taps t and windows p with  p * stride - before + t * dilation == i
-//                   of grad[n, c, p]  where x[n, c, i] == y[n, c, p] and no tap before t is equal
+//         LARGEST   of grad[n, c, p]  where x[n, c, i] == y[n, c, p] and no tap before t is equal
+//         MEAN      of grad[n, c, p] / taps that count
 //
 //     no M, no N: one thread per element i, for CHANNELS channels       K = t (taps)
 //
@@ -11,20 +13,25 @@
 //
 // Which tap won is found again: few elements equal their window's maximum, and only those look at the taps before
 // them.  NaN counts as largest, and as equal to NaN.  Neighbouring threads take what lies side by side, as in
-// max_pool.cu.
+// pool.cu.
 //
-// Bound by memory.  Floor: x, y, grad and dx once over the bandwidth.
+// Bound by memory.  Floor: what is read, and dx, once over the bandwidth.
 //
-// -D: DTYPE (storage type), CHANNELS (of a thread)
+// -D: DTYPE (storage type), CHANNELS (of a thread), NUMBER (LARGEST or MEAN)
 #include "compare.cuh"
+#include "counted.cuh"
 #include "image.cuh"
 
 namespace cupyconv {
 
-struct MaxPoolGradientParams {
-    Image x, y, grad;
+enum Number { LARGEST, MEAN };
+
+struct PoolGradientParams {
+    Image x, y;  // of LARGEST
+    Image grad;
     Windows windows;
     Image out;
+    Counted counted;  // of MEAN
     long long batch;
     int channels, lanes;
 };
@@ -46,7 +53,7 @@ __device__ __forceinline__ bool is_over(const Windows& windows, int a, long long
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_BLOCK, MIN_BLOCKS)
-    max_pool_gradient(const __grid_constant__ MaxPoolGradientParams params) {
+    pool_gradient(const __grid_constant__ PoolGradientParams params) {
     const Windows& windows = params.windows;
     const Image &x = params.x, &y = params.y, &grad = params.grad, &out = params.out;
     const int lanes = params.lanes;
@@ -70,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, MIN_BLOCKS)
 #pragma unroll
             for (int i = 0; i < CHANNELS; ++i) {
                 sum[i] = A(0);
-                value[i] = i < channels ? widen(x_nc[i * x_step + offset_of(in.at, x.stride)]) : A(0);
+                value[i] = NUMBER == LARGEST && i < channels ? widen(x_nc[i * x_step + offset_of(in.at, x.stride)]) : A(0);
             }
 
             // Along each axis from the last window over the element to the first, so that taps rise.
@@ -96,6 +103,14 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, MIN_BLOCKS)
                             hit = hit && p.at[a] < windows.out[a] && tap[a] * (long long)windows.dilation[a] == after;
                         }
                         if (!hit) continue;
+                        const T* const received = grad_nc + offset_of(p.at, grad.stride);
+                        if constexpr (NUMBER == MEAN) {
+                            const A taps = A(taps_counted(windows, params.counted, p));
+#pragma unroll
+                            for (int i = 0; i < CHANNELS; ++i)
+                                if (i < channels) sum[i] += widen(received[i * grad_step]) / taps;
+                            continue;
+                        }
                         unsigned winners = 0;  // bit i: channel i
                         const T* const largest = y_nc + offset_of(p.at, y.stride);
 #pragma unroll
@@ -116,7 +131,6 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK, MIN_BLOCKS)
                             advance(earlier, windows.kernel);
                         }
 
-                        const T* const received = grad_nc + offset_of(p.at, grad.stride);
 #pragma unroll
                         for (int i = 0; i < CHANNELS; ++i)
                             if (winners >> i & 1) sum[i] += widen(received[i * grad_step]);

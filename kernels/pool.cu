@@ -1,6 +1,7 @@
-// The largest element of every window.
+// One number of every window: its largest element, that and where it lies, or the mean.
 //
 //     y[n, c, p] = max over taps t of x[n, c, window(p, t)]        padding takes no part; NaN is larger than all
+//     y[n, c, p] = sum over taps t of x[n, c, window(p, t)] / taps that count
 //
 //     no M, no N: one thread per pixel p, for CHANNELS channels      K = t (taps)
 //
@@ -13,20 +14,25 @@
 //     pixel      p          p               p              | p + 1
 //     channels   0, lanes,  1, lanes + 1,                  | 0, lanes, 2 lanes, ...
 //
-// Bound by memory.  Floor: x and y once over the bandwidth.
+// Bound by memory.  Floor: x, y and the indices once over the bandwidth.
 //
-// -D: DTYPE (storage type), CHANNELS (of a thread)
+// -D: DTYPE (storage type), CHANNELS (of a thread), NUMBER (LARGEST, LARGEST_AND_PLACE or MEAN)
 #include "compare.cuh"
+#include "counted.cuh"
 #include "image.cuh"
 
 namespace cupyconv {
 
-struct MaxPoolParams {
+enum Number { LARGEST, LARGEST_AND_PLACE, MEAN };
+
+struct PoolParams {
     Image x;
     Windows windows;
     Image out;
+    Image indices;  // of LARGEST_AND_PLACE: 64-bit
+    Counted counted;  // of MEAN
     long long batch;
-    double nothing;  // the largest of no elements: -infinity
+    double nothing;  // the number of no elements: -infinity, or of a sum 0
     int channels, lanes;
 };
 
@@ -38,7 +44,7 @@ using T = DTYPE;
 using A = Accumulator<T>;  // a 16-bit number is the same number there, and comes back as it was
 constexpr int MAX_BLOCK = 256;
 
-extern "C" __global__ void __launch_bounds__(MAX_BLOCK) max_pool(const __grid_constant__ MaxPoolParams params) {
+extern "C" __global__ void __launch_bounds__(MAX_BLOCK) pool(const __grid_constant__ PoolParams params) {
     const Windows& windows = params.windows;
     const Image &x = params.x, &out = params.out;
     const int lanes = params.lanes;
@@ -55,9 +61,13 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) max_pool(const __grid_co
             const int channels = (params.channels - c + lanes - 1) / lanes;  // of this thread, if fewer than CHANNELS
             const Pixel pixel = pixel_at(lane.n, windows.out);
             const T* const x_nc = static_cast<const T*>(x.data) + share.n * x.stride_n + c * x.stride_c;
-            A largest[CHANNELS];
+            A number[CHANNELS];
+            long long place[CHANNELS];  // in the image, which no thread without LARGEST_AND_PLACE keeps
 #pragma unroll
-            for (int i = 0; i < CHANNELS; ++i) largest[i] = A(params.nothing);
+            for (int i = 0; i < CHANNELS; ++i) {
+                number[i] = A(params.nothing);
+                place[i] = -1;
+            }
 
             // The loops are not unrolled: the loads of several channels are enough at once, and registers are few.
             long long start[3];
@@ -72,6 +82,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) max_pool(const __grid_co
                 for (int kh = 0; kh < windows.kernel[1]; ++kh, h += windows.dilation[1]) {
                     if (h < 0 || h >= windows.size[1]) continue;
                     const T* const row = x_nc + d * x.stride[0] + h * x.stride[1];
+                    const long long row_place = (d * windows.size[1] + h) * windows.size[2];
                     long long w = start[2];
 #pragma unroll 1
                     for (int kw = 0; kw < windows.kernel[2]; ++kw, w += windows.dilation[2]) {
@@ -81,14 +92,33 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) max_pool(const __grid_co
                         for (int i = 0; i < CHANNELS; ++i)
                             if (i < channels) {
                                 const A value = widen(element[i * x_step]);
-                                if (is_above(value, largest[i]) || isnan(value)) largest[i] = value;
+                                if constexpr (NUMBER == MEAN) {
+                                    number[i] += value;
+                                } else if constexpr (NUMBER == LARGEST) {
+                                    if (is_above(value, number[i]) || isnan(value)) number[i] = value;
+                                } else if (place[i] < 0 || is_above(value, number[i]) || (isnan(value) && !isnan(number[i]))) {
+                                    number[i] = value;
+                                    place[i] = row_place + w;
+                                }
                             }
                     }
                 }
             }
+            if constexpr (NUMBER == MEAN) {
+                const A taps = A(taps_counted(windows, params.counted, pixel));
+#pragma unroll
+                for (int i = 0; i < CHANNELS; ++i) number[i] /= taps;
+            }
             T* const y = static_cast<T*>(out.data) + out.at(share.n, c, pixel);
 #pragma unroll
             for (int i = 0; i < CHANNELS; ++i)
-                if (i < channels) y[i * lanes * out.stride_c] = narrow<T>(largest[i]);
+                if (i < channels) y[i * lanes * out.stride_c] = narrow<T>(number[i]);
+            if constexpr (NUMBER == LARGEST_AND_PLACE) {
+                const Image& indices = params.indices;
+                long long* const places = static_cast<long long*>(indices.data) + indices.at(share.n, c, pixel);
+#pragma unroll
+                for (int i = 0; i < CHANNELS; ++i)
+                    if (i < channels) places[i * lanes * indices.stride_c] = place[i];
+            }
         }
 }

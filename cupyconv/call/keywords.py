@@ -1,0 +1,82 @@
+"""Keywords that a function does not have: what other libraries call its arguments is answered with ours.
+
+A public function of arrays ends in ``**foreign: Never``, which help and `inspect.signature` leave out and type checkers
+refuse.  What Python would refuse before any code of ours ran, so gets here; a good call makes one empty dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from inspect import Parameter, Signature, signature
+from typing import Any
+
+#: By our names, those of PyTorch, ONNX, JAX, TensorFlow, Keras, Chainer, cuDNN, SciPy and NumPy.
+_NAMES = {
+    "x": ("input", "inputs", "X", "lhs", "image", "data", "a", "in1"),
+    "xs": ("x", "input", "inputs", "arrays", "tensors"),
+    "weight": ("W", "w", "weights", "filter", "filters", "kernel", "rhs", "in2"),
+    "bias": ("b", "B", "biases"),
+    "stride": ("strides", "window_strides", "strided", "subsample", "step"),
+    "padding": ("pads", "pad", "pad_width", "border_mode"),
+    "padding_mode": ("mode", "pad_mode", "boundary"),
+    "dilation": ("dilations", "dilate", "dilation_rate", "rhs_dilation", "atrous_rate"),
+    "groups": ("group", "num_groups", "feature_group_count", "n_groups"),
+    "kernel_shape": ("kernel_size", "ksize", "kernel", "pool_size", "window_shape", "window", "size"),
+    "spatial_shape": ("output_size", "image_shape", "outsize"),
+    "input_shape": ("input_size", "x_shape"),
+    "output_shape": ("output_size", "outsize"),
+    "output_padding": ("output_pad", "out_padding", "adj"),
+    "ceil_mode": ("cover_all",),
+    "return_indices": ("with_indices", "include_batch_in_index", "return_mask"),
+    "count_include_pad": ("count_include_padding", "exclude_pad"),
+    "activation": ("act", "activation_fn", "nonlinearity"),
+    "activations": ("activation", "nonlinearity"),
+    "residual": ("add", "z", "skip"),
+    "method": ("algo", "algorithm"),
+    "out": ("y", "output", "dst"),
+    "lengths": ("sequence_lens", "sequence_length", "seq_lens", "batch_sizes"),
+    "h0": ("initial_h", "hx", "initial_state"),
+    "c0": ("initial_c", "cx"),
+    "h": ("hx", "hidden"),
+    "c": ("cx", "cell"),
+    "weight_ih": ("W", "w_ih", "weight_ih_l0"),
+    "weight_hh": ("R", "w_hh", "weight_hh_l0"),
+    "bias_ih": ("b_ih", "bias_ih_l0"),
+    "bias_hh": ("b_hh", "bias_hh_l0"),
+    "peephole": ("P", "peepholes"),
+}  # fmt: skip
+
+#: What is said in another way, whatever the function.
+_WAYS = {
+    "auto_pad": "padding=onnx_padding(pads, auto_pad)",
+    "data_format": "a transposed view of an array whose channels are last, array.transpose(0, 3, 1, 2)",
+    "layout": "a transposed view, such as array.transpose(0, 3, 1, 2) or array.swapaxes(0, 1)",
+    "batch_first": "a view, array.swapaxes(0, 1)",
+    "bidirectional": "direction='bidirectional'",
+    "hidden_size": "nothing: the weights tell it",
+    "dtype": "array.astype, before the call",
+    "axis": "a transposed view whose channels come after the samples",
+}
+
+
+def without_foreign(function: Callable[..., Any]) -> Signature:
+    """The signature of a function, as it is shown."""
+    shown = signature(function)
+    return shown.replace(parameters=[p for p in shown.parameters.values() if p.kind is not Parameter.VAR_KEYWORD])
+
+
+def unknown_keyword(name: str, keyword: str, parameters: Iterable[str]) -> TypeError:
+    """The error for a keyword that a function does not have."""
+    return TypeError(f"{name}() got an unexpected keyword argument {keyword!r}: {ours_for(keyword, parameters)}")
+
+
+def ours_for(keyword: str, parameters: Iterable[str]) -> str:
+    """What to say of a keyword that is none of a function's parameters: that of ours which is meant, or all."""
+    from difflib import get_close_matches
+
+    parameters = list(parameters)
+    if keyword in _WAYS:
+        return f"here it is {_WAYS[keyword]}"
+    meant = [ours for ours in parameters if keyword in _NAMES.get(ours, ())]
+    meant = meant or get_close_matches(keyword, parameters, n=1)
+    return f"here it is {meant[0]}" if meant else f"its arguments are {', '.join(parameters)}"
