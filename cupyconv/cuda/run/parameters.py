@@ -48,7 +48,7 @@ _RECURRENT = _struct(
     weight=STRIDED, x=STRIDED, weight_ih=STRIDED, bias_ih=STRIDED, bias_hh=STRIDED, peephole=STRIDED, h0=STRIDED, c0=STRIDED, h=STRIDED, c=STRIDED,
     y=STRIDED, y_step=INT64, lengths=POINTER, lengths_stride=INT64, gates=POINTER, gates_d=INT64, gates_t=INT64,
     beside=POINTER, beside_d=INT64, beside_t=INT64, states=POINTER, cells=POINTER, counters=POINTER,
-    activation=(GATE_ACTIVATION, 6), clip=FLOAT64, steps=INT32, batch=INT32, inputs=INT32, hidden=INT32, step=INT32, count=INT32,
+    activation=(GATE_ACTIVATION, 6), default_gates=INT32, clip=FLOAT64, steps=INT32, batch=INT32, inputs=INT32, hidden=INT32, step=INT32, count=INT32,
     first=(INT32, 2), backward=(INT32, 2), gates_per_unit=INT32, is_candidate=INT32, keeps_gates=INT32,
     input_forget=INT32, lengths_wide=INT32, weight_vector=INT32, weight_ih_vector=INT32,
     states_vectorized=INT32,
