@@ -112,7 +112,7 @@ PARAMETERS = {
         gates=POINTER, beside=POINTER, weight_hh=POINTER, y=POINTER, h0=POINTER, c0=POINTER, peephole=POINTER,
         lengths=POINTER, lengths_stride=INT64, grad_y=POINTER, grad_y_t=INT64, grad_y_n=INT64, grad_y_u=INT64,
         begin_h=POINTER, begin_c=POINTER, carried_h=POINTER, carried_c=POINTER, dgates=POINTER, dcandidate=POINTER,
-        previous=POINTER, reset=POINTER, sums=POINTER, activation=(GATE_ACTIVATION, 6), clip=FLOAT64, first=(INT64, 2),
+        previous=POINTER, reset=POINTER, sums=POINTER, activation=(GATE_ACTIVATION, 6), default_gates=INT32, clip=FLOAT64, first=(INT64, 2),
         steps=INT64, batch=INT64, count=INT64, hidden=INT32, directions=INT32, sign=(INT32, 2), first_direction=INT32,
         is_reset=INT32, input_forget=INT32, reset_first=INT32, wide_lengths=INT32, begins=INT32, sum_rows=INT32,
         steps_done=INT32,
