@@ -6,8 +6,8 @@
 // The launch is cooperative: blocks that had not begun would be waited for in vain.  The counter begins at 0 and only
 // grows, to `blocks` at the first barrier, 2 `blocks` at the second, so nothing is ever reset while someone reads it.
 //
-// Why every write before is seen by every read behind: __syncthreads orders the block's writes before thread 0's
-// addition, which is a release at the scope of the GPU and so carries all that thread 0 has been ordered after; the
+// Why every write before is seen by every read behind: __syncthreads orders the block's writes before its speaker's
+// addition, which is a release at the scope of the GPU and so carries all that this thread has been ordered after; the
 // load that sees the count is an acquire at the same scope, and the second __syncthreads orders it before what the
 // other threads of that block read.
 #pragma once
@@ -31,14 +31,17 @@ __device__ __forceinline__ void wait_acquired(const unsigned* counter, unsigned 
 }
 #endif
 
-// Both are called by all threads of a block; what needs nothing of the other blocks may be done between them.
+// Both are called by all threads of a block; what needs nothing of the other blocks may be done between them.  The one
+// that speaks for the block is in the last warp, which has nothing else to do there where others have.
+__device__ __forceinline__ bool speaks() { return threadIdx.x == blockDim.x - 1; }
+
 __device__ __forceinline__ void arrive(unsigned* counter) {
     __syncthreads();
-    if (threadIdx.x == 0) add_released(counter, 1);
+    if (speaks()) add_released(counter, 1);
 }
 
 __device__ __forceinline__ void await(const unsigned* counter, unsigned target) {
-    if (threadIdx.x == 0) wait_acquired(counter, target);
+    if (speaks()) wait_acquired(counter, target);
     __syncthreads();
 }
 

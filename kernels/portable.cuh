@@ -9,6 +9,7 @@
 #include "cuda_on_host.h"  // defines SHARED_ARRAY and DYNAMIC_SHARED too
 
 inline long long wide_product(int a, int b) { return (long long)a * b; }
+inline float select_by_sign(float by, float a, float b) { return by >= 0.0f ? a : b; }
 #else
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -26,5 +27,12 @@ __device__ __forceinline__ long long wide_product(int a, int b) {
     long long product;
     asm("mul.wide.s32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
     return product;
+}
+
+// `a` where `by` is 0 or more, else `b`, of NaN too; both are computed, where the compiler might branch.
+__device__ __forceinline__ float select_by_sign(float by, float a, float b) {
+    float chosen;
+    asm("slct.f32.f32 %0, %1, %2, %3;" : "=f"(chosen) : "f"(a), "f"(b), "f"(by));
+    return chosen;
 }
 #endif

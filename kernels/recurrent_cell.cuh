@@ -46,6 +46,7 @@ struct RecurrentParams {
     void* cells;                          // A: (D, N, H), an lstm's c; both null where there is no other step
     unsigned* counters;                   // of kernels whose blocks wait for each other
     GateActivation activation[6];         // of each direction three: f, g, act
+    int default_gates;                    // these are sigmoid and tanh, as they are by default, and there is no clip
     double clip;                          // infinity: none
     int steps, batch, inputs, hidden;
     int step, count;                      // the first, in the order of processing; steps of a launch that has many
@@ -76,185 +77,232 @@ __device__ __forceinline__ long long length_of(
     return given < all ? given : all;
 }
 
-// One hidden unit of one sample at one step.
-struct Unit {
-    int d, n, u, step, t;
-    bool inside;  // there is such a one
-    bool valid;   // and the sample has not ended
-};
-
-__device__ __forceinline__ Unit unit_at(const RecurrentParams& params, int d, int n, int u, int step) {
-    Unit unit = {d, n, u, step, params.backward[d] ? params.steps - 1 - step : step, false, false};
-    unit.inside = n < params.batch && u < params.hidden;
-    const void* const lengths = unit.inside ? params.lengths : nullptr;
-    const long long length = length_of(lengths, params.lengths_stride, params.lengths_wide, n, params.steps);
-    unit.valid = unit.inside && unit.t >= 0 && unit.t < length;
-    return unit;
-}
-
+// A state of all samples that step s reads where `plane` is s % 2, and writes where it is not.
 template <class A>
 __device__ __forceinline__ A* state_at(const RecurrentParams& params, int plane, int d, long long n) {
     const long long rows = (long long)params.batch * (gridDim.z * plane + d) + n;
     return static_cast<A*>(params.states) + rows * params.hidden;
 }
 
-template <class A>
-__device__ __forceinline__ A* beside_at(const RecurrentParams& params, const Unit& unit) {
-    return static_cast<A*>(params.beside) + unit.d * params.beside_d + unit.t * params.beside_t +
-           (long long)unit.n * params.hidden + unit.u;
-}
-
-template <class A> __device__ __forceinline__ A activate(const RecurrentParams& params, int d, int which, A v) {
-    const GateActivation& given = params.activation[3 * d + which];
-    return gate_activation(v, given.code, A(given.alpha), A(given.beta));
-}
-
-template <class A> __device__ __forceinline__ A bounded(const RecurrentParams& params, A v) {
-    return at_most(at_least(v, A(-params.clip)), A(params.clip));
-}
-
-// A step of one unit, for a product of all its gates, or of GATE_COUNT = 2 and then 1 of a gru that resets before it.
-// What needs no product is loaded early, so that it comes while the product is on its way.
-template <class T, int GATE_COUNT>
-struct CellStep {
+// The state before the first step, where others read it as any.
+template <class T>
+__device__ __forceinline__ void publish_first(const RecurrentParams& params, int d, int n, int u) {
     using A = Accumulator<T>;
-    A a[GATE_COUNT], q_bias, h, c;
+    if (n < params.batch && u < params.hidden)
+        state_at<A>(params, 0, d, n)[u] = value_at<T>(params.h0, d, n, u);
+}
+
+// What r and z of a gru that resets before the product have left for n, of all samples.
+template <class A>
+__device__ __forceinline__ const A* reset_state_at(const RecurrentParams& params, int d, int step) {
+    const int t = params.backward[d] ? params.steps - 1 - step : step;
+    return static_cast<const A*>(params.beside) + d * params.beside_d + t * params.beside_t;
+}
+
+// The activations of a cell, by what they are applied to: all gates but the candidate, the candidate, an lstm's c.
+struct DefaultGates {
+    template <class A> __device__ __forceinline__ A bounded(A v) const { return v; }
+    template <class A> __device__ __forceinline__ A gate(A v) const { return gate_sigmoid(v); }
+    template <class A> __device__ __forceinline__ A candidate(A v) const { return gate_tanh(v); }
+    template <class A> __device__ __forceinline__ A output(A v) const { return gate_tanh(v); }
+    template <class A> __device__ __forceinline__ A only(A v) const { return gate_tanh(v); }  // an rnn's
+};
+
+struct GivenGates {
+    const RecurrentParams& params;
+    int d;
+
+    template <class A> __device__ __forceinline__ A bounded(A v) const {
+        return at_most(at_least(v, A(-params.clip)), A(params.clip));
+    }
+    template <class A> __device__ __forceinline__ A gate(A v) const { return activation(0, v); }
+    template <class A> __device__ __forceinline__ A candidate(A v) const { return activation(1, v); }
+    template <class A> __device__ __forceinline__ A output(A v) const { return activation(2, v); }
+    template <class A> __device__ __forceinline__ A only(A v) const { return activation(0, v); }
+
+  private:
+    template <class A> __device__ __forceinline__ A activation(int which, A v) const {
+        const GateActivation& given = params.activation[3 * d + which];
+        return called_activation(v, given.code, A(given.alpha), A(given.beta));
+    }
+};
+
+// One hidden unit of one sample, for a product of all its gates, or of GATE_COUNT = 2 and then 1 of a gru that resets
+// before it.  `begin` finds it and all that is the same for every step; then for each step, in this order:
+//
+//     load        x, which needs no product: so it comes while others are waited for, or the product is on its way
+//     finish      the sums of R h become the new state
+//     publish     what the next product needs
+//     record      what is only kept
+//     advance     to the next step
+template <class T, int GATE_COUNT>
+struct UnitCell {
+    using A = Accumulator<T>;
+    A h, c;  // before the step, and from `finish` on after it
+
+    // Unit u of sample n, which may lie outside; `step` is in the order of processing.
+    __device__ __forceinline__ void begin(const RecurrentParams& params, int d, int n, int u, int step) {
+        inside = n < params.batch && u < params.hidden;
+        if (!inside) return;
+        backward = params.backward[d];
+        t = backward ? params.steps - 1 - step : step;
+        length = length_of(params.lengths, params.lengths_stride, params.lengths_wide, n, params.steps);
+        own_state = (long long)n * params.hidden + u;
+        if (params.states) {
+            written = state_at<A>(params, (step + 1) % 2, d, 0) + own_state;
+            to_other_plane = (step % 2 ? 1 : -1) * (state_at<A>(params, 1, d, 0) - state_at<A>(params, 0, d, 0));
+        }
+        if (params.steps > 0) y = element_at<T>(params.y, d, n, u) + t * params.y_step;
+        if (params.gates) {
+            const long long row = (long long)n * params.gates_per_unit + first_gate(params);
+            gates = static_cast<A*>(params.gates) + d * params.gates_d + (t - params.first[d]) * params.gates_t +
+                    row * params.hidden + u;
+        }
+        if (params.beside && params.steps > 0)
+            beside = static_cast<A*>(params.beside) + d * params.beside_d + t * params.beside_t + own_state;
+#pragma unroll
+        for (int g = 0; g < GATE_COUNT; ++g) {
+            const long long row = (long long)(first_gate(params) + g) * params.hidden + u;
+            bias[g] = value_at<T>(params.bias_ih, d, 0, row);
+            const A beside_product = value_at<T>(params.bias_hh, d, 0, row);
+            if (GATE_COUNT == 3 && g == 2)
+                q_bias = beside_product;
+            else
+                bias[g] += beside_product;
+        }
+        h = step == 0 ? value_at<T>(params.h0, d, n, u) : written[to_other_plane];
+        if constexpr (GATE_COUNT == 4) {
+            c = step == 0 ? value_at<T>(params.c0, d, n, u) : *cell_at(params, d);
+#pragma unroll
+            for (int i = 0; i < 3; ++i) peephole[i] = value_at<T>(params.peephole, d, 0, (long long)i * params.hidden + u);
+        }
+    }
+
+    __device__ __forceinline__ void load(const RecurrentParams& params) {
+        if (!valid()) return;
+#pragma unroll
+        for (int g = 0; g < GATE_COUNT; ++g)
+            a[g] = params.x.data ? A(0) : gates[(long long)g * params.hidden];
+    }
+
+    // Apart from `load`, lest it be waited for.
+    __device__ __forceinline__ void add_bias() {
+        if (valid()) add_inputs(bias);
+    }
+
+    // The sums of W x, where these are not in `gates`.
+    __device__ __forceinline__ void add_inputs(const A (&sum)[GATE_COUNT]) {
+#pragma unroll
+        for (int g = 0; g < GATE_COUNT; ++g) a[g] += sum[g];
+    }
+
+    __device__ __forceinline__ void finish(const RecurrentParams& params, int d, const A (&sum)[GATE_COUNT]) {
+        if (!valid()) return;
+        if (params.default_gates)
+            finish(params, sum, DefaultGates{});
+        else
+            finish(params, sum, GivenGates{params, d});
+    }
+
+    __device__ __forceinline__ void publish(const RecurrentParams& params) const {
+        if (!inside) return;
+        if constexpr (GATE_COUNT == 2) {
+            if (valid()) *beside = q;
+        } else if (params.states) {
+            *written = h;
+        }
+    }
+
+    // `keeps_cell`: this thread goes on with c itself.
+    __device__ __forceinline__ void record(
+        const RecurrentParams& params, int d, int n, int u, int step, bool keeps_cell) const {
+        if (!inside) return;
+        if (valid() && params.keeps_gates) {
+#pragma unroll
+            for (int g = 0; g < GATE_COUNT; ++g) gates[(long long)g * params.hidden] = a[g];
+        }
+        if constexpr (GATE_COUNT != 2) {
+            const bool last = step + 1 >= params.steps;
+            if (params.steps > 0) *y = valid() ? narrow<T>(h) : T{};
+            if (last && params.h.data) *element_at<T>(params.h, d, n, u) = narrow<T>(h);
+            if constexpr (GATE_COUNT == 3)
+                if (valid() && params.beside) *beside = q;
+            if constexpr (GATE_COUNT == 4) {
+                if (valid() && params.beside) *beside = c;
+                if (params.cells && !keeps_cell) *cell_at(params, d) = c;
+                if (last && params.c.data) *element_at<T>(params.c, d, n, u) = narrow<T>(c);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void advance(const RecurrentParams& params) {
+        if (!inside) return;
+        written += to_other_plane;
+        to_other_plane = -to_other_plane;
+        t += backward ? -1 : 1;
+        y += backward ? -params.y_step : params.y_step;
+        gates += backward ? -params.gates_t : params.gates_t;
+        beside += backward ? -params.beside_t : params.beside_t;
+    }
 
     static __device__ __forceinline__ int first_gate(const RecurrentParams& params) {
         return GATE_COUNT == 1 && params.is_candidate ? 2 : 0;
     }
 
-    __device__ __forceinline__ A* gates_at(const RecurrentParams& params, const Unit& unit) const {
-        const long long row = (long long)unit.n * params.gates_per_unit + first_gate(params);
-        return static_cast<A*>(params.gates) + unit.d * params.gates_d +
-               (unit.t - params.first[unit.d]) * params.gates_t + row * params.hidden + unit.u;
-    }
-
-    // The state that the product takes at this step of all samples; null: h0.  A candidate's is what the gates before
-    // it have left.
-    static __device__ __forceinline__ const A* factor(const RecurrentParams& params, int d, int step) {
-        const A* rows = step == 0 ? nullptr : state_at<A>(params, step % 2, d, 0);
-        if (GATE_COUNT == 1 && params.is_candidate) rows = beside_at<A>(params, unit_at(params, d, 0, 0, step));
-        return rows;
-    }
-
-    __device__ __forceinline__ void load(const RecurrentParams& params, const Unit& unit) {
-        if (!unit.inside) return;
-        const int d = unit.d, n = unit.n, u = unit.u;
-        h = unit.step == 0 ? value_at<T>(params.h0, d, n, u) : state_at<A>(params, unit.step % 2, d, n)[u];
-        if (GATE_COUNT == 4)
-            c = unit.step == 0 ? value_at<T>(params.c0, d, n, u) : *cell_at(params, unit);
-        if (!unit.valid) return;
-        const A* const x = params.x.data ? nullptr : gates_at(params, unit);
-#pragma unroll
-        for (int g = 0; g < GATE_COUNT; ++g) {
-            const long long row = (long long)(first_gate(params) + g) * params.hidden + u;
-            a[g] = (x ? x[(long long)g * params.hidden] : A(0)) + value_at<T>(params.bias_ih, d, 0, row);
-            const A bias = value_at<T>(params.bias_hh, d, 0, row);
-            if (GATE_COUNT == 3 && g == 2)
-                q_bias = bias;
-            else
-                a[g] += bias;
-        }
-    }
-
-    // Those of W x, where these are not in `gates`.
-    __device__ __forceinline__ void add_sums(const A (&sum)[GATE_COUNT]) {
-#pragma unroll
-        for (int g = 0; g < GATE_COUNT; ++g) a[g] += sum[g];
-    }
-
-    // Finish with the sums of R h.
-    __device__ __forceinline__ void finish(
-        const RecurrentParams& params, const Unit& unit, const A (&sum)[GATE_COUNT]) {
-        if (!unit.inside) return;
-        if (unit.valid) {
-            if constexpr (GATE_COUNT == 4)
-                lstm(params, unit, sum);
-            else if constexpr (GATE_COUNT == 3)
-                gru(params, unit, sum);
-            else if constexpr (GATE_COUNT == 2)
-                gru_reset(params, unit, sum);
-            else
-                rnn_or_candidate(params, unit, sum);
-            if (params.keeps_gates) {
-                A* const kept = gates_at(params, unit);
-#pragma unroll
-                for (int g = 0; g < GATE_COUNT; ++g) kept[(long long)g * params.hidden] = a[g];
-            }
-        }
-        if (GATE_COUNT != 2) store(params, unit);
-    }
-
   private:
-    static __device__ __forceinline__ A* cell_at(const RecurrentParams& params, const Unit& unit) {
-        return static_cast<A*>(params.cells) + ((long long)params.batch * unit.d + unit.n) * params.hidden + unit.u;
+    bool inside, backward;
+    int t;
+    long long length, own_state;       // in (N, H)
+    A* written;                        // h after this step, among `states`
+    long long to_other_plane;
+    T* y;                              // of this step, as are
+    A *gates, *beside;
+    A bias[GATE_COUNT], q_bias, peephole[3];
+    A a[GATE_COUNT];                   // what the activations are applied to, without the sums up to `finish`
+    A q;                               // of a gru: R h + b, or r h
+
+    __device__ __forceinline__ bool valid() const { return inside && t >= 0 && t < length; }
+
+    __device__ __forceinline__ A* cell_at(const RecurrentParams& params, int d) const {
+        return static_cast<A*>(params.cells) + (long long)params.batch * params.hidden * d + own_state;
     }
 
-    __device__ __forceinline__ A peephole(const RecurrentParams& params, const Unit& unit, int which) const {
-        return value_at<T>(params.peephole, unit.d, 0, (long long)which * params.hidden + unit.u);
-    }
-
-    __device__ __forceinline__ void lstm(const RecurrentParams& params, const Unit& unit, const A (&sum)[GATE_COUNT]) {
-        const int d = unit.d;
-        add_sums(sum);
-        if (params.peephole.data) {
-            a[0] += peephole(params, unit, 0) * c;
-            a[1] += peephole(params, unit, 1) * c;
-        }
+    template <class F>
+    __device__ __forceinline__ void finish(const RecurrentParams& params, const A (&sum)[GATE_COUNT], F f) {
+        if constexpr (GATE_COUNT == 4) {
+            add_inputs(sum);
+            if (params.peephole.data) {
+                a[0] += peephole[0] * c;
+                a[1] += peephole[1] * c;
+            }
 #pragma unroll
-        for (int g = 0; g < 3; ++g) a[g] = bounded(params, a[g]);
-        const A i = activate(params, d, 0, a[0]);
-        const A f = params.input_forget ? A(1) - i : activate(params, d, 0, a[1]);
-        c = f * c + i * activate(params, d, 1, a[2]);
-        if (params.peephole.data) a[3] += peephole(params, unit, 2) * c;
-        a[3] = bounded(params, a[3]);
-        h = activate(params, d, 0, a[3]) * activate(params, d, 2, c);
-        if (params.beside) *beside_at<A>(params, unit) = c;
-    }
-
-    __device__ __forceinline__ void gru(const RecurrentParams& params, const Unit& unit, const A (&sum)[GATE_COUNT]) {
-        const int d = unit.d;
-#pragma unroll
-        for (int g = 0; g < 2; ++g) a[g] = bounded(params, a[g] + sum[g]);
-        const A q = sum[2] + q_bias;
-        a[2] = bounded(params, a[2] + activate(params, d, 0, a[0]) * q);
-        mix(activate(params, d, 0, a[1]), activate(params, d, 1, a[2]));
-        if (params.beside) *beside_at<A>(params, unit) = q;
-    }
-
-    __device__ __forceinline__ void gru_reset(
-        const RecurrentParams& params, const Unit& unit, const A (&sum)[GATE_COUNT]) {
-#pragma unroll
-        for (int g = 0; g < 2; ++g) a[g] = bounded(params, a[g] + sum[g]);
-        *beside_at<A>(params, unit) = activate(params, unit.d, 0, a[0]) * h;
-    }
-
-    __device__ __forceinline__ void rnn_or_candidate(
-        const RecurrentParams& params, const Unit& unit, const A (&sum)[GATE_COUNT]) {
-        a[0] = bounded(params, a[0] + sum[0]);
-        if (params.is_candidate) {
-            const A a_z = gates_at(params, unit)[-(long long)params.hidden];
-            mix(activate(params, unit.d, 0, a_z), activate(params, unit.d, 1, a[0]));
+            for (int g = 0; g < 3; ++g) a[g] = f.bounded(a[g]);
+            const A i = f.gate(a[0]);
+            const A open = f.gate(a[1]), forget = params.input_forget ? A(1) - i : open;
+            c = forget * c + i * f.candidate(a[2]);
+            if (params.peephole.data) a[3] += peephole[2] * c;
+            a[3] = f.bounded(a[3]);
+            h = f.gate(a[3]) * f.output(c);
+        } else if constexpr (GATE_COUNT == 3) {
+            a[0] = f.bounded(a[0] + sum[0]);
+            a[1] = f.bounded(a[1] + sum[1]);
+            q = sum[2] + q_bias;
+            a[2] = f.bounded(a[2] + f.gate(a[0]) * q);
+            mix(f.gate(a[1]), f.candidate(a[2]));
+        } else if constexpr (GATE_COUNT == 2) {
+            a[0] = f.bounded(a[0] + sum[0]);
+            a[1] = f.bounded(a[1] + sum[1]);
+            q = f.gate(a[0]) * h;
         } else {
-            h = activate(params, unit.d, 0, a[0]);
+            a[0] = f.bounded(a[0] + sum[0]);
+            if (params.is_candidate)
+                mix(f.gate(gates[-(long long)params.hidden]), f.candidate(a[0]));  // z was left there
+            else
+                h = f.only(a[0]);
         }
     }
 
     __device__ __forceinline__ void mix(A z, A n) { h = (A(1) - z) * n + z * h; }
-
-    __device__ __forceinline__ void store(const RecurrentParams& params, const Unit& unit) const {
-        const int d = unit.d, n = unit.n, u = unit.u;
-        const bool last = unit.step + 1 >= params.steps;
-        if (params.states) state_at<A>(params, (unit.step + 1) % 2, d, n)[u] = h;
-        if (params.steps > 0)
-            element_at<T>(params.y, d, n, u)[unit.t * params.y_step] = unit.valid ? narrow<T>(h) : T{};
-        if (last && params.h.data) *element_at<T>(params.h, d, n, u) = narrow<T>(h);
-        if constexpr (GATE_COUNT == 4) {
-            if (params.cells) *cell_at(params, unit) = c;
-            if (last && params.c.data) *element_at<T>(params.c, d, n, u) = narrow<T>(c);
-        }
-    }
 };
 
 }  // namespace cupyconv

@@ -34,6 +34,7 @@
 // -D: DTYPE (type of arguments and of y; what is kept, and gradients of states and gates, are in its accumulator's),
 //     CELL (RNN, LSTM or GRU)
 #include "recurrent_cell.cuh"
+#include "tensor_core.cuh"
 
 namespace cupyconv {
 
@@ -51,6 +52,7 @@ struct RecurrentGradientParams {
     void *dgates, *dcandidate, *previous, *reset;  // of the steps of a run; reset: r * h_before
     void* sums;                                    // (tile of samples, direction, row, unit)
     GateActivation activation[6];  // of each direction three: f, g, act
+    int default_gates;             // these are sigmoid and tanh, as they are by default, and there is no clip
     double clip;  // or infinity
     long long first[2];  // time of the run's first step, by direction
     long long steps, batch, count;
@@ -70,20 +72,49 @@ enum LaunchKind { FIRST_STEP, LATER_STEP, HAND_ON, RESET };
 // f(a) and f'(a).
 template <class A> struct Activated {
     A value, slope;
-    __device__ __forceinline__ Activated(A a, const GateActivation& activation) {
-        const A alpha = A(activation.alpha), beta = A(activation.beta);
-        const int code = activation.code;
-        value = gate_activation(a, code, alpha, beta);
-        // The rule of derivative_from_result in cupyconv/problem/activations.py.
-        const bool tells = code == RELU || code == SIGMOID || code == TANH || (code == LEAKY_RELU && alpha > A(0));
-        slope = gate_derivative(tells ? value : a, code, alpha, beta);
+};
+
+// The activations of a cell, by what they are applied to: all gates but the candidate, the candidate, an lstm's c.
+struct DefaultSlopes {
+    template <class A> __device__ __forceinline__ Activated<A> gate(A a) const {
+        const A y = gate_sigmoid(a);
+        return {y, y * (A(1) - y)};
+    }
+    template <class A> __device__ __forceinline__ Activated<A> candidate(A a) const { return output(a); }
+    template <class A> __device__ __forceinline__ Activated<A> only(A a) const { return output(a); }  // an rnn's
+    template <class A> __device__ __forceinline__ Activated<A> output(A a) const {
+        const A y = gate_tanh(a);
+        return {y, A(1) - y * y};
     }
 };
 
-// f(a) and f'(a) of a gate: f' is 0 where `a` was clipped.
-template <class A> struct Gate : Activated<A> {
-    __device__ __forceinline__ Gate(A a, const GateActivation& activation, A clip) : Activated<A>(a, activation) {
-        if (a >= clip || a <= -clip) this->slope = A(0);
+struct GivenSlopes {
+    const RecurrentGradientParams& params;
+    int d;
+
+    template <class A> __device__ __forceinline__ Activated<A> gate(A a) const { return bounded(a, 0); }
+    template <class A> __device__ __forceinline__ Activated<A> candidate(A a) const { return bounded(a, 1); }
+    template <class A> __device__ __forceinline__ Activated<A> only(A a) const { return bounded(a, 0); }
+    template <class A> __device__ __forceinline__ Activated<A> output(A a) const {
+        const GateActivation& activation = params.activation[3 * d + 2];
+        return activated(a, activation.code, A(activation.alpha), A(activation.beta));
+    }
+
+  private:
+    // Called, since a copy of each at every gate would be long.
+    template <class A> static __device__ __noinline__ Activated<A> activated(A a, int code, A alpha, A beta) {
+        const A value = gate_activation(a, code, alpha, beta);
+        // The rule of derivative_from_result in cupyconv/problem/activations.py.
+        const bool tells = code == RELU || code == SIGMOID || code == TANH || (code == LEAKY_RELU && alpha > A(0));
+        return {value, gate_derivative(tells ? value : a, code, alpha, beta)};
+    }
+
+    // Where `a` was clipped, f' is 0.
+    template <class A> __device__ __forceinline__ Activated<A> bounded(A a, int which) const {
+        const GateActivation& activation = params.activation[3 * d + which];
+        Activated<A> found = activated(a, activation.code, A(activation.alpha), A(activation.beta));
+        if (a >= A(params.clip) || a <= -A(params.clip)) found.slope = A(0);
+        return found;
     }
 };
 
@@ -96,11 +127,21 @@ using A = Accumulator<T>;
 constexpr int BLOCK = 256, WARPS = BLOCK / WARP, TILE = 16;
 constexpr int DEPTH = 256 / sizeof(A), SHARE = DEPTH / WARPS;  // of K at a time, in all and of one warp
 constexpr int ROWS = 2, COLUMNS = 4;                            // of the tile, of one lane: 8 x 4 lanes
-constexpr int LOADS = TILE * DEPTH / BLOCK;
+constexpr int LEFT_CHUNK = 16 / sizeof(A), WEIGHT_CHUNK = 16 / sizeof(T);
+constexpr int LEFT_PITCH = DEPTH + LEFT_CHUNK;
+constexpr int STAGES = 4;  // DEPTHs on their way or in use
 constexpr int GATES = CELL == LSTM ? 4 : CELL == GRU ? 3 : 1;
 constexpr int MOST_ROWS = CELL == LSTM ? 7 : CELL == GRU ? 4 : 1;  // of sums
-constexpr int A_PITCH = TILE + 1;
-constexpr int TILES_SIZE = DEPTH * (A_PITCH + TILE), SUMS_SIZE = WARPS * TILE * TILE;
+
+struct Stage {
+    alignas(16) A left[TILE * LEFT_PITCH];  // n, k
+    alignas(16) T weight[DEPTH * TILE];     // k, j
+};
+union Shared {
+    Stage stage[STAGES];
+    A parts[WARPS * TILE * TILE];  // of the product, by the warps that share K
+    A sums[MOST_ROWS * BLOCK];     // each thread's, to be added over samples
+};
 
 // The factors of the product: rows of samples, whose columns from `split` on lie in an array of their own.
 struct Factors {
@@ -109,68 +150,97 @@ struct Factors {
     long long batch;
     int ld, split, depth, hidden;
 
-    __device__ __forceinline__ A at_left(long long n, int k) const {
-        if (n >= batch || k >= depth) return A(0);
-        return k < split ? left[n * ld + k] : beyond[n * hidden + (k - split)];
+    // Whether rows, and parts of rows, begin on boundaries of 16 bytes.
+    __device__ __forceinline__ bool left_vectorized() const { return hidden % LEFT_CHUNK == 0; }
+    __device__ __forceinline__ bool weight_vectorized() const {
+        return hidden % WEIGHT_CHUNK == 0 && reinterpret_cast<unsigned long long>(weight) % 16 == 0;
     }
-    __device__ __forceinline__ A at_weight(int k, int j) const {
-        return k < depth && j < hidden ? widen(weight[(long long)k * hidden + j]) : A(0);
+
+    __device__ __forceinline__ const A* at_left(long long n, int k) const {
+        return k < split ? left + n * ld + k : beyond + n * hidden + (k - split);
+    }
+
+    // DEPTH of K, from k_first on; zeros beyond the end and for samples and units that there are not.
+    __device__ __forceinline__ void fetch(Stage& stage, long long n_tile, int j_tile, int k_first) const {
+        constexpr int CHUNKS = DEPTH / LEFT_CHUNK, PER_ROW = TILE / WEIGHT_CHUNK;
+        static_assert(TILE * CHUNKS == BLOCK && DEPTH * PER_ROW <= BLOCK, "a thread fetches one chunk of each");
+        {
+            const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS * LEFT_CHUNK, k = k_first + chunk;
+            const long long n = n_tile + row;
+            A* const to = stage.left + row * LEFT_PITCH + chunk;
+            if (left_vectorized()) {
+                const bool exists = n < batch && k < depth;
+                copy_async<16>(to, exists ? at_left(n, k) : left, exists);
+            } else {
+                for (int e = 0; e < LEFT_CHUNK; ++e) to[e] = n < batch && k + e < depth ? *at_left(n, k + e) : A(0);
+            }
+        }
+        if (threadIdx.x < DEPTH * PER_ROW) {
+            const int row = threadIdx.x / PER_ROW, chunk = threadIdx.x % PER_ROW * WEIGHT_CHUNK;
+            const int k = k_first + row, j = j_tile + chunk;
+            T* const to = stage.weight + row * TILE + chunk;
+            const T* const from = weight + (long long)k * hidden + j;
+            if (weight_vectorized()) {
+                const bool exists = k < depth && j < hidden;
+                copy_async<16>(to, exists ? from : weight, exists);
+            } else {
+                for (int e = 0; e < WEIGHT_CHUNK; ++e) to[e] = k < depth && j + e < hidden ? from[e] : T{};
+            }
+        }
     }
 };
 
 // The tile of the product, left in `shared` as so many parts of a sum as share K.
-__device__ __forceinline__ void multiply(const Factors& f, long long n_tile, int j_tile, A* shared) {
-    const int thread = threadIdx.x, warp = warp_index(), lane = lane_index();
-    const int row = lane / 4 * ROWS, column = lane % 4 * COLUMNS;
-    A* const a_tile = shared;
-    A* const b_tile = shared + DEPTH * A_PITCH;
-    A sum[ROWS][COLUMNS] = {}, a_next[LOADS], b_next[LOADS];
-    const auto load = [&](int k) {
+__device__ __forceinline__ void multiply(const Factors& f, long long n_tile, int j_tile, Shared& shared) {
+    constexpr int PIECE = WEIGHT_CHUNK < COLUMNS ? WEIGHT_CHUNK : COLUMNS;
+    const int warp = warp_index(), row = lane_index() / 4 * ROWS, column = lane_index() % 4 * COLUMNS;
+    const int slabs = (f.depth + DEPTH - 1) / DEPTH;
+    A sum[ROWS][COLUMNS] = {};
+#pragma unroll 1
+    for (int i = 0; i < STAGES - 1; ++i) {
+        if (i < slabs) f.fetch(shared.stage[i], n_tile, j_tile, i * DEPTH);
+        commit_copies();
+    }
+#pragma unroll 1
+    for (int i = 0; i < slabs; ++i) {
+        wait_for_copies<STAGES - 2>();
+        __syncthreads();  // everyone's copies of slab i are there, and slab i - 1 has been used
+        const int next = i + STAGES - 1;
+        if (next < slabs) f.fetch(shared.stage[next % STAGES], n_tile, j_tile, next * DEPTH);
+        commit_copies();
+        const Stage& stage = shared.stage[i % STAGES];
 #pragma unroll
-        for (int i = 0; i < LOADS; ++i) {
-            const int e = thread + i * BLOCK;
-            a_next[i] = f.at_left(n_tile + e / DEPTH, k + e % DEPTH);
-            b_next[i] = f.at_weight(k + e / TILE, j_tile + e % TILE);
-        }
-    };
-    load(0);
-    for (int k = 0; k < f.depth; k += DEPTH) {
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < LOADS; ++i) {
-            const int e = thread + i * BLOCK;
-            a_tile[e % DEPTH * A_PITCH + e / DEPTH] = a_next[i];
-            b_tile[e] = b_next[i];
-        }
-        __syncthreads();
-        if (k + DEPTH < f.depth) load(k + DEPTH);
-#pragma unroll
-        for (int i = 0; i < SHARE; ++i) {
-            const int kk = warp * SHARE + i;
-            A a[ROWS], b[COLUMNS];
-#pragma unroll
-            for (int r = 0; r < ROWS; ++r) a[r] = a_tile[kk * A_PITCH + row + r];
-#pragma unroll
-            for (int c = 0; c < COLUMNS; ++c) b[c] = b_tile[kk * TILE + column + c];
+        for (int k = 0; k < SHARE; k += LEFT_CHUNK) {
+            Vector<A, LEFT_CHUNK> a[ROWS];
 #pragma unroll
             for (int r = 0; r < ROWS; ++r)
+                a[r] = load_vector<LEFT_CHUNK>(stage.left + (row + r) * LEFT_PITCH + warp * SHARE + k);
 #pragma unroll
-                for (int c = 0; c < COLUMNS; ++c) sum[r][c] += a[r] * b[c];
+            for (int e = 0; e < LEFT_CHUNK; ++e)
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c += PIECE) {
+                    const auto w = load_vector<PIECE>(stage.weight + (warp * SHARE + k + e) * TILE + column + c);
+#pragma unroll
+                    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+                        for (int p = 0; p < PIECE; ++p) sum[r][c + p] += a[r].lane[e] * widen(w.lane[p]);
+                }
         }
     }
-    __syncthreads();
+    wait_for_copies<0>();
+    __syncthreads();  // the stages are free
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) shared[(warp * TILE + row + r) * TILE + column + c] = sum[r][c];
+        for (int c = 0; c < COLUMNS; ++c) shared.parts[(warp * TILE + row + r) * TILE + column + c] = sum[r][c];
     __syncthreads();
 }
 
 // This thread's output of it; parts are added in their order.
-__device__ __forceinline__ A product_at(const A* shared) {
+__device__ __forceinline__ A product_at(const Shared& shared) {
     A sum = A(0);
 #pragma unroll
-    for (int part = 0; part < WARPS; ++part) sum += shared[part * TILE * TILE + threadIdx.x];
+    for (int part = 0; part < WARPS; ++part) sum += shared.parts[part * TILE * TILE + threadIdx.x];
     return sum;
 }
 
@@ -205,43 +275,56 @@ struct Place {
         return *read(p.gates, (kept * GATES + which) * p.hidden + j);
     }
     __device__ __forceinline__ A beside() const { return *read(p.beside, kept * p.hidden + j); }
+    __device__ __forceinline__ A grad_y() const {
+        return p.grad_y ? widen(*stored(p.grad_y, t * p.grad_y_t + n * p.grad_y_n + (d * p.hidden + j) * p.grad_y_u))
+                        : A(0);
+    }
     __device__ __forceinline__ A* dgate(int which) const {
         return write(p.dgates, (in_run * GATES + which) * p.hidden + j);
     }
     __device__ __forceinline__ A* of_run(void* array) const { return write(array, in_run * p.hidden + j); }
-    __device__ __forceinline__ Gate<A> activated(int which, int activation) const {
-        return Gate<A>(gate(which), p.activation[3 * d + activation], A(p.clip));
+};
+
+// What a step needs beside the state's gradient, loaded before the product is waited for.
+struct Kept {
+    A gate[GATES], beside, h_before, c_before, grad_y;
+
+    __device__ __forceinline__ void load(const Place& at) {
+#pragma unroll
+        for (int g = 0; g < GATES; ++g) gate[g] = at.gate(g);
+        if (CELL != RNN) beside = at.beside();
+        if (CELL == LSTM) c_before = at.c_before();
+        h_before = at.h_before();
+        grad_y = at.grad_y();
     }
 };
 
 // The gates' gradients from that of the state, dh; what goes on to the state before is returned, the product aside.
-__device__ __forceinline__ A back_through_rnn(const Place& at, A dh, A (&sums)[MOST_ROWS]) {
-    sums[0] = *at.dgate(0) = dh * at.activated(0, 0).slope;
+template <class F>
+__device__ __forceinline__ A back_through_rnn(const Place& at, const Kept& kept, F f, A dh, A (&sums)[MOST_ROWS]) {
+    sums[0] = *at.dgate(0) = dh * f.only(kept.gate[0]).slope;
     return A(0);
 }
 
-__device__ __forceinline__ A back_through_lstm(const Place& at, A dh, A (&sums)[MOST_ROWS]) {
+template <class F>
+__device__ __forceinline__ A back_through_lstm(const Place& at, const Kept& kept, F f, A dh, A (&sums)[MOST_ROWS]) {
     const RecurrentGradientParams& p = at.p;
-    const A c = at.beside(), c_before = at.c_before();
+    const A c = kept.beside, c_before = kept.c_before;
     A* const carried_c = write(p.carried_c, at.state);
     const T* const peephole = p.peephole ? stored(p.peephole, (long long)at.d * 3 * p.hidden + at.j) : nullptr;
     A dc = *carried_c;
-    {
-        const Gate<A> o = at.activated(3, 0);
-        const Activated<A> act_c(c, p.activation[3 * at.d + 2]);
-        sums[3] = *at.dgate(3) = dh * act_c.value * o.slope;
-        dc += dh * o.value * act_c.slope;
-    }
+    const Activated<A> i = f.gate(kept.gate[0]), g = f.candidate(kept.gate[2]), o = f.gate(kept.gate[3]);
+    const Activated<A> act_c = f.output(c);
+    sums[3] = *at.dgate(3) = dh * act_c.value * o.slope;
+    dc += dh * o.value * act_c.slope;
     if (peephole) dc += sums[3] * widen(peephole[2 * p.hidden]);
-    const Gate<A> i = at.activated(0, 0);
-    const Gate<A> g = at.activated(2, 1);
     sums[2] = *at.dgate(2) = dc * i.value * g.slope;
     A di = dc * g.value, df = dc * c_before, forget;
     if (p.input_forget) {
         forget = A(1) - i.value, di -= df, df = A(0);
     } else {
-        const Gate<A> f = at.activated(1, 0);
-        forget = f.value, df *= f.slope;
+        const Activated<A> opened = f.gate(kept.gate[1]);
+        forget = opened.value, df *= opened.slope;
     }
     sums[0] = *at.dgate(0) = di * i.slope;
     sums[1] = *at.dgate(1) = df;
@@ -254,17 +337,17 @@ __device__ __forceinline__ A back_through_lstm(const Place& at, A dh, A (&sums)[
     return A(0);
 }
 
-__device__ __forceinline__ A back_through_gru(const Place& at, A dh, A h_before, A (&sums)[MOST_ROWS]) {
+template <class F>
+__device__ __forceinline__ A back_through_gru(const Place& at, const Kept& kept, F f, A dh, A (&sums)[MOST_ROWS]) {
     const RecurrentGradientParams& p = at.p;
-    const A q = at.beside();
-    const Gate<A> z = at.activated(1, 0);
-    const Gate<A> n = at.activated(2, 1);
-    sums[1] = *at.dgate(1) = dh * (h_before - n.value) * z.slope;
+    const A q = kept.beside;
+    const Activated<A> z = f.gate(kept.gate[1]), n = f.candidate(kept.gate[2]);
+    sums[1] = *at.dgate(1) = dh * (kept.h_before - n.value) * z.slope;
     sums[2] = *at.dgate(2) = dh * (A(1) - z.value) * n.slope;
     if (p.reset_first) {
         *at.of_run(p.reset) = q;
     } else {
-        const Gate<A> r = at.activated(0, 0);
+        const Activated<A> r = f.gate(kept.gate[0]);
         sums[3] = *at.of_run(p.dcandidate) = sums[2] * r.value;
         sums[0] = *at.dgate(0) = sums[2] * q * r.slope;
     }
@@ -272,8 +355,9 @@ __device__ __forceinline__ A back_through_gru(const Place& at, A dh, A h_before,
 }
 
 // The second launch of a gru that resets before the product, which is the gradient of r * h_before.
-__device__ __forceinline__ void back_through_reset(const Place& at, A product, A (&sums)[MOST_ROWS]) {
-    const Gate<A> r = at.activated(0, 0);
+template <class F>
+__device__ __forceinline__ void back_through_reset(const Place& at, F f, A product, A (&sums)[MOST_ROWS]) {
+    const Activated<A> r = f.gate(at.gate(0));
     sums[0] = *at.dgate(0) = product * at.h_before() * r.slope;
     *write(at.p.carried_h, at.state) += product * r.value;
 }
@@ -306,7 +390,7 @@ __device__ __forceinline__ Factors product_of(
 }
 
 // The gradient of the state after this step, of the product what reached the sample.
-__device__ __forceinline__ A state_gradient(const Place& at, long long t_before, const A* shared) {
+__device__ __forceinline__ A state_gradient(const Place& at, long long t_before, const Shared& shared) {
     const RecurrentGradientParams& p = at.p;
     const void* const begun = p.steps_done ? p.carried_h : p.begin_h;
     A dh = begun ? *read(begun, at.state) : A(0);
@@ -317,15 +401,13 @@ __device__ __forceinline__ A state_gradient(const Place& at, long long t_before,
 }
 
 // The gates of a step that the sample has; what goes on to the state before is returned, the product aside.
-__device__ __forceinline__ A back_through_step(const Place& at, A dh, A (&sums)[MOST_ROWS]) {
-    const RecurrentGradientParams& p = at.p;
-    if (p.grad_y)
-        dh += widen(*stored(p.grad_y, at.t * p.grad_y_t + at.n * p.grad_y_n + (at.d * p.hidden + at.j) * p.grad_y_u));
-    const A h_before = at.h_before();
-    *at.of_run(p.previous) = h_before;
-    if constexpr (CELL == RNN) return back_through_rnn(at, dh, sums);
-    if constexpr (CELL == LSTM) return back_through_lstm(at, dh, sums);
-    if constexpr (CELL == GRU) return back_through_gru(at, dh, h_before, sums);
+template <class F>
+__device__ __forceinline__ A back_through_step(const Place& at, const Kept& kept, F f, A dh, A (&sums)[MOST_ROWS]) {
+    dh += kept.grad_y;
+    *at.of_run(at.p.previous) = kept.h_before;
+    if constexpr (CELL == RNN) return back_through_rnn(at, kept, f, dh, sums);
+    if constexpr (CELL == LSTM) return back_through_lstm(at, kept, f, dh, sums);
+    if constexpr (CELL == GRU) return back_through_gru(at, kept, f, dh, sums);
 }
 
 // The gates of a step that the sample does not have: zeros.
@@ -338,27 +420,25 @@ __device__ __forceinline__ void skip_step(const Place& at) {
 
 // Add each row of `sums` over the tile's samples, one after the other, to what the steps before have left; or begin.
 __device__ __forceinline__ void add_over_samples(
-    const RecurrentGradientParams& p, long long first_row, int rows, bool begins, int j, const A (&sums)[MOST_ROWS],
-    A* shared) {
-    for (int row = 0; row < rows; ++row) {
-        A value = A(0);
+    const RecurrentGradientParams& p, long long first_row, int rows, bool begins, int j_tile,
+    const A (&sums)[MOST_ROWS], Shared& shared) {
+    __syncthreads();  // the product has been read
 #pragma unroll
-        for (int r = 0; r < MOST_ROWS; ++r) value = r == row ? sums[r] : value;  // registers have no index
-        __syncthreads();
-        shared[threadIdx.x] = value;
-        __syncthreads();
-        if (threadIdx.x >= TILE || j >= p.hidden) continue;
-        A sum = A(0);
+    for (int row = 0; row < MOST_ROWS; ++row) shared.sums[row * BLOCK + threadIdx.x] = sums[row];
+    __syncthreads();
+    const int row = threadIdx.x / TILE, j = j_tile + threadIdx.x % TILE;
+    static_assert(MOST_ROWS * TILE <= BLOCK, "a thread adds one of them up");
+    if (row >= rows || j >= p.hidden) return;
+    A* const to = write(p.sums, (first_row + row) * p.hidden + j);
+    A sum = begins ? A(0) : *to;
 #pragma unroll
-        for (int i = 0; i < TILE; ++i) sum += shared[i * TILE + threadIdx.x];
-        A* const to = write(p.sums, (first_row + row) * p.hidden + j);
-        *to = begins ? sum : *to + sum;
-    }
+    for (int i = 0; i < TILE; ++i) sum += shared.sums[row * BLOCK + i * TILE + threadIdx.x % TILE];
+    *to = sum;
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, sizeof(A) == 4 ? 2 : 1) recurrent_gradient(
     const __grid_constant__ RecurrentGradientParams params) {
-    SHARED_ARRAY(A, shared, (TILES_SIZE > SUMS_SIZE ? TILES_SIZE : SUMS_SIZE));
+    SHARED_ARRAY(Shared, shared, 1);
     const RecurrentGradientParams& p = params;
     const LaunchKind kind = kind_of(p);
     if (kind == RESET && p.steps_done == p.count) return;  // no step is left to reset
@@ -369,33 +449,41 @@ extern "C" __global__ void __launch_bounds__(BLOCK, sizeof(A) == 4 ? 2 : 1) recu
     // Within the run: this step, and the one that came before it.
     const long long step = p.sign[d] > 0 ? p.count - 1 - p.steps_done : p.steps_done, before = step + p.sign[d];
 
+    const int j = j_tile + threadIdx.x % TILE;
+    const long long n = n_tile + threadIdx.x / TILE, t = p.first[d] + step;
+    const bool inside = j < p.hidden && n < p.batch;
+    const long long length = inside ? length_of(p.lengths, p.lengths_stride, p.wide_lengths, n, p.steps) : 0;
+    const Place at = {p, d, j, n, t, length, ((long long)d * p.batch + n) * p.hidden + j,
+                      ((long long)d * p.steps + t) * p.batch + n, (slot * p.count + step) * p.batch + n};
+    const bool takes_step = inside && kind != RESET && kind != HAND_ON && at.reached();
+    Kept kept;
+    if (takes_step) kept.load(at);
+
     if (kind == RESET || p.steps_done > 0) {
         const long long row = (slot * p.count + (kind == RESET ? step : before)) * p.batch;
-        multiply(product_of(kind, p, d, row), n_tile, j_tile, shared);
+        multiply(product_of(kind, p, d, row), n_tile, j_tile, *shared);
     }
 
     A sums[MOST_ROWS] = {};
-    const int j = j_tile + threadIdx.x % TILE;
-    const long long n = n_tile + threadIdx.x / TILE;
-    if (j < p.hidden && n < p.batch) {
-        const long long t = p.first[d] + step;
-        const long long length = length_of(p.lengths, p.lengths_stride, p.wide_lengths, n, p.steps);
-        const Place at = {p, d, j, n, t, length, ((long long)d * p.batch + n) * p.hidden + j,
-                          ((long long)d * p.steps + t) * p.batch + n, (slot * p.count + step) * p.batch + n};
+    const auto finish = [&](auto gates) {
         if (kind == RESET) {
-            if (at.reached()) back_through_reset(at, product_at(shared), sums);
-        } else {
-            A dh = state_gradient(at, p.first[d] + before, shared);
-            if (kind != HAND_ON) {
-                if (at.reached())
-                    dh = back_through_step(at, dh, sums);
-                else
-                    skip_step(at);
-            }
-            *write(p.carried_h, at.state) = dh;
+            if (at.reached()) back_through_reset(at, gates, product_at(*shared), sums);
+            return;
         }
+        A dh = state_gradient(at, p.first[d] + before, *shared);
+        if (takes_step)
+            dh = back_through_step(at, kept, gates, dh, sums);
+        else if (kind != HAND_ON)
+            skip_step(at);
+        *write(p.carried_h, at.state) = dh;
+    };
+    if (inside) {
+        if (p.default_gates)
+            finish(DefaultSlopes{});
+        else
+            finish(GivenSlopes{p, d});
     }
     if (kind == HAND_ON) return;
     const long long first_row = ((long long)tile_n * p.directions + d) * p.sum_rows;
-    add_over_samples(p, first_row, kind == RESET ? 1 : p.sum_rows, p.begins && kind == FIRST_STEP, j, sums, shared);
+    add_over_samples(p, first_row, kind == RESET ? 1 : p.sum_rows, p.begins && kind == FIRST_STEP, j_tile, sums, *shared);
 }

@@ -6,11 +6,16 @@
 //     M = n (samples)    N = (g, u) (gates of hidden units)    K = k (hidden units)
 //
 //               units ->                   a block: UNITS units, all their gates, of every gridDim.y-th tile of samples
-//      n    [ block | block | ... ]        (recurrent_tile.cuh); after each step the blocks of a row wait for each
-//      ↓    [ block | block | ... ]        other (grid_barrier.cuh): the state of their samples is what they share
+//      n    [ block | block | ... ]        (recurrent_tile.cuh); after each step of a tile the blocks of a row wait for
+//      ↓    [ block | block | ... ]        each other (grid_barrier.cuh): the state of its samples is what they share
 //
 // h goes through memory, from one half of `states` to the other: who reads step s's is past the barrier before it,
-// and who writes over it is past the one behind.  A unit's own state and inputs are loaded before the wait.
+// and who writes over it is past the one behind.  A thread whose block has one tile goes on with its own unit's h and c
+// in registers.  A step of a tile:
+//
+//     load x  |  wait for the tile's h  |  fetch h  multiply  |  add up  activate  store h  |  arrive  |  store y, ...
+//                                       ^ block meets         ^ block meets                 ^ block meets
+//
 // GATES = 2 is a gru that resets before the product: r and z, a barrier, then n.
 //
 // Bound by the barrier for few samples, by reading h from L2, by arithmetic for many.
@@ -25,27 +30,40 @@ using namespace cupyconv;
 
 using T = DTYPE;
 using A = Accumulator<T>;
-using Tile = RecurrentTile<T, GATES, SAMPLES, ARITHMETIC, true>;
-using Candidate = RecurrentTile<T, 1, SAMPLES, ARITHMETIC, true>;  // the third gate of GATES = 2
+using Tile = ResidentTile<T, GATES, SAMPLES, ARITHMETIC>;
+using Candidate = ResidentTile<T, 1, SAMPLES, ARITHMETIC>;  // the third gate of GATES = 2
 constexpr bool TWO_PRODUCTS = GATES == 2;
 constexpr int APART = 32;  // counters, so that each has a line of its own
 
-// A step of the block's samples, one tile after the other; `loaded` is called between the loads of the first one and
-// its product.
-template <class Part, int COUNT, class F>
-__device__ __forceinline__ void advance(
-    const RecurrentParams& params, typename Part::Shared& shared, const T* weight, int pitch, int step, F loaded) {
-    const int d = blockIdx.z, u_first = blockIdx.x * Part::UNITS;
-    for (int n_first = blockIdx.y * Part::ROWS; n_first < params.batch; n_first += gridDim.y * Part::ROWS) {
-        const Part tile = {d, n_first, u_first, params};
-        static_assert(Part::PAIRS_PER_THREAD == 1, "one unit per thread, whose inputs wait in registers");
-        const Unit unit = tile.unit(0, step);
-        CellStep<T, COUNT> cell;
-        cell.load(params, unit);
-        if (n_first == int(blockIdx.y) * Part::ROWS) loaded();
-        const A* const rows = cell.factor(params, d, step);
-        const auto finish = [&](int, const A(&sum)[COUNT]) { cell.finish(params, unit, sum); };
-        tile.multiply_state(shared, rows, weight, pitch, finish);
+// The barrier of a tile of samples.
+__device__ __forceinline__ unsigned* counter_of(const RecurrentParams& params, int n_first) {
+    const int tiles = (params.batch + Tile::ROWS - 1) / Tile::ROWS;
+    return params.counters + ((long long)blockIdx.z * tiles + n_first / Tile::ROWS) * APART;
+}
+
+// A step of all tiles of the block, as drawn above, once there have been so many `arrivals` at a tile's counter.  Where
+// the block `stays` with one tile, `tile` and `cell` are as the step before has left them.
+template <class Part, int COUNT>
+__device__ __forceinline__ void take_step(
+    Part& tile, UnitCell<T, COUNT>& cell, typename Part::Shared& shared, const A* rows, const T* weight, int pitch,
+    int step, unsigned arrivals, bool stays) {
+    const RecurrentParams& params = tile.params;
+    const bool begins = !stays || step == params.step, goes_on = stays && step + 1 < params.step + params.count;
+    for (int n_first = blockIdx.y * Tile::ROWS; n_first < params.batch; n_first += gridDim.y * Tile::ROWS) {
+        if (begins) {
+            tile.move_to(n_first);
+            cell.begin(params, tile.d, tile.sample(0), tile.unit(0), step);
+        }
+        unsigned* const counter = counter_of(params, n_first);
+        cell.load(params);
+        A sum[COUNT] = {};
+        tile.multiply(shared, rows, weight, pitch, sum, [&] { await(counter, arrivals); });
+        cell.add_bias();
+        cell.finish(params, tile.d, sum);
+        cell.publish(params);
+        arrive(counter);
+        cell.record(params, tile.d, tile.sample(0), tile.unit(0), step, goes_on);
+        if (goes_on) cell.advance(params);
     }
 }
 
@@ -55,31 +73,38 @@ extern "C" __global__ void __launch_bounds__(Tile::THREADS, 1)
     T* const weight = reinterpret_cast<T*>(shared + 1);
     const int columns = (params.hidden + Tile::K - 1) / Tile::K * Tile::K, pitch = columns + Tile::CHUNK;
     const int d = blockIdx.z, u_first = blockIdx.x * Tile::UNITS;
-    const auto keep_rows = [&](const auto& tile, T* to, int first_gate) {
-        tile.fetch_weight(to, pitch, params.weight, params.weight_vector, params.hidden, 0, columns, first_gate);
+    Tile tile(d, u_first, params);
+    Candidate candidate(d, u_first, params);
+    const auto keep_rows = [&](const auto& part, T* to, int first_gate) {
+        part.fetch_weight(to, pitch, params.weight, params.weight_vector, params.hidden, 0, columns, first_gate);
     };
-    keep_rows(Tile{d, 0, u_first, params}, weight, 0);
+    keep_rows(tile, weight, 0);
     T* const weight_of_n = weight + GATES * Tile::UNITS * pitch;
-    if constexpr (TWO_PRODUCTS) keep_rows(Candidate{d, 0, u_first, params}, weight_of_n, 2);
-    commit_copies();  // waited for before the first product, as any group
+    if constexpr (TWO_PRODUCTS) keep_rows(candidate, weight_of_n, 2);
+    commit_copies();
 
-    unsigned* const counter = params.counters + (d * gridDim.y + blockIdx.y) * APART;
-    unsigned arrivals = 0;  // of all blocks of the row, at the barriers up to here
-    const auto pass_barrier = [&] {
-        if (arrivals) await(counter, arrivals);
-    };
-    const auto reach_barrier = [&] {
-        arrive(counter);
-        arrivals += gridDim.x;
-    };
-    const int end = params.step + params.count;
-    for (int step = params.step; step < end; ++step) {
-        advance<Tile, GATES>(params, *shared, weight, pitch, step, pass_barrier);
-        if constexpr (TWO_PRODUCTS) {
-            reach_barrier();
-            auto& part = reinterpret_cast<Candidate::Shared&>(*shared);
-            advance<Candidate, 1>(params, part, weight_of_n, pitch, step, pass_barrier);
+    unsigned arrivals = 0;  // at each counter
+    if (params.step == 0) {  // h0 becomes a state as any other
+        for (int n_first = blockIdx.y * Tile::ROWS; n_first < params.batch; n_first += gridDim.y * Tile::ROWS) {
+            tile.move_to(n_first);
+            publish_first<T>(params, d, tile.sample(0), tile.unit(0));
+            arrive(counter_of(params, n_first));
         }
-        if (step + 1 < end) reach_barrier();
+        arrivals = gridDim.x;
+    }
+    wait_for_copies<0>();
+    __syncthreads();
+
+    UnitCell<T, GATES> cell;
+    const bool stays = !TWO_PRODUCTS && params.batch <= int(gridDim.y) * Tile::ROWS;
+    for (int step = params.step; step < params.step + params.count; ++step, arrivals += gridDim.x) {
+        take_step(tile, cell, *shared, state_at<A>(params, step % 2, d, 0), weight, pitch, step, arrivals, stays);
+        if constexpr (TWO_PRODUCTS) {
+            arrivals += gridDim.x;
+            auto& part = reinterpret_cast<Candidate::Shared&>(*shared);
+            UnitCell<T, 1> cell_of_n;
+            const A* const rows = reset_state_at<A>(params, d, step);
+            take_step(candidate, cell_of_n, part, rows, weight_of_n, pitch, step, arrivals, false);
+        }
     }
 }

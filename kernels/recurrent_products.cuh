@@ -5,7 +5,7 @@
 //     per call: 4 * SAMPLES samples x 8 units x GATES gates, STEP of k
 //
 // Both operands lie along k in shared memory, R in its type T, h in that of the sums.  However lanes share the
-// work, all gates of a unit meet in one thread.  `for_each` calls f(n, g, u, sum) for each of the lane's sums.
+// work, all gates of a unit meet in one thread.  `for_each` calls f(n, u, sums of all gates) for each of the lane's.
 #pragma once
 #include "numeric.cuh"
 #include "tensor_core.cuh"
@@ -51,9 +51,7 @@ struct RecurrentProducts {
 
     template <class F> __device__ __forceinline__ void for_each(F f) const {
 #pragma unroll
-        for (int s = 0; s < SAMPLE_COUNT; ++s)
-#pragma unroll
-            for (int g = 0; g < GATE_COUNT; ++g) f(s * 4 + sample(), g, unit(), sum[s][g]);
+        for (int s = 0; s < SAMPLE_COUNT; ++s) f(s * 4 + sample(), unit(), sum[s]);
     }
 };
 
@@ -81,10 +79,12 @@ struct TensorProducts {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
-            for (int g = 0; g < GATE_COUNT; ++g)
+            for (int e = 0; e < 4; ++e) {
+                float gates[GATE_COUNT];
 #pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    f(tile * 16 + lane_index() / 4 + e / 2 * 8, g, lane_index() % 4 * 2 + e % 2, sum[tile][g][e]);
+                for (int g = 0; g < GATE_COUNT; ++g) gates[g] = sum[tile][g][e];
+                f(tile * 16 + lane_index() / 4 + e / 2 * 8, lane_index() % 4 * 2 + e % 2, gates);
+            }
     }
 };
 
@@ -106,12 +106,12 @@ struct RecurrentProducts<T, GATE_COUNT, SAMPLE_COUNT, MMA> : TensorProducts<T, G
         state += lane_index() / 4 * state_pitch + lane_index() % 4 * 2;
 #pragma unroll
         for (int tile = 0; tile < Base::TILES; ++tile) {
+            Vector<float, 2> h[4];
             unsigned high[4], low[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const Vector<float, 2> h = load_vector<2>(state + (tile * 16 + i % 2 * 8) * state_pitch + i / 2 * 8);
-                split(h, high[i], low[i]);
-            }
+            for (int i = 0; i < 4; ++i) h[i] = load_vector<2>(state + (tile * 16 + i % 2 * 8) * state_pitch + i / 2 * 8);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) split(h[i], high[i], low[i]);
 #pragma unroll
             for (int g = 0; g < GATE_COUNT; ++g) {
                 multiply_add<T>(this->sum[tile][g], low, w[g]);

@@ -25,24 +25,32 @@ using namespace cupyconv;
 
 using T = DTYPE;
 using A = Accumulator<T>;
-using Tile = RecurrentTile<T, GATES, SAMPLES, ARITHMETIC, false>;
+using Tile = StreamedTile<T, GATES, SAMPLES, ARITHMETIC>;
 // One unit's inputs wait in registers while the product is on its way; where a thread has several, there are none left.
 constexpr bool EARLY = Tile::PAIRS_PER_THREAD == 1;
 
-extern "C" __global__ void __launch_bounds__(Tile::THREADS, 2)
+extern "C" __global__ void __launch_bounds__(Tile::THREADS, sizeof(A) == 4 ? 2 : 1)
     recurrent_step(const __grid_constant__ RecurrentParams params) {
     DYNAMIC_SHARED(Tile::Shared, shared);
     const int d = blockIdx.z, step = params.step;
-    const Tile tile = {d, int(blockIdx.y) * Tile::ROWS, int(blockIdx.x) * Tile::UNITS, params};
+    const Tile tile(d, int(blockIdx.y) * Tile::ROWS, int(blockIdx.x) * Tile::UNITS, params);
 
-    CellStep<T, GATES> cell;
-    if (EARLY) cell.load(params, tile.unit(0, step));
-    const A* const rows = cell.factor(params, d, step);
+    UnitCell<T, GATES> cell;
+    const auto load = [&](int i) {
+        cell.begin(params, d, tile.sample(i), tile.unit(i), step);
+        cell.load(params);
+        cell.add_bias();
+    };
+    if (EARLY) load(0);
     if constexpr (EARLY)
-        if (params.x.data) tile.multiply_inputs(*shared, [&](int, const A(&sum)[GATES]) { cell.add_sums(sum); });
-    tile.multiply_state(*shared, rows, nullptr, 0, [&](int i, const A(&sum)[GATES]) {
-        const Unit unit = tile.unit(i, step);
-        if (!EARLY) cell.load(params, unit);
-        cell.finish(params, unit, sum);
+        if (params.x.data) tile.multiply_inputs(*shared, [&](int, const A(&sum)[GATES]) { cell.add_inputs(sum); });
+    // What a gru's candidate multiplies has been left by the gates before it; of the first step it is h0.
+    const A* rows = step == 0 ? nullptr : state_at<A>(params, step % 2, d, 0);
+    if (GATES == 1 && params.is_candidate) rows = reset_state_at<A>(params, d, step);
+    tile.multiply_state(*shared, rows, [&](int i, const A(&sum)[GATES]) {
+        if (!EARLY) load(i);
+        cell.finish(params, d, sum);
+        cell.publish(params);
+        cell.record(params, d, tile.sample(i), tile.unit(i), step, false);
     });
 }

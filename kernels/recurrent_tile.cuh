@@ -9,35 +9,35 @@
 //     h n rows  |       |
 //               +-------+
 //
+// StreamedTile fetches R K-slab by K-slab beside h, and its warps go through the slabs together.  In a ResidentTile all
+// of R stays where the block has put it.  There a warp fetches the part of h that it alone multiplies and waits for no
+// other before the sums are added, where the block meets once.
+//
 // Rows are an odd number of 16-byte chunks apart in shared memory: eight lanes read eight rows without conflicts.
-// R is fetched K-slab by K-slab beside h, or it is RESIDENT: all of it stays where the block has put it.
 #pragma once
 #include "recurrent_cell.cuh"
 #include "recurrent_products.cuh"
 
 namespace cupyconv {
 
-template <class T, int GATE_COUNT, int SAMPLE_COUNT, int ARITHMETIC_KIND, bool RESIDENT>
+// Of one sample and unit; moved at once, but for three.
+template <class A, int COUNT>
+struct alignas(COUNT == 3 ? sizeof(A) : COUNT * sizeof(A)) GateSums {
+    A of[COUNT];
+};
+
+// What both kinds have in common: who does what, and how rows come to shared memory.
+template <class T, int GATE_COUNT, int SAMPLE_COUNT, int ARITHMETIC_KIND>
 struct RecurrentTile {
     using A = Accumulator<T>;
+    using Sums = GateSums<A, GATE_COUNT>;
     using Products = RecurrentProducts<T, GATE_COUNT, SAMPLE_COUNT, ARITHMETIC_KIND>;
     static constexpr int THREADS = 256, WARPS = THREADS / WARP;
     static constexpr int UNIT_WARPS = SAMPLE_COUNT == 8 ? 4 : 1, K_WARPS = WARPS / UNIT_WARPS;
     static constexpr int ROWS = 4 * SAMPLE_COUNT, UNITS = 8 * UNIT_WARPS, PAIRS = ROWS * UNITS;
-    static constexpr int CHUNK = 16 / sizeof(T), STATE_CHUNK = 16 / sizeof(A);
-    static constexpr int K = K_WARPS * Products::STEP;
-    static constexpr int STAGES = RESIDENT ? 4 : 3;
-    static constexpr int WEIGHT_PITCH = K + CHUNK, STATE_PITCH = K + Products::STATE_PAD;
+    static constexpr int CHUNK = 16 / sizeof(T), STATE_CHUNK = 16 / sizeof(A), STEP = Products::STEP;
+    static constexpr int K = K_WARPS * STEP;
     static constexpr int PAIRS_PER_THREAD = (PAIRS + THREADS - 1) / THREADS;
-
-    struct Stage {
-        alignas(16) T weight[RESIDENT ? CHUNK : GATE_COUNT * UNITS * WEIGHT_PITCH];
-        alignas(16) A state[ROWS * STATE_PITCH];
-    };
-    union Shared {
-        Stage stage[STAGES];
-        A partial[K_WARPS * GATE_COUNT * PAIRS];
-    };
 
     // Where the block's part begins.
     int d, n_first, u_first;
@@ -48,13 +48,13 @@ struct RecurrentTile {
         return (n / 4 * UNIT_WARPS + u / 8) * 32 + n % 4 * 8 + u % 8;
     }
 
-    // The i-th pair that this thread finishes.
-    __device__ __forceinline__ Unit unit(int i, int step) const {
-        const int pair = i * THREADS + threadIdx.x;
-        const int u = pair / 32 % UNIT_WARPS * 8 + pair % 8, n = pair / (32 * UNIT_WARPS) * 4 + pair / 8 % 4;
-        Unit found = unit_at(params, d, n_first + n, u_first + u, step);
-        if (pair >= PAIRS) found.inside = found.valid = false;
-        return found;
+    // The i-th pair that this thread finishes; where there is none left, beyond all samples.
+    static __device__ __forceinline__ int pair(int i) { return i * THREADS + threadIdx.x; }
+    __device__ __forceinline__ int sample(int i) const {
+        return pair(i) < PAIRS ? n_first + pair(i) / (32 * UNIT_WARPS) * 4 + pair(i) / 8 % 4 : params.batch;
+    }
+    __device__ __forceinline__ int unit(int i) const {
+        return u_first + pair(i) / 32 % UNIT_WARPS * 8 + pair(i) % 8;
     }
 
     // `columns` of some gates' rows of a weight, from k_first on, into rows `pitch` apart; zeros beyond its `length`.
@@ -71,38 +71,6 @@ struct RecurrentTile {
         }
     }
 
-    // A K-slab of the left operand: rows of sums, or where there are none, an array of T.
-    __device__ __forceinline__ void fetch_state(
-        A* to, const A* rows, const Strided& array, int length, int k_first) const {
-        constexpr int CHUNKS = K / STATE_CHUNK;
-        for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
-            const int row = i / CHUNKS, k = k_first + i % CHUNKS * STATE_CHUNK, n = n_first + row;
-            A* const at = to + row * STATE_PITCH + i % CHUNKS * STATE_CHUNK;
-            const int valid = n < params.batch ? length - k : 0;
-            if (rows) {
-                const A* const from = rows + (long long)(valid > 0 ? n : 0) * length + k;
-                fetch_chunk(at, from, 1, params.states_vectorized ? 16 : SMALL_VECTOR<A>, valid);
-            } else {
-#pragma unroll
-                for (int e = 0; e < STATE_CHUNK; ++e) at[e] = e < valid ? value_at<T>(array, d, n, k + e) : A(0);
-            }
-        }
-    }
-
-    // R's product with these rows, or with h0 where they are null; then f(i, sums) for each pair of the thread.
-    // `resident`: R's rows as fetch_weight has put them, `pitch` apart.
-    template <class F>
-    __device__ __forceinline__ void multiply_state(
-        Shared& shared, const A* rows, const T* resident, int pitch, F f) const {
-        multiply(shared, rows, params.h0, params.weight, params.weight_vector, params.hidden, resident, pitch, f);
-    }
-
-    // The input weight's product with the inputs of the one step.
-    template <class F> __device__ __forceinline__ void multiply_inputs(Shared& shared, F f) const {
-        multiply(shared, nullptr, params.x, params.weight_ih, params.weight_ih_vector, params.inputs, nullptr, 0, f);
-    }
-
-  private:
     // Bytes that rows of any length begin on boundaries of, and that can be copied asynchronously.
     template <class S> static constexpr int SMALL_VECTOR = sizeof(S) > 4 ? sizeof(S) : 4;
 
@@ -113,7 +81,7 @@ struct RecurrentTile {
         if (vector == 16) {
             copy_async<16>(to, from, valid > 0);
         } else if (vector == SMALL) {
-#pragma unroll
+#pragma unroll 1  // not to stand in the way of the others
             for (int e = 0; e < COUNT; e += SMALL / sizeof(S)) copy_async<SMALL>(to + e, from + e, e < valid);
         } else {
 #pragma unroll
@@ -121,16 +89,80 @@ struct RecurrentTile {
         }
     }
 
+    // The sums of a pair: of all warps that share its products, whose parts are `apart` from each other.
+    static __device__ __forceinline__ void add_parts(const Sums* part, int apart, A (&total)[GATE_COUNT]) {
+#pragma unroll
+        for (int k = 0; k < K_WARPS; ++k) {
+            const Sums sums = part[k * apart];
+#pragma unroll
+            for (int g = 0; g < GATE_COUNT; ++g) total[g] += sums.of[g];
+        }
+    }
+
+    static __device__ __forceinline__ Sums packed(const A (&sum)[GATE_COUNT]) {
+        Sums sums;
+#pragma unroll
+        for (int g = 0; g < GATE_COUNT; ++g) sums.of[g] = sum[g];
+        return sums;
+    }
+};
+
+template <class T, int GATE_COUNT, int SAMPLE_COUNT, int ARITHMETIC_KIND>
+struct StreamedTile : RecurrentTile<T, GATE_COUNT, SAMPLE_COUNT, ARITHMETIC_KIND> {
+    using Base = RecurrentTile<T, GATE_COUNT, SAMPLE_COUNT, ARITHMETIC_KIND>;
+    using typename Base::A, typename Base::Sums, typename Base::Products;
+    using Base::params, Base::K, Base::PAIRS, Base::UNITS, Base::ROWS, Base::STEP;
+    static constexpr int STAGES = 3;
+    static constexpr int WEIGHT_PITCH = K + Base::CHUNK, STATE_PITCH = K + Products::STATE_PAD;
+
+    struct Stage {
+        alignas(16) T weight[GATE_COUNT * UNITS * WEIGHT_PITCH];
+        alignas(16) A state[ROWS * STATE_PITCH];
+    };
+    union Shared {
+        Stage stage[STAGES];
+        Sums partial[Base::K_WARPS * PAIRS];
+    };
+
+    __device__ __forceinline__ StreamedTile(int d, int n_first, int u_first, const RecurrentParams& params)
+        : Base{d, n_first, u_first, params} {}
+
+    // R's product with these rows, or with h0 where they are null; then f(i, sums) for each pair of the thread.
+    template <class F> __device__ __forceinline__ void multiply_state(Shared& shared, const A* rows, F f) const {
+        multiply(shared, rows, params.h0, params.weight, params.weight_vector, params.hidden, f);
+    }
+
+    // The input weight's product with the inputs of the one step.
+    template <class F> __device__ __forceinline__ void multiply_inputs(Shared& shared, F f) const {
+        multiply(shared, nullptr, params.x, params.weight_ih, params.weight_ih_vector, params.inputs, f);
+    }
+
+  private:
+    // A K-slab of the left operand: rows of sums, or where there are none, an array of T.
+    __device__ __forceinline__ void fetch_state(
+        A* to, const A* rows, const Strided& array, int length, int k_first) const {
+        constexpr int STATE_CHUNK = Base::STATE_CHUNK, CHUNKS = K / STATE_CHUNK;
+        for (int i = threadIdx.x; i < ROWS * CHUNKS; i += Base::THREADS) {
+            const int row = i / CHUNKS, k = k_first + i % CHUNKS * STATE_CHUNK, n = this->n_first + row;
+            A* const at = to + row * STATE_PITCH + i % CHUNKS * STATE_CHUNK;
+            const int valid = n < params.batch ? length - k : 0;
+            if (rows) {
+                const A* const from = rows + (long long)(valid > 0 ? n : 0) * length + k;
+                this->fetch_chunk(at, from, 1, params.states_vectorized ? 16 : Base::template SMALL_VECTOR<A>, valid);
+            } else {
+#pragma unroll
+                for (int e = 0; e < STATE_CHUNK; ++e) at[e] = e < valid ? value_at<T>(array, this->d, n, k + e) : A(0);
+            }
+        }
+    }
+
     template <class F>
     __device__ __forceinline__ void multiply(
-        Shared& shared, const A* rows, const Strided& array, const Strided& right, int vector, int length,
-        const T* resident, int pitch, F f) const {
-        const int slabs = (length + K - 1) / K;
+        Shared& shared, const A* rows, const Strided& array, const Strided& right, int vector, int length, F f) const {
+        const int slabs = (length + K - 1) / K, first_gate = UnitCell<T, GATE_COUNT>::first_gate(params);
         const auto fetch = [&](int i) {
             Stage& stage = shared.stage[i % STAGES];
-            if (!RESIDENT)
-                fetch_weight(stage.weight, WEIGHT_PITCH, right, vector, length, i * K, K,
-                             CellStep<T, GATE_COUNT>::first_gate(params));
+            this->fetch_weight(stage.weight, WEIGHT_PITCH, right, vector, length, i * K, K, first_gate);
             fetch_state(stage.state, rows, array, length, i * K);
         };
 #pragma unroll 1
@@ -139,8 +171,7 @@ struct RecurrentTile {
             commit_copies();
         }
         Products products;
-        const int unit_warp = warp_index() % UNIT_WARPS, k_warp = warp_index() / UNIT_WARPS;
-        const int weight_pitch = RESIDENT ? pitch : WEIGHT_PITCH;
+        const int unit_warp = warp_index() % Base::UNIT_WARPS, k_warp = warp_index() / Base::UNIT_WARPS;
 #pragma unroll 1
         for (int i = 0; i < slabs; ++i) {
             wait_for_copies<STAGES - 2>();
@@ -148,30 +179,104 @@ struct RecurrentTile {
             if (i + STAGES - 1 < slabs) fetch(i + STAGES - 1);
             commit_copies();
             const Stage& stage = shared.stage[i % STAGES];
-            const T* const weight = RESIDENT ? resident + i * K : stage.weight;
-            products.add(weight + unit_warp * 8 * weight_pitch + k_warp * Products::STEP, weight_pitch,
-                         UNITS * weight_pitch, stage.state + k_warp * Products::STEP, STATE_PITCH);
+            products.add(stage.weight + unit_warp * 8 * WEIGHT_PITCH + k_warp * STEP, WEIGHT_PITCH,
+                         UNITS * WEIGHT_PITCH, stage.state + k_warp * STEP, STATE_PITCH);
         }
         wait_for_copies<0>();
         __syncthreads();  // the stages are free
 
-        products.for_each([&](int n, int g, int u, A sum) {
-            shared.partial[(k_warp * GATE_COUNT + g) * PAIRS + pair_of(n, unit_warp * 8 + u)] = sum;
+        products.for_each([&](int n, int u, const A(&sum)[GATE_COUNT]) {
+            shared.partial[k_warp * PAIRS + this->pair_of(n, unit_warp * 8 + u)] = this->packed(sum);
         });
         __syncthreads();
 #pragma unroll 1  // one pair's loads wait for the stores of the one before in any case
-        for (int i = 0; i < PAIRS_PER_THREAD; ++i) {
-            const int pair = i * THREADS + threadIdx.x;
+        for (int i = 0; i < Base::PAIRS_PER_THREAD; ++i) {
             A total[GATE_COUNT] = {};
-            if (pair < PAIRS) {
-#pragma unroll
-                for (int g = 0; g < GATE_COUNT; ++g)
-#pragma unroll
-                    for (int k = 0; k < K_WARPS; ++k) total[g] += shared.partial[(k * GATE_COUNT + g) * PAIRS + pair];
-            }
+            if (this->pair(i) < PAIRS) this->add_parts(shared.partial + this->pair(i), PAIRS, total);
             f(i, total);
         }
         __syncthreads();  // the partial sums have been read
+    }
+};
+
+template <class T, int GATE_COUNT, int SAMPLE_COUNT, int ARITHMETIC_KIND>
+struct ResidentTile : RecurrentTile<T, GATE_COUNT, SAMPLE_COUNT, ARITHMETIC_KIND> {
+    using Base = RecurrentTile<T, GATE_COUNT, SAMPLE_COUNT, ARITHMETIC_KIND>;
+    using typename Base::A, typename Base::Sums, typename Base::Products;
+    using Base::params, Base::K, Base::PAIRS, Base::UNITS, Base::ROWS, Base::STEP;
+    static constexpr int STAGES = 4, STATE_PITCH = STEP + Products::STATE_PAD;
+    static_assert(Base::UNIT_WARPS == 1 && Base::PAIRS_PER_THREAD == 1, "what a warp fetches, it alone multiplies");
+
+    union OfWarp {  // its part of h, then of the sums
+        alignas(16) A state[STAGES][ROWS * STATE_PITCH];
+        Sums partial[PAIRS];
+    };
+    using Shared = OfWarp[Base::WARPS];
+
+    __device__ __forceinline__ ResidentTile(int d, int u_first, const RecurrentParams& params)
+        : Base{d, 0, u_first, params} {}
+
+    // Go on with the tile of these samples.
+    __device__ __forceinline__ void move_to(int n_first) {
+        this->n_first = n_first;
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) {
+            const int n = n_first + row() + pass * PASS_ROWS;
+            const bool exists = row() + pass * PASS_ROWS < ROWS && n < params.batch;
+            length[pass] = exists ? params.hidden - k_first() : 0;
+            from[pass] = (long long)(exists ? n : 0) * params.hidden + k_first();
+        }
+    }
+
+    // The sums of the thread's pair.  `weight` is R's rows as fetch_weight has put them, `pitch` apart; the rows of h are
+    // there when `wait` returns.  Before the next call the block has to meet: others may still read this warp's sums.
+    template <class F>
+    __device__ __forceinline__ void multiply(
+        Shared& shared, const A* rows, const T* weight, int pitch, A (&total)[GATE_COUNT], F wait) const {
+        OfWarp& own = shared[warp_index()];
+        const int slabs = (params.hidden + K - 1) / K;
+        wait();
+#pragma unroll 1
+        for (int i = 0; i < STAGES; ++i) {
+            if (i < slabs) fetch(own, rows, i);
+            commit_copies();
+        }
+        Products products;
+#pragma unroll 1
+        for (int i = 0; i < slabs; ++i) {
+            wait_for_copies<STAGES - 1>();
+            __syncwarp();
+            products.add(weight + i * K + warp_index() * STEP, pitch, UNITS * pitch, own.state[i % STAGES], STATE_PITCH);
+            __syncwarp();  // the slab has been used
+            if (i + STAGES < slabs) fetch(own, rows, i + STAGES);
+            commit_copies();
+        }
+        products.for_each([&](int n, int u, const A(&sum)[GATE_COUNT]) {
+            own.partial[this->pair_of(n, u)] = this->packed(sum);
+        });
+        __syncthreads();
+        if (this->pair(0) < PAIRS)
+            this->add_parts(shared[0].partial + this->pair(0), sizeof(OfWarp) / sizeof(Sums), total);
+    }
+
+  private:
+    // Of every slab a lane fetches the same 16 bytes in each PASS_ROWS-th row.
+    static constexpr int CHUNKS = STEP / Base::STATE_CHUNK, PASS_ROWS = WARP / CHUNKS;
+    static constexpr int PASSES = (ROWS + PASS_ROWS - 1) / PASS_ROWS;
+    long long from[PASSES];
+    int length[PASSES];  // elements from there on, in the first slab and behind
+
+    static __device__ __forceinline__ int row() { return lane_index() / CHUNKS; }
+    static __device__ __forceinline__ int chunk() { return lane_index() % CHUNKS * Base::STATE_CHUNK; }
+    static __device__ __forceinline__ int k_first() { return warp_index() * STEP + chunk(); }
+
+    __device__ __forceinline__ void fetch(OfWarp& own, const A* rows, int slab) const {
+        const int vector = params.states_vectorized ? 16 : Base::template SMALL_VECTOR<A>;
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass)
+            if (PASSES * PASS_ROWS == ROWS || row() + pass * PASS_ROWS < ROWS)
+                this->fetch_chunk(own.state[slab % STAGES] + (row() + pass * PASS_ROWS) * STATE_PITCH + chunk(),
+                                  rows + from[pass] + slab * K, 1, vector, length[pass] - slab * K);
     }
 };
 

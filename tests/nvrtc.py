@@ -23,7 +23,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import product
@@ -111,14 +111,14 @@ def preload() -> None:
     _library()
 
 
-def require() -> None:
-    """Skip the calling test module where there is no NVRTC.
+def require(missing: Callable[[], str | None] = unavailable) -> None:
+    """Skip the calling test module where there is no NVRTC, or `missing` names another of NVIDIA's tools.
 
     With CUPYCONV_REQUIRE_NVRTC=1 that is a failure: a run that must not skip them says so.
     """
     import pytest
 
-    reason = unavailable()
+    reason = missing()
     if reason is None:
         return
     if os.environ.get("CUPYCONV_REQUIRE_NVRTC") == "1":

@@ -44,6 +44,9 @@ PARAMETER_SPACE = 4096
 #: 16 bytes at once, in PTX: four 32-bit words or two of 64.
 SIXTEEN_BYTES = r"{access}\.global(?:\.\w+)*\.(?:v4\.[bfsu]32|v2\.[bfsu]64)\b"
 
+#: Loads past the caches' coherence, in PTX, of what nobody writes while the kernel runs.
+READ_ONLY = r"ld\.global(?:\.\w+)*\.nc\b"
+
 #: Every variant for both architectures, which ``--nightly`` compiles.
 EVERY_VARIANT = [(variant, architecture) for variant in all_variants() for architecture in ARCHITECTURES]
 
@@ -73,6 +76,8 @@ def test_a_variant_compiles_to_what_it_claims_to_be(variant, architecture):
         assert (result.spills, result.stack) == (0, 0), "bytes of spills, and of stack"
     for access in wide_accesses(variant):
         assert re.search(SIXTEEN_BYTES.format(access=access), result.ptx), f"no 16-byte {access}"
+    if variant.name == "recurrent_persistent":
+        assert not re.search(READ_ONLY, result.ptx), "other blocks write what it reads, and that path may keep what was"
     if variant.name == "conv_pair":  # what occupancy is worked out from: no less than is used, and not much more
         assert result.registers <= registers(variant)
         assert architecture != 90 or registers(variant) - result.registers < 48, "the list is of other kernels"
@@ -178,6 +183,15 @@ def test_spills_are_seen():
         }"""
     result = nvrtc.compile_source(source, nvrtc.CHECK_OPTIONS[:1], ARCHITECTURES[1])
     assert result.spills and result.stack and 0 < result.registers <= 32
+
+
+def test_loads_by_the_read_only_path_are_seen():
+    source = """extern "C" __global__ void kernel(float* __restrict__ out, const float* __restrict__ x) {
+        out[threadIdx.x] = x[threadIdx.x];
+    }"""
+    assert re.search(READ_ONLY, nvrtc.compile_source(source, nvrtc.CHECK_OPTIONS, ARCHITECTURES[1]).ptx)
+    without = source.replace("__restrict__", "")
+    assert not re.search(READ_ONLY, nvrtc.compile_source(without, nvrtc.CHECK_OPTIONS, ARCHITECTURES[1]).ptx)
 
 
 def test_no_variant_is_listed_twice():

@@ -131,6 +131,23 @@ def test_tf32_where_it_is_allowed(cuda_target, method):
         assert 1e-6 < error < 2**-11 * case.steps * 4, "sums of products below 1, which the gates flatten"
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_default_gates_keep_their_digits(cuda_target, dtype):
+    """Sigmoid and tanh to a few ulp of themselves, near 0 and where they saturate, not only of 1."""
+    size = np.concatenate([np.geomspace(1e-30, 1, 700), np.linspace(0.5, 0.6, 500), np.linspace(1, 80, 800)])
+    values = np.concatenate([size, -size]).astype(dtype)
+    wide = values.astype(np.float64)
+    x, one = cuda_target.to_device(values[:, None]), np.ones((1, 1), dtype)
+    h0, h1 = (cuda_target.to_device(np.full((len(values), 1), start, dtype)) for start in (0, 1))
+    tanh = cupyconv.rnn_step(x, h0, cuda_target.to_device(one), cuda_target.to_device(0 * one))
+    # A gru of which only z is not 0 takes the state 1 to z.
+    z = cuda_target.to_device(np.array([[0], [1], [0]], dtype))
+    sigmoid = cupyconv.gru_step(x, h1, z, cuda_target.to_device(np.zeros((3, 1), dtype)))
+    for actual, expected in ((tanh, np.tanh(wide)), (sigmoid, 1 / (1 + np.exp(-wide)))):
+        error = np.abs(cuda_target.to_host(actual)[:, 0] / expected - 1)
+        assert error.max() <= 4 * np.finfo(dtype).eps, values[error.argmax()]
+
+
 def test_16_bit_states_are_not_rounded_between_steps(cuda_target):
     """A state that grows by 2^-9 a step: rounded to eight bits, it would stay at 1; its tensor core halves keep it."""
     one = np.ones((8, 8), ml_dtypes.bfloat16)

@@ -10,8 +10,9 @@ from cupyconv.problem.arrays import ITEMSIZE
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import Kernel
 
-#: Registers of a multiprocessor; bytes of its shared memory that a block takes beside what it asks for.
-REGISTERS = 65536
+#: Registers of a multiprocessor, given to a thread in pieces of so many; bytes of shared memory that a block takes
+#: beside what it asks for.
+REGISTERS, PIECE = 65536, 8
 RESERVED_SHARED = 1 << 10
 
 #: First and second layer of conv_pair.cu -> registers per thread by the bytes of an element, the most on any architecture,
@@ -31,12 +32,18 @@ def registers(kernel: Kernel) -> int:
 
 
 def resident_blocks(kernel: Kernel, threads: int, shared_bytes: int, gpu: GpuModel) -> int:
-    """Blocks that share a multiprocessor; 0 where not even one has room."""
+    """Blocks of a variant of conv_pair.cu that share a multiprocessor; 0 where not even one has room."""
+    return blocks_that_fit(registers(kernel), threads, shared_bytes, gpu)
+
+
+def blocks_that_fit(registers: int, threads: int, shared_bytes: int, gpu: GpuModel) -> int:
+    """Blocks that share a multiprocessor, with so many registers per thread; 0 where not even one has room."""
     if shared_bytes > gpu.shared_bytes:
         return 0
     reserved = RESERVED_SHARED if gpu.capability >= 80 else 0
     by_shared = (gpu.shared_bytes + reserved) // (shared_bytes + reserved)
-    return min(REGISTERS // (threads * registers(kernel)), by_shared, _threads(gpu) // threads)
+    by_registers = REGISTERS // (threads * (-(-registers // PIECE) * PIECE))
+    return min(by_registers, by_shared, _threads(gpu) // threads)
 
 
 def _threads(gpu: GpuModel) -> int:

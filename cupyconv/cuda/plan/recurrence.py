@@ -82,12 +82,14 @@ class Tile:
     def shared_bytes(self, gates: int, product_gates: int, hidden: int) -> int:
         """Stages, or partial sums in their place, and behind them the resident rows of all gates."""
         item, sums = ITEMSIZE[self.dtype], ITEMSIZE[accumulator(self.dtype)]
-        weight = VECTOR_BYTES if self.resident else product_gates * self.units * (self.k_block * item + VECTOR_BYTES)
-        stage = weight + self.rows * (self.k_block * sums + STATE_PAD_BYTES[self.arithmetic])
-        partial = self.k_warps * product_gates * self.rows * self.units * sums
+        partial = product_gates * self.rows * self.units * sums  # of a warp
+        if not self.resident:
+            weight = product_gates * self.units * (self.k_block * item + VECTOR_BYTES)
+            stage = weight + self.rows * (self.k_block * sums + STATE_PAD_BYTES[self.arithmetic])
+            return max(STAGES[False] * stage, self.k_warps * partial)
+        stage = self.rows * (STEP_BYTES // item * sums + STATE_PAD_BYTES[self.arithmetic])
         columns = -(-hidden // self.k_block) * self.k_block
-        resident = self.resident * gates * self.units * (columns * item + VECTOR_BYTES)
-        return max(STAGES[self.resident] * stage, partial) + resident
+        return self.k_warps * max(STAGES[True] * stage, partial) + gates * self.units * (columns * item + VECTOR_BYTES)
 
 
 def recurrent_tiles(dtype: str, resident: bool, gpu: GpuModel, allow_tf32: bool = False) -> tuple[Tile, ...]:
@@ -162,16 +164,17 @@ class _Layer:
     def sequence(self, method: str) -> Draft:
         """Projections, and what runs through their steps."""
         tile, grid, words = self._step_tile() if method == "step" else self._persistent_tile()
-        workspace = self._state_buffers(rows_that_wait=prod(grid[1:]) if method == "persistent" else 0)
+        persistent = method == "persistent"
+        workspace = self._state_buffers(tiles_that_wait=prod(self._tiles(tile)[1:]) if persistent else 0)
         chunks, projections = self._projections(sum(buffer.space for buffer in workspace))
         steps: list[Step] = []
         for chunk, projection in zip(chunks, projections):
             steps += projection.steps
             launches = self._launches(method, tile, grid, chunk, chunks[0].count)
-            if method == "step":
-                steps.append(LaunchLoop(launches, max(chunk.count, 1), "step", chunk.first))
-            else:
+            if persistent:
                 steps += [_zeros(workspace[-1]), *launches]
+            else:
+                steps.append(LaunchLoop(launches, max(chunk.count, 1), "step", chunk.first))
         shared = max((buffer.nbytes for draft in projections for buffer in draft.workspace), default=0)
         workspace += _buffer("gates", self._gates_bytes(chunks[0].count)) + _buffer("workspace", shared)
         words += f", in {len(chunks)} chunks of {chunks[0].count} steps" * (len(chunks) > 1)
@@ -235,16 +238,16 @@ class _Layer:
 
     # Memory.
 
-    def _state_buffers(self, rows_that_wait: int) -> list[Buffer]:
+    def _state_buffers(self, tiles_that_wait: int) -> list[Buffer]:
         """What does not depend on the number of steps in a chunk; counters come last."""
         geometry = self.geometry
         state = geometry.directions * geometry.batch * geometry.hidden * ITEMSIZE[self.computed]
         carried, resets = geometry.steps > 1, len(self.products) > 1 and "candidate" not in self.kept
         return [
-            *_buffer("states", 2 * state * carried),
+            *_buffer("states", 2 * state * (carried or tiles_that_wait > 0)),
             *_buffer("cell state", state * (carried and geometry.cell == "lstm")),
             *_buffer("reset state", state * resets),
-            *_buffer("counters", rows_that_wait * COUNTERS_APART * ITEMSIZE["float32"]),
+            *_buffer("counters", tiles_that_wait * COUNTERS_APART * ITEMSIZE["float32"]),
         ]
 
     def _gates_bytes(self, count: int) -> int:
@@ -382,10 +385,11 @@ class _Layer:
             ("beside", Address(beside.name) if beside else Address("reset state") if two_products else None),
             ("beside_d", (geometry.steps if beside else 1) * state),
             ("beside_t", state if beside else 0),
-            ("states", Address("states") if geometry.steps > 1 else None),
+            ("states", Address("states") if persistent or geometry.steps > 1 else None),
             ("cells", Address("cell state") if geometry.steps > 1 and geometry.cell == "lstm" else None),
             ("counters", Address("counters") if persistent else None),
             ("activation", gate_activations(geometry)),
+            ("default_gates", int(uses_default_gates(geometry))),
             ("clip", inf if geometry.clip is None else geometry.clip),
             ("steps", geometry.steps),
             ("batch", geometry.batch),
@@ -439,6 +443,13 @@ def gate_activations(geometry: RecurrentGeometry) -> tuple[tuple[float, float, i
     """The C++ struct GateActivation, three times for each direction."""
     each = [activation for group in geometry.activations for activation in (*group, IDENTITY, IDENTITY)[:3]]
     return tuple((*(activation.bounds or (activation.alpha, activation.beta)), activation.code) for activation in each)
+
+
+def uses_default_gates(geometry: RecurrentGeometry) -> bool:
+    """Whether every gate has the activation that it has by default, and no bound."""
+    default = {"rnn": ("tanh",), "lstm": ("sigmoid", "tanh", "tanh"), "gru": ("sigmoid", "tanh")}[geometry.cell]
+    each = {tuple(activation.name for activation in group) for group in geometry.activations}
+    return each == {default} and geometry.clip is None
 
 
 def _as_projection(step: Step) -> Step:

@@ -24,7 +24,7 @@ from cupyconv.cuda.plan.epilogue import as_line, epilogue_launch
 from cupyconv.cuda.plan.epilogue_grad import sum_of_parts
 from cupyconv.cuda.plan.launches import GRID_X, variant
 from cupyconv.cuda.plan.matrices import MAX_DIMENSION, compute_type
-from cupyconv.cuda.plan.recurrence import gate_activations
+from cupyconv.cuda.plan.recurrence import gate_activations, uses_default_gates
 from cupyconv.problem.arrays import ITEMSIZE, Operand, c_strides
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import Address, Buffer, Conversion, GemmCall, KernelLaunch, LaunchLoop, Matrix, Plan, Step
@@ -218,6 +218,7 @@ class _Gradient:
             *((name, buffers.get(name)) for name in ("dgates", "dcandidate", "previous", "reset")),
             ("sums", sums),
             ("activation", gate_activations(geometry)),
+            ("default_gates", int(uses_default_gates(geometry))),
             ("clip", inf if geometry.clip is None else geometry.clip),
             ("first", run.first),
             ("steps", geometry.steps),
