@@ -1,6 +1,6 @@
 // The image side of an implicit GEMM: one K-slab of columns, gathered straight from the inputs.
 //
-//     X[k, j] = x_s[n(j), c(k), window(p(j), t(k))]        k = (t, c) of one run    j = (n, p): pixels of all samples
+//     X[k, j] = x_s[n(j), c(k), window(p(j), t(k))]    k = (block, t, c) of one run    j = (n, p): pixels of all samples
 //
 // K comes in slabs, and a slab in K-chunks, channels of one tap (reduction.cuh).  A thread keeps its pixels for the
 // whole sum, and of each slab takes the same K-chunks:
@@ -9,12 +9,14 @@
 //                                                                                      unit pixel stride
 //     AlongChannels  neighbouring threads take neighbouring K-chunks of one pixel      for unit channel stride
 //
-// A TapCursor is where a thread has come to, and where that tap's elements lie.  Two classes copy what it points at:
+// Three layers, each on the one above it:
 //
-//     ChunkGather    tiles [pixel][k], 16 bytes at a time: unit channel stride, K-chunks whole and aligned
-//     ElementGather  tiles [k][pixel], element by element: any strides
+//     KWalk                        where in K a thread has come to: run, block of channels, tap, channel
+//     TapCursor                    where that lies in memory for each of the thread's pixels, and where it is padding
+//     ChunkGather, ElementGather   copy it: 16 bytes at a time into tiles [pixel][k], where channels have unit stride
+//                                  and K-chunks are whole and aligned; or element by element into tiles [k][pixel]
 //
-// Both have `fetch`, which begins to copy the next slab, and `store`, which puts into the tile what `fetch` may still
+// A gather has `fetch`, which begins to copy the next slab, and `store`, which puts into the tile what `fetch` may still
 // hold in registers; between the two the GEMM works on an earlier slab.
 //
 // Sizes, and strides but that of samples, are taken for int32.
@@ -26,28 +28,35 @@
 
 namespace cupyconv {
 
-// Where the window of an output pixel begins, before padding; sample -1 where there is no such pixel.
-struct WindowOrigin {
-    int sample, at[3];
+// ---- output pixels -------------------------------------------------------------------------------------------------
+
+// An output pixel in 8 bytes: its indices side by side in one word, so that they come apart without a division.
+struct TilePixel {
+    int sample;      // -1 where there is no such pixel
+    unsigned place;  // d << shift_d | h << shift_h | w
+};
+
+struct PlaceBits {
+    int shift_d, shift_h;  // up to 32, where nothing is above
+
+    __device__ __forceinline__ unsigned packed(const Pixel& pixel) const {
+        return unsigned(pixel.at[0] << shift_d | pixel.at[1] << shift_h | pixel.at[2]);
+    }
+    __device__ __forceinline__ int index(unsigned place, int a) const {
+        const int first = a == 0 ? shift_d : a == 1 ? shift_h : 0, end = a == 0 ? 32 : a == 1 ? shift_d : shift_h;
+        return int((long long)place >> first & ((1LL << (end - first)) - 1));
+    }
+    __device__ __forceinline__ Pixel unpacked(unsigned place) const {
+        return {{index(place, 0), index(place, 1), index(place, 2)}};
+    }
 };
 
 // Pixel number j of all `pixels` of all samples.
-__device__ __forceinline__ WindowOrigin origin_of(const Windows& windows, long long j, long long pixels) {
-    if (j >= pixels) return {-1, {0, 0, 0}};
+__device__ __forceinline__ TilePixel tile_pixel(
+    const Windows& windows, const PlaceBits& bits, long long j, long long pixels) {
+    if (j >= pixels) return {-1, 0};
     const long long pixels_per_sample = product_of(windows.out);
-    const Pixel out = pixel_at(j % pixels_per_sample, windows.out);
-    WindowOrigin origin = {int(j / pixels_per_sample), {}};
-#pragma unroll
-    for (int a = 0; a < 3; ++a) origin.at[a] = int(out.at[a]) * windows.stride[a] - windows.before[a];
-    return origin;
-}
-
-// The output pixel whose window begins there, where there is one.
-__device__ __forceinline__ Pixel pixel_of(const Windows& windows, const WindowOrigin& origin) {
-    Pixel out;
-#pragma unroll
-    for (int a = 0; a < 3; ++a) out.at[a] = (origin.at[a] + windows.before[a]) / windows.stride[a];
-    return out;
+    return {int(j / pixels_per_sample), bits.packed(pixel_at(j % pixels_per_sample, windows.out))};
 }
 
 // ---- how the threads of a block share a slab -----------------------------------------------------------------------
@@ -74,125 +83,256 @@ struct AlongChannels {
     static __device__ __forceinline__ int k_chunk(int) { return threadIdx.x % STEP; }
 };
 
-// ---- where a thread has come to ------------------------------------------------------------------------------------
+// ---- where in K a thread has come to -------------------------------------------------------------------------------
 
-// The thread's next K-chunk: its run, tap and channel; and where that tap lies for each of the thread's pixels, which
-// is worked out when the tap or the input changes, not for every element.
+// Counters and nothing else; no step of theirs takes a division.
+template <int SLAB>
+struct KWalk {
+    Run run;
+    int block, channel;  // a block's first channel, of the run; a channel of the block
+    int tap[3];
+
+    // To the beginning of the next run of the group that reads channels c_first ... c_end - 1; false after the last.
+    __device__ __forceinline__ bool next_run(
+        const Sources& sources, const Windows& windows, int c_first, int c_end, int k_chunk) {
+        if (!run.next(sources, c_first, c_end, product_of(windows.kernel), k_chunk, SLAB)) return false;
+        channel = tap[0] = tap[1] = tap[2] = 0;
+        begin_block(0, windows);
+        return true;
+    }
+
+    // From the beginning of a run over whole blocks, whose taps fill a slab each; returns how many of `slabs` are left.
+    __device__ __forceinline__ int skip_blocks(int slabs, const Windows& windows) {
+        const int taps = product_of(windows.kernel), blocks = taps > 1 ? min(slabs / taps, run.padded / SLAB) : 0;
+        begin_block(blocks * SLAB, windows);
+        return slabs - blocks * taps;
+    }
+
+    // The channel belongs to a later tap; whether one so many channels on does.
+    __device__ __forceinline__ bool is_past_tap(int further = 0) const { return channel + further >= channels_; }
+
+    // To the next tap of the row, if there is one.
+    __device__ __forceinline__ bool next_in_row(const Windows& windows) {
+        if (tap[2] + 1 == windows.kernel[2]) return false;
+        ++tap[2];
+        channel -= channels_;
+        return true;
+    }
+
+    // To the first tap of the next row.  Returns the axis along which it is the next one, having gone back to the first
+    // along later axes; or -1, having gone to the first tap of the next block.  Behind the last block there is no end.
+    __device__ __forceinline__ int next_row(const Windows& windows) {
+        channel -= channels_;
+        tap[2] = 0;
+#pragma unroll
+        for (int a = 1; a >= 0; --a) {
+            if (++tap[a] < windows.kernel[a]) return a;
+            tap[a] = 0;
+        }
+        begin_block(block + SLAB, windows);
+        return -1;
+    }
+    __device__ __forceinline__ bool has_ended() const { return channels_ == NO_END; }
+
+private:
+    static constexpr int NO_END = 0x7fffffff;
+
+    __device__ __forceinline__ void begin_block(int first, const Windows& windows) {
+        block = first;
+        channels_ = block_channels(windows.kernel, run.padded - first, SLAB);
+        if (channels_ <= 0) channels_ = NO_END;
+    }
+
+    int channels_;  // of the block
+};
+
+// ---- where that lies in memory -------------------------------------------------------------------------------------
+
+// Elements of consecutive channels at one pixel.
+template <class T>
+struct TapElements {
+    long long at;  // an address; whatever it is, where not `inside`
+    int step_c;    // bytes from one channel to the next: strides are below 2^28 elements
+    int count;     // of channels that there are
+    bool inside;   // else padding or nothing at all, and no channels
+
+    // Counted in bytes, this is one multiplication and addition of 64 bits.
+    __device__ __forceinline__ const T* operator+(int channel) const {
+        return reinterpret_cast<const T*>(at + wide_product(channel, step_c));
+    }
+};
+
+// The address of the thread's next K-chunk at each of its pixels.  From tap to tap all of them move by as many bytes,
+// on and off the image: which taps are off it is asked once a pixel, of each axis by itself, and kept as bits.
+//
+//     bits    | d d | h h h | w w w |     outside: those of a pixel's taps that read padding       of a tap: three
+//
+// What is outside is a zero, or in the other padding modes an element elsewhere, which an index map finds.
 template <class T, class Share>
 class TapCursor {
 public:
-    // Of the group that reads channels c_first ... c_end - 1, from slab number `slab` on; a window origin for each of
-    // the tile's pixels.
+    // Of the group that reads channels c_first ... c_end - 1, from slab number `slab` on; a place for each of the
+    // tile's pixels.
     __device__ TapCursor(
-        const Sources& sources, const Windows& windows, int c_first, int c_end, const WindowOrigin* origins, int slab)
-        : sources_(sources), windows_(windows), c_first_(c_first), c_end_(c_end),
-          taps_(product_of(windows.kernel)), origins_(origins) {
-        next_run();
-        while (left_ <= slab) {
-            slab -= left_;
-            next_run();
-        }
-        left_ -= slab;
-        advance(slab * (Share::SLAB / Share::K_CHUNK));
+        const Sources& sources, const Windows& windows, const PlaceBits& bits, int c_first, int c_end,
+        const TilePixel* pixels, int slab)
+        : sources_(sources), windows_(windows), bits_(bits), c_first_(c_first), c_end_(c_end), pixels_(pixels),
+          has_too_many_(windows.kernel[0] + windows.kernel[1] + windows.kernel[2] > NEVER) {
+#pragma unroll
+        for (int i = 0; i < Share::PIXELS; ++i) outside_[i] = outside_of(pixels_[Share::pixel(i)]);
+        next_run(slab);
     }
 
-    // A channel of the run's input.
-    __device__ __forceinline__ int channel() const { return channel_; }
-
-    // Counted through all inputs.
-    __device__ __forceinline__ int merged(int channel) const {
-        return sources_.table[run_.source].first + run_.first + channel;
+    // The next K-chunk's first channel, counted through all inputs.
+    __device__ __forceinline__ int merged_channel() const {
+        return sources_.table[walk_.run.source].first + walk_.run.first + walk_.block + walk_.channel;
     }
 
     // Whether the channel `further` on belongs to the same tap.
-    __device__ __forceinline__ bool same_tap(int further) const { return channel_ + further < run_.padded; }
+    __device__ __forceinline__ bool same_tap(int further) const { return !walk_.is_past_tap(further); }
 
-    // Before the elements of a tap are asked for.
-    __device__ __forceinline__ void aim() {
-        if (tap_ != aimed_) place();
-    }
+    // Whether a pixel's neighbour reads the same elements for the next tap.
+    __device__ __forceinline__ bool has_neighbours() const { return windows_.kernel[2] > 1; }
 
-    // How many channels of the run there are at the thread's i-th pixel; none where the tap is on padding.
-    __device__ __forceinline__ int channels(int i) const { return inside_[i] ? run_.channels : 0; }
-    __device__ __forceinline__ bool exists(int i, int channel) const { return inside_[i] && channel < run_.channels; }
+    // Whether padding may have to be looked up elsewhere in the image.
+    __device__ __forceinline__ bool is_mapped() const { return has_too_many_ || windows_.padding_mode != CONSTANT; }
 
-    // A channel there.  Counted in bytes, this is one multiplication and addition of 64 bits.
-    __device__ __forceinline__ const T* element(int i, int channel) const {
-        return reinterpret_cast<const T*>(at_[i] + wide_product(channel, step_c_));
+    // At the thread's i-th pixel, from the next K-chunk's first channel on.
+    template <bool MAPPED> __device__ __forceinline__ TapElements<T> elements(int i) const {
+        TapElements<T> x = {at_[i], step_c_, 0, (outside_[i] & (row_ | bit(walk_.tap[2]))) == 0};
+        if (MAPPED && !x.inside) map(i, x);
+        x.count = x.inside ? walk_.run.channels - walk_.block - walk_.channel : 0;
+        return x;
     }
 
     // On by so many K-chunks: of this tap, and what is left over of the following ones.
     __device__ __forceinline__ void advance(int k_chunks) {
-        channel_ += k_chunks * Share::K_CHUNK;
-        for (; channel_ >= run_.padded; channel_ -= run_.padded) ++tap_;
+        const int channel = walk_.channel;
+        long long move = 0;
+        walk_.channel += k_chunks * Share::K_CHUNK;
+        while (walk_.is_past_tap()) {
+            if (walk_.next_in_row(windows_)) {
+                move += step_w_;
+            } else {
+                move += bytes_to_row(walk_.next_row(windows_));
+                row_ = row_bits();
+            }
+        }
+        move += wide_product(walk_.channel - channel, step_c_);
+#pragma unroll
+        for (int i = 0; i < Share::PIXELS; ++i) at_[i] += move;
     }
 
     // The thread's K-chunks of a slab are done, and `advance` has been told of them.
     __device__ __forceinline__ void end_slab() {
-        if (--left_ == 0) next_run();
+        if (--left_ == 0) next_run(0);
     }
 
 private:
-    __device__ void next_run() {
-        left_ = 0x7fffffff;  // after the last run: nothing is fetched any more
-        if (!run_.next(sources_, c_first_, c_end_, taps_, Share::K_CHUNK, Share::SLAB)) return;
-        left_ = run_.slabs;
-        step_c_ = int(sources_.table[run_.source].image.stride_c * (int)sizeof(T));
-        tap_ = channel_ = 0;
-        aimed_ = -1;
-        advance(Share::k_chunk(0));
-    }
+    static constexpr int NEVER = 31;  // the bit of no tap: set in every pixel's
 
-    // Where this tap's window lies for each of the thread's pixels.
-    __device__ __forceinline__ void place() {
-        aimed_ = tap_;
-        const Image& image = sources_.table[run_.source].image;
+    // To a slab of the runs to come, at the thread's first K-chunk of it.
+    __device__ __forceinline__ void next_run(int slab) {
+        left_ = 0x7fffffff;  // after the last run: nothing is fetched any more
+        do {
+            if (!walk_.next_run(sources_, windows_, c_first_, c_end_, Share::K_CHUNK)) return;
+            slab -= walk_.run.slabs;
+        } while (slab >= 0);
+        left_ = -slab;
+        slab = walk_.skip_blocks(walk_.run.slabs - left_, windows_);
+
+        const Image& image = sources_.table[walk_.run.source].image;
+        step_c_ = int(image.stride_c * (int)sizeof(T));
+        step_w_ = step(2);
 #pragma unroll
         for (int i = 0; i < Share::PIXELS; ++i) {
-            const int sample = origins_[Share::pixel(i)].sample;
-            inside_[i] = sample >= 0 && tap_ < taps_;
-            at_[i] = static_cast<const char*>(image.data) +
-                     (sample * image.stride_n + run_.first * image.stride_c) * (int)sizeof(T);
-        }
-        // The first axis with more than one place; divisions are long, and it needs none.
-        const int outermost = !is_single(0) ? 0 : !is_single(1) ? 1 : 2;
-        int rest = tap_;
+            const TilePixel& pixel = pixels_[Share::pixel(i)];
+            at_[i] = channel_address(image, pixel.sample, walk_.block);
 #pragma unroll 1
-        for (int a = 2; a >= outermost; --a) {  // w, h, d: the order in which a tap's number comes apart
-            const int size = int(windows_.size[a]), step = int(image.stride[a] * (int)sizeof(T));
-            int offset = rest;
-            if (a > outermost) {
-                rest /= windows_.kernel[a];
-                offset -= rest * windows_.kernel[a];
-            }
-            offset *= windows_.dilation[a];
-#pragma unroll
-            for (int i = 0; i < Share::PIXELS; ++i) {
-                int at = origins_[Share::pixel(i)].at[a] + offset;
-                if ((unsigned)at >= (unsigned)size) at = int(padded_index(at, size, windows_.padding_mode));
-                inside_[i] = inside_[i] && at >= 0;
-                at_[i] += at * (long long)step;
-            }
+            for (int a = 0; a < 3; ++a)
+                at_[i] += wide_product(window_begin(pixel, a), int(image.stride[a] * (int)sizeof(T)));
         }
+        row_ = row_bits();
+        advance(slab * (Share::SLAB / Share::K_CHUNK) + Share::k_chunk(0));
     }
 
-    // Whether along an axis all there is is one tap of one window, on element 0.
-    __device__ __forceinline__ bool is_single(int a) const {
-        return windows_.kernel[a] == 1 && windows_.out[a] == 1 && windows_.before[a] == 0;
+    // Where a pixel's window begins along an axis, before padding.
+    __device__ __forceinline__ int window_begin(const TilePixel& pixel, int a) const {
+        return bits_.index(pixel.place, a) * windows_.stride[a] - windows_.before[a];
+    }
+
+    // Of pixel 0 of a sample.
+    __device__ __forceinline__ long long channel_address(const Image& image, int sample, int channel) const {
+        return reinterpret_cast<long long>(image.data) +
+               (sample * image.stride_n + (walk_.run.first + channel) * image.stride_c) * (int)sizeof(T);
+    }
+
+    // Bytes from one tap to the next along an axis.
+    __device__ __forceinline__ long long step(int a) const {
+        return sources_.table[walk_.run.source].image.stride[a] * windows_.dilation[a] * (int)sizeof(T);
+    }
+
+    // Bytes from the last tap of a row to the first of the one that KWalk has gone to, along an axis or to a block.
+    __device__ __forceinline__ long long bytes_to_row(int axis) const {
+        long long bytes = axis < 0 ? wide_product(Share::SLAB, step_c_) : step(axis);
+        bytes -= (windows_.kernel[2] - 1) * step_w_;
+#pragma unroll 1
+        for (int a = 1; a > axis; --a) bytes -= (windows_.kernel[a] - 1) * step(a);
+        return bytes;
+    }
+
+    // A tap's bits but that along w.
+    __device__ __forceinline__ unsigned row_bits() const {
+        if (walk_.has_ended()) return 1u << NEVER;
+        const int h = windows_.kernel[2], d = h + windows_.kernel[1];
+        return bit(h + walk_.tap[1]) | bit(d + walk_.tap[0]);
+    }
+    static __device__ __forceinline__ unsigned bit(int i) { return 1u << (i & 31); }
+
+    // Of which taps a pixel reads padding; of all where there is no pixel, or are more taps than bits.
+    __device__ __forceinline__ unsigned outside_of(const TilePixel& pixel) const {
+        if (pixel.sample < 0 || has_too_many_) return ~0u;
+        unsigned outside = 1u << NEVER, tap = 1;
+#pragma unroll 1
+        for (int a = 2; a >= 0; --a) {
+            int at = window_begin(pixel, a);
+#pragma unroll 1
+            for (int k = 0; k < windows_.kernel[a]; ++k, at += windows_.dilation[a], tap <<= 1)
+                if ((unsigned)at >= (unsigned)windows_.size[a]) outside |= tap;
+        }
+        return outside;
+    }
+
+    // What the padding mode puts in the place of padding.
+    __device__ __forceinline__ void map(int i, TapElements<T>& x) const {
+        const Image& image = sources_.table[walk_.run.source].image;
+        const TilePixel& pixel = pixels_[Share::pixel(i)];
+        x.inside = pixel.sample >= 0 && !walk_.has_ended();
+        x.at = channel_address(image, pixel.sample, walk_.block + walk_.channel);
+#pragma unroll 1
+        for (int a = 0; a < 3; ++a) {
+            const int tap = a == 0 ? walk_.tap[0] : a == 1 ? walk_.tap[1] : walk_.tap[2];  // they stay in registers
+            const int at = window_begin(pixel, a) + tap * windows_.dilation[a];
+            const int in = int(padded_index(at, windows_.size[a], windows_.padding_mode));
+            x.inside = x.inside && in >= 0;
+            x.at += wide_product(in, int(image.stride[a] * (int)sizeof(T)));
+        }
     }
 
     const Sources& sources_;
     const Windows& windows_;
-    const int c_first_, c_end_, taps_;
-    const WindowOrigin* const origins_;  // in shared memory: read when the tap changes
+    const PlaceBits& bits_;
+    const int c_first_, c_end_;
+    const TilePixel* const pixels_;  // in shared memory
+    const bool has_too_many_;  // taps, for the bits that there are
 
-    Run run_;
-    int left_;           // slabs of the run
-    int tap_, channel_;  // of the thread's next K-chunk
-    int aimed_;          // the tap that the following are for
-    int step_c_;         // bytes from one channel to the next: strides are below 2^28 elements
-    const char* at_[Share::PIXELS];
-    bool inside_[Share::PIXELS];
+    KWalk<Share::SLAB> walk_;
+    int left_;          // slabs of the run
+    int step_c_;        // bytes from one channel to the next
+    long long step_w_;  // and from one tap to the next along w
+    unsigned row_;      // bits
+    unsigned outside_[Share::PIXELS];
+    long long at_[Share::PIXELS];
 };
 
 // ---- copies --------------------------------------------------------------------------------------------------------
@@ -202,21 +342,22 @@ template <class T, class Tile, class Share>
 class ChunkGather {
     // Of T only so that it is asked where the class is used.
     static_assert(!PROLOGUE || sizeof(T) == 0, "what is transformed passes through registers");
+    static_assert(Share::APART % Tile::PERIOD == 0, "every pixel of a thread meets the same order of chunks");
 
 public:
     static constexpr int SLAB = Share::SLAB, K_CHUNK = Share::K_CHUNK;
 
     using Cursor = TapCursor<T, Share>;
-    __device__ ChunkGather(const Cursor& from, const Prologue&) : cursor_(from) {}
+    __device__ ChunkGather(const Cursor& from, const Prologue&)
+        : cursor_(from), to_(opaque(Tile::index(Share::pixel(0), Share::k_chunk(0) * K_CHUNK))) {}
 
     __device__ __forceinline__ void fetch(T* tile) {
-        cursor_.aim();
-        const int channel = cursor_.channel();
-#pragma unroll
-        for (int i = 0; i < Share::PIXELS; ++i) {
-            T* const to = &tile[Tile::index(Share::pixel(i), Share::k_chunk(0) * K_CHUNK)];
-            copy_async<16>(to, cursor_.element(i, channel), cursor_.exists(i, channel));
-        }
+        if (cursor_.is_mapped())
+            copy<true, true>(tile + to_);
+        else if (cursor_.has_neighbours())
+            copy<false, true>(tile + to_);
+        else
+            copy<false, false>(tile + to_);
         cursor_.advance(Share::STEP);
         cursor_.end_slab();
     }
@@ -224,7 +365,16 @@ public:
     __device__ __forceinline__ void store(T*) {}
 
 private:
+    template <bool MAPPED, bool THROUGH_L1> __device__ __forceinline__ void copy(T* to) const {
+#pragma unroll
+        for (int i = 0; i < Share::PIXELS; ++i) {
+            const TapElements<T> x = cursor_.template elements<MAPPED>(i);
+            copy_async<16, THROUGH_L1>(to + i * Share::APART * Tile::COLUMNS, x + 0, x.inside);
+        }
+    }
+
     Cursor cursor_;
+    const int to_;  // where in the tile the thread's first K-chunk goes
 };
 
 // Elements into a tile [k][pixel].  Those of four bytes and more are copied asynchronously; smaller ones have no such
@@ -242,23 +392,22 @@ public:
     __device__ ElementGather(const Cursor& from, const Prologue& prologue) : cursor_(from), prologue_(prologue) {}
 
     __device__ __forceinline__ void fetch(T* tile) {
-        cursor_.aim();
-        const bool one_tap = cursor_.same_tap((Share::K_CHUNKS - 1) * APART);
-        holds_ = HELD && one_tap;
-        if constexpr (PROLOGUE) {
-            held_channel_ = cursor_.merged(cursor_.channel());
-            held_count_ = cursor_.channels(0) - cursor_.channel();
-        }
-        if (one_tap) {  // as nearly always
-            const int channel = cursor_.channel();
+        holds_ = HELD && cursor_.same_tap((Share::K_CHUNKS - 1) * APART);
+        if (cursor_.same_tap((Share::K_CHUNKS - 1) * APART)) {  // as nearly always
+            if constexpr (PROLOGUE) held_channel_ = cursor_.merged_channel();
 #pragma unroll
-            for (int i = 0; i < Share::K_CHUNKS; ++i) fetch_k_chunk<HELD>(tile, i, channel + i * APART);
+            for (int j = 0; j < Share::PIXELS; ++j) {
+                const TapElements<T> x = elements(j);
+                held_count_ = x.count;
+#pragma unroll
+                for (int i = 0; i < Share::K_CHUNKS; ++i) fetch_k_chunk<HELD>(tile, i, j, x, i * APART);
+            }
             cursor_.advance(Share::K_CHUNKS * Share::STEP);
         } else {
 #pragma unroll 1
             for (int i = 0; i < Share::K_CHUNKS; ++i) {
-                cursor_.aim();
-                fetch_k_chunk<false>(tile, i, cursor_.channel());
+#pragma unroll
+                for (int j = 0; j < Share::PIXELS; ++j) fetch_k_chunk<false>(tile, i, j, elements(j), 0);
                 cursor_.advance(Share::STEP);
             }
         }
@@ -297,22 +446,23 @@ private:
             return x;
     }
 
-    // The thread's i-th K-chunk of this slab, from `channel` on, of all its pixels.
+    __device__ __forceinline__ TapElements<T> elements(int j) const {
+        return cursor_.is_mapped() ? cursor_.template elements<true>(j) : cursor_.template elements<false>(j);
+    }
+
+    // The thread's i-th K-chunk of this slab at its j-th pixel: elements x from `channel` on.
     template <bool HOLD>
-    __device__ __forceinline__ void fetch_k_chunk(T* tile, int i, int channel) {
+    __device__ __forceinline__ void fetch_k_chunk(T* tile, int i, int j, const TapElements<T>& x, int channel) {
 #pragma unroll
-        for (int j = 0; j < Share::PIXELS; ++j) {
-#pragma unroll
-            for (int c = 0; c < K_CHUNK; ++c) {
-                const bool exists = cursor_.exists(j, channel + c);
-                const T* const x = cursor_.element(j, channel + c);
-                if constexpr (HOLD)
-                    held_[i][c] = exists ? *x : T{};
-                else if constexpr (HELD)
-                    tile[index(i, c, j)] = exists ? transformed_at(*x, cursor_.merged(channel + c)) : T{};
-                else
-                    copy_async<sizeof(T)>(&tile[index(i, c, j)], x, exists);
-            }
+        for (int c = 0; c < K_CHUNK; ++c) {
+            const bool exists = channel + c < x.count;
+            const T* const from = x + (channel + c);
+            if constexpr (HOLD)
+                held_[i][c] = exists ? *from : T{};
+            else if constexpr (HELD)
+                tile[index(i, c, j)] = exists ? transformed_at(*from, cursor_.merged_channel() + channel + c) : T{};
+            else
+                copy_async<sizeof(T)>(&tile[index(i, c, j)], from, exists);
         }
     }
 

@@ -35,6 +35,7 @@ struct ImplicitGemmParams {
     Epilogue epilogue;
     Prologue prologue;
     long long pixels;  // of all samples
+    PlaceBits place_bits;
     int groups, group_channels, group_outputs;
     int slabs, rows;      // K-slabs and M of a packed group
     int tiles_m;          // tiles along M
@@ -82,7 +83,7 @@ static_assert(TILE * OUTPUTS_PITCH == WARP_ROWS * PIXELS_PITCH, "either order fi
 constexpr int AT_A_TIME = ARITHMETIC == FMA || sizeof(Sum) == 8 ? 2 : 4;  // sums that a thread finishes together
 
 struct Shared {
-    WindowOrigin origin[TILE];
+    TilePixel pixel[TILE];
     union {
         Stage stage[STAGES];
         EpilogueShared epilogue;
@@ -125,34 +126,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const T* weight = static_cast<const T*>(params.weight) + ((long long)g * params.slabs + first) * packed_slab +
                       (M_INSIDE ? m_first : m_first * Gather::SLAB) + weight_row() * packed_stride + weight_column();
 
+#pragma unroll 1
     for (int j = threadIdx.x; j < TILE; j += THREADS)
-        shared->origin[j] = origin_of(params.windows, j_first + j, params.pixels);
+        shared->pixel[j] = tile_pixel(params.windows, params.place_bits, j_first + j, params.pixels);
     __syncthreads();
-    Gather gather({params.sources, params.windows, c_first, c_end, shared->origin, first}, params.prologue);
-    for (int i = 0; i < STAGES - 1; ++i) {
-        if (i < slabs) {
-            fetch_weight(shared->stage[i].weight, weight + i * packed_slab, packed_stride);
-            gather.fetch(shared->stage[i].x);
-            gather.store(shared->stage[i].x);
-        }
-        commit_copies();
-    }
+    Gather gather(
+        {params.sources, params.windows, params.place_bits, c_first, c_end, shared->pixel, first}, params.prologue);
 
     const int warp_row = warp_index() % 2, warp_m = warp_row * WARP_ROWS, warp_j = warp_index() / 2 * WARP_COLUMNS;
-    Arithmetic::template WarpTile<WARP_ROWS, WARP_COLUMNS> tile;
-    for (int i = 0; i < slabs; ++i) {
-        wait_for_copies<STAGES - 2>();
-        __syncthreads();  // everyone's copies of slab i are there, and slab i - 1 has been used
-        Stage& next = shared->stage[(i + STAGES - 1) % STAGES];
+    Arithmetic::template WarpTile<WARP_ROWS, WARP_COLUMNS, CHUNKED> tile(warp_m, warp_j);
+    int used = 0, next = 0;  // stages: of slab i, and of the one that is fetched meanwhile
+#pragma unroll 1
+    for (int i = 1 - STAGES; i < slabs; ++i) {
+        if (i >= 0) {
+            wait_for_copies<STAGES - 2>();
+            __syncthreads();  // everyone's copies of slab i are there, and slab i - 1 has been used
+        }
+        Stage& to = shared->stage[next];
         const bool more = i + STAGES - 1 < slabs;
         if (more) {
-            fetch_weight(next.weight, weight + (i + STAGES - 1) * packed_slab, packed_stride);
-            gather.fetch(next.x);
+            fetch_weight(to.weight, weight, packed_stride);
+            gather.fetch(to.x);
+            weight += packed_slab;
+            next = next == STAGES - 1 ? 0 : next + 1;
         }
         commit_copies();
-        const Stage& stage = shared->stage[i % STAGES];
-        tile.template multiply<CHUNKED>(stage.weight, stage.x, warp_m, warp_j);
-        if (more) gather.store(next.x);
+        if (i >= 0) {
+            const Stage& stage = shared->stage[used];
+            tile.multiply(stage.weight, stage.x);
+            used = used == STAGES - 1 ? 0 : used + 1;
+        }
+        if (more) gather.store(to.x);
     }
     wait_for_copies<0>();
     __syncthreads();  // the stages are free
@@ -161,10 +165,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const Image& out = params.out;
     const Image& residual = params.epilogue.residual;
     for (int j = threadIdx.x; j < TILE; j += THREADS) {
-        const WindowOrigin& origin = shared->origin[j];
-        const Pixel pixel = pixel_of(params.windows, origin);
-        finished.out_at[j] = origin.sample < 0 ? NOWHERE : out.at(origin.sample, 0, pixel);
-        finished.residual_at[j] = residual.at(origin.sample, 0, pixel);
+        const int sample = shared->pixel[j].sample;
+        const Pixel pixel = params.place_bits.unpacked(shared->pixel[j].place);
+        finished.out_at[j] = sample < 0 ? NOWHERE : out.at(sample, 0, pixel);
+        finished.residual_at[j] = residual.at(sample, 0, pixel);
     }
     const bool along_outputs = out.stride_c == 1;  // what neighbouring threads write; else neighbouring pixels
     Sum* const kept_sums = params.keeps_sums ? static_cast<Sum*>(out.data) + blockIdx.y * params.plane : nullptr;

@@ -11,6 +11,13 @@ constexpr int WARP = 32;
 __device__ __forceinline__ int warp_index() { return threadIdx.x / WARP; }
 __device__ __forceinline__ int lane_index() { return threadIdx.x % WARP; }
 
+// The number itself, which the compiler no longer knows the origin of.  What is worked out from it within a loop is not
+// worked out before the loop and kept in registers; what is kept is not worked out again from where it came.
+__device__ __forceinline__ int opaque(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 using float16 = __half;
 using bfloat16 = __nv_bfloat16;
 using float32 = float;

@@ -64,18 +64,24 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) pack_weight(const __grid
             const T* const w_mc = static_cast<const T*>(weight.data) +
                                   ((long long)g * params.group_outputs + m) * weight.stride_n +
                                   (params.sources.table[run.source].first + run.first + c - c_first) * weight.stride_c;
+            const int block = block_channels(params.kernel, run.padded, params.slab);  // of all but the last
+            const int before = c / block * block;
+            const int channels = block_channels(params.kernel, run.padded - before, params.slab);  // of its own
+            c -= before;
+
             // Where a tap lies, in the weight and in what is packed: a step from the one before, never a division.
             const long long next_row = weight.stride[1] - params.kernel[2] * weight.stride[2];
             const long long next_plane = weight.stride[0] - params.kernel[1] * weight.stride[1];
             const long long slab_size = (long long)params.rows * params.slab;
-            const int whole = run.padded / params.slab, rest = run.padded % params.slab;
+            const int whole = channels / params.slab, rest = channels % params.slab;
             const long long step = whole * slab_size + rest * params.stride_k;
             const long long next_slab = slab_size - params.slab * params.stride_k;
-            int k = c % params.slab, left = run.slabs - c / params.slab, h = 0, w = 0;
+            const int slabs = (channels * taps + params.slab - 1) / params.slab;  // of the block
+            int k = c % params.slab, left = slabs - c / params.slab, h = 0, w = 0;
+            slab += before / params.slab * taps + c / params.slab;
             const T* from = w_mc;
-            T* to = static_cast<T*>(params.packed) +
-                    ((long long)g * params.slabs + slab + c / params.slab) * slab_size + m * params.stride_m +
-                    k * params.stride_k;
+            T* to = static_cast<T*>(params.packed) + ((long long)g * params.slabs + slab) * slab_size +
+                    m * params.stride_m + k * params.stride_k;
             for (int t = 0; left > 0; ++t) {
                 *to = inside && t < taps ? *from : T{};
                 from += weight.stride[2];

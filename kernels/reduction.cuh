@@ -1,19 +1,27 @@
 // How the sum over inputs, taps and channels is cut into slabs that tiles of a GEMM can step through.
 //
-//     K = (run, tap, channel)       a run: what one group reads of one input
+//     K = (run, block, tap, channel)       a run: what one group reads of one input; a block: a slab's worth of channels
 //
-//     | run 0                               | run 1      ...
-//     | tap 0       | tap 1       | ..  | 0 |            c: a K-chunk, a few channels of one tap that are copied
-//     | c c c c c   | c c c c c   |         |               together; the last one of a tap may end in zeros
-//       \_______/\__________/ ...                        0: zeros up to a whole number of slabs
-//        a K-slab
+//     | run 0                                                   | run 1    ...
+//     | block 0               | block 1     ...  | last block   |
+//     | tap 0 | tap 1 | ..    | tap 0 | tap 1    | tap 0 |..| 0 |    c: a K-chunk, a few channels of one tap that are
+//     | c c c | c c c |       | c c c | c c c    | c c   |  |   |       copied together; the last of a run ends in zeros
+//      \____/                                    \_______/              0: zeros up to a whole number of slabs
+//      a K-slab                                  a K-slab
 //
 // A slab never spans two inputs, so that the source is chosen once per slab, and a K-chunk never two taps, so that
-// the window is worked out once per K-chunk.
+// the window is worked out once per K-chunk.  Taps follow each other within a block, so that what windows share is
+// read again while it is in the L1 cache: a block at a tile's pixels and their neighbours is a few KiB.  Without
+// neighbours, a kernel of one tap, a run is one block.
 #pragma once
 #include "image.cuh"
 
 namespace cupyconv {
+
+// Channels of the block that begins with `left` channels of a run to come.
+__device__ __forceinline__ int block_channels(const int (&kernel)[3], int left, int slab) {
+    return product_of(kernel) > 1 ? min(left, slab) : left;
+}
 
 struct Run {
     int source = -1;      // index in the table

@@ -73,16 +73,18 @@ __device__ __forceinline__ unsigned shared_address(const void* shared) {
 }
 
 // Copies BYTES bytes, of which both addresses are multiples; where not `valid` it writes zeros and reads nothing.
-template <int BYTES>
+// THROUGH_L1 leaves them in the L1 cache for whoever reads them again; to leave it to others there are 16 bytes alone.
+template <int BYTES, bool THROUGH_L1 = BYTES < 16>
 __device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
+    static_assert(THROUGH_L1 || BYTES == 16, "cp.async.cg copies 16 bytes");
 #if __CUDA_ARCH__ >= 800
     const int bytes_read = valid ? BYTES : 0;
-    if constexpr (BYTES == 16)  // .cg leaves L1 to others; it exists for 16 bytes alone
-        asm volatile("cp.async.cg.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)),
+    if constexpr (THROUGH_L1)
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)),
                      "l"(__cvta_generic_to_global(global)), "n"(BYTES), "r"(bytes_read) : "memory");
     else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)),
+        asm volatile("cp.async.cg.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)),
                      "l"(__cvta_generic_to_global(global)), "n"(BYTES), "r"(bytes_read) : "memory");
 #else
     using Words = Vector<unsigned, BYTES / 4>;

@@ -43,12 +43,15 @@ struct CudaCores {
     using WeightTile = SharedTile<T, K, M, 0>;
     template <bool CHUNKED> using ImageTile = SharedTile<T, K, J, 0>;
 
-    template <int ROWS, int COLUMNS>
+    template <int ROWS, int COLUMNS, bool CHUNKED>
     struct WarpTile {
         // 8 x 4 lanes, or 4 x 8; each reads its rows and columns in vectors of 16 bytes.
         static constexpr int HIGH = ROWS / 8, WIDE = 32 / HIGH, VECTOR = 16 / sizeof(T);
         static constexpr int ITS_ROWS = ROWS / HIGH, ITS_COLUMNS = COLUMNS / WIDE;
+        const int m_, j_;
         T sum[ITS_ROWS][ITS_COLUMNS] = {};
+
+        __device__ __forceinline__ WarpTile(int m, int j) : m_(m + row(0)), j_(j + column(0)) {}
 
         static __device__ __forceinline__ int row(int i) {
             return (i / VECTOR * HIGH + lane_index() / WIDE) * VECTOR + i % VECTOR;
@@ -57,13 +60,12 @@ struct CudaCores {
             return (j / VECTOR * WIDE + lane_index() % WIDE) * VECTOR + j % VECTOR;
         }
 
-        template <bool CHUNKED>
-        __device__ __forceinline__ void multiply(const T* weight, const T* x, int m, int j) {
+        __device__ __forceinline__ void multiply(const T* weight, const T* x) {
 #pragma unroll
             for (int k = 0; k < K; ++k) {
                 T a[ITS_ROWS], b[ITS_COLUMNS];
-                load<ITS_ROWS>(a, weight + k * M + m + row(0), HIGH);
-                load<ITS_COLUMNS>(b, x + k * J + j + column(0), WIDE);
+                load<ITS_ROWS>(a, weight + k * M + m_, HIGH);
+                load<ITS_COLUMNS>(b, x + k * J + j_, WIDE);
 #pragma unroll
                 for (int r = 0; r < ITS_ROWS; ++r)
 #pragma unroll
@@ -92,36 +94,48 @@ struct CudaCores {
 
 // ---- tensor cores: fragments of 16 x 32 bytes and 8 x 32 bytes per step of K ----------------------------------------
 
-// One operand's fragments of a step of K, as registers; shared by every kind of operand.
+// Both operands' fragments of a step of K, as registers.  A lane keeps where its own of row m, or column j, lie at k = 0;
+// all others are an exclusive or away along a tile's rows, as their chunks are ordered by one too, and whole rows down.
 template <class T, class WeightTile, class ImageTile, bool CHUNKED>
-struct Fragments {
+class Fragments {
+public:
     static constexpr int STEP = 32 / sizeof(T);  // K of one instruction
+    static constexpr bool TRANSPOSED = !CHUNKED && sizeof(T) == 2;
 
-    // 16 rows of the weight.
-    static __device__ __forceinline__ void load_weight(unsigned (&a)[4], const T* tile, int m, int k) {
+    __device__ __forceinline__ Fragments(int m, int j) {
         const int lane = lane_index();
-        load_matrices(a, &tile[WeightTile::index(m + lane % 16, k + lane / 16 * (STEP / 2))]);
+        weight_ = opaque(WeightTile::index(m + lane % 16, lane / 16 * (STEP / 2)));
+        image_ = opaque(
+            CHUNKED      ? ImageTile::index(j + lane / 16 * 8 + lane % 8, lane / 8 % 2 * (STEP / 2))
+            : TRANSPOSED ? ImageTile::index(lane % 16, j + lane / 16 * 8)
+                         : ImageTile::index(lane % 4, j + lane / 4));
     }
 
-    // 16 columns of the image, as two fragments.
-    static __device__ __forceinline__ void load_image(unsigned (&b)[2][2], const T* tile, int j, int k) {
-        const int lane = lane_index();
-        if constexpr (CHUNKED || sizeof(T) == 2) {
+    // 16 rows of the weight, from m + `rows` on.
+    __device__ __forceinline__ void load_weight(unsigned (&a)[4], const T* tile, int rows, int k) const {
+        load_matrices(a, tile + (weight_ ^ k) + rows * WeightTile::COLUMNS);
+    }
+
+    // 16 columns of the image, from j + `columns` on, as two fragments.
+    __device__ __forceinline__ void load_image(unsigned (&b)[2][2], const T* tile, int columns, int k) const {
+        if constexpr (CHUNKED || TRANSPOSED) {
             unsigned four[4];
             if constexpr (CHUNKED)
-                load_matrices(
-                    four, &tile[ImageTile::index(j + lane / 16 * 8 + lane % 8, k + lane / 8 % 2 * (STEP / 2))]);
+                load_matrices(four, tile + (image_ ^ k) + columns * ImageTile::COLUMNS);
             else
-                load_matrices_transposed(four, &tile[ImageTile::index(k + lane % 16, j + lane / 16 * 8)]);
+                load_matrices_transposed(four, tile + (image_ ^ columns) + k * ImageTile::COLUMNS);
 #pragma unroll
             for (int i = 0; i < 4; ++i) b[i / 2][i % 2] = four[i];
         } else {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 b[i / 2][i % 2] =
-                    word_of(&tile[ImageTile::index(k + lane % 4 + i % 2 * 4, j + i / 2 * 8 + lane / 4)], 0);
+                    word_of(tile + (image_ ^ (columns + i / 2 * 8)) + (k + i % 2 * 4) * ImageTile::COLUMNS, 0);
         }
     }
+
+private:
+    int weight_, image_;
 };
 
 // TAG is the type of the operands to the instruction: float16, bfloat16 or tf32.
@@ -134,26 +148,28 @@ struct TensorCores {
     template <bool CHUNKED>
     using ImageTile = SharedTile<T, CHUNKED ? J : K, CHUNKED ? K : J, CHUNKED || sizeof(T) == 2 ? 1 : 2>;
 
-    template <int ROWS, int COLUMNS>
+    template <int ROWS, int COLUMNS, bool CHUNKED>
     struct WarpTile {
+        using F = Fragments<T, WeightTile, ImageTile<CHUNKED>, CHUNKED>;
+        F fragments;
         float sum[ROWS / 16][COLUMNS / 8][4] = {};
 
-        template <bool CHUNKED>
-        __device__ __forceinline__ void multiply(const T* weight, const T* x, int m, int j) {
-            using F = Fragments<T, WeightTile, ImageTile<CHUNKED>, CHUNKED>;
-#pragma unroll M > 64 ? 1 : K / F::STEP  // a large tile's sums leave no registers for two steps at once
+        __device__ __forceinline__ WarpTile(int m, int j) : fragments(m, j) {}
+
+        __device__ __forceinline__ void multiply(const T* weight, const T* x) {
+#pragma unroll F::TRANSPOSED && M > 64 ? 1 : K / F::STEP  // beside a held K-chunk there are no registers for two steps
             for (int k = 0; k < K; k += F::STEP) {
                 unsigned b[COLUMNS / 16][2][2];
 #pragma unroll
                 for (int c = 0; c < COLUMNS / 16; ++c) {
-                    F::load_image(b[c], x, j + c * 16, k);
+                    fragments.load_image(b[c], x, c * 16, k);
                     as_operands(b[c][0]);
                     as_operands(b[c][1]);
                 }
 #pragma unroll
                 for (int r = 0; r < ROWS / 16; ++r) {
                     unsigned a[4];
-                    F::load_weight(a, weight, m + r * 16, k);
+                    fragments.load_weight(a, weight, r * 16, k);
                     as_operands(a);
 #pragma unroll
                     for (int c = 0; c < COLUMNS / 8; ++c) multiply_add<TAG>(sum[r][c], a, b[c / 2][c % 2]);
@@ -204,14 +220,17 @@ struct SplitTensorCores : TensorCores<float32, tf32, M, J> {
     using Base = TensorCores<float32, tf32, M, J>;
     using WeightTile = typename Base::WeightTile;
 
-    template <int ROWS, int COLUMNS>
+    template <int ROWS, int COLUMNS, bool CHUNKED>
     struct WarpTile {
+        using F = Fragments<float, WeightTile, typename Base::template ImageTile<CHUNKED>, CHUNKED>;
+        F fragments;
         float sum[ROWS / 16][COLUMNS / 8][4] = {};
 
-        template <bool CHUNKED>
-        __device__ __forceinline__ void multiply(const float* weight, const float* x, int m, int j) {
+        __device__ __forceinline__ WarpTile(int m, int j) : fragments(m, j) {}
+
+        __device__ __forceinline__ void multiply(const float* weight, const float* x) {
             float partial[ROWS / 16][COLUMNS / 8][4] = {};
-            add_products<CHUNKED, false>(partial, weight, x, m, j);
+            add_products<false>(partial, weight, x);
             // A sum of each row and each column tells whether an operand has to be checked; finite sums that add up
             // to an infinite one do no harm.
             float all = 0;
@@ -226,7 +245,7 @@ struct SplitTensorCores : TensorCores<float32, tf32, M, J> {
                     for (int c = 0; c < COLUMNS / 8; ++c)
 #pragma unroll
                         for (int e = 0; e < 4; ++e) partial[r][c][e] = 0;
-                add_products<CHUNKED, true>(partial, weight, x, m, j);
+                add_products<true>(partial, weight, x);
             }
 #pragma unroll
             for (int r = 0; r < ROWS / 16; ++r)
@@ -236,17 +255,16 @@ struct SplitTensorCores : TensorCores<float32, tf32, M, J> {
                     for (int e = 0; e < 4; ++e) sum[r][c][e] += partial[r][c][e];
         }
 
-        template <bool CHUNKED, bool CHECKED>
-        static __device__ __forceinline__ void add_products(
-            float (&partial)[ROWS / 16][COLUMNS / 8][4], const float* weight, const float* x, int m, int j) {
-            using F = Fragments<float, WeightTile, typename Base::template ImageTile<CHUNKED>, CHUNKED>;
+        template <bool CHECKED>
+        __device__ __forceinline__ void add_products(
+            float (&partial)[ROWS / 16][COLUMNS / 8][4], const float* weight, const float* x) const {
 #pragma unroll 1
             for (int k = 0; k < Base::K; k += F::STEP) {
                 unsigned b_high[COLUMNS / 8][2], b_low[COLUMNS / 8][2], b_finite[COLUMNS / 8][2];
 #pragma unroll
                 for (int c = 0; c < COLUMNS / 16; ++c) {
                     unsigned b[2][2];
-                    F::load_image(b, x, j + c * 16, k);
+                    fragments.load_image(b, x, c * 16, k);
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         const Split<CHECKED> split(b[i / 2][i % 2]);
@@ -258,7 +276,7 @@ struct SplitTensorCores : TensorCores<float32, tf32, M, J> {
 #pragma unroll
                 for (int r = 0; r < ROWS / 16; ++r) {
                     unsigned a[4], a_high[4], a_low[4], a_finite[4];
-                    F::load_weight(a, weight, m + r * 16, k);
+                    fragments.load_weight(a, weight, r * 16, k);
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         const Split<CHECKED> split(a[i]);
@@ -289,25 +307,27 @@ struct DoubleTensorCores {
     using WeightTile = SharedTile<double, M, K, 2>;
     template <bool CHUNKED> using ImageTile = SharedTile<double, CHUNKED ? J : K, CHUNKED ? K : J, 2>;
 
-    template <int ROWS, int COLUMNS>
+    template <int ROWS, int COLUMNS, bool CHUNKED>
     struct WarpTile {
+        const int m_, j_;
         double sum[ROWS / 8][COLUMNS / 8][2] = {};
 
-        template <bool CHUNKED>
-        __device__ __forceinline__ void multiply(const double* weight, const double* x, int m, int j) {
+        __device__ __forceinline__ WarpTile(int m, int j) : m_(m), j_(j) {}
+
+        __device__ __forceinline__ void multiply(const double* weight, const double* x) {
             const int across = lane_index() / 4, along = lane_index() % 4;
 #pragma unroll
             for (int k = 0; k < K; k += STEP) {
                 double b[COLUMNS / 8];
 #pragma unroll
                 for (int c = 0; c < COLUMNS / 8; ++c) {
-                    const int row = k + along, column = j + c * 8 + across;
+                    const int row = k + along, column = j_ + c * 8 + across;
                     using Tile = ImageTile<CHUNKED>;
                     b[c] = x[CHUNKED ? Tile::index(column, row) : Tile::index(row, column)];
                 }
 #pragma unroll
                 for (int r = 0; r < ROWS / 8; ++r) {
-                    const double a = weight[WeightTile::index(m + r * 8 + across, k + along)];
+                    const double a = weight[WeightTile::index(m_ + r * 8 + across, k + along)];
 #pragma unroll
                     for (int c = 0; c < COLUMNS / 8; ++c) multiply_add(sum[r][c], a, b[c]);
                 }

@@ -18,13 +18,6 @@ namespace cupyconv {
 
 constexpr int TILE_THREADS = 256, TILE_WARPS = TILE_THREADS / WARP;
 
-// Returns the number, and hides from the compiler that it does: what is worked out from it is worked out where it is
-// needed, rather than once before a loop and kept in registers.
-__device__ __forceinline__ int anew(int value) {
-    asm volatile("" : "+r"(value));
-    return value;
-}
-
 template <class T>
 struct WindowTile {
     static constexpr int CHUNK = 64 / sizeof(T), PITCH = 80 / sizeof(T), VECTOR = 16 / sizeof(T);
@@ -72,7 +65,7 @@ public:
 
     // Every sum of row m as start(m).
     template <class F> __device__ __forceinline__ void begin(F start) {
-        const int lane = anew(lane_index());
+        const int lane = opaque(lane_index());
 #pragma unroll
         for (int i = 0; i < ITS_ROWS; ++i) {
             const T value = start(row(i, lane));
@@ -83,7 +76,7 @@ public:
 
     // Before products: where the windows of the lane's pixels begin, from a table of PIXELS bases.
     __device__ __forceinline__ void aim(const int* base, int pixels) {
-        const int lane = anew(lane_index());
+        const int lane = opaque(lane_index());
         groups_ = (pixels + GROUP - 1) / GROUP;
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j) at_[j] = base[pixel(j, lane)] * Tile::PITCH;
@@ -115,7 +108,7 @@ public:
 
     // Calls f(m, pixel, sum), which may change the sum.
     template <class F> __device__ __forceinline__ void for_each(F f) {
-        const int lane = anew(lane_index());
+        const int lane = opaque(lane_index());
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j)
             if (j < groups_)
@@ -130,7 +123,7 @@ public:
 
     // Rounded into a tile of so many pixels as its channels; zero where not keep(m, pixel).
     template <class F> __device__ __forceinline__ void leave(T* tile, int pixels, F keep) const {
-        const int lane = anew(lane_index());
+        const int lane = opaque(lane_index());
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j)
             if (pixel(j, lane) < pixels)
@@ -172,7 +165,7 @@ public:
     template <class F> __device__ __forceinline__ void begin(F start) {
 #pragma unroll
         for (int i = 0; i < ROWS / 16; ++i) {
-            const int row = i * 16 + anew(lane_index()) / 4;
+            const int row = i * 16 + opaque(lane_index()) / 4;
             const float value[2] = {start(row), start(row + 8)};
 #pragma unroll
             for (int j = 0; j < GROUPS * 2; ++j)
@@ -182,7 +175,7 @@ public:
     }
 
     __device__ __forceinline__ void aim(const int* base, int pixels) {
-        const int lane = anew(lane_index());
+        const int lane = opaque(lane_index());
         groups_ = (pixels + GROUP - 1) / GROUP;
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j)
@@ -218,7 +211,7 @@ public:
     }
 
     template <class F> __device__ __forceinline__ void for_each(F f) {
-        const int lane = anew(lane_index()), row = lane / 4, column = lane % 4 * 2;
+        const int lane = opaque(lane_index()), row = lane / 4, column = lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < GROUPS * 2; ++j)
             if (j / 2 < groups_)

@@ -243,6 +243,16 @@ SPLIT_CASES = {
     "shares with nothing to sum": ConvCase(
         channels=(1,) * 16 + (16,), groups=2, out_channels=4, spatial=(6,), kernel=(1,), **EPILOGUE
     ),
+    "blocks of channels, three axes": ConvCase(
+        batch=2, channels=(40, 70), out_channels=5, spatial=(3, 4, 5), kernel=(2, 3, 2), padding=1, **EPILOGUE
+    ),
+    "blocks of channels, padding by reflect": ConvCase(
+        channels=(72, 48), out_channels=5, spatial=(4, 5), kernel=(3, 3), padding=2, padding_mode="reflect",
+        layouts=("channels_last",) * 2,
+    ),
+    "blocks of channels, more taps than bits": ConvCase(
+        channels=(40, 24), out_channels=5, spatial=(9,), kernel=(36,), padding=20, layouts=("channels_last",) * 2
+    ),
     "channels-last": ConvCase(
         batch=2, channels=(72, 80), out_channels=7, spatial=(4, 5), kernel=(3, 3), padding=1, **EPILOGUE,
         layouts=("channels_last",) * 2, residual_layout="channels_last",

@@ -126,9 +126,10 @@ __attribute__((no_sanitize("thread"))) inline void evaluate_multiply_add_doubles
 
 namespace cupyconv {
 
-template <int BYTES>
+template <int BYTES, bool THROUGH_L1 = BYTES < 16>
 void copy_async(void* shared, const void* global, bool valid, cuda_on_host::Site site = cuda_on_host::caller()) {
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
+    static_assert(THROUGH_L1 || BYTES == 16, "cp.async.cg copies 16 bytes");
     cuda_on_host::issue_copy({shared, global, BYTES, valid, site});
     // The source is read now already, for nothing: a sanitizer shall object here, not where the kernel waits.
     for (int i = 0; valid && i < BYTES / 4; ++i) static_cast<void>(static_cast<const volatile unsigned*>(global)[i]);

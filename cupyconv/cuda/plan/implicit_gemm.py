@@ -57,6 +57,10 @@ SMALLEST_SHARE = 4
 FIRST_MMA = {"float16": 75, "bfloat16": 80, "float32": 80, "float64": 80}
 
 
+#: Bits for the indices of an output pixel side by side (TilePixel of kernels/gather.cuh).
+PLACE_BITS = 32
+
+
 @dataclass(frozen=True)
 class Reduction:
     """How K is cut up: the host's side of kernels/reduction.cuh.
@@ -124,6 +128,8 @@ def draft_implicit_gemm(problem: ConvProblem) -> Draft:
     sizes = (*extents, geometry.batch, geometry.in_channels * geometry.taps, geometry.group_outputs * BLOCK_BYTES)
     if max(*sizes, *map(abs, steps)) > INT32 // 8:
         raise NotApplicable("sizes and strides within an image, K, and a K-slab of the weight are int32 there")
+    if sum(_index_bits(geometry)) > PLACE_BITS:
+        raise NotApplicable(f"its kernel keeps the indices of an output pixel in {PLACE_BITS} bits")
     choices = arithmetics(dtype, gpu, problem.allow_tf32)
     if not choices:
         raise NotApplicable(f"{gpu.arch} has no matrix instructions for {dtype}")
@@ -181,6 +187,7 @@ def _draft(problem: ConvProblem, arithmetic: str, tile: int) -> Draft:
                 ("epilogue", epilogue),
                 ("prologue", prologue_params(problem.prologue)),
                 ("pixels", geometry.batch * geometry.pixels),
+                ("place_bits", _place_bits(geometry)),
                 *groups_params(geometry),
                 ("slabs", cut.slabs),
                 ("rows", rows),
@@ -213,10 +220,21 @@ WORDS = {
 
 
 def shared_bytes(tile: int, sums: str) -> int:
-    """`Shared` of kernels/implicit_gemm.cu: a window origin per pixel, and stages or an epilogue tile in the same place."""
-    origins, stages = tile * 16, STAGES * 2 * tile * BLOCK_BYTES
+    """`Shared` of kernels/implicit_gemm.cu: a packed pixel for each column, and stages or an epilogue tile in the same place."""
+    pixels, stages = tile * 8, STAGES * 2 * tile * BLOCK_BYTES
     epilogue_tile = tile * 16 + tile // 2 * (tile + 8) * ITEMSIZE[sums]
-    return origins + max(stages, epilogue_tile)
+    return pixels + max(stages, epilogue_tile)
+
+
+def _index_bits(geometry: ConvGeometry) -> tuple[int, ...]:
+    """Bits of the largest index of an output pixel along each axis."""
+    return tuple((size - 1).bit_length() for size in geometry.out_size)
+
+
+def _place_bits(geometry: ConvGeometry) -> tuple[int, int]:
+    """The C++ struct PlaceBits."""
+    _, height, width = _index_bits(geometry)
+    return height + width, width
 
 
 def _along_channels(problem: ConvProblem, chunked: bool) -> tuple[bool, tuple[str, ...]]:

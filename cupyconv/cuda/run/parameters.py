@@ -38,6 +38,8 @@ PROLOGUE = _struct(
     scale=POINTER, shift=POINTER, scale_step=INT64, shift_step=INT64, alpha=FLOAT64, beta=FLOAT64, activation=INT32
 )
 
+PLACE_BITS = _struct(shift_d=INT32, shift_h=INT32)
+
 _CONVOLUTION = _struct(
     sources=SOURCES, windows=WINDOWS, weight=IMAGE, out=IMAGE, epilogue=EPILOGUE, prologue=PROLOGUE, batch=INT64,
     groups=INT32, group_channels=INT32, group_outputs=INT32,
@@ -83,7 +85,7 @@ PARAMETERS = {
     ),
     "implicit_gemm": _struct(
         sources=SOURCES, windows=WINDOWS, weight=POINTER, out=IMAGE, plane=INT64, epilogue=EPILOGUE, prologue=PROLOGUE, pixels=INT64,
-        groups=INT32, group_channels=INT32, group_outputs=INT32, slabs=INT32, rows=INT32, tiles_m=INT32, keeps_sums=INT32,
+        place_bits=PLACE_BITS, groups=INT32, group_channels=INT32, group_outputs=INT32, slabs=INT32, rows=INT32, tiles_m=INT32, keeps_sums=INT32,
         slabs_per_split=INT32,
     ),
     "col2im": _struct(
