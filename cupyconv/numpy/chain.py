@@ -42,7 +42,7 @@ from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import ChainProblem, ConvProblem, HostModel, NotApplicable, without_empty_inputs
 
 #: Bytes of intermediate rows in a tile: what stays in a core's cache beside the columns that are made of it.
-TILE_BYTES = 3 << 19
+TILE_BYTES = 5 << 18
 #: Tiles of a band up to which they are kept from run to run: a chain of few is bound by working them out.
 _KEPT_TILES = 16
 #: Tiles of a band up to which planning looks at each; of more, at those where something changes, if these are as few.
