@@ -97,8 +97,8 @@ class Columns(ConvLoop):
     @classmethod
     def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
         if is_undivided(problem):
-            problem = replace(problem, machine=HostModel(1))
-            whole = cls(problem, (problem.geometry.batch, *problem.geometry.out_size))
+            lone = replace(problem, machine=HostModel(1))
+            whole = cls(lone, (problem.geometry.batch, *problem.geometry.out_size))
             if fixed + whole.workspace <= limit:
                 return whole
         return super().fitted(problem, fixed, limit)

@@ -66,8 +66,8 @@ WEIGHT_ROWS = 1024
 
 #: Multiply-adds of a product that take as long as: to transform an element of a tile of x or of the result (a tile's channels
 #: are transformed together, as if there were `SHORT_ROW` more); to transform a kernel, for each product, and before, for each
-#: tap; and to begin a product, of so many more rows.
-TRANSFORMED, SHORT_ROW, TRANSFORMED_WEIGHT, ARRANGED_WEIGHT, SHORT_PRODUCT = 32, 16, 18, 75, 14
+#: tap; to begin a product, of so many more rows; and all calls for a block more than one.
+TRANSFORMED, SHORT_ROW, TRANSFORMED_WEIGHT, ARRANGED_WEIGHT, SHORT_PRODUCT, BLOCK_CALLS = 32, 16, 18, 75, 14, 2_000_000
 
 # --- the transforms -------------------------------------------------------------------------------------------
 
@@ -243,13 +243,14 @@ def multiply_adds(problem: ProductsProblem) -> int:
     geometry, threads = problem.geometry, problem.host.threads
     tiles, products, kernels = all_tiles(geometry), products_of(geometry), kernels_of(geometry)
     channels = geometry.in_channels + geometry.out_channels
-    blocks = 1
-    if not keeps_weight(geometry):
-        most = max(1, min(LARGE_BLOCK, problem.limit // threads - part_bytes(geometry)) // tile_bytes(geometry))
-        blocks = threads * -(-tiles // (threads * most))
-    per_product = (tiles + blocks * (SHORT_PRODUCT + TRANSFORMED_WEIGHT)) * kernels
+    keeps = keeps_weight(geometry)
+    weight = products * kernels * FLOAT32.itemsize if keeps else threads * part_bytes(geometry)
+    room = min(BLOCK if keeps else LARGE_BLOCK, (problem.limit - weight) // threads)
+    blocks = threads * -(-tiles // (threads * max(1, room // tile_bytes(geometry))))
+    arranged = 1 if keeps else blocks
+    per_product = (tiles + SHORT_PRODUCT * blocks + TRANSFORMED_WEIGHT * arranged) * kernels
     per_product += TRANSFORMED * tiles * (channels + 2 * SHORT_ROW)
-    return products * per_product + blocks * ARRANGED_WEIGHT * geometry.taps * kernels
+    return products * per_product + ARRANGED_WEIGHT * arranged * geometry.taps * kernels + BLOCK_CALLS * (blocks - 1)
 
 
 def tile_bytes(geometry: ConvGeometry) -> int:
