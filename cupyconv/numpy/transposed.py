@@ -44,7 +44,11 @@ def plan_transposed(problem: TransposedProblem) -> Plan:
 
 def _planned(problem: TransposedProblem) -> Plan:
     try:
-        return plan_gathered(problem)
+        if problem.geometry.padding_mode == "constant":
+            return plan_gathered(problem)
+        from cupyconv.numpy.folded import plan_folded  # imported for those that have borders
+
+        return plan_folded(problem, _planned)
     except ValueError as refusal:  # of parts a reason; the method's own follows, but of one that only gathering has
         if problem.method == "winograd" and not isinstance(refusal, NotApplicable):
             raise

@@ -1,0 +1,167 @@
+"""An input gradient through a padding mode: as if zeros lay around the image, and then the borders' folded onto it.
+
+::
+
+    padded image     | border |          image          | border |
+                      c  b  a   . a  b  c . . . x  y  z .  z  y  x        "reflect": each border element stands for one inside
+                         \\____________^           ^____________/           and hands its gradient on to it
+
+The gradient of each part of the padded image is a transposed convolution of its own, with zeros around it, and small but
+for the image's.  A border is computed beside the image and then added where its elements stand for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, cast
+
+import numpy as np
+
+from cupyconv.numpy.backend import NumpyStep
+from cupyconv.numpy.gathered import GatheredLoop, plan_gathered
+from cupyconv.numpy.windows import five_axes, padded_index
+from cupyconv.problem.arrays import accumulator, c_strides
+from cupyconv.problem.geometry import ConvGeometry
+from cupyconv.problem.plan import Buffer, Plan
+from cupyconv.problem.problems import HostModel, NotApplicable, TransposedProblem
+
+#: Elements of the padded image for each of the image's, up to which the borders are worth a few calls each.
+MOST_PADDED = 2
+#: Operations for which another thread is worth waking.
+THREAD_FLOPS = 100_000_000
+#: A part of the padded image: elements along each axis, of which the image's begin at 0.
+Box = tuple[range, range, range]
+
+
+@dataclass(frozen=True)
+class Border(NumpyStep):
+    """A border's gradient, added to the elements that it stands for.
+
+    `box` reaches over the border along its first axis that is not inside the image, and over all padding along later ones.
+    """
+
+    problem: TransposedProblem
+    box: Box
+    loops: tuple[NumpyStep, ...]
+
+    @property
+    def adds_zeros(self) -> bool:
+        """Whether a loop multiplies the weight by zeros where the definition has no term."""
+        return any(loop.adds_zeros for loop in cast("tuple[GatheredLoop, ...]", self.loops))
+
+    def __str__(self) -> str:
+        extents = " x ".join(str(len(along)) for along in self.box)
+        lines = [f"border   {extents} (d, h, w), folded onto the image by {self.problem.geometry.padding_mode!r}"]
+        return "\n".join(lines + [f"  {loop}" for loop in self.loops])
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        outs = [out.name for out in self.problem.outs]
+        images = {name: five_axes(arrays[name]) for name in outs}
+        borders = {
+            name: np.empty((*image.shape[:2], *map(len, self.box)), image.dtype) for name, image in images.items()
+        }
+        for loop in self.loops:
+            loop.run({**arrays, **borders})
+        for name in outs:
+            self._fold(images[name], borders[name])
+
+    def _fold(self, image: np.ndarray, border: np.ndarray) -> None:
+        geometry = self.problem.geometry
+        inside = [along == range(size) for along, size in zip(self.box, geometry.size)]
+        own = inside.index(False)
+        for axis in reversed(range(own + 1, 3)):
+            size = geometry.size[axis]
+            within = _along(border, axis, range(geometry.before[axis], geometry.before[axis] + size))
+            for beside in (range(-geometry.before[axis], 0), range(size, size + geometry.after[axis])):
+                first = beside.start + geometry.before[axis]
+                self._add(within, axis, beside, _along(border, axis, range(first, first + len(beside))))
+            border = within
+        self._add(image, own, self.box[own], border)
+
+    def _add(self, image: np.ndarray, axis: int, beside: range, border: np.ndarray) -> None:
+        """Add the elements of a border along an axis to those of the image that they stand for."""
+        if not beside:
+            return
+        mode = self.problem.geometry.padding_mode
+        size = self.problem.geometry.size[axis]
+        index = padded_index(np.array([beside[0], beside[-1]]), size, mode).tolist()
+        if mode == "edge":
+            at = _along(image, axis, range(index[0], index[0] + 1))
+            at += border.sum(2 + axis, keepdims=True)
+        else:
+            backwards = index[1] < index[0]
+            at = _along(image, axis, range(min(index), max(index) + 1))
+            at += np.flip(border, 2 + axis) if backwards else border
+
+
+def _along(image: np.ndarray, axis: int, run: range) -> np.ndarray:
+    """Some elements along a spatial axis."""
+    return image[(slice(None),) * (2 + axis) + (slice(run.start, run.stop),)]
+
+
+def plan_folded(problem: TransposedProblem, plan_part: Callable[[TransposedProblem], Plan]) -> Plan:
+    """The plan of an image and its borders, each by `plan_part`; ValueError where adding products takes less."""
+    geometry = problem.geometry
+    sizes = list(zip(geometry.before, geometry.size, geometry.after))
+    padded = prod(map(sum, sizes))
+    if padded > MOST_PADDED * prod(geometry.size) or any(max(before, after) >= size for before, size, after in sizes):
+        raise NotApplicable("borders are as large as the image")
+    if problem.dtype != accumulator(problem.dtype):
+        raise NotApplicable("a sum of two roundings")
+    image = plan_gathered(replace(problem, geometry=replace(geometry, padding_mode="constant")))
+    steps, beside, workspace = list(image.steps), 0, image.workspace_bytes
+    for box in _borders(geometry):
+        shape = (*map(len, box),)
+        outs = tuple(
+            replace(
+                out, shape=(*out.shape[:2], *shape), strides=c_strides((*out.shape[:2], *shape)), alignment=16, offset=0
+            )
+            for out in problem.outs
+        )
+        nbytes = sum(out.nbytes for out in outs)
+        if nbytes > problem.limit // 2:
+            raise NotApplicable("borders do not fit the workspace limit")
+        part = replace(problem, geometry=_part(geometry, box), outs=outs, workspace_limit=problem.limit - 2 * nbytes)
+        threads = max(1, min(problem.host.threads, part.flops // THREAD_FLOPS))
+        plan = plan_part(replace(part, machine=HostModel(threads)))
+        beside = max(beside, 2 * nbytes)
+        workspace = max(workspace, plan.workspace_bytes + 2 * nbytes)
+        steps.append(Border(problem, box, cast("tuple[NumpyStep, ...]", plan.steps)))
+    return replace(
+        image,
+        problem=problem.title,
+        steps=tuple(steps),
+        reason=f"{image.reason}; borders apart",
+        workspace=(Buffer("borders", beside), Buffer("blocks", workspace - beside)),
+    )
+
+
+def _borders(geometry: ConvGeometry) -> Iterator[Box]:
+    """The parts of the padded image around the image, none twice."""
+    for axis in range(3):
+        size = geometry.size[axis]
+        for along in (range(-geometry.before[axis], 0), range(size, size + geometry.after[axis])):
+            if along:
+                inner = [range(size) for size in geometry.size[:axis]]
+                outer = [
+                    range(-before, size + after)
+                    for before, size, after in zip(
+                        geometry.before[axis + 1 :], geometry.size[axis + 1 :], geometry.after[axis + 1 :]
+                    )
+                ]
+                yield cast("Box", (*inner, along, *outer))
+
+
+def _part(geometry: ConvGeometry, box: Box) -> ConvGeometry:
+    """The same convolution, of a part of the padded image with zeros around it."""
+    before = tuple(pad + along.start for pad, along in zip(geometry.before, box))
+    ends = [size + after for size, after in zip(geometry.size, geometry.after)]
+    return replace(
+        geometry,
+        padding_mode="constant",
+        size=tuple(map(len, box)),  # type: ignore[arg-type]
+        before=before,  # type: ignore[arg-type]
+        after=tuple(end - along.stop for end, along in zip(ends, box)),  # type: ignore[arg-type]
+    )
