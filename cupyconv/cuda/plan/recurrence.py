@@ -409,7 +409,7 @@ class _Layer:
             ("hidden", geometry.hidden),
             ("step", chunk.first),
             ("count", max(chunk.count, 1)),
-            ("first", first),
+            ("first", tuple(first)),
             ("backward", [int(sign < 0) for sign in geometry.signs]),
             ("gates_per_unit", geometry.gates),
             ("is_candidate", int(two_products and (persistent or gates == 1))),
