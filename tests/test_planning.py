@@ -18,6 +18,7 @@ import pytest
 from grids import combined
 from hypothesis import given
 from hypothesis import strategies as st
+from rounds import each_step
 from strategies import share_of_examples
 
 import cupyconv
@@ -77,11 +78,12 @@ def plan(x: Any, weight: np.ndarray, *args: Any, on: str = GPU, limit: int | Non
 
 
 def gemms(plan: Plan) -> list[GemmCall]:
-    return [step for step in plan.steps if isinstance(step, GemmCall)]
+    return [step for step in each_step(plan.steps) if isinstance(step, GemmCall)]
 
 
 def launches(plan: Plan, name: str | None = None) -> list[KernelLaunch]:
-    found = [launch for step in plan.steps for launch in (step.launches if isinstance(step, LaunchLoop) else [step])]
+    steps = each_step(plan.steps)
+    found = [launch for step in steps for launch in (step.launches if isinstance(step, LaunchLoop) else [step])]
     found = [launch for launch in found if isinstance(launch, KernelLaunch)]
     return [launch for launch in found if name in (None, launch.kernel.name)]
 

@@ -21,7 +21,7 @@ from cupyconv.bench.recurrent_layers import AnyCase
 from cupyconv.call.explain import explain
 from cupyconv.call.options import options
 from cupyconv.demo.libraries import Call
-from cupyconv.problem.plan import KernelLaunch, LaunchLoop, Plan, Step
+from cupyconv.problem.plan import KernelLaunch, LaunchLoop, Plan, Rounds, Step
 
 #: The method that transforms its data, and the option that forbids it.
 TRANSFORM = "winograd"
@@ -91,4 +91,6 @@ def _launches(step: Step) -> list[KernelLaunch]:
     """What a step launches, repeated as often as it is."""
     if isinstance(step, LaunchLoop):
         return [*step.launches] * step.times
+    if isinstance(step, Rounds):
+        return [launch for each in step.first for launch in _launches(each)] * step.times
     return [step] if isinstance(step, KernelLaunch) else []

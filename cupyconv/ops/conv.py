@@ -92,7 +92,8 @@ def conv(
         `options` names); a method that does not apply is refused, never replaced.
     out : array, optional
         Of exactly the result's shape and dtype, any strides that do not overlap; may be `residual`,
-        may not otherwise share memory with an argument.
+        may not otherwise share memory with an argument.  A call that is refused leaves it as it was; one that is
+        interrupted, or runs out of memory, may leave it half written, and `residual` lost where they are one.
 
     Returns
     -------

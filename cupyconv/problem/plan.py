@@ -7,7 +7,8 @@ which holds such ints and can run itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import prod
 from typing import Any, Protocol
@@ -150,6 +151,64 @@ class LaunchLoop:
 
 
 @dataclass(frozen=True)
+class Rounds:
+    """Steps made `times` times in turn, for one chunk of the work after the other.
+
+    `first` are those of the first round, `second` of the second.  What differs between them, which is where they read and
+    write and at which pixel they begin, goes on as far from each round to the next.
+    """
+
+    first: tuple[Step, ...]
+    second: tuple[Step, ...]
+    times: int
+
+    def __str__(self) -> str:
+        lines = "\n".join(f"  {line}" for line in _listed(self.first))
+        return f"rounds   {self.times:,} x, each of the chunk after\n{lines}"
+
+    @property
+    def shape_of_work(self) -> object:
+        return self.times, tuple(step.shape_of_work for step in self.first)
+
+    @property
+    def bytes_moved(self) -> int:
+        return self.times * sum(step.bytes_moved for step in self.first)
+
+    @property
+    def flops(self) -> int:
+        return self.times * sum(step.flops for step in self.first)
+
+    def round(self, number: int) -> tuple[Step, ...]:
+        """The steps of a round."""
+        steps = going_on(self.first, self.second, number)
+        assert steps is not None, "rounds are alike"
+        return steps
+
+
+def going_on(first: Any, second: Any, number: int) -> Any:
+    """What comes `number` rounds after the first, given the second; None where the two differ in more than places."""
+    if type(first) is not type(second):
+        return None
+    if isinstance(first, Address):
+        offset = first.offset + number * (second.offset - first.offset)
+        return Address(first.buffer, offset) if first.buffer == second.buffer else None
+    if isinstance(first, int) and not isinstance(first, bool):
+        return first + number * (second - first)
+    if isinstance(first, tuple):
+        parts = tuple(going_on(a, b, number) for a, b in zip(first, second))
+        alike = len(first) == len(second) and all(p is not None or a is None for p, a in zip(parts, first))
+        return parts if alike else None
+    moving = _MOVING.get(type(first))
+    if moving is None:
+        return first if first == second else None
+    changed = {name: going_on(getattr(first, name), getattr(second, name), number) for name in moving}
+    if None in changed.values():
+        return None
+    same = replace(second, **{name: getattr(first, name) for name in moving})
+    return replace(first, **changed) if first == same else None
+
+
+@dataclass(frozen=True)
 class Matrix:
     """One operand of a batched GEMM, row-major: `rows x columns` lies in memory with leading
     dimension `ld`, or transposed (``columns x rows``) where `transposed`.  Element strides."""
@@ -212,6 +271,22 @@ class GemmCall:
         return read + self.batch * self.m * self.n * ITEMSIZE[self.c_dtype] * (1 + self.beta)
 
 
+#: What may go on from round to round of each type, at whatever depth.
+_MOVING = {
+    KernelLaunch: ("params",),
+    LaunchLoop: ("launches", "first"),
+    GemmCall: ("a", "b", "c"),
+    Matrix: ("at",),
+    Rounds: ("first", "second"),
+}
+
+
+def every_step(steps: Iterable[Step]) -> Iterator[Step]:
+    """Each step that there is, of rounds those of the first."""
+    for step in steps:
+        yield from every_step(step.first) if isinstance(step, Rounds) else (step,)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What a call would run, and why.
@@ -226,7 +301,8 @@ class Plan:
                    launching takes
     workspace      temporary memory, by buffer
     steps          what runs, in order: ``kernel`` with its grid, block and shared memory, ``gemm`` (a matrix product) with its
-                   sizes, ``loop`` over blocks of work on NumPy, ``convert`` (a copy in another dtype)
+                   sizes, ``rounds`` of these for chunks that fit the workspace, ``loop`` over blocks of work on NumPy,
+                   ``convert`` (a copy in another dtype)
     not ...        why another method was not chosen
     note           what makes this call slower or wider than it had to be
     =============  ========================================================================================================

@@ -20,7 +20,7 @@ from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.conv import access_notes, choose, converted_conv, draft_conv
 from cupyconv.cuda.plan.conv_pair import draft_pair
 from cupyconv.cuda.plan.conversions import check_alignment
-from cupyconv.cuda.plan.draft import Draft, in_sequence, relocated
+from cupyconv.cuda.plan.draft import Draft, in_rounds, in_sequence, relocated
 from cupyconv.cuda.plan.epilogue import Sums, as_line, epilogue_launch
 from cupyconv.problem.arrays import ITEMSIZE, Operand, real_part
 from cupyconv.problem.geometry import even_part
@@ -174,22 +174,27 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
     most_samples = tuple(_samples(layer, 0, chunk) for layer in layers)
     sizes = _slot_bytes(most_samples, stored)
     left = max(0, limit - sum(sizes))  # the last chunk too, which may have fewer samples, finds memory for the most
-    drafts: list[Draft] = []
-    for first in range(0, batch, chunk):
-        count = min(chunk, batch - first)
+
+    def chunk_draft(first: int, count: int) -> Draft:
         some = [replace(_samples(layer, first, count), workspace_limit=left) for layer in layers]
-        for part in parts:
-            if not stored:
-                drafts.append(part.draft)
-            elif part.count == 2:
-                drafts.append(draft_pair(some[part.first], some[part.last]))
-            else:
-                drafts.append(_draft_layer(some[part.first]))
+        return in_sequence("", [draft_of(part, some) for part in parts], "")
+
+    def draft_of(part: _Part, some: Sequence[ConvProblem]) -> Draft:
+        if not stored:
+            return part.draft
+        return draft_pair(some[part.first], some[part.last]) if part.count == 2 else _draft_layer(some[part.first])
+
+    whole, rest = divmod(batch, chunk)
+    chunks = [chunk_draft(0, chunk), *([chunk_draft(whole * chunk, rest)] if rest else ())]
+    steps = in_rounds(whole, lambda i: chunk_draft(i * chunk, chunk).steps) + [s for d in chunks[1:] for s in d.steps]
     # Two images are alive at a time: every other one lies where the one before the last did.
     places = {f"layer[{i}]": Address(f"layer[{stored[j % 2]}]") for j, i in enumerate(stored)}
-    joined = in_sequence("fused" if any(part.count == 2 for part in parts) else "unfused", drafts, "")
+    some = [_samples(layer, 0, chunk) for layer in layers]
+    drafts = [draft_of(part, [replace(layer, workspace_limit=left) for layer in some]) for part in parts]
+    joined = max(chunks, key=lambda draft: sum(buffer.space for buffer in draft.workspace))
     cut = f", {-(-batch // chunk)} chunks of {chunk} samples" if chunk < batch else ""
-    notes = tuple(f"layer[{i}] lies where layer[{stored[j]}] did" for j, i in enumerate(stored[2:]))
+    notes = tuple(dict.fromkeys(note for draft in chunks for note in draft.notes))
+    notes += tuple(f"layer[{i}] lies where layer[{stored[j]}] did" for j, i in enumerate(stored[2:]))
     for part in parts:
         if part.count == 2:
             nbytes = layers[part.first].out.nbytes
@@ -203,10 +208,11 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
     words = ", ".join(replace(part, draft=draft).words for part, draft in zip(parts, drafts))
     return replace(
         joined,
-        steps=relocated(joined.steps, places),
+        method="fused" if any(part.count == 2 for part in parts) else "unfused",
+        steps=relocated(tuple(steps), places),
         workspace=(*(Buffer(f"layer[{i}]", nbytes) for i, nbytes in zip(stored, sizes)), *joined.workspace),
         reason=f"layers {words}{cut}",
-        notes=joined.notes + notes,
+        notes=notes,
     )
 
 

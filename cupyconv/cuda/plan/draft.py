@@ -8,7 +8,19 @@ from typing import Any, TypeVar
 
 from cupyconv.cuda.plan.cost import Cost, arithmetic_seconds, memory_seconds
 from cupyconv.problem.machine import GpuModel
-from cupyconv.problem.plan import Address, Buffer, Conversion, GemmCall, KernelLaunch, LaunchLoop, Matrix, Plan, Step
+from cupyconv.problem.plan import (
+    Address,
+    Buffer,
+    Conversion,
+    GemmCall,
+    KernelLaunch,
+    LaunchLoop,
+    Matrix,
+    Plan,
+    Rounds,
+    Step,
+    going_on,
+)
 from cupyconv.problem.problems import NotApplicable, Problem
 
 T = TypeVar("T")
@@ -64,11 +76,34 @@ class Draft:
 
     def _repeated_steps(self) -> Iterator[tuple[Step, int]]:
         """What is enqueued, and how often."""
-        for step in self.steps:
-            if isinstance(step, LaunchLoop):
-                yield from ((launch, step.times) for launch in step.launches)
+        waiting = [(step, 1) for step in self.steps]
+        while waiting:
+            step, times = waiting.pop()
+            if isinstance(step, (LaunchLoop, Rounds)):
+                inner: tuple[Step, ...] = step.launches if isinstance(step, LaunchLoop) else step.first
+                waiting += [(each, times * step.times) for each in inner]
             else:
-                yield step, 1
+                yield step, times
+
+
+#: Chunks up to which their steps are listed; and where one is not like the other.
+LISTED, MOST_UNLIKE = 8, 1024
+
+
+def in_rounds(times: int, steps_of: Callable[[int], Sequence[Step]]) -> list[Step]:
+    """The steps of chunk 0, 1, ... `times` - 1 in turn: of many, one step with a count.
+
+    Often the first is not like the others: they add to its results, or it lies on a boundary and they do not.
+    """
+    for lone in (0, 1) if times > LISTED else ():
+        first, second = tuple(steps_of(lone)), tuple(steps_of(lone + 1))
+        if not first:
+            return []
+        if going_on(first, second, times - lone - 1) == tuple(steps_of(times - 1)):
+            return [*(steps_of(0) if lone else ()), Rounds(first, second, times - lone)]
+    if times > MOST_UNLIKE:
+        raise NotApplicable(f"{times:,} chunks within the workspace limit, no two alike")
+    return [step for i in range(times) for step in steps_of(i)]
 
 
 def in_sequence(method: str, drafts: Sequence[Draft], reason: str) -> Draft:
@@ -96,6 +131,10 @@ def relocated(value: Any, places: Mapping[str, Address]) -> Any:
         return tuple(relocated(part, places) for part in value)
     if isinstance(value, KernelLaunch):
         return replace(value, params=relocated(value.params, places))
+    if isinstance(value, Rounds):
+        return replace(value, first=relocated(value.first, places), second=relocated(value.second, places))
+    if isinstance(value, LaunchLoop):
+        return replace(value, launches=relocated(value.launches, places))
     if isinstance(value, Matrix):
         return replace(value, at=relocated(value.at, places))
     if isinstance(value, GemmCall):

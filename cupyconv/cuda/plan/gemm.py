@@ -20,11 +20,10 @@ of imaginary ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 
-from cupyconv.cuda.plan.draft import Draft
+from cupyconv.cuda.plan.draft import Draft, in_rounds
 from cupyconv.cuda.plan.epilogue import Sums, epilogue_launch, finish
 from cupyconv.cuda.plan.im2col import Chunk
 from cupyconv.cuda.plan.matrices import (
@@ -33,7 +32,8 @@ from cupyconv.cuda.plan.matrices import (
     ROW_MULTIPLE,
     MatrixView,
     as_multiplied,
-    chunks_of,
+    chunk_count,
+    chunk_steps,
     column_factor,
     compute_type,
     even_rows,
@@ -41,6 +41,7 @@ from cupyconv.cuda.plan.matrices import (
     gathered_buffers,
     image_factors,
     image_matrix,
+    most_segments,
     place,
     refuse_chunk,
     row_length,
@@ -114,13 +115,11 @@ class _GemmPlanner(ProductsPlanner):
         self.samples, self.pixels = self._chunk_size()
 
     def draft(self) -> Draft:
-        chunks = chunks_of(self.geometry, self.samples, self.pixels)
-        steps = [*self.weight_steps]
-        for chunk in chunks:
-            steps += self._steps(chunk)
+        steps = [*self.weight_steps, *chunk_steps(self.geometry, self.samples, self.pixels, self._steps)]
+        chunks = chunk_count(self.geometry, self.samples, self.pixels)
         gathered = any(factor.view is None for factor in self.factors)
         where = "columns" if self.writes_columns else "gathered inputs" if gathered else "the inputs in place"
-        cut = f", {len(chunks)} chunks of {self.samples} x {self.pixels} pixels" if len(chunks) > 1 else ""
+        cut = f", {chunks:,} chunks of {self.samples} x {self.pixels} pixels" if chunks > 1 else ""
         return Draft("gemm", tuple(steps), self._workspace(), f"one batched GEMM over samples on {where}{cut}")
 
     # Where the sums lie.
@@ -128,7 +127,7 @@ class _GemmPlanner(ProductsPlanner):
     def _out_in_place(self) -> MatrixView | None:
         problem = self.problem
         (view,) = self.image_views([problem.out])
-        accumulations = max(len(self._segments(group)) for group in range(self.geometry.groups))
+        accumulations = most_segments(self.factors, self.geometry.reduction)
         rounded_twice = accumulations > 1 or bool(problem.activation) or problem.residual is not None
         if view is None or self.planes == 2 or (rounded_twice and ITEMSIZE[problem.out.dtype] == 2):
             return None
@@ -215,8 +214,8 @@ class _GemmPlanner(ProductsPlanner):
             planes, outputs = 1, self.planes * outputs
         over_groups = samples == 1 and geometry.groups > 1 and len(self.factors) == 1
         flips = c.transposed  # channels-last: C' = X' W'
-        calls: list[Step] = []
-        for plane, group in product(range(planes), range(0, geometry.groups, MAX_BATCH if over_groups else 1)):
+
+        def calls_of(plane: int, group: int) -> Iterator[Step]:
             row = plane * geometry.out_channels + group * outputs
             batch = min(MAX_BATCH, geometry.groups - group) if over_groups else samples
             beta = int(self.prefills)
@@ -228,8 +227,15 @@ class _GemmPlanner(ProductsPlanner):
                 b = x.matrix(strides[1], x_row, turned=flips)
                 factors = (columns, outputs, count, b, a) if flips else (outputs, columns, count, a, b)
                 target = c.matrix(strides[2], row, turned=flips)
-                calls.append(GemmCall(*factors, target, batch, self.dtype, c_dtype, self.compute, beta, "products"))
+                yield GemmCall(*factors, target, batch, self.dtype, c_dtype, self.compute, beta, "products")
                 beta = 1
+
+        calls: list[Step] = []
+        for plane in range(planes):
+            if over_groups:
+                calls += [call for group in range(0, geometry.groups, MAX_BATCH) for call in calls_of(plane, group)]
+            else:
+                calls += in_rounds(geometry.groups, lambda group: tuple(calls_of(plane, group)))  # noqa: B023
         return calls
 
     def _epilogue(self, chunk: Chunk, c: MatrixView | None) -> Step:

@@ -7,11 +7,13 @@ gathered into workspace first, chunk by chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NoReturn
 
+from cupyconv.cuda.plan.draft import in_rounds
 from cupyconv.cuda.plan.im2col import Chunk, im2col_launches
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, collapsed_stride, real_part
 from cupyconv.problem.geometry import ConvGeometry, Windows, even_part, pixel_windows
@@ -198,6 +200,12 @@ def column_factor(
     return Factor("columns", 0, geometry.in_channels * geometry.taps, xs, geometry, dtype, None, parts, prologue)
 
 
+def most_segments(factors: Sequence[Factor], reduction: int) -> int:
+    """The most places that the rows of one group lie in."""
+    cut = Counter(factor.first // reduction for factor in factors if factor.count and factor.first % reduction)
+    return 1 + max(cut.values(), default=0)
+
+
 def segments(factors: Iterable[Factor], begin: int, end: int) -> list[tuple[int, int, int, int]]:
     """For each factor with some of the rows from `begin` to `end`: which, the first there, the first here, how many."""
     found = []
@@ -208,13 +216,22 @@ def segments(factors: Iterable[Factor], begin: int, end: int) -> list[tuple[int,
     return found
 
 
-def chunks_of(windows: Windows, samples: int, pixels: int) -> list[Chunk]:
-    """All pixels of all samples, in chunks of at most so many."""
-    return [
-        Chunk(n, min(samples, windows.batch - n), p, min(pixels, windows.pixels - p))
-        for n in range(0, windows.batch, samples)
-        for p in range(0, windows.pixels, pixels)
-    ]
+def chunk_count(windows: Windows, samples: int, pixels: int) -> int:
+    """Chunks of at most so many pixels of so many samples."""
+    return -(-windows.batch // samples) * -(-windows.pixels // pixels)
+
+
+def chunk_steps(windows: Windows, samples: int, pixels: int, steps_of: Callable[[Chunk], Sequence[Step]]) -> list[Step]:
+    """The steps of all pixels of all samples, in chunks of at most so many."""
+
+    def of_samples(first: int, count: int) -> list[Step]:
+        whole, rest = divmod(windows.pixels, pixels)
+        steps = in_rounds(whole, lambda i: steps_of(Chunk(first, count, i * pixels, pixels)))
+        return [*steps, *(steps_of(Chunk(first, count, whole * pixels, rest)) if rest else ())]
+
+    whole, rest = divmod(windows.batch, samples)
+    steps = in_rounds(whole, lambda i: of_samples(i * samples, samples))
+    return [*steps, *(of_samples(whole * samples, rest) if rest else ())]
 
 
 def refuse_chunk(problem: Problem, nbytes: int) -> NoReturn:

@@ -22,7 +22,7 @@ from cupyconv.cuda.plan.launches import (
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import MAX_MERGED, KernelLaunch
-from cupyconv.problem.problems import NO_PROLOGUE, ConvProblem, Prologue
+from cupyconv.problem.problems import NO_PROLOGUE, ConvProblem, NotApplicable, Prologue
 
 #: Limit on shared memory that needs no opt-in on any GPU.
 SHARED_BYTES = 48 << 10
@@ -53,7 +53,8 @@ def draft_merge(problem: ConvProblem) -> Draft | None:
     width = VECTOR_BYTES // out.itemsize
     threads = geometry.pixels // width if vector > 1 else -(-geometry.pixels // (width * WARP)) * WARP
     blocks = tiles * -(-geometry.batch * threads // BLOCK)
-    assert blocks <= GRID_X, "a result of that many blocks of sums fits no memory"
+    if blocks > GRID_X:
+        raise NotApplicable(f"{blocks:,} blocks; a grid has {GRID_X:,}")
     launch = KernelLaunch(
         variant("merge", problem.prologue, DTYPE=out.dtype, TILE=tile, VECTOR=vector),
         (blocks, 1, 1),

@@ -13,7 +13,7 @@ that a graph can capture the whole; "auto" may take cuBLAS.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, prod
@@ -22,13 +22,13 @@ from typing import Any
 from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.conv import draft_conv, plan_chosen
 from cupyconv.cuda.plan.conversions import check_alignment, converted
-from cupyconv.cuda.plan.draft import Draft, cheapest_of, in_sequence
+from cupyconv.cuda.plan.draft import Draft, cheapest_of, in_rounds, in_sequence
 from cupyconv.cuda.plan.epilogue import epilogue_launch
 from cupyconv.cuda.plan.implicit_gemm import FIRST_MMA, arithmetics
 from cupyconv.cuda.plan.launches import GRID_Y, VECTOR_BYTES, address
 from cupyconv.problem.activations import IDENTITY
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator
-from cupyconv.problem.geometry import pointwise_geometry
+from cupyconv.problem.geometry import LARGEST_STEP, pointwise_geometry
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import Address, Buffer, GemmCall, Kernel, KernelLaunch, LaunchLoop, Plan, Step
 from cupyconv.problem.problems import ConvProblem, NotApplicable
@@ -166,18 +166,21 @@ class _Layer:
         tile, grid, words = self._step_tile() if method == "step" else self._persistent_tile()
         persistent = method == "persistent"
         workspace = self._state_buffers(tiles_that_wait=prod(self._tiles(tile)[1:]) if persistent else 0)
-        chunks, projections = self._projections(sum(buffer.space for buffer in workspace))
-        steps: list[Step] = []
-        for chunk, projection in zip(chunks, projections):
-            steps += projection.steps
-            launches = self._launches(method, tile, grid, chunk, chunks[0].count)
-            if persistent:
-                steps += [_zeros(workspace[-1]), *launches]
-            else:
-                steps.append(LaunchLoop(launches, max(chunk.count, 1), "step", chunk.first))
+        count, project = self._projections(sum(buffer.space for buffer in workspace))
+
+        def steps_of(chunk: _Chunk) -> list[Step]:
+            launches = self._launches(method, tile, grid, chunk, count)
+            loop = [LaunchLoop(launches, max(chunk.count, 1), "step", chunk.first)]
+            return [*project(chunk).steps, *((_zeros(workspace[-1]), *launches) if persistent else loop)]
+
+        whole, rest = divmod(self.geometry.steps, max(1, count))
+        steps = in_rounds(whole, lambda i: steps_of(_Chunk(i * count, count)))
+        if rest or not whole:
+            steps += steps_of(_Chunk(whole * count, rest))
+        projections = [project(chunk) for chunk in self._ends(count)]
         shared = max((buffer.nbytes for draft in projections for buffer in draft.workspace), default=0)
-        workspace += _buffer("gates", self._gates_bytes(chunks[0].count)) + _buffer("workspace", shared)
-        words += f", in {len(chunks)} chunks of {chunks[0].count} steps" * (len(chunks) > 1)
+        workspace += _buffer("gates", self._gates_bytes(count)) + _buffer("workspace", shared)
+        words += f", in {whole + bool(rest):,} chunks of {count} steps" * (whole + bool(rest) > 1)
         words += "".join(f"; projected by {draft.method}, {draft.reason}" for draft in projections[:1])
         notes = list(dict.fromkeys(note for draft in projections for note in draft.notes))
         if self.projecting == ("gemm",):
@@ -256,22 +259,29 @@ class _Layer:
             return 0
         return count * self.geometry.directions * self.gates_per_step * ITEMSIZE[self.computed]
 
-    def _projections(self, taken: int) -> tuple[list[_Chunk], list[Draft]]:
-        """Chunks of as many steps as fit into what is left of the workspace, and the projection of each."""
-        steps, reason = self.geometry.steps, ""
+    def _projections(self, taken: int) -> tuple[int, Callable[[_Chunk], Draft]]:
+        """Steps of a chunk, as many as fit into what is left of the workspace, and the projection of each."""
+        reason = ""
+        if self.geometry.steps > LARGEST_STEP:
+            raise NotApplicable(f"{self.geometry.steps:,} steps; a kernel counts {LARGEST_STEP:,}")
         left = self.problem.limit - taken - 2 * Plan.ALIGNMENT
         for count in self._chunk_lengths():
-            chunks = [_Chunk(first, min(count, steps - first)) for first in range(0, steps, max(1, count))]
             limit = left - self._gates_bytes(count)
             if limit < 0:
                 reason = f"{-limit:,} bytes are lacking"
                 continue
             try:
-                projections = [self._projection(chunk, count, limit) for chunk in chunks]
-                return chunks or [_Chunk(0, 0)], projections or [Draft("", ())]
+                for chunk in self._ends(count):
+                    self._projection(chunk, count, limit)
+                return count, partial(self._projection, stride=count, limit=limit)
             except NotApplicable as refusal:
                 reason = str(refusal)
         raise NotApplicable(f"a step does not fit into {self.problem.limit:,} bytes of workspace: {reason}")
+
+    def _ends(self, count: int) -> list[_Chunk]:
+        """The first chunk, and the last where it has fewer steps."""
+        whole, rest = divmod(self.geometry.steps, max(1, count))
+        return [_Chunk(0, count)] * bool(whole) + [_Chunk(whole * count, rest)] * bool(rest)
 
     def _chunk_lengths(self) -> Iterator[int]:
         """Steps of a chunk that may be tried: all, half of them, and so on to one; all, where that saves no gates."""
@@ -285,6 +295,8 @@ class _Layer:
 
     def _projection(self, chunk: _Chunk, stride: int, limit: int) -> Draft:
         """A chunk's projection, with `stride` steps of gates in each direction, or NotApplicable."""
+        if not chunk.count:
+            return Draft("", ())
         directions = []
         for d in range(self.geometry.directions):
             conv = self._projection_problem(d, chunk, stride, limit)
@@ -397,7 +409,7 @@ class _Layer:
             ("hidden", geometry.hidden),
             ("step", chunk.first),
             ("count", max(chunk.count, 1)),
-            ("first", first),
+            ("first", tuple(first)),
             ("backward", [int(sign < 0) for sign in geometry.signs]),
             ("gates_per_unit", geometry.gates),
             ("is_candidate", int(two_products and (persistent or gates == 1))),

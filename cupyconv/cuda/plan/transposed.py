@@ -8,6 +8,7 @@ products are the result.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
@@ -16,7 +17,7 @@ from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.conv import access_notes, draft_conv, plan_chosen
 from cupyconv.cuda.plan.conversions import check_alignment, converted
 from cupyconv.cuda.plan.direct import TILE
-from cupyconv.cuda.plan.draft import Draft, cheapest, in_sequence
+from cupyconv.cuda.plan.draft import Draft, cheapest, in_rounds, in_sequence
 from cupyconv.cuda.plan.epilogue import activation_launch
 from cupyconv.cuda.plan.gemm import ProductsPlanner
 from cupyconv.cuda.plan.im2col import Chunk, col2im_launch
@@ -36,7 +37,8 @@ from cupyconv.cuda.plan.matrices import (
     MAX_DIMENSION,
     MatrixView,
     as_multiplied,
-    chunks_of,
+    chunk_count,
+    chunk_steps,
     gathered_buffers,
     image_factors,
     place,
@@ -174,15 +176,26 @@ class _GemmPlanner(ProductsPlanner):
         self.samples, self.channels = self._chunk_size()
 
     def draft(self) -> Draft:
-        chunks, ranges = chunks_of(self.geometry, self.samples, self.geometry.pixels), self._channel_ranges()
-        steps = [*self.weight_steps]
-        for chunk in chunks:
+        geometry = self.geometry
+        whole = geometry.in_channels if self.channels >= geometry.group_channels else geometry.group_channels
+        pieces = -(-whole // self.channels)
+
+        def steps_of(chunk: Chunk) -> list[Step]:
             views, launches = place(self.factors, chunk, self.components)
-            steps += launches
-            for channels in ranges:
-                steps += self._steps(chunk, channels, views)
-        count = len(chunks) * len(ranges)
-        cut = f", {count} chunks of {self.samples} samples x {self.channels} channels" if count > 1 else ""
+
+            def channels(first: int, piece: int) -> range:
+                begin = piece * self.channels
+                return range(first * whole + begin, first * whole + min(begin + self.channels, whole))
+
+            def of_whole(first: int) -> list[Step]:
+                steps = in_rounds(pieces - 1, lambda piece: self._steps(chunk, channels(first, piece), views))
+                return [*steps, *self._steps(chunk, channels(first, pieces - 1), views)]
+
+            return [*launches, *in_rounds(geometry.in_channels // whole, of_whole)]
+
+        steps = [*self.weight_steps, *chunk_steps(geometry, self.samples, geometry.pixels, steps_of)]
+        count = chunk_count(geometry, self.samples, geometry.pixels) * pieces * (geometry.in_channels // whole)
+        cut = f", {count:,} chunks of {self.samples} samples x {self.channels} channels" if count > 1 else ""
         return Draft("gemm", tuple(steps), self._workspace(), f"one batched GEMM over samples, then a gather{cut}")
 
     # Workspace.
@@ -204,16 +217,6 @@ class _GemmPlanner(ProductsPlanner):
         if channels >= geometry.group_channels:
             channels -= channels % geometry.group_channels
         return 1, channels
-
-    def _channel_ranges(self) -> list[range]:
-        """The channels of each chunk: whole groups, or part of one."""
-        geometry = self.geometry
-        whole = geometry.in_channels if self.channels >= geometry.group_channels else geometry.group_channels
-        return [
-            range(first + begin, first + min(begin + self.channels, whole))
-            for first in range(0, geometry.in_channels, whole)
-            for begin in range(0, whole, self.channels)
-        ]
 
     def _workspace(self) -> tuple[Buffer, ...]:
         area, rows = self.samples * self.row, self.planes * self.channels * self.geometry.taps
@@ -269,24 +272,28 @@ class _GemmPlanner(ProductsPlanner):
         first_group, last_group = (c // geometry.group_channels for c in (channels.start, channels.stop - 1))
         groups, outputs = last_group - first_group + 1, geometry.group_outputs
         over_groups = samples == 1 and groups > 1 and len(xs) == 1
+        step = min(groups, MAX_BATCH) if over_groups else 1
+
+        def calls_of(plane: int, group: int) -> Iterator[Step]:
+            begin = max(channels.start, group * geometry.group_channels)
+            end = min(channels.stop, (group + 1) * geometry.group_channels)
+            row = (plane * len(channels) + begin - channels.start) * geometry.taps
+            column = (begin - group * geometry.group_channels) * geometry.taps
+            count = (end - begin) * geometry.taps
+            beta = 0
+            for i, x_row, output, rows in segments(self.factors, group * outputs, (group + 1) * outputs):
+                x, weight_row = xs[i], plane * geometry.out_channels + group * outputs + output
+                batch, strides = samples, (0, x.stride, columns.stride)
+                if over_groups:
+                    batch = min(last_group + 1 - group, MAX_BATCH)
+                    strides = (outputs * weight.row_step, outputs * x.row_step, count * columns.row_step)
+                a = weight.matrix(strides[0], weight_row, column, turned=True, conjugated=self.conjugates)
+                b, c = x.matrix(strides[1], x_row), columns.matrix(strides[2], row)
+                dtypes = (self.dtype, self.c_dtype(self.columns_dtype), self.compute)
+                yield GemmCall(count, pixels, rows, a, b, c, batch, *dtypes, beta, "columns")
+                beta = 1
+
         calls: list[Step] = []
         for plane in range(self.planes):
-            for group in range(first_group, last_group + 1, min(groups, MAX_BATCH) if over_groups else 1):
-                begin = max(channels.start, group * geometry.group_channels)
-                end = min(channels.stop, (group + 1) * geometry.group_channels)
-                row = (plane * len(channels) + begin - channels.start) * geometry.taps
-                column = (begin - group * geometry.group_channels) * geometry.taps
-                count = (end - begin) * geometry.taps
-                beta = 0
-                for i, x_row, output, rows in segments(self.factors, group * outputs, (group + 1) * outputs):
-                    x, weight_row = xs[i], plane * geometry.out_channels + group * outputs + output
-                    batch, strides = samples, (0, x.stride, columns.stride)
-                    if over_groups:
-                        batch = min(last_group + 1 - group, MAX_BATCH)
-                        strides = (outputs * weight.row_step, outputs * x.row_step, count * columns.row_step)
-                    a = weight.matrix(strides[0], weight_row, column, turned=True, conjugated=self.conjugates)
-                    b, c = x.matrix(strides[1], x_row), columns.matrix(strides[2], row)
-                    dtypes = (self.dtype, self.c_dtype(self.columns_dtype), self.compute)
-                    calls.append(GemmCall(count, pixels, rows, a, b, c, batch, *dtypes, beta, "columns"))
-                    beta = 1
+            calls += in_rounds(-(-groups // step), lambda i: tuple(calls_of(plane, first_group + i * step)))  # noqa: B023
         return calls

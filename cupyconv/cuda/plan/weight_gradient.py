@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.conv import access_notes, plan_chosen
 from cupyconv.cuda.plan.conversions import check_alignment, converted
-from cupyconv.cuda.plan.draft import Draft, cheapest_of
+from cupyconv.cuda.plan.draft import Draft, cheapest_of, in_rounds
 from cupyconv.cuda.plan.epilogue import Sums, as_line, epilogue_launch
 from cupyconv.cuda.plan.im2col import Chunk
 from cupyconv.cuda.plan.launches import (
@@ -45,7 +45,8 @@ from cupyconv.cuda.plan.matrices import (
     ROW_MULTIPLE,
     Factor,
     MatrixView,
-    chunks_of,
+    chunk_count,
+    chunk_steps,
     column_factor,
     compute_type,
     even_rows,
@@ -213,9 +214,9 @@ class _Planner:
         #: Pixels of a part.
         self.part_length = row_length(-(-length // self.wanted))
         self.parts = -(-length // self.part_length) * (1 if self.is_long else self.samples)
-        self.chunks = chunks_of(geometry, self.samples, self.pixels)
+        self.chunks = chunk_count(geometry, self.samples, self.pixels)
         self.out = self._out_in_place()
-        steps = [step for chunk in self.chunks for step in self._steps(chunk)]
+        steps = chunk_steps(geometry, self.samples, self.pixels, self._steps)
         if self.out is None:
             imaginary = geometry.out_channels * geometry.reduction if self.planes == 2 else 0
             strides = (geometry.reduction, geometry.taps, 1)
@@ -226,8 +227,8 @@ class _Planner:
             f"of {self.part_length} pixels" if self.is_long else f"a sample each and {self.part_length} pixels at most"
         )
         how = f"one batched GEMM on {columns}, {self.parts} part(s) of the sum, {cut}"
-        if len(self.chunks) > 1:
-            how += f", {len(self.chunks)} chunks of {self.samples} x {self.pixels} pixels"
+        if self.chunks > 1:
+            how += f", {self.chunks:,} chunks of {self.samples} x {self.pixels} pixels"
         return Draft("gemm", tuple(steps), self._workspace(), how)
 
     # Where the matrices lie.
@@ -257,7 +258,7 @@ class _Planner:
     def _out_in_place(self) -> MatrixView | None:
         """The result as the one matrix of sums; None where it needs more than one, or a pass of its own."""
         out = self.problem.out
-        if self.parts > 1 or self.planes == 2 or (len(self.chunks) > 1 and self.sums_dtype != out.dtype):
+        if self.parts > 1 or self.planes == 2 or (self.chunks > 1 and self.sums_dtype != out.dtype):
             return None
         view = weight_matrix(out)
         return None if view is None or view.transposed else view
@@ -324,9 +325,9 @@ class _Planner:
         (grad, *xs), steps = place((self.grad, *self.xs), chunk, row=row)
         return [*steps, *self._products(chunk, grad, xs)]
 
-    def _products(self, chunk: Chunk, grad: MatrixView, xs: list[MatrixView]) -> Iterator[GemmCall]:
+    def _products(self, chunk: Chunk, grad: MatrixView, xs: list[MatrixView]) -> Iterator[Step]:
         """The calls that add a chunk to the parts of the sum: those of equal length in one call."""
-        length, beta = self.part_length, int(chunk is not self.chunks[0])
+        length, beta = self.part_length, int((chunk.first_sample, chunk.first_pixel) != (0, 0))
         if self.is_long:
             whole, rest = divmod(chunk.samples * chunk.pixels, length)
             runs = [_Run(0, whole, 0, 0, length, beta), _Run(whole, 1, whole * length, 0, rest, beta)]
@@ -339,7 +340,7 @@ class _Planner:
             if run.count and run.pixels:
                 yield from self._products_of_parts(run, grad, xs)
 
-    def _products_of_parts(self, run: _Run, grad: MatrixView, xs: list[MatrixView]) -> Iterator[GemmCall]:
+    def _products_of_parts(self, run: _Run, grad: MatrixView, xs: list[MatrixView]) -> Iterator[Step]:
         """The calls for a run of parts: batched over them, or over the groups."""
         geometry = self.geometry
         for plane in range(self.planes):
@@ -350,8 +351,10 @@ class _Planner:
                     for group in range(0, geometry.groups, MAX_BATCH):
                         yield from self._calls(grad, xs, plane, group, part, over_groups=True)
             else:
-                for group in range(geometry.groups):
-                    yield from self._calls(grad, xs, plane, group, run)
+                yield from in_rounds(
+                    geometry.groups,
+                    lambda group: tuple(self._calls(grad, xs, plane, group, run)),  # noqa: B023
+                )
 
     def _calls(
         self, grad: MatrixView, xs: list[MatrixView], plane: int, group: int, run: _Run, *, over_groups: bool = False

@@ -7,15 +7,17 @@ structs packed, GEMM arguments listed.  A run looks up where its buffers are and
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
+from operator import mul
+from typing import Any, cast
 
 import numpy as np
 
 from cupyconv.cuda.run.device import Device, GemmArguments
 from cupyconv.cuda.run.parameters import PackedParameters
 from cupyconv.problem.arrays import dtype_from_name, is_complex
-from cupyconv.problem.plan import GemmCall, KernelLaunch, LaunchLoop, Matrix, Plan, Step
+from cupyconv.problem.plan import GemmCall, KernelLaunch, LaunchLoop, Matrix, Plan, Rounds, Step, every_step
 
 #: cudaDataType_t
 _DATA_TYPE = {"float32": 0, "float64": 1, "float16": 2, "complex64": 4, "complex128": 5, "bfloat16": 14}
@@ -38,7 +40,7 @@ class PreparedPlan:
         self._device = device
         #: A buffer's place among the addresses of a run.
         slots: defaultdict[str, int] = defaultdict(lambda: len(slots))
-        self._steps = [_prepared_step(step, slots, device) for step in plan.steps]
+        self._steps = [_prepared_step(step, (), slots, device) for step in plan.steps]
         self._buffers = tuple(slots)
         self._conversions = tuple((c.buffer, dtype_from_name(c.target)) for c in plan.conversions)
         self._workspace = tuple((buffer.name, (buffer.nbytes,)) for buffer in plan.workspace)
@@ -60,12 +62,12 @@ class PreparedPlan:
             arrays = {**arrays, **converted, **workspace}
         addresses = [device.pointer(arrays[name]) or _NOWHERE for name in self._buffers]
         for step in self._steps:
-            step.run(device, addresses)
+            step.run(device, addresses, ())
 
 
 def _why_not_in_a_graph(plan: Plan) -> str:
     """Why a CUDA graph cannot capture a run of this plan; empty where it can."""
-    if any(isinstance(step, GemmCall) for step in plan.steps):
+    if any(isinstance(step, GemmCall) for step in every_step(plan.steps)):
         return "cuBLAS calls cannot be captured in a graph through CuPy: use a method without one"
     if plan.conversions:
         names = ", ".join(conversion.buffer for conversion in plan.conversions)
@@ -75,16 +77,25 @@ def _why_not_in_a_graph(plan: Plan) -> str:
     return ""
 
 
-class _PreparedLaunch:
-    """A kernel launch with its parameter struct packed but for the addresses."""
+#: Of the rounds that a step is in, outermost first: which one it is.
+At = tuple[int, ...]
 
-    def __init__(self, launch: KernelLaunch, slots: Mapping[str, int], device: Device) -> None:
+
+class _PreparedLaunch:
+    """A kernel launch with its parameter struct packed but for the addresses.
+
+    `seconds` are what the launch is in the second round of each of the rounds that it is in, outermost first.
+    """
+
+    def __init__(
+        self, launch: KernelLaunch, seconds: Sequence[KernelLaunch], slots: Mapping[str, int], device: Device
+    ) -> None:
         #: Enqueues the launch, given the `argument` of bound parameters.
         self.enqueue = device.load(launch)
-        self.parameters = PackedParameters(launch, slots, device.argument)
+        self.parameters = PackedParameters(launch, slots, device.argument, seconds)
 
-    def run(self, device: Device, addresses: Sequence[int]) -> None:
-        bound = self.parameters.bind(addresses)
+    def run(self, device: Device, addresses: Sequence[int], at: At) -> None:
+        bound = self.parameters.bind(addresses, at)
         self.enqueue(bound.argument)
         self.parameters.give_back(bound)
 
@@ -92,19 +103,38 @@ class _PreparedLaunch:
 class _PreparedLoop:
     """Launches that are repeated: packed once, bound once a run, and only the counter written between them."""
 
-    def __init__(self, loop: LaunchLoop, slots: Mapping[str, int], device: Device) -> None:
+    def __init__(
+        self, loop: LaunchLoop, seconds: Sequence[LaunchLoop], slots: Mapping[str, int], device: Device
+    ) -> None:
         self._rounds = range(loop.first, loop.first + loop.times)
-        self._launches = [_PreparedLaunch(launch, slots, device) for launch in loop.launches]
+        self._gaps = [second.first - loop.first for second in seconds]
+        each = zip(loop.launches, zip(*(second.launches for second in seconds)) if seconds else repeat(()))
+        self._launches = [_PreparedLaunch(launch, others, slots, device) for launch, others in each]
         self._counters = [(prepared, prepared.parameters.place(loop.counter)) for prepared in self._launches]
 
-    def run(self, device: Device, addresses: Sequence[int]) -> None:
-        bound = [(prepared, prepared.parameters.bind(addresses), place) for prepared, place in self._counters]
+    def run(self, device: Device, addresses: Sequence[int], at: At) -> None:
+        bound = [(prepared, prepared.parameters.bind(addresses, at), place) for prepared, place in self._counters]
+        gone_on = sum(number * gap for number, gap in zip(at, self._gaps))
         for number in self._rounds:
             for prepared, parameters, place in bound:
-                parameters.integers[place] = number
+                parameters.integers[place] = number + gone_on
                 prepared.enqueue(parameters.argument)
         for prepared, parameters, _ in bound:
             prepared.parameters.give_back(parameters)
+
+
+class _PreparedRounds:
+    """Steps that are repeated for one chunk after the other: prepared once, going on with each round."""
+
+    def __init__(self, rounds: Rounds, seconds: Sequence[Rounds], slots: Mapping[str, int], device: Device) -> None:
+        self._numbers = range(rounds.times)
+        others = zip(*(second.first for second in seconds), rounds.second)
+        self._steps = [_prepared_step(step, own, slots, device) for step, own in zip(rounds.first, others)]
+
+    def run(self, device: Device, addresses: Sequence[int], at: At) -> None:
+        for number in self._numbers:
+            for step in self._steps:
+                step.run(device, addresses, (*at, number))
 
 
 class _PreparedGemm:
@@ -117,7 +147,7 @@ class _PreparedGemm:
         row-major  C[m, n] = A[m, k] B[k, n]      is, read by columns,      C'[n, m] = B'[n, k] A'[k, m]
     """
 
-    def __init__(self, call: GemmCall, slots: Mapping[str, int]) -> None:
+    def __init__(self, call: GemmCall, seconds: Sequence[GemmCall], slots: Mapping[str, int]) -> None:
         real = np.float64 if call.compute == "float64" else np.float32
         dtype = np.result_type(real, np.complex64) if is_complex(call.dtype) else np.dtype(real)
         self._scalars = np.array([call.alpha, call.beta], dtype)
@@ -130,27 +160,31 @@ class _PreparedGemm:
             *(alpha + dtype.itemsize, *_described(c, call.c_dtype)),
             *(call.batch, _COMPUTE_TYPE[call.compute]),
         )
-        self._holes = [
-            (GemmArguments._fields.index(name), slots[matrix.at.buffer], matrix.at.offset)
-            for name, matrix in (("a", a), ("b", b), ("c", c))
-        ]
+        self._holes = []
+        for name, operand in (("a", "b"), ("b", "a"), ("c", "c")):
+            address = getattr(call, operand).at
+            gaps = [getattr(second, operand).at.offset - address.offset for second in seconds]
+            self._holes.append((GemmArguments._fields.index(name), slots[address.buffer], address.offset, gaps))
 
-    def run(self, device: Device, addresses: Sequence[int]) -> None:
+    def run(self, device: Device, addresses: Sequence[int], at: At) -> None:
         arguments = list(self._arguments)
-        for place, slot, offset in self._holes:
-            arguments[place] = addresses[slot] + offset
+        for place, slot, offset, gaps in self._holes:
+            arguments[place] = addresses[slot] + offset + sum(map(mul, at, gaps))
         device.gemm_strided_batched(GemmArguments._make(arguments))
 
 
-def _prepared_step(
-    step: Step, slots: Mapping[str, int], device: Device
-) -> _PreparedLaunch | _PreparedLoop | _PreparedGemm:
-    if isinstance(step, KernelLaunch):
-        return _PreparedLaunch(step, slots, device)
-    if isinstance(step, LaunchLoop):
-        return _PreparedLoop(step, slots, device)
-    assert isinstance(step, GemmCall)
-    return _PreparedGemm(step, slots)
+_Prepared = _PreparedLaunch | _PreparedLoop | _PreparedRounds | _PreparedGemm
+_PREPARED: dict[type, Callable[..., _Prepared]] = {
+    KernelLaunch: _PreparedLaunch,
+    LaunchLoop: _PreparedLoop,
+    Rounds: _PreparedRounds,
+}
+
+
+def _prepared_step(step: Step, seconds: Sequence[Step], slots: Mapping[str, int], device: Device) -> _Prepared:
+    if isinstance(step, GemmCall):
+        return _PreparedGemm(step, cast("Sequence[GemmCall]", seconds), slots)
+    return _PREPARED[type(step)](step, seconds, slots, device)
 
 
 def _described(matrix: Matrix, dtype: str) -> tuple[int, int, int, int]:

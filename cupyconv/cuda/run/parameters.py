@@ -7,6 +7,7 @@ A test holds size and every offset against what the compilers say.  A launch's v
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -155,10 +156,17 @@ class PackedParameters:
 
     A launch copies its parameters as it is enqueued, so their memory serves again, but one launch at a time:
     `bind` hands out memory that no other thread has, and `give_back` takes it once the launch is enqueued.
+
+    Of a launch that is repeated, `seconds` are what it is in the second of each of the rounds that it is in: what they
+    have otherwise goes on from round to round.
     """
 
     def __init__(
-        self, launch: KernelLaunch, slots: Mapping[str, int], argument_of: Callable[[np.ndarray], Any]
+        self,
+        launch: KernelLaunch,
+        slots: Mapping[str, int],
+        argument_of: Callable[[np.ndarray], Any],
+        seconds: Sequence[KernelLaunch] = (),
     ) -> None:
         dtype = self._dtype = PARAMETERS[launch.kernel.name]
         assert dtype.names == tuple(name for name, _ in launch.params), f"fields of {launch.kernel.name} disagree"
@@ -170,6 +178,22 @@ class PackedParameters:
         self._template = template.reshape(1).view(np.uint64)
         self._argument_of = argument_of
         self._free: list[BoundParameters] = []
+        #: Words that go on from round to round: their values in the first, and by how much in each of the rounds.
+        self._moving = self._going_on([PackedParameters(second, slots, argument_of) for second in seconds])
+
+    def _going_on(self, seconds: list[PackedParameters]) -> list[tuple[int, int | None, list[int]]]:
+        if not seconds:
+            return []
+        holes = {at for at, _, _ in self._holes}
+        values = [
+            dict(enumerate(each._template.tolist())) | {at: o for at, _, o in each._holes} for each in (self, *seconds)
+        ]
+        moving: list[tuple[int, int | None, list[int]]] = []
+        for at, first in values[0].items():
+            gaps = [each[at] - first for each in values[1:]]
+            if any(gaps):
+                moving.append((at, None if at in holes else first, gaps))
+        return moving
 
     def place(self, field: str) -> int:
         """Where an int32 field is among `BoundParameters.integers`."""
@@ -177,8 +201,8 @@ class PackedParameters:
         assert fields is not None and fields[field][0] == INT32
         return fields[field][1] // 4
 
-    def bind(self, addresses: Sequence[int]) -> BoundParameters:
-        """The struct with the addresses of a run's buffers, by slot, filled in."""
+    def bind(self, addresses: Sequence[int], at: Sequence[int] = ()) -> BoundParameters:
+        """The struct with the addresses of a run's buffers, by slot, filled in, as it is in a round of rounds."""
         try:
             bound = self._free.pop()
         except IndexError:
@@ -186,6 +210,8 @@ class PackedParameters:
         words = bound.words
         for word, slot, offset in self._holes:
             words[word] = addresses[slot] + offset
+        for word, first, gaps in self._moving:
+            words[word] = (words[word] if first is None else first) + sum(map(mul, at, gaps))
         return bound
 
     def give_back(self, bound: BoundParameters) -> None:

@@ -1,0 +1,512 @@
+"""Any call of any public function: what the naive reference computes, or an error that names an argument.
+
+A call that fits together is drawn, and then some of its arguments are replaced: by others that may fit, by arrays of
+another shape, dtype or layout, by things that no call takes.  Whatever the outcome, the arguments are as they were, and a
+refused call has written nothing into `out`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+import reference_gradients
+import reference_recurrent
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import share_of_examples
+
+import cupyconv
+from cupyconv import ConvLayer
+from cupyconv.call.operation import _OPERATIONS
+
+Arguments = dict[str, Any]
+
+#: What is no operation of arrays: printed, looked up, or a result.
+OTHERS = {
+    "ConvGradients",
+    "ConvLayer",
+    "Plan",
+    "RecurrentGradients",
+    "__version__",
+    "clear_caches",
+    "explain",
+    "show_config",
+}
+FUNCTIONS = sorted(set(cupyconv.__all__) - OTHERS - {"vjp"})
+
+# --- arguments that fit together ------------------------------------------------------------------------------------
+
+
+def numbers(random: Random, *shape: int, dtype: Any = np.float64) -> np.ndarray:
+    rng = np.random.default_rng(random.getrandbits(32))
+    values = rng.integers(-2, 3, shape).astype(dtype)
+    return values + 1j * rng.integers(-2, 3, shape).astype(dtype) if np.dtype(dtype).kind == "c" else values
+
+
+def sizes(random: Random, rank: int, least: int, most: int) -> tuple[int, ...]:
+    return tuple(random.randint(least, most) for _ in range(rank))
+
+
+def split(random: Random, x: np.ndarray, axis: int) -> Any:
+    """Sometimes as two arrays that are merged."""
+    if random.random() < 0.7 or x.shape[axis] < 2:
+        return x
+    return np.split(x, [random.randint(1, x.shape[axis] - 1)], axis)
+
+
+def convolution(random: Random) -> Arguments:
+    rank, groups = random.choice((1, 1, 2, 2, 3)), random.choice((1, 1, 2))
+    inputs, outputs, kernel = random.randint(1, 2), random.randint(1, 2), sizes(random, rank, 1, 3)
+    batch = random.choice(((), (1,), (2,)))
+    spatial = tuple(k + random.randint(0, 3) for k in kernel)
+    dtype = random.choice((np.float64, np.float64, np.float32, np.complex128))
+    return {
+        "x": split(random, numbers(random, *batch, groups * inputs, *spatial, dtype=dtype), len(batch)),
+        "weight": numbers(random, groups * outputs, inputs, *kernel, dtype=dtype),
+        "groups": groups,
+        "stride": random.choice((1, 1, sizes(random, rank, 1, 2))),
+        "padding": random.choice((0, 1, "same", "full", tuple((random.randint(0, 1), 1) for _ in range(rank)))),
+        "dilation": 1,
+    }
+
+
+def conv(random: Random) -> Arguments:
+    case = convolution(random)
+    if random.random() < 0.5:
+        case["bias"] = numbers(random, len(case["weight"]), dtype=case["weight"].dtype)
+    if case["weight"].dtype.kind == "f":
+        case["activation"] = random.choice((None, "relu", "tanh", ("clip", -1, 2)))
+    return case
+
+
+def linmerge(random: Random) -> Arguments:
+    shape, channels = (random.randint(1, 2), *sizes(random, random.randint(0, 2), 1, 4)), sizes(random, 2, 1, 3)
+    xs = [numbers(random, shape[0], count, *shape[1:]) for count in channels]
+    return {"xs": xs, "weight": numbers(random, random.randint(1, 3), sum(channels)), "activation": "relu"}
+
+
+def conv_chain(random: Random) -> Arguments:
+    channels, rank = sizes(random, 3, 1, 3), random.choice((1, 2))
+    layers = [
+        ConvLayer(numbers(random, after, before, *(3,) * rank), padding=1, activation=random.choice((None, "relu")))
+        for before, after in pairwise(channels)
+    ]
+    return {"x": numbers(random, 2, channels[0], *sizes(random, rank, 1, 6)), "layers": layers}
+
+
+def conv_transpose(random: Random) -> Arguments:
+    case = convolution(random)
+    groups, kernel = case["groups"], case["weight"].shape[2:]
+    images = case["x"] if isinstance(case["x"], list) else [case["x"]]
+    channels = sum(x.shape[-1 - len(kernel)] for x in images)
+    case["weight"] = numbers(random, channels, random.randint(1, 2), *kernel, dtype=case["weight"].dtype)
+    case |= {"padding": 0, "groups": groups, "output_padding": 0, "stride": random.choice((1, 2))}
+    return case
+
+
+def gradient_of(random: Random) -> tuple[Arguments, np.ndarray]:
+    """The window's settings and arrays of a convolution, and a gradient of its result."""
+    case = convolution(random)
+    if isinstance(case["x"], list):
+        case["x"] = np.concatenate(case["x"], case["x"][0].ndim + 1 - case["weight"].ndim)
+    result = reference.conv(**case)
+    return case, numbers(random, *result.shape, dtype=case["weight"].dtype)
+
+
+def conv_grad_input(random: Random) -> Arguments:
+    case, grad = gradient_of(random)
+    return {"grad": grad, "input_shape": case.pop("x").shape, **case}
+
+
+def conv_grad_weight(random: Random) -> Arguments:
+    case, grad = gradient_of(random)
+    return {"grad": grad, "kernel_shape": case.pop("weight").shape[2:], **case}
+
+
+def im2col(random: Random) -> Arguments:
+    case = convolution(random)
+    return {
+        "x": case["x"],
+        "kernel_shape": case["weight"].shape[2:],
+        "stride": case["stride"],
+        "padding": case["padding"],
+    }
+
+
+def col2im(random: Random) -> Arguments:
+    case = im2col(random)
+    x = case.pop("x")
+    x = x[0] if isinstance(x, list) else x
+    columns = reference.im2col(x, **case)
+    return {"columns": numbers(random, *columns.shape), "spatial_shape": x.shape[-len(case["kernel_shape"]) :], **case}
+
+
+def max_pool(random: Random) -> Arguments:
+    case = im2col(random)
+    real = [x.real.copy() for x in (case["x"] if isinstance(case["x"], list) else [case["x"]])]
+    return case | {"x": real if isinstance(case["x"], list) else real[0], "padding": 0}
+
+
+def avg_pool(random: Random) -> Arguments:
+    return max_pool(random) | {
+        "ceil_mode": random.choice((True, False)),
+        "count_include_pad": random.choice((True, False)),
+    }
+
+
+def recurrent(gates: int, **more: Any) -> Callable[[Random], Arguments]:
+    def draw(random: Random) -> Arguments:
+        steps, batch, inputs, hidden = sizes(random, 4, 1, 4)
+        case = {
+            "x": numbers(random, steps, batch, inputs),
+            "weight_ih": numbers(random, gates * hidden, inputs),
+            "weight_hh": numbers(random, gates * hidden, hidden),
+            **more,
+        }
+        if random.random() < 0.5:
+            case["bias_ih"] = numbers(random, gates * hidden)
+        if random.random() < 0.5:
+            case["h0"] = numbers(random, 1, batch, hidden)
+        if random.random() < 0.3:
+            case["lengths"] = [random.randint(0, steps) for _ in range(batch)]
+        return case
+
+    return draw
+
+
+def step(gates: int) -> Callable[[Random], Arguments]:
+    def draw(random: Random) -> Arguments:
+        batch, inputs, hidden = sizes(random, 3, 1, 4)
+        states = {"h": numbers(random, batch, hidden)} | ({"c": numbers(random, batch, hidden)} if gates == 4 else {})
+        weights = numbers(random, gates * hidden, inputs), numbers(random, gates * hidden, hidden)
+        return {"x": numbers(random, batch, inputs), **states, "weight_ih": weights[0], "weight_hh": weights[1]}
+
+    return draw
+
+
+def fold_batchnorm(random: Random) -> Arguments:
+    outputs = random.randint(1, 3)
+    statistics = {"mean": numbers(random, outputs), "var": numbers(random, outputs) ** 2}
+    return {
+        "weight": numbers(random, outputs, 2, 3),
+        "bias": random.choice((None, numbers(random, outputs))),
+        **statistics,
+    }
+
+
+def onnx_padding(random: Random) -> Arguments:
+    return {"pads": random.choice((None, [1, 2], (0, 1, 2, 3))), "auto_pad": "NOTSET"}
+
+
+def from_onnx_weights(random: Random) -> Arguments:
+    op, gates = random.choice((("RNN", 1), ("LSTM", 4), ("GRU", 3)))
+    hidden = random.randint(1, 3)
+    return {"op": op, "W": numbers(random, 1, gates * hidden, 2), "R": numbers(random, 1, gates * hidden, hidden)}
+
+
+def options(random: Random) -> Arguments:
+    return {"workspace_limit": random.choice((None, 1000)), "threads": random.choice((None, 2)), "allow_tf32": False}
+
+
+FITTING: dict[str, Callable[[Random], Arguments]] = {
+    "avg_pool": avg_pool, "col2im": col2im, "conv": conv, "conv_chain": conv_chain, "conv_grad_input": conv_grad_input,
+    "conv_grad_weight": conv_grad_weight, "conv_transpose": conv_transpose, "fold_batchnorm": fold_batchnorm,
+    "from_onnx_weights": from_onnx_weights, "gru": recurrent(3), "gru_step": step(3), "im2col": im2col,
+    "linmerge": linmerge, "lstm": recurrent(4), "lstm_step": step(4), "max_pool": max_pool,
+    "onnx_padding": onnx_padding, "options": options, "rnn": recurrent(1), "rnn_step": step(1),
+}  # fmt: skip
+
+# --- arguments that may not ------------------------------------------------------------------------------------------
+
+#: Of every parameter, values that some call takes.
+PLAUSIBLE: dict[str, tuple[Any, ...]] = {
+    "stride": (1, 2, (2,), (1, 2), [2, 1], np.int64(2)),
+    "padding": (0, 1, 2, "same", "same_lower", "valid", "full", "causal", ((1, 0),), ((0, 1), (2, 0)), (1,), (1, 2)),
+    "padding_mode": ("constant", "reflect", "symmetric", "edge", "wrap"),
+    "dilation": (1, 2, (2,), (1, 2)),
+    "groups": (1, 2, 3),
+    "activation": (None, "relu", "leaky_relu", ("leaky_relu", 0.25), ("clip", -1, 1), "elu", "softplus", "sigmoid"),
+    "activations": (("sigmoid", "tanh"), ("sigmoid", "tanh", "tanh"), ("relu", "relu"), ["tanh", "tanh", "relu"]),
+    "method": ("auto", "direct", "gemm", "implicit_gemm", "winograd", "step", "persistent"),
+    "prologue": (None, (None, None, "relu"), (np.ones(2), np.ones(2), None), (np.ones(1), None, "relu")),
+    "kernel_shape": (1, 2, (2,), (1, 2), (2, 1)),
+    "input_shape": ((1, 2, 5), (2, 5), [(1, 1, 4), (1, 1, 4)]),
+    "spatial_shape": (4, (4,), (4, 3)),
+    "output_shape": (None, 5, (5,), (6, 5)),
+    "output_padding": (0, 1, (1,), (0, 1)),
+    "direction": ("forward", "reverse", "bidirectional"),
+    "lengths": (None, [1], [1, 1], np.array([1, 0]), [2, 1, 1]),
+    "linear_before_reset": (True, False),
+    "input_forget": (True, False),
+    "clip": (None, 0.5, 1),
+    "ceil_mode": (True, False),
+    "return_indices": (True, False),
+    "count_include_pad": (True, False),
+    "fuse": ("auto", True, False),
+    "eps": (1e-5, 0, 1.0),
+    "transposed": (True, False),
+    "auto_pad": ("NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID"),
+    "pads": (None, [0, 0], [1, 1, 1, 1]),
+    "op": ("RNN", "LSTM", "GRU"),
+    "workspace_limit": (None, 0, 10**9),
+    "threads": (None, 1, 4),
+    "allow_tf32": (True, False),
+    "allow_winograd": (True, False),
+    "layers": ([], [ConvLayer(np.ones((1, 1, 3)))], (ConvLayer(np.ones((2, 2, 1)), np.ones(2)),)),
+}
+#: Those that are arrays, or lists of some.
+ARRAYS = {
+    "x", "xs", "weight", "bias", "residual", "out", "grad", "columns", "weight_ih", "weight_hh", "bias_ih", "bias_hh",
+    "h", "c", "h0", "c0", "peephole", "mean", "var", "gamma", "beta", "W", "R", "B", "P",
+}  # fmt: skip
+#: What no parameter takes, or few.
+STRANGE: tuple[Any, ...] = (
+    None, True, -1, 0, 7, 2**62, 1.5, np.nan, "", "nothing", b"same", (), (1,) * 9, [[1, 2], [3]], ((1, 2, 3),), {}, {1: 2},
+    object(), len, np.float64(2), np.array(2), np.array([1, 2]), [None], (None, None, None), range(2), np.ma.ones((1, 2, 3)),
+ "relu", ("relu", 1), ("clip", 3, 1), ("clip", "a", None), [np.ones((1, 1, 3)), None],
+)  # fmt: skip
+
+
+def other_array(random: Random, value: Any) -> Any:
+    """An array near the one given."""
+    if isinstance(value, (list, tuple)) and value and random.random() < 0.8:
+        changed = list(value)
+        place = random.randrange(len(changed))
+        changed[place] = other_array(random, changed[place])
+        return changed
+    if not isinstance(value, np.ndarray) or random.random() < 0.1:
+        shape = sizes(random, random.randint(0, 5), 0, 3)
+        return numbers(random, *shape, dtype=random.choice((np.float64, np.float32, np.complex64, np.float16)))
+    kind = random.randrange(10)
+    axis = random.randrange(value.ndim) if value.ndim else 0
+    if kind == 0:
+        return value[..., None]
+    if kind == 1:
+        return value[0] if value.ndim and len(value) else value
+    if kind == 2:
+        return np.concatenate([value, value], axis) if value.ndim else value
+    if kind == 3:
+        return value.real.astype(random.choice((np.float16, np.float32, np.complex64, np.int32, bool, object, "S3")))
+    if kind == 4:
+        return np.moveaxis(np.moveaxis(value, axis, 0)[::-1], 0, axis) if value.ndim else value
+    if kind == 5:
+        return value.swapaxes(0, -1) if value.ndim else value
+    if kind == 6:
+        return np.take(value, range(0), axis) if value.ndim else value
+    if kind == 7:
+        return np.broadcast_to(value.ravel()[:1].reshape((1,) * value.ndim), value.shape) if value.size else value
+    if kind == 8:
+        return value.astype(value.dtype.newbyteorder())
+    return value.tolist()
+
+
+def replaced(random: Random, name: str, value: Any) -> Any:
+    if random.random() < 0.3:
+        return random.choice(STRANGE)
+    return other_array(random, value) if name in ARRAYS else random.choice(PLAUSIBLE[name])
+
+
+def any_call(random: Random, name: str) -> Arguments:
+    """Arguments of a function: some that fit together, of which none, one or two are replaced."""
+    arguments = FITTING[name](random)
+    if name in WITH_OUT and random.random() < 0.3:
+        arguments["out"] = like(run(name, arguments))
+    for parameter in random.sample(sorted(parameters_of(name)), random.choice((0, 1, 1, 2))):
+        arguments[parameter] = replaced(random, parameter, arguments.get(parameter))
+    return arguments
+
+
+def like(result: Any) -> Any:
+    """Memory for a result."""
+    return [like(one) for one in result] if isinstance(result, (list, tuple)) else np.full_like(result, 77)
+
+
+def parameters_of(name: str) -> list[str]:
+    return list(inspect.signature(getattr(cupyconv, name)).parameters)
+
+
+# --- what they compute -------------------------------------------------------------------------------------------------
+
+#: Parameters that say how, and not what.
+HOW = {"method", "out", "fuse", "return_indices"}
+
+
+def chained(x: Any, layers: Any) -> np.ndarray:
+    for layer in layers:
+        known = inspect.signature(reference.conv).parameters
+        settings = {
+            name: getattr(layer, name) for name in parameters_of("ConvLayer") if name in known and name != "weight"
+        }
+        x = reference.conv(x, layer.weight, **settings)
+    return x
+
+
+def of_cell(cell: str) -> Callable[..., Any]:
+    def sequence(**arguments: Any) -> Any:
+        if "activation" in arguments:
+            arguments["activations"] = (arguments.pop("activation"),)
+        return reference_recurrent.recurrent(cell, **arguments)[0]
+
+    return sequence
+
+
+REFERENCES: dict[str, Callable[..., Any]] = {
+    "col2im": reference.col2im, "conv": reference.conv, "conv_chain": chained, "fold_batchnorm": reference.fold_batchnorm,
+    "conv_grad_input": reference_gradients.conv_grad_input, "conv_grad_weight": reference_gradients.conv_grad_weight,
+    "conv_transpose": reference_gradients.conv_transpose, "im2col": reference.im2col, "linmerge": reference.linmerge,
+    "max_pool": reference_gradients.max_pool, "avg_pool": reference_gradients.avg_pool, "onnx_padding": reference.onnx_padding,
+    "rnn": of_cell("rnn"), "lstm": of_cell("lstm"), "gru": of_cell("gru"),
+}  # fmt: skip
+
+
+def plain(value: Any) -> Any:
+    """Numbers of NumPy, and True for 1, which are as good as Python's, as these."""
+    if isinstance(value, bool):
+        return int(value)
+    return (
+        value.item() if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and not value.ndim) else value
+    )
+
+
+def rank_of(known: Arguments) -> int:
+    """Spatial axes, where the kernel's shape does not say it."""
+    if "columns" in known:
+        return len(known["spatial_shape"])
+    x = known["x"][0] if isinstance(known["x"], (list, tuple)) else known["x"]
+    if "grad" in known:
+        return x.ndim - 2 if known["grad"].ndim == x.ndim and x.shape[0] == known["grad"].shape[0] else x.ndim - 1
+    return x.ndim - 2
+
+
+def expected_of(name: str, arguments: Arguments) -> Any:
+    """What the reference computes; None where it has no such thing."""
+    if name not in REFERENCES or arguments.get("prologue") is not None:
+        return None
+    known = {key: plain(value) for key, value in arguments.items() if key not in HOW | {"prologue"}}
+    if isinstance(known.get("spatial_shape"), int):
+        rank = len(known["kernel_shape"]) if isinstance(known["kernel_shape"], (tuple, list)) else 1
+        known["spatial_shape"] = (known["spatial_shape"],) * rank
+    if isinstance(known.get("kernel_shape"), int):
+        known["kernel_shape"] = (known["kernel_shape"],) * rank_of(known)
+    with np.errstate(all="ignore"):
+        return REFERENCES[name](**known)
+
+
+def assert_as_expected(actual: Any, expected: Any) -> None:
+    if isinstance(expected, (list, tuple)) and not isinstance(actual, np.ndarray):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected):
+            assert_as_expected(one, other)
+    elif isinstance(actual, np.ndarray):
+        expected = np.asarray(expected)
+        assert actual.shape == expected.shape
+        digits = {"float16": 2e-2, "float32": 1e-4, "complex64": 1e-4}.get(actual.dtype.name, 1e-9)
+        with np.errstate(all="ignore"):
+            np.testing.assert_allclose(actual.astype(complex), expected.astype(complex), rtol=digits, atol=8 * digits)
+    else:
+        assert actual == expected
+
+
+#: Functions whose `out` is one array or a list of some, as their result is.
+WITH_OUT = {name for name in FUNCTIONS if "out" in parameters_of(name)} - {"rnn", "lstm", "gru"}
+#: Functions that `vjp` takes.
+DIFFERENTIABLE = ("conv", "linmerge", "conv_transpose", "max_pool", "avg_pool", "rnn", "lstm", "gru")
+
+# --- what is true of every call -------------------------------------------------------------------------------------
+
+#: Other words for arguments: what a message may say in place of a name.
+SPOKEN = {"scale", "shift", "inputs", "input", "kernel", "channels", "method", "arrays", "layer", "workspace", "dtype"}
+
+
+def held(value: Any) -> Any:
+    """What must not change: the bytes of all arrays."""
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.shape, value.tobytes() if value.dtype != object else repr(value)
+    if isinstance(value, ConvLayer):
+        return held(vars(value))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(held, value))
+    return tuple(map(held, value.values())) if isinstance(value, dict) else repr(value)
+
+
+def test_every_parameter_of_every_function_is_tried():
+    assert set(FITTING) == set(FUNCTIONS)
+    known = set(PLAUSIBLE) | ARRAYS
+    assert {parameter for name in FUNCTIONS for parameter in parameters_of(name)} <= known
+
+
+def run(name: str, arguments: Arguments) -> Any:
+    function = getattr(cupyconv, name)
+    result = function(**arguments)
+    if name == "options":
+        with result:
+            return None
+    return result[0] if name in ("rnn", "lstm", "gru") or arguments.get("return_indices") is True else result
+
+
+def refused(name: str, call: Callable[[], Any]) -> str | None:
+    """What an error says that names an argument; None where there is none."""
+    try:
+        call()
+    except (TypeError, ValueError) as refusal:
+        words = set(re.findall(r"\w+", str(refusal)))
+        assert words & ({*parameters_of(name), *parameters_of("ConvLayer")} | SPOKEN), f"names no argument: {refusal}"
+        return str(refusal)
+    return None
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@share_of_examples(0.2)
+@given(st.randoms(use_true_random=False))
+def test_any_call(name, random):
+    """Equal to the reference, or refused with the name of an argument; `explain` explains or refuses the same."""
+    arguments = any_call(random, name)
+    before, inputs = held(arguments), {key: value for key, value in arguments.items() if key != "out"}
+    inputs_before, results = held(inputs), []
+    refusal = refused(name, lambda: results.append(run(name, arguments)))
+    assert held(inputs) == inputs_before, "an argument has changed"
+    if name in {function.__name__ for function in _OPERATIONS}:
+        explained = refused(name, lambda: cupyconv.explain(getattr(cupyconv, name), **arguments))
+        assert (explained is None) == (refusal is None), (explained, refusal)
+    if refusal is not None:
+        assert held(arguments) == before, "a refused call has written something"
+        return
+    (actual,), expected = results, expected_of(name, arguments)
+    if expected is not None:
+        assert_as_expected(actual, expected)
+        if arguments.get("out") is not None and name in WITH_OUT:
+            assert_as_expected(arguments["out"], expected)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@share_of_examples(0.2)
+@given(st.randoms(use_true_random=False))
+def test_any_gradient(name, random):
+    """`vjp` computes what the function does, or is refused; gradients look like their arguments."""
+    arguments = {key: value for key, value in any_call(random, name).items() if key not in ("method", "out")}
+    before, results = held(arguments), []
+    function = getattr(cupyconv, name)
+    if refused(name, lambda: results.append(cupyconv.vjp(function, **arguments))) is not None:
+        assert held(arguments) == before
+        return
+    (value, pullback), forward = results[0], run(name, arguments)
+    y = value[0] if name in ("rnn", "lstm", "gru") or arguments.get("return_indices") is True else value
+    assert_as_expected(y, forward)
+    gradients = pullback(like(y))
+    for field, gradient in gradients._asdict().items():
+        argument = arguments.get("xs" if (name, field) == ("linmerge", "x") else field)
+        if gradient is None or argument is None:
+            continue
+        many = isinstance(argument, (list, tuple))
+        assert isinstance(gradient, list) == many
+        for one, other in zip(gradient, argument) if many else ((gradient, argument),):
+            assert one.shape == other.shape and one.dtype.name == other.dtype.name
+    assert held(arguments) == before, "an argument has changed"

@@ -1,0 +1,95 @@
+"""What the README says one can rely on, each sentence that no other file of tests holds."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyconv
+from cupyconv.numpy.convolution import ConvRun
+from cupyconv.problem import kept
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((16, 8, 40, 40)).astype(np.float32)
+WEIGHT = RNG.standard_normal((8, 8, 5, 5)).astype(np.float32)
+GRAD = RNG.standard_normal((16, 8, 36, 36)).astype(np.float32)
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_call_that_ends_while_it_runs(interruption, threads, monkeypatch):
+    """`out` is half written; arguments are as they were, and the next call is as any other."""
+    expected, inputs = cupyconv.conv(X, WEIGHT, activation="relu"), (X.copy(), WEIGHT.copy())
+    out, store, lock, calls = np.full_like(expected, 7), ConvRun.store, threading.Lock(), []
+
+    def interrupted(self: ConvRun, block: Any, sums: np.ndarray) -> None:
+        with lock:
+            calls.append(block)
+            if len(calls) > 1:
+                raise interruption
+        store(self, block, sums)
+
+    with monkeypatch.context() as patched, cupyconv.options(threads=threads, workspace_limit=1 << 20):
+        patched.setattr(ConvRun, "store", interrupted)
+        with pytest.raises(interruption):
+            cupyconv.conv(X, WEIGHT, activation="relu", out=out)
+    assert (out == 7).any() and (out != 7).any()
+    np.testing.assert_array_equal(X, inputs[0])
+    np.testing.assert_array_equal(WEIGHT, inputs[1])
+    np.testing.assert_array_equal(cupyconv.conv(X, WEIGHT, activation="relu"), expected)
+
+
+CALLS: dict[str, Callable[[], np.ndarray]] = {
+    "conv": lambda: cupyconv.conv(X, WEIGHT),
+    "transposed": lambda: cupyconv.conv_transpose(X, WEIGHT, stride=2),
+    "weight gradient": lambda: cupyconv.conv_grad_weight(GRAD, X, (5, 5)),
+    "lstm": lambda: cupyconv.lstm(X[:, :, 0], np.tile(WEIGHT[0, :4, 0], (8, 8)), WEIGHT[:, :, 0, 0].repeat(4, 0))[0],
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_same_call_gives_the_same_bits(name, threads):
+    with cupyconv.options(threads=threads):
+        first = CALLS[name]()
+        for _ in range(3):
+            cupyconv.clear_caches()
+            np.testing.assert_array_equal(CALLS[name]().view(np.uint32), first.view(np.uint32))
+    np.testing.assert_allclose(first, CALLS[name](), rtol=1e-3, atol=1e-3)
+
+
+def test_explain_is_a_guard_against_shapes_from_strangers():
+    """Of a call that would take petabytes; nothing of it is allocated."""
+    x = np.broadcast_to(np.float32(0), (1, 1000, 10**6, 10**6))
+    plan = cupyconv.explain(cupyconv.conv, x, np.zeros((1000, 1000, 3, 3), np.float32), padding=1)
+    assert plan.flops == 2 * 1000 * 1000 * 9 * 10**12
+    assert "(1, 1000, 1000000, 1000000)" in plan.result and plan.workspace_bytes <= 16 << 20
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_child_of_a_fork_while_another_thread_keeps_something():
+    """It would wait for a lock whose holder is not there."""
+    taken, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with kept._lock:
+            taken.set()
+            done.wait(20)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    taken.wait(20)
+    with warnings.catch_warnings(action="ignore"):
+        child = os.fork()
+    if child == 0:
+        cupyconv.conv(np.ones((1, 1, 9)), np.ones((1, 1, 3)))
+        os._exit(0)
+    done.set()
+    holder.join()
+    assert os.waitpid(child, 0)[1] == 0
