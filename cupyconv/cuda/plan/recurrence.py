@@ -172,7 +172,7 @@ class _Layer:
             steps += projection.steps
             launches = self._launches(method, tile, grid, chunk, chunks[0].count)
             if persistent:
-                steps += [_zeros(workspace[-1]), *launches]
+                steps += [counters_from_zero(workspace[-1]), *launches]
             else:
                 steps.append(LaunchLoop(launches, max(chunk.count, 1), "step", chunk.first))
         shared = max((buffer.nbytes for draft in projections for buffer in draft.workspace), default=0)
@@ -204,7 +204,7 @@ class _Layer:
     def _persistent_tile(self) -> tuple[Tile, tuple[int, int, int], str]:
         """The quickest tile whose blocks fit on the GPU all at once, one per multiprocessor."""
         gpu, geometry = self.gpu, self.geometry
-        room = gpu.multiprocessors if gpu.room is None else gpu.room
+        room = room_for_waiting(gpu)
         there_is = f"there are {room} multiprocessors" if gpu.room is None else f"there is room for {room}"
         fitting, reasons = [], []
         for tile in recurrent_tiles(self.dtype, True, gpu, self.problem.allow_tf32):
@@ -439,6 +439,11 @@ def _strided(operand: Operand | None) -> tuple[Any, ...]:
     return address(operand), operand.strides[0], across, operand.strides[-1]
 
 
+def room_for_waiting(gpu: GpuModel) -> int:
+    """Blocks that may wait for each other: one per multiprocessor, or what a device turned out to have room for."""
+    return gpu.multiprocessors if gpu.room is None else gpu.room
+
+
 def gate_activations(geometry: RecurrentGeometry) -> tuple[tuple[float, float, int], ...]:
     """The C++ struct GateActivation, three times for each direction."""
     each = [activation for group in geometry.activations for activation in (*group, IDENTITY, IDENTITY)[:3]]
@@ -459,7 +464,7 @@ def _as_projection(step: Step) -> Step:
     return step
 
 
-def _zeros(buffer: Buffer) -> KernelLaunch:
+def counters_from_zero(buffer: Buffer) -> KernelLaunch:
     """Counters begin at 0, whose bits are those of the number 0."""
     count = buffer.nbytes // ITEMSIZE["float32"]
     counters = Operand(buffer.name, "float32", (1, count, 1, 1, 1), (0, 1, 0, 0, 0))
