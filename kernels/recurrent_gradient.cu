@@ -17,6 +17,9 @@
 //                   FIRST_STEP    LATER_STEP             HAND_ON: the product alone; what it leaves in `carried` is the
 //                                                        initial state's gradient, or where the next run begins
 //
+// Or one launch does what all of these do, its blocks all on the GPU at once: those of the same samples wait for each
+// other (grid_barrier.cuh), since the product needs the gates of all units; the rest is every thread's own.
+//
 // Steps beyond a sample's length leave its state's gradient as it is, and zeros for their gates, whatever was kept.
 //
 //     rnn     da = dh f'
@@ -28,11 +31,12 @@
 //
 // The sums over samples for the biases and peepholes are begun here, each block's over its own samples, step by step.
 //
-// Bound by memory (weight_hh, from the L2 cache) or launches.
+// Bound by memory (weight_hh and the gates, from the L2 cache), by launches or by waiting.
 // Floor: weight_hh and what is kept of a step once over the bandwidth.
 //
 // -D: DTYPE (type of arguments and of y; what is kept, and gradients of states and gates, are in its accumulator's),
 //     CELL (RNN, LSTM or GRU)
+#include "grid_barrier.cuh"
 #include "recurrent_cell.cuh"
 #include "tensor_core.cuh"
 
@@ -64,6 +68,7 @@ struct RecurrentGradientParams {
     int begins;           // no run comes before in these directions: sums over samples begin with this one
     int sum_rows;         // of `sums`
     int steps_done;       // of the run
+    unsigned* counters;   // of one launch that does what all of a run do; else null
 };
 
 // What a launch does, as drawn above.  FIRST_STEP has no product; that of RESET is with n of the same step.
@@ -129,6 +134,7 @@ constexpr int DEPTH = 256 / sizeof(A), SHARE = DEPTH / WARPS;  // of K at a time
 constexpr int ROWS = 2, COLUMNS = 4;                            // of the tile, of one lane: 8 x 4 lanes
 constexpr int LEFT_CHUNK = 16 / sizeof(A), WEIGHT_CHUNK = 16 / sizeof(T);
 constexpr int LEFT_PITCH = DEPTH + LEFT_CHUNK;
+constexpr int APART = 32;  // counters, so that each has a line of its own
 constexpr int STAGES = 4;  // DEPTHs on their way or in use
 constexpr int GATES = CELL == LSTM ? 4 : CELL == GRU ? 3 : 1;
 constexpr int MOST_ROWS = CELL == LSTM ? 7 : CELL == GRU ? 4 : 1;  // of sums
@@ -287,8 +293,15 @@ struct Place {
 
 // What a step needs beside the state's gradient, loaded before the product is waited for.
 struct Kept {
+    A dh, dc;  // what has come through the steps done, the product aside
     A gate[GATES], beside, h_before, c_before, grad_y;
 
+    __device__ __forceinline__ void load_state(const Place& at, int steps_done) {
+        const void* const h = steps_done ? at.p.carried_h : at.p.begin_h;
+        const void* const c = steps_done ? at.p.carried_c : at.p.begin_c;
+        dh = h ? *read(h, at.state) : A(0);
+        if (CELL == LSTM) dc = c ? *read(c, at.state) : A(0);
+    }
     __device__ __forceinline__ void load(const Place& at) {
 #pragma unroll
         for (int g = 0; g < GATES; ++g) gate[g] = at.gate(g);
@@ -312,7 +325,7 @@ __device__ __forceinline__ A back_through_lstm(const Place& at, const Kept& kept
     const A c = kept.beside, c_before = kept.c_before;
     A* const carried_c = write(p.carried_c, at.state);
     const T* const peephole = p.peephole ? stored(p.peephole, (long long)at.d * 3 * p.hidden + at.j) : nullptr;
-    A dc = *carried_c;
+    A dc = kept.dc;
     const Activated<A> i = f.gate(kept.gate[0]), g = f.candidate(kept.gate[2]), o = f.gate(kept.gate[3]);
     const Activated<A> act_c = f.output(c);
     sums[3] = *at.dgate(3) = dh * act_c.value * o.slope;
@@ -364,9 +377,9 @@ __device__ __forceinline__ void back_through_reset(const Place& at, F f, A produ
 
 // ---- a launch ------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ LaunchKind kind_of(const RecurrentGradientParams& p) {
-    if (CELL == GRU && p.is_reset) return RESET;
-    return p.steps_done == p.count ? HAND_ON : p.steps_done == 0 ? FIRST_STEP : LATER_STEP;
+__device__ __forceinline__ LaunchKind kind_of(const RecurrentGradientParams& p, int steps_done, bool is_reset) {
+    if (CELL == GRU && is_reset) return RESET;
+    return steps_done == p.count ? HAND_ON : steps_done == 0 ? FIRST_STEP : LATER_STEP;
 }
 
 // The product with the gates of a step; `row` is the first of its rows in the run.
@@ -389,17 +402,6 @@ __device__ __forceinline__ Factors product_of(
     return f;
 }
 
-// The gradient of the state after this step, of the product what reached the sample.
-__device__ __forceinline__ A state_gradient(const Place& at, long long t_before, const Shared& shared) {
-    const RecurrentGradientParams& p = at.p;
-    const void* const begun = p.steps_done ? p.carried_h : p.begin_h;
-    A dh = begun ? *read(begun, at.state) : A(0);
-    if (p.steps_done > 0 && t_before < at.length) dh += product_at(shared);
-    if (CELL == LSTM && p.steps_done == 0)
-        *write(p.carried_c, at.state) = p.begin_c ? *read(p.begin_c, at.state) : A(0);
-    return dh;
-}
-
 // The gates of a step that the sample has; what goes on to the state before is returned, the product aside.
 template <class F>
 __device__ __forceinline__ A back_through_step(const Place& at, const Kept& kept, F f, A dh, A (&sums)[MOST_ROWS]) {
@@ -419,10 +421,10 @@ __device__ __forceinline__ void skip_step(const Place& at) {
 }
 
 // Add each row of `sums` over the tile's samples, one after the other, to what the steps before have left; or begin.
+// The block has met since the product was read.
 __device__ __forceinline__ void add_over_samples(
     const RecurrentGradientParams& p, long long first_row, int rows, bool begins, int j_tile,
     const A (&sums)[MOST_ROWS], Shared& shared) {
-    __syncthreads();  // the product has been read
 #pragma unroll
     for (int row = 0; row < MOST_ROWS; ++row) shared.sums[row * BLOCK + threadIdx.x] = sums[row];
     __syncthreads();
@@ -436,18 +438,17 @@ __device__ __forceinline__ void add_over_samples(
     *to = sum;
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, sizeof(A) == 4 ? 2 : 1) recurrent_gradient(
-    const __grid_constant__ RecurrentGradientParams params) {
-    SHARED_ARRAY(Shared, shared, 1);
-    const RecurrentGradientParams& p = params;
-    const LaunchKind kind = kind_of(p);
-    if (kind == RESET && p.steps_done == p.count) return;  // no step is left to reset
+// What one launch does of those drawn above; or, of a launch that does all, one of its turns.
+__device__ __forceinline__ void take_turn(
+    const RecurrentGradientParams& p, Shared& shared, int steps_done, bool is_reset, unsigned& arrivals) {
+    const LaunchKind kind = kind_of(p, steps_done, is_reset);
+    if (kind == RESET && steps_done == p.count) return;  // no step is left to reset
 
     const int tiles_j = (p.hidden + TILE - 1) / TILE, slot = blockIdx.y, d = p.first_direction + slot;
     const int tile_n = blockIdx.x / tiles_j, j_tile = blockIdx.x % tiles_j * TILE;
     const long long n_tile = (long long)tile_n * TILE;
     // Within the run: this step, and the one that came before it.
-    const long long step = p.sign[d] > 0 ? p.count - 1 - p.steps_done : p.steps_done, before = step + p.sign[d];
+    const long long step = p.sign[d] > 0 ? p.count - 1 - steps_done : steps_done, before = step + p.sign[d];
 
     const int j = j_tile + threadIdx.x % TILE;
     const long long n = n_tile + threadIdx.x / TILE, t = p.first[d] + step;
@@ -457,24 +458,30 @@ extern "C" __global__ void __launch_bounds__(BLOCK, sizeof(A) == 4 ? 2 : 1) recu
                       ((long long)d * p.steps + t) * p.batch + n, (slot * p.count + step) * p.batch + n};
     const bool takes_step = inside && kind != RESET && kind != HAND_ON && at.reached();
     Kept kept;
+    if (inside && kind != RESET) kept.load_state(at, steps_done);
     if (takes_step) kept.load(at);
 
-    if (kind == RESET || p.steps_done > 0) {
+    unsigned* const counter = p.counters ? p.counters + (long long)(slot * (gridDim.x / tiles_j) + tile_n) * APART : nullptr;
+    if (kind == RESET || steps_done > 0) {
+        if (counter) await(counter, arrivals);
         const long long row = (slot * p.count + (kind == RESET ? step : before)) * p.batch;
-        multiply(product_of(kind, p, d, row), n_tile, j_tile, *shared);
+        multiply(product_of(kind, p, d, row), n_tile, j_tile, shared);
     }
 
     A sums[MOST_ROWS] = {};
     const auto finish = [&](auto gates) {
         if (kind == RESET) {
-            if (at.reached()) back_through_reset(at, gates, product_at(*shared), sums);
+            if (at.reached()) back_through_reset(at, gates, product_at(shared), sums);
             return;
         }
-        A dh = state_gradient(at, p.first[d] + before, *shared);
-        if (takes_step)
+        A dh = kept.dh;
+        if (steps_done > 0 && p.first[d] + before < at.length) dh += product_at(shared);
+        if (takes_step) {
             dh = back_through_step(at, kept, gates, dh, sums);
-        else if (kind != HAND_ON)
-            skip_step(at);
+        } else {
+            if (kind != HAND_ON) skip_step(at);
+            if (CELL == LSTM && steps_done == 0) *write(p.carried_c, at.state) = kept.dc;
+        }
         *write(p.carried_h, at.state) = dh;
     };
     if (inside) {
@@ -484,6 +491,21 @@ extern "C" __global__ void __launch_bounds__(BLOCK, sizeof(A) == 4 ? 2 : 1) recu
             finish(GivenSlopes{p, d});
     }
     if (kind == HAND_ON) return;
+    if (counter)
+        arrive(counter);
+    else
+        __syncthreads();
+    arrivals += tiles_j;
     const long long first_row = ((long long)tile_n * p.directions + d) * p.sum_rows;
-    add_over_samples(p, first_row, kind == RESET ? 1 : p.sum_rows, p.begins && kind == FIRST_STEP, j_tile, sums, *shared);
+    add_over_samples(p, first_row, kind == RESET ? 1 : p.sum_rows, p.begins && kind == FIRST_STEP, j_tile, sums, shared);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK, sizeof(A) == 4 ? 2 : 1) recurrent_gradient(
+    const __grid_constant__ RecurrentGradientParams params) {
+    SHARED_ARRAY(Shared, shared, 1);
+    const bool all = params.counters;
+    unsigned arrivals = 0;  // at each counter
+    for (int steps_done = params.steps_done; steps_done <= (all ? params.count : params.steps_done); ++steps_done)
+        for (int turn = params.is_reset; turn <= (all ? params.reset_first : params.is_reset); ++turn)
+            take_turn(params, *shared, steps_done, turn, arrivals);
 }

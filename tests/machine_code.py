@@ -38,6 +38,7 @@ import numpy as np
 
 import cupyconv
 from cupyconv.cuda.plan.occupancy import blocks_that_fit
+from cupyconv.ops.recurrent_pullback import RECURRENT_GRADIENT
 from cupyconv.problem.machine import known_gpu
 from cupyconv.problem.plan import Kernel, KernelLaunch, LaunchLoop, Plan
 from tests import nvrtc
@@ -297,6 +298,19 @@ def _recurrent(name: str, dtype: str, method: str) -> Callable[[str], Plan]:
     return lambda arch: cupyconv.explain(getattr(cupyconv, name), x, weight, weight, bias, bias, method=method, on=arch)
 
 
+def _recurrent_gradient(dtype: str) -> Callable[[str], Plan]:
+    """What follows such an lstm in a pullback, which `explain` knows nothing of."""
+    steps, batch, hidden = 100, 32, 256
+    sequence, kept = _array(dtype, steps, batch, hidden), "float32" if dtype == "float16" else dtype
+    weight, state = _array(dtype, 1, 4 * hidden, hidden), _array(dtype, 1, batch, hidden)
+    given: dict[str, Any] = dict.fromkeys(RECURRENT_GRADIENT.arrays)
+    given |= {"x": sequence, "y": sequence, "grad_y": sequence, "weight_ih": weight, "weight_hh": weight}
+    given |= {"gates": _array(kept, 1, steps, batch, 4 * hidden), "cells": _array(kept, 1, steps, batch, hidden)}
+    given |= {"h0": state, "c0": state, "grad_h": state, "cell": "lstm", "direction": "forward", "clip": None}
+    given |= {"activations": ("sigmoid", "tanh", "tanh"), "input_forget": False, "linear_before_reset": True}
+    return lambda arch: RECURRENT_GRADIENT.checked(given, arch).plan()
+
+
 def _merge(dtype: str) -> Callable[[str], Plan]:
     return lambda arch: cupyconv.explain(
         cupyconv.linmerge, [_array(dtype, 1, 4, 10**6)] * 5, _array(dtype, 4, 20), on=arch
@@ -339,6 +353,8 @@ TYPICAL: dict[str, Callable[[str], Plan]] = {
     "rnn 256, float16": _recurrent("rnn", "float16", "persistent"),
     "lstm 256, float16, step by step": _recurrent("lstm", "float16", "step"),
     "lstm 256, float32, step by step": _recurrent("lstm", "float32", "step"),
+    "gradients of lstm 256, float16": _recurrent_gradient("float16"),
+    "gradients of lstm 256, float32": _recurrent_gradient("float32"),
 }  # fmt: skip
 
 

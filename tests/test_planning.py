@@ -446,13 +446,12 @@ def test_recurrent_gradients_keep_the_limit(cell, limit):
     sizes = steps, batch, inputs, hidden = (60, 40, 10, 24)
     with cupyconv.options(workspace_limit=limit):
         made = recurrent_gradient_plan(cell, np.float32, sizes, direction="bidirectional")
-    loops = [step for step in made.steps if isinstance(step, LaunchLoop)]
+    runs = [step for step in made.steps if isinstance(step, KernelLaunch) and step.kernel.name == "recurrent_gradient"]
     for step in made.steps:
-        for launch in step.launches if isinstance(step, LaunchLoop) else [step]:
-            check(replace(made, steps=(launch,)), limit)
-    assert len(loops) == 1 if limit is None else len(loops) > 2
-    counts = [dict(loop.launches[0].params)["count"] for loop in loops]
-    assert [loop.times for loop in loops] == [count + 1 for count in counts]
+        check(replace(made, steps=(step,)), limit)
+    assert len(runs) == 1 if limit is None else len(runs) > 2
+    assert all(run.cooperative and run.blocks <= known_gpu("sm_90").multiprocessors for run in runs)
+    counts = [dict(run.params)["count"] for run in runs]
     assert sum(counts) == steps * (1 if limit is None else 2)
     products = [step for step in made.steps if isinstance(step, GemmCall)]
     for name, depth, times in (("grad_x", GATES[cell] * hidden, 2), ("grad_weight_ih", 2 * steps * batch, 1)):
@@ -465,6 +464,23 @@ def test_recurrent_gradients_keep_the_limit(cell, limit):
                 (GATES[cell] * hidden, inputs)
             }
             assert sum(call.beta == 0 for call in own) == 2, "each direction's sum begins once"
+
+
+@pytest.mark.parametrize("cell", GATES)
+def test_recurrent_gradients_of_more_blocks_than_fit_at_once(cell):
+    """A launch for each step, and the product that is left."""
+    made = recurrent_gradient_plan(cell, np.float32, (60, 4000, 10, 24), direction="bidirectional")
+    loops = [step for step in made.steps if isinstance(step, LaunchLoop)]
+    assert loops and made.method == "step"
+    assert [loop.times for loop in loops] == [dict(loop.launches[0].params)["count"] + 1 for loop in loops]
+    assert not any(launch.cooperative for loop in loops for launch in loop.launches)
+
+
+def test_gradients_of_16_bit_layers_are_products_in_tf32():
+    """Which hold x, h and the weights exactly; not those of float32."""
+    for dtype, compute in (("float16", "tf32"), (np.float32, "float32")):
+        made = recurrent_gradient_plan("lstm", dtype, (20, 8, 10, 24))
+        assert {step.compute for step in made.steps if isinstance(step, GemmCall)} == {compute}
 
 
 def test_long_16_bit_sequences_are_not_converted():

@@ -135,7 +135,8 @@ def test_tf32_where_it_is_allowed(cuda_target, method):
 def test_default_gates_keep_their_digits(cuda_target, dtype):
     """Sigmoid and tanh to a few ulp of themselves, near 0 and where they saturate, not only of 1."""
     size = np.concatenate([np.geomspace(1e-30, 1, 700), np.linspace(0.5, 0.6, 500), np.linspace(1, 80, 800)])
-    values = np.concatenate([size, -size]).astype(dtype)
+    parts, exponents = np.frexp(np.concatenate([size, -size]))
+    values = np.ldexp(np.round(parts * 2**11), exponents - 11).astype(dtype)  # of few digits: products by 1 are exact
     wide = values.astype(np.float64)
     x, one = cuda_target.to_device(values[:, None]), np.ones((1, 1), dtype)
     h0, h1 = (cuda_target.to_device(np.full((len(values), 1), start, dtype)) for start in (0, 1))
@@ -415,6 +416,17 @@ def test_why_a_weight_does_not_stay(words, settings):
     with pytest.raises(ValueError, match=f"method 'persistent' does not apply: .*{words}"):
         plan_of("lstm", method="persistent", **settings)
     assert dict(plan_of("lstm", method="auto", **settings).rejected).keys() == {"persistent"}
+
+
+def test_float32_is_multiplied_by_tensor_cores_but_for_few_samples():
+    """As three products of TF32, which keep its digits; one, where that was allowed; none without the instructions."""
+    found = {}
+    for arch, batch, tf32 in (("sm_90", 2, False), ("sm_90", 128, False), ("sm_90", 128, True), ("sm_75", 128, False)):
+        with cupyconv.options(allow_tf32=tf32):
+            plan = plan_of("lstm", sizes=(9, batch, 64, 192), dtype=np.float32, on=arch, method="persistent")
+        macros = dict(plan.steps[-1].kernel.macros)
+        found[arch, batch, tf32] = macros["ARITHMETIC"], macros["SAMPLES"]
+    assert list(found.values()) == [("FMA", "1"), ("TF32X3", "4"), ("TF32", "4"), ("FMA", "4")]
 
 
 def test_where_there_are_no_matrix_instructions_for_a_type():

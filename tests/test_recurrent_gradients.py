@@ -20,6 +20,7 @@ from tolerance import finfo, rounded, widened
 
 import cupyconv
 from cupyconv.call.operation import forget_calls
+from cupyconv.problem.machine import known_gpu
 
 GATES = {"rnn": 1, "lstm": 4, "gru": 3}
 COUNTS = {"rnn": 1, "lstm": 3, "gru": 2}
@@ -242,6 +243,44 @@ def test_several_tiles_and_runs(target, cell, reset_first):
         pullback(**grads)
 
 
+@pytest.fixture
+def no_room_to_wait(cuda_target, monkeypatch):
+    """One block at a time is all that the device has room for, so that each step is a launch, or two."""
+    monkeypatch.setattr(cuda_target.device, "model", replace(known_gpu("sm_90"), room=1))
+    forget_calls()
+    yield
+    monkeypatch.undo()
+    forget_calls()
+
+
+@pytest.mark.parametrize("reset_first", [False, True])
+@pytest.mark.parametrize("cell", GATES)
+def test_a_launch_for_each_step(cuda_target, no_room_to_wait, cell, reset_first):
+    """The same turns, in launches of their own, and in runs."""
+    layer = Layer(cell, "bidirectional", (5, 18, 3, 20), frozenset(Gradients._fields), clip=1.5,
+                  lengths=(5, 0, 3, 1, 5, 2) * 3, linear_before_reset=not reset_first)  # fmt: skip
+    _, pullback = computed(cuda_target, layer)
+    grads = {name: cuda_target.to_device(array) for name, array in layer.arriving().items()}
+    for limit in (None, 20_000 if cell == "rnn" else 50_000):
+        cuda_target.device.log.clear()
+        with cupyconv.options(workspace_limit=limit):
+            assert_right(cuda_target, layer, pullback(**grads))
+        names = [record.kernel.name for record in cuda_target.device.log if hasattr(record, "kernel")]
+        turns = 2 if cell == "gru" and reset_first else 1
+        assert names.count("recurrent_gradient") >= 6 * turns * (1 if limit is None else 2)
+
+
+@pytest.mark.parametrize("hidden", [20, 3])
+@pytest.mark.parametrize("activations", [None, (("sigmoid", "tanh", "relu"),)])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=str)
+def test_rows_of_any_length(cuda_target, dtype, activations, hidden):
+    """Of whole 16-byte vectors or not, by default activations or given ones; several slabs of the product."""
+    layer = Layer(
+        "lstm", "forward", (3, 17, 2, hidden), frozenset(Gradients._fields), dtype=dtype, activations=activations
+    )
+    assert_right(cuda_target, layer, gradients_of(cuda_target, layer))
+
+
 @pytest.mark.parametrize(("cell", "dtype"), [("lstm", np.float32), ("gru", np.float16), ("rnn", ml_dtypes.bfloat16)])
 def test_narrow_dtypes(target, cell, dtype):
     layer = Layer(cell, "reverse", (4, 3, 2, 5), frozenset(Gradients._fields), dtype=dtype, lengths=(4, 1, 3))
@@ -374,9 +413,9 @@ def test_a_failed_allocation_is_tried_with_shorter_runs(cuda_target):
 # --- what is run ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("cell", "launches"), [("rnn", 1), ("lstm", 1), ("gru", 2)])
-def test_launches_do_not_depend_on_the_batch(cuda_target, cell, launches):
-    """One a step, or two, both directions together, and one more; products only after the last."""
+@pytest.mark.parametrize("cell", GATES)
+def test_launches_do_not_depend_on_the_batch(cuda_target, cell):
+    """One for all steps and both directions, after its counters'; then the products."""
     kinds = []
     for samples in (2, 20):
         layer = Layer(cell, "bidirectional", (4, samples, 3, 3), linear_before_reset=False)
@@ -385,8 +424,7 @@ def test_launches_do_not_depend_on_the_batch(cuda_target, cell, launches):
         cuda_target.device.log.clear()
         pullback(grad)
         names = [record.kernel.name if hasattr(record, "kernel") else "gemm" for record in cuda_target.device.log]
-        assert names[: 5 * launches] == ["recurrent_gradient"] * 5 * launches
-        assert "recurrent_gradient" not in names[5 * launches :]
+        assert names[:2] == ["epilogue", "recurrent_gradient"] and "recurrent_gradient" not in names[2:]
         kinds.append(names.count("gemm"))
     assert kinds[0] == kinds[1] == 2 * (4 if cell == "gru" else 3)
 

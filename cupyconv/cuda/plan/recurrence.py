@@ -39,7 +39,7 @@ THREADS, LANE_SAMPLES, LANE_UNITS = 256, 4, 8
 #: Bytes of a row of the weight that a warp takes of a K-block (STEP of kernels/recurrent_products.cuh).
 STEP_BYTES = 32
 #: Bytes behind each row of the state in shared memory (STATE_PAD there).
-STATE_PAD_BYTES = {"FMA": 16, "MMA": 32, "TF32": 16}
+STATE_PAD_BYTES = {"FMA": 16, "MMA": 32, "TF32": 16, "TF32X3": 16}
 #: K-blocks on their way, by whether the weight is resident.
 STAGES = {False: 3, True: 4}
 #: Elements between two counters, each on a line of its own (APART of kernels/recurrent_persistent.cu).
@@ -93,13 +93,16 @@ class Tile:
 
 
 def recurrent_tiles(dtype: str, resident: bool, gpu: GpuModel, allow_tf32: bool = False) -> tuple[Tile, ...]:
-    """What a GPU may be asked for: tensor cores where it has them for 16-bit types and TF32, else CUDA cores."""
-    tensor_cores = ITEMSIZE[dtype] == 2 or (dtype == "float32" and allow_tf32)
-    if tensor_cores and gpu.capability >= FIRST_MMA[dtype]:
-        arithmetic, samples = "MMA" if ITEMSIZE[dtype] == 2 else "TF32", (4,) if resident else (4, 8)
-    else:  # eight samples of four gates in float64 pass the registers
-        arithmetic, samples = "FMA", (1, 4) if resident else (4,) if dtype == "float64" else (4, 8)
-    return tuple(Tile(dtype, arithmetic, count, resident) for count in samples)
+    """What a GPU may be asked for: tensor cores where it has them, but for float64, else CUDA cores."""
+    if dtype == "float64" or gpu.capability < FIRST_MMA[dtype]:
+        # Eight samples of four gates in float64 pass the registers.
+        samples = (1, 4) if resident else (4,) if dtype == "float64" else (4, 8)
+        return tuple(Tile(dtype, "FMA", count, resident) for count in samples)
+    arithmetic = "MMA" if ITEMSIZE[dtype] == 2 else "TF32" if allow_tf32 else "TF32X3"
+    tiles = tuple(Tile(dtype, arithmetic, count, resident) for count in ((4,) if resident else (4, 8)))
+    if resident and arithmetic == "TF32X3":  # whose instructions take 16 samples, three for each product
+        return (Tile(dtype, "FMA", 1, resident), *tiles)
+    return tiles
 
 
 def plan_recurrent(problem: RecurrentProblem) -> Plan:
@@ -171,7 +174,7 @@ class _Layer:
         def steps_of(chunk: _Chunk) -> list[Step]:
             launches = self._launches(method, tile, grid, chunk, count)
             loop = [LaunchLoop(launches, max(chunk.count, 1), "step", chunk.first)]
-            return [*project(chunk).steps, *((_zeros(workspace[-1]), *launches) if persistent else loop)]
+            return [*project(chunk).steps, *((counters_from_zero(workspace[-1]), *launches) if persistent else loop)]
 
         whole, rest = divmod(self.geometry.steps, max(1, count))
         steps = in_rounds(whole, lambda i: steps_of(_Chunk(i * count, count)))
@@ -207,7 +210,7 @@ class _Layer:
     def _persistent_tile(self) -> tuple[Tile, tuple[int, int, int], str]:
         """The quickest tile whose blocks fit on the GPU all at once, one per multiprocessor."""
         gpu, geometry = self.gpu, self.geometry
-        room = gpu.multiprocessors if gpu.room is None else gpu.room
+        room = room_for_waiting(gpu)
         there_is = f"there are {room} multiprocessors" if gpu.room is None else f"there is room for {room}"
         fitting, reasons = [], []
         for tile in recurrent_tiles(self.dtype, True, gpu, self.problem.allow_tf32):
@@ -451,6 +454,11 @@ def _strided(operand: Operand | None) -> tuple[Any, ...]:
     return address(operand), operand.strides[0], across, operand.strides[-1]
 
 
+def room_for_waiting(gpu: GpuModel) -> int:
+    """Blocks that may wait for each other: one per multiprocessor, or what a device turned out to have room for."""
+    return gpu.multiprocessors if gpu.room is None else gpu.room
+
+
 def gate_activations(geometry: RecurrentGeometry) -> tuple[tuple[float, float, int], ...]:
     """The C++ struct GateActivation, three times for each direction."""
     each = [activation for group in geometry.activations for activation in (*group, IDENTITY, IDENTITY)[:3]]
@@ -471,7 +479,7 @@ def _as_projection(step: Step) -> Step:
     return step
 
 
-def _zeros(buffer: Buffer) -> KernelLaunch:
+def counters_from_zero(buffer: Buffer) -> KernelLaunch:
     """Counters begin at 0, whose bits are those of the number 0."""
     count = buffer.nbytes // ITEMSIZE["float32"]
     counters = Operand(buffer.name, "float32", (1, count, 1, 1, 1), (0, 1, 0, 0, 0))

@@ -1,8 +1,9 @@
-"""Gradients of recurrent layers on CUDA: one launch per step back through time, then products of all steps.
+"""Gradients of recurrent layers on CUDA: back through time step by step, then products of all steps.
 
 ::
 
     recurrent_gradient    step by step: dh from the gates' gradients of the step before, then this step's gates'
+                          one launch for all steps where its blocks fit on the GPU at once, else one for each
     GEMM                  weight_ih: dgates' x     weight_hh: dgates' h before     x: dgates weight_ih
     epilogue_grad         the tiles' sums added up, of biases and peepholes
 
@@ -24,7 +25,13 @@ from cupyconv.cuda.plan.epilogue import as_line, epilogue_launch
 from cupyconv.cuda.plan.epilogue_grad import sum_of_parts
 from cupyconv.cuda.plan.launches import GRID_X, variant
 from cupyconv.cuda.plan.matrices import MAX_DIMENSION, compute_type
-from cupyconv.cuda.plan.recurrence import gate_activations, uses_default_gates
+from cupyconv.cuda.plan.recurrence import (
+    COUNTERS_APART,
+    counters_from_zero,
+    gate_activations,
+    room_for_waiting,
+    uses_default_gates,
+)
 from cupyconv.problem.arrays import ITEMSIZE, Operand, c_strides
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import Address, Buffer, Conversion, GemmCall, KernelLaunch, LaunchLoop, Matrix, Plan, Step
@@ -79,7 +86,8 @@ class _Gradient:
         geometry = self.geometry = problem.geometry
         self.problem, self.operands = problem, problem.operands
         self.item = ITEMSIZE[problem.dtype]
-        self.compute = compute_type(problem.dtype, problem.allow_tf32)
+        #: Of a 16-bit layer TF32 holds x, h and the weights exactly, and the gates' gradients with as many digits as float16.
+        self.compute = compute_type(problem.dtype, problem.allow_tf32 or self.operands["y"].itemsize == 2)
         self.resets = geometry.cell == "gru" and not geometry.linear_before_reset
         self.rows = geometry.gates * geometry.hidden
         self.sums = self.operands["sums"]
@@ -87,6 +95,8 @@ class _Gradient:
         x = self.operands["x"]
         plain = x.strides == c_strides(x.shape) and x.dtype == problem.dtype
         self.gathers = not plain or "lengths" in self.operands
+        #: Blocks of a direction.
+        self.blocks = self.tiles * -(-geometry.hidden // TILE)
 
     def draft(self) -> Draft:
         geometry = self.geometry
@@ -102,16 +112,27 @@ class _Gradient:
             steps += self._steps(run)
         per_step = self._per_step(len(passes[0]))
         workspace += [Buffer(name, most * nbytes) for name, nbytes in per_step.items() if nbytes]
+        waiting = self._wait(len(passes[0]))
+        if waiting:
+            workspace.append(self._counters(len(passes[0])))
         if self.tiles > 1:
             count = prod(self.sums.shape)
             sums = replace(self.sums, shape=(1, count, 1, 1, 1), strides=(0, int(count > 1), 0, 0, 0))
             tiles = replace(sums, name="sums of tiles", shape=(self.tiles, count, 1, 1, 1))
             steps.append(sum_of_parts(replace(tiles, strides=c_strides(tiles.shape)), sums, self.problem.gpu))
-        words = f"{'two launches' if self.resets else 'one launch'} per step, blocks of {TILE} samples x {TILE} units"
+        words = f"{'two launches' if self.resets else 'one launch'} per step"
+        words = f"{'one launch for all steps' if waiting else words}, blocks of {TILE} samples x {TILE} units"
         words += f", in {len(runs)} runs of {most} steps" * (len(runs) > 1)
-        return Draft("step", tuple(steps), tuple(workspace), words)
+        return Draft("persistent" if waiting else "step", tuple(steps), tuple(workspace), words)
+
+    def _wait(self, directions: int) -> bool:
+        """Whether the blocks of so many directions wait for each other, which they can where all are on the GPU at once."""
+        return self.geometry.steps > 1 and self.blocks * directions <= room_for_waiting(self.problem.gpu)
 
     # Memory.
+
+    def _counters(self, directions: int) -> Buffer:
+        return Buffer("counters", directions * self.tiles * COUNTERS_APART * ITEMSIZE["float32"])
 
     def _per_step(self, directions: int) -> dict[str, int]:
         """Bytes of each step of a run, by buffer."""
@@ -130,6 +151,7 @@ class _Gradient:
         for directions in dict.fromkeys((geometry.directions, 1)):
             sizes = self._per_step(directions)
             left = problem.limit - taken - len(sizes) * Plan.ALIGNMENT
+            left -= self._counters(directions).space * self._wait(directions)
             fitting = min(most, left // sum(sizes.values()))
             if fitting == geometry.steps or (directions == 1 and fitting >= 1):
                 return directions == geometry.directions, even_part(geometry.steps, fitting)
@@ -145,7 +167,7 @@ class _Gradient:
             epilogue_launch(as_line(self.operands[name])) for name in names if self.operands[name].nbytes
         ]
         if self.operands["grad_h0"].nbytes:
-            steps += [self._launches(_Run(tuple(range(self.geometry.directions)), (0, 0), 0, True))]
+            steps += self._launches(_Run(tuple(range(self.geometry.directions)), (0, 0), 0, True))
         return steps
 
     def _runs(self, directions: tuple[int, ...], most: int) -> list[_Run]:
@@ -158,18 +180,17 @@ class _Gradient:
         return runs
 
     def _steps(self, run: _Run) -> list[Step]:
-        steps: list[Step] = [self._launches(run)]
+        steps: list[Step] = self._launches(run)
         if self.gathers and self.geometry.inputs:
             steps.append(self._inputs_launch(run))
         for place, d in enumerate(run.directions):
             steps += self._products(run, place, d)
         return steps
 
-    def _launches(self, run: _Run) -> LaunchLoop:
-        """One launch for each step, or two, and the last, which is the product alone."""
+    def _launches(self, run: _Run) -> list[Step]:
+        """One launch for each step, or two, and the last, which is the product alone; or one that does what these do."""
         geometry, item = self.geometry, self.item
-        tiles = self.tiles * -(-geometry.hidden // TILE)
-        assert tiles <= GRID_X, "states of that many tiles fit no memory"
+        assert self.blocks <= GRID_X, "states of that many tiles fit no memory"
         state = len(run.directions) * geometry.batch * geometry.hidden
         kernel = variant("recurrent_gradient", DTYPE=self.operands["y"].dtype, CELL=CELLS[geometry.cell])
         products = (2, 1) if self.resets else (geometry.gates,)
@@ -178,18 +199,29 @@ class _Gradient:
         launches = []
         for phase, (gates, purpose) in enumerate(zip(products, purposes)):
             weights = len(run.directions) * gates * geometry.hidden**2
-            flops = 2 * gates * geometry.hidden * state
             launch = KernelLaunch(
                 kernel,
-                (tiles, len(run.directions), 1),
+                (self.blocks, len(run.directions), 1),
                 THREADS,
                 self._params(run, phase),
                 purpose=purpose,
                 bytes_moved=weights * item + (3 * geometry.gates + 5) * state * item // len(products),
-                flops=flops,
+                flops=2 * gates * geometry.hidden * state,
             )
             launches.append(cost.priced(launch, rate, self.problem.gpu))
-        return LaunchLoop(tuple(launches), times=run.count + 1, counter="steps_done")
+        if not (run.count and self._wait(len(run.directions))):
+            return [LaunchLoop(tuple(launches), times=run.count + 1, counter="steps_done")]
+        waits = (run.count + 1) * len(launches)
+        together = replace(
+            launches[0],
+            purpose="product, state, gates of all steps",
+            bytes_moved=(run.count + 1) * sum(launch.bytes_moved for launch in launches),
+            flops=(run.count + 1) * sum(launch.flops for launch in launches),
+            arithmetic_seconds=(run.count + 1) * sum(launch.arithmetic_seconds for launch in launches)
+            + waits * cost.BARRIER_SECONDS,
+            cooperative=True,
+        )
+        return [counters_from_zero(self._counters(len(run.directions))), together]
 
     def _params(self, run: _Run, phase: int) -> tuple[tuple[str, Any], ...]:
         """The C++ struct RecurrentGradientParams."""
@@ -235,6 +267,7 @@ class _Gradient:
             ("begins", int(run.begins)),
             ("sum_rows", self.sums.shape[1]),
             ("steps_done", 0),
+            ("counters", Address("counters") if run.count and self._wait(len(run.directions)) else None),
         )
 
     def _inputs_launch(self, run: _Run) -> KernelLaunch:

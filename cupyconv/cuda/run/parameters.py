@@ -121,7 +121,7 @@ PARAMETERS = {
         previous=POINTER, reset=POINTER, sums=POINTER, activation=(GATE_ACTIVATION, 6), default_gates=INT32, clip=FLOAT64, first=(INT64, 2),
         steps=INT64, batch=INT64, count=INT64, hidden=INT32, directions=INT32, sign=(INT32, 2), first_direction=INT32,
         is_reset=INT32, input_forget=INT32, reset_first=INT32, wide_lengths=INT32, begins=INT32, sum_rows=INT32,
-        steps_done=INT32,
+        steps_done=INT32, counters=POINTER,
     ),
     "recurrent_inputs": _struct(
         x=POINTER, stride_t=INT64, stride_n=INT64, stride_i=INT64, lengths=POINTER, lengths_stride=INT64, inputs=POINTER,
