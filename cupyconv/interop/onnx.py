@@ -1,6 +1,14 @@
-"""ONNX's operators of convolution, pooling and recurrent layers, and what runs them in ONNX's own evaluator.
+"""ONNX's models as functions of arrays, and ONNX's operators of convolution, pooling and recurrent layers.
 
-A model, every other operator of which ONNX's reference brings::
+A model, on NumPy or with ``xp=cupy`` on CuPy arrays, planned once and fused where it can be::
+
+    from cupyconv.interop.onnx import load
+
+    run = load("model.onnx")
+    y = run(x=image)
+    print(run.explain())
+
+A model in ONNX's own evaluator, whose reference brings every other operator::
 
     import onnx
     from onnx.reference import ReferenceEvaluator
@@ -12,7 +20,7 @@ A model, every other operator of which ONNX's reference brings::
 The evaluator computes with NumPy arrays.  An engine of your own runs a node, on NumPy or CuPy arrays, by
 ``OPERATORS[node.op_type](*inputs, **attributes, outputs=len(node.output))``: inputs are positional, an absent one is
 None, attributes are keywords with ONNX's names and defaults, and strings are `str`.  The answer is a tuple of `outputs`
-arrays.  ``help("cupyconv.interop.onnx")`` lists the operators; only `operators` needs the package onnx.
+arrays.  `load` and `operators` need the package onnx.
 
 The newest definition of each operator is meant, which those before agree with where they say the same.
 """
@@ -22,7 +30,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,6 +38,9 @@ import cupyconv
 from cupyconv.call.dispatch import backend_for
 from cupyconv.ops.onnx import from_onnx_weights, onnx_padding
 from cupyconv.typing import Array
+
+if TYPE_CHECKING:
+    from cupyconv.interop.onnx_model import Model
 
 #: A sequence of ints, as ONNX's attributes have it.
 Ints = Sequence[int]
@@ -262,6 +273,52 @@ def operators() -> list[type]:
         return _run
 
     return [type(name, (OpRun,), {"_run": runs(operator)}) for name, operator in OPERATORS.items()]
+
+
+def load(model: Any, xp: Any = np) -> Model:
+    """A model of ONNX as a function of arrays: read, made simpler and checked once.
+
+    Constants are folded; batch normalisations go into weights, or with what follows into a convolution's ``prologue=``;
+    activations and additions behind a convolution become its ``activation=`` and ``residual=``; a concatenation of
+    channels before convolutions becomes a list, which is never built.
+
+    Parameters
+    ----------
+    model : onnx.ModelProto, str or path
+        The model, or its file.
+    xp : module
+        `numpy`, or `cupy`: whose arrays it takes, computes with and returns.
+
+    Returns
+    -------
+    Model
+        ``run = load(model)``; ``run(**inputs)`` gives the output, or a tuple of several; ``print(run.explain())`` is a
+        page of what a run does, ``run.explain(on="sm_90")`` of what it would do on a GPU.
+
+    Raises
+    ------
+    ImportError
+        Where onnx is not installed.
+    NotImplementedError
+        For operators that are neither in `OPERATORS` nor elementwise ones that are known; it names all of them.
+
+    Examples
+    --------
+    >>> import numpy as np, onnx.parser
+    >>> from cupyconv.interop.onnx import load
+    >>> text = '<ir_version: 8, opset_import: ["" : 17]> g (float[N, 1, 5] x) => (float[N, 1, 4] y) '
+    >>> model = onnx.parser.parse_model(text + "<float[1, 1, 2] w = {1, 2}> { c = Conv(x, w)  y = Relu(c) }")
+    >>> run = load(model)
+    >>> run
+    Model(x -> y: 1 steps, 1 of them convolutions, on numpy)
+    >>> run(x=np.array([[[1, 2, 0, -1, -1]]], np.float32))
+    array([[[5., 2., 0., 0.]]], dtype=float32)
+    """
+    from cupyconv.interop.onnx_model import Model, read, simplify
+
+    graph = read(model)
+    simplify(graph)
+    return Model(graph, xp)
 
 
 def _windows(strides: Ints | None, pads: Ints | None, auto_pad: str, dilations: Ints | None) -> dict[str, Any]:
