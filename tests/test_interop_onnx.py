@@ -341,6 +341,38 @@ def test_what_is_fused_and_what_is_not(target, name):
     assert all(np.array_equal(target.to_host(placed[one]), array) for one, array in inputs.items())
 
 
+@pytest.mark.parametrize("body, done", [
+    ("d = BatchNormalization(x, b, c, m, s) e = Relu(d) y = Conv(e, h)", {BEFORE: 1}),
+    ("a = Conv(x, h) d = BatchNormalization(a, b, c, m, s) y = Relu(d)", {FOLDED: 1, ACTIVATED: 1}),
+    ("d = BatchNormalization(x, b, c, m, s) y = Relu(d)", {}),
+])  # fmt: skip
+def test_half_precision_beside_constants_of_full_precision(body, done):
+    model = parsed("(float16[2, 4, 6, 6] x) => (float16[2, 4, 6, 6] y)", body)
+    rng = np.random.default_rng(2)
+    half, x = (rng.normal(size=shape).astype(np.float16) for shape in ((4, 4, 1, 1), (2, 4, 6, 6)))
+    if "h)" in body:
+        model.graph.initializer.append(numpy_helper.from_array(half, "h"))
+    run = load(model)
+    y = run(x=x)
+    assert run.explain().done == done and y.dtype == np.float16
+    gamma, beta, mean, var = (
+        numpy_helper.to_array(one) for name in "bcms" for one in model.graph.initializer if one.name == name
+    )
+    factor = gamma / np.sqrt(var.astype(np.float64) + 1e-5)
+
+    def normalised(image):
+        return image * factor[:, None, None] + (beta - mean * factor)[:, None, None]
+
+    wide = half.astype(np.float64)[:, :, 0, 0]
+    expected = x.astype(np.float64)
+    for op in [node.op_type for node in model.graph.node]:
+        if op == "Conv":
+            expected = np.einsum("oc,nchw->nohw", wide, expected)
+        else:
+            expected = np.maximum(expected, 0) if op == "Relu" else normalised(expected)
+    np.testing.assert_allclose(y, expected, rtol=4e-3, atol=0.03)
+
+
 def test_unknown_operators_are_listed_together():
     body = "i, j = Split <axis = 1>(x) d = Det(x) e = Det(x) y = Relu(i)"
     with pytest.raises(NotImplementedError, match=r"does not run: Det \(2 x\), Split$"):

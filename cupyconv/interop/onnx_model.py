@@ -157,7 +157,7 @@ def _plain(value: Any) -> Any:
 
 def simplify(graph: Graph) -> None:
     """All that is listed at the top of this file, in this order."""
-    for step in (_fold_constants, _find_affine_maps, _fuse_behind, _fuse_before, _merge):
+    for step in (_fold_constants, _find_affine_maps, _fuse_behind, _fuse_before, _keep_affine_maps, _merge):
         step(graph)
     used = {name for node in graph.nodes for name in _reads(node)} | set(graph.outputs)
     graph.constants = {name: array for name, array in graph.constants.items() if name in used}
@@ -182,8 +182,9 @@ def _find_affine_maps(graph: Graph) -> None:
         found = _affine(graph, node)
         if found is not None:
             x, scale, shift = found
+            dtype = np.result_type(*(graph.constants[name].dtype for name in node.inputs if name in graph.constants))
             node.op, node.inputs, node.outputs = "Affine", [x], node.outputs[:1]
-            node.attributes = {"vectors": (scale, shift)}
+            node.attributes = {"vectors": (scale, shift), "dtype": dtype}
     makers, readers = graph.makers(), graph.readers()
     for node in list(graph.nodes):
         before = makers.get(node.inputs[0]) if node.op == "Affine" else None
@@ -198,7 +199,8 @@ def _affine(graph: Graph, node: Node) -> tuple[str, np.ndarray, np.ndarray] | No
     """x and, in float64, scale and shift of each channel; None for what is no such map."""
     constants = graph.constants
     if node.op == "BatchNormalization":
-        if node.attributes.get("training_mode") or not all(name in constants for name in node.inputs[1:]):
+        known = all(name in constants for name in node.inputs[1:]) and node.inputs[0] in graph.shapes
+        if node.attributes.get("training_mode") or not known:
             return None
         gamma, beta, mean, var = (constants[name].astype(np.float64) for name in node.inputs[1:])
         scale = gamma / np.sqrt(var + node.attributes.get("epsilon", 1e-5))
@@ -299,14 +301,23 @@ def _fuse_before(graph: Graph) -> None:
             continue
         for kind, vector in zip(("scale", "shift"), fused[-1].attributes.get("vectors", ())):
             name = f"{kind} before {conv.outputs[0]}"
-            weight = graph.constants.get(conv.inputs[1])
-            graph.constants[name] = vector.astype(np.float32 if weight is None else weight.dtype)
+            graph.constants[name] = vector.astype(fused[-1].attributes["dtype"])
             conv.attributes[kind] = name
         conv.attributes["prologue"] = activation
         conv.inputs[0] = fused[-1].inputs[0]
         for node in fused:
             graph.nodes.remove(node)
         graph.done["batch normalisations and activations made prologue="] += 1
+
+
+def _keep_affine_maps(graph: Graph) -> None:
+    """Those that no convolution took have their vectors as constants, in the shape that goes along the channels."""
+    for node in [node for node in graph.nodes if node.op == "Affine"]:
+        rank = len(graph.shapes[node.inputs[0]])
+        names = [f"{kind} of {node.outputs[0]}" for kind in ("scale", "shift")]
+        for name, vector in zip(names, node.attributes.pop("vectors")):
+            graph.constants[name] = vector.astype(node.attributes["dtype"]).reshape(-1, *(1,) * (rank - 2))
+        node.inputs += names
 
 
 def _merge(graph: Graph) -> None:
@@ -448,14 +459,10 @@ class Model:
         if node.op == "Merged":
             return (tuple(image for one in given for image in (one if isinstance(one, tuple) else (one,))),)
         if node.op == "Affine":
-            by_channel = (-1, *(1,) * (given[0].ndim - 2))
-            scale, shift = (
-                self._xp.asarray(vector.astype(given[0].dtype)).reshape(by_channel)
-                for vector in node.attributes["vectors"]
-            )
-            y = given[0] * scale
+            x, scale, shift = given
+            y = x * scale
             y += shift
-            return (y,)
+            return (y.astype(x.dtype, copy=False),)
         if node.op in OPERATORS:
             return OPERATORS[node.op](*given, **node.attributes, outputs=len(node.outputs))
         on_host = all(type(one) is np.ndarray or np.isscalar(one) for one in given if one is not None)
