@@ -9,7 +9,8 @@ recurrent   rnn, lstm, gru, and rnn_step, lstm_step, gru_step
 gradients   vjp, of a function of the lines above: y, pullback = cupyconv.vjp(cupyconv.conv, x, weight);
             conv_grad_input, conv_grad_weight
 from ONNX   onnx_padding, from_onnx_weights, fold_batchnorm
-around it   explain (what a call would run), options, show_config, clear_caches; cupyconv.interop.torch and .jax
+around it   explain (what a call would run), options, show_config, clear_caches;
+            cupyconv.interop.torch, .jax and .onnx
 """
 
 from cupyconv.call.explain import explain

@@ -301,8 +301,8 @@ def transposed_window(
 
     - `padding` in numbers, or "valid": it is cut off, then `output_padding` is added at the end (PyTorch's definition
       and ONNX's): begin = before, size = covered - before - after + output_padding.
-    - `output_shape`: ONNX's definition.  The sizes are given; of the surplus, total = covered - size, half is cut off
-      on each side.  The odd element is cut off at the end for "same" (ONNX's SAME_UPPER), and at the beginning for
+    - `output_shape`: ONNX's definition.  The sizes are given; of the surplus, total = covered + output_padding - size,
+      half is cut off on each side.  The odd element is cut off at the end for "same" (ONNX's SAME_UPPER), and at the beginning for
       "same_lower", "valid" and no padding (every other value of ONNX's auto_pad).  Where there is no surplus nothing
       is cut off and the zeros are at the end: ONNX's formula says nothing sensible there, its own test has them there.
     - "same", "same_lower" without `output_shape`: as if it were size * stride.  "same" is then the adjoint of a
@@ -310,13 +310,13 @@ def transposed_window(
     """
     rank = len(spatial)
     covered = [(size - 1) * s + d * (k - 1) + 1 for size, k, s, d in zip(spatial, kernel, stride, dilation)]
+    extra = per_axis(output_padding, rank)
     if output_shape is None and padding not in ("same", "same_lower"):
         pairs = padding_pairs(padding, spatial, kernel, stride, dilation)
-        extra = per_axis(output_padding, rank)
         sizes = [full - before - after + more for full, (before, after), more in zip(covered, pairs, extra)]
         return [before for before, _ in pairs], sizes
     sizes = [size * s for size, s in zip(spatial, stride)] if output_shape is None else list(output_shape)
-    surplus = [max(0, full - size) for full, size in zip(covered, sizes)]
+    surplus = [max(0, full + more - size) for full, more, size in zip(covered, extra, sizes)]
     begins = [total // 2 if padding == "same" else total - total // 2 for total in surplus]
     return begins, sizes
 

@@ -520,7 +520,7 @@ def transposed_cases(
     covered = [(size - 1) * s + d * (k - 1) + 1 for size, s, d, k in zip(spatial, stride, dilation, like.kernel)]
     sizes: dict[str, Any] = {}
     form = draw(st.sampled_from(("numbers", "pairs", "valid", "same", "output_shape")))
-    if form in ("numbers", "pairs", "valid"):
+    if form in ("numbers", "pairs", "valid") or draw(st.booleans()):
         extra = tuple(draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation))
         sizes["output_padding"] = draw(st.sampled_from((0, extra[0] if len(set(extra)) == 1 else extra, extra)))
     if form == "valid":

@@ -80,52 +80,6 @@ def test_help_computes_nothing(name: str, monkeypatch, capsys):
     assert "--cupy" in printed
 
 
-@pytest.mark.parametrize(
-    "op, shapes, attributes",
-    [
-        ("Conv", [(2, 4, 9, 8), (6, 2, 3, 2), (6,)], {"strides": [2, 1], "pads": [0, 1, 1, 2], "group": 2}),
-        ("Conv", [(2, 4, 9), (6, 4, 4)], {"auto_pad": "SAME_LOWER", "strides": [2]}),
-        ("ConvTranspose", [(2, 4, 5, 5), (4, 3, 3, 3), (3,)],
-         {"strides": [2, 2], "pads": [1, 1, 1, 1], "output_padding": [1, 0]}),
-        ("ConvTranspose", [(2, 4, 5), (4, 3, 3)], {"strides": [2], "auto_pad": "SAME_UPPER"}),
-        ("MaxPool", [(2, 3, 9, 9)], {"kernel_shape": [3, 2]}),
-        ("MaxPool", [(2, 3, 10, 8)], {"kernel_shape": [3, 3], "strides": [2, 3], "ceil_mode": 1, "pads": [0, 1, 1, 0]}),
-        ("MaxPool", [(2, 3, 6)], {"kernel_shape": [1], "strides": [4], "ceil_mode": 1}),
-        ("AveragePool", [(2, 3, 9, 9)], {"kernel_shape": [3, 3], "pads": [1, 1, 0, 1], "strides": [2, 2]}),
-        ("AveragePool", [(2, 3, 9)], {"kernel_shape": [3], "pads": [1, 1], "count_include_pad": 1}),
-        ("LSTM", [(5, 2, 3), (1, 16, 3), (1, 16, 4), (1, 32)], {"hidden_size": 4}),
-        ("LSTM", [(5, 2, 3), (2, 16, 3), (2, 16, 4)], {"hidden_size": 4, "direction": "bidirectional"}),
-        ("GRU", [(5, 2, 3), (1, 12, 3), (1, 12, 4), (1, 24)], {"hidden_size": 4}),
-        ("GRU", [(5, 2, 3), (1, 12, 3), (1, 12, 4), (1, 24)], {"hidden_size": 4, "linear_before_reset": 1}),
-        ("GRU", [(2, 5, 3), (1, 12, 3), (1, 12, 4), (1, 24)], {"hidden_size": 4, "layout": 1}),
-    ],
-)  # fmt: skip
-def test_onnx_nodes_against_onnxs_own_reference(op: str, shapes, attributes):
-    onnx = pytest.importorskip("onnx")
-    evaluator = pytest.importorskip("onnx.reference")
-    random = np.random.default_rng(0)
-    inputs = {f"in{i}": random.normal(0, 0.5, shape).astype(np.float32) for i, shape in enumerate(shapes)}
-    outputs = [f"out{i}" for i in range({"LSTM": 3, "GRU": 2}.get(op, 1))]
-    node = onnx.helper.make_node(op, [*inputs], outputs, **attributes)
-    kinds = [[onnx.helper.make_tensor_value_info(n, 1, None) for n in names] for names in (inputs, outputs)]
-    model = onnx.helper.make_model(onnx.helper.make_graph([node], "g", *kinds))
-    expected = evaluator.ReferenceEvaluator(model).run(None, inputs)
-    found = runpy.run_path(str(ROOT / "examples" / "onnx_nodes.py"))["OPERATORS"][op](*inputs.values(), **attributes)
-    for ours, theirs in zip(found if len(outputs) > 1 else [found], expected, strict=True):
-        assert ours.shape == theirs.shape
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
-
-
-def test_onnx_activations_and_given_output_shape():
-    """What ONNX's reference does not compute."""
-    example = runpy.run_path(str(ROOT / "examples" / "onnx_nodes.py"))
-    names, alphas = ["HardSigmoid", "Tanh", "LeakyRelu", "ScaledTanh"], iter([0.3, 0.1])
-    found = [*example["map_activations"](names, alphas, iter([0.6]))]
-    assert found == [("hard_sigmoid", 0.3, 0.6), ("tanh",), ("leaky_relu", 0.1), ("scaled_tanh",)]
-    x, w = np.ones((1, 2, 5), np.float32), np.ones((2, 3, 3), np.float32)
-    assert example["ConvTranspose"](x, w, strides=[2], output_shape=[10], pads=[1, 1]).shape == (1, 3, 10)
-
-
 @on_each_device
 def test_memory_of_a_dense_block_is_linear_in_its_depth(device: tuple[str, ...], tmp_path: Path, monkeypatch):
     """Twice the layers: less than twice the memory, where concatenating needs at least three times."""

@@ -51,7 +51,7 @@ OUTSIDE = {
     "cupyconv.numpy": {"numpy", "scipy", "threadpoolctl"},
     "cupyconv.cuda.run": {"numpy", "cupy", "cupy_backends"},
     "cupyconv.demo": {"numpy", "cupy", "matplotlib"},
-    "cupyconv.interop": {"numpy", "ml_dtypes", "cupy", "torch", "jax"},
+    "cupyconv.interop": {"numpy", "ml_dtypes", "cupy", "torch", "jax", "onnx"},
     "cupyconv.bench": {"numpy", "threadpoolctl"},
 }
 

@@ -64,8 +64,8 @@ def conv_transpose(
         Elements added at the end: those that `padding` cut off, and zeros beyond; less than stride or than
         dilation.
     output_shape : int or tuple of int, optional
-        The result's spatial size, instead of amounts of `padding` and `output_padding`: what the stamps
-        cover beyond it is cut off both ends, an odd element at the end where `padding` is ``"same"``, else
+        The result's spatial size, instead of amounts of `padding`: what the stamps cover beyond it, and
+        `output_padding`, is cut off both ends, an odd element at the end where `padding` is ``"same"``, else
         at the beginning.  If they cover less, zeros are at the end.
     groups, activation, method
         As for `conv`.

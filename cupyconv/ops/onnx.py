@@ -116,7 +116,7 @@ def from_onnx_weights(op: str, W: Array, R: Array, B: Array | None = None, P: Ar
     Y, ``(T, D, N, H)``             ``y.reshape(T, N, D, H).swapaxes(1, 2)``
     ==============================  ===================================================================================
 
-    ``examples/onnx_nodes.py`` has all of this as code.
+    ``OPERATORS`` of `cupyconv.interop.onnx` do all of this.
 
     Examples
     --------

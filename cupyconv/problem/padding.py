@@ -75,7 +75,7 @@ def resolve_transposed_padding(
         stamps of the kernel, `stride` apart     |<------------- covered ------------->|
         padding in numbers                       |before|<---- result ---->|after|
         output_padding                           |before|<---- result ---->.....|  zeros, past `covered` too
-        a size that was given                    |  the surplus, shared  |
+        a size that was given                    |  the surplus, shared  |     of covered and output_padding
     """
     rank = len(size)
     covered = [(n - 1) * s + d * (k - 1) + 1 for n, k, s, d in zip(size, kernel, stride, dilation)]
@@ -95,9 +95,6 @@ def resolve_transposed_padding(
                 f" {sizes}"
             )
         return tuple(before for before, _ in pairs), sizes
-    given = "output_shape" if output_shape is not None else f"padding {padding!r}"
-    if any(extra):
-        raise ValueError(f"{given} says the result's size, and so does output_padding {output_padding!r}: give one")
     if output_shape is None:
         sizes = tuple(n * s for n, s in zip(size, stride))
     else:
@@ -108,7 +105,7 @@ def resolve_transposed_padding(
                 " 'same' or 'same_lower' for the side that an odd element is cut off"
             )
     # Where an odd number is cut off, ONNX takes the odd element from the end for SAME_UPPER alone.
-    surplus = [max(0, full - n) for full, n in zip(covered, sizes)]
+    surplus = [max(0, full + more - n) for full, more, n in zip(covered, extra, sizes)]
     return tuple(total // 2 if padding == "same" else total - total // 2 for total in surplus), sizes
 
 

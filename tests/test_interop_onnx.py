@@ -1,0 +1,420 @@
+"""`cupyconv.interop.onnx`: ONNX's own tests of the operators, and whole networks, by ONNX's evaluator and by itself."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+onnx = pytest.importorskip("onnx", reason="onnx is not installed")
+pytest.importorskip("ml_dtypes")
+
+import onnx.backend.test as backend_test  # noqa: E402
+from onnx import helper, numpy_helper, parser  # noqa: E402
+from onnx.backend.test.case import node as node_cases  # noqa: E402
+from onnx.reference import ReferenceEvaluator  # noqa: E402
+from peak_memory import peak_bytes  # noqa: E402
+
+import cupyconv  # noqa: E402
+from cupyconv.interop import onnx as interop  # noqa: E402
+from cupyconv.interop.onnx import OPERATORS, load, operators  # noqa: E402
+from cupyconv.interop.onnx_elementwise import ELEMENTWISE  # noqa: E402
+
+#: Where ONNX keeps the tests of each operator; they are made as a module is imported.
+MODULES = {
+    "Conv": "conv", "ConvTranspose": "convtranspose", "MaxPool": "maxpool", "AveragePool": "averagepool",
+    "GlobalAveragePool": "globalaveragepool", "BatchNormalization": "batch_normalization", "Col2Im": "col2im",
+    "RNN": "rnn", "GRU": "gru", "LSTM": "lstm",
+}  # fmt: skip
+#: What differs beside ONNX's own tolerance, which has no room for a zero that is computed.
+ATOL = 1e-6
+
+
+#: And of what stands between them.
+BETWEEN = (
+    "add", "cast", "clip", "concat", "constant", "constantofshape", "div", "dropout", "elu", "exp", "flatten", "gather",
+    "gemm", "globalmaxpool", "hardsigmoid", "hardswish", "identity", "leakyrelu", "lrn", "matmul", "mul", "neg", "pad",
+    "reducemean", "relu", "reshape", "shape", "sigmoid", "slice", "softmax", "softplus", "sqrt", "squeeze", "sub", "sum",
+    "tanh", "transpose", "unsqueeze",
+)  # fmt: skip
+
+
+def collected(known):
+    """The tests of single nodes of these operators, on arrays of NumPy's own dtypes."""
+    with warnings.catch_warnings(action="ignore"):  # what they compute overflows, and is meant to
+        for name in (*MODULES.values(), *BETWEEN):
+            importlib.import_module(f"onnx.backend.test.case.node.{name}")
+    nodes = [(case, list(case.model.graph.node)) for case in node_cases._NodeTestCases]
+    return [case for case, node in nodes if len(node) == 1 and node[0].op_type in known]
+
+
+def is_plain(case):
+    """Not a sequence, a number of 8 or 4 bits, or training, which `load` refuses."""
+    tensors = [value.type.tensor_type for value in (*case.model.graph.input, *case.model.graph.output)]
+    to = [one.i for node in case.model.graph.node for one in node.attribute if one.name == "to"]
+    return (
+        all(0 < one.elem_type < 16 for one in tensors) and all(one < 16 for one in to) and "training" not in case.name
+    )
+
+
+CASES = collected(OPERATORS)
+LOADED = [case for case in collected(OPERATORS.keys() | ELEMENTWISE.keys()) if is_plain(case)]
+ids = [case.name for case in CASES]
+
+
+def arrays_of(tensors):
+    """As arrays; one number may come as a scalar."""
+    return [numpy_helper.to_array(one) if isinstance(one, onnx.TensorProto) else np.asarray(one) for one in tensors]
+
+
+def test_the_example_in_the_documentation_runs():
+    assert doctest.testmod(interop).failed == 0
+    assert doctest.testmod(interop).attempted > 0
+
+
+def test_every_operator_has_tests_of_onnxs():
+    assert OPERATORS.keys() == MODULES.keys() == {case.model.graph.node[0].op_type for case in CASES}
+    assert len(CASES) >= 79
+    assert sorted(operator.__name__ for operator in operators()) == sorted(OPERATORS)
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_by_onnxs_evaluator(case):
+    session = ReferenceEvaluator(case.model, new_ops=operators())
+    for inputs, outputs in case.data_sets:
+        found = session.run(None, dict(zip(session.input_names, arrays_of(inputs))))
+        for one, expected in zip(found, arrays_of(outputs), strict=True):
+            assert (one.shape, one.dtype) == (expected.shape, expected.dtype)
+            np.testing.assert_allclose(one, expected, rtol=case.rtol, atol=max(case.atol, ATOL))
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_as_functions_of_arrays(target, case):
+    (node,) = case.model.graph.node
+    attributes = {one.name: helper.get_attribute_value(one) for one in node.attribute}
+    plain = {name: decoded(value) for name, value in attributes.items()}
+    if target.name == "host_device" and (node.op_type in ("RNN", "GRU", "LSTM") or "uint8" in case.name):
+        pytest.skip("the arrays of the host device have no arithmetic and no gathering of their own")
+    for inputs, outputs in case.data_sets:
+        given = dict(zip([value.name for value in case.model.graph.input], arrays_of(inputs)))
+        placed = [target.to_device(given[name]) if name else None for name in node.input]
+        found = OPERATORS[node.op_type](*placed, **plain, outputs=len(node.output))
+        named = [one for name, one in zip(node.output, found, strict=True) if name]
+        for one, expected in zip(named, arrays_of(outputs), strict=True):
+            assert one.dtype == expected.dtype
+            np.testing.assert_allclose(target.to_host(one), expected, rtol=case.rtol, atol=max(case.atol, ATOL))
+
+
+@pytest.mark.parametrize("column_major", [0, 1])
+def test_indices_count_over_samples_and_channels(column_major):
+    """Of three axes, against the definition: the place of each maximum among all elements of X."""
+    x = np.random.default_rng(0).permutation(2 * 3 * 4 * 5 * 6).reshape(2, 3, 4, 5, 6).astype(np.float32)
+    y, indices = OPERATORS["MaxPool"](x, kernel_shape=[2, 3, 2], storage_order=column_major, outputs=2)
+    stored = x.reshape(6, 4, 5, 6)
+    flat = np.concatenate([image.ravel(order="F" if column_major else "C") for image in stored])
+    assert (flat[indices] == y).all()
+
+
+def conv_transpose_model(**attributes):
+    node = helper.make_node("ConvTranspose", ["X", "W"], ["Y"], **attributes)
+    kinds = [helper.make_tensor_value_info(name, 1, None) for name in "XWY"]
+    graph = helper.make_graph([node], "g", kinds[:2], kinds[2:])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+
+
+@pytest.mark.parametrize("attributes", [
+    dict(strides=[2], output_shape=[5]), dict(strides=[2], output_shape=[5], output_padding=[1]),
+    dict(strides=[2], output_shape=[4], output_padding=[1], auto_pad="SAME_UPPER"), dict(strides=[2], auto_pad="SAME_LOWER"),
+    dict(strides=[2], output_padding=[1], auto_pad="SAME_UPPER"), dict(strides=[2], output_shape=[4], pads=[1, 0], output_padding=[1]),
+], ids=str)  # fmt: skip
+def test_where_a_transposed_convolution_begins_is_onnxruntimes(attributes):
+    """ONNX's reference does not shift a result whose shape is given."""
+    runtime = pytest.importorskip("onnxruntime", reason="ONNX Runtime is not installed")
+    model = conv_transpose_model(**attributes)
+    x, w = np.arange(1, 4, dtype=np.float32)[None, None], np.array([[[1, 10, 100]]], np.float32)
+    session = runtime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (expected,) = session.run(None, {"X": x, "W": w})
+    (found,) = ReferenceEvaluator(model, new_ops=operators()).run(None, {"X": x, "W": w})
+    assert np.array_equal(found, expected)
+
+
+def test_activations_by_name_and_parameters():
+    """What ONNX's reference does not compute."""
+    rng = np.random.default_rng(0)
+    x, w, r = (rng.normal(size=shape).astype(np.float32) for shape in ((5, 2, 3), (1, 12, 3), (1, 12, 4)))
+    settings = dict(activations=["HardSigmoid", "LeakyRelu"], activation_alpha=[0.3, 0.1], activation_beta=[0.6])
+    y, _ = OPERATORS["GRU"](x, w, r, **settings, linear_before_reset=1)
+    weights = cupyconv.from_onnx_weights("GRU", w, r)
+    expected, _ = cupyconv.gru(x, **weights, activations=(("hard_sigmoid", 0.3, 0.6), ("leaky_relu", 0.1)))
+    assert np.array_equal(y[:, 0], expected)
+
+
+def test_half_precision_and_training_of_a_batch_normalisation():
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(4, 3, 5)) * 50 + 100).astype(np.float16)
+    scale, shift, mean, var = (np.array(row, np.float32) for row in ([1, 2, 3], [0, 1, 0], [100] * 3, [2500] * 3))
+    (y,) = OPERATORS["BatchNormalization"](x, scale, shift, mean, var)
+    wide = (x.astype(float) - 100) / np.sqrt(2500 + 1e-5) * scale[:, None] + shift[:, None]
+    assert y.dtype == np.float16
+    np.testing.assert_allclose(y, wide, rtol=2e-3, atol=1e-3)
+    y, running, _ = OPERATORS["BatchNormalization"](
+        x, scale, shift, mean, var, training_mode=1, momentum=0.5, outputs=3
+    )
+    assert abs(y.astype(float).mean((0, 2)) - shift).max() < 1e-2
+    np.testing.assert_allclose(running, (100 + x.astype(float).mean((0, 2))) / 2, rtol=1e-5)
+
+
+NETWORKS = Path(backend_test.__file__).parent / "data" / "light"
+
+
+def with_weights(model):
+    """One of ONNX's networks, whose weights are all one number, with random ones, that keep numbers near 1.
+
+    Without the softmax at its end, which ONNX's reference does along another axis than this version of it says.
+    """
+    rng, graph = np.random.default_rng(0), model.graph
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    variances = {node.input[4] for node in graph.node if node.op_type == "BatchNormalization"}
+    weights = {}
+    for node in [node for node in graph.node if node.op_type == "ConstantOfShape"]:
+        (name,), shape = node.output, tuple(constants[node.input[0]])
+        spread = np.sqrt(2 / np.prod(shape[1:])) if len(shape) > 1 else 0.1
+        drawn = rng.uniform(0.5, 1.5, shape) if name in variances else rng.normal(0, spread, shape)
+        weights[name] = drawn.astype(np.float32)
+        graph.node.remove(node)
+    if graph.node[-1].op_type == "Softmax":
+        graph.output[0].name = graph.node.pop().input[0]
+    inputs = [value for value in graph.input if value.name not in constants]
+    del graph.input[:]
+    graph.input.extend(inputs)
+    model.ir_version = 8  # from 4 on a constant need not be an input
+    graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in weights.items())
+    return model
+
+
+@pytest.mark.parametrize("name", ["squeezenet", "shufflenet", "densenet121"])
+def test_whole_networks_are_onnxruntimes(name):
+    runtime = pytest.importorskip("onnxruntime", reason="ONNX Runtime is not installed")
+    path = NETWORKS / f"light_{name}.onnx"
+    if not path.exists():
+        pytest.skip("this onnx brings no networks")
+    model = with_weights(onnx.load(path))
+    runtime.set_default_logger_severity(3)  # it would say that the shapes are used no longer
+    session = runtime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    image = np.random.default_rng(1).normal(size=(1, 3, 224, 224)).astype(np.float32)
+    given = {model.graph.input[0].name: image}
+    (expected,) = session.run(None, given)
+    assert expected.std() > 0.1
+    loaded = load(model)
+    np.testing.assert_allclose(loaded(**given), expected, rtol=0, atol=1e-5 * abs(expected).max())
+    if name == "densenet121":  # ONNX's evaluator is slow where cupyconv has no part
+        assert loaded.explain().done["concatenations that are never built"] > 40
+        return
+    (found,) = ReferenceEvaluator(model, new_ops=operators()).run(None, given)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * abs(expected).max())
+
+
+# --- load -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", LOADED, ids=[case.name for case in LOADED])
+def test_single_nodes_as_models(case):
+    run = load(case.model)
+    names = [value.name for value in case.model.graph.input]
+    for inputs, outputs in case.data_sets:
+        found = run(**dict(zip(names, arrays_of(inputs))))
+        for one, expected in zip(found if isinstance(found, tuple) else (found,), arrays_of(outputs), strict=True):
+            assert (one.shape, one.dtype) == (expected.shape, expected.dtype)
+            np.testing.assert_allclose(one, expected, rtol=case.rtol, atol=max(case.atol, ATOL))
+
+
+def parsed(signature, body, version=17):
+    """A model in ONNX's own notation; w, v and the vectors of length 4 are constants."""
+    rng = np.random.default_rng(0)
+    shapes = {
+        "w": (4, 4, 3, 3),
+        "v": (4, 4, 1, 1),
+        "t": (4, 2, 3, 3),
+        "b": (4,),
+        "m": (4,),
+        "c": (4,),
+        "k": (1, 4, 1, 1),
+    }
+    model = parser.parse_model(f'<ir_version: 8, opset_import: ["" : {version}]> g {signature} {{ {body} }}')
+    given = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    given["s"] = rng.uniform(0.5, 1.5, 4).astype(np.float32)
+    used = {name for node in model.graph.node for name in node.input}
+    model.graph.initializer.extend(
+        numpy_helper.from_array(array, name) for name, array in given.items() if name in used
+    )
+    return model
+
+
+IMAGE = "(float[2, 4, 6, 6] x) => (float[2, 4, 6, 6] y)"
+NORMALISED = "BatchNormalization(a, b, c, m, s)"
+FOLDED, ACTIVATED = "batch normalisations and the like folded into weights", "activations fused"
+ADDED, BEFORE, MERGED = (
+    "additions made residual=", "batch normalisations and activations made prologue=", "concatenations that are never built",
+)  # fmt: skip
+GRAPHS = {
+    "a residual block": (
+        f"a = Conv <pads = [1,1,1,1]>(x, w) d = {NORMALISED} e = Relu(d) f = Conv <pads = [1,1,1,1]>(e, w, b) g = Add(x, f) y = Relu(g)",
+        IMAGE, {FOLDED: 1, ACTIVATED: 2, ADDED: 1}),
+    "two convolutions added": (
+        "a = Conv(x, v) d = Conv(x, v, b) e = Add(a, d) y = Sigmoid(e)", IMAGE, {ADDED: 1, ACTIVATED: 1}),
+    "added to itself": ("a = Conv(x, v) y = Add(a, a)", IMAGE, {}),
+    "an addition that broadcasts": (
+        "a = Conv(x, v) d = GlobalAveragePool(x) e = Add(d, a) y = Tanh(e)", IMAGE, {}),
+    "an activation that is read twice": (
+        "a = Conv(x, v) d = Relu(a) e = Conv(d, v) y = Add(d, e)", IMAGE, {ACTIVATED: 1, ADDED: 1}),
+    "a convolution that is read twice": ("a = Conv(x, v) d = Relu(a) y = Mul(d, a)", IMAGE, {}),
+    "a convolution that goes out": (
+        "a = Conv(x, v) y = Relu(a)", "(float[2, 4, 6, 6] x) => (float[2, 4, 6, 6] a, float[2, 4, 6, 6] y)", {}),
+    "a shared weight": (
+        f"a = Conv(x, v) d = {NORMALISED} e = Conv(x, v) y = Sub(d, e)", IMAGE, {FOLDED: 1}),
+    "grouped and transposed": (
+        f"a = ConvTranspose <group = 2, pads = [1,1,1,1]>(x, t) d = {NORMALISED} y = LeakyRelu <alpha = 0.3>(d)",
+        IMAGE, {FOLDED: 1, ACTIVATED: 1}),
+    "grouped": (
+        f"q = Slice(w, zero, two, one) a = Conv <group = 2, pads = [1,1,1,1]>(x, q) d = {NORMALISED} y = Elu(d)",
+        IMAGE, {FOLDED: 1, ACTIVATED: 1, "constants folded": 1}),
+    "normalised before": (
+        f"a = Identity(x) d = {NORMALISED} e = Relu(d) y = Conv <pads = [1,1,1,1]>(e, w, b)", IMAGE, {BEFORE: 1}),
+    "normalised before, and read twice": (
+        f"a = Identity(x) d = {NORMALISED} e = Relu(d) f = Conv <pads = [1,1,1,1]>(e, w) y = Add(e, f)", IMAGE, {ADDED: 1}),
+    "scaled and shifted": (
+        "a = Mul(x, k) d = Add(k, a) e = Sub(d, k) f = Div(e, k) y = Conv <pads = [1,1,1,1]>(f, w)", IMAGE, {BEFORE: 1}),
+    "scaled and shifted behind": ("a = Conv(x, v) d = Mul(k, a) e = Add(d, k) y = Relu(e)", IMAGE, {FOLDED: 1, ACTIVATED: 1}),
+    "subtracted from a constant": ("a = Conv(x, v) y = Sub(k, a)", IMAGE, {}),
+    "clipped": ("a = Conv(x, v) y = Clip(a, low, high)", IMAGE, {ACTIVATED: 1}),
+    "clipped at one side": ("a = Conv(x, v) y = Clip(a, low)", IMAGE, {}),
+    "concatenations of concatenations": (
+        "a = Concat <axis = 1>(p, x) d = Concat <axis = 1>(q, a) y = Conv(d, v)",
+        "(float[2, 2, 6, 6] x, float[2, 1, 6, 6] p, float[2, 1, 6, 6] q) => (float[2, 4, 6, 6] y)", {MERGED: 2}),
+    "a concatenation that something else reads": (
+        "a = Concat <axis = 1>(p, x) d = Conv(a, v) e = Sigmoid(a) y = Mul(d, e)",
+        "(float[2, 3, 6, 6] x, float[2, 1, 6, 6] p) => (float[2, 4, 6, 6] y)", {}),
+    "a concatenation as a residual": (
+        "a = Concat <axis = 1>(p, x) d = Conv(x, r) y = Add(d, a)",
+        "(float[2, 3, 6, 6] x, float[2, 1, 6, 6] p) => (float[2, 4, 6, 6] y)", {ADDED: 1}),
+    "of a size that is computed": (
+        "a = Shape(x) d = Gather(a, zero) e = Concat <axis = 0>(d, minus) y = Reshape(x, e)",
+        "(float[2, 4, 6, 6] x) => (float[2, 144] y)", {}),
+}  # fmt: skip
+MORE = {
+    "zero": np.array([0]), "one": np.array([1]), "two": np.array([2]), "minus": np.array([-1]), "low": np.float32(-0.3),
+    "high": np.float32(0.4), "r": np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3, 1, 1),
+}  # fmt: skip
+
+
+def graph_named(name):
+    body, signature, done = GRAPHS[name]
+    model = parsed(signature, body)
+    used = {one for node in model.graph.node for one in node.input}
+    model.graph.initializer.extend(numpy_helper.from_array(np.asarray(a), n) for n, a in MORE.items() if n in used)
+    return model, done
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_what_is_fused_and_what_is_not(target, name):
+    if target.name == "host_device":
+        pytest.skip("the host device has no arithmetic of its own")
+    model, done = graph_named(name)
+    rng = np.random.default_rng(1)
+    inputs = {
+        value.name: rng.normal(size=[d.dim_value for d in value.type.tensor_type.shape.dim]).astype(np.float32)
+        for value in model.graph.input
+    }
+    # ONNX's own transposed convolution takes no groups of more than one output.
+    only = [operator for operator in operators() if operator.__name__ == "ConvTranspose"]
+    run, expected = load(model, target.xp), ReferenceEvaluator(model, new_ops=only).run(None, inputs)
+    assert run.explain().done == done
+    placed = {one: target.to_device(array) for one, array in inputs.items()}
+    for _ in range(2):
+        found = run(**placed)
+        for one, wanted in zip(found if isinstance(found, tuple) else (found,), expected, strict=True):
+            np.testing.assert_allclose(target.to_host(one), wanted, rtol=2e-5, atol=2e-5)
+    assert all(np.array_equal(target.to_host(placed[one]), array) for one, array in inputs.items())
+
+
+@pytest.mark.parametrize("body, done", [
+    ("d = BatchNormalization(x, b, c, m, s) e = Relu(d) y = Conv(e, h)", {BEFORE: 1}),
+    ("a = Conv(x, h) d = BatchNormalization(a, b, c, m, s) y = Relu(d)", {FOLDED: 1, ACTIVATED: 1}),
+    ("d = BatchNormalization(x, b, c, m, s) y = Relu(d)", {}),
+])  # fmt: skip
+def test_half_precision_beside_constants_of_full_precision(body, done):
+    model = parsed("(float16[2, 4, 6, 6] x) => (float16[2, 4, 6, 6] y)", body)
+    rng = np.random.default_rng(2)
+    half, x = (rng.normal(size=shape).astype(np.float16) for shape in ((4, 4, 1, 1), (2, 4, 6, 6)))
+    if "h)" in body:
+        model.graph.initializer.append(numpy_helper.from_array(half, "h"))
+    run = load(model)
+    y = run(x=x)
+    assert run.explain().done == done and y.dtype == np.float16
+    gamma, beta, mean, var = (
+        numpy_helper.to_array(one) for name in "bcms" for one in model.graph.initializer if one.name == name
+    )
+    factor = gamma / np.sqrt(var.astype(np.float64) + 1e-5)
+
+    def normalised(image):
+        return image * factor[:, None, None] + (beta - mean * factor)[:, None, None]
+
+    wide = half.astype(np.float64)[:, :, 0, 0]
+    expected = x.astype(np.float64)
+    for op in [node.op_type for node in model.graph.node]:
+        if op == "Conv":
+            expected = np.einsum("oc,nchw->nohw", wide, expected)
+        else:
+            expected = np.maximum(expected, 0) if op == "Relu" else normalised(expected)
+    np.testing.assert_allclose(y, expected, rtol=4e-3, atol=0.03)
+
+
+def test_unknown_operators_are_listed_together():
+    body = "i, j = Split <axis = 1>(x) d = Det(x) e = Det(x) y = Relu(i)"
+    with pytest.raises(NotImplementedError, match=r"does not run: Det \(2 x\), Split$"):
+        load(parsed("(float[2, 4, 6, 6] x) => (float[2, 2, 6, 6] y)", body))
+
+
+@pytest.mark.parametrize("error, words, inputs", [
+    (TypeError, "the model takes x, given nothing", {}),
+    (TypeError, "the model takes x, given x, z", {"x": np.ones((2, 4, 6, 6), np.float32), "z": np.ones(1)}),
+    (TypeError, "x has dtype float64, the model takes float32", {"x": np.ones((2, 4, 6, 6))}),
+    (ValueError, r"x has shape \(2, 4, 6, 7\), the model takes \(None, 4, 6, 6\)", {"x": np.ones((2, 4, 6, 7), np.float32)}),
+    (TypeError, "x must be an array of numpy, given builtins.list", {"x": [1.0]}),
+])  # fmt: skip
+def test_inputs_that_are_not_the_models(error, words, inputs):
+    run = load(parsed("(float[N, 4, 6, 6] x) => (float[N, 4, 6, 6] y)", "y = Conv(x, v)"))
+    assert run(x=np.ones((3, 4, 6, 6), np.float32)).shape == (3, 4, 6, 6)
+    with pytest.raises(error, match=words):
+        run(**inputs)
+
+
+def test_images_are_let_go_after_their_last_use():
+    """Of eight layers two images are there at a time, and explain says how much that is."""
+    layers = (
+        " ".join(f"a{i + 1} = Conv <pads = [1,1,1,1]>(a{i}, w)" for i in range(8)).replace("a0", "x").replace("a8", "y")
+    )
+    run = load(parsed("(float[1, 4, 300, 300] x) => (float[1, 4, 300, 300] y)", layers))
+    x = np.ones((1, 4, 300, 300), np.float32)
+    run(x=x)
+    assert run.explain().peak_bytes < 4 * x.nbytes
+    assert peak_bytes(lambda: run(x=x)) < 4 * x.nbytes
+
+
+@pytest.mark.parametrize("on", [None, "sm_90"])
+def test_a_page_for_a_model(on):
+    model, _ = graph_named("a residual block")
+    page = str(load(model).explain(on=on))
+    assert "model of 2 steps, 2 of them convolutions on " + ("cuda" if on else "numpy") in page
+    assert "conv 4 -> 4 channels, kernel 3x3 on 2 x 6x6" in page
+    assert "1 additions made residual=" in page
+
+
+def decoded(value):
+    if isinstance(value, bytes):
+        return value.decode()
+    return [decoded(one) for one in value] if isinstance(value, list) else value
