@@ -412,6 +412,7 @@ def test_a_page_for_a_model(on):
     assert "model of 2 steps, 2 of them convolutions on " + ("cuda" if on else "numpy") in page
     assert "conv 4 -> 4 channels, kernel 3x3 on 2 x 6x6" in page
     assert "1 additions made residual=" in page
+    assert ("by an unmeasured model" in page.splitlines()[1]) == (on is not None)
 
 
 def decoded(value):

@@ -17,6 +17,7 @@ import pytest
 
 import cupyconv
 from cupyconv.call.dispatch import Backend
+from cupyconv.call.operation import _OPERATIONS
 from cupyconv.cuda.run import CudaBackend
 from cupyconv.cuda.run.device import Device
 from cupyconv.numpy import NumpyBackend
@@ -270,6 +271,14 @@ SECTIONS = {
     "show_config": ("Examples",),
     "clear_caches": ("Examples",),
 }
+
+
+def test_every_operation_answers_keywords_of_other_libraries():
+    """Its function takes them, and shows none of it."""
+    for function in _OPERATIONS:
+        assert function.__code__.co_flags & inspect.CO_VARKEYWORDS, function.__name__
+        kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
+        assert inspect.Parameter.VAR_KEYWORD not in kinds, function.__name__
 
 
 def test_everything_promised_is_public():

@@ -25,10 +25,13 @@ import numpy as np
 
 import cupyconv
 from cupyconv.call.explain import checked_call
+from cupyconv.cuda.plan.cost import by_model
+from cupyconv.cuda.plan.draft import Draft
 from cupyconv.interop.onnx import OPERATORS
 from cupyconv.interop.onnx_elementwise import ELEMENTWISE, Call, Node, refused
 from cupyconv.interop.onnx_elementwise import run as run_elementwise
 from cupyconv.ops.onnx import onnx_padding
+from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import Plan
 from cupyconv.typing import Array
 
@@ -406,18 +409,21 @@ class Model:
                 inputs[name] = self._xp.empty(sizes, dtype)
         values, lines, live, peak = self._checked(inputs), [], 0, 0
         for node, unread in zip(self._graph.nodes, self._last_reads):
-            plan = None
+            plan, seconds = None, None
             if node.op in CONVOLUTIONS:
                 function, arguments = self._convolution(node, values)
                 call = checked_call(function, on=on, **arguments)
                 plan, (result, *_) = call.plan(), call.results
+                machine = call.problem.machine
+                if isinstance(machine, GpuModel):
+                    seconds = Draft(plan.method, plan.steps).cost(machine).seconds
                 outputs: Sequence[Any] = [self._xp.empty(result.shape, result.dtype)]
             else:
                 outputs = self._run(node, values)
             values |= {name: value for name, value in zip(node.outputs, outputs) if name}
             live = sum(_nbytes(value) for name, value in values.items())
             peak = max(peak, live + (plan.workspace_bytes if plan else 0))
-            lines.append(ModelStep(node.op, tuple(node.outputs), plan))
+            lines.append(ModelStep(node.op, tuple(node.outputs), plan, seconds))
             for name in unread:
                 values.pop(name, None)
         weights = sum(array.nbytes for array in self._constants.values())
@@ -509,11 +515,12 @@ def _nbytes(value: Any) -> int:
 
 @dataclass(frozen=True)
 class ModelStep:
-    """A step of a model: the operator, what it makes, and the plan of a convolution."""
+    """A step of a model: the operator, what it makes, the plan of a convolution, and on a GPU its time by the model."""
 
     op: str
     outputs: tuple[str, ...]
     plan: Plan | None
+    seconds: float | None
 
     def __str__(self) -> str:
         if self.plan is None:
@@ -547,10 +554,12 @@ class ModelPlan:
         plans = [step.plan for step in self.steps if step.plan is not None]
         flops, moved = sum(plan.flops for plan in plans), sum(plan.bytes_moved for plan in plans)
         where = f" on {plans[0].backend} ({plans[0].device})" if plans else ""
+        times = [step.seconds for step in self.steps if step.seconds is not None]
+        took = f", {by_model(sum(times))}" if times else ""
         return "\n".join(
             [
                 f"model of {len(self.steps)} steps, {len(plans)} of them convolutions{where}",
-                f"  convolutions {flops:,} FLOP, {moved:,} B moved",
+                f"  convolutions {flops:,} FLOP, {moved:,} B moved{took}",
                 f"  memory       images {self.peak_bytes:,} B at the most, constants {self.weight_bytes:,} B",
                 *(f"  {count:12} {what}" for what, count in self.done.items()),
                 *map(str, self.steps),
