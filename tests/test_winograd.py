@@ -222,12 +222,20 @@ def test_sums_of_integers_are_exact_where_it_is_forbidden():
         assert (cupyconv.conv(x, weight, padding=1) == exact).all()
 
 
-def test_a_strided_input_gradient_or_one_with_a_padding_mode_is_refused():
+def test_a_strided_input_gradient_is_refused():
     x, weight = normal(1, 4, 9, 9), normal(4, 4, 3, 3)
-    for settings in (dict(stride=2), dict(padding=1, padding_mode="reflect")):
-        grad = cupyconv.conv(x, weight, **settings)
-        with pytest.raises(ValueError, match="method 'winograd' does not apply: "):
-            cupyconv.conv_grad_input(grad, weight, x.shape, method="winograd", **settings)
+    grad = cupyconv.conv(x, weight, stride=2)
+    with pytest.raises(ValueError, match="method 'winograd' does not apply: "):
+        cupyconv.conv_grad_input(grad, weight, x.shape, method="winograd", stride=2)
+
+
+def test_an_input_gradient_with_a_padding_mode_is_that_of_the_image_and_its_borders():
+    x, weight, settings = normal(1, 4, 12, 12), normal(4, 4, 3, 3), dict(padding=1, padding_mode="reflect")
+    plan = cupyconv.explain(cupyconv.conv_grad_input, x, weight, x.shape, method="winograd", **settings)
+    assert plan.method == "winograd" and str(plan).count("loop     Winograd") == 1 and str(plan).count("border ") == 4
+    actual = cupyconv.conv_grad_input(x, weight, x.shape, method="winograd", **settings)
+    exact = cupyconv.conv_grad_input(x.astype(np.float64), weight.astype(np.float64), x.shape, **settings)
+    np.testing.assert_allclose(actual, exact, atol=1e-5)
 
 
 # --- memory ---------------------------------------------------------------------------------------------------

@@ -124,6 +124,8 @@ def plan_folded(problem: TransposedProblem, plan_part: Callable[[TransposedProbl
         if nbytes > problem.limit // 2:
             raise NotApplicable("borders do not fit the workspace limit")
         part = replace(problem, geometry=_part(geometry, box), outs=outs, workspace_limit=problem.limit - 2 * nbytes)
+        if problem.method == "winograd":
+            part = replace(part, method="auto")  # it is not for strips
         threads = max(1, min(problem.host.threads, part.flops // THREAD_FLOPS))
         plan = plan_part(replace(part, machine=HostModel(threads)))
         beside = max(beside, 2 * nbytes)
