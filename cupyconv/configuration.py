@@ -113,7 +113,7 @@ def _entries() -> Iterator[tuple[str, str]]:
     yield "cupyconv", f"{__version__} in {Path(__file__).resolve().parent}"
     yield "Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     yield "NumPy", f"{np.__version__}, BLAS: {_numpy_blas()}"
-    yield "SciPy", _version("scipy") or 'not installed: activation="gelu" on NumPy is slow without it'
+    yield "SciPy", _version("scipy") or "not installed"
     yield "ml_dtypes", _version("ml_dtypes") or "not installed: no bfloat16 on NumPy"
     packages = cupy_distributions()
     yield "CuPy", ", ".join(packages) or "not installed"

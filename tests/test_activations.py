@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-
 import numpy as np
 import pytest
 import reference
 from tolerance import assert_close, finfo
 
 import cupyconv
-from cupyconv.numpy import activations as numpy_activations
 from cupyconv.problem.activations import RECURRENT_ONLY, TABLE, resolve_activation
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -93,34 +89,3 @@ def test_none_is_no_activation():
 def test_parameters_left_out_have_their_defaults():
     assert resolve_activation(("hard_sigmoid", 0.25)) == resolve_activation(("hard_sigmoid", 0.25, 0.5))
     assert resolve_activation("elu") == resolve_activation(("elu", 1))
-
-
-# --- gelu without SciPy ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def without_scipy(monkeypatch):
-    """The NumPy backend's activations, loaded anew where `import scipy` fails."""
-    for name in ("scipy", "scipy.special"):
-        monkeypatch.setitem(sys.modules, name, None)
-    specification = importlib.util.spec_from_file_location("activations_without_scipy", numpy_activations.__file__)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_gelu_without_scipy(without_scipy, dtype):
-    values = special_values(np.dtype(dtype))
-    actual = values.copy()
-    with np.errstate(all="ignore"):
-        without_scipy.activate(actual, resolve_activation("gelu"))
-    expected = reference.activation("gelu", reference.wide(values))
-    magnitude = np.where(np.isfinite(values), np.abs(reference.wide(values)), 0) + 1
-    assert_close(actual, expected, dtype, terms=1, magnitude=magnitude)
-
-
-def test_gelu_without_scipy_of_nothing(without_scipy):
-    nothing = np.empty((0, 3), np.float32)
-    without_scipy.activate(nothing, resolve_activation("gelu"))
-    assert nothing.dtype == np.float32

@@ -63,7 +63,7 @@ def test_a_method_that_suits_is_taken(with_one_more):
     settings = dict(padding=1, activation="relu")
     plan = cupyconv.explain(cupyconv.conv, x, weight, bias, **settings)
     assert plan.method == "reversed" and "reversed columns, sums in float32" in str(plan)
-    assert [name for name, _ in plan.rejected] == ["winograd", "gemm", "direct", "implicit_gemm"]
+    assert [name for name, _ in plan.rejected] == ["winograd", "fft", "gemm", "direct", "implicit_gemm"]
     for threads in (1, 2):
         with cupyconv.options(threads=threads, workspace_limit=12_000 * threads):
             actual = cupyconv.conv(x, weight, bias, **settings)
@@ -79,7 +79,7 @@ def test_a_method_that_does_not_suit_does_not_apply_or_was_not_named_is_not(with
     assert grouped.method == "gemm" and dict(grouped.rejected)["reversed"] == "slower: the other way round"
     named = cupyconv.explain(cupyconv.conv, x, weight, method="direct")
     assert set(named.rejected[:-1]) == {
-        (name, "method='direct' was asked for") for name in ("reversed", "winograd", "gemm")
+        (name, "method='direct' was asked for") for name in ("reversed", "winograd", "fft", "gemm")
     }
 
 
@@ -123,7 +123,7 @@ def test_the_last_way_of_a_method_applies_to_all_that_the_others_leave(name):
 @pytest.mark.parametrize("operation", ["conv", "conv_transpose", "conv_grad_input", "conv_grad_weight"])
 def test_a_public_name_that_a_backend_does_not_have_is_refused_there(monkeypatch, operation, on):
     """A new method may begin on one backend: its name is known everywhere, and "auto" goes on without it."""
-    names = (*problems.METHODS, "fft")
+    names = (*problems.METHODS, "wavelet")
     monkeypatch.setattr(problems.check_method, "__defaults__", (names,))
     monkeypatch.setattr(convolution, "PUBLIC_METHODS", names)
     monkeypatch.setattr(cuda_conv, "METHODS", names)
@@ -136,6 +136,6 @@ def test_a_public_name_that_a_backend_does_not_have_is_refused_there(monkeypatch
     }[operation]
     function = getattr(cupyconv, operation)
     plan = cupyconv.explain(function, *given, on=on)
-    assert dict(plan.rejected)["fft"]
-    with pytest.raises(ValueError, match=r"method 'fft' does not apply: .*no such method"):
-        cupyconv.explain(function, *given, method="fft", on=on)
+    assert dict(plan.rejected)["wavelet"]
+    with pytest.raises(ValueError, match=r"method 'wavelet' does not apply: .*no such method"):
+        cupyconv.explain(function, *given, method="wavelet", on=on)

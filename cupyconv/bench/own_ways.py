@@ -3,7 +3,7 @@
 ======================================  ==================================================================
 ``cupyconv``                            the call as a user writes it
 ``cupyconv gemm``, ...                  the same by each other method that applies
-``cupyconv exact``                      without Winograd's transform, where that was chosen
+``cupyconv exact``                      without Winograd's transform or Fourier's, where one was chosen
 ``cupyconv layer by layer``             a chain by one call of `conv` for each layer
 ======================================  ==================================================================
 """
@@ -23,9 +23,9 @@ from cupyconv.call.options import options
 from cupyconv.demo.libraries import Call
 from cupyconv.problem.plan import KernelLaunch, LaunchLoop, Plan, Rounds, Step
 
-#: The method that transforms its data, and the option that forbids it.
-TRANSFORM = "winograd"
-FORBIDDEN = {"allow_winograd": False}
+#: The methods that transform their data, and the options that forbid them.
+TRANSFORMS = ("winograd", "fft")
+FORBIDDEN = {"allow_winograd": False, "allow_fft": False}
 
 
 class Ours(Participant):
@@ -37,13 +37,13 @@ class Ours(Participant):
     def ways(self, case: AnyCase, xs: list[Any], weights: list[Any]) -> list[Way]:
         def way(name: str, method: str, runs: str, **settings: Any) -> Way:
             call = partial(case.bound, xs, weights, method, **settings)
-            return Way(name, call, case.compared, transform=runs == TRANSFORM)
+            return Way(name, call, case.compared, transform=runs in TRANSFORMS)
 
         plans, _ = self._plans(case, xs, weights)
         chosen = plans["auto"].method
         ways = [way(OURS, "auto", chosen)]
         ways += [way(f"{OURS} {method}", method, method) for method in plans if method not in ("auto", chosen)]
-        if chosen == TRANSFORM:
+        if chosen in TRANSFORMS:
             ways.append(way(f"{OURS} {EXACT}", "auto", EXACT, **FORBIDDEN))
         if isinstance(case, Case) and case.then and not case.tf32:
             ways.append(Way(f"{OURS} {LAYER_BY_LAYER}", lambda: partial(case.layer_by_layer, xs, weights)))

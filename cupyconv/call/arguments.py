@@ -163,6 +163,7 @@ class Arguments:
             "workspace_limit": settings.workspace_limit,
             "allow_tf32": settings.allow_tf32,
             "allow_winograd": settings.allow_winograd,
+            "allow_fft": settings.allow_fft,
         }
 
     @property

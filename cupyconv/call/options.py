@@ -15,6 +15,7 @@ class Settings(NamedTuple):
     workspace_limit: int | None = None
     allow_tf32: bool = False
     allow_winograd: bool = True
+    allow_fft: bool = True
     threads: int | None = None
 
 
@@ -48,6 +49,12 @@ class options(AbstractContextManager["Settings"]):
         ``abs(weight * x)`` of all results, not times each result's own.  On random data they are 1.5, 4 and 9 times
         those of sums of products, along one, two and three axes.  Infinities and NaN are where the definition has them.
         False forbids it, by name too.
+    allow_fft : bool
+        On NumPy, let kernels of many taps be multiplied as Fourier transforms, tile by tile, where that is faster.  Sums of
+        integers are then not exact, and errors are bounded normwise, in float32 by 2e-6 times the largest element of x
+        times the largest sum of ``abs(weight)`` of an output; on random data they are about those of sums of products.
+        Where an element is infinite or NaN its tile is computed again by sums of products; where that would take
+        more than 2**34 of them it is left as it is, and `explain` says which.  False forbids it, by name too.
     threads : int, optional
         How many threads a call on NumPy is divided among, or fewer where the workspace limit has no room for so many;
         by default as many as NumPy's BLAS would use (so that its environment variables, threadpoolctl and the process's
@@ -80,12 +87,14 @@ class options(AbstractContextManager["Settings"]):
         workspace_limit: int | None = None,
         allow_tf32: bool = False,
         allow_winograd: bool = True,
+        allow_fft: bool = True,
         threads: int | None = None,
     ) -> None:
         self._settings = Settings(
             workspace_limit=_at_least("workspace_limit", workspace_limit, 0),
             allow_tf32=flag("allow_tf32", allow_tf32),
             allow_winograd=flag("allow_winograd", allow_winograd),
+            allow_fft=flag("allow_fft", allow_fft),
             threads=_at_least("threads", threads, 1),
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,16 +11,11 @@ import numpy as np
 from cupyconv.problem.activations import Activation
 
 
-@cache
-def _erf() -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """The error function, into the second array: SciPy's, or where that is not installed the standard library's, a
-    Python call per element."""
-    try:
-        from scipy.special import erf
-    except ImportError:
-        each = np.frompyfunc(math.erf, 1, 1)
-        return lambda v, out: each(v, out=out, casting="unsafe")
-    return erf
+def _erf(v: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """The error function, into the second array."""
+    from scipy.special import erf  # imported for those who use it
+
+    return np.asarray(erf(v, out))
 
 
 def activate(v: np.ndarray, activation: Activation) -> None:
@@ -58,7 +52,7 @@ def _gate(v: np.ndarray, slope: Any, offset: Any) -> np.ndarray:
 
 def _gelu(v: np.ndarray, *_: object) -> None:
     gate = v * v.dtype.type(math.sqrt(0.5))
-    gate = _erf()(gate, gate)
+    gate = _erf(gate, gate)
     gate += 1
     gate *= v.dtype.type(0.5)
     v *= gate
@@ -154,7 +148,7 @@ def _gelu_derivative(v: np.ndarray, *_: object) -> np.ndarray:
     density *= v
     density *= v.dtype.type(1 / math.sqrt(2 * math.pi))
     result = v * v.dtype.type(math.sqrt(0.5))
-    result = _erf()(result, result)
+    result = _erf(result, result)
     result += 1
     result *= v.dtype.type(0.5)
     result += density

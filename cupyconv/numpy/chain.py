@@ -389,7 +389,9 @@ def _layer_by_layer(problem: ChainProblem, samples: int, *, beside_images: bool)
         plan = replace(plan, notes=(*plan.notes, note))
     moved = 2 * problem.intermediate_bytes if sum(between) > TILE_BYTES else 0
     calls = loop.times * (len(problem.layers) * PART_SECONDS + sum(map(_block_seconds, plans[0])))
-    arithmetic = problem.flops / max(1, problem.host.threads) / _FLOPS
+    whole = problem.layers[-1].geometry.batch // samples
+    flops = sum(times * step.flops for times, own in zip((whole, 1), plans) for layer in own for step in layer.steps)
+    arithmetic = flops / max(1, problem.host.threads) / _FLOPS
     return _Way(plan, calls + moved / IMAGE_BYTES + arithmetic, beside_images)
 
 
@@ -564,6 +566,7 @@ def _part_of(
         residual=layer.residual and cut(layer.residual, outputs),
         machine=HostModel(threads),
         workspace_limit=limit,
+        allow_fft=False,  # which would transform the weight for every part
     )
 
 

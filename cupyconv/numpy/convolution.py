@@ -95,6 +95,11 @@ MORE_PRODUCTS = "slower: it takes more products"
 NO_ROOM_FOR_TILES = "transforms do not fit the workspace limit"
 SLOW_TRANSFORMS = "slower: transforms take longer than the products they save"
 
+#: The same of Fourier transforms, and the multiply-adds that take less than their calls.
+SLOW_SPECTRA = "slower: Fourier transforms take longer than the products they save"
+NO_ROOM_FOR_SPECTRA = "spectra do not fit the workspace limit"
+FEW_PRODUCTS = 4_000_000
+
 #: Multiply-adds of a product that take as long as to write an element of columns, and as all calls of Winograd's method.
 COLUMN, LONE_TRANSFORM = 8, 4_000_000
 
@@ -147,10 +152,18 @@ def winograd_unsuited(problem: ProductsProblem) -> str:
     return "" if saved > 0 else SLOW_TRANSFORMS
 
 
+def fft_unsuited(problem: Any, ways: str = "cupyconv.numpy.fft", **known: float) -> str:
+    """Why Fourier transforms are not taken; what they take is worked out where they may be worth it."""
+    if problem.geometry.products < FEW_PRODUCTS:
+        return SLOW_SPECTRA
+    return str(import_module(ways).unsuited(problem, **known))
+
+
 #: Every method of a convolution; a depthwise one has its own (`depthwise`).  "auto" takes the first that suits the
 #: problem and fits, else the first that fits.
 METHODS = {
     "winograd": Method("cupyconv.numpy.winograd", SLOW_TRANSFORMS, NO_ROOM_FOR_TILES, winograd_unsuited),
+    "fft": Method("cupyconv.numpy.fft", SLOW_SPECTRA, NO_ROOM_FOR_SPECTRA, fft_unsuited),
     "gemm": Method("cupyconv.numpy.gemm", MORE_PRODUCTS, NO_ROOM_FOR_COLUMNS),
     "direct": Method("cupyconv.numpy.direct", PASS_PER_TAP),
 }

@@ -23,6 +23,7 @@ from cupyconv.numpy.convolution import (
     ConvLoop,
     ConvRun,
     Method,
+    fft_unsuited,
     temporaries,
 )
 from cupyconv.numpy.direct import TapByTap
@@ -44,9 +45,11 @@ SHORT_RUN = 8192 // 3
 def methods_of(problem: ConvProblem) -> Mapping[str, Method]:
     """Every method of a depthwise convolution: products before scaled elements where they are estimated to take less."""
     products, ways = best_of_products(problem)
-    is_quicker = products < scaled_ns(problem) or not problem.is_one_kind
+    scaled = scaled_ns(problem)
+    is_quicker = products < scaled or not problem.is_one_kind
     few = "slower: few outputs beside each other, or few taps, and products with many zeros"
     return {
+        "fft": METHODS["fft"]._replace(unsuited=lambda _: fft_unsuited(problem, others_ns=min(products, scaled))),
         "gemm": Method(ways, few, NO_ROOM_FOR_COLUMNS, lambda _: "" if is_quicker else few),
         "direct": Method((ScaledRuns, ScaledTaps, TapByTap), PASS_PER_TAP),
         "winograd": METHODS["winograd"],

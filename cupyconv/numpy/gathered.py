@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from cupyconv.numpy.backend import NumpyStep
-from cupyconv.numpy.convolution import ConvLoop, plan_conv, winograd_unsuited
+from cupyconv.numpy.convolution import ConvLoop, fft_unsuited, plan_conv, winograd_unsuited
 from cupyconv.numpy.windows import five_axes
 from cupyconv.problem.arrays import c_strides
 from cupyconv.problem.geometry import ConvGeometry
@@ -34,7 +34,7 @@ MOST_ZEROS = 4
 
 @dataclass(frozen=True)
 class GatheredLoop(NumpyStep):
-    """A part of a transposed convolution's result as the convolution that it is: a phase along each axis.
+    """A part of a transposed convolution's result as a convolution, of `geometry`, or a share of one: a phase along each axis.
 
     Its weight is that of the channels from `first_channel` of the concatenated results on, has the phases' taps, and
     outputs and channels of each group exchanged.
@@ -42,6 +42,7 @@ class GatheredLoop(NumpyStep):
 
     problem: TransposedProblem
     convolution: ConvLoop
+    geometry: ConvGeometry
     output: str
     first_channel: int
     phases: tuple[AxisPhase, ...]
@@ -75,7 +76,7 @@ class GatheredLoop(NumpyStep):
         return tuple(slice(axis.first, None, step) for axis, step in zip(self.phases, self.problem.geometry.stride))
 
     def run(self, arrays: Mapping[str, Any]) -> None:
-        geometry = self.convolution.geometry
+        geometry = self.geometry
         parts = {"weight": self._weight(arrays["weight"])}
         for name, _ in self.convolution.inputs:
             x = arrays[name]
@@ -92,7 +93,7 @@ class GatheredLoop(NumpyStep):
 
     def _weight(self, weight: np.ndarray) -> np.ndarray:
         """The taps of the part: a copy, or an array of no elements where no tap reaches it."""
-        geometry = self.convolution.geometry
+        geometry = self.geometry
         if geometry.reduction == 0:
             return np.empty((geometry.out_channels, 0, *geometry.kernel), weight.dtype)
         reversed_taps: Any = tuple(
@@ -125,13 +126,14 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
         part = phase_problem(replace(problem, workspace_limit=problem.limit_with(weight) - weight), phase, out, own)
         part = replace(part, method=problem.method if is_reached(phase) else "auto")
         problems.append((part, out.name, first, phase))
-    if not (_reads_less(geometry, len(phases)) or all(_takes_winograd(part) for part, *_ in problems)):
+    if not (_reads_less(geometry, len(phases)) or all(_takes_transforms(part) for part, *_ in problems)):
         raise NotApplicable("products are added where the kernel reaches")
     plans, steps = [], []
     for part, name, first, phase in problems:
         plan = plan_conv(part)
         plans.append(plan)
-        steps += [GatheredLoop(problem, loop, name, first, phase) for loop in plan.steps if isinstance(loop, ConvLoop)]
+        loops = [loop for loop in plan.steps if isinstance(loop, ConvLoop)]
+        steps += [GatheredLoop(problem, loop, part.geometry, name, first, phase) for loop in loops]
     largest = max(plans, key=lambda plan: plan.flops)
     sizes = {"weight": weight, "blocks": max(plan.workspace_bytes for plan in plans)}
     return replace(
@@ -148,9 +150,11 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
     )
 
 
-def _takes_winograd(part: ConvProblem) -> bool:
-    """Whether a part is computed by Winograd's method, which only convolutions have."""
-    return part.method == "winograd" or (part.method == "auto" and not winograd_unsuited(part))
+def _takes_transforms(part: ConvProblem) -> bool:
+    """Whether a part is computed by a method that transforms its data, which convolutions are better at."""
+    if part.method == "auto":
+        return not winograd_unsuited(part) or not fft_unsuited(part)
+    return part.method in ("winograd", "fft")
 
 
 def _reads_less(geometry: ConvGeometry, parts: int) -> bool:

@@ -205,7 +205,7 @@ class ScatteredLoop(BlockLoop):
                 samples = even_part(geometry.batch, min(samples, geometry.batch // machine.threads))
                 if -(-geometry.batch // samples) < machine.threads:  # too few samples for all threads
                     channels = min(channels, -(-geometry.in_channels // machine.threads))
-                channels = _even_channels(geometry, channels)
+                channels = even_channels(geometry, channels)
                 pixels = target // (per_pixel * max(1, channels))
                 block = (samples, *geometry.out_size)
                 if pixels < geometry.pixels:
@@ -252,7 +252,7 @@ def _gains_by_flat(flat: ScatteredLoop) -> bool:
     )
 
 
-def _even_channels(geometry: ConvGeometry, most: int) -> int:
+def even_channels(geometry: ConvGeometry, most: int) -> int:
     """At most that many channels, which cut all of them evenly: whole groups, or part of one."""
     if most < geometry.group_channels:
         return even_part(geometry.group_channels, most)
@@ -310,8 +310,7 @@ class ScatteredRun:
         if not self.loop.written_once:
             for piece, _ in reached:
                 piece[...] = 0
-        for pixels in self.loop.pixel_runs:
-            self.loop.add(self, reached, block, pixels)
+        self.add_runs(reached, block)
         for (piece, part), (result, _) in zip(sums, results):
             if self.bias is not None:
                 piece += self.bias[channels.start : channels.stop][part, None, None, None, None]
@@ -320,6 +319,11 @@ class ScatteredRun:
             activate(piece, self.problem.activation)
             if piece is not result:
                 result[...] = piece
+
+    def add_runs(self, sums: list[Piece], block: tuple[range, range]) -> None:
+        """Add what all pixels bring, run after run."""
+        for pixels in self.loop.pixel_runs:
+            self.loop.add(self, sums, block, pixels)
 
     def _pieces(self, samples: range, channels: range) -> list[Piece]:
         """What of the results a block is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any, cast
 
@@ -15,10 +15,13 @@ from cupyconv.numpy.convolution import (
     LONE_PIXELS,
     MEMORY_BLOCK,
     NO_ROOM_FOR_COLUMNS,
+    NO_ROOM_FOR_SPECTRA,
     SHORT_CALL,
+    SLOW_SPECTRA,
     THIN_PRODUCTS,
     Method,
     choose,
+    fft_unsuited,
     is_matrix,
     thin_products,
 )
@@ -206,8 +209,10 @@ def _thin_products(problem: ProductsProblem) -> str:
     return thin_products(problem) if problem.geometry.taps <= problem.geometry.pixels else ""
 
 
+SPECTRA = "cupyconv.numpy.fft_scattered"
 #: "auto" takes the first that suits the problem and fits, else the first that fits.
 METHODS = {
+    "fft": Method(SPECTRA, SLOW_SPECTRA, NO_ROOM_FOR_SPECTRA, partial(fft_unsuited, ways=SPECTRA)),
     "gemm": Method((ScatteredView, ScatteredColumns), THIN_PRODUCTS, NO_ROOM_FOR_COLUMNS, _thin_products),
     "direct": Method((ScatteredScaledTaps, ScatteredTaps), "slower: a product for every tap"),
 }

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -17,13 +17,16 @@ from cupyconv.numpy.convolution import (
     LONE_PIXELS,
     MORE_PRODUCTS,
     NO_ROOM_FOR_COLUMNS,
+    NO_ROOM_FOR_SPECTRA,
     NO_ROOM_FOR_TILES,
     PRODUCT_BLOCK,
+    SLOW_SPECTRA,
     SLOW_TRANSFORMS,
     Method,
     box_bytes,
     choose,
     columns_bytes,
+    fft_unsuited,
     inputs_are_columns,
     taps_at_a_time,
     temporaries,
@@ -288,9 +291,11 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
             is_first = False
 
 
+SPECTRA = "cupyconv.numpy.fft_weight_gradient"
 #: "auto" takes the first that suits the problem and fits, else the first that fits.
 METHODS = {
     "winograd": Method((GradientWinograd,), SLOW_TRANSFORMS, NO_ROOM_FOR_TILES, winograd_unsuited),
+    "fft": Method(SPECTRA, SLOW_SPECTRA, NO_ROOM_FOR_SPECTRA, partial(fft_unsuited, ways=SPECTRA)),
     "gemm": Method(
         (GradientView, GradientMecProducts, GradientColumns), MORE_PRODUCTS, NO_ROOM_FOR_COLUMNS, thin_products
     ),

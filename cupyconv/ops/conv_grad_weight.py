@@ -53,7 +53,8 @@ def conv_grad_weight(
     stride, padding, padding_mode, dilation, groups
         Those of the convolution, as for `conv`.
     method : str
-        ``"auto"``, ``"gemm"``, ``"direct"`` or ``"winograd"`` (NumPy); a method that does not apply is refused, never replaced.
+        ``"auto"``, ``"gemm"``, ``"direct"``, ``"winograd"`` or ``"fft"`` (both NumPy); a method that does not apply is
+        refused, never replaced.
     out : array, optional
         Of exactly the result's shape and dtype, any strides that do not overlap.
 

@@ -310,7 +310,7 @@ class Plan:
     Attributes
     ----------
     method : str
-        ``"direct"``, ``"gemm"``, ``"implicit_gemm"`` or ``"winograd"``; of a chain ``"fused"`` or ``"unfused"``; of recurrent layers
+        ``"direct"``, ``"gemm"``, ``"implicit_gemm"``, ``"winograd"`` or ``"fft"``; of a chain ``"fused"`` or ``"unfused"``; of recurrent layers
         ``"step"`` or ``"persistent"``; else the function's name: ``"im2col"``, ``"max_pool"`` ...
     backend : str
         ``"numpy"`` or ``"cuda"``.

@@ -134,6 +134,7 @@ def phase_problem(
         workspace_limit=problem.limit,
         allow_tf32=problem.allow_tf32,
         allow_winograd=problem.allow_winograd,
+        allow_fft=problem.allow_fft,
     )
 
 

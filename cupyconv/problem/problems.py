@@ -14,7 +14,7 @@ from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import Buffer, Conversion, Plan, Step
 
 #: What ``method=`` may name for a convolution, its transpose and its gradients.  Not every backend has each of them.
-METHODS = ("direct", "gemm", "implicit_gemm", "winograd")
+METHODS = ("direct", "gemm", "implicit_gemm", "winograd", "fft")
 #: Why a method is not taken that a backend does not have for an operation.
 NO_SUCH_METHOD = "there is no such method of this operation on this backend"
 
@@ -84,6 +84,7 @@ class Problem:
     workspace_limit: int | None = None
     allow_tf32: bool = False
     allow_winograd: bool = True
+    allow_fft: bool = True
     notes: tuple[str, ...] = ()
 
     @property

@@ -1,0 +1,404 @@
+"""Convolution by the fast Fourier transform: a product for each frequency of a tile, where a sum over taps takes as many.
+
+Blocks by overlap-save (Stockham, "High-Speed Convolution and Correlation", 1966).  The spectrum of what a block of
+outputs reads (`spectra` has a drawing), times the conjugate of the kernel's, is that of a convolution which wraps round:
+only where no output of the block is.
+
+::
+
+    x_0, x_1, ...   --read-->   tile   --rfft-->   X   --times W-->   Y   --irfft-->   sums
+    any strides,                real where x       (frequencies, outputs) =            every stride-th,
+    any dtype                   and weight are     (frequencies, channels) W           no more
+
+W is transformed once a call.  Where it is too large for the workspace limit, some groups or some outputs are computed
+after the others.
+
+Spectra of few channels are multiplied element by element, channels first.  Of many, channels are last, and each frequency
+has a matrix product: samples x channels by channels x outputs.
+
+An element's rounding error is relative to the largest elements of its tile, not to its own sum.  One that is infinite or
+NaN spoils its whole tile: such a block is computed again from its windows, unless that would take too long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import product
+from math import prod
+from typing import Any, ClassVar, NamedTuple, Self
+
+import numpy as np
+
+from cupyconv.numpy.convolution import SLOW_SPECTRA, ConvLoop, ConvRun, columns_bytes, temporaries, weight_copy
+from cupyconv.numpy.gemm import product as multiplied
+from cupyconv.numpy.gemm import with_parts
+from cupyconv.numpy.spectra import (
+    BLOCK,
+    BLOCK_NS,
+    ERRORS,
+    MOST_PRODUCTS,
+    MULTIPLY_NS,
+    SHARE_NS,
+    WAKE_NS,
+    Tile,
+    block_extents,
+    dilated,
+    every,
+    is_real,
+    least_ns,
+    on_fewer_threads,
+    on_threads,
+    refusal_of,
+    slowness,
+    with_lines,
+)
+from cupyconv.numpy.threads import in_threads
+from cupyconv.numpy.windows import Block, BlockSize, Images, Scratch, largest_block, parts_of, ranges_of, tile_size
+from cupyconv.problem.arrays import Operand, product_flops
+from cupyconv.problem.geometry import ConvGeometry, even_part
+from cupyconv.problem.plan import Plan
+from cupyconv.problem.problems import ConvProblem, NotApplicable, Prologue
+
+#: Products of a frequency, samples x channels x outputs, from which they are a matrix product.
+MATRIX = 48
+#: Nanoseconds of such a product: its call, each element of the weight that is read, and each multiplication; and of an
+#: element of an image, or of the weight, that is brought into this order.
+MATRIX_NS, READ_NS, PRODUCT_NS, REORDER_NS, WEIGHT_NS = 40, 0.1, 0.1, 2, 4
+#: Nanoseconds of an element of columns, and of each multiply-add that it takes part in.
+COLUMN_NS, MULTIPLY_ADD_NS = 0.05, 0.026
+#: How much longer a depthwise convolution's own ways take than they are estimated to, where transforms take as long.
+DEPTHWISE = 1.3
+
+#: Shares of groups or of outputs that are computed one after the other, at most.
+MOST_SHARES = 64
+
+# --- the choice -----------------------------------------------------------------------------------------------
+
+
+def unsuited(problem: ConvProblem, others_ns: float | None = None) -> str:
+    """Why transforms are not taken, where another method takes so many nanoseconds of float32 on one core."""
+    if refusal := refusal_of(problem):
+        return refusal
+    if others_ns is None:
+        others = on_threads(products_ns(problem), problem)
+    else:  # a depthwise convolution's ways, which wake threads where each has enough to do
+        threads = max(1, min(problem.host.threads, int(others_ns / SHARE_NS)))
+        others = on_threads(DEPTHWISE * others_ns, problem) * problem.host.threads / threads
+        others += WAKE_NS * (threads > 1)
+    if others <= least_ns(problem):
+        return SLOW_SPECTRA
+    best = best_cut(problem, 0, problem.limit)
+    return "" if best and best.nanoseconds < others else SLOW_SPECTRA
+
+
+def products_ns(problem: ConvProblem) -> float:
+    """What columns and products are estimated to take, in float32 on one core."""
+    geometry = problem.geometry
+    columns = geometry.batch * geometry.pixels * geometry.in_channels * geometry.taps
+    return columns * (COLUMN_NS + geometry.group_outputs * MULTIPLY_ADD_NS)
+
+
+class Cut(NamedTuple):
+    """How a convolution is cut, into how many shares, and nanoseconds that all are estimated to take."""
+
+    nanoseconds: float
+    first: Fft
+    shares: int
+
+
+@lru_cache(maxsize=64)
+def best_cut(problem: ConvProblem, fixed: int, limit: int) -> Cut | None:
+    """The cut that is estimated to take the least; None where there is no room for any."""
+    geometry, best = problem.geometry, None
+    for divided, extents in product(on_fewer_threads(problem), block_extents(geometry)):
+        for groups, outputs in _shares(geometry):
+            threads, line = divided.host.threads, share_of(divided, (1, *extents), range(groups), range(outputs))
+            room = limit - fixed - line.spectra_bytes
+            if line.spectra_bytes > room or threads * line.workspace > room:
+                continue
+            lines = min(min(room // threads, BLOCK) // line.workspace, -(-line.blocks // threads))
+            loop = replace(line, block=with_lines(geometry, line.block, lines))
+            shares = -(-geometry.groups // groups) * -(-geometry.group_outputs // outputs)
+            if best is None or shares * loop.nanoseconds < best.nanoseconds:
+                best = Cut(shares * loop.nanoseconds, loop, shares)
+            break
+    return best
+
+
+def _shares(geometry: ConvGeometry) -> list[tuple[int, int]]:
+    """Groups, and outputs of each, that may be computed together: all, half of them, and so on to `MOST_SHARES`."""
+    shares = [(geometry.groups, geometry.group_outputs)]
+    while prod(shares[-1]) > max(1, prod(shares[0]) // MOST_SHARES):
+        groups, outputs = shares[-1]
+        shares.append((-(-groups // 2), outputs) if groups > 1 else (1, -(-outputs // 2)))
+    return shares
+
+
+def share_of(problem: ConvProblem, block: BlockSize, groups: range, outputs: range) -> Fft:
+    """The loop over some groups, or over some outputs of one."""
+    geometry = problem.geometry
+    if len(groups) == geometry.groups and len(outputs) == geometry.group_outputs:
+        return Fft(problem, block)
+    channels = range(groups.start * geometry.group_channels, groups.stop * geometry.group_channels)
+    first = groups.start * geometry.group_outputs + outputs.start
+    results = range(first, first + (len(groups) - 1) * geometry.group_outputs + len(outputs))
+    cut: dict[str, tuple[int, int]] = {}
+
+    def part(array: Any, own: range, axis: int = 1) -> Any:
+        if array is None:
+            return None
+        cut[array.name] = own.start, own.stop
+        shape = (*array.shape[:axis], len(own), *array.shape[axis + 1 :])
+        return array.view(shape, array.strides, own.start * array.strides[axis])
+
+    xs: list[Operand] = []
+    for x, begin in zip(problem.xs, geometry.channel_offsets):
+        own = range(max(channels.start - begin, 0), min(channels.stop - begin, x.shape[1]))
+        if own:
+            xs.append(part(x, own))
+    vectors, of_results = problem.prologue, ("out", "bias", "residual", "pre")
+    share = replace(
+        problem,
+        geometry=replace(
+            geometry, channels=tuple(x.shape[1] for x in xs), out_channels=len(results), groups=len(groups)
+        ),
+        xs=tuple(xs),
+        weight=part(problem.weight, results, axis=0),
+        prologue=Prologue(part(vectors.scale, channels), part(vectors.shift, channels), vectors.activation),
+        **{name: part(getattr(problem, name), results) for name in of_results},
+    )
+    return Fft(share, block, tuple((name, *own) for name, own in cut.items()))
+
+
+# --- the method -----------------------------------------------------------------------------------------------
+
+
+class Weights(NamedTuple):
+    """The weight: (groups, outputs per group, K_g) as it is, and the conjugate of its spectrum."""
+
+    matrix: np.ndarray
+    spectra: (
+        np.ndarray
+    )  # (groups, outputs, channels, *frequencies), or of many (*frequencies, groups, channels, outputs)
+
+
+@dataclass(frozen=True)
+class Fft(ConvLoop):
+    """Tiles as long as transforms are quick at, of some groups or outputs of a convolution."""
+
+    name: ClassVar[str] = "FFT"
+    words: ClassVar[str] = f"products of spectra; {ERRORS}"
+    in_place: ClassVar[bool] = False
+
+    problem: ConvProblem
+    #: Where the arrays of a share begin and end along their channels, by name; none where they are whole.
+    cut: tuple[tuple[str, int, int], ...] = ()
+
+    @classmethod
+    def applies(cls, problem: ConvProblem) -> bool:
+        return True
+
+    @classmethod
+    def aim(cls, problem: ConvProblem) -> tuple[int, int]:
+        raise AssertionError("blocks are chosen by what they take")
+
+    @classmethod
+    def loops(cls, problem: ConvProblem) -> tuple[Sequence[Self], Mapping[str, int]]:
+        if refusal := refusal_of(problem):
+            raise NotApplicable(refusal)
+        geometry, copied = problem.geometry, weight_copy(problem)
+        if 0 in (geometry.batch, geometry.out_channels, *geometry.out_size):
+            return [], {}
+        limit = problem.limit_with(copied)
+        best = best_cut(problem, copied + 3 * Plan.ALIGNMENT, limit)
+        if best is None:
+            raise NotApplicable(f"the smallest tile and its spectra do not fit the workspace limit of {limit:,} bytes")
+        first: Any = best.first
+        divided = replace(problem, machine=first.problem.machine)
+        loops: list[Any] = [first]
+        if best.shares > 1:
+            loops = [
+                share_of(divided, first.block, groups, outputs)
+                for groups in ranges_of(geometry.groups, first.geometry.groups)
+                for outputs in ranges_of(geometry.group_outputs, first.geometry.group_outputs)
+            ]
+        return loops, {"weight": copied, "spectra": first.spectra_bytes, "blocks": first.threads * first.workspace}
+
+    # What a block takes.
+
+    @cached_property
+    def tile(self) -> Tile:
+        """That of a whole block."""
+        return Tile.of(self.geometry, self.block[1:], is_real(self.problem))
+
+    @cached_property
+    def spectrum_dtype(self) -> np.dtype:
+        return np.result_type(self.x_dtype, self.factor_dtype, np.complex64)
+
+    @cached_property
+    def by_matrix(self) -> bool:
+        """Whether there is a matrix product for each frequency, and channels are last."""
+        return self.geometry.group_channels * self.geometry.group_outputs * self.block[0] >= MATRIX
+
+    @cached_property
+    def spectra_bytes(self) -> int:
+        return prod(self.tile.of_kernel) * prod(self.problem.weight.shape[:2]) * self.spectrum_dtype.itemsize
+
+    @cached_property
+    def workspace(self) -> int:
+        """Bytes of a block's tile, of its sums and of an activation's temporary, and of the spectra of these."""
+        geometry, tile = self.geometry, self.tile
+        spectrum = prod(tile.frequencies) * self.spectrum_dtype.itemsize
+        read = tile.elements * self.x_dtype.itemsize * (1 + temporaries(geometry, self.problem.prologue))
+        sums = tile.elements * self.sums_dtype.itemsize * (1 + bool(self.problem.activation))
+        added = geometry.groups * spectrum * (geometry.group_channels > 1)
+        images = geometry.in_channels * (read + spectrum) + geometry.out_channels * (sums + spectrum)
+        return self.block[0] * (images + added)
+
+    @property
+    def nanoseconds(self) -> float:
+        """What it is estimated to take on all threads."""
+        geometry, tile, samples = self.geometry, self.tile, self.block[0]
+        pairs, frequencies = geometry.group_channels * geometry.out_channels, prod(tile.frequencies)
+        if self.by_matrix:
+            products = frequencies * (geometry.groups * MATRIX_NS + samples * pairs * PRODUCT_NS)
+            products += prod(tile.of_kernel) * pairs * READ_NS
+            reorder = tile.elements * REORDER_NS
+        else:
+            products, reorder = samples * frequencies * pairs * MULTIPLY_NS, 0
+        transforms = samples * (geometry.in_channels + geometry.out_channels) * (tile.nanoseconds + reorder)
+        slow, threads = slowness(self.problem), self.threads
+        blocks = -(-self.blocks // threads) * (BLOCK_NS + slow * (transforms + products))
+        weights = slow * pairs * (tile.nanoseconds + (WEIGHT_NS * prod(tile.of_kernel) if self.by_matrix else 0))
+        return blocks + weights / threads + WAKE_NS * (threads > 1)
+
+    @property
+    def flops(self) -> int:
+        """Operations of transforms and of products."""
+        geometry, tile, blocks = self.geometry, self.tile, self.blocks * self.block[0]
+        pairs, images = geometry.group_channels * geometry.out_channels, geometry.in_channels + geometry.out_channels
+        products = blocks * pairs * prod(tile.frequencies) * product_flops("complex64", "complex64")
+        return (blocks * images + pairs) * tile.flops * (1 if tile.is_real else 2) + products
+
+    @cached_property
+    def computes_again(self) -> bool:
+        """Whether a block that is not finite is computed from its windows."""
+        return prod(self.block) * self.geometry.out_channels * self.geometry.reduction <= MOST_PRODUCTS
+
+    def __str__(self) -> str:
+        shown = " x ".join(map(str, self.geometry.spatial(self.tile.size)))
+        again = "computed again from its windows" if self.computes_again else "left so, all of it"
+        return f"{super().__str__()}, tiles of {shown}; one that is not finite is {again}"
+
+    # What it does.
+
+    def arranged(self, weight: np.ndarray) -> Weights:  # type: ignore[override]
+        geometry, sizes = self.geometry, self.tile.of_kernel
+        groups, outputs, channels = geometry.groups, geometry.group_outputs, geometry.group_channels
+        if self.by_matrix:
+            spectra = np.empty((*sizes, groups, channels, outputs), self.spectrum_dtype)
+            by_kernel = spectra.transpose(3, 5, 4, 0, 1, 2)
+        else:
+            spectra = np.empty((groups, outputs, channels, *sizes), self.spectrum_dtype)
+            by_kernel = spectra.reshape(1, groups * outputs, channels, *sizes)
+        kernels = weight.reshape(*by_kernel.shape[:3], *geometry.kernel)
+
+        def transform(part: tuple[int, slice]) -> None:
+            # The conjugate's spectrum, conjugated.
+            spectrum = self.tile.spectrum(np.conjugate(dilated(kernels[part], geometry)), 2)
+            np.conjugate(spectrum, out=by_kernel[part])
+
+        one = channels * prod(sizes) * self.spectrum_dtype.itemsize
+        rows = even_part(kernels.shape[1], min(-(-kernels.shape[1] // self.threads), self.workspace // (3 * one or 1)))
+        parts = list(product(range(len(kernels)), parts_of(kernels.shape[1], rows))) if channels else []
+        share = int(
+            slowness(self.problem) * channels * len(kernels) * kernels.shape[1] * self.tile.nanoseconds / SHARE_NS
+        )
+        in_threads(max(1, min(self.threads, len(parts), share)), transform, parts)
+        return Weights(weight, spectra)
+
+    def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None) -> None:
+        """Compute the share of the result."""
+        own = dict(arrays)
+        for name, *ends in self.cut:
+            if name in own:
+                axis = 0 if name == "weight" or own[name].ndim == 1 else 1
+                own[name] = own[name][(slice(None),) * axis + (slice(*ends),)]
+        super().run(own, scratch)
+
+    def sums(self, run: ConvRun, block: Block) -> np.ndarray:
+        weights: Any = run.weight
+        if not self.geometry.in_channels:
+            return np.zeros(block.sums_shape, self.sums_dtype)
+        own = self._sums_by_matrix if self.by_matrix else self._sums_by_element
+        sums = own(run, weights.spectra, block)
+        if self.computes_again and not np.isfinite(sums.sum()):
+            return self._sums_of_columns(run, weights.matrix, block)
+        return sums.reshape(block.sums_shape)
+
+    def _sums_by_element(self, run: ConvRun, weight: np.ndarray, block: Block) -> np.ndarray:
+        """The sums (outputs, n, d, h, w) of spectra that are multiplied by element."""
+        geometry = self.geometry
+        image = run.images.scratch.array("tile", (geometry.in_channels, block.size[0], *self._tile_size(block)))
+        read_tile(run.images, block, image)
+        x = self.tile.spectrum(image, 2)
+        x = x.reshape(geometry.groups, geometry.group_channels, *x.shape[1:])
+        weight = weight[:, :, :, None]  # for all samples
+        if geometry.group_channels == geometry.group_outputs == 1:
+            y = np.multiply(x, weight[:, 0], out=x)
+        else:
+            y = run.products.array("spectra", (geometry.groups, geometry.group_outputs, *x.shape[2:]), x.dtype)
+            multiply(x, weight, y, run.products)
+        return self.tile.image(y.reshape(geometry.out_channels, *x.shape[2:]), 2, self._wanted(block))
+
+    def _sums_by_matrix(self, run: ConvRun, weight: np.ndarray, block: Block) -> np.ndarray:
+        """The same of spectra that are multiplied as matrices, channels last."""
+        groups, samples = self.geometry.groups, block.size[0]
+        image = run.images.scratch.array("tile", (*self._tile_size(block), samples, self.geometry.in_channels))
+        read_tile(run.images, block, image.transpose(4, 3, 0, 1, 2))
+        x = self.tile.spectrum(image, 0)
+        y = run.products.array("spectra", (*x.shape[:4], self.geometry.out_channels), x.dtype)
+        matrices, sums = (one.reshape(*x.shape[:4], groups, -1).swapaxes(3, 4) for one in (x, y))
+        np.matmul(matrices, weight, out=sums)
+        return self.tile.image(y, 0, self._wanted(block)).transpose(4, 3, 0, 1, 2)
+
+    def _tile_size(self, block: Block) -> Sequence[int]:
+        return self.tile.shape(tile_size(self.geometry, block.size[1:]))
+
+    def _wanted(self, block: Block) -> list[slice]:
+        return every(block.size[1:], self.geometry.stride)
+
+    def _sums_of_columns(self, run: ConvRun, matrix: np.ndarray, block: Block) -> np.ndarray:
+        """The sums as they are defined, of as many pixels at a time as the block's memory has room for."""
+        problem, item = self.problem, self.x_dtype.itemsize
+        size = largest_block(
+            self.geometry, lambda part: columns_bytes(problem, part, item), self.workspace, block.area, 1, block.size[0]
+        )
+        sums = np.empty(block.sums_shape, self.sums_dtype)
+        weight = with_parts(self, matrix)
+        for at, part in block.parts(size):
+            sums[(slice(None), slice(None), *at)] = multiplied(run, weight, run.images.columns(part), part)
+        return sums
+
+
+def multiply(x: np.ndarray, weight: np.ndarray, sums: np.ndarray, scratch: Scratch) -> None:
+    """Spectra (groups, channels, ...) times those of a weight (groups, outputs, channels, ...), added over channels."""
+    for output in range(sums.shape[1]):
+        np.multiply(x[:, 0], weight[:, output, 0], out=sums[:, output])
+        for channel in range(1, x.shape[1]):
+            more = scratch.array("product", x[:, 0].shape, x.dtype)
+            sums[:, output] += np.multiply(x[:, channel], weight[:, output, channel], out=more)
+
+
+def read_tile(images: Images, block: Block, target: np.ndarray) -> None:
+    """Read what all windows of a block read into (channels, samples, d, h, w), with zeros behind it."""
+    tile = block.tile(images.channels)
+    if tile.starts_as_zeros or target.shape != tile.shape:
+        target.fill(0)
+    within: Any = (..., *map(slice, tile.shape[2:]))
+    images.read(tile.regions, block, target[within])
+
+
+WAYS = (Fft,)

@@ -1,0 +1,259 @@
+"""A transposed convolution by the fast Fourier transform: what a run of pixels brings to all elements that it reaches.
+
+Blocks by overlap-add, the transpose of `fft`'s overlap-save.  Pixels of x are put a stride apart, between zeros, into a
+tile (`spectra`); the product with the kernel's spectrum is that of all that they bring:
+
+::
+
+    x, stride 2      |x . x . x . x . . . . .|     as long as all windows of the run reach
+    kernel           [k   k   k]
+    brings           |v v v v v v v v v v v 0|     added to the result's elements; to those that padding is a copy of
+                                                   by the padding mode's index map
+
+It is for padding modes, which no convolution gathers: without, a transposed convolution is a convolution (`gathered`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
+from itertools import product
+from math import prod
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from cupyconv.numpy.convolution import SLOW_SPECTRA
+from cupyconv.numpy.fft import multiply
+from cupyconv.numpy.scattered import Piece, ScatteredLoop, ScatteredRun, even_channels
+from cupyconv.numpy.spectra import (
+    BLOCK,
+    BLOCK_NS,
+    COPY_NS,
+    ERRORS,
+    MOST_PRODUCTS,
+    MULTIPLY_NS,
+    WAKE_NS,
+    Tile,
+    block_extents,
+    dilated,
+    every,
+    is_real,
+    least_ns,
+    on_threads,
+    refusal_of,
+    slowness,
+    with_lines,
+)
+from cupyconv.numpy.threads import in_threads
+from cupyconv.numpy.windows import parts_of, tile_regions, tile_size
+from cupyconv.problem.arrays import accumulator
+from cupyconv.problem.plan import Plan
+from cupyconv.problem.problems import NotApplicable, TransposedProblem
+
+#: Nanoseconds of float32 that a multiply-add of a product takes, and each tap's addition of its element.
+SCATTERED_NS, ADDED_NS = 0.02, 0.3
+
+
+def unsuited(problem: TransposedProblem) -> str:
+    """Why transforms are not taken: they take longer than products that are added tap by tap."""
+    if refusal := refusal_of(problem):
+        return refusal
+    geometry = problem.geometry
+    added = geometry.batch * geometry.in_channels * geometry.taps * geometry.pixels * ADDED_NS
+    others = on_threads(geometry.products * SCATTERED_NS + added, problem)
+    if others <= least_ns(problem):
+        return SLOW_SPECTRA
+    best = best_loop(problem, 0, problem.limit)
+    return "" if best and best.nanoseconds < others else SLOW_SPECTRA
+
+
+@lru_cache(maxsize=64)
+def best_loop(problem: TransposedProblem, fixed: int, limit: int) -> ScatteredFft | None:
+    """The loop that is estimated to take the least, of as many channels at a time as there is room for."""
+    geometry, threads, exact = problem.geometry, problem.host.threads, accumulator(problem.dtype) == problem.dtype
+    best: ScatteredFft | None = None
+    channels = -(-geometry.in_channels // max(1, min(geometry.in_channels, -(-threads // geometry.batch))))
+    while best is None and channels:
+        own = even_channels(geometry, channels)
+        for extents in block_extents(geometry):
+            line = ScatteredFft(problem, (1, *extents), own, exact)
+            room = limit - fixed - line.spectra_bytes
+            if threads * line.workspace > room:
+                continue
+            _, depth, height, width = with_lines(
+                replace(geometry, batch=1), line.block, min(room // threads, BLOCK) // line.workspace
+            )
+            loop = replace(line, block=(1, depth, height, width))
+            if best is None or loop.nanoseconds < best.nanoseconds:
+                best = loop
+        channels //= 2
+    return best
+
+
+class FftRun(ScatteredRun):
+    """A run, and the weight's spectra (groups, channels, outputs, 1, *frequencies)."""
+
+    def __init__(self, loop: ScatteredFft, arrays: Mapping[str, Any]) -> None:
+        super().__init__(loop, arrays)
+        geometry, tile = loop.geometry, loop.tile
+        kernels = self.weight.reshape(*self.weight.shape[:3], *geometry.kernel).swapaxes(1, 2)
+        self.spectra = np.empty((*kernels.shape[:3], 1, *tile.of_kernel), loop.spectrum_dtype)
+
+        def transform(at: Any) -> None:
+            self.spectra[at][:, 0] = tile.spectrum(np.array(dilated(kernels[at], geometry)), 1)
+
+        in_threads(loop.problem.host.threads, transform, product(*map(range, kernels.shape[:2])))
+
+    def add_runs(self, sums: list[Piece], block: tuple[range, range]) -> None:
+        """Threads that have no block of their own work out other runs, which are then added in order."""
+        loop: Any = self.loop
+        for runs in parts_of(len(loop.pixel_runs), loop.helpers):
+            pixels = loop.pixel_runs[runs]
+            for values, own in zip(in_threads(len(pixels), partial(loop.values, self, block), pixels), pixels):
+                loop.add_values(self, sums, block, own, values)
+
+
+@dataclass(frozen=True)
+class ScatteredFft(ScatteredLoop):
+    """What a run of pixels brings to all elements, by a product of spectra."""
+
+    name: ClassVar[str] = "FFT"
+    words: ClassVar[str] = f"products of spectra, added; {ERRORS}"
+
+    problem: TransposedProblem
+
+    @classmethod
+    def applies(cls, problem: TransposedProblem) -> bool:
+        return True
+
+    @classmethod
+    def loops(cls, problem: TransposedProblem) -> tuple[Sequence[Self], Mapping[str, int]]:
+        if refusal := refusal_of(problem):
+            raise NotApplicable(refusal)
+        if 0 in (problem.geometry.batch, problem.geometry.in_channels, *problem.geometry.size):
+            return [], {}
+        weight = cls._weight_copy(problem)
+        limit = problem.limit_with(weight)
+        loop: Any = best_loop(problem, weight + 3 * Plan.ALIGNMENT, limit)
+        if loop is None:
+            raise NotApplicable(f"the smallest tile and its spectra do not fit the workspace limit of {limit:,} bytes")
+        return [loop], {"weight": weight, "spectra": loop.spectra_bytes, "blocks": loop.threads * loop.workspace}
+
+    # What a block takes.
+
+    @cached_property
+    def tile(self) -> Tile:
+        """That of a whole run."""
+        return Tile.of(self.geometry, self.block[1:], is_real(self.problem))
+
+    @cached_property
+    def helpers(self) -> int:
+        """Threads for the runs of a block."""
+        return max(1, self.problem.host.threads // self.threads)
+
+    @cached_property
+    def spectrum_dtype(self) -> np.dtype:
+        return np.result_type(self.sums_dtype, np.complex64)
+
+    @cached_property
+    def spectra_bytes(self) -> int:
+        return prod(self.tile.of_kernel) * prod(self.problem.weight.shape[:2]) * self.spectrum_dtype.itemsize
+
+    @cached_property
+    def _groups(self) -> int:
+        """Groups of a block."""
+        return max(1, self.channels // max(1, self.geometry.group_channels))
+
+    @cached_property
+    def workspace(self) -> int:
+        """Bytes of a run's tile and of what it brings, of their spectra, of x, and what borders and activations take."""
+        geometry, tile, channels = self.geometry, self.tile, self.channels
+        outputs, spectrum = self._groups * geometry.group_outputs, prod(tile.frequencies) * self.spectrum_dtype.itemsize
+        values = tile.elements * self.sums_dtype.itemsize * (1 + (geometry.padding_mode != "constant"))
+        nbytes = outputs * (2 * tile.elements * self.x_dtype.itemsize + spectrum) + channels * (values + spectrum)
+        nbytes += self._groups * spectrum * (geometry.group_outputs > 1)
+        nbytes *= self.helpers
+        image = channels * prod(geometry.size) * self.sums_dtype.itemsize
+        return nbytes + image * (not self.in_place) + image * bool(self.problem.activation)
+
+    @cached_property
+    def nanoseconds(self) -> float:
+        """What it is estimated to take on all threads."""
+        geometry, tile = self.geometry, self.tile
+        pairs, outputs = self.channels * geometry.group_outputs, self._groups * geometry.group_outputs
+        slow, runs = slowness(self.problem), prod(-(-n // own) for n, own in zip(geometry.out_size, self.block[1:]))
+        transforms = (self.channels + outputs) * tile.nanoseconds
+        own = BLOCK_NS + slow * (transforms + pairs * prod(tile.frequencies) * MULTIPLY_NS)
+        added = slow * self.channels * tile.elements * COPY_NS
+        kernels = slow * geometry.group_channels * geometry.out_channels * tile.nanoseconds / self.problem.host.threads
+        wake = WAKE_NS * (self.problem.host.threads > 1) * (1 if self.helpers == 1 else -(-runs // self.helpers))
+        return -(-self.blocks // self.threads) * (-(-runs // self.helpers) * own + runs * added) + kernels + wake
+
+    @property
+    def blocks(self) -> int:
+        geometry = self.geometry
+        return geometry.batch * -(-geometry.in_channels // max(1, self.channels))
+
+    @cached_property
+    def computes_again(self) -> bool:
+        """Whether a run that is not finite is computed tap by tap."""
+        products = prod(self.block) * self.channels * self.geometry.group_outputs * self.geometry.taps
+        return products <= MOST_PRODUCTS
+
+    def __str__(self) -> str:
+        shown = " x ".join(map(str, self.geometry.spatial(self.tile.size)))
+        again = "computed again tap by tap" if self.computes_again else "left so, all of it"
+        return f"{super().__str__()}, tiles of {shown}; one that is not finite is {again}"
+
+    # What it does.
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        in_threads(self.threads, FftRun(self, arrays).finish, self.each_block)
+
+    def add(self, run: ScatteredRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
+        assert isinstance(run, FftRun)
+        self.add_values(run, sums, block, pixels, self.values(run, block, pixels))
+
+    def values(self, run: FftRun, block: tuple[range, range], pixels: tuple[range, ...]) -> np.ndarray:
+        """What a run of pixels brings to all that its windows reach: (channels, samples, d, h, w)."""
+        geometry, (samples, channels), counts = self.geometry, block, [len(axis) for axis in pixels]
+        groups, within = run.groups(channels)
+        x = run.x_of(groups, samples, pixels)
+        axes = (*x.shape[:2], len(samples))
+        read = tile_size(geometry, counts)
+        tile = run.sums.array("tile", (*axes, *self.tile.shape(read)), self.x_dtype)
+        tile.fill(0)
+        apart: Any = (..., *every(counts, geometry.stride))
+        tile[apart] = x.reshape(*axes, *counts)
+        spectrum = self.tile.spectrum(tile, 3)
+        weight = run.spectra[groups, within]
+        brought = np.empty((*weight.shape[:2], *spectrum.shape[2:]), self.spectrum_dtype)
+        multiply(spectrum, weight, brought, run.sums)
+        values = self.tile.image(brought, 3, [slice(0, n) for n in read])
+        return values.reshape(len(channels), len(samples), *read)
+
+    def add_values(
+        self, run: FftRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...], values: np.ndarray
+    ) -> None:
+        """Add what a run of pixels brings."""
+        if self.computes_again and not np.isfinite(values.sum()):
+            self._add_taps(run, sums, block, pixels)
+        else:
+            run.add(sums, tile_regions(self.geometry, pixels)[1], values)
+
+    def _add_taps(
+        self, run: ScatteredRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]
+    ) -> None:
+        """The same as it is defined."""
+        samples, channels = block
+        shape = (len(channels), len(samples), *run.run_size(pixels))
+        groups, within = run.groups(channels)
+        x = run.x_of(groups, samples, pixels)
+        for tap, regions in enumerate(run.regions(pixels)):
+            matrix = np.ascontiguousarray(run.weight[groups, :, within, tap].swapaxes(1, 2))
+            run.add(sums, regions, run.product(matrix, x, shape))
+
+
+WAYS = (ScatteredFft,)

@@ -1,0 +1,221 @@
+"""Spectra: tiles as long as fast Fourier transforms are quick at, there and back; what they take, and when they are worth it.
+
+::
+
+    tile     |x x x x x x x x x x x x x x 0|    a length with small prime factors: all that a block reads, perhaps zeros
+    windows  [k   k   k]                        the first window, dilated by zeros between taps
+                       [k   k   k]              the last one of the block
+    outputs  |y y y y y y y y|. . . . . . .|    a product of spectra wraps round, but for these
+
+Transforms of real numbers have half the frequencies along the last axis that is transformed.  Axes along which the
+kernel has one tap are not: they are as many tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import log2, prod
+from typing import Any
+
+import numpy as np
+
+from cupyconv.problem.arrays import accumulator, is_complex, real_part
+from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
+from cupyconv.problem.problems import HostModel, ProductsProblem, ProductsProblemT
+
+# Nanoseconds of float32 on one core (AVX2, 1 MiB of L2); `slowness` is for other dtypes.
+#: A transform of n elements takes n log2(n) times this, and for each element a copy.
+TRANSFORM_NS, COPY_NS = 0.17, 0.6
+#: Elements of two spectra multiplied, and added to the sums.
+MULTIPLY_NS = 0.8
+#: All calls of a block; and what other threads take to come.
+BLOCK_NS, WAKE_NS = 100_000, 400_000
+#: Nanoseconds of work for which another thread is worth waking.
+SHARE_NS = 1_000_000
+
+#: Bytes of a block: samples and lines are taken together as far as they stay in cache.
+BLOCK = 2 << 20
+#: Shortest transform, and how much longer each is that is looked at than the one before.
+SHORTEST, LONGER = 16, 1.4
+#: Multiply-adds of a block that is computed again where it is not finite: as many take a few seconds.
+MOST_PRODUCTS = 1 << 34
+#: What a plan says of results.
+ERRORS = "rounding errors are relative to the largest elements of a tile"
+
+# --- the choice -----------------------------------------------------------------------------------------------
+
+
+def refusal_of(problem: ProductsProblem) -> str:
+    """Why transforms cannot do a problem."""
+    if not problem.allow_fft:
+        return "options(allow_fft=False) forbids it"
+    if problem.geometry.taps == 1:
+        return "it is for kernels of several taps"
+    return ""
+
+
+def slowness(problem: ProductsProblem) -> float:
+    """How much longer an element takes than one of float32."""
+    wide = 1.8 if real_part(accumulator(problem.dtype)) == "float64" else 1.0
+    return wide * (1 if is_real(problem) else 2)
+
+
+def is_real(problem: ProductsProblem) -> bool:
+    """Whether transforms are of real numbers."""
+    return not (is_complex(problem.x_dtype) or is_complex(problem.factor_dtype))
+
+
+def transformed_axes(geometry: ConvGeometry) -> tuple[int, ...]:
+    return tuple(axis for axis, taps in enumerate(geometry.kernel) if taps > 1)
+
+
+def least_ns(problem: ProductsProblem) -> float:
+    """What transforms take at the least: most problems are told by a few operations that they are not for these."""
+    geometry = problem.geometry
+    images = geometry.in_channels * prod(geometry.reached) + geometry.out_channels * geometry.pixels
+    elements = geometry.batch * images * (COPY_NS + 4 * TRANSFORM_NS) * slowness(problem)
+    return BLOCK_NS + elements / problem.host.threads
+
+
+def on_threads(nanoseconds: float, problem: ProductsProblem) -> float:
+    """What products take, which are estimated to take so long in float32 on one core."""
+    return nanoseconds * slowness(problem) / (1 if problem.is_one_kind else 2) / problem.host.threads
+
+
+def on_fewer_threads(problem: ProductsProblemT) -> Iterator[ProductsProblemT]:
+    """The problem for all threads, and for one alone, which none has to wait for."""
+    for threads in dict.fromkeys((problem.host.threads, 1)):
+        yield replace(problem, machine=HostModel(threads))
+
+
+def block_extents(geometry: ConvGeometry) -> Iterator[Triple]:
+    """Extents of blocks of the result that are worth a look, the smallest first: all axes as much longer than the kernel.
+
+    Along axes that are not transformed one pixel.
+    """
+    from scipy.fft import next_fast_len  # imported where transforms are likely
+
+    along, longer, before = transformed_axes(geometry), 1.0, (0, 0, 0)
+    whole = tuple(extent if axis in along else 1 for axis, extent in enumerate(geometry.out_size))
+    while before != whole:
+        longer *= LONGER
+        extents = [1, 1, 1]
+        for axis in along:
+            span = geometry.span[axis]
+            length = next_fast_len(max(SHORTEST, int(span * longer)), True)
+            extents[axis] = even_part(geometry.out_size[axis], (length - span) // geometry.stride[axis] + 1)
+        if tuple(extents) != before:
+            before = (extents[0], extents[1], extents[2])
+            yield before
+
+
+def with_lines(geometry: ConvGeometry, block: Sequence[int], most: int) -> tuple[int, int, int, int]:
+    """The block (n, d, h, w) with as many samples, and pixels along axes that are not transformed, as are at most so many."""
+    counts, along, wider = (geometry.batch, *geometry.out_size), transformed_axes(geometry), list(block)
+    for axis in reversed([axis for axis in range(4) if axis - 1 not in along]):
+        stride = geometry.stride[axis - 1] if axis else 1
+        wider[axis] = even_part(counts[axis], most // stride)
+        if wider[axis] < counts[axis]:
+            break
+        most //= wider[axis] * stride
+    return wider[0], wider[1], wider[2], wider[3]
+
+
+# --- transforms -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The sizes of a tile, and its transforms along some of its three axes."""
+
+    size: Triple
+    along: tuple[int, ...]
+    is_real: bool
+
+    @classmethod
+    def of(cls, geometry: ConvGeometry, pixels: Sequence[int], is_real: bool) -> Tile:
+        """The tile that all windows of so many pixels of the result lie in."""
+        from scipy.fft import next_fast_len
+
+        along = transformed_axes(geometry)
+        read = [(n - 1) * stride + span for n, stride, span in zip(pixels, geometry.stride, geometry.span)]
+        depth, height, width = (
+            next_fast_len(extent, is_real) if axis in along else extent for axis, extent in enumerate(read)
+        )
+        return cls((depth, height, width), along, is_real)
+
+    @cached_property
+    def elements(self) -> int:
+        return prod(self.size)
+
+    @cached_property
+    def frequencies(self) -> Triple:
+        """The sizes of the tile's spectrum."""
+        depth, height, width = (
+            extent // 2 + 1 if self.is_real and axis == self.along[-1] else extent
+            for axis, extent in enumerate(self.size)
+        )
+        return depth, height, width
+
+    @cached_property
+    def of_kernel(self) -> Triple:
+        """The sizes of a kernel's spectrum."""
+        depth, height, width = (n if axis in self.along else 1 for axis, n in enumerate(self.frequencies))
+        return depth, height, width
+
+    @cached_property
+    def _levels(self) -> float:
+        return log2(prod(self.size[axis] for axis in self.along))
+
+    @cached_property
+    def flops(self) -> int:
+        """Operations of a transform of real numbers."""
+        return int(2.5 * self.elements * self._levels)
+
+    @cached_property
+    def nanoseconds(self) -> float:
+        """What a transform of float32 is estimated to take."""
+        return self.elements * (COPY_NS + TRANSFORM_NS * self._levels)
+
+    def shape(self, read: Sequence[int]) -> Triple:
+        """The sizes of the tile of a smaller block, which reads so much: the same where it is transformed."""
+        depth, height, width = (self.size[axis] if axis in self.along else n for axis, n in enumerate(read))
+        return depth, height, width
+
+    def spectrum(self, image: np.ndarray, first: int) -> np.ndarray:
+        """The spectrum of an image whose three axes are those from `first` on; complex ones may be overwritten."""
+        from scipy.fft import fft, rfft
+
+        for axis in reversed(self.along):
+            transform = rfft if self.is_real and axis == self.along[-1] else fft
+            image = transform(image, self.size[axis], first + axis, overwrite_x=True)
+        return image
+
+    def image(self, spectrum: np.ndarray, first: int, wanted: Sequence[slice]) -> np.ndarray:
+        """The wanted elements of the image that has this spectrum, which is overwritten."""
+        from scipy.fft import ifft, irfft
+
+        for axis, elements in enumerate(wanted):
+            if axis in self.along:
+                transform = irfft if self.is_real and axis == self.along[-1] else ifft
+                spectrum = transform(spectrum, self.size[axis], first + axis, overwrite_x=True)
+            own: Any = (slice(None),) * (first + axis) + (elements,)
+            spectrum = spectrum[own]
+        return spectrum
+
+
+def every(counts: Sequence[int], strides: Sequence[int]) -> list[slice]:
+    """So many elements along each axis, from the first on, and as far apart."""
+    return [slice(0, (count - 1) * stride + 1, stride) for count, stride in zip(counts, strides)]
+
+
+def dilated(kernels: np.ndarray, geometry: ConvGeometry) -> np.ndarray:
+    """Kernels (..., kd, kh, kw) with zeros between their taps."""
+    if geometry.dilation == (1, 1, 1):
+        return kernels
+    wide = np.zeros((*kernels.shape[:-3], *geometry.span), kernels.dtype)
+    taps: Any = (..., *every(geometry.kernel, geometry.dilation))
+    wide[taps] = kernels
+    return wide

@@ -1,0 +1,309 @@
+"""The method "fft" on NumPy: what it computes, how far it may be off, how it is cut, and where it is taken."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import reference
+import reference_gradients
+from peak_memory import peak_bytes
+from tolerance import assert_close
+
+import cupyconv
+from cupyconv.call.operation import forget_calls
+from cupyconv.numpy import fft, fft_scattered, fft_weight_gradient
+
+MODES = ("reflect", "symmetric", "edge", "wrap")
+#: Shapes of x and weight, and settings: every rank, axes of one tap, steps of all kinds, groups, padding modes, no elements.
+CASES = {
+    "2-D": ((2, 3, 13, 11), (4, 3, 5, 4), dict(padding="same")),
+    "1-D": ((2, 3, 67), (4, 3, 9), dict(padding=((8, 0),))),
+    "3-D": ((1, 2, 6, 5, 7), (3, 2, 3, 2, 4), dict(padding="full")),
+    "rows": ((2, 3, 9, 18), (4, 3, 1, 5), {}),
+    "columns": ((2, 3, 18, 9), (4, 3, 5, 1), dict(padding=((2, 2), (0, 1)), stride=(1, 2))),
+    "plane of a volume": ((1, 2, 6, 5, 7), (3, 2, 3, 1, 3), dict(padding=1, stride=(1, 2, 1))),
+    "stride": ((2, 4, 23, 19), (6, 2, 3, 4), dict(padding=((2, 3), (4, 1)), stride=(2, 3), groups=2)),
+    "dilation": ((1, 3, 17, 20), (4, 3, 3, 3), dict(dilation=(3, 2), padding=2)),
+    "stride past the kernel": ((1, 2, 40), (3, 2, 2), dict(stride=5, dilation=3)),
+    "many channels": ((2, 9, 12, 13), (8, 9, 3, 3), dict(padding=1)),
+    "groups": ((2, 12, 12, 13), (16, 6, 3, 3), dict(padding=1, groups=2)),
+    "depthwise": ((2, 4, 9, 8), (4, 1, 3, 3), dict(groups=4, padding=1)),
+    "several outputs of a channel": ((2, 4, 9, 8), (8, 1, 3, 3), dict(groups=4)),
+    **{
+        mode: ((2, 4, 11, 9), (6, 2, 3, 4), dict(padding=((2, 3), (4, 1)), stride=(2, 1), groups=2, padding_mode=mode))
+        for mode in MODES
+    },
+    "padding longer than the image": ((1, 1, 7), (2, 1, 5), dict(padding=16, padding_mode="reflect")),
+    "empty": ((0, 3, 9, 8), (4, 3, 3, 3), {}),
+    "no outputs": ((2, 3, 9, 8), (0, 3, 3, 3), {}),
+    "no channels": ((2, 0, 9, 8), (4, 0, 3, 3), {}),
+}
+
+
+def normal(*shape, dtype="float32", seed=0):
+    rng = np.random.default_rng(sum(shape) + seed)
+    numbers = rng.standard_normal(shape)
+    if np.dtype(dtype).kind == "c":
+        numbers = (numbers + 1j * rng.standard_normal(shape)) * 0.5**0.5
+    return numbers.astype(dtype)
+
+
+def arrays_of(name, x_dtype="float32", weight_dtype="float32"):
+    """x, weight and the gradient of their convolution."""
+    x, weight, settings = CASES[name]
+    x, weight = normal(*x, dtype=x_dtype), normal(*weight, dtype=weight_dtype, seed=1)
+    shape = reference.conv(x, weight, **settings).shape
+    return x, weight, normal(*shape, dtype=np.result_type(x, weight), seed=2), settings
+
+
+def check(function, oracle, arrays, settings, terms, limit=150_000):
+    """The oracle's result of the same arguments, on 1 and on 2 threads, in one block and in several."""
+    expected = oracle(*arrays, **settings)
+    for threads, most in ((1, None), (2, None), (2, limit)):
+        with cupyconv.options(threads=threads, workspace_limit=most):
+            plan = cupyconv.explain(function, *arrays, method="fft", **settings)
+            actual = function(*arrays, method="fft", **settings)
+        assert plan.method == "fft" and (most is None or plan.workspace_bytes <= most)
+        assert_close(actual, expected, actual.dtype, terms, factor=4)
+
+
+DTYPES = ("float16", "float32", "float64", "complex64", "complex128")
+MIXED = [("float32", "complex64"), ("complex64", "float32")]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_convolution(name):
+    x, weight, _, settings = arrays_of(name)
+    check(cupyconv.conv, reference.conv, (x, weight), settings, int(np.prod(weight.shape[1:])))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_input_gradient(name):
+    """A convolution, or where padding is of copies, what is added to those that they are of."""
+    x, weight, grad, settings = arrays_of(name)
+    arrays, terms = (grad, weight, x.shape), weight.size * (6 if "padding_mode" in settings else 1)
+    check(cupyconv.conv_grad_input, reference_gradients.conv_grad_input, arrays, settings, terms)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weight_gradient(name):
+    x, weight, grad, settings = arrays_of(name)
+    arrays = grad, x, weight.shape[2:]
+    check(
+        cupyconv.conv_grad_weight,
+        reference_gradients.conv_grad_weight,
+        arrays,
+        settings,
+        max(1, grad[:, :1].size),
+        400_000,
+    )
+
+
+@pytest.mark.parametrize("name", ["2-D", "many channels", "symmetric"])
+@pytest.mark.parametrize("dtypes", [*((dtype, dtype) for dtype in DTYPES if dtype != "float32"), *MIXED], ids=str)
+def test_dtypes(name, dtypes):
+    x, weight, grad, settings = arrays_of(name, *dtypes)
+    wide = int(np.prod(weight.shape[1:]))
+    check(cupyconv.conv, reference.conv, (x, weight), settings, wide, None)
+    grad_input, terms = (grad, weight, x.shape), 6 * weight.size
+    check(cupyconv.conv_grad_input, reference_gradients.conv_grad_input, grad_input, settings, terms, None)
+    for own in (grad, grad.real.astype(dtypes[1]) if dtypes[1][0] == "f" else grad):
+        grad_weight = own, x, weight.shape[2:]
+        check(
+            cupyconv.conv_grad_weight, reference_gradients.conv_grad_weight, grad_weight, settings, own[:, 0].size, None
+        )
+
+
+def test_transposed_convolution():
+    x, weight, bias = normal(2, 6, 7, 8), normal(6, 4, 5, 3), normal(4)
+    for settings in (dict(stride=2, padding=1, output_padding=1), dict(dilation=(1, 2), activation="relu")):
+        expected = reference_gradients.conv_transpose(x, weight, bias, **settings)
+        actual = cupyconv.conv_transpose(x, weight, bias, method="fft", **settings)
+        assert_close(actual, expected, np.float32, 6 * 15, factor=4)
+
+
+@pytest.mark.parametrize("channels", [3, 16])
+def test_everything_around_a_convolution(channels):
+    """Merged inputs with their own strides, a prologue, bias, residual, activation, what is kept before it, `out` in place."""
+    xs = [normal(2, channels, 9, 11), normal(2, 9, 11, 2).transpose(0, 3, 1, 2), normal(2, 1, 18, 11)[:, :, ::2]]
+    total = channels + 3
+    weight, bias, residual = normal(4, total, 5, 3), normal(4), normal(2, 4, 9, 11)
+    settings = dict(padding="same", activation="gelu")
+    prologue = normal(total), normal(total, seed=1), "relu"
+    images = reference.transformed(xs, *prologue, axis=1)
+    expected = reference.conv(images, weight, bias, residual=residual, **settings)
+    settings |= dict(prologue=prologue, method="fft")
+    for threads, limit in ((1, None), (2, None), (2, 120_000 * total)):
+        with cupyconv.options(threads=threads, workspace_limit=limit):
+            actual = cupyconv.conv(xs, weight, bias, residual=residual, **settings)
+            in_place = residual.copy()
+            cupyconv.conv(xs, weight, bias, residual=in_place, out=in_place, **settings)
+            saved, _ = cupyconv.vjp(cupyconv.conv, xs, weight, bias, residual=residual, **settings)
+        assert_close(actual, expected, np.float32, 15 * total, magnitude=50.0 * total, factor=4)
+        np.testing.assert_array_equal(in_place, actual)
+        np.testing.assert_array_equal(saved, actual)
+
+
+# --- how it is cut --------------------------------------------------------------------------------------------
+
+
+def test_a_weight_with_too_large_spectra_is_computed_in_shares():
+    """Of outputs, and of groups, whose inputs begin anywhere; each has its own bias, residual and prologue."""
+    for xs, weight, groups in (
+        ([normal(1, 5, 30, 30), normal(1, 3, 30, 30)], normal(24, 8, 11, 11), 1),
+        ([normal(1, 5, 30, 30), normal(1, 7, 30, 30)], normal(24, 1, 11, 11), 12),
+    ):
+        bias, channels = normal(24), sum(x.shape[1] for x in xs)
+        prologue, residual = (normal(channels), None, "relu"), normal(1, 24, 20, 20)
+        images = reference.transformed(xs, *prologue, axis=1)
+        expected = reference.conv(images, weight, bias, groups=groups, residual=residual)
+        settings = dict(groups=groups, prologue=prologue, residual=residual, method="fft")
+        with cupyconv.options(workspace_limit=250_000):
+            plan = cupyconv.explain(cupyconv.conv, xs, weight, bias, **settings)
+            actual = cupyconv.conv(xs, weight, bias, **settings)
+        assert len(plan.steps) > 1 and plan.workspace_bytes <= 250_000
+        assert_close(actual, expected, np.float32, 121 * 8, magnitude=1000.0, factor=4)
+
+
+def test_without_room_it_is_refused_and_auto_goes_on():
+    x, weight = normal(1, 8, 160, 160), normal(8, 8, 31, 31)
+    assert cupyconv.explain(cupyconv.conv, x, weight).method == "fft"
+    with cupyconv.options(workspace_limit=100_000):
+        with pytest.raises(ValueError, match=r"'fft' does not apply: the smallest tile .* limit of 100,000 bytes"):
+            cupyconv.conv(x, weight, method="fft")
+        assert cupyconv.explain(cupyconv.conv, x, weight).method != "fft"
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("limit", [None, 2 << 20])
+def test_it_takes_what_explain_says(threads, limit):
+    calls = []
+    for x, weight in ((normal(2, 2, 161, 147), normal(3, 2, 15, 15)), (normal(1, 12, 61, 47), normal(12, 12, 7, 7))):
+        out = np.empty(cupyconv.conv(x, weight, padding="same").shape, np.float32)
+        grad_x, grad_weight = np.empty_like(x), np.empty_like(weight)
+        calls += [
+            (cupyconv.conv, (x, weight, normal(len(weight))), dict(activation="relu", out=out)),
+            (cupyconv.conv_grad_input, (out, weight, x.shape), dict(padding_mode="reflect", out=grad_x)),
+            (cupyconv.conv_grad_weight, (out, x, weight.shape[2:]), dict(out=grad_weight)),
+        ]
+    for function, arrays, settings in calls:
+        settings |= dict(padding="same", method="fft")
+        with cupyconv.options(threads=threads, workspace_limit=limit):
+            plan = cupyconv.explain(function, *arrays, **settings)
+            function(*arrays, **settings)
+            peak = peak_bytes(lambda: function(*arrays, **settings))  # noqa: B023
+        assert peak <= plan.workspace_bytes + 200_000, plan  # and Python's objects
+        assert limit is None or plan.workspace_bytes <= limit
+
+
+# --- accuracy -------------------------------------------------------------------------------------------------
+
+SPREAD = {
+    "normal": lambda rng, *shape: rng.standard_normal(shape),
+    "positive": lambda rng, *shape: rng.random(shape),
+    "constant": lambda rng, *shape: np.full(shape, 1 / 3),
+    "of all sizes": lambda rng, *shape: rng.standard_normal(shape) * 10.0 ** rng.uniform(-8, 8, shape),
+}
+
+
+@pytest.mark.parametrize("kind", SPREAD)
+@pytest.mark.parametrize("x, weight", [
+    ((2, 2, 5000), (2, 2, 101)), ((1, 1, 200, 200), (1, 1, 31, 31)), ((1, 8, 24, 24, 24), (8, 8, 5, 5, 5)),
+])  # fmt: skip
+def test_errors_are_bounded_by_the_largest_element(kind, x, weight):
+    """What the docstrings promise, against float64."""
+    rng = np.random.default_rng(0)
+    x, weight = (SPREAD[kind](rng, *shape).astype(np.float32) for shape in (x, weight))
+    exact = cupyconv.conv(x.astype(np.float64), weight.astype(np.float64), method="gemm")
+    error = abs(cupyconv.conv(x, weight, method="fft") - exact).max()
+    assert 0 < error <= 2e-6 * abs(x).max() * abs(weight.astype(np.float64)).sum((1, *range(2, weight.ndim))).max()
+
+
+# --- infinities and NaN ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("channels", [1, 12])
+def test_infinities_and_nan_are_where_the_definition_puts_them(channels, threads):
+    x, weight, grad = normal(2, channels, 60, 60), normal(channels, channels, 5, 5), normal(2, channels, 60, 60, seed=3)
+    x[0, 0, 10, 10], x[1, -1, 50, 0], x[0, 0, 30, 7] = np.inf, np.nan, -np.inf
+    grad[1, 0, 31, 31] = np.inf
+    weight[0, 0, 2, 3] = 0
+    symmetric = dict(padding=2, padding_mode="symmetric")
+    calls = [
+        (cupyconv.conv, (x, weight), dict(padding=2)),
+        (cupyconv.conv_grad_input, (grad, weight, x.shape), symmetric),
+        (cupyconv.conv_grad_weight, (grad, x, (5, 5)), dict(padding=2)),
+    ]
+    for function, arrays, settings in calls:
+        with cupyconv.options(threads=threads):
+            actual = function(*arrays, method="fft", **settings)
+            plain = function(*arrays, method="gemm", **settings)
+            assert "computed again" in str(cupyconv.explain(function, *arrays, method="fft", **settings))
+        for kind in (np.isnan, np.isposinf, np.isneginf):
+            np.testing.assert_array_equal(kind(actual), kind(plain))
+        finite = np.isfinite(plain)
+        np.testing.assert_allclose(
+            actual[finite], plain[finite], rtol=1e-3, atol=1e-4 * abs(plain[finite]).max(initial=0)
+        )
+        assert not finite.all()
+
+
+def test_a_block_that_would_take_too_long_is_left_as_it_is(monkeypatch):
+    for module in (fft, fft_scattered, fft_weight_gradient):
+        monkeypatch.setattr(module, "MOST_PRODUCTS", 1000)
+    forget_calls()
+    x, weight = normal(1, 1, 300, 30), normal(1, 1, 3, 3)
+    x[0, 0, 5, 5] = np.nan
+    with cupyconv.options(workspace_limit=30_000):
+        plan = cupyconv.explain(cupyconv.conv, x, weight, method="fft")
+        y = cupyconv.conv(x, weight, method="fft")
+    assert "left so" in str(plan) and np.isnan(y).sum() > 9 and np.isfinite(y[:, :, 200:]).all()
+    forget_calls()
+
+
+# --- the choice -----------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_it_for_large_kernels_unless_it_is_forbidden():
+    image, kernel, small = normal(1, 1, 400, 400), normal(1, 1, 31, 31), normal(1, 1, 3, 3)
+    symmetric = dict(padding=15, padding_mode="symmetric")
+    calls = [
+        (cupyconv.conv, (image, kernel), dict(padding="same")),
+        (cupyconv.conv_grad_input, (image, kernel, image.shape), dict(padding="same")),
+        (cupyconv.conv_grad_input, (image, kernel, image.shape), symmetric),
+        (cupyconv.conv_grad_weight, (image, image, (31, 31)), symmetric),
+        (cupyconv.conv_transpose, (image, kernel), {}),
+    ]
+    for function, arrays, settings in calls:
+        plan = cupyconv.explain(function, *arrays, **settings)
+        assert plan.method == "fft" and "rounding errors" in plan.reason
+        with cupyconv.options(allow_fft=False):
+            assert cupyconv.explain(function, *arrays, **settings).method != "fft"
+            with pytest.raises(ValueError, match=r"'fft' does not apply: .*allow_fft=False"):
+                cupyconv.explain(function, *arrays, method="fft", **settings)
+    plan = cupyconv.explain(cupyconv.conv, image, small)
+    assert plan.method != "fft" and "transforms" in dict(plan.rejected)["fft"]
+
+
+def test_integers_are_exact_where_it_is_forbidden():
+    rng = np.random.default_rng(0)
+    x, weight = (rng.integers(-8, 9, shape).astype(np.float32) for shape in ((1, 1, 300, 300), (1, 1, 31, 31)))
+    exact = cupyconv.conv(x.astype(np.float64), weight.astype(np.float64), method="gemm")
+    assert (cupyconv.conv(x, weight) != exact).any()
+    with cupyconv.options(allow_fft=False):
+        assert (cupyconv.conv(x, weight) == exact).all()
+
+
+def test_a_kernel_of_one_tap_is_refused():
+    with pytest.raises(ValueError, match="method 'fft' does not apply: it is for kernels of several taps"):
+        cupyconv.conv(normal(1, 4, 9, 9), normal(4, 4, 1, 1), method="fft")
+
+
+def test_a_chain_is_fused_without_it():
+    """Its layers are transformed whole, or computed tile by tile by other methods."""
+    x, layers = normal(1, 4, 30, 31), [cupyconv.ConvLayer(normal(4, 4, 9, 9), padding="same")] * 2
+    expected = reference.conv(reference.conv(x, layers[0].weight, padding="same"), layers[1].weight, padding="same")
+    for fuse in (True, False):
+        actual = cupyconv.conv_chain(x, layers, fuse=fuse)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5 * abs(expected).max())
