@@ -69,7 +69,7 @@ def best_of_products(problem: ConvProblem) -> tuple[float, tuple[type[ConvLoop],
     geometry = problem.geometry
     pixels, outputs = geometry.batch * geometry.pixels, geometry.group_outputs
     product = MULTIPLY_NS * (4 * ceil(outputs / 4) + 4) * geometry.taps * pixels  # not a small one
-    copies = geometry.taps * pixels * (2 * COPY_NS + RUN_NS / geometry.out_size[2])
+    copies = geometry.taps * pixels * (2 * COPY_NS + RUN_NS / max(1, geometry.out_size[2]))
     columns = geometry.groups * (PRODUCT_NS + product + copies)
     for way in WAYS:
         if way.applies(problem):
