@@ -51,9 +51,16 @@ def by_windows(x, weight, *, stride, dilation, padding, padding_mode, groups):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@given(call=depthwise_calls(), threads=st.integers(1, 2), limit=st.sampled_from((None, 60_000)))
-def test_integers_are_exact(method, call, threads, limit):
+@given(
+    call=depthwise_calls(),
+    threads=st.integers(1, 2),
+    limit=st.sampled_from((None, 60_000)),
+    channels_last=st.booleans(),
+)
+def test_integers_are_exact(method, call, threads, limit, channels_last):
     x, weight, settings = call
+    if channels_last:
+        x = np.moveaxis(np.ascontiguousarray(np.moveaxis(x, 1, -1)), -1, 1)
     with cupyconv.options(threads=threads, workspace_limit=limit):
         try:
             result = cupyconv.conv(x, weight, method=method, **settings)
@@ -78,7 +85,7 @@ def test_infinities_and_nan_reach_the_outputs_whose_windows_have_them(method, wh
 @pytest.mark.parametrize("way", toeplitz.WAYS)
 def test_toeplitz_products_compute_these_problems_themselves(way, monkeypatch):
     """That nothing is left to sums window by window while sums are finite, nor to other ways."""
-    kernel, size = ((5, 5), (64, 64)) if way is toeplitz.ToeplitzRows else ((1, 31), (4, 5_000))
+    kernel, size = ((5, 5), (256, 256)) if way is toeplitz.ToeplitzRows else ((1, 31), (4, 5_000))
     monkeypatch.delattr(toeplitz, "scale_windows")
     rng = np.random.default_rng(0)
     x, weight = rng.standard_normal((1, 1, *size)), rng.standard_normal((1, 1, *kernel))
@@ -99,6 +106,14 @@ def test_a_filter_of_one_channel_is_depthwise(shape, kernel):
     assert isinstance(named.steps[0], depthwise.ScaledRuns)
 
 
+def test_channels_that_are_last_stay_last():
+    """Scaled where they lie: to bring them in front and back takes longer than the products save."""
+    x, weight = np.ones((2, 30, 30, 48), np.float32).transpose(0, 3, 1, 2), np.ones((48, 1, 3, 3), np.float32)
+    for stride in (1, 2):
+        plan = cupyconv.explain(cupyconv.conv, x, weight, groups=48, padding=1, stride=stride)
+        assert isinstance(plan.steps[0], depthwise.ScaledPixels) and plan.steps[0].in_place
+
+
 def test_many_outputs_of_one_channel_are_products_of_columns():
     x, weight = np.ones((1, 1, 512, 512), np.float32), np.ones((32, 1, 3, 3), np.float32)
     assert not isinstance(cupyconv.explain(cupyconv.conv, x, weight).steps[0], toeplitz.ToeplitzLoop)
@@ -106,5 +121,5 @@ def test_many_outputs_of_one_channel_are_products_of_columns():
 
 def test_small_images_of_many_channels_are_scaled():
     """A product of each would be mostly the call."""
-    x, weight = np.ones((1, 64, 5, 5), np.float32), np.ones((64, 1, 3, 3), np.float32)
+    x, weight = np.ones((16, 64, 5, 5), np.float32), np.ones((64, 1, 3, 3), np.float32)
     assert cupyconv.explain(cupyconv.conv, x, weight, padding=1, groups=64).method == "direct"

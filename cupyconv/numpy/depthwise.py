@@ -15,6 +15,7 @@ from math import prod
 import numpy as np
 
 from cupyconv.numpy.convolution import (
+    CACHE_BLOCK,
     LONE_PIXELS,
     MEMORY_BLOCK,
     METHODS,
@@ -28,7 +29,7 @@ from cupyconv.numpy.convolution import (
 )
 from cupyconv.numpy.direct import TapByTap
 from cupyconv.numpy.mec import MecLoop, mec_columns
-from cupyconv.numpy.toeplitz import best_of_products
+from cupyconv.numpy.toeplitz import SHARE_NS, best_of_products
 from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry, even_part
@@ -38,6 +39,8 @@ from cupyconv.problem.problems import ConvProblem
 #: lie along several axes, and where strides keep elements apart; and for a run of a channel and tap, however short.
 RUN_NS, SHORT_RUN_NS, STRIDED_NS, TAP_NS = 0.14, 0.3, 0.65, 15
 SHORT_RUN = 8192 // 3
+#: The same to bring an element's channel in front of its pixel or back, and to begin a run of channels.
+TRANSPOSED_NS, CHANNELS_NS = 0.6, 15
 
 # --- the choice -----------------------------------------------------------------------------------------------
 
@@ -45,13 +48,17 @@ SHORT_RUN = 8192 // 3
 def methods_of(problem: ConvProblem) -> Mapping[str, Method]:
     """Every method of a depthwise convolution: products before scaled elements where they are estimated to take less."""
     products, ways = best_of_products(problem)
+    if ScaledPixels.applies(problem):
+        geometry = problem.geometry
+        read = geometry.batch * prod(geometry.size) * geometry.in_channels
+        products += TRANSPOSED_NS * (read + geometry.batch * geometry.pixels * geometry.out_channels)
     scaled = scaled_ns(problem)
     is_quicker = products < scaled or not problem.is_one_kind
     few = "slower: few outputs beside each other, or few taps, and products with many zeros"
     return {
         "fft": METHODS["fft"]._replace(unsuited=lambda _: fft_unsuited(problem, others_ns=min(products, scaled))),
         "gemm": Method(ways, few, NO_ROOM_FOR_COLUMNS, lambda _: "" if is_quicker else few),
-        "direct": Method((ScaledRuns, ScaledTaps, TapByTap), PASS_PER_TAP),
+        "direct": Method((ScaledPixels, ScaledRuns, ScaledTaps, TapByTap), PASS_PER_TAP),
         "winograd": METHODS["winograd"],
     }
 
@@ -60,6 +67,9 @@ def scaled_ns(problem: ConvProblem) -> float:
     """What scaled elements are estimated to take."""
     geometry = problem.geometry
     outputs = geometry.out_channels * geometry.taps
+    if ScaledPixels.applies(problem):
+        pixels = geometry.batch * geometry.pixels
+        return outputs * pixels * (RUN_NS if geometry.stride[2] == 1 else RUN_NS + CHANNELS_NS / geometry.out_channels)
     if geometry.stride != (1, 1, 1):
         return outputs * (geometry.batch * geometry.pixels * STRIDED_NS + TAP_NS)
     depth, height, width = tile_shape(geometry, 1, (geometry.batch, *geometry.out_size))[2:]
@@ -69,6 +79,86 @@ def scaled_ns(problem: ConvProblem) -> float:
 
 
 # --- scaled elements ------------------------------------------------------------------------------------------
+
+
+class ScaledPixels(ConvLoop):
+    """Channels last: a tap's pixels times its weights, all channels of all pixels of a row as one run."""
+
+    name = "scaled pixels"
+    words = "each tap's pixels times its weights, channels last"
+    smallest = 1
+
+    @classmethod
+    def applies(cls, problem: ConvProblem) -> bool:
+        geometry = problem.geometry
+        is_plain = geometry.groups == geometry.in_channels == geometry.out_channels > 1
+        return is_plain and problem.is_one_kind and problem.out.stride_c == 1 and problem.xs[0].stride_c == 1
+
+    @classmethod
+    def aim(cls, problem: ConvProblem) -> tuple[int, int]:
+        per_pixel = 2 * problem.geometry.in_channels * ITEMSIZE[accumulator(problem.x_dtype)]
+        return CACHE_BLOCK // per_pixel, problem.geometry.batch
+
+    @cached_property
+    def in_place(self) -> bool:
+        problem, out = self.problem, self.problem.out
+        is_row = out.pixel_stride == out.shape[1]
+        return out.dtype == accumulator(out.dtype) and problem.residual is None and is_row
+
+    @property
+    def workspace(self) -> int:
+        copies = 1 + temporaries(self.geometry, self.problem.prologue)
+        tile = prod(tile_shape(self.geometry, self.geometry.in_channels, self.block)) * self.x_dtype.itemsize
+        return copies * tile + self.sums_bytes
+
+    @cached_property
+    def threads(self) -> int:
+        worth_waking = int(scaled_ns(self.problem) / SHARE_NS)
+        return max(1, min(self.problem.host.threads, self.blocks, worth_waking))
+
+    @classmethod
+    def weight_bytes(cls, problem: ConvProblem) -> int:
+        geometry = problem.geometry
+        width = geometry.out_size[2] if geometry.stride[2] == 1 else 1
+        return geometry.taps * geometry.in_channels * width * ITEMSIZE[accumulator(problem.weight_dtype)]
+
+    def arranged(self, weight: np.ndarray) -> np.ndarray:
+        """(*kernel, channels); at stride 1 (*kernel, pixels of a row, channels)."""
+        by_tap = weight.reshape(len(weight), *self.geometry.kernel).transpose(1, 2, 3, 0)
+        if self.geometry.stride[2] > 1:
+            return np.ascontiguousarray(by_tap)
+        return np.repeat(by_tap[..., None, :], self.geometry.out_size[2], axis=3)
+
+    def sums(self, run: ConvRun, block: Block) -> np.ndarray:
+        geometry, channels = self.geometry, self.geometry.in_channels
+        if self.in_place:
+            sums = np.moveaxis(block.of(run.out), 1, -1)
+        else:
+            sums = np.empty((*block.size, channels), self.sums_dtype)
+        tile = self._tile(run.images, block)
+        n, *steps, item = tile.strides
+        taps = [step * gap for step, gap in zip(steps, geometry.dilation)]
+        moves = [step * stride for step, stride in zip(steps, geometry.stride)]
+        if geometry.stride[2] > 1:
+            shape = (*geometry.kernel, *block.size, channels)
+            windows = np.ndarray(shape, tile.dtype, tile, 0, (*taps, n, *moves, item))
+            np.einsum("ijkndhwc,ijkc->ndhwc", windows, run.weight, out=sums)
+        else:
+            *rows, width = block.size
+            run_shape = (*geometry.kernel, *rows, width * channels)
+            windows = np.ndarray(run_shape, tile.dtype, tile, 0, (*taps, n, *moves[:2], item))
+            weight = run.weight[..., :width, :].reshape(*geometry.kernel, width * channels)
+            np.einsum("ijkndhx,ijkx->ndhx", windows, weight, out=sums.reshape(*rows, width * channels))
+        return np.moveaxis(sums, -1, 0)[:, None]
+
+    def _tile(self, images: Images, block: Block) -> np.ndarray:
+        """What all taps read, (samples, d, h, w, channels)."""
+        tile = block.tile(images.channels)
+        image = images.scratch.array("tile", (*tile.shape[1:], images.channels))
+        if tile.starts_as_zeros:
+            image.fill(0)
+        images.read(tile.regions, block, np.moveaxis(image, -1, 0))
+        return image
 
 
 class ScaledRuns(ConvLoop):

@@ -23,39 +23,40 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from math import ceil, gcd, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupyconv.numpy.convolution import LONE_PIXELS, MEMORY_BLOCK, ConvLoop, ConvRun, temporaries
 from cupyconv.numpy.gemm import WAYS as COLUMNS_WAYS
-from cupyconv.numpy.windows import Block, Images, Scratch, parts_of, tile_shape
+from cupyconv.numpy.windows import Block, Images, Scratch, kept_scratch, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.problems import ConvProblem
 
 #: Rows of outputs, and outputs along the width, that one product computes.
-HEIGHTS, LENGTH = (16, 8, 4, 3, 2, 1), 16
+HEIGHTS, LENGTH = (18, 12, 8, 7, 6, 4, 3, 2, 1), 16
 #: Bytes of what a group copies for a block: more than elsewhere, since each of a dozen calls should be long.
 COPIES_BLOCK = 4 * MEMORY_BLOCK
 #: Multiply-adds up to which OpenBLAS does a product without packing its operands (x86-64 with AVX-512).
 SMALL_PRODUCT = 900_000
 #: Fewest pixels beside each other that are worth a product of their own.
 LEAST_WIDTH = 64
-#: Nanoseconds of float32 on one core: for a product, for a multiply-add in one of four rows of outputs and more, for
-#: an element that is copied.  Between those of processors with AVX2 and with AVX-512, as what is compared with them.
-PRODUCT_NS, MULTIPLY_NS, COPY_NS = 200, 0.014, 0.08
+#: Nanoseconds of float32 on one core: for a product, for a multiply-add, for an element that is copied, and to begin
+#: a run of them; and for the calls of NumPy that copy, multiply and check products of many channels at once.
+PRODUCT_NS, MULTIPLY_NS, COPY_NS, RUN_NS, CALLS_NS = 100, 0.016, 0.1, 5, 50_000
 
-#: Nanoseconds of work that a thread should have: a dozen calls a block wait for the interpreter's lock, and each may take
-#: as long as threads take to wake.
-SHARE_NS = 1_000_000
+#: Nanoseconds of work that a thread should have: each of a few calls a block waits for the interpreter's lock, and a thread
+#: takes as long to wake as to compute a tenth of a millisecond.
+SHARE_NS = 800_000
 
 # --- the choice -----------------------------------------------------------------------------------------------
 
 
 def product_ns(outputs: int, reduction: int, columns: int) -> float:
-    """What a product (outputs, reduction) x (reduction, columns) takes: fewer outputs leave registers empty."""
-    return MULTIPLY_NS * (4 * ceil(outputs / 4) + 4) * reduction * (columns + 8)
+    """What a small product (outputs, reduction) x (reduction, columns) takes: six rows at a time, then two, then one."""
+    passes = outputs // 6 + ceil(outputs % 6 / 2)
+    return PRODUCT_NS + MULTIPLY_NS * (outputs + passes) * reduction * (columns + 8)
 
 
 def reach(geometry: ConvGeometry, axis: int, outputs: int) -> int:
@@ -67,8 +68,9 @@ def best_of_products(problem: ConvProblem) -> tuple[float, tuple[type[ConvLoop],
     """What products of a depthwise convolution are estimated to take, in nanoseconds; and the ways, the best first."""
     geometry = problem.geometry
     pixels, outputs = geometry.batch * geometry.pixels, geometry.group_outputs
-    own = geometry.taps * 2 * COPY_NS * pixels + product_ns(outputs, geometry.taps, pixels)
-    columns = geometry.groups * (PRODUCT_NS + own)
+    product = MULTIPLY_NS * (4 * ceil(outputs / 4) + 4) * geometry.taps * pixels  # not a small one
+    copies = geometry.taps * pixels * (2 * COPY_NS + RUN_NS / max(1, geometry.out_size[2]))
+    columns = geometry.groups * (PRODUCT_NS + product + copies)
     for way in WAYS:
         if way.applies(problem):
             toeplitz = way.nanoseconds(geometry)
@@ -79,10 +81,21 @@ def best_of_products(problem: ConvProblem) -> tuple[float, tuple[type[ConvLoop],
 # --- the ways -------------------------------------------------------------------------------------------------
 
 
+class Kernels(NamedTuple):
+    """Kernels as they are, (channels, outputs of each, *kernel), and as Toeplitz matrices."""
+
+    kernels: np.ndarray
+    matrices: np.ndarray
+
+
 class ToeplitzLoop(ConvLoop):
     """Products of the image and of a matrix that has a channel's kernel on its diagonals."""
 
     smallest = 1
+
+    @cached_property
+    def fresh(self) -> Scratch:
+        return kept_scratch(self.x_dtype)
 
     @classmethod
     @abstractmethod
@@ -131,24 +144,51 @@ class ToeplitzLoop(ConvLoop):
         copies = 1 + temporaries(self.geometry, self.problem.prologue) + (self.geometry.stride[2] > 1)
         return copies * prod(tile_shape(self.geometry, 1, self.block)) * self.x_dtype.itemsize
 
-    def arranged(self, weight: np.ndarray) -> np.ndarray:
-        return weight.reshape(*weight.shape[:2], *self.geometry.kernel)
+    @classmethod
+    @abstractmethod
+    def outputs_of(cls, geometry: ConvGeometry) -> int:
+        """Neighbouring outputs that a product computes."""
+
+    @cached_property
+    def outputs(self) -> int:
+        return self.outputs_of(self.geometry)
+
+    @staticmethod
+    @abstractmethod
+    def axis_of(geometry: ConvGeometry) -> int:
+        """The axis along which they are neighbours."""
+
+    @classmethod
+    def weight_bytes(cls, problem: ConvProblem) -> int:
+        geometry, axis, outputs = problem.geometry, cls.axis_of(problem.geometry), cls.outputs_of(problem.geometry)
+        reduction = reach(geometry, axis, outputs) * geometry.taps // geometry.kernel[axis]
+        return 2 * geometry.out_channels * outputs * reduction * ITEMSIZE[accumulator(problem.weight_dtype)]
+
+    def arranged(self, weight: np.ndarray) -> Kernels:  # type: ignore[override]
+        kernels = weight.reshape(*weight.shape[:2], *self.geometry.kernel)
+        return Kernels(kernels, self.matrices(kernels))
 
     @abstractmethod
-    def multiply(self, images: Images, block: Block, weight: np.ndarray, sums: np.ndarray) -> None:
-        """Write a block's sums (c, outputs of each, n, d, h, w) of some channels; weight (c, outputs of each, *kernel)."""
+    def matrices(self, weight: np.ndarray) -> np.ndarray:
+        """The Toeplitz matrices of kernels (c, outputs of each, *kernel)."""
+
+    @abstractmethod
+    def multiply(self, images: Images, block: Block, matrices: np.ndarray, sums: np.ndarray) -> bool:
+        """Write a block's sums (c, outputs of each, n, d, h, w) of some channels; whether all are finite.
+
+        One output of each product says so: the zeros bring all that the product reads to every one of them.
+        """
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         if self.in_place:
             sums = block.of(run.out).swapaxes(0, 1).reshape(block.sums_shape)
         else:
             sums = np.empty(block.sums_shape, self.sums_dtype)
+        weights: Any = run.weight
         for groups in parts_of(self.geometry.groups, self.part):
-            images, weight, own = run.images.some(groups), run.weight[groups], sums[groups]
-            self.multiply(images, block, weight, own)
-            # einsum adds strided rows three times as quickly as np.sum does.
-            if not np.isfinite(np.einsum("condhw->", own)):
-                scale_windows(self.geometry, images.tile(block), weight, own)
+            images, own = run.images.some(groups), sums[groups]
+            if not self.multiply(images, block, weights.matrices[groups], own):
+                scale_windows(self.geometry, images.tile(block), weights.kernels[groups], own)
         return sums
 
 
@@ -165,13 +205,9 @@ class ToeplitzRows(ToeplitzLoop):
 
     @classmethod
     def nanoseconds(cls, geometry: ConvGeometry) -> float:
-        axis = cls.axis_of(geometry)
-        rows = rows_at_a_time(geometry, axis, geometry.out_size[axis])
-        reduction = reach(geometry, axis, rows) * geometry.taps // geometry.kernel[axis]
-        width = geometry.out_size[2]
+        axis, rows = cls.axis_of(geometry), cls.outputs_of(geometry)
         times = geometry.batch * geometry.groups * geometry.out_size[1 - axis] * ceil(geometry.out_size[axis] / rows)
-        own = PRODUCT_NS + product_ns(rows, reduction, width)
-        return times * (geometry.group_outputs * own + COPY_NS * reduction * width)
+        return CALLS_NS / 2 + times * product_and_copies_ns(geometry, axis, rows)
 
     @classmethod
     def copies(cls, geometry: ConvGeometry) -> float:
@@ -185,14 +221,26 @@ class ToeplitzRows(ToeplitzLoop):
         """The axis along which outputs are taken together: the last but the width with several taps."""
         return 1 if geometry.kernel[1] > 1 else 0
 
+    @classmethod
+    def outputs_of(cls, geometry: ConvGeometry) -> int:
+        axis = cls.axis_of(geometry)
+        extent = geometry.out_size[axis]
+
+        def cost(rows: int) -> float:
+            own = product_and_copies_ns(geometry, axis, rows)
+            # Rows that are left are a call of their own.
+            return ceil(extent / rows) * own + (extent % rows > 0) * max(own, CALLS_NS / (geometry.groups or 1))
+
+        return min((rows for rows in HEIGHTS if rows <= extent), key=cost, default=1)
+
     @cached_property
     def axis(self) -> int:
         return self.axis_of(self.geometry)
 
     @cached_property
     def rows(self) -> int:
-        """Outputs along the axis that a product computes."""
-        return rows_at_a_time(self.geometry, self.axis, self.block[1 + self.axis])
+        """Outputs along the axis that a product of a block computes."""
+        return min(self.outputs, self.block[1 + self.axis])
 
     @cached_property
     def reduction(self) -> int:
@@ -207,7 +255,7 @@ class ToeplitzRows(ToeplitzLoop):
     def width(self) -> int:
         """Pixels beside each other that a product computes: so few that it is a small one, and copies stay in cache."""
         copies = self._products * self.reduction * self.x_dtype.itemsize
-        most = min(SMALL_PRODUCT // (self.rows * self.reduction), COPIES_BLOCK // (2 * copies))
+        most = min(SMALL_PRODUCT // (self.rows * self.reduction), COPIES_BLOCK // copies)
         return even_part(self.block[3], max(LEAST_WIDTH, most))
 
     @property
@@ -219,25 +267,30 @@ class ToeplitzRows(ToeplitzLoop):
     def _group_bytes(self) -> int:
         pitch = self.width if self.width < self.block[3] else tile_shape(self.geometry, 1, self.block)[-1]
         copies = 0 if self.other_taps == 1 else self._products * pitch
-        matrix = self.geometry.group_outputs * self.rows
-        return (matrix + copies) * self.reduction * self.x_dtype.itemsize + self._tile_bytes
+        return copies * self.reduction * self.x_dtype.itemsize + self._tile_bytes
 
-    def multiply(self, images: Images, block: Block, weight: np.ndarray, sums: np.ndarray) -> None:
-        geometry, axis, scratch = self.geometry, self.axis, images.scratch
-        weight = weight[..., self._taps_by_phase]
-        if axis == 0:  # sums (c, o, n, beside, along, w), weight (c, o, beside, along, w)
-            sums, weight = sums.swapaxes(3, 4), weight.swapaxes(2, 3)
+    def matrices(self, weight: np.ndarray) -> np.ndarray:
+        axis = self.axis
+        by_row = np.moveaxis(weight[..., self._taps_by_phase], 2 + axis, -1)
+        return toeplitz(by_row, self.outputs, self.geometry.stride[axis], self.geometry.dilation[axis])
+
+    def multiply(self, images: Images, block: Block, matrices: np.ndarray, sums: np.ndarray) -> bool:
+        axis = self.axis
+        if axis == 0:  # sums (c, o, n, beside, along, w)
+            sums = sums.swapaxes(3, 4)
         c, outputs, n, others, extent, width = sums.shape
-        rows = min(self.rows, extent)
-        matrix = toeplitz(weight.swapaxes(3, 4), rows, geometry.stride[axis], geometry.dilation[axis])
+        rows = min(self.outputs, extent)
+        matrix = matrices[:, :, :rows, :, : reach(self.geometry, axis, rows)]
         matrix = matrix.reshape(c, outputs, 1, 1, 1, rows, -1)
-        phases = self._phases(images, block)
+        phases, is_finite = self._phases(images, block), True
         for pixels in parts_of(width, self.width):
             for first, count in runs_of(extent, rows):
-                read = self._columns(scratch, phases, first, count, rows, others, pixels)
+                read = self._columns(images.scratch, phases, first, count, rows, others, pixels)
                 place = sums[..., first : first + count * rows, pixels]
                 place = place.reshape(c, outputs, n, others, count, rows, pixels.stop - pixels.start)
                 np.matmul(matrix, read[:, None], out=place)
+                is_finite = is_finite and sum_is_finite(place[..., 0, :])
+        return is_finite
 
     def _columns(
         self, scratch: Scratch, phases: list[np.ndarray], first: int, count: int, rows: int, others: int, pixels: slice
@@ -319,21 +372,31 @@ class ToeplitzRuns(ToeplitzLoop):
         else:
             many, rows = many * height, ceil(windows / many)
         times = geometry.batch * geometry.out_channels * depth * many
-        return times * (PRODUCT_NS + product_ns(length, reduction, rows))
+        return times * product_ns(rows, reduction, length)
+
+    @staticmethod
+    def axis_of(geometry: ConvGeometry) -> int:
+        return 2
+
+    @classmethod
+    def outputs_of(cls, geometry: ConvGeometry) -> int:
+        return min(LENGTH, geometry.out_size[2])
 
     @property
     def _group_bytes(self) -> int:
-        length = min(LENGTH, self.block[3])
-        matrix = 2 * self.geometry.group_outputs * length * reach(self.geometry, 2, length)
-        return matrix * self.x_dtype.itemsize + self._tile_bytes
+        return self._tile_bytes
 
-    def multiply(self, images: Images, block: Block, weight: np.ndarray, sums: np.ndarray) -> None:
+    def matrices(self, weight: np.ndarray) -> np.ndarray:
+        """(c, o, K, outputs)"""
+        matrices = toeplitz(weight, self.outputs, self.geometry.stride[2], self.geometry.dilation[2])
+        return np.ascontiguousarray(matrices[:, :, :, 0].swapaxes(2, 3))
+
+    def multiply(self, images: Images, block: Block, matrices: np.ndarray, sums: np.ndarray) -> bool:
         (c, outputs, n, depth, height, width), geometry = sums.shape, self.geometry
         image = images.tile_or_view(block)
-        length = min(LENGTH, width)
+        length, is_finite = min(self.outputs, width), True
         reduction, move = reach(geometry, 2, length), length * geometry.stride[2] * image.itemsize
-        matrix = toeplitz(weight, length, geometry.stride[2], geometry.dilation[2])
-        matrix = np.ascontiguousarray(matrix.reshape(c, outputs, 1, 1, 1, 1, 1, length, reduction).swapaxes(-1, -2))
+        matrix = matrices[:, :, None, None, None, None, None, :reduction, :length]
         own, samples, deeper, lower = (
             step * stride for step, stride in zip(image.strides, (1, 1, *geometry.stride[:2]))
         )
@@ -354,17 +417,20 @@ class ToeplitzRuns(ToeplitzLoop):
             first = (0, 0, begin * geometry.stride[2])
             windows = strided(image, first, (c, 1, n, depth, *shape), (own, 0, samples, deeper, *steps))
             np.matmul(windows, matrix, out=place)
+            is_finite = is_finite and sum_is_finite(place[..., 0])
+        return is_finite
 
 
-def rows_at_a_time(geometry: ConvGeometry, axis: int, extent: int) -> int:
-    """Outputs along an axis, of so many, that products should compute at a time: few zeros, yet registers filled."""
+def product_and_copies_ns(geometry: ConvGeometry, axis: int, rows: int) -> float:
+    """What so many rows of outputs along an axis take, of a channel; the columns that they read are copied once."""
+    reduction = reach(geometry, axis, rows) * geometry.taps // geometry.kernel[axis]
+    copies = COPY_NS * reduction * (geometry.out_size[2] + geometry.span[2] - 1)
+    return geometry.group_outputs * product_ns(rows, reduction, geometry.out_size[2]) + copies
 
-    def cost(rows: int) -> float:
-        # A multiply-add and an element's copy, of one column.
-        elements = reach(geometry, axis, rows)
-        return ceil(extent / rows) * (product_ns(rows, elements, 0) / 8 + COPY_NS * elements)
 
-    return min((rows for rows in HEIGHTS if rows <= extent), key=cost, default=1)
+def sum_is_finite(sums: np.ndarray) -> bool:
+    # einsum adds strided rows three times as quickly as np.sum does.
+    return bool(np.isfinite(np.einsum("abcdefgh"[: sums.ndim] + "->", sums)))
 
 
 def scale_windows(geometry: ConvGeometry, image: np.ndarray, weight: np.ndarray, sums: np.ndarray) -> None:
@@ -388,15 +454,15 @@ def strided(image: np.ndarray, first: Sequence[int], shape: Sequence[int], strid
 
 def toeplitz(weight: np.ndarray, outputs: int, stride: int, dilation: int) -> np.ndarray:
     """Matrices (c, o, outputs, other taps, reach) with the taps, the last axis of a weight (c, o, ..., taps), on diagonals."""
-    *groups, taps = weight.shape
-    c, o = groups[:2]
-    others = prod(groups[2:])
+    c, o, *_, taps = weight.shape
+    weight = weight.reshape(c, o, -1, taps)
     reach = (outputs - 1) * stride + dilation * (taps - 1) + 1
-    matrix = np.zeros((c, o, outputs, others, reach), weight.dtype)
-    a, b, m, t, r = matrix.strides
-    band = np.ndarray((c, o, others, taps, outputs), weight.dtype, matrix, 0, (a, b, t, dilation * r, m + stride * r))
-    band[...] = weight.reshape(c, o, others, taps, 1)
-    return matrix
+    matrices = np.zeros((c, o, outputs, weight.shape[2], reach), weight.dtype)
+    of_c, of_o, of_output, of_other, item = matrices.strides
+    strides = (of_c, of_o, of_output + stride * item, of_other, dilation * item)
+    band = np.ndarray((c, o, outputs, *weight.shape[2:]), weight.dtype, matrices, 0, strides)
+    band[...] = weight[:, :, None]
+    return matrices
 
 
 def runs_of(extent: int, part: int) -> list[tuple[int, int]]:

@@ -27,7 +27,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -53,7 +53,7 @@ WindowsT = TypeVar("WindowsT", bound=Windows)
 #: bound by working it out; a large one is not, and would keep megabytes.
 _KEPT_BLOCKS, _KEPT_TAPS = 4, 64
 #: Bytes of a tile up to which zeros are written all over it: one long write takes less than several short ones.
-_SMALL_TILE = 256 << 10
+_SMALL_TILE = 2 << 20
 
 
 def padded_index(index: np.ndarray, size: int, mode: str) -> np.ndarray:
@@ -97,14 +97,17 @@ def boxes(
     windows: Windows, outputs: Sequence[range], strides: Sequence[int], offsets: Sequence[int]
 ) -> tuple[Region, ...]:
     """Boxes of three axes of `outputs`, each with the input elements it reads; None stands for zeros."""
-    axes = [
-        axis_segments(run, size, stride, offset, windows.padding_mode)
-        for run, size, stride, offset in zip(outputs, windows.size, strides, offsets)
-    ]
-    regions: list[Region] = []
-    for box in product(*axes):
-        elements = tuple(element for _, element in box if element is not None)
-        regions.append((tuple(at for at, _ in box), elements if len(elements) == len(box) else None))
+    regions: list[tuple[tuple[slice, ...], tuple[Elements, ...] | None]] = [((), ())]
+    for run, size, stride, offset in zip(outputs, windows.size, strides, offsets):
+        segments, whole = axis_segments(run, size, stride, offset, windows.padding_mode), slice(0, len(run))
+        longer: list[Region] = []
+        for at, elements in regions:
+            if elements is None:  # zeros along the axes behind too
+                longer.append(((*at, whole), None))
+                continue
+            for own, read in segments:
+                longer.append(((*at, own), None if read is None else (*elements, read)))
+        regions = longer
     return tuple(regions)
 
 
@@ -545,6 +548,12 @@ class KeptScratch(Scratch):
     def _give_back(self) -> None:
         """Those of all threads; a call under way has its arrays as long as it needs them."""
         self._buffers = threading.local()
+
+
+@lru_cache(maxsize=16)
+def kept_scratch(dtype: np.dtype) -> KeptScratch:
+    """The one of a dtype: for few operations, the first touch of a page of memory takes longer than they do."""
+    return KeptScratch(dtype)
 
 
 def block_words(blocks: int, block: Sequence[int], axes: str, threads: int) -> str:
