@@ -5,7 +5,7 @@
 //
 //     M = o (outputs of a group)    N = (n, p) (pixels of all samples)    K = (s, t, c), see reduction.cuh
 //
-//                       N ->                             one block: a TILE x TILE part of one group's result,
+//                       N ->                             one block: a TILE_M x TILE_N part of one group's result,
 //                  x    | K-slab  |  ...                 K-slab by K-slab through shared memory, STAGES of them
 //                       +----+----+                      on their way at a time
 //     weight  K ->      |    |    |
@@ -18,8 +18,12 @@
 //
 // Bound by arithmetic for many outputs.  Floor: 2 * M * N * K operations over the rate of the arithmetic.
 //
-// -D: DTYPE (storage type), ARITHMETIC (one of warp_tile.cuh), TILE (128 or 64), GATHER (what neighbouring threads
-//     gather: a direction of gather.cuh), PROLOGUE (1: inputs are transformed as they are gathered, see prologue.cuh)
+// What else a tile takes: L2 gives its two edges for each of its K-slabs, so that a large tile asks for fewer bytes an
+// operation; and shared memory gives a warp the edges of its part, which is why parts are 64 x 64 where they can be.
+//
+// -D: DTYPE (storage type), ARITHMETIC (one of warp_tile.cuh), TILE_M and TILE_N (of a tile: 64 x 64, 128 x 128, 64 x 256
+//     or 128 x 256), GATHER (what neighbouring threads gather: a direction of gather.cuh), PROLOGUE (1: inputs are
+//     transformed as they are gathered, see prologue.cuh)
 #include "epilogue.cuh"
 #include "gather.cuh"
 #include "warp_tile.cuh"
@@ -48,18 +52,19 @@ struct ImplicitGemmParams {
 using namespace cupyconv;
 
 using T = DTYPE;
-using Arithmetic = ArithmeticOf<T, ARITHMETIC, TILE, TILE>::type;
+using Arithmetic = ArithmeticOf<T, ARITHMETIC, TILE_M, TILE_N>::type;
 using Sum = Arithmetic::Sum;
 
-constexpr int THREADS = TILE == 128 ? 256 : 128;
-constexpr int WARP_ROWS = TILE / 2, WARP_COLUMNS = 32;  // 2 x 4 warps, or 2 x 2
+constexpr bool WIDE = TILE_N == 256;
+constexpr int WARP_ROWS = WIDE ? 64 : TILE_M / 2, WARP_COLUMNS = WIDE ? 64 : 32;
+constexpr int WARPS_DOWN = TILE_M / WARP_ROWS, THREADS = WARPS_DOWN * (TILE_N / WARP_COLUMNS) * WARP;
 constexpr int STAGES = 3;
 // On a multiprocessor, so that one's waits are another's work: what the registers of its sums allow.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-constexpr int MIN_BLOCKS = TILE == 128 ? 1 : 2;  // its 64 KiB of shared memory hold no more
+constexpr int MIN_BLOCKS = THREADS == 256 ? 1 : 2;  // its 64 KiB of shared memory hold no more
 #else
-constexpr bool MANY = ARITHMETIC == TF32X3 || (PROLOGUE && sizeof(DTYPE) == 8);
-constexpr int MIN_BLOCKS = MANY ? (TILE == 128 ? 1 : PROLOGUE ? 2 : 3) : (TILE == 128 ? 2 : 4);
+constexpr bool MANY = ARITHMETIC == TF32X3 || WIDE || (PROLOGUE && sizeof(DTYPE) == 8);
+constexpr int MIN_BLOCKS = MANY ? (THREADS == 256 ? 1 : WIDE || PROLOGUE ? 2 : 3) : (THREADS == 256 ? 2 : 4);
 #endif
 constexpr bool CHUNKED = GATHER == ALONG_CHANNELS && Arithmetic::PREFERS_CHUNKS;
 
@@ -71,19 +76,21 @@ struct Stage {
     T weight[WeightTile::ELEMENTS], x[ImageTile::ELEMENTS];
 };
 
-// A warp row's sums on their way to the result, in the order in which they are written: so far apart that neither the
-// lanes of a fragment nor those of a line meet in a bank.
-constexpr int PIXELS_PITCH = TILE + 8;        // [m][j], along pixels
-constexpr int OUTPUTS_PITCH = WARP_ROWS + 4;  // [j][m], along outputs
+// Sums on their way to the result: a part of the tile at a time, in the order in which they are written: so far apart
+// that neither the lanes of a fragment nor those of a line meet in a bank.
+constexpr int PART_ROWS = WARP_ROWS, PART_COLUMNS = TILE_N < 128 ? TILE_N : 128;
+constexpr int PARTS_ACROSS = TILE_N / PART_COLUMNS;
+constexpr int PIXELS_PITCH = PART_COLUMNS + 8;  // [m][j], along pixels
+constexpr int OUTPUTS_PITCH = PART_ROWS + 4;    // [j][m], along outputs
 struct EpilogueShared {
-    long long out_at[TILE], residual_at[TILE];  // of an EpilogueTile
-    Sum sums[WARP_ROWS * PIXELS_PITCH];
+    long long out_at[TILE_N], residual_at[TILE_N];  // of an EpilogueTile
+    Sum sums[PART_ROWS * PIXELS_PITCH];
 };
-static_assert(TILE * OUTPUTS_PITCH == WARP_ROWS * PIXELS_PITCH, "either order fills the same");
+static_assert(PART_COLUMNS * OUTPUTS_PITCH == PART_ROWS * PIXELS_PITCH, "either order fills the same");
 constexpr int AT_A_TIME = ARITHMETIC == FMA || sizeof(Sum) == 8 ? 2 : 4;  // sums that a thread finishes together
 
 struct Shared {
-    TilePixel pixel[TILE];
+    TilePixel pixel[TILE_N];
     union {
         Stage stage[STAGES];
         EpilogueShared epilogue;
@@ -109,9 +116,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     DYNAMIC_SHARED(Shared, shared);
 
     // Blocks that share pixels follow each other, and find them in the L2 cache.
-    const int m_first = blockIdx.x % params.tiles_m * TILE;
+    const int m_first = blockIdx.x % params.tiles_m * TILE_M;
     const int g = blockIdx.x / params.tiles_m % params.groups;
-    const long long j_first = (long long)(blockIdx.x / params.tiles_m / params.groups) * TILE;
+    const long long j_first = (long long)(blockIdx.x / params.tiles_m / params.groups) * TILE_N;
     const int c_first = g * params.group_channels, c_end = c_first + params.group_channels;
     const int first = blockIdx.y * params.slabs_per_split;
 
@@ -120,20 +127,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (Run run; run.next(params.sources, c_first, c_end, taps, Gather::K_CHUNK, Gather::SLAB);) slabs += run.slabs;
     slabs = max(0, min(slabs, params.slabs_per_split));
 
-    constexpr bool M_INSIDE = WeightTile::ROWS != TILE;  // packed [k][m], else [m][k]
+    constexpr bool M_INSIDE = WeightTile::ROWS != TILE_M;  // packed [k][m], else [m][k]
     const long long packed_slab = (long long)params.rows * Gather::SLAB;
     const int packed_stride = M_INSIDE ? params.rows : Gather::SLAB;
     const T* weight = static_cast<const T*>(params.weight) + ((long long)g * params.slabs + first) * packed_slab +
                       (M_INSIDE ? m_first : m_first * Gather::SLAB) + weight_row() * packed_stride + weight_column();
 
 #pragma unroll 1
-    for (int j = threadIdx.x; j < TILE; j += THREADS)
+    for (int j = threadIdx.x; j < TILE_N; j += THREADS)
         shared->pixel[j] = tile_pixel(params.windows, params.place_bits, j_first + j, params.pixels);
     __syncthreads();
     Gather gather(
         {params.sources, params.windows, params.place_bits, c_first, c_end, shared->pixel, first}, params.prologue);
 
-    const int warp_row = warp_index() % 2, warp_m = warp_row * WARP_ROWS, warp_j = warp_index() / 2 * WARP_COLUMNS;
+    const int warp_m = warp_index() % WARPS_DOWN * WARP_ROWS, warp_j = warp_index() / WARPS_DOWN * WARP_COLUMNS;
     Arithmetic::template WarpTile<WARP_ROWS, WARP_COLUMNS, CHUNKED> tile(warp_m, warp_j);
     int used = 0, next = 0;  // stages: of slab i, and of the one that is fetched meanwhile
 #pragma unroll 1
@@ -164,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     EpilogueShared& finished = shared->epilogue;
     const Image& out = params.out;
     const Image& residual = params.epilogue.residual;
-    for (int j = threadIdx.x; j < TILE; j += THREADS) {
+    for (int j = threadIdx.x; j < TILE_N; j += THREADS) {
         const int sample = shared->pixel[j].sample;
         const Pixel pixel = params.place_bits.unpacked(shared->pixel[j].place);
         finished.out_at[j] = sample < 0 ? NOWHERE : out.at(sample, 0, pixel);
@@ -172,19 +179,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     const bool along_outputs = out.stride_c == 1;  // what neighbouring threads write; else neighbouring pixels
     Sum* const kept_sums = params.keeps_sums ? static_cast<Sum*>(out.data) + blockIdx.y * params.plane : nullptr;
-    for (int part = 0; part < 2; ++part) {
-        if (warp_row == part) {
+#pragma unroll 1
+    for (int part = 0; part < WARPS_DOWN * PARTS_ACROSS; ++part) {
+        const int part_m = part / PARTS_ACROSS * PART_ROWS, part_j = part % PARTS_ACROSS * PART_COLUMNS;
+        const int j_in_part = warp_j - part_j;
+        if (warp_m == part_m && j_in_part >= 0 && j_in_part < PART_COLUMNS) {
             if (along_outputs)
-                tile.for_each([&](int m, int j, Sum sum) { finished.sums[(warp_j + j) * OUTPUTS_PITCH + m] = sum; });
+                tile.for_each([&](int m, int j, Sum sum) { finished.sums[(j_in_part + j) * OUTPUTS_PITCH + m] = sum; });
             else
-                tile.for_each([&](int m, int j, Sum sum) { finished.sums[m * PIXELS_PITCH + warp_j + j] = sum; });
+                tile.for_each([&](int m, int j, Sum sum) { finished.sums[m * PIXELS_PITCH + j_in_part + j] = sum; });
         }
         __syncthreads();
-        const int m_part = m_first + part * WARP_ROWS, rows = min(WARP_ROWS, params.group_outputs - m_part);
+        const int o_first = m_first + part_m, rows = min(PART_ROWS, params.group_outputs - o_first);
         const EpilogueTile<T> epilogue_tile = {
             finished.sums, along_outputs ? 1 : PIXELS_PITCH, along_outputs ? OUTPUTS_PITCH : 1,
-            (long long)g * params.group_outputs + m_part, finished.out_at, finished.residual_at};
-        const TileWalk walk = walk_along<WARP_ROWS, TILE, THREADS>(along_outputs, rows);
+            (long long)g * params.group_outputs + o_first, finished.out_at + part_j, finished.residual_at + part_j};
+        const TileWalk walk = walk_along<PART_ROWS, PART_COLUMNS, THREADS>(along_outputs, rows);
         finish_tile<T, AT_A_TIME>(epilogue_tile, walk, out, params.epilogue, kept_sums);
         __syncthreads();
     }
