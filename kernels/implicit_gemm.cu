@@ -30,10 +30,17 @@
 
 namespace cupyconv {
 
+// The weight in K-slabs, of rows [m][k], or [k][m] for CUDA cores: as pack_weight.cu leaves it, or as the caller has it.
+struct WeightSlabs {
+    const void* data;
+    long long stride_g, stride_slab, stride_row;  // elements from a group, a slab and a row of one to the next
+    int rows;                                     // of a slab; a tile may have more, which are not stored
+};
+
 struct ImplicitGemmParams {
     Sources sources;
     Windows windows;
-    const void* weight;  // as pack_weight.cu leaves it
+    WeightSlabs weight;
     Image out;           // or, of several splits, the first plane of partial sums
     long long plane;     // elements from one split's plane to the next
     Epilogue epilogue;
@@ -41,7 +48,6 @@ struct ImplicitGemmParams {
     long long pixels;  // of all samples
     PlaceBits place_bits;
     int groups, group_channels, group_outputs;
-    int slabs, rows;      // K-slabs and M of a packed group
     int tiles_m;          // tiles along M
     int keeps_sums;       // they are stored as they are, in their own type
     int slabs_per_split;  // of a block's share of K
@@ -97,19 +103,43 @@ struct Shared {
     };
 };
 
-// One slab of the packed weight, from the thread's own chunk on: the tile's rows are `stride` apart.
-constexpr int ROWS_PER_PASS = THREADS / WeightTile::CHUNKS;
-__device__ __forceinline__ int weight_row() { return threadIdx.x / WeightTile::CHUNKS; }
-__device__ __forceinline__ int weight_column() { return threadIdx.x % WeightTile::CHUNKS * WeightTile::CHUNK; }
+// The weight's side of a slab: two 16-byte chunks a thread.
+class WeightFetch {
+    static constexpr int ROWS_PER_PASS = THREADS / WeightTile::CHUNKS;
+    static constexpr bool M_INSIDE = WeightTile::ROWS != TILE_M;  // [k][m]
+    static_assert(WeightTile::ROWS == 2 * ROWS_PER_PASS, "two passes are a tile");
+    static_assert(ROWS_PER_PASS % WeightTile::PERIOD == 0, "both meet the same order of chunks");
 
-__device__ __forceinline__ void fetch_weight(T* tile, const T* from, int stride) {
-    static_assert(WeightTile::ROWS % ROWS_PER_PASS == 0, "passes share the tile evenly");
-    static_assert(ROWS_PER_PASS % WeightTile::PERIOD == 0, "every pass meets the same order of chunks");
-    T* const to = tile + WeightTile::index(weight_row(), weight_column());
-#pragma unroll
-    for (int i = 0; i < WeightTile::ROWS; i += ROWS_PER_PASS)
-        copy_async<16>(to + i * WeightTile::COLUMNS, from + (long long)i * stride, true);
-}
+public:
+    // Of a tile from row m_first of a group on, from slab number `slab` on.
+    __device__ __forceinline__ WeightFetch(const WeightSlabs& slabs, int g, int m_first, int slab)
+        : stride_slab_(slabs.stride_slab) {
+        const int row = threadIdx.x / WeightTile::CHUNKS, column = threadIdx.x % WeightTile::CHUNKS * WeightTile::CHUNK;
+        const int first = existing(slabs, m_first, row), second = existing(slabs, m_first, row + ROWS_PER_PASS);
+        to_ = WeightTile::index(row, column);
+        if (CHUNKED) to_ = opaque(to_);  // else it is worked out again, and leaves its register to what is gathered
+        from_ = static_cast<const T*>(slabs.data) + g * slabs.stride_g + slab * slabs.stride_slab +
+                first * slabs.stride_row + column + (M_INSIDE ? m_first : 0);
+        step_ = int((second - first) * slabs.stride_row);
+    }
+
+    // The next slab.
+    __device__ __forceinline__ void fetch(T* tile) {
+        copy_async<16>(tile + to_, from_, true);
+        copy_async<16>(tile + to_ + ROWS_PER_PASS * WeightTile::COLUMNS, from_ + step_, true);
+        from_ += stride_slab_;
+    }
+
+private:
+    // In the place of a row that is not there the last one that is: what comes of it is not stored.
+    static __device__ __forceinline__ int existing(const WeightSlabs& slabs, int m_first, int row) {
+        return M_INSIDE ? row : min(m_first + row, slabs.rows - 1);
+    }
+
+    const T* from_;
+    const long long& stride_slab_;
+    int step_, to_;  // elements from the first chunk to the second; where in the tile the first goes
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     implicit_gemm(const __grid_constant__ ImplicitGemmParams params) {
@@ -127,18 +157,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (Run run; run.next(params.sources, c_first, c_end, taps, Gather::K_CHUNK, Gather::SLAB);) slabs += run.slabs;
     slabs = max(0, min(slabs, params.slabs_per_split));
 
-    constexpr bool M_INSIDE = WeightTile::ROWS != TILE_M;  // packed [k][m], else [m][k]
-    const long long packed_slab = (long long)params.rows * Gather::SLAB;
-    const int packed_stride = M_INSIDE ? params.rows : Gather::SLAB;
-    const T* weight = static_cast<const T*>(params.weight) + ((long long)g * params.slabs + first) * packed_slab +
-                      (M_INSIDE ? m_first : m_first * Gather::SLAB) + weight_row() * packed_stride + weight_column();
-
 #pragma unroll 1
     for (int j = threadIdx.x; j < TILE_N; j += THREADS)
         shared->pixel[j] = tile_pixel(params.windows, params.place_bits, j_first + j, params.pixels);
     __syncthreads();
     Gather gather(
         {params.sources, params.windows, params.place_bits, c_first, c_end, shared->pixel, first}, params.prologue);
+
+    WeightFetch weight(params.weight, g, m_first, first);
 
     const int warp_m = warp_index() % WARPS_DOWN * WARP_ROWS, warp_j = warp_index() / WARPS_DOWN * WARP_COLUMNS;
     Arithmetic::template WarpTile<WARP_ROWS, WARP_COLUMNS, CHUNKED> tile(warp_m, warp_j);
@@ -152,9 +178,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         Stage& to = shared->stage[next];
         const bool more = i + STAGES - 1 < slabs;
         if (more) {
-            fetch_weight(to.weight, weight, packed_stride);
+            weight.fetch(to.weight);
             gather.fetch(to.x);
-            weight += packed_slab;
             next = next == STAGES - 1 ? 0 : next + 1;
         }
         commit_copies();

@@ -104,11 +104,14 @@ public:
 
     __device__ __forceinline__ Fragments(int m, int j) {
         const int lane = lane_index();
-        weight_ = opaque(WeightTile::index(m + lane % 16, lane / 16 * (STEP / 2)));
-        image_ = opaque(
-            CHUNKED      ? ImageTile::index(j + lane / 16 * 8 + lane % 8, lane / 8 % 2 * (STEP / 2))
-            : TRANSPOSED ? ImageTile::index(lane % 16, j + lane / 16 * 8)
-                         : ImageTile::index(lane % 4, j + lane / 4));
+        weight_ = WeightTile::index(m + lane % 16, lane / 16 * (STEP / 2));
+        image_ = CHUNKED      ? ImageTile::index(j + lane / 16 * 8 + lane % 8, lane / 8 % 2 * (STEP / 2))
+                 : TRANSPOSED ? ImageTile::index(lane % 16, j + lane / 16 * 8)
+                              : ImageTile::index(lane % 4, j + lane / 4);
+        if (!TRANSPOSED) {  // else they are worked out again: held K-chunks leave no registers for them
+            weight_ = opaque(weight_);
+            image_ = opaque(image_);
+        }
     }
 
     // 16 rows of the weight, from m + `rows` on.
@@ -170,7 +173,6 @@ struct TensorCores {
                 for (int r = 0; r < ROWS / 16; ++r) {
                     unsigned a[4];
                     fragments.load_weight(a, weight, r * 16, k);
-                    as_operands(a);
 #pragma unroll
                     for (int c = 0; c < COLUMNS / 8; ++c) multiply_add<TAG>(sum[r][c], a, b[c / 2][c % 2]);
                 }
@@ -180,7 +182,8 @@ struct TensorCores {
         template <class F> __device__ __forceinline__ void for_each(F f) const { for_each_sum(sum, f); }
     };
 
-    // float32 is rounded to tf32: by itself the instruction would truncate, all errors towards zero.
+    // float32 is rounded to tf32: by itself the instruction would truncate, all errors towards zero.  The weight comes
+    // rounded (pack_weight.cu).
     template <int COUNT>
     static __device__ __forceinline__ void as_operands(unsigned (&fragment)[COUNT]) {
         if constexpr (sizeof(T) == 4)

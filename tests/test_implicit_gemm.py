@@ -274,8 +274,27 @@ def test_a_sum_in_parts(cuda, case, variant):
         launch = product_of(plan)
         params, splits = dict(launch.params), launch.grid[1]
         assert splits > 1 and params["keeps_sums"] == 1 and "parts" in plan.reason
-        assert (splits - 1) * params["slabs_per_split"] < params["slabs"] <= splits * params["slabs_per_split"]
+        _, stride_g, stride_slab, *_ = params["weight"]
+        assert (splits - 1) * params["slabs_per_split"] < stride_g // stride_slab <= splits * params["slabs_per_split"]
         assert plan.steps[-1].kernel.name == "epilogue"
+
+
+@pytest.mark.grid(
+    variant=[variant for variant in VARIANTS if variant["ARITHMETIC"] == "MMA"],
+    groups=[1, 2],
+    weight_layout=["c_order", "broadcast_first", "stepped"],
+)
+def test_a_weight_that_lies_in_slabs_is_not_packed(cuda, variant, groups, weight_layout):
+    """One tap, and as many channels of each input as a slab of any dtype holds; a tile has more rows than there are."""
+    along_channels = variant["GATHER"] == "ALONG_CHANNELS"
+    case = ConvCase(
+        batch=2, channels=(32, 32), groups=groups, out_channels=2 * 67, spatial=(5, 7), kernel=(1, 1),
+        dtype=variant["DTYPE"], weight_layout=weight_layout, **EPILOGUE,
+        layouts=("channels_last",) * 2 if along_channels else ("c_order",) * 2,
+    )  # fmt: skip
+    for plan in check_case(cuda, case, variant):
+        packs = [step.kernel.name for step in plan.steps if isinstance(step, KernelLaunch)].count("pack_weight")
+        assert packs == ("packed_weight" in {buffer.name for buffer in plan.workspace}) == (weight_layout == "stepped")
 
 
 @given(case=conv_cases(dtypes=("float16", "bfloat16", "float32", "float64"), mixed_dtypes=False),

@@ -2,7 +2,7 @@
 
 ::
 
-    pack_weight      weight -> workspace, in the order in which the product reads it
+    (pack_weight)    weight -> workspace, in the order in which the product reads it, where it does not lie so already
     implicit_gemm    one tile of the result a block of threads; bias, residual, activation on the way out
     (epilogue)       only where several blocks share a tile's sum: adds their parts and finishes them
 
@@ -21,6 +21,7 @@ from cupyconv.cuda.plan.epilogue import Sums, finish
 from cupyconv.cuda.plan.launches import (
     GRID_X,
     VECTOR_BYTES,
+    address,
     bytes_of,
     epilogue_params,
     grid_and_block,
@@ -164,15 +165,21 @@ def _draft(problem: ConvProblem, arithmetic: str, tile: tuple[int, int], gather:
     blocks_xy = tiles_m * geometry.groups * -(-geometry.batch * geometry.pixels // tile_n)
     if blocks_xy > GRID_X:
         raise NotApplicable(f"{blocks_xy:,} tiles are more than a grid has blocks")
-    packed = Buffer("packed_weight", geometry.groups * cut.slabs * rows * cut.slab * itemsize)
+    if arithmetic == "MMA" and _lies_in_slabs(problem.weight, geometry, cut):
+        packed, row = None, problem.weight.strides[0]
+        slabs = (address(problem.weight), geometry.group_outputs * row, cut.slab, row, geometry.group_outputs)
+    else:
+        packed = Buffer("packed_weight", geometry.groups * cut.slabs * rows * cut.slab * itemsize)
+        row = rows if arithmetic == "FMA" else cut.slab
+        slabs = (Address(packed.name), cut.slabs * rows * cut.slab, rows * cut.slab, row, rows)
 
     sums = replace(problem.out.in_c_order(accumulator(dtype)), name="sums", offset=0)
-    affordable = (problem.limit - packed.nbytes) // sums.nbytes
+    affordable = (problem.limit - (packed.nbytes if packed else 0)) // sums.nbytes
     at_once = gpu.multiprocessors * (BUSY_THREADS // threads)
     shares = max(1, min(at_once // blocks_xy, cut.slabs // SMALLEST_SHARE, affordable))
     slabs_per_split = -(-cut.slabs // shares)
     splits = -(-cut.slabs // slabs_per_split)
-    out, plane, workspace = problem.out, 0, [packed]
+    out, plane, workspace = problem.out, 0, [packed] if packed else []
     epilogue = epilogue_params(problem.bias, problem.residual, problem.activation, pre=problem.pre)
     if splits > 1:
         out, plane = sums, prod(sums.shape)
@@ -183,10 +190,12 @@ def _draft(problem: ConvProblem, arithmetic: str, tile: tuple[int, int], gather:
     operations = 2 * tile_m * tile_n * slabs_per_split * cut.slab  # of a block
     # What it asks L2 for.  Taps of a row read what the one before has left in L1.
     l2_bytes = slabs_per_split * BLOCK_BYTES * (tile_m + tile_n / geometry.kernel[2])
-    if gpu.shared_bytes < 2 * (shared_bytes(tile, accumulator(dtype)) + RESERVED_SHARED):
+    if gpu.shared_bytes + RESERVED_SHARED < 2 * (shared_bytes(tile, accumulator(dtype)) + RESERVED_SHARED):
         rate *= threads / BUSY_THREADS  # one block to a multiprocessor
-    steps: list[Step] = [
-        _pack_weight_launch(geometry, problem.weight, packed, cut, rows, along_k=arithmetic != "FMA"),
+    steps: list[Step] = []
+    if packed:
+        steps.append(_pack_weight_launch(geometry, problem.weight, packed, cut, rows, arithmetic))
+    steps.append(
         KernelLaunch(
             variant(
                 "implicit_gemm",
@@ -202,7 +211,7 @@ def _draft(problem: ConvProblem, arithmetic: str, tile: tuple[int, int], gather:
             (
                 ("sources", sources_params(problem.xs)),
                 ("windows", windows_params(geometry)),
-                ("weight", Address(packed.name)),
+                ("weight", slabs),
                 ("out", image(out)),
                 ("plane", plane),
                 ("epilogue", epilogue),
@@ -210,19 +219,17 @@ def _draft(problem: ConvProblem, arithmetic: str, tile: tuple[int, int], gather:
                 ("pixels", geometry.batch * geometry.pixels),
                 ("place_bits", _place_bits(geometry)),
                 *groups_params(geometry),
-                ("slabs", cut.slabs),
-                ("rows", rows),
                 ("tiles_m", tiles_m),
                 ("keeps_sums", int(splits > 1 or out.dtype != dtype)),
                 ("slabs_per_split", slabs_per_split),
             ),
             shared_bytes=shared_bytes(tile, accumulator(dtype)),
             purpose="convolution" + prologue_words(problem.prologue) + ", bias, residual, activation" * (splits == 1),
-            bytes_moved=bytes_of(problem.xs) + packed.nbytes + splits * out.nbytes,
+            bytes_moved=bytes_of(problem.xs) + (packed or problem.weight).nbytes + splits * out.nbytes,
             flops=problem.flops,
             arithmetic_seconds=cost.seconds_in_rounds(blocks_xy * splits, operations, rate, gpu, l2_bytes),
-        ),
-    ]
+        )
+    )
     if splits > 1:
         in_c_order = (out.shape[1] * out.pixels, out.pixels, 1)
         steps.append(finish(problem, Sums(Address("sums"), out.dtype, in_c_order, planes=splits, plane=plane)))
@@ -282,9 +289,22 @@ def _gather(problem: ConvProblem, chunked: bool) -> tuple[str, tuple[str, ...]]:
     return "ALONG_CHANNELS", ()
 
 
+def _lies_in_slabs(weight: Operand, geometry: ConvGeometry, cut: Reduction) -> bool:
+    """Whether K-slabs of rows [m][k] are there without packing: one tap, and every run's channels in whole slabs."""
+    return (
+        geometry.taps == 1
+        and weight.stride_c == 1
+        and weight.alignment >= VECTOR_BYTES
+        and weight.strides[0] * weight.itemsize % VECTOR_BYTES == 0
+        and abs(weight.strides[0]) <= INT32 // 128  # from a thread's one row to its other it is an int32
+        and all(count % cut.slab == 0 for runs in group_runs(geometry) for _, count in runs)
+    )
+
+
 def _pack_weight_launch(
-    geometry: ConvGeometry, weight: Operand, packed: Buffer, cut: Reduction, rows: int, *, along_k: bool
+    geometry: ConvGeometry, weight: Operand, packed: Buffer, cut: Reduction, rows: int, arithmetic: str
 ) -> KernelLaunch:
+    along_k = arithmetic != "FMA"
     channels = [(image(None), first, count) for first, count in zip(geometry.channel_offsets, geometry.channels)]
     return KernelLaunch(
         variant("pack_weight", DTYPE=f"bits{8 * weight.itemsize}"),
@@ -302,7 +322,8 @@ def _pack_weight_launch(
             ("slabs", cut.slabs),
             ("rows", rows),
             ("channels", cut.channels),
+            ("rounds_to_tf32", int(arithmetic == "TF32")),
         ),
-        purpose="weight into K-slabs",
+        purpose="weight into K-slabs" + ", rounded to TF32" * (arithmetic == "TF32"),
         bytes_moved=weight.nbytes + packed.nbytes,
     )
