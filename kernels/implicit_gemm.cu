@@ -69,8 +69,12 @@ constexpr int STAGES = 3;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int MIN_BLOCKS = THREADS == 256 ? 1 : 2;  // its 64 KiB of shared memory hold no more
 #else
-constexpr bool MANY = ARITHMETIC == TF32X3 || WIDE || (PROLOGUE && sizeof(DTYPE) == 8);
-constexpr int MIN_BLOCKS = MANY ? (THREADS == 256 ? 1 : WIDE || PROLOGUE ? 2 : 3) : (THREADS == 256 ? 2 : 4);
+constexpr int MOST_BLOCKS = THREADS == 256 ? 2 : 4;
+constexpr int PROLOGUE_BLOCKS = ARITHMETIC == TF32X3 || sizeof(DTYPE) == 8 ? 2 : 3;
+constexpr int MIN_BLOCKS = WIDE                    ? MOST_BLOCKS / 2
+                           : PROLOGUE              ? PROLOGUE_BLOCKS
+                           : ARITHMETIC == TF32X3 ? (THREADS == 256 ? 1 : 3)
+                                                  : MOST_BLOCKS;
 #endif
 constexpr bool CHUNKED = GATHER == ALONG_CHANNELS && Arithmetic::PREFERS_CHUNKS;
 

@@ -69,7 +69,9 @@ def product_rate(arithmetic: str, dtype: str, gpu: GpuModel) -> float:
     if arithmetic == "FMA":
         return core_rate(dtype, gpu)
     if arithmetic == "MMA":
-        return gpu.gemm_rate(dtype, "float64" if dtype == "float64" else "float32") * gpu.mma_share
+        if dtype == "float64":  # for doubles there is mma.sync alone, and cuBLAS has no other
+            return gpu.gemm_rate(dtype, "float64")
+        return gpu.gemm_rate(dtype, "float32") * gpu.mma_share
     return gpu.tf32 * gpu.mma_share / {"TF32": 1, "TF32X3": 3}[arithmetic]
 
 
