@@ -108,7 +108,7 @@ struct KWalk {
         return slabs - blocks * taps;
     }
 
-    // The channel belongs to a later tap; whether one so many channels on does.
+    // Whether the channel that is so many further on belongs to a later tap.
     __device__ __forceinline__ bool is_past_tap(int further = 0) const { return channel + further >= channels_; }
 
     // To the next tap of the row, if there is one.
@@ -324,7 +324,7 @@ private:
     const PlaceBits& bits_;
     const int c_first_, c_end_;
     const TilePixel* const pixels_;  // in shared memory
-    const bool has_too_many_;  // taps, for the bits that there are
+    const bool has_too_many_;        // taps, for the bits that there are
 
     KWalk<Share::SLAB> walk_;
     int left_;          // slabs of the run

@@ -5,7 +5,7 @@
 //
 //     M = o (outputs of a group)    N = (n, p) (pixels of all samples)    K = (s, t, c), see reduction.cuh
 //
-//                       N ->                             one block: a TILE x TILE part of one group's result,
+//                       N ->                             one block: a TILE_M x TILE_N part of one group's result,
 //                  x    | K-slab  |  ...                 K-slab by K-slab through shared memory, STAGES of them
 //                       +----+----+                      on their way at a time
 //     weight  K ->      |    |    |
@@ -18,18 +18,29 @@
 //
 // Bound by arithmetic for many outputs.  Floor: 2 * M * N * K operations over the rate of the arithmetic.
 //
-// -D: DTYPE (storage type), ARITHMETIC (one of warp_tile.cuh), TILE (128 or 64), GATHER (what neighbouring threads
-//     gather: a direction of gather.cuh), PROLOGUE (1: inputs are transformed as they are gathered, see prologue.cuh)
+// What else a tile takes: L2 gives its two edges for each of its K-slabs, so that a large tile asks for fewer bytes an
+// operation; and shared memory gives a warp the edges of its part, which is why parts are 64 x 64 where they can be.
+//
+// -D: DTYPE (storage type), ARITHMETIC (one of warp_tile.cuh), TILE_M and TILE_N (of a tile: 64 x 64, 128 x 128, 64 x 256
+//     or 128 x 256), GATHER (what neighbouring threads gather: a direction of gather.cuh), PROLOGUE (1: inputs are
+//     transformed as they are gathered, see prologue.cuh)
 #include "epilogue.cuh"
 #include "gather.cuh"
 #include "warp_tile.cuh"
 
 namespace cupyconv {
 
+// The weight in K-slabs, of rows [m][k], or [k][m] for CUDA cores: as pack_weight.cu leaves it, or as the caller has it.
+struct WeightSlabs {
+    const void* data;
+    long long stride_g, stride_slab, stride_row;  // elements from a group, a slab and a row of one to the next
+    int rows;                                     // of a slab; a tile may have more, which are not stored
+};
+
 struct ImplicitGemmParams {
     Sources sources;
     Windows windows;
-    const void* weight;  // as pack_weight.cu leaves it
+    WeightSlabs weight;
     Image out;           // or, of several splits, the first plane of partial sums
     long long plane;     // elements from one split's plane to the next
     Epilogue epilogue;
@@ -37,7 +48,6 @@ struct ImplicitGemmParams {
     long long pixels;  // of all samples
     PlaceBits place_bits;
     int groups, group_channels, group_outputs;
-    int slabs, rows;      // K-slabs and M of a packed group
     int tiles_m;          // tiles along M
     int keeps_sums;       // they are stored as they are, in their own type
     int slabs_per_split;  // of a block's share of K
@@ -48,18 +58,23 @@ struct ImplicitGemmParams {
 using namespace cupyconv;
 
 using T = DTYPE;
-using Arithmetic = ArithmeticOf<T, ARITHMETIC, TILE, TILE>::type;
+using Arithmetic = ArithmeticOf<T, ARITHMETIC, TILE_M, TILE_N>::type;
 using Sum = Arithmetic::Sum;
 
-constexpr int THREADS = TILE == 128 ? 256 : 128;
-constexpr int WARP_ROWS = TILE / 2, WARP_COLUMNS = 32;  // 2 x 4 warps, or 2 x 2
+constexpr bool WIDE = TILE_N == 256;
+constexpr int WARP_ROWS = WIDE ? 64 : TILE_M / 2, WARP_COLUMNS = WIDE ? 64 : 32;
+constexpr int WARPS_DOWN = TILE_M / WARP_ROWS, THREADS = WARPS_DOWN * (TILE_N / WARP_COLUMNS) * WARP;
 constexpr int STAGES = 3;
 // On a multiprocessor, so that one's waits are another's work: what the registers of its sums allow.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-constexpr int MIN_BLOCKS = TILE == 128 ? 1 : 2;  // its 64 KiB of shared memory hold no more
+constexpr int MIN_BLOCKS = THREADS == 256 ? 1 : 2;  // its 64 KiB of shared memory hold no more
 #else
-constexpr bool MANY = ARITHMETIC == TF32X3 || (PROLOGUE && sizeof(DTYPE) == 8);
-constexpr int MIN_BLOCKS = MANY ? (TILE == 128 ? 1 : PROLOGUE ? 2 : 3) : (TILE == 128 ? 2 : 4);
+constexpr int MOST_BLOCKS = THREADS == 256 ? 2 : 4;
+constexpr int PROLOGUE_BLOCKS = ARITHMETIC == TF32X3 || sizeof(DTYPE) == 8 ? 2 : 3;
+constexpr int MIN_BLOCKS = WIDE                    ? MOST_BLOCKS / 2
+                           : PROLOGUE              ? PROLOGUE_BLOCKS
+                           : ARITHMETIC == TF32X3 ? (THREADS == 256 ? 1 : 3)
+                                                  : MOST_BLOCKS;
 #endif
 constexpr bool CHUNKED = GATHER == ALONG_CHANNELS && Arithmetic::PREFERS_CHUNKS;
 
@@ -71,47 +86,73 @@ struct Stage {
     T weight[WeightTile::ELEMENTS], x[ImageTile::ELEMENTS];
 };
 
-// A warp row's sums on their way to the result, in the order in which they are written: so far apart that neither the
-// lanes of a fragment nor those of a line meet in a bank.
-constexpr int PIXELS_PITCH = TILE + 8;        // [m][j], along pixels
-constexpr int OUTPUTS_PITCH = WARP_ROWS + 4;  // [j][m], along outputs
+// Sums on their way to the result: a part of the tile at a time, in the order in which they are written: so far apart
+// that neither the lanes of a fragment nor those of a line meet in a bank.
+constexpr int PART_ROWS = WARP_ROWS, PART_COLUMNS = TILE_N < 128 ? TILE_N : 128;
+constexpr int PARTS_ACROSS = TILE_N / PART_COLUMNS;
+constexpr int PIXELS_PITCH = PART_COLUMNS + 8;  // [m][j], along pixels
+constexpr int OUTPUTS_PITCH = PART_ROWS + 4;    // [j][m], along outputs
 struct EpilogueShared {
-    long long out_at[TILE], residual_at[TILE];  // of an EpilogueTile
-    Sum sums[WARP_ROWS * PIXELS_PITCH];
+    long long out_at[TILE_N], residual_at[TILE_N];  // of an EpilogueTile
+    Sum sums[PART_ROWS * PIXELS_PITCH];
 };
-static_assert(TILE * OUTPUTS_PITCH == WARP_ROWS * PIXELS_PITCH, "either order fills the same");
+static_assert(PART_COLUMNS * OUTPUTS_PITCH == PART_ROWS * PIXELS_PITCH, "either order fills the same");
 constexpr int AT_A_TIME = ARITHMETIC == FMA || sizeof(Sum) == 8 ? 2 : 4;  // sums that a thread finishes together
 
 struct Shared {
-    TilePixel pixel[TILE];
+    TilePixel pixel[TILE_N];
     union {
         Stage stage[STAGES];
         EpilogueShared epilogue;
     };
 };
 
-// One slab of the packed weight, from the thread's own chunk on: the tile's rows are `stride` apart.
-constexpr int ROWS_PER_PASS = THREADS / WeightTile::CHUNKS;
-__device__ __forceinline__ int weight_row() { return threadIdx.x / WeightTile::CHUNKS; }
-__device__ __forceinline__ int weight_column() { return threadIdx.x % WeightTile::CHUNKS * WeightTile::CHUNK; }
+// The weight's side of a slab: two 16-byte chunks a thread.
+class WeightFetch {
+    static constexpr int ROWS_PER_PASS = THREADS / WeightTile::CHUNKS;
+    static constexpr bool M_INSIDE = WeightTile::ROWS != TILE_M;  // [k][m]
+    static_assert(WeightTile::ROWS == 2 * ROWS_PER_PASS, "two passes are a tile");
+    static_assert(ROWS_PER_PASS % WeightTile::PERIOD == 0, "both meet the same order of chunks");
 
-__device__ __forceinline__ void fetch_weight(T* tile, const T* from, int stride) {
-    static_assert(WeightTile::ROWS % ROWS_PER_PASS == 0, "passes share the tile evenly");
-    static_assert(ROWS_PER_PASS % WeightTile::PERIOD == 0, "every pass meets the same order of chunks");
-    T* const to = tile + WeightTile::index(weight_row(), weight_column());
-#pragma unroll
-    for (int i = 0; i < WeightTile::ROWS; i += ROWS_PER_PASS)
-        copy_async<16>(to + i * WeightTile::COLUMNS, from + (long long)i * stride, true);
-}
+public:
+    // Of a tile from row m_first of a group on, from slab number `slab` on.
+    __device__ __forceinline__ WeightFetch(const WeightSlabs& slabs, int g, int m_first, int slab)
+        : stride_slab_(slabs.stride_slab) {
+        const int row = threadIdx.x / WeightTile::CHUNKS, column = threadIdx.x % WeightTile::CHUNKS * WeightTile::CHUNK;
+        const int first = existing(slabs, m_first, row), second = existing(slabs, m_first, row + ROWS_PER_PASS);
+        to_ = WeightTile::index(row, column);
+        if (CHUNKED) to_ = opaque(to_);  // else it is worked out again, and leaves its register to what is gathered
+        from_ = static_cast<const T*>(slabs.data) + g * slabs.stride_g + slab * slabs.stride_slab +
+                first * slabs.stride_row + column + (M_INSIDE ? m_first : 0);
+        step_ = int((second - first) * slabs.stride_row);
+    }
+
+    // The next slab.
+    __device__ __forceinline__ void fetch(T* tile) {
+        copy_async<16>(tile + to_, from_, true);
+        copy_async<16>(tile + to_ + ROWS_PER_PASS * WeightTile::COLUMNS, from_ + step_, true);
+        from_ += stride_slab_;
+    }
+
+private:
+    // In the place of a row that is not there the last one that is: what comes of it is not stored.
+    static __device__ __forceinline__ int existing(const WeightSlabs& slabs, int m_first, int row) {
+        return M_INSIDE ? row : min(m_first + row, slabs.rows - 1);
+    }
+
+    const T* from_;
+    const long long& stride_slab_;
+    int step_, to_;  // elements from the first chunk to the second; where in the tile the first goes
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     implicit_gemm(const __grid_constant__ ImplicitGemmParams params) {
     DYNAMIC_SHARED(Shared, shared);
 
     // Blocks that share pixels follow each other, and find them in the L2 cache.
-    const int m_first = blockIdx.x % params.tiles_m * TILE;
+    const int m_first = blockIdx.x % params.tiles_m * TILE_M;
     const int g = blockIdx.x / params.tiles_m % params.groups;
-    const long long j_first = (long long)(blockIdx.x / params.tiles_m / params.groups) * TILE;
+    const long long j_first = (long long)(blockIdx.x / params.tiles_m / params.groups) * TILE_N;
     const int c_first = g * params.group_channels, c_end = c_first + params.group_channels;
     const int first = blockIdx.y * params.slabs_per_split;
 
@@ -120,20 +161,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (Run run; run.next(params.sources, c_first, c_end, taps, Gather::K_CHUNK, Gather::SLAB);) slabs += run.slabs;
     slabs = max(0, min(slabs, params.slabs_per_split));
 
-    constexpr bool M_INSIDE = WeightTile::ROWS != TILE;  // packed [k][m], else [m][k]
-    const long long packed_slab = (long long)params.rows * Gather::SLAB;
-    const int packed_stride = M_INSIDE ? params.rows : Gather::SLAB;
-    const T* weight = static_cast<const T*>(params.weight) + ((long long)g * params.slabs + first) * packed_slab +
-                      (M_INSIDE ? m_first : m_first * Gather::SLAB) + weight_row() * packed_stride + weight_column();
-
 #pragma unroll 1
-    for (int j = threadIdx.x; j < TILE; j += THREADS)
+    for (int j = threadIdx.x; j < TILE_N; j += THREADS)
         shared->pixel[j] = tile_pixel(params.windows, params.place_bits, j_first + j, params.pixels);
     __syncthreads();
     Gather gather(
         {params.sources, params.windows, params.place_bits, c_first, c_end, shared->pixel, first}, params.prologue);
 
-    const int warp_row = warp_index() % 2, warp_m = warp_row * WARP_ROWS, warp_j = warp_index() / 2 * WARP_COLUMNS;
+    WeightFetch weight(params.weight, g, m_first, first);
+
+    const int warp_m = warp_index() % WARPS_DOWN * WARP_ROWS, warp_j = warp_index() / WARPS_DOWN * WARP_COLUMNS;
     Arithmetic::template WarpTile<WARP_ROWS, WARP_COLUMNS, CHUNKED> tile(warp_m, warp_j);
     int used = 0, next = 0;  // stages: of slab i, and of the one that is fetched meanwhile
 #pragma unroll 1
@@ -145,9 +182,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         Stage& to = shared->stage[next];
         const bool more = i + STAGES - 1 < slabs;
         if (more) {
-            fetch_weight(to.weight, weight, packed_stride);
+            weight.fetch(to.weight);
             gather.fetch(to.x);
-            weight += packed_slab;
             next = next == STAGES - 1 ? 0 : next + 1;
         }
         commit_copies();
@@ -164,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     EpilogueShared& finished = shared->epilogue;
     const Image& out = params.out;
     const Image& residual = params.epilogue.residual;
-    for (int j = threadIdx.x; j < TILE; j += THREADS) {
+    for (int j = threadIdx.x; j < TILE_N; j += THREADS) {
         const int sample = shared->pixel[j].sample;
         const Pixel pixel = params.place_bits.unpacked(shared->pixel[j].place);
         finished.out_at[j] = sample < 0 ? NOWHERE : out.at(sample, 0, pixel);
@@ -172,19 +208,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     const bool along_outputs = out.stride_c == 1;  // what neighbouring threads write; else neighbouring pixels
     Sum* const kept_sums = params.keeps_sums ? static_cast<Sum*>(out.data) + blockIdx.y * params.plane : nullptr;
-    for (int part = 0; part < 2; ++part) {
-        if (warp_row == part) {
+#pragma unroll 1
+    for (int part = 0; part < WARPS_DOWN * PARTS_ACROSS; ++part) {
+        const int part_m = part / PARTS_ACROSS * PART_ROWS, part_j = part % PARTS_ACROSS * PART_COLUMNS;
+        const int j_in_part = warp_j - part_j;
+        if (warp_m == part_m && j_in_part >= 0 && j_in_part < PART_COLUMNS) {
             if (along_outputs)
-                tile.for_each([&](int m, int j, Sum sum) { finished.sums[(warp_j + j) * OUTPUTS_PITCH + m] = sum; });
+                tile.for_each([&](int m, int j, Sum sum) { finished.sums[(j_in_part + j) * OUTPUTS_PITCH + m] = sum; });
             else
-                tile.for_each([&](int m, int j, Sum sum) { finished.sums[m * PIXELS_PITCH + warp_j + j] = sum; });
+                tile.for_each([&](int m, int j, Sum sum) { finished.sums[m * PIXELS_PITCH + j_in_part + j] = sum; });
         }
         __syncthreads();
-        const int m_part = m_first + part * WARP_ROWS, rows = min(WARP_ROWS, params.group_outputs - m_part);
+        const int o_first = m_first + part_m, rows = min(PART_ROWS, params.group_outputs - o_first);
         const EpilogueTile<T> epilogue_tile = {
             finished.sums, along_outputs ? 1 : PIXELS_PITCH, along_outputs ? OUTPUTS_PITCH : 1,
-            (long long)g * params.group_outputs + m_part, finished.out_at, finished.residual_at};
-        const TileWalk walk = walk_along<WARP_ROWS, TILE, THREADS>(along_outputs, rows);
+            (long long)g * params.group_outputs + o_first, finished.out_at + part_j, finished.residual_at + part_j};
+        const TileWalk walk = walk_along<PART_ROWS, PART_COLUMNS, THREADS>(along_outputs, rows);
         finish_tile<T, AT_A_TIME>(epilogue_tile, walk, out, params.epilogue, kept_sums);
         __syncthreads();
     }

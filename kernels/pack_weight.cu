@@ -9,11 +9,13 @@
 //               any strides                              slab 1 | ...          zeros where K or M is padded
 //
 // A thread writes all taps of one (m, c), whose elements lie together in most weights: what one tap
-// reads, the next finds in the cache.  Only bits move, so the type is just the element's size.
+// reads, the next finds in the cache.  Only bits move, so the type is just the element's size; but float32 is rounded for
+// products in TF32, here once instead of by every warp that loads it.
 // Bound by memory.  Floor: twice the weight over the bandwidth.
 //
 // -D: DTYPE (bits16, bits32 or bits64)
 #include "reduction.cuh"
+#include "tensor_core.cuh"
 
 namespace cupyconv {
 
@@ -27,6 +29,7 @@ struct PackWeightParams {
     int k_chunk, slab;   // channels that are copied together; K of a slab
     int slabs;           // of a group, the most
     int rows, channels;  // M and channels of a group, padded
+    int rounds_to_tf32;
 };
 
 }  // namespace cupyconv
@@ -83,7 +86,10 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) pack_weight(const __grid
             T* to = static_cast<T*>(params.packed) + ((long long)g * params.slabs + slab) * slab_size +
                     m * params.stride_m + k * params.stride_k;
             for (int t = 0; left > 0; ++t) {
-                *to = inside && t < taps ? *from : T{};
+                T value = inside && t < taps ? *from : T{};
+                if constexpr (sizeof(T) == 4)
+                    if (params.rounds_to_tf32) value = round_to_tf32(value);
+                *to = value;
                 from += weight.stride[2];
                 if (++w == params.kernel[2]) {
                     w = 0;

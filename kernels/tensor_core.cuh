@@ -178,10 +178,16 @@ __device__ __forceinline__ void multiply_add<tf32>(
 
 #undef MULTIPLY_ADD_FRAGMENTS
 
-__device__ __forceinline__ void multiply_add(double (&sum)[2], double a, double b) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
-                 : "+d"(sum[0]), "+d"(sum[1]) : "d"(a), "d"(b));
+// Doubles: sum (16 x 8) += a (16 x 4) b (4 x 8), an element of each tile a lane, drawn as above.
+__device__ __forceinline__ void multiply_add(double (&sum)[4], const double (&a)[2], double b) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                 : "+d"(sum[0]), "+d"(sum[1]), "+d"(sum[2]), "+d"(sum[3]) : "d"(a[0]), "d"(a[1]), "d"(b));
+#elif __CUDA_ARCH__ >= 800
+#pragma unroll
+    for (int half = 0; half < 2; ++half)  // of m
+        asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                     : "+d"(sum[2 * half]), "+d"(sum[2 * half + 1]) : "d"(a[half]), "d"(b));
 #else
     __trap();
 #endif

@@ -21,17 +21,16 @@ namespace cupyconv {
 // Bytes of a K-slab of one row of either matrix: four 16-byte chunks.
 constexpr int SLAB_BYTES = 64;
 
-// A lane's part of the sums of fragments (tensor_core.cuh), of 16 x 8 or of doubles 8 x 8: calls f(m, j, sum).
-template <class S, int R, int C, int COUNT, class F>
-__device__ __forceinline__ void for_each_sum(const S (&sum)[R][C][COUNT], F f) {
+// A lane's part of the sums of fragments (tensor_core.cuh), of 16 x 8: calls f(m, j, sum).
+template <class S, int R, int C, class F>
+__device__ __forceinline__ void for_each_sum(const S (&sum)[R][C][4], F f) {
     const int row = lane_index() / 4, column = lane_index() % 4 * 2;
 #pragma unroll
     for (int r = 0; r < R; ++r)
 #pragma unroll
         for (int c = 0; c < C; ++c)
 #pragma unroll
-            for (int e = 0; e < COUNT; ++e)
-                f(r * COUNT * 4 + row + e / 2 * 8, c * 8 + column + e % 2, sum[r][c][e]);
+            for (int e = 0; e < 4; ++e) f(r * 16 + row + e / 2 * 8, c * 8 + column + e % 2, sum[r][c][e]);
 }
 
 // ---- CUDA cores: an outer product of registers per step of K ----------------------------------------------------
@@ -105,11 +104,14 @@ public:
 
     __device__ __forceinline__ Fragments(int m, int j) {
         const int lane = lane_index();
-        weight_ = opaque(WeightTile::index(m + lane % 16, lane / 16 * (STEP / 2)));
-        image_ = opaque(
-            CHUNKED      ? ImageTile::index(j + lane / 16 * 8 + lane % 8, lane / 8 % 2 * (STEP / 2))
-            : TRANSPOSED ? ImageTile::index(lane % 16, j + lane / 16 * 8)
-                         : ImageTile::index(lane % 4, j + lane / 4));
+        weight_ = WeightTile::index(m + lane % 16, lane / 16 * (STEP / 2));
+        image_ = CHUNKED      ? ImageTile::index(j + lane / 16 * 8 + lane % 8, lane / 8 % 2 * (STEP / 2))
+                 : TRANSPOSED ? ImageTile::index(lane % 16, j + lane / 16 * 8)
+                              : ImageTile::index(lane % 4, j + lane / 4);
+        if (!TRANSPOSED) {  // else they are worked out again: held K-chunks leave no registers for them
+            weight_ = opaque(weight_);
+            image_ = opaque(image_);
+        }
     }
 
     // 16 rows of the weight, from m + `rows` on.
@@ -171,7 +173,6 @@ struct TensorCores {
                 for (int r = 0; r < ROWS / 16; ++r) {
                     unsigned a[4];
                     fragments.load_weight(a, weight, r * 16, k);
-                    as_operands(a);
 #pragma unroll
                     for (int c = 0; c < COLUMNS / 8; ++c) multiply_add<TAG>(sum[r][c], a, b[c / 2][c % 2]);
                 }
@@ -181,7 +182,8 @@ struct TensorCores {
         template <class F> __device__ __forceinline__ void for_each(F f) const { for_each_sum(sum, f); }
     };
 
-    // float32 is rounded to tf32: by itself the instruction would truncate, all errors towards zero.
+    // float32 is rounded to tf32: by itself the instruction would truncate, all errors towards zero.  The weight comes
+    // rounded (pack_weight.cu).
     template <int COUNT>
     static __device__ __forceinline__ void as_operands(unsigned (&fragment)[COUNT]) {
         if constexpr (sizeof(T) == 4)
@@ -274,7 +276,7 @@ struct SplitTensorCores : TensorCores<float32, tf32, M, J> {
     };
 };
 
-// float64: fragments of 8 x 4 and 4 x 8, an element per lane.
+// float64: fragments of 16 x 4 and 4 x 8, two elements a lane and one.
 template <int M, int J>
 struct DoubleTensorCores {
     static constexpr bool PREFERS_CHUNKS = true;
@@ -285,25 +287,28 @@ struct DoubleTensorCores {
 
     template <int ROWS, int COLUMNS, bool CHUNKED>
     struct WarpTile {
-        const int m_, j_;
-        double sum[ROWS / 8][COLUMNS / 8][2] = {};
+        using Tile = ImageTile<CHUNKED>;
+        int weight_, image_;  // where the lane's elements of row m, and of column j, lie at k = 0: as in Fragments
+        double sum[ROWS / 16][COLUMNS / 8][4] = {};
 
-        __device__ __forceinline__ WarpTile(int m, int j) : m_(m), j_(j) {}
+        __device__ __forceinline__ WarpTile(int m, int j) {
+            const int across = lane_index() / 4, along = lane_index() % 4;
+            weight_ = opaque(WeightTile::index(m + across, along));
+            image_ = opaque(CHUNKED ? Tile::index(j + across, along) : Tile::index(along, j + across));
+        }
 
         __device__ __forceinline__ void multiply(const double* weight, const double* x) {
-            const int across = lane_index() / 4, along = lane_index() % 4;
 #pragma unroll
             for (int k = 0; k < K; k += STEP) {
                 double b[COLUMNS / 8];
 #pragma unroll
-                for (int c = 0; c < COLUMNS / 8; ++c) {
-                    const int row = k + along, column = j_ + c * 8 + across;
-                    using Tile = ImageTile<CHUNKED>;
-                    b[c] = x[CHUNKED ? Tile::index(column, row) : Tile::index(row, column)];
-                }
+                for (int c = 0; c < COLUMNS / 8; ++c)
+                    b[c] = x[CHUNKED ? (image_ ^ k) + c * 8 * Tile::COLUMNS : (image_ ^ (c * 8)) + k * Tile::COLUMNS];
 #pragma unroll
-                for (int r = 0; r < ROWS / 8; ++r) {
-                    const double a = weight[WeightTile::index(m_ + r * 8 + across, k + along)];
+                for (int r = 0; r < ROWS / 16; ++r) {
+                    double a[2];
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) a[i] = weight[(weight_ ^ k) + (r * 16 + i * 8) * WeightTile::COLUMNS];
 #pragma unroll
                     for (int c = 0; c < COLUMNS / 8; ++c) multiply_add(sum[r][c], a, b[c]);
                 }

@@ -38,6 +38,11 @@ def name_of(variant):
     return "-".join(variant.values()) if isinstance(variant, dict) else None
 
 
+def tile_of(variant):
+    """Rows and columns."""
+    return int(variant["TILE_M"]), int(variant["TILE_N"])
+
+
 every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
 of_float32 = pytest.mark.parametrize("arithmetic", ["FMA", "TF32", "TF32X3"])
 
@@ -55,7 +60,7 @@ def forced_plan(call, arithmetic, tile):
     """The method's plan for a call, with this arithmetic and tile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(implicit_gemm, "arithmetics", lambda *_: (arithmetic,))
-        patch.setattr(implicit_gemm, "tiles", lambda *_: (int(tile),))
+        patch.setattr(implicit_gemm, "tiles", lambda *_: (tile,))
         return cuda_planning.plan_conv(replace(call.problem, method="implicit_gemm"))
 
 
@@ -81,10 +86,10 @@ def run_case(target, case, arrays, variant):
     arguments = case.views(arrays, target.to_device, target.xp)
     out = case.new_out(target.to_device, target.xp)
     arguments |= dict(case.parameters, out=out)
-    return run_forced(target, arguments, variant["ARITHMETIC"], variant["TILE"])
+    return run_forced(target, arguments, variant["ARITHMETIC"], tile_of(variant))
 
 
-def run_arrays(target, x, weight, arithmetic, tile=64, **settings):
+def run_arrays(target, x, weight, arithmetic, tile=(64, 64), **settings):
     """The result of one variant on arrays in C order."""
     x = [target.to_device(each) for each in x] if isinstance(x, list) else target.to_device(x)
     return run_forced(target, dict(x=x, weight=target.to_device(weight), **settings), arithmetic, tile)[0]
@@ -226,7 +231,7 @@ def test_channels_last_in_odd_numbers_is_gathered_by_elements(cuda):
         layouts=("channels_last_window", "channels_last"),
     )  # fmt: skip
     for arithmetic, gather in (("FMA", "ALONG_CHANNELS"), ("TF32X3", "ALONG_PIXELS")):
-        for plan in check_case(cuda, case, dict(ARITHMETIC=arithmetic, TILE="64")):
+        for plan in check_case(cuda, case, dict(ARITHMETIC=arithmetic, TILE_M="64", TILE_N="64")):
             assert dict(product_of(plan).kernel.macros)["GATHER"] == gather
             assert any("gathered by elements" in note for note in plan.notes) == (arithmetic != "FMA")
 
@@ -269,8 +274,27 @@ def test_a_sum_in_parts(cuda, case, variant):
         launch = product_of(plan)
         params, splits = dict(launch.params), launch.grid[1]
         assert splits > 1 and params["keeps_sums"] == 1 and "parts" in plan.reason
-        assert (splits - 1) * params["slabs_per_split"] < params["slabs"] <= splits * params["slabs_per_split"]
+        _, stride_g, stride_slab, *_ = params["weight"]
+        assert (splits - 1) * params["slabs_per_split"] < stride_g // stride_slab <= splits * params["slabs_per_split"]
         assert plan.steps[-1].kernel.name == "epilogue"
+
+
+@pytest.mark.grid(
+    variant=[variant for variant in VARIANTS if variant["ARITHMETIC"] == "MMA"],
+    groups=[1, 2],
+    weight_layout=["c_order", "broadcast_first", "stepped"],
+)
+def test_a_weight_that_lies_in_slabs_is_not_packed(cuda, variant, groups, weight_layout):
+    """One tap, and as many channels of each input as a slab of any dtype holds; a tile has more rows than there are."""
+    along_channels = variant["GATHER"] == "ALONG_CHANNELS"
+    case = ConvCase(
+        batch=2, channels=(32, 32), groups=groups, out_channels=2 * 67, spatial=(5, 7), kernel=(1, 1),
+        dtype=variant["DTYPE"], weight_layout=weight_layout, **EPILOGUE,
+        layouts=("channels_last",) * 2 if along_channels else ("c_order",) * 2,
+    )  # fmt: skip
+    for plan in check_case(cuda, case, variant):
+        packs = [step.kernel.name for step in plan.steps if isinstance(step, KernelLaunch)].count("pack_weight")
+        assert packs == ("packed_weight" in {buffer.name for buffer in plan.workspace}) == (weight_layout == "stepped")
 
 
 @given(case=conv_cases(dtypes=("float16", "bfloat16", "float32", "float64"), mixed_dtypes=False),
@@ -436,7 +460,7 @@ def test_inputs_of_whole_blocks_are_bit_for_bit_their_concatenation(cuda, varian
     xs = [generator.standard_normal((2, channels, 5, 6)).astype(dtype) for channels in (64, 128, 64)]
     weight = generator.standard_normal((5, 256, 1, 1)).astype(dtype)
     results = [
-        run_arrays(cuda, x, weight, variant["ARITHMETIC"], variant["TILE"]) for x in (xs, np.concatenate(xs, axis=1))
+        run_arrays(cuda, x, weight, variant["ARITHMETIC"], tile_of(variant)) for x in (xs, np.concatenate(xs, axis=1))
     ]
     assert results[0].tobytes() == results[1].tobytes()
 
@@ -477,7 +501,7 @@ def test_complex_is_refused(dtype):
 @pytest.mark.grid(variant=ALONG_PIXELS, channels=[(9,), (24, 7, 200)], groups=[1, 3])
 def test_workspace_is_the_packed_weight_and_the_parts_of_sums(cuda_target, variant, channels, groups):
     """Counted here from the definition: every run in whole K-chunks, then slabs; every tile whole."""
-    dtype, tile = as_dtype(variant["DTYPE"]), int(variant["TILE"])
+    dtype, tile = as_dtype(variant["DTYPE"]), tile_of(variant)
     channels, outputs, taps = tuple(3 * count for count in channels), 3 * 50, 6
     xs = [cuda_target.to_device(np.zeros((2, count, 4, 5), dtype)) for count in channels]
     weight = cuda_target.to_device(np.zeros((outputs, sum(channels) // groups, 3, 2), dtype))
@@ -488,7 +512,7 @@ def test_workspace_is_the_packed_weight_and_the_parts_of_sums(cuda_target, varia
     step, slab = edges[-1] // groups, 64 // dtype.itemsize
     shared = [[max(0, min(b, (g + 1) * step) - max(a, g * step)) for a, b in pairwise(edges)] for g in range(groups)]
     slabs = max(sum(-(-(-(-count // 4) * 4 * taps) // slab) for count in counts) for counts in shared)
-    rows = -(-outputs // groups // tile) * tile
+    rows = -(-outputs // groups // tile[0]) * tile[0]
     sizes = {buffer.name: buffer.nbytes for buffer in plan.workspace}
     assert sizes.pop("packed_weight") == groups * slabs * slab * rows * dtype.itemsize
     splits = product_of(plan).grid[1]

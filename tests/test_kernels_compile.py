@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 from grids import fewest
 
-from cupyconv.cuda.plan import conv_pair, merge
+from cupyconv.cuda.plan import conv_pair, implicit_gemm, merge
 from cupyconv.cuda.plan import recurrent_gradient as recurrent_gradient_cuda
 from cupyconv.cuda.plan.launches import WARP
 from cupyconv.cuda.plan.occupancy import registers
 from cupyconv.cuda.run.kernel_sources import compile_options, kernel_directory, kernel_source, source_hash
 from cupyconv.cuda.run.parameters import PARAMETERS
 from cupyconv.problem import activations
+from cupyconv.problem.arrays import accumulator
 from cupyconv.problem.padding import PADDING_MODES
 from cupyconv.problem.plan import MAX_MERGED, MAX_PAIR_SOURCES, MAX_SOURCES, Kernel
 from tests import nvrtc
@@ -37,6 +38,14 @@ pytestmark = pytest.mark.nvrtc
 ARCHITECTURES = (75, 90)
 NAMES = tuple(PARAMETERS)
 VARIANTS = {name: [variant for variant in all_variants() if variant.name == name] for name in NAMES}
+
+#: Variants of implicit_gemm.cu with every tile, in the smallest and the largest type of sums.
+IMPLICIT_GEMM_LAYOUTS = [
+    variant
+    for variant in VARIANTS["implicit_gemm"]
+    if {("ARITHMETIC", "MMA"), ("GATHER", "ALONG_CHANNELS")} <= {*variant.macros}
+    and dict(variant.macros)["DTYPE"] in ("float16", "float64")
+]
 
 #: A struct by value may take this much in every driver.
 PARAMETER_SPACE = 4096
@@ -133,6 +142,19 @@ def test_a_pair_lays_out_as_much_shared_memory_as_is_planned(kernel):
     if build.unavailable():
         pytest.skip(str(build.unavailable()))
     check = compile_for_host(kernel, layout_assertions(kernel))
+    assert check.returncode == 0, check.stderr
+
+
+@pytest.mark.parametrize("kernel", IMPLICIT_GEMM_LAYOUTS, ids=str)
+def test_an_implicit_gemm_lays_out_as_much_shared_memory_as_is_planned(kernel):
+    """Every tile, with sums of 4 and of 8 bytes."""
+    if build.unavailable():
+        pytest.skip(str(build.unavailable()))
+    macros = dict(kernel.macros)
+    tile = int(macros["TILE_M"]), int(macros["TILE_N"])
+    threads = (implicit_gemm.TILES | implicit_gemm.WIDE_TILES)[tile]
+    planned = implicit_gemm.shared_bytes(tile, accumulator(macros["DTYPE"]))
+    check = compile_for_host(kernel, [f"static_assert(sizeof(Shared) == {planned} && THREADS == {threads});"])
     assert check.returncode == 0, check.stderr
 
 

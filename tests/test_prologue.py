@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from peak_memory import peak_bytes
 from pullbacks import assert_rounded, attempted, bytes_of, on_device
 from strategies import ACTIVATIONS, DTYPES, absolute_values, as_dtype, conv_cases, share_of_examples
-from test_implicit_gemm import MACROS, run_forced
+from test_implicit_gemm import MACROS, run_forced, tile_of
 from test_repetition import assert_warm_is_fresh
 from tolerance import assert_close, assert_exact, compare, finfo, rounded, tolerance
 
@@ -189,7 +189,7 @@ def test_implicit_gemm(cuda_target, macros):
         "weight": cuda_target.to_device(weight),
         "prologue": (cuda_target.to_device(scale), cuda_target.to_device(shift), "relu"),
     }
-    y, plan = run_forced(cuda_target, {**arguments, **window}, macros["ARITHMETIC"], macros["TILE"])
+    y, plan = run_forced(cuda_target, {**arguments, **window}, macros["ARITHMETIC"], tile_of(macros))
     assert macros in [dict(step.kernel.macros) for step in plan.steps]
     images = reference.transformed(xs, scale, shift, "relu", axis=1)
     assert_exact(y, reference.conv(images, weight, **window), dtype)

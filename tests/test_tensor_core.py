@@ -142,10 +142,10 @@ def test_tf32_drops_thirteen_bits(run, side):
 @pytest.mark.parametrize("integers", [True, False])
 def test_multiply_add_of_doubles(run, integers):
     rng = np.random.default_rng(3)
-    a, b, sum = (rng.standard_normal(shape) for shape in ((8, 4), (4, 8), (8, 8)))
+    a, b, sum = (rng.standard_normal(shape) for shape in ((16, 4), (4, 8), (16, 8)))
     if integers:
         a, b, sum = (np.round(1000 * x) for x in (a, b, sum))
-    result = run("multiply_doubles", ((8, 8), np.float64), a, b.T.copy(), sum)
+    result = run("multiply_doubles", ((16, 8), np.float64), a, b.T.copy(), sum)
     bound = 0 if integers else 2.0**-52 * 4 * (abs(sum) + abs(a) @ abs(b))
     assert (abs(result - (sum + a @ b)) <= bound).all()
 
@@ -314,6 +314,7 @@ ON_EVERY_GPU = (
 )
 FROM_SM_80 = (
     r"cp\.async\.cg\.shared\.global \[%r\d+\], \[%rd\d+\], 16, %r\d+;",
+    r"cp\.async\.ca\.shared\.global \[%r\d+\], \[%rd\d+\], 16, %r\d+;",
     r"cp\.async\.ca\.shared\.global \[%r\d+\], \[%rd\d+\], 8, %r\d+;",
     r"cp\.async\.ca\.shared\.global \[%r\d+\], \[%rd\d+\], 4, %r\d+;",
     r"cp\.async\.commit_group;",
@@ -323,8 +324,9 @@ FROM_SM_80 = (
     r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16\.bf16\.f32",
     r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.tf32\.tf32\.f32",
     r"cvt\.rna\.tf32\.f32",
-    r"mma\.sync\.aligned\.m8n8k4\.row\.col\.f64\.f64\.f64\.f64",
 )
+#: Doubles of 16 x 4, and of 8 x 4, of which older architectures take two.
+DOUBLES = r"mma\.sync\.aligned\.m16n8k4\.row\.col\.f64", r"mma\.sync\.aligned\.m8n8k4\.row\.col\.f64"
 
 
 def ptx_of_every_function(architecture, macros):
@@ -339,6 +341,7 @@ def test_every_function_is_one_instruction(architecture):
     ptx = ptx_of_every_function(architecture, {"ALL": 1})
     for instruction in (*ON_EVERY_GPU, *FROM_SM_80):
         assert len(re.findall(instruction, ptx)) == 1, instruction
+    assert [len(re.findall(instruction, ptx)) for instruction in DOUBLES] == ([1, 0] if architecture >= 90 else [0, 2])
     assert "trap;" not in ptx
 
 
@@ -348,6 +351,6 @@ def test_sm_75_has_plain_copies_and_float16():
     for instruction in ON_EVERY_GPU:
         assert len(re.findall(instruction, ptx)) == 1, instruction
     assert len(re.findall(r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.f16\.f16\.f32", ptx)) == 2
-    assert len(re.findall(r"st\.shared\.(v4\.|v2\.)?[bu]32", ptx)) == 3
+    assert len(re.findall(r"st\.shared\.(v4\.|v2\.)?[bu]32", ptx)) == 4
     assert "cp.async" not in ptx and "trap;" not in ptx
     assert "trap;" in ptx_of_every_function(75, {"ALL": 1})

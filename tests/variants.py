@@ -211,15 +211,23 @@ def _implicit_gemm_variants() -> list[Kernel]:
     of_dtype = [(dtype, arithmetic) for dtype in REAL_DTYPES for arithmetic in _arithmetics(dtype)]
     return [
         *(
-            _kernel("implicit_gemm", DTYPE=dtype, ARITHMETIC=arithmetic, TILE=tile, GATHER=gather)
+            _kernel("implicit_gemm", DTYPE=dtype, ARITHMETIC=arithmetic, TILE_M=tile[0], TILE_N=tile[1], GATHER=gather)
             for dtype, arithmetic in of_dtype
-            for tile in tiles(dtype)
             for gather in ("ALONG_PIXELS", "ALONG_CHANNELS")
+            for tile in tiles(dtype, arithmetic, gather)
         ),
         *(
-            _kernel("implicit_gemm", DTYPE=dtype, ARITHMETIC=arithmetic, TILE=tile, GATHER="ALONG_PIXELS", PROLOGUE=1)
+            _kernel(
+                "implicit_gemm",
+                DTYPE=dtype,
+                ARITHMETIC=arithmetic,
+                TILE_M=tile[0],
+                TILE_N=tile[1],
+                GATHER="ALONG_PIXELS",
+                PROLOGUE=1,
+            )
             for dtype, arithmetic in of_dtype
-            for tile in tiles(dtype, has_prologue=True)
+            for tile in tiles(dtype, arithmetic, "ALONG_PIXELS", has_prologue=True)
         ),
     ]
 

@@ -177,9 +177,13 @@ void multiply_add(float (&sum)[4], const unsigned (&a)[4], const unsigned (&b)[2
     cuda_on_host::meet_whole_warp(&own, sum, cuda_on_host::evaluate_multiply_add<T>, site);
 }
 
-inline void multiply_add(double (&sum)[2], double a, double b, cuda_on_host::Site site = cuda_on_host::caller()) {
-    const cuda_on_host::DoubleFragments own{a, b, {sum[0], sum[1]}};
-    cuda_on_host::meet_whole_warp(&own, sum, cuda_on_host::evaluate_multiply_add_doubles, site);
+inline void multiply_add(double (&sum)[4], const double (&a)[2], double b,
+                         cuda_on_host::Site site = cuda_on_host::caller()) {
+    for (int half = 0; half < 2; ++half) {  // of m
+        double* const sums = sum + 2 * half;
+        const cuda_on_host::DoubleFragments own{a[half], b, {sums[0], sums[1]}};
+        cuda_on_host::meet_whole_warp(&own, sums, cuda_on_host::evaluate_multiply_add_doubles, site);
+    }
 }
 
 }  // namespace cupyconv

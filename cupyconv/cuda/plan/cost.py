@@ -20,8 +20,8 @@ from cupyconv.problem.plan import GemmCall, KernelLaunch, Step
 MERGE, DEPTHWISE, RECURRENT_GRADIENT = 0.6, 0.15, 0.3
 #: direct.cu, transposed.cu and weight_gradient.cu, which are for everything.
 GENERAL = 0.06
-#: implicit_gemm.cu, by its tile: a smaller one loads each element for fewer products.
-IMPLICIT_GEMM = {128: 0.8, 64: 0.6}
+#: implicit_gemm.cu, by its tile: where a warp's part is smaller, it loads each fragment for fewer products.
+IMPLICIT_GEMM = {(64, 64): 0.6, (128, 128): 0.8, (64, 256): 0.85, (128, 256): 0.85}
 #: conv_pair.cu, whose operands are loaded from shared memory: by the kind of layer.
 PAIR = {"DENSE": 0.5, "DEPTHWISE": 0.25}
 #: The recurrent kernels, by the samples of a thread.
@@ -35,6 +35,9 @@ PAIR_X_LOAD, PAIR_WEIGHT_LOAD = 3, 20
 BANDWIDTH_PER_MULTIPROCESSOR = 4
 #: How many times faster than memory the L2 cache is, from which tiles read again what their neighbours have read.
 L2_SPEED = 2.5
+#: Bytes a second that L2 gives each multiprocessor while all of them ask: the order of what is published of sm_80 to
+#: sm_90.
+L2_PER_MULTIPROCESSOR = 40e9
 #: What it takes all blocks to wait for each other: an addition and a load that go to L2, one after the other.
 BARRIER_SECONDS = 1.5e-6
 #: cuBLAS works in tiles of about this many rows and columns; what a matrix leaves of a tile is wasted.
@@ -66,7 +69,9 @@ def product_rate(arithmetic: str, dtype: str, gpu: GpuModel) -> float:
     if arithmetic == "FMA":
         return core_rate(dtype, gpu)
     if arithmetic == "MMA":
-        return gpu.gemm_rate(dtype, "float64" if dtype == "float64" else "float32") * gpu.mma_share
+        if dtype == "float64":  # for doubles there is mma.sync alone, and cuBLAS has no other
+            return gpu.gemm_rate(dtype, "float64")
+        return gpu.gemm_rate(dtype, "float32") * gpu.mma_share
     return gpu.tf32 * gpu.mma_share / {"TF32": 1, "TF32X3": 3}[arithmetic]
 
 
@@ -76,10 +81,16 @@ def priced(launch: KernelLaunch, rate: float, gpu: GpuModel) -> KernelLaunch:
     return replace(launch, arithmetic_seconds=launch.flops / (rate * busy))
 
 
-def seconds_in_rounds(blocks: int, operations_per_block: int, rate: float, gpu: GpuModel) -> float:
-    """Whole rounds of whole blocks: every multiprocessor takes as long as the one with the most of them."""
+def seconds_in_rounds(
+    blocks: int, operations_per_block: int, rate: float, gpu: GpuModel, l2_bytes_per_block: float = 0
+) -> float:
+    """Whole rounds of whole blocks: every multiprocessor takes as long as the one with the most of them.
+
+    A block takes the longer of its operations and of what it asks L2 for.
+    """
     rounds = -(-blocks // gpu.multiprocessors)
-    return rounds * operations_per_block * gpu.multiprocessors / rate
+    operations = operations_per_block * gpu.multiprocessors / rate
+    return rounds * max(operations, l2_bytes_per_block / L2_PER_MULTIPROCESSOR)
 
 
 def memory_seconds(step: Step, gpu: GpuModel) -> float:

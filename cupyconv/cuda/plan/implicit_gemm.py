@@ -2,7 +2,7 @@
 
 ::
 
-    pack_weight      weight -> workspace, in the order in which the product reads it
+    (pack_weight)    weight -> workspace, in the order in which the product reads it, where it does not lie so already
     implicit_gemm    one tile of the result a block of threads; bias, residual, activation on the way out
     (epilogue)       only where several blocks share a tile's sum: adds their parts and finishes them
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import product
 from math import prod
 
 from cupyconv.cuda.plan import cost
@@ -22,6 +21,7 @@ from cupyconv.cuda.plan.epilogue import Sums, finish
 from cupyconv.cuda.plan.launches import (
     GRID_X,
     VECTOR_BYTES,
+    address,
     bytes_of,
     epilogue_params,
     grid_and_block,
@@ -33,6 +33,7 @@ from cupyconv.cuda.plan.launches import (
     variant,
     windows_params,
 )
+from cupyconv.cuda.plan.occupancy import RESERVED_SHARED
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.machine import GpuModel
@@ -44,7 +45,11 @@ BLOCK_BYTES = 64
 #: Slabs of the sum in flight (STAGES of kernels/implicit_gemm.cu).
 STAGES = 3
 #: Rows and columns of a tile -> threads that work on it.
-TILES = {128: 256, 64: 128}
+TILES = {(128, 128): 256, (64, 64): 128}
+#: Tiles that ask L2 for fewer bytes an operation; for 16-byte copies, beside which registers hold so many sums.
+WIDE_TILES = {(128, 256): 256, (64, 256): 128}
+#: Rows and columns of a tile that pass through shared memory together on their way to the result.
+WARP_ROWS, PART_COLUMNS = {(128, 128): 64, (64, 64): 32, (128, 256): 64, (64, 256): 64}, 128
 #: Threads that keep a multiprocessor busy: two warps for each of its four schedulers, so that one's waits are the other's work.
 BUSY_THREADS = 256
 #: Channels of a K-chunk (kernels/reduction.cuh) where threads run along pixels.
@@ -111,9 +116,12 @@ def arithmetics(dtype: str, gpu: GpuModel, allow_tf32: bool) -> tuple[str, ...]:
     return ("MMA",) if gpu.capability >= FIRST_MMA[dtype] else ()
 
 
-def tiles(dtype: str, has_prologue: bool = False) -> tuple[int, ...]:
-    """A tile of 128 x 128 doubles does not fit the registers; with a prologue there is one tile."""
-    return (64,) if dtype == "float64" or has_prologue else tuple(TILES)
+def tiles(dtype: str, arithmetic: str, gather: str, has_prologue: bool = False) -> tuple[tuple[int, int], ...]:
+    """Tiles of 128 x 128 doubles do not fit the registers; with a prologue there is one tile."""
+    if dtype == "float64" or has_prologue:
+        return ((64, 64),)
+    is_wide = gather == "ALONG_CHANNELS" and arithmetic in ("MMA", "TF32")
+    return (*TILES, *WIDE_TILES) if is_wide else tuple(TILES)
 
 
 def draft_implicit_gemm(problem: ConvProblem) -> Draft:
@@ -133,9 +141,12 @@ def draft_implicit_gemm(problem: ConvProblem) -> Draft:
     choices = arithmetics(dtype, gpu, problem.allow_tf32)
     if not choices:
         raise NotApplicable(f"{gpu.arch} has no matrix instructions for {dtype}")
-    drafts = [
-        _draft(problem, arithmetic, tile) for arithmetic, tile in product(choices, tiles(dtype, bool(problem.prologue)))
-    ]
+    drafts = []
+    for arithmetic in choices:
+        gather, notes = _gather(problem, chunked=arithmetic != "FMA")
+        for tile in tiles(dtype, arithmetic, gather, bool(problem.prologue)):
+            if shared_bytes(tile, accumulator(dtype)) <= gpu.shared_bytes:
+                drafts.append(_draft(problem, arithmetic, tile, gather, notes))
     fitting = [draft for draft in drafts if sum(buffer.nbytes for buffer in draft.workspace) <= problem.limit]
     if not fitting:
         smallest = min(sum(buffer.nbytes for buffer in draft.workspace) for draft in drafts)
@@ -143,45 +154,64 @@ def draft_implicit_gemm(problem: ConvProblem) -> Draft:
     return cheapest(fitting, gpu)
 
 
-def _draft(problem: ConvProblem, arithmetic: str, tile: int) -> Draft:
+def _draft(problem: ConvProblem, arithmetic: str, tile: tuple[int, int], gather: str, notes: tuple[str, ...]) -> Draft:
     gpu, geometry, dtype = problem.gpu, problem.geometry, problem.x_dtype
-    itemsize = ITEMSIZE[dtype]
-    along_channels, notes = _along_channels(problem, chunked=arithmetic != "FMA")
-    k_chunk = VECTOR_BYTES // itemsize if along_channels else PIXEL_K_CHUNK
+    itemsize, (tile_m, tile_n) = ITEMSIZE[dtype], tile
+    threads = (TILES | WIDE_TILES)[tile]
+    k_chunk = VECTOR_BYTES // itemsize if gather == "ALONG_CHANNELS" else PIXEL_K_CHUNK
     cut = reduction(geometry, k_chunk, BLOCK_BYTES // itemsize)
-    rows = -(-geometry.group_outputs // tile) * tile
-    tiles_m = rows // tile
-    blocks_xy = tiles_m * geometry.groups * -(-geometry.batch * geometry.pixels // tile)
+    tiles_m = -(-geometry.group_outputs // tile_m)
+    rows = tiles_m * tile_m
+    blocks_xy = tiles_m * geometry.groups * -(-geometry.batch * geometry.pixels // tile_n)
     if blocks_xy > GRID_X:
         raise NotApplicable(f"{blocks_xy:,} tiles are more than a grid has blocks")
-    packed = Buffer("packed_weight", geometry.groups * cut.slabs * rows * cut.slab * itemsize)
+    if arithmetic == "MMA" and _lies_in_slabs(problem.weight, geometry, cut):
+        packed, row = None, problem.weight.strides[0]
+        slabs = (address(problem.weight), geometry.group_outputs * row, cut.slab, row, geometry.group_outputs)
+    else:
+        packed = Buffer("packed_weight", geometry.groups * cut.slabs * rows * cut.slab * itemsize)
+        row = rows if arithmetic == "FMA" else cut.slab
+        slabs = (Address(packed.name), cut.slabs * rows * cut.slab, rows * cut.slab, row, rows)
 
     sums = replace(problem.out.in_c_order(accumulator(dtype)), name="sums", offset=0)
-    affordable = (problem.limit - packed.nbytes) // sums.nbytes
-    at_once = gpu.multiprocessors * (BUSY_THREADS // TILES[tile])
+    affordable = (problem.limit - (packed.nbytes if packed else 0)) // sums.nbytes
+    at_once = gpu.multiprocessors * (BUSY_THREADS // threads)
     shares = max(1, min(at_once // blocks_xy, cut.slabs // SMALLEST_SHARE, affordable))
     slabs_per_split = -(-cut.slabs // shares)
     splits = -(-cut.slabs // slabs_per_split)
-    out, plane, workspace = problem.out, 0, [packed]
+    out, plane, workspace = problem.out, 0, [packed] if packed else []
     epilogue = epilogue_params(problem.bias, problem.residual, problem.activation, pre=problem.pre)
     if splits > 1:
         out, plane = sums, prod(sums.shape)
         epilogue = epilogue_params(None, None)
         workspace.append(Buffer("sums", splits * sums.nbytes))
 
-    operations = 2 * tile * tile * slabs_per_split * cut.slab  # of a block
     rate = cost.product_rate(arithmetic, dtype, gpu) * cost.IMPLICIT_GEMM[tile]
-    gather = "ALONG_CHANNELS" if along_channels else "ALONG_PIXELS"
-    steps: list[Step] = [
-        _pack_weight_launch(geometry, problem.weight, packed, cut, rows, along_k=arithmetic != "FMA"),
+    operations = 2 * tile_m * tile_n * slabs_per_split * cut.slab  # of a block
+    # What it asks L2 for.  Taps of a row read what the one before has left in L1.
+    l2_bytes = slabs_per_split * BLOCK_BYTES * (tile_m + tile_n / geometry.kernel[2])
+    if gpu.shared_bytes + RESERVED_SHARED < 2 * (shared_bytes(tile, accumulator(dtype)) + RESERVED_SHARED):
+        rate *= threads / BUSY_THREADS  # one block to a multiprocessor
+    steps: list[Step] = []
+    if packed:
+        steps.append(_pack_weight_launch(geometry, problem.weight, packed, cut, rows, arithmetic))
+    steps.append(
         KernelLaunch(
-            variant("implicit_gemm", problem.prologue, DTYPE=dtype, ARITHMETIC=arithmetic, TILE=tile, GATHER=gather),
+            variant(
+                "implicit_gemm",
+                problem.prologue,
+                DTYPE=dtype,
+                ARITHMETIC=arithmetic,
+                TILE_M=tile_m,
+                TILE_N=tile_n,
+                GATHER=gather,
+            ),
             (blocks_xy, splits, 1),
-            TILES[tile],
+            threads,
             (
                 ("sources", sources_params(problem.xs)),
                 ("windows", windows_params(geometry)),
-                ("weight", Address(packed.name)),
+                ("weight", slabs),
                 ("out", image(out)),
                 ("plane", plane),
                 ("epilogue", epilogue),
@@ -189,23 +219,21 @@ def _draft(problem: ConvProblem, arithmetic: str, tile: int) -> Draft:
                 ("pixels", geometry.batch * geometry.pixels),
                 ("place_bits", _place_bits(geometry)),
                 *groups_params(geometry),
-                ("slabs", cut.slabs),
-                ("rows", rows),
                 ("tiles_m", tiles_m),
                 ("keeps_sums", int(splits > 1 or out.dtype != dtype)),
                 ("slabs_per_split", slabs_per_split),
             ),
             shared_bytes=shared_bytes(tile, accumulator(dtype)),
             purpose="convolution" + prologue_words(problem.prologue) + ", bias, residual, activation" * (splits == 1),
-            bytes_moved=bytes_of(problem.xs) + packed.nbytes + splits * out.nbytes,
+            bytes_moved=bytes_of(problem.xs) + (packed or problem.weight).nbytes + splits * out.nbytes,
             flops=problem.flops,
-            arithmetic_seconds=cost.seconds_in_rounds(blocks_xy * splits, operations, rate, gpu),
-        ),
-    ]
+            arithmetic_seconds=cost.seconds_in_rounds(blocks_xy * splits, operations, rate, gpu, l2_bytes),
+        )
+    )
     if splits > 1:
         in_c_order = (out.shape[1] * out.pixels, out.pixels, 1)
         steps.append(finish(problem, Sums(Address("sums"), out.dtype, in_c_order, planes=splits, plane=plane)))
-    words = f"{WORDS[arithmetic]}, tiles of {tile} x {tile}"
+    words = f"{WORDS[arithmetic]}, tiles of {tile_m} x {tile_n}"
     words += f", each sum in {splits} parts" if splits > 1 else ""
     return Draft("implicit_gemm", tuple(steps), tuple(workspace), reason=words, notes=notes)
 
@@ -219,11 +247,12 @@ WORDS = {
 }
 
 
-def shared_bytes(tile: int, sums: str) -> int:
-    """`Shared` of kernels/implicit_gemm.cu: a packed pixel for each column, and stages or an epilogue tile in the same place."""
-    pixels, stages = tile * 8, STAGES * 2 * tile * BLOCK_BYTES
-    epilogue_tile = tile * 16 + tile // 2 * (tile + 8) * ITEMSIZE[sums]
-    return pixels + max(stages, epilogue_tile)
+def shared_bytes(tile: tuple[int, int], sums: str) -> int:
+    """`Shared` of kernels/implicit_gemm.cu: a packed pixel for each column, and stages or a part of an epilogue tile in the same place."""
+    tile_m, tile_n = tile
+    stages = STAGES * (tile_m + tile_n) * BLOCK_BYTES
+    part = WARP_ROWS[tile] * (min(tile_n, PART_COLUMNS) + 8) * ITEMSIZE[sums]
+    return tile_n * 8 + max(stages, tile_n * 16 + part)
 
 
 def _index_bits(geometry: ConvGeometry) -> tuple[int, ...]:
@@ -237,32 +266,45 @@ def _place_bits(geometry: ConvGeometry) -> tuple[int, int]:
     return height + width, width
 
 
-def _along_channels(problem: ConvProblem, chunked: bool) -> tuple[bool, tuple[str, ...]]:
-    """Whether threads gather along channels; notes where channels-last inputs miss that.
+def _gather(problem: ConvProblem, chunked: bool) -> tuple[str, tuple[str, ...]]:
+    """What neighbouring threads gather: a direction of kernels/gather.cuh; notes where channels-last inputs miss that.
 
     An arithmetic that reads its tiles along K wants them in chunks of 16 bytes, all aligned.
     """
     xs = problem.xs
     if not all(x.stride_c == 1 for x in xs) or all(x.pixel_stride == 1 for x in xs):
-        return False, ()
+        return "ALONG_PIXELS", ()
     if problem.prologue:
-        return False, ("channels-last inputs with a prologue: gathered by elements, pixel by pixel",)
+        return "ALONG_PIXELS", ("channels-last inputs with a prologue: gathered by elements, pixel by pixel",)
     chunk = VECTOR_BYTES // ITEMSIZE[problem.x_dtype]
     if not chunked:
-        return True, ()
+        return "ALONG_CHANNELS", ()
     for x in xs:
         if x.alignment < VECTOR_BYTES or any(x.strides[axis] % chunk for axis in (0, 2, 3, 4)):
-            return False, (
+            return "ALONG_PIXELS", (
                 f"{x.name}: channels-last, but not every pixel is {VECTOR_BYTES}-byte aligned: gathered by elements",
             )
     if any(first % chunk or count % chunk for runs in group_runs(problem.geometry) for first, count in runs):
-        return False, (f"channels of an input or a group are no multiple of {chunk}: gathered by elements",)
-    return True, ()
+        return "ALONG_PIXELS", (f"channels of an input or a group are no multiple of {chunk}: gathered by elements",)
+    return "ALONG_CHANNELS", ()
+
+
+def _lies_in_slabs(weight: Operand, geometry: ConvGeometry, cut: Reduction) -> bool:
+    """Whether K-slabs of rows [m][k] are there without packing: one tap, and every run's channels in whole slabs."""
+    return (
+        geometry.taps == 1
+        and weight.stride_c == 1
+        and weight.alignment >= VECTOR_BYTES
+        and weight.strides[0] * weight.itemsize % VECTOR_BYTES == 0
+        and abs(weight.strides[0]) <= INT32 // 128  # from a thread's one row to its other it is an int32
+        and all(count % cut.slab == 0 for runs in group_runs(geometry) for _, count in runs)
+    )
 
 
 def _pack_weight_launch(
-    geometry: ConvGeometry, weight: Operand, packed: Buffer, cut: Reduction, rows: int, *, along_k: bool
+    geometry: ConvGeometry, weight: Operand, packed: Buffer, cut: Reduction, rows: int, arithmetic: str
 ) -> KernelLaunch:
+    along_k = arithmetic != "FMA"
     channels = [(image(None), first, count) for first, count in zip(geometry.channel_offsets, geometry.channels)]
     return KernelLaunch(
         variant("pack_weight", DTYPE=f"bits{8 * weight.itemsize}"),
@@ -280,7 +322,8 @@ def _pack_weight_launch(
             ("slabs", cut.slabs),
             ("rows", rows),
             ("channels", cut.channels),
+            ("rounds_to_tf32", int(arithmetic == "TF32")),
         ),
-        purpose="weight into K-slabs",
+        purpose="weight into K-slabs" + ", rounded to TF32" * (arithmetic == "TF32"),
         bytes_moved=weight.nbytes + packed.nbytes,
     )

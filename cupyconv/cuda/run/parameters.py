@@ -39,6 +39,7 @@ PROLOGUE = _struct(
     scale=POINTER, shift=POINTER, scale_step=INT64, shift_step=INT64, alpha=FLOAT64, beta=FLOAT64, activation=INT32
 )
 
+WEIGHT_SLABS = _struct(data=POINTER, stride_g=INT64, stride_slab=INT64, stride_row=INT64, rows=INT32)
 PLACE_BITS = _struct(shift_d=INT32, shift_h=INT32)
 
 _CONVOLUTION = _struct(
@@ -83,10 +84,11 @@ PARAMETERS = {
     "pack_weight": _struct(
         sources=SOURCES, weight=IMAGE, packed=POINTER, stride_m=INT64, stride_k=INT64, kernel=(INT32, 3), groups=INT32,
         group_channels=INT32, group_outputs=INT32, k_chunk=INT32, slab=INT32, slabs=INT32, rows=INT32, channels=INT32,
+        rounds_to_tf32=INT32,
     ),
     "implicit_gemm": _struct(
-        sources=SOURCES, windows=WINDOWS, weight=POINTER, out=IMAGE, plane=INT64, epilogue=EPILOGUE, prologue=PROLOGUE, pixels=INT64,
-        place_bits=PLACE_BITS, groups=INT32, group_channels=INT32, group_outputs=INT32, slabs=INT32, rows=INT32, tiles_m=INT32, keeps_sums=INT32,
+        sources=SOURCES, windows=WINDOWS, weight=WEIGHT_SLABS, out=IMAGE, plane=INT64, epilogue=EPILOGUE, prologue=PROLOGUE, pixels=INT64,
+        place_bits=PLACE_BITS, groups=INT32, group_channels=INT32, group_outputs=INT32, tiles_m=INT32, keeps_sums=INT32,
         slabs_per_split=INT32,
     ),
     "col2im": _struct(
