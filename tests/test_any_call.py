@@ -235,7 +235,7 @@ PLAUSIBLE: dict[str, tuple[Any, ...]] = {
     "groups": (1, 2, 3),
     "activation": (None, "relu", "leaky_relu", ("leaky_relu", 0.25), ("clip", -1, 1), "elu", "softplus", "sigmoid"),
     "activations": (("sigmoid", "tanh"), ("sigmoid", "tanh", "tanh"), ("relu", "relu"), ["tanh", "tanh", "relu"]),
-    "method": ("auto", "direct", "gemm", "implicit_gemm", "winograd", "step", "persistent"),
+    "method": ("auto", "direct", "gemm", "implicit_gemm", "winograd", "fft", "step", "persistent"),
     "prologue": (None, (None, None, "relu"), (np.ones(2), np.ones(2), None), (np.ones(1), None, "relu")),
     "kernel_shape": (1, 2, (2,), (1, 2), (2, 1)),
     "input_shape": ((1, 2, 5), (2, 5), [(1, 1, 4), (1, 1, 4)]),
@@ -260,6 +260,7 @@ PLAUSIBLE: dict[str, tuple[Any, ...]] = {
     "threads": (None, 1, 4),
     "allow_tf32": (True, False),
     "allow_winograd": (True, False),
+    "allow_fft": (True, False),
     "layers": ([], [ConvLayer(np.ones((1, 1, 3)))], (ConvLayer(np.ones((2, 2, 1)), np.ones(2)),)),
 }
 #: Those that are arrays, or lists of some.
