@@ -1,1 +1,1 @@
-"""Operations for other frameworks, each in a module that its users import: ``cupyconv.interop.torch``, ``.jax``, ``.onnx``."""
+"""Operations for other frameworks, each in a module that its users import: ``cupyconv.interop.torch``, ``.jax``, ``.dask``, ``.onnx``."""
