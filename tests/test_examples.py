@@ -100,7 +100,7 @@ def test_a_volume_is_larger_than_a_workers_memory(tmp_path: Path):
     """From Zarr to Zarr; a worker that takes more than its limit is ended, and the run with it."""
     for needed in ("distributed", "zarr"):
         pytest.importorskip(needed, reason=f"{needed} is not installed")
-    printed = run("larger_than_memory", tmp_path, "--size", "448", "--memory", "320", "--workers", "1")
+    printed = run("larger_than_memory", tmp_path, "--size", "416", "--memory", "256", "--workers", "1")
     assert "100% Completed" in printed
     (volume,) = map(int, re.findall(r"volume (\d+) MiB", printed))
     ((peak, limit),) = re.findall(r"most memory of a worker (\d+) MiB, of (\d+)", printed)
