@@ -142,6 +142,8 @@ def test_infinities_and_nan_stay_where_they_are():
 @pytest.mark.gpu
 def test_chunks_may_be_cupys():
     target = gpu_target()
+    with pytest.raises(TypeError, match="weight is an array of cupy, chunks of x are numpy's"):
+        interop.conv(X, target.to_device(W))
     x, weight = integers(2, 4, 9, 10, dtype=np.float32), integers(3, 4, 3, 3, dtype=np.float32)
     on_gpu = da.from_array(target.to_device(x), chunks=(1, 2, 4, 10), asarray=False)
     for how in (dict(padding="same"), dict(padding=2, padding_mode="edge", stride=2)):

@@ -196,6 +196,7 @@ def max_pool(
     stride: PerAxis | None = None,
     padding: Padding = 0,
     dilation: PerAxis = 1,
+    ceil_mode: bool = False,
 ) -> da.Array | list[da.Array]:
     """`cupyconv.max_pool` of Dask arrays, lazily.
 
@@ -203,7 +204,7 @@ def max_pool(
     ----------
     x : dask.array.Array or sequence of them
         As of `cupyconv.max_pool`, each chunked in its own way.
-    kernel_shape, stride, padding, dilation
+    kernel_shape, stride, padding, dilation, ceil_mode
         As of `cupyconv.max_pool`.
 
     Returns
@@ -236,7 +237,7 @@ def _lazy(function: Callable[..., Any], images: str, arguments: dict[str, Any]) 
     listed = isinstance(given, (list, tuple))
     xs = [_dask_array(f"{images}[{i}]" if listed else images, x) for i, x in enumerate(given if listed else [given])]
     residual = arguments.pop("residual", None)
-    stand_ins = _stand_ins(arguments)
+    stand_ins = _stand_ins(arguments, xs[0] if xs else None)
     if residual is not None:
         stand_ins["residual"] = _stand_in(_dask_array("residual", residual))
     stand_ins[images] = [_stand_in(x) for x in xs] if listed else _stand_in(xs[0])
@@ -262,21 +263,32 @@ def _dask_array(name: str, x: Any) -> Any:
     return x
 
 
+def _library(array: Any) -> str | None:
+    """Which library an array in memory is of; None of what is no array that we know."""
+    known = "numpy" if isinstance(array, np.ndarray) else type(array).__module__.partition(".")[0]
+    return known if known in ("numpy", "cupy") and hasattr(array, "shape") else None
+
+
 def _stand_in(array: Any) -> Any:
     """An array of the same shape and dtype without elements of its own; anything else as it is, for the check."""
-    if isinstance(array, (da.Array, np.ndarray)) or type(array).__module__.partition(".")[0] == "cupy":
+    if isinstance(array, da.Array) or _library(array):
         return np.broadcast_to(np.zeros((), array.dtype), array.shape)
     return array
 
 
-def _stand_ins(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that must be in memory, with stand-ins for their arrays."""
+def _stand_ins(arguments: Mapping[str, Any], x: da.Array | None) -> dict[str, Any]:
+    """The arguments that must be in memory, where chunks of x are, with stand-ins for their arrays."""
+    library = None if x is None else _library(x._meta)
 
     def checked(name: str, value: Any) -> Any:
         if name == "prologue" and isinstance(value, (tuple, list)):
             return tuple(checked(f"prologue[{i}]", part) for i, part in enumerate(value))
         if isinstance(value, da.Array):
             raise TypeError(f"{name} must be an array in memory, given a Dask array: {name}.compute() makes one of it")
+        if library and _library(value) and _library(value) != library:
+            raise TypeError(
+                f"{name} is an array of {_library(value)}, chunks of x are {library}'s: both must be of one"
+            )
         return _stand_in(value)
 
     return {name: checked(name, value) for name, value in arguments.items()}
@@ -506,7 +518,7 @@ class _Image:
         self._known: dict[Any, list[_Run]] = {}
 
     def runs(self, axis: int, need: Range, mode: str = "constant") -> list[_Run]:
-        """Where the elements of an axis lie that are needed; they are asked for once for each chunk beside this one."""
+        """Where the elements of an axis lie that are needed: worked out once for all chunks of the result beside each other."""
         key = axis, need
         if key not in self._known:
             self._known[key] = _runs(need, self.x.shape[axis], mode, self.borders[axis])
@@ -631,7 +643,7 @@ def _graph(
 
 
 #: Arguments that say which elements are read: of each block its own.
-_GEOMETRY = ("padding", "padding_mode", "output_padding", "output_shape")
+_GEOMETRY = ("padding", "padding_mode", "output_padding", "output_shape", "ceil_mode")
 
 
 def _merged_blocks(
@@ -671,7 +683,7 @@ def _of_block(function: Callable[..., Any], need: Sequence[_Need]) -> dict[str, 
     return keywords
 
 
-def _rows(function: Callable[..., Any], of_x: slice, of_result: slice) -> dict[str, slice] | None:
+def _rows(function: Callable[..., Any], of_x: slice, of_result: slice) -> dict[str, slice]:
     """The channels that arrays in memory have, of a block with these channels of x and of the result."""
     weight = of_x if function is cupyconv.conv_transpose else of_result
     return {"weight": weight, "bias": of_result, "prologue": of_x}
