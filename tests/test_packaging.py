@@ -84,7 +84,7 @@ def test_wheel_holds_the_package_and_the_kernels_byte_for_byte(distributions):
     assert [line for line in described.splitlines() if line.startswith("Requires-Dist") and "extra" not in line] == [
         "Requires-Dist: numpy>=2.1.2",
         "Requires-Dist: scipy>=1.14",
-        "Requires-Dist: threadpoolctl>=3.2",
+        "Requires-Dist: threadpoolctl>=3.5",
     ]
 
 
