@@ -11,7 +11,7 @@ halo is thin, one more task for each chunk of x copies what its neighbours need,
 
 Chunks are NumPy's or CuPy's arrays.  Settings (`cupyconv.options`) are those in force where the function is called, not where
 the result is computed.  Dask's workers are the threads: within a task a call on NumPy takes one thread, and BLAS too,
-unless ``options(threads=...)`` said more.  From a Zarr volume to another, in at most a few chunks of memory::
+unless ``options(threads=...)`` said more.  From a Zarr volume to another, of which memory holds some chunks at a time::
 
     import dask.array
     from cupyconv.interop.dask import conv
