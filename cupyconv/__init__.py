@@ -10,7 +10,7 @@ gradients   vjp, of a function of the lines above: y, pullback = cupyconv.vjp(cu
             conv_grad_input, conv_grad_weight
 from ONNX   onnx_padding, from_onnx_weights, fold_batchnorm
 around it   explain (what a call would run), options, show_config, clear_caches;
-            cupyconv.interop.torch, .jax and .onnx
+            cupyconv.interop.torch, .jax, .dask and .onnx
 """
 
 from cupyconv.call.explain import explain

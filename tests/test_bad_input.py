@@ -384,7 +384,9 @@ def foreign(module: str, name: str) -> Any:
     [
         ("torch", "Tensor", r"interop\.torch.*cupy\.from_dlpack"),
         ("jaxlib._jax", "ArrayImpl", r"interop\.jax.*cupy\.from_dlpack"),
-        ("dask.array.core", "Array", r"map_blocks"),
+        ("dask.array.core", "Array", r"interop\.dask"),
+        ("zarr.core.array", "Array", r"interop\.dask.*loop"),
+        ("h5py._hl.dataset", "Dataset", r"interop\.dask.*loop"),
         ("somewhere.new", "Array", r"numpy\.asarray"),
     ],
 )

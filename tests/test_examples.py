@@ -18,7 +18,7 @@ from tests import fake_gpu
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LEARNING = ["denoise", "forecast_co2", "train_digits"]
-WITH_A_TEST = [*LEARNING, "densenet_block"]
+WITH_A_TEST = [*LEARNING, "densenet_block", "larger_than_memory"]
 PNG = b"\x89PNG"
 
 
@@ -56,6 +56,7 @@ def test_there_are_examples():
         "edges",
         "filters",
         "forecast_co2",
+        "larger_than_memory",
         "merge_fields",
         "onnx_nodes",
         "train_digits",
@@ -93,6 +94,17 @@ def test_memory_of_a_dense_block_is_linear_in_its_depth(device: tuple[str, ...],
     assert merged[3] < concatenating[3] / 4
     (difference,) = re.findall(r"largest relative difference of a result: (\S+)", printed)
     assert float(difference) < 1e-4
+
+
+def test_a_volume_is_larger_than_a_workers_memory(tmp_path: Path):
+    """From Zarr to Zarr; a worker that takes more than its limit is ended, and the run with it."""
+    for needed in ("distributed", "zarr"):
+        pytest.importorskip(needed, reason=f"{needed} is not installed")
+    printed = run("larger_than_memory", tmp_path, "--size", "416", "--memory", "256", "--workers", "1")
+    assert "100% Completed" in printed
+    (volume,) = map(int, re.findall(r"volume (\d+) MiB", printed))
+    ((peak, limit),) = re.findall(r"most memory of a worker (\d+) MiB, of (\d+)", printed)
+    assert int(peak) < int(limit) < volume
 
 
 @on_each_device

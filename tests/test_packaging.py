@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import cupyconv
 from cupyconv.cuda.run.kernel_sources import source_hash
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,7 +84,7 @@ def test_wheel_holds_the_package_and_the_kernels_byte_for_byte(distributions):
     assert [line for line in described.splitlines() if line.startswith("Requires-Dist") and "extra" not in line] == [
         "Requires-Dist: numpy>=2.1.2",
         "Requires-Dist: scipy>=1.14",
-        "Requires-Dist: threadpoolctl>=3.2",
+        "Requires-Dist: threadpoolctl>=3.5",
     ]
 
 
@@ -91,9 +92,13 @@ def test_sdist_holds_everything_needed_to_build_and_test(distributions):
     with tarfile.open(distributions[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert set(sources("cupyconv", "kernels", "tests", "examples")) <= names
-    assert {"pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"} <= names
-    assert {".ci/run", ".ci/nightly"} <= names
+    assert {"pyproject.toml", "README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE"} <= names
+    assert {".ci/run", ".ci/nightly", ".ci/dependencies"} <= names
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
+
+
+def test_the_citation_is_of_this_version():
+    assert f"\nversion: {cupyconv.__version__}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
 
 
 def test_installed_wheel_finds_its_kernels(distributions, tmp_path):

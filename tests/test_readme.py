@@ -55,6 +55,8 @@ def test_every_recipe_gives_what_it_says():
     assert namespace["deformed"].shape == (2, 4, 16, 16)
     windows = np.lib.stride_tricks.sliding_window_view(q.astype(np.int32), (3, 3), axis=(2, 3))
     assert np.array_equal(namespace["sums"][:, 0], windows.sum(axis=(1, 4, 5)))
+    whole = cupyconv.conv(namespace["volume"], namespace["cubes"], padding=1)
+    assert np.array_equal(namespace["filtered"], whole)
     stream = cupyconv.conv(np.ones((2, 8, 300), np.float32), namespace["taps"], padding="causal")
     assert np.array_equal(namespace["y"], stream[:, :, 200:])
 

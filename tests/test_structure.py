@@ -31,7 +31,7 @@ MODULES = sorted(path.relative_to(ROOT).with_suffix("") for path in PACKAGE.rglo
 
 #: The layers, top to bottom, as the call travels.  A module may import those of its own layer and those below.
 LAYERS: dict[str, tuple[str, ...]] = {
-    "programs": ("cupyconv.__main__", "cupyconv.bench", "cupyconv.demo", "cupyconv.interop"),
+    "programs": ("cupyconv.__main__", "cupyconv.bench", "cupyconv.dask", "cupyconv.demo", "cupyconv.interop"),
     "package": ("cupyconv", "cupyconv.configuration"),
     "explain": ("cupyconv.call.explain",),
     "operations": ("cupyconv.ops",),
@@ -52,7 +52,7 @@ OUTSIDE = {
     "cupyconv.numpy": {"numpy", "scipy", "threadpoolctl"},
     "cupyconv.cuda.run": {"numpy", "cupy", "cupy_backends"},
     "cupyconv.demo": {"numpy", "cupy", "matplotlib"},
-    "cupyconv.interop": {"numpy", "ml_dtypes", "cupy", "torch", "jax", "onnx"},
+    "cupyconv.interop": {"numpy", "ml_dtypes", "cupy", "torch", "jax", "dask", "onnx"},
     "cupyconv.bench": {"numpy", "threadpoolctl"},
 }
 
@@ -172,7 +172,7 @@ def test_no_module_is_named_after_nothing():
 
 # --- importing ------------------------------------------------------------------------------------------------
 
-HEAVY = ("cupy", "scipy", "torch", "matplotlib", "hypothesis", "ml_dtypes", "threadpoolctl")
+HEAVY = ("cupy", "scipy", "torch", "dask", "matplotlib", "hypothesis", "ml_dtypes", "threadpoolctl")
 
 #: What `import cupyconv` may add, in imports of NumPy (0.1 s on a quiet machine): load and clock are in both.
 IMPORT_SHARE = 1.5

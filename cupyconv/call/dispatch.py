@@ -51,12 +51,18 @@ _NUMPY = NumpyBackend()
 _REGISTRY: dict[type, Callable[[Any], Backend]] = {np.ndarray: lambda array: _NUMPY}
 
 _JAX = "the functions of cupyconv.interop.jax, or numpy.asarray(array) or cupy.from_dlpack(array)"
+_ON_DISK = (
+    "the functions of cupyconv.interop.dask on dask.array.from_array(array), or array[...] where it fits in memory;"
+    " the README has a loop over blocks that needs no Dask"
+)
 _WAYS_IN = {
     "torch": "the functions of cupyconv.interop.torch, or numpy.asarray(tensor) or cupy.from_dlpack(tensor),"
     " which share its memory",
     "jax": _JAX,
     "jaxlib": _JAX,
-    "dask": "apply the function to its blocks: dask.array.map_blocks",
+    "dask": "the functions of cupyconv.interop.dask, or array.compute() where it fits in memory",
+    "zarr": _ON_DISK,
+    "h5py": _ON_DISK,
 }
 
 

@@ -1,1 +1,1 @@
-"""Operations for other frameworks, each in a module that its users import: ``cupyconv.interop.torch``, ``.jax``, ``.onnx``."""
+"""Operations for other frameworks, in modules that their users import: ``interop.torch``, ``.jax``, ``.dask``, ``.onnx``."""

@@ -1,0 +1,316 @@
+"""`cupyconv.interop.dask`: whole results, in any chunks, against the oracle; what a graph is made of; its errors."""
+
+from __future__ import annotations
+
+import doctest
+import pickle
+import re
+
+import numpy as np
+import pytest
+import reference
+import reference_gradients
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import conv_cases, pool_cases, share_of_examples, transposed_cases
+from targets import gpu_target
+from tolerance import assert_exact
+
+da = pytest.importorskip("dask.array", reason="Dask is not installed")
+
+import dask  # noqa: E402
+
+import cupyconv  # noqa: E402
+from cupyconv.call.operation import Operation  # noqa: E402
+from cupyconv.call.options import current_settings  # noqa: E402
+from cupyconv.interop import dask as interop  # noqa: E402
+from cupyconv.numpy.threads import BLAS  # noqa: E402
+
+DTYPES = ("float32", "float64", "complex128")
+
+
+@pytest.fixture(autouse=True)
+def in_this_thread():
+    with dask.config.set(scheduler="synchronous"):
+        yield
+
+
+def integers(*shape, dtype=np.float64):
+    return np.random.default_rng(sum(shape)).integers(-4, 5, shape).astype(dtype)
+
+
+@st.composite
+def chunks_of(draw, shape):
+    """Any chunks of an array of this shape."""
+    sizes = []
+    for size in shape:
+        cuts = sorted(draw(st.sets(st.integers(1, max(1, size - 1)), max_size=3))) if size > 1 else []
+        sizes.append(tuple(b - a for a, b in zip((0, *cuts), (*cuts, size))))
+    return tuple(sizes)
+
+
+def chunked(data, array):
+    return da.from_array(array, chunks=data.draw(chunks_of(array.shape)))
+
+
+def all_chunked(data, x):
+    return [chunked(data, each) for each in x] if isinstance(x, list) else chunked(data, x)
+
+
+# --- values ---------------------------------------------------------------------------------------------------
+
+
+@share_of_examples(0.7)
+@given(case=conv_cases(dtypes=DTYPES), data=st.data())
+def test_convolutions_in_any_chunks(case, data):
+    """Strides, dilation, padding of every mode, groups and merges, over chunks that are smaller than a kernel too."""
+    arrays = case.arrays()
+    expected = reference.conv(**arrays, **case.parameters)
+    lazy = {**arrays, "x": all_chunked(data, arrays["x"])}
+    if case.residual:
+        lazy["residual"] = chunked(data, arrays["residual"])
+    y = interop.conv(**lazy, **case.parameters)
+    assert y.shape == expected.shape
+    assert y.dtype == case.result_dtype
+    assert_exact(y.compute(), expected, case.result_dtype)
+
+
+@share_of_examples(0.5)
+@given(case=transposed_cases(dtypes=DTYPES), data=st.data())
+def test_transposed_convolutions_in_any_chunks(case, data):
+    arrays = case.arrays()
+    expected = reference_gradients.conv_transpose(**arrays, **case.parameters)
+    y = interop.conv_transpose(**{**arrays, "x": all_chunked(data, arrays["x"])}, **case.parameters)
+    assert y.shape == expected.shape
+    assert_exact(y.compute(), expected, case.result_dtype)
+
+
+@share_of_examples(0.5)
+@given(case=pool_cases(dtypes=("float32", "float64")), data=st.data())
+def test_pooling_in_any_chunks(case, data):
+    """A list gives a list, each image in chunks of its own."""
+    x = case.arrays()["x"]
+    y = interop.max_pool(all_chunked(data, x), **case.parameters)
+    assert isinstance(y, list) == isinstance(x, list)
+    expected = reference_gradients.max_pool(x, **case.parameters)
+    for one, wanted in zip(reference.sequence(y), reference.sequence(expected), strict=True):
+        assert_exact(one.compute(), wanted, case.dtype)
+
+
+@pytest.mark.parametrize("spatial", [(), (9,), (2, 3, 2, 3, 2)], ids=len)
+def test_merges_of_arrays_in_different_chunks(spatial):
+    xs, weight, bias = [integers(4, c, *spatial) for c in (3, 1, 5)], integers(6, 9), integers(6)
+    scale, shift = integers(9), integers(9)
+    residual = integers(4, 6, *spatial)
+    lazy = [
+        da.from_array(x, chunks=(n, c, *[part] * len(spatial)))
+        for x, n, c, part in zip(xs, (2, 1, 4), (2, 1, 1), (4, 2, 9))
+    ]
+    how = dict(activation="relu", prologue=(scale, shift, "relu"))
+    y = interop.linmerge(lazy, weight, bias, residual=da.from_array(residual, chunks=2), **how)
+    assert y.chunks[0] == (2, 2), "as the first array"
+    assert_exact(y.compute(), cupyconv.linmerge(xs, weight, bias, residual=residual, **how), np.float64)
+
+
+@pytest.mark.parametrize("groups, chunks", [(1, (6,)), (2, (3, 3)), (3, (6,)), (6, (2, 1, 3))])
+@pytest.mark.parametrize("padding_mode", ["constant", "wrap"])
+def test_groups_are_cut_where_chunks_of_channels_end(groups, chunks, padding_mode):
+    """And with them the weight, the bias and a prologue, whose values are of x before it is padded."""
+    x, weight, bias = integers(2, 6, 8, 7), integers(12, 6 // groups, 3, 2), integers(12)
+    how = dict(padding="same", padding_mode=padding_mode, groups=groups, prologue=(integers(6), integers(6), "relu"))
+    y = interop.conv(da.from_array(x, chunks=(1, chunks, 3, 4)), weight, bias, **how)
+    assert y.chunks[1] == (tuple(2 * c for c in chunks) if groups > 1 and len(chunks) > 1 else (12,))
+    assert_exact(y.compute(), cupyconv.conv(x, weight, bias, **how), np.float64)
+
+
+def test_a_kernel_reaches_over_many_chunks():
+    """Also into those that only padding is beside."""
+    x, weight = integers(1, 1, 40), integers(1, 1, 33)
+    for how in (dict(padding="full"), dict(padding=50), dict(padding=50, padding_mode="reflect")):
+        y = interop.conv(da.from_array(x, chunks=(1, 1, 3)), weight, **how)
+        assert_exact(y.compute(), cupyconv.conv(x, weight, **how), np.float64)
+
+
+def test_infinities_and_nan_stay_where_they_are():
+    x = integers(1, 2, 20)
+    x[0, 0, 4], x[0, 1, 11] = np.nan, np.inf
+    lazy, weight = da.from_array(x, chunks=(1, 1, 5)), np.ones((1, 2, 3))
+    np.testing.assert_array_equal(interop.conv(lazy, weight, padding=1), cupyconv.conv(x, weight, padding=1))
+    np.testing.assert_array_equal(interop.max_pool(lazy, 3, padding=1), cupyconv.max_pool(x, 3, padding=1))
+
+
+@pytest.mark.gpu
+def test_chunks_may_be_cupys():
+    target = gpu_target()
+    with pytest.raises(TypeError, match="weight is an array of cupy, chunks of x are numpy's"):
+        interop.conv(X, target.to_device(W))
+    x, weight = integers(2, 4, 9, 10, dtype=np.float32), integers(3, 4, 3, 3, dtype=np.float32)
+    on_gpu = da.from_array(target.to_device(x), chunks=(1, 2, 4, 10), asarray=False)
+    for how in (dict(padding="same"), dict(padding=2, padding_mode="edge", stride=2)):
+        y = interop.conv(on_gpu, target.to_device(weight), **how)
+        assert isinstance(y._meta, target.xp.ndarray)
+        assert_exact(target.to_host(y.compute()), cupyconv.conv(x, weight, **how), np.float32)
+
+
+# --- graphs ---------------------------------------------------------------------------------------------------
+
+
+def tasks_by_layer(y):
+    """How many tasks each kind of layer has."""
+    return {name.partition("-")[0]: len(layer) for name, layer in y.dask.layers.items()}
+
+
+def test_one_task_a_chunk_and_one_for_the_halos_of_each():
+    x = da.zeros((2, 3, 128, 128), chunks=(1, 3, 64, 64))
+    y = interop.conv(x, integers(5, 3, 3, 3), padding="same")
+    assert y.chunks == ((1, 1), (5,), (64, 64), (64, 64))
+    assert tasks_by_layer(y) == tasks_by_layer(x) | {"halo": 8, "call": 1, "conv": 8}
+
+
+def test_no_halo_no_task_for_one():
+    """And no copy: a task's images are views of chunks."""
+    a, b = da.zeros((2, 3, 64), chunks=(1, 3, 16)), da.zeros((2, 2, 64), chunks=(1, 1, 16))
+    for y in (
+        interop.linmerge([a, b], integers(4, 5)),
+        interop.conv([a, b], integers(4, 5, 1)),
+        interop.conv_transpose([a, b], integers(5, 4, 2), stride=2),
+        *interop.max_pool([a, b], 4),
+    ):
+        assert not tasks_by_layer(y)["halo"]
+        chunk = np.ones((1, 3, 16))
+        for task in dict(y.dask.layers[y.name]).values():
+            for block in task[0].blocks:
+                assert np.shares_memory(block.of(iter([chunk]), chunk), chunk)
+
+
+def test_a_halo_is_only_what_is_read():
+    """A chunk lends its neighbours copies of what they read, and is not held by them."""
+    x = da.zeros((1, 1, 96, 64), chunks=(1, 1, 32, 64))
+    y = interop.conv(x, integers(1, 1, 5, 5), padding="same", dilation=(3, 1))
+    (halo,) = (layer for name, layer in y.dask.layers.items() if name.startswith("halo"))
+    lent = [piece.shape for cut, _ in dict(halo).values() for piece in cut(np.zeros((1, 1, 32, 64)))]
+    assert lent == [(1, 1, 6, 64)] * 4
+    source = np.zeros((1, 1, 32, 64))
+    assert not any(np.shares_memory(piece, source) for cut, _ in dict(halo).values() for piece in cut(source))
+
+
+def test_strides_keep_chunks_aligned():
+    x = da.zeros((1, 1, 96, 100), chunks=(1, 1, 32, (40, 60)))
+    assert interop.conv(x, integers(1, 1, 3, 3), stride=2, padding="same").chunks[2:] == ((16,) * 3, (20, 30))
+    assert interop.max_pool(x, 4).chunks[2:] == ((8,) * 3, (10, 15))
+    assert interop.conv_transpose(x, integers(1, 1, 3, 3), stride=2, padding="same").chunks[3] == (80, 120)
+
+
+def test_graphs_can_be_sent_and_are_told_apart():
+    x, weight = da.ones((1, 1, 8), chunks=4), integers(1, 1, 3)
+    y = interop.conv(x, weight)
+    assert pickle.loads(pickle.dumps(y)).compute().tolist() == y.compute().tolist()
+    with cupyconv.options(workspace_limit=1 << 20):
+        others = [interop.conv(x, weight), interop.conv(x, weight + 1), interop.conv(x, weight, padding=1)]
+    assert interop.conv(x, weight).name == y.name
+    assert len({y.name, *(other.name for other in others)}) == 4
+
+
+# --- threads and options --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The settings in force, and BLAS's threads, at each call in a task."""
+    calls, run = [], Operation.__call__
+
+    def recorded(self, *args, **kwargs):
+        calls.append((current_settings(), BLAS._numbers()))
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(Operation, "__call__", recorded)
+    return calls
+
+
+def test_options_are_those_of_where_the_graph_was_made(seen):
+    x = da.ones((4, 1, 8), chunks=(1, 1, 8))
+    with cupyconv.options(workspace_limit=12345, threads=3):
+        y = interop.conv(x, integers(1, 1, 3))
+    with cupyconv.options(workspace_limit=54321):
+        y.compute()
+    assert {(settings.workspace_limit, settings.threads) for settings, _ in seen} == {(12345, 3)}
+
+
+def test_a_task_takes_one_thread(seen):
+    """Its own and BLAS's, however many tasks there are at a time; and then BLAS has what it had."""
+    before = BLAS._numbers()
+    y = interop.conv(da.ones((8, 4, 40), chunks=(1, 4, 40)), integers(4, 4, 3))
+    y.compute(scheduler="threads", num_workers=4)
+    assert len(seen) == 8
+    assert all(settings.threads == 1 and set(blas) <= {1} for settings, blas in seen)
+    assert BLAS._numbers() == before
+
+
+# --- errors ---------------------------------------------------------------------------------------------------
+
+X = da.ones((1, 2, 8), chunks=(1, 2, 4))
+W = np.ones((3, 2, 3))
+
+
+@pytest.mark.parametrize(
+    "error, words, call",
+    [
+        (TypeError, r"x must be a Dask array, given numpy.ndarray.*from_array", lambda: interop.conv(np.ones((1, 2, 8)), W)),
+        (TypeError, r"x\[1\] must be a Dask array", lambda: interop.conv([X, np.ones((1, 2, 8))], W)),
+        (TypeError, r"weight must be an array in memory.*weight\.compute", lambda: interop.conv(X, da.ones((3, 2, 3)))),
+        (TypeError, r"prologue\[0\] must be an array in memory", lambda: interop.conv(X, W, prologue=(da.ones(2), None, None))),
+        (TypeError, r"residual must be a Dask array", lambda: interop.conv(X, W, residual=np.ones((1, 3, 6)))),
+        (ValueError, r"residual has shape \(1, 3, 8\), needed \(1, 3, 6\)", lambda: interop.conv(X, W, residual=da.ones((1, 3, 8)))),
+        (ValueError, r"chunks of known size.*compute_chunk_sizes", lambda: interop.conv(X[:, :, X[0, 0] > 0], W)),
+        (ValueError, r"takes 3 input channels", lambda: interop.conv(X, np.ones((3, 3, 3)))),
+        (ValueError, r"implicit_gemm", lambda: interop.conv(X, W, method="implicit_gemm")),
+        (TypeError, r"xs\[0\].*int64.*astype", lambda: interop.linmerge([X.astype(int)], np.ones((1, 2)))),
+        (ValueError, r"groups 4 does not divide", lambda: interop.conv_transpose(X, np.ones((2, 3, 3)), groups=4)),
+        (TypeError, r"no order", lambda: interop.max_pool(X.astype(complex), 2)),
+    ],
+)  # fmt: skip
+def test_errors_come_with_the_call(error, words, call):
+    """As those of the functions in memory do, and not when the result is computed."""
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_ordinary_functions_name_this_module():
+    with pytest.raises(TypeError, match=r"x must be a NumPy or CuPy array, not dask.*cupyconv\.interop\.dask"):
+        cupyconv.conv(X, W)
+
+
+def test_arrays_on_disk_are_told_the_way_in(tmp_path):
+    zarr = pytest.importorskip("zarr", reason="zarr is not installed")
+    stored = zarr.create_array(tmp_path / "x.zarr", shape=(1, 2, 8), chunks=(1, 2, 4), dtype="f8")
+    with pytest.raises(TypeError, match=r"zarr.*cupyconv\.interop\.dask.*from_array.*loop over blocks"):
+        cupyconv.conv(stored, W)
+    stored[...] = integers(1, 2, 8)
+    assert_exact(interop.conv(da.from_array(stored), W).compute(), cupyconv.conv(stored[...], W), np.float64)
+
+
+# --- the docstrings -------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_the_module_runs(tmp_path, monkeypatch):
+    """From Zarr to Zarr, as it stands."""
+    zarr = pytest.importorskip("zarr", reason="zarr is not installed")
+    (page,) = re.findall(r"::\n\n((?:    import dask.*\n)(?:    .*\n|\n)*)", interop.__doc__)
+    monkeypatch.chdir(tmp_path)
+    volume, weight = integers(2, 6, 6, 6), integers(3, 2, 3, 3, 3)
+    zarr.create_array("volume.zarr", shape=volume.shape, chunks=(2, 3, 3, 6), dtype="f8")[...] = volume
+    exec("\n".join(line[4:] for line in page.splitlines()), {"weight": weight})
+    expected = cupyconv.conv(volume, weight, padding="same", activation="relu")
+    assert_exact(zarr.open("result.zarr", mode="r")[...], expected, np.float64)
+
+
+def test_the_shorter_name():
+    import cupyconv.dask
+
+    assert cupyconv.dask.conv is interop.conv
+    assert set(cupyconv.dask.__all__) == {"conv", "conv_transpose", "linmerge", "max_pool"}
+
+
+def test_examples():
+    results = doctest.testmod(interop, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert results.attempted >= 12 and results.failed == 0
