@@ -2,11 +2,13 @@
 //
 //     image[n, c, i] = activation( sum over taps t and windows p that read i of columns[n, c * taps + t, p] + bias[c] )
 //
-//     no M, no N: one thread an image element      K = t (taps)
+//     no M, no N: one thread an image element, of CHANNELS channels      K = t (taps)
 //
 //     columns rows t   ----a-----b----
 //                          \   /               a gather: each sum has one owner, so there are no
 //     image                  i                 atomics and the order of adding is always the same
+//
+// Which windows read an element, and where, takes divisions: they are done once for all channels of a thread.
 //
 // Complex columns may lie in two planes, real parts `imaginary` elements before the imaginary ones, as a GEMM
 // with a real factor produces them.
@@ -35,7 +37,7 @@ using namespace cupyconv;
 
 using S = SUM_DTYPE;
 using Y = Y_DTYPE;
-constexpr int MAX_BLOCK = 256;
+constexpr int MAX_BLOCK = 256, CHANNELS = 4;
 
 extern "C" __global__ void __launch_bounds__(MAX_BLOCK) col2im(const __grid_constant__ Col2imParams params) {
     using A = Accumulator<Y>;
@@ -50,19 +52,28 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) col2im(const __grid_cons
         windows.kernel[1] * windows.kernel[2] * columns.stride_c, windows.kernel[2] * columns.stride_c,
         columns.stride_c};
 
-    for (long long c = blockIdx.y; c < params.channels; c += gridDim.y)
+    for (long long c = blockIdx.y * CHANNELS; c < params.channels; c += gridDim.y * CHANNELS)
         for (long long q = first_share(); q < shares; q += share_step()) {
             const Share share = share_at(q, elements, 1);
             const Pixel in = pixel_at(share.pixel, windows.size);
             const S* const columns_nc =
                 static_cast<const S*>(columns.data) + share.n * columns.stride_n + c * taps * columns.stride_c;
-            A sum = A(0);
+            const long long channel = taps * columns.stride_c;
+            const int channels = min((long long)CHANNELS, params.channels - c);
+            A sum[CHANNELS] = {};
             for_each_reader<FOLDS>(
                 windows, params.adjoint, in, tap_stride, window_stride, [&](long long row, long long pixel) {
-                    sum += load_sums<1>(columns_nc + row + pixel, 1, false, params.imaginary, A()).lane[0];
+                    const S* at = columns_nc + row + pixel;
+#pragma unroll
+                    for (int i = 0; i < CHANNELS; ++i, at += channel)
+                        if (i < channels) sum[i] += load_sums<1>(at, 1, false, params.imaginary, A()).lane[0];
                 });
-            if (params.conjugated) sum = conjugate(sum);
-            static_cast<Y*>(params.out.data)[params.out.at(share.n, c, in)] =
-                finish<Y>(sum, params.epilogue, share.n, c, in, params.out);
+#pragma unroll
+            for (int i = 0; i < CHANNELS; ++i) {
+                if (i >= channels) break;
+                if (params.conjugated) sum[i] = conjugate(sum[i]);
+                static_cast<Y*>(params.out.data)[params.out.at(share.n, c + i, in)] =
+                    finish<Y>(sum[i], params.epilogue, share.n, c + i, in, params.out);
+            }
         }
 }

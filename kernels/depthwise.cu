@@ -23,6 +23,7 @@
 //     GROUPED (1: groups of more channels than one)
 #include "epilogue.cuh"
 #include "prologue.cuh"
+#include "strip.cuh"
 
 #ifndef GROUPED
 #define GROUPED 0
@@ -60,25 +61,6 @@ using Index = long long;
 #endif
 
 #if KERNEL
-constexpr int OUTSIDE = -(1 << 30);  // added to any offset of a plane, or to itself, it stays below 0
-
-// Where COUNT taps of a window that begins at `first` lie along an axis, in bytes: what 64-bit addresses take least
-// arithmetic to reach.
-template <int COUNT>
-__device__ __forceinline__ void offsets(int (&at)[COUNT], int first, int size, long long stride, int mode) {
-    const int step = int(stride) * int(sizeof(T));
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) at[i] = unsigned(first + i) < unsigned(size) ? (first + i) * step : OUTSIDE;
-    if (mode == CONSTANT) return;
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i)
-        if (at[i] < 0) at[i] = padded_index(first + i, size, mode) * step;
-}
-
-__device__ __forceinline__ T element(const T* x, unsigned bytes) {
-    return *reinterpret_cast<const T*>(reinterpret_cast<const char*>(x) + bytes);
-}
-
 // The sums of the pixels at (d, h, w), (d, h + 1, w), ... of one plane, whose elements `loaded` widens.
 template <class Loaded>
 __device__ __forceinline__ void convolve(
@@ -86,9 +68,9 @@ __device__ __forceinline__ void convolve(
     const Windows& windows, int d, int h, int w_, Loaded loaded) {
     constexpr int HEIGHT = (ROWS - 1) * STRIDE + KERNEL;
     int plane[1], row[HEIGHT], column[KERNEL];
-    offsets(plane, d * windows.stride[0] - windows.before[0], windows.size[0], step[0], windows.padding_mode);
-    offsets(row, h * STRIDE - windows.before[1], windows.size[1], step[1], windows.padding_mode);
-    offsets(column, w_ * windows.stride[2] - windows.before[2], windows.size[2], step[2], windows.padding_mode);
+    offsets<T>(plane, d * windows.stride[0] - windows.before[0], windows.size[0], step[0], windows.padding_mode);
+    offsets<T>(row, h * STRIDE - windows.before[1], windows.size[1], step[1], windows.padding_mode);
+    offsets<T>(column, w_ * windows.stride[2] - windows.before[2], windows.size[2], step[2], windows.padding_mode);
 
     A tap[KERNEL][KERNEL];
 #pragma unroll

@@ -20,7 +20,7 @@ struct SharedTile {
     static_assert(CHUNK * CHUNKS == COLUMNS && (CHUNKS & (CHUNKS - 1)) == 0, "rows are 2^i chunks");
 
     // Rows after which the order of the chunks is the same again: index(row + PERIOD, column) is that many rows on.
-    static constexpr int PERIOD = SPREAD ? 8 : 1;
+    static constexpr int PERIOD = SPREAD ? 8 / SPREAD : 1;
 
     static __device__ __forceinline__ int index(int row, int column) {
         constexpr int ROWS_PER_LINE = CHUNKS < 8 ? 8 / CHUNKS : 1, MASK = (CHUNKS < 8 ? CHUNKS : 8) - 1;

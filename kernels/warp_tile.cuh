@@ -4,7 +4,7 @@
 //
 //            j ->                          both tiles lie in shared memory:
 //        m  +-------------+                weight   [k][m]  for CUDA cores, which read along m
-//        ↓  |    lane's   |                         [m][k]  for tensor cores, which read along k
+//        ↓  |    lane's   |                         [m][k]  for tensor cores, which read along k; WEIGHT_ALONG_M: [k][m]
 //           |   ##  ##    |                x        [k][j]  or, chunked, [j][k]
 //           |   ##  ##    |
 //           +-------------+
@@ -96,7 +96,7 @@ struct CudaCores {
 
 // Both operands' fragments of a step of K, as registers.  A lane keeps where its own of row m, or column j, lie at k = 0;
 // all others are an exclusive or away along a tile's rows, as their chunks are ordered by one too, and whole rows down.
-template <class T, class WeightTile, class ImageTile, bool CHUNKED>
+template <class T, class WeightTile, class ImageTile, bool CHUNKED, bool WEIGHT_ALONG_M>
 class Fragments {
 public:
     static constexpr int STEP = 32 / sizeof(T);  // K of one instruction
@@ -104,11 +104,13 @@ public:
 
     __device__ __forceinline__ Fragments(int m, int j) {
         const int lane = lane_index();
-        weight_ = WeightTile::index(m + lane % 16, lane / 16 * (STEP / 2));
+        weight_ = !WEIGHT_ALONG_M  ? WeightTile::index(m + lane % 16, lane / 16 * (STEP / 2))
+                  : sizeof(T) == 2 ? WeightTile::index(lane % 8 + lane / 16 * 8, m + lane / 8 % 2 * 8)
+                                   : WeightTile::index(lane % 4, m + lane / 4);
         image_ = CHUNKED      ? ImageTile::index(j + lane / 16 * 8 + lane % 8, lane / 8 % 2 * (STEP / 2))
                  : TRANSPOSED ? ImageTile::index(lane % 16, j + lane / 16 * 8)
                               : ImageTile::index(lane % 4, j + lane / 4);
-        if (!TRANSPOSED) {  // else they are worked out again: held K-chunks leave no registers for them
+        if (!TRANSPOSED || WEIGHT_ALONG_M) {  // else they are worked out again: held K-chunks leave no registers for them
             weight_ = opaque(weight_);
             image_ = opaque(image_);
         }
@@ -116,7 +118,15 @@ public:
 
     // 16 rows of the weight, from m + `rows` on.
     __device__ __forceinline__ void load_weight(unsigned (&a)[4], const T* tile, int rows, int k) const {
-        load_matrices(a, tile + (weight_ ^ k) + rows * WeightTile::COLUMNS);
+        if constexpr (!WEIGHT_ALONG_M) {
+            load_matrices(a, tile + (weight_ ^ k) + rows * WeightTile::COLUMNS);
+        } else if constexpr (sizeof(T) == 2) {
+            load_matrices_transposed(a, tile + (weight_ ^ rows) + k * WeightTile::COLUMNS);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                a[i] = word_of(tile + (weight_ ^ (rows + i % 2 * 8)) + (k + i / 2 * 4) * WeightTile::COLUMNS, 0);
+        }
     }
 
     // 16 columns of the image, from j + `columns` on, as two fragments.
@@ -142,25 +152,26 @@ private:
 };
 
 // TAG is the type of the operands to the instruction: float16, bfloat16 or tf32.
-template <class T, class TAG, int M, int J>
+template <class T, class TAG, int M, int J, bool WEIGHT_ALONG_M = false>
 struct TensorCores {
     static constexpr bool PREFERS_CHUNKS = true;
     static constexpr int K = SLAB_BYTES / sizeof(T);
     using Sum = float;
-    using WeightTile = SharedTile<T, M, K, 1>;
+    using WeightTile =
+        SharedTile<T, WEIGHT_ALONG_M ? K : M, WEIGHT_ALONG_M ? M : K, WEIGHT_ALONG_M && sizeof(T) == 4 ? 2 : 1>;
     template <bool CHUNKED>
     using ImageTile = SharedTile<T, CHUNKED ? J : K, CHUNKED ? K : J, CHUNKED || sizeof(T) == 2 ? 1 : 2>;
 
     template <int ROWS, int COLUMNS, bool CHUNKED>
     struct WarpTile {
-        using F = Fragments<T, WeightTile, ImageTile<CHUNKED>, CHUNKED>;
+        using F = Fragments<T, WeightTile, ImageTile<CHUNKED>, CHUNKED, WEIGHT_ALONG_M>;
         F fragments;
         float sum[ROWS / 16][COLUMNS / 8][4] = {};
 
         __device__ __forceinline__ WarpTile(int m, int j) : fragments(m, j) {}
 
         __device__ __forceinline__ void multiply(const T* weight, const T* x) {
-#pragma unroll F::TRANSPOSED && M > 64 ? 1 : K / F::STEP  // beside a held K-chunk there are no registers for two steps
+#pragma unroll F::TRANSPOSED && M > 64 && !WEIGHT_ALONG_M ? 1 : K / F::STEP  // beside a held K-chunk there are no registers for two steps
             for (int k = 0; k < K; k += F::STEP) {
                 unsigned b[COLUMNS / 16][2][2];
 #pragma unroll
@@ -173,6 +184,7 @@ struct TensorCores {
                 for (int r = 0; r < ROWS / 16; ++r) {
                     unsigned a[4];
                     fragments.load_weight(a, weight, r * 16, k);
+                    if (WEIGHT_ALONG_M) as_operands(a);  // nothing has packed it
 #pragma unroll
                     for (int c = 0; c < COLUMNS / 8; ++c) multiply_add<TAG>(sum[r][c], a, b[c / 2][c % 2]);
                 }
@@ -193,14 +205,14 @@ struct TensorCores {
 };
 
 // float32 by three products of its parts (tf32_split.cuh).
-template <int M, int J>
-struct SplitTensorCores : TensorCores<float32, tf32, M, J> {
-    using Base = TensorCores<float32, tf32, M, J>;
+template <int M, int J, bool WEIGHT_ALONG_M = false>
+struct SplitTensorCores : TensorCores<float32, tf32, M, J, WEIGHT_ALONG_M> {
+    using Base = TensorCores<float32, tf32, M, J, WEIGHT_ALONG_M>;
     using WeightTile = typename Base::WeightTile;
 
     template <int ROWS, int COLUMNS, bool CHUNKED>
     struct WarpTile {
-        using F = Fragments<float, WeightTile, typename Base::template ImageTile<CHUNKED>, CHUNKED>;
+        using F = Fragments<float, WeightTile, typename Base::template ImageTile<CHUNKED>, CHUNKED, WEIGHT_ALONG_M>;
         F fragments;
         float sum[ROWS / 16][COLUMNS / 8][4] = {};
 
@@ -323,11 +335,15 @@ struct DoubleTensorCores {
 
 enum ArithmeticKind { FMA, MMA, TF32, TF32X3 };
 
-template <class T, int KIND, int M, int J> struct ArithmeticOf;
-template <class T, int M, int J> struct ArithmeticOf<T, FMA, M, J> { using type = CudaCores<T, M, J>; };
-template <class T, int M, int J> struct ArithmeticOf<T, MMA, M, J> { using type = TensorCores<T, T, M, J>; };
-template <int M, int J> struct ArithmeticOf<float64, MMA, M, J> { using type = DoubleTensorCores<M, J>; };
-template <int M, int J> struct ArithmeticOf<float32, TF32, M, J> { using type = TensorCores<float32, tf32, M, J>; };
-template <int M, int J> struct ArithmeticOf<float32, TF32X3, M, J> { using type = SplitTensorCores<M, J>; };
+// Of a block's tile; WEIGHT_ALONG_M says how its weight lies: CUDA cores have no choice, doubles have the other one.
+template <class T, int KIND, int M, int J, bool WEIGHT_ALONG_M = KIND == FMA> struct ArithmeticOf;
+template <class T, int M, int J> struct ArithmeticOf<T, FMA, M, J, true> { using type = CudaCores<T, M, J>; };
+template <class T, int M, int J, bool ALONG_M>
+struct ArithmeticOf<T, MMA, M, J, ALONG_M> { using type = TensorCores<T, T, M, J, ALONG_M>; };
+template <int M, int J> struct ArithmeticOf<float64, MMA, M, J, false> { using type = DoubleTensorCores<M, J>; };
+template <int M, int J, bool ALONG_M>
+struct ArithmeticOf<float32, TF32, M, J, ALONG_M> { using type = TensorCores<float32, tf32, M, J, ALONG_M>; };
+template <int M, int J, bool ALONG_M>
+struct ArithmeticOf<float32, TF32X3, M, J, ALONG_M> { using type = SplitTensorCores<M, J, ALONG_M>; };
 
 }  // namespace cupyconv

@@ -17,8 +17,16 @@ import numpy as np
 import pytest
 from grids import fewest
 
-from cupyconv.cuda.plan import conv_pair, implicit_gemm, merge
+from cupyconv.cuda.plan import (
+    conv_pair,
+    depthwise,
+    depthwise_weight_gradient,
+    implicit_gemm,
+    implicit_weight_gradient,
+    merge,
+)
 from cupyconv.cuda.plan import recurrent_gradient as recurrent_gradient_cuda
+from cupyconv.cuda.plan.im2col import COL2IM_CHANNELS
 from cupyconv.cuda.plan.launches import WARP
 from cupyconv.cuda.plan.occupancy import registers
 from cupyconv.cuda.run.kernel_sources import compile_options, kernel_directory, kernel_source, source_hash
@@ -107,6 +115,7 @@ def test_every_kernel_is_compiled_and_held_to_what_it_is_for():
     assert {variant.name for variant, _ in SOME_VARIANTS} == set(NAMES)
     assert {variant.name for variant, architecture in SOME_VARIANTS if is_fast(variant) and is_planned(variant, architecture)} == {
         "merge", "im2col", "epilogue", "epilogue_grad", "prologue_grad", "depthwise", "implicit_gemm", "conv_pair", "pool",
+        "depthwise_weight_gradient", "implicit_weight_gradient",
         "pool_gradient", "recurrent_step", "recurrent_persistent", "recurrent_gradient", "recurrent_inputs",
     }  # fmt: skip
     assert {variant.name for variant, _ in SOME_VARIANTS if wide_accesses(variant)} == {"merge", "im2col", "epilogue"}
@@ -326,6 +335,18 @@ def constant_assertions(name: str) -> list[str]:
             f"static_assert(PART == {conv_pair.PART} && EPILOGUE_PITCH == {conv_pair.EPILOGUE_PITCH});",
             f"static_assert(OUTPUTS * sizeof(A) == {conv_pair.OUTPUTS_BYTES});",
         ]
+    if name == "col2im":
+        assertions += [f"static_assert(CHANNELS == {COL2IM_CHANNELS});"]
+    if name == "depthwise_weight_gradient":
+        assertions += [
+            f"static_assert(MAX_BLOCK == {depthwise_weight_gradient.THREADS} && ROWS == {depthwise.ROWS[1]});"
+        ]
+    if name == "implicit_weight_gradient":
+        assertions += [
+            f"static_assert(WARP_ROWS == 64 && WARP_COLUMNS == 32 && STAGES == {implicit_weight_gradient.STAGES});",
+            f"static_assert(THREADS == {implicit_weight_gradient.TILES[64, 128]});",
+            f"static_assert(STAGES * sizeof(Stage) == {implicit_weight_gradient.shared_bytes((64, 128))});",
+        ]
     if name == "recurrent_gradient":
         assertions += [
             f"static_assert(TILE == {recurrent_gradient_cuda.TILE} && BLOCK == {recurrent_gradient_cuda.THREADS});"
@@ -337,6 +358,8 @@ def constant_assertions(name: str) -> list[str]:
         "pool",
         "pool_gradient",
         "weight_gradient",
+        "depthwise_weight_gradient",
+        "implicit_weight_gradient",
         "recurrent_inputs",
     ):  # they have no epilogue
         codes = {

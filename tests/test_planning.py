@@ -294,15 +294,43 @@ def kernels_of_implicit_gemm(dtype: Any) -> set[Kernel]:
     return asked
 
 
+def kernels_of_implicit_weight_gradients(dtype: Any) -> set[Kernel]:
+    """Those of few and of many outputs on every GPU."""
+    asked: set[Kernel] = set()
+    for outputs, on, tf32 in product((64, 256), KNOWN_GPUS, (False, True)):
+        grad, x = (array(8, channels, 28, 28, dtype=dtype, order="last") for channels in (outputs, 64))
+        with cupyconv.options(allow_tf32=tf32):
+            try:
+                made = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, padding=1, method="implicit_gemm", on=on)
+            except ValueError as refusal:
+                assert "sm_75 has no matrix instructions for bfloat16" in str(refusal)
+                continue
+        check(made)
+        asked |= {launch.kernel for launch in launches(made)}
+    return asked
+
+
+def kernels_of_depthwise_weight_gradients(dtype: Any) -> set[Kernel]:
+    """Those of each kernel and stride, in both orders."""
+    asked: set[Kernel] = set()
+    for kernel, stride, order in product((3, 5), (1, 2), ("C", "last")):
+        grad, x = (array(8, 64, size, size, dtype=dtype, order=order) for size in (28 // stride, 28))
+        how = {"stride": stride, "padding": kernel // 2, "groups": 64, "method": "direct", "on": GPU}
+        made = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, kernel, **how)
+        check(made)
+        asked |= {launch.kernel for launch in launches(made)}
+    return asked
+
+
 def kernels_of_weight_gradients(x_dtype: Any, grad_dtype: Any) -> set[Kernel]:
-    """Those of conv_grad_weight by both methods, for one and for more outputs a group, each plan checked."""
+    """Those of conv_grad_weight by columns and directly, for one and for more outputs a group, each plan checked."""
     asked: set[Kernel] = set()
     dtype = np.result_type(x_dtype, grad_dtype)
     parts = ({}, {"prologue_activation": "relu"} if dtype.kind != "c" else {"shift": array(6, dtype=x_dtype)})
     for method, out_channels, limit, prologue in product(("direct", "gemm"), (6, 12), (None, 8_000), parts):
         grad, x = array(3, out_channels, 20, 20, dtype=grad_dtype), array(3, 6, 20, 20, dtype=x_dtype)
         arrays = {"grad": grad, "x": x, "scale": None, "shift": prologue.get("shift"), "out": None}
-        settings = {"stride": 1, "padding": 1, "padding_mode": "constant", "dilation": 1, "groups": 6}
+        settings = {"stride": 1, "padding": 2, "padding_mode": "constant", "dilation": 2, "groups": 6}
         settings |= {"method": method, "prologue_activation": prologue.get("prologue_activation")}
         with cupyconv.options(workspace_limit=limit):
             try:
@@ -519,6 +547,10 @@ def test_every_listed_kernel_is_asked_for(nightly):
             for made in pooling_plans(array(2, 3, 8, 8, dtype=dtype), 2).values()
             for launch in launches(made)
         }
+    for dtype in ("float16", BFLOAT16, "float32"):
+        asked |= kernels_of_implicit_weight_gradients(dtype)
+    for dtype in ("float16", BFLOAT16, "float32", "float64"):
+        asked |= kernels_of_depthwise_weight_gradients(dtype)
     for narrow, wide in product(("float16", BFLOAT16, "float32"), ("float32", "float64")):
         asked |= kernels_of_widening(narrow, wide)
     for dtypes in DTYPES:

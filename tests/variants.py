@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from itertools import product
 
-from cupyconv.cuda.plan import depthwise, direct, merge, weight_gradient
+from cupyconv.cuda.plan import (
+    depthwise,
+    depthwise_weight_gradient,
+    direct,
+    implicit_weight_gradient,
+    merge,
+    weight_gradient,
+)
 from cupyconv.cuda.plan.conv_pair import FIRST_PAIR
 from cupyconv.cuda.plan.implicit_gemm import arithmetics, tiles
 from cupyconv.cuda.plan.launches import VECTOR_BYTES
@@ -36,7 +43,14 @@ def is_fast(kernel: Kernel) -> bool:
     direct, transposed and col2im are for generality: there a few bytes spilled cost little beside the scattered access.
     """
     fast = ("merge", "im2col", "epilogue", "epilogue_grad", "prologue_grad", "depthwise", "implicit_gemm", "conv_pair")
-    return kernel.name in (*fast, *POOLING, *RECURRENT.values(), *RECURRENT_GRADIENT)
+    return kernel.name in (
+        *fast,
+        "implicit_weight_gradient",
+        "depthwise_weight_gradient",
+        *POOLING,
+        *RECURRENT.values(),
+        *RECURRENT_GRADIENT,
+    )
 
 
 def is_planned(kernel: Kernel, capability: int) -> bool:
@@ -54,7 +68,7 @@ def is_planned(kernel: Kernel, capability: int) -> bool:
         )
     if kernel.name == "conv_pair":
         return capability >= FIRST_PAIR[macros["DTYPE"]]
-    if kernel.name != "implicit_gemm":
+    if kernel.name not in ("implicit_gemm", "implicit_weight_gradient"):
         return True
     return any(macros["ARITHMETIC"] in arithmetics(macros["DTYPE"], gpu, tf32) for tf32 in (False, True))
 
@@ -122,6 +136,17 @@ def all_variants() -> tuple[Kernel, ...]:
             for first, second in product(("DENSE", "DEPTHWISE"), repeat=2)
         ),
         *_weight_gradient_variants(),
+        *(
+            _kernel("depthwise_weight_gradient", DTYPE=dtype, KERNEL=kernel, STRIDE=stride)
+            for dtype in REAL_DTYPES
+            for kernel, stride in depthwise_weight_gradient.KERNELS
+        ),
+        *(
+            _kernel("implicit_weight_gradient", DTYPE=dtype, ARITHMETIC=arithmetic, TILE_M=tile_m, TILE_N=tile_n)
+            for dtype in implicit_weight_gradient.DTYPES
+            for arithmetic in _arithmetics(dtype)
+            for tile_m, tile_n in implicit_weight_gradient.TILES
+        ),
         *_recurrent_variants(),
         *_recurrent_gradient_variants(),
     )

@@ -53,8 +53,8 @@ def conv_grad_weight(
     stride, padding, padding_mode, dilation, groups
         Those of the convolution, as for `conv`.
     method : str
-        ``"auto"``, ``"gemm"``, ``"direct"``, ``"winograd"`` or ``"fft"`` (both NumPy); a method that does not apply is
-        refused, never replaced.
+        ``"auto"``, ``"gemm"``, ``"direct"``, ``"implicit_gemm"`` (CUDA, of channels-last images in 16 bits or float32) or
+        ``"winograd"`` or ``"fft"`` (both NumPy); a method that does not apply is refused, never replaced.
     out : array, optional
         Of exactly the result's shape and dtype, any strides that do not overlap.
 
@@ -75,7 +75,7 @@ def conv_grad_weight(
 
     Notes
     -----
-    One product of ``grad`` with the transposed columns of ``x`` for each chunk of samples.  The order of
+    A product of ``grad`` with the transposed columns of ``x``, for each chunk of samples, or columns never stored.  The order of
     summation depends on nothing but layouts, options, device and thread count: repeated calls give the same
     bits.  Source: Chetlur et al., *cuDNN: Efficient Primitives for Deep Learning* (2014).
 

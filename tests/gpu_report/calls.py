@@ -27,6 +27,7 @@ from cupyconv import (
 from cupyconv.problem.arrays import ITEMSIZE, is_complex
 
 ALL = tuple(ITEMSIZE)
+TENSOR_CORES = ("float16", "bfloat16", "float32")
 REAL = tuple(dtype for dtype in ALL if not is_complex(dtype))
 
 
@@ -107,6 +108,15 @@ def _weight_gradient(grad: Any, x: Any, **how: Any) -> Any:
     return conv_grad_weight(grad, x, (3, 3), padding=1, **how)
 
 
+def _depthwise_weight_gradient(grad: Any, x: Any, **how: Any) -> Any:
+    return conv_grad_weight(grad, x, (3, 3), padding=1, groups=5, **how)
+
+
+def _channels_last_weight_gradient(grad: Any, x: Any, **how: Any) -> Any:
+    grad, x = (image.transpose(0, 3, 1, 2) for image in (grad, x))
+    return conv_grad_weight(grad, x, (3, 3), padding=1, **how)
+
+
 def _lstm(*arrays: Any, **how: Any) -> Any:
     y, (h, c) = lstm(*arrays, **how)
     return y, h, c
@@ -135,6 +145,10 @@ CALLS: dict[str, SmokeCall] = {
     "prologue_grad": SmokeCall(ALL, (IMAGE, WEIGHT, (5,), (5,), (2, 7, 19, 35)), _prologue_grad),
     "conv_pair": SmokeCall(REAL, (IMAGE, WEIGHT, (6, 7, 3, 3)), _pair, {"fuse": True}),
     "transposed": SmokeCall(ALL, (IMAGE, (5, 7, 3, 3)), _transposed, DIRECT),
+    "implicit_weight_gradient": SmokeCall(
+        TENSOR_CORES, ((2, 19, 35, 24), (2, 19, 35, 16)), _channels_last_weight_gradient, IMPLICIT
+    ),
+    "depthwise_weight_gradient": SmokeCall(REAL, ((2, 5, 19, 35), IMAGE), _depthwise_weight_gradient, DIRECT),
     "weight_gradient": SmokeCall(ALL, ((2, 7, 19, 35), IMAGE), _weight_gradient, DIRECT),
     "pool": SmokeCall(REAL, (IMAGE,), _pool),
     "pool_gradient": SmokeCall(REAL, (IMAGE, (2, 5, 9, 17)), _pool_gradient),
@@ -147,9 +161,11 @@ CALLS: dict[str, SmokeCall] = {
 #: Whose threads or blocks exchange values through shared or global memory: what the sanitizers look at first.
 EXCHANGING = (
     "implicit_gemm",
+    "implicit_weight_gradient",
     "conv_pair",
     "recurrent_persistent",
     "recurrent_step",
     "weight_gradient",
+    "depthwise_weight_gradient",
     "recurrent_gradient",
 )

@@ -22,6 +22,8 @@ MERGE, DEPTHWISE, RECURRENT_GRADIENT = 0.6, 0.15, 0.3
 GENERAL = 0.06
 #: implicit_gemm.cu, by its tile: where a warp's part is smaller, it loads each fragment for fewer products.
 IMPLICIT_GEMM = {(64, 64): 0.6, (128, 128): 0.8, (64, 256): 0.85, (128, 256): 0.85}
+#: implicit_weight_gradient.cu, by its tile.
+IMPLICIT_WEIGHT_GRADIENT = {(64, 128): 0.6, (128, 128): 0.7}
 #: conv_pair.cu, whose operands are loaded from shared memory: by the kind of layer.
 PAIR = {"DENSE": 0.5, "DEPTHWISE": 0.25}
 #: The recurrent kernels, by the samples of a thread.
@@ -31,6 +33,8 @@ RECURRENT = {1: 0.15, 4: 0.35, 8: 0.5}
 
 #: What it takes conv_pair.cu to bring an element of x into its tile, and one of a weight into its place, in multiply-adds.
 PAIR_X_LOAD, PAIR_WEIGHT_LOAD = 3, 20
+#: What it takes col2im.cu to find which windows read an element, with divisions, and to read it once, in multiply-adds.
+COL2IM_PLACE, COL2IM_READ = 600, 10
 #: How many times its even share of the memory's bandwidth a multiprocessor gets where others are idle.
 BANDWIDTH_PER_MULTIPROCESSOR = 4
 #: How many times faster than memory the L2 cache is, from which tiles read again what their neighbours have read.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from cupyconv.cuda.plan import cost
@@ -18,7 +19,8 @@ from cupyconv.cuda.plan.launches import (
     prologue_words,
     variant,
 )
-from cupyconv.problem.arrays import is_complex
+from cupyconv.problem.arrays import Operand, is_complex
+from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import KernelLaunch
 from cupyconv.problem.problems import ConvProblem
 
@@ -72,11 +74,18 @@ def draft_depthwise(problem: ConvProblem) -> Draft | None:
 
 def _kernel(problem: ConvProblem) -> tuple[int, int]:
     """The kernel and stride to compile for: a listed one, if 32 bits hold all that the kernel counts with them."""
-    geometry, xs, weight = problem.geometry, problem.xs, problem.weight
-    depth, height, width = geometry.kernel
+    geometry, weight = problem.geometry, problem.weight
     kernels = GROUPED_KERNELS if geometry.group_channels > 1 else PROLOGUE_KERNELS if problem.prologue else KERNELS
+    return listed_kernel(geometry, problem.xs, (replace(weight, strides=tuple(map(abs, weight.strides))),), kernels)
+
+
+def listed_kernel(
+    geometry: ConvGeometry, xs: Sequence[Operand], others: Sequence[Operand], kernels: Sequence[tuple[int, int]]
+) -> tuple[int, int]:
+    """The kernel and stride among `kernels`, if strips of pixels serve it (kernels/strip.cuh); else `ANY_KERNEL`."""
+    depth, height, width = geometry.kernel
     listed = depth == 1 and height == width and (height, geometry.stride[1]) in kernels
-    images = (*xs, replace(weight, strides=tuple(map(abs, weight.strides))))
+    images = (*xs, *others)
     planes = (op.itemsize * sum((n - 1) * step for n, step in zip(op.shape[2:], op.strides[2:])) for op in images)
     extents = map(sum, zip(geometry.size, geometry.before, geometry.after))
     counts = [*extents, geometry.batch * geometry.pixels, *planes]

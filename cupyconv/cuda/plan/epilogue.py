@@ -16,7 +16,7 @@ from cupyconv.cuda.plan.launches import (
     variant,
 )
 from cupyconv.problem.activations import IDENTITY, Activation
-from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator
+from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, collapsed_stride
 from cupyconv.problem.plan import Address, KernelLaunch
 from cupyconv.problem.problems import ConvProblem
 
@@ -126,6 +126,14 @@ def activation_launch(pre: Operand, out: Operand, activation: Activation) -> Ker
     """The result from a pre-activation that is kept: a pass of its own."""
     launch = epilogue_launch(out, residual=pre, activation=activation)
     return replace(launch, purpose=f"{activation} of the pre-activation, which is kept")
+
+
+def finish_weight(out: Operand, sums: Sums | None) -> KernelLaunch:
+    """The parts of a weight's gradient, added in order, into the result; zeros where there are none."""
+    if collapsed_stride(out.shape, out.strides) == 1:
+        out, sums = as_line(out), sums and replace(sums, strides=(0, 0, 1))
+    launch = epilogue_launch(out, sums)
+    return replace(launch, purpose="sum of the parts") if sums else launch
 
 
 def _is_vectorized(operand: Operand, axis: int, width: int) -> bool:

@@ -36,6 +36,8 @@ from cupyconv.problem.problems import NO_PROLOGUE, Prologue, inputs_with_channel
 
 #: Neighbouring threads of im2col.cu that share pixels where channels lie side by side.
 IM2COL_LANES = 4
+#: Channels of a thread of col2im.cu.
+COL2IM_CHANNELS = 4
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def col2im_launch(
     elements = prod(windows.size)
     return KernelLaunch(
         variant("col2im", SUM_DTYPE=columns.dtype, Y_DTYPE=out.dtype, FOLDS=int(windows.padding_mode != "constant")),
-        *grid_and_block(samples, elements, 1, channels, 256),
+        *grid_and_block(samples, elements, 1, -(-channels // COL2IM_CHANNELS), 256),
         (
             ("columns", image(columns)),
             ("windows", windows_params(windows)),

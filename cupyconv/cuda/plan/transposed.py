@@ -20,7 +20,7 @@ from cupyconv.cuda.plan.direct import TILE
 from cupyconv.cuda.plan.draft import Draft, cheapest, in_rounds, in_sequence
 from cupyconv.cuda.plan.epilogue import activation_launch
 from cupyconv.cuda.plan.gemm import ProductsPlanner
-from cupyconv.cuda.plan.im2col import Chunk, col2im_launch
+from cupyconv.cuda.plan.im2col import COL2IM_CHANNELS, Chunk, col2im_launch
 from cupyconv.cuda.plan.launches import (
     adjoint_params,
     bytes_of,
@@ -262,7 +262,9 @@ class _GemmPlanner(ProductsPlanner):
             bias=bias,
             activation=problem.activation,
         )
-        return cost.priced(launch, cost.core_rate(out.dtype, problem.gpu), problem.gpu)
+        places = out.shape[0] * -(-out.shape[1] // COL2IM_CHANNELS) * out.pixels
+        operations = 2 * (places * cost.COL2IM_PLACE + launch.flops * cost.COL2IM_READ)
+        return cost.priced(launch, problem.gpu.fp32 * launch.flops / operations, problem.gpu)
 
     def _gemms(
         self, columns: MatrixView, xs: list[MatrixView], channels: range, samples: int, pixels: int

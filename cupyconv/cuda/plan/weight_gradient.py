@@ -26,9 +26,11 @@ from dataclasses import dataclass, replace
 from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.conv import access_notes, plan_chosen
 from cupyconv.cuda.plan.conversions import check_alignment, converted
+from cupyconv.cuda.plan.depthwise_weight_gradient import draft_depthwise_gradient
 from cupyconv.cuda.plan.draft import Draft, cheapest_of, in_rounds
-from cupyconv.cuda.plan.epilogue import Sums, as_line, epilogue_launch
+from cupyconv.cuda.plan.epilogue import Sums, finish_weight
 from cupyconv.cuda.plan.im2col import Chunk
+from cupyconv.cuda.plan.implicit_weight_gradient import draft_implicit
 from cupyconv.cuda.plan.launches import (
     GRID_Y,
     bytes_of,
@@ -59,7 +61,7 @@ from cupyconv.cuda.plan.matrices import (
     segments,
     weight_matrix,
 )
-from cupyconv.problem.arrays import ITEMSIZE, accumulator, c_strides, collapsed_stride, is_complex, real_part
+from cupyconv.problem.arrays import ITEMSIZE, accumulator, c_strides, is_complex, real_part
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, GemmCall, KernelLaunch, Plan, Step
 from cupyconv.problem.problems import (
@@ -96,11 +98,11 @@ def _draft(method: str, problem: WeightGradientProblem) -> Draft:
     if not problem.out.nbytes:
         return Draft(method, (), reason="the result is empty")
     if 0 in (problem.geometry.batch, problem.geometry.pixels):
-        return Draft(method, (_finish(problem, None),), reason="there are no samples to sum over")
+        return Draft(method, (finish_weight(problem.out, None),), reason="there are no samples to sum over")
     if method == "direct":
         return _draft_direct(problem)
     if method == "implicit_gemm":
-        raise NotApplicable("the sum over samples and pixels has no such kernel (methods 'gemm' and 'direct')")
+        return draft_implicit(problem)
     if method != "gemm":
         raise NotApplicable(NO_SUCH_METHOD)
     return _draft_gemm(problem)
@@ -111,6 +113,9 @@ def _draft_direct(problem: WeightGradientProblem) -> Draft:
     geometry, out = problem.geometry, problem.out
     if len(problem.xs) > MAX_SOURCES:
         raise NotApplicable(f"{len(problem.xs)} inputs; a kernel's parameters hold {MAX_SOURCES}")
+    depthwise = draft_depthwise_gradient(problem)
+    if depthwise is not None:
+        return depthwise
     dtype = accumulator(out.dtype)
     part = geometry.out_channels * geometry.reduction
     tiles = geometry.groups * -(-geometry.group_outputs // outputs_per_block(geometry, problem.prologue))
@@ -131,7 +136,7 @@ def _draft_direct(problem: WeightGradientProblem) -> Draft:
     sums = Sums(at, dtype, (geometry.reduction, geometry.taps, 1), planes=parts, plane=part)
     workspace = (Buffer("sums", parts * part * ITEMSIZE[dtype]),)
     reason = f"one kernel, no columns, {parts} part(s) of the sum"
-    return Draft("direct", (launch, _finish(problem, sums)), workspace, reason)
+    return Draft("direct", (launch, finish_weight(problem.out, sums)), workspace, reason)
 
 
 def _launch(problem: WeightGradientProblem, sums: Address, parts: int) -> KernelLaunch:
@@ -221,7 +226,7 @@ class _Planner:
             imaginary = geometry.out_channels * geometry.reduction if self.planes == 2 else 0
             strides = (geometry.reduction, geometry.taps, 1)
             sums = Sums(Address("sums"), self.sums_dtype, strides, imaginary, self.parts, self.part)
-            steps.append(_finish(self.problem, sums))
+            steps.append(finish_weight(self.problem.out, sums))
         columns = "the inputs" if geometry.is_pointwise and not self.problem.prologue else "columns"
         cut = (
             f"of {self.part_length} pixels" if self.is_long else f"a sample each and {self.part_length} pixels at most"
@@ -395,12 +400,3 @@ class _Planner:
                 # The imaginary parts of a conjugated input are subtracted.
                 alpha=-1 if plane == 1 and factor.parts == 2 else 1,
             )
-
-
-def _finish(problem: WeightGradientProblem, sums: Sums | None) -> KernelLaunch:
-    """The parts of the sum, added in order, into the result; zeros where there are none."""
-    out = problem.out
-    if collapsed_stride(out.shape, out.strides) == 1:
-        out, sums = as_line(out), sums and replace(sums, strides=(0, 0, 1))
-    launch = epilogue_launch(out, sums)
-    return replace(launch, purpose="sum of the parts") if sums else launch

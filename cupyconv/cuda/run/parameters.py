@@ -103,6 +103,14 @@ PARAMETERS = {
         sources=SOURCES, windows=WINDOWS, prologue=PROLOGUE, grad=IMAGE, sums=POINTER, plane=INT64, batch=INT64, pixels_per_part=INT64, groups=INT32,
         group_channels=INT32, group_outputs=INT32,
     ),
+    "implicit_weight_gradient": _struct(
+        sources=SOURCES, windows=WINDOWS, grad=POINTER, pixel_stride=INT64, sums=POINTER, plane=INT64, pixels=INT32,
+        pixels_per_part=INT32, groups=INT32, group_channels=INT32, group_outputs=INT32,
+    ),
+    "depthwise_weight_gradient": _struct(
+        sources=SOURCES, windows=WINDOWS, grad=IMAGE, sums=POINTER, plane=INT64, batch=INT32, outputs=INT32,
+        group_outputs=INT32, channel_lanes=INT32,
+    ),
     "pool": _struct(
         x=IMAGE, windows=WINDOWS, out=IMAGE, indices=IMAGE, counted=COUNTED, batch=INT64, nothing=FLOAT64, channels=INT32, lanes=INT32
     ),

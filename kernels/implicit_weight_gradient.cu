@@ -1,0 +1,245 @@
+// The gradient of a convolution's weight as a GEMM over pixels: no columns, any list of channels-last inputs.
+//
+//     sums[part, o, t, c] = sum over the part's (n, p) of  grad[n, o, p] * x_s[n, c, window(p, t)]
+//
+//     M = o (outputs of a group)    N = (t, c) (taps, and channels of a group)    K = (n, p) (pixels), cut into parts
+//
+//                         N ->                    one block: a TILE_M x TILE_N part of one group's sums over one part
+//                 x   K [K-slab]  ...             of the pixels, K-slab by K-slab through shared memory, STAGES of
+//                     ↓ +------+                  them on their way at a time
+//     grad   K ->       |      |
+//     M    [K-slab]'... | w  w |                  w: a warp's part, sums in registers
+//     ↓                 +------+
+//
+// Both matrices have their pixels in rows, with outputs or channels side by side, and lie so in shared memory too: a row
+// is copied 16 bytes at a time, and fragments are loaded transposed.  A thread copies the same 16 bytes of pixel after
+// pixel: of x they belong to one tap, which moves the whole image by a constant and leaves zeros where it is off it.
+//
+// A part's sums are stored as they are; the epilogue kernel adds the parts, in their order: no atomics.
+//
+// Bound by arithmetic for many outputs and channels.  Floor: 2 * M * N * K operations over the rate of the arithmetic;
+// `grad` and x once over the bandwidth.  L2 gives a tile its two edges for each K-slab, the sums are written and read once.
+//
+// -D: DTYPE (storage type), ARITHMETIC (one of warp_tile.cuh), TILE_M and TILE_N (of a tile: 64 x 128 or 128 x 128)
+#include "image.cuh"
+#include "warp_tile.cuh"
+
+namespace cupyconv {
+
+struct ImplicitWeightGradientParams {
+    Sources sources;
+    Windows windows;
+    const void* grad;         // one row of all samples' pixels, outputs side by side
+    long long pixel_stride;   // of it
+    void* sums;               // (parts, outputs, taps, group_channels) in C order, in the accumulator's type
+    long long plane;          // elements of a part
+    int pixels;               // of all samples
+    int pixels_per_part;      // whole K-slabs
+    int groups, group_channels, group_outputs;
+};
+
+}  // namespace cupyconv
+
+using namespace cupyconv;
+
+using T = DTYPE;
+using Arithmetic = ArithmeticOf<T, ARITHMETIC, TILE_M, TILE_N, true>::type;
+using GradTile = Arithmetic::WeightTile;
+using ImageTile = Arithmetic::template ImageTile<false>;
+
+constexpr int WARP_ROWS = 64, WARP_COLUMNS = 32, STAGES = 4;
+constexpr int WARPS_DOWN = TILE_M / WARP_ROWS, THREADS = WARPS_DOWN * (TILE_N / WARP_COLUMNS) * WARP;
+constexpr int SLAB = Arithmetic::K, CHUNK = GradTile::CHUNK;  // pixels of a K-slab; elements that are copied together
+
+struct Stage {
+    T grad[GradTile::ELEMENTS], x[ImageTile::ELEMENTS];
+};
+
+// How threads share a tile: each has one chunk of every APART-th pixel.
+template <class Tile>
+struct TileShare {
+    static constexpr int APART = THREADS / Tile::CHUNKS, PIXELS = Tile::ROWS / APART;
+    static_assert(APART * PIXELS == Tile::ROWS, "threads share a tile evenly");
+    static_assert(APART % Tile::PERIOD == 0, "all pixels of a thread have the same order of chunks");
+    static __device__ __forceinline__ int pixel() { return threadIdx.x / Tile::CHUNKS; }
+    static __device__ __forceinline__ int column() { return threadIdx.x % Tile::CHUNKS * CHUNK; }
+    static __device__ __forceinline__ int place() { return Tile::index(pixel(), column()); }
+};
+
+// What a thread copies of the gradient, slab after slab of pixels [first, end).
+class GradChunks {
+    using Its = TileShare<GradTile>;
+
+public:
+    __device__ __forceinline__ GradChunks(const ImplicitWeightGradientParams& params, int group, int m, int first, int end)
+        : step_(Its::APART * params.pixel_stride), to_(opaque(Its::place())) {
+        m += Its::column();
+        from_ = static_cast<const T*>(params.grad) + group * (long long)params.group_outputs + m +
+                (first + Its::pixel()) * params.pixel_stride;
+        left_ = m < params.group_outputs ? end - first - Its::pixel() : 0;
+    }
+
+    __device__ __forceinline__ void fetch(T* tile) {
+#pragma unroll
+        for (int i = 0; i < Its::PIXELS; ++i, from_ += step_)
+            copy_async<16>(tile + to_ + i * Its::APART * GradTile::COLUMNS, from_, i * Its::APART < left_);
+        left_ -= SLAB;
+    }
+
+private:
+    const T* from_;
+    const long long step_;
+    const int to_;
+    int left_;  // pixels from the thread's next one on; none where there is no such output
+};
+
+// What it copies of the inputs: a chunk of channels of one input at one tap of each window.
+//
+//     window's row   |  n, d, h  |     its address and whether it is on the image are worked out where a row begins
+//     along it          w -> w + APART strides
+class TapChunks {
+    using Its = TileShare<ImageTile>;
+
+public:
+    __device__ __forceinline__ TapChunks(const ImplicitWeightGradientParams& params, int group, int column, int first, int end)
+        : sources_(params.sources), windows_(params.windows), to_(opaque(Its::place())) {
+        column += Its::column();
+        const int t = column / params.group_channels, c = group * params.group_channels + column % params.group_channels;
+        source_ = 0;
+        while (source_ + 1 < sources_.count && c >= sources_.table[source_ + 1].first) ++source_;
+        const Source& source = sources_.table[source_];
+        data_ = static_cast<const T*>(source.image.data) + (c - source.first);
+        step_w_ = step(2);
+        left_ = t < product_of(windows_.kernel) ? end - first - Its::pixel() : 0;
+
+        int tap[3];
+        tap_at(t, windows_.kernel, tap);
+#pragma unroll
+        for (int a = 0; a < 3; ++a) offset_[a] = tap[a] * windows_.dilation[a] - windows_.before[a];
+        unsigned p = first + Its::pixel();
+        w_ = p % out(2);
+        p /= out(2);
+        h_ = p % out(1);
+        p /= out(1);
+        d_ = p % out(0);
+        n_ = p / out(0);
+        w_ = w_ * windows_.stride[2] + offset_[2];
+        begin_row();
+    }
+
+    __device__ __forceinline__ void fetch(T* tile) {
+#pragma unroll
+        for (int i = 0; i < Its::PIXELS; ++i) {
+            int w = w_;
+            const bool inside = find(w, 2) && on_image_ && i * Its::APART < left_;
+            const void* const from = reinterpret_cast<const void*>(row_ + wide_product(w, step_w_));
+            // Neighbouring taps read it again, shifted.
+            copy_async<16, true>(tile + to_ + i * Its::APART * ImageTile::COLUMNS, from, inside);
+            advance();
+        }
+        left_ -= SLAB;
+    }
+
+private:
+    // Where an index of the padded image is on the image; false where it is a zero.
+    __device__ __forceinline__ bool find(int& index, int a) const {
+        if ((unsigned)index < (unsigned)windows_.size[a]) return true;
+        if (windows_.padding_mode == CONSTANT) return false;
+        index = padded_index(index, windows_.size[a], windows_.padding_mode);
+        return true;
+    }
+
+    // On by APART pixels.
+    __device__ __forceinline__ void advance() {
+        const int width = out(2) * windows_.stride[2];
+        w_ += Its::APART * windows_.stride[2];
+        if (w_ - offset_[2] < width) return;
+        do {
+            w_ -= width;
+            if (++h_ < out(1)) continue;
+            h_ = 0;
+            if (++d_ < out(0)) continue;
+            d_ = 0;
+            ++n_;
+        } while (w_ - offset_[2] >= width);
+        begin_row();
+    }
+
+    // Where the row of the window lies at w = 0.
+    __device__ __forceinline__ void begin_row() {
+        const Image& image = sources_.table[source_].image;
+        on_image_ = true;
+        row_ = reinterpret_cast<long long>(data_) + n_ * image.stride_n * (int)sizeof(T);
+#pragma unroll
+        for (int a = 0; a < 2; ++a) {
+            int i = (a == 0 ? d_ : h_) * windows_.stride[a] + offset_[a];
+            on_image_ = find(i, a) && on_image_;
+            row_ += wide_product(i, step(a));
+        }
+    }
+
+    __device__ __forceinline__ int step(int a) const { return sources_.table[source_].image.stride[a] * (int)sizeof(T); }
+    __device__ __forceinline__ int out(int a) const { return windows_.out[a]; }
+
+    const Sources& sources_;
+    const Windows& windows_;
+    const int to_;
+    const T* data_;  // of the chunk, at pixel 0 of sample 0
+    int source_, step_w_;
+    int offset_[3];      // of the tap in a window, before padding
+    int n_, d_, h_, w_;  // the window of the next pixel; along w where the tap is
+    long long row_;      // an address; whatever it is, where not `on_image_`
+    bool on_image_;
+    int left_;
+};
+
+// On a multiprocessor, so that one's waits are another's work: what the registers of its sums allow, twice for TF32X3.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int MIN_BLOCKS = 1;  // its 64 KiB of shared memory hold no more
+#else
+constexpr int MIN_BLOCKS = THREADS == 256 ? (ARITHMETIC == TF32X3 ? 1 : 2) : (ARITHMETIC == TF32X3 ? 2 : 3);
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    implicit_weight_gradient(const __grid_constant__ ImplicitWeightGradientParams params) {
+    DYNAMIC_SHARED(Stage, stage);
+
+    // Blocks of the same pixels follow each other, and find them in the L2 cache.
+    const int columns = params.group_channels * product_of(params.windows.kernel);
+    const int tiles_m = (params.group_outputs + TILE_M - 1) / TILE_M, tiles_n = (columns + TILE_N - 1) / TILE_N;
+    const int m_first = blockIdx.x % tiles_m * TILE_M, n_first = blockIdx.x / tiles_m % tiles_n * TILE_N;
+    const int g = blockIdx.x / tiles_m / tiles_n;
+    const int first = blockIdx.y * params.pixels_per_part, end = first + min(params.pixels_per_part, params.pixels - first);
+    const int slabs = (end - first + SLAB - 1) / SLAB;
+
+    GradChunks grad(params, g, m_first, first, end);
+    TapChunks x(params, g, n_first, first, end);
+
+    const int warp_m = warp_index() % WARPS_DOWN * WARP_ROWS, warp_n = warp_index() / WARPS_DOWN * WARP_COLUMNS;
+    Arithmetic::template WarpTile<WARP_ROWS, WARP_COLUMNS, false> tile(warp_m, warp_n);
+    int used = 0, next = 0;  // stages: of slab i, and of the one that is fetched meanwhile
+#pragma unroll 1
+    for (int i = 1 - STAGES; i < slabs; ++i) {
+        if (i >= 0) {
+            wait_for_copies<STAGES - 2>();
+            __syncthreads();  // everyone's copies of slab i are there, and slab i - 1 has been used
+        }
+        if (i + STAGES - 1 < slabs) {
+            grad.fetch(stage[next].grad);
+            x.fetch(stage[next].x);
+            next = next == STAGES - 1 ? 0 : next + 1;
+        }
+        commit_copies();
+        if (i >= 0) {
+            tile.multiply(stage[used].grad, stage[used].x);
+            used = used == STAGES - 1 ? 0 : used + 1;
+        }
+    }
+
+    const int rows = params.group_outputs - m_first - warp_m, width = columns - n_first - warp_n;  // of the warp's part
+    Arithmetic::Sum* const sums = static_cast<Arithmetic::Sum*>(params.sums) + blockIdx.y * params.plane +
+                                  (g * (long long)params.group_outputs + m_first + warp_m) * columns + n_first + warp_n;
+    tile.for_each([&](int m, int j, Arithmetic::Sum sum) {
+        if (m < rows && j < width) sums[(long long)m * columns + j] = sum;
+    });
+}

@@ -1,0 +1,206 @@
+"""A weight's gradient by method "implicit_gemm": every compiled variant against the oracle, and when it is taken.
+
+Which variant runs is the cost model's choice; here each is forced in turn, with sums of one part and of several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+import reference_gradients
+from strategies import as_dtype, with_layout
+from targets import TARGETS
+from tolerance import assert_close, assert_exact
+
+import cupyconv
+from cupyconv.call.operation import forget_calls
+from cupyconv.cuda.plan import implicit_weight_gradient as planning
+from cupyconv.problem.plan import KernelLaunch
+from tests.variants import all_variants
+
+VARIANTS = [dict(kernel.macros) for kernel in all_variants() if kernel.name == "implicit_weight_gradient"]
+
+
+def name_of(variant):
+    return "-".join(variant.values()) if isinstance(variant, dict) else None
+
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
+
+
+@pytest.fixture(params=TARGETS[1:])
+def cuda(request):
+    """The CUDA backend on the host device, and on a GPU where there is one."""
+    return request.param()
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Plans are made anew, under whatever a test has changed, and forgotten."""
+    forget_calls()
+    yield
+    forget_calls()
+
+
+@pytest.fixture
+def force(monkeypatch):
+    """Have one variant planned for, of as many parts as the pixels give slabs, up to some."""
+
+    def one(variant, parts=1):
+        tile = int(variant["TILE_M"]), int(variant["TILE_N"])
+        monkeypatch.setattr(planning, "arithmetics", lambda *_: (variant["ARITHMETIC"],))
+        monkeypatch.setattr(planning, "TILES", {tile: planning.TILES[tile]})
+        monkeypatch.setattr(planning, "_parts", lambda blocks, tiles, slabs: min(parts, slabs))
+
+    return one
+
+
+def drawn(shape, dtype, seed, integer=True):
+    """Small integers, or values of a standard normal distribution that TF32 holds too."""
+    rng = np.random.default_rng(seed)
+    if integer:
+        return rng.integers(-1, 2, shape).astype(as_dtype(dtype))
+    values = np.ascontiguousarray(rng.standard_normal(shape, np.float32)).view(np.uint32) & np.uint32(0xFFFFE000)
+    return values.view(np.float32).astype(as_dtype(dtype))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A convolution whose weight's gradient is asked for; numbers of channels are in chunks of 16 bytes."""
+
+    chunks: tuple[int, ...] = (1,)  # of each input
+    out_chunks: int = 1
+    batch: int = 2
+    size: tuple[int, ...] = (7, 9)
+    kernel: tuple[int, ...] = (3, 3)
+    groups: int = 1
+    layout: str = "channels_last"
+    window: Mapping[str, Any] = field(default_factory=dict)
+
+    def arrays(self, dtype, *, integer=True):
+        """grad, and the inputs."""
+        chunk = 16 // as_dtype(dtype).itemsize
+        xs = [drawn((self.batch, n * chunk, *self.size), dtype, i, integer) for i, n in enumerate(self.chunks)]
+        tap = np.zeros((1, chunk, *self.kernel), np.float32)
+        out = cupyconv.conv(np.zeros((1, chunk, *self.size), np.float32), tap, **self.window).shape[2:]
+        return drawn((self.batch, self.out_chunks * chunk, *out), dtype, 9, integer), xs
+
+    def gradient(self, target, grad, xs, **how):
+        """What CUDA makes of channels-last views of them."""
+        grad, *xs = (with_layout(array, self.layout, target.to_device, target.xp) for array in (grad, *xs))
+        settings = dict(self.window, groups=self.groups, method="implicit_gemm", **how)
+        return target.to_host(cupyconv.conv_grad_weight(grad, xs, self.kernel, **settings))
+
+    def expected(self, grad, xs):
+        grad, *xs = (reference.wide(array) for array in (grad, *xs))
+        return reference_gradients.conv_grad_weight(grad, xs, self.kernel, groups=self.groups, **self.window)
+
+
+CASES = {
+    "one pixel": Case(batch=1, size=(1,), kernel=(1,)),
+    "pixels that end within a slab": Case(chunks=(2,), out_chunks=3, window={"padding": 1}),
+    "several inputs": Case(chunks=(1, 3, 2), out_chunks=2, window={"padding": 1}),
+    "groups that cut through inputs": Case(chunks=(3, 5), out_chunks=4, groups=4, kernel=(2, 2)),
+    "more outputs and columns than a tile": Case(chunks=(4,), out_chunks=36, size=(4, 5), kernel=(3, 3)),
+    "images smaller than a row of threads": Case(batch=21, size=(2, 1), kernel=(2, 3), window={"padding": (0, 1)}),
+    "stride, dilation and one-sided padding": Case(
+        chunks=(2, 1), size=(9, 11), kernel=(3, 2),
+        window={"stride": (2, 3), "dilation": (1, 3), "padding": ((2, 0), (1, 3))},
+    ),
+    "three axes": Case(
+        size=(4, 5, 6), kernel=(3, 2, 3), window={"stride": (1, 2, 1), "padding": ((1, 0), (0, 1), (2, 2))}
+    ),
+    **{
+        f"padding by {mode}": Case(kernel=(3, 5), window={"padding": ((2, 1), (3, 1)), "padding_mode": mode})
+        for mode in ("reflect", "symmetric", "edge", "wrap")
+    },
+}  # fmt: skip
+
+
+@every_variant
+@pytest.mark.parametrize("name", CASES)
+def test_cases_exactly(cuda, force, variant, name):
+    """Sums of one part and of as many as there are slabs, of integers that every dtype holds."""
+    case = CASES[name]
+    grad, xs = case.arrays(variant["DTYPE"])
+    expected = case.expected(grad, xs)
+    for parts in (1, 99):
+        force(variant, parts)
+        assert_exact(case.gradient(cuda, grad, xs), expected, grad.dtype)
+
+
+@every_variant
+def test_random_data(cuda, force, variant):
+    case = Case(chunks=(2, 3), out_chunks=5, size=(9, 10), window={"padding": 1})
+    grad, xs = case.arrays(variant["DTYPE"], integer=False)
+    force(variant, 3)
+    actual = case.gradient(cuda, grad, xs)
+    magnitude = case.expected(abs(grad), [abs(x) for x in xs])
+    assert_close(actual, case.expected(grad, xs), grad.dtype, grad[:, 0].size, magnitude=magnitude)
+
+
+@pytest.mark.parametrize("order", ["c_order", "channels_last", "stepped"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_results_that_lie_otherwise(cuda, force, order, parts):
+    """A lone part is the result itself where that lies as sums do: channels-last."""
+    case, variant = Case(out_chunks=2, window={"padding": 1}), VARIANTS[-1]
+    grad, xs = case.arrays(variant["DTYPE"])
+    force(variant, parts)
+    out = with_layout(np.full((8, 4, 3, 3), np.nan, "float32"), order, cuda.to_device, cuda.xp)
+    assert_exact(case.gradient(cuda, grad, xs, out=out), case.expected(grad, xs), "float32")
+    assert_exact(cuda.to_host(out), case.expected(grad, xs), "float32")
+
+
+@every_variant
+def test_non_finite_values_stay_in_their_places(cuda, force, variant):
+    """What is not finite is of one output, and of the taps that see it; a slab's tail has none of it."""
+    case = Case(chunks=(2,), out_chunks=2, window={"padding": 1})
+    grad, xs = case.arrays(variant["DTYPE"])
+    grad[0, 3, 2, 2], xs[0][1, 1, 0, 0] = np.inf, np.nan
+    force(variant, 2)
+    with np.errstate(invalid="ignore"):
+        expected = case.expected(grad, xs)
+    assert_close(case.gradient(cuda, grad, xs), expected, grad.dtype, grad[:, 0].size, magnitude=200)
+
+
+# ---- when it is taken --------------------------------------------------------------------------------------------
+
+
+def test_a_16_bit_layer_takes_it():
+    grad, x = (np.moveaxis(np.zeros((32, 56, 56, 64), "float16"), -1, 1) for _ in range(2))
+    plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, padding=1, on="sm_90")
+    assert plan.method == "implicit_gemm" and "tensor cores" in str(plan) and "gemm" in dict(plan.rejected)
+    products, total = plan.steps
+    assert isinstance(products, KernelLaunch) and products.kernel.name == "implicit_weight_gradient"
+    assert total.kernel.name == "epilogue" and total.purpose == "sum of the parts"
+    assert plan.flops == products.flops == 2 * 32 * 56 * 56 * 64 * 64 * 9
+
+
+@pytest.mark.parametrize(
+    "words, changes",
+    [
+        ("x is not channels-last", {"order": "C"}),
+        ("no multiple of 8", {"channels": 12}),
+        ("no multiple of 8", {"outputs": 12}),
+        ("no multiple of 8", {"groups": 4}),
+        ("no such kernel for float64", {"dtype": "float64"}),
+        ("have no one stride", {"cut": True}),
+        ("its sums need", {"limit": 100}),
+    ],
+)
+def test_refusals(words, changes):
+    how = {"order": "last", "channels": 16, "outputs": 16, "groups": 1, "dtype": "float16", "cut": False} | changes
+    x, grad = (np.zeros((2, 9, 9, how[name]), how["dtype"]) for name in ("channels", "outputs"))
+    x, grad = np.moveaxis(x, -1, 1), np.moveaxis(grad, -1, 1)
+    if how["order"] == "C":
+        x = x.copy(order="C")
+    if how["cut"]:
+        x, grad = x[..., 1:], grad[..., 1:]
+    arguments = dict(method="implicit_gemm", padding=1, groups=how["groups"], on="sm_90")
+    with cupyconv.options(workspace_limit=how.get("limit")), pytest.raises(ValueError, match=words):
+        cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, **arguments)
