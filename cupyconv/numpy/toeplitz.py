@@ -29,7 +29,7 @@ import numpy as np
 
 from cupyconv.numpy.convolution import LONE_PIXELS, MEMORY_BLOCK, ConvLoop, ConvRun, temporaries
 from cupyconv.numpy.gemm import WAYS as COLUMNS_WAYS
-from cupyconv.numpy.windows import Block, Images, Scratch, kept_scratch, parts_of, tile_shape
+from cupyconv.numpy.windows import Block, Images, Scratch, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.problems import ConvProblem
@@ -92,10 +92,6 @@ class ToeplitzLoop(ConvLoop):
     """Products of the image and of a matrix that has a channel's kernel on its diagonals."""
 
     smallest = 1
-
-    @cached_property
-    def fresh(self) -> Scratch:
-        return kept_scratch(self.x_dtype)
 
     @classmethod
     @abstractmethod

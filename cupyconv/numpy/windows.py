@@ -27,7 +27,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -548,12 +548,6 @@ class KeptScratch(Scratch):
     def _give_back(self) -> None:
         """Those of all threads; a call under way has its arrays as long as it needs them."""
         self._buffers = threading.local()
-
-
-@lru_cache(maxsize=16)
-def kept_scratch(dtype: np.dtype) -> KeptScratch:
-    """The one of a dtype: for few operations, the first touch of a page of memory takes longer than they do."""
-    return KeptScratch(dtype)
 
 
 def block_words(blocks: int, block: Sequence[int], axes: str, threads: int) -> str:
