@@ -126,7 +126,8 @@ class GradientFft(WeightGradientLoop):
         geometry, tile = self.geometry, self.tile
         spectrum, image = prod(tile.frequencies) * self.spectrum_dtype.itemsize, tile.elements * self.x_dtype.itemsize
         grad = geometry.groups * self.block[0] * (image + 2 * spectrum)
-        return grad + geometry.in_channels * (2 * spectrum + image)
+        added = any(extent > 1 for axis, extent in enumerate(self.block[1:]) if axis not in tile.along)
+        return grad + geometry.in_channels * ((2 + added) * spectrum + image)
 
     @cached_property
     def columns_bytes(self) -> int:
@@ -194,7 +195,8 @@ class GradientFft(WeightGradientLoop):
             np.multiply(x[:, :, :, sample], factor[:, :, :, sample], out=target)
             if sample:
                 products += more
-        if beside := tuple(3 + axis for axis in range(3) if axis not in self.tile.along):
+        lines = (3 + axis for axis in range(3) if axis not in self.tile.along)
+        if beside := tuple(axis for axis in lines if products.shape[axis] > 1):
             products = products.sum(beside, keepdims=True)
         return self.tile.image(products, 3, every(geometry.kernel, geometry.dilation))
 
