@@ -153,11 +153,8 @@ class ScaledPixels(ConvLoop):
 
     def _tile(self, images: Images, block: Block) -> np.ndarray:
         """What all taps read, (samples, d, h, w, channels)."""
-        tile = block.tile(images.channels)
-        image = images.scratch.array("tile", (*tile.shape[1:], images.channels))
-        if tile.starts_as_zeros:
-            image.fill(0)
-        images.read(tile.regions, block, np.moveaxis(image, -1, 0))
+        image = images.scratch.array("tile", (*block.tile(images.channels).shape[1:], images.channels))
+        images.read_tile(block, np.moveaxis(image, -1, 0))
         return image
 
 

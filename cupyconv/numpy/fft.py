@@ -31,7 +31,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from cupyconv.numpy.convolution import SLOW_SPECTRA, ConvLoop, ConvRun, columns_bytes, temporaries, weight_copy
+from cupyconv.numpy.convolution import ConvLoop, ConvRun, columns_bytes, temporaries, weight_copy
 from cupyconv.numpy.gemm import product as multiplied
 from cupyconv.numpy.gemm import with_parts
 from cupyconv.numpy.spectra import (
@@ -47,15 +47,16 @@ from cupyconv.numpy.spectra import (
     dilated,
     every,
     is_real,
-    least_ns,
+    no_room,
     on_fewer_threads,
     on_threads,
     refusal_of,
+    slower_than,
     slowness,
     with_lines,
 )
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import Block, BlockSize, Images, Scratch, largest_block, parts_of, ranges_of, tile_size
+from cupyconv.numpy.windows import Block, BlockSize, Scratch, largest_block, parts_of, ranges_of, tile_size
 from cupyconv.problem.arrays import Operand, product_flops
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.plan import Plan
@@ -79,18 +80,13 @@ MOST_SHARES = 64
 
 def unsuited(problem: ConvProblem, others_ns: float | None = None) -> str:
     """Why transforms are not taken, where another method takes so many nanoseconds of float32 on one core."""
-    if refusal := refusal_of(problem):
-        return refusal
     if others_ns is None:
         others = on_threads(products_ns(problem), problem)
     else:  # a depthwise convolution's ways, which wake threads where each has enough to do
         threads = max(1, min(problem.host.threads, int(others_ns / SHARE_NS)))
         others = on_threads(DEPTHWISE * others_ns, problem) * problem.host.threads / threads
         others += WAKE_NS * (threads > 1)
-    if others <= least_ns(problem):
-        return SLOW_SPECTRA
-    best = best_cut(problem, 0, problem.limit)
-    return "" if best and best.nanoseconds < others else SLOW_SPECTRA
+    return slower_than(others, problem, best_cut)
 
 
 def products_ns(problem: ConvProblem) -> float:
@@ -214,7 +210,7 @@ class Fft(ConvLoop):
         limit = problem.limit_with(copied)
         best = best_cut(problem, copied + 3 * Plan.ALIGNMENT, limit)
         if best is None:
-            raise NotApplicable(f"the smallest tile and its spectra do not fit the workspace limit of {limit:,} bytes")
+            raise no_room(limit)
         first: Any = best.first
         divided = replace(problem, machine=first.problem.machine)
         loops: list[Any] = [first]
@@ -342,7 +338,7 @@ class Fft(ConvLoop):
         """The sums (outputs, n, d, h, w) of spectra that are multiplied by element."""
         geometry = self.geometry
         image = run.images.scratch.array("tile", (geometry.in_channels, block.size[0], *self._tile_size(block)))
-        read_tile(run.images, block, image)
+        run.images.read_tile(block, image)
         x = self.tile.spectrum(image, 2)
         x = x.reshape(geometry.groups, geometry.group_channels, *x.shape[1:])
         weight = weight[:, :, :, None]  # for all samples
@@ -357,7 +353,7 @@ class Fft(ConvLoop):
         """The same of spectra that are multiplied as matrices, channels last."""
         groups, samples = self.geometry.groups, block.size[0]
         image = run.images.scratch.array("tile", (*self._tile_size(block), samples, self.geometry.in_channels))
-        read_tile(run.images, block, image.transpose(4, 3, 0, 1, 2))
+        run.images.read_tile(block, image.transpose(4, 3, 0, 1, 2))
         x = self.tile.spectrum(image, 0)
         y = run.products.array("spectra", (*x.shape[:4], self.geometry.out_channels), x.dtype)
         matrices, sums = (one.reshape(*x.shape[:4], groups, -1).swapaxes(3, 4) for one in (x, y))
@@ -390,15 +386,6 @@ def multiply(x: np.ndarray, weight: np.ndarray, sums: np.ndarray, scratch: Scrat
         for channel in range(1, x.shape[1]):
             more = scratch.array("product", x[:, 0].shape, x.dtype)
             sums[:, output] += np.multiply(x[:, channel], weight[:, output, channel], out=more)
-
-
-def read_tile(images: Images, block: Block, target: np.ndarray) -> None:
-    """Read what all windows of a block read into (channels, samples, d, h, w), with zeros behind it."""
-    tile = block.tile(images.channels)
-    if tile.starts_as_zeros or target.shape != tile.shape:
-        target.fill(0)
-    within: Any = (..., *map(slice, tile.shape[2:]))
-    images.read(tile.regions, block, target[within])
 
 
 WAYS = (Fft,)

@@ -24,7 +24,6 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from cupyconv.numpy.convolution import SLOW_SPECTRA
 from cupyconv.numpy.fft import multiply
 from cupyconv.numpy.scattered import Piece, ScatteredLoop, ScatteredRun, even_channels
 from cupyconv.numpy.spectra import (
@@ -40,9 +39,10 @@ from cupyconv.numpy.spectra import (
     dilated,
     every,
     is_real,
-    least_ns,
+    no_room,
     on_threads,
     refusal_of,
+    slower_than,
     slowness,
     with_lines,
 )
@@ -58,15 +58,10 @@ SCATTERED_NS, ADDED_NS = 0.02, 0.3
 
 def unsuited(problem: TransposedProblem) -> str:
     """Why transforms are not taken: they take longer than products that are added tap by tap."""
-    if refusal := refusal_of(problem):
-        return refusal
     geometry = problem.geometry
     added = geometry.batch * geometry.in_channels * geometry.taps * geometry.pixels * ADDED_NS
     others = on_threads(geometry.products * SCATTERED_NS + added, problem)
-    if others <= least_ns(problem):
-        return SLOW_SPECTRA
-    best = best_loop(problem, 0, problem.limit)
-    return "" if best and best.nanoseconds < others else SLOW_SPECTRA
+    return slower_than(others, problem, best_loop)
 
 
 @lru_cache(maxsize=64)
@@ -138,7 +133,7 @@ class ScatteredFft(ScatteredLoop):
         limit = problem.limit_with(weight)
         loop: Any = best_loop(problem, weight + 3 * Plan.ALIGNMENT, limit)
         if loop is None:
-            raise NotApplicable(f"the smallest tile and its spectra do not fit the workspace limit of {limit:,} bytes")
+            raise no_room(limit)
         return [loop], {"weight": weight, "spectra": loop.spectra_bytes, "blocks": loop.threads * loop.workspace}
 
     # What a block takes.

@@ -19,8 +19,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from cupyconv.numpy.convolution import SLOW_SPECTRA, columns_bytes, temporaries
-from cupyconv.numpy.fft import read_tile
+from cupyconv.numpy.convolution import columns_bytes, temporaries
 from cupyconv.numpy.spectra import (
     BLOCK,
     BLOCK_NS,
@@ -31,9 +30,10 @@ from cupyconv.numpy.spectra import (
     Tile,
     block_extents,
     every,
-    least_ns,
+    no_room,
     on_threads,
     refusal_of,
+    slower_than,
     slowness,
     with_lines,
 )
@@ -48,15 +48,10 @@ GRADIENT_NS, ELEMENT_NS = 0.03, 0.3
 
 def unsuited(problem: WeightGradientProblem) -> str:
     """Why transforms are not taken: they take longer than products of columns."""
-    if refusal := refusal_of(problem):
-        return refusal
     geometry = problem.geometry
     columns = geometry.batch * geometry.pixels * geometry.in_channels * geometry.taps
     others = on_threads(geometry.products * GRADIENT_NS + columns * ELEMENT_NS, problem)
-    if others <= least_ns(problem):
-        return SLOW_SPECTRA
-    best = best_loop(problem, 0, problem.limit)
-    return "" if best and best.nanoseconds < others else SLOW_SPECTRA
+    return slower_than(others, problem, best_loop)
 
 
 @lru_cache(maxsize=64)
@@ -96,7 +91,7 @@ class GradientFft(WeightGradientLoop):
             return cls(problem, (1, 1, 1, 1))
         loop: Any = best_loop(problem, fixed, limit)
         if loop is None:
-            raise NotApplicable(f"the smallest tile and its spectra do not fit the workspace limit of {limit:,} bytes")
+            raise no_room(limit)
         return loop
 
     # What a block takes.
@@ -163,7 +158,7 @@ class GradientFft(WeightGradientLoop):
         geometry = self.geometry
         size = self.tile.shape(tile_size(geometry, block.size[1:]))
         image = images.scratch.array("tile", (geometry.in_channels, block.size[0], *size))
-        read_tile(images, block, image)
+        images.read_tile(block, image)
         x = self.tile.spectrum(image, 2)
         x = x.reshape(geometry.groups, 1, geometry.group_channels, *x.shape[1:])
         for grad, sums in pairs:

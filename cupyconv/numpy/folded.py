@@ -22,7 +22,7 @@ import numpy as np
 from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.gathered import GatheredLoop, plan_gathered
 from cupyconv.numpy.windows import five_axes, padded_index
-from cupyconv.problem.arrays import accumulator, c_strides
+from cupyconv.problem.arrays import accumulator
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Buffer, Plan
 from cupyconv.problem.problems import HostModel, NotApplicable, TransposedProblem
@@ -115,10 +115,7 @@ def plan_folded(problem: TransposedProblem, plan_part: Callable[[TransposedProbl
     for box in _borders(geometry):
         shape = (*map(len, box),)
         outs = tuple(
-            replace(
-                out, shape=(*out.shape[:2], *shape), strides=c_strides((*out.shape[:2], *shape)), alignment=16, offset=0
-            )
-            for out in problem.outs
+            replace(out, shape=(*out.shape[:2], *shape), offset=0).in_c_order(out.dtype) for out in problem.outs
         )
         nbytes = sum(out.nbytes for out in outs)
         if nbytes > problem.limit // 2:

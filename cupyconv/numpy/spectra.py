@@ -13,7 +13,7 @@ kernel has one tap are not: they are as many tiles.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log2, prod
@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from cupyconv.numpy.convolution import SLOW_SPECTRA
 from cupyconv.problem.arrays import accumulator, is_complex, real_part
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
-from cupyconv.problem.problems import HostModel, ProductsProblem, ProductsProblemT
+from cupyconv.problem.problems import HostModel, NotApplicable, ProductsProblem, ProductsProblemT
 
 # Nanoseconds of float32 on one core (AVX2, 1 MiB of L2); `slowness` is for other dtypes.
 #: A transform of n elements takes n log2(n) times this, and for each element a copy.
@@ -54,6 +55,20 @@ def refusal_of(problem: ProductsProblem) -> str:
     if problem.geometry.taps == 1:
         return "it is for kernels of several taps"
     return ""
+
+
+def slower_than(others_ns: float, problem: ProductsProblemT, best: Callable[[ProductsProblemT, int, int], Any]) -> str:
+    """Why transforms are not taken, of which `best` finds the quickest, where other methods take so long."""
+    if refusal := refusal_of(problem):
+        return refusal
+    if others_ns <= least_ns(problem):
+        return SLOW_SPECTRA
+    found = best(problem, 0, problem.limit)
+    return "" if found and found.nanoseconds < others_ns else SLOW_SPECTRA
+
+
+def no_room(limit: int) -> NotApplicable:
+    return NotApplicable(f"the smallest tile and its spectra do not fit the workspace limit of {limit:,} bytes")
 
 
 def slowness(problem: ProductsProblem) -> float:

@@ -41,10 +41,10 @@ from cupyconv.numpy.winograd import (
     TiledLoop,
     Tiling,
     by_group,
+    channels_first,
     in_turn,
     in_turn_bytes,
     products_of,
-    read_channels_last,
     transforms_float32,
     weight_transform,
 )
@@ -259,7 +259,7 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
         inputs, grads = self._shapes(tiling)
         memory = in_turn(MEMORY, inputs, ("columns", "tile"))
         image = next(memory)
-        read_channels_last(images, block, image)
+        images.read_tile(block, channels_first(image))
         x = by_group(tiling.transform(matrices.inputs, image, memory), geometry.groups)
         memory = in_turn(MEMORY, grads, ("grad", "grad tiles"))
         image = next(memory)
@@ -270,7 +270,7 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
         factor = by_group(tiling.transform(matrices.outputs.T, image, memory), geometry.groups)
         shape = (len(x), *sums.shape[:2], geometry.group_channels)
         products = np.matmul(factor.swapaxes(2, 3), x, out=MEMORY.array("products", shape))
-        taps = np.matmul(weight_transform(geometry).T, products.reshape(len(x), prod(shape[1:])))
+        taps = np.matmul(weight_transform(geometry.kernel).T, products.reshape(len(x), prod(shape[1:])))
         if not np.isfinite(taps.sum()):
             self._add_columns(run, block, images, pairs, is_first)
             return

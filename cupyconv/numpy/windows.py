@@ -388,12 +388,17 @@ class Images:
 
         With a step, of it every so many pixels along the width.
         """
-        tile = block.tile(self.channels, first, step)
-        image = self.scratch.array(f"tile {first}", tile.shape)
-        if tile.starts_as_zeros:
-            image.fill(0)
-        self.read(tile.regions, block, image)
+        image = self.scratch.array(f"tile {first}", block.tile(self.channels, first, step).shape)
+        self.read_tile(block, image, first, step)
         return image
+
+    def read_tile(self, block: Block, target: np.ndarray, first: int = 0, step: int = 1) -> None:
+        """Read what all windows of a block lie in into (channels, samples, d, h, w), with zeros behind it."""
+        tile = block.tile(self.channels, first, step)
+        if tile.starts_as_zeros or target.shape != tile.shape:
+            target.fill(0)
+        within: Any = (..., *map(slice, tile.shape[2:]))
+        self.read(tile.regions, block, target[within])
 
     def tile_or_view(self, block: Block, first: int = 0, step: int = 1) -> np.ndarray:
         """The tile; where it lies as it is in an input, that part of the input."""

@@ -44,8 +44,8 @@ from cupyconv.numpy.convolution import (
 )
 from cupyconv.numpy.gemm import product as column_product
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import Block, BlockSize, Images, KeptScratch, Scratch, largest_block, parts_of
-from cupyconv.problem.geometry import ConvGeometry, even_part
+from cupyconv.numpy.windows import Block, BlockSize, KeptScratch, Scratch, largest_block, parts_of
+from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
 from cupyconv.problem.problems import ConvProblem, NotApplicable, ProductsProblem
 
 TAPS, OUTPUTS, INPUTS = 3, 4, 6
@@ -113,9 +113,10 @@ def transforms_float32() -> Transforms:
     return Transforms(*(matrix.astype(np.float32) for matrix in transforms()))
 
 
-def weight_transform(geometry: ConvGeometry) -> np.ndarray:
+@lru_cache(maxsize=8)
+def weight_transform(kernel: Triple) -> np.ndarray:
     """The matrix that the taps of a kernel are multiplied by, along all axes at once: (products, taps)."""
-    along = [transforms().taps if taps == TAPS else np.ones((1, 1)) for taps in geometry.kernel]
+    along = [transforms().taps if taps == TAPS else np.ones((1, 1)) for taps in kernel]
     return reduce(np.kron, along).astype(np.float32)
 
 
@@ -244,7 +245,7 @@ def multiply_adds(problem: ProductsProblem) -> int:
     tiles, products, kernels = all_tiles(geometry), products_of(geometry), kernels_of(geometry)
     channels = geometry.in_channels + geometry.out_channels
     keeps = keeps_weight(geometry)
-    weight = products * kernels * FLOAT32.itemsize if keeps else threads * part_bytes(geometry)
+    weight = factor_bytes(geometry) if keeps else threads * part_bytes(geometry)
     room = min(BLOCK if keeps else LARGE_BLOCK, (problem.limit - weight) // threads)
     blocks = threads * -(-tiles // (threads * max(1, room // tile_bytes(geometry))))
     arranged = 1 if keeps else blocks
@@ -268,13 +269,9 @@ def in_turn_bytes(shapes: Sequence[Shape]) -> int:
     return FLOAT32.itemsize * sum(max(map(prod, shapes[i::2]), default=0) for i in range(2))
 
 
-def read_channels_last(images: Images, block: Block, target: np.ndarray) -> None:
-    """What all windows of a block read, (1, samples, d, h, w, channels), with zeros behind it."""
-    tile = block.tile(images.channels)
-    if tile.starts_as_zeros or target.shape[2:5] != tile.shape[2:]:
-        target.fill(0)
-    at: Any = (0, slice(None), *map(slice, tile.shape[2:]))
-    images.read(tile.regions, block, target[at].transpose(4, 0, 1, 2, 3))
+def channels_first(image: np.ndarray) -> np.ndarray:
+    """An image (1, samples, d, h, w, channels) as windows are read: (channels, samples, d, h, w)."""
+    return image[0].transpose(4, 0, 1, 2, 3)
 
 
 def tiles_block(geometry: ConvGeometry, most: int, share: int) -> BlockSize:
@@ -373,7 +370,7 @@ class Winograd(TiledLoop, ConvLoop):
     @classmethod
     def weight_bytes(cls, problem: ConvProblem) -> int:
         geometry = problem.geometry
-        return products_of(geometry) * kernels_of(geometry) * FLOAT32.itemsize if keeps_weight(geometry) else 0
+        return factor_bytes(geometry) if keeps_weight(geometry) else 0
 
     @property
     def sums_bytes(self) -> int:
@@ -395,7 +392,7 @@ class Winograd(TiledLoop, ConvLoop):
         factors = np.empty((products_of(geometry), len(rows)), FLOAT32)
 
         def transform(part: slice) -> None:
-            _times_taps(weight_transform(geometry), np.ascontiguousarray(rows[part].T), factors[:, part])
+            _times_taps(weight_transform(geometry.kernel), np.ascontiguousarray(rows[part].T), factors[:, part])
 
         threads = max(1, min(self.threads, factors.size // WEIGHT_PART))
         in_threads(threads, transform, parts_of(len(rows), even_part(len(rows), -(-len(rows) // threads))))
@@ -407,7 +404,7 @@ class Winograd(TiledLoop, ConvLoop):
         tiling = self.tiling_of(block)
         memory = in_turn(run.images.scratch, _shapes(tiling, geometry), ("columns", "tile"))
         image = next(memory)
-        read_channels_last(run.images, block, image)
+        run.images.read_tile(block, channels_first(image))
         tiles = by_group(tiling.transform(matrices.inputs, image, memory), geometry.groups)
         products = next(memory)
         self._multiply(tiles, weights, by_group(products, geometry.groups), run.images.scratch)
@@ -419,7 +416,7 @@ class Winograd(TiledLoop, ConvLoop):
 
     def _multiply(self, tiles: np.ndarray, weights: Weights, place: np.ndarray, scratch: Scratch) -> None:
         """Each product and group: tiles (tiles, channels) times the transformed weight (channels, outputs)."""
-        geometry, matrix = self.geometry, weight_transform(self.geometry)
+        geometry, matrix = self.geometry, weight_transform(self.geometry.kernel)
         channels = geometry.group_channels
         if weights.factors is not None:
             shape = len(matrix), geometry.groups, geometry.group_outputs, channels
@@ -447,7 +444,12 @@ class Winograd(TiledLoop, ConvLoop):
 
 def keeps_weight(geometry: ConvGeometry) -> bool:
     """Whether the transformed weight is made once for all blocks."""
-    return products_of(geometry) * kernels_of(geometry) * FLOAT32.itemsize <= KEPT_WEIGHT
+    return factor_bytes(geometry) <= KEPT_WEIGHT
+
+
+def factor_bytes(geometry: ConvGeometry) -> int:
+    """Bytes of the transformed weight."""
+    return products_of(geometry) * kernels_of(geometry) * FLOAT32.itemsize
 
 
 def outputs_at_once(geometry: ConvGeometry) -> int:
