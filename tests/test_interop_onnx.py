@@ -341,6 +341,15 @@ def test_what_is_fused_and_what_is_not(target, name):
     assert all(np.array_equal(target.to_host(placed[one]), array) for one, array in inputs.items())
 
 
+def test_explain_computes_with_zeros_and_warns_of_nothing():
+    """Of 0 / 0 neither: a warning is an error here."""
+    model = parsed(
+        "(float[1, 4, 6, 6] x) => (float[1, 4, 6, 6] y)", "a = Conv(x, v) n = Sub(x, x) d = Div(n, n) y = Div(a, d)"
+    )
+    page = load(model).explain()
+    assert [step.op for step in page.steps] == ["Conv", "Sub", "Div", "Div"]
+
+
 @pytest.mark.parametrize("body, done", [
     ("d = BatchNormalization(x, b, c, m, s) e = Relu(d) y = Conv(e, h)", {BEFORE: 1}),
     ("a = Conv(x, h) d = BatchNormalization(a, b, c, m, s) y = Relu(d)", {FOLDED: 1, ACTIVATED: 1}),

@@ -406,7 +406,7 @@ class Model:
         """
         for name, (dtype, sizes) in self._graph.inputs.items():
             if name not in inputs and dtype is not None and sizes is not None and None not in sizes:
-                inputs[name] = self._xp.empty(sizes, dtype)
+                inputs[name] = self._xp.zeros(sizes, dtype)
         values, lines, live, peak = self._checked(inputs), [], 0, 0
         for node, unread in zip(self._graph.nodes, self._last_reads):
             plan, seconds = None, None
@@ -417,9 +417,10 @@ class Model:
                 machine = call.problem.machine
                 if isinstance(machine, GpuModel):
                     seconds = Draft(plan.method, plan.steps).cost(machine).seconds
-                outputs: Sequence[Any] = [self._xp.empty(result.shape, result.dtype)]
+                outputs: Sequence[Any] = [self._xp.zeros(result.shape, result.dtype)]
             else:
-                outputs = self._run(node, values)
+                with np.errstate(all="ignore"):  # of zeros that stand for what a layer would compute
+                    outputs = self._run(node, values)
             values |= {name: value for name, value in zip(node.outputs, outputs) if name}
             live = sum(_nbytes(value) for name, value in values.items())
             peak = max(peak, live + (plan.workspace_bytes if plan else 0))
