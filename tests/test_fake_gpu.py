@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -279,3 +282,11 @@ def test_allocations_that_fail(cupy, machine, no_pool, call, kind):
         assert machine.free_bytes == free
         assert np.array_equal(CALLS[call](x, w).get(), expected)
     assert not outcomes[0]
+
+
+def test_host_time_is_measured_with_a_driver_that_does_nothing(cupy):
+    """After `let_go` calls still come to their end, and are timed; what they take is for a quiet machine."""
+    command = [sys.executable, "-m", "tests.fake_gpu", "tests/benchmarks/host_time.py", "--rounds", "1", "--calls", "2"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    of_cupy = done.stdout.partition("cuda, CuPy on a driver that does nothing")[2].partition("NumPy, ")[0]
+    assert of_cupy.count("one launch") == 8 and of_cupy.count("GEMM") == 4
