@@ -187,7 +187,7 @@ def test_nothing_is_loaded_from_other_hosts(site):
 
 def test_the_reference_shows_docstrings_as_they_are_meant(site):
     page = (site / "reference/convolution.html").read_text("utf-8")
-    assert 'id="cupyconv.conv"' in page and "foreign" not in page
+    assert 'id="cupyconv.conv"' in page and ">foreign<" not in page  # of `**foreign`, in a signature
     for path in (site / "reference").glob("*.html"):
         prose = re.sub(r"<pre.*?</pre>", "", path.read_text("utf-8"), flags=re.DOTALL)
         assert "=====" not in prose, f"{path.name}: a table that is no block"
