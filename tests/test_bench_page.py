@@ -257,7 +257,7 @@ def test_the_command_writes_the_page_and_draws_it_again(tmp_path, capsys, monkey
     monkeypatch.setattr(session, "LONGEST", 0)
     monkeypatch.setattr(memory, "BATCHES", (1, 2))
     first, again = tmp_path / "made" / "first", tmp_path / "again"
-    arguments = ["--peers", "numpy", "--threads", "1", "--seconds", "60", "--only", "merge"]
+    arguments = ["--peers", "numpy", "--threads", "1", "--seconds", "600", "--only", "merge"]
     assert main(["bench", "--report", str(first), *arguments]) == 0
     assert f"the page: {first / 'index.html'}" in capsys.readouterr().out
     record = read_record(first / "results.json")
