@@ -186,8 +186,15 @@ def test_nothing_is_loaded_from_other_hosts(site):
 
 
 def test_the_reference_shows_docstrings_as_they_are_meant(site):
-    page = (site / "reference/convolution.html").read_text("utf-8")
-    assert 'id="cupyconv.conv"' in page and ">foreign<" not in page  # of `**foreign`, in a signature
-    for path in (site / "reference").glob("*.html"):
-        prose = re.sub(r"<pre.*?</pre>", "", path.read_text("utf-8"), flags=re.DOTALL)
-        assert "=====" not in prose, f"{path.name}: a table that is no block"
+    """Entries under their names, tables as tables; `**foreign` is in no signature."""
+    pages = {path.stem: path.read_text("utf-8") for path in (site / "reference").glob("*.html")}
+    assert (
+        'id="cupyconv.conv"' in pages["convolution"] and "<dt><code>weight</code> : array</dt>" in pages["convolution"]
+    )
+    assert "<dt><code>*args, **kwargs</code></dt>" in pages["gradients"]
+    assert "<td><code>avg_pool</code></td>\n<td>nothing</td>" in pages["gradients"]
+    assert '<span class="gp">&gt;&gt;&gt; </span>' in pages["pooling"]
+    for name, page in pages.items():
+        assert ">foreign<" not in page, name
+        prose = re.sub(r"<pre.*?</pre>", "", page, flags=re.DOTALL)
+        assert not re.search(r"=====|-----|&gt;&gt;&gt;|``|::$", prose, re.MULTILINE), name
