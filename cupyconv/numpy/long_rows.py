@@ -34,11 +34,13 @@ from cupyconv.numpy.convolution import (
     result_takes_sums,
     sums_per_pixel,
     temporaries,
+    weight_copy,
 )
 from cupyconv.numpy.gemm import WAYS as ANY_GROUPS
 from cupyconv.numpy.windows import Block, BlockSize, KeptScratch, Region, Scratch, parts_of, tile_size
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry, even_part
+from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import ConvProblem
 
 #: Multiply-adds up to which OpenBLAS does a product without packing its operands (x86-64 with AVX-512).
@@ -106,7 +108,9 @@ class LongRows(ConvLoop):
 
     @cached_property
     def part(self) -> int:
-        room = min(PART, self.problem.limit // (2 * self.problem.host.threads))
+        beside = self.weight_bytes(self.problem) + weight_copy(self.problem) + 2 * Plan.ALIGNMENT
+        left = (self.problem.limit - beside) // self.problem.host.threads - self.sums_bytes - self.index_bytes
+        room = min(PART, left)
         return even_part(self.geometry.groups, room // (self._bytes_of_group or 1))
 
     @property

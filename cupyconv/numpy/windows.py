@@ -449,7 +449,10 @@ class Images:
         """The same with channels cut into groups, none of which is of two inputs: images (n, groups, channels, d, h, w)."""
         per_group = self.channels // groups
         inputs = [
-            (x.reshape(len(x), -1, per_group, *x.shape[2:]), slice(own.start // per_group, own.stop // per_group))
+            (
+                x.reshape(len(x), x.shape[1] // per_group, per_group, *x.shape[2:]),
+                slice(own.start // per_group, own.stop // per_group),
+            )
             for x, own in self.inputs
         ]
         return Images(inputs, self.scratch, self._transform and self._transform.by_group(groups))
