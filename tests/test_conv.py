@@ -60,9 +60,9 @@ def test_images_of_one_pixel_or_one_channel_are_in_both_orders_and_give_c_order(
     assert y.transpose(0, 2, 3, 1).flags.c_contiguous
 
 
-def test_the_axes_that_were_needed_are_those_of_the_call():
+def test_an_input_without_samples_beside_one_with_them_is_answered_with_the_axes_it_needs():
     weight = np.ones((4, 3, 3, 3), np.float32)
-    with pytest.raises(ValueError, match=r"x\[1\] has shape \(1, 5\), needed 3 axes: \(C, \*spatial\) with 2 spatial"):
-        cupyconv.conv([np.ones((2, 5, 5), np.float32), np.ones((1, 5), np.float32)], weight)
-    with pytest.raises(ValueError, match=r"x\[1\] has shape .* needed 4 axes: \(N, C, \*spatial\) with 2 spatial"):
+    with pytest.raises(
+        ValueError, match=r"x\[1\] has shape \(1, 5, 5\), needed 4 axes: \(N, C, \*spatial\) with 2 spatial"
+    ):
         cupyconv.conv([np.ones((1, 2, 5, 5), np.float32), np.ones((1, 5, 5), np.float32)], weight)
