@@ -82,6 +82,7 @@ class LongRows(ConvLoop):
     name = "long MEC rows"
     words = "columns that {taps} taps share, and a product for each row of all samples and bands"
     fresh: ClassVar[Scratch] = MEMORY
+    thread_bytes = PART
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:

@@ -92,6 +92,7 @@ class ToeplitzLoop(ConvLoop):
     """Products of the image and of a matrix that has a channel's kernel on its diagonals."""
 
     smallest = 1
+    thread_bytes = COPIES_BLOCK
 
     @classmethod
     @abstractmethod
@@ -122,7 +123,7 @@ class ToeplitzLoop(ConvLoop):
     @cached_property
     def part(self) -> int:
         # Of several groups twice as much: longer calls win more than memory of a farther cache costs.
-        room = min(2 * COPIES_BLOCK, self.problem.limit // (2 * self.problem.host.threads))
+        room = min(2 * COPIES_BLOCK, self.problem.limit * 3 // (4 * self.problem.host.threads))
         return even_part(self.geometry.groups, room // (self._group_bytes or 1))
 
     @property
