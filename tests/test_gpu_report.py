@@ -378,7 +378,7 @@ def test_a_bench_that_cannot_begin_is_a_failure(run):
     assert outcomes(run, "bench") == {"bench": "failed"}
 
 
-# --- the README's table ---------------------------------------------------------------------------------------
+# --- the pages' table ---------------------------------------------------------------------------------------
 
 
 def invented(tmp_path, **changes):

@@ -50,6 +50,8 @@ LARGEST_SHARED = 64 << 10
 ACTIVATIONS_OF = {"rnn": "tanh", "lstm": ("sigmoid", "tanh", "tanh"), "gru": ("sigmoid", "tanh")}
 #: Kernels that are some operation's only way, so that nobody asks what their arithmetic takes.
 UNCOSTED = ("pool", "pool_gradient")
+#: Kernels without arithmetic whose scattered loads are counted.
+SCATTERED = ("channels_last",)
 METHODS = ("auto", "direct", "gemm", "implicit_gemm")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -109,7 +111,7 @@ def check(plan: Plan, limit: int | None = None, on: str = GPU) -> None:
             asks = step.kernel.name in ("conv_pair", "implicit_gemm")  # how much the GPU has
             assert step.shared_bytes <= (known_gpu(on).shared_bytes if asks else LARGEST_SHARED), step
             if step.kernel.name not in UNCOSTED:
-                assert (step.arithmetic_seconds > 0) == (step.flops > 0), step
+                assert (step.arithmetic_seconds > 0) == (step.flops > 0 or step.kernel.name in SCATTERED), step
             _check_columns(step, sizes)
         else:
             assert isinstance(step, GemmCall)
@@ -279,7 +281,7 @@ def kernels_of_pairs(dtype: Any) -> set[Kernel]:
 def kernels_of_implicit_gemm(dtype: Any) -> set[Kernel]:
     """Those of a small and a large problem on every GPU; which arithmetic and which tile pays differs."""
     asked: set[Kernel] = set()
-    sizes = ((1, 16, 8, 16), (64, 256, 56, 64), (64, 256, 56, 256))
+    sizes = ((1, 16, 8, 16), (64, 256, 56, 64), (64, 256, 56, 256), (32, 256, 14, 256))
     for (batch, channels, size, outputs), order, on, tf32, pre in product(
         sizes, ("C", "last"), KNOWN_GPUS, (False, True), (None, (None, None, "relu"))
     ):
