@@ -7,6 +7,7 @@ import pytest
 import reference
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.lib.stride_tricks import as_strided
 from strategies import ACTIVATIONS, conv_cases
 from tolerance import assert_close, assert_exact
 
@@ -66,3 +67,32 @@ def test_an_input_without_samples_beside_one_with_them_is_answered_with_the_axes
         ValueError, match=r"x\[1\] has shape \(1, 5, 5\), needed 4 axes: \(N, C, \*spatial\) with 2 spatial"
     ):
         cupyconv.conv([np.ones((1, 2, 5, 5), np.float32), np.ones((1, 5, 5), np.float32)], weight)
+
+
+def strided_out(shape, strides):
+    """A result of one sample whose elements lie `strides` floats apart, and the buffer that it lies in."""
+    buffer = np.full(4096, np.nan, np.float32)
+    return as_strided(buffer, (1, *shape), (0, *(4 * step for step in strides))), buffer
+
+
+@pytest.mark.parametrize("shape, strides", [((2, 3), (3, 2)), ((3, 2), (2, 7))])
+def test_out_may_have_its_rows_between_each_other(shape, strides):
+    """No element is another: what its strides alone do not show, its places do."""
+    out, buffer = strided_out(shape, strides)
+    x, weight = (
+        np.arange(1.0, shape[1] + 1, dtype=np.float32)[None, None],
+        np.arange(1.0, shape[0] + 1, dtype=np.float32)[:, None],
+    )
+    assert cupyconv.linmerge([x], weight, out=out) is out
+    np.testing.assert_array_equal(out, weight * x)
+    assert np.isfinite(buffer).sum() == out.size
+
+
+@pytest.mark.parametrize(
+    "shape, strides", [((2, 5), (0, 1)), ((2, 5), (4, 1)), ((3, 4), (3, 2)), ((1100, 1100), (1, 1))]
+)
+def test_out_may_not_have_one_element_in_two_places(shape, strides):
+    out, buffer = strided_out(shape, strides)
+    with pytest.raises(ValueError, match="out"):
+        cupyconv.linmerge([np.ones((1, 1, shape[1]), np.float32)], np.ones((shape[0], 1), np.float32), out=out)
+    assert np.isnan(buffer).all()

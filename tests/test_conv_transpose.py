@@ -26,6 +26,7 @@ from tolerance import assert_close, assert_exact
 
 import cupyconv
 from cupyconv.numpy.gathered import GatheredLoop
+from cupyconv.problem.polyphase import axis_phases
 
 METHODS = st.sampled_from(("auto", "auto", "direct", "gemm", "implicit_gemm"))
 LIMITS = st.sampled_from((None, None, 1 << 20, 20_000, 4_000))
@@ -396,3 +397,38 @@ def test_against_torch(target, case):
     np.testing.assert_allclose(target.to_host(y), expected_y, rtol=1e-9, atol=1e-9)
     for name, one, wanted, _ in each_gradient(gradients, expected, arrays):
         np.testing.assert_allclose(target.to_host(one), wanted, rtol=1e-9, atol=1e-9, err_msg=name)
+
+
+@given(
+    size=st.integers(1, 14),
+    kernel=st.integers(1, 6),
+    stride=st.integers(1, 5),
+    before=st.integers(0, 6),
+    dilation=st.integers(1, 5),
+)
+def test_the_phases_of_an_axis_read_what_the_definition_says(size, kernel, stride, before, dilation):
+    """Element i of the result sums the taps t and pixels p for which i + before = p * stride + t * dilation."""
+    pixels = max(1, (size + 2 * before - dilation * (kernel - 1) - 1) // stride + 1)
+    found: dict[int, set[tuple[int, int]]] = {}
+    for phase in axis_phases(size, pixels, kernel, stride, before, dilation):
+        for k in range(phase.count):
+            places = ((tap, k + j * phase.dilation - phase.before) for j, tap in enumerate(phase.taps))
+            assert phase.first + k * stride not in found
+            found[phase.first + k * stride] = {(tap, pixel) for tap, pixel in places if 0 <= pixel < pixels}
+        if phase.taps:  # as many elements as a convolution has, and not all of them are zeros
+            reach = (len(phase.taps) - 1) * phase.dilation
+            assert pixels + phase.before + phase.after - reach == phase.count
+            assert pixels + min(phase.before, 0) + min(phase.after, 0) > 0
+    everything = [(tap, pixel) for tap in range(kernel) for pixel in range(pixels)]
+    assert found == {
+        i: {(tap, pixel) for tap, pixel in everything if i + before == pixel * stride + tap * dilation}
+        for i in range(size)
+    }
+
+
+def test_samples_of_one_channel_are_columns_of_one_product():
+    """Pixels of one sample follow those of another: one long product is faster than a batch of short ones."""
+    for channels, (n, batch) in {1: (4 * 30, 1), 2: (30, 4)}.items():
+        x, weight = np.ones((4, channels, 5, 6), np.float32), np.ones((channels, 8, 3, 3), np.float32)
+        gemm, _ = cupyconv.explain(cupyconv.conv_transpose, x, weight, method="gemm", on="sm_90").steps
+        assert (gemm.m, gemm.n, gemm.k, gemm.batch) == (72, n, channels, batch)

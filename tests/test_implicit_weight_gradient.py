@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import reference
 import reference_gradients
+from numpy.lib.stride_tricks import as_strided
 from strategies import as_dtype, with_layout
 from targets import TARGETS
 from tolerance import assert_close, assert_exact
@@ -204,3 +205,15 @@ def test_refusals(words, changes):
     arguments = dict(method="implicit_gemm", padding=1, groups=how["groups"], on="sm_90")
     with cupyconv.options(workspace_limit=how.get("limit")), pytest.raises(ValueError, match=words):
         cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, **arguments)
+
+
+@pytest.mark.parametrize("which", ["x", "grad"])
+@pytest.mark.parametrize("axis, strides", [("n", (1300, 144, 16)), ("h", (1336, 148, 16)), ("w", (1640, 184, 20))])
+def test_one_axis_along_which_pixels_are_not_aligned_is_enough_to_refuse(which, axis, strides):
+    """Its loads of 16 bytes would fault."""
+    step_n, step_h, step_w = (2 * elements for elements in strides)
+    slanted = as_strided(np.zeros(4000, np.float16), (2, 16, 9, 9), (step_n, 2, step_h, step_w))
+    even = np.moveaxis(np.zeros((2, 9, 9, 16), np.float16), -1, 1)
+    grad, x = (slanted, even) if which == "grad" else (even, slanted)
+    with pytest.raises(ValueError, match=f"not every pixel of {which} is 16-byte aligned"):
+        cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, padding=1, method="implicit_gemm", on="sm_90")

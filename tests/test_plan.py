@@ -15,7 +15,7 @@ from test_bad_input import Ones, placed
 
 import cupyconv
 from cupyconv.cuda.run.execution import _COMPUTE_TYPE, _DATA_TYPE
-from cupyconv.problem.plan import Address, GemmCall, Kernel, KernelLaunch, Matrix, Plan, going_on
+from cupyconv.problem.plan import Address, GemmCall, Kernel, KernelLaunch, Matrix, Plan, _rounds, going_on
 from tests.host_device import GemmRecord, LaunchRecord
 
 # --- what ran -------------------------------------------------------------------------------------------------
@@ -260,6 +260,15 @@ def test_chunks_of_which_the_last_takes_fewer_steps_are_printed_once():
     page = str(plan)
     assert len(plan.steps) > 40 and len(page.splitlines()) < 60
     assert "more chunks" in page
+
+
+@pytest.mark.parametrize(
+    "kinds, rounds",
+    [([0, 1, 0, 1, 0, 1], (2, 3)), ([0, 1, 0, 2], (1, 1)), ([0, 0, 0, 1], (1, 3)), ([0, 1, 2], (1, 1)), ([0], (1, 1))],
+)
+def test_rounds_are_equal_to_their_end(kinds, rounds):
+    """A page that took the first run for the whole round would leave out steps."""
+    assert _rounds(kinds, 0) == rounds and _rounds([7, *kinds], 1) == rounds
 
 
 def test_the_page_of_nothing():
