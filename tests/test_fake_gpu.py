@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,11 +11,14 @@ import pytest
 import reference
 from recurrent_cases import RecurrentCase
 from targets import gpu_target
+from test_failing_memory import CALLS, ON_NUMPY_ONLY, arrays_on
 
 import cupyconv
 from tests import fake_gpu
 
 pytestmark = pytest.mark.fake_gpu
+
+CUDA_CALLS = [name for name in CALLS if name not in ON_NUMPY_ONLY]
 
 
 @pytest.fixture
@@ -241,3 +245,94 @@ def test_the_report_of_a_gpu_compiles_and_runs_kernels(cupy, tmp_path):
     assert results.read_text().count('"passed"') == 3
     for name in ("merge", "implicit_gemm", "recurrent_persistent"):
         assert run_call(gpu_target(), name, "float32")["message"] == ""
+
+
+# ---- streams that are slow or fail, and little memory -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CUDA_CALLS)
+def test_a_slow_stream_is_not_waited_for(cupy, machine, name):
+    """What a call enqueues comes after what its stream holds, which has not even begun when the call returns."""
+    target, call = gpu_target(), CALLS[name]
+    arrays = arrays_on(target)
+    expected = call(arrays).get()  # modules are loaded by a first call
+    stream, begun = cupy.cuda.Stream(non_blocking=True), []
+    cupy.cuda.Device().synchronize()
+    machine.enqueue(machine.stream(stream.ptr), lambda: begun.append(True))
+    with stream:
+        y = call(arrays)
+    assert not begun, "the host has waited"
+    assert np.array_equal(y.get(stream=stream), expected) and begun
+
+
+@pytest.mark.parametrize("name", CUDA_CALLS)
+def test_launches_that_fail(cupy, machine, name):
+    """Each one of a call: CUDA's own error, nothing changed but the result, nothing lost, and the next call is right."""
+    target, call = gpu_target(), CALLS[name]
+    arrays = arrays_on(target)
+    held = {key: array.get() for key, array in vars(arrays).items()}
+    pool = cupy.get_default_memory_pool()
+    expected, in_use = call(arrays).get(), pool.used_bytes()
+    with machine.failing_launches(-1) as launches:
+        call(arrays)
+    assert launches() > 0
+    for number in range(launches()):
+        with pytest.raises((cupy.cuda.driver.CUDADriverError, cublas_error())), machine.failing_launches(number):
+            call(arrays)
+        assert np.array_equal(call(arrays).get(), expected)
+        assert all(np.array_equal(getattr(arrays, key).get(), array) for key, array in held.items())
+        gc.collect()
+        assert pool.used_bytes() == in_use
+
+
+def cublas_error() -> type[Exception]:
+    from cupy_backends.cuda.libs.cublas import CUBLASError
+
+    return CUBLASError
+
+
+@pytest.mark.parametrize("name", CUDA_CALLS)
+def test_a_pool_with_a_limit(cupy, machine, name):
+    """Less and less memory for CuPy's pool: smaller chunks, then MemoryError, and with it back the call is right."""
+    target, call = gpu_target(), CALLS[name]
+    arrays = arrays_on(target)
+    expected = call(arrays).get()
+    cupyconv.clear_caches()
+    gc.collect()
+    pool = cupy.get_default_memory_pool()
+    pool.free_all_blocks()
+    outcomes, least = [], pool.total_bytes()
+    try:
+        for spare in (4 << 20, 1 << 20, 256 << 10, 64 << 10, 16 << 10, 4 << 10, 512):
+            pool.set_limit(size=least + spare)
+            try:
+                y = call(arrays).get()
+                assert np.array_equal(y, expected)
+                outcomes.append(True)
+            except cupy.cuda.memory.OutOfMemoryError:
+                outcomes.append(False)
+            gc.collect()
+            pool.free_all_blocks()
+    finally:
+        pool.set_limit(size=0)
+    assert outcomes[0] and not outcomes[-1] and outcomes == sorted(outcomes, reverse=True)
+    assert np.array_equal(call(arrays).get(), expected)
+
+
+def test_a_limit_of_the_pool_takes_smaller_chunks(cupy, machine):
+    """More launches for the same numbers."""
+    x, w = cupy.ones((8, 4, 64, 64), np.float32), cupy.ones((4, 4, 3, 3), np.float32)
+    out, pool = cupy.zeros((8, 4, 62, 62), np.float32), cupy.get_default_memory_pool()
+    launches = []
+    for limit in (0, 600_000):
+        gc.collect()
+        pool.free_all_blocks()
+        pool.set_limit(size=limit and pool.total_bytes() + limit)
+        machine.launches.clear()
+        try:
+            cupyconv.conv(x, w, out=out, method="gemm")
+        finally:
+            pool.set_limit(size=0)
+        assert (out.get() == 36).all()
+        launches.append(len(machine.launches))
+    assert launches[1] > launches[0]
