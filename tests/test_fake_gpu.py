@@ -250,19 +250,24 @@ def test_the_report_of_a_gpu_compiles_and_runs_kernels(cupy, tmp_path):
 # ---- streams that are slow or fail, and little memory -----------------------------------------------------------------
 
 
+#: Work that a slow stream holds.  A little of it is done whenever CuPy asks, without waiting, whether it is done.
+MUCH = 50
+
+
 @pytest.mark.parametrize("name", CUDA_CALLS)
 def test_a_slow_stream_is_not_waited_for(cupy, machine, name):
-    """What a call enqueues comes after what its stream holds, which has not even begun when the call returns."""
+    """What a call enqueues comes after what its stream holds, which is not done when the call returns."""
     target, call = gpu_target(), CALLS[name]
     arrays = arrays_on(target)
     expected = call(arrays).get()  # modules are loaded by a first call
     stream, begun = cupy.cuda.Stream(non_blocking=True), []
     cupy.cuda.Device().synchronize()
-    machine.enqueue(machine.stream(stream.ptr), lambda: begun.append(True))
+    for _ in range(MUCH):
+        machine.enqueue(machine.stream(stream.ptr), lambda: begun.append(True))
     with stream:
         y = call(arrays)
-    assert not begun, "the host has waited"
-    assert np.array_equal(y.get(stream=stream), expected) and begun
+    assert len(begun) < MUCH, "the host has waited"
+    assert np.array_equal(y.get(stream=stream), expected) and len(begun) == MUCH
 
 
 @pytest.mark.parametrize("name", CUDA_CALLS)
@@ -277,8 +282,13 @@ def test_launches_that_fail(cupy, machine, name):
         call(arrays)
     assert launches() > 0
     for number in range(launches()):
-        with pytest.raises((cupy.cuda.driver.CUDADriverError, cublas_error())), machine.failing_launches(number):
-            call(arrays)
+        with machine.failing_launches(number):
+            try:
+                call(arrays)
+            except (cupy.cuda.driver.CUDADriverError, cublas_error()):
+                pass
+            else:
+                raise AssertionError("nothing has failed")
         assert np.array_equal(call(arrays).get(), expected)
         assert all(np.array_equal(getattr(arrays, key).get(), array) for key, array in held.items())
         gc.collect()
@@ -294,13 +304,11 @@ def cublas_error() -> type[Exception]:
 @pytest.mark.parametrize("name", CUDA_CALLS)
 def test_a_pool_with_a_limit(cupy, machine, name):
     """Less and less memory for CuPy's pool: smaller chunks, then MemoryError, and with it back the call is right."""
-    target, call = gpu_target(), CALLS[name]
-    arrays = arrays_on(target)
-    expected = call(arrays).get()
-    cupyconv.clear_caches()
+    target, call, pool = gpu_target(), CALLS[name], cupy.get_default_memory_pool()
+    expected = call(arrays_on(target)).get()
     gc.collect()
-    pool = cupy.get_default_memory_pool()
     pool.free_all_blocks()
+    arrays = arrays_on(target)  # of exactly the pool's memory
     outcomes, least = [], pool.total_bytes()
     try:
         for spare in (4 << 20, 1 << 20, 256 << 10, 64 << 10, 16 << 10, 4 << 10, 512):
