@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -245,6 +248,14 @@ def test_the_report_of_a_gpu_compiles_and_runs_kernels(cupy, tmp_path):
     assert results.read_text().count('"passed"') == 3
     for name in ("merge", "implicit_gemm", "recurrent_persistent"):
         assert run_call(gpu_target(), name, "float32")["message"] == ""
+
+
+def test_host_time_is_measured_with_a_driver_that_does_nothing(cupy):
+    """After `let_go` calls still come to their end, and are timed; what they take is for a quiet machine."""
+    command = [sys.executable, "-m", "tests.fake_gpu", "tests/benchmarks/host_time.py", "--rounds", "1", "--calls", "2"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    of_cupy = done.stdout.partition("cuda, CuPy on a driver that does nothing")[2].partition("NumPy, ")[0]
+    assert of_cupy.count("one launch") == 8 and of_cupy.count("GEMM") == 4
 
 
 # ---- streams that are slow or fail, and little memory -----------------------------------------------------------------
