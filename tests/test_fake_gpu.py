@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +14,14 @@ import pytest
 import reference
 from recurrent_cases import RecurrentCase
 from targets import gpu_target
+from test_failing_memory import CALLS, ON_NUMPY_ONLY, arrays_on
 
 import cupyconv
 from tests import fake_gpu
 
 pytestmark = pytest.mark.fake_gpu
+
+CUDA_CALLS = [name for name in CALLS if name not in ON_NUMPY_ONLY]
 
 
 @pytest.fixture
@@ -252,3 +256,102 @@ def test_host_time_is_measured_with_a_driver_that_does_nothing(cupy):
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
     of_cupy = done.stdout.partition("cuda, CuPy on a driver that does nothing")[2].partition("NumPy, ")[0]
     assert of_cupy.count("one launch") == 8 and of_cupy.count("GEMM") == 4
+
+
+# ---- streams that are slow or fail, and little memory -----------------------------------------------------------------
+
+
+#: Work that a slow stream holds.  A little of it is done whenever CuPy asks, without waiting, whether it is done.
+MUCH = 50
+
+
+@pytest.mark.parametrize("name", CUDA_CALLS)
+def test_a_slow_stream_is_not_waited_for(cupy, machine, name):
+    """What a call enqueues comes after what its stream holds, which is not done when the call returns."""
+    target, call = gpu_target(), CALLS[name]
+    arrays = arrays_on(target)
+    expected = call(arrays).get()  # modules are loaded by a first call
+    stream, begun = cupy.cuda.Stream(non_blocking=True), []
+    cupy.cuda.Device().synchronize()
+    for _ in range(MUCH):
+        machine.enqueue(machine.stream(stream.ptr), lambda: begun.append(True))
+    with stream:
+        y = call(arrays)
+    assert len(begun) < MUCH, "the host has waited"
+    assert np.array_equal(y.get(stream=stream), expected) and len(begun) == MUCH
+
+
+@pytest.mark.parametrize("name", CUDA_CALLS)
+def test_launches_that_fail(cupy, machine, name):
+    """Each one of a call: CUDA's own error, nothing changed but the result, nothing lost, and the next call is right."""
+    target, call = gpu_target(), CALLS[name]
+    arrays = arrays_on(target)
+    held = {key: array.get() for key, array in vars(arrays).items()}
+    pool = cupy.get_default_memory_pool()
+    expected, in_use = call(arrays).get(), pool.used_bytes()
+    with machine.failing_launches(-1) as launches:
+        call(arrays)
+    assert launches() > 0
+    for number in range(launches()):
+        with machine.failing_launches(number):
+            try:
+                call(arrays)
+            except (cupy.cuda.driver.CUDADriverError, cublas_error()):
+                pass
+            else:
+                raise AssertionError("nothing has failed")
+        assert np.array_equal(call(arrays).get(), expected)
+        assert all(np.array_equal(getattr(arrays, key).get(), array) for key, array in held.items())
+        gc.collect()
+        assert pool.used_bytes() == in_use
+
+
+def cublas_error() -> type[Exception]:
+    from cupy_backends.cuda.libs.cublas import CUBLASError
+
+    return CUBLASError
+
+
+@pytest.mark.parametrize("name", CUDA_CALLS)
+def test_a_pool_with_a_limit(cupy, machine, name):
+    """Less and less memory for CuPy's pool: smaller chunks, then MemoryError, and with it back the call is right."""
+    target, call, pool = gpu_target(), CALLS[name], cupy.get_default_memory_pool()
+    expected = call(arrays_on(target)).get()
+    gc.collect()
+    pool.free_all_blocks()
+    arrays = arrays_on(target)  # of exactly the pool's memory
+    outcomes, least = [], pool.total_bytes()
+    try:
+        for spare in (4 << 20, 1 << 20, 256 << 10, 64 << 10, 16 << 10, 4 << 10, 512):
+            pool.set_limit(size=least + spare)
+            try:
+                y = call(arrays).get()
+                assert np.array_equal(y, expected)
+                outcomes.append(True)
+            except cupy.cuda.memory.OutOfMemoryError:
+                outcomes.append(False)
+            gc.collect()
+            pool.free_all_blocks()
+    finally:
+        pool.set_limit(size=0)
+    assert outcomes[0] and not outcomes[-1] and outcomes == sorted(outcomes, reverse=True)
+    assert np.array_equal(call(arrays).get(), expected)
+
+
+def test_a_limit_of_the_pool_takes_smaller_chunks(cupy, machine):
+    """More launches for the same numbers."""
+    x, w = cupy.ones((8, 4, 64, 64), np.float32), cupy.ones((4, 4, 3, 3), np.float32)
+    out, pool = cupy.zeros((8, 4, 62, 62), np.float32), cupy.get_default_memory_pool()
+    launches = []
+    for limit in (0, 600_000):
+        gc.collect()
+        pool.free_all_blocks()
+        pool.set_limit(size=limit and pool.total_bytes() + limit)
+        machine.launches.clear()
+        try:
+            cupyconv.conv(x, w, out=out, method="gemm")
+        finally:
+            pool.set_limit(size=0)
+        assert (out.get() == 36).all()
+        launches.append(len(machine.launches))
+    assert launches[1] > launches[0]

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from peak_memory import peak_bytes
+from strategies import share_of_examples
+from test_any_call import FITTING
+from test_any_call_on_cuda import all_arrays
 from tolerance import assert_exact
 
 import cupyconv
+from cupyconv.call.operation import _OPERATIONS
 
 SHAPES = {
     "pointwise": ((4, 16, 40, 40), (8, 16, 1, 1), {}),
@@ -123,3 +130,60 @@ def test_chunks_give_the_same_numbers(target):
         with cupyconv.options(workspace_limit=limit):
             chunked = cupyconv.conv(x, w, padding=2, dilation=2, method="gemm")
         assert_exact(target.to_host(chunked), whole.astype(np.float64), "float32")
+
+
+# --- any call of NumPy's ---------------------------------------------------------------------------------------
+
+#: Arrays that have an axis of samples.
+OF_SAMPLES = ("x", "xs", "grad", "columns", "h", "c", "h0")
+#: Bytes that the largest of them is to have: much beside objects of Python.
+LARGE = 1 << 20
+#: What no plan counts: frames, views, blocks; and of each thread NumPy's own buffers, of 8192 elements for each of
+#: three operands that are not as its loops take them.
+PYTHON_OBJECTS, NUMPYS_BUFFERS = 200_000, 3 * 8192 * 16
+
+
+def of_many_samples(name: str, case: dict[str, Any]) -> dict[str, Any]:
+    """A call like this one, with so many samples that its arrays are large."""
+    axis = 1 if name in ("rnn", "lstm", "gru") else 0
+
+    def repeated(value: Any) -> Any:
+        return [*map(repeated, value)] if isinstance(value, list) else np.concatenate([value] * times, axis)
+
+    case = {key: value for key, value in case.items() if key not in ("lengths", "residual")}
+    given = {key: value for key, value in case.items() if key in OF_SAMPLES}
+    times = LARGE // max(array.nbytes for array in all_arrays(list(given.values())))
+    if "input_shape" in case:
+        case["input_shape"] = (times * case["input_shape"][0], *case["input_shape"][1:])
+    return case | {key: repeated(value) for key, value in given.items()}
+
+
+def has_samples(name: str, case: dict[str, Any]) -> bool:
+    """Whether images come with an axis for several."""
+    if name not in SPATIAL:
+        return True
+    shape = case["kernel_shape"] if "kernel_shape" in case else case["weight"].shape[2:]
+    image = all_arrays(next(case[key] for key in ("x", "grad", "columns") if key in case))[0]
+    return image.ndim == (3 if name == "col2im" else len(shape) + 2)
+
+
+#: Operations whose images may come without an axis of samples.
+SPATIAL = {"conv", "conv_transpose", "conv_grad_input", "conv_grad_weight", "im2col", "col2im", "max_pool", "avg_pool"}
+
+
+@pytest.mark.parametrize("name", sorted(function.__name__ for function in _OPERATIONS))
+@share_of_examples(0.02)
+@given(st.randoms(use_true_random=False), st.sampled_from((None, 500_000)), st.sampled_from((1, 2)))
+def test_numpy_takes_what_explain_says_of_any_call(name, random, limit, threads):
+    """Beside its result and what no plan counts; what is kept between calls is there before."""
+    function, case = getattr(cupyconv, name), FITTING[name](random)
+    assume(has_samples(name, case))
+    case = of_many_samples(name, case)
+    with cupyconv.options(workspace_limit=limit, threads=threads):
+        result = function(**case)
+        new = sum(array.nbytes for array in all_arrays(result))
+        del result
+        plan = cupyconv.explain(function, **case)
+        peak = peak_bytes(lambda: function(**case))
+    uncounted = PYTHON_OBJECTS + threads * NUMPYS_BUFFERS
+    assert peak <= new + plan.workspace_bytes + uncounted, (peak - new, str(plan))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -73,7 +72,8 @@ class Col2im(ColumnsStep):
         windows = self.problem.windows
         (columns, each), image = _in_turn(arrays["columns"], windows), five_axes(arrays["out"])
         sums_dtype, count = dtype_from_name(accumulator(self.problem.columns.dtype)), image.shape[1]
-        for n, channels in product(range(len(image)), parts_of(count, self.channels or count)):
+        parts = [*parts_of(count, self.channels or count)]
+        for n, channels in ((n, part) for n in range(len(image)) for part in parts):  # `product` would list the samples
             columns_nc, image_nc = columns[n, channels], image[n, channels]
             sums = np.empty(image_nc.shape, sums_dtype) if self.channels else image_nc
             sums[...] = 0

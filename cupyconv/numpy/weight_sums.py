@@ -16,7 +16,6 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from math import prod
 from typing import Any, ClassVar, Self
 
@@ -144,12 +143,9 @@ class WeightGradientLoop(PixelLoop):
         return dtype_from_name(real_part(dtype) if self.problem.factor_alone_is_complex else dtype)
 
     def run(self, arrays: Mapping[str, Any]) -> None:
-        run, threads, blocks = WeightRun(self, arrays), self.threads, iter(self.each_block)
-        if threads == 1:
-            run.finish([run.sum_over((blocks, 0))])
-            return
+        run, threads = WeightRun(self, arrays), self.threads
         share = -(-self.blocks // threads)
-        shares = [(list(islice(blocks, share)), thread) for thread in range(threads)]
+        shares = [(self.each_block.some(thread * share, share), thread) for thread in range(threads)]
         run.finish(in_threads(threads, run.sum_over, shares))
 
 

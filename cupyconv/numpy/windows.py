@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import product
+from itertools import islice, product
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -356,8 +356,13 @@ class Blocks:
     def __iter__(self) -> Iterator[Block]:
         return self._cut() if self._kept is None else iter(self._kept)
 
-    def _cut(self) -> Iterator[Block]:
-        return (Block(self._geometry, self._itemsize, ranges) for ranges in product(*self._axes))
+    def some(self, first: int, count: int) -> Iterator[Block]:
+        """So many of them, each made as it is asked for."""
+        return self._cut(first, first + count) if self._kept is None else iter(self._kept[first : first + count])
+
+    def _cut(self, first: int = 0, stop: int | None = None) -> Iterator[Block]:
+        cuts = islice(product(*self._axes), first, stop)
+        return (Block(self._geometry, self._itemsize, ranges) for ranges in cuts)
 
 
 class Images:

@@ -17,7 +17,7 @@ from tests.host_device import blas
 CUBLAS: dict[str, Any] = {}
 
 _VERSION = 130000
-_INVALID_VALUE, _INTERNAL_ERROR = 7, 14
+_INVALID_VALUE, _EXECUTION_FAILED, _INTERNAL_ERROR = 7, 13, 14
 #: Letter of a type -> cudaDataType_t and cublasComputeType_t.
 _TYPES = {"S": (0, 68), "D": (1, 70), "C": (4, 68), "Z": (5, 70)}
 
@@ -141,6 +141,8 @@ def _enqueue(handle: int, product: GemmArguments) -> None:
         blas.checked(product)
     except ValueError as error:
         raise CudaError(_INVALID_VALUE, str(error)) from error
+    if MACHINE.work_enqueued.next_one():
+        raise CudaError(_EXECUTION_FAILED, "as a test asked for")
     # alpha and beta are read now, where the host has them.
     nbytes = np.dtype(blas.scale_type(product)).itemsize
     scalars = [ctypes.create_string_buffer(ctypes.string_at(at, nbytes), 16) for at in (product.alpha, product.beta)]

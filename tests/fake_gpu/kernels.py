@@ -200,6 +200,8 @@ class Function:
             raise CudaError(OUT_OF_RESOURCES, f"{threads} threads of {self.module.registers} registers")
         if cooperative and grid[0] * grid[1] * grid[2] > resident * spec.multiprocessors:
             raise CudaError(TOO_MANY_COOPERATIVE_BLOCKS)
+        if MACHINE.work_enqueued.next_one():
+            raise CudaError(OUT_OF_RESOURCES, "as a test asked for")
         MACHINE.launches.append(Launch(self.name, MACHINE.gpu, grid, block, shared_bytes, cooperative, stream))
         copied = self.copy_of(parameters)
         config = build.LaunchConfig(

@@ -124,8 +124,7 @@ class Machine:
         self.gpus = gpus
         self.lock = threading.RLock()
         self.launches: list[Launch] = []  # clear it at will
-        self._allocated = 0
-        self._failing = range(0)  # numbers of allocations that fail, but for want of memory
+        self.allocations, self.work_enqueued = Failing(), Failing()
         self._local = threading.local()
         self._tickets = count(1)
         self._objects: dict[int, object] = {}
@@ -173,8 +172,7 @@ class Machine:
 
     def allocate(self, nbytes: int) -> int:
         """The address of new memory of the current device, all 0xff."""
-        self._allocated += 1
-        if self._allocated - 1 in self._failing:
+        if self.allocations.next_one():
             raise CudaError(OUT_OF_MEMORY, "as a test asked for")
         if nbytes > self.free_bytes:
             raise CudaError(OUT_OF_MEMORY)
@@ -372,12 +370,36 @@ class Machine:
 
         Gives a function that counts them.
         """
-        begin = self._allocated
-        self._failing = range(begin + number, begin + number + times) if number >= 0 else range(0)
+        with self.allocations.failing(number, times) as count:
+            yield count
+
+    @contextmanager
+    def failing_launches(self, number: int, times: int = 1) -> Iterator[Callable[[], int]]:
+        """The same of launches of kernels and products of cuBLAS."""
+        with self.work_enqueued.failing(number, times) as count:
+            yield count
+
+
+@dataclass
+class Failing:
+    """Counts what is asked of a GPU, and says which of it fails though nothing is wrong."""
+
+    asked: int = 0
+    numbers: range = range(0)
+
+    def next_one(self) -> bool:
+        """Whether what is asked now fails."""
+        self.asked += 1
+        return self.asked - 1 in self.numbers
+
+    @contextmanager
+    def failing(self, number: int, times: int) -> Iterator[Callable[[], int]]:
+        begin = self.asked
+        self.numbers = range(begin + number, begin + number + times) if number >= 0 else range(0)
         try:
-            yield lambda: self._allocated - begin
+            yield lambda: self.asked - begin
         finally:
-            self._failing = range(0)
+            self.numbers = range(0)
 
 
 #: The one that CuPy meets.

@@ -173,11 +173,17 @@ class HostDevice:
             raise MemoryError(
                 f"{nbytes} bytes asked for; this device fails allocations over {self.fail_allocations_over}"
             )
-        memory = np.empty(nbytes + 2 * GUARD_BYTES + ALIGNMENT, np.uint8)
-        offset = GUARD_BYTES + -(memory.ctypes.data + GUARD_BYTES) % ALIGNMENT
+        memory, offset = self._registered(np.empty(_with_guards(nbytes), np.uint8), nbytes)
         memory[offset : offset + nbytes] = POISON
-        self._register(_Allocation(weakref.ref(memory), offset, memory.ctypes.data + offset, nbytes), memory)
         return np.ndarray.__new__(HostArray, shape, dtype, memory, offset)
+
+    def untouched(self, size: int, dtype: Any) -> HostArray:
+        """A line of zeros, of which only what is touched takes memory: it may be longer than there is memory for."""
+        dtype = np.dtype(dtype)
+        memory, offset = self._registered(
+            np.zeros(_with_guards(size * dtype.itemsize), np.uint8), size * dtype.itemsize
+        )
+        return np.ndarray.__new__(HostArray, (size,), dtype, memory, offset)
 
     @contextlib.contextmanager
     def failing_allocations(self, number: int, times: int = 1) -> Iterator[Callable[[], int]]:
@@ -229,7 +235,10 @@ class HostDevice:
                     return payload, allocation.start
         raise IndexError(f"the {end - start} bytes at {start:#x} do not lie in one allocation of this device")
 
-    def _register(self, allocation: _Allocation, memory: np.ndarray) -> None:
+    def _registered(self, memory: np.ndarray, nbytes: int) -> tuple[np.ndarray, int]:
+        """Memory with its guard zones written, known to the device, and where in it the payload begins."""
+        offset = GUARD_BYTES + -(memory.ctypes.data + GUARD_BYTES) % ALIGNMENT
+        allocation = _Allocation(weakref.ref(memory), offset, memory.ctypes.data + offset, nbytes)
         for guard in allocation.guards():
             guard[...] = GUARD
             if self._mode == "asan":
@@ -238,6 +247,7 @@ class HostDevice:
         self.allocated_bytes += allocation.nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         weakref.finalize(memory, self._forget, allocation.start, memory.ctypes.data, memory.nbytes).atexit = False
+        return memory, offset
 
     def _forget(self, start: int, address: int, nbytes: int) -> None:
         """The memory is about to be freed."""
@@ -369,6 +379,11 @@ def subnormals_flushed(flushes: bool) -> Iterator[None]:
         yield
     finally:
         libm.fesetenv(before)
+
+
+def _with_guards(nbytes: int) -> int:
+    """Bytes of memory for a payload that can be aligned in it, between its guard zones."""
+    return nbytes + 2 * GUARD_BYTES + ALIGNMENT
 
 
 def _three(size: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -1,0 +1,141 @@
+"""Any call of any operation on CUDA: what the reference and NumPy compute, refused where NumPy refuses it.
+
+The calls are those of `test_any_call.py`, their arrays on the host device and laid out as they were.  What writes outside
+an array, or reads what nobody wrote, is seen there; what reads outside of one, under a sanitizer.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.lib.stride_tricks import as_strided
+from strategies import share_of_examples
+from targets import Target
+from test_any_call import ARRAYS, DIFFERENTIABLE, any_call, assert_as_expected, expected_of, held, like, refused, run
+
+import cupyconv
+from cupyconv import ConvLayer
+from cupyconv.call.operation import _OPERATIONS
+
+Arguments = dict[str, Any]
+
+OPERATIONS = sorted(function.__name__ for function in _OPERATIONS)
+#: Parameters that arrays are given by; another that looks like an array stays on the host.
+GIVEN_BY = ARRAYS | {"layers", "prologue"}
+
+#: What is refused of arrays as no GPU has them: those that are read-only, and numbers of the other byte order.
+OF_NUMPY_ALONE = re.compile(r"read-only|dtype >")
+
+
+def on_device(target: Target, arguments: Arguments) -> Arguments:
+    """The same arguments, their arrays on the device."""
+    return {name: moved(target, value) if name in GIVEN_BY else value for name, value in arguments.items()}
+
+
+def moved(target: Target, value: Any) -> Any:
+    if type(value) is np.ndarray and value.dtype.kind in "biufc":  # of objects or bytes there are no arrays on a GPU
+        return laid_out_alike(target, value.astype(value.dtype.newbyteorder("="), copy=False))
+    if isinstance(value, ConvLayer):
+        return replace(value, **on_device(target, vars(value)))
+    return type(value)(moved(target, item) for item in value) if type(value) in (list, tuple) else value
+
+
+def laid_out_alike(target: Target, array: np.ndarray) -> Any:
+    """A copy of an array, in exactly as much memory as it spans."""
+    if not array.size:
+        return target.to_device(array)
+    as_it_was = (..., *(slice(None, None, -1 if step < 0 else 1) for step in array.strides))
+    forward = array[as_it_was]
+    span = 1 + sum((extent - 1) * step for extent, step in zip(forward.shape, forward.strides)) // array.itemsize
+    memory = target.to_device(as_strided(forward, (span,), (array.itemsize,)))
+    return target.xp.lib.stride_tricks.as_strided(memory, forward.shape, forward.strides, subok=True)[as_it_was]
+
+
+def on_host(target: Target, result: Any) -> Any:
+    if isinstance(result, (list, tuple)):
+        return [on_host(target, one) for one in result]
+    return None if result is None else target.to_host(result)
+
+
+def all_arrays(value: Any) -> list[Any]:
+    """Those of a result, or of `out`, however they are listed."""
+    if isinstance(value, (list, tuple)):
+        return [array for one in value for array in all_arrays(one)]
+    return [] if value is None else [value]
+
+
+def first_of(name: str, arguments: Arguments, result: Any) -> Any:
+    """What `run` gives of a result: without states and indices."""
+    return result[0] if name in ("rnn", "lstm", "gru") or arguments.get("return_indices") is True else result
+
+
+def test_arrays_are_laid_out_alike(cuda_target):
+    for array in (
+        np.arange(6.0),
+        np.arange(24.0).reshape(2, 3, 4)[::-1, :, 1::2],
+        np.broadcast_to(3.0, (2, 3)),
+        np.array(2),
+    ):
+        copy = laid_out_alike(cuda_target, array)
+        assert (copy.strides, copy.dtype) == (array.strides, array.dtype)
+        cuda_target.device.pointer(copy)
+        np.testing.assert_array_equal(cuda_target.to_host(copy), array)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@share_of_examples(0.1)
+@given(st.randoms(use_true_random=False))
+def test_any_call(name, cuda_target, random):
+    arguments = any_call(random, name)
+    there, on_numpy, results = on_device(cuda_target, arguments), [], []
+    before, inputs = held(there), {key: value for key, value in there.items() if key != "out"}
+    inputs_before = held(inputs)
+    device, function, plans = cuda_target.device, getattr(cupyconv, name), []
+    in_use = device.peak_bytes = device.allocated_bytes
+    refusal = refused(name, lambda: results.append(function(**there)))
+    peak = device.peak_bytes - in_use
+    assert held(inputs) == inputs_before, "an argument has changed"
+    explained = refused(name, lambda: plans.append(cupyconv.explain(function, **there)))
+    assert (explained is None) == (refusal is None), (explained, refusal)
+    refusal_of_numpy = refused(name, lambda: on_numpy.append(run(name, arguments)))
+    if "method" not in arguments and not OF_NUMPY_ALONE.search(refusal_of_numpy or ""):
+        assert (refusal_of_numpy is None) == (refusal is None), (refusal_of_numpy, refusal)
+    if refusal is not None:
+        assert held(there) == before, "a refused call has written something"
+        return
+    given = all_arrays(there.get("out"))
+    new = sum(array.nbytes for array in all_arrays(results[0]) if all(array is not one for one in given))
+    lengths = 8 * len(arguments["lengths"]) if arguments.get("lengths") is not None else 0  # a copy on the device
+    assert peak <= new + lengths + plans[0].workspace_bytes, "more memory than was explained"
+    actual, expected = on_host(cuda_target, first_of(name, arguments, results[0])), expected_of(name, arguments)
+    for wanted in ([] if expected is None else [expected], on_numpy):
+        for one in wanted:
+            assert_as_expected(actual, one)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@share_of_examples(0.1)
+@given(st.randoms(use_true_random=False))
+def test_any_gradient(name, cuda_target, random):
+    arguments = {key: value for key, value in any_call(random, name).items() if key not in ("method", "out")}
+    there, function, on_numpy, results = on_device(cuda_target, arguments), getattr(cupyconv, name), [], []
+    before = held(there)
+    refusal = refused(name, lambda: results.append(cupyconv.vjp(function, **there)))
+    refusal_of_numpy = refused(name, lambda: on_numpy.append(cupyconv.vjp(function, **arguments)))
+    assert (refusal_of_numpy is None) == (refusal is None), (refusal_of_numpy, refusal)
+    if refusal is None:
+        (value, pullback), (value_of_numpy, pullback_of_numpy) = results[0], on_numpy[0]
+        value, value_of_numpy = (first_of(name, arguments, one) for one in (value, value_of_numpy))
+        assert_as_expected(on_host(cuda_target, value), value_of_numpy)
+        grad = like(value_of_numpy)
+        gradients = pullback(moved(cuda_target, grad))
+        for one, other in zip(gradients, pullback_of_numpy(grad)):
+            assert (one is None) == (other is None)
+            assert_as_expected(on_host(cuda_target, one), other)
+    assert held(there) == before, "an argument has changed"
