@@ -38,8 +38,10 @@ using namespace cupyconv;
 using S = SUM_DTYPE;
 using Y = Y_DTYPE;
 constexpr int MAX_BLOCK = 256, CHANNELS = 4;
+// On a multiprocessor: left to itself the compiler makes room for a third, and spills what copies of an index take.
+constexpr int MIN_BLOCKS = FOLDS ? 2 : 1;
 
-extern "C" __global__ void __launch_bounds__(MAX_BLOCK) col2im(const __grid_constant__ Col2imParams params) {
+extern "C" __global__ void __launch_bounds__(MAX_BLOCK, MIN_BLOCKS) col2im(const __grid_constant__ Col2imParams params) {
     using A = Accumulator<Y>;
     const Windows& windows = params.windows;
     const Image& columns = params.columns;
