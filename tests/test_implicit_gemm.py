@@ -278,6 +278,17 @@ def test_which_pixels_go_in_chunks():
         assert gather(other, **how) != "PIXEL_CHUNKS"
 
 
+@pytest.mark.parametrize("batch, width", [(1, "1"), (64, "8")])
+def test_parts_of_few_sums_are_added_by_many_threads(batch, width):
+    """Sixteen blocks had added all parts of 8 x 8 pixels, one vector of each after the other."""
+    x, weight = np.empty((batch, 8, 8, 512), np.float16).transpose(0, 3, 1, 2), np.empty((512, 512, 3, 3), np.float16)
+    how = {"padding": 1, "activation": "relu", "on": "sm_90"}
+    plan = cupyconv.explain(cupyconv.conv, x, weight, method="implicit_gemm" if batch == 1 else "gemm", **how)
+    last = plan.steps[-1]
+    assert last.kernel.name == "epilogue" and dict(last.kernel.macros)["WIDTH"] == width
+    assert last.blocks >= 2 * 132
+
+
 MOVED = {dtype: next(v for v in ALONG_CHANNELS if v["DTYPE"] == dtype and v["ARITHMETIC"] == arithmetic) for dtype, arithmetic in
          (("float16", "MMA"), ("bfloat16", "MMA"), ("float32", "TF32"))}  # fmt: skip
 #: Beside those of `CASES` that can be: rows in vectors and not, few channels and many, more than one tile of either.
