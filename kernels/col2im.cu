@@ -38,8 +38,11 @@ using namespace cupyconv;
 using S = SUM_DTYPE;
 using Y = Y_DTYPE;
 constexpr int MAX_BLOCK = 256, CHANNELS = 4;
+// On a multiprocessor, 0 for the compiler's choice: that makes room for one more, and spills what copies of an index take,
+// or complex numbers of 16 bytes.
+constexpr int MIN_BLOCKS = FOLDS ? 2 : sizeof(Y) == 16 ? 3 : 0;
 
-extern "C" __global__ void __launch_bounds__(MAX_BLOCK) col2im(const __grid_constant__ Col2imParams params) {
+extern "C" __global__ void __launch_bounds__(MAX_BLOCK, MIN_BLOCKS) col2im(const __grid_constant__ Col2imParams params) {
     using A = Accumulator<Y>;
     const Windows& windows = params.windows;
     const Image& columns = params.columns;

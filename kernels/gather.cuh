@@ -9,7 +9,9 @@
 //                                                                                      unit pixel stride
 //     AlongChannels  neighbouring threads take neighbouring K-chunks of one pixel      for unit channel stride
 //
-// Three layers, each on the one above it:
+//     PixelChunks    16 bytes of neighbouring pixels of one channel at a time          for one tap, pixels as they lie
+//
+// Of the first two there are three layers, each on the one above it:
 //
 //     KWalk                        where in K a thread has come to: run, block of channels, tap, channel
 //     TapCursor                    where that lies in memory for each of the thread's pixels, and where it is padding
@@ -61,7 +63,7 @@ __device__ __forceinline__ TilePixel tile_pixel(
 
 // ---- how the threads of a block share a slab -----------------------------------------------------------------------
 
-enum Direction { ALONG_PIXELS, ALONG_CHANNELS };
+enum Direction { ALONG_PIXELS, ALONG_CHANNELS, PIXEL_CHUNKS };
 
 // A thread has one pixel, and K-chunks of it that are STEP apart.
 template <class T, int SLAB_PIXELS, int SLAB_, int THREADS>
@@ -473,6 +475,80 @@ private:
     T held_[HELD ? Share::K_CHUNKS : 1][K_CHUNK];
 };
 
+// Pixels as they lie, of one tap and no padding: 16 bytes of one channel's into a tile [k][pixel], asynchronously.  A
+// thread has the same pixels for the whole sum, and of each slab channels that are STEP apart.
+template <class T, class Tile, int THREADS>
+class PixelChunks {
+    static constexpr int STEP = THREADS / Tile::CHUNKS, CHUNKS = Tile::ROWS / STEP;
+    static_assert(STEP * Tile::CHUNKS == THREADS && CHUNKS * STEP == Tile::ROWS, "threads share a slab evenly");
+    static_assert(Tile::CHUNKS >= 8 && (STEP & (STEP - 1)) == 0, "rows that are STEP apart differ in one exclusive or");
+    static_assert(!PROLOGUE || sizeof(T) == 0, "what is transformed passes through registers");
+
+public:
+    static constexpr int SLAB = Tile::ROWS, K_CHUNK = 4;
+
+    // Of the group that reads channels c_first ... c_end - 1, from slab number `slab` on.
+    struct Cursor {
+        const Sources& sources;
+        const Windows& windows;
+        const PlaceBits& bits;
+        int c_first, c_end;
+        const TilePixel* pixels;
+        int slab;
+    };
+
+    __device__ PixelChunks(const Cursor& from, const Prologue&)
+        : sources_(from.sources), c_first_(from.c_first), c_end_(from.c_end),
+          to_(opaque(Tile::index(threadIdx.x / Tile::CHUNKS, threadIdx.x % Tile::CHUNKS * Tile::CHUNK))) {
+        const TilePixel& pixel = from.pixels[threadIdx.x % Tile::CHUNKS * Tile::CHUNK];
+        sample_ = pixel.sample;
+        pixel_ = from.bits.unpacked(pixel.place);
+        next_run(from.slab);
+    }
+
+    __device__ __forceinline__ void fetch(T* tile) {
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i) {
+            constexpr int PERIOD = Tile::PERIOD;
+            const int to = (to_ ^ i * STEP % PERIOD * (8 / PERIOD) * Tile::CHUNK) + i * STEP * Tile::COLUMNS;
+            copy_async<16>(tile + to, reinterpret_cast<const T*>(at_ + i * step_), i * STEP < left_in_run_);
+        }
+        at_ += CHUNKS * step_;
+        left_in_run_ -= SLAB;
+        if (--slabs_ == 0) next_run(0);
+    }
+
+    __device__ __forceinline__ void store(T*) {}
+
+private:
+    // To a slab of the runs to come.
+    __device__ __forceinline__ void next_run(int slab) {
+        slabs_ = 0x7fffffff;  // after the last run: nothing is fetched any more
+        left_in_run_ = 0;
+        do {
+            if (!run_.next(sources_, c_first_, c_end_, 1, K_CHUNK, SLAB)) return;
+            slab -= run_.slabs;
+        } while (slab >= 0);
+        slabs_ = -slab;
+        const int channel = (run_.slabs - slabs_) * SLAB + threadIdx.x / Tile::CHUNKS;
+        if (sample_ >= 0) left_in_run_ = run_.channels - channel;
+        const Image& image = sources_.table[run_.source].image;
+        step_ = image.stride_c * (STEP * (int)sizeof(T));
+        at_ = reinterpret_cast<const char*>(image.data) +
+              image.at(max(sample_, 0), run_.first + channel, pixel_) * (int)sizeof(T);
+    }
+
+    const Sources& sources_;
+    const int c_first_, c_end_;
+    const int to_;  // where in the tile the thread's first chunk goes
+    int sample_;    // -1 where there is no such pixel
+    Pixel pixel_;
+    Run run_;
+    int slabs_, left_in_run_;  // of the run: slabs, and channels from the thread's first on
+    const char* at_;
+    long long step_;  // bytes from one of its channels to the next
+};
+
 // ---- by name -------------------------------------------------------------------------------------------------------
 
 template <class T, class Tile, int THREADS, Direction DIRECTION, bool CHUNKED> struct GatherOf;
@@ -481,6 +557,9 @@ template <class T, class Tile, int THREADS> struct GatherOf<T, Tile, THREADS, AL
 };
 template <class T, class Tile, int THREADS> struct GatherOf<T, Tile, THREADS, ALONG_CHANNELS, false> {
     using type = ElementGather<T, Tile, AlongChannels<T, Tile::COLUMNS, Tile::ROWS, THREADS>>;
+};
+template <class T, class Tile, int THREADS> struct GatherOf<T, Tile, THREADS, PIXEL_CHUNKS, false> {
+    using type = PixelChunks<T, Tile, THREADS>;
 };
 template <class T, class Tile, int THREADS> struct GatherOf<T, Tile, THREADS, ALONG_CHANNELS, true> {
     using type = ChunkGather<T, Tile, AlongChannels<T, Tile::ROWS, Tile::COLUMNS, THREADS>>;

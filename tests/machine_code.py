@@ -286,6 +286,11 @@ def _conv(dtype: str, image: Callable[..., np.ndarray] = _array, **how: Any) -> 
     )
 
 
+def _pointwise(arch: str) -> Plan:
+    x, weight = _array("float16", 32, 512, 28, 28), _array("float16", 128, 512, 1, 1)
+    return cupyconv.explain(cupyconv.conv, x, weight, activation="relu", on=arch)
+
+
 def _tf32(arch: str) -> Plan:
     with cupyconv.options(allow_tf32=True):
         return _conv("float32", _channels_last)(arch)
@@ -326,6 +331,7 @@ def _pair(arch: str) -> Plan:
 TYPICAL: dict[str, Callable[[str], Plan]] = {
     "conv 3x3, float16, channels last": _conv("float16", _channels_last),
     "conv 3x3, float16": _conv("float16"),
+    "conv 1x1, float16": _pointwise,
     "conv 3x3, TF32, channels last": _tf32,
     "conv 3x3, float32": _conv("float32", method="implicit_gemm"),
     "conv 3x3, float64": _conv("float64", method="implicit_gemm"),

@@ -31,6 +31,7 @@ from tests.variants import all_variants
 MACROS = [dict(kernel.macros) for kernel in all_variants() if kernel.name == "implicit_gemm"]
 VARIANTS = [macros for macros in MACROS if "PROLOGUE" not in macros]  # the others: tests/test_prologue.py
 ALONG_PIXELS = [variant for variant in VARIANTS if variant["GATHER"] == "ALONG_PIXELS"]
+PIXEL_CHUNKS = [variant for variant in VARIANTS if variant["GATHER"] == "PIXEL_CHUNKS"]
 ALONG_CHANNELS = [variant for variant in VARIANTS if variant["GATHER"] == "ALONG_CHANNELS"]
 
 
@@ -226,6 +227,68 @@ def test_along_channels(cuda, case, variant):
         assert dict(product_of(plan).kernel.macros) == variant
 
 
+POINTWISE_CASES = {
+    "a chunk, a channel": ConvCase(spatial=(8,), kernel=(1,)),
+    "several samples in a tile": ConvCase(batch=11, channels=(5,), out_channels=3, spatial=(2, 4), kernel=(1, 1), **EPILOGUE),
+    "three axes": ConvCase(batch=2, channels=(37,), out_channels=4, spatial=(2, 3, 8), kernel=(1, 1, 1), bias=True),
+    "several runs": ConvCase(
+        batch=2, channels=(3, 40, 1, 34), out_channels=4, spatial=(6, 16), kernel=(1, 1), **EPILOGUE
+    ),
+    "groups that cut through inputs": ConvCase(
+        channels=(25, 47), groups=4, out_channels=8, spatial=(6, 8), kernel=(1, 1), **EPILOGUE
+    ),
+    "tiles partly outside": ConvCase(batch=3, channels=(4,), out_channels=133, spatial=(9, 8), kernel=(1, 1), bias=True),
+    "a sum in parts": ConvCase(channels=(233, 200), out_channels=7, spatial=(8,), kernel=(1,), **EPILOGUE),
+    "one sample again and again": ConvCase(
+        batch=3, channels=(9, 7), out_channels=4, spatial=(4, 8), kernel=(1, 1), layouts=("broadcast_first", "c_order")
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.grid(variant=PIXEL_CHUNKS, case=POINTWISE_CASES)
+def test_pixels_of_one_tap_in_chunks(cuda, case, variant):
+    exact = case.terms <= 100 or variant["DTYPE"] in ("float32", "float64")
+    for plan in check_case(cuda, replace(case, dtype=variant["DTYPE"]), variant, exact=exact):
+        assert dict(product_of(plan).kernel.macros) == variant
+        assert product_of(plan).grid[1] > 1 or sum(case.channels) < 400
+
+
+def test_which_pixels_go_in_chunks():
+    """Whole aligned vectors of one tap, where nothing is transformed on the way."""
+
+    def gather(x, kernel=1, dtype="float16", **how):
+        plan = cupyconv.explain(
+            cupyconv.conv,
+            x,
+            np.empty((64, x.shape[1], kernel, kernel), dtype),
+            method="implicit_gemm",
+            on="sm_90",
+            **how,
+        )
+        return dict(product_of(plan).kernel.macros)["GATHER"]
+
+    x = np.empty((8, 64, 12, 12), np.float16)
+    assert gather(x) == "PIXEL_CHUNKS"
+    assert gather(x.astype(np.float32), dtype="float32") == "PIXEL_CHUNKS"
+    for other, how in (
+        (x, {"stride": 2}), (x, {"padding": 1}), (x, {"kernel": 3}), (x, {"prologue": (None, None, "relu")}),
+        (x[..., :11], {}), (x[:, :, :9, :7], {}), (x[..., ::-1], {}), (np.empty((8, 64, 9, 9), np.float16), {}),
+        (np.empty((8, 12, 12, 64), np.float16).transpose(0, 3, 1, 2), {}),
+    ):  # fmt: skip
+        assert gather(other, **how) != "PIXEL_CHUNKS"
+
+
+@pytest.mark.parametrize("batch, width", [(1, "1"), (64, "8")])
+def test_parts_of_few_sums_are_added_by_many_threads(batch, width):
+    """Sixteen blocks had added all parts of 8 x 8 pixels, one vector of each after the other."""
+    x, weight = np.empty((batch, 8, 8, 512), np.float16).transpose(0, 3, 1, 2), np.empty((512, 512, 3, 3), np.float16)
+    how = {"padding": 1, "activation": "relu", "on": "sm_90"}
+    plan = cupyconv.explain(cupyconv.conv, x, weight, method="implicit_gemm" if batch == 1 else "gemm", **how)
+    last = plan.steps[-1]
+    assert last.kernel.name == "epilogue" and dict(last.kernel.macros)["WIDTH"] == width
+    assert last.blocks >= 2 * 132
+
+
 MOVED = {dtype: next(v for v in ALONG_CHANNELS if v["DTYPE"] == dtype and v["ARITHMETIC"] == arithmetic) for dtype, arithmetic in
          (("float16", "MMA"), ("bfloat16", "MMA"), ("float32", "TF32"))}  # fmt: skip
 #: Beside those of `CASES` that can be: rows in vectors and not, few channels and many, more than one tile of either.
@@ -333,7 +396,8 @@ def test_a_weight_that_lies_in_slabs_is_not_packed(cuda, variant, groups, weight
     """One tap, and as many channels of each input as a slab of any dtype holds; a tile has more rows than there are."""
     along_channels = variant["GATHER"] == "ALONG_CHANNELS"
     case = ConvCase(
-        batch=2, channels=(32, 32), groups=groups, out_channels=2 * 67, spatial=(5, 7), kernel=(1, 1),
+        batch=2, channels=(32, 32), groups=groups, out_channels=2 * 67, kernel=(1, 1),
+        spatial=(5, 8) if variant["GATHER"] == "PIXEL_CHUNKS" else (5, 7),
         dtype=variant["DTYPE"], weight_layout=weight_layout, **EPILOGUE,
         layouts=("channels_last",) * 2 if along_channels else ("c_order",) * 2,
     )  # fmt: skip

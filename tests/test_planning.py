@@ -282,11 +282,11 @@ def kernels_of_implicit_gemm(dtype: Any) -> set[Kernel]:
     """Those of a small and a large problem on every GPU; which arithmetic and which tile pays differs."""
     asked: set[Kernel] = set()
     sizes = ((1, 16, 8, 16), (64, 256, 56, 64), (64, 256, 56, 256), (32, 256, 14, 256))
-    for (batch, channels, size, outputs), order, on, tf32, pre in product(
-        sizes, ("C", "last"), KNOWN_GPUS, (False, True), (None, (None, None, "relu"))
+    for (batch, channels, size, outputs), order, kernel, on, tf32, pre in product(
+        sizes, ("C", "last"), (1, 3), KNOWN_GPUS, (False, True), (None, (None, None, "relu"))
     ):
         x = array(batch, channels, size, size, dtype=dtype, order=order)
-        weight = array(outputs, channels, 3, 3, dtype=dtype)
+        weight = array(outputs, channels, kernel, kernel, dtype=dtype)
         with cupyconv.options(allow_tf32=tf32):
             try:
                 made = cupyconv.explain(cupyconv.conv, x, weight, method="implicit_gemm", prologue=pre, on=on)

@@ -40,12 +40,13 @@ GATES_PER_PRODUCT = (1, 2, 3, 4)
 def is_fast(kernel: Kernel) -> bool:
     """Whether speed is the reason the variant exists, so that a register spilled to memory defeats it.
 
-    direct, transposed and col2im are for generality: there a few bytes spilled cost little beside the scattered access.
+    direct and transposed are for generality: there a few bytes spilled cost little beside the scattered access.
     """
     fast = ("merge", "im2col", "epilogue", "epilogue_grad", "prologue_grad", "depthwise", "implicit_gemm", "conv_pair")
     return kernel.name in (
         *fast,
         "channels_last",
+        "col2im",
         "implicit_weight_gradient",
         "depthwise_weight_gradient",
         *POOLING,
@@ -238,13 +239,13 @@ def _epilogue_grad_variants() -> list[Kernel]:
 
 
 def _implicit_gemm_variants() -> list[Kernel]:
-    """Every arithmetic of a dtype on any GPU, every tile, both ways to gather; with a prologue one of each."""
+    """Every arithmetic of a dtype on any GPU, every tile, every way to gather; with a prologue one of each."""
     of_dtype = [(dtype, arithmetic) for dtype in REAL_DTYPES for arithmetic in _arithmetics(dtype)]
     return [
         *(
             _kernel("implicit_gemm", DTYPE=dtype, ARITHMETIC=arithmetic, TILE_M=tile[0], TILE_N=tile[1], GATHER=gather)
             for dtype, arithmetic in of_dtype
-            for gather in ("ALONG_PIXELS", "ALONG_CHANNELS")
+            for gather in ("ALONG_PIXELS", "PIXEL_CHUNKS", "ALONG_CHANNELS")
             for tile in tiles(dtype, arithmetic, gather)
         ),
         *(

@@ -29,17 +29,23 @@ IMPLICIT_GEMM = {(64, 64): 0.6, (128, 128): 0.8, (64, 256): 0.85, (128, 256): 0.
 #: machine code for sm_90, on the way that is nearly always taken.
 ISSUED = {
     ("MMA", 2, "ALONG_PIXELS"): {(64, 64): 303, (128, 128): 250},
+    ("MMA", 2, "PIXEL_CHUNKS"): {(64, 64): 100, (128, 128): 134, (64, 256): 185, (128, 256): 180},
     ("MMA", 2, "ALONG_CHANNELS"): {(64, 64): 93, (128, 128): 110, (64, 256): 185, (128, 256): 161},
     ("TF32", 4, "ALONG_PIXELS"): {(64, 64): 156, (128, 128): 182},
+    ("TF32", 4, "PIXEL_CHUNKS"): {(64, 64): 128, (128, 128): 148, (64, 256): 262, (128, 256): 242},
     ("TF32", 4, "ALONG_CHANNELS"): {(64, 64): 124, (128, 128): 142, (64, 256): 249, (128, 256): 225},
     ("TF32X3", 4, "ALONG_PIXELS"): {(64, 64): 467, (128, 128): 676},
+    ("TF32X3", 4, "PIXEL_CHUNKS"): {(64, 64): 413, (128, 128): 621},
     ("TF32X3", 4, "ALONG_CHANNELS"): {(64, 64): 398, (128, 128): 606},
     ("MMA", 8, "ALONG_PIXELS"): {(64, 64): 148},
+    ("MMA", 8, "PIXEL_CHUNKS"): {(64, 64): 102},
     ("MMA", 8, "ALONG_CHANNELS"): {(64, 64): 112},
-    ("FMA", 8, "ALONG_PIXELS"): {(64, 64): 394},
-    ("FMA", 8, "ALONG_CHANNELS"): {(64, 64): 412},
     ("FMA", 4, "ALONG_PIXELS"): {(64, 64): 649, (128, 128): 1179},
+    ("FMA", 4, "PIXEL_CHUNKS"): {(64, 64): 615, (128, 128): 1143},
     ("FMA", 4, "ALONG_CHANNELS"): {(64, 64): 677, (128, 128): 1171},
+    ("FMA", 8, "ALONG_PIXELS"): {(64, 64): 394},
+    ("FMA", 8, "PIXEL_CHUNKS"): {(64, 64): 365},
+    ("FMA", 8, "ALONG_CHANNELS"): {(64, 64): 412},
 }
 #: implicit_weight_gradient.cu, by its tile.
 IMPLICIT_WEIGHT_GRADIENT = {(64, 128): 0.6, (128, 128): 0.7}

@@ -20,6 +20,9 @@ from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, collapsed_st
 from cupyconv.problem.plan import Address, KernelLaunch
 from cupyconv.problem.problems import ConvProblem
 
+#: Threads of a multiprocessor that hide from each other how long they wait for the parts of a sum, a few at a time.
+BUSY_THREADS = 512
+
 
 @dataclass(frozen=True)
 class Sums:
@@ -46,8 +49,12 @@ def epilogue_launch(
     activation: Activation = IDENTITY,
     pre: Operand | None = None,
     chunk: Chunk | None = None,
+    busy: int = 0,
 ) -> KernelLaunch:
-    """Bias, residual and activation over a chunk of the result, or all of it; without `sums`, over zeros."""
+    """Bias, residual and activation over a chunk of the result, or all of it; without `sums`, over zeros.
+
+    Where vectors leave work for fewer than `busy` threads, each takes an element.
+    """
     chunk = chunk or Chunk(0, out.shape[0], 0, out.pixels)
     samples, channels, pixels = chunk.samples, out.shape[1], chunk.pixels
     size, (flat, *others) = collapse([out] + ([residual] if residual else []))
@@ -58,7 +65,7 @@ def epilogue_launch(
     # Both ends of the chunk must be whole vectors: a power of two divides a | b where it divides both.
     extent = channels if along_channels else pixels | chunk.first_pixel
     fits = extent % full == 0 and (along_channels or whole) and _is_vectorized(flat, neighbours, full)
-    width = full if fits else 1
+    width = full if fits and samples * pixels * channels >= busy * full else 1
     purpose = "store" if sums else "zeros"
     sums = sums or Sums(None, accumulator(out.dtype), (0, 0, 0), planes=0)
     sums_vectorized = False
@@ -73,10 +80,11 @@ def epilogue_launch(
     does = ["bias"] * bool(bias) + ["residual"] * bool(residual) + [activation.name] * bool(activation)
     planes = sums.planes * (1 + bool(sums.imaginary))
     nbytes = out.itemsize * (1 + bool(residual) + bool(pre)) + ITEMSIZE[sums.dtype] * planes
+    largest = 256 if samples * pixels * channels >= busy * width else 64
     if along_channels:
-        grid, block = grid_and_block(samples * pixels, channels, width, 1, 256)
+        grid, block = grid_and_block(samples * pixels, channels, width, 1, largest)
     else:
-        grid, block = grid_and_block(samples, pixels, width, channels, 256)
+        grid, block = grid_and_block(samples, pixels, width, channels, largest)
     return KernelLaunch(
         variant("epilogue", SUM_DTYPE=sums.dtype, Y_DTYPE=out.dtype, WIDTH=width),
         grid,
@@ -119,6 +127,7 @@ def finish(problem: ConvProblem, sums: Sums | None = None, chunk: Chunk | None =
         activation=problem.activation,
         pre=problem.pre,
         chunk=chunk,
+        busy=problem.gpu.multiprocessors * BUSY_THREADS if sums and sums.planes > 1 else 0,
     )
 
 

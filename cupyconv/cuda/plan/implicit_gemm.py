@@ -35,6 +35,7 @@ from cupyconv.cuda.plan.launches import (
     prologue_words,
     sources_params,
     variant,
+    vector_width,
     windows_params,
 )
 from cupyconv.cuda.plan.occupancy import RESERVED_SHARED
@@ -124,7 +125,7 @@ def tiles(dtype: str, arithmetic: str, gather: str, has_prologue: bool = False) 
     """Tiles of 128 x 128 doubles do not fit the registers; with a prologue there is one tile."""
     if dtype == "float64" or has_prologue:
         return ((64, 64),)
-    is_wide = gather == "ALONG_CHANNELS" and arithmetic in ("MMA", "TF32")
+    is_wide = gather != "ALONG_PIXELS" and arithmetic in ("MMA", "TF32")
     return (*TILES, *WIDE_TILES) if is_wide else tuple(TILES)
 
 
@@ -281,8 +282,8 @@ def _shared_lines(problem: ConvProblem, tile: tuple[int, int], gather: str, arit
     warps = (TILES | WIDE_TILES)[tile] // WARP
     edges = warps * WARP_ROWS[tile] + tile_m * tile_n // WARP_ROWS[tile]
     lines = (edges + tile_m) * BLOCK_BYTES // cost.SHARED_LINE
-    if gather == "ALONG_CHANNELS":
-        return lines + tile_n * BLOCK_BYTES // cost.SHARED_LINE * (1 if arithmetic != "FMA" else 2)
+    if gather != "ALONG_PIXELS":
+        return lines + tile_n * BLOCK_BYTES // cost.SHARED_LINE
     touched = max(cost.lines_of(x, problem.geometry.stride[2]) for x in problem.xs)
     return lines + tile_n * (BLOCK_BYTES // ITEMSIZE[problem.x_dtype]) // WARP * (1 + touched)
 
@@ -321,6 +322,8 @@ def _gather(problem: ConvProblem, chunked: bool) -> tuple[str, tuple[str, ...]]:
     An arithmetic that reads its tiles along K wants them in chunks of 16 bytes, all aligned.
     """
     xs = problem.xs
+    if problem.geometry.is_pointwise and not problem.prologue and vector_width(xs, xs[0].pixels) > 1:
+        return "PIXEL_CHUNKS", ()
     if not all(x.stride_c == 1 for x in xs) or all(x.pixel_stride == 1 for x in xs):
         return "ALONG_PIXELS", ()
     if problem.prologue:
