@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,9 @@ from cupyconv.ops.conv_pullback import EPILOGUE_GRADIENT, PROLOGUE_GRADIENT
 from cupyconv.ops.pooling import AVG_POOL_GRADIENT, MAX_POOL_GRADIENT
 from cupyconv.ops.recurrent_pullback import RECURRENT_GRADIENT
 from cupyconv.problem.arrays import ITEMSIZE
-from cupyconv.problem.machine import KNOWN_GPUS, known_gpu
+from cupyconv.problem.machine import KNOWN_GPUS, known_gpu, nearest_gpu
 from cupyconv.problem.plan import MAX_SOURCES, Address, GemmCall, Kernel, KernelLaunch, LaunchLoop, Matrix, Plan
+from cupyconv.problem.problems import Problem
 from cupyconv.problem.recurrence import GATES
 from tests.variants import all_variants
 
@@ -48,6 +50,8 @@ LARGEST_SHARED = 64 << 10
 ACTIVATIONS_OF = {"rnn": "tanh", "lstm": ("sigmoid", "tanh", "tanh"), "gru": ("sigmoid", "tanh")}
 #: Kernels that are some operation's only way, so that nobody asks what their arithmetic takes.
 UNCOSTED = ("pool", "pool_gradient")
+#: Kernels without arithmetic whose scattered loads are counted.
+SCATTERED = ("channels_last",)
 METHODS = ("auto", "direct", "gemm", "implicit_gemm")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -107,7 +111,7 @@ def check(plan: Plan, limit: int | None = None, on: str = GPU) -> None:
             asks = step.kernel.name in ("conv_pair", "implicit_gemm")  # how much the GPU has
             assert step.shared_bytes <= (known_gpu(on).shared_bytes if asks else LARGEST_SHARED), step
             if step.kernel.name not in UNCOSTED:
-                assert (step.arithmetic_seconds > 0) == (step.flops > 0), step
+                assert (step.arithmetic_seconds > 0) == (step.flops > 0 or step.kernel.name in SCATTERED), step
             _check_columns(step, sizes)
         else:
             assert isinstance(step, GemmCall)
@@ -277,7 +281,7 @@ def kernels_of_pairs(dtype: Any) -> set[Kernel]:
 def kernels_of_implicit_gemm(dtype: Any) -> set[Kernel]:
     """Those of a small and a large problem on every GPU; which arithmetic and which tile pays differs."""
     asked: set[Kernel] = set()
-    sizes = ((1, 16, 8, 16), (64, 256, 56, 64), (64, 256, 56, 256))
+    sizes = ((1, 16, 8, 16), (64, 256, 56, 64), (64, 256, 56, 256), (32, 256, 14, 256))
     for (batch, channels, size, outputs), order, on, tf32, pre in product(
         sizes, ("C", "last"), KNOWN_GPUS, (False, True), (None, (None, None, "relu"))
     ):
@@ -1060,3 +1064,38 @@ def test_recurrent_layers_of_very_many_samples(samples, methods):
         plan = cupyconv.explain(cupyconv.lstm, *arrays, method=method, on="sm_90")
         launches = [launch for step in plan.steps for launch in getattr(step, "launches", (step,))]
         assert all(launch.grid[1] <= 65535 for launch in launches if isinstance(launch, KernelLaunch))
+
+
+# --- rules of the problem -------------------------------------------------------------------------------------
+
+
+def test_weights_that_are_copied_whole_come_on_top_of_a_small_limit_only():
+    """A larger limit leaves no less beside them."""
+    limits, weights = range(1, 400), 100
+    room = [Problem.limit_with(SimpleNamespace(limit=limit), weights) for limit in limits]
+    assert all(given == limit for limit, given in zip(limits, room) if limit >= 2 * weights)
+    assert all(limit < given <= limit + weights for limit, given in zip(limits, room) if limit < 2 * weights)
+    assert room == sorted(room) and room[0] == 1 + weights
+
+
+def test_as_many_phases_as_allowed_are_taken_and_no_more():
+    x = np.ones((1, 2, 40, 40), np.float32)
+
+    def plan(*stride):
+        weight = np.ones((2, 2, *(step + 1 for step in stride)), np.float32)
+        return cupyconv.explain(cupyconv.conv_transpose, x, weight, stride=stride, method="implicit_gemm", on="sm_90")
+
+    assert plan(8, 8).method == "implicit_gemm"
+    with pytest.raises(ValueError, match="72 phases, 64 are allowed"):
+        plan(8, 9)
+
+
+def test_a_gpu_that_is_not_in_the_table_is_planned_for_as_the_newest_that_is_older():
+    names = {capability: nearest_gpu(capability).arch for capability in (70, 75, 79, 80, 87, 90, 103, 130)}
+    assert names == {
+        70: "sm_75", 75: "sm_75", 79: "sm_75", 80: "sm_80", 87: "sm_86", 90: "sm_90", 103: "sm_100", 130: "sm_120",
+    }  # fmt: skip
+    shared = {arch: gpu.shared_bytes >> 10 for arch, gpu in KNOWN_GPUS.items()}
+    assert shared == {
+        "sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99,
+    }  # fmt: skip

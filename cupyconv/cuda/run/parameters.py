@@ -81,6 +81,10 @@ PARAMETERS = {
         sources=SOURCES, windows=WINDOWS, prologue=PROLOGUE, columns=POINTER, stride_n=INT64, stride_row=INT64, stride_pixel=INT64, batch=INT64,
         first_pixel=INT64, pixels=INT64, squares=INT32, channel_lanes=INT32,
     ),
+    "channels_last": _struct(
+        sources=SOURCES, prologue=PROLOGUE, moved=POINTER, stride_n=INT64, size=(INT64, 3), batch=INT64, pixels=INT64,
+        channels=INT32, padded=INT32, lanes_shift=INT32, vectorized=INT32,
+    ),
     "pack_weight": _struct(
         sources=SOURCES, weight=IMAGE, packed=POINTER, stride_m=INT64, stride_k=INT64, kernel=(INT32, 3), groups=INT32,
         group_channels=INT32, group_outputs=INT32, k_chunk=INT32, slab=INT32, slabs=INT32, rows=INT32, channels=INT32,
