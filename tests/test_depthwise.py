@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cupyconv
-from cupyconv.numpy import depthwise, toeplitz
-from tests import reference
+from cupyconv.numpy import depthwise, strips, toeplitz
+from tests import reference, reference_gradients
 
 METHODS = ("gemm", "direct")
 
@@ -123,3 +124,50 @@ def test_small_images_of_many_channels_are_scaled():
     """A product of each would be mostly the call."""
     x, weight = np.ones((16, 64, 5, 5), np.float32), np.ones((64, 1, 3, 3), np.float32)
     assert cupyconv.explain(cupyconv.conv, x, weight, padding=1, groups=64).method == "direct"
+
+
+# --- the weight's gradient ------------------------------------------------------------------------------------
+
+
+@given(
+    call=depthwise_calls(),
+    threads=st.integers(1, 2),
+    limit=st.sampled_from((None, 60_000)),
+    channels_last=st.booleans(),
+    value=st.sampled_from((None, np.inf, np.nan)),
+    where=st.sampled_from(("x", "grad")),
+    seed=st.integers(0, 1 << 16),
+)
+def test_gradients_by_strips_are_exact(call, threads, limit, channels_last, value, where, seed):
+    """Also of infinities and NaN: products of elements that no tap brings together are in no sum."""
+    x, weight, settings = call
+    grad = np.random.default_rng(seed).integers(-4, 5, cupyconv.conv(x, weight, **settings).shape).astype(x.dtype)
+    if value is not None:
+        spoilt = {"x": x, "grad": grad}[where]
+        spoilt.flat[seed % spoilt.size] = value
+    arrays = x, grad
+    if channels_last:
+        x, grad = (np.moveaxis(np.ascontiguousarray(np.moveaxis(array, 1, -1)), -1, 1) for array in arrays)
+    kernel = weight.shape[2:]
+    whatever_is_estimated = mock.patch.object(strips.GradientStrips, "nanoseconds", lambda geometry: 0)
+    settings_in_force = cupyconv.options(threads=threads, workspace_limit=limit, allow_fft=False, allow_winograd=False)
+    with settings_in_force, whatever_is_estimated:
+        result = cupyconv.conv_grad_weight(grad, x, kernel, **settings)
+    with np.errstate(invalid="ignore"):
+        expected = reference_gradients.conv_grad_weight(grad, x, kernel, **settings)
+    np.testing.assert_array_equal(result, expected)
+
+
+def test_which_gradients_are_by_strips():
+    """Not those of rows so short that products with zeros, and calls, take longer."""
+
+    def step(size, kernel, **settings):
+        x = np.ones((1, 64, *size), np.float32)
+        grad = np.ones(cupyconv.conv(x, np.ones((64, 1, *kernel), np.float32), groups=64, **settings).shape, np.float32)
+        (step,) = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, kernel, groups=64, **settings).steps
+        return step
+
+    assert isinstance(step((56, 56), (3, 3), padding=1), strips.GradientStrips)
+    assert isinstance(step((56, 56), (5, 5), padding=2, stride=2), strips.GradientStrips)
+    assert not isinstance(step((7, 7), (3, 3), padding=1), strips.GradientStrips)
+    assert not isinstance(step((1_000,), (9,)), strips.GradientStrips)

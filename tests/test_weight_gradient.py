@@ -61,8 +61,10 @@ def fresh():
         ("columns", (3, 3), {"groups": 2}),
         ("view", (1, 1), {}),
         ("taps", (3, 3), {"padding": 1, "method": "direct"}),
-        ("multiplied taps", (3, 3), {"groups": 12}),
-        ("multiplied taps", (3, 2), {"groups": 12, "stride": 2, "padding": 1}),
+        ("strips", (3, 3), {"groups": 12}),
+        ("strips", (3, 4), {"groups": 12, "padding": 1}),
+        ("multiplied taps", (3, 3), {"groups": 12, "method": "direct"}),
+        ("multiplied taps", (3, 2), {"groups": 12, "stride": 2, "padding": 1, "method": "direct"}),
     ],
 )
 @pytest.mark.parametrize(

@@ -343,6 +343,11 @@ class PixelLoop(BlockLoop):
         return self.geometry.groups
 
     @classmethod
+    def sharers(cls, problem: Any) -> int:
+        """Threads that pixels are divided among."""
+        return int(problem.host.threads)
+
+    @classmethod
     def fitted(cls, problem: Any, fixed: int, limit: int) -> Self:
         """Blocks of about the size aimed at, or the largest that keep within the limit beside `fixed` bytes."""
 
@@ -351,7 +356,7 @@ class PixelLoop(BlockLoop):
             return fixed + problem.host.threads * (loop.workspace + loop.index_bytes)
 
         pixels, most_samples = cls.aim(problem)
-        pixels = share_of_pixels(problem.geometry, problem.host.threads, pixels)
+        pixels = share_of_pixels(problem.geometry, cls.sharers(problem), pixels)
         return cls(problem, largest_block(problem.geometry, needed, limit, pixels, cls.smallest, most_samples))
 
     @cached_property

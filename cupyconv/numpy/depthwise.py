@@ -78,6 +78,11 @@ def scaled_ns(problem: ConvProblem) -> float:
     return outputs * (run * (SHORT_RUN_NS if is_short else RUN_NS) + TAP_NS)
 
 
+def workers(loop: ConvLoop) -> int:
+    """Threads that have enough to do: with less, they mostly wait for each other between short calls."""
+    return max(1, min(loop.problem.host.threads, loop.blocks, int(scaled_ns(loop.problem) / SHARE_NS)))
+
+
 # --- scaled elements ------------------------------------------------------------------------------------------
 
 
@@ -113,8 +118,7 @@ class ScaledPixels(ConvLoop):
 
     @cached_property
     def threads(self) -> int:
-        worth_waking = int(scaled_ns(self.problem) / SHARE_NS)
-        return max(1, min(self.problem.host.threads, self.blocks, worth_waking))
+        return workers(self)
 
     @classmethod
     def weight_bytes(cls, problem: ConvProblem) -> int:
@@ -175,6 +179,10 @@ class ScaledRuns(ConvLoop):
         return MEMORY_BLOCK // per_pixel, 1 if geometry.pixels >= LONE_PIXELS else geometry.batch
 
     @cached_property
+    def threads(self) -> int:
+        return workers(self)
+
+    @cached_property
     def part(self) -> int:
         return even_part(self.geometry.groups, MEMORY_BLOCK // (self._group_bytes or 1))
 
@@ -213,7 +221,9 @@ def _runs(images: Images, block: Block) -> tuple[np.ndarray, Callable[[np.ndarra
 
     The function makes of runs, (..., run), a view of their pixels, (..., samples, d, h, w).
     """
-    image, tile, kernel = images.tile(block), block.tile(images.channels), block.geometry.kernel
+    image, tile, kernel = images.tile_or_view(block), block.tile(images.channels), block.geometry.kernel
+    if not image.flags.c_contiguous:
+        image = images.tile(block)
     c, *taps = tile.windows_strides[:4]
     last = sum((k - 1) * step for k, step in zip(kernel, taps)) // image.itemsize
     run = max(0, image[0].size - last) if image.size else 0

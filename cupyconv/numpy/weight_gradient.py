@@ -34,6 +34,7 @@ from cupyconv.numpy.convolution import (
     winograd_unsuited,
 )
 from cupyconv.numpy.mec import mec_bytes, mec_columns, mec_part, taps_share
+from cupyconv.numpy.strips import GradientStrips
 from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun, grad_is_factor, x_item
 from cupyconv.numpy.windows import Block, Images
 from cupyconv.numpy.winograd import (
@@ -296,13 +297,21 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
             is_first = False
 
 
+def strips_unsuited(problem: Any) -> str:
+    """Why products do not suit a problem: of one channel per group, those of strips may."""
+    return "" if GradientStrips.applies(problem) else thin_products(problem)
+
+
 SPECTRA = "cupyconv.numpy.fft_weight_gradient"
 #: "auto" takes the first that suits the problem and fits, else the first that fits.
 METHODS = {
     "winograd": Method((GradientWinograd,), SLOW_TRANSFORMS, NO_ROOM_FOR_TILES, winograd_unsuited),
     "fft": Method(SPECTRA, SLOW_SPECTRA, NO_ROOM_FOR_SPECTRA, partial(fft_unsuited, ways=SPECTRA)),
     "gemm": Method(
-        (GradientView, GradientMecProducts, GradientColumns), MORE_PRODUCTS, NO_ROOM_FOR_COLUMNS, thin_products
+        (GradientStrips, GradientView, GradientMecProducts, GradientColumns),
+        MORE_PRODUCTS,
+        NO_ROOM_FOR_COLUMNS,
+        strips_unsuited,
     ),
     "direct": Method((MultipliedTaps, GradientTaps), "slower: a product for every tap"),
 }

@@ -238,6 +238,10 @@ class WeightRun:
             grad = copy
         return grad.reshape(geometry.groups, geometry.group_outputs, block.area)[:, self._rows]
 
+    def scratch(self, name: str, shape: Sequence[int]) -> np.ndarray:
+        """This thread's memory for products."""
+        return self._product_scratch.array(name, shape)
+
     def add_product(self, grad: np.ndarray, columns: np.ndarray, sums: np.ndarray, is_first: bool) -> None:
         """sums (+)= grad columns', a piece of the outputs at a time; `sums` may have the rows' axes apart."""
         transposed = columns.swapaxes(1, 2)

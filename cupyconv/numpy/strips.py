@@ -1,0 +1,163 @@
+"""The gradient of a depthwise weight by strips: products of an image's strip and of the gradient's, whose diagonals are taps.
+
+One tap's gradient is a vector by a vector, and all taps of a row of the kernel read the same elements again.  So of a strip of
+both, a few pixels wide, all elements of a row of x are multiplied with all of a row of the gradient, and summed over rows:
+
+::
+
+    x' [elements, rows]   x   grad [rows, outputs]    =    d0            of which the diagonals are needed:
+                                                           d1 d0         d0 d0 ... sum up to tap 0's gradient,
+    for each row of the kernel, from                       d2 d1 d0      d1 d1 ... to tap 1's
+    its row of x on, `stride` rows apart                      d2 d1
+
+The narrower a strip is, the fewer products are in vain; the wider, the better BLAS is at them.  Whatever the stride is, each
+element is read where it lies.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from math import ceil, prod
+
+import numpy as np
+
+from cupyconv.numpy.convolution import MEMORY_BLOCK, temporaries
+from cupyconv.numpy.toeplitz import COPY_NS, MULTIPLY_NS, PRODUCT_NS, SHARE_NS, reach, strided
+from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun, grad_is_factor
+from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape
+from cupyconv.problem.geometry import ConvGeometry, even_part
+from cupyconv.problem.problems import WeightGradientProblem
+
+#: Pixels of the gradient that a strip is wide, about: a vector of float32, and few products are in vain.
+WIDTH = 14
+#: Nanoseconds for a pixel of the gradient and a tap where columns are multiplied with it instead.
+MULTIPLIED_NS = 0.8
+#: Bytes that some channels copy and compute for a block: more than elsewhere, since each of a few calls should be long.
+STRIPS_BLOCK = 4 * MEMORY_BLOCK
+#: Elements of a sample's gradient from which it is a block by itself: calls are long enough.
+LONE_GRADIENT = 30_000
+
+
+class GradientStrips(WeightGradientLoop):
+    """Products of strips of an image and of the gradient, for each row of the kernel, and sums of their diagonals."""
+
+    name = "strips"
+    words = "products of strips of both images, whose diagonals are taps"
+
+    @classmethod
+    def applies(cls, problem: WeightGradientProblem) -> bool:
+        geometry = problem.geometry
+        if not (geometry.is_depthwise and geometry.kernel[0] == 1):
+            return False
+        pixels = geometry.batch * geometry.pixels * geometry.out_channels
+        return cls.nanoseconds(geometry) < MULTIPLIED_NS * pixels * geometry.taps
+
+    @classmethod
+    def nanoseconds(cls, geometry: ConvGeometry) -> float:
+        """What it is estimated to take."""
+        depth, height, width = geometry.out_size
+        length = strip_width(geometry)
+        elements = reach(geometry, 2, length)
+        product = PRODUCT_NS + MULTIPLY_NS * elements * (length + 8) * (height + 4)
+        products = depth * ceil(width / length) * geometry.out_channels * geometry.kernel[1]
+        tile = prod(tile_shape(geometry, geometry.in_channels, (1, *geometry.out_size)))
+        return geometry.batch * (products * product + 4 * COPY_NS * tile)
+
+    @classmethod
+    def aim(cls, problem: WeightGradientProblem) -> tuple[int, int]:
+        geometry = problem.geometry
+        is_lone = gradient_is_rows(problem) and geometry.out_channels * geometry.pixels >= LONE_GRADIENT
+        samples = 1 if is_lone else geometry.batch
+        return geometry.pixels * samples, samples
+
+    @classmethod
+    def sharers(cls, problem: WeightGradientProblem) -> int:
+        return max(1, min(problem.host.threads, int(cls.nanoseconds(problem.geometry) / SHARE_NS)))
+
+    @cached_property
+    def grad_in_place(self) -> bool:
+        return gradient_is_rows(self.problem)
+
+    @cached_property
+    def part(self) -> int:
+        room = min(STRIPS_BLOCK, self.problem.limit // (4 * self.problem.host.threads))
+        return even_part(self.geometry.groups, room // (self._group_bytes or 1))
+
+    @property
+    def columns_bytes(self) -> int:
+        return self.part * self._group_bytes
+
+    @property
+    def _group_bytes(self) -> int:
+        """Bytes of a group's tile, of what fills borders, and of its products and their sum."""
+        geometry, length = self.geometry, strip_width(self.geometry)
+        tile = (1 + temporaries(geometry, self.problem.prologue)) * prod(tile_shape(geometry, 1, self.block))
+        strips = 1 + self.block[0] * self.block[1] * ceil(self.block[3] / length)
+        outputs = self.rows or geometry.group_outputs
+        products = strips * outputs * geometry.kernel[1] * reach(geometry, 2, length) * length
+        return (tile + products) * self.sums_dtype.itemsize
+
+    def add(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
+        for groups in parts_of(self.geometry.groups, self.part):
+            image = images.some(groups).tile_or_view(block)
+            for grad, sums in pairs:
+                taps = sums[groups]
+                by_pixel = grad[groups].reshape(*taps.shape[:2], *block.size)
+                is_new = is_first
+                for first, strips, width in cut(block.size[3], strip_width(self.geometry)):
+                    matrices = self._products(run, image, by_pixel, first, strips, width)
+                    sum_of_diagonals = np.einsum("coabp->coab", self._diagonals(matrices)).reshape(taps.shape)
+                    if is_new:
+                        taps[...] = sum_of_diagonals
+                    else:
+                        taps += sum_of_diagonals
+                    is_new = False
+
+    def _products(
+        self, run: WeightRun, image: np.ndarray, grad: np.ndarray, first: int, strips: int, width: int
+    ) -> np.ndarray:
+        """Of strips from the pixel `first` on, summed over all of them: (c, outputs, kh, elements, pixels)."""
+        geometry = self.geometry
+        (deeper, down, right), elements = geometry.stride, reach(geometry, 2, width)
+        c, outputs, *samples, height, _ = grad.shape
+        own, n, d, row, item = image.strides
+        x = strided(
+            image,
+            (0, 0, first * right),
+            (c, 1, *samples, strips, geometry.kernel[1], elements, height),
+            (own, 0, n, d * deeper, width * right * item, geometry.dilation[1] * row, item, down * row),
+        )
+        *others, row, item = grad.strides
+        shape = (c, outputs, *samples, strips, 1, height, width)
+        g = np.lib.stride_tricks.as_strided(grad[..., first:], shape, (*others, width * item, 0, row, item))
+        products = run.scratch("strips", (c, outputs, *samples, strips, geometry.kernel[1], elements, width))
+        np.matmul(x, g, out=products)
+        products = products.reshape(c, outputs, -1, geometry.kernel[1] * elements * width)
+        if products.shape[2] > 1:
+            total = run.scratch("sum of strips", (c, outputs, products.shape[3]))
+            products = np.einsum("coxp->cop", products, out=total)
+        return products.reshape(c, outputs, geometry.kernel[1], elements, width)
+
+    def _diagonals(self, matrices: np.ndarray) -> np.ndarray:
+        """Of products (c, outputs, kh, elements, pixels) those of a tap's element and its pixel: (c, outputs, kh, kw, pixels)."""
+        *others, element, pixel = matrices.strides
+        strides = (*others, element * self.geometry.dilation[2], element * self.geometry.stride[2] + pixel)
+        shape = (*matrices.shape[:3], self.geometry.kernel[2], matrices.shape[4])
+        return np.ndarray(shape, matrices.dtype, matrices, 0, strides)
+
+
+def strip_width(geometry: ConvGeometry) -> int:
+    """Pixels of a strip: of as many strips of a row as are about equal."""
+    width = max(1, geometry.out_size[2])
+    return ceil(width / max(1, round(width / WIDTH)))
+
+
+def cut(width: int, part: int) -> list[tuple[int, int, int]]:
+    """(first pixel, how many, pixels of each) strips of a row: all that are whole, and what is left."""
+    whole, rest = divmod(width, part)
+    return [strips for strips in ((0, whole, part), (whole * part, 1, rest)) if strips[1] and strips[2]]
+
+
+def gradient_is_rows(problem: WeightGradientProblem) -> bool:
+    """Whether products read the rows of a sample's gradient where they lie."""
+    return grad_is_factor(problem) and problem.grad.pixel_stride == 1
