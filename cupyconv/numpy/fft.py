@@ -37,7 +37,6 @@ from cupyconv.numpy.gemm import with_parts
 from cupyconv.numpy.spectra import (
     BLOCK,
     BLOCK_NS,
-    ERRORS,
     MOST_PRODUCTS,
     MULTIPLY_NS,
     SHARE_NS,
@@ -46,11 +45,8 @@ from cupyconv.numpy.spectra import (
     block_extents,
     dilated,
     every,
-    is_real,
-    no_room,
     on_fewer_threads,
     on_threads,
-    refusal_of,
     slower_than,
     slowness,
     with_lines,
@@ -61,6 +57,7 @@ from cupyconv.problem.arrays import Operand, product_flops
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import ConvProblem, NotApplicable, Prologue
+from cupyconv.problem.transforms import ERRORS, is_real, no_room, refusal_of
 
 #: Products of a frequency, samples x channels x outputs, from which they are a matrix product.
 MATRIX = 48
