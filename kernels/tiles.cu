@@ -14,7 +14,7 @@
 // take neighbouring channels.  Where an element lies in x is worked out once for all channels of a thread.
 // Bound by memory, and for one channel by these divisions.  Floor: each element read and written over the bandwidth.
 //
-// -D: X_DTYPE (storage type of the inputs), TILE_DTYPE (of the tiles: what X is summed in, or complex beside a real X),
+// -D: DTYPE (storage type of the inputs), TILE_DTYPE (of the tiles: what these are summed in, or complex beside real ones),
 //     PROLOGUE (1: inputs are transformed, see prologue.cuh)
 #include "image.cuh"
 #include "prologue.cuh"
@@ -36,7 +36,7 @@ struct TilesParams {
 
 using namespace cupyconv;
 
-using X = X_DTYPE;
+using X = DTYPE;
 using A = TILE_DTYPE;
 constexpr int MAX_BLOCK = 256;
 

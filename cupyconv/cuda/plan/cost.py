@@ -42,8 +42,6 @@ TILE_PLACE = 60
 TRANSFORM, INTERLEAVED_TRANSFORM = 0.4, 0.25
 #: How many times as long as that a convolution by transforms counts for: it is taken where it wins by far.
 TRANSFORMS_DOUBT = 2
-#: How much longer than at cuBLAS's full rate products take, at the most, where transforms are looked at.
-TRANSFORMS_BEGIN = 20
 #: How many times its even share of the memory's bandwidth a multiprocessor gets where others are idle.
 BANDWIDTH_PER_MULTIPROCESSOR = 4
 #: How many times faster than memory the L2 cache is, from which tiles read again what their neighbours have read.

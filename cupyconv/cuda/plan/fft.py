@@ -19,15 +19,16 @@ It is divided by the elements of a tile too, which neither transform does.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from cupyconv.cuda.plan import cost
-from cupyconv.cuda.plan.draft import Draft, cheapest, in_rounds
+from cupyconv.cuda.plan.draft import Draft, in_rounds, in_sequence
 from cupyconv.cuda.plan.launches import (
     GRID_X,
     GRID_Y,
@@ -48,15 +49,15 @@ from cupyconv.problem.geometry import Triple, Windows, even_part
 from cupyconv.problem.padding import PADDING_MODES
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, GemmCall, KernelLaunch, Matrix, Plan, Step, Transform
 from cupyconv.problem.problems import NO_PROLOGUE, ConvProblem, NotApplicable, Prologue
-from cupyconv.problem.transforms import ERRORS, no_room, refusal_of, transformed_axes
+from cupyconv.problem.transforms import ERRORS, no_room, refusal_of, share_problem, share_sizes, transformed_axes
 
 #: Threads of a block of these kernels, and channels of a thread where a warp's share them.
 BLOCK, CHANNELS = 256, 8
 #: Neighbouring threads on neighbouring channels, where these lie side by side in tiles: all of a warp where they do so in
 #: the image too, else as many as write a whole sector.
 SIDE_BY_SIDE = 8
-#: How much longer than the kernel the shortest tile is, and each that is looked at than the one before.
-LONGER = 1.6
+#: Shortest tile, and how much longer each that is looked at is than the one before, beginning with the kernel.
+SHORTEST, LONGER = 16, 1.8
 #: Elements of one step's tiles, which the kernels and cuFFT count in 32 bits.
 MOST_ELEMENTS = 2**31 - 1
 #: Matrix products of the frequencies: more groups are multiplied one by one.
@@ -75,20 +76,61 @@ def draft_fft(problem: ConvProblem) -> Draft:
         raise NotApplicable("CuPy finds no cuFFT: install cupy-cuda13x[ctk], or nvidia-cufft")
     if problem.method == "auto":
         _refuse_at_once(problem)
-    drafts = [_Tiling(problem, *each).draft() for each in product(block_extents(problem.geometry), ORDERS)]
-    fitting = [draft for draft in drafts if draft is not None]
-    if not fitting:
+    best = min(_tilings(problem), key=lambda found: found.seconds, default=None)
+    if best is None:
         raise no_room(problem.limit)
-    return cheapest(fitting, problem.gpu)
+    return best.tiling.draft() if best.shares == 1 else _in_shares(problem, best.tiling)
+
+
+class _Found(NamedTuple):
+    """A tiling of a whole problem, or of the first of several shares, and what all of them take by the model."""
+
+    tiling: _Tiling
+    shares: int
+    seconds: float
+
+
+def _tilings(problem: ConvProblem) -> Iterator[_Found]:
+    """Those that there is room for, in as few shares as that takes."""
+    geometry = problem.geometry
+    for block, order in product(block_extents(geometry), ORDERS):
+        for groups, outputs in share_sizes(geometry):
+            share, _ = share_problem(problem, range(groups), range(outputs))
+            tiling = _Tiling(share, block, order)
+            if order and not tiling.has_matrices:
+                break
+            if tiling.most_units:
+                shares = -(-geometry.groups // groups) * -(-geometry.group_outputs // outputs)
+                yield _Found(tiling, shares, shares * tiling.seconds)
+                break
+
+
+def _in_shares(problem: ConvProblem, first: _Tiling) -> Draft:
+    """Shares of a problem one after the other, tiled as the first of them is."""
+    geometry, groups, outputs = problem.geometry, first.problem.geometry.groups, first.problem.geometry.group_outputs
+    drafts = [
+        replace(first, problem=share_problem(problem, own_groups, own_outputs)[0]).draft()
+        for own_groups in _parts(geometry.groups, groups)
+        for own_outputs in _parts(geometry.group_outputs, outputs)
+    ]
+    reason = f"{len(drafts)} shares of {groups * outputs} outputs; {drafts[0].reason}"
+    return replace(in_sequence("fft", drafts, reason), doubt=cost.TRANSFORMS_DOUBT)
+
+
+def _parts(extent: int, most: int) -> list[range]:
+    return [range(first, min(first + most, extent)) for first in range(0, extent, most)]
 
 
 def _refuse_at_once(problem: ConvProblem) -> None:
-    """Most problems are told by a few operations that products take less than transforms take at the least."""
-    geometry, gpu = problem.geometry, problem.gpu
-    rate = gpu.gemm_rate(problem.out.dtype, compute_type(problem.out.dtype, problem.allow_tf32))
-    moved = (bytes_of(problem.xs) + problem.out.nbytes) * 2 * len(transformed_axes(geometry))
-    least = moved / (gpu.bandwidth * cost.TRANSFORM) + 7 * gpu.launch_seconds
-    if problem.flops / rate * cost.TRANSFORMS_BEGIN < least:
+    """Most problems are told by a few operations: another method takes less than transforms take at the least."""
+    geometry, gpu, dtype = problem.geometry, problem.gpu, problem.out.dtype
+    filled = min(1.0, geometry.group_outputs / cost.GEMM_TILE)
+    products = gpu.gemm_rate(dtype, compute_type(dtype, problem.allow_tf32)) * filled
+    others = problem.flops / max(products, cost.core_rate(dtype, gpu) * cost.GENERAL)
+    images = (bytes_of(problem.xs) + problem.out.nbytes) / gpu.bandwidth
+    # Into tiles, through the products, out of tiles, there and back along each axis.
+    least = images * (4 + 2 * len(transformed_axes(geometry)) / cost.TRANSFORM) + 7 * gpu.launch_seconds
+    if others < cost.TRANSFORMS_DOUBT * least:
         raise NotApplicable(f"transforms take {cost.by_model(least)} at the least")
 
 
@@ -99,10 +141,12 @@ def block_extents(windows: Windows) -> Iterator[Triple]:
     while before != whole:
         longer *= LONGER
         extents = [1, 1, 1]
-        for axis in along:
-            span = windows.span[axis]
-            length = fast_length(max(16, int(span * longer)))
-            extents[axis] = even_part(windows.out_size[axis], (length - span) // windows.stride[axis] + 1)
+        lengths = {axis: max(SHORTEST, int(windows.span[axis] * longer)) for axis in along}
+        if prod(lengths.values()) > MOST_ELEMENTS:
+            return
+        for axis, length in lengths.items():
+            most = (fast_length(length) - windows.span[axis]) // windows.stride[axis] + 1
+            extents[axis] = even_part(windows.out_size[axis], most)
         if tuple(extents) != before:
             before = (extents[0], extents[1], extents[2])
             yield before
@@ -110,25 +154,19 @@ def block_extents(windows: Windows) -> Iterator[Triple]:
 
 def fast_length(least: int, multiple: int = 1) -> int:
     """The next length that cuFFT has quick kernels for: a product of 2, 3, 5 and 7; a multiple of 1 or 2."""
-    best = multiple << (-(-least // multiple) - 1).bit_length()
-    for odd in _odd_lengths(best):
-        length = odd * multiple << max(0, (-(-least // (odd * multiple)) - 1).bit_length())
-        best = min(best, length)
-    return best
+    lengths = _fast_lengths()
+    return multiple * lengths[bisect_left(lengths, -(-least // multiple))]
 
 
-def _odd_lengths(most: int) -> Iterator[int]:
-    """Products of 3, 5 and 7."""
-    sevens = 1
-    while sevens <= most:
-        fives = sevens
-        while fives <= most:
-            threes = fives
-            while threes <= most:
-                yield threes
-                threes *= 3
-            fives *= 5
-        sevens *= 7
+@lru_cache(maxsize=1)
+def _fast_lengths() -> list[int]:
+    """All up to `MOST_ELEMENTS`, and one more."""
+    lengths = [1]
+    for factor in (2, 3, 5, 7):
+        for length in lengths:  # which grows meanwhile
+            if length * factor <= MOST_ELEMENTS + 1:
+                lengths.append(length * factor)
+    return sorted(lengths)
 
 
 @dataclass(frozen=True)
@@ -141,15 +179,15 @@ class _Tiling:
     #: Whether channels lie side by side, and each frequency has a matrix product.
     interleaved: bool
 
-    def draft(self) -> Draft | None:
-        """None where there is no room, or where this order is not for the problem."""
-        geometry = self.problem.geometry
-        if self.interleaved and (geometry.group_channels * geometry.group_outputs == 1 or not self._has_matrices):
-            return None
-        most = self.most_units
-        if most < 1:
-            return None
-        part = even_part(self.units, most)
+    @property
+    def seconds(self) -> float:
+        """What it takes by the model."""
+        gpu, part = self.problem.gpu, self.chunk
+        weight, chunk = (Draft("fft", tuple(steps)).cost(gpu) for steps in (self._weight_steps(), self._steps(0, part)))
+        return weight.seconds + chunk.seconds * self.units / part
+
+    def draft(self) -> Draft:
+        geometry, part = self.problem.geometry, self.chunk
         whole, rest = divmod(self.units, part)
         steps = [
             *self._weight_steps(),
@@ -221,16 +259,23 @@ class _Tiling:
             fitting = min((room - kernels * tile) // spectra, MOST_ELEMENTS // (max(channels, outputs) * self.elements))
         return max(0, min(fitting, self.units, MAX_DIMENSION))
 
+    @property
+    def chunk(self) -> int:
+        """Units of a chunk."""
+        return even_part(self.units, self.most_units)
+
     @cached_property
     def computes_again(self) -> bool:
         """Whether what is not finite is computed from its window."""
         return self.problem.geometry.products <= MOST_PRODUCTS and len(self.problem.xs) <= MAX_SOURCES
 
     @cached_property
-    def _has_matrices(self) -> bool:
-        """Whether cuBLAS can be told of the products of all frequencies, in a few calls."""
+    def has_matrices(self) -> bool:
+        """Whether products are of matrices, and cuBLAS can be told of those of all frequencies in a few calls."""
         geometry = self.problem.geometry
         largest = max(geometry.in_channels, geometry.out_channels)
+        if geometry.group_channels * geometry.group_outputs == 1:
+            return False
         return geometry.groups * -(-self.frequencies // MAX_BATCH) <= MOST_CALLS and largest <= MAX_DIMENSION
 
     def _workspace(self, units: int) -> tuple[Buffer, ...]:
@@ -305,7 +350,7 @@ class _Tiling:
             before, here = sum(x.shape[1] for x in xs[:begin]), sum(x.shape[1] for x in part)
             at = Address("tiles", before * strides[1] * ITEMSIZE[self.dtype])
             launch = KernelLaunch(
-                variant("tiles", prologue, X_DTYPE=xs[0].dtype, TILE_DTYPE=self.dtype),
+                variant("tiles", prologue, DTYPE=xs[0].dtype, TILE_DTYPE=self.dtype),
                 *_grid(units * self.elements, here, lanes),
                 (
                     ("sources", sources_params(part)),
