@@ -9,8 +9,8 @@
 //                            |   |   |          tile is longer; here block 3, stride 2
 //     y              ... . . a   c   e . . ...
 //
-// A sum that is not finite is computed again from its window: an infinity or NaN anywhere in a tile has spread over all of
-// it.  Nobody has to wait for the news, and where all numbers are finite it takes a comparison.
+// A sum that is not finite is computed again from its window, after all others: an infinity or NaN anywhere in a tile has
+// spread over all of it.  Nobody has to wait for the news, and where all numbers are finite it takes a comparison.
 //
 // Neighbouring threads take neighbouring pixels or, where outputs lie side by side in sums, output_lanes of them take
 // neighbouring outputs.
@@ -55,12 +55,13 @@ template <class R> __device__ __forceinline__ bool is_finite(Complex<R> value) {
     return isfinite(value.re) && isfinite(value.im);
 }
 
-// One sum as it is defined.  A function, since few threads get here.
-__device__ __noinline__ A sum_of_window(const FinishTilesParams& params, long long n, int o, const Pixel& out) {
+// One sum as it is defined.
+__device__ __forceinline__ A sum_of_window(const FinishTilesParams& params, long long n, int o, const Pixel& out) {
     const Windows& windows = params.windows;
     const int taps = product_of(windows.kernel);
     const int c_first = o / params.group_outputs * params.group_channels, c_end = c_first + params.group_channels;
     A sum = A(0);
+#pragma unroll 1
     for (int t = 0; t < taps; ++t) {
         int tap[3];
         Pixel in;
@@ -68,9 +69,11 @@ __device__ __noinline__ A sum_of_window(const FinishTilesParams& params, long lo
         if (!tap_pixel(windows, out, tap, in)) continue;
         const W* const w_t = static_cast<const W*>(params.weight.data) + o * params.weight.stride_n +
                              offset_of(tap, params.weight.stride);
+#pragma unroll 1
         for (int s = 0; s < params.sources.count; ++s) {
             const Source& source = params.sources.table[s];
             const int from = max(c_first, source.first), to = min(c_end, source.first + source.channels);
+#pragma unroll 1
             for (int c = from; c < to; ++c) {
                 Accumulator<X> x =
                     widen(static_cast<const X*>(source.image.data)[source.image.at(n, c - source.first, in)]);
@@ -83,13 +86,16 @@ __device__ __noinline__ A sum_of_window(const FinishTilesParams& params, long lo
     return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(MAX_BLOCK) finish_tiles(const __grid_constant__ FinishTilesParams params) {
+// Finish the sums that are finite, or AGAIN those that are not; whether there were others.
+template <bool AGAIN> __device__ __forceinline__ bool finish_sums(const FinishTilesParams& params) {
     const Windows& windows = params.windows;
     const unsigned area = product_of(params.block), places = params.units * area;
     const unsigned lanes = params.output_lanes, lane = threadIdx.x % lanes;
     const long long count = product_of(params.tiles);
+    bool others = false;
 
-    for (unsigned q = (blockIdx.x * blockDim.x + threadIdx.x) / lanes; q < places; q += gridDim.x * blockDim.x / lanes) {
+    const unsigned step = gridDim.x * blockDim.x / lanes;
+    for (unsigned q = (blockIdx.x * blockDim.x + threadIdx.x) / lanes; q < places; q += step) {
         const unsigned u = q / area;
         const long long n = (params.first_unit + u) / count;
         const Pixel tile = pixel_at(params.first_unit + u - n * count, params.tiles);
@@ -109,9 +115,21 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) finish_tiles(const __gri
         const A* const sums = static_cast<const A*>(params.sums) + u * params.stride_u + t * params.stride_t;
         for (int o = blockIdx.y * lanes + lane; o < params.outputs; o += gridDim.y * lanes) {
             A sum = sums[o * params.stride_o];
-            if (!is_finite(sum) && params.computes_again) sum = sum_of_window(params, n, o, out);
+            const bool is_other = params.computes_again && is_finite(sum) == AGAIN;
+            others = others || is_other;
+            if (is_other) continue;
+            if constexpr (AGAIN) sum = sum_of_window(params, n, o, out);
             static_cast<Y*>(params.out.data)[params.out.at(n, o, out)] =
                 finish<Y>(sum, params.epilogue, n, o, out, params.out);
         }
     }
+    return others;
+}
+
+// A function, since few threads get here, and what it keeps in registers is no matter of the others.
+__device__ __noinline__ void compute_again(const FinishTilesParams& params) { finish_sums<true>(params); }
+
+extern "C" __global__ void __launch_bounds__(MAX_BLOCK, 5)
+    finish_tiles(const __grid_constant__ FinishTilesParams params) {
+    if (finish_sums<false>(params)) compute_again(params);
 }

@@ -7,8 +7,8 @@
 //     x [n, c]   . a b c d e f g .        tiles   u=0   . a b c d       of 5 elements, 3 apart, before 1
 //                                                 u=1   c d e f g
 //
-// A kernel is one tile, as long as those of the image: where `dilation` passes 1, its elements lie that far apart,
-// zeros between them, and so are all behind it.
+// A kernel is one tile, as long as those of the image: where `dilation` passes 1, its elements lie that far apart, and
+// what lies between and behind them is zeros.
 //
 // Neighbouring threads take neighbouring elements or, where channels lie side by side in tiles, channel_lanes of them
 // take neighbouring channels.  Where an element lies in x is worked out once for all channels of a thread.
@@ -47,7 +47,8 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) tiles(const __grid_const
     const long long count = product_of(windows.out);
     const auto scale = RealPart<A>(params.scale);
 
-    for (unsigned q = (blockIdx.x * blockDim.x + threadIdx.x) / lanes; q < places; q += gridDim.x * blockDim.x / lanes) {
+    const unsigned step = gridDim.x * blockDim.x / lanes;
+    for (unsigned q = (blockIdx.x * blockDim.x + threadIdx.x) / lanes; q < places; q += step) {
         const unsigned u = q / elements, t = q % elements;
         const long long n = (params.first_unit + u) / count;
         const Pixel tile = pixel_at(params.first_unit + u - n * count, windows.out);
