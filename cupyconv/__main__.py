@@ -66,6 +66,12 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE, after every case")
     bench.add_argument("--resume", action="store_true", help="continue the run whose results --json names")
+    bench.add_argument(
+        "--report", type=Path, metavar="DIR", help="draw the results as a page: DIR/index.html (and DIR/results.json)"
+    )
+    bench.add_argument(
+        "--from", type=Path, dest="source", metavar="FILE", help="measure nothing: draw the page of these results"
+    )
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""NumPy's memory from an allocator that fails at its n-th allocation: one of NEP 49's handlers.
+"""NumPy's memory from an allocator that fails from its n-th allocation on: one of NEP 49's handlers.
 
 The allocator is a few lines of C, since it runs where no Python may.  NumPy takes it as a capsule of a
 ``PyDataMem_Handler``; `PyDataMem_SetHandler` is the entry 304 of its C API.
@@ -21,8 +21,11 @@ import pytest
 _SET_HANDLER = 304
 _SOURCE = """
 #include <stdlib.h>
-long failing_count = 0, failing_number = -1;
-static int refuses(void) { return failing_count++ == failing_number; }
+long failing_count = 0, failing_number = -1, failing_times = 1;
+static int refuses(void) {
+    long since = failing_count++ - failing_number;
+    return failing_number >= 0 && 0 <= since && since < failing_times;
+}
 static void *take(void *ctx, size_t size) { return refuses() ? 0 : malloc(size); }
 static void *take_zeros(void *ctx, size_t count, size_t size) { return refuses() ? 0 : calloc(count, size); }
 static void *change(void *ctx, void *pointer, size_t size) { return refuses() ? 0 : realloc(pointer, size); }
@@ -57,15 +60,18 @@ def _set_handler() -> Callable[[object], object]:
 
 
 @contextmanager
-def failing_memory(number: int) -> Iterator[Callable[[], int]]:
-    """In this thread NumPy's allocation of that number gets no memory; gives a function that counts them so far."""
+def failing_memory(number: int, times: int = 1) -> Iterator[Callable[[], int]]:
+    """In this thread so many of NumPy's allocations get no memory, from that number on; none if it is negative.
+
+    Gives a function that counts them so far.
+    """
     library, new_capsule = _library(), ctypes.pythonapi.PyCapsule_New
     new_capsule.restype = ctypes.py_object
     new_capsule.argtypes = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
-    count, fails = (ctypes.c_long.in_dll(library, f"failing_{name}") for name in ("count", "number"))
+    count, fails, failures = (ctypes.c_long.in_dll(library, f"failing_{name}") for name in ("count", "number", "times"))
     handler = ctypes.c_char.in_dll(library, "failing_handler")
     before = _set_handler()(new_capsule(ctypes.addressof(handler), b"mem_handler", None))
-    count.value, fails.value = 0, number
+    count.value, fails.value, failures.value = 0, number, times
     try:
         yield lambda: count.value
     finally:

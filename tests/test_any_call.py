@@ -395,6 +395,8 @@ def expected_of(name: str, arguments: Arguments) -> Any:
     if isinstance(known.get("spatial_shape"), int):
         rank = len(known["kernel_shape"]) if isinstance(known["kernel_shape"], (tuple, list)) else 1
         known["spatial_shape"] = (known["spatial_shape"],) * rank
+    if isinstance(known.get("output_shape"), int):
+        known["output_shape"] = (known["output_shape"],) * (known["weight"].ndim - 2)
     if isinstance(known.get("kernel_shape"), int):
         known["kernel_shape"] = (known["kernel_shape"],) * rank_of(known)
     with np.errstate(all="ignore"):

@@ -195,7 +195,7 @@ def test_a_recurrent_layer_is_the_oracles(case):
     if np.dtype(dtype_from_name(case.dtype)).itemsize > 2:  # whose states NumPy keeps in themselves
         error(np, case, loop_in_python(np, case, xs, weights), expected)
     with pytest.raises(WrongResult, match="error"):
-        error(np, case, case.ours(xs, [2 * weights[0], *weights[1:]]), expected)
+        error(np, case, case.ours(xs, [weights[0] + weights[0], *weights[1:]]), expected)
 
 
 @pytest.mark.parametrize("case", RECURRENT[::2], ids=str)

@@ -24,7 +24,7 @@ from tests.gpu_report import __main__ as command
 from tests.gpu_report import compilation, parts, smoke
 from tests.gpu_report.calls import ALL, CALLS, EXCHANGING, GEMM, REAL
 from tests.gpu_report.parts import Run, Skipped
-from tests.gpu_report.processes import DEAD, ROOT, Job, read_lines, run_jobs, slice_of
+from tests.gpu_report.processes import DEAD, ROOT, Job, last_words, read_lines, run_jobs, slice_of
 from tests.gpu_report.report import in_words, is_whole, report_of
 from tests.gpu_report.status import NEVER, status, table
 from tests.variants import all_variants
@@ -181,6 +181,13 @@ def test_a_job_may_be_followed_by_another(tmp_path):
 
 
 # --- the parts ------------------------------------------------------------------------------------------------
+
+
+def test_of_a_crash_its_cause_is_kept_however_long_its_traceback():
+    long = "  File somewhere, line 1 in deep\n" * 500
+    assert last_words(f"...\nFatal Python error: Aborted\n\n{long}").startswith("Fatal Python error: Aborted\n")
+    assert len(last_words(f"Fatal Python error: Aborted\n{long}")) == 4000
+    assert last_words(f"{long}RuntimeError: out of memory\n").endswith("\nRuntimeError: out of memory\n")
 
 
 @pytest.mark.host_device
@@ -371,7 +378,7 @@ def test_a_bench_that_cannot_begin_is_a_failure(run):
     assert outcomes(run, "bench") == {"bench": "failed"}
 
 
-# --- the README's table ---------------------------------------------------------------------------------------
+# --- the pages' table ---------------------------------------------------------------------------------------
 
 
 def invented(tmp_path, **changes):

@@ -56,9 +56,11 @@ def cuda(request):
 # ---- one variant, forced -------------------------------------------------------------------------------------
 
 
-def forced_plan(call, arithmetic, tile):
-    """The method's plan for a call, with this arithmetic and tile."""
+def forced_plan(call, arithmetic, tile, *, moves=False):
+    """The method's plan for a call, with this arithmetic and tile, and whether the inputs are moved first."""
+    ways = implicit_gemm._ways
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(implicit_gemm, "_ways", lambda *how: [way for way in ways(*how) if bool(way.steps) == moves])
         patch.setattr(implicit_gemm, "arithmetics", lambda *_: (arithmetic,))
         patch.setattr(implicit_gemm, "tiles", lambda *_: (tile,))
         return cuda_planning.plan_conv(replace(call.problem, method="implicit_gemm"))
@@ -70,23 +72,23 @@ def product_of(plan):
     return found[0] if found else None
 
 
-def run_forced(target, arguments, arithmetic, tile):
+def run_forced(target, arguments, arithmetic, tile, *, moves=False):
     """The result of one variant, and its plan."""
     call = checked_call(cupyconv.conv, **arguments)
     has_matrices = call.problem.machine.capability >= implicit_gemm.FIRST_MMA[call.problem.out.dtype]
     if arithmetic != "FMA" and not has_matrices:
         pytest.skip(f"{call.problem.machine} has no matrix instructions for it")
-    plan = forced_plan(call, arithmetic, tile)
+    plan = forced_plan(call, arithmetic, tile, moves=moves)
     call.plan = lambda: plan
     return target.to_host(call.run()), plan
 
 
-def run_case(target, case, arrays, variant):
+def run_case(target, case, arrays, variant, *, moves=False):
     """A case by one variant; the layouts are the case's."""
     arguments = case.views(arrays, target.to_device, target.xp)
     out = case.new_out(target.to_device, target.xp)
     arguments |= dict(case.parameters, out=out)
-    return run_forced(target, arguments, variant["ARITHMETIC"], tile_of(variant))
+    return run_forced(target, arguments, variant["ARITHMETIC"], tile_of(variant), moves=moves)
 
 
 def run_arrays(target, x, weight, arithmetic, tile=(64, 64), **settings):
@@ -107,14 +109,14 @@ def tf32(values):
     return (np.ascontiguousarray(values).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
-def check_case(target, case, variant, *, exact=True):
+def check_case(target, case, variant, *, exact=True, moves=False):
     """Integers exactly (where sums of so many terms can be), random data within the tolerance; the plans."""
     plans = []
     for integer in (True, False) if exact else (False,):
         arrays = case.arrays(integer=integer)
         if not integer:
             arrays = as_operands(arrays, variant["ARITHMETIC"])
-        actual, plan = run_case(target, case, arrays, variant)
+        actual, plan = run_case(target, case, arrays, variant, moves=moves)
         expected = reference.conv(**arrays, **case.parameters)
         if integer:
             assert_exact(actual, expected, case.result_dtype)
@@ -222,6 +224,49 @@ def test_along_channels(cuda, case, variant):
     )
     for plan in check_case(cuda, case, variant):
         assert dict(product_of(plan).kernel.macros) == variant
+
+
+MOVED = {dtype: next(v for v in ALONG_CHANNELS if v["DTYPE"] == dtype and v["ARITHMETIC"] == arithmetic) for dtype, arithmetic in
+         (("float16", "MMA"), ("bfloat16", "MMA"), ("float32", "TF32"))}  # fmt: skip
+#: Beside those of `CASES` that can be: rows in vectors and not, few channels and many, more than one tile of either.
+MOVED_CASES = {
+    **{name: case for name, case in CASES.items() if case.groups == 1 and case.batch != 0},
+    "vectors of several inputs": ConvCase(
+        batch=2, channels=(24, 5, 40), out_channels=9, spatial=(8, 24), kernel=(1, 3), padding=1, **EPILOGUE
+    ),
+    "a few channels of many pixels": ConvCase(batch=2, channels=(3,), out_channels=4, spatial=(16, 72), kernel=(3, 3), stride=2),
+    "many channels of a pixel": ConvCase(batch=3, channels=(150,), out_channels=4, spatial=(1,), kernel=(1,)),
+    "groups of whole vectors": ConvCase(
+        channels=(24, 8), groups=2, out_channels=6, spatial=(6, 7), kernel=(3, 3), padding=1, **EPILOGUE
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.grid(variant=MOVED, case=MOVED_CASES)
+def test_inputs_are_moved_first(cuda, case, variant):
+    """What is gathered by elements where it lies, in chunks from one image in workspace, of all inputs."""
+    for plan in check_case(cuda, replace(case, dtype=variant["DTYPE"]), variant, moves=True):
+        assert dict(product_of(plan).kernel.macros) == variant
+        assert plan.steps[0].kernel.name == plan.workspace[0].name == "channels_last"
+
+
+def test_inputs_are_moved_where_that_is_less():
+    """Channels side by side are nothing to move; nor is what is read once."""
+    how = {"method": "implicit_gemm", "on": "sm_90"}
+
+    def steps(image, weight, **more):
+        plan = cupyconv.explain(cupyconv.conv, image, weight, **how, **more)
+        return [step.kernel.name for step in plan.steps], {b.name: b.nbytes for b in plan.workspace}
+
+    x, weight = np.empty((32, 60, 56, 56), np.float16), np.empty((64, 60, 3, 3), np.float16)
+    names, workspace = steps(x, weight, padding=1)
+    assert names[0] == "channels_last" and workspace["channels_last"] == 32 * 56 * 56 * 64 * 2
+    assert "channels_last" not in steps(x, weight[..., :1, :1])[0]
+    assert "channels_last" not in steps(x[:1, :, :9, :9], weight)[0]
+    last = np.empty((32, 56, 56, 64), np.float16).transpose(0, 3, 1, 2)
+    assert "channels_last" not in steps(last, np.empty((64, 64, 3, 3), np.float16), padding=1)[0]
+    with cupyconv.options(workspace_limit=1 << 20):
+        assert "channels_last" not in steps(x, weight, padding=1)[0]
 
 
 def test_channels_last_in_odd_numbers_is_gathered_by_elements(cuda):

@@ -18,6 +18,7 @@ import pytest
 from grids import fewest
 
 from cupyconv.cuda.plan import (
+    channels_last,
     conv_pair,
     depthwise,
     depthwise_weight_gradient,
@@ -115,7 +116,7 @@ def test_every_kernel_is_compiled_and_held_to_what_it_is_for():
     assert {variant.name for variant, _ in SOME_VARIANTS} == set(NAMES)
     assert {variant.name for variant, architecture in SOME_VARIANTS if is_fast(variant) and is_planned(variant, architecture)} == {
         "merge", "im2col", "epilogue", "epilogue_grad", "prologue_grad", "depthwise", "implicit_gemm", "conv_pair", "pool",
-        "depthwise_weight_gradient", "implicit_weight_gradient",
+        "channels_last", "depthwise_weight_gradient", "implicit_weight_gradient",
         "pool_gradient", "recurrent_step", "recurrent_persistent", "recurrent_gradient", "recurrent_inputs",
     }  # fmt: skip
     assert {variant.name for variant, _ in SOME_VARIANTS if wide_accesses(variant)} == {"merge", "im2col", "epilogue"}
@@ -337,6 +338,10 @@ def constant_assertions(name: str) -> list[str]:
         ]
     if name == "col2im":
         assertions += [f"static_assert(CHANNELS == {COL2IM_CHANNELS});"]
+    if name == "channels_last":
+        assertions += [
+            f"static_assert(THREADS == {channels_last.THREADS} && VECTORS == {channels_last.TILE_VECTORS} * VECTOR);"
+        ]
     if name == "depthwise_weight_gradient":
         assertions += [
             f"static_assert(MAX_BLOCK == {depthwise_weight_gradient.THREADS} && ROWS == {depthwise.ROWS[1]});"
@@ -354,6 +359,7 @@ def constant_assertions(name: str) -> list[str]:
     if name not in (
         "im2col",
         "col2im",
+        "channels_last",
         "pack_weight",
         "pool",
         "pool_gradient",

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import reference
 import reference_gradients
+from peak_memory import peak_bytes
 from tolerance import assert_exact
 
 import cupyconv
+from cupyconv.problem import kept
 
 SIZE = 1500
 
@@ -63,6 +65,13 @@ def weight_gradient() -> tuple[np.ndarray, np.ndarray]:
     return cupyconv.conv_grad_weight(grad, x, (SIZE, SIZE)), grad * x
 
 
+def large_weight_gradient() -> tuple[np.ndarray, np.ndarray]:
+    """Of more taps than the limit on workspace has bytes for, of several pixels."""
+    grad, x = planes(2, 2500 + 1)
+    shifted = [[grad[..., i, j].item() * x[..., i : i + 2500, j : j + 2500] for j in range(2)] for i in range(2)]
+    return cupyconv.conv_grad_weight(grad, x, (2500, 2500)), np.array(shifted).sum((0, 1))
+
+
 def pooling_gradient() -> tuple[np.ndarray, np.ndarray]:
     x, grad = planes(SIZE, 1)
     x[0, 0, 700, 800] = 2
@@ -82,6 +91,7 @@ def pooling_gradient() -> tuple[np.ndarray, np.ndarray]:
         transposed,
         input_gradient,
         weight_gradient,
+        large_weight_gradient,
         pooling_gradient,
     ],
 )
@@ -135,3 +145,20 @@ def test_a_long_loop_is_announced():
         plan = cupyconv.explain(cupyconv.conv, x, w)
     assert any("turns" in note for note in plan.notes)
     assert not any("turns" in note for note in cupyconv.explain(cupyconv.conv, x, w).notes)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.complex64])
+@pytest.mark.parametrize("is_c_order", [True, False], ids=["C order", "reversed"])
+def test_sums_of_a_weight_gradient_beyond_the_limit(dtype, is_c_order):
+    """It was refused: products of all taps at once were thought to be needed, and sums beside the result to fit the limit."""
+    rng = np.random.default_rng(0)
+    grad, x = (rng.integers(-2, 3, (2, c, n, n)).astype(dtype) for c, n in ((2, 2), (3, 61)))
+    out = np.empty((2, 3, 60, 60), dtype) if is_c_order else np.empty((2, 3, 60, 60), dtype)[..., ::-1]
+    with cupyconv.options(workspace_limit=30_000):
+        plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, (60, 60), out=out)
+        cupyconv.conv_grad_weight(grad, x, (60, 60), out=out)
+        peak = peak_bytes(lambda: cupyconv.conv_grad_weight(grad, x, (60, 60), out=out))
+    assert_exact(out, reference_gradients.conv_grad_weight(grad, x, (60, 60)), np.dtype(dtype).name)
+    on_top = 0 if is_c_order and dtype == np.float32 else 3 * 60 * 60 * max(4, np.dtype(dtype).itemsize)
+    assert plan.workspace_bytes <= 30_000 + on_top
+    assert peak <= plan.workspace_bytes + kept.spent() + 200_000  # objects of Python

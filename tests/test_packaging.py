@@ -59,7 +59,10 @@ def sources(*folders: str) -> dict[str, bytes]:
         path.relative_to(ROOT).as_posix(): path.read_bytes()
         for folder in folders
         for path in sorted((ROOT / folder).rglob("*"))
-        if (path.suffix in {".py", ".cu", ".cuh", ".h", ".cpp", ".json", ".npz", ".md"} or path.name == "py.typed")
+        if (
+            path.suffix in {".py", ".cu", ".cuh", ".h", ".cpp", ".json", ".npz", ".md", ".svg", ".css", ".png"}
+            or path.name == "py.typed"
+        )
         and path.is_file()
     }
 
@@ -91,8 +94,16 @@ def test_wheel_holds_the_package_and_the_kernels_byte_for_byte(distributions):
 def test_sdist_holds_everything_needed_to_build_and_test(distributions):
     with tarfile.open(distributions[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert set(sources("cupyconv", "kernels", "tests", "examples")) <= names
-    assert {"pyproject.toml", "README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE"} <= names
+    assert set(sources("cupyconv", "kernels", "tests", "examples", "docs")) <= names
+    assert {
+        "pyproject.toml",
+        "README.md",
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "CONTRIBUTING.md",
+        "LICENSE",
+        "mkdocs.yml",
+    } <= names
     assert {".ci/run", ".ci/nightly", ".ci/dependencies"} <= names
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
 

@@ -58,8 +58,8 @@ LARGEST_SHARED = 64 << 10
 ACTIVATIONS_OF = {"rnn": "tanh", "lstm": ("sigmoid", "tanh", "tanh"), "gru": ("sigmoid", "tanh")}
 #: Kernels that are some operation's only way, so that nobody asks what their arithmetic takes.
 UNCOSTED = ("pool", "pool_gradient")
-#: Kernels that move numbers, whose arithmetic is that of places.
-PLACING = ("tiles", "finish_tiles")
+#: Kernels that move numbers, whose arithmetic is that of places, or whose scattered loads are counted.
+PLACING = ("channels_last", "tiles", "finish_tiles")
 METHODS = ("auto", "direct", "gemm", "implicit_gemm")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -302,7 +302,7 @@ def kernels_of_pairs(dtype: Any) -> set[Kernel]:
 def kernels_of_implicit_gemm(dtype: Any) -> set[Kernel]:
     """Those of a small and a large problem on every GPU; which arithmetic and which tile pays differs."""
     asked: set[Kernel] = set()
-    sizes = ((1, 16, 8, 16), (64, 256, 56, 64), (64, 256, 56, 256))
+    sizes = ((1, 16, 8, 16), (64, 256, 56, 64), (64, 256, 56, 256), (32, 256, 14, 256))
     for (batch, channels, size, outputs), order, on, tf32, pre in product(
         sizes, ("C", "last"), KNOWN_GPUS, (False, True), (None, (None, None, "relu"))
     ):

@@ -195,6 +195,25 @@ def test_implicit_gemm(cuda_target, macros):
     assert_exact(y, reference.conv(images, weight, **window), dtype)
 
 
+@pytest.mark.parametrize("dtype, arithmetic", [("float16", "MMA"), ("bfloat16", "MMA"), ("float32", "TF32")])
+@pytest.mark.parametrize("width", [8, 7])
+def test_implicit_gemm_of_moved_inputs(cuda_target, dtype, arithmetic, width):
+    """The transformation goes with the copy; neither padding nor channels up to a whole vector are transformed."""
+    generator = np.random.default_rng(0)
+    xs = [generator.integers(-1, 2, (2, c, 6, width)).astype(as_dtype(dtype)) for c in (3, 13, 6)]
+    weight = generator.integers(-1, 2, (5, 22, 3, 2)).astype(as_dtype(dtype))
+    scale, shift = generator.integers(-1, 2, (2, 22)).astype(np.float32)
+    arguments = {
+        "x": [cuda_target.to_device(x) for x in xs],
+        "weight": cuda_target.to_device(weight),
+        "prologue": (cuda_target.to_device(scale), cuda_target.to_device(shift), "relu"),
+    }
+    y, plan = run_forced(cuda_target, {**arguments, "padding": 1}, arithmetic, (64, 64), moves=True)
+    assert plan.steps[0].kernel.macros == (("DTYPE", dtype), ("PROLOGUE", "1"))
+    images = reference.transformed(xs, scale, shift, "relu", axis=1)
+    assert_exact(y, reference.conv(images, weight, padding=1), as_dtype(dtype))
+
+
 # --- what a prologue is -------------------------------------------------------------------------------------------
 
 

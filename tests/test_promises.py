@@ -1,4 +1,4 @@
-"""What the README says one can rely on, each sentence that no other file of tests holds."""
+"""What the pages say one can rely on, each sentence that no other file of tests holds."""
 
 from __future__ import annotations
 

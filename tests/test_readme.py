@@ -1,4 +1,4 @@
-"""What the documentation shows is what happens: code blocks, commands, figures, docstring examples."""
+"""What README and docstrings show is what happens: code blocks, commands, figures, examples.  Pages: `test_docs.py`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,21 @@ import numpy as np
 import pytest
 
 import cupyconv
+from cupyconv.bench.record import read_record, write_record
 from cupyconv.configuration import show_config
-from tests.benchmarks.figures import FIGURES_BEGIN, FIGURES_END, RESULTS, between, figures, groups, layers, source
-from tests.gpu_report.status import NEVER, STATUS_BEGIN, STATUS_END, status
+from tests.benchmarks.figures import (
+    NO_GPU,
+    RESULTS,
+    WRITTEN,
+    every_case,
+    gpu_page,
+    groups,
+    layers,
+    losses,
+    pages,
+    source,
+)
+from tests.gpu_report.status import NEVER, status
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -28,37 +40,19 @@ def blocks(text: str, language: str) -> list[str]:
 def test_the_python_blocks_run(capsys):
     """One after another, as a reader would type them."""
     namespace: dict[str, object] = {}
-    assert len(blocks(README, "python")) == 4
+    assert len(blocks(README, "python")) == 3
+    np.random.seed(0)
     for block in blocks(README, "python"):
         exec(compile(block, "README.md", "exec"), namespace)
     assert "method" in capsys.readouterr().out  # explain's page
+    y, x, features, weight = (namespace[name] for name in ("y", "x", "features", "weight"))
+    after = cupyconv.conv([x, features], weight, padding="same", activation="relu")
+    assert np.mean(after**2) < np.mean(y**2)  # the gradient points downward
 
 
-def test_the_training_step_lowers_the_loss():
-    namespace: dict[str, object] = {}
-    first, _, step, _ = blocks(README, "python")
-    np.random.seed(0)
-    exec(compile(first, "README.md", "exec"), namespace)
-    exec(compile(step, "README.md", "exec"), namespace)
-    x, w1, b1, w2 = (namespace[name] for name in ("x", "w1", "b1", "w2"))
-    after = cupyconv.conv(cupyconv.conv(x, w1, b1, padding="same", activation="relu"), w2, padding="same")
-    assert np.mean((after - namespace["target"]) ** 2) < 0.97 * namespace["loss"]
-
-
-def test_every_recipe_gives_what_it_says():
-    namespace: dict[str, object] = {"np": np, "cupyconv": cupyconv}
-    exec(compile(blocks(README, "python")[-1], "README.md", "exec"), namespace)
-    q = namespace["q"]
-    assert abs(namespace["normalised"].mean((0, 2, 3))).max() < 1e-5
-    np.testing.assert_allclose(namespace["probabilities"].sum(1), 1, rtol=1e-5)
-    assert namespace["upsampled"].shape == (2, 8, 32, 32)
-    assert namespace["deformed"].shape == (2, 4, 16, 16)
-    windows = np.lib.stride_tricks.sliding_window_view(q.astype(np.int32), (3, 3), axis=(2, 3))
-    assert np.array_equal(namespace["sums"][:, 0], windows.sum(axis=(1, 4, 5)))
-    whole = cupyconv.conv(namespace["volume"], namespace["cubes"], padding=1)
-    assert np.array_equal(namespace["filtered"], whole)
-    stream = cupyconv.conv(np.ones((2, 8, 300), np.float32), namespace["taps"], padding="causal")
-    assert np.array_equal(namespace["y"], stream[:, :, 200:])
+def test_every_link_of_the_readme_leads_somewhere():
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", README):
+        assert (ROOT / target).is_file(), target
 
 
 def test_the_two_commands_are_there_and_ci_runs_the_second():
@@ -85,12 +79,6 @@ def test_every_extra_named_exists():
     assert {"demo", "test", "cuda12", "cuda13"} <= named
 
 
-def test_every_public_function_is_listed():
-    table = README.partition("## Functions")[2].partition("## Not here")[0]
-    for function in DOCUMENTED - {cupyconv.Plan}:
-        assert f"`{function.__name__}" in table, function.__name__
-
-
 def test_every_path_that_contributing_names_exists():
     tree = CONTRIBUTING.partition("## How a call travels")[2]
     for name in set(re.findall(r"[\w/]+/(?=\s|`|,)|[\w/]+\.py", tree)):
@@ -99,9 +87,11 @@ def test_every_path_that_contributing_names_exists():
         ), name
 
 
-def test_the_figures_are_the_records():
-    first, last = between(README, FIGURES_BEGIN, FIGURES_END)
-    assert README[first:last] == figures()
+@pytest.mark.parametrize("page", WRITTEN)
+def test_the_figures_are_the_records(page):
+    """Otherwise: `python -m tests.benchmarks.figures`."""
+    ((found, written),) = [(text, written) for path, text, written in pages() if path == ROOT / page]
+    assert found == written
 
 
 def test_the_figures_show_every_peer_and_losses_in_bold():
@@ -110,6 +100,7 @@ def test_the_figures_show_every_peer_and_losses_in_bold():
         return {
             "case": {"name": name},
             "group": group,
+            "chosen": "gemm",
             "ways": {"cupyconv": {"median": 2e-3, "beyond_result": 0}, **ways},
         }
 
@@ -130,15 +121,28 @@ def test_the_figures_show_every_peer_and_losses_in_bold():
         "| convolutions (2) | 0.50 | 1.00 | 1.00 | 2.00 |",
         "| small calls (1) | **1.50** |  | **1.50** | 1.50 |",
     ]
+    assert every_case(record).splitlines()[2:4] == [
+        "| 3x3, 64 -> 64, 56x56 | gemm | 2.0 | 0.50 | **2.00** | **2.00** |",
+        "| 1x1, 256 -> 64, 56x56 | gemm | 2.0 | 0.50 | 0.50 | 0.50 |",
+    ]
+    assert losses(record) == "Slower than numpy on 1 of 3, torch on 1 of 2."
     told = source(record)
-    assert told.startswith("Slower than numpy on 1 of 3, torch on 1 of 2. Times: c. m; BLAS b on 2 threads;")
+    assert told.startswith("Times: c. m; BLAS b on 2 threads;")
     assert "; torch 2.15; jax not installed; d. The machine was busy" in told
 
 
-def test_the_status_on_gpus_is_the_reports():
-    first, last = between(README, STATUS_BEGIN, STATUS_END)
-    assert README[first:last] == status(RESULTS)
-    assert ("has not run on one yet" in README) == (status(RESULTS) == NEVER)
+def test_a_gpu_that_was_measured_has_a_section(tmp_path):
+    assert gpu_page(tmp_path) == NO_GPU
+    write_record(read_record(RESULTS / "numpy.json"), tmp_path / "gpu-h200.json")
+    page = gpu_page(tmp_path)
+    assert page.startswith("## NumPy 2.") and "| merge (2) |" in page and "Slower than numpy on" in page
+
+
+def test_what_is_said_of_gpus_is_what_the_reports_say():
+    never = status(RESULTS) == NEVER and gpu_page(RESULTS) == NO_GPU
+    assert ("has not run on one yet" in README) == ("| the CUDA backend on a GPU | never |" in README) == never
+    assert ("No GPU is measured yet." in README) == never
+    assert ("has not run on a GPU yet" in (ROOT / "docs/index.md").read_text("utf-8")) == never
 
 
 @pytest.mark.parametrize("documented", sorted(DOCUMENTED, key=lambda f: f.__name__), ids=lambda f: f.__name__)

@@ -112,6 +112,17 @@ def test_a_stride_beyond_the_kernels_integers_is_refused(target):
         cupyconv.conv(x, weight, stride=2**40)
 
 
+@pytest.mark.parametrize("size, outputs", [(2**61, 1), (2**80, 1), (2**80, 0)])
+def test_a_result_of_more_bytes_than_addresses_is_refused(target, size, outputs):
+    """The array library's own words named no argument, and on CUDA an OverflowError came before them."""
+    x, weight = target.to_device(np.ones((1, 2, 5))), target.to_device(np.ones((2, outputs, 3)))
+    for function in (cupyconv.conv_transpose, partial(cupyconv.explain, cupyconv.conv_transpose)):
+        with pytest.raises(ValueError, match=rf"out would have shape \(1, {outputs}, {size}\): .* more than the"):
+            function(x, weight, output_shape=size)
+    with pytest.raises(ValueError, match="out would have shape"):
+        cupyconv.vjp(cupyconv.conv_transpose, x, weight, output_shape=size)
+
+
 def test_a_gradient_of_max_pool_has_the_byte_order_of_its_argument():
     """As those of all other functions."""
     xs = [np.ones((1, 1, 4), dtype) for dtype in (">f4", "<f4", ">f8")]

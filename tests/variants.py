@@ -47,6 +47,7 @@ def is_fast(kernel: Kernel) -> bool:
     return kernel.name in (
         *fast,
         *of_transforms,
+        "channels_last",
         "implicit_weight_gradient",
         "depthwise_weight_gradient",
         *POOLING,
@@ -135,6 +136,11 @@ def all_variants() -> tuple[Kernel, ...]:
             for width in vector_widths(ITEMSIZE[dtype])
         ),
         *(_kernel("pack_weight", DTYPE=f"bits{8 * size}") for size in sorted({ITEMSIZE[d] for d in REAL_DTYPES})),
+        *(
+            _kernel("channels_last", DTYPE=dtype, **prologue)
+            for prologue in PROLOGUES
+            for dtype in (("float16", "bfloat16", "float32") if prologue else ("bits16", "bits32"))
+        ),
         *_implicit_gemm_variants(),
         *(
             _kernel("conv_pair", DTYPE=dtype, FIRST=first, SECOND=second)

@@ -20,7 +20,12 @@
 `session.py`            a run through a table within a budget of seconds
 `record.py`             the results file
 `choice.py`             what method="auto" chose, beside the best
+`memory.py`             memory at several batch sizes
 `report.py`             the printed page
+`progress.py`           the line on a terminal while a run goes on
+`web_page.py`           a record as a page for a browser
+`charts.py`             its drawings
+`markup.py`             HTML by elements
 ======================  ===========================================================================
 """
 
@@ -32,13 +37,15 @@ from functools import partial
 from pathlib import Path
 
 from cupyconv.bench.machines import Machine, cuda_machine, numpy_machine
+from cupyconv.bench.memory import growing
 from cupyconv.bench.own_ways import Ours
 from cupyconv.bench.processes import ProcessRunner
-from cupyconv.bench.record import OURS
+from cupyconv.bench.record import OURS, read_record
 from cupyconv.bench.recurrent_layers import AnyCase
 from cupyconv.bench.runner import GPU_PEERS, PEERS, AnyRunner, Runner, SharedArrays
 from cupyconv.bench.session import Session, Watch
 from cupyconv.bench.tables import gpu_cases, numpy_cases
+from cupyconv.bench.web_page import write_page
 from cupyconv.configuration import cupy_with_gpu
 from cupyconv.numpy.threads import BLAS
 
@@ -58,8 +65,16 @@ def run_bench(
     methods: tuple[str, ...] | None,
     json: Path | None,
     resume: bool,
+    report: Path | None,
+    source: Path | None,
 ) -> int:
-    """Measure a table; the exit status is 0 where nothing failed, 2 where what was asked for cannot be measured."""
+    """Measure a table, or draw what was measured; the exit status is 0 where nothing failed, 2 where what was asked for
+    cannot be measured."""
+    if source is not None:
+        return _drawn(source, report)
+    if report is not None and json is None:
+        json = report / "results.json"
+        report.mkdir(parents=True, exist_ok=True)
     known = GPU_PEERS if gpu else PEERS
     unknown = [name for name in peers or () if name not in known]
     if unknown:
@@ -89,8 +104,26 @@ def run_bench(
     session = Session(
         machine, cases, begin,
         seconds=seconds, threads=threads, arrays=arrays, path=json, watch=Watch() if gpu else None,
+        growing=growing(cases),
     )  # fmt: skip
-    return session.run(resume=resume)
+    status = session.run(resume=resume)
+    if report is not None:
+        print(f"\nthe page: {write_page(session.record, report)}")
+    return status
+
+
+def _drawn(source: Path, report: Path | None) -> int:
+    """The page of an earlier run."""
+    if report is None:
+        return _refused("--from draws the page of --report: name its directory")
+    try:
+        record = read_record(source)
+        if not (isinstance(record, dict) and {"environment", "cases", "errors"} <= record.keys()):
+            raise ValueError(f"{source} has other things")
+    except (OSError, ValueError) as failure:
+        return _refused(f"--from needs a file that --json wrote: {failure}")
+    print(f"the page: {write_page(record, report)}")
+    return 0
 
 
 def in_processes(peers: Sequence[str], threads: int, methods: tuple[str, ...] | None) -> Begin:

@@ -6,6 +6,7 @@
      "floors": {"bandwidth": bytes/s, "products": {precision: flop/s}, "by": {precision: who was fastest}},
      "cases": [{"case": {...}, "group": name, "floor": {...}, "chosen": method, "methods": {method: {...}}, "rejected": {method: reason},
                 "flags": {...}, "ways": {"cupyconv": {"median": s, ...}, "cupyconv gemm": {...}, "torch": {...}}}],
+     "memory": [{"case": {...}, "batches": [N, ...], "measured": [bytes, ...], "planned": [...], "columns": [...]}],
      "errors": [{"case": name, "way": name, "error": text}], "skipped": [names]}
 
 Times are seconds.  ``ways`` has the library's choice as ``cupyconv``, its other ways by their names, and the peers; the
@@ -34,6 +35,7 @@ def new_record(environment: dict[str, Any], seconds: float) -> dict[str, Any]:
         "running": None,
         "floors": {},
         "cases": [],
+        "memory": [],
         "errors": [],
         "skipped": [],
     }
@@ -58,6 +60,7 @@ def resume(record: dict[str, Any]) -> dict[str, Any]:
     if record["running"] is not None:
         add_error(record, record["running"], "", "the process ended while this case was measured")
     record["running"], record["skipped"] = None, []
+    record.setdefault("memory", [])
     return record
 
 

@@ -45,13 +45,14 @@ def _line(row: Mapping[str, Any], name: str, way: Mapping[str, Any]) -> str:
         notes += "  launch-bound: the host takes longer than the GPU"
     return (
         f"    {label:<22}{_micro(median):>12}{_micro(way['min']):>12}{(high - low) / median:>8.0%}"
-        f"{_rate(row['floor'], median):>16}{row['floor']['seconds'] / median:>9.0%}"
+        f"{rate(row['floor'], median):>16}{row['floor']['seconds'] / median:>9.0%}"
         f"{_micro(way['host_median']) if on_gpu else '':>10}{_micro(way['row']) if way['row'] else '':>10}"
         f"{format(way['ratio'], '.2f') if 'ratio' in way else '':>8}{notes}"
     ).rstrip()
 
 
-def _rate(floor: Mapping[str, Any], seconds: float) -> str:
+def rate(floor: Mapping[str, Any], seconds: float) -> str:
+    """What a time means: bytes a second where memory is the floor, else operations."""
     if floor["bound"] == "memory":
         return f"{floor['bytes'] / seconds / 1e9:,.0f} GB/s"
     rate = floor["flops"] / seconds

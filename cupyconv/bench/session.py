@@ -12,10 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from cupyconv.bench.cases import Case
 from cupyconv.bench.clock import let_threads_rest, measure, ratio
 from cupyconv.bench.floors import Rates
 from cupyconv.bench.machines import Machine, environment
+from cupyconv.bench.memory import over_batches
 from cupyconv.bench.peers import NotInstalled
+from cupyconv.bench.progress import Progress
 from cupyconv.bench.record import OURS, add_error, is_done, is_ours, new_record, read_record, resume, write_record
 from cupyconv.bench.recurrent_layers import AnyCase
 from cupyconv.bench.reference import error, in_float64
@@ -24,6 +27,8 @@ from cupyconv.bench.runner import AnyRunner, Offer, SharedArrays
 
 #: The most of a case's share of the budget, and its fewest seconds of timing.
 LONGEST, SHORTEST = 5.0, 0.05
+#: Of the budget, what memory at several batch sizes may take.
+SHARE_OF_MEMORY = 0.1
 
 
 class Watch:
@@ -51,7 +56,8 @@ class Watch:
 class Session:
     """One run: machine, cases, a runner for each participant, and the record that it fills.
 
-    `begin` has what makes each runner; the library's is the first.
+    `begin` has what makes each runner; the library's is the first.  Of `growing` cases memory is measured at several
+    batch sizes.
     """
 
     def __init__(
@@ -65,9 +71,11 @@ class Session:
         arrays: SharedArrays | None = None,
         path: Path | None = None,
         watch: Watch | None = None,
+        growing: Sequence[Case] = (),
     ) -> None:
         self._begin = time.perf_counter()
         self.machine, self.cases, self.path, self.watch = machine, cases, path, watch
+        self.growing, self.progress = growing, Progress()
         self.seconds, self.arrays = seconds, arrays or SharedArrays(machine)
         self.record = new_record({**environment(machine, threads), "arch": machine.arch}, seconds)
         self.runners = self._usable(begin)
@@ -106,15 +114,22 @@ class Session:
         if resume:
             self._resume()
         print(f"{heading(self.record['environment'])}\n{COLUMNS}", flush=True)
+        self._memory()
         open_cases = [case for case in self.cases if not is_done(self.record, case.name)]
+        begun = self.used
         for number, case in enumerate(open_cases):
             if self.used >= self.seconds:
                 self.record["skipped"] = [case.name for case in open_cases[number:]]
                 break
+            left = self.seconds - self.used
+            if number:
+                left = min(left, (self.used - begun) / number * (len(open_cases) - number))
+            self.progress.show(number + 1, len(open_cases), left, case.name)
             self._one(case, share=(self.seconds - self.used) / (len(open_cases) - number))
             if not self._alive():
                 self._go_on_elsewhere(open_cases[number + 1 :])
                 break
+        self.progress.end()
         self._save(running=None)
         for runner in self.runners.values():
             runner.close()
@@ -122,6 +137,21 @@ class Session:
             self.watch.disarm()
         print(f"\n{'=' * 100}\n{summary(self.record)}", flush=True)
         return 1 if self.record["errors"] else 0
+
+    def _memory(self) -> None:
+        """Memory at several batch sizes, of the cases of which it is not yet known."""
+        known = {row["case"]["name"] for row in self.record["memory"]}
+        todo = [case for case in self.growing if case.name not in known] if OURS in self.runners else []
+        for number, case in enumerate(todo):
+            left = SHARE_OF_MEMORY * self.seconds / len(todo)
+            self.progress.show(number + 1, len(todo), left * (len(todo) - number), f"memory of {case.name}")
+            if self.watch:
+                self.watch.rearm()
+            try:
+                row = over_batches(case, self.runners[OURS], time.perf_counter() + left)
+                self.record["memory"].append(row)
+            except Exception as failure:
+                self._fail(case, "memory at several batch sizes", failure)
 
     def _one(self, case: AnyCase, share: float) -> None:
         if self.watch:
@@ -133,7 +163,7 @@ class Session:
             self._fail(case, "", failure)
         else:
             self.record["cases"].append(row)
-            print(block(row), flush=True)
+            self.progress.say(block(row))
         finally:
             self._save(running=None)
 
@@ -223,7 +253,7 @@ class Session:
                     rates |= {} if rate is None else {participant: rate}
             by = max(rates, key=lambda participant: rates[participant])
             self.rates.products[name], self.rates.by[name] = rates[by], by
-            print(f"floor: {name} products at {rates[by] / 1e12:.2f} TFLOP/s ({by})", flush=True)
+            self.progress.say(f"floor: {name} products at {rates[by] / 1e12:.2f} TFLOP/s ({by})")
         self.record["floors"] = asdict(self.rates)
         return self.rates
 
@@ -240,7 +270,7 @@ class Session:
             self.machine.clock.synchronise()
             self.machine.release()
         except Exception as failure:
-            print(f"    the device no longer works: {failure}", flush=True)
+            self.progress.say(f"    the device no longer works: {failure}")
             return False
         return True
 
@@ -248,6 +278,7 @@ class Session:
         self.record["skipped"] = [case.name for case in rest]
         self._save(running=None)
         if self.watch and self.path and rest:
+            self.progress.end()
             print("    going on in a new process", flush=True)
             self.watch.restart()
 
@@ -267,7 +298,7 @@ class Session:
             self.rates = Rates(**floors)
 
     def _fail(self, case: AnyCase, way: str, failure: Exception) -> None:
-        print(f"    FAILED  {add_error(self.record, case.name, way, failure)}", flush=True)
+        self.progress.say(f"    FAILED  {add_error(self.record, case.name, way, failure)}")
 
     def _save(self, running: str | None) -> None:
         self.record["running"], self.record["used"] = running, self.used

@@ -386,7 +386,7 @@ def _labelled(cases: Iterable[C]) -> tuple[C, ...]:
 
 
 def ordinary_cases() -> tuple[AnyCase, ...]:
-    """What the README shows line by line."""
+    """What the pages show line by line."""
     return (*recurrent_cases(gpu=False), *JOBS, *LAYERS, *CHAINS)
 
 

@@ -104,6 +104,10 @@ NO_IMAGE = Axes(True, 0)
 VECTOR = Axes(False, 0)
 
 
+#: Of an array, for NumPy and for CuPy.
+_MOST_BYTES = 2**63 - 1
+
+
 class Result(NamedTuple):
     """An array that a call returns: ``out``, or ``out[0]``, ``out[1]`` ... of a list; as it will be allocated."""
 
@@ -112,6 +116,14 @@ class Result(NamedTuple):
     dtype: np.dtype
     channel: int | None = None  # the axis that is stored last; None in C order
     may_alias: str = "residual"  # the one argument that may lie where the result does
+
+    def check_size(self) -> None:
+        """Refuse a result of more bytes than there are addresses."""
+        nbytes = prod(extent or 1 for extent in self.shape) * self.dtype.itemsize
+        if nbytes > _MOST_BYTES:
+            raise ValueError(
+                f"{self.name} would have shape {self.shape}: {nbytes} bytes, more than the {_MOST_BYTES} of an array"
+            )
 
     @property
     def memory(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:

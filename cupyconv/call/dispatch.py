@@ -53,7 +53,7 @@ _REGISTRY: dict[type, Callable[[Any], Backend]] = {np.ndarray: lambda array: _NU
 _JAX = "the functions of cupyconv.interop.jax, or numpy.asarray(array) or cupy.from_dlpack(array)"
 _ON_DISK = (
     "the functions of cupyconv.interop.dask on dask.array.from_array(array), or array[...] where it fits in memory;"
-    " the README has a loop over blocks that needs no Dask"
+    " docs/how-to/recipes.md has a loop over blocks that needs no Dask"
 )
 _WAYS_IN = {
     "torch": "the functions of cupyconv.interop.torch, or numpy.asarray(tensor) or cupy.from_dlpack(tensor),"

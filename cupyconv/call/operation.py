@@ -112,7 +112,10 @@ class Operation:
 
     def _checked(self, arguments: Mapping[str, Any], **how: Any) -> CheckedCall:
         settings = {name: arguments[name] for name in self.settings}
-        return self._check({name: arguments[name] for name in self.arrays}, **settings, **how)
+        call = self._check({name: arguments[name] for name in self.arrays}, **settings, **how)
+        for result in call.results:
+            result.check_size()
+        return call
 
     def _key(
         self, given: list[Any], counts: tuple[int | None, ...], settings: tuple[Any, ...], saving: bool

@@ -45,7 +45,7 @@ from cupyconv.numpy.threads import BLAS
 from cupyconv.numpy.windows import axis_segments
 from cupyconv.problem.passes import PoolingProblem
 from cupyconv.problem.problems import ProductsProblem
-from cupyconv.typing import ActivationLike, Array, Padding, PerAxis, PrologueLike
+from cupyconv.typing import ActivationLike, Array, ArrayOrList, Padding, PerAxis, PrologueLike
 
 
 def conv(
@@ -197,7 +197,7 @@ def max_pool(
     padding: Padding = 0,
     dilation: PerAxis = 1,
     ceil_mode: bool = False,
-) -> da.Array | list[da.Array]:
+) -> ArrayOrList:
     """`cupyconv.max_pool` of Dask arrays, lazily.
 
     Parameters

@@ -212,8 +212,13 @@ class GradientTaps(WeightGradientLoop):
     def rounds(self) -> int:
         return super().rounds * -(-self.geometry.taps // self.taps)
 
+    @classmethod
+    def product_bytes(cls, problem: WeightGradientProblem) -> int:
+        return super().product_bytes(problem) // (problem.geometry.taps or 1)
+
     @property
     def columns_bytes(self) -> int:
+        """Of the taps of a product; where these are several, the product is as large as `box_bytes` counts their weight."""
         return box_bytes(self.problem, self.block, self.x_dtype.itemsize, self.taps)
 
     def add(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:

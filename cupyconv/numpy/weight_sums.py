@@ -1,7 +1,8 @@
 """The sums of a weight's gradient: a loop over blocks of pixels, whose products are added up.
 
 Sums are kept for a range of outputs at a time, so that they keep within the workspace limit; nearly always
-that is all of them, and where the result is in C order they are the result.
+that is all of them, and where the result is in C order they are the result.  Those of one output that alone pass half
+the limit come on top of it.
 
 Each thread adds up a run of consecutive blocks, and the threads' sums are added in order: the same bits for the
 same number of threads.  A complex input enters conjugated: grad conj(x) = conj(conj(grad) x), so that
@@ -87,14 +88,18 @@ class WeightGradientLoop(PixelLoop):
     @classmethod
     def loops(cls, problem: WeightGradientProblem) -> tuple[Sequence[Self], Mapping[str, int]]:
         geometry, threads, in_place = problem.geometry, problem.host.threads, _sums_are_result(problem)
-        row = geometry.groups * geometry.reduction * ITEMSIZE[accumulator(problem.dtype)]  # one output per group
+        row = (
+            geometry.groups * geometry.reduction * ITEMSIZE[accumulator(problem.dtype)]
+        )  # sums of one output per group
         private = threads - in_place  # sums beside the result
         rows = geometry.group_outputs
         if private:
             rows = even_part(rows, problem.limit // 2 // (private * row or 1))
-        piece = even_part(rows, min(PRODUCT_PIECE, problem.limit // 4 // threads) // (row or 1))
-        fixed = private * rows * row + threads * piece * row + 4 * Plan.ALIGNMENT
-        loop = cls.fitted(problem, fixed, problem.limit)
+        product = cls.product_bytes(problem)
+        piece = even_part(rows, min(PRODUCT_PIECE, problem.limit // 4 // threads) // (product or 1))
+        fixed = private * rows * row + threads * piece * product + 4 * Plan.ALIGNMENT
+        limit = problem.limit if threads > 1 else problem.limit_with(private * rows * row)
+        loop = cls.fitted(problem, fixed, limit)
         firsts = range(0, geometry.group_outputs if problem.out.nbytes else 0, rows or 1)
         loops = [
             replace(loop, first_row=first, rows=min(rows, geometry.group_outputs - first), piece=piece)
@@ -102,10 +107,16 @@ class WeightGradientLoop(PixelLoop):
         ]
         sizes = {
             "sums": (loop.threads - in_place) * rows * row,
-            "products": loop.threads * piece * row if loop.blocks > 1 or not in_place else 0,
+            "products": loop.threads * piece * product if loop.blocks > 1 or not in_place else 0,
             "blocks": loop.threads * (loop.workspace + loop.index_bytes) if loop.blocks else 0,
         }
         return loops, sizes
+
+    @classmethod
+    def product_bytes(cls, problem: WeightGradientProblem) -> int:
+        """Bytes of a product of one output per group, beside what `columns_bytes` counts."""
+        geometry = problem.geometry
+        return geometry.groups * geometry.reduction * ITEMSIZE[accumulator(problem.dtype)]
 
     @cached_property
     def grad_in_place(self) -> bool:

@@ -49,12 +49,13 @@ class ConvGradients(NamedTuple):
     ('x', 'weight', 'bias', 'residual', 'scale', 'shift')
     """
 
-    x: ArrayOrList | None = None
-    weight: Array | None = None
-    bias: Array | None = None
-    residual: Array | None = None
-    scale: Array | None = None
-    shift: Array | None = None
+    # None is not in the types: whoever gave an argument knows that its gradient is there.
+    x: ArrayOrList = None
+    weight: Array = None
+    bias: Array = None
+    residual: Array = None
+    scale: Array = None
+    shift: Array = None
 
 
 Pullback = Callable[..., ConvGradients]

@@ -44,7 +44,7 @@ def max_pool(
     return_indices: bool = False,
     out: Array | Sequence[Array] | None = None,
     **foreign: Never,
-) -> ArrayOrList | tuple[ArrayOrList, ArrayOrList]:
+) -> ArrayOrList:  # or two of them: a union would make every user without indices ask which
     """The largest element of every window of an image.
 
     Parameters

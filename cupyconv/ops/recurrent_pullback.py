@@ -42,14 +42,15 @@ class RecurrentGradients(NamedTuple):
     ('x', 'weight_ih', 'weight_hh', 'bias_ih', 'bias_hh', 'h0', 'c0', 'peephole')
     """
 
-    x: Array | None = None
-    weight_ih: Array | None = None
-    weight_hh: Array | None = None
-    bias_ih: Array | None = None
-    bias_hh: Array | None = None
-    h0: Array | None = None
-    c0: Array | None = None
-    peephole: Array | None = None
+    # None is not in the types, as in `ConvGradients`.
+    x: Array = None
+    weight_ih: Array = None
+    weight_hh: Array = None
+    bias_ih: Array = None
+    bias_hh: Array = None
+    h0: Array = None
+    c0: Array = None
+    peephole: Array = None
 
 
 RecurrentPullback = Callable[..., RecurrentGradients]

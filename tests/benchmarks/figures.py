@@ -1,6 +1,7 @@
-"""The README's figures and its status on GPUs, from the results files beside this one::
+"""The figures and the status on GPUs of README and docs/, from the results files beside this one::
 
 python -m cupyconv bench --json tests/benchmarks/results/numpy.json
+python -m cupyconv bench --gpu --json tests/benchmarks/results/gpu-NAME.json
 python -m tests.gpu_report --out DIR, whose gpu-report.json becomes tests/benchmarks/results/gpu-report-NAME.json
 python -m tests.benchmarks.figures
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +26,17 @@ FIGURES_BEGIN, FIGURES_END = "<!-- figures:", "<!-- end of figures -->"
 #: The peer whose memory is shown.
 PLAIN = "numpy"
 
+NO_GPU = "**Never:** no GPU has been measured yet.\n"
+
 
 def layers(record: dict[str, Any]) -> str:
-    """The README's table of the ordinary layers: our time, over that of each peer, and memory."""
+    """The table of the ordinary layers: our time, over that of each peer, and memory."""
     names = {case.name for case in ordinary_cases()}
     rows = [row for row in record["cases"] if row["case"]["name"] in names]
     peers = compared(rows)
     head = ["layer (float32 unless named)", "cupyconv, ms", *map(_shown, peers), "cupyconv, MiB", f"{PLAIN}, MiB"]
     lines = [
-        [row["case"]["name"], f"{row['ways'][OURS]['median'] * 1e3:.1f}", *_cells(ratios(row), peers),
+        [row["case"]["name"], _milliseconds(row), *_cells(ratios(row), peers),
          *(f"{row['ways'][way]['beyond_result'] / 2**20:.1f}" for way in (OURS, PLAIN))]
         for row in rows
     ]  # fmt: skip
@@ -40,7 +44,7 @@ def layers(record: dict[str, Any]) -> str:
 
 
 def groups(record: dict[str, Any]) -> str:
-    """The README's table of geometric means over everything that was measured."""
+    """The table of geometric means over everything that was measured."""
     peers = [*compared(record["cases"]), BEST]
     lines = [
         [f"{group} ({len(rows)})", *_cells(means(rows), peers), f"{max(ratios(row).get(BEST, 0) for row in rows):.2f}"]
@@ -49,19 +53,45 @@ def groups(record: dict[str, Any]) -> str:
     return _table(["group (cases)", *map(_shown, peers), "slowest beside the best"], lines)
 
 
-def source(record: dict[str, Any]) -> str:
-    """Losses, and what the figures depend on."""
-    rows, known = record["cases"], record["environment"]
-    every = [(peer, ratio) for row in rows for peer, ratio in ratios(row).items() if peer != BEST]
+def every_case(record: dict[str, Any]) -> str:
+    """A table for each group with all of its cases, slowest beside the best peer first, and the method chosen."""
+    tables = []
+    for group, rows in grouped(record["cases"]).items():
+        peers = [*compared(rows), BEST]
+        slowest_first = sorted(rows, key=lambda row: -ratios(row).get(BEST, 0))
+        lines = [
+            [row["case"]["name"], row["chosen"], _milliseconds(row), *_cells(ratios(row), peers)]
+            for row in slowest_first
+        ]
+        head = [f"{group}: {len(rows)} cases", "method", "cupyconv, ms", *map(_shown, peers)]
+        tables.append(_table(head, lines))
+    return "\n".join(tables)
+
+
+def losses(record: dict[str, Any]) -> str:
+    """On how many cases each peer was faster."""
+    every = [(peer, ratio) for row in record["cases"] for peer, ratio in ratios(row).items() if peer != BEST]
     lost = Counter(peer for peer, ratio in every if ratio > 1)
-    counts = ", ".join(f"{_shown(peer)} on {lost[peer]} of {n}" for peer, n in Counter(p for p, _ in every).items())
+    counts = (f"{_shown(peer)} on {lost[peer]} of {n}" for peer, n in Counter(p for p, _ in every).items())
+    return f"Slower than {', '.join(counts)}."
+
+
+def source(record: dict[str, Any]) -> str:
+    """What the figures depend on."""
+    known = record["environment"]
     threads, load = known["blas_threads"], known["load_before"]
     busy = f" The machine was busy with other work (load {load})." if load != "unknown" and load > 0.5 else ""
     versions = "".join(f"; {name} {known[name]}" for name in PEERS if name != PLAIN and name in known)
     where = (
         f"{known['machine']}; BLAS {known['blas']} on {threads}; Python {known['python']}{versions}; {known['date']}."
     )
-    return f"Slower than {counts}. Times: {known['clock']}. {where}{busy}\n"
+    return f"Times: {known['clock']}. {where}{busy}"
+
+
+def _milliseconds(row: dict[str, Any]) -> str:
+    """Three digits at the least, where a call takes less than a millisecond too."""
+    milliseconds = row["ways"][OURS]["median"] * 1e3
+    return f"{milliseconds:.1f}" if milliseconds >= 1 else f"{milliseconds:.3f}"
 
 
 def _shown(way: str) -> str:
@@ -79,9 +109,44 @@ def _table(head: list[str], lines: list[list[str]]) -> str:
 
 
 def figures() -> str:
-    """All that stands between the README's marks."""
+    """What README shows: the means and the losses."""
     record = read_record(RESULTS / "numpy.json")
-    return f"{layers(record)}\n{groups(record)}\n{source(record)}"
+    return f"{groups(record)}\n{losses(record)} {source(record)}\n"
+
+
+def numpy_page() -> str:
+    """What docs/speed/numpy.md shows: the same, memory, and every case."""
+    record = read_record(RESULTS / "numpy.json")
+    sections = (figures(), "## Ordinary layers, with memory\n", layers(record), "## Every case\n", every_case(record))
+    return "\n".join(sections)
+
+
+def gpu_page(results: Path) -> str:
+    """What docs/speed/gpu.md shows: a section for each GPU that was measured."""
+    records = [read_record(path) for path in sorted(results.glob("gpu-*.json")) if "report" not in path.name]
+    sections = (
+        f"## {record['environment']['machine']}\n\n{groups(record)}\n{losses(record)} {source(record)}\n\n{every_case(record)}"
+        for record in records
+    )
+    return "\n".join(sections) or NO_GPU
+
+
+#: What stands between which marks of which page.
+WRITTEN = {
+    "README.md": (FIGURES_BEGIN, FIGURES_END, figures),
+    "docs/speed/numpy.md": (FIGURES_BEGIN, FIGURES_END, numpy_page),
+    "docs/speed/gpu.md": (FIGURES_BEGIN, FIGURES_END, lambda: gpu_page(RESULTS)),
+    "docs/reference/status.md": (STATUS_BEGIN, STATUS_END, lambda: status(RESULTS)),
+}
+
+
+def pages() -> Iterator[tuple[Path, str, str]]:
+    """Each page that has such marks: its place, its text as it is, and as it should be."""
+    for name, (begin, end, write) in WRITTEN.items():
+        path = ROOT / name
+        text = path.read_text(encoding="utf-8")
+        first, last = between(text, begin, end)
+        yield path, text, text[:first] + write() + text[last:]
 
 
 def between(text: str, begin: str, end: str) -> tuple[int, int]:
@@ -90,12 +155,8 @@ def between(text: str, begin: str, end: str) -> tuple[int, int]:
 
 
 def main() -> int:
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    for begin, end, written in ((FIGURES_BEGIN, FIGURES_END, figures()), (STATUS_BEGIN, STATUS_END, status(RESULTS))):
-        first, last = between(text, begin, end)
-        text = text[:first] + written + text[last:]
-    readme.write_text(text, encoding="utf-8")
+    for path, _, written in pages():
+        path.write_text(written, encoding="utf-8")
     return 0
 
 

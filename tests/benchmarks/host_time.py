@@ -10,6 +10,10 @@ GPU; else stand-ins with the same attributes.  **Not included**, because it need
 CuPy for the stream, its wrapper and ``cuLaunchKernel``; in each GEMM CuPy's wrapper and cuBLAS; the memory pool, once
 for the result and once a workspace buffer; asking CUDA for the current device.  All of these are CuPy's and the driver's, and no figure of theirs is made up here.
 
+**CUDA, CuPy on a driver that does nothing**, with ``python -m tests.fake_gpu tests/benchmarks/host_time.py``: the real
+CuPy, whose every call of CUDA and cuBLAS returns at once.  What the null device leaves out is in it, but for the
+driver's and cuBLAS's own time.
+
 **CUDA, on a GPU**, where there is one: the same calls until they return, everything included.  The GPU is
 waited for between rounds, outside the clock.
 
@@ -44,8 +48,11 @@ from cupyconv.cuda.run import CudaBackend
 from cupyconv.cuda.run.device import GemmArguments
 from cupyconv.problem.machine import known_gpu
 from cupyconv.problem.plan import KernelLaunch
+from tests import fake_gpu
 
 _NULL_CONTEXT = nullcontext()
+#: The table of CuPy's own calls: on a GPU, or on an emulated one that has been let go.
+REAL = ("cuda, on the GPU", "cuda, CuPy on a driver that does nothing")
 
 
 class NullArray:
@@ -245,21 +252,27 @@ def measure(rounds: int, repeats: int) -> dict[str, Any]:
     def summary(times: list[float]) -> tuple[float, float]:
         return min(times), statistics.median(times)
 
-    def cuda_table(array: Callable[..., Any], repeats: int, finish: Callable[[], Any] = lambda: None) -> dict[str, Any]:
-        table = {}
-        for name, call, shape in cuda_calls(array):
-            sides = [partial(call, None), partial(call, array(*shape))]
-            fresh, given = in_turns(sides, rounds, repeats, finish)
-            table[name], table[name + ", out="] = summary(fresh), summary(given)
-        return table
+    def sides(array: Callable[..., Any]) -> dict[str, list[Callable[[], Any]]]:
+        return {name: [partial(call, None), partial(call, array(*shape))] for name, call, shape in cuda_calls(array)}
+
+    def table(calls: dict[str, list[Callable[[], Any]]], repeats: int, finish: Callable[[], Any]) -> dict[str, Any]:
+        rows = {}
+        for name, of_name in calls.items():
+            fresh, given = in_turns(of_name, rounds, repeats, finish)
+            rows[name], rows[name + ", out="] = summary(fresh), summary(given)
+        return rows
 
     cupy, real = gpu(), None
     if cupy is not None:  # before CuPy's arrays are given to the null device; few calls, or the queue is full
-        real = cuda_table(
-            lambda *shape: cupy.ones(shape, np.float32), min(repeats, 200), cupy.cuda.runtime.deviceSynchronize
-        )
+        finish = cupy.cuda.runtime.deviceSynchronize
+        calls = sides(lambda *shape: cupy.ones(shape, np.float32))
+        if fake_gpu.is_installed():
+            for of_name in calls.values():
+                in_turns(of_name, 1, 1, finish)
+            fake_gpu.let_go()
+        real = table(calls, min(repeats, 200), finish)
     device = null_device()
-    cuda = cuda_table(device.array, repeats)
+    cuda = table(sides(device.array), repeats, lambda: None)
     host = {}
     for name, ours, bare in numpy_calls():
         times, products = in_turns([ours, bare], rounds, repeats)
@@ -270,7 +283,7 @@ def measure(rounds: int, repeats: int) -> dict[str, Any]:
         }
     peer = torch_call()
     return {
-        "cupyconv": cupyconv.__version__, "python": sys.version.split()[0],         "arrays of the null device": device.arrays_are, "cuda, null device": cuda, "cuda, on the GPU": real, "numpy": host,
+        "cupyconv": cupyconv.__version__, "python": sys.version.split()[0], "arrays of the null device": device.arrays_are, "cuda, null device": cuda, REAL[fake_gpu.is_installed()]: real, "numpy": host,
         "torch conv2d 3x3, CPU, one thread": None if peer is None else summary(in_turns([peer], rounds, repeats)[0]),
     }  # fmt: skip
 
@@ -283,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     record = measure(given.rounds, given.calls)
     print(f"the null device's arrays are {record['arrays of the null device']}")
-    for table in ("cuda, null device", "cuda, on the GPU"):
+    for table in ("cuda, null device", *(name for name in REAL if name in record)):
         if record[table] is None:
             print(f"\n{table}: there is none")
             continue

@@ -20,6 +20,8 @@ import importlib.metadata
 import os
 import platform
 import sys
+from collections.abc import Callable
+from functools import partial
 
 from tests import host_device, nvrtc
 
@@ -51,11 +53,17 @@ def is_installed() -> bool:
 
 
 _installed = False
+_let_go: Callable[[], None]
+
+
+def let_go() -> None:
+    """From now on every CUDA call returns at once and does nothing, for good: what is left is CuPy's time and ours."""
+    _let_go()
 
 
 def install() -> None:
     """Give CuPy its GPUs, before it is imported."""
-    global _installed
+    global _installed, _let_go
     _installed = True
     assert "cupy" not in sys.modules, "CuPy has been imported, and has met the machine's own CUDA"
     from tests.fake_gpu import libraries
@@ -65,7 +73,8 @@ def install() -> None:
 
     os.environ["CUPY_ACCELERATORS"] = ""  # CUB's kernels are compiled into the wheel, for a GPU
     os.environ["CUPY_CACHE_DIR"] = str(libraries.BUILD / "cupy")
-    atexit.register(libraries.let_go, libraries.load_library("libcuda.so.1", DRIVER))
+    _let_go = partial(libraries.let_go, libraries.load_library("libcuda.so.1", DRIVER))
+    atexit.register(_let_go)
     for stem, soname, functions in (("cublas", "libcublas.so.13", CUBLAS), ("curand", "libcurand.so.10", CURAND)):
         module = libraries.wheel_module("libs", stem)
         assert module is not None

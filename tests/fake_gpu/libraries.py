@@ -25,7 +25,9 @@ BUILD = CACHE / "fake_gpu"
 
 Callback = ctypes._CFuncPtr  # a Python function as a C one
 _kept: list[object] = []  # callbacks and libraries live as long as the process
-_undo: list[Callable[[int], None]] = []  # each lets a call end in a C function instead
+_undo: list[tuple[str, Callable[[int], None]]] = []  # each lets a call end in a C function instead
+#: What answers with a zero when nobody else does, and which argument that is.
+_ANSWERS = {"cudaGetDevice": "zero_in_first", "cudaStreamIsCapturing": "zero_in_second"}
 
 
 def wheel_module(package: str, stem: str) -> Path | None:
@@ -56,6 +58,8 @@ def load_library(soname: str, functions: Mapping[str, Callback], others: Iterabl
         f'asm(".text\\n"\n{jumps});\n'
         'extern "C" void set_jump(int place, void* target) { jump_table[place] = target; }\n'
         'extern "C" int nothing() { return 0; }\n'
+        'extern "C" int zero_in_first(int* answer) { return *answer = 0; }\n'
+        'extern "C" int zero_in_second(void*, int* answer) { return *answer = 0; }\n'
     )
     version = f"{soname} {{ global: *; }};\n"
     digest = hashlib.sha256((source + version).encode()).hexdigest()[:16]
@@ -73,7 +77,7 @@ def load_library(soname: str, functions: Mapping[str, Callback], others: Iterabl
     library.set_jump.argtypes = [ctypes.c_int, ctypes.c_void_p]
     for place, name in enumerate(names):
         library.set_jump(place, _address(functions.get(name) or missing(name)))
-        _undo.append(partial(library.set_jump, place))
+        _undo.append((name, partial(library.set_jump, place)))
     _kept.append(library)
     return library
 
@@ -88,14 +92,16 @@ def replace_functions(module: Path, functions: Mapping[str, Callback], pattern: 
     for name, address in table.items():
         if re.fullmatch(pattern, name):
             _write_jump(base + address, _address(functions.get(name) or missing(name)))
-            _undo.append(partial(_write_jump, base + address))
+            _undo.append((name, partial(_write_jump, base + address)))
 
 
 def let_go(library: ctypes.CDLL) -> None:
-    """Let every call do nothing from now on: at the interpreter's end CuPy still calls, and Python cannot answer."""
-    nothing = _address(library.nothing)
-    for undo in _undo:
-        undo(nothing)
+    """Let every call do nothing from now on: at the interpreter's end CuPy still calls, and Python cannot answer.
+
+    Those that are asked which device is current, and whether a stream is capturing, answer 0.
+    """
+    for name, undo in _undo:
+        undo(_address(getattr(library, _ANSWERS.get(name, "nothing"))))
 
 
 def missing(name: str) -> Callback:

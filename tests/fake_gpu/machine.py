@@ -124,7 +124,8 @@ class Machine:
         self.gpus = gpus
         self.lock = threading.RLock()
         self.launches: list[Launch] = []  # clear it at will
-        self.allocations_until_failure: int | None = None  # None: none fails but for want of memory
+        self._allocated = 0
+        self._failing = range(0)  # numbers of allocations that fail, but for want of memory
         self._local = threading.local()
         self._tickets = count(1)
         self._objects: dict[int, object] = {}
@@ -172,10 +173,9 @@ class Machine:
 
     def allocate(self, nbytes: int) -> int:
         """The address of new memory of the current device, all 0xff."""
-        if self.allocations_until_failure is not None:
-            self.allocations_until_failure -= 1
-            if self.allocations_until_failure < 0:
-                raise CudaError(OUT_OF_MEMORY, "as a test asked for")
+        self._allocated += 1
+        if self._allocated - 1 in self._failing:
+            raise CudaError(OUT_OF_MEMORY, "as a test asked for")
         if nbytes > self.free_bytes:
             raise CudaError(OUT_OF_MEMORY)
         memory = np.empty(nbytes + ALIGNMENT, np.uint8)
@@ -367,13 +367,17 @@ class Machine:
     # ---- for tests ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def failing_allocations(self, after: int) -> Iterator[None]:
-        """Allocations of device memory fail, all but the first few."""
-        self.allocations_until_failure = after
+    def failing_allocations(self, number: int, times: int = 1) -> Iterator[Callable[[], int]]:
+        """So many allocations of device memory fail, from that number on; none if it is negative.
+
+        Gives a function that counts them.
+        """
+        begin = self._allocated
+        self._failing = range(begin + number, begin + number + times) if number >= 0 else range(0)
         try:
-            yield
+            yield lambda: self._allocated - begin
         finally:
-            self.allocations_until_failure = None
+            self._failing = range(0)
 
 
 #: The one that CuPy meets.

@@ -10,7 +10,7 @@
 `compilation.py`     every kernel variant, compiled into CuPy's cache
 `pytest_plugin.py`   the tests marked `gpu`, dealt to processes, each result written when it is known
 `report.py`          the report: everything in one file, and in words
-`status.py`          the README's table of such reports
+`status.py`          the pages' table of such reports
 ===================  ==========================================================================================
 
 Every part runs in processes of its own: a fault in a kernel ends a CUDA context for good, and with it only what this

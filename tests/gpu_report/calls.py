@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 from cupyconv import (
     ConvLayer,
@@ -22,8 +23,10 @@ from cupyconv import (
     linmerge,
     lstm,
     max_pool,
+    options,
     vjp,
 )
+from cupyconv.cuda.plan import implicit_gemm
 from cupyconv.problem.arrays import ITEMSIZE, is_complex
 
 ALL = tuple(ITEMSIZE)
@@ -33,12 +36,16 @@ REAL = tuple(dtype for dtype in ALL if not is_complex(dtype))
 
 @dataclass(frozen=True)
 class SmokeCall:
-    """A call of arrays in these shapes, which gives an array or several, and what makes CUDA take the kernel."""
+    """A call of arrays in these shapes, which gives an array or several, and what makes CUDA take the kernel.
+
+    Numbers may be `of_few_bits`, of which TF32 loses none.
+    """
 
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     function: Callable[..., Any]
     how: Mapping[str, Any] = field(default_factory=dict)
+    of_few_bits: bool = False
 
     def __call__(self, *arrays: Any, **how: Any) -> list[Any]:
         results = self.function(*arrays, **how)
@@ -70,6 +77,14 @@ def _same(x: Any, weight: Any, **how: Any) -> Any:
 
 def _wrapped(x: Any, weight: Any, **how: Any) -> Any:
     return conv(x, weight, padding="same", padding_mode="wrap", **how)
+
+
+def _moved(x: Any, weight: Any, **how: Any) -> Any:
+    """Inputs that are moved first, however little there is to win."""
+    ways = implicit_gemm._ways
+    moving = mock.patch.object(implicit_gemm, "_ways", lambda *given: [way for way in ways(*given) if way.steps])
+    with moving, options(allow_tf32=True):
+        return conv(x, weight, padding=1, **how)
 
 
 def _smooth(x: Any) -> str | None:
@@ -143,6 +158,7 @@ CALLS: dict[str, SmokeCall] = {
     "depthwise": SmokeCall(REAL, (IMAGE, (5, 1, 3, 3)), _depthwise, DIRECT),
     "implicit_gemm": SmokeCall(REAL, (IMAGE, WEIGHT), _same, IMPLICIT),
     "pack_weight": SmokeCall(REAL, (IMAGE, (9, 5, 1, 3)), _same, IMPLICIT),
+    "channels_last": SmokeCall(TENSOR_CORES, (IMAGE, (8, 5, 3, 3)), _moved, IMPLICIT, of_few_bits=True),
     "im2col": SmokeCall(ALL, (IMAGE,), lambda x: im2col(x, (3, 3), padding=1)),
     "col2im": SmokeCall(ALL, ((2, 45, 19 * 35),), lambda columns: col2im(columns, (19, 35), (3, 3), padding=1)),
     "epilogue": SmokeCall(ALL, (IMAGE, WEIGHT, (7,)), _biased, GEMM),

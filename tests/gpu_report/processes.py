@@ -44,7 +44,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended: its exit status (None where its time was over) and the end of what it printed."""
+    """How a job ended: its exit status (None where its time was over) and what matters of what it printed."""
 
     job: Job
     status: int | None
@@ -99,7 +99,13 @@ class _Running:
             file.write(
                 f"===== {self.job.name}: {how} after {seconds:.1f} s\n$ {' '.join(self.job.command)}\n{output}\n"
             )
-        return Ended(self.job, status, seconds, output[-4000:])
+        return Ended(self.job, status, seconds, last_words(output))
+
+
+def last_words(output: str, most: int = 4000) -> str:
+    """The end of what was printed; of a crash its beginning, where Python says what it was before it says where."""
+    crash = output.rfind("Fatal Python error")
+    return output[crash:][:most] if crash >= 0 else output[-most:]
 
 
 def run_jobs(

@@ -38,7 +38,10 @@ STEPS = {2: 4, 4: 64, 8: 64, 16: 64}
 def arrays_of(call: SmokeCall, dtype: str) -> list[np.ndarray]:
     """The arguments, in the host's memory."""
     drawn = (repeat_normals(dtype, i * APART, prod(shape)).reshape(shape) for i, shape in enumerate(call.shapes))
-    return [(array * array.dtype.type(SCALE)).astype(array.dtype) for array in drawn]
+    scaled = [(array * array.dtype.type(SCALE)).astype(array.dtype) for array in drawn]
+    if call.of_few_bits:
+        return [(np.round(array.astype(np.float64) * 8) / 8).astype(array.dtype) for array in scaled]
+    return scaled
 
 
 def allowed_error(dtype: str, array: np.ndarray) -> float:

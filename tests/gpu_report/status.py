@@ -1,6 +1,6 @@
-"""The README's table of what has run on GPUs, from the reports beside the other results.
+"""The table of what has run on GPUs, from the reports beside the other results.
 
-`tests/benchmarks/figures.py` writes it into the README.
+`tests/benchmarks/figures.py` writes it into docs/reference/status.md.
 """
 
 from __future__ import annotations

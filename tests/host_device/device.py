@@ -155,6 +155,8 @@ class HostDevice:
         self.allocated_bytes = 0
         self.peak_bytes = 0
         self.fail_allocations_over: int | None = None
+        self._allocated = 0
+        self._failing = range(0)
         self.flushes_subnormals = False
         self.capturing = False
         self.model = known_gpu("sm_90")
@@ -174,6 +176,9 @@ class HostDevice:
         """An array of 0xff bytes, C-ordered, aligned to 256 bytes, between two guard zones."""
         dtype = np.dtype(dtype)
         nbytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
+        self._allocated += 1
+        if self._allocated - 1 in self._failing:
+            raise MemoryError(f"{nbytes} bytes asked for, by an allocation that a test lets fail")
         if self.fail_allocations_over is not None and nbytes > self.fail_allocations_over:
             raise MemoryError(
                 f"{nbytes} bytes asked for; this device fails allocations over {self.fail_allocations_over}"
@@ -183,6 +188,16 @@ class HostDevice:
         memory[offset : offset + nbytes] = POISON
         self._register(_Allocation(weakref.ref(memory), offset, memory.ctypes.data + offset, nbytes), memory)
         return np.ndarray.__new__(HostArray, shape, dtype, memory, offset)
+
+    @contextlib.contextmanager
+    def failing_allocations(self, number: int, times: int = 1) -> Iterator[Callable[[], int]]:
+        """So many allocations fail, from that number on; none if it is negative.  Gives a function that counts them."""
+        begin = self._allocated
+        self._failing = range(begin + number, begin + number + times) if number >= 0 else range(0)
+        try:
+            yield lambda: self._allocated - begin
+        finally:
+            self._failing = range(0)
 
     def asarray(self, array: Any, dtype: Any = None) -> HostArray:
         """A copy of anything NumPy understands in this device's memory, C-ordered."""

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from cupyconv.problem.arrays import Operand
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import GemmCall, KernelLaunch, Step, Transform
+
+WARP = 32
 
 # Unmeasured: shares of the arithmetic rate that a kernel's inner loop reaches; the rest is loads and indices.
 
@@ -22,6 +25,22 @@ MERGE, DEPTHWISE, RECURRENT_GRADIENT = 0.6, 0.15, 0.3
 GENERAL = 0.06
 #: implicit_gemm.cu, by its tile: where a warp's part is smaller, it loads each fragment for fewer products.
 IMPLICIT_GEMM = {(64, 64): 0.6, (128, 128): 0.8, (64, 256): 0.85, (128, 256): 0.85}
+#: What a warp of implicit_gemm.cu issues for a K-slab, by arithmetic, bytes of an element, gather and tile: counted in its
+#: machine code for sm_90, on the way that is nearly always taken.
+ISSUED = {
+    ("MMA", 2, "ALONG_PIXELS"): {(64, 64): 303, (128, 128): 250},
+    ("MMA", 2, "ALONG_CHANNELS"): {(64, 64): 93, (128, 128): 110, (64, 256): 185, (128, 256): 161},
+    ("TF32", 4, "ALONG_PIXELS"): {(64, 64): 156, (128, 128): 182},
+    ("TF32", 4, "ALONG_CHANNELS"): {(64, 64): 124, (128, 128): 142, (64, 256): 249, (128, 256): 225},
+    ("TF32X3", 4, "ALONG_PIXELS"): {(64, 64): 467, (128, 128): 676},
+    ("TF32X3", 4, "ALONG_CHANNELS"): {(64, 64): 398, (128, 128): 606},
+    ("MMA", 8, "ALONG_PIXELS"): {(64, 64): 148},
+    ("MMA", 8, "ALONG_CHANNELS"): {(64, 64): 112},
+    ("FMA", 8, "ALONG_PIXELS"): {(64, 64): 394},
+    ("FMA", 8, "ALONG_CHANNELS"): {(64, 64): 412},
+    ("FMA", 4, "ALONG_PIXELS"): {(64, 64): 649, (128, 128): 1179},
+    ("FMA", 4, "ALONG_CHANNELS"): {(64, 64): 677, (128, 128): 1171},
+}
 #: implicit_weight_gradient.cu, by its tile.
 IMPLICIT_WEIGHT_GRADIENT = {(64, 128): 0.6, (128, 128): 0.7}
 #: conv_pair.cu, whose operands are loaded from shared memory: by the kind of layer.
@@ -49,6 +68,9 @@ L2_SPEED = 2.5
 #: Bytes a second that L2 gives each multiprocessor while all of them ask: the order of what is published of sm_80 to
 #: sm_90.
 L2_PER_MULTIPROCESSOR = 40e9
+#: Warps' instructions that a multiprocessor issues a clock; and the share of its clocks in which shared memory, from which
+#: several warps want different things, gives or takes a line of `SHARED_LINE` bytes.
+ISSUED_PER_CLOCK, SHARED_MEMORY, SHARED_LINE = 4, 0.65, 128
 #: What it takes all blocks to wait for each other: an addition and a load that go to L2, one after the other.
 BARRIER_SECONDS = 1.5e-6
 #: cuBLAS works in tiles of about this many rows and columns; what a matrix leaves of a tile is wasted.
@@ -92,16 +114,44 @@ def priced(launch: KernelLaunch, rate: float, gpu: GpuModel) -> KernelLaunch:
     return replace(launch, arithmetic_seconds=launch.flops / (rate * busy))
 
 
+def issue_rate(gpu: GpuModel) -> float:
+    """Instructions of warps a second.
+
+    As many threads as those have lanes that multiply and add float32, or, up to sm_80, half as many.
+    """
+    return gpu.fp32 / 2 / WARP * (2 if gpu.capability <= 80 else 1)
+
+
 def seconds_in_rounds(
-    blocks: int, operations_per_block: int, rate: float, gpu: GpuModel, l2_bytes_per_block: float = 0
+    blocks: int,
+    operations_per_block: int,
+    rate: float,
+    gpu: GpuModel,
+    *,
+    l2_bytes: float = 0,
+    issued: float = 0,
+    shared_lines: float = 0,
 ) -> float:
     """Whole rounds of whole blocks: every multiprocessor takes as long as the one with the most of them.
 
-    A block takes the longer of its operations and of what it asks L2 for.
+    A block takes the longest of its operations, of what it asks L2 for, of the instructions that its warps issue, and of
+    the lines that go to and from shared memory, where one takes a clock.
     """
     rounds = -(-blocks // gpu.multiprocessors)
     operations = operations_per_block * gpu.multiprocessors / rate
-    return rounds * max(operations, l2_bytes_per_block / L2_PER_MULTIPROCESSOR)
+    issued_seconds = issued * gpu.multiprocessors / issue_rate(gpu)
+    lines_seconds = gpu.multiprocessors * shared_memory_seconds(shared_lines, gpu)
+    return rounds * max(operations, issued_seconds, lines_seconds, l2_bytes / L2_PER_MULTIPROCESSOR)
+
+
+def shared_memory_seconds(lines: float, gpu: GpuModel) -> float:
+    """What lines to and from shared memory or the L1 cache take, evenly on all multiprocessors."""
+    return lines / (issue_rate(gpu) / ISSUED_PER_CLOCK * SHARED_MEMORY)
+
+
+def lines_of(image: Operand, step: int = 1) -> int:
+    """Lines that a warp touches where its threads read every `step`-th neighbour along an image's rows."""
+    return max(1, min(WARP, WARP * abs(image.strides[4]) * step * image.itemsize // SHARED_LINE))
 
 
 def memory_seconds(step: Step, gpu: GpuModel) -> float:

@@ -2,25 +2,29 @@
 
 ::
 
+    (channels_last)  inputs -> workspace, so that their channels are copied 16 bytes at a time, where that takes less
     (pack_weight)    weight -> workspace, in the order in which the product reads it, where it does not lie so already
     implicit_gemm    one tile of the result a block of threads; bias, residual, activation on the way out
     (epilogue)       only where several blocks share a tile's sum: adds their parts and finishes them
 
-Every arithmetic the dtype has on the GPU and every tile is drafted; the cost model picks.
+Every arithmetic the dtype has on the GPU, every way to read the inputs and every tile is drafted; the cost model picks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 
 from cupyconv.cuda.plan import cost
+from cupyconv.cuda.plan.channels_last import channels_last
 from cupyconv.cuda.plan.draft import Draft, cheapest
 from cupyconv.cuda.plan.epilogue import Sums, finish
 from cupyconv.cuda.plan.launches import (
     GRID_X,
     VECTOR_BYTES,
+    WARP,
     address,
     bytes_of,
     epilogue_params,
@@ -143,10 +147,10 @@ def draft_implicit_gemm(problem: ConvProblem) -> Draft:
         raise NotApplicable(f"{gpu.arch} has no matrix instructions for {dtype}")
     drafts = []
     for arithmetic in choices:
-        gather, notes = _gather(problem, chunked=arithmetic != "FMA")
-        for tile in tiles(dtype, arithmetic, gather, bool(problem.prologue)):
-            if shared_bytes(tile, accumulator(dtype)) <= gpu.shared_bytes:
-                drafts.append(_draft(problem, arithmetic, tile, gather, notes))
+        for way in _ways(problem, arithmetic):
+            for tile in tiles(dtype, arithmetic, way.gather, bool(way.problem.prologue)):
+                if shared_bytes(tile, accumulator(dtype)) <= gpu.shared_bytes:
+                    drafts.append(_draft(way, arithmetic, tile))
     fitting = [draft for draft in drafts if sum(buffer.nbytes for buffer in draft.workspace) <= problem.limit]
     if not fitting:
         smallest = min(sum(buffer.nbytes for buffer in draft.workspace) for draft in drafts)
@@ -154,7 +158,31 @@ def draft_implicit_gemm(problem: ConvProblem) -> Draft:
     return cheapest(fitting, gpu)
 
 
-def _draft(problem: ConvProblem, arithmetic: str, tile: tuple[int, int], gather: str, notes: tuple[str, ...]) -> Draft:
+@dataclass(frozen=True)
+class Way:
+    """How the inputs are read: as the problem has them, in this direction, after these steps."""
+
+    problem: ConvProblem
+    gather: str
+    notes: tuple[str, ...] = ()
+    steps: tuple[Step, ...] = ()
+    workspace: tuple[Buffer, ...] = ()
+
+
+def _ways(problem: ConvProblem, arithmetic: str) -> list[Way]:
+    """Where the inputs lie; and moved first, where that makes chunks of what would be gathered by elements."""
+    chunked = arithmetic != "FMA"
+    gather, notes = _gather(problem, chunked)
+    ways = [Way(problem, gather, notes)]
+    if chunked and gather == "ALONG_PIXELS":
+        with suppress(NotApplicable):
+            moved = channels_last(problem)
+            ways.append(Way(moved.problem, "ALONG_CHANNELS", (), (moved.launch,), (moved.buffer,)))
+    return ways
+
+
+def _draft(way: Way, arithmetic: str, tile: tuple[int, int]) -> Draft:
+    problem, gather = way.problem, way.gather
     gpu, geometry, dtype = problem.gpu, problem.geometry, problem.x_dtype
     itemsize, (tile_m, tile_n) = ITEMSIZE[dtype], tile
     threads = (TILES | WIDE_TILES)[tile]
@@ -179,7 +207,7 @@ def _draft(problem: ConvProblem, arithmetic: str, tile: tuple[int, int], gather:
     shares = max(1, min(at_once // blocks_xy, cut.slabs // SMALLEST_SHARE, affordable))
     slabs_per_split = -(-cut.slabs // shares)
     splits = -(-cut.slabs // slabs_per_split)
-    out, plane, workspace = problem.out, 0, [packed] if packed else []
+    out, plane, workspace = problem.out, 0, [*way.workspace, *([packed] if packed else [])]
     epilogue = epilogue_params(problem.bias, problem.residual, problem.activation, pre=problem.pre)
     if splits > 1:
         out, plane = sums, prod(sums.shape)
@@ -192,7 +220,9 @@ def _draft(problem: ConvProblem, arithmetic: str, tile: tuple[int, int], gather:
     l2_bytes = slabs_per_split * BLOCK_BYTES * (tile_m + tile_n / geometry.kernel[2])
     if gpu.shared_bytes + RESERVED_SHARED < 2 * (shared_bytes(tile, accumulator(dtype)) + RESERVED_SHARED):
         rate *= threads / BUSY_THREADS  # one block to a multiprocessor
-    steps: list[Step] = []
+    issued = slabs_per_split * threads // WARP * cost.ISSUED[arithmetic, itemsize, gather][tile]
+    shared_lines = slabs_per_split * _shared_lines(problem, tile, gather, arithmetic)
+    steps = [*way.steps]
     if packed:
         steps.append(_pack_weight_launch(geometry, problem.weight, packed, cut, rows, arithmetic))
     steps.append(
@@ -227,7 +257,9 @@ def _draft(problem: ConvProblem, arithmetic: str, tile: tuple[int, int], gather:
             purpose="convolution" + prologue_words(problem.prologue) + ", bias, residual, activation" * (splits == 1),
             bytes_moved=bytes_of(problem.xs) + (packed or problem.weight).nbytes + splits * out.nbytes,
             flops=problem.flops,
-            arithmetic_seconds=cost.seconds_in_rounds(blocks_xy * splits, operations, rate, gpu, l2_bytes),
+            arithmetic_seconds=cost.seconds_in_rounds(
+                blocks_xy * splits, operations, rate, gpu, l2_bytes=l2_bytes, issued=issued, shared_lines=shared_lines
+            ),
         )
     )
     if splits > 1:
@@ -235,7 +267,24 @@ def _draft(problem: ConvProblem, arithmetic: str, tile: tuple[int, int], gather:
         steps.append(finish(problem, Sums(Address("sums"), out.dtype, in_c_order, planes=splits, plane=plane)))
     words = f"{WORDS[arithmetic]}, tiles of {tile_m} x {tile_n}"
     words += f", each sum in {splits} parts" if splits > 1 else ""
-    return Draft("implicit_gemm", tuple(steps), tuple(workspace), reason=words, notes=notes)
+    words += ", the inputs moved first" if way.steps else ""
+    return Draft("implicit_gemm", tuple(steps), tuple(workspace), reason=words, notes=way.notes)
+
+
+def _shared_lines(problem: ConvProblem, tile: tuple[int, int], gather: str, arithmetic: str) -> int:
+    """Lines that go to and from shared memory for a K-slab of a block.
+
+    Each warp reads the edges of its part, and the tile's are written; what a warp gathers by elements takes a line to
+    store, and to load those where they lie.
+    """
+    tile_m, tile_n = tile
+    warps = (TILES | WIDE_TILES)[tile] // WARP
+    edges = warps * WARP_ROWS[tile] + tile_m * tile_n // WARP_ROWS[tile]
+    lines = (edges + tile_m) * BLOCK_BYTES // cost.SHARED_LINE
+    if gather == "ALONG_CHANNELS":
+        return lines + tile_n * BLOCK_BYTES // cost.SHARED_LINE * (1 if arithmetic != "FMA" else 2)
+    touched = max(cost.lines_of(x, problem.geometry.stride[2]) for x in problem.xs)
+    return lines + tile_n * (BLOCK_BYTES // ITEMSIZE[problem.x_dtype]) // WARP * (1 + touched)
 
 
 #: Arithmetic -> what `explain` calls it.

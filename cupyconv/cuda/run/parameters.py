@@ -93,6 +93,10 @@ PARAMETERS = {
         stride_o=INT64, stride_t=INT64, first_unit=INT64, tiles=(INT64, 3), tile=(INT32, 3), block=(INT32, 3), units=INT32, outputs=INT32,
         output_lanes=INT32, group_channels=INT32, group_outputs=INT32, computes_again=INT32,
     ),
+    "channels_last": _struct(
+        sources=SOURCES, prologue=PROLOGUE, moved=POINTER, stride_n=INT64, size=(INT64, 3), batch=INT64, pixels=INT64,
+        channels=INT32, padded=INT32, lanes_shift=INT32, vectorized=INT32,
+    ),
     "pack_weight": _struct(
         sources=SOURCES, weight=IMAGE, packed=POINTER, stride_m=INT64, stride_k=INT64, kernel=(INT32, 3), groups=INT32,
         group_channels=INT32, group_outputs=INT32, k_chunk=INT32, slab=INT32, slabs=INT32, rows=INT32, channels=INT32,

@@ -1,0 +1,121 @@
+// Images with the channels of a pixel side by side, those of all inputs as of one.
+//
+//     moved[n, p, c] = x_s[n, c, p]        c counts the channels of all inputs; zeros up to a whole vector
+//
+//     no M, no K: a copy.      N = (n, p) (pixels of all samples)
+//
+//     x  c | . . # # # # . .  |      a block takes a tile of some channels and pixels, loads it along p, and stores
+//          | . . # # # # . .  |      it along c, both in vectors of 16 bytes.  In between it lies in shared memory,
+//            p ->                    a row an element longer than the tile, so that its columns go through the banks.
+//
+//     tile   8 vectors of channels x 8 of pixels, or for few channels 4 x 16, 2 x 32 or 1 x 64: that many neighbouring
+//            threads, its lanes, store one pixel
+//
+// Where rows are not whole aligned vectors (`vectorized`), neighbouring threads load neighbouring elements.
+//
+// Without a prologue only bits move, so the type is just the element's size; zero is zero in all of them.
+// Bound by memory.  Floor: (channels + channels of whole vectors) * pixels elements over the bandwidth.
+//
+// -D: DTYPE (bits16 or bits32, or with a prologue the storage type), PROLOGUE (1: inputs are transformed, see prologue.cuh)
+#include "image.cuh"
+#include "prologue.cuh"
+
+namespace cupyconv {
+
+struct ChannelsLastParams {
+    Sources sources;
+    Prologue prologue;
+    void* moved;
+    long long stride_n;  // of what is written; its pixels follow each other
+    long long size[3];   // of the images, axes collapsed where all of them allow it
+    long long batch, pixels;  // of one sample
+    int channels, padded;     // of all inputs; up to a whole vector
+    int lanes_shift, vectorized;  // lanes by their binary logarithm
+};
+
+}  // namespace cupyconv
+
+using namespace cupyconv;
+
+using T = DTYPE;
+constexpr int VECTOR = 16 / sizeof(T), VECTORS = 64 * VECTOR;  // elements of a vector; vectors of a tile
+constexpr int VECTOR_SHIFT = sizeof(T) == 2 ? 3 : 2, VECTORS_SHIFT = 6 + VECTOR_SHIFT;
+constexpr int THREADS = 256;
+static_assert(1 << VECTOR_SHIFT == VECTOR && VECTORS % THREADS == 0, "threads share a tile evenly");
+constexpr int PLACES = 64 * VECTOR * VECTOR + 8 * VECTOR;  // rows have one element more than pixels
+
+// Elements of a merged channel as they enter the product, in place.
+template <int COUNT> __device__ __forceinline__ void prepare(T (&x)[COUNT], const Prologue& prologue, int channel) {
+#if PROLOGUE
+    Accumulator<T> value[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) value[i] = widen(x[i]);
+    transform(value, factors_of<Accumulator<T>>(prologue, channel), prologue);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) x[i] = narrow<T>(value[i]);
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) channels_last(const __grid_constant__ ChannelsLastParams params) {
+    SHARED_ARRAY(T, tile, PLACES);
+    const int rows = VECTOR << params.lanes_shift, columns = VECTORS >> params.lanes_shift, pitch = columns + 1;
+    const int columns_shift = VECTORS_SHIFT - params.lanes_shift;
+    const long long tiles = (params.pixels + columns - 1) >> columns_shift;
+
+    for (long long n = blockIdx.z; n < params.batch; n += gridDim.z)
+      for (long long number = blockIdx.x; number < tiles; number += gridDim.x) {
+        const long long p_first = number << columns_shift;
+        const int pixels = int(min((long long)columns, params.pixels - p_first));
+        for (int c_first = blockIdx.y * rows; c_first < params.padded; c_first += gridDim.y * rows) {
+            // Where channel c of a sample begins, and of which input it is; null where there is no such channel.
+            const auto channel_of = [&](int c, int& s) -> const T* {
+                s = 0;
+                if (c >= params.channels) return nullptr;
+                while (c >= params.sources.table[s].first + params.sources.table[s].channels) ++s;
+                const Image& x = params.sources.table[s].image;
+                return static_cast<const T*>(x.data) + n * x.stride_n + (c - params.sources.table[s].first) * x.stride_c;
+            };
+            int s;
+            if (params.vectorized) {
+#pragma unroll VECTORS / THREADS
+                for (int i = threadIdx.x; i < VECTORS; i += THREADS) {
+                    const int row = i >> (columns_shift - VECTOR_SHIFT), column = i * VECTOR & (columns - 1);
+                    const T* const from = channel_of(c_first + row, s);
+                    Vector<T, VECTOR> vector = {};
+                    if (from && column < pixels) {
+                        vector = load_vector<VECTOR>(from + p_first + column);
+                        prepare(vector.lane, params.prologue, c_first + row);
+                    }
+#pragma unroll
+                    for (int e = 0; e < VECTOR; ++e) tile[row * pitch + column + e] = vector.lane[e];
+                }
+            } else {
+                for (int column = threadIdx.x & (columns - 1); column < columns; column += THREADS) {
+                    const Pixel pixel = pixel_at(p_first + min(column, pixels - 1), params.size);
+#pragma unroll PROLOGUE ? 1 : 4
+                    for (int row = threadIdx.x >> columns_shift; row < rows; row += max(1, THREADS >> columns_shift)) {
+                        const T* const from = channel_of(c_first + row, s);
+                        T element[1] = {};
+                        if (from) {
+                            element[0] = from[offset_of(pixel.at, params.sources.table[s].image.stride)];
+                            prepare(element, params.prologue, c_first + row);
+                        }
+                        tile[row * pitch + column] = element[0];
+                    }
+                }
+            }
+            __syncthreads();
+            T* const to = static_cast<T*>(params.moved) + n * params.stride_n + p_first * params.padded + c_first;
+#pragma unroll VECTORS / THREADS
+            for (int i = threadIdx.x; i < VECTORS; i += THREADS) {
+                const int row = i * VECTOR & (rows - 1), column = i >> params.lanes_shift;
+                if (column >= pixels || c_first + row >= params.padded) continue;
+                Vector<T, VECTOR> vector;
+#pragma unroll
+                for (int e = 0; e < VECTOR; ++e) vector.lane[e] = tile[(row + e) * pitch + column];
+                store_vector<VECTOR>(to + (long long)column * params.padded + row, vector);
+            }
+            __syncthreads();  // the tile is free
+        }
+    }
+}
