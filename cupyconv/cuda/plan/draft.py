@@ -122,7 +122,8 @@ def in_sequence(method: str, drafts: Sequence[Draft], reason: str) -> Draft:
         steps += [relocated(step, places) for step in draft.steps]
         most = max(most, used)
     notes = tuple(dict.fromkeys(note for draft in drafts for note in draft.notes))
-    return Draft(method, tuple(steps), (Buffer("workspace", most),) if most else (), reason, notes)
+    doubt = max((draft.doubt for draft in drafts), default=1.0)
+    return Draft(method, tuple(steps), (Buffer("workspace", most),) if most else (), reason, notes, doubt)
 
 
 def relocated(value: Any, places: Mapping[str, Address]) -> Any:

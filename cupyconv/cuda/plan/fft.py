@@ -114,7 +114,7 @@ def _in_shares(problem: ConvProblem, first: _Tiling) -> Draft:
         for own_outputs in _parts(geometry.group_outputs, outputs)
     ]
     reason = f"{len(drafts)} shares of {groups * outputs} outputs; {drafts[0].reason}"
-    return replace(in_sequence("fft", drafts, reason), doubt=cost.TRANSFORMS_DOUBT)
+    return in_sequence("fft", drafts, reason)
 
 
 def _parts(extent: int, most: int) -> list[range]:
