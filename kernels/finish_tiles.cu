@@ -129,7 +129,7 @@ template <bool AGAIN> __device__ __forceinline__ bool finish_sums(const FinishTi
 // A function, since few threads get here, and what it keeps in registers is no matter of the others.
 __device__ __noinline__ void compute_again(const FinishTilesParams& params) { finish_sums<true>(params); }
 
-extern "C" __global__ void __launch_bounds__(MAX_BLOCK, 5)
+extern "C" __global__ void __launch_bounds__(MAX_BLOCK, 4)
     finish_tiles(const __grid_constant__ FinishTilesParams params) {
     if (finish_sums<false>(params)) compute_again(params);
 }
