@@ -67,7 +67,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "gradients": lambda a: cupyconv.vjp(cupyconv.conv, a.x, a.weight, activation="relu")[1](a.grad).weight,
 }
 #: Methods that only one of the backends has.
-ON_NUMPY_ONLY, ON_CUDA_ONLY = {"winograd", "fft"}, {"implicit_gemm"}
+ON_NUMPY_ONLY, ON_CUDA_ONLY = {"winograd"}, {"implicit_gemm"}
 
 
 @dataclass(frozen=True)

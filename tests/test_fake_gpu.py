@@ -234,6 +234,68 @@ def test_a_layer_that_does_not_fit_a_small_gpu_at_once_takes_steps(cupy, machine
             case.call(views, method="persistent")
 
 
+# ---- transforms -------------------------------------------------------------------------------------------------------
+
+
+def filtered(cupy, size, taps, dtype=np.float32, **settings):
+    """An image filtered by transforms, and how far that is from the oracle."""
+    rng = np.random.default_rng(size)
+    host = [rng.standard_normal(shape).astype(dtype) for shape in ((2, 2, size, size - 3), (3, 2, taps, taps))]
+    x, weight = map(cupy.asarray, host)
+    expected = reference.conv(*host, padding="same", padding_mode="reflect")
+
+    def call():
+        return cupyconv.conv(x, weight, padding="same", padding_mode="reflect", method="fft", **settings)
+
+    def error(y):
+        return abs(y.get() - expected).max() / abs(expected).max()
+
+    return call, error
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
+def test_transforms_by_cupys_cufft(cupy, dtype):
+    call, error = filtered(cupy, 40, 7, dtype)
+    for limit in (None, 150_000):
+        with cupyconv.options(workspace_limit=limit):
+            assert error(call()) < 1e-5
+
+
+def test_streams_share_no_transforms(cupy, machine):
+    """Each has plans of its own, in memory of its own: CuPy's own plans go from stream to stream, and so would that memory."""
+    from cupyconv.call.dispatch import backend_for
+
+    call, error = filtered(cupy, 40, 7)
+    cupy.cuda.Device().synchronize()
+    streams, results = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)], []
+    for stream in (*streams, *streams):
+        with stream:
+            results.append(call())
+    for stream in streams:
+        stream.synchronize()
+    assert max(map(error, results)) < 1e-5
+    device = backend_for({"x": results[0]}).device
+    areas = [device._thread.transforms[stream.ptr]._work_area.ptr for stream in streams]
+    assert areas[0] != areas[1]
+
+
+def test_transforms_of_a_stream_share_the_largest_memory(cupy):
+    """A larger one comes: those before it are made anew, and all are as right as they were."""
+    from cupyconv.call.dispatch import backend_for
+
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        calls = [filtered(cupy, size, 5) for size in (20, 60, 20, 30)]
+        stream.synchronize()
+        sizes = []
+        for call, error in (*calls, *calls):
+            y = call()
+            device = backend_for({"x": y}).device
+            sizes.append(device._thread.transforms[stream.ptr]._work_area.mem.size)
+            stream.synchronize()
+            assert error(y) < 1e-5
+    assert sizes == sorted(sizes) and sizes[0] < sizes[1] == sizes[-1]
+
+
 # ---- the report of a GPU ------------------------------------------------------------------------------------------------
 
 
@@ -246,7 +308,7 @@ def test_the_report_of_a_gpu_compiles_and_runs_kernels(cupy, tmp_path):
     results = tmp_path / "results.jsonl"
     assert compile_variants(CupyDevice(0), planned_variants(90)[:3], results) == 0
     assert results.read_text().count('"passed"') == 3
-    for name in ("merge", "implicit_gemm", "recurrent_persistent"):
+    for name in ("merge", "implicit_gemm", "recurrent_persistent", "finish_tiles"):
         assert run_call(gpu_target(), name, "float32")["message"] == ""
 
 

@@ -34,9 +34,19 @@ from cupyconv.ops.conv_grad_weight import check_conv_grad_weight
 from cupyconv.ops.conv_pullback import EPILOGUE_GRADIENT, PROLOGUE_GRADIENT
 from cupyconv.ops.pooling import AVG_POOL_GRADIENT, MAX_POOL_GRADIENT
 from cupyconv.ops.recurrent_pullback import RECURRENT_GRADIENT
-from cupyconv.problem.arrays import ITEMSIZE
+from cupyconv.problem.arrays import ITEMSIZE, is_complex
 from cupyconv.problem.machine import KNOWN_GPUS, known_gpu, nearest_gpu
-from cupyconv.problem.plan import MAX_SOURCES, Address, GemmCall, Kernel, KernelLaunch, LaunchLoop, Matrix, Plan
+from cupyconv.problem.plan import (
+    MAX_SOURCES,
+    Address,
+    GemmCall,
+    Kernel,
+    KernelLaunch,
+    LaunchLoop,
+    Matrix,
+    Plan,
+    Transform,
+)
 from cupyconv.problem.problems import Problem
 from cupyconv.problem.recurrence import GATES
 from tests.variants import all_variants
@@ -50,8 +60,8 @@ LARGEST_SHARED = 64 << 10
 ACTIVATIONS_OF = {"rnn": "tanh", "lstm": ("sigmoid", "tanh", "tanh"), "gru": ("sigmoid", "tanh")}
 #: Kernels that are some operation's only way, so that nobody asks what their arithmetic takes.
 UNCOSTED = ("pool", "pool_gradient")
-#: Kernels without arithmetic whose scattered loads are counted.
-SCATTERED = ("channels_last",)
+#: Kernels that move numbers, whose arithmetic is that of places, or whose scattered loads are counted.
+PLACING = ("channels_last", "tiles", "finish_tiles")
 METHODS = ("auto", "direct", "gemm", "implicit_gemm")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -103,6 +113,8 @@ def columns_launches(plan: Plan) -> list[KernelLaunch]:
 def check(plan: Plan, limit: int | None = None, on: str = GPU) -> None:
     """Limits of the hardware and of cuBLAS, and steps that stay inside their workspace."""
     sizes = {buffer.name: buffer.nbytes for buffer in plan.workspace}
+    for transform in (step for step in each_step(plan.steps) if isinstance(step, Transform)):
+        _check_transform(transform, sizes)
     for step in (*launches(plan), *gemms(plan)):
         if isinstance(step, KernelLaunch):
             x, y, z = step.grid
@@ -111,7 +123,7 @@ def check(plan: Plan, limit: int | None = None, on: str = GPU) -> None:
             asks = step.kernel.name in ("conv_pair", "implicit_gemm")  # how much the GPU has
             assert step.shared_bytes <= (known_gpu(on).shared_bytes if asks else LARGEST_SHARED), step
             if step.kernel.name not in UNCOSTED:
-                assert (step.arithmetic_seconds > 0) == (step.flops > 0 or step.kernel.name in SCATTERED), step
+                assert (step.arithmetic_seconds > 0) == (step.flops > 0 or step.kernel.name in PLACING), step
             _check_columns(step, sizes)
         else:
             assert isinstance(step, GemmCall)
@@ -133,6 +145,17 @@ def _check_gemm(call: GemmCall, sizes: dict[str, int]) -> None:
             assert end <= sizes[matrix.at.buffer], f"{matrix} ends at byte {end} of {sizes[matrix.at.buffer]}\n{call}"
     if call.batch > 1:
         assert call.c.stride, f"all products of the batch go to one place\n{call}"
+
+
+def _check_transform(transform: Transform, sizes: dict[str, int]) -> None:
+    """Sizes that an int32 counts, and images and spectra that lie within their buffers."""
+    item = ITEMSIZE[transform.dtype]
+    image = transform.batch * prod(transform.size)
+    spectrum = transform.batch * prod(transform.frequencies) * (1 if is_complex(transform.dtype) else 2)
+    assert 1 <= len(transform.size) <= 3 and min(transform.size) > 1 and 1 <= image <= INT32, transform
+    source, target = (spectrum, image) if transform.inverse else (image, spectrum)
+    for at, elements in ((transform.source, source), (transform.target, target)):
+        assert at.offset + elements * item <= sizes[at.buffer], transform
 
 
 def _check_columns(launch: KernelLaunch, sizes: dict[str, int]) -> None:
@@ -428,6 +451,23 @@ def kernels_of_input_gradients(x_dtype: Any, weight_dtype: Any, *, full: bool) -
     return asked
 
 
+def kernels_of_transforms(x_dtype: Any, weight_dtype: Any) -> set[Kernel]:
+    """Those of both orders of spectra, of every layout, in one share and in several, whose plans are checked."""
+    asked: set[Kernel] = set()
+    for layout, groups, (size, limit) in product(LAYOUTS, (1, 8), ((40, None), (300, 3_000_000), (40, 150_000))):
+        for prologue in ({}, {"prologue": (None, array(16), None)}):
+            x = array(3, 16, size, size, dtype=x_dtype, **layout)
+            weight = array(32, 16 // groups, 9, 9, dtype=weight_dtype)
+            try:
+                made = plan(x, weight, groups=groups, padding=3, method="fft", limit=limit, **prologue)
+            except ValueError as refusal:
+                assert limit and "limit" in str(refusal), refusal
+                continue
+            check(made, limit)
+            asked |= {launch.kernel for launch in launches(made)}
+    return asked
+
+
 def recurrent_gradient_plan(
     cell: str,
     dtype: Any,
@@ -558,6 +598,7 @@ def test_every_listed_kernel_is_asked_for(nightly):
     for narrow, wide in product(("float16", BFLOAT16, "float32"), ("float32", "float64")):
         asked |= kernels_of_widening(narrow, wide)
     for dtypes in DTYPES:
+        asked |= kernels_of_transforms(*dtypes)
         asked |= kernels_of_input_gradients(*dtypes, full=nightly) | kernels_of_weight_gradients(*dtypes)
     assert sorted(map(str, set(all_variants()) - asked)) == []
     assert sorted(map(str, asked - set(all_variants()))) == []

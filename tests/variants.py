@@ -43,8 +43,10 @@ def is_fast(kernel: Kernel) -> bool:
     direct and transposed are for generality: there a few bytes spilled cost little beside the scattered access.
     """
     fast = ("merge", "im2col", "epilogue", "epilogue_grad", "prologue_grad", "depthwise", "implicit_gemm", "conv_pair")
+    of_transforms = ("tiles", "spectra")
     return kernel.name in (
         *fast,
+        *of_transforms,
         "channels_last",
         "col2im",
         "implicit_weight_gradient",
@@ -76,6 +78,7 @@ def is_planned(kernel: Kernel, capability: int) -> bool:
 
 
 DTYPES = tuple(ITEMSIZE)
+COMPLEX = {real_part(dtype): dtype for dtype in DTYPES if is_complex(dtype)}
 FOLDS = (0, 1)
 PROLOGUES: tuple[dict[str, object], ...] = ({}, {"PROLOGUE": 1})
 REAL_DTYPES = tuple(dtype for dtype in DTYPES if not is_complex(dtype))
@@ -117,6 +120,9 @@ def all_variants() -> tuple[Kernel, ...]:
             for width in vector_widths(ITEMSIZE[dtype])
         ),
         *_col2im_variants(),
+        *_tiles_variants(),
+        *(_kernel("spectra", DTYPE=dtype) for dtype in DTYPES if is_complex(dtype)),
+        *(_kernel("finish_tiles", **dtypes, **prologue) for dtypes in _products() for prologue in PROLOGUES),
         *(
             _kernel(name, DTYPE=dtype, CHANNELS=CHANNELS, NUMBER=number)
             for name, numbers in POOLING.items()
@@ -181,13 +187,27 @@ def _merge_tiles(dtype: str) -> list[int]:
     return sorted(tile for tile in tiles if tile is not None)
 
 
-def _direct_variants(name: str, **macros: object) -> list[Kernel]:
+def _products() -> list[dict[str, object]]:
     """Image and weight are of the result's dtype, or one of them is real beside a complex result."""
     return [
-        _kernel(name, X_DTYPE=x, W_DTYPE=weight, Y_DTYPE=result, TILE=direct.TILE, **macros)
+        {"X_DTYPE": x, "W_DTYPE": weight, "Y_DTYPE": result}
         for result in DTYPES
         for x, weight in dict.fromkeys(product((result, real_part(result)), repeat=2))
         if result in (x, weight)
+    ]
+
+
+def _direct_variants(name: str, **macros: object) -> list[Kernel]:
+    return [_kernel(name, **dtypes, TILE=direct.TILE, **macros) for dtypes in _products()]
+
+
+def _tiles_variants() -> list[Kernel]:
+    """Tiles are of the dtype that an image, or a weight, is summed in, or complex beside a real one; a weight has no prologue."""
+    return [
+        _kernel("tiles", DTYPE=dtype, TILE_DTYPE=tile, **prologue)
+        for dtype in DTYPES
+        for tile in dict.fromkeys((accumulator(dtype), COMPLEX.get(dtype, accumulator(dtype))))
+        for prologue in PROLOGUES
     ]
 
 

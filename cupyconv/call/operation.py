@@ -30,7 +30,7 @@ from cupyconv.call.keywords import ours_for, unknown_keyword, without_foreign
 from cupyconv.call.options import current_settings
 from cupyconv.problem.kept import Cache
 from cupyconv.problem.plan import Plan
-from cupyconv.problem.problems import Problem, TooManyBlocks
+from cupyconv.problem.problems import Problem, UnlikeItsModel
 
 #: Executables kept: of more, the one that was used least recently is let go.
 KEPT = 1024
@@ -284,12 +284,12 @@ class Executable:
         return self.run(arrays)
 
     def _prepare(self, plan: Plan) -> None:
-        """Make the plan what a run executes, or where the device has no room for its blocks another."""
+        """Make the plan what a run executes, or another where the device has not what it asks for."""
         try:
             self._execute = self._backend.prepare(plan)
             self.plan = plan
-        except TooManyBlocks:
-            self._prepare(self._plan_with_fewer_blocks())
+        except UnlikeItsModel:
+            self._prepare(self._plan_for_what_it_is())
 
     def run(self, arrays: Sequence[Any]) -> Any:
         """Execute the plan; smaller chunks are tried before a failed allocation is reported."""
@@ -306,8 +306,8 @@ class Executable:
             except MemoryError:
                 if not self._succeeds_with_less(named, dict(zip(self._names, arrays))):
                     raise
-            except TooManyBlocks:
-                self._prepare(self._plan_with_fewer_blocks())
+            except UnlikeItsModel:
+                self._prepare(self._plan_for_what_it_is())
                 return self.run(arrays)
             for name in self._beside:
                 out = returned[self._returned.index(name)]
@@ -338,7 +338,7 @@ class Executable:
             return None
         return smaller if smaller.workspace_bytes < plan.workspace_bytes else None
 
-    def _plan_with_fewer_blocks(self) -> Plan:
+    def _plan_for_what_it_is(self) -> Plan:
         """The plan for what the device says of itself since it refused one; ValueError where its method was named."""
         self._problem = replace(self._problem, machine=self._backend.machine(None))
         return self._backend.plan(self._problem)

@@ -51,11 +51,12 @@ class options(AbstractContextManager["Settings"]):
         those of sums of products, along one, two and three axes.  Infinities and NaN are where the definition has them.
         False forbids it, by name too.
     allow_fft : bool
-        On NumPy, let kernels of many taps be multiplied as Fourier transforms, tile by tile, where that is faster.  Sums of
+        Let kernels of many taps be multiplied as Fourier transforms, tile by tile, where that is faster; on CUDA, by
+        cuFFT, where it is faster by far as its cost model has it, which no GPU has been held against.  Sums of
         integers are then not exact, and errors are bounded normwise, in float32 by 2e-6 times the largest element of x
         times the largest sum of ``abs(weight)`` of an output; on random data they are about those of sums of products.
         Where an element is infinite or NaN its tile is computed again by sums of products; where that would take
-        more than 2**34 of them it is left as it is, and `explain` says which.  False forbids it, by name too.
+        more than 2**34 of them (2**40 on CUDA) it is left as it is, and `explain` says which.  False forbids it, by name too.
     threads : int, optional
         How many threads a call on NumPy is divided among, or fewer where the workspace limit has no room for so many;
         by default as many as NumPy's BLAS would use (so that its environment variables, threadpoolctl and the process's

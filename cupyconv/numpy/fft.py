@@ -37,7 +37,6 @@ from cupyconv.numpy.gemm import with_parts
 from cupyconv.numpy.spectra import (
     BLOCK,
     BLOCK_NS,
-    ERRORS,
     MOST_PRODUCTS,
     MULTIPLY_NS,
     SHARE_NS,
@@ -46,21 +45,19 @@ from cupyconv.numpy.spectra import (
     block_extents,
     dilated,
     every,
-    is_real,
-    no_room,
     on_fewer_threads,
     on_threads,
-    refusal_of,
     slower_than,
     slowness,
     with_lines,
 )
 from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import Block, BlockSize, Scratch, largest_block, parts_of, ranges_of, tile_size
-from cupyconv.problem.arrays import Operand, product_flops
-from cupyconv.problem.geometry import ConvGeometry, even_part
+from cupyconv.problem.arrays import product_flops
+from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import Plan
-from cupyconv.problem.problems import ConvProblem, NotApplicable, Prologue
+from cupyconv.problem.problems import ConvProblem, NotApplicable
+from cupyconv.problem.transforms import ERRORS, is_real, no_room, refusal_of, share_problem, share_sizes
 
 #: Products of a frequency, samples x channels x outputs, from which they are a matrix product.
 MATRIX = 48
@@ -71,9 +68,6 @@ MATRIX_NS, READ_NS, PRODUCT_NS, REORDER_NS, WEIGHT_NS = 40, 0.1, 0.1, 2, 4
 COLUMN_NS, MULTIPLY_ADD_NS = 0.05, 0.026
 #: How much longer a depthwise convolution's own ways take than they are estimated to, where transforms take as long.
 DEPTHWISE = 1.3
-
-#: Shares of groups or of outputs that are computed one after the other, at most.
-MOST_SHARES = 64
 
 # --- the choice -----------------------------------------------------------------------------------------------
 
@@ -109,7 +103,7 @@ def best_cut(problem: ConvProblem, fixed: int, limit: int) -> Cut | None:
     """The cut that is estimated to take the least; None where there is no room for any."""
     geometry, best = problem.geometry, None
     for divided, extents in product(on_fewer_threads(problem), block_extents(geometry)):
-        for groups, outputs in _shares(geometry):
+        for groups, outputs in share_sizes(geometry):
             threads, line = divided.host.threads, share_of(divided, (1, *extents), range(groups), range(outputs))
             room = limit - fixed - line.spectra_bytes
             if line.spectra_bytes > room or threads * line.workspace > room:
@@ -123,49 +117,10 @@ def best_cut(problem: ConvProblem, fixed: int, limit: int) -> Cut | None:
     return best
 
 
-def _shares(geometry: ConvGeometry) -> list[tuple[int, int]]:
-    """Groups, and outputs of each, that may be computed together: all, half of them, and so on to `MOST_SHARES`."""
-    shares = [(geometry.groups, geometry.group_outputs)]
-    while prod(shares[-1]) > max(1, prod(shares[0]) // MOST_SHARES):
-        groups, outputs = shares[-1]
-        shares.append((-(-groups // 2), outputs) if groups > 1 else (1, -(-outputs // 2)))
-    return shares
-
-
 def share_of(problem: ConvProblem, block: BlockSize, groups: range, outputs: range) -> Fft:
     """The loop over some groups, or over some outputs of one."""
-    geometry = problem.geometry
-    if len(groups) == geometry.groups and len(outputs) == geometry.group_outputs:
-        return Fft(problem, block)
-    channels = range(groups.start * geometry.group_channels, groups.stop * geometry.group_channels)
-    first = groups.start * geometry.group_outputs + outputs.start
-    results = range(first, first + (len(groups) - 1) * geometry.group_outputs + len(outputs))
-    cut: dict[str, tuple[int, int]] = {}
-
-    def part(array: Any, own: range, axis: int = 1) -> Any:
-        if array is None:
-            return None
-        cut[array.name] = own.start, own.stop
-        shape = (*array.shape[:axis], len(own), *array.shape[axis + 1 :])
-        return array.view(shape, array.strides, own.start * array.strides[axis])
-
-    xs: list[Operand] = []
-    for x, begin in zip(problem.xs, geometry.channel_offsets):
-        own = range(max(channels.start - begin, 0), min(channels.stop - begin, x.shape[1]))
-        if own:
-            xs.append(part(x, own))
-    vectors, of_results = problem.prologue, ("out", "bias", "residual", "pre")
-    share = replace(
-        problem,
-        geometry=replace(
-            geometry, channels=tuple(x.shape[1] for x in xs), out_channels=len(results), groups=len(groups)
-        ),
-        xs=tuple(xs),
-        weight=part(problem.weight, results, axis=0),
-        prologue=Prologue(part(vectors.scale, channels), part(vectors.shift, channels), vectors.activation),
-        **{name: part(getattr(problem, name), results) for name in of_results},
-    )
-    return Fft(share, block, tuple((name, *own) for name, own in cut.items()))
+    share, cut = share_problem(problem, groups, outputs)
+    return Fft(share, block, cut)
 
 
 # --- the method -----------------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from cupyconv.numpy.spectra import (
     BLOCK,
     BLOCK_NS,
     COPY_NS,
-    ERRORS,
     MOST_PRODUCTS,
     MULTIPLY_NS,
     WAKE_NS,
@@ -38,10 +37,7 @@ from cupyconv.numpy.spectra import (
     block_extents,
     dilated,
     every,
-    is_real,
-    no_room,
     on_threads,
-    refusal_of,
     slower_than,
     slowness,
     with_lines,
@@ -51,6 +47,7 @@ from cupyconv.numpy.windows import parts_of, tile_regions, tile_size
 from cupyconv.problem.arrays import accumulator
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import NotApplicable, TransposedProblem
+from cupyconv.problem.transforms import ERRORS, is_real, no_room, refusal_of
 
 #: Nanoseconds of float32 that a multiply-add of a product takes, and each tap's addition of its element.
 SCATTERED_NS, ADDED_NS = 0.02, 0.3

@@ -23,16 +23,13 @@ from cupyconv.numpy.convolution import columns_bytes, temporaries
 from cupyconv.numpy.spectra import (
     BLOCK,
     BLOCK_NS,
-    ERRORS,
     MOST_PRODUCTS,
     MULTIPLY_NS,
     WAKE_NS,
     Tile,
     block_extents,
     every,
-    no_room,
     on_threads,
-    refusal_of,
     slower_than,
     slowness,
     with_lines,
@@ -41,6 +38,7 @@ from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun
 from cupyconv.numpy.windows import Block, Images, largest_block, parts_of, tile_size
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.problems import NotApplicable, WeightGradientProblem
+from cupyconv.problem.transforms import ERRORS, no_room, refusal_of
 
 #: Nanoseconds of float32 of a multiply-add of a product, and of an element that it reads: of columns, or of a tap.
 GRADIENT_NS, ELEMENT_NS = 0.03, 0.3

@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 
 from cupyconv.numpy.convolution import SLOW_SPECTRA
-from cupyconv.problem.arrays import accumulator, is_complex, real_part
+from cupyconv.problem.arrays import accumulator, real_part
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
-from cupyconv.problem.problems import HostModel, NotApplicable, ProductsProblem, ProductsProblemT
+from cupyconv.problem.problems import HostModel, ProductsProblem, ProductsProblemT
+from cupyconv.problem.transforms import is_real, refusal_of, transformed_axes
 
 # Nanoseconds of float32 on one core (AVX2, 1 MiB of L2); `slowness` is for other dtypes.
 #: A transform of n elements takes n log2(n) times this, and for each element a copy.
@@ -42,19 +43,8 @@ BLOCK = 2 << 20
 SHORTEST, LONGER = 16, 1.4
 #: Multiply-adds of a block that is computed again where it is not finite: as many take a few seconds.
 MOST_PRODUCTS = 1 << 34
-#: What a plan says of results.
-ERRORS = "rounding errors are relative to the largest elements of a tile"
 
 # --- the choice -----------------------------------------------------------------------------------------------
-
-
-def refusal_of(problem: ProductsProblem) -> str:
-    """Why transforms cannot do a problem."""
-    if not problem.allow_fft:
-        return "options(allow_fft=False) forbids it"
-    if problem.geometry.taps == 1:
-        return "it is for kernels of several taps"
-    return ""
 
 
 def slower_than(others_ns: float, problem: ProductsProblemT, best: Callable[[ProductsProblemT, int, int], Any]) -> str:
@@ -67,23 +57,10 @@ def slower_than(others_ns: float, problem: ProductsProblemT, best: Callable[[Pro
     return "" if found and found.nanoseconds < others_ns else SLOW_SPECTRA
 
 
-def no_room(limit: int) -> NotApplicable:
-    return NotApplicable(f"the smallest tile and its spectra do not fit the workspace limit of {limit:,} bytes")
-
-
 def slowness(problem: ProductsProblem) -> float:
     """How much longer an element takes than one of float32."""
     wide = 1.8 if real_part(accumulator(problem.dtype)) == "float64" else 1.0
     return wide * (1 if is_real(problem) else 2)
-
-
-def is_real(problem: ProductsProblem) -> bool:
-    """Whether transforms are of real numbers."""
-    return not (is_complex(problem.x_dtype) or is_complex(problem.factor_dtype))
-
-
-def transformed_axes(geometry: ConvGeometry) -> tuple[int, ...]:
-    return tuple(axis for axis, taps in enumerate(geometry.kernel) if taps > 1)
 
 
 def least_ns(problem: ProductsProblem) -> float:

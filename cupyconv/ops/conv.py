@@ -88,8 +88,8 @@ def conv(
         after it and stays zero; the elements that another `padding_mode` repeats are transformed.
     method : str
         ``"auto"``, ``"direct"``, ``"gemm"`` (columns and a product), ``"implicit_gemm"`` (CUDA: the product
-        without columns), ``"winograd"`` or ``"fft"`` (NumPy: fewer products of transformed data, with the errors
-        that `options` names); a method that does not apply is refused, never replaced.
+        without columns), ``"winograd"`` (NumPy) or ``"fft"``: fewer products of transformed data, with the errors
+        that `options` names; a method that does not apply is refused, never replaced.
     out : array, optional
         Of exactly the result's shape and dtype, any strides that do not overlap; may be `residual`,
         may not otherwise share memory with an argument.  A call that is refused leaves it as it was; one that is

@@ -23,7 +23,8 @@ class GpuModel:
     newer architectures only instructions of their own reach all of it.
 
     `room` is for how many blocks of a cooperative launch a device turned out to have room at once, where a launch was
-    refused; until then one is planned for each multiprocessor.
+    refused; until then one is planned for each multiprocessor.  `has_transforms` is false where cuFFT turned out to be
+    missing.
     """
 
     #: The backend that runs what is planned for it.
@@ -41,6 +42,7 @@ class GpuModel:
     mma_share: float
     launch_seconds: float = 3e-6
     room: int | None = None
+    has_transforms: bool = True
 
     def __str__(self) -> str:
         return f"{self.name}, {self.arch}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from math import prod
+from math import log2, prod
 from typing import Any, Protocol
 
 from cupyconv.problem.arrays import ITEMSIZE, is_complex
@@ -271,11 +271,60 @@ class GemmCall:
         return read + self.batch * self.m * self.n * ITEMSIZE[self.c_dtype] * (1 + self.beta)
 
 
+@dataclass(frozen=True)
+class Transform:
+    """`batch` fast Fourier transforms along one to three axes, in one cuFFT call.  Neither way divides by anything.
+
+    Images of real numbers have half the frequencies along the last axis.  Element i of image b lies, on either side, at
+    b * (elements of an image) + i; where they are `interleaved` at i * batch + b.  The source may be overwritten.
+    """
+
+    size: tuple[int, ...]
+    batch: int
+    source: Address
+    target: Address
+    dtype: str  # of the images
+    inverse: bool = False  # from spectra to images
+    interleaved: bool = False
+    purpose: str = ""
+
+    def __str__(self) -> str:
+        image, spectrum = self.dtype, "complex128" if self.dtype in ("float64", "complex128") else "complex64"
+        dtypes = f"{spectrum} -> {image}, inverse" if self.inverse else f"{image} -> {spectrum}"
+        return (
+            f"fft      {' x '.join(map(str, self.size))}  batch {self.batch}  {dtypes}{', interleaved' * self.interleaved}"
+            f"  {self.purpose}\n           {self.source} -> {self.target}"
+        )
+
+    @property
+    def frequencies(self) -> tuple[int, ...]:
+        """The sizes of a spectrum."""
+        return self.size if is_complex(self.dtype) else (*self.size[:-1], self.size[-1] // 2 + 1)
+
+    @property
+    def shape_of_work(self) -> object:
+        return self.dtype, self.inverse, self.interleaved, self.purpose
+
+    @property
+    def flops(self) -> int:
+        """By the usual count: 5 n log2(n) for complex numbers, half of it for real ones."""
+        n = prod(self.size)
+        return int(self.batch * n * log2(n) * (5 if is_complex(self.dtype) else 2.5))
+
+    @property
+    def bytes_moved(self) -> int:
+        """Images and spectra, once for each axis."""
+        item = ITEMSIZE[self.dtype]
+        spectrum = prod(self.frequencies) * (item if is_complex(self.dtype) else 2 * item)
+        return len(self.size) * self.batch * (prod(self.size) * item + spectrum)
+
+
 #: What may go on from round to round of each type, at whatever depth.
 _MOVING = {
     KernelLaunch: ("params",),
     LaunchLoop: ("launches", "first"),
     GemmCall: ("a", "b", "c"),
+    Transform: ("source", "target"),
     Matrix: ("at",),
     Rounds: ("first", "second"),
 }
@@ -301,7 +350,7 @@ class Plan:
                    launching takes
     workspace      temporary memory, by buffer
     steps          what runs, in order: ``kernel`` with its grid, block and shared memory, ``gemm`` (a matrix product) with its
-                   sizes, ``rounds`` of these for chunks that fit the workspace, ``loop`` over blocks of work on NumPy,
+                   sizes, ``fft`` (transforms, by cuFFT), ``rounds`` of these for chunks that fit the workspace, ``loop`` over blocks of work on NumPy,
                    ``convert`` (a copy in another dtype)
     not ...        why another method was not chosen
     note           what makes this call slower or wider than it had to be
@@ -317,7 +366,7 @@ class Plan:
     device : str
         The processor planned for, in words.
     steps : tuple
-        Launches and GEMM calls, in order.
+        Launches, GEMM calls and transforms, in order.
     workspace_bytes : int
         Bytes allocated beyond the result.
     flops, bytes_moved : int

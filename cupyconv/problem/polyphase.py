@@ -130,6 +130,7 @@ def phase_problem(
         x_dtype=problem.x_dtype,
         weight_dtype=problem.weight_dtype,
         activation=problem.activation,
+        method=problem.method,
         machine=problem.machine,
         workspace_limit=problem.limit,
         allow_tf32=problem.allow_tf32,

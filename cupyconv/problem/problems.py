@@ -43,7 +43,11 @@ class NotApplicable(ValueError):
     """A method cannot do this problem; the message says why."""
 
 
-class TooManyBlocks(RuntimeError):
+class UnlikeItsModel(RuntimeError):
+    """A plan asks for what the device turned out not to have, as its model says from now on."""
+
+
+class TooManyBlocks(UnlikeItsModel):
     """A plan has more blocks that wait for each other than the device has room for, as its model says from now on."""
 
 

@@ -6,11 +6,11 @@ what the hardware does by itself.
 
 ::
 
-    cupyconv  ->  CuPy's wheel  ->  cudart, libcuda, cuBLAS, NVRTC      as on a GPU, down to here
-                                         libraries.py                    jumps to Python
-                                         calls.py, blas.py, random.py    what each function does
-                                         machine.py                      memory, streams, events, graphs
-                                         kernels.py  ->  host device     compiled, loaded, launched, executed
+    cupyconv  ->  CuPy's wheel  ->  cudart, libcuda, cuBLAS, cuFFT, NVRTC      as on a GPU, down to here
+                                         libraries.py                            jumps to Python
+                                         calls.py, blas.py, fft.py, random.py    what each function does
+                                         machine.py                              memory, streams, events, graphs
+                                         kernels.py  ->  host device             compiled, loaded, launched, executed
 """
 
 from __future__ import annotations
@@ -69,15 +69,20 @@ def install() -> None:
     from tests.fake_gpu import libraries
     from tests.fake_gpu.blas import CUBLAS
     from tests.fake_gpu.calls import DRIVER, RUNTIME
+    from tests.fake_gpu.fft import CUFFT
     from tests.fake_gpu.random import CURAND
 
     os.environ["CUPY_ACCELERATORS"] = ""  # CUB's kernels are compiled into the wheel, for a GPU
     os.environ["CUPY_CACHE_DIR"] = str(libraries.BUILD / "cupy")
     _let_go = partial(libraries.let_go, libraries.load_library("libcuda.so.1", DRIVER))
     atexit.register(_let_go)
-    for stem, soname, functions in (("cublas", "libcublas.so.13", CUBLAS), ("curand", "libcurand.so.10", CURAND)):
-        module = libraries.wheel_module("libs", stem)
+    for module, soname, functions in (
+        (libraries.wheel_module("libs", "cublas"), "libcublas.so.13", CUBLAS),
+        (libraries.wheel_module("libs", "curand"), "libcurand.so.10", CURAND),
+        (libraries.wheel_module("", "cufft", "cupy"), "libcufft.so.12", CUFFT),
+    ):
         assert module is not None
+        stem = module.name.partition(".")[0]
         wanted = [name for _, kind, name in libraries.symbols(module, "-D") if kind == "U" and name.startswith(stem)]
         libraries.load_library(soname, functions, wanted)
     libraries.load_library("libcublasLt.so.13", {}, ["cublasLtCreate"])  # which libcublas would need

@@ -30,9 +30,9 @@ _undo: list[tuple[str, Callable[[int], None]]] = []  # each lets a call end in a
 _ANSWERS = {"cudaGetDevice": "zero_in_first", "cudaStreamIsCapturing": "zero_in_second"}
 
 
-def wheel_module(package: str, stem: str) -> Path | None:
+def wheel_module(package: str, stem: str, root: str = "cupy_backends") -> Path | None:
     """A compiled module of CuPy's wheel."""
-    spec = find_spec("cupy_backends")
+    spec = find_spec(root)
     folders = spec.submodule_search_locations if spec else None
     return next(iter(Path(next(iter(folders))).glob(f"cuda/{package}/{stem}.*.so")), None) if folders else None
 

@@ -53,6 +53,7 @@ class SmokeCall:
 
 
 DIRECT, GEMM, IMPLICIT = {"method": "direct"}, {"method": "gemm"}, {"method": "implicit_gemm"}
+FFT = {"method": "fft"}
 IMAGE, WEIGHT = (2, 5, 19, 35), (7, 5, 3, 3)
 #: x, both weights and both biases of an LSTM.
 SEQUENCE = ((6, 9, 20), (4 * 40, 20), (4 * 40, 40), (4 * 40,), (4 * 40,))
@@ -72,6 +73,10 @@ def _depthwise(x: Any, weight: Any, **how: Any) -> Any:
 
 def _same(x: Any, weight: Any, **how: Any) -> Any:
     return conv(x, weight, padding="same", **how)
+
+
+def _wrapped(x: Any, weight: Any, **how: Any) -> Any:
+    return conv(x, weight, padding="same", padding_mode="wrap", **how)
 
 
 def _moved(x: Any, weight: Any, **how: Any) -> Any:
@@ -157,6 +162,9 @@ CALLS: dict[str, SmokeCall] = {
     "im2col": SmokeCall(ALL, (IMAGE,), lambda x: im2col(x, (3, 3), padding=1)),
     "col2im": SmokeCall(ALL, ((2, 45, 19 * 35),), lambda columns: col2im(columns, (19, 35), (3, 3), padding=1)),
     "epilogue": SmokeCall(ALL, (IMAGE, WEIGHT, (7,)), _biased, GEMM),
+    "tiles": SmokeCall(ALL, (IMAGE, WEIGHT), _wrapped, FFT),
+    "spectra": SmokeCall(tuple(dtype for dtype in ALL if is_complex(dtype)), (IMAGE, (5, 1, 9, 9)), _depthwise, FFT),
+    "finish_tiles": SmokeCall(ALL, (IMAGE, WEIGHT, (7,)), _biased, FFT),
     "epilogue_grad": SmokeCall(ALL, (IMAGE, WEIGHT, (7,), (2, 7, 19, 35)), _epilogue_grad),
     "prologue_grad": SmokeCall(ALL, (IMAGE, WEIGHT, (5,), (5,), (2, 7, 19, 35)), _prologue_grad),
     "conv_pair": SmokeCall(REAL, (IMAGE, WEIGHT, (6, 7, 3, 3)), _pair, {"fuse": True}),

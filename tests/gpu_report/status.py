@@ -16,7 +16,7 @@ from tests.gpu_report.report import share_of_floor
 STATUS_BEGIN, STATUS_END = "<!-- status on GPUs:", "<!-- end of status on GPUs -->"
 
 NEVER = """\
-**Never yet run on a GPU:** the CUDA backend (CuPy device, cuBLAS, kernels, `one_block_merge.cu` of the demo). What is said \
+**Never yet run on a GPU:** the CUDA backend (CuPy device, cuBLAS, cuFFT, kernels, `one_block_merge.cu` of the demo). What is said \
 here of its results, speed and streams is how it was designed, not what was seen.
 """
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.cuda.run.device import GemmArguments, too_many_blocks
+from cupyconv.cuda.run.device import GemmArguments, TransformArguments, no_transforms, too_many_blocks
 from cupyconv.problem.machine import known_gpu
 from cupyconv.problem.plan import Kernel, KernelLaunch
 
-from . import blas, build
+from . import blas, build, fft
 
 ALIGNMENT = 256
 GUARD_BYTES = 256
@@ -80,6 +80,13 @@ class GemmRecord:
 
 
 @dataclass(frozen=True)
+class TransformRecord:
+    """One cuFFT call."""
+
+    arguments: TransformArguments
+
+
+@dataclass(frozen=True)
 class _Allocation:
     """A piece of device memory: guard zone, payload, guard zone."""
 
@@ -117,7 +124,7 @@ class HostDevice:
 
     Attributes
     ----------
-    log : list of LaunchRecord and GemmRecord
+    log : list of LaunchRecord, GemmRecord and TransformRecord
         What has been enqueued; clear it at will.
     allocated_bytes, peak_bytes : int
         Memory in use now, and the most there was; assign to `peak_bytes` to start again.
@@ -130,6 +137,8 @@ class HostDevice:
         What `is_capturing` says.
     model : GpuModel
         The GPU that plans are made for.
+    has_cufft : bool
+        Whether there are transforms.
     room : int
         How many blocks of a cooperative launch fit at once.  More are refused, as plans are made ready or, where
         `shows_room` is not set, as they are launched.
@@ -142,7 +151,7 @@ class HostDevice:
         self.order = order
         self.seed = seed
         self.strict = strict
-        self.log: list[LaunchRecord | GemmRecord] = []
+        self.log: list[LaunchRecord | GemmRecord | TransformRecord] = []
         self.allocated_bytes = 0
         self.peak_bytes = 0
         self.fail_allocations_over: int | None = None
@@ -153,6 +162,7 @@ class HostDevice:
         self.model = known_gpu("sm_90")
         self.room = self.model.multiprocessors
         self.shows_room = True
+        self.has_cufft = True
         self._allocations: dict[int, _Allocation] = {}
         self._mode = build.sanitizer()
 
@@ -360,6 +370,18 @@ class HostDevice:
             )
         )
         blas.gemm_strided_batched(self.allocation, arguments)
+
+    def load_transform(self, arguments: TransformArguments) -> Callable[[int, int], None]:
+        """What calls ``cufftExecR2C`` and its like; see `fft`."""
+        if not self.has_cufft:
+            raise no_transforms(self, "this device has none")
+        fft.check(arguments)
+
+        def enqueue(source: int, target: int) -> None:
+            self.log.append(TransformRecord(arguments))
+            fft.transform(self.allocation, arguments, source, target)
+
+        return enqueue
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """The choice of a convolution's method on a GPU: every applicable one is drafted, the cost model picks.
 
 "direct" is whichever kernel without columns fits.  "gemm" is columns (or the inputs themselves) and batched GEMM,
-"implicit_gemm" one kernel whose columns are only ever tiles in shared memory.
+"implicit_gemm" one kernel whose columns are only ever tiles in shared memory; "fft" is products of spectra.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from cupyconv.cuda.plan.conversions import check_alignment, converted
 from cupyconv.cuda.plan.direct import draft_direct
 from cupyconv.cuda.plan.draft import Draft, cheapest, drafted
 from cupyconv.cuda.plan.epilogue import finish
+from cupyconv.cuda.plan.fft import draft_fft
 from cupyconv.cuda.plan.gemm import draft_gemm
 from cupyconv.cuda.plan.implicit_gemm import draft_implicit_gemm
 from cupyconv.cuda.plan.launches import VECTOR_BYTES, vector_width
 from cupyconv.problem.arrays import Operand
+from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import Conversion, Plan
 from cupyconv.problem.problems import (
     METHODS,
@@ -74,8 +76,13 @@ def choose(
     if not drafts:
         raise ValueError("no method applies: " + "; ".join(f"{method}: {reason}" for method, reason in rejected))
     chosen = cheapest(drafts, gpu)
-    rejected += [(draft.method, str(draft.cost(gpu))) for draft in drafts if draft is not chosen]
+    rejected += [(draft.method, _why_not(draft, gpu)) for draft in drafts if draft is not chosen]
     return chosen, tuple(rejected)
+
+
+def _why_not(draft: Draft, gpu: GpuModel) -> str:
+    doubt = f"; it counts as {draft.doubt:g} times as long while no GPU has timed it" if draft.doubt > 1 else ""
+    return f"{draft.cost(gpu)}{doubt}"
 
 
 def draft_conv(method: str, problem: ConvProblem) -> Draft:
@@ -89,7 +96,7 @@ def draft_conv(method: str, problem: ConvProblem) -> Draft:
     return _METHODS[method](problem)
 
 
-_METHODS = {"direct": draft_direct, "gemm": draft_gemm, "implicit_gemm": draft_implicit_gemm}
+_METHODS = {"direct": draft_direct, "gemm": draft_gemm, "implicit_gemm": draft_implicit_gemm, "fft": draft_fft}
 
 
 def access_notes(images: Iterable[Operand]) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """The cost model: an unmeasured estimate of the seconds that a step takes on a GPU, to rank one draft against another.
 
 A step takes the longer of what its bytes and its arithmetic take, and a launch.  A kernel launch says itself what its
-arithmetic takes: whoever plans it knows its tiles, and works that out with the functions here.  Of a GEMM call the sizes
-tell.
+arithmetic takes: whoever plans it knows its tiles, and works that out with the functions here.  Of a GEMM call, and of a
+transform, the sizes tell.
 
 The rates of a GPU are those of `machine`.  The constants are of this page alone, and **no GPU has measured them**: they are
 estimates from the kernels' inner loops, good for an order.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from cupyconv.problem.arrays import Operand
 from cupyconv.problem.machine import GpuModel
-from cupyconv.problem.plan import GemmCall, KernelLaunch, Step
+from cupyconv.problem.plan import GemmCall, KernelLaunch, Step, Transform
 
 WARP = 32
 
@@ -60,6 +60,13 @@ RECURRENT = {1: 0.15, 4: 0.35, 8: 0.5}
 PAIR_X_LOAD, PAIR_WEIGHT_LOAD = 3, 20
 #: What it takes col2im.cu to find which windows read an element, with divisions, and to read it once, in multiply-adds.
 COL2IM_PLACE, COL2IM_READ = 600, 10
+#: finish_tiles.cu and tiles.cu: what it takes to find where an element lies, with divisions, in multiply-adds.
+TILE_PLACE = 60
+#: cuFFT: the share of the memory's bandwidth that each axis of a transform reaches, where images lie one after the other and
+#: where they are interleaved.
+TRANSFORM, INTERLEAVED_TRANSFORM = 0.4, 0.25
+#: How many times as long as that a convolution by transforms counts for: it is taken where it wins by far.
+TRANSFORMS_DOUBT = 2
 #: How many times its even share of the memory's bandwidth a multiprocessor gets where others are idle.
 BANDWIDTH_PER_MULTIPROCESSOR = 4
 #: How many times faster than memory the L2 cache is, from which tiles read again what their neighbours have read.
@@ -155,6 +162,8 @@ def lines_of(image: Operand, step: int = 1) -> int:
 
 def memory_seconds(step: Step, gpu: GpuModel) -> float:
     """What the bytes of a step take: few multiprocessors do not get all of the memory's bandwidth."""
+    if isinstance(step, Transform):
+        return step.bytes_moved / (gpu.bandwidth * (INTERLEAVED_TRANSFORM if step.interleaved else TRANSFORM))
     blocks = step.blocks if isinstance(step, KernelLaunch) else gpu.multiprocessors
     return step.bytes_moved / (gpu.bandwidth * min(1.0, blocks * BANDWIDTH_PER_MULTIPROCESSOR / gpu.multiprocessors))
 
@@ -163,6 +172,8 @@ def arithmetic_seconds(step: Step, gpu: GpuModel) -> float:
     """What the arithmetic of a step takes."""
     if isinstance(step, KernelLaunch):
         return step.arithmetic_seconds
+    if isinstance(step, Transform):
+        return step.flops / (core_rate(step.dtype, gpu) * TRANSFORM)
     assert isinstance(step, GemmCall)
     tiles_m, tiles_n = -(-step.m // GEMM_TILE), -(-step.n // GEMM_TILE)
     used = step.m * step.n / (tiles_m * tiles_n * GEMM_TILE**2)

@@ -19,6 +19,7 @@ from cupyconv.problem.plan import (
     Plan,
     Rounds,
     Step,
+    Transform,
     going_on,
 )
 from cupyconv.problem.problems import NotApplicable, Problem
@@ -35,6 +36,8 @@ class Draft:
     workspace: tuple[Buffer, ...] = ()
     reason: str = ""
     notes: tuple[str, ...] = ()
+    #: How many times as long it is taken for in a comparison: more than 1 where the model is the least sure of it.
+    doubt: float = 1.0
 
     @property
     def bytes_moved(self) -> int:
@@ -119,7 +122,8 @@ def in_sequence(method: str, drafts: Sequence[Draft], reason: str) -> Draft:
         steps += [relocated(step, places) for step in draft.steps]
         most = max(most, used)
     notes = tuple(dict.fromkeys(note for draft in drafts for note in draft.notes))
-    return Draft(method, tuple(steps), (Buffer("workspace", most),) if most else (), reason, notes)
+    doubt = max((draft.doubt for draft in drafts), default=1.0)
+    return Draft(method, tuple(steps), (Buffer("workspace", most),) if most else (), reason, notes, doubt)
 
 
 def relocated(value: Any, places: Mapping[str, Address]) -> Any:
@@ -139,6 +143,8 @@ def relocated(value: Any, places: Mapping[str, Address]) -> Any:
         return replace(value, at=relocated(value.at, places))
     if isinstance(value, GemmCall):
         return replace(value, **{name: relocated(getattr(value, name), places) for name in ("a", "b", "c")})
+    if isinstance(value, Transform):
+        return replace(value, **{name: relocated(getattr(value, name), places) for name in ("source", "target")})
     return value
 
 
@@ -162,5 +168,5 @@ def cheapest_of(ways: Iterable[T], draft_of: Callable[[T], Draft], gpu: GpuModel
 
 
 def cheapest(drafts: Iterable[Draft], gpu: GpuModel) -> Draft:
-    """The one that takes the least time by the model; of equals the first."""
-    return min(drafts, key=lambda draft: draft.cost(gpu).seconds)
+    """The one that takes the least time by the model, and by the doubts in it; of equals the first."""
+    return min(drafts, key=lambda draft: draft.cost(gpu).seconds * draft.doubt)

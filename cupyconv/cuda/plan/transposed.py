@@ -47,11 +47,15 @@ from cupyconv.cuda.plan.matrices import (
     segments,
 )
 from cupyconv.problem.activations import IDENTITY
-from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, product_flops, real_part
-from cupyconv.problem.geometry import even_part
+from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides, product_flops, real_part
+from cupyconv.problem.geometry import even_part, pixel_windows
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, GemmCall, KernelLaunch, Plan, Step
 from cupyconv.problem.polyphase import phase_problems
 from cupyconv.problem.problems import NotApplicable, TransposedProblem, inputs_with_channels
+from cupyconv.problem.transforms import no_room, refusal_of
+
+#: The gradient of a padded image, in workspace.
+PADDED = "padded"
 
 
 def plan_transposed(problem: TransposedProblem) -> Plan:
@@ -85,6 +89,8 @@ def _draft(method: str, problem: TransposedProblem) -> Draft:
         return Draft(method, (), reason="the results are empty")
     if method == "direct":
         return _draft_direct(problem)
+    if method == "fft" and problem.geometry.padding_mode != "constant":
+        return _draft_folded(problem)
     return _draft_gemm(problem) if method == "gemm" else _as_convolutions(method, problem)
 
 
@@ -144,6 +150,61 @@ def _as_convolutions(method: str, problem: TransposedProblem) -> Draft:
     drafts = [draft_conv(method, part) for part in phase_problems(problem)]
     kinds = ", ".join(dict.fromkeys(draft.reason for draft in drafts))
     return in_sequence(method, drafts, f"{len(drafts)} convolution(s) with x: {kinds}")
+
+
+def _draft_folded(problem: TransposedProblem) -> Draft:
+    """By transforms where padding repeats elements: the gradient of the padded image, some samples of it in workspace at a
+    time, which is convolutions; and its elements added to those that they are copies of.
+    """
+    geometry = problem.geometry
+    if refusal := refusal_of(problem):
+        raise NotApplicable(refusal)
+    if accumulator(problem.dtype) != problem.dtype:
+        raise NotApplicable(f"sums of {problem.dtype} would be rounded twice")
+    depth, height, width = (n + b + a for n, b, a in zip(geometry.size, geometry.before, geometry.after))
+    padded_size, pixels = (depth, height, width), depth * height * width
+    shape = (geometry.in_channels, *padded_size)
+    sample = prod(shape) * ITEMSIZE[problem.dtype]
+    most = (problem.limit // 2 - Plan.ALIGNMENT) // sample
+    if most < 1:
+        raise no_room(problem.limit)
+    samples = even_part(geometry.batch, most)
+    room = problem.limit - Buffer(PADDED, samples * sample).space
+
+    def draft_of(first: int, count: int) -> Draft:
+        padded = Operand(PADDED, problem.dtype, (count, *shape), c_strides((count, *shape)))
+        whole = replace(
+            geometry, batch=count, channels=shape[:1], size=padded_size, before=(0, 0, 0), after=(0, 0, 0),
+            padding_mode="constant",
+        )  # fmt: skip
+        xs = tuple(x.samples(first, count) for x in problem.xs)
+        alone = replace(
+            problem, geometry=whole, xs=xs, outs=(padded,), bias=None, activation=IDENTITY, workspace_limit=room
+        )
+        draft = _as_convolutions("fft", alone)
+        folds = []
+        for out, begin in zip(problem.outs, geometry.channel_offsets):
+            windows = replace(
+                pixel_windows(count, out.shape[1], geometry.size), before=geometry.before, after=geometry.after,
+                padding_mode=geometry.padding_mode,
+            )  # fmt: skip
+            columns = padded.view((count, out.shape[1], 1, 1, pixels), (*padded.strides[:2], 0, 0, 1), begin * pixels)
+            bias = problem.bias and replace(problem.bias, offset=problem.bias.offset + begin * problem.bias.itemsize)
+            activation = problem.activation
+            folds.append(col2im_launch(windows, columns, out.samples(first, count), bias=bias, activation=activation))
+        return replace(draft, steps=(*draft.steps, *folds))
+
+    largest = draft_of(0, samples)
+    whole, rest = divmod(geometry.batch, samples)
+    steps = in_rounds(whole, lambda chunk: draft_of(chunk * samples, samples).steps)
+    if rest:
+        steps += draft_of(whole * samples, rest).steps
+    return replace(
+        largest,
+        steps=tuple(steps),
+        workspace=(*largest.workspace, Buffer(PADDED, samples * sample)),
+        reason=f"the padded image's gradient, folded; {largest.reason}",
+    )
 
 
 class _GemmPlanner(ProductsPlanner):

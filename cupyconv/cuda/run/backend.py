@@ -68,5 +68,5 @@ class CudaBackend:
         return plan(problem)
 
     def prepare(self, plan: Plan) -> Callable[[Mapping[str, Any]], None]:
-        """A function that executes the plan on arguments and result by name; either may raise TooManyBlocks."""
+        """A function that executes the plan on arguments and result by name; either may raise UnlikeItsModel."""
         return PreparedPlan(plan, self.device).run

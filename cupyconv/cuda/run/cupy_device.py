@@ -1,7 +1,8 @@
 """`Device` on a GPU, implemented with CuPy.
 
 cuBLAS is deterministic only while a handle, which owns its workspace, serves one stream at a time.  So
-each device, thread and stream has its own, kept in a small cache.
+each device, thread and stream has its own, kept in a small cache; and so it is with cuFFT's plans, which share the
+memory that they work in.  (Those that CuPy keeps for `cupy.fft` go from stream to stream.)
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 from cupy.cuda import driver, get_current_stream
 from cupy_backends.cuda.libs import cublas
 
-from cupyconv.cuda.run.device import GemmArguments, too_many_blocks
+from cupyconv.cuda.run.device import GemmArguments, TransformArguments, no_transforms, too_many_blocks
 from cupyconv.cuda.run.kernel_sources import compile_options, kernel_source
 from cupyconv.problem.machine import GpuModel, nearest_gpu
 from cupyconv.problem.plan import Kernel, KernelLaunch
@@ -31,6 +32,8 @@ from cupyconv.problem.plan import Kernel, KernelLaunch
 #: Handles kept for the streams of one thread.  One takes megabytes, up to 32 on Hopper, and destroying
 #: one waits for the GPU, so a thread that cycles through more streams than this pays for it.
 _HANDLES = 16
+#: cuFFT plans kept for a stream of one thread.
+_TRANSFORMS = 64
 #: Compute in the type asked for: no 16-bit reductions in split products.
 _DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 _DEFAULT_ALGORITHM = -1
@@ -54,6 +57,8 @@ def _shows_ranges() -> bool:
 _SHOWN_TO_PROFILERS = _shows_ranges()
 
 AllocatorT = TypeVar("AllocatorT", bound=Callable[..., Any])
+#: What one stream of one thread has for itself.
+OwnedT = TypeVar("OwnedT")
 
 
 def _with_memory_errors(allocate: AllocatorT) -> AllocatorT:
@@ -172,6 +177,20 @@ class CupyDevice:
         stream = get_current_stream(self.ordinal).ptr
         cublas.gemmStridedBatchedEx(self._handle(stream), *arguments, _DEFAULT_ALGORITHM)
 
+    def load_transform(self, arguments: TransformArguments) -> Callable[[int, int], None]:
+        try:
+            from cupy.cuda import cufft  # found and loaded when it is first asked for
+        except ImportError as error:
+            raise no_transforms(self, str(error)) from error
+        ordinal = self.ordinal
+
+        def enqueue(source: int, target: int) -> None:
+            stream = get_current_stream(ordinal).ptr
+            plan = self._kept(self._thread.transforms, stream, _Transforms).plan(arguments, cufft.PlanNd)
+            plan.fft(_Place(source), _Place(target), arguments.direction)
+
+        return enqueue
+
     def annotated(self, label: str, function: Callable[[Any], None]) -> Callable[[Any], None]:
         if not _SHOWN_TO_PROFILERS:
             return function
@@ -187,14 +206,18 @@ class CupyDevice:
 
     def _handle(self, stream: int) -> int:
         """The current thread's handle for a stream of this device."""
-        handles = self._thread.handles
-        if stream in handles:
-            handles.move_to_end(stream)
+        return self._kept(self._thread.handles, stream, lambda: _Handle(stream)).handle
+
+    @staticmethod
+    def _kept(of_streams: OrderedDict[int, OwnedT], stream: int, make: Callable[[], OwnedT]) -> OwnedT:
+        """What the current thread has for a stream of this device, made where it has nothing yet."""
+        if stream in of_streams:
+            of_streams.move_to_end(stream)
         else:
-            handles[stream] = _Handle(stream)
-            if len(handles) > _HANDLES:
-                handles.popitem(last=False)
-        return handles[stream].handle
+            of_streams[stream] = make()
+            if len(of_streams) > _HANDLES:
+                of_streams.popitem(last=False)
+        return of_streams[stream]
 
 
 class _LoadedKernel:
@@ -217,6 +240,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.handles: OrderedDict[int, _Handle] = OrderedDict()
+        self.transforms: OrderedDict[int, _Transforms] = OrderedDict()
         self.nothing_to_do = nullcontext()
         # A thread that has not called CUDA yet has no context, which the driver's calls need and do not make.
         cupy.cuda.runtime.memGetInfo()
@@ -232,6 +256,50 @@ class _Handle:
         cublas.setStream(self.handle, stream)
         cublas.setMathMode(self.handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
         cublas.setPointerMode(self.handle, cublas.CUBLAS_POINTER_MODE_HOST)
+
+
+class _Place:
+    """An address, as a cuFFT plan of CuPy asks an array for it."""
+
+    __slots__ = ("ptr",)
+
+    def __init__(self, address: int) -> None:
+        self.ptr = address
+
+    @property
+    def data(self) -> _Place:
+        return self
+
+
+class _Transforms:
+    """The cuFFT plans of one stream, which come one after the other, so that all may work in the same memory."""
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[TransformArguments, Any] = OrderedDict()
+        self._work_area: Any = None
+
+    def plan(self, arguments: TransformArguments, make: Callable[..., Any]) -> Any:
+        """The plan for a transform; MemoryError where there is no memory for it to work in."""
+        if arguments in self._plans:
+            self._plans.move_to_end(arguments)
+            return self._plans[arguments]
+        *layout, _direction = arguments
+        allocate = cupy.cuda.get_allocator()
+        with cupy.cuda.using_allocator(lambda nbytes: self._lent(nbytes, allocate)):
+            plan = make(*layout, "C", len(arguments.size) - 1, None)
+        self._plans[arguments] = plan
+        if len(self._plans) > _TRANSFORMS:
+            self._plans.popitem(last=False)
+        return plan
+
+    @_with_memory_errors
+    def _lent(self, nbytes: int, allocate: Callable[[int], Any]) -> Any:
+        """Memory for a plan that is being made.  Where that is more than there was, the others are made anew, with it."""
+        if self._work_area is None or self._work_area.mem.size < nbytes:
+            self._plans.clear()
+            self._work_area = None
+            self._work_area = allocate(nbytes)
+        return self._work_area
 
 
 def _destroy_handle(handle: int, ordinal: int) -> None:

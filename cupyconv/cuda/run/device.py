@@ -15,7 +15,7 @@ import numpy as np
 
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import KernelLaunch
-from cupyconv.problem.problems import TooManyBlocks
+from cupyconv.problem.problems import TooManyBlocks, UnlikeItsModel
 
 
 class GemmArguments(NamedTuple):
@@ -46,6 +46,25 @@ class GemmArguments(NamedTuple):
     stride_c: int
     batch: int
     compute_type: int
+
+
+class TransformArguments(NamedTuple):
+    """The arguments of ``cufftMakePlanMany``, in its order, and the direction: -1 forward, 1 inverse.
+
+    Image b begins `idist` elements after the one before, and its elements lie as those of a C-ordered array of the shape
+    `inembed` do, `istride` times as far apart; so do the results.  `type` is a cufftType.
+    """
+
+    size: tuple[int, ...]
+    inembed: tuple[int, ...]
+    istride: int
+    idist: int
+    onembed: tuple[int, ...]
+    ostride: int
+    odist: int
+    type: int
+    batch: int
+    direction: int
 
 
 class Device(Protocol):
@@ -91,6 +110,12 @@ class Device(Protocol):
     def gemm_strided_batched(self, arguments: GemmArguments) -> None:
         """``cublasGemmStridedBatchedEx`` with the library's default algorithm."""
 
+    def load_transform(self, arguments: TransformArguments) -> Callable[[int, int], None]:
+        """A function that enqueues this transform, given the addresses of its source, which may be overwritten, and target.
+
+        Where there is no cuFFT, `load_transform` raises what `no_transforms` gives.
+        """
+
     def annotated(self, label: str, function: Callable[[Any], None]) -> Callable[[Any], None]:
         """`function`, shown by profilers as a range with this label; itself unless that was asked for."""
 
@@ -99,3 +124,9 @@ def too_many_blocks(device: Device, launch: KernelLaunch, room: int) -> TooManyB
     """The error for a cooperative launch on a device with room for fewer blocks; later plans and `explain` know it."""
     device.model = replace(device.model, room=room)
     return TooManyBlocks(f"{launch.kernel}: {launch.blocks} blocks have to run at once, there is room for {room}")
+
+
+def no_transforms(device: Device, why: str) -> UnlikeItsModel:
+    """The error for a transform on a device without cuFFT; later plans and `explain` know it."""
+    device.model = replace(device.model, has_transforms=False)
+    return UnlikeItsModel(f"there is no cuFFT: {why}")

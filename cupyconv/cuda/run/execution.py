@@ -9,20 +9,37 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
+from math import prod
 from operator import mul
 from typing import Any, cast
 
 import numpy as np
 
-from cupyconv.cuda.run.device import Device, GemmArguments
+from cupyconv.cuda.run.device import Device, GemmArguments, TransformArguments
 from cupyconv.cuda.run.parameters import PackedParameters
 from cupyconv.problem.arrays import dtype_from_name, is_complex
-from cupyconv.problem.plan import GemmCall, KernelLaunch, LaunchLoop, Matrix, Plan, Rounds, Step, every_step
+from cupyconv.problem.plan import (
+    Address,
+    GemmCall,
+    KernelLaunch,
+    LaunchLoop,
+    Matrix,
+    Plan,
+    Rounds,
+    Step,
+    Transform,
+    every_step,
+)
 
 #: cudaDataType_t
 _DATA_TYPE = {"float32": 0, "float64": 1, "float16": 2, "complex64": 4, "complex128": 5, "bfloat16": 14}
 #: cublasComputeType_t, and the host type of alpha and beta
 _COMPUTE_TYPE = {"float32": 68, "tf32": 77, "float64": 70}
+
+#: cufftType: of real images into spectra, of spectra into real images, of complex numbers either way.
+_FORWARD_TYPE = {"float32": 0x2A, "float64": 0x6A, "complex64": 0x29, "complex128": 0x69}
+_INVERSE_TYPE = _FORWARD_TYPE | {"float32": 0x2C, "float64": 0x6C}
+_FORWARD, _INVERSE = -1, 1
 
 _NO_TRANSPOSE, _TRANSPOSE, _CONJUGATE_TRANSPOSE = 0, 1, 2
 
@@ -69,6 +86,8 @@ def _why_not_in_a_graph(plan: Plan) -> str:
     """Why a CUDA graph cannot capture a run of this plan; empty where it can."""
     if any(isinstance(step, GemmCall) for step in every_step(plan.steps)):
         return "cuBLAS calls cannot be captured in a graph through CuPy: use a method without one"
+    if any(isinstance(step, Transform) for step in every_step(plan.steps)):
+        return "cuFFT calls cannot be captured in a graph, whose stream would not own their memory: use a method without one"
     if plan.conversions:
         names = ", ".join(conversion.buffer for conversion in plan.conversions)
         return (
@@ -173,11 +192,37 @@ class _PreparedGemm:
         device.gemm_strided_batched(GemmArguments._make(arguments))
 
 
-_Prepared = _PreparedLaunch | _PreparedLoop | _PreparedRounds | _PreparedGemm
+class _PreparedTransform:
+    """A cuFFT call described but for its addresses."""
+
+    def __init__(
+        self, transform: Transform, seconds: Sequence[Transform], slots: Mapping[str, int], device: Device
+    ) -> None:
+        size, spectrum = transform.size, transform.frequencies
+        sides = (spectrum, size) if transform.inverse else (size, spectrum)
+
+        def layout(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int]:
+            return (shape, transform.batch, 1) if transform.interleaved else (shape, 1, prod(shape))
+
+        kinds, direction = (_INVERSE_TYPE, _INVERSE) if transform.inverse else (_FORWARD_TYPE, _FORWARD)
+        numbers = kinds[transform.dtype], transform.batch, direction
+        self._enqueue = device.load_transform(TransformArguments(size, *layout(sides[0]), *layout(sides[1]), *numbers))
+        self._ends = []
+        for end in ("source", "target"):
+            address: Address = getattr(transform, end)
+            gaps = [getattr(second, end).offset - address.offset for second in seconds]
+            self._ends.append((slots[address.buffer], address.offset, gaps))
+
+    def run(self, device: Device, addresses: Sequence[int], at: At) -> None:
+        self._enqueue(*(addresses[slot] + offset + sum(map(mul, at, gaps)) for slot, offset, gaps in self._ends))
+
+
+_Prepared = _PreparedLaunch | _PreparedLoop | _PreparedRounds | _PreparedGemm | _PreparedTransform
 _PREPARED: dict[type, Callable[..., _Prepared]] = {
     KernelLaunch: _PreparedLaunch,
     LaunchLoop: _PreparedLoop,
     Rounds: _PreparedRounds,
+    Transform: _PreparedTransform,
 }
 
 

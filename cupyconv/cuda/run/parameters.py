@@ -81,6 +81,18 @@ PARAMETERS = {
         sources=SOURCES, windows=WINDOWS, prologue=PROLOGUE, columns=POINTER, stride_n=INT64, stride_row=INT64, stride_pixel=INT64, batch=INT64,
         first_pixel=INT64, pixels=INT64, squares=INT32, channel_lanes=INT32,
     ),
+    "tiles": _struct(
+        sources=SOURCES, windows=WINDOWS, prologue=PROLOGUE, tiles=POINTER, stride_u=INT64, stride_c=INT64, stride_t=INT64, first_unit=INT64,
+        scale=FLOAT64, units=INT32, channels=INT32, channel_lanes=INT32,
+    ),
+    "spectra": _struct(
+        x=POINTER, weight=POINTER, y=POINTER, frequencies=INT64, units=INT64, groups=INT32, group_channels=INT32, group_outputs=INT32,
+    ),
+    "finish_tiles": _struct(
+        sources=SOURCES, windows=WINDOWS, weight=IMAGE, out=IMAGE, epilogue=EPILOGUE, prologue=PROLOGUE, sums=POINTER, stride_u=INT64,
+        stride_o=INT64, stride_t=INT64, first_unit=INT64, tiles=(INT64, 3), tile=(INT32, 3), block=(INT32, 3), units=INT32, outputs=INT32,
+        output_lanes=INT32, group_channels=INT32, group_outputs=INT32, computes_again=INT32,
+    ),
     "channels_last": _struct(
         sources=SOURCES, prologue=PROLOGUE, moved=POINTER, stride_n=INT64, size=(INT64, 3), batch=INT64, pixels=INT64,
         channels=INT32, padded=INT32, lanes_shift=INT32, vectorized=INT32,

@@ -1,0 +1,82 @@
+// Tiles for transforms: boxes that overlap, cut out of a list of images; what padding is, the index map says.
+//
+//     tiles[u, c, t] = scale * x[n, c, tile * stride - before + t]        u = (n, tile)      c counts all inputs' channels
+//
+//     no M, no K: a copy.      N = (u, t), several channels c a thread
+//
+//     x [n, c]   . a b c d e f g .        tiles   u=0   . a b c d       of 5 elements, 3 apart, before 1
+//                                                 u=1   c d e f g
+//
+// A kernel is one tile, as long as those of the image: where `dilation` passes 1, its elements lie that far apart, and
+// what lies between and behind them is zeros.
+//
+// Neighbouring threads take neighbouring elements or, where channels lie side by side in tiles, channel_lanes of them
+// take neighbouring channels.  Where an element lies in x is worked out once for all channels of a thread.
+// Bound by memory, and for one channel by these divisions.  Floor: each element read and written over the bandwidth.
+//
+// -D: DTYPE (storage type of the inputs), TILE_DTYPE (of the tiles: what these are summed in, or complex beside real ones),
+//     PROLOGUE (1: inputs are transformed, see prologue.cuh)
+#include "image.cuh"
+#include "prologue.cuh"
+
+namespace cupyconv {
+
+struct TilesParams {
+    Sources sources;
+    Windows windows;  // a window is a tile: `kernel` is its size, `out` how many there are, `stride` how far apart
+    Prologue prologue;
+    void* tiles;
+    long long stride_u, stride_c, stride_t;
+    long long first_unit;  // the chunk: units first_unit ..., numbered through all samples
+    double scale;
+    int units, channels, channel_lanes;  // units * elements of a tile stay below 2^31
+};
+
+}  // namespace cupyconv
+
+using namespace cupyconv;
+
+using X = DTYPE;
+using A = TILE_DTYPE;
+constexpr int MAX_BLOCK = 256;
+
+extern "C" __global__ void __launch_bounds__(MAX_BLOCK) tiles(const __grid_constant__ TilesParams params) {
+    const Windows& windows = params.windows;
+    const unsigned elements = product_of(windows.kernel), places = params.units * elements;
+    const unsigned lanes = params.channel_lanes, lane = threadIdx.x % lanes;
+    const long long count = product_of(windows.out);
+    const auto scale = RealPart<A>(params.scale);
+
+    const unsigned step = gridDim.x * blockDim.x / lanes;
+    for (unsigned q = (blockIdx.x * blockDim.x + threadIdx.x) / lanes; q < places; q += step) {
+        const unsigned u = q / elements, t = q % elements;
+        const long long n = (params.first_unit + u) / count;
+        const Pixel tile = pixel_at(params.first_unit + u - n * count, windows.out);
+        int at[3];
+        tap_at(t, windows.kernel, at);
+        Pixel in;
+        bool inside = true;
+#pragma unroll
+        for (int a = 0; a < 3; ++a) {
+            const int i = at[a] / windows.dilation[a];
+            in.at[a] = padded_index(
+                tile.at[a] * windows.stride[a] - windows.before[a] + i, windows.size[a], windows.padding_mode);
+            inside = inside && in.at[a] >= 0 && i * windows.dilation[a] == at[a];
+        }
+        A* const to = static_cast<A*>(params.tiles) + u * params.stride_u + t * params.stride_t;
+        int s = 0;
+        for (int c = blockIdx.y * lanes + lane; c < params.channels; c += gridDim.y * lanes) {
+            while (c >= params.sources.table[s].first + params.sources.table[s].channels) ++s;
+            const Source& source = params.sources.table[s];
+            A value = A(0);
+            if (inside) {
+                const Image& x = source.image;
+                Accumulator<X> element = widen(static_cast<const X*>(x.data)[x.at(n, c - source.first, in)]);
+                if constexpr (PROLOGUE)
+                    element = transformed(element, factors_of<Accumulator<X>>(params.prologue, c), params.prologue);
+                add_product(value, A(element), scale);
+            }
+            to[c * params.stride_c] = value;
+        }
+    }
+}

@@ -1,0 +1,115 @@
+"""cuFFT: transforms in its advanced layout, enqueued on the stream of their plan, which has memory to work in."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_int, c_size_t, c_void_p
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from cupyconv.cuda.run.device import TransformArguments
+from tests.fake_gpu.calls import exported
+from tests.fake_gpu.machine import MACHINE, UNWRITTEN, CudaError
+from tests.host_device import fft
+
+CUFFT: dict[str, Any] = {}
+
+_VERSION = 12000
+#: cufftResult
+_INVALID_VALUE, _NOT_SUPPORTED = 4, 16
+_FORWARD, _INVERSE = -1, 1
+
+
+@dataclass
+class Plan:
+    """What a cuFFT plan remembers."""
+
+    arguments: TransformArguments | None = None
+    stream: int | None = None
+    work_area: int = 0
+    work_bytes: int = 0
+
+
+def cufft(*types: Any) -> Any:
+    return exported(CUFFT, *types)
+
+
+@cufft(POINTER(c_int))
+def cufftCreate(plan: Any) -> None:
+    plan[0] = MACHINE.handle(Plan())
+
+
+@cufft(c_int)
+def cufftDestroy(plan: int) -> None:
+    MACHINE.wait_for_all()
+    MACHINE.forget(plan, Plan)
+
+
+@cufft(c_int, c_int)
+def cufftSetAutoAllocation(plan: int, allocates: int) -> None:
+    if allocates:
+        raise CudaError(_NOT_SUPPORTED, "work areas of cuFFT's own")
+
+
+@cufft(c_int, c_void_p)
+def cufftSetWorkArea(plan: int, memory: int | None) -> None:
+    MACHINE.find(plan, Plan).work_area = memory or 0
+
+
+@cufft(c_int, c_void_p)
+def cufftSetStream(plan: int, stream: int | None) -> None:
+    MACHINE.find(plan, Plan).stream = stream
+
+
+@cufft(POINTER(c_int))
+def cufftGetVersion(version: Any) -> None:
+    version[0] = _VERSION
+
+
+_INTS = POINTER(c_int)
+
+
+@cufft(c_int, c_int, _INTS, _INTS, c_int, c_int, _INTS, c_int, c_int, c_int, c_int, POINTER(c_size_t))
+def cufftMakePlanMany(plan: int, rank: int, size: Any, inembed: Any, *rest: Any) -> None:
+    istride, idist, onembed, ostride, odist, kind, batch, work = rest
+    if not inembed or not onembed:
+        raise CudaError(_NOT_SUPPORTED, "the basic layout")
+    direction = _INVERSE if fft.TYPES[kind].target.startswith("float") else _FORWARD
+    sizes, within, results = (tuple(numbers[:rank]) for numbers in (size, inembed, onembed))
+    arguments = TransformArguments(sizes, within, istride, idist, results, ostride, odist, kind, batch, direction)
+    try:
+        fft.check(arguments)
+    except ValueError as error:
+        raise CudaError(_INVALID_VALUE, str(error)) from error
+    found = MACHINE.find(plan, Plan)
+    found.arguments = arguments
+    work[0] = found.work_bytes = 8 * prod(sizes) * batch
+
+
+@exported(CUFFT, c_int, c_void_p, c_void_p, names=("cufftExecR2C", "cufftExecC2R", "cufftExecD2Z", "cufftExecZ2D"))
+def execute_real(plan: int, source: int, target: int) -> None:
+    found = MACHINE.find(plan, Plan)
+    assert found.arguments is not None
+    _enqueue(found, found.arguments, source, target)
+
+
+@exported(CUFFT, c_int, c_void_p, c_void_p, c_int, names=("cufftExecC2C", "cufftExecZ2Z"))
+def execute_complex(plan: int, source: int, target: int, direction: int) -> None:
+    found = MACHINE.find(plan, Plan)
+    assert found.arguments is not None
+    _enqueue(found, found.arguments._replace(direction=direction), source, target)
+
+
+def _enqueue(plan: Plan, arguments: TransformArguments, source: int, target: int) -> None:
+    stream = MACHINE.stream(plan.stream)
+    if stream.capture is not None:
+        raise CudaError(_NOT_SUPPORTED, "a graph would not own the work area")
+    area, nbytes = plan.work_area, plan.work_bytes
+
+    def work() -> None:
+        MACHINE.allocation(area, area + nbytes)  # it is still there
+        fft.transform(MACHINE.allocation, arguments, source, target)
+        ctypes.memset(area, UNWRITTEN, nbytes)
+
+    MACHINE.enqueue(stream, work)

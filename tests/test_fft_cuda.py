@@ -1,0 +1,334 @@
+"""The method "fft" on CUDA: the same cases as on NumPy, in both orders of spectra, and what is CUDA's alone."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import reference
+import reference_gradients
+from fft_cases import CASES, DTYPES, MIXED, MODES, normal
+from tolerance import assert_close
+
+import cupyconv
+from cupyconv.call.operation import forget_calls
+from cupyconv.cuda.plan import fft
+from cupyconv.problem.plan import MAX_SOURCES, every_step
+
+#: Orders of spectra, by whether they are interleaved.
+ORDERS = {"frequencies side by side": (False,), "channels side by side": (True,)}
+
+
+@pytest.fixture(params=ORDERS)
+def order(request, monkeypatch):
+    """Spectra in one order alone."""
+    monkeypatch.setattr(fft, "ORDERS", ORDERS[request.param])
+    forget_calls()
+    yield request.param
+    forget_calls()
+
+
+def on(target, arrays):
+    return [target.to_device(array) for array in arrays]
+
+
+def multiplies_numbers(weight, settings):
+    """Whether each product has one channel and one output: matrices are not for that."""
+    groups = settings.get("groups", 1)
+    return weight.shape[1] * weight.shape[0] // groups == 1
+
+
+def check(target, x, weight, settings, *, limit=150_000):
+    expected = reference.conv(x, weight, **settings)
+    arrays = on(target, (x, weight))
+    terms = max(1, int(np.prod(weight.shape[1:])))
+    for most in (None, limit):
+        with cupyconv.options(workspace_limit=most):
+            plan = cupyconv.explain(cupyconv.conv, *arrays, method="fft", **settings)
+            actual = cupyconv.conv(*arrays, method="fft", **settings)
+        assert plan.method == "fft" and (most is None or plan.workspace_bytes <= most)
+        assert_close(actual, expected, np.result_type(x, weight), terms, factor=4)
+    return plan
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_convolution(cuda_target, order, name):
+    x, weight, settings = CASES[name]
+    x, weight = normal(*x), normal(*weight, seed=1)
+    if multiplies_numbers(weight, settings) and order == "channels side by side":
+        with pytest.raises(ValueError, match="do not fit"):
+            cupyconv.explain(cupyconv.conv, *on(cuda_target, (x, weight)), method="fft", **settings)
+        return
+    check(cuda_target, x, weight, settings)
+
+
+@pytest.mark.parametrize("dtypes", [*((dtype, dtype) for dtype in DTYPES if dtype != "float32"), *MIXED], ids=str)
+def test_dtypes(cuda_target, order, dtypes):
+    for name in ("many channels", "symmetric"):
+        x, weight, settings = CASES[name]
+        check(cuda_target, normal(*x, dtype=dtypes[0]), normal(*weight, dtype=dtypes[1], seed=1), settings, limit=None)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_everything_around_a_convolution(cuda_target, order, channels_last):
+    """Merged inputs with their own strides, a prologue, bias, residual, activation, what is kept before it, `out` in place."""
+    xs = [normal(2, 3, 9, 11), normal(2, 9, 11, 2).transpose(0, 3, 1, 2), normal(2, 1, 18, 11)[:, :, ::2]]
+    weight, bias, residual = normal(4, 6, 5, 3), normal(4), normal(2, 4, 9, 11)
+    prologue = normal(6), normal(6, seed=1), "relu"
+    images = reference.transformed(xs, *prologue, axis=1)
+    settings = dict(padding="same", activation="gelu")
+    expected = reference.conv(images, weight, bias, residual=residual, **settings)
+    scale, shift, weight, bias, residual = on(cuda_target, (*prologue[:2], weight, bias, residual))
+    xs = on(cuda_target, xs)
+    if channels_last:
+        xs = [cuda_target.to_device(x.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2) for x in xs]
+    settings |= dict(prologue=(scale, shift, "relu"), method="fft")
+    for limit in (None, 60_000):
+        with cupyconv.options(workspace_limit=limit):
+            actual = cupyconv.conv(xs, weight, bias, residual=residual, **settings)
+            in_place = cuda_target.to_device(residual)
+            cupyconv.conv(xs, weight, bias, residual=in_place, out=in_place, **settings)
+            saved, _ = cupyconv.vjp(cupyconv.conv, xs, weight, bias, residual=residual, **settings)
+        assert_close(actual, expected, np.float32, 15 * 6, magnitude=300.0, factor=4)
+        np.testing.assert_array_equal(in_place, actual)
+        np.testing.assert_array_equal(saved, actual)
+
+
+def test_more_inputs_than_a_kernel_takes(cuda_target, order):
+    xs = [normal(1, 1 + i % 2, 9, 8, seed=i) for i in range(MAX_SOURCES + 3)]
+    weight = normal(2, sum(x.shape[1] for x in xs), 3, 3)
+    settings = dict(padding="same", padding_mode="wrap")
+    expected = reference.conv(np.concatenate(xs, axis=1), weight, **settings)
+    arrays = on(cuda_target, xs), cuda_target.to_device(weight)
+    actual = cupyconv.conv(*arrays, method="fft", **settings)
+    assert_close(actual, expected, np.float32, weight[0].size, factor=4)
+    assert "left so" in str(cupyconv.explain(cupyconv.conv, *arrays, method="fft", **settings))
+
+
+def test_a_weight_with_too_large_spectra_is_computed_in_shares(cuda_target, order):
+    """Of outputs, and of groups, whose inputs begin anywhere; each has its own bias, residual and prologue."""
+    for xs, weight, groups in (
+        ([normal(1, 5, 30, 30), normal(1, 3, 30, 30)], normal(24, 8, 11, 11), 1),
+        ([normal(1, 5, 30, 30), normal(1, 7, 30, 30)], normal(24, 3, 11, 11), 4),
+    ):
+        bias, channels = normal(24), sum(x.shape[1] for x in xs)
+        scale, residual = normal(channels), normal(1, 24, 20, 20)
+        images = reference.transformed(xs, scale, None, "relu", axis=1)
+        expected = reference.conv(images, weight, bias, groups=groups, residual=residual)
+        xs, (weight, bias, scale, residual) = on(cuda_target, xs), on(cuda_target, (weight, bias, scale, residual))
+        settings = dict(groups=groups, prologue=(scale, None, "relu"), residual=residual, method="fft")
+        with cupyconv.options(workspace_limit=250_000):
+            plan = cupyconv.explain(cupyconv.conv, xs, weight, bias, **settings)
+            actual = cupyconv.conv(xs, weight, bias, **settings)
+        assert "shares of" in plan.reason and plan.workspace_bytes <= 250_000
+        assert_close(actual, expected, np.float32, 121 * 8, magnitude=1000.0, factor=4)
+
+
+# --- what is enqueued, and the memory it takes ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [None, 2 << 20, 250_000])
+def test_it_takes_what_explain_says(cuda_target, limit):
+    x, weight = on(cuda_target, (normal(3, 2, 161, 147), normal(3, 2, 15, 15)))
+    with cupyconv.options(workspace_limit=limit):
+        plan = cupyconv.explain(cupyconv.conv, x, weight, padding="same", method="fft")
+        out = cupyconv.conv(x, weight, padding="same", method="fft")
+        gc.collect()
+        before = cuda_target.device.peak_bytes = cuda_target.device.allocated_bytes
+        cupyconv.conv(x, weight, padding="same", method="fft", out=out)
+    assert cuda_target.device.peak_bytes - before <= plan.workspace_bytes
+    assert limit is None or plan.workspace_bytes <= limit
+
+
+def test_the_number_of_calls_depends_on_chunks_alone(cuda_target):
+    """One launch and one transform of each kind for all samples and tiles; with less memory as many for each chunk."""
+    weight = cuda_target.to_device(normal(3, 2, 9, 9))
+
+    def enqueued(samples, limit=None):
+        x = cuda_target.to_device(normal(samples, 2, 61, 47))
+        with cupyconv.options(workspace_limit=limit):
+            plan = cupyconv.explain(cupyconv.conv, x, weight, method="fft")
+            cuda_target.device.log.clear()
+            cupyconv.conv(x, weight, method="fft")
+        return len(list(every_step(plan.steps))), len(cuda_target.device.log)
+
+    assert enqueued(1) == enqueued(5) == (7, 7)
+    listed, run = enqueued(60, 500_000)
+    assert run > 7 and (run - 2) % 5 == 0 and listed < run
+
+
+def test_its_steps_print():
+    x, weight = np.empty((16, 64, 61, 47), np.float32), np.empty((64, 64, 9, 9), np.float32)
+    page = str(cupyconv.explain(cupyconv.conv, x, weight, method="fft", on="sm_90"))
+    for words in (
+        "tiles<float32, float32>", "fft      ", "float32 -> complex64", "complex64 -> float32, inverse", "gemm     m ",
+        "finish_tiles<float32, float32, float32>", "interleaved", "rounding errors are relative", "computed again from its window",
+        "cuFFT's own memory", "spectra of the weight",
+    ):  # fmt: skip
+        assert words in page, page
+
+
+def test_without_room_it_is_refused_and_auto_goes_on():
+    x, weight = np.empty((1, 8, 400, 400), np.float32), np.empty((8, 8, 31, 31), np.float32)
+    with cupyconv.options(workspace_limit=100_000):
+        with pytest.raises(ValueError, match=r"'fft' does not apply: the smallest tile .* limit of 100,000 bytes"):
+            cupyconv.explain(cupyconv.conv, x, weight, method="fft", on="sm_90")
+        assert cupyconv.explain(cupyconv.conv, x, weight, on="sm_90").method != "fft"
+
+
+# --- infinities and NaN ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_infinities_and_nan_are_where_the_definition_puts_them(cuda_target, order, dtype):
+    x, weight = normal(2, 3, 40, 31, dtype=dtype), normal(4, 3, 5, 5, dtype=dtype)
+    x[0, 0, 10, 10], x[1, -1, 30, 0], x[0, 0, 30, 7] = np.inf, np.nan, -np.inf
+    weight[0, 0, 2, 3] = 0
+    bias = normal(4, dtype=dtype)
+    arrays = on(cuda_target, (x, weight, bias))
+    actual = cupyconv.conv(*arrays, padding=2, method="fft").get()
+    plain = cupyconv.conv(*arrays, padding=2, method="direct").get()
+    if dtype == "complex64":
+        np.testing.assert_array_equal(np.isfinite(actual), np.isfinite(plain))
+    else:
+        for kind in (np.isnan, np.isposinf, np.isneginf):
+            np.testing.assert_array_equal(kind(actual), kind(plain))
+    finite = np.isfinite(plain)
+    assert not finite.all()
+    np.testing.assert_allclose(actual[finite], plain[finite], rtol=1e-3, atol=1e-4 * abs(plain[finite]).max())
+
+
+def test_what_would_take_too_long_is_left_as_it_is(cuda_target, monkeypatch):
+    monkeypatch.setattr(fft, "MOST_PRODUCTS", 1000)
+    forget_calls()
+    x, weight = normal(1, 1, 300, 30), normal(1, 1, 3, 3)
+    x[0, 0, 5, 5] = np.nan
+    x, weight = on(cuda_target, (x, weight))
+    with cupyconv.options(workspace_limit=30_000):
+        assert "left so" in str(cupyconv.explain(cupyconv.conv, x, weight, method="fft"))
+        y = cupyconv.conv(x, weight, method="fft")
+    assert np.isnan(y).sum() > 9 and np.isfinite(y[:, :, 200:]).all()
+    forget_calls()
+
+
+# --- gradients ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["2-D", "1-D", "dilation"])
+def test_an_input_gradient_is_a_convolution(cuda_target, order, name):
+    x, weight, settings = CASES[name]
+    weight = normal(*weight, seed=1)
+    grad = normal(*reference.conv(normal(*x), weight, **settings).shape, seed=2)
+    expected = reference_gradients.conv_grad_input(grad, weight, x, **settings)
+    actual = cupyconv.conv_grad_input(*on(cuda_target, (grad, weight)), x, method="fft", **settings)
+    assert_close(actual, expected, np.float32, weight.size, factor=4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stride", [1, (2, 1)])
+def test_an_input_gradient_is_folded_where_padding_repeats_elements(cuda_target, mode, stride):
+    """Into several images, all samples at a time, and one after the other."""
+    shapes, weight = [(3, 2, 30, 21), (3, 1, 30, 21)], normal(3, 3, 7, 6)
+    settings = dict(padding=((2, 3), (4, 1)), padding_mode=mode, stride=stride)
+    grad = normal(*reference.conv(normal(3, 3, 30, 21), weight, **settings).shape)
+    expected = reference_gradients.conv_grad_input(grad, weight, (3, 3, 30, 21), **settings)
+    arrays = on(cuda_target, (grad, weight))
+    for limit in (None, 130_000):
+        with cupyconv.options(workspace_limit=limit):
+            plan = cupyconv.explain(cupyconv.conv_grad_input, *arrays, shapes, method="fft", **settings)
+            actual = cupyconv.conv_grad_input(*arrays, shapes, method="fft", **settings)
+        assert limit is None or plan.workspace_bytes <= limit
+        merged = np.concatenate([part.get() for part in actual], axis=1)
+        assert_close(merged, expected, np.float32, 6 * weight.size, factor=4)
+
+
+@pytest.mark.parametrize("mode", ["constant", "reflect"])
+def test_auto_takes_it_for_the_gradient_of_a_deconvolution(mode):
+    image, psf = np.ones((1, 1, 1024, 1024), np.float32), np.ones((1, 1, 63, 63), np.float32)
+    settings = dict(padding=31, padding_mode=mode, on="sm_90")
+    plan = cupyconv.explain(cupyconv.conv_grad_input, image, psf, image.shape, **settings)
+    assert plan.method == "fft" and "rounding errors" in plan.reason
+    with pytest.raises(ValueError, match="'fft' does not apply: sums of float16 would be rounded twice"):
+        image, psf = image.astype(np.float16), psf.astype(np.float16)
+        cupyconv.explain(
+            cupyconv.conv_grad_input, image, psf, image.shape, method="fft", **settings | {"padding_mode": "edge"}
+        )
+
+
+def test_gradients_choose_another_method_where_there_are_no_transforms(cuda_target):
+    """A result by transforms has gradients by whatever is there; by name they are refused."""
+    x, weight = normal(2, 2, 40, 31), normal(3, 2, 9, 9)
+    arrays = on(cuda_target, (x, weight))
+    y, pullback = cupyconv.vjp(cupyconv.conv, *arrays, padding="same", padding_mode="reflect", method="fft")
+    grad = normal(*y.shape, seed=3)
+    gradients = pullback(cuda_target.to_device(grad))
+    settings = dict(padding="same", padding_mode="reflect")
+    expected = reference_gradients.conv_grad_input(grad, weight, x.shape, **settings)
+    assert_close(gradients.x, expected, np.float32, 6 * weight.size, factor=4)
+    expected = reference_gradients.conv_grad_weight(grad, x, (9, 9), **settings)
+    assert_close(gradients.weight, expected, np.float32, grad[:, 0].size, factor=4)
+    with pytest.raises(ValueError, match="'fft' does not apply: there is no such method"):
+        cupyconv.conv_grad_weight(cuda_target.to_device(grad), arrays[0], (9, 9), method="fft", **settings)
+
+
+# --- the choice -----------------------------------------------------------------------------------------------
+
+
+def chosen(x, weight, **settings):
+    arrays = np.empty(x, np.float32), np.empty(weight, np.float32)
+    return cupyconv.explain(cupyconv.conv, *arrays, padding="same", **settings, on="sm_90")
+
+
+@pytest.mark.parametrize("x, weight, takes_it", [
+    ((1, 1, 1024, 1024), (1, 1, 31, 31), True), ((1, 1, 1024, 1024), (1, 1, 63, 63), True),
+    ((1, 1, 128, 128, 128), (1, 1, 15, 15, 15), True), ((1, 1, 10**7), (1, 1, 1001), True),
+    ((4, 16, 512, 512), (16, 16, 31, 31), True),
+    ((1, 1, 1024, 1024), (1, 1, 3, 3), False), ((8, 64, 56, 56), (64, 64, 3, 3), False),
+    ((8, 64, 56, 56), (64, 64, 7, 7), False), ((1, 1, 10**6), (1, 1, 5), False), ((1, 1, 30, 30), (1, 1, 9, 9), False),
+])  # fmt: skip
+def test_auto_takes_it_for_large_kernels_alone(x, weight, takes_it):
+    plan = chosen(x, weight)
+    assert (plan.method == "fft") == takes_it, plan
+    if not takes_it:
+        assert "unmeasured model" in dict(plan.rejected)["fft"]
+
+
+def test_it_can_be_forbidden():
+    with cupyconv.options(allow_fft=False):
+        plan = chosen((1, 1, 1024, 1024), (1, 1, 63, 63))
+        assert plan.method != "fft" and "allow_fft=False" in dict(plan.rejected)["fft"]
+        with pytest.raises(ValueError, match=r"'fft' does not apply: .*allow_fft=False"):
+            chosen((1, 1, 1024, 1024), (1, 1, 63, 63), method="fft")
+    with pytest.raises(ValueError, match="method 'fft' does not apply: it is for kernels of several taps"):
+        chosen((1, 4, 9, 9), (4, 4, 1, 1), method="fft")
+
+
+def test_without_cufft_another_method_is_taken(cuda_target, monkeypatch):
+    """It turns out as a plan is made ready; from then on every plan knows."""
+    device = cuda_target.device
+    monkeypatch.setattr(device, "has_cufft", False)
+    monkeypatch.setattr(device, "model", device.model)
+    forget_calls()
+    x, weight = normal(1, 1, 90, 80), normal(1, 1, 25, 25)
+    arrays = on(cuda_target, (x, weight))
+    with pytest.raises(ValueError, match="'fft' does not apply: CuPy finds no cuFFT"):
+        cupyconv.conv(*arrays, method="fft")
+    assert "no cuFFT" in dict(cupyconv.explain(cupyconv.conv, *arrays).rejected)["fft"]
+    assert_close(cupyconv.conv(*arrays), reference.conv(x, weight), np.float32, 625, factor=4)
+    forget_calls()
+
+
+def test_it_is_not_captured(cuda_target, monkeypatch):
+    arrays = on(cuda_target, (normal(1, 1, 40, 40), normal(1, 1, 9, 9)))
+    out = cupyconv.conv(*arrays, method="fft")
+    monkeypatch.setattr(cuda_target.device, "capturing", True)
+    with pytest.raises(RuntimeError, match="cuFFT calls cannot be captured"):
+        cupyconv.conv(*arrays, method="fft", out=out)
+
+
+def test_lengths_are_the_next_that_are_quick():
+    quick = sorted(2**a * 3**b * 5**c * 7**d for a in range(12) for b in range(8) for c in range(6) for d in range(5))
+    for least in (1, 2, 3, 11, 13, 17, 97, 121, 1000, 1086, 2047):
+        assert fft.fast_length(least) == next(n for n in quick if n >= least)
+        assert fft.fast_length(least, 2) == next(n for n in quick if n >= least and n % 2 == 0)
