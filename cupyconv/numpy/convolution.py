@@ -169,8 +169,8 @@ METHODS = {
 }
 #: The same of several inputs.
 MERGING = METHODS | {"gemm": METHODS["gemm"]._replace(ways="cupyconv.numpy.merged")}
-#: The same of several groups.
-GROUPED = METHODS | {"gemm": METHODS["gemm"]._replace(ways="cupyconv.numpy.long_rows")}
+#: Those that are other ones for several groups.
+GROUPED = {"gemm": METHODS["gemm"]._replace(ways="cupyconv.numpy.long_rows")}
 
 
 def plan_conv(problem: ConvProblem) -> Plan:
@@ -181,7 +181,7 @@ def plan_conv(problem: ConvProblem) -> Plan:
 
         return choose(problem, methods_of(problem))
     if problem.geometry.groups > 1:
-        return choose(problem, GROUPED)
+        return choose(problem, METHODS | GROUPED)
     return choose(problem, METHODS if len(problem.xs) == 1 else MERGING)
 
 

@@ -88,7 +88,8 @@ class LongRows(ConvLoop):
     def applies(cls, problem: ConvProblem) -> bool:
         geometry = problem.geometry
         # A group's channels are those of one input, so that several groups are read at once.
-        is_whole = all(count % geometry.group_channels == 0 for count in geometry.channels)
+        per_group = geometry.group_channels
+        is_whole = per_group > 0 and all(count % per_group == 0 for count in geometry.channels)
         return problem.is_one_kind and geometry.taps > 1 and is_whole and _most_pixels(geometry) >= LEAST_ROW
 
     @classmethod
