@@ -21,6 +21,8 @@ DRAWN = {
     "demo": (["-m", "cupyconv", "demo"], "cupyconv-demo.png", 380, 128),
     "denoise": (["examples/denoise.py"], "denoise.png", 800, 40),
     "digits": (["examples/train_digits.py"], "digits.png", 1000, 64),
+    "edges": (["examples/edges.py", "--output", "edges.png"], "edges.png", 1000, 128),
+    "memory": (["examples/densenet_block.py", "--output", "memory.png"], "memory.png", 800, 32),
     "co2": (["examples/forecast_co2.py"], "co2.png", 1000, 64),
 }
 

@@ -1,7 +1,8 @@
 """A DenseNet block in training: its memory grows with the depth, where concatenating grows with the depth's square.
 
-python examples/densenet_block.py            on NumPy
-python examples/densenet_block.py --cupy     on a GPU
+python examples/densenet_block.py                         on NumPy
+python examples/densenet_block.py --cupy                  on a GPU
+python examples/densenet_block.py --output memory.png     draws the memory, too: pip install '.[examples]'
 
 Each layer normalises all earlier feature maps (with frozen statistics: a scale and a shift a channel), applies relu
 and a 3x3 convolution.  Written the usual way it keeps their concatenation and the normalised copy, once a layer.
@@ -16,7 +17,9 @@ import cupyconv
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--cupy", action="store_true", help="compute on a GPU")
-if parser.parse_args().cupy:
+parser.add_argument("--output", metavar="FILE", help="draw the memory")
+options = parser.parse_args()
+if options.cupy:
     import cupy as xp
 else:
     import numpy as xp
@@ -113,19 +116,33 @@ xp.random.seed(0)
 image = xp.random.standard_normal((BATCH, WIDTH, SIZE, SIZE)).astype(xp.float32)
 print("Memory of one training step of a dense block; x: as a multiple of that with half the layers.")
 print("layers    concatenating           merged")
-previous = (None, None)
+peaks = [(None, None)]
 worst = 0.0
 # Both blocks sum the same products: other roundings near zero would let a relu pass another gradient.
 with cupyconv.options(workspace_limit=4 << 20, allow_winograd=False):
+    step(concatenating, image, new_layers(1))  # what a first call imports is no memory of the block's
     for depth in DEPTHS:
         layers = new_layers(depth)
         expected, copying = peak_of(concatenating, image, layers)
         results, listing = peak_of(merged, image, layers)
         for a, b in zip(results, expected):
             worst = max(worst, float(abs(a - b).max() / abs(b).max()))
-        grown = [f"x {now / before:.1f}" if before else "" for now, before in zip((copying, listing), previous)]
+        grown = [f"x {now / before:.1f}" if before else "" for now, before in zip((copying, listing), peaks[-1])]
         print(f"{depth:6}{copying / 1e6:11.1f} MB {grown[0]:6}{listing / 1e6:11.1f} MB {grown[1]:6}".rstrip())
-        previous = copying, listing
+        peaks.append((copying, listing))
 print(f"largest relative difference of a result: {worst:.1e}")
 if not worst < 1e-3:
     sys.exit("the difference is too large")
+
+if options.output:
+    from matplotlib.figure import Figure  # pip install '.[examples]'
+
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for name, color, of in zip(("concatenating", "merged"), ("#c0392b", "#12545c"), zip(*peaks[1:])):
+        axes.plot(DEPTHS, [peak / 1e6 for peak in of], "o-", color=color, label=name)
+    axes.set(xlabel="layers of the block", ylabel="memory of a training step, MB", xticks=DEPTHS, ylim=0)
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(options.output, dpi=110)

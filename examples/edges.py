@@ -1,7 +1,8 @@
 """Edges of an image by orientation: one `conv` with complex Gabor filters on a real image.
 
-python examples/edges.py            on NumPy
-python examples/edges.py --cupy     on a GPU
+python examples/edges.py                        on NumPy
+python examples/edges.py --cupy                 on a GPU
+python examples/edges.py --output edges.png     draws a picture too: pip install '.[examples]'
 """
 
 import argparse
@@ -12,7 +13,9 @@ import cupyconv
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--cupy", action="store_true", help="compute on a GPU")
-if parser.parse_args().cupy:
+parser.add_argument("--output", metavar="FILE", help="draw a picture")
+options = parser.parse_args()
+if options.cupy:
     import cupy as xp
 else:
     import numpy as xp
@@ -39,3 +42,19 @@ for step, angle in enumerate(angles.ravel().tolist()):
 
 if right != 8:
     sys.exit("some filter did not answer to its own orientation")
+
+if options.output:
+    from matplotlib.figure import Figure  # pip install '.[examples]'
+
+    host = getattr(xp, "asnumpy", lambda array: array)
+    figure = Figure(figsize=(12, 4.4), layout="constrained")
+    left, middle, last = figure.subplots(1, 3)
+    left.imshow(host(disc), cmap="gray")
+    left.set_title("a disc")
+    middle.imshow(host(xp.concatenate([bank[step].real for step in (0, 2, 4)], axis=1)), cmap="RdBu", vmin=-1, vmax=1)
+    middle.set_title("three of eight filters, their real parts")
+    last.imshow(host(strongest), cmap="hsv", vmin=0, vmax=8, alpha=host(edges[0].max(axis=0) / edges.max()))
+    last.set_title("the filter that answers strongest")
+    for axes in (left, middle, last):
+        axes.set_axis_off()
+    figure.savefig(options.output, dpi=100)

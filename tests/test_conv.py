@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import reference
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,3 +47,22 @@ def test_random_data(target, case, method, limit):
         expected = reference.conv(**arrays, **case.parameters)
         magnitude = case.magnitude(arrays)
         assert_close(actual, expected, case.result_dtype, case.terms, magnitude=magnitude)
+
+
+def test_images_of_one_pixel_or_one_channel_are_in_both_orders_and_give_c_order():
+    """Their channels lie side by side in C order too, whatever the strides of axes that have one element."""
+    features, weight = np.ones((2, 3), np.float32), np.ones((4, 3, 3, 3), np.float32)
+    for x in (features.reshape(2, 3, 1, 1), features[:, :, np.newaxis, np.newaxis]):
+        assert cupyconv.conv(x, weight, padding=2).flags.c_contiguous
+    one_channel = np.ones((2, 5, 4, 1), np.float32).transpose(0, 3, 2, 1)
+    assert cupyconv.conv(one_channel, weight[:, :1]).flags.c_contiguous
+    y = cupyconv.conv(np.ones((2, 1, 2, 3), np.float32).transpose(0, 3, 1, 2), weight, padding=2)
+    assert y.transpose(0, 2, 3, 1).flags.c_contiguous
+
+
+def test_an_input_without_samples_beside_one_with_them_is_answered_with_the_axes_it_needs():
+    weight = np.ones((4, 3, 3, 3), np.float32)
+    with pytest.raises(
+        ValueError, match=r"x\[1\] has shape \(1, 5, 5\), needed 4 axes: \(N, C, \*spatial\) with 2 spatial"
+    ):
+        cupyconv.conv([np.ones((1, 2, 5, 5), np.float32), np.ones((1, 5, 5), np.float32)], weight)

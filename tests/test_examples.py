@@ -85,7 +85,8 @@ def test_help_computes_nothing(name: str, monkeypatch, capsys):
 def test_memory_of_a_dense_block_is_linear_in_its_depth(device: tuple[str, ...], tmp_path: Path, monkeypatch):
     """Twice the layers: less than twice the memory, where concatenating needs at least three times."""
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # small products: on a busy machine threads only wait
-    printed = run("densenet_block", tmp_path, *device)
+    printed = run("densenet_block", tmp_path, *device, "--output", "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(PNG)
     rows = re.findall(r"^ *(\d+) +([\d.]+) MB(?: x [\d.]+)? +([\d.]+) MB", printed, re.MULTILINE)
     layers, concatenating, merged = zip(*(map(float, row) for row in rows))
     assert layers == (4, 8, 16, 32)
@@ -105,6 +106,12 @@ def test_a_volume_is_larger_than_a_workers_memory(tmp_path: Path):
     (volume,) = map(int, re.findall(r"volume (\d+) MiB", printed))
     ((peak, limit),) = re.findall(r"most memory of a worker (\d+) MiB, of (\d+)", printed)
     assert int(peak) < int(limit) < volume
+
+
+@on_each_device
+def test_edges_are_drawn(device: tuple[str, ...], tmp_path: Path):
+    run("edges", tmp_path, *device, "--output", "edges.png")
+    assert (tmp_path / "edges.png").read_bytes().startswith(PNG)
 
 
 @on_each_device

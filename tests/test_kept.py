@@ -70,6 +70,27 @@ def test_what_it_counts_is_what_is_held():
     assert 0.7 * held < kept.spent() < 2 * held
 
 
+def test_what_is_held_twice_is_counted_once():
+    part, loop = bytes(100_000), []
+    loop += [part, loop]
+    alone = kept.held_bytes([part])
+    assert 100_000 <= alone < 100_300
+    assert kept.held_bytes([part, part]) < alone + 100 and kept.held_bytes(loop) < alone + 100
+    assert kept.held_bytes([part, 1], shared=[part]) < 300
+
+
+def test_a_full_cache_lets_go_of_what_was_not_used_for_longest():
+    cache = kept.Cache(2)
+    cache.keep("first", 1)
+    cache.keep("second", 2)
+    assert cache.get("first") == 1
+    cache.keep("third", 3)
+    assert [cache.get(key) for key in ("first", "second", "third")] == [1, None, 3] and len(cache) == 2
+    before = kept.spent()
+    cache.keep("third", 4)  # in its own place
+    assert (cache.get("first"), cache.get("third"), kept.spent()) == (1, 4, before)
+
+
 def test_clear_caches_gives_everything_back():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((8, 64, 30, 30)).astype(np.float32)

@@ -170,3 +170,24 @@ def test_pads_beyond_the_size_through_conv(target, mode, size):
     one = target.to_device(np.ones((1, 1, 1), np.float32))
     y = cupyconv.conv(target.to_device(x[None, None]), one, padding=((11, 13),), padding_mode=mode)
     np.testing.assert_array_equal(target.to_host(y)[0, 0], np.pad(x, (11, 13), mode=mode))
+
+
+@pytest.mark.parametrize(
+    "size, padding, hint",
+    [
+        ((9,), (1, 2), "for one axis with unequal sides write ((1, 2),)"),
+        ((9, 9), (1, 2, 3, 4), "a flat ONNX list goes through onnx_padding(pads)"),
+        ((9, 9, 9), (1, 2), "a lone pair is ambiguous: write ((1, 2),) * 3"),
+        ((9, 9, 9), ((1, 2), (1, 2)), "give an int, or one int or one (before, after) pair per spatial axis"),
+        ((9, 9), "SAME_UPPER", "; ONNX's auto_pad goes through onnx_padding"),
+        ((9, 9), "reflect", "unknown padding 'reflect'; the names are "),
+        ((9, 9), "causal", "padding 'causal' is for one spatial axis, given 2"),
+        ((9, 9), ((1, 2, 3), 1), "padding of one axis is an int or a (before, after) pair, given (1, 2, 3)"),
+    ],
+)
+def test_what_is_refused_is_answered_with_what_was_meant(size, padding, hint):
+    x, weight = np.ones((1, 1, *size), np.float32), np.ones((1, 1, *(2,) * len(size)), np.float32)
+    with pytest.raises(ValueError) as refused:
+        cupyconv.conv(x, weight, padding=padding)
+    assert hint in str(refused.value)
+    assert ("onnx_padding" in str(refused.value)) == ("onnx_padding" in hint)

@@ -15,7 +15,7 @@ from test_bad_input import Ones, placed
 
 import cupyconv
 from cupyconv.cuda.run.execution import _COMPUTE_TYPE, _DATA_TYPE
-from cupyconv.problem.plan import Address, GemmCall, Kernel, KernelLaunch, Matrix, Plan
+from cupyconv.problem.plan import Address, GemmCall, Kernel, KernelLaunch, Matrix, Plan, going_on
 from tests.host_device import GemmRecord, LaunchRecord
 
 # --- what ran -------------------------------------------------------------------------------------------------
@@ -179,6 +179,49 @@ def test_the_page_of_a_merge():
 def test_the_page_on_numpy():
     page = str(cupyconv.explain(cupyconv.conv, np.ones((1, 2, 9)), np.ones((3, 2, 3))))
     assert "on numpy (1 thread)" in page and "block(s) of" in page
+
+
+def f32(*shape):
+    return np.ones(shape, np.float32)
+
+
+def test_what_limits_the_speed_of_the_host():
+    """A merge reads more than it computes; a layer of many channels computes with every element for long."""
+    assert cupyconv.explain(cupyconv.linmerge, [f32(2, 4, 1000)] * 5, f32(4, 20)).bound == "memory"
+    assert cupyconv.explain(cupyconv.conv, f32(2, 64, 28, 28), f32(64, 64, 3, 3)).bound == "arithmetic"
+    assert cupyconv.explain(cupyconv.conv, f32(2, 1, 28, 28), f32(1, 1, 3, 3)).bound == "memory"
+
+
+def channels_last(*shape):
+    return f32(shape[0], *shape[2:], shape[1]).transpose(0, -1, *range(1, len(shape) - 1))
+
+
+@pytest.mark.parametrize(
+    "call, title, result",
+    [
+        ((cupyconv.conv_transpose, f32(2, 4, 10), f32(4, 3, 3)), "conv_transpose, the adjoint of conv 3 -> 4 channels, kernel 3 on 2 x 12", "float32 (2, 3, 12), C order"),
+        ((cupyconv.conv_transpose, channels_last(2, 4, 5, 6), f32(4, 3, 3, 3)), "conv_transpose, the adjoint of conv 3 -> 4 channels, kernel 3x3 on 2 x 7x8", "float32 (2, 3, 7, 8), channels-last"),
+        ((cupyconv.conv_grad_input, f32(2, 3, 8, 8), f32(3, 4, 3, 3), [(2, 1, 10, 10), (2, 3, 10, 10)]), "conv_grad_input, the adjoint of conv 4 (merged from 1+3) -> 3 channels, kernel 3x3 on 2 x 10x10", "float32 (2, 1, 10, 10), (2, 3, 10, 10), C order"),
+        ((cupyconv.conv_chain, f32(2, 4, 9), [cupyconv.ConvLayer(f32(5, 4, 3)), cupyconv.ConvLayer(f32(6, 5, 1))]), "chain of 2 convolutions", "float32 (2, 6, 7), C order"),
+    ],
+    ids=["transposed", "transposed, channels-last", "input gradient of a merge", "chain"],
+)  # fmt: skip
+@pytest.mark.parametrize("on", [None, "sm_90"])
+def test_a_page_begins_with_what_is_computed_and_its_result(call, title, result, on):
+    first, *lines = str(cupyconv.explain(*call, on=on)).splitlines()
+    assert first == title
+    assert f"  result    {result}" in lines
+
+
+def test_what_comes_in_later_rounds():
+    """Offsets go on from wherever the first round begins; two rounds unlike in more than places have no next one."""
+    x, y = (Address("x", offset) for offset in (100, 130))
+    assert going_on(x, y, 3) == Address("x", 190) and going_on(5, 7, 2) == 9
+    assert going_on((x, None, 2), (y, None, 3), 2) == (Address("x", 160), None, 4)
+    assert going_on((x, True), (y, True), 2) == (Address("x", 160), True)
+    assert going_on(x, Address("y", 130), 1) is None
+    assert going_on((x, "a"), (y, "b"), 1) is None and going_on((x,), (x, x), 1) is None
+    assert going_on(x, 5, 1) is None
 
 
 def test_chunks_are_printed_once():

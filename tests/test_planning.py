@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from cupyconv.ops.conv_pullback import EPILOGUE_GRADIENT, PROLOGUE_GRADIENT
 from cupyconv.ops.pooling import AVG_POOL_GRADIENT, MAX_POOL_GRADIENT
 from cupyconv.ops.recurrent_pullback import RECURRENT_GRADIENT
 from cupyconv.problem.arrays import ITEMSIZE, is_complex
-from cupyconv.problem.machine import KNOWN_GPUS, known_gpu
+from cupyconv.problem.machine import KNOWN_GPUS, known_gpu, nearest_gpu
 from cupyconv.problem.plan import (
     MAX_SOURCES,
     Address,
@@ -46,6 +47,7 @@ from cupyconv.problem.plan import (
     Plan,
     Transform,
 )
+from cupyconv.problem.problems import Problem
 from cupyconv.problem.recurrence import GATES
 from tests.variants import all_variants
 
@@ -1103,3 +1105,38 @@ def test_recurrent_layers_of_very_many_samples(samples, methods):
         plan = cupyconv.explain(cupyconv.lstm, *arrays, method=method, on="sm_90")
         launches = [launch for step in plan.steps for launch in getattr(step, "launches", (step,))]
         assert all(launch.grid[1] <= 65535 for launch in launches if isinstance(launch, KernelLaunch))
+
+
+# --- rules of the problem -------------------------------------------------------------------------------------
+
+
+def test_weights_that_are_copied_whole_come_on_top_of_a_small_limit_only():
+    """A larger limit leaves no less beside them."""
+    limits, weights = range(1, 400), 100
+    room = [Problem.limit_with(SimpleNamespace(limit=limit), weights) for limit in limits]
+    assert all(given == limit for limit, given in zip(limits, room) if limit >= 2 * weights)
+    assert all(limit < given <= limit + weights for limit, given in zip(limits, room) if limit < 2 * weights)
+    assert room == sorted(room) and room[0] == 1 + weights
+
+
+def test_as_many_phases_as_allowed_are_taken_and_no_more():
+    x = np.ones((1, 2, 40, 40), np.float32)
+
+    def plan(*stride):
+        weight = np.ones((2, 2, *(step + 1 for step in stride)), np.float32)
+        return cupyconv.explain(cupyconv.conv_transpose, x, weight, stride=stride, method="implicit_gemm", on="sm_90")
+
+    assert plan(8, 8).method == "implicit_gemm"
+    with pytest.raises(ValueError, match="72 phases, 64 are allowed"):
+        plan(8, 9)
+
+
+def test_a_gpu_that_is_not_in_the_table_is_planned_for_as_the_newest_that_is_older():
+    names = {capability: nearest_gpu(capability).arch for capability in (70, 75, 79, 80, 87, 90, 103, 130)}
+    assert names == {
+        70: "sm_75", 75: "sm_75", 79: "sm_75", 80: "sm_80", 87: "sm_86", 90: "sm_90", 103: "sm_100", 130: "sm_120",
+    }  # fmt: skip
+    shared = {arch: gpu.shared_bytes >> 10 for arch, gpu in KNOWN_GPUS.items()}
+    assert shared == {
+        "sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99,
+    }  # fmt: skip

@@ -10,7 +10,7 @@ from tolerance import assert_exact
 
 import cupyconv
 from cupyconv.call.operation import forget_calls
-from cupyconv.numpy import depthwise, mec
+from cupyconv.numpy import depthwise, long_rows, mec
 
 #: Channels of the inputs, outputs, spatial size, kernel, settings.
 LAYERS = {
@@ -30,7 +30,7 @@ LAYERS = {
     "3-D": ((4,), 6, (4, 5, 3), (2, 3, 2), dict(groups=2, padding=1)),
     "3-D, rows": ((4,), 4, (4, 5, 3), (1, 3, 2), dict(groups=4, padding=1)),
 }
-BODIES = {"MEC columns", "MEC rows", "scaled taps", "scaled runs", "multiplied taps"}
+BODIES = {"MEC columns", "MEC rows", "long MEC rows", "scaled taps", "scaled runs", "multiplied taps"}
 
 
 @pytest.fixture(autouse=True, params=[64, 5000])
@@ -39,6 +39,7 @@ def small_cache(request, monkeypatch):
 
     for module in (depthwise, mec):
         monkeypatch.setattr(module, "MEMORY_BLOCK", request.param)
+    monkeypatch.setattr(long_rows, "PART", request.param)
     # Taps share columns however short the products, and however long the copy of the weight takes.
     monkeypatch.setattr(mec, "SHORT_PRODUCT", 0)
     monkeypatch.setattr(mec, "COPY_SECONDS", 0)
@@ -80,6 +81,34 @@ def test_a_layer_and_its_gradients(channels, outputs, size, kernel, settings, dt
     expected = reference_gradients.conv_grad_input(grad, weight, shapes, **settings)
     for actual, wanted in zip(cupyconv.conv_grad_input(grad, weight, shapes, **settings), expected):
         assert_exact(actual, wanted, dtype)
+
+
+#: Spatial size, kernel, samples, settings; and the bands that an image is cut into.
+LONG_ROWS = {
+    "one row of many samples": ((4, 9), (3, 3), 6, dict(padding=1), 1),
+    "bands": ((12, 9), (3, 3), 1, dict(padding=1), 12),
+    "bands of several rows": ((12, 40), (3, 3), 1, dict(padding=1), 3),
+    "bands, stride": ((25, 41), (3, 3), 1, dict(stride=2, padding=1), 13),
+    "bands, dilation": ((14, 9), (3, 2), 1, dict(dilation=(2, 3), padding="same"), 14),
+    "1-D, stride and dilation": ((90,), (4,), 2, dict(stride=2, dilation=3), 1),
+    "3-D": ((6, 5, 4), (3, 2, 3), 3, dict(padding=1), 1),
+    "3-D, bands": ((6, 5, 4), (3, 2, 3), 1, dict(padding=1), 6),
+    "3-D, stride": ((9, 7, 8), (2, 3, 3), 2, dict(stride=(2, 1, 3), padding=1), 1),
+}
+
+
+@pytest.mark.parametrize("size, kernel, batch, settings, bands", LONG_ROWS.values(), ids=LONG_ROWS.keys())
+@pytest.mark.parametrize("threads", [1, 2])
+def test_long_rows(size, kernel, batch, settings, bands, threads):
+    xs, weight, _, y = layer((2, 4), 9, size, kernel, settings | dict(groups=3), batch=batch)
+    given = settings | dict(groups=3, method="gemm")
+    with cupyconv.options(threads=threads):
+        if threads == 1:
+            (step,) = cupyconv.explain(cupyconv.conv, xs, weight, **given).steps
+            assert isinstance(step, long_rows.LongRows)
+            if step.blocks == 1:
+                assert step.block[1 + step.axis] // step.layout.rows == bands
+        assert_exact(cupyconv.conv(xs, weight, **given), y, "float32")
 
 
 @pytest.mark.parametrize("limit", [60_000, 20_000])

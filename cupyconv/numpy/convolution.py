@@ -169,6 +169,8 @@ METHODS = {
 }
 #: The same of several inputs.
 MERGING = METHODS | {"gemm": METHODS["gemm"]._replace(ways="cupyconv.numpy.merged")}
+#: The same of several groups.
+GROUPED = METHODS | {"gemm": METHODS["gemm"]._replace(ways="cupyconv.numpy.long_rows")}
 
 
 def plan_conv(problem: ConvProblem) -> Plan:
@@ -178,6 +180,8 @@ def plan_conv(problem: ConvProblem) -> Plan:
         from cupyconv.numpy.depthwise import methods_of  # imported by those that have one
 
         return choose(problem, methods_of(problem))
+    if problem.geometry.groups > 1:
+        return choose(problem, GROUPED)
     return choose(problem, METHODS if len(problem.xs) == 1 else MERGING)
 
 

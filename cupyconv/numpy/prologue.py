@@ -23,6 +23,12 @@ class Transform:
         scale, shift = (None if vector is None else vector[channels] for vector in (self._scale, self._shift))
         return Transform(scale, shift, self._activation)
 
+    def by_group(self, groups: int) -> Transform:
+        """The same of boxes (groups, channels, samples, d, h, w)."""
+        vectors = self._scale, self._shift
+        scale, shift = (None if v is None else v.reshape(groups, -1, *v.shape[1:]) for v in vectors)
+        return Transform(scale, shift, self._activation)
+
     def write(self, target: np.ndarray, values: np.ndarray, channels: slice) -> None:
         """The transformed `values`, of these of the merged channels, into `target`."""
         if self._scale is not None:

@@ -324,6 +324,7 @@ class Tile:
         moves = [step * stride for step, stride in zip(spatial, geometry.stride)]
         self.windows_strides = (c, *taps, n, *moves)
         read = tuple(region for region in regions if region[1] is not None)
+        self.not_zeros, self.has_zeros = read, len(read) < len(regions)
         self.in_image = self._in_image(geometry, itemsize, block, regions[0][1]) if len(regions) == 1 else None
         self.starts_as_zeros = len(read) < len(regions) and prod(self.shape) * itemsize <= _SMALL_TILE
         self.regions = read if self.starts_as_zeros else regions
@@ -372,16 +373,18 @@ class Images:
         self.channels = inputs[-1][1].stop if inputs else 0
 
     def read(self, regions: tuple[Region, ...], block: Block, target: np.ndarray) -> None:
-        """Read boxes of a block's samples into (channels, samples, d, h, w)."""
+        """Read boxes of a block's samples into (channels, samples, d, h, w), or (groups, channels, ...)."""
+        channels_first = (1, 0, 2, 3, 4) if target.ndim == 5 else (1, 2, 0, 3, 4, 5)
         for at, elements in regions:
             for x, channels in self.inputs:
-                part = target[(channels, slice(None), *at)]
+                place: Any = (channels, ..., *at)
+                part = target[place]
                 if elements is None:
                     part[...] = 0
                 elif self._transform is None:
-                    part[...] = read(block.samples_of(x), elements).swapaxes(0, 1)
+                    part[...] = read(block.samples_of(x), elements).transpose(channels_first)
                 else:
-                    self._transform.write(part, read(block.samples_of(x), elements).swapaxes(0, 1), channels)
+                    self._transform.write(part, read(block.samples_of(x), elements).transpose(channels_first), channels)
 
     def tile(self, block: Block, first: int = 0, step: int = 1) -> np.ndarray:
         """The part of the padded inputs that all windows of a block lie in: (channels, samples, d, h, w).
@@ -441,6 +444,18 @@ class Images:
             return False
         ((image, _),) = self.inputs
         return image.dtype == dtype and image.flags.c_contiguous
+
+    def by_group(self, groups: int) -> Images:
+        """The same with channels cut into groups, none of which is of two inputs: images (n, groups, channels, d, h, w)."""
+        per_group = self.channels // groups
+        inputs = [
+            (
+                x.reshape(len(x), x.shape[1] // per_group, per_group, *x.shape[2:]),
+                slice(own.start // per_group, own.stop // per_group),
+            )
+            for x, own in self.inputs
+        ]
+        return Images(inputs, self.scratch, self._transform and self._transform.by_group(groups))
 
     def some(self, channels: slice) -> Images:
         """Some channels of the concatenation, counted from the first of them."""

@@ -1,0 +1,277 @@
+"""MEC lowering with long rows: the rows of several samples, and of bands of an image, side by side.
+
+A product of few channels is short in two of its sides, so the third must be long.  A product for each row of the result, as
+of `MecRows`, is as long as a row; here it is as long as that row of all samples, and of all bands that an image is cut into:
+
+::
+
+    tile, of pixels with their padding      band 0  row 0  row 1  row 2 ...         pixels of all samples and bands
+                                            band 1  row 0  row 1  row 2 ...         |
+    columns of band rows                    row 0  [channels, taps of a row]  x  [samples, bands, width]
+                                            row 1
+                                            row 2
+    row r of all bands  =  weight  x        rows r, r + 1, r + 2 of the columns, one matrix where they lie
+
+The columns of a tap of a row are all pixels, padding included, from the tap on: they are copied in runs as long as a product.
+So a product has pixels behind each row's end that nobody reads.  Where the rows of a tile lie side by side already, as those
+of several samples, they are read like that; a band has rows in common with the next, which are copied for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from math import gcd, prod
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from cupyconv.numpy.convolution import (
+    CACHE_BLOCK,
+    ConvLoop,
+    ConvRun,
+    copy_bytes,
+    result_takes_sums,
+    sums_per_pixel,
+    temporaries,
+    weight_copy,
+)
+from cupyconv.numpy.gemm import WAYS as ANY_GROUPS
+from cupyconv.numpy.windows import Block, BlockSize, KeptScratch, Region, Scratch, parts_of, tile_size
+from cupyconv.problem.arrays import ITEMSIZE, accumulator
+from cupyconv.problem.geometry import ConvGeometry, even_part
+from cupyconv.problem.plan import Plan
+from cupyconv.problem.problems import ConvProblem
+
+#: Multiply-adds up to which OpenBLAS does a product without packing its operands (x86-64 with AVX-512).
+SMALL_PRODUCT = 900_000
+#: Pixels from which a product is about as fast as with more: of one sample, and of several, whose rows are copied faster.
+LONG_ROW = 100, 50
+#: Pixels of a small product below which it is too short: the weight is too large.
+LEAST_ROW = 32
+#: Bytes of a group's columns, and of all that is read and written with them, that are in cache together.
+PART = 2 * CACHE_BLOCK
+#: Kept from call to call by every thread, as Winograd's method keeps its own.
+MEMORY = KeptScratch(np.dtype(np.float32))
+
+
+def row_axis(geometry: ConvGeometry) -> int:
+    """The axis along which taps share rows."""
+    return 0 if geometry.kernel[0] > 1 else 1
+
+
+def _most_pixels(geometry: ConvGeometry) -> int:
+    """Pixels of a product up to which it is a small one."""
+    return SMALL_PRODUCT // (geometry.reduction * geometry.group_outputs or 1)
+
+
+def _bands(geometry: ConvGeometry, samples: int, size: Sequence[int]) -> int:
+    """The bands that a block of so many samples and pixels is cut into: as few as make a product long."""
+    axis = row_axis(geometry)
+    rows, row = size[axis], samples * prod(size) // max(1, size[axis])
+    if geometry.dilation[axis] > 1:
+        return rows
+    counts = [count for count in range(1, rows + 1) if rows % count == 0]
+    small = [count for count in counts if count * row <= _most_pixels(geometry)] or counts[:1]
+    return next((count for count in small if count * row >= LONG_ROW[samples > 1]), small[-1])
+
+
+class LongRows(ConvLoop):
+    """A product for each row of a band: of the columns of all samples and bands at once."""
+
+    name = "long MEC rows"
+    words = "columns that {taps} taps share, and a product for each row of all samples and bands"
+    fresh: ClassVar[Scratch] = MEMORY
+
+    @classmethod
+    def applies(cls, problem: ConvProblem) -> bool:
+        geometry = problem.geometry
+        # A group's channels are those of one input, so that several groups are read at once.
+        is_whole = all(count % geometry.group_channels == 0 for count in geometry.channels)
+        return problem.is_one_kind and geometry.taps > 1 and is_whole and _most_pixels(geometry) >= LEAST_ROW
+
+    @classmethod
+    def aim(cls, problem: ConvProblem) -> tuple[int, int]:
+        geometry = problem.geometry
+        axis = row_axis(geometry)
+        other_taps = geometry.taps // geometry.kernel[axis]
+        per_pixel = geometry.group_channels * (geometry.stride[axis] * other_taps + prod(geometry.stride))
+        per_pixel = (per_pixel + geometry.group_outputs) * ITEMSIZE[accumulator(problem.dtype)]
+        if not result_takes_sums(problem):
+            per_pixel = max(per_pixel, sums_per_pixel(problem) // 2)
+        most = _most_pixels(geometry) // max(1, geometry.pixels // max(1, geometry.out_size[axis]))
+        return PART // (per_pixel or 1), max(1, min(geometry.batch, most))
+
+    @cached_property
+    def axis(self) -> int:
+        return row_axis(self.geometry)
+
+    @cached_property
+    def part(self) -> int:
+        beside = self.weight_bytes(self.problem) + weight_copy(self.problem) + 2 * Plan.ALIGNMENT
+        left = (self.problem.limit - beside) // self.problem.host.threads - self.sums_bytes - self.index_bytes
+        room = min(PART, left)
+        return even_part(self.geometry.groups, room // (self._bytes_of_group or 1))
+
+    @property
+    def workspace(self) -> int:
+        return self.part * self._bytes_of_group + self.sums_bytes
+
+    @classmethod
+    def weight_bytes(cls, problem: ConvProblem) -> int:
+        # Taps are sorted by their phase first, where there are several.
+        return (1 + (problem.geometry.stride[2] > 1)) * copy_bytes(problem.weight, problem.weight_dtype)
+
+    def arranged(self, weight: np.ndarray) -> np.ndarray:
+        """The weight as columns are: (groups, 1, outputs per group, taps along the rows' axis x others x channels x width)."""
+        geometry = self.geometry
+        kernels = weight.reshape(*weight.shape[:2], geometry.group_channels, *geometry.kernel)
+        kernels = kernels.transpose(0, 1, 3 + self.axis, 4 - self.axis, 2, 5)
+        if len(self._taps) > 1:
+            kernels = kernels[..., [tap for taps in self._taps.values() for tap in taps]]
+        return kernels.reshape(geometry.groups, 1, geometry.group_outputs, -1)
+
+    # Memory
+
+    @cached_property
+    def _taps(self) -> dict[int, range]:
+        """The taps along the width, by the phase of it that they read."""
+        gap, stride = self.geometry.dilation[2], self.geometry.stride[2]
+        period, taps = stride // gcd(stride, gap), self.geometry.kernel[2]
+        return {first * gap % stride: range(first, taps, period) for first in range(min(period, taps))}
+
+    @cached_property
+    def _rows(self) -> int:
+        """Rows of a band."""
+        return self.block[1 + self.axis] // _bands(self.geometry, self.block[0], self.block[1:])
+
+    @cached_property
+    def layout(self) -> Layout:
+        """That of a whole block."""
+        return Layout(self.geometry, self.block, self.axis, self._rows)
+
+    def layout_of(self, block: Block) -> Layout:
+        """That of any block; one that cannot be cut into the same bands is one band, which takes no more memory."""
+        if block.size == self.block:
+            return self.layout
+        rows = block.size[1 + self.axis]
+        return Layout(self.geometry, block.size, self.axis, self._rows if rows % self._rows == 0 else rows)
+
+    @cached_property
+    def _bytes_of_group(self) -> int:
+        """Bytes of what a block reads of a group, of its columns and of its products."""
+        geometry, layout = self.geometry, self.layout
+        gathered = 1 + temporaries(geometry, self.problem.prologue)
+        read = len(self._taps) * gathered * (prod(layout.tile) + layout.behind)
+        product = 0 if layout.is_in_order else layout.rows * geometry.group_outputs * layout.length
+        return (read + prod(layout.columns)) * self.x_dtype.itemsize + product * self.sums_dtype.itemsize
+
+    # Sums
+
+    def sums(self, run: ConvRun, block: Block) -> np.ndarray:
+        if self.in_place:
+            sums = block.of(run.out).swapaxes(0, 1).reshape(block.sums_shape)
+        else:
+            sums = np.empty(block.sums_shape, self.sums_dtype)
+        axis, layout = self.axis, self.layout_of(block)
+        # (groups, rows of a band, outputs, samples, d, h, w), with bands where the rows' axis is.
+        bands = sums.reshape(*sums.shape[: 3 + axis], -1, layout.rows, *sums.shape[4 + axis :])
+        bands = np.moveaxis(bands, 4 + axis, 1)
+        copies, matrices = self._columns(run, block, layout)
+        products = None
+        if not layout.is_in_order:
+            shape = (self.part, *bands.shape[1:3], layout.length)
+            products = run.products.array("products", shape, self.sums_dtype)
+            by_pixel = products.reshape(*shape[:3], *bands.shape[3:6], layout.pitch)[..., : block.size[3]]
+        images = run.images.by_group(self.geometry.groups)
+        for groups in parts_of(self.geometry.groups, self.part):
+            some, own, place = images.some(groups), slice(groups.stop - groups.start), bands[groups]
+            for regions, tile, columns, windows in copies:
+                some.read(regions, block, tile[own])
+                columns[own] = windows[own]
+            if products is None:
+                np.matmul(run.weight[groups], matrices[own], out=place[:, :, :, 0, 0, 0])
+            else:
+                np.matmul(run.weight[groups], matrices[own], out=products[own])
+                place[...] = by_pixel[own]
+        return sums
+
+    def _columns(self, run: ConvRun, block: Block, layout: Layout) -> tuple[list[Copy], np.ndarray]:
+        """The memory of a part's columns: what is copied for each phase, and the columns as matrices.
+
+        These are, for each row of a band: (groups, rows, taps and channels, pixels).
+        """
+        geometry, scratch = self.geometry, run.images.scratch
+        stride, gap = geometry.stride, geometry.dilation
+        columns, done = scratch.array("columns", (self.part, *layout.columns), self.x_dtype), 0
+        item = columns.itemsize
+        copies = []
+        for phase, taps in self._taps.items():
+            size = self.part * prod(layout.tile)
+            memory = scratch.array(f"tile {phase}", (size + layout.behind,), self.x_dtype)
+            tile = block.tile(geometry.in_channels, phase, stride[2])
+            # What is not read stays as it is, from part to part.
+            memory[0 if tile.has_zeros else size :] = 0
+            image = np.ndarray((self.part, *layout.tile), memory.dtype, memory)
+            if layout.rows_first:
+                image = np.moveaxis(image, 1, 3 + self.axis)
+            begin, further = (tap * gap[2] // stride[2] for tap in (taps.start, taps.step))
+            own = columns[:, :, :, :, done : done + len(taps)]
+            steps = (prod(layout.tile), *layout.steps[:3], further, *layout.steps[3:], 1)
+            windows = np.ndarray(own.shape, memory.dtype, memory, begin * item, tuple(step * item for step in steps))
+            copies.append(Copy(tile.not_zeros, image, own, windows))
+            done += len(taps)
+        group, row = columns.strides[:2]
+        shape = self.part, layout.rows, geometry.reduction, layout.length
+        strides = group, row * stride[self.axis], layout.length * item, item
+        return copies, np.ndarray(shape, columns.dtype, columns, 0, strides)
+
+
+class Copy(NamedTuple):
+    """What a phase of a block's columns is copied from."""
+
+    regions: tuple[Region, ...]  # of the inputs: what is read
+    tile: np.ndarray  # (groups, channels, samples, d, h, w)
+    columns: np.ndarray  # (groups, *`Layout.columns`), of the taps that read this phase
+    windows: np.ndarray  # the same in the tile
+
+
+class Layout:
+    """A block's memory for one group, cut into bands of so many rows: its tile, and the columns of it."""
+
+    def __init__(self, geometry: ConvGeometry, block: BlockSize, axis: int, rows: int) -> None:
+        self.rows, other = rows, 1 - axis
+        *along, width = tile_size(geometry, block[1:])
+        width = -(-width // geometry.stride[2])
+        tile = [geometry.group_channels, block[0], *along, width]
+        order = [0, 1, 2, 3, 4]
+        #: Whether rows are the tile's first axis, which brings those of all samples together.
+        self.rows_first = rows == block[1 + axis]
+        if self.rows_first:
+            order.insert(0, order.pop(2 + axis))
+        self.tile = tuple(tile[i] for i in order)
+        channel, sample, *moves = (prod(self.tile[order.index(i) + 1 :]) for i in range(4))
+        pixels = [block[0], *block[1:3]]
+        pixels[1 + axis] //= rows
+        steps = [sample, *(move * stride for move, stride in zip(moves, geometry.stride))]
+        steps[1 + axis] *= rows
+        #: From one element of `columns` to the next of its axes, in the tile, without those of the width.
+        self.steps = (moves[axis] * geometry.dilation[axis], moves[other] * geometry.dilation[other], channel, *steps)
+        # Where the rows of a product lie side by side, they are read as one, padding included.
+        innermost = next((step for count, step in zip(pixels[::-1], steps[::-1]) if count > 1), 0)
+        self.pitch = width if innermost == width else block[3]
+        #: Elements behind the tile that are read with its last row.
+        self.behind = width if innermost == width else 0
+        taps = geometry.kernel[axis]
+        read = taps if rows == 1 else (rows - 1) * geometry.stride[axis] + taps
+        columns = read, geometry.kernel[other], geometry.group_channels, geometry.kernel[2]
+        #: (rows, taps, channels, taps of a row, samples, depth, height, width).
+        self.columns = (*columns, *pixels, self.pitch)
+        #: Pixels of a product.
+        self.length = prod(pixels) * self.pitch
+        #: Whether they are a row of the result.
+        self.is_in_order = self.length == block[3]
+
+
+#: The first that applies and fits the workspace limit is taken.
+WAYS = (LongRows, *ANY_GROUPS)
