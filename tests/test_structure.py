@@ -148,7 +148,7 @@ def test_a_convolution_is_followed_through_few_files():
     arrays = "x, weight = numpy.ones((2, 8, 32, 32), numpy.float32), numpy.ones((16, 8, 3, 3), numpy.float32)"
     entered = files_entered(f"import numpy, cupyconv\n{arrays}\ncupyconv.conv(x, weight)")
     assert any(name.endswith("ops/conv.py") for name in entered)
-    assert len(entered - {str(PACKAGE / "problem" / "kept.py")}) <= 15, sorted(entered)
+    assert len(entered - {str(PACKAGE / "problem" / "kept.py")}) <= 16, sorted(entered)
 
 
 def test_max_pool_lives_in_few_files():

@@ -1,4 +1,4 @@
-"""Spectra: tiles as long as fast Fourier transforms are quick at, there and back; what they take, and when they are worth it.
+"""Spectra: tiles as long as fast Fourier transforms are quick at, there and back.
 
 ::
 
@@ -13,68 +13,33 @@ kernel has one tap are not: they are as many tiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import log2, prod
 from typing import Any
 
 import numpy as np
 
-from cupyconv.numpy.convolution import SLOW_SPECTRA
-from cupyconv.problem.arrays import accumulator, is_complex, real_part
+from cupyconv.numpy import cost
+from cupyconv.problem.arrays import is_complex
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
-from cupyconv.problem.problems import HostModel, NotApplicable, ProductsProblem, ProductsProblemT
-
-# Nanoseconds of float32 on one core (AVX2, 1 MiB of L2); `slowness` is for other dtypes.
-#: A transform of n elements takes n log2(n) times this, and for each element a copy.
-TRANSFORM_NS, COPY_NS = 0.17, 0.6
-#: Elements of two spectra multiplied, and added to the sums.
-MULTIPLY_NS = 0.8
-#: All calls of a block; and what other threads take to come.
-BLOCK_NS, WAKE_NS = 100_000, 400_000
-#: Nanoseconds of work for which another thread is worth waking.
-SHARE_NS = 1_000_000
+from cupyconv.problem.problems import NotApplicable, ProductsProblem
 
 #: Bytes of a block: samples and lines are taken together as far as they stay in cache.
 BLOCK = 2 << 20
-#: Shortest transform, and how much longer each is that is looked at than the one before.
-SHORTEST, LONGER = 16, 1.4
+#: How much longer each transform is that is looked at than the one before.
+LONGER = 1.4
 #: Multiply-adds of a block that is computed again where it is not finite: as many take a few seconds.
 MOST_PRODUCTS = 1 << 34
 #: What a plan says of results.
 ERRORS = "rounding errors are relative to the largest elements of a tile"
 
-# --- the choice -----------------------------------------------------------------------------------------------
-
-
-def refusal_of(problem: ProductsProblem) -> str:
-    """Why transforms cannot do a problem."""
-    if not problem.allow_fft:
-        return "options(allow_fft=False) forbids it"
-    if problem.geometry.taps == 1:
-        return "it is for kernels of several taps"
-    return ""
-
-
-def slower_than(others_ns: float, problem: ProductsProblemT, best: Callable[[ProductsProblemT, int, int], Any]) -> str:
-    """Why transforms are not taken, of which `best` finds the quickest, where other methods take so long."""
-    if refusal := refusal_of(problem):
-        return refusal
-    if others_ns <= least_ns(problem):
-        return SLOW_SPECTRA
-    found = best(problem, 0, problem.limit)
-    return "" if found and found.nanoseconds < others_ns else SLOW_SPECTRA
+# --- cutting --------------------------------------------------------------------------------------------------
 
 
 def no_room(limit: int) -> NotApplicable:
     return NotApplicable(f"the smallest tile and its spectra do not fit the workspace limit of {limit:,} bytes")
-
-
-def slowness(problem: ProductsProblem) -> float:
-    """How much longer an element takes than one of float32."""
-    wide = 1.8 if real_part(accumulator(problem.dtype)) == "float64" else 1.0
-    return wide * (1 if is_real(problem) else 2)
 
 
 def is_real(problem: ProductsProblem) -> bool:
@@ -84,25 +49,6 @@ def is_real(problem: ProductsProblem) -> bool:
 
 def transformed_axes(geometry: ConvGeometry) -> tuple[int, ...]:
     return tuple(axis for axis, taps in enumerate(geometry.kernel) if taps > 1)
-
-
-def least_ns(problem: ProductsProblem) -> float:
-    """What transforms take at the least: most problems are told by a few operations that they are not for these."""
-    geometry = problem.geometry
-    images = geometry.in_channels * prod(geometry.reached) + geometry.out_channels * geometry.pixels
-    elements = geometry.batch * images * (COPY_NS + 4 * TRANSFORM_NS) * slowness(problem)
-    return BLOCK_NS + elements / problem.host.threads
-
-
-def on_threads(nanoseconds: float, problem: ProductsProblem) -> float:
-    """What products take, which are estimated to take so long in float32 on one core."""
-    return nanoseconds * slowness(problem) / (1 if problem.is_one_kind else 2) / problem.host.threads
-
-
-def on_fewer_threads(problem: ProductsProblemT) -> Iterator[ProductsProblemT]:
-    """The problem for all threads, and for one alone, which none has to wait for."""
-    for threads in dict.fromkeys((problem.host.threads, 1)):
-        yield replace(problem, machine=HostModel(threads))
 
 
 def block_extents(geometry: ConvGeometry) -> Iterator[Triple]:
@@ -119,7 +65,7 @@ def block_extents(geometry: ConvGeometry) -> Iterator[Triple]:
         extents = [1, 1, 1]
         for axis in along:
             span = geometry.span[axis]
-            length = next_fast_len(max(SHORTEST, int(span * longer)), True)
+            length = next_fast_len(max(cost.SHORTEST, int(span * longer)), True)
             extents[axis] = even_part(geometry.out_size[axis], (length - span) // geometry.stride[axis] + 1)
         if tuple(extents) != before:
             before = (extents[0], extents[1], extents[2])
@@ -189,10 +135,9 @@ class Tile:
         """Operations of a transform of real numbers."""
         return int(2.5 * self.elements * self._levels)
 
-    @cached_property
-    def nanoseconds(self) -> float:
-        """What a transform of float32 is estimated to take."""
-        return self.elements * (COPY_NS + TRANSFORM_NS * self._levels)
+    def seconds(self, problem: ProductsProblem) -> float:
+        """What a transform takes."""
+        return cost.fourier(self.elements, self._levels, problem, self.is_real)
 
     def shape(self, read: Sequence[int]) -> Triple:
         """The sizes of the tile of a smaller block, which reads so much: the same where it is transformed."""
