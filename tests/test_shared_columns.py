@@ -117,6 +117,19 @@ def test_long_rows(size, kernel, batch, settings, bands, threads, long_rows_only
         assert_exact(cupyconv.conv(xs, weight, **given), y, "float32")
 
 
+@pytest.mark.parametrize("groups", [8, 64])
+def test_threads_that_would_have_little_room_are_fewer(groups):
+    """Their calls would be short, and wait for each other's."""
+    x, weight = np.ones((8, 64, 80, 80), np.float32), np.ones((64, 64 // groups, 3, 3), np.float32)
+    threads = []
+    for limit in (1 << 24, 1 << 20):
+        with cupyconv.options(threads=2, workspace_limit=limit):
+            plan = cupyconv.explain(cupyconv.conv, x, weight, padding=1, groups=groups, method="gemm")
+            assert plan.workspace_bytes <= limit
+            threads += [step.threads for step in plan.steps]
+    assert threads == [2, 1]
+
+
 @pytest.mark.parametrize("limit", [60_000, 20_000])
 @pytest.mark.parametrize("name", ["groups", "depthwise, merged", "stride", "borders"])
 def test_the_limit_holds(name, limit):

@@ -105,6 +105,8 @@ class NumpyBackend:
 
     def plan(self, problem: Problem) -> Plan:
         """How a problem runs here; ValueError where a named method does not apply."""
+        if problem.host.threads > 1:
+            self._look_for_blas()  # which may have fewer: a plan depends on it, and so does `signature` from now on
         return _plan(problem if problem.host.threads else self._with_threads(problem))
 
     def _with_threads(self, problem: ProblemT) -> ProblemT:
@@ -119,11 +121,14 @@ class NumpyBackend:
         worth_waking = int(seconds / problem.turns / _WORTH_WAKING)
         if worth_waking <= 1:
             return 1
+        return min(worth_waking, self._look_for_blas().threads)
+
+    def _look_for_blas(self) -> Blas:
         if self._blas is None:
             from cupyconv.numpy.threads import BLAS  # its libraries are looked for: not for small problems
 
             self._blas = BLAS
-        return min(worth_waking, self._blas.threads)
+        return self._blas
 
     def prepare(self, plan: Plan) -> Callable[[Mapping[str, Any]], None]:
         """A function that executes the plan on arguments and result by name, in the `current` context."""

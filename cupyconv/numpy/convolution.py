@@ -436,6 +436,9 @@ class ConvLoop(PixelLoop):
     its module lists it in ``WAYS`` and has an entry in `METHODS`.
     """
 
+    #: Bytes that each thread needs: with less, its calls are so short that threads wait for each other's.
+    thread_bytes: ClassVar[int] = 0
+
     problem: ConvProblem
 
     @cached_property
@@ -477,6 +480,8 @@ class ConvLoop(PixelLoop):
 
     @classmethod
     def loops(cls, problem: ConvProblem) -> tuple[Sequence[Self], Mapping[str, int]]:
+        if cls.thread_bytes and problem.host.threads * cls.thread_bytes > problem.limit:
+            problem = replace(problem, machine=HostModel(max(1, problem.limit // cls.thread_bytes)))
         copied = weight_copy(problem)
         weight = copied + cls.weight_bytes(problem)
         loop = cls.fitted(problem, weight + 2 * Plan.ALIGNMENT, problem.limit_with(copied))

@@ -45,8 +45,9 @@ SMALL_PRODUCT = 1_000_000
 PACK = 220e-12
 #: Rows, and columns, that BLAS's innermost loop has at a time: those that are missing take as long.
 ROWS, COLUMNS = 4, 16
-#: Rows of a small product at a time; each time its columns are read again, which takes as long as a row.
-SMALL_ROWS = 6
+#: Rows of a small product at a time; each time its columns are read again, which takes as long as a row.  And columns more
+#: that such a product takes as long as.
+SMALL_ROWS, SHORT_COLUMNS = 6, 8
 
 #: Seconds of a multiply-add of a vector by a vector; and of one by a matrix, of no more elements than stay in cache.
 DOT, BY_VECTOR, VECTOR = 120e-12, 70e-12, 1 << 20
@@ -100,10 +101,11 @@ def product(rows: float, reduction: float, columns: float, problem: ProductsProb
     scale, wide = multiply_adds(problem), width(problem.dtype)
     if rows == 1 and columns * reduction < VECTOR:
         return PRODUCT + reduction * columns * scale * BY_VECTOR
-    multiplied = reduction * ceil(columns / COLUMNS) * COLUMNS * scale * MULTIPLY_ADD
+    per_column = reduction * scale * MULTIPLY_ADD
     if rows * reduction * columns * wide <= SMALL_PRODUCT:
-        return PRODUCT + (rows + ceil(rows / SMALL_ROWS)) * multiplied
-    return PRODUCT + ceil(rows / ROWS) * ROWS * multiplied + reduction * (rows + columns) * PACK * wide
+        return PRODUCT + (rows + ceil(rows / SMALL_ROWS)) * (columns + SHORT_COLUMNS) * per_column
+    whole = ceil(rows / ROWS) * ROWS * ceil(columns / COLUMNS) * COLUMNS
+    return PRODUCT + whole * per_column + reduction * (rows + columns) * PACK * wide
 
 
 def dot(elements: float, problem: ProductsProblem) -> float:

@@ -158,13 +158,18 @@ def is_undivided(problem: ConvProblem) -> bool:
     """Whether it is one product, which is the BLAS's to divide.
 
     Of a lone sample's, halves take longer than the BLAS's own threads do; of a weight larger than all columns, each part
-    would read the weight again.
+    would read the weight again.  A BLAS that uses fewer threads than asked for divides nothing.
     """
     geometry = problem.geometry
     item = ITEMSIZE[accumulator(problem.x_dtype)]
     columns = geometry.batch * geometry.pixels * geometry.in_channels * geometry.taps * item
     weight = geometry.out_channels * geometry.reduction * item
-    return columns <= PRODUCT_BLOCK and (geometry.batch == 1 or weight > columns)
+    is_one = columns <= PRODUCT_BLOCK and (geometry.batch == 1 or weight > columns)
+    if not is_one or problem.host.threads == 1:
+        return is_one
+    from cupyconv.numpy.threads import BLAS  # its libraries are looked for: not for small problems
+
+    return BLAS.threads >= problem.host.threads
 
 
 def _bytes_of_columns(geometry: ConvGeometry) -> int:

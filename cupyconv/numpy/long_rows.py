@@ -83,8 +83,9 @@ class LongRows(ConvLoop):
     name = "long MEC rows"
     words = "columns that {taps} taps share, and a product for each row of all samples and bands"
     fresh: ClassVar[Scratch] = MEMORY
+    thread_bytes = PART
     fresh_work = 0.0  # it is kept
-    turn_calls = 20
+    turn_calls = 6
 
     @property
     def work(self) -> float:

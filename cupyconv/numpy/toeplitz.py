@@ -79,6 +79,7 @@ class ToeplitzLoop(ConvLoop):
 
     smallest = 1
     turn_calls = 20
+    thread_bytes = COPIES_BLOCK
 
     @classmethod
     @abstractmethod
@@ -127,7 +128,7 @@ class ToeplitzLoop(ConvLoop):
     @cached_property
     def part(self) -> int:
         # Of several groups twice as much: longer calls win more than memory of a farther cache costs.
-        room = min(2 * COPIES_BLOCK, self.problem.limit // (2 * self.problem.host.threads))
+        room = min(2 * COPIES_BLOCK, self.problem.limit * 3 // (4 * self.problem.host.threads))
         return even_part(self.geometry.groups, room // (self._group_bytes or 1))
 
     @property
