@@ -118,7 +118,7 @@ def test_long_rows(size, kernel, batch, settings, bands, threads, long_rows_only
 
 
 @pytest.mark.parametrize("groups", [8, 64])
-def test_threads_that_would_have_little_room_are_fewer(groups):
+def test_threads_that_would_have_little_room_are_fewer(groups, long_rows_only):
     """Their calls would be short, and wait for each other's."""
     x, weight = np.ones((8, 64, 80, 80), np.float32), np.ones((64, 64 // groups, 3, 3), np.float32)
     threads = []
