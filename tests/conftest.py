@@ -100,3 +100,15 @@ def cuda_target() -> Target:
     from targets import host_device_target
 
     return host_device_target()
+
+
+@pytest.fixture
+def gathered(monkeypatch):
+    """Transposed convolutions are gathered where they can be, on NumPy: of small arrays, to add products takes less."""
+    from cupyconv.call.operation import forget_calls
+    from cupyconv.numpy import transposed
+
+    monkeypatch.setattr(transposed, "seconds_of", lambda plan: 0.0)
+    forget_calls()
+    yield
+    forget_calls()

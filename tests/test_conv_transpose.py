@@ -103,7 +103,7 @@ GATHERED = {
     "x_dtype, weight_dtype", [("float32", "float32"), ("complex64", "complex64"), ("float16", "float16")]
 )
 @pytest.mark.parametrize("x_shape, weight_shape, settings", GATHERED.values(), ids=GATHERED.keys())
-def test_grouped_results_are_gathered(x_shape, weight_shape, settings, x_dtype, weight_dtype):
+def test_grouped_results_are_gathered(x_shape, weight_shape, settings, x_dtype, weight_dtype, gathered):
     """As convolutions with the taps reversed; the same numbers at every limit that a block fits."""
     rng = np.random.default_rng(0)
 

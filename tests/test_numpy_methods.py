@@ -12,7 +12,7 @@ import cupyconv
 from cupyconv.call.operation import forget_calls
 from cupyconv.cuda.plan import conv as cuda_conv
 from cupyconv.numpy import convolution
-from cupyconv.numpy.convolution import METHODS, Method
+from cupyconv.numpy.convolution import Method
 from cupyconv.numpy.gemm import Columns
 from cupyconv.problem import problems
 
@@ -31,6 +31,8 @@ class Reversed(Columns):
     def workspace(self):
         return 3 * super().workspace
 
+    seconds = 1e-9
+
     def arranged(self, weight):
         return weight[..., ::-1]
 
@@ -45,10 +47,10 @@ class Reversed(Columns):
 
 @pytest.fixture
 def with_one_more(monkeypatch):
-    """The table with an entry in front."""
-    reason = "slower: the other way round"
-    one = Method((Reversed,), reason, unsuited=lambda problem: reason * (problem.geometry.stride != (1, 1, 1)))
-    monkeypatch.setattr(convolution, "METHODS", {"reversed": one, **METHODS})
+    """The tables with one more entry, which takes next to nothing by its own account, at stride 1."""
+    one = Method((Reversed,), at_least=lambda problem: 1.0 * (problem.geometry.stride != (1, 1, 1)))
+    for table in ("METHODS", "GROUPED"):
+        monkeypatch.setattr(convolution, table, {"reversed": one, **getattr(convolution, table)})
     forget_calls()
     yield
     forget_calls()
@@ -74,9 +76,9 @@ def test_a_method_that_suits_is_taken(with_one_more):
 def test_a_method_that_does_not_suit_does_not_apply_or_was_not_named_is_not(with_one_more):
     x, weight = integers(2, 4, 9, 8), integers(4, 4, 3, 3)
     stepped = cupyconv.explain(cupyconv.conv, x, weight, stride=2)
-    assert stepped.method == "gemm" and ("reversed", "slower: the other way round") in stepped.rejected
+    assert stepped.method == "gemm" and ("reversed", "more than 1.0 s by the model") in stepped.rejected
     grouped = cupyconv.explain(cupyconv.conv, x, weight[:, :2], groups=2)
-    assert grouped.method == "gemm" and dict(grouped.rejected)["reversed"] == "slower: the other way round"
+    assert grouped.method == "gemm" and dict(grouped.rejected)["reversed"] == "there is no way to do it"
     named = cupyconv.explain(cupyconv.conv, x, weight, method="direct")
     assert set(named.rejected[:-1]) == {
         (name, "method='direct' was asked for") for name in ("reversed", "winograd", "fft", "gemm")

@@ -10,7 +10,7 @@ from tolerance import assert_exact
 
 import cupyconv
 from cupyconv.call.operation import forget_calls
-from cupyconv.numpy import depthwise, long_rows, mec
+from cupyconv.numpy import depthwise, direct, gemm, long_rows, mec, weight_gradient
 
 #: Channels of the inputs, outputs, spatial size, kernel, settings.
 LAYERS = {
@@ -40,12 +40,18 @@ def small_cache(request, monkeypatch):
     for module in (depthwise, mec):
         monkeypatch.setattr(module, "MEMORY_BLOCK", request.param)
     monkeypatch.setattr(long_rows, "PART", request.param)
-    # Taps share columns however short the products, and however long the copy of the weight takes.
-    monkeypatch.setattr(mec, "SHORT_PRODUCT", 0)
-    monkeypatch.setattr(mec, "COPY_SECONDS", 0)
+    # Taps share columns however short the products: there is no other way.
+    for way in (gemm.Columns, direct.TapByTap, weight_gradient.GradientColumns, weight_gradient.GradientTaps):
+        monkeypatch.setattr(way, "applies", lambda problem: False)
     forget_calls()
     yield
     forget_calls()
+
+
+@pytest.fixture
+def long_rows_only(monkeypatch):
+    """Products of single rows may take less of layers as small."""
+    monkeypatch.setattr(mec.MecRows, "applies", lambda problem: False)
 
 
 def integers(rng, shape, dtype="float32"):
@@ -69,17 +75,17 @@ def bodies(function, *arguments, **settings):
 @pytest.mark.parametrize("channels, outputs, size, kernel, settings", LAYERS.values(), ids=LAYERS.keys())
 def test_a_layer_and_its_gradients(channels, outputs, size, kernel, settings, dtype):
     xs, weight, grad, expected = layer(channels, outputs, size, kernel, settings, dtype)
-    method = "direct" if settings["groups"] == sum(channels) else "auto"  # a depthwise one has other products
+    method = "direct" if settings["groups"] == sum(channels) else "gemm"  # a depthwise one has other products
     assert bodies(cupyconv.conv, xs, weight, method=method, **settings) <= BODIES
     assert_exact(cupyconv.conv(xs, weight, method=method, **settings), expected, dtype)
 
-    assert bodies(cupyconv.conv_grad_weight, grad, xs, kernel, **settings) <= BODIES
+    assert bodies(cupyconv.conv_grad_weight, grad, xs, kernel, method=method, **settings) <= BODIES
     expected = reference_gradients.conv_grad_weight(grad, xs, kernel, **settings)
-    assert_exact(cupyconv.conv_grad_weight(grad, xs, kernel, **settings), expected, dtype)
+    assert_exact(cupyconv.conv_grad_weight(grad, xs, kernel, method=method, **settings), expected, dtype)
 
     shapes = [x.shape for x in xs]
     expected = reference_gradients.conv_grad_input(grad, weight, shapes, **settings)
-    for actual, wanted in zip(cupyconv.conv_grad_input(grad, weight, shapes, **settings), expected):
+    for actual, wanted in zip(cupyconv.conv_grad_input(grad, weight, shapes, method=method, **settings), expected):
         assert_exact(actual, wanted, dtype)
 
 
@@ -99,7 +105,7 @@ LONG_ROWS = {
 
 @pytest.mark.parametrize("size, kernel, batch, settings, bands", LONG_ROWS.values(), ids=LONG_ROWS.keys())
 @pytest.mark.parametrize("threads", [1, 2])
-def test_long_rows(size, kernel, batch, settings, bands, threads):
+def test_long_rows(size, kernel, batch, settings, bands, threads, long_rows_only):
     xs, weight, _, y = layer((2, 4), 9, size, kernel, settings | dict(groups=3), batch=batch)
     given = settings | dict(groups=3, method="gemm")
     with cupyconv.options(threads=threads):
@@ -112,7 +118,7 @@ def test_long_rows(size, kernel, batch, settings, bands, threads):
 
 
 @pytest.mark.parametrize("groups", [8, 64])
-def test_threads_that_would_have_little_room_are_fewer(groups):
+def test_threads_that_would_have_little_room_are_fewer(groups, long_rows_only):
     """Their calls would be short, and wait for each other's."""
     x, weight = np.ones((8, 64, 80, 80), np.float32), np.ones((64, 64 // groups, 3, 3), np.float32)
     threads = []
@@ -129,7 +135,7 @@ def test_threads_that_would_have_little_room_are_fewer(groups):
 def test_the_limit_holds(name, limit):
     xs, weight, grad, expected = layer(*LAYERS[name])
     kernel, settings = LAYERS[name][3:]
-    with cupyconv.options(workspace_limit=limit):
+    with cupyconv.options(workspace_limit=limit, allow_fft=False, allow_winograd=False):
         assert cupyconv.explain(cupyconv.conv, xs, weight, **settings).workspace_bytes <= limit
         assert_exact(cupyconv.conv(xs, weight, **settings), expected, "float32")
         assert cupyconv.explain(cupyconv.conv_grad_weight, grad, xs, kernel, **settings).workspace_bytes <= limit

@@ -85,6 +85,29 @@ UNLIKE = (
     Case("1-D, 15 taps, 16 -> 16, 100000, N 1", 1, (16,), (100_000,), 16, (15,), padding=_same(15)),
 )  # fmt: skip
 
+#: More kinds of problems, by which the choice of a method is judged.
+CHOICES = (
+    Case("3x3, 32 -> 32, 20x20, N 1", 1, (32,), (20, 20), 32, (3, 3), padding=_same(3, 3)),
+    Case("3x3, 128 -> 128, 28x28, N 8", 8, (128,), (28, 28), 128, (3, 3), padding=_same(3, 3)),
+    Case("3x3, 16 -> 16, 48x48, N 1, complex64", 1, (16,), (48, 48), 16, (3, 3), padding=_same(3, 3), dtype="complex64"),
+    Case("9x9, 32 -> 32, 64x64, N 1", 1, (32,), (64, 64), 32, (9, 9), padding=_same(9, 9)),
+    Case("15x15, 8 -> 8, 128x128, N 1", 1, (8,), (128, 128), 8, (15, 15), padding=_same(15, 15)),
+    Case("21x21, 3 -> 8, 200x200, N 1", 1, (3,), (200, 200), 8, (21, 21), padding=_same(21, 21)),
+    Case("5x5 stride 2, 16 -> 32, 64x64, N 2", 2, (16,), (64, 64), 32, (5, 5), stride=2, padding=_same(5, 5)),
+    Case("3x3 depthwise 384, 14x14, N 1", 1, (384,), (14, 14), 384, (3, 3), padding=_same(3, 3), groups=384),
+    Case("31x31 depthwise 32, 56x56, N 1", 1, (32,), (56, 56), 32, (31, 31), padding=_same(31, 31), groups=32),
+    Case("3x3 depthwise 128, 56x56, N 1, channels-last", 1, (128,), (56, 56), 128, (3, 3), padding=_same(3, 3), groups=128, channels_last=True),
+    Case("3x3 depthwise 64, 56x56, N 1, float64", 1, (64,), (56, 56), 64, (3, 3), padding=_same(3, 3), groups=64, dtype="float64"),
+    Case("1-D, 7 taps depthwise 128, 4000, N 1", 1, (128,), (4000,), 128, (7,), padding=_same(7), groups=128),
+    Case("1-D, 101 taps, 4 -> 4, 50000, N 1", 1, (4,), (50_000,), 4, (101,), padding=_same(101)),
+    Case("1-D, 1024 taps, 2 -> 2, 65536, N 1", 1, (2,), (65_536,), 2, (1024,), padding=_same(1024)),
+    Case("3-D 5x5x5, 4 -> 8, 32x32x32, N 1", 1, (4,), (32, 32, 32), 8, (5, 5, 5), padding=_same(5, 5, 5)),
+    Case("filter 21x21, 200x200", 1, (1,), (200, 200), 1, (21, 21), padding=_same(21, 21)),
+    Case("filter 31x31, 512x512", 1, (1,), (512, 512), 1, (31, 31), padding=_same(31, 31)),
+    Case("filter 15x15, 512x512, complex64", 1, (1,), (512, 512), 1, (15, 15), padding=_same(15, 15), dtype="complex64"),
+    Case("filter of 2000 taps, 10^6 points", 1, (1,), (10**6,), 1, (2000,), padding=_same(2000)),
+)  # fmt: skip
+
 #: Chains that have expanded layers: what lies between them is six times as large.
 EXPANDED = (
     Case("chain 1x1, 3x3 depthwise, 1x1, 24 -> 144 -> 144 -> 24, 56x56", 1, (24,), (56, 56), 144, (1, 1), then=((144, (3, 3), _same(3, 3), 144), (24, (1, 1), (), 1))),
@@ -122,6 +145,7 @@ SMALL_CALLS: tuple[AnyCase, ...] = (
 DIFFERENTIATED = (
     *(replace(case, name=f"{case.name}, N {case.batch}") for case in LAYERS),
     Case("3x3, 128 -> 128, 28x28, N 8", 8, (128,), (28, 28), 128, (3, 3), padding=_same(3, 3)),
+    *(case for case in CHOICES if case.name.startswith(("15x15", "filter 31x31", "3x3 depthwise 384"))),
     Case("3x3 stride 2, 128 -> 128, 56x56, N 8", 8, (128,), (56, 56), 128, (3, 3), stride=2, padding=_same(3, 3)),
     *(
         case
@@ -394,6 +418,7 @@ def numpy_cases() -> tuple[AnyCase, ...]:
     """The NumPy backend's table."""
     more: tuple[AnyCase, ...] = (
         *UNLIKE,
+        *CHOICES,
         *_gradients("input"),
         *_gradients("weight"),
         *EXPANDED,

@@ -38,6 +38,11 @@ class NumpyStep:
         return self.problem.flops
 
     @property
+    def seconds(self) -> float:
+        """What it takes by the model of `cost`; 0 where there is nothing to choose."""
+        return 0.0
+
+    @property
     def shape_of_work(self) -> object:
         return self
 

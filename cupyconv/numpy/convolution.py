@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
+from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.windows import (
     Block,
@@ -61,6 +62,7 @@ from cupyconv.problem.problems import (
     WeightGradientProblem,
     without_empty_inputs,
 )
+from cupyconv.problem.transforms import refusal_of
 
 if TYPE_CHECKING:
     from cupyconv.numpy.prologue import Transform
@@ -85,45 +87,19 @@ ELSEWHERE = {
     "implicit_gemm": "BLAS reads matrices, so columns are written, block by block (method 'gemm')",
     "winograd": "it is for what is gathered as a convolution; this is scattered",
 }
-#: Why products tap by tap are not taken; why columns and products are not: of gradients of a depthwise convolution, and
-#: where they were tried first.
-PASS_PER_TAP = "slower: a pass over the sums for every tap"
-THIN_PRODUCTS = "slower: with one channel per group, each product is a vector by a matrix"
-NO_ROOM_FOR_COLUMNS = "columns do not fit the workspace limit"
-#: The same of Winograd's method, and where it is taken.
-MORE_PRODUCTS = "slower: it takes more products"
-NO_ROOM_FOR_TILES = "transforms do not fit the workspace limit"
-SLOW_TRANSFORMS = "slower: transforms take longer than the products they save"
-
-#: The same of Fourier transforms, and the multiply-adds that take less than their calls.
-SLOW_SPECTRA = "slower: Fourier transforms take longer than the products they save"
-NO_ROOM_FOR_SPECTRA = "spectra do not fit the workspace limit"
-FEW_PRODUCTS = 4_000_000
-
-#: Multiply-adds of a product that take as long as to write an element of columns, and as all calls of Winograd's method.
-COLUMN, LONE_TRANSFORM = 8, 4_000_000
-
-Rejected = tuple[tuple[str, str], ...]
-
 # --- the choice -----------------------------------------------------------------------------------------------
 
 
 class Method(NamedTuple):
-    """What ``method=`` may name: ways to run it, of which the first that applies and fits is taken; and when it is chosen.
+    """What ``method=`` may name: ways to run it, of which the one that takes least is taken.
 
-    A module stands for its ``WAYS``, and is imported when it is first asked for them.
+    A module stands for its ``WAYS``, and is imported when it is first asked for them: where a few operations tell why the
+    method cannot do a problem, or that it takes so long at the least, it is not.
     """
 
     ways: str | tuple[type[BlockLoop], ...]
-    slower: str  # why another method is taken
-    no_room: str = ""  # the same where this one was tried first and did not fit
-    unsuited: Callable[[ProductsProblem], str] = lambda _: ""  # the same where it does not suit the problem
-
-
-def thin_products(problem: ProductsProblem) -> str:
-    """Why columns and products do not suit a problem."""
-    geometry = problem.geometry
-    return THIN_PRODUCTS if geometry.is_depthwise and geometry.groups > 1 else ""
+    refusal: Callable[[Any], str] = lambda _: ""
+    at_least: Callable[[Any], float] = lambda _: 0.0
 
 
 def winograd_refusal(problem: ProductsProblem) -> str:
@@ -138,98 +114,108 @@ def winograd_refusal(problem: ProductsProblem) -> str:
     return ""
 
 
-def winograd_unsuited(problem: ProductsProblem) -> str:
-    """Why Winograd's method is not taken."""
-    if refusal := winograd_refusal(problem):
-        return refusal
-    geometry = problem.geometry
-    columns = geometry.batch * geometry.pixels * geometry.in_channels * geometry.taps
-    saved = geometry.products + COLUMN * columns - LONE_TRANSFORM
-    if saved > 0:
-        from cupyconv.numpy.winograd import multiply_adds  # imported by those that it may be for
-
-        saved -= multiply_adds(problem)
-    return "" if saved > 0 else SLOW_TRANSFORMS
-
-
-def fft_unsuited(problem: Any, ways: str = "cupyconv.numpy.fft", **known: float) -> str:
-    """Why Fourier transforms are not taken; what they take is worked out where they may be worth it."""
-    if problem.geometry.products < FEW_PRODUCTS:
-        return SLOW_SPECTRA
-    return str(import_module(ways).unsuited(problem, **known))
-
-
-#: Every method of a convolution; a depthwise one has its own (`depthwise`).  "auto" takes the first that suits the
-#: problem and fits, else the first that fits.
+#: Methods that all kinds of problems have; their modules are the kinds'.
+WINOGRAD = Method("cupyconv.numpy.winograd", winograd_refusal, cost.least_winograd)
+FFT = Method("cupyconv.numpy.fft", refusal_of, cost.least_fft)
+#: Every method of a convolution; a depthwise one has its own (`depthwise`).
 METHODS = {
-    "winograd": Method("cupyconv.numpy.winograd", SLOW_TRANSFORMS, NO_ROOM_FOR_TILES, winograd_unsuited),
-    "fft": Method("cupyconv.numpy.fft", SLOW_SPECTRA, NO_ROOM_FOR_SPECTRA, fft_unsuited),
-    "gemm": Method("cupyconv.numpy.gemm", MORE_PRODUCTS, NO_ROOM_FOR_COLUMNS),
-    "direct": Method("cupyconv.numpy.direct", PASS_PER_TAP),
+    "winograd": WINOGRAD,
+    "fft": FFT,
+    "gemm": Method("cupyconv.numpy.gemm"),
+    "direct": Method("cupyconv.numpy.direct", at_least=cost.least_direct),
 }
 #: The same of several inputs.
-MERGING = METHODS | {"gemm": METHODS["gemm"]._replace(ways="cupyconv.numpy.merged")}
+MERGING = METHODS | {"gemm": Method("cupyconv.numpy.merged")}
 #: Those that are other ones for several groups.
-GROUPED = {"gemm": METHODS["gemm"]._replace(ways="cupyconv.numpy.long_rows")}
+GROUPED = {"gemm": Method("cupyconv.numpy.long_rows")}
 
 
 def plan_conv(problem: ConvProblem) -> Plan:
     """The plan for ``problem.method``; ValueError where a named method does not apply."""
     problem = without_empty_inputs(problem)
     if problem.geometry.is_depthwise:
-        from cupyconv.numpy.depthwise import methods_of  # imported by those that have one
+        from cupyconv.numpy.depthwise import DEPTHWISE  # imported by those that are
 
-        return choose(problem, methods_of(problem))
+        return choose(problem, DEPTHWISE)
     if problem.geometry.groups > 1:
         return choose(problem, METHODS | GROUPED)
     return choose(problem, METHODS if len(problem.xs) == 1 else MERGING)
 
 
 def choose(problem: ProductsProblemT, methods: Mapping[str, Method]) -> Plan:
-    """The plan of the method that was named, or of the best one; ValueError where none applies."""
+    """The plan of the method that was named, or of the one that takes least; ValueError where none applies."""
     named = problem.method
     elsewhere = {name: ELSEWHERE.get(name, NO_SUCH_METHOD) for name in PUBLIC_METHODS if name not in methods}
     if named in elsewhere:
         raise ValueError(f"method {named!r} does not apply: {elsewhere[named]}")
-    by_merit = sorted(methods, key=lambda name: bool(methods[name].unsuited(problem)))
-    refusals: dict[str, str] = {}
-    for name in by_merit if named == "auto" else [named]:
-        why_not = {o: method.unsuited(problem) or method.slower for o, method in methods.items() if o != name}
-        why_not |= {other: methods[other].no_room or why_not[other] for other in refusals}
-        if named != "auto":
-            why_not = dict.fromkeys(why_not, f"method={named!r} was asked for")
+    to_try, why_not = [named], {name: f"method={named!r} was asked for" for name in methods if name != named}
+    least = dict.fromkeys(methods, 0.0)
+    if named == "auto":
+        why_not = {name: why for name, method in methods.items() if (why := method.refusal(problem))}
+        least = {name: method.at_least(problem) for name, method in methods.items() if name not in why_not}
+        to_try = sorted(least, key=lambda name: least[name])
+    best: Draft | None = None
+    for name in to_try:
+        if best and least[name] >= best.seconds:
+            why_not[name] = f"more than {cost.by_model(least[name])}"
+            continue
         try:
-            return _with_room(problem, name, methods[name].ways, (*why_not.items(), *elsewhere.items()))
+            draft = _with_room(problem, name, methods[name].ways)
         except NotApplicable as refusal:
-            refusals[name] = str(refusal)
-    if named != "auto":
-        raise ValueError(f"method {named!r} does not apply: {refusals[named]}")
-    raise ValueError(f"no method applies: {'; '.join(f'{name}: {why}' for name, why in refusals.items())}")
+            why_not[name] = str(refusal)
+            continue
+        best, other = (draft, best) if best is None or draft.seconds < best.seconds else (best, draft)
+        if other:
+            why_not[other.method] = cost.by_model(other.seconds)
+    if best is None:
+        if named != "auto":
+            raise ValueError(f"method {named!r} does not apply: {why_not[named]}")
+        raise ValueError(f"no method applies: {'; '.join(f'{name}: {why_not[name]}' for name in methods)}")
+    others = {name: why_not[name] for name in methods if name != best.method} | elsewhere
+    return best.plan(tuple(others.items()))
 
 
-def _with_room(
-    problem: ProductsProblemT, method: str, ways: str | tuple[type[BlockLoop], ...], rejected: Rejected
-) -> Plan:
-    """The plan; where the workspace limit has no room for the blocks of all threads, for half as many, and so on."""
+class Draft(NamedTuple):
+    """A way to run a method: its loops, their workspace, and what they take by the model."""
+
+    problem: ProductsProblem
+    method: str
+    way: type[BlockLoop]
+    loops: Sequence[BlockLoop]
+    sizes: Mapping[str, int]
+    seconds: float
+
+    def plan(self, rejected: tuple[tuple[str, str], ...]) -> Plan:
+        problem = self.problem
+        return problem.planned(
+            self.loops,
+            self.sizes,
+            method=self.method,
+            rejected=rejected,
+            reason=f"{self.way.reason(problem.geometry)}; {cost.by_model(self.seconds)}",
+            bytes_moved=problem.minimal_bytes * max(1, len(self.loops)),
+            notes=problem.notes + _long_loop(sum(loop.turns for loop in self.loops)),
+        )
+
+
+def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[BlockLoop], ...]) -> Draft:
+    """The way that takes least; where the limit has no room for the blocks of all threads, for half as many, and so on."""
     known: tuple[type[BlockLoop], ...] = import_module(ways).WAYS if isinstance(ways, str) else ways
     refusal = NotApplicable("there is no way to do it")
     while True:
-        for way in known:
-            if way.applies(problem):
+        best: Draft | None = None
+        for way in sorted(known, key=lambda way: way.turn_calls):
+            if (best is None or way.turn_calls * cost.CALL < best.seconds) and way.applies(problem):
                 try:
                     loops, sizes = way.loops(problem)
                 except NotApplicable as reason:
                     refusal = reason
                     continue
-                return problem.planned(
-                    loops,
-                    sizes,
-                    method=method,
-                    rejected=rejected,
-                    reason=way.reason(problem.geometry),
-                    bytes_moved=problem.minimal_bytes * max(1, len(loops)),
-                    notes=problem.notes + _long_loop(sum(loop.turns for loop in loops)),
-                )
+                seconds = sum(loop.seconds for loop in loops)
+                if best is None or seconds < best.seconds:
+                    best = Draft(problem, method, way, loops, sizes, seconds)
+        if best is not None:
+            return best
         if problem.host.threads <= 1:
             raise refusal
         problem = replace(problem, machine=HostModel(problem.host.threads // 2))
@@ -280,6 +266,33 @@ class BlockLoop(NumpyStep):
         """How often something is computed in turn."""
         return self.blocks
 
+    @property
+    @abstractmethod
+    def work(self) -> float:
+        """Seconds of one thread for all blocks, in the loops of NumPy and of BLAS: by the model of `cost`, as all here."""
+
+    #: Calls of NumPy for a turn, or what of Python takes as long.
+    turn_calls: ClassVar[float] = 10
+
+    @property
+    def calls(self) -> float:
+        """All calls, of which Python makes one after the other."""
+        return self.turns * self.turn_calls
+
+    @cached_property
+    def seconds(self) -> float:
+        return cost.shared(self.work + self.fresh_work, self.calls, self.blocks, self.threads)
+
+    @property
+    def fresh_work(self) -> float:
+        """What the first touch of all threads' workspace takes, which a call has from the system anew."""
+        return cost.touched(self.threads * self.workspace)
+
+    @property
+    @abstractmethod
+    def workspace(self) -> int:
+        """Bytes for one block."""
+
     @cached_property
     def threads(self) -> int:
         return max(1, min(self.problem.host.threads, self.blocks))
@@ -324,11 +337,6 @@ class PixelLoop(BlockLoop):
     @abstractmethod
     def in_place(self) -> bool:
         """Whether the sums are computed where the result lies."""
-
-    @property
-    @abstractmethod
-    def workspace(self) -> int:
-        """Bytes for one block."""
 
     @property
     def index_bytes(self) -> int:
@@ -380,6 +388,19 @@ class PixelLoop(BlockLoop):
     @property
     def turns(self) -> int:
         return self.rounds
+
+    @property
+    def tile_work(self) -> float:
+        """What it takes to read all tiles; none is copied where no border is read."""
+        geometry, x = self.geometry, self.problem.xs[0] if self.problem.xs else None
+        if not any(geometry.before + geometry.after) and x is not None and x.dtype == self.x_dtype.name:
+            return 0.0
+        shape = tile_shape(geometry, geometry.in_channels, self.block)
+        return cost.copied(self.blocks * prod(shape), shape[4], self.problem.x_dtype)
+
+    def columns_work(self, elements: float) -> float:
+        """What it takes to write so many elements of columns."""
+        return cost.copied(elements, self.block[3], self.problem.x_dtype, self.geometry.stride[2] > 1)
 
     @cached_property
     def each_block(self) -> Blocks:
@@ -435,6 +456,13 @@ class ConvLoop(PixelLoop):
         """A block's sums (groups, outputs per group, samples, depth, height, width)."""
 
     # What all have in common.
+
+    @property
+    def store_work(self) -> float:
+        """What the epilogue takes: passes over the sums."""
+        problem = self.problem
+        passes = (not self.in_place) + sum(map(bool, (problem.bias, problem.residual, problem.pre, problem.activation)))
+        return passes * cost.added(prod(problem.out.shape), problem.out.dtype)
 
     @property
     def sums_bytes(self) -> int:

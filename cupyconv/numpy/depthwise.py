@@ -8,85 +8,72 @@ lies between the rows of pixels is computed in vain.  At strides, taps share col
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property
 from math import prod
 
 import numpy as np
 
+from cupyconv.numpy import cost
 from cupyconv.numpy.convolution import (
     CACHE_BLOCK,
+    FFT,
     LONE_PIXELS,
     MEMORY_BLOCK,
-    METHODS,
-    NO_ROOM_FOR_COLUMNS,
-    PASS_PER_TAP,
+    WINOGRAD,
     ConvLoop,
     ConvRun,
     Method,
-    fft_unsuited,
     temporaries,
 )
 from cupyconv.numpy.direct import TapByTap
+from cupyconv.numpy.gemm import WAYS as COLUMNS_WAYS
 from cupyconv.numpy.mec import MecLoop, mec_columns
-from cupyconv.numpy.toeplitz import SHARE_NS, best_of_products
+from cupyconv.numpy.toeplitz import WAYS as TOEPLITZ_WAYS
 from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.problems import ConvProblem
 
-#: Nanoseconds for an element of float32 times a tap: of a run, of a run shorter than a third of NumPy's buffer where taps
-#: lie along several axes, and where strides keep elements apart; and for a run of a channel and tap, however short.
-RUN_NS, SHORT_RUN_NS, STRIDED_NS, TAP_NS = 0.14, 0.3, 0.65, 15
+#: Elements of a run that are less than a third of NumPy's buffer: those of one tap after the other are slow.
 SHORT_RUN = 8192 // 3
-#: The same to bring an element's channel in front of its pixel or back, and to begin a run of channels.
-TRANSPOSED_NS, CHANNELS_NS = 0.6, 15
 
 # --- the choice -----------------------------------------------------------------------------------------------
 
 
-def methods_of(problem: ConvProblem) -> Mapping[str, Method]:
-    """Every method of a depthwise convolution: products before scaled elements where they are estimated to take less."""
-    products, ways = best_of_products(problem)
-    if ScaledPixels.applies(problem):
-        geometry = problem.geometry
-        read = geometry.batch * prod(geometry.size) * geometry.in_channels
-        products += TRANSPOSED_NS * (read + geometry.batch * geometry.pixels * geometry.out_channels)
-    scaled = scaled_ns(problem)
-    is_quicker = products < scaled or not problem.is_one_kind
-    few = "slower: few outputs beside each other, or few taps, and products with many zeros"
-    return {
-        "fft": METHODS["fft"]._replace(unsuited=lambda _: fft_unsuited(problem, others_ns=min(products, scaled))),
-        "gemm": Method(ways, few, NO_ROOM_FOR_COLUMNS, lambda _: "" if is_quicker else few),
-        "direct": Method((ScaledPixels, ScaledRuns, ScaledTaps, TapByTap), PASS_PER_TAP),
-        "winograd": METHODS["winograd"],
-    }
-
-
-def scaled_ns(problem: ConvProblem) -> float:
-    """What scaled elements are estimated to take."""
+def scaled_work(problem: ConvProblem) -> float:
+    """What scaled elements take."""
     geometry = problem.geometry
-    outputs = geometry.out_channels * geometry.taps
+    outputs, pixels = geometry.out_channels * geometry.taps, geometry.batch * geometry.pixels
     if ScaledPixels.applies(problem):
-        pixels = geometry.batch * geometry.pixels
-        return outputs * pixels * (RUN_NS if geometry.stride[2] == 1 else RUN_NS + CHANNELS_NS / geometry.out_channels)
+        return cost.scaled(outputs * pixels, problem, geometry.out_channels if geometry.stride[2] > 1 else 0)
     if geometry.stride != (1, 1, 1):
-        return outputs * (geometry.batch * geometry.pixels * STRIDED_NS + TAP_NS)
+        return cost.scaled_apart(outputs * pixels, problem)
     depth, height, width = tile_shape(geometry, 1, (geometry.batch, *geometry.out_size))[2:]
     run = geometry.batch * depth * height * width
     is_short = run // problem.host.threads < SHORT_RUN and sum(taps > 1 for taps in geometry.kernel) > 1
-    return outputs * (run * (SHORT_RUN_NS if is_short else RUN_NS) + TAP_NS)
+    return cost.scaled(outputs * run, problem, is_short=is_short)
 
 
 def workers(loop: ConvLoop) -> int:
     """Threads that have enough to do: with less, they mostly wait for each other between short calls."""
-    return max(1, min(loop.problem.host.threads, loop.blocks, int(scaled_ns(loop.problem) / SHARE_NS)))
+    return max(1, min(loop.problem.host.threads, loop.blocks, int(scaled_work(loop.problem) / cost.SHARE)))
 
 
 # --- scaled elements ------------------------------------------------------------------------------------------
 
 
-class ScaledPixels(ConvLoop):
+class ScaledLoop(ConvLoop):
+    """Elements times numbers."""
+
+    turn_calls = 15
+
+    @property
+    def work(self) -> float:
+        return scaled_work(self.problem) + self.tile_work + self.store_work
+
+
+class ScaledPixels(ScaledLoop):
     """Channels last: a tap's pixels times its weights, all channels of all pixels of a row as one run."""
 
     name = "scaled pixels"
@@ -162,7 +149,7 @@ class ScaledPixels(ConvLoop):
         return image
 
 
-class ScaledRuns(ConvLoop):
+class ScaledRuns(ScaledLoop):
     """A tap's run of the tile times a number; what lies between rows is left out."""
 
     name = "scaled runs"
@@ -236,7 +223,7 @@ def _runs(images: Images, block: Block) -> tuple[np.ndarray, Callable[[np.ndarra
     return runs, pixels
 
 
-class ScaledTaps(MecLoop):
+class ScaledTaps(ScaledLoop, MecLoop):
     """Columns that taps share, times a number per channel and tap."""
 
     name = "scaled taps"
@@ -264,3 +251,12 @@ class ScaledTaps(MecLoop):
                 else:
                     np.einsum("cmtk,ctkp->pmc", weight, views, out=target, order="F")
         return self.in_order(sums, block)
+
+
+#: Every method of a depthwise convolution.
+DEPTHWISE = {
+    "winograd": WINOGRAD,
+    "fft": FFT,
+    "gemm": Method((*TOEPLITZ_WAYS, *COLUMNS_WAYS)),
+    "direct": Method((ScaledPixels, ScaledRuns, ScaledTaps, TapByTap)),
+}

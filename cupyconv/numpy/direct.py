@@ -6,9 +6,11 @@ Where one tap reads little, as where a kernel is as large as the image, some tap
 from __future__ import annotations
 
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
+from cupyconv.numpy import cost
 from cupyconv.numpy.convolution import MEMORY_BLOCK, ConvLoop, ConvRun, box_bytes, sums_per_pixel, taps_at_a_time
 from cupyconv.numpy.gemm import product, with_parts
 from cupyconv.numpy.windows import Block
@@ -46,6 +48,20 @@ class TapByTap(ConvLoop):
     @cached_property
     def rounds(self) -> int:
         return super().rounds * -(-self.geometry.taps // self.taps)
+
+    @property
+    def work(self) -> float:
+        geometry, rounds = self.geometry, -(-self.geometry.taps // self.taps)
+        sizes = geometry.group_outputs, geometry.reduction / rounds, prod(self.block)
+        products = self.rounds * geometry.groups * cost.product(*sizes, self.problem)
+        columns = self.columns_work(geometry.batch * geometry.pixels * geometry.in_channels * geometry.taps)
+        columns += self.tile_work * (self.taps > 1)
+        passes = 2 * rounds * cost.added(prod(self.problem.out.shape), self.problem.dtype)
+        return products + columns + passes + self.store_work
+
+    @property
+    def calls(self) -> float:
+        return self.turns * (30 if self.taps > 1 else 7)
 
     @property
     def workspace(self) -> int:

@@ -31,26 +31,11 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
+from cupyconv.numpy import cost
 from cupyconv.numpy.convolution import ConvLoop, ConvRun, columns_bytes, temporaries, weight_copy
 from cupyconv.numpy.gemm import product as multiplied
 from cupyconv.numpy.gemm import with_parts
-from cupyconv.numpy.spectra import (
-    BLOCK,
-    BLOCK_NS,
-    MOST_PRODUCTS,
-    MULTIPLY_NS,
-    SHARE_NS,
-    WAKE_NS,
-    Tile,
-    block_extents,
-    dilated,
-    every,
-    on_fewer_threads,
-    on_threads,
-    slower_than,
-    slowness,
-    with_lines,
-)
+from cupyconv.numpy.spectra import BLOCK, MOST_PRODUCTS, Tile, block_extents, dilated, every, with_lines
 from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import Block, BlockSize, Scratch, largest_block, parts_of, ranges_of, tile_size
 from cupyconv.problem.arrays import product_flops
@@ -61,39 +46,14 @@ from cupyconv.problem.transforms import ERRORS, is_real, no_room, refusal_of, sh
 
 #: Products of a frequency, samples x channels x outputs, from which they are a matrix product.
 MATRIX = 48
-#: Nanoseconds of such a product: its call, each element of the weight that is read, and each multiplication; and of an
-#: element of an image, or of the weight, that is brought into this order.
-MATRIX_NS, READ_NS, PRODUCT_NS, REORDER_NS, WEIGHT_NS = 40, 0.1, 0.1, 2, 4
-#: Nanoseconds of an element of columns, and of each multiply-add that it takes part in.
-COLUMN_NS, MULTIPLY_ADD_NS = 0.05, 0.026
-#: How much longer a depthwise convolution's own ways take than they are estimated to, where transforms take as long.
-DEPTHWISE = 1.3
 
 # --- the choice -----------------------------------------------------------------------------------------------
 
 
-def unsuited(problem: ConvProblem, others_ns: float | None = None) -> str:
-    """Why transforms are not taken, where another method takes so many nanoseconds of float32 on one core."""
-    if others_ns is None:
-        others = on_threads(products_ns(problem), problem)
-    else:  # a depthwise convolution's ways, which wake threads where each has enough to do
-        threads = max(1, min(problem.host.threads, int(others_ns / SHARE_NS)))
-        others = on_threads(DEPTHWISE * others_ns, problem) * problem.host.threads / threads
-        others += WAKE_NS * (threads > 1)
-    return slower_than(others, problem, best_cut)
-
-
-def products_ns(problem: ConvProblem) -> float:
-    """What columns and products are estimated to take, in float32 on one core."""
-    geometry = problem.geometry
-    columns = geometry.batch * geometry.pixels * geometry.in_channels * geometry.taps
-    return columns * (COLUMN_NS + geometry.group_outputs * MULTIPLY_ADD_NS)
-
-
 class Cut(NamedTuple):
-    """How a convolution is cut, into how many shares, and nanoseconds that all are estimated to take."""
+    """How a convolution is cut, into how many shares, and what all take."""
 
-    nanoseconds: float
+    seconds: float
     first: Fft
     shares: int
 
@@ -102,17 +62,17 @@ class Cut(NamedTuple):
 def best_cut(problem: ConvProblem, fixed: int, limit: int) -> Cut | None:
     """The cut that is estimated to take the least; None where there is no room for any."""
     geometry, best = problem.geometry, None
-    for divided, extents in product(on_fewer_threads(problem), block_extents(geometry)):
+    for extents in block_extents(geometry):
         for groups, outputs in share_sizes(geometry):
-            threads, line = divided.host.threads, share_of(divided, (1, *extents), range(groups), range(outputs))
+            threads, line = problem.host.threads, share_of(problem, (1, *extents), range(groups), range(outputs))
             room = limit - fixed - line.spectra_bytes
             if line.spectra_bytes > room or threads * line.workspace > room:
                 continue
             lines = min(min(room // threads, BLOCK) // line.workspace, -(-line.blocks // threads))
             loop = replace(line, block=with_lines(geometry, line.block, lines))
             shares = -(-geometry.groups // groups) * -(-geometry.group_outputs // outputs)
-            if best is None or shares * loop.nanoseconds < best.nanoseconds:
-                best = Cut(shares * loop.nanoseconds, loop, shares)
+            if best is None or shares * loop.seconds < best.seconds:
+                best = Cut(shares * loop.seconds, loop, shares)
             break
     return best
 
@@ -167,11 +127,10 @@ class Fft(ConvLoop):
         if best is None:
             raise no_room(limit)
         first: Any = best.first
-        divided = replace(problem, machine=first.problem.machine)
         loops: list[Any] = [first]
         if best.shares > 1:
             loops = [
-                share_of(divided, first.block, groups, outputs)
+                share_of(problem, first.block, groups, outputs)
                 for groups in ranges_of(geometry.groups, first.geometry.groups)
                 for outputs in ranges_of(geometry.group_outputs, first.geometry.group_outputs)
             ]
@@ -209,21 +168,33 @@ class Fft(ConvLoop):
         return self.block[0] * (images + added)
 
     @property
-    def nanoseconds(self) -> float:
-        """What it is estimated to take on all threads."""
-        geometry, tile, samples = self.geometry, self.tile, self.block[0]
+    def work(self) -> float:
+        geometry, tile, problem = self.geometry, self.tile, self.problem
+        images = self.blocks * self.block[0] * (geometry.in_channels + geometry.out_channels)
+        return images * tile.seconds(problem) + self.products_work + self.weight_work + self.store_work
+
+    @property
+    def products_work(self) -> float:
+        """What the products of spectra take."""
+        geometry, tile, samples = self.geometry, self.tile, self.blocks * self.block[0]
         pairs, frequencies = geometry.group_channels * geometry.out_channels, prod(tile.frequencies)
-        if self.by_matrix:
-            products = frequencies * (geometry.groups * MATRIX_NS + samples * pairs * PRODUCT_NS)
-            products += prod(tile.of_kernel) * pairs * READ_NS
-            reorder = tile.elements * REORDER_NS
-        else:
-            products, reorder = samples * frequencies * pairs * MULTIPLY_NS, 0
-        transforms = samples * (geometry.in_channels + geometry.out_channels) * (tile.nanoseconds + reorder)
-        slow, threads = slowness(self.problem), self.threads
-        blocks = -(-self.blocks // threads) * (BLOCK_NS + slow * (transforms + products))
-        weights = slow * pairs * (tile.nanoseconds + (WEIGHT_NS * prod(tile.of_kernel) if self.by_matrix else 0))
-        return blocks + weights / threads + WAKE_NS * (threads > 1)
+        if not self.by_matrix:
+            return cost.complex_products(samples * frequencies * pairs, self.problem)
+        images = samples * (geometry.in_channels + geometry.out_channels) * tile.elements
+        read = self.blocks * prod(tile.of_kernel) * pairs
+        matrices = self.blocks * frequencies * geometry.groups
+        return cost.complex_matrices(matrices, read, samples * frequencies * pairs, images, self.problem)
+
+    @property
+    def weight_work(self) -> float:
+        """What the spectra of the weight take."""
+        tile, pairs = self.tile, self.geometry.group_channels * self.geometry.out_channels
+        reordered = prod(tile.of_kernel) * self.by_matrix
+        return pairs * (tile.seconds(self.problem) + cost.apart(reordered, self.problem))
+
+    @property
+    def calls(self) -> float:
+        return self.turns * cost.FFT_CALLS + cost.FFT_CALLS
 
     @property
     def flops(self) -> int:
@@ -264,9 +235,7 @@ class Fft(ConvLoop):
         one = channels * prod(sizes) * self.spectrum_dtype.itemsize
         rows = even_part(kernels.shape[1], min(-(-kernels.shape[1] // self.threads), self.workspace // (3 * one or 1)))
         parts = list(product(range(len(kernels)), parts_of(kernels.shape[1], rows))) if channels else []
-        share = int(
-            slowness(self.problem) * channels * len(kernels) * kernels.shape[1] * self.tile.nanoseconds / SHARE_NS
-        )
+        share = int(channels * len(kernels) * kernels.shape[1] * self.tile.seconds(self.problem) / cost.SHARE)
         in_threads(max(1, min(self.threads, len(parts), share)), transform, parts)
         return Weights(weight, spectra)
 

@@ -24,41 +24,16 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from cupyconv.numpy import cost
 from cupyconv.numpy.fft import multiply
 from cupyconv.numpy.scattered import Piece, ScatteredLoop, ScatteredRun, even_channels
-from cupyconv.numpy.spectra import (
-    BLOCK,
-    BLOCK_NS,
-    COPY_NS,
-    MOST_PRODUCTS,
-    MULTIPLY_NS,
-    WAKE_NS,
-    Tile,
-    block_extents,
-    dilated,
-    every,
-    on_threads,
-    slower_than,
-    slowness,
-    with_lines,
-)
+from cupyconv.numpy.spectra import BLOCK, MOST_PRODUCTS, Tile, block_extents, dilated, every, with_lines
 from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import parts_of, tile_regions, tile_size
 from cupyconv.problem.arrays import accumulator
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import NotApplicable, TransposedProblem
 from cupyconv.problem.transforms import ERRORS, is_real, no_room, refusal_of
-
-#: Nanoseconds of float32 that a multiply-add of a product takes, and each tap's addition of its element.
-SCATTERED_NS, ADDED_NS = 0.02, 0.3
-
-
-def unsuited(problem: TransposedProblem) -> str:
-    """Why transforms are not taken: they take longer than products that are added tap by tap."""
-    geometry = problem.geometry
-    added = geometry.batch * geometry.in_channels * geometry.taps * geometry.pixels * ADDED_NS
-    others = on_threads(geometry.products * SCATTERED_NS + added, problem)
-    return slower_than(others, problem, best_loop)
 
 
 @lru_cache(maxsize=64)
@@ -78,7 +53,7 @@ def best_loop(problem: TransposedProblem, fixed: int, limit: int) -> ScatteredFf
                 replace(geometry, batch=1), line.block, min(room // threads, BLOCK) // line.workspace
             )
             loop = replace(line, block=(1, depth, height, width))
-            if best is None or loop.nanoseconds < best.nanoseconds:
+            if best is None or loop.seconds < best.seconds:
                 best = loop
         channels //= 2
     return best
@@ -170,18 +145,29 @@ class ScatteredFft(ScatteredLoop):
         image = channels * prod(geometry.size) * self.sums_dtype.itemsize
         return nbytes + image * (not self.in_place) + image * bool(self.problem.activation)
 
-    @cached_property
-    def nanoseconds(self) -> float:
-        """What it is estimated to take on all threads."""
-        geometry, tile = self.geometry, self.tile
+    @property
+    def runs(self) -> int:
+        """Runs of pixels of a block."""
+        return prod(-(-n // own) for n, own in zip(self.geometry.out_size, self.block[1:]))
+
+    @property
+    def work(self) -> float:
+        geometry, tile, problem = self.geometry, self.tile, self.problem
         pairs, outputs = self.channels * geometry.group_outputs, self._groups * geometry.group_outputs
-        slow, runs = slowness(self.problem), prod(-(-n // own) for n, own in zip(geometry.out_size, self.block[1:]))
-        transforms = (self.channels + outputs) * tile.nanoseconds
-        own = BLOCK_NS + slow * (transforms + pairs * prod(tile.frequencies) * MULTIPLY_NS)
-        added = slow * self.channels * tile.elements * COPY_NS
-        kernels = slow * geometry.group_channels * geometry.out_channels * tile.nanoseconds / self.problem.host.threads
-        wake = WAKE_NS * (self.problem.host.threads > 1) * (1 if self.helpers == 1 else -(-runs // self.helpers))
-        return -(-self.blocks // self.threads) * (-(-runs // self.helpers) * own + runs * added) + kernels + wake
+        run = (self.channels + outputs) * tile.seconds(problem)
+        run += cost.complex_products(pairs * prod(tile.frequencies), problem)
+        run += cost.added(self.channels * tile.elements, problem.dtype)
+        return self.blocks * self.runs * run + geometry.group_channels * geometry.out_channels * tile.seconds(problem)
+
+    @property
+    def calls(self) -> float:
+        regions = 3 ** len(self.tile.along)  # the image, and its borders
+        return self.blocks * self.runs * (cost.FFT_CALLS + 12 * regions) + 2 * cost.FFT_CALLS
+
+    @cached_property
+    def seconds(self) -> float:
+        # Threads that have no block of their own compute runs.
+        return cost.shared(self.work, self.calls, self.blocks * self.runs, self.threads * self.helpers)
 
     @property
     def blocks(self) -> int:

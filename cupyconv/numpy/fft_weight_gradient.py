@@ -19,37 +19,14 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from cupyconv.numpy import cost
 from cupyconv.numpy.convolution import columns_bytes, temporaries
-from cupyconv.numpy.spectra import (
-    BLOCK,
-    BLOCK_NS,
-    MOST_PRODUCTS,
-    MULTIPLY_NS,
-    WAKE_NS,
-    Tile,
-    block_extents,
-    every,
-    on_threads,
-    slower_than,
-    slowness,
-    with_lines,
-)
+from cupyconv.numpy.spectra import BLOCK, MOST_PRODUCTS, Tile, block_extents, every, with_lines
 from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun
 from cupyconv.numpy.windows import Block, Images, largest_block, parts_of, tile_size
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.problems import NotApplicable, WeightGradientProblem
 from cupyconv.problem.transforms import ERRORS, no_room, refusal_of
-
-#: Nanoseconds of float32 of a multiply-add of a product, and of an element that it reads: of columns, or of a tap.
-GRADIENT_NS, ELEMENT_NS = 0.03, 0.3
-
-
-def unsuited(problem: WeightGradientProblem) -> str:
-    """Why transforms are not taken: they take longer than products of columns."""
-    geometry = problem.geometry
-    columns = geometry.batch * geometry.pixels * geometry.in_channels * geometry.taps
-    others = on_threads(geometry.products * GRADIENT_NS + columns * ELEMENT_NS, problem)
-    return slower_than(others, problem, best_loop)
 
 
 @lru_cache(maxsize=64)
@@ -63,7 +40,7 @@ def best_loop(problem: WeightGradientProblem, fixed: int, limit: int) -> Gradien
             continue
         lines = min(min(room, BLOCK) // line.workspace, -(-line.blocks // threads))
         loop = replace(line, block=with_lines(problem.geometry, line.block, lines))
-        if best is None or loop.nanoseconds < best.nanoseconds:
+        if best is None or loop.seconds < best.seconds:
             best = loop
     return best
 
@@ -129,16 +106,17 @@ class GradientFft(WeightGradientLoop):
         read = tile.elements * self.x_dtype.itemsize * (1 + temporaries(geometry, self.problem.prologue))
         return self.block[0] * geometry.in_channels * (read + spectrum) + self.several * self._output_bytes
 
-    @cached_property
-    def nanoseconds(self) -> float:
-        """What it is estimated to take on all threads."""
-        geometry, tile, samples = self.geometry, self.tile, self.block[0]
+    @property
+    def products_work(self) -> float:
+        geometry, tile, samples = self.geometry, self.tile, self.blocks * self.block[0]
         pairs = geometry.group_channels * geometry.out_channels
-        transforms = samples * (geometry.in_channels + geometry.out_channels) + pairs
-        products = samples * pairs * prod(tile.frequencies) * MULTIPLY_NS
-        pieces = -(-geometry.group_outputs // self.several)
-        own = BLOCK_NS * pieces + slowness(self.problem) * (transforms * tile.nanoseconds + products)
-        return -(-self.blocks // self.threads) * own + WAKE_NS * (self.threads > 1)
+        transforms = samples * (geometry.in_channels + geometry.out_channels) + self.blocks * pairs
+        products = cost.complex_products(samples * pairs * prod(tile.frequencies), self.problem)
+        return transforms * tile.seconds(self.problem) + products
+
+    @property
+    def calls(self) -> float:
+        return self.turns * cost.FFT_CALLS * -(-self.geometry.group_outputs // self.several)
 
     @cached_property
     def computes_again(self) -> bool:

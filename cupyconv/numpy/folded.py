@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.gathered import GatheredLoop, plan_gathered
 from cupyconv.numpy.windows import five_axes, padded_index
@@ -50,6 +51,10 @@ class Border(NumpyStep):
     def adds_zeros(self) -> bool:
         """Whether a loop multiplies the weight by zeros where the definition has no term."""
         return any(loop.adds_zeros for loop in cast("tuple[GatheredLoop, ...]", self.loops))
+
+    @property
+    def seconds(self) -> float:
+        return sum(loop.seconds for loop in self.loops) + cost.BORDER_CALLS * cost.CALL
 
     def __str__(self) -> str:
         extents = " x ".join(str(len(along)) for along in self.box)
@@ -128,11 +133,12 @@ def plan_folded(problem: TransposedProblem, plan_part: Callable[[TransposedProbl
         beside = max(beside, 2 * nbytes)
         workspace = max(workspace, plan.workspace_bytes + 2 * nbytes)
         steps.append(Border(problem, box, cast("tuple[NumpyStep, ...]", plan.steps)))
+    seconds = sum(step.seconds for step in cast("list[NumpyStep]", steps))
     return replace(
         image,
         problem=problem.title,
         steps=tuple(steps),
-        reason=f"{image.reason}; borders apart",
+        reason=f"{image.reason.rpartition(';')[0]}, borders apart; {cost.by_model(seconds)}",
         workspace=(Buffer("borders", beside), Buffer("blocks", workspace - beside)),
     )
 

@@ -17,19 +17,18 @@ from typing import Any
 
 import numpy as np
 
+from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep
-from cupyconv.numpy.convolution import ConvLoop, fft_unsuited, plan_conv, winograd_unsuited
+from cupyconv.numpy.convolution import ConvLoop, plan_conv
 from cupyconv.numpy.windows import five_axes
 from cupyconv.problem.arrays import c_strides
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Buffer, Plan
 from cupyconv.problem.polyphase import AxisPhase, is_reached, phase_problem, phases_of
-from cupyconv.problem.problems import ConvProblem, NotApplicable, TransposedProblem
+from cupyconv.problem.problems import NotApplicable, TransposedProblem
 
-#: Convolutions that a result may fall apart into to be gathered: stride 2 along three axes.
-MOST_PARTS = 8
-#: Elements of a result for each of x, strides aside, up to which it is gathered: as many products as there need be.
-MOST_ZEROS = 4
+#: Convolutions that a result may fall apart into to be gathered: stride 4 along two axes.
+MOST_PARTS = 16
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,12 @@ class GatheredLoop(NumpyStep):
     @property
     def flops(self) -> int:
         return self.convolution.flops
+
+    @property
+    def seconds(self) -> float:
+        return (
+            self.convolution.seconds + cost.exchanged(prod(self.problem.weight.shape)) + cost.GATHERED_CALLS * cost.CALL
+        )
 
     @property
     def bytes_moved(self) -> int:
@@ -117,6 +122,8 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
         raise NotApplicable("products are added where the kernel reaches")
     if geometry.groups > 1 and len(problem.outs) > 1:
         raise NotApplicable("several results of a grouped convolution")
+    if len(phases) > MOST_PARTS:
+        raise NotApplicable("it falls apart into many convolutions")
     weight = prod(problem.weight.shape) * problem.weight.itemsize
     problems = []
     for (out, first), phase in product(zip(problem.outs, geometry.channel_offsets), phases):
@@ -126,8 +133,6 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
         part = phase_problem(replace(problem, workspace_limit=problem.limit_with(weight) - weight), phase, out, own)
         part = replace(part, method=problem.method if is_reached(phase) else "auto")
         problems.append((part, out.name, first, phase))
-    if not (_reads_less(geometry, len(phases)) or all(_takes_transforms(part) for part, *_ in problems)):
-        raise NotApplicable("products are added where the kernel reaches")
     plans, steps = [], []
     for part, name, first, phase in problems:
         plan = plan_conv(part)
@@ -135,6 +140,8 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
         loops = [loop for loop in plan.steps if isinstance(loop, ConvLoop)]
         steps += [GatheredLoop(problem, loop, part.geometry, name, first, phase) for loop in loops]
     largest = max(plans, key=lambda plan: plan.flops)
+    seconds, of = sum(step.seconds for step in steps), ", of its largest part" * (len(plans) > 1)
+    words = largest.reason.rpartition(";")[0]
     sizes = {"weight": weight, "blocks": max(plan.workspace_bytes for plan in plans)}
     return replace(
         largest,
@@ -145,25 +152,7 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
         bytes_moved=problem.minimal_bytes,
         minimal_bytes=problem.minimal_bytes,
         notes=problem.notes,
-        reason=f"gathered{f' in {len(plans)} parts' if len(plans) > 1 else ''}, {largest.reason}",
+        rejected=tuple((name, f"{why}{of}") for name, why in largest.rejected),
+        reason=f"gathered{f' in {len(plans)} parts' if of else ''}, {words}; {cost.by_model(seconds)}",
         workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items()) if steps else (),
     )
-
-
-def _takes_transforms(part: ConvProblem) -> bool:
-    """Whether a part is computed by a method that transforms its data, which convolutions are better at."""
-    if part.method == "auto":
-        return not winograd_unsuited(part) or not fft_unsuited(part)
-    return part.method in ("winograd", "fft")
-
-
-def _reads_less(geometry: ConvGeometry, parts: int) -> bool:
-    """Whether the convolutions' columns take less than sums: in groups, and of no more channels than the results have.
-
-    Not where most of what windows reach is beyond x.
-    """
-    if prod(geometry.size) > MOST_ZEROS * prod(geometry.stride) * geometry.pixels:
-        return False
-    if geometry.groups > 1:
-        return parts <= MOST_PARTS
-    return parts == 1 and geometry.taps > 1 and 0 < geometry.out_channels <= min(geometry.channels, default=0)

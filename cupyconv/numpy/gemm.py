@@ -7,13 +7,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Self
 
 import numpy as np
 
+from cupyconv.numpy import cost
 from cupyconv.numpy.convolution import (
     CACHE_BLOCK,
     MEMORY_BLOCK,
@@ -37,10 +38,34 @@ PRODUCT_OUTPUTS = 32
 LONG_PRODUCT = 256
 
 
-class View(ConvLoop):
+@dataclass(frozen=True)
+class Product(ConvLoop):
+    """One product for each block and group, which BLAS may divide among threads of its own."""
+
+    problem: ConvProblem
+    #: The threads that BLAS divides it among.
+    divided: int = 1
+
+    @property
+    def work(self) -> float:
+        geometry = self.geometry
+        sizes = geometry.group_outputs, geometry.reduction, prod(self.block)
+        products = self.blocks * geometry.groups * cost.product(*sizes, self.problem)
+        if prod(sizes) > cost.SMALL_PRODUCT:
+            products /= self.divided
+        return products + self.columns_written + self.store_work
+
+    @property
+    def columns_written(self) -> float:
+        """What it takes to write columns."""
+        return 0.0
+
+
+class View(Product):
     """The input is columns as it lies: a kernel of one tap, and pixels or channels side by side."""
 
     name = "view"
+    turn_calls = 3
     words = "products of the input where it lies"
 
     @classmethod
@@ -58,7 +83,7 @@ class View(ConvLoop):
             geometry = problem.geometry
             threads = 1 if is_undivided(problem) else problem.host.threads
             share = share_of_pixels(geometry, threads, geometry.batch * geometry.pixels)
-            return cls(problem, block_of_pixels(geometry, share, geometry.batch))
+            return cls(problem, block_of_pixels(geometry, share, geometry.batch), problem.host.threads // threads)
         return super().fitted(problem, fixed, limit)
 
     @property
@@ -76,10 +101,11 @@ class View(ConvLoop):
         return place.transpose(1, 2, 0, 3).reshape(block.sums_shape)
 
 
-class Columns(ConvLoop):
+class Columns(Product):
     """All windows of a block are copied to columns."""
 
     name = "columns"
+    turn_calls = 5
     words = "columns and products"
 
     @classmethod
@@ -98,7 +124,7 @@ class Columns(ConvLoop):
     def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
         if is_undivided(problem):
             lone = replace(problem, machine=HostModel(1))
-            whole = cls(lone, (problem.geometry.batch, *problem.geometry.out_size))
+            whole = cls(lone, (problem.geometry.batch, *problem.geometry.out_size), problem.host.threads)
             if fixed + whole.workspace <= limit:
                 return whole
         return super().fitted(problem, fixed, limit)
@@ -110,6 +136,12 @@ class Columns(ConvLoop):
     @property
     def tile_bytes(self) -> int:
         return prod(tile_shape(self.geometry, self.geometry.in_channels, self.block)) * self.x_dtype.itemsize
+
+    @property
+    def columns_written(self) -> float:
+        geometry = self.geometry
+        columns = self.columns_work(geometry.batch * geometry.pixels * geometry.in_channels * geometry.taps)
+        return columns + (self.tile_work if geometry.taps > 1 else 0.0)
 
     @property
     def workspace(self) -> int:

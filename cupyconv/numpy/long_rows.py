@@ -26,6 +26,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from cupyconv.numpy import cost
 from cupyconv.numpy.convolution import (
     CACHE_BLOCK,
     ConvLoop,
@@ -83,6 +84,19 @@ class LongRows(ConvLoop):
     words = "columns that {taps} taps share, and a product for each row of all samples and bands"
     fresh: ClassVar[Scratch] = MEMORY
     thread_bytes = PART
+    fresh_work = 0.0  # it is kept
+    turn_calls = 6
+
+    @property
+    def work(self) -> float:
+        geometry, problem, layout = self.geometry, self.problem, self.layout
+        products = layout.rows * cost.product(geometry.group_outputs, geometry.reduction, layout.length, problem)
+        columns = cost.copied(prod(layout.columns), layout.length, problem.x_dtype)
+        tile = cost.copied(len(self._taps) * prod(layout.tile), layout.pitch, problem.x_dtype)
+        work = self.blocks * geometry.groups * (products + columns + tile)
+        if not layout.is_in_order:
+            work += cost.added(prod(problem.out.shape), problem.dtype)
+        return work + self.store_work
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:

@@ -19,6 +19,7 @@ from math import gcd, prod
 
 import numpy as np
 
+from cupyconv.numpy import cost
 from cupyconv.numpy.convolution import (
     CACHE_BLOCK,
     LONE_PIXELS,
@@ -31,16 +32,10 @@ from cupyconv.numpy.convolution import (
     temporaries,
 )
 from cupyconv.numpy.windows import Block, BlockSize, Images, parts_of, tile_shape
-from cupyconv.problem.arrays import ITEMSIZE, accumulator, product_flops
+from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.problems import ConvProblem, WeightGradientProblem
 
-#: What a core takes for an operation of a product, to copy an element in cache, and to begin a run of elements.
-FLOP_SECONDS, COPY_SECONDS, RUN_SECONDS = 1e-11, 3e-10, 1e-8
-#: Columns of a product whose time each product takes beside them.
-SHORT_PRODUCT = 10
-#: Rows of columns from which a lone sample's product is left whole.
-LONE_REDUCTION = 256
 #: Rows of columns from which taps share them: with fewer, the products of one tap would be thin.  In groups they are
 #: thin anyway, and writing columns takes longer.
 LEAST_SHARED = 32
@@ -191,26 +186,27 @@ class MecRows(ConvLoop):
 
     name = "MEC rows"
     words = "columns that {taps} taps share, and a product for each row"
+    turn_calls = 13
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
-        """Whether short products, of columns of which fewer are written, take less than long ones of all."""
+        """Whether taps share rows."""
         geometry, axis = problem.geometry, problem.geometry.outermost
-        taps, step = geometry.kernel[axis], geometry.stride[axis] // gcd(geometry.stride[axis], geometry.dilation[axis])
-        in_cache = not _columns_leave_cache(geometry, ITEMSIZE[accumulator(problem.x_dtype)])
-        if not problem.is_one_kind or taps <= step or in_cache:
-            return False
-        columns = geometry.pixels * geometry.in_channels * geometry.taps * ITEMSIZE[accumulator(problem.x_dtype)]
-        if geometry.batch == 1 and geometry.reduction >= LONE_REDUCTION and columns <= PRODUCT_BLOCK:
-            return False  # one product of a lone sample is the BLAS's to divide
-        row = prod(geometry.out_size[axis + 1 :])
-        products = FLOP_SECONDS * product_flops(problem.x_dtype, problem.factor_dtype) * geometry.reduction
-        products *= geometry.out_channels
-        column = COPY_SECONDS + RUN_SECONDS / max(1, geometry.out_size[2])
-        all_columns = column * geometry.in_channels * geometry.taps
-        weight = COPY_SECONDS * 4 * geometry.out_channels * geometry.reduction
-        shared = products * SHORT_PRODUCT / max(1, row) + all_columns * step / taps
-        return shared + weight / max(1, geometry.batch * geometry.pixels) < all_columns
+        step = geometry.stride[axis] // gcd(geometry.stride[axis], geometry.dilation[axis])
+        return problem.is_one_kind and geometry.kernel[axis] > step
+
+    @property
+    def work(self) -> float:
+        geometry, axis, phases = (
+            self.geometry,
+            self.geometry.outermost,
+            min(self._period, self.block[1 + self.geometry.outermost]),
+        )
+        row = prod(self.block[2 + axis :])
+        rows = self.blocks * prod(self.block[: 2 + axis]) * geometry.groups
+        products = rows * cost.product(geometry.group_outputs, geometry.reduction, row, self.problem)
+        columns = self.columns_work(self.blocks * phases * prod(self._rows_shape(self.block)))
+        return products + columns + self.tile_work + self.store_work
 
     @classmethod
     def aim(cls, problem: ConvProblem) -> tuple[int, int]:

@@ -12,10 +12,12 @@ The image is cut so that a chunk stays in cache, and is long enough that the cal
 from __future__ import annotations
 
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import numpy as np
 
+from cupyconv.numpy import cost
 from cupyconv.numpy.convolution import (
     ConvLoop,
     ConvRun,
@@ -68,6 +70,18 @@ class Merge(ConvLoop):
     @classmethod
     def weight_bytes(cls, problem: ConvProblem) -> int:
         return copy_bytes(problem.weight, problem.weight_dtype) if _is_added(problem) else 0
+
+    @property
+    def work(self) -> float:
+        geometry, problem, area = self.geometry, self.problem, prod(self.block)
+        results = prod(problem.out.shape)
+        if not self.is_added:
+            copies = cost.copied(geometry.batch * geometry.pixels * geometry.in_channels, area, problem.x_dtype)
+            product = cost.product(geometry.out_channels, geometry.in_channels, area, problem)
+            return self.blocks * product + copies + self.store_work
+        products = sum(cost.product(geometry.out_channels, x.shape[1], area, problem) for x in problem.xs)
+        passes = cost.added((len(problem.xs) - 1) * results, problem.dtype)
+        return self.blocks * products + passes + self.store_work
 
     @property
     def workspace(self) -> int:

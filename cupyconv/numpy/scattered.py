@@ -34,6 +34,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from cupyconv.numpy import cost
 from cupyconv.numpy.activations import activate
 from cupyconv.numpy.convolution import (
     LONE_PIXELS,
@@ -127,9 +128,47 @@ class ScatteredLoop(BlockLoop):
 
     @property
     def turns(self) -> int:
-        pixels = self.block[1:]
-        runs = prod(-(-extent // part) for extent, part in zip(self.geometry.out_size, pixels))
-        return self.blocks * runs * min(self.geometry.taps, max(1, prod(pixels)))
+        return self.blocks * self.runs * min(self.geometry.taps, max(1, prod(self.block[1:])))
+
+    @cached_property
+    def runs(self) -> int:
+        """Runs of x's pixels of a block."""
+        return prod(-(-extent // part) for extent, part in zip(self.geometry.out_size, self.block[1:]))
+
+    @cached_property
+    def area(self) -> int:
+        """Pixels of a run's products."""
+        return self.block[0] * prod(self.product_size(self.block[1:]))
+
+    def products_work(self, taps: float) -> float:
+        """What products take, each of so many taps."""
+        geometry, own = self.geometry, max(1, self.channels // max(1, self.geometry.group_channels))
+        sizes = self.channels / own * taps, geometry.group_outputs, self.area
+        return self.blocks * self.runs * own * geometry.taps / taps * cost.product(*sizes, self.problem)
+
+    @property
+    def added_work(self) -> float:
+        """What it takes to add an element for every tap; and to write zeros before, and copies of sums and of x."""
+        geometry, problem = self.geometry, self.problem
+        elements = self.blocks * self.runs * self.channels * self.area * geometry.taps
+        run = self.area if self.flat else self.block[3]
+        if geometry.padding_mode == "constant":
+            work = cost.added(elements, problem.dtype, run, geometry.stride[2] > 1)
+        else:
+            work = cost.added_by_index(elements, problem.dtype)
+        passes = 1 + (not self.in_place) + bool(problem.activation)
+        work += cost.added(passes * geometry.batch * geometry.in_channels * prod(geometry.size), problem.dtype)
+        if not x_is_factor(problem) or self.flat or self.block[0] > 1:
+            copies = -(-geometry.group_channels // max(1, self.channels))
+            work += cost.copied(
+                copies * geometry.batch * geometry.out_channels * geometry.pixels, self.block[3], problem.x_dtype
+            )
+        return work
+
+    @property
+    def calls(self) -> float:
+        each = 2 if self.geometry.padding_mode == "constant" else 20
+        return self.turns * each + self.blocks * self.runs * 12
 
     def product_size(self, run: Sequence[int]) -> Triple:
         """The axes of a run's products: of its pixels, the inner ones as long as the result's where it is flat."""

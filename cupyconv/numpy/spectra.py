@@ -1,4 +1,4 @@
-"""Spectra: tiles as long as fast Fourier transforms are quick at, there and back; what they take, and when they are worth it.
+"""Spectra: tiles as long as fast Fourier transforms are quick at, there and back.
 
 ::
 
@@ -13,73 +13,27 @@ kernel has one tap are not: they are as many tiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import log2, prod
 from typing import Any
 
 import numpy as np
 
-from cupyconv.numpy.convolution import SLOW_SPECTRA
-from cupyconv.problem.arrays import accumulator, real_part
+from cupyconv.numpy import cost
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
-from cupyconv.problem.problems import HostModel, ProductsProblem, ProductsProblemT
-from cupyconv.problem.transforms import is_real, refusal_of, transformed_axes
-
-# Nanoseconds of float32 on one core (AVX2, 1 MiB of L2); `slowness` is for other dtypes.
-#: A transform of n elements takes n log2(n) times this, and for each element a copy.
-TRANSFORM_NS, COPY_NS = 0.17, 0.6
-#: Elements of two spectra multiplied, and added to the sums.
-MULTIPLY_NS = 0.8
-#: All calls of a block; and what other threads take to come.
-BLOCK_NS, WAKE_NS = 100_000, 400_000
-#: Nanoseconds of work for which another thread is worth waking.
-SHARE_NS = 1_000_000
+from cupyconv.problem.problems import ProductsProblem
+from cupyconv.problem.transforms import transformed_axes
 
 #: Bytes of a block: samples and lines are taken together as far as they stay in cache.
 BLOCK = 2 << 20
-#: Shortest transform, and how much longer each is that is looked at than the one before.
-SHORTEST, LONGER = 16, 1.4
+#: How much longer each transform is that is looked at than the one before.
+LONGER = 1.4
 #: Multiply-adds of a block that is computed again where it is not finite: as many take a few seconds.
 MOST_PRODUCTS = 1 << 34
 
-# --- the choice -----------------------------------------------------------------------------------------------
-
-
-def slower_than(others_ns: float, problem: ProductsProblemT, best: Callable[[ProductsProblemT, int, int], Any]) -> str:
-    """Why transforms are not taken, of which `best` finds the quickest, where other methods take so long."""
-    if refusal := refusal_of(problem):
-        return refusal
-    if others_ns <= least_ns(problem):
-        return SLOW_SPECTRA
-    found = best(problem, 0, problem.limit)
-    return "" if found and found.nanoseconds < others_ns else SLOW_SPECTRA
-
-
-def slowness(problem: ProductsProblem) -> float:
-    """How much longer an element takes than one of float32."""
-    wide = 1.8 if real_part(accumulator(problem.dtype)) == "float64" else 1.0
-    return wide * (1 if is_real(problem) else 2)
-
-
-def least_ns(problem: ProductsProblem) -> float:
-    """What transforms take at the least: most problems are told by a few operations that they are not for these."""
-    geometry = problem.geometry
-    images = geometry.in_channels * prod(geometry.reached) + geometry.out_channels * geometry.pixels
-    elements = geometry.batch * images * (COPY_NS + 4 * TRANSFORM_NS) * slowness(problem)
-    return BLOCK_NS + elements / problem.host.threads
-
-
-def on_threads(nanoseconds: float, problem: ProductsProblem) -> float:
-    """What products take, which are estimated to take so long in float32 on one core."""
-    return nanoseconds * slowness(problem) / (1 if problem.is_one_kind else 2) / problem.host.threads
-
-
-def on_fewer_threads(problem: ProductsProblemT) -> Iterator[ProductsProblemT]:
-    """The problem for all threads, and for one alone, which none has to wait for."""
-    for threads in dict.fromkeys((problem.host.threads, 1)):
-        yield replace(problem, machine=HostModel(threads))
+# --- cutting --------------------------------------------------------------------------------------------------
 
 
 def block_extents(geometry: ConvGeometry) -> Iterator[Triple]:
@@ -96,7 +50,7 @@ def block_extents(geometry: ConvGeometry) -> Iterator[Triple]:
         extents = [1, 1, 1]
         for axis in along:
             span = geometry.span[axis]
-            length = next_fast_len(max(SHORTEST, int(span * longer)), True)
+            length = next_fast_len(max(cost.SHORTEST, int(span * longer)), True)
             extents[axis] = even_part(geometry.out_size[axis], (length - span) // geometry.stride[axis] + 1)
         if tuple(extents) != before:
             before = (extents[0], extents[1], extents[2])
@@ -166,10 +120,9 @@ class Tile:
         """Operations of a transform of real numbers."""
         return int(2.5 * self.elements * self._levels)
 
-    @cached_property
-    def nanoseconds(self) -> float:
-        """What a transform of float32 is estimated to take."""
-        return self.elements * (COPY_NS + TRANSFORM_NS * self._levels)
+    def seconds(self, problem: ProductsProblem) -> float:
+        """What a transform takes."""
+        return cost.fourier(self.elements, self._levels, problem, self.is_real)
 
     def shape(self, read: Sequence[int]) -> Triple:
         """The sizes of the tile of a smaller block, which reads so much: the same where it is transformed."""

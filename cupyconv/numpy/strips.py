@@ -21,8 +21,9 @@ from math import ceil, prod
 
 import numpy as np
 
+from cupyconv.numpy import cost
 from cupyconv.numpy.convolution import MEMORY_BLOCK, temporaries
-from cupyconv.numpy.toeplitz import COPY_NS, MULTIPLY_NS, PRODUCT_NS, SHARE_NS, reach, strided
+from cupyconv.numpy.toeplitz import reach, strided
 from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun, grad_is_factor
 from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape
 from cupyconv.problem.geometry import ConvGeometry, even_part
@@ -30,8 +31,6 @@ from cupyconv.problem.problems import WeightGradientProblem
 
 #: Pixels of the gradient that a strip is wide, about: a vector of float32, and few products are in vain.
 WIDTH = 14
-#: Nanoseconds for a pixel of the gradient and a tap where columns are multiplied with it instead.
-MULTIPLIED_NS = 0.8
 #: Bytes that some channels copy and compute for a block: more than elsewhere, since each of a few calls should be long.
 STRIPS_BLOCK = 4 * MEMORY_BLOCK
 #: Elements of a sample's gradient from which it is a block by itself: calls are long enough.
@@ -46,22 +45,15 @@ class GradientStrips(WeightGradientLoop):
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:
-        geometry = problem.geometry
-        if not (geometry.is_depthwise and geometry.kernel[0] == 1):
-            return False
-        pixels = geometry.batch * geometry.pixels * geometry.out_channels
-        return cls.nanoseconds(geometry) < MULTIPLIED_NS * pixels * geometry.taps
+        return problem.geometry.is_depthwise and problem.geometry.kernel[0] == 1
 
-    @classmethod
-    def nanoseconds(cls, geometry: ConvGeometry) -> float:
-        """What it is estimated to take."""
-        depth, height, width = geometry.out_size
-        length = strip_width(geometry)
-        elements = reach(geometry, 2, length)
-        product = PRODUCT_NS + MULTIPLY_NS * elements * (length + 8) * (height + 4)
-        products = depth * ceil(width / length) * geometry.out_channels * geometry.kernel[1]
-        tile = prod(tile_shape(geometry, geometry.in_channels, (1, *geometry.out_size)))
-        return geometry.batch * (products * product + 4 * COPY_NS * tile)
+    @property
+    def products_work(self) -> float:
+        return self.tile_work + products_work(self.problem)
+
+    @property
+    def calls(self) -> float:
+        return self.turns * (self.turn_calls + 14 * ceil(self.geometry.groups / (self.part or 1)))
 
     @classmethod
     def aim(cls, problem: WeightGradientProblem) -> tuple[int, int]:
@@ -72,7 +64,7 @@ class GradientStrips(WeightGradientLoop):
 
     @classmethod
     def sharers(cls, problem: WeightGradientProblem) -> int:
-        return max(1, min(problem.host.threads, int(cls.nanoseconds(problem.geometry) / SHARE_NS)))
+        return max(1, min(problem.host.threads, int(products_work(problem) / cost.SHARE)))
 
     @cached_property
     def grad_in_place(self) -> bool:
@@ -144,6 +136,16 @@ class GradientStrips(WeightGradientLoop):
         strides = (*others, element * self.geometry.dilation[2], element * self.geometry.stride[2] + pixel)
         shape = (*matrices.shape[:3], self.geometry.kernel[2], matrices.shape[4])
         return np.ndarray(shape, matrices.dtype, matrices, 0, strides)
+
+
+def products_work(problem: WeightGradientProblem) -> float:
+    """What products of strips take, and their sum."""
+    geometry = problem.geometry
+    depth, height, width = geometry.out_size
+    length = strip_width(geometry)
+    elements = reach(geometry, 2, length)
+    products = geometry.batch * depth * ceil(width / (length or 1)) * geometry.out_channels * geometry.kernel[1]
+    return products * (cost.product(elements, height, length, problem) + cost.added(elements * length, problem.dtype))
 
 
 def strip_width(geometry: ConvGeometry) -> int:

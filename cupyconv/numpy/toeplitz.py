@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupyconv.numpy import cost
 from cupyconv.numpy.convolution import LONE_PIXELS, MEMORY_BLOCK, ConvLoop, ConvRun, temporaries
-from cupyconv.numpy.gemm import WAYS as COLUMNS_WAYS
 from cupyconv.numpy.windows import Block, Images, Scratch, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry, even_part
@@ -64,20 +64,6 @@ def reach(geometry: ConvGeometry, axis: int, outputs: int) -> int:
     return (outputs - 1) * geometry.stride[axis] + geometry.span[axis]
 
 
-def best_of_products(problem: ConvProblem) -> tuple[float, tuple[type[ConvLoop], ...]]:
-    """What products of a depthwise convolution are estimated to take, in nanoseconds; and the ways, the best first."""
-    geometry = problem.geometry
-    pixels, outputs = geometry.batch * geometry.pixels, geometry.group_outputs
-    product = MULTIPLY_NS * (4 * ceil(outputs / 4) + 4) * geometry.taps * pixels  # not a small one
-    copies = geometry.taps * pixels * (2 * COPY_NS + RUN_NS / max(1, geometry.out_size[2]))
-    columns = geometry.groups * (PRODUCT_NS + product + copies)
-    for way in WAYS:
-        if way.applies(problem):
-            toeplitz = way.nanoseconds(geometry)
-            return (toeplitz, (way, *COLUMNS_WAYS)) if toeplitz < columns else (columns, (*COLUMNS_WAYS, way))
-    return columns, COLUMNS_WAYS
-
-
 # --- the ways -------------------------------------------------------------------------------------------------
 
 
@@ -92,12 +78,31 @@ class ToeplitzLoop(ConvLoop):
     """Products of the image and of a matrix that has a channel's kernel on its diagonals."""
 
     smallest = 1
+    turn_calls = 20
     thread_bytes = COPIES_BLOCK
 
     @classmethod
     @abstractmethod
     def nanoseconds(cls, geometry: ConvGeometry) -> float:
         """What it is estimated to take."""
+
+    @property
+    @abstractmethod
+    def products_work(self) -> float:
+        """What products take, and the copies that they are of."""
+
+    @property
+    def work(self) -> float:
+        return self.products_work + self.tile_work + self.store_work
+
+    @property
+    def calls(self) -> float:
+        return self.turns * (self.turn_calls + self._calls)
+
+    @property
+    def _calls(self) -> float:
+        """Calls for some groups of a block: they copy, multiply and check."""
+        return 6.0
 
     @classmethod
     def aim(cls, problem: ConvProblem) -> tuple[int, int]:
@@ -256,6 +261,21 @@ class ToeplitzRows(ToeplitzLoop):
         return even_part(self.block[3], max(LEAST_WIDTH, most))
 
     @property
+    def products_work(self) -> float:
+        geometry, problem, others = self.geometry, self.problem, self.block[2 - self.axis]
+        along, across = ceil(self.block[1 + self.axis] / self.rows), ceil(self.block[3] / self.width)
+        times = self.blocks * geometry.groups * self.block[0] * others * along * across
+        products = geometry.group_outputs * cost.product(self.rows, self.reduction, self.width, problem)
+        copies = self.reduction * self.width * (self.other_taps > 1)
+        return times * (products + cost.copied(copies, self.width, problem.x_dtype))
+
+    @property
+    def _calls(self) -> float:
+        extent = self.block[1 + self.axis]
+        runs = (extent >= self.rows) + (extent % self.rows > 0)
+        return 5.0 * runs * -(-self.block[3] // self.width)
+
+    @property
     def _products(self) -> int:
         """Products of a group at a time."""
         return prod(self.block[:3]) // self.block[1 + self.axis] * (self.block[1 + self.axis] // self.rows)
@@ -370,6 +390,16 @@ class ToeplitzRuns(ToeplitzLoop):
             many, rows = many * height, ceil(windows / many)
         times = geometry.batch * geometry.out_channels * depth * many
         return times * product_ns(rows, reduction, length)
+
+    @property
+    def products_work(self) -> float:
+        geometry, length = self.geometry, self.outputs
+        samples, depth, height, width = self.block
+        reduction, windows = reach(geometry, 2, length), ceil(width / length)
+        many = min(windows, ceil(reduction / (length * geometry.stride[2])))
+        many, rows = (windows, height) if height * many >= windows else (many * height, ceil(windows / many))
+        times = self.blocks * samples * geometry.out_channels * depth * many
+        return times * cost.product(rows, reduction, length, self.problem)
 
     @staticmethod
     def axis_of(geometry: ConvGeometry) -> int:

@@ -4,34 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from typing import Any, cast
 
 import numpy as np
 
+from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep
-from cupyconv.numpy.convolution import (
-    LONE_PIXELS,
-    MEMORY_BLOCK,
-    NO_ROOM_FOR_COLUMNS,
-    NO_ROOM_FOR_SPECTRA,
-    SHORT_CALL,
-    SLOW_SPECTRA,
-    THIN_PRODUCTS,
-    Method,
-    choose,
-    fft_unsuited,
-    is_matrix,
-    thin_products,
-)
+from cupyconv.numpy.convolution import FFT, LONE_PIXELS, MEMORY_BLOCK, SHORT_CALL, Method, choose, is_matrix
 from cupyconv.numpy.gathered import GatheredLoop, plan_gathered
 from cupyconv.numpy.scattered import Piece, ScatteredLoop, ScatteredRun, x_is_factor
 from cupyconv.numpy.windows import tap_boxes
 from cupyconv.problem.arrays import accumulator, dtype_from_name, dtype_name
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Plan
-from cupyconv.problem.problems import NotApplicable, ProductsProblem, TransposedProblem, inputs_with_channels
+from cupyconv.problem.problems import NotApplicable, TransposedProblem, inputs_with_channels
 
 
 def plan_transposed(problem: TransposedProblem) -> Plan:
@@ -46,16 +34,41 @@ def plan_transposed(problem: TransposedProblem) -> Plan:
 
 
 def _planned(problem: TransposedProblem) -> Plan:
+    """The plan that takes least: gathered, or scattered."""
     try:
-        if problem.geometry.padding_mode == "constant":
-            return plan_gathered(problem)
-        from cupyconv.numpy.folded import plan_folded  # imported for those that have borders
-
-        return plan_folded(problem, _planned)
+        gathered = _plan_gathered(problem)
     except ValueError as refusal:  # of parts a reason; the method's own follows, but of one that only gathering has
         if problem.method == "winograd" and not isinstance(refusal, NotApplicable):
             raise
         return choose(problem, METHODS)
+    if seconds_of(gathered) <= cost.least_scattered(problem):
+        return gathered
+    try:
+        scattered = choose(problem, METHODS)
+    except ValueError:
+        return gathered
+    return min(gathered, scattered, key=seconds_of)
+
+
+def _plan_gathered(problem: TransposedProblem) -> Plan:
+    if problem.geometry.padding_mode == "constant":
+        return plan_gathered(problem)
+    from cupyconv.numpy.folded import plan_folded  # imported for those that have borders
+
+    return plan_folded(problem, _plan_border)
+
+
+def _plan_border(problem: TransposedProblem) -> Plan:
+    """The plan of a border, which is small: gathered where that can be done."""
+    try:
+        return plan_gathered(problem)
+    except NotApplicable:
+        return choose(problem, METHODS)
+
+
+def seconds_of(plan: Plan) -> float:
+    """What a plan takes by the model."""
+    return sum(step.seconds for step in cast("tuple[NumpyStep, ...]", plan.steps))
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,10 @@ class FiniteWeight(NumpyStep):
 
     problem: TransposedProblem
     loops: tuple[GatheredLoop | ScatteredLoop, ...]
+
+    @property
+    def seconds(self) -> float:
+        return sum(loop.seconds for loop in self.loops)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.loops))
@@ -91,6 +108,10 @@ class ScatteredView(ScatteredLoop):
     name = "view"
     words = "products written where the results lie"
     kept = 0
+
+    @property
+    def work(self) -> float:
+        return self.products_work(1)
 
     @classmethod
     def applies(cls, problem: TransposedProblem) -> bool:
@@ -123,6 +144,10 @@ class ScatteredColumns(ScatteredLoop):
     @classmethod
     def applies(cls, problem: TransposedProblem) -> bool:
         return not ScatteredView.applies(problem)
+
+    @property
+    def work(self) -> float:
+        return self.products_work(self.geometry.taps) + self.added_work
 
     @classmethod
     def columns(cls, geometry: ConvGeometry) -> int:
@@ -163,6 +188,10 @@ class ScatteredTaps(ScatteredLoop):
     def applies(cls, problem: TransposedProblem) -> bool:
         return not ScatteredScaledTaps.applies(problem)
 
+    @property
+    def work(self) -> float:
+        return self.products_work(min(self.taps, self.geometry.taps)) + self.added_work
+
     def add(self, run: ScatteredRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
         samples, channels = block
         groups, within = run.groups(channels)
@@ -191,6 +220,11 @@ class ScatteredScaledTaps(ScatteredLoop):
         geometry = problem.geometry
         return geometry.is_depthwise and problem.is_one_kind and geometry.taps <= geometry.pixels
 
+    @property
+    def work(self) -> float:
+        products = self.geometry.batch * self.geometry.pixels * self.geometry.out_channels * self.geometry.taps
+        return cost.copied(products, self.block[3], self.problem.dtype) + self.geometry.group_outputs * self.added_work
+
     def add(self, run: ScatteredRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
         samples, channels = block
         outputs, own = self.geometry.group_outputs, slice(channels.start, channels.stop)
@@ -204,15 +238,8 @@ class ScatteredScaledTaps(ScatteredLoop):
                 run.add(sums, regions, values)
 
 
-def _thin_products(problem: ProductsProblem) -> str:
-    """Why columns and products do not suit a problem; those of a kernel larger than x are added pixel by pixel."""
-    return thin_products(problem) if problem.geometry.taps <= problem.geometry.pixels else ""
-
-
-SPECTRA = "cupyconv.numpy.fft_scattered"
-#: "auto" takes the first that suits the problem and fits, else the first that fits.
 METHODS = {
-    "fft": Method(SPECTRA, SLOW_SPECTRA, NO_ROOM_FOR_SPECTRA, partial(fft_unsuited, ways=SPECTRA)),
-    "gemm": Method((ScatteredView, ScatteredColumns), THIN_PRODUCTS, NO_ROOM_FOR_COLUMNS, _thin_products),
-    "direct": Method((ScatteredScaledTaps, ScatteredTaps), "slower: a product for every tap"),
+    "fft": FFT._replace(ways="cupyconv.numpy.fft_scattered"),
+    "gemm": Method((ScatteredView, ScatteredColumns)),
+    "direct": Method((ScatteredScaledTaps, ScatteredTaps)),
 }

@@ -7,33 +7,27 @@
 
 from __future__ import annotations
 
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from typing import Any
 
 import numpy as np
 
+from cupyconv.numpy import cost
 from cupyconv.numpy.convolution import (
+    FFT,
     LONE_PIXELS,
-    MORE_PRODUCTS,
-    NO_ROOM_FOR_COLUMNS,
-    NO_ROOM_FOR_SPECTRA,
-    NO_ROOM_FOR_TILES,
     PRODUCT_BLOCK,
-    SLOW_SPECTRA,
-    SLOW_TRANSFORMS,
+    WINOGRAD,
     Method,
     box_bytes,
     choose,
     columns_bytes,
-    fft_unsuited,
     inputs_are_columns,
     taps_at_a_time,
     temporaries,
-    thin_products,
-    winograd_unsuited,
 )
-from cupyconv.numpy.mec import mec_bytes, mec_columns, mec_part, taps_share
+from cupyconv.numpy.mec import mec_bytes, mec_columns, mec_part, mec_shapes, taps_share
 from cupyconv.numpy.strips import GradientStrips
 from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun, grad_is_factor, x_item
 from cupyconv.numpy.windows import Block, Images
@@ -66,6 +60,7 @@ class GradientView(WeightGradientLoop):
 
     name = "view"
     words = "products of the inputs where they lie"
+    turn_calls = 4
     columns_bytes = 0
 
     @classmethod
@@ -76,6 +71,10 @@ class GradientView(WeightGradientLoop):
     @classmethod
     def aim(cls, problem: WeightGradientProblem) -> tuple[int, int]:
         return problem.geometry.pixels if grad_is_factor(problem) else super().aim(problem)[0], 1
+
+    @property
+    def products_work(self) -> float:
+        return self.product_work(self.geometry.reduction)
 
     def add(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         for x, channels in images.inputs:
@@ -110,6 +109,13 @@ class _Sharing(WeightGradientLoop):
         return mec_part(self.problem, self.block, self.x_dtype.itemsize)
 
     @property
+    def mec_work(self) -> float:
+        """What it takes to write the columns that taps share."""
+        geometry = self.geometry
+        shapes = mec_shapes(geometry, geometry.in_channels, self.block)
+        return self.tile_work + self.columns_work(self.blocks * sum(prod(shape) for _, shape in shapes))
+
+    @property
     def columns_bytes(self) -> int:
         return self.part * mec_bytes(self.problem, self.block, self.x_dtype.itemsize)
 
@@ -123,6 +129,15 @@ class GradientMecProducts(_Sharing):
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:
         return taps_share(problem.geometry, x_item(problem))
+
+    @property
+    def products_work(self) -> float:
+        taps = self.geometry.kernel[self.geometry.outermost]
+        return self.mec_work + taps * self.product_work(self.geometry.reduction // taps)
+
+    @property
+    def calls(self) -> float:
+        return self.turns * (10 + 8 * self.geometry.kernel[self.geometry.outermost])
 
     def add(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         geometry = self.geometry
@@ -146,6 +161,7 @@ class MultipliedTaps(_Sharing):
 
     name = "multiplied taps"
     words = "columns that {taps} taps share, multiplied"
+    turn_calls = 22
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:
@@ -154,6 +170,11 @@ class MultipliedTaps(_Sharing):
     @classmethod
     def reason(cls, geometry: ConvGeometry) -> str:
         return super().reason(geometry) if geometry.kernel[geometry.outermost] > 1 else "each element multiplied"
+
+    @property
+    def products_work(self) -> float:
+        products = self.problem.grad.pixels * self.geometry.batch * self.geometry.out_channels * self.geometry.taps
+        return self.mec_work + cost.dot(products, self.problem)
 
     def add(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         outer = self.geometry.kernel[self.geometry.outermost]
@@ -174,10 +195,17 @@ class GradientColumns(WeightGradientLoop):
 
     name = "columns"
     words = "columns and products"
+    turn_calls = 8
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:
-        return not (GradientView.applies(problem) or GradientMecProducts.applies(problem))
+        return not GradientView.applies(problem)
+
+    @property
+    def products_work(self) -> float:
+        geometry = self.geometry
+        columns = geometry.batch * geometry.pixels * geometry.in_channels * geometry.taps
+        return self.tile_work + self.columns_work(columns) + self.product_work(geometry.reduction)
 
     @classmethod
     def aim(cls, problem: WeightGradientProblem) -> tuple[int, int]:
@@ -218,6 +246,17 @@ class GradientTaps(WeightGradientLoop):
         return super().product_bytes(problem) // (problem.geometry.taps or 1)
 
     @property
+    def products_work(self) -> float:
+        geometry, rounds = self.geometry, -(-self.geometry.taps // self.taps)
+        columns = geometry.batch * geometry.pixels * geometry.in_channels * geometry.taps
+        columns_work = self.columns_work(columns) + self.tile_work * (self.taps > 1)
+        return columns_work + rounds * self.product_work(geometry.reduction / rounds)
+
+    @property
+    def calls(self) -> float:
+        return self.turns * (35 if self.taps > 1 else 12)
+
+    @property
     def columns_bytes(self) -> int:
         """Of the taps of a product; where these are several, the product is as large as `box_bytes` counts their weight."""
         return box_bytes(self.problem, self.block, self.x_dtype.itemsize, self.taps)
@@ -243,6 +282,15 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
 
     name = "Winograd"
     words = "F(3, 4) along axes of three taps: 6 products for 4 pixels, where columns take 12"
+
+    @property
+    def products_work(self) -> float:
+        geometry, products = self.geometry, products_of(self.geometry)
+        sizes = geometry.group_outputs, self.block_tiles, geometry.group_channels
+        multiplied = self.blocks * products * geometry.groups * cost.product(*sizes, self.problem)
+        pairs = geometry.out_channels * geometry.group_channels
+        taps = self.blocks * cost.transformed_weight(pairs, products, geometry.taps)
+        return self.transforms_work + multiplied + taps
 
     @property
     def columns_bytes(self) -> int:
@@ -297,21 +345,9 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
             is_first = False
 
 
-def strips_unsuited(problem: Any) -> str:
-    """Why products do not suit a problem: of one channel per group, those of strips may."""
-    return "" if GradientStrips.applies(problem) else thin_products(problem)
-
-
-SPECTRA = "cupyconv.numpy.fft_weight_gradient"
-#: "auto" takes the first that suits the problem and fits, else the first that fits.
 METHODS = {
-    "winograd": Method((GradientWinograd,), SLOW_TRANSFORMS, NO_ROOM_FOR_TILES, winograd_unsuited),
-    "fft": Method(SPECTRA, SLOW_SPECTRA, NO_ROOM_FOR_SPECTRA, partial(fft_unsuited, ways=SPECTRA)),
-    "gemm": Method(
-        (GradientStrips, GradientView, GradientMecProducts, GradientColumns),
-        MORE_PRODUCTS,
-        NO_ROOM_FOR_COLUMNS,
-        strips_unsuited,
-    ),
-    "direct": Method((MultipliedTaps, GradientTaps), "slower: a product for every tap"),
+    "winograd": WINOGRAD._replace(ways=(GradientWinograd,)),
+    "fft": FFT._replace(ways="cupyconv.numpy.fft_weight_gradient"),
+    "gemm": Method((GradientStrips, GradientView, GradientMecProducts, GradientColumns)),
+    "direct": Method((MultipliedTaps, GradientTaps)),
 }

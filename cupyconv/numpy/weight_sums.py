@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from cupyconv.numpy import cost
 from cupyconv.numpy.convolution import PRODUCT_BLOCK, PixelLoop, is_matrix
 from cupyconv.numpy.mec import is_in_order
 from cupyconv.numpy.threads import in_threads
@@ -75,6 +76,25 @@ class WeightGradientLoop(PixelLoop):
     @cached_property
     def in_place(self) -> bool:
         return _sums_are_result(self.problem)
+
+    @property
+    @abstractmethod
+    def products_work(self) -> float:
+        """What columns and products take, of all outputs."""
+
+    @property
+    def work(self) -> float:
+        geometry, problem = self.geometry, self.problem
+        copied = 0 if self.is_factor(self.block) else prod(problem.grad.shape)
+        work = self.products_work + cost.copied(copied, self.block[3], problem.grad_dtype)
+        return work * (self.rows or geometry.group_outputs) / (geometry.group_outputs or 1)
+
+    def product_work(self, columns: float) -> float:
+        """A product for each block, with so many columns of a group's windows, and the sums that it is added to."""
+        geometry = self.geometry
+        sizes = geometry.group_outputs, prod(self.block), columns
+        products = self.blocks * geometry.groups * cost.product(*sizes, self.problem)
+        return products + cost.added(self.blocks * geometry.out_channels * columns, self.problem.dtype)
 
     @property
     def flops(self) -> int:

@@ -33,6 +33,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
+from cupyconv.numpy import cost
 from cupyconv.numpy.convolution import (
     ConvLoop,
     ConvRun,
@@ -44,9 +45,9 @@ from cupyconv.numpy.convolution import (
 )
 from cupyconv.numpy.gemm import product as column_product
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import Block, BlockSize, KeptScratch, Scratch, largest_block, parts_of
+from cupyconv.numpy.windows import Block, BlockSize, KeptScratch, Scratch, largest_block, parts_of, tile_shape
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
-from cupyconv.problem.problems import ConvProblem, NotApplicable, ProductsProblem
+from cupyconv.problem.problems import ConvProblem, NotApplicable
 
 TAPS, OUTPUTS, INPUTS = 3, 4, 6
 FLOAT32 = np.dtype(np.float32)
@@ -63,11 +64,6 @@ KEPT_WEIGHT, LARGE_BLOCK, WEIGHT_CACHE, FEWEST_OUTPUTS = 4 << 20, 8 << 20, 512 <
 WEIGHT_PART = 1 << 18
 #: Kernels whose transforms are one product: where BLAS has kernels for small products, they do not copy the factor.
 WEIGHT_ROWS = 1024
-
-#: Multiply-adds of a product that take as long as: to transform an element of a tile of x or of the result (a tile's channels
-#: are transformed together, as if there were `SHORT_ROW` more); to transform a kernel, for each product, and before, for each
-#: tap; to begin a product, of so many more rows; and all calls for a block more than one.
-TRANSFORMED, SHORT_ROW, TRANSFORMED_WEIGHT, ARRANGED_WEIGHT, SHORT_PRODUCT, BLOCK_CALLS = 32, 16, 18, 75, 14, 2_000_000
 
 # --- the transforms -------------------------------------------------------------------------------------------
 
@@ -239,21 +235,6 @@ def products_of(geometry: ConvGeometry) -> int:
     return int(INPUTS ** len(tiled_axes(geometry)))
 
 
-def multiply_adds(problem: ProductsProblem) -> int:
-    """Multiply-adds that take as long as all that the method does."""
-    geometry, threads = problem.geometry, problem.host.threads
-    tiles, products, kernels = all_tiles(geometry), products_of(geometry), kernels_of(geometry)
-    channels = geometry.in_channels + geometry.out_channels
-    keeps = keeps_weight(geometry)
-    weight = factor_bytes(geometry) if keeps else threads * part_bytes(geometry)
-    room = min(BLOCK if keeps else LARGE_BLOCK, (problem.limit - weight) // threads)
-    blocks = threads * -(-tiles // (threads * max(1, room // tile_bytes(geometry))))
-    arranged = 1 if keeps else blocks
-    per_product = (tiles + SHORT_PRODUCT * blocks + TRANSFORMED_WEIGHT * arranged) * kernels
-    per_product += TRANSFORMED * tiles * (channels + 2 * SHORT_ROW)
-    return products * per_product + ARRANGED_WEIGHT * arranged * geometry.taps * kernels + BLOCK_CALLS * (blocks - 1)
-
-
 def tile_bytes(geometry: ConvGeometry) -> int:
     """Bytes of a tile's products and of what they are products of."""
     return products_of(geometry) * (geometry.in_channels + geometry.out_channels) * FLOAT32.itemsize
@@ -330,6 +311,35 @@ class TiledLoop(PixelLoop):
                 raise NotApplicable(f"the smallest block needs {needed:,} bytes of workspace, the limit is {limit:,}")
             most //= 2
 
+    @property
+    def calls(self) -> float:
+        return self.turns * cost.winograd_calls(self.geometry)
+
+    @property
+    def fresh_work(self) -> float:
+        return 0.0  # it is kept
+
+    @property
+    def transforms_work(self) -> float:
+        """What the transforms of all tiles of the inputs and of the outputs take."""
+        geometry = self.geometry
+        elements = (
+            self.blocks * self.block_tiles * products_of(geometry) * (geometry.in_channels + geometry.out_channels)
+        )
+        work = cost.transformed(elements, geometry.in_channels + geometry.out_channels)
+        read = self.blocks * prod(tile_shape(geometry, geometry.in_channels, self.block))
+        return work + cost.transposed(read + geometry.batch * geometry.pixels * geometry.out_channels)
+
+    @cached_property
+    def block_tiles(self) -> int:
+        """Tiles of a whole block, of all phases."""
+        geometry = self.geometry
+        return (
+            self.block[0]
+            * prod(tiles_along(geometry, self.block))
+            * prod(geometry.dilation[axis] for axis in tiled_axes(geometry))
+        )
+
     @cached_property
     def tiling(self) -> Tiling:
         """That of a whole block."""
@@ -371,6 +381,15 @@ class Winograd(TiledLoop, ConvLoop):
     def weight_bytes(cls, problem: ConvProblem) -> int:
         geometry = problem.geometry
         return factor_bytes(geometry) if keeps_weight(geometry) else 0
+
+    @property
+    def work(self) -> float:
+        geometry, problem = self.geometry, self.problem
+        sizes = self.block_tiles, geometry.group_channels, geometry.group_outputs
+        products = self.blocks * products_of(geometry) * geometry.groups * cost.product(*sizes, problem)
+        times = 1 if keeps_weight(geometry) else self.blocks
+        weights = times * cost.transformed_weight(kernels_of(geometry), products_of(geometry), geometry.taps)
+        return products + weights + self.transforms_work + self.store_work
 
     @property
     def sums_bytes(self) -> int:

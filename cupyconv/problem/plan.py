@@ -345,14 +345,14 @@ class Plan:
     =============  ========================================================================================================
     (the first)    the problem: channels, kernel, samples x spatial size, padding
     result         dtype, shape, and order in memory (C order, or channels last)
-    method         which method was chosen, on which processor, with what time the cost model predicts (CUDA)
+    method         which method was chosen, on which processor, with what time the cost model predicts
     work           floating-point operations, bytes moved, and what limits the speed: memory, arithmetic, or the time that
                    launching takes
     workspace      temporary memory, by buffer
     steps          what runs, in order: ``kernel`` with its grid, block and shared memory, ``gemm`` (a matrix product) with its
                    sizes, ``fft`` (transforms, by cuFFT), ``rounds`` of these for chunks that fit the workspace, ``loop`` over blocks of work on NumPy,
                    ``convert`` (a copy in another dtype)
-    not ...        why another method was not chosen
+    not ...        why another method was not chosen: that it does not apply, or what it takes by the model
     note           what makes this call slower or wider than it had to be
     =============  ========================================================================================================
 

@@ -1,0 +1,276 @@
+"""What a way to run takes, in seconds: one model for all methods, from which "auto" chooses and which `explain` prints.
+
+A loop over blocks says how much of each building block it has, of one thread; here is what each of them takes.
+
+::
+
+    seconds  =  work / threads  +  calls  +  waking them
+
+`work` is what runs in NumPy's and BLAS's own loops, `calls` what Python does between them, one thread at a time.
+
+The constants are those of float32 on one core of two, with AVX-512, 2 MiB of L2 cache each and OpenBLAS.  Each was timed by
+itself first, and then all were fitted, by least squares of logarithms, to the times of 600 loops of 134 convolutions and
+gradients: their sums must be right, and what one of them takes alone depends on what is in cache.  A loop near the best of
+its problem takes 1.2 times more or less than this says.  On another processor all are other; what they are to each other is
+less so.
+"""
+
+from __future__ import annotations
+
+from math import ceil, prod
+from typing import TYPE_CHECKING
+
+from cupyconv.problem.arrays import ITEMSIZE, accumulator, product_flops, real_part
+
+if TYPE_CHECKING:
+    from cupyconv.problem.geometry import ConvGeometry
+    from cupyconv.problem.problems import ProductsProblem
+
+# --- calls and threads, seconds -------------------------------------------------------------------------------
+
+#: A call of NumPy, with the Python around it that finds out its arguments.
+CALL = 2.3e-6
+#: What a call takes longer where threads wait for each other to let go of the interpreter.
+HANDOVER = 1.6e-6
+#: Other threads that are woken, and waited for at the end.
+WAKE = 350e-6
+
+# --- products by BLAS -----------------------------------------------------------------------------------------
+
+#: Seconds of a multiply-add; and to begin one product of a batch.
+MULTIPLY_ADD, PRODUCT = 15e-12, 21e-9
+#: Multiply-adds up to which a product reads its operands where they lie, without packing them.
+SMALL_PRODUCT = 1_000_000
+#: Seconds to pack an element of an operand.
+PACK = 220e-12
+#: Rows, and columns, that BLAS's innermost loop has at a time: those that are missing take as long.
+ROWS, COLUMNS = 4, 16
+#: Rows of a small product at a time; each time its columns are read again, which takes as long as a row.  And columns more
+#: that such a product takes as long as.
+SMALL_ROWS, SHORT_COLUMNS = 6, 8
+
+#: Seconds of a multiply-add of a vector by a vector; and of one by a matrix, of no more elements than stay in cache.
+DOT, BY_VECTOR, VECTOR = 120e-12, 70e-12, 1 << 20
+
+# --- passes over memory ---------------------------------------------------------------------------------------
+
+#: Seconds of an element that is copied in cache, of a run of them that begins, and of one that has no neighbours.
+COPY, RUN, APART = 350e-12, 3.1e-9, 740e-12
+#: Seconds of an element that is read and added to another in cache; and to one that an index array names.
+ADD, ADD_BY_INDEX = 400e-12, 4e-9
+#: Seconds to bring an element's channel behind its pixels, or in front of them.
+TRANSPOSE = 2.4e-9
+#: Bytes of memory that stay a process's own between calls; and seconds of a byte beyond that is touched first.
+OWN, TOUCH = 256 << 10, 18e-12
+
+
+#: In what a price is printed.
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
+
+def by_model(seconds: float) -> str:
+    """A time with the two digits that the model deserves."""
+    rounded = float(f"{seconds:.1e}")
+    unit, name = next((unit for unit in _UNITS if rounded >= unit[0]), _UNITS[-1])
+    value = rounded / unit
+    return f"{value:,.{0 if value >= 9.95 else 1}f} {name} by the model"
+
+
+def multiply_adds(problem: ProductsProblem) -> float:
+    """Multiply-adds of float32 that take as long as one of the problem's."""
+    wide = 2 if real_part(accumulator(problem.dtype)) == "float64" else 1
+    return wide * product_flops(problem.x_dtype, problem.factor_dtype) / 2
+
+
+def width(dtype: str) -> float:
+    """Elements of float32 that an element is as long as, where it is computed with."""
+    return ITEMSIZE[accumulator(dtype)] / 4
+
+
+def shared(work: float, calls: float, parts: int, threads: int) -> float:
+    """Work in so many equal parts, on threads, and calls of which one thread at a time is at the beginning or end."""
+    if threads <= 1 or not parts:
+        return work + calls * CALL
+    return work * ceil(parts / threads) / parts + calls * (CALL + HANDOVER) + WAKE
+
+
+def product(rows: float, reduction: float, columns: float, problem: ProductsProblem) -> float:
+    """A matrix (rows, reduction) by one (reduction, columns), the longer of its sides taken for the columns."""
+    if rows > columns:
+        rows, columns = columns, rows
+    scale, wide = multiply_adds(problem), width(problem.dtype)
+    if rows == 1 and columns * reduction < VECTOR:
+        return PRODUCT + reduction * columns * scale * BY_VECTOR
+    per_column = reduction * scale * MULTIPLY_ADD
+    if rows * reduction * columns * wide <= SMALL_PRODUCT:
+        return PRODUCT + (rows + ceil(rows / SMALL_ROWS)) * (columns + SHORT_COLUMNS) * per_column
+    whole = ceil(rows / ROWS) * ROWS * ceil(columns / COLUMNS) * COLUMNS
+    return PRODUCT + whole * per_column + reduction * (rows + columns) * PACK * wide
+
+
+def dot(elements: float, problem: ProductsProblem) -> float:
+    """Elements of vectors that are multiplied and added up."""
+    return elements * DOT * multiply_adds(problem)
+
+
+def copied(elements: float, run: float, dtype: str, apart: bool = False) -> float:
+    """Elements that are copied in cache in runs of so many, or from places that are apart."""
+    return elements * ((APART if apart else COPY) * width(dtype) + RUN / max(1.0, run))
+
+
+def added_by_index(elements: float, dtype: str) -> float:
+    """Elements that are added where a padding mode's index arrays say."""
+    return elements * ADD_BY_INDEX * width(dtype)
+
+
+def transposed(elements: float) -> float:
+    """Elements of an image that is brought from channels first to channels last, or back."""
+    return elements * TRANSPOSE
+
+
+def touched(nbytes: float) -> float:
+    """Memory that the system gives, filled with zeros, when it is first written."""
+    return max(0.0, nbytes - OWN) * TOUCH
+
+
+def added(elements: float, dtype: str, run: float = 1e9, apart: bool = False) -> float:
+    """Elements that are added to others in cache, in runs of so many, or to places that are apart."""
+    return elements * ((APART if apart else ADD) * width(dtype) + RUN / max(1.0, run))
+
+
+#: Seconds of an element of a weight whose taps are reversed, and inputs and outputs exchanged; and calls beside, also of a
+#: border that is folded onto the image.
+EXCHANGED, GATHERED_CALLS, BORDER_CALLS = 1.9e-9, 12, 50
+
+
+def exchanged(elements: float) -> float:
+    """A weight as the gathered convolution reads it."""
+    return elements * EXCHANGED
+
+
+# --- Winograd's transforms ------------------------------------------------------------------------------------
+
+#: Seconds of an element of a tile that is transformed, and elements that a row is as if it were longer by.
+TRANSFORM, SHORT_ROW = 110e-12, 32
+#: Seconds of an element of a kernel that is transformed, for each product; and before, of each tap.
+TRANSFORM_WEIGHT, ARRANGE = 810e-12, 1.1e-9
+
+
+def winograd_calls(geometry: ConvGeometry) -> int:
+    """Calls of a block, and of the weight."""
+    return 22 + 16 * sum(taps == 3 for taps in geometry.kernel)
+
+
+def transformed(elements: float, channels: int) -> float:
+    """Elements of tiles, of so many channels, and back."""
+    return elements * (1 + SHORT_ROW / max(1, channels)) * TRANSFORM
+
+
+def transformed_weight(kernels: int, products: int, taps: int) -> float:
+    """A weight."""
+    return kernels * (products * TRANSFORM_WEIGHT + taps * ARRANGE)
+
+
+# --- Fourier's transforms -------------------------------------------------------------------------------------
+
+#: Seconds of an element for each doubling of a transform's length; and beside.
+FOURIER, FOURIER_COPY = 72e-12, 300e-12
+#: Seconds of two elements of spectra that are multiplied, and added to the sums.
+COMPLEX_PRODUCT = 9.8e-9
+#: Seconds of a matrix product of one frequency: its call, each element of the weight that is read, each multiplication.
+MATRIX, MATRIX_READ, MATRIX_MULTIPLY = 37e-9, 140e-12, 140e-12
+#: Seconds of an element of an image, or of a weight's spectrum, that goes from channels first to channels last.
+REORDER, SPREAD = 2.8e-9, 14e-9
+#: Shortest transform.
+SHORTEST = 16
+#: Calls of a block, each with a long way through SciPy.
+FFT_CALLS = 60
+#: Seconds of work for which another thread is worth waking.
+SHARE = 1e-3
+
+
+def slowness(problem: ProductsProblem) -> float:
+    """How much longer an element takes than one of float32."""
+    wide = 1.8 if real_part(accumulator(problem.dtype)) == "float64" else 1.0
+    return wide * (1 if product_flops(problem.x_dtype, problem.factor_dtype) == 2 else 2)
+
+
+def fourier(elements: float, levels: float, problem: ProductsProblem, is_real: bool) -> float:
+    """A transform of so many elements, along axes whose lengths have so many doublings together."""
+    return elements * (FOURIER_COPY + FOURIER * levels) * slowness(problem)
+
+
+def complex_products(elements: float, problem: ProductsProblem) -> float:
+    """Elements of spectra, multiplied and added."""
+    return elements * COMPLEX_PRODUCT * slowness(problem)
+
+
+def complex_matrices(
+    matrices: float, read: float, multiplied: float, reordered: float, problem: ProductsProblem
+) -> float:
+    """Products of spectra as matrices, one for each frequency."""
+    own = matrices * MATRIX + read * MATRIX_READ + multiplied * MATRIX_MULTIPLY + reordered * REORDER
+    return own * slowness(problem)
+
+
+def apart(elements: float, problem: ProductsProblem) -> float:
+    """Elements of a weight's spectra that are written one by one."""
+    return elements * SPREAD * slowness(problem)
+
+
+# --- at the least ---------------------------------------------------------------------------------------------
+
+
+def least_winograd(problem: ProductsProblem) -> float:
+    """What Winograd's method takes at the least: the transforms of tiles that no image cuts, and of the weight."""
+    geometry = problem.geometry
+    axes = sum(taps == 3 for taps in geometry.kernel)
+    channels = geometry.in_channels + geometry.out_channels
+    work = transformed(geometry.batch * geometry.pixels * channels * 1.5**axes, channels)
+    work += transformed_weight(geometry.out_channels * geometry.group_channels, 6**axes, geometry.taps)
+    return work / problem.host.threads + winograd_calls(geometry) * CALL
+
+
+def least_fft(problem: ProductsProblem) -> float:
+    """What Fourier transforms take at the least: the transforms of images and kernels, and products of half as many numbers."""
+    geometry = problem.geometry
+    pairs = geometry.out_channels * geometry.group_channels
+    images = geometry.in_channels * prod(geometry.reached) + geometry.out_channels * geometry.pixels
+    kernels = pairs * prod(max(SHORTEST, span) for span, taps in zip(geometry.span, geometry.kernel) if taps > 1)
+    work = fourier(geometry.batch * images + kernels, 4, problem, True)
+    work += geometry.batch * geometry.pixels / 2 * pairs * min(MATRIX_MULTIPLY, COMPLEX_PRODUCT) * slowness(problem)
+    return work / problem.host.threads + FFT_CALLS * CALL
+
+
+def least_direct(problem: ProductsProblem) -> float:
+    """What products tap by tap take at the least: columns all the same, and a pass over the sums."""
+    geometry = problem.geometry
+    pixels = geometry.batch * geometry.pixels
+    work = pixels * geometry.out_channels * (geometry.reduction * MULTIPLY_ADD * multiply_adds(problem) + 2 * ADD)
+    work += copied(pixels * geometry.in_channels * geometry.taps, geometry.out_size[2], problem.x_dtype)
+    return work / problem.host.threads + 10 * CALL
+
+
+# --- depthwise: elements times numbers ------------------------------------------------------------------------
+
+#: Seconds of an element times a tap: in a run, in one that is short where taps lie along several axes, and of elements that
+#: strides keep apart; and of a run of channels that begins.
+SCALED, SCALED_SHORT, SCALED_APART, CHANNELS = 160e-12, 430e-12, 1.3e-9, 15e-9
+
+
+def scaled(elements: float, problem: ProductsProblem, channels: int = 0, is_short: bool = False) -> float:
+    """Elements times taps, in runs of memory, or of so many channels."""
+    own = SCALED_SHORT if is_short else SCALED
+    return elements * (own * multiply_adds(problem) + (CHANNELS / channels if channels else 0))
+
+
+def scaled_apart(elements: float, problem: ProductsProblem) -> float:
+    """The same of elements that strides keep apart."""
+    return elements * SCALED_APART * multiply_adds(problem)
+
+
+def least_scattered(problem: ProductsProblem) -> float:
+    """What products that are added take at the least: an addition for every tap."""
+    geometry = problem.geometry
+    elements = geometry.batch * geometry.in_channels * geometry.pixels * geometry.taps
+    return added(elements, problem.dtype) / problem.host.threads + 2 * geometry.taps * CALL
