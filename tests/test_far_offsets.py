@@ -72,7 +72,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("axis", [0, 1, 2, -1])
 @pytest.mark.parametrize("make_target, name", CASES)
 def test_arguments(make_target, name, axis):
     """Samples, channels or pixels far apart."""
@@ -102,7 +102,7 @@ RESULTS = {
 }
 
 
-@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("axis", [0, 1, 2, -1])
 @pytest.mark.parametrize("name", RESULTS)
 @pytest.mark.parametrize(
     "make_target",

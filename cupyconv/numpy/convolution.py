@@ -71,6 +71,8 @@ if TYPE_CHECKING:
 PRODUCT_BLOCK = 8 << 20
 CACHE_BLOCK = 1 << 20
 MEMORY_BLOCK = 512 << 10
+#: Elements from a matrix's first to its last: beyond, OpenBLAS's kernels for small products count wrong and crash.
+BLAS_REACH = 1 << 31
 #: Bytes of one tap's columns below which a product takes several taps: NumPy's calls would take longer than it.
 SHORT_CALL = 256 << 10
 #: Index arrays that there are at once of a border: the elements read, and those it takes to work them out.  An index has 8 bytes.
@@ -591,8 +593,10 @@ def is_matrix(image: Operand) -> bool:
     pixel_stride, channels = image.pixel_stride, image.shape[1]
     if pixel_stride is None:
         return False
-    by_channel = pixel_stride == 1 and (channels == 1 or image.stride_c >= image.pixels)
-    return by_channel or (image.stride_c == 1 and pixel_stride >= channels)
+    if pixel_stride == 1 and (channels == 1 or image.stride_c >= image.pixels):
+        return channels == 1 or channels * image.stride_c < BLAS_REACH
+    reached = min(image.pixels, PRODUCT_BLOCK // image.itemsize) * pixel_stride
+    return image.stride_c == 1 and pixel_stride >= channels and reached < BLAS_REACH
 
 
 def weight_copy(problem: ConvProblem | TransposedProblem) -> int:
