@@ -77,6 +77,8 @@ BLAS_REACH = 1 << 31
 SHORT_CALL = 256 << 10
 #: Index arrays that there are at once of a border: the elements read, and those it takes to work them out.  An index has 8 bytes.
 INDEX_ARRAYS, INDEX_BYTES = 4, 8
+#: Bytes of the workspace limit below which a thread has no share worth planning for.
+LEAST_SHARE = 4 << 10
 #: What a turn of a loop takes at the least.
 TURN_SECONDS = 10e-6
 #: Pixels below which a block of columns is not cut: the products would be vectors.
@@ -220,7 +222,8 @@ def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[Bl
             return best
         if problem.host.threads <= 1:
             raise refusal
-        problem = replace(problem, machine=HostModel(problem.host.threads // 2))
+        fewer = max(1, min(problem.host.threads // 2, problem.limit // LEAST_SHARE))
+        problem = replace(problem, machine=HostModel(fewer))
 
 
 def _long_loop(turns: int) -> tuple[str, ...]:

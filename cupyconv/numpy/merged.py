@@ -26,7 +26,8 @@ from cupyconv.numpy.convolution import (
     inputs_are_columns,
     result_takes_sums,
 )
-from cupyconv.numpy.gemm import WAYS as OF_ONE_INPUT
+from cupyconv.numpy.gemm import Columns
+from cupyconv.numpy.mec import MecRows
 from cupyconv.numpy.windows import Block
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.problems import ConvProblem
@@ -71,6 +72,10 @@ class Merge(ConvLoop):
     def weight_bytes(cls, problem: ConvProblem) -> int:
         return copy_bytes(problem.weight, problem.weight_dtype) if _is_added(problem) else 0
 
+    @cached_property
+    def threads(self) -> int:
+        return max(1, min(self.problem.host.threads, self.blocks, int(self.work / cost.SHARE)))
+
     @property
     def work(self) -> float:
         geometry, problem, area = self.geometry, self.problem, prod(self.block)
@@ -112,5 +117,12 @@ class Merge(ConvLoop):
         return sums.reshape(block.sums_shape)
 
 
-#: The first that applies and fits the workspace limit is taken.
-WAYS = (Merge, *OF_ONE_INPUT)
+class MergedColumns(Columns):
+    """Columns of inputs that `Merge` is not for."""
+
+    @classmethod
+    def applies(cls, problem: ConvProblem) -> bool:
+        return not Merge.applies(problem)
+
+
+WAYS = (Merge, MecRows, MergedColumns)
