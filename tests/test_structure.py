@@ -144,15 +144,15 @@ def files_entered(code: str) -> set[str]:
 
 
 def test_a_convolution_is_followed_through_few_files():
-    """What a newcomer reads to follow a first call on NumPy from its signature to its product: sixteen files.
+    """What a newcomer reads to follow a first call on NumPy from its signature to its product: seventeen files.
 
-    The operation, three of `call/`, five of `numpy/`, and seven of `problem/`.  The last of these is `kept`: that a call is
-    kept, and what its blocks read, are two caches in two layers within one budget, so its file is below both.
+    The operation, three of `call/`, six of `numpy/`, and seven of `problem/`.  Two of them are what all layers share: `cost`,
+    the one place where methods are priced, and `kept`, the one budget of all that stays from call to call.
     """
     arrays = "x, weight = numpy.ones((2, 8, 32, 32), numpy.float32), numpy.ones((16, 8, 3, 3), numpy.float32)"
     entered = files_entered(f"import numpy, cupyconv\n{arrays}\ncupyconv.conv(x, weight)")
     assert any(name.endswith("ops/conv.py") for name in entered)
-    assert len(entered) <= 16, sorted(entered)
+    assert len(entered) <= 17, sorted(entered)
 
 
 def test_max_pool_lives_in_few_files():

@@ -13,6 +13,7 @@ import cupyconv
 from cupyconv.call.operation import forget_calls
 from cupyconv.cuda.plan import weight_gradient as weight_gradient_cuda
 from cupyconv.numpy import mec
+from cupyconv.numpy.strips import GradientStrips
 from cupyconv.numpy.weight_gradient import GradientColumns
 from cupyconv.numpy.weight_sums import WeightGradientLoop
 from cupyconv.problem.plan import GemmCall
@@ -76,6 +77,9 @@ def test_every_body(fresh, monkeypatch, body, kernel, settings, grad_dtype, x_dt
     if body == "MEC columns":  # columns take less of an image as small
         monkeypatch.setattr(mec, "MEMORY_BLOCK", 64)
         monkeypatch.setattr(GradientColumns, "applies", lambda problem: False)
+    if body == "strips":
+        monkeypatch.setattr(GradientStrips, "turn_calls", 0)
+        monkeypatch.setattr(GradientStrips, "seconds", 0.0)
     x = integers((2, 12, 18, 17), x_dtype)
     window = {name: value for name, value in settings.items() if name != "method"}
     grad = integers(

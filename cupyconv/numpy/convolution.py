@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib import import_module
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -62,7 +63,6 @@ from cupyconv.problem.problems import (
     WeightGradientProblem,
     without_empty_inputs,
 )
-from cupyconv.problem.transforms import refusal_of
 
 if TYPE_CHECKING:
     from cupyconv.numpy.prologue import Transform
@@ -120,7 +120,7 @@ def winograd_refusal(problem: ProductsProblem) -> str:
 
 #: Methods that all kinds of problems have; their modules are the kinds'.
 WINOGRAD = Method("cupyconv.numpy.winograd", winograd_refusal, cost.least_winograd)
-FFT = Method("cupyconv.numpy.fft", refusal_of, cost.least_fft)
+FFT = Method("cupyconv.numpy.fft", attrgetter("fft_refusal"), cost.least_fft)
 #: Every method of a convolution; a depthwise one has its own (`depthwise`).
 METHODS = {
     "winograd": WINOGRAD,

@@ -42,7 +42,7 @@ from cupyconv.problem.arrays import product_flops
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import ConvProblem, NotApplicable
-from cupyconv.problem.transforms import ERRORS, is_real, no_room, refusal_of, share_problem, share_sizes
+from cupyconv.problem.transforms import ERRORS, is_real, no_room, share_problem, share_sizes
 
 #: Products of a frequency, samples x channels x outputs, from which they are a matrix product.
 MATRIX = 48
@@ -117,7 +117,7 @@ class Fft(ConvLoop):
 
     @classmethod
     def loops(cls, problem: ConvProblem) -> tuple[Sequence[Self], Mapping[str, int]]:
-        if refusal := refusal_of(problem):
+        if refusal := problem.fft_refusal:
             raise NotApplicable(refusal)
         geometry, copied = problem.geometry, weight_copy(problem)
         if 0 in (geometry.batch, geometry.out_channels, *geometry.out_size):

@@ -33,7 +33,7 @@ from cupyconv.numpy.windows import parts_of, tile_regions, tile_size
 from cupyconv.problem.arrays import accumulator
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import NotApplicable, TransposedProblem
-from cupyconv.problem.transforms import ERRORS, is_real, no_room, refusal_of
+from cupyconv.problem.transforms import ERRORS, is_real, no_room
 
 
 @lru_cache(maxsize=64)
@@ -97,7 +97,7 @@ class ScatteredFft(ScatteredLoop):
 
     @classmethod
     def loops(cls, problem: TransposedProblem) -> tuple[Sequence[Self], Mapping[str, int]]:
-        if refusal := refusal_of(problem):
+        if refusal := problem.fft_refusal:
             raise NotApplicable(refusal)
         if 0 in (problem.geometry.batch, problem.geometry.in_channels, *problem.geometry.size):
             return [], {}

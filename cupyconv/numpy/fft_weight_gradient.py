@@ -26,7 +26,7 @@ from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun
 from cupyconv.numpy.windows import Block, Images, largest_block, parts_of, tile_size
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.problems import NotApplicable, WeightGradientProblem
-from cupyconv.problem.transforms import ERRORS, no_room, refusal_of
+from cupyconv.problem.transforms import ERRORS, no_room
 
 
 @lru_cache(maxsize=64)
@@ -60,7 +60,7 @@ class GradientFft(WeightGradientLoop):
 
     @classmethod
     def fitted(cls, problem: Any, fixed: int, limit: int) -> Self:
-        if refusal := refusal_of(problem):
+        if refusal := problem.fft_refusal:
             raise NotApplicable(refusal)
         if 0 in (problem.geometry.batch, *problem.geometry.out_size):
             return cls(problem, (1, 1, 1, 1))

@@ -206,6 +206,15 @@ class ProductsProblem(Problem):
         return not (self.x_alone_is_complex or self.factor_alone_is_complex)
 
     @property
+    def fft_refusal(self) -> str:
+        """Why Fourier transforms cannot do it, on any processor."""
+        if not self.allow_fft:
+            return "options(allow_fft=False) forbids it"
+        if self.geometry.taps == 1:
+            return "it is for kernels of several taps"
+        return ""
+
+    @property
     def flops(self) -> int:
         return self.geometry.products * product_flops(self.x_dtype, self.factor_dtype)
 

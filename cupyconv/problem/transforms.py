@@ -1,4 +1,4 @@
-"""The method "fft" as both backends have it: which axes are transformed, when it cannot be had, what it says of its results.
+"""The method "fft" as both backends have it: which axes are transformed, what it says of its results.
 
 And the shares of groups, or of outputs, that are computed one after the other where the weight's spectra are too large.
 """
@@ -19,15 +19,6 @@ ERRORS = "rounding errors are relative to the largest elements of a tile"
 MOST_SHARES = 64
 #: Where the arrays of a share begin and end along their channels, by name; none where they are whole.
 Cut = tuple[tuple[str, int, int], ...]
-
-
-def refusal_of(problem: ProductsProblem) -> str:
-    """Why transforms cannot do a problem."""
-    if not problem.allow_fft:
-        return "options(allow_fft=False) forbids it"
-    if problem.geometry.taps == 1:
-        return "it is for kernels of several taps"
-    return ""
 
 
 def no_room(limit: int) -> NotApplicable:

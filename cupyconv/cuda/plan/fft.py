@@ -49,7 +49,7 @@ from cupyconv.problem.geometry import Triple, Windows, even_part
 from cupyconv.problem.padding import PADDING_MODES
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, GemmCall, KernelLaunch, Matrix, Plan, Step, Transform
 from cupyconv.problem.problems import NO_PROLOGUE, ConvProblem, NotApplicable, Prologue
-from cupyconv.problem.transforms import ERRORS, no_room, refusal_of, share_problem, share_sizes, transformed_axes
+from cupyconv.problem.transforms import ERRORS, no_room, share_problem, share_sizes, transformed_axes
 
 #: Threads of a block of these kernels, and channels of a thread where a warp's share them.
 BLOCK, CHANNELS = 256, 8
@@ -70,7 +70,7 @@ MOST_PRODUCTS = 1 << 40
 
 def draft_fft(problem: ConvProblem) -> Draft:
     """The tiles and the order of spectra that take the least by the model; NotApplicable where there is no room for any."""
-    if refusal := refusal_of(problem):
+    if refusal := problem.fft_refusal:
         raise NotApplicable(refusal)
     if not problem.gpu.has_transforms:
         raise NotApplicable("CuPy finds no cuFFT: install cupy-cuda13x[ctk], or nvidia-cufft")

@@ -52,7 +52,7 @@ from cupyconv.problem.geometry import even_part, pixel_windows
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, GemmCall, KernelLaunch, Plan, Step
 from cupyconv.problem.polyphase import phase_problems
 from cupyconv.problem.problems import NotApplicable, TransposedProblem, inputs_with_channels
-from cupyconv.problem.transforms import no_room, refusal_of
+from cupyconv.problem.transforms import no_room
 
 #: The gradient of a padded image, in workspace.
 PADDED = "padded"
@@ -157,7 +157,7 @@ def _draft_folded(problem: TransposedProblem) -> Draft:
     time, which is convolutions; and its elements added to those that they are copies of.
     """
     geometry = problem.geometry
-    if refusal := refusal_of(problem):
+    if refusal := problem.fft_refusal:
         raise NotApplicable(refusal)
     if accumulator(problem.dtype) != problem.dtype:
         raise NotApplicable(f"sums of {problem.dtype} would be rounded twice")
