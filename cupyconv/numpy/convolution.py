@@ -77,6 +77,8 @@ BLAS_REACH = 1 << 31
 SHORT_CALL = 256 << 10
 #: Index arrays that there are at once of a border: the elements read, and those it takes to work them out.  An index has 8 bytes.
 INDEX_ARRAYS, INDEX_BYTES = 4, 8
+#: Multiply-adds below which transforms are not taken unasked.
+FEW_PRODUCTS = 1_000_000
 #: Bytes of the workspace limit below which a thread has no share worth planning for.
 LEAST_SHARE = 4 << 10
 #: What a turn of a loop takes at the least.
@@ -104,6 +106,7 @@ class Method(NamedTuple):
     ways: str | tuple[type[BlockLoop], ...]
     refusal: Callable[[Any], str] = lambda _: ""
     at_least: Callable[[Any], float] = lambda _: 0.0
+    unasked: Callable[[Any], str] = lambda _: ""  # why it is taken only where it is named
 
 
 def winograd_refusal(problem: ProductsProblem) -> str:
@@ -118,9 +121,15 @@ def winograd_refusal(problem: ProductsProblem) -> str:
     return ""
 
 
+def fft_unasked(problem: ProductsProblem) -> str:
+    """Why transforms are taken only where they are asked for: a short call has no time to win for its larger errors."""
+    few = problem.geometry.products < FEW_PRODUCTS
+    return f"larger rounding errors: below {FEW_PRODUCTS:,} products it is taken where it is named" if few else ""
+
+
 #: Methods that all kinds of problems have; their modules are the kinds'.
 WINOGRAD = Method("cupyconv.numpy.winograd", winograd_refusal, cost.least_winograd)
-FFT = Method("cupyconv.numpy.fft", attrgetter("fft_refusal"), cost.least_fft)
+FFT = Method("cupyconv.numpy.fft", attrgetter("fft_refusal"), cost.least_fft, fft_unasked)
 #: Every method of a convolution; a depthwise one has its own (`depthwise`).
 METHODS = {
     "winograd": WINOGRAD,
@@ -155,7 +164,9 @@ def choose(problem: ProductsProblemT, methods: Mapping[str, Method]) -> Plan:
     to_try, why_not = [named], {name: f"method={named!r} was asked for" for name in methods if name != named}
     least = dict.fromkeys(methods, 0.0)
     if named == "auto":
-        why_not = {name: why for name, method in methods.items() if (why := method.refusal(problem))}
+        why_not = {
+            name: why for name, method in methods.items() if (why := method.refusal(problem) or method.unasked(problem))
+        }
         least = {name: method.at_least(problem) for name, method in methods.items() if name not in why_not}
         to_try = sorted(least, key=lambda name: least[name])
     best: Draft | None = None

@@ -122,7 +122,7 @@ class MergedColumns(Columns):
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
-        return not Merge.applies(problem)
+        return super().applies(problem) and not Merge.applies(problem)
 
 
 WAYS = (Merge, MecRows, MergedColumns)

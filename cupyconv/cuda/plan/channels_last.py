@@ -51,6 +51,8 @@ def channels_last(problem: ConvProblem) -> Moved:
         raise NotApplicable(f"channels of a group are no multiple of {vector}")
     batch, *size = xs[0].shape[:1] + xs[0].shape[2:]
     pixels, channels = xs[0].pixels, geometry.in_channels
+    if not batch * pixels * channels:
+        raise NotApplicable("nothing is there to be moved")
     padded = -(-channels // vector) * vector
     buffer = Buffer("channels_last", batch * pixels * padded * itemsize)
     if buffer.space >= problem.limit:
