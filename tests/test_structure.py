@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -179,12 +180,12 @@ def test_no_module_is_named_after_nothing():
 HEAVY = ("cupy", "scipy", "torch", "dask", "matplotlib", "hypothesis", "ml_dtypes", "threadpoolctl")
 
 #: What `import cupyconv` may add, in imports of NumPy (0.1 s on a quiet machine): load and clock are in both.
-IMPORT_SHARE = 1.5
+IMPORT_SHARE = 1.2
 
 
-def python(code: str) -> str:
+def python(code: str, env: dict[str, str] | None = None) -> str:
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
 
 
 def test_nothing_heavy_is_imported():
@@ -193,13 +194,17 @@ def test_nothing_heavy_is_imported():
 
 
 def test_importing_is_quick():
-    """Processor time, the best of five new processes, so that a busy machine is no failure."""
+    """Processor time, the best of five new processes, so that a busy machine is no failure.
+
+    NumPy as a user has it: where conftest holds BLAS at one thread, it makes none when it is imported, and is quicker.
+    """
+    as_users_have = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
     code = (
         "from time import process_time as now;"
         "start = now(); import numpy; middle = now(); import cupyconv; print((now() - middle) / (middle - start))"
     )
     python(code)  # writes the bytecode
-    assert min(float(python(code)) for _ in range(5)) < IMPORT_SHARE
+    assert min(float(python(code, as_users_have)) for _ in range(5)) < IMPORT_SHARE
 
 
 def test_cupy_is_imported_for_its_arrays_only():
