@@ -332,8 +332,10 @@ def test_a_slow_stream_is_not_waited_for(cupy, machine, name):
     """What a call enqueues comes after what its stream holds, which is not done when the call returns."""
     target, call = gpu_target(), CALLS[name]
     arrays = arrays_on(target)
-    expected = call(arrays).get()  # modules are loaded by a first call
     stream, begun = cupy.cuda.Stream(non_blocking=True), []
+    cupy.cuda.Device().synchronize()
+    with stream:
+        expected = call(arrays).get()  # a first call loads modules, and makes this stream's plans of transforms
     cupy.cuda.Device().synchronize()
     for _ in range(MUCH):
         machine.enqueue(machine.stream(stream.ptr), lambda: begun.append(True))
