@@ -379,13 +379,12 @@ def cublas_error() -> type[Exception]:
 @pytest.mark.parametrize("name", CUDA_CALLS)
 def test_a_pool_with_a_limit(cupy, machine, name):
     """Less and less memory for CuPy's pool: smaller chunks, then MemoryError, and with it back the call is right."""
-    target, call, pool = gpu_target(), CALLS[name], cupy.get_default_memory_pool()
+    target, call = gpu_target(), CALLS[name]
     expected = call(arrays_on(target)).get()
-    gc.collect()
-    pool.free_all_blocks()
-    arrays = arrays_on(target)  # of exactly the pool's memory
-    outcomes, least = [], pool.total_bytes()
-    try:
+    pool, outcomes = cupy.cuda.MemoryPool(), []  # in which no other call has left pieces
+    with cupy.cuda.using_allocator(pool.malloc):
+        arrays = arrays_on(target)
+        least = pool.total_bytes()
         for spare in (4 << 20, 1 << 20, 256 << 10, 64 << 10, 16 << 10, 4 << 10, 512):
             pool.set_limit(size=least + spare)
             try:
@@ -396,10 +395,9 @@ def test_a_pool_with_a_limit(cupy, machine, name):
                 outcomes.append(False)
             gc.collect()
             pool.free_all_blocks()
-    finally:
         pool.set_limit(size=0)
-    assert outcomes[0] and not outcomes[-1] and outcomes == sorted(outcomes, reverse=True)
-    assert np.array_equal(call(arrays).get(), expected)
+        assert outcomes[0] and not outcomes[-1] and outcomes == sorted(outcomes, reverse=True)
+        assert np.array_equal(call(arrays).get(), expected)
 
 
 def test_a_limit_of_the_pool_takes_smaller_chunks(cupy, machine):
