@@ -91,6 +91,32 @@ def test_a_full_cache_lets_go_of_what_was_not_used_for_longest():
     assert (cache.get("first"), cache.get("third"), kept.spent()) == (1, 4, before)
 
 
+def test_what_was_not_used_for_longest_goes_first_whichever_cache_it_is_in(monkeypatch):
+    monkeypatch.setattr(kept, "BUDGET", 3000)
+    one, other = kept.Cache(10), kept.Cache(10)
+    one.keep("first", bytes(1000))
+    other.keep("second", bytes(1000))
+    other.keep("third", bytes(1000))
+    assert one.get("first") is None and other.get("second") and other.get("third")
+    assert kept.spent() <= 3000
+
+
+def test_as_much_as_is_large_is_kept_and_no_more(monkeypatch):
+    cache = kept.Cache(10)
+    monkeypatch.setattr(kept, "LARGEST", kept.held_bytes(("key", bytes(1000))))
+    cache.keep("key", bytes(1001))
+    assert cache.get("key") is None
+    cache.keep("key", bytes(1000))
+    assert cache.get("key")
+
+
+def test_a_full_cache_of_many_lets_go_of_an_eighth_more():
+    cache = kept.Cache(16)
+    for key in range(17):
+        cache.keep(key, key)
+    assert [key for key in range(17) if cache.get(key) is None] == [0, 1, 2]
+
+
 def test_clear_caches_gives_everything_back():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((8, 64, 30, 30)).astype(np.float32)

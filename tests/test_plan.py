@@ -15,7 +15,18 @@ from test_bad_input import Ones, placed
 
 import cupyconv
 from cupyconv.cuda.run.execution import _COMPUTE_TYPE, _DATA_TYPE
-from cupyconv.problem.plan import Address, GemmCall, Kernel, KernelLaunch, Matrix, Plan, _rounds, going_on
+from cupyconv.problem.plan import (
+    Address,
+    GemmCall,
+    Kernel,
+    KernelLaunch,
+    Matrix,
+    Plan,
+    Transform,
+    _bytes,
+    _rounds,
+    going_on,
+)
 from tests.host_device import GemmRecord, LaunchRecord
 
 # --- what ran -------------------------------------------------------------------------------------------------
@@ -323,3 +334,23 @@ def test_work_of_a_gemm_call():
 def test_names_of_kernels():
     assert str(Kernel("merge", (("DTYPE", "float32"), ("TILE", "4")))) == "merge<float32, 4>"
     assert str(Address("x[0]", 4096)) == "x[0]+4,096B"
+
+
+@pytest.mark.parametrize(
+    "dtype, flops, moved, frequencies, words",
+    [
+        ("complex64", 3 * 64 * 6 * 5, 2 * 3 * 64 * 16, (8, 8), "complex64 -> complex64"),
+        ("complex128", 3 * 64 * 6 * 5, 2 * 3 * 64 * 32, (8, 8), "complex128 -> complex128"),
+        ("float32", 3 * 64 * 15, 2 * 3 * (64 * 4 + 40 * 8), (8, 5), "float32 -> complex64"),
+        ("float64", 3 * 64 * 15, 2 * 3 * (64 * 8 + 40 * 16), (8, 5), "float64 -> complex128"),
+    ],
+)
+def test_the_figures_of_a_transform(dtype, flops, moved, frequencies, words):
+    step = Transform((8, 8), 3, Address("tiles"), Address("spectra"), dtype)
+    assert (step.flops, step.bytes_moved, step.frequencies) == (flops, moved, frequencies)
+    assert f"8 x 8  batch 3  {words}" in str(step)
+
+
+def test_bytes_in_words():
+    sizes = 1023, 1024, 1 << 20, 3 << 29, (1 << 20) - 1
+    assert [_bytes(n) for n in sizes] == ["1023 B", "1.0 KiB", "1.0 MiB", "1.5 GiB", "1024.0 KiB"]

@@ -21,6 +21,7 @@ import cupyconv
 from cupyconv.bench import machines
 from cupyconv.call import dispatch
 from cupyconv.numpy.convolution import ConvRun
+from cupyconv.problem.arrays import overlaps_itself
 
 
 @pytest.mark.parametrize("weight_dtype", ["float32", "complex64"])
@@ -336,3 +337,23 @@ def test_the_commit_of_a_bench_is_that_of_its_own_repository(tmp_path):
         pytest.skip("git is not installed")
     assert machines.commit_of(installed) == "unknown"
     assert re.fullmatch("[0-9a-f]{7,}", machines.commit_of(tracked))
+
+
+@pytest.mark.parametrize(
+    "shape, strides, overlaps",
+    [
+        ((2, 3), (12, 4), False),
+        ((2,), (4,), False),
+        ((2,), (3,), True),  # by a byte
+        ((1, 2), (1, 4), False),
+        ((2, 2), (4, -8), False),
+        ((2, 3), (4, 8), False),
+        ((3, 3), (4, 8), True),
+        ((2, 2), (6, 4), True),
+        ((0, 2), (4, 0), False),
+        ((2,), (0,), True),
+        ((2, 3), (12, 8), False),  # neither axis steps over the other
+    ],
+)
+def test_views_whose_elements_share_memory(shape, strides, overlaps):
+    assert overlaps_itself(shape, strides, 4) is overlaps
