@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 from strategies import share_of_examples
-from targets import Target
+from targets import Target, gpu_target
 from test_any_call import ARRAYS, DIFFERENTIABLE, any_call, assert_as_expected, expected_of, held, like, refused, run
 
 import cupyconv
@@ -54,7 +54,8 @@ def laid_out_alike(target: Target, array: np.ndarray) -> Any:
     forward = array[as_it_was]
     span = 1 + sum((extent - 1) * step for extent, step in zip(forward.shape, forward.strides)) // array.itemsize
     memory = target.to_device(as_strided(forward, (span,), (array.itemsize,)))
-    return target.xp.lib.stride_tricks.as_strided(memory, forward.shape, forward.strides, subok=True)[as_it_was]
+    subclasses = {"subok": True} if target.xp is np else {}  # the host device's arrays are one of NumPy's
+    return target.xp.lib.stride_tricks.as_strided(memory, forward.shape, forward.strides, **subclasses)[as_it_was]
 
 
 def on_host(target: Target, result: Any) -> Any:
@@ -139,3 +140,22 @@ def test_any_gradient(name, cuda_target, random):
             assert (one is None) == (other is None)
             assert_as_expected(on_host(cuda_target, one), other)
     assert held(there) == before, "an argument has changed"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPERATIONS)
+@share_of_examples(0.1)
+@given(st.randoms(use_true_random=False))
+def test_any_call_of_cupys(name, random):
+    """The same calls with CuPy's arrays, by emulated GPUs too."""
+    target, function = gpu_target(), getattr(cupyconv, name)
+    arguments = any_call(random, name)
+    there, on_numpy, results = on_device(target, arguments), [], []
+    refusal = refused(name, lambda: results.append(function(**there)))
+    refusal_of_numpy = refused(name, lambda: on_numpy.append(run(name, arguments)))
+    if "method" not in arguments and not OF_NUMPY_ALONE.search(refusal_of_numpy or ""):
+        assert (refusal_of_numpy is None) == (refusal is None), (refusal_of_numpy, refusal)
+    if refusal is None:
+        actual = on_host(target, first_of(name, arguments, results[0]))
+        for wanted in on_numpy:
+            assert_as_expected(actual, wanted)
