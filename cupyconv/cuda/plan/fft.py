@@ -45,7 +45,7 @@ from cupyconv.cuda.plan.launches import (
 )
 from cupyconv.cuda.plan.matrices import MAX_BATCH, MAX_DIMENSION, compute_type
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator
-from cupyconv.problem.geometry import Triple, Windows, even_part
+from cupyconv.problem.geometry import Triple, Windows, even_part, ranges_of
 from cupyconv.problem.padding import PADDING_MODES
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, GemmCall, KernelLaunch, Matrix, Plan, Step, Transform
 from cupyconv.problem.problems import NO_PROLOGUE, ConvProblem, NotApplicable, Prologue
@@ -110,15 +110,11 @@ def _in_shares(problem: ConvProblem, first: _Tiling) -> Draft:
     geometry, groups, outputs = problem.geometry, first.problem.geometry.groups, first.problem.geometry.group_outputs
     drafts = [
         replace(first, problem=share_problem(problem, own_groups, own_outputs)[0]).draft()
-        for own_groups in _parts(geometry.groups, groups)
-        for own_outputs in _parts(geometry.group_outputs, outputs)
+        for own_groups in ranges_of(geometry.groups, groups)
+        for own_outputs in ranges_of(geometry.group_outputs, outputs)
     ]
     reason = f"{len(drafts)} shares of {groups * outputs} outputs; {drafts[0].reason}"
     return in_sequence("fft", drafts, reason)
-
-
-def _parts(extent: int, most: int) -> list[range]:
-    return [range(first, min(first + most, extent)) for first in range(0, extent, most)]
 
 
 def _refuse_at_once(problem: ConvProblem) -> None:
