@@ -373,6 +373,8 @@ class Plan:
         Floating-point operations, and bytes the steps read and write.
     bound : str
         What limits it: ``"memory"``, ``"arithmetic"`` or ``"launch"``.
+    reason, price : str
+        How it is done, and what it takes by the cost model, in words.
     rejected : tuple of (method, reason)
         The methods not taken.
 
@@ -397,6 +399,7 @@ class Plan:
     bound: str
     rejected: tuple[tuple[str, str], ...] = ()
     reason: str = ""
+    price: str = ""
     notes: tuple[str, ...] = ()
     conversions: tuple[Conversion, ...] = ()
     workspace: tuple[Buffer, ...] = ()
@@ -409,12 +412,16 @@ class Plan:
         used = sum(buffer.space for buffer in self.workspace)
         object.__setattr__(self, "workspace_bytes", used + sum(c.nbytes for c in self.conversions))
 
+    @property
+    def how(self) -> str:
+        """How it is done and what that takes, as the page has it."""
+        return "; ".join(filter(None, (self.reason, self.price)))
+
     def __str__(self) -> str:
         lines = [
             f"{self.problem}",
             f"  result    {self.result}",
-            f"  method    {self.method} on {self.backend} ({self.device})"
-            + (f": {self.reason}" if self.reason else ""),
+            f"  method    {self.method} on {self.backend} ({self.device})" + (f": {self.how}" if self.how else ""),
             f"  work      {self.flops:,} FLOP, {_bytes(self.bytes_moved)} moved"
             f" (at the least {_bytes(self.minimal_bytes)}); bound by {self.bound}",
             f"  workspace {_bytes(self.workspace_bytes)}"
