@@ -38,10 +38,14 @@ class Address:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Workspace the plan asks for; lives until its last step has been enqueued."""
+    """Workspace the plan asks for; lives until its last step has been enqueued.
+
+    What is `is_kept` a library has for itself, and keeps: it is counted, not allocated.
+    """
 
     name: str
     nbytes: int
+    is_kept: bool = False
 
     @property
     def space(self) -> int:
@@ -277,6 +281,7 @@ class Transform:
 
     Images of real numbers have half the frequencies along the last axis.  Element i of image b lies, on either side, at
     b * (elements of an image) + i; where they are `interleaved` at i * batch + b.  The source may be overwritten.
+    `work_bytes` of memory are counted for cuFFT to work in: an estimate, until a device has turned out to need more.
     """
 
     size: tuple[int, ...]
@@ -287,6 +292,7 @@ class Transform:
     inverse: bool = False  # from spectra to images
     interleaved: bool = False
     purpose: str = ""
+    work_bytes: int = 0
 
     def __str__(self) -> str:
         image, spectrum = self.dtype, "complex128" if self.dtype in ("float64", "complex128") else "complex64"
