@@ -54,13 +54,12 @@ from cupyconv.numpy.windows import (
     exchanged,
     five_axes,
     parts_of,
-    ranges_of,
     read,
     tap_regions,
     with_taps,
 )
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
-from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
+from cupyconv.problem.geometry import ConvGeometry, Triple, even_part, ranges_of
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import NotApplicable, TransposedProblem
 
