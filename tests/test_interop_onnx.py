@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import importlib
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ import pytest
 onnx = pytest.importorskip("onnx", reason="onnx is not installed")
 pytest.importorskip("ml_dtypes")
 
-import onnx.backend.test as backend_test  # noqa: E402
 from onnx import helper, numpy_helper, parser  # noqa: E402
 from onnx.backend.test.case import node as node_cases  # noqa: E402
 from onnx.reference import ReferenceEvaluator  # noqa: E402
@@ -23,6 +21,7 @@ import cupyconv  # noqa: E402
 from cupyconv.interop import onnx as interop  # noqa: E402
 from cupyconv.interop.onnx import OPERATORS, load, operators  # noqa: E402
 from cupyconv.interop.onnx_elementwise import ELEMENTWISE  # noqa: E402
+from tests.benchmarks.networks import NETWORKS, with_weights  # noqa: E402
 
 #: Where ONNX keeps the tests of each operator; they are made as a module is imported.
 MODULES = {
@@ -166,34 +165,6 @@ def test_half_precision_and_training_of_a_batch_normalisation():
     )
     assert abs(y.astype(float).mean((0, 2)) - shift).max() < 1e-2
     np.testing.assert_allclose(running, (100 + x.astype(float).mean((0, 2))) / 2, rtol=1e-5)
-
-
-NETWORKS = Path(backend_test.__file__).parent / "data" / "light"
-
-
-def with_weights(model):
-    """One of ONNX's networks, whose weights are all one number, with random ones, that keep numbers near 1.
-
-    Without the softmax at its end, which ONNX's reference does along another axis than this version of it says.
-    """
-    rng, graph = np.random.default_rng(0), model.graph
-    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
-    variances = {node.input[4] for node in graph.node if node.op_type == "BatchNormalization"}
-    weights = {}
-    for node in [node for node in graph.node if node.op_type == "ConstantOfShape"]:
-        (name,), shape = node.output, tuple(constants[node.input[0]])
-        spread = np.sqrt(2 / np.prod(shape[1:])) if len(shape) > 1 else 0.1
-        drawn = rng.uniform(0.5, 1.5, shape) if name in variances else rng.normal(0, spread, shape)
-        weights[name] = drawn.astype(np.float32)
-        graph.node.remove(node)
-    if graph.node[-1].op_type == "Softmax":
-        graph.output[0].name = graph.node.pop().input[0]
-    inputs = [value for value in graph.input if value.name not in constants]
-    del graph.input[:]
-    graph.input.extend(inputs)
-    model.ir_version = 8  # from 4 on a constant need not be an input
-    graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in weights.items())
-    return model
 
 
 @pytest.mark.parametrize("name", ["squeezenet", "shufflenet", "densenet121"])

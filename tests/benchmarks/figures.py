@@ -2,12 +2,14 @@
 
 python -m cupyconv bench --json tests/benchmarks/results/numpy.json
 python -m cupyconv bench --gpu --json tests/benchmarks/results/gpu-NAME.json
+python -m tests.benchmarks.networks
 python -m tests.gpu_report --out DIR, whose gpu-report.json becomes tests/benchmarks/results/gpu-report-NAME.json
 python -m tests.benchmarks.figures
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -131,11 +133,36 @@ def gpu_page(results: Path) -> str:
     return "\n".join(sections) or NO_GPU
 
 
+def networks_table(record: dict[str, Any]) -> str:
+    """What docs/how-to/onnx.md shows: a network's time by each way, and ours over ONNX Runtime's."""
+    lines = [
+        [name, *(f"{seconds[way] * 1e3:.0f} ms" for way in ("cupyconv", "node by node", "onnxruntime")),
+         f"{seconds['cupyconv'] / seconds['onnxruntime']:.1f}"]
+        for name, seconds in record["networks"].items()
+    ]  # fmt: skip
+    head = ["network, one image", "`load`", "node by node, nothing fused", "ONNX Runtime", "`load` / ONNX Runtime"]
+    known = record["environment"]
+    where = f"{known['machine']}, Python {known['python']}, ONNX Runtime {known['onnxruntime']}, {known['date']}."
+    return f"{_table(head, lines)}\nMedians, each in a process of its own. {where}\n"
+
+
+def block_table(record: dict[str, Any]) -> str:
+    """What docs/how-to/skip-connections.md shows: the memory of a dense block, both ways."""
+    lines = [[f"{layers:.0f}", f"{copies} MB", f"{merged} MB"] for layers, copies, merged in record["block_memory"]]
+    return _table(["layers", "concatenating", "merged"], lines)
+
+
+def networks() -> dict[str, Any]:
+    return json.loads((RESULTS / "networks.json").read_text("utf-8"))
+
+
 #: What stands between which marks of which page.
 WRITTEN = {
     "README.md": (FIGURES_BEGIN, FIGURES_END, figures),
     "docs/speed/numpy.md": (FIGURES_BEGIN, FIGURES_END, numpy_page),
     "docs/speed/gpu.md": (FIGURES_BEGIN, FIGURES_END, lambda: gpu_page(RESULTS)),
+    "docs/how-to/onnx.md": (FIGURES_BEGIN, FIGURES_END, lambda: networks_table(networks())),
+    "docs/how-to/skip-connections.md": (FIGURES_BEGIN, FIGURES_END, lambda: block_table(networks())),
     "docs/reference/status.md": (STATUS_BEGIN, STATUS_END, lambda: status(RESULTS)),
 }
 

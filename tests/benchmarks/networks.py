@@ -1,0 +1,124 @@
+"""What pages say of whole networks and of memory, timed and recorded: `results/networks.json`::
+
+    python -m tests.benchmarks.networks     # on a quiet machine, with onnx and onnxruntime
+    python -m tests.benchmarks.figures
+
+Networks of ONNX's own test data, for one image: `load`'s, ONNX Runtime's, and the calls of this library that a person would
+write node by node, nothing fused.  And `examples/densenet_block.py`, whose lines are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+from onnx.backend import test as backend_test
+
+from cupyconv.bench.machines import environment, numpy_machine
+from cupyconv.interop.onnx import load
+from cupyconv.interop.onnx_model import Model, read
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORD = Path(__file__).resolve().parent / "results" / "networks.json"
+#: As ONNX names the file, and as people do.
+TIMED = {
+    "squeezenet": "SqueezeNet", "shufflenet": "ShuffleNet", "resnet50": "ResNet-50", "densenet121": "DenseNet-121",
+}  # fmt: skip
+WAYS = ("cupyconv", "node by node", "onnxruntime")
+ROUNDS = 11
+NETWORKS = Path(backend_test.__file__).parent / "data" / "light"
+
+
+def with_weights(model):
+    """One of ONNX's networks, whose weights are all one number, with random ones, that keep numbers near 1.
+
+    Without the softmax at its end, which ONNX's reference does along another axis than this version of it says.
+    """
+    rng, graph = np.random.default_rng(0), model.graph
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    variances = {node.input[4] for node in graph.node if node.op_type == "BatchNormalization"}
+    weights = {}
+    for node in [node for node in graph.node if node.op_type == "ConstantOfShape"]:
+        (name,), shape = node.output, tuple(constants[node.input[0]])
+        spread = np.sqrt(2 / np.prod(shape[1:])) if len(shape) > 1 else 0.1
+        drawn = rng.uniform(0.5, 1.5, shape) if name in variances else rng.normal(0, spread, shape)
+        weights[name] = drawn.astype(np.float32)
+        graph.node.remove(node)
+    if graph.node[-1].op_type == "Softmax":
+        graph.output[0].name = graph.node.pop().input[0]
+    inputs = [value for value in graph.input if value.name not in constants]
+    del graph.input[:]
+    graph.input.extend(inputs)
+    model.ir_version = 8  # from 4 on a constant need not be an input
+    graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in weights.items())
+    return model
+
+
+def call_of(way: str, model: Any, given: dict[str, np.ndarray]) -> Callable[[], Any]:
+    """A network as one of `WAYS` runs it."""
+    if way == "onnxruntime":
+        import onnxruntime
+
+        onnxruntime.set_default_logger_severity(3)  # it would say that the shapes are used no longer
+        session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+        return lambda: session.run(None, given)[0]
+    run = load(model) if way == "cupyconv" else Model(read(model), np)
+    return lambda: run(**given)
+
+
+def seconds_of(name: str, way: str) -> float:
+    """Median seconds of a network, whose result is that of ONNX Runtime."""
+    model = with_weights(onnx.load(NETWORKS / f"light_{name}.onnx"))
+    given = {model.graph.input[0].name: np.random.default_rng(1).normal(size=(1, 3, 224, 224)).astype(np.float32)}
+    expected = call_of("onnxruntime", model, given)()  # whose threads are gone when others are timed
+    call = call_of(way, model, given)
+    np.testing.assert_allclose(call(), expected, rtol=0, atol=1e-5 * abs(expected).max())
+    seconds = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
+def timed(name: str) -> dict[str, float]:
+    """The seconds of each way, each in a process of its own: threads of one library that wait would slow another."""
+    command = [sys.executable, "-m", "tests.benchmarks.networks", name]
+    return {way: float(subprocess.check_output([*command, way], cwd=ROOT)) for way in WAYS}
+
+
+def block_memory() -> list[list[float]]:
+    """Layers, and megabytes of a training step: concatenating, and merged."""
+    command = [sys.executable, str(ROOT / "examples" / "densenet_block.py")]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = re.findall(r"^ *(\d+) +([\d.]+) MB.*? ([\d.]+) MB", printed, re.MULTILINE)
+    assert lines, printed
+    return [[float(number) for number in line] for line in lines]
+
+
+def main(arguments: list[str]) -> int:
+    if arguments:
+        name, way = arguments
+        print(seconds_of(name, way))
+        return 0
+    import onnxruntime
+
+    known = environment(numpy_machine()) | {"onnx": onnx.__version__, "onnxruntime": onnxruntime.__version__}
+    networks = {shown: timed(name) for name, shown in TIMED.items()}
+    record = {"environment": known, "networks": networks, "block_memory": block_memory()}
+    RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
