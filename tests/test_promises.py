@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -64,6 +67,24 @@ def test_the_same_call_gives_the_same_bits(name, threads):
     np.testing.assert_allclose(first, CALLS[name](), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("shape", [(748, 256, 2, 4), (7168, 245, 1, 1), (1544, 64, 9, 13), (840, 688, 1, 3)])
+def test_a_lone_product_has_the_same_bits_whatever_ran_before(shape):
+    """BLAS divides a product otherwise for another number of threads, which must not depend on time."""
+    channels, outputs, *size = shape
+    rng = np.random.default_rng(0)
+    x, weight = (rng.standard_normal(s, np.float32) for s in ((1, channels, *size), (outputs, channels, 1, 1)))
+    wide, kernels = np.ones((2, 32, 56, 56), np.float32), np.ones((32, 32, 3, 3), np.float32)
+
+    def lone() -> np.ndarray:
+        return cupyconv.conv(x, weight).view(np.uint32)
+
+    time.sleep(0.05)
+    first = lone()
+    for _ in range(3):
+        cupyconv.conv(wide, kernels)  # by as many threads as there are
+        np.testing.assert_array_equal(lone(), first)
+
+
 def test_explain_is_a_guard_against_shapes_from_strangers():
     """Of a call that would take petabytes; nothing of it is allocated."""
     x = np.broadcast_to(np.float32(0), (1, 1000, 10**6, 10**6))
@@ -93,3 +114,36 @@ def test_a_child_of_a_fork_while_another_thread_keeps_something():
     done.set()
     holder.join()
     assert os.waitpid(child, 0)[1] == 0
+
+
+#: Children that compute what their parent's threads compute at that moment.
+FORKS = """
+import os, threading, warnings
+import numpy as np
+import cupyconv
+
+x, w = np.ones((4, 32, 40, 40), np.float32), np.ones((32, 32, 3, 3), np.float32)
+expected, done = cupyconv.conv(x, w), threading.Event()
+
+def compute():
+    while not done.is_set():
+        cupyconv.conv(x, w)
+
+threads = [threading.Thread(target=compute) for _ in range(2)]
+for thread in threads:
+    thread.start()
+warnings.simplefilter("ignore")
+for _ in range(20):
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if np.array_equal(cupyconv.conv(x, w), expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+done.set()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_child_of_a_fork_while_other_threads_compute():
+    """One thread of BLAS has no locks; of several OpenBLAS's own handler hangs, for `a @ a` too."""
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=100, env=environment)
