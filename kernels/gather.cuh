@@ -30,6 +30,27 @@
 
 namespace cupyconv {
 
+// ---- what is convolved ----------------------------------------------------------------------------------------------
+
+// What the convolutions of a grid have in common.
+struct Steps {
+    long long size[3];
+    int stride[3], dilation[3];
+    int padding_mode;
+    int is_mapped;  // padding may have to be looked up elsewhere in the image, or some taps have no bit (TapCursor)
+};
+
+// One of the convolutions of a grid: of the same inputs, into elements of the result that others lie between, as phases of
+// a transposed convolution are (polyphase.py).  Most grids have one.
+struct Phase {
+    long long first_element;  // of the result, elements from the first of all
+    int out[3];      // size
+    int kernel[3], before[3];  // windows may begin inside the image: then it is negative
+    int first_slab;  // of the packed weight of a group
+
+    __device__ __forceinline__ long long pixels() const { return (long long)out[0] * out[1] * out[2]; }
+};
+
 // ---- output pixels -------------------------------------------------------------------------------------------------
 
 // An output pixel in 8 bytes: its indices side by side in one word, so that they come apart without a division.
@@ -54,11 +75,10 @@ struct PlaceBits {
 };
 
 // Pixel number j of all `pixels` of all samples.
-__device__ __forceinline__ TilePixel tile_pixel(
-    const Windows& windows, const PlaceBits& bits, long long j, long long pixels) {
+__device__ __forceinline__ TilePixel tile_pixel(const Phase& phase, const PlaceBits& bits, long long j, long long pixels) {
     if (j >= pixels) return {-1, 0};
-    const long long pixels_per_sample = product_of(windows.out);
-    return {int(j / pixels_per_sample), bits.packed(pixel_at(j % pixels_per_sample, windows.out))};
+    const long long pixels_per_sample = phase.pixels();
+    return {int(j / pixels_per_sample), bits.packed(pixel_at(j % pixels_per_sample, phase.out))};
 }
 
 // ---- how the threads of a block share a slab -----------------------------------------------------------------------
@@ -88,7 +108,7 @@ struct AlongChannels {
 // ---- where in K a thread has come to -------------------------------------------------------------------------------
 
 // Counters and nothing else; no step of theirs takes a division.
-template <int SLAB>
+template <int SLAB, int K_CHUNK>
 struct KWalk {
     Run run;
     int block, channel;  // a block's first channel, of the run; a channel of the block
@@ -96,17 +116,17 @@ struct KWalk {
 
     // To the beginning of the next run of the group that reads channels c_first ... c_end - 1; false after the last.
     __device__ __forceinline__ bool next_run(
-        const Sources& sources, const Windows& windows, int c_first, int c_end, int k_chunk) {
-        if (!run.next(sources, c_first, c_end, product_of(windows.kernel), k_chunk, SLAB)) return false;
+        const Sources& sources, const Phase& phase, int c_first, int c_end) {
+        if (!run.next(sources, c_first, c_end, product_of(phase.kernel), K_CHUNK, SLAB)) return false;
         channel = tap[0] = tap[1] = tap[2] = 0;
-        begin_block(0, windows);
+        begin_block(0, phase);
         return true;
     }
 
     // From the beginning of a run over whole blocks, whose taps fill a slab each; returns how many of `slabs` are left.
-    __device__ __forceinline__ int skip_blocks(int slabs, const Windows& windows) {
-        const int taps = product_of(windows.kernel), blocks = taps > 1 ? min(slabs / taps, run.padded / SLAB) : 0;
-        begin_block(blocks * SLAB, windows);
+    __device__ __forceinline__ int skip_blocks(int slabs, const Phase& phase) {
+        const int taps = product_of(phase.kernel), blocks = taps > 1 ? min(slabs / taps, padded() / SLAB) : 0;
+        begin_block(blocks * SLAB, phase);
         return slabs - blocks * taps;
     }
 
@@ -114,8 +134,8 @@ struct KWalk {
     __device__ __forceinline__ bool is_past_tap(int further = 0) const { return channel + further >= channels_; }
 
     // To the next tap of the row, if there is one.
-    __device__ __forceinline__ bool next_in_row(const Windows& windows) {
-        if (tap[2] + 1 == windows.kernel[2]) return false;
+    __device__ __forceinline__ bool next_in_row(const Phase& phase) {
+        if (tap[2] + 1 == phase.kernel[2]) return false;
         ++tap[2];
         channel -= channels_;
         return true;
@@ -123,15 +143,15 @@ struct KWalk {
 
     // To the first tap of the next row.  Returns the axis along which it is the next one, having gone back to the first
     // along later axes; or -1, having gone to the first tap of the next block.  Behind the last block there is no end.
-    __device__ __forceinline__ int next_row(const Windows& windows) {
+    __device__ __forceinline__ int next_row(const Phase& phase) {
         channel -= channels_;
         tap[2] = 0;
 #pragma unroll
         for (int a = 1; a >= 0; --a) {
-            if (++tap[a] < windows.kernel[a]) return a;
+            if (++tap[a] < phase.kernel[a]) return a;
             tap[a] = 0;
         }
-        begin_block(block + SLAB, windows);
+        begin_block(block + SLAB, phase);
         return -1;
     }
     __device__ __forceinline__ bool has_ended() const { return channels_ == NO_END; }
@@ -139,9 +159,12 @@ struct KWalk {
 private:
     static constexpr int NO_END = 0x7fffffff;
 
-    __device__ __forceinline__ void begin_block(int first, const Windows& windows) {
+    // The run's channels, up to whole K-chunks: worked out again, it takes no register.
+    __device__ __forceinline__ int padded() const { return (run.channels + K_CHUNK - 1) / K_CHUNK * K_CHUNK; }
+
+    __device__ __forceinline__ void begin_block(int first, const Phase& phase) {
         block = first;
-        channels_ = block_channels(windows.kernel, run.padded - first, SLAB);
+        channels_ = block_channels(phase.kernel, padded() - first, SLAB);
         if (channels_ <= 0) channels_ = NO_END;
     }
 
@@ -173,13 +196,13 @@ struct TapElements {
 template <class T, class Share>
 class TapCursor {
 public:
-    // Of the group that reads channels c_first ... c_end - 1, from slab number `slab` on; a place for each of the
+    // Of the group that reads `channels` channels from c_first on, from slab number `slab` on; a place for each of the
     // tile's pixels.
     __device__ TapCursor(
-        const Sources& sources, const Windows& windows, const PlaceBits& bits, int c_first, int c_end,
-        const TilePixel* pixels, int slab)
-        : sources_(sources), windows_(windows), bits_(bits), c_first_(c_first), c_end_(c_end), pixels_(pixels),
-          has_too_many_(windows.kernel[0] + windows.kernel[1] + windows.kernel[2] > NEVER) {
+        const Sources& sources, const Steps& steps, const Phase& phase, const PlaceBits& bits, int c_first,
+        const int& channels, const TilePixel* pixels, int slab)
+        : sources_(sources), steps_(steps), phase_(phase), bits_(bits), c_first_(c_first), channels_(channels),
+          pixels_(pixels) {
 #pragma unroll
         for (int i = 0; i < Share::PIXELS; ++i) outside_[i] = outside_of(pixels_[Share::pixel(i)]);
         next_run(slab);
@@ -187,17 +210,17 @@ public:
 
     // The next K-chunk's first channel, counted through all inputs.
     __device__ __forceinline__ int merged_channel() const {
-        return sources_.table[walk_.run.source].first + walk_.run.first + walk_.block + walk_.channel;
+        return max(c_first_, sources_.table[walk_.run.source].first) + walk_.block + walk_.channel;
     }
 
     // Whether the channel `further` on belongs to the same tap.
     __device__ __forceinline__ bool same_tap(int further) const { return !walk_.is_past_tap(further); }
 
     // Whether a pixel's neighbour reads the same elements for the next tap.
-    __device__ __forceinline__ bool has_neighbours() const { return windows_.kernel[2] > 1; }
+    __device__ __forceinline__ bool has_neighbours() const { return phase_.kernel[2] > 1; }
 
     // Whether padding may have to be looked up elsewhere in the image.
-    __device__ __forceinline__ bool is_mapped() const { return has_too_many_ || windows_.padding_mode != CONSTANT; }
+    __device__ __forceinline__ bool is_mapped() const { return steps_.is_mapped; }
 
     // At the thread's i-th pixel, from the next K-chunk's first channel on.
     template <bool MAPPED> __device__ __forceinline__ TapElements<T> elements(int i) const {
@@ -213,10 +236,10 @@ public:
         long long move = 0;
         walk_.channel += k_chunks * Share::K_CHUNK;
         while (walk_.is_past_tap()) {
-            if (walk_.next_in_row(windows_)) {
+            if (walk_.next_in_row(phase_)) {
                 move += step_w_;
             } else {
-                move += bytes_to_row(walk_.next_row(windows_));
+                move += bytes_to_row(walk_.next_row(phase_));
                 row_ = row_bits();
             }
         }
@@ -237,11 +260,11 @@ private:
     __device__ __forceinline__ void next_run(int slab) {
         left_ = 0x7fffffff;  // after the last run: nothing is fetched any more
         do {
-            if (!walk_.next_run(sources_, windows_, c_first_, c_end_, Share::K_CHUNK)) return;
+            if (!walk_.next_run(sources_, phase_, c_first_, c_first_ + channels_)) return;
             slab -= walk_.run.slabs;
         } while (slab >= 0);
         left_ = -slab;
-        slab = walk_.skip_blocks(walk_.run.slabs - left_, windows_);
+        slab = walk_.skip_blocks(walk_.run.slabs - left_, phase_);
 
         const Image& image = sources_.table[walk_.run.source].image;
         step_c_ = int(image.stride_c * (int)sizeof(T));
@@ -260,47 +283,52 @@ private:
 
     // Where a pixel's window begins along an axis, before padding.
     __device__ __forceinline__ int window_begin(const TilePixel& pixel, int a) const {
-        return bits_.index(pixel.place, a) * windows_.stride[a] - windows_.before[a];
+        return bits_.index(pixel.place, a) * steps_.stride[a] - phase_.before[a];
     }
 
     // Of pixel 0 of a sample.
     __device__ __forceinline__ long long channel_address(const Image& image, int sample, int channel) const {
         return reinterpret_cast<long long>(image.data) +
-               (sample * image.stride_n + (walk_.run.first + channel) * image.stride_c) * (int)sizeof(T);
+               (sample * image.stride_n + (first_channel() + channel) * image.stride_c) * (int)sizeof(T);
+    }
+
+    // Of the run, in its input: worked out again, it takes no register.
+    __device__ __forceinline__ int first_channel() const {
+        return max(0, c_first_ - sources_.table[walk_.run.source].first);
     }
 
     // Bytes from one tap to the next along an axis.
-    __device__ __forceinline__ long long step(int a) const {
-        return sources_.table[walk_.run.source].image.stride[a] * windows_.dilation[a] * (int)sizeof(T);
+    __device__ __forceinline__ int step(int a) const {
+        return int(sources_.table[walk_.run.source].image.stride[a]) * steps_.dilation[a] * (int)sizeof(T);
     }
 
     // Bytes from the last tap of a row to the first of the one that KWalk has gone to, along an axis or to a block.
     __device__ __forceinline__ long long bytes_to_row(int axis) const {
         long long bytes = axis < 0 ? wide_product(Share::SLAB, step_c_) : step(axis);
-        bytes -= (windows_.kernel[2] - 1) * step_w_;
+        bytes -= wide_product(phase_.kernel[2] - 1, step_w_);
 #pragma unroll 1
-        for (int a = 1; a > axis; --a) bytes -= (windows_.kernel[a] - 1) * step(a);
+        for (int a = 1; a > axis; --a) bytes -= wide_product(phase_.kernel[a] - 1, step(a));
         return bytes;
     }
 
     // A tap's bits but that along w.
     __device__ __forceinline__ unsigned row_bits() const {
         if (walk_.has_ended()) return 1u << NEVER;
-        const int h = windows_.kernel[2], d = h + windows_.kernel[1];
+        const int h = phase_.kernel[2], d = h + phase_.kernel[1];
         return bit(h + walk_.tap[1]) | bit(d + walk_.tap[0]);
     }
     static __device__ __forceinline__ unsigned bit(int i) { return 1u << (i & 31); }
 
     // Of which taps a pixel reads padding; of all where there is no pixel, or are more taps than bits.
     __device__ __forceinline__ unsigned outside_of(const TilePixel& pixel) const {
-        if (pixel.sample < 0 || has_too_many_) return ~0u;
+        if (pixel.sample < 0 || phase_.kernel[0] + phase_.kernel[1] + phase_.kernel[2] > NEVER) return ~0u;
         unsigned outside = 1u << NEVER, tap = 1;
 #pragma unroll 1
         for (int a = 2; a >= 0; --a) {
             int at = window_begin(pixel, a);
 #pragma unroll 1
-            for (int k = 0; k < windows_.kernel[a]; ++k, at += windows_.dilation[a], tap <<= 1)
-                if ((unsigned)at >= (unsigned)windows_.size[a]) outside |= tap;
+            for (int k = 0; k < phase_.kernel[a]; ++k, at += steps_.dilation[a], tap <<= 1)
+                if ((unsigned)at >= (unsigned)steps_.size[a]) outside |= tap;
         }
         return outside;
     }
@@ -314,25 +342,26 @@ private:
 #pragma unroll 1
         for (int a = 0; a < 3; ++a) {
             const int tap = a == 0 ? walk_.tap[0] : a == 1 ? walk_.tap[1] : walk_.tap[2];  // they stay in registers
-            const int at = window_begin(pixel, a) + tap * windows_.dilation[a];
-            const int in = int(padded_index(at, windows_.size[a], windows_.padding_mode));
+            const int at = window_begin(pixel, a) + tap * steps_.dilation[a];
+            const int in = int(padded_index(at, steps_.size[a], steps_.padding_mode));
             x.inside = x.inside && in >= 0;
             x.at += wide_product(in, int(image.stride[a] * (int)sizeof(T)));
         }
     }
 
     const Sources& sources_;
-    const Windows& windows_;
+    const Steps& steps_;
+    const Phase& phase_;
     const PlaceBits& bits_;
-    const int c_first_, c_end_;
+    const int c_first_;
+    const int& channels_;  // in the parameters, where it takes no register
     const TilePixel* const pixels_;  // in shared memory
-    const bool has_too_many_;        // taps, for the bits that there are
 
-    KWalk<Share::SLAB> walk_;
-    int left_;          // slabs of the run
-    int step_c_;        // bytes from one channel to the next
-    long long step_w_;  // and from one tap to the next along w
-    unsigned row_;      // bits
+    KWalk<Share::SLAB, Share::K_CHUNK> walk_;
+    int left_;    // slabs of the run
+    int step_c_;  // bytes from one channel to the next
+    int step_w_;  // and from one tap to the next along w
+    unsigned row_;  // bits
     unsigned outside_[Share::PIXELS];
     long long at_[Share::PIXELS];
 };
@@ -395,23 +424,22 @@ public:
 
     __device__ __forceinline__ void fetch(T* tile) {
         holds_ = HELD && cursor_.same_tap((Share::K_CHUNKS - 1) * APART);
-        if (cursor_.same_tap((Share::K_CHUNKS - 1) * APART)) {  // as nearly always
-            if constexpr (PROLOGUE) held_channel_ = cursor_.merged_channel();
+        const bool same = cursor_.same_tap((Share::K_CHUNKS - 1) * APART);
+#pragma unroll 1
+        for (int k = 0; k < (same ? 1 : Share::K_CHUNKS); ++k) {
 #pragma unroll
             for (int j = 0; j < Share::PIXELS; ++j) {
                 const TapElements<T> x = elements(j);
-                held_count_ = x.count;
+                if (same) {
+                    if constexpr (PROLOGUE) held_channel_ = cursor_.merged_channel();
+                    held_count_ = x.count;
 #pragma unroll
-                for (int i = 0; i < Share::K_CHUNKS; ++i) fetch_k_chunk<HELD>(tile, i, j, x, i * APART);
+                    for (int i = 0; i < Share::K_CHUNKS; ++i) fetch_k_chunk<HELD>(tile, i, j, x, i * APART);
+                } else {
+                    fetch_k_chunk<false>(tile, k, j, x, 0);
+                }
             }
-            cursor_.advance(Share::K_CHUNKS * Share::STEP);
-        } else {
-#pragma unroll 1
-            for (int i = 0; i < Share::K_CHUNKS; ++i) {
-#pragma unroll
-                for (int j = 0; j < Share::PIXELS; ++j) fetch_k_chunk<false>(tile, i, j, elements(j), 0);
-                cursor_.advance(Share::STEP);
-            }
+            cursor_.advance(same ? Share::K_CHUNKS * Share::STEP : Share::STEP);
         }
         cursor_.end_slab();
     }
@@ -487,22 +515,24 @@ class PixelChunks {
 public:
     static constexpr int SLAB = Tile::ROWS, K_CHUNK = 4;
 
-    // Of the group that reads channels c_first ... c_end - 1, from slab number `slab` on.
+    // Of the group that reads `channels` channels from c_first on, from slab number `slab` on.
     struct Cursor {
         const Sources& sources;
-        const Windows& windows;
+        const Steps& steps;
+        const Phase& phase;
         const PlaceBits& bits;
-        int c_first, c_end;
+        int c_first;
+        const int& channels;
         const TilePixel* pixels;
         int slab;
     };
 
     __device__ PixelChunks(const Cursor& from, const Prologue&)
-        : sources_(from.sources), c_first_(from.c_first), c_end_(from.c_end),
+        : sources_(from.sources), bits_(from.bits), c_first_(from.c_first), channels_(from.channels),
           to_(opaque(Tile::index(threadIdx.x / Tile::CHUNKS, threadIdx.x % Tile::CHUNKS * Tile::CHUNK))) {
         const TilePixel& pixel = from.pixels[threadIdx.x % Tile::CHUNKS * Tile::CHUNK];
         sample_ = pixel.sample;
-        pixel_ = from.bits.unpacked(pixel.place);
+        place_ = pixel.place;
         next_run(from.slab);
     }
 
@@ -526,7 +556,7 @@ private:
         slabs_ = 0x7fffffff;  // after the last run: nothing is fetched any more
         left_in_run_ = 0;
         do {
-            if (!run_.next(sources_, c_first_, c_end_, 1, K_CHUNK, SLAB)) return;
+            if (!run_.next(sources_, c_first_, c_first_ + channels_, 1, K_CHUNK, SLAB)) return;
             slab -= run_.slabs;
         } while (slab >= 0);
         slabs_ = -slab;
@@ -535,14 +565,16 @@ private:
         const Image& image = sources_.table[run_.source].image;
         step_ = image.stride_c * (STEP * (int)sizeof(T));
         at_ = reinterpret_cast<const char*>(image.data) +
-              image.at(max(sample_, 0), run_.first + channel, pixel_) * (int)sizeof(T);
+              image.at(max(sample_, 0), run_.first + channel, bits_.unpacked(place_)) * (int)sizeof(T);
     }
 
     const Sources& sources_;
-    const int c_first_, c_end_;
+    const PlaceBits& bits_;
+    const int c_first_;
+    const int& channels_;
     const int to_;  // where in the tile the thread's first chunk goes
     int sample_;    // -1 where there is no such pixel
-    Pixel pixel_;
+    unsigned place_;
     Run run_;
     int slabs_, left_in_run_;  // of the run: slabs, and channels from the thread's first on
     const char* at_;

@@ -31,7 +31,7 @@ struct Source {
 };
 
 // As many as fit beside the rest of a parameter struct in the 4 KiB that every driver accepts.
-constexpr int MAX_SOURCES = 64;
+constexpr int MAX_SOURCES = 60;
 
 struct Sources {
     Source table[MAX_SOURCES];
@@ -83,7 +83,7 @@ __device__ __forceinline__ long long first_share() { return (long long)blockIdx.
 __device__ __forceinline__ long long share_step() { return (long long)gridDim.x * blockDim.x; }
 
 // Pixel number p of an image of this size.
-__device__ __forceinline__ Pixel pixel_at(long long p, const long long (&size)[3]) {
+template <class I> __device__ __forceinline__ Pixel pixel_at(long long p, const I (&size)[3]) {
     if (size[0] * size[1] == 1) return {{0, 0, p}};
     const long long row = p / size[2];
     return {{row / size[1], row % size[1], p % size[2]}};

@@ -39,18 +39,20 @@ struct WeightSlabs {
 
 struct ImplicitGemmParams {
     Sources sources;
-    Windows windows;
+    Steps steps;
     WeightSlabs weight;
     Image out;           // or, of several splits, the first plane of partial sums
     long long plane;     // elements from one split's plane to the next
     Epilogue epilogue;
     Prologue prologue;
-    long long pixels;  // of all samples
+    long long batch;
     PlaceBits place_bits;
     int groups, group_channels, group_outputs;
     int tiles_m;          // tiles along M
     int keeps_sums;       // they are stored as they are, in their own type
     int slabs_per_split;  // of a block's share of K
+    int phases;           // convolutions of the grid
+    Phase phase[MAX_PHASES];
 };
 
 }  // namespace cupyconv
@@ -149,26 +151,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     implicit_gemm(const __grid_constant__ ImplicitGemmParams params) {
     DYNAMIC_SHARED(Shared, shared);
 
-    // Blocks that share pixels follow each other, and find them in the L2 cache.
+    // Blocks that share pixels follow each other, and find them in the L2 cache: there, too, meet what neighbouring phases
+    // store into the same lines.
     const int m_first = blockIdx.x % params.tiles_m * TILE_M;
-    const int g = blockIdx.x / params.tiles_m % params.groups;
-    const long long j_first = (long long)(blockIdx.x / params.tiles_m / params.groups) * TILE_N;
-    const int c_first = g * params.group_channels, c_end = c_first + params.group_channels;
+    const int g = blockIdx.x / params.tiles_m % params.groups, at = blockIdx.x / params.tiles_m / params.groups;
+    const Phase& phase = params.phase[at % params.phases];
+    const long long pixels = params.batch * phase.pixels(), j_first = (long long)(at / params.phases) * TILE_N;
+    if (j_first >= pixels) return;  // other phases have more
+    const int c_first = g * params.group_channels;
     const int first = blockIdx.y * params.slabs_per_split;
 
     int slabs = -first;
-    const int taps = product_of(params.windows.kernel);
-    for (Run run; run.next(params.sources, c_first, c_end, taps, Gather::K_CHUNK, Gather::SLAB);) slabs += run.slabs;
+    const int taps = product_of(phase.kernel);
+    for (Run run; run.next(params.sources, c_first, c_first + params.group_channels, taps, Gather::K_CHUNK, Gather::SLAB);) slabs += run.slabs;
     slabs = max(0, min(slabs, params.slabs_per_split));
 
 #pragma unroll 1
     for (int j = threadIdx.x; j < TILE_N; j += THREADS)
-        shared->pixel[j] = tile_pixel(params.windows, params.place_bits, j_first + j, params.pixels);
+        shared->pixel[j] = tile_pixel(phase, params.place_bits, j_first + j, pixels);
     __syncthreads();
     Gather gather(
-        {params.sources, params.windows, params.place_bits, c_first, c_end, shared->pixel, first}, params.prologue);
+        {params.sources, params.steps, phase, params.place_bits, c_first, params.group_channels, shared->pixel, first}, params.prologue);
 
-    WeightFetch weight(params.weight, g, m_first, first);
+    WeightFetch weight(params.weight, g, m_first, phase.first_slab + first);
 
     const int warp_m = warp_index() % WARPS_DOWN * WARP_ROWS, warp_j = warp_index() / WARPS_DOWN * WARP_COLUMNS;
     Arithmetic::template WarpTile<WARP_ROWS, WARP_COLUMNS, CHUNKED> tile(warp_m, warp_j);
@@ -203,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int j = threadIdx.x; j < TILE_N; j += THREADS) {
         const int sample = shared->pixel[j].sample;
         const Pixel pixel = params.place_bits.unpacked(shared->pixel[j].place);
-        finished.out_at[j] = sample < 0 ? NOWHERE : out.at(sample, 0, pixel);
+        finished.out_at[j] = sample < 0 ? NOWHERE : phase.first_element + out.at(sample, 0, pixel);
         finished.residual_at[j] = residual.at(sample, 0, pixel);
     }
     const bool along_outputs = out.stride_c == 1;  // what neighbouring threads write; else neighbouring pixels

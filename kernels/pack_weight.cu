@@ -19,17 +19,24 @@
 
 namespace cupyconv {
 
+// A convolution's part of the weight: the same outputs and channels, by other taps.
+struct PhaseWeight {
+    long long at;    // elements from the weight's first to its own
+    int kernel[3];
+    int first_slab;  // of a group
+};
+
 struct PackWeightParams {
     Sources sources;  // only their channels are looked at
     Image weight;
     void* packed;
     long long stride_m, stride_k;  // within a slab; one of them is 1
-    int kernel[3];
     int groups, group_channels, group_outputs;
     int k_chunk, slab;   // channels that are copied together; K of a slab
-    int slabs;           // of a group, the most
+    int slabs;           // of a group's phases together, the most
     int rows, channels;  // M and channels of a group, padded
     int rounds_to_tf32;
+    PhaseWeight phase[MAX_PHASES];  // one for each blockIdx.z
 };
 
 }  // namespace cupyconv
@@ -40,7 +47,8 @@ using T = DTYPE;
 constexpr int MAX_BLOCK = 256;
 
 extern "C" __global__ void __launch_bounds__(MAX_BLOCK) pack_weight(const __grid_constant__ PackWeightParams params) {
-    const int taps = product_of(params.kernel);
+    const PhaseWeight& phase = params.phase[blockIdx.z];
+    const int taps = product_of(phase.kernel);
     const Image& weight = params.weight;
     for (int g = blockIdx.y; g < params.groups; g += gridDim.y) {
         for (long long i = first_share(); i < (long long)params.rows * params.channels; i += share_step()) {
@@ -50,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) pack_weight(const __grid
 
             const int c_first = g * params.group_channels;
             Run run;
-            int slab = 0;  // first of the run
+            int slab = phase.first_slab;  // first of the run
             const auto next_run = [&] {
                 return run.next(
                     params.sources, c_first, c_first + params.group_channels, taps, params.k_chunk, params.slab);
@@ -64,17 +72,17 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) pack_weight(const __grid
             if (!found) continue;  // groups may be padded differently
 
             const bool inside = m < params.group_outputs && c < run.channels;
-            const T* const w_mc = static_cast<const T*>(weight.data) +
+            const T* const w_mc = static_cast<const T*>(weight.data) + phase.at +
                                   ((long long)g * params.group_outputs + m) * weight.stride_n +
                                   (params.sources.table[run.source].first + run.first + c - c_first) * weight.stride_c;
-            const int block = block_channels(params.kernel, run.padded, params.slab);  // of all but the last
+            const int block = block_channels(phase.kernel, run.padded, params.slab);  // of all but the last
             const int before = c / block * block;
-            const int channels = block_channels(params.kernel, run.padded - before, params.slab);  // of its own
+            const int channels = block_channels(phase.kernel, run.padded - before, params.slab);  // of its own
             c -= before;
 
             // Where a tap lies, in the weight and in what is packed: a step from the one before, never a division.
-            const long long next_row = weight.stride[1] - params.kernel[2] * weight.stride[2];
-            const long long next_plane = weight.stride[0] - params.kernel[1] * weight.stride[1];
+            const long long next_row = weight.stride[1] - phase.kernel[2] * weight.stride[2];
+            const long long next_plane = weight.stride[0] - phase.kernel[1] * weight.stride[1];
             const long long slab_size = (long long)params.rows * params.slab;
             const int whole = channels / params.slab, rest = channels % params.slab;
             const long long step = whole * slab_size + rest * params.stride_k;
@@ -91,10 +99,10 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) pack_weight(const __grid
                     if (params.rounds_to_tf32) value = round_to_tf32(value);
                 *to = value;
                 from += weight.stride[2];
-                if (++w == params.kernel[2]) {
+                if (++w == phase.kernel[2]) {
                     w = 0;
                     from += next_row;
-                    if (++h == params.kernel[1]) {
+                    if (++h == phase.kernel[1]) {
                         h = 0;
                         from += next_plane;
                     }

@@ -18,6 +18,9 @@
 
 namespace cupyconv {
 
+// Convolutions of one grid: as many phases as a transposed convolution of stride 2 has along three axes.
+constexpr int MAX_PHASES = 8;
+
 // Channels of the block that begins with `left` channels of a run to come.
 __device__ __forceinline__ int block_channels(const int (&kernel)[3], int left, int slab) {
     return product_of(kernel) > 1 ? min(left, slab) : left;

@@ -16,7 +16,9 @@ from typing import Any, Protocol
 from cupyconv.problem.arrays import ITEMSIZE, is_complex
 
 #: Inputs that fit into the table of a kernel's parameters (MAX_SOURCES of kernels/image.cuh).
-MAX_SOURCES = 64
+MAX_SOURCES = 60
+#: Convolutions that one grid may do (MAX_PHASES of kernels/reduction.cuh).
+MAX_PHASES = 8
 #: Inputs of the fused merge, which needs less of each (MAX_MERGED of kernels/merge.cu).
 MAX_MERGED = 120
 #: Inputs of two convolutions in one kernel, whose parameters are those of both (MAX_PAIR_SOURCES of kernels/conv_pair.cu).

@@ -7,6 +7,9 @@
     implicit_gemm    one tile of the result a block of threads; bias, residual, activation on the way out
     (epilogue)       only where several blocks share a tile's sum: adds their parts and finishes them
 
+The phases of a transposed convolution (``polyphase.py``) are one grid, several of which a launch does: blocks of one phase
+and of the next follow each other, and what they store into the same lines meets in the L2 cache.
+
 Every arithmetic the dtype has on the GPU, every way to read the inputs and every tile is drafted; the cost model picks.
 """
 
@@ -15,7 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
+from operator import mul
+from typing import Any
 
 from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.channels_last import channels_last
@@ -36,12 +42,12 @@ from cupyconv.cuda.plan.launches import (
     sources_params,
     variant,
     vector_width,
-    windows_params,
 )
 from cupyconv.cuda.plan.occupancy import RESERVED_SHARED
-from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, is_complex
-from cupyconv.problem.geometry import ConvGeometry
+from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, is_complex, product_flops
+from cupyconv.problem.geometry import ConvGeometry, Triple
 from cupyconv.problem.machine import GpuModel
+from cupyconv.problem.padding import PADDING_MODES
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, KernelLaunch, Step
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
@@ -69,28 +75,66 @@ FIRST_MMA = {"float16": 75, "bfloat16": 80, "float32": 80, "float64": 80}
 
 #: Bits for the indices of an output pixel side by side (TilePixel of kernels/gather.cuh).
 PLACE_BITS = 32
+#: Bits for the taps of a pixel's window, of each axis by itself (TapCursor of kernels/gather.cuh).
+TAP_BITS = 31
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One of the convolutions of a grid: by a weight of its own, into elements of the result that others lie between.
+
+    They begin at the indices `first`.  Where windows begin inside the image, `before` is negative.
+    """
+
+    weight: Operand
+    out_size: Triple
+    kernel: Triple
+    before: Triple
+    first: Triple = (0, 0, 0)
+
+    @property
+    def pixels(self) -> int:
+        return prod(self.out_size)
+
+    @property
+    def taps(self) -> int:
+        return prod(self.kernel)
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The convolutions of a grid, whose elements of the result are `apart` along each axis."""
+
+    each: tuple[Phase, ...]
+    apart: Triple = (1, 1, 1)
 
 
 @dataclass(frozen=True)
 class Reduction:
     """How K is cut up: the host's side of kernels/reduction.cuh.
 
-    `slabs` and `channels` are those of the group that has the most, `channels` padded to K-chunks.
+    `slabs`, one number a phase, and `channels` are those of the group that has the most, `channels` padded to K-chunks.
     """
 
     k_chunk: int
     slab: int
-    slabs: int
+    slabs: tuple[int, ...]
     channels: int
 
+    @property
+    def first_slabs(self) -> tuple[int, ...]:
+        """Where the slabs of each phase begin among those of a group."""
+        return tuple(accumulate(self.slabs[:-1], initial=0))
 
-def reduction(geometry: ConvGeometry, k_chunk: int, slab: int) -> Reduction:
-    slabs = channels = 0
+
+def reduction(geometry: ConvGeometry, phases: Phases, k_chunk: int, slab: int) -> Reduction:
+    slabs, channels = [0] * len(phases.each), 0
     for runs in group_runs(geometry):
         padded = [-(-count // k_chunk) * k_chunk for _, count in runs]
-        slabs = max(slabs, sum(-(-count * geometry.taps // slab) for count in padded))
+        of_group = [sum(-(-count * phase.taps // slab) for count in padded) for phase in phases.each]
+        slabs = [*map(max, slabs, of_group)]
         channels = max(channels, sum(padded))
-    return Reduction(k_chunk, slab, slabs, channels)
+    return Reduction(k_chunk, slab, tuple(slabs), channels)
 
 
 def group_runs(geometry: ConvGeometry) -> Iterable[list[tuple[int, int]]]:
@@ -131,17 +175,27 @@ def tiles(dtype: str, arithmetic: str, gather: str, has_prologue: bool = False) 
 
 def draft_implicit_gemm(problem: ConvProblem) -> Draft:
     """The cheapest plan of method "implicit_gemm", or raise `NotApplicable`."""
+    geometry = problem.geometry
+    return draft_phases(problem, Phases((Phase(problem.weight, geometry.out_size, geometry.kernel, geometry.before),)))
+
+
+def draft_phases(problem: ConvProblem, phases: Phases) -> Draft:
+    """The same for several convolutions in one grid.
+
+    They are the problem's but for what a phase has of its own; its kernel and padding have room for those of all.
+    """
     gpu, geometry, dtype = problem.gpu, problem.geometry, problem.x_dtype
     if is_complex(problem.out.dtype):
         raise NotApplicable("no kernel for complex products")
     if len(problem.xs) > MAX_SOURCES:
         raise NotApplicable(f"{len(problem.xs)} inputs; a kernel's parameters hold {MAX_SOURCES}")
-    steps = [x.strides[axis] for x in problem.xs for axis in (1, 2, 3, 4)]
+    between_taps = [step if taps > 1 else 1 for step, taps in zip(geometry.dilation, geometry.kernel)]
+    steps = [x.strides[axis] * step for x in problem.xs for axis, step in enumerate((1, *between_taps), 1)]
     extents = [sum(sizes) for sizes in zip(geometry.size, geometry.before, geometry.after)]
     sizes = (*extents, geometry.batch, geometry.in_channels * geometry.taps, geometry.group_outputs * BLOCK_BYTES)
     if max(*sizes, *map(abs, steps)) > INT32 // 8:
         raise NotApplicable("sizes and strides within an image, K, and a K-slab of the weight are int32 there")
-    if sum(_index_bits(geometry)) > PLACE_BITS:
+    if sum(_index_bits(phases)) > PLACE_BITS:
         raise NotApplicable(f"its kernel keeps the indices of an output pixel in {PLACE_BITS} bits")
     choices = arithmetics(dtype, gpu, problem.allow_tf32)
     if not choices:
@@ -151,7 +205,7 @@ def draft_implicit_gemm(problem: ConvProblem) -> Draft:
         for way in _ways(problem, arithmetic):
             for tile in tiles(dtype, arithmetic, way.gather, bool(way.problem.prologue)):
                 if shared_bytes(tile, accumulator(dtype)) <= gpu.shared_bytes:
-                    drafts.append(_draft(way, arithmetic, tile))
+                    drafts.append(_draft(way, phases, arithmetic, tile))
     fitting = [draft for draft in drafts if sum(buffer.nbytes for buffer in draft.workspace) <= problem.limit]
     if not fitting:
         smallest = min(sum(buffer.nbytes for buffer in draft.workspace) for draft in drafts)
@@ -182,32 +236,34 @@ def _ways(problem: ConvProblem, arithmetic: str) -> list[Way]:
     return ways
 
 
-def _draft(way: Way, arithmetic: str, tile: tuple[int, int]) -> Draft:
+def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> Draft:
     problem, gather = way.problem, way.gather
     gpu, geometry, dtype = problem.gpu, problem.geometry, problem.x_dtype
     itemsize, (tile_m, tile_n) = ITEMSIZE[dtype], tile
     threads = (TILES | WIDE_TILES)[tile]
     k_chunk = VECTOR_BYTES // itemsize if gather == "ALONG_CHANNELS" else PIXEL_K_CHUNK
-    cut = reduction(geometry, k_chunk, BLOCK_BYTES // itemsize)
+    cut = reduction(geometry, phases, k_chunk, BLOCK_BYTES // itemsize)
     tiles_m = -(-geometry.group_outputs // tile_m)
     rows = tiles_m * tile_m
-    blocks_xy = tiles_m * geometry.groups * -(-geometry.batch * geometry.pixels // tile_n)
+    tiles_n = [-(-geometry.batch * phase.pixels // tile_n) for phase in phases.each]
+    blocks_xy = tiles_m * geometry.groups * max(tiles_n) * len(tiles_n)
     if blocks_xy > GRID_X:
         raise NotApplicable(f"{blocks_xy:,} tiles are more than a grid has blocks")
-    if arithmetic == "MMA" and _lies_in_slabs(problem.weight, geometry, cut):
+    group_slabs, most_slabs = sum(cut.slabs), max(cut.slabs)
+    if arithmetic == "MMA" and len(phases.each) == 1 and _lies_in_slabs(problem.weight, geometry, cut):
         packed, row = None, problem.weight.strides[0]
-        slabs = (address(problem.weight), geometry.group_outputs * row, cut.slab, row, geometry.group_outputs)
+        weight = (address(problem.weight), geometry.group_outputs * row, cut.slab, row, geometry.group_outputs)
     else:
-        packed = Buffer("packed_weight", geometry.groups * cut.slabs * rows * cut.slab * itemsize)
+        packed = Buffer("packed_weight", geometry.groups * group_slabs * rows * cut.slab * itemsize)
         row = rows if arithmetic == "FMA" else cut.slab
-        slabs = (Address(packed.name), cut.slabs * rows * cut.slab, rows * cut.slab, row, rows)
+        weight = (Address(packed.name), group_slabs * rows * cut.slab, rows * cut.slab, row, rows)
 
     sums = replace(problem.out.in_c_order(accumulator(dtype)), name="sums", offset=0)
     affordable = (problem.limit - (packed.nbytes if packed else 0)) // sums.nbytes
     at_once = gpu.multiprocessors * (BUSY_THREADS // threads)
-    shares = max(1, min(at_once // blocks_xy, cut.slabs // SMALLEST_SHARE, affordable))
-    slabs_per_split = -(-cut.slabs // shares)
-    splits = -(-cut.slabs // slabs_per_split)
+    shares = max(1, min(at_once // blocks_xy, most_slabs // SMALLEST_SHARE, affordable))
+    slabs_per_split = -(-most_slabs // shares)
+    splits = -(-most_slabs // slabs_per_split)
     out, plane, workspace = problem.out, 0, [*way.workspace, *([packed] if packed else [])]
     epilogue = epilogue_params(problem.bias, problem.residual, problem.activation, pre=problem.pre)
     if splits > 1:
@@ -216,16 +272,18 @@ def _draft(way: Way, arithmetic: str, tile: tuple[int, int]) -> Draft:
         workspace.append(Buffer("sums", splits * sums.nbytes))
 
     rate = cost.product_rate(arithmetic, dtype, gpu) * cost.IMPLICIT_GEMM[tile]
-    operations = 2 * tile_m * tile_n * slabs_per_split * cut.slab  # of a block
+    # Of a block, on the average of the phases.
+    slabs = slabs_per_split * sum(map(mul, tiles_n, cut.slabs)) / (sum(tiles_n) * most_slabs)
+    operations = 2 * tile_m * tile_n * slabs * cut.slab
     # What it asks L2 for.  Taps of a row read what the one before has left in L1.
-    l2_bytes = slabs_per_split * BLOCK_BYTES * (tile_m + tile_n / geometry.kernel[2])
+    l2_bytes = slabs * BLOCK_BYTES * (tile_m + tile_n / geometry.kernel[2])
     if gpu.shared_bytes + RESERVED_SHARED < 2 * (shared_bytes(tile, accumulator(dtype)) + RESERVED_SHARED):
         rate *= threads / BUSY_THREADS  # one block to a multiprocessor
-    issued = slabs_per_split * threads // WARP * cost.ISSUED[arithmetic, itemsize, gather][tile]
-    shared_lines = slabs_per_split * _shared_lines(problem, tile, gather, arithmetic)
+    issued = slabs * threads / WARP * cost.ISSUED[arithmetic, itemsize, gather][tile]
+    shared_lines = slabs * _shared_lines(problem, tile, gather, arithmetic)
     steps = [*way.steps]
     if packed:
-        steps.append(_pack_weight_launch(geometry, problem.weight, packed, cut, rows, arithmetic))
+        steps.append(_pack_weight_launch(geometry, phases, packed, cut, rows, arithmetic))
     steps.append(
         KernelLaunch(
             variant(
@@ -241,25 +299,33 @@ def _draft(way: Way, arithmetic: str, tile: tuple[int, int]) -> Draft:
             threads,
             (
                 ("sources", sources_params(problem.xs)),
-                ("windows", windows_params(geometry)),
-                ("weight", slabs),
-                ("out", image(out)),
+                ("steps", _steps_params(geometry, phases)),
+                ("weight", weight),
+                ("out", image(_apart(out, phases.apart))),
                 ("plane", plane),
                 ("epilogue", epilogue),
                 ("prologue", prologue_params(problem.prologue)),
-                ("pixels", geometry.batch * geometry.pixels),
-                ("place_bits", _place_bits(geometry)),
+                ("batch", geometry.batch),
+                ("place_bits", _place_bits(phases)),
                 *groups_params(geometry),
                 ("tiles_m", tiles_m),
                 ("keeps_sums", int(splits > 1 or out.dtype != dtype)),
                 ("slabs_per_split", slabs_per_split),
+                ("phases", len(phases.each)),
+                ("phase", tuple(_phase_params(*each, out) for each in zip(phases.each, cut.first_slabs))),
             ),
             shared_bytes=shared_bytes(tile, accumulator(dtype)),
-            purpose="convolution" + prologue_words(problem.prologue) + ", bias, residual, activation" * (splits == 1),
+            purpose=_words(phases) + prologue_words(problem.prologue) + ", bias, residual, activation" * (splits == 1),
             bytes_moved=bytes_of(problem.xs) + (packed or problem.weight).nbytes + splits * out.nbytes,
-            flops=problem.flops,
+            flops=_flops(problem, phases),
             arithmetic_seconds=cost.seconds_in_rounds(
-                blocks_xy * splits, operations, rate, gpu, l2_bytes=l2_bytes, issued=issued, shared_lines=shared_lines
+                tiles_m * geometry.groups * sum(tiles_n) * splits,
+                operations,
+                rate,
+                gpu,
+                l2_bytes=l2_bytes,
+                issued=issued,
+                shared_lines=shared_lines,
             ),
         )
     )
@@ -297,6 +363,35 @@ WORDS = {
 }
 
 
+def _words(phases: Phases) -> str:
+    return "convolution" if len(phases.each) == 1 else f"{len(phases.each)} convolutions side by side"
+
+
+def _flops(problem: ConvProblem, phases: Phases) -> int:
+    geometry = problem.geometry
+    products = sum(phase.pixels * phase.taps for phase in phases.each)
+    products *= geometry.batch * geometry.out_channels * geometry.group_channels
+    return products * product_flops(problem.x_dtype, problem.weight_dtype)
+
+
+def _apart(out: Operand, apart: Triple) -> Operand:
+    """The result as a phase sees it: its elements as neighbours."""
+    return replace(out, strides=(*out.strides[:2], *map(mul, apart, out.strides[2:])))
+
+
+def _steps_params(geometry: ConvGeometry, phases: Phases) -> tuple[Any, ...]:
+    """The C++ struct Steps."""
+    mode = PADDING_MODES.index(geometry.padding_mode)
+    has_too_many = any(sum(phase.kernel) > TAP_BITS for phase in phases.each)
+    return geometry.size, geometry.stride, geometry.dilation, mode, int(mode != 0 or has_too_many)
+
+
+def _phase_params(phase: Phase, first_slab: int, out: Operand) -> tuple[Any, ...]:
+    """The C++ struct Phase."""
+    first_element = sum(map(mul, phase.first, out.strides[2:]))
+    return first_element, phase.out_size, phase.kernel, phase.before, first_slab
+
+
 def shared_bytes(tile: tuple[int, int], sums: str) -> int:
     """`Shared` of kernels/implicit_gemm.cu: a packed pixel for each column, and stages or a part of an epilogue tile in the same place."""
     tile_m, tile_n = tile
@@ -305,14 +400,14 @@ def shared_bytes(tile: tuple[int, int], sums: str) -> int:
     return tile_n * 8 + max(stages, tile_n * 16 + part)
 
 
-def _index_bits(geometry: ConvGeometry) -> tuple[int, ...]:
-    """Bits of the largest index of an output pixel along each axis."""
-    return tuple((size - 1).bit_length() for size in geometry.out_size)
+def _index_bits(phases: Phases) -> tuple[int, ...]:
+    """Bits of the largest index of a phase's output pixel along each axis."""
+    return tuple((max(sizes) - 1).bit_length() for sizes in zip(*(phase.out_size for phase in phases.each)))
 
 
-def _place_bits(geometry: ConvGeometry) -> tuple[int, int]:
+def _place_bits(phases: Phases) -> tuple[int, int]:
     """The C++ struct PlaceBits."""
-    _, height, width = _index_bits(geometry)
+    _, height, width = _index_bits(phases)
     return height + width, width
 
 
@@ -354,28 +449,41 @@ def _lies_in_slabs(weight: Operand, geometry: ConvGeometry, cut: Reduction) -> b
 
 
 def _pack_weight_launch(
-    geometry: ConvGeometry, weight: Operand, packed: Buffer, cut: Reduction, rows: int, arithmetic: str
+    geometry: ConvGeometry, phases: Phases, packed: Buffer, cut: Reduction, rows: int, arithmetic: str
 ) -> KernelLaunch:
     along_k = arithmetic != "FMA"
+    weights = [phase.weight for phase in phases.each]
+    # Along an axis where a phase has one tap its step is 0; the others have the one that all have.
+    steps = [max(each, key=abs) for each in zip(*(weight.strides for weight in weights))]
+    weight = replace(weights[0], strides=tuple(steps))
+    nbytes = sum(each.nbytes for each in weights)
+    grid, block = grid_and_block(1, rows * cut.channels, 1, geometry.groups, 256)
     channels = [(image(None), first, count) for first, count in zip(geometry.channel_offsets, geometry.channels)]
     return KernelLaunch(
         variant("pack_weight", DTYPE=f"bits{8 * weight.itemsize}"),
-        *grid_and_block(1, rows * cut.channels, 1, geometry.groups, 256),
+        (*grid[:2], len(weights)),
+        block,
         (
             ("sources", (channels, len(channels))),
             ("weight", image(weight)),
             ("packed", Address(packed.name)),
             ("stride_m", cut.slab if along_k else 1),
             ("stride_k", 1 if along_k else rows),
-            ("kernel", geometry.kernel),
             *groups_params(geometry),
             ("k_chunk", cut.k_chunk),
             ("slab", cut.slab),
-            ("slabs", cut.slabs),
+            ("slabs", sum(cut.slabs)),
             ("rows", rows),
             ("channels", cut.channels),
             ("rounds_to_tf32", int(arithmetic == "TF32")),
+            (
+                "phase",
+                tuple(
+                    ((phase.weight.offset - weight.offset) // weight.itemsize, phase.kernel, first)
+                    for phase, first in zip(phases.each, cut.first_slabs)
+                ),
+            ),
         ),
         purpose="weight into K-slabs" + ", rounded to TF32" * (arithmetic == "TF32"),
-        bytes_moved=weight.nbytes + packed.nbytes,
+        bytes_moved=nbytes + packed.nbytes,
     )

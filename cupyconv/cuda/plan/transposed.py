@@ -1,7 +1,7 @@
 """The choice of a method for a transposed convolution on a GPU: drafted, and picked by the cost model.
 
 "direct" is a kernel in which every element gathers what reaches it, for everything, or ordinary kernels where
-the result falls apart into ordinary convolutions (``polyphase.py``); "implicit_gemm" is these alone.
+the result falls apart into ordinary convolutions (``polyphase.py``); "implicit_gemm" is these alone, several in one grid.
 "gemm" is products of the weight, kept as columns, which every element then gathers; of a 1x1 kernel the
 products are the result.
 """
@@ -21,6 +21,7 @@ from cupyconv.cuda.plan.draft import Draft, cheapest, in_rounds, in_sequence
 from cupyconv.cuda.plan.epilogue import activation_launch
 from cupyconv.cuda.plan.gemm import ProductsPlanner
 from cupyconv.cuda.plan.im2col import COL2IM_CHANNELS, Chunk, col2im_launch
+from cupyconv.cuda.plan.implicit_gemm import Phase, Phases, draft_phases
 from cupyconv.cuda.plan.launches import (
     adjoint_params,
     bytes_of,
@@ -49,9 +50,9 @@ from cupyconv.cuda.plan.matrices import (
 from cupyconv.problem.activations import IDENTITY
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides, product_flops, real_part
 from cupyconv.problem.geometry import even_part, pixel_windows
-from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, GemmCall, KernelLaunch, Plan, Step
-from cupyconv.problem.polyphase import phase_problems
-from cupyconv.problem.problems import NotApplicable, TransposedProblem, inputs_with_channels
+from cupyconv.problem.plan import MAX_PHASES, MAX_SOURCES, Address, Buffer, GemmCall, KernelLaunch, Plan, Step
+from cupyconv.problem.polyphase import AxisPhase, is_reached, phase_problems, phases_of
+from cupyconv.problem.problems import ConvProblem, NotApplicable, TransposedProblem, inputs_with_channels
 from cupyconv.problem.transforms import no_room
 
 #: The gradient of a padded image, in workspace.
@@ -91,6 +92,8 @@ def _draft(method: str, problem: TransposedProblem) -> Draft:
         return _draft_direct(problem)
     if method == "fft" and problem.geometry.padding_mode != "constant":
         return _draft_folded(problem)
+    if method == "implicit_gemm":
+        return _draft_implicit_gemm(problem)
     return _draft_gemm(problem) if method == "gemm" else _as_convolutions(method, problem)
 
 
@@ -150,6 +153,49 @@ def _as_convolutions(method: str, problem: TransposedProblem) -> Draft:
     drafts = [draft_conv(method, part) for part in phase_problems(problem)]
     kinds = ", ".join(dict.fromkeys(draft.reason for draft in drafts))
     return in_sequence(method, drafts, f"{len(drafts)} convolution(s) with x: {kinds}")
+
+
+def _draft_implicit_gemm(problem: TransposedProblem) -> Draft:
+    """The phases of each result in as few grids as hold them."""
+    parts, phases = phase_problems(problem), phases_of(problem.geometry)
+    if len(phases) == 1 or not any(map(is_reached, phases)):
+        return _as_convolutions("implicit_gemm", problem)
+    drafts = []
+    for i in range(0, len(parts), len(phases)):
+        of_result = list(zip(phases, parts[i : i + len(phases)]))
+        for first in range(0, len(phases), MAX_PHASES):
+            drafts.append(_side_by_side(problem, problem.outs[i // len(phases)], of_result[first : first + MAX_PHASES]))
+    kinds = ", ".join(dict.fromkeys(draft.reason for draft in drafts))
+    return in_sequence("implicit_gemm", drafts, f"{len(parts)} convolutions with x in {len(drafts)} grid(s): {kinds}")
+
+
+def _side_by_side(
+    problem: TransposedProblem, out: Operand, parts: list[tuple[tuple[AxisPhase, ...], ConvProblem]]
+) -> Draft:
+    """Phases of a result in one grid: there x is not cut, and windows may begin inside it."""
+    reached = [part for phase, part in parts if is_reached(phase)]
+    if not reached:
+        return in_sequence("implicit_gemm", [draft_conv("implicit_gemm", part) for _, part in parts], "zeros")
+    phases = [
+        Phase(
+            weight=(part if is_reached(phase) else reached[0]).weight,
+            out_size=part.out.shape[2:],  # type: ignore[arg-type]
+            kernel=tuple(len(axis.taps) for axis in phase),  # type: ignore[arg-type]
+            before=tuple(axis.before for axis in phase),  # type: ignore[arg-type]
+            first=tuple(axis.first for axis in phase),  # type: ignore[arg-type]
+        )
+        for phase, part in parts
+    ]
+    along = list(zip(*(phase for phase, _ in parts)))  # each axis
+    geometry = replace(
+        reached[0].geometry,
+        size=problem.xs[0].shape[2:],  # type: ignore[arg-type]
+        kernel=tuple(max(len(phase.taps) for phase in axis) for axis in along),  # type: ignore[arg-type]
+        before=tuple(max(abs(phase.before) for phase in axis) for axis in along),
+        after=tuple(max(abs(phase.after) for phase in axis) for axis in along),
+    )
+    whole = replace(reached[0], geometry=geometry, xs=problem.xs, out=out, pre=problem.pre)
+    return draft_phases(whole, Phases(tuple(phases), problem.geometry.stride))
 
 
 def _draft_folded(problem: TransposedProblem) -> Draft:

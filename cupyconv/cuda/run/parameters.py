@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.problem.plan import MAX_MERGED, MAX_PAIR_SOURCES, MAX_SOURCES, Address, KernelLaunch
+from cupyconv.problem.plan import MAX_MERGED, MAX_PAIR_SOURCES, MAX_PHASES, MAX_SOURCES, Address, KernelLaunch
 
 POINTER, INT64, INT32, FLOAT64 = np.uint64, np.int64, np.int32, np.float64
 
@@ -41,6 +41,9 @@ PROLOGUE = _struct(
 
 WEIGHT_SLABS = _struct(data=POINTER, stride_g=INT64, stride_slab=INT64, stride_row=INT64, rows=INT32)
 PLACE_BITS = _struct(shift_d=INT32, shift_h=INT32)
+STEPS = _struct(size=(INT64, 3), stride=(INT32, 3), dilation=(INT32, 3), padding_mode=INT32, is_mapped=INT32)
+PHASE = _struct(first_element=INT64, out=(INT32, 3), kernel=(INT32, 3), before=(INT32, 3), first_slab=INT32)
+PHASE_WEIGHT = _struct(at=INT64, kernel=(INT32, 3), first_slab=INT32)
 
 _CONVOLUTION = _struct(
     sources=SOURCES, windows=WINDOWS, weight=IMAGE, out=IMAGE, epilogue=EPILOGUE, prologue=PROLOGUE, batch=INT64,
@@ -108,14 +111,14 @@ PARAMETERS = {
         channels=INT32, padded=INT32, lanes_shift=INT32, vectorized=INT32,
     ),
     "pack_weight": _struct(
-        sources=SOURCES, weight=IMAGE, packed=POINTER, stride_m=INT64, stride_k=INT64, kernel=(INT32, 3), groups=INT32,
+        sources=SOURCES, weight=IMAGE, packed=POINTER, stride_m=INT64, stride_k=INT64, groups=INT32,
         group_channels=INT32, group_outputs=INT32, k_chunk=INT32, slab=INT32, slabs=INT32, rows=INT32, channels=INT32,
-        rounds_to_tf32=INT32,
+        rounds_to_tf32=INT32, phase=(PHASE_WEIGHT, MAX_PHASES),
     ),
     "implicit_gemm": _struct(
-        sources=SOURCES, windows=WINDOWS, weight=WEIGHT_SLABS, out=IMAGE, plane=INT64, epilogue=EPILOGUE, prologue=PROLOGUE, pixels=INT64,
+        sources=SOURCES, steps=STEPS, weight=WEIGHT_SLABS, out=IMAGE, plane=INT64, epilogue=EPILOGUE, prologue=PROLOGUE, batch=INT64,
         place_bits=PLACE_BITS, groups=INT32, group_channels=INT32, group_outputs=INT32, tiles_m=INT32, keeps_sums=INT32,
-        slabs_per_split=INT32,
+        slabs_per_split=INT32, phases=INT32, phase=(PHASE, MAX_PHASES),
     ),
     "col2im": _struct(
         columns=IMAGE, windows=WINDOWS, adjoint=ADJOINT, out=IMAGE, epilogue=EPILOGUE, batch=INT64, imaginary=INT64,
