@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyconv.numpy.backend import NumpyStep
-from cupyconv.numpy.recurrent_cells import CELLS, IN_PLACE, Step, Weights, slopes
+from cupyconv.numpy.recurrent_cells import CELLS, IN_PLACE, Step, Weights, block_of_rows, in_blocks, slopes
 from cupyconv.numpy.threads import in_threads
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import even_part
@@ -74,6 +74,7 @@ class RecurrentStep(NumpyStep):
     threads: int
     copied: tuple[str, ...]  # roles of factors that lie in memory as BLAS does not take them
     folded: bool  # whether weights are copied with slopes and biases
+    blocks: tuple[int, int]  # rows of the blocks that weight_hh and weight_ih are copied in; 0 where they are not
     keeps_memory: bool  # whether it stays from call to call
 
     @property
@@ -101,6 +102,7 @@ class RecurrentStep(NumpyStep):
             f" of {self.samples} samples and {chunks} chunk(s) of {self.chunk} steps on {self.threads} thread(s): one input"
             f" product {rows} x {geometry.inputs} x {gates}, then per step {products} product(s) of the state and all gates"
             + "; weights folded" * self.folded
+            + (f"; in blocks of {' and '.join(map(str, filter(None, self.blocks)))} rows" if any(self.blocks) else "")
             + (f"; {', '.join(self.copied)} copied" if self.copied else "")
         )
 
@@ -117,20 +119,23 @@ def _fitting(problem: RecurrentProblem) -> tuple[RecurrentStep, dict[str, int]]:
     gates = geometry.gates * geometry.hidden
     copied, folded = _copied(problem), _is_folded(problem)
     input_copy = geometry.inputs if "x" in copied else 0
-    of_weights = {"weight_ih": geometry.inputs, "weight_hh": geometry.hidden + _is_biased(problem)}
-    weights = gates * sum(columns * ((role in copied) + folded) for role, columns in of_weights.items())
     temporaries = any(activation.name not in IN_PLACE for group in geometry.activations for activation in group)
     samples = even_part(geometry.batch, -(-geometry.batch // max(1, threads // geometry.directions)))
     while True:
+        blocks = _blocks(problem, samples)
+        weights = sum(
+            columns * (gates * ((role in copied) + folded) + (in_blocks(gates, block) if block else 0))
+            for role, columns, block in zip(("weight_hh", "weight_ih"), _columns(problem), blocks)
+        )
         at_once = max(1, min(threads, geometry.directions * -(-geometry.batch // samples)))
-        state = at_once * samples * geometry.hidden * item
+        state, sums = at_once * samples * geometry.hidden * item, at_once * samples * item
         sizes = {
             "weights": geometry.directions * weights * item,
-            "gates": state * geometry.gates,
-            "states": (6 if problem.peephole else 4) * state + at_once * samples * item,
+            "gates": state * geometry.gates + sums * blocks[0],
+            "states": (6 if problem.peephole else 4) * state + sums,
             "activations": 2 * temporaries * state * geometry.gates,
         }
-        per_step = at_once * samples * (gates + geometry.hidden + 1 + input_copy) * item
+        per_step = sums * (in_blocks(gates, blocks[1]) + geometry.hidden + 1 + input_copy)
         limit = problem.limit_with(sizes["weights"])
         left = limit - sum(sizes.values()) - Plan.ALIGNMENT * (len(sizes) + 2)
         chunk = min(geometry.steps, left // per_step) if per_step else geometry.steps
@@ -148,17 +153,35 @@ def _fitting(problem: RecurrentProblem) -> tuple[RecurrentStep, dict[str, int]]:
     # Every direction and part of the samples, one after the other.
     every = geometry.directions * -(-geometry.batch // samples)
     keeps_memory = every * sum(sizes.values()) <= at_once * min(KEPT_BYTES, problem.limit)
-    return RecurrentStep(problem, samples, chunk, at_once, copied, folded, keeps_memory), sizes
+    return RecurrentStep(problem, samples, chunk, at_once, copied, folded, blocks, keeps_memory), sizes
+
+
+def _columns(problem: RecurrentProblem) -> tuple[int, int]:
+    """The most columns of the state's weight, and those of the input's."""
+    return problem.geometry.hidden + _is_biased(problem), problem.geometry.inputs
+
+
+def _blocks(problem: RecurrentProblem, samples: int) -> tuple[int, int]:
+    """Rows of the blocks that the weights of the state and of the input are copied in; none where the limit is small."""
+    geometry, item = problem.geometry, ITEMSIZE[accumulator(problem.dtype)]
+    rows, columns = geometry.gates * geometry.hidden, _columns(problem)
+    if 4 * geometry.directions * rows * sum(columns) * item > problem.limit:
+        return 0, 0
+    of_state, of_input = (block_of_rows(rows, own, geometry, samples) for own in columns)
+    return of_state, of_input
 
 
 def _copied(problem: RecurrentProblem) -> tuple[str, ...]:
     """Factors that are copied: what BLAS does not take as it lies."""
     dtype = accumulator(problem.dtype)
-    factors = (("x", problem.x), ("weight_ih", problem.weight_ih), ("weight_hh", problem.weight_hh))
+    rows_of_x = 0 if problem.geometry.batch == 1 else 1  # the axis along which they lie
+    factors = (("x", problem.x, rows_of_x), ("weight_ih", problem.weight_ih, 1), ("weight_hh", problem.weight_hh, 1))
     return tuple(
         role
-        for role, operand in factors
-        if operand.dtype != dtype or operand.strides[2] != 1 or operand.strides[1] < operand.shape[2]
+        for role, operand, rows in factors
+        if operand.dtype != dtype
+        or (operand.strides[2] != 1 and operand.shape[2] > 1)
+        or (operand.strides[rows] < operand.shape[2] and operand.shape[rows] > 1)
     )
 
 
@@ -225,7 +248,8 @@ class RecurrentLayer:
                 own[role] = own[role].astype(self._result_dtype, copy=False).astype(self._dtype, copy=False)
             else:
                 own[role] = np.array(own[role], self._dtype, order="C")
-        return Weights(self._geometry, self._slopes[direction] if self._step.folded else None, **own)
+        slope = self._slopes[direction] if self._step.folded else None
+        return Weights(self._geometry, slope, *self._step.blocks, **own)
 
 
 class _Chunk(NamedTuple):
@@ -233,6 +257,7 @@ class _Chunk(NamedTuple):
 
     times: slice
     projected: np.ndarray  # what the inputs add, (steps, G * H, N)
+    written: np.ndarray  # the same as the product writes it
     rows: np.ndarray | None  # the same of one sample, (steps, G * H): one product
     first: np.ndarray  # h before the step that comes first
     last: np.ndarray  # and after the one that comes last
@@ -248,8 +273,11 @@ class _Sequence:
         batch, hidden = samples.stop - samples.start, geometry.hidden
         self._step, self._geometry, self._result_dtype = step, geometry, dtype_from_name(problem.dtype)
         self._backwards = geometry.signs[direction] < 0
-        self._cell = CELLS[geometry.cell](geometry, direction, batch, dtype, problem.peephole is not None, step.folded)
-        self._projected = np.empty((step.chunk, *self._cell.rows.shape), dtype)
+        block, input_block = step.blocks
+        peephole = problem.peephole is not None
+        self._cell = CELLS[geometry.cell](geometry, direction, batch, dtype, peephole, step.folded, block)
+        rows, self._input_block = len(self._cell.rows), input_block
+        self._projected = np.empty((step.chunk, in_blocks(rows, input_block), batch), dtype)
         #: h before and after each step of a chunk, beside a 1 where biases are a column of its weight.
         self._states = np.ones((step.chunk + 1, hidden + step.has_bias_column, batch), dtype)
         self._zero = np.zeros((1, 1), dtype)
@@ -306,7 +334,10 @@ class _Sequence:
         order = slice(None, None, -1 if self._backwards else 1)
         for first in range(0, most, self._step.chunk)[order]:
             count = min(self._step.chunk, most - first)
-            projected, before, after = self._projected[:count], self._states[:count], self._states[1 : count + 1]
+            written, before, after = self._projected[:count], self._states[:count], self._states[1 : count + 1]
+            projected = written[:, : len(self._cell.rows)]
+            if self._input_block:
+                written = written.reshape(count, -1, self._input_block, written.shape[2])
             if self._backwards:
                 before, after = after, before
             h_before, h_after = before[:, : self._geometry.hidden], after[:, : self._geometry.hidden]
@@ -315,7 +346,7 @@ class _Sequence:
             steps = zip(times[order], cut, before[order], h_before[order], h_after[order])
             rows = projected[:, :, 0] if projected.shape[2] == 1 else None
             ends = h_before[order][0], h_after[order][-1]
-            yield _Chunk(slice(first, first + count), projected, rows, *ends, h_after.swapaxes(1, 2), steps)
+            yield _Chunk(slice(first, first + count), projected, written, rows, *ends, h_after.swapaxes(1, 2), steps)
 
     def _within(self, lengths: np.ndarray, steps: Iterable[Step]) -> Iterator[Step]:
         """Steps for a cell to work out; after each, samples past their length get their old states back."""
@@ -340,7 +371,9 @@ class _Sequence:
             x = copy
         if chunk.rows is not None:
             np.dot(x[:, 0], weights.weight_ih.T, chunk.rows)
+        elif weights.projected is not None:
+            weights.projected(x.swapaxes(1, 2)[:, None], chunk.written)
         else:
-            np.matmul(weights.weight_ih, x.swapaxes(1, 2), chunk.projected)
+            np.matmul(weights.weight_ih, x.swapaxes(1, 2), chunk.written)
         if weights.input_bias is not None:
             chunk.projected[:, weights.biased :] += weights.input_bias
