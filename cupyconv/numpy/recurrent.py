@@ -255,14 +255,19 @@ class RecurrentLayer:
 class _Chunk(NamedTuple):
     """Some steps of a sequence, as views of its memory."""
 
-    times: slice
-    projected: np.ndarray  # what the inputs add, (steps, G * H, N)
+    begin: int
+    end: int
+    times: slice | None  # the same of an array; None where it is all of it
+    projected: np.ndarray  # what the inputs add, (steps, G * H, N); of one sample (steps, G * H)
     written: np.ndarray  # the same as the product writes it
-    rows: np.ndarray | None  # the same of one sample, (steps, G * H): one product
     first: np.ndarray  # h before the step that comes first
     last: np.ndarray  # and after the one that comes last
-    states: np.ndarray  # h after each, (steps, N, H)
+    states: np.ndarray  # h after each, (steps, N, H); of a single step (N, H)
     steps: Iterable[Step]  # in order
+
+    def of(self, array: np.ndarray) -> np.ndarray:
+        """These steps of an array of all."""
+        return array if self.times is None else array[self.times]
 
 
 class _Sequence:
@@ -281,15 +286,23 @@ class _Sequence:
         #: h before and after each step of a chunk, beside a 1 where biases are a column of its weight.
         self._states = np.ones((step.chunk + 1, hidden + step.has_bias_column, batch), dtype)
         self._zero = np.zeros((1, 1), dtype)
-        self._x = np.empty((step.chunk, batch, geometry.inputs), dtype) if "x" in step.copied else None
-        #: What this has of each argument and result but weights: of time a view (T, N, .), of states (N, H).
-        of_time: tuple[Any, ...] = (None if step.is_single else slice(None), samples)
-        of_states: tuple[Any, ...] = (samples,) if step.is_single else (direction, samples)
+        self._is_lone = batch == 1
+        x_shape = (geometry.inputs,) if self._is_lone else (batch, geometry.inputs)
+        self._x = np.empty((step.chunk, *x_shape), dtype) if "x" in step.copied else None
+        #: What this has of each argument and result but weights, as a view; None where it is all of it.  Of x (T, N, I), or
+        #: rows (T, I) of one sample; of the result (T, N, H), or (N, H) of a single step; of states (N, H).
+        every = None if batch == geometry.batch else samples
         columns = slice(direction * hidden, (direction + 1) * hidden)
-        own = {"x": of_time, "out": (*of_time, columns), "lengths": (samples,)}
-        own |= dict.fromkeys(("h0", "c0", "h", "c"), of_states)
+        own: dict[str, Any] = {"x": (slice(None), samples.start if self._is_lone else samples), "lengths": every}
+        own["out"] = (slice(None), samples, columns)
+        states: Any = (direction, samples)
+        if step.is_single:
+            states = own["out"] = every
+            own["x"] = every if self._is_lone else (None, samples)
+        own |= dict.fromkeys(("h0", "c0", "h", "c"), states)
         names = {role: operand.name for role, operand in problem.operands.items()}
         self._own = [(role, names[role], index) for role, index in own.items() if role in names]
+        self._has_cell_state = geometry.cell == "lstm"
         self._kept = {
             role: (names[role], (geometry.steps, geometry.batch, shape[-1] // max(1, hidden), hidden))
             for role, shape in (geometry.keeps.items() if problem.kept else ())
@@ -302,7 +315,7 @@ class _Sequence:
 
     def run(self, arrays: Mapping[str, Any], weights: Weights) -> None:
         """All steps, and the last states; arguments and results are given by name."""
-        own = {role: arrays[name][index] for role, name, index in self._own}
+        own = {role: arrays[name] if index is None else arrays[name][index] for role, name, index in self._own}
         kept = {
             role: arrays[name][self._direction].reshape(shape)[:, self._samples]
             for role, (name, shape) in self._kept.items()
@@ -313,17 +326,18 @@ class _Sequence:
             least, most = int(lengths.min()), int(lengths.max())
             out[most:] = 0
         h = self._initial(own.get("h0"))
-        cell.c[...] = self._initial(own.get("c0"))
+        if self._has_cell_state:
+            cell.c[...] = self._initial(own.get("c0"))
         for chunk in self._every if self._every and most == self._geometry.steps else self._chunks(most):
-            self._project(x[chunk.times], chunk, weights)
+            self._project(chunk.of(x), chunk, weights)
             chunk.first[...] = h
-            steps = chunk.steps if chunk.times.stop <= least else self._within(lengths, chunk.steps)
+            steps = chunk.steps if chunk.end <= least else self._within(lengths, chunk.steps)
             cell.advance(weights, steps, kept)
             h = chunk.last
-            out[chunk.times] = chunk.states
-            if chunk.times.stop > least:
-                past = np.greater_equal.outer(np.arange(chunk.times.start, chunk.times.stop), lengths)
-                np.copyto(out[chunk.times], 0, where=past[:, :, None])
+            chunk.of(out)[...] = chunk.states
+            if chunk.end > least:
+                past = np.greater_equal.outer(np.arange(chunk.begin, chunk.end), lengths)
+                np.copyto(chunk.of(out), 0, where=past[:, :, None])
         if "h" in own:
             own["h"][...] = h.T
         if "c" in own:
@@ -332,21 +346,32 @@ class _Sequence:
     def _chunks(self, most: int) -> Iterator[_Chunk]:
         """The steps before `most` in this direction's order, as views of the memory that they share."""
         order = slice(None, None, -1 if self._backwards else 1)
+        rows, hidden = len(self._cell.rows), self._geometry.hidden
         for first in range(0, most, self._step.chunk)[order]:
             count = min(self._step.chunk, most - first)
             written, before, after = self._projected[:count], self._states[:count], self._states[1 : count + 1]
-            projected = written[:, : len(self._cell.rows)]
-            if self._input_block:
-                written = written.reshape(count, -1, self._input_block, written.shape[2])
+            projected = written[:, :rows]
             if self._backwards:
                 before, after = after, before
-            h_before, h_after = before[:, : self._geometry.hidden], after[:, : self._geometry.hidden]
+            h_before, h_after = before[:, :hidden], after[:, :hidden]
             times = range(first, first + count)
             cut = map(self._cell.cut, projected[order])
             steps = zip(times[order], cut, before[order], h_before[order], h_after[order])
-            rows = projected[:, :, 0] if projected.shape[2] == 1 else None
-            ends = h_before[order][0], h_after[order][-1]
-            yield _Chunk(slice(first, first + count), projected, written, rows, *ends, h_after.swapaxes(1, 2), steps)
+            if self._is_lone:
+                written = projected = projected[:, :, 0]
+            elif self._input_block:
+                written = written.reshape(count, -1, self._input_block, written.shape[2])
+            yield _Chunk(
+                begin=first,
+                end=first + count,
+                times=None if count == self._geometry.steps else slice(first, first + count),
+                projected=projected,
+                written=written,
+                first=h_before[order][0],
+                last=h_after[order][-1],
+                states=h_after.swapaxes(1, 2)[0] if self._step.is_single else h_after.swapaxes(1, 2),
+                steps=steps,
+            )
 
     def _within(self, lengths: np.ndarray, steps: Iterable[Step]) -> Iterator[Step]:
         """Steps for a cell to work out; after each, samples past their length get their old states back."""
@@ -369,11 +394,13 @@ class _Sequence:
             copy = self._x[: len(x)]
             copy[...] = x
             x = copy
-        if chunk.rows is not None:
-            np.dot(x[:, 0], weights.weight_ih.T, chunk.rows)
+        if self._is_lone:
+            np.dot(x, weights.weight_ih.T, chunk.written)
         elif weights.projected is not None:
             weights.projected(x.swapaxes(1, 2)[:, None], chunk.written)
         else:
             np.matmul(weights.weight_ih, x.swapaxes(1, 2), chunk.written)
-        if weights.input_bias is not None:
-            chunk.projected[:, weights.biased :] += weights.input_bias
+        bias, first = weights.input_bias, weights.biased
+        if bias is not None:
+            projected = chunk.projected[:, first:] if first else chunk.projected
+            np.add(projected, bias if self._is_lone else bias[:, None], projected)

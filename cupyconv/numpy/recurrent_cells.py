@@ -104,8 +104,6 @@ class Weights:
         rows, hidden = weight_hh.shape
         is_gru = geometry.cell == "gru"
         resets_product = is_gru and geometry.linear_before_reset
-        bias_ih = None if bias_ih is None else bias_ih[:, None]
-        bias_hh = None if bias_hh is None else bias_hh[:, None]
         both = bias_hh if bias_ih is None else bias_ih if bias_hh is None else bias_ih + bias_hh
         #: Added with the inputs to the rows from `biased` on; and to the product that a gru's reset gate multiplies.
         self.input_bias, self.biased, self.candidate_bias = both, 0, None
@@ -115,15 +113,15 @@ class Weights:
             if slope is None:
                 self.input_bias = both.copy()
                 self.input_bias[first:] = 0 if with_inputs is None else with_inputs[first:]
-                self.candidate_bias = None if with_state is None else with_state[first:]
+                self.candidate_bias = None if with_state is None else with_state[first:, None]
             else:
                 joined = np.empty((rows, hidden + 1), weight_hh.dtype)
-                joined[:, :hidden], joined[:, hidden:] = weight_hh, both
-                joined[first:, hidden:] = 0 if with_state is None else with_state[first:]
+                joined[:, :hidden], joined[:, hidden] = weight_hh, both
+                joined[first:, hidden] = 0 if with_state is None else with_state[first:]
                 weight_hh = np.multiply(joined, slope, joined)
                 self.input_bias = None
                 if with_inputs is not None and first < rows:
-                    self.input_bias, self.biased = with_inputs[first:] * slope[first:], first
+                    self.input_bias, self.biased = with_inputs[first:] * slope[first:, 0], first
         elif slope is not None:
             weight_hh = weight_hh * slope
         self.weight_ih = weight_ih if slope is None else weight_ih * slope
