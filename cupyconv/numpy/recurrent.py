@@ -165,7 +165,7 @@ def _blocks(problem: RecurrentProblem, samples: int) -> tuple[int, int]:
     """Rows of the blocks that the weights of the state and of the input are copied in; none where the limit is small."""
     geometry, item = problem.geometry, ITEMSIZE[accumulator(problem.dtype)]
     rows, columns = geometry.gates * geometry.hidden, _columns(problem)
-    if 4 * geometry.directions * rows * sum(columns) * item > problem.limit:
+    if 2 * geometry.directions * rows * sum(columns) * item > problem.limit:
         return 0, 0
     of_state, of_input = (block_of_rows(rows, own, geometry, samples) for own in columns)
     return of_state, of_input
