@@ -352,6 +352,30 @@ def test_a_warm_call_is_a_fresh_call(target, cell):
     assert not isinstance(outcomes[0][0], type) and outcomes[3][0] is ValueError and outcomes[6][0] is TypeError
 
 
+# --- ways to run -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(("cell", "hidden"), [("rnn", 81), ("lstm", 21), ("gru", 27)])
+def test_weights_in_blocks(cell, hidden, direct, monkeypatch):
+    """As if products were large: blocks of rows, of which the last one ends beyond the gates."""
+    monkeypatch.setattr("cupyconv.numpy.recurrent_cells.SMALL_PRODUCT", 40 * (hidden + 1) * 5)
+    case = full_case(cell, steps=9, inputs=hidden, hidden=hidden, linear_before_reset=direct, lengths=(9, 0, 3, 1, 8))
+    arrays = case.arrays()
+    cupyconv.clear_caches()
+    try:
+        for lengths in (case.lengths, None):
+            given = replace(case, lengths=lengths)
+            plan = cupyconv.explain(FUNCTIONS[cell], **arrays, lengths=lengths, **given.settings)
+            assert plan.steps[0].blocks == (32, 32)
+            expected = given.expected(arrays)
+            for actual, wanted in zip(given.call(arrays), (expected.y, expected.h, expected.c)):
+                if actual is not None:
+                    given.assert_close(actual, wanted, expected.largest)
+    finally:
+        cupyconv.clear_caches()
+
+
 # --- memory -----------------------------------------------------------------------------------------------------
 
 

@@ -15,10 +15,10 @@ Only a call that came to its result is remembered, and only arguments of the typ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,8 @@ class Operation:
         self._unpack = unpack
         self.arrays, self.settings = tuple(arrays), tuple(settings)
         self._arrays_of, self._settings_of = itemgetter(*arrays), itemgetter(*settings)
+        #: Settings that cannot change, and the same with their types.
+        self._last: tuple[tuple[Any, ...], Hashable] = (), None
 
     def __call__(self, arguments: dict[str, Any], *, saving: bool = False) -> Any:
         """The result for all arguments of the function by name: its own ``locals()``, for instance."""
@@ -93,8 +95,8 @@ class Operation:
         if self._unpack is not None:
             arguments = self._unpack(arguments)
         settings = self._settings_of(arguments)
-        given, counts = _flat(self._arrays_of(arguments))
-        key = self._key(given, counts, settings, saving)
+        given, form = _flat(self._arrays_of(arguments))
+        key = self._key(given, form, settings, saving)
         known = _executables.get(key)
         if known is not None:
             return known.run_again(given)
@@ -117,9 +119,7 @@ class Operation:
             result.check_size()
         return call
 
-    def _key(
-        self, given: list[Any], counts: tuple[int | None, ...], settings: tuple[Any, ...], saving: bool
-    ) -> Hashable | None:
+    def _key(self, given: list[Any], form: Hashable, settings: tuple[Any, ...], saving: bool) -> Hashable | None:
         """Everything the outcome depends on but addresses, or None where that cannot be said."""
         if not given:
             return None
@@ -127,11 +127,16 @@ class Operation:
         if backend_of is None or len(set(map(type, given))) > 1:
             return None
         backend = backend_of(given[0])
-        try:
-            typed = _typed(settings)
-        except (_Unusual, RecursionError):  # a list that holds itself
-            return None
-        return self, saving, backend, counts, backend.signature(given), typed, current_settings()
+        last, typed = self._last
+        # The very same objects as before, which cannot have changed: most calls have their defaults.
+        if len(last) != len(settings) or not all(map(is_, settings, last)):
+            try:
+                typed = _typed(settings)
+            except (_Unusual, RecursionError):  # a list that holds itself
+                return None
+            if _cannot_change(settings):
+                self._last = settings, typed
+        return self, saving, backend, form, backend.signature(given), typed, current_settings()
 
 
 def operation_of(function: Any) -> Operation | None:
@@ -175,20 +180,20 @@ def forget_calls() -> None:
     _executables.clear()
 
 
-def _flat(arguments: Iterable[Any]) -> tuple[list[Any], tuple[int | None, ...]]:
-    """All arrays in one list, and how many each argument holds: None for one that is absent, -1 for a bare one."""
+def _flat(arguments: tuple[Any, ...]) -> tuple[list[Any], Hashable]:
+    """All arrays in one list; and which arguments there are: the type of each, and how many arrays it holds."""
+    kinds = tuple(map(type, arguments))
+    if list not in kinds and tuple not in kinds:
+        return [argument for argument in arguments if argument is not None], kinds
     given: list[Any] = []
-    counts: list[int | None] = []
-    for argument in arguments:
-        if argument is None:
-            counts.append(None)
-        elif type(argument) is list or type(argument) is tuple:
+    counts: list[int] = []
+    for kind, argument in zip(kinds, arguments):
+        if kind is list or kind is tuple:
             given += argument
             counts.append(len(argument))
-        else:
+        elif argument is not None:
             given.append(argument)
-            counts.append(-1)
-    return given, tuple(counts)
+    return given, (kinds, *counts)
 
 
 class _Unusual(Exception):
@@ -201,6 +206,10 @@ def _typed(values: tuple[Any, ...]) -> Hashable:
     if _PLAIN.issuperset(kinds):
         return kinds, values
     return kinds, tuple([value if type(value) in _PLAIN else _one_typed(value) for value in values])
+
+
+def _cannot_change(values: tuple[Any, ...]) -> bool:
+    return all(_cannot_change(value) if type(value) is tuple else type(value) is not list for value in values)
 
 
 def _one_typed(value: Any) -> Hashable:

@@ -470,7 +470,7 @@ class ConvLoop(PixelLoop):
 
     @abstractmethod
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
-        """A block's sums (groups, outputs per group, samples, depth, height, width)."""
+        """A block's sums (groups, outputs per group, samples, depth, height, width), of any shape where they are the result."""
 
     # What all have in common.
 
@@ -653,12 +653,12 @@ class ConvRun:
         if matrix.dtype != loop.factor_dtype:
             matrix = matrix.astype(loop.factor_dtype)
         self.weight = loop.arranged(matrix)
-        self._products_are_result = loop.products_are_result and self.bias is None and self.residual is None
+        self.products_are_result = loop.products_are_result and self.bias is None and self.residual is None
 
     def finish(self, block: Block) -> None:
         """Compute a block of the result."""
         sums = self.loop.sums(self, block)
-        if not self._products_are_result:
+        if not self.products_are_result:
             self.store(block, sums)
 
     def store(self, block: Block, sums: np.ndarray) -> None:

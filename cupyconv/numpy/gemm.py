@@ -98,7 +98,7 @@ class View(Product):
         columns = block.of(x).reshape(samples, geometry.groups, geometry.group_channels, -1)
         place = block.of(run.out).reshape(samples, geometry.groups, geometry.group_outputs, -1)
         np.matmul(run.weight, columns, out=place)
-        return place.transpose(1, 2, 0, 3).reshape(block.sums_shape)
+        return place if run.products_are_result else place.transpose(1, 2, 0, 3).reshape(block.sums_shape)
 
 
 class Columns(Product):

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyconv.numpy.backend import NumpyStep
-from cupyconv.numpy.recurrent_cells import CELLS, IN_PLACE, Step, Weights, slopes
+from cupyconv.numpy.recurrent_cells import CELLS, IN_PLACE, Step, Weights, block_of_rows, in_blocks, slopes
 from cupyconv.numpy.threads import in_threads
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import even_part
@@ -74,6 +74,7 @@ class RecurrentStep(NumpyStep):
     threads: int
     copied: tuple[str, ...]  # roles of factors that lie in memory as BLAS does not take them
     folded: bool  # whether weights are copied with slopes and biases
+    blocks: tuple[int, int]  # rows of the blocks that weight_hh and weight_ih are copied in; 0 where they are not
     keeps_memory: bool  # whether it stays from call to call
 
     @property
@@ -101,6 +102,7 @@ class RecurrentStep(NumpyStep):
             f" of {self.samples} samples and {chunks} chunk(s) of {self.chunk} steps on {self.threads} thread(s): one input"
             f" product {rows} x {geometry.inputs} x {gates}, then per step {products} product(s) of the state and all gates"
             + "; weights folded" * self.folded
+            + (f"; in blocks of {' and '.join(map(str, filter(None, self.blocks)))} rows" if any(self.blocks) else "")
             + (f"; {', '.join(self.copied)} copied" if self.copied else "")
         )
 
@@ -117,20 +119,23 @@ def _fitting(problem: RecurrentProblem) -> tuple[RecurrentStep, dict[str, int]]:
     gates = geometry.gates * geometry.hidden
     copied, folded = _copied(problem), _is_folded(problem)
     input_copy = geometry.inputs if "x" in copied else 0
-    of_weights = {"weight_ih": geometry.inputs, "weight_hh": geometry.hidden + _is_biased(problem)}
-    weights = gates * sum(columns * ((role in copied) + folded) for role, columns in of_weights.items())
     temporaries = any(activation.name not in IN_PLACE for group in geometry.activations for activation in group)
     samples = even_part(geometry.batch, -(-geometry.batch // max(1, threads // geometry.directions)))
     while True:
+        blocks = _blocks(problem, samples)
+        weights = sum(
+            columns * (gates * ((role in copied) + folded) + (in_blocks(gates, block) if block else 0))
+            for role, columns, block in zip(("weight_hh", "weight_ih"), _columns(problem), blocks)
+        )
         at_once = max(1, min(threads, geometry.directions * -(-geometry.batch // samples)))
-        state = at_once * samples * geometry.hidden * item
+        state, sums = at_once * samples * geometry.hidden * item, at_once * samples * item
         sizes = {
             "weights": geometry.directions * weights * item,
-            "gates": state * geometry.gates,
-            "states": (6 if problem.peephole else 4) * state + at_once * samples * item,
+            "gates": state * geometry.gates + sums * blocks[0],
+            "states": (6 if problem.peephole else 4) * state + sums,
             "activations": 2 * temporaries * state * geometry.gates,
         }
-        per_step = at_once * samples * (gates + geometry.hidden + 1 + input_copy) * item
+        per_step = sums * (in_blocks(gates, blocks[1]) + geometry.hidden + 1 + input_copy)
         limit = problem.limit_with(sizes["weights"])
         left = limit - sum(sizes.values()) - Plan.ALIGNMENT * (len(sizes) + 2)
         chunk = min(geometry.steps, left // per_step) if per_step else geometry.steps
@@ -148,17 +153,35 @@ def _fitting(problem: RecurrentProblem) -> tuple[RecurrentStep, dict[str, int]]:
     # Every direction and part of the samples, one after the other.
     every = geometry.directions * -(-geometry.batch // samples)
     keeps_memory = every * sum(sizes.values()) <= at_once * min(KEPT_BYTES, problem.limit)
-    return RecurrentStep(problem, samples, chunk, at_once, copied, folded, keeps_memory), sizes
+    return RecurrentStep(problem, samples, chunk, at_once, copied, folded, blocks, keeps_memory), sizes
+
+
+def _columns(problem: RecurrentProblem) -> tuple[int, int]:
+    """The most columns of the state's weight, and those of the input's."""
+    return problem.geometry.hidden + _is_biased(problem), problem.geometry.inputs
+
+
+def _blocks(problem: RecurrentProblem, samples: int) -> tuple[int, int]:
+    """Rows of the blocks that the weights of the state and of the input are copied in; none where the limit is small."""
+    geometry, item = problem.geometry, ITEMSIZE[accumulator(problem.dtype)]
+    rows, columns = geometry.gates * geometry.hidden, _columns(problem)
+    if 2 * geometry.directions * rows * sum(columns) * item > problem.limit:
+        return 0, 0
+    of_state, of_input = (block_of_rows(rows, own, geometry, samples) for own in columns)
+    return of_state, of_input
 
 
 def _copied(problem: RecurrentProblem) -> tuple[str, ...]:
     """Factors that are copied: what BLAS does not take as it lies."""
     dtype = accumulator(problem.dtype)
-    factors = (("x", problem.x), ("weight_ih", problem.weight_ih), ("weight_hh", problem.weight_hh))
+    rows_of_x = 0 if problem.geometry.batch == 1 else 1  # the axis along which they lie
+    factors = (("x", problem.x, rows_of_x), ("weight_ih", problem.weight_ih, 1), ("weight_hh", problem.weight_hh, 1))
     return tuple(
         role
-        for role, operand in factors
-        if operand.dtype != dtype or operand.strides[2] != 1 or operand.strides[1] < operand.shape[2]
+        for role, operand, rows in factors
+        if operand.dtype != dtype
+        or (operand.strides[2] != 1 and operand.shape[2] > 1)
+        or (operand.strides[rows] < operand.shape[2] and operand.shape[rows] > 1)
     )
 
 
@@ -225,19 +248,26 @@ class RecurrentLayer:
                 own[role] = own[role].astype(self._result_dtype, copy=False).astype(self._dtype, copy=False)
             else:
                 own[role] = np.array(own[role], self._dtype, order="C")
-        return Weights(self._geometry, self._slopes[direction] if self._step.folded else None, **own)
+        slope = self._slopes[direction] if self._step.folded else None
+        return Weights(self._geometry, slope, *self._step.blocks, **own)
 
 
 class _Chunk(NamedTuple):
     """Some steps of a sequence, as views of its memory."""
 
-    times: slice
-    projected: np.ndarray  # what the inputs add, (steps, G * H, N)
-    rows: np.ndarray | None  # the same of one sample, (steps, G * H): one product
+    begin: int
+    end: int
+    times: slice | None  # the same of an array; None where it is all of it
+    projected: np.ndarray  # what the inputs add, (steps, G * H, N); of one sample (steps, G * H)
+    written: np.ndarray  # the same as the product writes it
     first: np.ndarray  # h before the step that comes first
     last: np.ndarray  # and after the one that comes last
-    states: np.ndarray  # h after each, (steps, N, H)
+    states: np.ndarray  # h after each, (steps, N, H); of a single step (N, H)
     steps: Iterable[Step]  # in order
+
+    def of(self, array: np.ndarray) -> np.ndarray:
+        """These steps of an array of all."""
+        return array if self.times is None else array[self.times]
 
 
 class _Sequence:
@@ -248,20 +278,31 @@ class _Sequence:
         batch, hidden = samples.stop - samples.start, geometry.hidden
         self._step, self._geometry, self._result_dtype = step, geometry, dtype_from_name(problem.dtype)
         self._backwards = geometry.signs[direction] < 0
-        self._cell = CELLS[geometry.cell](geometry, direction, batch, dtype, problem.peephole is not None, step.folded)
-        self._projected = np.empty((step.chunk, *self._cell.rows.shape), dtype)
+        block, input_block = step.blocks
+        peephole = problem.peephole is not None
+        self._cell = CELLS[geometry.cell](geometry, direction, batch, dtype, peephole, step.folded, block)
+        rows, self._input_block = len(self._cell.rows), input_block
+        self._projected = np.empty((step.chunk, in_blocks(rows, input_block), batch), dtype)
         #: h before and after each step of a chunk, beside a 1 where biases are a column of its weight.
         self._states = np.ones((step.chunk + 1, hidden + step.has_bias_column, batch), dtype)
         self._zero = np.zeros((1, 1), dtype)
-        self._x = np.empty((step.chunk, batch, geometry.inputs), dtype) if "x" in step.copied else None
-        #: What this has of each argument and result but weights: of time a view (T, N, .), of states (N, H).
-        of_time: tuple[Any, ...] = (None if step.is_single else slice(None), samples)
-        of_states: tuple[Any, ...] = (samples,) if step.is_single else (direction, samples)
+        self._is_lone = batch == 1
+        x_shape = (geometry.inputs,) if self._is_lone else (batch, geometry.inputs)
+        self._x = np.empty((step.chunk, *x_shape), dtype) if "x" in step.copied else None
+        #: What this has of each argument and result but weights, as a view; None where it is all of it.  Of x (T, N, I), or
+        #: rows (T, I) of one sample; of the result (T, N, H), or (N, H) of a single step; of states (N, H).
+        every = None if batch == geometry.batch else samples
         columns = slice(direction * hidden, (direction + 1) * hidden)
-        own = {"x": of_time, "out": (*of_time, columns), "lengths": (samples,)}
-        own |= dict.fromkeys(("h0", "c0", "h", "c"), of_states)
+        own: dict[str, Any] = {"x": (slice(None), samples.start if self._is_lone else samples), "lengths": every}
+        own["out"] = (slice(None), samples, columns)
+        states: Any = (direction, samples)
+        if step.is_single:
+            states = own["out"] = every
+            own["x"] = every if self._is_lone else (None, samples)
+        own |= dict.fromkeys(("h0", "c0", "h", "c"), states)
         names = {role: operand.name for role, operand in problem.operands.items()}
         self._own = [(role, names[role], index) for role, index in own.items() if role in names]
+        self._has_cell_state = geometry.cell == "lstm"
         self._kept = {
             role: (names[role], (geometry.steps, geometry.batch, shape[-1] // max(1, hidden), hidden))
             for role, shape in (geometry.keeps.items() if problem.kept else ())
@@ -274,7 +315,7 @@ class _Sequence:
 
     def run(self, arrays: Mapping[str, Any], weights: Weights) -> None:
         """All steps, and the last states; arguments and results are given by name."""
-        own = {role: arrays[name][index] for role, name, index in self._own}
+        own = {role: arrays[name] if index is None else arrays[name][index] for role, name, index in self._own}
         kept = {
             role: arrays[name][self._direction].reshape(shape)[:, self._samples]
             for role, (name, shape) in self._kept.items()
@@ -285,17 +326,18 @@ class _Sequence:
             least, most = int(lengths.min()), int(lengths.max())
             out[most:] = 0
         h = self._initial(own.get("h0"))
-        cell.c[...] = self._initial(own.get("c0"))
+        if self._has_cell_state:
+            cell.c[...] = self._initial(own.get("c0"))
         for chunk in self._every if self._every and most == self._geometry.steps else self._chunks(most):
-            self._project(x[chunk.times], chunk, weights)
+            self._project(chunk.of(x), chunk, weights)
             chunk.first[...] = h
-            steps = chunk.steps if chunk.times.stop <= least else self._within(lengths, chunk.steps)
+            steps = chunk.steps if chunk.end <= least else self._within(lengths, chunk.steps)
             cell.advance(weights, steps, kept)
             h = chunk.last
-            out[chunk.times] = chunk.states
-            if chunk.times.stop > least:
-                past = np.greater_equal.outer(np.arange(chunk.times.start, chunk.times.stop), lengths)
-                np.copyto(out[chunk.times], 0, where=past[:, :, None])
+            chunk.of(out)[...] = chunk.states
+            if chunk.end > least:
+                past = np.greater_equal.outer(np.arange(chunk.begin, chunk.end), lengths)
+                np.copyto(chunk.of(out), 0, where=past[:, :, None])
         if "h" in own:
             own["h"][...] = h.T
         if "c" in own:
@@ -304,18 +346,32 @@ class _Sequence:
     def _chunks(self, most: int) -> Iterator[_Chunk]:
         """The steps before `most` in this direction's order, as views of the memory that they share."""
         order = slice(None, None, -1 if self._backwards else 1)
+        rows, hidden = len(self._cell.rows), self._geometry.hidden
         for first in range(0, most, self._step.chunk)[order]:
             count = min(self._step.chunk, most - first)
-            projected, before, after = self._projected[:count], self._states[:count], self._states[1 : count + 1]
+            written, before, after = self._projected[:count], self._states[:count], self._states[1 : count + 1]
+            projected = written[:, :rows]
             if self._backwards:
                 before, after = after, before
-            h_before, h_after = before[:, : self._geometry.hidden], after[:, : self._geometry.hidden]
+            h_before, h_after = before[:, :hidden], after[:, :hidden]
             times = range(first, first + count)
             cut = map(self._cell.cut, projected[order])
             steps = zip(times[order], cut, before[order], h_before[order], h_after[order])
-            rows = projected[:, :, 0] if projected.shape[2] == 1 else None
-            ends = h_before[order][0], h_after[order][-1]
-            yield _Chunk(slice(first, first + count), projected, rows, *ends, h_after.swapaxes(1, 2), steps)
+            if self._is_lone:
+                written = projected = projected[:, :, 0]
+            elif self._input_block:
+                written = written.reshape(count, -1, self._input_block, written.shape[2])
+            yield _Chunk(
+                begin=first,
+                end=first + count,
+                times=None if count == self._geometry.steps else slice(first, first + count),
+                projected=projected,
+                written=written,
+                first=h_before[order][0],
+                last=h_after[order][-1],
+                states=h_after.swapaxes(1, 2)[0] if self._step.is_single else h_after.swapaxes(1, 2),
+                steps=steps,
+            )
 
     def _within(self, lengths: np.ndarray, steps: Iterable[Step]) -> Iterator[Step]:
         """Steps for a cell to work out; after each, samples past their length get their old states back."""
@@ -338,9 +394,13 @@ class _Sequence:
             copy = self._x[: len(x)]
             copy[...] = x
             x = copy
-        if chunk.rows is not None:
-            np.dot(x[:, 0], weights.weight_ih.T, chunk.rows)
+        if self._is_lone:
+            np.dot(x, weights.weight_ih.T, chunk.written)
+        elif weights.projected is not None:
+            weights.projected(x.swapaxes(1, 2)[:, None], chunk.written)
         else:
-            np.matmul(weights.weight_ih, x.swapaxes(1, 2), chunk.projected)
-        if weights.input_bias is not None:
-            chunk.projected[:, weights.biased :] += weights.input_bias
+            np.matmul(weights.weight_ih, x.swapaxes(1, 2), chunk.written)
+        bias, first = weights.input_bias, weights.biased
+        if bias is not None:
+            projected = chunk.projected[:, first:] if first else chunk.projected
+            np.add(projected, bias if self._is_lone else bias[:, None], projected)

@@ -13,6 +13,7 @@ as long as names and Python's numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -20,11 +21,16 @@ import numpy as np
 from numpy import add, multiply, subtract, tanh
 
 from cupyconv.numpy.activations import activate
+from cupyconv.numpy.cost import SMALL_PRODUCT
 from cupyconv.problem.activations import Activation
 from cupyconv.problem.recurrence import RecurrentGeometry
 
 #: Activations that have no temporaries.
 IN_PLACE = ("none", "relu", "relu6", "clip", "sigmoid", "tanh", "affine", "scaled_tanh")
+#: Rows of a weight that are multiplied at a time, where BLAS would copy both factors of the whole product at each step.
+_BLOCKS = (64, 48, 32)
+#: Steps from which a copy of the weight in blocks takes less than it saves.
+_MANY_STEPS = 8
 #: Bytes of gates up to which one call for all of them takes less than one for each kind.
 _SMALL_GATES = 16 << 10
 
@@ -46,17 +52,49 @@ def _of_gates(geometry: RecurrentGeometry, direction: int) -> list[Activation]:
     return {"rnn": [f], "lstm": [f, f, *others[:1], f], "gru": [f, f, *others]}[geometry.cell]
 
 
+def block_of_rows(rows: int, columns: int, geometry: RecurrentGeometry, samples: int) -> int:
+    """Rows of the blocks that a weight is copied in, so that each is a small product; 0 where it is multiplied as it lies."""
+    if samples == 1 or geometry.steps < _MANY_STEPS or rows * columns * samples <= SMALL_PRODUCT:
+        return 0
+    small = [block for block in _BLOCKS if block * columns * samples <= SMALL_PRODUCT]
+    return min(small, key=lambda block: in_blocks(rows, block), default=0)
+
+
+def in_blocks(rows: int, block: int) -> int:
+    """The rows of all blocks: those of the last one that are too many hold nothing of interest."""
+    return -(-rows // block) * block if block else rows
+
+
+def multiplied_by(weight: np.ndarray, block: int) -> Callable[[np.ndarray, np.ndarray], object]:
+    """``product(factor, out)`` of a weight; of blocks, `out` is (blocks, rows of one, N).
+
+    A block lies column by column: its products are then quickest for few samples.
+    """
+    if not block:
+        return weight.dot  # the method of an array takes half the time of `np.matmul`
+    rows, columns = weight.shape
+    whole = rows // block * block
+    blocks = np.empty((in_blocks(rows, block) // block, columns, block), weight.dtype)
+    blocks[: rows // block] = weight[:whole].reshape(-1, block, columns).swapaxes(1, 2)
+    if whole < rows:
+        blocks[-1, :, : rows - whole], blocks[-1, :, rows - whole :] = weight[whole:].T, 0
+    return partial(np.matmul, blocks.swapaxes(1, 2))
+
+
 class Weights:
     """What one direction of a call multiplies and adds, in the dtype computed with.
 
     Where `slope` (G * H, 1) is given they are *folded*: copied, with the slopes, and with the biases that are added with
-    the state as one more column of `weight_hh`.
+    the state as one more column of `weight_hh`.  `block` and `input_block` are the rows of blocks that weight_hh and
+    weight_ih are multiplied in, see `block_of_rows`.
     """
 
     def __init__(
         self,
         geometry: RecurrentGeometry,
         slope: np.ndarray | None,
+        block: int,
+        input_block: int,
         weight_ih: np.ndarray,
         weight_hh: np.ndarray,
         bias_ih: np.ndarray | None = None,
@@ -66,8 +104,6 @@ class Weights:
         rows, hidden = weight_hh.shape
         is_gru = geometry.cell == "gru"
         resets_product = is_gru and geometry.linear_before_reset
-        bias_ih = None if bias_ih is None else bias_ih[:, None]
-        bias_hh = None if bias_hh is None else bias_hh[:, None]
         both = bias_hh if bias_ih is None else bias_ih if bias_hh is None else bias_ih + bias_hh
         #: Added with the inputs to the rows from `biased` on; and to the product that a gru's reset gate multiplies.
         self.input_bias, self.biased, self.candidate_bias = both, 0, None
@@ -77,25 +113,27 @@ class Weights:
             if slope is None:
                 self.input_bias = both.copy()
                 self.input_bias[first:] = 0 if with_inputs is None else with_inputs[first:]
-                self.candidate_bias = None if with_state is None else with_state[first:]
+                self.candidate_bias = None if with_state is None else with_state[first:, None]
             else:
                 joined = np.empty((rows, hidden + 1), weight_hh.dtype)
-                joined[:, :hidden], joined[:, hidden:] = weight_hh, both
-                joined[first:, hidden:] = 0 if with_state is None else with_state[first:]
+                joined[:, :hidden], joined[:, hidden] = weight_hh, both
+                joined[first:, hidden] = 0 if with_state is None else with_state[first:]
                 weight_hh = np.multiply(joined, slope, joined)
                 self.input_bias = None
                 if with_inputs is not None and first < rows:
-                    self.input_bias, self.biased = with_inputs[first:] * slope[first:], first
+                    self.input_bias, self.biased = with_inputs[first:] * slope[first:, 0], first
         elif slope is not None:
             weight_hh = weight_hh * slope
         self.weight_ih = weight_ih if slope is None else weight_ih * slope
+        #: The product of an input, where weight_ih is in blocks.
+        self.projected = multiplied_by(self.weight_ih, input_block) if input_block else None
         self.peephole = peephole
         if peephole is not None:
             self.peephole = peephole.reshape(3, hidden, 1) * (1 if slope is None else slope[0])
         #: ``recurrent(h, out)``, the state's product; ``candidate(h, out)``, that of a gru which resets the state.
-        #: The method of an array takes half the time of `np.matmul`.
-        self.recurrent = (weight_hh[: 2 * hidden] if is_gru and not resets_product else weight_hh).dot
-        self.candidate = weight_hh[2 * hidden :, :hidden].dot
+        first_rows = 2 * hidden if is_gru and not resets_product else rows
+        self.recurrent = multiplied_by(weight_hh[:first_rows], block)
+        self.candidate = None if first_rows == rows else multiplied_by(weight_hh[first_rows:, :hidden], block)
 
 
 class Cell:
@@ -106,12 +144,21 @@ class Cell:
     """
 
     def __init__(
-        self, geometry: RecurrentGeometry, direction: int, batch: int, dtype: np.dtype, peephole: bool, folded: bool
+        self,
+        geometry: RecurrentGeometry,
+        direction: int,
+        batch: int,
+        dtype: np.dtype,
+        peephole: bool,
+        folded: bool,
+        block: int,
     ) -> None:
-        self.geometry = geometry
-        self.gates = np.empty((geometry.gates, geometry.hidden, batch), dtype)
-        #: The gates as products write them.
-        self.rows = self.gates.reshape(-1, batch)
+        self.geometry, self._block = geometry, block
+        rows = geometry.gates * geometry.hidden
+        self._memory = np.empty((rows + block, batch), dtype)  # the last block of a product may end beyond the gates
+        #: The gates, and their rows one after the other.
+        self.rows = self._memory[:rows]
+        self.gates = self.rows.reshape(geometry.gates, geometry.hidden, batch)
         #: An lstm's other state.
         self.c = np.empty((geometry.hidden if geometry.cell == "lstm" else 0, batch), dtype)
         self._is_small = self.gates.nbytes <= _SMALL_GATES
@@ -133,6 +180,13 @@ class Cell:
     def advance(self, given: Weights, steps: Iterable[Step], kept: Kept) -> None:
         """Work out these steps, one after the other; `c` is the state that is not in them."""
         raise NotImplementedError
+
+    def _written(self, rows: np.ndarray) -> np.ndarray:
+        """Some rows of the gates, as a product writes them."""
+        if not self._block:
+            return rows
+        shape = in_blocks(len(rows), self._block) // self._block, self._block, rows.shape[1]
+        return np.ndarray(shape, rows.dtype, self._memory, rows.ctypes.data - self._memory.ctypes.data)
 
     def _spread(self, values: Sequence[float]) -> np.ndarray:
         """A number for each of some gates, as an array beside them: of small ones a whole one, which saves time in a call."""
@@ -195,8 +249,9 @@ class _Rnn(Cell):
 
     def advance(self, given: Weights, steps: Iterable[Step], kept: Kept) -> None:
         rows, recurrent, activate_gate, completes = self.rows, given.recurrent, self._activate, self._completes or kept
+        written = self._written(rows)
         for t, projected, factor, _, after in steps:
-            recurrent(factor, rows)
+            recurrent(factor, written)
             add(rows, projected, rows)
             if completes:
                 self._complete(kept, t)
@@ -221,8 +276,9 @@ class _Lstm(Cell):
         input_forget = self.geometry.input_forget
         of_cell = None if self._of_cell.name == "tanh" else self._of_cell
         i, f, g, o = gates
+        written = self._written(rows)
         for t, projected, factor, _, after in steps:
-            recurrent(factor, rows)
+            recurrent(factor, written)
             add(rows, projected, rows)
             if peephole is not None:
                 gates[:2] += multiply(peephole[:2], c, self._seen)
@@ -265,7 +321,8 @@ class _Gru(Cell):
 
     def advance(self, given: Weights, steps: Iterable[Step], kept: Kept) -> None:
         rz, (r, z, n), one, resets_product = self._rows_rz, self.gates, self._one, self.geometry.linear_before_reset
-        product, recurrent, candidate_bias = self.rows if resets_product else rz, given.recurrent, given.candidate_bias
+        product = self._written(self.rows if resets_product else rz)
+        written_n, recurrent, candidate_bias = self._written(n), given.recurrent, given.candidate_bias
         activate_rz, activate_n, completes = self._activate_rz, self._activate_n, self._completes or kept
         for t, (projected_rz, projected_n), factor, h, after in steps:
             recurrent(factor, product)
@@ -283,7 +340,8 @@ class _Gru(Cell):
                 multiply(r, h, r)
                 if kept:
                     kept["candidate"][t, :, 0] = r.T
-                given.candidate(r, n)
+                assert given.candidate is not None
+                given.candidate(r, written_n)
             add(n, projected_n, n)
             if completes:
                 self._complete_n(kept, t)

@@ -303,9 +303,10 @@ class Block:
     def tile(self, channels: int, first: int = 0, step: int = 1) -> Tile:
         """What all taps read of so many channels; with a step, of it every so many pixels along the width."""
         key = channels, first, step
-        if key not in self._tiles:
-            self._tiles[key] = Tile(self.geometry, self._itemsize, self._ranges, channels, first, step)
-        return self._tiles[key]
+        tile = self._tiles.get(key)
+        if tile is None:
+            tile = self._tiles[key] = Tile(self.geometry, self._itemsize, self._ranges, channels, first, step)
+        return tile
 
 
 class Tile:
@@ -396,8 +397,11 @@ class Images:
 
         With a step, of it every so many pixels along the width.
         """
-        image = self.scratch.array(f"tile {first}", block.tile(self.channels, first, step).shape)
-        self.read_tile(block, image, first, step)
+        tile = block.tile(self.channels, first, step)
+        image = self.scratch.array(f"tile {first}" if first else "tile", tile.shape)
+        if tile.starts_as_zeros:
+            image.fill(0)
+        self.read(tile.regions, block, image)
         return image
 
     def read_tile(self, block: Block, target: np.ndarray, first: int = 0, step: int = 1) -> None:

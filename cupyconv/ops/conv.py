@@ -230,16 +230,20 @@ def check_linmerge(given: Arrays, *, on: str | None = None, saving: bool = False
     return _conv_call(arguments, Axes(True, len(spatial)), inputs, geometry, spatial, saving, settings)
 
 
+_NO_PROLOGUE = (None, None, None)
+
+
 def unpack_prologue(arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments with the prologue in its three parts, each None where it is absent."""
-    parts = prologue_parts(arguments["prologue"])
+    prologue = arguments["prologue"]
+    parts = _NO_PROLOGUE if prologue is None else prologue_parts(prologue)
     arguments["scale"], arguments["shift"], arguments["prologue_activation"] = parts
     return arguments
 
 
 def prologue_parts(prologue: Any) -> tuple[Any, Any, Any]:
     """Scale, shift and activation, each None where it is absent."""
-    parts = (None, None, None) if prologue is None else prologue
+    parts = _NO_PROLOGUE if prologue is None else prologue
     if not isinstance(parts, (tuple, list)):
         raise TypeError(f"prologue must be None or a tuple (scale, shift, activation), given {prologue!r}")
     if len(parts) != 3:
