@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import NumpyStep
+from cupyconv.numpy.backend import NumpyStep, seconds_of
 from cupyconv.numpy.windows import (
     Block,
     Blocks,
@@ -207,7 +207,8 @@ class Draft(NamedTuple):
             self.sizes,
             method=self.method,
             rejected=rejected,
-            reason=f"{self.way.reason(problem.geometry)}; {cost.by_model(self.seconds)}",
+            reason=self.way.reason(problem.geometry),
+            price=cost.by_model(self.seconds),
             bytes_moved=problem.minimal_bytes * max(1, len(self.loops)),
             notes=problem.notes + _long_loop(sum(loop.turns for loop in self.loops)),
         )
@@ -226,7 +227,7 @@ def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[Bl
                 except NotApplicable as reason:
                     refusal = reason
                     continue
-                seconds = sum(loop.seconds for loop in loops)
+                seconds = seconds_of(loops)
                 if best is None or seconds < best.seconds:
                     best = Draft(problem, method, way, loops, sizes, seconds)
         if best is not None:

@@ -203,5 +203,4 @@ def product(run: ConvRun, weight: np.ndarray, columns: np.ndarray, block: Block)
     return sums.reshape(block.sums_shape)
 
 
-#: The first that applies and fits the workspace limit is taken.
 WAYS = (View, MecRows, Columns)
