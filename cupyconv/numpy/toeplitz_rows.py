@@ -26,7 +26,7 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.convolution import BLAS_REACH, MEMORY_BLOCK, temporaries
-from cupyconv.numpy.toeplitz import SMALL_PRODUCT, ToeplitzLoop, reach, strided, sum_is_finite, toeplitz
+from cupyconv.numpy.toeplitz import COPIES_BLOCK, SMALL_PRODUCT, ToeplitzLoop, reach, strided, sum_is_finite, toeplitz
 from cupyconv.numpy.windows import Block, Images, Scratch, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import Triple, even_part
@@ -61,7 +61,12 @@ class ToeplitzRows(ToeplitzLoop):
 
     @classmethod
     def aim(cls, problem: ConvProblem) -> tuple[int, int]:
-        return int(ROWS_BLOCK // (_pixel_bytes(problem) or 1)), problem.geometry.batch
+        # Larger than what stays in cache: beginning a block takes longer than memory of a farther one.
+        return int(COPIES_BLOCK // (_pixel_bytes(problem) or 1)), problem.geometry.batch
+
+    @property
+    def _calls(self) -> float:
+        return 16.0  # views of the memory of products, beside the products themselves
 
     @classmethod
     def rough_seconds(cls, problem: ConvProblem) -> float:
