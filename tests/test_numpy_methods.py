@@ -102,9 +102,10 @@ def test_a_method_without_room_gives_way(with_one_more):
 @pytest.mark.parametrize("name", ["gemm", "direct"])
 def test_the_last_way_of_a_method_applies_to_all_that_the_others_leave(name):
     """So that a named method is refused for want of room only, and one that is told apart by kind has no hole."""
-    from cupyconv.numpy import depthwise, direct, gemm, toeplitz
+    from cupyconv.numpy import depthwise, direct, gemm
+    from cupyconv.numpy.toeplitz_rows import ToeplitzRows
 
-    ways = {"gemm": (*gemm.WAYS, *toeplitz.WAYS), "direct": (*direct.WAYS, depthwise.ScaledRuns, depthwise.ScaledTaps)}[
+    ways = {"gemm": (*gemm.WAYS, ToeplitzRows), "direct": (*direct.WAYS, depthwise.ScaledRuns, depthwise.ScaledTaps)}[
         name
     ]
     rng = np.random.default_rng(0)

@@ -296,9 +296,14 @@ class BlockLoop(NumpyStep):
         """All calls, of which Python makes one after the other."""
         return self.turns * self.turn_calls
 
+    @property
+    def shares(self) -> int:
+        """Parts that threads take one after the other."""
+        return self.blocks
+
     @cached_property
     def seconds(self) -> float:
-        return cost.shared(self.work + self.fresh_work, self.calls, self.blocks, self.threads)
+        return cost.shared(self.work + self.fresh_work, self.calls, self.shares, self.threads)
 
     @property
     def fresh_work(self) -> float:
@@ -663,9 +668,9 @@ class ConvRun:
 
     def store(self, block: Block, sums: np.ndarray) -> None:
         """The epilogue of a block's sums."""
-        sums = sums.reshape(self.geometry.out_channels, *block.size).swapaxes(0, 1)
+        sums = sums.reshape(block.outputs.stop - block.outputs.start, *block.size).swapaxes(0, 1)
         if self.bias is not None:
-            sums += self.bias
+            sums += self.bias[block.outputs]
         if self.residual is not None:
             residual = block.of(self.residual)
             # Rounded to the result's dtype first, as an argument of that dtype would have been.

@@ -29,7 +29,8 @@ from cupyconv.numpy.convolution import (
 from cupyconv.numpy.direct import TapByTap
 from cupyconv.numpy.gemm import WAYS as COLUMNS_WAYS
 from cupyconv.numpy.mec import MecLoop, mec_columns
-from cupyconv.numpy.toeplitz import WAYS as TOEPLITZ_WAYS
+from cupyconv.numpy.toeplitz_rows import ToeplitzRows
+from cupyconv.numpy.toeplitz_runs import ToeplitzRuns
 from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry, even_part
@@ -257,6 +258,6 @@ class ScaledTaps(ScaledLoop, MecLoop):
 DEPTHWISE = {
     "winograd": WINOGRAD,
     "fft": FFT,
-    "gemm": Method((*TOEPLITZ_WAYS, *COLUMNS_WAYS)),
+    "gemm": Method((ToeplitzRows, ToeplitzRuns, *COLUMNS_WAYS)),
     "direct": Method((ScaledPixels, ScaledRuns, ScaledTaps, TapByTap)),
 }

@@ -260,27 +260,46 @@ _TILE_REGIONS: Cache[tuple[tuple[int, ...], tuple[Region, ...]]] = Cache(256)
 
 
 class Block:
-    """A part of the result, and what is read for it."""
+    """A part of the result, and what is read for it: some samples and pixels of all groups, or of some."""
 
-    def __init__(self, geometry: ConvGeometry, itemsize: int, ranges: tuple[range, ...]) -> None:
+    def __init__(
+        self, geometry: ConvGeometry, itemsize: int, ranges: tuple[range, ...], groups: slice | None = None
+    ) -> None:
         self.geometry, self._itemsize, self._ranges = geometry, itemsize, ranges
         self._tiles: dict[tuple[int, int, int], Tile] = {}
         samples, depth, height, width = map(len, ranges)
         self.size: BlockSize = (samples, depth, height, width)
+        self.groups = groups or slice(0, geometry.groups)
+        self.outputs = slice(self.groups.start * geometry.group_outputs, self.groups.stop * geometry.group_outputs)
         self._samples, *pixels = (slice(r.start, r.stop) for r in ranges)
-        self._at = (self._samples, slice(None), *pixels)
-        self._is_all = self.size == (geometry.batch, *geometry.out_size)
+        self._at = (self._samples, self.outputs if groups else slice(None), *pixels)
+        self._has_all_pixels = self.size == (geometry.batch, *geometry.out_size)
+        self._is_all = self._has_all_pixels and not groups
         self.area = prod(self.size)
         self.columns_shape = columns_shape(geometry, self.size)
-        self.sums_shape = (geometry.groups, geometry.group_outputs, *self.size)
+        self.sums_shape = (self.groups.stop - self.groups.start, geometry.group_outputs, *self.size)
 
     def of(self, image: np.ndarray) -> np.ndarray:
-        """These samples and pixels of an image of five axes."""
+        """These samples, channels and pixels of an image of the result's size, of five axes."""
         return image if self._is_all else image[self._at]
 
     def samples_of(self, image: np.ndarray) -> np.ndarray:
         """These samples of an image."""
-        return image if self._is_all else image[self._samples]
+        return image if self._has_all_pixels else image[self._samples]
+
+    def read_in_place(self, image: np.ndarray) -> tuple[np.ndarray, Triple]:
+        """What the windows read of an image (samples, channels, d, h, w), and their padding before it."""
+        geometry = self.geometry
+        at: list[Any] = [...]
+        before = []
+        axes = zip(self._ranges[1:], geometry.stride, geometry.before, geometry.span, geometry.size)
+        for outputs, stride, padding, span, size in axes:
+            begin = outputs.start * stride - padding
+            end = begin + (len(outputs) - 1) * stride + span
+            first = min(max(begin, 0), size)
+            at.append(slice(first, max(first, min(end, size))))
+            before.append(first - begin)
+        return self.samples_of(image)[tuple(at)], (before[0], before[1], before[2])
 
     def parts(self, size: BlockSize) -> Iterator[tuple[tuple[slice, ...], Block]]:
         """Blocks of this size that it falls into, and where they lie in it."""
@@ -346,12 +365,13 @@ class Tile:
 
 
 class Blocks:
-    """The blocks of a loop, in order; where they are few they are kept from run to run."""
+    """The blocks of a loop, in order, of some groups each where a part is given; few are kept from run to run."""
 
-    def __init__(self, geometry: ConvGeometry, size: BlockSize, itemsize: int) -> None:
+    def __init__(self, geometry: ConvGeometry, size: BlockSize, itemsize: int, part: int | None = None) -> None:
         self._geometry, self._itemsize = geometry, itemsize  # the latter of what is read
         self._axes = [ranges_of(extent, part) for extent, part in zip((geometry.batch, *geometry.out_size), size)]
-        few = prod(map(len, self._axes)) <= _KEPT_BLOCKS and geometry.taps <= _KEPT_TAPS
+        self._groups: list[slice | None] = list(parts_of(geometry.groups, part)) if part else [None]
+        few = len(self._groups) * prod(map(len, self._axes)) <= _KEPT_BLOCKS and geometry.taps <= _KEPT_TAPS
         self._kept = tuple(self._cut()) if few else None
 
     def __iter__(self) -> Iterator[Block]:
@@ -362,8 +382,8 @@ class Blocks:
         return self._cut(first, first + count) if self._kept is None else iter(self._kept[first : first + count])
 
     def _cut(self, first: int = 0, stop: int | None = None) -> Iterator[Block]:
-        cuts = islice(product(*self._axes), first, stop)
-        return (Block(self._geometry, self._itemsize, ranges) for ranges in cuts)
+        cuts = islice(product(product(*self._axes), self._groups), first, stop)
+        return (Block(self._geometry, self._itemsize, ranges, groups) for ranges, groups in cuts)
 
 
 class Images:

@@ -1,0 +1,405 @@
+"""Depthwise convolution by rows: Toeplitz matrices times rows of the image, and sums of what each tap beside gives.
+
+A matrix has the taps along the height (or depth); for each tap along the width there is one more below it.  One product gives,
+for each of these taps, what it adds to m rows of the result, as wide as the image is:
+
+::
+
+    matrices of w taps, each      rows of        lines of tap 0     | p0 p1 p2 p3 |      result     =   p0 p1 p2 ...  of tap 0
+    (m, m + k - 1), one below  x  the image  =   lines of tap 1     | p0 p1 p2 p3 |                  +  p1 p2 p3 ...  of tap 1
+    the other                     in place       lines of tap 2     | p0 p1 p2 p3 |                  +  p2 p3 p4 ...  of tap 2
+
+The lines of a tap follow each other in memory, and are added as one long run, that of each tap begun where its pixel is.  So
+is a product with a row of ones, of a view in which the runs of taps are the rows of a matrix.  Where a run would pass from one
+line to the next, beyond the end of the image, are zeros: written over the elements there, or between the lines.
+
+Of a three-dimensional kernel the taps along the axis beside have products of their own, of other rows, and are added too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache, cached_property
+from math import ceil, prod
+
+import numpy as np
+
+from cupyconv.numpy import cost
+from cupyconv.numpy.convolution import BLAS_REACH, MEMORY_BLOCK, temporaries
+from cupyconv.numpy.toeplitz import COPIES_BLOCK, SMALL_PRODUCT, ToeplitzLoop, reach, strided, sum_is_finite, toeplitz
+from cupyconv.numpy.windows import Block, Images, Scratch, parts_of, tile_shape
+from cupyconv.problem.arrays import ITEMSIZE, accumulator
+from cupyconv.problem.geometry import Triple, even_part
+from cupyconv.problem.problems import ConvProblem
+
+#: The most rows of outputs that one product computes.
+MOST_ROWS = 32
+#: Bytes of products that are added up while in cache.
+ROWS_BLOCK = 2 * MEMORY_BLOCK
+#: Elements of a matrix that OpenBLAS multiplies with a vector on one thread.
+ONE_THREAD = 9_000
+#: Fewest pixels beside each other that are worth a product of their own.
+LEAST_WIDTH = 64
+#: Seconds to begin a product, and a run of sums; of an element that is added up, of one of a matrix, and of a zero.
+BEGIN, RUN, ADD, MATRIX, CLEAR = 60e-9, 20e-9, 220e-12, 300e-12, 2.2e-9
+
+
+class ToeplitzRows(ToeplitzLoop):
+    """Neighbouring rows of outputs together: matrices times rows of the image, and sums of what each tap beside gives."""
+
+    name = "Toeplitz rows"
+    words = "products of Toeplitz matrices, several rows of outputs at a time, added up for the taps beside"
+
+    @classmethod
+    def applies(cls, problem: ConvProblem) -> bool:
+        geometry = problem.geometry
+        return geometry.is_depthwise and problem.is_one_kind and max(geometry.kernel[:2]) > 1
+
+    # Sizes
+
+    groups_bytes = ROWS_BLOCK
+
+    @classmethod
+    def aim(cls, problem: ConvProblem) -> tuple[int, int]:
+        # Larger than what stays in cache: beginning a block takes longer than memory of a farther one.
+        return int(COPIES_BLOCK // (_pixel_bytes(problem) or 1)), problem.geometry.batch
+
+    @property
+    def _calls(self) -> float:
+        return 16.0  # views of the memory of products, beside the products themselves
+
+    @classmethod
+    def rough_seconds(cls, problem: ConvProblem) -> float:
+        geometry = problem.geometry
+        axis = 1 if geometry.kernel[1] > 1 else 0
+        rows = geometry.taps // geometry.kernel[axis] * geometry.stride[2]
+        own = reach(geometry, axis, 6) * cost.MULTIPLY_ADD + cost.ADD / 2
+        outputs = geometry.batch * geometry.out_channels * geometry.pixels
+        return outputs * rows * own * cost.multiply_adds(problem)
+
+    @cached_property
+    def axis(self) -> int:
+        """The axis along which outputs are taken together: the last but the width with several taps."""
+        return 1 if self.geometry.kernel[1] > 1 else 0
+
+    @cached_property
+    def taps(self) -> tuple[int, int, int]:
+        """Those along the axis, along the one beside it, and along the width."""
+        kernel = self.geometry.kernel
+        return kernel[self.axis], kernel[1 - self.axis], kernel[2]
+
+    @cached_property
+    def is_in_place(self) -> bool:
+        """Whether products read rows of the image where they lie."""
+        geometry, (x, *more) = self.geometry, self.problem.xs
+        reads_borders = any(geometry.before + geometry.after)
+        if more or self.problem.prologue or x.dtype != self.x_dtype.name:
+            return False
+        if reads_borders and (geometry.padding_mode != "constant" or self.block[3] < geometry.out_size[2]):
+            return False
+        row = x.strides[2 + self.axis]
+        is_matrix = x.strides[4] in (0, 1) and (row >= geometry.size[2] or geometry.size[self.axis] == 1)
+        last = self._last(self.block[3])
+        reaches = min(geometry.size[2], last + geometry.span[2] - geometry.before[2]) > last
+        return is_matrix and reaches and row * reach(geometry, self.axis, MOST_ROWS) < BLAS_REACH
+
+    def _last(self, pixels: int) -> int:
+        """Where the last of so many outputs of a row lies in the rows that are added up."""
+        return (pixels - 1) * self.geometry.stride[2]
+
+    @cached_property
+    def rows(self) -> int:
+        """Rows of outputs that a product computes."""
+        samples, extent = self.block[0] * self.block[2 - self.axis], self.block[1 + self.axis]
+        most = min(extent, MOST_ROWS)
+        return min(range(1, most + 1), key=lambda rows: self._seconds_of(rows, samples, extent), default=1)
+
+    @cached_property
+    def tall(self) -> int:
+        """Rows of the image that a product reads."""
+        return reach(self.geometry, self.axis, self.rows)
+
+    @property
+    def products_work(self) -> float:
+        geometry, problem = self.geometry, self.problem
+        samples, extent = self.block[0] * self.block[2 - self.axis], self.block[1 + self.axis]
+        work = self.blocks * geometry.groups * self._seconds_of(self.rows, samples, extent)
+        if not self._adds_in_place:
+            work += cost.copied(prod(problem.out.shape), self.block[3], problem.dtype, geometry.stride[2] > 1)
+        return work
+
+    def _seconds_of(self, rows: int, samples: int, extent: int) -> float:
+        """What one group of a block takes, so many rows at a time, and its matrices."""
+        geometry, problem, (_, beside, width) = self.geometry, self.problem, self.taps
+        lines, columns = width * geometry.group_outputs, self._last(self.block[3]) + 1
+        tall, wide = reach(geometry, self.axis, rows), cost.width(problem.dtype)
+        run = 0.0 if self._is_result(rows, extent) else RUN + rows * (columns + self._apart) * ADD * wide
+        product = BEGIN + 1.2 * cost.product(rows * lines, tall, columns, problem)
+        return beside * (samples * ceil(extent / rows) * (product + lines * run) + lines * rows * tall * MATRIX * wide)
+
+    def _is_result(self, rows: int, extent: int) -> bool:
+        """Whether products are the result: there are no taps beside."""
+        is_sum = self.taps[1] * self.taps[2] * self.geometry.group_outputs > 1
+        return self._rows_are_result and not is_sum and extent % rows == 0
+
+    @cached_property
+    def _rows_are_result(self) -> bool:
+        """Whether rows of products have the pixels of the result's rows."""
+        return self.is_in_place and self.geometry.stride[2] == 1 and self.geometry.size[2] == self.block[3]
+
+    @cached_property
+    def _apart(self) -> int:
+        """Zeros between the rows of products, that taps read at the ends of the image.
+
+        Without them rows may be added up where the result lies; but then as many zeros are written again each time.
+        """
+        geometry, before = self.geometry, self.geometry.before[2]
+        if not self.is_in_place:
+            return 0
+        behind = [
+            self._last(self.block[3]) + tap * geometry.dilation[2] - before - geometry.size[2] + 1
+            for tap in range(self.taps[2])
+        ]
+        ends = [max(0, before - tap * geometry.dilation[2], beyond) for tap, beyond in enumerate(behind)]
+        most = max(ends)
+        if self._rows_are_result and sum(ends) * CLEAR < self.block[3] * cost.COPY + cost.RUN:
+            return 0
+        return most
+
+    @cached_property
+    def _adds_in_place(self) -> bool:
+        """Whether rows are added up where the result lies."""
+        return self._rows_are_result and not self._apart
+
+    @property
+    def tile_work(self) -> float:
+        return 0.0 if self.is_in_place else super().tile_work
+
+    @cached_property
+    def several(self) -> int:
+        """Groups whose products are in cache together."""
+        return even_part(self.geometry.groups, self._room // self._products_bytes)
+
+    @property
+    def _room(self) -> int:
+        return min(ROWS_BLOCK, self.problem.limit // (2 * self.problem.host.threads))
+
+    @cached_property
+    def _products_bytes(self) -> int:
+        """Bytes of a group's products, of what they are copied from, and of their sums."""
+        geometry, (_, beside, width) = self.geometry, self.taps
+        tiles = prod(self.block[:3]) // self.block[1 + self.axis] * ceil(self.block[1 + self.axis] / self.rows)
+        columns = self._last(self.block[3]) + geometry.span[2] + self._apart
+        row = self.rows * geometry.group_outputs * columns
+        products = tiles * (beside * width * (row + 2 * geometry.dilation[2]) + row * (not self._adds_in_place))
+        copies = 0 if self.is_in_place else 1 + temporaries(geometry, self.problem.prologue)
+        return (products + copies * prod(tile_shape(geometry, 1, self.block))) * self.x_dtype.itemsize
+
+    @property
+    def _group_bytes(self) -> int:
+        """Bytes of a group's kernel and matrices."""
+        lines = self.taps[1] * self.taps[2] * self.geometry.group_outputs
+        return lines * (self.rows * self.tall + self.taps[0]) * self.x_dtype.itemsize
+
+    @property
+    def workspace(self) -> int:
+        return super().workspace + self.several * self._products_bytes
+
+    # Sums
+
+    @cached_property
+    def _diagonals(self) -> np.ndarray:
+        """(taps, rows x elements): each tap's place in a Toeplitz matrix; kernels times this are such matrices."""
+        taps, axis = self.taps[0], self.axis
+        one = np.eye(taps, dtype=self.factor_dtype).reshape(taps, 1, taps)
+        return toeplitz(one, self.rows, self.geometry.stride[axis], self.geometry.dilation[axis])[:, 0, :, 0].reshape(
+            taps, -1
+        )
+
+    def _matrices(self, scratch: Scratch, kernels: np.ndarray) -> np.ndarray:
+        """(c, taps beside, taps of the width x outputs of each x rows, elements)."""
+        taps, beside, width = self.taps
+        order = (0, 2, 4, 1, 3) if self.axis == 1 else (0, 3, 4, 1, 2)
+        by_tap = kernels.transpose(order)
+        lines = scratch.array("kernels", by_tap.shape, self.factor_dtype)
+        lines[...] = by_tap
+        c, rows = len(kernels), width * self.geometry.group_outputs
+        matrices = scratch.array("matrices", (c, beside * rows, self.rows * self.tall), self.factor_dtype)
+        np.matmul(lines.reshape(c, beside * rows, taps), self._diagonals, out=matrices)
+        return matrices.reshape(c, beside, rows * self.rows, self.tall)
+
+    def arranged(self, weight: np.ndarray) -> np.ndarray:
+        return weight.reshape(*weight.shape[:2], *self.geometry.kernel)
+
+    def kernels(self, weight: np.ndarray) -> np.ndarray:
+        return weight
+
+    def multiply(self, images: Images, block: Block, weight: np.ndarray, sums: np.ndarray) -> bool:
+        scratch, geometry = images.scratch, self.geometry
+        if self.is_in_place:
+            image, before = block.read_in_place(images.inputs[0][0])
+            image = image.swapaxes(0, 1)
+        else:
+            image, before = scratch.array("tile", tile_shape(geometry, self.several, block.size)), (0, 0, 0)
+            image = image.reshape(self.several, *tile_shape(geometry, 1, block.size)[1:])
+        tile = image
+        if self.axis == 0:  # the axis beside before the axis of rows
+            image, sums = image.swapaxes(2, 3), sums.swapaxes(3, 4)
+        rows, (_, _, n, others, extent, pixels), stride = self.rows, sums.shape, geometry.stride[2]
+        tiles, width = -(-extent // rows), image.shape[4] + self._apart
+        matrices = self._matrices(scratch, weight)
+        is_result = self._is_result(rows, extent)
+        if is_result:
+            by_line = sums[:, 0].reshape(len(sums), n, others, tiles, 1, rows, width)
+        else:
+            products, by_line = self._memory(scratch, n, others, tiles, width)
+        steps = list(self._products(image, before, matrices, by_line[..., : image.shape[4]]))
+        additions, borders, total = [], [], None
+        if not is_result:
+            borders = [] if self._apart else list(self._borders(by_line, before[2], pixels))
+            runs = self._runs(products, before[2], width)
+            if self._adds_in_place and (extent == 1 or sums.strides[4] == width * sums.itemsize):
+                places = rows_as_runs(sums, rows)
+            else:
+                total = scratch.array("sums", (*runs.shape[:5], rows * width), sums.dtype)
+                places = [(slice(None), total)]
+                total = total.reshape(*runs.shape[:4], -1, width)[..., :extent, : self._last(pixels) + 1 : stride]
+            additions = [
+                (runs[:, :, :, :, tiles, :, piece], place[..., None, piece])
+                for tiles, place in places
+                for piece in parts_of(place.shape[-1], max(1, ONE_THREAD // runs.shape[5]))
+            ]
+        ones = np.ones((1, self.taps[1] * self.taps[2]), self.sums_dtype)
+        for groups in parts_of(len(sums), self.several):
+            some = slice(0, groups.stop - groups.start)
+            if not self.is_in_place:
+                images.some(groups).read_tile(block, tile[some])
+            for matrix, read, place in steps:
+                np.matmul(
+                    matrix[groups], read[groups if self.is_in_place else some], out=place[groups if is_result else some]
+                )
+            for border in borders:
+                border[some] = 0
+            for run, place in additions:
+                np.matmul(ones, run[some], out=place[groups if total is None else some])
+            if total is not None:
+                sums[groups] = total[some]
+        return sum_is_finite(sums[:, :, :, :, ::rows])
+
+    def _memory(self, scratch: Scratch, n: int, others: int, tiles: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """For some channels, (c, n, outputs beside, products, taps beside, run): the products' memory, and of it their lines.
+
+        The lines of all taps of the width are one run, between zeros that the first and the last of them reach into.
+        """
+        lines, gap = self.taps[2] * self.geometry.group_outputs * self.rows, self.taps[2] * self.geometry.dilation[2]
+        size = self.several, n, others, tiles, self.taps[1], lines * width + gap
+        memory = scratch.array("products", (gap + prod(size),), self.sums_dtype)
+        products = np.ndarray(size, memory.dtype, memory, gap * memory.itemsize)
+        by_line = products[..., : lines * width].reshape(*size[:5], lines, width)
+        memory[:gap], products[..., lines * width :] = 0, 0
+        by_line[..., width - self._apart :] = 0
+        return products, by_line
+
+    def _products(
+        self, image: np.ndarray, before: Triple, matrices: np.ndarray, by_line: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Matrices, rows of an image (c, n, axis beside, axis of rows, w), and where their products are written.
+
+        The latter are lines (c, n, outputs beside, products, taps beside, lines, w); those of rows that the image does not
+        have are zeros, which are written here.
+        """
+        n, others, tiles, taps, _, width = by_line.shape[1:]
+        stride, dilation = self.geometry.stride, self.geometry.dilation
+        of_c, of_n, across, along, item = image.strides
+        move = self.rows * stride[self.axis]
+        for tap in range(taps):
+            step, offset = stride[1 - self.axis], tap * dilation[1 - self.axis] - before[1 - self.axis]
+            inside, own = within(step, offset, image.shape[2], others), by_line[:, :, :, :, tap]
+            if inside != slice(0, others):
+                own[:, :, : inside.start] = 0
+                own[:, :, inside.stop :] = 0
+                if inside.start == inside.stop:
+                    continue
+            for some, reads in runs_of_tiles(tiles, move, self.tall, image.shape[3], before[self.axis]):
+                place = own[:, :, inside, some]
+                if not reads:
+                    place[...] = 0
+                    continue
+                read = strided(
+                    image,
+                    (inside.start * step + offset, some.start * move - before[self.axis] + reads.start, 0),
+                    (len(image), n, *place.shape[2:4], len(reads), width),
+                    (of_c, of_n, step * across, move * along, along, item),
+                )
+                matrix = matrices[:, None, None, None, tap, :, reads.start : reads.stop]
+                for columns in parts_of(width, self._columns):
+                    yield matrix, read[..., columns], place[..., columns]
+
+    @cached_property
+    def _columns(self) -> int:
+        """Columns up to which a product is a small one."""
+        most = SMALL_PRODUCT // (self.taps[2] * self.geometry.group_outputs * self.rows * self.tall)
+        return max(LEAST_WIDTH, most)
+
+    def _borders(self, by_line: np.ndarray, before: int, pixels: int) -> Iterator[np.ndarray]:
+        """What must be zeros, so that the run of a tap may pass from one row to the next."""
+        last, gap, width = self._last(pixels), self.geometry.dilation[2], by_line.shape[-1]
+        by_tap = by_line.reshape(*by_line.shape[:-2], self.taps[2], -1, width)
+        for tap in range(self.taps[2]):
+            offset = tap * gap - before
+            if offset < 0:
+                yield by_tap[..., tap, :, max(0, width + offset) :]
+            elif last + offset >= width:
+                yield by_tap[..., tap, :, : last + offset - width + 1]
+
+    def _runs(self, products: np.ndarray, before: int, width: int) -> np.ndarray:
+        """The lines of each tap as a run, begun where its pixel is: (c, outputs, n, others, products, taps, run)."""
+        outputs, row, gap = self.geometry.group_outputs, self.rows * width, self.geometry.dilation[2]
+        steps, item, taps = products.strides, products.itemsize, self.taps[1] * self.taps[2]
+        shape = (len(products), outputs, *products.shape[1:4], taps, row)
+        strides = (steps[0], row * item, *steps[1:4], (outputs * row + gap) * item, item)
+        # The first run begins in the zeros before it.
+        return np.ndarray(shape, products.dtype, products.base, (self.taps[2] * gap - before) * item, strides)
+
+
+def _pixel_bytes(problem: ConvProblem) -> int:
+    """Bytes of what products have of an output of one channel."""
+    geometry = problem.geometry
+    axis = 1 if geometry.kernel[1] > 1 else 0
+    taps = geometry.taps // geometry.kernel[axis]
+    return geometry.group_outputs * (taps + 1) * geometry.stride[2] * ITEMSIZE[accumulator(problem.x_dtype)]
+
+
+def within(stride: int, offset: int, size: int, outputs: int) -> slice:
+    """Of so many outputs those whose tap, at ``output * stride + offset``, lies in an image of this size."""
+    start = min(max(0, -(offset // stride)), outputs)
+    return slice(start, max(start, min(outputs, -((offset - size) // stride))))
+
+
+@cache
+def runs_of_tiles(tiles: int, step: int, tall: int, extent: int, before: int) -> list[tuple[slice, range]]:
+    """Runs of products, each `step` rows of an image further and `tall` rows high, and which of its rows the image has."""
+    runs: list[tuple[slice, range]] = []
+    for tile in range(tiles):
+        above = tile * step - before
+        start = min(max(0, -above), tall)
+        reads = range(start, max(start, min(tall, extent - above)))
+        if runs and runs[-1][1] == reads:
+            runs[-1] = slice(runs[-1][0].start, tile + 1), reads
+        else:
+            runs.append((slice(tile, tile + 1), reads))
+    return runs
+
+
+def rows_as_runs(sums: np.ndarray, rows: int) -> list[tuple[slice, np.ndarray]]:
+    """So many contiguous rows at a time as one run, and those that are left: which products these are, and the runs."""
+    *shape, extent, width = sums.shape
+    whole, left = divmod(extent, rows)
+    *strides, row, item = sums.strides
+    runs = []
+    for first, count, own in ((0, whole, rows * width), (whole, 1, left * width)):
+        if count and own:
+            begin = sums[:, :, :, :, first * rows :]
+            run = np.lib.stride_tricks.as_strided(begin, (*shape, count, own), (*strides, rows * row, item))
+            runs.append((slice(first, first + count), run))
+    return runs
