@@ -18,6 +18,7 @@ wants as many columns as the cache holds; what is bound by memory wants its bloc
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -81,6 +82,8 @@ INDEX_ARRAYS, INDEX_BYTES = 4, 8
 FEW_PRODUCTS = 1_000_000
 #: Bytes of the workspace limit below which a thread has no share worth planning for.
 LEAST_SHARE = 4 << 10
+#: How much longer a loop may take on half its threads where others on these are tried.
+FEWER_THREADS = 1.5
 #: What a turn of a loop takes at the least.
 TURN_SECONDS = 10e-6
 #: Pixels below which a block of columns is not cut: the products would be vectors.
@@ -200,6 +203,12 @@ class Draft(NamedTuple):
     sizes: Mapping[str, int]
     seconds: float
 
+    def may_gain_by(self, fewer: int) -> bool:
+        """Whether fewer threads may take less: for other blocks, which are worth trying only where these take about as long."""
+        if not self.problem.host.most:
+            return False
+        return sum(loop.seconds_on(fewer) for loop in self.loops) < FEWER_THREADS * self.seconds
+
     def plan(self, rejected: tuple[tuple[str, str], ...]) -> Plan:
         problem = self.problem
         return problem.planned(
@@ -214,11 +223,14 @@ class Draft(NamedTuple):
 
 
 def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[BlockLoop], ...]) -> Draft:
-    """The way that takes least; where the limit has no room for the blocks of all threads, for half as many, and so on."""
+    """The way that takes least; for half as many threads, and so on, where the limit has no room for the blocks of all, and
+    as long as that takes less.
+    """
     known: tuple[type[BlockLoop], ...] = import_module(ways).WAYS if isinstance(ways, str) else ways
     refusal = NotApplicable("there is no way to do it")
+    best: Draft | None = None
     while True:
-        best: Draft | None = None
+        before, host = best, problem.host
         for way in sorted(known, key=lambda way: way.turn_calls):
             if (best is None or way.turn_calls * cost.CALL < best.seconds) and way.applies(problem):
                 try:
@@ -229,12 +241,12 @@ def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[Bl
                 seconds = sum(loop.seconds for loop in loops)
                 if best is None or seconds < best.seconds:
                     best = Draft(problem, method, way, loops, sizes, seconds)
-        if best is not None:
+        fewer = max(1, min(host.threads // 2, problem.limit // LEAST_SHARE))
+        if best is not None and (host.threads <= 1 or best is before or not best.may_gain_by(fewer)):
             return best
-        if problem.host.threads <= 1:
+        if host.threads <= 1:
             raise refusal
-        fewer = max(1, min(problem.host.threads // 2, problem.limit // LEAST_SHARE))
-        problem = replace(problem, machine=HostModel(fewer))
+        problem = replace(problem, machine=replace(host, threads=fewer))
 
 
 def _long_loop(turns: int) -> tuple[str, ...]:
@@ -297,7 +309,11 @@ class BlockLoop(NumpyStep):
 
     @cached_property
     def seconds(self) -> float:
-        return cost.shared(self.work + self.fresh_work, self.calls, self.blocks, self.threads)
+        return self.seconds_on(self.threads)
+
+    def seconds_on(self, threads: int) -> float:
+        """What it takes where so many threads take its blocks."""
+        return cost.shared(self.work + self.fresh_work, self.calls, self.blocks, threads)
 
     @property
     def fresh_work(self) -> float:
@@ -312,6 +328,22 @@ class BlockLoop(NumpyStep):
     @cached_property
     def threads(self) -> int:
         return max(1, min(self.problem.host.threads, self.blocks))
+
+    @property
+    def by_blas(self) -> bool:
+        """Whether what one thread does is divided by BLAS: all that is too small for threads of ours, or not ours to choose."""
+        return self.problem.host.most <= 1
+
+    def holds_blas(self) -> bool:
+        """Whether products have one thread of BLAS now, though the loop has one too.
+
+        BLAS's threads look for work for a while after a product, on the processors that ours need: where these work between
+        times they are left alone.
+        """
+        if self.threads > 1 or not self.problem.host.most or self.geometry.products <= cost.SMALL_PRODUCT:
+            return False
+        threads = sys.modules.get("cupyconv.numpy.threads")  # without it there are none of ours
+        return not self.by_blas or (threads is not None and threads.ours_worked_lately())
 
     @cached_property
     def geometry(self) -> ConvGeometry:
@@ -527,10 +559,11 @@ class ConvLoop(PixelLoop):
         """Compute the result; arguments and result are given by name, and memory that other loops use too."""
         scratch = scratch or self.fresh or Scratch(self.x_dtype, self.rounds)
         finish = ConvRun(self, arrays, scratch).finish
-        if self.threads > 1:
+        holds_blas = self.holds_blas()
+        if self.threads > 1 or holds_blas:
             from cupyconv.numpy.threads import in_threads
 
-            in_threads(self.threads, finish, self.each_block)
+            in_threads(self.threads, finish, self.each_block, holds_blas)
             return
         for block in self.each_block:
             finish(block)

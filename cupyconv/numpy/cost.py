@@ -4,7 +4,7 @@ A loop over blocks says how much of each building block it has, of one thread; h
 
 ::
 
-    seconds  =  work / threads  +  calls  +  waking them
+    seconds  =  work / threads  +  calls  +  waking them                on one thread:  work  +  calls
 
 `work` is what runs in NumPy's and BLAS's own loops, `calls` what Python does between them, one thread at a time.
 
@@ -31,9 +31,11 @@ if TYPE_CHECKING:
 #: A call of NumPy, with the Python around it that finds out its arguments.
 CALL = 2.3e-6
 #: What a call takes longer where threads wait for each other to let go of the interpreter.
-HANDOVER = 1.6e-6
+HANDOVER = 2e-6
 #: Other threads that are woken, and waited for at the end.
-WAKE = 350e-6
+WAKE = 120e-6
+#: How much longer work takes where other cores work too, on the same memory.
+BESIDE_OTHERS = 1.25
 
 # --- products by BLAS -----------------------------------------------------------------------------------------
 
@@ -91,7 +93,7 @@ def shared(work: float, calls: float, parts: int, threads: int) -> float:
     """Work in so many equal parts, on threads, and calls of which one thread at a time is at the beginning or end."""
     if threads <= 1 or not parts:
         return work + calls * CALL
-    return work * ceil(parts / threads) / parts + calls * (CALL + HANDOVER) + WAKE
+    return BESIDE_OTHERS * work * ceil(parts / threads) / parts + calls * (CALL + HANDOVER) + WAKE
 
 
 def product(rows: float, reduction: float, columns: float, problem: ProductsProblem) -> float:

@@ -26,6 +26,8 @@ class HostModel:
     #: The backend that runs what is planned for it.
     backend: ClassVar[str] = "numpy"
     threads: int  # 0: as many as the backend finds worth it
+    #: As many as the backend found worth it, of which a way may take fewer; 0 where the caller has said how many there are.
+    most: int = 0
 
     def __str__(self) -> str:
         return f"{self.threads} thread" + "s" * (self.threads > 1)
