@@ -50,11 +50,6 @@ using Y = Y_DTYPE;
 using A = Accumulator<Y>;
 constexpr int MAX_BLOCK = 256;
 
-template <class R> __device__ __forceinline__ bool is_finite(R value) { return isfinite(value); }
-template <class R> __device__ __forceinline__ bool is_finite(Complex<R> value) {
-    return isfinite(value.re) && isfinite(value.im);
-}
-
 // One sum as it is defined.
 __device__ __forceinline__ A sum_of_window(const FinishTilesParams& params, long long n, int o, const Pixel& out) {
     const Windows& windows = params.windows;

@@ -75,6 +75,11 @@ template <class R> __device__ __forceinline__ void add_product(Complex<R>& sum, 
 template <class R> __device__ __forceinline__ R conjugate(R value) { return value; }
 template <class R> __device__ __forceinline__ Complex<R> conjugate(Complex<R> value) { return {value.re, -value.im}; }
 
+template <class R> __device__ __forceinline__ bool is_finite(R value) { return isfinite(value); }
+template <class R> __device__ __forceinline__ bool is_finite(Complex<R> value) {
+    return isfinite(value.re) && isfinite(value.im);
+}
+
 // COUNT neighbours in memory, moved by one instruction where they fill 4, 8 or 16 aligned bytes.
 template <class T, int COUNT>
 struct alignas(sizeof(T) * COUNT) Vector {

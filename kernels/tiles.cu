@@ -1,6 +1,6 @@
-// Tiles for transforms: boxes that overlap, cut out of a list of images; what padding is, the index map says.
+// Tiles for transforms: boxes that overlap, cut out of an image; what padding is, the index map says.
 //
-//     tiles[u, c, t] = scale * x[n, c, tile * stride - before + t]        u = (n, tile)      c counts all inputs' channels
+//     tiles[u, c, t] = scale * x[n, c, tile * stride - before + t]        u = (n, tile)
 //
 //     no M, no K: a copy.      N = (u, t), several channels c a thread
 //
@@ -8,7 +8,8 @@
 //                                                 u=1   c d e f g
 //
 // A kernel is one tile, as long as those of the image: where `dilation` passes 1, its elements lie that far apart, and
-// what lies between and behind them is zeros.
+// what lies between and behind them is zeros.  So are the gradients of a tile's windows, a stride apart: `read` of them
+// along each axis, those that follow are the next tile's.
 //
 // Neighbouring threads take neighbouring elements or, where channels lie side by side in tiles, channel_lanes of them
 // take neighbouring channels.  Where an element lies in x is worked out once for all channels of a thread.
@@ -22,13 +23,14 @@
 namespace cupyconv {
 
 struct TilesParams {
-    Sources sources;
+    Image x;
     Windows windows;  // a window is a tile: `kernel` is its size, `out` how many there are, `stride` how far apart
     Prologue prologue;
     void* tiles;
     long long stride_u, stride_c, stride_t;
     long long first_unit;  // the chunk: units first_unit ..., numbered through all samples
     double scale;
+    int read[3];
     int units, channels, channel_lanes;  // units * elements of a tile stay below 2^31
 };
 
@@ -61,17 +63,13 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) tiles(const __grid_const
             const int i = at[a] / windows.dilation[a];
             in.at[a] = padded_index(
                 tile.at[a] * windows.stride[a] - windows.before[a] + i, windows.size[a], windows.padding_mode);
-            inside = inside && in.at[a] >= 0 && i * windows.dilation[a] == at[a];
+            inside = inside && in.at[a] >= 0 && i < params.read[a] && i * windows.dilation[a] == at[a];
         }
         A* const to = static_cast<A*>(params.tiles) + u * params.stride_u + t * params.stride_t;
-        int s = 0;
         for (int c = blockIdx.y * lanes + lane; c < params.channels; c += gridDim.y * lanes) {
-            while (c >= params.sources.table[s].first + params.sources.table[s].channels) ++s;
-            const Source& source = params.sources.table[s];
             A value = A(0);
             if (inside) {
-                const Image& x = source.image;
-                Accumulator<X> element = widen(static_cast<const X*>(x.data)[x.at(n, c - source.first, in)]);
+                Accumulator<X> element = widen(static_cast<const X*>(params.x.data)[params.x.at(n, c, in)]);
                 if constexpr (PROLOGUE)
                     element = transformed(element, factors_of<Accumulator<X>>(params.prologue, c), params.prologue);
                 add_product(value, A(element), scale);

@@ -108,7 +108,7 @@ def gathered(monkeypatch):
     from cupyconv.call.operation import forget_calls
     from cupyconv.numpy import transposed
 
-    monkeypatch.setattr(transposed, "seconds_of", lambda plan: 0.0)
+    monkeypatch.setattr(transposed, "seconds_of", lambda steps: 0.0)
     forget_calls()
     yield
     forget_calls()

@@ -84,7 +84,7 @@ def test_the_choice_where_the_best_is_clear(best, factor, call):
 def test_explain_prints_what_each_method_takes():
     x, weight = zeros(8, 64, 56, 56), zeros(64, 64, 3, 3)
     plan = cupyconv.explain(conv, x, weight, padding=1)
-    assert plan.reason.endswith(" by the model")
+    assert plan.price.endswith(" by the model")
     others = dict(plan.rejected)
     assert all(others[name].endswith(" by the model") for name in {"winograd", "fft", "gemm", "direct"} - {plan.method})
     with cupyconv.options(allow_winograd=False):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
+import reference_gradients
 from recurrent_cases import RecurrentCase
 from targets import gpu_target
 from test_failing_memory import CALLS, ON_NUMPY_ONLY, arrays_on
@@ -259,6 +260,26 @@ def test_transforms_by_cupys_cufft(cupy, dtype):
     for limit in (None, 150_000):
         with cupyconv.options(workspace_limit=limit):
             assert error(call()) < 1e-5
+
+
+def test_a_weight_gradient_by_cupys_cufft(cupy):
+    """Of merged inputs; the emulated cuFFT works in more memory than is counted at first."""
+    from cupyconv.call.dispatch import backend_for
+
+    rng = np.random.default_rng(0)
+    grad, *xs = (rng.standard_normal((2, channels, 40, 37)).astype(np.float32) for channels in (3, 2, 1))
+    expected = reference_gradients.conv_grad_weight(grad, np.concatenate(xs, axis=1), (7, 7), padding=3)
+    arrays = cupy.asarray(grad), list(map(cupy.asarray, xs))
+    for limit in (None, 300_000):
+        with cupyconv.options(workspace_limit=limit):
+            actual = cupyconv.conv_grad_weight(*arrays, (7, 7), padding=3, method="fft")
+            plan = cupyconv.explain(cupyconv.conv_grad_weight, *arrays, (7, 7), padding=3, method="fft")
+        assert abs(actual.get() - expected).max() < 1e-5 * abs(expected).max()
+        assert limit is None or plan.workspace_bytes <= limit
+    device = backend_for({"x": actual}).device
+    assert device.model.transform_area > 1.5
+    area = device._thread.transforms[cupy.cuda.get_current_stream().ptr]._work_area.mem.size
+    assert area > 0
 
 
 def test_streams_share_no_transforms(cupy, machine):

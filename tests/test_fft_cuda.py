@@ -12,9 +12,11 @@ from fft_cases import CASES, DTYPES, MIXED, MODES, normal
 from tolerance import assert_close
 
 import cupyconv
+from cupyconv.call.explain import checked_call
 from cupyconv.call.operation import forget_calls
-from cupyconv.cuda.plan import fft
-from cupyconv.problem.plan import MAX_SOURCES, every_step
+from cupyconv.cuda.plan import tiles
+from cupyconv.cuda.plan.fft_weight_gradient import GradientTiling
+from cupyconv.problem.plan import MAX_SOURCES, Transform, every_step
 
 #: Orders of spectra, by whether they are interleaved.
 ORDERS = {"frequencies side by side": (False,), "channels side by side": (True,)}
@@ -23,7 +25,7 @@ ORDERS = {"frequencies side by side": (False,), "channels side by side": (True,)
 @pytest.fixture(params=ORDERS)
 def order(request, monkeypatch):
     """Spectra in one order alone."""
-    monkeypatch.setattr(fft, "ORDERS", ORDERS[request.param])
+    monkeypatch.setattr(tiles, "ORDERS", ORDERS[request.param])
     forget_calls()
     yield request.param
     forget_calls()
@@ -177,6 +179,28 @@ def test_without_room_it_is_refused_and_auto_goes_on():
         assert cupyconv.explain(cupyconv.conv, x, weight, on="sm_90").method != "fft"
 
 
+def test_a_device_that_needs_more_memory_for_transforms_is_planned_for(cuda_target, monkeypatch):
+    """It turns out as a plan is made ready; another that counts it keeps within the limit."""
+    device = cuda_target.device
+    monkeypatch.setattr(device, "transform_work", 40.0)
+    monkeypatch.setattr(device, "model", device.model)
+    forget_calls()
+    x, weight = normal(3, 2, 61, 47), normal(3, 2, 9, 9)
+    arrays = on(cuda_target, (x, weight))
+    with cupyconv.options(workspace_limit=400_000):
+        before = cupyconv.explain(cupyconv.conv, *arrays, method="fft")
+        y = cupyconv.conv(*arrays, method="fft")
+        after = cupyconv.explain(cupyconv.conv, *arrays, method="fft")
+    assert_close(y, reference.conv(x, weight), np.float32, weight[0].size, factor=4)
+    assert device.model.transform_area > 5 and after.workspace_bytes <= 400_000
+    for step in every_step(after.steps):
+        if isinstance(step, Transform):
+            assert step.work_bytes >= 40 * step.batch * np.prod(step.size)
+            assert step.work_bytes <= after.workspace[-1].nbytes or "shares" in after.reason
+    assert before.workspace != after.workspace
+    forget_calls()
+
+
 # --- infinities and NaN ---------------------------------------------------------------------------------------
 
 
@@ -200,7 +224,7 @@ def test_infinities_and_nan_are_where_the_definition_puts_them(cuda_target, orde
 
 
 def test_what_would_take_too_long_is_left_as_it_is(cuda_target, monkeypatch):
-    monkeypatch.setattr(fft, "MOST_PRODUCTS", 1000)
+    monkeypatch.setattr(tiles, "MOST_PRODUCTS", 1000)
     forget_calls()
     x, weight = normal(1, 1, 300, 30), normal(1, 1, 3, 3)
     x[0, 0, 5, 5] = np.nan
@@ -256,8 +280,8 @@ def test_auto_takes_it_for_the_gradient_of_a_deconvolution(mode):
         )
 
 
-def test_gradients_choose_another_method_where_there_are_no_transforms(cuda_target):
-    """A result by transforms has gradients by whatever is there; by name they are refused."""
+def test_the_gradients_of_a_result_by_transforms(cuda_target):
+    """All of them by whatever takes least."""
     x, weight = normal(2, 2, 40, 31), normal(3, 2, 9, 9)
     arrays = on(cuda_target, (x, weight))
     y, pullback = cupyconv.vjp(cupyconv.conv, *arrays, padding="same", padding_mode="reflect", method="fft")
@@ -268,8 +292,102 @@ def test_gradients_choose_another_method_where_there_are_no_transforms(cuda_targ
     assert_close(gradients.x, expected, np.float32, 6 * weight.size, factor=4)
     expected = reference_gradients.conv_grad_weight(grad, x, (9, 9), **settings)
     assert_close(gradients.weight, expected, np.float32, grad[:, 0].size, factor=4)
-    with pytest.raises(ValueError, match="'fft' does not apply: there is no such method"):
-        cupyconv.conv_grad_weight(cuda_target.to_device(grad), arrays[0], (9, 9), method="fft", **settings)
+
+
+def check_weight_gradient(target, grad, xs, weight, settings, *, limit=150_000):
+    merged = np.concatenate(xs, axis=1) if isinstance(xs, list) else xs
+    expected = reference_gradients.conv_grad_weight(grad, merged, weight[2:], **settings)
+    dtype = np.result_type(grad, merged)
+    arrays = target.to_device(grad), on(target, xs) if isinstance(xs, list) else target.to_device(xs)
+    out = target.to_device(np.full(expected.shape, np.nan, dtype))
+    for most in (None, limit):
+        with cupyconv.options(workspace_limit=most):
+            plan = cupyconv.explain(cupyconv.conv_grad_weight, *arrays, weight[2:], method="fft", **settings)
+            cupyconv.conv_grad_weight(*arrays, weight[2:], method="fft", out=out, **settings)
+        assert plan.method == "fft" and (most is None or plan.workspace_bytes <= most)
+        assert_close(out, expected, dtype, max(1, grad[:, :1].size), factor=4)
+    return plan
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_weight_gradient(cuda_target, order, name):
+    x, weight, settings = CASES[name]
+    x = normal(*x)
+    grad = normal(*reference.conv(x, normal(*weight), **settings).shape, seed=2)
+    if multiplies_numbers(np.empty(weight), settings) and order == "channels side by side":
+        with pytest.raises(ValueError, match="do not fit"):
+            cupyconv.conv_grad_weight(*on(cuda_target, (grad, x)), weight[2:], method="fft", **settings)
+        return
+    check_weight_gradient(cuda_target, grad, x, weight, settings)
+
+
+@pytest.mark.parametrize("dtypes", [*((dtype, dtype) for dtype in DTYPES if dtype != "float32"), *MIXED], ids=str)
+def test_dtypes_of_a_weight_gradient(cuda_target, order, dtypes):
+    """Of complex numbers it is of conjugates."""
+    for name in ("many channels", "symmetric"):
+        x, weight, settings = CASES[name]
+        shape = reference.conv(np.zeros(x), np.zeros(weight), **settings).shape
+        grad, x = normal(*shape, dtype=dtypes[0], seed=2), normal(*x, dtype=dtypes[1])
+        check_weight_gradient(cuda_target, grad, x, weight, settings, limit=None)
+
+
+def test_a_weight_gradient_of_merged_inputs(cuda_target, order):
+    """Each is transformed by itself, in the same memory, wherever groups begin; with a prologue, in strides of its own."""
+    xs = [normal(3, 5, 23, 17), normal(3, 23, 17, 2).transpose(0, 3, 1, 2), normal(3, 5, 46, 17)[:, :, ::2]]
+    for groups in (1, 3):
+        weight, settings = (6, 12 // groups, 5, 3), dict(groups=groups, padding=((2, 2), (1, 0)), stride=(2, 1))
+        grad = normal(*reference.conv(np.concatenate(xs, axis=1), normal(*weight), **settings).shape, seed=2)
+        check_weight_gradient(cuda_target, grad, xs, weight, settings)
+    scale, shift = normal(12), normal(12, seed=1)
+    images = reference.transformed(xs, scale, shift, "relu", axis=1)
+    weight, settings = normal(6, 4, 5, 3), dict(groups=3, padding="same")
+    grad = normal(3, 6, 23, 17)
+    expected = reference_gradients.conv_grad_weight(grad, images, (5, 3), **settings)
+    prologue = (*on(cuda_target, (scale, shift)), "relu")
+    arrays = on(cuda_target, xs), cuda_target.to_device(weight)
+    _, pullback = cupyconv.vjp(cupyconv.conv, *arrays, prologue=prologue, method="fft", **settings)
+    actual = pullback(cuda_target.to_device(grad), needs=("weight",)).weight
+    assert_close(actual, expected, np.float32, grad[:, 0].size, magnitude=10.0, factor=4)
+
+
+def test_a_weight_gradient_in_shares(cuda_target, order):
+    """Of outputs, and of groups, where the spectra of all kernels have no room."""
+    for channels, weight, groups in ((8, (24, 8, 11, 11), 1), (12, (24, 3, 11, 11), 4)):
+        xs = [normal(1, 5, 30, 30), normal(1, channels - 5, 30, 30)]
+        plan = check_weight_gradient(cuda_target, normal(1, 24, 20, 20), xs, weight, dict(groups=groups), limit=330_000)
+        assert "shares of" in plan.reason
+
+
+def test_a_weight_gradient_is_added_in_parts_where_tiles_are_small(cuda_target):
+    x, grad = normal(1, 1, 9000), normal(1, 1, 8993)
+    problem = checked_call(cupyconv.conv_grad_weight, *on(cuda_target, (grad, x)), (8,), method="fft").problem
+    small = GradientTiling(problem, (1, 1, 57), False)
+    assert small.sum_parts > 4 and GradientTiling(problem, (1, 1, 8993), False).sum_parts == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_a_weight_gradient_has_infinities_where_the_definition_puts_them(cuda_target, order, dtype):
+    x, grad = normal(2, 3, 40, 31, dtype=dtype), normal(2, 4, 36, 27, dtype=dtype)
+    x[0, 0, 0, 0], x[1, 2, 1, 0] = np.inf, np.nan
+    arrays = on(cuda_target, (grad, x))
+    actual = cupyconv.conv_grad_weight(*arrays, (5, 5), method="fft").get()
+    plain = cupyconv.conv_grad_weight(*arrays, (5, 5), method="direct").get()
+    finite = np.isfinite(plain)
+    assert finite.any() and not finite.all()
+    np.testing.assert_array_equal(np.isfinite(actual), finite)
+    np.testing.assert_allclose(actual[finite], plain[finite], rtol=1e-3, atol=1e-4 * abs(plain[finite]).max())
+
+
+def test_auto_takes_it_for_the_weight_of_a_large_kernel():
+    image = np.ones((1, 1, 1024, 1024), np.float32)
+    settings = dict(padding=31, on="sm_90")
+    plan = cupyconv.explain(cupyconv.conv_grad_weight, image, image, (63, 63), **settings)
+    assert plan.method == "fft" and "rounding errors" in plan.reason
+    with cupyconv.options(allow_fft=False):
+        plan = cupyconv.explain(cupyconv.conv_grad_weight, image, image, (63, 63), **settings)
+    assert plan.method != "fft"
+    settings = dict(padding=1, on="sm_90")
+    assert cupyconv.explain(cupyconv.conv_grad_weight, image, image, (3, 3), **settings).method != "fft"
 
 
 # --- the choice -----------------------------------------------------------------------------------------------
@@ -330,5 +448,5 @@ def test_it_is_not_captured(cuda_target, monkeypatch):
 def test_lengths_are_the_next_that_are_quick():
     quick = sorted(2**a * 3**b * 5**c * 7**d for a in range(12) for b in range(8) for c in range(6) for d in range(5))
     for least in (1, 2, 3, 11, 13, 17, 97, 121, 1000, 1086, 2047):
-        assert fft.fast_length(least) == next(n for n in quick if n >= least)
-        assert fft.fast_length(least, 2) == next(n for n in quick if n >= least and n % 2 == 0)
+        assert tiles.fast_length(least) == next(n for n in quick if n >= least)
+        assert tiles.fast_length(least, 2) == next(n for n in quick if n >= least and n % 2 == 0)

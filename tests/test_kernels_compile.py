@@ -116,7 +116,7 @@ def test_every_kernel_is_compiled_and_held_to_what_it_is_for():
     assert {variant.name for variant, _ in SOME_VARIANTS} == set(NAMES)
     assert {variant.name for variant, architecture in SOME_VARIANTS if is_fast(variant) and is_planned(variant, architecture)} == {
         "merge", "im2col", "epilogue", "epilogue_grad", "prologue_grad", "depthwise", "implicit_gemm", "conv_pair", "pool",
-        "channels_last", "col2im", "tiles", "spectra", "depthwise_weight_gradient", "implicit_weight_gradient",
+        "channels_last", "col2im", "tiles", "spectra", "spectra_gradient", "depthwise_weight_gradient", "implicit_weight_gradient",
         "pool_gradient", "recurrent_step", "recurrent_persistent", "recurrent_gradient", "recurrent_inputs",
     }  # fmt: skip
     assert {variant.name for variant, _ in SOME_VARIANTS if wide_accesses(variant)} == {"merge", "im2col", "epilogue"}
@@ -361,6 +361,8 @@ def constant_assertions(name: str) -> list[str]:
         "col2im",
         "channels_last",
         "spectra",
+        "spectra_gradient",
+        "finish_weight_tiles",
         "pack_weight",
         "pool",
         "pool_gradient",

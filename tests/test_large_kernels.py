@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 import reference
 import reference_gradients
+import test_avg_pool
+import test_max_pool
 from peak_memory import peak_bytes
+from targets import numpy_target
 from tolerance import assert_exact
 
 import cupyconv
+from cupyconv.call.operation import forget_calls
+from cupyconv.numpy import pool_windows, pooling
 from cupyconv.problem import kept
 
 SIZE = 1500
@@ -80,6 +86,22 @@ def pooling_gradient() -> tuple[np.ndarray, np.ndarray]:
     return cupyconv.vjp(cupyconv.max_pool, x, SIZE)[1](grad).x, expected
 
 
+def place_of_the_largest() -> tuple[np.ndarray, np.ndarray]:
+    (x,) = planes(2 * SIZE)
+    x[0, 0, 700, 800] = 2
+    return cupyconv.max_pool(x, 2 * SIZE, return_indices=True)[1].astype(np.float32), np.full((1, 1, 1, 1), 2_100_800)
+
+
+def mean() -> tuple[np.ndarray, np.ndarray]:
+    """And how its gradient comes back: a share for each element."""
+    (x,) = planes(2 * SIZE)
+    x = x.reshape(1, 1, -1).astype(np.float16)
+    y, pullback = cupyconv.vjp(cupyconv.avg_pool, x, x.shape[2:])
+    assert_exact(y, x.mean(keepdims=True, dtype=np.float64).astype(np.float16), "float16")
+    gradient = pullback(np.full((1, 1, 1), 60_000, np.float16)).x
+    return gradient.astype(np.float32), np.full(x.shape, np.float16(60_000 / x.size))
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -93,6 +115,8 @@ def pooling_gradient() -> tuple[np.ndarray, np.ndarray]:
         weight_gradient,
         large_weight_gradient,
         pooling_gradient,
+        place_of_the_largest,
+        mean,
     ],
 )
 def test_a_kernel_as_large_as_the_image(case: Callable[[], tuple[np.ndarray, np.ndarray]]):
@@ -137,6 +161,41 @@ def test_more_taps_than_pixels(size, kernel, settings, dtype, mode, limit):
         assert_exact(cupyconv.im2col(x, kernel, **windows), columns, name)
         image = cupyconv.col2im(columns.astype(dtype), size, kernel, **windows)
     assert_exact(image, reference.col2im(columns, size, kernel, **windows), name)
+
+
+@pytest.mark.parametrize("of_any", [
+    test_max_pool.test_every_maximum, test_max_pool.test_where_the_first_of_the_largest_lies,
+    test_max_pool.test_the_gradient_goes_to_the_first_of_the_largest,
+    test_avg_pool.test_every_mean, test_avg_pool.test_means_of_random_numbers, test_avg_pool.test_every_share_of_a_gradient,
+], ids=lambda test: test.__name__)  # fmt: skip
+@pytest.mark.parametrize("piece", [1, 5])
+def test_pooling_window_by_window(of_any, piece, monkeypatch):
+    """As where windows are few and their taps many, and larger than what is looked through at once."""
+    monkeypatch.setattr(pool_windows, "PIECE", piece)
+    monkeypatch.setattr(pooling, "few", lambda windows, taps: True)
+    monkeypatch.setattr(pooling, "MANY_TAPS", 0)
+    forget_calls()
+    try:
+        of_any(target=numpy_target())
+    finally:
+        forget_calls()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("size", [(2100, 2100), (2, 3, 4_000_000), (300, 300, 200)], ids=str)
+def test_pooling_of_all_of_an_image_keeps_within_the_limit(size, dtype):
+    """It was refused from 2050 x 2050 on."""
+    size, channels = (size[2:], size[1]) if size[0] == 2 else (size, 1)
+    x = np.ones((1, channels, *size), dtype)
+    for function, settings in (
+        (cupyconv.max_pool, {}),
+        (cupyconv.max_pool, {"return_indices": True}),
+        (cupyconv.avg_pool, {}),
+    ):
+        assert peak_bytes(partial(function, x, size, **settings)) < 17 << 20
+        y, pullback = cupyconv.vjp(function, x, size, **settings)
+        grad = y[0] if settings else y
+        assert peak_bytes(partial(pullback, grad)) < x.nbytes + (17 << 20)
 
 
 def test_a_long_loop_is_announced():

@@ -43,7 +43,7 @@ def is_fast(kernel: Kernel) -> bool:
     direct and transposed are for generality: there a few bytes spilled cost little beside the scattered access.
     """
     fast = ("merge", "im2col", "epilogue", "epilogue_grad", "prologue_grad", "depthwise", "implicit_gemm", "conv_pair")
-    of_transforms = ("tiles", "spectra")
+    of_transforms = ("tiles", "spectra", "spectra_gradient")
     return kernel.name in (
         *fast,
         *of_transforms,
@@ -122,6 +122,12 @@ def all_variants() -> tuple[Kernel, ...]:
         *_col2im_variants(),
         *_tiles_variants(),
         *(_kernel("spectra", DTYPE=dtype) for dtype in DTYPES if is_complex(dtype)),
+        *(_kernel("spectra_gradient", DTYPE=dtype) for dtype in DTYPES if is_complex(dtype)),
+        *(
+            _kernel("finish_weight_tiles", X_DTYPE=x, G_DTYPE=grad, Y_DTYPE=result, **prologue)
+            for x, grad, result in (dtypes.values() for dtypes in _products())
+            for prologue in PROLOGUES
+        ),
         *(_kernel("finish_tiles", **dtypes, **prologue) for dtypes in _products() for prologue in PROLOGUES),
         *(
             _kernel(name, DTYPE=dtype, CHANNELS=CHANNELS, NUMBER=number)

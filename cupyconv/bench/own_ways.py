@@ -77,7 +77,7 @@ class Ours(Participant):
 def _described(plan: Plan) -> dict[str, Any]:
     launches = [launch for step in plan.steps for launch in _launches(step)]
     return {
-        "reason": plan.reason,
+        "reason": plan.how,
         "steps": len(plan.steps),
         "kernel_launches": len(launches),
         "kernels": sorted({launch.kernel.name for launch in launches}),

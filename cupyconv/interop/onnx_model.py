@@ -527,9 +527,9 @@ class ModelStep:
         if self.plan is None:
             return f"  {self.op:20} -> {self.outputs[0]}"
         plan = self.plan
-        reason = f": {plan.reason}" if plan.reason else ""
+        how = f": {plan.how}" if plan.how else ""
         work = f"{plan.flops:,} FLOP, {plan.bytes_moved:,} B moved, workspace {plan.workspace_bytes:,} B"
-        return f"  {self.op:20} -> {self.outputs[0]}\n    {plan.problem}\n    {plan.method}{reason}; {work}"
+        return f"  {self.op:20} -> {self.outputs[0]}\n    {plan.problem}\n    {plan.method}{how}; {work}"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from cupyconv.problem import passes, problems, recurrence
-from cupyconv.problem.plan import Plan
+from cupyconv.problem.plan import Plan, Step
 from cupyconv.problem.problems import HostModel, Problem
 
 if TYPE_CHECKING:
@@ -53,6 +53,11 @@ class NumpyStep:
     def run(self, arrays: Mapping[str, Any]) -> None:
         """Compute the results; arguments and results are given by name."""
         raise NotImplementedError
+
+
+def seconds_of(steps: Iterable[Step]) -> float:
+    """What steps of this backend take by the model of `cost`, one after the other."""
+    return sum(step.seconds for step in cast("Iterable[NumpyStep]", steps))
 
 
 class NumpyBackend:

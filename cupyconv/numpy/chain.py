@@ -35,9 +35,9 @@ import numpy as np
 from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.convolution import ConvLoop, plan_conv
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import Scratch, five_axes, ranges_of
+from cupyconv.numpy.windows import Scratch, five_axes
 from cupyconv.problem.arrays import Operand, accumulator, dtype_from_name
-from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
+from cupyconv.problem.geometry import ConvGeometry, Triple, even_part, ranges_of
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import ChainProblem, ConvProblem, HostModel, NotApplicable, without_empty_inputs
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import NumpyStep
+from cupyconv.numpy.backend import NumpyStep, seconds_of
 from cupyconv.numpy.windows import (
     Block,
     Blocks,
@@ -55,7 +55,6 @@ from cupyconv.problem.problems import METHODS as PUBLIC_METHODS
 from cupyconv.problem.problems import (
     NO_SUCH_METHOD,
     ConvProblem,
-    HostModel,
     NotApplicable,
     ProductsProblem,
     ProductsProblemT,
@@ -216,7 +215,8 @@ class Draft(NamedTuple):
             self.sizes,
             method=self.method,
             rejected=rejected,
-            reason=f"{self.way.reason(problem.geometry)}; {cost.by_model(self.seconds)}",
+            reason=self.way.reason(problem.geometry),
+            price=cost.by_model(self.seconds),
             bytes_moved=problem.minimal_bytes * max(1, len(self.loops)),
             notes=problem.notes + _long_loop(sum(loop.turns for loop in self.loops)),
         )
@@ -238,7 +238,7 @@ def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[Bl
                 except NotApplicable as reason:
                     refusal = reason
                     continue
-                seconds = sum(loop.seconds for loop in loops)
+                seconds = seconds_of(loops)
                 if best is None or seconds < best.seconds:
                     best = Draft(problem, method, way, loops, sizes, seconds)
         fewer = max(1, min(host.threads // 2, problem.limit // LEAST_SHARE))
@@ -526,7 +526,7 @@ class ConvLoop(PixelLoop):
     @classmethod
     def loops(cls, problem: ConvProblem) -> tuple[Sequence[Self], Mapping[str, int]]:
         if cls.thread_bytes and problem.host.threads * cls.thread_bytes > problem.limit:
-            problem = replace(problem, machine=HostModel(max(1, problem.limit // cls.thread_bytes)))
+            problem = replace(problem, machine=replace(problem.host, threads=max(1, problem.limit // cls.thread_bytes)))
         copied = weight_copy(problem)
         weight = copied + cls.weight_bytes(problem)
         loop = cls.fitted(problem, weight + 2 * Plan.ALIGNMENT, problem.limit_with(copied))

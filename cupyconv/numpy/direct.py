@@ -81,5 +81,4 @@ class TapByTap(ConvLoop):
         return sums
 
 
-#: The first that applies and fits the workspace limit is taken.
 WAYS = (TapByTap,)

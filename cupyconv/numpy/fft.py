@@ -37,9 +37,9 @@ from cupyconv.numpy.gemm import product as multiplied
 from cupyconv.numpy.gemm import with_parts
 from cupyconv.numpy.spectra import BLOCK, MOST_PRODUCTS, Tile, block_extents, dilated, every, with_lines
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import Block, BlockSize, Scratch, largest_block, parts_of, ranges_of, tile_size
+from cupyconv.numpy.windows import Block, BlockSize, Scratch, largest_block, parts_of, tile_size
 from cupyconv.problem.arrays import product_flops
-from cupyconv.problem.geometry import even_part
+from cupyconv.problem.geometry import even_part, ranges_of
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 from cupyconv.problem.transforms import ERRORS, is_real, no_room, share_problem, share_sizes

@@ -20,13 +20,13 @@ from typing import Any, cast
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import NumpyStep
+from cupyconv.numpy.backend import NumpyStep, seconds_of
 from cupyconv.numpy.gathered import GatheredLoop, plan_gathered
 from cupyconv.numpy.windows import five_axes, padded_index
 from cupyconv.problem.arrays import accumulator
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Buffer, Plan
-from cupyconv.problem.problems import HostModel, NotApplicable, TransposedProblem
+from cupyconv.problem.problems import NotApplicable, TransposedProblem
 
 #: Elements of the padded image for each of the image's, up to which the borders are worth a few calls each.
 MOST_PADDED = 2
@@ -54,7 +54,7 @@ class Border(NumpyStep):
 
     @property
     def seconds(self) -> float:
-        return sum(loop.seconds for loop in self.loops) + cost.BORDER_CALLS * cost.CALL
+        return seconds_of(self.loops) + cost.BORDER_CALLS * cost.CALL
 
     def __str__(self) -> str:
         extents = " x ".join(str(len(along)) for along in self.box)
@@ -129,16 +129,16 @@ def plan_folded(problem: TransposedProblem, plan_part: Callable[[TransposedProbl
         if problem.method == "winograd":
             part = replace(part, method="auto")  # it is not for strips
         threads = max(1, min(problem.host.threads, part.flops // THREAD_FLOPS))
-        plan = plan_part(replace(part, machine=HostModel(threads)))
+        plan = plan_part(replace(part, machine=replace(problem.host, threads=threads)))
         beside = max(beside, 2 * nbytes)
         workspace = max(workspace, plan.workspace_bytes + 2 * nbytes)
         steps.append(Border(problem, box, cast("tuple[NumpyStep, ...]", plan.steps)))
-    seconds = sum(step.seconds for step in cast("list[NumpyStep]", steps))
     return replace(
         image,
         problem=problem.title,
         steps=tuple(steps),
-        reason=f"{image.reason.rpartition(';')[0]}, borders apart; {cost.by_model(seconds)}",
+        reason=f"{image.reason}, borders apart",
+        price=cost.by_model(seconds_of(steps)),
         workspace=(Buffer("borders", beside), Buffer("blocks", workspace - beside)),
     )
 

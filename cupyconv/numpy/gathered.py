@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import NumpyStep
+from cupyconv.numpy.backend import NumpyStep, seconds_of
 from cupyconv.numpy.convolution import ConvLoop, plan_conv
 from cupyconv.numpy.windows import five_axes
 from cupyconv.problem.arrays import c_strides
@@ -140,8 +140,7 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
         loops = [loop for loop in plan.steps if isinstance(loop, ConvLoop)]
         steps += [GatheredLoop(problem, loop, part.geometry, name, first, phase) for loop in loops]
     largest = max(plans, key=lambda plan: plan.flops)
-    seconds, of = sum(step.seconds for step in steps), ", of its largest part" * (len(plans) > 1)
-    words = largest.reason.rpartition(";")[0]
+    of = ", of its largest part" * (len(plans) > 1)
     sizes = {"weight": weight, "blocks": max(plan.workspace_bytes for plan in plans)}
     return replace(
         largest,
@@ -153,6 +152,7 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
         minimal_bytes=problem.minimal_bytes,
         notes=problem.notes,
         rejected=tuple((name, f"{why}{of}") for name, why in largest.rejected),
-        reason=f"gathered{f' in {len(plans)} parts' if of else ''}, {words}; {cost.by_model(seconds)}",
+        reason=f"gathered{f' in {len(plans)} parts' if of else ''}, {largest.reason}",
+        price=cost.by_model(seconds_of(steps)),
         workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items()) if steps else (),
     )

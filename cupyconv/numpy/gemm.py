@@ -245,5 +245,4 @@ def multiply(weight: np.ndarray, columns: np.ndarray, threads: int, place: np.nd
     return sums
 
 
-#: The first that applies and fits the workspace limit is taken.
 WAYS = (View, MecRows, Columns)

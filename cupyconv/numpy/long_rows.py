@@ -289,5 +289,4 @@ class Layout:
         self.is_in_order = self.length == block[3]
 
 
-#: The first that applies and fits the workspace limit is taken.
 WAYS = (LongRows, *ANY_GROUPS)

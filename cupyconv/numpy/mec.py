@@ -197,11 +197,8 @@ class MecRows(ConvLoop):
 
     @property
     def work(self) -> float:
-        geometry, axis, phases = (
-            self.geometry,
-            self.geometry.outermost,
-            min(self._period, self.block[1 + self.geometry.outermost]),
-        )
+        geometry, axis = self.geometry, self.geometry.outermost
+        phases = min(self._period, self.block[1 + axis])
         row = prod(self.block[2 + axis :])
         rows = self.blocks * prod(self.block[: 2 + axis]) * geometry.groups
         products = rows * cost.product(geometry.group_outputs, geometry.reduction, row, self.problem)

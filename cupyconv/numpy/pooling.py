@@ -2,12 +2,14 @@
 
 The maximum of a window, or its sum, is taken along one axis after the other, a slice for every tap: kd + kh + kw
 passes instead of kd * kh * kw, and the first ones, over whole rows, leave less for the last.  The gradient of a mean goes
-the same way back.  Where a maximum lies is asked of every tap, the last one first: the answer of the first stays.
+the same way back.  Along an axis of few windows with many taps each, both go over the windows, a call for each.  Where a
+maximum lies is asked of every tap, the last one first: the answer of the first stays.
 
 The gradient of a maximum goes over all taps in row-major order.  A tap whose element is its window's maximum takes
-what is left of the window's gradient, so the first one takes all of it.  Where a block has fewer windows than taps, it
-goes over the windows, and looks for the first such tap of each.  A block is of elements, and looks at every window over
-them: no block depends on another, and each element's sum has the same order however the blocks are cut.
+what is left of the window's gradient, so the first one takes all of it.  A block is of elements, and looks at every window
+over them: no block depends on another, and each element's sum has the same order however the blocks are cut.
+
+Where a block has fewer windows than taps, both look for the first largest element of each window, a piece at a time.
 """
 
 from __future__ import annotations
@@ -17,15 +19,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 
 from cupyconv.numpy.backend import NumpyStep
+from cupyconv.numpy.pool_windows import (
+    PIECE,
+    Elements,
+    Outputs,
+    everywhere,
+    few,
+    first_largest,
+    most_read,
+    most_windows,
+    on_axis,
+)
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import Scratch, axis_segments, block_words, five_axes
+from cupyconv.numpy.windows import Scratch, block_words, five_axes
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
-from cupyconv.problem.geometry import Windows, even_part
+from cupyconv.problem.geometry import even_part
 from cupyconv.problem.passes import (
     AvgPoolGradientProblem,
     AvgPoolProblem,
@@ -40,7 +53,9 @@ from cupyconv.problem.plan import Plan
 BLOCK_BYTES = 512 << 10
 #: Slices along an axis, of all its blocks and taps, up to which they are worked out before: more take megabytes.
 _KEPT_SLICES = 4096
-#: Bytes of the place in its window that a plane's largest element has.
+#: Taps along an axis for each of its windows, from which on a call for each window takes less than one for each tap.
+MANY_TAPS = 32
+#: Bytes of the places that a plane's largest element has, in a piece and in its window.
 PLACE_BYTES = 128
 
 #: Elements of a block along the axes (n, c, d, h, w).
@@ -190,33 +205,6 @@ def _largest_block(shape: Sequence[int], axes: Sequence[int], fits: Callable[[Bl
     return block
 
 
-class _Outputs(NamedTuple):
-    """A run of outputs along an axis: the elements that their windows read, and for every tap those it reads of them."""
-
-    out: slice
-    read: slice
-    taps: tuple[tuple[slice, slice], ...]  # positions of outputs, elements
-
-    @classmethod
-    def of(cls, windows: Windows, axis: int, outputs: range) -> _Outputs:
-        read = _read(windows, axis, outputs)
-        offsets = _offsets(windows, axis, read.start)
-        taps = [_inside(outputs, read.stop - read.start, windows.stride[axis], offset) for offset in offsets]
-        return cls(slice(outputs.start, outputs.stop), read, tuple(tap for tap in taps if tap is not None))
-
-    @property
-    def length(self) -> int:
-        return self.out.stop - self.out.start
-
-    @property
-    def is_view(self) -> bool:
-        """Whether there is nothing to compare: every output is an element."""
-        return len(self.taps) == 1 and self.covered(self.taps[0])
-
-    def covered(self, tap: tuple[slice, slice]) -> bool:
-        return tap[0] == slice(0, self.length)
-
-
 class Reduction(PoolingStep):
     """One number of every window, by a ufunc that takes its elements in any order."""
 
@@ -224,50 +212,80 @@ class Reduction(PoolingStep):
     of_nothing: ClassVar[float]
 
     def part(self, axis: int, run: range) -> Any:
-        return _Outputs.of(self.problem.windows, axis, run)
+        return Outputs.of(self.problem.windows, axis, run, self.by_window(axis))
+
+    def by_window(self, axis: int) -> bool:
+        """Whether the block goes over its windows along an axis, and not over their taps."""
+        return MANY_TAPS * self.block[2 + axis] <= self.problem.windows.kernel[axis]
+
+    @property
+    def compared(self) -> list[int]:
+        """The axes that are not a view, of a block whose windows all lie inside."""
+        windows = self.problem.windows
+        padded = [windows.out_size[axis] * windows.stride[axis] > windows.size[axis] for axis in range(3)]
+        return [axis for axis in range(3) if windows.kernel[axis] > 1 or windows.before[axis] or padded[axis]]
+
+    @property
+    def copies(self) -> bool:
+        """Whether 16-bit images are widened before they are read; a call for each window does so by itself."""
+        return self.widened and not (self.compared and self.by_window(self.compared[0]))
 
     @property
     def touched(self) -> int:
         outputs = self.block[2:]
-        return prod(self.block[:2]) * (prod(_most_read(self.problem.windows, outputs)) + prod(outputs))
+        return prod(self.block[:2]) * (prod(most_read(self.problem.windows, outputs)) + prod(outputs))
 
     @property
     def temporaries(self) -> tuple[int, int]:
-        """What is left along one axis, and then another; widened: what the block reads, and its result."""
-        outputs, read = self.block[2:], _most_read(self.problem.windows, self.block[2:])
-        partial = outputs[0] * read[1] * read[2] + outputs[0] * outputs[1] * read[2]
-        return partial + (prod(read) + prod(outputs)) * self.widened, 0
+        """What is left along each compared axis but the last; widened: what the block reads, and its result."""
+        outputs, read = self.block[2:], most_read(self.problem.windows, self.block[2:])
+        partial = sum(prod((*outputs[: axis + 1], *read[axis + 1 :])) for axis in self.compared[:-1])
+        return partial + prod(read) * self.copies + prod(outputs) * self.widened, 0
+
+    def image(self, x: np.ndarray, dtype: np.dtype, new: NewArray, parts: Sequence[Outputs]) -> np.ndarray:
+        """What a block reads, in a dtype that can be compared in."""
+        image = x[everywhere([part.read for part in parts])]
+        return _widened("image", image, dtype, new) if self.copies else image
 
     def reduced(
-        self, dtype: np.dtype, new: NewArray, image: np.ndarray, out: np.ndarray, parts: Sequence[_Outputs]
+        self, dtype: np.dtype, new: NewArray, image: np.ndarray, out: np.ndarray, parts: Sequence[Outputs]
     ) -> np.ndarray:
         """The numbers of what a block reads: in its `out` if they can be, else a temporary, or a view of single elements."""
         compared = [axis for axis in range(3) if not parts[axis].is_view]
         for axis, part in enumerate(parts):
             if part.is_view:
-                image = image[_along(axis, part.taps[0][1])]
+                image = image[on_axis(axis, part.taps[0][1])]
                 continue
             shape = (*image.shape[: 2 + axis], part.length, *image.shape[3 + axis :])
             in_place = axis == compared[-1] and out.dtype == dtype and shape == out.shape
             partial = out if in_place else new(f"partial {axis}", shape, dtype)
-            self._reduce_along(axis, part, image, partial)
+            (self._reduce_each if part.each else self._reduce_along)(axis, part, image, partial)
             image = partial
         return image
 
-    def _reduce_along(self, axis: int, part: _Outputs, image: np.ndarray, partial: np.ndarray) -> None:
+    def _reduce_each(self, axis: int, part: Outputs, image: np.ndarray, partial: np.ndarray) -> None:
+        """Window by window along one axis; `of_nothing` where all of one falls on padding."""
+        for at, elements in enumerate(part.each):
+            number, read = partial[on_axis(axis, slice(at, at + 1))], image[on_axis(axis, elements)]
+            if read.size:
+                self.ufunc.reduce(read, 2 + axis, partial.dtype, number, keepdims=True)
+            else:
+                number.fill(self.of_nothing)
+
+    def _reduce_along(self, axis: int, part: Outputs, image: np.ndarray, partial: np.ndarray) -> None:
         """Over the taps of one axis; `of_nothing` where all of them fall on padding."""
         covering = [elements for at, elements in part.taps if part.covered((at, elements))][:2]
         rest = [tap for tap in part.taps if tap[1] not in covering]
         if len(covering) == 2:
-            one, other = (image[_along(axis, elements)] for elements in covering)
+            one, other = (image[on_axis(axis, elements)] for elements in covering)
             self.ufunc(one, other, out=partial)
         elif covering:
-            partial[...] = image[_along(axis, covering[0])]
+            partial[...] = image[on_axis(axis, covering[0])]
         else:
             partial.fill(self.of_nothing)
         for at, elements in rest:
-            so_far = partial[_along(axis, at)]
-            self.ufunc(so_far, image[_along(axis, elements)], out=so_far)
+            so_far = partial[on_axis(axis, at)]
+            self.ufunc(so_far, image[on_axis(axis, elements)], out=so_far)
 
 
 class MaxPool(Reduction):
@@ -275,16 +293,16 @@ class MaxPool(Reduction):
 
     ufunc, of_nothing = np.maximum, -np.inf
 
-    def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[_Outputs]) -> None:
+    def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[Outputs]) -> None:
         self.largest(dtype, new, images, parts)
 
     def largest(
-        self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[_Outputs]
+        self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[Outputs]
     ) -> tuple[np.ndarray, np.ndarray]:
         """What the block reads, and the largest of each window, which are written too."""
         x, out = images[:2]
-        image = _widened("image", x[_everywhere([part.read for part in parts])], dtype, new)
-        out = out[_everywhere([part.out for part in parts])]
+        image = self.image(x, dtype, new, parts)
+        out = out[everywhere([part.out for part in parts])]
         largest = self.reduced(dtype, new, image, out, parts)
         if largest is not out:
             out[...] = largest
@@ -294,21 +312,54 @@ class MaxPool(Reduction):
 class LargestPlaces(MaxPool):
     """The largest element of every window, and where it lies."""
 
+    def by_window(self, axis: int) -> bool:
+        """All axes or none."""
+        return few(prod(self.block[2:]), self.problem.windows.taps)
+
     @property
     def touched(self) -> int:
         return super().touched + prod(self.block) * -(-8 // ITEMSIZE[self.dtype])
 
     @property
     def temporaries(self) -> tuple[int, int]:
-        """And which elements are the largest, or NaN."""
+        """And which elements are the largest, or NaN; of few windows a piece of one, and where its largest is."""
+        if self.by_window(0):
+            return 2 * min(self.problem.windows.taps, PIECE), PLACE_BYTES
         return super().temporaries[0], 2 * prod(self.block[2:])
 
     @property
     def shared(self) -> int:
         """Places of the elements that a block reads, of 8 bytes each."""
-        return prod(_most_read(self.problem.windows, self.block[2:])) * -(-8 // ITEMSIZE[self.dtype])
+        if self.by_window(0):
+            return 0
+        return prod(most_read(self.problem.windows, self.block[2:])) * -(-8 // ITEMSIZE[self.dtype])
 
-    def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[_Outputs]) -> None:
+    def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[Outputs]) -> None:
+        if self.by_window(0):
+            self._finish_each(dtype, images, parts)
+        else:
+            self._finish_by_tap(dtype, new, images, parts)
+
+    def _finish_each(self, dtype: np.dtype, images: Sequence[np.ndarray], parts: Sequence[Outputs]) -> None:
+        height, width = images[0].shape[3:]
+        x = images[0][everywhere([part.read for part in parts])]
+        out, indices = (image[everywhere([part.out for part in parts])] for image in images[1:])
+        for window in product(*(range(part.length) for part in parts)):
+            read = [part.each[at] for part, at in zip(parts, window)]
+            here = everywhere(window)
+            elements = x[everywhere(read)]
+            if elements[0, 0].size == 0:
+                out[here], indices[here] = self.of_nothing, -1
+                continue
+            out[here], places = first_largest(elements, dtype)
+            index = np.zeros(elements.shape[:2], np.int64)
+            for part, along, place, step in zip(parts, read, places, (height * width, width, 1)):
+                index += (place * along.step + (along.start + part.read.start)) * step
+            indices[here] = index
+
+    def _finish_by_tap(
+        self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[Outputs]
+    ) -> None:
         image, largest = self.largest(dtype, new, images, parts)
         height, width = images[0].shape[3:]
         places = new("places", (1, 1, *(part.read.stop - part.read.start for part in parts)), np.dtype(np.int64))
@@ -316,12 +367,12 @@ class LargestPlaces(MaxPool):
         for axis, (run, step) in enumerate(zip([part.read for part in parts], (height * width, width, 1))):
             along = np.arange(run.start * step, run.stop * step, step).reshape(-1, *(1,) * (2 - axis))
             places += along
-        indices = images[2][_everywhere([part.out for part in parts])]
+        indices = images[2][everywhere([part.out for part in parts])]
         indices.fill(-1)
         hit = new("hit", largest.shape, np.dtype(bool))
         some_are_nan = bool(np.isnan(largest).any())
         for tap in product(*(part.taps[::-1] for part in parts)):
-            at, elements = (_everywhere(slices) for slices in zip(*tap))
+            at, elements = (everywhere(slices) for slices in zip(*tap))
             hits = hit[at]
             np.equal(image[elements], largest[at], out=hits)
             if some_are_nan:
@@ -341,13 +392,13 @@ class AvgPool(Reduction):
         return prod(self.block[2:])
 
     def part(self, axis: int, run: range) -> Any:
-        return _Outputs.of(self.problem.windows, axis, run), _counts(self.problem, axis, run)
+        return super().part(axis, run), _counts(self.problem, axis, run)
 
     def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[Any]) -> None:
         x, out = images
         runs, counts = zip(*parts)
-        out = out[_everywhere([run.out for run in runs])]
-        image = _widened("image", x[_everywhere([run.read for run in runs])], dtype, new)
+        out = out[everywhere([run.out for run in runs])]
+        image = self.image(x, dtype, new, runs)
         sums = self.reduced(dtype, new, image, out, runs)
         means = out if out.dtype == dtype else sums  # of 16-bit images a copy that may be written to
         np.divide(sums, _outer("taps", counts, dtype, new), out=means)
@@ -355,105 +406,79 @@ class AvgPool(Reduction):
             out[...] = means
 
 
-class _Elements(NamedTuple):
-    """A run of elements along an axis, the windows over it, and all that those read."""
-
-    elements: slice
-    windows: slice
-    read: slice
-    taps: tuple[tuple[slice, slice, slice, slice], ...]  # windows and elements read; of these, elements of the run
-    each_window: tuple[slice, ...]  # of the elements read, those of each window
-
-    @classmethod
-    def of(cls, windows: Windows, axis: int, elements: range) -> _Elements:
-        stride, before = windows.stride[axis], windows.before[axis]
-        first = max(0, -((windows.span[axis] - 1 - before - elements.start) // stride))
-        over = range(first, max(first, min(windows.out_size[axis], (elements[-1] + before) // stride + 1)))
-        read = _read(windows, axis, over) if over else slice(0, 0)
-        taps = []
-        for in_read, in_run in zip(_offsets(windows, axis, read.start), _offsets(windows, axis, elements.start)):
-            reads = _inside(over, read.stop - read.start, stride, in_read)
-            own = _inside(over, len(elements), stride, in_run) or (slice(0, 0), slice(0, 0))
-            if reads is not None:
-                taps.append((*reads, *own))
-        dilation, kernel = windows.dilation[axis], range(windows.kernel[axis])
-        starts = [window * stride - before - read.start for window in over]
-        each = [_inside(kernel, read.stop - read.start, dilation, start) or (slice(0, 0),) * 2 for start in starts]
-        return cls(
-            slice(elements.start, elements.stop),
-            slice(over.start, over.stop),
-            read,
-            tuple(taps),
-            tuple(in_read for _, in_read in each),
-        )
-
-
 class Adjoint(PoolingStep):
     """Gradients of elements, from those of the windows over them."""
 
     def part(self, axis: int, run: range) -> Any:
-        return _Elements.of(self.problem.windows, axis, run)
+        return Elements.of(self.problem.windows, axis, run, self.by_window(axis))
+
+    def by_window(self, axis: int) -> bool:
+        """Whether a block goes over its windows along an axis, and not over their taps."""
+        raise NotImplementedError
 
     @property
     def touched(self) -> int:
         elements = self.block[2:]
-        return prod(self.block[:2]) * (2 * prod(elements) + 4 * prod(_most_windows(self.problem.windows, elements)))
+        return prod(self.block[:2]) * (2 * prod(elements) + 4 * prod(most_windows(self.problem.windows, elements)))
 
 
 class MaxPoolGradient(Adjoint):
     """Each window's gradient, at the element that was its largest."""
 
+    def by_window(self, axis: int) -> bool:
+        """All axes or none."""
+        windows = self.problem.windows
+        return few(prod(most_windows(windows, self.block[2:])), windows.taps)
+
+    @property
+    def touched(self) -> int:
+        """A plane is never cut where each of its parts would look for the largest of the same windows again."""
+        return 0 if self.by_window(0) and prod(self.block[:2]) == 1 else super().touched
+
     @property
     def temporaries(self) -> tuple[int, int]:
         """What is left of the gradient, what a tap takes, and which do; widened: all that the block reads and writes."""
         elements, windows = self.block[2:], self.problem.windows
-        over = _most_windows(windows, elements)
-        copies = prod(over) + prod(_most_read(windows, over)) + prod(elements)
-        flags = 2 * windows.taps + PLACE_BYTES if self._by_window(prod(over), windows.taps) else 2 * prod(over)
-        return 2 * prod(over) + copies * self.widened, flags
+        over = most_windows(windows, elements)
+        if self.by_window(0):
+            return 2 * min(windows.taps, PIECE) + prod(elements) * self.widened, PLACE_BYTES
+        copies = prod(over) + prod(most_read(windows, over)) + prod(elements)
+        return 2 * prod(over) + copies * self.widened, 2 * prod(over)
 
-    @staticmethod
-    def _by_window(windows: int, taps: int) -> bool:
-        """Whether a block with so many windows of so many taps goes over the windows."""
-        return 4 * windows < taps
-
-    def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[_Elements]) -> None:
-        windows = self.problem.windows
+    def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[Elements]) -> None:
         x, y, grad, out = images
-        over = _everywhere([part.windows for part in parts])
-        out = out[_everywhere([part.elements for part in parts])]
+        over = everywhere([part.windows for part in parts])
+        image, out = x[everywhere([part.read for part in parts])], out[everywhere([part.elements for part in parts])]
         sums = out if out.dtype == dtype else new("sums", out.shape, dtype)
         sums[...] = 0
-        image = _widened("image", x[_everywhere([part.read for part in parts])], dtype, new)
-        largest = _widened("largest", y[over], dtype, new)
-        left = new("left", largest.shape, dtype)
-        left[...] = grad[over]
-        some_are_nan = bool(np.isnan(largest).any())
-        if self._by_window(prod(left.shape[2:]), windows.taps):
-            _add_by_window(parts, image, largest, left, sums, some_are_nan)
+        if self.by_window(0):
+            _add_by_window(parts, image, grad[over], sums)
         else:
-            self._add_by_tap(new, parts, image, largest, left, sums, some_are_nan)
+            image, largest = _widened("image", image, dtype, new), _widened("largest", y[over], dtype, new)
+            left = new("left", largest.shape, dtype)
+            left[...] = grad[over]
+            self._add_by_tap(new, parts, image, largest, left, sums)
         if sums is not out:
             out[...] = sums
 
     def _add_by_tap(
         self,
         new: NewArray,
-        parts: Sequence[_Elements],
+        parts: Sequence[Elements],
         image: np.ndarray,
         largest: np.ndarray,
         left: np.ndarray,
         sums: np.ndarray,
-        some_are_nan: bool,
     ) -> None:
         windows, dtype = self.problem.windows, left.dtype
+        some_are_nan = bool(np.isnan(largest).any())
         # Taken and left as bits: a mask splits them exactly, infinities and NaNs too.
         bits = np.dtype(f"i{dtype.itemsize}")
         taken, hit = new("taken", left.shape, bits), new("hit", left.shape, np.dtype(bool))
         left_bits, taken_numbers = left.view(bits), taken.view(dtype)
         once = all(span <= stride for span, stride in zip(windows.span, windows.stride))
         for tap in product(*(part.taps for part in parts)):
-            at, elements, own_at, own = (_everywhere(slices) for slices in zip(*tap))
+            at, elements, own_at, own = (everywhere(slices) for slices in zip(*tap))
             hits, mask, rest = hit[at], taken[at], left_bits[at]
             np.equal(image[elements], largest[at], out=hits)
             if some_are_nan:
@@ -468,32 +493,19 @@ class MaxPoolGradient(Adjoint):
                 sums[own] += taken_numbers[own_at]
 
 
-def _add_by_window(
-    parts: Sequence[_Elements],
-    image: np.ndarray,
-    largest: np.ndarray,
-    left: np.ndarray,
-    sums: np.ndarray,
-    some_are_nan: bool,
-) -> None:
+def _add_by_window(parts: Sequence[Elements], image: np.ndarray, grad: np.ndarray, sums: np.ndarray) -> None:
     """The last window first: an element's sum has the order that going over the taps gives it."""
-    for window in product(*(reversed(range(len(part.each_window))) for part in parts)):
-        read = [part.each_window[at] for part, at in zip(parts, window)]
-        elements = image[_everywhere(read)]
-        if elements.size == 0:
+    for window in product(*(reversed(range(len(part.each))) for part in parts)):
+        read = [part.each[at] for part, at in zip(parts, window)]
+        elements = image[everywhere(read)]
+        if elements[0, 0].size == 0:
             continue
-        hits = elements == largest[_everywhere(window)][..., None, None, None]
-        if some_are_nan:
-            hits |= np.isnan(elements)
-        by_plane = hits.reshape(*hits.shape[:2], -1)
-        first = by_plane.argmax(-1)
-        is_own = np.take_along_axis(by_plane, first[..., None], -1)[..., 0]
-        places = []
-        for part, along, place in zip(parts, read, np.unravel_index(first, hits.shape[2:])):
+        is_own, places = np.ones(elements.shape[:2], bool), []
+        for part, along, place in zip(parts, read, first_largest(elements, sums.dtype)[1]):
             place = place * along.step + (along.start + part.read.start - part.elements.start)
             is_own &= (place >= 0) & (place < part.elements.stop - part.elements.start)
             places.append(place)
-        sums[(*np.nonzero(is_own), *(place[is_own] for place in places))] += left[_everywhere(window)][is_own]
+        sums[(*np.nonzero(is_own), *(place[is_own] for place in places))] += grad[everywhere(window)][is_own]
 
 
 class AvgPoolGradient(Adjoint):
@@ -501,17 +513,21 @@ class AvgPoolGradient(Adjoint):
 
     problem: AvgPoolGradientProblem
 
+    def by_window(self, axis: int) -> bool:
+        windows = self.problem.windows
+        return MANY_TAPS * most_windows(windows, self.block[2:])[axis] <= windows.kernel[axis]
+
     @property
     def temporaries(self) -> tuple[int, int]:
         """Shares of every window; their sums along one axis, and then another; widened: of all three."""
-        elements, over = self.block[2:], _most_windows(self.problem.windows, self.block[2:])
+        elements, over = self.block[2:], most_windows(self.problem.windows, self.block[2:])
         partial = elements[0] * over[1] * over[2] + elements[0] * elements[1] * over[2]
         return prod(over) + partial + prod(elements) * self.widened, 0
 
     @property
     def shared(self) -> int:
         """How many taps count, of every window."""
-        return prod(_most_windows(self.problem.windows, self.block[2:]))
+        return prod(most_windows(self.problem.windows, self.block[2:]))
 
     def part(self, axis: int, run: range) -> Any:
         part = super().part(axis, run)
@@ -520,8 +536,8 @@ class AvgPoolGradient(Adjoint):
     def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[Any]) -> None:
         grad, out = images
         runs, counts = zip(*parts)
-        over = grad[_everywhere([run.windows for run in runs])]
-        out = out[_everywhere([run.elements for run in runs])]
+        over = grad[everywhere([run.windows for run in runs])]
+        out = out[everywhere([run.elements for run in runs])]
         shares = new("shares", over.shape, dtype)
         shares[...] = over
         shares /= _outer("taps", counts, dtype, new)
@@ -530,7 +546,9 @@ class AvgPoolGradient(Adjoint):
             sums = out if axis == 2 and out.dtype == dtype else new(f"sums {axis}", shape, dtype)
             sums[...] = 0
             for _, _, own_at, own in run.taps:
-                sums[_along(axis, own)] += shares[_along(axis, own_at)]
+                sums[on_axis(axis, own)] += shares[on_axis(axis, own_at)]
+            for at, read in enumerate(run.each):
+                sums[on_axis(axis, run.own(read))] += shares[on_axis(axis, slice(at, at + 1))]
             shares = sums
         if shares is not out:
             out[...] = shares
@@ -557,52 +575,6 @@ def _outer(name: str, counts: Sequence[np.ndarray], dtype: np.dtype, new: NewArr
     for along in counts[1:]:
         taps *= along
     return taps
-
-
-def _most_read(windows: Windows, outputs: Sequence[int]) -> list[int]:
-    """Elements along each axis that windows of this many outputs read, at the most."""
-    return [
-        min(size, (count - 1) * stride + span)
-        for size, count, stride, span in zip(windows.size, outputs, windows.stride, windows.span)
-    ]
-
-
-def _most_windows(windows: Windows, elements: Sequence[int]) -> list[int]:
-    """Windows along each axis that lie over this many elements, at the most."""
-    return [
-        min(out, (count + span - 2) // stride + 1)
-        for out, count, span, stride in zip(windows.out_size, elements, windows.span, windows.stride)
-    ]
-
-
-def _read(windows: Windows, axis: int, outputs: range) -> slice:
-    """The elements along an axis that the windows of outputs lie over."""
-    stride, before, size = windows.stride[axis], windows.before[axis], windows.size[axis]
-    first = min(max(0, outputs.start * stride - before), size)
-    return slice(first, max(first, min(size, outputs[-1] * stride - before + windows.span[axis])))
-
-
-def _offsets(windows: Windows, axis: int, origin: int) -> list[int]:
-    """Where each tap of the window at output 0 reads, counted from `origin`."""
-    return [t * windows.dilation[axis] - windows.before[axis] - origin for t in range(windows.kernel[axis])]
-
-
-def _inside(outputs: range, size: int, stride: int, offset: int) -> tuple[slice, slice] | None:
-    """The outputs for which a tap falls on one of `size` elements, by position, and those elements."""
-    for at, elements in axis_segments(outputs, size, stride, offset, "constant"):
-        if isinstance(elements, slice):
-            return at, elements
-    return None
-
-
-def _everywhere(slices: Sequence[slice | int]) -> Any:
-    """An index of the last three axes."""
-    return (..., *slices)
-
-
-def _along(axis: int, elements: slice) -> Any:
-    """An index of one of the last three axes."""
-    return (..., elements, *(slice(None),) * (2 - axis))
 
 
 def _widened(name: str, image: np.ndarray, dtype: np.dtype, new: NewArray) -> np.ndarray:

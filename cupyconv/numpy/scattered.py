@@ -53,13 +53,12 @@ from cupyconv.numpy.windows import (
     block_of_pixels,
     exchanged,
     five_axes,
-    ranges_of,
     read,
     tap_regions,
     with_taps,
 )
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
-from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
+from cupyconv.problem.geometry import ConvGeometry, Triple, even_part, ranges_of
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import NotApplicable, TransposedProblem
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import NumpyStep
+from cupyconv.numpy.backend import NumpyStep, seconds_of
 from cupyconv.numpy.convolution import FFT, LONE_PIXELS, MEMORY_BLOCK, SHORT_CALL, Method, choose, is_matrix
 from cupyconv.numpy.gathered import GatheredLoop, plan_gathered
 from cupyconv.numpy.scattered import Piece, ScatteredLoop, ScatteredRun, x_is_factor
@@ -41,13 +41,13 @@ def _planned(problem: TransposedProblem) -> Plan:
         if problem.method == "winograd" and not isinstance(refusal, NotApplicable):
             raise
         return choose(problem, METHODS)
-    if seconds_of(gathered) <= cost.least_scattered(problem):
+    if seconds_of(gathered.steps) <= cost.least_scattered(problem):
         return gathered
     try:
         scattered = choose(problem, METHODS)
     except ValueError:
         return gathered
-    return min(gathered, scattered, key=seconds_of)
+    return min(gathered, scattered, key=lambda plan: seconds_of(plan.steps))
 
 
 def _plan_gathered(problem: TransposedProblem) -> Plan:
@@ -66,11 +66,6 @@ def _plan_border(problem: TransposedProblem) -> Plan:
         return choose(problem, METHODS)
 
 
-def seconds_of(plan: Plan) -> float:
-    """What a plan takes by the model."""
-    return sum(step.seconds for step in cast("tuple[NumpyStep, ...]", plan.steps))
-
-
 @dataclass(frozen=True)
 class FiniteWeight(NumpyStep):
     """Loops that multiply the weight by zeros where the definition has no term; of a weight that is infinite, others.
@@ -83,7 +78,7 @@ class FiniteWeight(NumpyStep):
 
     @property
     def seconds(self) -> float:
-        return sum(loop.seconds for loop in self.loops)
+        return seconds_of(self.loops)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.loops))

@@ -107,9 +107,8 @@ class WeightGradientLoop(PixelLoop):
     @classmethod
     def loops(cls, problem: WeightGradientProblem) -> tuple[Sequence[Self], Mapping[str, int]]:
         geometry, threads, in_place = problem.geometry, problem.host.threads, _sums_are_result(problem)
-        row = (
-            geometry.groups * geometry.reduction * ITEMSIZE[accumulator(problem.dtype)]
-        )  # sums of one output per group
+        # Sums of one output per group.
+        row = geometry.groups * geometry.reduction * ITEMSIZE[accumulator(problem.dtype)]
         private = threads - in_place  # sums beside the result
         rows = geometry.group_outputs
         if private:

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from cupyconv.problem.geometry import ConvGeometry, Triple, Windows, even_part
+from cupyconv.problem.geometry import ConvGeometry, Triple, Windows, even_part, ranges_of
 from cupyconv.problem.kept import Cache, on_clear, release, reserve
 from cupyconv.problem.problems import NotApplicable
 
@@ -514,12 +514,6 @@ def block_of_pixels(geometry: ConvGeometry, pixels: int, most_samples: int) -> B
         samples = min(most_samples, max(1, pixels // max(1, geometry.pixels)))
         return (even_part(geometry.batch, samples), max(1, depth), max(1, height), max(1, width))
     return (1, *box_within(geometry.out_size, pixels))
-
-
-def ranges_of(extent: int | range, part: int) -> list[range]:
-    """An axis, or some of it, cut into parts."""
-    whole = range(extent) if isinstance(extent, int) else extent
-    return [whole[first : first + part] for first in range(0, len(whole), part)]
 
 
 def parts_of(count: int, part: int) -> Iterator[slice]:

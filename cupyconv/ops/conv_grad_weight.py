@@ -54,7 +54,7 @@ def conv_grad_weight(
         Those of the convolution, as for `conv`.
     method : str
         ``"auto"``, ``"gemm"``, ``"direct"``, ``"implicit_gemm"`` (CUDA, of channels-last images in 16 bits or float32) or
-        ``"winograd"`` or ``"fft"`` (both NumPy); a method that does not apply is refused, never replaced.
+        ``"winograd"`` (NumPy) or ``"fft"``; a method that does not apply is refused, never replaced.
     out : array, optional
         Of exactly the result's shape and dtype, any strides that do not overlap.
 

@@ -114,6 +114,12 @@ def even_part(extent: int, most: int) -> int:
     return -(-extent // -(-extent // max(1, most))) if extent else 1
 
 
+def ranges_of(extent: int | range, part: int) -> list[range]:
+    """An axis, or some of it, cut into parts."""
+    whole = range(extent) if isinstance(extent, int) else extent
+    return [whole[first : first + part] for first in range(0, len(whole), part)]
+
+
 def pixel_windows(batch: int, channels: int, size: Triple) -> Windows:
     """A window for each pixel: the columns of an image are then a copy of it."""
     ones, zeros = (1, 1, 1), (0, 0, 0)

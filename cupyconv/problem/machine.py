@@ -24,7 +24,7 @@ class GpuModel:
 
     `room` is for how many blocks of a cooperative launch a device turned out to have room at once, where a launch was
     refused; until then one is planned for each multiprocessor.  `has_transforms` is false where cuFFT turned out to be
-    missing.
+    missing; `transform_area` is how many times the bytes of its spectra a transform has needed to work in.
     """
 
     #: The backend that runs what is planned for it.
@@ -43,6 +43,7 @@ class GpuModel:
     launch_seconds: float = 3e-6
     room: int | None = None
     has_transforms: bool = True
+    transform_area: float = 1.0
 
     def __str__(self) -> str:
         return f"{self.name}, {self.arch}"

@@ -38,10 +38,14 @@ class Address:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Workspace the plan asks for; lives until its last step has been enqueued."""
+    """Workspace the plan asks for; lives until its last step has been enqueued.
+
+    What is `is_kept` a library has for itself, and keeps: it is counted, not allocated.
+    """
 
     name: str
     nbytes: int
+    is_kept: bool = False
 
     @property
     def space(self) -> int:
@@ -277,6 +281,7 @@ class Transform:
 
     Images of real numbers have half the frequencies along the last axis.  Element i of image b lies, on either side, at
     b * (elements of an image) + i; where they are `interleaved` at i * batch + b.  The source may be overwritten.
+    `work_bytes` of memory are counted for cuFFT to work in: an estimate, until a device has turned out to need more.
     """
 
     size: tuple[int, ...]
@@ -287,6 +292,7 @@ class Transform:
     inverse: bool = False  # from spectra to images
     interleaved: bool = False
     purpose: str = ""
+    work_bytes: int = 0
 
     def __str__(self) -> str:
         image, spectrum = self.dtype, "complex128" if self.dtype in ("float64", "complex128") else "complex64"
@@ -373,6 +379,8 @@ class Plan:
         Floating-point operations, and bytes the steps read and write.
     bound : str
         What limits it: ``"memory"``, ``"arithmetic"`` or ``"launch"``.
+    reason, price : str
+        How it is done, and what it takes by the cost model, in words.
     rejected : tuple of (method, reason)
         The methods not taken.
 
@@ -397,6 +405,7 @@ class Plan:
     bound: str
     rejected: tuple[tuple[str, str], ...] = ()
     reason: str = ""
+    price: str = ""
     notes: tuple[str, ...] = ()
     conversions: tuple[Conversion, ...] = ()
     workspace: tuple[Buffer, ...] = ()
@@ -409,12 +418,16 @@ class Plan:
         used = sum(buffer.space for buffer in self.workspace)
         object.__setattr__(self, "workspace_bytes", used + sum(c.nbytes for c in self.conversions))
 
+    @property
+    def how(self) -> str:
+        """How it is done and what that takes, as the page has it."""
+        return "; ".join(filter(None, (self.reason, self.price)))
+
     def __str__(self) -> str:
         lines = [
             f"{self.problem}",
             f"  result    {self.result}",
-            f"  method    {self.method} on {self.backend} ({self.device})"
-            + (f": {self.reason}" if self.reason else ""),
+            f"  method    {self.method} on {self.backend} ({self.device})" + (f": {self.how}" if self.how else ""),
             f"  work      {self.flops:,} FLOP, {_bytes(self.bytes_moved)} moved"
             f" (at the least {_bytes(self.minimal_bytes)}); bound by {self.bound}",
             f"  workspace {_bytes(self.workspace_bytes)}"

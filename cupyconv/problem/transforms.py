@@ -7,16 +7,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from cupyconv.problem.arrays import Operand, is_complex
 from cupyconv.problem.geometry import ConvGeometry, Windows
-from cupyconv.problem.problems import ConvProblem, NotApplicable, ProductsProblem, Prologue
+from cupyconv.problem.problems import ConvProblem, NotApplicable, ProductsProblem, Prologue, WeightGradientProblem
 
 #: What a plan says of results.
 ERRORS = "rounding errors are relative to the largest elements of a tile"
 #: Shares of groups or of outputs that are computed one after the other, at most.
 MOST_SHARES = 64
+#: What may be computed in shares.
+Shared = ConvProblem | WeightGradientProblem
+SharedT = TypeVar("SharedT", bound=Shared)
+#: Of each the array that has a kernel for every output, and those that have an image.
+_CUT: dict[type, tuple[str, tuple[str, ...]]] = {
+    ConvProblem: ("weight", ("out", "bias", "residual", "pre")),
+    WeightGradientProblem: ("out", ("grad",)),
+}
 #: Where the arrays of a share begin and end along their channels, by name; none where they are whole.
 Cut = tuple[tuple[str, int, int], ...]
 
@@ -43,8 +51,8 @@ def share_sizes(geometry: ConvGeometry) -> list[tuple[int, int]]:
     return shares
 
 
-def share_problem(problem: ConvProblem, groups: range, outputs: range) -> tuple[ConvProblem, Cut]:
-    """The convolution of some groups, or of some outputs of one."""
+def share_problem(problem: SharedT, groups: range, outputs: range) -> tuple[SharedT, Cut]:
+    """The problem of some groups, or of some outputs of one."""
     geometry = problem.geometry
     if len(groups) == geometry.groups and len(outputs) == geometry.group_outputs:
         return problem, ()
@@ -65,15 +73,16 @@ def share_problem(problem: ConvProblem, groups: range, outputs: range) -> tuple[
         own = range(max(channels.start - begin, 0), min(channels.stop - begin, x.shape[1]))
         if own:
             xs.append(part(x, own))
-    vectors, of_results = problem.prologue, ("out", "bias", "residual", "pre")
+    vectors = problem.prologue
+    of_kernels, of_results = _CUT[type(problem)]
     share = replace(
         problem,
         geometry=replace(
             geometry, channels=tuple(x.shape[1] for x in xs), out_channels=len(results), groups=len(groups)
         ),
         xs=tuple(xs),
-        weight=part(problem.weight, results, axis=0),
         prologue=Prologue(part(vectors.scale, channels), part(vectors.shift, channels), vectors.activation),
+        **{of_kernels: part(getattr(problem, of_kernels), results, axis=0)},
         **{name: part(getattr(problem, name), results) for name in of_results},
     )
     return share, tuple((name, *own) for name, own in cut.items())

@@ -137,6 +137,10 @@ def _channels_last_weight_gradient(grad: Any, x: Any, **how: Any) -> Any:
     return conv_grad_weight(grad, x, (3, 3), padding=1, **how)
 
 
+def _weight_gradient_by_transforms(grad: Any, x: Any, **how: Any) -> Any:
+    return conv_grad_weight(grad, x, (9, 9), padding=4, padding_mode="wrap", groups=grad.shape[1] // 7 or 5, **how)
+
+
 def _lstm(*arrays: Any, **how: Any) -> Any:
     y, (h, c) = lstm(*arrays, **how)
     return y, h, c
@@ -165,6 +169,10 @@ CALLS: dict[str, SmokeCall] = {
     "tiles": SmokeCall(ALL, (IMAGE, WEIGHT), _wrapped, FFT),
     "spectra": SmokeCall(tuple(dtype for dtype in ALL if is_complex(dtype)), (IMAGE, (5, 1, 9, 9)), _depthwise, FFT),
     "finish_tiles": SmokeCall(ALL, (IMAGE, WEIGHT, (7,)), _biased, FFT),
+    "spectra_gradient": SmokeCall(
+        tuple(dtype for dtype in ALL if is_complex(dtype)), ((2, 5, 19, 35), IMAGE), _weight_gradient_by_transforms, FFT
+    ),
+    "finish_weight_tiles": SmokeCall(ALL, ((2, 7, 19, 35), IMAGE), _weight_gradient_by_transforms, FFT),
     "epilogue_grad": SmokeCall(ALL, (IMAGE, WEIGHT, (7,), (2, 7, 19, 35)), _epilogue_grad),
     "prologue_grad": SmokeCall(ALL, (IMAGE, WEIGHT, (5,), (5,), (2, 7, 19, 35)), _prologue_grad),
     "conv_pair": SmokeCall(REAL, (IMAGE, WEIGHT, (6, 7, 3, 3)), _pair, {"fuse": True}),

@@ -15,12 +15,13 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cupyconv.cuda.run.device import GemmArguments, TransformArguments, no_transforms, too_many_blocks
+from cupyconv.cuda.run.device import GemmArguments, TransformArguments, more_to_work_in, no_transforms, too_many_blocks
 from cupyconv.problem.machine import known_gpu
 from cupyconv.problem.plan import Kernel, KernelLaunch
 
@@ -139,6 +140,8 @@ class HostDevice:
         The GPU that plans are made for.
     has_cufft : bool
         Whether there are transforms.
+    transform_work : float
+        Bytes that a transform works in, for each element of its images.
     room : int
         How many blocks of a cooperative launch fit at once.  More are refused, as plans are made ready or, where
         `shows_room` is not set, as they are launched.
@@ -163,6 +166,7 @@ class HostDevice:
         self.room = self.model.multiprocessors
         self.shows_room = True
         self.has_cufft = True
+        self.transform_work = 0.0
         self._allocations: dict[int, _Allocation] = {}
         self._mode = build.sanitizer()
 
@@ -371,10 +375,13 @@ class HostDevice:
         )
         blas.gemm_strided_batched(self.allocation, arguments)
 
-    def load_transform(self, arguments: TransformArguments) -> Callable[[int, int], None]:
+    def load_transform(self, arguments: TransformArguments, work_bytes: int) -> Callable[[int, int], None]:
         """What calls ``cufftExecR2C`` and its like; see `fft`."""
         if not self.has_cufft:
             raise no_transforms(self, "this device has none")
+        nbytes = int(self.transform_work * arguments.batch * prod(arguments.size))
+        if nbytes > work_bytes:
+            raise more_to_work_in(self, nbytes, work_bytes)
         fft.check(arguments)
 
         def enqueue(source: int, target: int) -> None:

@@ -49,8 +49,8 @@ def channels_last(problem: ConvProblem) -> Moved:
         raise NotApplicable("a chunk of 16 bytes is hardly more than an element")
     if geometry.groups > 1 and geometry.group_channels % vector:
         raise NotApplicable(f"channels of a group are no multiple of {vector}")
-    batch, *size = xs[0].shape[:1] + xs[0].shape[2:]
-    pixels, channels = xs[0].pixels, geometry.in_channels
+    batch, (depth, height, width) = geometry.batch, geometry.size
+    pixels, channels = depth * height * width, geometry.in_channels
     if not batch * pixels * channels:
         raise NotApplicable("nothing is there to be moved")
     padded = -(-channels // vector) * vector
@@ -59,10 +59,8 @@ def channels_last(problem: ConvProblem) -> Moved:
         raise NotApplicable(
             f"the inputs once more take {buffer.nbytes:,} bytes of workspace, the limit is {problem.limit:,}"
         )
-    depth, height, width = size
     strides = (pixels * padded, 1, height * width * padded, width * padded, padded)
-    whole = Operand(buffer.name, problem.x_dtype, (batch, channels, depth, height, width), (0,) * 5)
-    image = whole.view(whole.shape, strides, 0)
+    image = Operand(buffer.name, problem.x_dtype, (batch, channels, *geometry.size), strides)
     lanes = min(CHANNEL_LANES, 1 << (padded // vector - 1).bit_length())
     tiles = -(-pixels // (TILE_VECTORS * vector // lanes)), -(-padded // (lanes * vector))
     flat_size, flat = collapse(xs)

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from cupyconv.cuda.plan.launches import WARP
 from cupyconv.problem.arrays import Operand
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import GemmCall, KernelLaunch, Step, Transform
-
-WARP = 32
 
 # Unmeasured: shares of the arithmetic rate that a kernel's inner loop reaches; the rest is loads and indices.
 

@@ -71,7 +71,8 @@ class Draft:
             bytes_moved=self.bytes_moved,
             bound=cost.bound,
             rejected=rejected,
-            reason=f"{self.reason}; {cost}",
+            reason=self.reason,
+            price=str(cost),
             notes=notes + self.notes,
             conversions=conversions,
             workspace=self.workspace,
@@ -113,17 +114,22 @@ def in_sequence(method: str, drafts: Sequence[Draft], reason: str) -> Draft:
     """One draft after the other, in the same workspace: a step has finished with it before the next begins."""
     steps: list[Step] = []
     most = 0
+    kept: dict[str, Buffer] = {}
     for draft in drafts:
         places: dict[str, Address] = {}
         used = 0
         for buffer in draft.workspace:
+            if buffer.is_kept:
+                kept[buffer.name] = max(buffer, kept.get(buffer.name, buffer), key=lambda kept: kept.nbytes)
+                continue
             places[buffer.name] = Address("workspace", used)
             used += buffer.space
         steps += [relocated(step, places) for step in draft.steps]
         most = max(most, used)
     notes = tuple(dict.fromkeys(note for draft in drafts for note in draft.notes))
     doubt = max((draft.doubt for draft in drafts), default=1.0)
-    return Draft(method, tuple(steps), (Buffer("workspace", most),) if most else (), reason, notes, doubt)
+    workspace = ((Buffer("workspace", most),) if most else ()) + tuple(kept.values())
+    return Draft(method, tuple(steps), workspace, reason, notes, doubt)
 
 
 def relocated(value: Any, places: Mapping[str, Address]) -> Any:

@@ -29,6 +29,7 @@ from cupyconv.cuda.plan.conversions import check_alignment, converted
 from cupyconv.cuda.plan.depthwise_weight_gradient import draft_depthwise_gradient
 from cupyconv.cuda.plan.draft import Draft, cheapest_of, in_rounds
 from cupyconv.cuda.plan.epilogue import Sums, finish_weight
+from cupyconv.cuda.plan.fft_weight_gradient import draft_fft_gradient
 from cupyconv.cuda.plan.im2col import Chunk
 from cupyconv.cuda.plan.implicit_weight_gradient import draft_implicit
 from cupyconv.cuda.plan.launches import (
@@ -103,6 +104,8 @@ def _draft(method: str, problem: WeightGradientProblem) -> Draft:
         return _draft_direct(problem)
     if method == "implicit_gemm":
         return draft_implicit(problem)
+    if method == "fft":
+        return draft_fft_gradient(problem)
     if method != "gemm":
         raise NotApplicable(NO_SUCH_METHOD)
     return _draft_gemm(problem)

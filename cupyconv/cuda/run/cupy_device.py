@@ -24,7 +24,7 @@ import numpy as np
 from cupy.cuda import driver, get_current_stream
 from cupy_backends.cuda.libs import cublas
 
-from cupyconv.cuda.run.device import GemmArguments, TransformArguments, no_transforms, too_many_blocks
+from cupyconv.cuda.run.device import GemmArguments, TransformArguments, more_to_work_in, no_transforms, too_many_blocks
 from cupyconv.cuda.run.kernel_sources import compile_options, kernel_source
 from cupyconv.problem.machine import GpuModel, nearest_gpu
 from cupyconv.problem.plan import Kernel, KernelLaunch
@@ -177,19 +177,28 @@ class CupyDevice:
         stream = get_current_stream(self.ordinal).ptr
         cublas.gemmStridedBatchedEx(self._handle(stream), *arguments, _DEFAULT_ALGORITHM)
 
-    def load_transform(self, arguments: TransformArguments) -> Callable[[int, int], None]:
+    def load_transform(self, arguments: TransformArguments, work_bytes: int) -> Callable[[int, int], None]:
         try:
             from cupy.cuda import cufft  # found and loaded when it is first asked for
         except ImportError as error:
             raise no_transforms(self, str(error)) from error
-        ordinal = self.ordinal
+
+        def plan() -> Any:
+            """The plan of the current stream, and of the thread."""
+            of_stream = self._kept(self._thread.transforms, get_current_stream(self.ordinal).ptr, _Transforms)
+            return of_stream.plan(arguments, cufft.PlanNd, partial(self._check_work_area, counted=work_bytes))
 
         def enqueue(source: int, target: int) -> None:
-            stream = get_current_stream(ordinal).ptr
-            plan = self._kept(self._thread.transforms, stream, _Transforms).plan(arguments, cufft.PlanNd)
-            plan.fft(_Place(source), _Place(target), arguments.direction)
+            plan().fft(_Place(source), _Place(target), arguments.direction)
 
+        with self.current():
+            if not self.is_capturing():
+                plan()  # so that another is made of the whole call before any of it has run, where this needs more memory
         return enqueue
+
+    def _check_work_area(self, nbytes: int, *, counted: int) -> None:
+        if nbytes > counted:
+            raise more_to_work_in(self, nbytes, counted)
 
     def annotated(self, label: str, function: Callable[[Any], None]) -> Callable[[Any], None]:
         if not _SHOWN_TO_PROFILERS:
@@ -278,14 +287,19 @@ class _Transforms:
         self._plans: OrderedDict[TransformArguments, Any] = OrderedDict()
         self._work_area: Any = None
 
-    def plan(self, arguments: TransformArguments, make: Callable[..., Any]) -> Any:
-        """The plan for a transform; MemoryError where there is no memory for it to work in."""
+    def plan(self, arguments: TransformArguments, make: Callable[..., Any], check: Callable[[int], None]) -> Any:
+        """The plan for a transform; MemoryError where there is no memory for it to work in, of which `check` hears first."""
         if arguments in self._plans:
             self._plans.move_to_end(arguments)
             return self._plans[arguments]
         *layout, _direction = arguments
         allocate = cupy.cuda.get_allocator()
-        with cupy.cuda.using_allocator(lambda nbytes: self._lent(nbytes, allocate)):
+
+        def allocated(nbytes: int) -> Any:
+            check(nbytes)
+            return self._lent(nbytes, allocate)
+
+        with cupy.cuda.using_allocator(allocated):
             plan = make(*layout, "C", len(arguments.size) - 1, None)
         self._plans[arguments] = plan
         if len(self._plans) > _TRANSFORMS:

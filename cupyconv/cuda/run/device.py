@@ -110,10 +110,11 @@ class Device(Protocol):
     def gemm_strided_batched(self, arguments: GemmArguments) -> None:
         """``cublasGemmStridedBatchedEx`` with the library's default algorithm."""
 
-    def load_transform(self, arguments: TransformArguments) -> Callable[[int, int], None]:
+    def load_transform(self, arguments: TransformArguments, work_bytes: int) -> Callable[[int, int], None]:
         """A function that enqueues this transform, given the addresses of its source, which may be overwritten, and target.
 
-        Where there is no cuFFT, `load_transform` raises what `no_transforms` gives.
+        Where there is no cuFFT, `load_transform` raises what `no_transforms` gives; where cuFFT needs more than
+        `work_bytes` to work in, what `more_to_work_in` gives.
         """
 
     def annotated(self, label: str, function: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -124,6 +125,13 @@ def too_many_blocks(device: Device, launch: KernelLaunch, room: int) -> TooManyB
     """The error for a cooperative launch on a device with room for fewer blocks; later plans and `explain` know it."""
     device.model = replace(device.model, room=room)
     return TooManyBlocks(f"{launch.kernel}: {launch.blocks} blocks have to run at once, there is room for {room}")
+
+
+def more_to_work_in(device: Device, nbytes: int, counted: int) -> UnlikeItsModel:
+    """The error for a transform that needs more memory than was counted; later plans and `explain` know it."""
+    area = device.model.transform_area * nbytes / counted
+    device.model = replace(device.model, transform_area=1.01 * area)  # a little more: `counted` is rounded up
+    return UnlikeItsModel(f"a transform works in {nbytes:,} bytes, {counted:,} were counted")
 
 
 def no_transforms(device: Device, why: str) -> UnlikeItsModel:

@@ -60,7 +60,7 @@ class PreparedPlan:
         self._steps = [_prepared_step(step, (), slots, device) for step in plan.steps]
         self._buffers = tuple(slots)
         self._conversions = tuple((c.buffer, dtype_from_name(c.target)) for c in plan.conversions)
-        self._workspace = tuple((buffer.name, (buffer.nbytes,)) for buffer in plan.workspace)
+        self._workspace = tuple((buffer.name, (buffer.nbytes,)) for buffer in plan.workspace if not buffer.is_kept)
         self._not_in_a_graph = _why_not_in_a_graph(plan)
         self._asks_for_capture = bool(self._not_in_a_graph or plan.workspace)
         #: Enqueues every step, given the plan's arguments and result by name.
@@ -206,7 +206,9 @@ class _PreparedTransform:
 
         kinds, direction = (_INVERSE_TYPE, _INVERSE) if transform.inverse else (_FORWARD_TYPE, _FORWARD)
         numbers = kinds[transform.dtype], transform.batch, direction
-        self._enqueue = device.load_transform(TransformArguments(size, *layout(sides[0]), *layout(sides[1]), *numbers))
+        self._enqueue = device.load_transform(
+            TransformArguments(size, *layout(sides[0]), *layout(sides[1]), *numbers), transform.work_bytes
+        )
         self._ends = []
         for end in ("source", "target"):
             address: Address = getattr(transform, end)

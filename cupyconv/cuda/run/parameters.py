@@ -82,11 +82,21 @@ PARAMETERS = {
         first_pixel=INT64, pixels=INT64, squares=INT32, channel_lanes=INT32,
     ),
     "tiles": _struct(
-        sources=SOURCES, windows=WINDOWS, prologue=PROLOGUE, tiles=POINTER, stride_u=INT64, stride_c=INT64, stride_t=INT64, first_unit=INT64,
-        scale=FLOAT64, units=INT32, channels=INT32, channel_lanes=INT32,
+        x=IMAGE, windows=WINDOWS, prologue=PROLOGUE, tiles=POINTER, stride_u=INT64, stride_c=INT64, stride_t=INT64, first_unit=INT64,
+        scale=FLOAT64, read=(INT32, 3), units=INT32, channels=INT32, channel_lanes=INT32,
     ),
     "spectra": _struct(
-        x=POINTER, weight=POINTER, y=POINTER, frequencies=INT64, units=INT64, groups=INT32, group_channels=INT32, group_outputs=INT32,
+        x=POINTER, weight=POINTER, y=POINTER, frequencies=INT64, units=INT64, first=INT32, channels=INT32, groups=INT32,
+        group_channels=INT32, group_outputs=INT32,
+    ),
+    "spectra_gradient": _struct(
+        grad=POINTER, x=POINTER, y=POINTER, frequencies=INT64, units=INT64, units_per_part=INT64, first=INT32, channels=INT32,
+        groups=INT32, group_channels=INT32, group_outputs=INT32, adds=INT32,
+    ),
+    "finish_weight_tiles": _struct(
+        sources=SOURCES, windows=WINDOWS, prologue=PROLOGUE, grad=IMAGE, out=IMAGE, sums=POINTER, stride_part=INT64, stride_o=INT64,
+        stride_c=INT64, stride_t=INT64, batch=INT64, tile=(INT32, 3), parts=INT32, outputs=INT32, group_channels=INT32,
+        group_outputs=INT32, computes_again=INT32,
     ),
     "finish_tiles": _struct(
         sources=SOURCES, windows=WINDOWS, weight=IMAGE, out=IMAGE, epilogue=EPILOGUE, prologue=PROLOGUE, sums=POINTER, stride_u=INT64,
