@@ -91,29 +91,26 @@ def test_the_price_says_how_many():
     assert planned(*LARGE) == 4
 
 
-def test_blas_is_left_alone_where_ours_work(monkeypatch):
-    """Its threads look for more work for a while after each product, on the same processors."""
+def test_blas_divides_only_what_a_caller_gives_it():
+    """Its threads look for more work for a while after each product, on the processors that ours need."""
 
     def holds(channels: int, extent: int, **settings: Any) -> bool:
         x = np.ones((1, channels, extent, extent), np.float32)
         weight = np.ones((64, channels, 1, 1), np.float32)
         with cupyconv.options(**settings):
-            return cupyconv.explain(cupyconv.conv, x, weight).steps[0].holds_blas()
+            return cupyconv.explain(cupyconv.conv, x, weight).steps[0].holds_blas
 
-    for lately, last_job in ((False, -np.inf), (True, time.monotonic() + 100)):
-        monkeypatch.setattr(threads._pool, "last_job", last_job)
-        assert holds(64, 20) == holds(256, 28) == lately  # a small one, and a lone product
-        assert not holds(8, 8)  # never divided
-        assert not holds(64, 20, threads=1) and not holds(256, 28, threads=1)  # as documented
+    assert holds(64, 20)
+    assert not holds(8, 8)  # never divided
+    assert not holds(64, 20, threads=1)  # as documented
 
 
 def test_one_thread_out_of_several_is_one_of_blas_too(monkeypatch):
     seen = []
-    monkeypatch.setattr(threads._pool, "last_job", -np.inf)
     x, weight = np.ones((2, 96, 30, 30), np.float32), np.ones((200, 96, 1, 1), np.float32)
     with threadpool_limits(2, "blas"):
         step = cupyconv.explain(cupyconv.conv, x, weight, stride=2).steps[0]
-        assert step.threads == 1 and step.holds_blas()
+        assert step.threads == 1 and step.holds_blas
         original = type(step).sums
         monkeypatch.setattr(type(step), "sums", lambda *block: (seen.append(numbers()), original(*block))[1])
         y = cupyconv.conv(x, weight, stride=2)

@@ -62,7 +62,7 @@ class options(AbstractContextManager["Settings"]):
         by default as many as NumPy's BLAS would use (so that its environment variables, threadpoolctl and the process's
         affinity are respected), and fewer where that takes less by the cost model.  While a call uses several, BLAS
         has one thread in the whole process; then it has its own number again.  With one that was asked for, products
-        use the threads of BLAS; with one by default a lone product does, unless threads of ours have worked lately.
+        use the threads of BLAS, by default they do not.
 
     Raises
     ------

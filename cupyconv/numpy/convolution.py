@@ -18,20 +18,19 @@ wants as many columns as the cache holds; what is bound by memory wants its bloc
 
 from __future__ import annotations
 
-import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib import import_module
-from math import prod
+from math import inf, prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import NumpyStep, seconds_of
+from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.windows import (
     Block,
     Blocks,
@@ -81,8 +80,8 @@ INDEX_ARRAYS, INDEX_BYTES = 4, 8
 FEW_PRODUCTS = 1_000_000
 #: Bytes of the workspace limit below which a thread has no share worth planning for.
 LEAST_SHARE = 4 << 10
-#: How much longer a loop may take on half its threads where others on these are tried.
-FEWER_THREADS = 1.5
+#: How much longer a loop may take on half of its threads than the best does, where it is cut anew for these.
+FEWER_THREADS = 1.25
 #: What a turn of a loop takes at the least.
 TURN_SECONDS = 10e-6
 #: Pixels below which a block of columns is not cut: the products would be vectors.
@@ -177,7 +176,7 @@ def choose(problem: ProductsProblemT, methods: Mapping[str, Method]) -> Plan:
             why_not[name] = f"more than {cost.by_model(least[name])}"
             continue
         try:
-            draft = _with_room(problem, name, methods[name].ways)
+            draft = _with_room(problem, name, methods[name].ways, best.seconds if best else inf)
         except NotApplicable as refusal:
             why_not[name] = str(refusal)
             continue
@@ -202,12 +201,6 @@ class Draft(NamedTuple):
     sizes: Mapping[str, int]
     seconds: float
 
-    def may_gain_by(self, fewer: int) -> bool:
-        """Whether fewer threads may take less: for other blocks, which are worth trying only where these take about as long."""
-        if not self.problem.host.most:
-            return False
-        return sum(loop.seconds_on(fewer) for loop in self.loops) < FEWER_THREADS * self.seconds
-
     def plan(self, rejected: tuple[tuple[str, str], ...]) -> Plan:
         problem = self.problem
         return problem.planned(
@@ -222,27 +215,35 @@ class Draft(NamedTuple):
         )
 
 
-def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[BlockLoop], ...]) -> Draft:
+def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[BlockLoop], ...], other: float) -> Draft:
     """The way that takes least; for half as many threads, and so on, where the limit has no room for the blocks of all, and
-    as long as that takes less.
+    as long as that may take less; `other` is what another method takes.
     """
     known: tuple[type[BlockLoop], ...] = import_module(ways).WAYS if isinstance(ways, str) else ways
+    to_try = sorted((way for way in known if way.applies(problem)), key=attrgetter("turn_calls"))
     refusal = NotApplicable("there is no way to do it")
     best: Draft | None = None
     while True:
-        before, host = best, problem.host
-        for way in sorted(known, key=lambda way: way.turn_calls):
-            if (best is None or way.turn_calls * cost.CALL < best.seconds) and way.applies(problem):
+        host = problem.host
+        fewer = max(1, min(host.threads // 2, problem.limit // LEAST_SHARE))
+        on_fewer = {}
+        for way in to_try:
+            if best is None or way.turn_calls * cost.CALL < best.seconds:
                 try:
                     loops, sizes = way.loops(problem)
                 except NotApplicable as reason:
                     refusal = reason
                     continue
-                seconds = seconds_of(loops)
+                seconds = sum(loop.seconds for loop in loops)
+                if host.most:
+                    on_fewer[way] = sum(loop.seconds_on(fewer) for loop in loops)
                 if best is None or seconds < best.seconds:
                     best = Draft(problem, method, way, loops, sizes, seconds)
-        fewer = max(1, min(host.threads // 2, problem.limit // LEAST_SHARE))
-        if best is not None and (host.threads <= 1 or best is before or not best.may_gain_by(fewer)):
+        if best is not None:
+            # Blocks for fewer threads are other ones, and take less than these do on as many; by how little is known.
+            least = FEWER_THREADS * min(best.seconds, other)
+            to_try = [way for way in to_try if on_fewer.get(way, inf) < least]
+        if best is not None and (host.threads <= 1 or not to_try):
             return best
         if host.threads <= 1:
             raise refusal
@@ -313,7 +314,12 @@ class BlockLoop(NumpyStep):
 
     def seconds_on(self, threads: int) -> float:
         """What it takes where so many threads take its blocks."""
-        return cost.shared(self.work + self.fresh_work, self.calls, self.blocks, threads)
+        return cost.shared(*self._price, self.blocks, threads)
+
+    @cached_property
+    def _price(self) -> tuple[float, float]:
+        """Seconds of one thread, and calls."""
+        return self.work + self.fresh_work, self.calls
 
     @property
     def fresh_work(self) -> float:
@@ -329,21 +335,13 @@ class BlockLoop(NumpyStep):
     def threads(self) -> int:
         return max(1, min(self.problem.host.threads, self.blocks))
 
-    @property
-    def by_blas(self) -> bool:
-        """Whether what one thread does is divided by BLAS: all that is too small for threads of ours, or not ours to choose."""
-        return self.problem.host.most <= 1
-
+    @cached_property
     def holds_blas(self) -> bool:
-        """Whether products have one thread of BLAS now, though the loop has one too.
+        """Whether products have one thread of BLAS, as the loop has: not where the caller asked for that.
 
-        BLAS's threads look for work for a while after a product, on the processors that ours need: where these work between
-        times they are left alone.
+        BLAS's threads look for work for a while after a product, on the processors that ours need.
         """
-        if self.threads > 1 or not self.problem.host.most or self.geometry.products <= cost.SMALL_PRODUCT:
-            return False
-        threads = sys.modules.get("cupyconv.numpy.threads")  # without it there are none of ours
-        return not self.by_blas or (threads is not None and threads.ours_worked_lately())
+        return self.threads == 1 <= self.problem.host.most and self.geometry.products > cost.SMALL_PRODUCT
 
     @cached_property
     def geometry(self) -> ConvGeometry:
@@ -559,11 +557,10 @@ class ConvLoop(PixelLoop):
         """Compute the result; arguments and result are given by name, and memory that other loops use too."""
         scratch = scratch or self.fresh or Scratch(self.x_dtype, self.rounds)
         finish = ConvRun(self, arrays, scratch).finish
-        holds_blas = self.holds_blas()
-        if self.threads > 1 or holds_blas:
+        if self.threads > 1 or self.holds_blas:
             from cupyconv.numpy.threads import in_threads
 
-            in_threads(self.threads, finish, self.each_block, holds_blas)
+            in_threads(self.threads, finish, self.each_block, self.holds_blas)
             return
         for block in self.each_block:
             finish(block)

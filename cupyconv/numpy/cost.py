@@ -223,6 +223,13 @@ def apart(elements: float, problem: ProductsProblem) -> float:
 # --- at the least ---------------------------------------------------------------------------------------------
 
 
+def _at_the_least(work: float, calls: float, problem: ProductsProblem) -> float:
+    """Work and calls on all threads, or on one: whichever takes less."""
+    threads = problem.host.threads
+    alone = work if threads == 1 else min(work, BESIDE_OTHERS * work / threads + WAKE)
+    return alone + calls * CALL
+
+
 def least_winograd(problem: ProductsProblem) -> float:
     """What Winograd's method takes at the least: the transforms of tiles that no image cuts, and of the weight."""
     geometry = problem.geometry
@@ -230,7 +237,7 @@ def least_winograd(problem: ProductsProblem) -> float:
     channels = geometry.in_channels + geometry.out_channels
     work = transformed(geometry.batch * geometry.pixels * channels * 1.5**axes, channels)
     work += transformed_weight(geometry.out_channels * geometry.group_channels, 6**axes, geometry.taps)
-    return work / problem.host.threads + winograd_calls(geometry) * CALL
+    return _at_the_least(work, winograd_calls(geometry), problem)
 
 
 def least_fft(problem: ProductsProblem) -> float:
@@ -241,7 +248,7 @@ def least_fft(problem: ProductsProblem) -> float:
     kernels = pairs * prod(max(SHORTEST, span) for span, taps in zip(geometry.span, geometry.kernel) if taps > 1)
     work = fourier(geometry.batch * images + kernels, 4, problem, True)
     work += geometry.batch * geometry.pixels / 2 * pairs * min(MATRIX_MULTIPLY, COMPLEX_PRODUCT) * slowness(problem)
-    return work / problem.host.threads + FFT_CALLS * CALL
+    return _at_the_least(work, FFT_CALLS, problem)
 
 
 def least_direct(problem: ProductsProblem) -> float:
@@ -250,7 +257,7 @@ def least_direct(problem: ProductsProblem) -> float:
     pixels = geometry.batch * geometry.pixels
     work = pixels * geometry.out_channels * (geometry.reduction * MULTIPLY_ADD * multiply_adds(problem) + 2 * ADD)
     work += copied(pixels * geometry.in_channels * geometry.taps, geometry.out_size[2], problem.x_dtype)
-    return work / problem.host.threads + 10 * CALL
+    return _at_the_least(work, 10, problem)
 
 
 # --- depthwise: elements times numbers ------------------------------------------------------------------------
@@ -275,4 +282,4 @@ def least_scattered(problem: ProductsProblem) -> float:
     """What products that are added take at the least: an addition for every tap."""
     geometry = problem.geometry
     elements = geometry.batch * geometry.in_channels * geometry.pixels * geometry.taps
-    return added(elements, problem.dtype) / problem.host.threads + 2 * geometry.taps * CALL
+    return _at_the_least(added(elements, problem.dtype), 2 * geometry.taps, problem)

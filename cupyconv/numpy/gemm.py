@@ -34,30 +34,22 @@ from cupyconv.problem.problems import ConvProblem
 
 #: Outputs from which a 1x1 product is bound by arithmetic: each element read is used that often.
 PRODUCT_OUTPUTS = 32
-#: Seconds of a lone product from which threads of ours divide it.  BLAS's own begin sooner, but work on as if there were more
-#: to do, where the next layer needs ours.
-LONG_ALONE = 1e-3
 #: Pixels with which a product is as fast as with more: each time it reads, and arranges, the whole weight.
 LONG_PRODUCT = 256
 
 
 @dataclass(frozen=True)
 class Product(ConvLoop):
-    """One product for each block and group; a lone one is divided among threads: by BLAS, or where it is long by ours."""
+    """One product for each block and group; a lone one is divided among threads."""
 
     problem: ConvProblem
     #: The threads that divide each product.
     divided: int = 1
 
     @property
-    def by_blas(self) -> bool:
-        is_lone = self.divided > 1 and self.products_work < LONG_ALONE
-        return super().by_blas or is_lone
-
-    @cached_property
     def rows_on(self) -> int:
-        """Threads of ours that share the rows of a product."""
-        return 1 if self.by_blas else self.divided
+        """Threads of ours that share the rows of a product: those that were found worth it, else BLAS divides it."""
+        return self.divided if self.problem.host.most else 1
 
     @cached_property
     def products_work(self) -> float:

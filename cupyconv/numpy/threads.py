@@ -1,7 +1,8 @@
 """Threads: disjoint parts of a call, on workers that wait between calls; and NumPy's BLAS, held at one thread meanwhile.
 
 A BLAS that divides each product waits for its slowest thread at each product; on a busy machine that is most of the
-time.  Its threads also look for work for a while after each, where ours could run.  Here a call is divided once, into more parts than threads, and whoever is free takes the next::
+time.  Its threads also look for work for 30 ms after each, where ours
+could run: a call of ours then took up to twice as long.  Here a call is divided once, into more parts than threads, and whoever is free takes the next::
 
     caller    part 0   part 2   part 5   part 6         (takes parts too, and returns when all are done)
     worker    . part 1   part 3     part 4   waits      (woken by the call; from the pool, which is made once)
@@ -18,10 +19,8 @@ import warnings
 from _thread import allocate_lock
 from collections.abc import Callable, Iterable
 from itertools import product
-from math import inf
 from pathlib import Path
 from queue import SimpleQueue
-from time import monotonic
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -31,9 +30,6 @@ _Result = TypeVar("_Result")
 
 #: Workers that there are at most, however many threads are asked for: more than cores only take turns.
 _MOST_WORKERS = max(32, 2 * (os.cpu_count() or 1))
-#: Seconds after a job in which BLAS is held though the caller works alone.  OpenBLAS's threads look for work without a pause
-#: for 30 ms after a product, on the processors that our workers need: a job after one took up to twice as long.
-_LATELY = 10e-3
 
 # --- parts ----------------------------------------------------------------------------------------------------
 
@@ -61,11 +57,6 @@ def in_threads(
         finally:
             job.close()
     return job.given_up()
-
-
-def ours_worked_lately() -> bool:
-    """Whether workers of ours may be needed again soon."""
-    return monotonic() - _pool.last_job < _LATELY
 
 
 class _Job(Generic[_Part, _Result]):
@@ -150,12 +141,10 @@ class _Pool:
     def __init__(self) -> None:
         self.idle: list[_Worker] = []
         self._started = 0
-        self.last_job = -inf
 
     def help_with(self, job: _Job[Any, Any], workers: int) -> None:
         """Let so many workers help with a job, or as many as there are."""
         elsewhere = _other_processors()
-        self.last_job = monotonic()
         for _ in range(min(workers, _MOST_WORKERS)):
             try:
                 worker = self.idle.pop()
