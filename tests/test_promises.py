@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -62,6 +63,24 @@ def test_the_same_call_gives_the_same_bits(name, threads):
             cupyconv.clear_caches()
             np.testing.assert_array_equal(CALLS[name]().view(np.uint32), first.view(np.uint32))
     np.testing.assert_allclose(first, CALLS[name](), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(748, 256, 2, 4), (7168, 245, 1, 1), (1544, 64, 9, 13), (840, 688, 1, 3)])
+def test_a_lone_product_has_the_same_bits_whatever_ran_before(shape):
+    """BLAS divides a product otherwise for another number of threads, which must not depend on time."""
+    channels, outputs, *size = shape
+    rng = np.random.default_rng(0)
+    x, weight = (rng.standard_normal(s, np.float32) for s in ((1, channels, *size), (outputs, channels, 1, 1)))
+    wide, kernels = np.ones((2, 32, 56, 56), np.float32), np.ones((32, 32, 3, 3), np.float32)
+
+    def lone() -> np.ndarray:
+        return cupyconv.conv(x, weight).view(np.uint32)
+
+    time.sleep(0.05)
+    first = lone()
+    for _ in range(3):
+        cupyconv.conv(wide, kernels)  # by as many threads as there are
+        np.testing.assert_array_equal(lone(), first)
 
 
 def test_explain_is_a_guard_against_shapes_from_strangers():
