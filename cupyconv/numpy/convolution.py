@@ -341,7 +341,12 @@ class BlockLoop(NumpyStep):
 
         BLAS's threads look for work for a while after a product, on the processors that ours need.
         """
-        return self.threads == 1 <= self.problem.host.most and self.geometry.products > cost.SMALL_PRODUCT
+        return self.threads == 1 <= self.problem.host.most and self.largest_product > cost.SMALL_PRODUCT
+
+    @property
+    def largest_product(self) -> int:
+        """Multiply-adds of a matrix product, at most."""
+        return self.geometry.products
 
     @cached_property
     def geometry(self) -> ConvGeometry:
