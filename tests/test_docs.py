@@ -5,11 +5,13 @@ from __future__ import annotations
 import doctest
 import importlib.util
 import re
+import runpy
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -129,6 +131,25 @@ def test_pictures_are_small_and_shown():
     for picture in pictures:
         assert picture.stat().st_size < 150_000, picture.name
         assert picture.name in text, picture.name
+
+
+def test_drawings_carry_the_style_that_they_share():
+    """They are pictures of their own, which a code host shows as well as the site."""
+    styled = runpy.run_path(str(DOCS / "drawings.py"))["styled"]
+    for path in DOCS.rglob("drawings/*.svg"):
+        drawing = path.read_text("utf-8")
+        assert drawing == styled(drawing), f"python docs/drawings.py: {path.name}"
+        root = ElementTree.fromstring(drawing)
+        assert root.tag == "{http://www.w3.org/2000/svg}svg" and root.get("width") and root.get("height")
+
+
+def test_what_pages_show_stands_in_them():
+    """No page is put together only by the site, but the changelog; a picture has lines of its own, as plain Markdown has it."""
+    for page in PAGES:
+        text = (DOCS / page).read_text("utf-8")
+        assert "--8<--" not in text or page == "reference/changelog.md", page
+        for line in re.findall(r"^.*!\[.*$", text, re.MULTILINE):
+            assert f"\n\n{line}\n\n" in text and line.startswith("!["), line
 
 
 class Loaded(HTMLParser):

@@ -63,6 +63,17 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
         (huge(1, 4, 2**20, 2**19), huge(4, 4, 3, 3)),
         {"stride": 1000},
     ),
+    "transposed, many samples": (cupyconv.conv_transpose, (huge(2**33, 64, 2, 2), huge(64, 64, 3, 3)), {}),
+    "transposed, many groups": (
+        cupyconv.conv_transpose,
+        (huge(5, 10**6, 60, 60), huge(10**6, 4, 7, 7)),
+        {"groups": 10**5},
+    ),
+    "transposed, many groups, strided": (
+        cupyconv.conv_transpose,
+        (huge(10**6, 1000, 1, 373), huge(1000, 3, 5, 257)),
+        {"groups": 1000, "stride": (9, 2)},
+    ),
     "im2col": (cupyconv.im2col, (huge(1, 4, 3000, 3000), (1000, 1000)), {}),
     "col2im": (cupyconv.col2im, (huge(1, 10**6, 2001**2), (3000, 3000), (1000, 1000)), {}),
     "max_pool": (cupyconv.max_pool, (huge(1, 64, 10**5, 10**5), 10**5), {}),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -112,3 +114,36 @@ def test_a_child_of_a_fork_while_another_thread_keeps_something():
     done.set()
     holder.join()
     assert os.waitpid(child, 0)[1] == 0
+
+
+#: Children that compute what their parent's threads compute at that moment.
+FORKS = """
+import os, threading, warnings
+import numpy as np
+import cupyconv
+
+x, w = np.ones((4, 32, 40, 40), np.float32), np.ones((32, 32, 3, 3), np.float32)
+expected, done = cupyconv.conv(x, w), threading.Event()
+
+def compute():
+    while not done.is_set():
+        cupyconv.conv(x, w)
+
+threads = [threading.Thread(target=compute) for _ in range(2)]
+for thread in threads:
+    thread.start()
+warnings.simplefilter("ignore")
+for _ in range(20):
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if np.array_equal(cupyconv.conv(x, w), expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+done.set()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_child_of_a_fork_while_other_threads_compute():
+    """One thread of BLAS has no locks; of several OpenBLAS's own handler hangs, for `a @ a` too."""
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=100, env=environment)

@@ -53,6 +53,7 @@ from cupyconv.numpy.windows import (
     block_of_pixels,
     exchanged,
     five_axes,
+    parts_of,
     read,
     tap_regions,
     with_taps,
@@ -109,21 +110,26 @@ class ScatteredLoop(BlockLoop):
 
     # What all have in common.
 
-    @cached_property
-    def each_block(self) -> list[tuple[range, range]]:
+    @property
+    def each_block(self) -> Iterator[tuple[range, range]]:
         """The samples of each block, and its channels, counted through all outputs."""
+        geometry, (whole, part) = self.geometry, self.cut_channels
+        for samples in parts_of(geometry.batch, self.block[0]):
+            for first in range(0, geometry.in_channels, whole):
+                for channels in parts_of(whole, part):
+                    yield range(samples.start, samples.stop), range(first + channels.start, first + channels.stop)
+
+    @property
+    def cut_channels(self) -> tuple[int, int]:
+        """Channels that are cut into the same parts each, groups or all, and those of a part."""
         geometry, part = self.geometry, max(1, self.channels)
         whole = geometry.in_channels if part >= geometry.group_channels else geometry.group_channels
-        channels = [
-            range(first + begin, first + min(begin + part, whole))
-            for first in range(0, geometry.in_channels, max(1, whole))
-            for begin in range(0, whole, part)
-        ]
-        return list(product(ranges_of(geometry.batch, self.block[0]), channels))
+        return max(1, whole), part
 
     @property
     def blocks(self) -> int:
-        return len(self.each_block)
+        geometry, (whole, part) = self.geometry, self.cut_channels
+        return -(-geometry.batch // self.block[0]) * (geometry.in_channels // whole) * -(-whole // part)
 
     @property
     def turns(self) -> int:

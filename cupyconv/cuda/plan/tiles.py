@@ -53,6 +53,8 @@ SHORTEST, LONGER = 16, 1.8
 MOST_ELEMENTS = 2**31 - 1
 #: Matrix products of the frequencies: more groups are multiplied one by one.
 MOST_CALLS = 64
+#: Shares of a problem, each with launches of its own, which a plan lists.
+MOST_SHARES = 64
 #: Orders of spectra: whether they are interleaved.
 ORDERS = (False, True)
 #: Multiply-adds of a convolution whose sums are computed again where they are not finite: as many take about a second.
@@ -360,12 +362,14 @@ def _tilings(problem: Shared, kind: type[Tiling]) -> Iterator[_Found]:
     geometry = problem.geometry
     for block, order in product(block_extents(geometry), ORDERS):
         for groups, outputs in share_sizes(geometry):
+            shares = -(-geometry.groups // groups) * -(-geometry.group_outputs // outputs)
+            if shares > MOST_SHARES:
+                break
             share, _ = share_problem(problem, range(groups), range(outputs))
             tiling = kind(share, block, order)
             if order and not tiling.has_matrices:
                 break
             if tiling.most_units:
-                shares = -(-geometry.groups // groups) * -(-geometry.group_outputs // outputs)
                 yield _Found(tiling, shares, shares * tiling.seconds)
                 break
 
