@@ -19,6 +19,7 @@ from threadpoolctl import threadpool_limits
 
 import cupyconv
 from cupyconv.numpy import threads
+from cupyconv.numpy.gemm import multiply
 from cupyconv.numpy.threads import BLAS, in_threads
 
 RNG = np.random.default_rng(0)
@@ -74,6 +75,72 @@ def test_a_lone_product_is_divided_by_whoever_has_the_threads(kernel):
         assert (y == 64 * kernel**2).all()
 
 
+def test_the_price_says_how_many():
+    """Of those that there may be, not of those that were asked for."""
+    x, weight = np.ones((1, 96, 24, 24), np.float32), np.ones((64, 96, 3, 3), np.float32)
+    grad = cupyconv.conv(x, weight, stride=2, padding=1)
+
+    def step(**settings: Any) -> Any:
+        with cupyconv.options(**settings):
+            return cupyconv.explain(cupyconv.conv_grad_weight, grad, x, (3, 3), stride=2, padding=1).steps[0]
+
+    with threadpool_limits(2, "blas"):
+        by_price, two, one = step(), step(threads=2), step(threads=1)
+    assert (by_price.threads, two.threads, one.threads) == (1, 2, 1)
+    assert by_price.seconds == one.seconds < two.seconds
+    assert planned(*LARGE) == 4
+
+
+def test_blas_divides_only_what_a_caller_gives_it():
+    """Its threads look for more work for a while after each product, on the processors that ours need."""
+
+    def holds(channels: int, extent: int, **settings: Any) -> bool:
+        x = np.ones((1, channels, extent, extent), np.float32)
+        weight = np.ones((64, channels, 1, 1), np.float32)
+        with cupyconv.options(**settings):
+            return cupyconv.explain(cupyconv.conv, x, weight).steps[0].holds_blas
+
+    assert holds(64, 20)
+    assert not holds(8, 8)  # never divided
+    assert not holds(64, 20, threads=1)  # as documented
+
+
+def test_one_thread_out_of_several_is_one_of_blas_too(monkeypatch):
+    seen = []
+    x, weight = np.ones((2, 96, 30, 30), np.float32), np.ones((200, 96, 1, 1), np.float32)
+    with threadpool_limits(2, "blas"):
+        step = cupyconv.explain(cupyconv.conv, x, weight, stride=2).steps[0]
+        assert step.threads == 1 and step.holds_blas
+        original = type(step).sums
+        monkeypatch.setattr(type(step), "sums", lambda *block: (seen.append(numbers()), original(*block))[1])
+        y = cupyconv.conv(x, weight, stride=2)
+    assert seen and all(held == [1] for held in seen)
+    assert (y == 96).all()
+
+
+@pytest.mark.parametrize("groups, rows", [(1, 7), (2, 7), (5, 3), (1, 1)])
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("has_place", [False, True])
+def test_rows_and_groups_of_a_product_are_shared(groups, rows, count, has_place):
+    weight, columns = RNG.integers(-9, 9, (groups, rows, 11)) * 1.0, RNG.integers(-9, 9, (2, groups, 11, 13)) * 1.0
+    place = np.empty((2, groups, rows, 13)) if has_place else None
+    columns = columns if has_place else columns[0]
+    sums = multiply(weight, columns, count, place)
+    assert has_place == (sums is place)
+    assert np.array_equal(sums, weight @ columns)
+
+
+def test_a_long_lone_product_is_divided_by_ours():
+    x = RNG.integers(-3, 3, (1, 512, 7, 7)).astype(np.float32)
+    weight = RNG.integers(-3, 3, (512, 512, 3, 3)).astype(np.float32)
+    with threadpool_limits(2, "blas"):
+        step = cupyconv.explain(cupyconv.conv, x, weight, padding=1, method="gemm").steps[0]
+        y = cupyconv.conv(x, weight, padding=1, method="gemm")
+    assert step.rows_on == 2
+    with cupyconv.options(threads=1):
+        assert np.array_equal(y, cupyconv.conv(x, weight, padding=1, method="gemm"))
+
+
 def test_small_problems_stay_on_the_calling_thread():
     assert planned(*SMALL) == 1
 
@@ -86,7 +153,7 @@ def test_a_limit_set_between_calls_is_kept(monkeypatch):
     for limit in (4, 2, 4, 1, 3):
         with threadpool_limits(limit, "blas"):
             cupyconv.conv(*LARGE)
-    assert taken == [4, 2, 4, 3]  # one thread is the caller
+    assert [n for n in taken if n > 1] == [4, 2, 4, 3]  # one thread is the caller
 
 
 @pytest.mark.parametrize("name", ["OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"])

@@ -60,8 +60,9 @@ class options(AbstractContextManager["Settings"]):
     threads : int, optional
         How many threads a call on NumPy is divided among, or fewer where the workspace limit has no room for so many;
         by default as many as NumPy's BLAS would use (so that its environment variables, threadpoolctl and the process's
-        affinity are respected), and one where the work is small.  While a call uses several, BLAS has one thread in
-        the whole process; then it has its own number again.  With one, products use the threads of BLAS.
+        affinity are respected), and fewer where that takes less by the cost model.  While a call uses several, BLAS
+        has one thread in the whole process; then it has its own number again.  With one that was asked for, products
+        use the threads of BLAS, by default they do not.
 
     Raises
     ------

@@ -118,10 +118,11 @@ class NumpyBackend:
         """The problem for as many threads as are worth waking; the layers of a chain each for their own."""
         if isinstance(problem, problems.ChainProblem):
             problem = replace(problem, layers=tuple(map(self._with_threads, problem.layers)))
-        return replace(problem, machine=HostModel(self._threads_for(problem)))
+        threads = self._threads_for(problem)
+        return replace(problem, machine=HostModel(threads, most=threads))
 
     def _threads_for(self, problem: Problem) -> int:
-        """As many threads as NumPy's BLAS would use, or as are worth waking."""
+        """As many threads as NumPy's BLAS would use, or as may be worth waking."""
         seconds = max(problem.flops / _FLOPS, problem.minimal_bytes / _BYTES)
         worth_waking = int(seconds / problem.turns / _WORTH_WAKING)
         if worth_waking <= 1:

@@ -23,14 +23,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib import import_module
-from math import prod
+from math import inf, prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import NumpyStep, seconds_of
+from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.windows import (
     Block,
     Blocks,
@@ -54,7 +54,6 @@ from cupyconv.problem.problems import METHODS as PUBLIC_METHODS
 from cupyconv.problem.problems import (
     NO_SUCH_METHOD,
     ConvProblem,
-    HostModel,
     NotApplicable,
     ProductsProblem,
     ProductsProblemT,
@@ -81,6 +80,8 @@ INDEX_ARRAYS, INDEX_BYTES = 4, 8
 FEW_PRODUCTS = 1_000_000
 #: Bytes of the workspace limit below which a thread has no share worth planning for.
 LEAST_SHARE = 4 << 10
+#: How much longer a loop may take on half of its threads than the best does, where it is cut anew for these.
+FEWER_THREADS = 1.25
 #: What a turn of a loop takes at the least.
 TURN_SECONDS = 10e-6
 #: Pixels below which a block of columns is not cut: the products would be vectors.
@@ -175,7 +176,7 @@ def choose(problem: ProductsProblemT, methods: Mapping[str, Method]) -> Plan:
             why_not[name] = f"more than {cost.by_model(least[name])}"
             continue
         try:
-            draft = _with_room(problem, name, methods[name].ways)
+            draft = _with_room(problem, name, methods[name].ways, best.seconds if best else inf)
         except NotApplicable as refusal:
             why_not[name] = str(refusal)
             continue
@@ -214,28 +215,39 @@ class Draft(NamedTuple):
         )
 
 
-def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[BlockLoop], ...]) -> Draft:
-    """The way that takes least; where the limit has no room for the blocks of all threads, for half as many, and so on."""
+def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[BlockLoop], ...], other: float) -> Draft:
+    """The way that takes least; for half as many threads, and so on, where the limit has no room for the blocks of all, and
+    as long as that may take less; `other` is what another method takes.
+    """
     known: tuple[type[BlockLoop], ...] = import_module(ways).WAYS if isinstance(ways, str) else ways
+    to_try = sorted((way for way in known if way.applies(problem)), key=attrgetter("turn_calls"))
     refusal = NotApplicable("there is no way to do it")
+    best: Draft | None = None
     while True:
-        best: Draft | None = None
-        for way in sorted(known, key=lambda way: way.turn_calls):
-            if (best is None or way.turn_calls * cost.CALL < best.seconds) and way.applies(problem):
+        host = problem.host
+        fewer = max(1, min(host.threads // 2, problem.limit // LEAST_SHARE))
+        on_fewer = {}
+        for way in to_try:
+            if best is None or way.turn_calls * cost.CALL < best.seconds:
                 try:
                     loops, sizes = way.loops(problem)
                 except NotApplicable as reason:
                     refusal = reason
                     continue
-                seconds = seconds_of(loops)
+                seconds = sum(loop.seconds for loop in loops)
+                if host.most:
+                    on_fewer[way] = sum(loop.seconds_on(fewer) for loop in loops)
                 if best is None or seconds < best.seconds:
                     best = Draft(problem, method, way, loops, sizes, seconds)
         if best is not None:
+            # Blocks for fewer threads are other ones, and take less than these do on as many; by how little is known.
+            least = FEWER_THREADS * min(best.seconds, other)
+            to_try = [way for way in to_try if on_fewer.get(way, inf) < least]
+        if best is not None and (host.threads <= 1 or not to_try):
             return best
-        if problem.host.threads <= 1:
+        if host.threads <= 1:
             raise refusal
-        fewer = max(1, min(problem.host.threads // 2, problem.limit // LEAST_SHARE))
-        problem = replace(problem, machine=HostModel(fewer))
+        problem = replace(problem, machine=replace(host, threads=fewer))
 
 
 def _long_loop(turns: int) -> tuple[str, ...]:
@@ -303,7 +315,16 @@ class BlockLoop(NumpyStep):
 
     @cached_property
     def seconds(self) -> float:
-        return cost.shared(self.work + self.fresh_work, self.calls, self.shares, self.threads)
+        return self.seconds_on(self.threads)
+
+    def seconds_on(self, threads: int) -> float:
+        """What it takes where so many threads take its blocks."""
+        return cost.shared(*self._price, self.shares, threads)
+
+    @cached_property
+    def _price(self) -> tuple[float, float]:
+        """Seconds of one thread, and calls."""
+        return self.work + self.fresh_work, self.calls
 
     @property
     def fresh_work(self) -> float:
@@ -318,6 +339,19 @@ class BlockLoop(NumpyStep):
     @cached_property
     def threads(self) -> int:
         return max(1, min(self.problem.host.threads, self.blocks))
+
+    @cached_property
+    def holds_blas(self) -> bool:
+        """Whether products have one thread of BLAS, as the loop has: not where the caller asked for that.
+
+        BLAS's threads look for work for a while after a product, on the processors that ours need.
+        """
+        return self.threads == 1 <= self.problem.host.most and self.largest_product > cost.SMALL_PRODUCT
+
+    @property
+    def largest_product(self) -> int:
+        """Multiply-adds of a matrix product, at most."""
+        return self.geometry.products
 
     @cached_property
     def geometry(self) -> ConvGeometry:
@@ -500,7 +534,7 @@ class ConvLoop(PixelLoop):
     @classmethod
     def loops(cls, problem: ConvProblem) -> tuple[Sequence[Self], Mapping[str, int]]:
         if cls.thread_bytes and problem.host.threads * cls.thread_bytes > problem.limit:
-            problem = replace(problem, machine=HostModel(max(1, problem.limit // cls.thread_bytes)))
+            problem = replace(problem, machine=replace(problem.host, threads=max(1, problem.limit // cls.thread_bytes)))
         copied = weight_copy(problem)
         weight = copied + cls.weight_bytes(problem)
         loop = cls.fitted(problem, weight + 2 * Plan.ALIGNMENT, problem.limit_with(copied))
@@ -533,10 +567,10 @@ class ConvLoop(PixelLoop):
         """Compute the result; arguments and result are given by name, and memory that other loops use too."""
         scratch = scratch or self.fresh or Scratch(self.x_dtype, self.rounds)
         finish = ConvRun(self, arrays, scratch).finish
-        if self.threads > 1:
+        if self.threads > 1 or self.holds_blas:
             from cupyconv.numpy.threads import in_threads
 
-            in_threads(self.threads, finish, self.each_block)
+            in_threads(self.threads, finish, self.each_block, self.holds_blas)
             return
         for block in self.each_block:
             finish(block)

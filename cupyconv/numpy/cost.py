@@ -4,7 +4,7 @@ A loop over blocks says how much of each building block it has, of one thread; h
 
 ::
 
-    seconds  =  work / threads  +  calls  +  waking them
+    seconds  =  work / threads  +  calls  +  waking them                on one thread:  work  +  calls
 
 `work` is what runs in NumPy's and BLAS's own loops, `calls` what Python does between them, one thread at a time.
 
@@ -31,9 +31,11 @@ if TYPE_CHECKING:
 #: A call of NumPy, with the Python around it that finds out its arguments.
 CALL = 2.3e-6
 #: What a call takes longer where threads wait for each other to let go of the interpreter.
-HANDOVER = 1.6e-6
+HANDOVER = 2e-6
 #: Other threads that are woken, and waited for at the end.
-WAKE = 350e-6
+WAKE = 120e-6
+#: How much longer work takes where other cores work too, on the same memory.
+BESIDE_OTHERS = 1.25
 
 # --- products by BLAS -----------------------------------------------------------------------------------------
 
@@ -91,7 +93,7 @@ def shared(work: float, calls: float, parts: int, threads: int) -> float:
     """Work in so many equal parts, on threads, and calls of which one thread at a time is at the beginning or end."""
     if threads <= 1 or not parts:
         return work + calls * CALL
-    return work * ceil(parts / threads) / parts + calls * (CALL + HANDOVER) + WAKE
+    return BESIDE_OTHERS * work * ceil(parts / threads) / parts + calls * (CALL + HANDOVER) + WAKE
 
 
 def product(rows: float, reduction: float, columns: float, problem: ProductsProblem) -> float:
@@ -221,6 +223,13 @@ def apart(elements: float, problem: ProductsProblem) -> float:
 # --- at the least ---------------------------------------------------------------------------------------------
 
 
+def _at_the_least(work: float, calls: float, problem: ProductsProblem) -> float:
+    """Work and calls on all threads, or on one: whichever takes less."""
+    threads = problem.host.threads
+    alone = work if threads == 1 else min(work, BESIDE_OTHERS * work / threads + WAKE)
+    return alone + calls * CALL
+
+
 def least_winograd(problem: ProductsProblem) -> float:
     """What Winograd's method takes at the least: the transforms of tiles that no image cuts, and of the weight."""
     geometry = problem.geometry
@@ -228,7 +237,7 @@ def least_winograd(problem: ProductsProblem) -> float:
     channels = geometry.in_channels + geometry.out_channels
     work = transformed(geometry.batch * geometry.pixels * channels * 1.5**axes, channels)
     work += transformed_weight(geometry.out_channels * geometry.group_channels, 6**axes, geometry.taps)
-    return work / problem.host.threads + winograd_calls(geometry) * CALL
+    return _at_the_least(work, winograd_calls(geometry), problem)
 
 
 def least_fft(problem: ProductsProblem) -> float:
@@ -239,7 +248,7 @@ def least_fft(problem: ProductsProblem) -> float:
     kernels = pairs * prod(max(SHORTEST, span) for span, taps in zip(geometry.span, geometry.kernel) if taps > 1)
     work = fourier(geometry.batch * images + kernels, 4, problem, True)
     work += geometry.batch * geometry.pixels / 2 * pairs * min(MATRIX_MULTIPLY, COMPLEX_PRODUCT) * slowness(problem)
-    return work / problem.host.threads + FFT_CALLS * CALL
+    return _at_the_least(work, FFT_CALLS, problem)
 
 
 def least_direct(problem: ProductsProblem) -> float:
@@ -248,7 +257,7 @@ def least_direct(problem: ProductsProblem) -> float:
     pixels = geometry.batch * geometry.pixels
     work = pixels * geometry.out_channels * (geometry.reduction * MULTIPLY_ADD * multiply_adds(problem) + 2 * ADD)
     work += copied(pixels * geometry.in_channels * geometry.taps, geometry.out_size[2], problem.x_dtype)
-    return work / problem.host.threads + 10 * CALL
+    return _at_the_least(work, 10, problem)
 
 
 # --- depthwise: elements times numbers ------------------------------------------------------------------------
@@ -273,4 +282,4 @@ def least_scattered(problem: ProductsProblem) -> float:
     """What products that are added take at the least: an addition for every tap."""
     geometry = problem.geometry
     elements = geometry.batch * geometry.in_channels * geometry.pixels * geometry.taps
-    return added(elements, problem.dtype) / problem.host.threads + 2 * geometry.taps * CALL
+    return _at_the_least(added(elements, problem.dtype), 2 * geometry.taps, problem)

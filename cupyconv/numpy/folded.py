@@ -26,7 +26,7 @@ from cupyconv.numpy.windows import five_axes, padded_index
 from cupyconv.problem.arrays import accumulator
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Buffer, Plan
-from cupyconv.problem.problems import HostModel, NotApplicable, TransposedProblem
+from cupyconv.problem.problems import NotApplicable, TransposedProblem
 
 #: Elements of the padded image for each of the image's, up to which the borders are worth a few calls each.
 MOST_PADDED = 2
@@ -129,7 +129,7 @@ def plan_folded(problem: TransposedProblem, plan_part: Callable[[TransposedProbl
         if problem.method == "winograd":
             part = replace(part, method="auto")  # it is not for strips
         threads = max(1, min(problem.host.threads, part.flops // THREAD_FLOPS))
-        plan = plan_part(replace(part, machine=HostModel(threads)))
+        plan = plan_part(replace(part, machine=replace(problem.host, threads=threads)))
         beside = max(beside, 2 * nbytes)
         workspace = max(workspace, plan.workspace_bytes + 2 * nbytes)
         steps.append(Border(problem, box, cast("tuple[NumpyStep, ...]", plan.steps)))

@@ -125,13 +125,14 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
     if len(phases) > MOST_PARTS:
         raise NotApplicable("it falls apart into many convolutions")
     weight = prod(problem.weight.shape) * problem.weight.itemsize
-    problems = []
+    within, problems = replace(problem, workspace_limit=problem.limit_with(weight) - weight), []
     for (out, first), phase in product(zip(problem.outs, geometry.channel_offsets), phases):
         taps = [axis.taps for axis in phase] if is_reached(phase) else [range(0)] * 3
         shape = (out.shape[1], geometry.group_outputs, *map(len, taps))
         own = replace(problem.weight, shape=shape, strides=c_strides(shape))
-        part = phase_problem(replace(problem, workspace_limit=problem.limit_with(weight) - weight), phase, out, own)
-        part = replace(part, method=problem.method if is_reached(phase) else "auto")
+        part = phase_problem(within, phase, out, own)
+        if not is_reached(phase):
+            part = replace(part, method="auto")
         problems.append((part, out.name, first, phase))
     plans, steps = [], []
     for part, name, first, phase in problems:

@@ -27,10 +27,10 @@ from cupyconv.numpy.convolution import (
     sums_per_pixel,
 )
 from cupyconv.numpy.mec import MecRows
-from cupyconv.numpy.windows import Block, block_of_pixels, share_of_pixels, tile_shape
+from cupyconv.numpy.windows import Block, block_of_pixels, parts_of, share_of_pixels, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry
-from cupyconv.problem.problems import ConvProblem, HostModel
+from cupyconv.problem.problems import ConvProblem
 
 #: Outputs from which a 1x1 product is bound by arithmetic: each element read is used that often.
 PRODUCT_OUTPUTS = 32
@@ -40,20 +40,31 @@ LONG_PRODUCT = 256
 
 @dataclass(frozen=True)
 class Product(ConvLoop):
-    """One product for each block and group, which BLAS may divide among threads of its own."""
+    """One product for each block and group; a lone one is divided among threads."""
 
     problem: ConvProblem
-    #: The threads that BLAS divides it among.
+    #: The threads that divide each product.
     divided: int = 1
 
     @property
-    def work(self) -> float:
+    def rows_on(self) -> int:
+        """Threads of ours that share the rows of a product: those that were found worth it, else BLAS divides it."""
+        return self.divided if self.problem.host.most else 1
+
+    @cached_property
+    def products_work(self) -> float:
+        """What products take on one thread."""
         geometry = self.geometry
         sizes = geometry.group_outputs, geometry.reduction, prod(self.block)
-        products = self.blocks * geometry.groups * cost.product(*sizes, self.problem)
-        if prod(sizes) > cost.SMALL_PRODUCT:
-            products /= self.divided
+        return self.blocks * geometry.groups * cost.product(*sizes, self.problem)
+
+    @property
+    def work(self) -> float:
+        products = self.products_work / self.divided * (cost.BESIDE_OTHERS if self.rows_on > 1 else 1)
         return products + self.columns_written + self.store_work
+
+    def seconds_on(self, threads: int) -> float:
+        return super().seconds_on(threads) + (cost.WAKE if self.rows_on > 1 else 0.0)
 
     @property
     def columns_written(self) -> float:
@@ -97,7 +108,7 @@ class View(Product):
         geometry, samples = self.geometry, block.size[0]
         columns = block.of(x).reshape(samples, geometry.groups, geometry.group_channels, -1)
         place = block.of(run.out).reshape(samples, geometry.groups, geometry.group_outputs, -1)
-        np.matmul(run.weight, columns, out=place)
+        multiply(run.weight, columns, self.rows_on, place)
         return place if run.products_are_result else place.transpose(1, 2, 0, 3).reshape(block.sums_shape)
 
 
@@ -123,7 +134,7 @@ class Columns(Product):
     @classmethod
     def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
         if is_undivided(problem):
-            lone = replace(problem, machine=HostModel(1))
+            lone = replace(problem, machine=replace(problem.host, threads=1))
             whole = cls(lone, (problem.geometry.batch, *problem.geometry.out_size), problem.host.threads)
             if fixed + whole.workspace <= limit:
                 return whole
@@ -155,9 +166,9 @@ class Columns(Product):
 
 
 def is_undivided(problem: ConvProblem) -> bool:
-    """Whether it is one product, which is the BLAS's to divide.
+    """Whether it is one product, divided by the rows of the weight rather than by pixels.
 
-    Of a lone sample's, halves take longer than the BLAS's own threads do; of a weight larger than all columns, each part
+    Of a lone sample's, halves take longer than BLAS's own threads do; of a weight larger than all columns, each part
     would read the weight again.  A BLAS that uses fewer threads than asked for divides nothing.
     """
     geometry = problem.geometry
@@ -189,18 +200,41 @@ def product(run: ConvRun, weight: np.ndarray, columns: np.ndarray, block: Block)
     """A block's sums: the weight, `with_parts`, times columns."""
     geometry, loop = run.geometry, run.loop
     columns = columns.reshape(geometry.groups, weight.shape[2], block.area)
+    threads = loop.rows_on if isinstance(loop, Product) else 1
     if loop.problem.x_alone_is_complex:  # its parts are twice as many real pixels
-        sums = np.matmul(weight, columns.view(weight.dtype)).view(loop.sums_dtype)
+        sums = multiply(weight, columns.view(weight.dtype), threads).view(loop.sums_dtype)
     elif loop.problem.factor_alone_is_complex:
-        real, imaginary = np.split(np.matmul(weight, columns), 2, axis=1)
+        real, imaginary = np.split(multiply(weight, columns, threads), 2, axis=1)
         sums = np.empty(real.shape, loop.sums_dtype)
         sums.real, sums.imag = real, imaginary
     elif loop.in_place:
         place = block.of(run.out).reshape(geometry.groups, geometry.group_outputs, block.area)
-        sums = np.matmul(weight, columns, out=place)
+        sums = multiply(weight, columns, threads, place)
     else:
-        sums = np.matmul(weight, columns)
+        sums = multiply(weight, columns, threads)
     return sums.reshape(block.sums_shape)
+
+
+def multiply(weight: np.ndarray, columns: np.ndarray, threads: int, place: np.ndarray | None = None) -> np.ndarray:
+    """The products of all groups, of which each thread computes some groups, or some rows."""
+    if threads == 1:
+        return np.matmul(weight, columns, out=place)
+    from cupyconv.numpy.threads import in_threads
+
+    groups, rows = weight.shape[:2]
+    sums = np.empty((groups, rows, columns.shape[-1]), np.result_type(weight, columns)) if place is None else place
+
+    def compute(part: tuple[slice, slice]) -> None:
+        some, own = part
+        np.matmul(weight[some, own], columns[..., some, :, :], out=sums[..., some, own, :])
+
+    whole = slice(None)
+    if groups >= threads:
+        parts = [(part, whole) for part in parts_of(groups, -(-groups // threads))]
+    else:
+        parts = [(whole, part) for part in parts_of(rows, -(-rows // threads))]
+    in_threads(threads, compute, parts)
+    return sums
 
 
 WAYS = (View, MecRows, Columns)

@@ -196,6 +196,11 @@ class MecRows(ConvLoop):
         return problem.is_one_kind and geometry.kernel[axis] > step
 
     @property
+    def largest_product(self) -> int:
+        row = prod(self.block[2 + self.geometry.outermost :])
+        return self.geometry.group_outputs * self.geometry.reduction * row
+
+    @property
     def work(self) -> float:
         geometry, axis = self.geometry, self.geometry.outermost
         phases = min(self._period, self.block[1 + axis])

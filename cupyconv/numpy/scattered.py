@@ -280,7 +280,7 @@ class ScatteredLoop(BlockLoop):
         return list(product(*map(ranges_of, self.geometry.out_size, self.block[1:])))
 
     def run(self, arrays: Mapping[str, Any]) -> None:
-        in_threads(self.threads, ScatteredRun(self, arrays).finish, self.each_block)
+        in_threads(self.threads, ScatteredRun(self, arrays).finish, self.each_block, self.holds_blas)
 
 
 def _gains_by_flat(flat: ScatteredLoop) -> bool:

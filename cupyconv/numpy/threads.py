@@ -1,7 +1,8 @@
 """Threads: disjoint parts of a call, on workers that wait between calls; and NumPy's BLAS, held at one thread meanwhile.
 
 A BLAS that divides each product waits for its slowest thread at each product; on a busy machine that is most of the
-time.  Here a call is divided once, into more parts than threads, and whoever is free takes the next::
+time.  Its threads also look for work for 30 ms after each, where ours
+could run: a call of ours then took up to twice as long.  Here a call is divided once, into more parts than threads, and whoever is free takes the next::
 
     caller    part 0   part 2   part 5   part 6         (takes parts too, and returns when all are done)
     worker    . part 1   part 3     part 4   waits      (woken by the call; from the pool, which is made once)
@@ -16,8 +17,7 @@ import os
 import threading
 import warnings
 from _thread import allocate_lock
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
@@ -34,14 +34,21 @@ _MOST_WORKERS = max(32, 2 * (os.cpu_count() or 1))
 # --- parts ----------------------------------------------------------------------------------------------------
 
 
-def in_threads(threads: int, work: Callable[[_Part], _Result], parts: Iterable[_Part]) -> list[_Result]:
+def in_threads(
+    threads: int, work: Callable[[_Part], _Result], parts: Iterable[_Part], holds_blas: bool = False
+) -> list[_Result]:
     """What `work` returns for each part, in the order of the parts.
 
     The caller is one of the threads; of the others there are fewer where no more can be started.  What a part raises is
     raised here, when no thread works any more; parts not begun by then are left out.
+
+    Products of a caller who is alone have the threads of BLAS, unless it `holds_blas`.
     """
     if threads == 1:
-        return list(map(work, parts))
+        if not holds_blas:
+            return list(map(work, parts))
+        with BLAS.held_at_one():
+            return list(map(work, parts))
     job = _Job(work, parts)
     with BLAS.held_at_one():
         try:
@@ -91,7 +98,7 @@ class _Job(Generic[_Part, _Result]):
                 return
             self._asked.remove(worker)
             self._helpers += 1
-        BLAS.hold_thread()
+        worker.hold_blas()
         self.take_parts()
         _pool.idle.append(worker)
         with self._lock:
@@ -158,13 +165,22 @@ class _Worker:
 
     def __init__(self) -> None:
         self.jobs: SimpleQueue[_Job[Any, Any]] = SimpleQueue()
+        self._processors: set[int] = set()
+        self._holds_blas = False
         self._thread = threading.Thread(target=self._run, name="cupyconv", daemon=True)
         self._thread.start()
 
     def move_to(self, processors: set[int]) -> None:
         """Let it be woken on one of these processors, if any are named."""
-        if processors and self._thread.native_id is not None:
+        if processors and processors != self._processors and self._thread.native_id is not None:
             os.sched_setaffinity(self._thread.native_id, processors)
+            self._processors = processors
+
+    def hold_blas(self) -> None:
+        """Called by the thread itself, while BLAS is held: what a library counts for each thread apart stays held."""
+        if not self._holds_blas:
+            BLAS.hold_thread()
+            self._holds_blas = True
 
     def _run(self) -> None:
         with np.errstate(all="ignore"):
@@ -216,21 +232,22 @@ class Blas:
         with self._lock:
             return min(self._before or self._numbers(), default=1)
 
-    @contextmanager
-    def held_at_one(self) -> Iterator[None]:
-        """One thread for all products of the process, until the last of those who hold it lets go."""
+    def held_at_one(self) -> Blas:
+        """One thread for all products of the process, until the last of those who hold it lets go: a context."""
+        return self
+
+    def __enter__(self) -> None:
         with self._lock:
             self._holders += 1
             if self._holders == 1:
                 self._before = self._numbers()
-                self._set([1] * len(self._before))
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._holders -= 1
-                if not self._holders:
-                    self._put_back()
+                self._set(1 for _ in self._before)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._holders -= 1
+            if not self._holders:
+                self._put_back()
 
     def hold_thread(self) -> None:
         """Called in another thread while held: some libraries count for each thread apart."""
@@ -249,7 +266,7 @@ class Blas:
     def _numbers(self) -> list[int]:
         return [ask() or 1 for ask, _ in self._found()]
 
-    def _set(self, numbers: list[int]) -> None:
+    def _set(self, numbers: Iterable[int]) -> None:
         for (_, tell), number in zip(self._found(), numbers):
             tell(number)
 

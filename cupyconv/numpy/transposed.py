@@ -25,7 +25,8 @@ from cupyconv.problem.problems import NotApplicable, TransposedProblem, inputs_w
 def plan_transposed(problem: TransposedProblem) -> Plan:
     """The plan for ``problem.method``; ValueError where a named method does not apply."""
     kept, geometry = inputs_with_channels(problem.geometry)
-    problem = replace(problem, geometry=geometry, outs=tuple(problem.outs[i] for i in kept))
+    if geometry is not problem.geometry:
+        problem = replace(problem, geometry=geometry, outs=tuple(problem.outs[i] for i in kept))
     plan = _planned(problem)
     steps = cast("tuple[GatheredLoop | ScatteredLoop, ...]", plan.steps)
     if not any(step.adds_zeros for step in steps):

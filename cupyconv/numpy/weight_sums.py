@@ -165,7 +165,7 @@ class WeightGradientLoop(PixelLoop):
         run, threads = WeightRun(self, arrays), self.threads
         share = -(-self.blocks // threads)
         shares = [(self.each_block.some(thread * share, share), thread) for thread in range(threads)]
-        run.finish(in_threads(threads, run.sum_over, shares))
+        run.finish(in_threads(threads, run.sum_over, shares, self.holds_blas))
 
 
 def _sums_are_result(problem: WeightGradientProblem) -> bool:

@@ -26,6 +26,8 @@ class HostModel:
     #: The backend that runs what is planned for it.
     backend: ClassVar[str] = "numpy"
     threads: int  # 0: as many as the backend finds worth it
+    #: As many as the backend found worth it, of which a way may take fewer; 0 where the caller has said how many there are.
+    most: int = 0
 
     def __str__(self) -> str:
         return f"{self.threads} thread" + "s" * (self.threads > 1)
@@ -379,10 +381,14 @@ _Merging = TypeVar("_Merging", ConvProblem, WeightGradientProblem)
 def without_empty_inputs(problem: _Merging) -> _Merging:
     """The problem without inputs that have no channels."""
     kept, geometry = inputs_with_channels(problem.geometry)
+    if geometry is problem.geometry:
+        return problem
     return replace(problem, geometry=geometry, xs=tuple(problem.xs[i] for i in kept))
 
 
 def inputs_with_channels(geometry: WindowsT) -> tuple[list[int], WindowsT]:
     """Inputs of no channels take part in nothing: the others, one at the least, and the problem of these."""
     kept = [i for i, channels in enumerate(geometry.channels) if channels] or [0]
+    if len(kept) == len(geometry.channels):
+        return kept, geometry
     return kept, replace(geometry, channels=tuple(geometry.channels[i] for i in kept))
