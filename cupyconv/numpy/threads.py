@@ -1,8 +1,8 @@
 """Threads: disjoint parts of a call, on workers that wait between calls; and NumPy's BLAS, held at one thread meanwhile.
 
 A BLAS that divides each product waits for its slowest thread at each product; on a busy machine that is most of the
-time.  Its threads also look for work for 30 ms after each, where ours
-could run: a call of ours then took up to twice as long.  Here a call is divided once, into more parts than threads, and whoever is free takes the next::
+time.  Its threads also look for work for 30 ms after each, where ours could run: the next call then took up to twice as
+long.  Here a call is divided once, into more parts than threads, and whoever is free takes the next::
 
     caller    part 0   part 2   part 5   part 6         (takes parts too, and returns when all are done)
     worker    . part 1   part 3     part 4   waits      (woken by the call; from the pool, which is made once)
