@@ -34,6 +34,8 @@ CALL = 2.3e-6
 HANDOVER = 2e-6
 #: Other threads that are woken, and waited for at the end.
 WAKE = 120e-6
+#: Seconds of work for which another thread is worth waking.
+SHARE = 1e-3
 #: How much longer work takes where other cores work too, on the same memory.
 BESIDE_OTHERS = 1.25
 
@@ -94,6 +96,11 @@ def shared(work: float, calls: float, parts: int, threads: int) -> float:
     if threads <= 1 or not parts:
         return work + calls * CALL
     return BESIDE_OTHERS * work * ceil(parts / threads) / parts + calls * (CALL + HANDOVER) + WAKE
+
+
+def worth_waking(threads: int, work: float, share: float = SHARE) -> int:
+    """Of so many threads, as many as have a share of the work each for which it is worth to wake them; one at least."""
+    return max(1, min(threads, int(work / share)))
 
 
 def product(rows: float, reduction: float, columns: float, problem: ProductsProblem) -> float:
@@ -187,8 +194,6 @@ REORDER, SPREAD = 2.8e-9, 14e-9
 SHORTEST = 16
 #: Calls of a block, each with a long way through SciPy.
 FFT_CALLS = 60
-#: Seconds of work for which another thread is worth waking.
-SHARE = 1e-3
 
 
 def slowness(problem: ProductsProblem) -> float:

@@ -58,7 +58,7 @@ def scaled_work(problem: ConvProblem) -> float:
 
 def workers(loop: ConvLoop) -> int:
     """Threads that have enough to do: with less, they mostly wait for each other between short calls."""
-    return max(1, min(loop.problem.host.threads, loop.blocks, int(scaled_work(loop.problem) / cost.SHARE)))
+    return cost.worth_waking(min(loop.problem.host.threads, loop.blocks), scaled_work(loop.problem))
 
 
 # --- scaled elements ------------------------------------------------------------------------------------------

@@ -235,8 +235,8 @@ class Fft(ConvLoop):
         one = channels * prod(sizes) * self.spectrum_dtype.itemsize
         rows = even_part(kernels.shape[1], min(-(-kernels.shape[1] // self.threads), self.workspace // (3 * one or 1)))
         parts = list(product(range(len(kernels)), parts_of(kernels.shape[1], rows))) if channels else []
-        share = int(channels * len(kernels) * kernels.shape[1] * self.tile.seconds(self.problem) / cost.SHARE)
-        in_threads(max(1, min(self.threads, len(parts), share)), transform, parts)
+        work = channels * len(kernels) * kernels.shape[1] * self.tile.seconds(self.problem)
+        in_threads(cost.worth_waking(min(self.threads, len(parts)), work), transform, parts)
         return Weights(weight, spectra)
 
     def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None) -> None:

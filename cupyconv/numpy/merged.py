@@ -74,7 +74,7 @@ class Merge(ConvLoop):
 
     @cached_property
     def threads(self) -> int:
-        return max(1, min(self.problem.host.threads, self.blocks, int(self.work / cost.SHARE)))
+        return cost.worth_waking(min(self.problem.host.threads, self.blocks), self.work)
 
     @property
     def work(self) -> float:

@@ -64,7 +64,7 @@ class GradientStrips(WeightGradientLoop):
 
     @classmethod
     def sharers(cls, problem: WeightGradientProblem) -> int:
-        return max(1, min(problem.host.threads, int(products_work(problem) / cost.SHARE)))
+        return cost.worth_waking(problem.host.threads, products_work(problem))
 
     @cached_property
     def grad_in_place(self) -> bool:

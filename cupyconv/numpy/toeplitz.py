@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from cupyconv.numpy import cost
 from cupyconv.numpy.convolution import MEMORY_BLOCK, ConvLoop, ConvRun
 from cupyconv.numpy.windows import Block, Blocks, Images, KeptScratch, Scratch
 from cupyconv.problem.geometry import ConvGeometry
@@ -85,7 +86,7 @@ class ToeplitzLoop(ConvLoop):
     @classmethod
     def workers(cls, problem: ConvProblem) -> int:
         """Threads that have enough to do."""
-        return max(1, min(problem.host.threads, int(cls.rough_seconds(problem) / SHARE)))
+        return cost.worth_waking(problem.host.threads, cls.rough_seconds(problem), SHARE)
 
     @classmethod
     def sharers(cls, problem: ConvProblem) -> int:

@@ -109,8 +109,7 @@ class ConvTiling(Tiling):
         """What an input adds to Y = X Wᵀ of each frequency, group by group."""
         geometry = self.problem.geometry
         channels, outputs = geometry.group_channels, geometry.group_outputs
-        for group in range(part.start // channels, -(-part.stop // channels)):
-            begin, end = max(part.start, group * channels), min(part.stop, (group + 1) * channels)
+        for group, begin, end in self.groups_of(part):
             x = Spectra("spectra", begin - part.start, len(part), units * len(part))
             within = group * outputs * channels + begin - group * channels
             weight = Spectra("spectra of the weight", within, channels, self.kernels, transposed=True)

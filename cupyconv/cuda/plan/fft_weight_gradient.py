@@ -122,8 +122,7 @@ class GradientTiling(Tiling):
         """What a chunk adds to D = Gᴴ X of each frequency, group by group."""
         geometry = self.problem.geometry
         channels, outputs = geometry.group_channels, geometry.group_outputs
-        for group in range(part.start // channels, -(-part.stop // channels)):
-            begin, end = max(part.start, group * channels), min(part.stop, (group + 1) * channels)
+        for group, begin, end in self.groups_of(part):
             all_outputs = geometry.out_channels, units * geometry.out_channels
             grad = Spectra("spectra of the gradient", group * outputs, *all_outputs, transposed=True, conjugated=True)
             x = Spectra("spectra", begin - part.start, len(part), units * len(part))

@@ -301,6 +301,12 @@ class Tiling:
         loads = 2 * products * ITEMSIZE[self.spectrum_dtype] / (gpu.bandwidth * cost.L2_SPEED)
         return replace(launch, flops=flops, arithmetic_seconds=max(flops / cost.core_rate(self.dtype, gpu), loads))
 
+    def groups_of(self, part: range) -> Iterator[tuple[int, int, int]]:
+        """The groups that have some of these channels, and from where to where these are: all are counted through all groups."""
+        channels = self.problem.geometry.group_channels
+        for group in range(part.start // channels, -(-part.stop // channels)):
+            yield group, max(part.start, group * channels), min(part.stop, (group + 1) * channels)
+
     def matrix_product(
         self, m: int, n: int, k: int, a: Spectra, b: Spectra, c: Spectra, beta: int, first: int
     ) -> GemmCall:
