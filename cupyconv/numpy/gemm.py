@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from operator import attrgetter
 from typing import Self
 
 import numpy as np
@@ -26,7 +27,7 @@ from cupyconv.numpy.convolution import (
     result_takes_sums,
     sums_per_pixel,
 )
-from cupyconv.numpy.mec import MecRows
+from cupyconv.numpy.mec import MecRows, in_runs
 from cupyconv.numpy.windows import Block, block_of_pixels, parts_of, share_of_pixels, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry
@@ -137,7 +138,7 @@ class Columns(Product):
             lone = replace(problem, machine=replace(problem.host, threads=1))
             whole = cls(lone, (problem.geometry.batch, *problem.geometry.out_size), problem.host.threads)
             if fixed + whole.workspace <= limit:
-                return whole
+                return min(whole, super().fitted(problem, fixed, limit), key=attrgetter("seconds"))
         return super().fitted(problem, fixed, limit)
 
     @cached_property
@@ -218,7 +219,7 @@ def product(run: ConvRun, weight: np.ndarray, columns: np.ndarray, block: Block)
 def multiply(weight: np.ndarray, columns: np.ndarray, threads: int, place: np.ndarray | None = None) -> np.ndarray:
     """The products of all groups, of which each thread computes some groups, or some rows."""
     if threads == 1:
-        return np.matmul(weight, columns, out=place)
+        return in_runs(weight, columns, place)
     from cupyconv.numpy.threads import in_threads
 
     groups, rows = weight.shape[:2]
@@ -226,7 +227,7 @@ def multiply(weight: np.ndarray, columns: np.ndarray, threads: int, place: np.nd
 
     def compute(part: tuple[slice, slice]) -> None:
         some, own = part
-        np.matmul(weight[some, own], columns[..., some, :, :], out=sums[..., some, own, :])
+        in_runs(weight[some, own], columns[..., some, :, :], sums[..., some, own, :])
 
     whole = slice(None)
     if groups >= threads:
