@@ -12,7 +12,7 @@ import cupyconv
 from cupyconv.call.operation import forget_calls
 from cupyconv.cuda.plan import conv as cuda_conv
 from cupyconv.numpy import convolution
-from cupyconv.numpy.convolution import Method
+from cupyconv.numpy.choice import Method
 from cupyconv.numpy.gemm import Columns
 from cupyconv.problem import problems
 
