@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from operator import attrgetter
 from typing import Self
 
 import numpy as np
 
 from cupyconv.numpy import cost
+from cupyconv.numpy.block_loops import block_of_pixels, share_of_pixels
 from cupyconv.numpy.convolution import (
     CACHE_BLOCK,
     MEMORY_BLOCK,
@@ -28,10 +28,10 @@ from cupyconv.numpy.convolution import (
     sums_per_pixel,
 )
 from cupyconv.numpy.mec import MecRows, in_runs
-from cupyconv.numpy.windows import Block, block_of_pixels, parts_of, share_of_pixels, tile_shape
+from cupyconv.numpy.windows import Block, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry
-from cupyconv.problem.problems import ConvProblem
+from cupyconv.problem.problems import ConvProblem, NotApplicable
 
 #: Outputs from which a 1x1 product is bound by arithmetic: each element read is used that often.
 PRODUCT_OUTPUTS = 32
@@ -134,12 +134,18 @@ class Columns(Product):
 
     @classmethod
     def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
-        if is_undivided(problem):
-            lone = replace(problem, machine=replace(problem.host, threads=1))
-            whole = cls(lone, (problem.geometry.batch, *problem.geometry.out_size), problem.host.threads)
-            if fixed + whole.workspace <= limit:
-                return min(whole, super().fitted(problem, fixed, limit), key=attrgetter("seconds"))
-        return super().fitted(problem, fixed, limit)
+        if not is_undivided(problem):
+            return super().fitted(problem, fixed, limit)
+        lone = replace(problem, machine=replace(problem.host, threads=1))
+        whole = cls(lone, (problem.geometry.batch, *problem.geometry.out_size), problem.host.threads)
+        has_room = fixed + whole.workspace <= limit
+        try:
+            blocks = super().fitted(problem, fixed, limit)
+        except NotApplicable:
+            if has_room:
+                return whole
+            raise
+        return whole if has_room and whole.seconds <= blocks.seconds else blocks
 
     @cached_property
     def in_place(self) -> bool:

@@ -45,7 +45,8 @@ LEAST_SHARED = 32
 
 def in_runs(weight: np.ndarray, columns: np.ndarray, place: np.ndarray | None) -> np.ndarray:
     """Matrix products; where the weight is small, of runs of columns that are short enough for BLAS's small products."""
-    run, length = cost.run_of(*weight.shape[-2:], weight.dtype.name), columns.shape[-1]
+    (rows, reduction), length = weight.shape[-2:], columns.shape[-1]
+    run = cost.run_of(rows, reduction, weight.dtype.name)
     if not run or length < 2 * run:
         return np.matmul(weight, columns, out=place)
     if place is None:
