@@ -121,3 +121,14 @@ def test_no_more_than_the_limit(runs):
             assert cupyconv.explain(cupyconv.conv, x, weight, padding=1).workspace_bytes <= limit
             np.testing.assert_array_equal(cupyconv.conv(x, weight, padding=1), reference.conv(x, weight, padding=1))
     assert runs == [True]
+
+
+def test_layers_of_a_chain(runs):
+    """Whose images have other axes than the caller's."""
+    rng = np.random.default_rng(1)
+    x, first, second = integers(rng, 1, 1, 1), integers(rng, 1, 1, 3), integers(rng, 2, 1, 1)
+    with cupyconv.options(threads=1):
+        layers = [cupyconv.ConvLayer(first, padding=1), cupyconv.ConvLayer(second)]
+        y = cupyconv.conv_chain(x, layers, fuse=False)
+    np.testing.assert_array_equal(y, reference.conv(reference.conv(x, first, padding=1), second))
+    assert len(runs) == 2

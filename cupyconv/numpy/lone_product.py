@@ -31,6 +31,7 @@ from numpy import add
 from numpy.lib.stride_tricks import as_strided
 
 from cupyconv.numpy import cost
+from cupyconv.numpy.windows import five_axes
 from cupyconv.problem.arrays import accumulator, c_strides
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class _Memory(NamedTuple):
 
     columns_of: Callable[[np.ndarray], np.ndarray]
     sums: np.ndarray | None  # where they are not the result
-    pixels: np.ndarray | None  # of the sums, with the axes of the result
+    pixels: np.ndarray | None  # of the sums, in an image of five axes
 
 
 class LoneProduct:
@@ -128,12 +129,13 @@ class LoneProduct:
         if "bias" in arrays:
             add(sums, arrays["bias"][:, None], sums)
         if pixels is not None:
+            out = five_axes(out)
             if "residual" in arrays:
-                add(pixels, arrays["residual"], out)
+                add(pixels, five_axes(arrays["residual"]), out)
             else:
                 out[...] = pixels
         if "pre" in arrays:
-            arrays["pre"][...] = out
+            five_axes(arrays["pre"])[...] = five_axes(out)
         if self._activate is not None:
             self._activate(out)
         self._idle.append(memory)
@@ -144,8 +146,8 @@ class LoneProduct:
         geometry = self._geometry
         sums = np.empty(self._sums_shape, self._dtype)
         outputs, (n, *steps) = sums.strides[0], (step * sums.itemsize for step in self._steps)
-        shape = geometry.batch, geometry.out_channels, *geometry.spatial(geometry.out_size)
-        return _Memory(self._columns(), sums, as_strided(sums, shape, (n, outputs, *geometry.spatial(steps))))
+        shape = geometry.batch, geometry.out_channels, *geometry.out_size
+        return _Memory(self._columns(), sums, as_strided(sums, shape, (n, outputs, *steps)))
 
     def _columns(self) -> Callable[[np.ndarray], np.ndarray]:
         """What makes columns of x, in memory of its own but for the columns: those are quicker where memory was just used."""
@@ -165,18 +167,17 @@ class LoneProduct:
             return of_image
         tile = np.zeros(self._tile.shape, dtype)
         windows = as_strided(tile, windows_shape, strides)
-        images, rank = tile.swapaxes(0, 1), self._geometry.rank
-        own_axes: Any = (slice(None), slice(None), *(0,) * (3 - rank))
-        #: Boxes of the tile, and what of x they are, with the axes of x.
+        images = tile.swapaxes(0, 1)
+        #: Boxes of the tile, and what of x they are.
         parts: list[tuple[np.ndarray, Any]] = []
         for at, elements in self._tile.not_zeros:
             if elements is not None:
                 box: Any = (..., *at)
-                parts.append((images[box][own_axes], (..., *elements[3 - rank :])))
+                parts.append((images[box], (..., *elements)))
 
         def of_tile(x: np.ndarray) -> np.ndarray:
             for inside, elements in parts:
-                inside[...] = x[elements]
+                inside[...] = five_axes(x)[elements]
             columns = np.empty(windows_shape, dtype)
             columns[...] = windows
             return columns.reshape(shape)
