@@ -95,7 +95,7 @@ class Operation:
         if self._unpack is not None:
             arguments = self._unpack(arguments)
         settings = self._settings_of(arguments)
-        given, form = _flat(self._arrays_of(arguments))
+        given, form = flat(self._arrays_of(arguments))
         key = self._key(given, form, settings, saving)
         known = _executables.get(key)
         if known is not None:
@@ -180,7 +180,7 @@ def forget_calls() -> None:
     _executables.clear()
 
 
-def _flat(arguments: tuple[Any, ...]) -> tuple[list[Any], Hashable]:
+def flat(arguments: tuple[Any, ...]) -> tuple[list[Any], Hashable]:
     """All arrays in one list; and which arguments there are: the type of each, and how many arrays it holds."""
     kinds = tuple(map(type, arguments))
     if list not in kinds and tuple not in kinds:

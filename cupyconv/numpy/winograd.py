@@ -379,15 +379,14 @@ class Winograd(TiledLoop, ConvLoop):
 
     @classmethod
     def weight_bytes(cls, problem: ConvProblem) -> int:
-        geometry = problem.geometry
-        return factor_bytes(geometry) if keeps_weight(geometry) else 0
+        return factor_bytes(problem.geometry) if keeps_weight(problem.geometry) else 0
 
     @property
     def work(self) -> float:
         geometry, problem = self.geometry, self.problem
         sizes = self.block_tiles, geometry.group_channels, geometry.group_outputs
         products = self.blocks * products_of(geometry) * geometry.groups * cost.product(*sizes, problem)
-        times = 1 if keeps_weight(geometry) else self.blocks
+        times = (not problem.weight_is_constant) if keeps_weight(geometry) else self.blocks
         weights = times * cost.transformed_weight(kernels_of(geometry), products_of(geometry), geometry.taps)
         return products + weights + self.transforms_work + self.store_work
 
@@ -405,7 +404,7 @@ class Winograd(TiledLoop, ConvLoop):
 
     def arranged(self, weight: np.ndarray) -> Weights:  # type: ignore[override]
         geometry = self.geometry
-        if not keeps_weight(geometry):
+        if not keeps_weight(self.geometry):
             return Weights(weight, None)
         rows = weight.reshape(kernels_of(geometry), geometry.taps)
         factors = np.empty((products_of(geometry), len(rows)), FLOAT32)
