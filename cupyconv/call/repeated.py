@@ -51,8 +51,8 @@ class RepeatedCall:
 
     def __call__(self, **given: Any) -> Any:
         """The result, with these arrays."""
-        arrays, form = flat(tuple(given.values()))
-        backend_of, key = backend_of_class(type(arrays[0])), None
+        arrays, form, array_class = flat(tuple(given.values()))
+        backend_of, key = None if array_class is None else backend_of_class(array_class), None
         if backend_of is not None:
             key = tuple(given), form, backend_of(arrays[0]).signature(arrays), current_settings()
         known = self._executables.get(key)
