@@ -254,7 +254,8 @@ def least_winograd(problem: ProductsProblem) -> float:
     axes = sum(taps == 3 for taps in geometry.kernel)
     channels = geometry.in_channels + geometry.out_channels
     work = transformed(geometry.batch * geometry.pixels * channels * 1.5**axes, channels)
-    work += transformed_weight(geometry.out_channels * geometry.group_channels, 6**axes, geometry.taps)
+    if not problem.weight_is_constant:
+        work += transformed_weight(geometry.out_channels * geometry.group_channels, 6**axes, geometry.taps)
     return _at_the_least(work, winograd_calls(geometry), problem)
 
 
