@@ -16,8 +16,10 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep
+from cupyconv.numpy.block_loops import BlockLoop
 from cupyconv.numpy.chain_fused import plan_fused
-from cupyconv.numpy.convolution import BlockLoop, long_loop, plan_conv
+from cupyconv.numpy.choice import long_loop
+from cupyconv.numpy.convolution import plan_conv
 from cupyconv.problem.arrays import Operand, dtype_from_name
 from cupyconv.problem.geometry import even_part, ranges_of
 from cupyconv.problem.plan import Plan

@@ -22,7 +22,8 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.chain_tiles import Piece, bands_to_plan, kept_rows, rows_of_band, tiles, tiles_to_plan
-from cupyconv.numpy.convolution import FEWER_THREADS, ConvLoop, Method, choose, plan_conv
+from cupyconv.numpy.choice import FEWER_THREADS, Method, choose
+from cupyconv.numpy.convolution import ConvLoop, plan_conv
 from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import Scratch, five_axes
 from cupyconv.problem.arrays import Operand, accumulator, dtype_from_name
