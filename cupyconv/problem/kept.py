@@ -130,17 +130,20 @@ def spent() -> int:
 
 def held_bytes(value: object, shared: Iterable[object] = ()) -> int:
     """Bytes of an object and of all that it holds, but for what is `shared`; more than `LARGEST` are not counted up."""
-    seen, waiting, nbytes = {id(item) for item in shared}, [value], 0
-    while waiting and nbytes <= LARGEST:
-        item = waiting.pop()
-        if id(item) in seen or isinstance(item, (type, ModuleType, CodeType, BuiltinFunctionType)):
-            continue
-        seen.add(id(item))
-        nbytes += sys.getsizeof(item)
-        if isinstance(item, FunctionType):  # not the module that it belongs to
-            waiting.append(item.__closure__)
-        else:
-            waiting += gc.get_referents(item)
+    seen, level, nbytes = {id(item) for item in shared}, [value], 0
+    while level and nbytes <= LARGEST:
+        asked, following = [], []
+        for item in level:
+            if id(item) in seen or isinstance(item, (type, ModuleType, CodeType, BuiltinFunctionType)):
+                continue
+            seen.add(id(item))
+            nbytes += sys.getsizeof(item)
+            if isinstance(item, FunctionType):  # not the module that it belongs to
+                following.append(item.__closure__)
+            else:
+                asked.append(item)
+        # Many at once: where Python has no global lock, all threads stop for each time that it is asked.
+        level = following + gc.get_referents(*asked)
     return nbytes
 
 
