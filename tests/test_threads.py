@@ -259,7 +259,7 @@ def test_arrays_of_a_call_are_let_go():
 
     def call() -> weakref.ref:
         array = np.ones(10)
-        in_threads(4, lambda part: (time.sleep(0.001), array), range(8))
+        in_threads(4, lambda part: time.sleep(array[part] / 1000), range(8))
         return weakref.ref(array)
 
     array = call()
