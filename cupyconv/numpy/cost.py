@@ -70,6 +70,10 @@ TRANSPOSE = 1.6e-9
 OWN, TOUCH = 256 << 10, 14e-12
 
 
+#: Seconds of a byte that one layer of a chain writes to memory and the next reads; and bytes that stay in a core's cache.
+BETWEEN, STAYS = 150e-12, 1 << 20
+
+
 #: In what a price is printed.
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
@@ -169,6 +173,11 @@ def added_to_windows(elements: float, dtype: str, run: float, apart: bool) -> fl
     return WINDOWS_APART * added(elements, dtype, run, apart)
 
 
+def between(nbytes: float, at_a_time: float) -> float:
+    """Images that one layer of a chain writes and the next reads, of which so many bytes are in memory at a time."""
+    return nbytes * BETWEEN * max(0.0, 1 - STAYS / at_a_time) if at_a_time else 0.0
+
+
 #: Seconds of an element of a weight whose taps are reversed, and inputs and outputs exchanged; and calls beside, also of a
 #: border that is folded onto the image.
 EXCHANGED, GATHERED_CALLS, BORDER_CALLS = 1.9e-9, 12, 50
@@ -263,7 +272,8 @@ def least_winograd(problem: ProductsProblem) -> float:
     axes = sum(taps == 3 for taps in geometry.kernel)
     channels = geometry.in_channels + geometry.out_channels
     work = transformed(geometry.batch * geometry.pixels * channels * 1.5**axes, channels)
-    work += transformed_weight(geometry.out_channels * geometry.group_channels, 6**axes, geometry.taps)
+    if not problem.weight_is_constant:
+        work += transformed_weight(geometry.out_channels * geometry.group_channels, 6**axes, geometry.taps)
     return _at_the_least(work, winograd_calls(geometry), problem)
 
 

@@ -7,10 +7,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -33,12 +34,17 @@ from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
+if TYPE_CHECKING:
+    from cupyconv.numpy.lone_product import LoneProduct
+
 #: Outputs from which a 1x1 product is bound by arithmetic: each element read is used that often.
 PRODUCT_OUTPUTS = 32
 #: How much longer columns take that do not stay in cache.
 FARTHER = 2.0
 #: Pixels with which a product is as fast as with more: each time it reads, and arranges, the whole weight.
 LONG_PRODUCT = 256
+#: Bytes of columns up to which one product alone is bound by what is set up for it.
+SMALL = 128 << 10
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,21 @@ class Product(ConvLoop):
     def rows_on(self) -> int:
         """Threads of ours that share the rows of a product: those that were found worth it, else BLAS divides it."""
         return self.divided if self.problem.host.most else 1
+
+    @cached_property
+    def lone(self) -> LoneProduct | None:
+        """What runs it where it is one small product."""
+        return None
+
+    def executable(self) -> Callable[[Mapping[str, Any]], None]:
+        return self.run if self.lone is None else self.lone.run
+
+    def lone_product(self, is_view: bool) -> LoneProduct | None:
+        if self.problem.geometry.reduction * prod(self.block) * self.x_dtype.itemsize > SMALL:
+            return None
+        from cupyconv.numpy.lone_product import LoneProduct, is_lone  # imported for those that are small
+
+        return LoneProduct(self, is_view) if is_lone(self) else None
 
     @cached_property
     def products_work(self) -> float:
@@ -103,6 +124,10 @@ class View(Product):
     @property
     def workspace(self) -> int:
         return self.sums_bytes
+
+    @cached_property
+    def lone(self) -> LoneProduct | None:
+        return self.lone_product(is_view=True) if self.geometry.batch == 1 else None
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         ((x, _),) = run.images.inputs
@@ -167,9 +192,18 @@ class Columns(Product):
             columns *= FARTHER
         return columns + (self.tile_work if geometry.taps > 1 else 0.0)
 
+    @cached_property
+    def lone(self) -> LoneProduct | None:
+        return self.lone_product(is_view=False)
+
+    @property
+    def work(self) -> float:
+        return super().work if self.lone is None else self.lone.work + self.store_work
+
     @property
     def workspace(self) -> int:
-        return columns_bytes(self.problem, self.block, self.x_dtype.itemsize) + self.sums_bytes
+        nbytes = columns_bytes(self.problem, self.block, self.x_dtype.itemsize)
+        return self.sums_bytes + (nbytes if self.lone is None else max(nbytes, self.lone.nbytes))
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
         return with_parts(self, weight)
