@@ -412,7 +412,9 @@ class Winograd(TiledLoop, ConvLoop):
             _times_taps(weight_transform(geometry.kernel), taps, factors[:, part].reshape(len(factors), -1))
 
         threads, count = max(1, min(self.threads, factors.size // WEIGHT_PART)), kernels.shape[1]
-        in_threads(threads, transform, parts_of(count, even_part(count, -(-count // threads))))
+        largest = products_of(geometry) * geometry.taps * min(WEIGHT_ROWS, kernels[0].size)
+        holds_blas = self.problem.host.most >= 1 and largest > cost.SMALL_PRODUCT
+        in_threads(threads, transform, parts_of(count, even_part(count, -(-count // threads))), holds_blas)
         return Weights(weight, factors)
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
