@@ -69,6 +69,8 @@ PIXEL_K_CHUNK = 4
 INT32 = 2**31 - 1
 #: K-slabs that a share of a split sum has at the least: fewer would not fill the pipeline.
 SMALLEST_SHARE = 4
+#: What becomes of float32 as the weight is packed (Float32As of kernels/pack_weight.cu), in words.
+FLOAT32_AS = ("", ", rounded to TF32", ", in two parts of TF32")
 #: Oldest architecture with matrix instructions for a dtype.
 FIRST_MMA = {"float16": 75, "bfloat16": 80, "float32": 80, "float64": 80}
 
@@ -204,7 +206,7 @@ def draft_phases(problem: ConvProblem, phases: Phases) -> Draft:
     for arithmetic in choices:
         for way in _ways(problem, arithmetic):
             for tile in tiles(dtype, arithmetic, way.gather, bool(way.problem.prologue)):
-                if shared_bytes(tile, accumulator(dtype)) <= gpu.shared_bytes:
+                if shared_bytes(tile, arithmetic, accumulator(dtype)) <= gpu.shared_bytes:
                     drafts.append(_draft(way, phases, arithmetic, tile))
     fitting = [draft for draft in drafts if sum(buffer.nbytes for buffer in draft.workspace) <= problem.limit]
     if not fitting:
@@ -245,18 +247,22 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
     cut = reduction(geometry, phases, k_chunk, BLOCK_BYTES // itemsize)
     tiles_m = -(-geometry.group_outputs // tile_m)
     rows = tiles_m * tile_m
+    parts = weight_parts(arithmetic, tile_m)
+    shared = shared_bytes(tile, arithmetic, accumulator(dtype))
     tiles_n = [-(-geometry.batch * phase.pixels // tile_n) for phase in phases.each]
     blocks_xy = tiles_m * geometry.groups * max(tiles_n) * len(tiles_n)
     if blocks_xy > GRID_X:
         raise NotApplicable(f"{blocks_xy:,} tiles are more than a grid has blocks")
     group_slabs, most_slabs = sum(cut.slabs), max(cut.slabs)
-    if arithmetic == "MMA" and len(phases.each) == 1 and _lies_in_slabs(problem.weight, geometry, cut):
+    as_it_is = arithmetic == "MMA" or (arithmetic == "TF32X3" and parts == 1)
+    if as_it_is and len(phases.each) == 1 and _lies_in_slabs(problem.weight, geometry, cut):
         packed, row = None, problem.weight.strides[0]
         weight = (address(problem.weight), geometry.group_outputs * row, cut.slab, row, geometry.group_outputs)
     else:
-        packed = Buffer("packed_weight", geometry.groups * group_slabs * rows * cut.slab * itemsize)
-        row = rows if arithmetic == "FMA" else cut.slab
-        weight = (Address(packed.name), group_slabs * rows * cut.slab, rows * cut.slab, row, rows)
+        slab = rows * cut.slab * parts
+        packed = Buffer("packed_weight", geometry.groups * group_slabs * slab * itemsize)
+        row = rows if arithmetic == "FMA" else cut.slab * parts
+        weight = (Address(packed.name), group_slabs * slab, slab, row, rows)
 
     sums = replace(problem.out.in_c_order(accumulator(dtype)), name="sums", offset=0)
     affordable = (problem.limit - (packed.nbytes if packed else 0)) // sums.nbytes
@@ -276,14 +282,14 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
     slabs = slabs_per_split * sum(map(mul, tiles_n, cut.slabs)) / (sum(tiles_n) * most_slabs)
     operations = 2 * tile_m * tile_n * slabs * cut.slab
     # What it asks L2 for.  Taps of a row read what the one before has left in L1.
-    l2_bytes = slabs * BLOCK_BYTES * (tile_m + tile_n / geometry.kernel[2])
-    if gpu.shared_bytes + RESERVED_SHARED < 2 * (shared_bytes(tile, accumulator(dtype)) + RESERVED_SHARED):
+    l2_bytes = slabs * BLOCK_BYTES * (tile_m * parts + tile_n / geometry.kernel[2])
+    if gpu.shared_bytes + RESERVED_SHARED < 2 * (shared + RESERVED_SHARED):
         rate *= threads / BUSY_THREADS  # one block to a multiprocessor
     issued = slabs * threads / WARP * cost.ISSUED[arithmetic, itemsize, gather][tile]
     shared_lines = slabs * _shared_lines(problem, tile, gather, arithmetic)
     steps = [*way.steps]
     if packed:
-        steps.append(_pack_weight_launch(geometry, phases, packed, cut, rows, arithmetic))
+        steps.append(_pack_weight_launch(geometry, phases, packed, cut, rows, arithmetic, parts))
     steps.append(
         KernelLaunch(
             variant(
@@ -314,7 +320,7 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
                 ("phases", len(phases.each)),
                 ("phase", tuple(_phase_params(*each, out) for each in zip(phases.each, cut.first_slabs))),
             ),
-            shared_bytes=shared_bytes(tile, accumulator(dtype)),
+            shared_bytes=shared,
             purpose=_words(phases) + prologue_words(problem.prologue) + ", bias, residual, activation" * (splits == 1),
             bytes_moved=bytes_of(problem.xs) + (packed or problem.weight).nbytes + splits * out.nbytes,
             flops=_flops(problem, phases),
@@ -345,9 +351,10 @@ def _shared_lines(problem: ConvProblem, tile: tuple[int, int], gather: str, arit
     store, and to load those where they lie.
     """
     tile_m, tile_n = tile
+    parts = weight_parts(arithmetic, tile_m)
     warps = (TILES | WIDE_TILES)[tile] // WARP
-    edges = warps * WARP_ROWS[tile] + tile_m * tile_n // WARP_ROWS[tile]
-    lines = (edges + tile_m) * BLOCK_BYTES // cost.SHARED_LINE
+    edges = warps * WARP_ROWS[tile] * parts + tile_m * tile_n // WARP_ROWS[tile]
+    lines = (edges + tile_m * parts) * BLOCK_BYTES // cost.SHARED_LINE
     if gather != "ALONG_PIXELS":
         return lines + tile_n * BLOCK_BYTES // cost.SHARED_LINE
     touched = max(cost.lines_of(x, problem.geometry.stride[2]) for x in problem.xs)
@@ -392,10 +399,15 @@ def _phase_params(phase: Phase, first_slab: int, out: Operand) -> tuple[Any, ...
     return first_element, phase.out_size, phase.kernel, phase.before, first_slab
 
 
-def shared_bytes(tile: tuple[int, int], sums: str) -> int:
+def weight_parts(arithmetic: str, tile_m: int) -> int:
+    """Numbers for each element of the packed weight: SPLIT_WEIGHT_PARTS of kernels/warp_tile.cuh."""
+    return 2 if arithmetic == "TF32X3" and tile_m > 64 else 1
+
+
+def shared_bytes(tile: tuple[int, int], arithmetic: str, sums: str) -> int:
     """`Shared` of kernels/implicit_gemm.cu: a packed pixel for each column, and stages or a part of an epilogue tile in the same place."""
     tile_m, tile_n = tile
-    stages = STAGES * (tile_m + tile_n) * BLOCK_BYTES
+    stages = STAGES * (tile_m * weight_parts(arithmetic, tile_m) + tile_n) * BLOCK_BYTES
     part = WARP_ROWS[tile] * (min(tile_n, PART_COLUMNS) + 8) * ITEMSIZE[sums]
     return tile_n * 8 + max(stages, tile_n * 16 + part)
 
@@ -449,9 +461,10 @@ def _lies_in_slabs(weight: Operand, geometry: ConvGeometry, cut: Reduction) -> b
 
 
 def _pack_weight_launch(
-    geometry: ConvGeometry, phases: Phases, packed: Buffer, cut: Reduction, rows: int, arithmetic: str
+    geometry: ConvGeometry, phases: Phases, packed: Buffer, cut: Reduction, rows: int, arithmetic: str, parts: int
 ) -> KernelLaunch:
     along_k = arithmetic != "FMA"
+    float32_as = 2 if parts > 1 else int(arithmetic == "TF32")
     weights = [phase.weight for phase in phases.each]
     # Along an axis where a phase has one tap its step is 0; the others have the one that all have.
     steps = [max(each, key=abs) for each in zip(*(weight.strides for weight in weights))]
@@ -467,7 +480,7 @@ def _pack_weight_launch(
             ("sources", (channels, len(channels))),
             ("weight", image(weight)),
             ("packed", Address(packed.name)),
-            ("stride_m", cut.slab if along_k else 1),
+            ("stride_m", cut.slab * parts if along_k else 1),
             ("stride_k", 1 if along_k else rows),
             *groups_params(geometry),
             ("k_chunk", cut.k_chunk),
@@ -475,7 +488,7 @@ def _pack_weight_launch(
             ("slabs", sum(cut.slabs)),
             ("rows", rows),
             ("channels", cut.channels),
-            ("rounds_to_tf32", int(arithmetic == "TF32")),
+            ("float32_as", float32_as),
             (
                 "phase",
                 tuple(
@@ -484,6 +497,6 @@ def _pack_weight_launch(
                 ),
             ),
         ),
-        purpose="weight into K-slabs" + ", rounded to TF32" * (arithmetic == "TF32"),
+        purpose="weight into K-slabs" + FLOAT32_AS[float32_as],
         bytes_moved=nbytes + packed.nbytes,
     )
