@@ -15,6 +15,7 @@ from typing import Self
 import numpy as np
 
 from cupyconv.numpy import cost
+from cupyconv.numpy.block_loops import block_of_pixels, share_of_pixels
 from cupyconv.numpy.convolution import (
     CACHE_BLOCK,
     MEMORY_BLOCK,
@@ -27,7 +28,7 @@ from cupyconv.numpy.convolution import (
     sums_per_pixel,
 )
 from cupyconv.numpy.mec import MecRows
-from cupyconv.numpy.windows import Block, block_of_pixels, parts_of, share_of_pixels, tile_shape
+from cupyconv.numpy.windows import Block, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.problems import ConvProblem

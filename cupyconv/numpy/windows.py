@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice, product
@@ -36,7 +36,6 @@ import numpy as np
 
 from cupyconv.problem.geometry import ConvGeometry, Triple, Windows, even_part, ranges_of
 from cupyconv.problem.kept import Cache, on_clear, release, reserve
-from cupyconv.problem.problems import NotApplicable
 
 if TYPE_CHECKING:
     from cupyconv.numpy.prologue import Transform
@@ -495,49 +494,6 @@ class Images:
                 part = x[:, begin - own.start : end - own.start]
                 some.append((part, slice(begin - channels.start, end - channels.start)))
         return Images(some, self.scratch, self._transform and self._transform.of(channels))
-
-
-# --- cutting, and who does a part -----------------------------------------------------------------------------
-
-
-def largest_block(
-    geometry: ConvGeometry,
-    needed: Callable[[BlockSize], int],
-    limit: int,
-    target: int,
-    smallest: int,
-    most_samples: int,
-) -> BlockSize:
-    """A block of about `target` pixels, or the largest below it that needs no more than `limit` bytes."""
-    smallest = max(1, min(smallest, geometry.pixels))
-    pixels = max(smallest, target)
-    while True:
-        block = block_of_pixels(geometry, pixels, most_samples)
-        nbytes = needed(block)
-        if nbytes <= limit:
-            return block
-        if pixels == smallest:
-            raise NotApplicable(f"the smallest block needs {nbytes:,} bytes of workspace, the limit is {limit:,}")
-        pixels = max(smallest, min(pixels - 1 - pixels // 16, pixels * limit // nbytes))
-
-
-def share_of_pixels(geometry: ConvGeometry, threads: int, most: int) -> int:
-    """Pixels of a block, about `most` of them, such that every thread has as many blocks: whole steps along the cut axis."""
-    _, height, width = geometry.out_size
-    pixels = geometry.batch * geometry.pixels
-    blocks = threads * -(-pixels // (threads * max(1, most)))
-    steps = (geometry.pixels, height * width, width, 1)
-    unit = next(step for step in steps if 0 < step * blocks <= pixels or step == 1)
-    return unit * -(-pixels // (blocks * unit or 1))
-
-
-def block_of_pixels(geometry: ConvGeometry, pixels: int, most_samples: int) -> BlockSize:
-    """At most that many pixels: whole samples, else part of one along the outermost axis that must be cut."""
-    depth, height, width = geometry.out_size
-    if pixels >= geometry.pixels:
-        samples = min(most_samples, max(1, pixels // max(1, geometry.pixels)))
-        return (even_part(geometry.batch, samples), max(1, depth), max(1, height), max(1, width))
-    return (1, *box_within(geometry.out_size, pixels))
 
 
 def parts_of(count: int, part: int) -> Iterator[slice]:
