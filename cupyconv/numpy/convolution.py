@@ -15,7 +15,7 @@ The loop over blocks, the epilogue and the store are the same for all:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from math import prod
@@ -38,6 +38,7 @@ from cupyconv.numpy.windows import (
 )
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides, is_complex, real_part
 from cupyconv.problem.geometry import ConvGeometry, Windows
+from cupyconv.problem.kept import forms_of
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import (
     ConvProblem,
@@ -106,6 +107,11 @@ class ConvLoop(PixelLoop):
     def weight_bytes(cls, problem: ConvProblem) -> int:
         """Bytes of the weight as `arranged` makes it of a C-ordered one in the dtype of products; 0 for a view."""
         return 0
+
+    @property
+    def form(self) -> Hashable | None:
+        """All that `arranged` depends on beside the weight, of a loop for which that takes long; else None."""
+        return None
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
         """The weight, (groups, outputs per group, K_g), as `sums` takes it."""
@@ -202,8 +208,15 @@ class ConvRun:
         matrix = arrays["weight"].reshape(loop.weight_shape)
         if matrix.dtype != loop.factor_dtype:
             matrix = matrix.astype(loop.factor_dtype)
-        self.weight = loop.arranged(matrix)
+        self.weight = self._arranged(matrix, arrays["weight"])
         self.products_are_result = loop.products_are_result and self.bias is None and self.residual is None
+
+    def _arranged(self, matrix: np.ndarray, weight: np.ndarray) -> Any:
+        """The matrix as the loop takes it: arranged once where the elements of the weight stay and that takes long."""
+        loop = self.loop
+        forms = forms_of(weight) if loop.form is not None and loop.problem.weight_stays else None
+        kept = forms and forms.keep(loop.form, lambda: loop.arranged(matrix))
+        return loop.arranged(matrix) if kept is None else kept
 
     def finish(self, block: Block) -> None:
         """Compute a block of the result."""

@@ -25,7 +25,7 @@ finite says that something in its tile was not, or was too large: such a block i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache, reduce
 from itertools import product
 from math import prod, sqrt
@@ -381,7 +381,7 @@ class Winograd(TiledLoop, ConvLoop):
         geometry, problem = self.geometry, self.problem
         sizes = self.block_tiles, geometry.group_channels, geometry.group_outputs
         products = self.blocks * products_of(geometry) * geometry.groups * cost.product(*sizes, problem)
-        times = 1 if keeps_weight(geometry) else self.blocks
+        times = (not problem.weight_stays) if keeps_weight(geometry) else self.blocks
         weights = times * cost.transformed_weight(kernels_of(geometry), products_of(geometry), geometry.taps)
         return products + weights + self.transforms_work + self.store_work
 
@@ -396,6 +396,10 @@ class Winograd(TiledLoop, ConvLoop):
         gathered = prod(shapes[0]) * temporaries(self.geometry, self.problem.prologue)
         factors = 0 if keeps_weight(self.geometry) else part_bytes(self.geometry)
         return in_turn_bytes(shapes) + gathered * FLOAT32.itemsize + factors + self.sums_bytes
+
+    @property
+    def form(self) -> Hashable | None:
+        return ("winograd", self.geometry.kernel, self.weight_shape) if keeps_weight(self.geometry) else None
 
     def arranged(self, weight: np.ndarray) -> Weights:  # type: ignore[override]
         geometry = self.geometry

@@ -137,6 +137,8 @@ def _converted(problem: ChainProblem) -> tuple[Layers, tuple[Conversion, ...]]:
         layer = without_empty_inputs(layer) if i == 0 else layer
         check_alignment(layer.arrays)
         changed, needed = converted_conv(layer)
+        if any(conversion.buffer == layer.weight.name for conversion in needed):
+            changed = replace(changed, weight_stays=False)  # what is converted is another array in each call
         layers.append(changed if i == 0 else replace(changed, xs=layer.xs))
         conversions += [conversion for conversion in needed if i == 0 or conversion.buffer != layer.xs[0].name]
     return tuple(layers), tuple(conversions)
@@ -192,6 +194,7 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
     some = [_samples(layer, 0, chunk) for layer in layers]
     drafts = [draft_of(part, [replace(layer, workspace_limit=left) for layer in some]) for part in parts]
     joined = max(chunks, key=lambda draft: sum(buffer.space for buffer in draft.workspace))
+    forms = {buffer.name: buffer for draft in chunks for buffer in draft.workspace if buffer.of}
     cut = f", {-(-batch // chunk)} chunks of {chunk} samples" if chunk < batch else ""
     notes = tuple(dict.fromkeys(note for draft in chunks for note in draft.notes))
     notes += tuple(f"layer[{i}] lies where layer[{stored[j]}] did" for j, i in enumerate(stored[2:]))
@@ -210,7 +213,11 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
         joined,
         method="fused" if any(part.count == 2 for part in parts) else "unfused",
         steps=relocated(tuple(steps), places),
-        workspace=(*(Buffer(f"layer[{i}]", nbytes) for i, nbytes in zip(stored, sizes)), *joined.workspace),
+        workspace=(
+            *(Buffer(f"layer[{i}]", nbytes) for i, nbytes in zip(stored, sizes)),
+            *(b for b in joined.workspace if not b.of),
+            *forms.values(),
+        ),
         reason=f"layers {words}{cut}",
         notes=notes,
     )

@@ -208,9 +208,10 @@ def draft_phases(problem: ConvProblem, phases: Phases) -> Draft:
             for tile in tiles(dtype, arithmetic, way.gather, bool(way.problem.prologue)):
                 if shared_bytes(tile, arithmetic, accumulator(dtype)) <= gpu.shared_bytes:
                     drafts.append(_draft(way, phases, arithmetic, tile))
-    fitting = [draft for draft in drafts if sum(buffer.nbytes for buffer in draft.workspace) <= problem.limit]
+    needed = [sum(buffer.nbytes for buffer in draft.workspace if not buffer.of) for draft in drafts]
+    fitting = [draft for draft, nbytes in zip(drafts, needed) if nbytes <= problem.limit]
     if not fitting:
-        smallest = min(sum(buffer.nbytes for buffer in draft.workspace) for draft in drafts)
+        smallest = min(needed)
         raise NotApplicable(f"its packed weight takes {smallest:,} bytes of workspace, the limit is {problem.limit:,}")
     return cheapest(fitting, gpu)
 
@@ -256,16 +257,22 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
     group_slabs, most_slabs = sum(cut.slabs), max(cut.slabs)
     as_it_is = arithmetic == "MMA" or (arithmetic == "TF32X3" and parts == 1)
     if as_it_is and len(phases.each) == 1 and _lies_in_slabs(problem.weight, geometry, cut):
-        packed, row = None, problem.weight.strides[0]
+        packed, pack, row = None, None, problem.weight.strides[0]
         weight = (address(problem.weight), geometry.group_outputs * row, cut.slab, row, geometry.group_outputs)
     else:
         slab = rows * cut.slab * parts
-        packed = Buffer("packed_weight", geometry.groups * group_slabs * slab * itemsize)
+        name = (
+            f"{problem.weight.name} for {arithmetic} {tile_m} x {k_chunk}" if problem.weight_stays else "packed_weight"
+        )
+        packed = Buffer(name, geometry.groups * group_slabs * slab * itemsize)
+        pack = _pack_weight_launch(geometry, phases, packed, cut, rows, arithmetic, parts)
+        if problem.weight_stays:
+            packed = replace(packed, is_kept=True, of=problem.weight.name, made_by=pack)
         row = rows if arithmetic == "FMA" else cut.slab * parts
         weight = (Address(packed.name), group_slabs * slab, slab, row, rows)
 
     sums = replace(problem.out.in_c_order(accumulator(dtype)), name="sums", offset=0)
-    affordable = (problem.limit - (packed.nbytes if packed else 0)) // sums.nbytes
+    affordable = (problem.limit - (packed.nbytes if packed and not packed.of else 0)) // sums.nbytes
     at_once = gpu.multiprocessors * (BUSY_THREADS // threads)
     shares = max(1, min(at_once // blocks_xy, most_slabs // SMALLEST_SHARE, affordable))
     slabs_per_split = -(-most_slabs // shares)
@@ -288,8 +295,8 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
     issued = slabs * threads / WARP * cost.ISSUED[arithmetic, itemsize, gather][tile]
     shared_lines = slabs * _shared_lines(problem, tile, gather, arithmetic)
     steps = [*way.steps]
-    if packed:
-        steps.append(_pack_weight_launch(geometry, phases, packed, cut, rows, arithmetic, parts))
+    if pack and not problem.weight_stays:
+        steps.append(pack)
     steps.append(
         KernelLaunch(
             variant(
