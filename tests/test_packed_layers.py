@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from dataclasses import replace
 from threading import Thread
 
@@ -151,6 +152,29 @@ def test_another_weight_is_another_layer(target):
     other = replace(layer, weight=target.to_device(integers(5, 6, 3, 3)))
     assert (layer.is_packed, other.is_packed) == (True, False)
     assert replace(layer, stride=2).is_packed  # the same weight
+
+
+@pytest.mark.parametrize("shape", [(8, 8, 3, 3), (64, 64, 3, 3)])
+def test_on_numpy_it_goes_with_the_layer_too(shape):
+    gc.collect()
+    forms = len(kept._forms)
+    packed = ConvLayer(integers(*shape), padding=1).packed()
+    cupyconv.conv_chain(integers(1, shape[1], 28, 28), [packed])
+    copy = weakref.ref(packed.weight.base)
+    assert len(kept._forms) == forms + 1
+    del packed
+    gc.collect()
+    assert copy() is None and len(kept._forms) == forms
+
+
+def test_layers_laid_out_alike_keep_each_its_own(target, by_implicit_gemm):
+    """They have one executable, which must not take one layer's weight for the other's."""
+    x = integers(1, 64, 28, 28)
+    for seed in (1, 2, 1):
+        packed = layer_on(target, 16, 64, 3, 3, seed=seed, padding=1).packed()
+        actual = target.to_host(cupyconv.conv_chain(target.to_device(x), [packed]))
+        expected = reference.conv(x, target.to_host(packed.weight), padding=1)
+        assert abs(actual - expected).max() < 0.1
 
 
 def test_numpys_copy_is_read_only():

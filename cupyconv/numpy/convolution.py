@@ -15,7 +15,7 @@ The loop over blocks, the epilogue and the store are the same for all:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from math import prod
@@ -58,6 +58,8 @@ BLAS_REACH = 1 << 31
 SHORT_CALL = 256 << 10
 #: Pixels from which one sample fills a product; smaller images share one, through columns.
 LONE_PIXELS = 256
+#: Bytes of what is made of a weight that never changes, up to which it is kept from run to run.
+KEPT_CONSTANT = 16 << 20
 
 #: Every method of a convolution; a depthwise one has its own (`depthwise`).
 METHODS = {
@@ -108,10 +110,10 @@ class ConvLoop(PixelLoop):
         """Bytes of the weight as `arranged` makes it of a C-ordered one in the dtype of products; 0 for a view."""
         return 0
 
-    @property
-    def form(self) -> Hashable | None:
-        """All that `arranged` depends on beside the weight, of a loop for which that takes long; else None."""
-        return None
+    @cached_property
+    def form(self) -> str:
+        """Equal where loops `arrange` a weight alike."""
+        return repr(self)
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
         """The weight, (groups, outputs per group, K_g), as `sums` takes it."""
@@ -146,7 +148,7 @@ class ConvLoop(PixelLoop):
         if cls.thread_bytes and problem.host.threads * cls.thread_bytes > problem.limit:
             problem = replace(problem, machine=replace(problem.host, threads=max(1, problem.limit // cls.thread_bytes)))
         copied = weight_copy(problem)
-        weight = copied + cls.weight_bytes(problem)
+        weight = 0 if kept_weight(cls, problem) else copied + cls.weight_bytes(problem)
         loop = cls.fitted(problem, weight + 2 * Plan.ALIGNMENT, problem.limit_with(copied))
         blocks = loop.threads * (loop.workspace + loop.index_bytes)
         return [loop] if loop.blocks else [], {"weight": weight, "blocks": blocks}
@@ -173,6 +175,10 @@ class ConvLoop(PixelLoop):
 
         return partial(activate, activation=self.problem.activation)
 
+    @property
+    def kept_bytes(self) -> int:
+        return kept_weight(type(self), self.problem)
+
     def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None) -> None:
         """Compute the result; arguments and result are given by name, and memory that other loops use too."""
         scratch = scratch or self.fresh or Scratch(self.x_dtype, self.rounds)
@@ -184,6 +190,14 @@ class ConvLoop(PixelLoop):
             return
         for block in self.each_block:
             finish(block)
+
+
+def kept_weight(way: type[ConvLoop], problem: ConvProblem) -> int:
+    """Bytes of what a way makes of a weight that never changes, where that is kept."""
+    if not problem.weight_is_constant:
+        return 0
+    made = weight_copy(problem) + way.weight_bytes(problem)
+    return made if made <= KEPT_CONSTANT else 0
 
 
 # --- runs -----------------------------------------------------------------------------------------------------
@@ -205,18 +219,17 @@ class ConvRun:
             if not bias.dtype == self.out.dtype == loop.sums_dtype:
                 bias = bias.astype(self.out.dtype).astype(loop.sums_dtype)
             self.bias = bias[:, None, None, None]
-        matrix = arrays["weight"].reshape(loop.weight_shape)
-        if matrix.dtype != loop.factor_dtype:
-            matrix = matrix.astype(loop.factor_dtype)
-        self.weight = self._arranged(matrix, arrays["weight"])
+        weight, kept = arrays["weight"], None
+        if loop.kept_bytes and (forms := forms_of(weight)):
+            kept = forms.keep(loop.form, partial(self._arranged, weight))
+        self.weight: Any = self._arranged(weight) if kept is None else kept
         self.products_are_result = loop.products_are_result and self.bias is None and self.residual is None
 
-    def _arranged(self, matrix: np.ndarray, weight: np.ndarray) -> Any:
-        """The matrix as the loop takes it: arranged once where the elements of the weight stay and that takes long."""
-        loop = self.loop
-        forms = forms_of(weight) if loop.form is not None and loop.problem.weight_stays else None
-        kept = forms and forms.keep(loop.form, lambda: loop.arranged(matrix))
-        return loop.arranged(matrix) if kept is None else kept
+    def _arranged(self, weight: np.ndarray) -> Any:
+        matrix = weight.reshape(self.loop.weight_shape)
+        if matrix.dtype != self.loop.factor_dtype:
+            matrix = matrix.astype(self.loop.factor_dtype)
+        return self.loop.arranged(matrix)
 
     def finish(self, block: Block) -> None:
         """Compute a block of the result."""

@@ -137,6 +137,10 @@ class Fft(ConvLoop):
             ]
         return loops, {"weight": copied, "spectra": first.spectra_bytes, "blocks": first.threads * first.workspace}
 
+    @property
+    def kept_bytes(self) -> int:
+        return 0  # spectra have no bound but the workspace's
+
     # What a block takes.
 
     @cached_property

@@ -27,7 +27,6 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from itertools import islice, product
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -48,9 +47,12 @@ Region = tuple[tuple[slice, ...], tuple[Elements, ...] | None]
 BlockSize = tuple[int, int, int, int]
 WindowsT = TypeVar("WindowsT", bound=Windows)
 
-#: Blocks up to which, and taps up to which, what a block reads is kept from run to run: a small convolution is
-#: bound by working it out; a large one is not, and would keep megabytes.
-_KEPT_BLOCKS, _KEPT_TAPS = 4, 64
+#: Blocks of a loop up to which they are kept from run to run, a few kilobytes each: to cut one takes Python tens of
+#: microseconds, in which no other thread can begin its next product.
+_KEPT_BLOCKS = 128
+#: Taps up to which what each reads is kept: a small convolution is bound by working it out; a large one is not, and would
+#: keep megabytes.
+_KEPT_TAPS = 64
 #: Bytes of a tile up to which zeros are written all over it: one long write takes less than several short ones.
 _SMALL_TILE = 2 << 20
 
@@ -313,9 +315,9 @@ class Block:
         """The same pixels with some taps of the kernel."""
         return Block(with_taps(self.geometry, taps), self._itemsize, self._ranges)
 
-    @cached_property
+    @property
     def taps(self) -> tuple[tuple[Region, ...], ...]:
-        """What each tap reads."""
+        """What each tap reads; kept by `tap_regions`, not with the block."""
         return tap_regions(self.geometry, self._ranges[1:])
 
     def tile(self, channels: int, first: int = 0, step: int = 1) -> Tile:
@@ -370,7 +372,7 @@ class Blocks:
         self._geometry, self._itemsize = geometry, itemsize  # the latter of what is read
         self._axes = [ranges_of(extent, part) for extent, part in zip((geometry.batch, *geometry.out_size), size)]
         self._groups: list[slice | None] = list(parts_of(geometry.groups, part)) if part else [None]
-        few = len(self._groups) * prod(map(len, self._axes)) <= _KEPT_BLOCKS and geometry.taps <= _KEPT_TAPS
+        few = len(self._groups) * prod(map(len, self._axes)) <= _KEPT_BLOCKS
         self._kept = tuple(self._cut()) if few else None
 
     def __iter__(self) -> Iterator[Block]:

@@ -24,7 +24,7 @@ from cupyconv.call.operation import CheckedCall, Operation
 from cupyconv.ops.conv import WINDOWS, conv_problem, prologue_parts
 from cupyconv.problem.arrays import promote
 from cupyconv.problem.geometry import ConvGeometry, conv_geometry
-from cupyconv.problem.kept import forms_of, keep_forms_of
+from cupyconv.problem.kept import forms_of, keeping_forms
 from cupyconv.problem.padding import positive
 from cupyconv.problem.problems import ChainProblem, ConvProblem
 from cupyconv.typing import ActivationLike, Array, Padding, PerAxis, PrologueLike
@@ -92,7 +92,7 @@ class ConvLayer:
         On CUDA that is the weight in the order in which a kernel reads it, on NumPy transformed for Winograd's method.
         The first call with images of a kind makes it, and waits until it is done; later ones, in any stream or thread
         and in graphs that are captured after it, find it.  It lives as long as the layer, beside the limit on workspace;
-        `explain` says how much it is.  Up to four forms are kept, for images that are read in different ways.
+        `explain` says how much it is.  A few forms are kept, for images that are read in different ways.
 
         What is done to the layer's own weight is not seen by the packed one: pack it again.  The elements of its copy
         must stay as they are; NumPy's are read-only.
@@ -113,9 +113,7 @@ class ConvLayer:
         """
         if self.is_packed:
             return self
-        weight = backend_for({"weight": self.weight}).own_copy(self.weight)
-        keep_forms_of(weight)
-        return replace(self, weight=weight)
+        return replace(self, weight=keeping_forms(backend_for({"weight": self.weight}).own_copy(self.weight)))
 
     @property
     def is_packed(self) -> bool:
@@ -290,7 +288,7 @@ def check_conv_chain(
             prologue_activation=prologue_activation,
         )  # fmt: skip
         # The limit is the chain's.
-        problems.append(replace(problem, workspace_limit=None, weight_stays=is_packed))
+        problems.append(replace(problem, workspace_limit=None, weight_is_constant=is_packed))
         images = {out: result}
     chain = ChainProblem(layers=tuple(problems), fuse=fuse, **arguments.decided_with)
     viewed = frozenset((*inputs, *(f"residual[{i}]" for i in range(len(said))), "out"))

@@ -28,7 +28,7 @@ from typing import Any, Generic, TypeVar
 ValueT = TypeVar("ValueT")
 
 #: Forms of an array that are kept, at the most.  None is let go for another: work in another stream, or a graph, may read it.
-MOST_FORMS = 4
+MOST_FORMS = 16
 #: Bytes of everything together, and of one thing.
 BUDGET = 64 << 20
 LARGEST = BUDGET // 16
@@ -124,10 +124,15 @@ class Forms:
 _forms: dict[int, Forms] = {}
 
 
-def keep_forms_of(array: Any) -> None:
-    """Keep what methods make of this array from now on: its elements stay as they are."""
-    _forms[id(array)] = Forms()
-    weakref.finalize(array, _forms.pop, id(array), None).atexit = False
+def keeping_forms(array: Any) -> Any:
+    """The array, whose elements stay as they are, as a view with which what methods make of it is kept.
+
+    A view, because a form may hold the array itself, which would live forever then; of other views nothing is kept.
+    """
+    view = array[...]
+    _forms[id(view)] = Forms()
+    weakref.finalize(view, _forms.pop, id(view), None).atexit = False
+    return view
 
 
 def forms_of(array: Any) -> Forms | None:

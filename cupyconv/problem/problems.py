@@ -183,6 +183,7 @@ class ProductsProblem(Problem):
     xs: tuple[Operand, ...]
     x_dtype: str
     method: str = "auto"
+    weight_is_constant: bool = False  # the same in every run: what is made of it may be kept
 
     @property
     def dtype(self) -> str:
@@ -231,8 +232,6 @@ class ConvProblem(ProductsProblem):
     residual: Operand | None = None
     pre: Operand | None = None  # where the pre-activation goes that is kept beside the result; laid out as that is
     weight_dtype: str
-    #: Whether its elements are the same in all calls, so that what is made of it is made once.
-    weight_stays: bool = False
     activation: Activation = IDENTITY
     prologue: Prologue = NO_PROLOGUE
 

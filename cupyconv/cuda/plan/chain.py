@@ -137,8 +137,6 @@ def _converted(problem: ChainProblem) -> tuple[Layers, tuple[Conversion, ...]]:
         layer = without_empty_inputs(layer) if i == 0 else layer
         check_alignment(layer.arrays)
         changed, needed = converted_conv(layer)
-        if any(conversion.buffer == layer.weight.name for conversion in needed):
-            changed = replace(changed, weight_stays=False)  # what is converted is another array in each call
         layers.append(changed if i == 0 else replace(changed, xs=layer.xs))
         conversions += [conversion for conversion in needed if i == 0 or conversion.buffer != layer.xs[0].name]
     return tuple(layers), tuple(conversions)

@@ -262,11 +262,13 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
     else:
         slab = rows * cut.slab * parts
         name = (
-            f"{problem.weight.name} for {arithmetic} {tile_m} x {k_chunk}" if problem.weight_stays else "packed_weight"
+            f"{problem.weight.name} for {arithmetic} {tile_m} x {k_chunk}"
+            if problem.weight_is_constant
+            else "packed_weight"
         )
         packed = Buffer(name, geometry.groups * group_slabs * slab * itemsize)
         pack = _pack_weight_launch(geometry, phases, packed, cut, rows, arithmetic, parts)
-        if problem.weight_stays:
+        if problem.weight_is_constant:
             packed = replace(packed, is_kept=True, of=problem.weight.name, made_by=pack)
         row = rows if arithmetic == "FMA" else cut.slab * parts
         weight = (Address(packed.name), group_slabs * slab, slab, row, rows)
@@ -295,7 +297,7 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
     issued = slabs * threads / WARP * cost.ISSUED[arithmetic, itemsize, gather][tile]
     shared_lines = slabs * _shared_lines(problem, tile, gather, arithmetic)
     steps = [*way.steps]
-    if pack and not problem.weight_stays:
+    if pack and not problem.weight_is_constant:
         steps.append(pack)
     steps.append(
         KernelLaunch(
