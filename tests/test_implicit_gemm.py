@@ -330,8 +330,40 @@ def test_inputs_are_moved_where_that_is_less():
     assert "channels_last" not in steps(x[:1, :, :9, :9], weight)[0]
     last = np.empty((32, 56, 56, 64), np.float16).transpose(0, 3, 1, 2)
     assert "channels_last" not in steps(last, np.empty((64, 64, 3, 3), np.float16), padding=1)[0]
-    with cupyconv.options(workspace_limit=1 << 20):
+    with cupyconv.options(workspace_limit=8 << 20):  # all samples take 13 MB
+        how["on"] = "sm_80"
+        names, workspace = steps(x, weight, padding=1)
+        assert names == ["pack_weight", *["channels_last", "implicit_gemm"] * 4]
+        assert workspace["channels_last"] == 8 * 56 * 56 * 64 * 2
+    with cupyconv.options(workspace_limit=600_000):  # no room for one sample and as much beside it
         assert "channels_last" not in steps(x, weight, padding=1)[0]
+
+
+@pytest.mark.parametrize("arithmetic", ["MMA", "TF32X3"])
+@pytest.mark.parametrize("batch, samples", [(7, 2), (21, 1)])
+@pytest.mark.parametrize("channels", [(24,), (5, 150)])
+def test_inputs_are_moved_some_samples_at_a_time(cuda, arithmetic, batch, samples, channels, monkeypatch):
+    """A weight that is packed once, chunks that are alike and a last one that is not; of long sums, parts in each."""
+    ways = implicit_gemm._ways
+
+    def some_samples(*how):
+        return [replace(ways(*how)[0], gather="ALONG_CHANNELS", notes=(), samples=samples)]
+
+    case = ConvCase(
+        batch=batch, channels=channels, out_channels=9, spatial=(9, 8), kernel=(3, 3), padding=1,
+        dtype="float16" if arithmetic == "MMA" else "float32", **EPILOGUE,
+    )  # fmt: skip
+    monkeypatch.setattr(implicit_gemm, "_ways", some_samples)
+    arrays = case.arrays(integer=True)
+    arguments = case.views(arrays, cuda.to_device, cuda.xp) | dict(case.parameters)
+    call = checked_call(cupyconv.conv, **arguments)
+    monkeypatch.setattr(implicit_gemm, "arithmetics", lambda *_: (arithmetic,))
+    plan = cuda_planning.plan_conv(replace(call.problem, method="implicit_gemm"))
+    call.plan = lambda: plan
+    assert f"{samples} samples at a time" in plan.reason and str(plan).count("pack_weight<") == 1
+    padded, itemsize = -(-sum(channels) // (8 if arithmetic == "MMA" else 4)), 16
+    assert {b.name: b.nbytes for b in plan.workspace}["channels_last"] == samples * 9 * 8 * padded * itemsize
+    assert_exact(cuda.to_host(call.run()), reference.conv(**arrays, **case.parameters), case.dtype)
 
 
 def test_channels_last_in_odd_numbers_is_gathered_by_elements(cuda):

@@ -2,7 +2,8 @@
 
 ::
 
-    (channels_last)  inputs -> workspace, so that their channels are copied 16 bytes at a time, where that takes less
+    (channels_last)  inputs -> workspace, so that their channels are copied 16 bytes at a time, where that takes less;
+                     some samples at a time where there is no room for all, which all but pack_weight is then done for
     (pack_weight)    weight -> workspace, in the order in which the product reads it, where it does not lie so already
     implicit_gemm    one tile of the result a block of threads; bias, residual, activation on the way out
     (epilogue)       only where several blocks share a tile's sum: adds their parts and finishes them
@@ -16,7 +17,7 @@ Every arithmetic the dtype has on the GPU, every way to read the inputs and ever
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
@@ -25,7 +26,7 @@ from typing import Any
 
 from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.channels_last import channels_last
-from cupyconv.cuda.plan.draft import Draft, cheapest
+from cupyconv.cuda.plan.draft import Draft, cheapest, in_rounds
 from cupyconv.cuda.plan.epilogue import Sums, finish
 from cupyconv.cuda.plan.launches import (
     GRID_X,
@@ -45,7 +46,7 @@ from cupyconv.cuda.plan.launches import (
 )
 from cupyconv.cuda.plan.occupancy import RESERVED_SHARED
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, is_complex, product_flops
-from cupyconv.problem.geometry import ConvGeometry, Triple
+from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.padding import PADDING_MODES
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, KernelLaunch, Step
@@ -207,7 +208,8 @@ def draft_phases(problem: ConvProblem, phases: Phases) -> Draft:
         for way in _ways(problem, arithmetic):
             for tile in tiles(dtype, arithmetic, way.gather, bool(way.problem.prologue)):
                 if shared_bytes(tile, arithmetic, accumulator(dtype)) <= gpu.shared_bytes:
-                    drafts.append(_draft(way, phases, arithmetic, tile))
+                    with suppress(NotApplicable) if way.samples else nullcontext():
+                        drafts.append(_draft_of(way, phases, arithmetic, tile))
     needed = [sum(buffer.nbytes for buffer in draft.workspace if not buffer.of) for draft in drafts]
     fitting = [draft for draft, nbytes in zip(drafts, needed) if nbytes <= problem.limit]
     if not fitting:
@@ -218,13 +220,14 @@ def draft_phases(problem: ConvProblem, phases: Phases) -> Draft:
 
 @dataclass(frozen=True)
 class Way:
-    """How the inputs are read: as the problem has them, in this direction, after these steps."""
+    """How the inputs are read: as the problem has them, in this direction, after these steps; moved so many samples at a time."""
 
     problem: ConvProblem
     gather: str
     notes: tuple[str, ...] = ()
     steps: tuple[Step, ...] = ()
     workspace: tuple[Buffer, ...] = ()
+    samples: int = 0
 
 
 def _ways(problem: ConvProblem, arithmetic: str) -> list[Way]:
@@ -234,9 +237,55 @@ def _ways(problem: ConvProblem, arithmetic: str) -> list[Way]:
     ways = [Way(problem, gather, notes)]
     if chunked and gather == "ALONG_PIXELS":
         with suppress(NotApplicable):
-            moved = channels_last(problem)
-            ways.append(Way(moved.problem, "ALONG_CHANNELS", (), (moved.launch,), (moved.buffer,)))
+            one = channels_last(_samples(problem, 0, 1))
+            most = problem.limit // 2 // one.buffer.nbytes  # the rest is for the weight, and for sums
+            if problem.geometry.batch * one.buffer.nbytes < problem.limit:
+                ways.append(_moved(problem))
+            elif most:
+                ways.append(Way(problem, "ALONG_CHANNELS", samples=even_part(problem.geometry.batch, most)))
     return ways
+
+
+def _moved(problem: ConvProblem) -> Way:
+    moved = channels_last(problem)
+    return Way(moved.problem, "ALONG_CHANNELS", (), (moved.launch,), (moved.buffer,))
+
+
+def _samples(problem: ConvProblem, first: int, count: int) -> ConvProblem:
+    """The problem for some of the samples."""
+    images = {name: getattr(problem, name) for name in ("out", "residual", "pre")}
+    return replace(
+        problem,
+        geometry=replace(problem.geometry, batch=count),
+        xs=tuple(x.samples(first, count) for x in problem.xs),
+        **{name: image and image.samples(first, count) for name, image in images.items()},
+    )
+
+
+def _draft_of(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> Draft:
+    """The draft of a way; some samples at a time where it says so, by a weight that is packed once."""
+    if not way.samples:
+        return _draft(way, phases, arithmetic, tile)
+
+    def draft_of(first: int, count: int) -> Draft:
+        return _draft(_moved(_samples(way.problem, first, count)), phases, arithmetic, tile)
+
+    def is_pack(step: Step) -> bool:
+        return isinstance(step, KernelLaunch) and step.kernel.name == "pack_weight"
+
+    def steps_of(draft: Draft) -> list[Step]:
+        return [step for step in draft.steps if not is_pack(step)]
+
+    whole, rest = divmod(way.problem.geometry.batch, way.samples)
+    drafts = [draft_of(0, way.samples), *([draft_of(whole * way.samples, rest)] if rest else ())]
+    steps = [step for step in drafts[0].steps if is_pack(step)]
+    steps += in_rounds(whole, lambda chunk: steps_of(draft_of(chunk * way.samples, way.samples)))
+    steps += [step for draft in drafts[1:] for step in steps_of(draft)]
+    workspace: dict[str, Buffer] = {}
+    for buffer in (buffer for draft in drafts for buffer in draft.workspace):
+        workspace[buffer.name] = max(buffer, workspace.get(buffer.name, buffer), key=lambda each: each.nbytes)
+    reason = f"{drafts[0].reason}, {way.samples} samples at a time"
+    return replace(drafts[0], steps=tuple(steps), workspace=tuple(workspace.values()), reason=reason)
 
 
 def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> Draft:
