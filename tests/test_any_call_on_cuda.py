@@ -42,7 +42,8 @@ def moved(target: Target, value: Any) -> Any:
     if type(value) is np.ndarray and value.dtype.kind in "biufc":  # of objects or bytes there are no arrays on a GPU
         return laid_out_alike(target, value.astype(value.dtype.newbyteorder("="), copy=False))
     if isinstance(value, ConvLayer):
-        return replace(value, **on_device(target, vars(value)))
+        layer = replace(value, **on_device(target, vars(value)))
+        return layer.packed() if value.is_packed else layer
     return type(value)(moved(target, item) for item in value) if type(value) in (list, tuple) else value
 
 

@@ -399,6 +399,10 @@ class Winograd(TiledLoop, ConvLoop):
         factors = 0 if keeps_weight(self.geometry) else part_bytes(self.geometry)
         return in_turn_bytes(shapes) + gathered * FLOAT32.itemsize + factors + self.sums_bytes
 
+    @property
+    def form(self) -> str:
+        return f"Winograd {self.geometry.kernel} {self.weight_shape}, {keeps_weight(self.geometry)}"
+
     def arranged(self, weight: np.ndarray) -> Weights:  # type: ignore[override]
         geometry = self.geometry
         if not keeps_weight(self.geometry):

@@ -8,6 +8,9 @@
           +--------------------------------+------------------------------+---->  BUDGET, together
 
 Where it is spent, what was used least recently is let go.  What is large by itself is not kept at all.
+
+Beside that, and as long as an array lives whose owner has said that its elements stay as they are, there are the forms
+that methods have given it: a weight as a kernel reads it, or transformed.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import count
 from threading import RLock
@@ -23,6 +27,8 @@ from typing import Any, Generic, TypeVar
 
 ValueT = TypeVar("ValueT")
 
+#: Forms of an array that are kept, at the most.  None is let go for another: work in another stream, or a graph, may read it.
+MOST_FORMS = 16
 #: Bytes of everything together, and of one thing.
 BUDGET = 64 << 20
 LARGEST = BUDGET // 16
@@ -93,6 +99,45 @@ class _Entry(Generic[ValueT]):
 
     def __init__(self, value: ValueT, nbytes: int) -> None:
         self.value, self.nbytes, self.last_use = value, nbytes, next(_USES)
+
+
+class Forms:
+    """What methods have made of one array, by key: as long as it lives."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Any] = {}
+        self._lock = RLock()
+
+    def get(self, key: Hashable) -> Any:
+        """What was made; None where nothing was."""
+        return self._made.get(key)
+
+    def keep(self, key: Hashable, make: Callable[[], ValueT]) -> ValueT | None:
+        """What was made, or is now, by one thread while others wait; None where no more is kept."""
+        with self._lock:
+            if key not in self._made and len(self._made) < MOST_FORMS:
+                self._made[key] = make()
+            return self._made.get(key)
+
+
+#: By the identity of the array.
+_forms: dict[int, Forms] = {}
+
+
+def keeping_forms(array: Any) -> Any:
+    """The array, whose elements stay as they are, as a view with which what methods make of it is kept.
+
+    A view, because a form may hold the array itself, which would live forever then; of other views nothing is kept.
+    """
+    view = array[...]
+    _forms[id(view)] = Forms()
+    weakref.finalize(view, _forms.pop, id(view), None).atexit = False
+    return view
+
+
+def forms_of(array: Any) -> Forms | None:
+    """What is kept of an array; None of one whose elements may change."""
+    return _forms.get(id(array))
 
 
 def reserve(nbytes: int) -> bool:
