@@ -306,7 +306,7 @@ def inputs_are_columns(problem: ConvProblem | WeightGradientProblem) -> bool:
     geometry = problem.geometry
     return (
         geometry.is_pointwise
-        and geometry.pixels >= LONE_PIXELS
+        and (geometry.pixels >= LONE_PIXELS or geometry.batch == 1)
         and not problem.prologue
         and all(x.dtype == accumulator(problem.x_dtype) and is_matrix(x) for x in problem.xs)
     )
