@@ -253,9 +253,10 @@ class Reduction(PoolingStep):
         """The numbers of what a block reads: in its `out` if they can be, else a temporary, or a view of single elements."""
         compared = [axis for axis in range(3) if not parts[axis].is_view]
         for axis, part in enumerate(parts):
-            if part.is_view:
+            if part.is_view:  # before the others, that the last of them ends in `out` itself
                 image = image[on_axis(axis, part.taps[0][1])]
-                continue
+        for axis in compared:
+            part = parts[axis]
             shape = (*image.shape[: 2 + axis], part.length, *image.shape[3 + axis :])
             in_place = axis == compared[-1] and out.dtype == dtype and shape == out.shape
             partial = out if in_place else new(f"partial {axis}", shape, dtype)
