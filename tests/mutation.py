@@ -32,6 +32,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -189,8 +190,8 @@ class Mutant:
         old = compile(ast.parse(source), str(module.__file__), "exec")
         codes = {place(code): code for code in outermost(changed)}
         differing = {place(code) for code in outermost(old) if codes[place(code)] != code}
-        for function in [one for one in gc.get_objects() if isinstance(one, FunctionType)]:
-            if function.__code__.co_filename == module.__file__ and place(function.__code__) in differing:
+        for function in functions_of_package().get(str(module.__file__), []):
+            if place(function.__code__) in differing:
                 function.__code__ = codes[place(function.__code__)]
         if not differing:
             self._install_names(module, changed)
@@ -220,14 +221,32 @@ def outermost(code: CodeType) -> Iterator[CodeType]:
                 yield from outermost(inner)
 
 
+@cache
+def functions_of_package() -> dict[str, list[FunctionType]]:
+    """All functions there are, by their file: looked for once, for it takes longer than most tests."""
+    found: dict[str, list[FunctionType]] = {}
+    for one in gc.get_objects():
+        if isinstance(one, FunctionType):
+            found.setdefault(one.__code__.co_filename, []).append(one)
+    return found
+
+
+@cache
+def caches_of_package() -> list[Any]:
+    return [
+        one
+        for one in gc.get_objects()
+        if type(one).__name__ == "_lru_cache_wrapper" and str(one.__module__).startswith("cupyconv")
+    ]
+
+
 def forget() -> None:
     """What functions keep of earlier calls, so that it is computed again."""
     from cupyconv.configuration import clear_caches
 
     clear_caches()
-    for one in gc.get_objects():
-        if type(one).__name__ == "_lru_cache_wrapper" and str(one.__module__).startswith("cupyconv"):
-            one.cache_clear()
+    for one in caches_of_package():
+        one.cache_clear()
 
 
 # --- tests, collected once ----------------------------------------------------------------------------------------
@@ -247,6 +266,8 @@ class Loop:
         items = {item.nodeid: item for item in session.items}
         covering = lines_of_tests(items)
         done = outcomes(self.results)
+        functions_of_package(), caches_of_package()
+        gc.freeze()  # or each fork would copy all of memory when it collects garbage
         with self.results.open("a") as file:
             for mutant in self.mutants:
                 if mutant.name in done:
