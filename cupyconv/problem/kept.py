@@ -61,9 +61,12 @@ class Cache(Generic[ValueT]):
         entry.last_use = next(_USES)
         return entry.value
 
-    def keep(self, key: Hashable, value: ValueT, shared: Iterable[object] = ()) -> None:
-        """Keep a value, unless it is large; what it shares with others is not counted."""
-        nbytes = held_bytes((key, value), shared)
+    def keep(self, key: Hashable, value: ValueT, shared: Iterable[object] = (), at_most: int | None = None) -> None:
+        """Keep a value, unless it is large; what it shares with others is not counted.
+
+        To count its bytes takes as long as much of what is kept took to compute: `at_most` is a bound that is known.
+        """
+        nbytes = held_bytes((key, value), shared) if at_most is None else at_most
         if nbytes > LARGEST:
             return
         with _lock:
