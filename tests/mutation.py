@@ -27,6 +27,7 @@ import json
 import os
 import pickle
 import random
+import resource
 import signal
 import sys
 import time
@@ -316,6 +317,8 @@ def tried(mutant: Mutant, items: list[pytest.Item], seconds: float) -> tuple[str
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
+        allowed = int(3 * seconds) + 10  # of its own time: a busy machine makes no difference
+        resource.setrlimit(resource.RLIMIT_CPU, (allowed, allowed + 5))
         os.close(reading)
         state = b"error"
         try:
@@ -326,20 +329,21 @@ def tried(mutant: Mutant, items: list[pytest.Item], seconds: float) -> tuple[str
             os.write(writing, state)
             os._exit(0)
     os.close(writing)
-    end, answer = time.monotonic() + 3 * seconds + 10, b""
-    os.set_blocking(reading, False)
-    while time.monotonic() < end:
-        pid, _ = os.waitpid(child, os.WNOHANG)
-        if pid:
-            answer = os.read(reading, 4096)
-            break
-        time.sleep(0.005)
-    else:
+    end, answer, status = time.monotonic() + 20 * seconds + 60, b"", None
+    while status is None and time.monotonic() < end:
+        pid, ended = os.waitpid(child, os.WNOHANG)
+        status = ended if pid else None
+        time.sleep(0.002)
+    if status is None:  # it waits for something that never comes
         os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        answer = b"timed out"
+        answer = TIMED_OUT.encode()
+    elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
+        answer = TIMED_OUT.encode()
+    else:
+        answer = os.read(reading, 4096)
     os.close(reading)
-    if answer in (b"survived", b"timed out"):
+    if answer.decode() in (SURVIVED, TIMED_OUT):
         return answer.decode(), ""
     return KILLED, answer.decode() or "crash"  # what crashes the process is noticed
 
@@ -356,7 +360,7 @@ def run_mutant(mutant: Mutant, items: list[pytest.Item]) -> bytes:
         for report in runtestprotocol(item, nextitem=following, log=False):
             if report.failed:
                 return item.nodeid.encode()[:4000]
-    return b"survived"
+    return SURVIVED.encode()
 
 
 # --- which tests run which lines ----------------------------------------------------------------------------------
