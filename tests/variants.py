@@ -238,12 +238,14 @@ def _weight_gradient_variants() -> list[Kernel]:
 
 
 def _epilogue_variants() -> list[Kernel]:
-    """Sums come in the accumulator's dtype, a complex one whole or in two real planes; or an image is widened."""
+    """Sums come in the accumulator's dtype, a complex one whole or in two real planes, or in the result's; or an image is widened."""
     narrower = {"float32": ("float16", "bfloat16"), "float64": ("float16", "bfloat16", "float32")}
     return [
         _kernel("epilogue", SUM_DTYPE=sums, Y_DTYPE=result, WIDTH=width)
         for result in DTYPES
-        for sums in dict.fromkeys((accumulator(result), real_part(accumulator(result)), *narrower.get(result, ())))
+        for sums in dict.fromkeys(
+            (accumulator(result), real_part(accumulator(result)), result, *narrower.get(result, ()))
+        )
         for width in vector_widths(ITEMSIZE[result])
     ]
 
