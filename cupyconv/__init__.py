@@ -26,8 +26,9 @@ from cupyconv.ops.conv_pullback import ConvGradients
 from cupyconv.ops.conv_transpose import conv_transpose
 from cupyconv.ops.onnx import from_onnx_weights, onnx_padding
 from cupyconv.ops.pooling import avg_pool, max_pool
-from cupyconv.ops.recurrent import gru, gru_step, lstm, lstm_step, rnn, rnn_step
+from cupyconv.ops.recurrent import gru, lstm, rnn
 from cupyconv.ops.recurrent_pullback import RecurrentGradients
+from cupyconv.ops.recurrent_step import gru_step, lstm_step, rnn_step
 from cupyconv.ops.vjp import vjp
 from cupyconv.problem.plan import Plan
 from cupyconv.version import __version__

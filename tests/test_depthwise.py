@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import cupyconv
 from cupyconv.call.operation import forget_calls
 from cupyconv.numpy import depthwise, strips, toeplitz
-from cupyconv.numpy.convolution import Method
+from cupyconv.numpy.choice import Method
 from cupyconv.numpy.toeplitz_rows import ToeplitzRows
 from cupyconv.numpy.toeplitz_runs import ToeplitzRuns
 from tests import reference, reference_gradients

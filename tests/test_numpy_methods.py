@@ -11,8 +11,8 @@ import reference
 import cupyconv
 from cupyconv.call.operation import forget_calls
 from cupyconv.cuda.plan import conv as cuda_conv
-from cupyconv.numpy import convolution
-from cupyconv.numpy.convolution import Method
+from cupyconv.numpy import choice, convolution
+from cupyconv.numpy.choice import Method
 from cupyconv.numpy.gemm import Columns
 from cupyconv.problem import problems
 
@@ -128,7 +128,7 @@ def test_a_public_name_that_a_backend_does_not_have_is_refused_there(monkeypatch
     """A new method may begin on one backend: its name is known everywhere, and "auto" goes on without it."""
     names = (*problems.METHODS, "wavelet")
     monkeypatch.setattr(problems.check_method, "__defaults__", (names,))
-    monkeypatch.setattr(convolution, "PUBLIC_METHODS", names)
+    monkeypatch.setattr(choice, "PUBLIC_METHODS", names)
     monkeypatch.setattr(cuda_conv, "METHODS", names)
     x, weight = integers(2, 4, 9, 8), integers(4, 4, 3, 3)
     given = {

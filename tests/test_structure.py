@@ -145,15 +145,17 @@ def files_entered(code: str) -> set[str]:
 
 
 def test_a_convolution_is_followed_through_few_files():
-    """What a newcomer reads to follow a first call on NumPy from its signature to its product: seventeen files.
+    """What a newcomer reads to follow a first call on NumPy from its signature to its product: nineteen files.
 
-    The operation, three of `call/`, six of `numpy/`, and seven of `problem/`.  Two of them are what all layers share: `cost`,
-    the one place where methods are priced, and `kept`, the one budget of all that stays from call to call.
+    The operation, three of `call/`, eight of `numpy/`, and seven of `problem/`.  Two of them are what all layers share:
+    `cost`, the one place where methods are priced, and `kept`, the one budget of all that stays from call to call.  Of
+    `numpy/`, `choice` and `block_loops` are what all kinds of problems have in common: in a file with the convolution's own
+    they were 700 lines of three subjects, which no reader of one of them wants.
     """
     arrays = "x, weight = numpy.ones((2, 8, 32, 32), numpy.float32), numpy.ones((16, 8, 3, 3), numpy.float32)"
     entered = files_entered(f"import numpy, cupyconv\n{arrays}\ncupyconv.conv(x, weight)")
     assert any(name.endswith("ops/conv.py") for name in entered)
-    assert len(entered) <= 17, sorted(entered)
+    assert len(entered) <= 19, sorted(entered)
 
 
 def test_max_pool_lives_in_few_files():

@@ -13,7 +13,8 @@ from types import ModuleType
 from typing import Any
 
 from cupyconv.bench.cases import APART, Case, Fill, LayerCase, repeat_normals
-from cupyconv.ops.recurrent import gru, gru_step, lstm, lstm_step
+from cupyconv.ops.recurrent import gru, lstm
+from cupyconv.ops.recurrent_step import gru_step, lstm_step
 from cupyconv.problem.arrays import ITEMSIZE
 from cupyconv.problem.recurrence import GATES, RECURRENT_METHODS
 

@@ -38,6 +38,9 @@ KEPT = 1024
 #: By key.  Two threads that store one key store executables that do the same.
 _executables: Cache[Executable] = Cache(KEPT)
 
+#: What takes the arrays from all arguments, and their one class, by the types of all arguments: none is a list or a tuple.
+_plain_forms: dict[tuple[type, ...], tuple[Callable[[tuple[Any, ...]], Sequence[Any]], type]] = {}
+
 #: The operations of public functions.
 _OPERATIONS: dict[Callable[..., Any], Operation] = {}
 
@@ -95,8 +98,8 @@ class Operation:
         if self._unpack is not None:
             arguments = self._unpack(arguments)
         settings = self._settings_of(arguments)
-        given, form = _flat(self._arrays_of(arguments))
-        key = self._key(given, form, settings, saving)
+        given, form, array_class = flat(self._arrays_of(arguments))
+        key = self._key(given, form, array_class, settings, saving)
         known = _executables.get(key)
         if known is not None:
             return known.run_again(given)
@@ -119,12 +122,12 @@ class Operation:
             result.check_size()
         return call
 
-    def _key(self, given: list[Any], form: Hashable, settings: tuple[Any, ...], saving: bool) -> Hashable | None:
+    def _key(
+        self, given: Sequence[Any], form: Hashable, array_class: type | None, settings: tuple[Any, ...], saving: bool
+    ) -> Hashable | None:
         """Everything the outcome depends on but addresses, or None where that cannot be said."""
-        if not given:
-            return None
-        backend_of = backend_of_class(type(given[0]))
-        if backend_of is None or len(set(map(type, given))) > 1:
+        backend_of = None if array_class is None else backend_of_class(array_class)
+        if backend_of is None:
             return None
         backend = backend_of(given[0])
         last, typed = self._last
@@ -180,11 +183,15 @@ def forget_calls() -> None:
     _executables.clear()
 
 
-def _flat(arguments: tuple[Any, ...]) -> tuple[list[Any], Hashable]:
-    """All arrays in one list; and which arguments there are: the type of each, and how many arrays it holds."""
+def flat(arguments: tuple[Any, ...]) -> tuple[Sequence[Any], Hashable, type | None]:
+    """All arrays one after the other; which arguments there are: the type of each, and how many arrays it holds; and the one
+    class of all arrays, or None.
+    """
     kinds = tuple(map(type, arguments))
-    if list not in kinds and tuple not in kinds:
-        return [argument for argument in arguments if argument is not None], kinds
+    known = _plain_forms.get(kinds)
+    if known is not None:
+        present, array_class = known
+        return present(arguments), kinds, array_class
     given: list[Any] = []
     counts: list[int] = []
     for kind, argument in zip(kinds, arguments):
@@ -193,7 +200,15 @@ def _flat(arguments: tuple[Any, ...]) -> tuple[list[Any], Hashable]:
             counts.append(len(argument))
         elif argument is not None:
             given.append(argument)
-    return given, (kinds, *counts)
+    classes = set(map(type, given))
+    one_class = classes.pop() if len(classes) == 1 else None
+    if counts:
+        return given, (kinds, *counts), one_class
+    if one_class is not None and backend_of_class(one_class) is not None:
+        places = [place for place, argument in enumerate(arguments) if argument is not None]
+        present = itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
+        _plain_forms[kinds] = present, one_class
+    return given, kinds, one_class
 
 
 class _Unusual(Exception):
@@ -302,26 +317,28 @@ class Executable:
 
     def run(self, arrays: Sequence[Any]) -> Any:
         """Execute the plan; smaller chunks are tried before a failed allocation is reported."""
-        with self._backend.current():
-            named = dict(zip(self._names, arrays))
-            for name, dtype, memory_shape, order in self._allocated:
-                array = self._backend.empty(memory_shape, dtype)
-                named[name] = array if order is None else array.transpose(order)
-            returned = [named[name] for name in self._returned]
-            for name in self._viewed:
-                named[name] = self._view(name, named[name])
-            try:
-                self._execute(named)
-            except MemoryError:
-                if not self._succeeds_with_less(named, dict(zip(self._names, arrays))):
-                    raise
-            except UnlikeItsModel:
-                self._prepare(self._plan_for_what_it_is())
-                return self.run(arrays)
-            for name in self._beside:
-                out = returned[self._returned.index(name)]
-                out[...] = self._axes.give_back(named[name], tuple(out.shape)[-self._axes.spatial :])
-            return returned if self._listed else returned[0]
+        return self._backend.within(self._run, arrays)
+
+    def _run(self, arrays: Sequence[Any]) -> Any:
+        named = dict(zip(self._names, arrays))
+        for name, dtype, memory_shape, order in self._allocated:
+            array = self._backend.empty(memory_shape, dtype)
+            named[name] = array if order is None else array.transpose(order)
+        returned: Any = [named[name] for name in self._returned] if self._listed else named[self._returned[0]]
+        for name in self._viewed:
+            named[name] = self._view(name, named[name])
+        try:
+            self._execute(named)
+        except MemoryError:
+            if not self._succeeds_with_less(named, dict(zip(self._names, arrays))):
+                raise
+        except UnlikeItsModel:
+            self._prepare(self._plan_for_what_it_is())
+            return self._run(arrays)
+        for name in self._beside:
+            out = returned[self._returned.index(name)] if self._listed else returned
+            out[...] = self._axes.give_back(named[name], tuple(out.shape)[-self._axes.spatial :])
+        return returned
 
     def _succeeds_with_less(self, views: Mapping[str, Any], arrays: Mapping[str, Any]) -> bool:
         """Run plans of less and less workspace; whether there was one that could have it."""

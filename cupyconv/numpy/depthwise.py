@@ -15,17 +15,8 @@ from math import prod
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.convolution import (
-    CACHE_BLOCK,
-    FFT,
-    LONE_PIXELS,
-    MEMORY_BLOCK,
-    WINOGRAD,
-    ConvLoop,
-    ConvRun,
-    Method,
-    temporaries,
-)
+from cupyconv.numpy.choice import FFT, WINOGRAD, Method
+from cupyconv.numpy.convolution import CACHE_BLOCK, LONE_PIXELS, MEMORY_BLOCK, ConvLoop, ConvRun, temporaries
 from cupyconv.numpy.direct import TapByTap
 from cupyconv.numpy.gemm import WAYS as COLUMNS_WAYS
 from cupyconv.numpy.mec import MecLoop, mec_columns

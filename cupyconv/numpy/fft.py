@@ -32,12 +32,13 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 
 from cupyconv.numpy import cost
+from cupyconv.numpy.block_loops import largest_block
 from cupyconv.numpy.convolution import ConvLoop, ConvRun, columns_bytes, temporaries, weight_copy
 from cupyconv.numpy.gemm import product as multiplied
 from cupyconv.numpy.gemm import with_parts
 from cupyconv.numpy.spectra import BLOCK, MOST_PRODUCTS, Tile, block_extents, dilated, every, with_lines
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import Block, BlockSize, Scratch, largest_block, parts_of, tile_size
+from cupyconv.numpy.windows import Block, BlockSize, Scratch, parts_of, tile_size
 from cupyconv.problem.arrays import product_flops
 from cupyconv.problem.geometry import even_part, ranges_of
 from cupyconv.problem.plan import Plan
@@ -135,6 +136,10 @@ class Fft(ConvLoop):
                 for outputs in ranges_of(geometry.group_outputs, first.geometry.group_outputs)
             ]
         return loops, {"weight": copied, "spectra": first.spectra_bytes, "blocks": first.threads * first.workspace}
+
+    @property
+    def kept_bytes(self) -> int:
+        return 0  # spectra have no bound but the workspace's
 
     # What a block takes.
 
@@ -239,14 +244,14 @@ class Fft(ConvLoop):
         in_threads(cost.worth_waking(min(self.threads, len(parts)), work), transform, parts)
         return Weights(weight, spectra)
 
-    def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None) -> None:
+    def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None, kept: list[Any] | None = None) -> None:
         """Compute the share of the result."""
         own = dict(arrays)
         for name, *ends in self.cut:
             if name in own:
                 axis = 0 if name == "weight" or own[name].ndim == 1 else 1
                 own[name] = own[name][(slice(None),) * axis + (slice(*ends),)]
-        super().run(own, scratch)
+        super().run(own, scratch, kept)
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         weights: Any = run.weight

@@ -20,10 +20,11 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from cupyconv.numpy import cost
+from cupyconv.numpy.block_loops import largest_block
 from cupyconv.numpy.convolution import columns_bytes, temporaries
 from cupyconv.numpy.spectra import BLOCK, MOST_PRODUCTS, Tile, block_extents, every, with_lines
 from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun
-from cupyconv.numpy.windows import Block, Images, largest_block, parts_of, tile_size
+from cupyconv.numpy.windows import Block, Images, parts_of, tile_size
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.problems import NotApplicable, WeightGradientProblem
 from cupyconv.problem.transforms import ERRORS, no_room

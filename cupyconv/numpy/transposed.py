@@ -12,7 +12,8 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep, seconds_of
-from cupyconv.numpy.convolution import FFT, LONE_PIXELS, MEMORY_BLOCK, SHORT_CALL, Method, choose, is_matrix
+from cupyconv.numpy.choice import FFT, Method, choose
+from cupyconv.numpy.convolution import LONE_PIXELS, MEMORY_BLOCK, SHORT_CALL, is_matrix
 from cupyconv.numpy.gathered import GatheredLoop, plan_gathered
 from cupyconv.numpy.scattered import Piece, ScatteredLoop, ScatteredRun, x_is_factor
 from cupyconv.numpy.windows import tap_boxes

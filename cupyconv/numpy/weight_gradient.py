@@ -14,14 +14,11 @@ from typing import Any
 import numpy as np
 
 from cupyconv.numpy import cost
+from cupyconv.numpy.choice import FFT, WINOGRAD, Method, choose
 from cupyconv.numpy.convolution import (
-    FFT,
     LONE_PIXELS,
     PRODUCT_BLOCK,
-    WINOGRAD,
-    Method,
     box_bytes,
-    choose,
     columns_bytes,
     inputs_are_columns,
     taps_at_a_time,

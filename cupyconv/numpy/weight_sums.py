@@ -22,7 +22,8 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.convolution import PRODUCT_BLOCK, PixelLoop, is_matrix
+from cupyconv.numpy.block_loops import PixelLoop
+from cupyconv.numpy.convolution import PRODUCT_BLOCK, is_matrix
 from cupyconv.numpy.mec import is_in_order
 from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import Block, BlockSize, Images, Scratch, five_axes, parts_of

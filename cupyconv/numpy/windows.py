@@ -25,9 +25,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from itertools import islice, product
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,7 +35,6 @@ import numpy as np
 
 from cupyconv.problem.geometry import ConvGeometry, Triple, Windows, even_part, ranges_of
 from cupyconv.problem.kept import Cache, on_clear, release, reserve
-from cupyconv.problem.problems import NotApplicable
 
 if TYPE_CHECKING:
     from cupyconv.numpy.prologue import Transform
@@ -49,9 +47,12 @@ Region = tuple[tuple[slice, ...], tuple[Elements, ...] | None]
 BlockSize = tuple[int, int, int, int]
 WindowsT = TypeVar("WindowsT", bound=Windows)
 
-#: Blocks up to which, and taps up to which, what a block reads is kept from run to run: a small convolution is
-#: bound by working it out; a large one is not, and would keep megabytes.
-_KEPT_BLOCKS, _KEPT_TAPS = 4, 64
+#: Blocks of a loop up to which they are kept from run to run, a few kilobytes each: to cut one takes Python tens of
+#: microseconds, in which no other thread can begin its next product.
+_KEPT_BLOCKS = 128
+#: Taps up to which what each reads is kept: a small convolution is bound by working it out; a large one is not, and would
+#: keep megabytes.
+_KEPT_TAPS = 64
 #: Bytes of a tile up to which zeros are written all over it: one long write takes less than several short ones.
 _SMALL_TILE = 2 << 20
 
@@ -314,9 +315,9 @@ class Block:
         """The same pixels with some taps of the kernel."""
         return Block(with_taps(self.geometry, taps), self._itemsize, self._ranges)
 
-    @cached_property
+    @property
     def taps(self) -> tuple[tuple[Region, ...], ...]:
-        """What each tap reads."""
+        """What each tap reads; kept by `tap_regions`, not with the block."""
         return tap_regions(self.geometry, self._ranges[1:])
 
     def tile(self, channels: int, first: int = 0, step: int = 1) -> Tile:
@@ -371,7 +372,7 @@ class Blocks:
         self._geometry, self._itemsize = geometry, itemsize  # the latter of what is read
         self._axes = [ranges_of(extent, part) for extent, part in zip((geometry.batch, *geometry.out_size), size)]
         self._groups: list[slice | None] = list(parts_of(geometry.groups, part)) if part else [None]
-        few = len(self._groups) * prod(map(len, self._axes)) <= _KEPT_BLOCKS and geometry.taps <= _KEPT_TAPS
+        few = len(self._groups) * prod(map(len, self._axes)) <= _KEPT_BLOCKS
         self._kept = tuple(self._cut()) if few else None
 
     def __iter__(self) -> Iterator[Block]:
@@ -495,49 +496,6 @@ class Images:
                 part = x[:, begin - own.start : end - own.start]
                 some.append((part, slice(begin - channels.start, end - channels.start)))
         return Images(some, self.scratch, self._transform and self._transform.of(channels))
-
-
-# --- cutting, and who does a part -----------------------------------------------------------------------------
-
-
-def largest_block(
-    geometry: ConvGeometry,
-    needed: Callable[[BlockSize], int],
-    limit: int,
-    target: int,
-    smallest: int,
-    most_samples: int,
-) -> BlockSize:
-    """A block of about `target` pixels, or the largest below it that needs no more than `limit` bytes."""
-    smallest = max(1, min(smallest, geometry.pixels))
-    pixels = max(smallest, target)
-    while True:
-        block = block_of_pixels(geometry, pixels, most_samples)
-        nbytes = needed(block)
-        if nbytes <= limit:
-            return block
-        if pixels == smallest:
-            raise NotApplicable(f"the smallest block needs {nbytes:,} bytes of workspace, the limit is {limit:,}")
-        pixels = max(smallest, min(pixels - 1 - pixels // 16, pixels * limit // nbytes))
-
-
-def share_of_pixels(geometry: ConvGeometry, threads: int, most: int) -> int:
-    """Pixels of a block, about `most` of them, such that every thread has as many blocks: whole steps along the cut axis."""
-    _, height, width = geometry.out_size
-    pixels = geometry.batch * geometry.pixels
-    blocks = threads * -(-pixels // (threads * max(1, most)))
-    steps = (geometry.pixels, height * width, width, 1)
-    unit = next(step for step in steps if 0 < step * blocks <= pixels or step == 1)
-    return unit * -(-pixels // (blocks * unit or 1))
-
-
-def block_of_pixels(geometry: ConvGeometry, pixels: int, most_samples: int) -> BlockSize:
-    """At most that many pixels: whole samples, else part of one along the outermost axis that must be cut."""
-    depth, height, width = geometry.out_size
-    if pixels >= geometry.pixels:
-        samples = min(most_samples, max(1, pixels // max(1, geometry.pixels)))
-        return (even_part(geometry.batch, samples), max(1, depth), max(1, height), max(1, width))
-    return (1, *box_within(geometry.out_size, pixels))
 
 
 def parts_of(count: int, part: int) -> Iterator[slice]:

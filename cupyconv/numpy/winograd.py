@@ -34,18 +34,12 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.convolution import (
-    ConvLoop,
-    ConvRun,
-    PixelLoop,
-    columns_bytes,
-    sums_per_pixel,
-    temporaries,
-    winograd_refusal,
-)
+from cupyconv.numpy.block_loops import PixelLoop, largest_block
+from cupyconv.numpy.choice import winograd_refusal
+from cupyconv.numpy.convolution import ConvLoop, ConvRun, columns_bytes, sums_per_pixel, temporaries
 from cupyconv.numpy.gemm import product as column_product
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import Block, BlockSize, KeptScratch, Scratch, largest_block, parts_of, tile_shape
+from cupyconv.numpy.windows import Block, BlockSize, KeptScratch, Scratch, parts_of, tile_shape
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
@@ -358,7 +352,10 @@ class TiledLoop(PixelLoop):
 
 
 class Weights(NamedTuple):
-    """The weight as it is, (groups, outputs per group, K_g), and transformed where that is kept: (products, kernels)."""
+    """The weight as it is, (groups, outputs per group, K_g), and transformed where that is kept.
+
+    The latter with outputs last, (products, groups, channels, outputs): so BLAS reads the factor of a small product faster.
+    """
 
     matrix: np.ndarray
     factors: np.ndarray | None
@@ -379,15 +376,14 @@ class Winograd(TiledLoop, ConvLoop):
 
     @classmethod
     def weight_bytes(cls, problem: ConvProblem) -> int:
-        geometry = problem.geometry
-        return factor_bytes(geometry) if keeps_weight(geometry) else 0
+        return factor_bytes(problem.geometry) if keeps_weight(problem.geometry) else 0
 
     @property
     def work(self) -> float:
         geometry, problem = self.geometry, self.problem
         sizes = self.block_tiles, geometry.group_channels, geometry.group_outputs
         products = self.blocks * products_of(geometry) * geometry.groups * cost.product(*sizes, problem)
-        times = 1 if keeps_weight(geometry) else self.blocks
+        times = (not problem.weight_is_constant) if keeps_weight(geometry) else self.blocks
         weights = times * cost.transformed_weight(kernels_of(geometry), products_of(geometry), geometry.taps)
         return products + weights + self.transforms_work + self.store_work
 
@@ -405,16 +401,18 @@ class Winograd(TiledLoop, ConvLoop):
 
     def arranged(self, weight: np.ndarray) -> Weights:  # type: ignore[override]
         geometry = self.geometry
-        if not keeps_weight(geometry):
+        if not keeps_weight(self.geometry):
             return Weights(weight, None)
-        rows = weight.reshape(kernels_of(geometry), geometry.taps)
-        factors = np.empty((products_of(geometry), len(rows)), FLOAT32)
+        by_tap = weight.reshape(*weight.shape[:2], geometry.group_channels, geometry.taps).transpose(3, 0, 2, 1)
+        kernels = by_tap if geometry.groups > 1 else by_tap[:, 0]
+        factors = np.empty((products_of(geometry), *kernels.shape[1:]), FLOAT32)
 
         def transform(part: slice) -> None:
-            _times_taps(weight_transform(geometry.kernel), np.ascontiguousarray(rows[part].T), factors[:, part])
+            taps = np.ascontiguousarray(kernels[:, part]).reshape(geometry.taps, -1)
+            _times_taps(weight_transform(geometry.kernel), taps, factors[:, part].reshape(len(factors), -1))
 
-        threads = max(1, min(self.threads, factors.size // WEIGHT_PART))
-        in_threads(threads, transform, parts_of(len(rows), even_part(len(rows), -(-len(rows) // threads))))
+        threads, count = max(1, min(self.threads, factors.size // WEIGHT_PART)), kernels.shape[1]
+        in_threads(threads, transform, parts_of(count, even_part(count, -(-count // threads))))
         return Weights(weight, factors)
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
@@ -438,20 +436,19 @@ class Winograd(TiledLoop, ConvLoop):
         geometry, matrix = self.geometry, weight_transform(self.geometry.kernel)
         channels = geometry.group_channels
         if weights.factors is not None:
-            shape = len(matrix), geometry.groups, geometry.group_outputs, channels
-            np.matmul(tiles, weights.factors.reshape(shape).swapaxes(2, 3), out=place)
+            shape = len(matrix), geometry.groups, channels, geometry.group_outputs
+            np.matmul(tiles, weights.factors.reshape(shape), out=place)
             return
         for group, outputs in product(
             range(geometry.groups), parts_of(geometry.group_outputs, outputs_at_once(geometry))
         ):
-            rows = weights.matrix[group, outputs].reshape(-1, geometry.taps)
-            taps = scratch.array("taps", rows.shape[::-1])
-            taps[...] = rows.T
+            kernels = weights.matrix[group, outputs].reshape(-1, channels, geometry.taps)
+            taps = scratch.array("taps", kernels.shape[::-1])
+            taps[...] = kernels.T
             for some in parts_of(len(matrix), products_at_once(geometry)):
-                factors = scratch.array("factors", (len(matrix[some]), len(rows)))
-                _times_taps(matrix[some], taps, factors)
-                weight = factors.reshape(len(factors), -1, channels).swapaxes(1, 2)
-                np.matmul(tiles[some, group], weight, out=place[some, group, :, outputs])
+                factors = scratch.array("factors", (len(matrix[some]), channels, len(kernels)))
+                _times_taps(matrix[some], taps.reshape(len(taps), -1), factors.reshape(len(factors), -1))
+                np.matmul(tiles[some, group], factors, out=place[some, group, :, outputs])
 
     def _sums_of_columns(self, run: ConvRun, matrix: np.ndarray, block: Block) -> np.ndarray:
         """The sums as they are defined, of as many pixels at a time as the transforms' memory has room for."""

@@ -1,4 +1,4 @@
-"""`rnn`, `lstm` and `gru` over a sequence, and single steps of them."""
+"""`rnn`, `lstm` and `gru` over a sequence, and what checks them and their single steps."""
 
 from __future__ import annotations
 
@@ -257,153 +257,6 @@ def gru(
     return y, h
 
 
-def rnn_step(
-    x: Array,
-    h: Array,
-    weight_ih: Array,
-    weight_hh: Array,
-    bias_ih: Array | None = None,
-    bias_hh: Array | None = None,
-    *,
-    activation: ActivationLike = "tanh",
-    clip: float | None = None,
-    method: str = "auto",
-    out: Array | None = None,
-    **foreign: Never,
-) -> Array:
-    """One step of `rnn`, for sequences that arrive step by step.
-
-    Parameters
-    ----------
-    x, h : array
-        ``(N, I)``, and ``(N, H)``: the state before the step.
-    weight_ih, weight_hh, bias_ih, bias_hh, activation, clip, method
-        As for `rnn` in one direction.
-    out : array, optional
-        For the result; it may not overlap `h`, of which every element of the result needs all.
-
-    Returns
-    -------
-    array
-        ``(N, H)``, the state after the step.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As for `rnn`.
-
-    Examples
-    --------
-    >>> import numpy as np, cupyconv
-    >>> h = np.zeros((1, 1))
-    >>> for value in (1.0, 2.0):
-    ...     h = cupyconv.rnn_step(np.full((1, 1), value), h, np.ones((1, 1)), np.ones((1, 1)), activation="relu")
-    >>> h.tolist()
-    [[3.0]]
-    """
-    return RNN_STEP(locals())[0]
-
-
-def lstm_step(
-    x: Array,
-    h: Array,
-    c: Array,
-    weight_ih: Array,
-    weight_hh: Array,
-    bias_ih: Array | None = None,
-    bias_hh: Array | None = None,
-    *,
-    peephole: Array | None = None,
-    activations: Sequence[Any] = ("sigmoid", "tanh", "tanh"),
-    input_forget: bool = False,
-    clip: float | None = None,
-    method: str = "auto",
-    out: Sequence[Any] | None = None,
-    **foreign: Never,
-) -> tuple[Array, Array]:
-    """One step of `lstm`, for sequences that arrive step by step.
-
-    Parameters
-    ----------
-    x, h, c : array
-        ``(N, I)``, and ``(N, H)``: the states before the step.
-    weight_ih, weight_hh, bias_ih, bias_hh, peephole, activations, input_forget, clip, method
-        As for `lstm` in one direction.
-    out : tuple of arrays, optional
-        For both results; they may not overlap `h` and `c`.
-
-    Returns
-    -------
-    h, c : pair of arrays
-        ``(N, H)``, the states after the step.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As for `rnn`.
-
-    Examples
-    --------
-    >>> import numpy as np, cupyconv
-    >>> h, c = np.zeros((2, 4)), np.zeros((2, 4))
-    >>> weight_ih, weight_hh = np.ones((16, 3)), np.ones((16, 4))
-    >>> for x in np.ones((5, 2, 3)):
-    ...     h, c = cupyconv.lstm_step(x, h, c, weight_ih, weight_hh)
-    >>> h.shape, c.shape
-    ((2, 4), (2, 4))
-    """
-    next_h, next_c = LSTM_STEP(locals())
-    return next_h, next_c
-
-
-def gru_step(
-    x: Array,
-    h: Array,
-    weight_ih: Array,
-    weight_hh: Array,
-    bias_ih: Array | None = None,
-    bias_hh: Array | None = None,
-    *,
-    activations: Sequence[Any] = ("sigmoid", "tanh"),
-    linear_before_reset: bool = True,
-    clip: float | None = None,
-    method: str = "auto",
-    out: Array | None = None,
-    **foreign: Never,
-) -> Array:
-    """One step of `gru`, for sequences that arrive step by step.
-
-    Parameters
-    ----------
-    x, h : array
-        ``(N, I)``, and ``(N, H)``: the state before the step.
-    weight_ih, weight_hh, bias_ih, bias_hh, activations, linear_before_reset, clip, method
-        As for `gru` in one direction.
-    out : array, optional
-        As for `rnn_step`.
-
-    Returns
-    -------
-    array
-        ``(N, H)``, the state after the step.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As for `rnn`.
-
-    Examples
-    --------
-    >>> import numpy as np, cupyconv
-    >>> h, weight_ih, weight_hh = np.zeros((2, 4)), np.ones((12, 3)), np.ones((12, 4))
-    >>> for x in np.ones((5, 2, 3)):
-    ...     h = cupyconv.gru_step(x, h, weight_ih, weight_hh)
-    >>> h.shape
-    (2, 4)
-    """
-    return GRU_STEP(locals())[0]
-
-
 #: How many activations each cell has in one direction.
 _ACTIVATIONS = {"rnn": 1, "lstm": 3, "gru": 2}
 #: Arguments that none can be without.
@@ -483,10 +336,10 @@ def check_recurrent(
 def unpack_sequence(arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments with lengths as an array of x's library, and results in one tuple."""
     arguments["lengths"] = _on_backend(arguments["lengths"], arguments["x"])
-    return _unpack_out(arguments)
+    return unpack_results(arguments)
 
 
-def _unpack_out(arguments: dict[str, Any]) -> dict[str, Any]:
+def unpack_results(arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments with the results for ``(y, (h, c))`` as ``(y, h, c)``."""
     out = arguments["out"]
     if isinstance(out, (tuple, list)) and len(out) == 2 and isinstance(out[1], (tuple, list)):
@@ -494,17 +347,13 @@ def _unpack_out(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-_WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-_SEQUENCE = ("x", *_WEIGHTS, "h0", "lengths", "out")
-_LSTM_SEQUENCE = ("x", *_WEIGHTS, "h0", "c0", "peephole", "lengths", "out")
-_STEP, _LSTM_STEP = ("x", "h", *_WEIGHTS, "out"), ("x", "h", "c", *_WEIGHTS, "peephole", "out")
-_CHECK = {cell: partial(check_recurrent, cell) for cell in GATES}
-RNN = Operation(rnn, _CHECK["rnn"], _SEQUENCE, unpack=unpack_sequence)
-LSTM = Operation(lstm, _CHECK["lstm"], _LSTM_SEQUENCE, unpack=unpack_sequence)
-GRU = Operation(gru, _CHECK["gru"], _SEQUENCE, unpack=unpack_sequence)
-RNN_STEP = Operation(rnn_step, _CHECK["rnn"], _STEP, unpack=_unpack_out)
-LSTM_STEP = Operation(lstm_step, _CHECK["lstm"], _LSTM_STEP, unpack=_unpack_out)
-GRU_STEP = Operation(gru_step, _CHECK["gru"], _STEP, unpack=_unpack_out)
+WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+_SEQUENCE = ("x", *WEIGHTS, "h0", "lengths", "out")
+_LSTM_SEQUENCE = ("x", *WEIGHTS, "h0", "c0", "peephole", "lengths", "out")
+CHECKS = {cell: partial(check_recurrent, cell) for cell in GATES}
+RNN = Operation(rnn, CHECKS["rnn"], _SEQUENCE, unpack=unpack_sequence)
+LSTM = Operation(lstm, CHECKS["lstm"], _LSTM_SEQUENCE, unpack=unpack_sequence)
+GRU = Operation(gru, CHECKS["gru"], _SEQUENCE, unpack=unpack_sequence)
 
 
 def _on_backend(lengths: Any, x: Any) -> Any:

@@ -32,6 +32,11 @@ class CudaBackend:
         """A context in which the backend's device is the current one."""
         return self.device.current()
 
+    def within(self, function: Callable[[Sequence[Any]], Any], arrays: Sequence[Any]) -> Any:
+        """What a function returns for these arrays in the `current` context."""
+        with self.device.current():
+            return function(arrays)
+
     def address(self, array: Any) -> int:
         """The address of the array's first element."""
         return self.device.pointer(array)

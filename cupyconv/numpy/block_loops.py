@@ -1,0 +1,311 @@
+"""Loops over blocks: what every way to run a method is, and how blocks are cut.
+
+A block is a run of samples or of pixels whose columns, products and epilogue stay in cache.  A loop knows how large its
+blocks are, what memory one takes, what all of them take by the model of `cost`, and how many threads share them.  Blocks
+are disjoint, so threads may take them in any order and every bit stays the same.
+
+The sizes of blocks were measured on machines with 1 and 2 MiB of L2 cache per core (``tests/benchmarks``): a product
+wants as many columns as the cache holds; what is bound by memory wants its block to stay in L2.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+
+from cupyconv.numpy import cost
+from cupyconv.numpy.backend import NumpyStep
+from cupyconv.numpy.windows import (
+    Blocks,
+    BlockSize,
+    Images,
+    Scratch,
+    block_words,
+    box_within,
+    five_axes,
+    tile_shape,
+    tile_size,
+)
+from cupyconv.problem.arrays import accumulator, dtype_from_name
+from cupyconv.problem.geometry import ConvGeometry, even_part
+from cupyconv.problem.problems import ConvProblem, NotApplicable, ProductsProblem, WeightGradientProblem
+
+if TYPE_CHECKING:
+    from cupyconv.numpy.prologue import Transform
+
+#: Index arrays that there are at once of a border: the elements read, and those it takes to work them out.  An index has 8 bytes.
+INDEX_ARRAYS, INDEX_BYTES = 4, 8
+#: Pixels below which a block of columns is not cut: the products would be vectors.
+SMALLEST_BLOCK = 32
+
+
+@dataclass(frozen=True)
+class BlockLoop(NumpyStep):
+    """A loop over blocks of a problem, each finished while in cache; a subclass is a way to run a method."""
+
+    name: ClassVar[str]
+    #: What is done; "{taps}" stands for those along the kernel's outermost axis.
+    words: ClassVar[str]
+
+    problem: ProductsProblem
+    block: BlockSize
+
+    @classmethod
+    @abstractmethod
+    def applies(cls, problem: Any) -> bool:
+        """Whether this is a way to do it."""
+
+    @classmethod
+    @abstractmethod
+    def loops(cls, problem: Any) -> tuple[Sequence[Self], Mapping[str, int]]:
+        """What runs, and bytes of workspace by name; NotApplicable where the smallest block does not fit the limit."""
+
+    @classmethod
+    def reason(cls, geometry: ConvGeometry) -> str:
+        """What is done, in words."""
+        return cls.words.format(taps=geometry.kernel[geometry.outermost])
+
+    @property
+    @abstractmethod
+    def blocks(self) -> int:
+        """How many there are."""
+
+    @property
+    def turns(self) -> int:
+        """How often something is computed in turn."""
+        return self.blocks
+
+    @property
+    @abstractmethod
+    def work(self) -> float:
+        """Seconds of one thread for all blocks, in the loops of NumPy and of BLAS: by the model of `cost`, as all here."""
+
+    #: Calls of NumPy for a turn, or what of Python takes as long.
+    turn_calls: ClassVar[float] = 10
+
+    @property
+    def calls(self) -> float:
+        """All calls, of which Python makes one after the other."""
+        return self.turns * self.turn_calls
+
+    @property
+    def shares(self) -> int:
+        """Parts that threads take one after the other."""
+        return self.blocks
+
+    @cached_property
+    def seconds(self) -> float:
+        return self.seconds_on(self.threads)
+
+    def seconds_on(self, threads: int) -> float:
+        """What it takes where so many threads take its blocks."""
+        return cost.shared(*self._price, self.shares, threads)
+
+    @cached_property
+    def _price(self) -> tuple[float, float]:
+        """Seconds of one thread, and calls."""
+        return self.work + self.fresh_work, self.calls
+
+    @property
+    def fresh_work(self) -> float:
+        """What the first touch of all threads' workspace takes, which a call has from the system anew."""
+        return cost.touched(self.threads * self.workspace)
+
+    @property
+    @abstractmethod
+    def workspace(self) -> int:
+        """Bytes for one block."""
+
+    @cached_property
+    def threads(self) -> int:
+        return max(1, min(self.problem.host.threads, self.blocks))
+
+    @cached_property
+    def holds_blas(self) -> bool:
+        """Whether products have one thread of BLAS, as the loop has: not where the caller asked for that.
+
+        BLAS's threads look for work for a while after a product, on the processors that ours need.
+        """
+        return self.threads == 1 <= self.problem.host.most and self.largest_product > cost.SMALL_PRODUCT
+
+    @property
+    def largest_product(self) -> int:
+        """Multiply-adds of a matrix product, at most."""
+        return self.geometry.products
+
+    @cached_property
+    def geometry(self) -> ConvGeometry:
+        return self.problem.geometry
+
+    @cached_property
+    def sums_dtype(self) -> np.dtype:
+        return dtype_from_name(accumulator(self.problem.dtype))
+
+    @cached_property
+    def x_dtype(self) -> np.dtype:
+        """The dtype of images in products."""
+        return dtype_from_name(accumulator(self.problem.x_dtype))
+
+    @cached_property
+    def factor_dtype(self) -> np.dtype:
+        """The dtype of what images are multiplied with."""
+        return dtype_from_name(accumulator(self.problem.factor_dtype))
+
+
+class PixelLoop(BlockLoop):
+    """A loop over blocks of samples and pixels.
+
+    `block` cuts the (sample, depth, height, width) axes of the convolution's result: whole inner axes, part of one, single
+    steps of the outer ones, so that a block is one run of samples or of pixels.
+    """
+
+    #: Pixels below which a block is not cut.
+    smallest: ClassVar[int] = SMALLEST_BLOCK
+
+    problem: ConvProblem | WeightGradientProblem
+
+    @classmethod
+    @abstractmethod
+    def aim(cls, problem: Any) -> tuple[int, int]:
+        """Pixels that a block should have, and the most samples."""
+
+    @cached_property
+    @abstractmethod
+    def in_place(self) -> bool:
+        """Whether the sums are computed where the result lies."""
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index arrays by which a block reads the borders of a padding mode, and of what makes one."""
+        if self.geometry.padding_mode == "constant":
+            return 0
+        return INDEX_ARRAYS * INDEX_BYTES * max(tile_size(self.geometry, self.block[1:]))
+
+    @cached_property
+    def part(self) -> int:
+        """Groups that are computed at a time, so that they stay in cache."""
+        return self.geometry.groups
+
+    @classmethod
+    def sharers(cls, problem: Any) -> int:
+        """Threads that pixels are divided among."""
+        return int(problem.host.threads)
+
+    @classmethod
+    def fitted(cls, problem: Any, fixed: int, limit: int) -> Self:
+        """Blocks of about the size aimed at, or the largest that keep within the limit beside `fixed` bytes."""
+
+        def needed(block: BlockSize) -> int:
+            loop = cls(problem, block)
+            return fixed + problem.host.threads * (loop.workspace + loop.index_bytes)
+
+        pixels, most_samples = cls.aim(problem)
+        pixels = share_of_pixels(problem.geometry, cls.sharers(problem), pixels)
+        return cls(problem, largest_block(problem.geometry, needed, limit, pixels, cls.smallest, most_samples))
+
+    @cached_property
+    def inputs(self) -> list[tuple[str, slice]]:
+        """The name of each input, and its channels of their concatenation."""
+        geometry = self.geometry
+        starts = zip(self.problem.xs, geometry.channel_offsets, geometry.channels)
+        return [(x.name, slice(first, first + count)) for x, first, count in starts]
+
+    @cached_property
+    def blocks(self) -> int:
+        axes = (self.geometry.batch, *self.geometry.out_size)
+        is_empty = 0 in axes or self.geometry.out_channels == 0
+        return 0 if is_empty else prod(-(-extent // part) for extent, part in zip(axes, self.block))
+
+    @cached_property
+    def rounds(self) -> int:
+        """Times that scratch memory is filled."""
+        return self.blocks * -(-self.geometry.groups // self.part)
+
+    @property
+    def turns(self) -> int:
+        return self.rounds
+
+    @property
+    def tile_work(self) -> float:
+        """What it takes to read all tiles; none is copied where no border is read."""
+        geometry, x = self.geometry, self.problem.xs[0] if self.problem.xs else None
+        if not any(geometry.before + geometry.after) and x is not None and x.dtype == self.x_dtype.name:
+            return 0.0
+        shape = tile_shape(geometry, geometry.in_channels, self.block)
+        return cost.copied(self.blocks * prod(shape), shape[4], self.problem.x_dtype)
+
+    def columns_work(self, elements: float) -> float:
+        """What it takes to write so many elements of columns."""
+        return cost.copied(elements, self.block[3], self.problem.x_dtype, self.geometry.stride[2] > 1)
+
+    @cached_property
+    def each_block(self) -> Blocks:
+        return Blocks(self.geometry, self.block, self.x_dtype.itemsize)
+
+    @cached_property
+    def transform_of(self) -> Callable[[Mapping[str, Any]], Transform] | None:
+        if not self.problem.prologue:
+            return None
+        from cupyconv.numpy.prologue import transform_of  # imported for those that have one
+
+        return partial(transform_of, self.problem.prologue, dtype=self.x_dtype)
+
+    def images(self, arrays: Mapping[str, Any], scratch: Scratch) -> Images:
+        """The inputs of a run."""
+        transform = self.transform_of(arrays) if self.transform_of else None
+        return Images([(five_axes(arrays[name]), channels) for name, channels in self.inputs], scratch, transform)
+
+    def __str__(self) -> str:
+        prologue = f" of {self.problem.prologue}" if self.problem.prologue else ""
+        sums = "the result" if self.in_place else self.sums_dtype
+        blocks = block_words(self.blocks, self.block, "n, d, h, w", self.threads)
+        return f"loop     {self.name}{prologue}, sums in {sums}: {blocks}"
+
+
+# --- how a result is cut --------------------------------------------------------------------------------------
+
+
+def largest_block(
+    geometry: ConvGeometry,
+    needed: Callable[[BlockSize], int],
+    limit: int,
+    target: int,
+    smallest: int,
+    most_samples: int,
+) -> BlockSize:
+    """A block of about `target` pixels, or the largest below it that needs no more than `limit` bytes."""
+    smallest = max(1, min(smallest, geometry.pixels))
+    pixels = max(smallest, target)
+    while True:
+        block = block_of_pixels(geometry, pixels, most_samples)
+        nbytes = needed(block)
+        if nbytes <= limit:
+            return block
+        if pixels == smallest:
+            raise NotApplicable(f"the smallest block needs {nbytes:,} bytes of workspace, the limit is {limit:,}")
+        pixels = max(smallest, min(pixels - 1 - pixels // 16, pixels * limit // nbytes))
+
+
+def share_of_pixels(geometry: ConvGeometry, threads: int, most: int) -> int:
+    """Pixels of a block, about `most` of them, such that every thread has as many blocks: whole steps along the cut axis."""
+    _, height, width = geometry.out_size
+    pixels = geometry.batch * geometry.pixels
+    blocks = threads * -(-pixels // (threads * max(1, most)))
+    steps = (geometry.pixels, height * width, width, 1)
+    unit = next(step for step in steps if 0 < step * blocks <= pixels or step == 1)
+    return unit * -(-pixels // (blocks * unit or 1))
+
+
+def block_of_pixels(geometry: ConvGeometry, pixels: int, most_samples: int) -> BlockSize:
+    """At most that many pixels: whole samples, else part of one along the outermost axis that must be cut."""
+    depth, height, width = geometry.out_size
+    if pixels >= geometry.pixels:
+        samples = min(most_samples, max(1, pixels // max(1, geometry.pixels)))
+        return (even_part(geometry.batch, samples), max(1, depth), max(1, height), max(1, width))
+    return (1, *box_within(geometry.out_size, pixels))
