@@ -27,6 +27,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice, product
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -53,6 +54,8 @@ _KEPT_BLOCKS = 128
 #: Taps up to which what each reads is kept: a small convolution is bound by working it out; a large one is not, and would
 #: keep megabytes.
 _KEPT_TAPS = 64
+#: What one block's regions take at the most, where they are slices: their key, and each of them.
+_KEY_BYTES, _REGION_BYTES = 2048, 1024
 #: Bytes of a tile up to which zeros are written all over it: one long write takes less than several short ones.
 _SMALL_TILE = 2 << 20
 
@@ -124,8 +127,13 @@ def tap_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[Regio
     regions = _TAP_REGIONS.get(key)
     if regions is None:
         regions = _tap_regions(windows, block)
-        _TAP_REGIONS.keep(key, regions)
+        _TAP_REGIONS.keep(key, regions, at_most=_most_bytes(windows, sum(map(len, regions))))
     return regions
+
+
+def _most_bytes(windows: Windows, regions: int) -> int | None:
+    """Of what is kept of a block, with its key, at the most; not known where regions hold index arrays."""
+    return _KEY_BYTES + _REGION_BYTES * regions if windows.padding_mode == "constant" else None
 
 
 _TAP_REGIONS: Cache[tuple[tuple[Region, ...], ...]] = Cache(256)
@@ -253,7 +261,7 @@ def tile_regions(
         starts = [run.start * s - before for run, s, before in zip(block, windows.stride, windows.before)]
         starts[2] += first
         tile = size, boxes(windows, [range(extent) for extent in size], (1, 1, step), starts)
-        _TILE_REGIONS.keep(key, tile)
+        _TILE_REGIONS.keep(key, tile, at_most=_most_bytes(windows, len(tile[1])))
     return tile
 
 
@@ -290,6 +298,11 @@ class Block:
 
     def read_in_place(self, image: np.ndarray) -> tuple[np.ndarray, Triple]:
         """What the windows read of an image (samples, channels, d, h, w), and their padding before it."""
+        at, before = self._reach
+        return self.samples_of(image)[at], before
+
+    @cached_property
+    def _reach(self) -> tuple[tuple[Any, ...], Triple]:
         geometry = self.geometry
         at: list[Any] = [...]
         before = []
@@ -300,7 +313,7 @@ class Block:
             first = min(max(begin, 0), size)
             at.append(slice(first, max(first, min(end, size))))
             before.append(first - begin)
-        return self.samples_of(image)[tuple(at)], (before[0], before[1], before[2])
+        return tuple(at), (before[0], before[1], before[2])
 
     def parts(self, size: BlockSize) -> Iterator[tuple[tuple[slice, ...], Block]]:
         """Blocks of this size that it falls into, and where they lie in it."""
