@@ -17,6 +17,7 @@
 // registers) or DEPTHWISE (every channel by itself).  Chunks of x belong to one input each: the input is chosen once
 // per chunk.
 // Both weights are in shared memory as a whole: a block loads them once and goes from tile to tile until all are done.
+// A tile's chunks of x are all on their way at a time, cp.async, and waited for once.
 //
 // Bound by memory for few channels, by arithmetic for many.  Floor: x and y once over the bandwidth, where the two
 // layers one after the other have z twice more.
@@ -219,7 +220,9 @@ __device__ __forceinline__ void place_x(
     }
 }
 
-// A chunk of x into a tile.  Neighbouring threads take neighbours in memory: vectors of a pixel, or pixels.
+// A chunk of x into a tile.  Neighbouring threads take neighbours in memory: vectors of a pixel, or pixels.  They
+// come past the registers, all of a thread's at a time, but for single elements of 16 bits, which no instruction copies
+// so; whoever reads the tile waits for them.
 __device__ __forceinline__ void load_x(
     T* tile, const ConvPairParams& params, const Chunk& chunk, long long n, const long long* x_place) {
     constexpr int VECTORS = CHUNK / VECTOR;
@@ -233,16 +236,28 @@ __device__ __forceinline__ void load_x(
 #pragma unroll 1
         for (int k = vectorized ? threadIdx.x % VECTORS * VECTOR : 0; k < padded(chunk.count);
              k += vectorized ? CHUNK : VECTOR) {
-            Vector<T, VECTOR> vector;
+            T* const to = tile + pixel * PITCH + k;
             const T* const x = x_n + (place == NOWHERE ? 0 : place) + k * image.stride_c;
-            if (place != NOWHERE && k + VECTOR <= chunk.count) {
-                vector = gather_vector<VECTOR>(x, image.stride_c, vectorized);
-            } else {
+            if (vectorized && k + VECTOR <= chunk.count) {
+                copy_async<16, true>(to, x, place != NOWHERE);
+                continue;
+            }
+            if constexpr (sizeof(T) > 2) {
 #pragma unroll
                 for (int e = 0; e < VECTOR; ++e)
-                    vector.lane[e] = place != NOWHERE && k + e < chunk.count ? x[e * image.stride_c] : narrow<T>(A(0));
+                    copy_async<sizeof(T)>(to + e, x + e * image.stride_c, place != NOWHERE && k + e < chunk.count);
+            } else {
+                Vector<T, VECTOR> vector;
+                if (place != NOWHERE && k + VECTOR <= chunk.count) {
+                    vector = gather_vector<VECTOR>(x, image.stride_c, false);
+                } else {
+#pragma unroll
+                    for (int e = 0; e < VECTOR; ++e)
+                        vector.lane[e] =
+                            place != NOWHERE && k + e < chunk.count ? x[e * image.stride_c] : narrow<T>(A(0));
+                }
+                *reinterpret_cast<Vector<T, VECTOR>*>(to) = vector;
             }
-            *reinterpret_cast<Vector<T, VECTOR>*>(tile + pixel * PITCH + k) = vector;
         }
     }
 }
@@ -352,6 +367,13 @@ struct Block {
         load_x(tile, params, x, tables.sample, x_place);
     }
 
+    // All that was fetched, by all threads.
+    static __device__ __forceinline__ void arrived() {
+        commit_copies();
+        wait_for_copies<0>();
+        __syncthreads();
+    }
+
     // Chunk q of z.  A dense layer makes it of all of x, which has been fetched; a depthwise layer fetches its chunk.
     __device__ __forceinline__ void make(int q, const Chunk& z, T* tile) const {
         const Windows& windows = params.first.windows;
@@ -373,7 +395,7 @@ struct Block {
             sums.leave(tile, pixels, kept);
         } else {
             fetch(x_tile, z);
-            __syncthreads();
+            arrived();
             const auto store = [&](int pixel, int k, A (&sum)[VECTOR]) {
 #pragma unroll
                 for (int e = 0; e < VECTOR; ++e) sum[e] += bias(k + e);
@@ -453,7 +475,7 @@ struct Block {
         begin_tile(number);
         if constexpr (First::KIND == DENSE) {  // every chunk of z takes all of x
             for_each_x_chunk(params, [&](int c, const Chunk& x) { fetch(x_tile + c * x_size, x); });
-            __syncthreads();
+            arrived();
         }
         if constexpr (Second::KIND == DENSE) {  // every output takes all of z
             for_each_middle_chunk(params, [&](int q, const Chunk& z) { make(q, z, middle_tile + q * middle_size); });

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 import reference
@@ -12,6 +13,8 @@ from strategies import ACTIVATIONS, conv_cases
 from tolerance import assert_close, assert_exact
 
 import cupyconv
+from cupyconv.call.operation import forget_calls
+from cupyconv.cuda.plan import gemm
 
 METHODS = st.sampled_from(("auto", "auto", "direct", "gemm", "implicit_gemm"))
 LIMITS = st.sampled_from((None, None, 1 << 20, 20_000, 4_000))
@@ -96,3 +99,37 @@ def test_out_may_not_have_one_element_in_two_places(shape, strides):
     with pytest.raises(ValueError, match="out"):
         cupyconv.linmerge([np.ones((1, 1, shape[1]), np.float32)], np.ones((shape[0], 1), np.float32), out=out)
     assert np.isnan(buffer).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("activation", ["relu", "relu6", ("clip", -100.03, 1000.3)], ids=str)
+@pytest.mark.parametrize("addends", [(), ("bias",), ("residual",), ("bias", "residual")], ids=str)
+@pytest.mark.parametrize("keeps_sums", [True, False])
+def test_sixteen_bits_are_rounded_once_by_products(cuda_target, monkeypatch, dtype, activation, addends, keeps_sums):
+    """Sums that float32 holds and 16 bits do not; whether they are kept, or the result is bounded after its rounding."""
+    dtype = getattr(ml_dtypes, dtype, dtype)
+    rng = np.random.default_rng(0)
+
+    def halves(*shape, up_to=30):
+        return (rng.integers(-up_to, up_to, shape) / 2).astype(dtype)
+
+    x, weight = halves(2, 20, 9, 8), halves(6, 20, 1, 1)
+    extras = {"bias": halves(6), "residual": halves(2, 6, 9, 8)}
+    extras = {name: extras[name] for name in addends}
+    exact = np.einsum("oc,nchw->nohw", *(a.astype("float64") for a in (weight[:, :, 0, 0], x)))
+    for name in addends:
+        addend = extras[name].astype("float64")
+        exact += addend[:, None, None] if name == "bias" else addend
+    low, high = {"relu": (0, np.inf), "relu6": (0, 6)}.get(activation, activation[1:])
+    monkeypatch.setattr(gemm, "cheapest_of", lambda ways, draft_of, gpu: draft_of(keeps_sums))
+    forget_calls()
+    try:
+        given = {name: cuda_target.to_device(a) for name, a in extras.items()}
+        arrays = cuda_target.to_device(x), cuda_target.to_device(weight)
+        actual = cupyconv.conv(*arrays, **given, activation=activation, method="gemm")
+    finally:
+        monkeypatch.undo()
+        forget_calls()
+    assert np.abs(exact).max() > 1000
+    expected = np.clip(exact, np.float32(low), np.float32(high)).astype("float32").astype(dtype)
+    np.testing.assert_array_equal(cuda_target.to_host(actual), expected)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import reference
@@ -11,6 +13,8 @@ from strategies import LAYOUTS, constant_where_broadcast, with_layout
 from tolerance import assert_close, assert_exact
 
 import cupyconv
+from cupyconv.call.operation import forget_calls
+from cupyconv.problem.machine import known_gpu
 
 DTYPES = ("float16", "float32", "float64", "complex64", "complex128")
 
@@ -101,6 +105,28 @@ def test_tiles_and_vectors(target, outputs, dtype, pixels):
         method="direct",
     )
     assert_close(target.to_host(actual), expected, dtype, terms=12)
+
+
+@pytest.mark.parametrize("outputs", [3, 30, 120])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize(("batch", "pixels"), [(3, 5000), (3, 5001), (700, 16), (700, 15)])
+def test_blocks_stay(cuda_target, monkeypatch, outputs, dtype, batch, pixels):
+    """On a GPU of one multiprocessor: blocks go from pixels to pixels and from sample to sample."""
+    monkeypatch.setattr(cuda_target.device, "model", replace(known_gpu("sm_90"), multiprocessors=1))
+    forget_calls()
+    rng = np.random.default_rng(outputs)
+    xs = [integers(rng, (batch, c, pixels), dtype) for c in (2, 11, 1, 4)]
+    weight, bias = integers(rng, (outputs, 18), dtype), integers(rng, outputs, dtype)
+    given = [*map(cuda_target.to_device, xs)], cuda_target.to_device(weight), cuda_target.to_device(bias)
+    try:
+        plan = cupyconv.explain(cupyconv.linmerge, *given, activation="relu", method="direct")
+        actual = cupyconv.linmerge(*given, activation="relu", method="direct")
+    finally:
+        monkeypatch.undo()
+        forget_calls()
+    assert plan.steps[0].blocks <= max(7, -(-outputs // 4))
+    expected = np.einsum("oc,ncp->nop", weight, np.concatenate(xs, axis=1), dtype="float64") + bias[:, None]
+    assert_exact(cuda_target.to_host(actual), np.maximum(expected, 0).astype(dtype), dtype)
 
 
 @pytest.mark.grid(

@@ -688,9 +688,10 @@ def test_a_merge_of_few_channels_is_the_fused_kernel():
     made = plan([array(4, 4, 1_000_000)] * 5, array(4, 20, 1), array(4), activation="relu")
     assert made.method == "direct" and made.bound == "memory" and made.workspace_bytes == 0
     (launch,) = launches(made)
-    assert str(launch.kernel) == "merge<float32, 4, 4>"
+    assert str(launch.kernel) == "merge<float32, 4, 4, 7>"
     assert launch.shared_bytes == 4 * (20 + 1) * 4, "weights and biases"
-    assert launch.grid[0] > 132, "one wave at least on a large GPU"
+    steps = -(-4 * 10**6 // 4 // 128 // (7 * 132))
+    assert launch.grid[0] == -(-4 * 10**6 // 4 // 128 // steps) <= 7 * 132, "a GPU's room, shared evenly"
 
 
 def test_columns_of_many_inputs_are_one_matrix():
@@ -721,12 +722,27 @@ class TestSixteenBits:
         if extra == "activation":
             arguments["activation"] = "tanh"
         if extra == "residual":
-            arguments["residual"] = array(4, 64, 32, 32, dtype=dtype)
+            arguments |= {"residual": array(4, 64, 32, 32, dtype=dtype), "bias": array(64, dtype=dtype)}
         made = plan(xs, array(64, 64 * len(xs), 1, 1, dtype=dtype), method="gemm", **arguments)
         calls = gemms(made)
         assert len(calls) == len(xs)
         assert all(call.c.at.buffer == "sums" and call.c_dtype == "float32" for call in calls)
         assert isinstance(made.steps[-1], KernelLaunch) and made.steps[-1].kernel.name == "epilogue"
+
+    def test_a_residual_alone_is_written_first_and_added_to(self, dtype):
+        given = array(4, 64, 32, 32, dtype=dtype), array(64, 64, 3, 3, dtype=dtype)
+        made = plan(*given, method="gemm", padding=1, residual=array(4, 64, 32, 32, dtype=dtype))
+        (call,), (first,) = gemms(made), launches(made, "epilogue")
+        assert call.c.at.buffer == "out" and call.c_dtype == np.dtype(dtype).name and call.beta == 1
+        assert made.steps.index(first) < made.steps.index(call) and dict(first.params)["sums"] is None
+
+    @pytest.mark.parametrize("activation", ["relu", "relu6", ("clip", -1, 1)], ids=str)
+    def test_bounds_are_applied_to_the_rounded_product(self, dtype, activation):
+        given = array(4, 64, 32, 32, dtype=dtype), array(64, 64, 1, 1, dtype=dtype)
+        made = plan(*given, method="gemm", activation=activation)
+        (call,), (last,) = gemms(made), launches(made, "epilogue")
+        assert call.c.at.buffer == "out" and call.beta == 0 and made.workspace_bytes == 0
+        assert made.steps[-1] is last and dict(last.params)["sums"].buffer == "out"
 
     def test_one_product_goes_straight_into_the_result(self, dtype):
         made = plan(array(4, 64, 32, 32, dtype=dtype), array(64, 64, 3, 3, dtype=dtype), method="gemm")

@@ -22,10 +22,11 @@ from cupyconv.cuda.plan.launches import VECTOR_BYTES
 from cupyconv.cuda.plan.pool import CHANNELS, LARGEST, LARGEST_AND_PLACE, MEAN
 from cupyconv.cuda.plan.recurrence import Tile, recurrent_tiles
 from cupyconv.cuda.plan.recurrent_gradient import CELLS
+from cupyconv.problem.activations import Activation
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex, real_part
-from cupyconv.problem.geometry import pointwise_geometry
 from cupyconv.problem.machine import KNOWN_GPUS, known_gpu
 from cupyconv.problem.plan import Kernel
+from cupyconv.problem.problems import NO_PROLOGUE, Prologue
 
 #: Kernels of pooling, and what each makes of a window.
 POOLING = {"pool": (LARGEST, LARGEST_AND_PLACE, MEAN), "pool_gradient": (LARGEST, MEAN)}
@@ -178,19 +179,12 @@ def vector_widths(itemsize: int) -> tuple[int, ...]:
 
 def _merge_variants() -> list[Kernel]:
     return [
-        _kernel("merge", DTYPE=dtype, TILE=tile, VECTOR=vector, **prologue)
+        merge.merge_kernel(dtype, tile, vector, prologue)
         for dtype in REAL_DTYPES
-        for prologue in PROLOGUES
-        for tile in ([merge.PROLOGUE_TILE] if prologue else _merge_tiles(dtype))
+        for prologue in (NO_PROLOGUE, Prologue(activation=Activation("relu", 1)))
+        for tile in ([merge.PROLOGUE_TILE] if prologue else merge.TILES[ITEMSIZE[dtype]])
         for vector in vector_widths(ITEMSIZE[dtype])
     ]
-
-
-def _merge_tiles(dtype: str) -> list[int]:
-    """What `merge_tile` answers for one to many outputs; fewer that fit are among the same answers."""
-    geometries = (pointwise_geometry({"x": (1, 1)}, (outputs, 1)) for outputs in range(1, max(merge.TILES) + 1))
-    tiles = {merge.merge_tile(geometry, dtype) for geometry in geometries}
-    return sorted(tile for tile in tiles if tile is not None)
 
 
 def _products() -> list[dict[str, object]]:
@@ -244,12 +238,14 @@ def _weight_gradient_variants() -> list[Kernel]:
 
 
 def _epilogue_variants() -> list[Kernel]:
-    """Sums come in the accumulator's dtype, a complex one whole or in two real planes; or an image is widened."""
+    """Sums come in the accumulator's dtype, a complex one whole or in two real planes, or in the result's; or an image is widened."""
     narrower = {"float32": ("float16", "bfloat16"), "float64": ("float16", "bfloat16", "float32")}
     return [
         _kernel("epilogue", SUM_DTYPE=sums, Y_DTYPE=result, WIDTH=width)
         for result in DTYPES
-        for sums in dict.fromkeys((accumulator(result), real_part(accumulator(result)), *narrower.get(result, ())))
+        for sums in dict.fromkeys(
+            (accumulator(result), real_part(accumulator(result)), result, *narrower.get(result, ()))
+        )
         for width in vector_widths(ITEMSIZE[result])
     ]
 

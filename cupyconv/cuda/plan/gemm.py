@@ -16,6 +16,10 @@ The sums are the result itself wherever that is right.  They are kept in workspa
 launch finishes them, for a 16-bit result that would be rounded twice, a result whose strides no GEMM
 can write, and a real image with a complex weight, whose sums come as a plane of real parts and a plane
 of imaginary ones.
+
+A 16-bit result is rounded once where one product is added to one of bias and residual, which both have its
+type, since cuBLAS adds in float32.  Bounds (relu, relu6, clip) may be applied before that rounding or after: it
+keeps the order of numbers.  The model says whether a pass before and one after are less than float32 sums.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from cupyconv.cuda.plan.draft import Draft, in_rounds
+from cupyconv.cuda.plan.draft import Draft, cheapest_of, in_rounds
 from cupyconv.cuda.plan.epilogue import Sums, epilogue_launch, finish
 from cupyconv.cuda.plan.im2col import Chunk
 from cupyconv.cuda.plan.matrices import (
@@ -92,13 +96,15 @@ class ProductsPlanner:
 
 def draft_gemm(problem: ConvProblem) -> Draft:
     """Plan method "gemm", or raise `NotApplicable`."""
-    return _GemmPlanner(problem).draft()
+    has_choice = problem.out.itemsize == 2 and problem.activation and (problem.bias or problem.residual)
+    ways = (True, False) if has_choice else (False,)
+    return cheapest_of(ways, lambda keeps_sums: _GemmPlanner(problem, keeps_sums).draft(), problem.gpu)
 
 
 class _GemmPlanner(ProductsPlanner):
-    """What holds for all chunks is decided first; then every chunk gets its steps."""
+    """What holds for all chunks is decided first; then every chunk gets its steps.  Where asked, it `keeps_sums` in workspace."""
 
-    def __init__(self, problem: ConvProblem) -> None:
+    def __init__(self, problem: ConvProblem, keeps_sums: bool) -> None:
         super().__init__(problem)
         self.problem, geometry = problem, self.geometry
         self.writes_columns = bool(problem.prologue) or not geometry.is_pointwise
@@ -108,10 +114,13 @@ class _GemmPlanner(ProductsPlanner):
             self.factors = [column_factor(geometry, problem.xs, problem.x_dtype, prologue=problem.prologue)]
         else:
             self.factors = image_factors(problem.xs, self.image_views(problem.xs))
-        self.out = self._out_in_place()
+        self.addends = bool(problem.bias) + bool(problem.residual)
+        self.out = None if keeps_sums else self._out_in_place()
         self.sums_dtype = self._sums_dtype()
-        #: Bias and residual are written before the products are added: no pass over the result after.
-        self.prefills = bool(problem.bias or problem.residual) and self.out is not None and not problem.activation
+        #: Bias and residual are written before the products are added: rounded with them, or with no pass over the result after.
+        self.prefills = (
+            self.addends > 0 and self.out is not None and (not problem.activation or problem.out.itemsize == 2)
+        )
         self.samples, self.pixels = self._chunk_size()
 
     def draft(self) -> Draft:
@@ -128,7 +137,8 @@ class _GemmPlanner(ProductsPlanner):
         problem = self.problem
         (view,) = self.image_views([problem.out])
         accumulations = most_segments(self.factors, self.geometry.reduction)
-        rounded_twice = accumulations > 1 or bool(problem.activation) or problem.residual is not None
+        bounded = not problem.activation or problem.activation.bounds is not None
+        rounded_twice = accumulations > 1 or self.addends > 1 or not bounded
         if view is None or self.planes == 2 or (rounded_twice and ITEMSIZE[problem.out.dtype] == 2):
             return None
         return view
@@ -246,4 +256,7 @@ class _GemmPlanner(ProductsPlanner):
         parts = self.components
         strides = (c.stride // parts, c.row_step // parts, 1 if parts == 2 else c.column_step)
         imaginary = self.geometry.out_channels * c.row_step if self.planes == 2 else 0
-        return finish(problem, Sums(c.at, self.sums_dtype, strides, imaginary=imaginary), chunk)
+        sums = Sums(c.at, self.sums_dtype, strides, imaginary=imaginary)
+        if not self.prefills:
+            return finish(problem, sums, chunk)
+        return epilogue_launch(problem.out, sums, activation=problem.activation, pre=problem.pre, chunk=chunk)

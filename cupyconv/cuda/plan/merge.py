@@ -5,8 +5,8 @@ from __future__ import annotations
 from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.draft import Draft
 from cupyconv.cuda.plan.epilogue import kept_apart
+from cupyconv.cuda.plan.implicit_gemm import FIRST_MMA
 from cupyconv.cuda.plan.launches import (
-    GRID_X,
     VECTOR_BYTES,
     WARP,
     address,
@@ -19,19 +19,29 @@ from cupyconv.cuda.plan.launches import (
     variant,
     vector_width,
 )
+from cupyconv.cuda.plan.occupancy import PIECE, REGISTERS, blocks_that_fit
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry
-from cupyconv.problem.plan import MAX_MERGED, KernelLaunch
-from cupyconv.problem.problems import NO_PROLOGUE, ConvProblem, NotApplicable, Prologue
+from cupyconv.problem.machine import GpuModel
+from cupyconv.problem.plan import MAX_MERGED, Kernel, KernelLaunch
+from cupyconv.problem.problems import NO_PROLOGUE, ConvProblem, Prologue
 
 #: Limit on shared memory that needs no opt-in on any GPU.
 SHARED_BYTES = 48 << 10
-#: Outputs per thread of merge.cu.  Fewer than four are no faster: memory is the bound.
-TILES = (4, 8, 16, 32)
+#: Outputs of a block of merge.cu, by the bytes of an element; on tensor cores, which have 16-bit types, eight are the least.
+TILES = {2: (8, 16, 32), 4: (4, 8, 16), 8: (4, 8, 16)}
 #: The one tile with a prologue.
 PROLOGUE_TILE = 8
-#: Channels that merge.cu loads before it uses the first; threads of its block.
+#: Blocks that share a multiprocessor, by the bytes of an element and the tile: what it has registers for.  Where rows are not
+#: aligned, and with a prologue, some have less room.
+BLOCKS = {(2, 8): 7, (2, 16): 5, (2, 32): 4, (4, 4): 7, (4, 8): 5, (4, 16): 4, (8, 4): 6, (8, 8): 4, (8, 16): 3}
+UNALIGNED_BLOCKS = {(2, 32): 3, (8, 16): 2}
+PROLOGUE_BLOCKS = {(2, 8): 5, (8, 8): 3}
+#: Channels that a thread of merge.cu loads before it uses the first; threads of its block, and of those that share pixels.
 DEPTH, BLOCK = 4, 128
+SHARING = {2: 4, 4: 1, 8: 1}
+#: Elements between two rows of 16-bit weights, so that ldmatrix reads eight rows without conflicts.
+MATRIX_GAP = 8
 
 
 def draft_merge(problem: ConvProblem) -> Draft | None:
@@ -42,22 +52,24 @@ def draft_merge(problem: ConvProblem) -> Draft | None:
     size, images = collapse([*problem.xs, out, *([problem.residual] if problem.residual else [])])
     if size[:2] != (1, 1) or any(image.pixel_stride != 1 for image in images[: count + 1]):
         return None
+    itemsize, gpu = out.itemsize, problem.gpu
     tile = merge_tile(geometry, out.dtype, problem.prologue)
-    if tile is None:
+    if tile is None or (itemsize == 2 and gpu.capability < FIRST_MMA[out.dtype]):
         return None
     result, activation, after = kept_apart(problem)
     epilogue = epilogue_params(problem.bias, images[-1] if problem.residual else None, activation)
     images = [*problem.xs, result, *images[count + 1 :]]
     vector = vector_width(images, geometry.pixels)
+    kernel = merge_kernel(out.dtype, tile, vector, problem.prologue)
+    shared_bytes = _shared_bytes(geometry, out.dtype, tile, problem.prologue)
     tiles = -(-geometry.out_channels // tile)
-    width = VECTOR_BYTES // out.itemsize
-    threads = geometry.pixels // width if vector > 1 else -(-geometry.pixels // (width * WARP)) * WARP
-    blocks = tiles * -(-geometry.batch * threads // BLOCK)
-    if blocks > GRID_X:
-        raise NotApplicable(f"{blocks:,} blocks; a grid has {GRID_X:,}")
+    width, lanes = VECTOR_BYTES // itemsize, WARP // SHARING[itemsize]
+    shares = geometry.pixels // width if vector > 1 else -(-geometry.pixels // (width * lanes)) * lanes
+    blocks = _blocks(geometry.batch * shares, BLOCK // SHARING[itemsize], tiles, kernel, shared_bytes, gpu)
+    step_n, step_share = divmod(blocks * (BLOCK // SHARING[itemsize]), shares)
     launch = KernelLaunch(
-        variant("merge", problem.prologue, DTYPE=out.dtype, TILE=tile, VECTOR=vector),
-        (blocks, 1, 1),
+        kernel,
+        (blocks * tiles, 1, 1),
         BLOCK,
         (
             ("sources", tuple((address(x), x.stride_n, x.stride_c, x.shape[1]) for x in problem.xs)),
@@ -69,33 +81,63 @@ def draft_merge(problem: ConvProblem) -> Draft | None:
             ("prologue", prologue_params(problem.prologue)),
             ("batch", geometry.batch),
             ("pixels", geometry.pixels),
+            ("shares", shares),
+            ("step_n", step_n),
+            ("step_share", step_share),
             ("in_channels", geometry.in_channels),
             ("out_channels", geometry.out_channels),
         ),
-        shared_bytes=_shared_bytes(geometry, out.dtype, tile, problem.prologue),
+        shared_bytes=shared_bytes,
         purpose=f"merge{prologue_words(problem.prologue)}, bias, residual, activation",
         bytes_moved=bytes_of(problem.xs) * tiles + problem.weight.nbytes + out.nbytes,
         flops=problem.flops,
     )
-    launch = cost.priced(launch, cost.core_rate(out.dtype, problem.gpu) * cost.MERGE, problem.gpu)
+    arithmetic = cost.product_rate("MMA" if itemsize == 2 else "FMA", out.dtype, gpu)
+    useful = geometry.in_channels * geometry.out_channels / (_depth(geometry, itemsize) * tile * tiles)
+    launch = cost.priced(launch, arithmetic * cost.MERGE * useful, gpu)
     return Draft("direct", (launch, *after), reason="fused merge")
 
 
-def merge_tile(geometry: ConvGeometry, dtype: str, prologue: Prologue = NO_PROLOGUE) -> int | None:
-    """Outputs per thread of the fused merge, or None where its weights do not fit.
+def merge_kernel(dtype: str, tile: int, vector: int, prologue: Prologue = NO_PROLOGUE) -> Kernel:
+    """The variant; one of its macros is how many of its blocks share a multiprocessor."""
+    key = ITEMSIZE[dtype], tile
+    rooms = (BLOCKS, UNALIGNED_BLOCKS if vector == 1 else {}, PROLOGUE_BLOCKS if prologue else {})
+    blocks = min(room[key] for room in rooms if key in room)
+    return variant("merge", prologue, DTYPE=dtype, TILE=tile, VECTOR=vector, BLOCKS=blocks)
 
-    The fewest tiles, since each reads every input, then the smallest.  At most 128 words of sums per thread: 32
-    outputs, or 8 where a vector holds eight pixels, since those are widened too.  Of float64 64 words: with more,
-    compilers of CUDA 12.9 and 13.0 run out of registers.
+
+def _blocks(shares: int, per_block: int, tiles: int, kernel: Kernel, shared_bytes: int, gpu: GpuModel) -> int:
+    """Blocks of a tile of outputs: as many as the GPU has room for beside those of the other tiles, or fewer.
+
+    Each goes through all shares in steps of all blocks.  No more are launched than keep the number of steps, so that none
+    is left to a few blocks alone.
     """
-    largest = {2: 8, 4: 32, 8: 16}[ITEMSIZE[dtype]]
-    tiles = (PROLOGUE_TILE,) if prologue else TILES
-    fitting = [t for t in tiles if t <= largest and _shared_bytes(geometry, dtype, t, prologue) <= SHARED_BYTES]
+    registers = REGISTERS // (int(dict(kernel.macros)["BLOCKS"]) * BLOCK)
+    room = gpu.multiprocessors * max(1, blocks_that_fit(registers // PIECE * PIECE, BLOCK, shared_bytes, gpu))
+    needed = -(-shares // per_block)
+    steps = -(-needed // max(1, room // tiles))
+    return -(-needed // steps)
+
+
+def merge_tile(geometry: ConvGeometry, dtype: str, prologue: Prologue = NO_PROLOGUE) -> int | None:
+    """Outputs of a block of the fused merge, or None where its weights do not fit.
+
+    The fewest tiles, since each reads every input, then the smallest.  A thread has 64 words of sums at the most: with
+    more, the compiler runs out of registers for three blocks on a multiprocessor.
+    """
+    tiles = (PROLOGUE_TILE,) if prologue else TILES[ITEMSIZE[dtype]]
+    fitting = [t for t in tiles if _shared_bytes(geometry, dtype, t, prologue) <= SHARED_BYTES]
     return min(fitting, key=lambda tile: (-(-geometry.out_channels // tile), tile), default=None)
 
 
+def _depth(geometry: ConvGeometry, itemsize: int) -> int:
+    """The channels in whole slabs, those of a warp at a time."""
+    slab = DEPTH * SHARING[itemsize]
+    return -(-geometry.in_channels // slab) * slab
+
+
 def _shared_bytes(geometry: ConvGeometry, dtype: str, tile: int, prologue: Prologue) -> int:
-    """The weights of a tile, whole rounds of channels, its biases, and a prologue's scales and shifts."""
-    depth = -(-geometry.in_channels // DEPTH) * DEPTH
-    factors = 2 * geometry.in_channels * bool(prologue)
-    return (tile * (depth + 1) + factors) * ITEMSIZE[accumulator(dtype)]
+    """The biases of a tile, its weights, and a prologue's scales and shifts."""
+    itemsize, depth = ITEMSIZE[dtype], _depth(geometry, ITEMSIZE[dtype])
+    weights = tile * (depth + MATRIX_GAP) * itemsize if itemsize == 2 else tile * depth * itemsize
+    return weights + (tile + 2 * geometry.in_channels * bool(prologue)) * ITEMSIZE[accumulator(dtype)]

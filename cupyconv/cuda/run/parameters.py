@@ -68,7 +68,8 @@ _BOX = _struct(size=(INT32, 3))
 PARAMETERS = {
     "merge": _struct(
         sources=(MERGE_SOURCE, MAX_MERGED), weight=POINTER, weight_stride_o=INT64, weight_stride_c=INT64, out=IMAGE, epilogue=EPILOGUE,
-        prologue=PROLOGUE, batch=INT64, pixels=INT64, in_channels=INT32, out_channels=INT32,
+        prologue=PROLOGUE, batch=INT64, pixels=INT64, shares=INT64, step_n=INT32, step_share=INT32, in_channels=INT32,
+        out_channels=INT32,
     ),
     "direct": _CONVOLUTION,
     "depthwise": _struct(
