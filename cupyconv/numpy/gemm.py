@@ -28,11 +28,11 @@ from cupyconv.numpy.convolution import (
     result_takes_sums,
     sums_per_pixel,
 )
-from cupyconv.numpy.mec import MecRows
+from cupyconv.numpy.mec import MecRows, in_runs
 from cupyconv.numpy.windows import Block, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry
-from cupyconv.problem.problems import ConvProblem
+from cupyconv.problem.problems import ConvProblem, NotApplicable
 
 if TYPE_CHECKING:
     from cupyconv.numpy.lone_product import LoneProduct
@@ -159,12 +159,18 @@ class Columns(Product):
 
     @classmethod
     def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
-        if is_undivided(problem):
-            lone = replace(problem, machine=replace(problem.host, threads=1))
-            whole = cls(lone, (problem.geometry.batch, *problem.geometry.out_size), problem.host.threads)
-            if fixed + whole.workspace <= limit:
+        if not is_undivided(problem):
+            return super().fitted(problem, fixed, limit)
+        lone = replace(problem, machine=replace(problem.host, threads=1))
+        whole = cls(lone, (problem.geometry.batch, *problem.geometry.out_size), problem.host.threads)
+        has_room = fixed + whole.workspace <= limit
+        try:
+            blocks = super().fitted(problem, fixed, limit)
+        except NotApplicable:
+            if has_room:
                 return whole
-        return super().fitted(problem, fixed, limit)
+            raise
+        return whole if has_room and whole.seconds <= blocks.seconds else blocks
 
     @cached_property
     def in_place(self) -> bool:
@@ -253,7 +259,7 @@ def product(run: ConvRun, weight: np.ndarray, columns: np.ndarray, block: Block)
 def multiply(weight: np.ndarray, columns: np.ndarray, threads: int, place: np.ndarray | None = None) -> np.ndarray:
     """The products of all groups, of which each thread computes some groups, or some rows."""
     if threads == 1:
-        return np.matmul(weight, columns, out=place)
+        return in_runs(weight, columns, place)
     from cupyconv.numpy.threads import in_threads
 
     groups, rows = weight.shape[:2]
@@ -261,7 +267,7 @@ def multiply(weight: np.ndarray, columns: np.ndarray, threads: int, place: np.nd
 
     def compute(part: tuple[slice, slice]) -> None:
         some, own = part
-        np.matmul(weight[some, own], columns[..., some, :, :], out=sums[..., some, own, :])
+        in_runs(weight[some, own], columns[..., some, :, :], sums[..., some, own, :])
 
     whole = slice(None)
     if groups >= threads:
