@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyconv.numpy.backend import NumpyStep
+from cupyconv.numpy.cost import SMALL_PRODUCT
 from cupyconv.numpy.recurrent_cells import CELLS, IN_PLACE, Cell, Step, Weights, block_of_rows, in_blocks, slopes
 from cupyconv.numpy.threads import in_threads
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
@@ -107,6 +108,18 @@ class RecurrentStep(NumpyStep):
             + (f"; in blocks of {' and '.join(map(str, filter(None, self.blocks)))} rows" if any(self.blocks) else "")
             + (f"; {', '.join(self.copied)} copied" if self.copied else "")
         )
+
+    @property
+    def holds_blas(self) -> bool:
+        """Whether products have one thread of BLAS, as the layer has: not where the caller asked for that.
+
+        BLAS's threads look for work for a while after a product, on the processors that the next call's need.
+        """
+        problem, geometry = self.problem, self.problem.geometry
+        largest = geometry.gates * geometry.hidden * max(_columns(problem)) * self.samples
+        if self.samples == 1:
+            largest = geometry.gates * geometry.hidden * geometry.inputs * self.chunk
+        return self.threads == 1 <= problem.host.most and largest > SMALL_PRODUCT
 
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
         return LoneStep(self).run if self.is_lone else RecurrentLayer(self).run
@@ -234,7 +247,7 @@ class RecurrentLayer:
     def run(self, arrays: Mapping[str, Any]) -> None:
         """Compute the result; arguments and results are given by name."""
         weights = [self._weights(arrays, direction) for direction in range(self._geometry.directions)]
-        in_threads(self._step.threads, partial(self._finish, arrays, weights), self._work)
+        in_threads(self._step.threads, partial(self._finish, arrays, weights), self._work, self._step.holds_blas)
 
     def _finish(
         self, arrays: Mapping[str, Any], weights: list[Weights], work: tuple[int, slice, deque[_Sequence]]
