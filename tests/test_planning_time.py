@@ -15,8 +15,8 @@ from numpy.lib.stride_tricks import as_strided
 import cupyconv
 from cupyconv import ConvLayer
 from cupyconv.call.explain import checked_call
-from cupyconv.numpy import chain as chain_numpy
-from cupyconv.numpy.chain import tiles, tiles_to_plan
+from cupyconv.numpy import chain_tiles
+from cupyconv.numpy.chain_tiles import tiles, tiles_to_plan
 from cupyconv.problem.problems import NotApplicable
 
 #: Seconds of the processor; a machine on which an ordinary plan takes long gets as many times more.
@@ -157,18 +157,18 @@ def test_the_tiles_that_are_planned_have_what_all_tiles_have(each, size, step, b
         assume(False)
     rows = range(geometries[-1].out_size[2])[band[0] : band[0] + band[1]]
     assume(rows)
-    before = chain_numpy._PLANNED_TILES
-    chain_numpy._PLANNED_TILES = 3
+    before = chain_tiles._PLANNED_TILES
+    chain_tiles._PLANNED_TILES = 3
     try:
         planned = list(tiles_to_plan(geometries, 2, 1, rows, step))
     except NotApplicable:
         return
     finally:
-        chain_numpy._PLANNED_TILES = before
+        chain_tiles._PLANNED_TILES = before
     every = list(tiles(geometries, 2, 1, rows, step))
     for tile in planned:
         assert tile in every
     for i in range(len(geometries)):
         assert {tile[i].geometry for tile in planned} >= {tile[i].geometry for tile in every if tile[i].outputs}
         assert max(len(tile[i].reads) for tile in planned) == max(len(tile[i].reads) for tile in every)
-    assert chain_numpy._kept_rows(planned) == chain_numpy._kept_rows(every)
+    assert chain_tiles.kept_rows(planned) == chain_tiles.kept_rows(every)

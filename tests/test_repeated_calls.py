@@ -54,13 +54,13 @@ def test_lists_and_residuals_are_found_by_their_names():
 
 
 def test_what_is_made_of_the_weight_is_made_once(monkeypatch):
+    w, x = RNG.normal(size=(64, 64, 3, 3)).astype(np.float32), RNG.normal(size=(1, 64, 40, 40)).astype(np.float32)
+    first = cupyconv.conv(x, w, method="winograd")  # from here on it is known how many threads BLAS has
     made = []
     of_run = ConvRun._arranged
     monkeypatch.setattr(ConvRun, "_arranged", lambda run, weight: made.append(1) or of_run(run, weight))
-    w, x = RNG.normal(size=(64, 64, 3, 3)).astype(np.float32), RNG.normal(size=(1, 64, 40, 40)).astype(np.float32)
     call = RepeatedCall(cupyconv.conv, {"weight": w, "method": "winograd"})
-    first = call(x=x)
-    for _ in range(3):
+    for _ in range(4):
         np.testing.assert_array_equal(call(x=x), first)
     assert len(made) == 1
     for _ in range(2):

@@ -114,6 +114,34 @@ EXPANDED = (
     Case("chain 1x1, 3x3 depthwise, 1x1, 16 -> 96 -> 96 -> 24, 112x112", 1, (16,), (112, 112), 96, (1, 1), then=((96, (3, 3), _same(3, 3), 96), (24, (1, 1), (), 1))),
 )  # fmt: skip
 
+#: More kinds of chains, by which the choice between tiles and layers is judged.
+CHAIN_CHOICES = (
+    replace(EXPANDED[1], name=f"{EXPANDED[1].name}, N 8", batch=8),
+    Case("chain 3x3, 3x3, 16 -> 16 -> 16, 512x512", 1, (16,), (512, 512), 16, (3, 3), padding=_same(3, 3), then=((16, (3, 3), _same(3, 3), 1),)),
+    Case("chain 3x3, 3x3, 8 -> 8 -> 8, 1024x1024", 1, (8,), (1024, 1024), 8, (3, 3), padding=_same(3, 3), then=((8, (3, 3), _same(3, 3), 1),)),
+    Case("chain 3x3, 3x3, 64 -> 64 -> 64, 56x56, N 4", 4, (64,), (56, 56), 64, (3, 3), padding=_same(3, 3), then=((64, (3, 3), _same(3, 3), 1),)),
+    Case("chain 1x1, 1x1, 32 -> 64 -> 32, 256x256, N 2", 2, (32,), (256, 256), 64, (1, 1), then=((32, (1, 1), (), 1),)),
+    Case("chain 1x1, 1x1, 4 -> 8 -> 4, 1024x1024", 1, (4,), (1024, 1024), 8, (1, 1), then=((4, (1, 1), (), 1),)),
+    Case("chain 3x3 depthwise twice, 32 channels, 256x256", 1, (32,), (256, 256), 32, (3, 3), padding=_same(3, 3), groups=32, then=((32, (3, 3), _same(3, 3), 32),)),
+    Case("chain 3x3 depthwise, 1x1, 3x3 depthwise, 32 -> 64, 112x112, N 2", 2, (32,), (112, 112), 32, (3, 3), padding=_same(3, 3), groups=32, then=((64, (1, 1), (), 1), (64, (3, 3), _same(3, 3), 64))),
+    Case("chain 3x3 stride 2, 3x3, 3 -> 32 -> 64, 224x224", 1, (3,), (224, 224), 32, (3, 3), stride=2, padding=_same(3, 3), then=((64, (3, 3), _same(3, 3), 1),)),
+    Case("chain 7x7 stride 2, 3x3, 3 -> 64 -> 64, 224x224", 1, (3,), (224, 224), 64, (7, 7), stride=2, padding=_same(7, 7), then=((64, (3, 3), _same(3, 3), 1),)),
+    Case("chain 3x3 merged 16+16, 1x1, 32 -> 16, 256x256", 1, (16, 16), (256, 256), 32, (3, 3), padding=_same(3, 3), then=((16, (1, 1), (), 1),)),
+    Case("chain merge 5 x 4 -> 8 -> 4, 10^6 points", 1, (4,) * 5, (10**6,), 8, (1,), then=((4, (1,), (), 1),)),
+    Case("chain 1-D, 9 taps three times, 8 channels, 10^5", 1, (8,), (100_000,), 8, (9,), padding=_same(9), then=((8, (9,), _same(9), 1),) * 2),
+    Case("chain 1-D, 15 taps twice, 2 channels, 10^6", 1, (2,), (10**6,), 2, (15,), padding=_same(15), then=((2, (15,), _same(15), 1),)),
+    Case("chain of filters, 101 and 31 taps, 10^6 points", 1, (1,), (10**6,), 1, (101,), padding=_same(101), then=((1, (31,), _same(31), 1),)),
+    Case("chain 3x3 three times, 16 channels, 64x64, N 8", 8, (16,), (64, 64), 16, (3, 3), padding=_same(3, 3), then=((16, (3, 3), _same(3, 3), 1),) * 2),
+    Case("chain 3x3, 3x3, 1 -> 8 -> 1, 1024x1024", 1, (1,), (1024, 1024), 8, (3, 3), padding=_same(3, 3), then=((1, (3, 3), _same(3, 3), 1),)),
+    Case("chain of filters 9x1, 1x9, 2048x2048", 1, (1,), (2048, 2048), 1, (9, 1), padding=_same(9, 1), then=((1, (1, 9), _same(1, 9), 1),)),
+    Case("chain of filters 31x1, 1x31, 1024x1024, float64", 1, (1,), (1024, 1024), 1, (31, 1), padding=_same(31, 1), dtype="float64", then=((1, (1, 31), _same(1, 31), 1),)),
+    Case("chain 3x3, 3x3, 24 channels, 128x128, N 2, float64", 2, (24,), (128, 128), 24, (3, 3), padding=_same(3, 3), dtype="float64", then=((24, (3, 3), _same(3, 3), 1),)),
+    Case("chain 5x5, 1x1, 16 -> 32 -> 16, 200x200", 1, (16,), (200, 200), 32, (5, 5), padding=_same(5, 5), then=((16, (1, 1), (), 1),)),
+    Case("chain 3-D 3x3x3 twice, 8 channels, 48x48x48", 1, (8,), (48, 48, 48), 8, (3, 3, 3), padding=_same(3, 3, 3), then=((8, (3, 3, 3), _same(3, 3, 3), 1),)),
+    Case("chain 3x3, 3x3, 128 -> 128 -> 128, 28x28, N 8", 8, (128,), (28, 28), 128, (3, 3), padding=_same(3, 3), then=((128, (3, 3), _same(3, 3), 1),)),
+    Case("chain 3x3, 1x1, 8 -> 8 -> 8, 32x32", 1, (8,), (32, 32), 8, (3, 3), padding=_same(3, 3), then=((8, (1, 1), (), 1),)),
+)  # fmt: skip
+
 
 def _filters() -> Iterator[Case]:
     """One channel in and out: images and signals."""
@@ -422,6 +450,7 @@ def numpy_cases() -> tuple[AnyCase, ...]:
         *_gradients("input"),
         *_gradients("weight"),
         *EXPANDED,
+        *CHAIN_CHOICES,
         *SMALL_CALLS,
         *_filters(),
     )

@@ -134,7 +134,7 @@ class Draft(NamedTuple):
             reason=self.way.reason(problem.geometry),
             price=cost.by_model(self.seconds),
             bytes_moved=problem.minimal_bytes * max(1, len(self.loops)),
-            notes=problem.notes + _long_loop(sum(loop.turns for loop in self.loops)),
+            notes=problem.notes + long_loop(sum(loop.turns for loop in self.loops)),
         )
 
 
@@ -173,7 +173,7 @@ def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[Bl
         problem = replace(problem, machine=replace(host, threads=fewer))
 
 
-def _long_loop(turns: int) -> tuple[str, ...]:
+def long_loop(turns: float) -> tuple[str, ...]:
     """A note where the loop itself takes long, whatever its turns do."""
     seconds = turns * TURN_SECONDS
     return (f"a loop in Python of {turns:,} turns: {seconds:,.0f} s or more",) if seconds >= 1 else ()

@@ -71,6 +71,10 @@ TRANSPOSE = 2.4e-9
 OWN, TOUCH = 256 << 10, 18e-12
 
 
+#: Seconds of a byte that one layer of a chain writes to memory and the next reads; and bytes that stay in a core's cache.
+BETWEEN, STAYS = 150e-12, 1 << 20
+
+
 #: In what a price is printed.
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
@@ -158,6 +162,11 @@ def touched(nbytes: float) -> float:
 def added(elements: float, dtype: str, run: float = 1e9, apart: bool = False) -> float:
     """Elements that are added to others in cache, in runs of so many, or to places that are apart."""
     return elements * ((APART if apart else ADD) * width(dtype) + RUN / max(1.0, run))
+
+
+def between(nbytes: float, at_a_time: float) -> float:
+    """Images that one layer of a chain writes and the next reads, of which so many bytes are in memory at a time."""
+    return nbytes * BETWEEN * max(0.0, 1 - STAYS / at_a_time) if at_a_time else 0.0
 
 
 #: Seconds of an element of a weight whose taps are reversed, and inputs and outputs exchanged; and calls beside, also of a

@@ -1,0 +1,489 @@
+"""A chain of convolutions by tiles: runs of rows that go through all layers while they are in cache.
+
+A tile is some rows of one sample, or of some samples where an image is small; `chain_tiles` says which rows of each image
+these need.  Every part of a tile is a convolution of its own, whose loop is planned as that of any other: once for the rows
+that a layer adds in most tiles, and for others, at the ends of images, the same way.
+
+What fusing saves is the way of the images between to memory and back.  What it costs are calls of NumPy, several for
+every part of every tile, and the rows that bands share.  All is counted in seconds by the model that `conv` chooses by, and
+the tile taken that takes least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import chain, islice, product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyconv.numpy import cost
+from cupyconv.numpy.backend import NumpyStep
+from cupyconv.numpy.chain_tiles import Piece, bands_to_plan, kept_rows, rows_of_band, tiles, tiles_to_plan
+from cupyconv.numpy.choice import FEWER_THREADS, Method, choose
+from cupyconv.numpy.convolution import ConvLoop, plan_conv
+from cupyconv.numpy.threads import in_threads
+from cupyconv.numpy.windows import Scratch, five_axes
+from cupyconv.problem.arrays import Operand, accumulator, dtype_from_name
+from cupyconv.problem.geometry import ConvGeometry, even_part, ranges_of
+from cupyconv.problem.plan import Plan
+from cupyconv.problem.problems import ChainProblem, ConvProblem, HostModel, NotApplicable
+
+#: Bytes of intermediate rows in a tile, at the most: about a core's cache.
+TILE_BYTES = 5 << 19
+#: Halves of such tiles that are priced too, where all fit the limit.
+_HALVES = 3
+#: Tiles of a band up to which they are kept from run to run: a chain of few is bound by working them out.
+_KEPT_TILES = 16
+#: Threads that a chain is cut for at most.
+_MOST_THREADS = 64
+#: How much less one thread must take than several.
+_ALONE = 1.1
+#: Rows of an axis that tiles are cut along, at the least: of a shorter one windows mostly reach over the ends.
+_LEAST_ROWS = 32
+
+#: What Python does for a part of a tile beside its loop takes as long as so many calls of NumPy.
+PART_CALLS = 12
+
+# --- plans ----------------------------------------------------------------------------------------------------
+
+#: Rows that a layer adds to its result, and what computes them; None where a layer has no channels.
+Part = tuple[Piece, ConvLoop | None]
+
+
+@dataclass(frozen=True)
+class ChainLoop(NumpyStep):
+    """A chain: runs of rows, each through all layers one after the other.
+
+    `tile` is samples, and rows of the last layer's result along `axis`.  The rows are cut into `bands` first,
+    which know nothing of each other.  Of the other layers' results `held` rows are in memory at a time.  `loops`
+    has, for each layer, one loop for every geometry that its part of a tile may have: at the edges of the image
+    a part has padding, and the last one may have fewer rows.
+    """
+
+    problem: ChainProblem
+    tile: tuple[int, int]
+    bands: int
+    threads: int
+    held: tuple[int, ...] = ()
+    loops: tuple[tuple[ConvLoop, ...], ...] = ()
+
+    @cached_property
+    def layers(self) -> tuple[ConvGeometry, ...]:
+        return tuple(layer.geometry for layer in self.problem.layers)
+
+    @cached_property
+    def axis(self) -> int:
+        return axis_of(self.problem.layers[-1].geometry)
+
+    @cached_property
+    def sample_counts(self) -> list[int]:
+        """The numbers of samples that tiles have: one, or two where the last have fewer."""
+        most, batch = self.tile[0], self.layers[-1].batch
+        return [count for count in (min(most, batch), batch % most) if count]
+
+    @cached_property
+    def row_ranges(self) -> list[range]:
+        """The rows of each band."""
+        rows = self.layers[-1].out_size[self.axis]
+        return ranges_of(rows, -(-rows // self.bands))
+
+    @cached_property
+    def tiles_count(self) -> int:
+        samples, rows = self.tile
+        return -(-self.layers[-1].batch // samples) * sum(-(-len(band) // rows) for band in self.row_ranges)
+
+    def __str__(self) -> str:
+        samples, rows = self.tile
+        lines = [
+            f"loop     {len(self.layers)} layers, tile by tile: {self.tiles_count} tile(s) of {samples} samples x {rows} rows (axis {'dhw'[self.axis]})"
+            f" in {self.bands} band(s) on {self.threads} thread(s)"
+        ]
+        lines += [
+            f"  layer {i}: {max(loops, key=lambda loop: loop.flops)}" for i, loops in enumerate(self.loops) if loops
+        ]
+        return "\n".join(lines)
+
+    @cached_property
+    def holds_blas(self) -> bool:
+        """Whether one thread's products have one thread of BLAS; several threads' always have."""
+        return self.threads == 1 and any(loop.holds_blas for loops in self.loops for loop in loops)
+
+    @cached_property
+    def turns(self) -> float:
+        """How often something is computed in turn, about."""
+        parts = [sum(loop.turns for loop in loops) / len(loops) for loops in self.loops if loops]
+        return self.tiles_count * sum(parts)
+
+    @cached_property
+    def _kept(self) -> dict[tuple[int, range], list[tuple[Part, ...]]]:
+        """The tiles of bands that have few."""
+        bands = product(self.sample_counts, self.row_ranges)
+        return {band: list(self._tiles(*band)) for band in bands if len(band[1]) <= _KEPT_TILES * self.tile[1]}
+
+    def tiles(self, samples: int, rows: range) -> Iterable[tuple[Part, ...]]:
+        """The tiles of a band, in order: a part of each layer."""
+        return self._kept.get((samples, rows)) or self._tiles(samples, rows)
+
+    def _tiles(self, samples: int, rows: range) -> Iterator[tuple[Part, ...]]:
+        by_geometry = [{part.geometry: part for part in loops} for loops in self.loops]
+        for tile in tiles(self.layers, self.axis, samples, rows, self.tile[1]):
+            yield tuple((piece, loops.get(piece.geometry)) for piece, loops in zip(tile, by_geometry))
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        run = _Run(self, arrays)
+        bands = product(ranges_of(self.layers[-1].batch, self.tile[0]), self.row_ranges)
+        in_threads(self.threads, lambda band: run.finish(*band), bands, self.holds_blas)
+
+
+class Fused(NamedTuple):
+    """A loop over tiles, its workspace, and the seconds that it takes."""
+
+    loop: ChainLoop
+    sizes: Mapping[str, int]
+    seconds: float
+
+
+class _Draft(NamedTuple):
+    """How a chain is cut, on how many threads, and what that takes: as it is, and where one thread does all."""
+
+    cut: ChainLoop
+    inner: int  # threads of each part
+    seconds: float
+    alone: float
+
+
+def plan_fused(problem: ChainProblem) -> Fused:
+    """The tiles that take least; NotApplicable where there are none, or none keeps within the limit."""
+    if len(problem.layers) == 1:
+        raise NotApplicable("a single layer has no neighbour")
+    for i, layer in enumerate(problem.layers):
+        if layer.geometry.padding_mode != "constant":
+            raise NotApplicable(f"layer {i} is padded by {layer.geometry.padding_mode!r}")
+    refusals: list[str] = []
+    drafts: list[_Draft] = []
+    more: list[Iterator[_Draft]] = []
+    for threads in sorted({1, min(problem.host.threads, _MOST_THREADS)}, reverse=True):
+        best = min(drafts, key=lambda draft: draft.seconds, default=None)
+        # With no limit in the way, one thread would have the same tiles.
+        if best and not refusals and best.alone > FEWER_THREADS * best.seconds:
+            break
+        more.append(_drafts(problem, threads, refusals))
+        drafts += _while_falling(more[-1])
+    for draft in chain(sorted(drafts, key=_by_price), *more):
+        try:
+            return _planned(problem, draft)
+        except ValueError as reason:
+            refusals.append(str(reason))
+    raise NotApplicable(refusals[-1])
+
+
+def _by_price(draft: _Draft) -> float:
+    """What it takes, by which drafts are sorted: threads share what the model leaves out, as the pages of a fresh result."""
+    is_alone = draft.cut.threads < draft.cut.problem.host.threads
+    return draft.seconds * (_ALONE if is_alone else 1.0)
+
+
+def _while_falling(drafts: Iterator[_Draft]) -> list[_Draft]:
+    """The first drafts, up to one that takes more than the one before."""
+    taken: list[_Draft] = []
+    for draft in islice(drafts, 1 + _HALVES):
+        taken.append(draft)
+        if len(taken) > 1 and draft.seconds > taken[-2].seconds:
+            break
+    return taken
+
+
+def _drafts(problem: ChainProblem, threads: int, refusals: list[str]) -> Iterator[_Draft]:
+    """Tiles of about `TILE_BYTES`, and smaller and smaller ones; why some cannot be is added to the refusals."""
+    for tile in _tile_sizes(problem, threads):
+        try:
+            yield _draft(problem, tile, threads)
+        except ValueError as reason:
+            refusals.append(str(reason))
+
+
+def _tile_sizes(problem: ChainProblem, threads: int) -> Iterator[tuple[int, int]]:
+    """Samples, and rows of the last layer's result: as large as a tile may be, then half as large, and so on."""
+    geometry = problem.layers[-1].geometry
+    batch, extent = geometry.batch, geometry.out_size[axis_of(geometry)]
+    per_sample = max(1, problem.intermediate_bytes // batch)
+    samples = even_part(batch, min(-(-batch // threads), TILE_BYTES // per_sample))
+    rows = even_part(extent, extent * TILE_BYTES // per_sample)
+    while True:
+        yield samples, rows
+        if samples == rows == 1:
+            return
+        if samples > 1:
+            samples = even_part(batch, samples // 2)
+        else:
+            rows = even_part(extent, rows // 2)
+
+
+def axis_of(geometry: ConvGeometry) -> int:
+    """The axis that rows are counted along: the outermost that is long, or the longest.
+
+    Rows of the outermost lie side by side.
+    """
+    long = [axis for axis in range(3) if geometry.out_size[axis] >= _LEAST_ROWS]
+    return long[0] if long else max(range(3), key=lambda axis: (geometry.out_size[axis], -axis))
+
+
+def _draft(problem: ChainProblem, tile: tuple[int, int], threads: int) -> _Draft:
+    """What the loop over tiles of (samples, rows) takes; NotApplicable where they need more than the limit."""
+    layers = problem.layers
+    geometries = tuple(layer.geometry for layer in layers)
+    axis = axis_of(geometries[-1])
+    groups, rows = -(-geometries[-1].batch // tile[0]), geometries[-1].out_size[axis]
+    bands = 1 if groups % threads == 0 else min(threads, -(-rows // tile[1]))
+    cut = ChainLoop(problem, tile, bands, min(threads, groups * bands))
+    inner = threads // cut.threads
+    first = list(islice(tiles(geometries, axis, tile[0], cut.row_ranges[0], tile[1]), 2))
+    held = _held(layers, axis, tile[0], first)
+    _, left = _room(problem, cut, held, kept_rows(first))
+    totals = [rows_of_band(geometries, axis, band) for band in cut.row_ranges]
+    work = cost.between(problem.intermediate_bytes, sum(image.nbytes for image in held))
+    calls = waits = 0.0
+    for i, layer in enumerate(layers):
+        piece = _usual(first, i)
+        if piece is None:
+            continue
+        plan = plan_conv(_part_of(layer, piece, axis, held[i - 1 : i], held[i : i + 1], _host_of(problem, inner), left))
+        times = sum(total[i] for total in totals) / len(piece.outputs) * geometries[-1].batch / tile[0]
+        loops = [step for step in plan.steps if isinstance(step, ConvLoop)]
+        work += times * sum(loop.work for loop in loops) + sum(loop.fresh_work for loop in loops)
+        calls += times * sum(loop.calls + PART_CALLS for loop in loops)
+        if inner > 1:
+            waits += times * sum(loop.seconds - loop.work - loop.calls * cost.CALL for loop in loops)
+    shares = groups * bands
+    alone = cost.shared(work, calls, shares, 1)
+    return _Draft(cut, inner, cost.shared(work, calls, shares, cut.threads) + waits, alone)
+
+
+def _host_of(problem: ChainProblem, threads: int) -> HostModel:
+    """So many threads, for a part; nobody asked for them where nobody did for those of the chain."""
+    return HostModel(threads, most=threads if problem.host.most else 0)
+
+
+def _room(
+    problem: ChainProblem, cut: ChainLoop, held: Sequence[Operand], kept: Sequence[int]
+) -> tuple[dict[str, int], int]:
+    """Bytes of workspace by name that tiles take whatever computes them, and those left for the parts of a thread."""
+    between = [cut.threads * image.nbytes for image in held]
+    weights = sum(_copied(layer) for layer in problem.layers)
+    moved = max(_rows(image, cut.axis, rows).nbytes for image, rows in zip(held, kept))  # by way of a copy
+    sizes = {f"layer[{i}]": nbytes for i, nbytes in enumerate(between)} | {
+        "weights": weights,
+        "blocks": cut.threads * moved,
+    }
+    left = problem.limit_with(weights) - sum(sizes.values())
+    if left < 0:
+        raise _too_large(cut, sum(sizes.values()))
+    return sizes, left // cut.threads
+
+
+def _planned(problem: ChainProblem, draft: _Draft, spared: int = 0) -> Fused:
+    """The loop over tiles, with a loop for every part that there is; NotApplicable where these need more than the limit.
+
+    The parts are planned with `spared` bytes less than there are: for memory that they cannot share.
+    """
+    layers, cut, axis = problem.layers, draft.cut, draft.cut.axis
+    parts = [
+        part
+        for samples, band in product(cut.sample_counts, bands_to_plan(cut.layers, axis, cut.row_ranges))
+        for part in tiles_to_plan(cut.layers, axis, samples, band, cut.tile[1])
+    ]
+    held = _held(layers, axis, cut.tile[0], parts)
+    sizes, left = _room(problem, cut, held, kept_rows(parts))
+    loops: list[tuple[ConvLoop, ...]] = []
+    scratch: dict[tuple[str, type[ConvLoop]], int] = {}
+    for i, layer in enumerate(layers):
+        plans: list[Plan] = []
+        usual = _usual(parts, i)
+        own = {part[i].geometry: part[i] for part in parts if part[i].outputs}
+        for piece in sorted(own.values(), key=lambda piece: piece != usual):
+            part = _part_of(
+                layer, piece, axis, held[i - 1 : i], held[i : i + 1], _host_of(problem, draft.inner), left - spared
+            )
+            plans.append(_like(plans[0], part) if plans else plan_conv(part))
+        loops.append(tuple(step for plan in plans for step in plan.steps if isinstance(step, ConvLoop)))
+        # Layers of one dtype and way use the same memory, but one's columns and another's tile lie in it side by side.
+        most = max((plan.workspace_bytes for plan in plans), default=0)
+        most += max((loop.threads * loop.tile_bytes for loop in loops[-1]), default=0)
+        for kind in {(layer.x_dtype, type(loop)) for loop in loops[-1]}:
+            scratch[kind] = max(scratch.get(kind, 0), most)
+    beyond = sum(scratch.values()) - left
+    if beyond > 0:
+        if not spared:
+            return _planned(problem, draft, -(-beyond // len(scratch)))
+        raise _too_large(cut, sum(sizes.values()) + cut.threads * sum(scratch.values()))
+    sizes["blocks"] += cut.threads * sum(scratch.values())
+    loop = replace(cut, loops=tuple(loops), held=tuple(image.shape[2 + axis] for image in held))
+    return Fused(loop, sizes, draft.seconds)
+
+
+def _like(usual: Plan, part: ConvProblem) -> Plan:
+    """A part that is computed the way that another one of its layer is, where that is possible."""
+    ways = tuple({type(step) for step in usual.steps if isinstance(step, ConvLoop)})
+    try:
+        return choose(replace(part, method=usual.method), {usual.method: Method(ways)})
+    except ValueError:
+        return plan_conv(part)
+
+
+def _usual(parts: Sequence[tuple[Piece, ...]], i: int) -> Piece | None:
+    """The rows that layer `i` adds in most tiles: in a band's second, and all that follow but the last."""
+    return next((part[i] for part in (*reversed(parts[:2]), *parts[2:]) if part[i].outputs), None)
+
+
+def _held(layers: Sequence[ConvProblem], axis: int, samples: int, parts: Sequence[tuple[Piece, ...]]) -> list[Operand]:
+    """The rows of each image between that are in memory at a time."""
+    return [
+        _rows(layer.out, axis, max(len(part[i].reads) for part in parts))
+        .samples(0, samples)
+        .in_c_order(layer.out.dtype)
+        for i, layer in enumerate(layers[:-1], start=1)
+    ]
+
+
+def _too_large(cut: ChainLoop, needed: int) -> NotApplicable:
+    samples, rows = cut.tile
+    return NotApplicable(
+        f"a tile of {samples} samples x {rows} rows needs {needed:,} bytes of workspace, the limit is {cut.problem.limit:,}"
+    )
+
+
+def _part_of(
+    layer: ConvProblem,
+    piece: Piece,
+    axis: int,
+    read: Sequence[Operand],
+    written: Sequence[Operand],
+    host: HostModel,
+    limit: int,
+) -> ConvProblem:
+    """A part of a layer as a convolution of its own; `read` and `written` are intermediate images, where they are."""
+    samples, outputs = piece.geometry.batch, len(piece.outputs)
+
+    def cut(image: Operand, rows: int) -> Operand:
+        return _rows(image, axis, rows).samples(0, samples)
+
+    return replace(
+        layer,
+        geometry=piece.geometry,
+        xs=tuple(cut(x, len(piece.reads)) for x in read or layer.xs),
+        weight=layer.weight.in_c_order(accumulator(layer.weight_dtype)),
+        out=cut(written[0] if written else layer.out, outputs),
+        residual=layer.residual and cut(layer.residual, outputs),
+        machine=host,
+        workspace_limit=limit,
+        allow_fft=False,  # which would transform the weight for every part
+    )
+
+
+def _rows(image: Operand, axis: int, rows: int) -> Operand:
+    """An image with so many rows of its own."""
+    return replace(image, shape=image.shape[: 2 + axis] + (rows,) + image.shape[3 + axis :])
+
+
+def _copied(layer: ConvProblem) -> int:
+    """Bytes of the weight where it is not what the loops read: C-ordered, in the dtype they compute with."""
+    weight = layer.weight.in_c_order(accumulator(layer.weight_dtype))
+    return 0 if (weight.dtype, weight.strides) == (layer.weight.dtype, layer.weight.strides) else weight.nbytes
+
+
+# --- runs -----------------------------------------------------------------------------------------------------
+
+
+class _Held:
+    """Rows of an intermediate image, the first of them number `first`."""
+
+    def __init__(self, empty: Callable[[], np.ndarray]) -> None:
+        self._empty = empty
+        self._image: np.ndarray | None = None
+        self.first = 0
+
+    @property
+    def image(self) -> np.ndarray:
+        """The rows' memory, from when it is first asked for."""
+        if self._image is None:
+            self._image = self._empty()
+        return self._image
+
+    def forget(self) -> None:
+        self._image = None
+
+
+class _Run:
+    """One run: its arrays, brought to five axes, and memory that the tiles of a thread share."""
+
+    def __init__(self, chain: ChainLoop, arrays: Mapping[str, Any]) -> None:
+        self.chain, self.axis = chain, chain.axis + 2
+        self.inputs = {x.name: five_axes(arrays[x.name]) for x in chain.problem.layers[0].xs}
+        self.out = five_axes(arrays["out"])
+        self.residuals = {
+            i: five_axes(arrays[name]) for i in range(len(chain.layers)) if (name := f"residual[{i}]") in arrays
+        }
+        #: What a layer's tiles have in common: its weight, as they compute with it, its bias and its prologue's arrays.
+        self.common = [
+            {
+                "weight": np.ascontiguousarray(arrays[f"weight[{i}]"], loops[0].factor_dtype if loops else None),
+                **({"bias": arrays[f"bias[{i}]"]} if f"bias[{i}]" in arrays else {}),
+                **{vector.name: arrays[vector.name] for vector in chain.problem.layers[i].prologue.vectors},
+            }
+            for i, loops in enumerate(chain.loops)
+        ]
+        self.scratch = {loops[0].x_dtype: Scratch(loops[0].x_dtype, rounds=2) for loops in chain.loops if loops}
+
+    def finish(self, samples: range, rows: range) -> None:
+        """All tiles of a band, in order."""
+        held = [_Held(partial(self._empty, i, len(samples), count)) for i, count in enumerate(self.chain.held)]
+        for tile in self.chain.tiles(len(samples), rows):
+            is_last = tile[-1][0].outputs.stop == rows.stop
+            for i, (piece, _) in enumerate(tile):
+                if not piece.outputs:
+                    continue
+                self._finish_piece(i, tile, samples, held)
+                if i and is_last:
+                    held[i - 1].forget()  # nobody reads it again
+
+    def _finish_piece(self, i: int, tile: tuple[Part, ...], samples: range, held: list[_Held]) -> None:
+        """The rows of layer `i` that a tile adds."""
+        piece, loop = tile[i]
+        if i == len(held):
+            result = self._cut(self.out, samples, piece.outputs)
+        else:
+            result = self._make_room(held[i], tile[i + 1][0].reads, piece.outputs)
+        if loop is None:
+            return
+        if i == 0:
+            images = {name: self._cut(image, samples, piece.reads) for name, image in self.inputs.items()}
+        else:
+            before = held[i - 1]
+            images = {f"layer[{i - 1}]": self._rows(before.image, piece.reads.start - before.first, len(piece.reads))}
+        if i in self.residuals:
+            images["residual"] = self._cut(self.residuals[i], samples, piece.outputs)
+        loop.run({**self.common[i], **images, "out": result}, self.scratch[loop.x_dtype])
+
+    def _make_room(self, held: _Held, needed: range, new: range) -> np.ndarray:
+        """Bring what is there of the rows `needed` to the front; the place of `new` ones, after these."""
+        kept = new.start - needed.start
+        if kept and held.first != needed.start:
+            self._rows(held.image, 0, kept)[...] = self._rows(held.image, needed.start - held.first, kept)
+        held.first = needed.start
+        return self._rows(held.image, kept, len(new))
+
+    def _empty(self, i: int, samples: int, rows: int) -> np.ndarray:
+        """Memory for some rows of layer `i`."""
+        geometry = self.chain.layers[i]
+        size = list(geometry.out_size)
+        size[self.axis - 2] = rows
+        return np.empty((samples, geometry.out_channels, *size), dtype_from_name(self.chain.problem.layers[i].dtype))
+
+    def _rows(self, image: np.ndarray, first: int, count: int) -> np.ndarray:
+        return image[(slice(None),) * self.axis + (slice(first, first + count),)]
+
+    def _cut(self, image: np.ndarray, samples: range, rows: range) -> np.ndarray:
+        return self._rows(image[samples.start : samples.stop], rows.start, len(rows))
