@@ -132,3 +132,16 @@ def test_layers_of_a_chain(runs):
         y = cupyconv.conv_chain(x, layers, fuse=False)
     np.testing.assert_array_equal(y, reference.conv(reference.conv(x, first, padding=1), second))
     assert len(runs) == 2
+
+
+@pytest.mark.parametrize("taps", [1, 3])
+def test_arrays_whose_strides_are_no_multiples_of_an_element(taps, runs):
+    record = np.zeros((1, 2, 300), dtype=[("flag", "u1"), ("value", "f4")])
+    x, weight = integers(np.random.default_rng(2), 1, 2, 300), np.ones((2, 2, taps), np.float32)
+    expected = reference.conv(x, weight)
+    record["value"] = x
+    np.testing.assert_array_equal(cupyconv.conv(record["value"], weight), expected)
+    cupyconv.conv(x, weight, out=record["value"][..., : expected.shape[2]])
+    cupyconv.conv(x, weight, out=record["value"][..., : expected.shape[2]], activation="relu")
+    np.testing.assert_array_equal(record["value"][..., : expected.shape[2]], np.maximum(expected, 0))
+    assert (record["flag"] == 0).all() and runs

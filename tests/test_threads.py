@@ -105,6 +105,21 @@ def test_blas_divides_only_what_a_caller_gives_it():
     assert not holds(64, 20, threads=1)  # as documented
 
 
+def test_a_recurrent_layer_is_divided_where_steps_are_large_and_samples_many():
+    def step(cell_inputs: int, hidden: int, batch: int, **settings: Any) -> Any:
+        x = np.ones((4, batch, cell_inputs), np.float32)
+        weights = (np.ones((4 * hidden, columns), np.float32) for columns in (cell_inputs, hidden))
+        with threadpool_limits(2, "blas"), cupyconv.options(**settings):
+            return cupyconv.explain(cupyconv.lstm, x, *weights).steps[0]
+
+    assert step(256, 256, 16).threads == 2
+    assert step(64, 64, 16).threads == 1  # steps too short
+    few = step(512, 512, 4)  # samples too few: products of two of them take as long as of four
+    assert few.threads == 1 and few.holds_blas
+    assert not step(512, 512, 4, threads=1).holds_blas  # as documented
+    assert not step(8, 16, 1).holds_blas  # never divided
+
+
 def test_one_thread_out_of_several_is_one_of_blas_too(monkeypatch):
     seen = []
     x, weight = np.ones((2, 96, 30, 30), np.float32), np.ones((200, 96, 1, 1), np.float32)

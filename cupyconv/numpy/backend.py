@@ -24,6 +24,9 @@ ProblemT = TypeVar("ProblemT", bound=Problem)
 #: What a core does in a second, cautiously, and the seconds of work for which another thread is worth waking.
 _FLOPS, _BYTES = 5e10, 5e9
 _WORTH_WAKING = 150e-6
+#: The same of a step of a recurrent layer, whose parts do not wait for each other; and the least samples of a part: products
+#: of fewer take as long, and read all weights too.
+_STEP_SHARE, _LEAST_SAMPLES = 100e-6, 4
 #: Contexts that are kept: as many as threads that are likely to call at the same time.
 _IDLE_CONTEXTS = 64
 _layout_of = attrgetter("dtype", "shape", "strides")
@@ -160,7 +163,11 @@ class NumpyBackend:
     def _threads_for(self, problem: Problem) -> int:
         """As many threads as NumPy's BLAS would use, or as may be worth waking."""
         seconds = max(problem.flops / _FLOPS, problem.minimal_bytes / _BYTES)
-        worth_waking = int(seconds / problem.turns / _WORTH_WAKING)
+        if isinstance(problem, recurrence.RecurrentProblem):
+            parts = problem.geometry.directions * max(1, problem.geometry.batch // _LEAST_SAMPLES)
+            worth_waking = min(parts, int(seconds / problem.turns / _STEP_SHARE))
+        else:
+            worth_waking = int(seconds / problem.turns / _WORTH_WAKING)
         if worth_waking <= 1:
             return 1
         return min(worth_waking, self._look_for_blas().threads)

@@ -116,12 +116,17 @@ class LoneProduct:
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         """Compute the result; arguments and result are given by name."""
+        out = arrays["out"]
+        if self._in_place and not out.flags.c_contiguous:  # its strides are no multiples of an element
+            place = np.empty(out.shape, self._dtype)
+            self.run({**arrays, "out": place})
+            out[...] = place
+            return
         try:
             memory = self._idle.pop()
         except IndexError:  # the first call, or one beside another
             memory = self._memory()
         columns_of, sums, pixels = memory
-        out = arrays["out"]
         if sums is None:
             sums = out.reshape(self._sums_shape)
         # The method of an array takes half the time of `np.matmul`.
@@ -158,8 +163,8 @@ class LoneProduct:
         if self._reads_image:
 
             def of_image(x: np.ndarray) -> np.ndarray:
-                if x.dtype != dtype:  # of the other byte order
-                    x = x.astype(dtype)
+                if x.dtype != dtype or not x.flags.c_contiguous:  # the other byte order; strides between elements
+                    x = np.ascontiguousarray(x, dtype)
                 columns = np.empty(windows_shape, dtype)
                 columns[...] = np.ndarray(windows_shape, dtype, x, begin, strides)
                 return columns.reshape(shape)

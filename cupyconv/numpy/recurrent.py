@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyconv.numpy.backend import NumpyStep
-from cupyconv.numpy.recurrent_cells import CELLS, IN_PLACE, Step, Weights, block_of_rows, in_blocks, slopes
+from cupyconv.numpy.cost import SMALL_PRODUCT
+from cupyconv.numpy.recurrent_cells import CELLS, IN_PLACE, Cell, Step, Weights, block_of_rows, in_blocks, slopes
 from cupyconv.numpy.threads import in_threads
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import even_part
@@ -39,6 +40,8 @@ CHUNK_BYTES, MOST_STEPS = 2 << 20, 256
 
 #: Roles of what all steps of a direction share.
 _WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "peephole")
+_NOTHING_KEPT: dict[str, np.ndarray] = {}
+_NO_STATE = np.empty(0)
 #: Lengths where none are given.
 _NO_LENGTHS = np.empty(0, np.int64)
 
@@ -106,8 +109,28 @@ class RecurrentStep(NumpyStep):
             + (f"; {', '.join(self.copied)} copied" if self.copied else "")
         )
 
+    @property
+    def holds_blas(self) -> bool:
+        """Whether products have one thread of BLAS, as the layer has: not where the caller asked for that.
+
+        BLAS's threads look for work for a while after a product, on the processors that the next call's need.
+        """
+        problem, geometry = self.problem, self.problem.geometry
+        largest = geometry.gates * geometry.hidden * max(_columns(problem)) * self.samples
+        if self.samples == 1:
+            largest = geometry.gates * geometry.hidden * geometry.inputs * self.chunk
+        return self.threads == 1 <= problem.host.most and largest > SMALL_PRODUCT
+
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
-        return RecurrentLayer(self).run
+        return LoneStep(self).run if self.is_lone else RecurrentLayer(self).run
+
+    @property
+    def is_lone(self) -> bool:
+        """Whether it is a step of one sample, on arrays in the dtype computed in, that takes little memory."""
+        problem = self.problem
+        dtypes = {operand.dtype for operand in problem.operands.values()}
+        is_one = self.is_single and problem.geometry.batch == problem.geometry.directions == 1
+        return is_one and self.keeps_memory and not (self.copied or problem.kept) and dtypes == {self.dtype}
 
 
 def _fitting(problem: RecurrentProblem) -> tuple[RecurrentStep, dict[str, int]]:
@@ -224,7 +247,7 @@ class RecurrentLayer:
     def run(self, arrays: Mapping[str, Any]) -> None:
         """Compute the result; arguments and results are given by name."""
         weights = [self._weights(arrays, direction) for direction in range(self._geometry.directions)]
-        in_threads(self._step.threads, partial(self._finish, arrays, weights), self._work)
+        in_threads(self._step.threads, partial(self._finish, arrays, weights), self._work, self._step.holds_blas)
 
     def _finish(
         self, arrays: Mapping[str, Any], weights: list[Weights], work: tuple[int, slice, deque[_Sequence]]
@@ -250,6 +273,52 @@ class RecurrentLayer:
                 own[role] = np.array(own[role], self._dtype, order="C")
         slope = self._slopes[direction] if self._step.folded else None
         return Weights(self._geometry, slope, *self._step.blocks, **own)
+
+
+class LoneStep:
+    """What runs a step of one sample: most of that is Python, so the cell reads and writes the caller's arrays.
+
+    Of one sample a state (1, H) lies in memory as the column (H, 1) that a cell has.
+    """
+
+    def __init__(self, step: RecurrentStep) -> None:
+        problem, geometry = step.problem, step.problem.geometry
+        self._geometry, self._dtype = geometry, dtype_from_name(step.dtype)
+        self._new_cell = partial(
+            CELLS[geometry.cell], geometry, 0, 1, self._dtype, problem.peephole is not None, folded=False, block=0
+        )
+        self._names = {role: operand.name for role, operand in problem.operands.items()}
+        self._weights = [(role, self._names[role]) for role in _WEIGHTS if role in self._names]
+        self._has_cell_state = geometry.cell == "lstm"
+        #: A cell, beside what the input adds to its gates, that no call is using.
+        self._idle: deque[tuple[Cell, np.ndarray, Any]] = deque(maxlen=1)
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        """Compute the result; arguments and results are given by name."""
+        try:
+            memory = self._idle.pop()
+        except IndexError:  # the first call, or one beside another
+            memory = self._memory()
+        cell, projected, cut = memory
+        names = self._names
+        weights = Weights(self._geometry, None, 0, 0, **{role: arrays[name] for role, name in self._weights})
+        arrays[names["x"]].dot(weights.weight_ih.T, projected)
+        if weights.input_bias is not None:
+            np.add(projected, weights.input_bias, projected)
+        if self._has_cell_state:
+            after = arrays[names["c"]]
+            after[...] = arrays[names["c0"]]
+            cell.c = after.T
+        h = arrays[names["h0"]].T
+        cell.advance(weights, ((0, cut, h, h, arrays[names["out"]].T),), _NOTHING_KEPT)
+        if self._has_cell_state:
+            cell.c = _NO_STATE  # it was the caller's
+        self._idle.append(memory)
+
+    def _memory(self) -> tuple[Cell, np.ndarray, Any]:
+        cell = self._new_cell()
+        projected = np.empty((1, len(cell.rows)), self._dtype)
+        return cell, projected, cell.cut(projected.T)
 
 
 class _Chunk(NamedTuple):
