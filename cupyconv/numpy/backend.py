@@ -24,6 +24,8 @@ ProblemT = TypeVar("ProblemT", bound=Problem)
 #: What a core does in a second, cautiously, and the seconds of work for which another thread is worth waking.
 _FLOPS, _BYTES = 5e10, 5e9
 _WORTH_WAKING = 150e-6
+#: Threads that plans are made for at most, however many are asked for.
+MOST_THREADS = 64
 #: Contexts that are kept: as many as threads that are likely to call at the same time.
 _IDLE_CONTEXTS = 64
 _layout_of = attrgetter("dtype", "shape", "strides")
@@ -79,7 +81,7 @@ class NumpyBackend:
 
     def machine(self, threads: int | None) -> HostModel:
         """The processor plans are made for."""
-        return HostModel(threads or 0)
+        return HostModel(min(threads or 0, MOST_THREADS))
 
     def current(self) -> AbstractContextManager[Any]:
         """A context in which plans run: NumPy's floating-point warnings are silenced."""

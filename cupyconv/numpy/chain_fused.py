@@ -22,8 +22,8 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.chain_tiles import Piece, bands_to_plan, kept_rows, rows_of_band, tiles, tiles_to_plan
-from cupyconv.numpy.choice import FEWER_THREADS, Method, choose
-from cupyconv.numpy.convolution import ConvLoop, plan_conv
+from cupyconv.numpy.choice import FEWER_THREADS
+from cupyconv.numpy.convolution import ConvLoop, plan_conv, plan_like
 from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import Scratch, five_axes
 from cupyconv.problem.arrays import Operand, accumulator, dtype_from_name
@@ -37,8 +37,6 @@ TILE_BYTES = 5 << 19
 _HALVES = 3
 #: Tiles of a band up to which they are kept from run to run: a chain of few is bound by working them out.
 _KEPT_TILES = 16
-#: Threads that a chain is cut for at most.
-_MOST_THREADS = 64
 #: How much less one thread must take than several.
 _ALONE = 1.1
 #: Rows of an axis that tiles are cut along, at the least: of a shorter one windows mostly reach over the ends.
@@ -165,7 +163,7 @@ def plan_fused(problem: ChainProblem) -> Fused:
     refusals: list[str] = []
     drafts: list[_Draft] = []
     more: list[Iterator[_Draft]] = []
-    for threads in sorted({1, min(problem.host.threads, _MOST_THREADS)}, reverse=True):
+    for threads in sorted({1, problem.host.threads}, reverse=True):
         best = min(drafts, key=lambda draft: draft.seconds, default=None)
         # With no limit in the way, one thread would have the same tiles.
         if best and not refusals and best.alone > FEWER_THREADS * best.seconds:
@@ -307,7 +305,7 @@ def _planned(problem: ChainProblem, draft: _Draft, spared: int = 0) -> Fused:
             part = _part_of(
                 layer, piece, axis, held[i - 1 : i], held[i : i + 1], _host_of(problem, draft.inner), left - spared
             )
-            plans.append(_like(plans[0], part) if plans else plan_conv(part))
+            plans.append(plan_like(plans[0], part) if plans else plan_conv(part))
         loops.append(tuple(step for plan in plans for step in plan.steps if isinstance(step, ConvLoop)))
         # Layers of one dtype and way use the same memory, but one's columns and another's tile lie in it side by side.
         most = max((plan.workspace_bytes for plan in plans), default=0)
@@ -322,15 +320,6 @@ def _planned(problem: ChainProblem, draft: _Draft, spared: int = 0) -> Fused:
     sizes["blocks"] += cut.threads * sum(scratch.values())
     loop = replace(cut, loops=tuple(loops), held=tuple(image.shape[2 + axis] for image in held))
     return Fused(loop, sizes, draft.seconds)
-
-
-def _like(usual: Plan, part: ConvProblem) -> Plan:
-    """A part that is computed the way that another one of its layer is, where that is possible."""
-    ways = tuple({type(step) for step in usual.steps if isinstance(step, ConvLoop)})
-    try:
-        return choose(replace(part, method=usual.method), {usual.method: Method(ways)})
-    except ValueError:
-        return plan_conv(part)
 
 
 def _usual(parts: Sequence[tuple[Piece, ...]], i: int) -> Piece | None:

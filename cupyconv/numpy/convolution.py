@@ -83,6 +83,15 @@ def plan_conv(problem: ConvProblem) -> Plan:
     return choose(problem, METHODS if len(problem.xs) == 1 else MERGING)
 
 
+def plan_like(plan: Plan, problem: ConvProblem) -> Plan:
+    """The plan of a problem that is computed the way that one like it is, where that is possible: no choice is made again."""
+    ways = tuple({type(step) for step in plan.steps if isinstance(step, ConvLoop)})
+    try:
+        return choose(replace(problem, method=plan.method), {plan.method: Method(ways)})
+    except ValueError:
+        return plan_conv(problem)
+
+
 # --- plans ----------------------------------------------------------------------------------------------------
 
 
