@@ -76,7 +76,7 @@ def _planned(
     loop: NumpyStep,
     sizes: Mapping[str, int],
     seconds: float,
-    turns: float,
+    turns: int,
     notes: tuple[str, ...] = (),
 ) -> Plan:
     return problem.planned(

@@ -37,6 +37,8 @@ TILE_BYTES = 5 << 19
 _HALVES = 3
 #: Tiles of a band up to which they are kept from run to run: a chain of few is bound by working them out.
 _KEPT_TILES = 16
+#: Kinds of parts for each layer, and tiles that are tried, at the most: so planning is bounded.
+_MOST_PARTS, _MOST_TRIED = 12, 10
 #: How much less one thread must take than several.
 _ALONE = 1.1
 #: Rows of an axis that tiles are cut along, at the least: of a shorter one windows mostly reach over the ends.
@@ -110,10 +112,9 @@ class ChainLoop(NumpyStep):
         return self.threads == 1 and any(loop.holds_blas for loops in self.loops for loop in loops)
 
     @cached_property
-    def turns(self) -> float:
+    def turns(self) -> int:
         """How often something is computed in turn, about."""
-        parts = [sum(loop.turns for loop in loops) / len(loops) for loops in self.loops if loops]
-        return self.tiles_count * sum(parts)
+        return self.tiles_count * sum(max(loop.turns for loop in loops) for loops in self.loops if loops)
 
     @cached_property
     def _kept(self) -> dict[tuple[int, range], list[tuple[Part, ...]]]:
@@ -170,7 +171,7 @@ def plan_fused(problem: ChainProblem) -> Fused:
             break
         more.append(_drafts(problem, threads, refusals))
         drafts += _while_falling(more[-1])
-    for draft in chain(sorted(drafts, key=_by_price), *more):
+    for draft in islice(chain(sorted(drafts, key=_by_price), *more), _MOST_TRIED):
         try:
             return _planned(problem, draft)
         except ValueError as reason:
@@ -293,6 +294,9 @@ def _planned(problem: ChainProblem, draft: _Draft, spared: int = 0) -> Fused:
         for samples, band in product(cut.sample_counts, bands_to_plan(cut.layers, axis, cut.row_ranges))
         for part in tiles_to_plan(cut.layers, axis, samples, band, cut.tile[1])
     ]
+    unlike = [{part[i].geometry: part[i] for part in parts if part[i].outputs} for i in range(len(layers))]
+    if sum(map(len, unlike)) > _MOST_PARTS * len(layers):
+        raise NotApplicable(f"tiles have more than {_MOST_PARTS} kinds of parts for each layer")
     held = _held(layers, axis, cut.tile[0], parts)
     sizes, left = _room(problem, cut, held, kept_rows(parts))
     loops: list[tuple[ConvLoop, ...]] = []
@@ -300,8 +304,7 @@ def _planned(problem: ChainProblem, draft: _Draft, spared: int = 0) -> Fused:
     for i, layer in enumerate(layers):
         plans: list[Plan] = []
         usual = _usual(parts, i)
-        own = {part[i].geometry: part[i] for part in parts if part[i].outputs}
-        for piece in sorted(own.values(), key=lambda piece: piece != usual):
+        for piece in sorted(unlike[i].values(), key=lambda piece: piece != usual):
             part = _part_of(
                 layer, piece, axis, held[i - 1 : i], held[i : i + 1], _host_of(problem, draft.inner), left - spared
             )

@@ -260,7 +260,9 @@ def taps_at_a_time(problem: ConvProblem | WeightGradientProblem, block: BlockSiz
     """The most taps whose columns, and what they are copied from, take no more than a short call's."""
     geometry, most = problem.geometry, min(SHORT_CALL, problem.limit // 8)
     taps = geometry.taps
-    while taps > 1 and box_bytes(problem, block, item, taps) > most:
+    # A box of at most so many taps has a quarter of them at the least: of many it need not be made to see that it is large.
+    too_many = 4 * most // (geometry.in_channels * prod(block) * item or 1)
+    while taps > 1 and (taps > too_many + 4 or box_bytes(problem, block, item, taps) > most):
         taps = min(taps - 1, taps // 2)
     return max(1, taps)
 
