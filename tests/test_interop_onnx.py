@@ -21,6 +21,11 @@ import cupyconv  # noqa: E402
 from cupyconv.interop import onnx as interop  # noqa: E402
 from cupyconv.interop.onnx import OPERATORS, load, operators  # noqa: E402
 from cupyconv.interop.onnx_elementwise import ELEMENTWISE  # noqa: E402
+from cupyconv.interop.onnx_graph import CONVOLUTIONS, read  # noqa: E402
+from cupyconv.interop.onnx_model import Model, Places  # noqa: E402
+from cupyconv.numpy import cost  # noqa: E402
+from cupyconv.numpy.backend import seconds_of  # noqa: E402
+from cupyconv.numpy.threads import BLAS  # noqa: E402
 from tests.benchmarks.networks import NETWORKS, with_weights  # noqa: E402
 
 #: Where ONNX keeps the tests of each operator; they are made as a module is imported.
@@ -183,7 +188,7 @@ def test_whole_networks_are_onnxruntimes(name):
     loaded = load(model)
     np.testing.assert_allclose(loaded(**given), expected, rtol=0, atol=1e-5 * abs(expected).max())
     if name == "densenet121":  # ONNX's evaluator is slow where cupyconv has no part
-        assert loaded.explain().done["concatenations that are never built"] > 40
+        assert loaded.explain().done[PLACED] > 40
         return
     (found,) = ReferenceEvaluator(model, new_ops=operators()).run(None, given)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * abs(expected).max())
@@ -228,8 +233,9 @@ def parsed(signature, body, version=17):
 IMAGE = "(float[2, 4, 6, 6] x) => (float[2, 4, 6, 6] y)"
 NORMALISED = "BatchNormalization(a, b, c, m, s)"
 FOLDED, ACTIVATED = "batch normalisations and the like folded into weights", "activations fused"
-ADDED, BEFORE, MERGED = (
+ADDED, BEFORE, MERGED, PLACED = (
     "additions made residual=", "batch normalisations and activations made prologue=", "concatenations that are never built",
+    "concatenations whose parts are written in place",
 )  # fmt: skip
 GRAPHS = {
     "a residual block": (
@@ -266,6 +272,20 @@ GRAPHS = {
     "concatenations of concatenations": (
         "a = Concat <axis = 1>(p, x) d = Concat <axis = 1>(q, a) y = Conv(d, v)",
         "(float[2, 2, 6, 6] x, float[2, 1, 6, 6] p, float[2, 1, 6, 6] q) => (float[2, 4, 6, 6] y)", {MERGED: 2}),
+    "a dense block": (
+        "a = Conv(x, v) d = Conv <pads = [1,1,1,1]>(a, w) e = Concat <axis = 1>(a, d) f = Conv(e, o) g = Relu(f)"
+        " h = Concat <axis = 1>(e, g) i = Add(h, h) y = Concat <axis = 1>(i, h)",
+        "(float[2, 4, 6, 6] x) => (float[2, 24, 6, 6] y)", {PLACED: 2, ACTIVATED: 1}),
+    "pooled, transposed and joined": (
+        "a = ConvTranspose <group = 2, pads = [1,1,1,1]>(x, t) d = MaxPool <kernel_shape = [3,3], pads = [1,1,1,1]>(x)"
+        " e = AveragePool <kernel_shape = [1,1]>(x) f = Concat <axis = 1>(e, a) g = Concat <axis = 1>(f, d) y = Sigmoid(g)",
+        "(float[2, 4, 6, 6] x) => (float[2, 12, 6, 6] y)", {PLACED: 2}),
+    "a part that goes out, and one that is in twice": (
+        "y = Conv(x, v) a = Concat <axis = 1>(x, y) d = Conv <pads = [1,1,1,1]>(x, w) e = Concat <axis = 1>(d, d) z = Sub(a, e)",
+        "(float[2, 4, 6, 6] x) => (float[2, 4, 6, 6] y, float[2, 8, 6, 6] z)", {}),
+    "a part of two concatenations": (
+        "a = Conv(x, v) d = Conv <pads = [1,1,1,1]>(x, w) e = Concat <axis = 1>(a, d) f = Concat <axis = 1>(d, a) y = Mul(e, f)",
+        "(float[2, 4, 6, 6] x) => (float[2, 8, 6, 6] y)", {PLACED: 1}),
     "a concatenation that something else reads": (
         "a = Concat <axis = 1>(p, x) d = Conv(a, v) e = Sigmoid(a) y = Mul(d, e)",
         "(float[2, 3, 6, 6] x, float[2, 1, 6, 6] p) => (float[2, 4, 6, 6] y)", {}),
@@ -278,7 +298,7 @@ GRAPHS = {
 }  # fmt: skip
 MORE = {
     "zero": np.array([0]), "one": np.array([1]), "two": np.array([2]), "minus": np.array([-1]), "low": np.float32(-0.3),
-    "high": np.float32(0.4), "r": np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3, 1, 1),
+    "high": np.float32(0.4), "o": np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8, 1, 1), "r": np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3, 1, 1),
 }  # fmt: skip
 
 
@@ -310,6 +330,77 @@ def test_what_is_fused_and_what_is_not(target, name):
         for one, wanted in zip(found if isinstance(found, tuple) else (found,), expected, strict=True):
             np.testing.assert_allclose(target.to_host(one), wanted, rtol=2e-5, atol=2e-5)
     assert all(np.array_equal(target.to_host(placed[one]), array) for one, array in inputs.items())
+
+
+def test_parts_of_a_concatenation_are_where_they_belong_in_images_of_any_size():
+    """Also where integers come in too, which may say sizes: then each has an array of its own."""
+    body, signature, _ = GRAPHS["a dense block"]
+    for more in ("", "int64[1] n, "):
+        text = signature.replace("float[2, 4, 6, 6] x", f"{more}float[N, 4, H, W] x").replace(
+            "2, 24, 6, 6", "N, 24, H, W"
+        )
+        model = parsed(text, body)
+        model.graph.initializer.append(numpy_helper.from_array(MORE["o"], "o"))
+        run, session = load(model), ReferenceEvaluator(model)
+        for shape in ((1, 4, 5, 7), (3, 4, 9, 2), (1, 4, 5, 7)):
+            given = {"x": np.random.default_rng(3).normal(size=shape).astype(np.float32)}
+            given |= {"n": np.array([1])} if more else {}
+            (expected,) = session.run(None, given)
+            np.testing.assert_allclose(run(**given), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_products_between_layers_leave_the_processors_to_these(monkeypatch):
+    """BLAS's threads would look for work for a while after one, where those of the next layers run."""
+    seen = []
+    gemm = ELEMENTWISE["Gemm"]
+    monkeypatch.setitem(ELEMENTWISE, "Gemm", lambda call, *inputs: seen.append(BLAS._numbers()) or gemm(call, *inputs))
+    run = load(parsed("(float[4, 4] x) => (float[4, 4] y)", "y = Gemm(x, x)"))
+    x, before = np.ones((4, 4), np.float32), BLAS._numbers()
+    run(x=x)
+    with cupyconv.options(threads=2):
+        run(x=x)
+    assert seen == [[1] * len(before), before] and BLAS._numbers() == before
+
+
+#: Passes over their result that the nodes take which are fused.
+PASSES = {"BatchNormalization": 2, "Affine": 2, "Relu": 1, "Add": 1, "Sum": 1, "Clip": 2, "Concat": 1}
+
+
+def prices(model):
+    """What each step of a model takes by the cost model, by its output; of nodes that are not known nothing."""
+    inputs = {name: np.zeros(sizes, dtype) for name, (dtype, sizes) in model._graph.inputs.items()}
+    places = Places(model._graph, model._wholes(inputs), np.zeros)
+    for node, values, call in model._walked(inputs, places):
+        seconds = 0.0
+        if call is not None:
+            seconds = seconds_of(call.plan().steps)
+        elif node.op in PASSES and node.outputs[0] not in model._graph.whole:
+            y = values[node.outputs[0]]
+            seconds = PASSES[node.op] * (cost.CALL + cost.added(y.size, y.dtype.name)) + cost.touched(y.nbytes)
+        yield node, seconds
+
+
+@pytest.mark.parametrize("name", ["squeezenet", "shufflenet", "resnet50", "densenet121"])
+def test_what_is_fused_takes_no_longer_than_its_nodes(name):
+    """Every step, by the cost model, beside the calls that a person would write: layers by themselves, and NumPy's."""
+    path = NETWORKS / f"light_{name}.onnx"
+    if not path.exists():
+        pytest.skip("this onnx brings no networks")
+    model = with_weights(onnx.load(path))
+    fused = {node.outputs[0]: (node, seconds) for node, seconds in prices(load(model))}
+    by_hand = {node.outputs[0]: (node, seconds) for node, seconds in prices(Model(read(model), np))}
+
+    def apart(output):
+        """What a step takes node by node: all that makes it of the outputs of other steps."""
+        node, seconds = by_hand.pop(output)
+        return seconds + sum(apart(one) for one in node.inputs if one in by_hand and one not in fused)
+
+    differences = []
+    for output, (step, seconds) in fused.items():
+        nodes = apart(output)
+        assert seconds <= 1.02 * nodes + 2 * cost.CALL, (step, seconds, nodes)
+        differences += [seconds - nodes] if step.op in CONVOLUTIONS else []
+    assert len(differences) > 20 and sum(differences) < 0
 
 
 def test_explain_computes_with_zeros_and_warns_of_nothing():

@@ -98,7 +98,7 @@ class Operation:
         if self._unpack is not None:
             arguments = self._unpack(arguments)
         settings = self._settings_of(arguments)
-        given, form, array_class = _flat(self._arrays_of(arguments))
+        given, form, array_class = flat(self._arrays_of(arguments))
         key = self._key(given, form, array_class, settings, saving)
         known = _executables.get(key)
         if known is not None:
@@ -183,7 +183,7 @@ def forget_calls() -> None:
     _executables.clear()
 
 
-def _flat(arguments: tuple[Any, ...]) -> tuple[Sequence[Any], Hashable, type | None]:
+def flat(arguments: tuple[Any, ...]) -> tuple[Sequence[Any], Hashable, type | None]:
     """All arrays one after the other; which arguments there are: the type of each, and how many arrays it holds; and the one
     class of all arrays, or None.
     """

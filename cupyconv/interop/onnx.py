@@ -314,7 +314,8 @@ def load(model: Any, xp: Any = np) -> Model:
     >>> run(x=np.array([[[1, 2, 0, -1, -1]]], np.float32))
     array([[[5., 2., 0., 0.]]], dtype=float32)
     """
-    from cupyconv.interop.onnx_model import Model, read, simplify
+    from cupyconv.interop.onnx_graph import read, simplify
+    from cupyconv.interop.onnx_model import Model
 
     graph = read(model)
     simplify(graph)

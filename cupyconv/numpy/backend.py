@@ -51,6 +51,11 @@ class NumpyStep:
         return 0.0
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes that stay from run to run, of what is made of arguments that never change."""
+        return 0
+
+    @property
     def shape_of_work(self) -> object:
         return self
 

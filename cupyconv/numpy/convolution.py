@@ -57,6 +57,8 @@ BLAS_REACH = 1 << 31
 SHORT_CALL = 256 << 10
 #: Pixels from which one sample fills a product; smaller images share one, through columns.
 LONE_PIXELS = 256
+#: Bytes of what is made of a weight that never changes, up to which it is kept from run to run.
+KEPT_CONSTANT = 16 << 20
 
 #: Every method of a convolution; a depthwise one has its own (`depthwise`).
 METHODS = {
@@ -149,7 +151,7 @@ class ConvLoop(PixelLoop):
         if cls.thread_bytes and problem.host.threads * cls.thread_bytes > problem.limit:
             problem = replace(problem, machine=replace(problem.host, threads=max(1, problem.limit // cls.thread_bytes)))
         copied = weight_copy(problem)
-        weight = copied + cls.weight_bytes(problem)
+        weight = 0 if kept_weight(cls, problem) else copied + cls.weight_bytes(problem)
         loop = cls.fitted(problem, weight + 2 * Plan.ALIGNMENT, problem.limit_with(copied))
         blocks = loop.threads * (loop.workspace + loop.index_bytes)
         return [loop] if loop.blocks else [], {"weight": weight, "blocks": blocks}
@@ -176,10 +178,20 @@ class ConvLoop(PixelLoop):
 
         return partial(activate, activation=self.problem.activation)
 
-    def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None) -> None:
-        """Compute the result; arguments and result are given by name, and memory that other loops use too."""
+    @property
+    def kept_bytes(self) -> int:
+        return kept_weight(type(self), self.problem)
+
+    def executable(self) -> Callable[[Mapping[str, Any]], None]:
+        return partial(self.run, kept=[]) if self.kept_bytes else self.run
+
+    def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None, kept: list[Any] | None = None) -> None:
+        """Compute the result; arguments and result are given by name, and memory that other loops use too.
+
+        In `kept` stays what runs of the same weight have in common.
+        """
         scratch = scratch or self.fresh or Scratch(self.x_dtype, self.rounds)
-        finish = ConvRun(self, arrays, scratch).finish
+        finish = ConvRun(self, arrays, scratch, kept).finish
         if self.threads > 1 or self.holds_blas:
             from cupyconv.numpy.threads import in_threads
 
@@ -189,13 +201,23 @@ class ConvLoop(PixelLoop):
             finish(block)
 
 
+def kept_weight(way: type[ConvLoop], problem: ConvProblem) -> int:
+    """Bytes of what a way makes of a weight that never changes, where that is kept."""
+    if not problem.weight_is_constant:
+        return 0
+    made = weight_copy(problem) + way.weight_bytes(problem)
+    return made if made <= KEPT_CONSTANT else 0
+
+
 # --- runs -----------------------------------------------------------------------------------------------------
 
 
 class ConvRun:
     """One run: its arrays, brought to five axes, and what its blocks share."""
 
-    def __init__(self, loop: ConvLoop, arrays: Mapping[str, Any], scratch: Scratch) -> None:
+    def __init__(
+        self, loop: ConvLoop, arrays: Mapping[str, Any], scratch: Scratch, kept: list[Any] | None = None
+    ) -> None:
         self.loop, self.geometry = loop, loop.geometry
         self.images = loop.images(arrays, scratch)
         self.products = loop.fresh or Scratch(loop.sums_dtype, loop.rounds)
@@ -208,11 +230,16 @@ class ConvRun:
             if not bias.dtype == self.out.dtype == loop.sums_dtype:
                 bias = bias.astype(self.out.dtype).astype(loop.sums_dtype)
             self.bias = bias[:, None, None, None]
-        matrix = arrays["weight"].reshape(loop.weight_shape)
-        if matrix.dtype != loop.factor_dtype:
-            matrix = matrix.astype(loop.factor_dtype)
-        self.weight = loop.arranged(matrix)
+        self.weight = kept[0] if kept else self._arranged(arrays["weight"])
+        if kept == []:
+            kept.append(self.weight)
         self.products_are_result = loop.products_are_result and self.bias is None and self.residual is None
+
+    def _arranged(self, weight: np.ndarray) -> Any:
+        matrix = weight.reshape(self.loop.weight_shape)
+        if matrix.dtype != self.loop.factor_dtype:
+            matrix = matrix.astype(self.loop.factor_dtype)
+        return self.loop.arranged(matrix)
 
     def finish(self, block: Block) -> None:
         """Compute a block of the result."""

@@ -45,6 +45,9 @@ BESIDE_OTHERS = 1.25
 MULTIPLY_ADD, PRODUCT = 15e-12, 21e-9
 #: Multiply-adds up to which a product reads its operands where they lie, without packing them.
 SMALL_PRODUCT = 1_000_000
+#: Rows, and elements, of a weight with which small products are faster than one long product; the columns that they have
+#: at most, and what these are a multiple of.
+FEW_ROWS, SMALL_WEIGHT, RUN_OF_COLUMNS, RUN_STEP = 32, 5000, 192, 48
 #: Seconds to pack an element of an operand.
 PACK = 220e-12
 #: Rows, and columns, that BLAS's innermost loop has at a time: those that are missing take as long.
@@ -107,11 +110,21 @@ def worth_waking(threads: int, work: float, share: float = SHARE) -> int:
     return max(1, min(threads, int(work / share)))
 
 
+def run_of(rows: float, reduction: float, dtype: str) -> int:
+    """Columns that such a weight is multiplied with at a time: so many that BLAS packs no operand, or 0 for all."""
+    if dtype != "float32" or rows > FEW_ROWS or not 0 < rows * reduction <= SMALL_WEIGHT:
+        return 0
+    return min(RUN_OF_COLUMNS, int(SMALL_PRODUCT / (rows * reduction))) // RUN_STEP * RUN_STEP
+
+
 def product(rows: float, reduction: float, columns: float, problem: ProductsProblem) -> float:
     """A matrix (rows, reduction) by one (reduction, columns), the longer of its sides taken for the columns."""
+    scale, wide = multiply_adds(problem), width(problem.dtype)
+    run = run_of(rows, reduction, accumulator(problem.dtype)) if scale == 1 else 0
+    if run and columns >= 2 * run:
+        return columns / run * product(rows, reduction, run, problem)
     if rows > columns:
         rows, columns = columns, rows
-    scale, wide = multiply_adds(problem), width(problem.dtype)
     if rows == 1 and columns * reduction < VECTOR:
         return PRODUCT + reduction * columns * scale * BY_VECTOR
     per_column = reduction * scale * MULTIPLY_ADD
@@ -250,7 +263,8 @@ def least_winograd(problem: ProductsProblem) -> float:
     axes = sum(taps == 3 for taps in geometry.kernel)
     channels = geometry.in_channels + geometry.out_channels
     work = transformed(geometry.batch * geometry.pixels * channels * 1.5**axes, channels)
-    work += transformed_weight(geometry.out_channels * geometry.group_channels, 6**axes, geometry.taps)
+    if not problem.weight_is_constant:
+        work += transformed_weight(geometry.out_channels * geometry.group_channels, 6**axes, geometry.taps)
     return _at_the_least(work, winograd_calls(geometry), problem)
 
 

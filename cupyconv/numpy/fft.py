@@ -139,6 +139,10 @@ class Fft(ConvLoop):
             ]
         return loops, {"weight": copied, "spectra": first.spectra_bytes, "blocks": first.threads * first.workspace}
 
+    @property
+    def kept_bytes(self) -> int:
+        return 0  # spectra have no bound but the workspace's
+
     # What a block takes.
 
     @cached_property
@@ -242,14 +246,14 @@ class Fft(ConvLoop):
         in_threads(cost.worth_waking(min(self.threads, len(parts)), work), transform, parts)
         return Weights(weight, spectra)
 
-    def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None) -> None:
+    def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None, kept: list[Any] | None = None) -> None:
         """Compute the share of the result."""
         own = dict(arrays)
         for name, *ends in self.cut:
             if name in own:
                 axis = 0 if name == "weight" or own[name].ndim == 1 else 1
                 own[name] = own[name][(slice(None),) * axis + (slice(*ends),)]
-        super().run(own, scratch)
+        super().run(own, scratch, kept)
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         weights: Any = run.weight

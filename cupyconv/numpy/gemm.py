@@ -7,10 +7,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -27,16 +28,21 @@ from cupyconv.numpy.convolution import (
     result_takes_sums,
     sums_per_pixel,
 )
-from cupyconv.numpy.mec import MecRows
+from cupyconv.numpy.mec import MecRows, in_runs
 from cupyconv.numpy.windows import Block, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry
-from cupyconv.problem.problems import ConvProblem
+from cupyconv.problem.problems import ConvProblem, NotApplicable
+
+if TYPE_CHECKING:
+    from cupyconv.numpy.lone_product import LoneProduct
 
 #: Outputs from which a 1x1 product is bound by arithmetic: each element read is used that often.
 PRODUCT_OUTPUTS = 32
 #: Pixels with which a product is as fast as with more: each time it reads, and arranges, the whole weight.
 LONG_PRODUCT = 256
+#: Bytes of columns up to which one product alone is bound by what is set up for it.
+SMALL = 128 << 10
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,21 @@ class Product(ConvLoop):
     def rows_on(self) -> int:
         """Threads of ours that share the rows of a product: those that were found worth it, else BLAS divides it."""
         return self.divided if self.problem.host.most else 1
+
+    @cached_property
+    def lone(self) -> LoneProduct | None:
+        """What runs it where it is one small product."""
+        return None
+
+    def executable(self) -> Callable[[Mapping[str, Any]], None]:
+        return self.run if self.lone is None else self.lone.run
+
+    def lone_product(self, is_view: bool) -> LoneProduct | None:
+        if self.problem.geometry.reduction * prod(self.block) * self.x_dtype.itemsize > SMALL:
+            return None
+        from cupyconv.numpy.lone_product import LoneProduct, is_lone  # imported for those that are small
+
+        return LoneProduct(self, is_view) if is_lone(self) else None
 
     @cached_property
     def products_work(self) -> float:
@@ -102,6 +123,10 @@ class View(Product):
     def workspace(self) -> int:
         return self.sums_bytes
 
+    @cached_property
+    def lone(self) -> LoneProduct | None:
+        return self.lone_product(is_view=True) if self.geometry.batch == 1 else None
+
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         ((x, _),) = run.images.inputs
         if not self.in_place:
@@ -134,12 +159,18 @@ class Columns(Product):
 
     @classmethod
     def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
-        if is_undivided(problem):
-            lone = replace(problem, machine=replace(problem.host, threads=1))
-            whole = cls(lone, (problem.geometry.batch, *problem.geometry.out_size), problem.host.threads)
-            if fixed + whole.workspace <= limit:
+        if not is_undivided(problem):
+            return super().fitted(problem, fixed, limit)
+        lone = replace(problem, machine=replace(problem.host, threads=1))
+        whole = cls(lone, (problem.geometry.batch, *problem.geometry.out_size), problem.host.threads)
+        has_room = fixed + whole.workspace <= limit
+        try:
+            blocks = super().fitted(problem, fixed, limit)
+        except NotApplicable:
+            if has_room:
                 return whole
-        return super().fitted(problem, fixed, limit)
+            raise
+        return whole if has_room and whole.seconds <= blocks.seconds else blocks
 
     @cached_property
     def in_place(self) -> bool:
@@ -155,9 +186,18 @@ class Columns(Product):
         columns = self.columns_work(geometry.batch * geometry.pixels * geometry.in_channels * geometry.taps)
         return columns + (self.tile_work if geometry.taps > 1 else 0.0)
 
+    @cached_property
+    def lone(self) -> LoneProduct | None:
+        return self.lone_product(is_view=False)
+
+    @property
+    def work(self) -> float:
+        return super().work if self.lone is None else self.lone.work + self.store_work
+
     @property
     def workspace(self) -> int:
-        return columns_bytes(self.problem, self.block, self.x_dtype.itemsize) + self.sums_bytes
+        nbytes = columns_bytes(self.problem, self.block, self.x_dtype.itemsize)
+        return self.sums_bytes + (nbytes if self.lone is None else max(nbytes, self.lone.nbytes))
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
         return with_parts(self, weight)
@@ -219,7 +259,7 @@ def product(run: ConvRun, weight: np.ndarray, columns: np.ndarray, block: Block)
 def multiply(weight: np.ndarray, columns: np.ndarray, threads: int, place: np.ndarray | None = None) -> np.ndarray:
     """The products of all groups, of which each thread computes some groups, or some rows."""
     if threads == 1:
-        return np.matmul(weight, columns, out=place)
+        return in_runs(weight, columns, place)
     from cupyconv.numpy.threads import in_threads
 
     groups, rows = weight.shape[:2]
@@ -227,7 +267,7 @@ def multiply(weight: np.ndarray, columns: np.ndarray, threads: int, place: np.nd
 
     def compute(part: tuple[slice, slice]) -> None:
         some, own = part
-        np.matmul(weight[some, own], columns[..., some, :, :], out=sums[..., some, own, :])
+        in_runs(weight[some, own], columns[..., some, :, :], sums[..., some, own, :])
 
     whole = slice(None)
     if groups >= threads:

@@ -40,6 +40,29 @@ from cupyconv.problem.problems import ConvProblem, WeightGradientProblem
 #: thin anyway, and writing columns takes longer.
 LEAST_SHARED = 32
 
+# --- products ----------------------------------------------------------------------------------------------------
+
+
+def in_runs(weight: np.ndarray, columns: np.ndarray, place: np.ndarray | None) -> np.ndarray:
+    """Matrix products; where the weight is small, of runs of columns that are short enough for BLAS's small products."""
+    (rows, reduction), length = weight.shape[-2:], columns.shape[-1]
+    run = cost.run_of(rows, reduction, weight.dtype.name)
+    if not run or length < 2 * run:
+        return np.matmul(weight, columns, out=place)
+    if place is None:
+        batch = np.broadcast_shapes(weight.shape[:-2], columns.shape[:-2])
+        place = np.empty((*batch, weight.shape[-2], length), np.result_type(weight, columns))
+    whole = length - length % run
+
+    def runs(matrix: np.ndarray) -> np.ndarray:
+        return matrix[..., :whole].reshape(*matrix.shape[:-1], -1, run).swapaxes(-2, -3)
+
+    np.matmul(weight[..., None, :, :], runs(columns), out=runs(place))
+    if whole < length:
+        np.matmul(weight, columns[..., whole:], out=place[..., whole:])
+    return place
+
+
 # --- the lowering ---------------------------------------------------------------------------------------------
 
 
@@ -295,5 +318,5 @@ class MecRows(ConvLoop):
                 (*columns.strides[: 2 + axis], row * step, pixels * item, item),
             )
             weight = run.weight.reshape(geometry.groups, *(1,) * (2 + axis), *run.weight.shape[1:])
-            np.matmul(weight, matrices, out=place)
+            in_runs(weight, matrices, place)
         return sums

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 
+from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.pool_windows import (
     PIECE,
@@ -49,8 +50,11 @@ from cupyconv.problem.passes import (
 )
 from cupyconv.problem.plan import Plan
 
-#: Bytes that a block touches, at most: they stay in a core's L2 cache.
-BLOCK_BYTES = 512 << 10
+#: Bytes that a block touches, at most: they stay in a core's L2 cache.  In smaller ones a call takes so little time that
+#: threads wait for each other's.
+BLOCK_BYTES = 2 << 20
+#: Seconds of an element that a reduction reads or writes, and seconds of work from which another thread is worth waking.
+TOUCHED, SHARE = 650e-12, 600e-6
 #: Slices along an axis, of all its blocks and taps, up to which they are worked out before: more take megabytes.
 _KEPT_SLICES = 4096
 #: Taps along an axis for each of its windows, from which on a call for each window takes less than one for each tap.
@@ -91,7 +95,9 @@ class PoolingStep(NumpyStep):
     def of(cls, problem: PoolingProblem) -> Self:
         """The step of the largest blocks that stay in cache and within the limit on workspace."""
         x, (out,), limit = problem.inputs[0], problem.outs, problem.limit
-        all_threads = problem.host.threads
+        all_threads = problem.host.threads  # as the caller asked for, or at most so many
+        if problem.host.most:
+            all_threads = cls.worth_waking(problem)
 
         def fits(block: Block) -> bool:
             step = cls(problem, block, all_threads)
@@ -104,6 +110,11 @@ class PoolingStep(NumpyStep):
         if step.workspace > limit:
             raise ValueError(f"the smallest block needs {step.workspace:,} bytes of workspace, the limit is {limit:,}")
         return step
+
+    @classmethod
+    def worth_waking(cls, problem: PoolingProblem) -> int:
+        """Of as many threads as there may be, those that have enough to do."""
+        return problem.host.threads
 
     @property
     def blocks(self) -> int:
@@ -210,6 +221,11 @@ class Reduction(PoolingStep):
 
     ufunc: ClassVar[np.ufunc]
     of_nothing: ClassVar[float]
+
+    @classmethod
+    def worth_waking(cls, problem: PoolingProblem) -> int:
+        elements = sum(prod(operand.shape) for operand in problem.arrays)
+        return cost.worth_waking(problem.host.threads, elements * TOUCHED, SHARE)
 
     def part(self, axis: int, run: range) -> Any:
         return Outputs.of(self.problem.windows, axis, run, self.by_window(axis))

@@ -22,6 +22,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cache, cached_property
 from math import ceil
+from operator import mul
 from typing import Any, ClassVar
 
 import numpy as np
@@ -172,8 +173,7 @@ def scale_windows(geometry: ConvGeometry, image: np.ndarray, weight: np.ndarray,
 def strided(image: np.ndarray, first: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> np.ndarray:
     """A view of an image's elements from the pixel `first` on."""
     if image.flags.c_contiguous:
-        offset = sum(index * step for index, step in zip(first, image.strides[2:]))
-        return np.ndarray(shape, image.dtype, image, offset, strides)
+        return np.ndarray(shape, image.dtype, image, sum(map(mul, first, image.strides[2:])), strides)
     from_first: Any = (..., *(slice(index, None) for index in first))
     return np.lib.stride_tricks.as_strided(image[from_first], shape, strides)
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache, cached_property
 from math import ceil, prod
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +43,15 @@ ONE_THREAD = 9_000
 LEAST_WIDTH = 64
 #: Seconds to begin a product, and a run of sums; of an element that is added up, of one of a matrix, and of a zero.
 BEGIN, RUN, ADD, MATRIX, CLEAR = 60e-9, 20e-9, 220e-12, 300e-12, 2.2e-9
+
+
+class Read(NamedTuple):
+    """A product for each channel and sample: where it is written, and what is read; without a matrix zeros are written."""
+
+    at: tuple[Any, ...]
+    matrix: tuple[Any, ...] = ()
+    first: tuple[int, ...] = ()  # pixel of the image
+    shape: tuple[int, ...] = ()
 
 
 class ToeplitzRows(ToeplitzLoop):
@@ -224,8 +234,8 @@ class ToeplitzRows(ToeplitzLoop):
         lines = scratch.array("kernels", by_tap.shape, self.factor_dtype)
         lines[...] = by_tap
         c, rows = len(kernels), width * self.geometry.group_outputs
-        matrices = scratch.array("matrices", (c, beside * rows, self.rows * self.tall), self.factor_dtype)
-        np.matmul(lines.reshape(c, beside * rows, taps), self._diagonals, out=matrices)
+        matrices = scratch.array("matrices", (c * beside * rows, self.rows * self.tall), self.factor_dtype)
+        np.matmul(lines.reshape(-1, taps), self._diagonals, out=matrices)
         return matrices.reshape(c, beside, rows * self.rows, self.tall)
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
@@ -308,32 +318,49 @@ class ToeplitzRows(ToeplitzLoop):
         The latter are lines (c, n, outputs beside, products, taps beside, lines, w); those of rows that the image does not
         have are zeros, which are written here.
         """
-        n, others, tiles, taps, _, width = by_line.shape[1:]
-        stride, dilation = self.geometry.stride, self.geometry.dilation
         of_c, of_n, across, along, item = image.strides
+        step, move = self.geometry.stride[1 - self.axis], self.rows * self.geometry.stride[self.axis]
+        key = by_line.shape[2:4], before, image.shape[2:]
+        reads = self._reads.get(key)
+        if reads is None:
+            reads = self._reads[key] = list(self._each_read(*key))
+        for at, matrix, first, shape in reads:
+            place = by_line[at]
+            if not matrix:
+                place[...] = 0
+                continue
+            steps = (of_c, of_n, step * across, move * along, along, item)
+            yield matrices[matrix], strided(image, first, (*image.shape[:2], *shape), steps), place
+
+    @cached_property
+    def _reads(self) -> dict[tuple[tuple[int, ...], Triple, tuple[int, ...]], list[Read]]:
+        """What products read, for blocks of each kind."""
+        return {}
+
+    def _each_read(self, counts: tuple[int, ...], before: Triple, size: tuple[int, ...]) -> Iterator[Read]:
+        """Of a block with so many outputs beside and products."""
+        (others, tiles), width = counts, size[2]
+        stride, dilation, every = self.geometry.stride, self.geometry.dilation, slice(None)
         move = self.rows * stride[self.axis]
-        for tap in range(taps):
+        for tap in range(self.taps[1]):
             step, offset = stride[1 - self.axis], tap * dilation[1 - self.axis] - before[1 - self.axis]
-            inside, own = within(step, offset, image.shape[2], others), by_line[:, :, :, :, tap]
-            if inside != slice(0, others):
-                own[:, :, : inside.start] = 0
-                own[:, :, inside.stop :] = 0
-                if inside.start == inside.stop:
+            inside = within(step, offset, size[0], others)
+            for beyond in (slice(0, inside.start), slice(inside.stop, others)):
+                if beyond.start < beyond.stop:
+                    yield Read((every, every, beyond, every, tap))
+            if inside.start == inside.stop:
+                continue
+            for some, rows in runs_of_tiles(tiles, move, self.tall, size[1], before[self.axis]):
+                at = (every, every, inside, some, tap)
+                if not rows:
+                    yield Read(at)
                     continue
-            for some, reads in runs_of_tiles(tiles, move, self.tall, image.shape[3], before[self.axis]):
-                place = own[:, :, inside, some]
-                if not reads:
-                    place[...] = 0
-                    continue
-                read = strided(
-                    image,
-                    (inside.start * step + offset, some.start * move - before[self.axis] + reads.start, 0),
-                    (len(image), n, *place.shape[2:4], len(reads), width),
-                    (of_c, of_n, step * across, move * along, along, item),
-                )
-                matrix = matrices[:, None, None, None, tap, :, reads.start : reads.stop]
+                matrix = (every, None, None, None, tap, every, slice(rows.start, rows.stop))
+                beside, above = inside.start * step + offset, some.start * move - before[self.axis] + rows.start
+                shape = (inside.stop - inside.start, some.stop - some.start, len(rows))
                 for columns in parts_of(width, self._columns):
-                    yield matrix, read[..., columns], place[..., columns]
+                    count = columns.stop - columns.start
+                    yield Read((*at, every, columns), matrix, (beside, above, columns.start), (*shape, count))
 
     @cached_property
     def _columns(self) -> int:
@@ -395,11 +422,9 @@ def rows_as_runs(sums: np.ndarray, rows: int) -> list[tuple[slice, np.ndarray]]:
     """So many contiguous rows at a time as one run, and those that are left: which products these are, and the runs."""
     *shape, extent, width = sums.shape
     whole, left = divmod(extent, rows)
-    *strides, row, item = sums.strides
     runs = []
-    for first, count, own in ((0, whole, rows * width), (whole, 1, left * width)):
-        if count and own:
-            begin = sums[:, :, :, :, first * rows :]
-            run = np.lib.stride_tricks.as_strided(begin, (*shape, count, own), (*strides, rows * row, item))
-            runs.append((slice(first, first + count), run))
+    for first, count, size in ((0, whole, rows), (whole, 1, left)):
+        if count and size:
+            run = sums[..., first * rows : first * rows + count * size, :]
+            runs.append((slice(first, first + count), run.reshape(*shape, count, size * width)))
     return runs

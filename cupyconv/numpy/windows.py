@@ -27,6 +27,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice, product
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -290,6 +291,11 @@ class Block:
 
     def read_in_place(self, image: np.ndarray) -> tuple[np.ndarray, Triple]:
         """What the windows read of an image (samples, channels, d, h, w), and their padding before it."""
+        at, before = self._reach
+        return self.samples_of(image)[at], before
+
+    @cached_property
+    def _reach(self) -> tuple[tuple[Any, ...], Triple]:
         geometry = self.geometry
         at: list[Any] = [...]
         before = []
@@ -300,7 +306,7 @@ class Block:
             first = min(max(begin, 0), size)
             at.append(slice(first, max(first, min(end, size))))
             before.append(first - begin)
-        return self.samples_of(image)[tuple(at)], (before[0], before[1], before[2])
+        return tuple(at), (before[0], before[1], before[2])
 
     def parts(self, size: BlockSize) -> Iterator[tuple[tuple[slice, ...], Block]]:
         """Blocks of this size that it falls into, and where they lie in it."""

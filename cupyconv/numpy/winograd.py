@@ -376,15 +376,14 @@ class Winograd(TiledLoop, ConvLoop):
 
     @classmethod
     def weight_bytes(cls, problem: ConvProblem) -> int:
-        geometry = problem.geometry
-        return factor_bytes(geometry) if keeps_weight(geometry) else 0
+        return factor_bytes(problem.geometry) if keeps_weight(problem.geometry) else 0
 
     @property
     def work(self) -> float:
         geometry, problem = self.geometry, self.problem
         sizes = self.block_tiles, geometry.group_channels, geometry.group_outputs
         products = self.blocks * products_of(geometry) * geometry.groups * cost.product(*sizes, problem)
-        times = 1 if keeps_weight(geometry) else self.blocks
+        times = (not problem.weight_is_constant) if keeps_weight(geometry) else self.blocks
         weights = times * cost.transformed_weight(kernels_of(geometry), products_of(geometry), geometry.taps)
         return products + weights + self.transforms_work + self.store_work
 
@@ -402,7 +401,7 @@ class Winograd(TiledLoop, ConvLoop):
 
     def arranged(self, weight: np.ndarray) -> Weights:  # type: ignore[override]
         geometry = self.geometry
-        if not keeps_weight(geometry):
+        if not keeps_weight(self.geometry):
             return Weights(weight, None)
         by_tap = weight.reshape(*weight.shape[:2], geometry.group_channels, geometry.taps).transpose(3, 0, 2, 1)
         kernels = by_tap if geometry.groups > 1 else by_tap[:, 0]

@@ -183,6 +183,7 @@ class ProductsProblem(Problem):
     xs: tuple[Operand, ...]
     x_dtype: str
     method: str = "auto"
+    weight_is_constant: bool = False  # the same in every run: what is made of it may be kept
 
     @property
     def dtype(self) -> str:

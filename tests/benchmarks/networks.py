@@ -25,8 +25,10 @@ from onnx import numpy_helper
 from onnx.backend import test as backend_test
 
 from cupyconv.bench.machines import environment, numpy_machine
-from cupyconv.interop.onnx import load
-from cupyconv.interop.onnx_model import Model, read
+from cupyconv.interop.onnx import OPERATORS, load
+from cupyconv.interop.onnx_elementwise import Call
+from cupyconv.interop.onnx_elementwise import run as run_elementwise
+from cupyconv.interop.onnx_graph import read
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).resolve().parent / "results" / "networks.json"
@@ -72,8 +74,23 @@ def call_of(way: str, model: Any, given: dict[str, np.ndarray]) -> Callable[[], 
         onnxruntime.set_default_logger_severity(3)  # it would say that the shapes are used no longer
         session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
         return lambda: session.run(None, given)[0]
-    run = load(model) if way == "cupyconv" else Model(read(model), np)
-    return lambda: run(**given)
+    if way == "cupyconv":
+        run = load(model)
+        return lambda: run(**given)
+    graph = read(model)
+
+    def node_by_node() -> Any:
+        values = graph.constants | given
+        for node in graph.nodes:
+            inputs = [values[name] if name else None for name in node.inputs]
+            if node.op in OPERATORS:
+                outputs = OPERATORS[node.op](*inputs, **node.attributes, outputs=len(node.outputs))
+            else:
+                outputs = run_elementwise(Call(node, np, graph.version), inputs)
+            values |= zip(node.outputs, outputs)
+        return values[graph.outputs[0]]
+
+    return node_by_node
 
 
 def seconds_of(name: str, way: str) -> float:

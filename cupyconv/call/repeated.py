@@ -1,0 +1,79 @@
+"""Calls that are made again and again with the same settings, and of the same weight: checked and planned once a layout.
+
+::
+
+    conv(x, weight, ...)        arguments --> key --> executable        found by everything that its outcome depends on
+    call(x=x)                   layouts of x, options --> executable    all else is known since the call was made
+
+A model has one for each of its layers.  What it is given besides arrays, and the arrays that it is given at first, must not
+change: on NumPy what is made of a weight is then kept too, beyond all budgets.  Nothing is asked of where `out` lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from inspect import signature
+from typing import Any
+
+from cupyconv.call.arguments import named_inputs
+from cupyconv.call.dispatch import backend_of_class
+from cupyconv.call.operation import CheckedCall, Executable, flat, operation_of
+from cupyconv.call.options import current_settings
+from cupyconv.problem.problems import ConvProblem, HostModel
+
+#: Executables of one layer: of images of so many sizes in turn, or options.
+KEPT = 16
+
+
+class RepeatedCall:
+    """A call of `function` with some of its arguments; the others, arrays, are given each time.
+
+    Parameters
+    ----------
+    function : callable
+        A public function.
+    fixed : mapping
+        Arguments by name, which stay as they are.
+    """
+
+    def __init__(self, function: Callable[..., Any], fixed: Mapping[str, Any]) -> None:
+        operation = operation_of(function)
+        assert operation is not None
+        self._operation = operation
+        parameters = signature(function).parameters.values()
+        self._arguments = {one.name: None if one.default is one.empty else one.default for one in parameters} | dict(
+            fixed
+        )
+        self._has_weight = "weight" in fixed
+        #: By layouts and options; and of each array of the call its place among those given, or the array.
+        self._executables: dict[Hashable, tuple[Executable, list[Any]]] = {}
+
+    def __call__(self, **given: Any) -> Any:
+        """The result, with these arrays."""
+        arrays, form, array_class = flat(tuple(given.values()))
+        backend_of, key = None if array_class is None else backend_of_class(array_class), None
+        if backend_of is not None:
+            key = tuple(given), form, backend_of(arrays[0]).signature(arrays), current_settings()
+        known = self._executables.get(key)
+        if known is None:
+            known = self._prepared(given)
+            if key is not None:
+                if len(self._executables) >= KEPT:
+                    self._executables = {}
+                self._executables[key] = known
+        executable, order = known
+        return executable.run([arrays[one] if type(one) is int else one for one in order])
+
+    def checked(self, on: str | None = None, **given: Any) -> CheckedCall:
+        """The call that these arrays make, `on` a GPU that need not be there; nothing is run."""
+        call = self._operation.checked({**self._arguments, **given}, on)
+        problem = call.problem
+        if self._has_weight and isinstance(problem, ConvProblem) and isinstance(problem.machine, HostModel):
+            call.problem = replace(problem, weight_is_constant=True)
+        return call
+
+    def _prepared(self, given: Mapping[str, Any]) -> tuple[Executable, list[Any]]:
+        call = self.checked(**given)
+        names = [one for name, value in given.items() if value is not None for one in named_inputs(name, value)]
+        return Executable(call), [names.index(name) if name in names else array for name, array in call.arrays.items()]

@@ -1,0 +1,185 @@
+"""A small convolution that is one product: what each call would set up stays from call to call.
+
+Most of such a call is Python between NumPy's loops.  So views, and the memory that they are of, are made once:
+
+::
+
+    x    --copied-->  inside of a tile,   --copied-->  columns  --BLAS-->  sums  --epilogue-->  y
+                      whose border        as windows                       or y itself
+                      stays zero; or x
+
+At stride 1 the columns of a tap may be one run of the tile, with what lies between the rows of its pixels: a long run is
+copied in a third of the time of short ones.  Nobody reads the sums between rows:
+
+::
+
+    windows of 2 x 3 taps,      . . . . . .     columns of tap (0, 0)    from 0 on     . . . . . . . . . .
+    2 x 4 of them               . . . . . .     columns of tap (1, 2)    from 8 on     . . . . . . . . . .
+                                . . . . . .     sums                                   y y y y - - y y y y
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy import add
+from numpy.lib.stride_tricks import as_strided
+
+from cupyconv.numpy import cost
+from cupyconv.numpy.windows import five_axes
+from cupyconv.problem.arrays import accumulator, c_strides
+
+if TYPE_CHECKING:
+    from cupyconv.numpy.gemm import Product
+
+
+def is_lone(loop: Product) -> bool:
+    """Whether a loop is one product of arrays as they are, all in the dtype that is computed in."""
+    problem, geometry = loop.problem, loop.geometry
+    arrays = (*problem.xs, problem.weight, problem.out, problem.bias, problem.residual, problem.pre)
+    return (
+        loop.blocks == 1
+        and loop.block == (geometry.batch, *geometry.out_size)
+        and geometry.groups == len(problem.xs) == 1
+        and loop.threads == loop.rows_on == 1
+        and not loop.holds_blas
+        and not problem.prologue
+        and geometry.padding_mode == "constant"
+        and {array.dtype for array in arrays if array} == {accumulator(problem.dtype)}
+        and problem.weight.strides == c_strides(problem.weight.shape)
+    )
+
+
+class _Memory(NamedTuple):
+    """What one call at a time writes."""
+
+    columns_of: Callable[[np.ndarray], np.ndarray]
+    sums: np.ndarray | None  # where they are not the result
+    pixels: np.ndarray | None  # of the sums, in an image of five axes
+
+
+class LoneProduct:
+    """What runs such a loop; `is_view` says that the image is columns as it lies."""
+
+    def __init__(self, loop: Product, is_view: bool) -> None:
+        problem, geometry = loop.problem, loop.geometry
+        self._problem, self._geometry, self._dtype, self._is_view = problem, geometry, loop.sums_dtype, is_view
+        self._activate, self._x = loop.activate, problem.xs[0].name
+        (block,) = loop.each_block
+        self._tile = tile = block.tile(geometry.in_channels)
+        pixels = (geometry.batch, *geometry.out_size)
+        #: Whether windows are those of x where it lies; else of the tile.
+        x = problem.xs[0]
+        in_image = tile.in_image if x.strides == c_strides(x.shape) else None
+        self._begin, strides = in_image or (0, tile.windows_strides)
+        self._reads_image = in_image is not None
+        #: A row of columns, and in it the steps to the next sample and pixels.
+        self._length, self._steps = prod(pixels), c_strides(pixels)
+        self._windows = tile.windows_shape, strides
+        self.work = self._seconds(self._length, geometry.out_size[2])
+        steps = tuple(step // self._dtype.itemsize for step in strides[4:])
+        run = 1 + sum((extent - 1) * step for extent, step in zip(pixels, steps))
+        has_runs = geometry.stride == (1, 1, 1) and not (self._reads_image and geometry.batch > 1)
+        if not is_view and has_runs and run > self._length:
+            copied = cost.copied(prod(problem.out.shape), geometry.out_size[2], problem.dtype)
+            seconds = self._seconds(run, run) + copied
+            if seconds < self.work:
+                self.work, self._length, self._steps = seconds, run, steps
+                self._windows = (*tile.windows_shape[:4], run), (*strides[:4], self._dtype.itemsize)
+        self._weight_shape = geometry.out_channels, geometry.reduction
+        self._columns_shape = geometry.reduction, self._length
+        self._sums_shape = geometry.out_channels, self._length
+        has_gaps = self._length > prod(pixels)
+        self._in_place = loop.in_place and not has_gaps and problem.out.strides == c_strides(problem.out.shape)
+        #: Memory that no call is using.
+        self._idle: deque[_Memory] = deque(maxlen=1)
+
+    def _seconds(self, length: int, run: int) -> float:
+        """Columns of so many elements each, copied in such runs, and their product."""
+        geometry, problem = self._geometry, self._problem
+        product = cost.product(geometry.out_channels, geometry.reduction, length, problem)
+        if self._is_view:
+            return product
+        tile = 0.0 if self._reads_image else cost.copied(prod(self._tile.shape), self._tile.shape[4], problem.x_dtype)
+        return tile + cost.copied(geometry.reduction * length, run, problem.x_dtype) + product
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the tile, columns and sums."""
+        elements = 0 if self._is_view else prod(self._tile.shape) + prod(self._columns_shape)
+        return (elements + (not self._in_place) * prod(self._sums_shape)) * self._dtype.itemsize
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        """Compute the result; arguments and result are given by name."""
+        try:
+            memory = self._idle.pop()
+        except IndexError:  # the first call, or one beside another
+            memory = self._memory()
+        columns_of, sums, pixels = memory
+        out = arrays["out"]
+        if sums is None:
+            sums = out.reshape(self._sums_shape)
+        # The method of an array takes half the time of `np.matmul`.
+        arrays["weight"].reshape(self._weight_shape).dot(columns_of(arrays[self._x]), sums)
+        if "bias" in arrays:
+            add(sums, arrays["bias"][:, None], sums)
+        if pixels is not None:
+            out = five_axes(out)
+            if "residual" in arrays:
+                add(pixels, five_axes(arrays["residual"]), out)
+            else:
+                out[...] = pixels
+        if "pre" in arrays:
+            five_axes(arrays["pre"])[...] = five_axes(out)
+        if self._activate is not None:
+            self._activate(out)
+        self._idle.append(memory)
+
+    def _memory(self) -> _Memory:
+        if self._in_place:
+            return _Memory(self._columns(), None, None)
+        geometry = self._geometry
+        sums = np.empty(self._sums_shape, self._dtype)
+        outputs, (n, *steps) = sums.strides[0], (step * sums.itemsize for step in self._steps)
+        shape = geometry.batch, geometry.out_channels, *geometry.out_size
+        return _Memory(self._columns(), sums, as_strided(sums, shape, (n, outputs, *steps)))
+
+    def _columns(self) -> Callable[[np.ndarray], np.ndarray]:
+        """What makes columns of x, in memory of its own but for the columns: those are quicker where memory was just used."""
+        shape, dtype = self._columns_shape, self._dtype
+        if self._is_view:
+            return lambda x: x.reshape(shape)
+        (windows_shape, strides), begin = self._windows, self._begin
+        if self._reads_image:
+
+            def of_image(x: np.ndarray) -> np.ndarray:
+                if x.dtype != dtype:  # of the other byte order
+                    x = x.astype(dtype)
+                columns = np.empty(windows_shape, dtype)
+                columns[...] = np.ndarray(windows_shape, dtype, x, begin, strides)
+                return columns.reshape(shape)
+
+            return of_image
+        tile = np.zeros(self._tile.shape, dtype)
+        windows = as_strided(tile, windows_shape, strides)
+        images = tile.swapaxes(0, 1)
+        #: Boxes of the tile, and what of x they are.
+        parts: list[tuple[np.ndarray, Any]] = []
+        for at, elements in self._tile.not_zeros:
+            if elements is not None:
+                box: Any = (..., *at)
+                parts.append((images[box], (..., *elements)))
+
+        def of_tile(x: np.ndarray) -> np.ndarray:
+            for inside, elements in parts:
+                inside[...] = five_axes(x)[elements]
+            columns = np.empty(windows_shape, dtype)
+            columns[...] = windows
+            return columns.reshape(shape)
+
+        return of_tile

@@ -1,0 +1,134 @@
+"""Small convolutions, whose views and memory stay from call to call: exactly the oracle's results, whoever calls."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+
+import cupyconv
+from cupyconv.call.operation import forget_calls
+from cupyconv.numpy.lone_product import LoneProduct
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The products that ran, beside whether their columns were runs with gaps."""
+    seen: list[bool] = []
+    run = LoneProduct.run
+
+    def counted(self: LoneProduct, arrays: Any) -> None:
+        seen.append(self._length > np.prod((self._geometry.batch, *self._geometry.out_size)))
+        run(self, arrays)
+
+    monkeypatch.setattr(LoneProduct, "run", counted)
+    forget_calls()
+    yield seen
+    forget_calls()
+
+
+def integers(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return rng.integers(-4, 5, shape).astype(dtype)
+
+
+def reordered(x: np.ndarray, layout: str) -> np.ndarray:
+    if layout == "channels last":
+        return np.moveaxis(np.ascontiguousarray(np.moveaxis(x, 1, -1)), -1, 1)
+    if layout == "other bytes":
+        return x.astype(x.dtype.newbyteorder())
+    return np.repeat(x, 2, axis=-1)[..., ::2] if layout == "stepped" else x
+
+
+#: Shapes of x and weight, how, and whether columns of float32 are runs, where it is clear.
+CASES = {
+    "3x3": ((1, 5, 13, 16), (8, 5, 3, 3), {"padding": 1}, True),
+    "3x3 without padding": ((1, 4, 12, 9), (3, 4, 3, 3), {}, True),
+    "two samples": ((2, 4, 6, 7), (3, 4, 3, 3), {"padding": ((0, 1), (2, 1))}, True),
+    "two samples without padding": ((2, 4, 6, 7), (3, 4, 3, 3), {}, False),
+    "dilation": ((1, 3, 11, 12), (4, 3, 2, 3), {"dilation": (3, 2), "padding": 1}, None),
+    "stride": ((1, 8, 11, 12), (4, 8, 3, 3), {"stride": 2, "padding": 1}, False),
+    "1x1": ((1, 8, 16, 16), (8, 8, 1, 1), {}, False),
+    "1x1 of few pixels": ((3, 8, 5, 5), (8, 8, 1, 1), {}, False),
+    "1-D": ((2, 3, 40), (5, 3, 5), {"padding": "same"}, None),
+    "3-D": ((1, 2, 5, 6, 4), (3, 2, 3, 3, 3), {"padding": 1}, True),
+}
+
+
+@pytest.mark.parametrize("layout", ["C order", "channels last", "stepped", "other bytes"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64])
+@pytest.mark.parametrize("case", CASES)
+def test_calls_one_after_the_other(case, dtype, layout, runs):
+    """With all epilogues, whose arrays may be there or not; what is kept is of no other call."""
+    x_shape, weight_shape, how, is_run = CASES[case]
+    rng = np.random.default_rng(5)
+    weight, bias = integers(rng, *weight_shape, dtype=dtype), integers(rng, weight_shape[0], dtype=dtype)
+    for _ in range(3):
+        x = integers(rng, *x_shape, dtype=dtype)
+        given = reordered(x, layout)
+        plain = reference.conv(x, weight, **how)
+        np.testing.assert_array_equal(cupyconv.conv(given, weight, method="gemm", **how), plain)
+        residual = integers(rng, *plain.shape, dtype=dtype)
+        activation = None if dtype is np.complex64 else "relu"
+        expected = reference.conv(x, weight, bias, residual=residual, activation=activation, **how)
+        epilogue = {"activation": activation, "residual": residual, "method": "gemm", **how}
+        np.testing.assert_array_equal(cupyconv.conv(given, weight, bias, **epilogue), expected)
+        cupyconv.conv(given, weight, bias, out=residual, **epilogue)
+        np.testing.assert_array_equal(residual, expected)
+        out = np.full_like(np.moveaxis(residual, 1, -1), 7, order="C")
+        cupyconv.conv(given, weight, method="gemm", out=np.moveaxis(out, -1, 1), **how)
+        np.testing.assert_array_equal(np.moveaxis(out, -1, 1), plain)
+    assert len(runs) == 12
+    if is_run is not None and layout == "C order" and dtype is np.float32:
+        assert set(runs) == {is_run}
+
+
+def test_calls_at_the_same_time(runs):
+    """Each has memory of its own."""
+    rng = np.random.default_rng(0)
+    weight = integers(rng, 8, 8, 3, 3)
+    xs = [integers(rng, 1, 8, 16, 16) for _ in range(8)]
+    expected = [reference.conv(x, weight, padding=1) for x in xs]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(50):
+                for y, right in zip(pool.map(lambda x: cupyconv.conv(x, weight, padding=1), xs), expected):
+                    np.testing.assert_array_equal(y, right)
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(runs) == 400
+
+
+def test_a_border_stays_zero_where_images_are_not_finite(runs):
+    x, weight = np.full((1, 2, 6, 6), np.inf, np.float32), np.ones((2, 2, 3, 3), np.float32)
+    assert np.isinf(cupyconv.conv(x, weight, padding=1)).all()
+    np.testing.assert_array_equal(
+        cupyconv.conv(np.ones_like(x), weight, padding=1), reference.conv(np.ones_like(x), weight, padding=1)
+    )
+    assert len(runs) == 2
+
+
+def test_no_more_than_the_limit(runs):
+    """Where the limit has no room for runs the convolution goes the way that needs less."""
+    x, weight = np.ones((1, 8, 16, 16), np.float32), np.ones((8, 8, 3, 3), np.float32)
+    for limit in (1 << 20, 90_000, 20_000):
+        with cupyconv.options(workspace_limit=limit):
+            assert cupyconv.explain(cupyconv.conv, x, weight, padding=1).workspace_bytes <= limit
+            np.testing.assert_array_equal(cupyconv.conv(x, weight, padding=1), reference.conv(x, weight, padding=1))
+    assert runs == [True]
+
+
+def test_layers_of_a_chain(runs):
+    """Whose images have other axes than the caller's."""
+    rng = np.random.default_rng(1)
+    x, first, second = integers(rng, 1, 1, 1), integers(rng, 1, 1, 3), integers(rng, 2, 1, 1)
+    with cupyconv.options(threads=1):
+        layers = [cupyconv.ConvLayer(first, padding=1), cupyconv.ConvLayer(second)]
+        y = cupyconv.conv_chain(x, layers, fuse=False)
+    np.testing.assert_array_equal(y, reference.conv(reference.conv(x, first, padding=1), second))
+    assert len(runs) == 2

@@ -1,0 +1,96 @@
+"""`call.repeated`: calls of the same weight and settings are those of the function, checked once, with what they keep."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cupyconv
+from cupyconv.call.repeated import KEPT, RepeatedCall
+from cupyconv.numpy import convolution
+from cupyconv.numpy.convolution import ConvRun
+from tests.reference import conv as reference
+
+RNG = np.random.default_rng(0)
+
+
+def integers(*shape, dtype=np.float32):
+    return RNG.integers(-4, 5, shape).astype(dtype)
+
+
+@pytest.mark.parametrize("weight, settings", [
+    ((8, 4, 3, 3), {"padding": 1, "method": "gemm"}),  # columns, or MEC's
+    ((48, 32, 3, 3), {"padding": 1, "method": "winograd"}),
+    ((6, 1, 3, 3), {"padding": 1, "groups": 6}),  # Toeplitz matrices
+    ((6, 1, 1, 9), {"groups": 6}),
+    ((8, 4, 1, 1), {}),
+    ((4, 4, 9, 9), {"padding": "same", "method": "fft"}),
+])  # fmt: skip
+def test_the_result_is_the_functions(weight, settings):
+    """Also of other images, and of other sizes in turn; winograd and fft round."""
+    w, bias = integers(*weight), integers(weight[0])
+    channels = weight[1] * settings.get("groups", 1)
+    call = RepeatedCall(cupyconv.conv, {"weight": w, "bias": bias, "activation": "relu", **settings})
+    for size in (12, 13, 12):
+        x = integers(2, channels, size, size)
+        expected = reference(x, w, bias, activation="relu", **{k: v for k, v in settings.items() if k != "method"})
+        atol = 2e-3 if settings.get("method") in ("winograd", "fft") else 0
+        np.testing.assert_allclose(call(x=x), expected, rtol=0, atol=atol)
+        out = np.zeros((2, 2 * weight[0], *expected.shape[2:]), np.float32)
+        call(x=x, out=out[:, weight[0] :])
+        np.testing.assert_array_equal(out[:, weight[0] :], call(x=x))
+        assert not out[:, : weight[0]].any()
+
+
+def test_lists_and_residuals_are_found_by_their_names():
+    """A residual that was the image at first need not be so later."""
+    w = integers(4, 4, 1, 1)
+    call = RepeatedCall(cupyconv.conv, {"weight": w})
+    a, b, residual = integers(2, 2, 8, 8), integers(2, 2, 8, 8), integers(2, 4, 8, 8)
+    whole = np.concatenate([a, b], 1)
+    for given in (whole, residual):
+        np.testing.assert_array_equal(call(x=whole, residual=given), cupyconv.conv(whole, w, residual=given))
+        np.testing.assert_array_equal(call(x=[a, b], residual=given), cupyconv.conv([a, b], w, residual=given))
+
+
+def test_what_is_made_of_the_weight_is_made_once(monkeypatch):
+    w, x = RNG.normal(size=(64, 64, 3, 3)).astype(np.float32), RNG.normal(size=(1, 64, 40, 40)).astype(np.float32)
+    first = cupyconv.conv(x, w, method="winograd")  # from here on it is known how many threads BLAS has
+    made = []
+    of_run = ConvRun._arranged
+    monkeypatch.setattr(ConvRun, "_arranged", lambda run, weight: made.append(1) or of_run(run, weight))
+    call = RepeatedCall(cupyconv.conv, {"weight": w, "method": "winograd"})
+    for _ in range(4):
+        np.testing.assert_array_equal(call(x=x), first)
+    assert len(made) == 1
+    for _ in range(2):
+        np.testing.assert_array_equal(cupyconv.conv(x, w, method="winograd"), first)
+    assert len(made) == 3
+    plan, plain = call.checked(x=x).plan(), cupyconv.explain(cupyconv.conv, x, w, method="winograd")
+    assert sum(step.kept_bytes for step in plan.steps) == 4 * 36 * 64 * 64
+    assert plan.workspace_bytes == plain.workspace_bytes - 4 * 36 * 64 * 64
+    assert plan.steps[0].seconds < plain.steps[0].seconds
+
+
+def test_no_more_is_kept_than_stated(monkeypatch):
+    """A weight of float16 has a copy to be computed with; where that is too large, each run has its own."""
+    x, w = integers(1, 4, 8, 8, dtype=np.float16), integers(4, 4, 3, 3, dtype=np.float16)
+    for bound, kept in ((convolution.KEPT_CONSTANT, True), (100, False)):
+        monkeypatch.setattr(convolution, "KEPT_CONSTANT", bound)
+        call = RepeatedCall(cupyconv.conv, {"weight": w, "method": "gemm"})
+        assert bool(sum(step.kept_bytes for step in call.checked(x=x).plan().steps)) == kept
+        np.testing.assert_array_equal(call(x=x), cupyconv.conv(x, w, method="gemm"))
+        np.testing.assert_array_equal(call(x=x), cupyconv.conv(x, w, method="gemm"))
+
+
+def test_options_and_sizes_have_executables_of_their_own():
+    w = integers(4, 4, 3, 3)
+    call = RepeatedCall(cupyconv.conv, {"weight": w})
+    for size in range(3, 3 + 2 * KEPT):
+        x = integers(1, 4, size, size)
+        np.testing.assert_array_equal(call(x=x), cupyconv.conv(x, w))
+    assert len(call._executables) <= KEPT
+    with cupyconv.options(threads=1):
+        assert call(x=x).shape == (1, 4, size - 2, size - 2)
+    with pytest.raises(ValueError, match="x"):
+        call(x=integers(1, 5, 8, 8))
