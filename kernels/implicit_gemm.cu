@@ -73,10 +73,12 @@ constexpr int MIN_BLOCKS = THREADS == 256 ? 1 : 2;  // its 64 KiB of shared memo
 #else
 constexpr int MOST_BLOCKS = THREADS == 256 ? 2 : 4;
 constexpr int PROLOGUE_BLOCKS = ARITHMETIC == TF32X3 || sizeof(DTYPE) == 8 ? 2 : 3;
+// Doubles' few units are busy with three blocks; for a fourth registers were spilled.
+constexpr bool FEW_UNITS = sizeof(DTYPE) == 8 && ARITHMETIC == FMA && GATHER == PIXEL_CHUNKS;
 constexpr int MIN_BLOCKS = WIDE                    ? MOST_BLOCKS / 2
                            : PROLOGUE              ? PROLOGUE_BLOCKS
                            : ARITHMETIC == TF32X3 ? (THREADS == 256 ? 1 : 3)
-                                                  : MOST_BLOCKS;
+                                                  : MOST_BLOCKS - FEW_UNITS;
 #endif
 constexpr bool CHUNKED = GATHER == ALONG_CHANNELS && Arithmetic::PREFERS_CHUNKS;
 
@@ -109,12 +111,12 @@ struct Shared {
     };
 };
 
-// The weight's side of a slab: two 16-byte chunks a thread.
+// The weight's side of a slab: two 16-byte chunks a thread, or four where it comes in two parts.
 class WeightFetch {
-    static constexpr int ROWS_PER_PASS = THREADS / WeightTile::CHUNKS;
+    static constexpr int ROWS_PER_PASS = THREADS / WeightTile::CHUNKS, PASSES = WeightTile::ROWS / ROWS_PER_PASS;
     static constexpr bool M_INSIDE = WeightTile::ROWS != TILE_M;  // [k][m]
-    static_assert(WeightTile::ROWS == 2 * ROWS_PER_PASS, "two passes are a tile");
-    static_assert(ROWS_PER_PASS % WeightTile::PERIOD == 0, "both meet the same order of chunks");
+    static_assert(WeightTile::ROWS == PASSES * ROWS_PER_PASS, "passes are a tile");
+    static_assert(ROWS_PER_PASS % WeightTile::PERIOD == 0, "all meet the same order of chunks");
 
 public:
     // Of a tile from row m_first of a group on, from slab number `slab` on.
@@ -131,8 +133,9 @@ public:
 
     // The next slab.
     __device__ __forceinline__ void fetch(T* tile) {
-        copy_async<16>(tile + to_, from_, true);
-        copy_async<16>(tile + to_ + ROWS_PER_PASS * WeightTile::COLUMNS, from_ + step_, true);
+#pragma unroll
+        for (int i = 0; i < PASSES; ++i)
+            copy_async<16>(tile + to_ + i * ROWS_PER_PASS * WeightTile::COLUMNS, from_ + i * step_, true);
         from_ += stride_slab_;
     }
 

@@ -16,6 +16,11 @@
 
 namespace cupyconv {
 
+// The high part, but 0 for an infinite one.
+__device__ __forceinline__ unsigned finite_part(unsigned high) {
+    return (high & 0x7fffffffu) == 0x7f800000u ? 0u : high;
+}
+
 template <bool CHECKED>
 struct Split {
     unsigned high, low, finite_high;

@@ -151,14 +151,15 @@ private:
     int weight_, image_;
 };
 
-// TAG is the type of the operands to the instruction: float16, bfloat16 or tf32.
-template <class T, class TAG, int M, int J, bool WEIGHT_ALONG_M = false>
+// TAG is the type of the operands to the instruction: float16, bfloat16 or tf32.  WEIGHT_PARTS: numbers for each element of
+// the weight; a row of a slab has all first ones, then all second ones.
+template <class T, class TAG, int M, int J, bool WEIGHT_ALONG_M = false, int WEIGHT_PARTS = 1>
 struct TensorCores {
     static constexpr bool PREFERS_CHUNKS = true;
     static constexpr int K = SLAB_BYTES / sizeof(T);
     using Sum = float;
     using WeightTile =
-        SharedTile<T, WEIGHT_ALONG_M ? K : M, WEIGHT_ALONG_M ? M : K, WEIGHT_ALONG_M && sizeof(T) == 4 ? 2 : 1>;
+        SharedTile<T, WEIGHT_ALONG_M ? K : M, WEIGHT_ALONG_M ? M : WEIGHT_PARTS * K, WEIGHT_ALONG_M && sizeof(T) == 4 ? 2 : 1>;
     template <bool CHUNKED>
     using ImageTile = SharedTile<T, CHUNKED ? J : K, CHUNKED ? K : J, CHUNKED || sizeof(T) == 2 ? 1 : 2>;
 
@@ -204,10 +205,15 @@ struct TensorCores {
     }
 };
 
-// float32 by three products of its parts (tf32_split.cuh).
+// float32 by three products of its parts (tf32_split.cuh).  The weight of a large tile was packed in its parts, high and low:
+// four warps would split each element.  In a small tile two do, which takes less than twice the bytes take of L2.
+template <int M, bool WEIGHT_ALONG_M>
+constexpr int SPLIT_WEIGHT_PARTS = M > 64 && !WEIGHT_ALONG_M ? 2 : 1;
+
 template <int M, int J, bool WEIGHT_ALONG_M = false>
-struct SplitTensorCores : TensorCores<float32, tf32, M, J, WEIGHT_ALONG_M> {
-    using Base = TensorCores<float32, tf32, M, J, WEIGHT_ALONG_M>;
+struct SplitTensorCores : TensorCores<float32, tf32, M, J, WEIGHT_ALONG_M, SPLIT_WEIGHT_PARTS<M, WEIGHT_ALONG_M>> {
+    static constexpr bool IN_PARTS = SPLIT_WEIGHT_PARTS<M, WEIGHT_ALONG_M> == 2;
+    using Base = TensorCores<float32, tf32, M, J, WEIGHT_ALONG_M, SPLIT_WEIGHT_PARTS<M, WEIGHT_ALONG_M>>;
     using WeightTile = typename Base::WeightTile;
 
     template <int ROWS, int COLUMNS, bool CHUNKED>
@@ -265,11 +271,16 @@ struct SplitTensorCores : TensorCores<float32, tf32, M, J, WEIGHT_ALONG_M> {
                 }
 #pragma unroll
                 for (int r = 0; r < ROWS / 16; ++r) {
-                    unsigned a[4], a_high[4], a_low[4], a_finite[4];
-                    fragments.load_weight(a, weight, r * 16, k);
+                    unsigned a_high[4], a_low[4], a_finite[4];
+                    fragments.load_weight(a_high, weight, r * 16, k);
+                    if (IN_PARTS) fragments.load_weight(a_low, weight, r * 16, Base::K + k);
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
-                        const Split<CHECKED> split(a[i]);
+                        if (IN_PARTS) {
+                            a_finite[i] = CHECKED ? finite_part(a_high[i]) : a_high[i];
+                            continue;
+                        }
+                        const Split<CHECKED> split(a_high[i]);
                         a_high[i] = split.high;
                         a_low[i] = split.low;
                         a_finite[i] = split.finite_high;

@@ -99,6 +99,7 @@ def conv_chain(random: Random) -> Arguments:
         ConvLayer(numbers(random, after, before, *(3,) * rank), padding=1, activation=random.choice((None, "relu")))
         for before, after in pairwise(channels)
     ]
+    layers = [random.choice((layer, layer.packed())) for layer in layers]
     return {"x": numbers(random, 2, channels[0], *sizes(random, rank, 1, 6)), "layers": layers}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,8 @@ def moved(target: Target, value: Any) -> Any:
     if type(value) is np.ndarray and value.dtype.kind in "biufc":  # of objects or bytes there are no arrays on a GPU
         return laid_out_alike(target, value.astype(value.dtype.newbyteorder("="), copy=False))
     if isinstance(value, ConvLayer):
-        return replace(value, **on_device(target, vars(value)))
+        layer = replace(value, **on_device(target, vars(value)))
+        return layer.packed() if value.is_packed else layer
     return type(value)(moved(target, item) for item in value) if type(value) in (list, tuple) else value
 
 
@@ -124,8 +126,21 @@ def test_any_call(name, cuda_target, random):
 @share_of_examples(0.1)
 @given(st.randoms(use_true_random=False))
 def test_any_gradient(name, cuda_target, random):
+    gradients_are_numpys(cuda_target, name, random)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@share_of_examples(0.1)
+@given(st.randoms(use_true_random=False))
+def test_any_gradient_of_cupys(name, random):
+    gradients_are_numpys(gpu_target(), name, random)
+
+
+def gradients_are_numpys(target: Target, name: str, random: Random) -> None:
+    """Or refused alike; no argument is written."""
     arguments = {key: value for key, value in any_call(random, name).items() if key not in ("method", "out")}
-    there, function, on_numpy, results = on_device(cuda_target, arguments), getattr(cupyconv, name), [], []
+    there, function, on_numpy, results = on_device(target, arguments), getattr(cupyconv, name), [], []
     before = held(there)
     refusal = refused(name, lambda: results.append(cupyconv.vjp(function, **there)))
     refusal_of_numpy = refused(name, lambda: on_numpy.append(cupyconv.vjp(function, **arguments)))
@@ -133,12 +148,12 @@ def test_any_gradient(name, cuda_target, random):
     if refusal is None:
         (value, pullback), (value_of_numpy, pullback_of_numpy) = results[0], on_numpy[0]
         value, value_of_numpy = (first_of(name, arguments, one) for one in (value, value_of_numpy))
-        assert_as_expected(on_host(cuda_target, value), value_of_numpy)
+        assert_as_expected(on_host(target, value), value_of_numpy)
         grad = like(value_of_numpy)
-        gradients = pullback(moved(cuda_target, grad))
+        gradients = pullback(moved(target, grad))
         for one, other in zip(gradients, pullback_of_numpy(grad)):
             assert (one is None) == (other is None)
-            assert_as_expected(on_host(cuda_target, one), other)
+            assert_as_expected(on_host(target, one), other)
     assert held(there) == before, "an argument has changed"
 
 

@@ -201,3 +201,17 @@ def test_against_torch(target, settings, include, ceil_mode):
     np.testing.assert_allclose(target.to_host(y), wanted.detach(), rtol=1e-14)
     back = target.to_host(pullback(target.to_device(np.ones(y.shape))).x)
     np.testing.assert_allclose(back, leaf.grad, rtol=1e-13)
+
+
+@pytest.mark.parametrize("stride", [None, 1])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_gradient_of_a_mean_of_all(target, stride, padding):
+    """Shares so small that float16 has few bits for them: each is rounded once."""
+    x = target.to_device(np.ones((2, 1, 40, 40, 41), np.float16))
+    y, pullback = cupyconv.vjp(
+        cupyconv.avg_pool, x, (40 + 2 * padding,) * 2 + (41 + 2 * padding,), stride=stride, padding=padding
+    )
+    grad = np.array([1, -3], np.float16).reshape(y.shape)
+    shares = grad.astype(np.float32) / ((40 + 2 * padding) ** 2 * (41 + 2 * padding))
+    gradient = target.to_host(pullback(target.to_device(grad)).x)
+    np.testing.assert_array_equal(gradient, np.broadcast_to(shares.astype(np.float16), gradient.shape))

@@ -25,7 +25,7 @@ from cupyconv.call.explain import checked_call
 from cupyconv.cuda.plan import chain as chain_cuda
 from cupyconv.cuda.plan import conv_pair
 from cupyconv.cuda.plan.draft import Draft
-from cupyconv.cuda.plan.occupancy import resident_blocks
+from cupyconv.cuda.plan.occupancy import blocks_that_fit, resident_blocks
 from cupyconv.problem.machine import KNOWN_GPUS, known_gpu
 from cupyconv.problem.plan import Kernel, KernelLaunch
 
@@ -412,3 +412,20 @@ def test_occupancy_counts_what_is_scarce():
     assert resident_blocks(kernel, 256, 228 << 10, h200) == 0
     light = Kernel("conv_pair", (("DTYPE", "float32"), ("FIRST", DEPTHWISE), ("SECOND", DEPTHWISE)))
     assert resident_blocks(light, 512, 1 << 10, t4) == 2  # 1,024 threads
+
+
+@pytest.mark.parametrize(
+    "architecture, threads",
+    [
+        ("sm_75", 1024),
+        ("sm_80", 2048),
+        ("sm_86", 1536),
+        ("sm_89", 1536),
+        ("sm_90", 2048),
+        ("sm_100", 2048),
+        ("sm_120", 1536),
+    ],
+)
+def test_threads_that_a_multiprocessor_holds(architecture, threads):
+    """Those of the CUDA programming guide's table."""
+    assert blocks_that_fit(8, 128, 1, known_gpu(architecture)) * 128 == threads

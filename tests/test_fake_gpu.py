@@ -18,6 +18,7 @@ from targets import gpu_target
 from test_failing_memory import CALLS, ON_NUMPY_ONLY, arrays_on
 
 import cupyconv
+from cupyconv.cuda.plan import conv as cuda_planning
 from tests import fake_gpu
 
 pytestmark = pytest.mark.fake_gpu
@@ -188,6 +189,55 @@ def test_a_graph_of_a_chain_runs_on_what_its_arrays_hold_then(cupy, machine):
             out.fill(0)
             graph.launch()
             assert np.array_equal(out.get(stream=stream), expected)
+
+
+def test_a_packed_layer_is_read_in_other_streams_threads_and_graphs(cupy, machine, monkeypatch):
+    """What the first call makes is there when it returns: nobody has to wait for the stream that it was made in."""
+    monkeypatch.setattr(cuda_planning, "METHODS", ("implicit_gemm",))
+    (x, w), expected = layer(cupy)
+    packed = cupyconv.ConvLayer(w).packed()
+    w.fill(0)
+    cupy.cuda.Device().synchronize()
+
+    def result():
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            return cupyconv.conv_chain(x, [packed]).get(stream=stream)
+
+    machine.launches.clear()
+    first = cupy.cuda.Stream(non_blocking=True)
+    with first:
+        ignored = cupyconv.conv_chain(x, [packed])  # all else in this stream is left waiting
+    assert np.array_equal(result(), expected) and np.array_equal(result(), expected)
+    with ThreadPoolExecutor(4) as pool:
+        for actual in pool.map(lambda _: result(), range(4)):
+            assert np.array_equal(actual, expected)
+    out, stream = cupy.zeros(expected.shape, np.float32), cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        cupyconv.conv_chain(x, [packed], out=out)
+        stream.begin_capture()
+        cupyconv.conv_chain(x, [packed], out=out)
+        graph = stream.end_capture()
+        out.fill(0)
+        graph.launch()
+        assert np.array_equal(out.get(stream=stream), expected)
+    assert [launch.name for launch in machine.launches].count("pack_weight") == 1
+    assert np.array_equal(ignored.get(stream=first), expected)
+
+
+def test_a_layer_packed_on_the_second_gpu_stays_there(cupy, machine, monkeypatch):
+    monkeypatch.setattr(cuda_planning, "METHODS", ("implicit_gemm",))
+    with cupy.cuda.Device(1):
+        (x, w), expected = layer(cupy)
+        cupy.cuda.Device().synchronize()
+    packed = cupyconv.ConvLayer(w).packed()  # where the first GPU is the current one
+    assert packed.weight.device.id == 1
+    for _ in range(2):
+        actual = cupyconv.conv_chain(x, [packed])
+        assert actual.device.id == 1
+        with cupy.cuda.Device(1):
+            assert np.array_equal(actual.get(), expected)
 
 
 # ---- other GPUs -----------------------------------------------------------------------------------------------------------

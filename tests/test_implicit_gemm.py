@@ -45,6 +45,8 @@ def tile_of(variant):
 
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
+TILES = {f"{rows} x {columns}": (rows, columns) for rows, columns in implicit_gemm.TILES}
+both_tiles = pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 of_float32 = pytest.mark.parametrize("arithmetic", ["FMA", "TF32", "TF32X3"])
 
 
@@ -328,8 +330,40 @@ def test_inputs_are_moved_where_that_is_less():
     assert "channels_last" not in steps(x[:1, :, :9, :9], weight)[0]
     last = np.empty((32, 56, 56, 64), np.float16).transpose(0, 3, 1, 2)
     assert "channels_last" not in steps(last, np.empty((64, 64, 3, 3), np.float16), padding=1)[0]
-    with cupyconv.options(workspace_limit=1 << 20):
+    with cupyconv.options(workspace_limit=8 << 20):  # all samples take 13 MB
+        how["on"] = "sm_80"
+        names, workspace = steps(x, weight, padding=1)
+        assert names == ["pack_weight", *["channels_last", "implicit_gemm"] * 4]
+        assert workspace["channels_last"] == 8 * 56 * 56 * 64 * 2
+    with cupyconv.options(workspace_limit=600_000):  # no room for one sample and as much beside it
         assert "channels_last" not in steps(x, weight, padding=1)[0]
+
+
+@pytest.mark.parametrize("arithmetic", ["MMA", "TF32X3"])
+@pytest.mark.parametrize("batch, samples", [(7, 2), (21, 1)])
+@pytest.mark.parametrize("channels", [(24,), (5, 150)])
+def test_inputs_are_moved_some_samples_at_a_time(cuda, arithmetic, batch, samples, channels, monkeypatch):
+    """A weight that is packed once, chunks that are alike and a last one that is not; of long sums, parts in each."""
+    ways = implicit_gemm._ways
+
+    def some_samples(*how):
+        return [replace(ways(*how)[0], gather="ALONG_CHANNELS", notes=(), samples=samples)]
+
+    case = ConvCase(
+        batch=batch, channels=channels, out_channels=9, spatial=(9, 8), kernel=(3, 3), padding=1,
+        dtype="float16" if arithmetic == "MMA" else "float32", **EPILOGUE,
+    )  # fmt: skip
+    monkeypatch.setattr(implicit_gemm, "_ways", some_samples)
+    arrays = case.arrays(integer=True)
+    arguments = case.views(arrays, cuda.to_device, cuda.xp) | dict(case.parameters)
+    call = checked_call(cupyconv.conv, **arguments)
+    monkeypatch.setattr(implicit_gemm, "arithmetics", lambda *_: (arithmetic,))
+    plan = cuda_planning.plan_conv(replace(call.problem, method="implicit_gemm"))
+    call.plan = lambda: plan
+    assert f"{samples} samples at a time" in plan.reason and str(plan).count("pack_weight<") == 1
+    padded, itemsize = -(-sum(channels) // (8 if arithmetic == "MMA" else 4)), 16
+    assert {b.name: b.nbytes for b in plan.workspace}["channels_last"] == samples * 9 * 8 * padded * itemsize
+    assert_exact(cuda.to_host(call.run()), reference.conv(**arrays, **case.parameters), case.dtype)
 
 
 def test_channels_last_in_odd_numbers_is_gathered_by_elements(cuda):
@@ -388,7 +422,7 @@ def test_a_sum_in_parts(cuda, case, variant):
 
 
 @pytest.mark.grid(
-    variant=[variant for variant in VARIANTS if variant["ARITHMETIC"] == "MMA"],
+    variant=[v for v in VARIANTS if v["ARITHMETIC"] == "MMA" or (v["ARITHMETIC"], v["TILE_M"]) == ("TF32X3", "64")],
     groups=[1, 2],
     weight_layout=["c_order", "broadcast_first", "stepped"],
 )
@@ -404,6 +438,19 @@ def test_a_weight_that_lies_in_slabs_is_not_packed(cuda, variant, groups, weight
     for plan in check_case(cuda, case, variant):
         packs = [step.kernel.name for step in plan.steps if isinstance(step, KernelLaunch)].count("pack_weight")
         assert packs == ("packed_weight" in {buffer.name for buffer in plan.workspace}) == (weight_layout == "stepped")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(
+    ("dtype", "tf32", "packed"),
+    [("float16", False, False), ("float64", False, False), ("float32", False, False), ("float32", True, True)],
+)
+def test_a_pointwise_weight_is_packed_only_to_be_rounded(arch, dtype, tf32, packed):
+    x, weight = np.empty((2, 128, 14, 14), dtype), np.empty((64, 128, 1, 1), dtype)
+    with cupyconv.options(allow_tf32=tf32):
+        plan = cupyconv.explain(cupyconv.conv, x, weight, method="implicit_gemm", on=arch)
+    assert ("pack_weight" in [step.kernel.name for step in plan.steps]) == packed
+    assert ("packed_weight" in [buffer.name for buffer in plan.workspace]) == packed
 
 
 @given(case=conv_cases(dtypes=("float16", "bfloat16", "float32", "float64"), mixed_dtypes=False),
@@ -469,24 +516,25 @@ def float32_product(a, b):
     return sums
 
 
-def as_convolution(target, a, b, arithmetic):
+def as_convolution(target, a, b, arithmetic, tile=(64, 64)):
     """a b as a 1x1 convolution."""
-    return run_arrays(target, b[None], a[..., None], arithmetic)[0]
+    return run_arrays(target, b[None], a[..., None], arithmetic, tile)[0]
 
 
-@pytest.mark.grid(kind=["normal", "positive", "scaled", "wide", "cancelling"], terms=[16, 150, 1000])
-def test_three_products_are_as_good_as_float32(cuda, kind, terms):
+@pytest.mark.grid(kind=["normal", "positive", "scaled", "wide", "cancelling"], terms=[16, 150, 1000], tile=TILES)
+def test_three_products_are_as_good_as_float32(cuda, kind, terms, tile):
     a, b = matrices(kind, terms, np.random.default_rng(terms))
-    error = largest_error(as_convolution(cuda, a, b, "TF32X3"), a, b)
+    error = largest_error(as_convolution(cuda, a, b, "TF32X3", tile), a, b)
     assert error <= 4 * largest_error(float32_product(a, b), a, b)
 
 
 @pytest.mark.parametrize("terms", [1, 2, 3])
-def test_three_products_of_few_terms(cuda, terms):
+@both_tiles
+def test_three_products_of_few_terms(cuda, terms, tile):
     """What is left out of one product is at most 8 units of float32 (warp_tile.cuh), and one rounds the result."""
     for kind in ("normal", "positive", "wide"):
         a, b = matrices(kind, terms, np.random.default_rng(terms), size=130)
-        assert 1 < largest_error(as_convolution(cuda, a, b, "TF32X3"), a, b) <= 9
+        assert 1 < largest_error(as_convolution(cuda, a, b, "TF32X3", tile), a, b) <= 9
 
 
 @of_float32
@@ -516,34 +564,43 @@ SPECIAL = {
 }
 
 
-@pytest.mark.grid(arithmetic=["FMA", "TF32", "TF32X3"], side=["x", "weight"], bits=SPECIAL)
-def test_special_values_stay_where_they_belong(cuda, arithmetic, side, bits):
+@pytest.mark.grid(arithmetic=["FMA", "TF32", "TF32X3"], tile=TILES, side=["x", "weight"], bits=SPECIAL)
+def test_special_values_stay_where_they_belong(cuda, arithmetic, tile, side, bits):
     """One element; the results that it takes part in, and no others, are infinite or NaN."""
     value = np.array(bits, np.uint32).view(np.float32)
     x, weight = np.ones((2, 9, 4, 5), np.float32), np.ones((6, 9, 2, 2), np.float32)
     weight[3], weight[4] = -1, 1.5  # -inf; and a second significant bit
     (x if side == "x" else weight)[(1, 7, 2, 3) if side == "x" else (2, 7, 1, 0)] = value
-    actual = run_arrays(cuda, x, weight, arithmetic)
+    actual = run_arrays(cuda, x, weight, arithmetic, tile)
     for array in (x, weight):  # NumPy warns where it widens a signalling one
         array[np.isnan(array)] = np.nan
     assert_close(actual, reference.conv(x, weight), "float32", 36, magnitude=60)
 
 
 @of_float32
-def test_infinite_times_infinite(cuda, arithmetic):
+@both_tiles
+def test_infinite_times_infinite(cuda, arithmetic, tile):
     x, weight = np.ones((1, 2, 4), np.float32), np.ones((3, 2, 1), np.float32)
     x[0, 0], weight[:, 0, 0] = (np.inf, -np.inf, 0, np.nan), (np.inf, 0, -np.inf)
-    assert_close(run_arrays(cuda, x, weight, arithmetic), reference.conv(x, weight), "float32", 2)
+    assert_close(run_arrays(cuda, x, weight, arithmetic, tile), reference.conv(x, weight), "float32", 2)
 
 
 @pytest.mark.parametrize("arithmetic", ["FMA", "TF32X3"])
-def test_the_largest_number_does_not_overflow(cuda, arithmetic):
+@both_tiles
+def test_the_largest_number_does_not_overflow(cuda, arithmetic, tile):
     largest = np.finfo(np.float32).max
     x = np.array([[[largest, -largest, largest * np.float32(1 - 2.0**-12), largest * np.float32(1 - 2.0**-10)]]])
     weight = np.array([1, 0.5, -1], np.float32)[:, None, None]
-    actual = run_arrays(cuda, x, weight, arithmetic)
+    actual = run_arrays(cuda, x, weight, arithmetic, tile)
     expected = reference.conv(x, weight)
     assert_close(actual, expected, "float32", 1, magnitude=abs(expected))
+    assert_close(
+        run_arrays(cuda, weight.reshape(1, 1, 3), x.reshape(4, 1, 1), arithmetic, tile)[0],
+        expected[0].T,
+        "float32",
+        1,
+        magnitude=abs(expected[0].T),
+    )
 
 
 # ---- order -------------------------------------------------------------------------------------------------------
@@ -624,7 +681,8 @@ def test_workspace_is_the_packed_weight_and_the_parts_of_sums(cuda_target, varia
     slabs = max(sum(-(-(-(-count // 4) * 4 * taps) // slab) for count in counts) for counts in shared)
     rows = -(-outputs // groups // tile[0]) * tile[0]
     sizes = {buffer.name: buffer.nbytes for buffer in plan.workspace}
-    assert sizes.pop("packed_weight") == groups * slabs * slab * rows * dtype.itemsize
+    parts = 2 if variant["ARITHMETIC"] == "TF32X3" and tile[0] == 128 else 1
+    assert sizes.pop("packed_weight") == groups * slabs * slab * rows * dtype.itemsize * parts
     splits = product_of(plan).grid[1]
     sum_bytes = 8 if dtype == np.float64 else 4
     assert sizes == ({"sums": splits * prod((2, outputs, 2, 4)) * sum_bytes} if splits > 1 else {})

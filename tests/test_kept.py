@@ -13,6 +13,7 @@ from peak_memory import peak_bytes
 
 import cupyconv
 from cupyconv.call import operation
+from cupyconv.numpy import windows
 from cupyconv.numpy.windows import KeptScratch
 from cupyconv.problem import kept
 
@@ -199,3 +200,20 @@ def test_index_arrays_of_borders_are_within_the_limit(mode):
 def test_show_config_says_what_is_kept(capsys):
     cupyconv.show_config()
     assert "of at most 64 MiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("limit", [None, 20_000])
+@pytest.mark.parametrize("shape", [(40,), (20, 20), (9, 9, 9)])
+def test_bytes_that_are_not_counted_up_are_bounded(shape, limit):
+    """What blocks read is counted by how much it is: to count it up took longer than it had taken to compute."""
+    x = np.ones((2, 4, *shape), np.float32)
+    for size in (1, 2, 5):
+        w = np.ones((4, 4, *(size,) * len(shape)), np.float32)
+        with cupyconv.options(workspace_limit=limit):
+            cupyconv.conv(x, w, padding="same")
+            cupyconv.conv(x, w, padding="same", method="direct")
+            cupyconv.conv_transpose(x, w, stride=2, padding=size // 2, method="direct")
+    for cache in (windows._TAP_REGIONS, windows._TILE_REGIONS):
+        assert len(cache)
+        for key, entry in cache._entries.items():
+            assert kept.held_bytes((key, entry.value)) <= entry.nbytes

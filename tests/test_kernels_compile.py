@@ -163,7 +163,7 @@ def test_an_implicit_gemm_lays_out_as_much_shared_memory_as_is_planned(kernel):
     macros = dict(kernel.macros)
     tile = int(macros["TILE_M"]), int(macros["TILE_N"])
     threads = (implicit_gemm.TILES | implicit_gemm.WIDE_TILES)[tile]
-    planned = implicit_gemm.shared_bytes(tile, accumulator(macros["DTYPE"]))
+    planned = implicit_gemm.shared_bytes(tile, macros["ARITHMETIC"], accumulator(macros["DTYPE"]))
     check = compile_for_host(kernel, [f"static_assert(sizeof(Shared) == {planned} && THREADS == {threads});"])
     assert check.returncode == 0, check.stderr
 

@@ -142,3 +142,28 @@ def test_a_public_name_that_a_backend_does_not_have_is_refused_there(monkeypatch
     assert dict(plan.rejected)["wavelet"]
     with pytest.raises(ValueError, match=r"method 'wavelet' does not apply: .*no such method"):
         cupyconv.explain(function, *given, method="wavelet", on=on)
+
+
+@pytest.mark.parametrize("taps, method", [(1, "gemm"), (3, "gemm"), (3, "direct")])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_weights_whose_elements_are_apart_are_copied_before_products(monkeypatch, taps, method, dtype):
+    """NumPy 2.1 gives BLAS none of them: such a product took 40 times as long."""
+    taken = []
+    arranged = convolution.ConvRun._arranged
+
+    def recorded(run, weight):
+        loop = type(run.loop)
+        with monkeypatch.context() as context:
+            own = loop.arranged
+            context.setattr(loop, "arranged", lambda self, matrix: taken.append(matrix) or own(self, matrix))
+            return arranged(run, weight)
+
+    monkeypatch.setattr(convolution.ConvRun, "_arranged", recorded)
+    rng = np.random.default_rng(0)
+    x = rng.integers(-3, 4, (2, 24, 20, 20)).astype(dtype)
+    wide = rng.integers(-3, 4, (40, 24, taps, 2 * taps)).astype(dtype)
+    for weight in (wide[..., ::2], wide[::-1, :, :, ::2], wide[..., :taps].swapaxes(2, 3)):
+        forget_calls()
+        y = cupyconv.conv(x, weight, method=method)
+        np.testing.assert_array_equal(y, cupyconv.conv(x, weight.copy(), method=method))
+    assert len(taken) == 6 and all(matrix.flags.c_contiguous for matrix in taken)

@@ -993,6 +993,32 @@ def test_more_channels_and_groups_than_a_grid_holds():
     check(plan(array(2, 4, 64), array(300_000, 4, 1)))
 
 
+@pytest.mark.parametrize("groups", [2, 3, MAX_BATCH, MAX_BATCH + 1, 2 * MAX_BATCH + 5])
+def test_one_sample_of_a_transposed_convolution_is_batched_over_all_groups(groups):
+    """Each group in one call and no more, the calls' columns one behind the other."""
+    x, weight = array(1, groups, 3, 3), array(groups, 2, 2, 2)
+    with cupyconv.options(workspace_limit=1 << 30):
+        made = cupyconv.explain(cupyconv.conv_transpose, x, weight, groups=groups, stride=2, method="gemm", on=GPU)
+    check(made, limit=1 << 30)
+    first = 0
+    for call in gemms(made):
+        assert call.c.at.offset == first * call.c.stride * ITEMSIZE[call.c_dtype]
+        assert call.c.stride == call.m * call.c.ld and call.batch <= MAX_BATCH
+        first += call.batch
+    assert first == groups
+
+
+@pytest.mark.parametrize("x_dtype", ["float32", "complex64"])
+@pytest.mark.parametrize("weight_dtype", ["float32", "complex64"])
+def test_products_are_real_where_a_factor_is(x_dtype, weight_dtype):
+    """A complex factor beside a real one: as real numbers, not the real one as complex."""
+    made = plan(array(2, 4, 8, 8, dtype=x_dtype), array(4, 4, 3, 3, dtype=weight_dtype), method="gemm")
+    is_one_real = "float32" in (x_dtype, weight_dtype)
+    assert {call.dtype for call in gemms(made)} == {"float32" if is_one_real else "complex64"}
+    multiply_adds = sum(call.m * call.n * call.k * call.batch for call in gemms(made))
+    assert multiply_adds == 2 * 36 * 4 * 36 * (2 if x_dtype != weight_dtype else 1)
+
+
 def test_dimensions_beyond_cublas_leave_the_direct_kernel():
     x, weight = array(1, 2**27, 4, 4), array(1, 2**27, 4, 4)
     with pytest.raises(ValueError, match="32-bit"):

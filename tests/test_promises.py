@@ -16,6 +16,7 @@ import pytest
 
 import cupyconv
 from cupyconv.numpy.convolution import ConvRun
+from cupyconv.numpy.threads import BLAS
 from cupyconv.problem import kept
 
 RNG = np.random.default_rng(0)
@@ -83,6 +84,30 @@ def test_a_lone_product_has_the_same_bits_whatever_ran_before(shape):
     for _ in range(3):
         cupyconv.conv(wide, kernels)  # by as many threads as there are
         np.testing.assert_array_equal(lone(), first)
+
+
+def test_a_call_that_blas_divides_beside_calls_that_hold_it():
+    """Its bits may change, its numbers do not; those of the others do not either, and BLAS has its threads afterwards."""
+    rng, done, others = np.random.default_rng(0), threading.Event(), []
+    x, weights = rng.standard_normal((3, 8, 512), np.float32), rng.standard_normal((2, 2048, 512), np.float32) / 20
+    wide, kernels = np.ones((2, 32, 56, 56), np.float32), rng.standard_normal((32, 32, 3, 3), np.float32)
+    before, alone, expected = BLAS.threads, cupyconv.lstm(x, *weights)[0], cupyconv.conv(wide, kernels)
+
+    def compute() -> None:
+        while not done.is_set():
+            others.append(np.array_equal(cupyconv.conv(wide, kernels), expected))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        for _ in range(20):
+            np.testing.assert_allclose(cupyconv.lstm(x, *weights)[0], alone, rtol=1e-4, atol=1e-5)
+            with cupyconv.options(threads=1):
+                np.testing.assert_allclose(cupyconv.conv(wide, kernels), expected, rtol=1e-4, atol=1e-3)
+    finally:
+        done.set()
+        thread.join()
+    assert others and all(others) and BLAS.threads == before
 
 
 def test_explain_is_a_guard_against_shapes_from_strangers():

@@ -18,7 +18,7 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 import cupyconv
-from cupyconv.numpy import threads
+from cupyconv.numpy import threads, winograd
 from cupyconv.numpy.gemm import multiply
 from cupyconv.numpy.threads import BLAS, in_threads
 
@@ -259,7 +259,7 @@ def test_arrays_of_a_call_are_let_go():
 
     def call() -> weakref.ref:
         array = np.ones(10)
-        in_threads(4, lambda part: (time.sleep(0.001), array), range(8))
+        in_threads(4, lambda part: time.sleep(array[part] / 1000), range(8))
         return weakref.ref(array)
 
     array = call()
@@ -274,6 +274,22 @@ def test_arrays_of_a_call_are_let_go():
 
 def numbers() -> list[int]:
     return [ask() for ask, _ in BLAS._found()]
+
+
+def test_the_transform_of_a_large_weight_holds_blas(monkeypatch):
+    """On one thread too: another number would be other bits, and BLAS's threads looking for work."""
+    seen, times_taps = [], winograd._times_taps
+
+    def watched(*arrays):
+        seen.extend(numbers())
+        times_taps(*arrays)
+
+    monkeypatch.setattr(winograd, "_times_taps", watched)
+    x, weight = np.ones((1, 64, 4, 4, 4), np.float32), np.ones((64, 64, 3, 3, 3), np.float32)
+    plan = cupyconv.explain(cupyconv.conv, x, weight, method="winograd")
+    assert plan.steps[0].threads == 1
+    cupyconv.conv(x, weight, method="winograd")
+    assert seen and set(seen) == {1}
 
 
 def test_blas_has_one_thread_meanwhile_and_its_own_after():

@@ -20,6 +20,7 @@ from cupyconv.call.arguments import named_inputs
 from cupyconv.call.dispatch import backend_of_class
 from cupyconv.call.operation import CheckedCall, Executable, flat, operation_of
 from cupyconv.call.options import current_settings
+from cupyconv.problem.kept import keeping_forms
 from cupyconv.problem.problems import ConvProblem, HostModel
 
 #: Executables of one layer: of images of so many sizes in turn, or options.
@@ -46,6 +47,8 @@ class RepeatedCall:
             fixed
         )
         self._has_weight = "weight" in fixed
+        if self._has_weight:
+            self._arguments["weight"] = keeping_forms(fixed["weight"])
         #: By layouts and options; and of each array of the call its place among those given, or the array.
         self._executables: dict[Hashable, tuple[Executable, list[Any]]] = {}
 

@@ -136,6 +136,12 @@ class NumpyBackend:
         with np.errstate(all="ignore"):
             return np.array(array if dtype.kind == "c" else array.real, dtype, order="C")
 
+    def own_copy(self, array: Any) -> Any:
+        """A C-ordered copy that nobody can change."""
+        copy = np.array(array, order="C")
+        copy.flags.writeable = False
+        return copy
+
     def signature(self, arrays: Sequence[Any]) -> Hashable:
         """What a plan depends on of arrays of this class; none depends on an address."""
         return self._blas and self._blas.threads, *map(_layout_of, arrays)

@@ -38,6 +38,7 @@ from cupyconv.numpy.windows import (
 )
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides, is_complex, real_part
 from cupyconv.problem.geometry import ConvGeometry, Windows
+from cupyconv.problem.kept import forms_of
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import (
     ConvProblem,
@@ -118,6 +119,11 @@ class ConvLoop(PixelLoop):
         """Bytes of the weight as `arranged` makes it of a C-ordered one in the dtype of products; 0 for a view."""
         return 0
 
+    @cached_property
+    def form(self) -> str:
+        """Equal where loops `arrange` a weight alike."""
+        return repr(self)
+
     def arranged(self, weight: np.ndarray) -> np.ndarray:
         """The weight, (groups, outputs per group, K_g), as `sums` takes it."""
         return weight
@@ -182,16 +188,10 @@ class ConvLoop(PixelLoop):
     def kept_bytes(self) -> int:
         return kept_weight(type(self), self.problem)
 
-    def executable(self) -> Callable[[Mapping[str, Any]], None]:
-        return partial(self.run, kept=[]) if self.kept_bytes else self.run
-
-    def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None, kept: list[Any] | None = None) -> None:
-        """Compute the result; arguments and result are given by name, and memory that other loops use too.
-
-        In `kept` stays what runs of the same weight have in common.
-        """
+    def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None) -> None:
+        """Compute the result; arguments and result are given by name, and memory that other loops use too."""
         scratch = scratch or self.fresh or Scratch(self.x_dtype, self.rounds)
-        finish = ConvRun(self, arrays, scratch, kept).finish
+        finish = ConvRun(self, arrays, scratch).finish
         if self.threads > 1 or self.holds_blas:
             from cupyconv.numpy.threads import in_threads
 
@@ -215,9 +215,7 @@ def kept_weight(way: type[ConvLoop], problem: ConvProblem) -> int:
 class ConvRun:
     """One run: its arrays, brought to five axes, and what its blocks share."""
 
-    def __init__(
-        self, loop: ConvLoop, arrays: Mapping[str, Any], scratch: Scratch, kept: list[Any] | None = None
-    ) -> None:
+    def __init__(self, loop: ConvLoop, arrays: Mapping[str, Any], scratch: Scratch) -> None:
         self.loop, self.geometry = loop, loop.geometry
         self.images = loop.images(arrays, scratch)
         self.products = loop.fresh or Scratch(loop.sums_dtype, loop.rounds)
@@ -230,15 +228,15 @@ class ConvRun:
             if not bias.dtype == self.out.dtype == loop.sums_dtype:
                 bias = bias.astype(self.out.dtype).astype(loop.sums_dtype)
             self.bias = bias[:, None, None, None]
-        self.weight = kept[0] if kept else self._arranged(arrays["weight"])
-        if kept == []:
-            kept.append(self.weight)
+        weight, kept = arrays["weight"], None
+        if loop.kept_bytes and (forms := forms_of(weight)):
+            kept = forms.keep(loop.form, partial(self._arranged, weight))
+        self.weight: Any = self._arranged(weight) if kept is None else kept
         self.products_are_result = loop.products_are_result and self.bias is None and self.residual is None
 
     def _arranged(self, weight: np.ndarray) -> Any:
-        matrix = weight.reshape(self.loop.weight_shape)
-        if matrix.dtype != self.loop.factor_dtype:
-            matrix = matrix.astype(self.loop.factor_dtype)
+        # In C order, as it is counted: NumPy 2.1 gives BLAS no matrix whose elements are apart, and takes 40 times longer.
+        matrix = weight.reshape(self.loop.weight_shape).astype(self.loop.factor_dtype, "C", copy=False)
         return self.loop.arranged(matrix)
 
     def finish(self, block: Block) -> None:
@@ -318,7 +316,7 @@ def inputs_are_columns(problem: ConvProblem | WeightGradientProblem) -> bool:
     geometry = problem.geometry
     return (
         geometry.is_pointwise
-        and geometry.pixels >= LONE_PIXELS
+        and (geometry.pixels >= LONE_PIXELS or geometry.batch == 1)
         and not problem.prologue
         and all(x.dtype == accumulator(problem.x_dtype) and is_matrix(x) for x in problem.xs)
     )

@@ -246,14 +246,14 @@ class Fft(ConvLoop):
         in_threads(cost.worth_waking(min(self.threads, len(parts)), work), transform, parts)
         return Weights(weight, spectra)
 
-    def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None, kept: list[Any] | None = None) -> None:
+    def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None) -> None:
         """Compute the share of the result."""
         own = dict(arrays)
         for name, *ends in self.cut:
             if name in own:
                 axis = 0 if name == "weight" or own[name].ndim == 1 else 1
                 own[name] = own[name][(slice(None),) * axis + (slice(*ends),)]
-        super().run(own, scratch, kept)
+        super().run(own, scratch)
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         weights: Any = run.weight

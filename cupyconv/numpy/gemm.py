@@ -19,6 +19,7 @@ from cupyconv.numpy import cost
 from cupyconv.numpy.block_loops import block_of_pixels, share_of_pixels
 from cupyconv.numpy.convolution import (
     CACHE_BLOCK,
+    LONE_PIXELS,
     MEMORY_BLOCK,
     PRODUCT_BLOCK,
     ConvLoop,
@@ -52,6 +53,26 @@ class Product(ConvLoop):
     problem: ConvProblem
     #: The threads that divide each product.
     divided: int = 1
+
+    @classmethod
+    def may_be_whole(cls, problem: ConvProblem) -> bool:
+        """Whether the rows of one product for all may take less than blocks."""
+        return is_undivided(problem)
+
+    @classmethod
+    def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
+        if not cls.may_be_whole(problem):
+            return super().fitted(problem, fixed, limit)
+        lone = replace(problem, machine=replace(problem.host, threads=1))
+        whole = cls(lone, (problem.geometry.batch, *problem.geometry.out_size), problem.host.threads)
+        has_room = fixed + whole.workspace <= limit
+        try:
+            blocks = super().fitted(problem, fixed, limit)
+        except NotApplicable:
+            if has_room:
+                return whole
+            raise
+        return whole if has_room and whole.seconds <= blocks.seconds else blocks
 
     @property
     def rows_on(self) -> int:
@@ -119,6 +140,11 @@ class View(Product):
             return cls(problem, block_of_pixels(geometry, share, geometry.batch), problem.host.threads // threads)
         return super().fitted(problem, fixed, limit)
 
+    @classmethod
+    def may_be_whole(cls, problem: ConvProblem) -> bool:
+        # The sums of a larger image would leave the cache before their epilogue.
+        return problem.geometry.pixels < LONE_PIXELS and super().may_be_whole(problem)
+
     @property
     def workspace(self) -> int:
         return self.sums_bytes
@@ -156,21 +182,6 @@ class Columns(Product):
         per_pixel = per_pixel or 2 * sums_per_pixel(problem)
         pixels = _bytes_of_columns(geometry) // (per_pixel or 1)
         return max(pixels, LONG_PRODUCT), geometry.batch
-
-    @classmethod
-    def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
-        if not is_undivided(problem):
-            return super().fitted(problem, fixed, limit)
-        lone = replace(problem, machine=replace(problem.host, threads=1))
-        whole = cls(lone, (problem.geometry.batch, *problem.geometry.out_size), problem.host.threads)
-        has_room = fixed + whole.workspace <= limit
-        try:
-            blocks = super().fitted(problem, fixed, limit)
-        except NotApplicable:
-            if has_room:
-                return whole
-            raise
-        return whole if has_room and whole.seconds <= blocks.seconds else blocks
 
     @cached_property
     def in_place(self) -> bool:

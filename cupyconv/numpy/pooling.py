@@ -39,7 +39,7 @@ from cupyconv.numpy.pool_windows import (
 from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import Scratch, block_words, five_axes
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
-from cupyconv.problem.geometry import even_part
+from cupyconv.problem.geometry import Windows, even_part
 from cupyconv.problem.passes import (
     AvgPoolGradientProblem,
     AvgPoolProblem,
@@ -261,7 +261,7 @@ class Reduction(PoolingStep):
     def image(self, x: np.ndarray, dtype: np.dtype, new: NewArray, parts: Sequence[Outputs]) -> np.ndarray:
         """What a block reads, in a dtype that can be compared in."""
         image = x[everywhere([part.read for part in parts])]
-        return _widened("image", image, dtype, new) if self.copies else image
+        return _in_dtype("image", image, dtype, new) if self.copies else image
 
     def reduced(
         self, dtype: np.dtype, new: NewArray, image: np.ndarray, out: np.ndarray, parts: Sequence[Outputs]
@@ -269,9 +269,10 @@ class Reduction(PoolingStep):
         """The numbers of what a block reads: in its `out` if they can be, else a temporary, or a view of single elements."""
         compared = [axis for axis in range(3) if not parts[axis].is_view]
         for axis, part in enumerate(parts):
-            if part.is_view:
+            if part.is_view:  # before the others, that the last of them ends in `out` itself
                 image = image[on_axis(axis, part.taps[0][1])]
-                continue
+        for axis in compared:
+            part = parts[axis]
             shape = (*image.shape[: 2 + axis], part.length, *image.shape[3 + axis :])
             in_place = axis == compared[-1] and out.dtype == dtype and shape == out.shape
             partial = out if in_place else new(f"partial {axis}", shape, dtype)
@@ -470,7 +471,7 @@ class MaxPoolGradient(Adjoint):
         if self.by_window(0):
             _add_by_window(parts, image, grad[over], sums)
         else:
-            image, largest = _widened("image", image, dtype, new), _widened("largest", y[over], dtype, new)
+            image, largest = _in_dtype("image", image, dtype, new), _in_dtype("largest", y[over], dtype, new)
             left = new("left", largest.shape, dtype)
             left[...] = grad[over]
             self._add_by_tap(new, parts, image, largest, left, sums)
@@ -492,7 +493,7 @@ class MaxPoolGradient(Adjoint):
         bits = np.dtype(f"i{dtype.itemsize}")
         taken, hit = new("taken", left.shape, bits), new("hit", left.shape, np.dtype(bool))
         left_bits, taken_numbers = left.view(bits), taken.view(dtype)
-        once = all(span <= stride for span, stride in zip(windows.span, windows.stride))
+        once = _once(windows)
         for tap in product(*(part.taps for part in parts)):
             at, elements, own_at, own = (everywhere(slices) for slices in zip(*tap))
             hits, mask, rest = hit[at], taken[at], left_bits[at]
@@ -535,10 +536,10 @@ class AvgPoolGradient(Adjoint):
 
     @property
     def temporaries(self) -> tuple[int, int]:
-        """Shares of every window; their sums along one axis, and then another; widened: of all three."""
+        """Shares of every window; their sums along one axis, and then another; widened: of all three, or rounded shares."""
         elements, over = self.block[2:], most_windows(self.problem.windows, self.block[2:])
         partial = elements[0] * over[1] * over[2] + elements[0] * elements[1] * over[2]
-        return prod(over) + partial + prod(elements) * self.widened, 0
+        return prod(over) + partial + prod(over if _once(self.problem.windows) else elements) * self.widened, 0
 
     @property
     def shared(self) -> int:
@@ -557,14 +558,21 @@ class AvgPoolGradient(Adjoint):
         shares = new("shares", over.shape, dtype)
         shares[...] = over
         shares /= _outer("taps", counts, dtype, new)
+        once = _once(self.problem.windows)
+        if once and out.dtype != dtype:  # nothing is added: rounded before there are many
+            dtype = out.dtype
+            shares = _in_dtype("rounded", shares, dtype, new)
         for axis, run in enumerate(runs):
             shape = (*shares.shape[: 2 + axis], out.shape[2 + axis], *shares.shape[3 + axis :])
             sums = out if axis == 2 and out.dtype == dtype else new(f"sums {axis}", shape, dtype)
             sums[...] = 0
-            for _, _, own_at, own in run.taps:
-                sums[on_axis(axis, own)] += shares[on_axis(axis, own_at)]
-            for at, read in enumerate(run.each):
-                sums[on_axis(axis, run.own(read))] += shares[on_axis(axis, slice(at, at + 1))]
+            taps = [(own, own_at) for _, _, own_at, own in run.taps]
+            taps += [(run.own(read), slice(at, at + 1)) for at, read in enumerate(run.each)]
+            for own, own_at in taps:
+                if once:
+                    sums[on_axis(axis, own)] = shares[on_axis(axis, own_at)]
+                else:
+                    sums[on_axis(axis, own)] += shares[on_axis(axis, own_at)]
             shares = sums
         if shares is not out:
             out[...] = shares
@@ -593,10 +601,16 @@ def _outer(name: str, counts: Sequence[np.ndarray], dtype: np.dtype, new: NewArr
     return taps
 
 
-def _widened(name: str, image: np.ndarray, dtype: np.dtype, new: NewArray) -> np.ndarray:
-    """The image in the dtype compared in."""
+def _in_dtype(name: str, image: np.ndarray, dtype: np.dtype, new: NewArray) -> np.ndarray:
+    """The image, or a copy of it in another dtype."""
     if image.dtype == dtype:
         return image
-    widened = new(name, image.shape, dtype)
-    widened[...] = image
-    return widened
+    copy = new(name, image.shape, dtype)
+    copy[...] = image
+    return copy
+
+
+def _once(windows: Windows) -> bool:
+    """Whether no two windows overlap."""
+    axes = zip(windows.span, windows.stride, windows.out_size)
+    return all(span <= stride or outputs == 1 for span, stride, outputs in axes)

@@ -54,6 +54,8 @@ _KEPT_BLOCKS = 128
 #: Taps up to which what each reads is kept: a small convolution is bound by working it out; a large one is not, and would
 #: keep megabytes.
 _KEPT_TAPS = 64
+#: What one block's regions take at the most, where they are slices: their key, and each of them.
+_KEY_BYTES, _REGION_BYTES = 2048, 1024
 #: Bytes of a tile up to which zeros are written all over it: one long write takes less than several short ones.
 _SMALL_TILE = 2 << 20
 
@@ -125,8 +127,13 @@ def tap_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[Regio
     regions = _TAP_REGIONS.get(key)
     if regions is None:
         regions = _tap_regions(windows, block)
-        _TAP_REGIONS.keep(key, regions)
+        _TAP_REGIONS.keep(key, regions, at_most=_most_bytes(windows, sum(map(len, regions))))
     return regions
+
+
+def _most_bytes(windows: Windows, regions: int) -> int | None:
+    """Of what is kept of a block, with its key, at the most; not known where regions hold index arrays."""
+    return _KEY_BYTES + _REGION_BYTES * regions if windows.padding_mode == "constant" else None
 
 
 _TAP_REGIONS: Cache[tuple[tuple[Region, ...], ...]] = Cache(256)
@@ -254,7 +261,7 @@ def tile_regions(
         starts = [run.start * s - before for run, s, before in zip(block, windows.stride, windows.before)]
         starts[2] += first
         tile = size, boxes(windows, [range(extent) for extent in size], (1, 1, step), starts)
-        _TILE_REGIONS.keep(key, tile)
+        _TILE_REGIONS.keep(key, tile, at_most=_most_bytes(windows, len(tile[1])))
     return tile
 
 

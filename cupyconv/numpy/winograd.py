@@ -399,6 +399,10 @@ class Winograd(TiledLoop, ConvLoop):
         factors = 0 if keeps_weight(self.geometry) else part_bytes(self.geometry)
         return in_turn_bytes(shapes) + gathered * FLOAT32.itemsize + factors + self.sums_bytes
 
+    @property
+    def form(self) -> str:
+        return f"Winograd {self.geometry.kernel} {self.weight_shape}, {keeps_weight(self.geometry)}"
+
     def arranged(self, weight: np.ndarray) -> Weights:  # type: ignore[override]
         geometry = self.geometry
         if not keeps_weight(self.geometry):
@@ -412,7 +416,9 @@ class Winograd(TiledLoop, ConvLoop):
             _times_taps(weight_transform(geometry.kernel), taps, factors[:, part].reshape(len(factors), -1))
 
         threads, count = max(1, min(self.threads, factors.size // WEIGHT_PART)), kernels.shape[1]
-        in_threads(threads, transform, parts_of(count, even_part(count, -(-count // threads))))
+        largest = products_of(geometry) * geometry.taps * min(WEIGHT_ROWS, kernels[0].size)
+        holds_blas = self.problem.host.most >= 1 and largest > cost.SMALL_PRODUCT
+        in_threads(threads, transform, parts_of(count, even_part(count, -(-count // threads))), holds_blas)
         return Weights(weight, factors)
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:

@@ -18,11 +18,13 @@ from cupyconv.call.arguments import (
     present,
     shapes_of,
 )
+from cupyconv.call.dispatch import backend_for
 from cupyconv.call.keywords import unknown_keyword
 from cupyconv.call.operation import CheckedCall, Operation
 from cupyconv.ops.conv import WINDOWS, conv_problem, prologue_parts
 from cupyconv.problem.arrays import promote
 from cupyconv.problem.geometry import ConvGeometry, conv_geometry
+from cupyconv.problem.kept import forms_of, keeping_forms
 from cupyconv.problem.padding import positive
 from cupyconv.problem.problems import ChainProblem, ConvProblem
 from cupyconv.typing import ActivationLike, Array, Padding, PerAxis, PrologueLike
@@ -84,6 +86,40 @@ class ConvLayer:
         for activation in (self.activation, prologue_activation):
             activation_for(activation, arguments["weight"].dtype)
 
+    def packed(self) -> ConvLayer:
+        """The layer with a copy of its weight that is its own, of which calls keep what they make of it.
+
+        On CUDA that is the weight in the order in which a kernel reads it, on NumPy transformed for Winograd's method.
+        The first call with images of a kind makes it, and waits until it is done; later ones, in any stream or thread
+        and in graphs that are captured after it, find it.  It lives as long as the layer, beside the limit on workspace;
+        `explain` says how much it is.  A few forms are kept, for images that are read in different ways.
+
+        What is done to the layer's own weight is not seen by the packed one: pack it again.  The elements of its copy
+        must stay as they are; NumPy's are read-only.
+
+        Returns
+        -------
+        ConvLayer
+            With everything else as it is; itself where it is packed.
+
+        Examples
+        --------
+        >>> import numpy as np, cupyconv
+        >>> layer = cupyconv.ConvLayer(np.ones((8, 3, 3, 3), np.float32), padding="same").packed()
+        >>> layer
+        ConvLayer(float32 (8, 3, 3, 3), padding='same', packed)
+        >>> cupyconv.conv_chain(np.ones((1, 3, 8, 8), np.float32), [layer]).shape
+        (1, 8, 8, 8)
+        """
+        if self.is_packed:
+            return self
+        return replace(self, weight=keeping_forms(backend_for({"weight": self.weight}).own_copy(self.weight)))
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether calls keep what they make of the weight."""
+        return forms_of(self.weight) is not None
+
     def __repr__(self) -> str:
         """One line: arrays by dtype and shape, and what differs from the defaults."""
 
@@ -94,7 +130,7 @@ class ConvLayer:
 
         given = {name: getattr(self, name) for name in _DEFAULTS if name != "weight"}
         changed = [f"{name}={words(value)}" for name, value in given.items() if value is not _DEFAULTS[name]]
-        return f"ConvLayer({', '.join([words(self.weight), *changed])})"
+        return f"ConvLayer({', '.join([words(self.weight), *changed, *['packed'] * self.is_packed])})"
 
 
 #: That of `__init__`, not of `__new__`.
@@ -207,7 +243,7 @@ def unpack_layers(arguments: dict[str, Any]) -> dict[str, Any]:
         tuple(i for i, array in enumerate(each[name]) if array is not None) for name in _OPTIONAL
     )
     unpacked["said"] = tuple(
-        (*(getattr(layer, name) for name in WINDOWS), layer.activation, activation)
+        (*(getattr(layer, name) for name in WINDOWS), layer.activation, activation, layer.is_packed)
         for layer, (_, _, activation) in zip(layers, prologues)
     )
     return unpacked
@@ -236,7 +272,7 @@ def check_conv_chain(
     problems: list[ConvProblem] = []
     images: dict[str, Any] = inputs
     for i, layer in enumerate(said):
-        *windows, activation, prologue_activation = layer
+        *windows, activation, prologue_activation, is_packed = layer
         try:
             geometry = conv_geometry(
                 shapes_of(images), tuple(weights[i].shape), batched=axes.batched, **dict(zip(WINDOWS, windows))
@@ -251,7 +287,8 @@ def check_conv_chain(
             arguments, axes, images, geometry, spatial, layer=f"[{i}]", out=out, activation=activation,
             prologue_activation=prologue_activation,
         )  # fmt: skip
-        problems.append(replace(problem, workspace_limit=None))  # the limit is the chain's
+        # The limit is the chain's.
+        problems.append(replace(problem, workspace_limit=None, weight_is_constant=is_packed))
         images = {out: result}
     chain = ChainProblem(layers=tuple(problems), fuse=fuse, **arguments.decided_with)
     viewed = frozenset((*inputs, *(f"residual[{i}]" for i in range(len(said))), "out"))

@@ -8,6 +8,9 @@
           +--------------------------------+------------------------------+---->  BUDGET, together
 
 Where it is spent, what was used least recently is let go.  What is large by itself is not kept at all.
+
+Beside that, and as long as an array lives whose owner has said that its elements stay as they are, there are the forms
+that methods have given it: a weight as a kernel reads it, or transformed.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import count
 from threading import RLock
@@ -23,6 +27,8 @@ from typing import Any, Generic, TypeVar
 
 ValueT = TypeVar("ValueT")
 
+#: Forms of an array that are kept, at the most.  None is let go for another: work in another stream, or a graph, may read it.
+MOST_FORMS = 16
 #: Bytes of everything together, and of one thing.
 BUDGET = 64 << 20
 LARGEST = BUDGET // 16
@@ -55,9 +61,12 @@ class Cache(Generic[ValueT]):
         entry.last_use = next(_USES)
         return entry.value
 
-    def keep(self, key: Hashable, value: ValueT, shared: Iterable[object] = ()) -> None:
-        """Keep a value, unless it is large; what it shares with others is not counted."""
-        nbytes = held_bytes((key, value), shared)
+    def keep(self, key: Hashable, value: ValueT, shared: Iterable[object] = (), at_most: int | None = None) -> None:
+        """Keep a value, unless it is large; what it shares with others is not counted.
+
+        To count its bytes takes as long as much of what is kept took to compute: `at_most` is a bound that is known.
+        """
+        nbytes = held_bytes((key, value), shared) if at_most is None else at_most
         if nbytes > LARGEST:
             return
         with _lock:
@@ -95,6 +104,45 @@ class _Entry(Generic[ValueT]):
         self.value, self.nbytes, self.last_use = value, nbytes, next(_USES)
 
 
+class Forms:
+    """What methods have made of one array, by key: as long as it lives."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Any] = {}
+        self._lock = RLock()
+
+    def get(self, key: Hashable) -> Any:
+        """What was made; None where nothing was."""
+        return self._made.get(key)
+
+    def keep(self, key: Hashable, make: Callable[[], ValueT]) -> ValueT | None:
+        """What was made, or is now, by one thread while others wait; None where no more is kept."""
+        with self._lock:
+            if key not in self._made and len(self._made) < MOST_FORMS:
+                self._made[key] = make()
+            return self._made.get(key)
+
+
+#: By the identity of the array.
+_forms: dict[int, Forms] = {}
+
+
+def keeping_forms(array: Any) -> Any:
+    """The array, whose elements stay as they are, as a view with which what methods make of it is kept.
+
+    A view, because a form may hold the array itself, which would live forever then; of other views nothing is kept.
+    """
+    view = array[...]
+    _forms[id(view)] = Forms()
+    weakref.finalize(view, _forms.pop, id(view), None).atexit = False
+    return view
+
+
+def forms_of(array: Any) -> Forms | None:
+    """What is kept of an array; None of one whose elements may change."""
+    return _forms.get(id(array))
+
+
 def reserve(nbytes: int) -> bool:
     """Count memory as kept, where it is within the budget; `release` counts it no more."""
     with _lock:
@@ -130,17 +178,20 @@ def spent() -> int:
 
 def held_bytes(value: object, shared: Iterable[object] = ()) -> int:
     """Bytes of an object and of all that it holds, but for what is `shared`; more than `LARGEST` are not counted up."""
-    seen, waiting, nbytes = {id(item) for item in shared}, [value], 0
-    while waiting and nbytes <= LARGEST:
-        item = waiting.pop()
-        if id(item) in seen or isinstance(item, (type, ModuleType, CodeType, BuiltinFunctionType)):
-            continue
-        seen.add(id(item))
-        nbytes += sys.getsizeof(item)
-        if isinstance(item, FunctionType):  # not the module that it belongs to
-            waiting.append(item.__closure__)
-        else:
-            waiting += gc.get_referents(item)
+    seen, level, nbytes = {id(item) for item in shared}, [value], 0
+    while level and nbytes <= LARGEST:
+        asked, following = [], []
+        for item in level:
+            if id(item) in seen or isinstance(item, (type, ModuleType, CodeType, BuiltinFunctionType)):
+                continue
+            seen.add(id(item))
+            nbytes += sys.getsizeof(item)
+            if isinstance(item, FunctionType):  # not the module that it belongs to
+                following.append(item.__closure__)
+            else:
+                asked.append(item)
+        # Many at once: where Python has no global lock, all threads stop for each time that it is asked.
+        level = following + gc.get_referents(*asked)
     return nbytes
 
 

@@ -42,12 +42,15 @@ class Address:
 class Buffer:
     """Workspace the plan asks for; lives until its last step has been enqueued.
 
-    What is `is_kept` a library has for itself, and keeps: it is counted, not allocated.
+    What is `is_kept` is counted, not allocated: a library has it for itself, or it is a form of the argument `of`, which
+    the launch `made_by` makes of that once.  Such a form lives on, and is beside the limit on workspace.
     """
 
     name: str
     nbytes: int
     is_kept: bool = False
+    of: str = ""
+    made_by: KernelLaunch | None = None
 
     @property
     def space(self) -> int:
@@ -433,7 +436,7 @@ class Plan:
             f"  work      {self.flops:,} FLOP, {_bytes(self.bytes_moved)} moved"
             f" (at the least {_bytes(self.minimal_bytes)}); bound by {self.bound}",
             f"  workspace {_bytes(self.workspace_bytes)}"
-            + "".join(f"; {b.name} {_bytes(b.nbytes)}" for b in self.workspace),
+            + "".join(f"; {b.name} {_bytes(b.nbytes)}{', kept' * bool(b.of)}" for b in self.workspace),
             "  steps",
         ]
         lines += [f"    {conversion}" for conversion in self.conversions]

@@ -143,7 +143,7 @@ def networks_table(record: dict[str, Any]) -> str:
     head = ["network, one image", "`load`", "node by node, nothing fused", "ONNX Runtime", "`load` / ONNX Runtime"]
     known = record["environment"]
     where = f"{known['machine']}, Python {known['python']}, ONNX Runtime {known['onnxruntime']}, {known['date']}."
-    return f"{_table(head, lines)}\nMedians, each in a process of its own. {where}\n"
+    return f"{_table(head, lines)}\nMedians, each in a process of its own, the least of three. {where}\n"
 
 
 def block_table(record: dict[str, Any]) -> str:

@@ -104,6 +104,9 @@ class NullDevice:
     def signature(self, arrays: Sequence[Any]) -> Hashable:
         return tuple([(a.dtype, a.shape, a.strides, a.address & 15) for a in arrays])
 
+    def synchronize(self) -> None:
+        pass
+
     def is_capturing(self) -> bool:
         return False
 

@@ -136,6 +136,8 @@ class HostDevice:
         with a 64-bit type never flush.  float16's conversions here go through such numbers, which a GPU's do not.
     capturing : bool
         What `is_capturing` says.
+    waits : int
+        How often somebody waited for the stream.
     model : GpuModel
         The GPU that plans are made for.
     has_cufft : bool
@@ -162,6 +164,7 @@ class HostDevice:
         self._failing = range(0)
         self.flushes_subnormals = False
         self.capturing = False
+        self.waits = 0
         self.model = known_gpu("sm_90")
         self.room = self.model.multiprocessors
         self.shows_room = True
@@ -292,6 +295,11 @@ class HostDevice:
             return self.empty(shape, dtype)
         finally:
             self.fail_allocations_over = failing
+
+    def synchronize(self) -> None:
+        """Nothing is enqueued here that is not done; it is counted, so that a test sees who waits."""
+        assert not self.capturing, "waiting for a stream ends its capture"
+        self.waits += 1
 
     def is_capturing(self) -> bool:
         """As a test has set `capturing`; there are no graphs."""

@@ -192,6 +192,7 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
     some = [_samples(layer, 0, chunk) for layer in layers]
     drafts = [draft_of(part, [replace(layer, workspace_limit=left) for layer in some]) for part in parts]
     joined = max(chunks, key=lambda draft: sum(buffer.space for buffer in draft.workspace))
+    forms = {buffer.name: buffer for draft in chunks for buffer in draft.workspace if buffer.of}
     cut = f", {-(-batch // chunk)} chunks of {chunk} samples" if chunk < batch else ""
     notes = tuple(dict.fromkeys(note for draft in chunks for note in draft.notes))
     notes += tuple(f"layer[{i}] lies where layer[{stored[j]}] did" for j, i in enumerate(stored[2:]))
@@ -210,7 +211,11 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
         joined,
         method="fused" if any(part.count == 2 for part in parts) else "unfused",
         steps=relocated(tuple(steps), places),
-        workspace=(*(Buffer(f"layer[{i}]", nbytes) for i, nbytes in zip(stored, sizes)), *joined.workspace),
+        workspace=(
+            *(Buffer(f"layer[{i}]", nbytes) for i, nbytes in zip(stored, sizes)),
+            *(b for b in joined.workspace if not b.of),
+            *forms.values(),
+        ),
         reason=f"layers {words}{cut}",
         notes=notes,
     )

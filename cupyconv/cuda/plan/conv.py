@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from cupyconv.cuda.plan.conversions import check_alignment, converted
@@ -46,6 +47,8 @@ def plan_conv(problem: ConvProblem) -> Plan:
 def converted_conv(problem: ConvProblem) -> tuple[ConvProblem, tuple[Conversion, ...]]:
     """The convolution in the dtypes computed with, and what must be converted for that."""
     x, out = problem.x_dtype, problem.out.dtype
+    if problem.weight.dtype != problem.weight_dtype:  # what is converted is another array in each call
+        problem = replace(problem, weight_is_constant=False)
     return converted(problem, xs=x, weight=problem.weight_dtype, bias=out, residual=out, prologue=x)
 
 

@@ -2,7 +2,8 @@
 
 ::
 
-    (channels_last)  inputs -> workspace, so that their channels are copied 16 bytes at a time, where that takes less
+    (channels_last)  inputs -> workspace, so that their channels are copied 16 bytes at a time, where that takes less;
+                     some samples at a time where there is no room for all, which all but pack_weight is then done for
     (pack_weight)    weight -> workspace, in the order in which the product reads it, where it does not lie so already
     implicit_gemm    one tile of the result a block of threads; bias, residual, activation on the way out
     (epilogue)       only where several blocks share a tile's sum: adds their parts and finishes them
@@ -16,7 +17,7 @@ Every arithmetic the dtype has on the GPU, every way to read the inputs and ever
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
@@ -25,7 +26,7 @@ from typing import Any
 
 from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.channels_last import channels_last
-from cupyconv.cuda.plan.draft import Draft, cheapest
+from cupyconv.cuda.plan.draft import Draft, cheapest, in_rounds
 from cupyconv.cuda.plan.epilogue import Sums, finish
 from cupyconv.cuda.plan.launches import (
     GRID_X,
@@ -45,7 +46,7 @@ from cupyconv.cuda.plan.launches import (
 )
 from cupyconv.cuda.plan.occupancy import RESERVED_SHARED
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, is_complex, product_flops
-from cupyconv.problem.geometry import ConvGeometry, Triple
+from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.padding import PADDING_MODES
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, KernelLaunch, Step
@@ -69,6 +70,8 @@ PIXEL_K_CHUNK = 4
 INT32 = 2**31 - 1
 #: K-slabs that a share of a split sum has at the least: fewer would not fill the pipeline.
 SMALLEST_SHARE = 4
+#: What becomes of float32 as the weight is packed (Float32As of kernels/pack_weight.cu), in words.
+FLOAT32_AS = ("", ", rounded to TF32", ", in two parts of TF32")
 #: Oldest architecture with matrix instructions for a dtype.
 FIRST_MMA = {"float16": 75, "bfloat16": 80, "float32": 80, "float64": 80}
 
@@ -204,24 +207,27 @@ def draft_phases(problem: ConvProblem, phases: Phases) -> Draft:
     for arithmetic in choices:
         for way in _ways(problem, arithmetic):
             for tile in tiles(dtype, arithmetic, way.gather, bool(way.problem.prologue)):
-                if shared_bytes(tile, accumulator(dtype)) <= gpu.shared_bytes:
-                    drafts.append(_draft(way, phases, arithmetic, tile))
-    fitting = [draft for draft in drafts if sum(buffer.nbytes for buffer in draft.workspace) <= problem.limit]
+                if shared_bytes(tile, arithmetic, accumulator(dtype)) <= gpu.shared_bytes:
+                    with suppress(NotApplicable) if way.samples else nullcontext():
+                        drafts.append(_draft_of(way, phases, arithmetic, tile))
+    needed = [sum(buffer.nbytes for buffer in draft.workspace if not buffer.of) for draft in drafts]
+    fitting = [draft for draft, nbytes in zip(drafts, needed) if nbytes <= problem.limit]
     if not fitting:
-        smallest = min(sum(buffer.nbytes for buffer in draft.workspace) for draft in drafts)
+        smallest = min(needed)
         raise NotApplicable(f"its packed weight takes {smallest:,} bytes of workspace, the limit is {problem.limit:,}")
     return cheapest(fitting, gpu)
 
 
 @dataclass(frozen=True)
 class Way:
-    """How the inputs are read: as the problem has them, in this direction, after these steps."""
+    """How the inputs are read: as the problem has them, in this direction, after these steps; moved so many samples at a time."""
 
     problem: ConvProblem
     gather: str
     notes: tuple[str, ...] = ()
     steps: tuple[Step, ...] = ()
     workspace: tuple[Buffer, ...] = ()
+    samples: int = 0
 
 
 def _ways(problem: ConvProblem, arithmetic: str) -> list[Way]:
@@ -231,9 +237,55 @@ def _ways(problem: ConvProblem, arithmetic: str) -> list[Way]:
     ways = [Way(problem, gather, notes)]
     if chunked and gather == "ALONG_PIXELS":
         with suppress(NotApplicable):
-            moved = channels_last(problem)
-            ways.append(Way(moved.problem, "ALONG_CHANNELS", (), (moved.launch,), (moved.buffer,)))
+            one = channels_last(_samples(problem, 0, 1))
+            most = problem.limit // 2 // one.buffer.nbytes  # the rest is for the weight, and for sums
+            if problem.geometry.batch * one.buffer.nbytes < problem.limit:
+                ways.append(_moved(problem))
+            elif most:
+                ways.append(Way(problem, "ALONG_CHANNELS", samples=even_part(problem.geometry.batch, most)))
     return ways
+
+
+def _moved(problem: ConvProblem) -> Way:
+    moved = channels_last(problem)
+    return Way(moved.problem, "ALONG_CHANNELS", (), (moved.launch,), (moved.buffer,))
+
+
+def _samples(problem: ConvProblem, first: int, count: int) -> ConvProblem:
+    """The problem for some of the samples."""
+    images = {name: getattr(problem, name) for name in ("out", "residual", "pre")}
+    return replace(
+        problem,
+        geometry=replace(problem.geometry, batch=count),
+        xs=tuple(x.samples(first, count) for x in problem.xs),
+        **{name: image and image.samples(first, count) for name, image in images.items()},
+    )
+
+
+def _draft_of(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> Draft:
+    """The draft of a way; some samples at a time where it says so, by a weight that is packed once."""
+    if not way.samples:
+        return _draft(way, phases, arithmetic, tile)
+
+    def draft_of(first: int, count: int) -> Draft:
+        return _draft(_moved(_samples(way.problem, first, count)), phases, arithmetic, tile)
+
+    def is_pack(step: Step) -> bool:
+        return isinstance(step, KernelLaunch) and step.kernel.name == "pack_weight"
+
+    def steps_of(draft: Draft) -> list[Step]:
+        return [step for step in draft.steps if not is_pack(step)]
+
+    whole, rest = divmod(way.problem.geometry.batch, way.samples)
+    drafts = [draft_of(0, way.samples), *([draft_of(whole * way.samples, rest)] if rest else ())]
+    steps = [step for step in drafts[0].steps if is_pack(step)]
+    steps += in_rounds(whole, lambda chunk: steps_of(draft_of(chunk * way.samples, way.samples)))
+    steps += [step for draft in drafts[1:] for step in steps_of(draft)]
+    workspace: dict[str, Buffer] = {}
+    for buffer in (buffer for draft in drafts for buffer in draft.workspace):
+        workspace[buffer.name] = max(buffer, workspace.get(buffer.name, buffer), key=lambda each: each.nbytes)
+    reason = f"{drafts[0].reason}, {way.samples} samples at a time"
+    return replace(drafts[0], steps=tuple(steps), workspace=tuple(workspace.values()), reason=reason)
 
 
 def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> Draft:
@@ -245,21 +297,33 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
     cut = reduction(geometry, phases, k_chunk, BLOCK_BYTES // itemsize)
     tiles_m = -(-geometry.group_outputs // tile_m)
     rows = tiles_m * tile_m
+    parts = weight_parts(arithmetic, tile_m)
+    shared = shared_bytes(tile, arithmetic, accumulator(dtype))
     tiles_n = [-(-geometry.batch * phase.pixels // tile_n) for phase in phases.each]
     blocks_xy = tiles_m * geometry.groups * max(tiles_n) * len(tiles_n)
     if blocks_xy > GRID_X:
         raise NotApplicable(f"{blocks_xy:,} tiles are more than a grid has blocks")
     group_slabs, most_slabs = sum(cut.slabs), max(cut.slabs)
-    if arithmetic == "MMA" and len(phases.each) == 1 and _lies_in_slabs(problem.weight, geometry, cut):
-        packed, row = None, problem.weight.strides[0]
+    as_it_is = arithmetic == "MMA" or (arithmetic == "TF32X3" and parts == 1)
+    if as_it_is and len(phases.each) == 1 and _lies_in_slabs(problem.weight, geometry, cut):
+        packed, pack, row = None, None, problem.weight.strides[0]
         weight = (address(problem.weight), geometry.group_outputs * row, cut.slab, row, geometry.group_outputs)
     else:
-        packed = Buffer("packed_weight", geometry.groups * group_slabs * rows * cut.slab * itemsize)
-        row = rows if arithmetic == "FMA" else cut.slab
-        weight = (Address(packed.name), group_slabs * rows * cut.slab, rows * cut.slab, row, rows)
+        slab = rows * cut.slab * parts
+        name = (
+            f"{problem.weight.name} for {arithmetic} {tile_m} x {k_chunk}"
+            if problem.weight_is_constant
+            else "packed_weight"
+        )
+        packed = Buffer(name, geometry.groups * group_slabs * slab * itemsize)
+        pack = _pack_weight_launch(geometry, phases, packed, cut, rows, arithmetic, parts)
+        if problem.weight_is_constant:
+            packed = replace(packed, is_kept=True, of=problem.weight.name, made_by=pack)
+        row = rows if arithmetic == "FMA" else cut.slab * parts
+        weight = (Address(packed.name), group_slabs * slab, slab, row, rows)
 
     sums = replace(problem.out.in_c_order(accumulator(dtype)), name="sums", offset=0)
-    affordable = (problem.limit - (packed.nbytes if packed else 0)) // sums.nbytes
+    affordable = (problem.limit - (packed.nbytes if packed and not packed.of else 0)) // sums.nbytes
     at_once = gpu.multiprocessors * (BUSY_THREADS // threads)
     shares = max(1, min(at_once // blocks_xy, most_slabs // SMALLEST_SHARE, affordable))
     slabs_per_split = -(-most_slabs // shares)
@@ -276,14 +340,14 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
     slabs = slabs_per_split * sum(map(mul, tiles_n, cut.slabs)) / (sum(tiles_n) * most_slabs)
     operations = 2 * tile_m * tile_n * slabs * cut.slab
     # What it asks L2 for.  Taps of a row read what the one before has left in L1.
-    l2_bytes = slabs * BLOCK_BYTES * (tile_m + tile_n / geometry.kernel[2])
-    if gpu.shared_bytes + RESERVED_SHARED < 2 * (shared_bytes(tile, accumulator(dtype)) + RESERVED_SHARED):
+    l2_bytes = slabs * BLOCK_BYTES * (tile_m * parts + tile_n / geometry.kernel[2])
+    if gpu.shared_bytes + RESERVED_SHARED < 2 * (shared + RESERVED_SHARED):
         rate *= threads / BUSY_THREADS  # one block to a multiprocessor
     issued = slabs * threads / WARP * cost.ISSUED[arithmetic, itemsize, gather][tile]
     shared_lines = slabs * _shared_lines(problem, tile, gather, arithmetic)
     steps = [*way.steps]
-    if packed:
-        steps.append(_pack_weight_launch(geometry, phases, packed, cut, rows, arithmetic))
+    if pack and not problem.weight_is_constant:
+        steps.append(pack)
     steps.append(
         KernelLaunch(
             variant(
@@ -314,7 +378,7 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
                 ("phases", len(phases.each)),
                 ("phase", tuple(_phase_params(*each, out) for each in zip(phases.each, cut.first_slabs))),
             ),
-            shared_bytes=shared_bytes(tile, accumulator(dtype)),
+            shared_bytes=shared,
             purpose=_words(phases) + prologue_words(problem.prologue) + ", bias, residual, activation" * (splits == 1),
             bytes_moved=bytes_of(problem.xs) + (packed or problem.weight).nbytes + splits * out.nbytes,
             flops=_flops(problem, phases),
@@ -345,9 +409,10 @@ def _shared_lines(problem: ConvProblem, tile: tuple[int, int], gather: str, arit
     store, and to load those where they lie.
     """
     tile_m, tile_n = tile
+    parts = weight_parts(arithmetic, tile_m)
     warps = (TILES | WIDE_TILES)[tile] // WARP
-    edges = warps * WARP_ROWS[tile] + tile_m * tile_n // WARP_ROWS[tile]
-    lines = (edges + tile_m) * BLOCK_BYTES // cost.SHARED_LINE
+    edges = warps * WARP_ROWS[tile] * parts + tile_m * tile_n // WARP_ROWS[tile]
+    lines = (edges + tile_m * parts) * BLOCK_BYTES // cost.SHARED_LINE
     if gather != "ALONG_PIXELS":
         return lines + tile_n * BLOCK_BYTES // cost.SHARED_LINE
     touched = max(cost.lines_of(x, problem.geometry.stride[2]) for x in problem.xs)
@@ -392,10 +457,15 @@ def _phase_params(phase: Phase, first_slab: int, out: Operand) -> tuple[Any, ...
     return first_element, phase.out_size, phase.kernel, phase.before, first_slab
 
 
-def shared_bytes(tile: tuple[int, int], sums: str) -> int:
+def weight_parts(arithmetic: str, tile_m: int) -> int:
+    """Numbers for each element of the packed weight: SPLIT_WEIGHT_PARTS of kernels/warp_tile.cuh."""
+    return 2 if arithmetic == "TF32X3" and tile_m > 64 else 1
+
+
+def shared_bytes(tile: tuple[int, int], arithmetic: str, sums: str) -> int:
     """`Shared` of kernels/implicit_gemm.cu: a packed pixel for each column, and stages or a part of an epilogue tile in the same place."""
     tile_m, tile_n = tile
-    stages = STAGES * (tile_m + tile_n) * BLOCK_BYTES
+    stages = STAGES * (tile_m * weight_parts(arithmetic, tile_m) + tile_n) * BLOCK_BYTES
     part = WARP_ROWS[tile] * (min(tile_n, PART_COLUMNS) + 8) * ITEMSIZE[sums]
     return tile_n * 8 + max(stages, tile_n * 16 + part)
 
@@ -449,9 +519,10 @@ def _lies_in_slabs(weight: Operand, geometry: ConvGeometry, cut: Reduction) -> b
 
 
 def _pack_weight_launch(
-    geometry: ConvGeometry, phases: Phases, packed: Buffer, cut: Reduction, rows: int, arithmetic: str
+    geometry: ConvGeometry, phases: Phases, packed: Buffer, cut: Reduction, rows: int, arithmetic: str, parts: int
 ) -> KernelLaunch:
     along_k = arithmetic != "FMA"
+    float32_as = 2 if parts > 1 else int(arithmetic == "TF32")
     weights = [phase.weight for phase in phases.each]
     # Along an axis where a phase has one tap its step is 0; the others have the one that all have.
     steps = [max(each, key=abs) for each in zip(*(weight.strides for weight in weights))]
@@ -467,7 +538,7 @@ def _pack_weight_launch(
             ("sources", (channels, len(channels))),
             ("weight", image(weight)),
             ("packed", Address(packed.name)),
-            ("stride_m", cut.slab if along_k else 1),
+            ("stride_m", cut.slab * parts if along_k else 1),
             ("stride_k", 1 if along_k else rows),
             *groups_params(geometry),
             ("k_chunk", cut.k_chunk),
@@ -475,7 +546,7 @@ def _pack_weight_launch(
             ("slabs", sum(cut.slabs)),
             ("rows", rows),
             ("channels", cut.channels),
-            ("rounds_to_tf32", int(arithmetic == "TF32")),
+            ("float32_as", float32_as),
             (
                 "phase",
                 tuple(
@@ -484,6 +555,6 @@ def _pack_weight_launch(
                 ),
             ),
         ),
-        purpose="weight into K-slabs" + ", rounded to TF32" * (arithmetic == "TF32"),
+        purpose="weight into K-slabs" + FLOAT32_AS[float32_as],
         bytes_moved=nbytes + packed.nbytes,
     )

@@ -68,6 +68,15 @@ class CudaBackend:
         """A C-ordered copy in `dtype`: of the real parts where that is real."""
         return self.device.convert(array if dtype.kind == "c" else array.real, dtype)
 
+    def own_copy(self, array: Any) -> Any:
+        """A C-ordered copy for nobody to change, complete when this returns: any stream may read it."""
+        if self.device.is_capturing():
+            raise RuntimeError("a layer cannot be packed while a graph is captured: pack it before")
+        with self.current():
+            copy = self.device.convert(array, array.dtype)
+            self.device.synchronize()
+        return copy
+
     def plan(self, problem: Problem) -> Plan:
         """How a problem runs here; ValueError where a named method does not apply."""
         return plan(problem)

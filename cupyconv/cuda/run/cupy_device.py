@@ -128,6 +128,9 @@ class CupyDevice:
     def signature(self, arrays: Sequence[Any]) -> Hashable:
         return tuple([(a.dtype, a.shape, a.strides, a.data.ptr & 15, a.data.device_id) for a in arrays])
 
+    def synchronize(self) -> None:
+        get_current_stream(self.ordinal).synchronize()
+
     def is_capturing(self) -> bool:
         return get_current_stream(self.ordinal).is_capturing()
 

@@ -94,6 +94,9 @@ class Device(Protocol):
     def signature(self, arrays: Sequence[Any]) -> Hashable:
         """What the device, dtypes and layouts of arrays are: where equal, a plan for the one is a plan for the other."""
 
+    def synchronize(self) -> None:
+        """Wait for all that was enqueued on the current stream."""
+
     def is_capturing(self) -> bool:
         """Whether the current stream records a graph instead of running what it gets."""
 

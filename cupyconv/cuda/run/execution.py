@@ -18,8 +18,10 @@ import numpy as np
 from cupyconv.cuda.run.device import Device, GemmArguments, TransformArguments
 from cupyconv.cuda.run.parameters import PackedParameters
 from cupyconv.problem.arrays import dtype_from_name, is_complex
+from cupyconv.problem.kept import forms_of
 from cupyconv.problem.plan import (
     Address,
+    Buffer,
     GemmCall,
     KernelLaunch,
     LaunchLoop,
@@ -61,6 +63,7 @@ class PreparedPlan:
         self._buffers = tuple(slots)
         self._conversions = tuple((c.buffer, dtype_from_name(c.target)) for c in plan.conversions)
         self._workspace = tuple((buffer.name, (buffer.nbytes,)) for buffer in plan.workspace if not buffer.is_kept)
+        self._forms = tuple(_PreparedForm(buffer, device) for buffer in plan.workspace if buffer.of)
         self._not_in_a_graph = _why_not_in_a_graph(plan)
         self._asks_for_capture = bool(self._not_in_a_graph or plan.workspace)
         #: Enqueues every step, given the plan's arguments and result by name.
@@ -74,9 +77,10 @@ class PreparedPlan:
                 if self._not_in_a_graph:
                     raise RuntimeError(self._not_in_a_graph)
                 allocate = device.empty_in_graph
+            forms = {form.name: form.found(arrays) for form in self._forms}
             converted = {name: device.convert(arrays[name], dtype) for name, dtype in self._conversions}
             workspace = {name: allocate(shape, _BYTES) for name, shape in self._workspace}
-            arrays = {**arrays, **converted, **workspace}
+            arrays = {**arrays, **converted, **workspace, **forms}
         addresses = [device.pointer(arrays[name]) or _NOWHERE for name in self._buffers]
         for step in self._steps:
             step.run(device, addresses, ())
@@ -140,6 +144,40 @@ class _PreparedLoop:
                 prepared.enqueue(parameters.argument)
         for prepared, parameters, _ in bound:
             prepared.parameters.give_back(parameters)
+
+
+class _PreparedForm:
+    """What a launch makes of an argument once, where the argument's elements stay as they are."""
+
+    def __init__(self, buffer: Buffer, device: Device) -> None:
+        assert buffer.made_by is not None
+        self.name = buffer.name
+        self._of, self._shape, self._device = buffer.of, (buffer.nbytes,), device
+        #: Equal where equal launches make it, whichever plan they are of; of a string the hash is worked out once.
+        self._key = repr(buffer.made_by)
+        self._slots = {buffer.of: 0, buffer.name: 1}
+        self._launch = _PreparedLaunch(buffer.made_by, (), self._slots, device)
+
+    def found(self, arrays: Mapping[str, Any]) -> Any:
+        """Where it is kept, or else made now, with nothing kept of it where a graph makes it at every launch."""
+        argument, device = arrays[self._of], self._device
+        forms = forms_of(argument)
+        kept = forms and forms.get(self._key)
+        if kept is None and forms and not device.is_capturing():
+            kept = forms.keep(self._key, lambda: self._made_for_all_streams(argument))
+        if kept is not None:
+            return kept
+        return self._made(argument, device.empty_in_graph if device.is_capturing() else device.empty)
+
+    def _made(self, argument: Any, allocate: Callable[..., Any]) -> Any:
+        made = allocate(self._shape, _BYTES)
+        self._launch.run(self._device, [self._device.pointer(argument), self._device.pointer(made)], ())
+        return made
+
+    def _made_for_all_streams(self, argument: Any) -> Any:
+        made = self._made(argument, self._device.empty)
+        self._device.synchronize()
+        return made
 
 
 class _PreparedRounds:

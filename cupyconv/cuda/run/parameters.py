@@ -113,7 +113,7 @@ PARAMETERS = {
     "pack_weight": _struct(
         sources=SOURCES, weight=IMAGE, packed=POINTER, stride_m=INT64, stride_k=INT64, groups=INT32,
         group_channels=INT32, group_outputs=INT32, k_chunk=INT32, slab=INT32, slabs=INT32, rows=INT32, channels=INT32,
-        rounds_to_tf32=INT32, phase=(PHASE_WEIGHT, MAX_PHASES),
+        float32_as=INT32, phase=(PHASE_WEIGHT, MAX_PHASES),
     ),
     "implicit_gemm": _struct(
         sources=SOURCES, steps=STEPS, weight=WEIGHT_SLABS, out=IMAGE, plane=INT64, epilogue=EPILOGUE, prologue=PROLOGUE, batch=INT64,
