@@ -604,6 +604,16 @@ def test_the_pairing_is_the_best_there_is(monkeypatch, seed):
     assert [name for name, _ in plan.rejected] == [f"{'un' * (i in found('auto'))}fused {i}+{i + 1}" for i in range(5)]
 
 
+@pytest.mark.parametrize("fuse", ["auto", True, False])
+def test_a_long_loop_is_said(fuse):
+    """Of a limit that leaves blocks of a few pixels."""
+    x = np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), (8, 4, 2000, 2000), (0, 0, 0, 0))
+    layers = [ConvLayer(np.ones((4, 4, 3, 3), np.float32), padding=1)] * 2
+    with cupyconv.options(workspace_limit=200_000 if fuse is True else 1000, threads=2):
+        plan = cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=fuse)
+    assert any("a loop in Python of" in note for note in plan.notes)
+
+
 def test_an_image_beyond_the_limit_is_said():
     x = np.ones((2, 8, 64, 64), np.float32)
     layers = [ConvLayer(np.ones((8, 8, 1, 1), np.float32))] * 2

@@ -69,6 +69,16 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
         (huge(5, 10**6, 60, 60), huge(10**6, 4, 7, 7)),
         {"groups": 10**5},
     ),
+    "transposed, strided, far taps": (
+        cupyconv.conv_transpose,
+        (huge(4, 12, 115, 116, 12), huge(12, 61, 8, 8, 16)),
+        {"stride": (4, 2, 2)},
+    ),
+    "transposed, strided, depthwise": (
+        cupyconv.conv_transpose,
+        (huge(1, 2432, 420702), huge(2432, 1, 16)),
+        {"stride": 16, "groups": 2432},
+    ),
     "im2col": (cupyconv.im2col, (huge(1, 4, 3000, 3000), (1000, 1000)), {}),
     "col2im": (cupyconv.col2im, (huge(1, 10**6, 2001**2), (3000, 3000), (1000, 1000)), {}),
     "max_pool": (cupyconv.max_pool, (huge(1, 64, 10**5, 10**5), 10**5), {}),
@@ -78,6 +88,17 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "chain": (cupyconv.conv_chain, (huge(1, 64, 2800, 2800), layers(*[(64, 64, 3, 3)] * 2, padding=1)), {}),
     "chain, long": (cupyconv.conv_chain, (huge(1, 8, 2**40), layers(*[(8, 8, 9)] * 3, padding=4)), {}),
     "chain, many samples": (cupyconv.conv_chain, (huge(2**40, 8, 16, 16), layers(*[(8, 8, 3, 3)] * 3, padding=1)), {}),
+    "chain, wide": (
+        cupyconv.conv_chain,
+        (
+            huge(672, 110, 67157),
+            [
+                ConvLayer(huge(110, 1, 31), padding=30, dilation=2, stride=2, groups=110),
+                ConvLayer(huge(110, 1, 1804), padding=3608, dilation=4, groups=110),
+            ],
+        ),
+        {},
+    ),
     "chain, far taps": (
         cupyconv.conv_chain,
         (huge(1, 8, 10**6, 64), layers(*[(8, 8, 3, 3)] * 3, padding=(10**4, 1), dilation=(10**4, 1))),
@@ -85,14 +106,35 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     ),
 }
 
-#: What on NumPy takes longer, but no second: each of so many phases is planned.
-ON_CUDA = CALLS | {
+#: A chain of which every band is at an end of an image.
+ON_NUMPY = CALLS | {
+    "chain, short bands": (
+        cupyconv.conv_chain,
+        (
+            huge(15, 29, 715, 17, 26),
+            [
+                ConvLayer(huge(13, 29, 3, 1, 9), padding=(911, 0, 4), dilation=(911, 2, 1)),
+                ConvLayer(huge(18, 13, 9, 9, 3), padding=(4, 8, 1), dilation=(1, 2, 1)),
+            ],
+        ),
+        {},
+    )
+}
+
+#: What takes longer on NumPy: many parts, of many groups, of which some are transformed at a time.
+MANY_PARTS = {
     "transposed, many groups, strided": (
         cupyconv.conv_transpose,
         (huge(10**6, 1000, 1, 373), huge(1000, 3, 5, 257)),
         {"groups": 1000, "stride": (9, 2)},
-    )
+    ),
+    "transposed, many groups, transforms": (
+        cupyconv.conv_transpose,
+        (huge(35, 128, 1774, 37), huge(128, 12, 16, 8)),
+        {"groups": 64, "stride": (2, 8)},
+    ),
 }
+ON_CUDA = CALLS | MANY_PARTS
 
 
 def seconds_to_plan(
@@ -122,12 +164,19 @@ def slowness(on: str | None = None) -> float:
 
 @pytest.mark.parametrize("threads", [1, 10**4])
 @pytest.mark.parametrize("limit", [None, 1000, 100_000, 10**12])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", ON_NUMPY)
 def test_planning_does_not_grow_with_the_numbers(name, limit, threads):
     taken = seconds_to_plan(
-        CALLS[name], workspace_limit=limit, threads=threads
+        ON_NUMPY[name], workspace_limit=limit, threads=threads
     )  # apart: pytest shows what an assertion calls
     assert taken < MOST * slowness()
+
+
+@pytest.mark.parametrize("limit", [None, 1000, 100_000, 10**12])
+@pytest.mark.parametrize("name", MANY_PARTS)
+def test_planning_many_parts_takes_a_few_times_as_long(name, limit):
+    taken = seconds_to_plan(MANY_PARTS[name], workspace_limit=limit, threads=2)
+    assert taken < 4 * MOST * slowness()
 
 
 @pytest.mark.parametrize("limit", [None, 100_000, 10**12])

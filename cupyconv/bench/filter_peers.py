@@ -45,7 +45,7 @@ def _with_channels(image: Any) -> Any:
 
 
 class SciPy(Participant):
-    """``ndimage.correlate``, ``signal.correlate`` and ``signal.lfilter``."""
+    """``ndimage.correlate``, ``signal.correlate`` and ``signal.lfilter``; beside them ``numpy.correlate``."""
 
     def __init__(self) -> None:
         self._version = installed("scipy").__version__
@@ -66,6 +66,8 @@ class SciPy(Participant):
             calls["scipy.signal"] = partial(self._signal.correlate, image, kernel, "same", "direct")
         elif not case.padding:
             calls["scipy.signal"] = partial(self._signal.correlate, image, kernel, "valid", "direct")
+            if image.ndim == 1:
+                calls["numpy.correlate"] = partial(np.correlate, image, kernel)
         elif case.pairs == ((case.kernel[0] - 1, 0),):
             calls["scipy.signal"] = partial(self._signal.lfilter, kernel[::-1].copy(), np.ones(1, image.dtype), image)
         return _ways(case, calls)

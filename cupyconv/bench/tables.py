@@ -149,6 +149,11 @@ def _filters() -> Iterator[Case]:
         for extent in (3, 5, 9, 15):
             name = f"filter {extent}x{extent}, 512x512, {dtype}"
             yield Case(name, 1, (1,), (512, 512), 1, (extent,) * 2, padding=_same(extent, extent), dtype=dtype)
+        for points, taps in ((10**4, 5), (10**4, 11), (10**4, 101), (10**5, 5), (10**7, 11)):
+            power = len(str(points)) - 1
+            yield Case(
+                f"filter of {taps} taps, valid, 10^{power} points, {dtype}", 1, (1,), (points,), 1, (taps,), dtype=dtype
+            )
         for taps, padding in ((31, _same(31)), (101, ((100, 0),)), (200, ((199, 0),))):
             kind = ", causal" * (padding != _same(taps))
             yield Case(f"filter of {taps} taps, 10^6 points{kind}, {dtype}", 1, (1,), (10**6,), 1, (taps,), padding=padding, dtype=dtype)  # fmt: skip

@@ -27,6 +27,8 @@ _WORTH_WAKING = 150e-6
 #: The same of a step of a recurrent layer, whose parts do not wait for each other; and the least samples of a part: products
 #: of fewer take as long, and read all weights too.
 _STEP_SHARE, _LEAST_SAMPLES = 100e-6, 4
+#: Threads that plans are made for at most, however many are asked for.
+MOST_THREADS = 64
 #: Contexts that are kept: as many as threads that are likely to call at the same time.
 _IDLE_CONTEXTS = 64
 _layout_of = attrgetter("dtype", "shape", "strides")
@@ -87,7 +89,7 @@ class NumpyBackend:
 
     def machine(self, threads: int | None) -> HostModel:
         """The processor plans are made for."""
-        return HostModel(threads or 0)
+        return HostModel(min(threads or 0, MOST_THREADS))
 
     def current(self) -> AbstractContextManager[Any]:
         """A context in which plans run: NumPy's floating-point warnings are silenced."""

@@ -44,6 +44,8 @@ def plan_chain(problem: ChainProblem) -> Plan:
     problem = replace(problem, layers=(without_empty_inputs(problem.layers[0]), *problem.layers[1:]))
     if problem.layers[-1].out.nbytes == 0:
         return problem.planned((), method="unfused", reason="the result is empty", notes=_notes(problem))
+    if problem.fuse is False:
+        return replace(_unfused(problem).plan, rejected=(("fused", "fuse=False was asked for"),))
     try:
         fused = _fused(problem)
     except NotApplicable as reason:
@@ -53,9 +55,6 @@ def plan_chain(problem: ChainProblem) -> Plan:
     if problem.fuse is True:
         return replace(fused.plan, rejected=(("unfused", "fuse=True was asked for"),))
     unfused = _unfused(problem)
-    if problem.fuse is False:
-        asked = f"fuse=False was asked for; {fused.plan.how}"
-        return replace(unfused.plan, rejected=(("fused", asked),))
     if unfused.seconds * (1 if unfused.fits else BEYOND_LIMIT) <= fused.seconds:
         return replace(unfused.plan, rejected=(("fused", fused.plan.how),))
     why_not = f"{unfused.plan.price}, and the images between layers are {problem.intermediate_bytes:,} bytes"
@@ -77,7 +76,7 @@ def _planned(
     loop: NumpyStep,
     sizes: Mapping[str, int],
     seconds: float,
-    turns: float,
+    turns: int,
     notes: tuple[str, ...] = (),
 ) -> Plan:
     return problem.planned(

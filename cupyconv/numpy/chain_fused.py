@@ -22,8 +22,8 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.chain_tiles import Piece, bands_to_plan, kept_rows, rows_of_band, tiles, tiles_to_plan
-from cupyconv.numpy.choice import FEWER_THREADS, Method, choose
-from cupyconv.numpy.convolution import ConvLoop, plan_conv
+from cupyconv.numpy.choice import FEWER_THREADS
+from cupyconv.numpy.convolution import ConvLoop, plan_conv, plan_like
 from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import Scratch, five_axes
 from cupyconv.problem.arrays import Operand, accumulator, dtype_from_name
@@ -37,8 +37,8 @@ TILE_BYTES = 5 << 19
 _HALVES = 3
 #: Tiles of a band up to which they are kept from run to run: a chain of few is bound by working them out.
 _KEPT_TILES = 16
-#: Threads that a chain is cut for at most.
-_MOST_THREADS = 64
+#: Kinds of parts for each layer, and tiles that are tried, at the most: so planning is bounded.
+_MOST_PARTS, _MOST_TRIED = 12, 10
 #: How much less one thread must take than several.
 _ALONE = 1.1
 #: Rows of an axis that tiles are cut along, at the least: of a shorter one windows mostly reach over the ends.
@@ -112,10 +112,9 @@ class ChainLoop(NumpyStep):
         return self.threads == 1 and any(loop.holds_blas for loops in self.loops for loop in loops)
 
     @cached_property
-    def turns(self) -> float:
+    def turns(self) -> int:
         """How often something is computed in turn, about."""
-        parts = [sum(loop.turns for loop in loops) / len(loops) for loops in self.loops if loops]
-        return self.tiles_count * sum(parts)
+        return self.tiles_count * sum(max(loop.turns for loop in loops) for loops in self.loops if loops)
 
     @cached_property
     def _kept(self) -> dict[tuple[int, range], list[tuple[Part, ...]]]:
@@ -165,14 +164,14 @@ def plan_fused(problem: ChainProblem) -> Fused:
     refusals: list[str] = []
     drafts: list[_Draft] = []
     more: list[Iterator[_Draft]] = []
-    for threads in sorted({1, min(problem.host.threads, _MOST_THREADS)}, reverse=True):
+    for threads in sorted({1, problem.host.threads}, reverse=True):
         best = min(drafts, key=lambda draft: draft.seconds, default=None)
         # With no limit in the way, one thread would have the same tiles.
         if best and not refusals and best.alone > FEWER_THREADS * best.seconds:
             break
         more.append(_drafts(problem, threads, refusals))
         drafts += _while_falling(more[-1])
-    for draft in chain(sorted(drafts, key=_by_price), *more):
+    for draft in islice(chain(sorted(drafts, key=_by_price), *more), _MOST_TRIED):
         try:
             return _planned(problem, draft)
         except ValueError as reason:
@@ -295,6 +294,9 @@ def _planned(problem: ChainProblem, draft: _Draft, spared: int = 0) -> Fused:
         for samples, band in product(cut.sample_counts, bands_to_plan(cut.layers, axis, cut.row_ranges))
         for part in tiles_to_plan(cut.layers, axis, samples, band, cut.tile[1])
     ]
+    unlike = [{part[i].geometry: part[i] for part in parts if part[i].outputs} for i in range(len(layers))]
+    if sum(map(len, unlike)) > _MOST_PARTS * len(layers):
+        raise NotApplicable(f"tiles have more than {_MOST_PARTS} kinds of parts for each layer")
     held = _held(layers, axis, cut.tile[0], parts)
     sizes, left = _room(problem, cut, held, kept_rows(parts))
     loops: list[tuple[ConvLoop, ...]] = []
@@ -302,12 +304,11 @@ def _planned(problem: ChainProblem, draft: _Draft, spared: int = 0) -> Fused:
     for i, layer in enumerate(layers):
         plans: list[Plan] = []
         usual = _usual(parts, i)
-        own = {part[i].geometry: part[i] for part in parts if part[i].outputs}
-        for piece in sorted(own.values(), key=lambda piece: piece != usual):
+        for piece in sorted(unlike[i].values(), key=lambda piece: piece != usual):
             part = _part_of(
                 layer, piece, axis, held[i - 1 : i], held[i : i + 1], _host_of(problem, draft.inner), left - spared
             )
-            plans.append(_like(plans[0], part) if plans else plan_conv(part))
+            plans.append(plan_like(plans[0], part) if plans else plan_conv(part))
         loops.append(tuple(step for plan in plans for step in plan.steps if isinstance(step, ConvLoop)))
         # Layers of one dtype and way use the same memory, but one's columns and another's tile lie in it side by side.
         most = max((plan.workspace_bytes for plan in plans), default=0)
@@ -322,15 +323,6 @@ def _planned(problem: ChainProblem, draft: _Draft, spared: int = 0) -> Fused:
     sizes["blocks"] += cut.threads * sum(scratch.values())
     loop = replace(cut, loops=tuple(loops), held=tuple(image.shape[2 + axis] for image in held))
     return Fused(loop, sizes, draft.seconds)
-
-
-def _like(usual: Plan, part: ConvProblem) -> Plan:
-    """A part that is computed the way that another one of its layer is, where that is possible."""
-    ways = tuple({type(step) for step in usual.steps if isinstance(step, ConvLoop)})
-    try:
-        return choose(replace(part, method=usual.method), {usual.method: Method(ways)})
-    except ValueError:
-        return plan_conv(part)
 
 
 def _usual(parts: Sequence[tuple[Piece, ...]], i: int) -> Piece | None:

@@ -173,7 +173,7 @@ def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[Bl
         problem = replace(problem, machine=replace(host, threads=fewer))
 
 
-def long_loop(turns: float) -> tuple[str, ...]:
+def long_loop(turns: int) -> tuple[str, ...]:
     """A note where the loop itself takes long, whatever its turns do."""
     seconds = turns * TURN_SECONDS
     return (f"a loop in Python of {turns:,} turns: {seconds:,.0f} s or more",) if seconds >= 1 else ()

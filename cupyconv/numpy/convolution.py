@@ -86,6 +86,15 @@ def plan_conv(problem: ConvProblem) -> Plan:
     return choose(problem, METHODS if len(problem.xs) == 1 else MERGING)
 
 
+def plan_like(plan: Plan, problem: ConvProblem) -> Plan:
+    """The plan of a problem that is computed the way that one like it is, where that is possible: no choice is made again."""
+    ways = tuple({type(step) for step in plan.steps if isinstance(step, ConvLoop)})
+    try:
+        return choose(replace(problem, method=plan.method), {plan.method: Method(ways)})
+    except ValueError:
+        return plan_conv(problem)
+
+
 # --- plans ----------------------------------------------------------------------------------------------------
 
 
@@ -276,7 +285,9 @@ def taps_at_a_time(problem: ConvProblem | WeightGradientProblem, block: BlockSiz
     """The most taps whose columns, and what they are copied from, take no more than a short call's."""
     geometry, most = problem.geometry, min(SHORT_CALL, problem.limit // 8)
     taps = geometry.taps
-    while taps > 1 and box_bytes(problem, block, item, taps) > most:
+    # A box of at most so many taps has a quarter of them at the least: of many it need not be made to see that it is large.
+    too_many = 4 * most // (geometry.in_channels * prod(block) * item or 1)
+    while taps > 1 and (taps > too_many + 4 or box_bytes(problem, block, item, taps) > most):
         taps = min(taps - 1, taps // 2)
     return max(1, taps)
 

@@ -62,10 +62,12 @@ class Cut(NamedTuple):
 @lru_cache(maxsize=64)
 def best_cut(problem: ConvProblem, fixed: int, limit: int) -> Cut | None:
     """The cut that is estimated to take the least; None where there is no room for any."""
-    geometry, best = problem.geometry, None
+    geometry, best, threads = problem.geometry, None, problem.host.threads
+    sizes = share_sizes(geometry)
+    shares_of = [share_problem(problem, range(groups), range(outputs)) for groups, outputs in sizes]
     for extents in block_extents(geometry):
-        for groups, outputs in share_sizes(geometry):
-            threads, line = problem.host.threads, share_of(problem, (1, *extents), range(groups), range(outputs))
+        for (groups, outputs), (share, own) in zip(sizes, shares_of):
+            line = Fft(share, (1, *extents), own)
             room = limit - fixed - line.spectra_bytes
             if line.spectra_bytes > room or threads * line.workspace > room:
                 continue

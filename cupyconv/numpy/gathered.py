@@ -19,7 +19,7 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep, seconds_of
-from cupyconv.numpy.convolution import ConvLoop, plan_conv
+from cupyconv.numpy.convolution import ConvLoop, plan_conv, plan_like
 from cupyconv.numpy.windows import five_axes
 from cupyconv.problem.arrays import c_strides
 from cupyconv.problem.geometry import ConvGeometry
@@ -135,8 +135,11 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
             part = replace(part, method="auto")
         problems.append((part, out.name, first, phase))
     plans, steps = [], []
+    known: dict[tuple[Any, ...], Plan] = {}  # of parts that differ by a row of padding at most
     for part, name, first, phase in problems:
-        plan = plan_conv(part)
+        kind = part.geometry.kernel, part.geometry.in_channels, part.geometry.out_channels, part.method
+        plan = plan_like(known[kind], part) if kind in known else plan_conv(part)
+        known.setdefault(kind, plan)
         plans.append(plan)
         loops = [loop for loop in plan.steps if isinstance(loop, ConvLoop)]
         steps += [GatheredLoop(problem, loop, part.geometry, name, first, phase) for loop in loops]
