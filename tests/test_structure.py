@@ -182,7 +182,7 @@ def test_no_module_is_named_after_nothing():
 HEAVY = ("cupy", "scipy", "torch", "dask", "matplotlib", "hypothesis", "ml_dtypes", "threadpoolctl")
 
 #: What `import cupyconv` may add, in imports of NumPy (0.1 s on a quiet machine): load and clock are in both.
-IMPORT_SHARE = 1.2
+IMPORT_SHARE = 0.9
 
 
 def python(code: str, env: dict[str, str] | None = None) -> str:
@@ -195,18 +195,21 @@ def test_nothing_heavy_is_imported():
     assert python(code).strip() == "[]"
 
 
-def test_importing_is_quick():
+def test_importing_is_quick(tmp_path):
     """Processor time, the best of five new processes, so that a busy machine is no failure.
 
-    NumPy as a user has it: where conftest holds BLAS at one thread, it makes none when it is imported, and is quicker.
+    As a user has it: with the bytecode of an earlier import, and NumPy not told by conftest to hold BLAS at one thread, which
+    makes its import quicker.
     """
-    as_users_have = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    for name in ("OPENBLAS_NUM_THREADS", "PYTHONDONTWRITEBYTECODE"):
+        environment.pop(name, None)
     code = (
         "from time import process_time as now;"
         "start = now(); import numpy; middle = now(); import cupyconv; print((now() - middle) / (middle - start))"
     )
-    python(code)  # writes the bytecode
-    assert min(float(python(code, as_users_have)) for _ in range(5)) < IMPORT_SHARE
+    python(code, environment)  # writes the bytecode
+    assert min(float(python(code, environment)) for _ in range(5)) < IMPORT_SHARE
 
 
 def test_cupy_is_imported_for_its_arrays_only():
