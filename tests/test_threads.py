@@ -66,7 +66,7 @@ def test_by_default_as_many_as_blas_uses():
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_a_lone_product_is_divided_by_whoever_has_the_threads(kernel):
     """By BLAS where it has as many as were asked for; with fewer it would leave them idle."""
-    x, weight = np.ones((1, 64, 40, 40), np.float32), np.ones((64, 64, kernel, kernel), np.float32)
+    x, weight = np.ones((1, 64, 40, 40), np.float32), np.ones((128, 64, kernel, kernel), np.float32)
     for blas, ours in ((4, 1), (2, 1), (1, 2)):
         with threadpool_limits(blas, "blas"):
             assert planned(x, weight, threads=2, allow_winograd=False) == ours

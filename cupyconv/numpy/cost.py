@@ -9,10 +9,9 @@ A loop over blocks says how much of each building block it has, of one thread; h
 `work` is what runs in NumPy's and BLAS's own loops, `calls` what Python does between them, one thread at a time.
 
 The constants are those of float32 on one core of two, with AVX-512, 2 MiB of L2 cache each and OpenBLAS.  Each was timed by
-itself first, and then all were fitted, by least squares of logarithms, to the times of 600 loops of 134 convolutions and
-gradients: their sums must be right, and what one of them takes alone depends on what is in cache.  A loop near the best of
-its problem takes 1.2 times more or less than this says.  On another processor all are other; what they are to each other is
-less so.
+itself first, and then all were fitted, by least squares of logarithms, to the times of 900 loops of 290 convolutions: their
+sums must be right, and what one of them takes alone depends on what is in cache.  A loop near the best of its problem takes
+1.2 times more or less than this says.  On another processor all are other; what they are to each other is less so.
 """
 
 from __future__ import annotations
@@ -31,25 +30,25 @@ if TYPE_CHECKING:
 #: A call of NumPy, with the Python around it that finds out its arguments.
 CALL = 2.3e-6
 #: What a call takes longer where threads wait for each other to let go of the interpreter.
-HANDOVER = 2e-6
+HANDOVER = 1.7e-6
 #: Other threads that are woken, and waited for at the end.
 WAKE = 120e-6
 #: Seconds of work for which another thread is worth waking.
 SHARE = 1e-3
 #: How much longer work takes where other cores work too, on the same memory.
-BESIDE_OTHERS = 1.25
+BESIDE_OTHERS = 1.15
 
 # --- products by BLAS -----------------------------------------------------------------------------------------
 
 #: Seconds of a multiply-add; and to begin one product of a batch.
-MULTIPLY_ADD, PRODUCT = 15e-12, 21e-9
+MULTIPLY_ADD, PRODUCT = 14e-12, 27e-9
 #: Multiply-adds up to which a product reads its operands where they lie, without packing them.
 SMALL_PRODUCT = 1_000_000
 #: Rows, and elements, of a weight with which small products are faster than one long product; the columns that they have
 #: at most, and what these are a multiple of.
 FEW_ROWS, SMALL_WEIGHT, RUN_OF_COLUMNS, RUN_STEP = 32, 5000, 192, 48
 #: Seconds to pack an element of an operand.
-PACK = 220e-12
+PACK = 130e-12
 #: Rows, and columns, that BLAS's innermost loop has at a time: those that are missing take as long.
 ROWS, COLUMNS = 4, 16
 #: Rows of a small product at a time; each time its columns are read again, which takes as long as a row.  And columns more
@@ -62,13 +61,13 @@ DOT, BY_VECTOR, VECTOR = 120e-12, 70e-12, 1 << 20
 # --- passes over memory ---------------------------------------------------------------------------------------
 
 #: Seconds of an element that is copied in cache, of a run of them that begins, and of one that has no neighbours.
-COPY, RUN, APART = 350e-12, 3.1e-9, 740e-12
+COPY, RUN, APART = 225e-12, 4.2e-9, 360e-12
 #: Seconds of an element that is read and added to another in cache; and to one that an index array names.
-ADD, ADD_BY_INDEX = 400e-12, 4e-9
+ADD, ADD_BY_INDEX = 350e-12, 4e-9
 #: Seconds to bring an element's channel behind its pixels, or in front of them.
-TRANSPOSE = 2.4e-9
+TRANSPOSE = 1.6e-9
 #: Bytes of memory that stay a process's own between calls; and seconds of a byte beyond that is touched first.
-OWN, TOUCH = 256 << 10, 18e-12
+OWN, TOUCH = 256 << 10, 14e-12
 
 
 #: Seconds of a byte that one layer of a chain writes to memory and the next reads; and bytes that stay in a core's cache.
@@ -169,6 +168,16 @@ def between(nbytes: float, at_a_time: float) -> float:
     return nbytes * BETWEEN * max(0.0, 1 - STAYS / at_a_time) if at_a_time else 0.0
 
 
+#: How much longer an element takes that is added where windows lie, one beside the other; and products of one tap at a time,
+#: which are written to be added.
+WINDOWS_APART, OF_ONE_TAP = 2.0, 1.6
+
+
+def added_to_windows(elements: float, dtype: str, run: float, apart: bool) -> float:
+    """Elements of columns that are added to the image that their windows lie in."""
+    return WINDOWS_APART * added(elements, dtype, run, apart)
+
+
 #: Seconds of an element of a weight whose taps are reversed, and inputs and outputs exchanged; and calls beside, also of a
 #: border that is folded onto the image.
 EXCHANGED, GATHERED_CALLS, BORDER_CALLS = 1.9e-9, 12, 50
@@ -182,9 +191,9 @@ def exchanged(elements: float) -> float:
 # --- Winograd's transforms ------------------------------------------------------------------------------------
 
 #: Seconds of an element of a tile that is transformed, and elements that a row is as if it were longer by.
-TRANSFORM, SHORT_ROW = 110e-12, 32
+TRANSFORM, SHORT_ROW = 119e-12, 32
 #: Seconds of an element of a kernel that is transformed, for each product; and before, of each tap.
-TRANSFORM_WEIGHT, ARRANGE = 810e-12, 1.1e-9
+TRANSFORM_WEIGHT, ARRANGE = 550e-12, 0.9e-9
 
 
 def winograd_calls(geometry: ConvGeometry) -> int:

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 #: Outputs from which a 1x1 product is bound by arithmetic: each element read is used that often.
 PRODUCT_OUTPUTS = 32
+#: How much longer columns take that do not stay in cache.
+FARTHER = 2.0
 #: Pixels with which a product is as fast as with more: each time it reads, and arranges, the whole weight.
 LONG_PRODUCT = 256
 #: Bytes of columns up to which one product alone is bound by what is set up for it.
@@ -168,7 +170,7 @@ class Columns(Product):
     """All windows of a block are copied to columns."""
 
     name = "columns"
-    turn_calls = 5
+    turn_calls = 8
     words = "columns and products"
 
     @classmethod
@@ -195,6 +197,8 @@ class Columns(Product):
     def columns_written(self) -> float:
         geometry = self.geometry
         columns = self.columns_work(geometry.batch * geometry.pixels * geometry.in_channels * geometry.taps)
+        if geometry.in_channels * geometry.taps * prod(self.block) * self.x_dtype.itemsize > 2 * CACHE_BLOCK:
+            columns *= FARTHER
         return columns + (self.tile_work if geometry.taps > 1 else 0.0)
 
     @cached_property

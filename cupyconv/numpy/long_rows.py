@@ -85,7 +85,7 @@ class LongRows(ConvLoop):
     fresh: ClassVar[Scratch] = MEMORY
     thread_bytes = PART
     fresh_work = 0.0  # it is kept
-    turn_calls = 6
+    turn_calls = 18
 
     @property
     def work(self) -> float:

@@ -209,7 +209,7 @@ class MecRows(ConvLoop):
 
     name = "MEC rows"
     words = "columns that {taps} taps share, and a product for each row"
-    turn_calls = 13
+    turn_calls = 18
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:

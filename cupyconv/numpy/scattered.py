@@ -140,7 +140,7 @@ class ScatteredLoop(BlockLoop):
         elements = self.blocks * self.runs * self.channels * self.area * geometry.taps
         run = self.area if self.flat else self.block[3]
         if geometry.padding_mode == "constant":
-            work = cost.added(elements, problem.dtype, run, geometry.stride[2] > 1)
+            work = cost.added_to_windows(elements, problem.dtype, run, geometry.stride[2] > 1)
         else:
             work = cost.added_by_index(elements, problem.dtype)
         passes = 1 + (not self.in_place) + bool(problem.activation)

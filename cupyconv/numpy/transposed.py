@@ -187,7 +187,7 @@ class ScatteredTaps(ScatteredLoop):
 
     @property
     def work(self) -> float:
-        return self.products_work(min(self.taps, self.geometry.taps)) + self.added_work
+        return cost.OF_ONE_TAP * self.products_work(min(self.taps, self.geometry.taps)) + self.added_work
 
     def add(self, run: ScatteredRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
         samples, channels = block
