@@ -68,6 +68,8 @@ class Product(ConvLoop):
         lone = replace(problem, machine=replace(problem.host, threads=1))
         whole = cls(lone, (problem.geometry.batch, *problem.geometry.out_size), problem.host.threads)
         has_room = fixed + whole.workspace <= limit
+        if has_room and problem.host.threads > 1 and not problem.host.most:  # BLAS divides it
+            return whole
         try:
             blocks = super().fitted(problem, fixed, limit)
         except NotApplicable:
