@@ -17,7 +17,8 @@
 // registers) or DEPTHWISE (every channel by itself).  Chunks of x belong to one input each: the input is chosen once
 // per chunk.
 // Both weights are in shared memory as a whole: a block loads them once and goes from tile to tile until all are done.
-// A tile's chunks of x are all on their way at a time, cp.async, and waited for once.
+// What the first layer reads of x at a time, all chunks of a tile or one, is on its way together, cp.async, and waited for
+// once.
 //
 // Bound by memory for few channels, by arithmetic for many.  Floor: x and y once over the bandwidth, where the two
 // layers one after the other have z twice more.

@@ -10,7 +10,8 @@
 // CHECKED is for operands that are infinite or would be if rounded.  Where x is infinite the two small products must
 // not see it: inf * 0 would be NaN where inf * 1 is meant.  A NaN reaches them by `low`, also one whose payload
 // truncation takes for infinity.  Unchecked, `low` of such an operand is infinite or NaN, and so is every sum of its
-// row or column, whatever the other factors are.
+// row or column, whatever the other factors are.  A weight that was packed in its parts was split CHECKED: there an infinite
+// one's high part does the same, which times 0 is NaN and times all else infinite.
 #pragma once
 #include "numeric.cuh"
 

@@ -129,6 +129,20 @@ def test_blocks_stay(cuda_target, monkeypatch, outputs, dtype, batch, pixels):
     assert_exact(cuda_target.to_host(actual), np.maximum(expected, 0).astype(dtype), dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("special", ["x", "weight"])
+@pytest.mark.parametrize("pixels", [40, 41])
+def test_what_is_not_finite_stays_where_it_belongs(target, dtype, special, pixels):
+    """Channels and outputs beyond the last are zeros in a tile: of an infinite number they make NaN nowhere else."""
+    xs, weight = [np.ones((2, c, pixels), dtype) for c in (4, 1)], np.ones((9, 5), dtype)
+    if special == "x":
+        xs[0][0, 3, 5], xs[1][1, 0, pixels - 1] = np.inf, np.nan
+    else:
+        weight[2, 4], weight[8, 0] = -np.inf, np.nan
+    actual = cupyconv.linmerge([target.to_device(x) for x in xs], target.to_device(weight), method="direct")
+    np.testing.assert_array_equal(target.to_host(actual), reference.linmerge(xs, weight))
+
+
 @pytest.mark.grid(
     dtype=["float16", "float32", "float64"], pixels=[1, 31, 33, 128, 129, 259], residual_step=[None, 1, 3]
 )
