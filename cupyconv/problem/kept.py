@@ -25,6 +25,8 @@ from threading import RLock
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 ValueT = TypeVar("ValueT")
 
 #: Forms of an array that are kept, at the most.  None is let go for another: work in another stream, or a graph, may read it.
@@ -180,7 +182,8 @@ def held_bytes(value: object, shared: Iterable[object] = ()) -> int:
     """Bytes of an object and of all that it holds, but for what is `shared`; more than `LARGEST` are not counted up."""
     seen, level, nbytes = {id(item) for item in shared}, [value], 0
     while level and nbytes <= LARGEST:
-        asked, following = [], []
+        asked: list[Any] = []
+        following: list[Any] = []
         for item in level:
             if id(item) in seen or isinstance(item, (type, ModuleType, CodeType, BuiltinFunctionType)):
                 continue
@@ -188,6 +191,8 @@ def held_bytes(value: object, shared: Iterable[object] = ()) -> int:
             nbytes += sys.getsizeof(item)
             if isinstance(item, FunctionType):  # not the module that it belongs to
                 following.append(item.__closure__)
+            elif isinstance(item, np.ndarray):  # which does not tell Python what it is a view of
+                following.append(item.base)
             else:
                 asked.append(item)
         # Many at once: where Python has no global lock, all threads stop for each time that it is asked.
@@ -214,9 +219,11 @@ def _spend(nbytes: int) -> None:
 
 
 def _begin_process() -> None:
-    """In a child of a fork the thread that may have held the lock is not there."""
+    """In a child of a fork the threads that may have held locks are not there."""
     global _lock
     _lock = RLock()
+    for forms in _forms.values():
+        forms._lock = RLock()
 
 
 if hasattr(os, "register_at_fork"):
