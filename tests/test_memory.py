@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from tolerance import assert_exact
 import cupyconv
 from cupyconv.call.operation import _OPERATIONS
 from cupyconv.numpy import threads as threads_of_calls
+from cupyconv.numpy.backend import NumpyBackend
 
 SHAPES = {
     "pointwise": ((4, 16, 40, 40), (8, 16, 1, 1), {}),
@@ -173,7 +175,16 @@ SPATIAL = {"conv", "conv_transpose", "conv_grad_input", "conv_grad_weight", "im2
 
 @pytest.fixture
 def small_buffers(monkeypatch):
-    """NumPy's loops take memory of their own for operands whose strides differ: here 16 elements each, not 8192."""
+    """NumPy's loops take memory of their own for operands whose strides differ: here 16 elements each, not 8192.
+
+    A call runs in the caller's context, which says so, and not in one that was set up before.
+    """
+
+    def within(backend: NumpyBackend, run: Callable[[Any], Any], arrays: Any) -> Any:
+        with backend.current():
+            return run(arrays)
+
+    monkeypatch.setattr(NumpyBackend, "within", within)
 
     class Worker(threads_of_calls._Worker):
         def _run(self) -> None:

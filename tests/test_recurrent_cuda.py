@@ -378,7 +378,9 @@ def test_launches_do_not_depend_on_the_batch_and_projections_not_on_the_steps():
         assert not any(isinstance(step, GemmCall) for step in plan.steps)
         return [type(step).__name__ for step in plan.steps]
 
-    assert kinds(50, 64) == kinds(50, 512) == kinds(500, 64) == ["KernelLaunch", "KernelLaunch", "LaunchLoop"]
+    assert kinds(125, 256) == kinds(50, 512) == kinds(500, 64) == ["KernelLaunch", "KernelLaunch", "LaunchLoop"]
+    # Small tiles read the weight where it lies.
+    assert kinds(50, 64) == kinds(50, 32) == kinds(25, 64) == ["KernelLaunch", "LaunchLoop"]
 
 
 def test_a_persistent_plan():
