@@ -25,8 +25,6 @@ from threading import RLock
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-
 ValueT = TypeVar("ValueT")
 
 #: Forms of an array that are kept, at the most.  None is let go for another: work in another stream, or a graph, may read it.
@@ -191,10 +189,9 @@ def held_bytes(value: object, shared: Iterable[object] = ()) -> int:
             nbytes += sys.getsizeof(item)
             if isinstance(item, FunctionType):  # not the module that it belongs to
                 following.append(item.__closure__)
-            elif isinstance(item, np.ndarray):  # which does not tell Python what it is a view of
-                following.append(item.base)
             else:
                 asked.append(item)
+                following.append(getattr(item, "base", None))  # an array does not tell Python what it is a view of
         # Many at once: where Python has no global lock, all threads stop for each time that it is asked.
         level = following + gc.get_referents(*asked)
     return nbytes
