@@ -80,6 +80,11 @@ def test_what_is_held_twice_is_counted_once():
     assert kept.held_bytes([part, 1], shared=[part]) < 300
 
 
+def test_a_view_holds_what_it_is_of():
+    windows = np.lib.stride_tricks.sliding_window_view(np.zeros(100_000, np.uint8), 3)
+    assert 100_000 <= kept.held_bytes([windows[1:], windows[2:]]) < 103_000
+
+
 def test_a_full_cache_lets_go_of_what_was_not_used_for_longest():
     cache = kept.Cache(2)
     cache.keep("first", 1)

@@ -13,6 +13,7 @@ import reference
 import cupyconv
 from cupyconv.call.operation import forget_calls
 from cupyconv.numpy.lone_product import LoneProduct
+from cupyconv.problem.kept import spent
 
 
 @pytest.fixture
@@ -145,3 +146,23 @@ def test_arrays_whose_strides_are_no_multiples_of_an_element(taps, runs):
     cupyconv.conv(x, weight, out=record["value"][..., : expected.shape[2]], activation="relu")
     np.testing.assert_array_equal(record["value"][..., : expected.shape[2]], np.maximum(expected, 0))
     assert (record["flag"] == 0).all() and runs
+
+
+def test_a_result_at_an_address_that_is_no_multiple_of_an_element(runs):
+    rng = np.random.default_rng(3)
+    x, weight = integers(rng, 1, 3, 6, 7), integers(rng, 4, 3, 1, 1)
+    out = np.ndarray((1, 4, 6, 7), np.float32, bytearray(4 * 4 * 6 * 7 + 1), 1)
+    cupyconv.conv(x, weight, out=out)
+    np.testing.assert_array_equal(out, reference.conv(x, weight))
+    assert runs
+
+
+@pytest.mark.parametrize(("size", "is_kept"), [(200, True), (800, False)])
+def test_a_tile_is_kept_within_the_budget(size, is_kept, runs):
+    """Where windows lie far apart, it is much larger than columns are."""
+    x, weight = np.ones((1, 2, size, size), np.float32), np.ones((2, 2, 2, 2), np.float32)
+    cupyconv.clear_caches()
+    with cupyconv.options(threads=1):
+        y = cupyconv.conv(x, weight, stride=20, padding=1, method="gemm")
+    np.testing.assert_array_equal(y, reference.conv(x, weight, stride=20, padding=1))
+    assert bool(runs) == is_kept and (spent() > x.nbytes) == is_kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -121,10 +122,12 @@ def test_explain_is_a_guard_against_shapes_from_strangers():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_child_of_a_fork_while_another_thread_keeps_something():
     """It would wait for a lock whose holder is not there."""
+    layer = cupyconv.ConvLayer(WEIGHT[..., :3, :3], padding=1).packed()
+    forms = kept.forms_of(layer.weight)
     taken, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with kept._lock:
+        with kept._lock, forms._lock:
             taken.set()
             done.wait(20)
 
@@ -134,7 +137,9 @@ def test_a_child_of_a_fork_while_another_thread_keeps_something():
     with warnings.catch_warnings(action="ignore"):
         child = os.fork()
     if child == 0:
+        signal.alarm(20)
         cupyconv.conv(np.ones((1, 1, 9)), np.ones((1, 1, 3)))
+        forms.keep("form", lambda: 1)
         os._exit(0)
     done.set()
     holder.join()

@@ -46,6 +46,8 @@ FARTHER = 2.0
 LONG_PRODUCT = 256
 #: Bytes of columns up to which one product alone is bound by what is set up for it.
 SMALL = 128 << 10
+#: Bytes that a small product may keep from call to call: with more, what runs it would be too large to be kept.
+KEPT_MEMORY = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ class Product(ConvLoop):
             return None
         from cupyconv.numpy.lone_product import LoneProduct, is_lone  # imported for those that are small
 
-        return LoneProduct(self, is_view) if is_lone(self) else None
+        lone = LoneProduct(self, is_view) if is_lone(self) else None
+        return lone if lone and lone.nbytes <= KEPT_MEMORY else None  # far strides, many outputs
 
     @cached_property
     def products_work(self) -> float:

@@ -117,7 +117,7 @@ class LoneProduct:
     def run(self, arrays: Mapping[str, Any]) -> None:
         """Compute the result; arguments and result are given by name."""
         out = arrays["out"]
-        if self._in_place and not out.flags.c_contiguous:  # its strides are no multiples of an element
+        if self._in_place and not out.flags.carray:  # its address or its strides are no multiples of an element
             place = np.empty(out.shape, self._dtype)
             self.run({**arrays, "out": place})
             out[...] = place

@@ -180,7 +180,8 @@ def held_bytes(value: object, shared: Iterable[object] = ()) -> int:
     """Bytes of an object and of all that it holds, but for what is `shared`; more than `LARGEST` are not counted up."""
     seen, level, nbytes = {id(item) for item in shared}, [value], 0
     while level and nbytes <= LARGEST:
-        asked, following = [], []
+        asked: list[Any] = []
+        following: list[Any] = []
         for item in level:
             if id(item) in seen or isinstance(item, (type, ModuleType, CodeType, BuiltinFunctionType)):
                 continue
@@ -190,6 +191,7 @@ def held_bytes(value: object, shared: Iterable[object] = ()) -> int:
                 following.append(item.__closure__)
             else:
                 asked.append(item)
+                following.append(getattr(item, "base", None))  # an array does not tell Python what it is a view of
         # Many at once: where Python has no global lock, all threads stop for each time that it is asked.
         level = following + gc.get_referents(*asked)
     return nbytes
@@ -214,9 +216,11 @@ def _spend(nbytes: int) -> None:
 
 
 def _begin_process() -> None:
-    """In a child of a fork the thread that may have held the lock is not there."""
+    """In a child of a fork the threads that may have held locks are not there."""
     global _lock
     _lock = RLock()
+    for forms in _forms.values():
+        forms._lock = RLock()
 
 
 if hasattr(os, "register_at_fork"):
