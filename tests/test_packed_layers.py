@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
+from copy import deepcopy
 from dataclasses import replace
 from threading import Thread
 
@@ -266,3 +268,12 @@ def test_numpy_keeps_what_winograd_makes(monkeypatch):
     for image, result in zip(images, results):
         assert np.array_equal(result, cupyconv.conv(image, layer.weight, padding=1, method="winograd"))
     assert len(made) == 4
+
+
+def test_a_copy_of_a_packed_layer_is_not_packed_and_gives_the_same():
+    layer = ConvLayer(integers(5, 6, 3, 3), integers(5), activation="relu").packed()
+    x = integers(2, 6, 9, 8)
+    for copy in (pickle.loads(pickle.dumps(layer)), deepcopy(layer)):
+        assert layer.is_packed and not copy.is_packed
+        assert repr(layer) == f"{repr(copy)[:-1]}, packed)"
+        np.testing.assert_array_equal(cupyconv.conv_chain(x, [copy]), cupyconv.conv_chain(x, [layer]))

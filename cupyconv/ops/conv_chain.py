@@ -95,7 +95,7 @@ class ConvLayer:
         `explain` says how much it is.  A few forms are kept, for images that are read in different ways.
 
         What is done to the layer's own weight is not seen by the packed one: pack it again.  The elements of its copy
-        must stay as they are; NumPy's are read-only.
+        must stay as they are; NumPy's are read-only.  What `pickle` or `copy.deepcopy` makes of a packed layer is not packed.
 
         Returns
         -------
@@ -129,7 +129,11 @@ class ConvLayer:
             return f"{value.dtype} {tuple(value.shape)}" if hasattr(value, "dtype") else repr(value)
 
         given = {name: getattr(self, name) for name in _DEFAULTS if name != "weight"}
-        changed = [f"{name}={words(value)}" for name, value in given.items() if value is not _DEFAULTS[name]]
+        changed = [
+            f"{name}={words(value)}"
+            for name, value in given.items()
+            if hasattr(value, "dtype") or value != _DEFAULTS[name]
+        ]
         return f"ConvLayer({', '.join([words(self.weight), *changed, *['packed'] * self.is_packed])})"
 
 
