@@ -312,6 +312,9 @@ class Fft(ConvLoop):
 
 def multiply(x: np.ndarray, weight: np.ndarray, sums: np.ndarray, scratch: Scratch) -> None:
     """Spectra (groups, channels, ...) times those of a weight (groups, outputs, channels, ...), added over channels."""
+    if x.shape[1] == 0:
+        sums[...] = 0
+        return
     for output in range(sums.shape[1]):
         np.multiply(x[:, 0], weight[:, output, 0], out=sums[:, output])
         for channel in range(1, x.shape[1]):

@@ -124,6 +124,8 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
         raise NotApplicable("several results of a grouped convolution")
     if len(phases) > MOST_PARTS:
         raise NotApplicable("it falls apart into many convolutions")
+    if not phases or not problem.outs:
+        raise NotApplicable("the result is empty")
     weight = prod(problem.weight.shape) * problem.weight.itemsize
     within, problems = replace(problem, workspace_limit=problem.limit_with(weight) - weight), []
     for (out, first), phase in product(zip(problem.outs, geometry.channel_offsets), phases):

@@ -196,7 +196,7 @@ class ScatteredTaps(ScatteredLoop):
         for some, box in tap_boxes(self.geometry.kernel, self.taps):
             # (groups, channels of each, taps, outputs)
             weight = run.weight[some, groups, :, within].transpose(1, 3, 0, 2)
-            matrix = weight.reshape(len(weight), -1, weight.shape[-1])
+            matrix = weight.reshape(len(weight), prod(weight.shape[1:-1]), weight.shape[-1])
             shape = (len(channels), matrix.shape[1] * len(matrix) // len(channels), len(samples), *run.run_size(pixels))
             run.add_each(sums, pixels, run.product(matrix, x, shape), box)
 
