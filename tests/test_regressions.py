@@ -256,25 +256,27 @@ def test_gradients_of_no_outputs(target, groups):
 
 @pytest.mark.parametrize("method", ["auto", "direct", "gemm", "winograd", "fft"])
 def test_whatever_has_no_elements_has_a_result_by_every_method(method):
-    """Samples, channels in and out, groups, height, stride: zeros where nothing is added up, or refused with a reason."""
-    for samples, inputs, outputs, groups, height, stride in product((0, 1), (0, 2), (0, 2), (1, 2), (0, 5), (1, 2)):
-        x = np.ones((samples, inputs * groups, height, 4), np.float32)
-        weight = np.ones((outputs * groups, inputs, 3, 3), np.float32)
-        adjoint = np.ones((inputs * groups, outputs, 3, 3), np.float32)
-        named = {"stride": stride, "padding": 1, "groups": groups}
+    """Samples, channels in and out, groups, stride: zeros where nothing is added up, or refused with a reason."""
+    for samples, inputs, outputs, groups, stride in product((0, 1), (0, 2), (0, 2), (1, 2), (1, 2)):
+        x = np.ones((samples, inputs * groups, 5, 4), np.float32)
+        weight = np.ones((outputs * groups, inputs, 1, 3), np.float32)
+        adjoint = np.ones((inputs * groups, outputs, 1, 3), np.float32)
+        named = {"stride": stride, "padding": (0, 1), "groups": groups}
         grad = cupyconv.conv(x, weight, **named) + 1
         for function, arguments in (
             (cupyconv.conv, (x, weight)),
             (cupyconv.conv_transpose, (x, adjoint)),
             (cupyconv.conv_grad_input, (grad, weight, x.shape)),
-            (cupyconv.conv_grad_weight, (grad, x, (3, 3))),
+            (cupyconv.conv_grad_weight, (grad, x, (1, 3))),
         ):
             try:
                 result = function(*arguments, **named, method=method)
             except ValueError as refusal:
                 assert method != "auto" and "does not apply" in str(refusal)
                 continue
-            assert result.any() == (0 not in (samples, inputs, outputs, height) and result.size > 0)
+            assert result.any() == (0 not in (samples, inputs, outputs) and result.size > 0)
+    empty, weight = np.ones((1, 2, 0, 4), np.float32), np.ones((2, 2, 1, 3), np.float32)
+    assert cupyconv.conv(empty, weight, padding=(0, 1), method=method).shape == empty.shape
 
 
 def test_zeros_of_either_sign_are_different_settings(target):

@@ -254,7 +254,7 @@ def tiles_block(geometry: ConvGeometry, most: int, share: int) -> BlockSize:
     axes = (geometry.batch, *tiles_along(geometry, (geometry.batch, *geometry.out_size)))
     parts = [1, 1, 1, 1]
     for axis, count in enumerate(axes):
-        inner = prod(axes[axis + 1 :])
+        inner = max(1, prod(axes[axis + 1 :]))
         if inner <= min(most, share) or axis == 3:
             parts[axis:] = [even_part(count, min(most // inner, -(-share // inner))), *axes[axis + 1 :]]
             break
