@@ -128,11 +128,8 @@ class BlockLoop(NumpyStep):
 
     @cached_property
     def holds_blas(self) -> bool:
-        """Whether products have one thread of BLAS, as the loop has: not where the caller asked for that.
-
-        BLAS's threads look for work for a while after a product, on the processors that ours need.
-        """
-        return self.threads == 1 <= self.problem.host.most and self.largest_product > cost.SMALL_PRODUCT
+        """Whether products have one thread of BLAS, as the loop has."""
+        return cost.holds_blas(self.threads, self.problem.host, self.largest_product)
 
     @property
     def largest_product(self) -> int:

@@ -127,7 +127,7 @@ class LayersLoop(NumpyStep):
             for step in plan.steps
         ]
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         at_a_time = sum(_slot_bytes(_of_samples(self.problem.layers, self.samples)))
         stored = cost.between(self.problem.intermediate_bytes, at_a_time)
@@ -150,7 +150,7 @@ class LayersLoop(NumpyStep):
             [[step.executable() for step in cast("tuple[NumpyStep, ...]", plan.steps)] for plan in plans]
             for plans in self.plans
         ]
-        sizes = _slot_bytes(_of_samples(self.problem.layers, self.samples))
+        sizes = _slot_bytes(_of_samples(layers, self.samples))
 
         def run(arrays: Mapping[str, Any]) -> None:
             slots = [np.empty(nbytes, np.uint8) for nbytes in sizes]

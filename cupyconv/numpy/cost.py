@@ -23,7 +23,7 @@ from cupyconv.problem.arrays import ITEMSIZE, accumulator, product_flops, real_p
 
 if TYPE_CHECKING:
     from cupyconv.problem.geometry import ConvGeometry
-    from cupyconv.problem.problems import ProductsProblem
+    from cupyconv.problem.problems import HostModel, ProductsProblem
 
 # --- calls and threads, seconds -------------------------------------------------------------------------------
 
@@ -114,6 +114,15 @@ def run_of(rows: float, reduction: float, dtype: str) -> int:
     if dtype != "float32" or rows > FEW_ROWS or not 0 < rows * reduction <= SMALL_WEIGHT:
         return 0
     return min(RUN_OF_COLUMNS, int(SMALL_PRODUCT / (rows * reduction))) // RUN_STEP * RUN_STEP
+
+
+def holds_blas(threads: int, host: HostModel, largest: int) -> bool:
+    """Whether products, the largest of so many multiply-adds, have one thread of BLAS, as their loop has.
+
+    Not where the caller asked for that.  BLAS's threads look for work for a while after a product, on the processors that
+    ours need, in this call or the next.
+    """
+    return threads == 1 <= host.most and largest > SMALL_PRODUCT
 
 
 def product(rows: float, reduction: float, columns: float, problem: ProductsProblem) -> float:

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep
-from cupyconv.numpy.cost import SMALL_PRODUCT
 from cupyconv.numpy.recurrent_cells import CELLS, IN_PLACE, Cell, Step, Weights, block_of_rows, in_blocks, slopes
 from cupyconv.numpy.threads import in_threads
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
@@ -111,15 +111,12 @@ class RecurrentStep(NumpyStep):
 
     @property
     def holds_blas(self) -> bool:
-        """Whether products have one thread of BLAS, as the layer has: not where the caller asked for that.
-
-        BLAS's threads look for work for a while after a product, on the processors that the next call's need.
-        """
+        """Whether products have one thread of BLAS, as the layer has."""
         problem, geometry = self.problem, self.problem.geometry
         largest = geometry.gates * geometry.hidden * max(_columns(problem)) * self.samples
         if self.samples == 1:
             largest = geometry.gates * geometry.hidden * geometry.inputs * self.chunk
-        return self.threads == 1 <= problem.host.most and largest > SMALL_PRODUCT
+        return cost.holds_blas(self.threads, problem.host, largest)
 
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
         return LoneStep(self).run if self.is_lone else RecurrentLayer(self).run

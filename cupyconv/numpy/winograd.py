@@ -417,7 +417,7 @@ class Winograd(TiledLoop, ConvLoop):
 
         threads, count = max(1, min(self.threads, factors.size // WEIGHT_PART)), kernels.shape[1]
         largest = products_of(geometry) * geometry.taps * min(WEIGHT_ROWS, kernels[0].size)
-        holds_blas = self.problem.host.most >= 1 and largest > cost.SMALL_PRODUCT
+        holds_blas = cost.holds_blas(threads, self.problem.host, largest)
         in_threads(threads, transform, parts_of(count, even_part(count, -(-count // threads))), holds_blas)
         return Weights(weight, factors)
 
