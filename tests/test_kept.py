@@ -221,4 +221,6 @@ def test_bytes_that_are_not_counted_up_are_bounded(shape, limit):
     for cache in (windows._TAP_REGIONS, windows._TILE_REGIONS):
         assert len(cache)
         for key, entry in cache._entries.items():
+            for name in dir(key[0]):  # a geometry keeps what it is asked for
+                getattr(key[0], name)
             assert kept.held_bytes((key, entry.value)) <= entry.nbytes

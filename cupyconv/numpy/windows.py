@@ -54,8 +54,8 @@ _KEPT_BLOCKS = 128
 #: Taps up to which what each reads is kept: a small convolution is bound by working it out; a large one is not, and would
 #: keep megabytes.
 _KEPT_TAPS = 64
-#: What one block's regions take at the most, where they are slices: their key, and each of them.
-_KEY_BYTES, _REGION_BYTES = 2048, 1024
+#: What one block's regions take at the most, where they are slices: their key, with all that a geometry works out later, and each.
+_KEY_BYTES, _REGION_BYTES = 3072, 1024
 #: Bytes of a tile up to which zeros are written all over it: one long write takes less than several short ones.
 _SMALL_TILE = 2 << 20
 
