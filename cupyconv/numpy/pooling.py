@@ -25,6 +25,7 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep
+from cupyconv.numpy.choice import long_loop
 from cupyconv.numpy.pool_windows import (
     PIECE,
     Elements,
@@ -76,7 +77,8 @@ def plan_pooling(problem: PoolingProblem) -> Plan:
     """One number of every window; or each window's gradient, at the elements that it came from."""
     step = LargestPlaces if isinstance(problem, MaxPoolProblem) and problem.indices else STEPS[type(problem)]
     steps = [step.of(one) for one in problem.each]
-    return problem.planned(steps, {"blocks": max((one.workspace for one in steps), default=0)})
+    notes = problem.notes + long_loop(sum(one.blocks for one in steps))
+    return problem.planned(steps, {"blocks": max((one.workspace for one in steps), default=0)}, notes=notes)
 
 
 @dataclass(frozen=True)
