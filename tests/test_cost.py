@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -180,7 +181,7 @@ def test_products_take_longer_the_more_they_multiply():
     for rows in sides:
         for reduction in sides:
             prices = [cost.product(rows, reduction, columns, PROBLEM) for columns in sides]
-            assert all(0 < one < other * 1.35 for one, other in zip(prices, prices[1:])), (rows, reduction, prices)
+            assert all(0 < one < other * 1.35 for one, other in pairwise(prices)), (rows, reduction, prices)
             assert prices[-1] > prices[0]
     assert cost.product(500, 64, 3000, PROBLEM) == cost.product(3000, 64, 500, PROBLEM)
     large = cost.product(2000, 2000, 2000, PROBLEM)

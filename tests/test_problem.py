@@ -6,7 +6,7 @@ What kernels are given is worked out here, in integers; most of it is otherwise 
 from __future__ import annotations
 
 import math
-from itertools import product
+from itertools import pairwise, product
 from random import Random
 from typing import Any
 
@@ -69,7 +69,7 @@ def test_layouts_are_those_of_numpy(random):
     assert overlaps_itself(array.shape, array.strides, array.itemsize) == (len(set(places)) < len(places))
 
     # A step is between neighbours of all axes in C order; an axis of one element has none.
-    steps = {after - before for before, after in zip(places, places[1:])}
+    steps = {after - before for before, after in pairwise(places)}
     stride = collapsed_stride(array.shape, array.strides)
     assert (stride is None) == (len(steps) > 1) and (not steps or stride in (None, *steps))
     assert steps or stride == 1
@@ -180,7 +180,7 @@ def test_shares_are_halved_as_often_as_allowed(groups, outputs):
     geometry: Any = type("Sizes", (), {"groups": groups, "group_outputs": outputs})
     sizes = share_sizes(geometry)
     assert sizes[0] == (groups, outputs)
-    for (own, each), (fewer, less) in zip(sizes, sizes[1:]):
+    for (own, each), (fewer, less) in pairwise(sizes):
         assert (fewer, less) == ((math.ceil(own / 2), each) if own > 1 else (1, math.ceil(each / 2)))
     *others, last = [math.prod(size) for size in sizes]
     assert last <= max(1, groups * outputs // MOST_SHARES) < min(others, default=math.inf)
