@@ -37,7 +37,7 @@ def integers(random: Random, *shape: int) -> np.ndarray:
 
 def some_view(random: Random) -> np.ndarray:
     """Of an array: sliced, with steps, in any order of axes, with axes of one element and of stride 0."""
-    array = np.zeros([random.choice((1, 2, 3, 5)) for _ in range(random.randint(1, 4))], random.choice(("f2", "f4")))
+    array = np.zeros([random.choice((1, 1, 2, 3, 5)) for _ in range(random.randint(1, 5))], random.choice(("f2", "f4")))
     for axis, extent in enumerate(array.shape):
         first, step = random.randrange(extent), random.choice((1, 1, 2, -1))
         array = array[(slice(None),) * axis + (slice(first if first % 2 else None, None, step),)]
@@ -57,7 +57,11 @@ def offsets(array: np.ndarray) -> list[int]:
 
 @given(RANDOMS)
 def test_layouts_are_those_of_numpy(random):
-    array = some_view(random)
+    for _ in range(30):
+        check_layout(some_view(random))
+
+
+def check_layout(array: np.ndarray) -> None:
     described = operand("x", array.dtype.name, array.shape, array.strides, array.ctypes.data)
     assert described.shape == array.shape
     assert all(n == 1 or s * array.itemsize == own for n, s, own in zip(array.shape, described.strides, array.strides))
