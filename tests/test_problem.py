@@ -24,8 +24,10 @@ from cupyconv.call.operation import _OPERATIONS
 from cupyconv.problem.activations import IDENTITY, RECURRENT_ONLY, TABLE, resolve_activation
 from cupyconv.problem.arrays import Operand, collapsed_stride, is_channels_last, operand, overlaps_itself
 from cupyconv.problem.geometry import ConvGeometry
+from cupyconv.problem.plan import Kernel, KernelLaunch, LaunchLoop, Rounds, _listed
 from cupyconv.problem.polyphase import phase_problems
 from cupyconv.problem.problems import NotApplicable
+from cupyconv.problem.recurrence import DIRECTIONS, RecurrentGeometry
 from cupyconv.problem.transforms import MOST_SHARES, share_problem, share_sizes
 
 RANDOMS = st.randoms(use_true_random=False)
@@ -248,3 +250,85 @@ def test_pages_say_everything(name, random):
     assert "None" not in page and "result" in page
     first, *lines = page.splitlines()
     assert first.strip() and all(line.strip() for line in lines)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------
+
+
+def zeros(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.float32)
+
+
+@pytest.mark.parametrize(
+    "x, weight, settings, words",
+    [
+        ((1, 2), (2, 2), {}, "weight"),
+        ((1, 2, 3, 3, 3, 3), (2, 2, 1, 1, 1, 1), {}, "weight"),
+        ((1, 3, 9), (3, 2, 2), {"groups": 2}, "groups 2 does not divide the weight's 3"),
+        ((1, 4, 9), (3, 2, 2), {}, "takes 3 input channels"),
+        ((1, 2, 9), (2, 2, 0), {}, "must have elements"),
+        ((1, 2, 0), (2, 2, 3), {}, "must have elements"),
+        ((1, 2, 5, 0), (2, 2, 3, 3), {}, "must have elements"),
+        ((1, 2, 9), (2, 2, 3), {"stride": 0}, "stride"),
+        ((1, 2, 9), (2, 2, 3), {"dilation": 0}, "dilation"),
+    ],
+    ids=str,
+)
+def test_a_transposed_convolution_of_wrong_shapes_is_refused(x, weight, settings, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        cupyconv.conv_transpose(zeros(*x), zeros(*weight), **settings)
+
+
+# --- recurrent layers, and what steps count -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("peephole", [False, True])
+@pytest.mark.parametrize(
+    "cell, first, rows, kept",
+    [
+        ("rnn", True, 1, {"gates": 5}),
+        ("lstm", True, 4, {"gates": 20, "cells": 5}),
+        ("gru", True, 4, {"gates": 15, "candidate": 5}),
+        ("gru", False, 3, {"gates": 15, "candidate": 5}),
+    ],
+)
+def test_what_gradients_of_recurrent_layers_keep_and_sum(cell, first, rows, kept, peephole):
+    layer = RecurrentGeometry(
+        cell=cell, steps=7, batch=2, inputs=3, hidden=5, direction="bidirectional", activations=(),
+        linear_before_reset=first,
+    )  # fmt: skip
+    assert layer.sums(peephole) == rows + 3 * peephole
+    assert layer.keeps == {name: (2, 7, 2, width) for name, width in kept.items()}
+    assert layer.signs == (1, -1) and DIRECTIONS["forward"] == (1,) and DIRECTIONS["reverse"] == (-1,)
+
+
+def launch(name: str, nbytes: int = 10, flops: int = 7) -> KernelLaunch:
+    return KernelLaunch(Kernel(name, ()), (3, 2, 1), 64, (), bytes_moved=nbytes, flops=flops)
+
+
+def test_loops_of_launches_count_each_time():
+    loop = LaunchLoop((launch("a"), launch("b", 5, 1)), 4, "t", 2)
+    assert (loop.bytes_moved, loop.flops) == (60, 32) and "t = 2 ... 5" in str(loop)
+    rounds = Rounds((launch("a"), launch("b")), (launch("a"), launch("b")), 3)
+    assert (rounds.bytes_moved, rounds.flops) == (60, 42) and "3 x" in str(rounds)
+
+
+@pytest.mark.parametrize(
+    "names, lines",
+    [
+        ("a", "a"),
+        ("ab", "ab"),
+        ("abab", "ab and so on for 1 more chunks, 2 steps"),
+        ("ababab", "ab and so on for 2 more chunks, 4 steps"),
+        ("abac", "abac"),
+        ("xabcabc", "xabc and so on for 1 more chunks, 3 steps"),
+        ("abcabd", "abcabd"),
+        ("ababcdcd", "ab and so on for 1 more chunks, 2 stepscd and so on for 1 more chunks, 2 steps"),
+    ],
+)
+def test_rounds_are_printed_once(names, lines):
+    printed = [
+        line.split()[1].split("<")[0] if line.startswith("kernel") else line
+        for line in _listed(tuple(map(launch, names)))
+    ]
+    assert "".join(printed).replace("... ", " ") == lines
