@@ -168,7 +168,9 @@ CALLS: dict[str, SmokeCall] = {
     "implicit_gemm": SmokeCall(REAL, (IMAGE, WEIGHT), _same, IMPLICIT),
     "pack_weight": SmokeCall(REAL, (IMAGE, (9, 5, 1, 3)), _same, IMPLICIT),
     "channels_last": SmokeCall(TENSOR_CORES, (IMAGE, (8, 5, 3, 3)), _moved, IMPLICIT, of_few_bits=True),
-    "exchange_weight": SmokeCall(ALL, ((2, 8, 19, 35), (8, 3, 9, 9)), _grouped_input_gradient, FFT),
+    "exchange_weight": SmokeCall(
+        tuple(dtype for dtype in ALL if is_complex(dtype)), ((2, 8, 19, 35), (8, 3, 9, 9)), _grouped_input_gradient, FFT
+    ),
     "im2col": SmokeCall(ALL, (IMAGE,), lambda x: im2col(x, (3, 3), padding=1)),
     "col2im": SmokeCall(ALL, ((2, 45, 19 * 35),), lambda columns: col2im(columns, (19, 35), (3, 3), padding=1)),
     "epilogue": SmokeCall(ALL, (IMAGE, WEIGHT, (7,)), _biased, GEMM),
