@@ -94,12 +94,16 @@ class Product(ConvLoop):
         return self.run if self.lone is None else self.lone.run
 
     def lone_product(self, is_view: bool) -> LoneProduct | None:
-        if self.problem.geometry.reduction * prod(self.block) * self.x_dtype.itemsize > SMALL:
+        pixels = prod(self.block) * self.x_dtype.itemsize
+        if pixels > SMALL:
             return None
-        from cupyconv.numpy.lone_product import LoneProduct, is_lone  # imported for those that are small
+        from cupyconv.numpy.lone_product import LoneProduct, is_lone, may_correlate  # imported for those that are small
 
-        lone = LoneProduct(self, is_view) if is_lone(self) else None
-        return lone if lone and lone.nbytes <= KEPT_MEMORY else None  # far strides, many outputs
+        is_small = pixels * self.problem.geometry.reduction <= SMALL
+        if not (is_small or may_correlate(self.problem)) or not is_lone(self):
+            return None
+        lone = LoneProduct(self, is_view, is_small)
+        return lone if lone.nbytes <= KEPT_MEMORY else None  # far strides, many outputs
 
     @cached_property
     def products_work(self) -> float:
