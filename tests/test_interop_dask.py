@@ -199,11 +199,13 @@ def test_a_halo_is_only_what_is_read():
 @pytest.fixture
 def images(monkeypatch):
     """What tasks convolve."""
-    seen = []
-    run = Operation.__call__
-    monkeypatch.setattr(
-        Operation, "__call__", lambda self, x, *rest, **how: (seen.append(x), run(self, x, *rest, **how))[1]
-    )
+    seen, run = [], Operation.__call__
+
+    def recorded(self, arguments):
+        seen.append(arguments["x"])
+        return run(self, arguments)
+
+    monkeypatch.setattr(Operation, "__call__", recorded)
     return seen
 
 

@@ -34,26 +34,10 @@ from numpy.lib.stride_tricks import as_strided
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.windows import five_axes
-from cupyconv.problem.arrays import accumulator, c_strides, is_complex
+from cupyconv.problem.arrays import accumulator, c_strides
 
 if TYPE_CHECKING:
     from cupyconv.numpy.gemm import Product
-    from cupyconv.problem.problems import ConvProblem
-
-
-#: Taps for which `correlate` has a loop of its own.
-CORRELATED_TAPS = 11
-
-
-def may_correlate(problem: ConvProblem) -> bool:
-    """Whether it is a signal and a filter of real numbers, with few taps side by side."""
-    geometry = problem.geometry
-    is_filter = (geometry.batch, geometry.in_channels, geometry.out_channels) == (1, 1, 1) and geometry.kernel[:2] == (
-        1,
-        1,
-    )
-    is_signal = geometry.out_size[:2] == (1, 1) and geometry.stride == geometry.dilation == (1, 1, 1)
-    return is_filter and is_signal and geometry.kernel[2] <= CORRELATED_TAPS and not is_complex(problem.dtype)
 
 
 def is_lone(loop: Product) -> bool:
@@ -82,9 +66,12 @@ class _Memory(NamedTuple):
 
 
 class LoneProduct:
-    """What runs such a loop; `is_view` says that the image is columns as it lies, `is_small` that columns are few."""
+    """What runs such a loop; `is_view` says that the image is columns as it lies.
 
-    def __init__(self, loop: Product, is_view: bool, is_small: bool) -> None:
+    Where it `may_correlate`, it does so if that takes less, or if its columns are not small.
+    """
+
+    def __init__(self, loop: Product, is_view: bool, may_correlate: bool, is_small: bool) -> None:
         problem, geometry = loop.problem, loop.geometry
         self._problem, self._geometry, self._dtype, self._is_view = problem, geometry, loop.sums_dtype, is_view
         self._activate, self._x = loop.activate, problem.xs[0].name
@@ -111,7 +98,7 @@ class LoneProduct:
                 self._windows = (*tile.windows_shape[:4], run), (*strides[:4], self._dtype.itemsize)
         #: Whether it needs no columns.
         self.correlates = False
-        if not is_view and may_correlate(problem):
+        if may_correlate:
             seconds = self._tile_seconds + cost.correlated(self._length, problem)
             if seconds < self.work or not is_small:
                 self.work, self.correlates = seconds, True
