@@ -97,13 +97,12 @@ class InterleavedLoop(NumpyStep):
 
     def _weight(self, weight: np.ndarray) -> np.ndarray:
         """The weight whose outputs are a channel's phases: each has its taps, last to first, where its window begins."""
-        geometry, of = self.convolution.geometry, self.problem.geometry
+        geometry = self.convolution.geometry
         channels = geometry.out_channels // self.count // geometry.groups
         own = five_axes(weight)[:, self.first_channel : self.first_channel + channels]
         own = own.reshape(geometry.groups, geometry.group_channels, *own.shape[1:]).swapaxes(1, 2)
         shape = geometry.groups, channels, self.count, geometry.group_channels, *geometry.kernel
         phased = np.zeros(shape, weight.dtype)
-        assert of.groups == geometry.groups
         for i, phase in enumerate(product(*self.phases)):
             begins = [joint.before - axis.before for joint, axis in zip(self.joint, phase)]
             place: Any = tuple(slice(begin, begin + len(axis.taps)) for begin, axis in zip(begins, phase))
@@ -145,7 +144,7 @@ def plan_interleaved(problem: TransposedProblem) -> Plan:
     count = prod(map(min, geometry.stride, geometry.size))
     if not 1 < count <= MOST_OUTPUTS or not problem.outs:
         raise NotApplicable("it has one phase, or too many")
-    together = [joint_phase(own, extent) for own, extent in zip(phases_along(geometry), geometry.out_size)]
+    together = [joint_phase(*along) for along in zip(phases_along(geometry), geometry.out_size, geometry.stride)]
     joint, phases = tuple(axis for axis, _ in together), tuple(tuple(own) for _, own in together)
     taps = tuple(len(axis.taps) for axis in joint)
     if prod(taps) * count > MOST_ZEROS * geometry.taps:

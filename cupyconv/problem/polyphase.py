@@ -79,7 +79,7 @@ def phases_along(geometry: ConvGeometry) -> list[list[AxisPhase]]:
     ]
 
 
-def joint_phase(phases: list[AxisPhase], pixels: int) -> tuple[AxisPhase, list[AxisPhase]]:
+def joint_phase(phases: list[AxisPhase], pixels: int, stride: int) -> tuple[AxisPhase, list[AxisPhase]]:
     """All phases of an axis as outputs of one convolution along it, whose window has room for the taps of each; and these.
 
     An element of a phase is the output of the window that its taps begin in; where the window would have to be longer for
@@ -90,7 +90,6 @@ def joint_phase(phases: list[AxisPhase], pixels: int) -> tuple[AxisPhase, list[A
         return phases[0], phases
     if not all(phase.taps and phase.dilation == 1 for phase in phases):
         raise NotApplicable("the windows of its phases are too unlike")
-    stride = len(phases)
     before, taps = max(phase.before for phase in phases), max(len(phase.taps) for phase in phases)
     own = []
     for phase in phases:
