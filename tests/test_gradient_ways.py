@@ -62,7 +62,7 @@ STRIDED = {
     "groups": ((2, 8, 11, 10), (4, 4, 3, 3), dict(stride=2, padding=1, groups=2)),
     "1-D": ((2, 4, 41), (6, 4, 15), dict(stride=4, padding=[(7, 4)])),
     "3-D": ((1, 3, 7, 6, 5), (4, 3, 3, 3, 3), dict(stride=2, padding=1)),
-    "fewer elements than the stride": ((2, 2, 3, 9), (3, 2, 11, 11), dict(stride=4, padding=[(5, 4), (5, 5)])),
+    "fewer elements than the stride": ((2, 2, 3, 9), (3, 2, 11, 11), dict(stride=4, padding=[(6, 6), (5, 5)])),
     "much padding": ((1, 2, 6, 6), (2, 2, 3, 3), dict(stride=2, padding=4)),
 }
 
