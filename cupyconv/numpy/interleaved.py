@@ -151,11 +151,9 @@ def plan_interleaved(problem: TransposedProblem) -> Plan:
         raise NotApplicable("most products would be with zeros")
     # (of all results, channels, ...)
     nbytes = geometry.in_channels * count * geometry.group_outputs * prod(taps) * problem.weight.itemsize
-    within, plans, steps = (
-        replace(problem, workspace_limit=problem.limit_with(nbytes) - nbytes, allow_fft=False),
-        [],
-        [],
-    )
+    if nbytes > problem.limit // 2:
+        raise NotApplicable("the weight of all phases takes more than half of the workspace limit")
+    within, plans, steps = replace(problem, workspace_limit=problem.limit - nbytes, allow_fft=False), [], []
     for out, first in zip(problem.outs, geometry.channel_offsets):
         outputs = out.shape[1] * count
         shape = (outputs, geometry.group_outputs, *taps)
