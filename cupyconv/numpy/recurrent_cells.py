@@ -33,7 +33,7 @@ _BLOCKS = (64, 48, 32)
 #: Steps from which a copy of the weight in blocks takes less than it saves.
 _MANY_STEPS = 8
 #: Elements of a weight that takes longer to copy by columns than it saves.
-_FEW_ELEMENTS = 8000
+_FEW_ELEMENTS = 16_000
 #: Rows of a weight that are copied at a time, so that columns are read and written in cache; and bytes of a cache line.
 _ROWS_COPIED, LINE = 64, 64
 #: Bytes of gates up to which one call for all of them takes less than one for each kind.
@@ -80,7 +80,7 @@ def copied_for_blas(parts: Sequence[np.ndarray], slope: np.ndarray | None, block
     if rows * columns < _FEW_ELEMENTS and not block:
         joined = np.concatenate(parts, 1)
         return joined if slope is None else multiply(joined, slope, joined)
-    own = block or in_blocks(rows, LINE // dtype.itemsize)
+    own = block or rows  # without gaps: the method `dot` copies what has some, at each call
     memory = _at_cache_line((in_blocks(rows, own) // own, columns, own), dtype)
     run = block or _ROWS_COPIED
     for first in range(0, rows, run):
@@ -95,7 +95,7 @@ def copied_for_blas(parts: Sequence[np.ndarray], slope: np.ndarray | None, block
         if rows < len(memory) * own:
             slope = np.concatenate((slope, np.ones((len(memory) * own - rows, 1), dtype)))
         multiply(memory, slope.reshape(-1, 1, own), memory)
-    return memory.swapaxes(1, 2) if block else memory[0, :, :rows].T
+    return memory.swapaxes(1, 2) if block else memory[0].T
 
 
 def _at_cache_line(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
