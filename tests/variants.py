@@ -16,12 +16,12 @@ from cupyconv.cuda.plan import (
     merge,
     weight_gradient,
 )
-from cupyconv.cuda.plan.conv_pair import FIRST_PAIR
+from cupyconv.cuda.plan.conv_pair import FIRST_PAIR, pair_arithmetics
 from cupyconv.cuda.plan.implicit_gemm import arithmetics, tiles
 from cupyconv.cuda.plan.launches import VECTOR_BYTES
 from cupyconv.cuda.plan.pool import CHANNELS, LARGEST, LARGEST_AND_PLACE, MEAN
 from cupyconv.cuda.plan.recurrence import Tile, recurrent_tiles
-from cupyconv.cuda.plan.recurrent_gradient import CELLS
+from cupyconv.cuda.plan.recurrent_gradient import CELLS, gradient_arithmetic
 from cupyconv.problem.activations import Activation
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex, real_part
 from cupyconv.problem.machine import KNOWN_GPUS, known_gpu
@@ -31,7 +31,7 @@ from cupyconv.problem.problems import NO_PROLOGUE, Prologue
 #: Kernels of pooling, and what each makes of a window.
 POOLING = {"pool": (LARGEST, LARGEST_AND_PLACE, MEAN), "pool_gradient": (LARGEST, MEAN)}
 #: Kernels of a recurrent layer's gradients.
-RECURRENT_GRADIENT = ("recurrent_gradient", "recurrent_inputs")
+RECURRENT_GRADIENT = ("recurrent_gradient", "recurrent_gradient_persistent", "recurrent_inputs")
 #: Of recurrent layers, by whether the weight stays in shared memory.
 RECURRENT = {False: "recurrent_step", True: "recurrent_persistent"}
 #: Rows of the weight per unit in one product: of an rnn and the last part of a gru, the first of that, a gru, an lstm.
@@ -71,8 +71,12 @@ def is_planned(kernel: Kernel, capability: int) -> bool:
             for tf32 in (False, True)
             for tile in recurrent_tiles(macros["DTYPE"], resident, gpu, tf32)
         )
+    if kernel.name == "recurrent_gradient_persistent":
+        return macros["ARITHMETIC"] == gradient_arithmetic(macros["DTYPE"], gpu)
     if kernel.name == "conv_pair":
-        return capability >= FIRST_PAIR[macros["DTYPE"]]
+        kinds = macros["FIRST"], macros["SECOND"]
+        offered = (pair_arithmetics(macros["DTYPE"], kinds, gpu, tf32) for tf32 in (False, True))
+        return capability >= FIRST_PAIR[macros["DTYPE"]] and any(macros["ARITHMETIC"] in names for names in offered)
     if kernel.name not in ("implicit_gemm", "implicit_weight_gradient"):
         return True
     return any(macros["ARITHMETIC"] in arithmetics(macros["DTYPE"], gpu, tf32) for tf32 in (False, True))
@@ -150,11 +154,7 @@ def all_variants() -> tuple[Kernel, ...]:
             for dtype in (("float16", "bfloat16", "float32") if prologue else ("bits16", "bits32"))
         ),
         *_implicit_gemm_variants(),
-        *(
-            _kernel("conv_pair", DTYPE=dtype, FIRST=first, SECOND=second)
-            for dtype in REAL_DTYPES
-            for first, second in product(("DENSE", "DEPTHWISE"), repeat=2)
-        ),
+        *_conv_pair_variants(),
         *_weight_gradient_variants(),
         *(
             _kernel("depthwise_weight_gradient", DTYPE=dtype, KERNEL=kernel, STRIDE=stride)
@@ -260,6 +260,20 @@ def _epilogue_grad_variants() -> list[Kernel]:
     ]
 
 
+def _conv_pair_variants() -> list[Kernel]:
+    """Every arithmetic that a pair of layers has on any GPU."""
+    return [
+        _kernel("conv_pair", DTYPE=dtype, ARITHMETIC=arithmetic, FIRST=kinds[0], SECOND=kinds[1])
+        for dtype in REAL_DTYPES
+        for kinds in product(("DENSE", "DEPTHWISE"), repeat=2)
+        for arithmetic in dict.fromkeys(
+            name
+            for gpu, tf32 in product(KNOWN_GPUS.values(), (False, True))
+            for name in pair_arithmetics(dtype, kinds, gpu, tf32)
+        )
+    ]
+
+
 def _implicit_gemm_variants() -> list[Kernel]:
     """Every arithmetic of a dtype on any GPU, every tile, every way to gather; with a prologue one of each."""
     of_dtype = [(dtype, arithmetic) for dtype in REAL_DTYPES for arithmetic in _arithmetics(dtype)]
@@ -289,6 +303,12 @@ def _implicit_gemm_variants() -> list[Kernel]:
 def _recurrent_gradient_variants() -> list[Kernel]:
     return [
         *(_kernel("recurrent_gradient", DTYPE=dtype, CELL=cell) for dtype in REAL_DTYPES for cell in CELLS.values()),
+        *(
+            _kernel("recurrent_gradient_persistent", DTYPE=dtype, CELL=cell, ARITHMETIC=arithmetic)
+            for dtype in REAL_DTYPES
+            for cell in CELLS.values()
+            for arithmetic in dict.fromkeys(gradient_arithmetic(dtype, gpu) for gpu in KNOWN_GPUS.values())
+        ),
         *(_kernel("recurrent_inputs", DTYPE=dtype) for dtype in REAL_DTYPES),
     ]
 
