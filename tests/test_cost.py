@@ -230,6 +230,15 @@ def test_at_the_least_is_less_than_the_price_and_not_nothing(threads, batch, cha
         assert price / 40 < bound(problem) <= price, method
 
 
+def test_transforms_of_few_products_are_taken_where_they_are_named():
+    """They round more, and what they save of so little is nothing."""
+    x, weight = zeros(1, 1, 40, 40), zeros(1, 1, 15, 15)
+    plan = cupyconv.explain(conv, x, weight)
+    assert "larger rounding errors" in dict(plan.rejected)["fft"]
+    assert plan.bytes_moved == plan.minimal_bytes == x.nbytes + weight.nbytes + 26 * 26 * 4
+    assert cupyconv.explain(conv, x, weight, method="fft").method == "fft"
+
+
 def test_a_small_limit_costs_more():
     x, weight = zeros(1, 1, 10**6), zeros(1, 1, 101)
     prices = []
