@@ -40,7 +40,7 @@
 // Bound by the barrier for few samples; by parts through L2, or by tensor cores, for many.
 // Floor: T steps of 2 * N * H numbers of each block over the bandwidth of L2, or of a round trip there.
 //
-// -D: those of recurrent_back.cuh, and ARITHMETIC (FMA; or TF32X3, of 16-bit weights two products)
+// -D: those of recurrent_back.cuh, and ARITHMETIC (TF32X3, of 16-bit weights two products; or, of tensor_core.cuh, that of CUDA cores)
 #include "grid_barrier.cuh"
 #include "recurrent_back.cuh"
 #include "tensor_core.cuh"
