@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 CALL = 2.3e-6
 #: What a call takes longer where threads wait for each other to let go of the interpreter.
 HANDOVER = 1.7e-6
+#: Calls that it takes as long as to work out what a tap of a block reads, where blocks are more than it is kept of.
+REGION_CALLS = 10
 #: Other threads that are woken, and waited for at the end.
 WAKE = 120e-6
 #: Seconds of work for which another thread is worth waking.
@@ -54,6 +56,10 @@ ROWS, COLUMNS = 4, 16
 #: Rows of a small product at a time; each time its columns are read again, which takes as long as a row.  And columns more
 #: that such a product takes as long as.
 SMALL_ROWS, SHORT_COLUMNS = 6, 8
+
+#: How much longer a small product takes that reads both of its operands along the sum; elements of the longer one that stay in
+#: the innermost cache, and seconds of each where they do not.
+BY_ROWS, INNERMOST, LEAVES = 1.2, 12_000, 220e-12
 
 #: Seconds of a multiply-add of a vector by a vector; and of one by a matrix, of no more elements than stay in cache.
 DOT, BY_VECTOR, VECTOR = 120e-12, 70e-12, 1 << 20
@@ -140,6 +146,12 @@ def product(rows: float, reduction: float, columns: float, problem: ProductsProb
         return PRODUCT + (rows + ceil(rows / SMALL_ROWS)) * (columns + SHORT_COLUMNS) * per_column
     whole = ceil(rows / ROWS) * ROWS * ceil(columns / COLUMNS) * COLUMNS
     return PRODUCT + whole * per_column + reduction * (rows + columns) * PACK * wide
+
+
+def product_of_rows(rows: float, others: float, length: float, problem: ProductsProblem) -> float:
+    """A small matrix (rows, length) by the transpose of one (others, length): vectors by vectors, for BLAS."""
+    longer = max(rows, others) * length * width(problem.dtype)
+    return BY_ROWS * product(rows, length, others, problem) + (longer * LEAVES if longer > INNERMOST else 0)
 
 
 def dot(elements: float, problem: ProductsProblem) -> float:

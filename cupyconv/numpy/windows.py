@@ -54,6 +54,8 @@ _KEPT_BLOCKS = 128
 #: Taps up to which what each reads is kept: a small convolution is bound by working it out; a large one is not, and would
 #: keep megabytes.
 _KEPT_TAPS = 64
+#: Blocks of which what they read is kept: a loop over more of them works it out anew for each.
+KEPT_REGIONS = 256
 #: What one block's regions take at the most, where they are slices: their key, with all that a geometry works out later, and each.
 _KEY_BYTES, _REGION_BYTES = 3072, 1024
 #: Bytes of a tile up to which zeros are written all over it: one long write takes less than several short ones.
@@ -136,7 +138,7 @@ def _most_bytes(windows: Windows, regions: int) -> int | None:
     return _KEY_BYTES + _REGION_BYTES * regions if windows.padding_mode == "constant" else None
 
 
-_TAP_REGIONS: Cache[tuple[tuple[Region, ...], ...]] = Cache(256)
+_TAP_REGIONS: Cache[tuple[tuple[Region, ...], ...]] = Cache(KEPT_REGIONS)
 
 
 def _tap_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[Region, ...], ...]:
@@ -291,6 +293,23 @@ class Block:
     def of(self, image: np.ndarray) -> np.ndarray:
         """These samples, channels and pixels of an image of the result's size, of five axes."""
         return image if self._is_all else image[self._at]
+
+    def every(
+        self, stride: Triple, first: Triple, of: int, image: np.ndarray
+    ) -> tuple[np.ndarray, tuple[slice, slice, slice]]:
+        """The same of an image that has these pixels `stride` apart, from `first` on, and one channel `of` so many outputs.
+
+        And which of the pixels that is: those that lie in the image.
+        """
+        channels = slice(self.outputs.start // of, self.outputs.stop // of)
+        at, own = [], []
+        for axis, (begin, step, outputs) in enumerate(zip(first, stride, self._ranges[1:])):
+            begin += outputs.start * step
+            outside = max(0, -(begin // step))
+            place = range(begin + outside * step, image.shape[2 + axis], step)[: max(0, len(outputs) - outside)]
+            at.append(slice(place.start, place.stop, step))
+            own.append(slice(outside, outside + len(place)))
+        return image[(self._samples, channels, *at)], (own[0], own[1], own[2])
 
     def samples_of(self, image: np.ndarray) -> np.ndarray:
         """These samples of an image."""

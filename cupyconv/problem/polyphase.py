@@ -66,13 +66,38 @@ def phases_of(geometry: ConvGeometry) -> list[tuple[AxisPhase, ...]]:
     count = prod(map(min, geometry.stride, geometry.size))
     if count > MOST_PHASES:
         raise NotApplicable(f"stride {geometry.stride} makes {count} phases, {MOST_PHASES} are allowed")
-    axes = [
+    return list(product(*phases_along(geometry)))
+
+
+def phases_along(geometry: ConvGeometry) -> list[list[AxisPhase]]:
+    """The phases of each of the three axes."""
+    return [
         axis_phases(*along)
         for along in zip(
             geometry.size, geometry.out_size, geometry.kernel, geometry.stride, geometry.before, geometry.dilation
         )
     ]
-    return list(product(*axes))
+
+
+def joint_phase(phases: list[AxisPhase], pixels: int, stride: int) -> tuple[AxisPhase, list[AxisPhase]]:
+    """All phases of an axis as outputs of one convolution along it, whose window has room for the taps of each; and these.
+
+    An element of a phase is the output of the window that its taps begin in; where the window would have to be longer for
+    some phase, that one begins a window later: its `first` is before the axis then.  NotApplicable where some phase has
+    no taps, or taps that are pixels apart.
+    """
+    if len(phases) == 1 and phases[0].taps:
+        return phases[0], phases
+    if not all(phase.taps and phase.dilation == 1 for phase in phases):
+        raise NotApplicable("the windows of its phases are too unlike")
+    before, taps = max(phase.before for phase in phases), max(len(phase.taps) for phase in phases)
+    own = []
+    for phase in phases:
+        later = max(0, before - phase.before + len(phase.taps) - taps)
+        moved = phase.first - later * stride, phase.count + later, phase.taps, 1, phase.before + later
+        own.append(AxisPhase(*moved, phase.after))
+    count = max(phase.count for phase in own)
+    return AxisPhase(0, count, range(taps), 1, before, count + taps - 1 - before - pixels), own
 
 
 def phase_problems(problem: TransposedProblem, weight: Operand) -> list[ConvProblem]:
