@@ -104,7 +104,7 @@ def test_views_of_operands_are_those_of_numpy(random):
 def test_alignment_is_that_of_the_address(byte):
     described = operand("x", "float32", (4, 4), (16, 4), byte)
     assert described.alignment == (math.gcd(byte, 16) if byte else 16)
-    assert operand("x", "float32", (4, 4), (18, 4), 16).alignment == 1
+    assert operand("x", "float32", (2, 4), (18, 4), 16).alignment == 1
     assert operand("x", "float32", (1, 4), (18, 4), 16).alignment == 16
 
 
