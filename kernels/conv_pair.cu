@@ -23,7 +23,7 @@
 // Bound by memory for few channels, by arithmetic for many.  Floor: x and y once over the bandwidth, where the two
 // layers one after the other have z twice more.
 //
-// -D: DTYPE (storage type), FIRST, SECOND (DENSE or DEPTHWISE)
+// -D: DTYPE (storage type), ARITHMETIC (of dense layers: one of tensor_core.cuh), FIRST, SECOND (DENSE or DEPTHWISE)
 #include "epilogue.cuh"
 #include "window_tile.cuh"
 
@@ -67,10 +67,10 @@ constexpr int EPILOGUE_PITCH = PIXELS + 8;        // of their sums: fragments ar
 
 constexpr int OUTPUTS = sizeof(T) == 8 ? 16 : 32;  // of y, whose sums are in registers at a time
 // Blocks that a multiprocessor has registers for.
-constexpr int MIN_BLOCKS = FIRST == DENSE || sizeof(T) == 8 ? 2 : SECOND == DENSE ? 3 : 4;
+constexpr int MIN_BLOCKS = FIRST == DENSE || sizeof(T) == 8 || ARITHMETIC == TF32X3 ? 2 : SECOND == DENSE ? 3 : 4;
 
-using FirstSums = TileSumsOf<T, CHUNK, MIDDLE_PIXELS>::type;
-using SecondSums = TileSumsOf<T, OUTPUTS, PIXELS>::type;
+using FirstSums = TileSumsOf<T, ARITHMETIC, CHUNK, MIDDLE_PIXELS>::type;
+using SecondSums = TileSumsOf<T, ARITHMETIC, OUTPUTS, PIXELS>::type;
 constexpr int STEP = FirstSums::STEP;  // channels that a product takes at once
 
 // Channels up to a whole step: those beyond the last are zeros in every tile.

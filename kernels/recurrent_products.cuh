@@ -13,8 +13,6 @@
 
 namespace cupyconv {
 
-enum RecurrentArithmetic { FMA, MMA, TF32, TF32X3 };
-
 // CUDA cores: 4 x 8 lanes, each SAMPLES samples, 4 apart, of one unit; 16 bytes of k at a time.
 template <class T, int GATE_COUNT, int SAMPLE_COUNT, int ARITHMETIC_KIND>
 struct RecurrentProducts {
@@ -171,41 +169,26 @@ struct RecurrentProducts<float32, GATE_COUNT, SAMPLE_COUNT, TF32X3> : TensorProd
         const float* weight, int pitch, int gate_pitch, const float* state, int state_pitch) {
         unsigned w[GATE_COUNT][2];
         Base::load_weight(w, weight, pitch, gate_pitch);
-        Parts<2> w_parts[GATE_COUNT];
+        SplitFragment<true, 2> w_parts[GATE_COUNT];
 #pragma unroll
         for (int g = 0; g < GATE_COUNT; ++g) w_parts[g].take(w[g]);
 #pragma unroll
         for (int tile = 0; tile < Base::TILES; ++tile) {
             unsigned h[4];
             load_matrices(h, state + (tile * 16 + lane_index() % 16) * state_pitch + lane_index() / 16 * 4);
-            Parts<4> h_parts;
+            SplitFragment<true, 4> h_parts;
             h_parts.take(h);
             float partial[GATE_COUNT][4] = {};
 #pragma unroll
-            for (int g = 0; g < GATE_COUNT; ++g) multiply_add<tf32>(partial[g], h_parts.low, w_parts[g].finite_high);
+            for (int p = 0; p < 3; ++p)
 #pragma unroll
-            for (int g = 0; g < GATE_COUNT; ++g) multiply_add<tf32>(partial[g], h_parts.finite_high, w_parts[g].low);
-#pragma unroll
-            for (int g = 0; g < GATE_COUNT; ++g) multiply_add<tf32>(partial[g], h_parts.high, w_parts[g].high);
+                for (int g = 0; g < GATE_COUNT; ++g) multiply_add<tf32>(partial[g], h_parts.part(p), w_parts[g].part(p));
 #pragma unroll
             for (int g = 0; g < GATE_COUNT; ++g)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) this->sum[tile][g][e] += partial[g][e];
         }
     }
-
-  private:
-    template <int COUNT> struct Parts {
-        unsigned high[COUNT], low[COUNT], finite_high[COUNT];
-
-        __device__ __forceinline__ void take(const unsigned (&bits)[COUNT]) {
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i) {
-                const Split<true> split(bits[i]);
-                high[i] = split.high, low[i] = split.low, finite_high[i] = split.finite_high;
-            }
-        }
-    };
 };
 
 }  // namespace cupyconv

@@ -55,6 +55,15 @@ namespace cupyconv {
 // As an operand: the bits of a float32, of which the lowest 13 are ignored.
 struct tf32 {};
 
+// What the instruction is told its operands are, by their type in memory.
+template <class T> struct OperandTagOf { using type = T; };
+template <> struct OperandTagOf<float32> { using type = tf32; };
+template <class T> using OperandTag = typename OperandTagOf<T>::type;
+
+// What a kernel may compute products with: CUDA cores; tensor cores, by the type in memory; float32 as one product of TF32,
+// or as three (tf32_split.cuh).
+enum ArithmeticKind { FMA, MMA, TF32, TF32X3 };
+
 }  // namespace cupyconv
 
 #ifdef CUPYCONV_HOST

@@ -225,30 +225,9 @@ struct SplitTensorCores : TensorCores<float32, tf32, M, J, WEIGHT_ALONG_M, SPLIT
         __device__ __forceinline__ WarpTile(int m, int j) : fragments(m, j) {}
 
         __device__ __forceinline__ void multiply(const float* weight, const float* x) {
-            float partial[ROWS / 16][COLUMNS / 8][4] = {};
-            add_products<false>(partial, weight, x);
-            // A sum of each row and each column tells whether an operand has to be checked; finite sums that add up
-            // to an infinite one do no harm.
-            float all = 0;
-#pragma unroll
-            for (int r = 0; r < ROWS / 16; ++r) all += partial[r][0][0] + partial[r][0][2];
-#pragma unroll
-            for (int c = 0; c < COLUMNS / 8; ++c) all += partial[0][c][0] + partial[0][c][1];
-            if (__any_sync(0xffffffffu, !(fabsf(all) < __uint_as_float(0x7f800000u)))) {
-#pragma unroll
-                for (int r = 0; r < ROWS / 16; ++r)
-#pragma unroll
-                    for (int c = 0; c < COLUMNS / 8; ++c)
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) partial[r][c][e] = 0;
-                add_products<true>(partial, weight, x);
-            }
-#pragma unroll
-            for (int r = 0; r < ROWS / 16; ++r)
-#pragma unroll
-                for (int c = 0; c < COLUMNS / 8; ++c)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) sum[r][c][e] += partial[r][c][e];
+            add_apart<ROWS / 16>(sum, [&](auto checked, auto& partial) {
+                add_products<decltype(checked)::value>(partial, weight, x);
+            });
         }
 
         template <bool CHECKED>
@@ -343,8 +322,6 @@ struct DoubleTensorCores {
 };
 
 // ---- by name -----------------------------------------------------------------------------------------------------
-
-enum ArithmeticKind { FMA, MMA, TF32, TF32X3 };
 
 // Of a block's tile; WEIGHT_ALONG_M says how its weight lies: CUDA cores have no choice, doubles have the other one.
 template <class T, int KIND, int M, int J, bool WEIGHT_ALONG_M = KIND == FMA> struct ArithmeticOf;

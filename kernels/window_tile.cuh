@@ -13,6 +13,7 @@
 #pragma once
 #include "image.cuh"
 #include "tensor_core.cuh"
+#include "tf32_split.cuh"
 
 namespace cupyconv {
 
@@ -152,13 +153,14 @@ private:
     int at_[GROUPS], groups_;
 };
 
-// On tensor cores: 16 rows and 16 pixels of a warp at a time, fragments loaded straight from the pixels' rows.
-template <class T, int ROWS_, int PIXELS>
+// On tensor cores: 16 rows and 16 pixels of a warp at a time, fragments loaded straight from the pixels' rows.  float32 is
+// rounded to TF32 as it is loaded, or split (tf32_split.cuh): then a tap's products are added up apart.
+template <class T, int ARITHMETIC_KIND, int ROWS_, int PIXELS>
 class MatrixTileSums {
     using Tile = WindowTile<T>;
 
 public:
-    static constexpr int ROWS = ROWS_, STEP = 16;  // of K: one instruction
+    static constexpr int ROWS = ROWS_, STEP = 32 / sizeof(T);  // of K: one instruction
     static constexpr int WEIGHTS = ROWS * Tile::PITCH;
     static __device__ __forceinline__ int weight_index(int m, int k) { return m * Tile::PITCH + k; }
 
@@ -183,30 +185,18 @@ public:
     }
 
     __device__ __forceinline__ void multiply(const T* tile, const T* weight, int rows, int depth) {
-        const T* const a_row = weight + weight_index(lane_index() % 16, lane_index() / 16 * (STEP / 2));
-#pragma unroll 1
-        for (int k = 0; k < depth; k += STEP) {
-            unsigned b[GROUPS][2][2];
+        if constexpr (ARITHMETIC_KIND == TF32X3) {
 #pragma unroll
-            for (int j = 0; j < GROUPS; ++j) {
-                if (j >= groups_) continue;
-                unsigned four[4];
-                load_matrices(four, tile + at_[j] + k);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) b[j][e / 2][e % 2] = four[e];
-            }
-#pragma unroll
-            for (int i = 0; i < ROWS / 16; ++i) {
+            for (int i = 0; i < ROWS / 16; ++i) {  // registers hold so many sums twice
                 if (i * 16 >= rows) break;
-                unsigned a[4];
-                load_matrices(a, a_row + weight_index(i * 16, k));
-#pragma unroll
-                for (int j = 0; j < GROUPS; ++j)
-                    if (j < groups_) {
-                        multiply_add<T>(sum_[i][2 * j], a, b[j][0]);
-                        multiply_add<T>(sum_[i][2 * j + 1], a, b[j][1]);
-                    }
+                add_apart<1>(sum_ + i, [&](auto checked, auto& partial) {
+                    using A = SplitFragment<decltype(checked)::value, 4>;
+                    using B = SplitFragment<decltype(checked)::value, 2>;
+                    add_products<A, B, 1>(partial, tile, weight + weight_index(i * 16, 0), rows, depth);
+                });
             }
+        } else {
+            add_products<Fragment<4>, Fragment<2>, ROWS / 16>(sum_, tile, weight, rows, depth);
         }
     }
 
@@ -239,17 +229,71 @@ private:
     static constexpr int GROUP = TILE_WARPS * 16, GROUPS = PIXELS / GROUP;
     static_assert(GROUPS * GROUP == PIXELS && ROWS % 16 == 0, "warps share the sums evenly");
 
+    using Tag = OperandTag<T>;
+
     static __device__ __forceinline__ int first_pixel(int j) { return (j * TILE_WARPS + warp_index()) * 16; }
+
+    // As the instruction takes it, or rounded to that.
+    template <int COUNT> struct Fragment {
+        static constexpr int PRODUCTS = 1;
+        unsigned bits[COUNT];
+
+        __device__ __forceinline__ void take(const unsigned (&loaded)[COUNT]) {
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) {
+                if constexpr (ARITHMETIC_KIND == TF32)
+                    bits[i] = round_to_tf32(loaded[i]);
+                else
+                    bits[i] = loaded[i];
+            }
+        }
+        __device__ __forceinline__ const unsigned (&part(int) const)[COUNT] { return bits; }
+    };
+
+    // The products of 16 FRAGMENTS rows, A and B being what fragments are made into.
+    template <class A, class B, int FRAGMENTS>
+    __device__ __forceinline__ void add_products(
+        float (*sum)[GROUPS * 2][4], const T* tile, const T* weight, int rows, int depth) const {
+        const T* const a_row = weight + weight_index(lane_index() % 16, lane_index() / 16 * (STEP / 2));
+#pragma unroll 1
+        for (int k = 0; k < depth; k += STEP) {
+            A a[FRAGMENTS];
+#pragma unroll
+            for (int i = 0; i < FRAGMENTS; ++i) {
+                if (i * 16 >= rows) break;
+                unsigned four[4];
+                load_matrices(four, a_row + weight_index(i * 16, k));
+                a[i].take(four);
+            }
+#pragma unroll
+            for (int j = 0; j < GROUPS; ++j) {
+                if (j >= groups_) break;
+                unsigned four[4];
+                load_matrices(four, tile + at_[j] + k);
+                B b[2];
+#pragma unroll
+                for (int c = 0; c < 2; ++c) b[c].take({four[2 * c], four[2 * c + 1]});
+#pragma unroll
+                for (int i = 0; i < FRAGMENTS; ++i) {
+                    if (i * 16 >= rows) break;
+#pragma unroll
+                    for (int p = 0; p < A::PRODUCTS; ++p)
+#pragma unroll
+                        for (int c = 0; c < 2; ++c) multiply_add<Tag>(sum[i][2 * j + c], a[i].part(p), b[c].part(p));
+                }
+            }
+        }
+    }
 
     float sum_[ROWS / 16][GROUPS * 2][4];
     int at_[GROUPS], groups_;
 };
 
-template <class T, int ROWS, int PIXELS, bool MATRIX = sizeof(T) == 2> struct TileSumsOf {
-    using type = TileSums<T, ROWS, PIXELS>;
+template <class T, int ARITHMETIC_KIND, int ROWS, int PIXELS> struct TileSumsOf {
+    using type = MatrixTileSums<T, ARITHMETIC_KIND, ROWS, PIXELS>;
 };
-template <class T, int ROWS, int PIXELS> struct TileSumsOf<T, ROWS, PIXELS, true> {
-    using type = MatrixTileSums<T, ROWS, PIXELS>;
+template <class T, int ROWS, int PIXELS> struct TileSumsOf<T, FMA, ROWS, PIXELS> {
+    using type = TileSums<T, ROWS, PIXELS>;
 };
 
 // ---- every channel by itself ----------------------------------------------------------------------------------------

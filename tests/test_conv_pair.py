@@ -24,7 +24,7 @@ from cupyconv import ConvLayer
 from cupyconv.call.explain import checked_call
 from cupyconv.cuda.plan import chain as chain_cuda
 from cupyconv.cuda.plan import conv_pair
-from cupyconv.cuda.plan.draft import Draft
+from cupyconv.cuda.plan.draft import Draft, cheapest
 from cupyconv.cuda.plan.occupancy import blocks_that_fit, resident_blocks
 from cupyconv.problem.machine import KNOWN_GPUS, known_gpu
 from cupyconv.problem.plan import Kernel, KernelLaunch
@@ -36,11 +36,13 @@ STEEPEST = 1.1
 
 #: What is compiled for the host here: all kinds of pairs once, both arithmetics, every accumulator.
 VARIANTS = [
-    *(("float32", first, second) for first in (DENSE, DEPTHWISE) for second in (DENSE, DEPTHWISE)),
-    ("float16", DENSE, DENSE),
-    ("float16", DEPTHWISE, DENSE),
-    ("bfloat16", DENSE, DENSE),
-    ("float64", DENSE, DENSE),
+    *(("float32", "FMA", first, second) for first in (DENSE, DEPTHWISE) for second in (DENSE, DEPTHWISE)),
+    *(("float32", "TF32X3", *kinds) for kinds in ((DENSE, DENSE), (DENSE, DEPTHWISE), (DEPTHWISE, DENSE))),
+    ("float32", "TF32", DENSE, DENSE),
+    ("float16", "MMA", DENSE, DENSE),
+    ("float16", "MMA", DEPTHWISE, DENSE),
+    ("bfloat16", "MMA", DENSE, DENSE),
+    ("float64", "FMA", DENSE, DENSE),
 ]
 every_variant = pytest.mark.parametrize("variant", VARIANTS, ids="-".join)
 
@@ -81,9 +83,9 @@ class Pair:
     channels_last: bool = False
 
 
-def made(pair: Pair, variant: tuple[str, str, str], seed: int = 0, *, integer: bool = True):
+def made(pair: Pair, variant: tuple[str, str, str, str], seed: int = 0, *, integer: bool = True):
     """Arrays of a pair: a list of inputs, and the keywords of the reference for both layers."""
-    dtype, *kinds = variant
+    dtype, _, *kinds = variant
     rng = np.random.default_rng(seed)
 
     def numbers(*shape: int, share: float = 1.0) -> np.ndarray:
@@ -115,8 +117,8 @@ def expected(xs, layers) -> np.ndarray:
     return reference.conv(between, **layers[1])
 
 
-def fused(target, xs, layers, *, choose=None, channels_last=False):
-    """The result of the pair in one kernel, and its launch; `choose` picks among the tiles that fit."""
+def fused(target, variant, xs, layers, *, choose=None, channels_last=False):
+    """The result of the pair in one kernel, and its launch; `choose` picks among the variant's tiles that fit."""
 
     def put(array: Any) -> Any:
         if not isinstance(array, np.ndarray):
@@ -127,10 +129,15 @@ def fused(target, xs, layers, *, choose=None, channels_last=False):
         return target.to_device(array)
 
     device_layers = [ConvLayer(**{name: put(value) for name, value in layer.items()}) for layer in layers]
-    call = checked_call(cupyconv.conv_chain, [put(x) for x in xs], device_layers, fuse=True)
+    with cupyconv.options(allow_tf32=variant[1] == "TF32"):
+        call = checked_call(cupyconv.conv_chain, [put(x) for x in xs], device_layers, fuse=True)
+
+    def chosen(first: Any, second: Any) -> Draft:
+        drafts = [draft for draft in conv_pair.drafts_of(first, second) if variant_of(draft.steps[0]) == variant]
+        return choose(drafts) if choose else cheapest(drafts, first.gpu)
+
     with pytest.MonkeyPatch.context() as patch:
-        if choose is not None:
-            patch.setattr(chain_cuda, "draft_pair", lambda first, second: choose(conv_pair.drafts_of(first, second)))
+        patch.setattr(chain_cuda, "draft_pair", chosen)
         plan = chain_cuda.plan_chain(call.problem)
     (launch,) = plan.steps
     assert isinstance(launch, KernelLaunch) and launch.kernel.name == "conv_pair"
@@ -138,11 +145,15 @@ def fused(target, xs, layers, *, choose=None, channels_last=False):
     return target.to_host(call.run()), launch
 
 
+def variant_of(launch: KernelLaunch) -> tuple[str, ...]:
+    return tuple(value for _, value in launch.kernel.macros)
+
+
 def check(target, pair: Pair, variant, *, choose=None, seed: int = 0) -> KernelLaunch:
     """Integers exactly; the launch."""
     xs, layers = made(pair, variant, seed)
-    actual, launch = fused(target, xs, layers, choose=choose, channels_last=pair.channels_last)
-    assert tuple(value for _, value in launch.kernel.macros) == variant
+    actual, launch = fused(target, variant, xs, layers, choose=choose, channels_last=pair.channels_last)
+    assert variant_of(launch) == variant
     assert_exact(actual, expected(xs, layers), as_dtype(variant[0]))
     return launch
 
@@ -178,7 +189,7 @@ OF_EVERY_DTYPE = ("one pixel", "chunks that end early", "stride 2 twice", "merge
         pytest.param(variant, pair, id="-".join((*variant, name)))
         for variant in VARIANTS
         for name, pair in PAIRS.items()
-        if variant[0] == "float32" or name in OF_EVERY_DTYPE
+        if (variant[1] in ("FMA", "TF32X3") and variant[0] != "float64") or name in OF_EVERY_DTYPE
     ],
 )
 def test_integers_are_exact(cuda, variant, pair):
@@ -212,11 +223,17 @@ def test_any_pair_in_any_tile(cuda, data):
 
 @every_variant
 def test_random_data(cuda, variant):
-    """Within the tolerance of both layers, that of the first passed on through the second."""
+    """Within the tolerance of both layers, that of the first passed on through the second.
+
+    In TF32 the operands have 11 significant bits, but what lies between them has not.
+    """
     pair = Pair(2, (12,), (9, 11), Layer(24, activation="silu"), Layer(9, activation="tanh", residual=True))
     xs, (first, second) = made(pair, variant, integer=False)
-    actual, _ = fused(cuda, xs, [first, second])
-    dtype = as_dtype(variant[0])
+    for arrays in (xs, *([layer["weight"]] for layer in (first, second))):
+        for array in arrays if variant[1] == "TF32" else ():
+            array.view(np.uint32)[...] &= np.uint32(0xFFFFE000)
+    actual, _ = fused(cuda, variant, xs, [first, second])
+    dtype, is_tf32 = as_dtype(variant[0]), variant[1] == "TF32"
     plain = {"activation": None, "bias": None, "residual": None}
 
     def magnitude(x: Any, layer: dict[str, Any]) -> np.ndarray:
@@ -225,6 +242,7 @@ def test_random_data(cuda, variant):
     x = np.concatenate(xs, axis=1).astype(np.float64)
     between = reference.conv(x, **first)
     error = tolerance(between, dtype, first["weight"][0].size, magnitude(x, first))
+    error += is_tf32 * 2.0**-11 * np.abs(between)
     wanted = reference.conv(between, **second)
     passed_on = STEEPEST * (magnitude(error, second) - 8)
     allowed = tolerance(wanted, dtype, second["weight"][0].size, magnitude(between, second)) + passed_on
@@ -237,7 +255,7 @@ def test_the_image_between_ends_where_it_ends(cuda, variant):
     pair = Pair(1, (4,), (6, 7), Layer(4, padding=0), Layer(4, padding=2))
     xs, layers = made(pair, variant)
     layers[0]["bias"] = np.full_like(layers[0]["bias"], 3)
-    actual, _ = fused(cuda, xs, layers)
+    actual, _ = fused(cuda, variant, xs, layers)
     assert_exact(actual, expected(xs, layers), as_dtype(variant[0]))
 
 
@@ -248,7 +266,7 @@ def test_non_finite_values_land_where_the_definition_puts_them(cuda, variant):
     for layer in layers:  # a zero times infinity is NaN in every method; elsewhere nothing may be
         layer["weight"][layer["weight"] == 0] = 1
     xs[0][0, 2, 3, 4], xs[0][1, 5, 0, 12], xs[0][1, 0, 11, 0] = np.nan, np.inf, -np.inf
-    actual, _ = fused(cuda, xs, layers, choose=lambda drafts: drafts[len(drafts) // 2])
+    actual, _ = fused(cuda, variant, xs, layers, choose=lambda drafts: drafts[len(drafts) // 2])
     wanted = expected(xs, layers)
     assert np.isnan(wanted).any() and np.isfinite(wanted).any()
     assert_exact(actual, wanted, as_dtype(variant[0]))
@@ -257,7 +275,8 @@ def test_non_finite_values_land_where_the_definition_puts_them(cuda, variant):
 def test_blocks_go_on_to_further_tiles(cuda, monkeypatch):
     """More tiles than blocks: what stays in shared memory serves again, what does not is not mistaken for it."""
     monkeypatch.setattr(conv_pair, "resident_blocks", lambda *_: 1)
-    for variant in (("float32", DENSE, DENSE), ("float32", DEPTHWISE, DENSE), ("float32", DENSE, DEPTHWISE)):
+    for kinds in ((DENSE, DENSE), (DEPTHWISE, DENSE), (DENSE, DEPTHWISE)):
+        variant = ("float32", "FMA", *kinds)
         launch = check(cuda, Pair(3, (18, 3), (9, 10)), variant, choose=smallest)
         assert dict(launch.params)["tile_count"] > 2 * launch.grid[0] and launch.grid[0] == 132
 
@@ -267,7 +286,9 @@ def smallest(drafts: list[Draft]) -> Draft:
     return max(drafts, key=lambda draft: dict(draft.steps[0].params)["tile_count"])
 
 
-@pytest.mark.parametrize("variant", [("float32", DENSE, DENSE), ("float16", DEPTHWISE, DENSE)], ids="-".join)
+@pytest.mark.parametrize(
+    "variant", [("float32", "TF32X3", DENSE, DENSE), ("float16", "MMA", DEPTHWISE, DENSE)], ids="-".join
+)
 def test_blocks_may_share_the_outputs(cuda, variant):
     """All outputs in one block, a part of them at a time; or blocks with a part each, the last one smaller."""
     pair = Pair(1, (6,), (7, 8), Layer(6, activation="relu"), Layer(70, **POINTWISE, residual=True))
@@ -284,7 +305,7 @@ def by_columns(drafts: list[Draft]) -> dict[int, Draft]:
 def test_channels_last_is_loaded_in_vectors(cuda):
     for channels, vectorized in (((8, 16, 8), 1), ((8, 10), 0)):
         pair = Pair(2, channels, (13, 15), channels_last=True)
-        launch = check(cuda, pair, ("float16", DENSE, DENSE))
+        launch = check(cuda, pair, ("float16", "MMA", DENSE, DENSE))
         assert dict(launch.params)["x_vectorized"] == vectorized
 
 
@@ -358,7 +379,7 @@ def test_every_draft_fits_its_gpu(on):
             layers = layers_of((1, 1), (3, 3), channels=channels, groups=groups, dtype=dtype)
             request = checked_call(cupyconv.conv_chain, image(2, channels, 30, 31, dtype=dtype), layers, on=on).problem
             drafts = conv_pair.drafts_of(*request.layers)
-            assert len({draft.steps[0].params for draft in drafts}) == len(drafts) > 4
+            assert len({(draft.steps[0].kernel, draft.steps[0].params) for draft in drafts}) == len(drafts) > 4
             for draft in drafts:
                 (launch,) = draft.steps
                 params = dict(launch.params)
@@ -403,14 +424,16 @@ def test_too_many_inputs_are_refused():
 
 def test_occupancy_counts_what_is_scarce():
     """Registers, shared memory or threads, whichever is used up first."""
-    kernel = Kernel("conv_pair", (("DTYPE", "float32"), ("FIRST", DENSE), ("SECOND", DENSE)))
+    kernel = Kernel("conv_pair", (("DTYPE", "float32"), ("ARITHMETIC", "FMA"), ("FIRST", DENSE), ("SECOND", DENSE)))
     h200, t4 = known_gpu("sm_90"), known_gpu("sm_75")
     assert resident_blocks(kernel, 256, 1 << 10, h200) == 2  # 120 registers
     assert resident_blocks(kernel, 128, 1 << 10, h200) == 4
     assert resident_blocks(kernel, 256, 114 << 10, h200) == 1  # twice 115 KiB is more than 228
     assert resident_blocks(kernel, 256, 113 << 10, h200) == 2
     assert resident_blocks(kernel, 256, 228 << 10, h200) == 0
-    light = Kernel("conv_pair", (("DTYPE", "float32"), ("FIRST", DEPTHWISE), ("SECOND", DEPTHWISE)))
+    light = Kernel(
+        "conv_pair", (("DTYPE", "float32"), ("ARITHMETIC", "FMA"), ("FIRST", DEPTHWISE), ("SECOND", DEPTHWISE))
+    )
     assert resident_blocks(light, 512, 1 << 10, t4) == 2  # 1,024 threads
 
 

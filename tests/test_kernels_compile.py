@@ -381,11 +381,11 @@ def constant_assertions(name: str) -> list[str]:
 
 def layout_assertions(kernel: Kernel) -> list[str]:
     """The bytes of conv_pair.cu's shared memory, for small and large counts of everything they depend on."""
-    dtype, *kinds = (value for _, value in kernel.macros)
+    dtype, arithmetic, *kinds = (value for _, value in kernel.macros)
     counts = product(((1, 1), (9, 2)), ((1, 1), (3, 2)), (1, 3), ((1, 1), (700, 300)))
     return [
         f"static_assert(SharedLayout({', '.join(map(str, (*taps, *chunks, tiles, *pixels)))}).end == "
-        f"{conv_pair.shared_bytes(dtype, tuple(kinds), taps, chunks, tiles, pixels)});"
+        f"{conv_pair.shared_bytes(dtype, arithmetic, tuple(kinds), taps, chunks, tiles, pixels)});"
         for taps, chunks, tiles, pixels in counts
     ]
 

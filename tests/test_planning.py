@@ -29,7 +29,7 @@ from cupyconv.cuda.plan.gemm import SMALLEST_CHUNK
 from cupyconv.cuda.plan.launches import GRID_Y
 from cupyconv.cuda.plan.matrices import MAX_BATCH
 from cupyconv.numpy.block_loops import BlockLoop
-from cupyconv.numpy.pooling import PoolingStep
+from cupyconv.numpy.pool_blocks import PoolingStep
 from cupyconv.ops.conv_grad_weight import check_conv_grad_weight
 from cupyconv.ops.conv_pullback import EPILOGUE_GRADIENT, PROLOGUE_GRADIENT
 from cupyconv.ops.pooling import AVG_POOL_GRADIENT, MAX_POOL_GRADIENT

@@ -16,7 +16,7 @@ from cupyconv.cuda.plan import (
     merge,
     weight_gradient,
 )
-from cupyconv.cuda.plan.conv_pair import FIRST_PAIR
+from cupyconv.cuda.plan.conv_pair import FIRST_PAIR, pair_arithmetics
 from cupyconv.cuda.plan.implicit_gemm import arithmetics, tiles
 from cupyconv.cuda.plan.launches import VECTOR_BYTES
 from cupyconv.cuda.plan.pool import CHANNELS, LARGEST, LARGEST_AND_PLACE, MEAN
@@ -72,7 +72,9 @@ def is_planned(kernel: Kernel, capability: int) -> bool:
             for tile in recurrent_tiles(macros["DTYPE"], resident, gpu, tf32)
         )
     if kernel.name == "conv_pair":
-        return capability >= FIRST_PAIR[macros["DTYPE"]]
+        kinds = macros["FIRST"], macros["SECOND"]
+        offered = (pair_arithmetics(macros["DTYPE"], kinds, gpu, tf32) for tf32 in (False, True))
+        return capability >= FIRST_PAIR[macros["DTYPE"]] and any(macros["ARITHMETIC"] in names for names in offered)
     if kernel.name not in ("implicit_gemm", "implicit_weight_gradient"):
         return True
     return any(macros["ARITHMETIC"] in arithmetics(macros["DTYPE"], gpu, tf32) for tf32 in (False, True))
@@ -150,11 +152,7 @@ def all_variants() -> tuple[Kernel, ...]:
             for dtype in (("float16", "bfloat16", "float32") if prologue else ("bits16", "bits32"))
         ),
         *_implicit_gemm_variants(),
-        *(
-            _kernel("conv_pair", DTYPE=dtype, FIRST=first, SECOND=second)
-            for dtype in REAL_DTYPES
-            for first, second in product(("DENSE", "DEPTHWISE"), repeat=2)
-        ),
+        *_conv_pair_variants(),
         *_weight_gradient_variants(),
         *(
             _kernel("depthwise_weight_gradient", DTYPE=dtype, KERNEL=kernel, STRIDE=stride)
@@ -257,6 +255,20 @@ def _epilogue_grad_variants() -> list[Kernel]:
         for dtype in DTYPES
         for width in vector_widths(ITEMSIZE[dtype])
         for along_channels in ((0, 1) if width > 1 else (0,))
+    ]
+
+
+def _conv_pair_variants() -> list[Kernel]:
+    """Every arithmetic that a pair of layers has on any GPU."""
+    return [
+        _kernel("conv_pair", DTYPE=dtype, ARITHMETIC=arithmetic, FIRST=kinds[0], SECOND=kinds[1])
+        for dtype in REAL_DTYPES
+        for kinds in product(("DENSE", "DEPTHWISE"), repeat=2)
+        for arithmetic in dict.fromkeys(
+            name
+            for gpu, tf32 in product(KNOWN_GPUS.values(), (False, True))
+            for name in pair_arithmetics(dtype, kinds, gpu, tf32)
+        )
     ]
 
 

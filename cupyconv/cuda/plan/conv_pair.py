@@ -21,6 +21,7 @@ from math import prod
 
 from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.draft import Draft, cheapest
+from cupyconv.cuda.plan.implicit_gemm import arithmetics
 from cupyconv.cuda.plan.launches import (
     GRID_X,
     GRID_Y,
@@ -73,10 +74,12 @@ def drafts_of(first: ConvProblem, second: ConvProblem) -> list[Draft]:
     """One for every tile that fits, at least one; or `NotApplicable`."""
     gpu = first.gpu
     _check(first, second, gpu)
+    kinds = layer_kind(first.geometry), layer_kind(second.geometry)
+    choices = pair_arithmetics(second.out.dtype, kinds, gpu, first.allow_tf32)
     drafts = [
         draft
-        for tile, rows in product(_tiles(second.geometry.out_size), _rows(second))
-        if (draft := _draft(first, second, tile, rows, gpu))
+        for tile, rows, arithmetic in product(_tiles(second.geometry.out_size), _rows(second), choices)
+        if (draft := _draft(first, second, tile, rows, arithmetic, gpu))
     ]
     if not drafts:
         raise NotApplicable(
@@ -90,6 +93,15 @@ def layer_kind(geometry: ConvGeometry) -> str:
     if geometry.groups == 1:
         return "DENSE"
     return "DEPTHWISE" if geometry.group_channels == geometry.group_outputs == 1 else ""
+
+
+def pair_arithmetics(dtype: str, kinds: tuple[str, str], gpu: GpuModel, allow_tf32: bool) -> tuple[str, ...]:
+    """What the products of dense layers may be computed with; names as in kernels/tensor_core.cuh."""
+    if ITEMSIZE[dtype] == 2:
+        return ("MMA",)
+    if dtype == "float64" or "DENSE" not in kinds:
+        return ("FMA",)
+    return arithmetics(dtype, gpu, allow_tf32)
 
 
 def _check(first: ConvProblem, second: ConvProblem, gpu: GpuModel) -> None:
@@ -144,7 +156,9 @@ def _rows(second: ConvProblem) -> Iterator[int]:
     yield from dict.fromkeys(-(-tiles // (1 << i)) * outputs for i in range(most + 1))
 
 
-def _draft(first: ConvProblem, second: ConvProblem, tile: Triple, rows: int, gpu: GpuModel) -> Draft | None:
+def _draft(
+    first: ConvProblem, second: ConvProblem, tile: Triple, rows: int, arithmetic: str, gpu: GpuModel
+) -> Draft | None:
     """The pair in tiles of this shape, so many outputs per block, or None where they are too large."""
     dtype, itemsize = second.out.dtype, second.out.itemsize
     kinds = layer_kind(first.geometry), layer_kind(second.geometry)
@@ -158,8 +172,9 @@ def _draft(first: ConvProblem, second: ConvProblem, tile: Triple, rows: int, gpu
     x_chunks = sum(-(-channels // chunk) for channels in first.geometry.channels)
     middle_chunks = -(-first.geometry.out_channels // chunk) if kinds[0] == "DENSE" else x_chunks
     taps = first.geometry.taps, second.geometry.taps
-    shared = shared_bytes(dtype, kinds, taps, (x_chunks, middle_chunks), rows // outputs, (x_pixels, middle_pixels))
-    kernel = variant("conv_pair", DTYPE=dtype, FIRST=kinds[0], SECOND=kinds[1])
+    chunks, pixels = (x_chunks, middle_chunks), (x_pixels, middle_pixels)
+    shared = shared_bytes(dtype, arithmetic, kinds, taps, chunks, rows // outputs, pixels)
+    kernel = variant("conv_pair", DTYPE=dtype, ARITHMETIC=arithmetic, FIRST=kinds[0], SECOND=kinds[1])
     resident = resident_blocks(kernel, THREADS, shared, gpu)
     if resident == 0:
         return None
@@ -197,7 +212,8 @@ def _draft(first: ConvProblem, second: ConvProblem, tile: Triple, rows: int, gpu
         bytes_moved=bytes_of(first.xs) + first.weight.nbytes + second.minimal_bytes - first.out.nbytes,
         flops=first.flops * blocks * middle_pixels // (first.geometry.batch * first.geometry.pixels) + second.flops,
     )
-    seconds = _seconds(first, second, launch, (tile, middle_tile, x_tile), alone=resident == 1)
+    shapes = tile, middle_tile, x_tile
+    seconds = _seconds(first, second, launch, shapes, arithmetic, alone=resident == 1)
     launch = replace(launch, arithmetic_seconds=seconds)
     again = blocks * middle_pixels * columns / (first.geometry.batch * first.geometry.pixels)
     words = (
@@ -209,7 +225,13 @@ def _draft(first: ConvProblem, second: ConvProblem, tile: Triple, rows: int, gpu
 
 
 def _seconds(
-    first: ConvProblem, second: ConvProblem, launch: KernelLaunch, shapes: tuple[Triple, Triple, Triple], *, alone: bool
+    first: ConvProblem,
+    second: ConvProblem,
+    launch: KernelLaunch,
+    shapes: tuple[Triple, Triple, Triple],
+    arithmetic: str,
+    *,
+    alone: bool,
 ) -> float:
     """Whole rounds of whole tiles, with all that is computed twice or for nothing.
 
@@ -219,11 +241,9 @@ def _seconds(
     """
     gpu, dtype, itemsize = first.gpu, second.out.dtype, second.out.itemsize
     tile, middle_tile, x_tile = shapes
-    on_tensor_cores = itemsize == 2
-    cores = cost.core_rate(dtype, gpu)
-    dense = cost.product_rate("MMA", dtype, gpu) if on_tensor_cores else cores
-    k_step, rows = (16, 16) if on_tensor_cores else (16 // itemsize, 64 // itemsize)
-    group = 128 if on_tensor_cores else 64  # pixels that are computed together
+    cores, dense = cost.core_rate(dtype, gpu), cost.product_rate(arithmetic, dtype, gpu)
+    # Channels, outputs and pixels that are computed together.
+    k_step, rows, group = (16 // itemsize, 64 // itemsize, 64) if arithmetic == "FMA" else (32 // itemsize, 16, 128)
     blocks, columns, _ = launch.grid
     tiles = second.geometry.batch * prod(-(-size // part) for size, part in zip(second.geometry.out_size, tile))
     channels = sum(_whole(count, k_step) for count in first.geometry.channels)
@@ -266,6 +286,7 @@ def _reached(geometry: ConvGeometry, tile: Triple) -> Triple:
 
 def shared_bytes(
     dtype: str,
+    arithmetic: str,
     kinds: tuple[str, str],
     taps: tuple[int, int],
     chunks: tuple[int, int],
@@ -275,8 +296,8 @@ def shared_bytes(
     """The end of `SharedLayout` of kernels/conv_pair.cu; taps are the layers', chunks and pixels those of x and z."""
     (first, second), (x_chunks, middle_chunks), (x_pixels, middle_pixels) = kinds, chunks, pixels
     chunk, sums = CHUNK_BYTES // ITEMSIZE[dtype], ITEMSIZE[accumulator(dtype)]
-    first_weight = taps[0] * tap_bytes(dtype, first, chunk) * middle_chunks
-    second_weight = taps[1] * tap_bytes(dtype, second, OUTPUTS_BYTES // sums) * middle_chunks
+    first_weight = taps[0] * tap_bytes(dtype, arithmetic, first, chunk) * middle_chunks
+    second_weight = taps[1] * tap_bytes(dtype, arithmetic, second, OUTPUTS_BYTES // sums) * middle_chunks
     middle, x, finished = middle_pixels * PITCH_BYTES, x_pixels * PITCH_BYTES, 0
     if first == "DENSE":
         first_weight, x = first_weight * x_chunks, x * x_chunks
@@ -286,13 +307,11 @@ def shared_bytes(
     return TABLES + first_weight + second_weight + middle + max(x + 8 * x_pixels, finished)
 
 
-def tap_bytes(dtype: str, kind: str, rows: int) -> int:
+def tap_bytes(dtype: str, arithmetic: str, kind: str, rows: int) -> int:
     """A tap's weight of one chunk of channels in shared memory."""
-    itemsize = ITEMSIZE[dtype]
-    chunk = CHUNK_BYTES // itemsize
     if kind == "DEPTHWISE":
-        return chunk * ITEMSIZE[accumulator(dtype)]
-    return rows * PITCH_BYTES if itemsize == 2 else rows * chunk * itemsize
+        return CHUNK_BYTES // ITEMSIZE[dtype] * ITEMSIZE[accumulator(dtype)]
+    return rows * (CHUNK_BYTES if arithmetic == "FMA" else PITCH_BYTES)
 
 
 def _layer_params(layer: ConvProblem) -> tuple[object, ...]:

@@ -15,20 +15,21 @@ from cupyconv.problem.plan import Kernel
 REGISTERS, PIECE = 65536, 8
 RESERVED_SHARED = 1 << 10
 
-#: First and second layer of conv_pair.cu -> registers per thread by the bytes of an element, the most on any architecture,
-#: in whole pieces: a header's change that takes one more changes no occupancy.
+#: First and second layer of conv_pair.cu -> registers per thread by arithmetic and bytes of an element, the most on any
+#: architecture, in whole pieces: a header's change that takes one more changes no occupancy.
 CONV_PAIR_REGISTERS = {
-    ("DENSE", "DENSE"): {2: 128, 4: 128, 8: 120},
-    ("DENSE", "DEPTHWISE"): {2: 128, 4: 112, 8: 120},
-    ("DEPTHWISE", "DENSE"): {2: 80, 4: 80, 8: 112},
-    ("DEPTHWISE", "DEPTHWISE"): {2: 64, 4: 64, 8: 80},
+    ("DENSE", "DENSE"): {"MMA 2": 128, "TF32 4": 128, "TF32X3 4": 120, "FMA 4": 128, "FMA 8": 120},
+    ("DENSE", "DEPTHWISE"): {"MMA 2": 128, "TF32 4": 80, "TF32X3 4": 120, "FMA 4": 112, "FMA 8": 120},
+    ("DEPTHWISE", "DENSE"): {"MMA 2": 80, "TF32 4": 80, "TF32X3 4": 120, "FMA 4": 80, "FMA 8": 112},
+    ("DEPTHWISE", "DEPTHWISE"): {"MMA 2": 64, "FMA 4": 64, "FMA 8": 80},
 }
 
 
 def registers(kernel: Kernel) -> int:
     """Registers per thread of a variant of conv_pair.cu, in whole pieces of 8."""
     macros = dict(kernel.macros)
-    return CONV_PAIR_REGISTERS[macros["FIRST"], macros["SECOND"]][ITEMSIZE[macros["DTYPE"]]]
+    of_layers = CONV_PAIR_REGISTERS[macros["FIRST"], macros["SECOND"]]
+    return of_layers[f"{macros['ARITHMETIC']} {ITEMSIZE[macros['DTYPE']]}"]
 
 
 def resident_blocks(kernel: Kernel, threads: int, shared_bytes: int, gpu: GpuModel) -> int:
