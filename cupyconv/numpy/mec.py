@@ -63,24 +63,22 @@ def in_runs(
 
 def in_parts(weight: np.ndarray, columns: np.ndarray, place: np.ndarray, rows: int, run: int) -> None:
     """Matrix products of so many rows of the weight, and columns, at a time: all that are alike in one call."""
-    for own, height in _alike(weight.shape[-2], rows):
+    for own, *heights in _alike(weight.shape[-2], rows):
         # Two axes before those of a matrix: parts of rows, and runs of columns.
-        factors = weight[..., own, :].reshape(*weight.shape[:-2], -1, 1, height, weight.shape[-1])
-        for some, length in _alike(columns.shape[-1], run):
-            read = columns[..., some].reshape(*columns.shape[:-1], -1, length).swapaxes(-2, -3)
-            target = place[..., own, some].reshape(
-                *place.shape[:-2], -1, height, (some.stop - some.start) // length, length
-            )
-            np.matmul(factors, read[..., None, :, :, :], out=target.swapaxes(-2, -3))
+        factors = weight[..., own, :].reshape(*weight.shape[:-2], heights[0], 1, heights[1], weight.shape[-1])
+        for some, *lengths in _alike(columns.shape[-1], run):
+            read = columns[..., some].reshape(*columns.shape[:-1], *lengths).swapaxes(-2, -3)
+            target = place[..., own, some].reshape(*place.shape[:-2], *heights, *lengths).swapaxes(-2, -3)
+            np.matmul(factors, read[..., None, :, :, :], out=target)
 
 
-def _alike(extent: int, part: int) -> Iterator[tuple[slice, int]]:
-    """Parts of so many elements, and a shorter one that is left: what they are of, and how many elements each has."""
-    whole = extent - extent % part
-    if whole:
-        yield slice(0, whole), part
-    if whole < extent:
-        yield slice(whole, extent), extent - whole
+def _alike(extent: int, part: int) -> Iterator[tuple[slice, int, int]]:
+    """Parts of so many elements, and a shorter one that is left: what they are of, how many, and elements of each."""
+    count, left = divmod(extent, part)
+    if count:
+        yield slice(0, extent - left), count, part
+    if left:
+        yield slice(extent - left, extent), 1, left
 
 
 # --- the lowering ---------------------------------------------------------------------------------------------

@@ -519,9 +519,10 @@ def outputs_of_product(tiles: int, channels: int, outputs: int) -> int:
 def _times_factors(tiles: np.ndarray, factors: np.ndarray, place: np.ndarray) -> None:
     """The matrices (tiles, channels) times (channels, outputs)."""
     outputs = outputs_of_product(tiles.shape[-2], tiles.shape[-1], factors.shape[-1])
+    count = factors.shape[-1] // max(1, outputs)
 
     def in_parts(matrices: np.ndarray) -> np.ndarray:
-        return matrices.reshape(*matrices.shape[:-1], -1, outputs).swapaxes(-2, -3)
+        return matrices.reshape(*matrices.shape[:-1], count, outputs).swapaxes(-2, -3)
 
     np.matmul(tiles[..., None, :, :], in_parts(factors), out=in_parts(place))
 
