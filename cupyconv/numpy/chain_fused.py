@@ -252,7 +252,7 @@ def _draft(problem: ChainProblem, tile: tuple[int, int], threads: int) -> _Draft
         plan = plan_conv(_part_of(layer, piece, axis, held[i - 1 : i], held[i : i + 1], _host_of(problem, inner), left))
         times = sum(total[i] for total in totals) / len(piece.outputs) * geometries[-1].batch / tile[0]
         loops = [step for step in plan.steps if isinstance(step, ConvLoop)]
-        work += times * sum(loop.work for loop in loops) + sum(cost.touched(loop.threads * loop.workspace) for loop in loops)
+        work += times * sum(loop.work for loop in loops) + sum(loop.fresh_work for loop in loops)
         calls += times * sum(loop.calls + PART_CALLS for loop in loops)
         if inner > 1:
             waits += times * sum(loop.seconds - loop.work - loop.calls * cost.CALL for loop in loops)

@@ -166,15 +166,15 @@ def parts_of_product(rows: int, reduction: int, columns: int, dtype: str, may_be
     """A product in parts so small that BLAS packs no operand, of columns that begin where cache lines do.
 
     Elements that do not fill a vector take longest: it may be quicker to have columns more that nobody reads, and to copy
-    the others.  None where there are no such parts, or numbers are not real.
+    the others.  None where there are no such parts, outputs are few, or numbers are not real.
     """
-    if dtype not in ("float32", "float64") or not rows * reduction * columns:
+    if dtype not in ("float32", "float64") or rows < LEAST_ROWS or not reduction * columns:
         return None
     vector = round(VECTOR_ELEMENTS / width(dtype))
     best: Parts | None = None
     for length in {columns, ceil(columns / vector) * vector if may_be_longer else columns}:
         copies = added(rows * columns, dtype, columns) if length > columns else 0.0
-        most_columns = min(READ_AGAIN / width(dtype), SMALL_PRODUCT / min(rows, LEAST_ROWS)) // reduction
+        most_columns = min(READ_AGAIN / width(dtype), SMALL_PRODUCT / LEAST_ROWS) // reduction
         run = length
         if length > most_columns:
             step = 4 * vector if most_columns >= 4 * vector else 2 * vector
