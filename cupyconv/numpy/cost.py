@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 CALL = 2.3e-6
 #: What a call takes longer where threads wait for each other to let go of the interpreter.
 HANDOVER = 1.7e-6
+#: Calls that it takes as long as to work out what a tap of a block reads, where blocks are more than it is kept of.
+REGION_CALLS = 10
 #: Other threads that are woken, and waited for at the end.
 WAKE = 120e-6
 #: Seconds of work for which another thread is worth waking.
