@@ -499,6 +499,19 @@ def test_out_shares_memory_with_x(target):
     assert_refused(target, ValueError, ["out overlaps x"], cupyconv.conv, memory[::-1], weight, out=memory)
 
 
+@pytest.mark.parametrize("lies_in", ["x", "out"])
+def test_out_whose_memory_is_known_by_another_owner(lies_in):
+    """The same bytes as an array of a buffer, and as a view of that: no owner says that these meet, addresses do."""
+    memory, weight = np.ones((2, 3, 8), np.float32), np.ones((3, 3, 1), np.float32)
+    apart = np.zeros_like(memory)
+    for again in (np.frombuffer(memory, np.float32), np.asarray(memoryview(memory))):
+        for other in (again.reshape(memory.shape), again.reshape(memory.shape)[:, :, ::-1]):
+            x, out = (other, memory) if lies_in == "x" else (memory, other)
+            cupyconv.conv(x, weight, out=apart)  # a call like the refused one has run, and is remembered
+            for _ in range(2):
+                assert_refused(numpy_arrays(), ValueError, ["out overlaps x"], cupyconv.conv, x, weight, out=out)
+
+
 def test_out_shares_memory_with_one_of_many_inputs(target):
     buffer = target.to_device(np.ones((2, 5, 8), np.float32))
     xs = [placed(Ones((2, 1, 8)), target), buffer[:, :3]]

@@ -26,6 +26,7 @@ from tolerance import assert_close, assert_exact
 
 import cupyconv
 from cupyconv.numpy.gathered import GatheredLoop
+from cupyconv.numpy.interleaved import InterleavedLoop
 from cupyconv.problem.polyphase import axis_phases
 
 METHODS = st.sampled_from(("auto", "auto", "direct", "gemm", "implicit_gemm"))
@@ -118,7 +119,8 @@ def test_grouped_results_are_gathered(x_shape, weight_shape, settings, x_dtype, 
     for limit in (None, 50_000, 8_000):
         with cupyconv.options(workspace_limit=limit):
             plan = cupyconv.explain(cupyconv.conv_transpose, x, weight, bias, **settings)
-            if all(isinstance(loop, GatheredLoop) for step in plan.steps for loop in getattr(step, "loops", [step])):
+            loops = [loop for step in plan.steps for loop in getattr(step, "loops", [step])]
+            if all(isinstance(loop, GatheredLoop | InterleavedLoop) for loop in loops):
                 limits.append(limit)
             assert limit is None or plan.workspace_bytes <= limit
             y = cupyconv.conv_transpose(x, weight, bias, **settings)

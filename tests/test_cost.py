@@ -66,7 +66,8 @@ CLEAR = [
     ("gemm", 2.7, gradient("weight", (1, 512, 7, 7), (512, 512, 3, 3), padding=1)),
     ("gemm", 7.4, gradient("weight", (1, 3, 224, 224), (64, 3, 11, 11), stride=4, padding=2)),
     ("fft", 5.7, gradient("weight", (1, 1, 512, 512), (1, 1, 31, 31), padding=15)),
-    ("fft", 2.3, gradient("weight", (1, 4, 128, 128), (4, 4, 15, 15), padding=7)),
+    ("fft", 2.3, gradient("weight", (1, 2, 256, 256), (2, 2, 25, 25), padding=12)),
+    ("fft", 6.7, gradient("weight", (1, 4, 256, 256), (4, 4, 31, 31), padding=15)),
     ("winograd", 1.5, gradient("input", (4, 128, 28, 28), (128, 128, 3, 3), padding=1)),
     ("gemm", 1.7, gradient("input", (4, 64, 57, 57), (96, 64, 3, 3), stride=2, padding=1)),
     ("gemm", 2.1, gradient("input", (1, 16, 64, 64), (16, 16, 3, 3), padding=1, padding_mode="reflect")),
@@ -227,6 +228,15 @@ def test_at_the_least_is_less_than_the_price_and_not_nothing(threads, batch, cha
             except ValueError:
                 continue
         assert price / 40 < bound(problem) <= price, method
+
+
+def test_transforms_of_few_products_are_taken_where_they_are_named():
+    """They round more, and what they save of so little is nothing."""
+    x, weight = zeros(1, 1, 40, 40), zeros(1, 1, 15, 15)
+    plan = cupyconv.explain(conv, x, weight)
+    assert "larger rounding errors" in dict(plan.rejected)["fft"]
+    assert plan.bytes_moved == plan.minimal_bytes == x.nbytes + weight.nbytes + 26 * 26 * 4
+    assert cupyconv.explain(conv, x, weight, method="fft").method == "fft"
 
 
 def test_a_small_limit_costs_more():

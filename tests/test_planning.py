@@ -474,6 +474,7 @@ def recurrent_gradient_plan(
     sizes: tuple[int, int, int, int] = (4, 20, 3, 5),
     *,
     direction: str = "forward",
+    on: Any = None,
     **settings: Any,
 ) -> Plan:
     """Of the gradients of a layer of sizes (T, N, I, H) that was given everything but lengths, for a GPU."""
@@ -494,13 +495,14 @@ def recurrent_gradient_plan(
     cells = {"cell": cell, "direction": direction, "activations": ACTIVATIONS_OF[cell], "clip": None}
     flags = {"input_forget": False, "linear_before_reset": True, **settings}
     arguments = {**dict.fromkeys(RECURRENT_GRADIENT.arrays), **arrays, **cells, **flags}
-    return RECURRENT_GRADIENT.checked(arguments, GPU).plan()
+    return RECURRENT_GRADIENT.checked(arguments, on or GPU).plan()
 
 
 def kernels_of_recurrent_gradients(dtype: Any) -> set[Kernel]:
-    """Those of every cell, and of lengths."""
+    """Those of every cell with and without tensor cores, of a lone step, and of lengths."""
     lengths = np.zeros(20, np.int64)
-    plans = [recurrent_gradient_plan(cell, dtype) for cell in GATES]
+    plans = [recurrent_gradient_plan(cell, dtype, on=on) for cell in GATES for on in (None, "sm_75")]
+    plans += [recurrent_gradient_plan(cell, dtype, (1, 20, 3, 5)) for cell in GATES]
     plans.append(recurrent_gradient_plan("rnn", dtype, lengths=lengths))
     found: set[Kernel] = set()
     for made in plans:

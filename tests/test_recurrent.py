@@ -359,7 +359,8 @@ def test_a_warm_call_is_a_fresh_call(target, cell):
 @pytest.mark.parametrize(("cell", "hidden"), [("rnn", 81), ("lstm", 21), ("gru", 27)])
 def test_weights_in_blocks(cell, hidden, direct, monkeypatch):
     """As if products were large: blocks of rows, of which the last one ends beyond the gates."""
-    monkeypatch.setattr("cupyconv.numpy.recurrent_cells.SMALL_PRODUCT", 40 * (hidden + 1) * 5)
+    columns = (1 if cell == "gru" else 2) * hidden + 1  # inputs go through one product with the state, but not a gru's
+    monkeypatch.setattr("cupyconv.numpy.recurrent_cells.SMALL_PRODUCT", 40 * columns * 5)
     case = full_case(cell, steps=9, inputs=hidden, hidden=hidden, linear_before_reset=direct, lengths=(9, 0, 3, 1, 8))
     arrays = case.arrays()
     cupyconv.clear_caches()
@@ -367,7 +368,7 @@ def test_weights_in_blocks(cell, hidden, direct, monkeypatch):
         for lengths in (case.lengths, None):
             given = replace(case, lengths=lengths)
             plan = cupyconv.explain(FUNCTIONS[cell], **arrays, lengths=lengths, **given.settings)
-            assert plan.steps[0].blocks == (32, 32)
+            assert plan.steps[0].blocks == (32, 32 if cell == "gru" else 0)
             expected = given.expected(arrays)
             for actual, wanted in zip(given.call(arrays), (expected.y, expected.h, expected.c)):
                 if actual is not None:
@@ -403,19 +404,19 @@ def test_a_step_allocates_nothing(cell):
     """Four times the steps, of which as many are in memory at a time, take no byte more."""
 
     def case(steps: int) -> RecurrentCase:
-        return full_case(cell, steps=steps, batch=32, inputs=8, hidden=64, lengths=None, direction="forward")
+        return full_case(cell, steps=steps, batch=128, inputs=8, hidden=64, lengths=None, direction="forward")
 
     peaks = []
     with cupyconv.options(threads=1):
         limit = cupyconv.explain(FUNCTIONS[cell], **case(10).arrays(), **case(10).settings).workspace_bytes + 2048
     for steps in (10, 40):
-        arrays, out = case(steps).arrays(), np.empty((steps, 32, 64), np.float32)
+        arrays, out = case(steps).arrays(), np.empty((steps, 128, 64), np.float32)
         with cupyconv.options(workspace_limit=limit, threads=1):
             plan = cupyconv.explain(FUNCTIONS[cell], **arrays, **case(steps).settings)
             assert plan.steps[0].chunk == 10
             case(steps).call(arrays, out=out)
             peaks.append(peak_bytes(lambda steps=steps, arrays=arrays, out=out: case(steps).call(arrays, out=out)))
-    assert abs(peaks[1] - peaks[0]) < 4_000, "one gate of a step alone has 8192 bytes"
+    assert abs(peaks[1] - peaks[0]) < 4_000, "one gate of a step alone has 32,768 bytes"
 
 
 @pytest.mark.parametrize("limit", [30_000, 60_000, 1 << 20])
@@ -485,7 +486,7 @@ def test_a_plan_of_numpys():
     assert (plan.method, plan.backend, len(plan.steps)) == ("step", "numpy", 1)
     assert plan.flops == 2 * 50 * 64 * 1024 * (128 + 256)
     page = str(plan)
-    for words in ("lstm 128 -> 256, forward, on 50 steps x 64", "384 x 128 x 1024", "not persistent: "):
+    for words in ("lstm 128 -> 256, forward, on 50 steps x 64", "1024 x 384 x 64", "not persistent: "):
         assert words in page
     step = cupyconv.explain(
         cupyconv.lstm_step, x[0], np.ones((64, 256), "f4"), np.ones((64, 256), "f4"), weight_ih, weight_hh

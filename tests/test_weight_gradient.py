@@ -15,6 +15,7 @@ from cupyconv.cuda.plan import weight_gradient as weight_gradient_cuda
 from cupyconv.numpy import mec
 from cupyconv.numpy.strips import GradientStrips
 from cupyconv.numpy.weight_gradient import GradientColumns
+from cupyconv.numpy.weight_rows import GradientRows
 from cupyconv.numpy.weight_sums import WeightGradientLoop
 from cupyconv.problem.plan import GemmCall
 
@@ -76,7 +77,8 @@ def test_every_body(fresh, monkeypatch, body, kernel, settings, grad_dtype, x_dt
     """Each is planned where it should be, and exact; views only of factors of one kind."""
     if body == "MEC columns":  # columns take less of an image as small
         monkeypatch.setattr(mec, "MEMORY_BLOCK", 64)
-        monkeypatch.setattr(GradientColumns, "applies", lambda problem: False)
+        for way in (GradientColumns, GradientRows):
+            monkeypatch.setattr(way, "applies", lambda problem: False)
     if body == "strips":
         monkeypatch.setattr(GradientStrips, "turn_calls", 0)
         monkeypatch.setattr(GradientStrips, "seconds", 0.0)
@@ -173,6 +175,7 @@ def test_least_shared_is_what_decides(fresh, monkeypatch):
     assert explained(grad, x, 3, padding=1).steps[0].name == "columns"
     monkeypatch.setattr(mec, "LEAST_SHARED", 1)
     monkeypatch.setattr(mec, "MEMORY_BLOCK", 64)
-    monkeypatch.setattr(GradientColumns, "applies", lambda problem: False)
+    for way in (GradientColumns, GradientRows):
+        monkeypatch.setattr(way, "applies", lambda problem: False)
     assert explained(grad, x, 3, padding=1).steps[0].name == "MEC columns"
     assert_exact(cupyconv.conv_grad_weight(grad, x, 3, padding=1), by_definition(grad, x, (3, 3), padding=1), "float32")

@@ -27,14 +27,15 @@ class OutMemory:
     def __init__(self, arrays: Mapping[str, Any], outs: Sequence[str], may_alias: str) -> None:
         self._may_alias = may_alias
         self._spans = [(name, _Span(array)) for name, array in arrays.items()]
-        self._outs = [(place, *self._spans[place]) for place, name in enumerate(arrays) if name in outs]
+        self._places = [place for place, name in enumerate(arrays) if name in outs]
+        self._outs = [(place, *self._spans[place]) for place in self._places]
 
     def check(self, arrays: Sequence[Any], backend: Backend) -> None:
         """Refuse an `out` that is read-only, or that another argument shares memory with; it may be the residual.
 
         `arrays` are in the order of those that this was made from.
         """
-        are_apart = backend.are_apart(arrays)
+        are_apart = backend.are_apart(arrays, self._places)
         for place, out_name, out in self._outs:
             if getattr(getattr(arrays[place], "flags", None), "writeable", True) is False:
                 raise ValueError(f"{out_name} is read-only")

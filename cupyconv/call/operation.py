@@ -41,6 +41,9 @@ _executables: Cache[Executable] = Cache(KEPT)
 #: What takes the arrays from all arguments, and their one class, by the types of all arguments: none is a list or a tuple.
 _plain_forms: dict[tuple[type, ...], tuple[Callable[[tuple[Any, ...]], Sequence[Any]], type]] = {}
 
+#: The same where one argument is a list or a tuple: what takes the arrays before it, its place, and what takes those after it.
+_forms_with_one: dict[tuple[type, ...], tuple[Any, int, Any, type]] = {}
+
 #: The operations of public functions.
 _OPERATIONS: dict[Callable[..., Any], Operation] = {}
 
@@ -192,6 +195,12 @@ def flat(arguments: tuple[Any, ...]) -> tuple[Sequence[Any], Hashable, type | No
     if known is not None:
         present, array_class = known
         return present(arguments), kinds, array_class
+    with_one = _forms_with_one.get(kinds)
+    if with_one is not None:
+        before, place, after, array_class = with_one
+        listed = arguments[place]
+        if {*map(type, listed)} == {array_class}:
+            return (*before(arguments), *listed, *after(arguments)), (kinds, len(listed)), array_class
     given: list[Any] = []
     counts: list[int] = []
     for kind, argument in zip(kinds, arguments):
@@ -202,13 +211,23 @@ def flat(arguments: tuple[Any, ...]) -> tuple[Sequence[Any], Hashable, type | No
             given.append(argument)
     classes = set(map(type, given))
     one_class = classes.pop() if len(classes) == 1 else None
-    if counts:
-        return given, (kinds, *counts), one_class
-    if one_class is not None and backend_of_class(one_class) is not None:
+    form = (kinds, *counts) if counts else kinds
+    if one_class is not None and backend_of_class(one_class) is not None and len(counts) < 2:
         places = [place for place, argument in enumerate(arguments) if argument is not None]
-        present = itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
-        _plain_forms[kinds] = present, one_class
-    return given, kinds, one_class
+        if counts:
+            at = next(place for place, kind in enumerate(kinds) if kind is list or kind is tuple)
+            before, after = ([place for place in places if sign * (place - at) > 0] for sign in (-1, 1))
+            _forms_with_one[kinds] = _taker(before), at, _taker(after), one_class
+        else:
+            _plain_forms[kinds] = _taker(places), one_class
+    return given, form, one_class
+
+
+def _taker(places: list[int]) -> Callable[[tuple[Any, ...]], Sequence[Any]]:
+    """What takes those at these places from a tuple."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
 
 
 class _Unusual(Exception):

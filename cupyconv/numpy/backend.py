@@ -34,6 +34,11 @@ _IDLE_CONTEXTS = 64
 _layout_of = attrgetter("dtype", "shape", "strides")
 
 
+def _owner(base: Any) -> int | None:
+    """Which array owns the memory of another, of which this is the base; None where that cannot be said."""
+    return id(base) if type(base) is np.ndarray and base.flags.owndata else None
+
+
 @dataclass(frozen=True)
 class NumpyStep:
     """A loop that solves a problem; a subclass has the sizes that were decided, prints itself and runs itself."""
@@ -114,17 +119,13 @@ class NumpyBackend:
         """The address of the array's first element."""
         return array.ctypes.data
 
-    def are_apart(self, arrays: Sequence[Any]) -> bool:
-        """Whether the memory of each has an owner of its own: then no two of them share any."""
-        owners = []
-        for array in arrays:
-            owner = array.base
-            if owner is None:
-                owner = array
-            if type(owner) is not np.ndarray or not owner.flags.owndata:
+    def are_apart(self, arrays: Sequence[Any], outs: Sequence[int]) -> bool:
+        """Whether no two have one owner, and those at the places `outs` own what they lie in: nobody else's can be there."""
+        for place in outs:
+            if arrays[place].base is None and not arrays[place].flags.owndata:
                 return False
-            owners.append(id(owner))
-        return len(set(owners)) == len(owners)
+        owners = {id(array) if (base := array.base) is None else _owner(base) for array in arrays}
+        return len(owners) == len(arrays) and None not in owners
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """An uninitialised C-ordered array."""

@@ -191,10 +191,10 @@ class ConvLoop(PixelLoop):
     def kept_bytes(self) -> int:
         return kept_weight(type(self), self.problem)
 
-    def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None) -> None:
+    def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None, run_of: RunOf | None = None) -> None:
         """Compute the result; arguments and result are given by name, and memory that other loops use too."""
         scratch = scratch or self.memory
-        finish = ConvRun(self, arrays, scratch).finish
+        finish = (run_of or ConvRun)(self, arrays, scratch).finish
         if self.threads > 1 or self.holds_blas:
             from cupyconv.numpy.threads import in_threads
 
@@ -258,11 +258,19 @@ class ConvRun:
             # Rounded to the result's dtype first, as an argument of that dtype would have been.
             sums += residual if residual.dtype == self.out.dtype else residual.astype(self.out.dtype)
         if self.pre is not None:
-            block.of(self.pre)[...] = sums
+            self.write(self.pre, block, sums)
         if self.loop.activate:
             self.loop.activate(sums)
         if not self.loop.in_place:
-            block.of(self.out)[...] = sums
+            self.write(self.out, block, sums)
+
+    def write(self, image: np.ndarray, block: Block, sums: np.ndarray) -> None:
+        """Write a block's sums (samples, outputs, depth, height, width) to an image of the result's size."""
+        block.of(image)[...] = sums
+
+
+#: What makes a run of a loop, its arrays, and memory.
+RunOf = Callable[[ConvLoop, Mapping[str, Any], Scratch], ConvRun]
 
 
 # --- what lies in memory as products take it, and what a copy takes -------------------------------------------

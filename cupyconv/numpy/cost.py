@@ -66,6 +66,9 @@ VECTOR_ELEMENTS, SHORT_VECTORS, NO_VECTOR = 16, (0.0, 1.6, 2.1, 3.7), 2.3
 #: Rows of a weight that such a product has at the least; elements of its columns at the most, which are read for a few rows
 #: at a time.
 LEAST_ROWS, READ_AGAIN = 8, 1 << 17
+#: How much longer a small product takes that reads both of its operands along the sum; elements of the longer one that stay in
+#: the innermost cache, and seconds of each where they do not.
+BY_ROWS, INNERMOST, LEAVES = 1.2, 12_000, 220e-12
 
 #: Seconds of a multiply-add of a vector by a vector; and of one by a matrix, of no more elements than stay in cache.
 DOT, BY_VECTOR, VECTOR = 120e-12, 70e-12, 1 << 20
@@ -203,6 +206,12 @@ def _in_vectors(columns: int, vector: int) -> float:
     vectors, rest = divmod(columns, vector)
     fours, left = divmod(vectors, 4)
     return (4 * fours + SHORT_VECTORS[left]) * vector + rest * NO_VECTOR
+
+
+def product_of_rows(rows: float, others: float, length: float, problem: ProductsProblem) -> float:
+    """A small matrix (rows, length) by the transpose of one (others, length): vectors by vectors, for BLAS."""
+    longer = max(rows, others) * length * width(problem.dtype)
+    return BY_ROWS * product(rows, length, others, problem) + (longer * LEAVES if longer > INNERMOST else 0)
 
 
 def dot(elements: float, problem: ProductsProblem) -> float:
@@ -374,12 +383,20 @@ def least_direct(problem: ProductsProblem) -> float:
 #: Seconds of an element times a tap: in a run, in one that is short where taps lie along several axes, and of elements that
 #: strides keep apart; and of a run of channels that begins.
 SCALED, SCALED_SHORT, SCALED_APART, CHANNELS = 160e-12, 430e-12, 1.3e-9, 15e-9
+#: Seconds of an element times a tap in NumPy's `correlate`, by the bytes of an element.
+CORRELATED = {4: 270e-12, 8: 220e-12}
 
 
 def scaled(elements: float, problem: ProductsProblem, channels: int = 0, is_short: bool = False) -> float:
     """Elements times taps, in runs of memory, or of so many channels."""
     own = SCALED_SHORT if is_short else SCALED
     return elements * (own * multiply_adds(problem) + (CHANNELS / channels if channels else 0))
+
+
+def correlated(elements: float, problem: ProductsProblem) -> float:
+    """A line by NumPy's `correlate`, and its way into the sums."""
+    own = CORRELATED[ITEMSIZE[accumulator(problem.dtype)]]
+    return elements * own * problem.geometry.kernel[2] + copied(elements, elements, problem.dtype)
 
 
 def scaled_apart(elements: float, problem: ProductsProblem) -> float:

@@ -33,7 +33,7 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.block_loops import largest_block
-from cupyconv.numpy.convolution import ConvLoop, ConvRun, columns_bytes, temporaries, weight_copy
+from cupyconv.numpy.convolution import ConvLoop, ConvRun, RunOf, columns_bytes, temporaries, weight_copy
 from cupyconv.numpy.gemm import product as multiplied
 from cupyconv.numpy.gemm import with_parts
 from cupyconv.numpy.spectra import BLOCK, MOST_PRODUCTS, Tile, block_extents, dilated, every, with_lines
@@ -246,14 +246,14 @@ class Fft(ConvLoop):
         in_threads(cost.worth_waking(min(self.threads, len(parts)), work), transform, parts)
         return Weights(weight, spectra)
 
-    def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None) -> None:
+    def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None, run_of: RunOf | None = None) -> None:
         """Compute the share of the result."""
         own = dict(arrays)
         for name, *ends in self.cut:
             if name in own:
                 axis = 0 if name == "weight" or own[name].ndim == 1 else 1
                 own[name] = own[name][(slice(None),) * axis + (slice(*ends),)]
-        super().run(own, scratch)
+        super().run(own, scratch, run_of)
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         weights: Any = run.weight

@@ -53,6 +53,11 @@ class Border(NumpyStep):
         return any(loop.adds_zeros for loop in cast("tuple[GatheredLoop, ...]", self.loops))
 
     @property
+    def has_zero_taps(self) -> bool:
+        """Whether a loop multiplies x by zeros too."""
+        return any(loop.has_zero_taps for loop in cast("tuple[GatheredLoop, ...]", self.loops))
+
+    @property
     def seconds(self) -> float:
         return seconds_of(self.loops) + cost.BORDER_CALLS * cost.CALL
 

@@ -66,6 +66,9 @@ class GatheredLoop(NumpyStep):
         every = f", every {' x '.join(map(str, stride))}" if max(stride) > 1 else ""
         return f"{self.convolution}, gathered from {taps} taps{every}"
 
+    #: Whether x is multiplied by zeros too.
+    has_zero_taps = False
+
     @property
     def adds_zeros(self) -> bool:
         """Whether windows reach beyond x, where the result has no term."""

@@ -4,10 +4,12 @@
 
     x of a chunk   --BLAS-->   projected (steps, G * H, N)
     [h, 1] (H, N)  --BLAS-->   gates (G, H, N)   + projected   --activations-->   the next h, c
+    [h, x, 1]      --BLAS-->   gates             of joined weights
 
-Of many samples the weights are folded: copied with what would else be passes over all gates, biases and slopes.  The
-states of a chunk lie side by side, each the next step's factor; the result gets them together.  Where lengths are given,
-samples past their length get their old states back, so that nothing of what lies beyond reaches them.
+Of many steps the weights are folded: copied as BLAS reads them fastest, with what would else be passes over all gates,
+biases and slopes.  Then they may be joined too: a step has one product of its state and inputs.  The states of a chunk lie
+side by side, each the next step's factor; the result gets them together.  Where lengths are given, samples past their
+length get their old states back, so that nothing of what lies beyond reaches them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import product, repeat
 from math import prod
 from typing import Any, NamedTuple
 
@@ -24,17 +26,23 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep
-from cupyconv.numpy.recurrent_cells import CELLS, IN_PLACE, Cell, Step, Weights, block_of_rows, in_blocks, slopes
+from cupyconv.numpy.recurrent_cells import CELLS, IN_PLACE, LINE, Cell, Step, Weights, block_of_rows, in_blocks, slopes
 from cupyconv.numpy.threads import in_threads
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import Plan
-from cupyconv.problem.recurrence import RecurrentProblem
+from cupyconv.problem.recurrence import RecurrentGeometry, RecurrentProblem
 
 #: Why the other method is a GPU's.
 NO_PERSISTENT = "it keeps the recurrent weight in the multiprocessors of a GPU from step to step"
-#: Bytes of memory up to which a layer keeps it from call to call: allocating and cutting it takes longer than a small step.
-KEPT_BYTES = 64 << 10
+#: Bytes of memory up to which a layer keeps it from call to call: to allocate it, touch it first and cut it into steps takes
+#: a tenth of the time of 100 steps of 128 units.
+KEPT_BYTES = 1 << 20
+#: Steps, of a sample each, or of more samples a quarter of them, from which folding takes less than it saves; four times as
+#: many of a sample with a large weight: all that is saved is time to read the other one.
+FOLDED_FROM = 32
+#: Elements of an input's weight up to which one sample's step takes less with it than the inputs of many steps by themselves.
+JOINED_WEIGHT = 20_000
 #: Bytes of a chunk's gates and states, so that they stay in cache; and its most steps, each of which is some objects.
 CHUNK_BYTES, MOST_STEPS = 2 << 20, 256
 
@@ -77,6 +85,7 @@ class RecurrentStep(NumpyStep):
     threads: int
     copied: tuple[str, ...]  # roles of factors that lie in memory as BLAS does not take them
     folded: bool  # whether weights are copied with slopes and biases
+    joined: bool  # and weight_ih beside weight_hh, as one
     blocks: tuple[int, int]  # rows of the blocks that weight_hh and weight_ih are copied in; 0 where they are not
     keeps_memory: bool  # whether it stays from call to call
 
@@ -98,12 +107,15 @@ class RecurrentStep(NumpyStep):
     def __str__(self) -> str:
         geometry = self.problem.geometry
         parts, chunks = -(-geometry.batch // self.samples), -(-geometry.steps // self.chunk)
-        rows, gates = self.chunk * min(self.samples, geometry.batch), geometry.gates * geometry.hidden
+        samples, gates = min(self.samples, geometry.batch), geometry.gates * geometry.hidden
         products = 2 if geometry.cell == "gru" and not geometry.linear_before_reset else 1
+        apart = f"one input product {self.chunk * samples} x {geometry.inputs} x {gates}, then per step"
+        apart += f" {products} product(s) of the state and all gates"
+        joined = f"per step one product {gates} x {geometry.hidden + geometry.inputs} x {samples} of state and inputs, and all gates"
         return (
             f"loop     {geometry.cell} in {self.dtype}, {geometry.directions} direction(s) of {parts} part(s)"
-            f" of {self.samples} samples and {chunks} chunk(s) of {self.chunk} steps on {self.threads} thread(s): one input"
-            f" product {rows} x {geometry.inputs} x {gates}, then per step {products} product(s) of the state and all gates"
+            f" of {self.samples} samples and {chunks} chunk(s) of {self.chunk} steps on {self.threads} thread(s): "
+            + (joined if self.joined else apart)
             + "; weights folded" * self.folded
             + (f"; in blocks of {' and '.join(map(str, filter(None, self.blocks)))} rows" if any(self.blocks) else "")
             + (f"; {', '.join(self.copied)} copied" if self.copied else "")
@@ -113,8 +125,8 @@ class RecurrentStep(NumpyStep):
     def holds_blas(self) -> bool:
         """Whether products have one thread of BLAS, as the layer has."""
         problem, geometry = self.problem, self.problem.geometry
-        largest = geometry.gates * geometry.hidden * max(_columns(problem)) * self.samples
-        if self.samples == 1:
+        largest = geometry.gates * geometry.hidden * max(_columns(problem, self.joined)) * self.samples
+        if self.samples == 1 and not self.joined:
             largest = geometry.gates * geometry.hidden * geometry.inputs * self.chunk
         return cost.holds_blas(self.threads, problem.host, largest)
 
@@ -137,15 +149,18 @@ def _fitting(problem: RecurrentProblem) -> tuple[RecurrentStep, dict[str, int]]:
     """
     geometry, threads, item = problem.geometry, problem.host.threads, ITEMSIZE[accumulator(problem.dtype)]
     gates = geometry.gates * geometry.hidden
-    copied, folded = _copied(problem), _is_folded(problem)
-    input_copy = geometry.inputs if "x" in copied else 0
+    copied, folded, line = _copied(problem), _is_folded(problem), LINE // item
+    factors = (("weight_hh", problem.weight_hh), ("weight_ih", problem.weight_ih))
     temporaries = any(activation.name not in IN_PLACE for group in geometry.activations for activation in group)
     samples = even_part(geometry.batch, -(-geometry.batch // max(1, threads // geometry.directions)))
     while True:
-        blocks = _blocks(problem, samples)
-        weights = sum(
-            columns * (gates * ((role in copied) + folded) + (in_blocks(gates, block) if block else 0))
-            for role, columns, block in zip(("weight_hh", "weight_ih"), _columns(problem), blocks)
+        joined = folded and _is_joined(problem, samples)
+        blocks = _blocks(problem, samples, joined)
+        weights = sum(gates * operand.shape[2] for role, operand in factors if role in copied)
+        weights += sum(
+            columns * in_blocks(gates, block) + line
+            for columns, block in zip(_columns(problem, joined), blocks)
+            if block or (folded and columns)
         )
         at_once = max(1, min(threads, geometry.directions * -(-geometry.batch // samples)))
         state, sums = at_once * samples * geometry.hidden * item, at_once * samples * item
@@ -155,7 +170,8 @@ def _fitting(problem: RecurrentProblem) -> tuple[RecurrentStep, dict[str, int]]:
             "states": (6 if problem.peephole else 4) * state + sums,
             "activations": 2 * temporaries * state * geometry.gates,
         }
-        per_step = sums * (in_blocks(gates, blocks[1]) + geometry.hidden + 1 + input_copy)
+        inputs = geometry.inputs if joined else in_blocks(gates, blocks[1]) + geometry.inputs * ("x" in copied)
+        per_step = sums * (geometry.hidden + 1 + inputs)
         limit = problem.limit_with(sizes["weights"])
         left = limit - sum(sizes.values()) - Plan.ALIGNMENT * (len(sizes) + 2)
         chunk = min(geometry.steps, left // per_step) if per_step else geometry.steps
@@ -172,23 +188,39 @@ def _fitting(problem: RecurrentProblem) -> tuple[RecurrentStep, dict[str, int]]:
     sizes["inputs"] = chunk * per_step
     # Every direction and part of the samples, one after the other.
     every = geometry.directions * -(-geometry.batch // samples)
-    keeps_memory = every * sum(sizes.values()) <= at_once * min(KEPT_BYTES, problem.limit)
-    return RecurrentStep(problem, samples, chunk, at_once, copied, folded, blocks, keeps_memory), sizes
+    own = sum(sizes.values()) - sizes["weights"]  # those are copied by each call
+    keeps_memory = every * own <= at_once * min(KEPT_BYTES, problem.limit)
+    return RecurrentStep(problem, samples, chunk, at_once, copied, folded, joined, blocks, keeps_memory), sizes
 
 
-def _columns(problem: RecurrentProblem) -> tuple[int, int]:
-    """The most columns of the state's weight, and those of the input's."""
-    return problem.geometry.hidden + _is_biased(problem), problem.geometry.inputs
+def _columns(problem: RecurrentProblem, joined: bool) -> tuple[int, int]:
+    """The most columns of the state's weight, and those of the input's; 0 where they are joined."""
+    geometry = problem.geometry
+    own = geometry.hidden + _is_biased(problem)
+    return (own + geometry.inputs, 0) if joined else (own, geometry.inputs)
 
 
-def _blocks(problem: RecurrentProblem, samples: int) -> tuple[int, int]:
+def _blocks(problem: RecurrentProblem, samples: int, joined: bool) -> tuple[int, int]:
     """Rows of the blocks that the weights of the state and of the input are copied in; none where the limit is small."""
     geometry, item = problem.geometry, ITEMSIZE[accumulator(problem.dtype)]
-    rows, columns = geometry.gates * geometry.hidden, _columns(problem)
+    rows, columns = geometry.gates * geometry.hidden, _columns(problem, joined)
     if 2 * geometry.directions * rows * sum(columns) * item > problem.limit:
         return 0, 0
     of_state, of_input = (block_of_rows(rows, own, geometry, samples) for own in columns)
     return of_state, of_input
+
+
+def _is_joined(problem: RecurrentProblem, samples: int) -> bool:
+    """Whether folded weights are joined.
+
+    Not a gru's, whose reset gate tells them apart.  One sample's step is bound by reading a large weight, which the inputs
+    of many steps read together.
+    """
+    return problem.geometry.cell != "gru" and (samples > 1 or _has_small_input(problem.geometry))
+
+
+def _has_small_input(geometry: RecurrentGeometry) -> bool:
+    return geometry.gates * geometry.hidden * geometry.inputs <= JOINED_WEIGHT
 
 
 def _copied(problem: RecurrentProblem) -> tuple[str, ...]:
@@ -210,13 +242,12 @@ def _is_biased(problem: RecurrentProblem) -> bool:
 
 
 def _is_folded(problem: RecurrentProblem) -> bool:
-    """Whether weights are copied with slopes and biases: where a copy is small, and takes less than passes over all gates."""
+    """Whether weights are copied with slopes and biases: of many steps, where a copy is small."""
     geometry = problem.geometry
     columns = geometry.inputs + geometry.hidden + 1
     nbytes = geometry.directions * geometry.gates * geometry.hidden * columns * ITEMSIZE[accumulator(problem.dtype)]
-    sloped = any(slope != 1 for direction in range(geometry.directions) for slope in slopes(geometry, direction))
-    passes = geometry.steps * geometry.batch > columns
-    return passes and 8 * nbytes <= problem.limit and (sloped or _is_biased(problem))
+    least = FOLDED_FROM if geometry.batch > 1 or _has_small_input(geometry) else 4 * FOLDED_FROM
+    return geometry.steps * min(4, geometry.batch) >= least and 8 * nbytes <= problem.limit
 
 
 class RecurrentLayer:
@@ -269,7 +300,7 @@ class RecurrentLayer:
             else:
                 own[role] = np.array(own[role], self._dtype, order="C")
         slope = self._slopes[direction] if self._step.folded else None
-        return Weights(self._geometry, slope, *self._step.blocks, **own)
+        return Weights(self._geometry, slope, self._step.joined, *self._step.blocks, **own)
 
 
 class LoneStep:
@@ -298,7 +329,7 @@ class LoneStep:
             memory = self._memory()
         cell, projected, cut = memory
         names = self._names
-        weights = Weights(self._geometry, None, 0, 0, **{role: arrays[name] for role, name in self._weights})
+        weights = Weights(self._geometry, None, False, 0, 0, **{role: arrays[name] for role, name in self._weights})
         arrays[names["x"]].dot(weights.weight_ih.T, projected)
         if weights.input_bias is not None:
             np.add(projected, weights.input_bias, projected)
@@ -325,7 +356,9 @@ class _Chunk(NamedTuple):
     end: int
     times: slice | None  # the same of an array; None where it is all of it
     projected: np.ndarray  # what the inputs add, (steps, G * H, N); of one sample (steps, G * H)
-    written: np.ndarray  # the same as the product writes it
+    written: (
+        np.ndarray
+    )  # the same as the product writes it; of joined weights x itself, (steps, I, N), beside the states
     first: np.ndarray  # h before the step that comes first
     last: np.ndarray  # and after the one that comes last
     states: np.ndarray  # h after each, (steps, N, H); of a single step (N, H)
@@ -348,13 +381,15 @@ class _Sequence:
         peephole = problem.peephole is not None
         self._cell = CELLS[geometry.cell](geometry, direction, batch, dtype, peephole, step.folded, block)
         rows, self._input_block = len(self._cell.rows), input_block
-        self._projected = np.empty((step.chunk, in_blocks(rows, input_block), batch), dtype)
-        #: h before and after each step of a chunk, beside a 1 where biases are a column of its weight.
-        self._states = np.ones((step.chunk + 1, hidden + step.has_bias_column, batch), dtype)
+        inputs = geometry.inputs if step.joined else 0
+        self._projected = np.empty((step.chunk, 0 if step.joined else in_blocks(rows, input_block), batch), dtype)
+        #: h before and after each step of a chunk, beside x and a 1 where inputs and biases are columns of its weight.
+        self._states = np.empty((step.chunk + 1, hidden + inputs + step.has_bias_column, batch), dtype)
+        self._states[:, hidden + inputs :] = 1
         self._zero = np.zeros((1, 1), dtype)
         self._is_lone = batch == 1
         x_shape = (geometry.inputs,) if self._is_lone else (batch, geometry.inputs)
-        self._x = np.empty((step.chunk, *x_shape), dtype) if "x" in step.copied else None
+        self._x = np.empty((step.chunk, *x_shape), dtype) if "x" in step.copied and not step.joined else None
         #: What this has of each argument and result but weights, as a view; None where it is all of it.  Of x (T, N, I), or
         #: rows (T, I) of one sample; of the result (T, N, H), or (N, H) of a single step; of states (N, H).
         every = None if batch == geometry.batch else samples
@@ -421,9 +456,11 @@ class _Sequence:
                 before, after = after, before
             h_before, h_after = before[:, :hidden], after[:, :hidden]
             times = range(first, first + count)
-            cut = map(self._cell.cut, projected[order])
+            cut = repeat(None) if self._step.joined else map(self._cell.cut, projected[order])
             steps = zip(times[order], cut, before[order], h_before[order], h_after[order])
-            if self._is_lone:
+            if self._step.joined:
+                written = before[:, hidden : hidden + self._geometry.inputs]
+            elif self._is_lone:
                 written = projected = projected[:, :, 0]
             elif self._input_block:
                 written = written.reshape(count, -1, self._input_block, written.shape[2])
@@ -455,15 +492,18 @@ class _Sequence:
         return (state if state.dtype == self._result_dtype else state.astype(self._result_dtype)).T
 
     def _project(self, x: np.ndarray, chunk: _Chunk, weights: Weights) -> None:
-        """What the inputs of the steps of a chunk add to its gates."""
+        """What the inputs of the steps of a chunk add to its gates, or the inputs beside its states."""
+        if self._step.joined:
+            chunk.written[...] = x[:, :, None] if self._is_lone else x.swapaxes(1, 2)
+            return
         if self._x is not None:
             copy = self._x[: len(x)]
             copy[...] = x
             x = copy
         if self._is_lone:
             np.dot(x, weights.weight_ih.T, chunk.written)
-        elif weights.projected is not None:
-            weights.projected(x.swapaxes(1, 2)[:, None], chunk.written)
+        elif self._input_block:
+            np.matmul(weights.weight_ih, x.swapaxes(1, 2)[:, None], chunk.written)
         else:
             np.matmul(weights.weight_ih, x.swapaxes(1, 2), chunk.written)
         bias, first = weights.input_bias, weights.biased

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -31,11 +32,15 @@ IN_PLACE = ("none", "relu", "relu6", "clip", "sigmoid", "tanh", "affine", "scale
 _BLOCKS = (64, 48, 32)
 #: Steps from which a copy of the weight in blocks takes less than it saves.
 _MANY_STEPS = 8
+#: Elements of a weight that takes longer to copy by columns than it saves.
+_FEW_ELEMENTS = 16_000
+#: Rows of a weight that are copied at a time, so that columns are read and written in cache; and bytes of a cache line.
+_ROWS_COPIED, LINE = 64, 64
 #: Bytes of gates up to which one call for all of them takes less than one for each kind.
 _SMALL_GATES = 16 << 10
 
-#: A step in x's time: what its inputs add to the gates, as the cell cuts it; the state's factor, which is h or, where
-#: biases are a column of its weight, [h, 1]; h before and after it.
+#: A step in x's time: what its inputs add to the gates, as the cell cuts it, or None; the state's factor, which is h, or
+#: where inputs and biases are columns of its weight, [h, x, 1]; h before and after it.
 Step = tuple[int, Any, np.ndarray, np.ndarray, np.ndarray]
 #: What a gradient needs, (T, N, ., H) by name: see `RecurrentGeometry.keeps`; empty where there is none.
 Kept = Mapping[str, np.ndarray]
@@ -65,34 +70,60 @@ def in_blocks(rows: int, block: int) -> int:
     return -(-rows // block) * block if block else rows
 
 
-def multiplied_by(weight: np.ndarray, block: int) -> Callable[[np.ndarray, np.ndarray], object]:
-    """``product(factor, out)`` of a weight; of blocks, `out` is (blocks, rows of one, N).
+def copied_for_blas(parts: Sequence[np.ndarray], slope: np.ndarray | None, block: int) -> np.ndarray:
+    """A weight of these parts, side by side, times the slope of each row: copied so that it lies column by column.
 
-    A block lies column by column: its products are then quickest for few samples.
+    ``(rows, columns)``, or where it is multiplied in blocks ``(blocks, rows of one, columns)``.  BLAS reads a weight that lies
+    so, and begins at a cache line, in half the time; a small one in nearly the same, and that stays in rows.
     """
-    if not block:
-        return weight.dot  # the method of an array takes half the time of `np.matmul`
-    rows, columns = weight.shape
-    whole = rows // block * block
-    blocks = np.empty((in_blocks(rows, block) // block, columns, block), weight.dtype)
-    blocks[: rows // block] = weight[:whole].reshape(-1, block, columns).swapaxes(1, 2)
-    if whole < rows:
-        blocks[-1, :, : rows - whole], blocks[-1, :, rows - whole :] = weight[whole:].T, 0
-    return partial(np.matmul, blocks.swapaxes(1, 2))
+    rows, columns, dtype = len(parts[0]), sum(part.shape[1] for part in parts), parts[0].dtype
+    if rows * columns < _FEW_ELEMENTS and not block:
+        joined = np.concatenate(parts, 1)
+        return joined if slope is None else multiply(joined, slope, joined)
+    own = block or rows  # without gaps: the method `dot` copies what has some, at each call
+    memory = _at_cache_line((in_blocks(rows, own) // own, columns, own), dtype)
+    run = block or _ROWS_COPIED
+    for first in range(0, rows, run):
+        end = min(first + run, rows)
+        copy = memory[first // own, :, first % own : first % own + end - first]
+        column = 0
+        for part in parts:
+            copy[column : column + part.shape[1]] = part[first:end].T
+            column += part.shape[1]
+    memory[-1, :, rows - (len(memory) - 1) * own :] = 0  # where BLAS reads beyond the weight
+    if slope is not None:
+        if rows < len(memory) * own:
+            slope = np.concatenate((slope, np.ones((len(memory) * own - rows, 1), dtype)))
+        multiply(memory, slope.reshape(-1, 1, own), memory)
+    return memory.swapaxes(1, 2) if block else memory[0].T
+
+
+def _at_cache_line(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Uninitialised memory that begins at a cache line."""
+    memory = np.empty(prod(shape) + LINE // dtype.itemsize, dtype)
+    begin = -memory.ctypes.data % LINE // dtype.itemsize
+    return memory[begin : begin + prod(shape)].reshape(shape)
+
+
+def multiplied_by(weight: np.ndarray) -> Callable[[np.ndarray, np.ndarray], object]:
+    """``product(factor, out)`` of a weight; where it is in blocks, `out` is (blocks, rows of one, N)."""
+    return partial(np.matmul, weight) if weight.ndim > 2 else weight.dot  # takes half the time of `np.matmul`
 
 
 class Weights:
     """What one direction of a call multiplies and adds, in the dtype computed with.
 
     Where `slope` (G * H, 1) is given they are *folded*: copied, with the slopes, and with the biases that are added with
-    the state as one more column of `weight_hh`.  `block` and `input_block` are the rows of blocks that weight_hh and
-    weight_ih are multiplied in, see `block_of_rows`.
+    the state as one more column of `weight_hh`.  Where they are `joined`, the columns of weight_ih come before that one, and
+    nothing is left to add.  `block` and `input_block` are the rows of blocks that weight_hh and weight_ih are multiplied
+    in, see `block_of_rows`.
     """
 
     def __init__(
         self,
         geometry: RecurrentGeometry,
         slope: np.ndarray | None,
+        joined: bool,
         block: int,
         input_block: int,
         weight_ih: np.ndarray,
@@ -105,35 +136,39 @@ class Weights:
         is_gru = geometry.cell == "gru"
         resets_product = is_gru and geometry.linear_before_reset
         both = bias_hh if bias_ih is None else bias_ih if bias_hh is None else bias_ih + bias_hh
+        with_state = [weight_hh, weight_ih] if joined else [weight_hh]
         #: Added with the inputs to the rows from `biased` on; and to the product that a gru's reset gate multiplies.
         self.input_bias, self.biased, self.candidate_bias = both, 0, None
         if both is not None and (slope is not None or resets_product):
             first = 2 * hidden if is_gru else rows  # the candidate's rows, of which two biases may be told apart
-            with_inputs, with_state = (bias_ih, bias_hh) if resets_product else (both, None)
+            of_inputs, of_state = (bias_ih, bias_hh) if resets_product else (both, None)
+            column = both.copy()
             if slope is None:
-                self.input_bias = both.copy()
-                self.input_bias[first:] = 0 if with_inputs is None else with_inputs[first:]
-                self.candidate_bias = None if with_state is None else with_state[first:, None]
+                column[first:] = 0 if of_inputs is None else of_inputs[first:]
+                self.input_bias = column
+                self.candidate_bias = None if of_state is None else of_state[first:, None]
             else:
-                joined = np.empty((rows, hidden + 1), weight_hh.dtype)
-                joined[:, :hidden], joined[:, hidden] = weight_hh, both
-                joined[first:, hidden] = 0 if with_state is None else with_state[first:]
-                weight_hh = np.multiply(joined, slope, joined)
+                column[first:] = 0 if of_state is None else of_state[first:]
+                with_state.append(column[:, None])
                 self.input_bias = None
-                if with_inputs is not None and first < rows:
-                    self.input_bias, self.biased = with_inputs[first:] * slope[first:, 0], first
-        elif slope is not None:
-            weight_hh = weight_hh * slope
-        self.weight_ih = weight_ih if slope is None else weight_ih * slope
-        #: The product of an input, where weight_ih is in blocks.
-        self.projected = multiplied_by(self.weight_ih, input_block) if input_block else None
+                if of_inputs is not None and first < rows:
+                    self.input_bias, self.biased = of_inputs[first:] * slope[first:, 0], first
+        #: The inputs' weight, (G * H, I) or in blocks; of no use where it is joined.
+        self.weight_ih = weight_ih
+        if input_block or (slope is not None and not joined):
+            self.weight_ih = copied_for_blas([weight_ih], slope, input_block)
         self.peephole = peephole
         if peephole is not None:
             self.peephole = peephole.reshape(3, hidden, 1) * (1 if slope is None else slope[0])
         #: ``recurrent(h, out)``, the state's product; ``candidate(h, out)``, that of a gru which resets the state.
         first_rows = 2 * hidden if is_gru and not resets_product else rows
-        self.recurrent = multiplied_by(weight_hh[:first_rows], block)
-        self.candidate = None if first_rows == rows else multiplied_by(weight_hh[first_rows:, :hidden], block)
+        recurrent, candidate = [part[:first_rows] for part in with_state], [weight_hh[first_rows:]]
+        if block or slope is not None:
+            recurrent = [copied_for_blas(recurrent, None if slope is None else slope[:first_rows], block)]
+            if first_rows < rows:
+                candidate = [copied_for_blas(candidate, None if slope is None else slope[first_rows:], block)]
+        self.recurrent = multiplied_by(recurrent[0])
+        self.candidate = None if first_rows == rows else multiplied_by(candidate[0])
 
 
 class Cell:
@@ -252,7 +287,8 @@ class _Rnn(Cell):
         written = self._written(rows)
         for t, projected, factor, _, after in steps:
             recurrent(factor, written)
-            add(rows, projected, rows)
+            if projected is not None:
+                add(rows, projected, rows)
             if completes:
                 self._complete(kept, t)
             activate_gate()
@@ -279,7 +315,8 @@ class _Lstm(Cell):
         written = self._written(rows)
         for t, projected, factor, _, after in steps:
             recurrent(factor, written)
-            add(rows, projected, rows)
+            if projected is not None:
+                add(rows, projected, rows)
             if peephole is not None:
                 gates[:2] += multiply(peephole[:2], c, self._seen)
             if completes:

@@ -246,6 +246,9 @@ class ScatteredLoop(BlockLoop):
         is_copied = cls.taps_first or (problem.conjugate and is_complex(problem.weight_dtype))
         return copy_bytes(problem.weight, problem.weight_dtype) if is_copied else weight_copy(problem)
 
+    #: Whether x is multiplied by zeros too.
+    has_zero_taps = False
+
     @property
     def adds_zeros(self) -> bool:
         """Whether products with zeros are added, to elements that they are no part of."""

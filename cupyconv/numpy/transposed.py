@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -22,6 +22,11 @@ from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import NotApplicable, TransposedProblem, inputs_with_channels
 
+if TYPE_CHECKING:
+    from cupyconv.numpy.interleaved import InterleavedLoop
+
+    TransposedLoop = GatheredLoop | InterleavedLoop | ScatteredLoop
+
 
 def plan_transposed(problem: TransposedProblem) -> Plan:
     """The plan for ``problem.method``; ValueError where a named method does not apply."""
@@ -29,7 +34,7 @@ def plan_transposed(problem: TransposedProblem) -> Plan:
     if geometry is not problem.geometry:
         problem = replace(problem, geometry=geometry, outs=tuple(problem.outs[i] for i in kept))
     plan = _planned(problem)
-    steps = cast("tuple[GatheredLoop | ScatteredLoop, ...]", plan.steps)
+    steps = cast("tuple[TransposedLoop, ...]", plan.steps)
     if not any(step.adds_zeros for step in steps):
         return plan
     return replace(plan, steps=(FiniteWeight(problem, steps),))
@@ -54,10 +59,27 @@ def _planned(problem: TransposedProblem) -> Plan:
 
 def _plan_gathered(problem: TransposedProblem) -> Plan:
     if problem.geometry.padding_mode == "constant":
-        return plan_gathered(problem)
+        if max(problem.geometry.stride) == 1:
+            return plan_gathered(problem)
+        from cupyconv.numpy.interleaved import plan_interleaved  # imported for those that have strides
+
+        return least(problem, plan_interleaved, plan_gathered)
     from cupyconv.numpy.folded import plan_folded  # imported for those that have borders
 
     return plan_folded(problem, _plan_border)
+
+
+def least(problem: TransposedProblem, *planners: Callable[[TransposedProblem], Plan]) -> Plan:
+    """The plan that takes least; where there is none, the last planner's ValueError."""
+    plans = []
+    for planner in planners:
+        try:
+            plans.append(planner(problem))
+        except ValueError as why:
+            refusal = why
+    if not plans:
+        raise refusal
+    return min(plans, key=lambda plan: seconds_of(plan.steps))
 
 
 def _plan_border(problem: TransposedProblem) -> Plan:
@@ -70,13 +92,13 @@ def _plan_border(problem: TransposedProblem) -> Plan:
 
 @dataclass(frozen=True)
 class FiniteWeight(NumpyStep):
-    """Loops that multiply the weight by zeros where the definition has no term; of a weight that is infinite, others.
+    """Loops that multiply by zeros where the definition has no term; of a factor that is not finite, others.
 
     The others keep within the same limit on workspace.
     """
 
     problem: TransposedProblem
-    loops: tuple[GatheredLoop | ScatteredLoop, ...]
+    loops: tuple[TransposedLoop, ...]
 
     @property
     def seconds(self) -> float:
@@ -93,10 +115,16 @@ class FiniteWeight(NumpyStep):
         )
 
     def run(self, arrays: Mapping[str, Any]) -> None:
-        weight = arrays["weight"]
-        total = weight.sum(dtype=dtype_from_name(accumulator(dtype_name(weight.dtype))))
-        for loop in self.loops if np.isfinite(total) else self._others:
+        factors = ["weight"]
+        if any(loop.has_zero_taps for loop in self.loops):
+            factors += [x.name for x in self.problem.xs]
+        for loop in self.loops if all(_is_finite(arrays[name]) for name in factors) else self._others:
             loop.run(arrays)
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    """Whether there is no infinity and no NaN in it; a sum that overflows is taken for one."""
+    return bool(np.isfinite(array.sum(dtype=dtype_from_name(accumulator(dtype_name(array.dtype))))))
 
 
 class ScatteredView(ScatteredLoop):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from cupyconv.numpy import cost
+from cupyconv.numpy.backend import seconds_of
 from cupyconv.numpy.choice import FFT, WINOGRAD, Method, choose
 from cupyconv.numpy.convolution import (
     LONE_PIXELS,
@@ -26,6 +27,8 @@ from cupyconv.numpy.convolution import (
 )
 from cupyconv.numpy.mec import mec_bytes, mec_columns, mec_part, mec_shapes, taps_share
 from cupyconv.numpy.strips import GradientStrips
+from cupyconv.numpy.weight_exchanged import plan_exchanged
+from cupyconv.numpy.weight_rows import GradientRows
 from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun, grad_is_factor, x_item
 from cupyconv.numpy.windows import Block, Images
 from cupyconv.numpy.winograd import (
@@ -49,7 +52,17 @@ from cupyconv.problem.problems import WeightGradientProblem, without_empty_input
 def plan_weight_gradient(problem: WeightGradientProblem) -> Plan:
     """The plan for ``problem.method``; ValueError where a named method does not apply."""
     assert not (problem.prologue and problem.x_alone_is_complex), "a prologue is of complex numbers, not of their parts"
-    return choose(without_empty_inputs(problem), METHODS)
+    problem = without_empty_inputs(problem)
+    plan = _plan_as_it_is(problem)
+    try:
+        exchanged = plan_exchanged(problem, _plan_as_it_is)
+    except ValueError:
+        return plan
+    return min(plan, exchanged, key=lambda plan: seconds_of(plan.steps))
+
+
+def _plan_as_it_is(problem: WeightGradientProblem) -> Plan:
+    return choose(problem, METHODS)
 
 
 class GradientView(WeightGradientLoop):
@@ -345,6 +358,6 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
 METHODS = {
     "winograd": WINOGRAD._replace(ways=(GradientWinograd,)),
     "fft": FFT._replace(ways="cupyconv.numpy.fft_weight_gradient"),
-    "gemm": Method((GradientStrips, GradientView, GradientMecProducts, GradientColumns)),
+    "gemm": Method((GradientStrips, GradientView, GradientRows, GradientMecProducts, GradientColumns)),
     "direct": Method((MultipliedTaps, GradientTaps)),
 }

@@ -37,6 +37,12 @@ PRODUCT_PIECE = 4 << 20
 #: Outputs below which a product is taken transposed, where that makes it taller than wide: BLAS is faster at it.
 _MANY_OUTPUTS = 128
 
+#: Pixels of a run of a product of few elements, and the fewest; and elements up to which a product has them: BLAS packs no
+#: operand of a run then.
+RUN, LEAST_RUN, FEW_ELEMENTS = 1024, 128, 960
+#: Elements of a result up to which NumPy lets no other thread run beside a product.
+HELD = 500
+
 #: A gradient (groups, rows, pixels), or its real or imaginary parts, and the sums that its products belong to.
 Pairs = Sequence[tuple[np.ndarray, np.ndarray]]
 
@@ -148,9 +154,17 @@ class WeightGradientLoop(PixelLoop):
 
     @property
     def workspace(self) -> int:
-        """Bytes for one block: what is copied of the inputs, and its part of `grad`."""
+        """Bytes for one block: what is copied of the inputs, its part of `grad`, and products of runs."""
         grad = prod(self.block) * self.geometry.out_channels * ITEMSIZE[accumulator(self.problem.grad_dtype)]
-        return self.columns_bytes + (0 if self.is_factor(self.block) else grad)
+        return self.columns_bytes + self.runs_bytes + (0 if self.is_factor(self.block) else grad)
+
+    @property
+    def runs_bytes(self) -> int:
+        """Bytes of products of runs of pixels and of their sum, at the most."""
+        pixels, outputs = prod(self.block), self.rows or self.geometry.group_outputs
+        if pixels < 2 * LEAST_RUN or outputs > FEW_ELEMENTS:
+            return 0
+        return self.geometry.groups * max(pixels + FEW_ELEMENTS, 4 * FEW_ELEMENTS) * self.sums_dtype.itemsize
 
     @cached_property
     def x_dtype(self) -> np.dtype:
@@ -264,6 +278,9 @@ class WeightRun:
 
     def add_product(self, grad: np.ndarray, columns: np.ndarray, sums: np.ndarray, is_first: bool) -> None:
         """sums (+)= grad columns', a piece of the outputs at a time; `sums` may have the rows' axes apart."""
+        if run := run_of(sums.shape[1], *columns.shape[1:]):
+            self._add_runs(grad, columns, sums, is_first, run)
+            return
         transposed = columns.swapaxes(1, 2)
         swaps = self.geometry.group_outputs < min(_MANY_OUTPUTS, columns.shape[1])
         for piece in parts_of(sums.shape[1], self.loop.piece):
@@ -282,6 +299,33 @@ class WeightRun:
                 target[...] = product.reshape(target.shape)
             else:
                 target += product.reshape(target.shape)
+
+    def _add_runs(self, grad: np.ndarray, columns: np.ndarray, sums: np.ndarray, is_first: bool, run: int) -> None:
+        """The same where the sums are few: products of runs of pixels, and their sum."""
+        whole = columns.shape[2] - columns.shape[2] % run
+        rows, others = (m[..., :whole].reshape(*m.shape[:2], -1, run).swapaxes(1, 2) for m in (columns, grad))
+        products = self._product_scratch.array("runs", (*rows.shape[:3], others.shape[2]))
+        np.matmul(rows, others.swapaxes(2, 3), out=products)
+        total = self._product_scratch.array("sum of runs", (len(products), *products.shape[:1:-1]))
+        np.einsum("grxo->gox", products, out=total)
+        if whole < columns.shape[2]:
+            total += grad[..., whole:] @ columns[..., whole:].swapaxes(1, 2)
+        if is_first:
+            sums[...] = total.reshape(sums.shape)
+        else:
+            sums += total.reshape(sums.shape)
+
+
+def run_of(outputs: int, columns: int, pixels: int) -> int:
+    """Pixels of each of the products that one of so many elements is cut into, or 0 where it is one.
+
+    Each is one that BLAS packs no operand of, and together they have so many elements that other threads run beside them.
+    """
+    elements = outputs * columns
+    if not 0 < elements <= FEW_ELEMENTS:
+        return 0
+    run = min(RUN, pixels // (1 + HELD // elements))
+    return run if run >= LEAST_RUN and pixels >= 2 * run else 0
 
 
 def _parts(x: np.ndarray) -> list[np.ndarray]:

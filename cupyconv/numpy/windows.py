@@ -296,6 +296,23 @@ class Block:
         """These samples, channels and pixels of an image of the result's size, of five axes."""
         return image if self._is_all else image[self._at]
 
+    def every(
+        self, stride: Triple, first: Triple, of: int, image: np.ndarray
+    ) -> tuple[np.ndarray, tuple[slice, slice, slice]]:
+        """The same of an image that has these pixels `stride` apart, from `first` on, and one channel `of` so many outputs.
+
+        And which of the pixels that is: those that lie in the image.
+        """
+        channels = slice(self.outputs.start // of, self.outputs.stop // of)
+        at, own = [], []
+        for axis, (begin, step, outputs) in enumerate(zip(first, stride, self._ranges[1:])):
+            begin += outputs.start * step
+            outside = max(0, -(begin // step))
+            place = range(begin + outside * step, image.shape[2 + axis], step)[: max(0, len(outputs) - outside)]
+            at.append(slice(place.start, place.stop, step))
+            own.append(slice(outside, outside + len(place)))
+        return image[(self._samples, channels, *at)], (own[0], own[1], own[2])
+
     def samples_of(self, image: np.ndarray) -> np.ndarray:
         """These samples of an image."""
         return image if self._has_all_pixels else image[self._samples]

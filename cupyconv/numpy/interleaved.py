@@ -1,0 +1,183 @@
+"""A transposed convolution at strides as one convolution: the phases of a channel are outputs beside each other.
+
+::
+
+    result, stride 2    e o e o e o      even and odd elements read nearly the same elements of x: each is an output of
+    x                   |   |   |        one convolution of stride 1, whose sums are written to every other element
+
+A phase that is reached through fewer taps than the others has zeros in their place.  Beside a convolution for each phase
+(`gathered`), these are multiplied in vain; but x is read once, products have more rows, and there are fewer calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from cupyconv.numpy import cost
+from cupyconv.numpy.backend import NumpyStep, seconds_of
+from cupyconv.numpy.convolution import ConvLoop, ConvRun, plan_conv, result_takes_sums
+from cupyconv.numpy.windows import Block, Scratch, five_axes
+from cupyconv.problem.arrays import c_strides
+from cupyconv.problem.geometry import Triple
+from cupyconv.problem.plan import Buffer, Plan
+from cupyconv.problem.polyphase import AxisPhase, joint_phase, phase_problem, phases_along
+from cupyconv.problem.problems import NotApplicable, TransposedProblem
+
+#: Phases that are outputs of one convolution: stride 4 along two axes.
+MOST_OUTPUTS = 16
+#: Most products, beside those that are needed.
+MOST_ZEROS = 2.5
+
+
+@dataclass(frozen=True)
+class InterleavedLoop(NumpyStep):
+    """A convolution whose outputs are all phases of the channels of a result, from `first_channel` of all on."""
+
+    problem: TransposedProblem
+    convolution: ConvLoop
+    output: str
+    first_channel: int
+    phases: tuple[tuple[AxisPhase, ...], ...]  # of each axis
+    joint: tuple[AxisPhase, ...]  # one along each axis, which has the taps of all
+
+    @property
+    def flops(self) -> int:
+        return self.convolution.flops
+
+    @property
+    def seconds(self) -> float:
+        # Beside what storing sums takes: for each phase of a block.
+        calls = cost.GATHERED_CALLS + 4 * self.count * (1 + self.convolution.turns)
+        weight = prod(self.convolution.problem.weight.shape)
+        return self.convolution.seconds + cost.exchanged(weight) + calls * cost.CALL
+
+    @property
+    def bytes_moved(self) -> int:
+        return self.convolution.bytes_moved
+
+    def __str__(self) -> str:
+        taps = " x ".join(str(len(axis.taps)) for axis in self.joint)
+        stride = " x ".join(map(str, self.problem.geometry.stride))
+        return f"{self.convolution}, gathered from {taps} taps, {self.count} phases of {stride} as outputs"
+
+    @cached_property
+    def count(self) -> int:
+        """Phases of a channel."""
+        return prod(map(len, self.phases))
+
+    #: Windows may reach beyond x, where the result has no term.
+    adds_zeros = True
+
+    @property
+    def has_zero_taps(self) -> bool:
+        """Whether x is multiplied by zeros too."""
+        return any(len(phase.taps) < len(joint.taps) for own, joint in zip(self.phases, self.joint) for phase in own)
+
+    @cached_property
+    def _read(self) -> Any:
+        return tuple(slice(max(0, -axis.before), min(0, axis.after) or None) for axis in self.joint)
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        parts = {"weight": self._weight(arrays["weight"]), "out": arrays[self.output]}
+        for name, _ in self.convolution.inputs:
+            parts[name] = five_axes(arrays[name])[(..., *self._read)]
+        if "pre" in arrays:
+            parts["pre"] = arrays["pre"]
+        if "bias" in arrays:
+            parts["bias"] = np.repeat(arrays["bias"], self.count)
+        firsts = [(d, h, w) for d, h, w in product(*([phase.first for phase in own] for own in self.phases))]
+        self.convolution.run(parts, run_of=partial(InterleavedRun, stride=self.problem.geometry.stride, firsts=firsts))
+
+    def _weight(self, weight: np.ndarray) -> np.ndarray:
+        """The weight whose outputs are a channel's phases: each has its taps, last to first, where its window begins."""
+        geometry = self.convolution.geometry
+        channels = geometry.out_channels // self.count // geometry.groups
+        own = five_axes(weight)[:, self.first_channel : self.first_channel + channels]
+        own = own.reshape(geometry.groups, geometry.group_channels, *own.shape[1:]).swapaxes(1, 2)
+        shape = geometry.groups, channels, self.count, geometry.group_channels, *geometry.kernel
+        phased = np.zeros(shape, weight.dtype)
+        for i, phase in enumerate(product(*self.phases)):
+            begins = [joint.before - axis.before for joint, axis in zip(self.joint, phase)]
+            place: Any = tuple(slice(begin, begin + len(axis.taps)) for begin, axis in zip(begins, phase))
+            taps: Any = tuple(
+                slice(t.start, t.stop if t.stop >= 0 else None, t.step) for t in (axis.taps for axis in phase)
+            )
+            phased[(slice(None), slice(None), i, slice(None), *place)] = own[(..., *taps)]
+        if self.problem.conjugate:
+            np.conjugate(phased, out=phased)
+        return phased.reshape(geometry.out_channels, geometry.group_channels, *geometry.kernel)
+
+
+class InterleavedRun(ConvRun):
+    """A run whose sums are phases."""
+
+    def __init__(
+        self, loop: ConvLoop, arrays: Mapping[str, Any], scratch: Scratch, *, stride: Triple, firsts: list[Triple]
+    ) -> None:
+        super().__init__(loop, arrays, scratch)
+        self._stride, self._firsts = stride, firsts
+
+    def write(self, image: np.ndarray, block: Block, sums: np.ndarray) -> None:
+        samples, outputs, *size = sums.shape
+        by_phase = sums.reshape(samples, outputs // len(self._firsts), len(self._firsts), *size)
+        for i, first in enumerate(self._firsts):
+            place, pixels = block.every(self._stride, first, len(self._firsts), image)
+            place[...] = by_phase[(slice(None), slice(None), i, *pixels)]
+
+
+def plan_interleaved(problem: TransposedProblem) -> Plan:
+    """The plan of one convolution for each result; ValueError where its phases have no joint window."""
+    geometry = problem.geometry
+    if geometry.padding_mode != "constant" or not problem.weight_is_finite:
+        raise NotApplicable("products are added where the kernel reaches")
+    if geometry.groups > 1 and len(problem.outs) > 1:
+        raise NotApplicable("several results of a grouped convolution")
+    if problem.method == "fft":
+        raise NotApplicable("its loops write phases apart")
+    count = prod(map(min, geometry.stride, geometry.size))
+    if not 1 < count <= MOST_OUTPUTS or not problem.outs:
+        raise NotApplicable("it has one phase, or too many")
+    together = [joint_phase(*along) for along in zip(phases_along(geometry), geometry.out_size, geometry.stride)]
+    joint, phases = tuple(axis for axis, _ in together), tuple(tuple(own) for _, own in together)
+    taps = tuple(len(axis.taps) for axis in joint)
+    if prod(taps) * count > MOST_ZEROS * geometry.taps:
+        raise NotApplicable("most products would be with zeros")
+    # (of all results, channels, ...)
+    nbytes = geometry.in_channels * count * geometry.group_outputs * prod(taps) * problem.weight.itemsize
+    if nbytes > problem.limit // 2:
+        raise NotApplicable("the weight of all phases takes more than half of the workspace limit")
+    within, plans, steps = replace(problem, workspace_limit=problem.limit - nbytes, allow_fft=False), [], []
+    for out, first in zip(problem.outs, geometry.channel_offsets):
+        outputs = out.shape[1] * count
+        shape = (outputs, geometry.group_outputs, *taps)
+        weight = replace(problem.weight, shape=shape, strides=c_strides(shape))
+        part = phase_problem(within, joint, replace(out, shape=(out.shape[0], outputs, *out.shape[2:])), weight)
+        if result_takes_sums(part):
+            raise NotApplicable("each phase is one pixel")
+        plan = plan_conv(part)
+        plans.append(plan)
+        for loop in plan.steps:
+            assert isinstance(loop, ConvLoop)
+            steps.append(InterleavedLoop(problem, loop, out.name, first, phases, joint))
+    largest = max(plans, key=lambda plan: plan.flops)
+    sizes = {"weight": nbytes, "blocks": max(plan.workspace_bytes for plan in plans)}
+    return replace(
+        largest,
+        problem=problem.title,
+        result=problem.result,
+        steps=tuple(steps),
+        flops=problem.flops,
+        bytes_moved=problem.minimal_bytes,
+        minimal_bytes=problem.minimal_bytes,
+        notes=problem.notes,
+        reason=f"gathered, {count} phases as outputs, {largest.reason}",
+        price=cost.by_model(seconds_of(steps)),
+        workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items()) if steps else (),
+    )

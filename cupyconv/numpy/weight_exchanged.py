@@ -1,0 +1,140 @@
+"""The gradient of a weight of few outputs: what is read, and what it is multiplied with, exchange their roles.
+
+::
+
+    dW[o, c, t]   =   sum over p of   grad[o, p] x[c, p + t]   =   sum over q of   x[c, q] grad[o, q - t]
+
+On the right are the columns of `grad`, reversed, and x is read where it lies.  Of few outputs and many channels these are few
+columns, and else many.  It is the gradient of the weight of another convolution, which is chosen like any other.
+
+Zeros around `grad` take the place of those around x.  Where a factor is not finite these are not the same, and the sums are not
+finite either: then they are computed as they are defined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
+
+import numpy as np
+
+from cupyconv.numpy import cost
+from cupyconv.numpy.backend import NumpyStep, seconds_of
+from cupyconv.numpy.weight_sums import WeightGradientLoop
+from cupyconv.numpy.windows import five_axes
+from cupyconv.problem.arrays import accumulator, c_strides, dtype_from_name, is_complex
+from cupyconv.problem.geometry import Triple
+from cupyconv.problem.plan import Buffer, Plan
+from cupyconv.problem.problems import NotApplicable, WeightGradientProblem
+
+#: How many times as many channels as outputs there are at the least.
+FEWER = 2
+#: Calls beside those of the loops.
+CALLS = 10
+
+Planner = Callable[[WeightGradientProblem], Plan]
+
+
+@dataclass(frozen=True)
+class ExchangedLoops(NumpyStep):
+    """The gradient of the exchanged weight, and the copy of it; where that is not finite, what the definition says."""
+
+    problem: WeightGradientProblem
+    exchanged: WeightGradientProblem
+    loops: tuple[WeightGradientLoop, ...]
+    planner: Planner
+
+    @property
+    def flops(self) -> int:
+        return self.problem.flops
+
+    @property
+    def bytes_moved(self) -> int:
+        return self.problem.minimal_bytes
+
+    @property
+    def seconds(self) -> float:
+        return seconds_of(self.loops) + CALLS * cost.CALL
+
+    def __str__(self) -> str:
+        return "\n".join(f"{loop}, x and the gradient exchanged" for loop in self.loops)
+
+    @cached_property
+    def _others(self) -> tuple[NumpyStep, ...]:
+        return cast("tuple[NumpyStep, ...]", self.planner(self.problem).steps)
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        problem, own = self.problem, self.exchanged.out
+        geometry = problem.geometry
+        gradient = np.empty(own.shape, dtype_from_name(own.dtype))
+        (x,) = problem.xs
+        parts = {x.name: arrays["grad"], "grad": arrays[x.name], "out": gradient}
+        for loop in self.loops:
+            loop.run(parts)
+        if not np.isfinite(gradient.sum()):
+            for step in self._others:
+                step.run(arrays)
+            return
+        by_group = gradient.reshape(geometry.groups, geometry.group_channels, geometry.group_outputs, *geometry.kernel)
+        out = five_axes(arrays["out"])
+        place = out.reshape(geometry.groups, geometry.group_outputs, *out.shape[1:])
+        place[...] = by_group.swapaxes(1, 2)[..., ::-1, ::-1, ::-1]
+
+
+def plan_exchanged(problem: WeightGradientProblem, planner: Planner) -> Plan:
+    """The plan of the exchanged problem by `planner`, which plans others as they are; NotApplicable where it is no other one."""
+    geometry = problem.geometry
+    pads = list(zip(geometry.span, geometry.before, geometry.after))
+    before = cast("Triple", tuple(span - 1 - pad for span, pad, _ in pads))
+    after = cast("Triple", tuple(span - 1 - pad for span, _, pad in pads))
+    is_like = (
+        len(problem.xs) == 1
+        and geometry.stride == (1, 1, 1)
+        and geometry.padding_mode == "constant"
+        and not problem.prologue
+        and problem.dtype == accumulator(problem.dtype)
+        and not (is_complex(problem.x_dtype) or is_complex(problem.grad_dtype))
+        and min(before + after) >= 0
+        # Else an element of the gradient may meet nothing but padding, and that is not known from the sums.
+        and all(size >= gap for size, gap in zip(geometry.size, geometry.dilation))
+    )
+    if not is_like or geometry.group_channels < FEWER * geometry.group_outputs or not problem.out.nbytes:
+        raise NotApplicable("nothing is gained by it")
+    (x,) = problem.xs
+    shape = (geometry.in_channels, geometry.group_outputs, *geometry.kernel)
+    exchanged = replace(
+        problem,
+        geometry=replace(
+            geometry,
+            channels=(geometry.out_channels,),
+            out_channels=geometry.in_channels,
+            size=geometry.out_size,
+            before=before,
+            after=after,
+        ),
+        xs=(replace(problem.grad, name=x.name),),
+        grad=replace(x, name="grad"),
+        out=replace(problem.out, shape=shape, strides=c_strides(shape), offset=0, alignment=16),
+        x_dtype=problem.grad_dtype,
+        grad_dtype=problem.x_dtype,
+        workspace_limit=problem.limit - problem.out.nbytes,
+    )
+    assert exchanged.geometry.out_size == geometry.size
+    plan = planner(exchanged)
+    loops = cast("tuple[WeightGradientLoop, ...]", plan.steps)
+    step = ExchangedLoops(problem, exchanged, loops, planner)
+    return replace(
+        plan,
+        problem=problem.title,
+        result=problem.result,
+        steps=(step,),
+        flops=problem.flops,
+        bytes_moved=problem.minimal_bytes,
+        minimal_bytes=problem.minimal_bytes,
+        notes=problem.notes,
+        reason=f"x and the gradient exchanged, {plan.reason}",
+        price=cost.by_model(step.seconds),
+        workspace=(*plan.workspace, Buffer("exchanged", problem.out.nbytes)),
+    )

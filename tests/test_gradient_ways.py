@@ -1,0 +1,302 @@
+"""Ways to gradients on NumPy that no other test asks for: phases as outputs, factors exchanged, products by rows and by runs."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import reference_gradients
+from peak_memory import peak_bytes
+from tolerance import assert_exact
+
+import cupyconv
+from cupyconv.call.operation import forget_calls
+from cupyconv.numpy import interleaved, transposed, weight_gradient, weight_sums
+from cupyconv.numpy.interleaved import InterleavedLoop
+from cupyconv.numpy.weight_exchanged import ExchangedLoops
+from cupyconv.numpy.weight_rows import GradientRows
+from cupyconv.problem.problems import NotApplicable
+
+
+def integers(*shape: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed + len(shape))
+    values = rng.integers(-3, 4, shape).astype(dtype)
+    return values + 1j * rng.integers(-3, 4, shape).astype(dtype) if np.dtype(dtype).kind == "c" else values
+
+
+def refused(*_):
+    raise NotApplicable("not in this test")
+
+
+@pytest.fixture
+def fresh():
+    """Plans are made anew, under whatever a test has changed, and forgotten."""
+    forget_calls()
+    yield
+    forget_calls()
+
+
+# --- phases as outputs of one convolution ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_outputs(fresh, monkeypatch):
+    """Every strided gradient has its phases as outputs of one convolution, where that can be done."""
+    monkeypatch.setattr(transposed, "plan_gathered", refused)
+    monkeypatch.setattr(transposed.cost, "least_scattered", lambda problem: float("inf"))
+    monkeypatch.setattr(interleaved, "MOST_ZEROS", float("inf"))
+
+
+def is_interleaved(plan) -> bool:
+    return all(isinstance(loop, InterleavedLoop) for step in plan.steps for loop in getattr(step, "loops", [step]))
+
+
+STRIDED = {
+    "as many taps": ((2, 4, 9, 8), (6, 4, 4, 2), dict(stride=2, padding=1)),
+    "fewer taps": ((2, 4, 10, 9), (6, 4, 3, 3), dict(stride=2, padding=1)),
+    "a phase a window later": ((1, 2, 23, 21), (3, 2, 11, 7), dict(stride=4, padding=[(5, 2), (0, 3)])),
+    "along one axis": ((2, 4, 9, 8), (6, 4, 3, 3), dict(stride=(1, 3), padding=1, dilation=(2, 1))),
+    "no padding, elements that are not read": ((1, 3, 12, 11), (4, 3, 3, 3), dict(stride=2)),
+    "depthwise": ((2, 6, 14, 13), (6, 1, 5, 5), dict(stride=2, padding=2, groups=6)),
+    "groups": ((2, 8, 11, 10), (4, 4, 3, 3), dict(stride=2, padding=1, groups=2)),
+    "1-D": ((2, 4, 41), (6, 4, 15), dict(stride=4, padding=[(7, 4)])),
+    "3-D": ((1, 3, 7, 6, 5), (4, 3, 3, 3, 3), dict(stride=2, padding=1)),
+    "fewer elements than the stride": ((2, 2, 3, 9), (3, 2, 11, 11), dict(stride=4, padding=[(6, 6), (5, 5)])),
+    "much padding": ((1, 2, 6, 6), (2, 2, 3, 3), dict(stride=2, padding=4)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "float16"])
+@pytest.mark.parametrize("shape, kernel, window", STRIDED.values(), ids=STRIDED.keys())
+def test_phases_are_outputs(shape, kernel, window, dtype, as_outputs):
+    weight = integers(*kernel, dtype=dtype)
+    out = cupyconv.conv(np.zeros(shape, dtype), weight, **window).shape
+    grad = integers(*out, dtype=dtype, seed=1)
+    expected = reference_gradients.conv_grad_input(grad, weight, shape, **window)
+    for limit in (None, 30_000):
+        with cupyconv.options(workspace_limit=limit, threads=2):
+            plan = cupyconv.explain(cupyconv.conv_grad_input, grad, weight, shape, **window)
+            assert is_interleaved(plan) or limit
+            assert limit is None or plan.workspace_bytes <= limit
+            assert_exact(cupyconv.conv_grad_input(grad, weight, shape, **window), expected, dtype)
+
+
+def test_phases_of_several_inputs_and_in_any_layout(as_outputs):
+    shapes, weight = [(2, 3, 9, 10), (2, 5, 9, 10)], integers(4, 8, 3, 3)
+    grad, window = integers(2, 4, 5, 5, seed=1), dict(stride=2, padding=1)
+    expected = reference_gradients.conv_grad_input(grad, weight, shapes, **window)
+    assert is_interleaved(cupyconv.explain(cupyconv.conv_grad_input, grad, weight, shapes, **window))
+    channels_last = np.ascontiguousarray(np.moveaxis(grad, 1, -1))
+    for own in (grad, np.moveaxis(channels_last, -1, 1)):
+        for actual, one in zip(cupyconv.conv_grad_input(own, weight, shapes, **window), expected, strict=True):
+            assert_exact(actual, one, "float32")
+
+
+def test_phases_with_an_epilogue(as_outputs):
+    x, weight, bias = integers(2, 4, 5, 6), integers(4, 3, 3, 3), integers(3)
+    window = dict(stride=2, padding=1, output_padding=1, activation="silu")
+    y = cupyconv.conv_transpose(x, weight, bias, **window)
+    np.testing.assert_allclose(y, reference_gradients.conv_transpose(x, weight, bias, **window), rtol=1e-5, atol=1e-5)
+    result, pullback = cupyconv.vjp(cupyconv.conv_transpose, x, weight, bias, **window)
+    np.testing.assert_array_equal(result, y)
+    expected = reference_gradients.conv_transpose_gradients(y, x, weight, bias, **window)
+    for actual, one in zip(pullback(y)[:3], (expected.x, expected.weight, expected.bias), strict=True):
+        np.testing.assert_allclose(actual, one, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("where", ["grad", "weight"])
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_what_is_not_finite_lands_where_the_definition_puts_it(where, value, as_outputs):
+    shape, weight, grad = (1, 4, 9, 9), integers(4, 4, 3, 3), integers(1, 4, 5, 5, seed=1)
+    (grad if where == "grad" else weight)[0, 1, 2, 1] = value
+    window = dict(stride=2, padding=1)
+    with np.errstate(invalid="ignore"):
+        expected = reference_gradients.conv_grad_input(grad, weight, shape, **window)
+    assert 0 < np.isfinite(expected).sum() < expected.size
+    np.testing.assert_array_equal(cupyconv.conv_grad_input(grad, weight, shape, **window), expected)
+
+
+@pytest.mark.parametrize("shape, kernel, settings", [
+    ((2, 144, 56, 56), (144, 1, 3, 3), dict(stride=2, padding=1, groups=144)),
+    ((1, 96, 56, 56), (96, 1, 5, 5), dict(stride=2, padding=2, groups=96)),
+    ((8, 240, 14, 14), (240, 1, 5, 5), dict(stride=2, padding=2, groups=240)),
+    ((2, 128, 28, 28), (128, 4, 3, 3), dict(stride=2, padding=1, groups=32)),
+    ((1, 3, 224, 224), (64, 3, 11, 11), dict(stride=4, padding=5)),
+])  # fmt: skip
+def test_where_phases_were_measured_to_be_best_as_outputs(shape, kernel, settings):
+    """By 1.2 to 2.1, beside a convolution for each phase and beside products that are added."""
+    grad = cupyconv.conv(np.zeros(shape, np.float32), np.zeros(kernel, np.float32), **settings)
+    with cupyconv.options(threads=2):
+        plan = cupyconv.explain(cupyconv.conv_grad_input, grad, np.zeros(kernel, np.float32), shape, **settings)
+    assert is_interleaved(plan), plan
+
+
+# --- the weight's gradient ------------------------------------------------------------------------------------
+
+
+def only(monkeypatch, *ways):
+    monkeypatch.setitem(weight_gradient.METHODS, "gemm", weight_gradient.METHODS["gemm"]._replace(ways=ways))
+
+
+WEIGHTS = {
+    "2-D": ((3, 2, 17, 19), (4, 2, 3, 3), dict(padding=1)),
+    "strides": ((2, 3, 20, 15), (4, 3, 5, 3), dict(stride=(2, 3), padding=2)),
+    "3-D": ((2, 2, 6, 7, 8), (3, 2, 3, 3, 2), dict(padding=1)),
+    "rows along the height alone": ((2, 4, 12, 9), (4, 2, 3, 1), dict(groups=2)),
+    "a dilated width": ((2, 3, 12, 19), (4, 3, 2, 3), dict(dilation=(1, 3), padding=2)),
+    "reflected": ((2, 3, 12, 13), (4, 3, 3, 3), dict(padding=1, padding_mode="reflect")),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64", "float16"])
+@pytest.mark.parametrize("shape, kernel, window", WEIGHTS.values(), ids=WEIGHTS.keys())
+def test_products_of_rows(shape, kernel, window, dtype, fresh, monkeypatch):
+    only(monkeypatch, GradientRows, weight_gradient.GradientColumns)
+    x = integers(*shape, dtype=dtype)
+    out = cupyconv.conv(x, np.zeros(kernel, dtype), **window).shape
+    grad = integers(*out, dtype=dtype, seed=1)
+    if dtype == "float32":
+        only(monkeypatch, GradientRows)
+        plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, kernel[2:], method="gemm", **window)
+        assert all(step.name == "MEC rows" for step in plan.steps), plan
+    expected = reference_gradients.conv_grad_weight(grad, x, kernel[2:], **window)
+    for limit in (None, 20_000):
+        with cupyconv.options(workspace_limit=limit, threads=2):
+            actual = cupyconv.conv_grad_weight(grad, x, kernel[2:], method="gemm", **window)
+        assert_exact(actual, expected, dtype)
+
+
+EXCHANGED = {
+    "2-D": ((2, 8, 12, 13), (2, 8, 3, 3), dict(padding=1)),
+    "no padding": ((2, 8, 12, 13), (2, 8, 3, 4), {}),
+    "full": ((2, 8, 12, 13), (2, 8, 3, 4), dict(padding="full")),
+    "sides": ((2, 8, 12, 13), (3, 8, 3, 4), dict(padding=[(2, 0), (1, 3)])),
+    "dilation": ((2, 8, 12, 13), (2, 8, 3, 3), dict(padding=[(4, 1), (0, 2)], dilation=2)),
+    "groups": ((2, 12, 12, 13), (4, 6, 3, 3), dict(padding=1, groups=2)),
+    "1-D": ((3, 6, 40), (1, 6, 5), dict(padding=2)),
+    "3-D": ((1, 6, 5, 6, 7), (2, 6, 3, 1, 3), dict(padding=[(1, 1), (0, 0), (1, 1)])),
+}
+
+
+@pytest.fixture
+def exchanges(fresh, monkeypatch):
+    """Factors are exchanged wherever that can be done."""
+    monkeypatch.setattr(ExchangedLoops, "seconds", 0.0)
+
+
+def is_exchanged(plan) -> bool:
+    return all(isinstance(step, ExchangedLoops) for step in plan.steps)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shape, kernel, window", EXCHANGED.values(), ids=EXCHANGED.keys())
+def test_factors_exchanged(shape, kernel, window, dtype, exchanges):
+    x = integers(*shape, dtype=dtype)
+    grad = integers(*cupyconv.conv(x, np.zeros(kernel, dtype), **window).shape, dtype=dtype, seed=1)
+    assert is_exchanged(cupyconv.explain(cupyconv.conv_grad_weight, grad, x, kernel[2:], **window))
+    expected = reference_gradients.conv_grad_weight(grad, x, kernel[2:], **window)
+    assert_exact(cupyconv.conv_grad_weight(grad, x, kernel[2:], **window), expected, dtype)
+    strided = np.empty((*kernel[:-1], 2 * kernel[-1]), dtype)[..., ::2]
+    assert_exact(cupyconv.conv_grad_weight(grad, x, kernel[2:], out=strided, **window), expected, dtype)
+
+
+@pytest.mark.parametrize("shape, kernel, window", [
+    ((1, 8, 9, 9), (2, 8, 3, 3), dict(padding=3)),  # windows that meet nothing but padding
+    ((1, 8, 1, 9), (2, 8, 2, 3), dict(padding=[(1, 1), (1, 1)], dilation=(2, 1))),  # the same between two taps
+    ((1, 8, 9, 9), (2, 8, 3, 3), dict(padding=1, stride=2)),
+    ((1, 8, 9, 9), (2, 8, 3, 3), dict(padding=1, padding_mode="wrap")),
+])  # fmt: skip
+def test_what_cannot_be_exchanged_is_not(shape, kernel, window, exchanges):
+    x = integers(*shape)
+    grad = integers(*cupyconv.conv(x, np.zeros(kernel, np.float32), **window).shape, seed=1)
+    assert not is_exchanged(cupyconv.explain(cupyconv.conv_grad_weight, grad, x, kernel[2:], **window))
+    grad[0, 0, 0, 0] = np.inf
+    with np.errstate(invalid="ignore"):
+        expected = reference_gradients.conv_grad_weight(grad, x, kernel[2:], **window)
+    np.testing.assert_array_equal(cupyconv.conv_grad_weight(grad, x, kernel[2:], **window), expected)
+
+
+@pytest.mark.parametrize("where", ["grad", "x"])
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_factors_that_are_not_finite_are_not_exchanged(where, value, exchanges):
+    x, grad = integers(1, 8, 9, 9), integers(1, 2, 9, 9, seed=1)
+    (grad if where == "grad" else x)[0, 1, 0, 3] = value
+    assert is_exchanged(cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, padding=1))
+    with np.errstate(invalid="ignore"):
+        expected = reference_gradients.conv_grad_weight(grad, x, (3, 3), padding=1)
+    np.testing.assert_array_equal(cupyconv.conv_grad_weight(grad, x, 3, padding=1), expected)
+
+
+@pytest.mark.parametrize("outputs, columns, pixels", [(1, 1, 100_000), (16, 27, 3000), (3, 9, 70_000), (30, 32, 5000)])
+def test_products_of_few_elements_let_other_threads_run(outputs, columns, pixels):
+    """NumPy holds the interpreter's lock in a product of 500 elements or fewer: several at a time have more."""
+    run = weight_sums.run_of(outputs, columns, pixels)
+    assert run and pixels // run * outputs * columns > weight_sums.HELD
+    assert run * outputs * columns <= 1_000_000, "BLAS packs its operands"
+
+
+@pytest.mark.parametrize("outputs, columns, pixels", [(31, 31, 5000), (1, 1, 500), (16, 27, 200), (0, 9, 5000)])
+def test_long_and_short_products_have_no_runs(outputs, columns, pixels):
+    assert weight_sums.run_of(outputs, columns, pixels) == 0
+
+
+@pytest.mark.parametrize("method, shape, kernel, window", [
+    ("gemm", (1, 1, 130, 131), (1, 1, 3, 3), dict(padding=1)),
+    ("gemm", (2, 3, 40, 41), (5, 3, 3, 3), {}),
+    ("gemm", (2, 6, 80, 81), (6, 2, 3, 3), dict(groups=3, stride=(1, 2))),
+    ("gemm", (2, 3, 80, 81), (5, 3, 1, 1), {}),
+    ("direct", (2, 3, 40, 41), (5, 3, 3, 3), {}),
+])  # fmt: skip
+def test_sums_of_runs(method, shape, kernel, window, fresh, monkeypatch):
+    ways = (weight_gradient.GradientView, weight_gradient.GradientMecProducts, weight_gradient.GradientColumns)
+    only(monkeypatch, *ways)
+    x, called = integers(*shape), []
+    own = weight_sums.WeightRun._add_runs
+    monkeypatch.setattr(weight_sums.WeightRun, "_add_runs", lambda *args: called.append(1) or own(*args))
+    grad = integers(*cupyconv.conv(x, np.zeros(kernel, np.float32), **window).shape, seed=1)
+    actual = cupyconv.conv_grad_weight(grad, x, kernel[2:], method=method, **window)
+    assert called
+    assert_exact(actual, reference_gradients.conv_grad_weight(grad, x, kernel[2:], **window), "float32")
+
+
+CALLS = {
+    "phases": (cupyconv.conv_grad_input, (1, 24, 32, 32), (24, 1, 5, 5), dict(stride=2, padding=2, groups=24)),
+    "rows": (cupyconv.conv_grad_weight, (2, 3, 64, 64), (8, 3, 3, 3), dict(padding=1)),
+    "exchanged": (cupyconv.conv_grad_weight, (2, 32, 64, 64), (2, 32, 3, 3), dict(padding=1)),
+    "runs": (cupyconv.conv_grad_weight, (1, 1, 100_000), (1, 1, 9), dict(padding=4)),
+}
+
+
+@pytest.mark.parametrize("limit", [None, 300_000])
+@pytest.mark.parametrize("function, shape, kernel, window", CALLS.values(), ids=CALLS.keys())
+def test_memory_keeps_within_what_explain_says(function, shape, kernel, window, limit):
+    x, weight = integers(*shape), integers(*kernel)
+    grad = cupyconv.conv(x, weight, **window)
+    is_input = function is cupyconv.conv_grad_input
+    arguments = (grad, weight, shape) if is_input else (grad, x, kernel[2:])
+    out = np.empty(shape if is_input else kernel, np.float32)
+    with cupyconv.options(workspace_limit=limit, threads=2):
+        plan = cupyconv.explain(function, *arguments, out=out, **window)
+        call = partial(function, *arguments, out=out, **window)
+        call()
+        python_objects = 100_000
+        assert peak_bytes(call) <= plan.workspace_bytes + python_objects
+    assert limit is None or plan.workspace_bytes <= limit
+
+
+@pytest.mark.parametrize("name, shape, kernel", [
+    ("MEC rows", (4, 3, 128, 128), (16, 3, 3, 3)),
+    ("MEC rows", (2, 12, 90, 90), (4, 12, 5, 5)),
+    ("columns", (8, 16, 28, 28), (32, 16, 3, 3)),
+    ("MEC columns", (1, 64, 56, 56), (64, 64, 5, 5)),
+])  # fmt: skip
+def test_ways_that_were_measured_to_be_best(name, shape, kernel):
+    """By 1.2 and more; the second with its factors exchanged, by 1.7."""
+    x, window = np.zeros(shape, np.float32), dict(padding=kernel[2] // 2)
+    grad = cupyconv.conv(x, np.zeros(kernel, np.float32), **window)
+    with cupyconv.options(threads=2):
+        plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, kernel[2:], **window)
+    loops = [loop for step in plan.steps for loop in (step.loops if isinstance(step, ExchangedLoops) else [step])]
+    assert {loop.name for loop in loops} == {name}, plan
+    assert is_exchanged(plan) == (kernel[0] < kernel[1])
