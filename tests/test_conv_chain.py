@@ -610,7 +610,7 @@ def test_a_long_loop_is_said(fuse):
     """Of a limit that leaves blocks of a few pixels."""
     x = np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), (8, 4, 2000, 2000), (0, 0, 0, 0))
     layers = [ConvLayer(np.ones((4, 4, 3, 3), np.float32), padding=1)] * 2
-    with cupyconv.options(workspace_limit=200_000 if fuse is True else 1000, threads=2):
+    with cupyconv.options(workspace_limit=201_000 if fuse is True else 1000, threads=2):
         plan = cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=fuse)
     assert any("a loop in Python of" in note for note in plan.notes)
 

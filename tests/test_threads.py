@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +64,16 @@ def test_by_default_as_many_as_blas_uses():
     assert planned(*LARGE, threads=2) == 2
 
 
-@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("kernel", [(1, 1), (1, 3)])
 def test_a_lone_product_is_divided_by_whoever_has_the_threads(kernel):
     """By BLAS where it has as many as were asked for; with fewer it would leave them idle."""
-    x, weight = np.ones((1, 64, 40, 40), np.float32), np.ones((128, 64, kernel, kernel), np.float32)
+    x, weight = np.ones((1, 64, 40, 40), np.float32), np.ones((128, 64, *kernel), np.float32)
     for blas, ours in ((4, 1), (2, 1), (1, 2)):
         with threadpool_limits(blas, "blas"):
             assert planned(x, weight, threads=2, allow_winograd=False) == ours
             with cupyconv.options(threads=2, allow_winograd=False):
                 y = cupyconv.conv(x, weight)
-        assert (y == 64 * kernel**2).all()
+        assert (y == 64 * prod(kernel)).all()
 
 
 def test_the_price_says_how_many():

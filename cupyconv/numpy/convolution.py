@@ -33,6 +33,7 @@ from cupyconv.numpy.windows import (
     box_within,
     columns_shape,
     five_axes,
+    kept_scratch,
     tile_shape,
     with_taps,
 )
@@ -171,10 +172,12 @@ class ConvLoop(PixelLoop):
         """Whether there is nothing to do to the sums, but for what arrays are given."""
         return self.in_place and not self.problem.activation
 
-    @cached_property
-    def fresh(self) -> Scratch | None:
-        """Scratch memory that serves all runs: where it is filled once, nothing is kept in it."""
-        return Scratch(self.x_dtype, 1) if self.rounds <= 1 else None
+    fresh_work = 0.0  # memory is kept
+
+    @property
+    def memory(self) -> Scratch:  # no part of the loop, which would count as kept with it
+        """What runs write; kept, since the first touch of a page takes longer than much that is done with it."""
+        return kept_scratch(self.x_dtype)
 
     @cached_property
     def activate(self) -> Callable[[np.ndarray], None] | None:
@@ -190,7 +193,7 @@ class ConvLoop(PixelLoop):
 
     def run(self, arrays: Mapping[str, Any], scratch: Scratch | None = None, run_of: RunOf | None = None) -> None:
         """Compute the result; arguments and result are given by name, and memory that other loops use too."""
-        scratch = scratch or self.fresh or Scratch(self.x_dtype, self.rounds)
+        scratch = scratch or self.memory
         finish = (run_of or ConvRun)(self, arrays, scratch).finish
         if self.threads > 1 or self.holds_blas:
             from cupyconv.numpy.threads import in_threads
@@ -218,7 +221,7 @@ class ConvRun:
     def __init__(self, loop: ConvLoop, arrays: Mapping[str, Any], scratch: Scratch) -> None:
         self.loop, self.geometry = loop, loop.geometry
         self.images = loop.images(arrays, scratch)
-        self.products = loop.fresh or Scratch(loop.sums_dtype, loop.rounds)
+        self.products = loop.memory
         self.out = five_axes(arrays["out"])
         self.pre = five_axes(arrays["pre"]) if "pre" in arrays else None
         self.residual = five_axes(arrays["residual"]) if "residual" in arrays else None

@@ -16,8 +16,9 @@ sums must be right, and what one of them takes alone depends on what is in cache
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import ceil, prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, product_flops, real_part
 
@@ -57,6 +58,14 @@ ROWS, COLUMNS = 4, 16
 #: that such a product takes as long as.
 SMALL_ROWS, SHORT_COLUMNS = 6, 8
 
+#: Seconds of a multiply-add of a small product whose columns begin where cache lines do; and to begin it.
+ALIGNED, BEGIN = 12.5e-12, 60e-9
+#: Elements of float32 in a vector; what 0, 1, 2 and 3 vectors of columns beside fours take, in vectors; and an element that
+#: fills none, in elements.
+VECTOR_ELEMENTS, SHORT_VECTORS, NO_VECTOR = 16, (0.0, 1.6, 2.1, 3.7), 2.3
+#: Rows of a weight that such a product has at the least; elements of its columns at the most, which are read for a few rows
+#: at a time.
+LEAST_ROWS, READ_AGAIN = 8, 1 << 17
 #: How much longer a small product takes that reads both of its operands along the sum; elements of the longer one that stay in
 #: the innermost cache, and seconds of each where they do not.
 BY_ROWS, INNERMOST, LEAVES = 1.2, 12_000, 220e-12
@@ -146,6 +155,57 @@ def product(rows: float, reduction: float, columns: float, problem: ProductsProb
         return PRODUCT + (rows + ceil(rows / SMALL_ROWS)) * (columns + SHORT_COLUMNS) * per_column
     whole = ceil(rows / ROWS) * ROWS * ceil(columns / COLUMNS) * COLUMNS
     return PRODUCT + whole * per_column + reduction * (rows + columns) * PACK * wide
+
+
+class Parts(NamedTuple):
+    """A product in parts: rows of the weight, and columns, of a part; all columns, some of which nobody may read."""
+
+    rows: int
+    columns: int
+    length: int
+    seconds: float
+
+
+@lru_cache(maxsize=512)
+def parts_of_product(rows: int, reduction: int, columns: int, dtype: str, may_be_longer: bool) -> Parts | None:
+    """A product in parts so small that BLAS packs no operand, of columns that begin where cache lines do.
+
+    Elements that do not fill a vector take longest: it may be quicker to have columns more that nobody reads, and to copy
+    the others.  None where there are no such parts, outputs are few, or numbers are not real.
+    """
+    if dtype not in ("float32", "float64") or rows < LEAST_ROWS or not reduction * columns:
+        return None
+    vector = round(VECTOR_ELEMENTS / width(dtype))
+    best: Parts | None = None
+    for length in {columns, ceil(columns / vector) * vector if may_be_longer else columns}:
+        copies = added(rows * columns, dtype, columns) if length > columns else 0.0
+        most_columns = min(READ_AGAIN / width(dtype), SMALL_PRODUCT / LEAST_ROWS) // reduction
+        run = length
+        if length > most_columns:
+            step = 4 * vector if most_columns >= 4 * vector else 2 * vector
+            run = int(most_columns) // step * step
+        if not run:
+            continue
+        most = SMALL_PRODUCT // (reduction * run)
+        runs, rest = divmod(length, run)
+        along = runs * _in_vectors(run, vector) + _in_vectors(rest, vector)
+        fewest = ceil(rows / most)
+        for count in range(fewest, min(rows, fewest + 2) + 1):
+            part = ceil(rows / count)
+            left = rows % part
+            across = rows // part * (part + part % SMALL_ROWS) + left + left % SMALL_ROWS
+            begun = ceil(rows / part) * ceil(length / run) * BEGIN
+            seconds = begun + across * along * reduction * ALIGNED * width(dtype) + copies
+            if best is None or seconds < best.seconds:
+                best = Parts(part, run, length, seconds)
+    return best
+
+
+def _in_vectors(columns: int, vector: int) -> float:
+    """Columns of whole vectors, four at a time, that take as long as these."""
+    vectors, rest = divmod(columns, vector)
+    fours, left = divmod(vectors, 4)
+    return (4 * fours + SHORT_VECTORS[left]) * vector + rest * NO_VECTOR
 
 
 def product_of_rows(rows: float, others: float, length: float, problem: ProductsProblem) -> float:

@@ -30,7 +30,7 @@ from cupyconv.numpy.convolution import (
     sums_per_pixel,
 )
 from cupyconv.numpy.mec import MecRows, in_runs
-from cupyconv.numpy.windows import Block, parts_of, tile_shape
+from cupyconv.numpy.windows import LINE, Block, parts_of, tile_shape, whole_lines
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.problems import ConvProblem, NotApplicable
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 #: Outputs from which a 1x1 product is bound by arithmetic: each element read is used that often.
 PRODUCT_OUTPUTS = 32
+#: Bytes of a weight whose products are done in parts: each reads it, and columns that are apart in memory, again.
+WEIGHT_OF_PARTS = 64 << 10
 #: How much longer columns take that do not stay in cache.
 FARTHER = 2.0
 #: Pixels with which a product is as fast as with more: each time it reads, and arranges, the whole weight.
@@ -113,9 +115,22 @@ class Product(ConvLoop):
     @cached_property
     def products_work(self) -> float:
         """What products take on one thread."""
-        geometry = self.geometry
-        sizes = geometry.group_outputs, geometry.reduction, prod(self.block)
-        return self.blocks * geometry.groups * cost.product(*sizes, self.problem)
+        one = self.parts.seconds if self.parts else cost.product(*self._sizes, self.problem)
+        return self.blocks * self.geometry.groups * one
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        """Those of a block's product: outputs, reduction and pixels."""
+        return self.geometry.group_outputs, self.geometry.reduction, prod(self.block)
+
+    @cached_property
+    def parts(self) -> cost.Parts | None:
+        """Those of a block's product, where they take less than a whole."""
+        return None
+
+    @property
+    def largest_product(self) -> int:
+        return self.parts.rows * self.parts.columns * self.geometry.reduction if self.parts else prod(self._sizes)
 
     @property
     def work(self) -> float:
@@ -216,6 +231,14 @@ class Columns(Product):
         return columns + (self.tile_work if geometry.taps > 1 else 0.0)
 
     @cached_property
+    def parts(self) -> cost.Parts | None:
+        outputs, reduction, _ = self._sizes
+        if self.x_dtype != self.factor_dtype or outputs * reduction * self.x_dtype.itemsize > WEIGHT_OF_PARTS:
+            return None
+        parts = cost.parts_of_product(*self._sizes, self.x_dtype.name, may_be_longer=False)
+        return parts if parts and parts.seconds < cost.product(*self._sizes, self.problem) else None
+
+    @cached_property
     def lone(self) -> LoneProduct | None:
         return self.lone_product(is_view=False)
 
@@ -226,13 +249,16 @@ class Columns(Product):
     @property
     def workspace(self) -> int:
         nbytes = columns_bytes(self.problem, self.block, self.x_dtype.itemsize)
+        pixels, line = prod(self.block), LINE // self.x_dtype.itemsize
+        beyond = whole_lines(pixels, line) - pixels
+        nbytes += self.geometry.in_channels * self.geometry.taps * beyond * self.x_dtype.itemsize
         return self.sums_bytes + (nbytes if self.lone is None else max(nbytes, self.lone.nbytes))
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
         return with_parts(self, weight)
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
-        return product(run, run.weight, run.images.columns(block), block)
+        return product(run, run.weight, run.images.matrix(block), block)
 
 
 def may_correlate(problem: ConvProblem) -> bool:
@@ -279,7 +305,7 @@ def product(run: ConvRun, weight: np.ndarray, columns: np.ndarray, block: Block)
     """A block's sums: the weight, `with_parts`, times columns."""
     geometry, loop = run.geometry, run.loop
     columns = columns.reshape(geometry.groups, weight.shape[2], block.area)
-    threads = loop.rows_on if isinstance(loop, Product) else 1
+    threads, parts = (loop.rows_on, loop.parts) if isinstance(loop, Product) else (1, None)
     if loop.problem.x_alone_is_complex:  # its parts are twice as many real pixels
         sums = multiply(weight, columns.view(weight.dtype), threads).view(loop.sums_dtype)
     elif loop.problem.factor_alone_is_complex:
@@ -288,16 +314,22 @@ def product(run: ConvRun, weight: np.ndarray, columns: np.ndarray, block: Block)
         sums.real, sums.imag = real, imaginary
     elif loop.in_place:
         place = block.of(run.out).reshape(geometry.groups, geometry.group_outputs, block.area)
-        sums = multiply(weight, columns, threads, place)
+        sums = multiply(weight, columns, threads, place, parts)
     else:
-        sums = multiply(weight, columns, threads)
+        sums = multiply(weight, columns, threads, None, parts)
     return sums.reshape(block.sums_shape)
 
 
-def multiply(weight: np.ndarray, columns: np.ndarray, threads: int, place: np.ndarray | None = None) -> np.ndarray:
+def multiply(
+    weight: np.ndarray,
+    columns: np.ndarray,
+    threads: int,
+    place: np.ndarray | None = None,
+    parts: cost.Parts | None = None,
+) -> np.ndarray:
     """The products of all groups, of which each thread computes some groups, or some rows."""
     if threads == 1:
-        return in_runs(weight, columns, place)
+        return in_runs(weight, columns, place, parts)
     from cupyconv.numpy.threads import in_threads
 
     groups, rows = weight.shape[:2]
@@ -305,14 +337,14 @@ def multiply(weight: np.ndarray, columns: np.ndarray, threads: int, place: np.nd
 
     def compute(part: tuple[slice, slice]) -> None:
         some, own = part
-        in_runs(weight[some, own], columns[..., some, :, :], sums[..., some, own, :])
+        in_runs(weight[some, own], columns[..., some, :, :], sums[..., some, own, :], parts)
 
     whole = slice(None)
     if groups >= threads:
-        parts = [(part, whole) for part in parts_of(groups, -(-groups // threads))]
+        shares = [(part, whole) for part in parts_of(groups, -(-groups // threads))]
     else:
-        parts = [(whole, part) for part in parts_of(rows, -(-rows // threads))]
-    in_threads(threads, compute, parts)
+        shares = [(whole, part) for part in parts_of(rows, -(-rows // threads))]
+    in_threads(threads, compute, shares)
     return sums
 
 

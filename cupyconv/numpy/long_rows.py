@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from math import gcd, prod
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,7 +38,7 @@ from cupyconv.numpy.convolution import (
     weight_copy,
 )
 from cupyconv.numpy.gemm import WAYS as ANY_GROUPS
-from cupyconv.numpy.windows import Block, BlockSize, KeptScratch, Region, Scratch, parts_of, tile_size
+from cupyconv.numpy.windows import Block, BlockSize, Region, parts_of, tile_size
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.plan import Plan
@@ -52,8 +52,6 @@ LONG_ROW = 100, 50
 LEAST_ROW = 32
 #: Bytes of a group's columns, and of all that is read and written with them, that are in cache together.
 PART = 2 * CACHE_BLOCK
-#: Kept from call to call by every thread, as Winograd's method keeps its own.
-MEMORY = KeptScratch(np.dtype(np.float32))
 
 
 def row_axis(geometry: ConvGeometry) -> int:
@@ -82,9 +80,7 @@ class LongRows(ConvLoop):
 
     name = "long MEC rows"
     words = "columns that {taps} taps share, and a product for each row of all samples and bands"
-    fresh: ClassVar[Scratch] = MEMORY
     thread_bytes = PART
-    fresh_work = 0.0  # it is kept
     turn_calls = 18
 
     @property

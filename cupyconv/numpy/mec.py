@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 from math import gcd, prod
+from operator import mul
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,7 +33,7 @@ from cupyconv.numpy.convolution import (
     result_takes_sums,
     temporaries,
 )
-from cupyconv.numpy.windows import Block, BlockSize, Images, parts_of, tile_shape
+from cupyconv.numpy.windows import LINE, Block, BlockSize, Images, parts_of, tile_shape, whole_lines
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.problems import ConvProblem, WeightGradientProblem
@@ -43,24 +45,40 @@ LEAST_SHARED = 32
 # --- products ----------------------------------------------------------------------------------------------------
 
 
-def in_runs(weight: np.ndarray, columns: np.ndarray, place: np.ndarray | None) -> np.ndarray:
-    """Matrix products; where the weight is small, of runs of columns that are short enough for BLAS's small products."""
+def in_runs(
+    weight: np.ndarray, columns: np.ndarray, place: np.ndarray | None, parts: cost.Parts | None = None
+) -> np.ndarray:
+    """Matrix products, in parts; without these, where the weight is small, of runs of columns that BLAS does not pack."""
     (rows, reduction), length = weight.shape[-2:], columns.shape[-1]
-    run = cost.run_of(rows, reduction, weight.dtype.name)
-    if not run or length < 2 * run:
+    if parts:
+        rows, run = parts.rows, parts.columns
+    elif not (run := cost.run_of(rows, reduction, weight.dtype.name)) or length < 2 * run:
         return np.matmul(weight, columns, out=place)
     if place is None:
         batch = np.broadcast_shapes(weight.shape[:-2], columns.shape[:-2])
         place = np.empty((*batch, weight.shape[-2], length), np.result_type(weight, columns))
-    whole = length - length % run
-
-    def runs(matrix: np.ndarray) -> np.ndarray:
-        return matrix[..., :whole].reshape(*matrix.shape[:-1], -1, run).swapaxes(-2, -3)
-
-    np.matmul(weight[..., None, :, :], runs(columns), out=runs(place))
-    if whole < length:
-        np.matmul(weight, columns[..., whole:], out=place[..., whole:])
+    in_parts(weight, columns, place, rows, run)
     return place
+
+
+def in_parts(weight: np.ndarray, columns: np.ndarray, place: np.ndarray, rows: int, run: int) -> None:
+    """Matrix products of so many rows of the weight, and columns, at a time: all that are alike in one call."""
+    for own, *heights in _alike(weight.shape[-2], rows):
+        # Two axes before those of a matrix: parts of rows, and runs of columns.
+        factors = weight[..., own, :].reshape(*weight.shape[:-2], heights[0], 1, heights[1], weight.shape[-1])
+        for some, *lengths in _alike(columns.shape[-1], run):
+            read = columns[..., some].reshape(*columns.shape[:-1], *lengths).swapaxes(-2, -3)
+            target = place[..., own, some].reshape(*place.shape[:-2], *heights, *lengths).swapaxes(-2, -3)
+            np.matmul(factors, read[..., None, :, :, :], out=target)
+
+
+def _alike(extent: int, part: int) -> Iterator[tuple[slice, int, int]]:
+    """Parts of so many elements, and a shorter one that is left: what they are of, how many, and elements of each."""
+    count, left = divmod(extent, part)
+    if count:
+        yield slice(0, extent - left), count, part
+    if left:
+        yield slice(extent - left, extent), 1, left
 
 
 # --- the lowering ---------------------------------------------------------------------------------------------
@@ -195,6 +213,23 @@ class MecLoop(ConvLoop):
         return np.moveaxis(sums.reshape(*sums.shape[:2], *samples_and_size), 2, 2 + axis)
 
 
+class Row(NamedTuple):
+    """The product of a row of the result, and what it takes."""
+
+    pixels: int
+    parts: cost.Parts | None  # None: a whole
+    seconds: float
+
+    @property
+    def length(self) -> int:
+        """Columns, of which those beyond the pixels are read by nobody."""
+        return self.parts.length if self.parts else self.pixels
+
+    @property
+    def is_longer(self) -> bool:
+        return self.length > self.pixels
+
+
 class MecRows(ConvLoop):
     """A product for each row of the result: of the rows of columns that its taps share, one matrix where they lie.
 
@@ -204,7 +239,9 @@ class MecRows(ConvLoop):
         output row 0     [ row 0   row 1   row 2 ]                     (kh x channels x other taps, pixels)
                    1             [ row 1   row 2   row 3 ]             rows of a dilated kernel are taken apart first
 
-    All rows of a block are one batched product, which is written where the result lies, whatever its rows are apart.
+    All rows of a block are one batched product, which is written where the result lies, whatever its rows are apart.  It
+    is in parts of some outputs each, where BLAS then packs no operand; and a row may have columns more, so that they fill
+    whole vectors, which is quicker even though what is read of it must be copied then.
     """
 
     name = "MEC rows"
@@ -218,19 +255,41 @@ class MecRows(ConvLoop):
         step = geometry.stride[axis] // gcd(geometry.stride[axis], geometry.dilation[axis])
         return problem.is_one_kind and geometry.kernel[axis] > step
 
+    @cached_property
+    def _row(self) -> Row:
+        """That of a whole block."""
+        return self._row_of(self.block)
+
+    def _row_of(self, block: BlockSize) -> Row:
+        axis, pixels = self.geometry.outermost, prod(block[2 + self.geometry.outermost :])
+        sizes = self.geometry.group_outputs, self.geometry.reduction, pixels
+        seconds, parts = cost.product(*sizes, self.problem), None
+        if axis < 2 and self.x_dtype == self.factor_dtype:
+            parts = cost.parts_of_product(*sizes, self.x_dtype.name, may_be_longer=axis == 1)
+        return Row(pixels, parts, parts.seconds) if parts and parts.seconds < seconds else Row(pixels, None, seconds)
+
+    def _read_size(self, block: BlockSize, row: Row) -> BlockSize:
+        """Samples and pixels whose windows are read."""
+        return (*block[:3], row.length) if row.is_longer else block
+
+    def _pitch(self, row: Row) -> int:
+        """Elements from one row of columns to the next: parts begin where cache lines do."""
+        return whole_lines(row.length, LINE // self.x_dtype.itemsize) if row.parts else row.length
+
     @property
     def largest_product(self) -> int:
-        row = prod(self.block[2 + self.geometry.outermost :])
-        return self.geometry.group_outputs * self.geometry.reduction * row
+        row, reduction = self._row, self.geometry.reduction
+        if row.parts is None:
+            return self.geometry.group_outputs * reduction * row.pixels
+        return row.parts.rows * reduction * row.parts.columns
 
     @property
     def work(self) -> float:
         geometry, axis = self.geometry, self.geometry.outermost
         phases = min(self._period, self.block[1 + axis])
-        row = prod(self.block[2 + axis :])
         rows = self.blocks * prod(self.block[: 2 + axis]) * geometry.groups
-        products = rows * cost.product(geometry.group_outputs, geometry.reduction, row, self.problem)
-        columns = self.columns_work(self.blocks * phases * prod(self._rows_shape(self.block)))
+        products = rows * self._row.seconds
+        columns = self.columns_work(self.blocks * phases * prod(self._rows_shape(self.block)) * self._row.pixels)
         return products + columns + self.tile_work + self.store_work
 
     @classmethod
@@ -251,12 +310,20 @@ class MecRows(ConvLoop):
 
     @property
     def tile_bytes(self) -> int:
-        return prod(tile_shape(self.geometry, self.geometry.in_channels, self.block)) * self.x_dtype.itemsize
+        size = self._read_size(self.block, self._row)
+        return prod(tile_shape(self.geometry, self.geometry.in_channels, size)) * self.x_dtype.itemsize
 
     @property
     def workspace(self) -> int:
         tiles = 1 + temporaries(self.geometry, self.problem.prologue)
-        return tiles * self.tile_bytes + prod(self._rows_shape(self.block)) * self.x_dtype.itemsize + self.sums_bytes
+        columns = prod(self._rows_shape(self.block)) * self._pitch(self._row) * self.x_dtype.itemsize
+        return tiles * self.tile_bytes + columns + self._products_bytes + self.sums_bytes
+
+    @property
+    def _products_bytes(self) -> int:
+        """Bytes of the products of a block, where they are longer than rows."""
+        rows = prod(self.block[: 2 + self.geometry.outermost]) * self.geometry.out_channels
+        return rows * self._row.length * self.sums_dtype.itemsize if self._row.is_longer else 0
 
     @classmethod
     def weight_bytes(cls, problem: ConvProblem) -> int:
@@ -276,15 +343,13 @@ class MecRows(ConvLoop):
         return gap // gcd(gap, self.geometry.stride[axis])
 
     def _rows_shape(self, block: BlockSize) -> tuple[int, ...]:
-        """The columns of one phase: (groups, samples, axes before the rows, rows, channels, other taps, other pixels)."""
+        """The rows of columns of one phase: (groups, samples, axes before the rows, rows, channels, other taps)."""
         geometry, axis = self.geometry, self.geometry.outermost
         stride, gap = geometry.stride[axis], geometry.dilation[axis]
         outputs = -(-block[1 + axis] // self._period)
         rows = (outputs - 1) * (stride * self._period // gap) + geometry.kernel[axis]
         channels = geometry.groups, geometry.group_channels
-        return (
-            channels[0], *block[: 1 + axis], rows, channels[1], *geometry.kernel[axis + 1 :], *block[2 + axis :]
-        )  # fmt: skip
+        return channels[0], *block[: 1 + axis], rows, channels[1], *geometry.kernel[axis + 1 :]
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         geometry, axis, period = self.geometry, self.geometry.outermost, self._period
@@ -292,31 +357,39 @@ class MecRows(ConvLoop):
             sums = block.of(run.out).swapaxes(0, 1).reshape(block.sums_shape)
         else:
             sums = np.empty(block.sums_shape, self.sums_dtype)
-        image, tile = run.images.tile(block), block.tile(geometry.in_channels)
-        c, *others = tile.windows_strides
-        taps, n, moves = others[:3], others[3], others[4:]
-        before, after = slice(0, axis), slice(axis + 1, 3)
+        row = self._row if block.size == self.block else self._row_of(block.size)
+        size, pitch = self._read_size(block.size, row), self._pitch(row)
+        image = run.images.scratch.array("tile", tile_shape(geometry, geometry.in_channels, size))
+        run.images.read_tile(block, image)
+        c, n, *steps = image.strides
+        taps, moves = (tuple(map(mul, steps, factors)) for factors in (geometry.dilation, geometry.stride))
+        before, after, item = slice(0, axis), slice(axis + 1, 3), image.itemsize
         strides = (c * geometry.group_channels, n, *moves[before], taps[axis], c, *taps[after], *moves[after])
-        pixels = prod(block.size[2 + axis :])
         # The product of a row: (groups, samples, axes before, rows, outputs, pixels), in the result.
         target = np.moveaxis(sums, 1, 3 + axis)
         for first in range(min(period, block.size[1 + axis])):
             place = target[(slice(None),) * (2 + axis) + (slice(first, None, period),)]
-            place = place.reshape(*place.shape[: 4 + axis], pixels)
+            place = place.reshape(*place.shape[: 4 + axis], row.pixels)
             outputs = place.shape[2 + axis]
             step = geometry.stride[axis] * period // geometry.dilation[axis]
             shape = list(self._rows_shape(block.size))
             shape[2 + axis] = (outputs - 1) * step + geometry.kernel[axis]
-            columns = run.images.scratch.array("columns", shape)
-            columns[...] = np.ndarray(shape, image.dtype, image, first * moves[axis], strides)
-            row, item = columns.strides[2 + axis], columns.itemsize
+            columns = run.images.scratch.array("columns", (*shape, pitch))
+            windows_shape = *shape, *size[2 + axis :]
+            windows = np.ndarray(windows_shape, image.dtype, image, first * moves[axis], strides)
+            columns[..., : row.length].reshape(windows_shape)[...] = windows
             matrices = np.ndarray(
-                (*shape[: 2 + axis], outputs, geometry.reduction, pixels),
+                (*shape[: 2 + axis], outputs, geometry.reduction, row.length),
                 columns.dtype,
                 columns,
                 0,
-                (*columns.strides[: 2 + axis], row * step, pixels * item, item),
+                (*columns.strides[: 2 + axis], columns.strides[2 + axis] * step, pitch * item, item),
             )
             weight = run.weight.reshape(geometry.groups, *(1,) * (2 + axis), *run.weight.shape[1:])
-            in_runs(weight, matrices, place)
+            if not row.is_longer:
+                in_runs(weight, matrices, place, row.parts)
+                continue
+            products = run.products.array("products", (*place.shape[:-1], row.length), self.sums_dtype)
+            in_runs(weight, matrices, products, row.parts)
+            place[...] = products[..., : row.pixels]
         return sums

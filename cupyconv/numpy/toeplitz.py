@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from math import ceil
 from operator import mul
 from typing import Any, ClassVar
@@ -29,7 +29,7 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.convolution import MEMORY_BLOCK, ConvLoop, ConvRun
-from cupyconv.numpy.windows import Block, Blocks, Images, KeptScratch, Scratch
+from cupyconv.numpy.windows import Block, Blocks, Images
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.problems import ConvProblem
 
@@ -40,12 +40,6 @@ SMALL_PRODUCT = 900_000
 #: Seconds of work that a thread should have: each of a few calls a block waits for the interpreter's lock, and a thread
 #: takes as long to wake as to compute a tenth of a millisecond.
 SHARE = 800e-6
-
-
-@cache
-def kept_scratch(dtype: np.dtype) -> KeptScratch:
-    """Memory that every thread keeps from call to call."""
-    return KeptScratch(dtype)
 
 
 def reach(geometry: ConvGeometry, axis: int, outputs: int) -> int:
@@ -59,7 +53,6 @@ class ToeplitzLoop(ConvLoop):
     smallest = 1
     turn_calls = 20
     thread_bytes = COPIES_BLOCK
-    fresh_work = 0.0  # memory is kept
 
     @classmethod
     @abstractmethod
@@ -102,10 +95,6 @@ class ToeplitzLoop(ConvLoop):
     @property
     def shares(self) -> int:
         return self.rounds
-
-    @property
-    def fresh(self) -> Scratch:  # no part of the loop, which would count as kept with it
-        return kept_scratch(self.x_dtype)
 
     @cached_property
     def part(self) -> int:

@@ -262,12 +262,12 @@ class ToeplitzRows(ToeplitzLoop):
         if is_result:
             by_line = sums[:, 0].reshape(len(sums), n, others, tiles, 1, rows, width)
         else:
-            products, by_line = self._memory(scratch, n, others, tiles, width)
+            memory, products, by_line = self._memory(scratch, n, others, tiles, width)
         steps = list(self._products(image, before, matrices, by_line[..., : image.shape[4]]))
         additions, borders, total = [], [], None
         if not is_result:
             borders = [] if self._apart else list(self._borders(by_line, before[2], pixels))
-            runs = self._runs(products, before[2], width)
+            runs = self._runs(memory, products, before[2], width)
             if self._adds_in_place and (extent == 1 or sums.strides[4] == width * sums.itemsize):
                 places = rows_as_runs(sums, rows)
             else:
@@ -296,8 +296,8 @@ class ToeplitzRows(ToeplitzLoop):
                 sums[groups] = total[some]
         return sum_is_finite(sums[:, :, :, :, ::rows])
 
-    def _memory(self, scratch: Scratch, n: int, others: int, tiles: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """For some channels, (c, n, outputs beside, products, taps beside, run): the products' memory, and of it their lines.
+    def _memory(self, scratch: Scratch, n: int, others: int, tiles: int, width: int) -> tuple[np.ndarray, ...]:
+        """For some channels: memory, in it the products (c, n, outputs beside, products, taps beside, run), and their lines.
 
         The lines of all taps of the width are one run, between zeros that the first and the last of them reach into.
         """
@@ -308,7 +308,7 @@ class ToeplitzRows(ToeplitzLoop):
         by_line = products[..., : lines * width].reshape(*size[:5], lines, width)
         memory[:gap], products[..., lines * width :] = 0, 0
         by_line[..., width - self._apart :] = 0
-        return products, by_line
+        return memory, products, by_line
 
     def _products(
         self, image: np.ndarray, before: Triple, matrices: np.ndarray, by_line: np.ndarray
@@ -379,14 +379,14 @@ class ToeplitzRows(ToeplitzLoop):
             elif last + offset >= width:
                 yield by_tap[..., tap, :, : last + offset - width + 1]
 
-    def _runs(self, products: np.ndarray, before: int, width: int) -> np.ndarray:
+    def _runs(self, memory: np.ndarray, products: np.ndarray, before: int, width: int) -> np.ndarray:
         """The lines of each tap as a run, begun where its pixel is: (c, outputs, n, others, products, taps, run)."""
         outputs, row, gap = self.geometry.group_outputs, self.rows * width, self.geometry.dilation[2]
         steps, item, taps = products.strides, products.itemsize, self.taps[1] * self.taps[2]
         shape = (len(products), outputs, *products.shape[1:4], taps, row)
         strides = (steps[0], row * item, *steps[1:4], (outputs * row + gap) * item, item)
         # The first run begins in the zeros before it.
-        return np.ndarray(shape, products.dtype, products.base, (self.taps[2] * gap - before) * item, strides)
+        return np.ndarray(shape, products.dtype, memory, (self.taps[2] * gap - before) * item, strides)
 
 
 def _pixel_bytes(problem: ConvProblem) -> int:

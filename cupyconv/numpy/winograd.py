@@ -39,7 +39,7 @@ from cupyconv.numpy.choice import winograd_refusal
 from cupyconv.numpy.convolution import ConvLoop, ConvRun, columns_bytes, sums_per_pixel, temporaries
 from cupyconv.numpy.gemm import product as column_product
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import Block, BlockSize, KeptScratch, Scratch, parts_of, tile_shape
+from cupyconv.numpy.windows import Block, BlockSize, Scratch, kept_scratch, parts_of, tile_shape
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
@@ -58,6 +58,8 @@ KEPT_WEIGHT, LARGE_BLOCK, WEIGHT_CACHE, FEWEST_OUTPUTS = 4 << 20, 8 << 20, 512 <
 WEIGHT_PART = 1 << 18
 #: Kernels whose transforms are one product: where BLAS has kernels for small products, they do not copy the factor.
 WEIGHT_ROWS = 1024
+#: Outputs that a product of tiles has at the least.
+LEAST_OUTPUTS = 32
 
 # --- the transforms -------------------------------------------------------------------------------------------
 
@@ -268,11 +270,13 @@ def tiles_block(geometry: ConvGeometry, most: int, share: int) -> BlockSize:
 
 #: Kept from call to call by every thread, at most what a block takes: the first touch of a page of memory takes longer than
 #: all that is done with it here.
-MEMORY = KeptScratch(FLOAT32)
+MEMORY = kept_scratch(FLOAT32)
 
 
 class TiledLoop(PixelLoop):
     """A loop over blocks of whole tiles."""
+
+    fresh_work = 0.0  # memory is kept
 
     @classmethod
     def loops(cls, problem: Any) -> tuple[Sequence[Self], Mapping[str, int]]:
@@ -308,10 +312,6 @@ class TiledLoop(PixelLoop):
     @property
     def calls(self) -> float:
         return self.turns * cost.winograd_calls(self.geometry)
-
-    @property
-    def fresh_work(self) -> float:
-        return 0.0  # it is kept
 
     @property
     def transforms_work(self) -> float:
@@ -368,8 +368,6 @@ class Winograd(TiledLoop, ConvLoop):
     words = "F(4, 3) along axes of three taps: 6 products for 4 outputs, where columns take 12"
     in_place: ClassVar[bool] = False
 
-    fresh: ClassVar[Scratch] = MEMORY
-
     @classmethod
     def block_bytes(cls, problem: ConvProblem) -> int:
         return BLOCK if keeps_weight(problem.geometry) else LARGE_BLOCK
@@ -382,7 +380,10 @@ class Winograd(TiledLoop, ConvLoop):
     def work(self) -> float:
         geometry, problem = self.geometry, self.problem
         sizes = self.block_tiles, geometry.group_channels, geometry.group_outputs
-        products = self.blocks * products_of(geometry) * geometry.groups * cost.product(*sizes, problem)
+        at_once = outputs_of_product(*sizes) if keeps_weight(geometry) else sizes[2]
+        in_parts = geometry.group_outputs / (at_once or 1) * cost.product(*sizes[:2], at_once, problem)
+        of_tiles = min(in_parts, cost.product(*sizes, problem))
+        products = self.blocks * products_of(geometry) * geometry.groups * of_tiles
         times = (not problem.weight_is_constant) if keeps_weight(geometry) else self.blocks
         weights = times * cost.transformed_weight(kernels_of(geometry), products_of(geometry), geometry.taps)
         return products + weights + self.transforms_work + self.store_work
@@ -443,7 +444,7 @@ class Winograd(TiledLoop, ConvLoop):
         channels = geometry.group_channels
         if weights.factors is not None:
             shape = len(matrix), geometry.groups, channels, geometry.group_outputs
-            np.matmul(tiles, weights.factors.reshape(shape), out=place)
+            _times_factors(tiles, weights.factors.reshape(shape), place)
             return
         for group, outputs in product(
             range(geometry.groups), parts_of(geometry.group_outputs, outputs_at_once(geometry))
@@ -506,6 +507,24 @@ def _times_taps(matrix: np.ndarray, taps: np.ndarray, target: np.ndarray) -> Non
 
     np.matmul(matrix, pieces(taps), out=pieces(target))
     np.matmul(matrix, taps[:, whole:], out=target[:, whole:])
+
+
+def outputs_of_product(tiles: int, channels: int, outputs: int) -> int:
+    """Outputs of a product of tiles: all, or so few that BLAS packs no operand."""
+    fewest = -(-tiles * channels * outputs // cost.SMALL_PRODUCT)
+    parts = (outputs // count for count in range(max(1, fewest), outputs // LEAST_OUTPUTS + 1) if outputs % count == 0)
+    return next(parts, outputs)
+
+
+def _times_factors(tiles: np.ndarray, factors: np.ndarray, place: np.ndarray) -> None:
+    """The matrices (tiles, channels) times (channels, outputs)."""
+    outputs = outputs_of_product(tiles.shape[-2], tiles.shape[-1], factors.shape[-1])
+    count = factors.shape[-1] // max(1, outputs)
+
+    def in_parts(matrices: np.ndarray) -> np.ndarray:
+        return matrices.reshape(*matrices.shape[:-1], count, outputs).swapaxes(-2, -3)
+
+    np.matmul(tiles[..., None, :, :], in_parts(factors), out=in_parts(place))
 
 
 def by_group(image: np.ndarray, groups: int) -> np.ndarray:
