@@ -89,11 +89,12 @@ struct RecurrentTile {
         }
     }
 
-    // The sums of a pair: of all warps that share its products, whose parts are `apart` from each other.
-    static __device__ __forceinline__ void add_parts(const Sums* part, int apart, A (&total)[GATE_COUNT]) {
+    // The sums of a pair: of all warps that share its products, of which part_of(k) is the part of the k-th.
+    template <class F>
+    static __device__ __forceinline__ void add_parts(F part_of, A (&total)[GATE_COUNT]) {
 #pragma unroll
         for (int k = 0; k < K_WARPS; ++k) {
-            const Sums sums = part[k * apart];
+            const Sums sums = part_of(k);
 #pragma unroll
             for (int g = 0; g < GATE_COUNT; ++g) total[g] += sums.of[g];
         }
@@ -192,7 +193,8 @@ struct StreamedTile : RecurrentTile<T, GATE_COUNT, SAMPLE_COUNT, ARITHMETIC_KIND
 #pragma unroll 1  // one pair's loads wait for the stores of the one before in any case
         for (int i = 0; i < Base::PAIRS_PER_THREAD; ++i) {
             A total[GATE_COUNT] = {};
-            if (this->pair(i) < PAIRS) this->add_parts(shared.partial + this->pair(i), PAIRS, total);
+            const auto part_of = [&](int k) { return shared.partial[k * PAIRS + this->pair(i)]; };
+            if (this->pair(i) < PAIRS) this->add_parts(part_of, total);
             f(i, total);
         }
         __syncthreads();  // the partial sums have been read
@@ -255,8 +257,8 @@ struct ResidentTile : RecurrentTile<T, GATE_COUNT, SAMPLE_COUNT, ARITHMETIC_KIND
             own.partial[this->pair_of(n, u)] = this->packed(sum);
         });
         __syncthreads();
-        if (this->pair(0) < PAIRS)
-            this->add_parts(shared[0].partial + this->pair(0), sizeof(OfWarp) / sizeof(Sums), total);
+        const auto part_of = [&](int k) { return shared[k].partial[this->pair(0)]; };
+        if (this->pair(0) < PAIRS) this->add_parts(part_of, total);
     }
 
   private:

@@ -25,6 +25,7 @@ from cupyconv.cuda.plan import (
     implicit_gemm,
     implicit_weight_gradient,
     merge,
+    recurrence,
 )
 from cupyconv.cuda.plan import recurrent_gradient as recurrent_gradient_cuda
 from cupyconv.cuda.plan.im2col import COL2IM_CHANNELS
@@ -94,7 +95,7 @@ def test_a_variant_compiles_to_what_it_claims_to_be(variant, architecture):
         assert (result.spills, result.stack) == (0, 0), "bytes of spills, and of stack"
     for access in wide_accesses(variant):
         assert re.search(SIXTEEN_BYTES.format(access=access), result.ptx), f"no 16-byte {access}"
-    if variant.name in ("recurrent_persistent", "recurrent_gradient"):
+    if variant.name in ("recurrent_persistent", "recurrent_gradient_persistent"):
         assert not re.search(READ_ONLY, result.ptx), "other blocks write what it reads, and that path may keep what was"
     if variant.name == "conv_pair":  # what occupancy is worked out from: no less than is used, and not much more
         assert result.registers <= registers(variant)
@@ -117,7 +118,8 @@ def test_every_kernel_is_compiled_and_held_to_what_it_is_for():
     assert {variant.name for variant, architecture in SOME_VARIANTS if is_fast(variant) and is_planned(variant, architecture)} == {
         "merge", "im2col", "epilogue", "epilogue_grad", "prologue_grad", "depthwise", "implicit_gemm", "conv_pair", "pool",
         "channels_last", "col2im", "tiles", "spectra", "spectra_gradient", "depthwise_weight_gradient", "implicit_weight_gradient",
-        "pool_gradient", "recurrent_step", "recurrent_persistent", "recurrent_gradient", "recurrent_inputs",
+        "pool_gradient", "recurrent_step", "recurrent_persistent", "recurrent_gradient", "recurrent_gradient_persistent",
+        "recurrent_inputs",
     }  # fmt: skip
     assert {variant.name for variant, _ in SOME_VARIANTS if wide_accesses(variant)} == {"merge", "im2col", "epilogue"}
 
@@ -316,7 +318,7 @@ def fields(dtype: np.dtype, path: str = "", base: int = 0) -> Iterator[tuple[str
 def constant_assertions(name: str) -> list[str]:
     """Numbers that C++ and Python both write down, of the headers that this kernel includes."""
     assertions: list[str] = []
-    if name not in ("recurrent_step", "recurrent_persistent", "recurrent_gradient"):  # they have no images
+    if not name.startswith("recurrent_") or name == "recurrent_inputs":  # the others have no images
         assertions = [f"static_assert(cupyconv::MAX_SOURCES == {MAX_SOURCES});"]
         assertions += [
             f"static_assert(int(cupyconv::{mode.upper()}) == {code});" for code, mode in enumerate(PADDING_MODES)
@@ -355,6 +357,12 @@ def constant_assertions(name: str) -> list[str]:
     if name == "recurrent_gradient":
         assertions += [
             f"static_assert(TILE == {recurrent_gradient_cuda.TILE} && BLOCK == {recurrent_gradient_cuda.THREADS});"
+        ]
+    if name == "recurrent_gradient_persistent":
+        assertions += [
+            f"static_assert(ROWS == {recurrent_gradient_cuda.ROWS} && UNITS == {recurrent_gradient_cuda.UNITS});",
+            f"static_assert(PITCH == {recurrent_gradient_cuda.PITCH} && WARPS == {recurrent_gradient_cuda.WARPS});",
+            f"static_assert(BLOCK == {recurrent_gradient_cuda.THREADS} && APART == {recurrence.COUNTERS_APART});",
         ]
     if name not in (
         "im2col",

@@ -18,7 +18,7 @@ from tolerance import assert_exact
 
 import cupyconv
 from cupyconv.call.operation import forget_calls
-from cupyconv.numpy import pool_windows, pooling
+from cupyconv.numpy import max_pool, pool_blocks, pool_windows
 from cupyconv.problem import kept
 
 SIZE = 1500
@@ -172,8 +172,8 @@ def test_more_taps_than_pixels(size, kernel, settings, dtype, mode, limit):
 def test_pooling_window_by_window(of_any, piece, monkeypatch):
     """As where windows are few and their taps many, and larger than what is looked through at once."""
     monkeypatch.setattr(pool_windows, "PIECE", piece)
-    monkeypatch.setattr(pooling, "few", lambda windows, taps: True)
-    monkeypatch.setattr(pooling, "MANY_TAPS", 0)
+    monkeypatch.setattr(max_pool, "few", lambda windows, taps: True)
+    monkeypatch.setattr(pool_blocks, "MANY_TAPS", 0)
     forget_calls()
     try:
         of_any(target=numpy_target())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -20,6 +21,7 @@ from test_kernels_compile import compile_for_host
 import cupyconv
 from cupyconv.call.operation import forget_calls
 from cupyconv.cuda.plan import recurrence as recurrent_cuda
+from cupyconv.cuda.plan import recurrent_gradient
 from cupyconv.cuda.plan.recurrence import recurrent_tiles
 from cupyconv.cuda.run import execution
 from cupyconv.problem.arrays import ITEMSIZE
@@ -96,6 +98,21 @@ def test_persistent_in_other_dtypes(cuda_target, dtype):
     """Step by step they are in test_recurrent.py."""
     for hidden in (21, 48):
         assert_right(cuda_target, full_case("lstm", dtype=dtype, hidden=hidden), "persistent")
+
+
+@pytest.mark.parametrize("batch", [3, 18])
+@pytest.mark.parametrize("cell", CELLS)
+def test_16_bit_states_without_tensor_cores(cuda_target, monkeypatch, cell, batch):
+    """Warps' sums of three gates, in shared memory that is no whole number of them."""
+    monkeypatch.setattr(cuda_target.device, "model", known_gpu("sm_75"))
+    forget_calls()
+    try:
+        assert_right(cuda_target, full_case(cell, dtype="bfloat16", batch=batch, lengths=None), "persistent")
+        kernel = cuda_target.device.log[-1].kernel
+        assert kernel.name == "recurrent_persistent" and ("ARITHMETIC", "FMA") in kernel.macros
+    finally:
+        monkeypatch.undo()
+        forget_calls()
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
@@ -485,3 +502,22 @@ def test_shared_memory_is_what_the_kernel_lays_out(resident):
             assertions.append(f"static_assert(APART == {recurrent_cuda.COUNTERS_APART});")
         check = compile_for_host(Kernel(name, (*tile.macros, ("GATES", str(gates)))), assertions)
         assert check.returncode == 0, f"{tile}: {check.stderr}"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arch"), [("float16", "sm_75"), ("bfloat16", "sm_90"), ("float32", "sm_90"), ("float64", "sm_90")]
+)
+@pytest.mark.parametrize("cell", CELLS)
+def test_shared_memory_of_the_gradient_is_what_the_kernel_lays_out(cell, dtype, arch):
+    """Parts of the state's gradient and gates' gradients in sizeof; rows of the weight lie behind them."""
+    hidden = 100
+    geometry = SimpleNamespace(hidden=hidden, gates={"rnn": 1, "lstm": 4, "gru": 3}[cell])
+    rows = geometry.gates * recurrent_gradient.UNITS
+    weight = rows * (-(-hidden // recurrent_gradient.UNITS) | 1) * recurrent_gradient.UNITS * ITEMSIZE[dtype]
+    shared = recurrent_gradient.shared_bytes(dtype, geometry) - weight
+    arithmetic = recurrent_gradient.gradient_arithmetic(dtype, known_gpu(arch))
+    macros = (("DTYPE", dtype), ("CELL", recurrent_gradient.CELLS[cell]), ("ARITHMETIC", arithmetic))
+    check = compile_for_host(
+        Kernel("recurrent_gradient_persistent", macros), [f"static_assert(sizeof(Shared) == {shared});"]
+    )
+    assert check.returncode == 0, check.stderr

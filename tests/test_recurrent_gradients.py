@@ -224,8 +224,7 @@ def test_gradients_are_the_oracles(target, layer, limit):
 @pytest.mark.parametrize("cell", GATES)
 def test_several_tiles_and_runs(target, cell, reset_first):
     """More samples and units than one block has, more steps than the workspace holds; lengths in any order."""
-    layer = Layer(cell, "bidirectional", (5, 18, 3, 20), frozenset(Gradients._fields), clip=1.5,
-                  lengths=(5, 0, 3, 1, 5, 2) * 3, linear_before_reset=not reset_first)  # fmt: skip
+    layer = layer_of_many_blocks(cell, reset_first=reset_first)
     _, pullback = computed(target, layer)
     grads = {name: target.to_device(array) for name, array in layer.arriving().items()}
     found = pullback(**grads)
@@ -244,21 +243,113 @@ def test_several_tiles_and_runs(target, cell, reset_first):
 
 
 @pytest.fixture
-def no_room_to_wait(cuda_target, monkeypatch):
-    """One block at a time is all that the device has room for, so that each step is a launch, or two."""
-    monkeypatch.setattr(cuda_target.device, "model", replace(known_gpu("sm_90"), room=1))
-    forget_calls()
-    yield
+def on_gpu(cuda_target, monkeypatch):
+    """A function after which the device is another one, with room for so many blocks at once."""
+
+    def change(arch: str, room: int) -> None:
+        monkeypatch.setattr(cuda_target.device, "model", replace(known_gpu(arch), room=room))
+        forget_calls()
+
+    yield change
     monkeypatch.undo()
     forget_calls()
 
 
+def layer_of_many_blocks(cell: str, *, reset_first: bool = False, samples: int = 18, **changed: Any) -> Layer:
+    """More samples and units than one block has; lengths in any order."""
+    lengths = (5, 0, 3, 1, 5, 2) * (samples // 6)
+    return Layer(cell, "bidirectional", (5, samples, 3, 20), frozenset(Gradients._fields), clip=1.5,
+                 lengths=lengths, linear_before_reset=not reset_first, **changed)  # fmt: skip
+
+
+def kernels_of_gradients(target: Target, layer: Layer) -> list[Any]:
+    """The launches of a pullback that goes back through time, once its gradients have been found right."""
+    _, pullback = computed(target, layer)
+    grads = {name: target.to_device(array) for name, array in layer.arriving().items()}
+    target.device.log.clear()
+    assert_right(target, layer, pullback(**grads))
+    launches = [record for record in target.device.log if hasattr(record, "kernel")]
+    return [launch for launch in launches if launch.kernel.name.startswith("recurrent_gradient")]
+
+
 @pytest.mark.parametrize("reset_first", [False, True])
 @pytest.mark.parametrize("cell", GATES)
-def test_a_launch_for_each_step(cuda_target, no_room_to_wait, cell, reset_first):
-    """The same turns, in launches of their own, and in runs."""
-    layer = Layer(cell, "bidirectional", (5, 18, 3, 20), frozenset(Gradients._fields), clip=1.5,
-                  lengths=(5, 0, 3, 1, 5, 2) * 3, linear_before_reset=not reset_first)  # fmt: skip
+def test_blocks_that_wait_take_many_tiles_of_samples(cuda_target, on_gpu, cell, reset_first):
+    """There is room for one row of blocks of both directions, and each goes through three tiles of samples a step."""
+    on_gpu("sm_90", 7)
+    dtype = {"rnn": ml_dtypes.bfloat16, "lstm": np.float32, "gru": np.float64}[cell]
+    (launch,) = kernels_of_gradients(
+        cuda_target, layer_of_many_blocks(cell, reset_first=reset_first, samples=42, dtype=dtype)
+    )
+    assert launch.kernel.name == "recurrent_gradient_persistent" and launch.grid == (3, 1, 2)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_blocks_that_wait_without_tensor_cores(cuda_target, on_gpu, dtype):
+    on_gpu("sm_75", 40)
+    layer = Layer("gru", "forward", (4, 18, 2, 20), frozenset(Gradients._fields), dtype=dtype)
+    (launch,) = kernels_of_gradients(cuda_target, layer)
+    assert launch.kernel.name == "recurrent_gradient_persistent" and ("ARITHMETIC", "FMA") in launch.kernel.macros
+
+
+@pytest.mark.parametrize("reset_first", [False, True])
+def test_the_order_of_blocks_is_free(cuda_target, reset_first):
+    """The same bits in whatever order blocks and threads run; what blocks leave for each other is added in their order."""
+    layer, device, bits = (
+        layer_of_many_blocks("gru", reset_first=reset_first, dtype=np.float32),
+        cuda_target.device,
+        set(),
+    )
+    try:
+        for device.order in ("ascending", "descending", "random"):
+            found = gradients_of(cuda_target, layer)
+            bits.add(tuple(cuda_target.to_host(each).tobytes() for each in found if each is not None))
+    finally:
+        device.order = "random"
+    assert len(bits) == 1
+
+
+def gradient_of_h0(target: Target, weight: np.ndarray, grad: np.ndarray) -> np.ndarray:
+    """Through an rnn without an activation: grad_y of all steps times so many powers of the weight."""
+    steps, samples, hidden = grad.shape
+    x, weight_ih = np.zeros((steps, samples, 1), grad.dtype), np.zeros((hidden, 1), grad.dtype)
+    h0 = np.zeros((1, samples, hidden), np.float32)
+    arrays = {"x": x, "weight_ih": weight_ih, "weight_hh": weight, "h0": h0}
+    on_target = {name: target.to_device(array) for name, array in arrays.items()}
+    _, pullback = cupyconv.vjp(cupyconv.rnn, **on_target, activation=None)
+    return target.to_host(pullback(target.to_device(grad)).h0)[0]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_whole_numbers_are_exact_where_blocks_wait(cuda_target, dtype):
+    """Those that float32 holds, of which TF32 alone would lose digits."""
+    rng = np.random.default_rng(0)
+    weight = rng.integers(-2, 3, (20, 20)).astype(dtype)
+    grad = rng.integers(-2000, 2001, (3, 18, 20)).astype(dtype)
+    expected = np.zeros((18, 20))
+    for arriving in grad[::-1]:
+        expected = (expected + arriving) @ weight.astype(float)
+    assert 2**14 < np.abs(expected).max() < 2**24
+    assert np.array_equal(gradient_of_h0(cuda_target, weight, grad), expected)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("which", ["weight", "grad"])
+def test_what_is_not_finite_goes_where_it_belongs(cuda_target, which, dtype):
+    """An infinite gradient, or weight, on tensor cores: no other number becomes NaN of it."""
+    rng = np.random.default_rng(1)
+    weight, grad = (rng.integers(1, 4, shape).astype(dtype) for shape in ((20, 20), (2, 3, 20)))
+    (weight if which == "weight" else grad[1])[1, 7] = np.inf
+    expected = (grad[1].astype(float) @ weight.astype(float) + grad[0]) @ weight.astype(float)
+    assert np.array_equal(gradient_of_h0(cuda_target, weight, grad), expected)
+
+
+@pytest.mark.parametrize("reset_first", [False, True])
+@pytest.mark.parametrize("cell", GATES)
+def test_a_launch_for_each_step(cuda_target, on_gpu, cell, reset_first):
+    """One block at a time is all that there is room for; whole, and in runs."""
+    on_gpu("sm_90", 1)
+    layer = layer_of_many_blocks(cell, reset_first=reset_first)
     _, pullback = computed(cuda_target, layer)
     grads = {name: cuda_target.to_device(array) for name, array in layer.arriving().items()}
     for limit in (None, 20_000 if cell == "rnn" else 50_000):
@@ -424,7 +515,8 @@ def test_launches_do_not_depend_on_the_batch(cuda_target, cell):
         cuda_target.device.log.clear()
         pullback(grad)
         names = [record.kernel.name if hasattr(record, "kernel") else "gemm" for record in cuda_target.device.log]
-        assert names[:2] == ["epilogue", "recurrent_gradient"] and "recurrent_gradient" not in names[2:]
+        kernel = "recurrent_gradient_persistent"
+        assert names[:2] == ["epilogue", kernel] and kernel not in names[2:]
         kinds.append(names.count("gemm"))
     assert kinds[0] == kinds[1] == 2 * (4 if cell == "gru" else 3)
 

@@ -21,7 +21,7 @@ from cupyconv.cuda.plan.implicit_gemm import arithmetics, tiles
 from cupyconv.cuda.plan.launches import VECTOR_BYTES
 from cupyconv.cuda.plan.pool import CHANNELS, LARGEST, LARGEST_AND_PLACE, MEAN
 from cupyconv.cuda.plan.recurrence import Tile, recurrent_tiles
-from cupyconv.cuda.plan.recurrent_gradient import CELLS
+from cupyconv.cuda.plan.recurrent_gradient import CELLS, gradient_arithmetic
 from cupyconv.problem.activations import Activation
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex, real_part
 from cupyconv.problem.machine import KNOWN_GPUS, known_gpu
@@ -31,7 +31,7 @@ from cupyconv.problem.problems import NO_PROLOGUE, Prologue
 #: Kernels of pooling, and what each makes of a window.
 POOLING = {"pool": (LARGEST, LARGEST_AND_PLACE, MEAN), "pool_gradient": (LARGEST, MEAN)}
 #: Kernels of a recurrent layer's gradients.
-RECURRENT_GRADIENT = ("recurrent_gradient", "recurrent_inputs")
+RECURRENT_GRADIENT = ("recurrent_gradient", "recurrent_gradient_persistent", "recurrent_inputs")
 #: Of recurrent layers, by whether the weight stays in shared memory.
 RECURRENT = {False: "recurrent_step", True: "recurrent_persistent"}
 #: Rows of the weight per unit in one product: of an rnn and the last part of a gru, the first of that, a gru, an lstm.
@@ -71,6 +71,8 @@ def is_planned(kernel: Kernel, capability: int) -> bool:
             for tf32 in (False, True)
             for tile in recurrent_tiles(macros["DTYPE"], resident, gpu, tf32)
         )
+    if kernel.name == "recurrent_gradient_persistent":
+        return macros["ARITHMETIC"] == gradient_arithmetic(macros["DTYPE"], gpu)
     if kernel.name == "conv_pair":
         kinds = macros["FIRST"], macros["SECOND"]
         offered = (pair_arithmetics(macros["DTYPE"], kinds, gpu, tf32) for tf32 in (False, True))
@@ -301,6 +303,12 @@ def _implicit_gemm_variants() -> list[Kernel]:
 def _recurrent_gradient_variants() -> list[Kernel]:
     return [
         *(_kernel("recurrent_gradient", DTYPE=dtype, CELL=cell) for dtype in REAL_DTYPES for cell in CELLS.values()),
+        *(
+            _kernel("recurrent_gradient_persistent", DTYPE=dtype, CELL=cell, ARITHMETIC=arithmetic)
+            for dtype in REAL_DTYPES
+            for cell in CELLS.values()
+            for arithmetic in dict.fromkeys(gradient_arithmetic(dtype, gpu) for gpu in KNOWN_GPUS.values())
+        ),
         *(_kernel("recurrent_inputs", DTYPE=dtype) for dtype in REAL_DTYPES),
     ]
 

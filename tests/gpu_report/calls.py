@@ -26,7 +26,7 @@ from cupyconv import (
     options,
     vjp,
 )
-from cupyconv.cuda.plan import implicit_gemm
+from cupyconv.cuda.plan import implicit_gemm, recurrent_gradient
 from cupyconv.problem.arrays import ITEMSIZE, is_complex
 
 ALL = tuple(ITEMSIZE)
@@ -152,6 +152,11 @@ def _lstm_gradient(*arrays: Any, lengths: list[int] | None = None) -> Any:
     return gradients.x, gradients.weight_ih, gradients.weight_hh, gradients.bias_hh
 
 
+def _lstm_gradient_by_steps(*arrays: Any) -> Any:
+    with mock.patch.object(recurrent_gradient, "MOST_PARTS", 0):  # blocks that wait for each other have to leave some
+        return _lstm_gradient(*arrays)
+
+
 def _lstm_gradient_of_lengths(*arrays: Any) -> Any:
     return _lstm_gradient(*arrays, lengths=[6, 6, 5, 4, 4, 3, 2, 1, 1])
 
@@ -186,7 +191,8 @@ CALLS: dict[str, SmokeCall] = {
     "pool_gradient": SmokeCall(REAL, (IMAGE, (2, 5, 9, 17)), _pool_gradient),
     "recurrent_step": SmokeCall(REAL, SEQUENCE, _lstm, {"method": "step"}),
     "recurrent_persistent": SmokeCall(REAL, SEQUENCE, _lstm, {"method": "persistent"}),
-    "recurrent_gradient": SmokeCall(REAL, (*SEQUENCE, (6, 9, 40)), _lstm_gradient),
+    "recurrent_gradient": SmokeCall(REAL, ((6, 10, 20), *SEQUENCE[1:], (6, 10, 40)), _lstm_gradient_by_steps),
+    "recurrent_gradient_persistent": SmokeCall(REAL, (*SEQUENCE, (6, 9, 40)), _lstm_gradient),
     "recurrent_inputs": SmokeCall(REAL, (*SEQUENCE, (6, 9, 40)), _lstm_gradient_of_lengths),
 }
 
@@ -200,4 +206,5 @@ EXCHANGING = (
     "weight_gradient",
     "depthwise_weight_gradient",
     "recurrent_gradient",
+    "recurrent_gradient_persistent",
 )

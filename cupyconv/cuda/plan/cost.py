@@ -56,6 +56,10 @@ PAIR = {"DENSE": 0.5, "DEPTHWISE": 0.25}
 #: The recurrent kernels, by the samples of a thread.
 RECURRENT = {1: 0.15, 4: 0.35, 8: 0.5}
 
+#: What a warp of recurrent_gradient_persistent.cu issues for one gate of 8 units and another block's 8, by arithmetic and
+#: bytes of an element of the weight, counted as above.
+GRADIENT_ISSUED = {("SPLIT", 2): 23, ("SPLIT", 4): 32, ("FMA", 2): 55, ("FMA", 4): 53, ("FMA", 8): 61}
+
 # Unmeasured: what lies beside the products.
 
 #: What it takes conv_pair.cu to bring an element of x into its tile, and one of a weight into its place, in multiply-adds.

@@ -2,10 +2,10 @@
 
 ::
 
-    recurrent_gradient    step by step: dh from the gates' gradients of the step before, then this step's gates'
-                          one launch for all steps where its blocks fit on the GPU at once, else one for each
+    recurrent_gradient    a launch for each step: dh from the gates' gradients of the step before, then this step's gates'
+    recurrent_gradient_persistent       the same in one cooperative launch for all steps, each block with its rows of weight_hh
     GEMM                  weight_ih: dgates' x     weight_hh: dgates' h before     x: dgates weight_ih
-    epilogue_grad         the tiles' sums added up, of biases and peepholes
+    epilogue_grad         the blocks' sums added up, of biases and peepholes
 
 Both directions are one launch.  Where the gates' gradients of all steps pass the limit on workspace, the directions
 come one after the other, in runs of steps that fit; between two runs the state's gradient is where the initial
@@ -20,10 +20,11 @@ from typing import Any
 
 from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.conversions import check_alignment, convert
-from cupyconv.cuda.plan.draft import Draft
+from cupyconv.cuda.plan.draft import Draft, cheapest_of
 from cupyconv.cuda.plan.epilogue import as_line, epilogue_launch
 from cupyconv.cuda.plan.epilogue_grad import sum_of_parts
-from cupyconv.cuda.plan.launches import GRID_X, variant
+from cupyconv.cuda.plan.implicit_gemm import FIRST_MMA
+from cupyconv.cuda.plan.launches import GRID_X, WARP, variant
 from cupyconv.cuda.plan.matrices import MAX_DIMENSION, compute_type
 from cupyconv.cuda.plan.recurrence import (
     COUNTERS_APART,
@@ -32,21 +33,30 @@ from cupyconv.cuda.plan.recurrence import (
     room_for_waiting,
     uses_default_gates,
 )
-from cupyconv.problem.arrays import ITEMSIZE, Operand, c_strides
+from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides
 from cupyconv.problem.geometry import even_part
+from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import Address, Buffer, Conversion, GemmCall, KernelLaunch, LaunchLoop, Matrix, Plan, Step
-from cupyconv.problem.recurrence import RecurrentGradientProblem
+from cupyconv.problem.problems import NotApplicable
+from cupyconv.problem.recurrence import RecurrentGeometry, RecurrentGradientProblem
 
 #: Samples, and units, of a block of recurrent_gradient.cu, and threads of one.
 TILE, THREADS = 16, 256
+#: Of recurrent_gradient_persistent.cu: samples of a tile, units of a block, elements between two samples' gates, warps.
+ROWS, UNITS, PITCH, WARPS = 16, 8, 12, THREADS // WARP
 CELLS = {"rnn": "RNN", "lstm": "LSTM", "gru": "GRU"}
+#: What its blocks leave for each other takes no more than this, so that it stays in the L2 caches of large GPUs.
+MOST_PARTS = 32 << 20
 
 
 def plan_recurrent_gradient(problem: RecurrentGradientProblem) -> Plan:
     """The plan; ValueError where one step's gates pass the limit."""
     check_alignment(problem.arguments)
     problem, conversions = _converted(problem)
-    draft = _Gradient(problem.sharing_with(conversions)).draft()
+    shared = problem.sharing_with(conversions)
+    together = tuple(dict.fromkeys((problem.geometry.directions, 1)))
+    ways = [(waits, directions) for waits in (True, False) for directions in together]
+    draft = cheapest_of(ways, lambda way: _Gradient(shared, *way).draft(), problem.gpu)
     return draft.plan(problem, conversions=conversions)
 
 
@@ -79,84 +89,117 @@ class _Run:
     begins: bool  # there is none before it in its directions
 
 
-class _Gradient:
-    """What all steps of the plan share."""
+def gradient_arithmetic(dtype: str, gpu: GpuModel) -> str:
+    """By what recurrent_gradient_persistent.cu multiplies: tensor cores have TF32 from sm_80 on."""
+    return "SPLIT" if dtype != "float64" and gpu.capability >= FIRST_MMA["float32"] else "FMA"
 
-    def __init__(self, problem: RecurrentGradientProblem) -> None:
+
+def shared_bytes(dtype: str, geometry: RecurrentGeometry) -> int:
+    """Shared memory of recurrent_gradient_persistent.cu: parts and gates' gradients, behind them rows of the weight."""
+    blocks = -(-geometry.hidden // UNITS)
+    sums = WARPS * ROWS * UNITS + geometry.gates * ROWS * PITCH
+    return sums * ITEMSIZE[accumulator(dtype)] + geometry.gates * UNITS * (blocks | 1) * UNITS * ITEMSIZE[dtype]
+
+
+class _Gradient:
+    """What all steps of the plan share: whether blocks wait for each other, and how many directions are one launch."""
+
+    def __init__(self, problem: RecurrentGradientProblem, waits: bool, together: int) -> None:
         geometry = self.geometry = problem.geometry
-        self.problem, self.operands = problem, problem.operands
+        self.problem, self.operands, self.waits, self.together = problem, problem.operands, waits, together
         self.item = ITEMSIZE[problem.dtype]
+        self.stored = self.operands["y"].dtype
         #: Of a 16-bit layer TF32 holds x, h and the weights exactly, and the gates' gradients with as many digits as float16.
-        self.compute = compute_type(problem.dtype, problem.allow_tf32 or self.operands["y"].itemsize == 2)
+        self.compute = compute_type(problem.dtype, problem.allow_tf32 or ITEMSIZE[self.stored] == 2)
         self.resets = geometry.cell == "gru" and not geometry.linear_before_reset
         self.rows = geometry.gates * geometry.hidden
         self.sums = self.operands["sums"]
-        self.tiles = -(-geometry.batch // TILE)
         x = self.operands["x"]
         plain = x.strides == c_strides(x.shape) and x.dtype == problem.dtype
         self.gathers = not plain or "lengths" in self.operands
-        #: Blocks of a direction.
-        self.blocks = self.tiles * -(-geometry.hidden // TILE)
+        self.tiles = -(-geometry.batch // (ROWS if waits else TILE))
+        #: Blocks along the units.
+        self.columns = -(-geometry.hidden // (UNITS if waits else TILE))
+        #: Blocks along the samples, each of which leaves sums of its own.
+        self.grid_rows = self._rows_that_wait() if waits else self.tiles
 
     def draft(self) -> Draft:
         geometry = self.geometry
         if 0 in (geometry.steps, geometry.batch, geometry.hidden):
             return Draft("step", tuple(self._of_nothing()), reason="there are no gates")
-        #: Each tile's sums where there are several, to be added in their order.
-        workspace = [Buffer("sums of tiles", self.tiles * self.sums.nbytes)] if self.tiles > 1 else []
-        together, most = self._runs_that_fit(sum(buffer.space for buffer in workspace))
-        passes = [tuple(range(geometry.directions))] if together else [(d,) for d in range(geometry.directions)]
+        #: Each row's sums where there are several, to be added in their order.
+        workspace = [Buffer("sums of tiles", self.grid_rows * self.sums.nbytes)] if self.grid_rows > 1 else []
+        if self.waits:
+            workspace += [Buffer("counters", self._counters), Buffer("parts", self._parts)]
+        most = self._steps_that_fit(sum(buffer.space for buffer in workspace))
+        every = range(geometry.directions)
+        passes = [tuple(every)] if self.together == geometry.directions else [(d,) for d in every]
         steps: list[Step] = []
         runs = [run for directions in passes for run in self._runs(directions, most)]
         for run in runs:
             steps += self._steps(run)
-        per_step = self._per_step(len(passes[0]))
-        workspace += [Buffer(name, most * nbytes) for name, nbytes in per_step.items() if nbytes]
-        waiting = self._wait(len(passes[0]))
-        if waiting:
-            workspace.append(self._counters(len(passes[0])))
-        if self.tiles > 1:
+        workspace += [Buffer(name, most * nbytes) for name, nbytes in self._per_step().items() if nbytes]
+        if self.grid_rows > 1:
             count = prod(self.sums.shape)
             sums = replace(self.sums, shape=(1, count, 1, 1, 1), strides=(0, int(count > 1), 0, 0, 0))
-            tiles = replace(sums, name="sums of tiles", shape=(self.tiles, count, 1, 1, 1))
+            tiles = replace(sums, name="sums of tiles", shape=(self.grid_rows, count, 1, 1, 1))
             steps.append(sum_of_parts(replace(tiles, strides=c_strides(tiles.shape)), sums, self.problem.gpu))
-        words = f"{'two launches' if self.resets else 'one launch'} per step"
-        words = f"{'one launch for all steps' if waiting else words}, blocks of {TILE} samples x {TILE} units"
+        words = f"{'two launches' if self.resets else 'one launch'} per step, blocks of {TILE} samples x {TILE} units"
+        if self.waits:
+            words = f"one launch for all steps, blocks of {ROWS} samples x {UNITS} units"
+            words += f", {self._tiles_of_a_block} times per step" * (self._tiles_of_a_block > 1)
         words += f", in {len(runs)} runs of {most} steps" * (len(runs) > 1)
-        return Draft("persistent" if waiting else "step", tuple(steps), tuple(workspace), words)
+        return Draft("persistent" if self.waits else "step", tuple(steps), tuple(workspace), words)
 
-    def _wait(self, directions: int) -> bool:
-        """Whether the blocks of so many directions wait for each other, which they can where all are on the GPU at once."""
-        return self.geometry.steps > 1 and self.blocks * directions <= room_for_waiting(self.problem.gpu)
+    def _rows_that_wait(self) -> int:
+        """Rows of blocks of which all are on the GPU at once, or NotApplicable."""
+        geometry, gpu = self.geometry, self.problem.gpu
+        room = room_for_waiting(gpu) // max(1, self.columns * self.together)
+        needed = shared_bytes(self.stored, geometry)
+        if geometry.steps < 2 or not room or not self.tiles:
+            raise NotApplicable(f"{self.columns * self.together} blocks have to run at once for {geometry.steps} steps")
+        if needed > gpu.shared_bytes:
+            raise NotApplicable(f"a block takes {needed:,} bytes of shared memory, there are {gpu.shared_bytes:,}")
+        if self._parts > MOST_PARTS:
+            raise NotApplicable(f"the blocks leave {self._parts:,} bytes for each other, {MOST_PARTS:,} are the most")
+        return -(-self.tiles // -(-self.tiles // min(room, self.tiles)))
+
+    @property
+    def _tiles_of_a_block(self) -> int:
+        return -(-self.tiles // self.grid_rows)
 
     # Memory.
 
-    def _counters(self, directions: int) -> Buffer:
-        return Buffer("counters", directions * self.tiles * COUNTERS_APART * ITEMSIZE["float32"])
+    @property
+    def _counters(self) -> int:
+        """Bytes of a counter for each tile of samples."""
+        return self.together * self.tiles * COUNTERS_APART * ITEMSIZE["float32"]
 
-    def _per_step(self, directions: int) -> dict[str, int]:
+    @property
+    def _parts(self) -> int:
+        """Bytes of what every block leaves for every block, twice."""
+        return 2 * self.together * self.tiles * self.columns**2 * ROWS * UNITS * self.item
+
+    def _per_step(self) -> dict[str, int]:
         """Bytes of each step of a run, by buffer."""
         geometry, state = self.geometry, self.geometry.batch * self.geometry.hidden * self.item
-        sizes = {"dgates": directions * geometry.gates * state, "previous": directions * state}
+        sizes = {"dgates": self.together * geometry.gates * state, "previous": self.together * state}
         if geometry.cell == "gru":
-            sizes["reset" if self.resets else "dcandidate"] = directions * state
+            sizes["reset" if self.resets else "dcandidate"] = self.together * state
         if self.gathers:
             sizes["inputs"] = geometry.batch * geometry.inputs * self.item
         return sizes
 
-    def _runs_that_fit(self, taken: int) -> tuple[bool, int]:
-        """Whether both directions run together, and the steps of a run."""
-        geometry, problem = self.geometry, self.problem
+    def _steps_that_fit(self, taken: int) -> int:
+        """The steps of a run: both directions are together where all fit."""
+        geometry, sizes = self.geometry, self._per_step()
+        left = self.problem.limit - taken - len(sizes) * Plan.ALIGNMENT
         most = min(geometry.steps, MAX_DIMENSION // geometry.batch)
-        for directions in dict.fromkeys((geometry.directions, 1)):
-            sizes = self._per_step(directions)
-            left = problem.limit - taken - len(sizes) * Plan.ALIGNMENT
-            left -= self._counters(directions).space * self._wait(directions)
-            fitting = min(most, left // sum(sizes.values()))
-            if fitting == geometry.steps or (directions == 1 and fitting >= 1):
-                return directions == geometry.directions, even_part(geometry.steps, fitting)
-        least = problem.limit - left + sum(sizes.values())
-        raise ValueError(f"one step needs {least:,} bytes of workspace, the limit is {problem.limit:,}")
+        fitting = min(most, left // sum(sizes.values()))
+        if fitting == geometry.steps or (self.together == 1 and fitting >= 1):
+            return even_part(geometry.steps, fitting)
+        least = self.problem.limit - left + sum(sizes.values())
+        raise NotApplicable(f"one step needs {least:,} bytes of workspace, the limit is {self.problem.limit:,}")
 
     # Steps of the plan.
 
@@ -189,19 +232,50 @@ class _Gradient:
 
     def _launches(self, run: _Run) -> list[Step]:
         """One launch for each step, or two, and the last, which is the product alone; or one that does what these do."""
+        return self._one_launch(run) if self.waits and run.count else [self._launch_for_each_step(run)]
+
+    def _one_launch(self, run: _Run) -> list[Step]:
+        geometry, gpu, turns = self.geometry, self.problem.gpu, run.count * (1 + self.resets)
+        arithmetic = gradient_arithmetic(self.stored, gpu)
+        blocks, state = self.columns * self.grid_rows * self.together, self.together * geometry.batch * geometry.hidden
+        weights = self.together * self.rows * geometry.hidden
+        # Of a tile and a turn: each warp multiplies for every WARPS-th block; what a block leaves and takes.
+        issued = (
+            cost.GRADIENT_ISSUED[arithmetic, ITEMSIZE[self.stored]] * self.columns * geometry.gates / (1 + self.resets)
+        )
+        exchanged = 2 * min(ROWS, geometry.batch) * self.columns * UNITS * self.item
+        seconds = self._tiles_of_a_block * cost.seconds_in_rounds(blocks, 0, 1, gpu, l2_bytes=exchanged, issued=issued)
+        launch = KernelLaunch(
+            variant(
+                "recurrent_gradient_persistent", DTYPE=self.stored, CELL=CELLS[geometry.cell], ARITHMETIC=arithmetic
+            ),
+            (self.columns, self.grid_rows, self.together),
+            THREADS,
+            self._params(run, 0),
+            shared_bytes=shared_bytes(self.stored, geometry),
+            purpose="product, state, gates of all steps",
+            bytes_moved=weights * ITEMSIZE[self.stored] + run.count * (3 * geometry.gates + 5) * state * self.item,
+            flops=2 * run.count * weights * geometry.batch,
+            arithmetic_seconds=turns * (seconds + cost.BARRIER_SECONDS),
+            cooperative=True,
+        )
+        return [counters_from_zero(Buffer("counters", self._counters)), launch]
+
+    def _launch_for_each_step(self, run: _Run) -> LaunchLoop:
         geometry, item = self.geometry, self.item
-        assert self.blocks <= GRID_X, "states of that many tiles fit no memory"
+        blocks = self.tiles * self.columns
+        assert blocks <= GRID_X, "states of that many tiles fit no memory"
         state = len(run.directions) * geometry.batch * geometry.hidden
-        kernel = variant("recurrent_gradient", DTYPE=self.operands["y"].dtype, CELL=CELLS[geometry.cell])
+        kernel = variant("recurrent_gradient", DTYPE=self.stored, CELL=CELLS[geometry.cell])
         products = (2, 1) if self.resets else (geometry.gates,)
         purposes = ("state, gates but r", "r and the state before") if self.resets else ("product, state, gates",)
-        rate = cost.core_rate(self.operands["y"].dtype, self.problem.gpu) * cost.RECURRENT_GRADIENT
+        rate = cost.core_rate(self.stored, self.problem.gpu) * cost.RECURRENT_GRADIENT
         launches = []
         for phase, (gates, purpose) in enumerate(zip(products, purposes)):
             weights = len(run.directions) * gates * geometry.hidden**2
             launch = KernelLaunch(
                 kernel,
-                (self.blocks, len(run.directions), 1),
+                (blocks, len(run.directions), 1),
                 THREADS,
                 self._params(run, phase),
                 purpose=purpose,
@@ -209,19 +283,7 @@ class _Gradient:
                 flops=2 * gates * geometry.hidden * state,
             )
             launches.append(cost.priced(launch, rate, self.problem.gpu))
-        if not (run.count and self._wait(len(run.directions))):
-            return [LaunchLoop(tuple(launches), times=run.count + 1, counter="steps_done")]
-        waits = (run.count + 1) * len(launches)
-        together = replace(
-            launches[0],
-            purpose="product, state, gates of all steps",
-            bytes_moved=(run.count + 1) * sum(launch.bytes_moved for launch in launches),
-            flops=(run.count + 1) * sum(launch.flops for launch in launches),
-            arithmetic_seconds=(run.count + 1) * sum(launch.arithmetic_seconds for launch in launches)
-            + waits * cost.BARRIER_SECONDS,
-            cooperative=True,
-        )
-        return [counters_from_zero(self._counters(len(run.directions))), together]
+        return LaunchLoop(tuple(launches), times=run.count + 1, counter="steps_done")
 
     def _params(self, run: _Run, phase: int) -> tuple[tuple[str, Any], ...]:
         """The C++ struct RecurrentGradientParams."""
@@ -229,8 +291,8 @@ class _Gradient:
         grad_y, lengths = operands.get("grad_y"), operands.get("lengths")
         lstm, gru = geometry.cell == "lstm", geometry.cell == "gru"
         carried_h, carried_c = self._given("grad_h0"), self._given("grad_c0")
-        buffers = {name: Address(name) for name in self._per_step(1)} if run.count else {}
-        sums = (Address("sums of tiles") if self.tiles > 1 else self._at("sums")) if run.count else None
+        buffers = {name: Address(name) for name in self._per_step()} if run.count else {}
+        sums = (Address("sums of tiles") if self.grid_rows > 1 else self._at("sums")) if run.count else None
         return (
             ("gates", self._given("gates") if run.count else None),
             ("beside", self._given("cells" if lstm else "candidate") if run.count and (lstm or gru) else None),
@@ -267,7 +329,8 @@ class _Gradient:
             ("begins", int(run.begins)),
             ("sum_rows", self.sums.shape[1]),
             ("steps_done", 0),
-            ("counters", Address("counters") if run.count and self._wait(len(run.directions)) else None),
+            ("counters", Address("counters") if self.waits else None),
+            ("parts", Address("parts") if self.waits else None),
         )
 
     def _inputs_launch(self, run: _Run) -> KernelLaunch:

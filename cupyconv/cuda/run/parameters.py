@@ -61,6 +61,15 @@ _RECURRENT = _struct(
     input_forget=INT32, lengths_wide=INT32, weight_vector=INT32, weight_ih_vector=INT32,
     states_vectorized=INT32,
 )  # fmt: skip
+_RECURRENT_GRADIENT = _struct(
+    gates=POINTER, beside=POINTER, weight_hh=POINTER, y=POINTER, h0=POINTER, c0=POINTER, peephole=POINTER,
+    lengths=POINTER, lengths_stride=INT64, grad_y=POINTER, grad_y_t=INT64, grad_y_n=INT64, grad_y_u=INT64,
+    begin_h=POINTER, begin_c=POINTER, carried_h=POINTER, carried_c=POINTER, dgates=POINTER, dcandidate=POINTER,
+    previous=POINTER, reset=POINTER, sums=POINTER, activation=(GATE_ACTIVATION, 6), default_gates=INT32, clip=FLOAT64, first=(INT64, 2),
+    steps=INT64, batch=INT64, count=INT64, hidden=INT32, directions=INT32, sign=(INT32, 2), first_direction=INT32,
+    is_reset=INT32, input_forget=INT32, reset_first=INT32, wide_lengths=INT32, begins=INT32, sum_rows=INT32,
+    steps_done=INT32, counters=POINTER, parts=POINTER,
+)  # fmt: skip
 _PAIR_LAYER = _struct(windows=WINDOWS, weight=IMAGE, epilogue=EPILOGUE)
 _BOX = _struct(size=(INT32, 3))
 
@@ -154,15 +163,8 @@ PARAMETERS = {
     ),
     "recurrent_step": _RECURRENT,
     "recurrent_persistent": _RECURRENT,
-    "recurrent_gradient": _struct(
-        gates=POINTER, beside=POINTER, weight_hh=POINTER, y=POINTER, h0=POINTER, c0=POINTER, peephole=POINTER,
-        lengths=POINTER, lengths_stride=INT64, grad_y=POINTER, grad_y_t=INT64, grad_y_n=INT64, grad_y_u=INT64,
-        begin_h=POINTER, begin_c=POINTER, carried_h=POINTER, carried_c=POINTER, dgates=POINTER, dcandidate=POINTER,
-        previous=POINTER, reset=POINTER, sums=POINTER, activation=(GATE_ACTIVATION, 6), default_gates=INT32, clip=FLOAT64, first=(INT64, 2),
-        steps=INT64, batch=INT64, count=INT64, hidden=INT32, directions=INT32, sign=(INT32, 2), first_direction=INT32,
-        is_reset=INT32, input_forget=INT32, reset_first=INT32, wide_lengths=INT32, begins=INT32, sum_rows=INT32,
-        steps_done=INT32, counters=POINTER,
-    ),
+    "recurrent_gradient": _RECURRENT_GRADIENT,
+    "recurrent_gradient_persistent": _RECURRENT_GRADIENT,
     "recurrent_inputs": _struct(
         x=POINTER, stride_t=INT64, stride_n=INT64, stride_i=INT64, lengths=POINTER, lengths_stride=INT64, inputs=POINTER,
         first=INT64, steps=INT64, batch=INT64, columns=INT64, wide_lengths=INT32,

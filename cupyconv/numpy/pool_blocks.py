@@ -1,0 +1,310 @@
+"""What pooling and its gradients have in common: a loop over blocks, each finished while in cache.
+
+`Reduction` goes over a block of windows: it takes their numbers along one axis after the other, a slice for every tap.
+That is kd + kh + kw passes instead of kd * kh * kw, and the first ones, over whole rows, leave less for the last.  Along
+an axis of few windows with many taps each it goes over the windows, a call for each.
+
+`Adjoint` goes over a block of elements, and looks at every window over them: no block depends on another, and each
+element's sum has the same order however the blocks are cut.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from typing import Any, ClassVar, Protocol, Self
+
+import numpy as np
+
+from cupyconv.numpy import cost
+from cupyconv.numpy.backend import NumpyStep
+from cupyconv.numpy.pool_windows import Elements, Outputs, everywhere, most_read, most_windows, on_axis
+from cupyconv.numpy.threads import in_threads
+from cupyconv.numpy.windows import Scratch, block_words, five_axes
+from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
+from cupyconv.problem.geometry import Windows, even_part
+from cupyconv.problem.passes import PoolingProblem
+
+#: Bytes that a block touches, at most: they stay in a core's L2 cache.  In smaller ones a call takes so little time that
+#: threads wait for each other's.
+BLOCK_BYTES = 2 << 20
+#: Seconds of an element that a reduction reads or writes, and seconds of work from which another thread is worth waking.
+TOUCHED, SHARE = 650e-12, 600e-6
+#: Slices along an axis, of all its blocks and taps, up to which they are worked out before: more take megabytes.
+_KEPT_SLICES = 4096
+#: Taps along an axis for each of its windows, from which on a call for each window takes less than one for each tap.
+MANY_TAPS = 32
+
+#: Elements of a block along the axes (n, c, d, h, w).
+Block = tuple[int, ...]
+
+
+class NewArray(Protocol):
+    """An uninitialised array by name, laid out as the input is."""
+
+    def __call__(self, name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class PoolingStep(NumpyStep):
+    """A loop over blocks of what is written for one image, each finished while in cache.
+
+    `block` cuts the axes of the result in the order in which they lie in memory: planes of a C-ordered image, rows of
+    a channels-last one.
+    """
+
+    problem: PoolingProblem
+    block: Block = (1, 1, 1, 1, 1)
+    threads: int = 1
+
+    @classmethod
+    def of(cls, problem: PoolingProblem) -> Self:
+        """The step of the largest blocks that stay in cache and within the limit on workspace."""
+        x, (out,), limit = problem.inputs[0], problem.outs, problem.limit
+        all_threads = problem.host.threads  # as the caller asked for, or at most so many
+        if problem.host.most:
+            all_threads = cls.worth_waking(problem)
+
+        def fits(block: Block) -> bool:
+            step = cls(problem, block, all_threads)
+            return step.touched * ITEMSIZE[step.dtype] <= BLOCK_BYTES and step.workspace <= limit
+
+        by_distance = sorted(range(5), key=lambda axis: abs(x.strides[axis]) if x.shape[axis] > 1 else 0)
+        step = cls(problem, _largest_block(out.shape, by_distance, fits))
+        threads = max(1, min(all_threads, step.blocks, limit // (step.workspace or 1)))
+        step = replace(step, threads=threads)
+        if step.workspace > limit:
+            raise ValueError(f"the smallest block needs {step.workspace:,} bytes of workspace, the limit is {limit:,}")
+        return step
+
+    @classmethod
+    def worth_waking(cls, problem: PoolingProblem) -> int:
+        """Of as many threads as there may be, those that have enough to do."""
+        return problem.host.threads
+
+    @property
+    def blocks(self) -> int:
+        return prod(-(-extent // part) for extent, part in zip(self.problem.outs[0].shape, self.block))
+
+    @property
+    def dtype(self) -> str:
+        """What is compared and added in."""
+        return accumulator(self.problem.inputs[0].dtype)
+
+    @property
+    def widened(self) -> bool:
+        """Whether a block of 16-bit images has copies to be computed in."""
+        return self.dtype != self.problem.inputs[0].dtype
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of temporaries, of all threads."""
+        numbers, flags = self.temporaries
+        of_planes = prod(self.block[:2]) * (numbers * ITEMSIZE[self.dtype] + flags)
+        return self.threads * (of_planes + self.shared * ITEMSIZE[self.dtype])
+
+    def __str__(self) -> str:
+        problem = self.problem
+        inputs, outs = (
+            " and ".join(operand.name for operand in operands) for operands in (problem.inputs, problem.results)
+        )
+        cut = block_words(self.blocks, self.block, "n, c, d, h, w", self.threads)
+        return f"loop     {problem.operation} in {self.dtype}, {inputs} -> {outs}: {cut}"
+
+    def executable(self) -> Callable[[Mapping[str, Any]], None]:
+        problem, dtype = self.problem, dtype_from_name(self.dtype)
+        names = [operand.name for operand in problem.arrays]
+        shape = problem.outs[0].shape
+        cuts = [[range(at, min(at + part, n)) for at in range(0, n, part)] for n, part in zip(shape, self.block)]
+        planes = [tuple(slice(r.start, r.stop) for r in plane) for plane in product(*cuts[:2])]
+        longest = max(map(len, cuts[2:])) * max(problem.windows.kernel)
+        few = longest <= _KEPT_SLICES
+        kept = [[self.part(axis, r) for r in cut] for axis, cut in enumerate(cuts[2:])] if few else []
+
+        def each_part() -> Iterator[Sequence[Any]]:
+            if few:
+                return product(*kept)
+            return (tuple(self.part(axis, r) for axis, r in enumerate(cut)) for cut in product(*cuts[2:]))
+
+        def run(arrays: Mapping[str, Any]) -> None:
+            images = [five_axes(arrays[name]) for name in names]
+            scratch = Scratch(dtype, self.blocks)
+            axes = sorted(range(5), key=lambda axis: -abs(images[0].strides[axis]))  # in memory, outermost first
+
+            def new(name: str, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+                return scratch.array(name, [shape[axis] for axis in axes], dtype).transpose(np.argsort(axes))
+
+            def finish(block: tuple[tuple[slice, ...], Sequence[Any]]) -> None:
+                plane, part = block
+                self.finish(dtype, new, [image[plane] for image in images], part)
+
+            in_threads(self.threads, finish, ((plane, part) for part in each_part() for plane in planes))
+
+        return run
+
+    @property
+    def touched(self) -> int:
+        """Elements that a block reads and writes."""
+        raise NotImplementedError
+
+    @property
+    def temporaries(self) -> tuple[int, int]:
+        """Numbers and flags of the temporaries for one channel of one sample of a block."""
+        raise NotImplementedError
+
+    @property
+    def shared(self) -> int:
+        """Numbers of the temporaries that all channels and samples of a block have in common."""
+        return 0
+
+    def part(self, axis: int, run: range) -> Any:
+        """What a block has to know of its run of elements along one axis."""
+        raise NotImplementedError
+
+    def finish(self, dtype: np.dtype, new: NewArray, images: Sequence[np.ndarray], parts: Sequence[Any]) -> None:
+        """Compute one block of some planes of the images."""
+        raise NotImplementedError
+
+
+def _largest_block(shape: Sequence[int], axes: Sequence[int], fits: Callable[[Block], bool]) -> Block:
+    """The largest block that fits: whole axes first to last, part of one, single steps of the rest."""
+
+    def with_part(axis: int, part: int) -> Block:
+        return (*block[:axis], part, *block[axis + 1 :])
+
+    block: Block = (1, 1, 1, 1, 1)
+    for axis in axes:
+        extent = shape[axis]
+        if not fits(with_part(axis, extent)):
+            part = max(1, bisect_right(range(extent), 0, key=lambda below: not fits(with_part(axis, below + 1))))
+            return with_part(axis, even_part(extent, part))
+        block = with_part(axis, extent)
+    return block
+
+
+class Reduction(PoolingStep):
+    """One number of every window, by a ufunc that takes its elements in any order."""
+
+    ufunc: ClassVar[np.ufunc]
+    of_nothing: ClassVar[float]
+
+    @classmethod
+    def worth_waking(cls, problem: PoolingProblem) -> int:
+        elements = sum(prod(operand.shape) for operand in problem.arrays)
+        return cost.worth_waking(problem.host.threads, elements * TOUCHED, SHARE)
+
+    def part(self, axis: int, run: range) -> Any:
+        return Outputs.of(self.problem.windows, axis, run, self.by_window(axis))
+
+    def by_window(self, axis: int) -> bool:
+        """Whether the block goes over its windows along an axis, and not over their taps."""
+        return many_taps(self.block[2 + axis], self.problem.windows.kernel[axis])
+
+    @property
+    def compared(self) -> list[int]:
+        """The axes that are not a view, of a block whose windows all lie inside."""
+        windows = self.problem.windows
+        padded = [windows.out_size[axis] * windows.stride[axis] > windows.size[axis] for axis in range(3)]
+        return [axis for axis in range(3) if windows.kernel[axis] > 1 or windows.before[axis] or padded[axis]]
+
+    @property
+    def copies(self) -> bool:
+        """Whether 16-bit images are widened before they are read; a call for each window does so by itself."""
+        return self.widened and not (self.compared and self.by_window(self.compared[0]))
+
+    @property
+    def touched(self) -> int:
+        outputs = self.block[2:]
+        return prod(self.block[:2]) * (prod(most_read(self.problem.windows, outputs)) + prod(outputs))
+
+    @property
+    def temporaries(self) -> tuple[int, int]:
+        """What is left along each compared axis but the last; widened: what the block reads, and its result."""
+        outputs, read = self.block[2:], most_read(self.problem.windows, self.block[2:])
+        partial = sum(prod((*outputs[: axis + 1], *read[axis + 1 :])) for axis in self.compared[:-1])
+        return partial + prod(read) * self.copies + prod(outputs) * self.widened, 0
+
+    def image(self, x: np.ndarray, dtype: np.dtype, new: NewArray, parts: Sequence[Outputs]) -> np.ndarray:
+        """What a block reads, in a dtype that can be compared in."""
+        image = x[everywhere([part.read for part in parts])]
+        return in_dtype("image", image, dtype, new) if self.copies else image
+
+    def reduced(
+        self, dtype: np.dtype, new: NewArray, image: np.ndarray, out: np.ndarray, parts: Sequence[Outputs]
+    ) -> np.ndarray:
+        """The numbers of what a block reads: in its `out` if they can be, else a temporary, or a view of single elements."""
+        compared = [axis for axis in range(3) if not parts[axis].is_view]
+        for axis, part in enumerate(parts):
+            if part.is_view:  # before the others, that the last of them ends in `out` itself
+                image = image[on_axis(axis, part.taps[0][1])]
+        for axis in compared:
+            part = parts[axis]
+            shape = (*image.shape[: 2 + axis], part.length, *image.shape[3 + axis :])
+            in_place = axis == compared[-1] and out.dtype == dtype and shape == out.shape
+            partial = out if in_place else new(f"partial {axis}", shape, dtype)
+            (self._reduce_each if part.each else self._reduce_along)(axis, part, image, partial)
+            image = partial
+        return image
+
+    def _reduce_each(self, axis: int, part: Outputs, image: np.ndarray, partial: np.ndarray) -> None:
+        """Window by window along one axis; `of_nothing` where all of one falls on padding."""
+        for at, elements in enumerate(part.each):
+            number, read = partial[on_axis(axis, slice(at, at + 1))], image[on_axis(axis, elements)]
+            if read.size:
+                self.ufunc.reduce(read, 2 + axis, partial.dtype, number, keepdims=True)
+            else:
+                number.fill(self.of_nothing)
+
+    def _reduce_along(self, axis: int, part: Outputs, image: np.ndarray, partial: np.ndarray) -> None:
+        """Over the taps of one axis; `of_nothing` where all of them fall on padding."""
+        covering = [elements for at, elements in part.taps if part.covered((at, elements))][:2]
+        rest = [tap for tap in part.taps if tap[1] not in covering]
+        if len(covering) == 2:
+            one, other = (image[on_axis(axis, elements)] for elements in covering)
+            self.ufunc(one, other, out=partial)
+        elif covering:
+            partial[...] = image[on_axis(axis, covering[0])]
+        else:
+            partial.fill(self.of_nothing)
+        for at, elements in rest:
+            so_far = partial[on_axis(axis, at)]
+            self.ufunc(so_far, image[on_axis(axis, elements)], out=so_far)
+
+
+class Adjoint(PoolingStep):
+    """Gradients of elements, from those of the windows over them."""
+
+    def part(self, axis: int, run: range) -> Any:
+        return Elements.of(self.problem.windows, axis, run, self.by_window(axis))
+
+    def by_window(self, axis: int) -> bool:
+        """Whether a block goes over its windows along an axis, and not over their taps."""
+        raise NotImplementedError
+
+    @property
+    def touched(self) -> int:
+        elements = self.block[2:]
+        return prod(self.block[:2]) * (2 * prod(elements) + 4 * prod(most_windows(self.problem.windows, elements)))
+
+
+def many_taps(windows: int, taps: int) -> bool:
+    """Whether to go over windows along an axis, and not over their taps."""
+    return MANY_TAPS * windows <= taps
+
+
+def in_dtype(name: str, image: np.ndarray, dtype: np.dtype, new: NewArray) -> np.ndarray:
+    """The image, or a copy of it in another dtype."""
+    if image.dtype == dtype:
+        return image
+    copy = new(name, image.shape, dtype)
+    copy[...] = image
+    return copy
+
+
+def windows_are_apart(windows: Windows) -> bool:
+    """Whether no two windows overlap."""
+    axes = zip(windows.span, windows.stride, windows.out_size)
+    return all(span <= stride or outputs == 1 for span, stride, outputs in axes)
