@@ -40,17 +40,11 @@
 // Bound by the barrier for few samples; by parts through L2, or by tensor cores, for many.
 // Floor: T steps of 2 * N * H numbers of each block over the bandwidth of L2, or of a round trip there.
 //
-// -D: those of recurrent_back.cuh, and ARITHMETIC (FMA, CUDA cores; or SPLIT, tensor cores, float32 numbers in two parts)
+// -D: those of recurrent_back.cuh, and ARITHMETIC (FMA; or TF32X3, of 16-bit weights two products)
 #include "grid_barrier.cuh"
 #include "recurrent_back.cuh"
 #include "tensor_core.cuh"
 #include "tf32_split.cuh"
-
-namespace cupyconv {
-
-enum GradientArithmetic { FMA, SPLIT };
-
-}  // namespace cupyconv
 
 using namespace cupyconv;
 
@@ -116,7 +110,7 @@ struct Block {
     // Multiply the gates `first` and on, `end` not among them, that lie in shared memory; their parts are left for all blocks.
     __device__ __forceinline__ void multiply(unsigned exchange, long long tile, int rows, int first, int end) const {
         A* const parts = part(exchange, tile, 0, blockIdx.x);
-        if constexpr (ARITHMETIC == SPLIT)
+        if constexpr (ARITHMETIC == TF32X3)
             multiply_on_tensor_cores(parts, rows, first, end);
         else
             multiply_on_cuda_cores(parts, rows, first, end);

@@ -7,14 +7,20 @@
     python -m tests.mutation cupyconv/cuda/plan --survivors
 
 A mutant is the module with one change: a comparison, a sign, a number, a condition, a result, a statement that is left
-out.  Tests that run the changed line try it, the quickest first, until one fails; where none does the mutant survives, and
-it is printed: a test is missing, or the change changes nothing.
+out.  Tests that run the changed line try it until one fails, those first that killed another of its module, then the
+quickest; where none does the mutant survives, and it is printed: a test is missing, or the change changes nothing.
 
 What makes thousands affordable: pytest collects the tests once.  Each mutant is a fork of that process, in which the one
 function that differs has its code replaced, wherever it was imported to.  Which tests run which lines is measured once for
 each file of tests (with `coverage`, to be installed beside the rest) and kept in ``.mutation/``, as is what became of each
 mutant: a command that was stopped goes on where it was.  ``--seconds`` bounds the tests of one mutant; what survives may
-be tried again with more.
+be tried again with more, and with other files of tests.
+
+What survives and should: a bound that no value meets (``> 1`` and ``> 2`` where a number is never 2, or the larger and
+the smaller of equal ones); what a shortcut saves, where the long way gives the same; a size up to which something is
+kept, planned together or tried; prices of `cost`, which are measurements: tests hold their signs, that they grow as what
+they price does, and which method is cheapest where it is clear, not their digits; words of a message beyond those that
+name the argument and its values.  Any other survivor is a missing test, or a line that does nothing.
 """
 
 from __future__ import annotations
@@ -202,7 +208,8 @@ class Mutant:
         exec(changed, fresh)
         before = {name: value for name, value in vars(module).items() if isinstance(value, (int, float, tuple, dict))}
         differing = {name: fresh[name] for name, value in before.items() if fresh.get(name) != value}
-        for other in [one for name, one in sys.modules.items() if one is not None and name.startswith("cupyconv")]:
+        here = [one for one in sys.modules.values() if str(getattr(one, "__file__", "")).startswith(str(ROOT))]
+        for other in here:  # tests import names too
             for name, value in differing.items():
                 if vars(other).get(name) is before[name]:
                     setattr(other, name, value)
@@ -261,6 +268,8 @@ class Loop:
 
     def __init__(self, mutants: list[Mutant], seconds: float, results: Path) -> None:
         self.mutants, self.seconds, self.results = mutants, seconds, results
+        #: Of each module, the tests that killed a mutant of it: the next one's are most likely among them.
+        self.killers: dict[str, set[str]] = {}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -273,11 +282,14 @@ class Loop:
             for mutant in self.mutants:
                 if mutant.name in done:
                     continue
-                wanted = tests_of(mutant, covering)
+                killers = self.killers.setdefault(mutant.path, set())
+                wanted = sorted(tests_of(mutant, covering), key=lambda one: (one[1] not in killers, *one))
                 state, test = tried(mutant, [items[name] for name in within(wanted, self.seconds)], self.seconds)
                 file.write(json.dumps({"name": mutant.name, "state": state, "test": test}) + "\n")
                 file.flush()
-                if state != KILLED:
+                if state == KILLED:
+                    killers.add(test)
+                else:
                     print(f"{state}: {mutant.shown()}", flush=True)
         return True
 

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
 import cupyconv
 from cupyconv import conv, conv_grad_input, conv_grad_weight
+from cupyconv.call.explain import checked_call
 from cupyconv.numpy import cost
 
 
@@ -121,6 +125,108 @@ def test_more_work_costs_more(method):
     assert one < seconds(zeros(2, 64, 40, 40), zeros(16, 64, 3, 3))
     if method != "winograd":
         assert one < seconds(x.astype("float64"), weight.astype("float64")) < seconds(x + 0j, weight + 0j)
+
+
+PROBLEM: Any = checked_call(conv, zeros(1, 4, 9, 9), zeros(4, 4, 3, 3)).problem
+#: Prices of so many elements, and what else they are asked with.
+OF_ELEMENTS = {
+    "dot": (PROBLEM,), "copied": (16.0, "float32"), "added_by_index": ("float32",), "transposed": (),
+    "added": ("float32", 16.0), "added_to_windows": ("float32", 16.0, False), "exchanged": (), "transformed": (8,),
+    "fourier": (4.0, PROBLEM, True), "complex_products": (PROBLEM,), "apart": (PROBLEM,), "scaled": (PROBLEM, 4),
+    "scaled_apart": (PROBLEM,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_ELEMENTS)
+def test_twice_the_elements_take_twice_as_long(name):
+    """From a tenth of a nanosecond to twenty each."""
+    price, rest = getattr(cost, name), OF_ELEMENTS[name]
+    assert 1e-10 < price(1e6, *rest) / 1e6 < 2e-8
+    assert price(2e6, *rest) == pytest.approx(2 * price(1e6, *rest))
+
+
+def test_what_makes_an_element_take_longer():
+    """Wider ones, short runs, places that are apart, more levels of a transform, fewer channels in a row."""
+    wide = replace(PROBLEM, x_dtype="float64", out=replace(PROBLEM.out, dtype="float64"))
+    for price in (cost.copied, cost.added):
+        runs = [
+            price(1e6, run, "float32") if price is cost.copied else price(1e6, "float32", run) for run in (1, 8, 64)
+        ]
+        assert runs == sorted(runs, reverse=True) and runs[0] > 4 * runs[2]
+    assert (
+        cost.copied(1e6, 16, "float32") < cost.copied(1e6, 16, "float32", True) < cost.copied(1e6, 16, "float64", True)
+    )
+    assert (
+        cost.added(1e6, "float32") < cost.added(1e6, "float32", apart=True) < cost.added(1e6, "complex128", apart=True)
+    )
+    assert cost.added_to_windows(1e6, "float32", 16, False) < cost.added_to_windows(1e6, "float32", 16, True)
+    assert cost.transformed(1e6, 1) > 2 * cost.transformed(1e6, 32) > 2 * cost.transformed(1e6, 320)
+    assert (
+        cost.fourier(1e6, 4, PROBLEM, True)
+        < cost.fourier(1e6, 8, PROBLEM, True)
+        < 2 * cost.fourier(1e6, 4, PROBLEM, True)
+    )
+    assert cost.scaled(1e6, PROBLEM) < cost.scaled(1e6, PROBLEM, 16) < cost.scaled(1e6, PROBLEM, 2)
+    assert cost.scaled(1e6, PROBLEM) < cost.scaled(1e6, PROBLEM, is_short=True) < cost.scaled_apart(1e6, PROBLEM)
+    assert cost.slowness(wide) > cost.slowness(PROBLEM) == 1
+    assert cost.multiply_adds(wide) == 2 * cost.multiply_adds(PROBLEM) == 2
+    assert (
+        cost.width("complex128") == 2 * cost.width("float64") == 4 * cost.width("float32") == 4 * cost.width("float16")
+    )
+
+
+def test_products_take_longer_the_more_they_multiply():
+    """Along each side; whichever is the longer; and about their multiply-adds where these are many."""
+    sides = (1, 3, 8, 40, 300, 2000)
+    for rows in sides:
+        for reduction in sides:
+            prices = [cost.product(rows, reduction, columns, PROBLEM) for columns in sides]
+            assert all(0 < one < other * 1.35 for one, other in pairwise(prices)), (rows, reduction, prices)
+            assert prices[-1] > prices[0]
+    assert cost.product(500, 64, 3000, PROBLEM) == cost.product(3000, 64, 500, PROBLEM)
+    large = cost.product(2000, 2000, 2000, PROBLEM)
+    assert 1 < large / (2000**3 * cost.MULTIPLY_ADD) < 1.1
+    assert cost.product(1, 1000, 1000, PROBLEM) > 2 * 1000**2 * cost.MULTIPLY_ADD, (
+        "a vector is read once for each number"
+    )
+
+
+def test_parts_on_threads_take_as_long_as_the_longest():
+    work, calls = 1.0, 100.0
+    alone = cost.shared(work, calls, 8, 1)
+    assert alone == work + calls * cost.CALL == cost.shared(work, calls, 0, 4)
+    prices = [cost.shared(work, calls, 8, threads) for threads in (2, 4, 8)]
+    assert alone > prices[0] > prices[1] > prices[2]
+    assert cost.shared(work, calls, 3, 2) > cost.shared(work, calls, 4, 2), "two parts of three, two of four"
+    assert cost.shared(work, calls, 8, 4) == cost.shared(work, calls, 8, 5) > work / 4
+    assert cost.shared(0.0, calls, 8, 2) > cost.shared(0.0, calls, 8, 1), "waking them takes time"
+    assert [cost.worth_waking(4, work, 1.0) for work in (0.0, 1.5, 2.5, 9.0)] == [1, 1, 2, 4]
+
+
+def test_memory_is_dear_where_it_is_more_than_stays():
+    assert cost.touched(cost.OWN) == 0 < cost.touched(cost.OWN + 1000) < cost.touched(cost.OWN + 2000) < 1e-6
+    assert cost.between(1e6, cost.STAYS) == 0 == cost.between(1e6, 0) < cost.between(1e6, 2 * cost.STAYS)
+    assert cost.between(1e6, 2 * cost.STAYS) == pytest.approx(1e6 * cost.BETWEEN / 2)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("channels", [(3, 16), (64, 64), (128, 8)])
+@pytest.mark.parametrize("window", [((56, 56), (3, 3)), ((14, 14), (3, 3)), ((90, 90), (11, 11)), ((4000,), (3,))])
+def test_at_the_least_is_less_than_the_price_and_not_nothing(threads, batch, channels, window):
+    """A method whose least is more than another's price is never planned."""
+    size, kernel = window
+    inputs, outputs = channels
+    x, weight = zeros(batch, inputs, *size), zeros(outputs, inputs, *kernel)
+    least = {"winograd": cost.least_winograd, "fft": cost.least_fft, "direct": cost.least_direct}
+    for method, bound in least.items():
+        with cupyconv.options(threads=threads):
+            problem = checked_call(conv, x, weight).problem
+            try:
+                price = sum(step.seconds for step in steps_of(method, x, weight))
+            except ValueError:
+                continue
+        assert price / 40 < bound(problem) <= price, method
 
 
 def test_a_small_limit_costs_more():

@@ -367,6 +367,80 @@ def test_transforms_of_a_stream_share_the_largest_memory(cupy):
     assert sizes == sorted(sizes) and sizes[0] < sizes[1] == sizes[-1]
 
 
+def steps_of_deconvolution(cupy, size, taps=9):
+    """Two arrays that a step reads, one that it writes, the step (an image filtered, and an input gradient) and the oracle."""
+    rng = np.random.default_rng(size)
+    host = [rng.standard_normal(shape).astype(np.float32) for shape in ((1, 1, size, size - 3), (1, 1, taps, taps))]
+    x, psf = map(cupy.asarray, host)
+    blurred, out = cupy.zeros_like(x), cupy.zeros_like(x)
+    same = dict(padding=taps // 2, method="fft")
+
+    def step():
+        cupyconv.conv(x, psf, out=blurred, **same)
+        cupyconv.conv_grad_input(blurred, psf, x.shape, out=out, **same)
+
+    def expected(image):
+        forward = reference.conv(image, host[1], padding=taps // 2)
+        return reference_gradients.conv_grad_input(forward, host[1], image.shape, padding=taps // 2)
+
+    return x, out, step, expected
+
+
+def test_a_graph_of_transforms_works_in_memory_of_its_own(cupy, machine):
+    """Launched on one stream while another makes such calls, and when no plan is kept any more."""
+    from cupyconv.call.dispatch import backend_for
+
+    x, out, step, expected = steps_of_deconvolution(cupy, 40)
+    stream, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    cupy.cuda.Device().synchronize()
+    with stream:
+        step()
+        stream.begin_capture()
+        step()
+        graph = stream.end_capture()
+        stream.synchronize()
+    transforms = backend_for({"x": x}).device._thread.transforms
+    for seed in range(2):
+        image = np.random.default_rng(seed).standard_normal(x.shape).astype(np.float32)
+        _, _, beside, _ = steps_of_deconvolution(cupy, 40)
+        x.set(image, stream=other)
+        cupy.cuda.Device().synchronize()
+        graph.launch(other)
+        while not other.done:  # each question lets it do one thing more
+            with stream:
+                beside()
+                stream.synchronize()
+        wanted = expected(image)
+        assert abs(out.get(stream=other) - wanted).max() < 1e-5 * abs(wanted).max()
+        with stream:
+            step()
+            _, _, larger, _ = steps_of_deconvolution(cupy, 70)
+            larger()
+        cupy.cuda.Device().synchronize()
+        transforms.clear()  # as if the thread had gone through many streams
+
+
+def test_a_capture_makes_no_plan_of_transforms(cupy, machine):
+    """It says so before anything is enqueued; the same call outside makes what the next capture needs."""
+    _, _, step, _ = steps_of_deconvolution(cupy, 30)
+    stream, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    cupy.cuda.Device().synchronize()
+    with other:
+        step()
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(RuntimeError, match="makes no plan during a capture"):
+            step()
+        graph = machine.stream(stream.ptr).capture
+        assert graph.is_valid and not graph.work
+        stream.end_capture()
+        step()
+        stream.begin_capture()
+        step()
+        stream.end_capture()
+    cupy.cuda.Device().synchronize()
+
+
 # ---- the report of a GPU ------------------------------------------------------------------------------------------------
 
 

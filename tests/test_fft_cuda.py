@@ -239,14 +239,73 @@ def test_what_would_take_too_long_is_left_as_it_is(cuda_target, monkeypatch):
 # --- gradients ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["2-D", "1-D", "dilation"])
+def check_input_gradient(target, grad, weight, shapes, settings, *, limit=250_000):
+    """`shapes` is one, or a list."""
+    merged = shapes if isinstance(shapes, tuple) else (shapes[0][0], sum(s[1] for s in shapes), *shapes[0][2:])
+    expected = reference_gradients.conv_grad_input(grad, weight, merged, **settings)
+    arrays = on(target, (grad, weight))
+    for most in (None, limit):
+        with cupyconv.options(workspace_limit=most):
+            plan = cupyconv.explain(cupyconv.conv_grad_input, *arrays, shapes, method="fft", **settings)
+            actual = cupyconv.conv_grad_input(*arrays, shapes, method="fft", **settings)
+        assert plan.method == "fft" and (most is None or plan.workspace_bytes <= most)
+        if isinstance(shapes, list):
+            actual = np.concatenate([part.get() for part in actual], axis=1)
+        assert_close(actual, expected, np.result_type(grad, weight), weight[0].size * weight.shape[0], factor=4)
+    return plan
+
+
+GRADIENTS = ("2-D", "1-D", "3-D", "dilation", "many channels", "groups", "several outputs of a channel", *MODES)
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
 def test_an_input_gradient_is_a_convolution(cuda_target, order, name):
+    """Of groups too, whose weight is no view of the other's, and of what padding repeats."""
     x, weight, settings = CASES[name]
     weight = normal(*weight, seed=1)
     grad = normal(*reference.conv(normal(*x), weight, **settings).shape, seed=2)
-    expected = reference_gradients.conv_grad_input(grad, weight, x, **settings)
-    actual = cupyconv.conv_grad_input(*on(cuda_target, (grad, weight)), x, method="fft", **settings)
-    assert_close(actual, expected, np.float32, weight.size, factor=4)
+    check_input_gradient(cuda_target, grad, weight, x, settings)
+
+
+@pytest.mark.parametrize("dtypes", [("float64", "float64"), ("complex64", "complex64"), ("complex128", "complex128"), *MIXED], ids=str)  # fmt: skip
+@pytest.mark.parametrize("name", ["many channels", "groups", "symmetric"])
+def test_an_input_gradient_of_complex_numbers_has_the_weight_conjugated(cuda_target, order, dtypes, name):
+    x, weight, settings = CASES[name]
+    weight = normal(*weight, dtype=dtypes[1], seed=1)
+    grad = normal(*reference.conv(np.zeros(x), np.zeros(weight.shape), **settings).shape, dtype=dtypes[0], seed=2)
+    check_input_gradient(cuda_target, grad, weight, x, settings)
+
+
+def test_input_gradients_of_groups_that_several_inputs_share(cuda_target, order):
+    """Inputs begin and end within groups, at their borders, and have some whole ones between; the weight lies anywhere."""
+    weight, settings = normal(10, 5, 3, 6).transpose(0, 3, 1, 2)[:, ::2], dict(groups=5, padding=((1, 2), (0, 3)))
+    shapes = [(2, channels, 11, 9) for channels in (2, 2, 8, 1, 1, 1)]
+    grad = normal(*reference.conv(normal(2, 15, 11, 9), weight, **settings).shape)
+    check_input_gradient(cuda_target, grad, weight, shapes, settings)
+
+
+@pytest.mark.parametrize("method", ["direct", "implicit_gemm"])
+def test_input_gradients_of_groups_are_convolutions_by_other_methods_too(cuda_target, method):
+    """Exactly, of integers: the exchanged weight is a copy."""
+    rng = np.random.default_rng(5)
+    weight, grad = (rng.integers(-4, 5, shape).astype(np.float32) for shape in ((10, 3, 3, 2), (2, 10, 7, 8)))
+    for settings in (dict(groups=5), dict(groups=5, stride=2, padding=1)):
+        shape = (2, 15, 9, 9) if settings == dict(groups=5) else (2, 15, 13, 14)
+        expected = reference_gradients.conv_grad_input(grad, weight, shape, **settings)
+        arrays = on(cuda_target, (grad, weight))
+        plan = cupyconv.explain(cupyconv.conv_grad_input, *arrays, shape, method=method, **settings)
+        actual = cupyconv.conv_grad_input(*arrays, shape, method=method, **settings)
+        np.testing.assert_array_equal(actual, expected)
+        assert method == "direct" or "exchange_weight" in str(plan)
+
+
+def test_without_room_for_the_exchanged_weight_an_input_gradient_is_refused():
+    grad, weight = np.empty((1, 8, 40, 40), np.float32), np.empty((8, 4, 31, 31), np.float32)
+    with (
+        cupyconv.options(workspace_limit=100_000),
+        pytest.raises(ValueError, match="the weight exchanged takes 123,008"),
+    ):
+        cupyconv.explain(cupyconv.conv_grad_input, grad, weight, (1, 8, 70, 70), groups=2, method="fft", on="sm_90")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -437,12 +496,25 @@ def test_without_cufft_another_method_is_taken(cuda_target, monkeypatch):
     forget_calls()
 
 
-def test_it_is_not_captured(cuda_target, monkeypatch):
-    arrays = on(cuda_target, (normal(1, 1, 40, 40), normal(1, 1, 9, 9)))
-    out = cupyconv.conv(*arrays, method="fft")
-    monkeypatch.setattr(cuda_target.device, "capturing", True)
-    with pytest.raises(RuntimeError, match="cuFFT calls cannot be captured"):
-        cupyconv.conv(*arrays, method="fft", out=out)
+def test_it_is_captured_where_products_are_one_by_one(cuda_target, monkeypatch):
+    """Those of matrices are cuBLAS's."""
+    one, several = normal(1, 1, 9, 9), normal(4, 4, 9, 9)
+    for weight, refused in ((one, False), (several, True)):
+        x = normal(1, weight.shape[1], 40, 40)
+        monkeypatch.setattr(tiles, "ORDERS", (refused,))
+        forget_calls()
+        arrays = on(cuda_target, (x, weight))
+        expected = cupyconv.conv(*arrays, method="fft").get()
+        out = cuda_target.to_device(np.zeros_like(expected))
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda_target.device, "capturing", True)
+            if refused:
+                with pytest.raises(RuntimeError, match="cuBLAS calls cannot be captured"):
+                    cupyconv.conv(*arrays, method="fft", out=out)
+                continue
+            cupyconv.conv(*arrays, method="fft", out=out)
+        np.testing.assert_array_equal(out, expected)
+    forget_calls()
 
 
 def test_lengths_are_the_next_that_are_quick():

@@ -50,7 +50,9 @@ def chunks_of(draw, shape):
 
 
 def chunked(data, array):
-    return da.from_array(array, chunks=data.draw(chunks_of(array.shape)))
+    """Chunks that are views of the array, or have memory of their own."""
+    chunks = da.from_array(array, chunks=data.draw(chunks_of(array.shape)))
+    return chunks if data.draw(st.booleans()) else chunks.map_blocks(np.array)
 
 
 def all_chunked(data, x):
@@ -192,6 +194,47 @@ def test_a_halo_is_only_what_is_read():
     assert lent == [(1, 1, 6, 64)] * 4
     source = np.zeros((1, 1, 32, 64))
     assert not any(np.shares_memory(piece, source) for cut, _ in dict(halo).values() for piece in cut(source))
+
+
+@pytest.fixture
+def images(monkeypatch):
+    """What tasks convolve."""
+    seen, run = [], Operation.__call__
+
+    def recorded(self, arguments):
+        seen.append(arguments["x"])
+        return run(self, arguments)
+
+    monkeypatch.setattr(Operation, "__call__", recorded)
+    return seen
+
+
+@pytest.mark.parametrize("mode", ["constant", "reflect"])
+def test_chunks_of_one_array_need_no_copy(images, mode, tmp_path):
+    """With their halos they are views that nobody may write to, in memory or in a file, wherever it has what is read."""
+    in_file = np.lib.format.open_memmap(tmp_path / "image.npy", "w+", np.float32, (2, 40, 36))
+    in_file[...] = integers(2, 40, 36)
+    weight = integers(3, 2, 5, 3).astype(np.float32)
+    settings = dict(padding="same", padding_mode=mode)
+    for array in (in_file, np.array(in_file), np.array(in_file)[::-1, ::-1], np.array(in_file)[:, :, ::-1]):
+        images.clear()
+        y = interop.conv(da.from_array(array, chunks=(2, 10, 9)), weight, **settings).compute()
+        assert_exact(y, reference.conv(array, weight, **settings), "float32")
+        views = [x for x in images if not x.flags.writeable]  # a copy is
+        assert len(images) == 16 and len(views) == (4 * 4 if mode == "constant" else 2 * 2)
+
+
+def test_a_chunk_that_is_a_view_of_itself_is_not_held():
+    """As one with axes exchanged is, or one that came from another process."""
+    x = da.zeros((1, 1, 96, 64), chunks=(1, 1, 32, 64))
+    y = interop.conv(x, integers(1, 1, 5, 5), padding="same")
+    (halo,) = (layer for name, layer in y.dask.layers.items() if name.startswith("halo"))
+    exchanged = np.zeros((64, 32, 1, 1)).transpose(2, 3, 1, 0)
+    sent = np.frombuffer(bytearray(32 * 64 * 8)).reshape(1, 1, 32, 64)
+    part = np.zeros((1, 1, 96, 64))[:, :, 32:64]
+    for source, is_held in ((exchanged, False), (sent, False), (part, True)):
+        pieces = [piece for cut, _ in dict(halo).values() for piece in cut(source)]
+        assert len(pieces) == 4 and all(np.shares_memory(piece, source) == is_held for piece in pieces)
 
 
 def test_strides_keep_chunks_aligned():

@@ -372,6 +372,7 @@ def constant_assertions(name: str) -> list[str]:
         "spectra_gradient",
         "finish_weight_tiles",
         "pack_weight",
+        "exchange_weight",
         "pool",
         "pool_gradient",
         "weight_gradient",

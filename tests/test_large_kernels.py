@@ -206,6 +206,31 @@ def test_a_long_loop_is_announced():
     assert not any("turns" in note for note in cupyconv.explain(cupyconv.conv, x, w).notes)
 
 
+LONG_CALLS = {
+    "conv": (cupyconv.conv, ((8, 16, 20_000), (8, 4, 2)), {"groups": 4, "dilation": 2}, 3000),
+    "linmerge": (cupyconv.linmerge, ([(8, 32, 120, 120)] * 3, (16, 96)), {}, 6000),
+    "wrapped gradient": (
+        cupyconv.conv_grad_input,
+        ((4, 8, 150, 150), (8, 8, 3, 3)),
+        {"input_shape": (4, 8, 150, 150), "padding": 1, "padding_mode": "wrap"},
+        3000,
+    ),
+    "max_pool": (cupyconv.max_pool, ((4, 8, 150, 150),), {"kernel_shape": 3, "return_indices": True}, 300),
+}
+
+
+@pytest.mark.parametrize("name", LONG_CALLS)
+def test_loops_of_a_second_are_announced(name):
+    """Each took 0.8 to 5.5 s, of which nothing was said."""
+    function, shapes, settings, limit = LONG_CALLS[name]
+    arrays = [[np.ones(one) for one in shape] if isinstance(shape, list) else np.ones(shape) for shape in shapes]
+    with cupyconv.options(workspace_limit=limit, threads=1):
+        plan = cupyconv.explain(function, *arrays, **settings)
+    assert any("a loop in Python of" in note for note in plan.notes)
+    quick = cupyconv.explain(function, *arrays, **settings)
+    assert not any("a loop in Python of" in note for note in quick.notes)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.complex64])
 @pytest.mark.parametrize("is_c_order", [True, False], ids=["C order", "reversed"])
 def test_sums_of_a_weight_gradient_beyond_the_limit(dtype, is_c_order):

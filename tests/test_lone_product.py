@@ -12,6 +12,7 @@ import reference
 
 import cupyconv
 from cupyconv.call.operation import forget_calls
+from cupyconv.numpy import lone_product
 from cupyconv.numpy.lone_product import LoneProduct
 from cupyconv.problem.kept import spent
 
@@ -166,3 +167,41 @@ def test_a_tile_is_kept_within_the_budget(size, is_kept, runs):
         y = cupyconv.conv(x, weight, stride=20, padding=1, method="gemm")
     np.testing.assert_array_equal(y, reference.conv(x, weight, stride=20, padding=1))
     assert bool(runs) == is_kept and (spent() > x.nbytes) == is_kept
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("taps", [2, 5, 11, 12])
+def test_a_signal_and_a_filter_of_few_taps_are_correlated(runs, monkeypatch, dtype, taps):
+    """Without columns, exactly, in a call that is repeated with other arrays; of more taps there is a product."""
+    correlated = []
+    correlate = np.correlate
+    monkeypatch.setattr(lone_product, "correlate", lambda *lines: (correlated.append(1), correlate(*lines))[1])
+    rng = np.random.default_rng(taps)
+    for padding, layout in (((0, 0), ""), ((taps - 1, 0), ""), ((3, 1), "stepped"), ((0, 0), "other bytes")):
+        correlated.clear()
+        for _ in range(2):
+            x = reordered(integers(rng, 1, 1, 9000, dtype=dtype), layout)
+            weight, bias, residual = (
+                integers(rng, *shape, dtype=dtype) for shape in ((1, 1, taps), (1,), (1, 1, 9001 - taps + sum(padding)))
+            )
+            settings = dict(padding=(padding,), activation="relu")
+            actual = cupyconv.conv(x, weight, bias, residual=residual, method="gemm", **settings)
+            assert np.array_equal(actual, reference.conv(x, weight, bias, residual=residual, **settings))
+        assert len(correlated) == (
+            0 if taps > 11 or (taps == 2 and dtype is np.float32) else 2
+        )  # two taps have few columns
+
+
+def test_complex_numbers_and_several_channels_are_not_correlated(runs, monkeypatch):
+    monkeypatch.setattr(lone_product, "correlate", None)
+    rng = np.random.default_rng(0)
+    for shape, outputs, dtype, settings in (
+        ((1, 1, 3000), 1, np.complex64, {}), ((1, 2, 3000), 1, np.float64, {}), ((1, 1, 3000), 2, np.float64, {}),
+        ((2, 1, 3000), 1, np.float64, {}), ((1, 1, 3000), 1, np.float64, {"stride": 2}), ((1, 1, 3000), 1, np.float64, {"dilation": 3}),
+        ((1, 1, 3, 1000), 1, np.float64, {}),
+    ):  # fmt: skip
+        x = integers(rng, *shape, dtype=dtype)
+        weight = integers(rng, outputs, shape[1], *[1] * (len(shape) - 3), 5, dtype=dtype)
+        assert np.array_equal(
+            cupyconv.conv(x, weight, method="gemm", **settings), reference.conv(x, weight, **settings)
+        )

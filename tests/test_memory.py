@@ -20,6 +20,7 @@ import cupyconv
 from cupyconv.call.operation import _OPERATIONS
 from cupyconv.numpy import threads as threads_of_calls
 from cupyconv.numpy.backend import NumpyBackend
+from cupyconv.problem import kept
 
 SHAPES = {
     "pointwise": ((4, 16, 40, 40), (8, 16, 1, 1), {}),
@@ -143,6 +144,8 @@ OF_SAMPLES = ("x", "xs", "grad", "columns", "h", "c", "h0")
 LARGE = 1 << 20
 #: What no plan counts: frames, views, blocks, a thread that is started.
 PYTHON_OBJECTS = 40_000
+#: And of a first call, what it looks at before it runs.
+PLANNING = 60_000
 
 
 def of_many_samples(name: str, case: dict[str, Any]) -> dict[str, Any]:
@@ -201,9 +204,9 @@ def small_buffers(monkeypatch):
 
 @pytest.mark.parametrize("name", sorted(function.__name__ for function in _OPERATIONS))
 @share_of_examples(0.02)
-@given(st.randoms(use_true_random=False), st.sampled_from((None, 500_000)), st.sampled_from((1, 2)))
+@given(st.randoms(use_true_random=False), st.sampled_from((None, 500_000, 200_000)), st.sampled_from((1, 2)))
 def test_numpy_takes_what_explain_says_of_any_call(name, small_buffers, random, limit, threads):
-    """Beside its result and what no plan counts; what is kept between calls is there before."""
+    """Beside its result and what no plan counts; and in the first call, what it keeps for the next ones."""
     function, case = getattr(cupyconv, name), FITTING[name](random)
     assume(has_samples(name, case))
     case = of_many_samples(name, case)
@@ -212,5 +215,10 @@ def test_numpy_takes_what_explain_says_of_any_call(name, small_buffers, random, 
         new = sum(array.nbytes for array in all_arrays(result))
         del result
         plan = cupyconv.explain(function, **case)
+        cupyconv.clear_caches()
+        before = kept._spent
+        first = peak_bytes(lambda: function(**case))
+        stays = kept._spent - before
         peak = peak_bytes(lambda: function(**case))
     assert peak <= new + plan.workspace_bytes + PYTHON_OBJECTS, (peak - new, str(plan))
+    assert first <= new + plan.workspace_bytes + stays + PLANNING, (first - new, stays, str(plan))

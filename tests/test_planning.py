@@ -26,7 +26,7 @@ import cupyconv
 from cupyconv.call.explain import checked_call
 from cupyconv.cuda.plan import cost, depthwise
 from cupyconv.cuda.plan.gemm import SMALLEST_CHUNK
-from cupyconv.cuda.plan.launches import GRID_Y
+from cupyconv.cuda.plan.launches import GRID_Y, is_along_channels, vector_width
 from cupyconv.cuda.plan.matrices import MAX_BATCH
 from cupyconv.numpy.block_loops import BlockLoop
 from cupyconv.numpy.pool_blocks import PoolingStep
@@ -34,7 +34,7 @@ from cupyconv.ops.conv_grad_weight import check_conv_grad_weight
 from cupyconv.ops.conv_pullback import EPILOGUE_GRADIENT, PROLOGUE_GRADIENT
 from cupyconv.ops.pooling import AVG_POOL_GRADIENT, MAX_POOL_GRADIENT
 from cupyconv.ops.recurrent_pullback import RECURRENT_GRADIENT
-from cupyconv.problem.arrays import ITEMSIZE, is_complex
+from cupyconv.problem.arrays import ITEMSIZE, is_complex, operand
 from cupyconv.problem.machine import KNOWN_GPUS, known_gpu, nearest_gpu
 from cupyconv.problem.plan import (
     MAX_SOURCES,
@@ -474,6 +474,7 @@ def recurrent_gradient_plan(
     sizes: tuple[int, int, int, int] = (4, 20, 3, 5),
     *,
     direction: str = "forward",
+    on: Any = None,
     **settings: Any,
 ) -> Plan:
     """Of the gradients of a layer of sizes (T, N, I, H) that was given everything but lengths, for a GPU."""
@@ -494,13 +495,14 @@ def recurrent_gradient_plan(
     cells = {"cell": cell, "direction": direction, "activations": ACTIVATIONS_OF[cell], "clip": None}
     flags = {"input_forget": False, "linear_before_reset": True, **settings}
     arguments = {**dict.fromkeys(RECURRENT_GRADIENT.arrays), **arrays, **cells, **flags}
-    return RECURRENT_GRADIENT.checked(arguments, GPU).plan()
+    return RECURRENT_GRADIENT.checked(arguments, on or GPU).plan()
 
 
 def kernels_of_recurrent_gradients(dtype: Any) -> set[Kernel]:
-    """Those of every cell, and of lengths."""
+    """Those of every cell with and without tensor cores, of a lone step, and of lengths."""
     lengths = np.zeros(20, np.int64)
-    plans = [recurrent_gradient_plan(cell, dtype) for cell in GATES]
+    plans = [recurrent_gradient_plan(cell, dtype, on=on) for cell in GATES for on in (None, "sm_75")]
+    plans += [recurrent_gradient_plan(cell, dtype, (1, 20, 3, 5)) for cell in GATES]
     plans.append(recurrent_gradient_plan("rnn", dtype, lengths=lengths))
     found: set[Kernel] = set()
     for made in plans:
@@ -1183,3 +1185,104 @@ def test_a_gpu_that_is_not_in_the_table_is_planned_for_as_the_newest_that_is_old
     assert shared == {
         "sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99,
     }  # fmt: skip
+
+
+# Decisions by layouts, against what they stand for.
+
+
+@given(st.randoms(use_true_random=False))
+def test_vectors_are_as_wide_as_every_row_is_aligned_for(random):
+    """Two images, and the address of each of their rows' beginnings."""
+    dtype = random.choice(("float16", "float32", "float64"))
+    item = ITEMSIZE[dtype]
+    pixels = random.choice((3, 4, 8, 16))
+    images = []
+    for _ in range(2):
+        row = pixels + random.choice((0, 0, 1, 4, 8))
+        shape = (2, 3, 1, 1, pixels)
+        step = random.choice((1, 1, 1, 2))
+        strides = tuple(each * item for each in (3 * row * step, row * step, row * step, row * step, step))
+        images.append(operand("x", dtype, shape, strides, 64 + random.choice((0, 0, 16, 8, item))))
+    rows = [
+        image.alignment % 16 == 0 and (n * image.stride_n + c * image.stride_c) * item % 16 == 0
+        for image in images
+        for n in (0, 1)
+        for c in (0, 1, 2)
+    ]
+    unit = all(image.pixel_stride == 1 for image in images)
+    expected = 16 // item if unit and all(rows) and pixels * item % 16 == 0 else 1
+    assert vector_width(images, pixels) == expected
+
+
+@pytest.mark.parametrize(
+    "shape, order, along",
+    [
+        ((2, 8, 5, 5), "C", False),
+        ((2, 8, 5, 5), "last", True),
+        ((2, 1, 5, 5), "last", False),
+        ((2, 8, 1, 1), "C", True),
+        ((2, 1, 1, 1), "C", False),
+        ((2, 8, 5, 1), "last", True),
+    ],
+)
+def test_channels_are_neighbours(shape, order, along):
+    image = array(*shape, order=order)
+    assert is_along_channels(operand("out", "float32", _five(image.shape), _five(image.strides, 1), 64)) is along
+
+
+def _five(axes: tuple[int, ...], fill: int = 1) -> tuple[int, ...]:
+    return (*axes[:2], fill, *axes[2:])
+
+
+PLANE = depthwise.PLANE_EXTENT
+STRIPS = [
+    ((2, 40, 40), (3, 3), {}, (), (3, 1)),
+    ((2, 40, 40), (3, 3), {"stride": 2}, (), (3, 2)),
+    ((2, 40, 40), (3, 5), {}, (), depthwise.ANY_KERNEL),
+    ((2, 40, 40), (3, 3), {"dilation": 2}, (), depthwise.ANY_KERNEL),
+    ((2, 40, 40), (3, 3), {"dilation": (1, 2)}, (), depthwise.ANY_KERNEL),
+    ((2, 40, 40), (3, 3), {}, (2,), depthwise.ANY_KERNEL),
+    ((2, 40, 40), (3, 3), {}, (3,), depthwise.ANY_KERNEL),
+    ((1, 40, PLANE // 256), (3, 3), {}, (), (3, 1)),
+    ((1, 40, PLANE // 40), (3, 3), {}, (), depthwise.ANY_KERNEL),
+    ((1, 3, PLANE), (3, 3), {"padding": 1}, (), depthwise.ANY_KERNEL),
+    ((PLANE // 4, 4, 4), (3, 3), {}, (), depthwise.ANY_KERNEL),
+]
+
+
+@pytest.mark.parametrize("image, kernel, window, backwards, found", STRIPS)
+def test_strips_serve_square_kernels_of_planes_counted_in_32_bits(image, kernel, window, backwards, found):
+    """Not where pixels run backwards, taps lie apart, or places of a plane, or pixels, pass the kernel's counters."""
+    x = array(image[0], 4, *image[1:])
+    for axis in backwards:
+        x = np.flip(x, axis)
+    problem: Any = checked_call(cupyconv.conv, x, array(4, 1, *kernel), groups=4, on=GPU, **window).problem
+    chosen = depthwise.listed_kernel(problem.geometry, problem.xs, (problem.out,), depthwise.KERNELS)
+    assert chosen == found
+
+
+@pytest.mark.parametrize("stride, phases", [(1, 1), (2, 4), ((2, 1), 2), ((1, 3), 3)])
+def test_phases_multiply_as_often_as_they_have_taps_and_say_how_many_they_are(stride, phases):
+    """Of each element that a tap brings to the result: padding and phases without taps are none."""
+    x, weight = array(2, 32, 9, 11), array(32, 16, 3, 3)
+    plan = cupyconv.explain(cupyconv.conv_transpose, x, weight, stride=stride, method="implicit_gemm", on=GPU)
+    (launch,) = launches(plan, "implicit_gemm")
+    words = "convolution" if phases == 1 else f"{phases} convolutions side by side"
+    assert words in str(plan)
+    steps = (stride, stride) if isinstance(stride, int) else stride
+    sizes = [(n - 1) * s + 3 for n, s in zip((9, 11), steps)]
+    pairs = functools.reduce(
+        lambda total, axis: total * sum(len(range(at % axis[1], 3, axis[1])) for at in range(axis[0])),
+        zip(sizes, steps),
+        1,
+    )
+    assert launch.flops == 2 * 2 * 32 * 16 * pairs
+
+
+def test_a_repeated_border_is_not_folded_in_16_bits():
+    grad, weight = array(1, 4, 64, 64, dtype="float16"), array(4, 4, 9, 9, dtype="float16")
+    with pytest.raises(ValueError, match="rounded twice"):
+        cupyconv.explain(
+            cupyconv.conv_grad_input, grad, weight, (1, 4, 64, 64), padding=4, padding_mode="reflect",
+            method="fft", on=GPU,
+        )  # fmt: skip

@@ -284,6 +284,15 @@ def test_blocks_that_wait_take_many_tiles_of_samples(cuda_target, on_gpu, cell, 
     assert launch.kernel.name == "recurrent_gradient_persistent" and launch.grid == (3, 1, 2)
 
 
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_few_blocks_that_wait(cuda_target, cell):
+    """So few that a race detector knows all their threads; the gru has two barriers a step."""
+    sizes = 3, 3, 2, 10
+    layer = Layer(cell, "forward", sizes, frozenset(Gradients._fields), dtype=np.float32, linear_before_reset=False)
+    (launch,) = kernels_of_gradients(cuda_target, layer)
+    assert launch.kernel.name == "recurrent_gradient_persistent" and launch.grid == (2, 1, 1)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
 def test_blocks_that_wait_without_tensor_cores(cuda_target, on_gpu, dtype):
     on_gpu("sm_75", 40)

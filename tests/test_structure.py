@@ -51,7 +51,7 @@ OUTSIDE = {
     "cupyconv.problem": set(),
     "cupyconv.problem.arrays": {"numpy", "ml_dtypes"},
     "cupyconv.numpy": {"numpy", "scipy", "threadpoolctl"},
-    "cupyconv.cuda.run": {"numpy", "cupy", "cupy_backends"},
+    "cupyconv.cuda.run": {"numpy", "cupy", "cupy_backends", "cuda"},  # `cuda` finds libraries for CuPy
     "cupyconv.demo": {"numpy", "cupy", "matplotlib"},
     "cupyconv.interop": {"numpy", "ml_dtypes", "cupy", "torch", "jax", "dask", "onnx"},
     "cupyconv.bench": {"numpy", "threadpoolctl"},

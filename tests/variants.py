@@ -148,6 +148,8 @@ def all_variants() -> tuple[Kernel, ...]:
             for width in vector_widths(ITEMSIZE[dtype])
         ),
         *(_kernel("pack_weight", DTYPE=f"bits{8 * size}") for size in sorted({ITEMSIZE[d] for d in REAL_DTYPES})),
+        *(_kernel("exchange_weight", DTYPE=f"bits{8 * size}") for size in sorted(set(ITEMSIZE.values()))),
+        *(_kernel("exchange_weight", DTYPE=dtype) for dtype in DTYPES if is_complex(dtype)),
         *(
             _kernel("channels_last", DTYPE=dtype, **prologue)
             for prologue in PROLOGUES

@@ -5,6 +5,8 @@ A result is lazy, and one task computes a chunk of it, by the function of the sa
     chunks of x    |........|........|........|        a chunk of the result reads its own chunk of x
     one of y             ===|========|==               and a halo: the rows next to it, cut from its neighbours
 
+Where the chunks are views of one NumPy array, as those of `dask.array.from_array` are, so is the chunk with its halo.
+
 Along each axis the geometry of the whole call says what a chunk of the result reads, to the element: stride and dilation go
 on across borders of chunks, padding is at the ends of the whole image alone, and no chunk overlaps another.  Where a
 halo is thin, one more task for each chunk of x copies what its neighbours need, so that they hold that and not the chunk.
@@ -30,12 +32,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise, product
 from math import isnan, prod
+from mmap import mmap
 from typing import Any
 
 import dask.array as da
 import numpy as np
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+from numpy.lib.stride_tricks import as_strided
 
 import cupyconv
 from cupyconv.call.explain import checked_call
@@ -482,7 +486,7 @@ class _Block:
     cut: tuple[int | None, ...]
 
     def of(self, chunks: Iterator[Any], like: Any) -> Any:
-        """The block: a view where it is one piece, else a copy of the pieces; zeros where there are none."""
+        """The block: a view where it is one piece, or lies in one array, else a copy of the pieces; zeros where there are none."""
         pieces = []
         for runs, number in zip(product(*self.axes), self.cut):
             chunk = next(chunks)
@@ -490,21 +494,53 @@ class _Block:
         if len(pieces) == 1 and pieces[0].shape == self.shape:
             return pieces[0]
         covered = prod(sum(run.at.stop - run.at.start for run in runs) for runs in self.axes) == prod(self.shape)
+        if covered and isinstance(like, np.ndarray) and (view := self._in_one_array(pieces)) is not None:
+            return view
         block = (np.empty_like if covered else np.zeros_like)(like, shape=self.shape)
         for runs, piece in zip(product(*self.axes), pieces):
             block[tuple(run.at for run in runs)] = piece
         return block
 
+    def _in_one_array(self, pieces: list[np.ndarray]) -> np.ndarray | None:
+        """The block where its pieces lie in an array as they would in the block, as chunks of an array in memory do."""
+        if not pieces:
+            return None
+        strides, whole = pieces[0].strides, _owner(pieces[0])
+        for runs, piece in zip(product(*self.axes), pieces):
+            begins = [run.at.start for run in runs]
+            place = pieces[0].ctypes.data + sum(begin * step for begin, step in zip(begins, strides))
+            shape = tuple(run.at.stop - run.at.start for run in runs)
+            if (piece.shape, piece.strides, piece.ctypes.data) != (shape, strides, place) or _owner(piece) is not whole:
+                return None
+        return as_strided(pieces[0], self.shape, strides, writeable=False)
+
+
+def _owner(array: np.ndarray) -> Any:
+    """What has the memory of an array: another one, or a file's map."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray) and owner.base is not None:
+        owner = owner.base
+    return owner
+
 
 @dataclass(frozen=True)
 class _Cut:
-    """The task that copies from a chunk what its neighbours need of it."""
+    """The task that takes from a chunk what its neighbours need of it: copies, so that they do not hold the chunk."""
 
     chunk: tuple[Any, ...]
     pieces: list[tuple[slice, ...]] = field(default_factory=list)
 
     def __call__(self, chunk: Any) -> list[Any]:
-        return [chunk[piece].copy() for piece in self.pieces]
+        pieces = [chunk[piece] for piece in self.pieces]
+        return pieces if _is_part(chunk) else [piece.copy() for piece in pieces]
+
+
+def _is_part(chunk: Any) -> bool:
+    """Whether a chunk is a view of an array, in memory or in a file, that has other chunks too: that one is there anyway."""
+    owner = _owner(chunk) if isinstance(chunk, np.ndarray) else None
+    if isinstance(owner, (np.ndarray, mmap)):
+        return (owner.nbytes if isinstance(owner, np.ndarray) else len(owner)) >= 2 * chunk.nbytes
+    return False
 
 
 class _Image:

@@ -17,7 +17,7 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.block_loops import BlockLoop
-from cupyconv.numpy.chain_fused import plan_fused
+from cupyconv.numpy.chain_fused import ChainLoop, plan_fused
 from cupyconv.numpy.choice import long_loop
 from cupyconv.numpy.convolution import plan_conv
 from cupyconv.problem.arrays import Operand, dtype_from_name
@@ -66,17 +66,16 @@ def _fused(problem: ChainProblem) -> _Way:
     loop, sizes, seconds = plan_fused(problem)
     samples, rows = loop.tile
     reason = f"tiles of {samples} samples x {rows} rows go through all layers"
-    return _Way(_planned(problem, "fused", reason, loop, sizes, seconds, loop.turns), seconds)
+    return _Way(_planned(problem, "fused", reason, loop, sizes, seconds), seconds)
 
 
 def _planned(
     problem: ChainProblem,
     method: str,
     reason: str,
-    loop: NumpyStep,
+    loop: LayersLoop | ChainLoop,
     sizes: Mapping[str, int],
     seconds: float,
-    turns: int,
     notes: tuple[str, ...] = (),
 ) -> Plan:
     return problem.planned(
@@ -85,7 +84,7 @@ def _planned(
         method=method,
         reason=reason,
         price=cost.by_model(seconds),
-        notes=_notes(problem) + notes + long_loop(turns),
+        notes=_notes(problem) + notes + long_loop(loop.turns, loop.calls),
     )
 
 
@@ -137,6 +136,11 @@ class LayersLoop(NumpyStep):
     def turns(self) -> int:
         """How often something is computed in turn."""
         return sum(times * loop.turns for times, loop in self._runs)
+
+    @property
+    def calls(self) -> float:
+        """Calls of NumPy, or what of Python takes as long."""
+        return sum(times * loop.calls for times, loop in self._runs)
 
     def __str__(self) -> str:
         lines = [f"loop     {len(self.problem.layers)} layers, {self.samples} sample(s) at a time, {self.times} times"]
@@ -211,7 +215,7 @@ def _layer_by_layer(problem: ChainProblem, samples: int, *, beside_images: bool)
         notes = (
             f"the images between layers take {size:,} bytes for {of}, beyond the workspace limit of {problem.limit:,}",
         )
-    plan = _planned(problem, "unfused", "one layer after the other", loop, sizes, loop.seconds, loop.turns, notes)
+    plan = _planned(problem, "unfused", "one layer after the other", loop, sizes, loop.seconds, notes)
     return _Way(plan, loop.seconds, beside_images)
 
 

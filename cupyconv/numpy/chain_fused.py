@@ -116,6 +116,11 @@ class ChainLoop(NumpyStep):
         """How often something is computed in turn, about."""
         return self.tiles_count * sum(max(loop.turns for loop in loops) for loops in self.loops if loops)
 
+    @property
+    def calls(self) -> float:
+        """Calls of NumPy, or what of Python takes as long, about."""
+        return self.tiles_count * sum(PART_CALLS + max(loop.calls for loop in loops) for loops in self.loops if loops)
+
     @cached_property
     def _kept(self) -> dict[tuple[int, range], list[tuple[Part, ...]]]:
         """The tiles of bands that have few."""

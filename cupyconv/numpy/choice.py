@@ -33,8 +33,8 @@ FEW_PRODUCTS = 1_000_000
 LEAST_SHARE = 4 << 10
 #: How much longer a loop may take on half of its threads than the best does, where it is cut anew for these.
 FEWER_THREADS = 1.25
-#: What a turn of a loop takes at the least.
-TURN_SECONDS = 10e-6
+#: Calls of a turn of a loop over small blocks whose calls are not counted; and seconds of a loop that are worth a note.
+TURN_CALLS, LONG_LOOP = 13, 0.5
 
 #: Why a method is a GPU's, or a convolution's only.
 ELSEWHERE = {
@@ -134,7 +134,8 @@ class Draft(NamedTuple):
             reason=self.way.reason(problem.geometry),
             price=cost.by_model(self.seconds),
             bytes_moved=problem.minimal_bytes * max(1, len(self.loops)),
-            notes=problem.notes + long_loop(sum(loop.turns for loop in self.loops)),
+            notes=problem.notes
+            + long_loop(sum(loop.turns for loop in self.loops), sum(loop.calls for loop in self.loops)),
         )
 
 
@@ -173,7 +174,7 @@ def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[Bl
         problem = replace(problem, machine=replace(host, threads=fewer))
 
 
-def long_loop(turns: int) -> tuple[str, ...]:
-    """A note where the loop itself takes long, whatever its turns do."""
-    seconds = turns * TURN_SECONDS
-    return (f"a loop in Python of {turns:,} turns: {seconds:,.0f} s or more",) if seconds >= 1 else ()
+def long_loop(turns: int, calls: float = 0) -> tuple[str, ...]:
+    """A note where the calls of the loop itself take long, whatever they do."""
+    seconds = (calls or turns * TURN_CALLS) * cost.CALL
+    return (f"a loop in Python of {turns:,} turns: about {seconds:,.1f} s",) if seconds >= LONG_LOOP else ()

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 CALL = 2.3e-6
 #: What a call takes longer where threads wait for each other to let go of the interpreter.
 HANDOVER = 1.7e-6
+#: Calls that it takes as long as to work out what a tap of a block reads, where blocks are more than it is kept of.
+REGION_CALLS = 10
 #: Other threads that are woken, and waited for at the end.
 WAKE = 120e-6
 #: Seconds of work for which another thread is worth waking.
@@ -311,12 +313,20 @@ def least_direct(problem: ProductsProblem) -> float:
 #: Seconds of an element times a tap: in a run, in one that is short where taps lie along several axes, and of elements that
 #: strides keep apart; and of a run of channels that begins.
 SCALED, SCALED_SHORT, SCALED_APART, CHANNELS = 160e-12, 430e-12, 1.3e-9, 15e-9
+#: Seconds of an element times a tap in NumPy's `correlate`, by the bytes of an element.
+CORRELATED = {4: 270e-12, 8: 220e-12}
 
 
 def scaled(elements: float, problem: ProductsProblem, channels: int = 0, is_short: bool = False) -> float:
     """Elements times taps, in runs of memory, or of so many channels."""
     own = SCALED_SHORT if is_short else SCALED
     return elements * (own * multiply_adds(problem) + (CHANNELS / channels if channels else 0))
+
+
+def correlated(elements: float, problem: ProductsProblem) -> float:
+    """A line by NumPy's `correlate`, and its way into the sums."""
+    own = CORRELATED[ITEMSIZE[accumulator(problem.dtype)]]
+    return elements * own * problem.geometry.kernel[2] + copied(elements, elements, problem.dtype)
 
 
 def scaled_apart(elements: float, problem: ProductsProblem) -> float:

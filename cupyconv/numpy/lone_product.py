@@ -16,6 +16,8 @@ copied in a third of the time of short ones.  Nobody reads the sums between rows
     windows of 2 x 3 taps,      . . . . . .     columns of tap (0, 0)    from 0 on     . . . . . . . . . .
     2 x 4 of them               . . . . . .     columns of tap (1, 2)    from 8 on     . . . . . . . . . .
                                 . . . . . .     sums                                   y y y y - - y y y y
+
+A signal and one filter of few taps need no columns: NumPy's `correlate` has a loop for them.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy import add
+from numpy import add, correlate
 from numpy.lib.stride_tricks import as_strided
 
 from cupyconv.numpy import cost
@@ -58,15 +60,18 @@ def is_lone(loop: Product) -> bool:
 class _Memory(NamedTuple):
     """What one call at a time writes."""
 
-    columns_of: Callable[[np.ndarray], np.ndarray]
+    columns_of: Callable[[np.ndarray], np.ndarray]  # or the line that is correlated
     sums: np.ndarray | None  # where they are not the result
     pixels: np.ndarray | None  # of the sums, in an image of five axes
 
 
 class LoneProduct:
-    """What runs such a loop; `is_view` says that the image is columns as it lies."""
+    """What runs such a loop; `is_view` says that the image is columns as it lies.
 
-    def __init__(self, loop: Product, is_view: bool) -> None:
+    Where it `may_correlate`, it does so if that takes less, or if its columns are not small.
+    """
+
+    def __init__(self, loop: Product, is_view: bool, may_correlate: bool, is_small: bool) -> None:
         problem, geometry = loop.problem, loop.geometry
         self._problem, self._geometry, self._dtype, self._is_view = problem, geometry, loop.sums_dtype, is_view
         self._activate, self._x = loop.activate, problem.xs[0].name
@@ -91,6 +96,12 @@ class LoneProduct:
             if seconds < self.work:
                 self.work, self._length, self._steps = seconds, run, steps
                 self._windows = (*tile.windows_shape[:4], run), (*strides[:4], self._dtype.itemsize)
+        #: Whether it needs no columns.
+        self.correlates = False
+        if may_correlate:
+            seconds = self._tile_seconds + cost.correlated(self._length, problem)
+            if seconds < self.work or not is_small:
+                self.work, self.correlates = seconds, True
         self._weight_shape = geometry.out_channels, geometry.reduction
         self._columns_shape = geometry.reduction, self._length
         self._sums_shape = geometry.out_channels, self._length
@@ -105,13 +116,19 @@ class LoneProduct:
         product = cost.product(geometry.out_channels, geometry.reduction, length, problem)
         if self._is_view:
             return product
-        tile = 0.0 if self._reads_image else cost.copied(prod(self._tile.shape), self._tile.shape[4], problem.x_dtype)
-        return tile + cost.copied(geometry.reduction * length, run, problem.x_dtype) + product
+        return self._tile_seconds + cost.copied(geometry.reduction * length, run, problem.x_dtype) + product
+
+    @property
+    def _tile_seconds(self) -> float:
+        """What it takes to copy x to the tile."""
+        shape = self._tile.shape
+        return 0.0 if self._reads_image else cost.copied(prod(shape), shape[4], self._problem.x_dtype)
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the tile, columns and sums."""
-        elements = 0 if self._is_view else prod(self._tile.shape) + prod(self._columns_shape)
+        columns = 0 if self.correlates else prod(self._columns_shape)
+        elements = 0 if self._is_view else prod(self._tile.shape) + columns
         return (elements + (not self._in_place) * prod(self._sums_shape)) * self._dtype.itemsize
 
     def run(self, arrays: Mapping[str, Any]) -> None:
@@ -129,8 +146,10 @@ class LoneProduct:
         columns_of, sums, pixels = memory
         if sums is None:
             sums = out.reshape(self._sums_shape)
-        # The method of an array takes half the time of `np.matmul`.
-        arrays["weight"].reshape(self._weight_shape).dot(columns_of(arrays[self._x]), sums)
+        if self.correlates:
+            sums[0] = correlate(columns_of(arrays[self._x]), arrays["weight"].reshape(-1))
+        else:  # the method of an array takes half the time of `np.matmul`
+            arrays["weight"].reshape(self._weight_shape).dot(columns_of(arrays[self._x]), sums)
         if "bias" in arrays:
             add(sums, arrays["bias"][:, None], sums)
         if pixels is not None:
@@ -165,6 +184,8 @@ class LoneProduct:
             def of_image(x: np.ndarray) -> np.ndarray:
                 if x.dtype != dtype or not x.flags.c_contiguous:  # the other byte order; strides between elements
                     x = np.ascontiguousarray(x, dtype)
+                if self.correlates:
+                    return x.reshape(-1)
                 columns = np.empty(windows_shape, dtype)
                 columns[...] = np.ndarray(windows_shape, dtype, x, begin, strides)
                 return columns.reshape(shape)
@@ -183,6 +204,8 @@ class LoneProduct:
         def of_tile(x: np.ndarray) -> np.ndarray:
             for inside, elements in parts:
                 inside[...] = five_axes(x)[elements]
+            if self.correlates:
+                return tile.reshape(-1)
             columns = np.empty(windows_shape, dtype)
             columns[...] = windows
             return columns.reshape(shape)

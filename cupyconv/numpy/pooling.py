@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from cupyconv.numpy.avg_pool import AvgPool, AvgPoolGradient
+from cupyconv.numpy.choice import long_loop
 from cupyconv.numpy.max_pool import LargestPlaces, MaxPool, MaxPoolGradient
 from cupyconv.numpy.pool_blocks import PoolingStep
 from cupyconv.problem.passes import (
@@ -36,4 +37,5 @@ def plan_pooling(problem: PoolingProblem) -> Plan:
     """One number of every window; or each window's gradient, at the elements that it came from."""
     step = LargestPlaces if isinstance(problem, MaxPoolProblem) and problem.indices else STEPS[type(problem)]
     steps = [step.of(one) for one in problem.each]
-    return problem.planned(steps, {"blocks": max((one.workspace for one in steps), default=0)})
+    notes = problem.notes + long_loop(sum(one.blocks for one in steps))
+    return problem.planned(steps, {"blocks": max((one.workspace for one in steps), default=0)}, notes=notes)

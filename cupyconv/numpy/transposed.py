@@ -16,7 +16,7 @@ from cupyconv.numpy.choice import FFT, Method, choose
 from cupyconv.numpy.convolution import LONE_PIXELS, MEMORY_BLOCK, SHORT_CALL, is_matrix
 from cupyconv.numpy.gathered import GatheredLoop, plan_gathered
 from cupyconv.numpy.scattered import Piece, ScatteredLoop, ScatteredRun, x_is_factor
-from cupyconv.numpy.windows import tap_boxes
+from cupyconv.numpy.windows import KEPT_REGIONS, tap_boxes
 from cupyconv.problem.arrays import accumulator, dtype_from_name, dtype_name
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Plan
@@ -188,6 +188,11 @@ class ScatteredTaps(ScatteredLoop):
     @property
     def work(self) -> float:
         return cost.OF_ONE_TAP * self.products_work(min(self.taps, self.geometry.taps)) + self.added_work
+
+    @property
+    def calls(self) -> float:
+        unkept = self.turns > KEPT_REGIONS * self.blocks  # of each product's taps, which are windows of their own
+        return super().calls + 2 * cost.REGION_CALLS * self.turns * unkept
 
     def add(self, run: ScatteredRun, sums: list[Piece], block: tuple[range, range], pixels: tuple[range, ...]) -> None:
         samples, channels = block

@@ -54,6 +54,8 @@ _KEPT_BLOCKS = 128
 #: Taps up to which what each reads is kept: a small convolution is bound by working it out; a large one is not, and would
 #: keep megabytes.
 _KEPT_TAPS = 64
+#: Blocks of which what they read is kept: a loop over more of them works it out anew for each.
+KEPT_REGIONS = 256
 #: What one block's regions take at the most, where they are slices: their key, with all that a geometry works out later, and each.
 _KEY_BYTES, _REGION_BYTES = 3072, 1024
 #: Bytes of a tile up to which zeros are written all over it: one long write takes less than several short ones.
@@ -136,7 +138,7 @@ def _most_bytes(windows: Windows, regions: int) -> int | None:
     return _KEY_BYTES + _REGION_BYTES * regions if windows.padding_mode == "constant" else None
 
 
-_TAP_REGIONS: Cache[tuple[tuple[Region, ...], ...]] = Cache(256)
+_TAP_REGIONS: Cache[tuple[tuple[Region, ...], ...]] = Cache(KEPT_REGIONS)
 
 
 def _tap_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[Region, ...], ...]:

@@ -14,8 +14,8 @@ a view: of the weight by strides, of x cut where a window would begin inside it,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import pairwise, product, starmap
 from math import gcd, prod
 
 from cupyconv.problem.arrays import Operand
@@ -75,23 +75,82 @@ def phases_of(geometry: ConvGeometry) -> list[tuple[AxisPhase, ...]]:
     return list(product(*axes))
 
 
-def phase_problems(problem: TransposedProblem) -> list[ConvProblem]:
-    """A convolution for each phase of each result; NotApplicable where no convolutions compute the same."""
+def phase_problems(problem: TransposedProblem, weight: Operand) -> list[ConvProblem]:
+    """A convolution for each phase of each result, with the exchanged `weight`; NotApplicable where none computes the same."""
     geometry = problem.geometry
     if geometry.padding_mode != "constant":
         raise NotApplicable(f"padding_mode {geometry.padding_mode!r} folds elements of several phases together")
-    if problem.conjugate:
-        raise NotApplicable("the weight is conjugated")
-    if geometry.groups > 1 and len(problem.outs) > 1:
-        raise NotApplicable("several results of a grouped convolution")
     phases = phases_of(geometry)
     return [
         phase_problem(
-            problem, phase, out, _weight(problem, phase, out.shape[1], first) if is_reached(phase) else problem.weight
+            problem, phase, out, _taps(weight, phase, out.shape[1], first) if is_reached(phase) else problem.weight
         )
         for out, first in zip(problem.outs, geometry.channel_offsets)
         for phase in phases
     ]
+
+
+def exchanged_view(problem: TransposedProblem) -> Operand | None:
+    """The weight as convolutions with x take it, (channels of the results, outputs of a group, taps); None where no view is that."""
+    weight, geometry = problem.weight, problem.geometry
+    outputs, inputs = weight.stride_c, weight.stride_n
+    if problem.conjugate:
+        return None
+    if geometry.groups > 1:
+        if geometry.group_channels == 1:
+            outputs = geometry.group_outputs * weight.stride_n
+        elif geometry.group_outputs == 1 and weight.stride_n == geometry.group_channels * weight.stride_c:
+            inputs = 0
+        else:
+            return None
+    return weight.view(exchanged_shape(geometry), (outputs, inputs, *weight.strides[2:]), 0)
+
+
+def exchanged_shape(geometry: ConvGeometry) -> tuple[int, ...]:
+    """That of the weight, outputs and channels of each group exchanged."""
+    return (geometry.in_channels, geometry.group_outputs, *geometry.kernel)
+
+
+def results_apart(problem: TransposedProblem) -> list[TransposedProblem]:
+    """Problems of a result each that has whole groups, or channels of one of them; without groups the problem itself."""
+    geometry = problem.geometry
+    channels, outputs = geometry.group_channels, geometry.group_outputs
+    if geometry.groups == 1 or len(problem.outs) == 1:
+        return [problem]
+    parts = []
+    for out, begin in zip(problem.outs, geometry.channel_offsets):
+        end = begin + out.shape[1]
+        whole = min(-(-begin // channels) * channels, end), max(end // channels * channels, begin)
+        for own in starmap(range, pairwise(sorted({begin, *whole, end}))):
+            groups = range(own.start // channels, -(-own.stop // channels))
+            of_groups = range(groups.start * outputs, groups.stop * outputs)
+            weight = problem.weight
+            parts.append(
+                replace(
+                    problem,
+                    geometry=replace(geometry, channels=(len(own),), out_channels=len(of_groups), groups=len(groups)),
+                    xs=_some_channels(problem.xs, of_groups),
+                    outs=_some_channels((out,), range(own.start - begin, own.stop - begin)),
+                    weight=weight.view(
+                        (len(of_groups), len(own) // len(groups), *weight.shape[2:]),
+                        weight.strides,
+                        of_groups.start * weight.stride_n + own.start % channels * weight.stride_c,
+                    ),
+                )
+            )
+    return parts
+
+
+def _some_channels(images: tuple[Operand, ...], wanted: range) -> tuple[Operand, ...]:
+    """These of the images' channels, which are counted through all of them."""
+    found, begin = [], 0
+    for image in images:
+        own = range(max(wanted.start - begin, 0), min(wanted.stop - begin, image.shape[1]))
+        if own:
+            shape = (image.shape[0], len(own), *image.shape[2:])
+            found.append(image.view(shape, image.strides, own.start * image.stride_c))
+        begin += image.shape[1]
+    return tuple(found) or images[:1]
 
 
 def is_reached(phase: tuple[AxisPhase, ...]) -> bool:
@@ -139,22 +198,13 @@ def phase_problem(
     )
 
 
-def _weight(problem: TransposedProblem, phase: tuple[AxisPhase, ...], channels: int, first: int) -> Operand:
-    """The taps of a phase, with outputs and channels exchanged."""
-    weight, geometry = problem.weight, problem.geometry
-    outputs, inputs = weight.stride_c, weight.stride_n
-    if geometry.groups > 1:
-        if geometry.group_channels == 1:
-            outputs = geometry.group_outputs * weight.stride_n
-        elif geometry.group_outputs == 1 and weight.stride_n == geometry.group_channels * weight.stride_c:
-            inputs = 0
-        else:
-            raise NotApplicable("the weight of several groups, transposed within each, is no strided view")
+def _taps(weight: Operand, phase: tuple[AxisPhase, ...], channels: int, first: int) -> Operand:
+    """The taps of a phase, of the channels of a result, which begin with `first`."""
     taps = [axis.taps for axis in phase]
-    offset = first * weight.stride_c + sum(t[0] * step for t, step in zip(taps, weight.strides[2:]))
+    offset = first * weight.stride_n + sum(t[0] * step for t, step in zip(taps, weight.strides[2:]))
     return weight.view(
-        (channels, geometry.group_outputs, *map(len, taps)),
-        (outputs, inputs, *(t.step * step for t, step in zip(taps, weight.strides[2:]))),
+        (channels, weight.shape[1], *map(len, taps)),
+        (*weight.strides[:2], *(t.step * step for t, step in zip(taps, weight.strides[2:]))),
         offset,
     )
 

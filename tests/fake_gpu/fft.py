@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import POINTER, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
+from itertools import cycle
 from math import prod
 from typing import Any
+
+import numpy as np
 
 from cupyconv.cuda.run.device import TransformArguments
 from tests.fake_gpu.calls import exported
@@ -17,7 +19,7 @@ CUFFT: dict[str, Any] = {}
 
 _VERSION = 12000
 #: cufftResult
-_INVALID_VALUE, _NOT_SUPPORTED = 4, 16
+_INVALID_PLAN, _INVALID_VALUE, _EXECUTION_FAILED, _NOT_SUPPORTED = 1, 4, 6, 16
 _FORWARD, _INVERSE = -1, 1
 
 
@@ -29,6 +31,7 @@ class Plan:
     stream: int | None = None
     work_area: int = 0
     work_bytes: int = 0
+    is_destroyed: bool = False
 
 
 def cufft(*types: Any) -> Any:
@@ -43,6 +46,7 @@ def cufftCreate(plan: Any) -> None:
 @cufft(c_int)
 def cufftDestroy(plan: int) -> None:
     MACHINE.wait_for_all()
+    MACHINE.find(plan, Plan).is_destroyed = True
     MACHINE.forget(plan, Plan)
 
 
@@ -73,6 +77,7 @@ _INTS = POINTER(c_int)
 @cufft(c_int, c_int, _INTS, _INTS, c_int, c_int, _INTS, c_int, c_int, c_int, c_int, POINTER(c_size_t))
 def cufftMakePlanMany(plan: int, rank: int, size: Any, inembed: Any, *rest: Any) -> None:
     istride, idist, onembed, ostride, odist, kind, batch, work = rest
+    MACHINE.refuse_in_capture()
     if not inembed or not onembed:
         raise CudaError(_NOT_SUPPORTED, "the basic layout")
     direction = _INVERSE if fft.TYPES[kind].target.startswith("float") else _FORWARD
@@ -102,14 +107,29 @@ def execute_complex(plan: int, source: int, target: int, direction: int) -> None
 
 
 def _enqueue(plan: Plan, arguments: TransformArguments, source: int, target: int) -> None:
-    stream = MACHINE.stream(plan.stream)
-    if stream.capture is not None:
-        raise CudaError(_NOT_SUPPORTED, "a graph would not own the work area")
     area, nbytes = plan.work_area, plan.work_bytes
+    mark = next(_marks)
 
-    def work() -> None:
-        MACHINE.allocation(area, area + nbytes)  # it is still there
+    def begin() -> None:
+        _memory(area, nbytes).fill(mark)
+
+    def end() -> None:
+        if plan.is_destroyed:
+            raise CudaError(_INVALID_PLAN, "a graph outlives its plan")
+        if (_memory(area, nbytes) != mark).any():
+            raise CudaError(_EXECUTION_FAILED, "somebody else has worked in the memory of this transform")
         fft.transform(MACHINE.allocation, arguments, source, target)
-        ctypes.memset(area, UNWRITTEN, nbytes)
+        _memory(area, nbytes).fill(UNWRITTEN)
 
-    MACHINE.enqueue(stream, work)
+    for work in (begin, end):
+        MACHINE.enqueue(MACHINE.stream(plan.stream), work)
+
+
+#: What a transform writes where it works, as long as it does.
+_marks = cycle(range(1, UNWRITTEN))
+
+
+def _memory(start: int, nbytes: int) -> np.ndarray:
+    """Device memory, which is still allocated."""
+    memory, first = MACHINE.allocation(start, start + nbytes)
+    return memory[start - first : start - first + nbytes]

@@ -17,6 +17,7 @@ from cupyconv import (
     col2im,
     conv,
     conv_chain,
+    conv_grad_input,
     conv_grad_weight,
     conv_transpose,
     im2col,
@@ -141,6 +142,10 @@ def _weight_gradient_by_transforms(grad: Any, x: Any, **how: Any) -> Any:
     return conv_grad_weight(grad, x, (9, 9), padding=4, padding_mode="wrap", groups=grad.shape[1] // 7 or 5, **how)
 
 
+def _grouped_input_gradient(grad: Any, weight: Any, **how: Any) -> Any:
+    return conv_grad_input(grad, weight, (2, 6, 19, 35), padding=4, groups=2, **how)
+
+
 def _lstm(*arrays: Any, **how: Any) -> Any:
     y, (h, c) = lstm(*arrays, **how)
     return y, h, c
@@ -168,6 +173,9 @@ CALLS: dict[str, SmokeCall] = {
     "implicit_gemm": SmokeCall(REAL, (IMAGE, WEIGHT), _same, IMPLICIT),
     "pack_weight": SmokeCall(REAL, (IMAGE, (9, 5, 1, 3)), _same, IMPLICIT),
     "channels_last": SmokeCall(TENSOR_CORES, (IMAGE, (8, 5, 3, 3)), _moved, IMPLICIT, of_few_bits=True),
+    "exchange_weight": SmokeCall(
+        tuple(dtype for dtype in ALL if is_complex(dtype)), ((2, 8, 19, 35), (8, 3, 9, 9)), _grouped_input_gradient, FFT
+    ),
     "im2col": SmokeCall(ALL, (IMAGE,), lambda x: im2col(x, (3, 3), padding=1)),
     "col2im": SmokeCall(ALL, ((2, 45, 19 * 35),), lambda columns: col2im(columns, (19, 35), (3, 3), padding=1)),
     "epilogue": SmokeCall(ALL, (IMAGE, WEIGHT, (7,)), _biased, GEMM),

@@ -383,6 +383,9 @@ class HostDevice:
         )
         blas.gemm_strided_batched(self.allocation, arguments)
 
+    def check_captured(self, transforms: Sequence[TransformArguments]) -> None:
+        """All were made when they were loaded."""
+
     def load_transform(self, arguments: TransformArguments, work_bytes: int) -> Callable[[int, int], None]:
         """What calls ``cufftExecR2C`` and its like; see `fft`."""
         if not self.has_cufft:

@@ -72,6 +72,7 @@ TESTS = {
         "tests/test_host_device.py",
         "tests/test_tensor_core.py",
         "tests/test_recurrent_cuda.py::test_few_blocks_that_wait",
+        "tests/test_recurrent_gradients.py::test_few_blocks_that_wait",
         "-m",
         "host_device",
     ],

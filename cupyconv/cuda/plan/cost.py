@@ -58,7 +58,7 @@ RECURRENT = {1: 0.15, 4: 0.35, 8: 0.5}
 
 #: What a warp of recurrent_gradient_persistent.cu issues for one gate of 8 units and another block's 8, by arithmetic and
 #: bytes of an element of the weight, counted as above.
-GRADIENT_ISSUED = {("SPLIT", 2): 23, ("SPLIT", 4): 32, ("FMA", 2): 55, ("FMA", 4): 53, ("FMA", 8): 61}
+GRADIENT_ISSUED = {("TF32X3", 2): 23, ("TF32X3", 4): 32, ("FMA", 2): 55, ("FMA", 4): 53, ("FMA", 8): 61}
 
 # Unmeasured: what lies beside the products.
 

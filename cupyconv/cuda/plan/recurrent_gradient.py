@@ -91,7 +91,7 @@ class _Run:
 
 def gradient_arithmetic(dtype: str, gpu: GpuModel) -> str:
     """By what recurrent_gradient_persistent.cu multiplies: tensor cores have TF32 from sm_80 on."""
-    return "SPLIT" if dtype != "float64" and gpu.capability >= FIRST_MMA["float32"] else "FMA"
+    return "TF32X3" if dtype != "float64" and gpu.capability >= FIRST_MMA["float32"] else "FMA"
 
 
 def shared_bytes(dtype: str, geometry: RecurrentGeometry) -> int:

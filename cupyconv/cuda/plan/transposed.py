@@ -8,7 +8,7 @@ products are the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
@@ -51,7 +51,15 @@ from cupyconv.problem.activations import IDENTITY
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides, product_flops, real_part
 from cupyconv.problem.geometry import even_part, pixel_windows
 from cupyconv.problem.plan import MAX_PHASES, MAX_SOURCES, Address, Buffer, GemmCall, KernelLaunch, Plan, Step
-from cupyconv.problem.polyphase import AxisPhase, is_reached, phase_problems, phases_of
+from cupyconv.problem.polyphase import (
+    AxisPhase,
+    exchanged_shape,
+    exchanged_view,
+    is_reached,
+    phase_problems,
+    phases_of,
+    results_apart,
+)
 from cupyconv.problem.problems import ConvProblem, NotApplicable, TransposedProblem, inputs_with_channels
 from cupyconv.problem.transforms import no_room
 
@@ -93,8 +101,8 @@ def _draft(method: str, problem: TransposedProblem) -> Draft:
     if method == "fft" and problem.geometry.padding_mode != "constant":
         return _draft_folded(problem)
     if method == "implicit_gemm":
-        return _draft_implicit_gemm(problem)
-    return _draft_gemm(problem) if method == "gemm" else _as_convolutions(method, problem)
+        return _by_convolutions(method, problem, _draft_implicit_gemm)
+    return _draft_gemm(problem) if method == "gemm" else _by_convolutions(method, problem)
 
 
 def _draft_direct(problem: TransposedProblem) -> Draft:
@@ -103,7 +111,7 @@ def _draft_direct(problem: TransposedProblem) -> Draft:
     launches = [_launch(problem, out, first) for out, first in zip(problem.outs, problem.geometry.channel_offsets)]
     drafts = [Draft("direct", tuple(launches), reason="general kernel")]
     with suppress(NotApplicable):
-        drafts.append(_as_convolutions("direct", problem))
+        drafts.append(_by_convolutions("direct", problem))
     return cheapest(drafts, problem.gpu)
 
 
@@ -144,22 +152,71 @@ def _draft_gemm(problem: TransposedProblem) -> Draft:
     if geometry.out_channels == 0:
         raise NotApplicable("there are no input channels to sum over")
     if geometry.is_pointwise and geometry.groups == 1 and not problem.conjugate:
-        return _as_convolutions("gemm", problem)
+        return _by_convolutions("gemm", problem)
     return _GemmPlanner(problem).draft()
 
 
-def _as_convolutions(method: str, problem: TransposedProblem) -> Draft:
-    """Ordinary convolutions with x, each of which is a part of a result."""
-    drafts = [draft_conv(method, part) for part in phase_problems(problem)]
+def _as_convolutions(method: str, problem: TransposedProblem, weight: Operand) -> Draft:
+    """Ordinary convolutions of x with the exchanged `weight`, each of which is a part of a result."""
+    drafts = [draft_conv(method, part) for part in phase_problems(problem, weight)]
     kinds = ", ".join(dict.fromkeys(draft.reason for draft in drafts))
     return in_sequence(method, drafts, f"{len(drafts)} convolution(s) with x: {kinds}")
 
 
-def _draft_implicit_gemm(problem: TransposedProblem) -> Draft:
+def _by_convolutions(
+    method: str,
+    problem: TransposedProblem,
+    draft_of: Callable[[str, TransposedProblem, Operand], Draft] = _as_convolutions,
+) -> Draft:
+    """What `draft_of` makes of the weight with outputs and channels exchanged: a view of it, or a copy in workspace.
+
+    Of several results of a grouped convolution each is computed by itself, from its own groups.
+    """
+    parts = results_apart(problem)
+    if len(parts) > 1:
+        drafts = [_by_convolutions(method, part, draft_of) for part in parts]
+        return in_sequence(method, drafts, f"{len(parts)} parts of the results: {drafts[0].reason}")
+    (problem,) = parts
+    if weight := exchanged_view(problem):
+        return draft_of(method, problem, weight)
+    launch, buffer, weight = _exchange(problem)
+    room = problem.limit - buffer.space
+    if room < 0:
+        raise NotApplicable(
+            f"the weight exchanged takes {buffer.nbytes:,} bytes, the workspace limit is {problem.limit:,}"
+        )
+    draft = draft_of(method, replace(problem, workspace_limit=room), weight)
+    return replace(draft, steps=(launch, *draft.steps), workspace=(*draft.workspace, buffer))
+
+
+def _exchange(problem: TransposedProblem) -> tuple[KernelLaunch, Buffer, Operand]:
+    """The launch that copies the weight, outputs and channels of each group exchanged; where to; and what is there then."""
+    weight, geometry = problem.weight, problem.geometry
+    shape = exchanged_shape(geometry)
+    exchanged = Operand("exchanged weight", weight.dtype, shape, c_strides(shape))
+    elements = prod(shape)
+    launch = KernelLaunch(
+        variant("exchange_weight", DTYPE=weight.dtype if problem.conjugate else f"bits{8 * weight.itemsize}"),
+        *grid_and_block(1, elements, 1, 1, 256),
+        (
+            ("weight", image(weight)),
+            ("exchanged", Address(exchanged.name)),
+            ("elements", elements),
+            ("kernel", geometry.kernel),
+            ("group_channels", geometry.group_channels),
+            ("group_outputs", geometry.group_outputs),
+        ),
+        purpose="the weight, outputs and channels exchanged" + ", conjugated" * problem.conjugate,
+        bytes_moved=2 * weight.nbytes,
+    )
+    return launch, Buffer(exchanged.name, elements * weight.itemsize), exchanged
+
+
+def _draft_implicit_gemm(method: str, problem: TransposedProblem, weight: Operand) -> Draft:
     """The phases of each result in as few grids as hold them."""
-    parts, phases = phase_problems(problem), phases_of(problem.geometry)
+    parts, phases = phase_problems(problem, weight), phases_of(problem.geometry)
     if len(phases) == 1 or not any(map(is_reached, phases)):
-        return _as_convolutions("implicit_gemm", problem)
+        return _as_convolutions(method, problem, weight)
     drafts = []
     for i in range(0, len(parts), len(phases)):
         of_result = list(zip(phases, parts[i : i + len(phases)]))
@@ -227,7 +284,7 @@ def _draft_folded(problem: TransposedProblem) -> Draft:
         alone = replace(
             problem, geometry=whole, xs=xs, outs=(padded,), bias=None, activation=IDENTITY, workspace_limit=room
         )
-        draft = _as_convolutions("fft", alone)
+        draft = _by_convolutions("fft", alone)
         folds = []
         for out, begin in zip(problem.outs, geometry.channel_offsets):
             windows = replace(

@@ -2,11 +2,13 @@
 
 cuBLAS is deterministic only while a handle, which owns its workspace, serves one stream at a time.  So
 each device, thread and stream has its own, kept in a small cache; and so it is with cuFFT's plans, which share the
-memory that they work in.  (Those that CuPy keeps for `cupy.fft` go from stream to stream.)
+memory that they work in.  (Those that CuPy keeps for `cupy.fft` go from stream to stream.)  In a graph each transform
+works in memory of the graph's.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import warnings
@@ -15,9 +17,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from math import prod
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import cupy
 import numpy as np
@@ -186,18 +188,30 @@ class CupyDevice:
         except ImportError as error:
             raise no_transforms(self, str(error)) from error
 
+        def transforms() -> _Transforms:
+            """Those of the current stream, and of the thread."""
+            return self._kept(self._thread.transforms, get_current_stream(self.ordinal).ptr, _Transforms)
+
         def plan() -> Any:
-            """The plan of the current stream, and of the thread."""
-            of_stream = self._kept(self._thread.transforms, get_current_stream(self.ordinal).ptr, _Transforms)
-            return of_stream.plan(arguments, cufft.PlanNd, partial(self._check_work_area, counted=work_bytes))
+            return transforms().plan(arguments, cufft.PlanNd, partial(self._check_work_area, counted=work_bytes))
 
         def enqueue(source: int, target: int) -> None:
-            plan().fft(_Place(source), _Place(target), arguments.direction)
+            if self.is_capturing():
+                transforms().capture(arguments, source, target)
+            else:
+                plan().fft(_Place(source), _Place(target), arguments.direction)
 
         with self.current():
             if not self.is_capturing():
                 plan()  # so that another is made of the whole call before any of it has run, where this needs more memory
         return enqueue
+
+    def check_captured(self, transforms: Sequence[TransformArguments]) -> None:
+        of_stream = self._thread.transforms.get(get_current_stream(self.ordinal).ptr, _NO_TRANSFORMS)
+        if any(arguments not in of_stream for arguments in transforms):
+            raise RuntimeError(
+                "cuFFT makes no plan during a capture: make the same call once before, in this thread and on this stream"
+            )
 
     def _check_work_area(self, nbytes: int, *, counted: int) -> None:
         if nbytes > counted:
@@ -283,31 +297,57 @@ class _Place:
         return self
 
 
+class _Transform(NamedTuple):
+    """A cuFFT plan of CuPy, and the memory that it works in."""
+
+    plan: Any
+    nbytes: int
+
+    def work_in(self, area: Any) -> None:
+        """CuPy has no name for this function of cuFFT's."""
+        if status := _cufft().cufftSetWorkArea(ctypes.c_int(self.plan.handle), ctypes.c_void_p(area.ptr)):
+            raise RuntimeError(f"cufftSetWorkArea failed with cufftResult {status}")
+
+
 class _Transforms:
     """The cuFFT plans of one stream, which come one after the other, so that all may work in the same memory."""
 
     def __init__(self) -> None:
-        self._plans: OrderedDict[TransformArguments, Any] = OrderedDict()
+        self._plans: OrderedDict[TransformArguments, _Transform] = OrderedDict()
         self._work_area: Any = None
+
+    def __contains__(self, arguments: TransformArguments) -> bool:
+        return arguments in self._plans
 
     def plan(self, arguments: TransformArguments, make: Callable[..., Any], check: Callable[[int], None]) -> Any:
         """The plan for a transform; MemoryError where there is no memory for it to work in, of which `check` hears first."""
         if arguments in self._plans:
             self._plans.move_to_end(arguments)
-            return self._plans[arguments]
+            return self._plans[arguments].plan
         *layout, _direction = arguments
-        allocate = cupy.cuda.get_allocator()
+        allocate, asked = cupy.cuda.get_allocator(), 0
 
         def allocated(nbytes: int) -> Any:
+            nonlocal asked
             check(nbytes)
+            asked = nbytes
             return self._lent(nbytes, allocate)
 
         with cupy.cuda.using_allocator(allocated):
             plan = make(*layout, "C", len(arguments.size) - 1, None)
-        self._plans[arguments] = plan
+        self._plans[arguments] = _Transform(plan, asked)
         if len(self._plans) > _TRANSFORMS:
             self._plans.popitem(last=False)
         return plan
+
+    def capture(self, arguments: TransformArguments, source: int, target: int) -> None:
+        """Let a graph have the transform: memory for it is allocated, and freed, at every launch; the plan stays for good."""
+        transform = self._plans[arguments]
+        area = cupy.cuda.malloc_async(transform.nbytes)
+        transform.work_in(area)
+        _IN_GRAPHS[transform.plan.handle] = transform.plan
+        transform.plan.fft(_Place(source), _Place(target), arguments.direction)
+        transform.work_in(self._work_area)
 
     @_with_memory_errors
     def _lent(self, nbytes: int, allocate: Callable[[int], Any]) -> Any:
@@ -316,7 +356,23 @@ class _Transforms:
             self._plans.clear()
             self._work_area = None
             self._work_area = allocate(nbytes)
-        return self._work_area
+        # Not the plan's own: one that a graph has lives longer.
+        mem = self._work_area.mem
+        return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(self._work_area.ptr, nbytes, None, mem.device_id), 0)
+
+
+#: Of a stream without any.
+_NO_TRANSFORMS = _Transforms()
+#: Plans in graphs, by their handles: nobody says when a graph is gone.
+_IN_GRAPHS: dict[int, Any] = {}
+
+
+@lru_cache(maxsize=1)
+def _cufft() -> ctypes.CDLL:
+    """The library that CuPy has loaded."""
+    from cuda import pathfinder
+
+    return ctypes.CDLL(pathfinder.load_nvidia_dynamic_lib("cufft").abs_path)
 
 
 def _destroy_handle(handle: int, ordinal: int) -> None:

@@ -120,6 +120,9 @@ class Device(Protocol):
         `work_bytes` to work in, what `more_to_work_in` gives.
         """
 
+    def check_captured(self, transforms: Sequence[TransformArguments]) -> None:
+        """RuntimeError where the current stream, which is capturing, has not had one of these transforms before."""
+
     def annotated(self, label: str, function: Callable[[Any], None]) -> Callable[[Any], None]:
         """`function`, shown by profilers as a range with this label; itself unless that was asked for."""
 

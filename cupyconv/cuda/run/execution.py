@@ -65,6 +65,9 @@ class PreparedPlan:
         self._workspace = tuple((buffer.name, (buffer.nbytes,)) for buffer in plan.workspace if not buffer.is_kept)
         self._forms = tuple(_PreparedForm(buffer, device) for buffer in plan.workspace if buffer.of)
         self._not_in_a_graph = _why_not_in_a_graph(plan)
+        self._transforms = [
+            _transform_arguments(step) for step in every_step(plan.steps) if isinstance(step, Transform)
+        ]
         self._asks_for_capture = bool(self._not_in_a_graph or plan.workspace)
         #: Enqueues every step, given the plan's arguments and result by name.
         self.run = device.annotated(f"{plan.method}: {plan.problem}", self._run)
@@ -76,6 +79,7 @@ class PreparedPlan:
             if device.is_capturing():
                 if self._not_in_a_graph:
                     raise RuntimeError(self._not_in_a_graph)
+                device.check_captured(self._transforms)
                 allocate = device.empty_in_graph
             forms = {form.name: form.found(arrays) for form in self._forms}
             converted = {name: device.convert(arrays[name], dtype) for name, dtype in self._conversions}
@@ -90,8 +94,6 @@ def _why_not_in_a_graph(plan: Plan) -> str:
     """Why a CUDA graph cannot capture a run of this plan; empty where it can."""
     if any(isinstance(step, GemmCall) for step in every_step(plan.steps)):
         return "cuBLAS calls cannot be captured in a graph through CuPy: use a method without one"
-    if any(isinstance(step, Transform) for step in every_step(plan.steps)):
-        return "cuFFT calls cannot be captured in a graph, whose stream would not own their memory: use a method without one"
     if plan.conversions:
         names = ", ".join(conversion.buffer for conversion in plan.conversions)
         return (
@@ -236,17 +238,7 @@ class _PreparedTransform:
     def __init__(
         self, transform: Transform, seconds: Sequence[Transform], slots: Mapping[str, int], device: Device
     ) -> None:
-        size, spectrum = transform.size, transform.frequencies
-        sides = (spectrum, size) if transform.inverse else (size, spectrum)
-
-        def layout(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int]:
-            return (shape, transform.batch, 1) if transform.interleaved else (shape, 1, prod(shape))
-
-        kinds, direction = (_INVERSE_TYPE, _INVERSE) if transform.inverse else (_FORWARD_TYPE, _FORWARD)
-        numbers = kinds[transform.dtype], transform.batch, direction
-        self._enqueue = device.load_transform(
-            TransformArguments(size, *layout(sides[0]), *layout(sides[1]), *numbers), transform.work_bytes
-        )
+        self._enqueue = device.load_transform(_transform_arguments(transform), transform.work_bytes)
         self._ends = []
         for end in ("source", "target"):
             address: Address = getattr(transform, end)
@@ -255,6 +247,19 @@ class _PreparedTransform:
 
     def run(self, device: Device, addresses: Sequence[int], at: At) -> None:
         self._enqueue(*(addresses[slot] + offset + sum(map(mul, at, gaps)) for slot, offset, gaps in self._ends))
+
+
+def _transform_arguments(transform: Transform) -> TransformArguments:
+    """A transform as cuFFT is told of it."""
+    size, spectrum = transform.size, transform.frequencies
+    sides = (spectrum, size) if transform.inverse else (size, spectrum)
+
+    def layout(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int]:
+        return (shape, transform.batch, 1) if transform.interleaved else (shape, 1, prod(shape))
+
+    kinds, direction = (_INVERSE_TYPE, _INVERSE) if transform.inverse else (_FORWARD_TYPE, _FORWARD)
+    numbers = kinds[transform.dtype], transform.batch, direction
+    return TransformArguments(size, *layout(sides[0]), *layout(sides[1]), *numbers)
 
 
 _Prepared = _PreparedLaunch | _PreparedLoop | _PreparedRounds | _PreparedGemm | _PreparedTransform

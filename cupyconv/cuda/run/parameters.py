@@ -125,6 +125,9 @@ PARAMETERS = {
         group_channels=INT32, group_outputs=INT32, k_chunk=INT32, slab=INT32, slabs=INT32, rows=INT32, channels=INT32,
         float32_as=INT32, phase=(PHASE_WEIGHT, MAX_PHASES),
     ),
+    "exchange_weight": _struct(
+        weight=IMAGE, exchanged=POINTER, elements=INT64, kernel=(INT32, 3), group_channels=INT32, group_outputs=INT32
+    ),
     "implicit_gemm": _struct(
         sources=SOURCES, steps=STEPS, weight=WEIGHT_SLABS, out=IMAGE, plane=INT64, epilogue=EPILOGUE, prologue=PROLOGUE, batch=INT64,
         place_bits=PLACE_BITS, groups=INT32, group_channels=INT32, group_outputs=INT32, tiles_m=INT32, keeps_sums=INT32,
