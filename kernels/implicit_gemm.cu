@@ -77,7 +77,7 @@ constexpr int PROLOGUE_BLOCKS = ARITHMETIC == TF32X3 || sizeof(DTYPE) == 8 ? 2 :
 constexpr bool FEW_UNITS = sizeof(DTYPE) == 8 && ARITHMETIC == FMA && GATHER == PIXEL_CHUNKS;
 constexpr int MIN_BLOCKS = WIDE                    ? MOST_BLOCKS / 2
                            : PROLOGUE              ? PROLOGUE_BLOCKS
-                           : ARITHMETIC == TF32X3 ? (THREADS == 256 ? 1 : 3)
+                           : ARITHMETIC == TF32X3 ? (THREADS == 256 ? 1 : sizeof(DTYPE) == 8 ? 2 : 3)
                                                   : MOST_BLOCKS - FEW_UNITS;
 #endif
 constexpr bool CHUNKED = GATHER == ALONG_CHANNELS && Arithmetic::PREFERS_CHUNKS;

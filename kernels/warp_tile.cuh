@@ -11,6 +11,7 @@
 //
 // `for_each` calls f(m, j, sum) for each of the lane's sums.
 #pragma once
+#include "complex_tile.cuh"
 #include "numeric.cuh"
 #include "shared_tile.cuh"
 #include "tensor_core.cuh"
@@ -331,6 +332,7 @@ struct ArithmeticOf<T, MMA, M, J, ALONG_M> { using type = TensorCores<T, T, M, J
 template <int M, int J> struct ArithmeticOf<float64, MMA, M, J, false> { using type = DoubleTensorCores<M, J>; };
 template <int M, int J, bool ALONG_M>
 struct ArithmeticOf<float32, TF32, M, J, ALONG_M> { using type = TensorCores<float32, tf32, M, J, ALONG_M>; };
+template <int M, int J> struct ArithmeticOf<complex64, TF32X3, M, J, false> { using type = ComplexTensorCores<M, J>; };
 template <int M, int J, bool ALONG_M>
 struct ArithmeticOf<float32, TF32X3, M, J, ALONG_M> { using type = SplitTensorCores<M, J, ALONG_M>; };
 

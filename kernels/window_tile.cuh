@@ -190,13 +190,12 @@ public:
             for (int i = 0; i < ROWS / 16; ++i) {  // registers hold so many sums twice
                 if (i * 16 >= rows) break;
                 add_apart<1>(sum_ + i, [&](auto checked, auto& partial) {
-                    using A = SplitFragment<decltype(checked)::value, 4>;
-                    using B = SplitFragment<decltype(checked)::value, 2>;
-                    add_products<A, B, 1>(partial, tile, weight + weight_index(i * 16, 0), rows, depth);
+                    add_split_products<decltype(checked)::value>(
+                        partial, tile, weight + weight_index(i * 16, 0), depth);
                 });
             }
         } else {
-            add_products<Fragment<4>, Fragment<2>, ROWS / 16>(sum_, tile, weight, rows, depth);
+            add_products(sum_, tile, weight, rows, depth);
         }
     }
 
@@ -235,7 +234,6 @@ private:
 
     // As the instruction takes it, or rounded to that.
     template <int COUNT> struct Fragment {
-        static constexpr int PRODUCTS = 1;
         unsigned bits[COUNT];
 
         __device__ __forceinline__ void take(const unsigned (&loaded)[COUNT]) {
@@ -247,40 +245,60 @@ private:
                     bits[i] = loaded[i];
             }
         }
-        __device__ __forceinline__ const unsigned (&part(int) const)[COUNT] { return bits; }
     };
 
-    // The products of 16 FRAGMENTS rows, A and B being what fragments are made into.
-    template <class A, class B, int FRAGMENTS>
     __device__ __forceinline__ void add_products(
         float (*sum)[GROUPS * 2][4], const T* tile, const T* weight, int rows, int depth) const {
         const T* const a_row = weight + weight_index(lane_index() % 16, lane_index() / 16 * (STEP / 2));
 #pragma unroll 1
         for (int k = 0; k < depth; k += STEP) {
-            A a[FRAGMENTS];
+            Fragment<2> b[GROUPS][2];
 #pragma unroll
-            for (int i = 0; i < FRAGMENTS; ++i) {
+            for (int j = 0; j < GROUPS; ++j) {
+                if (j >= groups_) continue;
+                unsigned four[4];
+                load_matrices(four, tile + at_[j] + k);
+#pragma unroll
+                for (int c = 0; c < 2; ++c) b[j][c].take({four[2 * c], four[2 * c + 1]});
+            }
+#pragma unroll
+            for (int i = 0; i < ROWS / 16; ++i) {
                 if (i * 16 >= rows) break;
                 unsigned four[4];
                 load_matrices(four, a_row + weight_index(i * 16, k));
-                a[i].take(four);
+                Fragment<4> a;
+                a.take(four);
+#pragma unroll
+                for (int j = 0; j < GROUPS; ++j)
+                    if (j < groups_)
+#pragma unroll
+                        for (int c = 0; c < 2; ++c) multiply_add<Tag>(sum[i][2 * j + c], a.bits, b[j][c].bits);
             }
+        }
+    }
+
+    // Of 16 rows; parts of one group's pixels at a time, as registers allow.
+    template <bool CHECKED>
+    __device__ __forceinline__ void add_split_products(
+        float (*sum)[GROUPS * 2][4], const T* tile, const T* weight, int depth) const {
+        const T* const a_row = weight + weight_index(lane_index() % 16, lane_index() / 16 * (STEP / 2));
+#pragma unroll 1
+        for (int k = 0; k < depth; k += STEP) {
+            unsigned four[4];
+            load_matrices(four, a_row + k);
+            SplitFragment<CHECKED, 4> a;
+            a.take(four);
 #pragma unroll
             for (int j = 0; j < GROUPS; ++j) {
                 if (j >= groups_) break;
-                unsigned four[4];
                 load_matrices(four, tile + at_[j] + k);
-                B b[2];
+                SplitFragment<CHECKED, 2> b[2];
 #pragma unroll
                 for (int c = 0; c < 2; ++c) b[c].take({four[2 * c], four[2 * c + 1]});
 #pragma unroll
-                for (int i = 0; i < FRAGMENTS; ++i) {
-                    if (i * 16 >= rows) break;
+                for (int p = 0; p < a.PRODUCTS; ++p)
 #pragma unroll
-                    for (int p = 0; p < A::PRODUCTS; ++p)
-#pragma unroll
-                        for (int c = 0; c < 2; ++c) multiply_add<Tag>(sum[i][2 * j + c], a[i].part(p), b[c].part(p));
-                }
+                    for (int c = 0; c < 2; ++c) multiply_add<tf32>(sum[0][2 * j + c], a.part(p), b[c].part(p));
             }
         }
     }

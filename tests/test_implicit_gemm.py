@@ -112,9 +112,14 @@ def tf32(values):
     return (np.ascontiguousarray(values).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
+def with_what_is_defined(case):
+    """Complex numbers have no activation."""
+    return replace(case, activation=None) if case.dtype.startswith("complex") else case
+
+
 def check_case(target, case, variant, *, exact=True, moves=False):
     """Integers exactly (where sums of so many terms can be), random data within the tolerance; the plans."""
-    plans = []
+    plans, case = [], with_what_is_defined(case)
     for integer in (True, False) if exact else (False,):
         arrays = case.arrays(integer=integer)
         if not integer:
@@ -537,6 +542,47 @@ def test_three_products_of_few_terms(cuda, terms, tile):
         assert 1 < largest_error(as_convolution(cuda, a, b, "TF32X3", tile), a, b) <= 9
 
 
+def complex_matrices(kind, terms, generator):
+    """Two factors; of "cancelling" ones the second is the first's adjoint, and imaginary parts along the diagonal are 0."""
+    of_real = "normal" if kind == "cancelling" else kind
+    (a, b), (c, d) = (matrices(of_real, terms, generator, size=40) for _ in range(2))
+    a, b = (a + 1j * c).astype(np.complex64), (b + 1j * d).astype(np.complex64)
+    return (a, np.ascontiguousarray(a.conj().T)) if kind == "cancelling" else (a, b)
+
+
+@pytest.mark.parametrize("terms", [1, 3, 200])
+@pytest.mark.parametrize("kind", ["normal", "positive", "wide", "cancelling"])
+def test_three_real_products_are_a_complex_one(cuda, kind, terms):
+    """The bound of complex_tile.cuh: 1 + sqrt 2 times that of real products, of the sum of the factors' absolute values.
+
+    Real products are off by 9 units of float32 at most, and one more for the parts that were added; a long sum by no more
+    than 4 times what one is off on CUDA cores, which adds at least a unit for each of sqrt(terms) terms.
+    """
+    a, b = complex_matrices(kind, terms, np.random.default_rng(terms))
+    actual = as_convolution(cuda, a, b, "TF32X3")
+    exact, magnitude = (each.astype(np.complex128) for each in (a, b)), abs(a).astype(float) @ abs(b).astype(float)
+    wrong = actual - np.matmul(*exact)
+    error = max((abs(part) / magnitude).max() for part in (wrong.real, wrong.imag)) * 2**24
+    assert 0.1 < error <= (1 + 2**0.5) * (10 + 4 * np.sqrt(terms - 1))
+
+
+def test_complex_parts_may_overflow_where_they_are_added(cuda):
+    """What is finite by the definition is finite, though sums of parts, and operands as they are rounded, are not."""
+    largest = np.finfo(np.float32).max
+    b = np.array([[largest * (1 + 1j), largest * (1 - 1j), largest, -1j * largest]], np.complex64)
+    a = np.array([[0.25], [-0.25j], [2**-30 * (1 + 1j)]], np.complex64)
+    expected = a.astype(np.complex128) @ b.astype(np.complex128)
+    for actual, wanted in ((as_convolution(cuda, a, b, "TF32X3"), expected),
+                           (as_convolution(cuda, b.T.copy(), a.T.copy(), "TF32X3"), expected.T)):  # fmt: skip
+        assert_close(actual, wanted, "complex64", 1, magnitude=abs(wanted))
+
+
+def test_complex_values_that_are_not_finite_stay_where_they_belong(cuda):
+    x, weight = np.ones((2, 9, 4, 5), np.complex64), np.ones((6, 9, 2, 2), np.complex64)
+    x[1, 7, 2, 3], x[0, 0, 0, 0], weight[2, 7, 1, 0] = complex(np.inf, 1), complex(0, np.nan), complex(1, -np.inf)
+    assert_close(run_arrays(cuda, x, weight, "TF32X3"), reference.conv(x, weight), "complex64", 36, magnitude=80)
+
+
 @of_float32
 def test_eleven_bits_are_exact(cuda, arithmetic):
     """Operands that TF32 holds, products of one size: nothing is rounded anywhere."""
@@ -614,6 +660,7 @@ def test_the_order_of_threads_and_blocks_changes_nothing(cuda_target, variant):
         batch=2, channels=(24, 16), out_channels=70, spatial=(9, 8), dtype=variant["DTYPE"], **windows,
         layouts=("channels_last",) * 2 * (variant["GATHER"] == "ALONG_CHANNELS"), **EPILOGUE,
     )  # fmt: skip
+    case = with_what_is_defined(case)
     arrays = case.arrays(integer=False)
     results = [run_case(cuda_target, case, arrays, variant)[0].tobytes() for _ in range(3)]
     assert results[0] == results[1] == results[2]
@@ -659,10 +706,16 @@ def test_what_each_gpu_computes_with(on):
         assert arithmetic_of(plan_for(on, "bfloat16")) == "MMA"
 
 
-@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
-def test_complex_is_refused(dtype):
-    with pytest.raises(ValueError, match="'implicit_gemm' does not apply: no kernel for complex products"):
-        plan_for("sm_90", dtype)
+def test_what_has_no_complex_kernel_is_refused():
+    with pytest.raises(ValueError, match="'implicit_gemm' does not apply: no kernel for products of complex128"):
+        plan_for("sm_90", "complex128")
+    with pytest.raises(
+        ValueError, match="'implicit_gemm' does not apply: sm_75 has no matrix instructions for complex64"
+    ):
+        plan_for("sm_75", "complex64")
+    x, weight = np.ones((1, 2, 5, 5), np.complex64), np.ones((3, 2, 1, 1), np.float32)
+    with pytest.raises(ValueError, match="no kernel for products of complex64 and float32"):
+        cupyconv.explain(cupyconv.conv, x, weight, method="implicit_gemm", on="sm_90")
 
 
 @pytest.mark.grid(variant=ALONG_PIXELS, channels=[(9,), (24, 7, 200)], groups=[1, 3])
@@ -684,7 +737,7 @@ def test_workspace_is_the_packed_weight_and_the_parts_of_sums(cuda_target, varia
     parts = 2 if variant["ARITHMETIC"] == "TF32X3" and tile[0] == 128 else 1
     assert sizes.pop("packed_weight") == groups * slabs * slab * rows * dtype.itemsize * parts
     splits = product_of(plan).grid[1]
-    sum_bytes = 8 if dtype == np.float64 else 4
+    sum_bytes = max(4, dtype.itemsize)
     assert sizes == ({"sums": splits * prod((2, outputs, 2, 4)) * sum_bytes} if splits > 1 else {})
 
 

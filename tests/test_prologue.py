@@ -182,16 +182,17 @@ def test_implicit_gemm(cuda_target, macros):
     dtype = as_dtype(macros["DTYPE"])
     xs = [generator.integers(-1, 2, (2, c, 6, 7)).astype(dtype) for c in (3, 13, 6)]
     weight = generator.integers(-1, 2, (5, 22, 3, 2)).astype(dtype)
-    scale, shift = generator.integers(-1, 2, (2, 22)).astype(np.float64 if dtype.itemsize == 8 else np.float32)
+    scale, shift = generator.integers(-1, 2, (2, 22)).astype(dtype if dtype.itemsize == 8 else np.float32)
+    activation = None if dtype.kind == "c" else "relu"
     window = {"padding": ((2, 1), (0, 1)), "dilation": (2, 1), "padding_mode": "constant"}
     arguments = {
         "x": [cuda_target.to_device(x) for x in xs],
         "weight": cuda_target.to_device(weight),
-        "prologue": (cuda_target.to_device(scale), cuda_target.to_device(shift), "relu"),
+        "prologue": (cuda_target.to_device(scale), cuda_target.to_device(shift), activation),
     }
     y, plan = run_forced(cuda_target, {**arguments, **window}, macros["ARITHMETIC"], tile_of(macros))
     assert macros in [dict(step.kernel.macros) for step in plan.steps]
-    images = reference.transformed(xs, scale, shift, "relu", axis=1)
+    images = reference.transformed(xs, scale, shift, activation, axis=1)
     assert_exact(y, reference.conv(images, weight, **window), dtype)
 
 

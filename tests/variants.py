@@ -278,7 +278,7 @@ def _conv_pair_variants() -> list[Kernel]:
 
 def _implicit_gemm_variants() -> list[Kernel]:
     """Every arithmetic of a dtype on any GPU, every tile, every way to gather; with a prologue one of each."""
-    of_dtype = [(dtype, arithmetic) for dtype in REAL_DTYPES for arithmetic in _arithmetics(dtype)]
+    of_dtype = [(dtype, arithmetic) for dtype in DTYPES for arithmetic in _arithmetics(dtype)]
     return [
         *(
             _kernel("implicit_gemm", DTYPE=dtype, ARITHMETIC=arithmetic, TILE_M=tile[0], TILE_N=tile[1], GATHER=gather)

@@ -75,17 +75,17 @@ def drafts_of(first: ConvProblem, second: ConvProblem) -> list[Draft]:
     gpu = first.gpu
     _check(first, second, gpu)
     kinds = layer_kind(first.geometry), layer_kind(second.geometry)
-    choices = pair_arithmetics(second.out.dtype, kinds, gpu, first.allow_tf32)
-    drafts = [
-        draft
-        for tile, rows, arithmetic in product(_tiles(second.geometry.out_size), _rows(second), choices)
-        if (draft := _draft(first, second, tile, rows, arithmetic, gpu))
-    ]
-    if not drafts:
-        raise NotApplicable(
-            f"both weights and the smallest tiles take more than the {gpu.shared_bytes:,} bytes of shared memory of a block"
-        )
-    return drafts
+    for arithmetic in pair_arithmetics(second.out.dtype, kinds, gpu, first.allow_tf32):
+        drafts = [
+            draft
+            for tile, rows in product(_tiles(second.geometry.out_size), _rows(second))
+            if (draft := _draft(first, second, tile, rows, arithmetic, gpu))
+        ]
+        if drafts:  # to draft all tiles once more, for slower products, would take as long again
+            return drafts
+    raise NotApplicable(
+        f"both weights and the smallest tiles take more than the {gpu.shared_bytes:,} bytes of shared memory of a block"
+    )
 
 
 def layer_kind(geometry: ConvGeometry) -> str:
@@ -96,12 +96,13 @@ def layer_kind(geometry: ConvGeometry) -> str:
 
 
 def pair_arithmetics(dtype: str, kinds: tuple[str, str], gpu: GpuModel, allow_tf32: bool) -> tuple[str, ...]:
-    """What the products of dense layers may be computed with; names as in kernels/tensor_core.cuh."""
+    """What the products of dense layers may be computed with, the fastest first; names as in kernels/tensor_core.cuh."""
     if ITEMSIZE[dtype] == 2:
         return ("MMA",)
     if dtype == "float64" or "DENSE" not in kinds:
         return ("FMA",)
-    return arithmetics(dtype, gpu, allow_tf32)
+    choices = arithmetics(dtype, gpu, allow_tf32)
+    return tuple(sorted(choices, key=lambda arithmetic: -cost.product_rate(arithmetic, dtype, gpu)))
 
 
 def _check(first: ConvProblem, second: ConvProblem, gpu: GpuModel) -> None:

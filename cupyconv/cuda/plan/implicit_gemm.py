@@ -73,7 +73,16 @@ SMALLEST_SHARE = 4
 #: What becomes of float32 as the weight is packed (Float32As of kernels/pack_weight.cu), in words.
 FLOAT32_AS = ("", ", rounded to TF32", ", in two parts of TF32")
 #: Oldest architecture with matrix instructions for a dtype.
-FIRST_MMA = {"float16": 75, "bfloat16": 80, "float32": 80, "float64": 80}
+FIRST_MMA = {"float16": 75, "bfloat16": 80, "float32": 80, "float64": 80, "complex64": 80}
+#: Real products that a product of two numbers takes (kernels/complex_tile.cuh).  A warp that has 32 x 32 sums issues 507
+#: instructions for a K-slab of 16-byte copies, 72 of them products; with four real products for a complex one 491 and 96.  A
+#: product of TF32 takes an A100 8 clocks and an H200, at the rate that mma.sync reaches, about 6.4: 576 against 768 clocks, and
+#: 507 against 614.
+#:
+#: There is none for complex128.  Of a slab's 550 clocks of mma.m16n8k4 on an H200 three products would save 138.  But operands
+#: that overflow as they are added have to be seen, and their products done again, for which a slab is summed apart: with those
+#: of the operands 74 additions of doubles, 148 clocks.
+REAL_PRODUCTS = {"complex64": 3}
 
 
 #: Bits for the indices of an output pixel side by side (TilePixel of kernels/gather.cuh).
@@ -165,12 +174,14 @@ def arithmetics(dtype: str, gpu: GpuModel, allow_tf32: bool) -> tuple[str, ...]:
         return ("FMA", "MMA")
     if dtype in ("float32", "float64"):
         return ("FMA",)
-    return ("MMA",) if gpu.capability >= FIRST_MMA[dtype] else ()
+    if dtype == "complex64":  # always: in TF32 alone the additions would take longer than the products
+        return ("TF32X3",) if gpu.capability >= FIRST_MMA[dtype] else ()
+    return ("MMA",) if dtype in FIRST_MMA and gpu.capability >= FIRST_MMA[dtype] else ()
 
 
 def tiles(dtype: str, arithmetic: str, gather: str, has_prologue: bool = False) -> tuple[tuple[int, int], ...]:
-    """Tiles of 128 x 128 doubles do not fit the registers; with a prologue there is one tile."""
-    if dtype == "float64" or has_prologue:
+    """Tiles of 128 x 128 numbers of 8 bytes do not fit the registers; with a prologue there is one tile."""
+    if ITEMSIZE[dtype] == 8 or has_prologue:
         return ((64, 64),)
     is_wide = gather != "ALONG_PIXELS" and arithmetic in ("MMA", "TF32")
     return (*TILES, *WIDE_TILES) if is_wide else tuple(TILES)
@@ -188,8 +199,8 @@ def draft_phases(problem: ConvProblem, phases: Phases) -> Draft:
     They are the problem's but for what a phase has of its own; its kernel and padding have room for those of all.
     """
     gpu, geometry, dtype = problem.gpu, problem.geometry, problem.x_dtype
-    if is_complex(problem.out.dtype):
-        raise NotApplicable("no kernel for complex products")
+    if is_complex(problem.out.dtype) and (dtype not in REAL_PRODUCTS or not problem.is_one_kind):
+        raise NotApplicable(f"no kernel for products of {dtype} and {problem.weight_dtype}")
     if len(problem.xs) > MAX_SOURCES:
         raise NotApplicable(f"{len(problem.xs)} inputs; a kernel's parameters hold {MAX_SOURCES}")
     between_taps = [step if taps > 1 else 1 for step, taps in zip(geometry.dilation, geometry.kernel)]
@@ -338,7 +349,7 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
     rate = cost.product_rate(arithmetic, dtype, gpu) * cost.IMPLICIT_GEMM[tile]
     # Of a block, on the average of the phases.
     slabs = slabs_per_split * sum(map(mul, tiles_n, cut.slabs)) / (sum(tiles_n) * most_slabs)
-    operations = 2 * tile_m * tile_n * slabs * cut.slab
+    operations = 2 * REAL_PRODUCTS.get(dtype, 1) * tile_m * tile_n * slabs * cut.slab
     # What it asks L2 for.  Taps of a row read what the one before has left in L1.
     l2_bytes = slabs * BLOCK_BYTES * (tile_m * parts + tile_n / geometry.kernel[2])
     if gpu.shared_bytes + RESERVED_SHARED < 2 * (shared + RESERVED_SHARED):
@@ -396,7 +407,7 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
     if splits > 1:
         in_c_order = (out.shape[1] * out.pixels, out.pixels, 1)
         steps.append(finish(problem, Sums(Address("sums"), out.dtype, in_c_order, planes=splits, plane=plane)))
-    words = f"{WORDS[arithmetic]}, tiles of {tile_m} x {tile_n}"
+    words = f"{WORDS.get(dtype, WORDS[arithmetic])}, tiles of {tile_m} x {tile_n}"
     words += f", each sum in {splits} parts" if splits > 1 else ""
     words += ", the inputs moved first" if way.steps else ""
     return Draft("implicit_gemm", tuple(steps), tuple(workspace), reason=words, notes=way.notes)
@@ -419,12 +430,13 @@ def _shared_lines(problem: ConvProblem, tile: tuple[int, int], gather: str, arit
     return lines + tile_n * (BLOCK_BYTES // ITEMSIZE[problem.x_dtype]) // WARP * (1 + touched)
 
 
-#: Arithmetic -> what `explain` calls it.
+#: Arithmetic, or the one dtype that has its own -> what `explain` calls it.
 WORDS = {
     "FMA": "CUDA cores",
     "MMA": "tensor cores",
     "TF32": "tensor cores, TF32",
     "TF32X3": "tensor cores, each float32 product as three of TF32",
+    "complex64": "tensor cores, each complex product as three real ones, and these as three of TF32",
 }
 
 
