@@ -293,10 +293,13 @@ def kernels_of_widening(narrow: Any, wide: Any) -> set[Kernel]:
 def kernels_of_pairs(dtype: Any) -> set[Kernel]:
     """Those of two layers in one kernel, each of both kinds."""
     asked: set[Kernel] = set()
-    for groups in product((1, 6), repeat=2):
-        layers = [cupyconv.ConvLayer(array(6, 6 // count, 3, 3, dtype=dtype), groups=count) for count in groups]
-        made = cupyconv.explain(cupyconv.conv_chain, array(2, 6, 9, 9, dtype=dtype), layers, fuse=True, on=GPU)
-        check(made)
+    for groups, on, tf32 in product(product((1, 6), repeat=2), ("sm_75", GPU), (False, True)):
+        if dtype == BFLOAT16 and on == "sm_75":
+            continue  # it has no matrix instructions for that
+        layers = [cupyconv.ConvLayer(array(6, 6 // count, 3, dtype=dtype), groups=count) for count in groups]
+        with cupyconv.options(allow_tf32=tf32):
+            made = cupyconv.explain(cupyconv.conv_chain, array(2, 6, 9, dtype=dtype), layers, fuse=True, on=on)
+        check(made, on=on)
         asked |= {launch.kernel for launch in launches(made)}
     return asked
 
@@ -305,16 +308,19 @@ def kernels_of_implicit_gemm(dtype: Any) -> set[Kernel]:
     """Those of a small and a large problem on every GPU; which arithmetic and which tile pays differs."""
     asked: set[Kernel] = set()
     sizes = ((1, 16, 8, 16), (64, 256, 56, 64), (64, 256, 56, 256), (32, 256, 14, 256))
-    for (batch, channels, size, outputs), order, kernel, on, tf32, pre in product(
-        sizes, ("C", "last"), (1, 3), KNOWN_GPUS, (False, True), (None, (None, None, "relu"))
+    is_complex = np.dtype(dtype).kind == "c"
+    for (batch, channels, size, outputs), order, kernel, on, tf32, has_prologue in product(
+        sizes, ("C", "last"), (1, 3), KNOWN_GPUS, (False, True), (False, True)
     ):
+        scale = array(channels, dtype=dtype) if is_complex else None
+        pre = (scale, None, None if is_complex else "relu") if has_prologue else None
         x = array(batch, channels, size, size, dtype=dtype, order=order)
         weight = array(outputs, channels, kernel, kernel, dtype=dtype)
         with cupyconv.options(allow_tf32=tf32):
             try:
                 made = cupyconv.explain(cupyconv.conv, x, weight, method="implicit_gemm", prologue=pre, on=on)
             except ValueError as refusal:
-                assert "sm_75 has no matrix instructions for bfloat16" in str(refusal)
+                assert on == "sm_75" and f"no matrix instructions for {np.dtype(dtype)}" in str(refusal)
                 continue
         check(made, on=on)
         asked |= {launch.kernel for launch in launches(made)}
@@ -451,6 +457,14 @@ def kernels_of_input_gradients(x_dtype: Any, weight_dtype: Any, *, full: bool) -
     return asked
 
 
+def kernels_of_exchanged_weights(dtype: Any) -> set[Kernel]:
+    """Those of groups, of which no view of the weight has outputs and channels exchanged."""
+    x, weight = array(2, 8, 19, 19, dtype=dtype), array(8, 3, 9, 9, dtype=dtype)
+    made = cupyconv.explain(cupyconv.conv_transpose, x, weight, groups=2, method="fft", on=GPU)
+    check(made)
+    return {launch.kernel for launch in launches(made)}
+
+
 def kernels_of_transforms(x_dtype: Any, weight_dtype: Any) -> set[Kernel]:
     """Those of both orders of spectra, of every layout, in one share and in several, whose plans are checked."""
     asked: set[Kernel] = set()
@@ -585,8 +599,10 @@ def test_every_listed_kernel_is_asked_for(nightly):
     for (dtype, _), step in product(DTYPES, (1, 2)):
         asked |= kernels_of_columns(dtype, step) | kernels_of_epilogue_grads(dtype)
         asked |= kernels_of_prologue_grads(dtype)
+    for dtype in ("float16", BFLOAT16, "float32", "float64", "complex64"):
+        asked |= kernels_of_implicit_gemm(dtype)
     for dtype in ("float16", BFLOAT16, "float32", "float64"):
-        asked |= kernels_of_implicit_gemm(dtype) | kernels_of_pairs(dtype)
+        asked |= kernels_of_pairs(dtype)
         asked |= kernels_of_recurrent_layers(dtype) | kernels_of_recurrent_gradients(dtype)
     for dtype in (dtype for dtype, _ in DTYPES if np.dtype(dtype).kind != "c"):
         asked |= {
@@ -600,6 +616,8 @@ def test_every_listed_kernel_is_asked_for(nightly):
         asked |= kernels_of_depthwise_weight_gradients(dtype)
     for narrow, wide in product(("float16", BFLOAT16, "float32"), ("float32", "float64")):
         asked |= kernels_of_widening(narrow, wide)
+    for dtype in ("complex64", "complex128"):
+        asked |= kernels_of_exchanged_weights(dtype)
     for dtypes in DTYPES:
         asked |= kernels_of_transforms(*dtypes)
         asked |= kernels_of_input_gradients(*dtypes, full=nightly) | kernels_of_weight_gradients(*dtypes)

@@ -22,10 +22,10 @@ import cupyconv
 from cupyconv.call.explain import checked_call
 from cupyconv.call.operation import _OPERATIONS
 from cupyconv.problem.activations import IDENTITY, RECURRENT_ONLY, TABLE, resolve_activation
-from cupyconv.problem.arrays import Operand, collapsed_stride, is_channels_last, operand, overlaps_itself
+from cupyconv.problem.arrays import Operand, c_strides, collapsed_stride, is_channels_last, operand, overlaps_itself
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import Kernel, KernelLaunch, LaunchLoop, Rounds, _listed
-from cupyconv.problem.polyphase import phase_problems
+from cupyconv.problem.polyphase import exchanged_shape, exchanged_view, phase_problems, results_apart
 from cupyconv.problem.problems import NotApplicable
 from cupyconv.problem.recurrence import DIRECTIONS, RecurrentGeometry
 from cupyconv.problem.transforms import MOST_SHARES, share_problem, share_sizes
@@ -136,12 +136,14 @@ def test_phases_are_convolutions_that_compute_the_same(random):
         cupyconv.conv_transpose, channels_last.transpose(np.argsort(order)), weight, **window
     ).problem
     whole = seen(problem.outs[0], memory)
-    try:
-        phases = phase_problems(problem)
-    except NotApplicable as reason:
-        assert "strided view" in str(reason) and groups > 1 and inputs > 1
-        return
-    for phase in phases:
+    exchanged = exchanged_view(problem)
+    if exchanged is None:
+        assert groups > 1 and inputs > 1
+        grouped = weight.reshape(groups, inputs, outputs, *kernel).swapaxes(1, 2)
+        memory["exchanged"] = np.ascontiguousarray(grouped).reshape(-1)
+        shape = exchanged_shape(problem.geometry)
+        exchanged = Operand("exchanged", "float64", shape, c_strides(shape))
+    for phase in phase_problems(problem, exchanged):
         geometry, target = phase.geometry, seen(phase.out, memory)
         assert geometry.stride == (1, 1, 1) and target.shape[2:] == geometry.out_size
         if geometry.in_channels == 0:
@@ -159,23 +161,30 @@ def test_phases_are_convolutions_that_compute_the_same(random):
     np.testing.assert_array_equal(whole.reshape(expected.shape), expected)
 
 
-def test_phases_are_refused_where_they_cannot_be():
+def test_weights_whose_exchange_is_no_view():
+    """Conjugated ones, and those of some groups; of several results each has its own."""
     x, weight = np.zeros((1, 2, 5, 5)), np.zeros((2, 2, 3, 3))
     merged: Any = checked_call(cupyconv.conv_grad_input, x, weight, [(1, 1, 7, 7), (1, 1, 7, 7)]).problem
-    assert len(phase_problems(merged)) == 2
+    exchanged = exchanged_view(merged)
+    assert exchanged is not None and len(phase_problems(merged, exchanged)) == 2
+    assert results_apart(merged) == [merged]
+    conjugated: Any = checked_call(cupyconv.conv_grad_input, x + 0j, weight + 0j, (1, 2, 7, 7)).problem
+    assert exchanged_view(conjugated) is None
+    grouped: Any = checked_call(
+        cupyconv.conv_grad_input, x, np.zeros((2, 1, 3, 3)), [(1, 1, 7, 7), (1, 1, 7, 7)], groups=2
+    ).problem
+    parts = results_apart(grouped)
+    assert [(part.geometry.groups, part.outs) for part in parts] == [(1, (out,)) for out in grouped.outs]
+    assert [(part.xs[0].offset, part.weight.offset) for part in parts] == [(0, 0), (25 * 8, 9 * 8)]
+
+
+def test_phases_are_refused_where_padding_folds_them():
+    x, weight = np.zeros((1, 2, 5, 5)), np.zeros((2, 2, 3, 3))
     folded: Any = checked_call(
         cupyconv.conv_grad_input, x, weight, (1, 2, 5, 5), padding=1, padding_mode="reflect"
     ).problem
     with pytest.raises(NotApplicable, match="folds"):
-        phase_problems(folded)
-    conjugated: Any = checked_call(cupyconv.conv_grad_input, x + 0j, weight + 0j, (1, 2, 7, 7)).problem
-    with pytest.raises(NotApplicable, match="conjugated"):
-        phase_problems(conjugated)
-    grouped: Any = checked_call(
-        cupyconv.conv_grad_input, x, np.zeros((2, 1, 3, 3)), [(1, 1, 7, 7), (1, 1, 7, 7)], groups=2
-    ).problem
-    with pytest.raises(NotApplicable, match="several results"):
-        phase_problems(grouped)
+        phase_problems(folded, folded.weight)
 
 
 # --- shares of groups and outputs -----------------------------------------------------------------------------

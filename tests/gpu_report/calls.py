@@ -170,7 +170,7 @@ CALLS: dict[str, SmokeCall] = {
     "merge": SmokeCall(REAL, ((2, 5, 1001), (2, 3, 1001), (7, 8)), _merge, DIRECT),
     "direct": SmokeCall(ALL, (IMAGE, WEIGHT), _direct, DIRECT),
     "depthwise": SmokeCall(REAL, (IMAGE, (5, 1, 3, 3)), _depthwise, DIRECT),
-    "implicit_gemm": SmokeCall(REAL, (IMAGE, WEIGHT), _same, IMPLICIT),
+    "implicit_gemm": SmokeCall((*REAL, "complex64"), (IMAGE, WEIGHT), _same, IMPLICIT),
     "pack_weight": SmokeCall(REAL, (IMAGE, (9, 5, 1, 3)), _same, IMPLICIT),
     "channels_last": SmokeCall(TENSOR_CORES, (IMAGE, (8, 5, 3, 3)), _moved, IMPLICIT, of_few_bits=True),
     "exchange_weight": SmokeCall(
