@@ -26,29 +26,25 @@ unless ``options(threads=...)`` said more.  From a Zarr volume to another, of wh
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise, product
-from math import isnan, prod
-from mmap import mmap
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
+from math import isnan
 from typing import Any
 
 import dask.array as da
 import numpy as np
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
-from numpy.lib.stride_tricks import as_strided
 
 import cupyconv
 from cupyconv.call.explain import checked_call
 from cupyconv.call.operation import CheckedCall
 from cupyconv.call.options import Settings, current_settings
+from cupyconv.interop.dask_axes import Axis, Need, axes_of
+from cupyconv.interop.dask_chunks import Block, Image
 from cupyconv.numpy.threads import BLAS
-from cupyconv.numpy.windows import axis_segments
-from cupyconv.problem.passes import PoolingProblem
-from cupyconv.problem.problems import ProductsProblem
 from cupyconv.typing import ActivationLike, Array, ArrayOrList, Padding, PerAxis, PrologueLike
 
 
@@ -298,286 +294,6 @@ def _stand_ins(arguments: Mapping[str, Any], x: da.Array | None) -> dict[str, An
     return {name: checked(name, value) for name, value in arguments.items()}
 
 
-# --- what a chunk of the result reads -------------------------------------------------------------------------
-
-Range = tuple[int, int]  # first, and one past the last
-
-
-@dataclass(frozen=True)
-class _Need:
-    """What a call on one block takes along an axis: elements of x, and what it pads and adds."""
-
-    first: int
-    stop: int
-    padding: Range = (0, 0)
-    output_padding: int = 0
-
-
-@dataclass(frozen=True)
-class _Axis:
-    """An axis of x, of `size` elements, and of the result, of `out`: the windows of a convolution or of pooling.
-
-    Element p of the result reads `span` elements of x from ``p * stride - before`` on.
-    """
-
-    size: int
-    out: int
-    stride: int = 1
-    span: int = 1
-    before: int = 0
-    mode: str = "constant"
-
-    def cut(self, borders: Sequence[int]) -> list[Range]:
-        """The chunks of the result for these borders of chunks of x: windows go by their middle."""
-        left_over = self.size - (self.out - 1) * self.stride - 1
-        return _ranges(self.out, [-((left_over // 2 - border) // self.stride) for border in borders])
-
-    def need(self, first: int, stop: int) -> _Need:
-        """What this range of the result needs.  Zeros are padded by the call, other elements are read where they are."""
-        begin = first * self.stride - self.before
-        end = max(begin, (stop - 1) * self.stride - self.before + self.span)
-        if self.mode != "constant":
-            return _Need(begin, end)
-        inside = min(max(0, begin), self.size), max(0, min(end, self.size))
-        if inside[0] >= inside[1]:
-            return _Need(0, 0, (end - begin, 0))
-        return _Need(*inside, (inside[0] - begin, end - inside[1]))
-
-
-@dataclass(frozen=True)
-class _StampedAxis(_Axis):
-    """The same of a transposed convolution: element p of x is stamped on `span` elements of the result."""
-
-    dilation: int = 1
-
-    def cut(self, borders: Sequence[int]) -> list[Range]:
-        left_over = self.out - self.size * self.stride
-        return _ranges(self.out, [border * self.stride + left_over // 2 for border in borders])
-
-    def need(self, first: int, stop: int) -> _Need:
-        """The stamps that reach into this range.  What they cover before it is cut off, what they do not cover is added."""
-        earliest = -((self.span - 1 - first - self.before) // self.stride)
-        begin = max(0, min(earliest, (first + self.before) // self.stride))  # not past `first`, where stamps leave gaps
-        end = (stop - 1 + self.before) // self.stride + 1  # zeros where that is past the last
-        if begin < self.size < end and self._added(first, stop, begin, self.size) < max(self.stride, self.dilation):
-            end = self.size
-        covered = (end - 1 - begin) * self.stride + self.span
-        cut, added = first + self.before - begin * self.stride, self._added(first, stop, begin, end)
-        return _Need(begin, end, (cut, covered + added - cut - (stop - first)), added)
-
-    def _added(self, first: int, stop: int, begin: int, end: int) -> int:
-        """How many elements of the result are past what these stamps cover."""
-        return max(0, stop + self.before - (end - 1) * self.stride - self.span)
-
-
-@dataclass(frozen=True)
-class _ChannelAxis(_Axis):
-    """The channels of all x, merged, and of the result: a group of these needs a group of those."""
-
-    groups: int = 1
-
-    def cut(self, borders: Sequence[int]) -> list[Range]:
-        """Where a chunk of x ends with a group: that may be nowhere, and is nowhere if there is one group."""
-        size = self.size // self.groups
-        ends = [border // size for border in borders if self.groups > 1 and size and border % size == 0]
-        return _ranges(self.out, [end * (self.out // self.groups) for end in ends])
-
-    def need(self, first: int, stop: int) -> _Need:
-        if self.groups == 1 or first == stop:
-            return _Need(0, self.size)
-        outputs, size = self.out // self.groups, self.size // self.groups
-        return _Need(first // outputs * size, stop // outputs * size)
-
-    def groups_in(self, part: Range) -> int:
-        """How many groups make this part of the result."""
-        return (part[1] - part[0]) // (self.out // self.groups)
-
-
-def _ranges(size: int, points: Sequence[int]) -> list[Range]:
-    """The parts of an axis between these points, those outside left out; one empty part of an empty axis."""
-    return [*pairwise(sorted({0, size, *(point for point in points if 0 < point < size)}))] or [(0, 0)]
-
-
-def _axes(function: Callable[..., Any], checked: CheckedCall, which: int, xs: Sequence[da.Array]) -> list[Any]:
-    """The axes of the images and of the result number `which` of a checked call."""
-    problem, channel = checked.problem, int(checked.axes.batched)
-    channels = sum(x.shape[channel] for x in xs)
-    out_channels = checked.results[which].shape[channel]
-    if isinstance(problem, PoolingProblem):
-        windows, groups = problem.windows, max(1, channels)
-    else:
-        assert isinstance(problem, ProductsProblem)
-        windows, groups = problem.geometry, problem.geometry.groups
-    if function is cupyconv.linmerge:  # its geometry has at most three spatial axes
-        spatial: list[_Axis] = [_Axis(n, n) for n in xs[0].shape[2:]]
-    else:
-        triples = windows.size, windows.out_size, windows.stride, windows.span, windows.before, windows.dilation
-        spatial = [
-            _StampedAxis(out, size, stride, span, before, dilation=dilation)
-            if function is cupyconv.conv_transpose
-            else _Axis(size, out, stride, span, before, windows.padding_mode)
-            for size, out, stride, span, before, dilation in zip(*map(windows.spatial, triples))
-        ]
-    samples = [_Axis(n, n) for n in xs[0].shape[:channel]]
-    return [*samples, _ChannelAxis(channels, out_channels, groups=groups), *spatial]
-
-
-# --- where that lies in chunks --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Elements of one chunk along an axis, and where in a block they go; one that is repeated fills a stretch."""
-
-    chunk: int
-    elements: slice
-    count: int  # how many these are
-    at: slice
-
-
-def _runs(need: Range, size: int, mode: str, borders: Sequence[int]) -> list[_Run]:
-    """The runs of an axis of `size` elements that make the range; what is past its ends is as the mode has it."""
-    runs = []
-    for at, elements in axis_segments(range(*need), size, 1, 0, mode):
-        if elements is None:
-            continue
-        where = at.start
-        for first, step, count in _progressions(elements):
-            while count:
-                chunk = bisect_right(borders, first) - 1
-                begin, end = borders[chunk], borders[chunk + 1]
-                here = count if step == 0 else min(count, end - first if step > 0 else first - begin + 1)
-                local = first - begin
-                if step < 0:
-                    read = slice(local, local - here if local >= here else None, -1)
-                else:
-                    read = slice(local, local + (here if step else 1))
-                runs.append(_Run(chunk, read, here if step else 1, slice(where, where + here)))
-                first, where, count = first + step * here, where + here, count - here
-    return runs
-
-
-def _progressions(elements: slice | np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """First, step and count of stretches whose elements go up by one, or down, or are one that is repeated."""
-    if isinstance(elements, slice):
-        yield elements.start, 1, elements.stop - elements.start
-        return
-    steps = np.diff(elements)
-    begin = 0
-    while begin < len(elements):
-        step = int(steps[begin]) if begin < len(steps) and abs(steps[begin]) <= 1 else 0
-        end = begin + 1
-        while end < len(elements) and steps[end - 1] == step:
-            end += 1
-        yield int(elements[begin]), step, end - begin
-        begin = end
-
-
-@dataclass(frozen=True)
-class _Block:
-    """A part of an image, made of chunks: those of all combinations of its axes' runs, in C order.
-
-    `cut` has for each the number of the piece that a task has cut from the chunk already; None where the chunk comes whole.
-    """
-
-    image: int
-    shape: tuple[int, ...]
-    axes: tuple[Sequence[_Run], ...]
-    cut: tuple[int | None, ...]
-
-    def of(self, chunks: Iterator[Any], like: Any) -> Any:
-        """The block: a view where it is one piece, or lies in one array, else a copy of the pieces; zeros where there are none."""
-        pieces = []
-        for runs, number in zip(product(*self.axes), self.cut):
-            chunk = next(chunks)
-            pieces.append(chunk[tuple(run.elements for run in runs)] if number is None else chunk[number])
-        if len(pieces) == 1 and pieces[0].shape == self.shape:
-            return pieces[0]
-        covered = prod(sum(run.at.stop - run.at.start for run in runs) for runs in self.axes) == prod(self.shape)
-        if covered and isinstance(like, np.ndarray) and (view := self._in_one_array(pieces)) is not None:
-            return view
-        block = (np.empty_like if covered else np.zeros_like)(like, shape=self.shape)
-        for runs, piece in zip(product(*self.axes), pieces):
-            block[tuple(run.at for run in runs)] = piece
-        return block
-
-    def _in_one_array(self, pieces: list[np.ndarray]) -> np.ndarray | None:
-        """The block where its pieces lie in an array as they would in the block, as chunks of an array in memory do."""
-        if not pieces:
-            return None
-        strides, whole = pieces[0].strides, _owner(pieces[0])
-        for runs, piece in zip(product(*self.axes), pieces):
-            begins = [run.at.start for run in runs]
-            place = pieces[0].ctypes.data + sum(begin * step for begin, step in zip(begins, strides))
-            shape = tuple(run.at.stop - run.at.start for run in runs)
-            if (piece.shape, piece.strides, piece.ctypes.data) != (shape, strides, place) or _owner(piece) is not whole:
-                return None
-        return as_strided(pieces[0], self.shape, strides, writeable=False)
-
-
-def _owner(array: np.ndarray) -> Any:
-    """What has the memory of an array: another one, or a file's map."""
-    owner: Any = array
-    while isinstance(owner, np.ndarray) and owner.base is not None:
-        owner = owner.base
-    return owner
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """The task that takes from a chunk what its neighbours need of it: copies, so that they do not hold the chunk."""
-
-    chunk: tuple[Any, ...]
-    pieces: list[tuple[slice, ...]] = field(default_factory=list)
-
-    def __call__(self, chunk: Any) -> list[Any]:
-        pieces = [chunk[piece] for piece in self.pieces]
-        return pieces if _is_part(chunk) else [piece.copy() for piece in pieces]
-
-
-def _is_part(chunk: Any) -> bool:
-    """Whether a chunk is a view of an array, in memory or in a file, that has other chunks too: that one is there anyway."""
-    owner = _owner(chunk) if isinstance(chunk, np.ndarray) else None
-    if isinstance(owner, (np.ndarray, mmap)):
-        return (owner.nbytes if isinstance(owner, np.ndarray) else len(owner)) >= 2 * chunk.nbytes
-    return False
-
-
-class _Image:
-    """A Dask array that a graph reads: where its chunks end, and what is cut from them in the layer `halo`."""
-
-    def __init__(self, number: int, x: da.Array, halo: str) -> None:
-        self.number, self.x = number, x
-        self.borders = [[0, *accumulate(sizes)] for sizes in x.chunks]
-        self.cuts: dict[Any, _Cut] = {}
-        self._halo = halo
-        self._known: dict[Any, list[_Run]] = {}
-
-    def runs(self, axis: int, need: Range, mode: str = "constant") -> list[_Run]:
-        """Where the elements of an axis lie that are needed: worked out once for all chunks of the result beside each other."""
-        key = axis, need
-        if key not in self._known:
-            self._known[key] = _runs(need, self.x.shape[axis], mode, self.borders[axis])
-        return self._known[key]
-
-    def block(self, shape: Sequence[int], axes: Sequence[Sequence[_Run]]) -> tuple[_Block, list[Any]]:
-        """A block, and the keys of what it is made of.  Pieces of less than half a chunk are cut from it."""
-        numbers: list[int | None] = []
-        keys: list[Any] = []
-        for runs in product(*axes):
-            key = (self.x.name, *(run.chunk for run in runs))
-            whole = prod(sizes[run.chunk] for sizes, run in zip(self.x.chunks, runs))
-            if 2 * prod(run.count for run in runs) >= whole:
-                numbers.append(None)
-                keys.append(key)
-            else:
-                pieces = self.cuts.setdefault((self._halo, self.number, *key[1:]), _Cut(key)).pieces
-                numbers.append(len(pieces))
-                keys.append((self._halo, self.number, *key[1:]))
-                pieces.append(tuple(run.elements for run in runs))
-        return _Block(self.number, tuple(shape), tuple(axes), tuple(numbers)), keys
-
-
 # --- the graph ------------------------------------------------------------------------------------------------
 
 
@@ -595,8 +311,8 @@ class _Call:
 class _Part:
     """The task that computes a chunk of the result."""
 
-    blocks: tuple[_Block, ...]
-    residual: _Block | None
+    blocks: tuple[Block, ...]
+    residual: Block | None
     keywords: dict[str, Any]
     rows: dict[str, slice] | None  # the channels of arrays in memory, where the chunk has not all of them
 
@@ -639,12 +355,12 @@ def _graph(
     token = tokenize(function.__name__, which, xs, residual, arguments, current_settings())
     name, halo, common = f"{function.__name__}-{token}", f"halo-{token}", f"call-{token}"
     given = [*xs, *([] if residual is None else [residual])]
-    images = [_Image(number, x, halo) for number, x in enumerate(given)]
+    images = [Image(number, x, halo) for number, x in enumerate(given)]
     fixed = {key: value for key, value in arguments.items() if key not in _GEOMETRY}
     call = _Call(function, fixed, current_settings(), tuple(x._meta for x in given))
 
     channel = int(checked.axes.batched)  # the axis of channels
-    axes = _axes(function, checked, which, xs)
+    axes = axes_of(function, checked, which, xs)
     merged = [0, *accumulate(x.shape[channel] for x in xs)]
     borders = [*images[0].borders]
     borders[channel] = [first + border for first, image in zip(merged, images) for border in image.borders[channel]]
@@ -683,10 +399,10 @@ _GEOMETRY = ("padding", "padding_mode", "output_padding", "output_shape", "ceil_
 
 
 def _merged_blocks(
-    images: Sequence[_Image], merged: Sequence[int], axes: Sequence[_Axis], need: Sequence[_Need], channel: int
-) -> tuple[tuple[_Block, ...], list[Any]]:
+    images: Sequence[Image], merged: Sequence[int], axes: Sequence[Axis], need: Sequence[Need], channel: int
+) -> tuple[tuple[Block, ...], list[Any]]:
     """The blocks that are merged for a chunk of the result, one for each chunk of channels, and the keys of their chunks."""
-    blocks: list[_Block] = []
+    blocks: list[Block] = []
     keys: list[Any] = []
     lengths = [each.stop - each.first for each in need]
     for image, first, end in zip(images, merged, merged[1:]):
@@ -705,11 +421,11 @@ def _merged_blocks(
             keys += of_it
     if not blocks:  # no channels at all
         lengths[channel] = 0
-        blocks.append(_Block(0, tuple(lengths), ((),), ()))
+        blocks.append(Block(0, tuple(lengths), ((),), ()))
     return tuple(blocks), keys
 
 
-def _of_block(function: Callable[..., Any], need: Sequence[_Need]) -> dict[str, Any]:
+def _of_block(function: Callable[..., Any], need: Sequence[Need]) -> dict[str, Any]:
     """What a call on one block is told of its geometry."""
     if function is cupyconv.linmerge:
         return {}

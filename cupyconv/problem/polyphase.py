@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product, starmap
 from math import gcd, prod
 
-from cupyconv.problem.arrays import Operand
+from cupyconv.problem.arrays import Operand, c_strides
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.problems import ConvProblem, NotApplicable, TransposedProblem
 
@@ -117,7 +117,9 @@ def phase_problems(problem: TransposedProblem, weight: Operand) -> list[ConvProb
 
 def exchanged_view(problem: TransposedProblem) -> Operand | None:
     """The weight as convolutions with x take it, (channels of the results, outputs of a group, taps); None where no view is that."""
-    weight, geometry = problem.weight, problem.geometry
+    weight, geometry, shape = problem.weight, problem.geometry, exchanged_shape(problem.geometry)
+    if 0 in shape:
+        return weight.view(shape, c_strides(shape), 0)
     outputs, inputs = weight.stride_c, weight.stride_n
     if problem.conjugate:
         return None
@@ -128,7 +130,7 @@ def exchanged_view(problem: TransposedProblem) -> Operand | None:
             inputs = 0
         else:
             return None
-    return weight.view(exchanged_shape(geometry), (outputs, inputs, *weight.strides[2:]), 0)
+    return weight.view(shape, (outputs, inputs, *weight.strides[2:]), 0)
 
 
 def exchanged_shape(geometry: ConvGeometry) -> tuple[int, ...]:

@@ -1,0 +1,179 @@
+"""Where the elements that a task needs lie in chunks, and how they become one block.
+
+::
+
+    chunks          |........|........|........|
+    a block              [---|--------|--]        a piece of each: whole chunks, or what a task of their own cuts from them
+
+Where all pieces lie in one NumPy array as they would in the block, the block is a view of it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, product
+from math import prod
+from mmap import mmap
+from typing import Any
+
+import dask.array as da
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from cupyconv.interop.dask_axes import Range
+from cupyconv.numpy.windows import axis_segments
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements of one chunk along an axis, and where in a block they go; one that is repeated fills a stretch."""
+
+    chunk: int
+    elements: slice
+    count: int  # how many these are
+    at: slice
+
+
+def _runs(need: Range, size: int, mode: str, borders: Sequence[int]) -> list[Run]:
+    """The runs of an axis of `size` elements that make the range; what is past its ends is as the mode has it."""
+    runs = []
+    for at, elements in axis_segments(range(*need), size, 1, 0, mode):
+        if elements is None:
+            continue
+        where = at.start
+        for first, step, count in _progressions(elements):
+            while count:
+                chunk = bisect_right(borders, first) - 1
+                begin, end = borders[chunk], borders[chunk + 1]
+                here = count if step == 0 else min(count, end - first if step > 0 else first - begin + 1)
+                local = first - begin
+                if step < 0:
+                    read = slice(local, local - here if local >= here else None, -1)
+                else:
+                    read = slice(local, local + (here if step else 1))
+                runs.append(Run(chunk, read, here if step else 1, slice(where, where + here)))
+                first, where, count = first + step * here, where + here, count - here
+    return runs
+
+
+def _progressions(elements: slice | np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """First, step and count of stretches whose elements go up by one, or down, or are one that is repeated."""
+    if isinstance(elements, slice):
+        yield elements.start, 1, elements.stop - elements.start
+        return
+    steps = np.diff(elements)
+    begin = 0
+    while begin < len(elements):
+        step = int(steps[begin]) if begin < len(steps) and abs(steps[begin]) <= 1 else 0
+        end = begin + 1
+        while end < len(elements) and steps[end - 1] == step:
+            end += 1
+        yield int(elements[begin]), step, end - begin
+        begin = end
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of an image, made of chunks: those of all combinations of its axes' runs, in C order.
+
+    `cut` has for each the number of the piece that a task has cut from the chunk already; None where the chunk comes whole.
+    """
+
+    image: int
+    shape: tuple[int, ...]
+    axes: tuple[Sequence[Run], ...]
+    cut: tuple[int | None, ...]
+
+    def of(self, chunks: Iterator[Any], like: Any) -> Any:
+        """The block: a view where it is one piece, or lies in one array, else a copy of the pieces; zeros where there are none."""
+        pieces = []
+        for runs, number in zip(product(*self.axes), self.cut):
+            chunk = next(chunks)
+            pieces.append(chunk[tuple(run.elements for run in runs)] if number is None else chunk[number])
+        if len(pieces) == 1 and pieces[0].shape == self.shape:
+            return pieces[0]
+        covered = prod(sum(run.at.stop - run.at.start for run in runs) for runs in self.axes) == prod(self.shape)
+        if covered and isinstance(like, np.ndarray) and (view := self._in_one_array(pieces)) is not None:
+            return view
+        block = (np.empty_like if covered else np.zeros_like)(like, shape=self.shape)
+        for runs, piece in zip(product(*self.axes), pieces):
+            block[tuple(run.at for run in runs)] = piece
+        return block
+
+    def _in_one_array(self, pieces: list[np.ndarray]) -> np.ndarray | None:
+        """The block where its pieces lie in an array as they would in the block, as chunks of an array in memory do."""
+        if not pieces:
+            return None
+        strides, whole = pieces[0].strides, _owner(pieces[0])
+        for runs, piece in zip(product(*self.axes), pieces):
+            begins = [run.at.start for run in runs]
+            place = pieces[0].ctypes.data + sum(begin * step for begin, step in zip(begins, strides))
+            shape = tuple(run.at.stop - run.at.start for run in runs)
+            if (piece.shape, piece.strides, piece.ctypes.data) != (shape, strides, place) or _owner(piece) is not whole:
+                return None
+        return as_strided(pieces[0], self.shape, strides, writeable=False)
+
+
+def _owner(array: np.ndarray) -> Any:
+    """What has the memory of an array: another one, or a file's map."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray) and owner.base is not None:
+        owner = owner.base
+    return owner
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The task that takes from a chunk what its neighbours need of it: copies, so that they do not hold the chunk."""
+
+    chunk: tuple[Any, ...]
+    pieces: list[tuple[slice, ...]] = field(default_factory=list)
+
+    def __call__(self, chunk: Any) -> list[Any]:
+        pieces = [chunk[piece] for piece in self.pieces]
+        return pieces if _is_part(chunk) else [piece.copy() for piece in pieces]
+
+
+def _is_part(chunk: Any) -> bool:
+    """Whether a chunk is a view of an array, in memory or in a file, that has other chunks too: that one is there anyway."""
+    owner = _owner(chunk) if isinstance(chunk, np.ndarray) else None
+    if isinstance(owner, (np.ndarray, mmap)):
+        return (owner.nbytes if isinstance(owner, np.ndarray) else len(owner)) >= 2 * chunk.nbytes
+    return False
+
+
+class Image:
+    """A Dask array that a graph reads: where its chunks end, and what is cut from them in the layer `halo`."""
+
+    def __init__(self, number: int, x: da.Array, halo: str) -> None:
+        self.number, self.x = number, x
+        self.borders = [[0, *accumulate(sizes)] for sizes in x.chunks]
+        self.cuts: dict[Any, Cut] = {}
+        self._halo = halo
+        self._known: dict[Any, list[Run]] = {}
+
+    def runs(self, axis: int, need: Range, mode: str = "constant") -> list[Run]:
+        """Where the elements of an axis lie that are needed: worked out once for all chunks of the result beside each other."""
+        key = axis, need
+        if key not in self._known:
+            self._known[key] = _runs(need, self.x.shape[axis], mode, self.borders[axis])
+        return self._known[key]
+
+    def block(self, shape: Sequence[int], axes: Sequence[Sequence[Run]]) -> tuple[Block, list[Any]]:
+        """A block, and the keys of what it is made of.  Pieces of less than half a chunk are cut from it."""
+        numbers: list[int | None] = []
+        keys: list[Any] = []
+        for runs in product(*axes):
+            key = (self.x.name, *(run.chunk for run in runs))
+            whole = prod(sizes[run.chunk] for sizes, run in zip(self.x.chunks, runs))
+            if 2 * prod(run.count for run in runs) >= whole:
+                numbers.append(None)
+                keys.append(key)
+            else:
+                pieces = self.cuts.setdefault((self._halo, self.number, *key[1:]), Cut(key)).pieces
+                numbers.append(len(pieces))
+                keys.append((self._halo, self.number, *key[1:]))
+                pieces.append(tuple(run.elements for run in runs))
+        return Block(self.number, tuple(shape), tuple(axes), tuple(numbers)), keys
