@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import warnings
 from collections.abc import Callable
@@ -160,3 +161,44 @@ def test_floating_point_warnings_are_silenced(dtype, threads):
                 y = cupyconv.conv(x, weight, **arguments, activation=activation, method=method)
         assert not np.isfinite(y).all()
         cupyconv.col2im(np.full((1, 9, 16), huge, dtype), (6, 6), 3)
+
+
+# --- calls within a call --------------------------------------------------------------------------------------
+
+WITHIN = {
+    "conv": lambda x, weight: cupyconv.conv(x, weight, padding=1),
+    "depthwise": lambda x, weight: cupyconv.conv(x, weight[:, :1], groups=16, padding=1),
+    "transposed": lambda x, weight: cupyconv.conv_transpose(x, weight, stride=2),
+    "weight gradient": lambda x, weight: cupyconv.conv_grad_weight(x[:, :3], x, (3, 3), padding=1),
+    "pooling": lambda x, weight: cupyconv.max_pool(x, 3),
+}
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers")
+@pytest.mark.parametrize("threads", [1, None])
+@pytest.mark.parametrize("name", WITHIN)
+def test_a_signals_handler_may_call_in_the_midst_of_a_call(name, threads):
+    """It waited for ever for a lock that the interrupted call had, or wrote where that call's columns were."""
+    compute, generator = WITHIN[name], np.random.default_rng(0)
+    x, weight = (generator.integers(-3, 4, shape).astype(np.float32) for shape in ((1, 16, 48, 48), (16, 16, 3, 3)))
+    with cupyconv.options(threads=threads):
+        expected, within = compute(x, weight), compute(x[:, :, ::2], weight)
+        outcomes: list[bool] = []
+        is_within = False
+
+        def handler(*_: object) -> None:
+            nonlocal is_within
+            if not is_within:
+                is_within = True
+                outcomes.append(np.array_equal(compute(x[:, :, ::2], weight), within))
+                is_within = False
+
+        before = signal.signal(signal.SIGALRM, handler)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 3e-4, 3e-4)
+            while len(outcomes) < 100:
+                assert np.array_equal(compute(x, weight), expected)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert all(outcomes)

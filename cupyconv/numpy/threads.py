@@ -16,7 +16,7 @@ import ctypes
 import os
 import threading
 import warnings
-from _thread import allocate_lock
+from _thread import RLock, allocate_lock
 from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
@@ -218,10 +218,12 @@ class Blas:
 
     It is a setting of the process (environment, affinity, threadpoolctl) and put back as it was.  Its library is looked
     for when it is first asked.  A BLAS that cannot be asked counts as one thread: it keeps its own.
+
+    A signal's handler may call us in the midst of any method: it gets the lock again, and finds a state that it may change.
     """
 
     def __init__(self) -> None:
-        self._lock = allocate_lock()
+        self._lock = RLock()
         self._controls: list[_Controls] | None = None
         self._before: list[int] = []  # while held
         self._holders = 0
@@ -242,9 +244,10 @@ class Blas:
     def __enter__(self) -> None:
         with self._lock:
             self._holders += 1
-            if self._holders == 1:
-                self._before = self._numbers()
-                self._set(1 for _ in self._before)
+            if not self._before:
+                numbers = self._numbers()
+                self._before = self._before or numbers
+                self._set(1 for _ in numbers)
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
@@ -258,7 +261,7 @@ class Blas:
 
     def begin_process(self) -> None:
         """Called in a child of a fork, where nobody holds anything."""
-        self._lock, self._holders = allocate_lock(), 0
+        self._lock, self._holders = RLock(), 0
         self._put_back()
 
     def _put_back(self) -> None:

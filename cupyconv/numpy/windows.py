@@ -26,6 +26,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import islice, product
@@ -582,36 +583,50 @@ class Scratch:
         return np.ndarray(shape, dtype, buffers[name])
 
 
+class _Buffers(dict[str, np.ndarray]):
+    """What one call at a time writes, by name; a class, so that it can be referred to weakly."""
+
+
 class KeptScratch(Scratch):
-    """Uninitialised arrays that threads keep from call to call, as far as the budget of all that is kept allows."""
+    """Uninitialised arrays that are kept from call to call, as far as the budget of all that is kept allows.
+
+    A call on NumPy has a context that no other call is in (`NumpyBackend.within`), also one that a signal's handler makes in
+    the midst of another; and so has a worker.  Arrays are a context's.
+    """
 
     def __init__(self, dtype: np.dtype) -> None:
-        super().__init__(dtype, rounds=2)
+        super().__init__(dtype, rounds=1)
+        self._of_context: ContextVar[_Buffers] = ContextVar(f"kept {dtype}")
+        self._all: weakref.WeakValueDictionary[int, _Buffers] = weakref.WeakValueDictionary()
         on_clear(self._give_back)
 
     def array(self, name: str, shape: Sequence[int], dtype: np.dtype | None = None) -> np.ndarray:
         dtype = dtype or self.dtype
-        assert self._buffers is not None
-        buffers: dict[str, np.ndarray] = self._buffers.__dict__
+        buffers = self._of_context.get(None)
+        if buffers is None:
+            buffers = _Buffers()
+            self._all[id(buffers)] = buffers
+            self._of_context.set(buffers)
         nbytes = prod(shape) * dtype.itemsize
-        if name not in buffers or buffers[name].size < nbytes:
+        buffer = buffers.get(name)
+        if buffer is None or buffer.size < nbytes:
             buffers.pop(name, None)
             buffer = aligned_bytes(nbytes)
             owner: Any = buffer.base
-            if not reserve(owner.nbytes):
-                return np.ndarray(shape, dtype, buffer)
-            weakref.finalize(owner, release, owner.nbytes).atexit = False
-            buffers[name] = buffer
-        return np.ndarray(shape, dtype, buffers[name])
+            if reserve(owner.nbytes):
+                weakref.finalize(owner, release, owner.nbytes).atexit = False
+                buffers[name] = buffer
+        return np.ndarray(shape, dtype, buffer)
 
     def _give_back(self) -> None:
-        """Those of all threads; a call under way has its arrays as long as it needs them."""
-        self._buffers = threading.local()
+        """Those of all contexts; a call under way has its arrays as long as it needs them."""
+        for buffers in list(self._all.values()):
+            buffers.clear()
 
 
 @cache
 def kept_scratch(dtype: np.dtype) -> KeptScratch:
-    """Memory that every thread keeps from call to call."""
+    """Memory that stays from call to call."""
     return KeptScratch(dtype)
 
 

@@ -58,8 +58,6 @@ KEPT_WEIGHT, LARGE_BLOCK, WEIGHT_CACHE, FEWEST_OUTPUTS = 4 << 20, 8 << 20, 512 <
 WEIGHT_PART = 1 << 18
 #: Kernels whose transforms are one product: where BLAS has kernels for small products, they do not copy the factor.
 WEIGHT_ROWS = 1024
-#: Outputs that a product of tiles has at the least.
-LEAST_OUTPUTS = 32
 
 # --- the transforms -------------------------------------------------------------------------------------------
 
@@ -380,10 +378,7 @@ class Winograd(TiledLoop, ConvLoop):
     def work(self) -> float:
         geometry, problem = self.geometry, self.problem
         sizes = self.block_tiles, geometry.group_channels, geometry.group_outputs
-        at_once = outputs_of_product(*sizes) if keeps_weight(geometry) else sizes[2]
-        in_parts = geometry.group_outputs / (at_once or 1) * cost.product(*sizes[:2], at_once, problem)
-        of_tiles = min(in_parts, cost.product(*sizes, problem))
-        products = self.blocks * products_of(geometry) * geometry.groups * of_tiles
+        products = self.blocks * products_of(geometry) * geometry.groups * cost.product(*sizes, problem)
         times = (not problem.weight_is_constant) if keeps_weight(geometry) else self.blocks
         weights = times * cost.transformed_weight(kernels_of(geometry), products_of(geometry), geometry.taps)
         return products + weights + self.transforms_work + self.store_work
@@ -444,7 +439,7 @@ class Winograd(TiledLoop, ConvLoop):
         channels = geometry.group_channels
         if weights.factors is not None:
             shape = len(matrix), geometry.groups, channels, geometry.group_outputs
-            _times_factors(tiles, weights.factors.reshape(shape), place)
+            np.matmul(tiles, weights.factors.reshape(shape), out=place)
             return
         for group, outputs in product(
             range(geometry.groups), parts_of(geometry.group_outputs, outputs_at_once(geometry))
@@ -507,24 +502,6 @@ def _times_taps(matrix: np.ndarray, taps: np.ndarray, target: np.ndarray) -> Non
 
     np.matmul(matrix, pieces(taps), out=pieces(target))
     np.matmul(matrix, taps[:, whole:], out=target[:, whole:])
-
-
-def outputs_of_product(tiles: int, channels: int, outputs: int) -> int:
-    """Outputs of a product of tiles: all, or so few that BLAS packs no operand."""
-    fewest = -(-tiles * channels * outputs // cost.SMALL_PRODUCT)
-    parts = (outputs // count for count in range(max(1, fewest), outputs // LEAST_OUTPUTS + 1) if outputs % count == 0)
-    return next(parts, outputs)
-
-
-def _times_factors(tiles: np.ndarray, factors: np.ndarray, place: np.ndarray) -> None:
-    """The matrices (tiles, channels) times (channels, outputs)."""
-    outputs = outputs_of_product(tiles.shape[-2], tiles.shape[-1], factors.shape[-1])
-    count = factors.shape[-1] // max(1, outputs)
-
-    def in_parts(matrices: np.ndarray) -> np.ndarray:
-        return matrices.reshape(*matrices.shape[:-1], count, outputs).swapaxes(-2, -3)
-
-    np.matmul(tiles[..., None, :, :], in_parts(factors), out=in_parts(place))
 
 
 def by_group(image: np.ndarray, groups: int) -> np.ndarray:
