@@ -620,8 +620,9 @@ class KeptScratch(Scratch):
 
     def _give_back(self) -> None:
         """Those of all contexts; a call under way has its arrays as long as it needs them."""
-        for buffers in list(self._all.values()):
-            buffers.clear()
+        for reference in self._all.valuerefs():  # a list, that other threads may go on
+            if (buffers := reference()) is not None:
+                buffers.clear()
 
 
 @cache

@@ -266,7 +266,7 @@ def tiles_block(geometry: ConvGeometry, most: int, share: int) -> BlockSize:
 # --- the method -----------------------------------------------------------------------------------------------
 
 
-#: Kept from call to call by every thread, at most what a block takes: the first touch of a page of memory takes longer than
+#: Kept from call to call, at most what a block takes: the first touch of a page of memory takes longer than
 #: all that is done with it here.
 MEMORY = kept_scratch(FLOAT32)
 
