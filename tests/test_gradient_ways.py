@@ -231,14 +231,14 @@ def test_factors_that_are_not_finite_are_not_exchanged(where, value, exchanges):
 @pytest.mark.parametrize("outputs, columns, pixels", [(1, 1, 100_000), (16, 27, 3000), (3, 9, 70_000), (30, 32, 5000)])
 def test_products_of_few_elements_let_other_threads_run(outputs, columns, pixels):
     """NumPy holds the interpreter's lock in a product of 500 elements or fewer: several at a time have more."""
-    run = weight_sums.run_of(outputs, columns, pixels)
+    run = weight_sums.pixels_of_run(outputs, columns, pixels)
     assert run and pixels // run * outputs * columns > weight_sums.HELD
     assert run * outputs * columns <= 1_000_000, "BLAS packs its operands"
 
 
 @pytest.mark.parametrize("outputs, columns, pixels", [(31, 31, 5000), (1, 1, 500), (16, 27, 200), (0, 9, 5000)])
 def test_long_and_short_products_have_no_runs(outputs, columns, pixels):
-    assert weight_sums.run_of(outputs, columns, pixels) == 0
+    assert weight_sums.pixels_of_run(outputs, columns, pixels) == 0
 
 
 @pytest.mark.parametrize("method, shape, kernel, window", [

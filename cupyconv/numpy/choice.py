@@ -20,6 +20,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cupyconv.numpy import cost
+from cupyconv.numpy.backend import NumpyStep, seconds_of
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import METHODS as PUBLIC_METHODS
 from cupyconv.problem.problems import NO_SUCH_METHOD, NotApplicable, ProductsProblem, ProductsProblemT
@@ -172,6 +173,19 @@ def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[Bl
         if host.threads <= 1:
             raise refusal
         problem = replace(problem, machine=replace(host, threads=fewer))
+
+
+def by_another(problem: ProductsProblem, plan: Plan, steps: Sequence[NumpyStep], **rest: Any) -> Plan:
+    """The plan of a problem that another one solves, whose plan this is, by these steps."""
+    known: dict[str, Any] = dict(
+        method=plan.method,
+        device=plan.device,
+        bound=plan.bound,
+        rejected=plan.rejected,
+        price=cost.by_model(seconds_of(steps)),
+        bytes_moved=problem.minimal_bytes,
+    )
+    return problem.planned(steps, **known | rest)
 
 
 def long_loop(turns: int, calls: float = 0) -> tuple[str, ...]:

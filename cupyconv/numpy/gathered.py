@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import NumpyStep, seconds_of
+from cupyconv.numpy.backend import NumpyStep
+from cupyconv.numpy.choice import by_another
 from cupyconv.numpy.convolution import ConvLoop, plan_conv, plan_like
 from cupyconv.numpy.windows import five_axes
 from cupyconv.problem.arrays import c_strides
 from cupyconv.problem.geometry import ConvGeometry
-from cupyconv.problem.plan import Buffer, Plan
+from cupyconv.problem.plan import Plan
 from cupyconv.problem.polyphase import AxisPhase, is_reached, phase_problem, phases_of
 from cupyconv.problem.problems import NotApplicable, TransposedProblem
 
@@ -117,14 +118,19 @@ class GatheredLoop(NumpyStep):
         return exchanged.reshape(geometry.out_channels, geometry.group_channels, *geometry.kernel)
 
 
+def check_gathers(problem: TransposedProblem) -> None:
+    """NotApplicable where the results are no convolutions of x."""
+    if problem.geometry.padding_mode != "constant" or not problem.weight_is_finite:
+        raise NotApplicable("products are added where the kernel reaches")
+    if problem.geometry.groups > 1 and len(problem.outs) > 1:
+        raise NotApplicable("several results of a grouped convolution")
+
+
 def plan_gathered(problem: TransposedProblem) -> Plan:
     """The plan of convolutions that the results are; ValueError where adding products takes less, or one has no plan."""
     geometry = problem.geometry
     phases = phases_of(geometry)
-    if geometry.padding_mode != "constant" or not problem.weight_is_finite:
-        raise NotApplicable("products are added where the kernel reaches")
-    if geometry.groups > 1 and len(problem.outs) > 1:
-        raise NotApplicable("several results of a grouped convolution")
+    check_gathers(problem)
     if len(phases) > MOST_PARTS:
         raise NotApplicable("it falls apart into many convolutions")
     if not phases or not problem.outs:
@@ -151,17 +157,11 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
     largest = max(plans, key=lambda plan: plan.flops)
     of = ", of its largest part" * (len(plans) > 1)
     sizes = {"weight": weight, "blocks": max(plan.workspace_bytes for plan in plans)}
-    return replace(
+    return by_another(
+        problem,
         largest,
-        problem=problem.title,
-        result=problem.result,
-        steps=tuple(steps),
-        flops=problem.flops,
-        bytes_moved=problem.minimal_bytes,
-        minimal_bytes=problem.minimal_bytes,
-        notes=problem.notes,
+        steps,
+        sizes=sizes,
         rejected=tuple((name, f"{why}{of}") for name, why in largest.rejected),
         reason=f"gathered{f' in {len(plans)} parts' if of else ''}, {largest.reason}",
-        price=cost.by_model(seconds_of(steps)),
-        workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items()) if steps else (),
     )

@@ -21,12 +21,14 @@ from typing import Any
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import NumpyStep, seconds_of
+from cupyconv.numpy.backend import NumpyStep
+from cupyconv.numpy.choice import by_another
 from cupyconv.numpy.convolution import ConvLoop, ConvRun, plan_conv, result_takes_sums
+from cupyconv.numpy.gathered import check_gathers
 from cupyconv.numpy.windows import Block, Scratch, five_axes
 from cupyconv.problem.arrays import c_strides
 from cupyconv.problem.geometry import Triple
-from cupyconv.problem.plan import Buffer, Plan
+from cupyconv.problem.plan import Plan
 from cupyconv.problem.polyphase import AxisPhase, joint_phase, phase_problem, phases_along
 from cupyconv.problem.problems import NotApplicable, TransposedProblem
 
@@ -135,10 +137,7 @@ class InterleavedRun(ConvRun):
 def plan_interleaved(problem: TransposedProblem) -> Plan:
     """The plan of one convolution for each result; ValueError where its phases have no joint window."""
     geometry = problem.geometry
-    if geometry.padding_mode != "constant" or not problem.weight_is_finite:
-        raise NotApplicable("products are added where the kernel reaches")
-    if geometry.groups > 1 and len(problem.outs) > 1:
-        raise NotApplicable("several results of a grouped convolution")
+    check_gathers(problem)
     if problem.method == "fft":
         raise NotApplicable("its loops write phases apart")
     count = prod(map(min, geometry.stride, geometry.size))
@@ -168,16 +167,5 @@ def plan_interleaved(problem: TransposedProblem) -> Plan:
             steps.append(InterleavedLoop(problem, loop, out.name, first, phases, joint))
     largest = max(plans, key=lambda plan: plan.flops)
     sizes = {"weight": nbytes, "blocks": max(plan.workspace_bytes for plan in plans)}
-    return replace(
-        largest,
-        problem=problem.title,
-        result=problem.result,
-        steps=tuple(steps),
-        flops=problem.flops,
-        bytes_moved=problem.minimal_bytes,
-        minimal_bytes=problem.minimal_bytes,
-        notes=problem.notes,
-        reason=f"gathered, {count} phases as outputs, {largest.reason}",
-        price=cost.by_model(seconds_of(steps)),
-        workspace=tuple(Buffer(name, nbytes) for name, nbytes in sizes.items()) if steps else (),
-    )
+    reason = f"gathered, {count} phases as outputs, {largest.reason}"
+    return by_another(problem, largest, steps, sizes=sizes, reason=reason)

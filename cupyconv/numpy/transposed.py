@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from cupyconv.problem.problems import NotApplicable, TransposedProblem, inputs_w
 if TYPE_CHECKING:
     from cupyconv.numpy.interleaved import InterleavedLoop
 
-    TransposedLoop = GatheredLoop | InterleavedLoop | ScatteredLoop
+    TransposedLoop: TypeAlias = GatheredLoop | InterleavedLoop | ScatteredLoop
 
 
 def plan_transposed(problem: TransposedProblem) -> Plan:

@@ -22,6 +22,7 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep, seconds_of
+from cupyconv.numpy.choice import by_another
 from cupyconv.numpy.weight_sums import WeightGradientLoop
 from cupyconv.numpy.windows import five_axes
 from cupyconv.problem.arrays import accumulator, c_strides, dtype_from_name, is_complex
@@ -125,16 +126,10 @@ def plan_exchanged(problem: WeightGradientProblem, planner: Planner) -> Plan:
     plan = planner(exchanged)
     loops = cast("tuple[WeightGradientLoop, ...]", plan.steps)
     step = ExchangedLoops(problem, exchanged, loops, planner)
-    return replace(
+    return by_another(
+        problem,
         plan,
-        problem=problem.title,
-        result=problem.result,
-        steps=(step,),
-        flops=problem.flops,
-        bytes_moved=problem.minimal_bytes,
-        minimal_bytes=problem.minimal_bytes,
-        notes=problem.notes,
+        [step],
         reason=f"x and the gradient exchanged, {plan.reason}",
-        price=cost.by_model(step.seconds),
         workspace=(*plan.workspace, Buffer("exchanged", problem.out.nbytes)),
     )

@@ -278,7 +278,7 @@ class WeightRun:
 
     def add_product(self, grad: np.ndarray, columns: np.ndarray, sums: np.ndarray, is_first: bool) -> None:
         """sums (+)= grad columns', a piece of the outputs at a time; `sums` may have the rows' axes apart."""
-        if run := run_of(sums.shape[1], *columns.shape[1:]):
+        if run := pixels_of_run(sums.shape[1], *columns.shape[1:]):
             self._add_runs(grad, columns, sums, is_first, run)
             return
         transposed = columns.swapaxes(1, 2)
@@ -316,7 +316,7 @@ class WeightRun:
             sums += total.reshape(sums.shape)
 
 
-def run_of(outputs: int, columns: int, pixels: int) -> int:
+def pixels_of_run(outputs: int, columns: int, pixels: int) -> int:
     """Pixels of each of the products that one of so many elements is cut into, or 0 where it is one.
 
     Each is one that BLAS packs no operand of, and together they have so many elements that other threads run beside them.
