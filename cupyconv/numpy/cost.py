@@ -16,6 +16,7 @@ sums must be right, and what one of them takes alone depends on what is in cache
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import ceil, prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -58,11 +59,23 @@ ROWS, COLUMNS = 4, 16
 #: that such a product takes as long as.
 SMALL_ROWS, SHORT_COLUMNS = 6, 8
 
-#: Seconds of a multiply-add of a small product whose columns begin where cache lines do; and to begin it.
-ALIGNED, BEGIN = 12.5e-12, 60e-9
-#: Elements of float32 in a vector; what 0, 1, 2 and 3 vectors of columns beside fours take, in vectors; and an element that
-#: fills none, in elements.
-VECTOR_ELEMENTS, SHORT_VECTORS, NO_VECTOR = 16, (0.0, 1.6, 2.1, 3.7), 2.3
+#: Seconds of a step along the sum of a small product whose columns begin where cache lines do, by how many rows it has, and
+#: by how many vectors of columns: 4 at a time, then 2, then 1.  Rows are taken as many at a time as the first number says.  Of a
+#: weight whose rows lie side by side; and of one turned, whose columns do.
+STEPS = {
+    4: ((4, 3.04e-9), (2, 2.4e-9), (1, 2.4e-9)),
+    2: ((6, 2.25e-9), (2, 1.45e-9), (1, 1.5e-9)),
+    1: ((6, 1.68e-9), (2, 1.45e-9), (1, 1.2e-9)),
+}
+TURNED_STEPS = {
+    4: ((6, 4.5e-9), (2, 2.4e-9), (1, 2.3e-9)),
+    2: ((8, 3.05e-9), (4, 1.75e-9), (2, 1.5e-9), (1, 1.4e-9)),
+    1: ((8, 1.62e-9), (4, 1.56e-9), (2, 1.4e-9), (1, 1.15e-9)),
+}
+#: Elements of float32 in a vector; seconds to begin such a product, and to read one of its columns, once for each part of rows.
+VECTOR_ELEMENTS, BEGIN, READ = 16, 60e-9, 17e-12
+#: As many vectors as columns take that fill none.
+PART_OF_VECTOR = 1.4
 #: Rows of a weight that such a product has at the least; elements of its columns at the most, which are read for a few rows
 #: at a time.
 LEAST_ROWS, READ_AGAIN = 8, 1 << 17
@@ -167,45 +180,77 @@ class Parts(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def parts_of_product(rows: int, reduction: int, columns: int, dtype: str, may_be_longer: bool) -> Parts | None:
+def parts_of_product(
+    rows: int, reduction: int, columns: int, dtype: str, may_be_longer: bool = False, turned: bool = False
+) -> Parts | None:
     """A product in parts so small that BLAS packs no operand, of columns that begin where cache lines do.
 
-    Elements that do not fill a vector take longest: it may be quicker to have columns more that nobody reads, and to copy
-    the others.  None where there are no such parts, outputs are few, or numbers are not real.
+    Elements that do not fill a vector take as long as those that do: it may be quicker to have columns more that nobody
+    reads, and to copy the others.  The weight is `turned` where its columns lie side by side, not its rows.  None where
+    there are no such parts, outputs are few, or numbers are not real.
     """
     if dtype not in ("float32", "float64") or rows < LEAST_ROWS or not reduction * columns:
         return None
     vector = round(VECTOR_ELEMENTS / width(dtype))
+    steps = TURNED_STEPS if turned else STEPS
+    most_columns = int(min(READ_AGAIN / width(dtype), SMALL_PRODUCT / LEAST_ROWS)) // reduction
     best: Parts | None = None
-    for length in {columns, ceil(columns / vector) * vector if may_be_longer else columns}:
+    for length in {columns, *(ceil(columns / n) * n for n in (vector, 4 * vector) if may_be_longer)}:
         copies = added(rows * columns, dtype, columns) if length > columns else 0.0
-        most_columns = min(READ_AGAIN / width(dtype), SMALL_PRODUCT / LEAST_ROWS) // reduction
-        run = length
-        if length > most_columns:
-            step = 4 * vector if most_columns >= 4 * vector else 2 * vector
-            run = int(most_columns) // step * step
-        if not run:
-            continue
-        most = SMALL_PRODUCT // (reduction * run)
-        runs, rest = divmod(length, run)
-        along = runs * _in_vectors(run, vector) + _in_vectors(rest, vector)
-        fewest = ceil(rows / most)
-        for count in range(fewest, min(rows, fewest + 2) + 1):
-            part = ceil(rows / count)
-            left = rows % part
-            across = rows // part * (part + part % SMALL_ROWS) + left + left % SMALL_ROWS
-            begun = ceil(rows / part) * ceil(length / run) * BEGIN
-            seconds = begun + across * along * reduction * ALIGNED * width(dtype) + copies
-            if best is None or seconds < best.seconds:
-                best = Parts(part, run, length, seconds)
+        for run in _runs(length, most_columns, vector):
+            runs, rest = divmod(length, run)
+            groups = _in_vectors(run, vector), _in_vectors(rest, vector)
+            begun = ceil(length / run) * BEGIN + length * reduction * READ * width(dtype)
+            for part in _parts_of_rows(rows, SMALL_PRODUCT // (reduction * run), steps):
+                seconds = copies
+                for count, own in ((rows // part, part), (1, rows % part)):
+                    if own:
+                        along = runs * _step(own, groups[0], steps) + _step(own, groups[1], steps)
+                        seconds += count * (begun + reduction * along)
+                if best is None or seconds < best.seconds:
+                    best = Parts(part, run, length, seconds)
     return best
 
 
-def _in_vectors(columns: int, vector: int) -> float:
-    """Columns of whole vectors, four at a time, that take as long as these."""
+#: How many times 4 vectors, 2, and 1 there are; and what a step of rows takes by each of these.
+_Groups = tuple[int, int, float]
+_Steps = Mapping[int, Sequence[tuple[int, float]]]
+
+
+def _in_vectors(columns: int, vector: int) -> _Groups:
     vectors, rest = divmod(columns, vector)
-    fours, left = divmod(vectors, 4)
-    return (4 * fours + SHORT_VECTORS[left]) * vector + rest * NO_VECTOR
+    return vectors // 4, vectors % 4 // 2, vectors % 2 + (PART_OF_VECTOR if rest else 0)
+
+
+def _step(rows: int, groups: _Groups, steps: _Steps) -> float:
+    """Seconds of a step along the sum: so many rows, and all vectors of a run."""
+    return sum(count * _step_of(rows, steps[vectors]) for vectors, count in zip((4, 2, 1), groups) if count)
+
+
+def _step_of(rows: int, taken: Sequence[tuple[int, float]]) -> float:
+    seconds = 0.0
+    for at_a_time, own in taken:
+        times, rows = divmod(rows, at_a_time)
+        seconds += times * own
+    return seconds
+
+
+def _runs(length: int, most: int, vector: int) -> set[int]:
+    """Columns that a part may have: all, or some that are whole vectors."""
+    runs = {length} if length <= most else set()
+    run = min(most, length) // (4 * vector) * 4 * vector
+    while run:
+        runs.add(run)
+        run = run // 2 // (4 * vector) * 4 * vector
+    return runs or ({2 * vector} if most >= 2 * vector else set())
+
+
+def _parts_of_rows(rows: int, most: int, steps: _Steps) -> set[int]:
+    """Rows that a part may have: equal ones, or as many as are taken at a time."""
+    fewest = ceil(rows / most)
+    equal = {ceil(rows / count) for count in range(fewest, min(rows, fewest + 2) + 1)}
+    whole = {ceil(part / taken[0][0]) * taken[0][0] for part in equal for taken in steps.values()}
+    return equal | {part for part in whole if part <= min(rows, most)}
 
 
 def product_of_rows(rows: float, others: float, length: float, problem: ProductsProblem) -> float:

@@ -29,7 +29,7 @@ from cupyconv.numpy.convolution import (
     result_takes_sums,
     sums_per_pixel,
 )
-from cupyconv.numpy.mec import MecRows, in_runs
+from cupyconv.numpy.mec import COLUMNS_BLOCK, MecRows, in_runs
 from cupyconv.numpy.windows import LINE, Block, parts_of, tile_shape, whole_lines
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry
@@ -211,7 +211,8 @@ class Columns(Product):
         geometry = problem.geometry
         per_pixel = geometry.in_channels * geometry.taps * ITEMSIZE[accumulator(problem.x_dtype)]
         per_pixel = per_pixel or 2 * sums_per_pixel(problem)
-        pixels = _bytes_of_columns(geometry) // (per_pixel or 1)
+        most = _bytes_of_columns(geometry) if geometry.is_pointwise else COLUMNS_BLOCK
+        pixels = most // (per_pixel or 1)
         return max(pixels, LONG_PRODUCT), geometry.batch
 
     @cached_property

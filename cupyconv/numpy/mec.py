@@ -16,14 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 from math import gcd, prod
-from operator import mul
-from typing import NamedTuple
+from operator import attrgetter, mul
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.convolution import (
-    CACHE_BLOCK,
     LONE_PIXELS,
     MEMORY_BLOCK,
     PRODUCT_BLOCK,
@@ -36,11 +35,13 @@ from cupyconv.numpy.convolution import (
 from cupyconv.numpy.windows import LINE, Block, BlockSize, Images, parts_of, tile_shape, whole_lines
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry, even_part
-from cupyconv.problem.problems import ConvProblem, WeightGradientProblem
+from cupyconv.problem.problems import ConvProblem, NotApplicable, WeightGradientProblem
 
 #: Rows of columns from which taps share them: with fewer, the products of one tap would be thin.  In groups they are
 #: thin anyway, and writing columns takes longer.
 LEAST_SHARED = 32
+#: Bytes of a block's columns: fewer, longer calls are worth more than columns that leave room in the cache.
+COLUMNS_BLOCK = 2 << 20
 
 # --- products ----------------------------------------------------------------------------------------------------
 
@@ -258,15 +259,37 @@ class MecRows(ConvLoop):
     @cached_property
     def _row(self) -> Row:
         """That of a whole block."""
-        return self._row_of(self.block)
+        return self._row_of(self.block, self.turns_weight)
 
-    def _row_of(self, block: BlockSize) -> Row:
+    @cached_property
+    def turns_weight(self) -> bool:
+        """Whether the weight's columns lie side by side, not its rows: most are copied in less time to lie so."""
+        return self._arranging[1]
+
+    @cached_property
+    def _arranging(self) -> tuple[float, bool]:
+        """What it takes to arrange the weight, and whether it is turned: products take longer or less then."""
+        problem, geometry, rows = self.problem, self.geometry, self._rows
+        elements, run = prod(problem.weight.shape), geometry.taps // geometry.kernel[geometry.outermost]
+        as_it_is = turned = 0.0
+        if not problem.weight_is_constant:
+            as_it_is = cost.copied(elements, run, problem.weight_dtype)
+            turned = cost.copied(elements, elements, problem.weight_dtype, apart=True)
+        products = rows * (self._row_of(self.block, False).seconds - self._row_of(self.block, True).seconds)
+        return (turned, True) if products > turned - as_it_is else (as_it_is, False)
+
+    def _row_of(self, block: BlockSize, turned: bool) -> Row:
         axis, pixels = self.geometry.outermost, prod(block[2 + self.geometry.outermost :])
         sizes = self.geometry.group_outputs, self.geometry.reduction, pixels
         seconds, parts = cost.product(*sizes, self.problem), None
         if axis < 2 and self.x_dtype == self.factor_dtype:
-            parts = cost.parts_of_product(*sizes, self.x_dtype.name, may_be_longer=axis == 1)
+            parts = cost.parts_of_product(*sizes, self.x_dtype.name, axis == 1, turned)
         return Row(pixels, parts, parts.seconds) if parts and parts.seconds < seconds else Row(pixels, None, seconds)
+
+    @property
+    def _rows(self) -> int:
+        """Products of all blocks."""
+        return self.blocks * prod(self.block[: 2 + self.geometry.outermost]) * self.geometry.groups
 
     def _read_size(self, block: BlockSize, row: Row) -> BlockSize:
         """Samples and pixels whose windows are read."""
@@ -285,18 +308,59 @@ class MecRows(ConvLoop):
 
     @property
     def work(self) -> float:
-        geometry, axis = self.geometry, self.geometry.outermost
+        axis = self.geometry.outermost
         phases = min(self._period, self.block[1 + axis])
-        rows = self.blocks * prod(self.block[: 2 + axis]) * geometry.groups
-        products = rows * self._row.seconds
+        products = self._rows * self._row.seconds + self._arranging[0]
         columns = self.columns_work(self.blocks * phases * prod(self._rows_shape(self.block)) * self._row.pixels)
         return products + columns + self.tile_work + self.store_work
 
     @classmethod
     def aim(cls, problem: ConvProblem) -> tuple[int, int]:
         geometry, axis = problem.geometry, problem.geometry.outermost
-        per_pixel = geometry.in_channels * geometry.taps // geometry.kernel[axis] * geometry.stride[axis]
-        return CACHE_BLOCK // (per_pixel * ITEMSIZE[accumulator(problem.x_dtype)] or 1), geometry.batch
+        taps, stride = geometry.kernel[axis], geometry.stride[axis]
+        per_pixel = geometry.in_channels * geometry.taps // taps * ITEMSIZE[accumulator(problem.x_dtype)]
+        row = prod(geometry.out_size[axis + 1 :])
+        rows = COLUMNS_BLOCK // (per_pixel * row or 1)  # of columns, of which outputs share all but the first `stride`
+        outputs = (rows - taps) // stride + 1
+        if outputs < 1:
+            return COLUMNS_BLOCK // (per_pixel * taps or 1), 1
+        if outputs >= geometry.out_size[axis]:
+            return rows // ((geometry.out_size[axis] - 1) * stride + taps) * geometry.pixels, geometry.batch
+        return outputs * row, 1
+
+    @classmethod
+    def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
+        """Blocks of whole rows, or of a part of every row, which write no row of columns twice: those that take less."""
+        loops, refusal = [], None
+        for fit in (super().fitted, cls._of_parts):
+            try:
+                loops.append(fit(problem, fixed, limit))
+            except NotApplicable as reason:
+                refusal = refusal or reason
+        if refusal and not loops:
+            raise refusal
+        return min(loops, key=attrgetter("seconds"))
+
+    @classmethod
+    def _of_parts(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
+        """Blocks of all rows, and a part of each."""
+        geometry, axis = problem.geometry, problem.geometry.outermost
+        if axis == 2 or geometry.out_size[axis] == 1:
+            raise NotApplicable("rows have no parts")
+        extent, threads = geometry.out_size[axis + 1], cls.sharers(problem)
+        whole = cls(problem, (1, *geometry.out_size))
+        count = -(-whole.columns_bytes // COLUMNS_BLOCK)
+        count = -(-count * geometry.batch // threads) * threads // geometry.batch or 1
+        while True:
+            part = even_part(extent, -(-extent // count))
+            depth, height, width = (*geometry.out_size[: axis + 1], part, *geometry.out_size[axis + 2 :])
+            loop = cls(problem, (1, depth, height, width))
+            needed = fixed + problem.host.threads * (loop.workspace + loop.index_bytes)
+            if needed <= limit:
+                return loop
+            if part == 1:
+                raise NotApplicable(f"the smallest block needs {needed:,} bytes of workspace, the limit is {limit:,}")
+            count = min(extent, 2 * count)
 
     @cached_property
     def in_place(self) -> bool:
@@ -316,8 +380,11 @@ class MecRows(ConvLoop):
     @property
     def workspace(self) -> int:
         tiles = 1 + temporaries(self.geometry, self.problem.prologue)
-        columns = prod(self._rows_shape(self.block)) * self._pitch(self._row) * self.x_dtype.itemsize
-        return tiles * self.tile_bytes + columns + self._products_bytes + self.sums_bytes
+        return tiles * self.tile_bytes + self.columns_bytes + self._products_bytes + self.sums_bytes
+
+    @property
+    def columns_bytes(self) -> int:
+        return prod(self._rows_shape(self.block)) * self._pitch(self._row) * self.x_dtype.itemsize
 
     @property
     def _products_bytes(self) -> int:
@@ -330,10 +397,16 @@ class MecRows(ConvLoop):
         return copy_bytes(problem.weight, problem.weight_dtype)
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
-        """The weight with the taps that are rows apart first: (groups, outputs per group, taps x channels x others)."""
+        """The weight with the taps that are rows apart first: (groups, outputs per group, taps x channels x others).
+
+        Where it is turned, in memory whose rows are those of its columns.
+        """
         geometry = self.geometry
         taps = weight.reshape(*weight.shape[:2], geometry.group_channels, geometry.kernel[geometry.outermost], -1)
-        return taps.swapaxes(2, 3).reshape(weight.shape)
+        if not self.turns_weight:
+            return taps.swapaxes(2, 3).reshape(weight.shape)
+        columns = np.ascontiguousarray(taps.transpose(0, 3, 2, 4, 1))
+        return columns.reshape(len(weight), -1, weight.shape[1]).swapaxes(1, 2)
 
     @cached_property
     def _period(self) -> int:
@@ -357,7 +430,7 @@ class MecRows(ConvLoop):
             sums = block.of(run.out).swapaxes(0, 1).reshape(block.sums_shape)
         else:
             sums = np.empty(block.sums_shape, self.sums_dtype)
-        row = self._row if block.size == self.block else self._row_of(block.size)
+        row = self._row if block.size == self.block else self._row_of(block.size, self.turns_weight)
         size, pitch = self._read_size(block.size, row), self._pitch(row)
         image = run.images.scratch.array("tile", tile_shape(geometry, geometry.in_channels, size))
         run.images.read_tile(block, image)
