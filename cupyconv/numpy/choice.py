@@ -161,11 +161,11 @@ def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[Bl
                     continue
                 seconds = sum(loop.seconds for loop in loops)
                 if host.most:
-                    on_fewer[way] = sum(loop.seconds_on(fewer) for loop in loops)
+                    on_fewer[way] = sum(loop.work for loop in loops) / fewer
                 if best is None or seconds < best.seconds:
                     best = Draft(problem, method, way, loops, sizes, seconds)
         if best is not None:
-            # Blocks for fewer threads are other ones, and take less than these do on as many; by how little is known.
+            # Blocks for fewer threads are larger ones: they take fewer calls, and work that is less by as little as is known.
             least = FEWER_THREADS * min(best.seconds, other)
             to_try = [way for way in to_try if on_fewer.get(way, inf) < least]
         if best is not None and (host.threads <= 1 or not to_try):

@@ -22,6 +22,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from cupyconv.numpy import cost
+from cupyconv.numpy.block_loops import SMALLEST_BLOCK
 from cupyconv.numpy.convolution import (
     LONE_PIXELS,
     MEMORY_BLOCK,
@@ -343,24 +344,27 @@ class MecRows(ConvLoop):
 
     @classmethod
     def _of_parts(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
-        """Blocks of all rows, and a part of each."""
+        """Blocks of all rows, and a part of each; where the limit has no room for these, of fewer rows."""
         geometry, axis = problem.geometry, problem.geometry.outermost
         if axis == 2 or geometry.out_size[axis] == 1:
             raise NotApplicable("rows have no parts")
-        extent, threads = geometry.out_size[axis + 1], cls.sharers(problem)
+        (rows, extent, *inner), threads = geometry.out_size[axis:], cls.sharers(problem)
         whole = cls(problem, (1, *geometry.out_size))
         count = -(-whole.columns_bytes // COLUMNS_BLOCK)
         count = -(-count * geometry.batch // threads) * threads // geometry.batch or 1
         while True:
             part = even_part(extent, -(-extent // count))
-            depth, height, width = (*geometry.out_size[: axis + 1], part, *geometry.out_size[axis + 2 :])
+            depth, height, width = (*(1,) * axis, rows, part, *inner)
             loop = cls(problem, (1, depth, height, width))
             needed = fixed + problem.host.threads * (loop.workspace + loop.index_bytes)
             if needed <= limit:
                 return loop
-            if part == 1:
+            if part > 1 and (rows == 1 or part * prod(inner) > SMALLEST_BLOCK):
+                count = min(extent, 2 * count)
+            elif rows > 1:
+                rows = -(-rows // 2)
+            else:
                 raise NotApplicable(f"the smallest block needs {needed:,} bytes of workspace, the limit is {limit:,}")
-            count = min(extent, 2 * count)
 
     @cached_property
     def in_place(self) -> bool:
