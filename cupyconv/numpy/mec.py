@@ -348,7 +348,8 @@ class MecRows(ConvLoop):
         geometry, axis = problem.geometry, problem.geometry.outermost
         if axis == 2 or geometry.out_size[axis] == 1:
             raise NotApplicable("rows have no parts")
-        (rows, extent, *inner), threads = geometry.out_size[axis:], cls.sharers(problem)
+        rows, extent, inner = geometry.out_size[axis], geometry.out_size[axis + 1], geometry.out_size[axis + 2 :]
+        threads = cls.sharers(problem)
         whole = cls(problem, (1, *geometry.out_size))
         count = -(-whole.columns_bytes // COLUMNS_BLOCK)
         count = -(-count * geometry.batch // threads) * threads // geometry.batch or 1
