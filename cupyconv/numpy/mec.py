@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from math import gcd, prod
 from operator import attrgetter, mul
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -355,8 +355,8 @@ class MecRows(ConvLoop):
         count = -(-count * geometry.batch // threads) * threads // geometry.batch or 1
         while True:
             part = even_part(extent, -(-extent // count))
-            depth, height, width = (*(1,) * axis, rows, part, *inner)
-            loop = cls(problem, (1, depth, height, width))
+            size: Any = [1] * (1 + axis) + [rows, part, *inner]
+            loop = cls(problem, tuple(size))
             needed = fixed + problem.host.threads * (loop.workspace + loop.index_bytes)
             if needed <= limit:
                 return loop
