@@ -73,7 +73,7 @@ TURNED_STEPS = {
     1: ((8, 1.62e-9), (4, 1.56e-9), (2, 1.4e-9), (1, 1.15e-9)),
 }
 #: Elements of float32 in a vector; seconds to begin such a product, and to read one of its columns, once for each part of rows.
-VECTOR_ELEMENTS, BEGIN, READ = 16, 60e-9, 17e-12
+VECTOR_ELEMENTS, BEGIN, READ = 16, 60e-9, 25e-12
 #: As many vectors as columns take that fill none.
 PART_OF_VECTOR = 1.4
 #: Rows of a weight that such a product has at the least; elements of its columns at the most, which are read for a few rows

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 #: Outputs from which a 1x1 product is bound by arithmetic: each element read is used that often.
 PRODUCT_OUTPUTS = 32
 #: Bytes of a weight whose products are done in parts: each reads it, and columns that are apart in memory, again.
-WEIGHT_OF_PARTS = 64 << 10
+WEIGHT_OF_PARTS = 256 << 10
 #: How much longer columns take that do not stay in cache.
 FARTHER = 2.0
 #: Pixels with which a product is as fast as with more: each time it reads, and arranges, the whole weight.
