@@ -212,6 +212,13 @@ def parts_of_product(
     return best
 
 
+def product_of_few(rows: int, reduction: int, columns: int, dtype: str) -> float:
+    """What a product of fewer rows than parts have takes at the least: each step along the sum has whole vectors."""
+    if dtype not in ("float32", "float64") or rows >= LEAST_ROWS:
+        return 0.0
+    return reduction * _step(rows, _in_vectors(columns, round(VECTOR_ELEMENTS / width(dtype))), STEPS)
+
+
 #: How many times 4 vectors, 2, and 1 there are; and what a step of rows takes by each of these.
 _Groups = tuple[int, int, float]
 _Steps = Mapping[int, Sequence[tuple[int, float]]]

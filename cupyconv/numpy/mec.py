@@ -282,7 +282,8 @@ class MecRows(ConvLoop):
     def _row_of(self, block: BlockSize, turned: bool) -> Row:
         axis, pixels = self.geometry.outermost, prod(block[2 + self.geometry.outermost :])
         sizes = self.geometry.group_outputs, self.geometry.reduction, pixels
-        seconds, parts = cost.product(*sizes, self.problem), None
+        few = cost.product_of_few(*sizes, self.x_dtype.name) if self.x_dtype == self.factor_dtype else 0.0
+        seconds, parts = max(few, cost.product(*sizes, self.problem)), None
         if axis < 2 and self.x_dtype == self.factor_dtype:
             parts = cost.parts_of_product(*sizes, self.x_dtype.name, axis == 1, turned)
         return Row(pixels, parts, parts.seconds) if parts and parts.seconds < seconds else Row(pixels, None, seconds)
@@ -344,28 +345,26 @@ class MecRows(ConvLoop):
 
     @classmethod
     def _of_parts(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
-        """Blocks of all rows, and a part of each; where the limit has no room for these, of fewer rows."""
+        """Blocks of all rows, and a part of each; where there is no room for these, of fewer rows."""
         geometry, axis = problem.geometry, problem.geometry.outermost
         if axis == 2 or geometry.out_size[axis] == 1:
             raise NotApplicable("rows have no parts")
         rows, extent, inner = geometry.out_size[axis], geometry.out_size[axis + 1], geometry.out_size[axis + 2 :]
-        threads = cls.sharers(problem)
-        whole = cls(problem, (1, *geometry.out_size))
-        count = -(-whole.columns_bytes // COLUMNS_BLOCK)
-        count = -(-count * geometry.batch // threads) * threads // geometry.batch or 1
+        count = -(-cls.sharers(problem) // (geometry.batch or 1))
         while True:
             part = even_part(extent, -(-extent // count))
             size: Any = [1] * (1 + axis) + [rows, part, *inner]
             loop = cls(problem, tuple(size))
             needed = fixed + problem.host.threads * (loop.workspace + loop.index_bytes)
-            if needed <= limit:
+            is_least = rows == part == 1
+            if needed <= limit and (is_least or loop.columns_bytes <= COLUMNS_BLOCK):
                 return loop
-            if part > 1 and (rows == 1 or part * prod(inner) > SMALLEST_BLOCK):
-                count = min(extent, 2 * count)
-            elif rows > 1:
-                rows = -(-rows // 2)
-            else:
+            if is_least:
                 raise NotApplicable(f"the smallest block needs {needed:,} bytes of workspace, the limit is {limit:,}")
+            if rows == 1 or (part > 1 and part * prod(inner) > SMALLEST_BLOCK):
+                count = min(extent, 2 * count)
+            else:
+                rows = -(-rows // 2)
 
     @cached_property
     def in_place(self) -> bool:
