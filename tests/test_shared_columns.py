@@ -187,3 +187,32 @@ def test_the_same_bits_again(threads):
                 lambda: cupyconv.conv_grad_weight(grad, x, 3, **settings),  # noqa: B023
             ):
                 assert len({call().tobytes() for _ in range(4)}) == 1
+
+
+#: Spatial size, kernel, outputs, settings: of one group, so that MEC rows are the way.
+ROWS = {
+    "odd": ((11, 37), (3, 3), 5, dict(padding=1)),
+    "outputs of several parts": ((9, 40), (5, 3), 40, dict(padding=(2, 1))),
+    "stride": ((20, 41), (5, 5), 9, dict(stride=2, padding=2)),
+    "dilation": ((17, 33), (3, 3), 8, dict(dilation=2, padding=2)),
+    "stride and dilation": ((25, 30), (3, 2), 8, dict(dilation=(4, 1), stride=(2, 3), padding=3)),
+    "3-D": ((6, 9, 7), (3, 3, 2), 8, dict(padding=1)),
+    "3-D, one tap in front": ((3, 8, 19), (1, 3, 3), 12, dict(padding=(0, 1, 1))),
+    "borders": ((9, 13), (3, 3), 8, dict(padding=1, padding_mode="reflect")),
+}
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["weight as it lies", "turned"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64"])
+@pytest.mark.parametrize("size, kernel, outputs, settings", ROWS.values(), ids=ROWS.keys())
+def test_blocks_of_a_part_of_every_row(size, kernel, outputs, settings, dtype, turned, monkeypatch):
+    monkeypatch.setattr(mec, "COLUMNS_BLOCK", 2500)
+    monkeypatch.setattr(mec, "SMALLEST_BLOCK", 4)
+    monkeypatch.setattr(mec.MecRows, "turns_weight", turned)
+    monkeypatch.setattr(mec.MecRows, "fitted", mec.MecRows._of_parts)
+    monkeypatch.setattr(long_rows.LongRows, "applies", lambda problem: False)
+    (x,), weight, _, expected = layer((4,), outputs, size, kernel, settings | dict(groups=1), dtype)
+    (loop,) = cupyconv.explain(cupyconv.conv, [x], weight, method="gemm", **settings).steps
+    axis = loop.geometry.outermost
+    assert loop.name == "MEC rows" and loop.block[2 + axis] < loop.geometry.out_size[1 + axis]
+    assert_exact(cupyconv.conv(x, weight, method="gemm", **settings), expected, dtype)
