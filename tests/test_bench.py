@@ -25,7 +25,7 @@ from cupyconv import bench
 from cupyconv.__main__ import main
 from cupyconv.bench import clock, floors, machines, record, session, tables
 from cupyconv.bench.array_peers import ArrayLibrary, concatenate_im2col_matmul
-from cupyconv.bench.cases import Case, GradientCase, repeat_normals
+from cupyconv.bench.cases import Case, GradientCase, LargeKernelCase, repeat_normals
 from cupyconv.bench.clock import Sample, Timing
 from cupyconv.bench.own_ways import TRANSFORMS, Ours
 from cupyconv.bench.peers import NotInstalled, Participant, Way
@@ -81,6 +81,11 @@ FILTERS = (
     Case("filter of taps", 1, (1,), (30,), 1, (5,), padding=((2, 2),)),
     Case("causal filter", 1, (1,), (30,), 1, (5,), padding=((4, 0),), dtype="float64"),
 )
+LARGE_KERNELS = (
+    LargeKernelCase("large, alone", 1, (1,), (20, 17), 1, (7, 5), padding=((3, 3), (2, 2))),
+    LargeKernelCase("large, merged", 1, (1, 2), (20, 17), 2, (7, 5), padding=((3, 3), (2, 2))),
+    LargeKernelCase("large in groups", 1, (4,), (40,), 6, (9,), padding=((4, 4),), groups=2),
+)
 
 every_recurrent_case = pytest.mark.parametrize("case", RECURRENT, ids=str)
 every_small_case = pytest.mark.parametrize("case", SMALL, ids=str)
@@ -133,7 +138,7 @@ def torch():
 # --- cases and their check ------------------------------------------------------------------------------------
 
 
-@every_small_case
+@pytest.mark.parametrize("case", [*SMALL, *LARGE_KERNELS], ids=str)
 def test_the_reference_is_the_oracles(case):
     xs, weights = case.arrays()
     expected = xs
@@ -284,7 +289,8 @@ def test_names_are_their_own(cases):
 def test_the_processors_table_has_what_it_is_judged_by():
     cases = tables.numpy_cases()
     assert {case.group for case in cases} == {
-        "convolutions", "input gradients", "weight gradients", "recurrent", "merge", "chains", "filters", "small calls",
+        "convolutions", "input gradients", "weight gradients", "recurrent", "merge", "chains", "filters", "large kernels",
+        "small calls",
     }  # fmt: skip
     layers = [case for case in cases if case.group == "convolutions"]
     assert {case.kernel for case in layers} >= {(1, 1), (3, 3), (1, 7), (5, 5), (7, 7), (11, 11), (3, 3, 3), (9,)}
@@ -490,7 +496,7 @@ def test_the_loop_over_samples_is_right(case):
 def test_every_peer_computes_the_same(name):
     peer = installed_peer(name)
     ways = 0
-    for case in (*SMALL, *GRADIENTS, *RECURRENT, *STEPS, *FILTERS):
+    for case in (*SMALL, *GRADIENTS, *RECURRENT, *STEPS, *FILTERS, *LARGE_KERNELS):
         if name == "numpy" and case.dtype in ("float16", "bfloat16"):
             continue  # whose sums NumPy keeps in themselves
         xs, weights = case.arrays()
@@ -519,6 +525,8 @@ def installed_peer(name):
         ("onnxruntime", GRADIENTS[7], 0), ("onnxruntime", STEPS[0], 1), ("jax", GRADIENTS[0], 1), ("jax", STEPS[0], 1),
         ("scipy", FILTERS[0], 2), ("scipy", FILTERS[1], 1), ("scipy", FILTERS[2], 2), ("scipy", FILTERS[3], 1),
         ("scipy", SMALL[3], 0), ("opencv", FILTERS[0], 1), ("opencv", FILTERS[2], 0),
+        ("scipy", LARGE_KERNELS[0], 2), ("scipy", LARGE_KERNELS[1], 3), ("scipy", LARGE_KERNELS[2], 3),
+        ("opencv", LARGE_KERNELS[0], 1), ("opencv", LARGE_KERNELS[1], 0), ("numpy", LARGE_KERNELS[0], 0),
     ],
 )  # fmt: skip
 def test_which_ways_a_peer_has(name, case, count):

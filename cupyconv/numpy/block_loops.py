@@ -78,7 +78,6 @@ class BlockLoop(NumpyStep):
 
     @property
     def turns(self) -> int:
-        """How often something is computed in turn."""
         return self.blocks
 
     @property
@@ -91,7 +90,6 @@ class BlockLoop(NumpyStep):
 
     @property
     def calls(self) -> float:
-        """All calls, of which Python makes one after the other."""
         return self.turns * self.turn_calls
 
     @property
