@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 PRODUCT_OUTPUTS = 32
 #: Bytes of a weight whose products are done in parts: each reads it, and columns that are apart in memory, again.
 WEIGHT_OF_PARTS = 64 << 10
+#: Bytes of columns that are copied for products that are bound by memory: in smaller blocks threads wait for each other's
+#: calls of NumPy, two for longer than one takes alone.
+COPIED_BLOCK = 2 << 20
 #: How much longer columns take that do not stay in cache.
 FARTHER = 2.0
 #: Pixels with which a product is as fast as with more: each time it reads, and arranges, the whole weight.
@@ -159,7 +162,8 @@ class View(Product):
 
     @classmethod
     def aim(cls, problem: ConvProblem) -> tuple[int, int]:
-        return _bytes_of_columns(problem.geometry) // (2 * sums_per_pixel(problem) or 1), 1
+        nbytes = MEMORY_BLOCK if _is_by_memory(problem.geometry) else CACHE_BLOCK
+        return nbytes // (2 * sums_per_pixel(problem) or 1), 1
 
     @classmethod
     def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
@@ -211,7 +215,7 @@ class Columns(Product):
         geometry = problem.geometry
         per_pixel = geometry.in_channels * geometry.taps * ITEMSIZE[accumulator(problem.x_dtype)]
         per_pixel = per_pixel or 2 * sums_per_pixel(problem)
-        pixels = _bytes_of_columns(geometry) // (per_pixel or 1)
+        pixels = (COPIED_BLOCK if _is_by_memory(geometry) else CACHE_BLOCK) // (per_pixel or 1)
         return max(pixels, LONG_PRODUCT), geometry.batch
 
     @cached_property
@@ -288,10 +292,9 @@ def is_undivided(problem: ConvProblem) -> bool:
     return BLAS.threads >= problem.host.threads
 
 
-def _bytes_of_columns(geometry: ConvGeometry) -> int:
-    """Bytes that a block's columns should take."""
-    by_memory = geometry.is_pointwise and geometry.group_outputs < PRODUCT_OUTPUTS
-    return MEMORY_BLOCK if by_memory else CACHE_BLOCK
+def _is_by_memory(geometry: ConvGeometry) -> bool:
+    """Whether a product takes less than it takes to read its columns."""
+    return geometry.is_pointwise and geometry.group_outputs < PRODUCT_OUTPUTS
 
 
 def with_parts(loop: ConvLoop, weight: np.ndarray) -> np.ndarray:
