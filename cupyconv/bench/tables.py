@@ -211,19 +211,6 @@ def _gradients(of: str) -> Iterator[GradientCase]:
 
 _ORIGINAL = Case("merge 5 x (4, 4, 10^6) -> 4", 4, (4,) * 5, (10**6,), 4, (1,), loop=True)
 
-#: Images, a volume and a signal whose kernels have hundreds of taps or thousands; with channels, and several inputs.
-LARGE_KERNELS = (
-    LargeKernelCase("31x31, 1 -> 1, 1024x1024", 1, (1,), (1024, 1024), 1, (31, 31), padding=_same(31, 31)),
-    LargeKernelCase("63x63, 1 -> 1, 1024x1024", 1, (1,), (1024, 1024), 1, (63, 63), padding=_same(63, 63)),
-    LargeKernelCase("15x15x15, 1 -> 1, 128x128x128", 1, (1,), (128, 128, 128), 1, (15, 15, 15), padding=_same(15, 15, 15)),
-    LargeKernelCase("1001 taps, 1 -> 1, 10^7 points", 1, (1,), (10**7,), 1, (1001,), padding=_same(1001)),
-    LargeKernelCase("31x31, 4 -> 1, 1024x1024", 1, (4,), (1024, 1024), 1, (31, 31), padding=_same(31, 31)),
-    LargeKernelCase("31x31, 8 -> 1, 1024x1024", 1, (8,), (1024, 1024), 1, (31, 31), padding=_same(31, 31)),
-    LargeKernelCase("31x31 merged 4+4 -> 1, 1024x1024", 1, (4, 4), (1024, 1024), 1, (31, 31), padding=_same(31, 31)),
-    LargeKernelCase("31x31 depthwise 3, 1024x1024", 1, (3,), (1024, 1024), 3, (31, 31), padding=_same(31, 31), groups=3),
-    LargeKernelCase("31x31, 4 -> 4, 1024x1024", 1, (4,), (1024, 1024), 4, (31, 31), padding=_same(31, 31)),
-)  # fmt: skip
-
 #: The time of a call whose work is next to nothing.
 HOST = (
     Case("host: 3x3, 8 -> 8, 8x8", 1, (8,), (8, 8), 8, (3, 3), padding=_same(3, 3), judged="host"),

@@ -139,6 +139,10 @@ class NumpyBackend:
         owners = {id(array) if (base := array.base) is None else _owner(base) for array in arrays}
         return len(owners) == len(arrays) and None not in owners
 
+    def plain(self, array: Any) -> Any:
+        """The array; of a subclass, whose arithmetic may be another, its elements as an array of NumPy's own."""
+        return array if type(array) is np.ndarray else np.ndarray.view(array, np.ndarray)
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """An uninitialised C-ordered array."""
         return np.empty(shape, dtype)
