@@ -159,7 +159,10 @@ class View(Product):
 
     @classmethod
     def aim(cls, problem: ConvProblem) -> tuple[int, int]:
-        return _bytes_of_columns(problem.geometry) // (2 * sums_per_pixel(problem) or 1), 1
+        geometry = problem.geometry
+        by_memory = geometry.is_pointwise and geometry.group_outputs < PRODUCT_OUTPUTS
+        nbytes = MEMORY_BLOCK if by_memory else CACHE_BLOCK
+        return nbytes // (2 * sums_per_pixel(problem) or 1), 1
 
     @classmethod
     def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
@@ -211,8 +214,7 @@ class Columns(Product):
         geometry = problem.geometry
         per_pixel = geometry.in_channels * geometry.taps * ITEMSIZE[accumulator(problem.x_dtype)]
         per_pixel = per_pixel or 2 * sums_per_pixel(problem)
-        most = _bytes_of_columns(geometry) if geometry.is_pointwise else COLUMNS_BLOCK
-        pixels = most // (per_pixel or 1)
+        pixels = COLUMNS_BLOCK // (per_pixel or 1)
         return max(pixels, LONG_PRODUCT), geometry.batch
 
     @cached_property
@@ -287,12 +289,6 @@ def is_undivided(problem: ConvProblem) -> bool:
     from cupyconv.numpy.threads import BLAS  # its libraries are looked for: not for small problems
 
     return BLAS.threads >= problem.host.threads
-
-
-def _bytes_of_columns(geometry: ConvGeometry) -> int:
-    """Bytes that a block's columns should take."""
-    by_memory = geometry.is_pointwise and geometry.group_outputs < PRODUCT_OUTPUTS
-    return MEMORY_BLOCK if by_memory else CACHE_BLOCK
 
 
 def with_parts(loop: ConvLoop, weight: np.ndarray) -> np.ndarray:
