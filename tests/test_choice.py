@@ -18,7 +18,7 @@ import pytest
 
 import cupyconv
 from cupyconv.bench import choice, record, tables
-from cupyconv.bench.cases import Case, GradientCase
+from cupyconv.bench.cases import Case, GradientCase, LargeKernelCase
 from cupyconv.bench.recurrent_layers import AnyCase, RecurrentCase
 from cupyconv.problem.arrays import dtype_from_name
 from cupyconv.problem.machine import nearest_gpu
@@ -29,9 +29,10 @@ MERGE = Case("merge", 4, (4,) * 5, (10**5,), 4, (1,))
 WIDE = Case("wide", 8, (256,), (28, 28), 256, (3, 3), padding=((1, 1), (1, 1)), dtype="float64")
 
 
-def case_from_record(record: Mapping[str, Any]) -> AnyCase:
-    """The case that a results file holds; what an older file has beside today's fields is left out."""
-    kind = RecurrentCase if "cell" in record else GradientCase if "of" in record else Case
+def case_from_record(record: Mapping[str, Any], group: str) -> AnyCase:
+    """The case that a results file holds in this group; what an older file has beside today's fields is left out."""
+    other = LargeKernelCase if group == "large kernels" else Case
+    kind = RecurrentCase if "cell" in record else GradientCase if "of" in record else other
     known = {field.name for field in fields(kind)}
     return kind(**{name: as_tuple(value) for name, value in record.items() if name in known})
 
@@ -47,7 +48,7 @@ def replayed(record: Mapping[str, Any]) -> list[choice.Choice]:
     for entry in record["cases"]:
         measured = choice.choice_of(entry)
         if measured is not None:
-            choices.append(replace(measured, chosen=chosen_now(case_from_record(entry["case"]), arch)))
+            choices.append(replace(measured, chosen=chosen_now(case_from_record(entry["case"], entry["group"]), arch)))
     return choices
 
 
@@ -66,7 +67,7 @@ def is_good(choices: list[choice.Choice]) -> bool:
 
 def row(case, chosen, **seconds):
     ways = {("cupyconv" if method == chosen else f"cupyconv {method}"): {"median": s} for method, s in seconds.items()}
-    return {"case": asdict(case), "chosen": chosen, "ways": ways | {"torch": {"median": 1e-9}}}
+    return {"case": asdict(case), "group": case.group, "chosen": chosen, "ways": ways | {"torch": {"median": 1e-9}}}
 
 
 def made_up(*rows, arch="sm_90"):
@@ -75,7 +76,7 @@ def made_up(*rows, arch="sm_90"):
 
 def test_cases_come_back_from_a_record():
     for case in (*tables.numpy_cases(), *tables.gpu_cases()):
-        assert case_from_record(json.loads(json.dumps(asdict(case)))) == case
+        assert case_from_record(json.loads(json.dumps(asdict(case))), case.group) == case
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
