@@ -400,3 +400,21 @@ def test_a_child_has_threads_of_its_own():
 def test_a_child_made_during_a_call_has_blas_as_it_was():
     with BLAS.held_at_one():
         assert in_a_child(lambda: numbers() == [4] and in_threads(2, lambda part: numbers(), range(2)) == [[1], [1]])
+
+
+def test_threads_that_help_inherit_nothing_that_is_kept():
+    """From Python 3.14 on threads may inherit their starter's context, with the memory of the call that is in it: two wrote
+    to it at once, and a third of the results of four threads were wrong."""
+    program = (
+        "import contextvars, threading\n"
+        "from cupyconv.numpy.threads import in_threads\n"
+        "of_call, both = contextvars.ContextVar('of_call', default='own'), threading.Barrier(2)\n"
+        "of_call.set('the call\\'s')\n"
+        "def part(_):\n"
+        "    both.wait(30)\n"
+        "    return of_call.get()\n"
+        "print(sorted(in_threads(2, part, range(2))))\n"
+    )
+    command = [sys.executable, "-X", "thread_inherit_context=1", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.strip() == str(["own", "the call's"]), done.stderr

@@ -18,6 +18,7 @@ import threading
 import warnings
 from _thread import RLock, allocate_lock
 from collections.abc import Callable, Iterable
+from contextvars import Context
 from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
@@ -167,7 +168,8 @@ class _Worker:
         self.jobs: SimpleQueue[_Job[Any, Any]] = SimpleQueue()
         self._processors: set[int] = set()
         self._holds_blas = False
-        self._thread = threading.Thread(target=self._run, name="cupyconv", daemon=True)
+        # In a context of its own: from Python 3.14 on a thread may inherit its starter's, with what is kept in that.
+        self._thread = threading.Thread(target=Context().run, args=(self._run,), name="cupyconv", daemon=True)
         self._thread.start()
 
     def move_to(self, processors: set[int]) -> None:
