@@ -269,13 +269,16 @@ __device__ __forceinline__ void load_x(
 template <class First, class Second>
 struct Block {
     const ConvPairParams& params;
-    int o_first, o_end;  // its outputs
     Tables& tables;
     typename First::Element* first_weight;
     typename Second::Element* second_weight;
     T *middle_tile, *x_tile;
     long long* x_place;
     A* sums;  // when x has been used
+
+    // Its outputs: worked out again, they are kept in no register.
+    __device__ __forceinline__ int o_first() const { return blockIdx.y * params.outputs_per_block; }
+    __device__ __forceinline__ int o_end() const { return min(params.outputs, o_first() + params.outputs_per_block); }
 
     // The weight of chunk q of z and chunk c of x; c is 0 of a depthwise layer.
     __device__ __forceinline__ typename First::Element* first_weight_of(int q, int c) const {
@@ -299,9 +302,9 @@ struct Block {
             else
                 load_depthwise(first_weight_of(q, 0), params.first, z.channel, z.count);
             if constexpr (Second::KIND == DENSE)
-                for (int o = o_first, tile = 0; o < o_end; o += OUTPUTS, ++tile)
+                for (int o = o_first(), tile = 0; o < o_end(); o += OUTPUTS, ++tile)
                     load_dense<SecondSums>(
-                        second_weight_of(q, tile), params.second, o, min(OUTPUTS, o_end - o), z.channel, z.count);
+                        second_weight_of(q, tile), params.second, o, min(OUTPUTS, o_end() - o), z.channel, z.count);
             else
                 load_depthwise(second_weight_of(q, 0), params.second, z.channel, z.count);
         });
@@ -420,8 +423,8 @@ struct Block {
         const int pixels = params.tile.pixels(), middle_pixels = params.middle_tile.pixels();
         const T* weight = second_weight;
 #pragma unroll 1
-        for (int o = o_first; o < o_end; o += OUTPUTS) {
-            const int outputs = min(OUTPUTS, o_end - o);
+        for (int o = o_first(); o < o_end(); o += OUTPUTS) {
+            const int outputs = min(OUTPUTS, o_end() - o);
             SecondSums registers;
             registers.begin([](int) { return A(0); });
             registers.aim(tables.second_base, pixels);
@@ -497,10 +500,8 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, MIN_BLOCKS)
     const SharedLayout layout(
         taps_of(params.first.windows), taps_of(params.second.windows), params.x_chunks, params.middle_chunks,
         params.outputs_per_block / OUTPUTS, params.x_tile.pixels(), params.middle_tile.pixels());
-    const int o_first = blockIdx.y * params.outputs_per_block;
     const Block<FirstWeight, SecondWeight> block = {
-        params, o_first, min(params.outputs, o_first + params.outputs_per_block),
-        *reinterpret_cast<Tables*>(shared),
+        params, *reinterpret_cast<Tables*>(shared),
         reinterpret_cast<FirstWeight::Element*>(shared + layout.first_weight),
         reinterpret_cast<SecondWeight::Element*>(shared + layout.second_weight),
         reinterpret_cast<T*>(shared + layout.middle), reinterpret_cast<T*>(shared + layout.x),

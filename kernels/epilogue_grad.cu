@@ -33,8 +33,10 @@ using namespace cupyconv;
 
 using T = DTYPE;
 constexpr int CHANNELS = ALONG_CHANNELS ? WIDTH : 1, PIXELS = ALONG_CHANNELS ? 1 : WIDTH;  // of a thread
+// On a multiprocessor, 0 for the compiler's choice: of two channels in float64 that is one more, with a spill.
+constexpr int MIN_BLOCKS = sizeof(T) == 8 && CHANNELS == 2 ? 3 : 0;
 
-extern "C" __global__ void __launch_bounds__(MAX_BLOCK) epilogue_grad(
+extern "C" __global__ void __launch_bounds__(MAX_BLOCK, MIN_BLOCKS) epilogue_grad(
     const __grid_constant__ EpilogueGradParams params) {
     using A = Accumulator<T>;
     using R = RealPart<A>;

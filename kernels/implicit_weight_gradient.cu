@@ -217,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     const int warp_m = warp_index() % WARPS_DOWN * WARP_ROWS, warp_n = warp_index() / WARPS_DOWN * WARP_COLUMNS;
     Arithmetic::template WarpTile<WARP_ROWS, WARP_COLUMNS, false> tile(warp_m, warp_n);
-    int used = 0, next = 0;  // stages: of slab i, and of the one that is fetched meanwhile
+    int at = 0;  // the stage of slab i - 1, which is fetched into
 #pragma unroll 1
     for (int i = 1 - STAGES; i < slabs; ++i) {
         if (i >= 0) {
@@ -225,15 +225,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             __syncthreads();  // everyone's copies of slab i are there, and slab i - 1 has been used
         }
         if (i + STAGES - 1 < slabs) {
-            grad.fetch(stage[next].grad);
-            x.fetch(stage[next].x);
-            next = next == STAGES - 1 ? 0 : next + 1;
+            grad.fetch(stage[at].grad);
+            x.fetch(stage[at].x);
         }
         commit_copies();
-        if (i >= 0) {
-            tile.multiply(stage[used].grad, stage[used].x);
-            used = used == STAGES - 1 ? 0 : used + 1;
-        }
+        at = at == STAGES - 1 ? 0 : at + 1;
+        if (i >= 0) tile.multiply(stage[at].grad, stage[at].x);
     }
 
     const int rows = params.group_outputs - m_first - warp_m, width = columns - n_first - warp_n;  // of the warp's part

@@ -188,17 +188,17 @@ struct Resident {
           factors(reinterpret_cast<Factors<A>*>(weight + TILE * (depth + GAP))), pitch(depth + GAP) {}
 
     // Zeros weigh channels beyond the last.
-    __device__ __forceinline__ void load(const MergeParams& params, int o_first, int outputs, int depth) const {
+    __device__ __forceinline__ void load(const MergeParams& params, int o_first, int depth) const {
 #pragma unroll 1
         for (int j = warp_index(); j < TILE; j += BLOCK / WARP) {
             const T* const w_j = static_cast<const T*>(params.weight) + (o_first + j) * params.weight_stride_o;
 #pragma unroll 1
             for (int c = lane_index(); c < depth; c += WARP) {
-                const bool inside = j < outputs && c < params.in_channels;
+                const bool inside = o_first + j < params.out_channels && c < params.in_channels;
                 const int k = ON_TENSOR_CORES ? c / SLAB * SLAB + c % SLAB / 4 * 2 + c % 2 + c % 4 / 2 * 8 : c;
                 weight[j * pitch + k] = inside ? w_j[c * params.weight_stride_c] : narrow<T>(A(0));
             }
-            if (lane_index() == 0) bias[j] = j < outputs ? bias_of<T>(params.epilogue, o_first + j) : A(0);
+            if (lane_index() == 0) bias[j] = o_first + j < params.out_channels ? bias_of<T>(params.epilogue, o_first + j) : A(0);
         }
         if constexpr (PROLOGUE)
             for (int c = threadIdx.x; c < params.in_channels; c += BLOCK) factors[c] = factors_of<A>(params.prologue, c);
@@ -285,8 +285,7 @@ __device__ __forceinline__ int output_of(int j) {
 }
 
 // Finish a thread's sums and write them.
-__device__ __forceinline__ void finish(
-    Sums& sum, const MergeParams& params, const PixelWalk& at, int o_first, int outputs) {
+__device__ __forceinline__ void finish(Sums& sum, const MergeParams& params, const PixelWalk& at, int o_first) {
     const Image& out = params.out;
     const Image& residual = params.epilogue.residual;
     const long long p = at.pixel();
@@ -295,8 +294,8 @@ __device__ __forceinline__ void finish(
     const T* const r = static_cast<const T*>(residual.data) + at.n * residual.stride_n + p * residual.stride[2];
 #pragma unroll
     for (int j = 0; j < OUTPUTS; ++j) {
-        if (output_of(j) >= outputs) break;
         const long long o = o_first + output_of(j);
+        if (o >= params.out_channels) break;
         if (residual.data) {
             const Vector<T, WIDTH> addend = load_pixels(r + o * residual.stride_c, count, residual.stride[2]);
 #pragma unroll
@@ -319,7 +318,6 @@ __device__ __forceinline__ void finish(
 
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) merge(const __grid_constant__ MergeParams params) {
     const int tiles = (params.out_channels + TILE - 1) / TILE, o_first = blockIdx.x % tiles * TILE;
-    const int outputs = min(TILE, params.out_channels - o_first);
     const int depth = (params.in_channels + SLAB - 1) / SLAB * SLAB;  // K; channels beyond the last weigh 0
     const int first = threadIdx.x % SHARING * DEPTH;                  // of a slab's channels, those of this thread
 
@@ -330,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) merge(const __grid_c
 
     DYNAMIC_SHARED(A, shared);
     const Resident resident(shared, depth);
-    resident.load(params, o_first, outputs, depth);
+    resident.load(params, o_first, depth);
     __syncthreads();
 
     Sums sum;
@@ -346,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS) merge(const __grid_c
         resident.multiply(sum, x, k, k + first, params);
         k += SLAB;
         if (k == depth) {
-            if (at.exists(params)) finish(sum, params, at, o_first, outputs);
+            if (at.exists(params)) finish(sum, params, at, o_first);
             begin();
             k = 0;
             at.advance(params);

@@ -35,7 +35,7 @@ PROLOGUE_TILE = 8
 #: Blocks that share a multiprocessor, by the bytes of an element and the tile: what it has registers for.  Where rows are not
 #: aligned, and with a prologue, some have less room.
 BLOCKS = {(2, 8): 7, (2, 16): 5, (2, 32): 4, (4, 4): 7, (4, 8): 5, (4, 16): 4, (8, 4): 6, (8, 8): 4, (8, 16): 3}
-UNALIGNED_BLOCKS = {(2, 32): 3, (8, 16): 2}
+UNALIGNED_BLOCKS = {(2, 8): 6, (2, 32): 3, (8, 16): 2}
 PROLOGUE_BLOCKS = {(2, 8): 5, (8, 8): 3}
 #: Channels that a thread of merge.cu loads before it uses the first; threads of its block, and of those that share pixels.
 DEPTH, BLOCK = 4, 128
