@@ -19,6 +19,7 @@ from targets import Target, numpy_target
 
 import cupyconv
 from cupyconv.call import dispatch
+from cupyconv.numpy import NumpyBackend
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
@@ -1086,3 +1087,14 @@ def test_options(error, words, given):
 )
 def test_onnx_padding(error, words, given):
     assert_refused(numpy_arrays(), error, words, cupyconv.onnx_padding, *given)
+
+
+def test_who_owns_the_memory_of_a_result():
+    """An argument given twice does not matter to a result that owns its memory; a view of the result, or of who knows what, does."""
+    backend, out, bias = NumpyBackend(), np.zeros(4), np.ones(4)
+    read_only = np.zeros(4)
+    read_only.flags.writeable = False
+    assert backend.are_apart([bias, bias, bias[::2], out], [3])
+    for arrays in ([out[1:], out], [out, out], [bias, out[:2]], [np.frombuffer(bytearray(8)), out], [bias, read_only]):
+        assert not backend.are_apart(arrays, [1])
+    assert not backend.are_apart([bias, out, out], [1, 2])

@@ -192,15 +192,19 @@ class Weights:
         if peephole is not None:
             self.peephole = peephole.reshape(3, hidden, 1) * (1 if slope is None else slope[0])
         #: ``recurrent(h, out)``, the state's product; ``candidate(h, out)``, that of a gru which resets the state.
-        first_rows = 2 * hidden if is_gru and not resets_product else rows
-        recurrent, candidate = [part[:first_rows] for part in with_state], [weight_hh[first_rows:]]
+        self.candidate = None
+        if is_gru and not resets_product:
+            candidate, of_candidate = weight_hh[2 * hidden :], None if slope is None else slope[2 * hidden :]
+            with_state, slope = (
+                [part[: 2 * hidden] for part in with_state],
+                None if slope is None else slope[: 2 * hidden],
+            )
+            if block or slope is not None:
+                candidate = copied_for_blas([candidate], of_candidate, block)
+            self.candidate = multiplied_by(candidate)
         if block or slope is not None:
-            of_rows = None if slope is None else slope[:first_rows]
-            recurrent = [copied_for_blas(recurrent, of_rows, block, order, halved)]
-            if first_rows < rows:
-                candidate = [copied_for_blas(candidate, None if slope is None else slope[first_rows:], block)]
-        self.recurrent = multiplied_by(recurrent[0])
-        self.candidate = None if first_rows == rows else multiplied_by(candidate[0])
+            with_state = [copied_for_blas(with_state, slope, block, order, halved)]
+        self.recurrent = multiplied_by(with_state[0])
 
 
 class Cell:
@@ -344,7 +348,7 @@ class _Rnn(Cell):
 
 class _Lstm(Cell):
     def prepare(self, of_gates: Sequence[Activation], last: Activation, peephole: bool) -> None:
-        self._of_cell = last
+        self._of_cell = None if last.name == "tanh" else last
         #: The gates that do not see the new c: all but o, where there are peepholes.
         early, late = (slice(3), slice(3, 4)) if peephole else (slice(4), slice(4, 4))
         self._activate_early = self._activation_of(early, of_gates)
@@ -352,8 +356,10 @@ class _Lstm(Cell):
         self._activate_late = self._activation_of(late, of_gates)
         self._complete_late = self._completion_of(late)
         self._seen = np.empty_like(self.gates[:2]) if peephole else None
-        #: What i and f are together.
-        self._whole = np.array(1 + self.doubled, self.gates.dtype)
+        self._i_f_o = [self.gates[self._order.index(gate)] for gate in (0, 1, 3)]
+        self._rows_written = self._written(self.rows)
+        #: What i and f are together, where they are.
+        self._whole = np.array(1 + self.doubled, self.gates.dtype) if self.geometry.input_forget else None
         self._sum = self._sum_of_doubled() if self.doubled else self._sum_of_gates()
 
     def _sum_of_doubled(self) -> Callable[[np.ndarray], None]:
@@ -387,10 +393,13 @@ class _Lstm(Cell):
     def advance(self, given: Weights, steps: Iterable[Step], kept: Kept) -> None:
         gates, rows, c, recurrent, peephole = self.gates, self.rows, self.c, given.recurrent, given.peephole
         activate_early, add_up, completes = self._activate_early, self._sum, self._completes or kept
-        of_cell = None if self._of_cell.name == "tanh" else self._of_cell
-        i, f, o = (gates[self._order.index(gate)] for gate in (0, 1, 3))
-        next_c, whole = self.next_c, self._whole if self.geometry.input_forget else None
-        written = self._written(rows)
+        (i, f, o), next_c, whole, of_cell, written = (
+            self._i_f_o,
+            self.next_c,
+            self._whole,
+            self._of_cell,
+            self._rows_written,
+        )
         for t, projected, factor, _, after in steps:
             recurrent(factor, written)
             if projected is not None:
