@@ -11,6 +11,7 @@ from refusals import Ones, assert_refused, conv_arguments, foreign, numpy_arrays
 
 import cupyconv
 from cupyconv.call import dispatch
+from cupyconv.numpy import NumpyBackend
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
@@ -334,3 +335,14 @@ def test_any_strides_of_bytes_on_numpy():
     inside = np.arange(18, dtype=np.float32)[1:17].view(np.complex64).reshape(1, 1, 8)
     assert inside.flags.aligned
     np.testing.assert_array_equal(cupyconv.conv(inside, weight), cupyconv.conv(inside.copy(), weight))
+
+
+def test_who_owns_the_memory_of_a_result():
+    """An argument given twice does not matter to a result that owns its memory; a view of the result, or of who knows what, does."""
+    backend, out, bias = NumpyBackend(), np.zeros(4), np.ones(4)
+    read_only = np.zeros(4)
+    read_only.flags.writeable = False
+    assert backend.are_apart([bias, bias, bias[::2], out], [3])
+    for arrays in ([out[1:], out], [out, out], [bias, out[:2]], [np.frombuffer(bytearray(8)), out], [bias, read_only]):
+        assert not backend.are_apart(arrays, [1])
+    assert not backend.are_apart([bias, out, out], [1, 2])

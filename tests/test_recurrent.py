@@ -24,6 +24,7 @@ from tolerance import assert_close
 import cupyconv
 from cupyconv.call.operation import bound, operation_of
 from cupyconv.numpy import activations as numpy_activations
+from cupyconv.numpy.recurrent_cells import is_doubled
 from cupyconv.problem.activations import RECURRENT_ONLY, resolve_activation
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
@@ -373,6 +374,51 @@ def test_weights_in_blocks(cell, hidden, direct, monkeypatch):
             for actual, wanted in zip(given.call(arrays), (expected.y, expected.h, expected.c)):
                 if actual is not None:
                     given.assert_close(actual, wanted, expected.largest)
+    finally:
+        cupyconv.clear_caches()
+
+
+@pytest.mark.parametrize("input_forget", [False, True])
+@pytest.mark.parametrize(
+    ("steps", "batch", "inputs", "hidden", "dtype", "blocks"),
+    [
+        (40, 1, 5, 7, "float32", False),  # a small weight, in rows
+        (90, 1, 50, 70, "float64", False),  # inputs apart, by columns
+        (
+            34,
+            5,
+            30,
+            41,
+            "float64",
+            True,
+        ),  # gates that begin within a block, a last block that ends beyond them, c is large
+        (300, 2, 3, 4, "float16", False),  # two chunks
+    ],
+)
+def test_doubled_gates(steps, batch, inputs, hidden, dtype, blocks, input_forget, monkeypatch):
+    """An lstm whose sigmoids are tanh + 1."""
+    if blocks:
+        monkeypatch.setattr("cupyconv.numpy.recurrent_cells.SMALL_PRODUCT", 40 * (inputs + hidden + 1) * batch)
+        monkeypatch.setattr("cupyconv.numpy.recurrent_cells._SMALL_SUM", batch * hidden - 1)
+    lengths = tuple(range(steps, steps - batch, -1)) if batch <= steps else None
+    case = RecurrentCase(
+        cell="lstm", direction="bidirectional", steps=steps, batch=batch, inputs=inputs, hidden=hidden, dtype=dtype,
+        optional=("bias_ih", "h0", "c0"), input_forget=input_forget, clip=0.7,
+    )  # fmt: skip
+    arrays = case.arrays()
+    arrays |= {
+        name: arrays[name] * 4 for name in ("weight_ih", "weight_hh")
+    }  # some gates are bounded, and nearly closed
+    cupyconv.clear_caches()
+    try:
+        for given in (case, replace(case, lengths=lengths), replace(case, clip=None, optional=())):
+            own = {name: array for name, array in arrays.items() if name in given.shapes}
+            step = cupyconv.explain(cupyconv.lstm, **own, lengths=given.lengths, **given.settings).steps[0]
+            assert step.folded and any(step.blocks) == blocks
+            assert is_doubled(step.problem.geometry, 1, peephole=False, folded=True)
+            expected = given.expected(own)
+            for actual, wanted in zip(given.call(own), (expected.y, expected.h, expected.c)):
+                given.assert_close(actual, wanted, expected.largest)
     finally:
         cupyconv.clear_caches()
 

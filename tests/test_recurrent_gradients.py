@@ -381,6 +381,14 @@ def test_rows_of_any_length(cuda_target, dtype, activations, hidden):
     assert_right(cuda_target, layer, gradients_of(cuda_target, layer))
 
 
+@pytest.mark.parametrize("clip", [None, 0.8])
+@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
+def test_many_steps_of_doubled_gates(direction, clip):
+    """Where the forward layer has gates in an order of its own."""
+    layer = Layer("lstm", direction, sizes=(40, 3, 2, 3), lengths=(40, 17, 0), clip=clip, input_forget=clip is None)
+    assert_right(numpy_target(), layer, gradients_of(numpy_target(), layer))
+
+
 @pytest.mark.parametrize(("cell", "dtype"), [("lstm", np.float32), ("gru", np.float16), ("rnn", ml_dtypes.bfloat16)])
 def test_narrow_dtypes(target, cell, dtype):
     layer = Layer(cell, "reverse", (4, 3, 2, 5), frozenset(Gradients._fields), dtype=dtype, lengths=(4, 1, 3))

@@ -35,11 +35,12 @@ class OutMemory:
 
         `arrays` are in the order of those that this was made from.
         """
-        are_apart = backend.are_apart(arrays, self._places)
+        if backend.are_apart(arrays, self._places):
+            return
         for place, out_name, out in self._outs:
             if getattr(getattr(arrays[place], "flags", None), "writeable", True) is False:
                 raise ValueError(f"{out_name} is read-only")
-            if are_apart or out.nbytes == 0:
+            if out.nbytes == 0:
                 continue
             at = backend.address(arrays[place])
             begin, end = at + out.begin, at + out.end

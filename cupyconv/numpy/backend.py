@@ -132,12 +132,13 @@ class NumpyBackend:
         return array.ctypes.data
 
     def are_apart(self, arrays: Sequence[Any], outs: Sequence[int]) -> bool:
-        """Whether no two have one owner, and those at the places `outs` own what they lie in: nobody else's can be there."""
+        """Whether those at the places `outs` may be written, own their memory, and no other array lies in it."""
+        owners = [id(array) if (base := array.base) is None else _owner(base) for array in arrays]
         for place in outs:
-            if arrays[place].base is None and not arrays[place].flags.owndata:
+            out, flags = arrays[place], arrays[place].flags
+            if out.base is not None or not (flags.owndata and flags.writeable) or owners.count(id(out)) > 1:
                 return False
-        owners = {id(array) if (base := array.base) is None else _owner(base) for array in arrays}
-        return len(owners) == len(arrays) and None not in owners
+        return None not in owners
 
     def plain(self, array: Any) -> Any:
         """The array; of a subclass, whose arithmetic may be another, its elements as an array of NumPy's own."""

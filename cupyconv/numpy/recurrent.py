@@ -26,7 +26,18 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep
-from cupyconv.numpy.recurrent_cells import CELLS, IN_PLACE, LINE, Cell, Step, Weights, block_of_rows, in_blocks, slopes
+from cupyconv.numpy.recurrent_cells import (
+    CELLS,
+    IN_PLACE,
+    LINE,
+    Cell,
+    Step,
+    Weights,
+    block_of_rows,
+    in_blocks,
+    is_doubled,
+    slopes,
+)
 from cupyconv.numpy.threads import in_threads
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import even_part
@@ -38,11 +49,13 @@ NO_PERSISTENT = "it keeps the recurrent weight in the multiprocessors of a GPU f
 #: Bytes of memory up to which a layer keeps it from call to call: to allocate it, touch it first and cut it into steps takes
 #: a tenth of the time of 100 steps of 128 units.
 KEPT_BYTES = 1 << 20
-#: Steps, of a sample each, or of more samples a quarter of them, from which folding takes less than it saves; four times as
-#: many of a sample with a large weight: all that is saved is time to read the other one.
-FOLDED_FROM = 32
+#: Steps, of a sample each, or of more samples a quarter of them, from which folding takes less than it saves.  Of one sample
+#: with a large weight less is saved: elements of the weights for each step, and steps that are always enough.
+FOLDED_FROM, FOLDED_ELEMENTS, ALWAYS_FOLDED_FROM = 32, 1000, 128
 #: Elements of an input's weight up to which one sample's step takes less with it than the inputs of many steps by themselves.
 JOINED_WEIGHT = 20_000
+#: Columns up to which weights are joined for some samples; and samples from which they always are.
+JOINED_COLUMNS, MANY_SAMPLES = 256, 32
 #: Bytes of a chunk's gates and states, so that they stay in cache; and its most steps, each of which is some objects.
 CHUNK_BYTES, MOST_STEPS = 2 << 20, 256
 
@@ -214,9 +227,14 @@ def _is_joined(problem: RecurrentProblem, samples: int) -> bool:
     """Whether folded weights are joined.
 
     Not a gru's, whose reset gate tells them apart.  One sample's step is bound by reading a large weight, which the inputs
-    of many steps read together.
+    of many steps read together; that of some samples by long columns, from which BLAS reads its other factor again and again.
     """
-    return problem.geometry.cell != "gru" and (samples > 1 or _has_small_input(problem.geometry))
+    geometry = problem.geometry
+    if geometry.cell == "gru":
+        return False
+    if samples == 1:
+        return _has_small_input(geometry)
+    return samples >= MANY_SAMPLES or sum(_columns(problem, True)) <= JOINED_COLUMNS
 
 
 def _has_small_input(geometry: RecurrentGeometry) -> bool:
@@ -244,9 +262,11 @@ def _is_biased(problem: RecurrentProblem) -> bool:
 def _is_folded(problem: RecurrentProblem) -> bool:
     """Whether weights are copied with slopes and biases: of many steps, where a copy is small."""
     geometry = problem.geometry
-    columns = geometry.inputs + geometry.hidden + 1
-    nbytes = geometry.directions * geometry.gates * geometry.hidden * columns * ITEMSIZE[accumulator(problem.dtype)]
-    least = FOLDED_FROM if geometry.batch > 1 or _has_small_input(geometry) else 4 * FOLDED_FROM
+    elements = geometry.gates * geometry.hidden * (geometry.inputs + geometry.hidden + 1)
+    nbytes = geometry.directions * elements * ITEMSIZE[accumulator(problem.dtype)]
+    least = FOLDED_FROM
+    if geometry.batch == 1 and not _has_small_input(geometry):
+        least = max(least, min(elements // FOLDED_ELEMENTS, ALWAYS_FOLDED_FROM))
     return geometry.steps * min(4, geometry.batch) >= least and 8 * nbytes <= problem.limit
 
 
@@ -300,7 +320,8 @@ class RecurrentLayer:
             else:
                 own[role] = np.array(own[role], self._dtype, order="C")
         slope = self._slopes[direction] if self._step.folded else None
-        return Weights(self._geometry, slope, self._step.joined, *self._step.blocks, **own)
+        doubled = is_doubled(self._geometry, direction, "peephole" in own, self._step.folded)
+        return Weights(self._geometry, slope, doubled, self._step.joined, *self._step.blocks, **own)
 
 
 class LoneStep:
@@ -329,18 +350,19 @@ class LoneStep:
             memory = self._memory()
         cell, projected, cut = memory
         names = self._names
-        weights = Weights(self._geometry, None, False, 0, 0, **{role: arrays[name] for role, name in self._weights})
+        weights = Weights(
+            self._geometry, None, False, False, 0, 0, **{role: arrays[name] for role, name in self._weights}
+        )
         arrays[names["x"]].dot(weights.weight_ih.T, projected)
         if weights.input_bias is not None:
             np.add(projected, weights.input_bias, projected)
         if self._has_cell_state:
-            after = arrays[names["c"]]
-            after[...] = arrays[names["c0"]]
-            cell.c = after.T
+            cell.c[...] = arrays[names["c0"]].T
+            cell.next_c = arrays[names["c"]].T
         h = arrays[names["h0"]].T
         cell.advance(weights, ((0, cut, h, h, arrays[names["out"]].T),), _NOTHING_KEPT)
         if self._has_cell_state:
-            cell.c = _NO_STATE  # it was the caller's
+            cell.next_c = _NO_STATE  # it was the caller's
         self._idle.append(memory)
 
     def _memory(self) -> tuple[Cell, np.ndarray, Any]:
@@ -386,7 +408,7 @@ class _Sequence:
         #: h before and after each step of a chunk, beside x and a 1 where inputs and biases are columns of its weight.
         self._states = np.empty((step.chunk + 1, hidden + inputs + step.has_bias_column, batch), dtype)
         self._states[:, hidden + inputs :] = 1
-        self._zero = np.zeros((1, 1), dtype)
+        self._zero, self._half, self._two = np.zeros((1, 1), dtype), dtype.type(0.5), dtype.type(2)
         self._is_lone = batch == 1
         x_shape = (geometry.inputs,) if self._is_lone else (batch, geometry.inputs)
         self._x = np.empty((step.chunk, *x_shape), dtype) if "x" in step.copied and not step.joined else None
@@ -427,6 +449,8 @@ class _Sequence:
             least, most = int(lengths.min()), int(lengths.max())
             out[most:] = 0
         h = self._initial(own.get("h0"))
+        if cell.doubled:
+            h = h * self._two
         if self._has_cell_state:
             cell.c[...] = self._initial(own.get("c0"))
         for chunk in self._every if self._every and most == self._geometry.steps else self._chunks(most):
@@ -435,12 +459,15 @@ class _Sequence:
             steps = chunk.steps if chunk.end <= least else self._within(lengths, chunk.steps)
             cell.advance(weights, steps, kept)
             h = chunk.last
-            chunk.of(out)[...] = chunk.states
+            if cell.doubled:
+                np.multiply(chunk.states, self._half, chunk.of(out), casting="unsafe")
+            else:
+                chunk.of(out)[...] = chunk.states
             if chunk.end > least:
                 past = np.greater_equal.outer(np.arange(chunk.begin, chunk.end), lengths)
                 np.copyto(chunk.of(out), 0, where=past[:, :, None])
         if "h" in own:
-            own["h"][...] = h.T
+            own["h"][...] = h.T * self._half if cell.doubled else h.T
         if "c" in own:
             own["c"][...] = cell.c.T
 

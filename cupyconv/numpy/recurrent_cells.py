@@ -5,6 +5,10 @@ which every pass is one loop.  A step allocates nothing, activations aside that 
 
 A sigmoid is ``tanh(v / 2) / 2 + 1 / 2``, so gates with one and gates with tanh are one pass of tanh.  That first half is
 the gate's *slope*, which costs no digit: a factor of the weights' rows where they are folded, else a pass over the gates.
+The second half of a sigmoid waits too in an lstm that is *doubled*: its gates are ``tanh(v / 2) + 1``, its h is twice what
+it should be, which the weight's columns undo, and c is half of a sum of two products::
+
+    memory    c  g  f  i  o        1 to f, i, o        [f, i] * [c, g] in one pass        (1/2, 1/2) . [f * c, i * g] by BLAS
 
 A small step is bound by the calls it makes.  So results are given by position and constants as arrays, which takes half
 as long as names and Python's numbers.
@@ -14,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import prod
 from typing import Any
 
@@ -30,12 +34,18 @@ from cupyconv.problem.recurrence import RecurrentGeometry
 IN_PLACE = ("none", "relu", "relu6", "clip", "sigmoid", "tanh", "affine", "scaled_tanh")
 #: Rows of a weight that are multiplied at a time, where BLAS would copy both factors of the whole product at each step.
 _BLOCKS = (64, 48, 32)
+#: Products without blocks, as a part of the largest that BLAS does not copy factors for: near that they are slower.
+_IN_ONE = 0.6
 #: Steps from which a copy of the weight in blocks takes less than it saves.
 _MANY_STEPS = 8
 #: Elements of a weight that takes longer to copy by columns than it saves.
 _FEW_ELEMENTS = 16_000
 #: Rows of a weight that are copied at a time, so that columns are read and written in cache; and bytes of a cache line.
 _ROWS_COPIED, LINE = 64, 64
+#: Elements of c up to which BLAS takes one thread for half the sum of two, whatever it was told.
+_SMALL_SUM = 4500
+#: A doubled lstm's gates as they lie in memory.
+_DOUBLED = (2, 1, 0, 3)
 #: Bytes of gates up to which one call for all of them takes less than one for each kind.
 _SMALL_GATES = 16 << 10
 
@@ -57,9 +67,15 @@ def _of_gates(geometry: RecurrentGeometry, direction: int) -> list[Activation]:
     return {"rnn": [f], "lstm": [f, f, *others[:1], f], "gru": [f, f, *others]}[geometry.cell]
 
 
+def is_doubled(geometry: RecurrentGeometry, direction: int, peephole: bool, folded: bool) -> bool:
+    """Whether an lstm's gates i, f, o and its h are kept twice as large as they are, which folded weights undo."""
+    names = [activation.name for activation in geometry.activations[direction]]
+    return folded and geometry.cell == "lstm" and not peephole and names[:2] == ["sigmoid", "tanh"]
+
+
 def block_of_rows(rows: int, columns: int, geometry: RecurrentGeometry, samples: int) -> int:
     """Rows of the blocks that a weight is copied in, so that each is a small product; 0 where it is multiplied as it lies."""
-    if samples == 1 or geometry.steps < _MANY_STEPS or rows * columns * samples <= SMALL_PRODUCT:
+    if samples == 1 or geometry.steps < _MANY_STEPS or rows * columns * samples <= _IN_ONE * SMALL_PRODUCT:
         return 0
     small = [block for block in _BLOCKS if block * columns * samples <= SMALL_PRODUCT]
     return min(small, key=lambda block: in_blocks(rows, block), default=0)
@@ -70,31 +86,44 @@ def in_blocks(rows: int, block: int) -> int:
     return -(-rows // block) * block if block else rows
 
 
-def copied_for_blas(parts: Sequence[np.ndarray], slope: np.ndarray | None, block: int) -> np.ndarray:
+def copied_for_blas(
+    parts: Sequence[np.ndarray], slope: np.ndarray | None, block: int, order: Sequence[int] = (0,), halved: int = 0
+) -> np.ndarray:
     """A weight of these parts, side by side, times the slope of each row: copied so that it lies column by column.
 
     ``(rows, columns)``, or where it is multiplied in blocks ``(blocks, rows of one, columns)``.  BLAS reads a weight that lies
     so, and begins at a cache line, in half the time; a small one in nearly the same, and that stays in rows.
+
+    The rows of gates come in this `order`; the first columns, as many as are `halved`, are times a half too.
     """
     rows, columns, dtype = len(parts[0]), sum(part.shape[1] for part in parts), parts[0].dtype
+    of_gate = rows // len(order)
+    if slope is not None and len(order) > 1:
+        slope = slope.reshape(len(order), of_gate)[[*order]].reshape(rows, 1)
     if rows * columns < _FEW_ELEMENTS and not block:
         joined = np.concatenate(parts, 1)
+        if len(order) > 1:
+            joined = joined.reshape(len(order), of_gate, columns)[[*order]].reshape(rows, columns)
+        if halved:
+            multiply(joined[:, :halved], dtype.type(0.5), joined[:, :halved])
         return joined if slope is None else multiply(joined, slope, joined)
     own = block or rows  # without gaps: the method `dot` copies what has some, at each call
     memory = _at_cache_line((in_blocks(rows, own) // own, columns, own), dtype)
     run = block or _ROWS_COPIED
-    for first in range(0, rows, run):
-        end = min(first + run, rows)
-        copy = memory[first // own, :, first % own : first % own + end - first]
-        column = 0
+    for begin, end in pairwise(sorted({*range(0, rows, run), *range(0, rows, of_gate), rows})):
+        copy = memory[begin // own, :, begin % own : begin % own + end - begin]
+        column, source = 0, order[begin // of_gate] * of_gate + begin % of_gate
         for part in parts:
-            copy[column : column + part.shape[1]] = part[first:end].T
+            copy[column : column + part.shape[1]] = part[source : source + end - begin].T
             column += part.shape[1]
     memory[-1, :, rows - (len(memory) - 1) * own :] = 0  # where BLAS reads beyond the weight
     if slope is not None:
         if rows < len(memory) * own:
             slope = np.concatenate((slope, np.ones((len(memory) * own - rows, 1), dtype)))
-        multiply(memory, slope.reshape(-1, 1, own), memory)
+        slope = slope.reshape(-1, 1, own)
+        multiply(memory[:, halved:], slope, memory[:, halved:])
+        if halved:
+            multiply(memory[:, :halved], slope * dtype.type(0.5), memory[:, :halved])
     return memory.swapaxes(1, 2) if block else memory[0].T
 
 
@@ -116,13 +145,14 @@ class Weights:
     Where `slope` (G * H, 1) is given they are *folded*: copied, with the slopes, and with the biases that are added with
     the state as one more column of `weight_hh`.  Where they are `joined`, the columns of weight_ih come before that one, and
     nothing is left to add.  `block` and `input_block` are the rows of blocks that weight_hh and weight_ih are multiplied
-    in, see `block_of_rows`.
+    in, see `block_of_rows`.  A `doubled` lstm's have its order of gates, and halved columns of h.
     """
 
     def __init__(
         self,
         geometry: RecurrentGeometry,
         slope: np.ndarray | None,
+        doubled: bool,
         joined: bool,
         block: int,
         input_block: int,
@@ -153,22 +183,28 @@ class Weights:
                 self.input_bias = None
                 if of_inputs is not None and first < rows:
                     self.input_bias, self.biased = of_inputs[first:] * slope[first:, 0], first
+        order, halved = (_DOUBLED, hidden) if doubled else ((0,), 0)
         #: The inputs' weight, (G * H, I) or in blocks; of no use where it is joined.
         self.weight_ih = weight_ih
         if input_block or (slope is not None and not joined):
-            self.weight_ih = copied_for_blas([weight_ih], slope, input_block)
+            self.weight_ih = copied_for_blas([weight_ih], slope, input_block, order)
         self.peephole = peephole
         if peephole is not None:
             self.peephole = peephole.reshape(3, hidden, 1) * (1 if slope is None else slope[0])
         #: ``recurrent(h, out)``, the state's product; ``candidate(h, out)``, that of a gru which resets the state.
-        first_rows = 2 * hidden if is_gru and not resets_product else rows
-        recurrent, candidate = [part[:first_rows] for part in with_state], [weight_hh[first_rows:]]
+        self.candidate = None
+        if is_gru and not resets_product:
+            candidate, of_candidate = weight_hh[2 * hidden :], None if slope is None else slope[2 * hidden :]
+            with_state, slope = (
+                [part[: 2 * hidden] for part in with_state],
+                None if slope is None else slope[: 2 * hidden],
+            )
+            if block or slope is not None:
+                candidate = copied_for_blas([candidate], of_candidate, block)
+            self.candidate = multiplied_by(candidate)
         if block or slope is not None:
-            recurrent = [copied_for_blas(recurrent, None if slope is None else slope[:first_rows], block)]
-            if first_rows < rows:
-                candidate = [copied_for_blas(candidate, None if slope is None else slope[first_rows:], block)]
-        self.recurrent = multiplied_by(recurrent[0])
-        self.candidate = None if first_rows == rows else multiplied_by(candidate[0])
+            with_state = [copied_for_blas(with_state, slope, block, order, halved)]
+        self.recurrent = multiplied_by(with_state[0])
 
 
 class Cell:
@@ -189,20 +225,26 @@ class Cell:
         block: int,
     ) -> None:
         self.geometry, self._block = geometry, block
-        rows = geometry.gates * geometry.hidden
-        self._memory = np.empty((rows + block, batch), dtype)  # the last block of a product may end beyond the gates
+        rows, of_c = geometry.gates * geometry.hidden, geometry.hidden if geometry.cell == "lstm" else 0
+        self._memory = np.empty(
+            (of_c + rows + block, batch), dtype
+        )  # the last block of a product may end beyond the gates
+        #: An lstm's other state; and where the next one is written, which may be elsewhere.
+        self.c = self.next_c = self._memory[:of_c]
         #: The gates, and their rows one after the other.
-        self.rows = self._memory[:rows]
+        self.rows = self._memory[of_c : of_c + rows]
         self.gates = self.rows.reshape(geometry.gates, geometry.hidden, batch)
-        #: An lstm's other state.
-        self.c = np.empty((geometry.hidden if geometry.cell == "lstm" else 0, batch), dtype)
+        #: Whether gates and h are twice as large as they should be, and gates lie in another order.
+        self.doubled = is_doubled(geometry, direction, peephole, folded)
+        self._order = [*_DOUBLED] if self.doubled else [*range(geometry.gates)]
         self._is_small = self.gates.nbytes <= _SMALL_GATES
-        each = slopes(geometry, direction)
+        each = [slopes(geometry, direction)[gate] for gate in self._order]
         self._slopes, self._folded = np.array(each, dtype)[:, None], folded
         self._slope = None if folded or set(each) == {1.0} else self._spread(each)
         self._clip = None if geometry.clip is None else self._spread([geometry.clip * slope for slope in each])
         self._completes = self._slope is not None or self._clip is not None
-        self.prepare(_of_gates(geometry, direction), geometry.activations[direction][-1], peephole)
+        of_gates = _of_gates(geometry, direction)
+        self.prepare([of_gates[gate] for gate in self._order], geometry.activations[direction][-1], peephole)
 
     def prepare(self, of_gates: Sequence[Activation], last: Activation, peephole: bool) -> None:
         """What all steps share: the activations of the gates, and the last one of the cell."""
@@ -233,7 +275,7 @@ class Cell:
         own, slopes_of_each = self.gates[gates], self._slopes[gates]
         slope = None if self._slope is None else self._slope[gates]
         most = None if self._clip is None else self._clip[gates]
-        least = None if most is None else -most
+        least, order = None if most is None else -most, self._order[gates]
 
         def complete(kept: Kept, t: int) -> None:
             if slope is not None:
@@ -241,7 +283,7 @@ class Cell:
             if most is not None:
                 np.clip(own, least, most, own)
             if kept:
-                np.divide(own.transpose(2, 0, 1), slopes_of_each, kept["gates"][t, :, gates])
+                kept["gates"][t][:, order] = own.transpose(2, 0, 1) / slopes_of_each
 
         return complete
 
@@ -259,6 +301,13 @@ class Cell:
             are = [activation.name == "sigmoid" for activation in activations]
             halves = [(own, self._spread([0.5 if yes else 1.0 for yes in are]), self._spread([yes / 2 for yes in are]))]
 
+        wholes = [(run, np.array(1, own.dtype)) for run in sigmoids]
+
+        def by_doubled_tanh() -> None:
+            tanh(own, own)
+            for run, offset in wholes:
+                add(run, offset, run)
+
         def by_tanh() -> None:
             tanh(own, own)
             for run, scale, offset in halves:
@@ -274,7 +323,9 @@ class Cell:
                 multiply(run, half, run)
                 add(run, half, run)
 
-        return by_tanh if all(activation.name in ("sigmoid", "tanh") for activation in activations) else one_by_one
+        if any(activation.name not in ("sigmoid", "tanh") for activation in activations):
+            return one_by_one
+        return by_doubled_tanh if self.doubled else by_tanh
 
 
 class _Rnn(Cell):
@@ -297,7 +348,7 @@ class _Rnn(Cell):
 
 class _Lstm(Cell):
     def prepare(self, of_gates: Sequence[Activation], last: Activation, peephole: bool) -> None:
-        self._of_cell = last
+        self._of_cell = None if last.name == "tanh" else last
         #: The gates that do not see the new c: all but o, where there are peepholes.
         early, late = (slice(3), slice(3, 4)) if peephole else (slice(4), slice(4, 4))
         self._activate_early = self._activation_of(early, of_gates)
@@ -305,14 +356,50 @@ class _Lstm(Cell):
         self._activate_late = self._activation_of(late, of_gates)
         self._complete_late = self._completion_of(late)
         self._seen = np.empty_like(self.gates[:2]) if peephole else None
+        self._i_f_o = [self.gates[self._order.index(gate)] for gate in (0, 1, 3)]
+        self._rows_written = self._written(self.rows)
+        #: What i and f are together, where they are.
+        self._whole = np.array(1 + self.doubled, self.gates.dtype) if self.geometry.input_forget else None
+        self._sum = self._sum_of_doubled() if self.doubled else self._sum_of_gates()
+
+    def _sum_of_doubled(self) -> Callable[[np.ndarray], None]:
+        """What makes the next c of the gates, which hold nothing of interest then."""
+        c_g, f_i = self._memory[: 2 * self.geometry.hidden], self.rows[self.geometry.hidden : 3 * self.geometry.hidden]
+        c, f, i, half = self.c, self.gates[1], self.gates[2], np.array(0.5, self.c.dtype)
+        products, sums = f_i.reshape(2, -1), c.reshape(-1)
+        half_sum = np.array((0.5, 0.5), c.dtype).dot if c.size <= _SMALL_SUM else None
+
+        def add_up(_: np.ndarray) -> None:
+            multiply(f_i, c_g, f_i)
+            if half_sum is not None:
+                half_sum(products, sums)
+            else:
+                add(f, i, c)
+                multiply(c, half, c)
+
+        return add_up
+
+    def _sum_of_gates(self) -> Callable[[np.ndarray], None]:
+        """The same where nothing is doubled, and the next c may be elsewhere."""
+        c, (i, f, g, _) = self.c, self.gates
+
+        def add_up(next_c: np.ndarray) -> None:
+            multiply(f, c, f)
+            multiply(i, g, i)
+            add(f, i, next_c)
+
+        return add_up
 
     def advance(self, given: Weights, steps: Iterable[Step], kept: Kept) -> None:
         gates, rows, c, recurrent, peephole = self.gates, self.rows, self.c, given.recurrent, given.peephole
-        activate_early, completes = self._activate_early, self._completes or kept
-        input_forget = self.geometry.input_forget
-        of_cell = None if self._of_cell.name == "tanh" else self._of_cell
-        i, f, g, o = gates
-        written = self._written(rows)
+        activate_early, add_up, completes = self._activate_early, self._sum, self._completes or kept
+        (i, f, o), next_c, whole, of_cell, written = (
+            self._i_f_o,
+            self.next_c,
+            self._whole,
+            self._of_cell,
+            self._rows_written,
+        )
         for t, projected, factor, _, after in steps:
             recurrent(factor, written)
             if projected is not None:
@@ -322,22 +409,20 @@ class _Lstm(Cell):
             if completes:
                 self._complete_early(kept, t)
             activate_early()
-            if input_forget:
-                subtract(1, i, f)
-            multiply(f, c, c)
-            multiply(i, g, i)
-            add(c, i, c)
+            if whole is not None:
+                subtract(whole, i, f)
+            add_up(next_c)
             if peephole is not None:
-                o += multiply(peephole[2], c, i)
+                o += multiply(peephole[2], next_c, i)
                 if completes:
                     self._complete_late(kept, t)
                 self._activate_late()
             if kept:
-                kept["cells"][t, :, 0] = c.T
+                kept["cells"][t, :, 0] = next_c.T
             if of_cell is None:
-                tanh(c, after)
+                tanh(next_c, after)
             else:
-                after[...] = c
+                after[...] = next_c
                 activate(after, of_cell)
             multiply(after, o, after)
 

@@ -42,7 +42,7 @@ class CudaBackend:
         return self.device.pointer(array)
 
     def are_apart(self, arrays: Sequence[Any], outs: Sequence[int]) -> bool:
-        """Whether owners say that no result shares memory with another array: here addresses tell."""
+        """Whether owners say that results may be written and share memory with no other array: here addresses tell."""
         return False
 
     def signature(self, arrays: Sequence[Any]) -> Hashable:
