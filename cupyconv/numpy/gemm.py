@@ -32,7 +32,6 @@ from cupyconv.numpy.convolution import (
 from cupyconv.numpy.mec import COLUMNS_BLOCK, MecRows, in_runs
 from cupyconv.numpy.windows import LINE, Block, parts_of, tile_shape, whole_lines
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
-from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
 if TYPE_CHECKING:
