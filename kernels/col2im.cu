@@ -22,7 +22,8 @@
 namespace cupyconv {
 
 struct Col2imParams {
-    Image columns;  // c is the row; stride[2] steps from pixel to pixel
+    Image columns;            // its strides step from channel to channel and from window to window,
+    long long tap_stride[3];  // these from tap to tap: worked out here, they would be kept in registers
     Windows windows;
     Adjoint adjoint;
     Image out;
@@ -38,37 +39,30 @@ using namespace cupyconv;
 using S = SUM_DTYPE;
 using Y = Y_DTYPE;
 constexpr int MAX_BLOCK = 256, CHANNELS = 4;
-// On a multiprocessor, 0 for the compiler's choice: that makes room for one more, and spills what copies of an index take,
-// or complex numbers of 16 bytes.
-constexpr int MIN_BLOCKS = FOLDS ? 2 : sizeof(Y) == 16 ? 3 : 0;
+// On a multiprocessor.  With one more, or where the compiler chooses, it spills: what copies of an index take, complex
+// numbers of 16 bytes, or some bytes of an address.
+constexpr int MIN_BLOCKS = FOLDS ? 2 : sizeof(Y) == 16 ? 3 : 4;
 
 extern "C" __global__ void __launch_bounds__(MAX_BLOCK, MIN_BLOCKS) col2im(const __grid_constant__ Col2imParams params) {
     using A = Accumulator<Y>;
     const Windows& windows = params.windows;
     const Image& columns = params.columns;
     const long long elements = product_of(windows.size);
-    const int taps = product_of(windows.kernel);
     const long long shares = params.batch * elements;
-    const long long window_stride[3] = {
-        windows.out[1] * windows.out[2] * columns.stride[2], windows.out[2] * columns.stride[2], columns.stride[2]};
-    const long long tap_stride[3] = {
-        windows.kernel[1] * windows.kernel[2] * columns.stride_c, windows.kernel[2] * columns.stride_c,
-        columns.stride_c};
 
     for (long long c = blockIdx.y * CHANNELS; c < params.channels; c += gridDim.y * CHANNELS)
         for (long long q = first_share(); q < shares; q += share_step()) {
             const Share share = share_at(q, elements, 1);
             const Pixel in = pixel_at(share.pixel, windows.size);
             const S* const columns_nc =
-                static_cast<const S*>(columns.data) + share.n * columns.stride_n + c * taps * columns.stride_c;
-            const long long channel = taps * columns.stride_c;
+                static_cast<const S*>(columns.data) + share.n * columns.stride_n + c * columns.stride_c;
             const int channels = min((long long)CHANNELS, params.channels - c);
             A sum[CHANNELS] = {};
             for_each_reader<FOLDS>(
-                windows, params.adjoint, in, tap_stride, window_stride, [&](long long row, long long pixel) {
+                windows, params.adjoint, in, params.tap_stride, columns.stride, [&](long long row, long long pixel) {
                     const S* at = columns_nc + row + pixel;
 #pragma unroll
-                    for (int i = 0; i < CHANNELS; ++i, at += channel)
+                    for (int i = 0; i < CHANNELS; ++i, at += columns.stride_c)
                         if (i < channels) sum[i] += load_sums<1>(at, 1, false, params.imaginary, A()).lane[0];
                 });
 #pragma unroll

@@ -37,6 +37,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK)
     spectra_gradient(const __grid_constant__ SpectraGradientParams params) {
     const long long frequencies = params.frequencies;
     const long long outputs = (long long)params.groups * params.group_outputs;
+    const long long grad_step = outputs * frequencies, x_step = params.channels * frequencies;  // from unit to unit
     const int most = min(params.channels, params.group_channels);
     const long long begin = blockIdx.z * params.units_per_part;
     const long long end = begin + params.units_per_part < params.units ? begin + params.units_per_part : params.units;
@@ -51,10 +52,10 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK)
                      ((blockIdx.z * outputs + o) * params.group_channels + c - g_first) * frequencies;
         for (long long f = first_share(); f < frequencies; f += share_step()) {
             T sum = params.adds ? y[f] : T(0);
+            const T *g_u = grad + begin * grad_step + f, *x_u = x + begin * x_step + f;
 #pragma unroll 4
-            for (long long u = begin; u < end; ++u)
-                add_product(
-                    sum, conjugate(grad[u * outputs * frequencies + f]), x[u * params.channels * frequencies + f]);
+            for (long long u = begin; u < end; ++u, g_u += grad_step, x_u += x_step)
+                add_product(sum, conjugate(*g_u), *x_u);
             y[f] = sum;
         }
     }

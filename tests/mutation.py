@@ -7,26 +7,30 @@
     python -m tests.mutation cupyconv/cuda/plan --survivors
 
 A mutant is the module with one change: a comparison, a sign, a number, a condition, a result, a statement that is left
-out.  Tests that run the changed line try it until one fails, those first that killed another of its module, then the
-quickest; where none does the mutant survives, and it is printed: a test is missing, or the change changes nothing.
+out.  Tests that run the changed line try it until one fails, those first that killed most of its module in the least time,
+then the quickest; where none does the mutant survives, and it is printed: a test is missing, or the change changes nothing.
 
 What makes thousands affordable: pytest collects the tests once.  Each mutant is a fork of that process, in which the one
 function that differs has its code replaced, wherever it was imported to.  Which tests run which lines is measured once for
-each file of tests (with `coverage`, to be installed beside the rest) and kept in ``.mutation/``, as is what became of each
-mutant: a command that was stopped goes on where it was.  ``--seconds`` bounds the tests of one mutant; what survives may
-be tried again with more, and with other files of tests.
+each file of tests (by `sys.monitoring`, which Python has from 3.12 on) and kept in ``.mutation/``, as is what became of
+each mutant: a command that was stopped goes on where it was.  ``--seconds`` bounds the tests of one mutant: with half a
+second a planning module takes minutes, and what survives is tried again with more, and with other files of tests.
 
 What survives and should: a bound that no value meets (``> 1`` and ``> 2`` where a number is never 2, or the larger and
 the smaller of equal ones); what a shortcut saves, where the long way gives the same; a size up to which something is
 kept, planned together or tried; prices of `cost`, which are measurements: tests hold their signs, that they grow as what
 they price does, and which method is cheapest where it is clear, not their digits; words of a message beyond those that
-name the argument and its values.  Any other survivor is a missing test, or a line that does nothing.
+name the argument and its values; a grid of another size, and blocks of other threads, where the kernel goes on until all
+is done: tests hold that there are threads enough and not far more; a stride along an axis of one element, and a name or a
+place that is there for nothing but an object's completeness; on a GPU, the number of parts of a sum, for any number gives
+the sum.  Any other survivor is a missing test, or a line that does nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import copy
 import gc
 import hashlib
 import json
@@ -37,6 +41,7 @@ import resource
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -51,6 +56,8 @@ KEPT = ROOT / ".mutation"
 #: What a compiled function has among its flags, and the body of a class or a module has not.
 OPTIMIZED = 0x1
 KILLED, SURVIVED, TIMED_OUT, NOT_RUN = "killed", "survived", "timed out", "not run by any test"
+#: Where each of its tests takes far longer than was allowed.
+LEFT = "left for more seconds"
 
 # --- changes ----------------------------------------------------------------------------------------------------
 
@@ -66,14 +73,19 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 
 @dataclass(frozen=True)
 class Change:
-    """Of the node with this number, in the order of `ast.walk`."""
+    """Of the node with this number, in the order of `ast.walk`, of a statement of the module."""
 
+    statement: int
     node: int
     kind: str
     line: int
+    #: Where the node's own statement begins: an expression of many lines is run where that is.
+    first_line: int
 
-    def apply(self, tree: ast.Module) -> None:
-        node: Any = list(ast.walk(tree))[self.node]
+    def changed(self, tree: ast.Module) -> ast.stmt:
+        """The module's statement with it."""
+        statement = copy.deepcopy(tree.body[self.statement])
+        node: Any = list(ast.walk(statement))[self.node]
         if self.kind == "comparison":
             node.ops[0] = COMPARISONS[type(node.ops[0])]()
         elif self.kind == "operator":
@@ -89,11 +101,11 @@ class Change:
         elif self.kind == "None":
             node.value = ast.copy_location(ast.Constant(None), node.value)
         else:
-            replace_statement(tree, node)
-        ast.fix_missing_locations(tree)
+            replace_statement(statement, node)
+        return ast.fix_missing_locations(statement)
 
 
-def replace_statement(tree: ast.Module, statement: ast.stmt) -> None:
+def replace_statement(tree: ast.stmt, statement: ast.stmt) -> None:
     for parent in ast.walk(tree):
         for field in ("body", "orelse", "finalbody"):
             body = getattr(parent, field, None)
@@ -103,35 +115,37 @@ def replace_statement(tree: ast.Module, statement: ast.stmt) -> None:
 
 def changes(tree: ast.Module) -> Iterator[Change]:
     """All of a module: of what its functions do, and of numbers that it names."""
-    order = {id(node): number for number, node in enumerate(ast.walk(tree))}
-    for node in mutable(tree):
-        for kind in kinds(node):
-            yield Change(order[id(node)], kind, node.lineno)
+    for number, statement in enumerate(tree.body):
+        order = {id(node): place for place, node in enumerate(ast.walk(statement))}
+        for node, first_line in mutable(statement):
+            for kind in kinds(node):
+                yield Change(number, order[id(node)], kind, node.lineno, first_line)
 
 
-def mutable(tree: ast.Module) -> Iterator[Any]:
-    """The nodes of functions' bodies, and of what a module's names are set to: not annotations, defaults, assertions."""
-    waiting: list[ast.AST] = []
-    for statement in tree.body:
-        if isinstance(statement, ast.Assign):
-            waiting.append(statement.value)
-        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
-            waiting.append(statement.value)
-        else:
-            waiting += functions(statement)
+def mutable(statement: ast.stmt) -> Iterator[tuple[Any, int]]:
+    """The nodes of functions' bodies, and of what a module's names are set to: not annotations, defaults, assertions.
+
+    With each the line on which its statement begins.
+    """
+    waiting: list[tuple[ast.AST, int]] = []
+    if isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
+        waiting.append((statement.value, statement.lineno))
+    else:
+        waiting += [(function, 0) for function in functions(statement)]
     while waiting:
-        node = waiting.pop()
+        node, line = waiting.pop()
         if isinstance(node, (ast.Assert, ast.JoinedStr)):
             continue
         if isinstance(node, ast.FunctionDef):
-            waiting += node.body
+            waiting += [(inner, line) for inner in node.body]
             continue
+        line = node.lineno if isinstance(node, ast.stmt) else line
         if isinstance(node, ast.AnnAssign):
-            waiting += [] if node.value is None else [node.value]
+            waiting += [] if node.value is None else [(node.value, line)]
         else:
-            waiting += ast.iter_child_nodes(node)
+            waiting += [(inner, line) for inner in ast.iter_child_nodes(node)]
         if hasattr(node, "lineno"):
-            yield node
+            yield node, line
 
 
 def functions(statement: ast.AST) -> list[ast.AST]:
@@ -179,29 +193,28 @@ class Mutant:
 
     def shown(self) -> str:
         """The changed line, before and after."""
-        source = (ROOT / self.path).read_text()
-        tree, changed = ast.parse(source), ast.parse(source)
-        self.change.apply(changed)
-        before, after = ast.unparse(tree).splitlines(), ast.unparse(changed).splitlines()
+        tree = parsed(self.path)
+        statements = (tree.body[self.change.statement], self.change.changed(tree))
+        before, after = (ast.unparse(statement).splitlines() for statement in statements)
         differing = [(one.strip(), other.strip()) for one, other in zip(before, after) if one != other]
         old, new = differing[0] if differing else ("", "")
         return f"{self.path}:{self.change.line}: {self.change.kind}\n  - {old}\n  + {new}"
 
     def install(self) -> None:
         """The changed code in the functions that are there, and changed numbers wherever their names were imported."""
-        source = (ROOT / self.path).read_text()
-        tree = ast.parse(source)
-        self.change.apply(tree)
-        module = sys.modules[self.module]
-        changed = compile(tree, str(module.__file__), "exec")
-        old = compile(ast.parse(source), str(module.__file__), "exec")
-        codes = {place(code): code for code in outermost(changed)}
-        differing = {place(code) for code in outermost(old) if codes[place(code)] != code}
+        tree, module = parsed(self.path), sys.modules[self.module]
+        old, changed = tree.body[self.change.statement], self.change.changed(tree)
+        codes, before = (
+            {place(code): code for code in outermost(compile(ast.Module([each], []), str(module.__file__), "exec"))}
+            for each in (changed, old)
+        )
+        differing = {key for key, code in before.items() if codes[key] != code}
         for function in functions_of_package().get(str(module.__file__), []):
             if place(function.__code__) in differing:
                 function.__code__ = codes[place(function.__code__)]
         if not differing:
-            self._install_names(module, changed)
+            body = [changed if each is old else each for each in tree.body]
+            self._install_names(module, compile(ast.Module(body, []), str(module.__file__), "exec"))
 
     def _install_names(self, module: ModuleType, changed: CodeType) -> None:
         fresh = {"__name__": module.__name__, "__file__": module.__file__, "__package__": module.__package__}
@@ -213,6 +226,11 @@ class Mutant:
             for name, value in differing.items():
                 if vars(other).get(name) is before[name]:
                     setattr(other, name, value)
+
+
+@cache
+def parsed(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text())
 
 
 def place(code: CodeType) -> tuple[str, int]:
@@ -227,6 +245,13 @@ def outermost(code: CodeType) -> Iterator[CodeType]:
                 yield inner
             else:
                 yield from outermost(inner)
+
+
+def with_inner(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from with_inner(inner)
 
 
 @cache
@@ -268,8 +293,9 @@ class Loop:
 
     def __init__(self, mutants: list[Mutant], seconds: float, results: Path) -> None:
         self.mutants, self.seconds, self.results = mutants, seconds, results
-        #: Of each module, the tests that killed a mutant of it: the next one's are most likely among them.
-        self.killers: dict[str, set[str]] = {}
+        #: Of each module, how many of its mutants each test has met, and killed: the next one's killer is most likely there.
+        self.met: dict[str, Counter[str]] = {}
+        self.kills: dict[str, Counter[str]] = {}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -282,13 +308,20 @@ class Loop:
             for mutant in self.mutants:
                 if mutant.name in done:
                     continue
-                killers = self.killers.setdefault(mutant.path, set())
-                wanted = sorted(tests_of(mutant, covering), key=lambda one: (one[1] not in killers, *one))
-                state, test = tried(mutant, [items[name] for name in within(wanted, self.seconds)], self.seconds)
+                kills, met = (known.setdefault(mutant.path, Counter()) for known in (self.kills, self.met))
+                seconds_a_kill = {
+                    name: s * (met[name] + 1) / (kills[name] + 0.1) for s, name in tests_of(mutant, covering)
+                }
+                wanted = sorted(tests_of(mutant, covering), key=lambda one: (seconds_a_kill[one[1]], one[1]))
+                names, needed = within(wanted, self.seconds)
+                state, test = tried(mutant, [items[name] for name in names], needed)
+                if state == NOT_RUN and wanted:
+                    state = LEFT
                 file.write(json.dumps({"name": mutant.name, "state": state, "test": test}) + "\n")
                 file.flush()
+                met.update(names[: names.index(test) + 1] if test in names else names)
                 if state == KILLED:
-                    killers.add(test)
+                    kills[test] += 1
                 else:
                     print(f"{state}: {mutant.shown()}", flush=True)
         return True
@@ -296,29 +329,24 @@ class Loop:
 
 def tests_of(mutant: Mutant, covering: Covering) -> list[tuple[float, str]]:
     """Those that run the changed line, or of what a module sets when it is imported, any of its lines."""
-    line = f"{mutant.path}:{mutant.change.line}"
-    if line in covering:
-        return sorted(set(covering[line]))
-    if in_function(mutant):
+    change = mutant.change
+    for line in (change.line, change.first_line):
+        if tests := covering.get(f"{mutant.path}:{line}"):
+            return sorted(set(tests))
+    if functions(parsed(mutant.path).body[change.statement]):
         return []
     return sorted({test for key, tests in covering.items() if key.startswith(mutant.path + ":") for test in tests})
 
 
-def in_function(mutant: Mutant) -> bool:
-    tree = ast.parse((ROOT / mutant.path).read_text())
-    bodies = [function for statement in tree.body for function in functions(statement)]
-    return any(body.lineno <= mutant.change.line <= (body.end_lineno or 0) for body in bodies)  # type: ignore[attr-defined]
-
-
-def within(tests: list[tuple[float, str]], seconds: float) -> list[str]:
-    """The quickest, as many as end in that time; one at least."""
+def within(tests: list[tuple[float, str]], seconds: float) -> tuple[list[str], float]:
+    """The first of them, as many as end in that time, one at least of up to ten times that; and the time that they take."""
     chosen, spent = [], 0.0
     for duration, name in tests:
+        if spent + duration > (seconds if chosen else 10 * seconds):
+            continue
         spent += duration
-        if chosen and spent > seconds:
-            break
         chosen.append(name)
-    return chosen
+    return chosen, spent
 
 
 def tried(mutant: Mutant, items: list[pytest.Item], seconds: float) -> tuple[str, str]:
@@ -329,7 +357,7 @@ def tried(mutant: Mutant, items: list[pytest.Item], seconds: float) -> tuple[str
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
-        allowed = int(3 * seconds) + 10  # of its own time: a busy machine makes no difference
+        allowed = int(3 * seconds) + 3  # of its own time: a busy machine makes no difference
         resource.setrlimit(resource.RLIMIT_CPU, (allowed, allowed + 5))
         os.close(reading)
         state = b"error"
@@ -341,7 +369,8 @@ def tried(mutant: Mutant, items: list[pytest.Item], seconds: float) -> tuple[str
             os.write(writing, state)
             os._exit(0)
     os.close(writing)
-    end, answer, status = time.monotonic() + 20 * seconds + 60, b"", None
+    # A machine may have stopped it for minutes: that is no fault of the mutant's.
+    end, answer, status = time.monotonic() + 20 * seconds + 600, b"", None
     while status is None and time.monotonic() < end:
         pid, ended = os.waitpid(child, os.WNOHANG)
         status = ended if pid else None
@@ -379,7 +408,7 @@ def run_mutant(mutant: Mutant, items: list[pytest.Item]) -> bytes:
 
 
 class Measure:
-    """Runs what is collected of one file, each test under coverage by its own name."""
+    """Runs what is collected of one file, each test by itself."""
 
     def __init__(self, files: list[Path]) -> None:
         self.files = files
@@ -397,29 +426,35 @@ class Measure:
 
 
 def measure(path: Path, items: list[pytest.Item]) -> None:
-    import coverage
     from _pytest.runner import runtestprotocol
 
     silence = os.open(os.devnull, os.O_RDWR)
     os.dup2(silence, 1)
-    measured = coverage.Coverage(data_file=None, source=[str(ROOT / "cupyconv")], config_file=False)
     seconds: dict[str, float] = {}
-    measured.start()
+    lines: dict[str, list[str]] = {}
+    here: set[tuple[str, int]] = set()
+    within_package, monitoring = str(ROOT / "cupyconv"), sys.monitoring
+
+    def reached(code: CodeType, line: int) -> Any:
+        here.add((code.co_filename, line))
+        return monitoring.DISABLE  # until the next test
+
+    monitoring.use_tool_id(monitoring.COVERAGE_ID, "mutation")
+    monitoring.register_callback(monitoring.COVERAGE_ID, monitoring.events.LINE, reached)
+    for functions_of_file in functions_of_package().values():  # of the package alone: all of pytest would take longer
+        for code in (code for function in functions_of_file for code in with_inner(function.__code__)):
+            if code.co_filename.startswith(within_package):
+                monitoring.set_local_events(monitoring.COVERAGE_ID, code, monitoring.events.LINE)
     for item, following in zip(items, [*items[1:], None]):
         forget()
-        measured.switch_context(item.nodeid)
-        begin = time.monotonic()
+        here.clear()
+        monitoring.restart_events()
+        begin = time.process_time()
         reports = runtestprotocol(item, nextitem=following, log=False)
-        if all(
-            report.passed for report in reports
-        ):  # one that fails or is skipped without a mutant says nothing of one
-            seconds[item.nodeid] = time.monotonic() - begin
-    measured.switch_context("")
-    measured.stop()
-    data, lines = measured.get_data(), {}
-    for file in data.measured_files():
-        for line, names in data.contexts_by_lineno(file).items():
-            lines[f"{Path(file).relative_to(ROOT)}:{line}"] = [name for name in names if name in seconds]
+        if all(report.passed for report in reports):  # one that fails or is skipped says nothing of a mutant
+            seconds[item.nodeid] = time.process_time() - begin
+            for file, line in here:
+                lines.setdefault(f"{Path(file).relative_to(ROOT)}:{line}", []).append(item.nodeid)
     kept_lines(path).write_bytes(pickle.dumps((seconds, lines)))
 
 
@@ -460,7 +495,7 @@ def all_mutants(paths: list[str]) -> list[Mutant]:
         for file in files:
             relative = file.relative_to(ROOT)
             module = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
-            mutants += [Mutant(module, str(relative), change) for change in changes(ast.parse(file.read_text()))]
+            mutants += [Mutant(module, str(relative), change) for change in changes(parsed(str(relative)))]
     return mutants
 
 
@@ -474,6 +509,8 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="measure only which tests run which lines")
     parser.add_argument("--survivors", action="store_true", help="try those again that survived, whatever it takes")
     given = parser.parse_args()
+    if sys.version_info < (3, 12):
+        parser.error("which tests run which lines is measured by sys.monitoring, which Python has from 3.12 on")
     KEPT.mkdir(exist_ok=True)
     folders = [ROOT / path for path in given.tests]
     files = [file for path in folders for file in (sorted(path.glob("test_*.py")) if path.is_dir() else [path])]
@@ -492,7 +529,7 @@ def main() -> None:
         results = KEPT / "survivors.jsonl"
     collected(Loop(mutants, given.seconds, results), files)
     states = [outcomes(results).get(mutant.name, "") for mutant in mutants]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in (KILLED, SURVIVED, TIMED_OUT, NOT_RUN))
+    counts = ", ".join(f"{states.count(state)} {state}" for state in (KILLED, SURVIVED, TIMED_OUT, LEFT, NOT_RUN))
     print(f"{len(mutants)} of {everything} mutants: {counts}")
 
 

@@ -20,8 +20,8 @@ from pullbacks import (
     entering_error,
     on_device,
 )
+from refusals import Ones, assert_refused, placed
 from strategies import ACTIVATIONS, absolute_values, drawn, nan_filled, transposed_cases
-from test_bad_input import Ones, assert_refused, placed
 from tolerance import assert_close, assert_exact
 
 import cupyconv

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from targets import gpu_target
 from test_failing_memory import CALLS, ON_NUMPY_ONLY, arrays_on
 
 import cupyconv
+from cupyconv.call import operation
 from cupyconv.cuda.plan import conv as cuda_planning
 from tests import fake_gpu
 
@@ -365,6 +367,48 @@ def test_transforms_of_a_stream_share_the_largest_memory(cupy):
             stream.synchronize()
             assert error(y) < 1e-5
     assert sizes == sorted(sizes) and sizes[0] < sizes[1] == sizes[-1]
+
+
+def test_what_is_allocated_while_a_plan_is_made_is_not_the_plans(cupy, monkeypatch):
+    """As a finalizer may that runs meanwhile: its arrays lay where the transforms work."""
+    from cupyconv.cuda.run.cupy_device import _Transforms
+
+    lent, found = _Transforms._lent, []
+
+    def lending(self, nbytes, allocate):
+        if not found:
+            found.append(cupy.full(1000, 7, np.float32))
+        return lent(self, nbytes, allocate)
+
+    monkeypatch.setattr(_Transforms, "_lent", lending)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        call, error = filtered(cupy, 36, 5)
+        assert error(call()) < 1e-5
+        stream.synchronize()
+        assert (found[0] == 7).all()
+
+
+def test_a_finalizer_may_load_a_kernel_while_one_is_loaded(cupy, monkeypatch):
+    """It waited for ever for the lock of its own thread."""
+    from cupyconv.cuda.run.cupy_device import CupyDevice
+
+    load, outcomes = CupyDevice._function, []
+    (x, weight), expected = layer(cupy, seed=3)
+
+    def loading(self, kernel, shared_bytes):
+        if not outcomes:
+            outcomes.append(None)
+            outcomes.append(np.array_equal(cupyconv.conv(x, weight, method="direct").get(), expected))
+        return load(self, kernel, shared_bytes)
+
+    monkeypatch.setattr(CupyDevice, "_function", loading)
+    operation.forget_calls()
+    thread = threading.Thread(
+        target=lambda: outcomes.append(np.array_equal(cupyconv.conv(x, weight).get(), expected)), daemon=True
+    )
+    thread.start()
+    thread.join(60)
+    assert outcomes == [None, True, True]
 
 
 def steps_of_deconvolution(cupy, size, taps=9):

@@ -20,6 +20,7 @@ from pullbacks import (
     entering_error,
     on_device,
 )
+from refusals import Ones, assert_refused, foreign, placed
 from strategies import (
     ACTIVATIONS,
     LAYOUTS,
@@ -31,7 +32,6 @@ from strategies import (
     nan_filled,
     with_layout,
 )
-from test_bad_input import Ones, assert_refused, foreign, placed
 from tolerance import assert_close, compare, finfo
 
 import cupyconv

@@ -6,6 +6,7 @@ import gc
 import threading
 import tracemalloc
 from functools import partial
+from itertools import count
 
 import numpy as np
 import pytest
@@ -95,6 +96,44 @@ def test_a_full_cache_lets_go_of_what_was_not_used_for_longest():
     before = kept.spent()
     cache.keep("third", 4)  # in its own place
     assert (cache.get("first"), cache.get("third"), kept.spent()) == (1, 4, before)
+
+
+class CallsWithin:
+    """A key.  Where its hash is asked for, a call is made in the midst of that, as by a signal's handler."""
+
+    def __init__(self, call) -> None:
+        self.call = call
+
+    def __hash__(self) -> int:
+        call, self.call = self.call, lambda: None
+        call()
+        self.call = call
+        return 0
+
+
+@pytest.mark.parametrize("within", ["keep", "clear"])
+def test_a_call_in_the_midst_of_letting_go(within, monkeypatch):
+    """It let go of what the outer one was about to look at: a KeyError out of a convolution."""
+    cache, others = kept.Cache(4), count()
+    calls = {"keep": lambda: [cache.keep(next(others), None) for _ in range(3)], "clear": cache.clear}
+    keys = [CallsWithin(calls[within]) for _ in range(20)]
+    monkeypatch.setattr(kept, "BUDGET", kept.spent() + 3000)
+    for key in keys:
+        cache.keep(key, bytes(500))
+    assert len(cache) <= 5  # one was kept within, of which there was room for the other
+    for key in keys:
+        key.call = lambda: None
+    cache.clear()
+    assert len(cache) == 0 and kept.spent() == 0
+
+
+def test_what_a_call_within_keeps_by_the_same_key_is_counted_once():
+    cache, before = kept.Cache(4), kept.spent()
+    key = CallsWithin(lambda: cache.keep(key, bytes(500)))
+    cache.keep(key, bytes(500))
+    assert len(cache) == 1
+    cache.clear()
+    assert kept.spent() == before
 
 
 def test_what_was_not_used_for_longest_goes_first_whichever_cache_it_is_in(monkeypatch):

@@ -215,6 +215,12 @@ LONG_CALLS = {
         {"input_shape": (4, 8, 150, 150), "padding": 1, "padding_mode": "wrap"},
         3000,
     ),
+    "gathered gradient": (
+        cupyconv.conv_grad_input,
+        ((1, 1, 1000, 1000), (1, 1, 3, 3)),
+        {"input_shape": (1, 1, 1000, 1000), "padding": 1},
+        3000,
+    ),
     "max_pool": (cupyconv.max_pool, ((4, 8, 150, 150),), {"kernel_shape": 3, "return_indices": True}, 300),
 }
 

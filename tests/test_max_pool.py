@@ -12,8 +12,8 @@ import reference_gradients
 from hypothesis import given
 from hypothesis import strategies as st
 from pullbacks import FIELDS, assert_rounded, bytes_of, on_device
+from refusals import Ones, assert_refused, foreign, placed
 from strategies import PoolCase, as_dtype, drawn, nan_filled, pool_cases
-from test_bad_input import Ones, assert_refused, foreign, placed
 from tolerance import assert_exact
 
 import cupyconv

@@ -17,6 +17,7 @@ from tolerance import assert_exact
 
 import cupyconv
 from cupyconv import ConvLayer
+from cupyconv.call.repeated import RepeatedCall
 from cupyconv.cuda.plan import conv as cuda_planning
 from cupyconv.numpy.winograd import Winograd
 from cupyconv.problem import kept
@@ -82,6 +83,19 @@ def test_a_weight_is_packed_by_the_first_call(cuda):
     for _ in range(2):
         cupyconv.conv_chain(x, [layer_on(cuda, 5, 6, 3, 3)])
     assert packs(cuda) == 2
+
+
+def test_a_call_that_is_repeated_packs_its_weight_once(cuda):
+    """As the layers of a model are; another call of the same weight has its own."""
+    x, weight, count = integers(2, 6, 9, 8), cuda.to_device(integers(5, 6, 3, 3)), []
+    expected = reference.conv(x, cuda.to_host(weight), padding=1)
+    for _ in range(2):
+        call = RepeatedCall(cupyconv.conv, {"weight": weight, "padding": 1})
+        for _ in range(3):
+            assert_exact(cuda.to_host(call(x=cuda.to_device(x))), expected, "float32")
+            count.append(packs(cuda))
+    assert count == [1, 0, 0] * 2
+    assert kept_bytes(call.checked(x=cuda.to_device(x)).plan())
 
 
 def test_what_is_read_in_another_way_has_a_form_of_its_own(cuda):

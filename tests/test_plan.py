@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import Ones, placed
 from rounds import each_step
 from strategies import conv_cases
 from targets import numpy_target
-from test_bad_input import Ones, placed
 
 import cupyconv
 from cupyconv.cuda.run.execution import _COMPUTE_TYPE, _DATA_TYPE

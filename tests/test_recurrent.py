@@ -14,10 +14,10 @@ import reference_recurrent
 from hypothesis import given
 from peak_memory import peak_bytes
 from recurrent_cases import FUNCTIONS, STEPS, RecurrentCase, recurrent_cases
+from refusals import Ones, assert_refused, placed, table
 from strategies import as_dtype, share_of_examples
 from targets import TARGETS, Target
 from test_activations import DTYPES, special_values
-from test_bad_input import Ones, assert_refused, placed, table
 from test_repetition import assert_warm_is_fresh
 from tolerance import assert_close
 

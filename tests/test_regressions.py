@@ -101,6 +101,24 @@ def test_threads_that_ask_first_together_get_one_backend(monkeypatch):
     assert len(made) == 1 and len(set(map(id, found))) == 1
 
 
+def test_a_finalizer_that_asks_for_a_backend_while_it_is_made_gets_the_same(monkeypatch):
+    """It waited for ever for the lock of its own thread."""
+    found = []
+
+    def make(ordinal):
+        if not found:
+            found.append(None)
+            found.append(dispatch._cupy_device_backend(ordinal))
+        return object()
+
+    monkeypatch.setattr(dispatch, "_make_cupy_backend", make)
+    monkeypatch.setattr(dispatch, "_CUPY_BACKENDS", {})
+    thread = threading.Thread(target=lambda: found.append(dispatch._cupy_device_backend(0)), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive() and found[1] is found[2] is dispatch._cupy_device_backend(0)
+
+
 def test_an_out_whose_elements_overlap_by_bytes_is_refused():
     memory = np.zeros(100, np.uint8)
     out = np.ndarray((1, 1, 5), np.float64, memory, strides=(40, 40, 4))

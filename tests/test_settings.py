@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
+import gc
 import threading
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -194,3 +197,45 @@ def test_blocks_end_in_any_order():
     assert next(inner) == 3
     inner.close()
     assert current_settings() == Settings()
+
+
+def test_a_block_may_end_where_it_did_not_begin():
+    """As those of generators do that another thread closes: it has nothing to leave there."""
+
+    def with_threads():
+        with cupyconv.options(threads=2):
+            yield
+
+    entered = with_threads()
+    contextvars.copy_context().run(next, entered)
+    with cupyconv.options(threads=3):
+        entered.close()
+        assert current_settings().threads == 3
+    assert current_settings() == DEFAULTS
+
+
+def test_an_event_loop_closes_an_asynchronous_generator_within_a_block():
+    """In a task of its own, which has not entered the block; what is raised there nobody gets but the loop's handler."""
+    unhandled = []
+
+    async def with_threads() -> AsyncIterator[int]:
+        with cupyconv.options(threads=2):
+            yield 1
+            yield 2
+
+    async def first_of(each: AsyncIterator[int]) -> int:
+        async for one in each:
+            return one
+        raise AssertionError
+
+    async def main() -> Settings:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+        each = with_threads()
+        assert await asyncio.create_task(first_of(each)) == 1
+        del each
+        gc.collect()
+        await asyncio.sleep(0.01)
+        return current_settings()
+
+    assert asyncio.run(main()) == DEFAULTS
+    assert unhandled == []

@@ -20,7 +20,7 @@ from typing import Any
 
 from numpy.lib.stride_tricks import sliding_window_view
 
-from cupyconv.bench.cases import Case, GradientCase
+from cupyconv.bench.cases import Case, GradientCase, LargeKernelCase
 from cupyconv.bench.machines import Machine
 from cupyconv.bench.peers import Participant, Way
 from cupyconv.bench.recurrent_layers import AnyCase, RecurrentCase, loop_in_python
@@ -40,6 +40,8 @@ class ArrayLibrary(Participant):
         xp, name = self._xp, "cupy" if self._on_gpu else "numpy"
         if isinstance(case, RecurrentCase):
             return [Way(name, lambda: partial(loop_in_python, xp, case, xs, weights))]
+        if isinstance(case, LargeKernelCase):
+            return []  # its columns would be gigabytes
         if isinstance(case, GradientCase):
             return [Way(name, lambda: partial(gradient_by_columns, xp, case, xs, weights))]
         ways = []

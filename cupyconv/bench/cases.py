@@ -314,3 +314,12 @@ class GradientCase(Case):
     def compared(self, returned: Any) -> Any:
         """The gradients of merged inputs come as a list, and are compared side by side; CuPy's arrays stay CuPy's."""
         return np.concatenate(returned, axis=1) if isinstance(returned, list) else returned
+
+
+@dataclass(frozen=True)
+class LargeKernelCase(Case):
+    """A convolution, stride 1, that everybody computes by transforms; the fields are `Case`'s."""
+
+    @property
+    def group(self) -> str:
+        return "large kernels"

@@ -1,17 +1,21 @@
 """SciPy and OpenCV as peers of filters: one channel in and one out, one sample, stride 1.
 
-Of SciPy the direct functions, which use one thread.  OpenCV takes a Fourier transform for large filters.
+Of SciPy the direct functions, which use one thread, and for large kernels those that transform, of several channels too.
+OpenCV takes a Fourier transform for large filters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from math import prod
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from cupyconv.bench.cases import Case, GradientCase
+from cupyconv.bench.cases import Case, GradientCase, LargeKernelCase
 from cupyconv.bench.peers import Participant, Way, installed
 from cupyconv.bench.recurrent_layers import AnyCase
 from cupyconv.demo.libraries import Call
@@ -44,17 +48,57 @@ def _with_channels(image: Any) -> Any:
     return np.asarray(image)[np.newaxis, np.newaxis]
 
 
-class SciPy(Participant):
-    """``ndimage.correlate``, ``signal.correlate`` and ``signal.lfilter``; beside them ``numpy.correlate``."""
+def _in_pairs(function: Callable[..., Any], case: Case, xs: list[Any], weight: Any) -> Any:
+    """A call for each pair of a channel and an output."""
+    images = [image for x in xs for image in x[0]]
+    inputs, outputs = case.in_channels // case.groups, case.out_channels // case.groups
+    y = np.zeros((1, case.out_channels, *case.out_size), weight.dtype)
+    for output, kernels in enumerate(weight):
+        first = output // outputs * inputs
+        for image, kernel in zip(images[first : first + inputs], kernels):
+            y[0, output] += function(image, np.flip(kernel), "same")
+    return y
 
-    def __init__(self) -> None:
-        self._version = installed("scipy").__version__
+
+def _at_once(function: Callable[..., Any], case: Case, xs: list[Any], weight: Any) -> Any:
+    """One call for all pairs, which needs the inputs concatenated."""
+    spatial = tuple(range(-len(case.size), 0))
+    image = np.concatenate(xs, axis=1).reshape(case.groups, 1, -1, *case.size)
+    kernel = np.flip(weight, spatial).reshape(case.groups, -1, image.shape[2], *case.kernel)
+    centre = tuple(slice(k // 2, k // 2 + n) for k, n in zip(case.kernel, case.size))
+    full = function(image, kernel, axes=spatial)  # "same" would be as large as the image along the outputs too
+    return full[(..., *centre)].sum(2).reshape(1, case.out_channels, *case.out_size)
+
+
+def _transforms(signal: ModuleType, case: Case, xs: list[Any], weight: Any) -> list[Way]:
+    """By Fourier transforms, of the whole image or piece by piece."""
+    calls: dict[str, Call] = {
+        name: partial(_in_pairs, getattr(signal, name), case, xs, weight) for name in ("fftconvolve", "oaconvolve")
+    }
+    if case.fan_in * case.out_channels > prod(case.kernel):
+        calls["fftconvolve at once"] = partial(_at_once, signal.fftconvolve, case, xs, weight)
+    return [Way(name, lambda call=call: call, transform=True) for name, call in calls.items()]  # type: ignore[misc]
+
+
+class SciPy(Participant):
+    """``ndimage.correlate``, ``signal.correlate`` and ``signal.lfilter``; beside them ``numpy.correlate``.
+
+    Of large kernels ``signal.fftconvolve``, whose transforms use so many threads, and ``signal.oaconvolve``.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._version, self._threads = installed("scipy").__version__, threads
         self._ndimage, self._signal = installed("scipy.ndimage"), installed("scipy.signal")
+
+    def during(self, case: AnyCase) -> AbstractContextManager[Any]:
+        return installed("scipy.fft").set_workers(self._threads) if isinstance(case, LargeKernelCase) else nullcontext()
 
     def properties(self) -> dict[str, Any]:
         return {"scipy": self._version}
 
     def ways(self, case: AnyCase, xs: list[Any], weights: list[Any]) -> list[Way]:
+        if isinstance(case, LargeKernelCase):
+            return _transforms(self._signal, case, xs, weights[0])
         if not _is_filter(case):
             return []
         assert isinstance(case, Case)

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyconv.bench.cases import Case, GradientCase
+from cupyconv.bench.cases import Case, GradientCase, LargeKernelCase
 from cupyconv.bench.recurrent_layers import AnyCase, RecurrentCase, loop_in_python
 from cupyconv.problem.arrays import accumulator, dtype_name, is_complex, real_part
 
@@ -40,12 +40,14 @@ class WrongResult(Exception):
 
 
 def in_float64(xp: ModuleType, case: AnyCase, xs: list[Any], weights: list[Any]) -> Any:
-    """The result without code in common with the library: a convolution's summed tap by tap, without columns."""
+    """The result without code in common with the library: a convolution's summed tap by tap, without columns or tiles."""
     xs, weights = ([_widened(xp, array) for array in arrays] for arrays in (xs, weights))
     if isinstance(case, RecurrentCase):
         return loop_in_python(xp, case, xs, weights)
     if isinstance(case, GradientCase):
         return _gradient_tap_by_tap(xp, case, xs, weights)
+    if isinstance(case, LargeKernelCase):
+        return _by_transforms(xp, case, xs, weights[0])
     for layer, weight in zip(case.layers, weights):
         xs = [_tap_by_tap(xp, layer, xs, weight)]
     return xs[0]
@@ -61,6 +63,20 @@ def _tap_by_tap(xp: ModuleType, case: Case, xs: list[Any], weight: Any) -> Any:
         matrix = weight[(..., *tap)].reshape(case.groups, group_outputs, -1)
         y += xp.matmul(matrix, part.reshape(case.batch, case.groups, -1, prod(case.out_size)))
     return y.reshape(case.batch, case.out_channels, *case.out_size)
+
+
+def _by_transforms(xp: ModuleType, case: LargeKernelCase, xs: list[Any], weight: Any) -> Any:
+    """One transform of the whole image, where a sum for each tap would take minutes.
+
+    It is far more exact than what it judges, which is float32.
+    """
+    padded = _padded(xp, case, xs, weight.dtype)
+    axes = tuple(range(-len(case.size), 0))
+    lengths = [1 << (n - 1).bit_length() for n in padded.shape[2:]]
+    image = xp.fft.rfftn(padded, lengths, axes).reshape(case.batch, case.groups, 1, case.in_channels // case.groups, -1)
+    kernel = xp.fft.rfftn(weight, lengths, axes).reshape(case.groups, -1, *image.shape[3:]).conj()
+    spectra = (image * kernel).sum(3).reshape(case.batch, case.out_channels, *lengths[:-1], lengths[-1] // 2 + 1)
+    return xp.fft.irfftn(spectra, lengths, axes)[(..., *map(slice, case.out_size))]
 
 
 def _gradient_tap_by_tap(xp: ModuleType, case: GradientCase, xs: list[Any], weights: list[Any]) -> Any:

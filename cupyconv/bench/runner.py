@@ -30,7 +30,7 @@ PEERS: Mapping[str, Callable[[Machine, int], Participant]] = {
     "torch": lambda machine, threads: Torch(installed("torch"), machine.xp, threads),
     "onnxruntime": lambda machine, threads: OnnxRuntime(threads),
     "jax": lambda machine, threads: Jax(),
-    "scipy": lambda machine, threads: SciPy(),
+    "scipy": lambda machine, threads: SciPy(threads),
     "opencv": lambda machine, threads: OpenCV(threads),
 }
 

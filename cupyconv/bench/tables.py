@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from typing import TypeVar
 
-from cupyconv.bench.cases import Case, GradientCase
+from cupyconv.bench.cases import Case, GradientCase, LargeKernelCase
 from cupyconv.bench.recurrent_layers import AnyCase, RecurrentCase
 
 C = TypeVar("C", Case, RecurrentCase)
@@ -158,6 +158,19 @@ def _filters() -> Iterator[Case]:
             kind = ", causal" * (padding != _same(taps))
             yield Case(f"filter of {taps} taps, 10^6 points{kind}, {dtype}", 1, (1,), (10**6,), 1, (taps,), padding=padding, dtype=dtype)  # fmt: skip
 
+
+#: Images, a volume and a signal whose kernels have hundreds of taps or thousands; with channels, and several inputs.
+LARGE_KERNELS = (
+    LargeKernelCase("31x31, 1 -> 1, 1024x1024", 1, (1,), (1024, 1024), 1, (31, 31), padding=_same(31, 31)),
+    LargeKernelCase("63x63, 1 -> 1, 1024x1024", 1, (1,), (1024, 1024), 1, (63, 63), padding=_same(63, 63)),
+    LargeKernelCase("15x15x15, 1 -> 1, 128x128x128", 1, (1,), (128, 128, 128), 1, (15, 15, 15), padding=_same(15, 15, 15)),
+    LargeKernelCase("1001 taps, 1 -> 1, 10^7 points", 1, (1,), (10**7,), 1, (1001,), padding=_same(1001)),
+    LargeKernelCase("31x31, 4 -> 1, 1024x1024", 1, (4,), (1024, 1024), 1, (31, 31), padding=_same(31, 31)),
+    LargeKernelCase("31x31, 8 -> 1, 1024x1024", 1, (8,), (1024, 1024), 1, (31, 31), padding=_same(31, 31)),
+    LargeKernelCase("31x31 merged 4+4 -> 1, 1024x1024", 1, (4, 4), (1024, 1024), 1, (31, 31), padding=_same(31, 31)),
+    LargeKernelCase("31x31 depthwise 3, 1024x1024", 1, (3,), (1024, 1024), 3, (31, 31), padding=_same(31, 31), groups=3),
+    LargeKernelCase("31x31, 4 -> 4, 1024x1024", 1, (4,), (1024, 1024), 4, (31, 31), padding=_same(31, 31)),
+)  # fmt: skip
 
 #: The time of a call whose work is next to nothing.
 SMALL_CALLS: tuple[AnyCase, ...] = (
@@ -458,6 +471,7 @@ def numpy_cases() -> tuple[AnyCase, ...]:
         *CHAIN_CHOICES,
         *SMALL_CALLS,
         *_filters(),
+        *LARGE_KERNELS,
     )
     return (*ordinary_cases(), *more, *_other_recurrent())
 

@@ -313,8 +313,8 @@ def fitting(name: str, grad: Any, shape: tuple[int, ...], dtype: np.dtype, backe
 
 
 def in_dtype(array: Any, dtype: np.dtype, backend: Backend) -> Any:
-    """The array, or a copy in another dtype: of the real parts where that is real."""
+    """The array, plain, or a copy in another dtype: of the real parts where that is real."""
     if array.dtype == dtype:
-        return array
+        return backend.plain(array)
     with backend.current():
-        return backend.converted(array, dtype)
+        return backend.converted(backend.plain(array), dtype)

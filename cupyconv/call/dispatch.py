@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from threading import Lock
+from threading import RLock
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,6 +35,8 @@ class Backend(Protocol):
     def are_apart(self, arrays: Sequence[Any], outs: Sequence[int]) -> bool: ...
 
     def signature(self, arrays: Sequence[Any]) -> Hashable: ...
+
+    def plain(self, array: Any) -> Any: ...
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any: ...
 
@@ -130,7 +132,8 @@ def _cupy_backend(array: Any) -> Backend:
 
 
 _CUPY_BACKENDS: dict[int, Backend] = {}
-_ONE_AT_A_TIME = Lock()
+#: Entered again by a finalizer that calls us in the midst of it.
+_ONE_AT_A_TIME = RLock()
 
 
 def _cupy_device_backend(ordinal: int) -> Backend:
@@ -139,7 +142,7 @@ def _cupy_device_backend(ordinal: int) -> Backend:
     if backend is None:
         with _ONE_AT_A_TIME:
             if ordinal not in _CUPY_BACKENDS:
-                _CUPY_BACKENDS[ordinal] = _make_cupy_backend(ordinal)
+                _CUPY_BACKENDS.setdefault(ordinal, _make_cupy_backend(ordinal))
             backend = _CUPY_BACKENDS[ordinal]
     return backend
 

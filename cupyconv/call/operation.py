@@ -304,6 +304,8 @@ class Executable:
         self._allocated = tuple(
             (result.name, result.dtype, *result.memory) for result in call.results if result.name not in arrays
         )
+        #: Arrays of a subclass, which may index and compute otherwise: the backend gets plain ones.
+        self._subclassed = tuple(name for name, array in arrays.items() if self._backend.plain(array) is not array)
         #: Arrays of which the backend gets a view with the axes it knows.
         self._viewed = () if axes.are_the_backends else tuple(call.images & {*arrays, *returned})
         given = [name for name in returned if name in arrays]
@@ -344,6 +346,8 @@ class Executable:
             array = self._backend.empty(memory_shape, dtype)
             named[name] = array if order is None else array.transpose(order)
         returned: Any = [named[name] for name in self._returned] if self._listed else named[self._returned[0]]
+        for name in self._subclassed:
+            named[name] = self._backend.plain(named[name])
         for name in self._viewed:
             named[name] = self._view(name, named[name])
         try:
@@ -356,7 +360,7 @@ class Executable:
             return self._run(arrays)
         for name in self._beside:
             out = returned[self._returned.index(name)] if self._listed else returned
-            out[...] = self._axes.give_back(named[name], tuple(out.shape)[-self._axes.spatial :])
+            self._backend.plain(out)[...] = self._axes.give_back(named[name], tuple(out.shape)[-self._axes.spatial :])
         return returned
 
     def _succeeds_with_less(self, views: Mapping[str, Any], arrays: Mapping[str, Any]) -> bool:

@@ -109,8 +109,11 @@ class options(AbstractContextManager["Settings"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # Not always the innermost: generators that take turns leave their blocks in any order.
+        # Not always the innermost: generators that take turns leave their blocks in any order.  And not always where the
+        # block was entered: one that is closed elsewhere, by an event loop or another thread, has nothing to leave there.
         blocks = list(_BLOCKS.get())
+        if self not in blocks:
+            return
         innermost_of_self = len(blocks) - 1 - blocks[::-1].index(self)
         del blocks[innermost_of_self]
         _BLOCKS.set(tuple(blocks))

@@ -6,7 +6,7 @@
     call(x=x)                   layouts of x, options --> executable    all else is known since the call was made
 
 A model has one for each of its layers.  What it is given besides arrays, and the arrays that it is given at first, must not
-change: on NumPy what is made of a weight is then kept too, beyond all budgets.  Nothing is asked of where `out` lies.
+change: what is made of a weight is then kept too, beyond all budgets.  Nothing is asked of where `out` lies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cupyconv.call.dispatch import backend_of_class
 from cupyconv.call.operation import CheckedCall, Executable, flat, operation_of
 from cupyconv.call.options import current_settings
 from cupyconv.problem.kept import keeping_forms
-from cupyconv.problem.problems import ConvProblem, HostModel
+from cupyconv.problem.problems import ConvProblem
 
 #: Executables of one layer: of images of so many sizes in turn, or options.
 KEPT = 16
@@ -72,7 +72,7 @@ class RepeatedCall:
         """The call that these arrays make, `on` a GPU that need not be there; nothing is run."""
         call = self._operation.checked({**self._arguments, **given}, on)
         problem = call.problem
-        if self._has_weight and isinstance(problem, ConvProblem) and isinstance(problem.machine, HostModel):
+        if self._has_weight and isinstance(problem, ConvProblem):
             call.problem = replace(problem, weight_is_constant=True)
         return call
 

@@ -1,7 +1,7 @@
 """A model of ONNX that runs: calls of cupyconv on NumPy or CuPy arrays, one after the other.
 
-Each convolution is a call that is checked and planned once for images of a size, and on NumPy keeps what it makes of its
-weight (`call.repeated`).  An image is let go after the last step that reads it.  What is concatenated is computed in one
+Each convolution is a call that is checked and planned once for images of a size, and keeps what it makes of its weight
+(`call.repeated`).  An image is let go after the last step that reads it.  What is concatenated is computed in one
 array, of which every layer writes its channels; where these lie is found by a walk in which nothing is computed.
 """
 
@@ -150,15 +150,17 @@ class Model:
                 inputs[name] = self._xp.zeros(sizes, dtype)
         given = self._checked(inputs)
         places = Places(self._graph, self._wholes(given), self._xp.zeros)
-        lines, peak = [], 0
+        lines, peak, kept = [], 0, 0
         for node, values, call in self._walked(given, places, on):
             plan, seconds = call.plan() if call else None, None
             if call is not None and plan is not None and isinstance(call.problem.machine, GpuModel):
                 seconds = Draft(plan.method, plan.steps).cost(call.problem.machine).seconds
-            peak = max(peak, _nbytes(values.values()) + (plan.workspace_bytes if plan else 0))
+            forms = _kept_bytes(plan) if plan else 0
+            peak = max(peak, _nbytes(values.values()) + (plan.workspace_bytes - forms if plan else 0))
+            kept += forms
             lines.append(ModelStep(node.op, tuple(node.outputs), plan, seconds))
         weights = sum(array.nbytes for array in self._constants.values())
-        kept = sum(getattr(step, "kept_bytes", 0) for line in lines if line.plan for step in line.plan.steps)
+        kept += sum(getattr(step, "kept_bytes", 0) for line in lines if line.plan for step in line.plan.steps)
         return ModelPlan(tuple(lines), dict(self._graph.done), peak, weights + kept)
 
     def _walked(
@@ -316,6 +318,11 @@ def _nbytes(values: Iterable[Any]) -> int:
     arrays = [array for value in values for array in (value if isinstance(value, tuple) else (value,))]
     owners = [array if array.base is None else array.base for array in arrays]
     return sum(owner.nbytes for owner in {id(owner): owner for owner in owners}.values())
+
+
+def _kept_bytes(plan: Plan) -> int:
+    """Bytes of a plan's workspace that are forms of its weight, and stay."""
+    return sum(buffer.space for buffer in plan.workspace if buffer.of)
 
 
 @dataclass(frozen=True)

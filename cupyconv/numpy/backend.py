@@ -31,6 +31,8 @@ _STEP_SHARE, _LEAST_SAMPLES = 100e-6, 4
 MOST_THREADS = 64
 #: Contexts that are kept: as many as threads that are likely to call at the same time.
 _IDLE_CONTEXTS = 64
+#: Calls of a turn of a loop over small blocks whose calls are not counted.
+TURN_CALLS = 13
 _layout_of = attrgetter("dtype", "shape", "strides")
 
 
@@ -57,6 +59,16 @@ class NumpyStep:
     def seconds(self) -> float:
         """What it takes by the model of `cost`; 0 where there is nothing to choose."""
         return 0.0
+
+    @property
+    def turns(self) -> int:
+        """How often something is computed in turn; 0 where there is no loop to tell of."""
+        return 0
+
+    @property
+    def calls(self) -> float:
+        """Calls of NumPy, or what of Python takes as long, of which Python makes one after the other."""
+        return self.turns * TURN_CALLS
 
     @property
     def kept_bytes(self) -> int:
@@ -126,6 +138,10 @@ class NumpyBackend:
                 return False
         owners = {id(array) if (base := array.base) is None else _owner(base) for array in arrays}
         return len(owners) == len(arrays) and None not in owners
+
+    def plain(self, array: Any) -> Any:
+        """The array; of a subclass, whose arithmetic may be another, its elements as an array of NumPy's own."""
+        return array if type(array) is np.ndarray else np.ndarray.view(array, np.ndarray)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """An uninitialised C-ordered array."""

@@ -21,19 +21,9 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep
-from cupyconv.numpy.windows import (
-    Blocks,
-    BlockSize,
-    Images,
-    Scratch,
-    block_words,
-    box_within,
-    five_axes,
-    tile_shape,
-    tile_size,
-)
+from cupyconv.numpy.windows import Blocks, BlockSize, Images, Scratch, block_words, five_axes, tile_shape, tile_size
 from cupyconv.problem.arrays import accumulator, dtype_from_name
-from cupyconv.problem.geometry import ConvGeometry, even_part
+from cupyconv.problem.geometry import ConvGeometry, box_within, even_part
 from cupyconv.problem.problems import ConvProblem, NotApplicable, ProductsProblem, WeightGradientProblem
 
 if TYPE_CHECKING:
@@ -78,7 +68,6 @@ class BlockLoop(NumpyStep):
 
     @property
     def turns(self) -> int:
-        """How often something is computed in turn."""
         return self.blocks
 
     @property
@@ -91,7 +80,6 @@ class BlockLoop(NumpyStep):
 
     @property
     def calls(self) -> float:
-        """All calls, of which Python makes one after the other."""
         return self.turns * self.turn_calls
 
     @property

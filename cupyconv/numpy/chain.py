@@ -84,7 +84,7 @@ def _planned(
         method=method,
         reason=reason,
         price=cost.by_model(seconds),
-        notes=_notes(problem) + notes + long_loop(loop.turns, loop.calls),
+        notes=_notes(problem) + notes + long_loop((loop,)),
     )
 
 
@@ -134,12 +134,10 @@ class LayersLoop(NumpyStep):
 
     @property
     def turns(self) -> int:
-        """How often something is computed in turn."""
         return sum(times * loop.turns for times, loop in self._runs)
 
     @property
     def calls(self) -> float:
-        """Calls of NumPy, or what of Python takes as long."""
         return sum(times * loop.calls for times, loop in self._runs)
 
     def __str__(self) -> str:

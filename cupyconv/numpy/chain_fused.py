@@ -113,12 +113,10 @@ class ChainLoop(NumpyStep):
 
     @cached_property
     def turns(self) -> int:
-        """How often something is computed in turn, about."""
         return self.tiles_count * sum(max(loop.turns for loop in loops) for loops in self.loops if loops)
 
     @property
     def calls(self) -> float:
-        """Calls of NumPy, or what of Python takes as long, about."""
         return self.tiles_count * sum(PART_CALLS + max(loop.calls for loop in loops) for loops in self.loops if loops)
 
     @cached_property

@@ -34,8 +34,8 @@ FEW_PRODUCTS = 1_000_000
 LEAST_SHARE = 4 << 10
 #: How much longer a loop may take on half of its threads than the best does, where it is cut anew for these.
 FEWER_THREADS = 1.25
-#: Calls of a turn of a loop over small blocks whose calls are not counted; and seconds of a loop that are worth a note.
-TURN_CALLS, LONG_LOOP = 13, 0.5
+#: Seconds of a loop that are worth a note.
+LONG_LOOP = 0.5
 
 #: Why a method is a GPU's, or a convolution's only.
 ELSEWHERE = {
@@ -135,8 +135,7 @@ class Draft(NamedTuple):
             reason=self.way.reason(problem.geometry),
             price=cost.by_model(self.seconds),
             bytes_moved=problem.minimal_bytes * max(1, len(self.loops)),
-            notes=problem.notes
-            + long_loop(sum(loop.turns for loop in self.loops), sum(loop.calls for loop in self.loops)),
+            notes=problem.notes + long_loop(self.loops),
         )
 
 
@@ -184,11 +183,12 @@ def by_another(problem: ProductsProblem, plan: Plan, steps: Sequence[NumpyStep],
         rejected=plan.rejected,
         price=cost.by_model(seconds_of(steps)),
         bytes_moved=problem.minimal_bytes,
+        notes=problem.notes + long_loop(steps),
     )
     return problem.planned(steps, **known | rest)
 
 
-def long_loop(turns: int, calls: float = 0) -> tuple[str, ...]:
-    """A note where the calls of the loop itself take long, whatever they do."""
-    seconds = (calls or turns * TURN_CALLS) * cost.CALL
+def long_loop(steps: Sequence[NumpyStep]) -> tuple[str, ...]:
+    """A note where the calls of the loops themselves take long, whatever they do."""
+    turns, seconds = sum(step.turns for step in steps), sum(step.calls for step in steps) * cost.CALL
     return (f"a loop in Python of {turns:,} turns: about {seconds:,.1f} s",) if seconds >= LONG_LOOP else ()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cupyconv.numpy.backend import NumpyStep
-from cupyconv.numpy.windows import Region, block_words, exchanged, five_axes, parts_of, read, tap_regions
+from cupyconv.numpy.windows import Region, block_words, five_axes, parts_of, read, tap_regions
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import Windows
 from cupyconv.problem.passes import Col2imProblem, ColumnsProblem, Im2colProblem
@@ -95,4 +95,4 @@ def _in_turn(columns: np.ndarray, windows: Windows) -> tuple[np.ndarray, tuple[t
     if windows.taps <= windows.pixels:
         return columns.reshape(*shape, windows.taps, *windows.out_size), tap_regions(windows, pixels)
     by_pixel = np.moveaxis(columns.reshape(*shape, *windows.kernel, windows.pixels), -1, 2)
-    return by_pixel, tap_regions(exchanged(windows, pixels), taps)
+    return by_pixel, tap_regions(windows.exchanged(pixels), taps)

@@ -26,19 +26,9 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.block_loops import PixelLoop
 from cupyconv.numpy.choice import FFT, WINOGRAD, Method, choose
-from cupyconv.numpy.windows import (
-    Block,
-    BlockSize,
-    Scratch,
-    box_within,
-    columns_shape,
-    five_axes,
-    kept_scratch,
-    tile_shape,
-    with_taps,
-)
+from cupyconv.numpy.windows import Block, BlockSize, Scratch, columns_shape, five_axes, kept_scratch, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides, is_complex, real_part
-from cupyconv.problem.geometry import ConvGeometry, Windows
+from cupyconv.problem.geometry import ConvGeometry, Windows, box_within
 from cupyconv.problem.kept import forms_of
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import (
@@ -309,7 +299,7 @@ def box_bytes(problem: ConvProblem | WeightGradientProblem, block: BlockSize, it
         return one_tap_bytes(problem, block, item)
     box, geometry = box_within(problem.geometry.kernel, taps), problem.geometry
     weight = geometry.out_channels * geometry.group_channels * prod(box) * ITEMSIZE[accumulator(problem.dtype)]
-    return columns_bytes(problem, block, item, with_taps(geometry, tuple(map(range, box)))) + weight
+    return columns_bytes(problem, block, item, geometry.with_taps(tuple(map(range, box)))) + weight
 
 
 def columns_bytes(

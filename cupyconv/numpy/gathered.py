@@ -58,6 +58,14 @@ class GatheredLoop(NumpyStep):
         )
 
     @property
+    def turns(self) -> int:
+        return self.convolution.turns
+
+    @property
+    def calls(self) -> float:
+        return self.convolution.calls + cost.GATHERED_CALLS
+
+    @property
     def bytes_moved(self) -> int:
         return self.convolution.bytes_moved
 

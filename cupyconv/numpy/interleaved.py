@@ -54,11 +54,22 @@ class InterleavedLoop(NumpyStep):
         return self.convolution.flops
 
     @property
+    def turns(self) -> int:
+        return self.convolution.turns
+
+    @property
+    def calls(self) -> float:
+        return self.convolution.calls + self._own_calls
+
+    @property
+    def _own_calls(self) -> int:
+        """Beside what storing sums takes: for each phase of a block."""
+        return cost.GATHERED_CALLS + 4 * self.count * (1 + self.convolution.turns)
+
+    @property
     def seconds(self) -> float:
-        # Beside what storing sums takes: for each phase of a block.
-        calls = cost.GATHERED_CALLS + 4 * self.count * (1 + self.convolution.turns)
         weight = prod(self.convolution.problem.weight.shape)
-        return self.convolution.seconds + cost.exchanged(weight) + calls * cost.CALL
+        return self.convolution.seconds + cost.exchanged(weight) + self._own_calls * cost.CALL
 
     @property
     def bytes_moved(self) -> int:

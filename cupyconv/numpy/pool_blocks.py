@@ -90,6 +90,10 @@ class PoolingStep(NumpyStep):
         return prod(-(-extent // part) for extent, part in zip(self.problem.outs[0].shape, self.block))
 
     @property
+    def turns(self) -> int:
+        return self.blocks
+
+    @property
     def dtype(self) -> str:
         """What is compared and added in."""
         return accumulator(self.problem.inputs[0].dtype)

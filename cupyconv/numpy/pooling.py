@@ -37,5 +37,5 @@ def plan_pooling(problem: PoolingProblem) -> Plan:
     """One number of every window; or each window's gradient, at the elements that it came from."""
     step = LargestPlaces if isinstance(problem, MaxPoolProblem) and problem.indices else STEPS[type(problem)]
     steps = [step.of(one) for one in problem.each]
-    notes = problem.notes + long_loop(sum(one.blocks for one in steps))
+    notes = problem.notes + long_loop(steps)
     return problem.planned(steps, {"blocks": max((one.workspace for one in steps), default=0)}, notes=notes)

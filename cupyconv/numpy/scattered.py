@@ -39,7 +39,7 @@ from cupyconv.numpy.activations import activate
 from cupyconv.numpy.block_loops import SMALLEST_BLOCK, BlockLoop, block_of_pixels
 from cupyconv.numpy.convolution import LONE_PIXELS, PRODUCT_BLOCK, copy_bytes, is_matrix, weight_copy
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import Region, Scratch, add, exchanged, five_axes, parts_of, read, tap_regions, with_taps
+from cupyconv.numpy.windows import Region, Scratch, add, five_axes, parts_of, read, tap_regions
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part, ranges_of
 from cupyconv.problem.plan import Plan
@@ -388,7 +388,7 @@ class ScatteredRun:
         self, sums: list[Piece], pixels: tuple[range, ...], values: np.ndarray, taps: Sequence[range] | None = None
     ) -> None:
         """Add values [channels, taps, samples, pixels of the run]: tap by tap, or where these are fewer pixel by pixel."""
-        windows = self.geometry if taps is None else with_taps(self.geometry, taps)
+        windows = self.geometry if taps is None else self.geometry.with_taps(taps)
         if self.loop.flat or windows.taps <= prod(map(len, pixels)):
             for t, regions in enumerate(self.regions(pixels) if taps is None else tap_regions(windows, pixels)):
                 self.add(sums, regions, values[:, t])
@@ -396,7 +396,7 @@ class ScatteredRun:
         by_pixel = values.reshape(len(values), *windows.kernel, values.shape[2], prod(values.shape[3:]))
         by_pixel = np.moveaxis(by_pixel, (-1, -2), (1, 2))
         every_tap = tuple(map(range, windows.kernel))
-        for p, regions in enumerate(tap_regions(exchanged(windows, pixels), every_tap)):
+        for p, regions in enumerate(tap_regions(windows.exchanged(pixels), every_tap)):
             self.add(sums, regions, by_pixel[:, p])
 
     def add(self, sums: list[Piece], regions: tuple[Region, ...], values: np.ndarray) -> None:

@@ -16,9 +16,9 @@ from cupyconv.numpy.choice import FFT, Method, choose
 from cupyconv.numpy.convolution import LONE_PIXELS, MEMORY_BLOCK, SHORT_CALL, is_matrix
 from cupyconv.numpy.gathered import GatheredLoop, plan_gathered
 from cupyconv.numpy.scattered import Piece, ScatteredLoop, ScatteredRun, x_is_factor
-from cupyconv.numpy.windows import KEPT_REGIONS, tap_boxes
+from cupyconv.numpy.windows import KEPT_REGIONS
 from cupyconv.problem.arrays import accumulator, dtype_from_name, dtype_name
-from cupyconv.problem.geometry import ConvGeometry
+from cupyconv.problem.geometry import ConvGeometry, tap_boxes
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import NotApplicable, TransposedProblem, inputs_with_channels
 

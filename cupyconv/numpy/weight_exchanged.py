@@ -56,6 +56,14 @@ class ExchangedLoops(NumpyStep):
         return self.problem.minimal_bytes
 
     @property
+    def turns(self) -> int:
+        return sum(loop.turns for loop in self.loops)
+
+    @property
+    def calls(self) -> float:
+        return CALLS + sum(loop.calls for loop in self.loops)
+
+    @property
     def seconds(self) -> float:
         return seconds_of(self.loops) + CALLS * cost.CALL
 

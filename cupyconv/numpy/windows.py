@@ -27,15 +27,14 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
 from functools import cache, cached_property
 from itertools import islice, product
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupyconv.problem.geometry import ConvGeometry, Triple, Windows, even_part, ranges_of
+from cupyconv.problem.geometry import ConvGeometry, Triple, Windows, ranges_of, tap_boxes
 from cupyconv.problem.kept import Cache, on_clear, release, reserve
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ Segment = tuple[slice, Elements | None]  # positions of the outputs, and what th
 Region = tuple[tuple[slice, ...], tuple[Elements, ...] | None]
 #: Samples, and pixels along three axes, of a block of outputs.
 BlockSize = tuple[int, int, int, int]
-WindowsT = TypeVar("WindowsT", bound=Windows)
 
 #: Blocks of a loop up to which they are kept from run to run, a few kilobytes each: to cut one takes Python tens of
 #: microseconds, in which no other thread can begin its next product.
@@ -149,49 +147,6 @@ def _tap_regions(windows: Windows, block: tuple[range, ...]) -> tuple[tuple[Regi
         boxes(windows, block, windows.stride, [t * d - b for t, d, b in zip(tap, windows.dilation, windows.before)])
         for tap in product(*(range(k) for k in windows.kernel))
     )
-
-
-def exchanged(windows: WindowsT, pixels: Sequence[range]) -> WindowsT:
-    """Windows whose taps are these pixels, and whose pixels are the taps.
-
-    A pixel p reads element p * stride + t * dilation - before for tap t: the two may change places.  Where pixels are
-    fewer than taps, a loop over what each pixel reads, all taps at once, is the shorter one.
-    """
-    return _with_taps(windows, pixels, windows.stride, windows.dilation, windows.kernel)
-
-
-def with_taps(windows: WindowsT, taps: Sequence[range]) -> WindowsT:
-    """The same pixels, and of the kernel only these taps."""
-    return _with_taps(windows, taps, windows.dilation, windows.stride, windows.out_size)
-
-
-def _with_taps(
-    windows: WindowsT, taps: Sequence[range], dilation: Triple, stride: Triple, out_size: Triple
-) -> WindowsT:
-    kernel: Any = tuple(map(len, taps))
-    before: Any = tuple(b - run.start * d for b, run, d in zip(windows.before, taps, dilation))
-    ends = [(n - 1) * s + d * (k - 1) + 1 for n, s, d, k in zip(out_size, stride, dilation, kernel)]
-    after: Any = tuple(end - b - size for end, b, size in zip(ends, before, windows.size))
-    return replace(windows, kernel=kernel, before=before, after=after, stride=stride, dilation=dilation)
-
-
-def tap_boxes(kernel: Sequence[int], most: int) -> Iterator[tuple[slice, tuple[range, ...]]]:
-    """A kernel cut into boxes of at most so many taps, each a run of taps in C order: the run, and its ranges."""
-    first = 0
-    for box in product(*map(ranges_of, kernel, box_within(kernel, most))):
-        count = prod(map(len, box))
-        yield slice(first, first + count), box
-        first += count
-
-
-def box_within(size: Sequence[int], most: int) -> tuple[int, int, int]:
-    """A box of at most so many elements, at least one, that is a run of them: whole inner axes, part of one."""
-    depth, height, width = size
-    if most >= height * width:
-        return even_part(depth, most // max(1, height * width)), height, width
-    if most >= width:
-        return 1, even_part(height, most // max(1, width)), width
-    return 1, 1, even_part(width, most)
 
 
 def five_axes(image: np.ndarray) -> np.ndarray:
@@ -348,7 +303,7 @@ class Block:
 
     def with_taps(self, taps: Sequence[range]) -> Block:
         """The same pixels with some taps of the kernel."""
-        return Block(with_taps(self.geometry, taps), self._itemsize, self._ranges)
+        return Block(self.geometry.with_taps(taps), self._itemsize, self._ranges)
 
     @property
     def taps(self) -> tuple[tuple[Region, ...], ...]:

@@ -74,7 +74,9 @@ def fold_batchnorm(
     required = {"weight": weight, "mean": mean, "var": var}
     optional = {"bias": bias, "gamma": gamma, "beta": beta}
     arrays = {**required, **{name: vector for name, vector in optional.items() if vector is not None}}
-    backend_for(arrays)
+    plain = backend_for(arrays).plain
+    weight, mean, var = (plain(array) for array in required.values())
+    bias, gamma, beta = (None if vector is None else plain(vector) for vector in optional.values())
     for name, array in arrays.items():
         check_dtype(name, array.dtype)
         if array.dtype.kind == "c" and weight.dtype.kind != "c":

@@ -19,7 +19,7 @@ from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 from cupyconv.call.arguments import VECTOR, Arguments, Arrays, Axes, Result, fitting, in_dtype, present
-from cupyconv.call.dispatch import Backend
+from cupyconv.call.dispatch import Backend, backend_for
 from cupyconv.call.operation import CheckedCall, Operation
 from cupyconv.ops.conv import CONV, LINMERGE, WINDOWS, checked_prologue
 from cupyconv.ops.conv_grad_input import conv_grad_input
@@ -90,10 +90,10 @@ def conv_with_pullback(arguments: dict[str, Any]) -> tuple[Array, Pullback]:
 def linmerge_with_pullback(arguments: dict[str, Any]) -> tuple[Array, Pullback]:
     """The result of `linmerge` with these arguments, and its pullback."""
     results = LINMERGE(arguments, saving=True)
-    weight = arguments["weight"]
     inputs, listed = listed_inputs(arguments["xs"])
     rank = inputs[0].ndim - 2
-    backend = Arguments.of({"weight": weight}, None).backend
+    backend = backend_for({"xs": inputs[0]})
+    inputs, weight = tuple(map(backend.plain, inputs)), backend.plain(arguments["weight"])
     prologue = _PrologueBackward(inputs, arguments, rank)
     windows = {"stride": 1, "padding": 0, "padding_mode": "constant", "dilation": 1, "groups": 1}
 
@@ -138,8 +138,8 @@ def pullback_of(
         """Gradients of the arguments, from that of the result; of those named in `needs`, or of all."""
         wanted = needed_names(needs) & given
         backend = Arguments.of({"weight": weight, "grad": grad}, None).backend
-        callers = grad
-        grad = fitting("grad", grad, epilogue.shape, epilogue.dtype, backend)
+        callers = backend.plain(grad)
+        grad = fitting("grad", callers, epilogue.shape, epilogue.dtype, backend)
         dz, sums = epilogue(grad, through=bool(wanted - {"bias"}), sums="bias" in wanted)
         found: dict[str, Any] = {"bias": sums, "residual": dz}
         gradients: dict[str, Any] = {}
@@ -223,7 +223,9 @@ class _PrologueBackward:
         first = 0
         for i, image in enumerate(self._x):
             channels = slice(first, first + image.shape[channel])
-            scale, shift = (None if vector is None else vector[channels] for vector in (self.scale, self.shift))
+            scale, shift = (
+                None if vector is None else backend.plain(vector)[channels] for vector in (self.scale, self.shift)
+            )
             arrays = {"grad": grads[i], "x": image, "scale": scale, "shift": shift}
             own_totals = totals[2 * channels.start : 2 * channels.stop]
             settings = {"spatial": self._spatial, "activation": self._activation, "through": through}

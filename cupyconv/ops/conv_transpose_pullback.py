@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cupyconv.call.arguments import Arguments
-from cupyconv.call.dispatch import Backend
+from cupyconv.call.dispatch import Backend, backend_for
 from cupyconv.ops.conv import conv
 from cupyconv.ops.conv_grad_weight import conv_grad_weight
 from cupyconv.ops.conv_pullback import EpilogueBackward, Pullback, listed_inputs, pullback_of
@@ -18,11 +17,11 @@ from cupyconv.typing import Array
 def conv_transpose_with_pullback(arguments: dict[str, Any]) -> tuple[Array, Pullback]:
     """The result of `conv_transpose` with these arguments, and its pullback."""
     results = CONV_TRANSPOSE(arguments, saving=True)
-    weight = arguments["weight"]
     inputs, listed = listed_inputs(arguments["x"])
+    backend = backend_for({"weight": arguments["weight"]})
+    inputs, weight = tuple(map(backend.plain, inputs)), backend.plain(arguments["weight"])
     rank = weight.ndim - 2
     channel = inputs[0].ndim - rank - 1
-    backend = Arguments.of({"weight": weight}, None).backend
     # The convolution that this is the adjoint of: over images of the size of y, with the same weight.
     shapes = {f"x[{i}]": tuple(image.shape) for i, image in enumerate(inputs)}
     said = {name: arguments[name] for name in TRANSPOSED_WINDOWS}

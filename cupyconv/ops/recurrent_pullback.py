@@ -90,7 +90,9 @@ def _pullback(cell: str, arguments: Arrays, found: Arrays) -> RecurrentPullback:
 
     # Initial states and peepholes as the forward pass rounded them.
     states = {name: in_dtype(arguments[name], y.dtype, backend) for name in dtypes.keys() & {"h0", "c0", "peephole"}}
-    read = {**{name: arguments.get(name) for name in _READ}, **states, "y": y}
+    given = {name: arguments.get(name) for name in _READ}
+    plain: dict[str, Any] = {name: None if array is None else backend.plain(array) for name, array in given.items()}
+    read = {**plain, **states, "y": y}
     held = {**read, **{name: found.get(name) for name in ("gates", "cells", "candidate")}}
     if single:  # with the axis of directions that they have where there are two
         for name in ("weight_ih", "weight_hh", "peephole"):

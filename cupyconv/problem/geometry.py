@@ -14,11 +14,12 @@ the sizes is a property here, for all that plan and run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 from cupyconv.problem.padding import (
     FOREIGN_PADDING_MODES,
@@ -104,6 +105,26 @@ class Windows:
         """The first axis along which the kernel has more than one tap."""
         return next((axis for axis, taps in enumerate(self.kernel) if taps > 1), 0)
 
+    def with_taps(self, taps: Sequence[range]) -> Self:
+        """The same pixels, and of the kernel only these taps."""
+        return self._reading(self.out_size, self.stride, taps, self.dilation)
+
+    def exchanged(self, pixels: Sequence[range]) -> Self:
+        """Windows whose taps are these pixels, and whose pixels are the taps.
+
+        A pixel p reads element p * stride + t * dilation - before for tap t: the two may change places.  Where pixels are
+        fewer than taps, a loop over what each pixel reads, all taps at once, is the shorter one.
+        """
+        return self._reading(self.kernel, self.dilation, pixels, self.stride)
+
+    def _reading(self, out_size: Triple, stride: Triple, taps: Sequence[range], dilation: Triple) -> Self:
+        """Windows on the same images, as many as `out_size`, of a kernel that has these of its taps."""
+        kernel: Any = tuple(map(len, taps))
+        before: Any = tuple(b - run.start * d for b, run, d in zip(self.before, taps, dilation))
+        ends = [(n - 1) * s + d * (k - 1) + 1 for n, s, d, k in zip(out_size, stride, dilation, kernel)]
+        after: Any = tuple(end - b - size for end, b, size in zip(ends, before, self.size))
+        return replace(self, kernel=kernel, before=before, after=after, stride=stride, dilation=dilation)
+
     def spatial(self, triple: Sequence[int]) -> tuple[int, ...]:
         """The caller's axes of a triple."""
         return tuple(triple[3 - self.rank :])
@@ -118,6 +139,25 @@ def ranges_of(extent: int | range, part: int) -> list[range]:
     """An axis, or some of it, cut into parts."""
     whole = range(extent) if isinstance(extent, int) else extent
     return [whole[first : first + part] for first in range(0, len(whole), part)]
+
+
+def box_within(size: Sequence[int], most: int) -> Triple:
+    """A box of at most so many elements, at least one, that is a run of them: whole inner axes, part of one."""
+    depth, height, width = size
+    if most >= height * width:
+        return even_part(depth, most // max(1, height * width)), height, width
+    if most >= width:
+        return 1, even_part(height, most // max(1, width)), width
+    return 1, 1, even_part(width, most)
+
+
+def tap_boxes(kernel: Sequence[int], most: int) -> Iterator[tuple[slice, tuple[range, ...]]]:
+    """A kernel cut into boxes of at most so many taps, each a run of taps in C order: the run, and its ranges."""
+    first = 0
+    for box in product(*map(ranges_of, kernel, box_within(kernel, most))):
+        count = prod(map(len, box))
+        yield slice(first, first + count), box
+        first += count
 
 
 def pixel_windows(batch: int, channels: int, size: Triple) -> Windows:

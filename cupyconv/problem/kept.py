@@ -73,11 +73,12 @@ class Cache(Generic[ValueT]):
             self._let_go(key)
             _make_room(nbytes)
             if len(self._entries) >= self.most:  # several at once: to find the oldest takes as long as to find some
-                by_use = sorted(self._entries, key=lambda known: self._entries[known].last_use)
-                for known in by_use[: 1 + self.most // 8]:
+                for _, known in sorted(self._uses())[: 1 + self.most // 8]:
                     self._let_go(known)
-            self._entries[key] = _Entry(value, nbytes)
-            _spend(nbytes)
+            entry = _Entry(value, nbytes)
+            # A call in the midst of this one may have kept the same meanwhile.
+            if self._entries.setdefault(key, entry) is entry:
+                _spend(nbytes)
 
     def clear(self) -> None:
         """Keep nothing any more."""
@@ -87,9 +88,12 @@ class Cache(Generic[ValueT]):
 
     def oldest(self) -> Iterator[tuple[int, Hashable]]:
         """What was used least recently, and when; nothing of an empty cache."""
-        if self._entries:
-            key = min(self._entries, key=lambda known: self._entries[known].last_use)
-            yield self._entries[key].last_use, key
+        if uses := self._uses():
+            yield min(uses)
+
+    def _uses(self) -> list[tuple[int, Hashable]]:
+        """When each was used, no two at once; a list, because a call in the midst of this one may keep more or let go of some."""
+        return [(entry.last_use, key) for key, entry in list(self._entries.items())]
 
     def _let_go(self, key: Hashable) -> None:
         entry = self._entries.pop(key, None)

@@ -1,6 +1,7 @@
 """The figures and the status on GPUs of README and docs/, from the results files beside this one::
 
 python -m cupyconv bench --json tests/benchmarks/results/numpy.json
+python -m cupyconv bench --groups "filters,large kernels" --peers scipy,opencv --methods fft --json tests/benchmarks/results/filters.json
 python -m cupyconv bench --gpu --json tests/benchmarks/results/gpu-NAME.json
 python -m tests.benchmarks.networks
 python -m tests.gpu_report --out DIR, whose gpu-report.json becomes tests/benchmarks/results/gpu-report-NAME.json
@@ -27,6 +28,9 @@ RESULTS = Path(__file__).resolve().parent / "results"
 FIGURES_BEGIN, FIGURES_END = "<!-- figures:", "<!-- end of figures -->"
 #: The peer whose memory is shown.
 PLAIN = "numpy"
+
+#: The ways of SciPy that take transforms.
+SCIPY_TRANSFORMS = ("fftconvolve", "fftconvolve at once", "oaconvolve")
 
 NO_GPU = "**Never:** no GPU has been measured yet.\n"
 
@@ -123,6 +127,26 @@ def numpy_page() -> str:
     return "\n".join(sections)
 
 
+def filters_page() -> str:
+    """What docs/speed/filters.md shows: means and losses, and every case."""
+    record = read_record(RESULTS / "filters.json")
+    return f"{groups(record)}\n{losses(record)} {source(record)}\n\n## Every case\n\n{every_case(record)}"
+
+
+def transforms_table(record: dict[str, Any]) -> str:
+    """What docs/how-it-works/numpy.md shows: transforms, counted and timed, of 31x31 kernels on one image."""
+    rows = [row for row in record["cases"] if row["case"]["kernel"] == [31, 31] and row["group"] == "large kernels"]
+    lines = []
+    for row in rows:
+        case = row["case"]
+        channels, outputs = sum(case["channels"]), case["out_channels"]
+        theirs, ours = 3 * channels * outputs // case["groups"], channels + outputs
+        fastest = 1 / max(ratio for peer, ratio in ratios(row).items() if peer in SCIPY_TRANSFORMS)
+        name = case["name"].removeprefix("31x31").removesuffix(", 1024x1024").removeprefix(",").strip()
+        lines.append([name, str(theirs), str(ours), f"{theirs / ours:.1f}", f"{fastest:.1f}"])
+    return _table(["channels -> outputs", "transforms of SciPy", "ours", "times fewer", "times faster"], lines)
+
+
 def gpu_page(results: Path) -> str:
     """What docs/speed/gpu.md shows: a section for each GPU that was measured."""
     records = [read_record(path) for path in sorted(results.glob("gpu-*.json")) if "report" not in path.name]
@@ -160,6 +184,12 @@ def networks() -> dict[str, Any]:
 WRITTEN = {
     "README.md": (FIGURES_BEGIN, FIGURES_END, figures),
     "docs/speed/numpy.md": (FIGURES_BEGIN, FIGURES_END, numpy_page),
+    "docs/speed/filters.md": (FIGURES_BEGIN, FIGURES_END, filters_page),
+    "docs/how-it-works/numpy.md": (
+        FIGURES_BEGIN,
+        FIGURES_END,
+        lambda: transforms_table(read_record(RESULTS / "filters.json")),
+    ),
     "docs/speed/gpu.md": (FIGURES_BEGIN, FIGURES_END, lambda: gpu_page(RESULTS)),
     "docs/how-to/onnx.md": (FIGURES_BEGIN, FIGURES_END, lambda: networks_table(networks())),
     "docs/how-to/skip-connections.md": (FIGURES_BEGIN, FIGURES_END, lambda: block_table(networks())),

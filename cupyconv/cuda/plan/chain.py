@@ -148,10 +148,11 @@ def _draft_layer(layer: ConvProblem) -> Draft:
     if others or x.dtype == layer.x_dtype:
         return choose(layer, draft_conv)[0]
     wide = replace(x, name="widened", dtype=layer.x_dtype)
-    chosen = _draft_layer(replace(layer, xs=(wide,), workspace_limit=max(0, layer.limit - wide.nbytes)))
+    buffer = Buffer(wide.name, wide.nbytes)
+    chosen = _draft_layer(replace(layer, xs=(wide,), workspace_limit=max(0, layer.limit - buffer.space)))
     if not chosen.steps or not x.nbytes:
         return chosen
-    steps, workspace = (_widening(x, wide), *chosen.steps), (Buffer(wide.name, wide.nbytes), *chosen.workspace)
+    steps, workspace = (_widening(x, wide), *chosen.steps), (buffer, *chosen.workspace)
     note = f"{x.name} is widened from {x.dtype} to {wide.dtype} in workspace"
     return replace(chosen, steps=steps, workspace=workspace, notes=(*chosen.notes, note))
 
@@ -168,12 +169,14 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
     """The parts in turn, for as many samples at a time as leave the layers half of the workspace."""
     stored = [part.last for part in parts[:-1]]
     batch = layers[0].geometry.batch
-    size = sum(_slot_bytes(layers, stored))
+    size = sum(_slot_bytes(layers, stored)) + _widened_bytes(layers)
     most = batch if 2 * size <= limit else max(1, batch * (limit // 2) // size)
     chunk = even_part(batch, most)
     most_samples = tuple(_samples(layer, 0, chunk) for layer in layers)
     sizes = _slot_bytes(most_samples, stored)
-    left = max(0, limit - sum(sizes))  # the last chunk too, which may have fewer samples, finds memory for the most
+    left = max(
+        0, limit - sum(Buffer("", nbytes).space for nbytes in sizes)
+    )  # the last chunk too, which may have fewer samples, finds memory for the most
 
     def chunk_draft(first: int, count: int) -> Draft:
         some = [replace(_samples(layer, first, count), workspace_limit=left) for layer in layers]
@@ -225,6 +228,12 @@ def _slot_bytes(layers: Layers, stored: Sequence[int]) -> list[int]:
     """Bytes of the memory, at most two pieces, that the stored images take turns in."""
     sizes = [layers[i].out.nbytes for i in stored]
     return [max(sizes[slot::2]) for slot in range(min(2, len(sizes)))]
+
+
+def _widened_bytes(layers: Layers) -> int:
+    """Bytes of the largest image between layers that is widened before one that computes in another dtype."""
+    inputs = ((layer.xs[0], layer.x_dtype) for layer in layers[1:])
+    return max((replace(x, dtype=dtype).nbytes for x, dtype in inputs if x.dtype != dtype), default=0)
 
 
 def _samples(layer: ConvProblem, first: int, count: int) -> ConvProblem:

@@ -15,6 +15,7 @@ from cupyconv.cuda.plan.launches import (
     GRID_Y,
     VECTOR_BYTES,
     WARP,
+    address,
     adjoint_params,
     epilogue_params,
     grid_and_block,
@@ -28,7 +29,7 @@ from cupyconv.cuda.plan.launches import (
     windows_params,
 )
 from cupyconv.problem.activations import IDENTITY, Activation
-from cupyconv.problem.arrays import Operand
+from cupyconv.problem.arrays import Operand, c_strides
 from cupyconv.problem.geometry import Windows
 from cupyconv.problem.passes import Col2imProblem, Im2colProblem
 from cupyconv.problem.plan import MAX_SOURCES, Address, KernelLaunch, Plan
@@ -116,11 +117,17 @@ def col2im_launch(
     """The sum of column entries back into an image, of the samples and channels that it has."""
     samples, channels = out.shape[:2]
     elements = prod(windows.size)
+    row, pixel = columns.stride_c, columns.strides[-1]  # a row is a tap of a channel, a pixel a window
+    to_tap, to_window = (
+        tuple(step * stride for stride in c_strides(shape))
+        for step, shape in ((row, windows.kernel), (pixel, windows.out_size))
+    )
     return KernelLaunch(
         variant("col2im", SUM_DTYPE=columns.dtype, Y_DTYPE=out.dtype, FOLDS=int(windows.padding_mode != "constant")),
         *grid_and_block(samples, elements, 1, -(-channels // COL2IM_CHANNELS), 256),
         (
-            ("columns", image(columns)),
+            ("columns", (address(columns), columns.stride_n, windows.taps * row, to_window)),
+            ("tap_stride", to_tap),
             ("windows", windows_params(windows)),
             ("adjoint", adjoint_params(windows)),
             ("out", image(out)),

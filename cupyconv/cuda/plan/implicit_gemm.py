@@ -49,7 +49,7 @@ from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, is_complex, 
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.padding import PADDING_MODES
-from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, KernelLaunch, Step
+from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, KernelLaunch, Plan, Step
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
 #: Bytes of K in a slab of the sum (SLAB_BYTES of kernels/warp_tile.cuh).
@@ -221,7 +221,7 @@ def draft_phases(problem: ConvProblem, phases: Phases) -> Draft:
                 if shared_bytes(tile, arithmetic, accumulator(dtype)) <= gpu.shared_bytes:
                     with suppress(NotApplicable) if way.samples else nullcontext():
                         drafts.append(_draft_of(way, phases, arithmetic, tile))
-    needed = [sum(buffer.nbytes for buffer in draft.workspace if not buffer.of) for draft in drafts]
+    needed = [sum(buffer.space for buffer in draft.workspace if not buffer.of) for draft in drafts]
     fitting = [draft for draft, nbytes in zip(drafts, needed) if nbytes <= problem.limit]
     if not fitting:
         smallest = min(needed)
@@ -334,7 +334,9 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
         weight = (Address(packed.name), group_slabs * slab, slab, row, rows)
 
     sums = replace(problem.out.in_c_order(accumulator(dtype)), name="sums", offset=0)
-    affordable = (problem.limit - (packed.nbytes if packed and not packed.of else 0)) // sums.nbytes
+    taken = [*way.workspace, *([packed] if packed and not packed.of else [])]
+    room = problem.limit - sum(buffer.space for buffer in taken)
+    affordable = room // Plan.ALIGNMENT * Plan.ALIGNMENT // sums.nbytes
     at_once = gpu.multiprocessors * (BUSY_THREADS // threads)
     shares = max(1, min(at_once // blocks_xy, most_slabs // SMALLEST_SHARE, affordable))
     slabs_per_split = -(-most_slabs // shares)

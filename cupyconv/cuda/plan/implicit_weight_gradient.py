@@ -27,7 +27,7 @@ from cupyconv.cuda.plan.launches import (
     windows_params,
 )
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, collapsed_stride
-from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, KernelLaunch, Step
+from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, KernelLaunch, Plan, Step
 from cupyconv.problem.problems import NotApplicable, WeightGradientProblem
 
 #: Rows and columns of a tile -> threads that work on it, and K-slabs in flight, of kernels/implicit_weight_gradient.cu.
@@ -49,9 +49,10 @@ def draft_implicit(problem: WeightGradientProblem) -> Draft:
         raise NotApplicable(f"{gpu.arch} has no matrix instructions for {dtype}")
     ways = [way for way in product(choices, TILES, ROUNDS) if shared_bytes(way[1]) <= gpu.shared_bytes]
     drafts = [_draft(problem, *way) for way in ways]
-    fitting = [draft for draft in drafts if sum(buffer.nbytes for buffer in draft.workspace) <= problem.limit]
+    needed = [sum(buffer.space for buffer in draft.workspace) for draft in drafts]
+    fitting = [draft for draft, nbytes in zip(drafts, needed) if nbytes <= problem.limit]
     if not fitting:
-        smallest = min(sum(buffer.nbytes for buffer in draft.workspace) for draft in drafts)
+        smallest = min(needed)
         raise NotApplicable(f"its sums need {smallest:,} bytes of workspace, the limit is {problem.limit:,}")
     return cheapest(fitting, gpu)
 
@@ -95,7 +96,7 @@ def _draft(problem: WeightGradientProblem, arithmetic: str, tile: tuple[int, int
     dtype = accumulator(out.dtype)
     plane = geometry.out_channels * geometry.reduction
     at_once = gpu.multiprocessors * (BUSY_THREADS // threads)
-    affordable = problem.limit // (plane * ITEMSIZE[dtype])
+    affordable = problem.limit // Plan.ALIGNMENT * Plan.ALIGNMENT // (plane * ITEMSIZE[dtype])
     slabs_per_part = -(-slabs // max(1, min(_parts(rounds * at_once, tiles, slabs), affordable)))
     parts = -(-slabs // slabs_per_part)
 

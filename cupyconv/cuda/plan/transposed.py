@@ -50,6 +50,7 @@ from cupyconv.cuda.plan.matrices import (
 from cupyconv.problem.activations import IDENTITY
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides, product_flops, real_part
 from cupyconv.problem.geometry import even_part, pixel_windows
+from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import MAX_PHASES, MAX_SOURCES, Address, Buffer, GemmCall, KernelLaunch, Plan, Step
 from cupyconv.problem.polyphase import (
     AxisPhase,
@@ -294,7 +295,9 @@ def _draft_folded(problem: TransposedProblem) -> Draft:
             columns = padded.view((count, out.shape[1], 1, 1, pixels), (*padded.strides[:2], 0, 0, 1), begin * pixels)
             bias = problem.bias and replace(problem.bias, offset=problem.bias.offset + begin * problem.bias.itemsize)
             activation = problem.activation
-            folds.append(col2im_launch(windows, columns, out.samples(first, count), bias=bias, activation=activation))
+            part = out.samples(first, count)
+            fold = col2im_launch(windows, columns, part, bias=bias, activation=activation)
+            folds.append(_priced(fold, part, problem.gpu))
         return replace(draft, steps=(*draft.steps, *folds))
 
     largest = draft_of(0, samples)
@@ -308,6 +311,13 @@ def _draft_folded(problem: TransposedProblem) -> Draft:
         workspace=(*largest.workspace, Buffer(PADDED, samples * sample)),
         reason=f"the padded image's gradient, folded; {largest.reason}",
     )
+
+
+def _priced(launch: KernelLaunch, out: Operand, gpu: GpuModel) -> KernelLaunch:
+    """A launch of col2im.cu with what it takes to find the windows of each place, and to read what is added."""
+    places = out.shape[0] * -(-out.shape[1] // COL2IM_CHANNELS) * out.pixels
+    operations = 2 * (places * cost.COL2IM_PLACE + launch.flops * cost.COL2IM_READ)
+    return cost.priced(launch, gpu.fp32 * launch.flops / operations, gpu)
 
 
 class _GemmPlanner(ProductsPlanner):
@@ -426,9 +436,7 @@ class _GemmPlanner(ProductsPlanner):
             bias=bias,
             activation=problem.activation,
         )
-        places = out.shape[0] * -(-out.shape[1] // COL2IM_CHANNELS) * out.pixels
-        operations = 2 * (places * cost.COL2IM_PLACE + launch.flops * cost.COL2IM_READ)
-        return cost.priced(launch, problem.gpu.fp32 * launch.flops / operations, problem.gpu)
+        return _priced(launch, out, problem.gpu)
 
     def _gemms(
         self, columns: MatrixView, xs: list[MatrixView], channels: range, samples: int, pixels: int

@@ -130,7 +130,7 @@ def _draft_direct(problem: WeightGradientProblem) -> Draft:
     in_place = parts == 1 and out.dtype == dtype and out.strides == c_strides(out.shape)
     if not in_place and affordable < 1:
         raise NotApplicable(
-            f"its sums need {part * ITEMSIZE[dtype]:,} bytes of workspace, the limit is {problem.limit:,}"
+            f"its sums need {part * ITEMSIZE[dtype] + Plan.ALIGNMENT:,} bytes of workspace, the limit is {problem.limit:,}"
         )
     at = Address(out.name, out.offset) if in_place else Address("sums")
     launch = _launch(problem, at, parts)

@@ -49,6 +49,10 @@ class CudaBackend:
         """What a plan depends on of arrays of this class, addresses aside."""
         return self.device.signature(arrays)
 
+    def plain(self, array: Any) -> Any:
+        """The array: kernels see addresses, whatever its class is."""
+        return array
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """An uninitialised C-ordered array."""
         return self.device.empty(shape, dtype)

@@ -88,7 +88,7 @@ class CupyDevice:
         self.ordinal = ordinal
         self.capability = int(cupy.cuda.Device(ordinal).compute_capability)
         self._functions: dict[Kernel, _LoadedKernel] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may call us in the midst of loading a kernel
         self._thread = _Thread()
         self.model = self._model()
 
@@ -325,17 +325,20 @@ class _Transforms:
             self._plans.move_to_end(arguments)
             return self._plans[arguments].plan
         *layout, _direction = arguments
-        allocate, asked = cupy.cuda.get_allocator(), 0
+        allocate = cupy.cuda.get_allocator()
+        asked: int | None = None
 
         def allocated(nbytes: int) -> Any:
             nonlocal asked
-            check(nbytes)
+            if asked is not None:  # by a call in the midst of this one, a finalizer's: not for the plan
+                return allocate(nbytes)
             asked = nbytes
+            check(nbytes)
             return self._lent(nbytes, allocate)
 
         with cupy.cuda.using_allocator(allocated):
             plan = make(*layout, "C", len(arguments.size) - 1, None)
-        self._plans[arguments] = _Transform(plan, asked)
+        self._plans[arguments] = _Transform(plan, asked or 0)
         if len(self._plans) > _TRANSFORMS:
             self._plans.popitem(last=False)
         return plan

@@ -134,8 +134,8 @@ PARAMETERS = {
         slabs_per_split=INT32, phases=INT32, phase=(PHASE, MAX_PHASES),
     ),
     "col2im": _struct(
-        columns=IMAGE, windows=WINDOWS, adjoint=ADJOINT, out=IMAGE, epilogue=EPILOGUE, batch=INT64, imaginary=INT64,
-        channels=INT32, conjugated=INT32,
+        columns=IMAGE, tap_stride=(INT64, 3), windows=WINDOWS, adjoint=ADJOINT, out=IMAGE, epilogue=EPILOGUE, batch=INT64,
+        imaginary=INT64, channels=INT32, conjugated=INT32,
     ),
     "transposed": _struct(
         sources=SOURCES, windows=WINDOWS, adjoint=ADJOINT, weight=IMAGE, out=IMAGE, epilogue=EPILOGUE, batch=INT64,

@@ -1,0 +1,175 @@
+"""Refusals of calls as a whole: keywords that nobody has; `explain` and `vjp` of what they do not take; `options`, `onnx_padding`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import numpy as np
+import pytest
+from refusals import Ones, assert_refused, numpy_arrays, placed, table
+
+import cupyconv
+
+
+@pytest.mark.parametrize(
+    "given", [cupyconv.vjp, cupyconv.vjp(cupyconv.conv, np.ones((1, 1, 3)), np.ones((1, 1, 3)))[1]]
+)
+def test_explain_of_a_gradient_says_what_to_explain(given):
+    words = [r"explain\(conv, x, weight\) is the forward", r"explain\(conv_grad_weight, ...\)"]
+    assert_refused(numpy_arrays(), TypeError, words, cupyconv.explain, given, cupyconv.conv, np.ones((1, 1, 3)))
+
+
+@pytest.mark.parametrize(
+    "function, keyword, ours",
+    [
+        ("conv", "strides", "stride"), ("conv", "pads", "padding"), ("conv", "pad", "padding"), ("conv", "group", "groups"),
+        ("conv", "dilations", "dilation"), ("conv", "W", "weight"), ("conv", "b", "bias"), ("conv", "mode", "padding_mode"),
+        ("conv", "auto_pad", r"padding=onnx_padding\(pads, auto_pad\)"), ("conv", "data_format", "a transposed view of an array .*"),
+        ("conv", "stirde", "stride"), ("linmerge", "x", "xs"), ("conv_transpose", "output_size", "output_shape"),
+        ("conv_chain", "output", "out"), ("max_pool", "kernel_size", "kernel_shape"), ("max_pool", "strides", "stride"),
+        ("avg_pool", "pool_size", "kernel_shape"), ("im2col", "ksize", "kernel_shape"), ("col2im", "output_size", "spatial_shape"),
+        ("conv_grad_input", "input_size", "input_shape"), ("conv_grad_weight", "pads", "padding"), ("rnn", "nonlinearity", "activation"),
+        ("lstm", "sequence_lens", "lengths"), ("gru", "batch_first", r"a view, array.swapaxes\(0, 1\)"), ("lstm", "activation", "activations"),
+        ("rnn_step", "hx", "h"), ("lstm_step", "cx", "c"), ("gru_step", "R", "weight_hh"),
+    ],
+)  # fmt: skip
+def test_keywords_of_other_libraries_are_answered_with_ours(function, keyword, ours):
+    """By the call, by `explain` and, where there is one, by `vjp`; a layer takes what `conv` takes."""
+    called = getattr(cupyconv, function)
+    some = [np.ones((1, 1, 3))] * 6
+    needed = [p for p in inspect.signature(called).parameters.values() if p.default is p.empty]
+    words = rf"{function}\(\) got an unexpected keyword argument '{keyword}': here it is {ours}$"
+    with pytest.raises(TypeError, match=words):
+        called(*some[: len(needed)], **{keyword: 1})
+    with pytest.raises(TypeError, match=rf"^{function}: .*'{keyword}': here it is {ours}$"):
+        cupyconv.explain(called, *some[: len(needed)], **{keyword: 1})
+
+
+def test_a_keyword_that_nobody_has_is_answered_with_all_of_ours():
+    with pytest.raises(TypeError, match=r"'zzz': its arguments are x, kernel_shape, stride, padding, dilation, out$"):
+        cupyconv.im2col(np.ones((1, 1, 3)), 2, zzz=1)
+    with pytest.raises(TypeError, match=r"ConvLayer\(\) got .*'strides': here it is stride$"):
+        cupyconv.ConvLayer(np.ones((1, 1, 3)), strides=2)
+
+
+def test_an_executable_that_is_known_does_not_let_a_wrong_keyword_pass():
+    x = np.ones((1, 1, 3))
+    cupyconv.conv(x, x)
+    with pytest.raises(TypeError, match="here it is groups"):
+        cupyconv.conv(x, x, group=1)
+
+
+@pytest.mark.parametrize("name", ["conv", "max_pool", "lstm"])
+def test_help_shows_our_keywords_alone(name):
+    assert "foreign" not in str(inspect.signature(getattr(cupyconv, name)))
+
+
+@pytest.mark.parametrize(
+    "words, arguments",
+    table(
+        ("unknown", ["conv: ", "unexpected keyword", "'strides'"], dict(strides=2)),
+        ("of the inside", ["conv: ", "unexpected keyword", "'saving'"], dict(saving=True)),
+    ),
+)
+def test_explain_takes_the_arguments_of_the_function(words, arguments):
+    x, weight = np.ones((1, 1, 3)), np.ones((1, 1, 3))
+    assert_refused(numpy_arrays(), TypeError, words, cupyconv.explain, cupyconv.conv, x, weight, **arguments)
+    assert_refused(numpy_arrays(), TypeError, ["conv: ", "'weight'"], cupyconv.explain, cupyconv.conv, x)
+
+
+@pytest.mark.parametrize(
+    "function, given",
+    [
+        (len, "len"),
+        (cupyconv.fold_batchnorm, "fold_batchnorm"),
+        ("conv", "'conv'"),
+        (None, "None"),
+        ([], "list"),
+        (np.ones(2), "ndarray: write explain.conv, x"),
+    ],
+)
+def test_explain_what_has_no_plan(function, given):
+    with pytest.raises(
+        TypeError, match=rf"explain takes one of conv, linmerge, .*im2col, col2im, max_pool, .*given .*{given}"
+    ):
+        cupyconv.explain(function, np.ones((1, 1, 3)), np.ones((1, 1, 3)))
+
+
+@pytest.mark.parametrize(
+    "function, given",
+    [
+        (len, "'len'$"),
+        (cupyconv.im2col, "'im2col'$"),
+        (cupyconv.vjp, "'vjp'$"),
+        ("conv", "'conv': write vjp.conv, x"),
+        (None, "None"),
+        ([], "list"),
+        (np.ones(2), "ndarray: write vjp.conv, x"),
+    ],
+)
+def test_vjp_of_what_has_no_pullback(function, given):
+    known = "conv, linmerge, conv_transpose, max_pool, avg_pool, rnn, lstm, gru"
+    with pytest.raises(TypeError, match=f"vjp takes one of {known}, and then its arguments, given {given}"):
+        cupyconv.vjp(function, np.ones((1, 1, 3)), np.ones((1, 1, 3)))
+
+
+def test_vjp_refuses_what_the_function_does_not_take():
+    x, weight = np.ones((1, 1, 3)), np.ones((1, 1, 3))
+    for words, given in (("missing .*weight", {}), ("unexpected .*stridee", {"weight": weight, "stridee": 1})):
+        with pytest.raises(TypeError, match=f"^conv: .*{words}"):
+            cupyconv.vjp(cupyconv.conv, x, **given)
+
+
+def test_vjp_refuses_an_out():
+    x, out = np.ones((1, 1, 3)), np.full((1, 1, 1), 7.0)
+    assert_refused(numpy_arrays(), TypeError, ["vjp", "out"], cupyconv.vjp, cupyconv.conv, x, x, out=out)
+    assert (out == 7).all()
+    assert cupyconv.vjp(cupyconv.conv, x, x, out=None)[0] == 3
+
+
+@pytest.mark.parametrize("on", ["sm_91", "H200", "", 90, ["sm_90"]], ids=repr)
+def test_explain_on_an_unknown_gpu(on):
+    with pytest.raises(ValueError, match=rf"on={re.escape(repr(on))}.*known are sm_75.*sm_90"):
+        cupyconv.explain(cupyconv.conv, np.ones((1, 1, 3)), np.ones((1, 1, 3)), on=on)
+
+
+def test_explain_on_a_gpu_beside_arrays_of_another(cuda_target):
+    x, weight = placed(Ones((1, 1, 3)), cuda_target), placed(Ones((1, 1, 3)), cuda_target)
+    words = ["on='sm_90'", "NumPy arrays", "cuda"]
+    assert_refused(cuda_target, TypeError, words, cupyconv.explain, cupyconv.conv, x, weight, on="sm_90")
+
+
+@pytest.mark.parametrize(
+    "error, words, given",
+    [
+        (ValueError, ["workspace_limit", "at least 0", "-1"], dict(workspace_limit=-1)),
+        (TypeError, ["workspace_limit", "integer", "1.5"], dict(workspace_limit=1.5)),
+        (TypeError, ["workspace_limit", "integer", "1 GiB"], dict(workspace_limit="1 GiB")),
+        (ValueError, ["threads", "at least 1", "0"], dict(threads=0)),
+        (ValueError, ["threads", "at least 1", "-2"], dict(threads=-2)),
+        (TypeError, ["threads", "integer", "1.5"], dict(threads=1.5)),
+        (TypeError, ["unexpected keyword", "thread"], dict(thread=1)),
+    ],
+    ids=str,
+)
+def test_options(error, words, given):
+    """When the block is set up, not when a call inside it is made."""
+    assert_refused(numpy_arrays(), error, words, cupyconv.options, **given)
+
+
+@pytest.mark.parametrize(
+    "error, words, given",
+    table(
+        ("odd", ValueError, ["pads", "two entries", "3"], ([0, 1, 2],)),
+        ("empty", ValueError, ["pads", "two entries", "0"], ([],)),
+        ("negative", ValueError, ["negative", "-1"], ([0, -1],)),
+        ("float", TypeError, ["pads", "integers", "0.5"], ([0, 0.5],)),
+        ("unknown auto_pad", ValueError, ["auto_pad", "'SAME'", "SAME_UPPER", "NOTSET"], (None, "SAME")),
+        ("lower case", ValueError, ["auto_pad", "'valid'", "VALID"], (None, "valid")),
+        ("bytes", ValueError, ["auto_pad", "b'VALID'", r"decode\(\)"], (None, b"VALID")),
+        ("both", ValueError, ["pads", r"\[1, 1\]", "auto_pad", "VALID"], ([1, 1], "VALID")),
+    ),
+)
+def test_onnx_padding(error, words, given):
+    assert_refused(numpy_arrays(), error, words, cupyconv.onnx_padding, *given)

@@ -1,0 +1,182 @@
+"""What a GPU's prices follow: rounds of blocks, the longest of what a block waits for, tiles that a matrix fills in part.
+
+The digits of `cupyconv.cuda.plan.cost` are estimates and nothing here repeats them.  Here is what they must agree with:
+each other, the hardware's own numbers, and larger problems.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_planning import array
+
+import cupyconv
+from cupyconv.call.explain import checked_call
+from cupyconv.cuda.plan import cost
+from cupyconv.cuda.plan.conv import choose, draft_conv
+from cupyconv.problem.arrays import operand
+from cupyconv.problem.machine import KNOWN_GPUS, known_gpu
+from cupyconv.problem.plan import Address, GemmCall, Kernel, KernelLaunch, Matrix, Transform
+from cupyconv.problem.problems import NotApplicable
+
+GPU = known_gpu("sm_90")
+EVERY_GPU = pytest.mark.parametrize("gpu", KNOWN_GPUS.values(), ids=str)
+
+
+def gemm(m: int, n: int, k: int, batch: int = 1, dtype: str = "float32", compute: str = "float32") -> GemmCall:
+    a, b, c = (Matrix(Address(name), ld, rows * ld) for name, ld, rows in (("a", k, m), ("b", n, k), ("c", n, m)))
+    return GemmCall(m, n, k, a, b, c, batch, dtype, dtype, compute, 0, "products")
+
+
+def seconds(call: GemmCall, gpu: Any = GPU) -> float:
+    return cost.arithmetic_seconds(call, gpu)
+
+
+@EVERY_GPU
+def test_a_multiprocessor_issues_four_instructions_a_clock(gpu):
+    """So its clock, told from the rate, is that of a GPU."""
+    clock = cost.issue_rate(gpu) / (4 * gpu.multiprocessors)
+    assert 1.0e9 < clock < 3.0e9
+
+
+@EVERY_GPU
+def test_shared_memory_gives_no_more_than_a_line_a_clock(gpu):
+    clocks = cost.issue_rate(gpu) / 4  # of all multiprocessors
+    assert 1 / clocks < cost.shared_memory_seconds(1, gpu) < 2 / clocks
+
+
+@EVERY_GPU
+def test_tensor_cores_are_as_quick_as_their_products_are_many(gpu):
+    """One product of TF32 in place of one, or three; cuBLAS's rates are reached in part, of float64 whole."""
+    one, three = (cost.product_rate(arithmetic, "float32", gpu) for arithmetic in ("TF32", "TF32X3"))
+    assert one == pytest.approx(3 * three) and one <= gpu.tf32
+    assert cost.product_rate("MMA", "float64", gpu) == gpu.gemm64
+    for dtype in ("float16", "bfloat16"):
+        assert cost.product_rate("MMA", dtype, gpu) == pytest.approx(gpu.gemm16 * gpu.mma_share)
+    for dtype, rate in (("float32", gpu.fp32), ("complex64", gpu.fp32), ("float16", gpu.fp32), ("float64", gpu.fp64)):
+        assert cost.product_rate("FMA", dtype, gpu) == cost.core_rate(dtype, gpu) == rate
+    assert cost.core_rate("complex128", gpu) == gpu.fp64
+
+
+def test_rounds_are_whole():
+    """One block more than there are multiprocessors takes twice as long as these; a block takes the longest of four."""
+    most = GPU.multiprocessors
+    takes = [cost.seconds_in_rounds(blocks, 10**6, 1e12, GPU) for blocks in (1, most, most + 1, 2 * most, 2 * most + 1)]
+    assert takes == [pytest.approx(rounds * takes[0]) for rounds in (1, 1, 2, 2, 3)]
+    assert takes[0] == pytest.approx(most * 10**6 / 1e12), "a multiprocessor has its share of the rate"
+    alone = {
+        "operations": cost.seconds_in_rounds(1, 10**6, 1e12, GPU),
+        "l2_bytes": cost.seconds_in_rounds(1, 0, 1e12, GPU, l2_bytes=1e6),
+        "issued": cost.seconds_in_rounds(1, 0, 1e12, GPU, issued=1e6),
+        "shared_lines": cost.seconds_in_rounds(1, 0, 1e12, GPU, shared_lines=1e6),
+    }
+    assert all(each > 0 for each in alone.values())
+    amounts = {"l2_bytes": 1e6, "issued": 1e6, "shared_lines": 1e6}
+    assert cost.seconds_in_rounds(1, 10**6, 1e12, GPU, **amounts) == max(alone.values())
+    for name in amounts:
+        assert cost.seconds_in_rounds(1, 10**6, 1e12, GPU, **{name: 1e9}) == pytest.approx(1e3 * alone[name])
+    # Instructions and lines of one multiprocessor, by its own clock.
+    clock = cost.issue_rate(GPU) / (4 * most)
+    assert alone["issued"] == pytest.approx(1e6 / 4 / clock)
+    assert alone["shared_lines"] == pytest.approx(most * cost.shared_memory_seconds(1e6, GPU))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("stride", [-8, -1, 1, 2, 4, 64])
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_warp_touches_the_lines_that_its_addresses_are_in(dtype, stride, step):
+    item = {"float16": 2, "float32": 4, "float64": 8}[dtype]
+    image = operand("x", dtype, (1, 1, 1, 1, 64), (0, 0, 0, 0, stride * item), 256)
+    lines = {lane * abs(stride) * step * item // 128 for lane in range(32)}
+    assert cost.lines_of(image, step) == len(lines)
+
+
+def test_what_a_matrix_leaves_of_a_tile_is_wasted():
+    """And multiprocessors without a tile are idle."""
+    whole = seconds(gemm(128, 128, 512, batch=1000))
+    for m, n in ((65, 128), (128, 65), (65, 65), (127, 127)):
+        assert seconds(gemm(m, n, 512, batch=1000)) == pytest.approx(whole)
+    assert seconds(gemm(64, 128, 512, batch=1000)) == pytest.approx(whole / 2)
+    assert seconds(gemm(129, 128, 512, batch=1000)) == pytest.approx(whole * 1.5)
+    assert seconds(gemm(128, 128, 1024, batch=1000)) == pytest.approx(2 * whole)
+    lone = seconds(gemm(64, 64, 512))
+    assert seconds(gemm(64, 64, 512, batch=GPU.multiprocessors)) == pytest.approx(lone)
+    assert seconds(gemm(64, 128, 512, batch=GPU.multiprocessors // 2)) == pytest.approx(lone)
+    assert seconds(gemm(64, 64, 512, batch=2 * GPU.multiprocessors)) == pytest.approx(2 * lone)
+    full = gemm(64 * GPU.multiprocessors, 64, 512)
+    assert seconds(full) == pytest.approx(full.flops / GPU.gemm_rate("float32", "float32"))
+
+
+def test_few_blocks_have_a_part_of_the_bandwidth_and_transforms_less():
+    launch = KernelLaunch(Kernel("merge"), (1, 1, 1), 64, (), bytes_moved=10**6)
+    takes = [
+        cost.memory_seconds(replace(launch, grid=(blocks, 1, 1)), GPU) for blocks in (1, 2, GPU.multiprocessors, 10**4)
+    ]
+    assert takes[0] == pytest.approx(2 * takes[1]) and takes[1] > takes[2] == takes[3] == 10**6 / GPU.bandwidth
+    assert cost.memory_seconds(gemm(64, 64, 64), GPU) == gemm(64, 64, 64).bytes_moved / GPU.bandwidth
+    apart, interleaved = (
+        cost.memory_seconds(Transform((64, 64), 8, Address("a"), Address("b"), "float32", interleaved=order), GPU)
+        for order in (False, True)
+    )
+    plain = Transform((64, 64), 8, Address("a"), Address("b"), "float32")
+    assert plain.bytes_moved / GPU.bandwidth < apart < interleaved
+    assert cost.arithmetic_seconds(plain, GPU) > plain.flops / cost.core_rate("float32", GPU)
+
+
+@pytest.mark.parametrize("blocks", [1, 66, 132, 1000])
+def test_a_launch_takes_its_operations_at_the_rate_of_the_multiprocessors_it_has(blocks):
+    launch = cost.priced(KernelLaunch(Kernel("merge"), (blocks, 1, 1), 64, (), flops=10**9), 1e12, GPU)
+    assert cost.arithmetic_seconds(launch, GPU) == pytest.approx(1e-3 * max(1, GPU.multiprocessors / blocks))
+
+
+# What prices are for: the cheapest is taken, and more work is no cheaper.
+
+#: (batch, channels, spatial size, outputs, kernel, settings)
+LAYERS = [
+    (16, 64, (28, 28), 64, (3, 3), {"padding": 1}),
+    (4, 3, (64, 64), 32, (5, 5), {"stride": 2}),
+    (8, 128, (14, 14), 256, (1, 1), {}),
+    (4, 32, (56, 56), 32, (3, 3), {"groups": 32, "padding": 1}),
+    (4, 32, (20, 20), 64, (3, 3), {"groups": 4}),
+    (2, 8, (4096,), 8, (65,), {"padding": 32}),
+]
+
+
+def drafts(layer: Any, on: str, dtype: str, order: str, times: tuple[int, int, int] = (1, 1, 1)) -> dict[str, float]:
+    """What each method that applies takes, with so many times the samples, channels and outputs."""
+    batch, channels, size, outputs, kernel, settings = layer
+    batch, channels, outputs = (count * more for count, more in zip((batch, channels, outputs), times))
+    settings = dict(settings)
+    if settings.get("groups", 1) > 1:
+        settings["groups"] *= times[1]
+    x = array(batch, channels, *size, dtype=dtype, order=order)
+    weight = array(outputs, channels // settings.get("groups", 1), *kernel, dtype=dtype)
+    problem: Any = checked_call(cupyconv.conv, x, weight, **settings, on=on).problem
+    found = {}
+    for method in ("direct", "gemm", "implicit_gemm", "fft"):
+        try:
+            found[method] = draft_conv(method, problem)
+        except NotApplicable:
+            continue
+    takes = {method: draft.cost(problem.gpu).seconds for method, draft in found.items()}
+    assert all(price > len(found[method].steps) * problem.gpu.launch_seconds for method, price in takes.items())
+    counted = {method: takes[method] * found[method].doubt for method in found}
+    chosen, _ = choose(problem, draft_conv)
+    assert counted[chosen.method] == min(counted.values())
+    return takes
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: f"{layer[4]}-{layer[5]}")
+@pytest.mark.parametrize(
+    ("on", "dtype", "order"), [("sm_90", "float32", "C"), ("sm_80", "float16", "last"), ("sm_75", "float64", "C")]
+)
+def test_more_work_is_no_cheaper_and_the_cheapest_is_taken(layer, on, dtype, order):
+    """Twice the samples take between a little less than as long and about twice as long; channels and outputs alike."""
+    once = drafts(layer, on, dtype, order)
+    is_grouped = layer[5].get("groups", 1) > 1
+    for times in [(2, 1, 1), (8, 1, 1)] + ([(1, 2, 2)] if is_grouped else [(1, 2, 1), (1, 1, 2)]):
+        more = drafts(layer, on, dtype, order, times)
+        for method in once.keys() & more.keys():
+            assert 0.9 * once[method] < more[method] < 2.6 * max(times) * once[method], (method, times)

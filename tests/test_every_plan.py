@@ -1,0 +1,419 @@
+"""What is true of every plan for a GPU, of every operation by every method: places, sizes, amounts of work, times.
+
+`test_planning.py` holds decisions one by one; here is what none of them may break.  A launch's places lie within its arrays
+and buffers, and every buffer is of use.  Bytes and operations are no fewer than the problem has, and not many times as
+many.  No step takes less time than the GPU's data sheet allows.  A grid has threads enough and not far more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+from rounds import each_step
+from test_planning import UNCOSTED, array, check, recurrent_gradient_plan
+
+import cupyconv
+from cupyconv.call.explain import checked_call
+from cupyconv.cuda.plan.launches import GRID_X, GRID_Y
+from cupyconv.ops.conv_pullback import EPILOGUE_GRADIENT, PROLOGUE_GRADIENT
+from cupyconv.ops.pooling import AVG_POOL_GRADIENT, MAX_POOL_GRADIENT
+from cupyconv.problem.machine import known_gpu
+from cupyconv.problem.plan import (
+    MAX_PAIR_SOURCES,
+    MAX_SOURCES,
+    Address,
+    GemmCall,
+    KernelLaunch,
+    LaunchLoop,
+    Plan,
+    Transform,
+)
+from cupyconv.problem.recurrence import GATES
+
+#: Elements of the result, or of what a step writes, that one thread makes at the most: tiles of products have the most.
+MOST_OF_A_THREAD = 256
+
+CONVOLUTIONS = {
+    "3x3": ((8, 16, 20, 20), (24, 16, 3, 3), {"padding": 1}),
+    "strided": ((5, 7, 21, 19), (9, 7, 3, 5), {"stride": (2, 1), "padding": "same"}),
+    "dilated, reflected": ((2, 12, 33), (8, 12, 5), {"dilation": 3, "padding": 6, "padding_mode": "reflect"}),
+    "3-D": ((2, 8, 6, 9, 10), (4, 8, 3, 3, 3), {"padding": 1}),
+    "1x1": ((4, 64, 16, 16), (40, 64, 1, 1), {}),
+    "groups": ((4, 16, 16, 16), (24, 4, 3, 3), {"groups": 4, "padding": 1}),
+    "depthwise": ((4, 40, 24, 24), (40, 1, 3, 3), {"groups": 40, "padding": 1}),
+    "long kernel": ((4, 16, 48, 48), (16, 16, 11, 11), {"padding": 5}),
+    "few outputs": ((64, 256, 7, 7), (3, 256, 3, 3), {"padding": 1}),
+    "deep": ((1, 512, 7, 7), (512, 512, 3, 3), {"padding": 1}),
+}
+#: Dtype, GPU, limit, order in memory.
+SETTINGS = [
+    ("float16", "sm_75", None, "C"),
+    ("float16", "sm_90", 1_000_000, "last"),
+    ("float32", "sm_80", None, "last"),
+    ("float32", "sm_90", None, "C"),
+    ("float64", "sm_90", 2_000_000, "gaps"),
+    ("complex64", "sm_90", None, "C"),
+]
+#: Passes over an image that are all there is to their operation: what they take is their bytes.
+ELEMENTWISE = ("epilogue_grad", "prologue_grad", "im2col")
+
+
+def spans(call: Any) -> dict[str, int]:
+    """Bytes of each array of a call from its first element on, its results too; places lie within them."""
+    found = {}
+    for name, one in call.arrays.items():
+        found[name] = sum((n - 1) * step for n, step in zip(one.shape, one.strides) if step > 0) + one.dtype.itemsize
+    for result in call.results:
+        found.setdefault(result.name, prod(result.shape) * result.dtype.itemsize)
+    return found
+
+
+def addresses(value: Any) -> Iterator[Address]:
+    """All places in a step."""
+    if isinstance(value, Address):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from addresses(part)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from addresses(getattr(value, field.name))
+
+
+def holds(call: Any, limit: int | None = None, on: str = "sm_90") -> Plan:
+    plan = call.plan()
+    hold(plan, spans(call), limit, on)
+    return plan
+
+
+def hold(plan: Plan, sizes: dict[str, int] | None, limit: int | None = None, on: str = "sm_90") -> None:
+    gpu = known_gpu(on)
+    check(plan, limit, on)
+    every = each_step(plan.steps)
+    steps = [one for step in every for one in (step.launches if isinstance(step, LaunchLoop) else (step,))]
+    # Places.
+    buffers = {buffer.name: buffer.nbytes for buffer in plan.workspace}
+    places = [at for step in steps for at in addresses(step)]
+    for at in places:
+        if at.buffer in buffers:
+            assert 0 <= at.offset < buffers[at.buffer], at
+        elif sizes is not None:
+            converted = {each.buffer: each.nbytes for each in plan.conversions}
+            end = converted.get(at.buffer, sizes.get(at.buffer))
+            assert end is not None and 0 <= at.offset < end, at
+    own = {name for name, buffer in zip(buffers, plan.workspace) if not buffer.is_kept}
+    assert own <= {at.buffer for at in places}, "workspace that nothing uses"
+    # Amounts.
+    assert plan.bytes_moved >= plan.minimal_bytes * 0.99
+    if plan.method not in ELEMENTWISE and not any(isinstance(step, Transform) for step in steps):
+        # The phases of a transposed convolution leave out what falls beside its result.
+        assert sum(step.flops for step in every) >= plan.flops * (0.9 if plan.method == "implicit_gemm" else 1)
+    # Times.
+    most = max(gpu.fp32, gpu.fp64, gpu.gemm16, gpu.tf32)
+    for step in steps:
+        if isinstance(step, KernelLaunch):
+            _hold_launch(step, gpu, most)
+    microseconds = float(plan.price.partition(" ")[0].replace(",", "")) if plan.price else None
+    if microseconds is not None and steps:
+        at_least = max(plan.minimal_bytes / gpu.bandwidth, gpu.launch_seconds * len(plan.steps))
+        assert 0.9 * at_least < microseconds * 1e-6 < 1 + 1e4 * at_least
+
+
+def _hold_launch(launch: KernelLaunch, gpu: Any, most: float) -> None:
+    threads = prod(launch.grid) * launch.block
+    if launch.kernel.name in UNCOSTED:
+        assert launch.flops > 0 and launch.arithmetic_seconds == 0
+    elif launch.flops:
+        assert launch.flops / most < launch.arithmetic_seconds < 1e3 * max(1e-6, launch.flops / gpu.fp64), launch
+    else:
+        assert launch.arithmetic_seconds < 1e3 * max(1e-6, threads / gpu.fp32), launch
+    assert launch.bytes_moved > 0 or "zeros" in launch.purpose, launch
+    assert launch.shared_bytes <= gpu.shared_bytes, launch
+    assert launch.shared_bytes >= 0 and (not launch.cooperative or launch.blocks <= gpu.multiprocessors)
+
+
+def enough_threads(plan: Plan, elements: int) -> None:
+    """Of the launches that write the result: no thread has more than its part, and few have none."""
+    every = [step for step in each_step(plan.steps) if isinstance(step, KernelLaunch)]
+    writing = [step for step in every if any(at.buffer == "out" for at in addresses(step.params))]
+    threads = sum(prod(step.grid) * step.block for step in writing)
+    if writing and not any(step.grid[0] == GRID_X or GRID_Y in step.grid[1:] for step in writing):
+        assert threads * MOST_OF_A_THREAD >= elements, writing
+        assert threads <= 1024 * len(writing) + 64 * elements, writing
+
+
+def methods_of(
+    function: Any, arguments: Any, settings: dict[str, Any], on: str, limit: int | None
+) -> Iterator[tuple[Any, Plan]]:
+    """The plans of all methods that apply; one does."""
+    found = 0
+    for method in ("auto", "direct", "gemm", "implicit_gemm", "fft"):
+        with cupyconv.options(workspace_limit=limit):
+            call = checked_call(function, *arguments, **settings, method=method, on=on)
+            try:
+                plan = holds(call, limit, on)
+            except ValueError as refusal:
+                assert "appl" in str(refusal)
+                continue
+        assert method in ("auto", plan.method)
+        found += 1
+        yield call, plan
+    assert found or limit is not None
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize(("dtype", "on", "limit", "order"), SETTINGS)
+class TestConvolutions:
+    """Forward, both gradients, and transposed."""
+
+    def test_forward(self, name, dtype, on, limit, order):
+        shape, kernel, settings = CONVOLUTIONS[name]
+        x, weight = array(*shape, dtype=dtype, order=order), array(*kernel, dtype=dtype)
+        merged = [array(shape[0], count, *shape[2:], dtype=dtype, order=order) for count in (1, shape[1] - 1)]
+        extra = {} if dtype == "complex64" else {"bias": array(kernel[0], dtype=dtype), "activation": "gelu"}
+        for xs, more in ((x, extra), (merged, {})):
+            for call, plan in methods_of(cupyconv.conv, (xs, weight), settings | more, on, limit):
+                enough_threads(plan, prod(call.results[0].shape))
+
+    def test_transposed(self, name, dtype, on, limit, order):
+        shape, kernel, settings = CONVOLUTIONS[name]
+        groups = settings.get("groups", 1)
+        settings = {key: value for key, value in settings.items() if key in ("stride", "dilation", "groups")}
+        x = array(*shape, dtype=dtype, order=order)
+        weight = array(shape[1], max(1, kernel[0] // groups), *kernel[2:], dtype=dtype)
+        for call, plan in methods_of(cupyconv.conv_transpose, (x, weight), settings, on, limit):
+            enough_threads(
+                plan, prod(call.results[0].shape) // prod(np.broadcast_to(settings.get("stride", 1), len(shape) - 2))
+            )
+
+    def test_gradients(self, name, dtype, on, limit, order):
+        shape, kernel, settings = CONVOLUTIONS[name]
+        x, weight = array(*shape, dtype=dtype, order=order), array(*kernel, dtype=dtype)
+        (result,) = checked_call(cupyconv.conv, x, weight, **settings, on=on).results
+        grad = array(*result.shape, dtype=dtype, order=order)
+        list(methods_of(cupyconv.conv_grad_input, (grad, weight, shape), settings, on, limit))
+        list(methods_of(cupyconv.conv_grad_weight, (grad, x, kernel[2:]), settings, on, limit))
+
+
+@pytest.mark.parametrize("order", ["C", "last", "gaps"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_pooling_and_columns(dtype, order):
+    x = array(4, 12, 21, 18, dtype=dtype, order=order)
+    usual = {"kernel_shape": 3, "stride": 2, "padding": 1, "dilation": 1, "ceil_mode": False}
+    for function in (cupyconv.max_pool, cupyconv.avg_pool):
+        call = checked_call(function, x, 3, stride=2, padding=1, on="sm_90")
+        enough_threads(holds(call), prod(call.results[0].shape))
+    y = array(4, 12, 11, 9, dtype=dtype, order=order)
+    holds(MAX_POOL_GRADIENT.checked({"x": x, "y": y, "grad": y, **usual}, "sm_90"))
+    mean = {"grad": y, "out": None, "x_shapes": (x.shape,), "count_include_pad": True}
+    holds(AVG_POOL_GRADIENT.checked(mean | usual, "sm_90"))
+    for padding, stride in product((0, 1), (1, 2)):
+        call = checked_call(cupyconv.im2col, x, 3, padding=padding, stride=stride, on="sm_90")
+        enough_threads(holds(call), prod(call.results[0].shape))
+        columns = array(*call.results[0].shape, dtype=dtype)
+        call = checked_call(cupyconv.col2im, columns, (21, 18), 3, padding=padding, stride=stride, on="sm_90")
+        enough_threads(call.plan(), prod(call.results[0].shape))
+
+
+@pytest.mark.parametrize("order", ["C", "last", "gaps"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("shape", [(8, 16, 20, 20), (3, 7, 5), (1, 300, 1, 1), (64, 1, 50)], ids=str)
+def test_passes_of_gradients(dtype, order, shape):
+    grad = array(*shape, dtype=dtype, order=order)
+    scale = array(shape[1], dtype="float32" if dtype == "float16" else dtype)
+    usual = {"spatial": len(shape) - 2, "activation": None}
+    holds(EPILOGUE_GRADIENT.checked({"grad": grad, "saved": None, "through": False, "sums": True, **usual}, "sm_90"))
+    given = {"grad": grad, "x": grad, "scale": scale, "shift": None, "sums": None, "through": True}
+    holds(PROLOGUE_GRADIENT.checked(given | usual, "sm_90"))
+
+
+@pytest.mark.parametrize("fuse", [True, False, "auto"])
+@pytest.mark.parametrize("groups", [(1, 1), (16, 1), (1, 16)], ids=str)
+@pytest.mark.parametrize(("dtype", "on"), [("float16", "sm_80"), ("float32", "sm_90"), ("float64", "sm_75")])
+def test_chains(dtype, on, groups, fuse):
+    layers = [
+        cupyconv.ConvLayer(array(16, 16 // count, 3, 3, dtype=dtype), groups=count, padding=1) for count in groups
+    ]
+    for limit in (None, 250_000):
+        with cupyconv.options(workspace_limit=limit):
+            call = checked_call(cupyconv.conv_chain, array(4, 16, 30, 30, dtype=dtype), layers, fuse=fuse, on=on)
+            try:
+                holds(call, limit, on)
+            except ValueError as refusal:
+                assert fuse is True and dtype == "float64" and "bytes of shared memory of a block" in str(refusal)
+
+
+@pytest.mark.parametrize("cell", GATES)
+@pytest.mark.parametrize("method", ["step", "persistent"])
+@pytest.mark.parametrize(("dtype", "on"), [("float16", "sm_80"), ("float32", "sm_90"), ("float64", "sm_75")])
+@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
+def test_recurrent_layers(cell, method, dtype, on, direction):
+    gates, directions = GATES[cell], 1 + (direction == "bidirectional")
+    weights = [array(directions, gates * 48, size, dtype=dtype) for size in (20, 48)]
+    weights = weights if directions == 2 else [weight[0] for weight in weights]
+    function = getattr(cupyconv, cell)
+    for limit, (steps, batch) in product((None, 100_000), ((1, 4), (12, 5), (3, 100))):
+        with cupyconv.options(workspace_limit=limit):
+            x = array(steps, batch, 20, dtype=dtype)
+            try:
+                plan = cupyconv.explain(function, x, *weights, direction=direction, method=method, on=on)
+            except ValueError as refusal:
+                assert "appl" in str(refusal) and limit
+                continue
+        hold(plan, None, limit, on)
+        products = sum(step.flops for step in each_step(plan.steps))
+        assert products == 2 * steps * batch * directions * gates * 48 * (20 + 48) and plan.method == method
+
+
+@pytest.mark.parametrize("cell", GATES)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("limit", [None, 200_000])
+def test_gradients_of_recurrent_layers(cell, dtype, limit):
+    for sizes, direction in product(((1, 20, 3, 5), (30, 9, 10, 24)), ("forward", "bidirectional")):
+        with cupyconv.options(workspace_limit=limit):
+            hold(recurrent_gradient_plan(cell, dtype, sizes, direction=direction), None, limit)
+
+
+# --- limits, on both sides ------------------------------------------------------------------------------------------
+
+
+def refusal_of(function: Any, *arguments: Any, on: str = "sm_90", limit: int | None = None, **settings: Any) -> str:
+    """Why a named method does not apply; nothing where it does."""
+    with cupyconv.options(workspace_limit=limit):
+        try:
+            cupyconv.explain(function, *arguments, **settings, on=on)
+        except ValueError as refusal:
+            return str(refusal)
+    return ""
+
+
+@pytest.mark.parametrize("method", ["direct", "implicit_gemm"])
+def test_as_many_inputs_as_a_kernel_has_room_for_and_no_more(method):
+    for count in (MAX_SOURCES, MAX_SOURCES + 1):
+        few = f"{count} inputs" if count > MAX_SOURCES else ""
+        xs = [array(2, 4, 8, 8, order="last")] * count
+        grad, weight = array(2, 4, 8, 8, order="last"), array(4, 4 * count, 3, 3)
+        assert few in (said := refusal_of(cupyconv.conv, xs, weight, padding=1, method=method)) and bool(few) == bool(
+            said
+        )
+        said = refusal_of(cupyconv.conv_grad_weight, grad, xs, 3, padding=1, method=method)
+        assert few in said and bool(few) == bool(said)
+        weight = array(4 * count, 4, 3, 3)
+        said = refusal_of(cupyconv.conv_transpose, xs, weight, method=method)
+        assert few in said and bool(few) == bool(said)
+
+
+def test_as_many_inputs_as_a_pair_has_room_for_and_no_more():
+    for count, words in ((MAX_PAIR_SOURCES, ""), (MAX_PAIR_SOURCES + 1, f"{MAX_PAIR_SOURCES + 1} inputs")):
+        layers = [cupyconv.ConvLayer(array(4, count, 1)), cupyconv.ConvLayer(array(4, 4, 1))]
+        said = refusal_of(cupyconv.conv_chain, [array(2, 1, 16)] * count, layers, fuse=True)
+        assert words in said and bool(words) == bool(said)
+
+
+def test_indices_of_a_pixel_have_32_bits():
+    """Of one sample 65,536 x 65,536 pixels; one column more takes another bit."""
+    weight = array(2, 1, 3, 3)
+    for width, words in ((1 << 16, ""), ((1 << 16) + 1, "32 bits")):
+        x = array(1, 1, 1 << 16, width)
+        said = refusal_of(cupyconv.conv, x, weight, padding=1, method="implicit_gemm")
+        assert words in said and bool(words) == bool(said)
+
+
+def test_sizes_that_a_kernel_counts_in_32_bits():
+    """With room to go on by a tile, or by a window, beyond the end."""
+    most = (2**31 - 1) // 8
+    for pixels, words in ((most, ""), (most + 1, "int32")):
+        x, weight = array(1, 1, pixels), array(1, 1, 1)
+        said = refusal_of(cupyconv.conv, x, weight, method="implicit_gemm")
+        assert words in said and bool(words) == bool(said)
+        grad = array(1, 8, pixels, order="last", dtype="float16")
+        said = refusal_of(cupyconv.conv_grad_weight, grad, grad, 1, method="implicit_gemm")
+        assert words in said and bool(words) == bool(said)
+    most = (2**31 - 1) // 1024
+    layers = [cupyconv.ConvLayer(array(1, 1, 1)), cupyconv.ConvLayer(array(1, 1, 1))]
+    for pixels, words in ((most, ""), (most + 1, "int32")):
+        said = refusal_of(cupyconv.conv_chain, array(1, 1, pixels), layers, fuse=True, limit=1 << 30)
+        assert words in said and bool(words) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "settings", "method"),
+    [
+        (cupyconv.conv, (array(4, 6, 30, 30), array(8, 6, 3, 3)), {"padding": 1}, "gemm"),
+        (cupyconv.conv, (array(4, 6, 30, 30, order="gaps"), array(8, 6, 1, 1)), {}, "gemm"),
+        (cupyconv.conv, (array(4, 6, 30, 30, dtype="float16"), array(8, 6, 3, 3, dtype="float16")), {"activation": "gelu"}, "gemm"),
+        (cupyconv.conv, (array(4, 6, 30, 30), array(8, 6, 3, 3)), {"padding": 1}, "implicit_gemm"),
+        (cupyconv.conv_transpose, (array(4, 6, 30, 30), array(6, 8, 3, 3)), {"stride": 2}, "gemm"),
+        (cupyconv.conv_transpose, (array(4, 6, 30, 30, order="gaps"), array(6, 4, 3, 3)), {"groups": 2}, "gemm"),
+        (cupyconv.conv_grad_weight, (array(4, 8, 30, 30), array(4, 6, 30, 30), 3), {"padding": 1}, "gemm"),
+        (cupyconv.conv_grad_weight, (array(4, 8, 30, 30, dtype="float16"), array(4, 6, 30, 30, dtype="float16"), 3), {"padding": 1}, "direct"),
+        (cupyconv.conv_grad_weight, (array(4, 8, 9, 9, dtype="complex64"), array(4, 6, 9, 9), 3), {"padding": 1}, "gemm"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or (value if isinstance(value, str) else ""),
+)  # fmt: skip
+def test_what_a_refusal_says_is_needed_is_enough(function, arguments, settings, method):
+    """And no plan takes more than its limit, however little that is."""
+    said = refusal_of(function, *arguments, **settings, method=method, limit=0)
+    needed = int(re.findall(r"([\d,]+) bytes of workspace", said)[0].replace(",", ""))
+    for limit in (needed, needed + 255, needed + 256, 2 * needed + 1, 3 * needed, 20 * needed, 1 << 27):
+        with cupyconv.options(workspace_limit=limit):
+            call = checked_call(function, *arguments, **settings, method=method, on="sm_90")
+            plan = holds(call, limit)
+        assert plan.workspace_bytes <= limit
+
+
+@pytest.mark.parametrize("cell", GATES)
+def test_recurrent_layers_keep_any_limit(cell):
+    shapes = (40, 3, 5), (GATES[cell] * 7, 5), (GATES[cell] * 7, 7)
+    arrays = [array(*shape) for shape in shapes]
+    kept = 0
+    for limit, method in product((3_000, 5_000, 8_001, 13_313, 20_000, 70_000), ("step", "persistent")):
+        with cupyconv.options(workspace_limit=limit):
+            try:
+                plan = cupyconv.explain(getattr(cupyconv, cell), *arrays, method=method, on="sm_90")
+            except ValueError as refusal:
+                assert "workspace" in str(refusal)
+                continue
+        assert plan.workspace_bytes <= limit
+        kept += 1
+    assert kept >= 6
+
+
+@pytest.mark.parametrize("cell", GATES)
+def test_recurrent_layers_of_no_steps_project_nothing(cell):
+    weights = array(GATES[cell] * 7, 5), array(GATES[cell] * 7, 7)
+    plan = cupyconv.explain(getattr(cupyconv, cell), array(0, 3, 5), *weights, on="sm_90")
+    assert not [step for step in plan.steps if isinstance(step, GemmCall)] and plan.workspace_bytes == 0
+
+
+def test_buffers_that_begin_on_boundaries_fit_the_limit():
+    """Sizes that are no multiples of these, of several buffers: at any limit, refused or within it."""
+    x, weight = array(1, 300, 5, 5), array(33, 300, 3, 3)
+    grad, image = array(2, 12, 1, 9_999, order="last"), array(2, 4, 1, 9_999, order="last")
+    layers = [cupyconv.ConvLayer(array(5, 3, 3, dtype=dtype), padding=1) for dtype in ("float32",)]
+    layers += [cupyconv.ConvLayer(array(7, 5, 3, dtype=dtype), padding=1) for dtype in ("float64",)]
+    calls = (
+        (cupyconv.conv, (x, weight), {"padding": 1, "method": "implicit_gemm"}, range(600_000, 1_000_000, 9_771)),
+        (cupyconv.conv_grad_weight, (grad, image, (1, 3)), {"padding": (0, 1), "method": "implicit_gemm"}, range(0, 19_000, 251)),
+        (cupyconv.conv_chain, (array(3, 3, 77), layers), {"fuse": False}, range(9_000, 40_000, 977)),
+    )  # fmt: skip
+    for function, arguments, settings, limits in calls:
+        taken = set()
+        for limit in limits:
+            with cupyconv.options(workspace_limit=limit):
+                try:
+                    plan = cupyconv.explain(function, *arguments, **settings, on="sm_90")
+                except ValueError as refusal:
+                    assert "limit" in str(refusal)
+                    continue
+            converted = sum(conversion.nbytes for conversion in plan.conversions)
+            assert plan.workspace_bytes - converted <= limit, (function, limit)
+            taken.add(plan.workspace_bytes)
+        assert len(taken) > 1, function
