@@ -34,7 +34,8 @@ CALL = 2.3e-6
 HANDOVER = 1.7e-6
 #: Calls that it takes as long as to work out what a tap of a block reads, where blocks are more than it is kept of.
 REGION_CALLS = 10
-#: Other threads that are woken, and waited for at the end.
+#: Other threads that are woken, and waited for at the end: as it is between other calls, after which they sleep.  In a loop of
+#: one call it takes a third of this.
 WAKE = 300e-6
 #: Seconds of work for which another thread is worth waking.
 SHARE = 1e-3
