@@ -113,6 +113,18 @@ def test_a_filter_of_one_channel_is_depthwise(shape, kernel):
     assert isinstance(named.steps[0], depthwise.ScaledRuns)
 
 
+def test_threads_with_too_little_to_do_cut_no_runs():
+    """A run that is cut for them is short, and an element of it takes twice as long."""
+    x, weight = np.ones((1, 32, 16, 16, 16), np.float32), np.ones((32, 1, 3, 3, 3), np.float32)
+    blocks = {}
+    for threads in (1, 2):
+        with cupyconv.options(threads=threads):
+            (step,) = cupyconv.explain(cupyconv.conv, x, weight, padding=1, groups=32, method="direct").steps
+            assert isinstance(step, depthwise.ScaledRuns)
+            blocks[threads] = step.blocks, step.threads
+    assert blocks[1] == blocks[2]
+
+
 def test_channels_that_are_last_stay_last():
     """Scaled where they lie: to bring them in front and back takes longer than the products save."""
     x, weight = np.ones((2, 30, 30, 48), np.float32).transpose(0, 3, 1, 2), np.ones((48, 1, 3, 3), np.float32)

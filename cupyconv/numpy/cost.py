@@ -35,12 +35,13 @@ CALL = 2.3e-6
 HANDOVER = 1.7e-6
 #: Calls that it takes as long as to work out what a tap of a block reads, where blocks are more than it is kept of.
 REGION_CALLS = 10
-#: Other threads that are woken, and waited for at the end.
-WAKE = 120e-6
+#: Other threads that are woken, and waited for at the end: as it is between other calls, after which they sleep.  In a loop of
+#: one call it takes a third of this.
+WAKE = 300e-6
 #: Seconds of work for which another thread is worth waking.
 SHARE = 1e-3
 #: How much longer work takes where other cores work too, on the same memory.
-BESIDE_OTHERS = 1.15
+BESIDE_OTHERS = 1.25
 
 # --- products by BLAS -----------------------------------------------------------------------------------------
 
@@ -84,7 +85,7 @@ LEAST_ROWS, READ_AGAIN = 8, 1 << 17
 BY_ROWS, INNERMOST, LEAVES = 1.2, 12_000, 220e-12
 
 #: Seconds of a multiply-add of a vector by a vector; and of one by a matrix, of no more elements than stay in cache.
-DOT, BY_VECTOR, VECTOR = 120e-12, 70e-12, 1 << 20
+DOT, BY_VECTOR, VECTOR = 105e-12, 70e-12, 1 << 20
 
 # --- passes over memory ---------------------------------------------------------------------------------------
 

@@ -41,10 +41,14 @@ def scaled_work(problem: ConvProblem) -> float:
         return cost.scaled(outputs * pixels, problem, geometry.out_channels if geometry.stride[2] > 1 else 0)
     if geometry.stride != (1, 1, 1):
         return cost.scaled_apart(outputs * pixels, problem)
-    depth, height, width = tile_shape(geometry, 1, (geometry.batch, *geometry.out_size))[2:]
-    run = geometry.batch * depth * height * width
-    is_short = run // problem.host.threads < SHORT_RUN and sum(taps > 1 for taps in geometry.kernel) > 1
+    run = _run(geometry)
+    is_short = run // ScaledRuns.sharers(problem) < SHORT_RUN and sum(taps > 1 for taps in geometry.kernel) > 1
     return cost.scaled(outputs * run, problem, is_short=is_short)
+
+
+def _run(geometry: ConvGeometry) -> int:
+    """Elements of a tap's run, of all pixels."""
+    return geometry.batch * prod(tile_shape(geometry, 1, (geometry.batch, *geometry.out_size))[2:])
 
 
 def workers(loop: ConvLoop) -> int:
@@ -157,9 +161,16 @@ class ScaledRuns(ScaledLoop):
         per_pixel = (1 + geometry.group_outputs) * ITEMSIZE[accumulator(problem.x_dtype)]
         return MEMORY_BLOCK // per_pixel, 1 if geometry.pixels >= LONE_PIXELS else geometry.batch
 
+    @classmethod
+    def sharers(cls, problem: ConvProblem) -> int:
+        # Runs that are cut for threads that have too little to do are short for nothing.
+        geometry = problem.geometry
+        elements = geometry.out_channels * geometry.taps * _run(geometry)
+        return cost.worth_waking(problem.host.threads, cost.scaled(elements, problem))
+
     @cached_property
     def threads(self) -> int:
-        return workers(self)
+        return max(1, min(self.sharers(self.problem), self.blocks))
 
     @cached_property
     def part(self) -> int:
