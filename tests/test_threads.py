@@ -123,7 +123,7 @@ def test_a_recurrent_layer_is_divided_where_steps_are_large_and_samples_many():
 
 def test_one_thread_out_of_several_is_one_of_blas_too(monkeypatch):
     seen = []
-    x, weight = np.ones((2, 96, 30, 30), np.float32), np.ones((200, 96, 1, 1), np.float32)
+    x, weight = np.ones((2, 384, 30, 30), np.float32), np.ones((200, 384, 1, 1), np.float32)  # too large for parts
     with threadpool_limits(2, "blas"):
         step = cupyconv.explain(cupyconv.conv, x, weight, stride=2).steps[0]
         assert step.threads == 1 and step.holds_blas
@@ -131,7 +131,7 @@ def test_one_thread_out_of_several_is_one_of_blas_too(monkeypatch):
         monkeypatch.setattr(type(step), "sums", lambda *block: (seen.append(numbers()), original(*block))[1])
         y = cupyconv.conv(x, weight, stride=2)
     assert seen and all(held == [1] for held in seen)
-    assert (y == 96).all()
+    assert (y == 384).all()
 
 
 @pytest.mark.parametrize("groups, rows", [(1, 7), (2, 7), (5, 3), (1, 1)])
