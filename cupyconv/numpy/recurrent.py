@@ -320,8 +320,18 @@ class RecurrentLayer:
             else:
                 own[role] = np.array(own[role], self._dtype, order="C")
         slope = self._slopes[direction] if self._step.folded else None
-        doubled = is_doubled(self._geometry, direction, "peephole" in own, self._step.folded)
-        return Weights(self._geometry, slope, doubled, self._step.joined, *self._step.blocks, **own)
+        step = self._step
+        doubled = is_doubled(self._geometry, direction, "peephole" in own, step.folded)
+        block, input_block = step.blocks
+        return Weights(
+            self._geometry,
+            **own,
+            slope=slope,
+            doubled=doubled,
+            joined=step.joined,
+            block=block,
+            input_block=input_block,
+        )
 
 
 class LoneStep:
@@ -350,9 +360,8 @@ class LoneStep:
             memory = self._memory()
         cell, projected, cut = memory
         names = self._names
-        weights = Weights(
-            self._geometry, None, False, False, 0, 0, **{role: arrays[name] for role, name in self._weights}
-        )
+        own = {role: arrays[name] for role, name in self._weights}
+        weights = Weights(self._geometry, **own)
         arrays[names["x"]].dot(weights.weight_ih.T, projected)
         if weights.input_bias is not None:
             np.add(projected, weights.input_bias, projected)
@@ -378,9 +387,7 @@ class _Chunk(NamedTuple):
     end: int
     times: slice | None  # the same of an array; None where it is all of it
     projected: np.ndarray  # what the inputs add, (steps, G * H, N); of one sample (steps, G * H)
-    written: (
-        np.ndarray
-    )  # the same as the product writes it; of joined weights x itself, (steps, I, N), beside the states
+    written: np.ndarray  # as the product writes it; of joined weights x itself, (steps, I, N), beside the states
     first: np.ndarray  # h before the step that comes first
     last: np.ndarray  # and after the one that comes last
     states: np.ndarray  # h after each, (steps, N, H); of a single step (N, H)

@@ -151,16 +151,17 @@ class Weights:
     def __init__(
         self,
         geometry: RecurrentGeometry,
-        slope: np.ndarray | None,
-        doubled: bool,
-        joined: bool,
-        block: int,
-        input_block: int,
         weight_ih: np.ndarray,
         weight_hh: np.ndarray,
         bias_ih: np.ndarray | None = None,
         bias_hh: np.ndarray | None = None,
         peephole: np.ndarray | None = None,
+        *,
+        slope: np.ndarray | None = None,
+        doubled: bool = False,
+        joined: bool = False,
+        block: int = 0,
+        input_block: int = 0,
     ) -> None:
         rows, hidden = weight_hh.shape
         is_gru = geometry.cell == "gru"
@@ -195,10 +196,8 @@ class Weights:
         self.candidate = None
         if is_gru and not resets_product:
             candidate, of_candidate = weight_hh[2 * hidden :], None if slope is None else slope[2 * hidden :]
-            with_state, slope = (
-                [part[: 2 * hidden] for part in with_state],
-                None if slope is None else slope[: 2 * hidden],
-            )
+            with_state = [part[: 2 * hidden] for part in with_state]
+            slope = None if slope is None else slope[: 2 * hidden]
             if block or slope is not None:
                 candidate = copied_for_blas([candidate], of_candidate, block)
             self.candidate = multiplied_by(candidate)
@@ -226,9 +225,8 @@ class Cell:
     ) -> None:
         self.geometry, self._block = geometry, block
         rows, of_c = geometry.gates * geometry.hidden, geometry.hidden if geometry.cell == "lstm" else 0
-        self._memory = np.empty(
-            (of_c + rows + block, batch), dtype
-        )  # the last block of a product may end beyond the gates
+        # The last block of a product may end beyond the gates.
+        self._memory = np.empty((of_c + rows + block, batch), dtype)
         #: An lstm's other state; and where the next one is written, which may be elsewhere.
         self.c = self.next_c = self._memory[:of_c]
         #: The gates, and their rows one after the other.
@@ -393,13 +391,8 @@ class _Lstm(Cell):
     def advance(self, given: Weights, steps: Iterable[Step], kept: Kept) -> None:
         gates, rows, c, recurrent, peephole = self.gates, self.rows, self.c, given.recurrent, given.peephole
         activate_early, add_up, completes = self._activate_early, self._sum, self._completes or kept
-        (i, f, o), next_c, whole, of_cell, written = (
-            self._i_f_o,
-            self.next_c,
-            self._whole,
-            self._of_cell,
-            self._rows_written,
-        )
+        (i, f, o), next_c, whole = self._i_f_o, self.next_c, self._whole
+        of_cell, written = self._of_cell, self._rows_written
         for t, projected, factor, _, after in steps:
             recurrent(factor, written)
             if projected is not None:

@@ -174,9 +174,8 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
     chunk = even_part(batch, most)
     most_samples = tuple(_samples(layer, 0, chunk) for layer in layers)
     sizes = _slot_bytes(most_samples, stored)
-    left = max(
-        0, limit - sum(Buffer("", nbytes).space for nbytes in sizes)
-    )  # the last chunk too, which may have fewer samples, finds memory for the most
+    # The last chunk too, which may have fewer samples, finds memory for the most.
+    left = max(0, limit - sum(Buffer("", nbytes).space for nbytes in sizes))
 
     def chunk_draft(first: int, count: int) -> Draft:
         some = [replace(_samples(layer, first, count), workspace_limit=left) for layer in layers]
