@@ -232,6 +232,14 @@ class Row(NamedTuple):
         return self.length > self.pixels
 
 
+class Arrangement(NamedTuple):
+    """How a weight lies, the product of a row of the result then, and what it takes to arrange it so."""
+
+    row: Row
+    seconds: float
+    is_turned: bool
+
+
 class MecRows(ConvLoop):
     """A product for each row of the result: of the rows of columns that its taps share, one matrix where they lie.
 
@@ -257,36 +265,46 @@ class MecRows(ConvLoop):
         step = geometry.stride[axis] // gcd(geometry.stride[axis], geometry.dilation[axis])
         return problem.is_one_kind and geometry.kernel[axis] > step
 
-    @cached_property
+    @property
     def _row(self) -> Row:
         """That of a whole block."""
-        return self._row_of(self.block, self.turns_weight)
+        return self._arrangement.row
 
-    @cached_property
+    @property
     def turns_weight(self) -> bool:
         """Whether the weight's columns lie side by side, not its rows: most are copied in less time to lie so."""
-        return self._arranging[1]
+        return self._arrangement.is_turned
 
     @cached_property
-    def _arranging(self) -> tuple[float, bool]:
-        """What it takes to arrange the weight, and whether it is turned: products take longer or less then."""
-        problem, geometry, rows = self.problem, self.geometry, self._rows
+    def _arrangement(self) -> Arrangement:
+        """Turned or not: products take longer or less."""
+        problem, geometry = self.problem, self.geometry
         elements, run = prod(problem.weight.shape), geometry.taps // geometry.kernel[geometry.outermost]
         as_it_is = turned = 0.0
         if not problem.weight_is_constant:
             as_it_is = cost.copied(elements, run, problem.weight_dtype)
             turned = cost.copied(elements, elements, problem.weight_dtype, apart=True)
-        products = rows * (self._row_of(self.block, False).seconds - self._row_of(self.block, True).seconds)
-        return (turned, True) if products > turned - as_it_is else (as_it_is, False)
+        ways = [
+            Arrangement(self._row_of(self.block, is_turned), seconds, is_turned)
+            for is_turned, seconds in ((False, as_it_is), (True, turned))
+        ]
+        return min(ways, key=lambda way: self._rows * way.row.seconds + way.seconds)
 
     def _row_of(self, block: BlockSize, turned: bool) -> Row:
-        axis, pixels = self.geometry.outermost, prod(block[2 + self.geometry.outermost :])
+        axis, pixels, dtype = self.geometry.outermost, prod(block[2 + self.geometry.outermost :]), self._dtype
         sizes = self.geometry.group_outputs, self.geometry.reduction, pixels
-        few = cost.product_of_few(*sizes, self.x_dtype.name) if self.x_dtype == self.factor_dtype else 0.0
-        seconds, parts = max(few, cost.product(*sizes, self.problem)), None
-        if axis < 2 and self.x_dtype == self.factor_dtype:
-            parts = cost.parts_of_product(*sizes, self.x_dtype.name, axis == 1, turned)
+        seconds, parts = cost.product(*sizes, self.problem), None
+        if dtype:
+            seconds = max(seconds, cost.product_of_few(*sizes, dtype))
+        if dtype and axis < 2:
+            parts = cost.parts_of_product(*sizes, dtype, axis == 1, turned)
         return Row(pixels, parts, parts.seconds) if parts and parts.seconds < seconds else Row(pixels, None, seconds)
+
+    @cached_property
+    def _dtype(self) -> str | None:
+        """The one dtype of both factors, if they have one."""
+        dtype = accumulator(self.problem.x_dtype)
+        return dtype if dtype == accumulator(self.problem.factor_dtype) else None
 
     @property
     def _rows(self) -> int:
@@ -312,7 +330,7 @@ class MecRows(ConvLoop):
     def work(self) -> float:
         axis = self.geometry.outermost
         phases = min(self._period, self.block[1 + axis])
-        products = self._rows * self._row.seconds + self._arranging[0]
+        products = self._rows * self._row.seconds + self._arrangement.seconds
         columns = self.columns_work(self.blocks * phases * prod(self._rows_shape(self.block)) * self._row.pixels)
         return products + columns + self.tile_work + self.store_work
 
@@ -355,10 +373,11 @@ class MecRows(ConvLoop):
             part = even_part(extent, -(-extent // count))
             size: Any = [1] * (1 + axis) + [rows, part, *inner]
             loop = cls(problem, tuple(size))
-            needed = fixed + problem.host.threads * (loop.workspace + loop.index_bytes)
             is_least = rows == part == 1
-            if needed <= limit and (is_least or loop.columns_bytes <= COLUMNS_BLOCK):
-                return loop
+            if is_least or loop.columns_bytes <= COLUMNS_BLOCK:
+                needed = fixed + problem.host.threads * (loop.workspace + loop.index_bytes)
+                if needed <= limit:
+                    return loop
             if is_least:
                 raise NotApplicable(f"the smallest block needs {needed:,} bytes of workspace, the limit is {limit:,}")
             if rows == 1 or (part > 1 and part * prod(inner) > SMALLEST_BLOCK):
