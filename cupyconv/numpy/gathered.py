@@ -33,29 +33,29 @@ MOST_PARTS = 16
 
 
 @dataclass(frozen=True)
-class GatheredLoop(NumpyStep):
-    """A part of a transposed convolution's result as a convolution, of `geometry`, or a share of one: a phase along each axis.
-
-    Its weight is that of the channels from `first_channel` of the concatenated results on, has the phases' taps, and
-    outputs and channels of each group exchanged.
-    """
+class GatheringStep(NumpyStep):
+    """A step of a transposed convolution that a convolution of x computes, by a weight whose sides are exchanged first."""
 
     problem: TransposedProblem
     convolution: ConvLoop
-    geometry: ConvGeometry
-    output: str
-    first_channel: int
-    phases: tuple[AxisPhase, ...]
+
+    @property
+    def own_calls(self) -> int:
+        """Calls beside the convolution's."""
+        return cost.GATHERED_CALLS
+
+    @property
+    def weight_elements(self) -> int:
+        """How many are copied as the weight is exchanged."""
+        return prod(self.problem.weight.shape)
 
     @property
     def flops(self) -> int:
         return self.convolution.flops
 
     @property
-    def seconds(self) -> float:
-        return (
-            self.convolution.seconds + cost.exchanged(prod(self.problem.weight.shape)) + cost.GATHERED_CALLS * cost.CALL
-        )
+    def bytes_moved(self) -> int:
+        return self.convolution.bytes_moved
 
     @property
     def turns(self) -> int:
@@ -63,11 +63,25 @@ class GatheredLoop(NumpyStep):
 
     @property
     def calls(self) -> float:
-        return self.convolution.calls + cost.GATHERED_CALLS
+        return self.convolution.calls + self.own_calls
 
     @property
-    def bytes_moved(self) -> int:
-        return self.convolution.bytes_moved
+    def seconds(self) -> float:
+        return self.convolution.seconds + cost.exchanged(self.weight_elements) + self.own_calls * cost.CALL
+
+
+@dataclass(frozen=True)
+class GatheredLoop(GatheringStep):
+    """A part of a transposed convolution's result as a convolution, of `geometry`, or a share of one: a phase along each axis.
+
+    Its weight is that of the channels from `first_channel` of the concatenated results on, has the phases' taps, and
+    outputs and channels of each group exchanged.
+    """
+
+    geometry: ConvGeometry
+    output: str
+    first_channel: int
+    phases: tuple[AxisPhase, ...]
 
     def __str__(self) -> str:
         taps = " x ".join(str(len(axis.taps) * is_reached(self.phases)) for axis in self.phases)

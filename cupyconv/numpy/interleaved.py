@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.choice import by_another
 from cupyconv.numpy.convolution import ConvLoop, ConvRun, plan_conv, result_takes_sums
-from cupyconv.numpy.gathered import check_gathers
+from cupyconv.numpy.gathered import GatheringStep, check_gathers
 from cupyconv.numpy.windows import Block, Scratch, five_axes
 from cupyconv.problem.arrays import c_strides
 from cupyconv.problem.geometry import Triple
@@ -39,41 +38,22 @@ MOST_ZEROS = 2.5
 
 
 @dataclass(frozen=True)
-class InterleavedLoop(NumpyStep):
+class InterleavedLoop(GatheringStep):
     """A convolution whose outputs are all phases of the channels of a result, from `first_channel` of all on."""
 
-    problem: TransposedProblem
-    convolution: ConvLoop
     output: str
     first_channel: int
     phases: tuple[tuple[AxisPhase, ...], ...]  # of each axis
     joint: tuple[AxisPhase, ...]  # one along each axis, which has the taps of all
 
     @property
-    def flops(self) -> int:
-        return self.convolution.flops
-
-    @property
-    def turns(self) -> int:
-        return self.convolution.turns
-
-    @property
-    def calls(self) -> float:
-        return self.convolution.calls + self._own_calls
-
-    @property
-    def _own_calls(self) -> int:
-        """Beside what storing sums takes: for each phase of a block."""
+    def own_calls(self) -> int:
+        # Beside what storing sums takes: for each phase of a block.
         return cost.GATHERED_CALLS + 4 * self.count * (1 + self.convolution.turns)
 
     @property
-    def seconds(self) -> float:
-        weight = prod(self.convolution.problem.weight.shape)
-        return self.convolution.seconds + cost.exchanged(weight) + self._own_calls * cost.CALL
-
-    @property
-    def bytes_moved(self) -> int:
-        return self.convolution.bytes_moved
+    def weight_elements(self) -> int:
+        return prod(self.convolution.problem.weight.shape)
 
     def __str__(self) -> str:
         taps = " x ".join(str(len(axis.taps)) for axis in self.joint)

@@ -57,6 +57,11 @@ class Buffer:
         """Bytes up to where the next one may start."""
         return -(-self.nbytes // Plan.ALIGNMENT) * Plan.ALIGNMENT
 
+    @staticmethod
+    def parts_in(room: int, nbytes: int) -> int:
+        """How many parts of so many bytes a buffer may have whose `space` is within this room."""
+        return room // Plan.ALIGNMENT * Plan.ALIGNMENT // nbytes
+
 
 @dataclass(frozen=True)
 class Conversion:

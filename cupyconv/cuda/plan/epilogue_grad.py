@@ -51,7 +51,7 @@ def pass_and_sum(
     sums = problem.sums
     if sums is None or not sums.nbytes:
         return ([launch(None, GRID_X)] if problem.grad.nbytes else []), ()
-    most_parts = max(1, problem.limit // Plan.ALIGNMENT * Plan.ALIGNMENT // sums.nbytes)
+    most_parts = max(1, Buffer.parts_in(problem.limit, sums.nbytes))
     whole = launch(address(sums), most_parts)
     if whole.grid[0] == 1:
         return [whole], ()

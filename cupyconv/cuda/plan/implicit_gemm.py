@@ -49,7 +49,7 @@ from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, is_complex, 
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.padding import PADDING_MODES
-from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, KernelLaunch, Plan, Step
+from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, KernelLaunch, Step
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
 #: Bytes of K in a slab of the sum (SLAB_BYTES of kernels/warp_tile.cuh).
@@ -335,8 +335,7 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
 
     sums = replace(problem.out.in_c_order(accumulator(dtype)), name="sums", offset=0)
     taken = [*way.workspace, *([packed] if packed and not packed.of else [])]
-    room = problem.limit - sum(buffer.space for buffer in taken)
-    affordable = room // Plan.ALIGNMENT * Plan.ALIGNMENT // sums.nbytes
+    affordable = Buffer.parts_in(problem.limit - sum(buffer.space for buffer in taken), sums.nbytes)
     at_once = gpu.multiprocessors * (BUSY_THREADS // threads)
     shares = max(1, min(at_once // blocks_xy, most_slabs // SMALLEST_SHARE, affordable))
     slabs_per_split = -(-most_slabs // shares)

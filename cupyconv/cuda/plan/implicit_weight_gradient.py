@@ -27,7 +27,7 @@ from cupyconv.cuda.plan.launches import (
     windows_params,
 )
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, collapsed_stride
-from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, KernelLaunch, Plan, Step
+from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, KernelLaunch, Step
 from cupyconv.problem.problems import NotApplicable, WeightGradientProblem
 
 #: Rows and columns of a tile -> threads that work on it, and K-slabs in flight, of kernels/implicit_weight_gradient.cu.
@@ -96,7 +96,7 @@ def _draft(problem: WeightGradientProblem, arithmetic: str, tile: tuple[int, int
     dtype = accumulator(out.dtype)
     plane = geometry.out_channels * geometry.reduction
     at_once = gpu.multiprocessors * (BUSY_THREADS // threads)
-    affordable = problem.limit // Plan.ALIGNMENT * Plan.ALIGNMENT // (plane * ITEMSIZE[dtype])
+    affordable = Buffer.parts_in(problem.limit, plane * ITEMSIZE[dtype])
     slabs_per_part = -(-slabs // max(1, min(_parts(rounds * at_once, tiles, slabs), affordable)))
     parts = -(-slabs // slabs_per_part)
 
