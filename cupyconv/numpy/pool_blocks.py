@@ -20,10 +20,10 @@ from typing import Any, ClassVar, Protocol, Self
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import NumpyStep
+from cupyconv.numpy.backend import NumpyStep, Scratch
 from cupyconv.numpy.pool_windows import Elements, Outputs, everywhere, most_read, most_windows, on_axis
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import Scratch, block_words, five_axes
+from cupyconv.numpy.windows import block_words, five_axes
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import Windows, even_part
 from cupyconv.problem.passes import PoolingProblem
