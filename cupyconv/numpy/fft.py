@@ -94,9 +94,8 @@ class Weights(NamedTuple):
     """The weight: (groups, outputs per group, K_g) as it is, and the conjugate of its spectrum."""
 
     matrix: np.ndarray
-    spectra: (
-        np.ndarray
-    )  # (groups, outputs, channels, *frequencies), or of many (*frequencies, groups, channels, outputs)
+    #: (groups, outputs, channels, *frequencies); of matrix products (*frequencies, groups, channels, outputs).
+    spectra: np.ndarray
 
 
 @dataclass(frozen=True)
