@@ -53,8 +53,9 @@ SMALL_PRODUCT = 1_000_000
 #: Multiply-adds at most of products that are cut to be small ones: safely below.
 SAFELY_SMALL = 900_000
 #: Rows, and elements, of a weight with which small products are faster than one long product; the columns that they have
-#: at most, and what these are a multiple of.
-FEW_ROWS, SMALL_WEIGHT, RUN_OF_COLUMNS, RUN_STEP = 32, 5000, 192, 48
+#: at most, and what these are a multiple of.  One or two rows are as fast with all columns that BLAS does not pack.
+FEW_ROWS, SMALL_WEIGHT, RUN_OF_COLUMNS, RUN_STEP = 32, 5000, 768, 48
+ROWS_OF_LONG_RUNS = 2
 #: Seconds to pack an element of an operand.
 PACK = 130e-12
 #: Rows, and columns, that BLAS's innermost loop has at a time: those that are missing take as long.
@@ -142,11 +143,14 @@ def worth_waking(threads: int, work: float, share: float = SHARE) -> int:
     return max(1, min(threads, int(work / share)))
 
 
-def run_of(rows: float, reduction: float, dtype: str) -> int:
+@lru_cache(maxsize=512)
+def run_of(rows: float, reduction: float, columns: float, is_float32: bool) -> int:
     """Columns that such a weight is multiplied with at a time: so many that BLAS packs no operand, or 0 for all."""
-    if dtype != "float32" or rows > FEW_ROWS or not 0 < rows * reduction <= SMALL_WEIGHT:
+    if not is_float32 or rows > FEW_ROWS or not 0 < rows * reduction <= SMALL_WEIGHT:
         return 0
-    return min(RUN_OF_COLUMNS, int(SMALL_PRODUCT / (rows * reduction))) // RUN_STEP * RUN_STEP
+    unpacked = int(SMALL_PRODUCT / (rows * reduction))
+    run = (unpacked if rows <= ROWS_OF_LONG_RUNS else min(RUN_OF_COLUMNS, unpacked)) // RUN_STEP * RUN_STEP
+    return run if columns > min(unpacked, 2 * run) else 0
 
 
 def holds_blas(threads: int, host: HostModel, largest: int) -> bool:
@@ -161,8 +165,7 @@ def holds_blas(threads: int, host: HostModel, largest: int) -> bool:
 def product(rows: float, reduction: float, columns: float, problem: ProductsProblem) -> float:
     """A matrix (rows, reduction) by one (reduction, columns), the longer of its sides taken for the columns."""
     scale, wide = multiply_adds(problem), width(problem.dtype)
-    run = run_of(rows, reduction, accumulator(problem.dtype)) if scale == 1 else 0
-    if run and columns >= 2 * run:
+    if scale == 1 and (run := run_of(rows, reduction, columns, accumulator(problem.dtype) == "float32")):
         return columns / run * product(rows, reduction, run, problem)
     if rows > columns:
         rows, columns = columns, rows
