@@ -38,8 +38,9 @@ REGION_CALLS = 10
 #: Other threads that are woken, and waited for at the end: as it is between other calls, after which they sleep.  In a loop of
 #: one call it takes a third of this.
 WAKE = 300e-6
-#: Seconds of work for which another thread is worth waking.
-SHARE = 1e-3
+#: Seconds of work for which another thread is worth waking: of most loops, of products with Toeplitz matrices, and of pooling.
+#: `backend` asks for less: it only says how many threads a plan may have, from a cautious guess of the work.
+SHARE, TOEPLITZ_SHARE, POOL_SHARE = 1e-3, 800e-6, 600e-6
 #: How much longer work takes where other cores work too, on the same memory.
 BESIDE_OTHERS = 1.25
 
@@ -47,8 +48,10 @@ BESIDE_OTHERS = 1.25
 
 #: Seconds of a multiply-add; and to begin one product of a batch.
 MULTIPLY_ADD, PRODUCT = 14e-12, 27e-9
-#: Multiply-adds up to which a product reads its operands where they lie, without packing them.
+#: Multiply-adds up to which a product reads its operands where they lie, without packing them (OpenBLAS on x86-64 with AVX-512).
 SMALL_PRODUCT = 1_000_000
+#: Multiply-adds at most of products that are cut to be small ones: safely below.
+SAFELY_SMALL = 900_000
 #: Rows, and elements, of a weight with which small products are faster than one long product; the columns that they have
 #: at most, and what these are a multiple of.  One or two rows are as fast with all columns that BLAS does not pack.
 FEW_ROWS, SMALL_WEIGHT, RUN_OF_COLUMNS, RUN_STEP = 32, 5000, 768, 48
@@ -92,8 +95,9 @@ DOT, BY_VECTOR, VECTOR = 105e-12, 70e-12, 1 << 20
 
 #: Seconds of an element that is copied in cache, of a run of them that begins, and of one that has no neighbours.
 COPY, RUN, APART = 225e-12, 4.2e-9, 360e-12
-#: Seconds of an element that is read and added to another in cache; and to one that an index array names.
-ADD, ADD_BY_INDEX = 350e-12, 4e-9
+#: Seconds of an element that is read and added to another in cache; to one that an index array names; and of one that pooling
+#: reads or writes.
+ADD, ADD_BY_INDEX, POOLED = 350e-12, 4e-9, 650e-12
 #: Seconds to bring an element's channel behind its pixels, or in front of them.
 TRANSPOSE = 1.6e-9
 #: Bytes of memory that stay a process's own between calls; and seconds of a byte beyond that is touched first.

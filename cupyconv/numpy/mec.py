@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from cupyconv.numpy import cost
+from cupyconv.numpy.backend import whole_lines
 from cupyconv.numpy.block_loops import SMALLEST_BLOCK
 from cupyconv.numpy.convolution import (
     LONE_PIXELS,
@@ -33,7 +34,7 @@ from cupyconv.numpy.convolution import (
     result_takes_sums,
     temporaries,
 )
-from cupyconv.numpy.windows import LINE, Block, BlockSize, Images, parts_of, tile_shape, whole_lines
+from cupyconv.numpy.windows import Block, BlockSize, Images, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.problems import ConvProblem, NotApplicable, WeightGradientProblem
@@ -322,7 +323,7 @@ class MecRows(ConvLoop):
 
     def _pitch(self, row: Row) -> int:
         """Elements from one row of columns to the next: parts begin where cache lines do."""
-        return whole_lines(row.length, LINE // self.x_dtype.itemsize) if row.parts else row.length
+        return whole_lines(row.length, self.x_dtype.itemsize) if row.parts else row.length
 
     @property
     def largest_product(self) -> int:
