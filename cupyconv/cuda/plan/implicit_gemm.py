@@ -79,9 +79,11 @@ FIRST_MMA = {"float16": 75, "bfloat16": 80, "float32": 80, "float64": 80, "compl
 #: product of TF32 takes an A100 8 clocks and an H200, at the rate that mma.sync reaches, about 6.4: 576 against 768 clocks, and
 #: 507 against 614.
 #:
-#: There is none for complex128.  Of a slab's 550 clocks of mma.m16n8k4 on an H200 three products would save 138.  But operands
-#: that overflow as they are added have to be seen, and their products done again, for which a slab is summed apart: with those
-#: of the operands 74 additions of doubles, 148 clocks.
+#: There are no three for complex128: a slab's products are summed apart, so that operands that overflow as they are added could
+#: be seen, and a warp of 32 x 32 sums has no registers for that.  Written out for a tile of 64 x 64 and counted in SASS, even
+#: without such a check: three products take 254 registers and spill 16 bytes on sm_80 (48 mma.m8n8k4 a slab), 255 and 236
+#: bytes on sm_90 (24 mma.m16n8k4), and 77 additions of doubles besides; four take 206 registers (64) and 216 (32), no spills.
+#: On an H200 that is 24 x 17 + 77 x 2 = 562 clocks against 32 x 17 = 544.
 REAL_PRODUCTS = {"complex64": 3}
 
 
@@ -357,6 +359,7 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
         rate *= threads / BUSY_THREADS  # one block to a multiprocessor
     issued = slabs * threads / WARP * cost.ISSUED[arithmetic, itemsize, gather][tile]
     shared_lines = slabs * _shared_lines(problem, tile, gather, arithmetic)
+    blocks = tiles_m * geometry.groups * sum(tiles_n) * splits
     steps = [*way.steps]
     if pack and not problem.weight_is_constant:
         steps.append(pack)
@@ -394,14 +397,9 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
             purpose=_words(phases) + prologue_words(problem.prologue) + ", bias, residual, activation" * (splits == 1),
             bytes_moved=bytes_of(problem.xs) + (packed or problem.weight).nbytes + splits * out.nbytes,
             flops=_flops(problem, phases),
+            l2_bytes=blocks * l2_bytes,
             arithmetic_seconds=cost.seconds_in_rounds(
-                tiles_m * geometry.groups * sum(tiles_n) * splits,
-                operations,
-                rate,
-                gpu,
-                l2_bytes=l2_bytes,
-                issued=issued,
-                shared_lines=shared_lines,
+                blocks, operations, rate, gpu, l2_bytes=l2_bytes, issued=issued, shared_lines=shared_lines
             ),
         )
     )
