@@ -23,7 +23,7 @@ from strategies import share_of_examples
 
 import cupyconv
 from cupyconv.call.explain import checked_call
-from cupyconv.cuda.plan import depthwise
+from cupyconv.cuda.plan import depthwise, depthwise_transposed
 from cupyconv.cuda.plan.gemm import SMALLEST_CHUNK
 from cupyconv.cuda.plan.launches import is_along_channels, vector_width
 from cupyconv.cuda.plan.matrices import MAX_BATCH
@@ -222,6 +222,17 @@ def kernels_of_depthwise_weight_gradients(dtype: Any) -> set[Kernel]:
     return asked
 
 
+def kernels_of_depthwise_transposed(dtype: Any) -> set[Kernel]:
+    """Those of each kernel."""
+    asked: set[Kernel] = set()
+    for kernel, _ in depthwise_transposed.KERNELS:
+        x, weight = array(8, 64, 28, 28, dtype=dtype), array(64, 1, kernel, kernel, dtype=dtype)
+        made = cupyconv.explain(cupyconv.conv_transpose, x, weight, stride=2, groups=64, method="direct", on=GPU)
+        check(made)
+        asked |= {launch.kernel for launch in launches(made)}
+    return asked
+
+
 def kernels_of_weight_gradients(x_dtype: Any, grad_dtype: Any) -> set[Kernel]:
     """Those of conv_grad_weight, for one and for more outputs a group, each plan checked."""
     asked: set[Kernel] = set()
@@ -389,7 +400,7 @@ def test_every_listed_kernel_is_asked_for(nightly):
     for dtype in ("float16", BFLOAT16, "float32"):
         asked |= kernels_of_implicit_weight_gradients(dtype)
     for dtype in ("float16", BFLOAT16, "float32", "float64"):
-        asked |= kernels_of_depthwise_weight_gradients(dtype)
+        asked |= kernels_of_depthwise_weight_gradients(dtype) | kernels_of_depthwise_transposed(dtype)
     for narrow, wide in product(("float16", BFLOAT16, "float32"), ("float32", "float64")):
         asked |= kernels_of_widening(narrow, wide)
     for dtype in ("complex64", "complex128"):

@@ -64,8 +64,9 @@ GRADIENT_ISSUED = {("TF32X3", 2): 23, ("TF32X3", 4): 32, ("FMA", 2): 55, ("FMA",
 
 #: What it takes conv_pair.cu to bring an element of x into its tile, and one of a weight into its place, in multiply-adds.
 PAIR_X_LOAD, PAIR_WEIGHT_LOAD = 3, 20
-#: What it takes col2im.cu to find which windows read an element, with divisions, and to read it once, in multiply-adds.
-COL2IM_PLACE, COL2IM_READ = 600, 10
+#: What it takes col2im.cu and transposed.cu to find which windows read an element, with divisions, in multiply-adds; and
+#: col2im.cu to read it once.
+READERS_PLACE, COL2IM_READ = 600, 10
 #: finish_tiles.cu and tiles.cu: what it takes to find where an element lies, with divisions, in multiply-adds.
 TILE_PLACE = 60
 #: cuFFT: the share of the memory's bandwidth that each axis of a transform reaches, where images lie one after the other and
@@ -120,10 +121,13 @@ def product_rate(arithmetic: str, dtype: str, gpu: GpuModel) -> float:
     return gpu.tf32 * gpu.mma_share / {"TF32": 1, "TF32X3": 3}[arithmetic]
 
 
-def priced(launch: KernelLaunch, rate: float, gpu: GpuModel) -> KernelLaunch:
-    """The launch with what its arithmetic takes at this rate of a whole GPU, a part of which its blocks may leave idle."""
+def priced(launch: KernelLaunch, rate: float, gpu: GpuModel, *, beside: float = 0) -> KernelLaunch:
+    """The launch with what its arithmetic takes at this rate of a whole GPU, a part of which its blocks may leave idle.
+
+    Multiply-adds that it takes to find places come `beside`.
+    """
     busy = min(1.0, launch.blocks / gpu.multiprocessors)
-    return replace(launch, arithmetic_seconds=launch.flops / (rate * busy))
+    return replace(launch, arithmetic_seconds=(launch.flops / rate + 2 * beside / gpu.fp32) / busy)
 
 
 def issue_rate(gpu: GpuModel) -> float:
