@@ -191,3 +191,12 @@ def test_more_work_is_no_cheaper_and_the_cheapest_is_taken(layer, on, dtype, ord
         more = drafts(layer, on, dtype, order, times)
         for method in once.keys() & more.keys():
             assert 0.9 * once[method] < more[method] < 2.6 * max(times) * once[method], (method, times)
+
+
+def test_the_hosts_time_stands_beside_the_gpus():
+    """Of a call with one kernel, and of one with columns, a product and what comes after it."""
+    x, weight, bias = array(2, 8, 16, 16), array(8, 8, 3, 3), array(8)
+    one = cupyconv.explain(cupyconv.conv, x, weight, method="direct", on="sm_90")
+    assert one.price.endswith("; the host takes 11 µs and the driver's time")
+    three = cupyconv.explain(cupyconv.conv, x, weight, bias, activation="tanh", method="gemm", on="sm_90")
+    assert len(three.steps) == 3 and three.price.endswith("; the host takes 19 µs and the driver's time")
