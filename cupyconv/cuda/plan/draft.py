@@ -60,9 +60,10 @@ class Draft:
     @property
     def host_seconds(self) -> float:
         """What enqueuing the steps once more takes the host."""
-        of_step = {KernelLaunch: cost.HOST_KERNEL}
-        steps = (times * of_step.get(type(step), cost.HOST_PRODUCT) for step, times in self._repeated_steps())
-        return cost.HOST_CALL + sum(steps)
+        seconds = cost.HOST_CALL
+        for step, times in self._repeated_steps():
+            seconds += times * (cost.HOST_KERNEL if isinstance(step, KernelLaunch) else cost.HOST_PRODUCT)
+        return seconds
 
     def plan(
         self,
