@@ -213,3 +213,12 @@ def test_predictions_have_two_digits():
     assert cost.by_model(9.96e-6) == "10 µs by an unmeasured model"
     assert cost.by_model(3.14159e-6) == "3.1 µs by an unmeasured model"
     assert cost.by_model(45_678e-6) == "46,000 µs by an unmeasured model"
+
+
+def test_the_hosts_time_stands_beside_the_gpus():
+    """Of a call with one kernel, and of one with columns, a product and what comes after it."""
+    x, weight, bias = array(2, 8, 16, 16), array(8, 8, 3, 3), array(8)
+    one = cupyconv.explain(cupyconv.conv, x, weight, method="direct", on="sm_90")
+    assert one.price.endswith("; the host takes 11 µs and the driver's time")
+    three = cupyconv.explain(cupyconv.conv, x, weight, bias, activation="tanh", method="gemm", on="sm_90")
+    assert len(three.steps) == 3 and three.price.endswith("; the host takes 19 µs and the driver's time")

@@ -86,6 +86,10 @@ L2_PER_MULTIPROCESSOR = 40e9
 ISSUED_PER_CLOCK, SHARED_MEMORY, SHARED_LINE = 4, 0.65, 128
 #: What it takes all blocks to wait for each other: an addition and a load that go to L2, one after the other.
 BARRIER_SECONDS = 1.5e-6
+#: What a repeated call takes the host, and beside that each kernel and each product or transform in it: by CuPy 14 on a driver that
+#: does nothing, on a server's processor (``python -m tests.fake_gpu tests/benchmarks/host_time.py``: 11 µs with one kernel, 17
+#: with a kernel and a product, 19 with one more kernel).  The driver's and cuBLAS's own time comes on top.
+HOST_CALL, HOST_KERNEL, HOST_PRODUCT = 9e-6, 2e-6, 6e-6
 #: cuBLAS works in tiles of about this many rows and columns; what a matrix leaves of a tile is wasted.
 GEMM_TILE = 64
 
@@ -103,6 +107,11 @@ def by_model(seconds: float) -> str:
     """A time with the two digits that the model deserves."""
     microseconds = float(f"{seconds * 1e6:.1e}")
     return f"{microseconds:,.{0 if microseconds >= 10 else 1}f} µs by an unmeasured model"
+
+
+def on_the_host(seconds: float) -> str:
+    """The host's time of a call, with as many digits."""
+    return f"the host takes {float(f'{seconds * 1e6:.1e}'):,.0f} µs and the driver's time"
 
 
 def core_rate(dtype: str, gpu: GpuModel) -> float:
