@@ -27,13 +27,13 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.recurrent_cells import (
-    CELLS,
     IN_PLACE,
     LINE,
     Cell,
     Step,
     Weights,
     block_of_rows,
+    cell_of,
     in_blocks,
     is_doubled,
     slopes,
@@ -344,7 +344,7 @@ class LoneStep:
         problem, geometry = step.problem, step.problem.geometry
         self._geometry, self._dtype = geometry, dtype_from_name(step.dtype)
         self._new_cell = partial(
-            CELLS[geometry.cell], geometry, 0, 1, self._dtype, problem.peephole is not None, folded=False, block=0
+            cell_of, geometry, 0, 1, self._dtype, problem.peephole is not None, folded=False, block=0
         )
         self._names = {role: operand.name for role, operand in problem.operands.items()}
         self._weights = [(role, self._names[role]) for role in _WEIGHTS if role in self._names]
@@ -408,7 +408,7 @@ class _Sequence:
         self._backwards = geometry.signs[direction] < 0
         block, input_block = step.blocks
         peephole = problem.peephole is not None
-        self._cell = CELLS[geometry.cell](geometry, direction, batch, dtype, peephole, step.folded, block)
+        self._cell = cell_of(geometry, direction, batch, dtype, peephole, step.folded, block)
         rows, self._input_block = len(self._cell.rows), input_block
         inputs = geometry.inputs if step.joined else 0
         self._projected = np.empty((step.chunk, 0 if step.joined else in_blocks(rows, input_block), batch), dtype)

@@ -70,7 +70,7 @@ def _of_gates(geometry: RecurrentGeometry, direction: int) -> list[Activation]:
 def is_doubled(geometry: RecurrentGeometry, direction: int, peephole: bool, folded: bool) -> bool:
     """Whether an lstm's gates i, f, o and its h are kept twice as large as they are, which folded weights undo."""
     names = [activation.name for activation in geometry.activations[direction]]
-    return folded and geometry.cell == "lstm" and not peephole and names[:2] == ["sigmoid", "tanh"]
+    return folded and geometry.cell == "lstm" and not peephole and names == ["sigmoid", "tanh", "tanh"]
 
 
 def block_of_rows(rows: int, columns: int, geometry: RecurrentGeometry, samples: int) -> int:
@@ -299,13 +299,6 @@ class Cell:
             are = [activation.name == "sigmoid" for activation in activations]
             halves = [(own, self._spread([0.5 if yes else 1.0 for yes in are]), self._spread([yes / 2 for yes in are]))]
 
-        wholes = [(run, np.array(1, own.dtype)) for run in sigmoids]
-
-        def by_doubled_tanh() -> None:
-            tanh(own, own)
-            for run, offset in wholes:
-                add(run, offset, run)
-
         def by_tanh() -> None:
             tanh(own, own)
             for run, scale, offset in halves:
@@ -323,7 +316,7 @@ class Cell:
 
         if any(activation.name not in ("sigmoid", "tanh") for activation in activations):
             return one_by_one
-        return by_doubled_tanh if self.doubled else by_tanh
+        return by_tanh
 
 
 class _Rnn(Cell):
@@ -354,44 +347,14 @@ class _Lstm(Cell):
         self._activate_late = self._activation_of(late, of_gates)
         self._complete_late = self._completion_of(late)
         self._seen = np.empty_like(self.gates[:2]) if peephole else None
-        self._i_f_o = [self.gates[self._order.index(gate)] for gate in (0, 1, 3)]
         self._rows_written = self._written(self.rows)
         #: What i and f are together, where they are.
-        self._whole = np.array(1 + self.doubled, self.gates.dtype) if self.geometry.input_forget else None
-        self._sum = self._sum_of_doubled() if self.doubled else self._sum_of_gates()
-
-    def _sum_of_doubled(self) -> Callable[[np.ndarray], None]:
-        """What makes the next c of the gates, which hold nothing of interest then."""
-        c_g, f_i = self._memory[: 2 * self.geometry.hidden], self.rows[self.geometry.hidden : 3 * self.geometry.hidden]
-        c, f, i, half = self.c, self.gates[1], self.gates[2], np.array(0.5, self.c.dtype)
-        products, sums = f_i.reshape(2, -1), c.reshape(-1)
-        half_sum = np.array((0.5, 0.5), c.dtype).dot if c.size <= _SMALL_SUM else None
-
-        def add_up(_: np.ndarray) -> None:
-            multiply(f_i, c_g, f_i)
-            if half_sum is not None:
-                half_sum(products, sums)
-            else:
-                add(f, i, c)
-                multiply(c, half, c)
-
-        return add_up
-
-    def _sum_of_gates(self) -> Callable[[np.ndarray], None]:
-        """The same where nothing is doubled, and the next c may be elsewhere."""
-        c, (i, f, g, _) = self.c, self.gates
-
-        def add_up(next_c: np.ndarray) -> None:
-            multiply(f, c, f)
-            multiply(i, g, i)
-            add(f, i, next_c)
-
-        return add_up
+        self._whole = np.array(1, self.gates.dtype) if self.geometry.input_forget else None
 
     def advance(self, given: Weights, steps: Iterable[Step], kept: Kept) -> None:
         gates, rows, c, recurrent, peephole = self.gates, self.rows, self.c, given.recurrent, given.peephole
-        activate_early, add_up, completes = self._activate_early, self._sum, self._completes or kept
-        (i, f, o), next_c, whole = self._i_f_o, self.next_c, self._whole
+        activate_early, completes = self._activate_early, self._completes or kept
+        (i, f, g, o), next_c, whole = gates, self.next_c, self._whole
         of_cell, written = self._of_cell, self._rows_written
         for t, projected, factor, _, after in steps:
             recurrent(factor, written)
@@ -404,7 +367,9 @@ class _Lstm(Cell):
             activate_early()
             if whole is not None:
                 subtract(whole, i, f)
-            add_up(next_c)
+            multiply(f, c, f)
+            multiply(i, g, i)
+            add(f, i, next_c)
             if peephole is not None:
                 o += multiply(peephole[2], next_c, i)
                 if completes:
@@ -417,6 +382,51 @@ class _Lstm(Cell):
             else:
                 after[...] = next_c
                 activate(after, of_cell)
+            multiply(after, o, after)
+
+
+class _DoubledLstm(Cell):
+    def prepare(self, of_gates: Sequence[Activation], last: Activation, peephole: bool) -> None:
+        hidden, c = self.geometry.hidden, self.c
+        self._rows_written = self._written(self.rows)
+        self._complete = self._completion_of(slice(4))
+        self._c_g, self._f_i, self._f_i_o = (
+            self._memory[: 2 * hidden],
+            self.rows[hidden : 3 * hidden],
+            self.rows[hidden:],
+        )
+        self._one, self._half = np.array(1, c.dtype), np.array(0.5, c.dtype)
+        #: What i and f are together, where they are.
+        self._whole = np.array(2, c.dtype) if self.geometry.input_forget else None
+        #: Two products, and c: half of their sum.
+        self._products, self._sums = self._f_i.reshape(2, -1), c.reshape(-1)
+        self._half_sum = np.array((0.5, 0.5), c.dtype).dot if c.size <= _SMALL_SUM else self._half_of_large
+
+    def _half_of_large(self, products: np.ndarray, sums: np.ndarray) -> None:
+        add(products[0], products[1], sums)
+        multiply(sums, self._half, sums)
+
+    def advance(self, given: Weights, steps: Iterable[Step], kept: Kept) -> None:
+        rows, written, c, (_, f, i, o) = self.rows, self._rows_written, self.c, self.gates
+        recurrent, completes, whole, one = given.recurrent, self._completes or kept, self._whole, self._one
+        c_g, f_i, f_i_o, half_sum, products, sums = (
+            self._c_g, self._f_i, self._f_i_o, self._half_sum, self._products, self._sums,
+        )  # fmt: skip
+        for t, projected, factor, _, after in steps:
+            recurrent(factor, written)
+            if projected is not None:
+                add(rows, projected, rows)
+            if completes:
+                self._complete(kept, t)
+            tanh(rows, rows)
+            add(f_i_o, one, f_i_o)
+            if whole is not None:
+                subtract(whole, i, f)
+            multiply(f_i, c_g, f_i)
+            half_sum(products, sums)
+            if kept:
+                kept["cells"][t, :, 0] = c.T
+            tanh(c, after)
             multiply(after, o, after)
 
 
@@ -467,4 +477,13 @@ class _Gru(Cell):
             add(after, r, after)
 
 
-CELLS: dict[str, type[Cell]] = {"rnn": _Rnn, "lstm": _Lstm, "gru": _Gru}
+_CELLS: dict[str, type[Cell]] = {"rnn": _Rnn, "lstm": _Lstm, "gru": _Gru}
+
+
+def cell_of(
+    geometry: RecurrentGeometry, direction: int, batch: int, dtype: np.dtype, peephole: bool, folded: bool, block: int
+) -> Cell:
+    """The cell of one direction, for `batch` samples; see `Cell`."""
+    doubled = is_doubled(geometry, direction, peephole, folded)
+    kind = _DoubledLstm if doubled else _CELLS[geometry.cell]
+    return kind(geometry, direction, batch, dtype, peephole, folded, block)
