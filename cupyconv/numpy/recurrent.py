@@ -38,6 +38,7 @@ from cupyconv.numpy.recurrent_cells import (
     is_doubled,
     slopes,
 )
+from cupyconv.numpy.recurrent_inputs import InputsAhead, chunk_ahead, division
 from cupyconv.numpy.threads import in_threads
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import even_part
@@ -100,6 +101,7 @@ class RecurrentStep(NumpyStep):
     folded: bool  # whether weights are copied with slopes and biases
     joined: bool  # and weight_ih beside weight_hh, as one
     blocks: tuple[int, int]  # rows of the blocks that weight_hh and weight_ih are copied in; 0 where they are not
+    ahead: int  # chunks whose inputs another thread may work out ahead; 0 where none does
     keeps_memory: bool  # whether it stays from call to call
 
     @property
@@ -129,6 +131,7 @@ class RecurrentStep(NumpyStep):
             f"loop     {geometry.cell} in {self.dtype}, {geometry.directions} direction(s) of {parts} part(s)"
             f" of {self.samples} samples and {chunks} chunk(s) of {self.chunk} steps on {self.threads} thread(s): "
             + (joined if self.joined else apart)
+            + "; inputs ahead in another thread" * bool(self.ahead)
             + "; weights folded" * self.folded
             + (f"; in blocks of {' and '.join(map(str, filter(None, self.blocks)))} rows" if any(self.blocks) else "")
             + (f"; {', '.join(self.copied)} copied" if self.copied else "")
@@ -165,9 +168,10 @@ def _fitting(problem: RecurrentProblem) -> tuple[RecurrentStep, dict[str, int]]:
     copied, folded, line = _copied(problem), _is_folded(problem), LINE // item
     factors = (("weight_hh", problem.weight_hh), ("weight_ih", problem.weight_ih))
     temporaries = any(activation.name not in IN_PLACE for group in geometry.activations for activation in group)
+    threads, ahead = division(problem, "x" in copied)
     samples = even_part(geometry.batch, -(-geometry.batch // max(1, threads // geometry.directions)))
     while True:
-        joined = folded and _is_joined(problem, samples)
+        joined = folded and not ahead and _is_joined(problem, samples)
         blocks = _blocks(problem, samples, joined)
         weights = sum(gates * operand.shape[2] for role, operand in factors if role in copied)
         weights += sum(
@@ -184,26 +188,31 @@ def _fitting(problem: RecurrentProblem) -> tuple[RecurrentStep, dict[str, int]]:
             "activations": 2 * temporaries * state * geometry.gates,
         }
         inputs = geometry.inputs if joined else in_blocks(gates, blocks[1]) + geometry.inputs * ("x" in copied)
-        per_step = sums * (geometry.hidden + 1 + inputs)
+        per_step = sums * (geometry.hidden + 1 + inputs * max(1, ahead))
         limit = problem.limit_with(sizes["weights"])
         left = limit - sum(sizes.values()) - Plan.ALIGNMENT * (len(sizes) + 2)
         chunk = min(geometry.steps, left // per_step) if per_step else geometry.steps
         if chunk >= min(1, geometry.steps):
             break
-        if samples > 1:
+        if ahead:
+            ahead = 0
+        elif samples > 1:
             samples = even_part(geometry.batch, samples // 2)
         elif at_once > 1:
             threads = at_once // 2
         else:
             least = limit - left + per_step
             raise ValueError(f"one step of one sample needs {least:,} bytes of workspace, the limit is {limit:,}")
-    chunk = even_part(geometry.steps, min(chunk, MOST_STEPS, max(1, CHUNK_BYTES * at_once // (per_step or 1))))
+    in_cache = CHUNK_BYTES * at_once // (per_step or 1)
+    if ahead:
+        in_cache = min(in_cache, chunk_ahead(problem))
+    chunk = even_part(geometry.steps, min(chunk, MOST_STEPS, max(1, in_cache)))
     sizes["inputs"] = chunk * per_step
     # Every direction and part of the samples, one after the other.
     every = geometry.directions * -(-geometry.batch // samples)
     own = sum(sizes.values()) - sizes["weights"]  # those are copied by each call
     keeps_memory = every * own <= at_once * min(KEPT_BYTES, problem.limit)
-    return RecurrentStep(problem, samples, chunk, at_once, copied, folded, joined, blocks, keeps_memory), sizes
+    return RecurrentStep(problem, samples, chunk, at_once, copied, folded, joined, blocks, ahead, keeps_memory), sizes
 
 
 def _columns(problem: RecurrentProblem, joined: bool) -> tuple[int, int]:
@@ -267,7 +276,7 @@ def _is_folded(problem: RecurrentProblem) -> bool:
     least = FOLDED_FROM
     if geometry.batch == 1 and not _has_small_input(geometry):
         least = max(least, min(elements // FOLDED_ELEMENTS, ALWAYS_FOLDED_FROM))
-    return geometry.steps * min(4, geometry.batch) >= least and 8 * nbytes <= problem.limit
+    return geometry.steps * min(4, geometry.batch) >= least and 4 * nbytes <= problem.limit
 
 
 class RecurrentLayer:
@@ -294,8 +303,13 @@ class RecurrentLayer:
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         """Compute the result; arguments and results are given by name."""
+        step = self._step
         weights = [self._weights(arrays, direction) for direction in range(self._geometry.directions)]
-        in_threads(self._step.threads, partial(self._finish, arrays, weights), self._work, self._step.holds_blas)
+        for own in weights:
+            own.copy_input()
+            if not step.ahead:
+                own.copy_state()
+        in_threads(step.threads, partial(self._finish, arrays, weights), self._work, step.holds_blas)
 
     def _finish(
         self, arrays: Mapping[str, Any], weights: list[Weights], work: tuple[int, slice, deque[_Sequence]]
@@ -411,7 +425,10 @@ class _Sequence:
         self._cell = cell_of(geometry, direction, batch, dtype, peephole, step.folded, block)
         rows, self._input_block = len(self._cell.rows), input_block
         inputs = geometry.inputs if step.joined else 0
-        self._projected = np.empty((step.chunk, 0 if step.joined else in_blocks(rows, input_block), batch), dtype)
+        #: What the inputs add in each step of a chunk; of several where they are worked out ahead.
+        self._projected = np.empty(
+            (max(1, step.ahead), step.chunk, 0 if step.joined else in_blocks(rows, input_block), batch), dtype
+        )
         #: h before and after each step of a chunk, beside x and a 1 where inputs and biases are columns of its weight.
         self._states = np.empty((step.chunk + 1, hidden + inputs + step.has_bias_column, batch), dtype)
         self._states[:, hidden + inputs :] = 1
@@ -460,8 +477,10 @@ class _Sequence:
             h = h * self._two
         if self._has_cell_state:
             cell.c[...] = self._initial(own.get("c0"))
-        for chunk in self._every if self._every and most == self._geometry.steps else self._chunks(most):
-            self._project(chunk.of(x), chunk, weights)
+        chunks: Iterable[_Chunk] = self._every if self._every and most == self._geometry.steps else self._chunks(most)
+
+        def advance(chunk: _Chunk) -> None:
+            nonlocal h
             chunk.first[...] = h
             steps = chunk.steps if chunk.end <= least else self._within(lengths, chunk.steps)
             cell.advance(weights, steps, kept)
@@ -473,6 +492,17 @@ class _Sequence:
             if chunk.end > least:
                 past = np.greater_equal.outer(np.arange(chunk.begin, chunk.end), lengths)
                 np.copyto(chunk.of(out), 0, where=past[:, :, None])
+
+        if self._step.ahead:
+            every = [*chunks]
+            inputs = InputsAhead(
+                len(every), self._step.ahead, lambda n: self._project(every[n].of(x), every[n], weights)
+            )
+            inputs.run(weights.copy_state, lambda n: advance(every[n]))
+        else:
+            for chunk in chunks:
+                self._project(chunk.of(x), chunk, weights)
+                advance(chunk)
         if "h" in own:
             own["h"][...] = h.T * self._half if cell.doubled else h.T
         if "c" in own:
@@ -482,9 +512,10 @@ class _Sequence:
         """The steps before `most` in this direction's order, as views of the memory that they share."""
         order = slice(None, None, -1 if self._backwards else 1)
         rows, hidden = len(self._cell.rows), self._geometry.hidden
-        for first in range(0, most, self._step.chunk)[order]:
+        for number, first in enumerate(range(0, most, self._step.chunk)[order]):
             count = min(self._step.chunk, most - first)
-            written, before, after = self._projected[:count], self._states[:count], self._states[1 : count + 1]
+            buffer = self._projected[number % len(self._projected)]
+            written, before, after = buffer[:count], self._states[:count], self._states[1 : count + 1]
             projected = written[:, :rows]
             if self._backwards:
                 before, after = after, before

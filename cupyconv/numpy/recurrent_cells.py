@@ -134,9 +134,17 @@ def _at_cache_line(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return memory[begin : begin + prod(shape)].reshape(shape)
 
 
-def multiplied_by(weight: np.ndarray) -> Callable[[np.ndarray, np.ndarray], object]:
+#: A product with a weight: its other factor, and where the result goes.
+Product = Callable[[np.ndarray, np.ndarray], object]
+
+
+def multiplied_by(weight: np.ndarray) -> Product:
     """``product(factor, out)`` of a weight; where it is in blocks, `out` is (blocks, rows of one, N)."""
     return partial(np.matmul, weight) if weight.ndim > 2 else weight.dot  # takes half the time of `np.matmul`
+
+
+def _no_copy() -> None:
+    """Of a weight that is multiplied as it lies."""
 
 
 class Weights:
@@ -187,23 +195,36 @@ class Weights:
         order, halved = (_DOUBLED, hidden) if doubled else ((0,), 0)
         #: The inputs' weight, (G * H, I) or in blocks; of no use where it is joined.
         self.weight_ih = weight_ih
-        if input_block or (slope is not None and not joined):
+        #: What makes the copies of either weight; until then nothing can be multiplied by them.
+        self.copy_input = self.copy_state = _no_copy
+
+        def copy_of_input() -> None:
             self.weight_ih = copied_for_blas([weight_ih], slope, input_block, order)
+
+        if input_block or (slope is not None and not joined):
+            self.copy_input = copy_of_input
         self.peephole = peephole
         if peephole is not None:
             self.peephole = peephole.reshape(3, hidden, 1) * (1 if slope is None else slope[0])
         #: ``recurrent(h, out)``, the state's product; ``candidate(h, out)``, that of a gru which resets the state.
-        self.candidate = None
-        if is_gru and not resets_product:
-            candidate, of_candidate = weight_hh[2 * hidden :], None if slope is None else slope[2 * hidden :]
-            with_state = [part[: 2 * hidden] for part in with_state]
-            slope = None if slope is None else slope[: 2 * hidden]
-            if block or slope is not None:
-                candidate = copied_for_blas([candidate], of_candidate, block)
-            self.candidate = multiplied_by(candidate)
+        self.recurrent: Product = multiplied_by(weight_hh)
+        self.candidate: Product | None = None
+        apart = 2 * hidden if is_gru and not resets_product else rows  # the candidate's rows, where they wait for r
+        of_gates, of_candidate = [part[:apart] for part in with_state], weight_hh[apart:]
+
+        def copy_of_state() -> None:
+            self.recurrent = multiplied_by(
+                copied_for_blas(of_gates, None if slope is None else slope[:apart], block, order, halved)
+            )
+            if apart < rows:
+                self.candidate = multiplied_by(
+                    copied_for_blas([of_candidate], None if slope is None else slope[apart:], block)
+                )
+
         if block or slope is not None:
-            with_state = [copied_for_blas(with_state, slope, block, order, halved)]
-        self.recurrent = multiplied_by(with_state[0])
+            self.copy_state = copy_of_state
+        elif apart < rows:
+            self.recurrent, self.candidate = multiplied_by(of_gates[0]), multiplied_by(of_candidate)
 
 
 class Cell:
