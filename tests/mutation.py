@@ -82,10 +82,12 @@ class Change:
     #: Where the node's own statement begins: an expression of many lines is run where that is.
     first_line: int
 
-    def changed(self, tree: ast.Module) -> ast.stmt:
-        """The module's statement with it."""
-        statement = copy.deepcopy(tree.body[self.statement])
-        node: Any = list(ast.walk(statement))[self.node]
+    def both(self, tree: ast.Module) -> tuple[ast.stmt, ast.stmt]:
+        """The module's statement without it and with it; of a class, the one method that it changes."""
+        whole = tree.body[self.statement]
+        node: Any = nodes_of(whole)[self.node]
+        old, copies = alone(whole, node), {}
+        statement, node = copy.deepcopy(old, copies), copies[id(node)]
         if self.kind == "comparison":
             node.ops[0] = COMPARISONS[type(node.ops[0])]()
         elif self.kind == "operator":
@@ -102,7 +104,21 @@ class Change:
             node.value = ast.copy_location(ast.Constant(None), node.value)
         else:
             replace_statement(statement, node)
-        return ast.fix_missing_locations(statement)
+        return old, ast.fix_missing_locations(statement)
+
+
+@cache
+def nodes_of(statement: ast.stmt) -> list[ast.AST]:
+    return list(ast.walk(statement))
+
+
+def alone(statement: ast.stmt, node: Any) -> ast.stmt:
+    """The statement; a class without its other methods, whose compilation would take longer than most tests."""
+    if isinstance(statement, ast.ClassDef):
+        around = [each for each in statement.body if each.lineno <= node.lineno <= (each.end_lineno or 0)]
+        statement = copy.copy(statement)
+        statement.body = [alone(each, node) for each in around]
+    return statement
 
 
 def replace_statement(tree: ast.stmt, statement: ast.stmt) -> None:
@@ -191,11 +207,14 @@ class Mutant:
     def name(self) -> str:
         return f"{self.path}:{self.change.line} {self.change.kind} #{self.change.node}"
 
+    @property
+    def places(self) -> tuple[object, object]:
+        """Where its like are: its module, and its function or class."""
+        return self.path, (self.path, self.change.statement)
+
     def shown(self) -> str:
         """The changed line, before and after."""
-        tree = parsed(self.path)
-        statements = (tree.body[self.change.statement], self.change.changed(tree))
-        before, after = (ast.unparse(statement).splitlines() for statement in statements)
+        before, after = (ast.unparse(statement).splitlines() for statement in self.change.both(parsed(self.path)))
         differing = [(one.strip(), other.strip()) for one, other in zip(before, after) if one != other]
         old, new = differing[0] if differing else ("", "")
         return f"{self.path}:{self.change.line}: {self.change.kind}\n  - {old}\n  + {new}"
@@ -203,7 +222,7 @@ class Mutant:
     def install(self) -> None:
         """The changed code in the functions that are there, and changed numbers wherever their names were imported."""
         tree, module = parsed(self.path), sys.modules[self.module]
-        old, changed = tree.body[self.change.statement], self.change.changed(tree)
+        old, changed = self.change.both(tree)
         codes, before = (
             {place(code): code for code in outermost(compile(ast.Module([each], []), str(module.__file__), "exec"))}
             for each in (changed, old)
@@ -212,7 +231,7 @@ class Mutant:
         for function in functions_of_package().get(str(module.__file__), []):
             if place(function.__code__) in differing:
                 function.__code__ = codes[place(function.__code__)]
-        if not differing:
+        if not functions(old):
             body = [changed if each is old else each for each in tree.body]
             self._install_names(module, compile(ast.Module(body, []), str(module.__file__), "exec"))
 
@@ -293,38 +312,53 @@ class Loop:
 
     def __init__(self, mutants: list[Mutant], seconds: float, results: Path) -> None:
         self.mutants, self.seconds, self.results = mutants, seconds, results
-        #: Of each module, how many of its mutants each test has met, and killed: the next one's killer is most likely there.
-        self.met: dict[str, Counter[str]] = {}
-        self.kills: dict[str, Counter[str]] = {}
+        #: Of a module, and of a function or class of it, how many mutants each test has met, and killed: the next one's
+        #: killer is most likely there.
+        self.met: dict[object, Counter[str]] = {}
+        self.kills: dict[object, Counter[str]] = {}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = {item.nodeid: item for item in session.items}
         covering = lines_of_tests(items)
         done = outcomes(self.results)
+        killers = {row["name"]: row["test"] for row in rows_of(self.results) if row["state"] == KILLED}
+        for mutant in self.mutants:
+            if mutant.name in killers:
+                self._count(mutant, [killers[mutant.name]], killers[mutant.name])
         functions_of_package(), caches_of_package()
         gc.freeze()  # or each fork would copy all of memory when it collects garbage
         with self.results.open("a") as file:
             for mutant in self.mutants:
                 if mutant.name in done:
                     continue
-                kills, met = (known.setdefault(mutant.path, Counter()) for known in (self.kills, self.met))
-                seconds_a_kill = {
-                    name: s * (met[name] + 1) / (kills[name] + 0.1) for s, name in tests_of(mutant, covering)
-                }
-                wanted = sorted(tests_of(mutant, covering), key=lambda one: (seconds_a_kill[one[1]], one[1]))
+                wanted = self._ordered(mutant, tests_of(mutant, covering))
                 names, needed = within(wanted, self.seconds)
                 state, test = tried(mutant, [items[name] for name in names], needed)
                 if state == NOT_RUN and wanted:
                     state = LEFT
                 file.write(json.dumps({"name": mutant.name, "state": state, "test": test}) + "\n")
                 file.flush()
-                met.update(names[: names.index(test) + 1] if test in names else names)
-                if state == KILLED:
-                    kills[test] += 1
-                else:
+                self._count(mutant, names[: names.index(test) + 1] if test in names else names, test)
+                if state != KILLED:
                     print(f"{state}: {mutant.shown()}", flush=True)
         return True
+
+    def _ordered(self, mutant: Mutant, tests: list[tuple[float, str]]) -> list[tuple[float, str]]:
+        """By the seconds that each takes for a kill, so far as is known."""
+        of_places = [(self.met.get(key, Counter()), self.kills.get(key, Counter())) for key in mutant.places]
+
+        def seconds_a_kill(test: tuple[float, str]) -> tuple[float, str]:
+            seconds, name = test
+            met, kills = (sum(counts[name] for counts in each) for each in zip(*of_places))
+            return seconds * (met + 1) / (kills + 0.1), name
+
+        return sorted(tests, key=seconds_a_kill)
+
+    def _count(self, mutant: Mutant, met: list[str], killer: str) -> None:
+        for key in mutant.places:
+            self.met.setdefault(key, Counter()).update(met)
+            self.kills.setdefault(key, Counter()).update([killer])
 
 
 def tests_of(mutant: Mutant, covering: Covering) -> list[tuple[float, str]]:
@@ -355,9 +389,9 @@ def tried(mutant: Mutant, items: list[pytest.Item], seconds: float) -> tuple[str
         return NOT_RUN, ""
     reading, writing = os.pipe()
     child = os.fork()
+    allowed = int(3 * seconds) + 3  # of its own time: a busy machine makes no difference
     if child == 0:
         os.setpgid(0, 0)
-        allowed = int(3 * seconds) + 3  # of its own time: a busy machine makes no difference
         resource.setrlimit(resource.RLIMIT_CPU, (allowed, allowed + 5))
         os.close(reading)
         state = b"error"
@@ -369,13 +403,14 @@ def tried(mutant: Mutant, items: list[pytest.Item], seconds: float) -> tuple[str
             os.write(writing, state)
             os._exit(0)
     os.close(writing)
-    # A machine may have stopped it for minutes: that is no fault of the mutant's.
-    end, answer, status = time.monotonic() + 20 * seconds + 600, b"", None
-    while status is None and time.monotonic() < end:
+    # It may wait for something that never comes.  Times of looking are counted, not seconds: a machine that stops this
+    # process too, for minutes, makes no difference.
+    looks, answer, status = 10_000 * allowed, b"", None
+    while status is None and looks:
         pid, ended = os.waitpid(child, os.WNOHANG)
-        status = ended if pid else None
+        status, looks = ended if pid else None, looks - 1
         time.sleep(0.002)
-    if status is None:  # it waits for something that never comes
+    if status is None:
         os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
         answer = TIMED_OUT.encode()
@@ -472,10 +507,11 @@ def lines_of_tests(known: Iterable[str]) -> Covering:
 
 
 def outcomes(results: Path) -> dict[str, str]:
-    if not results.exists():
-        return {}
-    rows = [json.loads(row) for row in results.read_text().splitlines()]
-    return {row["name"]: row["state"] for row in rows}
+    return {row["name"]: row["state"] for row in rows_of(results)}
+
+
+def rows_of(results: Path) -> list[dict[str, str]]:
+    return [json.loads(row) for row in results.read_text().splitlines()] if results.exists() else []
 
 
 # --- the command --------------------------------------------------------------------------------------------------
@@ -484,7 +520,8 @@ def outcomes(results: Path) -> dict[str, str]:
 def collected(plugin: object, files: list[Path]) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # a fork has no other threads
     # A marker of an earlier session is no harm; a cache of hypothesis or of pytest would be written by every mutant.
-    arguments = ["-q", "-p", "no:cacheprovider", "--hypothesis-profile=fast"]
+    # What a failed test would print takes ten times as long as most tests.
+    arguments = ["-q", "-p", "no:cacheprovider", "--tb=no", "--assert=plain", "--hypothesis-profile=fast"]
     pytest.main([*arguments, *map(str, files)], plugins=[plugin])
 
 
