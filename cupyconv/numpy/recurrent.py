@@ -29,7 +29,6 @@ from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.recurrent_cells import (
     IN_PLACE,
     LINE,
-    Cell,
     Step,
     Weights,
     block_of_rows,
@@ -39,6 +38,7 @@ from cupyconv.numpy.recurrent_cells import (
     slopes,
 )
 from cupyconv.numpy.recurrent_inputs import InputsAhead, chunk_ahead, division
+from cupyconv.numpy.recurrent_lone import WEIGHTS, lone_step
 from cupyconv.numpy.threads import in_threads
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import even_part
@@ -60,10 +60,6 @@ JOINED_COLUMNS, MANY_SAMPLES = 256, 32
 #: Bytes of a chunk's gates and states, so that they stay in cache; and its most steps, each of which is some objects.
 CHUNK_BYTES, MOST_STEPS = 2 << 20, 256
 
-#: Roles of what all steps of a direction share.
-_WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "peephole")
-_NOTHING_KEPT: dict[str, np.ndarray] = {}
-_NO_STATE = np.empty(0)
 #: Lengths where none are given.
 _NO_LENGTHS = np.empty(0, np.int64)
 
@@ -147,7 +143,7 @@ class RecurrentStep(NumpyStep):
         return cost.holds_blas(self.threads, problem.host, largest)
 
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
-        return LoneStep(self).run if self.is_lone else RecurrentLayer(self).run
+        return lone_step(self.problem, self.dtype) if self.is_lone else RecurrentLayer(self).run
 
     @property
     def is_lone(self) -> bool:
@@ -286,7 +282,7 @@ class RecurrentLayer:
         geometry = step.problem.geometry
         self._step, self._geometry, self._dtype = step, geometry, dtype_from_name(step.dtype)
         operands = step.problem.operands
-        of_weights = [role for role in _WEIGHTS if role in operands]
+        of_weights = [role for role in WEIGHTS if role in operands]
         self._weight_names = [(role, operands[role].name) for role in of_weights]
         self._converted = [role for role in of_weights if role in step.copied or operands[role].dtype != step.dtype]
         self._result_dtype = dtype_from_name(step.problem.dtype)
@@ -346,52 +342,6 @@ class RecurrentLayer:
             block=block,
             input_block=input_block,
         )
-
-
-class LoneStep:
-    """What runs a step of one sample: most of that is Python, so the cell reads and writes the caller's arrays.
-
-    Of one sample a state (1, H) lies in memory as the column (H, 1) that a cell has.
-    """
-
-    def __init__(self, step: RecurrentStep) -> None:
-        problem, geometry = step.problem, step.problem.geometry
-        self._geometry, self._dtype = geometry, dtype_from_name(step.dtype)
-        self._new_cell = partial(
-            cell_of, geometry, 0, 1, self._dtype, problem.peephole is not None, folded=False, block=0
-        )
-        self._names = {role: operand.name for role, operand in problem.operands.items()}
-        self._weights = [(role, self._names[role]) for role in _WEIGHTS if role in self._names]
-        self._has_cell_state = geometry.cell == "lstm"
-        #: A cell, beside what the input adds to its gates, that no call is using.
-        self._idle: deque[tuple[Cell, np.ndarray, Any]] = deque(maxlen=1)
-
-    def run(self, arrays: Mapping[str, Any]) -> None:
-        """Compute the result; arguments and results are given by name."""
-        try:
-            memory = self._idle.pop()
-        except IndexError:  # the first call, or one beside another
-            memory = self._memory()
-        cell, projected, cut = memory
-        names = self._names
-        own = {role: arrays[name] for role, name in self._weights}
-        weights = Weights(self._geometry, **own)
-        arrays[names["x"]].dot(weights.weight_ih.T, projected)
-        if weights.input_bias is not None:
-            np.add(projected, weights.input_bias, projected)
-        if self._has_cell_state:
-            cell.c[...] = arrays[names["c0"]].T
-            cell.next_c = arrays[names["c"]].T
-        h = arrays[names["h0"]].T
-        cell.advance(weights, ((0, cut, h, h, arrays[names["out"]].T),), _NOTHING_KEPT)
-        if self._has_cell_state:
-            cell.next_c = _NO_STATE  # it was the caller's
-        self._idle.append(memory)
-
-    def _memory(self) -> tuple[Cell, np.ndarray, Any]:
-        cell = self._new_cell()
-        projected = np.empty((1, len(cell.rows)), self._dtype)
-        return cell, projected, cell.cut(projected.T)
 
 
 class _Chunk(NamedTuple):

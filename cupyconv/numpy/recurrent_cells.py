@@ -195,36 +195,43 @@ class Weights:
         order, halved = (_DOUBLED, hidden) if doubled else ((0,), 0)
         #: The inputs' weight, (G * H, I) or in blocks; of no use where it is joined.
         self.weight_ih = weight_ih
-        #: What makes the copies of either weight; until then nothing can be multiplied by them.
-        self.copy_input = self.copy_state = _no_copy
-
-        def copy_of_input() -> None:
-            self.weight_ih = copied_for_blas([weight_ih], slope, input_block, order)
-
+        #: What makes the copies of either weight, once; until then nothing can be multiplied by them.  It is let go then: it
+        #: holds this, and memory that waits for the collector of cycles is not what the next call writes.
+        self.copy_input: Callable[[], None] = _no_copy
+        self.copy_state: Callable[[], None] = _no_copy
         if input_block or (slope is not None and not joined):
-            self.copy_input = copy_of_input
+            self.copy_input = partial(self._copy_input, slope, input_block, order)
         self.peephole = peephole
         if peephole is not None:
             self.peephole = peephole.reshape(3, hidden, 1) * (1 if slope is None else slope[0])
         #: ``recurrent(h, out)``, the state's product; ``candidate(h, out)``, that of a gru which resets the state.
-        self.recurrent: Product = multiplied_by(weight_hh)
-        self.candidate: Product | None = None
+        self.recurrent, self.candidate = multiplied_by(weight_hh), multiplied_by(weight_hh)
         apart = 2 * hidden if is_gru and not resets_product else rows  # the candidate's rows, where they wait for r
-        of_gates, of_candidate = [part[:apart] for part in with_state], weight_hh[apart:]
-
-        def copy_of_state() -> None:
-            self.recurrent = multiplied_by(
-                copied_for_blas(of_gates, None if slope is None else slope[:apart], block, order, halved)
-            )
-            if apart < rows:
-                self.candidate = multiplied_by(
-                    copied_for_blas([of_candidate], None if slope is None else slope[apart:], block)
-                )
-
         if block or slope is not None:
-            self.copy_state = copy_of_state
+            self.copy_state = partial(self._copy_state, with_state, weight_hh, apart, slope, block, order, halved)
         elif apart < rows:
-            self.recurrent, self.candidate = multiplied_by(of_gates[0]), multiplied_by(of_candidate)
+            self.recurrent, self.candidate = multiplied_by(weight_hh[:apart]), multiplied_by(weight_hh[apart:])
+
+    def _copy_input(self, slope: np.ndarray | None, block: int, order: Sequence[int]) -> None:
+        self.copy_input = _no_copy
+        self.weight_ih = copied_for_blas([self.weight_ih], slope, block, order)
+
+    def _copy_state(
+        self,
+        with_state: Sequence[np.ndarray],
+        weight_hh: np.ndarray,
+        apart: int,
+        slope: np.ndarray | None,
+        block: int,
+        order: Sequence[int],
+        halved: int,
+    ) -> None:
+        self.copy_state = _no_copy
+        of_gates, own = [part[:apart] for part in with_state], None if slope is None else slope[:apart]
+        self.recurrent = multiplied_by(copied_for_blas(of_gates, own, block, order, halved))
+        if apart < len(weight_hh):
+            own = None if slope is None else slope[apart:]
+            self.candidate = multiplied_by(copied_for_blas([weight_hh[apart:]], own, block))
 
 
 class Cell:
@@ -486,7 +493,6 @@ class _Gru(Cell):
                 multiply(r, h, r)
                 if kept:
                     kept["candidate"][t, :, 0] = r.T
-                assert given.candidate is not None
                 given.candidate(r, written_n)
             add(n, projected_n, n)
             if completes:

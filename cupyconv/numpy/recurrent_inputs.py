@@ -39,13 +39,14 @@ def division(problem: RecurrentProblem, copies_x: bool) -> tuple[int, int]:
     if threads == 1:
         return 1, 0
     steps, inputs = _seconds(problem)
-    parts = min(threads, geometry.directions * max(1, geometry.batch // LEAST_SAMPLES))
-    apart = (steps + inputs) / parts + geometry.steps * BESIDE_STEPS + WAKE
-    ahead = AHEAD * max(steps, inputs) + WAKE
-    alone = steps + inputs if problem.host.most else apart
-    if ahead < min(alone, apart) and geometry.directions == 1 < geometry.batch and not copies_x:
+    is_named = not problem.host.most
+    parts = threads if is_named else min(threads, geometry.directions * max(1, geometry.batch // LEAST_SAMPLES))
+    alone, apart = steps + inputs, (steps + inputs) / parts + geometry.steps * BESIDE_STEPS + WAKE
+    least = apart if is_named else min(alone, apart)
+    can_be_ahead = geometry.directions == 1 < geometry.batch and not copies_x and inputs >= AHEAD_CHUNKS * AHEAD_SECONDS
+    if can_be_ahead and AHEAD * max(steps, inputs) + WAKE < least:
         return 1, AHEAD_CHUNKS
-    return (1 if alone < apart else parts if problem.host.most else threads), 0
+    return (parts if least == apart else 1), 0
 
 
 def _seconds(problem: RecurrentProblem) -> tuple[float, float]:
