@@ -292,9 +292,13 @@ class RecurrentLayer:
         self._work: list[tuple[int, slice, deque[_Sequence]]] = [
             (direction, samples, deque(maxlen=1)) for direction, samples in product(range(geometry.directions), parts)
         ]
+        directions, peephole = range(geometry.directions), step.problem.peephole is not None
+        self._doubled = [is_doubled(geometry, direction, peephole, step.folded) for direction in directions]
         self._slopes = [
-            np.repeat(np.array(slopes(geometry, direction), self._dtype), geometry.hidden)[:, None]
-            for direction in range(geometry.directions)
+            np.repeat(np.array(slopes(geometry, direction, self._doubled[direction]), self._dtype), geometry.hidden)[
+                :, None
+            ]
+            for direction in directions
         ]
 
     def run(self, arrays: Mapping[str, Any]) -> None:
@@ -331,13 +335,12 @@ class RecurrentLayer:
                 own[role] = np.array(own[role], self._dtype, order="C")
         slope = self._slopes[direction] if self._step.folded else None
         step = self._step
-        doubled = is_doubled(self._geometry, direction, "peephole" in own, step.folded)
         block, input_block = step.blocks
         return Weights(
             self._geometry,
             **own,
             slope=slope,
-            doubled=doubled,
+            doubled=self._doubled[direction],
             joined=step.joined,
             block=block,
             input_block=input_block,

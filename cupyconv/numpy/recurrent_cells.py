@@ -56,9 +56,10 @@ Step = tuple[int, Any, np.ndarray, np.ndarray, np.ndarray]
 Kept = Mapping[str, np.ndarray]
 
 
-def slopes(geometry: RecurrentGeometry, direction: int) -> list[float]:
-    """What each gate is multiplied with before its activation is applied."""
-    return [0.5 if activation.name == "sigmoid" else 1.0 for activation in _of_gates(geometry, direction)]
+def slopes(geometry: RecurrentGeometry, direction: int, doubled: bool = False) -> list[float]:
+    """What each gate is multiplied with before its activation is applied; in the order of a `doubled` lstm, or the usual one."""
+    each = [0.5 if activation.name == "sigmoid" else 1.0 for activation in _of_gates(geometry, direction)]
+    return [each[gate] for gate in _DOUBLED] if doubled else each
 
 
 def _of_gates(geometry: RecurrentGeometry, direction: int) -> list[Activation]:
@@ -94,19 +95,23 @@ def copied_for_blas(
     ``(rows, columns)``, or where it is multiplied in blocks ``(blocks, rows of one, columns)``.  BLAS reads a weight that lies
     so, and begins at a cache line, in half the time; a small one in nearly the same, and that stays in rows.
 
-    The rows of gates come in this `order`; the first columns, as many as are `halved`, are times a half too.
+    The rows of gates come in this `order`, in which slopes are given; the first columns, as many as are `halved`, are times a
+    half too.
     """
     rows, columns, dtype = len(parts[0]), sum(part.shape[1] for part in parts), parts[0].dtype
     of_gate = rows // len(order)
-    if slope is not None and len(order) > 1:
-        slope = slope.reshape(len(order), of_gate)[[*order]].reshape(rows, 1)
     if rows * columns < _FEW_ELEMENTS and not block:
         joined = np.concatenate(parts, 1)
         if len(order) > 1:
             joined = joined.reshape(len(order), of_gate, columns)[[*order]].reshape(rows, columns)
+        turned = _at_cache_line((columns, rows), dtype)
+        if slope is None:
+            turned[...] = joined.T
+        else:
+            multiply(joined.T, slope.T, turned)
         if halved:
-            multiply(joined[:, :halved], dtype.type(0.5), joined[:, :halved])
-        return joined if slope is None else multiply(joined, slope, joined)
+            multiply(turned[:halved], dtype.type(0.5), turned[:halved])
+        return turned.T
     own = block or rows  # without gaps: the method `dot` copies what has some, at each call
     memory = _at_cache_line((in_blocks(rows, own) // own, columns, own), dtype)
     run = block or _ROWS_COPIED
@@ -264,7 +269,7 @@ class Cell:
         self.doubled = is_doubled(geometry, direction, peephole, folded)
         self._order = [*_DOUBLED] if self.doubled else [*range(geometry.gates)]
         self._is_small = self.gates.nbytes <= _SMALL_GATES
-        each = [slopes(geometry, direction)[gate] for gate in self._order]
+        each = slopes(geometry, direction, self.doubled)
         self._slopes, self._folded = np.array(each, dtype)[:, None], folded
         self._slope = None if folded or set(each) == {1.0} else self._spread(each)
         self._clip = None if geometry.clip is None else self._spread([geometry.clip * slope for slope in each])
