@@ -103,14 +103,14 @@ def copied_for_blas(
     if rows * columns < _FEW_ELEMENTS and not block:
         joined = np.concatenate(parts, 1)
         if len(order) > 1:
-            joined = joined.reshape(len(order), of_gate, columns)[[*order]].reshape(rows, columns)
-        turned = _at_cache_line((columns, rows), dtype)
+            joined = joined.reshape(len(order), of_gate, columns).take(order, 0).reshape(rows, columns)
+        turned = np.empty((columns, rows), dtype)
         if slope is None:
             turned[...] = joined.T
         else:
             multiply(joined.T, slope.T, turned)
         if halved:
-            multiply(turned[:halved], dtype.type(0.5), turned[:halved])
+            multiply(turned[:halved], np.array(0.5, dtype), turned[:halved])
         return turned.T
     own = block or rows  # without gaps: the method `dot` copies what has some, at each call
     memory = _at_cache_line((in_blocks(rows, own) // own, columns, own), dtype)
@@ -210,7 +210,7 @@ class Weights:
         if peephole is not None:
             self.peephole = peephole.reshape(3, hidden, 1) * (1 if slope is None else slope[0])
         #: ``recurrent(h, out)``, the state's product; ``candidate(h, out)``, that of a gru which resets the state.
-        self.recurrent, self.candidate = multiplied_by(weight_hh), multiplied_by(weight_hh)
+        self.recurrent = self.candidate = multiplied_by(weight_hh)
         apart = 2 * hidden if is_gru and not resets_product else rows  # the candidate's rows, where they wait for r
         if block or slope is not None:
             self.copy_state = partial(self._copy_state, with_state, weight_hh, apart, slope, block, order, halved)
