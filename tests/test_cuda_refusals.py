@@ -167,6 +167,13 @@ def test_sizes_that_a_kernel_counts_in_32_bits():
         (cupyconv.conv_grad_weight, (array(4, 8, 30, 30), array(4, 6, 30, 30), 3), {"padding": 1}, "gemm"),
         (cupyconv.conv_grad_weight, (array(4, 8, 30, 30, dtype="float16"), array(4, 6, 30, 30, dtype="float16"), 3), {"padding": 1}, "direct"),
         (cupyconv.conv_grad_weight, (array(4, 8, 9, 9, dtype="complex64"), array(4, 6, 9, 9), 3), {"padding": 1}, "gemm"),
+        (cupyconv.conv_grad_weight, (array(4, 8, 9, 9), array(4, 6, 9, 9, dtype="complex64"), 3), {"padding": 1}, "gemm"),
+        (cupyconv.conv_grad_weight, (array(4, 8, 30, 30, dtype="float16", order="last"), array(4, 8, 30, 30, dtype="float16", order="last"), 3), {"padding": 1}, "implicit_gemm"),
+        (cupyconv.conv, (array(4, 6, 30, 30, dtype="complex64"), array(8, 6, 3, 3)), {}, "gemm"),
+        (cupyconv.conv, (array(4, 6, 30, 30), array(8, 6, 3, 3, dtype="complex64")), {}, "gemm"),
+        (cupyconv.conv_transpose, (array(4, 6, 30, 30, dtype="complex64"), array(6, 8, 3, 3)), {}, "gemm"),
+        (cupyconv.conv_transpose, (array(4, 6, 30, 30), array(6, 8, 3, 3, dtype="complex64")), {}, "gemm"),
+        (cupyconv.conv_transpose, (array(4, 6, 30, 30, order="gaps"), array(6, 8, 3, 3)), {"stride": 3}, "gemm"),
     ],
     ids=lambda value: getattr(value, "__name__", None) or (value if isinstance(value, str) else ""),
 )  # fmt: skip

@@ -59,9 +59,10 @@ SETTINGS = [
 TIMES = {
     **dict.fromkeys(("channels_last", "conv_pair", "depthwise", "depthwise_weight_gradient", "direct"), (1, 1)),
     **dict.fromkeys(("epilogue_grad", "exchange_weight", "implicit_gemm", "implicit_weight_gradient"), (1, 1)),
-    **dict.fromkeys(("pool", "pool_gradient", "prologue_grad", "transposed"), (1, 1)),
+    **dict.fromkeys(("pool", "pool_gradient", "transposed"), (1, 1)),
     **dict.fromkeys(("col2im", "im2col"), (0.8, 1)),  # between the rows of columns are gaps
     "epilogue": (1, 2),  # into what it reads, where that is the result
+    "prologue_grad": (1, 1.3),  # its scale and shift too
     "merge": (1, 4),  # once for each tile of outputs
 }
 KERNELS = Path(__file__).parent.parent / "kernels"
@@ -342,3 +343,28 @@ def test_gradients_of_recurrent_layers(cell, dtype, limit):
     for sizes, direction in product(((1, 20, 3, 5), (30, 9, 10, 24)), ("forward", "bidirectional")):
         with cupyconv.options(workspace_limit=limit):
             hold(recurrent_gradient_plan(cell, dtype, sizes, direction=direction), None, limit)
+
+
+@pytest.mark.parametrize("order", ["C", "last"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("size", [(0, 8, 9, 9), (2, 0, 9, 9), (2, 8, 0, 9)], ids=str)
+def test_nothing_is_done_for_nothing(size, dtype, order):
+    """A result without elements takes no step; one of padding alone is planned like any other."""
+    x, weight = array(*size, dtype=dtype, order=order), array(8, size[1], 3, 3, dtype=dtype)
+    (y,) = checked_call(cupyconv.conv, x, weight, padding=2, on="sm_90").results
+    grad = array(*y.shape, dtype=dtype, order=order)
+    calls: list[Any] = [(cupyconv.conv, x, weight), (cupyconv.conv_grad_weight, grad, x, 3), (cupyconv.im2col, x, 3)]
+    calls += [(cupyconv.conv_grad_input, grad, weight, size)]
+    for function, *arguments in calls:
+        for method in ("auto", "direct", "gemm", "implicit_gemm") if function is not cupyconv.im2col else (None,):
+            named = {"method": method} if method else {}
+            call = checked_call(function, *arguments, padding=2, **named, on="sm_90")
+            try:
+                plan = call.plan()
+            except ValueError as refusal:
+                assert "appl" in str(refusal)
+                continue
+            if any(prod(result.shape) for result in call.results):
+                hold(plan, spans(call))
+            else:
+                assert plan.steps == plan.workspace == (), (function, method)

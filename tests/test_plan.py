@@ -15,6 +15,7 @@ from targets import numpy_target
 
 import cupyconv
 from cupyconv.cuda.run.execution import _COMPUTE_TYPE, _DATA_TYPE
+from cupyconv.ops.conv_pullback import PROLOGUE_GRADIENT
 from cupyconv.problem.plan import (
     Address,
     GemmCall,
@@ -308,12 +309,34 @@ def off_its_elements(*shape):
         ("x", (1, 2, 9), dict(function=cupyconv.im2col, kernel_shape=(3,))),
         ("columns", (1, 6, 7), dict(function=cupyconv.col2im, spatial_shape=(9,), kernel_shape=(3,))),
         ("out", (1, 6, 7), dict(function=cupyconv.im2col, x=np.ones((1, 2, 9), np.float32), kernel_shape=(3,))),
+        ("weight", (2, 3, 3), dict(function=cupyconv.conv_transpose, x=np.ones((1, 2, 9), np.float32))),
+        ("grad", (1, 3, 7), dict(function=cupyconv.conv_grad_weight, x=np.ones((1, 2, 9), np.float32), kernel_shape=3)),
+        ("weight_hh", (4, 4), dict(function=cupyconv.rnn, x=np.ones((5, 1, 2), np.float32), weight_ih=np.ones((4, 2), np.float32))),
     ],
-    ids=["conv", "max_pool", "im2col", "col2im", "out"],
-)
+    ids=["conv", "max_pool", "im2col", "col2im", "out", "conv_transpose", "conv_grad_weight", "rnn"],
+)  # fmt: skip
 def test_no_gpu_loads_an_element_off_its_boundary(name, x, settings):
     with pytest.raises(ValueError, match=f"{name} is not aligned to its elements of 4 bytes"):
         cupyconv.explain(**settings, **{name: off_its_elements(*x)}, on="sm_90")
+
+
+def test_no_gpu_loads_an_element_of_a_layer_off_its_boundary():
+    layers = [cupyconv.ConvLayer(np.ones((2, 2, 1), np.float32)), cupyconv.ConvLayer(off_its_elements(2, 2, 1))]
+    with pytest.raises(ValueError, match=r"weight.* is not aligned to its elements of 4 bytes"):
+        cupyconv.explain(cupyconv.conv_chain, np.ones((1, 2, 9), np.float32), layers, on="sm_90")
+
+
+@pytest.mark.parametrize("name", ["x", "scale"])
+def test_no_gpu_loads_what_a_gradient_goes_back_through_off_its_boundary(name):
+    arrays = {
+        "grad": np.ones((1, 2, 9), np.float32),
+        "x": np.ones((1, 2, 9), np.float32),
+        "scale": np.ones(2, np.float32),
+    }
+    arrays[name] = off_its_elements(*arrays[name].shape)
+    settings = {"shift": None, "sums": None, "spatial": 1, "activation": None, "through": True}
+    with pytest.raises(ValueError, match=f"{name} is not aligned to its elements of 4 bytes"):
+        PROLOGUE_GRADIENT.checked(arrays | settings, "sm_90").plan()
 
 
 def test_rows_that_begin_off_a_boundary_are_named():

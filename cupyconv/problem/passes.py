@@ -240,8 +240,8 @@ class PrologueGradProblem(ElementwiseGradProblem):
         return (self.grad, self.x, *([self.out] if self.out else []))
 
     @property
-    def arrays(self) -> Iterable[Operand]:
-        return self.images  # the sums are next to nothing
+    def arrays(self) -> Iterable[Operand | None]:
+        return (*self.images, *self.prologue.vectors, self.sums)
 
     @property
     def title(self) -> str:

@@ -118,7 +118,7 @@ class Problem:
 
     @property
     def arrays(self) -> Iterable[Operand | None]:
-        """Arguments and results, None for one that is absent; where planning asks for them."""
+        """Arguments and results, None for one that is absent."""
         raise NotImplementedError
 
     @property
@@ -268,6 +268,11 @@ class ChainProblem(Problem):
 
     layers: tuple[ConvProblem, ...]
     fuse: str | bool = "auto"
+
+    @property
+    def arrays(self) -> Iterable[Operand | None]:
+        """Images between layers too, which are none's argument."""
+        return (array for layer in self.layers for array in layer.arrays)
 
     @property
     def intermediate_bytes(self) -> int:

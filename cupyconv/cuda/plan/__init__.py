@@ -10,6 +10,7 @@ from typing import Any
 
 from cupyconv.cuda.plan.chain import plan_chain
 from cupyconv.cuda.plan.conv import plan_conv
+from cupyconv.cuda.plan.conversions import check_alignment
 from cupyconv.cuda.plan.epilogue_grad import plan_epilogue_grad
 from cupyconv.cuda.plan.im2col import plan_col2im, plan_im2col
 from cupyconv.cuda.plan.pool import plan_avg_pool, plan_avg_pool_gradient, plan_max_pool, plan_max_pool_gradient
@@ -43,4 +44,5 @@ PLANNERS: dict[type[problems.Problem], Callable[[Any], Plan]] = {
 
 def plan(problem: problems.Problem) -> Plan:
     """How a problem runs on ``problem.machine``; ValueError where a named method does not apply."""
+    check_alignment(problem.arrays)
     return PLANNERS[type(problem)](problem)

@@ -19,7 +19,6 @@ from itertools import pairwise
 from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.conv import access_notes, choose, converted_conv, draft_conv
 from cupyconv.cuda.plan.conv_pair import draft_pair
-from cupyconv.cuda.plan.conversions import check_alignment
 from cupyconv.cuda.plan.draft import Draft, in_rounds, in_sequence, relocated
 from cupyconv.cuda.plan.epilogue import Sums, as_line, epilogue_launch
 from cupyconv.problem.arrays import ITEMSIZE, Operand, real_part
@@ -133,9 +132,7 @@ def _converted(problem: ChainProblem) -> tuple[Layers, tuple[Conversion, ...]]:
     """Layers in the dtypes computed with, but for intermediate images; what must be converted before for that."""
     layers: list[ConvProblem] = []
     conversions: list[Conversion] = []
-    for i, layer in enumerate(problem.layers):
-        layer = without_empty_inputs(layer) if i == 0 else layer
-        check_alignment(layer.arrays)
+    for i, layer in enumerate(map(without_empty_inputs, problem.layers)):
         changed, needed = converted_conv(layer)
         layers.append(changed if i == 0 else replace(changed, xs=layer.xs))
         conversions += [conversion for conversion in needed if i == 0 or conversion.buffer != layer.xs[0].name]

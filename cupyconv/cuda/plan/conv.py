@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from cupyconv.cuda.plan.conversions import check_alignment, converted
+from cupyconv.cuda.plan.conversions import converted
 from cupyconv.cuda.plan.direct import draft_direct
 from cupyconv.cuda.plan.draft import Draft, cheapest, drafted
 from cupyconv.cuda.plan.epilogue import finish
@@ -39,7 +39,6 @@ ChoiceT = TypeVar("ChoiceT", ConvProblem, TransposedProblem, WeightGradientProbl
 def plan_conv(problem: ConvProblem) -> Plan:
     """The plan for ``problem.method``; ValueError where a named method does not apply."""
     problem = without_empty_inputs(problem)
-    check_alignment(problem.arrays)
     problem, conversions = converted_conv(problem)
     return plan_chosen(problem, draft_conv, conversions, access_notes((*problem.xs, problem.out)))
 

@@ -25,7 +25,7 @@ def convert(operand: Operand, dtype: str, conversions: list[Conversion], *, as_i
 def check_alignment(operands: Iterable[Operand | None]) -> None:
     """Refuse what no GPU can load: elements that lie across the boundaries of their own size."""
     for operand in operands:
-        if operand is not None and operand.alignment < operand.itemsize:
+        if operand is not None and operand.nbytes and operand.alignment < operand.itemsize:
             raise ValueError(
                 f"{operand.name} is not aligned to its elements of {operand.itemsize} bytes: copy it first"
             )

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 
-from cupyconv.cuda.plan.conversions import check_alignment
 from cupyconv.cuda.plan.launches import (
     GRID_X,
     GRID_Y,
@@ -36,7 +35,6 @@ BLOCKS_PER_MULTIPROCESSOR = 4
 
 def plan_epilogue_grad(problem: EpilogueGradProblem) -> Plan:
     """One pass over the gradient; nothing where there is neither a derivative nor a sum to take."""
-    check_alignment(problem.images)
     steps, workspace = pass_and_sum(problem, partial(_launch, problem))
     return problem.planned(steps, workspace=workspace)
 

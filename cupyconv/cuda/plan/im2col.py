@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from cupyconv.cuda.plan.conversions import check_alignment, converted
+from cupyconv.cuda.plan.conversions import converted
 from cupyconv.cuda.plan.launches import (
     GRID_X,
     GRID_Y,
@@ -150,7 +150,6 @@ def col2im_launch(
 def plan_im2col(problem: Im2colProblem) -> Plan:
     """Columns of one or many inputs, written straight into the result."""
     columns = problem.columns
-    check_alignment(problem.arrays)
     if not columns.nbytes:
         return problem.planned([])
     kept, windows = inputs_with_channels(problem.windows)
@@ -161,5 +160,4 @@ def plan_im2col(problem: Im2colProblem) -> Plan:
 def plan_col2im(problem: Col2imProblem) -> Plan:
     """An image from columns: every element gathers what was read from it."""
     (out,) = problem.xs
-    check_alignment(problem.arrays)
     return problem.planned([col2im_launch(problem.windows, problem.columns, out)] if out.nbytes else [])

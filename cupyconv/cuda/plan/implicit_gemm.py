@@ -207,28 +207,82 @@ def _draft_of(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) 
     return replace(drafts[0], steps=tuple(steps), workspace=tuple(workspace.values()), reason=reason)
 
 
+class _Tiles:
+    """The tiles of a way's result, and the slabs of their sums: what the kernel is compiled and launched for."""
+
+    def __init__(self, way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> None:
+        self.problem, self.gather, self.arithmetic, self.tile = way.problem, way.gather, arithmetic, tile
+        geometry, self.itemsize, (tile_m, tile_n) = way.problem.geometry, ITEMSIZE[way.problem.x_dtype], tile
+        self.threads = (TILES | WIDE_TILES)[tile]
+        self.shared_bytes = shared_bytes(tile, arithmetic, accumulator(way.problem.x_dtype))
+        k_chunk = VECTOR_BYTES // self.itemsize if way.gather == "ALONG_CHANNELS" else PIXEL_K_CHUNK
+        self.cut = Reduction.of(geometry, phases, k_chunk, SLAB_BYTES // self.itemsize)
+        #: Of all phases, along rows; of each phase, along columns.
+        self.rows = -(-geometry.group_outputs // tile_m) * geometry.groups
+        self.columns = [-(-geometry.batch * phase.pixels // tile_n) for phase in phases.each]
+        #: Blocks of a grid that has as many tiles for each phase.
+        self.blocks = self.rows * max(self.columns) * len(self.columns)
+        #: Those that have a tile.
+        self.used_blocks = self.rows * sum(self.columns)
+
+    def seconds(self, splits: int, slabs_per_split: int) -> float:
+        """What the arithmetic takes, each sum in so many parts."""
+        problem, (tile_m, tile_n), gpu = self.problem, self.tile, self.problem.gpu
+        rate = cost.product_rate(self.arithmetic, problem.x_dtype, gpu) * cost.IMPLICIT_GEMM[self.tile]
+        if gpu.shared_bytes + RESERVED_SHARED < 2 * (self.shared_bytes + RESERVED_SHARED):
+            rate *= self.threads / BUSY_THREADS  # one block to a multiprocessor
+        slabs = self._slabs(slabs_per_split)
+        return cost.seconds_in_rounds(
+            self.used_blocks * splits,
+            2 * REAL_PRODUCTS.get(problem.x_dtype, 1) * tile_m * tile_n * slabs * self.cut.slab,
+            rate,
+            gpu,
+            l2_bytes=self.l2_bytes(slabs_per_split),
+            issued=slabs * self.threads / WARP * cost.ISSUED[self.arithmetic, self.itemsize, self.gather][self.tile],
+            shared_lines=slabs * self._shared_lines(),
+        )
+
+    def l2_bytes(self, slabs_per_split: int) -> float:
+        """What a block asks L2 for.  Taps of a row read what the one before has left in L1."""
+        tile_m, tile_n = self.tile
+        edges = tile_m * weight_parts(self.arithmetic, tile_m) + tile_n / self.problem.geometry.kernel[2]
+        return self._slabs(slabs_per_split) * SLAB_BYTES * edges
+
+    def _slabs(self, slabs_per_split: int) -> float:
+        """Of a block, on the average of the phases."""
+        all_slabs = sum(map(mul, self.columns, self.cut.slabs))
+        return slabs_per_split * all_slabs / (sum(self.columns) * max(self.cut.slabs))
+
+    def _shared_lines(self) -> int:
+        """Lines that go to and from shared memory for a K-slab of a block.
+
+        Each warp reads the edges of its part, and the tile's are written; what a warp gathers by elements takes a line to
+        store, and to load those where they lie.
+        """
+        tile_m, tile_n = self.tile
+        parts, warps = weight_parts(self.arithmetic, tile_m), self.threads // WARP
+        edges = warps * WARP_ROWS[self.tile] * parts + tile_m * tile_n // WARP_ROWS[self.tile]
+        lines = (edges + tile_m * parts) * SLAB_BYTES // cost.SHARED_LINE
+        if self.gather != "ALONG_PIXELS":
+            return lines + tile_n * SLAB_BYTES // cost.SHARED_LINE
+        touched = max(cost.lines_of(x, self.problem.geometry.stride[2]) for x in self.problem.xs)
+        return lines + tile_n * (SLAB_BYTES // self.itemsize) // WARP * (1 + touched)
+
+
 def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> Draft:
-    problem, gather = way.problem, way.gather
-    gpu, geometry, dtype = problem.gpu, problem.geometry, problem.x_dtype
-    itemsize, (tile_m, tile_n) = ITEMSIZE[dtype], tile
-    threads = (TILES | WIDE_TILES)[tile]
-    k_chunk = VECTOR_BYTES // itemsize if gather == "ALONG_CHANNELS" else PIXEL_K_CHUNK
-    cut = Reduction.of(geometry, phases, k_chunk, SLAB_BYTES // itemsize)
-    tiles_m = -(-geometry.group_outputs // tile_m)
-    parts = weight_parts(arithmetic, tile_m)
-    shared = shared_bytes(tile, arithmetic, accumulator(dtype))
-    tiles_n = [-(-geometry.batch * phase.pixels // tile_n) for phase in phases.each]
-    blocks_xy = tiles_m * geometry.groups * max(tiles_n) * len(tiles_n)
-    if blocks_xy > GRID_X:
-        raise NotApplicable(f"{blocks_xy:,} tiles are more than a grid has blocks")
-    weight = weight_in_slabs(problem, phases, cut, arithmetic, tile_m)
+    problem, geometry, dtype = way.problem, way.problem.geometry, way.problem.x_dtype
+    tiled = _Tiles(way, phases, arithmetic, tile)
+    tile_m, tile_n = tile
+    if tiled.blocks > GRID_X:
+        raise NotApplicable(f"{tiled.blocks:,} tiles are more than a grid has blocks")
+    weight = weight_in_slabs(problem, phases, tiled.cut, arithmetic, tile_m)
     workspace = [*way.workspace, *weight.workspace]
 
     sums = replace(problem.out.in_c_order(accumulator(dtype)), name="sums", offset=0)
     taken = sum(buffer.space for buffer in workspace if not buffer.of)
     affordable = Buffer.parts_in(problem.limit - taken, sums.nbytes)
-    at_once, most_slabs = gpu.multiprocessors * (BUSY_THREADS // threads), max(cut.slabs)
-    shares = max(1, min(at_once // blocks_xy, most_slabs // SMALLEST_SHARE, affordable))
+    at_once, most_slabs = problem.gpu.multiprocessors * (BUSY_THREADS // tiled.threads), max(tiled.cut.slabs)
+    shares = max(1, min(at_once // tiled.blocks, most_slabs // SMALLEST_SHARE, affordable))
     slabs_per_split = -(-most_slabs // shares)
     splits = -(-most_slabs // slabs_per_split)
     out, plane = problem.out, 0
@@ -238,58 +292,36 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
         epilogue = epilogue_params(None, None)
         workspace.append(Buffer("sums", splits * sums.nbytes))
 
-    rate = cost.product_rate(arithmetic, dtype, gpu) * cost.IMPLICIT_GEMM[tile]
-    # Of a block, on the average of the phases.
-    slabs = slabs_per_split * sum(map(mul, tiles_n, cut.slabs)) / (sum(tiles_n) * most_slabs)
-    operations = 2 * REAL_PRODUCTS.get(dtype, 1) * tile_m * tile_n * slabs * cut.slab
-    # What it asks L2 for.  Taps of a row read what the one before has left in L1.
-    l2_bytes = slabs * SLAB_BYTES * (tile_m * parts + tile_n / geometry.kernel[2])
-    if gpu.shared_bytes + RESERVED_SHARED < 2 * (shared + RESERVED_SHARED):
-        rate *= threads / BUSY_THREADS  # one block to a multiprocessor
-    issued = slabs * threads / WARP * cost.ISSUED[arithmetic, itemsize, gather][tile]
-    shared_lines = slabs * _shared_lines(problem, tile, gather, arithmetic)
-    blocks = tiles_m * geometry.groups * sum(tiles_n) * splits
-    steps = [*way.steps, *weight.steps]
-    steps.append(
-        KernelLaunch(
-            variant(
-                "implicit_gemm",
-                problem.prologue,
-                DTYPE=dtype,
-                ARITHMETIC=arithmetic,
-                TILE_M=tile_m,
-                TILE_N=tile_n,
-                GATHER=gather,
-            ),
-            (blocks_xy, splits, 1),
-            threads,
-            (
-                ("sources", sources_params(problem.xs)),
-                ("steps", _steps_params(geometry, phases)),
-                ("weight", weight.params),
-                ("out", image(_apart(out, phases.apart))),
-                ("plane", plane),
-                ("epilogue", epilogue),
-                ("prologue", prologue_params(problem.prologue)),
-                ("batch", geometry.batch),
-                ("place_bits", _place_bits(phases)),
-                *groups_params(geometry),
-                ("tiles_m", tiles_m),
-                ("keeps_sums", int(splits > 1 or out.dtype != dtype)),
-                ("slabs_per_split", slabs_per_split),
-                ("phases", len(phases.each)),
-                ("phase", tuple(_phase_params(*each, out) for each in zip(phases.each, cut.first_slabs))),
-            ),
-            shared_bytes=shared,
-            purpose=_words(phases) + prologue_words(problem.prologue) + ", bias, residual, activation" * (splits == 1),
-            bytes_moved=bytes_of(problem.xs) + weight.nbytes + splits * out.nbytes,
-            flops=_flops(problem, phases),
-            l2_bytes=blocks * l2_bytes,
-            arithmetic_seconds=cost.seconds_in_rounds(
-                blocks, operations, rate, gpu, l2_bytes=l2_bytes, issued=issued, shared_lines=shared_lines
-            ),
-        )
+    macros = dict(DTYPE=dtype, ARITHMETIC=arithmetic, TILE_M=tile_m, TILE_N=tile_n, GATHER=way.gather)
+    launch = KernelLaunch(
+        variant("implicit_gemm", problem.prologue, **macros),
+        (tiled.blocks, splits, 1),
+        tiled.threads,
+        (
+            ("sources", sources_params(problem.xs)),
+            ("steps", _steps_params(geometry, phases)),
+            ("weight", weight.params),
+            ("out", image(_apart(out, phases.apart))),
+            ("plane", plane),
+            ("epilogue", epilogue),
+            ("prologue", prologue_params(problem.prologue)),
+            ("batch", geometry.batch),
+            ("place_bits", _place_bits(phases)),
+            *groups_params(geometry),
+            ("tiles_m", tiled.rows // geometry.groups),
+            ("keeps_sums", int(splits > 1 or out.dtype != dtype)),
+            ("slabs_per_split", slabs_per_split),
+            ("phases", len(phases.each)),
+            ("phase", tuple(_phase_params(*each, out) for each in zip(phases.each, tiled.cut.first_slabs))),
+        ),
+        shared_bytes=tiled.shared_bytes,
+        purpose=_words(phases) + prologue_words(problem.prologue) + ", bias, residual, activation" * (splits == 1),
+        bytes_moved=bytes_of(problem.xs) + weight.nbytes + splits * out.nbytes,
+        flops=_flops(problem, phases),
+        l2_bytes=tiled.used_blocks * splits * tiled.l2_bytes(slabs_per_split),
+        arithmetic_seconds=tiled.seconds(splits, slabs_per_split),
     )
+    steps = [*way.steps, *weight.steps, launch]
     if splits > 1:
         in_c_order = (out.shape[1] * out.pixels, out.pixels, 1)
         steps.append(finish(problem, Sums(Address("sums"), out.dtype, in_c_order, planes=splits, plane=plane)))
@@ -297,23 +329,6 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
     words += f", each sum in {splits} parts" if splits > 1 else ""
     words += ", the inputs moved first" if way.steps else ""
     return Draft("implicit_gemm", tuple(steps), tuple(workspace), reason=words, notes=way.notes)
-
-
-def _shared_lines(problem: ConvProblem, tile: tuple[int, int], gather: str, arithmetic: str) -> int:
-    """Lines that go to and from shared memory for a K-slab of a block.
-
-    Each warp reads the edges of its part, and the tile's are written; what a warp gathers by elements takes a line to
-    store, and to load those where they lie.
-    """
-    tile_m, tile_n = tile
-    parts = weight_parts(arithmetic, tile_m)
-    warps = (TILES | WIDE_TILES)[tile] // WARP
-    edges = warps * WARP_ROWS[tile] * parts + tile_m * tile_n // WARP_ROWS[tile]
-    lines = (edges + tile_m * parts) * SLAB_BYTES // cost.SHARED_LINE
-    if gather != "ALONG_PIXELS":
-        return lines + tile_n * SLAB_BYTES // cost.SHARED_LINE
-    touched = max(cost.lines_of(x, problem.geometry.stride[2]) for x in problem.xs)
-    return lines + tile_n * (SLAB_BYTES // ITEMSIZE[problem.x_dtype]) // WARP * (1 + touched)
 
 
 def _words(phases: Phases) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import inf, prod
 from typing import Any
 
-from cupyconv.cuda.plan.conversions import check_alignment, convert
+from cupyconv.cuda.plan.conversions import convert
 from cupyconv.cuda.plan.launches import bytes_of, grid_and_block, image, variant, windows_params
 from cupyconv.problem.arrays import Operand
 from cupyconv.problem.passes import (
@@ -87,7 +87,6 @@ def _launch(
 ) -> KernelLaunch:
     """The launch that reads `images` of one problem and writes its results; the rest are parameters, by their place."""
     windows, out = problem.windows, problem.outs[0]
-    check_alignment(problem.arrays)
     read = [operand for operand in images.values() if operand is not None]
     lanes = _lanes(read[0])
     groups = -(-windows.in_channels // (CHANNELS * lanes))

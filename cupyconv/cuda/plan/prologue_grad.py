@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from math import prod
 
-from cupyconv.cuda.plan.conversions import check_alignment, converted
+from cupyconv.cuda.plan.conversions import converted
 from cupyconv.cuda.plan.epilogue_grad import cut, pass_and_sum
 from cupyconv.cuda.plan.launches import bytes_of, collapse, image, prologue_params, variant, vector_width
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
@@ -18,7 +18,6 @@ from cupyconv.problem.plan import Address, KernelLaunch, Plan
 
 def plan_prologue_grad(problem: PrologueGradProblem) -> Plan:
     """One pass over the gradient and the input."""
-    check_alignment((*problem.images, *problem.prologue.vectors))
     problem, conversions = converted(problem, x=problem.grad.dtype, prologue=problem.grad.dtype)
     steps, workspace = pass_and_sum(problem, partial(_launch, problem))
     return problem.planned(steps, workspace=workspace, conversions=conversions)
@@ -49,5 +48,5 @@ def _launch(problem: PrologueGradProblem, sums: Address | None, most_parts: int)
             ("lanes", lanes),
         ),
         purpose=f"derivative of {problem.prologue}" + ", sums of channels" * bool(sums),
-        bytes_moved=bytes_of(images) + sums_bytes,
+        bytes_moved=bytes_of((*images, *problem.prologue.vectors)) + sums_bytes,
     )

@@ -22,7 +22,7 @@ from typing import Any
 from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.arithmetic import FIRST_MMA, arithmetics
 from cupyconv.cuda.plan.conv import draft_conv, plan_chosen
-from cupyconv.cuda.plan.conversions import check_alignment, converted
+from cupyconv.cuda.plan.conversions import converted
 from cupyconv.cuda.plan.draft import Draft, cheapest_of, in_rounds, in_sequence
 from cupyconv.cuda.plan.epilogue import epilogue_launch
 from cupyconv.cuda.plan.launches import GRID_Y, VECTOR_BYTES, address
@@ -107,7 +107,6 @@ def recurrent_tiles(dtype: str, resident: bool, gpu: GpuModel, allow_tf32: bool 
 
 def plan_recurrent(problem: RecurrentProblem) -> Plan:
     """The plan for ``problem.method``; ValueError where a named method does not apply."""
-    check_alignment(problem.arrays)
     names = ("x", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "h0", "c0", "peephole")
     problem, conversions = converted(problem, **dict.fromkeys(names, problem.dtype))
     return plan_chosen(problem, _draft, conversions, methods=RECURRENT_METHODS)

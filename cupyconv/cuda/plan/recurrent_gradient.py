@@ -20,7 +20,7 @@ from typing import Any
 
 from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.arithmetic import FIRST_MMA
-from cupyconv.cuda.plan.conversions import check_alignment, convert
+from cupyconv.cuda.plan.conversions import convert
 from cupyconv.cuda.plan.draft import Draft, cheapest_of
 from cupyconv.cuda.plan.epilogue import as_line, epilogue_launch
 from cupyconv.cuda.plan.epilogue_grad import sum_of_parts
@@ -51,7 +51,6 @@ MOST_PARTS = 32 << 20
 
 def plan_recurrent_gradient(problem: RecurrentGradientProblem) -> Plan:
     """The plan; ValueError where one step's gates pass the limit."""
-    check_alignment(problem.arguments)
     problem, conversions = _converted(problem)
     shared = problem.sharing_with(conversions)
     together = tuple(dict.fromkeys((problem.geometry.directions, 1)))

@@ -16,7 +16,7 @@ from math import prod
 
 from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.conv import access_notes, draft_conv, plan_chosen
-from cupyconv.cuda.plan.conversions import check_alignment, converted
+from cupyconv.cuda.plan.conversions import converted
 from cupyconv.cuda.plan.depthwise_transposed import depthwise_launches
 from cupyconv.cuda.plan.direct import TILE
 from cupyconv.cuda.plan.draft import Draft, cheapest, in_rounds, in_sequence
@@ -75,7 +75,6 @@ def plan_transposed(problem: TransposedProblem) -> Plan:
     """The plan for ``problem.method``; ValueError where a named method does not apply."""
     if problem.pre is not None:
         return _with_activation(problem, problem.pre)
-    check_alignment(problem.arrays)
     kept, geometry = inputs_with_channels(problem.geometry)
     xs = tuple(x for x in problem.xs if x.shape[1]) or problem.xs[:1]
     problem = replace(problem, geometry=geometry, xs=xs, outs=tuple(problem.outs[i] for i in kept))

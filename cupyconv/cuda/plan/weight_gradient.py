@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.conv import access_notes, plan_chosen
-from cupyconv.cuda.plan.conversions import check_alignment, converted
+from cupyconv.cuda.plan.conversions import converted
 from cupyconv.cuda.plan.depthwise_weight_gradient import draft_depthwise_gradient
 from cupyconv.cuda.plan.draft import Draft, cheapest_of, in_rounds
 from cupyconv.cuda.plan.epilogue import Sums, finish_weight
@@ -89,7 +89,6 @@ BLOCKS_PER_MULTIPROCESSOR = 8
 def plan_weight_gradient(problem: WeightGradientProblem) -> Plan:
     """The plan for ``problem.method``; ValueError where a named method does not apply."""
     problem = without_empty_inputs(problem)
-    check_alignment(problem.arrays)
     x_dtype = problem.x_dtype
     problem, conversions = converted(problem, xs=x_dtype, grad=problem.grad_dtype, prologue=x_dtype)
     return plan_chosen(problem, _draft, conversions, access_notes((*problem.xs, problem.grad)))
