@@ -222,36 +222,27 @@ class _Tiles:
         self.columns = [-(-geometry.batch * phase.pixels // tile_n) for phase in phases.each]
         #: Blocks of a grid that has as many tiles for each phase.
         self.blocks = self.rows * max(self.columns) * len(self.columns)
-        #: Those that have a tile.
-        self.used_blocks = self.rows * sum(self.columns)
 
-    def seconds(self, splits: int, slabs_per_split: int) -> float:
-        """What the arithmetic takes, each sum in so many parts."""
+    def priced(self, launch: KernelLaunch, slabs_per_split: int) -> KernelLaunch:
+        """The launch with what it asks L2 for, and with what its arithmetic takes."""
         problem, (tile_m, tile_n), gpu = self.problem, self.tile, self.problem.gpu
         rate = cost.product_rate(self.arithmetic, problem.x_dtype, gpu) * cost.IMPLICIT_GEMM[self.tile]
         if gpu.shared_bytes + RESERVED_SHARED < 2 * (self.shared_bytes + RESERVED_SHARED):
             rate *= self.threads / BUSY_THREADS  # one block to a multiprocessor
-        slabs = self._slabs(slabs_per_split)
-        return cost.seconds_in_rounds(
-            self.used_blocks * splits,
-            2 * REAL_PRODUCTS.get(problem.x_dtype, 1) * tile_m * tile_n * slabs * self.cut.slab,
-            rate,
-            gpu,
-            l2_bytes=self.l2_bytes(slabs_per_split),
-            issued=slabs * self.threads / WARP * cost.ISSUED[self.arithmetic, self.itemsize, self.gather][self.tile],
-            shared_lines=slabs * self._shared_lines(),
-        )
-
-    def l2_bytes(self, slabs_per_split: int) -> float:
-        """What a block asks L2 for.  Taps of a row read what the one before has left in L1."""
-        tile_m, tile_n = self.tile
-        edges = tile_m * weight_parts(self.arithmetic, tile_m) + tile_n / self.problem.geometry.kernel[2]
-        return self._slabs(slabs_per_split) * SLAB_BYTES * edges
-
-    def _slabs(self, slabs_per_split: int) -> float:
-        """Of a block, on the average of the phases."""
+        # Of a block, on the average of the phases.
         all_slabs = sum(map(mul, self.columns, self.cut.slabs))
-        return slabs_per_split * all_slabs / (sum(self.columns) * max(self.cut.slabs))
+        slabs = slabs_per_split * all_slabs / (sum(self.columns) * max(self.cut.slabs))
+        operations = 2 * REAL_PRODUCTS.get(problem.x_dtype, 1) * tile_m * tile_n * slabs * self.cut.slab
+        # Taps of a row read what the one before has left in L1.
+        columns = tile_n / problem.geometry.kernel[2]
+        l2_bytes = slabs * SLAB_BYTES * (tile_m * weight_parts(self.arithmetic, tile_m) + columns)
+        issued = slabs * self.threads / WARP * cost.ISSUED[self.arithmetic, self.itemsize, self.gather][self.tile]
+        shared_lines = slabs * self._shared_lines()
+        blocks = self.rows * sum(self.columns) * launch.grid[1]
+        seconds = cost.seconds_in_rounds(
+            blocks, operations, rate, gpu, l2_bytes=l2_bytes, issued=issued, shared_lines=shared_lines
+        )
+        return replace(launch, l2_bytes=blocks * l2_bytes, arithmetic_seconds=seconds)
 
     def _shared_lines(self) -> int:
         """Lines that go to and from shared memory for a K-slab of a block.
@@ -318,10 +309,8 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
         purpose=_words(phases) + prologue_words(problem.prologue) + ", bias, residual, activation" * (splits == 1),
         bytes_moved=bytes_of(problem.xs) + weight.nbytes + splits * out.nbytes,
         flops=_flops(problem, phases),
-        l2_bytes=tiled.used_blocks * splits * tiled.l2_bytes(slabs_per_split),
-        arithmetic_seconds=tiled.seconds(splits, slabs_per_split),
     )
-    steps = [*way.steps, *weight.steps, launch]
+    steps = [*way.steps, *weight.steps, tiled.priced(launch, slabs_per_split)]
     if splits > 1:
         in_c_order = (out.shape[1] * out.pixels, out.pixels, 1)
         steps.append(finish(problem, Sums(Address("sums"), out.dtype, in_c_order, planes=splits, plane=plane)))
