@@ -71,26 +71,25 @@ class GradChunks {
     using Its = TileShare<GradTile>;
 
 public:
-    __device__ __forceinline__ GradChunks(const ImplicitWeightGradientParams& params, int group, int m, int first, int end)
+    __device__ __forceinline__ GradChunks(const ImplicitWeightGradientParams& params, int group, int m, int first)
         : step_(Its::APART * params.pixel_stride), to_(opaque(Its::place())) {
         m += Its::column();
+        m = min(m, params.group_outputs - CHUNK);  // what comes of an output that is not there is not stored
         from_ = static_cast<const T*>(params.grad) + group * (long long)params.group_outputs + m +
                 (first + Its::pixel()) * params.pixel_stride;
-        left_ = m < params.group_outputs ? end - first - Its::pixel() : 0;
     }
 
-    __device__ __forceinline__ void fetch(T* tile) {
+    // The next slab, of which `left` pixels are there.
+    __device__ __forceinline__ void fetch(T* tile, int left) {
 #pragma unroll
         for (int i = 0; i < Its::PIXELS; ++i, from_ += step_)
-            copy_async<16>(tile + to_ + i * Its::APART * GradTile::COLUMNS, from_, i * Its::APART < left_);
-        left_ -= SLAB;
+            copy_async<16>(tile + to_ + i * Its::APART * GradTile::COLUMNS, from_, Its::pixel() + i * Its::APART < left);
     }
 
 private:
     const T* from_;
     const long long step_;
     const int to_;
-    int left_;  // pixels from the thread's next one on; none where there is no such output
 };
 
 // What it copies of the inputs: a chunk of channels of one input at one tap of each window.
@@ -101,16 +100,16 @@ class TapChunks {
     using Its = TileShare<ImageTile>;
 
 public:
-    __device__ __forceinline__ TapChunks(const ImplicitWeightGradientParams& params, int group, int column, int first, int end)
+    __device__ __forceinline__ TapChunks(const ImplicitWeightGradientParams& params, int group, int column, int first)
         : sources_(params.sources), windows_(params.windows), to_(opaque(Its::place())) {
         column += Its::column();
+        column = min(column, params.group_channels * product_of(windows_.kernel) - CHUNK);  // as with outputs
         const int t = column / params.group_channels, c = group * params.group_channels + column % params.group_channels;
         source_ = 0;
         while (source_ + 1 < sources_.count && c >= sources_.table[source_ + 1].first) ++source_;
         const Source& source = sources_.table[source_];
         data_ = static_cast<const T*>(source.image.data) + (c - source.first);
         step_w_ = step(2);
-        left_ = t < product_of(windows_.kernel) ? end - first - Its::pixel() : 0;
 
         int tap[3];
         tap_at(t, windows_.kernel, tap);
@@ -127,17 +126,16 @@ public:
         begin_row();
     }
 
-    __device__ __forceinline__ void fetch(T* tile) {
+    __device__ __forceinline__ void fetch(T* tile, int left) {
 #pragma unroll
         for (int i = 0; i < Its::PIXELS; ++i) {
             int w = w_;
-            const bool inside = find(w, 2) && on_image_ && i * Its::APART < left_;
+            const bool inside = find(w, 2) && on_image_ && Its::pixel() + i * Its::APART < left;
             const void* const from = reinterpret_cast<const void*>(row_ + wide_product(w, step_w_));
             // Neighbouring taps read it again, shifted.
             copy_async<16, true>(tile + to_ + i * Its::APART * ImageTile::COLUMNS, from, inside);
             advance();
         }
-        left_ -= SLAB;
     }
 
 private:
@@ -190,7 +188,6 @@ private:
     int n_, d_, h_, w_;  // the window of the next pixel; along w where the tap is
     long long row_;      // an address; whatever it is, where not `on_image_`
     bool on_image_;
-    int left_;
 };
 
 // On a multiprocessor, so that one's waits are another's work: what the registers of its sums allow, twice for TF32X3.
@@ -212,8 +209,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int first = blockIdx.y * params.pixels_per_part, end = first + min(params.pixels_per_part, params.pixels - first);
     const int slabs = (end - first + SLAB - 1) / SLAB;
 
-    GradChunks grad(params, g, m_first, first, end);
-    TapChunks x(params, g, n_first, first, end);
+    GradChunks grad(params, g, m_first, first);
+    TapChunks x(params, g, n_first, first);
 
     const int warp_m = warp_index() % WARPS_DOWN * WARP_ROWS, warp_n = warp_index() / WARPS_DOWN * WARP_COLUMNS;
     Arithmetic::template WarpTile<WARP_ROWS, WARP_COLUMNS, false> tile(warp_m, warp_n);
@@ -225,8 +222,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             __syncthreads();  // everyone's copies of slab i are there, and slab i - 1 has been used
         }
         if (i + STAGES - 1 < slabs) {
-            grad.fetch(stage[at].grad);
-            x.fetch(stage[at].x);
+            const int left = end - first - (i + STAGES - 1) * SLAB;
+            grad.fetch(stage[at].grad, left);
+            x.fetch(stage[at].x, left);
         }
         commit_copies();
         at = at == STAGES - 1 ? 0 : at + 1;

@@ -254,6 +254,41 @@ def test_graphs_can_be_sent_and_are_told_apart():
     assert len({y.name, *(other.name for other in others)}) == 4
 
 
+def test_what_is_computed_is_what_was_given():
+    """One weight that is filled anew for each of several lazy results."""
+    x, weight, scale = da.ones((1, 2, 8), chunks=4), np.ones((1, 2, 3)), np.ones(2)
+    first = interop.conv(x, weight, prologue=(scale, None, None))
+    weight *= 5
+    scale *= 7
+    assert (first.compute() == 6).all()
+
+
+class Metres(np.ndarray):
+    unit = "m"
+
+
+@pytest.mark.parametrize(
+    "error, words, becomes",
+    [
+        (TypeError, "MaskedArray, whose mask would be lost", lambda chunk: np.ma.masked_greater(chunk, 2)),
+        (TypeError, "in units", lambda chunk: chunk.view(Metres)),
+        (ValueError, r"float64 of shape .* where float32", lambda chunk: chunk.astype(np.float64)),
+        (ValueError, "complex64 of shape", lambda chunk: chunk.astype(np.complex64)),
+        (ValueError, r"of shape \(1, 2, 1\) where", lambda chunk: chunk[:, :, :1]),
+    ],
+    ids=["mask", "units", "precision", "complex", "shape"],
+)
+@pytest.mark.parametrize("own", [False, True], ids=["of one array", "of their own"])
+def test_chunks_that_are_not_what_dask_was_told(error, words, becomes, own):
+    """They are not made into that, which would lose a part of them or repeat it."""
+    x = da.from_array(integers(1, 2, 12, dtype=np.float32), chunks=(1, 2, 4))
+    others = x.map_blocks(
+        lambda chunk: becomes(chunk.copy() if own else chunk), dtype=x.dtype, meta=np.empty((0, 0, 0), x.dtype)
+    )
+    with pytest.raises(error, match=words):
+        interop.conv(others, integers(1, 2, 9, dtype=np.float32), padding="same").compute()
+
+
 # --- threads and options --------------------------------------------------------------------------------------
 
 

@@ -188,6 +188,38 @@ def test_an_argument_changed_in_place_is_found_where_the_backward_pass_needs_it(
         assert torch.equal(x.grad, expected)
 
 
+@pytest.mark.parametrize("changed", ["nothing", "y", "x", "weight", "bias", "residual"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_hooks_on_saved_tensors_hide_no_change_in_place(device, function, changed):
+    """PyTorch does not look at the version of what a hook has packed, and the pullback reads the tensor's own memory."""
+    called, x, others = merge(function, device)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+        y = called(x, **others, activation="sigmoid")
+    expected = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+    with torch.no_grad():
+        {"nothing": torch.ones(1), "y": y, "x": x, **others}[changed].mul_(2)
+    if changed in ("y", "x", "weight"):
+        with pytest.raises(RuntimeError, match=IN_PLACE):
+            y.sum().backward()
+    else:
+        y.sum().backward()
+        assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(device, reentrant):
+    weight, x = tensor(3, 3, 3, device=device), tensor(2, 3, 6, device=device)
+
+    def layers(x):
+        return interop.conv(interop.conv(x, weight, padding=1, activation="gelu"), weight, activation="relu")
+
+    layers(x).square().sum().backward()
+    expected = x.grad, weight.grad
+    x.grad = weight.grad = None
+    torch.utils.checkpoint.checkpoint(layers, x, use_reentrant=reentrant).square().sum().backward()
+    assert torch.equal(x.grad, expected[0]) and torch.equal(weight.grad, expected[1])
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_shared_residuals_have_gradients_of_their_own(device, function):
     called, x, others = merge(function, device)

@@ -15,7 +15,7 @@ from peak_memory import peak_bytes
 import cupyconv
 from cupyconv.call import operation
 from cupyconv.numpy import windows
-from cupyconv.numpy.windows import LINE, KeptScratch
+from cupyconv.numpy.backend import LINE, KeptScratch
 from cupyconv.problem import kept
 
 

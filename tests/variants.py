@@ -16,8 +16,9 @@ from cupyconv.cuda.plan import (
     merge,
     weight_gradient,
 )
+from cupyconv.cuda.plan.arithmetic import arithmetics
 from cupyconv.cuda.plan.conv_pair import FIRST_PAIR, pair_arithmetics
-from cupyconv.cuda.plan.implicit_gemm import arithmetics, tiles
+from cupyconv.cuda.plan.implicit_gemm import tiles
 from cupyconv.cuda.plan.launches import VECTOR_BYTES
 from cupyconv.cuda.plan.pool import CHANNELS, LARGEST, LARGEST_AND_PLACE, MEAN
 from cupyconv.cuda.plan.recurrence import Tile, recurrent_tiles

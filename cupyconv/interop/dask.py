@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from math import isnan
@@ -71,7 +72,7 @@ def conv(
         As of `cupyconv.conv`, chunked along any axes.  The arrays of a sequence may be chunked each in its own way; they
         are not rechunked, and those of a task are merged without a concatenation, chunks of channels too.
     weight, bias, stride, padding, padding_mode, dilation, groups, activation, prologue, method
-        As of `cupyconv.conv`: arrays in memory, of the library of x's chunks.
+        As of `cupyconv.conv`: arrays in memory, of the library of x's chunks.  They are copied.
     residual : dask.array.Array, optional
         Of the result's shape, chunked in any way.
 
@@ -234,9 +235,9 @@ def max_pool(
 def _lazy(function: Callable[..., Any], images: str, arguments: dict[str, Any]) -> Any:
     """The function's result; `arguments` are all by name, `images` is the name of the first."""
     given = arguments.pop(images)
+    residual = arguments.pop("residual", None)
     listed = isinstance(given, (list, tuple))
     xs = [_dask_array(f"{images}[{i}]" if listed else images, x) for i, x in enumerate(given if listed else [given])]
-    residual = arguments.pop("residual", None)
     stand_ins = _stand_ins(arguments, xs[0] if xs else None)
     if residual is not None:
         stand_ins["residual"] = _stand_in(_dask_array("residual", residual))
@@ -244,6 +245,7 @@ def _lazy(function: Callable[..., Any], images: str, arguments: dict[str, Any]) 
     checked = checked_call(function, **stand_ins)
     if arguments.get("method", "auto") != "auto" and isinstance(xs[0]._meta, np.ndarray):
         checked.plan()  # refuses a method that does not apply
+    arguments = deepcopy(arguments)  # what is written into a weight later is not what will be computed with
     if function is cupyconv.max_pool:
         results = [_graph(function, checked, i, [x], None, arguments) for i, x in enumerate(xs)]
         return results if listed else results[0]

@@ -22,6 +22,7 @@ import dask.array as da
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from cupyconv.call.dispatch import backend_for
 from cupyconv.interop.dask_axes import Range
 from cupyconv.numpy.windows import axis_segments
 
@@ -94,6 +95,8 @@ class Block:
             pieces.append(chunk[tuple(run.elements for run in runs)] if number is None else chunk[number])
         if len(pieces) == 1 and pieces[0].shape == self.shape:
             return pieces[0]
+        for runs, piece in zip(product(*self.axes), pieces):
+            _check(piece, tuple(run.count for run in runs), like.dtype)
         covered = prod(sum(run.at.stop - run.at.start for run in runs) for runs in self.axes) == prod(self.shape)
         if covered and isinstance(like, np.ndarray) and (view := self._in_one_array(pieces)) is not None:
             return view
@@ -114,6 +117,16 @@ class Block:
             if (piece.shape, piece.strides, piece.ctypes.data) != (shape, strides, place) or _owner(piece) is not whole:
                 return None
         return as_strided(pieces[0], self.shape, strides, writeable=False)
+
+
+def _check(piece: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    """Refuse what a copy would lose without a word, or spread: masks, units, imaginary parts, an axis of length one."""
+    backend_for({"a chunk": piece})
+    if piece.shape != shape or not np.can_cast(piece.dtype, dtype):
+        raise ValueError(
+            f"a chunk is not what its Dask array says: {piece.dtype} of shape {piece.shape} where {dtype} of shape {shape}"
+            " is read; map_blocks and others take the true dtype and chunks"
+        )
 
 
 def _owner(array: np.ndarray) -> Any:

@@ -74,6 +74,8 @@ def conv(
     values before it.  Where one of these tensors was changed in place, the backward pass raises PyTorch's error; any
     other may be changed.  With ``create_graph=True`` it raises a RuntimeError.  Where autograd is off, as under
     `torch.no_grad` and `torch.inference_mode`, nothing is kept.  `torch.compile` leaves the call out of its graphs.
+    Hooks on saved tensors change nothing: `torch.autograd.graph.save_on_cpu` saves no memory here, and
+    `torch.utils.checkpoint` does with ``use_reentrant=True``.
 
     On CUDA results and gradients are memory of CuPy's pool, which PyTorch's figures, limits and `empty_cache` do not
     know of; ``cupy.get_default_memory_pool().free_all_blocks()`` gives back what is free there.  What one pool has freed
@@ -390,7 +392,9 @@ class _Function(torch.autograd.Function):
         # The pullback has the arrays; autograd watches for changes in place of the tensors whose memory these are.
         held = {id(array) for array in ctx.pullback.holds}
         memory = zip((*tensors, *found), (*arrays, *results))
-        ctx.save_for_backward(*(tensor for tensor, array in memory if id(array) in held))
+        saved = [tensor for tensor, array in memory if id(array) in held]
+        ctx.save_for_backward(*saved)
+        ctx.versions = [(tensor.detach(), tensor._version) for tensor in saved]  # detached: of the same version
         ctx.call = call
         ctx.context = contextvars.copy_context()  # the options in force; the backward pass has a thread of its own
         ctx.set_materialize_grads(len(found) == 1)  # of several, one that is not used has no gradient, not zeros
@@ -404,7 +408,12 @@ class _Function(torch.autograd.Function):
                 "cupyconv's functions are differentiable once: with create_graph=True their gradients would be taken for"
                 " constants; PyTorch's own functions have second derivatives"
             )
-        saved = ctx.saved_tensors  # raises where one was changed in place
+        saved = ctx.saved_tensors  # raises where one was changed in place, but not where a hook has packed it
+        if any(tensor._version != version for tensor, version in ctx.versions):
+            raise RuntimeError(
+                "a tensor that cupyconv's backward pass reads has been modified by an inplace operation; hooks on saved"
+                " tensors, as of torch.utils.checkpoint, make no difference to what it reads"
+            )
         wanted = ctx.needs_input_grad[2:]
         with _stream_of(saved[0]):
             arrays = [None if grad is None else _array(grad) for grad in grads]

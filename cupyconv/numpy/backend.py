@@ -1,18 +1,26 @@
-"""NumPy's side of the backend interface: allocate, describe, plan, run; and what every step of its plans is."""
+"""NumPy's side of the backend interface: allocate, describe, plan, run.
+
+And what every step of its plans is, and the memory that steps write beside results.
+"""
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from contextvars import Context
+from contextvars import Context, ContextVar
 from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
 from cupyconv.problem import passes, problems, recurrence
+from cupyconv.problem.kept import on_clear, release, reserve
 from cupyconv.problem.plan import Plan, Step
 from cupyconv.problem.problems import HostModel, Problem
 
@@ -91,6 +99,99 @@ class NumpyStep:
 def seconds_of(steps: Iterable[Step]) -> float:
     """What steps of this backend take by the model of `cost`, one after the other."""
     return sum(step.seconds for step in cast("Iterable[NumpyStep]", steps))
+
+
+# --- memory that steps write ----------------------------------------------------------------------------------
+
+
+#: Bytes of a cache line, which is as long as the longest vector.
+LINE = 64
+
+
+def whole_lines(elements: int, itemsize: int) -> int:
+    """As many whole cache lines as have room for elements of so many bytes, in elements."""
+    line = LINE // itemsize
+    return -(-elements // line) * line
+
+
+def aligned_bytes(nbytes: int) -> np.ndarray:
+    """Memory that begins where a cache line does: products that are not packed read it in half as many loads."""
+    memory = np.empty(nbytes + LINE, np.uint8)
+    first = -memory.__array_interface__["data"][0] % LINE
+    return memory[first : first + nbytes]
+
+
+class Scratch:
+    """Uninitialised arrays by name, each thread its own; one that is asked for again overwrites the one before it.
+
+    Of a single round nothing is kept: its arrays are fresh.
+    """
+
+    def __init__(self, dtype: np.dtype, rounds: int) -> None:
+        self.dtype = dtype
+        self._buffers = threading.local() if rounds > 1 else None
+
+    def array(self, name: str, shape: Sequence[int], dtype: np.dtype | None = None) -> np.ndarray:
+        """This thread's array of that name, in C order; of another dtype than the scratch memory's where one is given."""
+        dtype = dtype or self.dtype
+        nbytes = prod(shape) * dtype.itemsize
+        if self._buffers is None:
+            return np.ndarray(shape, dtype, aligned_bytes(nbytes))
+        buffers: dict[str, np.ndarray] = self._buffers.__dict__
+        if name not in buffers or buffers[name].size < nbytes:
+            buffers[name] = aligned_bytes(nbytes)
+        return np.ndarray(shape, dtype, buffers[name])
+
+
+class _Buffers(dict[str, np.ndarray]):
+    """What one call at a time writes, by name; a class, so that it can be referred to weakly."""
+
+
+class KeptScratch(Scratch):
+    """Uninitialised arrays that are kept from call to call, as far as the budget of all that is kept allows.
+
+    A call on NumPy has a context that no other call is in (`NumpyBackend.within`), also one that a signal's handler makes in
+    the midst of another; and so has a worker.  Arrays are a context's.
+    """
+
+    def __init__(self, dtype: np.dtype) -> None:
+        super().__init__(dtype, rounds=1)
+        self._of_context: ContextVar[_Buffers] = ContextVar(f"kept {dtype}")
+        self._all: weakref.WeakValueDictionary[int, _Buffers] = weakref.WeakValueDictionary()
+        on_clear(self._give_back)
+
+    def array(self, name: str, shape: Sequence[int], dtype: np.dtype | None = None) -> np.ndarray:
+        dtype = dtype or self.dtype
+        buffers = self._of_context.get(None)
+        if buffers is None:
+            buffers = _Buffers()
+            self._all[id(buffers)] = buffers
+            self._of_context.set(buffers)
+        nbytes = prod(shape) * dtype.itemsize
+        buffer = buffers.get(name)
+        if buffer is None or buffer.size < nbytes:
+            buffers.pop(name, None)
+            buffer = aligned_bytes(nbytes)
+            owner: Any = buffer.base
+            if reserve(owner.nbytes):
+                weakref.finalize(owner, release, owner.nbytes).atexit = False
+                buffers[name] = buffer
+        return np.ndarray(shape, dtype, buffer)
+
+    def _give_back(self) -> None:
+        """Those of all contexts; a call under way has its arrays as long as it needs them."""
+        for reference in self._all.valuerefs():  # a list, that other threads may go on
+            if (buffers := reference()) is not None:
+                buffers.clear()
+
+
+@cache
+def kept_scratch(dtype: np.dtype) -> KeptScratch:
+    """Memory that stays from call to call."""
+    return KeptScratch(dtype)
+
+
+# --- the backend ----------------------------------------------------------------------------------------------
 
 
 class NumpyBackend:

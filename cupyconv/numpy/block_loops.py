@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import NumpyStep
-from cupyconv.numpy.windows import Blocks, BlockSize, Images, Scratch, block_words, five_axes, tile_shape, tile_size
+from cupyconv.numpy.backend import NumpyStep, Scratch
+from cupyconv.numpy.windows import Blocks, BlockSize, Images, block_words, five_axes, tile_shape, tile_size
 from cupyconv.problem.arrays import accumulator, dtype_from_name
 from cupyconv.problem.geometry import ConvGeometry, box_within, even_part
 from cupyconv.problem.problems import ConvProblem, NotApplicable, ProductsProblem, WeightGradientProblem

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import NumpyStep
+from cupyconv.numpy.backend import NumpyStep, Scratch
 from cupyconv.numpy.chain_tiles import Piece, bands_to_plan, kept_rows, rows_of_band, tiles, tiles_to_plan
 from cupyconv.numpy.choice import FEWER_THREADS
 from cupyconv.numpy.convolution import ConvLoop, plan_conv, plan_like
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import Scratch, five_axes
+from cupyconv.numpy.windows import five_axes
 from cupyconv.problem.arrays import Operand, accumulator, dtype_from_name
 from cupyconv.problem.geometry import ConvGeometry, even_part, ranges_of
 from cupyconv.problem.plan import Plan

@@ -24,9 +24,10 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from cupyconv.numpy import cost
+from cupyconv.numpy.backend import Scratch, kept_scratch
 from cupyconv.numpy.block_loops import PixelLoop
 from cupyconv.numpy.choice import FFT, WINOGRAD, Method, choose
-from cupyconv.numpy.windows import Block, BlockSize, Scratch, columns_shape, five_axes, kept_scratch, tile_shape
+from cupyconv.numpy.windows import Block, BlockSize, columns_shape, five_axes, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides, is_complex, real_part
 from cupyconv.problem.geometry import ConvGeometry, Windows, box_within
 from cupyconv.problem.kept import forms_of

@@ -38,8 +38,9 @@ REGION_CALLS = 10
 #: Other threads that are woken, and waited for at the end: as it is between other calls, after which they sleep.  In a loop of
 #: one call it takes a third of this.
 WAKE = 300e-6
-#: Seconds of work for which another thread is worth waking.
-SHARE = 1e-3
+#: Seconds of work for which another thread is worth waking: of most loops, of products with Toeplitz matrices, and of pooling.
+#: `backend` asks for less: it only says how many threads a plan may have, from a cautious guess of the work.
+SHARE, TOEPLITZ_SHARE, POOL_SHARE = 1e-3, 800e-6, 600e-6
 #: How much longer work takes where other cores work too, on the same memory.
 BESIDE_OTHERS = 1.25
 
@@ -47,11 +48,14 @@ BESIDE_OTHERS = 1.25
 
 #: Seconds of a multiply-add; and to begin one product of a batch.
 MULTIPLY_ADD, PRODUCT = 14e-12, 27e-9
-#: Multiply-adds up to which a product reads its operands where they lie, without packing them.
+#: Multiply-adds up to which a product reads its operands where they lie, without packing them (OpenBLAS on x86-64 with AVX-512).
 SMALL_PRODUCT = 1_000_000
+#: Multiply-adds at most of products that are cut to be small ones: safely below.
+SAFELY_SMALL = 900_000
 #: Rows, and elements, of a weight with which small products are faster than one long product; the columns that they have
-#: at most, and what these are a multiple of.
-FEW_ROWS, SMALL_WEIGHT, RUN_OF_COLUMNS, RUN_STEP = 32, 5000, 192, 48
+#: at most, and what these are a multiple of.  One or two rows are as fast with all columns that BLAS does not pack.
+FEW_ROWS, SMALL_WEIGHT, RUN_OF_COLUMNS, RUN_STEP = 32, 5000, 768, 48
+ROWS_OF_LONG_RUNS = 2
 #: Seconds to pack an element of an operand.
 PACK = 130e-12
 #: Rows, and columns, that BLAS's innermost loop has at a time: those that are missing take as long.
@@ -91,8 +95,9 @@ DOT, BY_VECTOR, VECTOR = 105e-12, 70e-12, 1 << 20
 
 #: Seconds of an element that is copied in cache, of a run of them that begins, and of one that has no neighbours.
 COPY, RUN, APART = 225e-12, 4.2e-9, 360e-12
-#: Seconds of an element that is read and added to another in cache; and to one that an index array names.
-ADD, ADD_BY_INDEX = 350e-12, 4e-9
+#: Seconds of an element that is read and added to another in cache; to one that an index array names; and of one that pooling
+#: reads or writes.
+ADD, ADD_BY_INDEX, POOLED = 350e-12, 4e-9, 650e-12
 #: Seconds to bring an element's channel behind its pixels, or in front of them.
 TRANSPOSE = 1.6e-9
 #: Bytes of memory that stay a process's own between calls; and seconds of a byte beyond that is touched first.
@@ -138,11 +143,14 @@ def worth_waking(threads: int, work: float, share: float = SHARE) -> int:
     return max(1, min(threads, int(work / share)))
 
 
-def run_of(rows: float, reduction: float, dtype: str) -> int:
+@lru_cache(maxsize=512)
+def run_of(rows: float, reduction: float, columns: float, is_float32: bool) -> int:
     """Columns that such a weight is multiplied with at a time: so many that BLAS packs no operand, or 0 for all."""
-    if dtype != "float32" or rows > FEW_ROWS or not 0 < rows * reduction <= SMALL_WEIGHT:
+    if not is_float32 or rows > FEW_ROWS or not 0 < rows * reduction <= SMALL_WEIGHT:
         return 0
-    return min(RUN_OF_COLUMNS, int(SMALL_PRODUCT / (rows * reduction))) // RUN_STEP * RUN_STEP
+    unpacked = int(SMALL_PRODUCT / (rows * reduction))
+    run = (unpacked if rows <= ROWS_OF_LONG_RUNS else min(RUN_OF_COLUMNS, unpacked)) // RUN_STEP * RUN_STEP
+    return run if columns > min(unpacked, 2 * run) else 0
 
 
 def holds_blas(threads: int, host: HostModel, largest: int) -> bool:
@@ -157,8 +165,7 @@ def holds_blas(threads: int, host: HostModel, largest: int) -> bool:
 def product(rows: float, reduction: float, columns: float, problem: ProductsProblem) -> float:
     """A matrix (rows, reduction) by one (reduction, columns), the longer of its sides taken for the columns."""
     scale, wide = multiply_adds(problem), width(problem.dtype)
-    run = run_of(rows, reduction, accumulator(problem.dtype)) if scale == 1 else 0
-    if run and columns >= 2 * run:
+    if scale == 1 and (run := run_of(rows, reduction, columns, accumulator(problem.dtype) == "float32")):
         return columns / run * product(rows, reduction, run, problem)
     if rows > columns:
         rows, columns = columns, rows

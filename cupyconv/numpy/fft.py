@@ -32,13 +32,14 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 
 from cupyconv.numpy import cost
+from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.block_loops import largest_block
 from cupyconv.numpy.convolution import ConvLoop, ConvRun, RunOf, columns_bytes, temporaries, weight_copy
 from cupyconv.numpy.gemm import product as multiplied
 from cupyconv.numpy.gemm import with_parts
 from cupyconv.numpy.spectra import BLOCK, MOST_PRODUCTS, Tile, block_extents, dilated, every, with_lines
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import Block, BlockSize, Scratch, parts_of, tile_size
+from cupyconv.numpy.windows import Block, BlockSize, parts_of, tile_size
 from cupyconv.problem.arrays import product_flops
 from cupyconv.problem.geometry import even_part, ranges_of
 from cupyconv.problem.plan import Plan
@@ -93,9 +94,8 @@ class Weights(NamedTuple):
     """The weight: (groups, outputs per group, K_g) as it is, and the conjugate of its spectrum."""
 
     matrix: np.ndarray
-    spectra: (
-        np.ndarray
-    )  # (groups, outputs, channels, *frequencies), or of many (*frequencies, groups, channels, outputs)
+    #: (groups, outputs, channels, *frequencies); of matrix products (*frequencies, groups, channels, outputs).
+    spectra: np.ndarray
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from cupyconv.numpy import cost
+from cupyconv.numpy.backend import whole_lines
 from cupyconv.numpy.block_loops import block_of_pixels, share_of_pixels
 from cupyconv.numpy.convolution import (
     CACHE_BLOCK,
@@ -30,7 +31,7 @@ from cupyconv.numpy.convolution import (
     sums_per_pixel,
 )
 from cupyconv.numpy.mec import COLUMNS_BLOCK, MecRows, in_runs
-from cupyconv.numpy.windows import LINE, Block, parts_of, tile_shape, whole_lines
+from cupyconv.numpy.windows import Block, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
@@ -251,8 +252,8 @@ class Columns(Product):
     @property
     def workspace(self) -> int:
         nbytes = columns_bytes(self.problem, self.block, self.x_dtype.itemsize)
-        pixels, line = prod(self.block), LINE // self.x_dtype.itemsize
-        beyond = whole_lines(pixels, line) - pixels
+        pixels = prod(self.block)
+        beyond = whole_lines(pixels, self.x_dtype.itemsize) - pixels
         nbytes += self.geometry.in_channels * self.geometry.taps * beyond * self.x_dtype.itemsize
         return self.sums_bytes + (nbytes if self.lone is None else max(nbytes, self.lone.nbytes))
 

@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 
 from cupyconv.numpy import cost
+from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.choice import by_another
 from cupyconv.numpy.convolution import ConvLoop, ConvRun, plan_conv, result_takes_sums
 from cupyconv.numpy.gathered import GatheringStep, check_gathers
-from cupyconv.numpy.windows import Block, Scratch, five_axes
+from cupyconv.numpy.windows import Block, five_axes
 from cupyconv.problem.arrays import c_strides
 from cupyconv.problem.geometry import Triple
 from cupyconv.problem.plan import Plan

@@ -44,8 +44,6 @@ from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.plan import Plan
 from cupyconv.problem.problems import ConvProblem
 
-#: Multiply-adds up to which OpenBLAS does a product without packing its operands (x86-64 with AVX-512).
-SMALL_PRODUCT = 900_000
 #: Pixels from which a product is about as fast as with more: of one sample, and of several, whose rows are copied faster.
 LONG_ROW = 100, 50
 #: Pixels of a small product below which it is too short: the weight is too large.
@@ -61,7 +59,7 @@ def row_axis(geometry: ConvGeometry) -> int:
 
 def _most_pixels(geometry: ConvGeometry) -> int:
     """Pixels of a product up to which it is a small one."""
-    return SMALL_PRODUCT // (geometry.reduction * geometry.group_outputs or 1)
+    return cost.SAFELY_SMALL // (geometry.reduction * geometry.group_outputs or 1)
 
 
 def _bands(geometry: ConvGeometry, samples: int, size: Sequence[int]) -> int:

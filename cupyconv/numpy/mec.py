@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from cupyconv.numpy import cost
+from cupyconv.numpy.backend import whole_lines
 from cupyconv.numpy.block_loops import SMALLEST_BLOCK
 from cupyconv.numpy.convolution import (
     LONE_PIXELS,
@@ -33,7 +34,7 @@ from cupyconv.numpy.convolution import (
     result_takes_sums,
     temporaries,
 )
-from cupyconv.numpy.windows import LINE, Block, BlockSize, Images, parts_of, tile_shape, whole_lines
+from cupyconv.numpy.windows import Block, BlockSize, Images, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.problems import ConvProblem, NotApplicable, WeightGradientProblem
@@ -54,7 +55,7 @@ def in_runs(
     (rows, reduction), length = weight.shape[-2:], columns.shape[-1]
     if parts:
         rows, run = parts.rows, parts.columns
-    elif not (run := cost.run_of(rows, reduction, weight.dtype.name)) or length < 2 * run:
+    elif not (run := cost.run_of(rows, reduction, length, weight.dtype == np.float32)):
         return np.matmul(weight, columns, out=place)
     if place is None:
         batch = np.broadcast_shapes(weight.shape[:-2], columns.shape[:-2])
@@ -65,22 +66,27 @@ def in_runs(
 
 def in_parts(weight: np.ndarray, columns: np.ndarray, place: np.ndarray, rows: int, run: int) -> None:
     """Matrix products of so many rows of the weight, and columns, at a time: all that are alike in one call."""
-    for own, *heights in _alike(weight.shape[-2], rows):
-        # Two axes before those of a matrix: parts of rows, and runs of columns.
-        factors = weight[..., own, :].reshape(*weight.shape[:-2], heights[0], 1, heights[1], weight.shape[-1])
-        for some, *lengths in _alike(columns.shape[-1], run):
-            read = columns[..., some].reshape(*columns.shape[:-1], *lengths).swapaxes(-2, -3)
-            target = place[..., own, some].reshape(*place.shape[:-2], *heights, *lengths).swapaxes(-2, -3)
-            np.matmul(factors, read[..., None, :, :, :], out=target)
+    (height, reduction), length = weight.shape[-2:], columns.shape[-1]
+    if rows >= height:
+        _of_columns(weight, columns, place, run)
+        return
+    whole = height - height % rows
+    parts = weight[..., :whole, :].reshape(*weight.shape[:-2], -1, rows, reduction)
+    targets = place[..., :whole, :].reshape(*place.shape[:-2], -1, rows, length)
+    _of_columns(parts, columns[..., None, :, :], targets, run)
+    if whole < height:
+        _of_columns(weight[..., whole:, :], columns, place[..., whole:, :], run)
 
 
-def _alike(extent: int, part: int) -> Iterator[tuple[slice, int, int]]:
-    """Parts of so many elements, and a shorter one that is left: what they are of, how many, and elements of each."""
-    count, left = divmod(extent, part)
-    if count:
-        yield slice(0, extent - left), count, part
-    if left:
-        yield slice(extent - left, extent), 1, left
+def _of_columns(weight: np.ndarray, columns: np.ndarray, place: np.ndarray, run: int) -> None:
+    """Products of so many columns at a time, in one call, and of those that are left in another."""
+    length = columns.shape[-1]
+    if whole := length - length % run:
+        some, target = columns[..., :whole], place[..., :whole]
+        runs = some.reshape(*some.shape[:-1], -1, run).swapaxes(-2, -3)
+        np.matmul(weight[..., None, :, :], runs, out=target.reshape(*target.shape[:-1], -1, run).swapaxes(-2, -3))
+    if whole < length:
+        np.matmul(weight, columns[..., whole:], out=place[..., whole:])
 
 
 # --- the lowering ---------------------------------------------------------------------------------------------
@@ -317,7 +323,7 @@ class MecRows(ConvLoop):
 
     def _pitch(self, row: Row) -> int:
         """Elements from one row of columns to the next: parts begin where cache lines do."""
-        return whole_lines(row.length, LINE // self.x_dtype.itemsize) if row.parts else row.length
+        return whole_lines(row.length, self.x_dtype.itemsize) if row.parts else row.length
 
     @property
     def largest_product(self) -> int:

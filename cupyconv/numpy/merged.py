@@ -27,7 +27,7 @@ from cupyconv.numpy.convolution import (
     result_takes_sums,
 )
 from cupyconv.numpy.gemm import Columns
-from cupyconv.numpy.mec import MecRows
+from cupyconv.numpy.mec import MecRows, in_runs
 from cupyconv.numpy.windows import Block
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.problems import ConvProblem
@@ -107,12 +107,12 @@ class Merge(ConvLoop):
         parts = [block.of(x)[0].reshape(x.shape[1], block.area) for x, _ in run.images.inputs]
         if not self.is_added:
             columns = run.images.scratch.array("columns", (self.geometry.in_channels, block.area))
-            np.matmul(run.weight[0], np.concatenate(parts, out=columns), out=sums)
+            in_runs(run.weight[0], np.concatenate(parts, out=columns), sums)
             return sums.reshape(block.sums_shape)
-        np.matmul(run.weight[0], parts[0], out=sums)
+        in_runs(run.weight[0], parts[0], sums)
         product = run.products.array("product", shape, self.sums_dtype)
         for matrix, part in zip(run.weight[1:], parts[1:]):
-            np.matmul(matrix, part, out=product)
+            in_runs(matrix, part, product)
             sums += product
         return sums.reshape(block.sums_shape)
 

@@ -20,10 +20,10 @@ from typing import Any, ClassVar, Protocol, Self
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import NumpyStep
+from cupyconv.numpy.backend import NumpyStep, Scratch
 from cupyconv.numpy.pool_windows import Elements, Outputs, everywhere, most_read, most_windows, on_axis
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import Scratch, block_words, five_axes
+from cupyconv.numpy.windows import block_words, five_axes
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import Windows, even_part
 from cupyconv.problem.passes import PoolingProblem
@@ -31,8 +31,6 @@ from cupyconv.problem.passes import PoolingProblem
 #: Bytes that a block touches, at most: they stay in a core's L2 cache.  In smaller ones a call takes so little time that
 #: threads wait for each other's.
 BLOCK_BYTES = 2 << 20
-#: Seconds of an element that a reduction reads or writes, and seconds of work from which another thread is worth waking.
-TOUCHED, SHARE = 650e-12, 600e-6
 #: Slices along an axis, of all its blocks and taps, up to which they are worked out before: more take megabytes.
 _KEPT_SLICES = 4096
 #: Taps along an axis for each of its windows, from which on a call for each window takes less than one for each tap.
@@ -198,7 +196,7 @@ class Reduction(PoolingStep):
     @classmethod
     def worth_waking(cls, problem: PoolingProblem) -> int:
         elements = sum(prod(operand.shape) for operand in problem.arrays)
-        return cost.worth_waking(problem.host.threads, elements * TOUCHED, SHARE)
+        return cost.worth_waking(problem.host.threads, elements * cost.POOLED, cost.POOL_SHARE)
 
     def part(self, axis: int, run: range) -> Any:
         return Outputs.of(self.problem.windows, axis, run, self.by_window(axis))

@@ -36,10 +36,11 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.activations import activate
+from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.block_loops import SMALLEST_BLOCK, BlockLoop, block_of_pixels
 from cupyconv.numpy.convolution import LONE_PIXELS, PRODUCT_BLOCK, copy_bytes, is_matrix, weight_copy
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import Region, Scratch, add, five_axes, parts_of, read, tap_regions
+from cupyconv.numpy.windows import Region, add, five_axes, parts_of, read, tap_regions
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part, ranges_of
 from cupyconv.problem.plan import Plan

@@ -35,11 +35,6 @@ from cupyconv.problem.problems import ConvProblem
 
 #: Bytes of what a group copies for a block.
 COPIES_BLOCK = 4 * MEMORY_BLOCK
-#: Multiply-adds up to which OpenBLAS does a product without packing its operands (x86-64 with AVX-512).
-SMALL_PRODUCT = 900_000
-#: Seconds of work that a thread should have: each of a few calls a block waits for the interpreter's lock, and a thread
-#: takes as long to wake as to compute a tenth of a millisecond.
-SHARE = 800e-6
 
 
 def reach(geometry: ConvGeometry, axis: int, outputs: int) -> int:
@@ -80,7 +75,7 @@ class ToeplitzLoop(ConvLoop):
     @classmethod
     def workers(cls, problem: ConvProblem) -> int:
         """Threads that have enough to do."""
-        return cost.worth_waking(problem.host.threads, cls.rough_seconds(problem), SHARE)
+        return cost.worth_waking(problem.host.threads, cls.rough_seconds(problem), cost.TOEPLITZ_SHARE)
 
     @classmethod
     def sharers(cls, problem: ConvProblem) -> int:

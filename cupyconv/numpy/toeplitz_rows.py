@@ -26,9 +26,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyconv.numpy import cost
+from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.convolution import BLAS_REACH, MEMORY_BLOCK, temporaries
-from cupyconv.numpy.toeplitz import COPIES_BLOCK, SMALL_PRODUCT, ToeplitzLoop, reach, strided, sum_is_finite, toeplitz
-from cupyconv.numpy.windows import Block, Images, Scratch, parts_of, tile_shape
+from cupyconv.numpy.toeplitz import COPIES_BLOCK, ToeplitzLoop, reach, strided, sum_is_finite, toeplitz
+from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import Triple, even_part
 from cupyconv.problem.problems import ConvProblem
@@ -365,7 +366,7 @@ class ToeplitzRows(ToeplitzLoop):
     @cached_property
     def _columns(self) -> int:
         """Columns up to which a product is a small one."""
-        most = SMALL_PRODUCT // (self.taps[2] * self.geometry.group_outputs * self.rows * self.tall)
+        most = cost.SAFELY_SMALL // (self.taps[2] * self.geometry.group_outputs * self.rows * self.tall)
         return max(LEAST_WIDTH, most)
 
     def _borders(self, by_line: np.ndarray, before: int, pixels: int) -> Iterator[np.ndarray]:

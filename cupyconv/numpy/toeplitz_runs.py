@@ -20,7 +20,7 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.convolution import LONE_PIXELS, temporaries
-from cupyconv.numpy.toeplitz import COPIES_BLOCK, SMALL_PRODUCT, ToeplitzLoop, reach, strided, sum_is_finite, toeplitz
+from cupyconv.numpy.toeplitz import COPIES_BLOCK, ToeplitzLoop, reach, strided, sum_is_finite, toeplitz
 from cupyconv.numpy.windows import Block, Images, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.problems import ConvProblem
@@ -109,7 +109,7 @@ class ToeplitzRuns(ToeplitzLoop):
         if by_rows:
             runs = [(begin, count, 1, 1) for begin, count in runs_of(width, length)]
         else:
-            runs = runs_apart(width, length, apart, max(1, SMALL_PRODUCT // (length * reduction)))
+            runs = runs_apart(width, length, apart, max(1, cost.SAFELY_SMALL // (length * reduction)))
         for begin, many, phases, count in runs:
             shape = [height, many, phases, count, reduction]
             steps = [lower, phases * count * move, move, phases * move, image.itemsize]

@@ -48,14 +48,6 @@ class ExchangedLoops(NumpyStep):
     planner: Planner
 
     @property
-    def flops(self) -> int:
-        return self.problem.flops
-
-    @property
-    def bytes_moved(self) -> int:
-        return self.problem.minimal_bytes
-
-    @property
     def turns(self) -> int:
         return sum(loop.turns for loop in self.loops)
 

@@ -22,11 +22,12 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from cupyconv.numpy import cost
+from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.block_loops import PixelLoop
 from cupyconv.numpy.convolution import PRODUCT_BLOCK, is_matrix
 from cupyconv.numpy.mec import is_in_order
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import Block, BlockSize, Images, Scratch, five_axes, parts_of
+from cupyconv.numpy.windows import Block, BlockSize, Images, five_axes, parts_of
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, c_strides, dtype_from_name, is_complex, real_part
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import Plan

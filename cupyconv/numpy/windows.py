@@ -23,19 +23,17 @@ A prologue transforms what is read as it is written, and so never the padding.
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import islice, product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cupyconv.numpy.backend import Scratch, whole_lines
 from cupyconv.problem.geometry import ConvGeometry, Triple, Windows, ranges_of, tap_boxes
-from cupyconv.problem.kept import Cache, on_clear, release, reserve
+from cupyconv.problem.kept import Cache
 
 if TYPE_CHECKING:
     from cupyconv.numpy.prologue import Transform
@@ -57,8 +55,6 @@ _KEPT_TAPS = 64
 KEPT_REGIONS = 256
 #: What one block's regions take at the most, where they are slices: their key, with all that a geometry works out later, and each.
 _KEY_BYTES, _REGION_BYTES = 3072, 1024
-#: Bytes of a cache line, which is as long as the longest vector.
-LINE = 64
 #: Bytes of a tile up to which zeros are written all over it: one long write takes less than several short ones.
 _SMALL_TILE = 2 << 20
 
@@ -441,8 +437,8 @@ class Images:
 
     def matrix(self, block: Block) -> np.ndarray:
         """The same as (channels x taps, pixels), whose rows begin where cache lines do."""
-        line = LINE // self.scratch.dtype.itemsize
-        rows = self.scratch.array("columns", (prod(block.columns_shape[:4]), whole_lines(block.area, line)))
+        row = whole_lines(block.area, self.scratch.dtype.itemsize)
+        rows = self.scratch.array("columns", (prod(block.columns_shape[:4]), row))
         matrix = rows[:, : block.area]
         self._copy_windows(block, matrix.reshape(block.columns_shape))
         return matrix
@@ -499,91 +495,9 @@ class Images:
         return Images(some, self.scratch, self._transform and self._transform.of(channels))
 
 
-def whole_lines(elements: int, line: int) -> int:
-    """As many whole cache lines as have room for elements, in elements."""
-    return -(-elements // line) * line
-
-
 def parts_of(count: int, part: int) -> Iterator[slice]:
     """So many groups, or channels, at a time."""
     return (slice(first, min(first + part, count)) for first in range(0, count, part))
-
-
-def aligned_bytes(nbytes: int) -> np.ndarray:
-    """Memory that begins where a cache line does: products that are not packed read it in half as many loads."""
-    memory = np.empty(nbytes + LINE, np.uint8)
-    first = -memory.__array_interface__["data"][0] % LINE
-    return memory[first : first + nbytes]
-
-
-class Scratch:
-    """Uninitialised arrays by name, each thread its own; one that is asked for again overwrites the one before it.
-
-    Of a single round nothing is kept: its arrays are fresh.
-    """
-
-    def __init__(self, dtype: np.dtype, rounds: int) -> None:
-        self.dtype = dtype
-        self._buffers = threading.local() if rounds > 1 else None
-
-    def array(self, name: str, shape: Sequence[int], dtype: np.dtype | None = None) -> np.ndarray:
-        """This thread's array of that name, in C order; of another dtype than the scratch memory's where one is given."""
-        dtype = dtype or self.dtype
-        nbytes = prod(shape) * dtype.itemsize
-        if self._buffers is None:
-            return np.ndarray(shape, dtype, aligned_bytes(nbytes))
-        buffers: dict[str, np.ndarray] = self._buffers.__dict__
-        if name not in buffers or buffers[name].size < nbytes:
-            buffers[name] = aligned_bytes(nbytes)
-        return np.ndarray(shape, dtype, buffers[name])
-
-
-class _Buffers(dict[str, np.ndarray]):
-    """What one call at a time writes, by name; a class, so that it can be referred to weakly."""
-
-
-class KeptScratch(Scratch):
-    """Uninitialised arrays that are kept from call to call, as far as the budget of all that is kept allows.
-
-    A call on NumPy has a context that no other call is in (`NumpyBackend.within`), also one that a signal's handler makes in
-    the midst of another; and so has a worker.  Arrays are a context's.
-    """
-
-    def __init__(self, dtype: np.dtype) -> None:
-        super().__init__(dtype, rounds=1)
-        self._of_context: ContextVar[_Buffers] = ContextVar(f"kept {dtype}")
-        self._all: weakref.WeakValueDictionary[int, _Buffers] = weakref.WeakValueDictionary()
-        on_clear(self._give_back)
-
-    def array(self, name: str, shape: Sequence[int], dtype: np.dtype | None = None) -> np.ndarray:
-        dtype = dtype or self.dtype
-        buffers = self._of_context.get(None)
-        if buffers is None:
-            buffers = _Buffers()
-            self._all[id(buffers)] = buffers
-            self._of_context.set(buffers)
-        nbytes = prod(shape) * dtype.itemsize
-        buffer = buffers.get(name)
-        if buffer is None or buffer.size < nbytes:
-            buffers.pop(name, None)
-            buffer = aligned_bytes(nbytes)
-            owner: Any = buffer.base
-            if reserve(owner.nbytes):
-                weakref.finalize(owner, release, owner.nbytes).atexit = False
-                buffers[name] = buffer
-        return np.ndarray(shape, dtype, buffer)
-
-    def _give_back(self) -> None:
-        """Those of all contexts; a call under way has its arrays as long as it needs them."""
-        for reference in self._all.valuerefs():  # a list, that other threads may go on
-            if (buffers := reference()) is not None:
-                buffers.clear()
-
-
-@cache
-def kept_scratch(dtype: np.dtype) -> KeptScratch:
-    """Memory that stays from call to call."""
-    return KeptScratch(dtype)
 
 
 def block_words(blocks: int, block: Sequence[int], axes: str, threads: int) -> str:

@@ -34,12 +34,13 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 
 from cupyconv.numpy import cost
+from cupyconv.numpy.backend import Scratch, kept_scratch
 from cupyconv.numpy.block_loops import PixelLoop, largest_block
 from cupyconv.numpy.choice import winograd_refusal
 from cupyconv.numpy.convolution import ConvLoop, ConvRun, columns_bytes, sums_per_pixel, temporaries
 from cupyconv.numpy.gemm import product as column_product
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import Block, BlockSize, Scratch, kept_scratch, parts_of, tile_shape
+from cupyconv.numpy.windows import Block, BlockSize, parts_of, tile_shape
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 

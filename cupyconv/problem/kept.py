@@ -3,7 +3,7 @@
 ::
 
     calls that were checked          what blocks read               scratch memory of threads
-    (call/operation.py)              (numpy/windows.py)             (numpy/windows.py)
+    (call/operation.py)              (numpy/windows.py)             (numpy/backend.py)
           |  by key                        |  by key                      |  while its thread lives
           +--------------------------------+------------------------------+---->  BUDGET, together
 

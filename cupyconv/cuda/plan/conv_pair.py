@@ -20,11 +20,12 @@ from itertools import product
 from math import prod
 
 from cupyconv.cuda.plan import cost
+from cupyconv.cuda.plan.arithmetic import arithmetics
 from cupyconv.cuda.plan.draft import Draft, cheapest
-from cupyconv.cuda.plan.implicit_gemm import arithmetics
 from cupyconv.cuda.plan.launches import (
     GRID_X,
     GRID_Y,
+    INT32,
     VECTOR_BYTES,
     bytes_of,
     epilogue_params,
@@ -54,8 +55,6 @@ PART, EPILOGUE_PITCH = 16, PIXELS + 8
 FIRST_PAIR = {"float16": 75, "bfloat16": 80, "float32": 75, "float64": 75}
 #: Bytes that memory is read in.
 SECTOR_BYTES = 32
-#: Indices within an image are int32 in the kernel.
-INT32 = 2**31 - 1
 #: Ways to cut an axis that are tried: into so many parts at the most, by powers of two beyond.
 SMALL_CUTS = 8
 

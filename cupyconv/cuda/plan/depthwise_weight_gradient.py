@@ -17,7 +17,7 @@ from cupyconv.cuda.plan.launches import (
     windows_params,
 )
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, c_strides, is_complex
-from cupyconv.problem.plan import Address, Buffer, KernelLaunch, Plan
+from cupyconv.problem.plan import Address, Buffer, KernelLaunch
 from cupyconv.problem.problems import WeightGradientProblem
 
 #: Square kernels, with their stride along h, that depthwise_weight_gradient.cu is compiled for.
@@ -40,7 +40,7 @@ def draft_depthwise_gradient(problem: WeightGradientProblem) -> Draft | None:
     depth, height, width = geometry.out_size
     shares = geometry.batch * depth * -(-height // ROWS[stride]) * width
     rows = min(-(-geometry.out_channels // lanes), GRID_Y)
-    affordable = (problem.limit - Plan.ALIGNMENT) // (part * ITEMSIZE[dtype])
+    affordable = Buffer.parts_in(problem.limit, part * ITEMSIZE[dtype])
     wanted = -(-BLOCKS_PER_MULTIPROCESSOR * gpu.multiprocessors // rows)
     parts = max(1, min(wanted, shares * lanes // (SMALLEST_SHARE * THREADS), affordable))
     in_place = parts == 1 and out.dtype == dtype and out.strides == c_strides(out.shape)

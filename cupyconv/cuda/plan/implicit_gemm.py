@@ -16,26 +16,24 @@ Every arithmetic the dtype has on the GPU, every way to read the inputs and ever
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import prod
 from operator import mul
 from typing import Any
 
 from cupyconv.cuda.plan import cost
+from cupyconv.cuda.plan.arithmetic import WORDS, arithmetics
 from cupyconv.cuda.plan.channels_last import channels_last
 from cupyconv.cuda.plan.draft import Draft, cheapest, in_rounds
 from cupyconv.cuda.plan.epilogue import Sums, finish
 from cupyconv.cuda.plan.launches import (
     GRID_X,
+    INT32,
     VECTOR_BYTES,
     WARP,
-    address,
     bytes_of,
     epilogue_params,
-    grid_and_block,
     groups_params,
     image,
     prologue_params,
@@ -44,16 +42,22 @@ from cupyconv.cuda.plan.launches import (
     variant,
     vector_width,
 )
-from cupyconv.cuda.plan.occupancy import RESERVED_SHARED
+from cupyconv.cuda.plan.occupancy import BUSY_THREADS, RESERVED_SHARED
+from cupyconv.cuda.plan.packed_weight import (
+    SLAB_BYTES,
+    Phase,
+    Phases,
+    Reduction,
+    group_runs,
+    weight_in_slabs,
+    weight_parts,
+)
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, is_complex, product_flops
 from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
-from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.padding import PADDING_MODES
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, KernelLaunch, Step
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
-#: Bytes of K in a slab of the sum (SLAB_BYTES of kernels/warp_tile.cuh).
-BLOCK_BYTES = 64
 #: Slabs of the sum in flight (STAGES of kernels/implicit_gemm.cu).
 STAGES = 3
 #: Rows and columns of a tile -> threads that work on it.
@@ -62,18 +66,10 @@ TILES = {(128, 128): 256, (64, 64): 128}
 WIDE_TILES = {(128, 256): 256, (64, 256): 128}
 #: Rows and columns of a tile that pass through shared memory together on their way to the result.
 WARP_ROWS, PART_COLUMNS = {(128, 128): 64, (64, 64): 32, (128, 256): 64, (64, 256): 64}, 128
-#: Threads that keep a multiprocessor busy: two warps for each of its four schedulers, so that one's waits are the other's work.
-BUSY_THREADS = 256
 #: Channels of a K-chunk (kernels/reduction.cuh) where threads run along pixels.
 PIXEL_K_CHUNK = 4
-#: Indices within an image are int32 in the kernel.
-INT32 = 2**31 - 1
 #: K-slabs that a share of a split sum has at the least: fewer would not fill the pipeline.
 SMALLEST_SHARE = 4
-#: What becomes of float32 as the weight is packed (Float32As of kernels/pack_weight.cu), in words.
-FLOAT32_AS = ("", ", rounded to TF32", ", in two parts of TF32")
-#: Oldest architecture with matrix instructions for a dtype.
-FIRST_MMA = {"float16": 75, "bfloat16": 80, "float32": 80, "float64": 80, "complex64": 80}
 #: Real products that a product of two numbers takes (kernels/complex_tile.cuh).  A warp that has 32 x 32 sums issues 507
 #: instructions for a K-slab of 16-byte copies, 72 of them products; with four real products for a complex one 491 and 96.  A
 #: product of TF32 takes an A100 8 clocks and an H200, at the rate that mma.sync reaches, about 6.4: 576 against 768 clocks, and
@@ -83,100 +79,10 @@ FIRST_MMA = {"float16": 75, "bfloat16": 80, "float32": 80, "float64": 80, "compl
 #: that overflow as they are added have to be seen, and their products done again, for which a slab is summed apart: with those
 #: of the operands 74 additions of doubles, 148 clocks.
 REAL_PRODUCTS = {"complex64": 3}
-
-
 #: Bits for the indices of an output pixel side by side (TilePixel of kernels/gather.cuh).
 PLACE_BITS = 32
 #: Bits for the taps of a pixel's window, of each axis by itself (TapCursor of kernels/gather.cuh).
 TAP_BITS = 31
-
-
-@dataclass(frozen=True)
-class Phase:
-    """One of the convolutions of a grid: by a weight of its own, into elements of the result that others lie between.
-
-    They begin at the indices `first`.  Where windows begin inside the image, `before` is negative.
-    """
-
-    weight: Operand
-    out_size: Triple
-    kernel: Triple
-    before: Triple
-    first: Triple = (0, 0, 0)
-
-    @property
-    def pixels(self) -> int:
-        return prod(self.out_size)
-
-    @property
-    def taps(self) -> int:
-        return prod(self.kernel)
-
-
-@dataclass(frozen=True)
-class Phases:
-    """The convolutions of a grid, whose elements of the result are `apart` along each axis."""
-
-    each: tuple[Phase, ...]
-    apart: Triple = (1, 1, 1)
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """How K is cut up: the host's side of kernels/reduction.cuh.
-
-    `slabs`, one number a phase, and `channels` are those of the group that has the most, `channels` padded to K-chunks.
-    """
-
-    k_chunk: int
-    slab: int
-    slabs: tuple[int, ...]
-    channels: int
-
-    @property
-    def first_slabs(self) -> tuple[int, ...]:
-        """Where the slabs of each phase begin among those of a group."""
-        return tuple(accumulate(self.slabs[:-1], initial=0))
-
-
-def reduction(geometry: ConvGeometry, phases: Phases, k_chunk: int, slab: int) -> Reduction:
-    slabs, channels = [0] * len(phases.each), 0
-    for runs in group_runs(geometry):
-        padded = [-(-count // k_chunk) * k_chunk for _, count in runs]
-        of_group = [sum(-(-count * phase.taps // slab) for count in padded) for phase in phases.each]
-        slabs = [*map(max, slabs, of_group)]
-        channels = max(channels, sum(padded))
-    return Reduction(k_chunk, slab, tuple(slabs), channels)
-
-
-def group_runs(geometry: ConvGeometry) -> Iterable[list[tuple[int, int]]]:
-    """For each group its runs: the first channel of an input that it reads, and how many.
-
-    The first group stands for all where there is one input: they read as many channels, one after the other.
-    """
-    if len(geometry.channels) == 1:
-        yield [(0, geometry.group_channels)]
-        return
-    for first in range(0, geometry.in_channels, geometry.group_channels):
-        last = first + geometry.group_channels
-        spans = [
-            (max(first, begin) - begin, min(last, begin + channels) - max(first, begin))
-            for begin, channels in zip(geometry.channel_offsets, geometry.channels)
-        ]
-        yield [span for span in spans if span[1] > 0]
-
-
-def arithmetics(dtype: str, gpu: GpuModel, allow_tf32: bool) -> tuple[str, ...]:
-    """What the products of a dtype may be computed with on a GPU; names as in kernels/warp_tile.cuh."""
-    if dtype == "float32" and gpu.capability >= FIRST_MMA[dtype]:
-        return ("TF32",) if allow_tf32 else ("FMA", "TF32X3")
-    if dtype == "float64" and gpu.capability >= FIRST_MMA[dtype]:
-        return ("FMA", "MMA")
-    if dtype in ("float32", "float64"):
-        return ("FMA",)
-    if dtype == "complex64":  # always: in TF32 alone the additions would take longer than the products
-        return ("TF32X3",) if gpu.capability >= FIRST_MMA[dtype] else ()
-    return ("MMA",) if dtype in FIRST_MMA and gpu.capability >= FIRST_MMA[dtype] else ()
 
 
 def tiles(dtype: str, arithmetic: str, gather: str, has_prologue: bool = False) -> tuple[tuple[int, int], ...]:
@@ -206,7 +112,7 @@ def draft_phases(problem: ConvProblem, phases: Phases) -> Draft:
     between_taps = [step if taps > 1 else 1 for step, taps in zip(geometry.dilation, geometry.kernel)]
     steps = [x.strides[axis] * step for x in problem.xs for axis, step in enumerate((1, *between_taps), 1)]
     extents = [sum(sizes) for sizes in zip(geometry.size, geometry.before, geometry.after)]
-    sizes = (*extents, geometry.batch, geometry.in_channels * geometry.taps, geometry.group_outputs * BLOCK_BYTES)
+    sizes = (*extents, geometry.batch, geometry.in_channels * geometry.taps, geometry.group_outputs * SLAB_BYTES)
     if max(*sizes, *map(abs, steps)) > INT32 // 8:
         raise NotApplicable("sizes and strides within an image, K, and a K-slab of the weight are int32 there")
     if sum(_index_bits(phases)) > PLACE_BITS:
@@ -305,42 +211,25 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
     itemsize, (tile_m, tile_n) = ITEMSIZE[dtype], tile
     threads = (TILES | WIDE_TILES)[tile]
     k_chunk = VECTOR_BYTES // itemsize if gather == "ALONG_CHANNELS" else PIXEL_K_CHUNK
-    cut = reduction(geometry, phases, k_chunk, BLOCK_BYTES // itemsize)
+    cut = Reduction.of(geometry, phases, k_chunk, SLAB_BYTES // itemsize)
     tiles_m = -(-geometry.group_outputs // tile_m)
-    rows = tiles_m * tile_m
     parts = weight_parts(arithmetic, tile_m)
     shared = shared_bytes(tile, arithmetic, accumulator(dtype))
     tiles_n = [-(-geometry.batch * phase.pixels // tile_n) for phase in phases.each]
     blocks_xy = tiles_m * geometry.groups * max(tiles_n) * len(tiles_n)
     if blocks_xy > GRID_X:
         raise NotApplicable(f"{blocks_xy:,} tiles are more than a grid has blocks")
-    group_slabs, most_slabs = sum(cut.slabs), max(cut.slabs)
-    as_it_is = arithmetic == "MMA" or (arithmetic == "TF32X3" and parts == 1)
-    if as_it_is and len(phases.each) == 1 and _lies_in_slabs(problem.weight, geometry, cut):
-        packed, pack, row = None, None, problem.weight.strides[0]
-        weight = (address(problem.weight), geometry.group_outputs * row, cut.slab, row, geometry.group_outputs)
-    else:
-        slab = rows * cut.slab * parts
-        name = (
-            f"{problem.weight.name} for {arithmetic} {tile_m} x {k_chunk}"
-            if problem.weight_is_constant
-            else "packed_weight"
-        )
-        packed = Buffer(name, geometry.groups * group_slabs * slab * itemsize)
-        pack = _pack_weight_launch(geometry, phases, packed, cut, rows, arithmetic, parts)
-        if problem.weight_is_constant:
-            packed = replace(packed, is_kept=True, of=problem.weight.name, made_by=pack)
-        row = rows if arithmetic == "FMA" else cut.slab * parts
-        weight = (Address(packed.name), group_slabs * slab, slab, row, rows)
+    weight = weight_in_slabs(problem, phases, cut, arithmetic, tile_m)
+    workspace = [*way.workspace, *weight.workspace]
 
     sums = replace(problem.out.in_c_order(accumulator(dtype)), name="sums", offset=0)
-    taken = [*way.workspace, *([packed] if packed and not packed.of else [])]
-    affordable = Buffer.parts_in(problem.limit - sum(buffer.space for buffer in taken), sums.nbytes)
-    at_once = gpu.multiprocessors * (BUSY_THREADS // threads)
+    taken = sum(buffer.space for buffer in workspace if not buffer.of)
+    affordable = Buffer.parts_in(problem.limit - taken, sums.nbytes)
+    at_once, most_slabs = gpu.multiprocessors * (BUSY_THREADS // threads), max(cut.slabs)
     shares = max(1, min(at_once // blocks_xy, most_slabs // SMALLEST_SHARE, affordable))
     slabs_per_split = -(-most_slabs // shares)
     splits = -(-most_slabs // slabs_per_split)
-    out, plane, workspace = problem.out, 0, [*way.workspace, *([packed] if packed else [])]
+    out, plane = problem.out, 0
     epilogue = epilogue_params(problem.bias, problem.residual, problem.activation, pre=problem.pre)
     if splits > 1:
         out, plane = sums, prod(sums.shape)
@@ -352,14 +241,12 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
     slabs = slabs_per_split * sum(map(mul, tiles_n, cut.slabs)) / (sum(tiles_n) * most_slabs)
     operations = 2 * REAL_PRODUCTS.get(dtype, 1) * tile_m * tile_n * slabs * cut.slab
     # What it asks L2 for.  Taps of a row read what the one before has left in L1.
-    l2_bytes = slabs * BLOCK_BYTES * (tile_m * parts + tile_n / geometry.kernel[2])
+    l2_bytes = slabs * SLAB_BYTES * (tile_m * parts + tile_n / geometry.kernel[2])
     if gpu.shared_bytes + RESERVED_SHARED < 2 * (shared + RESERVED_SHARED):
         rate *= threads / BUSY_THREADS  # one block to a multiprocessor
     issued = slabs * threads / WARP * cost.ISSUED[arithmetic, itemsize, gather][tile]
     shared_lines = slabs * _shared_lines(problem, tile, gather, arithmetic)
-    steps = [*way.steps]
-    if pack and not problem.weight_is_constant:
-        steps.append(pack)
+    steps = [*way.steps, *weight.steps]
     steps.append(
         KernelLaunch(
             variant(
@@ -376,7 +263,7 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
             (
                 ("sources", sources_params(problem.xs)),
                 ("steps", _steps_params(geometry, phases)),
-                ("weight", weight),
+                ("weight", weight.params),
                 ("out", image(_apart(out, phases.apart))),
                 ("plane", plane),
                 ("epilogue", epilogue),
@@ -392,7 +279,7 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
             ),
             shared_bytes=shared,
             purpose=_words(phases) + prologue_words(problem.prologue) + ", bias, residual, activation" * (splits == 1),
-            bytes_moved=bytes_of(problem.xs) + (packed or problem.weight).nbytes + splits * out.nbytes,
+            bytes_moved=bytes_of(problem.xs) + weight.nbytes + splits * out.nbytes,
             flops=_flops(problem, phases),
             arithmetic_seconds=cost.seconds_in_rounds(
                 tiles_m * geometry.groups * sum(tiles_n) * splits,
@@ -424,21 +311,11 @@ def _shared_lines(problem: ConvProblem, tile: tuple[int, int], gather: str, arit
     parts = weight_parts(arithmetic, tile_m)
     warps = (TILES | WIDE_TILES)[tile] // WARP
     edges = warps * WARP_ROWS[tile] * parts + tile_m * tile_n // WARP_ROWS[tile]
-    lines = (edges + tile_m * parts) * BLOCK_BYTES // cost.SHARED_LINE
+    lines = (edges + tile_m * parts) * SLAB_BYTES // cost.SHARED_LINE
     if gather != "ALONG_PIXELS":
-        return lines + tile_n * BLOCK_BYTES // cost.SHARED_LINE
+        return lines + tile_n * SLAB_BYTES // cost.SHARED_LINE
     touched = max(cost.lines_of(x, problem.geometry.stride[2]) for x in problem.xs)
-    return lines + tile_n * (BLOCK_BYTES // ITEMSIZE[problem.x_dtype]) // WARP * (1 + touched)
-
-
-#: Arithmetic, or the one dtype that has its own -> what `explain` calls it.
-WORDS = {
-    "FMA": "CUDA cores",
-    "MMA": "tensor cores",
-    "TF32": "tensor cores, TF32",
-    "TF32X3": "tensor cores, each float32 product as three of TF32",
-    "complex64": "tensor cores, each complex product as three real ones, and these as three of TF32",
-}
+    return lines + tile_n * (SLAB_BYTES // ITEMSIZE[problem.x_dtype]) // WARP * (1 + touched)
 
 
 def _words(phases: Phases) -> str:
@@ -470,15 +347,10 @@ def _phase_params(phase: Phase, first_slab: int, out: Operand) -> tuple[Any, ...
     return first_element, phase.out_size, phase.kernel, phase.before, first_slab
 
 
-def weight_parts(arithmetic: str, tile_m: int) -> int:
-    """Numbers for each element of the packed weight: SPLIT_WEIGHT_PARTS of kernels/warp_tile.cuh."""
-    return 2 if arithmetic == "TF32X3" and tile_m > 64 else 1
-
-
 def shared_bytes(tile: tuple[int, int], arithmetic: str, sums: str) -> int:
     """`Shared` of kernels/implicit_gemm.cu: a packed pixel for each column, and stages or a part of an epilogue tile in the same place."""
     tile_m, tile_n = tile
-    stages = STAGES * (tile_m * weight_parts(arithmetic, tile_m) + tile_n) * BLOCK_BYTES
+    stages = STAGES * (tile_m * weight_parts(arithmetic, tile_m) + tile_n) * SLAB_BYTES
     part = WARP_ROWS[tile] * (min(tile_n, PART_COLUMNS) + 8) * ITEMSIZE[sums]
     return tile_n * 8 + max(stages, tile_n * 16 + part)
 
@@ -517,57 +389,3 @@ def _gather(problem: ConvProblem, chunked: bool) -> tuple[str, tuple[str, ...]]:
     if any(first % chunk or count % chunk for runs in group_runs(problem.geometry) for first, count in runs):
         return "ALONG_PIXELS", (f"channels of an input or a group are no multiple of {chunk}: gathered by elements",)
     return "ALONG_CHANNELS", ()
-
-
-def _lies_in_slabs(weight: Operand, geometry: ConvGeometry, cut: Reduction) -> bool:
-    """Whether K-slabs of rows [m][k] are there without packing: one tap, and every run's channels in whole slabs."""
-    return (
-        geometry.taps == 1
-        and weight.stride_c == 1
-        and weight.alignment >= VECTOR_BYTES
-        and weight.strides[0] * weight.itemsize % VECTOR_BYTES == 0
-        and abs(weight.strides[0]) <= INT32 // 128  # from a thread's one row to its other it is an int32
-        and all(count % cut.slab == 0 for runs in group_runs(geometry) for _, count in runs)
-    )
-
-
-def _pack_weight_launch(
-    geometry: ConvGeometry, phases: Phases, packed: Buffer, cut: Reduction, rows: int, arithmetic: str, parts: int
-) -> KernelLaunch:
-    along_k = arithmetic != "FMA"
-    float32_as = 2 if parts > 1 else int(arithmetic == "TF32")
-    weights = [phase.weight for phase in phases.each]
-    # Along an axis where a phase has one tap its step is 0; the others have the one that all have.
-    steps = [max(each, key=abs) for each in zip(*(weight.strides for weight in weights))]
-    weight = replace(weights[0], strides=tuple(steps))
-    nbytes = sum(each.nbytes for each in weights)
-    grid, block = grid_and_block(1, rows * cut.channels, 1, geometry.groups, 256)
-    channels = [(image(None), first, count) for first, count in zip(geometry.channel_offsets, geometry.channels)]
-    return KernelLaunch(
-        variant("pack_weight", DTYPE=f"bits{8 * weight.itemsize}"),
-        (*grid[:2], len(weights)),
-        block,
-        (
-            ("sources", (channels, len(channels))),
-            ("weight", image(weight)),
-            ("packed", Address(packed.name)),
-            ("stride_m", cut.slab * parts if along_k else 1),
-            ("stride_k", 1 if along_k else rows),
-            *groups_params(geometry),
-            ("k_chunk", cut.k_chunk),
-            ("slab", cut.slab),
-            ("slabs", sum(cut.slabs)),
-            ("rows", rows),
-            ("channels", cut.channels),
-            ("float32_as", float32_as),
-            (
-                "phase",
-                tuple(
-                    ((phase.weight.offset - weight.offset) // weight.itemsize, phase.kernel, first)
-                    for phase, first in zip(phases.each, cut.first_slabs)
-                ),
-            ),
-        ),
-        purpose="weight into K-slabs" + FLOAT32_AS[float32_as],
-        bytes_moved=nbytes + packed.nbytes,
-    )

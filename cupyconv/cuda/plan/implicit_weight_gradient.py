@@ -13,11 +13,12 @@ from __future__ import annotations
 from itertools import product
 
 from cupyconv.cuda.plan import cost
+from cupyconv.cuda.plan.arithmetic import WORDS, arithmetics
 from cupyconv.cuda.plan.draft import Draft, cheapest
 from cupyconv.cuda.plan.epilogue import Sums, finish_weight
-from cupyconv.cuda.plan.implicit_gemm import BLOCK_BYTES, BUSY_THREADS, INT32, WORDS, arithmetics, group_runs
 from cupyconv.cuda.plan.launches import (
     GRID_Y,
+    INT32,
     VECTOR_BYTES,
     address,
     bytes_of,
@@ -26,6 +27,8 @@ from cupyconv.cuda.plan.launches import (
     variant,
     windows_params,
 )
+from cupyconv.cuda.plan.occupancy import BUSY_THREADS
+from cupyconv.cuda.plan.packed_weight import SLAB_BYTES, group_runs
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, collapsed_stride
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, KernelLaunch, Step
 from cupyconv.problem.problems import NotApplicable, WeightGradientProblem
@@ -89,7 +92,7 @@ def _check(problem: WeightGradientProblem) -> None:
 def _draft(problem: WeightGradientProblem, arithmetic: str, tile: tuple[int, int], rounds: int) -> Draft:
     gpu, geometry, out = problem.gpu, problem.geometry, problem.out
     (tile_m, tile_n), threads, itemsize = tile, TILES[tile], ITEMSIZE[out.dtype]
-    slab = BLOCK_BYTES // itemsize
+    slab = SLAB_BYTES // itemsize
     tiles = geometry.groups * -(-geometry.group_outputs // tile_m) * -(-geometry.reduction // tile_n)
     pixels = geometry.batch * geometry.pixels
     slabs = -(-pixels // slab)
@@ -109,7 +112,7 @@ def _draft(problem: WeightGradientProblem, arithmetic: str, tile: tuple[int, int
     sums = Address(out.name, out.offset) if in_place else Address("sums")
     blocks = tiles * parts
     operations = 2 * tile_m * tile_n * slabs_per_part * slab  # of a block
-    l2_bytes = blocks * slabs_per_part * BLOCK_BYTES * (tile_m + tile_n)
+    l2_bytes = blocks * slabs_per_part * SLAB_BYTES * (tile_m + tile_n)
     rate = cost.product_rate(arithmetic, out.dtype, gpu) * cost.IMPLICIT_WEIGHT_GRADIENT[tile]
     products = KernelLaunch(
         variant("implicit_weight_gradient", DTYPE=out.dtype, ARITHMETIC=arithmetic, TILE_M=tile_m, TILE_N=tile_n),
@@ -163,4 +166,4 @@ def _by_taps(out: Operand, stride: int) -> Operand:
 
 def shared_bytes(tile: tuple[int, int]) -> int:
     """The stages of kernels/implicit_weight_gradient.cu."""
-    return STAGES * sum(tile) * BLOCK_BYTES
+    return STAGES * sum(tile) * SLAB_BYTES

@@ -21,6 +21,8 @@ from cupyconv.problem.problems import NO_PROLOGUE, ConvProblem, Prologue
 
 #: Limits of a grid along x and y; the kernels loop beyond them.
 GRID_X, GRID_Y = 2**31 - 1, 65535
+#: What a kernel counts in int32 is at most this.
+INT32 = 2**31 - 1
 WARP = 32
 #: What a thread moves at once where neighbours lie side by side: a vector of elements.
 VECTOR_BYTES = 16

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from cupyconv.cuda.plan import cost
+from cupyconv.cuda.plan.arithmetic import FIRST_MMA
 from cupyconv.cuda.plan.draft import Draft
 from cupyconv.cuda.plan.epilogue import kept_apart
-from cupyconv.cuda.plan.implicit_gemm import FIRST_MMA
 from cupyconv.cuda.plan.launches import (
     VECTOR_BYTES,
     WARP,

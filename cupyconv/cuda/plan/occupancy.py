@@ -14,6 +14,8 @@ from cupyconv.problem.plan import Kernel
 #: beside what it asks for.
 REGISTERS, PIECE = 65536, 8
 RESERVED_SHARED = 1 << 10
+#: Threads that keep a multiprocessor busy: two warps for each of its four schedulers, so that one's waits are the other's work.
+BUSY_THREADS = 256
 
 #: First and second layer of conv_pair.cu -> registers per thread by arithmetic and bytes of an element, the most on any
 #: architecture, in whole pieces: a header's change that takes one more changes no occupancy.

@@ -20,11 +20,11 @@ from math import inf, prod
 from typing import Any
 
 from cupyconv.cuda.plan import cost
+from cupyconv.cuda.plan.arithmetic import FIRST_MMA, arithmetics
 from cupyconv.cuda.plan.conv import draft_conv, plan_chosen
 from cupyconv.cuda.plan.conversions import converted
 from cupyconv.cuda.plan.draft import Draft, cheapest_of, in_rounds, in_sequence
 from cupyconv.cuda.plan.epilogue import epilogue_launch
-from cupyconv.cuda.plan.implicit_gemm import FIRST_MMA, arithmetics
 from cupyconv.cuda.plan.launches import GRID_Y, VECTOR_BYTES, address
 from cupyconv.problem.activations import IDENTITY
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator

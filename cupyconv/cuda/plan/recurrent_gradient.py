@@ -19,11 +19,11 @@ from math import inf, prod
 from typing import Any
 
 from cupyconv.cuda.plan import cost
+from cupyconv.cuda.plan.arithmetic import FIRST_MMA
 from cupyconv.cuda.plan.conversions import convert
 from cupyconv.cuda.plan.draft import Draft, cheapest_of
 from cupyconv.cuda.plan.epilogue import as_line, epilogue_launch
 from cupyconv.cuda.plan.epilogue_grad import sum_of_parts
-from cupyconv.cuda.plan.implicit_gemm import FIRST_MMA
 from cupyconv.cuda.plan.launches import GRID_X, WARP, variant
 from cupyconv.cuda.plan.matrices import MAX_DIMENSION, compute_type
 from cupyconv.cuda.plan.recurrence import (

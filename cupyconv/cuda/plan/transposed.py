@@ -21,7 +21,7 @@ from cupyconv.cuda.plan.draft import Draft, cheapest, in_rounds, in_sequence
 from cupyconv.cuda.plan.epilogue import activation_launch
 from cupyconv.cuda.plan.gemm import ProductsPlanner
 from cupyconv.cuda.plan.im2col import COL2IM_CHANNELS, Chunk, col2im_launch
-from cupyconv.cuda.plan.implicit_gemm import Phase, Phases, draft_phases
+from cupyconv.cuda.plan.implicit_gemm import draft_phases
 from cupyconv.cuda.plan.launches import (
     adjoint_params,
     bytes_of,
@@ -47,6 +47,7 @@ from cupyconv.cuda.plan.matrices import (
     row_length,
     segments,
 )
+from cupyconv.cuda.plan.packed_weight import Phase, Phases
 from cupyconv.problem.activations import IDENTITY
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, c_strides, product_flops, real_part
 from cupyconv.problem.geometry import even_part, pixel_windows

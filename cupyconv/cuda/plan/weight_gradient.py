@@ -123,14 +123,13 @@ def _draft_direct(problem: WeightGradientProblem) -> Draft:
     tiles = geometry.groups * -(-geometry.group_outputs // outputs_per_block(geometry, problem.prologue))
     tiles *= -(-geometry.reduction // ROWS)
     pixels = geometry.batch * geometry.pixels
-    affordable = (problem.limit - Plan.ALIGNMENT) // (part * ITEMSIZE[dtype])
+    affordable = Buffer.parts_in(problem.limit, part * ITEMSIZE[dtype])
     wanted = -(-BLOCKS_PER_MULTIPROCESSOR * problem.gpu.multiprocessors // tiles)
     parts = max(1, min(wanted, pixels // SMALLEST_PART, affordable))
     in_place = parts == 1 and out.dtype == dtype and out.strides == c_strides(out.shape)
     if not in_place and affordable < 1:
-        raise NotApplicable(
-            f"its sums need {part * ITEMSIZE[dtype] + Plan.ALIGNMENT:,} bytes of workspace, the limit is {problem.limit:,}"
-        )
+        smallest = Buffer("sums", part * ITEMSIZE[dtype]).space
+        raise NotApplicable(f"its sums need {smallest:,} bytes of workspace, the limit is {problem.limit:,}")
     at = Address(out.name, out.offset) if in_place else Address("sums")
     launch = _launch(problem, at, parts)
     if in_place:
