@@ -231,8 +231,9 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
     splits = -(-most_slabs // slabs_per_split)
     out, plane = problem.out, 0
     epilogue = epilogue_params(problem.bias, problem.residual, problem.activation, pre=problem.pre)
+    written = [each for each in (out, problem.residual, problem.pre) if each]  # and read
     if splits > 1:
-        out, plane = sums, prod(sums.shape)
+        out, plane, written = sums, prod(sums.shape), [sums] * splits
         epilogue = epilogue_params(None, None)
         workspace.append(Buffer("sums", splits * sums.nbytes))
 
@@ -279,7 +280,7 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
             ),
             shared_bytes=shared,
             purpose=_words(phases) + prologue_words(problem.prologue) + ", bias, residual, activation" * (splits == 1),
-            bytes_moved=bytes_of(problem.xs) + weight.nbytes + splits * out.nbytes,
+            bytes_moved=bytes_of(problem.xs) + weight.nbytes + bytes_of(written),
             flops=_flops(problem, phases),
             arithmetic_seconds=cost.seconds_in_rounds(
                 tiles_m * geometry.groups * sum(tiles_n) * splits,
