@@ -65,13 +65,13 @@ def main() -> None:
     if arguments.cupy:
         from dask_cuda import LocalCUDACluster
 
-        cluster = LocalCUDACluster(dashboard_address=None)
+        cluster = LocalCUDACluster(dashboard_address=":0")  # any port that is free
     else:
         cluster = LocalCluster(
             n_workers=arguments.workers,
             threads_per_worker=1,
             memory_limit=arguments.memory * MIB,
-            dashboard_address=None,
+            dashboard_address=":0",  # any port that is free
         )
     with tempfile.TemporaryDirectory() as directory, cluster, Client(cluster) as client:
         source, target = Path(directory, "volume.zarr"), Path(directory, "smooth.zarr")

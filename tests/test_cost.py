@@ -45,14 +45,14 @@ CLEAR = [
     ("gemm", 2.0, convolution((1, 256, 14, 14), (256, 256, 3, 3), padding=1)),
     ("gemm", 5.4, convolution((1, 512, 7, 7), (512, 512, 3, 3), padding=1)),
     ("gemm", 4.6, convolution((1, 3, 224, 224), (16, 3, 3, 3), padding=1)),
-    ("gemm", 1.6, convolution((8, 16, 28, 28), (32, 16, 3, 3), padding=1)),
+    ("winograd", 1.3, convolution((16, 128, 7, 7), (128, 128, 3, 3), padding=1)),
     ("gemm", 3.6, convolution((1, 8, 16, 16), (8, 8, 3, 3), padding=1)),
     ("gemm", 2.1, convolution((2, 48, 27, 27), (96, 48, 5, 5), padding=2)),
     ("gemm", 2.9, convolution((1, 96, 17, 17), (128, 96, 7, 1), padding=(3, 0))),
     ("gemm", 15.0, convolution((1, 16, 112, 112), (16, 16, 1, 1))),
     ("gemm", 1.9, convolution((1, 128, 56, 56), (128, 128, 3, 3), stride=2, padding=1)),
     ("gemm", 3.8, convolution((1, 3, 224, 224), (64, 3, 11, 11), stride=4, padding=2)),
-    ("gemm", 1.8, convolution((1, 32, 64, 64), (32, 32, 3, 3), padding=4, dilation=4)),
+    ("winograd", 1.4, convolution((2, 32, 8, 28, 28), (32, 32, 1, 3, 3), padding=(0, 1, 1))),
     ("gemm", 1.8, convolution((2, 128, 28, 28), (128, 8, 3, 3), padding=1, groups=16)),
     ("gemm", 2.2, convolution((1, 24, 33, 35), (40, 24, 3, 3), "complex64", padding=1)),
     ("fft", 15.0, convolution((1, 3, 256, 256), (3, 3, 31, 31), padding=15)),
@@ -132,7 +132,7 @@ PROBLEM: Any = checked_call(conv, zeros(1, 4, 9, 9), zeros(4, 4, 3, 3)).problem
 #: Prices of so many elements, and what else they are asked with.
 OF_ELEMENTS = {
     "dot": (PROBLEM,), "copied": (16.0, "float32"), "added_by_index": ("float32",), "transposed": (),
-    "added": ("float32", 16.0), "added_to_windows": ("float32", 16.0, False), "exchanged": (), "transformed": (8,),
+    "added": ("float32", 16.0), "added_to_windows": ("float32", 16.0, False), "exchanged": (), "transformed": (8, 2),
     "fourier": (4.0, PROBLEM, True), "complex_products": (PROBLEM,), "apart": (PROBLEM,), "scaled": (PROBLEM, 4),
     "scaled_apart": (PROBLEM,),
 }  # fmt: skip
@@ -161,7 +161,7 @@ def test_what_makes_an_element_take_longer():
         cost.added(1e6, "float32") < cost.added(1e6, "float32", apart=True) < cost.added(1e6, "complex128", apart=True)
     )
     assert cost.added_to_windows(1e6, "float32", 16, False) < cost.added_to_windows(1e6, "float32", 16, True)
-    assert cost.transformed(1e6, 1) > 2 * cost.transformed(1e6, 32) > 2 * cost.transformed(1e6, 320)
+    assert cost.transformed(1e6, 1, 2) > 2 * cost.transformed(1e6, 32, 2) > 2 * cost.transformed(1e6, 320, 2)
     assert (
         cost.fourier(1e6, 4, PROBLEM, True)
         < cost.fourier(1e6, 8, PROBLEM, True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +116,47 @@ def test_a_loop_does_not_grow(device):
     for _ in range(10):
         cupyconv.conv(x, w, out=out)
     assert device.allocated_bytes == before
+
+
+@pytest.fixture
+def no_collector():
+    cupyconv.clear_caches()
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def _gradients(x, weight, **how):
+    y, pullback = cupyconv.vjp(cupyconv.conv, x, weight, **how)
+    pullback(y)
+
+
+#: Calls whose planning meets methods and ways that do not apply, or for which there is no room.
+PLANNED = {
+    "gradients of many channels": (_gradients, (4, 376, 32, 32), (12, 376, 3, 3), {"padding": 1}),
+    "strided gradients": (_gradients, (2, 16, 40, 40), (8, 16, 5, 5), {"stride": 2}),
+    "bordered gradients": (_gradients, (2, 16, 40, 40), (8, 16, 5, 5), {"padding": 2, "padding_mode": "reflect"}),
+    "large kernel": (cupyconv.conv, (1, 1, 200, 200), (1, 1, 31, 31), {}),
+    "large kernel under a limit": (cupyconv.conv, (1, 8, 90, 90), (8, 8, 15, 15), {"workspace_limit": 1 << 18}),
+    "long": (cupyconv.conv, (1, 4, 100_000), (4, 4, 7), {"padding": "same"}),
+    "transposed": (cupyconv.conv_transpose, (2, 8, 30, 30), (8, 6, 4, 4), {"stride": 2}),
+    "refused": (cupyconv.conv, (1, 8, 90, 90), (8, 8, 15, 15), {"method": "gemm", "workspace_limit": 100}),
+}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_nothing_of_a_call_waits_for_the_collector(name, no_collector):
+    """What was refused while a call was planned is not kept: an error has its frames, and these have the arrays."""
+    function, x_shape, weight_shape, how = PLANNED[name]
+    x, weight = np.ones(x_shape, np.float32), np.ones(weight_shape, np.float32)
+    how = dict(how)
+    limit = how.pop("workspace_limit", 4 << 20)
+    with cupyconv.options(workspace_limit=limit, threads=2), contextlib.suppress(ValueError):
+        function(x, weight, **how)
+    alive = weakref.ref(x), weakref.ref(weight)
+    del x, weight
+    assert [array() for array in alive] == [None, None]
 
 
 @pytest.mark.parametrize("batch", [1, 7, 64])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -284,6 +285,32 @@ def test_arrays_of_a_call_are_let_go():
     while array() is not None and time.monotonic() < end:  # a worker may still be on its way back
         time.sleep(0.001)
     assert array() is None
+
+
+def test_arrays_of_a_call_that_failed_are_let_go():
+    """At once: the next attempt, of smaller blocks, needs their memory."""
+
+    def call() -> weakref.ref:
+        array = np.ones(10)
+
+        def fail(part: int) -> None:
+            raise MemoryError(array[part])
+
+        try:
+            in_threads(4, fail, range(8))
+        except MemoryError:
+            return weakref.ref(array)
+
+    gc.collect()
+    gc.disable()
+    try:
+        array = call()
+        end = time.monotonic() + 10
+        while array() is not None and time.monotonic() < end:  # a worker may still be on its way back
+            time.sleep(0.001)
+        assert array() is None
+    finally:
+        gc.enable()
 
 
 # --- BLAS -----------------------------------------------------------------------------------------------------

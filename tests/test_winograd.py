@@ -10,7 +10,7 @@ from peak_memory import peak_bytes
 from tolerance import assert_close
 
 import cupyconv
-from cupyconv.numpy.winograd import transforms
+from cupyconv.numpy.winograd_tiles import transforms
 
 #: Shapes of x and weight, and settings: every rank, axes of one tap, overhanging tiles, groups, dilation, padding modes.
 CASES = {

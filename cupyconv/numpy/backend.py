@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cupyconv.numpy.threads import Blas
 
 ProblemT = TypeVar("ProblemT", bound=Problem)
+Views = TypeVar("Views")
 
 #: What a core does in a second, cautiously, and the seconds of work for which another thread is worth waking.
 _FLOPS, _BYTES = 5e10, 5e9
@@ -39,6 +40,8 @@ _STEP_SHARE, _LEAST_SAMPLES = 100e-6, 4
 MOST_THREADS = 64
 #: Contexts that are kept: as many as threads that are likely to call at the same time.
 _IDLE_CONTEXTS = 64
+#: Buffers of a context or a thread, and blocks' views of these, that are kept at the most.
+_KEPT_VIEWS = 32
 #: Calls of a turn of a loop over small blocks whose calls are not counted.
 TURN_CALLS = 13
 _layout_of = attrgetter("dtype", "shape", "strides")
@@ -121,6 +124,18 @@ def aligned_bytes(nbytes: int) -> np.ndarray:
     return memory[first : first + nbytes]
 
 
+class _Buffers(dict[Any, Any]):
+    """What one call at a time writes, by name, and views of it; a class, so that it can be referred to weakly."""
+
+    def replace(self, name: str, buffer: np.ndarray | None) -> None:
+        """Another buffer, or none that is kept; no view of the one before stays."""
+        for view in [key for key in self if type(key) is not str]:
+            self.pop(view, None)
+        self.pop(name, None)
+        if buffer is not None:
+            self[name] = buffer
+
+
 class Scratch:
     """Uninitialised arrays by name, each thread its own; one that is asked for again overwrites the one before it.
 
@@ -129,22 +144,50 @@ class Scratch:
 
     def __init__(self, dtype: np.dtype, rounds: int) -> None:
         self.dtype = dtype
-        self._buffers = threading.local() if rounds > 1 else None
+        self._of_thread = threading.local() if rounds > 1 else None
+
+    @property
+    def _buffers(self) -> _Buffers | None:
+        """Those that are kept, this thread's."""
+        if self._of_thread is None:
+            return None
+        buffers: _Buffers | None = getattr(self._of_thread, "buffers", None)
+        if buffers is None:
+            buffers = self._of_thread.buffers = _Buffers()
+        return buffers
 
     def array(self, name: str, shape: Sequence[int], dtype: np.dtype | None = None) -> np.ndarray:
         """This thread's array of that name, in C order; of another dtype than the scratch memory's where one is given."""
         dtype = dtype or self.dtype
         nbytes = prod(shape) * dtype.itemsize
-        if self._buffers is None:
-            return np.ndarray(shape, dtype, aligned_bytes(nbytes))
-        buffers: dict[str, np.ndarray] = self._buffers.__dict__
-        if name not in buffers or buffers[name].size < nbytes:
-            buffers[name] = aligned_bytes(nbytes)
-        return np.ndarray(shape, dtype, buffers[name])
+        buffers = self._buffers
+        buffer = None if buffers is None else buffers.get(name)
+        if buffer is None or buffer.size < nbytes:
+            if buffers is not None:
+                buffers.replace(name, None)  # given back before another is had
+            buffer = aligned_bytes(nbytes)
+            if buffers is not None and self._may_keep(buffer):
+                buffers[name] = buffer
+        return np.ndarray(shape, dtype, buffer)
 
+    def _may_keep(self, buffer: np.ndarray) -> bool:
+        return True
 
-class _Buffers(dict[str, np.ndarray]):
-    """What one call at a time writes, by name; a class, so that it can be referred to weakly."""
+    def views(self, of: Any, size: Hashable, names: Sequence[str], make: Callable[[], Views]) -> Views:
+        """What is made of this thread's arrays of these names, for an object and a block: once, while these stay.
+
+        To make a dozen views takes Python as long as a product of a small block takes BLAS.
+        """
+        buffers, key = self._buffers, (id(of), size)
+        kept = None if buffers is None else buffers.get(key)
+        if kept is None or kept[0] is not of:
+            kept = of, make()
+            if buffers is not None and all(name in buffers for name in names):
+                if len(buffers) >= _KEPT_VIEWS:
+                    buffers.replace("", None)
+                buffers[key] = kept
+        views: Views = kept[1]
+        return views
 
 
 class KeptScratch(Scratch):
@@ -160,23 +203,21 @@ class KeptScratch(Scratch):
         self._all: weakref.WeakValueDictionary[int, _Buffers] = weakref.WeakValueDictionary()
         on_clear(self._give_back)
 
-    def array(self, name: str, shape: Sequence[int], dtype: np.dtype | None = None) -> np.ndarray:
-        dtype = dtype or self.dtype
+    @property
+    def _buffers(self) -> _Buffers:
         buffers = self._of_context.get(None)
         if buffers is None:
             buffers = _Buffers()
             self._all[id(buffers)] = buffers
             self._of_context.set(buffers)
-        nbytes = prod(shape) * dtype.itemsize
-        buffer = buffers.get(name)
-        if buffer is None or buffer.size < nbytes:
-            buffers.pop(name, None)
-            buffer = aligned_bytes(nbytes)
-            owner: Any = buffer.base
-            if reserve(owner.nbytes):
-                weakref.finalize(owner, release, owner.nbytes).atexit = False
-                buffers[name] = buffer
-        return np.ndarray(shape, dtype, buffer)
+        return buffers
+
+    def _may_keep(self, buffer: np.ndarray) -> bool:
+        owner: Any = buffer.base
+        if not reserve(owner.nbytes):
+            return False
+        weakref.finalize(owner, release, owner.nbytes).atexit = False
+        return True
 
     def _give_back(self) -> None:
         """Those of all contexts; a call under way has its arrays as long as it needs them."""

@@ -145,7 +145,7 @@ def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[Bl
     """
     known: tuple[type[BlockLoop], ...] = import_module(ways).WAYS if isinstance(ways, str) else ways
     to_try = sorted((way for way in known if way.applies(problem)), key=attrgetter("turn_calls"))
-    refusal = NotApplicable("there is no way to do it")
+    refusal = "there is no way to do it"  # in words: an error has its frame, which would have the error
     best: Draft | None = None
     while True:
         host = problem.host
@@ -156,7 +156,7 @@ def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[Bl
                 try:
                     loops, sizes = way.loops(problem)
                 except NotApplicable as reason:
-                    refusal = reason
+                    refusal = str(reason)
                     continue
                 seconds = sum(loop.seconds for loop in loops)
                 if host.most:
@@ -170,7 +170,7 @@ def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[Bl
         if best is not None and (host.threads <= 1 or not to_try):
             return best
         if host.threads <= 1:
-            raise refusal
+            raise NotApplicable(refusal)
         problem = replace(problem, machine=replace(host, threads=fewer))
 
 

@@ -357,14 +357,14 @@ class MecRows(ConvLoop):
     @classmethod
     def fitted(cls, problem: ConvProblem, fixed: int, limit: int) -> Self:
         """Blocks of whole rows, or of a part of every row, which write no row of columns twice: those that take less."""
-        loops, refusal = [], None
+        loops, refusal = [], ""
         for fit in (super().fitted, cls._of_parts):
             try:
                 loops.append(fit(problem, fixed, limit))
             except NotApplicable as reason:
-                refusal = refusal or reason
-        if refusal and not loops:
-            raise refusal
+                refusal = refusal or str(reason)
+        if not loops:
+            raise NotApplicable(refusal)
         return min(loops, key=attrgetter("seconds"))
 
     @classmethod

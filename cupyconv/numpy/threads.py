@@ -112,7 +112,10 @@ class _Job(Generic[_Part, _Result]):
         results, error = self.results, self.error
         del self._work, self._parts, self.results, self.error
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # it has this frame, which would have it, and with it all arrays of the call
         return [results[i] for i in range(len(results))]
 
     def close(self) -> None:

@@ -75,10 +75,9 @@ def least(problem: TransposedProblem, *planners: Callable[[TransposedProblem], P
     for planner in planners:
         try:
             plans.append(planner(problem))
-        except ValueError as why:
-            refusal = why
-    if not plans:
-        raise refusal
+        except ValueError:
+            if planner is planners[-1] and not plans:
+                raise
     return min(plans, key=lambda plan: seconds_of(plan.steps))
 
 

@@ -31,11 +31,9 @@ from cupyconv.numpy.weight_exchanged import plan_exchanged
 from cupyconv.numpy.weight_rows import GradientRows
 from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun, grad_is_factor, x_item
 from cupyconv.numpy.windows import Block, Images
-from cupyconv.numpy.winograd import (
-    MEMORY,
-    TiledLoop,
+from cupyconv.numpy.winograd import MEMORY, TiledLoop, by_group
+from cupyconv.numpy.winograd_tiles import (
     Tiling,
-    by_group,
     channels_first,
     in_turn,
     in_turn_bytes,
@@ -321,17 +319,18 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
         geometry, matrices, tiling = self.geometry, transforms_float32(), self.tiling_of(block)
         ((grad, sums),) = pairs
         inputs, grads = self._shapes(tiling)
-        memory = in_turn(MEMORY, inputs, ("columns", "tile"))
+        whole_inputs, whole_grads = self._shapes(self.tiling)
+        memory = in_turn(MEMORY, inputs, whole_inputs)
         image = next(memory)
         images.read_tile(block, channels_first(image))
-        x = by_group(tiling.transform(matrices.inputs, image, memory), geometry.groups)
-        memory = in_turn(MEMORY, grads, ("grad", "grad tiles"))
+        x = by_group(tiling.transform(matrices.inputs, image, memory).computed(), geometry.groups)
+        memory = in_turn(MEMORY, grads, whole_grads, ("grad", "grad tiles"))
         image = next(memory)
         if tiling.is_cut:
             image.fill(0)
         at: Any = (0, slice(None), *map(slice, block.size[1:]))
         image[at] = np.moveaxis(grad.reshape(prod(grad.shape[:2]), *block.size), 0, -1)
-        factor = by_group(tiling.transform(matrices.outputs.T, image, memory), geometry.groups)
+        factor = by_group(tiling.transform(matrices.outputs.T, image, memory).computed(), geometry.groups)
         shape = (len(x), *sums.shape[:2], geometry.group_channels)
         products = np.matmul(factor.swapaxes(2, 3), x, out=MEMORY.array("products", shape))
         taps = np.matmul(weight_transform(geometry.kernel).T, products.reshape(len(x), prod(shape[1:])))

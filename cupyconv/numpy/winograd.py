@@ -12,8 +12,8 @@ Networks", CVPR 2016.)  Of the two matrices a tile is multiplied by, and of thei
     V  [6 6 6, tiles, channels]
        | one product for each of the 6 6 6, with U = G w
     M  [6 6 6, tiles, outputs]
-       | A' along d, h, w
-    y  [samples, d, h, w, outputs]
+       | A' along d, h, w                        along w the product also brings pixels in front of the channels
+    y  [samples, outputs, d, h, w]
 
 The matrices are those of the polynomials' values at 0, +-sqrt(1/2), +-sqrt(2) and infinity, which lose less to rounding
 than small integers (Barabasz et al., "Error Analysis and Improving the Accuracy of Winograd Convolution", 2020).  Rows
@@ -25,11 +25,12 @@ finite says that something in its tile was not, or was too large: such a block i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache, reduce
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from itertools import product
-from math import prod, sqrt
-from typing import Any, ClassVar, NamedTuple, Self
+from math import prod
+from threading import Lock
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -38,231 +39,39 @@ from cupyconv.numpy.backend import Scratch, kept_scratch
 from cupyconv.numpy.block_loops import PixelLoop, largest_block
 from cupyconv.numpy.choice import winograd_refusal
 from cupyconv.numpy.convolution import ConvLoop, ConvRun, columns_bytes, sums_per_pixel, temporaries
-from cupyconv.numpy.gemm import product as column_product
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import Block, BlockSize, parts_of, tile_shape
-from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
+from cupyconv.numpy.windows import Block, parts_of, tile_shape
+from cupyconv.numpy.winograd_tiles import (
+    BUFFERS,
+    FLOAT32,
+    Product,
+    Rows,
+    Shape,
+    Tiling,
+    channels_first,
+    in_turn,
+    in_turn_bytes,
+    multiply_all,
+    products_of,
+    tile_bytes,
+    tiled_axes,
+    tiles_along,
+    tiles_block,
+    transforms_float32,
+    weight_transform,
+)
+from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
-TAPS, OUTPUTS, INPUTS = 3, 4, 6
-FLOAT32 = np.dtype(np.float32)
-Shape = tuple[int, ...]
 #: Bytes of the products of a block and of what they are products of: a few megabytes stay in cache, and calls are long.
 BLOCK = 4 << 20
-#: Elements behind an axis below which tiles are copied apart, so that a row has those of all tiles: each row is a product
-#: of BLAS, and where it has no kernels for small ones, these wait for each other's memory.
-LONG_ROW = 256
 #: Bytes of a transformed weight up to which it is kept for a whole run.  A larger one is transformed anew for every block,
 #: in parts that stay in cache: the memory is the blocks', which are larger for it.
-KEPT_WEIGHT, LARGE_BLOCK, WEIGHT_CACHE, FEWEST_OUTPUTS = 4 << 20, 8 << 20, 512 << 10, 32
+KEPT_WEIGHT, LARGE_BLOCK, WEIGHT_CACHE, FEWEST_OUTPUTS = (4 << 20, 8 << 20, 512 << 10, 32)
 #: Elements of a transformed weight from which another thread takes a part of it.
 WEIGHT_PART = 1 << 18
 #: Kernels whose transforms are one product: where BLAS has kernels for small products, they do not copy the factor.
 WEIGHT_ROWS = 1024
-
-# --- the transforms -------------------------------------------------------------------------------------------
-
-
-class Transforms(NamedTuple):
-    """The matrices along one axis, in float64."""
-
-    inputs: np.ndarray  # B' [6, 6]
-    taps: np.ndarray  # G [6, 3]
-    outputs: np.ndarray  # A' [4, 6]
-
-
-@lru_cache(maxsize=1)
-def transforms() -> Transforms:
-    """F(4, 3) at the points 0, +-1/r, +-r and infinity, where r = sqrt(2).
-
-    A row of B' has the coefficients of the product of (x - q) over all other points q; rows of G and of A have powers of
-    their point, and that product's value at the point divides.
-    """
-    r = sqrt(2)
-    points = (0, 1 / r, -1 / r, r, -r)
-    inputs = np.array(
-        [
-            [1, 0, -2.5, 0, 1, 0],
-            [0, -r, -2, 1 / r, 1, 0],
-            [0, r, -2, -1 / r, 1, 0],
-            [0, -1 / r, -0.5, r, 1, 0],
-            [0, 1 / r, -0.5, -r, 1, 0],
-            [0, 1, 0, -2.5, 0, 1],
-        ]
-    )
-    values = np.array([1, -1.5, -1.5, 6, 6, 1])
-    taps = np.array([[p**i for i in range(TAPS)] for p in points] + [[0, 0, 1]])
-    outputs = np.array([[p**i for i in range(OUTPUTS)] for p in points] + [[0, 0, 0, 1]])
-    scales = abs(inputs).sum(1), abs(taps).sum(1)
-    return Transforms(
-        inputs / scales[0][:, None], taps / scales[1][:, None], (outputs.T * (scales[0] * scales[1] / values))
-    )
-
-
-@lru_cache(maxsize=1)
-def transforms_float32() -> Transforms:
-    return Transforms(*(matrix.astype(np.float32) for matrix in transforms()))
-
-
-@lru_cache(maxsize=8)
-def weight_transform(kernel: Triple) -> np.ndarray:
-    """The matrix that the taps of a kernel are multiplied by, along all axes at once: (products, taps)."""
-    along = [transforms().taps if taps == TAPS else np.ones((1, 1)) for taps in kernel]
-    return reduce(np.kron, along).astype(np.float32)
-
-
-class Tiling:
-    """How a block is cut into tiles, and the shapes its transforms go through: (products, samples, d, h, w, channels).
-
-    Of an axis with a dilation, every phase is tiled as if it were alone.
-    """
-
-    def __init__(self, geometry: ConvGeometry, block: BlockSize) -> None:
-        self.axes = tiled_axes(geometry)
-        self.phases = [dilation if axis in self.axes else 1 for axis, dilation in enumerate(geometry.dilation)]
-        self._samples = block[0]
-        self._counts = tiles_along(geometry, block)
-        #: Whether tiles reach further than the block.
-        self.is_cut = [count * step for count, step in zip(self._counts, tile_steps(geometry))] != list(block[1:])
-
-    def _pixels(self, per_tile: int, beside: int) -> list[int]:
-        return [
-            (count * per_tile + beside) * phases if axis in self.axes else count
-            for axis, (count, phases) in enumerate(zip(self._counts, self.phases))
-        ]
-
-    def transformed(self, channels: int, beside: int = INPUTS - OUTPUTS) -> list[Shape]:
-        """The shapes from an image to what products take; `beside` are the elements of a tile that the next has too.
-
-        Where rows are short there is one more before a transform: of tiles apart.
-        """
-        sizes, products = self._pixels(OUTPUTS, beside), 1
-        shapes: list[Shape] = [(products, self._samples, *sizes, channels)]
-        for axis in reversed(self.axes):
-            sizes[axis] = self._counts[axis] * self.phases[axis]
-            behind = prod(sizes[axis + 1 :]) * channels
-            if behind < LONG_ROW:
-                before = products * self._samples * prod(sizes[:axis])
-                shapes.append((OUTPUTS + beside, before, self._counts[axis], self.phases[axis], behind))
-            products *= INPUTS
-            shapes.append((products, self._samples, *sizes, channels))
-        return shapes
-
-    def back(self, channels: int) -> list[Shape]:
-        """The shapes from products to an image of the outputs."""
-        return self.transformed(channels, 0)[::-1]
-
-    def transform(self, matrix: np.ndarray, image: np.ndarray, memory: Iterator[np.ndarray]) -> np.ndarray:
-        """The tiles of an image, times a matrix along every axis."""
-        for axis in reversed(self.axes):
-            windows, target = _windows(image, axis, self.phases[axis], matrix.shape[1]), next(memory)
-            if target.ndim == windows.ndim:
-                target[...] = np.moveaxis(windows, 3, 0)
-                windows, target = _apart(target), next(memory)
-            np.matmul(matrix, windows, out=_products(target, windows.shape))
-            image = target
-        return image
-
-    def transform_back(self, matrix: np.ndarray, products: np.ndarray, memory: Iterator[np.ndarray]) -> np.ndarray:
-        """An image of the outputs of all tiles: products times a matrix along every axis."""
-        for axis in self.axes:
-            image, tiles = next(memory), None
-            if image.ndim < products.ndim:
-                tiles, image = image, next(memory)
-            windows = _windows(image, axis, self.phases[axis], len(matrix))
-            place = windows if tiles is None else _apart(tiles)
-            np.matmul(matrix, _products(products, place.shape), out=place)
-            if tiles is not None:
-                windows[...] = np.moveaxis(tiles, 0, 3)
-            products = image
-        return products
-
-
-def _windows(image: np.ndarray, axis: int, phases: int, extent: int) -> np.ndarray:
-    """The tiles along an axis, of so many elements: (all before the axis, tile, phase, element, all behind it)."""
-    before, size, behind = prod(image.shape[: 2 + axis]), image.shape[2 + axis], prod(image.shape[3 + axis :])
-    row = behind * image.itemsize
-    step = OUTPUTS * phases
-    return np.ndarray(
-        (before, size // step, phases, extent, behind),
-        image.dtype,
-        image,
-        0,
-        (size * row, step * row, row, phases * row, image.itemsize),
-    )
-
-
-def _apart(tiles: np.ndarray) -> np.ndarray:
-    """Tiles (element, all before the axis, tile, phase, all behind it) as windows whose rows are those of all tiles."""
-    elements, before = tiles.shape[:2]
-    return tiles.reshape(elements, before, 1, 1, prod(tiles.shape[2:])).transpose(1, 2, 3, 0, 4)
-
-
-def _products(image: np.ndarray, windows: tuple[int, ...]) -> np.ndarray:
-    """The products of one axis, the first of all: (all before the axis, tile, phase, product, all behind it)."""
-    before, tiles, phases, _, behind = windows
-    return image.reshape(INPUTS, before, tiles, phases, behind).transpose(1, 2, 3, 0, 4)
-
-
-def tiled_axes(geometry: ConvGeometry) -> list[int]:
-    return [axis for axis, taps in enumerate(geometry.kernel) if taps == TAPS]
-
-
-def tiles_along(geometry: ConvGeometry, block: Sequence[int]) -> list[int]:
-    """Tiles of one phase along each axis; pixels where the kernel has one tap."""
-    steps = tile_steps(geometry)
-    return [-(-extent // step) for extent, step in zip(block[1:], steps)]
-
-
-def all_tiles(geometry: ConvGeometry) -> int:
-    """Tiles of all samples and phases."""
-    phases = (geometry.dilation[axis] for axis in tiled_axes(geometry))
-    return geometry.batch * prod(tiles_along(geometry, (1, *geometry.out_size))) * prod(phases)
-
-
-def tile_steps(geometry: ConvGeometry) -> list[int]:
-    """Pixels along each axis that whole tiles of all phases have."""
-    return [OUTPUTS * gap if taps == TAPS else 1 for taps, gap in zip(geometry.kernel, geometry.dilation)]
-
-
-def products_of(geometry: ConvGeometry) -> int:
-    """Products of a tile."""
-    return int(INPUTS ** len(tiled_axes(geometry)))
-
-
-def tile_bytes(geometry: ConvGeometry) -> int:
-    """Bytes of a tile's products and of what they are products of."""
-    return products_of(geometry) * (geometry.in_channels + geometry.out_channels) * FLOAT32.itemsize
-
-
-def in_turn(scratch: Scratch, shapes: Sequence[Shape], names: Sequence[str]) -> Iterator[np.ndarray]:
-    """Arrays of these shapes in two buffers in turn."""
-    return (scratch.array(names[i % 2], shape) for i, shape in enumerate(shapes))
-
-
-def in_turn_bytes(shapes: Sequence[Shape]) -> int:
-    """Bytes of two buffers for arrays in turn."""
-    return FLOAT32.itemsize * sum(max(map(prod, shapes[i::2]), default=0) for i in range(2))
-
-
-def channels_first(image: np.ndarray) -> np.ndarray:
-    """An image (1, samples, d, h, w, channels) as windows are read: (channels, samples, d, h, w)."""
-    return image[0].transpose(4, 0, 1, 2, 3)
-
-
-def tiles_block(geometry: ConvGeometry, most: int, share: int) -> BlockSize:
-    """A block of at most so many tiles of each phase, about `share` of them: some samples, else a part of one."""
-    axes = (geometry.batch, *tiles_along(geometry, (geometry.batch, *geometry.out_size)))
-    parts = [1, 1, 1, 1]
-    for axis, count in enumerate(axes):
-        inner = max(1, prod(axes[axis + 1 :]))
-        if inner <= min(most, share) or axis == 3:
-            parts[axis:] = [even_part(count, min(most // inner, -(-share // inner))), *axes[axis + 1 :]]
-            break
-    extents = (geometry.batch, *geometry.out_size)
-    steps = (1, *tile_steps(geometry))
-    return tuple(max(1, min(part * step, extent)) for part, step, extent in zip(parts, steps, extents))  # type: ignore[return-value]
-
 
 # --- the method -----------------------------------------------------------------------------------------------
 
@@ -319,7 +128,7 @@ class TiledLoop(PixelLoop):
         elements = (
             self.blocks * self.block_tiles * products_of(geometry) * (geometry.in_channels + geometry.out_channels)
         )
-        work = cost.transformed(elements, geometry.in_channels + geometry.out_channels)
+        work = cost.transformed(elements, geometry.in_channels + geometry.out_channels, len(tiled_axes(geometry)))
         read = self.blocks * prod(tile_shape(geometry, geometry.in_channels, self.block))
         return work + cost.transposed(read + geometry.batch * geometry.pixels * geometry.out_channels)
 
@@ -350,14 +159,37 @@ class TiledLoop(PixelLoop):
         return block.parts(size)
 
 
-class Weights(NamedTuple):
-    """The weight as it is, (groups, outputs per group, K_g), and transformed where that is kept.
+class Weights:
+    """The weight as it is, (groups, outputs per group, K_g), and transformed where that is kept for all blocks.
 
     The latter with outputs last, (products, groups, channels, outputs): so BLAS reads the factor of a small product faster.
+    It is made when it is first asked for: by then another thread has been woken, and works on its first tiles.
     """
 
-    matrix: np.ndarray
-    factors: np.ndarray | None
+    def __init__(self, matrix: np.ndarray, make: Callable[[], np.ndarray] | None) -> None:
+        self.matrix, self.is_kept, self._make, self._lock = matrix, make is not None, make, Lock()
+        self._factors: np.ndarray | None = None
+
+    @property
+    def factors(self) -> np.ndarray:
+        if self._factors is None:
+            with self._lock:
+                if self._factors is None:
+                    assert self._make
+                    self._factors, self._make = self._make(), None
+        return self._factors
+
+
+class Steps(NamedTuple):
+    """What is computed for a block, of arrays that are there."""
+
+    image: np.ndarray
+    forward: list[Product]
+    tiles: np.ndarray
+    products: np.ndarray
+    back: list[Product]
+    rows: list[Rows]
+    sums: np.ndarray
 
 
 class Winograd(TiledLoop, ConvLoop):
@@ -365,7 +197,11 @@ class Winograd(TiledLoop, ConvLoop):
 
     name = "Winograd"
     words = "F(4, 3) along axes of three taps: 6 products for 4 outputs, where columns take 12"
-    in_place: ClassVar[bool] = False
+
+    @cached_property
+    def makes_rows(self) -> bool:
+        """Whether sums have the order of the result, whose pixels lie side by side; else channels do."""
+        return self.in_place or self.problem.out.stride_c != 1
 
     @classmethod
     def block_bytes(cls, problem: ConvProblem) -> int:
@@ -386,12 +222,13 @@ class Winograd(TiledLoop, ConvLoop):
 
     @property
     def sums_bytes(self) -> int:
-        """Bytes of a temporary an activation takes, and of sums that are not those of the transforms."""
-        return (1 + bool(self.problem.activation)) * prod(self.block) * sums_per_pixel(self.problem)
+        """Bytes of a temporary an activation takes, and of sums that are neither the result nor those of the transforms."""
+        arrays = (not self.in_place) + bool(self.problem.activation)
+        return arrays * prod(self.block) * sums_per_pixel(self.problem)
 
     @property
     def workspace(self) -> int:
-        shapes = _shapes(self.tiling, self.geometry)
+        shapes = self._shapes(self.tiling)
         gathered = prod(shapes[0]) * temporaries(self.geometry, self.problem.prologue)
         factors = 0 if keeps_weight(self.geometry) else part_bytes(self.geometry)
         return in_turn_bytes(shapes) + gathered * FLOAT32.itemsize + factors + self.sums_bytes
@@ -401,46 +238,84 @@ class Winograd(TiledLoop, ConvLoop):
         return f"Winograd {self.geometry.kernel} {self.weight_shape}, {keeps_weight(self.geometry)}"
 
     def arranged(self, weight: np.ndarray) -> Weights:  # type: ignore[override]
-        geometry = self.geometry
         if not keeps_weight(self.geometry):
             return Weights(weight, None)
+        shape = (
+            products_of(self.geometry),
+            self.geometry.groups,
+            self.geometry.group_channels,
+            self.geometry.group_outputs,
+        )
+        if self.kept_bytes:
+            factors = np.empty(shape, FLOAT32)
+        else:
+            factors = self.memory.array("factors", shape)
+        threads = max(1, min(self.threads, factors.size // WEIGHT_PART))
+        weights = Weights(weight, partial(self._transformed, weight, factors, threads))
+        if self.kept_bytes or threads > 1:
+            weights.factors  # noqa: B018
+        return weights
+
+    def _transformed(self, weight: np.ndarray, factors: np.ndarray, threads: int) -> np.ndarray:
+        """The weight transformed, by so many threads."""
+        geometry = self.geometry
         by_tap = weight.reshape(*weight.shape[:2], geometry.group_channels, geometry.taps).transpose(3, 0, 2, 1)
-        kernels = by_tap if geometry.groups > 1 else by_tap[:, 0]
-        factors = np.empty((products_of(geometry), *kernels.shape[1:]), FLOAT32)
+        groups, channels = factors.shape[1:3]
+        # Parts are of groups, or of channels.
+        own = by_tap if groups > 1 else by_tap[:, 0]
+        place = factors if groups > 1 else factors[:, 0]
 
         def transform(part: slice) -> None:
-            taps = np.ascontiguousarray(kernels[:, part]).reshape(geometry.taps, -1)
-            _times_taps(weight_transform(geometry.kernel), taps, factors[:, part].reshape(len(factors), -1))
+            taps = np.ascontiguousarray(own[:, part]).reshape(geometry.taps, -1)
+            _times_taps(weight_transform(geometry.kernel), taps, place[:, part].reshape(len(factors), -1))
 
-        threads, count = max(1, min(self.threads, factors.size // WEIGHT_PART)), kernels.shape[1]
-        largest = products_of(geometry) * geometry.taps * min(WEIGHT_ROWS, kernels[0].size)
+        count = groups if groups > 1 else channels
+        largest = len(factors) * geometry.taps * min(WEIGHT_ROWS, factors[0].size)
         holds_blas = cost.holds_blas(threads, self.problem.host, largest)
         in_threads(threads, transform, parts_of(count, even_part(count, -(-count // threads))), holds_blas)
-        return Weights(weight, factors)
+        return factors
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
-        geometry, matrices = self.geometry, transforms_float32()
-        weights: Any = run.weight
-        tiling = self.tiling_of(block)
-        memory = in_turn(run.images.scratch, _shapes(tiling, geometry), ("columns", "tile"))
+        scratch = run.images.scratch
+        steps = scratch.views(self, block.size, BUFFERS, partial(self._steps, scratch, block))
+        run.images.read_tile(block, steps.image)
+        multiply_all(steps.forward)
+        self._multiply(steps.tiles, run.weight, steps.products, scratch)
+        multiply_all(steps.back)
+        sums = block.of(run.out) if self.in_place else steps.sums
+        for channels, matrix, pixels in steps.rows:
+            place = sums[..., pixels]
+            place = place.reshape(*place.shape[:4], channels.shape[3], -1, copy=False).transpose(0, 2, 3, 4, 1, 5)
+            np.matmul(channels, matrix, place)
+        if not np.isfinite(np.einsum("ncdhw->", sums)):  # a third of what `sum` takes
+            self._sums_of_columns(run, run.weight.matrix, block, sums)
+        return sums.swapaxes(0, 1).reshape(block.sums_shape)
+
+    def _steps(self, scratch: Scratch, block: Block) -> Steps:
+        geometry, tiling = self.geometry, self.tiling_of(block)
+        memory = in_turn(scratch, self._shapes(tiling), self._shapes(self.tiling))
         image = next(memory)
-        run.images.read_tile(block, channels_first(image))
-        tiles = by_group(tiling.transform(matrices.inputs, image, memory), geometry.groups)
+        forward, tiles = tiling.transform(transforms_float32().inputs, image, memory)
         products = next(memory)
-        self._multiply(tiles, weights, by_group(products, geometry.groups), run.images.scratch)
-        image = tiling.transform_back(matrices.outputs, products, memory)
-        if not np.isfinite(image.sum()):
-            return self._sums_of_columns(run, weights.matrix, block)
-        at: Any = (0, slice(None), *map(slice, block.size[1:]))
-        return image[at].transpose(4, 0, 1, 2, 3).reshape(block.sums_shape)
+        rows: list[Rows] = []
+        if self.makes_rows:
+            back, rows = tiling.into_rows(products, memory, block.size[1:])
+            shape = block.size[0], geometry.out_channels, *block.size[1:]
+            sums = scratch.array("sums", (0,) if self.in_place else shape)
+        else:
+            back, outputs = tiling.transform_back(products, memory)
+            at: Any = (0, slice(None), *map(slice, block.size[1:]))
+            sums = outputs[at].transpose(0, 4, 1, 2, 3)
+            scratch.array("sums", (0,))
+        by_groups = (by_group(tiles, geometry.groups), by_group(products, geometry.groups))
+        return Steps(channels_first(image), forward, *by_groups, back, rows, sums)
 
     def _multiply(self, tiles: np.ndarray, weights: Weights, place: np.ndarray, scratch: Scratch) -> None:
         """Each product and group: tiles (tiles, channels) times the transformed weight (channels, outputs)."""
         geometry, matrix = self.geometry, weight_transform(self.geometry.kernel)
         channels = geometry.group_channels
-        if weights.factors is not None:
-            shape = len(matrix), geometry.groups, channels, geometry.group_outputs
-            np.matmul(tiles, weights.factors.reshape(shape), out=place)
+        if weights.is_kept:
+            np.matmul(tiles, weights.factors, out=place)
             return
         for group, outputs in product(
             range(geometry.groups), parts_of(geometry.group_outputs, outputs_at_once(geometry))
@@ -453,12 +328,18 @@ class Winograd(TiledLoop, ConvLoop):
                 _times_taps(matrix[some], taps.reshape(len(taps), -1), factors.reshape(len(factors), -1))
                 np.matmul(tiles[some, group], factors, out=place[some, group, :, outputs])
 
-    def _sums_of_columns(self, run: ConvRun, matrix: np.ndarray, block: Block) -> np.ndarray:
+    def _sums_of_columns(self, run: ConvRun, matrix: np.ndarray, block: Block, place: np.ndarray) -> None:
         """The sums as they are defined, of as many pixels at a time as the transforms' memory has room for."""
-        sums = np.empty(block.sums_shape, self.sums_dtype)
-        for at, part in self.parts_by_columns(block, in_turn_bytes(_shapes(self.tiling, self.geometry))):
-            sums[(slice(None), slice(None), *at)] = column_product(run, matrix, run.images.columns(part), part)
-        return sums
+        geometry = self.geometry
+        for (samples, *pixels), part in self.parts_by_columns(block, in_turn_bytes(self._shapes(self.tiling))):
+            columns = run.images.columns(part).reshape(geometry.groups, geometry.reduction, part.area)
+            sums = np.matmul(matrix, columns).reshape(geometry.out_channels, *part.size)
+            place[(samples, slice(None), *pixels)] = sums.swapaxes(0, 1)
+
+    def _shapes(self, tiling: Tiling) -> list[Shape]:
+        """All arrays of a block, from what it reads to its sums."""
+        geometry = self.geometry
+        return tiling.transformed(geometry.in_channels) + tiling.back(geometry.out_channels, self.makes_rows)
 
 
 def keeps_weight(geometry: ConvGeometry) -> bool:
@@ -502,18 +383,14 @@ def _times_taps(matrix: np.ndarray, taps: np.ndarray, target: np.ndarray) -> Non
         return rows[:, :whole].reshape(len(rows), -1, WEIGHT_ROWS).swapaxes(0, 1)
 
     np.matmul(matrix, pieces(taps), out=pieces(target))
-    np.matmul(matrix, taps[:, whole:], out=target[:, whole:])
+    if whole < taps.shape[1]:
+        np.matmul(matrix, taps[:, whole:], out=target[:, whole:])
 
 
 def by_group(image: np.ndarray, groups: int) -> np.ndarray:
     """The matrix of each product and group: (products, groups, tiles, channels of a group)."""
     products, *tiles, channels = image.shape
     return image.reshape(products, prod(tiles), groups, channels // groups).swapaxes(1, 2)
-
-
-def _shapes(tiling: Tiling, geometry: ConvGeometry) -> list[Shape]:
-    """All arrays of a block, from what it reads to its sums."""
-    return tiling.transformed(geometry.in_channels) + tiling.back(geometry.out_channels)
 
 
 WAYS = (Winograd,)

@@ -92,6 +92,8 @@ def conv_transpose(
     Everything ONNX's ``ConvTranspose`` can say: ``auto_pad`` and ``pads`` through `onnx_padding`;
     ``output_shape`` there overrides ``pads``, so give 0 beside it.
 
+    Source: ONNX ``ConvTranspose``; Dumoulin and Visin, *A guide to convolution arithmetic for deep learning* (2016).
+
     An infinite or NaN weight reaches the elements that the kernel puts it on, and no others; on CUDA it may make NaN of
     those beside them too, where methods read zeros around `x`.
 

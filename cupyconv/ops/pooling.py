@@ -50,9 +50,11 @@ def max_pool(
     Parameters
     ----------
     x : array or sequence of arrays
-        ``(N, C, *spatial)``, real; N as for `im2col`.  The arrays of a sequence agree in all but C and dtype.
+        ``(N, C, *spatial)`` with one to three spatial axes, real.  One sample may come without the axis N; then
+        `kernel_shape` must be a tuple, which tells how many spatial axes there are: ``max_pool(picture[None], (2, 2))``.
+        The arrays of a sequence agree in all but C and dtype.
     kernel_shape : int or tuple of int
-        The window's size, as for `im2col`.
+        The window's size along each spatial axis.  With an int the first two axes of `x` are N and C.
     stride : int or tuple of int, optional
         Elements from one window to the next; by default `kernel_shape`, windows side by side.
     padding, dilation

@@ -103,6 +103,8 @@ def rnn(
     steps, or for as many as the workspace limit has room for.  Several layers are several calls, each with the y of the
     one before as its x.
 
+    Source: Elman, *Finding Structure in Time* (1990); ONNX ``RNN``.
+
     Examples
     --------
     >>> import numpy as np, cupyconv

@@ -498,9 +498,10 @@ def _without_its_axis(shapes: Mapping[str, tuple[int, ...]], weight_shape: tuple
     if groups == 1 or rank > 3 or len(channels) != len(shapes) or not sum(channels) == groups == weight_shape[0]:
         return ""
     needed = (groups, 1, *weight_shape[1:])
+    axes = f"{rank - 1} spatial {'axis' if rank == 2 else 'axes'}"
     return (
-        f"; weight of shape {weight_shape} has {rank - 1} spatial axes: a kernel for each of {groups} channels is"
-        f" weight[:, None], of shape {needed}"
+        f"; weight of shape {weight_shape} has {axes}: a kernel for each of {groups} channels is weight[:, None], of shape"
+        f" {needed}"
     )
 
 

@@ -75,9 +75,11 @@ SMALLEST_SHARE = 4
 #: product of TF32 takes an A100 8 clocks and an H200, at the rate that mma.sync reaches, about 6.4: 576 against 768 clocks, and
 #: 507 against 614.
 #:
-#: There is none for complex128.  Of a slab's 550 clocks of mma.m16n8k4 on an H200 three products would save 138.  But operands
-#: that overflow as they are added have to be seen, and their products done again, for which a slab is summed apart: with those
-#: of the operands 74 additions of doubles, 148 clocks.
+#: There are no three for complex128: a slab's products are summed apart, so that operands that overflow as they are added could
+#: be seen, and a warp of 32 x 32 sums has no registers for that.  Written out for a tile of 64 x 64 and counted in SASS, even
+#: without such a check: three products take 254 registers and spill 16 bytes on sm_80 (48 mma.m8n8k4 a slab), 255 and 236
+#: bytes on sm_90 (24 mma.m16n8k4), and 77 additions of doubles besides; four take 206 registers (64) and 216 (32), no spills.
+#: On an H200 that is 24 x 17 + 77 x 2 = 562 clocks against 32 x 17 = 544.
 REAL_PRODUCTS = {"complex64": 3}
 #: Bits for the indices of an output pixel side by side (TilePixel of kernels/gather.cuh).
 PLACE_BITS = 32
@@ -205,28 +207,73 @@ def _draft_of(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) 
     return replace(drafts[0], steps=tuple(steps), workspace=tuple(workspace.values()), reason=reason)
 
 
+class _Tiles:
+    """The tiles of a way's result, and the slabs of their sums: what the kernel is compiled and launched for."""
+
+    def __init__(self, way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> None:
+        self.problem, self.gather, self.arithmetic, self.tile = way.problem, way.gather, arithmetic, tile
+        geometry, self.itemsize, (tile_m, tile_n) = way.problem.geometry, ITEMSIZE[way.problem.x_dtype], tile
+        self.threads = (TILES | WIDE_TILES)[tile]
+        self.shared_bytes = shared_bytes(tile, arithmetic, accumulator(way.problem.x_dtype))
+        k_chunk = VECTOR_BYTES // self.itemsize if way.gather == "ALONG_CHANNELS" else PIXEL_K_CHUNK
+        self.cut = Reduction.of(geometry, phases, k_chunk, SLAB_BYTES // self.itemsize)
+        #: Of all phases, along rows; of each phase, along columns.
+        self.rows = -(-geometry.group_outputs // tile_m) * geometry.groups
+        self.columns = [-(-geometry.batch * phase.pixels // tile_n) for phase in phases.each]
+        #: Blocks of a grid that has as many tiles for each phase.
+        self.blocks = self.rows * max(self.columns) * len(self.columns)
+
+    def priced(self, launch: KernelLaunch, slabs_per_split: int) -> KernelLaunch:
+        """The launch with what it asks L2 for, and with what its arithmetic takes."""
+        problem, (tile_m, tile_n), gpu = self.problem, self.tile, self.problem.gpu
+        rate = cost.product_rate(self.arithmetic, problem.x_dtype, gpu) * cost.IMPLICIT_GEMM[self.tile]
+        if gpu.shared_bytes + RESERVED_SHARED < 2 * (self.shared_bytes + RESERVED_SHARED):
+            rate *= self.threads / BUSY_THREADS  # one block to a multiprocessor
+        # Of a block, on the average of the phases.
+        all_slabs = sum(map(mul, self.columns, self.cut.slabs))
+        slabs = slabs_per_split * all_slabs / (sum(self.columns) * max(self.cut.slabs))
+        operations = 2 * REAL_PRODUCTS.get(problem.x_dtype, 1) * tile_m * tile_n * slabs * self.cut.slab
+        # Taps of a row read what the one before has left in L1.
+        columns = tile_n / problem.geometry.kernel[2]
+        l2_bytes = slabs * SLAB_BYTES * (tile_m * weight_parts(self.arithmetic, tile_m) + columns)
+        issued = slabs * self.threads / WARP * cost.ISSUED[self.arithmetic, self.itemsize, self.gather][self.tile]
+        shared_lines = slabs * self._shared_lines()
+        blocks = self.rows * sum(self.columns) * launch.grid[1]
+        seconds = cost.seconds_in_rounds(
+            blocks, operations, rate, gpu, l2_bytes=l2_bytes, issued=issued, shared_lines=shared_lines
+        )
+        return replace(launch, l2_bytes=blocks * l2_bytes, arithmetic_seconds=seconds)
+
+    def _shared_lines(self) -> int:
+        """Lines that go to and from shared memory for a K-slab of a block.
+
+        Each warp reads the edges of its part, and the tile's are written; what a warp gathers by elements takes a line to
+        store, and to load those where they lie.
+        """
+        tile_m, tile_n = self.tile
+        parts, warps = weight_parts(self.arithmetic, tile_m), self.threads // WARP
+        edges = warps * WARP_ROWS[self.tile] * parts + tile_m * tile_n // WARP_ROWS[self.tile]
+        lines = (edges + tile_m * parts) * SLAB_BYTES // cost.SHARED_LINE
+        if self.gather != "ALONG_PIXELS":
+            return lines + tile_n * SLAB_BYTES // cost.SHARED_LINE
+        touched = max(cost.lines_of(x, self.problem.geometry.stride[2]) for x in self.problem.xs)
+        return lines + tile_n * (SLAB_BYTES // self.itemsize) // WARP * (1 + touched)
+
+
 def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> Draft:
-    problem, gather = way.problem, way.gather
-    gpu, geometry, dtype = problem.gpu, problem.geometry, problem.x_dtype
-    itemsize, (tile_m, tile_n) = ITEMSIZE[dtype], tile
-    threads = (TILES | WIDE_TILES)[tile]
-    k_chunk = VECTOR_BYTES // itemsize if gather == "ALONG_CHANNELS" else PIXEL_K_CHUNK
-    cut = Reduction.of(geometry, phases, k_chunk, SLAB_BYTES // itemsize)
-    tiles_m = -(-geometry.group_outputs // tile_m)
-    parts = weight_parts(arithmetic, tile_m)
-    shared = shared_bytes(tile, arithmetic, accumulator(dtype))
-    tiles_n = [-(-geometry.batch * phase.pixels // tile_n) for phase in phases.each]
-    blocks_xy = tiles_m * geometry.groups * max(tiles_n) * len(tiles_n)
-    if blocks_xy > GRID_X:
-        raise NotApplicable(f"{blocks_xy:,} tiles are more than a grid has blocks")
-    weight = weight_in_slabs(problem, phases, cut, arithmetic, tile_m)
+    problem, geometry, dtype = way.problem, way.problem.geometry, way.problem.x_dtype
+    tiled = _Tiles(way, phases, arithmetic, tile)
+    tile_m, tile_n = tile
+    if tiled.blocks > GRID_X:
+        raise NotApplicable(f"{tiled.blocks:,} tiles are more than a grid has blocks")
+    weight = weight_in_slabs(problem, phases, tiled.cut, arithmetic, tile_m)
     workspace = [*way.workspace, *weight.workspace]
 
     sums = replace(problem.out.in_c_order(accumulator(dtype)), name="sums", offset=0)
     taken = sum(buffer.space for buffer in workspace if not buffer.of)
     affordable = Buffer.parts_in(problem.limit - taken, sums.nbytes)
-    at_once, most_slabs = gpu.multiprocessors * (BUSY_THREADS // threads), max(cut.slabs)
-    shares = max(1, min(at_once // blocks_xy, most_slabs // SMALLEST_SHARE, affordable))
+    at_once, most_slabs = problem.gpu.multiprocessors * (BUSY_THREADS // tiled.threads), max(tiled.cut.slabs)
+    shares = max(1, min(at_once // tiled.blocks, most_slabs // SMALLEST_SHARE, affordable))
     slabs_per_split = -(-most_slabs // shares)
     splits = -(-most_slabs // slabs_per_split)
     out, plane = problem.out, 0
@@ -237,62 +284,34 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
         epilogue = epilogue_params(None, None)
         workspace.append(Buffer("sums", splits * sums.nbytes))
 
-    rate = cost.product_rate(arithmetic, dtype, gpu) * cost.IMPLICIT_GEMM[tile]
-    # Of a block, on the average of the phases.
-    slabs = slabs_per_split * sum(map(mul, tiles_n, cut.slabs)) / (sum(tiles_n) * most_slabs)
-    operations = 2 * REAL_PRODUCTS.get(dtype, 1) * tile_m * tile_n * slabs * cut.slab
-    # What it asks L2 for.  Taps of a row read what the one before has left in L1.
-    l2_bytes = slabs * SLAB_BYTES * (tile_m * parts + tile_n / geometry.kernel[2])
-    if gpu.shared_bytes + RESERVED_SHARED < 2 * (shared + RESERVED_SHARED):
-        rate *= threads / BUSY_THREADS  # one block to a multiprocessor
-    issued = slabs * threads / WARP * cost.ISSUED[arithmetic, itemsize, gather][tile]
-    shared_lines = slabs * _shared_lines(problem, tile, gather, arithmetic)
-    steps = [*way.steps, *weight.steps]
-    steps.append(
-        KernelLaunch(
-            variant(
-                "implicit_gemm",
-                problem.prologue,
-                DTYPE=dtype,
-                ARITHMETIC=arithmetic,
-                TILE_M=tile_m,
-                TILE_N=tile_n,
-                GATHER=gather,
-            ),
-            (blocks_xy, splits, 1),
-            threads,
-            (
-                ("sources", sources_params(problem.xs)),
-                ("steps", _steps_params(geometry, phases)),
-                ("weight", weight.params),
-                ("out", image(_apart(out, phases.apart))),
-                ("plane", plane),
-                ("epilogue", epilogue),
-                ("prologue", prologue_params(problem.prologue)),
-                ("batch", geometry.batch),
-                ("place_bits", _place_bits(phases)),
-                *groups_params(geometry),
-                ("tiles_m", tiles_m),
-                ("keeps_sums", int(splits > 1 or out.dtype != dtype)),
-                ("slabs_per_split", slabs_per_split),
-                ("phases", len(phases.each)),
-                ("phase", tuple(_phase_params(*each, out) for each in zip(phases.each, cut.first_slabs))),
-            ),
-            shared_bytes=shared,
-            purpose=_words(phases) + prologue_words(problem.prologue) + ", bias, residual, activation" * (splits == 1),
-            bytes_moved=bytes_of(problem.xs) + weight.nbytes + bytes_of(written),
-            flops=_flops(problem, phases),
-            arithmetic_seconds=cost.seconds_in_rounds(
-                tiles_m * geometry.groups * sum(tiles_n) * splits,
-                operations,
-                rate,
-                gpu,
-                l2_bytes=l2_bytes,
-                issued=issued,
-                shared_lines=shared_lines,
-            ),
-        )
+    macros = dict(DTYPE=dtype, ARITHMETIC=arithmetic, TILE_M=tile_m, TILE_N=tile_n, GATHER=way.gather)
+    launch = KernelLaunch(
+        variant("implicit_gemm", problem.prologue, **macros),
+        (tiled.blocks, splits, 1),
+        tiled.threads,
+        (
+            ("sources", sources_params(problem.xs)),
+            ("steps", _steps_params(geometry, phases)),
+            ("weight", weight.params),
+            ("out", image(_apart(out, phases.apart))),
+            ("plane", plane),
+            ("epilogue", epilogue),
+            ("prologue", prologue_params(problem.prologue)),
+            ("batch", geometry.batch),
+            ("place_bits", _place_bits(phases)),
+            *groups_params(geometry),
+            ("tiles_m", tiled.rows // geometry.groups),
+            ("keeps_sums", int(splits > 1 or out.dtype != dtype)),
+            ("slabs_per_split", slabs_per_split),
+            ("phases", len(phases.each)),
+            ("phase", tuple(_phase_params(*each, out) for each in zip(phases.each, tiled.cut.first_slabs))),
+        ),
+        shared_bytes=tiled.shared_bytes,
+        purpose=_words(phases) + prologue_words(problem.prologue) + ", bias, residual, activation" * (splits == 1),
+        bytes_moved=bytes_of(problem.xs) + weight.nbytes + bytes_of(written),
+        flops=_flops(problem, phases),
     )
+    steps = [*way.steps, *weight.steps, tiled.priced(launch, slabs_per_split)]
     if splits > 1:
         in_c_order = (out.shape[1] * out.pixels, out.pixels, 1)
         steps.append(finish(problem, Sums(Address("sums"), out.dtype, in_c_order, planes=splits, plane=plane)))
@@ -300,23 +319,6 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
     words += f", each sum in {splits} parts" if splits > 1 else ""
     words += ", the inputs moved first" if way.steps else ""
     return Draft("implicit_gemm", tuple(steps), tuple(workspace), reason=words, notes=way.notes)
-
-
-def _shared_lines(problem: ConvProblem, tile: tuple[int, int], gather: str, arithmetic: str) -> int:
-    """Lines that go to and from shared memory for a K-slab of a block.
-
-    Each warp reads the edges of its part, and the tile's are written; what a warp gathers by elements takes a line to
-    store, and to load those where they lie.
-    """
-    tile_m, tile_n = tile
-    parts = weight_parts(arithmetic, tile_m)
-    warps = (TILES | WIDE_TILES)[tile] // WARP
-    edges = warps * WARP_ROWS[tile] * parts + tile_m * tile_n // WARP_ROWS[tile]
-    lines = (edges + tile_m * parts) * SLAB_BYTES // cost.SHARED_LINE
-    if gather != "ALONG_PIXELS":
-        return lines + tile_n * SLAB_BYTES // cost.SHARED_LINE
-    touched = max(cost.lines_of(x, problem.geometry.stride[2]) for x in problem.xs)
-    return lines + tile_n * (SLAB_BYTES // ITEMSIZE[problem.x_dtype]) // WARP * (1 + touched)
 
 
 def _words(phases: Phases) -> str:

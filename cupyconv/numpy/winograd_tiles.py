@@ -1,0 +1,307 @@
+"""Tiles of Winograd's F(4, 3): the matrices, and the products of them that bring an image to tiles and back.
+
+::
+
+    x      [samples, d, h, w, channels]    windows of 6 elements every 4 along an axis, each one product with B' [6, 6]
+    V, M   [6 6 6, tiles, channels]
+    y      [samples, outputs, d, h, w]     along d and h with A' [4, 6]; along w, a few tiles at a time:
+
+        (6 products x 4 tiles, outputs)^T  times  (6 x 4, 16 pixels)       A' for each tile, zeros elsewhere
+
+The last product brings pixels in front of the channels, where a copy would take several times as long as its zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache, reduce
+from math import prod, sqrt
+from typing import NamedTuple
+
+import numpy as np
+
+from cupyconv.numpy.backend import Scratch
+from cupyconv.numpy.windows import BlockSize
+from cupyconv.problem.geometry import ConvGeometry, Triple, even_part
+
+TAPS, OUTPUTS, INPUTS = 3, 4, 6
+FLOAT32 = np.dtype(np.float32)
+#: Names of a block's memory: two take turns, and there are sums that are not the result.
+BUFFERS = "columns", "tile", "sums"
+Shape = tuple[int, ...]
+#: Pixels of a result's row that are computed at a time from channels that lie side by side: a vector.
+SEGMENT = 16
+
+# --- the transforms -------------------------------------------------------------------------------------------
+
+
+class Transforms(NamedTuple):
+    """The matrices along one axis, in float64."""
+
+    inputs: np.ndarray  # B' [6, 6]
+    taps: np.ndarray  # G [6, 3]
+    outputs: np.ndarray  # A' [4, 6]
+
+
+@lru_cache(maxsize=1)
+def transforms() -> Transforms:
+    """F(4, 3) at the points 0, +-1/r, +-r and infinity, where r = sqrt(2).
+
+    A row of B' has the coefficients of the product of (x - q) over all other points q; rows of G and of A have powers of
+    their point, and that product's value at the point divides.
+    """
+    r = sqrt(2)
+    points = (0, 1 / r, -1 / r, r, -r)
+    inputs = np.array(
+        [
+            [1, 0, -2.5, 0, 1, 0],
+            [0, -r, -2, 1 / r, 1, 0],
+            [0, r, -2, -1 / r, 1, 0],
+            [0, -1 / r, -0.5, r, 1, 0],
+            [0, 1 / r, -0.5, -r, 1, 0],
+            [0, 1, 0, -2.5, 0, 1],
+        ]
+    )
+    values = np.array([1, -1.5, -1.5, 6, 6, 1])
+    taps = np.array([[p**i for i in range(TAPS)] for p in points] + [[0, 0, 1]])
+    outputs = np.array([[p**i for i in range(OUTPUTS)] for p in points] + [[0, 0, 0, 1]])
+    scales = abs(inputs).sum(1), abs(taps).sum(1)
+    return Transforms(
+        inputs / scales[0][:, None], taps / scales[1][:, None], (outputs.T * (scales[0] * scales[1] / values))
+    )
+
+
+@lru_cache(maxsize=1)
+def transforms_float32() -> Transforms:
+    return Transforms(*(matrix.astype(np.float32) for matrix in transforms()))
+
+
+@lru_cache(maxsize=8)
+def weight_transform(kernel: Triple) -> np.ndarray:
+    """The matrix that the taps of a kernel are multiplied by, along all axes at once: (products, taps)."""
+    along = [transforms().taps if taps == TAPS else np.ones((1, 1)) for taps in kernel]
+    return reduce(np.kron, along).astype(np.float32)
+
+
+#: A matrix, what it is multiplied with, and where the product is written.
+Product = tuple[np.ndarray, np.ndarray, np.ndarray]
+#: Channels (samples, d, h, part, channels, sum), the matrix (sum, pixels) they are multiplied with, and the pixels along w.
+Rows = tuple[np.ndarray, np.ndarray, slice]
+
+
+class Products(NamedTuple):
+    """Products to be computed one after the other, and the array that the last of them writes."""
+
+    products: list[Product]
+    image: np.ndarray
+
+    def computed(self) -> np.ndarray:
+        multiply_all(self.products)
+        return self.image
+
+
+def multiply_all(products: Sequence[Product]) -> None:
+    for matrix, columns, place in products:
+        np.matmul(matrix, columns, place)
+
+
+class Tiling:
+    """How a block is cut into tiles, and the shapes its transforms go through: (products, samples, d, h, w, channels).
+
+    Of an axis with a dilation, every phase is tiled as if it were alone.
+    """
+
+    def __init__(self, geometry: ConvGeometry, block: BlockSize) -> None:
+        self.axes = tiled_axes(geometry)
+        self.phases = [dilation if axis in self.axes else 1 for axis, dilation in enumerate(geometry.dilation)]
+        self._samples = block[0]
+        self._counts = tiles_along(geometry, block)
+        #: Whether tiles reach further than the block.
+        self.is_cut = [count * step for count, step in zip(self._counts, tile_steps(geometry))] != list(block[1:])
+        #: Tiles side by side that are transformed back at a time, into rows of a result; 0 where these are copied.
+        self._segment = SEGMENT // (OUTPUTS * self.phases[2]) if len(self.axes) > 1 and 2 in self.axes else 0
+
+    def _pixels(self, per_tile: int, beside: int) -> list[int]:
+        return [
+            (count * per_tile + beside) * phases if axis in self.axes else count
+            for axis, (count, phases) in enumerate(zip(self._counts, self.phases))
+        ]
+
+    def transformed(self, channels: int, beside: int = INPUTS - OUTPUTS) -> list[Shape]:
+        """The shapes from an image to what products take; `beside` are the elements of a tile that the next has too."""
+        sizes, products = self._pixels(OUTPUTS, beside), 1
+        shapes: list[Shape] = [(products, self._samples, *sizes, channels)]
+        for axis in reversed(self.axes):
+            sizes[axis] = self._counts[axis] * self.phases[axis]
+            products *= INPUTS
+            shapes.append((products, self._samples, *sizes, channels))
+        return shapes
+
+    def back(self, channels: int, is_into_rows: bool = False) -> list[Shape]:
+        """The shapes from products to an image of the outputs, or to what becomes rows of a result."""
+        shapes = self.transformed(channels, 0)[::-1]
+        return shapes[:-1] if is_into_rows and self._segment else shapes
+
+    def transform(self, matrix: np.ndarray, image: np.ndarray, memory: Iterator[np.ndarray]) -> Products:
+        """The tiles of an image, times a matrix along every axis."""
+        products: list[Product] = []
+        for axis in reversed(self.axes):
+            windows, image = _windows(image, axis, self.phases[axis], matrix.shape[1]), next(memory)
+            products.append((matrix, windows, _products(image, windows.shape)))
+        return Products(products, image)
+
+    def transform_back(
+        self, image: np.ndarray, memory: Iterator[np.ndarray], axes: Sequence[int] | None = None
+    ) -> Products:
+        """An image of the outputs of all tiles: products times a matrix along every axis, or along some."""
+        matrix = transforms_float32().outputs
+        products = []
+        for axis in self.axes if axes is None else axes:
+            tiles, image = image, next(memory)
+            windows = _windows(image, axis, self.phases[axis], OUTPUTS)
+            products.append((matrix, _products(tiles, windows.shape), windows))
+        return Products(products, image)
+
+    def into_rows(
+        self, image: np.ndarray, memory: Iterator[np.ndarray], pixels: Sequence[int]
+    ) -> tuple[list[Product], list[Rows]]:
+        """The same for rows of a result (samples, outputs, d, h, w), whose pixels along w lie side by side.
+
+        A product of a few tiles' channels, as columns, with a matrix that is wide for that has pixels as columns: it takes
+        less than a copy.
+        """
+        depth, height, width = pixels
+        rows: list[Rows] = []
+        if not self._segment:
+            products, image = self.transform_back(image, memory)
+            image = image[0, :, :depth, :height]
+            for part, count in _cut(width, SEGMENT):
+                size = (part.stop - part.start) // count
+                parts = image[..., part, :].reshape(*image.shape[:3], count, size, -1, copy=False)
+                rows.append((parts.swapaxes(4, 5), _identity(size), part))
+            return products, rows
+        *outer, axis = self.axes[:-1]
+        products, image = self.transform_back(image, memory, outer)
+        place = next(memory).reshape(-1)
+        matrix, phases, own = transforms_float32().outputs, self.phases[axis], self.phases[2]
+        (samples, *sizes), channels = image.shape[1:5], image.shape[5]
+        before, behind = samples * prod(sizes[:axis]), prod(sizes[axis + 1 : 2])
+        by_axis = image.reshape(INPUTS, INPUTS, before, -1, phases, behind, sizes[2], channels)
+        count_along = by_axis.shape[3]
+        sizes[axis] = count_along * OUTPUTS * phases
+        step = OUTPUTS * own
+        for part, count in _cut(width, self._segment * step):
+            tiles = slice(part.start // OUTPUTS, -(-part.stop // step) * own)
+            n = (tiles.stop - tiles.start) // count
+            some = by_axis[..., tiles, :].reshape(*by_axis.shape[:6], count, n * channels, copy=False)
+            shape = before, count_along, OUTPUTS, phases, behind, count, INPUTS, n * channels
+            made, place = place[: prod(shape)].reshape(shape), place[prod(shape) :]
+            products.append((matrix, some.transpose(2, 3, 4, 5, 6, 1, 0, 7), made.transpose(0, 1, 3, 4, 5, 6, 2, 7)))
+            made = made.reshape(samples, *sizes[:2], count, INPUTS * n, channels)[:, :depth, :height]
+            wide = _wide(n // own, own)[:, : (part.stop - part.start) // count]
+            rows.append((made.swapaxes(4, 5), wide, part))
+        return products, rows
+
+
+def _cut(extent: int, part: int) -> Iterator[tuple[slice, int]]:
+    """An axis as parts of one size, and what is left: slices, and how many parts each is."""
+    whole = extent // part * part
+    if whole:
+        yield slice(0, whole), extent // part
+    if whole < extent:
+        yield slice(whole, extent), 1
+
+
+@lru_cache(maxsize=32)
+def _identity(size: int) -> np.ndarray:
+    return np.eye(size, dtype=FLOAT32)
+
+
+@lru_cache(maxsize=32)
+def _wide(tiles: int, phases: int) -> np.ndarray:
+    """The matrix of the outputs for so many tiles: from (product, tile, phase) to (tile, output, phase)."""
+    wide = np.einsum("op,tu,fg->ptfuog", transforms().outputs, np.eye(tiles), np.eye(phases))
+    return np.ascontiguousarray(wide.reshape(INPUTS * tiles * phases, -1), FLOAT32)
+
+
+def _windows(image: np.ndarray, axis: int, phases: int, extent: int) -> np.ndarray:
+    """The tiles along an axis, of so many elements: (all before the axis, tile, phase, element, all behind it)."""
+    before, size, behind = prod(image.shape[: 2 + axis]), image.shape[2 + axis], prod(image.shape[3 + axis :])
+    row = behind * image.itemsize
+    step = OUTPUTS * phases
+    return np.ndarray(
+        (before, size // step, phases, extent, behind),
+        image.dtype,
+        image,
+        0,
+        (size * row, step * row, row, phases * row, image.itemsize),
+    )
+
+
+def _products(image: np.ndarray, windows: tuple[int, ...]) -> np.ndarray:
+    """The products of one axis, the first of all: (all before the axis, tile, phase, product, all behind it)."""
+    before, tiles, phases, _, behind = windows
+    return image.reshape(INPUTS, before, tiles, phases, behind).transpose(1, 2, 3, 0, 4)
+
+
+def tiled_axes(geometry: ConvGeometry) -> list[int]:
+    return [axis for axis, taps in enumerate(geometry.kernel) if taps == TAPS]
+
+
+def tiles_along(geometry: ConvGeometry, block: Sequence[int]) -> list[int]:
+    """Tiles of one phase along each axis; pixels where the kernel has one tap."""
+    steps = tile_steps(geometry)
+    return [-(-extent // step) for extent, step in zip(block[1:], steps)]
+
+
+def all_tiles(geometry: ConvGeometry) -> int:
+    """Tiles of all samples and phases."""
+    phases = (geometry.dilation[axis] for axis in tiled_axes(geometry))
+    return geometry.batch * prod(tiles_along(geometry, (1, *geometry.out_size))) * prod(phases)
+
+
+def tile_steps(geometry: ConvGeometry) -> list[int]:
+    """Pixels along each axis that whole tiles of all phases have."""
+    return [OUTPUTS * gap if taps == TAPS else 1 for taps, gap in zip(geometry.kernel, geometry.dilation)]
+
+
+def products_of(geometry: ConvGeometry) -> int:
+    """Products of a tile."""
+    return int(INPUTS ** len(tiled_axes(geometry)))
+
+
+def tile_bytes(geometry: ConvGeometry) -> int:
+    """Bytes of a tile's products and of what they are products of."""
+    return products_of(geometry) * (geometry.in_channels + geometry.out_channels) * FLOAT32.itemsize
+
+
+def in_turn(
+    scratch: Scratch, shapes: Sequence[Shape], whole: Sequence[Shape], names: Sequence[str] = BUFFERS[:2]
+) -> Iterator[np.ndarray]:
+    """Arrays of these shapes in two buffers in turn, which have room for those of a whole block."""
+    buffers = [scratch.array(name, (max(map(prod, whole[i::2]), default=0),)) for i, name in enumerate(names)]
+    return (buffers[i % 2][: prod(shape)].reshape(shape) for i, shape in enumerate(shapes))
+
+
+def in_turn_bytes(shapes: Sequence[Shape]) -> int:
+    """Bytes of two buffers for arrays in turn."""
+    return FLOAT32.itemsize * sum(max(map(prod, shapes[i::2]), default=0) for i in range(2))
+
+
+def channels_first(image: np.ndarray) -> np.ndarray:
+    """An image (1, samples, d, h, w, channels) as windows are read: (channels, samples, d, h, w)."""
+    return image[0].transpose(4, 0, 1, 2, 3)
+
+
+def tiles_block(geometry: ConvGeometry, most: int, share: int) -> BlockSize:
+    """A block of at most so many tiles of each phase, about `share` of them: some samples, else a part of one."""
+    axes = (geometry.batch, *tiles_along(geometry, (geometry.batch, *geometry.out_size)))
+    parts = [1, 1, 1, 1]
+    for axis, count in enumerate(axes):
+        inner = max(1, prod(axes[axis + 1 :]))
+        if inner <= min(most, share) or axis == 3:
+            parts[axis:] = [even_part(count, min(most // inner, -(-share // inner))), *axes[axis + 1 :]]
+            break
+    extents = (geometry.batch, *geometry.out_size)
+    steps = (1, *tile_steps(geometry))
+    return tuple(max(1, min(part * step, extent)) for part, step, extent in zip(parts, steps, extents))  # type: ignore[return-value]
