@@ -7,8 +7,8 @@ As a command, for a list of typical calls, or only for those that launch the ker
     python -m tests.machine_code depthwise --every                   # every variant, whatever calls it
     python -m tests.machine_code --write                             # the same into machine_code.json
 
-A launch's line says what it takes of a multiprocessor and counts its instructions.  Below it stands a line for every
-loop, indented by how deep it lies, with those of the loops inside.  Loops come from the control flow: a branch to a
+A launch's line says what it takes of a multiprocessor, how many operations it does for a byte that its tiles ask the L2
+cache for, and counts its instructions.  Below it stands a line for every loop, indented by how deep it lies, with those of the loops inside.  Loops come from the control flow: a branch to a
 block that every way to the branch has passed.  Counts are of the code as it lies there: which of two branches runs,
 and how often, it does not say, and a function that is called counts once, with the whole.
 
@@ -233,7 +233,10 @@ def listing(cubin: bytes) -> Listing:
 
 @dataclass(frozen=True)
 class Figures:
-    """A kernel's machine code for one architecture; `blocks` is None where the launch is not known."""
+    """A kernel's machine code for one architecture; `blocks` is None where the launch is not known.
+
+    So is `flops_per_l2_byte`, and where its planner does not count what its tiles ask L2 for.
+    """
 
     kernel: Kernel
     arch: str
@@ -241,6 +244,7 @@ class Figures:
     spills: int
     shared: int
     blocks: int | None
+    flops_per_l2_byte: float | None
     listing: Listing
 
     @property
@@ -251,6 +255,7 @@ class Figures:
             loops, key=lambda n: (n["mma"] / n["instructions"], n["fma"] / n["instructions"]), default=Counter()
         )
         known = {"registers": self.registers, "spills": self.spills, "shared": self.shared, "blocks": self.blocks}
+        known |= {} if self.flops_per_l2_byte is None else {"FLOP/B": self.flops_per_l2_byte}
         code = self.listing.counts()
         return {**known, "code": _in_order(code), "inner loop": _in_order(inner)}
 
@@ -262,11 +267,14 @@ def _in_order(counts: Counter[str]) -> dict[str, int]:
 def figures(kernel: Kernel, arch: str, launch: KernelLaunch | None = None) -> Figures:
     """Compile a variant and read its machine code."""
     compiled = nvrtc.compile_variant(kernel, int(arch[3:]))
-    shared, blocks = compiled.shared, None
+    shared, blocks, intensity = compiled.shared, None, None
     if launch is not None:
         shared += launch.shared_bytes
         blocks = blocks_that_fit(compiled.registers, launch.block, shared, known_gpu(arch))
-    return Figures(kernel, arch, compiled.registers, compiled.spills, shared, blocks, listing(compiled.cubin))
+        if launch.l2_bytes:
+            intensity = float(f"{launch.flops / launch.l2_bytes:.3g}")
+    code = listing(compiled.cubin)
+    return Figures(kernel, arch, compiled.registers, compiled.spills, shared, blocks, intensity, code)
 
 
 # ---- typical calls ------------------------------------------------------------------------------------------------
@@ -346,6 +354,12 @@ TYPICAL: dict[str, Callable[[str], Plan]] = {
     "conv_transpose 4x4, float32": lambda arch: cupyconv.explain(
         cupyconv.conv_transpose, _array("float32", 8, 64, 28, 28), _array("float32", 64, 32, 4, 4), stride=2, padding=1, on=arch
     ),
+    "depthwise conv_transpose 3x3, float32": lambda arch: cupyconv.explain(
+        cupyconv.conv_transpose, _array("float32", 8, 64, 56, 56), _array("float32", 64, 1, 3, 3), stride=2, padding=1, groups=64, on=arch
+    ),
+    "conv_grad_weight 3x3, float16, channels last": lambda arch: cupyconv.explain(
+        cupyconv.conv_grad_weight, *[_channels_last("float16", 32, 64, 56, 56)] * 2, (3, 3), padding=1, on=arch
+    ),
     "conv_grad_weight 3x3, float16": lambda arch: cupyconv.explain(
         cupyconv.conv_grad_weight, _array("float16", 32, 64, 56, 56), _array("float16", 32, 64, 56, 56), (3, 3), padding=1, on=arch
     ),
@@ -380,12 +394,13 @@ def _counted(counts: Counter[str]) -> str:
 
 def _print_figures(name: str, found: Figures) -> None:
     blocks = "-" if found.blocks is None else found.blocks
-    taken = f"{found.registers:>9} {found.spills:>6} {found.shared:>7,} {blocks:>6}"
+    intensity = "-" if found.flops_per_l2_byte is None else f"{found.flops_per_l2_byte:g}"
+    taken = f"{found.registers:>9} {found.spills:>6} {found.shared:>7,} {blocks:>6} {intensity:>6}"
     if name:
         print(name)
     print(f"  {found.kernel!s:<46} {found.arch:>6} {taken}  {_counted(found.listing.counts())}")
     for loop in found.listing.loops:
-        print(f"  {'  ' * (loop.depth + 1) + 'loop':<86}{_counted(loop.counts)}")
+        print(f"  {'  ' * (loop.depth + 1) + 'loop':<93}{_counted(loop.counts)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -410,7 +425,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write()
         return 0
     counted = " ".join(f"{column:>5}" for column in COUNTED)
-    print(f"  {'kernel':<46} {'arch':>6} {'registers':>9} {'spills':>6} {'shared':>7} {'blocks':>6}  {counted}")
+    print(
+        f"  {'kernel':<46} {'arch':>6} {'registers':>9} {'spills':>6} {'shared':>7} {'blocks':>6} {'FLOP/B':>6}  {counted}"
+    )
     for arch in given.arch.split(","):
         if given.every:
             for variant in all_variants():

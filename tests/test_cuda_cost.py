@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
-from test_planning import array
+from plans import array
 
 import cupyconv
 from cupyconv.call.explain import checked_call
@@ -191,3 +192,33 @@ def test_more_work_is_no_cheaper_and_the_cheapest_is_taken(layer, on, dtype, ord
         more = drafts(layer, on, dtype, order, times)
         for method in once.keys() & more.keys():
             assert 0.9 * once[method] < more[method] < 2.6 * max(times) * once[method], (method, times)
+
+
+def test_idle_multiprocessors_are_priced():
+    """A late 1x1 layer at batch 1 fills a part of the GPU: "direct" was priced as if it filled all of it."""
+    x, weight = np.broadcast_to(np.float32(0), (1, 256, 13, 13)), np.broadcast_to(np.float32(0), (64, 512, 1, 1))
+    plan = cupyconv.explain(cupyconv.conv, [x, x], weight, on="sm_90")
+    assert plan.method == "implicit_gemm"
+    gpu = known_gpu("sm_90")
+    launch = KernelLaunch(Kernel("merge"), (33, 1, 1), 64, (), bytes_moved=10**6, flops=10**6)
+    whole = replace(launch, grid=(132, 1, 1))
+    quarter, full = (cost.priced(one, 1e12, gpu).arithmetic_seconds for one in (launch, whole))
+    assert (quarter, full) == (pytest.approx(4e-6), pytest.approx(1e-6))
+    one, few, many = (cost.memory_seconds(replace(launch, grid=(n, 1, 1)), gpu) for n in (1, 33, 1000))
+    assert one == pytest.approx(33 * few) and few == many == pytest.approx(10**6 / gpu.bandwidth)
+
+
+def test_predictions_have_two_digits():
+    assert cost.by_model(123.4e-6) == "120 µs by an unmeasured model"
+    assert cost.by_model(9.96e-6) == "10 µs by an unmeasured model"
+    assert cost.by_model(3.14159e-6) == "3.1 µs by an unmeasured model"
+    assert cost.by_model(45_678e-6) == "46,000 µs by an unmeasured model"
+
+
+def test_the_hosts_time_stands_beside_the_gpus():
+    """Of a call with one kernel, and of one with columns, a product and what comes after it."""
+    x, weight, bias = array(2, 8, 16, 16), array(8, 8, 3, 3), array(8)
+    one = cupyconv.explain(cupyconv.conv, x, weight, method="direct", on="sm_90")
+    assert one.price.endswith("; the host takes 11 µs and the driver's time")
+    three = cupyconv.explain(cupyconv.conv, x, weight, bias, activation="tanh", method="gemm", on="sm_90")
+    assert len(three.steps) == 3 and three.price.endswith("; the host takes 19 µs and the driver's time")

@@ -10,8 +10,8 @@ from itertools import product
 from typing import Any
 
 import pytest
+from plans import array
 from test_every_plan import holds
-from test_planning import array
 
 import cupyconv
 from cupyconv import ConvLayer

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plans import UNCOSTED, array, check, recurrent_gradient_plan
 from rounds import each_step
-from test_planning import UNCOSTED, array, check, recurrent_gradient_plan
 
 import cupyconv
 from cupyconv.call.explain import checked_call

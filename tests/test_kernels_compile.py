@@ -21,6 +21,7 @@ from cupyconv.cuda.plan import (
     channels_last,
     conv_pair,
     depthwise,
+    depthwise_transposed,
     depthwise_weight_gradient,
     implicit_gemm,
     implicit_weight_gradient,
@@ -119,7 +120,7 @@ def test_every_kernel_is_compiled_and_held_to_what_it_is_for():
         "merge", "im2col", "epilogue", "epilogue_grad", "prologue_grad", "depthwise", "implicit_gemm", "conv_pair", "pool",
         "channels_last", "col2im", "tiles", "spectra", "spectra_gradient", "depthwise_weight_gradient", "implicit_weight_gradient",
         "pool_gradient", "recurrent_step", "recurrent_persistent", "recurrent_gradient", "recurrent_gradient_persistent",
-        "recurrent_inputs",
+        "recurrent_inputs", "depthwise_transposed",
     }  # fmt: skip
     assert {variant.name for variant, _ in SOME_VARIANTS if wide_accesses(variant)} == {"merge", "im2col", "epilogue"}
 
@@ -348,6 +349,8 @@ def constant_assertions(name: str) -> list[str]:
         assertions += [
             f"static_assert(MAX_BLOCK == {depthwise_weight_gradient.THREADS} && ROWS == {depthwise.ROWS[1]});"
         ]
+    if name == "depthwise_transposed":
+        assertions += [f"static_assert(ROWS == {depthwise_transposed.ROWS} && STRIDE == 2);"]
     if name == "implicit_weight_gradient":
         assertions += [
             f"static_assert(WARP_ROWS == 64 && WARP_COLUMNS == 32 && STAGES == {implicit_weight_gradient.STAGES});",

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import GPU, array
+from plans import plan as plan_of_conv
 from refusals import Ones, placed
 from rounds import each_step
 from strategies import conv_cases
@@ -15,6 +17,7 @@ from targets import numpy_target
 
 import cupyconv
 from cupyconv.cuda.run.execution import _COMPUTE_TYPE, _DATA_TYPE
+from cupyconv.numpy.block_loops import BlockLoop
 from cupyconv.ops.conv_pullback import PROLOGUE_GRADIENT
 from cupyconv.problem.plan import (
     Address,
@@ -377,3 +380,63 @@ def test_the_figures_of_a_transform(dtype, flops, moved, frequencies, words):
 def test_bytes_in_words():
     sizes = 1023, 1024, 1 << 20, 3 << 29, (1 << 20) - 1
     assert [_bytes(n) for n in sizes] == ["1023 B", "1.0 KiB", "1.0 MiB", "1.5 GiB", "1024.0 KiB"]
+
+
+# --- the page of a plan for a GPU ----------------------------------------------------------------------------
+
+
+def test_the_page_names_everything():
+    page = str(
+        plan_of_conv(array(64, 3, 32, 32), array(16, 3, 3, 3), array(16), padding=1, activation="relu", method="gemm")
+    )
+    for words in (
+        "conv 3 -> 16 channels, kernel 3x3 on 64 x 32x32", "padding ((1, 1), (1, 1)) constant",
+        "float32 (64, 16, 32, 32), C order", "method    gemm on cuda (H200, sm_90)", "asked for",
+        "56,623,104 FLOP", "moved", "at the least", "bound by", "workspace 6.8 MiB; columns 6.8 MiB",
+        "kernel   im2col<bits32, 4>  grid (", "block (256, 1, 1)", "shared 0 B",
+        "gemm     m 16  n 1024  k 27  batch 64  float32 -> float32", "A weight ld 27 stride 0",
+        "B columns ld 1024 stride 27648", "C out ld 1024 stride 16384", "kernel   epilogue<float32, float32, 4>",
+        "not direct: ", "bias", "relu",
+    ):  # fmt: skip
+        assert words in page, f"{words!r} is missing in\n{page}"
+
+
+def test_the_page_says_why():
+    made = plan_of_conv([array(4, 4, 1_000_000)] * 5, array(4, 20, 1))
+    assert dict(made.rejected).keys() == {"gemm", "implicit_gemm", "winograd", "fft"}
+    elsewhere = "winograd", "fft"  # methods of NumPy
+    assert all("by an unmeasured model" in reason for method, reason in made.rejected if method not in elsewhere)
+    assert "fused merge" in str(made) and "not gemm: " in str(made) and "not implicit_gemm: " in str(made)
+
+
+def test_chunks_print_once():
+    made = plan_of_conv(array(64, 3, 32, 32), array(16, 3, 3, 3), padding=1, method="gemm", limit=1 << 20)
+    assert len(made.steps) == 16
+    assert str(made).count("gemm     m 16") == 1 and "7 more chunks, 14 steps" in str(made)
+
+
+def test_what_is_lost_is_named():
+    notes = "\n".join(
+        plan_of_conv([array(2, 4, 64, 64, order="gaps"), array(2, 4, 64, 64, offset=1)], array(4, 8, 1, 1)).notes
+    )
+    assert "x[0]: neither pixels nor channels have unit stride" in notes
+    assert "x[1]: not 16-byte aligned" in notes
+    widened = plan_of_conv([array(2, 4, 8, 8), array(2, 4, 8, 8, dtype="float64")], array(4, 8, 1, 1))
+    assert any("x[1] (float64) widens the result to float64" in note for note in widened.notes)
+    assert [c.buffer for c in widened.conversions] == ["x[0]", "weight"]
+
+
+def test_numpy_plans_print_too():
+    for x, method in ((array(8, 3, 32, 32), "gemm"), (array(8, 3, 32, 32), "direct"), (array(0, 3, 32, 32), "auto")):
+        made = cupyconv.explain(cupyconv.conv, x, array(16, 3, 3, 3), method=method)
+        assert made.backend == "numpy" and f"method    {made.method} on numpy" in str(made)
+        assert all(isinstance(step, BlockLoop) for step in made.steps)
+        assert "loop     " in str(made) or (not made.steps and "nothing to run" in str(made))
+        assert all(f"not {other}: {reason}" in str(made) for other, reason in made.rejected)
+
+
+def test_columns_print_too():
+    made = cupyconv.explain(cupyconv.im2col, array(2, 3, 8, 8), 3, on=GPU)
+    assert "im2col<bits32" in str(made) and made.method == "im2col"
+    assert "col2im<float32, float32, 0>" in str(cupyconv.explain(cupyconv.col2im, array(2, 27, 36), (8, 8), 3, on=GPU))
+    assert "im2col" in str(cupyconv.explain(cupyconv.im2col, array(2, 3, 8, 8), 3))

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from math import prod
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,161 +18,29 @@ import pytest
 from grids import combined
 from hypothesis import given
 from hypothesis import strategies as st
-from rounds import each_step
+from plans import GPU, array, check, columns_launches, gemms, launches, plan, recurrent_gradient_plan
 from strategies import share_of_examples
 
 import cupyconv
 from cupyconv.call.explain import checked_call
-from cupyconv.cuda.plan import cost, depthwise
+from cupyconv.cuda.plan import depthwise, depthwise_transposed
 from cupyconv.cuda.plan.gemm import SMALLEST_CHUNK
-from cupyconv.cuda.plan.launches import GRID_Y, is_along_channels, vector_width
+from cupyconv.cuda.plan.launches import is_along_channels, vector_width
 from cupyconv.cuda.plan.matrices import MAX_BATCH
-from cupyconv.numpy.block_loops import BlockLoop
 from cupyconv.numpy.pool_blocks import PoolingStep
 from cupyconv.ops.conv_grad_weight import check_conv_grad_weight
 from cupyconv.ops.conv_pullback import EPILOGUE_GRADIENT, PROLOGUE_GRADIENT
 from cupyconv.ops.pooling import AVG_POOL_GRADIENT, MAX_POOL_GRADIENT
-from cupyconv.ops.recurrent_pullback import RECURRENT_GRADIENT
-from cupyconv.problem.arrays import ITEMSIZE, is_complex, operand
-from cupyconv.problem.machine import KNOWN_GPUS, known_gpu, nearest_gpu
-from cupyconv.problem.plan import (
-    MAX_SOURCES,
-    Address,
-    GemmCall,
-    Kernel,
-    KernelLaunch,
-    LaunchLoop,
-    Matrix,
-    Plan,
-    Transform,
-)
-from cupyconv.problem.problems import Problem
+from cupyconv.problem.arrays import ITEMSIZE, operand
+from cupyconv.problem.machine import KNOWN_GPUS
+from cupyconv.problem.plan import MAX_SOURCES, Address, GemmCall, Kernel, KernelLaunch, LaunchLoop, Matrix, Plan
 from cupyconv.problem.recurrence import GATES
 from tests.variants import all_variants
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
-GPU = "sm_90"
-INT32 = 2**31 - 1
-#: Of shared memory a block may have on every GPU from sm_75 on, once more than 48 KiB is asked for.
-LARGEST_SHARED = 64 << 10
-ACTIVATIONS_OF = {"rnn": "tanh", "lstm": ("sigmoid", "tanh", "tanh"), "gru": ("sigmoid", "tanh")}
-#: Kernels that are some operation's only way, so that nobody asks what their arithmetic takes.
-UNCOSTED = ("pool", "pool_gradient")
-#: Kernels that move numbers, whose arithmetic is that of places, or whose scattered loads are counted.
-PLACING = ("channels_last", "tiles", "finish_tiles", "finish_weight_tiles")
 METHODS = ("auto", "direct", "gemm", "implicit_gemm")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-
-_MEMORY = np.zeros(512, np.uint8)
-_ALIGNED = -_MEMORY.ctypes.data % 256
-
-
-def array(*shape: int, dtype: Any = "float32", order: str = "C", offset: int = 0) -> np.ndarray:
-    """An array to plan with, never to read: any size, `offset` elements past an aligned address.
-
-    `order` is "C", "last" (channels-last) or "gaps" (every second element along the last axis).
-    """
-    dtype = np.dtype(dtype)
-    axes = [0, *range(2, len(shape)), 1] if order == "last" else list(range(len(shape)))
-    strides, step = [0] * len(shape), dtype.itemsize * (2 if order == "gaps" else 1)
-    for axis in reversed(axes):
-        strides[axis] = step
-        step *= max(1, shape[axis])
-    first = _ALIGNED + offset * dtype.itemsize
-    element = _MEMORY[first : first + dtype.itemsize].view(dtype)
-    return np.lib.stride_tricks.as_strided(element, shape, strides)
-
-
-def plan(x: Any, weight: np.ndarray, *args: Any, on: str = GPU, limit: int | None = None, **kwargs: Any) -> Plan:
-    """The plan of `conv` on a GPU."""
-    with cupyconv.options(workspace_limit=limit):
-        return cupyconv.explain(cupyconv.conv, x, weight, *args, on=on, **kwargs)
-
-
-def gemms(plan: Plan) -> list[GemmCall]:
-    return [step for step in each_step(plan.steps) if isinstance(step, GemmCall)]
-
-
-def launches(plan: Plan, name: str | None = None) -> list[KernelLaunch]:
-    steps = each_step(plan.steps)
-    found = [launch for step in steps for launch in (step.launches if isinstance(step, LaunchLoop) else [step])]
-    found = [launch for launch in found if isinstance(launch, KernelLaunch)]
-    return [launch for launch in found if name in (None, launch.kernel.name)]
-
-
-def columns_launches(plan: Plan) -> list[KernelLaunch]:
-    """Launches that write columns, not those that gather a weight."""
-    return [launch for launch in launches(plan, "im2col") if launch.purpose == "columns"]
-
-
-# What is true of every plan.
-
-
-def check(plan: Plan, limit: int | None = None, on: str = GPU) -> None:
-    """Limits of the hardware and of cuBLAS, and steps that stay inside their workspace."""
-    sizes = {buffer.name: buffer.nbytes for buffer in plan.workspace}
-    for transform in (step for step in each_step(plan.steps) if isinstance(step, Transform)):
-        _check_transform(transform, sizes)
-    for step in (*launches(plan), *gemms(plan)):
-        if isinstance(step, KernelLaunch):
-            x, y, z = step.grid
-            assert 1 <= x <= INT32 and 1 <= y <= GRID_Y and 1 <= z <= GRID_Y, step
-            assert 32 <= step.block <= 1024 and step.block % 32 == 0, step
-            asks = step.kernel.name in ("conv_pair", "implicit_gemm")  # how much the GPU has
-            assert step.shared_bytes <= (known_gpu(on).shared_bytes if asks else LARGEST_SHARED), step
-            if step.kernel.name not in UNCOSTED:
-                assert (step.arithmetic_seconds > 0) == (step.flops > 0 or step.kernel.name in PLACING), step
-            _check_columns(step, sizes)
-        else:
-            assert isinstance(step, GemmCall)
-            _check_gemm(step, sizes)
-    allowed = limit if limit is not None else 256 << 20
-    assert sum(sizes.values()) <= allowed and plan.workspace_bytes <= allowed + sum(c.nbytes for c in plan.conversions)
-
-
-def _check_gemm(call: GemmCall, sizes: dict[str, int]) -> None:
-    assert 1 <= min(call.m, call.n, call.k) and max(call.m, call.n, call.k) <= INT32, call
-    assert 1 <= call.batch <= MAX_BATCH and call.beta in (0, 1), call
-    shapes = ((call.a, call.m, call.k, call.dtype), (call.b, call.k, call.n, call.dtype))
-    for matrix, rows, columns, dtype in (*shapes, (call.c, call.m, call.n, call.c_dtype)):
-        lines, length = (columns, rows) if matrix.transposed else (rows, columns)
-        assert length <= matrix.ld <= INT32, f"leading dimension of {matrix} below {length}\n{call}"
-        if matrix.at.buffer in sizes:
-            elements = (call.batch - 1) * matrix.stride + (lines - 1) * matrix.ld + length
-            end = matrix.at.offset + elements * ITEMSIZE[dtype]
-            assert end <= sizes[matrix.at.buffer], f"{matrix} ends at byte {end} of {sizes[matrix.at.buffer]}\n{call}"
-    if call.batch > 1:
-        assert call.c.stride, f"all products of the batch go to one place\n{call}"
-
-
-def _check_transform(transform: Transform, sizes: dict[str, int]) -> None:
-    """Sizes that an int32 counts, and images and spectra that lie within their buffers."""
-    item = ITEMSIZE[transform.dtype]
-    image = transform.batch * prod(transform.size)
-    spectrum = transform.batch * prod(transform.frequencies) * (1 if is_complex(transform.dtype) else 2)
-    assert 1 <= len(transform.size) <= 3 and min(transform.size) > 1 and 1 <= image <= INT32, transform
-    source, target = (spectrum, image) if transform.inverse else (image, spectrum)
-    for at, elements in ((transform.source, source), (transform.target, target)):
-        assert at.offset + elements * item <= sizes[at.buffer], transform
-
-
-def _check_columns(launch: KernelLaunch, sizes: dict[str, int]) -> None:
-    if launch.kernel.name != "im2col":
-        return
-    params = dict(launch.params)
-    kernel = params["windows"][2]
-    last = (
-        (params["batch"] - 1) * params["stride_n"]
-        + (sum(channels for _, _, channels in params["sources"][0]) * prod(kernel) - 1) * params["stride_row"]
-        + (params["pixels"] - 1) * params["stride_pixel"]
-    )
-    dtype = dict(launch.kernel.macros)["DTYPE"]
-    itemsize = ITEMSIZE[dtype] if dtype in ITEMSIZE else int(dtype.removeprefix("bits")) // 8
-    target = params["columns"]
-    if target.buffer in sizes:
-        assert target.offset + (last + 1) * itemsize <= sizes[target.buffer], launch
-
 
 DTYPES = [
     ("float16", "float16"),
@@ -355,6 +222,17 @@ def kernels_of_depthwise_weight_gradients(dtype: Any) -> set[Kernel]:
     return asked
 
 
+def kernels_of_depthwise_transposed(dtype: Any) -> set[Kernel]:
+    """Those of each kernel."""
+    asked: set[Kernel] = set()
+    for kernel, _ in depthwise_transposed.KERNELS:
+        x, weight = array(8, 64, 28, 28, dtype=dtype), array(64, 1, kernel, kernel, dtype=dtype)
+        made = cupyconv.explain(cupyconv.conv_transpose, x, weight, stride=2, groups=64, method="direct", on=GPU)
+        check(made)
+        asked |= {launch.kernel for launch in launches(made)}
+    return asked
+
+
 def kernels_of_weight_gradients(x_dtype: Any, grad_dtype: Any) -> set[Kernel]:
     """Those of conv_grad_weight, for one and for more outputs a group, each plan checked."""
     asked: set[Kernel] = set()
@@ -482,36 +360,6 @@ def kernels_of_transforms(x_dtype: Any, weight_dtype: Any) -> set[Kernel]:
     return asked
 
 
-def recurrent_gradient_plan(
-    cell: str,
-    dtype: Any,
-    sizes: tuple[int, int, int, int] = (4, 20, 3, 5),
-    *,
-    direction: str = "forward",
-    on: Any = None,
-    **settings: Any,
-) -> Plan:
-    """Of the gradients of a layer of sizes (T, N, I, H) that was given everything but lengths, for a GPU."""
-    steps, batch, inputs, hidden = sizes
-    directions, rows = 1 + (direction == "bidirectional"), GATES[cell] * hidden
-    kept, state = np.float64 if dtype == np.float64 else np.float32, (directions, batch, hidden)
-    arrays = {
-        "x": array(steps, batch, inputs, dtype=dtype), "weight_ih": array(directions, rows, inputs, dtype=dtype),
-        "weight_hh": array(directions, rows, hidden, dtype=dtype), "y": array(steps, batch, directions * hidden, dtype=dtype),
-        "gates": array(directions, steps, batch, rows, dtype=kept), "h0": array(*state, dtype=dtype),
-        "grad_y": array(steps, batch, directions * hidden, dtype=dtype), "grad_h": array(*state, dtype=dtype),
-    }  # fmt: skip
-    beside = array(directions, steps, batch, hidden, dtype=kept)
-    if cell == "lstm":
-        arrays |= {"cells": beside, "c0": arrays["h0"], "peephole": array(directions, 3 * hidden, dtype=dtype)}
-    elif cell == "gru":
-        arrays["candidate"] = beside
-    cells = {"cell": cell, "direction": direction, "activations": ACTIVATIONS_OF[cell], "clip": None}
-    flags = {"input_forget": False, "linear_before_reset": True, **settings}
-    arguments = {**dict.fromkeys(RECURRENT_GRADIENT.arrays), **arrays, **cells, **flags}
-    return RECURRENT_GRADIENT.checked(arguments, on or GPU).plan()
-
-
 def kernels_of_recurrent_gradients(dtype: Any) -> set[Kernel]:
     """Those of every cell with and without tensor cores, of a lone step, and of lengths."""
     lengths = np.zeros(20, np.int64)
@@ -524,67 +372,6 @@ def kernels_of_recurrent_gradients(dtype: Any) -> set[Kernel]:
             found |= {launch.kernel for launch in (step.launches if isinstance(step, LaunchLoop) else [step])
                       if isinstance(launch, KernelLaunch)}  # fmt: skip
     return found
-
-
-@pytest.mark.parametrize("cell", GATES)
-@pytest.mark.parametrize("limit", [None, 300_000, 150_000])
-def test_recurrent_gradients_keep_the_limit(cell, limit):
-    """Together while all gates fit; then one direction after the other, in runs; and the parts make the whole."""
-    sizes = steps, batch, inputs, hidden = (60, 40, 10, 24)
-    with cupyconv.options(workspace_limit=limit):
-        made = recurrent_gradient_plan(cell, np.float32, sizes, direction="bidirectional")
-    name = "recurrent_gradient_persistent"
-    runs = [step for step in made.steps if isinstance(step, KernelLaunch) and step.kernel.name == name]
-    for step in made.steps:
-        check(replace(made, steps=(step,)), limit)
-    assert len(runs) == 1 if limit is None else len(runs) > 2
-    assert all(run.cooperative and run.blocks <= known_gpu("sm_90").multiprocessors for run in runs)
-    counts = [dict(run.params)["count"] for run in runs]
-    assert sum(counts) == steps * (1 if limit is None else 2)
-    products = [step for step in made.steps if isinstance(step, GemmCall)]
-    for name, depth, times in (("grad_x", GATES[cell] * hidden, 2), ("grad_weight_ih", 2 * steps * batch, 1)):
-        own = [call for call in products if call.c.at.buffer == name]
-        if name == "grad_x":
-            assert sum(call.m for call in own) == steps * batch * times and {call.k for call in own} == {depth}
-            assert [call.beta for call in own] == sorted(call.beta for call in own)
-        else:
-            assert sum(call.k for call in own) == depth and {(call.m, call.n) for call in own} == {
-                (GATES[cell] * hidden, inputs)
-            }
-            assert sum(call.beta == 0 for call in own) == 2, "each direction's sum begins once"
-
-
-@pytest.mark.parametrize("cell", GATES)
-def test_recurrent_gradients_of_more_blocks_than_fit_at_once(cell):
-    """Or than can leave parts for each other: a launch for each step, and the product that is left."""
-    made = recurrent_gradient_plan(cell, np.float32, (60, 4000, 10, 200), direction="bidirectional")
-    loops = [step for step in made.steps if isinstance(step, LaunchLoop)]
-    assert loops and made.method == "step"
-    assert [loop.times for loop in loops] == [dict(loop.launches[0].params)["count"] + 1 for loop in loops]
-    assert not any(launch.cooperative for loop in loops for launch in loop.launches)
-
-
-def test_gradients_of_16_bit_layers_are_products_in_tf32():
-    """Which hold x, h and the weights exactly; not those of float32."""
-    for dtype, compute in (("float16", "tf32"), (np.float32, "float32")):
-        made = recurrent_gradient_plan("lstm", dtype, (20, 8, 10, 24))
-        assert {step.compute for step in made.steps if isinstance(step, GemmCall)} == {compute}
-
-
-def test_long_16_bit_sequences_are_not_converted():
-    """What grows with the steps is widened where it is read: a copy of it would pass the limit."""
-    made = recurrent_gradient_plan("lstm", "float16", (500, 64, 1000, 200))
-    assert {conversion.buffer for conversion in made.conversions} == {"weight_ih", "grad_h"}
-    assert made.workspace_bytes <= 256 << 20
-
-
-def test_sizes_beyond_32_bits_of_recurrent_gradients():
-    """Rows of a product are an int32 in cuBLAS: so many steps of so many samples are several runs."""
-    with cupyconv.options(workspace_limit=1 << 60):
-        made = recurrent_gradient_plan("rnn", np.float32, (3, 1 << 29, 1, 1))
-    for step in made.steps:
-        for launch in step.launches if isinstance(step, LaunchLoop) else [step]:
-            check(replace(made, steps=(launch,)), 1 << 60)
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda pair: "-".join(np.dtype(dtype).name for dtype in pair))
@@ -613,7 +400,7 @@ def test_every_listed_kernel_is_asked_for(nightly):
     for dtype in ("float16", BFLOAT16, "float32"):
         asked |= kernels_of_implicit_weight_gradients(dtype)
     for dtype in ("float16", BFLOAT16, "float32", "float64"):
-        asked |= kernels_of_depthwise_weight_gradients(dtype)
+        asked |= kernels_of_depthwise_weight_gradients(dtype) | kernels_of_depthwise_transposed(dtype)
     for narrow, wide in product(("float16", BFLOAT16, "float32"), ("float32", "float64")):
         asked |= kernels_of_widening(narrow, wide)
     for dtype in ("complex64", "complex128"):
@@ -1066,59 +853,6 @@ def test_dimensions_beyond_cublas_leave_the_direct_kernel():
 # The page people read.
 
 
-def test_the_page_names_everything():
-    page = str(plan(array(64, 3, 32, 32), array(16, 3, 3, 3), array(16), padding=1, activation="relu", method="gemm"))
-    for words in (
-        "conv 3 -> 16 channels, kernel 3x3 on 64 x 32x32", "padding ((1, 1), (1, 1)) constant",
-        "float32 (64, 16, 32, 32), C order", "method    gemm on cuda (H200, sm_90)", "asked for",
-        "56,623,104 FLOP", "moved", "at the least", "bound by", "workspace 6.8 MiB; columns 6.8 MiB",
-        "kernel   im2col<bits32, 4>  grid (", "block (256, 1, 1)", "shared 0 B",
-        "gemm     m 16  n 1024  k 27  batch 64  float32 -> float32", "A weight ld 27 stride 0",
-        "B columns ld 1024 stride 27648", "C out ld 1024 stride 16384", "kernel   epilogue<float32, float32, 4>",
-        "not direct: ", "bias", "relu",
-    ):  # fmt: skip
-        assert words in page, f"{words!r} is missing in\n{page}"
-
-
-def test_the_page_says_why():
-    made = plan([array(4, 4, 1_000_000)] * 5, array(4, 20, 1))
-    assert dict(made.rejected).keys() == {"gemm", "implicit_gemm", "winograd", "fft"}
-    elsewhere = "winograd", "fft"  # methods of NumPy
-    assert all("by an unmeasured model" in reason for method, reason in made.rejected if method not in elsewhere)
-    assert "fused merge" in str(made) and "not gemm: " in str(made) and "not implicit_gemm: " in str(made)
-
-
-def test_chunks_print_once():
-    made = plan(array(64, 3, 32, 32), array(16, 3, 3, 3), padding=1, method="gemm", limit=1 << 20)
-    assert len(made.steps) == 16
-    assert str(made).count("gemm     m 16") == 1 and "7 more chunks, 14 steps" in str(made)
-
-
-def test_what_is_lost_is_named():
-    notes = "\n".join(plan([array(2, 4, 64, 64, order="gaps"), array(2, 4, 64, 64, offset=1)], array(4, 8, 1, 1)).notes)
-    assert "x[0]: neither pixels nor channels have unit stride" in notes
-    assert "x[1]: not 16-byte aligned" in notes
-    widened = plan([array(2, 4, 8, 8), array(2, 4, 8, 8, dtype="float64")], array(4, 8, 1, 1))
-    assert any("x[1] (float64) widens the result to float64" in note for note in widened.notes)
-    assert [c.buffer for c in widened.conversions] == ["x[0]", "weight"]
-
-
-def test_numpy_plans_print_too():
-    for x, method in ((array(8, 3, 32, 32), "gemm"), (array(8, 3, 32, 32), "direct"), (array(0, 3, 32, 32), "auto")):
-        made = cupyconv.explain(cupyconv.conv, x, array(16, 3, 3, 3), method=method)
-        assert made.backend == "numpy" and f"method    {made.method} on numpy" in str(made)
-        assert all(isinstance(step, BlockLoop) for step in made.steps)
-        assert "loop     " in str(made) or (not made.steps and "nothing to run" in str(made))
-        assert all(f"not {other}: {reason}" in str(made) for other, reason in made.rejected)
-
-
-def test_columns_print_too():
-    made = cupyconv.explain(cupyconv.im2col, array(2, 3, 8, 8), 3, on=GPU)
-    assert "im2col<bits32" in str(made) and made.method == "im2col"
-    assert "col2im<float32, float32, 0>" in str(cupyconv.explain(cupyconv.col2im, array(2, 27, 36), (8, 8), 3, on=GPU))
-    assert "im2col" in str(cupyconv.explain(cupyconv.im2col, array(2, 3, 8, 8), 3))
-
-
 def test_an_unknown_gpu_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="on='sm_999' is not a known .*" + ".*".join(KNOWN_GPUS)):
         plan(array(1, 1, 4), array(1, 1, 1), on="sm_999")
@@ -1136,50 +870,7 @@ def test_a_function_without_a_plan_is_refused():
         cupyconv.explain(np.add, 1, 2)
 
 
-def test_idle_multiprocessors_are_priced():
-    """A late 1x1 layer at batch 1 fills a part of the GPU: "direct" was priced as if it filled all of it."""
-    x, weight = np.broadcast_to(np.float32(0), (1, 256, 13, 13)), np.broadcast_to(np.float32(0), (64, 512, 1, 1))
-    plan = cupyconv.explain(cupyconv.conv, [x, x], weight, on="sm_90")
-    assert plan.method == "implicit_gemm"
-    gpu = known_gpu("sm_90")
-    launch = KernelLaunch(Kernel("merge"), (33, 1, 1), 64, (), bytes_moved=10**6, flops=10**6)
-    whole = replace(launch, grid=(132, 1, 1))
-    quarter, full = (cost.priced(one, 1e12, gpu).arithmetic_seconds for one in (launch, whole))
-    assert (quarter, full) == (pytest.approx(4e-6), pytest.approx(1e-6))
-    one, few, many = (cost.memory_seconds(replace(launch, grid=(n, 1, 1)), gpu) for n in (1, 33, 1000))
-    assert one == pytest.approx(33 * few) and few == many == pytest.approx(10**6 / gpu.bandwidth)
-
-
-def test_predictions_have_two_digits():
-    assert cost.by_model(123.4e-6) == "120 µs by an unmeasured model"
-    assert cost.by_model(9.96e-6) == "10 µs by an unmeasured model"
-    assert cost.by_model(3.14159e-6) == "3.1 µs by an unmeasured model"
-    assert cost.by_model(45_678e-6) == "46,000 µs by an unmeasured model"
-
-
-@pytest.mark.parametrize(
-    ("samples", "methods"), [(262_144, {"step", "persistent"}), (1_048_600, {"step", "persistent"})]
-)
-def test_recurrent_layers_of_very_many_samples(samples, methods):
-    """A tile whose blocks are too many for a grid leaves the others; a persistent grid is capped anyway."""
-    shapes = (3, samples, 4), (32, 4), (32, 8)
-    arrays = [np.broadcast_to(np.float32(0), shape) for shape in shapes]
-    for method in methods:
-        plan = cupyconv.explain(cupyconv.lstm, *arrays, method=method, on="sm_90")
-        launches = [launch for step in plan.steps for launch in getattr(step, "launches", (step,))]
-        assert all(launch.grid[1] <= 65535 for launch in launches if isinstance(launch, KernelLaunch))
-
-
 # --- rules of the problem -------------------------------------------------------------------------------------
-
-
-def test_weights_that_are_copied_whole_come_on_top_of_a_small_limit_only():
-    """A larger limit leaves no less beside them."""
-    limits, weights = range(1, 400), 100
-    room = [Problem.limit_with(SimpleNamespace(limit=limit), weights) for limit in limits]
-    assert all(given == limit for limit, given in zip(limits, room) if limit >= 2 * weights)
-    assert all(limit < given <= limit + weights for limit, given in zip(limits, room) if limit < 2 * weights)
-    assert room == sorted(room) and room[0] == 1 + weights
 
 
 def test_as_many_phases_as_allowed_are_taken_and_no_more():
@@ -1192,17 +883,6 @@ def test_as_many_phases_as_allowed_are_taken_and_no_more():
     assert plan(8, 8).method == "implicit_gemm"
     with pytest.raises(ValueError, match="72 phases, 64 are allowed"):
         plan(8, 9)
-
-
-def test_a_gpu_that_is_not_in_the_table_is_planned_for_as_the_newest_that_is_older():
-    names = {capability: nearest_gpu(capability).arch for capability in (70, 75, 79, 80, 87, 90, 103, 130)}
-    assert names == {
-        70: "sm_75", 75: "sm_75", 79: "sm_75", 80: "sm_80", 87: "sm_86", 90: "sm_90", 103: "sm_100", 130: "sm_120",
-    }  # fmt: skip
-    shared = {arch: gpu.shared_bytes >> 10 for arch, gpu in KNOWN_GPUS.items()}
-    assert shared == {
-        "sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99,
-    }  # fmt: skip
 
 
 # Decisions by layouts, against what they stand for.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise, product
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,10 @@ from cupyconv.call.operation import _OPERATIONS
 from cupyconv.problem.activations import IDENTITY, RECURRENT_ONLY, TABLE, resolve_activation
 from cupyconv.problem.arrays import Operand, c_strides, collapsed_stride, is_channels_last, operand, overlaps_itself
 from cupyconv.problem.geometry import ConvGeometry
+from cupyconv.problem.machine import KNOWN_GPUS, nearest_gpu
 from cupyconv.problem.plan import Kernel, KernelLaunch, LaunchLoop, Rounds, _listed
 from cupyconv.problem.polyphase import exchanged_shape, exchanged_view, phase_problems, results_apart
-from cupyconv.problem.problems import NotApplicable
+from cupyconv.problem.problems import NotApplicable, Problem
 from cupyconv.problem.recurrence import DIRECTIONS, RecurrentGeometry
 from cupyconv.problem.transforms import MOST_SHARES, share_problem, share_sizes
 
@@ -341,3 +343,23 @@ def test_rounds_are_printed_once(names, lines):
         for line in _listed(tuple(map(launch, names)))
     ]
     assert "".join(printed).replace("... ", " ") == lines
+
+
+def test_weights_that_are_copied_whole_come_on_top_of_a_small_limit_only():
+    """A larger limit leaves no less beside them."""
+    limits, weights = range(1, 400), 100
+    room = [Problem.limit_with(SimpleNamespace(limit=limit), weights) for limit in limits]
+    assert all(given == limit for limit, given in zip(limits, room) if limit >= 2 * weights)
+    assert all(limit < given <= limit + weights for limit, given in zip(limits, room) if limit < 2 * weights)
+    assert room == sorted(room) and room[0] == 1 + weights
+
+
+def test_a_gpu_that_is_not_in_the_table_is_planned_for_as_the_newest_that_is_older():
+    names = {capability: nearest_gpu(capability).arch for capability in (70, 75, 79, 80, 87, 90, 103, 130)}
+    assert names == {
+        70: "sm_75", 75: "sm_75", 79: "sm_75", 80: "sm_80", 87: "sm_86", 90: "sm_90", 103: "sm_100", 130: "sm_120",
+    }  # fmt: skip
+    shared = {arch: gpu.shared_bytes >> 10 for arch, gpu in KNOWN_GPUS.items()}
+    assert shared == {
+        "sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99,
+    }  # fmt: skip

@@ -10,6 +10,7 @@ from itertools import product
 
 from cupyconv.cuda.plan import (
     depthwise,
+    depthwise_transposed,
     depthwise_weight_gradient,
     direct,
     implicit_weight_gradient,
@@ -52,6 +53,7 @@ def is_fast(kernel: Kernel) -> bool:
         "channels_last",
         "col2im",
         "implicit_weight_gradient",
+        "depthwise_transposed",
         "depthwise_weight_gradient",
         *POOLING,
         *RECURRENT.values(),
@@ -159,6 +161,11 @@ def all_variants() -> tuple[Kernel, ...]:
         *_implicit_gemm_variants(),
         *_conv_pair_variants(),
         *_weight_gradient_variants(),
+        *(
+            _kernel("depthwise_transposed", DTYPE=dtype, KERNEL=kernel)
+            for dtype in REAL_DTYPES
+            for kernel, _ in depthwise_transposed.KERNELS
+        ),
         *(
             _kernel("depthwise_weight_gradient", DTYPE=dtype, KERNEL=kernel, STRIDE=stride)
             for dtype in REAL_DTYPES

@@ -105,7 +105,8 @@ class Kernel:
 class KernelLaunch:
     """One kernel launch.  `params` fills the kernel's one parameter struct, field by field.
 
-    `arithmetic_seconds` is what its arithmetic takes on the GPU planned for, by the cost model.
+    `arithmetic_seconds` is what its arithmetic takes on the GPU planned for, by the cost model; `l2_bytes` are what its
+    blocks ask the L2 cache for by their tiles, 0 where planning does not count them.
     The blocks of a `cooperative` launch are all on the GPU at once, so that they may wait for each other.
     """
 
@@ -118,6 +119,7 @@ class KernelLaunch:
     bytes_moved: int = 0
     flops: int = 0
     arithmetic_seconds: float = 0.0
+    l2_bytes: float = 0.0
     cooperative: bool = False
 
     def __str__(self) -> str:

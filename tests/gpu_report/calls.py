@@ -115,6 +115,10 @@ def _transposed(x: Any, weight: Any, **how: Any) -> Any:
     return conv_transpose(x, weight, stride=2, padding=1, **how)
 
 
+def _depthwise_transposed(x: Any, weight: Any, **how: Any) -> Any:
+    return conv_transpose(x, weight, stride=2, padding=1, groups=5, **how)
+
+
 def _pool(x: Any) -> Any:
     y, indices = max_pool(x, 3, return_indices=True)
     places = (indices % 128).astype(x.dtype)  # which every dtype has
@@ -190,6 +194,7 @@ CALLS: dict[str, SmokeCall] = {
     "prologue_grad": SmokeCall(ALL, (IMAGE, WEIGHT, (5,), (5,), (2, 7, 19, 35)), _prologue_grad),
     "conv_pair": SmokeCall(REAL, (IMAGE, WEIGHT, (6, 7, 3, 3)), _pair, {"fuse": True}),
     "transposed": SmokeCall(ALL, (IMAGE, (5, 7, 3, 3)), _transposed, DIRECT),
+    "depthwise_transposed": SmokeCall(REAL, (IMAGE, (5, 1, 3, 3)), _depthwise_transposed, DIRECT),
     "implicit_weight_gradient": SmokeCall(
         TENSOR_CORES, ((2, 19, 35, 24), (2, 19, 35, 16)), _channels_last_weight_gradient, IMPLICIT
     ),

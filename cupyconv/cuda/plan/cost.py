@@ -64,8 +64,9 @@ GRADIENT_ISSUED = {("TF32X3", 2): 23, ("TF32X3", 4): 32, ("FMA", 2): 55, ("FMA",
 
 #: What it takes conv_pair.cu to bring an element of x into its tile, and one of a weight into its place, in multiply-adds.
 PAIR_X_LOAD, PAIR_WEIGHT_LOAD = 3, 20
-#: What it takes col2im.cu to find which windows read an element, with divisions, and to read it once, in multiply-adds.
-COL2IM_PLACE, COL2IM_READ = 600, 10
+#: What it takes col2im.cu and transposed.cu to find which windows read an element, with divisions, in multiply-adds; and
+#: col2im.cu to read it once.
+READERS_PLACE, COL2IM_READ = 600, 10
 #: finish_tiles.cu and tiles.cu: what it takes to find where an element lies, with divisions, in multiply-adds.
 TILE_PLACE = 60
 #: cuFFT: the share of the memory's bandwidth that each axis of a transform reaches, where images lie one after the other and
@@ -85,6 +86,10 @@ L2_PER_MULTIPROCESSOR = 40e9
 ISSUED_PER_CLOCK, SHARED_MEMORY, SHARED_LINE = 4, 0.65, 128
 #: What it takes all blocks to wait for each other: an addition and a load that go to L2, one after the other.
 BARRIER_SECONDS = 1.5e-6
+#: What a repeated call takes the host, and beside that each kernel and each product or transform in it: by CuPy 14 on a driver that
+#: does nothing, on a server's processor (``python -m tests.fake_gpu tests/benchmarks/host_time.py``: 11 µs with one kernel, 17
+#: with a kernel and a product, 19 with one more kernel).  The driver's and cuBLAS's own time comes on top.
+HOST_CALL, HOST_KERNEL, HOST_PRODUCT = 9e-6, 2e-6, 6e-6
 #: cuBLAS works in tiles of about this many rows and columns; what a matrix leaves of a tile is wasted.
 GEMM_TILE = 64
 
@@ -104,6 +109,11 @@ def by_model(seconds: float) -> str:
     return f"{microseconds:,.{0 if microseconds >= 10 else 1}f} µs by an unmeasured model"
 
 
+def on_the_host(seconds: float) -> str:
+    """The host's time of a call, with as many digits."""
+    return f"the host takes {float(f'{seconds * 1e6:.1e}'):,.0f} µs and the driver's time"
+
+
 def core_rate(dtype: str, gpu: GpuModel) -> float:
     """Operations a second of CUDA cores that multiply and add numbers of a dtype, 16-bit ones in float32."""
     return gpu.fp64 if dtype in ("float64", "complex128") else gpu.fp32
@@ -120,10 +130,13 @@ def product_rate(arithmetic: str, dtype: str, gpu: GpuModel) -> float:
     return gpu.tf32 * gpu.mma_share / {"TF32": 1, "TF32X3": 3}[arithmetic]
 
 
-def priced(launch: KernelLaunch, rate: float, gpu: GpuModel) -> KernelLaunch:
-    """The launch with what its arithmetic takes at this rate of a whole GPU, a part of which its blocks may leave idle."""
+def priced(launch: KernelLaunch, rate: float, gpu: GpuModel, *, beside: float = 0) -> KernelLaunch:
+    """The launch with what its arithmetic takes at this rate of a whole GPU, a part of which its blocks may leave idle.
+
+    Multiply-adds that it takes to find places come `beside`.
+    """
     busy = min(1.0, launch.blocks / gpu.multiprocessors)
-    return replace(launch, arithmetic_seconds=launch.flops / (rate * busy))
+    return replace(launch, arithmetic_seconds=(launch.flops / rate + 2 * beside / gpu.fp32) / busy)
 
 
 def issue_rate(gpu: GpuModel) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.cost import Cost, arithmetic_seconds, memory_seconds
 from cupyconv.problem.machine import GpuModel
 from cupyconv.problem.plan import (
@@ -56,6 +57,14 @@ class Draft:
         bound = max((arithmetic, "arithmetic"), (memory, "memory"), (launches, "launch"))[1]
         return Cost(total, bound)
 
+    @property
+    def host_seconds(self) -> float:
+        """What enqueuing the steps once more takes the host."""
+        seconds = cost.HOST_CALL
+        for step, times in self._repeated_steps():
+            seconds += times * (cost.HOST_KERNEL if isinstance(step, KernelLaunch) else cost.HOST_PRODUCT)
+        return seconds
+
     def plan(
         self,
         problem: Problem,
@@ -64,15 +73,15 @@ class Draft:
         notes: tuple[str, ...] = (),
     ) -> Plan:
         """The plan to run this for `problem`."""
-        cost = self.cost(problem.gpu)
+        seconds = self.cost(problem.gpu)
         return problem.planned(
             self.steps,
             method=self.method,
             bytes_moved=self.bytes_moved,
-            bound=cost.bound,
+            bound=seconds.bound,
             rejected=rejected,
             reason=self.reason,
-            price=str(cost),
+            price=f"{seconds}; {cost.on_the_host(self.host_seconds)}",
             notes=notes + self.notes,
             conversions=conversions,
             workspace=self.workspace,

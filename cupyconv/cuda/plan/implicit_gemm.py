@@ -75,9 +75,11 @@ SMALLEST_SHARE = 4
 #: product of TF32 takes an A100 8 clocks and an H200, at the rate that mma.sync reaches, about 6.4: 576 against 768 clocks, and
 #: 507 against 614.
 #:
-#: There is none for complex128.  Of a slab's 550 clocks of mma.m16n8k4 on an H200 three products would save 138.  But operands
-#: that overflow as they are added have to be seen, and their products done again, for which a slab is summed apart: with those
-#: of the operands 74 additions of doubles, 148 clocks.
+#: There are no three for complex128: a slab's products are summed apart, so that operands that overflow as they are added could
+#: be seen, and a warp of 32 x 32 sums has no registers for that.  Written out for a tile of 64 x 64 and counted in SASS, even
+#: without such a check: three products take 254 registers and spill 16 bytes on sm_80 (48 mma.m8n8k4 a slab), 255 and 236
+#: bytes on sm_90 (24 mma.m16n8k4), and 77 additions of doubles besides; four take 206 registers (64) and 216 (32), no spills.
+#: On an H200 that is 24 x 17 + 77 x 2 = 562 clocks against 32 x 17 = 544.
 REAL_PRODUCTS = {"complex64": 3}
 #: Bits for the indices of an output pixel side by side (TilePixel of kernels/gather.cuh).
 PLACE_BITS = 32
@@ -221,8 +223,8 @@ class _Tiles:
         #: Blocks of a grid that has as many tiles for each phase.
         self.blocks = self.rows * max(self.columns) * len(self.columns)
 
-    def seconds(self, splits: int, slabs_per_split: int) -> float:
-        """What the arithmetic takes, each sum in so many parts."""
+    def priced(self, launch: KernelLaunch, slabs_per_split: int) -> KernelLaunch:
+        """The launch with what it asks L2 for, and with what its arithmetic takes."""
         problem, (tile_m, tile_n), gpu = self.problem, self.tile, self.problem.gpu
         rate = cost.product_rate(self.arithmetic, problem.x_dtype, gpu) * cost.IMPLICIT_GEMM[self.tile]
         if gpu.shared_bytes + RESERVED_SHARED < 2 * (self.shared_bytes + RESERVED_SHARED):
@@ -230,17 +232,17 @@ class _Tiles:
         # Of a block, on the average of the phases.
         all_slabs = sum(map(mul, self.columns, self.cut.slabs))
         slabs = slabs_per_split * all_slabs / (sum(self.columns) * max(self.cut.slabs))
-        parts = weight_parts(self.arithmetic, tile_m)
-        return cost.seconds_in_rounds(
-            self.rows * sum(self.columns) * splits,
-            2 * REAL_PRODUCTS.get(problem.x_dtype, 1) * tile_m * tile_n * slabs * self.cut.slab,
-            rate,
-            gpu,
-            # What it asks L2 for.  Taps of a row read what the one before has left in L1.
-            l2_bytes=slabs * SLAB_BYTES * (tile_m * parts + tile_n / problem.geometry.kernel[2]),
-            issued=slabs * self.threads / WARP * cost.ISSUED[self.arithmetic, self.itemsize, self.gather][self.tile],
-            shared_lines=slabs * self._shared_lines(),
+        operations = 2 * REAL_PRODUCTS.get(problem.x_dtype, 1) * tile_m * tile_n * slabs * self.cut.slab
+        # Taps of a row read what the one before has left in L1.
+        columns = tile_n / problem.geometry.kernel[2]
+        l2_bytes = slabs * SLAB_BYTES * (tile_m * weight_parts(self.arithmetic, tile_m) + columns)
+        issued = slabs * self.threads / WARP * cost.ISSUED[self.arithmetic, self.itemsize, self.gather][self.tile]
+        shared_lines = slabs * self._shared_lines()
+        blocks = self.rows * sum(self.columns) * launch.grid[1]
+        seconds = cost.seconds_in_rounds(
+            blocks, operations, rate, gpu, l2_bytes=l2_bytes, issued=issued, shared_lines=shared_lines
         )
+        return replace(launch, l2_bytes=blocks * l2_bytes, arithmetic_seconds=seconds)
 
     def _shared_lines(self) -> int:
         """Lines that go to and from shared memory for a K-slab of a block.
@@ -307,9 +309,8 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
         purpose=_words(phases) + prologue_words(problem.prologue) + ", bias, residual, activation" * (splits == 1),
         bytes_moved=bytes_of(problem.xs) + weight.nbytes + splits * out.nbytes,
         flops=_flops(problem, phases),
-        arithmetic_seconds=tiled.seconds(splits, slabs_per_split),
     )
-    steps = [*way.steps, *weight.steps, launch]
+    steps = [*way.steps, *weight.steps, tiled.priced(launch, slabs_per_split)]
     if splits > 1:
         in_c_order = (out.shape[1] * out.pixels, out.pixels, 1)
         steps.append(finish(problem, Sums(Address("sums"), out.dtype, in_c_order, planes=splits, plane=plane)))

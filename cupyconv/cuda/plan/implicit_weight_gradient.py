@@ -133,6 +133,7 @@ def _draft(problem: WeightGradientProblem, arithmetic: str, tile: tuple[int, int
         purpose="products summed in parts" if parts > 1 else "products summed",
         bytes_moved=bytes_of(problem.xs) + problem.grad.nbytes + parts * plane * ITEMSIZE[dtype],
         flops=problem.flops,
+        l2_bytes=l2_bytes,
         arithmetic_seconds=max(
             cost.seconds_in_rounds(blocks, operations, rate, gpu), l2_bytes / (gpu.bandwidth * cost.L2_SPEED)
         ),

@@ -91,6 +91,7 @@ def draft_merge(problem: ConvProblem) -> Draft | None:
         purpose=f"merge{prologue_words(problem.prologue)}, bias, residual, activation",
         bytes_moved=bytes_of(problem.xs) * tiles + problem.weight.nbytes + out.nbytes,
         flops=problem.flops,
+        l2_bytes=bytes_of(problem.xs) * tiles + blocks * problem.weight.nbytes,
     )
     arithmetic = cost.product_rate("MMA" if itemsize == 2 else "FMA", out.dtype, gpu)
     useful = geometry.in_channels * geometry.out_channels / (_depth(geometry, itemsize) * tile * tiles)

@@ -241,6 +241,12 @@ class _Layer:
         operations = passes * 2 * tile.rows * tile.units * gates * self.geometry.hidden
         return cost.seconds_in_rounds(prod(grid), operations, rate * cost.RECURRENT[tile.samples], self.gpu)
 
+    def _l2_bytes(self, tile: Tile, grid: tuple[int, int, int], gates: int, reduction: int) -> int:
+        """What a block asks L2 for in a step: states, of its tiles the projections, and weights that do not stay with it."""
+        states = tile.rows * (reduction + tile.units * gates) * ITEMSIZE[self.computed]
+        weights = 0 if tile.resident else tile.units * gates * reduction * ITEMSIZE[self.dtype]
+        return -(-self._tiles(tile)[1] // grid[1]) * (states + weights)
+
     # Memory.
 
     def _state_buffers(self, tiles_that_wait: int) -> list[Buffer]:
@@ -361,6 +367,7 @@ class _Layer:
                     purpose=purpose + " of all steps" * persistent,
                     bytes_moved=weights * gates // geometry.gates + steps * (stored + 3 * state),
                     flops=steps * products * gates,
+                    l2_bytes=steps * prod(grid) * self._l2_bytes(tile, grid, gates, reduction),
                     arithmetic_seconds=steps * (seconds + cost.BARRIER_SECONDS) if persistent else seconds,
                     cooperative=persistent,
                 )

@@ -255,6 +255,7 @@ class _Gradient:
             purpose="product, state, gates of all steps",
             bytes_moved=weights * ITEMSIZE[self.stored] + run.count * (3 * geometry.gates + 5) * state * self.item,
             flops=2 * run.count * weights * geometry.batch,
+            l2_bytes=blocks * self._tiles_of_a_block * turns * exchanged,
             arithmetic_seconds=turns * (seconds + cost.BARRIER_SECONDS),
             cooperative=True,
         )

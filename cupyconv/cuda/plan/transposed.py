@@ -1,7 +1,8 @@
 """The choice of a method for a transposed convolution on a GPU: drafted, and picked by the cost model.
 
-"direct" is a kernel in which every element gathers what reaches it, for everything, or ordinary kernels where
-the result falls apart into ordinary convolutions (``polyphase.py``); "implicit_gemm" is these alone, several in one grid.
+"direct" is a kernel in which every element gathers what reaches it, for everything, that of depthwise ones at stride 2,
+or an ordinary kernel where the whole result is an ordinary convolution (``polyphase.py``); "implicit_gemm" is such
+convolutions, one for each phase of the result, several in one grid.
 "gemm" is products of the weight, kept as columns, which every element then gathers; of a 1x1 kernel the
 products are the result.
 """
@@ -16,6 +17,7 @@ from math import prod
 from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.conv import access_notes, draft_conv, plan_chosen
 from cupyconv.cuda.plan.conversions import converted
+from cupyconv.cuda.plan.depthwise_transposed import depthwise_launches
 from cupyconv.cuda.plan.direct import TILE
 from cupyconv.cuda.plan.draft import Draft, cheapest, in_rounds, in_sequence
 from cupyconv.cuda.plan.epilogue import activation_launch
@@ -109,11 +111,14 @@ def _draft(method: str, problem: TransposedProblem) -> Draft:
 def _draft_direct(problem: TransposedProblem) -> Draft:
     if len(problem.xs) > MAX_SOURCES:
         raise NotApplicable(f"{len(problem.xs)} inputs; a kernel's parameters hold {MAX_SOURCES}")
+    drafts = []  # where all take a launch and no more, the first is taken
+    if launches := depthwise_launches(problem):
+        drafts.append(Draft("direct", tuple(launches), reason="depthwise kernel"))
+    if prod(map(min, problem.geometry.stride, problem.geometry.size)) == 1:
+        with suppress(NotApplicable):
+            drafts.append(_by_convolutions("direct", problem))
     launches = [_launch(problem, out, first) for out, first in zip(problem.outs, problem.geometry.channel_offsets)]
-    drafts = [Draft("direct", tuple(launches), reason="general kernel")]
-    with suppress(NotApplicable):
-        drafts.append(_by_convolutions("direct", problem))
-    return cheapest(drafts, problem.gpu)
+    return cheapest([*drafts, Draft("direct", tuple(launches), reason="general kernel")], problem.gpu)
 
 
 def _launch(problem: TransposedProblem, out: Operand, first: int) -> KernelLaunch:
@@ -145,7 +150,9 @@ def _launch(problem: TransposedProblem, out: Operand, first: int) -> KernelLaunc
         bytes_moved=bytes_of(xs) + weight.nbytes + out.nbytes,
         flops=flops,
     )
-    return cost.priced(launch, cost.core_rate(out.dtype, problem.gpu) * cost.GENERAL, problem.gpu)
+    rate = cost.core_rate(out.dtype, problem.gpu) * cost.GENERAL
+    places = geometry.batch * prod(geometry.size) * tiles * len(xs)
+    return cost.priced(launch, rate, problem.gpu, beside=places * cost.READERS_PLACE)
 
 
 def _draft_gemm(problem: TransposedProblem) -> Draft:
@@ -316,8 +323,7 @@ def _draft_folded(problem: TransposedProblem) -> Draft:
 def _priced(launch: KernelLaunch, out: Operand, gpu: GpuModel) -> KernelLaunch:
     """A launch of col2im.cu with what it takes to find the windows of each place, and to read what is added."""
     places = out.shape[0] * -(-out.shape[1] // COL2IM_CHANNELS) * out.pixels
-    operations = 2 * (places * cost.COL2IM_PLACE + launch.flops * cost.COL2IM_READ)
-    return cost.priced(launch, gpu.fp32 * launch.flops / operations, gpu)
+    return cost.priced(launch, gpu.fp32 / (2 * cost.COL2IM_READ), gpu, beside=places * cost.READERS_PLACE)
 
 
 class _GemmPlanner(ProductsPlanner):

@@ -141,6 +141,10 @@ PARAMETERS = {
         sources=SOURCES, windows=WINDOWS, adjoint=ADJOINT, weight=IMAGE, out=IMAGE, epilogue=EPILOGUE, batch=INT64,
         groups=INT32, group_channels=INT32, group_outputs=INT32, first=INT32, channels=INT32, conjugated=INT32,
     ),
+    "depthwise_transposed": _struct(
+        sources=SOURCES, windows=WINDOWS, weight=IMAGE, out=IMAGE, epilogue=EPILOGUE, batch=INT64, group_channels=INT32,
+        group_outputs=INT32, first=INT32, channels=INT32, channel_lanes=INT32,
+    ),
     "weight_gradient": _struct(
         sources=SOURCES, windows=WINDOWS, prologue=PROLOGUE, grad=IMAGE, sums=POINTER, plane=INT64, batch=INT64, pixels_per_part=INT64, groups=INT32,
         group_channels=INT32, group_outputs=INT32,

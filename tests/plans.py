@@ -1,0 +1,167 @@
+"""Plans for GPUs, without a GPU: arrays to plan with, what a plan launches, and what is true of every plan."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+from rounds import each_step
+
+import cupyconv
+from cupyconv.cuda.plan.launches import GRID_Y
+from cupyconv.cuda.plan.matrices import MAX_BATCH
+from cupyconv.ops.recurrent_pullback import RECURRENT_GRADIENT
+from cupyconv.problem.arrays import ITEMSIZE, is_complex
+from cupyconv.problem.machine import known_gpu
+from cupyconv.problem.plan import GemmCall, KernelLaunch, LaunchLoop, Plan, Transform
+from cupyconv.problem.recurrence import GATES
+
+GPU = "sm_90"
+INT32 = 2**31 - 1
+#: Of shared memory a block may have on every GPU from sm_75 on, once more than 48 KiB is asked for.
+LARGEST_SHARED = 64 << 10
+ACTIVATIONS_OF = {"rnn": "tanh", "lstm": ("sigmoid", "tanh", "tanh"), "gru": ("sigmoid", "tanh")}
+#: Kernels that are some operation's only way, so that nobody asks what their arithmetic takes.
+UNCOSTED = ("pool", "pool_gradient")
+#: Kernels that move numbers, whose arithmetic is that of places, or whose scattered loads are counted.
+PLACING = ("channels_last", "tiles", "finish_tiles", "finish_weight_tiles")
+
+_MEMORY = np.zeros(512, np.uint8)
+_ALIGNED = -_MEMORY.ctypes.data % 256
+
+
+def array(*shape: int, dtype: Any = "float32", order: str = "C", offset: int = 0) -> np.ndarray:
+    """An array to plan with, never to read: any size, `offset` elements past an aligned address.
+
+    `order` is "C", "last" (channels-last) or "gaps" (every second element along the last axis).
+    """
+    dtype = np.dtype(dtype)
+    axes = [0, *range(2, len(shape)), 1] if order == "last" else list(range(len(shape)))
+    strides, step = [0] * len(shape), dtype.itemsize * (2 if order == "gaps" else 1)
+    for axis in reversed(axes):
+        strides[axis] = step
+        step *= max(1, shape[axis])
+    first = _ALIGNED + offset * dtype.itemsize
+    element = _MEMORY[first : first + dtype.itemsize].view(dtype)
+    return np.lib.stride_tricks.as_strided(element, shape, strides)
+
+
+def plan(x: Any, weight: np.ndarray, *args: Any, on: str = GPU, limit: int | None = None, **kwargs: Any) -> Plan:
+    """The plan of `conv` on a GPU."""
+    with cupyconv.options(workspace_limit=limit):
+        return cupyconv.explain(cupyconv.conv, x, weight, *args, on=on, **kwargs)
+
+
+def gemms(plan: Plan) -> list[GemmCall]:
+    return [step for step in each_step(plan.steps) if isinstance(step, GemmCall)]
+
+
+def launches(plan: Plan, name: str | None = None) -> list[KernelLaunch]:
+    steps = each_step(plan.steps)
+    found = [launch for step in steps for launch in (step.launches if isinstance(step, LaunchLoop) else [step])]
+    found = [launch for launch in found if isinstance(launch, KernelLaunch)]
+    return [launch for launch in found if name in (None, launch.kernel.name)]
+
+
+def columns_launches(plan: Plan) -> list[KernelLaunch]:
+    """Launches that write columns, not those that gather a weight."""
+    return [launch for launch in launches(plan, "im2col") if launch.purpose == "columns"]
+
+
+# What is true of every plan.
+
+
+def check(plan: Plan, limit: int | None = None, on: str = GPU) -> None:
+    """Limits of the hardware and of cuBLAS, and steps that stay inside their workspace."""
+    sizes = {buffer.name: buffer.nbytes for buffer in plan.workspace}
+    for transform in (step for step in each_step(plan.steps) if isinstance(step, Transform)):
+        _check_transform(transform, sizes)
+    for step in (*launches(plan), *gemms(plan)):
+        if isinstance(step, KernelLaunch):
+            x, y, z = step.grid
+            assert 1 <= x <= INT32 and 1 <= y <= GRID_Y and 1 <= z <= GRID_Y, step
+            assert 32 <= step.block <= 1024 and step.block % 32 == 0, step
+            asks = step.kernel.name in ("conv_pair", "implicit_gemm")  # how much the GPU has
+            assert step.shared_bytes <= (known_gpu(on).shared_bytes if asks else LARGEST_SHARED), step
+            if step.kernel.name not in UNCOSTED:
+                assert (step.arithmetic_seconds > 0) == (step.flops > 0 or step.kernel.name in PLACING), step
+            _check_columns(step, sizes)
+        else:
+            assert isinstance(step, GemmCall)
+            _check_gemm(step, sizes)
+    allowed = limit if limit is not None else 256 << 20
+    assert sum(sizes.values()) <= allowed and plan.workspace_bytes <= allowed + sum(c.nbytes for c in plan.conversions)
+
+
+def _check_gemm(call: GemmCall, sizes: dict[str, int]) -> None:
+    assert 1 <= min(call.m, call.n, call.k) and max(call.m, call.n, call.k) <= INT32, call
+    assert 1 <= call.batch <= MAX_BATCH and call.beta in (0, 1), call
+    shapes = ((call.a, call.m, call.k, call.dtype), (call.b, call.k, call.n, call.dtype))
+    for matrix, rows, columns, dtype in (*shapes, (call.c, call.m, call.n, call.c_dtype)):
+        lines, length = (columns, rows) if matrix.transposed else (rows, columns)
+        assert length <= matrix.ld <= INT32, f"leading dimension of {matrix} below {length}\n{call}"
+        if matrix.at.buffer in sizes:
+            elements = (call.batch - 1) * matrix.stride + (lines - 1) * matrix.ld + length
+            end = matrix.at.offset + elements * ITEMSIZE[dtype]
+            assert end <= sizes[matrix.at.buffer], f"{matrix} ends at byte {end} of {sizes[matrix.at.buffer]}\n{call}"
+    if call.batch > 1:
+        assert call.c.stride, f"all products of the batch go to one place\n{call}"
+
+
+def _check_transform(transform: Transform, sizes: dict[str, int]) -> None:
+    """Sizes that an int32 counts, and images and spectra that lie within their buffers."""
+    item = ITEMSIZE[transform.dtype]
+    image = transform.batch * prod(transform.size)
+    spectrum = transform.batch * prod(transform.frequencies) * (1 if is_complex(transform.dtype) else 2)
+    assert 1 <= len(transform.size) <= 3 and min(transform.size) > 1 and 1 <= image <= INT32, transform
+    source, target = (spectrum, image) if transform.inverse else (image, spectrum)
+    for at, elements in ((transform.source, source), (transform.target, target)):
+        assert at.offset + elements * item <= sizes[at.buffer], transform
+
+
+def _check_columns(launch: KernelLaunch, sizes: dict[str, int]) -> None:
+    if launch.kernel.name != "im2col":
+        return
+    params = dict(launch.params)
+    kernel = params["windows"][2]
+    last = (
+        (params["batch"] - 1) * params["stride_n"]
+        + (sum(channels for _, _, channels in params["sources"][0]) * prod(kernel) - 1) * params["stride_row"]
+        + (params["pixels"] - 1) * params["stride_pixel"]
+    )
+    dtype = dict(launch.kernel.macros)["DTYPE"]
+    itemsize = ITEMSIZE[dtype] if dtype in ITEMSIZE else int(dtype.removeprefix("bits")) // 8
+    target = params["columns"]
+    if target.buffer in sizes:
+        assert target.offset + (last + 1) * itemsize <= sizes[target.buffer], launch
+
+
+def recurrent_gradient_plan(
+    cell: str,
+    dtype: Any,
+    sizes: tuple[int, int, int, int] = (4, 20, 3, 5),
+    *,
+    direction: str = "forward",
+    on: Any = None,
+    **settings: Any,
+) -> Plan:
+    """Of the gradients of a layer of sizes (T, N, I, H) that was given everything but lengths, for a GPU."""
+    steps, batch, inputs, hidden = sizes
+    directions, rows = 1 + (direction == "bidirectional"), GATES[cell] * hidden
+    kept, state = np.float64 if dtype == np.float64 else np.float32, (directions, batch, hidden)
+    arrays = {
+        "x": array(steps, batch, inputs, dtype=dtype), "weight_ih": array(directions, rows, inputs, dtype=dtype),
+        "weight_hh": array(directions, rows, hidden, dtype=dtype), "y": array(steps, batch, directions * hidden, dtype=dtype),
+        "gates": array(directions, steps, batch, rows, dtype=kept), "h0": array(*state, dtype=dtype),
+        "grad_y": array(steps, batch, directions * hidden, dtype=dtype), "grad_h": array(*state, dtype=dtype),
+    }  # fmt: skip
+    beside = array(directions, steps, batch, hidden, dtype=kept)
+    if cell == "lstm":
+        arrays |= {"cells": beside, "c0": arrays["h0"], "peephole": array(directions, 3 * hidden, dtype=dtype)}
+    elif cell == "gru":
+        arrays["candidate"] = beside
+    cells = {"cell": cell, "direction": direction, "activations": ACTIVATIONS_OF[cell], "clip": None}
+    flags = {"input_forget": False, "linear_before_reset": True, **settings}
+    arguments = {**dict.fromkeys(RECURRENT_GRADIENT.arrays), **arrays, **cells, **flags}
+    return RECURRENT_GRADIENT.checked(arguments, on or GPU).plan()

@@ -1,0 +1,88 @@
+"""Plans of recurrent layers and of their gradients on a GPU: within limits, of as many blocks as it holds at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from plans import check, recurrent_gradient_plan
+
+import cupyconv
+from cupyconv.problem.machine import known_gpu
+from cupyconv.problem.plan import GemmCall, KernelLaunch, LaunchLoop
+from cupyconv.problem.recurrence import GATES
+
+
+@pytest.mark.parametrize("cell", GATES)
+@pytest.mark.parametrize("limit", [None, 300_000, 150_000])
+def test_recurrent_gradients_keep_the_limit(cell, limit):
+    """Together while all gates fit; then one direction after the other, in runs; and the parts make the whole."""
+    sizes = steps, batch, inputs, hidden = (60, 40, 10, 24)
+    with cupyconv.options(workspace_limit=limit):
+        made = recurrent_gradient_plan(cell, np.float32, sizes, direction="bidirectional")
+    name = "recurrent_gradient_persistent"
+    runs = [step for step in made.steps if isinstance(step, KernelLaunch) and step.kernel.name == name]
+    for step in made.steps:
+        check(replace(made, steps=(step,)), limit)
+    assert len(runs) == 1 if limit is None else len(runs) > 2
+    assert all(run.cooperative and run.blocks <= known_gpu("sm_90").multiprocessors for run in runs)
+    counts = [dict(run.params)["count"] for run in runs]
+    assert sum(counts) == steps * (1 if limit is None else 2)
+    products = [step for step in made.steps if isinstance(step, GemmCall)]
+    for name, depth, times in (("grad_x", GATES[cell] * hidden, 2), ("grad_weight_ih", 2 * steps * batch, 1)):
+        own = [call for call in products if call.c.at.buffer == name]
+        if name == "grad_x":
+            assert sum(call.m for call in own) == steps * batch * times and {call.k for call in own} == {depth}
+            assert [call.beta for call in own] == sorted(call.beta for call in own)
+        else:
+            assert sum(call.k for call in own) == depth and {(call.m, call.n) for call in own} == {
+                (GATES[cell] * hidden, inputs)
+            }
+            assert sum(call.beta == 0 for call in own) == 2, "each direction's sum begins once"
+
+
+@pytest.mark.parametrize("cell", GATES)
+def test_recurrent_gradients_of_more_blocks_than_fit_at_once(cell):
+    """Or than can leave parts for each other: a launch for each step, and the product that is left."""
+    made = recurrent_gradient_plan(cell, np.float32, (60, 4000, 10, 200), direction="bidirectional")
+    loops = [step for step in made.steps if isinstance(step, LaunchLoop)]
+    assert loops and made.method == "step"
+    assert [loop.times for loop in loops] == [dict(loop.launches[0].params)["count"] + 1 for loop in loops]
+    assert not any(launch.cooperative for loop in loops for launch in loop.launches)
+
+
+def test_gradients_of_16_bit_layers_are_products_in_tf32():
+    """Which hold x, h and the weights exactly; not those of float32."""
+    for dtype, compute in (("float16", "tf32"), (np.float32, "float32")):
+        made = recurrent_gradient_plan("lstm", dtype, (20, 8, 10, 24))
+        assert {step.compute for step in made.steps if isinstance(step, GemmCall)} == {compute}
+
+
+def test_long_16_bit_sequences_are_not_converted():
+    """What grows with the steps is widened where it is read: a copy of it would pass the limit."""
+    made = recurrent_gradient_plan("lstm", "float16", (500, 64, 1000, 200))
+    assert {conversion.buffer for conversion in made.conversions} == {"weight_ih", "grad_h"}
+    assert made.workspace_bytes <= 256 << 20
+
+
+def test_sizes_beyond_32_bits_of_recurrent_gradients():
+    """Rows of a product are an int32 in cuBLAS: so many steps of so many samples are several runs."""
+    with cupyconv.options(workspace_limit=1 << 60):
+        made = recurrent_gradient_plan("rnn", np.float32, (3, 1 << 29, 1, 1))
+    for step in made.steps:
+        for launch in step.launches if isinstance(step, LaunchLoop) else [step]:
+            check(replace(made, steps=(launch,)), 1 << 60)
+
+
+@pytest.mark.parametrize(
+    ("samples", "methods"), [(262_144, {"step", "persistent"}), (1_048_600, {"step", "persistent"})]
+)
+def test_recurrent_layers_of_very_many_samples(samples, methods):
+    """A tile whose blocks are too many for a grid leaves the others; a persistent grid is capped anyway."""
+    shapes = (3, samples, 4), (32, 4), (32, 8)
+    arrays = [np.broadcast_to(np.float32(0), shape) for shape in shapes]
+    for method in methods:
+        plan = cupyconv.explain(cupyconv.lstm, *arrays, method=method, on="sm_90")
+        launches = [launch for step in plan.steps for launch in getattr(step, "launches", (step,))]
+        assert all(launch.grid[1] <= 65535 for launch in launches if isinstance(launch, KernelLaunch))
