@@ -208,6 +208,8 @@ def test_memory_is_dear_where_it_is_more_than_stays():
     assert cost.touched(cost.OWN) == 0 < cost.touched(cost.OWN + 1000) < cost.touched(cost.OWN + 2000) < 1e-6
     assert cost.between(1e6, cost.STAYS) == 0 == cost.between(1e6, 0) < cost.between(1e6, 2 * cost.STAYS)
     assert cost.between(1e6, 2 * cost.STAYS) == pytest.approx(1e6 * cost.BETWEEN / 2)
+    # What the allocator gives back to the system is given anew, filled with zeros.
+    assert cost.between(1e6, cost.REUSED - 1) < 1e6 * cost.BETWEEN < 1e6 * cost.MAPPED < cost.between(1e6, cost.REUSED)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

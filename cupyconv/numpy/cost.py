@@ -38,6 +38,8 @@ REGION_CALLS = 10
 #: Other threads that are woken, and waited for at the end: as it is between other calls, after which they sleep.  In a loop of
 #: one call it takes a third of this.
 WAKE = 300e-6
+#: The same right after other work of theirs, as of the next layer of a chain.
+WAKE_AGAIN = 100e-6
 #: Seconds of work for which another thread is worth waking: of most loops, of products with Toeplitz matrices, and of pooling.
 #: `backend` asks for less: it only says how many threads a plan may have, from a cautious guess of the work.
 SHARE, TOEPLITZ_SHARE, POOL_SHARE = 1e-3, 800e-6, 600e-6
@@ -105,7 +107,10 @@ OWN, TOUCH = 256 << 10, 14e-12
 
 
 #: Seconds of a byte that one layer of a chain writes to memory and the next reads; and bytes that stay in a core's cache.
-BETWEEN, STAYS = 150e-12, 1 << 20
+BETWEEN, STAYS = 25e-12, 1 << 20
+#: Seconds of a byte of memory that the system gives anew in each call; and bytes from which C's allocator gives memory back to
+#: it, where it keeps what is smaller for the next who asks.
+MAPPED, REUSED = 200e-12, 32 << 20
 
 
 #: In what a price is printed.
@@ -306,7 +311,8 @@ def added(elements: float, dtype: str, run: float = 1e9, apart: bool = False) ->
 
 def between(nbytes: float, at_a_time: float) -> float:
     """Images that one layer of a chain writes and the next reads, of which so many bytes are in memory at a time."""
-    return nbytes * BETWEEN * max(0.0, 1 - STAYS / at_a_time) if at_a_time else 0.0
+    per_byte = BETWEEN * max(0.0, 1 - STAYS / at_a_time) if at_a_time else 0.0
+    return nbytes * (per_byte + (MAPPED if at_a_time >= REUSED else 0.0))
 
 
 #: How much longer an element takes that is added where windows lie, one beside the other; and products of one tap at a time,
