@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import tracemalloc
 from functools import partial
@@ -15,7 +16,7 @@ from peak_memory import peak_bytes
 import cupyconv
 from cupyconv.call import operation
 from cupyconv.numpy import windows
-from cupyconv.numpy.backend import LINE, KeptScratch
+from cupyconv.numpy.backend import LINE, KeptScratch, _Buffers
 from cupyconv.problem import kept
 
 
@@ -206,6 +207,27 @@ def test_scratch_memory_beyond_the_budget_is_fresh(monkeypatch):
     large = scratch.array("tile", (1000,))
     assert large.nbytes == 4000 and kept.spent() == 0
     assert not np.shares_memory(large, scratch.array("tile", (1000,)))
+
+
+def test_a_buffer_is_replaced_while_another_thread_gives_all_back():
+    buffers, ended, interval = _Buffers(), threading.Event(), sys.getswitchinterval()
+
+    def keep_and_clear() -> None:
+        while not ended.is_set():
+            buffers.update(((number, "size"), None) for number in range(30))
+            buffers.clear()
+
+    other = threading.Thread(target=keep_and_clear)
+    sys.setswitchinterval(1e-6)
+    other.start()
+    try:
+        for _ in range(60_000):
+            buffers.replace("columns", np.empty(1))
+            buffers.replace("columns", None)
+    finally:
+        ended.set()
+        other.join()
+        sys.setswitchinterval(interval)
 
 
 def test_clearing_while_others_compute():
