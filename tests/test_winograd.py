@@ -285,3 +285,17 @@ def test_a_weight_too_large_for_the_limit_leaves_it_to_columns():
         ):
             cupyconv.conv(x, weight, method="winograd")
         assert cupyconv.explain(cupyconv.conv, x, weight).method == "gemm"
+
+
+@pytest.mark.parametrize("limit", [None, 1 << 20])
+def test_a_block_with_infinities_takes_no_more(limit):
+    """Its columns have room where the transforms had."""
+    x, weight = normal(1, 32, 60, 60), normal(4, 32, 3, 3)
+    x[0, 0, 30, 30] = np.nan
+    out = np.empty((1, 4, 60, 60), np.float32)
+    with cupyconv.options(threads=1, workspace_limit=limit):
+        plan = cupyconv.explain(cupyconv.conv, x, weight, padding=1, out=out, method="winograd")
+        cupyconv.clear_caches()
+        peak = peak_bytes(lambda: cupyconv.conv(x, weight, padding=1, out=out, method="winograd"))
+    assert np.isnan(out).sum() == 4 * 9
+    assert peak <= plan.workspace_bytes + 150_000  # and what Python's objects take; columns of a whole block have 4 MB

@@ -331,9 +331,10 @@ class Winograd(TiledLoop, ConvLoop):
                 np.matmul(tiles[some, group], factors, out=place[some, group, :, outputs])
 
     def _sums_of_columns(self, run: ConvRun, matrix: np.ndarray, block: Block, place: np.ndarray) -> None:
-        """The sums as they are defined, of as many pixels at a time as the transforms' memory has room for."""
-        geometry = self.geometry
-        for (samples, *pixels), part in self.parts_by_columns(block, in_turn_bytes(self._shapes(self.tiling))):
+        """The sums as they are defined, of as many pixels at a time as either buffer of the transforms has room for."""
+        geometry, shapes = self.geometry, self._shapes(self.tiling)
+        room = FLOAT32.itemsize * min(max(map(prod, shapes[i::2])) for i in range(2))
+        for (samples, *pixels), part in self.parts_by_columns(block, room):
             columns = run.images.columns(part).reshape(geometry.groups, geometry.reduction, part.area)
             sums = np.matmul(matrix, columns).reshape(geometry.out_channels, *part.size)
             place[(samples, slice(None), *pixels)] = sums.swapaxes(0, 1)
