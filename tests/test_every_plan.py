@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -23,6 +23,7 @@ from rounds import each_step
 
 import cupyconv
 from cupyconv.call.explain import checked_call
+from cupyconv.cuda.plan import plan as planned
 from cupyconv.cuda.plan.launches import GRID_X, GRID_Y
 from cupyconv.ops.conv_pullback import EPILOGUE_GRADIENT, PROLOGUE_GRADIENT
 from cupyconv.ops.pooling import AVG_POOL_GRADIENT, MAX_POOL_GRADIENT
@@ -240,7 +241,8 @@ class TestConvolutions:
         x, weight = array(*shape, dtype=dtype, order=order), array(*kernel, dtype=dtype)
         merged = [array(shape[0], count, *shape[2:], dtype=dtype, order=order) for count in (1, shape[1] - 1)]
         extra = {} if dtype == "complex64" else {"bias": array(kernel[0], dtype=dtype), "activation": "gelu"}
-        for xs, more in ((x, extra), (merged, {})):
+        (y,) = checked_call(cupyconv.conv, x, weight, **settings, on=on).results
+        for xs, more in ((x, extra), (merged, {"residual": array(*y.shape, dtype=dtype, order=order)})):
             for call, plan in methods_of(cupyconv.conv, (xs, weight), settings | more, on, limit):
                 enough_threads(plan, prod(call.results[0].shape))
                 counts_its_products(plan)
@@ -286,11 +288,14 @@ def test_pooling_and_columns(dtype, order):
         enough_threads(call.plan(), prod(call.results[0].shape))
 
 
-@pytest.mark.parametrize("order", ["C", "last", "gaps"])
+@pytest.mark.parametrize("order", ["C", "last", "gaps", "cut"])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("shape", [(8, 16, 20, 20), (3, 7, 5), (1, 300, 1, 1), (64, 1, 50)], ids=str)
 def test_passes_of_gradients(dtype, order, shape):
-    grad = array(*shape, dtype=dtype, order=order)
+    if order == "cut":  # channels-last, and pixels that have no one stride
+        grad = array(*shape[:-1], shape[-1] + 1, dtype=dtype, order="last")[..., 1:]
+    else:
+        grad = array(*shape, dtype=dtype, order=order)
     scale = array(shape[1], dtype="float32" if dtype == "float16" else dtype)
     usual = {"spatial": len(shape) - 2, "activation": None}
     holds(EPILOGUE_GRADIENT.checked({"grad": grad, "saved": None, "through": False, "sums": True, **usual}, "sm_90"))
@@ -368,3 +373,40 @@ def test_nothing_is_done_for_nothing(size, dtype, order):
                 hold(plan, spans(call))
             else:
                 assert plan.steps == plan.workspace == (), (function, method)
+
+
+@pytest.mark.parametrize("batch", [4, 0])
+@pytest.mark.parametrize("groups", [1, 8])
+@pytest.mark.parametrize("function", [cupyconv.conv, cupyconv.conv_transpose], ids=["conv", "conv_transpose"])
+def test_a_pre_activation_is_kept_beside_the_result(function, groups, batch):
+    x, weight = array(batch, 8, 12, 12), array(8, 8 // groups, 3, 3)
+    for method in ("direct", "gemm", "implicit_gemm", "fft"):
+        settings = {"groups": groups, "activation": "gelu", "method": method, "on": "sm_90"}
+        problem: Any = checked_call(function, x, weight, **settings).problem
+        out = problem.out if function is cupyconv.conv else problem.outs[0]
+        plain, keeping = planned(problem), planned(replace(problem, pre=replace(out, name="pre")))
+        assert keeping.minimal_bytes == plain.minimal_bytes + out.nbytes
+        assert keeping.bytes_moved == sum(step.bytes_moved for step in keeping.steps) >= plain.bytes_moved + out.nbytes
+        assert {"pre", "out"} <= {at.buffer for at in addresses(keeping.steps)} or (not batch and not keeping.steps)
+
+
+@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
+@pytest.mark.parametrize("cell", GATES)
+def test_gradients_of_no_steps_and_of_no_samples_are_zeros(cell, direction):
+    """Those of the initial states are, of no steps, the last states'."""
+    for steps, batch in ((0, 4), (2, 0)):
+        made = recurrent_gradient_plan(cell, "float32", (steps, batch, 3, 5), direction=direction)
+        check(made)
+        *zeros, states = (*made.steps, *[None] * (not batch))
+        assert {at.buffer for at in addresses(tuple(zeros))} == {"grad_weight_ih", "grad_weight_hh", "sums"}
+        assert all(isinstance(step, KernelLaunch) and step.purpose == "zeros" for step in zeros)
+        if isinstance(states, LaunchLoop):
+            assert states.times == 1 and states.launches[0].grid[1] == 1 + (direction == "bidirectional")
+        else:
+            assert not batch
+
+
+def test_weights_that_no_block_has_room_for_go_back_step_by_step():
+    """Rows of 8 units' four gates in float64, of 227 KiB of shared memory."""
+    for hidden, method in ((800, "persistent"), (900, "step")):
+        assert recurrent_gradient_plan("lstm", "float64", (10, 4, 8, hidden)).method == method

@@ -394,7 +394,8 @@ class _Function(torch.autograd.Function):
         memory = zip((*tensors, *found), (*arrays, *results))
         saved = [tensor for tensor, array in memory if id(array) in held]
         ctx.save_for_backward(*saved)
-        ctx.versions = [(tensor.detach(), tensor._version) for tensor in saved]  # detached: of the same version
+        # Detached, they have the same version; PyTorch refuses tensors of inference, which have none.
+        ctx.versions = [(tensor.detach(), tensor._version) for tensor in saved if not tensor.is_inference()]
         ctx.call = call
         ctx.context = contextvars.copy_context()  # the options in force; the backward pass has a thread of its own
         ctx.set_materialize_grads(len(found) == 1)  # of several, one that is not used has no gradient, not zeros

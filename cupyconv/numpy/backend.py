@@ -33,9 +33,8 @@ Views = TypeVar("Views")
 #: What a core does in a second, cautiously, and the seconds of work for which another thread is worth waking.
 _FLOPS, _BYTES = 5e10, 5e9
 _WORTH_WAKING = 150e-6
-#: The same of a step of a recurrent layer, whose parts do not wait for each other; and the least samples of a part: products
-#: of fewer take as long, and read all weights too.
-_STEP_SHARE, _LEAST_SAMPLES = 100e-6, 4
+#: The same of a recurrent layer, whose planner finds out what another thread can do.
+_WORTH_SHARING_STEPS = 2e-3
 #: Threads that plans are made for at most, however many are asked for.
 MOST_THREADS = 64
 #: Contexts that are kept: as many as threads that are likely to call at the same time.
@@ -326,8 +325,7 @@ class NumpyBackend:
         """As many threads as NumPy's BLAS would use, or as may be worth waking."""
         seconds = max(problem.flops / _FLOPS, problem.minimal_bytes / _BYTES)
         if isinstance(problem, recurrence.RecurrentProblem):
-            parts = problem.geometry.directions * max(1, problem.geometry.batch // _LEAST_SAMPLES)
-            worth_waking = min(parts, int(seconds / problem.turns / _STEP_SHARE))
+            worth_waking = int(seconds / _WORTH_SHARING_STEPS) and MOST_THREADS
         else:
             worth_waking = int(seconds / problem.turns / _WORTH_WAKING)
         if worth_waking <= 1:

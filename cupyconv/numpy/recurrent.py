@@ -27,17 +27,18 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import NumpyStep
 from cupyconv.numpy.recurrent_cells import (
-    CELLS,
     IN_PLACE,
     LINE,
-    Cell,
     Step,
     Weights,
     block_of_rows,
+    cell_of,
     in_blocks,
     is_doubled,
     slopes,
 )
+from cupyconv.numpy.recurrent_inputs import InputsAhead, chunk_ahead, division
+from cupyconv.numpy.recurrent_lone import WEIGHTS, lone_step
 from cupyconv.numpy.threads import in_threads
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, dtype_from_name
 from cupyconv.problem.geometry import even_part
@@ -59,10 +60,6 @@ JOINED_COLUMNS, MANY_SAMPLES = 256, 32
 #: Bytes of a chunk's gates and states, so that they stay in cache; and its most steps, each of which is some objects.
 CHUNK_BYTES, MOST_STEPS = 2 << 20, 256
 
-#: Roles of what all steps of a direction share.
-_WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "peephole")
-_NOTHING_KEPT: dict[str, np.ndarray] = {}
-_NO_STATE = np.empty(0)
 #: Lengths where none are given.
 _NO_LENGTHS = np.empty(0, np.int64)
 
@@ -100,6 +97,7 @@ class RecurrentStep(NumpyStep):
     folded: bool  # whether weights are copied with slopes and biases
     joined: bool  # and weight_ih beside weight_hh, as one
     blocks: tuple[int, int]  # rows of the blocks that weight_hh and weight_ih are copied in; 0 where they are not
+    ahead: int  # chunks whose inputs another thread may work out ahead; 0 where none does
     keeps_memory: bool  # whether it stays from call to call
 
     @property
@@ -129,6 +127,7 @@ class RecurrentStep(NumpyStep):
             f"loop     {geometry.cell} in {self.dtype}, {geometry.directions} direction(s) of {parts} part(s)"
             f" of {self.samples} samples and {chunks} chunk(s) of {self.chunk} steps on {self.threads} thread(s): "
             + (joined if self.joined else apart)
+            + "; inputs ahead in another thread" * bool(self.ahead)
             + "; weights folded" * self.folded
             + (f"; in blocks of {' and '.join(map(str, filter(None, self.blocks)))} rows" if any(self.blocks) else "")
             + (f"; {', '.join(self.copied)} copied" if self.copied else "")
@@ -144,7 +143,7 @@ class RecurrentStep(NumpyStep):
         return cost.holds_blas(self.threads, problem.host, largest)
 
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
-        return LoneStep(self).run if self.is_lone else RecurrentLayer(self).run
+        return lone_step(self.problem, self.dtype) if self.is_lone else RecurrentLayer(self).run
 
     @property
     def is_lone(self) -> bool:
@@ -165,9 +164,10 @@ def _fitting(problem: RecurrentProblem) -> tuple[RecurrentStep, dict[str, int]]:
     copied, folded, line = _copied(problem), _is_folded(problem), LINE // item
     factors = (("weight_hh", problem.weight_hh), ("weight_ih", problem.weight_ih))
     temporaries = any(activation.name not in IN_PLACE for group in geometry.activations for activation in group)
+    threads, ahead = division(problem, "x" in copied)
     samples = even_part(geometry.batch, -(-geometry.batch // max(1, threads // geometry.directions)))
     while True:
-        joined = folded and _is_joined(problem, samples)
+        joined = folded and not ahead and _is_joined(problem, samples)
         blocks = _blocks(problem, samples, joined)
         weights = sum(gates * operand.shape[2] for role, operand in factors if role in copied)
         weights += sum(
@@ -184,26 +184,31 @@ def _fitting(problem: RecurrentProblem) -> tuple[RecurrentStep, dict[str, int]]:
             "activations": 2 * temporaries * state * geometry.gates,
         }
         inputs = geometry.inputs if joined else in_blocks(gates, blocks[1]) + geometry.inputs * ("x" in copied)
-        per_step = sums * (geometry.hidden + 1 + inputs)
+        per_step = sums * (geometry.hidden + 1 + inputs * max(1, ahead))
         limit = problem.limit_with(sizes["weights"])
         left = limit - sum(sizes.values()) - Plan.ALIGNMENT * (len(sizes) + 2)
         chunk = min(geometry.steps, left // per_step) if per_step else geometry.steps
         if chunk >= min(1, geometry.steps):
             break
-        if samples > 1:
+        if ahead:
+            ahead = 0
+        elif samples > 1:
             samples = even_part(geometry.batch, samples // 2)
         elif at_once > 1:
             threads = at_once // 2
         else:
             least = limit - left + per_step
             raise ValueError(f"one step of one sample needs {least:,} bytes of workspace, the limit is {limit:,}")
-    chunk = even_part(geometry.steps, min(chunk, MOST_STEPS, max(1, CHUNK_BYTES * at_once // (per_step or 1))))
+    in_cache = CHUNK_BYTES * at_once // (per_step or 1)
+    if ahead:
+        in_cache = min(in_cache, chunk_ahead(problem))
+    chunk = even_part(geometry.steps, min(chunk, MOST_STEPS, max(1, in_cache)))
     sizes["inputs"] = chunk * per_step
     # Every direction and part of the samples, one after the other.
     every = geometry.directions * -(-geometry.batch // samples)
     own = sum(sizes.values()) - sizes["weights"]  # those are copied by each call
     keeps_memory = every * own <= at_once * min(KEPT_BYTES, problem.limit)
-    return RecurrentStep(problem, samples, chunk, at_once, copied, folded, joined, blocks, keeps_memory), sizes
+    return RecurrentStep(problem, samples, chunk, at_once, copied, folded, joined, blocks, ahead, keeps_memory), sizes
 
 
 def _columns(problem: RecurrentProblem, joined: bool) -> tuple[int, int]:
@@ -267,7 +272,7 @@ def _is_folded(problem: RecurrentProblem) -> bool:
     least = FOLDED_FROM
     if geometry.batch == 1 and not _has_small_input(geometry):
         least = max(least, min(elements // FOLDED_ELEMENTS, ALWAYS_FOLDED_FROM))
-    return geometry.steps * min(4, geometry.batch) >= least and 8 * nbytes <= problem.limit
+    return geometry.steps * min(4, geometry.batch) >= least and 4 * nbytes <= problem.limit
 
 
 class RecurrentLayer:
@@ -277,7 +282,7 @@ class RecurrentLayer:
         geometry = step.problem.geometry
         self._step, self._geometry, self._dtype = step, geometry, dtype_from_name(step.dtype)
         operands = step.problem.operands
-        of_weights = [role for role in _WEIGHTS if role in operands]
+        of_weights = [role for role in WEIGHTS if role in operands]
         self._weight_names = [(role, operands[role].name) for role in of_weights]
         self._converted = [role for role in of_weights if role in step.copied or operands[role].dtype != step.dtype]
         self._result_dtype = dtype_from_name(step.problem.dtype)
@@ -287,15 +292,24 @@ class RecurrentLayer:
         self._work: list[tuple[int, slice, deque[_Sequence]]] = [
             (direction, samples, deque(maxlen=1)) for direction, samples in product(range(geometry.directions), parts)
         ]
+        directions, peephole = range(geometry.directions), step.problem.peephole is not None
+        self._doubled = [is_doubled(geometry, direction, peephole, step.folded) for direction in directions]
         self._slopes = [
-            np.repeat(np.array(slopes(geometry, direction), self._dtype), geometry.hidden)[:, None]
-            for direction in range(geometry.directions)
+            np.repeat(np.array(slopes(geometry, direction, self._doubled[direction]), self._dtype), geometry.hidden)[
+                :, None
+            ]
+            for direction in directions
         ]
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         """Compute the result; arguments and results are given by name."""
+        step = self._step
         weights = [self._weights(arrays, direction) for direction in range(self._geometry.directions)]
-        in_threads(self._step.threads, partial(self._finish, arrays, weights), self._work, self._step.holds_blas)
+        for own in weights:
+            own.copy_input()
+            if not step.ahead:
+                own.copy_state()
+        in_threads(step.threads, partial(self._finish, arrays, weights), self._work, step.holds_blas)
 
     def _finish(
         self, arrays: Mapping[str, Any], weights: list[Weights], work: tuple[int, slice, deque[_Sequence]]
@@ -321,63 +335,16 @@ class RecurrentLayer:
                 own[role] = np.array(own[role], self._dtype, order="C")
         slope = self._slopes[direction] if self._step.folded else None
         step = self._step
-        doubled = is_doubled(self._geometry, direction, "peephole" in own, step.folded)
         block, input_block = step.blocks
         return Weights(
             self._geometry,
             **own,
             slope=slope,
-            doubled=doubled,
+            doubled=self._doubled[direction],
             joined=step.joined,
             block=block,
             input_block=input_block,
         )
-
-
-class LoneStep:
-    """What runs a step of one sample: most of that is Python, so the cell reads and writes the caller's arrays.
-
-    Of one sample a state (1, H) lies in memory as the column (H, 1) that a cell has.
-    """
-
-    def __init__(self, step: RecurrentStep) -> None:
-        problem, geometry = step.problem, step.problem.geometry
-        self._geometry, self._dtype = geometry, dtype_from_name(step.dtype)
-        self._new_cell = partial(
-            CELLS[geometry.cell], geometry, 0, 1, self._dtype, problem.peephole is not None, folded=False, block=0
-        )
-        self._names = {role: operand.name for role, operand in problem.operands.items()}
-        self._weights = [(role, self._names[role]) for role in _WEIGHTS if role in self._names]
-        self._has_cell_state = geometry.cell == "lstm"
-        #: A cell, beside what the input adds to its gates, that no call is using.
-        self._idle: deque[tuple[Cell, np.ndarray, Any]] = deque(maxlen=1)
-
-    def run(self, arrays: Mapping[str, Any]) -> None:
-        """Compute the result; arguments and results are given by name."""
-        try:
-            memory = self._idle.pop()
-        except IndexError:  # the first call, or one beside another
-            memory = self._memory()
-        cell, projected, cut = memory
-        names = self._names
-        own = {role: arrays[name] for role, name in self._weights}
-        weights = Weights(self._geometry, **own)
-        arrays[names["x"]].dot(weights.weight_ih.T, projected)
-        if weights.input_bias is not None:
-            np.add(projected, weights.input_bias, projected)
-        if self._has_cell_state:
-            cell.c[...] = arrays[names["c0"]].T
-            cell.next_c = arrays[names["c"]].T
-        h = arrays[names["h0"]].T
-        cell.advance(weights, ((0, cut, h, h, arrays[names["out"]].T),), _NOTHING_KEPT)
-        if self._has_cell_state:
-            cell.next_c = _NO_STATE  # it was the caller's
-        self._idle.append(memory)
-
-    def _memory(self) -> tuple[Cell, np.ndarray, Any]:
-        cell = self._new_cell()
-        projected = np.empty((1, len(cell.rows)), self._dtype)
-        return cell, projected, cell.cut(projected.T)
 
 
 class _Chunk(NamedTuple):
@@ -408,10 +375,13 @@ class _Sequence:
         self._backwards = geometry.signs[direction] < 0
         block, input_block = step.blocks
         peephole = problem.peephole is not None
-        self._cell = CELLS[geometry.cell](geometry, direction, batch, dtype, peephole, step.folded, block)
+        self._cell = cell_of(geometry, direction, batch, dtype, peephole, step.folded, block)
         rows, self._input_block = len(self._cell.rows), input_block
         inputs = geometry.inputs if step.joined else 0
-        self._projected = np.empty((step.chunk, 0 if step.joined else in_blocks(rows, input_block), batch), dtype)
+        #: What the inputs add in each step of a chunk; of several where they are worked out ahead.
+        self._projected = np.empty(
+            (max(1, step.ahead), step.chunk, 0 if step.joined else in_blocks(rows, input_block), batch), dtype
+        )
         #: h before and after each step of a chunk, beside x and a 1 where inputs and biases are columns of its weight.
         self._states = np.empty((step.chunk + 1, hidden + inputs + step.has_bias_column, batch), dtype)
         self._states[:, hidden + inputs :] = 1
@@ -460,8 +430,10 @@ class _Sequence:
             h = h * self._two
         if self._has_cell_state:
             cell.c[...] = self._initial(own.get("c0"))
-        for chunk in self._every if self._every and most == self._geometry.steps else self._chunks(most):
-            self._project(chunk.of(x), chunk, weights)
+        chunks: Iterable[_Chunk] = self._every if self._every and most == self._geometry.steps else self._chunks(most)
+
+        def advance(chunk: _Chunk) -> None:
+            nonlocal h
             chunk.first[...] = h
             steps = chunk.steps if chunk.end <= least else self._within(lengths, chunk.steps)
             cell.advance(weights, steps, kept)
@@ -473,6 +445,17 @@ class _Sequence:
             if chunk.end > least:
                 past = np.greater_equal.outer(np.arange(chunk.begin, chunk.end), lengths)
                 np.copyto(chunk.of(out), 0, where=past[:, :, None])
+
+        if self._step.ahead:
+            every = [*chunks]
+            inputs = InputsAhead(
+                len(every), self._step.ahead, lambda n: self._project(every[n].of(x), every[n], weights)
+            )
+            inputs.run(weights.copy_state, lambda n: advance(every[n]))
+        else:
+            for chunk in chunks:
+                self._project(chunk.of(x), chunk, weights)
+                advance(chunk)
         if "h" in own:
             own["h"][...] = h.T * self._half if cell.doubled else h.T
         if "c" in own:
@@ -482,9 +465,10 @@ class _Sequence:
         """The steps before `most` in this direction's order, as views of the memory that they share."""
         order = slice(None, None, -1 if self._backwards else 1)
         rows, hidden = len(self._cell.rows), self._geometry.hidden
-        for first in range(0, most, self._step.chunk)[order]:
+        for number, first in enumerate(range(0, most, self._step.chunk)[order]):
             count = min(self._step.chunk, most - first)
-            written, before, after = self._projected[:count], self._states[:count], self._states[1 : count + 1]
+            buffer = self._projected[number % len(self._projected)]
+            written, before, after = buffer[:count], self._states[:count], self._states[1 : count + 1]
             projected = written[:, :rows]
             if self._backwards:
                 before, after = after, before

@@ -56,9 +56,10 @@ Step = tuple[int, Any, np.ndarray, np.ndarray, np.ndarray]
 Kept = Mapping[str, np.ndarray]
 
 
-def slopes(geometry: RecurrentGeometry, direction: int) -> list[float]:
-    """What each gate is multiplied with before its activation is applied."""
-    return [0.5 if activation.name == "sigmoid" else 1.0 for activation in _of_gates(geometry, direction)]
+def slopes(geometry: RecurrentGeometry, direction: int, doubled: bool = False) -> list[float]:
+    """What each gate is multiplied with before its activation is applied; in the order of a `doubled` lstm, or the usual one."""
+    each = [0.5 if activation.name == "sigmoid" else 1.0 for activation in _of_gates(geometry, direction)]
+    return [each[gate] for gate in _DOUBLED] if doubled else each
 
 
 def _of_gates(geometry: RecurrentGeometry, direction: int) -> list[Activation]:
@@ -70,7 +71,7 @@ def _of_gates(geometry: RecurrentGeometry, direction: int) -> list[Activation]:
 def is_doubled(geometry: RecurrentGeometry, direction: int, peephole: bool, folded: bool) -> bool:
     """Whether an lstm's gates i, f, o and its h are kept twice as large as they are, which folded weights undo."""
     names = [activation.name for activation in geometry.activations[direction]]
-    return folded and geometry.cell == "lstm" and not peephole and names[:2] == ["sigmoid", "tanh"]
+    return folded and geometry.cell == "lstm" and not peephole and names == ["sigmoid", "tanh", "tanh"]
 
 
 def block_of_rows(rows: int, columns: int, geometry: RecurrentGeometry, samples: int) -> int:
@@ -94,19 +95,23 @@ def copied_for_blas(
     ``(rows, columns)``, or where it is multiplied in blocks ``(blocks, rows of one, columns)``.  BLAS reads a weight that lies
     so, and begins at a cache line, in half the time; a small one in nearly the same, and that stays in rows.
 
-    The rows of gates come in this `order`; the first columns, as many as are `halved`, are times a half too.
+    The rows of gates come in this `order`, in which slopes are given; the first columns, as many as are `halved`, are times a
+    half too.
     """
     rows, columns, dtype = len(parts[0]), sum(part.shape[1] for part in parts), parts[0].dtype
     of_gate = rows // len(order)
-    if slope is not None and len(order) > 1:
-        slope = slope.reshape(len(order), of_gate)[[*order]].reshape(rows, 1)
     if rows * columns < _FEW_ELEMENTS and not block:
         joined = np.concatenate(parts, 1)
         if len(order) > 1:
-            joined = joined.reshape(len(order), of_gate, columns)[[*order]].reshape(rows, columns)
+            joined = joined.reshape(len(order), of_gate, columns).take(order, 0).reshape(rows, columns)
+        turned = np.empty((columns, rows), dtype)
+        if slope is None:
+            turned[...] = joined.T
+        else:
+            multiply(joined.T, slope.T, turned)
         if halved:
-            multiply(joined[:, :halved], dtype.type(0.5), joined[:, :halved])
-        return joined if slope is None else multiply(joined, slope, joined)
+            multiply(turned[:halved], np.array(0.5, dtype), turned[:halved])
+        return turned.T
     own = block or rows  # without gaps: the method `dot` copies what has some, at each call
     memory = _at_cache_line((in_blocks(rows, own) // own, columns, own), dtype)
     run = block or _ROWS_COPIED
@@ -134,9 +139,17 @@ def _at_cache_line(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return memory[begin : begin + prod(shape)].reshape(shape)
 
 
-def multiplied_by(weight: np.ndarray) -> Callable[[np.ndarray, np.ndarray], object]:
+#: A product with a weight: its other factor, and where the result goes.
+Product = Callable[[np.ndarray, np.ndarray], object]
+
+
+def multiplied_by(weight: np.ndarray) -> Product:
     """``product(factor, out)`` of a weight; where it is in blocks, `out` is (blocks, rows of one, N)."""
     return partial(np.matmul, weight) if weight.ndim > 2 else weight.dot  # takes half the time of `np.matmul`
+
+
+def _no_copy() -> None:
+    """Of a weight that is multiplied as it lies."""
 
 
 class Weights:
@@ -187,23 +200,43 @@ class Weights:
         order, halved = (_DOUBLED, hidden) if doubled else ((0,), 0)
         #: The inputs' weight, (G * H, I) or in blocks; of no use where it is joined.
         self.weight_ih = weight_ih
+        #: What makes the copies of either weight, once; until then nothing can be multiplied by them.  It is let go then: it
+        #: holds this, and memory that waits for the collector of cycles is not what the next call writes.
+        self.copy_input: Callable[[], None] = _no_copy
+        self.copy_state: Callable[[], None] = _no_copy
         if input_block or (slope is not None and not joined):
-            self.weight_ih = copied_for_blas([weight_ih], slope, input_block, order)
+            self.copy_input = partial(self._copy_input, slope, input_block, order)
         self.peephole = peephole
         if peephole is not None:
             self.peephole = peephole.reshape(3, hidden, 1) * (1 if slope is None else slope[0])
         #: ``recurrent(h, out)``, the state's product; ``candidate(h, out)``, that of a gru which resets the state.
-        self.candidate = None
-        if is_gru and not resets_product:
-            candidate, of_candidate = weight_hh[2 * hidden :], None if slope is None else slope[2 * hidden :]
-            with_state = [part[: 2 * hidden] for part in with_state]
-            slope = None if slope is None else slope[: 2 * hidden]
-            if block or slope is not None:
-                candidate = copied_for_blas([candidate], of_candidate, block)
-            self.candidate = multiplied_by(candidate)
+        self.recurrent = self.candidate = multiplied_by(weight_hh)
+        apart = 2 * hidden if is_gru and not resets_product else rows  # the candidate's rows, where they wait for r
         if block or slope is not None:
-            with_state = [copied_for_blas(with_state, slope, block, order, halved)]
-        self.recurrent = multiplied_by(with_state[0])
+            self.copy_state = partial(self._copy_state, with_state, weight_hh, apart, slope, block, order, halved)
+        elif apart < rows:
+            self.recurrent, self.candidate = multiplied_by(weight_hh[:apart]), multiplied_by(weight_hh[apart:])
+
+    def _copy_input(self, slope: np.ndarray | None, block: int, order: Sequence[int]) -> None:
+        self.copy_input = _no_copy
+        self.weight_ih = copied_for_blas([self.weight_ih], slope, block, order)
+
+    def _copy_state(
+        self,
+        with_state: Sequence[np.ndarray],
+        weight_hh: np.ndarray,
+        apart: int,
+        slope: np.ndarray | None,
+        block: int,
+        order: Sequence[int],
+        halved: int,
+    ) -> None:
+        self.copy_state = _no_copy
+        of_gates, own = [part[:apart] for part in with_state], None if slope is None else slope[:apart]
+        self.recurrent = multiplied_by(copied_for_blas(of_gates, own, block, order, halved))
+        if apart < len(weight_hh):
+            own = None if slope is None else slope[apart:]
+            self.candidate = multiplied_by(copied_for_blas([weight_hh[apart:]], own, block))
 
 
 class Cell:
@@ -236,7 +269,7 @@ class Cell:
         self.doubled = is_doubled(geometry, direction, peephole, folded)
         self._order = [*_DOUBLED] if self.doubled else [*range(geometry.gates)]
         self._is_small = self.gates.nbytes <= _SMALL_GATES
-        each = [slopes(geometry, direction)[gate] for gate in self._order]
+        each = slopes(geometry, direction, self.doubled)
         self._slopes, self._folded = np.array(each, dtype)[:, None], folded
         self._slope = None if folded or set(each) == {1.0} else self._spread(each)
         self._clip = None if geometry.clip is None else self._spread([geometry.clip * slope for slope in each])
@@ -299,13 +332,6 @@ class Cell:
             are = [activation.name == "sigmoid" for activation in activations]
             halves = [(own, self._spread([0.5 if yes else 1.0 for yes in are]), self._spread([yes / 2 for yes in are]))]
 
-        wholes = [(run, np.array(1, own.dtype)) for run in sigmoids]
-
-        def by_doubled_tanh() -> None:
-            tanh(own, own)
-            for run, offset in wholes:
-                add(run, offset, run)
-
         def by_tanh() -> None:
             tanh(own, own)
             for run, scale, offset in halves:
@@ -323,7 +349,7 @@ class Cell:
 
         if any(activation.name not in ("sigmoid", "tanh") for activation in activations):
             return one_by_one
-        return by_doubled_tanh if self.doubled else by_tanh
+        return by_tanh
 
 
 class _Rnn(Cell):
@@ -354,44 +380,14 @@ class _Lstm(Cell):
         self._activate_late = self._activation_of(late, of_gates)
         self._complete_late = self._completion_of(late)
         self._seen = np.empty_like(self.gates[:2]) if peephole else None
-        self._i_f_o = [self.gates[self._order.index(gate)] for gate in (0, 1, 3)]
         self._rows_written = self._written(self.rows)
         #: What i and f are together, where they are.
-        self._whole = np.array(1 + self.doubled, self.gates.dtype) if self.geometry.input_forget else None
-        self._sum = self._sum_of_doubled() if self.doubled else self._sum_of_gates()
-
-    def _sum_of_doubled(self) -> Callable[[np.ndarray], None]:
-        """What makes the next c of the gates, which hold nothing of interest then."""
-        c_g, f_i = self._memory[: 2 * self.geometry.hidden], self.rows[self.geometry.hidden : 3 * self.geometry.hidden]
-        c, f, i, half = self.c, self.gates[1], self.gates[2], np.array(0.5, self.c.dtype)
-        products, sums = f_i.reshape(2, -1), c.reshape(-1)
-        half_sum = np.array((0.5, 0.5), c.dtype).dot if c.size <= _SMALL_SUM else None
-
-        def add_up(_: np.ndarray) -> None:
-            multiply(f_i, c_g, f_i)
-            if half_sum is not None:
-                half_sum(products, sums)
-            else:
-                add(f, i, c)
-                multiply(c, half, c)
-
-        return add_up
-
-    def _sum_of_gates(self) -> Callable[[np.ndarray], None]:
-        """The same where nothing is doubled, and the next c may be elsewhere."""
-        c, (i, f, g, _) = self.c, self.gates
-
-        def add_up(next_c: np.ndarray) -> None:
-            multiply(f, c, f)
-            multiply(i, g, i)
-            add(f, i, next_c)
-
-        return add_up
+        self._whole = np.array(1, self.gates.dtype) if self.geometry.input_forget else None
 
     def advance(self, given: Weights, steps: Iterable[Step], kept: Kept) -> None:
         gates, rows, c, recurrent, peephole = self.gates, self.rows, self.c, given.recurrent, given.peephole
-        activate_early, add_up, completes = self._activate_early, self._sum, self._completes or kept
-        (i, f, o), next_c, whole = self._i_f_o, self.next_c, self._whole
+        activate_early, completes = self._activate_early, self._completes or kept
+        (i, f, g, o), next_c, whole = gates, self.next_c, self._whole
         of_cell, written = self._of_cell, self._rows_written
         for t, projected, factor, _, after in steps:
             recurrent(factor, written)
@@ -404,7 +400,9 @@ class _Lstm(Cell):
             activate_early()
             if whole is not None:
                 subtract(whole, i, f)
-            add_up(next_c)
+            multiply(f, c, f)
+            multiply(i, g, i)
+            add(f, i, next_c)
             if peephole is not None:
                 o += multiply(peephole[2], next_c, i)
                 if completes:
@@ -417,6 +415,51 @@ class _Lstm(Cell):
             else:
                 after[...] = next_c
                 activate(after, of_cell)
+            multiply(after, o, after)
+
+
+class _DoubledLstm(Cell):
+    def prepare(self, of_gates: Sequence[Activation], last: Activation, peephole: bool) -> None:
+        hidden, c = self.geometry.hidden, self.c
+        self._rows_written = self._written(self.rows)
+        self._complete = self._completion_of(slice(4))
+        self._c_g, self._f_i, self._f_i_o = (
+            self._memory[: 2 * hidden],
+            self.rows[hidden : 3 * hidden],
+            self.rows[hidden:],
+        )
+        self._one, self._half = np.array(1, c.dtype), np.array(0.5, c.dtype)
+        #: What i and f are together, where they are.
+        self._whole = np.array(2, c.dtype) if self.geometry.input_forget else None
+        #: Two products, and c: half of their sum.
+        self._products, self._sums = self._f_i.reshape(2, -1), c.reshape(-1)
+        self._half_sum = np.array((0.5, 0.5), c.dtype).dot if c.size <= _SMALL_SUM else self._half_of_large
+
+    def _half_of_large(self, products: np.ndarray, sums: np.ndarray) -> None:
+        add(products[0], products[1], sums)
+        multiply(sums, self._half, sums)
+
+    def advance(self, given: Weights, steps: Iterable[Step], kept: Kept) -> None:
+        rows, written, c, (_, f, i, o) = self.rows, self._rows_written, self.c, self.gates
+        recurrent, completes, whole, one = given.recurrent, self._completes or kept, self._whole, self._one
+        c_g, f_i, f_i_o, half_sum, products, sums = (
+            self._c_g, self._f_i, self._f_i_o, self._half_sum, self._products, self._sums,
+        )  # fmt: skip
+        for t, projected, factor, _, after in steps:
+            recurrent(factor, written)
+            if projected is not None:
+                add(rows, projected, rows)
+            if completes:
+                self._complete(kept, t)
+            tanh(rows, rows)
+            add(f_i_o, one, f_i_o)
+            if whole is not None:
+                subtract(whole, i, f)
+            multiply(f_i, c_g, f_i)
+            half_sum(products, sums)
+            if kept:
+                kept["cells"][t, :, 0] = c.T
+            tanh(c, after)
             multiply(after, o, after)
 
 
@@ -455,7 +498,6 @@ class _Gru(Cell):
                 multiply(r, h, r)
                 if kept:
                     kept["candidate"][t, :, 0] = r.T
-                assert given.candidate is not None
                 given.candidate(r, written_n)
             add(n, projected_n, n)
             if completes:
@@ -467,4 +509,13 @@ class _Gru(Cell):
             add(after, r, after)
 
 
-CELLS: dict[str, type[Cell]] = {"rnn": _Rnn, "lstm": _Lstm, "gru": _Gru}
+_CELLS: dict[str, type[Cell]] = {"rnn": _Rnn, "lstm": _Lstm, "gru": _Gru}
+
+
+def cell_of(
+    geometry: RecurrentGeometry, direction: int, batch: int, dtype: np.dtype, peephole: bool, folded: bool, block: int
+) -> Cell:
+    """The cell of one direction, for `batch` samples; see `Cell`."""
+    doubled = is_doubled(geometry, direction, peephole, folded)
+    kind = _DoubledLstm if doubled else _CELLS[geometry.cell]
+    return kind(geometry, direction, batch, dtype, peephole, folded, block)

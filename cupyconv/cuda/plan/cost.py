@@ -149,7 +149,7 @@ def issue_rate(gpu: GpuModel) -> float:
 
 def seconds_in_rounds(
     blocks: int,
-    operations_per_block: int,
+    operations_per_block: float,
     rate: float,
     gpu: GpuModel,
     *,

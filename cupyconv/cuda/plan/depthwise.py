@@ -11,7 +11,6 @@ from cupyconv.cuda.plan.epilogue import kept_apart
 from cupyconv.cuda.plan.launches import (
     GRID_Y,
     WARP,
-    bytes_of,
     convolution_params,
     epilogue_params,
     grid_and_block,
@@ -65,7 +64,7 @@ def draft_depthwise(problem: ConvProblem) -> Draft | None:
             ("channel_lanes", lanes),
         ),
         purpose=f"convolution{prologue_words(problem.prologue)}, bias, residual, activation",
-        bytes_moved=bytes_of(problem.xs) + problem.weight.nbytes + out.nbytes,
+        bytes_moved=problem.minimal_bytes - out.nbytes * len(after),
         flops=problem.flops,
     )
     launch = cost.priced(launch, cost.core_rate(out.dtype, problem.gpu) * cost.DEPTHWISE, problem.gpu)

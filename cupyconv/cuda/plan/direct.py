@@ -6,7 +6,6 @@ from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.depthwise import draft_depthwise
 from cupyconv.cuda.plan.draft import Draft
 from cupyconv.cuda.plan.launches import (
-    bytes_of,
     convolution_params,
     epilogue_params,
     grid_and_block,
@@ -45,7 +44,7 @@ def _launch(problem: ConvProblem) -> KernelLaunch:
         *grid_and_block(geometry.batch, geometry.pixels, 1, tiles, 128),
         (*convolution_params(problem, out, epilogue), *groups_params(geometry)),
         purpose=f"convolution{prologue_words(prologue)}, bias, residual, activation",
-        bytes_moved=bytes_of(problem.xs) + problem.weight.nbytes + out.nbytes,
+        bytes_moved=problem.minimal_bytes,
         flops=problem.flops,
     )
     return cost.priced(launch, cost.core_rate(out.dtype, problem.gpu) * cost.GENERAL, problem.gpu)

@@ -278,8 +278,9 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
     splits = -(-most_slabs // slabs_per_split)
     out, plane = problem.out, 0
     epilogue = epilogue_params(problem.bias, problem.residual, problem.activation, pre=problem.pre)
+    written = [each for each in (out, problem.residual, problem.pre) if each]  # and read
     if splits > 1:
-        out, plane = sums, prod(sums.shape)
+        out, plane, written = sums, prod(sums.shape), [sums] * splits
         epilogue = epilogue_params(None, None)
         workspace.append(Buffer("sums", splits * sums.nbytes))
 
@@ -307,7 +308,7 @@ def _draft(way: Way, phases: Phases, arithmetic: str, tile: tuple[int, int]) -> 
         ),
         shared_bytes=tiled.shared_bytes,
         purpose=_words(phases) + prologue_words(problem.prologue) + ", bias, residual, activation" * (splits == 1),
-        bytes_moved=bytes_of(problem.xs) + weight.nbytes + splits * out.nbytes,
+        bytes_moved=bytes_of(problem.xs) + weight.nbytes + bytes_of(written),
         flops=_flops(problem, phases),
     )
     steps = [*way.steps, *weight.steps, tiled.priced(launch, slabs_per_split)]

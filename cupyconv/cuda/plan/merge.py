@@ -89,7 +89,7 @@ def draft_merge(problem: ConvProblem) -> Draft | None:
         ),
         shared_bytes=shared_bytes,
         purpose=f"merge{prologue_words(problem.prologue)}, bias, residual, activation",
-        bytes_moved=bytes_of(problem.xs) * tiles + problem.weight.nbytes + out.nbytes,
+        bytes_moved=problem.minimal_bytes - out.nbytes * len(after) + bytes_of(problem.xs) * (tiles - 1),
         flops=problem.flops,
         l2_bytes=bytes_of(problem.xs) * tiles + blocks * problem.weight.nbytes,
     )

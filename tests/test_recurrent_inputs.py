@@ -1,0 +1,132 @@
+"""Inputs of recurrent layers that another thread works out ahead: the numbers, the bits, and what goes wrong in either thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import cupyconv
+from cupyconv.numpy import recurrent_inputs, threads
+from cupyconv.numpy.recurrent_inputs import InputsAhead
+from tests.recurrent_cases import FUNCTIONS, RecurrentCase
+
+
+@pytest.fixture
+def many_small_chunks(monkeypatch) -> Iterator[None]:
+    """As if inputs took long, so that steps of small layers have another thread: of seven chunks, two for each buffer."""
+    monkeypatch.setattr(recurrent_inputs, "WAKE", -1.0)
+    monkeypatch.setattr(recurrent_inputs, "BESIDE_STEPS", 1.0)
+    monkeypatch.setattr(recurrent_inputs, "AHEAD_SECONDS", 0.0)
+    monkeypatch.setattr(recurrent_inputs, "AHEAD_CHUNKS", 3)
+    cupyconv.clear_caches()
+    yield
+    cupyconv.clear_caches()
+
+
+def bits(result: tuple[np.ndarray | None, ...]) -> tuple[bytes, ...]:
+    return tuple(one.tobytes() for one in result if one is not None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("direction", "lengths"), [("forward", None), ("reverse", (7, 0, 3)), ("forward", (5, 1, 0))])
+@pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
+def test_inputs_ahead(many_small_chunks, cell, direction, lengths, dtype, monkeypatch):
+    """The same bits every time, and where no thread comes to help."""
+    case = RecurrentCase(
+        cell=cell, direction=direction, steps=7, batch=3, inputs=5, hidden=4, dtype=dtype, lengths=lengths,
+        optional=("bias_ih", "bias_hh", "h0"),
+    )  # fmt: skip
+    arrays = case.arrays()
+    with cupyconv.options(threads=2):
+        plan = cupyconv.explain(FUNCTIONS[cell], **arrays, lengths=lengths, **case.settings)
+        results = [case.call(arrays) for _ in range(20)]
+        monkeypatch.setattr(threads._pool, "help_with", lambda job, workers: None)
+        results.append(case.call(arrays))
+    step = plan.steps[0]
+    # float16 is copied to be multiplied, chunk after chunk in the same memory.
+    assert (step.ahead, step.threads, step.chunk) == ((3, 1, 1) if dtype == "float32" else (0, 2, 7))
+    assert ("inputs ahead" in str(plan)) == (dtype == "float32")
+    assert len({bits(result) for result in results}) == 1
+    expected = case.expected(arrays)
+    for actual, wanted in zip(results[0], (expected.y, expected.h, expected.c)):
+        if actual is not None:
+            case.assert_close(actual, wanted, expected.largest)
+
+
+def test_inputs_ahead_fit_the_limit():
+    """A limit without room for buffers has no inputs ahead, and the same numbers."""
+    x, weight_ih, weight_hh = (
+        np.random.default_rng(0).standard_normal(shape).astype(np.float32) * np.float32(0.1)
+        for shape in ((100, 8, 512), (1024, 512), (1024, 256))
+    )
+    found = []
+    for limit in (16 << 20, 1 << 17):
+        with cupyconv.options(threads=2, workspace_limit=limit):
+            plan = cupyconv.explain(cupyconv.lstm, x, weight_ih, weight_hh)
+            assert plan.workspace_bytes <= limit and bool(plan.steps[0].ahead) == (limit > 1 << 20)
+            found.append(cupyconv.lstm(x, weight_ih, weight_hh)[0])
+    np.testing.assert_allclose(*found, atol=1e-5)
+
+
+@pytest.mark.parametrize("buffers", [2, 3])
+@pytest.mark.parametrize("slow", ["nobody", "inputs", "steps"])
+def test_each_chunk_is_projected_once_before_its_steps(slow, buffers):
+    """Whoever is slow, in a buffer whose steps are done."""
+    rng = np.random.default_rng(0)
+    projected: list[int] = []
+    advanced: list[int] = []
+
+    def project(number: int) -> None:
+        if slow == "inputs":
+            time.sleep(rng.random() * 1e-3)
+        assert number < len(advanced) + buffers
+        projected.append(number)
+
+    def advance(number: int) -> None:
+        if slow == "steps":
+            time.sleep(rng.random() * 1e-3)
+        assert number in projected and number == len(advanced)
+        advanced.append(number)
+
+    InputsAhead(25, buffers, project).run(lambda: None, advance)
+    assert sorted(projected) == advanced == [*range(25)]
+
+
+@pytest.mark.parametrize("where", ["prepare", "project 0", "project 3", "project 9", "advance 0", "advance 4"])
+def test_errors_end_both_threads(where):
+    """What is raised in either thread is raised, and nobody waits for it."""
+
+    def fail(place: str) -> None:
+        if place == where:
+            raise MemoryError(place)
+
+    for _ in range(20):
+        inputs = InputsAhead(10, 3, lambda number: fail(f"project {number}"))
+        with pytest.raises(MemoryError, match=where):
+            inputs.run(lambda: fail("prepare"), lambda number: fail(f"advance {number}"))
+
+
+def test_the_caller_waits_for_nobody_who_has_not_begun(monkeypatch):
+    """A worker that comes late finds nothing to do."""
+    late = threading.Event()
+    work = InputsAhead._inputs
+
+    def inputs_of_late(self: InputsAhead) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            late.wait(10)
+        work(self)
+
+    monkeypatch.setattr(InputsAhead, "_inputs", inputs_of_late)
+    advanced: list[int] = []
+
+    def advance(number: int) -> None:
+        advanced.append(number)
+        if number == 4:
+            late.set()
+
+    InputsAhead(5, 2, lambda number: None).run(lambda: None, advance)
+    assert advanced == [*range(5)]
