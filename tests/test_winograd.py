@@ -166,6 +166,24 @@ def test_infinities_and_nan_are_where_the_definition_puts_them(case, threads):
     np.testing.assert_allclose(actual[finite], expected[finite], rtol=1e-5, atol=1e-5 * abs(expected[finite]).max())
 
 
+@pytest.mark.parametrize("limit", [None, 300_000])
+@pytest.mark.parametrize(
+    "x, weight", [((2, 9, 13, 16), (11, 9, 3, 3)), ((1, 16, 70), (5, 16, 3)), ((1, 3, 9, 8, 7), (4, 3, 3, 3, 3))]
+)
+def test_sums_of_an_infinite_block_whose_channels_lie_side_by_side(x, weight, limit):
+    """They are written beside the columns, several parts of which they are computed from."""
+    rng = np.random.default_rng(0)
+    x, weight = (rng.integers(-3, 4, shape).astype(np.float32) for shape in (x, weight))
+    x[0, 0][tuple(extent // 2 for extent in x.shape[2:])] = np.inf
+    out = np.empty((len(x), *x.shape[2:], len(weight)), np.float32)
+    out = np.moveaxis(out, -1, 1)
+    with cupyconv.options(workspace_limit=limit):
+        cupyconv.conv(x, weight, padding=1, out=out, method="winograd")
+    plain = cupyconv.conv(x, weight, padding=1, method="gemm")
+    assert np.isfinite(plain).any() and not np.isfinite(plain).all()
+    np.testing.assert_allclose(out, plain, rtol=1e-5, atol=1e-4)
+
+
 def test_infinities_in_a_weight_gradient():
     x, grad = normal(3, 4, 21, 22), normal(3, 5, 21, 22)
     x[1, 3, 5, 0], grad[2, 1, 7, 7] = np.inf, np.nan

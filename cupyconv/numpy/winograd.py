@@ -288,6 +288,8 @@ class Winograd(TiledLoop, ConvLoop):
             place = place.reshape(*place.shape[:4], channels.shape[3], -1, copy=False).transpose(0, 2, 3, 4, 1, 5)
             np.matmul(channels, matrix, place)
         if not np.isfinite(np.einsum("ncdhw->", sums)):  # a third of what `sum` takes
+            if not self.makes_rows:  # they lie where columns are written
+                sums = scratch.array("sums", sums.shape)
             self._sums_of_columns(run, run.weight.matrix, block, sums)
         return sums.swapaxes(0, 1).reshape(block.sums_shape)
 
