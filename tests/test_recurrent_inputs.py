@@ -110,6 +110,49 @@ def test_errors_end_both_threads(where):
             inputs.run(lambda: fail("prepare"), lambda number: fail(f"advance {number}"))
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_interruption_ends_both_threads(number, monkeypatch):
+    """A signal's handler may raise in the caller's thread when that has taken a chunk and has not begun with it."""
+    interrupted, begun, advanced = [0], threading.Event(), [0]
+
+    class Lock:
+        def __init__(self) -> None:
+            self._lock = threading.Lock()
+
+        def __enter__(self) -> None:
+            self._lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self._lock.release()
+            if threading.current_thread() is caller:
+                interrupted[0] += 1
+                if interrupted[0] == number:
+                    raise KeyboardInterrupt
+
+    def advance(_: int) -> None:
+        advanced[0] += 1
+        while interrupted[0] < number:  # two chunks have buffers beside the first
+            time.sleep(1e-4)
+
+    def call() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            inputs.run(begun.set, advance)
+        ended.set()
+
+    def help_with(job: threads._Job, workers: int) -> None:
+        ask(job, workers)
+        assert begun.wait(10), "the worker makes the steps, the caller works out the inputs"
+
+    ended, ask = threading.Event(), threads._pool.help_with
+    monkeypatch.setattr(threads._pool, "help_with", help_with)
+    monkeypatch.setattr(recurrent_inputs, "allocate_lock", Lock)
+    inputs = InputsAhead(20, 3, lambda number: None)
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    assert ended.wait(10), "both wait for each other"
+    assert advanced[0] < 20
+
+
 def test_the_caller_waits_for_nobody_who_has_not_begun(monkeypatch):
     """A worker that comes late finds nothing to do."""
     late = threading.Event()

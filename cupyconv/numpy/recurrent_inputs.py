@@ -69,9 +69,10 @@ class InputsAhead:
     def __init__(self, chunks: int, buffers: int, project: Callable[[int], None]) -> None:
         self._chunks, self._project = chunks, project
         self._next, self._lock = 0, allocate_lock()
-        #: Something for each buffer that nobody needs any more; and of each chunk whether its inputs are there.
+        #: Something for each buffer that nobody needs any more; and for each chunk that the other thread has taken, in order,
+        #: whether its inputs are there.
         self._free: SimpleQueue[None] = SimpleQueue()
-        self._done: list[SimpleQueue[bool]] = [SimpleQueue() for _ in range(chunks)]
+        self._done: SimpleQueue[bool] = SimpleQueue()
         for _ in range(buffers):
             self._free.put(None)
 
@@ -85,14 +86,12 @@ class InputsAhead:
             for number in range(self._chunks):
                 if self._takes(number):
                     self._project(number)
-                elif not self._done[number].get():
+                elif not self._done.get():
                     return  # the other thread raises what went wrong
                 advance(number)
                 self._free.put(None)
         finally:
-            with self._lock:
-                self._next = self._chunks
-            self._free.put(None)
+            self._end()
 
     def _takes(self, number: int) -> bool:
         """Whether nobody has taken this chunk; then all buffers are free, but for one that the other thread may be about to use."""
@@ -105,16 +104,22 @@ class InputsAhead:
 
     def _inputs(self) -> None:
         """Take chunks until none is left."""
-        while True:
-            self._free.get()
-            with self._lock:
-                number = self._next
-                if number == self._chunks:
-                    return
-                self._next += 1
-            done = False
-            try:
+        try:
+            while True:
+                self._free.get()
+                with self._lock:
+                    number = self._next
+                    if number == self._chunks:
+                        return
+                    self._next += 1
                 self._project(number)
-                done = True
-            finally:
-                self._done[number].put(done)
+                self._done.put(True)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Nobody takes chunks any more, or waits: a signal may have ended this thread wherever it was."""
+        with self._lock:
+            self._next = self._chunks
+        self._free.put(None)
+        self._done.put(False)
