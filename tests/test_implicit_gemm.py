@@ -24,6 +24,7 @@ import cupyconv
 from cupyconv.call.explain import checked_call
 from cupyconv.cuda.plan import conv as cuda_planning
 from cupyconv.cuda.plan import implicit_gemm
+from cupyconv.cuda.plan.arithmetic import FIRST_MMA
 from cupyconv.problem.machine import KNOWN_GPUS
 from cupyconv.problem.plan import KernelLaunch
 from tests.variants import all_variants
@@ -78,7 +79,7 @@ def product_of(plan):
 def run_forced(target, arguments, arithmetic, tile, *, moves=False):
     """The result of one variant, and its plan."""
     call = checked_call(cupyconv.conv, **arguments)
-    has_matrices = call.problem.machine.capability >= implicit_gemm.FIRST_MMA[call.problem.out.dtype]
+    has_matrices = call.problem.machine.capability >= FIRST_MMA[call.problem.out.dtype]
     if arithmetic != "FMA" and not has_matrices:
         pytest.skip(f"{call.problem.machine} has no matrix instructions for it")
     plan = forced_plan(call, arithmetic, tile, moves=moves)

@@ -17,6 +17,7 @@ from tolerance import assert_exact
 import cupyconv
 from cupyconv.call.explain import checked_call
 from cupyconv.cuda.plan import implicit_gemm
+from cupyconv.cuda.plan.arithmetic import FIRST_MMA
 from cupyconv.problem.arrays import dtype_from_name
 from cupyconv.problem.plan import MAX_PHASES, KernelLaunch
 from tests.test_implicit_gemm import ALONG_CHANNELS, ALONG_PIXELS, PIXEL_CHUNKS, VARIANTS, tile_of
@@ -94,7 +95,7 @@ def run_forced(target, variant, *arguments, **settings):
         patch.setattr(implicit_gemm, "arithmetics", lambda *_: (arithmetic,))
         patch.setattr(implicit_gemm, "tiles", lambda *_: (tile_of(variant),))
         call = checked_call(cupyconv.conv_transpose, *arguments, method="implicit_gemm", **settings)
-        if arithmetic != "FMA" and call.problem.machine.capability < implicit_gemm.FIRST_MMA[variant["DTYPE"]]:
+        if arithmetic != "FMA" and call.problem.machine.capability < FIRST_MMA[variant["DTYPE"]]:
             pytest.skip(f"{call.problem.machine} has no matrix instructions for it")
         plan = call.plan()
     call.plan = lambda: plan

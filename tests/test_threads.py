@@ -109,12 +109,12 @@ def test_blas_divides_only_what_a_caller_gives_it():
 
 def test_a_recurrent_layer_is_divided_where_steps_are_large_and_samples_many():
     def step(cell_inputs: int, hidden: int, batch: int, **settings: Any) -> Any:
-        x = np.ones((4, batch, cell_inputs), np.float32)
+        x = np.ones((8, batch, cell_inputs), np.float32)
         weights = (np.ones((4 * hidden, columns), np.float32) for columns in (cell_inputs, hidden))
         with threadpool_limits(2, "blas"), cupyconv.options(**settings):
             return cupyconv.explain(cupyconv.lstm, x, *weights).steps[0]
 
-    assert step(256, 256, 16).threads == 2
+    assert step(512, 512, 32).threads == 2
     assert step(64, 64, 16).threads == 1  # steps too short
     few = step(512, 512, 4)  # samples too few: products of two of them take as long as of four
     assert few.threads == 1 and few.holds_blas

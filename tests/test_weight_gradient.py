@@ -58,7 +58,7 @@ def fresh():
 @pytest.mark.parametrize(
     "body, kernel, settings",
     [
-        ("MEC columns", (3, 3), {"padding": 1}),
+        ("MEC columns", (3, 3), {"padding": 1, "method": "gemm"}),
         ("MEC columns", (3, 3), {"stride": 2, "padding": 1}),
         ("columns", (1, 1), {"stride": 2}),
         ("columns", (3, 3), {"groups": 2}),
@@ -172,10 +172,11 @@ def test_long_sums_stay_accurate(target):
 
 def test_least_shared_is_what_decides(fresh, monkeypatch):
     grad, x = integers((1, 2, 9, 9)), integers((1, 2, 9, 9), seed=1)
-    assert explained(grad, x, 3, padding=1).steps[0].name == "columns"
+    window = dict(padding=1, method="gemm")
+    assert explained(grad, x, 3, **window).steps[0].name == "columns"
     monkeypatch.setattr(mec, "LEAST_SHARED", 1)
     monkeypatch.setattr(mec, "MEMORY_BLOCK", 64)
     for way in (GradientColumns, GradientRows):
         monkeypatch.setattr(way, "applies", lambda problem: False)
-    assert explained(grad, x, 3, padding=1).steps[0].name == "MEC columns"
-    assert_exact(cupyconv.conv_grad_weight(grad, x, 3, padding=1), by_definition(grad, x, (3, 3), padding=1), "float32")
+    assert explained(grad, x, 3, **window).steps[0].name == "MEC columns"
+    assert_exact(cupyconv.conv_grad_weight(grad, x, 3, **window), by_definition(grad, x, (3, 3), padding=1), "float32")
