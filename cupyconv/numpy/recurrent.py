@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import NumpyStep
+from cupyconv.numpy.backend import LINE, NumpyStep
 from cupyconv.numpy.recurrent_cells import (
     IN_PLACE,
-    LINE,
     Step,
     Weights,
     block_of_rows,

@@ -26,6 +26,7 @@ import numpy as np
 from numpy import add, multiply, subtract, tanh
 
 from cupyconv.numpy.activations import activate
+from cupyconv.numpy.backend import aligned_bytes
 from cupyconv.numpy.cost import SMALL_PRODUCT
 from cupyconv.problem.activations import Activation
 from cupyconv.problem.recurrence import RecurrentGeometry
@@ -40,8 +41,8 @@ _IN_ONE = 0.6
 _MANY_STEPS = 8
 #: Elements of a weight that takes longer to copy by columns than it saves.
 _FEW_ELEMENTS = 16_000
-#: Rows of a weight that are copied at a time, so that columns are read and written in cache; and bytes of a cache line.
-_ROWS_COPIED, LINE = 64, 64
+#: Rows of a weight that are copied at a time, so that columns are read and written in cache.
+_ROWS_COPIED = 64
 #: Elements of c up to which BLAS takes one thread for half the sum of two, whatever it was told.
 _SMALL_SUM = 4500
 #: A doubled lstm's gates as they lie in memory.
@@ -134,9 +135,7 @@ def copied_for_blas(
 
 def _at_cache_line(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Uninitialised memory that begins at a cache line."""
-    memory = np.empty(prod(shape) + LINE // dtype.itemsize, dtype)
-    begin = -memory.ctypes.data % LINE // dtype.itemsize
-    return memory[begin : begin + prod(shape)].reshape(shape)
+    return np.ndarray(shape, dtype, aligned_bytes(prod(shape) * dtype.itemsize))
 
 
 #: A product with a weight: its other factor, and where the result goes.
