@@ -13,6 +13,7 @@ most random examples; ``--nightly`` runs every combination, every kernel variant
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from grids import grid_parameters
@@ -92,6 +93,22 @@ def nightly(request: pytest.FixtureRequest) -> bool:
 def target(request: pytest.FixtureRequest) -> Target:
     """Each target in turn."""
     return request.param()
+
+
+@pytest.fixture(params=TARGETS[1:])
+def cuda(request: pytest.FixtureRequest) -> Target:
+    """The CUDA backend on the host device, and on a GPU where there is one."""
+    return request.param()
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Plans are made anew, under whatever a test has changed, and forgotten."""
+    from cupyconv.call.operation import forget_calls
+
+    forget_calls()
+    yield
+    forget_calls()
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ import reference
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import share_of_examples
-from targets import TARGETS
 from tolerance import assert_exact, compare, rounded, tolerance
 
 import cupyconv
@@ -45,12 +44,6 @@ VARIANTS = [
     ("float64", "FMA", DENSE, DENSE),
 ]
 every_variant = pytest.mark.parametrize("variant", VARIANTS, ids="-".join)
-
-
-@pytest.fixture(params=TARGETS[1:])
-def cuda(request):
-    """The CUDA backend on the host device, and on a GPU where there is one."""
-    return request.param()
 
 
 def as_dtype(name: str) -> np.dtype:

@@ -7,30 +7,16 @@ import pytest
 import reference
 import reference_gradients
 from strategies import as_dtype, with_layout
-from targets import TARGETS
 from tolerance import assert_close, assert_exact
 
 import cupyconv
-from cupyconv.call.operation import forget_calls
 from cupyconv.cuda.plan import transposed as planning
 from cupyconv.problem.plan import KernelLaunch
 from tests.variants import all_variants
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 VARIANTS = [dict(kernel.macros) for kernel in all_variants() if kernel.name == "depthwise_transposed"]
-
-
-@pytest.fixture(params=TARGETS[1:])
-def cuda(request):
-    """The CUDA backend on the host device, and on a GPU where there is one."""
-    return request.param()
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    """Plans are made anew, and forgotten."""
-    forget_calls()
-    yield
-    forget_calls()
 
 
 def drawn(shape, dtype, seed, integer=True):

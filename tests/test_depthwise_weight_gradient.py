@@ -7,7 +7,6 @@ import pytest
 import reference
 import reference_gradients
 from strategies import as_dtype, with_layout
-from targets import TARGETS
 from tolerance import assert_close, assert_exact
 
 import cupyconv
@@ -17,12 +16,6 @@ from cupyconv.problem.plan import KernelLaunch
 from tests.variants import all_variants
 
 VARIANTS = [dict(kernel.macros) for kernel in all_variants() if kernel.name == "depthwise_weight_gradient"]
-
-
-@pytest.fixture(params=TARGETS[1:])
-def cuda(request):
-    """The CUDA backend on the host device, and on a GPU where there is one."""
-    return request.param()
 
 
 @pytest.fixture(autouse=True)

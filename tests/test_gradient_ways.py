@@ -11,7 +11,6 @@ from peak_memory import peak_bytes
 from tolerance import assert_exact
 
 import cupyconv
-from cupyconv.call.operation import forget_calls
 from cupyconv.numpy import interleaved, transposed, weight_gradient, weight_sums
 from cupyconv.numpy.interleaved import InterleavedLoop
 from cupyconv.numpy.weight_exchanged import ExchangedLoops
@@ -27,14 +26,6 @@ def integers(*shape: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
 
 def refused(*_):
     raise NotApplicable("not in this test")
-
-
-@pytest.fixture
-def fresh():
-    """Plans are made anew, under whatever a test has changed, and forgotten."""
-    forget_calls()
-    yield
-    forget_calls()
 
 
 # --- phases as outputs of one convolution ---------------------------------------------------------------------

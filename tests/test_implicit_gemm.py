@@ -17,7 +17,6 @@ import reference
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import ACTIVATIONS, LAYOUTS, ConvCase, as_dtype, conv_cases
-from targets import TARGETS
 from tolerance import assert_close, assert_exact
 
 import cupyconv
@@ -49,12 +48,6 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
 TILES = {f"{rows} x {columns}": (rows, columns) for rows, columns in implicit_gemm.TILES}
 both_tiles = pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 of_float32 = pytest.mark.parametrize("arithmetic", ["FMA", "TF32", "TF32X3"])
-
-
-@pytest.fixture(params=TARGETS[1:])
-def cuda(request):
-    """The CUDA backend on the host device, and on a GPU where there is one."""
-    return request.param()
 
 
 # ---- one variant, forced -------------------------------------------------------------------------------------

@@ -15,14 +15,14 @@ import reference
 import reference_gradients
 from numpy.lib.stride_tricks import as_strided
 from strategies import as_dtype, with_layout
-from targets import TARGETS
 from tolerance import assert_close, assert_exact
 
 import cupyconv
-from cupyconv.call.operation import forget_calls
 from cupyconv.cuda.plan import implicit_weight_gradient as planning
 from cupyconv.problem.plan import KernelLaunch
 from tests.variants import all_variants
+
+pytestmark = pytest.mark.usefixtures("fresh")
 
 VARIANTS = [dict(kernel.macros) for kernel in all_variants() if kernel.name == "implicit_weight_gradient"]
 
@@ -32,20 +32,6 @@ def name_of(variant):
 
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
-
-
-@pytest.fixture(params=TARGETS[1:])
-def cuda(request):
-    """The CUDA backend on the host device, and on a GPU where there is one."""
-    return request.param()
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    """Plans are made anew, under whatever a test has changed, and forgotten."""
-    forget_calls()
-    yield
-    forget_calls()
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from math import prod
 import numpy as np
 import pytest
 import reference_gradients
-from targets import TARGETS
 from tolerance import assert_exact
 
 import cupyconv
@@ -21,13 +20,6 @@ from cupyconv.cuda.plan.arithmetic import FIRST_MMA
 from cupyconv.problem.arrays import dtype_from_name
 from cupyconv.problem.plan import MAX_PHASES, KernelLaunch
 from tests.test_implicit_gemm import ALONG_CHANNELS, ALONG_PIXELS, PIXEL_CHUNKS, VARIANTS, tile_of
-
-
-@pytest.fixture(params=TARGETS[1:])
-def cuda(request):
-    """The CUDA backend on the host device, and on a GPU where there is one."""
-    return request.param()
-
 
 #: x (a list: its channels are merged), the weight's shape, settings.
 CASES = {

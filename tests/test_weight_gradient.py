@@ -10,7 +10,6 @@ import reference
 from tolerance import assert_close, assert_exact
 
 import cupyconv
-from cupyconv.call.operation import forget_calls
 from cupyconv.cuda.plan import weight_gradient as weight_gradient_cuda
 from cupyconv.numpy import mec
 from cupyconv.numpy.strips import GradientStrips
@@ -42,14 +41,6 @@ def integers(shape, dtype="float32", seed=0):
 def explained(grad, x, kernel, limit=None, **arguments):
     with cupyconv.options(workspace_limit=limit):
         return cupyconv.explain(cupyconv.conv_grad_weight, grad, x, kernel, **arguments)
-
-
-@pytest.fixture
-def fresh():
-    """Plans are made anew, under whatever a test has changed, and forgotten."""
-    forget_calls()
-    yield
-    forget_calls()
 
 
 # --- NumPy ----------------------------------------------------------------------------------------------------
