@@ -12,7 +12,6 @@ import reference
 
 import cupyconv
 from cupyconv.call.operation import forget_calls
-from cupyconv.numpy import lone_product
 from cupyconv.numpy.lone_product import LoneProduct
 from cupyconv.problem.kept import BUDGET, spent
 
@@ -128,7 +127,7 @@ def test_no_more_than_the_limit(runs):
 def test_layers_of_a_chain(runs):
     """Whose images have other axes than the caller's."""
     rng = np.random.default_rng(1)
-    x, first, second = integers(rng, 1, 1, 1), integers(rng, 1, 1, 3), integers(rng, 2, 1, 1)
+    x, first, second = integers(rng, 1, 2, 1), integers(rng, 1, 2, 3), integers(rng, 2, 1, 1)
     with cupyconv.options(threads=1):
         layers = [cupyconv.ConvLayer(first, padding=1), cupyconv.ConvLayer(second)]
         y = cupyconv.conv_chain(x, layers, fuse=False)
@@ -168,52 +167,3 @@ def test_a_tile_is_kept_within_the_budget(size, is_kept, runs):
     np.testing.assert_array_equal(y, reference.conv(x, weight, stride=20, padding=1))
     assert bool(runs) == is_kept
     assert x.nbytes < spent() <= BUDGET
-
-
-@pytest.fixture
-def correlated(runs, monkeypatch):
-    """The lines that were correlated."""
-    seen, correlate = [], np.correlate
-    monkeypatch.setattr(lone_product, "correlate", lambda line, taps: (seen.append(line), correlate(line, taps))[1])
-    return seen
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("taps", [2, 11, 12])
-def test_a_signal_and_a_filter_of_few_taps_are_correlated(correlated, dtype, taps):
-    """Without columns, exactly, in a call that is repeated with other arrays; of more taps there is a product."""
-    rng = np.random.default_rng(taps)
-    for padding, layout in (((0, 0), ""), ((taps - 1, 0), ""), ((3, 1), "stepped"), ((0, 0), "other bytes")):
-        correlated.clear()
-        for _ in range(2):
-            x = reordered(integers(rng, 1, 1, 600, dtype=dtype), layout)
-            weight, bias = integers(rng, 1, 1, taps, dtype=dtype), integers(rng, 1, dtype=dtype)
-            residual = integers(rng, 1, 1, 601 - taps + sum(padding), dtype=dtype)
-            settings = dict(padding=(padding,), activation="relu")
-            actual = cupyconv.conv(x, weight, bias, residual=residual, method="gemm", **settings)
-            assert np.array_equal(actual, reference.conv(x, weight, bias, residual=residual, **settings))
-        assert len(correlated) == (
-            0 if taps > 11 or (taps == 2 and dtype is np.float32) else 2
-        )  # two taps have few columns
-
-
-def test_a_signal_whose_columns_would_not_be_small_is_correlated(correlated):
-    rng = np.random.default_rng(0)
-    x, weight = integers(rng, 1, 1, 9000), integers(rng, 1, 1, 5)
-    assert np.array_equal(cupyconv.conv(x, weight, method="gemm")[0, 0], np.correlate(x[0, 0], weight[0, 0]))
-    assert len(correlated) == 1
-
-
-def test_complex_numbers_and_several_channels_are_not_correlated(runs, monkeypatch):
-    monkeypatch.setattr(lone_product, "correlate", None)
-    rng = np.random.default_rng(0)
-    for shape, outputs, dtype, settings in (
-        ((1, 1, 300), 1, np.complex64, {}), ((1, 2, 300), 1, np.float64, {}), ((1, 1, 300), 2, np.float64, {}),
-        ((2, 1, 300), 1, np.float64, {}), ((1, 1, 300), 1, np.float64, {"stride": 2}), ((1, 1, 300), 1, np.float64, {"dilation": 3}),
-        ((1, 1, 3, 100), 1, np.float64, {}),
-    ):  # fmt: skip
-        x = integers(rng, *shape, dtype=dtype)
-        weight = integers(rng, outputs, shape[1], *[1] * (len(shape) - 3), 5, dtype=dtype)
-        assert np.array_equal(
-            cupyconv.conv(x, weight, method="gemm", **settings), reference.conv(x, weight, **settings)
-        )

@@ -20,6 +20,7 @@ from cupyconv.numpy.convolution import CACHE_BLOCK, LONE_PIXELS, MEMORY_BLOCK, C
 from cupyconv.numpy.direct import TapByTap
 from cupyconv.numpy.gemm import WAYS as COLUMNS_WAYS
 from cupyconv.numpy.mec import MecLoop, mec_columns
+from cupyconv.numpy.toeplitz_line import ToeplitzLine
 from cupyconv.numpy.toeplitz_rows import ToeplitzRows
 from cupyconv.numpy.toeplitz_runs import ToeplitzRuns
 from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape
@@ -260,6 +261,6 @@ class ScaledTaps(ScaledLoop, MecLoop):
 DEPTHWISE = {
     "winograd": WINOGRAD,
     "fft": FFT,
-    "gemm": Method((ToeplitzRows, ToeplitzRuns, *COLUMNS_WAYS)),
+    "gemm": Method((ToeplitzLine, ToeplitzRows, ToeplitzRuns, *COLUMNS_WAYS)),
     "direct": Method((ScaledPixels, ScaledRuns, ScaledTaps, TapByTap)),
 }

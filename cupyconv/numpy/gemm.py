@@ -32,7 +32,7 @@ from cupyconv.numpy.convolution import (
 )
 from cupyconv.numpy.mec import COLUMNS_BLOCK, MecRows, in_runs
 from cupyconv.numpy.windows import Block, parts_of, tile_shape
-from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
+from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
 if TYPE_CHECKING:
@@ -48,8 +48,6 @@ FARTHER = 2.0
 LONG_PRODUCT = 256
 #: Bytes of columns up to which one product alone is bound by what is set up for it.
 SMALL = 128 << 10
-#: Taps for which NumPy's `correlate` has a loop of its own.
-CORRELATED_TAPS = 11
 #: Bytes that a small product may keep from call to call: with more, what runs it would be too large to be kept.
 KEPT_MEMORY = 2 << 20
 
@@ -99,17 +97,13 @@ class Product(ConvLoop):
 
     def lone_product(self, is_view: bool) -> LoneProduct | None:
         pixels = prod(self.block) * self.x_dtype.itemsize
-        if pixels > SMALL:
-            return None
-        is_small = pixels * self.problem.geometry.reduction <= SMALL
-        correlates = not is_view and may_correlate(self.problem)
-        if not (is_small or correlates):
+        if pixels * max(1, self.problem.geometry.reduction) > SMALL:
             return None
         from cupyconv.numpy.lone_product import LoneProduct, is_lone  # imported for those that are small
 
         if not is_lone(self):
             return None
-        lone = LoneProduct(self, is_view, correlates, is_small)
+        lone = LoneProduct(self, is_view)
         return lone if lone.nbytes <= KEPT_MEMORY else None  # far strides, many outputs
 
     @cached_property
@@ -262,15 +256,6 @@ class Columns(Product):
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         return product(run, run.weight, run.images.matrix(block), block)
-
-
-def may_correlate(problem: ConvProblem) -> bool:
-    """Whether it is a signal and a filter of real numbers, with few taps side by side."""
-    geometry = problem.geometry
-    is_lone = geometry.batch == geometry.in_channels == geometry.out_channels == 1 and not is_complex(problem.dtype)
-    is_line = geometry.out_size[:2] == geometry.kernel[:2] == (1, 1)
-    is_dense = geometry.stride == geometry.dilation == (1, 1, 1)
-    return is_lone and is_line and is_dense and geometry.kernel[2] <= CORRELATED_TAPS
 
 
 def is_undivided(problem: ConvProblem) -> bool:

@@ -17,7 +17,7 @@ copied in a third of the time of short ones.  Nobody reads the sums between rows
     2 x 4 of them               . . . . . .     columns of tap (1, 2)    from 8 on     . . . . . . . . . .
                                 . . . . . .     sums                                   y y y y - - y y y y
 
-A signal and one filter of few taps need no columns: NumPy's `correlate` has a loop for them.
+A signal and one filter need no columns: `toeplitz_line`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy import add, correlate
+from numpy import add
 from numpy.lib.stride_tricks import as_strided
 
 from cupyconv.numpy import cost
@@ -60,18 +60,15 @@ def is_lone(loop: Product) -> bool:
 class _Memory(NamedTuple):
     """What one call at a time writes."""
 
-    columns_of: Callable[[np.ndarray], np.ndarray]  # or the line that is correlated
+    columns_of: Callable[[np.ndarray], np.ndarray]
     sums: np.ndarray | None  # where they are not the result
     pixels: np.ndarray | None  # of the sums, in an image of five axes
 
 
 class LoneProduct:
-    """What runs such a loop; `is_view` says that the image is columns as it lies.
+    """What runs such a loop; `is_view` says that the image is columns as it lies."""
 
-    Where it `may_correlate`, it does so if that takes less, or if its columns are not small.
-    """
-
-    def __init__(self, loop: Product, is_view: bool, may_correlate: bool, is_small: bool) -> None:
+    def __init__(self, loop: Product, is_view: bool) -> None:
         problem, geometry = loop.problem, loop.geometry
         self._problem, self._geometry, self._dtype, self._is_view = problem, geometry, loop.sums_dtype, is_view
         self._activate, self._x = loop.activate, problem.xs[0].name
@@ -96,12 +93,6 @@ class LoneProduct:
             if seconds < self.work:
                 self.work, self._length, self._steps = seconds, run, steps
                 self._windows = (*tile.windows_shape[:4], run), (*strides[:4], self._dtype.itemsize)
-        #: Whether it needs no columns.
-        self.correlates = False
-        if may_correlate:
-            seconds = self._tile_seconds + cost.correlated(self._length, problem)
-            if seconds < self.work or not is_small:
-                self.work, self.correlates = seconds, True
         self._weight_shape = geometry.out_channels, geometry.reduction
         self._columns_shape = geometry.reduction, self._length
         self._sums_shape = geometry.out_channels, self._length
@@ -127,8 +118,7 @@ class LoneProduct:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the tile, columns and sums."""
-        columns = 0 if self.correlates else prod(self._columns_shape)
-        elements = 0 if self._is_view else prod(self._tile.shape) + columns
+        elements = 0 if self._is_view else prod(self._tile.shape) + prod(self._columns_shape)
         return (elements + (not self._in_place) * prod(self._sums_shape)) * self._dtype.itemsize
 
     def run(self, arrays: Mapping[str, Any]) -> None:
@@ -146,10 +136,8 @@ class LoneProduct:
         columns_of, sums, pixels = memory
         if sums is None:
             sums = out.reshape(self._sums_shape)
-        if self.correlates:
-            sums[0] = correlate(columns_of(arrays[self._x]), arrays["weight"].reshape(-1))
-        else:  # the method of an array takes half the time of `np.matmul`
-            arrays["weight"].reshape(self._weight_shape).dot(columns_of(arrays[self._x]), sums)
+        # The method of an array takes half the time of `np.matmul`.
+        arrays["weight"].reshape(self._weight_shape).dot(columns_of(arrays[self._x]), sums)
         if "bias" in arrays:
             add(sums, arrays["bias"][:, None], sums)
         if pixels is not None:
@@ -184,8 +172,6 @@ class LoneProduct:
             def of_image(x: np.ndarray) -> np.ndarray:
                 if x.dtype != dtype or not x.flags.c_contiguous:  # the other byte order; strides between elements
                     x = np.ascontiguousarray(x, dtype)
-                if self.correlates:
-                    return x.reshape(-1)
                 columns = np.empty(windows_shape, dtype)
                 columns[...] = np.ndarray(windows_shape, dtype, x, begin, strides)
                 return columns.reshape(shape)
@@ -204,8 +190,6 @@ class LoneProduct:
         def of_tile(x: np.ndarray) -> np.ndarray:
             for inside, elements in parts:
                 inside[...] = five_axes(x)[elements]
-            if self.correlates:
-                return tile.reshape(-1)
             columns = np.empty(windows_shape, dtype)
             columns[...] = windows
             return columns.reshape(shape)

@@ -1,0 +1,174 @@
+"""A signal and one filter, whose windows are read where they lie: exactly the oracle's results, edges and infinities included."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+
+import cupyconv
+from cupyconv.call.operation import forget_calls
+from cupyconv.numpy.toeplitz_line import LineRun
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """For each line that ran the sets of windows that were multiplied."""
+    seen: list[int] = []
+    run = LineRun.run
+
+    def counted(self: LineRun, arrays: Any) -> None:
+        seen.append(sum(len(part.products) for part in self._parts))
+        run(self, arrays)
+
+    monkeypatch.setattr(LineRun, "run", counted)
+    forget_calls()
+    yield seen
+    forget_calls()
+
+
+def integers(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return rng.integers(-4, 5, shape).astype(dtype)
+
+
+def exactly(x: np.ndarray, weight: np.ndarray, **how: Any) -> np.ndarray:
+    """The result, by NumPy's loop for float64, which is exact of small integers and has what is not finite where it belongs."""
+    ((before, after),) = how.get("padding", ((0, 0),))
+    line = np.pad(x[0, 0].astype(np.float64), (before, after))
+    return np.correlate(line, weight[0, 0].astype(np.float64))[None, None].astype(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("taps", [2, 5, 11, 12, 31, 70])
+def test_lines_of_all_lengths_and_paddings(taps, dtype, lines):
+    """With all epilogues, in calls that are repeated with other arrays."""
+    rng = np.random.default_rng(taps)
+    for size in (1, 40, 333, 1000, 20_003):
+        for padding in ((0, 0), (taps - 1, 0), (3, 1), (taps + 5, taps + 2)):
+            outputs = size + sum(padding) - taps + 1
+            if outputs < 1:
+                continue
+            for _ in range(2):
+                x, weight = integers(rng, 1, 1, size, dtype=dtype), integers(rng, 1, 1, taps, dtype=dtype)
+                bias, residual = integers(rng, 1, dtype=dtype), integers(rng, 1, 1, outputs, dtype=dtype)
+                plain = exactly(x, weight, padding=(padding,))
+                np.testing.assert_array_equal(cupyconv.conv(x, weight, padding=(padding,)), plain)
+                how = dict(padding=(padding,), activation="relu", residual=residual)
+                expected = np.maximum(plain + bias + residual, 0)
+                np.testing.assert_array_equal(cupyconv.conv(x, weight, bias, **how), expected)
+                cupyconv.conv(x, weight, bias, out=residual, **how)
+                np.testing.assert_array_equal(residual, expected)
+    assert max(lines) >= 2 and min(lines) == 0
+
+
+def test_the_oracle_agrees(lines):
+    rng = np.random.default_rng(3)
+    x, weight = integers(rng, 1, 1, 900), integers(rng, 1, 1, 31)
+    expected = reference.conv(x, weight, padding=((4, 9),))
+    np.testing.assert_array_equal(exactly(x, weight, padding=((4, 9),)), expected)
+    np.testing.assert_array_equal(cupyconv.conv(x, weight, padding=((4, 9),)), expected)
+    assert lines and lines[0]
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("place", [0, 17, 1500, 2990, 2999])
+def test_what_is_not_finite_is_where_the_definition_has_it(value, place, lines):
+    """Zeros of the matrix are multiplied with it too."""
+    rng = np.random.default_rng(4)
+    x, weight = integers(rng, 1, 1, 3000), integers(rng, 1, 1, 9)
+    x[0, 0, place] = value
+    for padding in ((0, 0), (4, 4)):
+        np.testing.assert_array_equal(
+            cupyconv.conv(x, weight, padding=(padding,)), exactly(x, weight, padding=(padding,))
+        )
+    x[0, 0, place], weight[0, 0, 3] = 1, value
+    np.testing.assert_array_equal(cupyconv.conv(x, weight), exactly(x, weight))
+    assert len(lines) == 3 and all(lines)
+
+
+def test_a_line_in_parts_on_several_threads(lines):
+    """Exactly, and with the same bits in each call."""
+    rng = np.random.default_rng(5)
+    x, weight = integers(rng, 1, 1, 1_000_000), integers(rng, 1, 1, 101)
+    x[0, 0, 20_000] = np.inf
+    drawn, taps = rng.standard_normal(x.shape, np.float32), rng.standard_normal(weight.shape, np.float32)
+    for threads in (1, 2, 3):
+        with cupyconv.options(threads=threads, allow_fft=False):
+            plan = cupyconv.explain(cupyconv.conv, x, weight, padding=((50, 50),), activation="relu")
+            assert f"on {threads} thread(s)" in str(plan)
+            np.testing.assert_array_equal(
+                cupyconv.conv(x, weight, padding=((50, 50),), activation="relu"),
+                np.maximum(exactly(x, weight, padding=((50, 50),)), 0),
+            )
+            assert len({cupyconv.conv(drawn, taps).tobytes() for _ in range(5)}) == 1
+    assert len(lines) == 18 and all(count >= 8 for count in lines)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_lines_that_do_not_lie_as_elements_do(dtype, lines):
+    rng = np.random.default_rng(6)
+    weight = integers(rng, 1, 1, 7, dtype=dtype)
+    x = integers(rng, 1, 1, 3000, dtype=dtype)
+    expected = exactly(x, weight)
+    swapped = x.astype(x.dtype.newbyteorder())
+    unaligned = np.ndarray(x.shape, dtype, bytearray(x.nbytes + 1), 1)
+    unaligned[...] = x
+    for given in (swapped, unaligned, np.repeat(x, 2, axis=-1)[..., ::2]):
+        np.testing.assert_array_equal(cupyconv.conv(given, weight), expected)
+    x.flags.writeable = False
+    np.testing.assert_array_equal(cupyconv.conv(x, weight.astype(weight.dtype.newbyteorder())), expected)
+    for out in (
+        np.ndarray(expected.shape, dtype, bytearray(expected.nbytes + 1), 1),
+        np.empty((1, 1, 2 * expected.size), dtype)[..., ::2],
+    ):
+        cupyconv.conv(x, weight, out=out)
+        np.testing.assert_array_equal(out, expected)
+    assert lines
+
+
+def test_calls_at_the_same_time(lines):
+    """Each has a matrix of its own."""
+    rng = np.random.default_rng(0)
+    x, weights = integers(rng, 1, 1, 5000), [integers(rng, 1, 1, 9) for _ in range(8)]
+    expected = [exactly(x, weight) for weight in weights]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(50):
+                for y, right in zip(pool.map(lambda weight: cupyconv.conv(x, weight), weights), expected):
+                    np.testing.assert_array_equal(y, right)
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(lines) == 400 and all(lines)
+
+
+def test_no_more_than_the_limit(lines):
+    rng = np.random.default_rng(7)
+    x, weight = integers(rng, 1, 1, 20_000), integers(rng, 1, 1, 9)
+    for limit in (1 << 20, 100_000, 30_000):
+        with cupyconv.options(workspace_limit=limit):
+            assert cupyconv.explain(cupyconv.conv, x, weight, padding=((4, 4),)).workspace_bytes <= limit
+            np.testing.assert_array_equal(
+                cupyconv.conv(x, weight, padding=((4, 4),)), exactly(x, weight, padding=((4, 4),))
+            )
+    assert lines
+
+
+def test_complex_numbers_and_several_channels_go_other_ways(lines):
+    rng = np.random.default_rng(0)
+    for shape, outputs, dtype, settings in (
+        ((1, 1, 300), 1, np.complex64, {}), ((1, 2, 300), 1, np.float64, {}), ((1, 1, 300), 2, np.float64, {}),
+        ((2, 1, 300), 1, np.float64, {}), ((1, 1, 300), 1, np.float64, {"stride": 2}), ((1, 1, 300), 1, np.float64, {"dilation": 3}),
+        ((1, 1, 3, 100), 1, np.float64, {}), ((1, 1, 300), 1, np.float64, {"padding": 2, "padding_mode": "reflect"}),
+    ):  # fmt: skip
+        x = integers(rng, *shape, dtype=dtype)
+        weight = integers(rng, outputs, shape[1], *[1] * (len(shape) - 3), 5, dtype=dtype)
+        assert np.array_equal(
+            cupyconv.conv(x, weight, method="gemm", **settings), reference.conv(x, weight, **settings)
+        )
+    assert not lines
