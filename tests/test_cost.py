@@ -54,6 +54,9 @@ CLEAR = [
     ("gemm", 3.8, convolution((1, 3, 224, 224), (64, 3, 11, 11), stride=4, padding=2)),
     ("winograd", 1.4, convolution((2, 32, 8, 28, 28), (32, 32, 1, 3, 3), padding=(0, 1, 1))),
     ("gemm", 1.8, convolution((2, 128, 28, 28), (128, 8, 3, 3), padding=1, groups=16)),
+    # Groups of few channels: Winograd's products fill no vector.
+    ("gemm", 1.6, convolution((8, 128, 56, 56), (128, 4, 3, 3), padding=1, groups=32)),
+    ("gemm", 1.9, convolution((1, 16, 16, 32, 32), (16, 1, 3, 3, 3), padding=1, groups=16)),
     ("gemm", 2.2, convolution((1, 24, 33, 35), (40, 24, 3, 3), "complex64", padding=1)),
     ("fft", 15.0, convolution((1, 3, 256, 256), (3, 3, 31, 31), padding=15)),
     ("fft", 12.0, convolution((1, 2, 65536), (2, 2, 1024), padding=512)),

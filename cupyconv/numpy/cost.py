@@ -341,6 +341,8 @@ def exchanged(elements: float) -> float:
 TRANSFORM, SHORT_ROW = 150e-12, 32
 #: Seconds of an element of a kernel that is transformed, for each product; and before, of each tap.
 TRANSFORM_WEIGHT, ARRANGE = 550e-12, 0.9e-9
+#: Seconds more of a row of a group's product whose outputs are fewer than a vector has.
+ROW_OF_GROUP = 3e-9
 
 
 def winograd_calls(geometry: ConvGeometry) -> int:
@@ -352,6 +354,15 @@ def transformed(elements: float, channels: int, axes: int) -> float:
     """Elements of tiles, of so many channels, and back; before the last of the axes there are two thirds as many."""
     written = elements * sum((2 / 3) ** i for i in range(axes))
     return written * (1 + SHORT_ROW / max(1, channels)) * TRANSFORM
+
+
+def products_of_tiles(tiles: int, geometry: ConvGeometry, problem: ProductsProblem) -> float:
+    """The products of so many tiles, of all groups, at one point of them."""
+    channels, outputs = geometry.group_channels, geometry.group_outputs
+    own = product(tiles, channels, outputs, problem)
+    if geometry.groups > 1 and outputs < VECTOR_ELEMENTS:
+        own += tiles * ROW_OF_GROUP
+    return geometry.groups * own
 
 
 def transformed_weight(kernels: int, products: int, taps: int) -> float:
