@@ -88,6 +88,19 @@ def test_the_choice_where_the_best_is_clear(best, factor, call):
     assert plan.method == best, f"{best} takes 1/{factor} of the time\n{plan}"
 
 
+@pytest.mark.parametrize(
+    ("channels", "size", "samples", "dtype"),
+    [(256, 14, 8, "float32"), (384, 14, 4, "float32"), (192, 14, 4, "float32")],
+)
+def test_a_large_weight_is_not_read_anew_for_each_row(channels, size, samples, dtype):
+    """Rows of MEC columns, with a turned weight larger than the cache, took 1.7 to 2.8 times as long as columns."""
+    x = zeros(samples, channels, size, size, dtype=dtype)
+    weight = zeros(channels, channels, 3, 3, dtype=dtype)
+    with cupyconv.options(threads=2, allow_winograd=False):
+        plan = cupyconv.explain(conv, x, weight, padding=1)
+    assert [step.name for step in plan.steps] == ["columns"]
+
+
 def test_explain_prints_what_each_method_takes():
     x, weight = zeros(8, 64, 56, 56), zeros(64, 64, 3, 3)
     plan = cupyconv.explain(conv, x, weight, padding=1)
