@@ -74,7 +74,7 @@ constexpr int MIN_BLOCKS = THREADS == 256 ? 1 : 2;  // its 64 KiB of shared memo
 constexpr int MOST_BLOCKS = THREADS == 256 ? 2 : 4;
 constexpr int PROLOGUE_BLOCKS = ARITHMETIC == TF32X3 || sizeof(DTYPE) == 8 ? 2 : 3;
 // Doubles' few units are busy with three blocks; for a fourth registers were spilled.
-constexpr bool FEW_UNITS = sizeof(DTYPE) == 8 && ARITHMETIC == FMA && GATHER == PIXEL_CHUNKS;
+constexpr bool FEW_UNITS = sizeof(DTYPE) == 8 && ARITHMETIC == FMA;
 constexpr int MIN_BLOCKS = WIDE                    ? MOST_BLOCKS / 2
                            : PROLOGUE              ? PROLOGUE_BLOCKS
                            : ARITHMETIC == TF32X3 ? (THREADS == 256 ? 1 : sizeof(DTYPE) == 8 ? 2 : 3)

@@ -8,7 +8,8 @@ As a command, for a list of typical calls, or only for those that launch the ker
     python -m tests.machine_code --write                             # the same into machine_code.json
 
 A launch's line says what it takes of a multiprocessor, how many operations it does for a byte that its tiles ask the L2
-cache for, and counts its instructions.  Below it stands a line for every loop, indented by how deep it lies, with those of the loops inside.  Loops come from the control flow: a branch to a
+cache for, and counts its instructions.  A "-" stands where a launch has no tiles of its own: threads of "direct", depthwise,
+pooling, im2col and col2im kernels read single windows, which meet in the L1 cache as blocks happen to run beside each other.  Below it stands a line for every loop, indented by how deep it lies, with those of the loops inside.  Loops come from the control flow: a branch to a
 block that every way to the branch has passed.  Counts are of the code as it lies there: which of two branches runs,
 and how often, it does not say, and a function that is called counts once, with the whole.
 

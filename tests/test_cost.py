@@ -54,6 +54,9 @@ CLEAR = [
     ("gemm", 3.8, convolution((1, 3, 224, 224), (64, 3, 11, 11), stride=4, padding=2)),
     ("winograd", 1.4, convolution((2, 32, 8, 28, 28), (32, 32, 1, 3, 3), padding=(0, 1, 1))),
     ("gemm", 1.8, convolution((2, 128, 28, 28), (128, 8, 3, 3), padding=1, groups=16)),
+    # Groups of few channels: Winograd's products fill no vector.
+    ("gemm", 1.6, convolution((8, 128, 56, 56), (128, 4, 3, 3), padding=1, groups=32)),
+    ("gemm", 1.9, convolution((1, 16, 16, 32, 32), (16, 1, 3, 3, 3), padding=1, groups=16)),
     ("gemm", 2.2, convolution((1, 24, 33, 35), (40, 24, 3, 3), "complex64", padding=1)),
     ("fft", 15.0, convolution((1, 3, 256, 256), (3, 3, 31, 31), padding=15)),
     ("fft", 12.0, convolution((1, 2, 65536), (2, 2, 1024), padding=512)),
@@ -83,6 +86,19 @@ def test_the_choice_where_the_best_is_clear(best, factor, call):
     with cupyconv.options(threads=2, workspace_limit=limit):
         plan = cupyconv.explain(function, *arrays, **window)
     assert plan.method == best, f"{best} takes 1/{factor} of the time\n{plan}"
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "samples", "dtype"),
+    [(256, 14, 8, "float32"), (384, 14, 4, "float32"), (192, 14, 4, "float32")],
+)
+def test_a_large_weight_is_not_read_anew_for_each_row(channels, size, samples, dtype):
+    """Rows of MEC columns, with a turned weight larger than the cache, took 1.7 to 2.8 times as long as columns."""
+    x = zeros(samples, channels, size, size, dtype=dtype)
+    weight = zeros(channels, channels, 3, 3, dtype=dtype)
+    with cupyconv.options(threads=2, allow_winograd=False):
+        plan = cupyconv.explain(conv, x, weight, padding=1)
+    assert [step.name for step in plan.steps] == ["columns"]
 
 
 def test_explain_prints_what_each_method_takes():

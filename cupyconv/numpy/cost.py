@@ -77,8 +77,11 @@ STEPS = {
 TURNED_STEPS = {
     4: ((6, 4.5e-9), (2, 2.4e-9), (1, 2.3e-9)),
     2: ((8, 3.05e-9), (4, 1.75e-9), (2, 1.5e-9), (1, 1.4e-9)),
-    1: ((8, 1.62e-9), (4, 1.56e-9), (2, 1.4e-9), (1, 1.15e-9)),
+    1: ((8, 2.1e-9), (4, 1.75e-9), (2, 1.4e-9), (1, 1.15e-9)),
 }
+#: Bytes of a turned weight from which it no longer stays in cache: each step along the sum then waits for a line of its own, and
+#: products take twice as long.  Rows that lie side by side are fetched ahead, as large as they may be.
+TURNED_LEAVES = 1 << 20
 #: Elements of float32 in a vector; seconds to begin such a product, and to read one of its columns, once for each part of rows.
 VECTOR_ELEMENTS, BEGIN, READ = 16, 60e-9, 25e-12
 #: As many vectors as columns take that fill none.
@@ -341,6 +344,8 @@ def exchanged(elements: float) -> float:
 TRANSFORM, SHORT_ROW = 150e-12, 32
 #: Seconds of an element of a kernel that is transformed, for each product; and before, of each tap.
 TRANSFORM_WEIGHT, ARRANGE = 550e-12, 0.9e-9
+#: Seconds more of a row of a group's product whose outputs are fewer than a vector has.
+ROW_OF_GROUP = 3e-9
 
 
 def winograd_calls(geometry: ConvGeometry) -> int:
@@ -352,6 +357,15 @@ def transformed(elements: float, channels: int, axes: int) -> float:
     """Elements of tiles, of so many channels, and back; before the last of the axes there are two thirds as many."""
     written = elements * sum((2 / 3) ** i for i in range(axes))
     return written * (1 + SHORT_ROW / max(1, channels)) * TRANSFORM
+
+
+def products_of_tiles(tiles: int, geometry: ConvGeometry, problem: ProductsProblem) -> float:
+    """The products of so many tiles, of all groups, at one point of them."""
+    channels, outputs = geometry.group_channels, geometry.group_outputs
+    own = product(tiles, channels, outputs, problem)
+    if geometry.groups > 1 and outputs < VECTOR_ELEMENTS:
+        own += tiles * ROW_OF_GROUP
+    return geometry.groups * own
 
 
 def transformed_weight(kernels: int, products: int, taps: int) -> float:

@@ -290,9 +290,11 @@ class MecRows(ConvLoop):
         if not problem.weight_is_constant:
             as_it_is = cost.copied(elements, run, problem.weight_dtype)
             turned = cost.copied(elements, elements, problem.weight_dtype, apart=True)
+        nbytes = geometry.group_outputs * geometry.reduction * self.factor_dtype.itemsize
         ways = [
             Arrangement(self._row_of(self.block, is_turned), seconds, is_turned)
             for is_turned, seconds in ((False, as_it_is), (True, turned))
+            if not is_turned or nbytes < cost.TURNED_LEAVES
         ]
         return min(ways, key=lambda way: self._rows * way.row.seconds + way.seconds)
 

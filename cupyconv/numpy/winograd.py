@@ -214,8 +214,7 @@ class Winograd(TiledLoop, ConvLoop):
     @property
     def work(self) -> float:
         geometry, problem = self.geometry, self.problem
-        sizes = self.block_tiles, geometry.group_channels, geometry.group_outputs
-        products = self.blocks * products_of(geometry) * geometry.groups * cost.product(*sizes, problem)
+        products = self.blocks * products_of(geometry) * cost.products_of_tiles(self.block_tiles, geometry, problem)
         times = (not problem.weight_is_constant) if keeps_weight(geometry) else self.blocks
         weights = times * cost.transformed_weight(kernels_of(geometry), products_of(geometry), geometry.taps)
         return products + weights + self.transforms_work + self.store_work

@@ -212,13 +212,16 @@ def _draft(
         bytes_moved=bytes_of(first.xs) + first.weight.nbytes + second.minimal_bytes - first.out.nbytes,
         flops=first.flops * blocks * middle_pixels // (first.geometry.batch * first.geometry.pixels) + second.flops,
     )
+    # Each block's weights once, and for every tile x's; a tile of y is written by one of them.
+    weights = launch.blocks * first.weight.nbytes + launch.grid[0] * second.weight.nbytes
+    launch = replace(launch, l2_bytes=weights + blocks * columns * x_pixels * first.geometry.in_channels * itemsize)
     shapes = tile, middle_tile, x_tile
     seconds = _seconds(first, second, launch, shapes, arithmetic, alone=resident == 1)
     launch = replace(launch, arithmetic_seconds=seconds)
     again = blocks * middle_pixels * columns / (first.geometry.batch * first.geometry.pixels)
     words = (
         f"tiles of {_shape(tile)}, of {_shape(middle_tile)} between the layers: the first is computed {again:.2f} times,"
-        f" {2 * first.out.nbytes:,} bytes less are moved; {shared:,} bytes of shared memory and {registers(kernel)} registers"
+        f" {2 * first.out.nbytes:,} bytes less are moved; {shared:,} bytes of shared memory and {registers(kernel, gpu)} registers"
         f" per thread leave room for {resident} block{'s' * (resident > 1)} of {THREADS} threads on a multiprocessor"
     )
     return Draft("fused", (launch,), reason=words)

@@ -17,26 +17,32 @@ RESERVED_SHARED = 1 << 10
 #: Threads that keep a multiprocessor busy: two warps for each of its four schedulers, so that one's waits are the other's work.
 BUSY_THREADS = 256
 
-#: First and second layer of conv_pair.cu -> registers per thread by arithmetic and bytes of an element, the most on any
-#: architecture, in whole pieces: a header's change that takes one more changes no occupancy.
+#: First and second layer of conv_pair.cu -> registers per thread by arithmetic and bytes of an element, in whole pieces: the
+#: most that NVRTC 12.9 and 13 took on architectures up to sm_90, and on later ones, whose assembler gives them more.
 CONV_PAIR_REGISTERS = {
-    ("DENSE", "DENSE"): {"MMA 2": 128, "TF32 4": 128, "TF32X3 4": 120, "FMA 4": 128, "FMA 8": 120},
-    ("DENSE", "DEPTHWISE"): {"MMA 2": 128, "TF32 4": 80, "TF32X3 4": 120, "FMA 4": 112, "FMA 8": 120},
-    ("DEPTHWISE", "DENSE"): {"MMA 2": 80, "TF32 4": 80, "TF32X3 4": 120, "FMA 4": 80, "FMA 8": 112},
-    ("DEPTHWISE", "DEPTHWISE"): {"MMA 2": 64, "FMA 4": 64, "FMA 8": 80},
-}
+    ("DENSE", "DENSE"): {
+        "MMA 2": (120, 128), "TF32 4": (120, 128), "TF32X3 4": (104, 112), "FMA 4": (128, 128), "FMA 8": (120, 120)
+    },
+    ("DENSE", "DEPTHWISE"): {
+        "MMA 2": (120, 128), "TF32 4": (80, 88), "TF32X3 4": (112, 104), "FMA 4": (96, 104), "FMA 8": (104, 112)
+    },
+    ("DEPTHWISE", "DENSE"): {
+        "MMA 2": (80, 80), "TF32 4": (80, 80), "TF32X3 4": (104, 128), "FMA 4": (80, 80), "FMA 8": (96, 112)
+    },
+    ("DEPTHWISE", "DEPTHWISE"): {"MMA 2": (64, 64), "FMA 4": (64, 64), "FMA 8": (64, 72)},
+}  # fmt: skip
 
 
-def registers(kernel: Kernel) -> int:
+def registers(kernel: Kernel, gpu: GpuModel) -> int:
     """Registers per thread of a variant of conv_pair.cu, in whole pieces of 8."""
     macros = dict(kernel.macros)
     of_layers = CONV_PAIR_REGISTERS[macros["FIRST"], macros["SECOND"]]
-    return of_layers[f"{macros['ARITHMETIC']} {ITEMSIZE[macros['DTYPE']]}"]
+    return of_layers[f"{macros['ARITHMETIC']} {ITEMSIZE[macros['DTYPE']]}"][gpu.capability >= 100]
 
 
 def resident_blocks(kernel: Kernel, threads: int, shared_bytes: int, gpu: GpuModel) -> int:
     """Blocks of a variant of conv_pair.cu that share a multiprocessor; 0 where not even one has room."""
-    return blocks_that_fit(registers(kernel), threads, shared_bytes, gpu)
+    return blocks_that_fit(registers(kernel, gpu), threads, shared_bytes, gpu)
 
 
 def blocks_that_fit(registers: int, threads: int, shared_bytes: int, gpu: GpuModel) -> int:
