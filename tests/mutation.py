@@ -5,6 +5,7 @@
     python -m tests.mutation cupyconv/cuda/plan/pool.py cupyconv/problem/padding.py
     python -m tests.mutation cupyconv/cuda/plan --sample 1000 --seed 1
     python -m tests.mutation cupyconv/cuda/plan --survivors
+    python -m tests.mutation cupyconv/cuda/plan/tiles.py --kinds operator condition
 
 A mutant is the module with one change: a comparison, a sign, a number, a condition, a result, a statement that is left
 out.  Tests that run the changed line try it until one fails, those first that killed most of its module in the least time,
@@ -542,6 +543,9 @@ def main() -> None:
     parser.add_argument("--tests", nargs="*", default=["tests"], help="files of tests (all of them)")
     parser.add_argument("--sample", type=int, help="so many mutants of all, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="another sample")
+    parser.add_argument(
+        "--kinds", nargs="*", help="only changes of these kinds: operator, condition, ... (all of them)"
+    )
     parser.add_argument("--seconds", type=float, default=6.0, help="tests of one mutant end in about that time")
     parser.add_argument("--measure", action="store_true", help="measure only which tests run which lines")
     parser.add_argument("--survivors", action="store_true", help="try those again that survived, whatever it takes")
@@ -555,7 +559,7 @@ def main() -> None:
         collected(Measure(missing), missing)
     if given.measure:
         return
-    mutants = all_mutants(given.modules)
+    mutants = [one for one in all_mutants(given.modules) if not given.kinds or one.change.kind in given.kinds]
     everything = len(mutants)
     random.Random(given.seed).shuffle(mutants)
     mutants = mutants[: given.sample]

@@ -11,8 +11,10 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from math import prod
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -350,33 +352,38 @@ def test_after_an_error_it_has_its_own():
 def test_nested_and_side_by_side_the_last_one_puts_it_back():
     first_in, first_out = threading.Event(), threading.Event()
 
+    def within() -> None:
+        assert numbers() == [1] and BLAS.threads == 4
+
     def first() -> None:
-        with BLAS.held_at_one():
-            first_in.set()
-            second_in.wait(10)
-            with BLAS.held_at_one():
-                assert numbers() == [1] and BLAS.threads == 4
-            assert numbers() == [1]
-        first_out.set()
+        first_in.set()
+        second_in.wait(10)
+        BLAS.hold_while(within)
+        assert numbers() == [1]
 
     second_in = threading.Event()
 
     def second() -> None:
+        second_in.set()
+        first_out.wait(10)
+        within()
+
+    def first_and_out() -> None:
+        BLAS.hold_while(first)
+        first_out.set()
+
+    def second_when_first_is_in() -> None:
         first_in.wait(10)
-        with BLAS.held_at_one():
-            second_in.set()
-            first_out.wait(10)
-            assert numbers() == [1] and BLAS.threads == 4
+        BLAS.hold_while(second)
 
     with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(first), pool.submit(second)]:
+        for done in [pool.submit(first_and_out), pool.submit(second_when_first_is_in)]:
             done.result(20)
     assert numbers() == [4]
 
 
 def test_a_number_set_meanwhile_stays():
-    with BLAS.held_at_one():
-        threadpool_limits(3, "blas")
+    BLAS.hold_while(lambda: threadpool_limits(3, "blas"))
     assert numbers() == [3]
     threadpool_limits(4, "blas")
 
@@ -386,6 +393,49 @@ def test_calls_of_many_threads_at_once():
     with ThreadPoolExecutor(6) as pool:
         results = list(pool.map(lambda _: cupyconv.conv(*LARGE).tobytes(), range(24)))
     assert set(results) == {alone} and numbers() == [4]
+
+
+def interrupted(number: int, function: Callable[[], object]) -> None:
+    """Call it; at the `number`-th place of `threads` where Python lets a signal's handler raise, one does."""
+    places = count(1)
+
+    def at(frame: FrameType, event: str, _: object) -> None:
+        if event in ("call", "c_return") and frame.f_code.co_filename == threads.__file__ and next(places) == number:
+            raise KeyboardInterrupt  # and that ends the profile
+
+    sys.setprofile(at)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.skipif(
+    sys.version_info >= (3, 14), reason="a signal at the begin of `with lock:` leaves it locked in Python 3.14"
+)
+@pytest.mark.parametrize("call", ["one thread", "two threads"])
+def test_an_interruption_anywhere_leaves_nothing_as_it_was_within(call):
+    begun: list[int] = []
+
+    def work(part: int) -> None:
+        begun.append(part)
+        time.sleep(0.001)
+
+    def in_one_or_two() -> None:
+        in_threads(1 if call == "one thread" else 2, work, range(8), holds_blas=True)
+
+    with ThreadPoolExecutor(1) as elsewhere:
+        for number in count(1):
+            begun.clear()
+            try:
+                interrupted(number, in_one_or_two)
+                break
+            except KeyboardInterrupt:
+                parts = len(begun)
+            assert numbers() == [4] and elsewhere.submit(lambda: BLAS.threads).result(10) == 4, number
+            time.sleep(0.003)
+            assert len(begun) == parts, "a worker still computes"
+    assert number > 10 and len(begun) == 8
 
 
 # --- processes ------------------------------------------------------------------------------------------------
@@ -425,8 +475,10 @@ def test_a_child_has_threads_of_its_own():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_made_during_a_call_has_blas_as_it_was():
-    with BLAS.held_at_one():
-        assert in_a_child(lambda: numbers() == [4] and in_threads(2, lambda part: numbers(), range(2)) == [[1], [1]])
+    def has_its_own() -> bool:
+        return numbers() == [4] and in_threads(2, lambda part: numbers(), range(2)) == [[1], [1]]
+
+    assert BLAS.hold_while(lambda: in_a_child(has_its_own))
 
 
 def test_threads_that_help_inherit_nothing_that_is_kept():

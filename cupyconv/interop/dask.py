@@ -27,9 +27,9 @@ unless ``options(threads=...)`` said more.  From a Zarr volume to another, of wh
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, product
 from math import isnan
 from typing import Any
@@ -320,11 +320,16 @@ class _Part:
 
     def __call__(self, call: _Call, chunks: list[Any]) -> Any:
         threads = call.settings.threads
-        with ExitStack() as stack:
-            if threads is None and isinstance(call.likes[0], np.ndarray):
-                stack.enter_context(BLAS.held_at_one())
-                BLAS.hold_thread()
-            stack.enter_context(cupyconv.options(**{**call.settings._asdict(), "threads": threads or 1}))
+        if threads is None and isinstance(call.likes[0], np.ndarray):
+            return BLAS.hold_while(partial(self._compute_alone, call, chunks))
+        return self._compute(call, chunks, threads or 1)
+
+    def _compute_alone(self, call: _Call, chunks: list[Any]) -> Any:
+        BLAS.hold_thread()
+        return self._compute(call, chunks, threads=1)
+
+    def _compute(self, call: _Call, chunks: list[Any], threads: int) -> Any:
+        with cupyconv.options(**{**call.settings._asdict(), "threads": threads}):
             each = iter(chunks)
             images = [block.of(each, call.likes[block.image]) for block in self.blocks]
             keywords = {**call.keywords, **self.keywords}

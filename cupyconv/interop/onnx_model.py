@@ -8,9 +8,8 @@ array, of which every layer writes its channels; where these lie is found by a w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -119,21 +118,21 @@ class Model:
         """
         values = self._checked(inputs)
         places = Places(self._graph, self._wholes(values), self._xp.empty)
-        with self._alone():
-            for node, unread in zip(self._graph.nodes, self._last_reads):
-                for name, value in zip(node.outputs, self._run(node, values, places)):
-                    if name:
-                        values[name] = value
-                for name in unread:
-                    values.pop(name, None)
+        compute = partial(self._compute, values, places)
+        if self._xp is np and current_settings().threads is None:
+            BLAS.hold_while(compute)  # its threads would look for work between two products where ours compute
+        else:
+            compute()
         found = tuple(self._of(values, name) for name in self._graph.outputs)
         return found if len(found) > 1 else found[0]
 
-    def _alone(self) -> AbstractContextManager[None]:
-        """On NumPy, one thread for the products between layers, unless the caller said how many: BLAS's threads would look
-        for work where those of the next layers run.
-        """
-        return BLAS.held_at_one() if self._xp is np and current_settings().threads is None else nullcontext()
+    def _compute(self, values: dict[str, Any], places: Places) -> None:
+        for node, unread in zip(self._graph.nodes, self._last_reads):
+            for name, value in zip(node.outputs, self._run(node, values, places)):
+                if name:
+                    values[name] = value
+            for name in unread:
+                values.pop(name, None)
 
     def explain(self, *, on: str | None = None, **inputs: Array) -> ModelPlan:
         """What a run would do, by a page that can be printed; no layer is computed.

@@ -19,6 +19,7 @@ import warnings
 from _thread import RLock, allocate_lock
 from collections.abc import Callable, Iterable
 from contextvars import Context
+from functools import partial
 from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
@@ -45,19 +46,13 @@ def in_threads(
 
     Products of a caller who is alone have the threads of BLAS, unless it `holds_blas`.
     """
-    if threads == 1:
-        if not holds_blas:
-            return list(map(work, parts))
-        with BLAS.held_at_one():
-            return list(map(work, parts))
-    job = _Job(work, parts)
-    with BLAS.held_at_one():
-        try:
-            _pool.help_with(job, threads - 1)
-            job.take_parts()
-        finally:
-            job.close()
-    return job.given_up()
+    if threads > 1:
+        job = _Job(work, parts)
+        BLAS.hold_while(partial(job.run, threads - 1))
+        return job.given_up()
+    if holds_blas:
+        return BLAS.hold_while(lambda: list(map(work, parts)))
+    return list(map(work, parts))
 
 
 class _Job(Generic[_Part, _Result]):
@@ -72,6 +67,21 @@ class _Job(Generic[_Part, _Result]):
         self._helpers, self._closed = 0, False
         self._all_left = allocate_lock()
         self._all_left.acquire()
+
+    def run(self, helpers: int) -> None:
+        """Let so many workers help at most; none of them works any more when this returns or raises.
+
+        An interruption may come within `close` too, which then ends what it had not: also below, in `hold_while`.
+        """
+        try:
+            _pool.help_with(self, helpers)
+            self.take_parts()
+        finally:
+            try:
+                self.close()
+            except BaseException:
+                self.close()
+                raise
 
     def take_parts(self) -> None:
         """Do one part after the other until none is left, or one has failed."""
@@ -125,13 +135,11 @@ class _Job(Generic[_Part, _Result]):
         """
         with self._lock:
             self._closed = True
-            _pool.idle.extend(self._asked)
-            if not self._helpers:
-                return
-        while True:
+            while self._asked:
+                _pool.idle.append(self._asked.pop())
+        while self._helpers:
             try:
                 self._all_left.acquire()
-                return
             except BaseException as interruption:  # Ctrl-C: the arrays are in use until the helpers have left
                 self.error = interruption
 
@@ -231,7 +239,7 @@ class Blas:
         self._lock = RLock()
         self._controls: list[_Controls] | None = None
         self._before: list[int] = []  # while held
-        self._holders = 0
+        self._holders: set[object] = set()
 
     @property
     def threads(self) -> int:
@@ -242,21 +250,30 @@ class Blas:
                 return found[0][0]() or 1
             return min(self._before or self._numbers(), default=1)
 
-    def held_at_one(self) -> Blas:
-        """One thread for all products of the process, until the last of those who hold it lets go: a context."""
-        return self
+    def hold_while(self, work: Callable[[], _Result]) -> _Result:
+        """What `work` returns, while all products of the process have one thread: until the last who wants that is done."""
+        holder = object()
+        try:
+            self._hold(holder)
+            return work()
+        finally:
+            try:
+                self._let_go(holder)
+            except BaseException:
+                self._let_go(holder)
+                raise
 
-    def __enter__(self) -> None:
+    def _hold(self, holder: object) -> None:
         with self._lock:
-            self._holders += 1
+            self._holders.add(holder)
             if not self._before:
                 numbers = self._numbers()
                 self._before = self._before or numbers
-                self._set(1 for _ in numbers)
+                self._set([1] * len(numbers))
 
-    def __exit__(self, *_: object) -> None:
+    def _let_go(self, holder: object) -> None:
         with self._lock:
-            self._holders -= 1
+            self._holders.discard(holder)
             if not self._holders:
                 self._put_back()
 
@@ -266,7 +283,7 @@ class Blas:
 
     def begin_process(self) -> None:
         """Called in a child of a fork, where nobody holds anything."""
-        self._lock, self._holders = RLock(), 0
+        self._lock, self._holders = RLock(), set()
         self._put_back()
 
     def _put_back(self) -> None:
@@ -277,7 +294,7 @@ class Blas:
     def _numbers(self) -> list[int]:
         return [ask() or 1 for ask, _ in self._found()]
 
-    def _set(self, numbers: Iterable[int]) -> None:
+    def _set(self, numbers: list[int]) -> None:
         for (_, tell), number in zip(self._found(), numbers):
             tell(number)
 
