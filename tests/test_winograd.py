@@ -299,3 +299,22 @@ def test_a_block_with_infinities_takes_no_more(limit):
         peak = peak_bytes(lambda: cupyconv.conv(x, weight, padding=1, out=out, method="winograd"))
     assert np.isnan(out).sum() == 4 * 9
     assert peak <= plan.workspace_bytes + 150_000  # and what Python's objects take; columns of a whole block have 4 MB
+
+
+@pytest.mark.parametrize("value", [0, np.nan])
+@pytest.mark.parametrize("limit", [400_000, 1 << 20, None])
+def test_weight_gradients_within_the_limit(limit, value):
+    """Products of few outputs at a time; columns, where there is a NaN, lie where the tiles of the inputs did."""
+    x, grad = normal(4, 64, 20, 20), normal(4, 64, 20, 20)
+    grad[1, 40, 5, 5] = value
+    expected = cupyconv.conv_grad_weight(x, grad, (3, 3), padding=1, method="gemm")
+
+    def gradient():
+        return cupyconv.conv_grad_weight(x, grad, (3, 3), padding=1, method="winograd")
+
+    with cupyconv.options(threads=1, workspace_limit=limit):
+        plan = cupyconv.explain(cupyconv.conv_grad_weight, x, grad, (3, 3), padding=1, method="winograd")
+        cupyconv.clear_caches()
+        peak = peak_bytes(gradient) - expected.nbytes
+        np.testing.assert_allclose(gradient(), expected, rtol=1e-3, atol=1e-3)
+    assert peak <= plan.workspace_bytes + 150_000  # and what Python's objects take; the products of all outputs have 0.6 MB

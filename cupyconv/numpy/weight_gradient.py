@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import seconds_of
+from cupyconv.numpy.backend import Scratch, seconds_of
 from cupyconv.numpy.choice import FFT, WINOGRAD, Method, choose
 from cupyconv.numpy.convolution import (
     LONE_PIXELS,
@@ -30,9 +31,10 @@ from cupyconv.numpy.strips import GradientStrips
 from cupyconv.numpy.weight_exchanged import plan_exchanged
 from cupyconv.numpy.weight_rows import GradientRows
 from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun, grad_is_factor, x_item
-from cupyconv.numpy.windows import Block, Images
+from cupyconv.numpy.windows import Block, Images, parts_of
 from cupyconv.numpy.winograd import MEMORY, TiledLoop, by_group
 from cupyconv.numpy.winograd_tiles import (
+    FLOAT32,
     Tiling,
     channels_first,
     in_turn,
@@ -290,6 +292,7 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
 
     name = "Winograd"
     words = "F(3, 4) along axes of three taps: 6 products for 4 pixels, where columns take 12"
+    products_are_summed = False
 
     @property
     def products_work(self) -> float:
@@ -302,18 +305,26 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
 
     @property
     def columns_bytes(self) -> int:
-        """Those of the tiles of the inputs and of the gradient, and of their products."""
-        geometry, item = self.geometry, self.x_dtype.itemsize
+        """Those of the tiles of the inputs and of the gradient."""
+        geometry = self.geometry
         inputs, grads = self._shapes(self.tiling)
         read = prod(inputs[0]) * (1 + temporaries(geometry, self.problem.prologue))
-        pairs = geometry.group_channels * geometry.groups * self.rows
-        products = pairs * (products_of(geometry) + geometry.taps)
-        return in_turn_bytes(inputs) + in_turn_bytes(grads) + (read + products) * item
+        return in_turn_bytes(inputs) + in_turn_bytes(grads) + read * self.x_dtype.itemsize
+
+    @classmethod
+    def product_bytes(cls, problem: WeightGradientProblem) -> int:
+        """Those of tiles too, beside what becomes of them."""
+        geometry = problem.geometry
+        of_tiles = geometry.groups * geometry.group_channels * products_of(geometry) * FLOAT32.itemsize
+        return super().product_bytes(problem) + of_tiles
 
     def _shapes(self, tiling: Tiling) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         """The arrays from what is read of the inputs, and from the gradient, to their tiles."""
         outputs = self.geometry.groups * (self.rows or self.geometry.group_outputs)
         return tiling.transformed(self.geometry.in_channels), tiling.transformed(outputs, 0)
+
+    def images(self, arrays: Mapping[str, Any], scratch: Scratch) -> Images:
+        return super().images(arrays, MEMORY)  # so columns, where there are any, lie where the tiles did
 
     def add(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
         geometry, matrices, tiling = self.geometry, transforms_float32(), self.tiling_of(block)
@@ -331,23 +342,28 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
         at: Any = (0, slice(None), *map(slice, block.size[1:]))
         image[at] = np.moveaxis(grad.reshape(prod(grad.shape[:2]), *block.size), 0, -1)
         factor = by_group(tiling.transform(matrices.outputs.T, image, memory).computed(), geometry.groups)
-        shape = (len(x), *sums.shape[:2], geometry.group_channels)
-        products = np.matmul(factor.swapaxes(2, 3), x, out=MEMORY.array("products", shape))
-        taps = np.matmul(weight_transform(geometry.kernel).T, products.reshape(len(x), prod(shape[1:])))
-        if not np.isfinite(taps.sum()):
-            self._add_columns(run, block, images, pairs, is_first)
-            return
-        product = np.moveaxis(taps.reshape(geometry.taps, *shape[1:]), 0, -1).reshape(sums.shape)
-        if is_first:
-            sums[...] = product
-        else:
-            sums += product
+        for piece in parts_of(sums.shape[1], self.piece):
+            shape = (len(x), geometry.groups, piece.stop - piece.start, geometry.group_channels)
+            products = np.matmul(factor[..., piece].swapaxes(2, 3), x, out=MEMORY.array("products", shape))
+            taps = np.matmul(weight_transform(geometry.kernel).T, products.reshape(len(x), prod(shape[1:])))
+            if not np.isfinite(taps.sum()):
+                del taps  # a product of columns takes as much
+                rest = slice(piece.start, None)
+                self._add_columns(run, block, images, grad[:, rest], sums[:, rest], is_first)
+                return
+            product = np.moveaxis(taps.reshape(geometry.taps, *shape[1:]), 0, -1)
+            target = sums[:, piece].reshape(product.shape, copy=False)
+            if is_first:
+                target[...] = product
+            else:
+                target += product
 
-    def _add_columns(self, run: WeightRun, block: Block, images: Images, pairs: Pairs, is_first: bool) -> None:
-        """The same as it is defined, of as many pixels at a time as the tiles' memory has room for."""
-        ((grad, sums),) = pairs
+    def _add_columns(
+        self, run: WeightRun, block: Block, images: Images, grad: np.ndarray, sums: np.ndarray, is_first: bool
+    ) -> None:
+        """The same as it is defined, by columns in the memory of the inputs' tiles."""
         by_pixel = grad.reshape(*grad.shape[:2], *block.size)
-        for at, part in self.parts_by_columns(block, in_turn_bytes(self._shapes(self.tiling)[0])):
+        for at, part in self.parts_by_columns(block, self._shapes(self.tiling)[0]):
             columns = images.columns(part).reshape(self.geometry.groups, self.geometry.reduction, part.area)
             own: Any = (slice(None), slice(None), *at)
             run.add_product(by_pixel[own].reshape(*grad.shape[:2], part.area), columns, sums, is_first)

@@ -60,6 +60,8 @@ class WeightGradientLoop(PixelLoop):
 
     #: Whether a block's pixels are in the order of MEC columns.
     shares_columns: ClassVar[bool] = False
+    #: Whether products are what is summed, so that the first may be written where the sums are.
+    products_are_summed: ClassVar[bool] = True
 
     problem: WeightGradientProblem
     first_row: int = 0
@@ -131,9 +133,10 @@ class WeightGradientLoop(PixelLoop):
             replace(loop, first_row=first, rows=min(rows, geometry.group_outputs - first), piece=piece)
             for first in firsts
         ]
+        is_sum = cls.products_are_summed and loop.blocks == 1 and in_place
         sizes = {
             "sums": (loop.threads - in_place) * rows * row,
-            "products": loop.threads * piece * product if loop.blocks > 1 or not in_place else 0,
+            "products": 0 if is_sum else loop.threads * piece * product,
             "blocks": loop.threads * (loop.workspace + loop.index_bytes) if loop.blocks else 0,
         }
         return loops, sizes

@@ -150,9 +150,10 @@ class TiledLoop(PixelLoop):
     def tiling_of(self, block: Block) -> Tiling:
         return self.tiling if block.size == self.block else Tiling(self.geometry, block.size)
 
-    def parts_by_columns(self, block: Block, room: int) -> Iterator[tuple[tuple[slice, ...], Block]]:
-        """Parts of a block, and where they lie in it, whose columns have room in so many bytes."""
+    def parts_by_columns(self, block: Block, shapes: list[Shape]) -> Iterator[tuple[tuple[slice, ...], Block]]:
+        """Parts of a block, and where they lie in it, whose columns have room in either buffer of arrays of these shapes."""
         problem, item = self.problem, self.x_dtype.itemsize
+        room = FLOAT32.itemsize * min(max(map(prod, shapes[i::2])) for i in range(2))
         size = largest_block(
             self.geometry, lambda part: columns_bytes(problem, part, item), room, block.area, 1, block.size[0]
         )
@@ -330,10 +331,9 @@ class Winograd(TiledLoop, ConvLoop):
                 np.matmul(tiles[some, group], factors, out=place[some, group, :, outputs])
 
     def _sums_of_columns(self, run: ConvRun, matrix: np.ndarray, block: Block, place: np.ndarray) -> None:
-        """The sums as they are defined, of as many pixels at a time as either buffer of the transforms has room for."""
-        geometry, shapes = self.geometry, self._shapes(self.tiling)
-        room = FLOAT32.itemsize * min(max(map(prod, shapes[i::2])) for i in range(2))
-        for (samples, *pixels), part in self.parts_by_columns(block, room):
+        """The sums as they are defined, by columns in the memory of the transforms."""
+        geometry = self.geometry
+        for (samples, *pixels), part in self.parts_by_columns(block, self._shapes(self.tiling)):
             columns = run.images.columns(part).reshape(geometry.groups, geometry.reduction, part.area)
             sums = np.matmul(matrix, columns).reshape(geometry.out_channels, *part.size)
             place[(samples, slice(None), *pixels)] = sums.swapaxes(0, 1)
