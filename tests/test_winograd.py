@@ -317,4 +317,6 @@ def test_weight_gradients_within_the_limit(limit, value):
         cupyconv.clear_caches()
         peak = peak_bytes(gradient) - expected.nbytes
         np.testing.assert_allclose(gradient(), expected, rtol=1e-3, atol=1e-3)
-    assert peak <= plan.workspace_bytes + 150_000  # and what Python's objects take; the products of all outputs have 0.6 MB
+    assert (
+        peak <= plan.workspace_bytes + 150_000
+    )  # and what Python's objects take; the products of all outputs have 0.6 MB

@@ -171,8 +171,8 @@ class Weights:
         self.matrix, self.is_kept, self._make, self._lock = matrix, make is not None, make, Lock()
         self._factors: np.ndarray | None = None
 
-    @property
-    def factors(self) -> np.ndarray:
+    def transformed(self) -> np.ndarray:
+        """The transformed weight, which the first call makes."""
         if self._factors is None:
             with self._lock:
                 if self._factors is None:
@@ -253,7 +253,7 @@ class Winograd(TiledLoop, ConvLoop):
         threads = max(1, min(self.threads, factors.size // WEIGHT_PART))
         weights = Weights(weight, partial(self._transformed, weight, factors, threads))
         if self.kept_bytes or threads > 1:
-            weights.factors  # noqa: B018
+            weights.transformed()
         return weights
 
     def _transformed(self, weight: np.ndarray, factors: np.ndarray, threads: int) -> np.ndarray:
@@ -317,7 +317,7 @@ class Winograd(TiledLoop, ConvLoop):
         geometry, matrix = self.geometry, weight_transform(self.geometry.kernel)
         channels = geometry.group_channels
         if weights.is_kept:
-            np.matmul(tiles, weights.factors, out=place)
+            np.matmul(tiles, weights.transformed(), out=place)
             return
         for group, outputs in product(
             range(geometry.groups), parts_of(geometry.group_outputs, outputs_at_once(geometry))
