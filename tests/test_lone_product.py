@@ -167,3 +167,12 @@ def test_a_tile_is_kept_within_the_budget(size, is_kept, runs):
     np.testing.assert_array_equal(y, reference.conv(x, weight, stride=20, padding=1))
     assert bool(runs) == is_kept
     assert x.nbytes < spent() <= BUDGET
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_zero_times_what_is_not_finite(outputs, runs):
+    """A product of one number with a row is no scaled copy, which zero would make zeros of."""
+    x, weight = np.array([[[np.nan, np.inf, 1.0]]]), np.zeros((outputs, 1, 1))
+    expected = np.broadcast_to([np.nan, np.nan, 0.0], (1, outputs, 3))
+    np.testing.assert_array_equal(cupyconv.conv(x, weight), expected)
+    assert runs

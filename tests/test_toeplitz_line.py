@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import reference
+from peak_memory import peak_bytes
 
 import cupyconv
 from cupyconv.call.operation import forget_calls
@@ -22,7 +25,7 @@ def lines(monkeypatch):
     run = LineRun.run
 
     def counted(self: LineRun, arrays: Any) -> None:
-        seen.append(sum(len(part.products) for part in self._parts))
+        seen.append(sum(len(part.products) for part in map(self._loop.part_of_line, self._numbers)))
         run(self, arrays)
 
     monkeypatch.setattr(LineRun, "run", counted)
@@ -157,6 +160,47 @@ def test_no_more_than_the_limit(lines):
                 cupyconv.conv(x, weight, padding=((4, 4),)), exactly(x, weight, padding=((4, 4),))
             )
     assert lines
+
+
+@pytest.mark.parametrize("what", ["an infinity", "much padding", "the other byte order", "an odd address"])
+def test_unusual_memory_is_within_the_limit(what):
+    """A result at an address that is no multiple of an element is computed beside it; such a line is copied."""
+    x, weight = np.ones((1, 1, 100_000), np.float32), np.ones((1, 1, 9), np.float32)
+    padding, limit = ((4, 4),), 900_000
+    if what == "an infinity":
+        x[..., 5] = np.inf
+    elif what == "much padding":
+        padding, limit = ((20_000, 0),), 100_000
+    elif what == "the other byte order":
+        x, weight = x[..., :4000].astype(">f4"), np.ones((1, 1, 3000), np.float32)
+    else:
+        x, weight = at_an_odd_address(x[..., :20_000].astype(np.float64)), np.ones((1, 1, 300))
+    expected = exactly(x, weight, padding=padding).astype(weight.dtype)
+    out = at_an_odd_address(expected)
+    with cupyconv.options(threads=1, workspace_limit=limit):
+        planned = cupyconv.explain(cupyconv.conv, x, weight, padding=padding, out=out, method="gemm").workspace_bytes
+        cupyconv.clear_caches()
+        peak = peak_bytes(lambda: cupyconv.conv(x, weight, padding=padding, out=out, method="gemm"))
+    np.testing.assert_array_equal(out, expected)
+    assert planned <= limit and peak <= planned + 60_000  # and what Python's objects take
+
+
+def at_an_odd_address(array: np.ndarray) -> np.ndarray:
+    copy = np.ndarray(array.shape, array.dtype, bytearray(array.nbytes + 1), 1)
+    copy[...] = array
+    return copy
+
+
+def test_a_line_of_very_many_parts_is_planned_at_once():
+    x, weight = np.ones((1, 1, 100), np.float32), np.ones((1, 1, 9), np.float32)
+    with cupyconv.options(workspace_limit=6000):
+        seconds, peak = [], []
+        for after in (10_000_000, 10_000_001):
+            explained = partial(cupyconv.explain, cupyconv.conv, x, weight, padding=((0, after),))
+            begin = time.perf_counter()
+            peak.append(peak_bytes(explained))
+            seconds.append(time.perf_counter() - begin)
+    assert min(seconds) < 0.5 and min(peak) < 1_000_000  # 11 s and 262 MB where all parts are looked at
 
 
 def test_complex_numbers_and_several_channels_go_other_ways(lines):

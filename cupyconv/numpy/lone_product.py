@@ -29,7 +29,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy import add
+from numpy import add, multiply
 from numpy.lib.stride_tricks import as_strided
 
 from cupyconv.numpy import cost
@@ -136,8 +136,11 @@ class LoneProduct:
         columns_of, sums, pixels = memory
         if sums is None:
             sums = out.reshape(self._sums_shape)
-        # The method of an array takes half the time of `np.matmul`.
-        arrays["weight"].reshape(self._weight_shape).dot(columns_of(arrays[self._x]), sums)
+        weight, columns = arrays["weight"].reshape(self._weight_shape), columns_of(arrays[self._x])
+        if weight.size == 1:  # `dot` would leave out what is multiplied by zero: NaN and infinities
+            multiply(weight, columns, sums)
+        else:  # the method of an array takes half the time of `np.matmul`
+            weight.dot(columns, sums)
         if "bias" in arrays:
             add(sums, arrays["bias"][:, None], sums)
         if pixels is not None:

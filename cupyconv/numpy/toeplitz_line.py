@@ -30,25 +30,27 @@ from cupyconv.problem.problems import ConvProblem
 
 #: Outputs of a window: as many as a vector has elements, twice as many of float32 where taps are many.
 LENGTH, LONG, MANY_TAPS = 16, 32, 24
-#: Outputs of a part: those of its windows that are looked at, one each, are too few for BLAS's threads.
+#: Outputs of a part.  One output of each of its windows is read to see whether all are finite: too few for BLAS's threads.
 PART = 1 << 17
-#: Outputs that are computed by windows one after the other, which stay in the innermost cache.
+#: Outputs of one product, so that what it reads and writes stays in the innermost cache.
 INNERMOST = 1 << 14
+#: Parts up to which they are worked out once for all calls; of more, each call does so on its way.
+KEPT_PARTS = 256
 #: Taps for which NumPy's `correlate` has a loop of its own.
 CORRELATED_TAPS = 11
-#: Multiply-adds of a part that is correlated as a whole, with so many taps and with more; and of an edge that is.
-SHORT_LINE, SHORT_EDGE = (12_000, 4_000), 4_000
+#: Up to so many multiply-adds a part is correlated as a whole: of few taps, of many; and so are outputs left at its end.
+SHORT_LINE, SHORT_LINE_OF_MANY_TAPS, SHORT_EDGE = 12_000, 4_000, 4_000
 
 
 class Products(NamedTuple):
-    """A product for each of several sets of windows: where they begin, in bytes, their shape, and their strides."""
+    """A product for each of several sets of windows: what it reads and writes, (offset, shape, strides) of an `ndarray`."""
 
     x: tuple[int, tuple[int, ...], tuple[int, ...]]
     y: tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
-class Edge(NamedTuple):
-    """Outputs that are correlated: of the part, what they read of the line, and elements of padding around that."""
+class Correlated(NamedTuple):
+    """Outputs that are correlated: of the part, what they read of the line, and zeros before and after that."""
 
     outputs: slice
     read: slice
@@ -57,14 +59,14 @@ class Edge(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Neighbouring outputs."""
+    """Neighbouring outputs that one thread computes."""
 
     outputs: slice
     products: tuple[Products, ...]
-    edges: tuple[Edge, ...]
+    edges: tuple[Correlated, ...]
     #: One output of each window: if it is finite, so is all that the window reads.
-    of_windows: slice
-    whole: Edge
+    first_of_windows: slice
+    whole: Correlated
 
 
 class ToeplitzLine(ToeplitzRuns):
@@ -103,18 +105,23 @@ class ToeplitzLine(ToeplitzRuns):
     @classmethod
     def weight_bytes(cls, problem: ConvProblem) -> int:
         elements = LONG * (LONG + problem.geometry.kernel[2])
-        return elements * ITEMSIZE[accumulator(problem.weight_dtype)]
+        return 2 * elements * ITEMSIZE[accumulator(problem.weight_dtype)]
 
     @property
     def products_work(self) -> float:
         """Of windows; and of what is correlated."""
         taps, length, problem = self.geometry.kernel[2], self.outputs, self.problem
         work = cost.copied(self.geometry.pixels, INNERMOST, problem.dtype)
-        for part in self.parts:
+        # The first and the last, and all others as the one in the middle.
+        blocks = self.blocks
+        for number, times in ((0, blocks > 0), (blocks // 2, blocks - 2), (blocks - 1, blocks > 1)):
+            if times <= 0:
+                continue
+            part = self.part_of_line(number)
             for _, (_, (many, sets, count, _), _) in part.products:
-                work += many * sets * cost.product(count, length + taps - 1, length, problem)
+                work += times * many * sets * cost.product(count, length + taps - 1, length, problem)
             for edge in part.edges:
-                work += cost.correlated(edge.outputs.stop - edge.outputs.start, problem)
+                work += times * cost.correlated(edge.outputs.stop - edge.outputs.start, problem)
         return work
 
     @property
@@ -129,32 +136,32 @@ class ToeplitzLine(ToeplitzRuns):
     def workspace(self) -> int:
         taps, sums = self.geometry.kernel[2], self.block[3] * self.sums_dtype.itemsize
         edge = sums + (taps - 1) * self.x_dtype.itemsize
-        return max(super().workspace, edge + sums)
+        return max(super().workspace, edge + 2 * sums)  # where the result does not lie as an array of its own
 
-    @cached_property
-    def parts(self) -> list[Part]:
-        """Those of the line, in order."""
-        outputs = self.geometry.out_size[2]
-        return [self._part(first, min(first + self.block[3], outputs)) for first in range(0, outputs, self.block[3])]
-
-    def _part(self, first: int, end: int) -> Part:
+    def part_of_line(self, number: int) -> Part:
+        """One of the line's parts."""
+        first = number * self.block[3]
+        end = min(first + self.block[3], self.geometry.out_size[2])
         geometry, length = self.geometry, self.outputs
         taps, before, size = geometry.kernel[2], geometry.before[2], geometry.size[2]
         begin = min(end, max(first, before))
         inside = min(end, size + before - taps + 1) - begin  # outputs whose windows lie in the line
         done, products = begin, []
-        if inside >= length and (end - first) * taps > SHORT_LINE[taps > CORRELATED_TAPS]:
-            apart = ceil((length + taps - 1) / length)  # windows that do not overlap
+        if inside >= length and (end - first) * taps > (
+            SHORT_LINE_OF_MANY_TAPS if taps > CORRELATED_TAPS else SHORT_LINE
+        ):
+            phases = ceil((length + taps - 1) / length)  # windows that do not overlap
             windows = inside // length
-            most = min(cost.SAFELY_SMALL // (length * (length + taps - 1)), INNERMOST // (apart * length))
-            most = max(1, min(most, windows // apart))
+            most = min(cost.SAFELY_SMALL // (length * (length + taps - 1)), INNERMOST // (phases * length))
+            most = max(1, min(most, windows // phases))
             left = windows
-            for count in (most, windows // apart % most):
-                many = left // (apart * count) if count else 0
+            # First sets of `most` windows a phase, then one of those left; of fewer windows than phases each is a product.
+            for count in (most, windows // phases % most):
+                many = left // (phases * count) if count else 0
                 if many:
-                    products.append(self._products(done - first, done - before, (many, apart, count)))
-                    left -= many * apart * count
-                    done += many * apart * count * length
+                    products.append(self._products(done - first, done - before, (many, phases, count)))
+                    left -= many * phases * count
+                    done += many * phases * count * length
             if left * length * taps > SHORT_EDGE:
                 products.append(self._products(done - first, done - before, (1, left, 1)))
                 done += left * length
@@ -173,12 +180,12 @@ class ToeplitzLine(ToeplitzRuns):
     def _products(self, output: int, element: int, sets: tuple[int, int, int]) -> Products:
         """Windows from one output of the part, and one element of the line, on: (turns, products of each, rows of these)."""
         length, item = self.outputs, self.x_dtype.itemsize
-        _, apart, count = sets
-        steps = tuple(step * length * item for step in (apart * count, 1, apart)) + (item,)
+        _, phases, count = sets
+        steps = tuple(step * length * item for step in (phases * count, 1, phases)) + (item,)
         reach = length + self.geometry.kernel[2] - 1
         return Products((element * item, (*sets, reach), steps), (output * item, (*sets, length), steps))
 
-    def _edge(self, first: int, low: int, high: int) -> Edge:
+    def _edge(self, first: int, low: int, high: int) -> Correlated:
         geometry = self.geometry
         begin = low - geometry.before[2]
         end = high + geometry.kernel[2] - 1 - geometry.before[2]
@@ -186,7 +193,7 @@ class ToeplitzLine(ToeplitzRuns):
         inside = slice(inside.start, max(inside.start, inside.stop))
         before = min(max(0, -begin), end - begin)
         after = end - begin - before - (inside.stop - inside.start)
-        return Edge(slice(low - first, high - first), inside, before, after)
+        return Correlated(slice(low - first, high - first), inside, before, after)
 
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
         return LineRun(self).run
@@ -197,15 +204,16 @@ class LineRun:
 
     def __init__(self, loop: ToeplitzLine) -> None:
         self._loop, self._x, self._dtype = loop, loop.problem.xs[0].name, loop.x_dtype
-        self._parts, self._threads, self._activate = loop.parts, loop.threads, loop.activate
+        self._threads, self._activate = loop.threads, loop.activate
+        self._numbers = range(loop.blocks)
+        self._parts = [loop.part_of_line(number) for number in self._numbers] if loop.blocks <= KEPT_PARTS else []
         self._in_place = loop.in_place
         self._taps, self._length = loop.geometry.kernel[2], loop.outputs
-        self._has_products = any(part.products for part in self._parts)
-        #: Matrices that no call is using, and where the filter is in each.
+        self._has_products = not self._parts or any(part.products for part in self._parts)
+        #: The matrix that no call is using, and where the filter is in it; calls beside each other make their own.
         self._idle: deque[tuple[np.ndarray, np.ndarray]] = deque(maxlen=1)
-        #: A vector of zeros: times what is finite it is zero, times what is not it is NaN.
-        most = max((part.outputs.stop - part.outputs.start for part in self._parts), default=0)
-        self._zeros = np.zeros(most // self._length + 1 if self._has_products else 0, self._dtype)
+        #: The product with outputs of the windows is 0 if all are finite, NaN if one is not.
+        self._zeros = np.zeros(loop.block[3] // self._length + 1 if self._has_products else 0, self._dtype)
 
     def run(self, arrays: Mapping[str, Any]) -> None:
         """Compute the result; arguments and result are given by name."""
@@ -225,11 +233,11 @@ class LineRun:
             from cupyconv.numpy.threads import in_threads
 
             in_threads(
-                self._threads, lambda part: self._compute(part, line, kernel, matrix, place, arrays), self._parts
+                self._threads, lambda number: self._compute(number, line, kernel, matrix, place, arrays), self._numbers
             )
         else:
-            for part in self._parts:
-                self._compute(part, line, kernel, matrix, place, arrays)
+            for number in self._numbers:
+                self._compute(number, line, kernel, matrix, place, arrays)
         if self._has_products:
             self._idle.append((matrix, band))
 
@@ -243,9 +251,10 @@ class LineRun:
             return matrix, ndarray((self._length, self._taps), self._dtype, matrix, 0, (row + item, row))
 
     def _compute(
-        self, part: Part, line: np.ndarray, kernel: np.ndarray, matrix: Any, y: np.ndarray, arrays: Mapping[str, Any]
+        self, number: int, line: np.ndarray, kernel: np.ndarray, matrix: Any, y: np.ndarray, arrays: Mapping[str, Any]
     ) -> None:
         """A part of the result."""
+        part = self._parts[number] if self._parts else self._loop.part_of_line(number)
         own = part.outputs
         place = y[own]
         sums = place if self._in_place and place.flags.carray else np.empty(own.stop - own.start, self._dtype)
@@ -255,8 +264,8 @@ class LineRun:
         for edge in part.edges:
             self._correlate(edge, line, kernel, sums)
         if part.products:
-            first = sums[part.of_windows]
-            if first.dot(self._zeros[: len(first)]) != 0:  # zeros of the matrix times what is not finite
+            first = sums[part.first_of_windows]
+            if first.dot(self._zeros[: len(first)]) != 0:  # it met the matrix's zeros, and spread over its window
                 self._correlate(part.whole, line, kernel, sums)
         if "bias" in arrays:
             sums += arrays["bias"]
@@ -269,7 +278,7 @@ class LineRun:
         if self._activate is not None:
             self._activate(place)
 
-    def _correlate(self, edge: Edge, line: np.ndarray, kernel: np.ndarray, sums: np.ndarray) -> None:
+    def _correlate(self, edge: Correlated, line: np.ndarray, kernel: np.ndarray, sums: np.ndarray) -> None:
         read = line[edge.read]
         if edge.before or edge.after:
             padded = np.zeros(edge.before + len(read) + edge.after, self._dtype)

@@ -420,12 +420,15 @@ class Images:
         self.read(tile.regions, block, target[within])
 
     def tile_or_view(self, block: Block, first: int = 0, step: int = 1) -> np.ndarray:
-        """The tile; where it lies as it is in an input, that part of the input."""
+        """The tile; where it lies as it is in an input, that part of the input.
+
+        Not at an address that is no multiple of an element: of overlapping windows there a product copies each.
+        """
         tile = block.tile(self.channels, first, step)
         is_one = len(self.inputs) == len(tile.regions) == 1 and not tile.starts_as_zeros
         if is_one and self._transform is None and (elements := tile.regions[0][1]) is not None:
             image = read(block.samples_of(self.inputs[0][0]), elements).swapaxes(0, 1)
-            if image.dtype == self.scratch.dtype and image.strides[-1] == image.itemsize:
+            if image.dtype == self.scratch.dtype and image.strides[-1] == image.itemsize and image.flags.aligned:
                 return image
         return self.tile(block, first, step)
 
