@@ -79,8 +79,8 @@ TURNED_STEPS = {
     2: ((8, 3.05e-9), (4, 1.75e-9), (2, 1.5e-9), (1, 1.4e-9)),
     1: ((8, 2.1e-9), (4, 1.75e-9), (2, 1.4e-9), (1, 1.15e-9)),
 }
-#: Bytes of a turned weight from which it no longer stays in cache: each step along the sum then waits for a line of its own, and
-#: products take twice as long.  Rows that lie side by side are fetched ahead, as large as they may be.
+#: Bytes of a weight from which none is turned: it would not stay in cache, each step along the sum would wait for a line of its own,
+#: and products would take twice as long.  Rows that lie side by side are fetched ahead, as large as they may be.
 TURNED_LEAVES = 1 << 20
 #: Elements of float32 in a vector; seconds to begin such a product, and to read one of its columns, once for each part of rows.
 VECTOR_ELEMENTS, BEGIN, READ = 16, 60e-9, 25e-12
