@@ -105,7 +105,7 @@ class ToeplitzLine(ToeplitzRuns):
     @classmethod
     def weight_bytes(cls, problem: ConvProblem) -> int:
         elements = LONG * (LONG + problem.geometry.kernel[2])
-        return 2 * elements * ITEMSIZE[accumulator(problem.weight_dtype)]
+        return 2 * elements * ITEMSIZE[accumulator(problem.weight_dtype)]  # block by block it is made by a copy
 
     @property
     def products_work(self) -> float:
@@ -146,10 +146,9 @@ class ToeplitzLine(ToeplitzRuns):
         taps, before, size = geometry.kernel[2], geometry.before[2], geometry.size[2]
         begin = min(end, max(first, before))
         inside = min(end, size + before - taps + 1) - begin  # outputs whose windows lie in the line
+        short = SHORT_LINE_OF_MANY_TAPS if taps > CORRELATED_TAPS else SHORT_LINE
         done, products = begin, []
-        if inside >= length and (end - first) * taps > (
-            SHORT_LINE_OF_MANY_TAPS if taps > CORRELATED_TAPS else SHORT_LINE
-        ):
+        if inside >= length and (end - first) * taps > short:
             phases = ceil((length + taps - 1) / length)  # windows that do not overlap
             windows = inside // length
             most = min(cost.SAFELY_SMALL // (length * (length + taps - 1)), INNERMOST // (phases * length))
