@@ -13,10 +13,11 @@ from typing import Any
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import LINE, NumpyStep
-from cupyconv.numpy.recurrent_cells import IN_PLACE, block_of_rows, in_blocks
+from cupyconv.numpy.recurrent_cells import IN_PLACE
 from cupyconv.numpy.recurrent_inputs import chunk_ahead, division
 from cupyconv.numpy.recurrent_layer import RecurrentLayer
 from cupyconv.numpy.recurrent_lone import lone_step
+from cupyconv.numpy.recurrent_weights import block_of_rows, in_blocks
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.plan import Plan
