@@ -36,15 +36,17 @@ THREADS = 256
 
 @dataclass(frozen=True)
 class MovedImage:
-    """The moved image, the launch before it is read, and where it is kept.
-
-    Behind the channels of a pixel there are zeros, so that it has `padded` of them, whole vectors.
-    """
+    """The moved image, the launch before it is read, and where it is kept."""
 
     image: Operand
-    padded: int
     launch: KernelLaunch
     buffer: Buffer
+
+    @property
+    def with_zeros(self) -> Operand:
+        """The image with the zeros behind the channels of a pixel, which make these whole vectors."""
+        batch, _, *size = self.image.shape
+        return replace(self.image, shape=(batch, self.image.strides[4], *size))
 
 
 @dataclass(frozen=True)
@@ -114,4 +116,4 @@ def moved_image(
     )
     lines = sum(x.nbytes // x.itemsize // WARP * cost.lines_of(x) for x in xs)
     launch = replace(launch, arithmetic_seconds=cost.shared_memory_seconds(lines, gpu))
-    return MovedImage(image, padded, launch, buffer)
+    return MovedImage(image, launch, buffer)

@@ -82,12 +82,14 @@ def _in_chunks(problem: WeightGradientProblem) -> tuple[WeightGradientProblem, l
     runs = (number for runs in group_runs(geometry) for run in runs for number in run)
     if problem.prologue or any(number % chunk for number in runs) or not all(map(_is_copied, problem.xs)):
         moves.append(moved_image("moved_x", problem.xs, problem.limit, problem.gpu, problem.prologue))
-        geometry = replace(geometry, channels=(moves[-1].padded,))
-        problem = _after(problem, moves[-1], geometry, xs=(moves[-1].image,), prologue=NO_PROLOGUE)
+        x = moves[-1].with_zeros
+        geometry = replace(geometry, channels=x.shape[1:2])
+        problem = _after(problem, moves[-1], geometry, xs=(x,), prologue=NO_PROLOGUE)
     if geometry.out_channels % chunk or not _is_copied(problem.grad) or _row_stride(problem.grad) is None:
         moves.append(moved_image("moved_grad", (problem.grad,), problem.limit, problem.gpu))
-        geometry = replace(geometry, out_channels=moves[-1].padded)
-        problem = _after(problem, moves[-1], geometry, grad=moves[-1].image)
+        grad = moves[-1].with_zeros
+        geometry = replace(geometry, out_channels=grad.shape[1])
+        problem = _after(problem, moves[-1], geometry, grad=grad)
     return problem, moves
 
 
@@ -164,7 +166,7 @@ def _draft(
         shared_bytes=shared_bytes(tile),
         purpose="products summed in parts" if parts > 1 else "products summed",
         bytes_moved=bytes_of(problem.xs) + problem.grad.nbytes + parts * plane * ITEMSIZE[dtype],
-        flops=problem.flops,
+        flops=problem.flops // plane * prod(out.shape),  # but for those of zeros
         l2_bytes=l2_bytes,
         arithmetic_seconds=max(
             cost.seconds_in_rounds(blocks, operations, rate, gpu), l2_bytes / (gpu.bandwidth * cost.L2_SPEED)
@@ -173,8 +175,10 @@ def _draft(
     steps: list[Step] = [*(moved.launch for moved in moves), products]
     workspace = [moved.buffer for moved in moves]
     if not in_place:
-        steps.append(finish_weight(result, Sums(sums, dtype, strides, planes=parts, plane=plane)))
-        workspace.append(Buffer("sums", parts * plane * ITEMSIZE[dtype]))
+        buffer = Buffer("sums", parts * plane * ITEMSIZE[dtype])
+        finish = finish_weight(result, Sums(sums, dtype, strides, planes=parts, plane=plane))
+        steps.append(replace(finish, bytes_moved=out.nbytes + buffer.nbytes))  # those of zeros lie between the others
+        workspace.append(buffer)
     words = f"{WORDS[arithmetic]}, tiles of {tile_m} x {tile_n}, {parts} part(s) of the sum"
     words += ", its factors moved first" if moves else ""
     return Draft("implicit_gemm", tuple(steps), tuple(workspace), words)
