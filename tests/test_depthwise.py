@@ -173,6 +173,27 @@ def test_threads_with_too_little_to_do_cut_no_runs():
     assert blocks[1] == blocks[2]
 
 
+@given(
+    channels=st.integers(2, 5),
+    size=st.tuples(st.integers(2, 9), st.integers(2, 30)),
+    kernel=st.tuples(st.integers(1, 3), st.integers(1, 5)),
+    stride=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    run=st.sampled_from((1, 10, 40)),
+    seed=st.integers(0, 1 << 16),
+)
+def test_channels_that_are_last_are_scaled_in_runs_of_pixels(channels, size, kernel, stride, run, seed):
+    rng = np.random.default_rng(seed)
+    x = np.moveaxis(rng.integers(-4, 5, (2, *size, channels)).astype(np.float32), -1, 1)
+    weight = rng.integers(-4, 5, (channels, 1, *kernel)).astype(np.float32)
+    settings = dict(stride=stride, padding=((1, 2), (2, 3)), groups=channels)
+    ways = Method((depthwise.ScaledPixels,))
+    with mock.patch.object(depthwise, "INNERMOST_RUN", run), mock.patch.dict(depthwise.DEPTHWISE, direct=ways):
+        forget_calls()
+        result = cupyconv.conv(x, weight, method="direct", **settings)
+        forget_calls()
+    assert np.array_equal(result, by_windows(x, weight, dilation=(1, 1), padding_mode="constant", **settings))
+
+
 def test_channels_that_are_last_stay_last():
     """Scaled where they lie: to bring them in front and back takes longer than the products save."""
     x, weight = np.ones((2, 30, 30, 48), np.float32).transpose(0, 3, 1, 2), np.ones((48, 1, 3, 3), np.float32)
