@@ -17,6 +17,7 @@ from cupyconv.numpy.choice import Method
 from cupyconv.numpy.toeplitz_rows import ToeplitzRows
 from cupyconv.numpy.toeplitz_runs import ToeplitzRuns
 from tests import reference, reference_gradients
+from tests.peak_memory import peak_bytes
 
 METHODS = ("gemm", "direct")
 
@@ -133,6 +134,25 @@ def test_a_long_row_is_not_copied():
     x, weight = np.ones((1, 64, 100_000), np.float32), np.ones((64, 1, 9), np.float32)
     plan = cupyconv.explain(cupyconv.conv, x, weight, padding="same", groups=64, method="gemm")
     assert type(plan.steps[0]) is ToeplitzRuns and plan.workspace_bytes < x.nbytes // 50
+
+
+@pytest.mark.parametrize("what", ["the other byte order", "an odd address"])
+def test_rows_that_no_product_reads_are_copied_a_few_windows_at_a_time(what):
+    rng = np.random.default_rng(0)
+    x, weight = rng.integers(-4, 5, (1, 16, 30_000)).astype(np.float32), np.ones((16, 1, 9), np.float32)
+    settings = dict(stride=(1,), dilation=(1,), padding=((4, 4),), groups=16)
+    expected = by_windows(x, weight, padding_mode="constant", **settings)
+    if what == "an odd address":
+        x = np.frombuffer(b"." + x.tobytes(), np.uint8)[1:].view(np.float32).reshape(x.shape)
+    else:
+        x = x.astype(">f4")
+    out = np.empty_like(expected)
+    plan = cupyconv.explain(cupyconv.conv, x, weight, out=out, method="gemm", **settings)
+    assert type(plan.steps[0]) is ToeplitzRuns
+    cupyconv.clear_caches()
+    peak = peak_bytes(lambda: cupyconv.conv(x, weight, out=out, method="gemm", **settings))
+    assert np.array_equal(out, expected)
+    assert peak <= plan.workspace_bytes + 200_000 < x.nbytes / 5  # and what Python's objects take
 
 
 @pytest.mark.parametrize("way", [ToeplitzRows, ToeplitzRuns])
