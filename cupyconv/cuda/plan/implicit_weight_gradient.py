@@ -180,7 +180,7 @@ def _draft(
         steps.append(replace(finish, bytes_moved=out.nbytes + buffer.nbytes))  # those of zeros lie between the others
         workspace.append(buffer)
     words = f"{WORDS[arithmetic]}, tiles of {tile_m} x {tile_n}, {parts} part(s) of the sum"
-    words += ", its factors moved first" if moves else ""
+    words += ", the inputs moved first" if moves else ""
     return Draft("implicit_gemm", tuple(steps), tuple(workspace), words)
 
 
