@@ -25,6 +25,7 @@ import cupyconv
 from cupyconv.call.explain import checked_call
 from cupyconv.cuda.plan import plan as planned
 from cupyconv.cuda.plan.launches import GRID_X, GRID_Y
+from cupyconv.cuda.plan.recurrence import recurrent_tiles
 from cupyconv.ops.conv_pullback import EPILOGUE_GRADIENT, PROLOGUE_GRADIENT
 from cupyconv.ops.pooling import AVG_POOL_GRADIENT, MAX_POOL_GRADIENT
 from cupyconv.problem.arrays import ITEMSIZE
@@ -190,7 +191,7 @@ def says_what_it_does(plan: Plan) -> None:
     if plan.method == "fft" and "shares" not in reason:
         assert ("a matrix product for each frequency" in reason) == any(isinstance(step, GemmCall) for step in steps)
     if plan.method == "implicit_gemm":
-        assert ("the inputs moved first" in reason) == ("channels_last" in kernels)
+        assert ("moved first" in reason) == ("channels_last" in kernels)
     for step in steps:
         if isinstance(step, KernelLaunch) and step.kernel.name == "weight_gradient":
             assert ("in parts" in step.purpose) == (step.grid[0] > 1)
@@ -466,6 +467,32 @@ def test_gradients_of_no_steps_and_of_no_samples_are_zeros(cell, direction):
             assert states.times == 1 and states.launches[0].grid[1] == 1 + (direction == "bidirectional")
         else:
             assert not batch
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "words"),
+    [
+        ("float32", 48, None), ("float32", 45, "accesses of 4 bytes"), ("float64", 45, "accesses of 8 bytes"),
+        ("float16", 46, "accesses of 4 bytes"), ("float16", 45, "scalar access"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("method", ["step", "persistent"])
+def test_rows_of_a_weight_that_are_no_whole_vectors_are_noted(method, dtype, hidden, words):
+    weights = array(4 * hidden, 48, dtype=dtype), array(4 * hidden, hidden, dtype=dtype)
+    plan = cupyconv.explain(cupyconv.lstm, array(3, 5, 48, dtype=dtype), *weights, method=method, on="sm_90")
+    notes = [note for note in plan.notes if note.startswith("weight_hh: its rows")]
+    assert [note.rpartition(": ")[2] for note in notes] == ([words] if words else [])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_no_thread_has_more_sums_than_registers(dtype):
+    """CUDA cores take eight samples of four gates, in float64 four; sums of tensor cores lie in many threads."""
+    for resident in (False, True):
+        for on in ("sm_75", "sm_90"):
+            for tile in recurrent_tiles(dtype, resident, known_gpu(on)):
+                assert tile.arithmetic != "FMA" or tile.samples * ITEMSIZE[dtype] <= 32
+    asked = {tile.samples for tile in recurrent_tiles("float32", False, known_gpu("sm_75"))}
+    assert asked == {4, 8}, "few samples and many"
 
 
 def test_weights_that_no_block_has_room_for_go_back_step_by_step():
