@@ -75,9 +75,12 @@ constexpr int MOST_BLOCKS = THREADS == 256 ? 2 : 4;
 constexpr int PROLOGUE_BLOCKS = ARITHMETIC == TF32X3 || sizeof(DTYPE) == 8 ? 2 : 3;
 // Doubles' few units are busy with three blocks; for a fourth registers were spilled.
 constexpr bool FEW_UNITS = sizeof(DTYPE) == 8 && ARITHMETIC == FMA;
+// A thread of a large tile has 64 sums, of two registers each where they are doubles or a slab's are kept apart.
+constexpr bool ALONE = THREADS == 256 && (ARITHMETIC == TF32X3 || sizeof(DTYPE) == 8);
 constexpr int MIN_BLOCKS = WIDE                    ? MOST_BLOCKS / 2
                            : PROLOGUE              ? PROLOGUE_BLOCKS
-                           : ARITHMETIC == TF32X3 ? (THREADS == 256 ? 1 : sizeof(DTYPE) == 8 ? 2 : 3)
+                           : ALONE                 ? 1
+                           : ARITHMETIC == TF32X3 ? (sizeof(DTYPE) == 8 ? 2 : 3)
                                                   : MOST_BLOCKS - FEW_UNITS;
 #endif
 constexpr bool CHUNKED = GATHER == ALONG_CHANNELS && Arithmetic::PREFERS_CHUNKS;

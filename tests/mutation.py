@@ -70,6 +70,9 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
     ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
 }  # fmt: skip
+KINDS = (
+    "comparison", "operator", "one more", "one less", "half as much again", "and, or", "condition", "None", "left out",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -537,21 +540,30 @@ def all_mutants(paths: list[str]) -> list[Mutant]:
     return mutants
 
 
-def main() -> None:
+def options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__.splitlines()[0])
     parser.add_argument("modules", nargs="*", help="files or folders of the package")
     parser.add_argument("--tests", nargs="*", default=["tests"], help="files of tests (all of them)")
     parser.add_argument("--sample", type=int, help="so many mutants of all, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="another sample")
-    parser.add_argument(
-        "--kinds", nargs="*", help="only changes of these kinds: operator, condition, ... (all of them)"
-    )
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS, help="only changes of these kinds (all)")
     parser.add_argument("--seconds", type=float, default=6.0, help="tests of one mutant end in about that time")
     parser.add_argument("--measure", action="store_true", help="measure only which tests run which lines")
     parser.add_argument("--survivors", action="store_true", help="try those again that survived, whatever it takes")
-    given = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def sampled(mutants: list[Mutant], given: argparse.Namespace) -> tuple[list[Mutant], int]:
+    """In any order, those of the kinds and of the sample that were asked for, and of how many of the kinds they are."""
+    of_kinds = [one for one in mutants if one.change.kind in given.kinds]
+    random.Random(given.seed).shuffle(of_kinds)
+    return of_kinds[: given.sample], len(of_kinds)
+
+
+def main() -> None:
+    given = options(None)
     if sys.version_info < (3, 12):
-        parser.error("which tests run which lines is measured by sys.monitoring, which Python has from 3.12 on")
+        sys.exit("which tests run which lines is measured by sys.monitoring, which Python has from 3.12 on")
     KEPT.mkdir(exist_ok=True)
     folders = [ROOT / path for path in given.tests]
     files = [file for path in folders for file in (sorted(path.glob("test_*.py")) if path.is_dir() else [path])]
@@ -559,10 +571,7 @@ def main() -> None:
         collected(Measure(missing), missing)
     if given.measure:
         return
-    mutants = [one for one in all_mutants(given.modules) if not given.kinds or one.change.kind in given.kinds]
-    everything = len(mutants)
-    random.Random(given.seed).shuffle(mutants)
-    mutants = mutants[: given.sample]
+    mutants, everything = sampled(all_mutants(given.modules), given)
     results = KEPT / "results.jsonl"
     if given.survivors:
         known = outcomes(results)

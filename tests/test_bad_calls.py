@@ -24,7 +24,10 @@ def test_explain_of_a_gradient_says_what_to_explain(given):
     "function, keyword, ours",
     [
         ("conv", "strides", "stride"), ("conv", "pads", "padding"), ("conv", "pad", "padding"), ("conv", "group", "groups"),
-        ("conv", "dilations", "dilation"), ("conv", "W", "weight"), ("conv", "b", "bias"), ("conv", "mode", "padding_mode"),
+        ("conv", "dilations", "dilation"), ("conv", "W", "weight"), ("conv", "b", "bias"), ("conv", "boundary", "padding_mode"),
+        ("conv", "mode", r"padding \('valid', 'same', 'full'\) or padding_mode \('constant', .*'edge'\)"), ("conv_transpose", "mode", "padding"),
+        ("conv", "cval", "nothing: .* pads with zeros"), ("conv", "origin", r"padding, a pair \(before, after\) .*"),
+        ("conv", "axes", "nothing: the axes after the channels .*"),
         ("conv", "auto_pad", r"padding=onnx_padding\(pads, auto_pad\)"), ("conv", "data_format", "a transposed view of an array .*"),
         ("conv", "stirde", "stride"), ("linmerge", "x", "xs"), ("conv_transpose", "output_size", "output_shape"),
         ("conv_chain", "output", "out"), ("max_pool", "kernel_size", "kernel_shape"), ("max_pool", "strides", "stride"),

@@ -521,6 +521,47 @@ def test_a_padding_mode_without_padding_is_refused(target):
     assert cupyconv.conv(x, weight[:, :, :1], padding=0, padding_mode="edge").shape == (1, 1, 5)
 
 
+@pytest.mark.parametrize("name", ["same", "full"])
+def test_a_padding_given_as_a_padding_mode(name):
+    words = [f"unknown padding_mode '{name}'", f"is a padding: padding='{name}'$"]
+    assert_refused(
+        numpy_arrays(), ValueError, words, cupyconv.conv, np.ones((1, 1, 5)), np.ones((1, 1, 3)), padding_mode=name
+    )
+
+
+def test_a_name_in_an_arrays_place():
+    """As in ``scipy.signal.fftconvolve(image, kernel, "same")``."""
+    words = ["bias must be an array, not the str 'same': settings are given by name, as padding='same'"]
+    assert_refused(numpy_arrays(), TypeError, words, cupyconv.conv, np.ones((1, 1, 5)), np.ones((1, 1, 3)), "same")
+
+
+@pytest.mark.parametrize("function", [cupyconv.conv, cupyconv.conv_transpose])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_an_image_without_channels(function, rank):
+    x, weight = np.ones((9,) * rank), np.ones((1, 1, *(3,) * rank))
+    assert_refused(numpy_arrays(), ValueError, [r"; an image without channels is x\[None\]$"], function, x, weight)
+    assert function(x[None], weight).ndim == rank + 1
+
+
+@pytest.mark.parametrize("shape", [(9,), (9, 9)], ids=str)
+def test_an_image_without_samples_and_channels_to_pool(shape):
+    words = [r"; where there is one sample of one channel, x\[None, None\]$"]
+    assert_refused(numpy_arrays(), ValueError, words, cupyconv.max_pool, np.ones(shape), 3)
+    assert cupyconv.max_pool(np.ones(shape)[None, None], 3).shape == (1, 1, *(3,) * len(shape))
+
+
+@pytest.mark.parametrize(
+    "shape, kernel, hinted",
+    [((9, 9, 9), (5, 5, 5), True), ((2, 9, 9, 9), (3, 5, 5), True), ((2, 9, 9), (4, 3, 5), False)],
+    ids=str,
+)
+def test_a_kernel_of_three_axes_alone(shape, kernel, hinted):
+    """It reads as a weight of one spatial axis; whoever has signals is not told of volumes."""
+    x, weight = np.ones(shape), np.ones(kernel)
+    words = [r"a kernel of three, without channels, is weight\[None, None\]"] if hinted else [r"channels\)?[^;]*$"]
+    assert_refused(numpy_arrays(), ValueError, words, cupyconv.conv, x, weight)
+
+
 @pytest.mark.parametrize("shape", [(3, 9, 9), (2, 3, 9, 9), (2, 3, 3, 9), (1, 3, 9)], ids=str)
 def test_a_kernel_for_each_channel_without_its_axis(shape):
     words = [r"weight\[:, None\], of shape \(3, 1, 5, 5\)"] * (len(shape) > 3 or shape[0] == 3)
@@ -533,3 +574,9 @@ def test_a_kernel_for_each_channel_without_its_axis(shape):
 def test_linmerge_names_the_missing_axis(shape, hint):
     words = ["takes 3 channels", hint]
     assert_refused(numpy_arrays(), ValueError, words, cupyconv.linmerge, [np.ones(shape)] * 3, np.ones((2, 3)))
+
+
+def test_linmerge_names_the_missing_samples_of_inputs_that_do_not_agree():
+    words = ["must agree in all but the channel axis", r"axis N of samples is missing: array\[None\]"]
+    fields = [np.ones((3, 100)), np.ones((2, 100))]
+    assert_refused(numpy_arrays(), ValueError, words, cupyconv.linmerge, fields, np.ones((4, 5)))

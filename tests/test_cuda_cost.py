@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from plans import array
+from plans import array, launches
 
 import cupyconv
 from cupyconv.call.explain import checked_call
@@ -222,3 +222,166 @@ def test_the_hosts_time_stands_beside_the_gpus():
     assert one.price.endswith("; the host takes 11 µs and the driver's time")
     three = cupyconv.explain(cupyconv.conv, x, weight, bias, activation="tanh", method="gemm", on="sm_90")
     assert len(three.steps) == 3 and three.price.endswith("; the host takes 19 µs and the driver's time")
+
+
+# Where tiles and rounds are whole, twice the work takes twice as long, and asks L2 for twice as much: exactly.
+
+
+def launch_of(plan: cupyconv.Plan, kernel: str) -> KernelLaunch:
+    (launch, *_) = launches(plan, kernel)
+    return launch
+
+
+def convolved(method: str, kernel: str, **shared: Any) -> Any:
+    def made(n: int, c: int, h: int, o: int, k: int = 3, w: int = 32) -> KernelLaunch:
+        dtype, order = shared.get("dtype", "float32"), shared.get("order", "C")
+        x, weight = array(n, c, h, w, dtype=dtype, order=order), array(o, c, k, k, dtype=dtype)
+        on = shared.get("on", "sm_90")
+        return launch_of(cupyconv.explain(cupyconv.conv, x, weight, padding=k // 2, method=method, on=on), kernel)
+
+    return made
+
+
+def transposed(n: int, c: int, h: int, o: int) -> KernelLaunch:
+    x, weight = array(n, o, h, 32), array(o, c, 2, 2)
+    return launch_of(
+        cupyconv.explain(cupyconv.conv_transpose, x, weight, stride=2, method="direct", on="sm_90"), "transposed"
+    )
+
+
+def weight_gradient(n: int, c: int, h: int, o: int) -> KernelLaunch:
+    grad, x = array(n, o, h, 32), array(n, c, h, 32)
+    plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, (3, 3), padding=1, method="direct", on="sm_90")
+    return launch_of(plan, "weight_gradient")
+
+
+def recurrent(method: str, dtype: str) -> Any:
+    def made(steps: int, batch: int, hidden: int) -> KernelLaunch:
+        weights = array(4 * hidden, 128, dtype=dtype), array(4 * hidden, hidden, dtype=dtype)
+        plan = cupyconv.explain(
+            cupyconv.lstm, array(steps, batch, 128, dtype=dtype), *weights, method=method, on="sm_90"
+        )
+        return launch_of(plan, f"recurrent_{method}")
+
+    return made
+
+
+def pair(first: str, second: str, dtype: str = "float32") -> Any:
+    def made(n: int, c: int, m: int, o: int) -> KernelLaunch:
+        m, o = c if first == "DEPTHWISE" else m, (c if first == "DEPTHWISE" else m) if second == "DEPTHWISE" else o
+        layers = []
+        for kind, inputs, outputs in ((first, c, m), (second, m, o)):
+            groups = inputs if kind == "DEPTHWISE" else 1
+            weight = array(outputs, inputs // groups, 3, 3, dtype=dtype)
+            layers.append(cupyconv.ConvLayer(weight, padding=1, groups=groups))
+        plan = cupyconv.explain(cupyconv.conv_chain, array(n, c, 32, 32, dtype=dtype), layers, fuse=True, on="sm_90")
+        return launch_of(plan, "conv_pair")
+
+    return made
+
+
+#: What makes a launch, its sizes, and how many times as long it takes with twice of each.
+WHOLE = {
+    **{
+        f"implicit_gemm {dtype} {order}": (
+            convolved("implicit_gemm", "implicit_gemm", dtype=dtype, order=order),
+            {"n": 132, "c": 64, "h": 32, "o": 128}, {"n": 2, "c": 2, "h": 2, "o": 2},
+        )
+        for dtype in ("float16", "float32", "float64") for order in ("C", "last")
+    },
+    "implicit_gemm complex64": (
+        convolved("implicit_gemm", "implicit_gemm", dtype="complex64"),
+        {"n": 132, "c": 64, "h": 32, "o": 128}, {"n": 2, "c": 2, "h": 2, "o": 2},
+    ),
+    "implicit_gemm by CUDA cores": (
+        convolved("implicit_gemm", "implicit_gemm", on="sm_75"),
+        {"n": 40, "c": 64, "h": 32, "o": 128}, {"n": 2, "c": 2, "h": 2, "o": 2},
+    ),
+    "merge": (convolved("direct", "merge"), {"n": 132, "c": 64, "h": 32, "o": 64, "k": 1}, {"n": 2, "c": 2, "h": 2, "o": 2}),
+    "merge float16": (
+        convolved("direct", "merge", dtype="float16"),
+        {"n": 132, "c": 64, "h": 32, "o": 64, "k": 1}, {"n": 2, "c": 2, "h": 2, "o": 2},
+    ),
+    "transposed": (transposed, {"n": 132, "c": 64, "h": 32, "o": 64}, {"n": 2, "c": 2, "h": 2}),
+    "weight_gradient": (weight_gradient, {"n": 132, "c": 64, "h": 32, "o": 64}, {"n": 2, "c": 2, "h": 2, "o": 2}),
+    "recurrent_step": (recurrent("step", "float32"), {"steps": 8, "batch": 128, "hidden": 128}, {"steps": 1, "batch": 2}),
+    "recurrent_step float16": (
+        recurrent("step", "float16"), {"steps": 8, "batch": 128, "hidden": 128}, {"steps": 1, "batch": 2, "hidden": 4},
+    ),
+    "recurrent_persistent": (recurrent("persistent", "float32"), {"steps": 8, "batch": 128, "hidden": 128}, {"steps": 2}),
+    "pair, depthwise": (pair("DEPTHWISE", "DEPTHWISE"), {"n": 132, "c": 16, "m": 16, "o": 16}, {"c": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_twice_the_work_takes_exactly_twice_as_long(case):
+    made, sizes, times = WHOLE[case]
+    once = made(**sizes)
+    for size, factor in times.items():
+        more = made(**sizes | {size: 2 * sizes[size]})
+        assert more.kernel == once.kernel and more.block == once.block
+        assert more.flops == factor * once.flops, size
+        assert more.arithmetic_seconds == pytest.approx(factor * once.arithmetic_seconds), size
+        # Each block's own weight comes once, however many pixels it goes through.
+        assert 0.93 * factor * once.l2_bytes <= more.l2_bytes <= factor * once.l2_bytes * (1 + 1e-9), size
+
+
+PAIRS = {
+    f"pair, {first} and {second}, {dtype}".lower(): (pair(first, second, dtype), {"n": 132, "c": 16, "m": 16, "o": 16}, {})
+    for first in ("DENSE", "DEPTHWISE") for second in ("DENSE", "DEPTHWISE") for dtype in ("float16", "float32", "float64")
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WHOLE | PAIRS)
+def test_whole_tiles_come_near_the_rate_of_their_arithmetic(case):
+    """And do not pass it.  Loops that find each element's place reach a part of it, and so does a wait for all blocks."""
+    made, sizes, _ = (WHOLE | PAIRS)[case]
+    launch = made(**sizes)
+    macros = dict(launch.kernel.macros)
+    dtype = macros.get("DTYPE", "float32")
+    arithmetic = macros.get("ARITHMETIC", "MMA" if dtype == "float16" else "FMA")
+    gpu = known_gpu("sm_75" if "cores" in case else "sm_90")
+    share = launch.flops / launch.arithmetic_seconds / cost.product_rate(arithmetic, dtype, gpu)
+    if case == "recurrent_step float16":
+        share *= 2  # a state is two numbers of 16 bits, so that it is not rounded
+    is_slow = launch.kernel.name in ("transposed", "weight_gradient", "recurrent_persistent") or "depthwise" in case
+    assert (0.02 if is_slow else 0.2) < share <= 1.0001
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_a_step_asks_l2_for_what_its_blocks_read(dtype):
+    """Each column of blocks reads all states and each row of them all weights; the projections are read once."""
+    launch, item = recurrent("step", dtype)(8, 128, 128), {"float16": 2, "float32": 4, "float64": 8}[dtype]
+    columns, rows, _ = launch.grid
+    kept = max(4, item)  # states are not rounded to 16 bits between steps
+    states, gates, weights = 128 * 128 * kept, 128 * 4 * 128 * kept, 4 * 128 * 128 * item
+    assert launch.l2_bytes == columns * states + gates + rows * weights
+    assert launch.bytes_moved == weights + gates + 3 * states
+    of_all = recurrent("persistent", dtype)(8, 128, 128)
+    columns, rows, _ = of_all.grid
+    assert of_all.l2_bytes == 8 * (columns * states + gates), "weights stay with their blocks"
+    assert of_all.bytes_moved == weights + 8 * (gates + 3 * states)
+
+
+def test_a_merge_asks_l2_for_the_inputs_of_each_tile_and_for_a_weight_each_block():
+    launch = convolved("direct", "merge")(132, 64, 32, 64, 1)
+    tiles = 64 // int(dict(launch.kernel.macros)["TILE"])
+    image, weight = 132 * 64 * 32 * 32 * 4, 64 * 64 * 4
+    assert launch.l2_bytes == tiles * image + launch.blocks // tiles * weight
+
+
+def test_tiles_of_a_convolution_ask_l2_for_their_rows_and_columns():
+    """Taps side by side find in L1 what the one before them has read."""
+    launch = convolved("implicit_gemm", "implicit_gemm", dtype="float16")(132, 64, 32, 256)
+    tile_m, tile_n = (int(dict(launch.kernel.macros)[name]) for name in ("TILE_M", "TILE_N"))
+    pixels, depth = 132 * 32 * 32, 64 * 9
+    rows, columns = 256 // tile_m, pixels // tile_n
+    assert launch.grid == (rows * columns, 1, 1)
+    assert launch.l2_bytes == pytest.approx(2 * depth * (columns * 256 + rows * pixels / 3))
+
+
+def test_a_weights_gradient_reads_its_images_once_for_each_tile():
+    launch = weight_gradient(132, 64, 32, 64)
+    outputs, rows = int(dict(launch.kernel.macros)["OUTPUTS"]), 4 * 132 * 64 * 32 * 32
+    tiles_m, tiles_n = 64 // outputs, launch.grid[1] // (64 // outputs)
+    assert launch.bytes_moved == rows * tiles_m + rows * tiles_n + 4 * launch.grid[0] * 64 * 64 * 9

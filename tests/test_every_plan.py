@@ -168,10 +168,37 @@ def hold(plan: Plan, sizes: dict[str, int] | None, limit: int | None = None, on:
     for step in steps:
         if isinstance(step, KernelLaunch):
             _hold_launch(step, gpu, most)
+    chunks_of(plan)
+    says_what_it_does(plan)
     microseconds = float(plan.price.partition(" ")[0].replace(",", "")) if plan.price else None
     if microseconds is not None and steps:
         at_least = max(plan.minimal_bytes / gpu.bandwidth, gpu.launch_seconds * len(plan.steps))
         assert 0.9 * at_least < microseconds * 1e-6 < 1 + 1e4 * at_least
+
+
+def chunks_of(plan: Plan) -> int:
+    """As many as the plan says there are; of one nothing is said."""
+    said = re.search(r"([\d,]+) chunks", plan.reason)
+    assert said is None or said[1] not in ("0", "1")
+    return int(said[1].replace(",", "")) if said else 1
+
+
+def says_what_it_does(plan: Plan) -> None:
+    """Words of the reason and of purposes that a user may count on, where they can be told from the steps."""
+    steps, reason = each_step(plan.steps), plan.reason
+    kernels = [step.kernel.name for step in steps if isinstance(step, KernelLaunch)]
+    if plan.method == "fft" and "shares" not in reason:
+        assert ("a matrix product for each frequency" in reason) == any(isinstance(step, GemmCall) for step in steps)
+    if plan.method == "implicit_gemm":
+        assert ("the inputs moved first" in reason) == ("channels_last" in kernels)
+    for step in steps:
+        if isinstance(step, KernelLaunch) and step.kernel.name == "weight_gradient":
+            assert ("in parts" in step.purpose) == (step.grid[0] > 1)
+        if isinstance(step, LaunchLoop) and plan.method == "step":
+            assert ("one launch per step" in reason) == (len(step.launches) == 1)
+    if "batched GEMM on " in reason:  # of a weight's gradient
+        is_pointwise = bool(re.search(r"kernel 1(x1)*\b", plan.problem))
+        assert ("GEMM on columns" in reason) == (not is_pointwise)
 
 
 def counts_its_products(plan: Plan) -> None:
@@ -266,6 +293,41 @@ class TestConvolutions:
         list(methods_of(cupyconv.conv_grad_input, (grad, weight, shape), settings, on, limit))
         for _, plan in methods_of(cupyconv.conv_grad_weight, (grad, x, kernel[2:]), settings, on, limit):
             counts_its_products(plan)
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize(("dtype", "order"), [("float16", "last"), ("float32", "C"), ("complex64", "C")])
+def test_chunks_are_as_large_as_there_is_room_for(name, dtype, order):
+    """Or half as large, for all are even: a second one of that size would not fit.  Chunks of sums alone lie in the result."""
+    shape, kernel, settings = CONVOLUTIONS[name]
+    x, weight = array(*shape, dtype=dtype, order=order), array(*kernel, dtype=dtype)
+    (y,) = checked_call(cupyconv.conv, x, weight, **settings, on="sm_90").results
+    grad = array(*y.shape, dtype=dtype, order=order)
+    turned = array(shape[1], kernel[0] // settings.get("groups", 1) or 1, *kernel[2:], dtype=dtype)
+    alone = {key: value for key, value in settings.items() if key in ("stride", "dilation", "groups")}
+    calls: list[Any] = [
+        (cupyconv.conv, (x, weight), settings),
+        (cupyconv.conv_grad_input, (grad, weight, shape), settings),
+        (cupyconv.conv_grad_weight, (grad, x, kernel[2:]), settings),
+        (cupyconv.conv_transpose, (x, turned), alone),
+    ]
+    found = 0
+    for (function, arguments, given), method, limit in product(calls, ("gemm", "fft"), (30_000, 200_000, 1_500_000)):
+        with cupyconv.options(workspace_limit=limit):
+            try:
+                plan = cupyconv.explain(function, *arguments, **given, method=method, on="sm_90")
+            except ValueError as refusal:
+                assert "appl" in str(refusal)
+                continue
+        taken = sum(buffer.space for buffer in plan.workspace if not buffer.of)
+        assert taken <= limit
+        if chunks_of(plan) > 1:
+            found += 1
+            assert 2 * taken > limit or not taken, (function, method, limit)
+        if method == "fft" and function is cupyconv.conv and "shares" not in plan.reason:
+            back = sum(isinstance(step, Transform) and step.inverse for step in each_step(plan.steps))
+            assert back == chunks_of(plan)
+    assert found or name == "1x1", "which multiplies images where they lie"
 
 
 @pytest.mark.parametrize("order", ["C", "last", "gaps"])

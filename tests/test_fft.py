@@ -48,6 +48,21 @@ def test_input_gradient(name):
     check(cupyconv.conv_grad_input, reference_gradients.conv_grad_input, arrays, settings, terms)
 
 
+@pytest.mark.parametrize("channels, groups", [((12,), 1), ((8,), 4), ((5, 7), 1)])
+def test_input_gradients_in_shares(channels, groups):
+    """The gradients of a list of inputs, each by several loops: over some of its channels, or over some groups."""
+    weight = normal(6 * groups, sum(channels) // groups, 5, 4)
+    shapes, settings = [(2, own, 13, 11) for own in channels], dict(padding=2, groups=groups)
+    grad = normal(2, len(weight), 13, 12)
+    expected = reference_gradients.conv_grad_input(grad, weight, shapes, **settings)
+    with cupyconv.options(workspace_limit=60_000):
+        plan = cupyconv.explain(cupyconv.conv_grad_input, grad, weight, shapes, method="fft", **settings)
+        actual = cupyconv.conv_grad_input(grad, weight, shapes, method="fft", **settings)
+    assert sum(len(getattr(step, "loops", [step])) for step in plan.steps) > len(channels)
+    for own, one in zip(actual, expected, strict=True):
+        assert_close(own, one, "float32", weight.size, factor=4)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_weight_gradient(name):
     x, weight, grad, settings = arrays_of(name)

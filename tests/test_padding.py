@@ -181,6 +181,7 @@ def test_pads_beyond_the_size_through_conv(target, mode, size):
         ((9, 9, 9), ((1, 2), (1, 2)), "give an int, or one int or one (before, after) pair per spatial axis"),
         ((9, 9), "SAME_UPPER", "; ONNX's auto_pad goes through onnx_padding"),
         ((9, 9), "reflect", "unknown padding 'reflect'; the names are "),
+        ((9, 9), "nearest", "; 'nearest' is a padding_mode, given beside padding='same' or numbers"),
         ((9, 9), "causal", "padding 'causal' is for one spatial axis, given 2"),
         ((9, 9), ((1, 2, 3), 1), "padding of one axis is an int or a (before, after) pair, given (1, 2, 3)"),
     ],

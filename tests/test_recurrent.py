@@ -24,7 +24,7 @@ from tolerance import assert_close
 import cupyconv
 from cupyconv.call.operation import bound, operation_of
 from cupyconv.numpy import activations as numpy_activations
-from cupyconv.numpy.recurrent_cells import is_doubled
+from cupyconv.numpy.recurrent_weights import is_doubled
 from cupyconv.problem.activations import RECURRENT_ONLY, resolve_activation
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
@@ -361,7 +361,7 @@ def test_a_warm_call_is_a_fresh_call(target, cell):
 def test_weights_in_blocks(cell, hidden, direct, monkeypatch):
     """As if products were large: blocks of rows, of which the last one ends beyond the gates."""
     columns = (1 if cell == "gru" else 2) * hidden + 1  # inputs go through one product with the state, but not a gru's
-    monkeypatch.setattr("cupyconv.numpy.recurrent_cells.SMALL_PRODUCT", 40 * columns * 5)
+    monkeypatch.setattr("cupyconv.numpy.recurrent_weights.SMALL_PRODUCT", 40 * columns * 5)
     case = full_case(cell, steps=9, inputs=hidden, hidden=hidden, linear_before_reset=direct, lengths=(9, 0, 3, 1, 8))
     arrays = case.arrays()
     cupyconv.clear_caches()
@@ -398,7 +398,7 @@ def test_weights_in_blocks(cell, hidden, direct, monkeypatch):
 def test_doubled_gates(steps, batch, inputs, hidden, dtype, blocks, input_forget, monkeypatch):
     """An lstm whose sigmoids are tanh + 1."""
     if blocks:
-        monkeypatch.setattr("cupyconv.numpy.recurrent_cells.SMALL_PRODUCT", 40 * (inputs + hidden + 1) * batch)
+        monkeypatch.setattr("cupyconv.numpy.recurrent_weights.SMALL_PRODUCT", 40 * (inputs + hidden + 1) * batch)
         monkeypatch.setattr("cupyconv.numpy.recurrent_cells._SMALL_SUM", batch * hidden - 1)
     lengths = tuple(range(steps, steps - batch, -1)) if batch <= steps else None
     case = RecurrentCase(

@@ -1,8 +1,8 @@
 """Whether `out` may be written where it lies: the one question about a call that only addresses answer.
 
 Layouts repeat from call to call, addresses do not.  What a layout says of the memory an array spans is worked
-out once; a check then compares bounds, and only spans that meet are looked at element by element.  Arrays that know
-the owners of their memory tell sooner that all are apart.
+out once; a check then compares bounds, and only spans that meet are looked at element by element.  It is not made where
+arrays know the owners of their memory, and these say that all are apart.
 """
 
 from __future__ import annotations
@@ -27,16 +27,13 @@ class OutMemory:
     def __init__(self, arrays: Mapping[str, Any], outs: Sequence[str], may_alias: str) -> None:
         self._may_alias = may_alias
         self._spans = [(name, _Span(array)) for name, array in arrays.items()]
-        self._places = [place for place, name in enumerate(arrays) if name in outs]
-        self._outs = [(place, *self._spans[place]) for place in self._places]
+        self._outs = [(place, *self._spans[place]) for place, name in enumerate(arrays) if name in outs]
 
     def check(self, arrays: Sequence[Any], backend: Backend) -> None:
         """Refuse an `out` that is read-only, or that another argument shares memory with; it may be the residual.
 
         `arrays` are in the order of those that this was made from.
         """
-        if backend.are_apart(arrays, self._places):
-            return
         for place, out_name, out in self._outs:
             if getattr(getattr(arrays[place], "flags", None), "writeable", True) is False:
                 raise ValueError(f"{out_name} is read-only")

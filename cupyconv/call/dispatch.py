@@ -122,6 +122,10 @@ def _finder(name: str, array: Any) -> Callable[[Any], Backend]:
             return _cupy_backend
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(f"{name} is a MaskedArray, whose mask would be lost: fill it first, array.filled(0)")
+    if isinstance(array, str):
+        raise TypeError(
+            f"{name} must be an array, not the str {array!r}: settings are given by name, as padding='same'"
+        )
     library = type(array).__module__.partition(".")[0]
     way_in = _WAYS_IN.get(library, "numpy.asarray(array), or cupy.from_dlpack(array) for memory of a GPU")
     raise TypeError(f"{name} must be a NumPy or CuPy array, not {kind_of(array)}; the way in: {way_in}")

@@ -17,7 +17,7 @@ _NAMES = {
     "weight": ("W", "w", "weights", "filter", "filters", "kernel", "rhs", "in2"),
     "bias": ("b", "B", "biases"),
     "stride": ("strides", "window_strides", "strided", "subsample", "step"),
-    "padding": ("pads", "pad", "pad_width", "border_mode"),
+    "padding": ("pads", "pad", "pad_width", "border_mode", "mode"),
     "padding_mode": ("mode", "pad_mode", "boundary"),
     "dilation": ("dilations", "dilate", "dilation_rate", "rhs_dilation", "atrous_rate"),
     "groups": ("group", "num_groups", "feature_group_count", "n_groups"),
@@ -46,6 +46,12 @@ _NAMES = {
     "peephole": ("P", "peepholes"),
 }  # fmt: skip
 
+#: What tells two of ours from each other where another library has one name for both.
+_VALUES = {
+    "padding": "'valid', 'same', 'full'",
+    "padding_mode": "'constant', 'wrap'; for ndimage's 'reflect', 'mirror', 'nearest' 'symmetric', 'reflect', 'edge'",
+}
+
 #: What is said in another way, whatever the function.
 _WAYS = {
     "auto_pad": "padding=onnx_padding(pads, auto_pad)",
@@ -56,6 +62,10 @@ _WAYS = {
     "hidden_size": "nothing: the weights tell it",
     "dtype": "array.astype, before the call",
     "axis": "a transposed view whose channels come after the samples",
+    "axes": "nothing: the axes after the channels are the spatial ones, as many as the kernel has",
+    "cval": "nothing: padding_mode='constant' pads with zeros",
+    "fillvalue": "nothing: padding_mode='constant' pads with zeros",
+    "origin": "padding, a pair (before, after) for each axis",
 }
 
 
@@ -78,5 +88,7 @@ def ours_for(keyword: str, parameters: Iterable[str]) -> str:
     if keyword in _WAYS:
         return f"here it is {_WAYS[keyword]}"
     meant = [ours for ours in parameters if keyword in _NAMES.get(ours, ())]
+    if len(meant) > 1:
+        meant = [f"{ours} ({_VALUES[ours]})" for ours in meant]
     meant = meant or get_close_matches(keyword, parameters, n=1)
-    return f"here it is {meant[0]}" if meant else f"its arguments are {', '.join(parameters)}"
+    return f"here it is {' or '.join(meant)}" if meant else f"its arguments are {', '.join(parameters)}"

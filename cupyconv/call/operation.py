@@ -310,6 +310,7 @@ class Executable:
         self._viewed = () if axes.are_the_backends else tuple(call.images & {*arrays, *returned})
         given = [name for name in returned if name in arrays]
         self._out_memory = OutMemory(arrays, given, call.results[0].may_alias) if given else None
+        self._places_of_outs = [place for place, name in enumerate(arrays) if name in given]
         #: Results that are computed in memory beside the caller's, see `Axes.view`.
         self._beside = tuple(
             name
@@ -324,7 +325,7 @@ class Executable:
 
     def run_again(self, arrays: Sequence[Any]) -> Any:
         """Run for other arrays, after the one check that their layouts do not answer."""
-        if self._out_memory is not None:
+        if self._out_memory is not None and not self._backend.are_apart(arrays, self._places_of_outs):
             self._out_memory.check(arrays, self._backend)
         return self.run(arrays)
 

@@ -52,6 +52,11 @@ class RepeatedCall:
         #: By layouts and options; and of each array of the call its place among those given, or the array.
         self._executables: dict[Hashable, tuple[Executable, list[Any]]] = {}
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What it is made with, by the function's names; what is given each time stands there as its default, or None."""
+        return dict(self._arguments)
+
     def __call__(self, **given: Any) -> Any:
         """The result, with these arrays."""
         arrays, form, array_class = flat(tuple(given.values()))

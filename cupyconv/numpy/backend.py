@@ -46,11 +46,6 @@ TURN_CALLS = 13
 _layout_of = attrgetter("dtype", "shape", "strides")
 
 
-def _owner(base: Any) -> int | None:
-    """Which array owns the memory of another, of which this is the base; None where that cannot be said."""
-    return id(base) if type(base) is np.ndarray and base.flags.owndata else None
-
-
 @dataclass(frozen=True)
 class NumpyStep:
     """A loop that solves a problem; a subclass has the sizes that were decided, prints itself and runs itself."""
@@ -284,12 +279,20 @@ class NumpyBackend:
 
     def are_apart(self, arrays: Sequence[Any], outs: Sequence[int]) -> bool:
         """Whether those at the places `outs` may be written, own their memory, and no other array lies in it."""
-        owners = [id(array) if (base := array.base) is None else _owner(base) for array in arrays]
         for place in outs:
-            out, flags = arrays[place], arrays[place].flags
-            if out.base is not None or not (flags.owndata and flags.writeable) or owners.count(id(out)) > 1:
+            out = arrays[place]
+            flags, times = out.flags, 0
+            if out.base is not None or not (flags.owndata and flags.writeable):
                 return False
-        return None not in owners
+            for array in arrays:
+                base = array.base
+                if base is None:
+                    times += array is out
+                elif base is out or type(base) is not np.ndarray or not base.flags.owndata:  # who knows whose it is
+                    return False
+            if times > 1:
+                return False
+        return True
 
     def plain(self, array: Any) -> Any:
         """The array; of a subclass, whose arithmetic may be another, its elements as an array of NumPy's own."""

@@ -163,7 +163,7 @@ def plan_gathered(problem: TransposedProblem) -> Plan:
         taps = [axis.taps for axis in phase] if is_reached(phase) else [range(0)] * 3
         shape = (out.shape[1], geometry.group_outputs, *map(len, taps))
         own = replace(problem.weight, shape=shape, strides=c_strides(shape))
-        part = phase_problem(within, phase, out, own)
+        part = phase_problem(within, phase, replace(out, name="out"), own)
         if not is_reached(phase):
             part = replace(part, method="auto")
         problems.append((part, out.name, first, phase))

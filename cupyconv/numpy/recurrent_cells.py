@@ -17,36 +17,21 @@ as long as names and Python's numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from itertools import groupby, pairwise
-from math import prod
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy import add, multiply, subtract, tanh
 
 from cupyconv.numpy.activations import activate
-from cupyconv.numpy.backend import aligned_bytes
-from cupyconv.numpy.cost import SMALL_PRODUCT
+from cupyconv.numpy.recurrent_weights import DOUBLED, Weights, activations_of_gates, in_blocks, is_doubled, slopes
 from cupyconv.problem.activations import Activation
 from cupyconv.problem.recurrence import RecurrentGeometry
 
 #: Activations that have no temporaries.
 IN_PLACE = ("none", "relu", "relu6", "clip", "sigmoid", "tanh", "affine", "scaled_tanh")
-#: Rows of a weight that are multiplied at a time, where BLAS would copy both factors of the whole product at each step.
-_BLOCKS = (64, 48, 32)
-#: Products without blocks, as a part of the largest that BLAS does not copy factors for: near that they are slower.
-_IN_ONE = 0.6
-#: Steps from which a copy of the weight in blocks takes less than it saves.
-_MANY_STEPS = 8
-#: Elements of a weight that takes longer to copy by columns than it saves.
-_FEW_ELEMENTS = 16_000
-#: Rows of a weight that are copied at a time, so that columns are read and written in cache.
-_ROWS_COPIED = 64
 #: Elements of c up to which BLAS takes one thread for half the sum of two, whatever it was told.
 _SMALL_SUM = 4500
-#: A doubled lstm's gates as they lie in memory.
-_DOUBLED = (2, 1, 0, 3)
 #: Bytes of gates up to which one call for all of them takes less than one for each kind.
 _SMALL_GATES = 16 << 10
 
@@ -55,187 +40,6 @@ _SMALL_GATES = 16 << 10
 Step = tuple[int, Any, np.ndarray, np.ndarray, np.ndarray]
 #: What a gradient needs, (T, N, ., H) by name: see `RecurrentGeometry.keeps`; empty where there is none.
 Kept = Mapping[str, np.ndarray]
-
-
-def slopes(geometry: RecurrentGeometry, direction: int, doubled: bool = False) -> list[float]:
-    """What each gate is multiplied with before its activation is applied; in the order of a `doubled` lstm, or the usual one."""
-    each = [0.5 if activation.name == "sigmoid" else 1.0 for activation in _of_gates(geometry, direction)]
-    return [each[gate] for gate in _DOUBLED] if doubled else each
-
-
-def _of_gates(geometry: RecurrentGeometry, direction: int) -> list[Activation]:
-    """The activation of each gate."""
-    f, *others = geometry.activations[direction]
-    return {"rnn": [f], "lstm": [f, f, *others[:1], f], "gru": [f, f, *others]}[geometry.cell]
-
-
-def is_doubled(geometry: RecurrentGeometry, direction: int, peephole: bool, folded: bool) -> bool:
-    """Whether an lstm's gates i, f, o and its h are kept twice as large as they are, which folded weights undo."""
-    names = [activation.name for activation in geometry.activations[direction]]
-    return folded and geometry.cell == "lstm" and not peephole and names == ["sigmoid", "tanh", "tanh"]
-
-
-def block_of_rows(rows: int, columns: int, geometry: RecurrentGeometry, samples: int) -> int:
-    """Rows of the blocks that a weight is copied in, so that each is a small product; 0 where it is multiplied as it lies."""
-    if samples == 1 or geometry.steps < _MANY_STEPS or rows * columns * samples <= _IN_ONE * SMALL_PRODUCT:
-        return 0
-    small = [block for block in _BLOCKS if block * columns * samples <= SMALL_PRODUCT]
-    return min(small, key=lambda block: in_blocks(rows, block), default=0)
-
-
-def in_blocks(rows: int, block: int) -> int:
-    """The rows of all blocks: those of the last one that are too many hold nothing of interest."""
-    return -(-rows // block) * block if block else rows
-
-
-def copied_for_blas(
-    parts: Sequence[np.ndarray], slope: np.ndarray | None, block: int, order: Sequence[int] = (0,), halved: int = 0
-) -> np.ndarray:
-    """A weight of these parts, side by side, times the slope of each row: copied so that it lies column by column.
-
-    ``(rows, columns)``, or where it is multiplied in blocks ``(blocks, rows of one, columns)``.  BLAS reads a weight that lies
-    so, and begins at a cache line, in half the time; a small one in nearly the same, and that stays in rows.
-
-    The rows of gates come in this `order`, in which slopes are given; the first columns, as many as are `halved`, are times a
-    half too.
-    """
-    rows, columns, dtype = len(parts[0]), sum(part.shape[1] for part in parts), parts[0].dtype
-    of_gate = rows // len(order)
-    if rows * columns < _FEW_ELEMENTS and not block:
-        joined = np.concatenate(parts, 1)
-        if len(order) > 1:
-            joined = joined.reshape(len(order), of_gate, columns).take(order, 0).reshape(rows, columns)
-        turned = np.empty((columns, rows), dtype)
-        if slope is None:
-            turned[...] = joined.T
-        else:
-            multiply(joined.T, slope.T, turned)
-        if halved:
-            multiply(turned[:halved], np.array(0.5, dtype), turned[:halved])
-        return turned.T
-    own = block or rows  # without gaps: the method `dot` copies what has some, at each call
-    memory = _at_cache_line((in_blocks(rows, own) // own, columns, own), dtype)
-    run = block or _ROWS_COPIED
-    for begin, end in pairwise(sorted({*range(0, rows, run), *range(0, rows, of_gate), rows})):
-        copy = memory[begin // own, :, begin % own : begin % own + end - begin]
-        column, source = 0, order[begin // of_gate] * of_gate + begin % of_gate
-        for part in parts:
-            copy[column : column + part.shape[1]] = part[source : source + end - begin].T
-            column += part.shape[1]
-    memory[-1, :, rows - (len(memory) - 1) * own :] = 0  # where BLAS reads beyond the weight
-    if slope is not None:
-        if rows < len(memory) * own:
-            slope = np.concatenate((slope, np.ones((len(memory) * own - rows, 1), dtype)))
-        slope = slope.reshape(-1, 1, own)
-        multiply(memory[:, halved:], slope, memory[:, halved:])
-        if halved:
-            multiply(memory[:, :halved], slope * dtype.type(0.5), memory[:, :halved])
-    return memory.swapaxes(1, 2) if block else memory[0].T
-
-
-def _at_cache_line(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Uninitialised memory that begins at a cache line."""
-    return np.ndarray(shape, dtype, aligned_bytes(prod(shape) * dtype.itemsize))
-
-
-#: A product with a weight: its other factor, and where the result goes.
-Product = Callable[[np.ndarray, np.ndarray], object]
-
-
-def multiplied_by(weight: np.ndarray) -> Product:
-    """``product(factor, out)`` of a weight; where it is in blocks, `out` is (blocks, rows of one, N)."""
-    return partial(np.matmul, weight) if weight.ndim > 2 else weight.dot  # takes half the time of `np.matmul`
-
-
-def _no_copy() -> None:
-    """Of a weight that is multiplied as it lies."""
-
-
-class Weights:
-    """What one direction of a call multiplies and adds, in the dtype computed with.
-
-    Where `slope` (G * H, 1) is given they are *folded*: copied, with the slopes, and with the biases that are added with
-    the state as one more column of `weight_hh`.  Where they are `joined`, the columns of weight_ih come before that one, and
-    nothing is left to add.  `block` and `input_block` are the rows of blocks that weight_hh and weight_ih are multiplied
-    in, see `block_of_rows`.  A `doubled` lstm's have its order of gates, and halved columns of h.
-    """
-
-    def __init__(
-        self,
-        geometry: RecurrentGeometry,
-        weight_ih: np.ndarray,
-        weight_hh: np.ndarray,
-        bias_ih: np.ndarray | None = None,
-        bias_hh: np.ndarray | None = None,
-        peephole: np.ndarray | None = None,
-        *,
-        slope: np.ndarray | None = None,
-        doubled: bool = False,
-        joined: bool = False,
-        block: int = 0,
-        input_block: int = 0,
-    ) -> None:
-        rows, hidden = weight_hh.shape
-        is_gru = geometry.cell == "gru"
-        resets_product = is_gru and geometry.linear_before_reset
-        both = bias_hh if bias_ih is None else bias_ih if bias_hh is None else bias_ih + bias_hh
-        with_state = [weight_hh, weight_ih] if joined else [weight_hh]
-        #: Added with the inputs to the rows from `biased` on; and to the product that a gru's reset gate multiplies.
-        self.input_bias, self.biased, self.candidate_bias = both, 0, None
-        if both is not None and (slope is not None or resets_product):
-            first = 2 * hidden if is_gru else rows  # the candidate's rows, of which two biases may be told apart
-            of_inputs, of_state = (bias_ih, bias_hh) if resets_product else (both, None)
-            column = both.copy()
-            if slope is None:
-                column[first:] = 0 if of_inputs is None else of_inputs[first:]
-                self.input_bias = column
-                self.candidate_bias = None if of_state is None else of_state[first:, None]
-            else:
-                column[first:] = 0 if of_state is None else of_state[first:]
-                with_state.append(column[:, None])
-                self.input_bias = None
-                if of_inputs is not None and first < rows:
-                    self.input_bias, self.biased = of_inputs[first:] * slope[first:, 0], first
-        order, halved = (_DOUBLED, hidden) if doubled else ((0,), 0)
-        #: The inputs' weight, (G * H, I) or in blocks; of no use where it is joined.
-        self.weight_ih = weight_ih
-        #: What makes the copies of either weight, once; until then nothing can be multiplied by them.  It is let go then: it
-        #: holds this, and memory that waits for the collector of cycles is not what the next call writes.
-        self.copy_input: Callable[[], None] = _no_copy
-        self.copy_state: Callable[[], None] = _no_copy
-        if input_block or (slope is not None and not joined):
-            self.copy_input = partial(self._copy_input, slope, input_block, order)
-        self.peephole = peephole
-        if peephole is not None:
-            self.peephole = peephole.reshape(3, hidden, 1) * (1 if slope is None else slope[0])
-        #: ``recurrent(h, out)``, the state's product; ``candidate(h, out)``, that of a gru which resets the state.
-        self.recurrent = self.candidate = multiplied_by(weight_hh)
-        apart = 2 * hidden if is_gru and not resets_product else rows  # the candidate's rows, where they wait for r
-        if block or slope is not None:
-            self.copy_state = partial(self._copy_state, with_state, weight_hh, apart, slope, block, order, halved)
-        elif apart < rows:
-            self.recurrent, self.candidate = multiplied_by(weight_hh[:apart]), multiplied_by(weight_hh[apart:])
-
-    def _copy_input(self, slope: np.ndarray | None, block: int, order: Sequence[int]) -> None:
-        self.copy_input = _no_copy
-        self.weight_ih = copied_for_blas([self.weight_ih], slope, block, order)
-
-    def _copy_state(
-        self,
-        with_state: Sequence[np.ndarray],
-        weight_hh: np.ndarray,
-        apart: int,
-        slope: np.ndarray | None,
-        block: int,
-        order: Sequence[int],
-        halved: int,
-    ) -> None:
-        self.copy_state = _no_copy
-        of_gates, own = [part[:apart] for part in with_state], None if slope is None else slope[:apart]
-        self.recurrent = multiplied_by(copied_for_blas(of_gates, own, block, order, halved))
-        if apart < len(weight_hh):
-            own = None if slope is None else slope[apart:]
-            self.candidate = multiplied_by(copied_for_blas([weight_hh[apart:]], own, block))
 
 
 class Cell:
@@ -266,14 +70,14 @@ class Cell:
         self.gates = self.rows.reshape(geometry.gates, geometry.hidden, batch)
         #: Whether gates and h are twice as large as they should be, and gates lie in another order.
         self.doubled = is_doubled(geometry, direction, peephole, folded)
-        self._order = [*_DOUBLED] if self.doubled else [*range(geometry.gates)]
+        self._order = [*DOUBLED] if self.doubled else [*range(geometry.gates)]
         self._is_small = self.gates.nbytes <= _SMALL_GATES
         each = slopes(geometry, direction, self.doubled)
         self._slopes, self._folded = np.array(each, dtype)[:, None], folded
         self._slope = None if folded or set(each) == {1.0} else self._spread(each)
         self._clip = None if geometry.clip is None else self._spread([geometry.clip * slope for slope in each])
         self._completes = self._slope is not None or self._clip is not None
-        of_gates = _of_gates(geometry, direction)
+        of_gates = activations_of_gates(geometry, direction)
         self.prepare([of_gates[gate] for gate in self._order], geometry.activations[direction][-1], peephole)
 
     def prepare(self, of_gates: Sequence[Activation], last: Activation, peephole: bool) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy import add, multiply, tanh
 
-from cupyconv.numpy.recurrent_cells import Cell, Weights, cell_of, slopes
+from cupyconv.numpy.recurrent_cells import Cell, cell_of
+from cupyconv.numpy.recurrent_weights import Weights, slopes
 from cupyconv.problem.arrays import dtype_from_name
 from cupyconv.problem.recurrence import RecurrentProblem
 

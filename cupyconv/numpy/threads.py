@@ -24,6 +24,7 @@ from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
+from weakref import ref
 
 import numpy as np
 
@@ -63,7 +64,6 @@ class _Job(Generic[_Part, _Result]):
         self.results: dict[int, _Result] = {}
         self.error: BaseException | None = None
         self._lock = allocate_lock()
-        self._asked: list[_Worker] = []
         self._helpers, self._closed = 0, False
         self._all_left = allocate_lock()
         self._all_left.acquire()
@@ -96,22 +96,19 @@ class _Job(Generic[_Part, _Result]):
         with self._lock:
             return None if self.error is not None else next(self._parts, None)
 
-    def ask(self, worker: _Worker) -> None:
-        """Let a worker help, if it comes before all parts are taken."""
-        with self._lock:
-            self._asked.append(worker)
-        worker.jobs.put(self)
+    @property
+    def is_over(self) -> bool:
+        return self._closed and not self._helpers
 
     def help(self, worker: _Worker) -> None:
         """Take parts in another thread than the caller's; nothing where that has gone on already."""
         with self._lock:
             if self._closed:
                 return
-            self._asked.remove(worker)
             self._helpers += 1
         worker.hold_blas()
         self.take_parts()
-        _pool.idle.append(worker)
+        worker.job = None
         with self._lock:
             self._helpers -= 1
             if self._closed and not self._helpers:
@@ -135,8 +132,6 @@ class _Job(Generic[_Part, _Result]):
         """
         with self._lock:
             self._closed = True
-            while self._asked:
-                _pool.idle.append(self._asked.pop())
         while self._helpers:
             try:
                 self._all_left.acquire()
@@ -148,28 +143,40 @@ class _Job(Generic[_Part, _Result]):
 
 
 class _Pool:
-    """Workers that wait for jobs; started when first needed, for good."""
+    """Workers that wait for jobs; started when first needed, for good.
+
+    One that a job has is free again when that is over: so an interruption anywhere between loses none.
+    """
 
     def __init__(self) -> None:
-        self.idle: list[_Worker] = []
-        self._started = 0
+        self._lock = RLock()
+        self._workers: list[_Worker] = []
 
     def help_with(self, job: _Job[Any, Any], workers: int) -> None:
         """Let so many workers help with a job, or as many as there are."""
         elsewhere = _other_processors()
         for _ in range(min(workers, _MOST_WORKERS)):
+            worker = self._given_to(job)
+            if worker is None:
+                return
             try:
-                worker = self.idle.pop()
-            except IndexError:
-                if self._started >= _MOST_WORKERS:
-                    return
-                try:
-                    worker = _Worker()
-                except RuntimeError:  # no thread can be started: too many, or Python is about to end
-                    return
-                self._started += 1
+                worker.start()
+            except RuntimeError:  # no thread can be started: too many, or Python is about to end
+                return
             worker.move_to(elsewhere)
-            job.ask(worker)
+            worker.jobs.put(job)
+
+    def _given_to(self, job: _Job[Any, Any]) -> _Worker | None:
+        """A free worker, which this job has from now on."""
+        with self._lock:
+            worker = next((worker for worker in self._workers if worker.is_free), None)
+            if worker is None:
+                if len(self._workers) >= _MOST_WORKERS:
+                    return None
+                worker = _Worker()
+                self._workers.append(worker)
+            worker.job = ref(job)
+            return worker
 
 
 class _Worker:
@@ -177,16 +184,31 @@ class _Worker:
 
     def __init__(self) -> None:
         self.jobs: SimpleQueue[_Job[Any, Any]] = SimpleQueue()
+        #: The job that has it, which has the caller's arrays: they are not held here.
+        self.job: ref[_Job[Any, Any]] | None = None
+        self._thread: threading.Thread | None = None
+        self._is_served = allocate_lock()
         self._processors: set[int] = set()
         self._holds_blas = False
-        # In a context of its own: from Python 3.14 on a thread may inherit its starter's, with what is kept in that.
-        self._thread = threading.Thread(target=Context().run, args=(self._run,), name="cupyconv", daemon=True)
-        self._thread.start()
+
+    @property
+    def is_free(self) -> bool:
+        job = None if self.job is None else self.job()
+        return job is None or job.is_over
+
+    def start(self) -> None:
+        """Start its thread, if it has none."""
+        if self._thread is None:
+            # In a context of its own: from Python 3.14 on a thread may inherit its starter's, with what is kept in that.
+            thread = threading.Thread(target=Context().run, args=(self._run,), name="cupyconv", daemon=True)
+            thread.start()
+            self._thread = self._thread or thread
 
     def move_to(self, processors: set[int]) -> None:
         """Let it be woken on one of these processors, if any are named."""
-        if processors and processors != self._processors and self._thread.native_id is not None:
-            os.sched_setaffinity(self._thread.native_id, processors)
+        native_id = None if self._thread is None else self._thread.native_id
+        if processors and processors != self._processors and native_id is not None:
+            os.sched_setaffinity(native_id, processors)
             self._processors = processors
 
     def hold_blas(self) -> None:
@@ -196,6 +218,9 @@ class _Worker:
             self._holds_blas = True
 
     def _run(self) -> None:
+        if not self._is_served.acquire(blocking=False):
+            return  # started twice: the first time was interrupted before anybody knew
+        self._thread = threading.current_thread()
         with np.errstate(all="ignore"):
             while True:
                 job = self.jobs.get()

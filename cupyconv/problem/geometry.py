@@ -22,8 +22,8 @@ from math import prod
 from typing import Any, Self
 
 from cupyconv.problem.padding import (
-    FOREIGN_PADDING_MODES,
     PADDING_MODES,
+    padding_mode_hint,
     per_axis,
     positive,
     resolve_padding,
@@ -241,7 +241,7 @@ def conv_geometry(
     try:
         batch, channels, size = _common_image(shapes, rank, batched)
     except ValueError as error:
-        raise ValueError(f"{error}{hint}") from None
+        raise ValueError(f"{error}{hint or _three_axes_alone(shapes, weight_shape)}") from None
     out_channels, weight_channels = weight_shape[:2]
     if out_channels % groups:
         raise ValueError(f"groups {groups} does not divide the weight's {out_channels} output channels{hint}")
@@ -252,7 +252,7 @@ def conv_geometry(
         raise ValueError(
             f"weight of shape {weight_shape} with groups={groups} takes {needed} input channels,"
             f" given {_counted(shapes, channels)}"
-            f"{hint or _each_channel(weight_shape)}"
+            f"{hint or _each_channel(weight_shape) or _three_axes_alone(shapes, weight_shape)}"
         )
     windows = _windows(size, weight_shape[2:], stride, padding, padding_mode, dilation)
     return ConvGeometry(batch=batch, channels=channels, out_channels=out_channels, groups=groups, **windows)
@@ -318,8 +318,9 @@ def window_geometry(
     name, shape = next(iter(shapes.items()))
     rank = len(shape) - 1 - batched
     if not 1 <= rank <= 3:
+        hint = f"; where there is one sample of one channel, {name}[None, None]" if len(shape) in (1, 2) else ""
         raise ValueError(
-            f"{name} has {len(shape)} axes, needed 3 to 5: (N, C, *spatial) with 1 to 3 spatial axes; given {shape}"
+            f"{name} has {len(shape)} axes, needed 3 to 5: (N, C, *spatial) with 1 to 3 spatial axes; given {shape}{hint}"
         )
     if isinstance(kernel_shape, (tuple, list)) and len(kernel_shape) != rank:
         raise ValueError(
@@ -372,14 +373,17 @@ def pointwise_geometry(shapes: Mapping[str, tuple[int, ...]], weight_shape: tupl
     rank = len(shape) - 2
     if rank < 0:
         raise ValueError(f"{name} has shape {shape}, needed at least two axes: (N, C, *spatial)")
-    batch, channels, size = _common_image(shapes, rank, batched=True)
+    hint = ""
+    if sum(shape[0] for shape in shapes.values()) == weight_shape[1]:
+        hint = "; the axis N of samples is missing: array[None] for one sample, (1, C, *spatial)"
+    elif len(shapes) == weight_shape[1]:
+        hint = "; an array is (N, C, *spatial): one channel of one sample is array[None, None]"
+    try:
+        batch, channels, size = _common_image(shapes, rank, batched=True)
+    except ValueError as error:
+        raise ValueError(f"{error}{hint}") from None
     if sum(channels) != weight_shape[1]:
         given = _counted(shapes, channels)
-        hint = ""
-        if sum(shape[0] for shape in shapes.values()) == weight_shape[1]:
-            hint = "; the axis N of samples is missing: array[None] for one sample, (1, C, *spatial)"
-        elif len(shapes) == weight_shape[1]:
-            hint = "; an array is (N, C, *spatial): one channel of one sample is array[None, None]"
         raise ValueError(f"weight of shape {weight_shape} takes {weight_shape[1]} channels, given {given}{hint}")
     if rank > 3:
         size = (prod(size[:-2]), *size[-2:])
@@ -395,9 +399,10 @@ def _common_image(
     axes = "(N, C, *spatial)" if batched else "(C, *spatial)"
     for name, shape in shapes.items():
         if len(shape) != rank + 1 + batched:
-            merged = "; a list is merged along the channels, a batch is one array" if len(shapes) > 1 else ""
+            hint = "; a list is merged along the channels, a batch is one array" if len(shapes) > 1 else ""
+            hint += f"; an image without channels is {name}[None]" if len(shape) == rank else ""
             raise ValueError(
-                f"{name} has shape {shape}, needed {rank + 1 + batched} axes: {axes} with {rank} spatial{merged}"
+                f"{name} has shape {shape}, needed {rank + 1 + batched} axes: {axes} with {rank} spatial{hint}"
             )
     first, expected = next(iter(shapes.items()))
     for name, shape in shapes.items():
@@ -424,10 +429,9 @@ def _windows(
     stride = per_axis("stride", stride, rank, 1)
     dilation = per_axis("dilation", dilation, rank, 1)
     if not isinstance(padding_mode, str) or padding_mode not in PADDING_MODES:
-        ours = FOREIGN_PADDING_MODES.get(padding_mode) if isinstance(padding_mode, str) else None
-        hint = f"; {padding_mode!r} of another library is {ours!r} here" if ours else ""
         raise ValueError(
-            f"unknown padding_mode {padding_mode!r}; known are {', '.join(PADDING_MODES)}, as in numpy.pad{hint}"
+            f"unknown padding_mode {padding_mode!r}; known are {', '.join(PADDING_MODES)}, as in numpy.pad"
+            f"{padding_mode_hint(padding_mode)}"
         )
     pairs = resolve_padding(padding, size, kernel, stride, dilation)
     if padding_mode != "constant" and not isinstance(padding, (str, tuple, list)) and not padding and max(kernel) > 1:
@@ -489,6 +493,17 @@ def _each_channel(weight_shape: tuple[int, ...]) -> str:
         return ""
     kernel = ", ".join(map(str, weight_shape[2:]))
     return f"; to filter each of C channels by itself: groups=C and a weight of shape (C, 1, {kernel})"
+
+
+def _three_axes_alone(shapes: Mapping[str, tuple[int, ...]], weight_shape: tuple[int, ...]) -> str:
+    """A hint for those whose weight is a kernel of three axes, which reads as one with channels and one spatial axis.
+
+    Beside an image of three axes, which may be a batch of signals too, only a cube is taken for one.
+    """
+    axes = min(map(len, shapes.values()))
+    if len(weight_shape) != 3 or axes < 3 or (axes == 3 and len(set(weight_shape)) > 1):
+        return ""
+    return f"; weight of shape {weight_shape} has 1 spatial axis: a kernel of three, without channels, is weight[None, None]"
 
 
 def _without_its_axis(shapes: Mapping[str, tuple[int, ...]], weight_shape: tuple[int, ...], groups: int) -> str:

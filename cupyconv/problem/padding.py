@@ -124,7 +124,19 @@ def _named(name: str, size: Sequence[int], span: Sequence[int], stride: Sequence
         pairs = [(total // 2, total - total // 2) for total in totals]
         return tuple(pairs) if name == "same" else tuple((after, before) for before, after in pairs)
     hint = "; ONNX's auto_pad goes through onnx_padding" if name in AUTO_PAD else ""
+    if name in PADDING_MODES or name in FOREIGN_PADDING_MODES:
+        hint = f"; {name!r} is a padding_mode, given beside padding='same' or numbers"
     raise ValueError(f"unknown padding {name!r}; the names are {', '.join(_NAMED)}{hint}")
+
+
+def padding_mode_hint(given: Any) -> str:
+    """What is meant by a `padding_mode` that is none, if that is known."""
+    if not isinstance(given, str):
+        return ""
+    if given in _NAMED:
+        return f"; {given!r} is a padding: padding={given!r}"
+    ours = FOREIGN_PADDING_MODES.get(given)
+    return f"; {given!r} of another library is {ours!r} here" if ours else ""
 
 
 def _pair(entry: Any) -> tuple[int, int]:

@@ -160,11 +160,14 @@ def gpu_page(results: Path) -> str:
 def networks_table(record: dict[str, Any]) -> str:
     """What docs/how-to/onnx.md shows: a network's time by each way, and ours over ONNX Runtime's."""
     lines = [
-        [name, *(f"{seconds[way] * 1e3:.0f} ms" for way in ("cupyconv", "node by node", "onnxruntime")),
-         f"{seconds['cupyconv'] / seconds['onnxruntime']:.1f}"]
+        [name, *(f"{seconds[way] * 1e3:.0f} ms" for way in ("cupyconv", "by hand", "node by node", "onnxruntime")),
+         f"{seconds['cupyconv'] / seconds['by hand']:.2f}", f"{seconds['cupyconv'] / seconds['onnxruntime']:.1f}"]
         for name, seconds in record["networks"].items()
     ]  # fmt: skip
-    head = ["network, one image", "`load`", "node by node, nothing fused", "ONNX Runtime", "`load` / ONNX Runtime"]
+    head = [
+        "network, one image", "`load`", "its calls by hand", "node by node, nothing fused", "ONNX Runtime",
+        "`load` / by hand", "`load` / ONNX Runtime",
+    ]  # fmt: skip
     known = record["environment"]
     where = f"{known['machine']}, Python {known['python']}, ONNX Runtime {known['onnxruntime']}, {known['date']}."
     return f"{_table(head, lines)}\nMedians, each in a process of its own, the least of three. {where}\n"

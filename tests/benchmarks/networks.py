@@ -3,8 +3,8 @@
     python -m tests.benchmarks.networks     # on a quiet machine, with onnx and onnxruntime
     python -m tests.benchmarks.figures
 
-Networks of ONNX's own test data, for one image: `load`'s, ONNX Runtime's, and the calls of this library that a person would
-write node by node, nothing fused.  And `examples/densenet_block.py`, whose lines are kept.
+Networks of ONNX's own test data, for one image: `load`'s, the same calls by hand, those that a person would write node by node,
+nothing fused, and ONNX Runtime's.  And `examples/densenet_block.py`, whose lines are kept.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ import onnx
 from onnx import numpy_helper
 from onnx.backend import test as backend_test
 
+import cupyconv
 from cupyconv.bench.machines import environment, numpy_machine
 from cupyconv.interop.onnx import OPERATORS, load
 from cupyconv.interop.onnx_elementwise import Call
 from cupyconv.interop.onnx_elementwise import run as run_elementwise
-from cupyconv.interop.onnx_graph import read
+from cupyconv.interop.onnx_graph import CONVOLUTIONS, read
+from cupyconv.interop.onnx_model import Model, Places
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).resolve().parent / "results" / "networks.json"
@@ -36,7 +38,7 @@ RECORD = Path(__file__).resolve().parent / "results" / "networks.json"
 TIMED = {
     "squeezenet": "SqueezeNet", "shufflenet": "ShuffleNet", "resnet50": "ResNet-50", "densenet121": "DenseNet-121",
 }  # fmt: skip
-WAYS = ("cupyconv", "node by node", "onnxruntime")
+WAYS = ("cupyconv", "by hand", "node by node", "onnxruntime")
 ROUNDS = 11
 NETWORKS = Path(backend_test.__file__).parent / "data" / "light"
 
@@ -77,6 +79,8 @@ def call_of(way: str, model: Any, given: dict[str, np.ndarray]) -> Callable[[], 
     if way == "cupyconv":
         run = load(model)
         return lambda: run(**given)
+    if way == "by hand":
+        return by_hand(load(model), given)
     graph = read(model)
     last = {name: node for node in graph.nodes for name in node.inputs}
 
@@ -95,6 +99,31 @@ def call_of(way: str, model: Any, given: dict[str, np.ndarray]) -> Callable[[], 
         return values[graph.outputs[0]]
 
     return node_by_node
+
+
+def by_hand(run: Model, given: dict[str, np.ndarray]) -> Callable[[], Any]:
+    """The calls of a model, everything fused, as a script makes them: of the public functions, one after the other."""
+    functions = {"Conv": cupyconv.conv, "ConvTranspose": cupyconv.conv_transpose}
+    # Weights as a script has them: nothing that is made of them is kept from call to call.
+    settings = {
+        key: {name: np.array(one) if isinstance(one, np.ndarray) else one for name, one in layer.arguments.items()}
+        for key, (layer, _) in run._layers.items()
+    }
+
+    def calls() -> Any:
+        values, anywhere = dict(given), Places(run._graph, {}, np.empty)
+        for node, unread in zip(run._graph.nodes, run._last_reads):
+            if node.op in CONVOLUTIONS:
+                arrays = run._layer(node, values, anywhere)[1]
+                outputs = [functions[node.op](**settings[id(node)] | arrays)]
+            else:
+                outputs = run._computed(node, [run._of(values, name) for name in node.inputs])
+            values |= zip(node.outputs, outputs)
+            for name in unread:
+                values.pop(name, None)
+        return values[run.outputs[0]]
+
+    return calls
 
 
 def seconds_of(name: str, way: str) -> float:

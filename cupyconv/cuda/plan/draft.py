@@ -141,6 +141,20 @@ def in_sequence(method: str, drafts: Sequence[Draft], reason: str) -> Draft:
     return Draft(method, tuple(steps), workspace, reason, notes, doubt)
 
 
+def within(limit: int, draft_of: Callable[[int], Draft]) -> Draft:
+    """What there is room for within the limit; where parts in sequence are not together what each of them is, with less room.
+
+    One may take most of the memory of ours, and another most of cuFFT's own.
+    """
+    room = limit
+    while True:
+        draft = draft_of(room)
+        over = sum(buffer.space for buffer in draft.workspace if not buffer.of) - limit
+        if over <= 0:
+            return draft
+        room -= over
+
+
 def relocated(value: Any, places: Mapping[str, Address]) -> Any:
     """A step, or a part of one, with every buffer in `places` at that place of another."""
     if isinstance(value, Address):

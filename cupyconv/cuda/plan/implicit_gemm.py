@@ -88,10 +88,13 @@ TAP_BITS = 31
 
 
 def tiles(dtype: str, arithmetic: str, gather: str, has_prologue: bool = False) -> tuple[tuple[int, int], ...]:
-    """Tiles of 128 x 128 numbers of 8 bytes do not fit the registers; with a prologue there is one tile."""
-    if ITEMSIZE[dtype] == 8 or has_prologue:
+    """With a prologue there is one tile, and so for numbers of 8 bytes but doubles on tensor cores.
+
+    A warp's part of 64 x 64 sums is for sums of 4 bytes that are not summed apart first: others do not fit the registers.
+    """
+    if has_prologue or (ITEMSIZE[dtype] == 8 and arithmetic != "MMA"):
         return ((64, 64),)
-    is_wide = gather != "ALONG_PIXELS" and arithmetic in ("MMA", "TF32")
+    is_wide = gather != "ALONG_PIXELS" and arithmetic in ("MMA", "TF32") and ITEMSIZE[dtype] < 8
     return (*TILES, *WIDE_TILES) if is_wide else tuple(TILES)
 
 

@@ -19,7 +19,7 @@ from cupyconv.cuda.plan.conv import access_notes, draft_conv, plan_chosen
 from cupyconv.cuda.plan.conversions import converted
 from cupyconv.cuda.plan.depthwise_transposed import depthwise_launches
 from cupyconv.cuda.plan.direct import TILE
-from cupyconv.cuda.plan.draft import Draft, cheapest, in_rounds, in_sequence
+from cupyconv.cuda.plan.draft import Draft, cheapest, in_rounds, in_sequence, within
 from cupyconv.cuda.plan.epilogue import activation_launch
 from cupyconv.cuda.plan.gemm import ProductsPlanner
 from cupyconv.cuda.plan.im2col import COL2IM_CHANNELS, Chunk, col2im_launch
@@ -182,18 +182,26 @@ def _by_convolutions(
     """
     parts = results_apart(problem)
     if len(parts) > 1:
-        drafts = [_by_convolutions(method, part, draft_of) for part in parts]
-        return in_sequence(method, drafts, f"{len(parts)} parts of the results: {drafts[0].reason}")
+
+        def of_all(room: int) -> Draft:
+            drafts = [_by_convolutions(method, replace(part, workspace_limit=room), draft_of) for part in parts]
+            return in_sequence(method, drafts, f"{len(parts)} parts of the results: {drafts[0].reason}")
+
+        return within(problem.limit, of_all)
     (problem,) = parts
-    if weight := exchanged_view(problem):
-        return draft_of(method, problem, weight)
+
+    def of_weight(weight: Operand, limit: int) -> Draft:
+        return within(limit, lambda room: draft_of(method, replace(problem, workspace_limit=room), weight))
+
+    if view := exchanged_view(problem):
+        return of_weight(view, problem.limit)
     launch, buffer, weight = _exchange(problem)
     room = problem.limit - buffer.space
     if room < 0:
         raise NotApplicable(
             f"the weight exchanged takes {buffer.nbytes:,} bytes, the workspace limit is {problem.limit:,}"
         )
-    draft = draft_of(method, replace(problem, workspace_limit=room), weight)
+    draft = of_weight(weight, room)
     return replace(draft, steps=(launch, *draft.steps), workspace=(*draft.workspace, buffer))
 
 
@@ -264,8 +272,9 @@ def _side_by_side(
 
 
 def _draft_folded(problem: TransposedProblem) -> Draft:
-    """By transforms where padding repeats elements: the gradient of the padded image, some samples of it in workspace at a
-    time, which is convolutions; and its elements added to those that they are copies of.
+    """By transforms where padding repeats elements, which is a gradient, without bias and activation: that of the padded
+    image, some samples of it in workspace at a time, which is convolutions; and its elements added to those that they are
+    copies of.
     """
     geometry = problem.geometry
     if refusal := problem.fft_refusal:
@@ -289,9 +298,7 @@ def _draft_folded(problem: TransposedProblem) -> Draft:
             padding_mode="constant",
         )  # fmt: skip
         xs = tuple(x.samples(first, count) for x in problem.xs)
-        alone = replace(
-            problem, geometry=whole, xs=xs, outs=(padded,), bias=None, activation=IDENTITY, workspace_limit=room
-        )
+        alone = replace(problem, geometry=whole, xs=xs, outs=(padded,), workspace_limit=room)
         draft = _by_convolutions("fft", alone)
         folds = []
         for out, begin in zip(problem.outs, geometry.channel_offsets):
@@ -300,11 +307,8 @@ def _draft_folded(problem: TransposedProblem) -> Draft:
                 padding_mode=geometry.padding_mode,
             )  # fmt: skip
             columns = padded.view((count, out.shape[1], 1, 1, pixels), (*padded.strides[:2], 0, 0, 1), begin * pixels)
-            bias = problem.bias and replace(problem.bias, offset=problem.bias.offset + begin * problem.bias.itemsize)
-            activation = problem.activation
             part = out.samples(first, count)
-            fold = col2im_launch(windows, columns, part, bias=bias, activation=activation)
-            folds.append(_priced(fold, part, problem.gpu))
+            folds.append(_priced(col2im_launch(windows, columns, part), part, problem.gpu))
         return replace(draft, steps=(*draft.steps, *folds))
 
     largest = draft_of(0, samples)
