@@ -207,6 +207,7 @@ class Columns(Product):
 
     name = "columns"
     turn_calls = 8
+    beside_others = cost.PRODUCTS_BESIDE
     prepares_late = True
     words = "columns and products"
 

@@ -301,7 +301,8 @@ class MecRows(ConvLoop):
     name = "MEC rows"
     prepares_late = True
     words = "columns that {taps} taps share, and a product for each row"
-    turn_calls = 18
+    turn_calls = 10
+    beside_others = cost.PRODUCTS_BESIDE
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
@@ -343,6 +344,8 @@ class MecRows(ConvLoop):
         seconds, parts = cost.product(*sizes, self.problem), None
         if dtype:
             seconds = max(seconds, cost.product_of_few(*sizes, dtype))
+            if prod(sizes) <= cost.SMALL_PRODUCT:
+                seconds *= cost.ANYWHERE
         if dtype and axis < 2:
             parts = cost.parts_of_product(*sizes, dtype, axis == 1, turned)
         if parts and parts.seconds >= seconds:
