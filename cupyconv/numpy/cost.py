@@ -170,7 +170,7 @@ def run_of(rows: float, reduction: float, columns: float, is_float32: bool) -> i
 
 def divided_from(problem: ProductsProblem) -> int:
     """Multiply-adds of a product from which BLAS divides it among its threads."""
-    return SMALL_PRODUCT // 16 if is_complex_product(problem) else SMALL_PRODUCT
+    return SMALL_PRODUCT // 10 if is_complex_product(problem) else SMALL_PRODUCT
 
 
 def holds_blas(threads: int, host: HostModel, largest: int, divided: int = SMALL_PRODUCT) -> bool:
@@ -192,7 +192,8 @@ def product(rows: float, reduction: float, columns: float, problem: ProductsProb
     if rows == 1 and columns * reduction < VECTOR:
         return PRODUCT + reduction * columns * scale * BY_VECTOR
     per_column = reduction * scale * MULTIPLY_ADD
-    if not is_complex_product(problem) and rows * reduction * columns * wide <= SMALL_PRODUCT:
+    is_packed = rows >= LEAST_ROWS and is_complex_product(problem)
+    if not is_packed and rows * reduction * columns * wide <= SMALL_PRODUCT:
         return PRODUCT + (rows + ceil(rows / SMALL_ROWS)) * (columns + SHORT_COLUMNS) * per_column
     whole = ceil(rows / ROWS) * ROWS * ceil(columns / COLUMNS) * COLUMNS
     return PRODUCT + whole * per_column + reduction * (rows + columns) * PACK * wide
