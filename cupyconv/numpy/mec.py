@@ -527,7 +527,7 @@ class MecRows(ConvLoop):
         if run.tile is None:
             run.images.read_tile(block, image)
         else:
-            image, (begin, _) = run.tile, block.within(run.tile)
+            image, begin = run.tile, block.begin_in(run.tile)
         rows, columns_at_once = row.part
         weights = row_parts(run.weight.reshape(self._weight_shape), rows)
         # The product of a row: (groups, samples, axes before, rows, outputs, pixels), in the result.

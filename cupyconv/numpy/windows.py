@@ -1,6 +1,6 @@
 """What a block of a convolution's outputs reads: windows as slices, the tile that they lie in, and columns.
 
-A whole image is never copied for its padding.  Along an axis, the outputs whose tap falls inside the image are one slice; the
+No large image is copied whole for its padding.  Along an axis, the outputs whose tap falls inside the image are one slice; the
 few at the borders are zeros, or are read through an index array that follows the padding mode.
 
 ::
@@ -233,7 +233,6 @@ class Block:
     ) -> None:
         self.geometry, self._itemsize, self._ranges = geometry, itemsize, ranges
         self._tiles: dict[tuple[int, int, int], Tile] = {}
-        self._within: tuple[int, tuple[int, ...]] | None = None
         samples, depth, height, width = map(len, ranges)
         self.size: BlockSize = (samples, depth, height, width)
         self.groups = groups or slice(0, geometry.groups)
@@ -267,15 +266,11 @@ class Block:
             own.append(slice(outside, outside + len(place)))
         return image[(self._samples, channels, *at)], (own[0], own[1], own[2])
 
-    def within(self, whole: np.ndarray) -> tuple[int, tuple[int, ...]]:
-        """Where its windows (c, kd, kh, kw, n, d, h, w) lie in the tile of all blocks, as an offset and strides."""
-        if self._within is None:
-            c, n, *spatial = whole.strides
-            taps = map(mul, spatial, self.geometry.dilation)
-            moves = list(map(mul, spatial, self.geometry.stride))
-            begin = sum(run.start * step for run, step in zip(self._ranges, (n, *moves)))
-            self._within = begin, (c, *taps, n, *moves)
-        return self._within
+    def begin_in(self, whole: np.ndarray) -> int:
+        """Where its windows begin in the tile of all blocks, in bytes."""
+        _, n, *spatial = whole.strides
+        moves = n, *map(mul, spatial, self.geometry.stride)
+        return sum(run.start * step for run, step in zip(self._ranges, moves))
 
     def samples_of(self, image: np.ndarray) -> np.ndarray:
         """These samples of an image."""
@@ -450,10 +445,10 @@ class Images:
         self.copy_windows(block, columns)
         return columns
 
-    def matrix(self, block: Block, whole: np.ndarray | None = None) -> np.ndarray:
-        """The same as (channels x taps, pixels), whose rows begin where cache lines do; `whole` is the tile of all blocks."""
+    def matrix(self, block: Block) -> np.ndarray:
+        """The same as (channels x taps, pixels), whose rows begin where cache lines do."""
         matrix = self.rows_of_columns(block)
-        self.copy_windows(block, matrix.reshape(block.columns_shape), whole)
+        self.copy_windows(block, matrix.reshape(block.columns_shape))
         return matrix
 
     def rows_of_columns(self, block: Block) -> np.ndarray:
@@ -461,14 +456,10 @@ class Images:
         row = lines_apart(block.area, self.scratch.dtype.itemsize)
         return self.scratch.array("columns", (prod(block.columns_shape[:4]), row))[:, : block.area]
 
-    def copy_windows(self, block: Block, columns: np.ndarray, whole: np.ndarray | None = None) -> None:
-        """Write all windows of a block to columns; `whole` is the tile of all blocks, where there is one."""
+    def copy_windows(self, block: Block, columns: np.ndarray) -> None:
+        """Write all windows of a block to columns."""
         if block.geometry.taps == 1:
             self.read(block.taps[0], block, columns[:, 0, 0, 0])
-            return
-        if whole is not None:
-            begin, strides = block.within(whole)
-            columns[...] = np.ndarray(columns.shape, columns.dtype, whole, begin, strides)
             return
         tile = block.tile(self.channels)
         if tile.in_image is not None and self._is_plain(columns.dtype):
