@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 import cupyconv
 from cupyconv.call.operation import forget_calls
-from cupyconv.numpy import depthwise, strips, toeplitz
+from cupyconv.numpy import depthwise, strips, toeplitz, toeplitz_runs
 from cupyconv.numpy.choice import Method
 from cupyconv.numpy.toeplitz_rows import ToeplitzRows
 from cupyconv.numpy.toeplitz_runs import ToeplitzRuns
 from tests import reference, reference_gradients
+from tests.peak_memory import peak_bytes
 
 METHODS = ("gemm", "direct")
 
@@ -87,6 +88,73 @@ def test_infinities_and_nan_reach_the_outputs_whose_windows_have_them(method, wh
     np.testing.assert_array_equal(result, by_windows(x, weight, **settings))
 
 
+@st.composite
+def row_calls(draw):
+    """The same along rows alone, of many channels or few, with windows that begin before a row or end beyond it."""
+    rows, size, taps = draw(st.sampled_from((1, 1, 2, 19))), draw(st.integers(1, 300)), draw(st.integers(2, 40))
+    stride, dilation = draw(st.sampled_from((1, 1, 2, 7))), draw(st.sampled_from((1, 1, 3)))
+    before, behind = (draw(st.sampled_from((0, 1, 5, 130))) for _ in range(2))
+    behind += max(0, dilation * (taps - 1) + 1 - size)
+    channels, outputs = draw(st.sampled_from((1, 2, 20))), draw(st.integers(1, 2))
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 16)))
+    x = rng.integers(-4, 5, (2, channels, rows, size)).astype(np.float32)
+    x = draw(st.sampled_from((x, x.transpose(2, 3, 0, 1).copy().transpose(2, 3, 0, 1), x.repeat(2, axis=2)[:, :, ::2])))
+    weight = rng.integers(-4, 5, (channels * outputs, 1, 1, taps)).astype(np.float32)
+    settings = dict(stride=(rows % 3 + 1, stride), dilation=(1, dilation), padding=((0, 0), (before, behind)))
+    return x, weight, dict(settings, padding_mode="constant", groups=channels)
+
+
+@given(
+    call=row_calls(),
+    value=st.sampled_from((0, np.inf, np.nan)),
+    threads=st.integers(1, 2),
+    limit=st.sampled_from((None, 60_000)),
+)
+def test_rows_are_read_where_they_lie_but_for_their_ends(call, value, threads, limit):
+    x, weight, settings = call
+    x.flat[x.size // 2] = value
+    with (
+        mock.patch.object(toeplitz_runs, "LONG_ROW", 1),
+        mock.patch.dict(depthwise.DEPTHWISE, gemm=Method((ToeplitzRuns,))),
+        cupyconv.options(threads=threads, workspace_limit=limit),
+    ):
+        forget_calls()
+        try:
+            result = cupyconv.conv(x, weight, method="gemm", **settings)
+        except ValueError as refusal:
+            assert limit is not None and "the limit is" in str(refusal)
+            return
+        finally:
+            forget_calls()
+    np.testing.assert_array_equal(result, by_windows(x, weight, **settings))
+
+
+def test_a_long_row_is_not_copied():
+    """Only windows that read padding are, and those that are too few for a product."""
+    x, weight = np.ones((1, 64, 100_000), np.float32), np.ones((64, 1, 9), np.float32)
+    plan = cupyconv.explain(cupyconv.conv, x, weight, padding="same", groups=64, method="gemm")
+    assert type(plan.steps[0]) is ToeplitzRuns and plan.workspace_bytes < x.nbytes // 50
+
+
+@pytest.mark.parametrize("what", ["the other byte order", "an odd address"])
+def test_rows_that_no_product_reads_are_copied_a_few_windows_at_a_time(what):
+    rng = np.random.default_rng(0)
+    x, weight = rng.integers(-4, 5, (1, 16, 30_000)).astype(np.float32), np.ones((16, 1, 9), np.float32)
+    settings = dict(stride=(1,), dilation=(1,), padding=((4, 4),), groups=16)
+    expected = by_windows(x, weight, padding_mode="constant", **settings)
+    if what == "an odd address":
+        x = np.frombuffer(b"." + x.tobytes(), np.uint8)[1:].view(np.float32).reshape(x.shape)
+    else:
+        x = x.astype(">f4")
+    out = np.empty_like(expected)
+    plan = cupyconv.explain(cupyconv.conv, x, weight, out=out, method="gemm", **settings)
+    assert type(plan.steps[0]) is ToeplitzRuns
+    cupyconv.clear_caches()
+    peak = peak_bytes(lambda: cupyconv.conv(x, weight, out=out, method="gemm", **settings))
+    assert np.array_equal(out, expected)
+    assert peak <= plan.workspace_bytes + 200_000 < x.nbytes / 5  # and what Python's objects take
+
+
 @pytest.mark.parametrize("way", [ToeplitzRows, ToeplitzRuns])
 def test_toeplitz_products_compute_these_problems_themselves(way, monkeypatch):
     """That nothing is left to sums window by window while sums are finite, nor to other ways."""
@@ -123,6 +191,27 @@ def test_threads_with_too_little_to_do_cut_no_runs():
             assert isinstance(step, depthwise.ScaledRuns)
             blocks[threads] = step.blocks, step.threads
     assert blocks[1] == blocks[2]
+
+
+@given(
+    channels=st.integers(2, 5),
+    size=st.tuples(st.integers(2, 9), st.integers(2, 30)),
+    kernel=st.tuples(st.integers(1, 3), st.integers(1, 5)),
+    stride=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    run=st.sampled_from((1, 10, 40)),
+    seed=st.integers(0, 1 << 16),
+)
+def test_channels_that_are_last_are_scaled_in_runs_of_pixels(channels, size, kernel, stride, run, seed):
+    rng = np.random.default_rng(seed)
+    x = np.moveaxis(rng.integers(-4, 5, (2, *size, channels)).astype(np.float32), -1, 1)
+    weight = rng.integers(-4, 5, (channels, 1, *kernel)).astype(np.float32)
+    settings = dict(stride=stride, padding=((1, 2), (2, 3)), groups=channels)
+    ways = Method((depthwise.ScaledPixels,))
+    with mock.patch.object(depthwise, "INNERMOST_RUN", run), mock.patch.dict(depthwise.DEPTHWISE, direct=ways):
+        forget_calls()
+        result = cupyconv.conv(x, weight, method="direct", **settings)
+        forget_calls()
+    assert np.array_equal(result, by_windows(x, weight, dilation=(1, 1), padding_mode="constant", **settings))
 
 
 def test_channels_that_are_last_stay_last():
