@@ -10,7 +10,7 @@ from tolerance import assert_exact
 
 import cupyconv
 from cupyconv.call.operation import forget_calls
-from cupyconv.numpy import depthwise, direct, gemm, long_rows, mec, weight_gradient
+from cupyconv.numpy import convolution, depthwise, direct, gemm, long_rows, mec, weight_gradient, windows
 
 #: Channels of the inputs, outputs, spatial size, kernel, settings.
 LAYERS = {
@@ -196,16 +196,20 @@ ROWS = {
     "stride": ((20, 41), (5, 5), 9, dict(stride=2, padding=2)),
     "dilation": ((17, 33), (3, 3), 8, dict(dilation=2, padding=2)),
     "stride and dilation": ((25, 30), (3, 2), 8, dict(dilation=(4, 1), stride=(2, 3), padding=3)),
+    "few outputs": ((13, 45), (3, 4), 3, dict(padding=(1, 2))),
     "3-D": ((6, 9, 7), (3, 3, 2), 8, dict(padding=1)),
     "3-D, one tap in front": ((3, 8, 19), (1, 3, 3), 12, dict(padding=(0, 1, 1))),
     "borders": ((9, 13), (3, 3), 8, dict(padding=1, padding_mode="reflect")),
 }
 
 
+@pytest.mark.parametrize("tile", ["one for all blocks", "each block its own"])
 @pytest.mark.parametrize("turned", [False, True], ids=["weight as it lies", "turned"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64"])
 @pytest.mark.parametrize("size, kernel, outputs, settings", ROWS.values(), ids=ROWS.keys())
-def test_blocks_of_a_part_of_every_row(size, kernel, outputs, settings, dtype, turned, monkeypatch):
+def test_blocks_of_a_part_of_every_row(size, kernel, outputs, settings, dtype, turned, tile, monkeypatch):
+    if tile == "each block its own":
+        monkeypatch.setattr(convolution, "WHOLE_TILE", 0)
     monkeypatch.setattr(mec, "COLUMNS_BLOCK", 2500)
     monkeypatch.setattr(mec, "SMALLEST_BLOCK", 4)
     monkeypatch.setattr(mec.MecRows, "turns_weight", turned)
@@ -215,4 +219,20 @@ def test_blocks_of_a_part_of_every_row(size, kernel, outputs, settings, dtype, t
     (loop,) = cupyconv.explain(cupyconv.conv, [x], weight, method="gemm", **settings).steps
     axis = loop.geometry.outermost
     assert loop.name == "MEC rows" and loop.block[2 + axis] < loop.geometry.out_size[1 + axis]
-    assert_exact(cupyconv.conv(x, weight, method="gemm", **settings), expected, dtype)
+    assert bool(loop.whole_tile) == (tile == "one for all blocks" and "padding_mode" not in settings)
+    for threads in (None, 2):
+        with cupyconv.options(threads=threads):
+            assert_exact(cupyconv.conv(x, weight, method="gemm", **settings), expected, dtype)
+
+
+def test_a_small_image_is_read_once_for_all_blocks(monkeypatch):
+    """By threads that would wait for each other at each call."""
+    monkeypatch.setattr(mec, "COLUMNS_BLOCK", 2500)
+    monkeypatch.setattr(mec, "SMALLEST_BLOCK", 4)
+    (x,), weight, _, expected = layer((4,), 8, (17, 33), (3, 3), dict(groups=1, padding=1))
+    read, tiles = windows.Images.read_tile, []
+    monkeypatch.setattr(windows.Images, "read_tile", lambda *given: tiles.append(given) or read(*given))
+    (loop,) = cupyconv.explain(cupyconv.conv, x, weight, padding=1, method="gemm").steps
+    with cupyconv.options(threads=2):
+        assert_exact(cupyconv.conv(x, weight, padding=1, method="gemm"), expected, "float32")
+    assert len(tiles) == 1 < loop.blocks

@@ -247,7 +247,7 @@ def _draft(problem: ChainProblem, tile: tuple[int, int], threads: int) -> _Draft
     _, left = _room(problem, cut, held, kept_rows(first))
     totals = [rows_of_band(geometries, axis, band) for band in cut.row_ranges]
     work = cost.between(problem.intermediate_bytes, sum(image.nbytes for image in held))
-    calls = waits = 0.0
+    calls = waits = beside = 0.0
     for i, layer in enumerate(layers):
         piece = _usual(first, i)
         if piece is None:
@@ -257,11 +257,13 @@ def _draft(problem: ChainProblem, tile: tuple[int, int], threads: int) -> _Draft
         loops = [step for step in plan.steps if isinstance(step, ConvLoop)]
         work += times * sum(loop.work for loop in loops) + sum(loop.fresh_work for loop in loops)
         calls += times * sum(loop.calls + PART_CALLS for loop in loops)
+        beside = max([beside, *(loop.beside_others for loop in loops)])
         if inner > 1:
             waits += times * sum(loop.seconds - loop.work - loop.calls * cost.CALL for loop in loops)
     shares = groups * bands
     alone = cost.shared(work, calls, shares, 1)
-    return _Draft(cut, inner, cost.shared(work, calls, shares, cut.threads) + waits, alone)
+    together = cost.shared(work, calls, shares, cut.threads, beside or cost.BESIDE_OTHERS)
+    return _Draft(cut, inner, together + waits, alone)
 
 
 def _host_of(problem: ChainProblem, threads: int) -> HostModel:

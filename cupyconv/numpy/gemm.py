@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import whole_lines
+from cupyconv.numpy.backend import lines_apart
 from cupyconv.numpy.block_loops import block_of_pixels, share_of_pixels
 from cupyconv.numpy.convolution import (
     CACHE_BLOCK,
@@ -30,8 +30,17 @@ from cupyconv.numpy.convolution import (
     result_takes_sums,
     sums_per_pixel,
 )
-from cupyconv.numpy.mec import COLUMNS_BLOCK, MecRows, in_runs
-from cupyconv.numpy.windows import Block, parts_of, tile_shape
+from cupyconv.numpy.mec import (
+    COLUMNS_BLOCK,
+    MecRows,
+    column_parts,
+    in_runs,
+    multiply_parts,
+    part_of,
+    place_parts,
+    row_parts,
+)
+from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
@@ -197,6 +206,7 @@ class Columns(Product):
 
     name = "columns"
     turn_calls = 8
+    beside_others = cost.PRODUCTS_BESIDE
     words = "columns and products"
 
     @classmethod
@@ -245,9 +255,9 @@ class Columns(Product):
 
     @property
     def workspace(self) -> int:
-        nbytes = columns_bytes(self.problem, self.block, self.x_dtype.itemsize)
-        pixels = prod(self.block)
-        beyond = whole_lines(pixels, self.x_dtype.itemsize) - pixels
+        pixels, item = prod(self.block), self.x_dtype.itemsize
+        nbytes = columns_bytes(self.problem, self.block, item)
+        beyond = lines_apart(pixels, item) - pixels
         nbytes += self.geometry.in_channels * self.geometry.taps * beyond * self.x_dtype.itemsize
         return self.sums_bytes + (nbytes if self.lone is None else max(nbytes, self.lone.nbytes))
 
@@ -255,7 +265,28 @@ class Columns(Product):
         return with_parts(self, weight)
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
-        return product(run, run.weight, run.images.matrix(block), block)
+        if not self.problem.is_one_kind or self.rows_on > 1:
+            return product(run, run.weight, run.images.matrix(block), block)
+        scratch = run.images.scratch
+        columns, matrices = scratch.views(self, block.size, ("columns",), partial(self._steps, run.images, block))
+        place = block.of(run.out) if self.in_place else np.empty(block.sums_shape, self.sums_dtype)
+        rows, run_of_columns = self._part
+        by_group = place.reshape(self.geometry.groups, self.geometry.group_outputs, block.area)
+        places = place_parts(by_group, rows, run_of_columns)
+        weights = row_parts(run.weight, rows)
+        run.images.copy_windows(block, columns)
+        multiply_parts(weights, matrices, places)
+        return place.reshape(block.sums_shape)
+
+    @cached_property
+    def _part(self) -> tuple[int, int]:
+        return part_of(*self._sizes, self.factor_dtype, self.parts)
+
+    def _steps(self, images: Images, block: Block) -> tuple[np.ndarray, list[np.ndarray]]:
+        """A block's columns, and the parts of the matrices of all groups that they are."""
+        matrix = images.rows_of_columns(block)
+        by_group = matrix.reshape(self.geometry.groups, self.geometry.reduction, block.area)
+        return matrix.reshape(block.columns_shape), column_parts(by_group, self._part[1])
 
 
 def is_undivided(problem: ConvProblem) -> bool:
