@@ -39,6 +39,8 @@ _HALVES = 3
 _KEPT_TILES = 16
 #: Kinds of parts for each layer, and tiles that are tried, at the most: so planning is bounded.
 _MOST_PARTS, _MOST_TRIED = 12, 10
+#: How much longer tiles take than the loops of their parts: each is another convolution than the one before.
+TILES = 1.1
 #: How much less one thread must take than several.
 _ALONE = 1.1
 #: Rows of an axis that tiles are cut along, at the least: of a shorter one windows mostly reach over the ends.
@@ -261,8 +263,8 @@ def _draft(problem: ChainProblem, tile: tuple[int, int], threads: int) -> _Draft
         if inner > 1:
             waits += times * sum(loop.seconds - loop.work - loop.calls * cost.CALL for loop in loops)
     shares = groups * bands
-    alone = cost.shared(work, calls, shares, 1)
-    together = cost.shared(work, calls, shares, cut.threads, beside or cost.BESIDE_OTHERS)
+    alone = TILES * cost.shared(work, calls, shares, 1)
+    together = TILES * cost.shared(work, calls, shares, cut.threads, beside or cost.BESIDE_OTHERS)
     return _Draft(cut, inner, together + waits, alone)
 
 

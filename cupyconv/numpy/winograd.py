@@ -115,7 +115,8 @@ class TiledLoop(PixelLoop):
                 return loop
             if most == 1:
                 raise NotApplicable(f"the smallest block needs {needed:,} bytes of workspace, the limit is {limit:,}")
-            most //= 2
+            room = max(0, limit - fixed)
+            most = max(1, min(most - 1, most * room // (needed - fixed)))
 
     @property
     def calls(self) -> float:
