@@ -11,7 +11,7 @@
 // A thread writes all taps of one (m, c), whose elements lie together in most weights: what one tap
 // reads, the next finds in the cache.  Only bits move, so the type is just the element's size; but float32 becomes what
 // products in TF32 take, here once instead of in every warp that loads it: rounded, or as two parts, the low one a slab's K
-// behind the high one (tf32_split.cuh).
+// behind the high one (tf32_split.cuh).  complex64 may be conjugated, for the gradient of an input.
 // Bound by memory.  Floor: twice the weight over the bandwidth.
 //
 // -D: DTYPE (bits16, bits32 or bits64)
@@ -21,8 +21,8 @@
 
 namespace cupyconv {
 
-// What becomes of float32.
-enum Float32As { AS_IT_IS, ROUNDED, TWO_PARTS };
+// What becomes of an element: of float32, and of complex64.
+enum PackedAs { AS_IT_IS, ROUNDED, TWO_PARTS, CONJUGATED };
 
 // A convolution's part of the weight: the same outputs and channels, by other taps.
 struct PhaseWeight {
@@ -40,7 +40,7 @@ struct PackWeightParams {
     int k_chunk, slab;   // channels that are copied together; K of a slab
     int slabs;           // of a group's phases together, the most
     int rows, channels;  // M and channels of a group, padded
-    int float32_as;
+    int packed_as;
     PhaseWeight phase[MAX_PHASES];  // one for each blockIdx.z
 };
 
@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) pack_weight(const __grid
             // Where a tap lies, in the weight and in what is packed: a step from the one before, never a division.
             const long long next_row = weight.stride[1] - phase.kernel[2] * weight.stride[2];
             const long long next_plane = weight.stride[0] - phase.kernel[1] * weight.stride[1];
-            const long long slab_size = (long long)params.rows * params.slab * (params.float32_as == TWO_PARTS ? 2 : 1);
+            const long long slab_size = (long long)params.rows * params.slab * (params.packed_as == TWO_PARTS ? 2 : 1);
             const int whole = channels / params.slab, rest = channels % params.slab;
             const long long step = whole * slab_size + rest * params.stride_k;
             const long long next_slab = slab_size - params.slab * params.stride_k;
@@ -101,13 +101,15 @@ extern "C" __global__ void __launch_bounds__(MAX_BLOCK) pack_weight(const __grid
             for (int t = 0; left > 0; ++t) {
                 T value = inside && t < taps ? *from : T{};
                 if constexpr (sizeof(T) == 4) {
-                    if (params.float32_as == ROUNDED) value = round_to_tf32(value);
-                    if (params.float32_as == TWO_PARTS) {
+                    if (params.packed_as == ROUNDED) value = round_to_tf32(value);
+                    if (params.packed_as == TWO_PARTS) {
                         const Split<true> split(value);
                         value = split.high;
                         to[params.slab] = split.low;
                     }
                 }
+                if constexpr (sizeof(T) == 8)
+                    if (params.packed_as == CONJUGATED) value ^= T(1) << (8 * sizeof(T) - 1);  // the sign of the imaginary part
                 *to = value;
                 from += weight.stride[2];
                 if (++w == phase.kernel[2]) {

@@ -502,9 +502,12 @@ def kept_lines(path: Path) -> Path:
 
 
 def lines_of_tests(known: Iterable[str]) -> Covering:
+    """Of tests as they are now: what was measured of a file before it was changed names the same tests again."""
     known, covering = set(known), {}
-    for file in KEPT.glob("*.lines"):
-        seconds, lines = pickle.loads(file.read_bytes())
+    for path in sorted({ROOT / name.partition("::")[0] for name in known}):
+        if not kept_lines(path).exists():
+            continue
+        seconds, lines = pickle.loads(kept_lines(path).read_bytes())
         for line, names in lines.items():
             covering.setdefault(line, []).extend((seconds[name], name) for name in names if name in known)
     return covering

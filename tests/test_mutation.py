@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pickle
 import sys
 
 import mutation
@@ -90,6 +91,20 @@ def test_a_sample_is_of_the_kinds_asked_for(mutants):
     assert (
         len({tuple(mutation.sampled(mutants, mutation.options([*asked, "--seed", str(n)]))[0]) for n in range(9)}) > 1
     )
+
+
+def test_lines_are_those_of_the_tests_as_they_are(tmp_path, monkeypatch):
+    """Of a test that was named twice, with its old seconds and its new ones, the second run had no arguments."""
+    monkeypatch.setattr(mutation, "ROOT", tmp_path)
+    monkeypatch.setattr(mutation, "KEPT", tmp_path)
+    tests = tmp_path / "test_it.py"
+    for text, seconds in (("first", 1.0), ("second", 2.0)):
+        tests.write_text(text)
+        measured = {"test_it.py::test": seconds}, {"module.py:3": ["test_it.py::test", "test_it.py::test_of_others"]}
+        mutation.kept_lines(tests).write_bytes(pickle.dumps(measured))
+    assert mutation.lines_of_tests(["test_it.py::test"]) == {"module.py:3": [(2.0, "test_it.py::test")]}
+    tests.write_text("third")
+    assert mutation.lines_of_tests(["test_it.py::test"]) == {}
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="there it measures")

@@ -187,3 +187,41 @@ def test_where_results_lie(cuda, layout):
     assert_exact(view(written), expected, "float32")
     if layout == "every other element":
         assert (written[..., 1::2] == 99).all()
+
+
+#: Outputs and channels of a group, the kernel, the stride; how many groups and results.
+CONJUGATED = {
+    "one convolution": (6, 5, (3, 3), 1, 1, 1),
+    "phases": (6, 5, (3, 2), 2, 1, 1),
+    "a weight that lies in slabs already": (8, 8, (1, 1), 1, 1, 1),
+    "two results": (6, 6, (3, 3), 2, 1, 2),
+    "groups, whose weight is copied": (6, 5, (3, 3), 1, 2, 1),
+    "groups of one channel": (3, 1, (2, 2), 1, 2, 1),
+}
+
+
+@pytest.mark.parametrize("name", CONJUGATED)
+@pytest.mark.parametrize("order", ["outputs last", "channels last"])
+def test_a_complex_weight_is_conjugated_once(cuda, name, order):
+    """As it is packed, or as it is copied for groups; no bit of it moves for that alone."""
+    outputs, channels, kernel, stride, groups, results = CONJUGATED[name]
+    shape = (2, channels * groups, 9, 8)
+    size = [(n - k) // stride + 1 for n, k in zip(shape[2:], kernel)]
+    grad, weight = (
+        integers(each, "complex64", seed) + 1j * integers(each, "complex64", seed + 2)
+        for seed, each in enumerate([(2, outputs * groups, *size), (outputs * groups, channels, *kernel)])
+    )
+    window = {"stride": stride, "groups": groups}
+    expected = reference_gradients.conv_grad_input(grad, weight, shape, **window)
+    axes = (2, 3, 1, 0) if order == "outputs last" else (0, 2, 3, 1)
+    given = cuda.to_device(np.ascontiguousarray(weight.transpose(axes))).transpose(np.argsort(axes).tolist())
+    part = (2, channels * groups // results, 9, 8)
+    arguments = (cuda.to_device(grad), given, [part] * results if results > 1 else part)
+    found = cupyconv.conv_grad_input(*arguments, **window, method="implicit_gemm")
+    found = np.concatenate([cuda.to_host(each) for each in (found if results > 1 else [found])], axis=1)
+    assert_exact(found, expected, "complex64")
+    plan = cupyconv.explain(cupyconv.conv_grad_input, *arguments, **window, method="implicit_gemm")
+    conjugating = [step.purpose for step in plan.steps if "conjugated" in getattr(step, "purpose", "")]
+    copies = groups > 1 and channels > 1
+    words = "the weight, outputs and channels exchanged" if copies else "weight into K-slabs"
+    assert conjugating == [f"{words}, conjugated"] * (1 if copies else results)

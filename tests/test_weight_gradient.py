@@ -152,6 +152,39 @@ def test_every_cut_of_the_sum(target, fresh, monkeypatch, is_long, groups, dtype
         assert_exact(target.to_host(actual), expected, np.result_type(grad, *x))
 
 
+@pytest.mark.parametrize("orders", ["C C", "C last", "last C", "last last"])
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_a_1x1_gradient_of_channels_last_images(target, dtype, orders):
+    """They are read where they lie, as turned matrices: but for complex inputs, for cuBLAS conjugates what it turns.
+
+    So is a result that lies turned written by a pass of its own.
+    """
+
+    def placed(array, order):
+        if order == "C":
+            return target.to_device(array)
+        return target.to_device(np.ascontiguousarray(array.transpose(0, 2, 3, 1))).transpose(0, 3, 1, 2)
+
+    grad, x = integers((3, 5, 6, 8), dtype), integers((3, 4, 6, 8), dtype, 1)
+    expected = by_definition(grad, x, (1, 1))
+    on_device = [placed(array, order) for array, order in zip((grad, x), orders.split())]
+    assert_exact(target.to_host(cupyconv.conv_grad_weight(*on_device, (1, 1), method="gemm")), expected, dtype)
+    turned = target.to_device(np.zeros((4, 5, 1, 1), dtype)).transpose(1, 0, 2, 3)
+    cupyconv.conv_grad_weight(*on_device, (1, 1), method="gemm", out=turned)
+    assert_exact(target.to_host(turned), expected, dtype)
+
+
+def test_one_part_of_a_sum_is_the_result_where_its_rows_lie_in_order():
+    def written(out):
+        """Where products of a lone sample go."""
+        grad, x = np.empty((1, 64, 16, 16), np.float32), np.empty((1, 256, 16, 16), np.float32)
+        plan = explained(grad, x, 1, method="gemm", on="sm_80", limit=100_000, out=out)
+        return {step.c.at.buffer for step in plan.steps if isinstance(step, GemmCall)}
+
+    turned = np.empty((256, 64, 1, 1), np.float32).transpose(1, 0, 2, 3)
+    assert written(None) == {"out"} and written(turned) == {"sums"}
+
+
 def test_long_sums_stay_accurate(target):
     """25,600 products in one sum, by the methods that there are."""
     rng = np.random.default_rng(0)

@@ -232,6 +232,7 @@ class ConvProblem(ProductsProblem):
     residual: Operand | None = None
     pre: Operand | None = None  # where the pre-activation goes that is kept beside the result; laid out as that is
     weight_dtype: str
+    conjugate: bool = False  # the weight is taken conjugated, by implicit GEMM alone: a part of an input's gradient
     activation: Activation = IDENTITY
     prologue: Prologue = NO_PROLOGUE
 

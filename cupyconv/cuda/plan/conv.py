@@ -95,6 +95,7 @@ def draft_conv(method: str, problem: ConvProblem) -> Draft:
         return Draft(method, (finish(problem),), reason="there are no input channels to sum over")
     if method not in _METHODS:
         raise NotApplicable(NO_SUCH_METHOD)
+    assert method == "implicit_gemm" or not problem.conjugate
     return _METHODS[method](problem)
 
 

@@ -24,8 +24,8 @@ from cupyconv.problem.problems import ConvProblem
 
 #: Bytes of K in a slab of the sum, as in kernels/warp_tile.cuh.
 SLAB_BYTES = 64
-#: What becomes of float32 as the weight is packed (Float32As of kernels/pack_weight.cu), in words.
-FLOAT32_AS = ("", ", rounded to TF32", ", in two parts of TF32")
+#: What becomes of elements as the weight is packed (PackedAs of kernels/pack_weight.cu), in words.
+PACKED_AS = ("", ", rounded to TF32", ", in two parts of TF32", ", conjugated")
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def weight_in_slabs(
     """The weight where it lies, if it lies in slabs already; else packed, once where it is constant."""
     weight, parts, outputs = problem.weight, weight_parts(arithmetic, tile_m), problem.geometry.group_outputs
     as_it_is = arithmetic == "MMA" or (arithmetic == "TF32X3" and parts == 1)
-    if as_it_is and len(phases.each) == 1 and _lies_in_slabs(weight, problem.geometry, cut):
+    if as_it_is and not problem.conjugate and len(phases.each) == 1 and _lies_in_slabs(weight, problem.geometry, cut):
         row = weight.strides[0]
         return WeightInSlabs((address(weight), outputs * row, cut.slab, row, outputs), weight.nbytes)
     rows = -(-outputs // tile_m) * tile_m
@@ -134,7 +134,7 @@ def weight_in_slabs(
     name = f"{weight.name} for {arithmetic} {tile_m} x {cut.k_chunk}" if is_constant else "packed_weight"
     packed = Buffer(name, problem.geometry.groups * group * ITEMSIZE[problem.x_dtype])
     params = Address(name), group, slab, row, rows
-    pack = _pack_weight_launch(problem.geometry, phases, packed, cut, rows, arithmetic, parts)
+    pack = _pack_weight_launch(problem, phases, packed, cut, rows, arithmetic, parts)
     if is_constant:
         kept = replace(packed, is_kept=True, of=weight.name, made_by=pack)
         return WeightInSlabs(params, packed.nbytes, (kept,))
@@ -154,10 +154,10 @@ def _lies_in_slabs(weight: Operand, geometry: ConvGeometry, cut: Reduction) -> b
 
 
 def _pack_weight_launch(
-    geometry: ConvGeometry, phases: Phases, packed: Buffer, cut: Reduction, rows: int, arithmetic: str, parts: int
+    problem: ConvProblem, phases: Phases, packed: Buffer, cut: Reduction, rows: int, arithmetic: str, parts: int
 ) -> KernelLaunch:
-    along_k = arithmetic != "FMA"
-    float32_as = 2 if parts > 1 else int(arithmetic == "TF32")
+    geometry, along_k = problem.geometry, arithmetic != "FMA"
+    packed_as = 3 if problem.conjugate else 2 if parts > 1 else int(arithmetic == "TF32")
     weights = [phase.weight for phase in phases.each]
     # Along an axis where a phase has one tap its step is 0; the others have the one that all have.
     steps = [max(each, key=abs) for each in zip(*(weight.strides for weight in weights))]
@@ -181,7 +181,7 @@ def _pack_weight_launch(
             ("slabs", sum(cut.slabs)),
             ("rows", rows),
             ("channels", cut.channels),
-            ("float32_as", float32_as),
+            ("packed_as", packed_as),
             (
                 "phase",
                 tuple(
@@ -190,6 +190,6 @@ def _pack_weight_launch(
                 ),
             ),
         ),
-        purpose="weight into K-slabs" + FLOAT32_AS[float32_as],
+        purpose="weight into K-slabs" + PACKED_AS[packed_as],
         bytes_moved=nbytes + packed.nbytes,
     )

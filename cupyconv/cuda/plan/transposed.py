@@ -166,9 +166,14 @@ def _draft_gemm(problem: TransposedProblem) -> Draft:
 
 def _as_convolutions(method: str, problem: TransposedProblem, weight: Operand) -> Draft:
     """Ordinary convolutions of x with the exchanged `weight`, each of which is a part of a result."""
-    drafts = [draft_conv(method, part) for part in phase_problems(problem, weight)]
+    drafts = [draft_conv(method, part) for part in _convolutions(problem, weight)]
     kinds = ", ".join(dict.fromkeys(draft.reason for draft in drafts))
     return in_sequence(method, drafts, f"{len(drafts)} convolution(s) with x: {kinds}")
+
+
+def _convolutions(problem: TransposedProblem, weight: Operand) -> list[ConvProblem]:
+    """Those of the phases of each result, by the exchanged weight, which they conjugate where the problem still has to."""
+    return [replace(part, conjugate=problem.conjugate) for part in phase_problems(problem, weight)]
 
 
 def _by_convolutions(
@@ -178,6 +183,7 @@ def _by_convolutions(
 ) -> Draft:
     """What `draft_of` makes of the weight with outputs and channels exchanged: a view of it, or a copy in workspace.
 
+    An implicit GEMM conjugates a weight as it packs it; for others the copy is conjugated.
     Of several results of a grouped convolution each is computed by itself, from its own groups.
     """
     parts = results_apart(problem)
@@ -190,18 +196,18 @@ def _by_convolutions(
         return within(problem.limit, of_all)
     (problem,) = parts
 
-    def of_weight(weight: Operand, limit: int) -> Draft:
-        return within(limit, lambda room: draft_of(method, replace(problem, workspace_limit=room), weight))
+    def of_weight(problem: TransposedProblem, weight: Operand) -> Draft:
+        return within(problem.limit, lambda room: draft_of(method, replace(problem, workspace_limit=room), weight))
 
-    if view := exchanged_view(problem):
-        return of_weight(view, problem.limit)
+    if view := exchanged_view(replace(problem, conjugate=False) if method == "implicit_gemm" else problem):
+        return of_weight(problem, view)
     launch, buffer, weight = _exchange(problem)
     room = problem.limit - buffer.space
     if room < 0:
         raise NotApplicable(
             f"the weight exchanged takes {buffer.nbytes:,} bytes, the workspace limit is {problem.limit:,}"
         )
-    draft = of_weight(weight, room)
+    draft = of_weight(replace(problem, workspace_limit=room, conjugate=False), weight)
     return replace(draft, steps=(launch, *draft.steps), workspace=(*draft.workspace, buffer))
 
 
@@ -230,7 +236,7 @@ def _exchange(problem: TransposedProblem) -> tuple[KernelLaunch, Buffer, Operand
 
 def _draft_implicit_gemm(method: str, problem: TransposedProblem, weight: Operand) -> Draft:
     """The phases of each result in as few grids as hold them."""
-    parts, phases = phase_problems(problem, weight), phases_of(problem.geometry)
+    parts, phases = _convolutions(problem, weight), phases_of(problem.geometry)
     if len(phases) == 1 or not any(map(is_reached, phases)):
         return _as_convolutions(method, problem, weight)
     drafts = []

@@ -123,7 +123,7 @@ PARAMETERS = {
     "pack_weight": _struct(
         sources=SOURCES, weight=IMAGE, packed=POINTER, stride_m=INT64, stride_k=INT64, groups=INT32,
         group_channels=INT32, group_outputs=INT32, k_chunk=INT32, slab=INT32, slabs=INT32, rows=INT32, channels=INT32,
-        float32_as=INT32, phase=(PHASE_WEIGHT, MAX_PHASES),
+        packed_as=INT32, phase=(PHASE_WEIGHT, MAX_PHASES),
     ),
     "exchange_weight": _struct(
         weight=IMAGE, exchanged=POINTER, elements=INT64, kernel=(INT32, 3), group_channels=INT32, group_outputs=INT32
