@@ -181,9 +181,11 @@ def test_a_filter_of_one_channel_is_depthwise(shape, kernel):
     assert isinstance(named.steps[0], depthwise.ScaledRuns)
 
 
-def test_threads_with_too_little_to_do_cut_no_runs():
+def test_threads_with_too_little_to_do_cut_no_runs(monkeypatch):
     """A run that is cut for them is short, and an element of it takes twice as long."""
     x, weight = np.ones((1, 32, 16, 16, 16), np.float32), np.ones((32, 1, 3, 3, 3), np.float32)
+    monkeypatch.setitem(depthwise.DEPTHWISE, "direct", Method((depthwise.ScaledRuns,)))
+    forget_calls()
     blocks = {}
     for threads in (1, 2):
         with cupyconv.options(threads=threads):
@@ -199,11 +201,16 @@ def test_threads_with_too_little_to_do_cut_no_runs():
     kernel=st.tuples(st.integers(1, 3), st.integers(1, 5)),
     stride=st.tuples(st.integers(1, 2), st.integers(1, 2)),
     run=st.sampled_from((1, 10, 40)),
+    last=st.booleans(),
+    value=st.sampled_from((0, np.inf, np.nan)),
     seed=st.integers(0, 1 << 16),
 )
-def test_channels_that_are_last_are_scaled_in_runs_of_pixels(channels, size, kernel, stride, run, seed):
+def test_channels_are_scaled_in_runs_of_pixels(channels, size, kernel, stride, run, last, value, seed):
+    """Where they are last, and where they are brought there."""
     rng = np.random.default_rng(seed)
     x = np.moveaxis(rng.integers(-4, 5, (2, *size, channels)).astype(np.float32), -1, 1)
+    x[1, 1, 1, 1] = value
+    x = x if last else x.copy("C")
     weight = rng.integers(-4, 5, (channels, 1, *kernel)).astype(np.float32)
     settings = dict(stride=stride, padding=((1, 2), (2, 3)), groups=channels)
     ways = Method((depthwise.ScaledPixels,))
@@ -211,7 +218,8 @@ def test_channels_that_are_last_are_scaled_in_runs_of_pixels(channels, size, ker
         forget_calls()
         result = cupyconv.conv(x, weight, method="direct", **settings)
         forget_calls()
-    assert np.array_equal(result, by_windows(x, weight, dilation=(1, 1), padding_mode="constant", **settings))
+    expected = by_windows(x, weight, dilation=(1, 1), padding_mode="constant", **settings)
+    np.testing.assert_array_equal(result, expected)
 
 
 def test_channels_that_are_last_stay_last():
@@ -227,10 +235,12 @@ def test_many_outputs_of_one_channel_are_products_of_columns():
     assert not isinstance(cupyconv.explain(cupyconv.conv, x, weight).steps[0], toeplitz.ToeplitzLoop)
 
 
-def test_small_images_of_many_channels_are_scaled():
-    """A product of each would be mostly the call."""
-    x, weight = np.ones((1, 512, 5, 5), np.float32), np.ones((512, 1, 3, 3), np.float32)
-    assert cupyconv.explain(cupyconv.conv, x, weight, padding=1, groups=512).method == "direct"
+@pytest.mark.parametrize("size, stride", [(5, 1), (7, 1), (14, 2)])
+def test_small_images_of_many_channels_are_scaled(size, stride):
+    """A product of each would be mostly the call: channels are brought behind their pixels."""
+    x, weight = np.ones((1, 512, size, size), np.float32), np.ones((512, 1, 3, 3), np.float32)
+    plan = cupyconv.explain(cupyconv.conv, x, weight, padding=1, groups=512, stride=stride)
+    assert isinstance(plan.steps[0], depthwise.ScaledPixels) and not plan.steps[0].in_place
 
 
 # --- the weight's gradient ------------------------------------------------------------------------------------

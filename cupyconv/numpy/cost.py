@@ -318,10 +318,13 @@ def transposed(elements: float) -> float:
     return elements * TRANSPOSE
 
 
-def channels_moved(problem: ConvProblem) -> float:
-    """What it takes to bring channels that are last in front of their pixels, and those of the result back."""
-    images = (*problem.xs, problem.out)
-    return sum(transposed(prod(x.shape)) for x in images if x.stride_c == 1 < x.shape[1])
+def channels_moved(problem: ConvProblem, last: bool = False) -> float:
+    """What it takes to bring channels in front of their pixels, or behind them as the last, and those of the result back.
+
+    Behind them they come as tiles are copied, and an image that stays in cache takes no longer for that.
+    """
+    images = (*(x for x in problem.xs if not last or x.nbytes > STAYS), problem.out)
+    return sum(transposed(prod(x.shape)) for x in images if x.shape[1] > 1 and (x.stride_c == 1) != last)
 
 
 def touched(nbytes: float) -> float:

@@ -8,6 +8,7 @@ lies between the rows of pixels is computed in vain.  At strides, taps share col
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import cached_property
 from math import prod
@@ -34,32 +35,6 @@ SHORT_RUN = 8192 // 3
 #: innermost cache, and are enough for a loop.
 INNERMOST_RUN = 1400
 
-# --- the choice -----------------------------------------------------------------------------------------------
-
-
-def scaled_work(problem: ConvProblem) -> float:
-    """What scaled elements take."""
-    geometry = problem.geometry
-    outputs, pixels = geometry.out_channels * geometry.taps, geometry.batch * geometry.pixels
-    if ScaledPixels.applies(problem):
-        return cost.scaled(outputs * pixels, problem, geometry.out_channels if geometry.stride[2] > 1 else 0)
-    if geometry.stride != (1, 1, 1):
-        return cost.scaled_apart(outputs * pixels, problem)
-    run = _run(geometry)
-    is_short = run // ScaledRuns.sharers(problem) < SHORT_RUN and sum(taps > 1 for taps in geometry.kernel) > 1
-    return cost.scaled(outputs * run, problem, is_short=is_short)
-
-
-def _run(geometry: ConvGeometry) -> int:
-    """Elements of a tap's run, of all pixels."""
-    return geometry.batch * prod(tile_shape(geometry, 1, (geometry.batch, *geometry.out_size))[2:])
-
-
-def workers(loop: ConvLoop) -> int:
-    """Threads that have enough to do: with less, they mostly wait for each other between short calls."""
-    return cost.worth_waking(min(loop.problem.host.threads, loop.blocks), scaled_work(loop.problem))
-
-
 # --- scaled elements ------------------------------------------------------------------------------------------
 
 
@@ -67,41 +42,51 @@ class ScaledLoop(ConvLoop):
     """Elements times numbers."""
 
     turn_calls = 15
+    #: Whether channels are last where they are scaled.
+    last = False
+
+    @property
+    @abstractmethod
+    def scaled_work(self) -> float:
+        """What scaled elements take."""
 
     @property
     def work(self) -> float:
-        return scaled_work(self.problem) + self.tile_work + self.store_work + self.moved_work
-
-    @property
-    def moved_work(self) -> float:
-        """What it takes to bring channels that are last in front, and back."""
-        return cost.channels_moved(self.problem)
+        moved = cost.channels_moved(self.problem, self.last)
+        return self.scaled_work + self.tile_work + self.store_work + moved
 
 
 class ScaledPixels(ScaledLoop):
-    """Channels last: a tap's pixels times its weights, all channels of some pixels of a row as one run."""
+    """Channels last: a tap's pixels times its weights, all channels of some pixels of a row as one run.
+
+    Of many channels and few pixels it is worth it to bring them there, and back.
+    """
 
     name = "scaled pixels"
     words = "each tap's pixels times its weights, channels last"
     smallest = 1
+    last = True
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
         geometry = problem.geometry
-        is_plain = geometry.groups == geometry.in_channels == geometry.out_channels > 1
-        return is_plain and problem.is_one_kind and problem.out.stride_c == 1 and problem.xs[0].stride_c == 1
+        return problem.is_one_kind and geometry.groups == geometry.in_channels == geometry.out_channels > 1
+
+    @property
+    def scaled_work(self) -> float:
+        geometry = self.geometry
+        elements = geometry.out_channels * geometry.taps * geometry.batch * geometry.pixels
+        return cost.scaled(elements, self.problem, geometry.out_channels if geometry.stride[2] > 1 else 0)
 
     @classmethod
     def aim(cls, problem: ConvProblem) -> tuple[int, int]:
         per_pixel = 2 * problem.geometry.in_channels * ITEMSIZE[accumulator(problem.x_dtype)]
         return 2 * CACHE_BLOCK // per_pixel, problem.geometry.batch
 
-    moved_work = 0.0
-
     @cached_property
     def in_place(self) -> bool:
         problem, out = self.problem, self.problem.out
-        is_row = out.pixel_stride == out.shape[1]
+        is_row = out.stride_c == 1 and out.pixel_stride == out.shape[1]
         return out.dtype == accumulator(out.dtype) and problem.residual is None and is_row
 
     @property
@@ -112,7 +97,8 @@ class ScaledPixels(ScaledLoop):
 
     @cached_property
     def threads(self) -> int:
-        return workers(self)
+        # With less to do they mostly wait for each other between short calls.
+        return cost.worth_waking(min(self.problem.host.threads, self.blocks), self.scaled_work)
 
     @classmethod
     def weight_bytes(cls, problem: ConvProblem) -> int:
@@ -185,6 +171,13 @@ class ScaledRuns(ScaledLoop):
         per_pixel = (1 + geometry.group_outputs) * ITEMSIZE[accumulator(problem.x_dtype)]
         return MEMORY_BLOCK // per_pixel, 1 if geometry.pixels >= LONE_PIXELS else geometry.batch
 
+    @property
+    def scaled_work(self) -> float:
+        geometry = self.geometry
+        run = _run(geometry)
+        is_short = run // self.sharers(self.problem) < SHORT_RUN and sum(taps > 1 for taps in geometry.kernel) > 1
+        return cost.scaled(geometry.out_channels * geometry.taps * run, self.problem, is_short=is_short)
+
     @classmethod
     def sharers(cls, problem: ConvProblem) -> int:
         # Runs that are cut for threads that have too little to do are short for nothing.
@@ -230,6 +223,11 @@ class ScaledRuns(ScaledLoop):
         return sums
 
 
+def _run(geometry: ConvGeometry) -> int:
+    """Elements of a tap's run, of all pixels."""
+    return geometry.batch * prod(tile_shape(geometry, 1, (geometry.batch, *geometry.out_size))[2:])
+
+
 def _runs(images: Images, block: Block) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
     """What each tap reads of some channels as one run of the tile: (c, kd, kh, kw, run); and its pixels.
 
@@ -263,6 +261,12 @@ class ScaledTaps(ScaledLoop, MecLoop):
     @classmethod
     def reason(cls, geometry: ConvGeometry) -> str:
         return super().reason(geometry) if geometry.kernel[geometry.outermost] > 1 else "each element scaled"
+
+    @property
+    def scaled_work(self) -> float:
+        geometry = self.geometry
+        elements = geometry.out_channels * geometry.taps * geometry.batch * geometry.pixels
+        return cost.scaled_apart(elements, self.problem)
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
         return weight.reshape(*weight.shape[:2], self.geometry.kernel[self.geometry.outermost], -1)
