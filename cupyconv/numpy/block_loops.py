@@ -93,7 +93,13 @@ class BlockLoop(NumpyStep):
 
     def seconds_on(self, threads: int) -> float:
         """What it takes where so many threads take its blocks."""
-        return cost.shared(*self._price, self.shares, threads)
+        work, calls = self._price
+        return self.first_work + cost.shared(work - self.first_work, calls, self.shares, threads)
+
+    @property
+    def first_work(self) -> float:
+        """What of the work one thread does, before all blocks."""
+        return 0.0
 
     @cached_property
     def _price(self) -> tuple[float, float]:

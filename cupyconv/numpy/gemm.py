@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Self
 
@@ -30,8 +30,17 @@ from cupyconv.numpy.convolution import (
     result_takes_sums,
     sums_per_pixel,
 )
-from cupyconv.numpy.mec import COLUMNS_BLOCK, MecRows, in_runs
-from cupyconv.numpy.windows import Block, parts_of, tile_shape
+from cupyconv.numpy.mec import (
+    COLUMNS_BLOCK,
+    MecRows,
+    column_parts,
+    in_runs,
+    multiply_parts,
+    part_of,
+    place_parts,
+    row_parts,
+)
+from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
@@ -255,7 +264,28 @@ class Columns(Product):
         return with_parts(self, weight)
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
-        return product(run, run.weight, run.images.matrix(block), block)
+        if not self.problem.is_one_kind or self.rows_on > 1:
+            return product(run, run.weight, run.images.matrix(block), block)
+        scratch = run.images.scratch
+        columns, matrices = scratch.views(self, block.size, ("columns",), partial(self._steps, run.images, block))
+        place = block.of(run.out) if self.in_place else np.empty(block.sums_shape, self.sums_dtype)
+        rows, run_of_columns = self._part
+        by_group = place.reshape(self.geometry.groups, self.geometry.group_outputs, block.area)
+        places = place_parts(by_group, rows, run_of_columns)
+        weights = row_parts(run.weight, rows)
+        run.images.copy_windows(block, columns)
+        multiply_parts(weights, matrices, places)
+        return place.reshape(block.sums_shape)
+
+    @cached_property
+    def _part(self) -> tuple[int, int]:
+        return part_of(*self._sizes, self.factor_dtype, self.parts)
+
+    def _steps(self, images: Images, block: Block) -> tuple[np.ndarray, list[np.ndarray]]:
+        """A block's columns, and the parts of the matrices of all groups that they are."""
+        matrix = images.rows_of_columns(block)
+        by_group = matrix.reshape(self.geometry.groups, self.geometry.reduction, block.area)
+        return matrix.reshape(block.columns_shape), column_parts(by_group, self._part[1])
 
 
 def is_undivided(problem: ConvProblem) -> bool:

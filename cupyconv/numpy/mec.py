@@ -14,7 +14,7 @@ result (`MecRows`), the gradient of a weight one for each tap.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from math import gcd, prod
 from operator import attrgetter, mul
 from typing import Any, NamedTuple, Self
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import whole_lines
+from cupyconv.numpy.backend import Scratch, whole_lines
 from cupyconv.numpy.block_loops import SMALLEST_BLOCK
 from cupyconv.numpy.convolution import (
     LONE_PIXELS,
@@ -35,7 +35,7 @@ from cupyconv.numpy.convolution import (
     temporaries,
 )
 from cupyconv.numpy.windows import Block, BlockSize, Images, parts_of, tile_shape
-from cupyconv.problem.arrays import ITEMSIZE, accumulator
+from cupyconv.problem.arrays import ITEMSIZE, accumulator, c_strides
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.problems import ConvProblem, NotApplicable, WeightGradientProblem
 
@@ -44,6 +44,8 @@ from cupyconv.problem.problems import ConvProblem, NotApplicable, WeightGradient
 LEAST_SHARED = 32
 #: Bytes of a block's columns: fewer, longer calls are worth more than columns that leave room in the cache.
 COLUMNS_BLOCK = 2 << 20
+#: Names of a block's memory.
+BUFFERS = "tile", "columns", "products"
 
 # --- products ----------------------------------------------------------------------------------------------------
 
@@ -52,41 +54,59 @@ def in_runs(
     weight: np.ndarray, columns: np.ndarray, place: np.ndarray | None, parts: cost.Parts | None = None
 ) -> np.ndarray:
     """Matrix products, in parts; without these, where the weight is small, of runs of columns that BLAS does not pack."""
-    (rows, reduction), length = weight.shape[-2:], columns.shape[-1]
-    if parts:
-        rows, run = parts.rows, parts.columns
-    elif not (run := cost.run_of(rows, reduction, length, weight.dtype == np.float32)):
+    (height, reduction), length = weight.shape[-2:], columns.shape[-1]
+    rows, run = part_of(height, reduction, length, weight.dtype, parts)
+    if rows >= height and run >= length:
         return np.matmul(weight, columns, out=place)
     if place is None:
         batch = np.broadcast_shapes(weight.shape[:-2], columns.shape[:-2])
-        place = np.empty((*batch, weight.shape[-2], length), np.result_type(weight, columns))
-    in_parts(weight, columns, place, rows, run)
+        place = np.empty((*batch, height, length), np.result_type(weight, columns))
+    multiply_parts(row_parts(weight, rows), column_parts(columns, run), place_parts(place, rows, run))
     return place
 
 
-def in_parts(weight: np.ndarray, columns: np.ndarray, place: np.ndarray, rows: int, run: int) -> None:
-    """Matrix products of so many rows of the weight, and columns, at a time: all that are alike in one call."""
-    (height, reduction), length = weight.shape[-2:], columns.shape[-1]
+def part_of(height: int, reduction: int, length: int, dtype: np.dtype, parts: cost.Parts | None) -> tuple[int, int]:
+    """Rows of the weight, and columns, that are multiplied at a time."""
+    if parts:
+        return parts.rows, parts.columns
+    return height, cost.run_of(height, reduction, length, dtype == np.float32) or length
+
+
+def row_parts(weight: np.ndarray, rows: int) -> list[np.ndarray]:
+    """So many rows at a time, (..., parts, 1, rows, elements): all parts that are alike in one view."""
+    *batch, height, reduction = weight.shape
     if rows >= height:
-        _of_columns(weight, columns, place, run)
-        return
+        return [weight[..., None, None, :, :]]
     whole = height - height % rows
-    parts = weight[..., :whole, :].reshape(*weight.shape[:-2], -1, rows, reduction)
-    targets = place[..., :whole, :].reshape(*place.shape[:-2], -1, rows, length)
-    _of_columns(parts, columns[..., None, :, :], targets, run)
-    if whole < height:
-        _of_columns(weight[..., whole:, :], columns, place[..., whole:, :], run)
+    parts = [weight[..., :whole, :].reshape(*batch, -1, 1, rows, reduction)]
+    return parts if whole == height else [*parts, weight[..., None, None, whole:, :]]
 
 
-def _of_columns(weight: np.ndarray, columns: np.ndarray, place: np.ndarray, run: int) -> None:
-    """Products of so many columns at a time, in one call, and of those that are left in another."""
-    length = columns.shape[-1]
-    if whole := length - length % run:
-        some, target = columns[..., :whole], place[..., :whole]
-        runs = some.reshape(*some.shape[:-1], -1, run).swapaxes(-2, -3)
-        np.matmul(weight[..., None, :, :], runs, out=target.reshape(*target.shape[:-1], -1, run).swapaxes(-2, -3))
-    if whole < length:
-        np.matmul(weight, columns[..., whole:], out=place[..., whole:])
+def column_parts(columns: np.ndarray, run: int) -> list[np.ndarray]:
+    """So many columns at a time, (..., 1, runs, elements, columns): all runs that are alike in one view."""
+    *batch, reduction, length = columns.shape
+    if run >= length:
+        return [columns[..., None, None, :, :]]
+    whole = length - length % run
+    runs = columns[..., :whole].reshape(*batch, 1, reduction, -1, run).swapaxes(-2, -3)
+    return [runs] if whole == length else [runs, columns[..., None, None, :, whole:]]
+
+
+def place_parts(place: np.ndarray, rows: int, run: int) -> list[list[np.ndarray]]:
+    """Where the products of these parts go, of each of the rows with each of the columns."""
+    places = []
+    for part in row_parts(place, rows):
+        *batch, _, height, _ = part.shape
+        runs = column_parts(part[..., 0, :, :], run)
+        places.append([some.reshape(*batch, -1, height, some.shape[-1]) for some in runs])
+    return places
+
+
+def multiply_parts(weights: list[np.ndarray], columns: list[np.ndarray], places: list[list[np.ndarray]]) -> None:
+    """The products of parts: all that are alike in one call."""
+    for weight, row in zip(weights, places):
+        for some, place in zip(columns, row):
+            np.matmul(weight, some, place)
 
 
 # --- the lowering ---------------------------------------------------------------------------------------------
@@ -227,6 +247,7 @@ class Row(NamedTuple):
     pixels: int
     parts: cost.Parts | None  # None: a whole
     seconds: float
+    part: tuple[int, int]  # rows of the weight, and columns, at a time
 
     @property
     def length(self) -> int:
@@ -236,6 +257,24 @@ class Row(NamedTuple):
     @property
     def is_longer(self) -> bool:
         return self.length > self.pixels
+
+
+class Phase(NamedTuple):
+    """Rows of columns of which neighbouring outputs share taps: of a dilated kernel every so many."""
+
+    columns: np.ndarray
+    windows: tuple[tuple[int, ...], int, tuple[int, ...]]  # the same in the tile: shape, first byte and strides
+    matrices: list[np.ndarray]  # of a row of the result each, as `column_parts`
+    products: np.ndarray | None  # what is read of them, where they are longer than rows
+    places: list[list[np.ndarray]]  # where parts of these go
+
+
+class Steps(NamedTuple):
+    """What is computed for a block, of arrays that are there."""
+
+    row: Row
+    image: np.ndarray
+    phases: list[Phase]
 
 
 class Arrangement(NamedTuple):
@@ -261,6 +300,7 @@ class MecRows(ConvLoop):
     """
 
     name = "MEC rows"
+    prepares_late = True
     words = "columns that {taps} taps share, and a product for each row"
     turn_calls = 18
 
@@ -306,7 +346,10 @@ class MecRows(ConvLoop):
             seconds = max(seconds, cost.product_of_few(*sizes, dtype))
         if dtype and axis < 2:
             parts = cost.parts_of_product(*sizes, dtype, axis == 1, turned)
-        return Row(pixels, parts, parts.seconds) if parts and parts.seconds < seconds else Row(pixels, None, seconds)
+        if parts and parts.seconds >= seconds:
+            parts = None
+        part = part_of(*sizes, self.factor_dtype, parts)
+        return Row(pixels, parts, parts.seconds if parts else seconds, part)
 
     @cached_property
     def _dtype(self) -> str | None:
@@ -341,6 +384,10 @@ class MecRows(ConvLoop):
         products = self._rows * self._row.seconds + self._arrangement.seconds
         columns = self.columns_work(self.blocks * phases * prod(self._rows_shape(self.block)) * self._row.pixels)
         return products + columns + self.tile_work + self.store_work
+
+    @property
+    def first_work(self) -> float:
+        return self._arrangement.seconds + super().first_work
 
     @classmethod
     def aim(cls, problem: ConvProblem) -> tuple[int, int]:
@@ -405,8 +452,20 @@ class MecRows(ConvLoop):
 
     @property
     def tile_bytes(self) -> int:
+        if self.whole_tile:
+            return self.share_of_tile
         size = self._read_size(self.block, self._row)
         return prod(tile_shape(self.geometry, self.geometry.in_channels, size)) * self.x_dtype.itemsize
+
+    @cached_property
+    def whole_tile(self) -> tuple[int, ...]:
+        extent, part = self.geometry.out_size[2], self.block[3]
+        if self.geometry.outermost < 2:
+            last = (extent - 1) % part + 1
+            beyond = [self._row.length - part - last] if last < part else []
+            rows = self._row_of((*self.block[:3], last), self.turns_weight)
+            extent += max(0, rows.length - last, *beyond)
+        return self.tile_kept_whole((*self.geometry.out_size[:2], extent))
 
     @property
     def workspace(self) -> int:
@@ -456,44 +515,80 @@ class MecRows(ConvLoop):
         return channels[0], *block[: 1 + axis], rows, channels[1], *geometry.kernel[axis + 1 :]
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
-        geometry, axis, period = self.geometry, self.geometry.outermost, self._period
+        axis, period, scratch = self.geometry.outermost, self._period, run.images.scratch
+        row, image, phases = scratch.views(self, block.size, BUFFERS, partial(self._steps, scratch, block.size))
         if self.in_place:
             sums = block.of(run.out).swapaxes(0, 1).reshape(block.sums_shape)
         else:
             sums = np.empty(block.sums_shape, self.sums_dtype)
-        row = self._row if block.size == self.block else self._row_of(block.size, self.turns_weight)
-        size, pitch = self._read_size(block.size, row), self._pitch(row)
-        image = run.images.scratch.array("tile", tile_shape(geometry, geometry.in_channels, size))
-        run.images.read_tile(block, image)
-        c, n, *steps = image.strides
+        begin = 0
+        if run.tile is None:
+            run.images.read_tile(block, image)
+        else:
+            image, begin = run.tile, block.begin_in(run.tile)
+        rows, columns_at_once = row.part
+        weights = row_parts(run.weight.reshape(self._weight_shape), rows)
+        # The product of a row: (groups, samples, axes before, rows, outputs, pixels), in the result.
+        target = sums.transpose(self._rows_before_outputs)
+        for first, phase in enumerate(phases):
+            shape, first_byte, strides = phase.windows
+            windows = np.ndarray(shape, image.dtype, image, begin + first_byte, strides)
+            place = target[(slice(None),) * (2 + axis) + (slice(first, None, period),)] if period > 1 else target
+            place = place.reshape(*place.shape[: 4 + axis], row.pixels)
+            places = phase.places or place_parts(place, rows, columns_at_once)
+            phase.columns[...] = windows
+            multiply_parts(weights, phase.matrices, places)
+            if phase.products is not None:
+                place[...] = phase.products
+        return sums
+
+    @cached_property
+    def _weight_shape(self) -> tuple[int, ...]:
+        """That of the weight beside the matrices of all rows."""
+        geometry = self.geometry
+        ones = (1,) * (2 + geometry.outermost)
+        return geometry.groups, *ones, geometry.group_outputs, geometry.reduction
+
+    @cached_property
+    def _rows_before_outputs(self) -> tuple[int, ...]:
+        """The axes of sums, with outputs behind those of the rows."""
+        axes = [0, 2, 3, 4, 5]
+        axes.insert(3 + self.geometry.outermost, 1)
+        return tuple(axes)
+
+    def _steps(self, scratch: Scratch, block: BlockSize) -> Steps:
+        geometry, axis, period = self.geometry, self.geometry.outermost, self._period
+        row = self._row if block == self.block else self._row_of(block, self.turns_weight)
+        size, pitch = self._read_size(block, row), self._pitch(row)
+        image = scratch.array("tile", (0,) if self.whole_tile else tile_shape(geometry, geometry.in_channels, size))
+        c, n, *steps = (step * image.itemsize for step in c_strides(self.whole_tile or image.shape))
         taps, moves = (tuple(map(mul, steps, factors)) for factors in (geometry.dilation, geometry.stride))
         before, after, item = slice(0, axis), slice(axis + 1, 3), image.itemsize
         strides = (c * geometry.group_channels, n, *moves[before], taps[axis], c, *taps[after], *moves[after])
-        # The product of a row: (groups, samples, axes before, rows, outputs, pixels), in the result.
-        target = np.moveaxis(sums, 1, 3 + axis)
-        for first in range(min(period, block.size[1 + axis])):
-            place = target[(slice(None),) * (2 + axis) + (slice(first, None, period),)]
-            place = place.reshape(*place.shape[: 4 + axis], row.pixels)
-            outputs = place.shape[2 + axis]
-            step = geometry.stride[axis] * period // geometry.dilation[axis]
-            shape = list(self._rows_shape(block.size))
-            shape[2 + axis] = (outputs - 1) * step + geometry.kernel[axis]
-            columns = run.images.scratch.array("columns", (*shape, pitch))
+        step = geometry.stride[axis] * period // geometry.dilation[axis]
+        samples, outputs = (geometry.groups, *block[: 1 + axis]), geometry.group_outputs
+        memory = scratch.array("columns", (*self._rows_shape(block), pitch))
+        products_shape = (*samples, -(-block[1 + axis] // period), outputs, row.length)
+        all_products = scratch.array("products", products_shape if row.is_longer else (0,), self.sums_dtype)
+        phases = []
+        for first in range(min(period, block[1 + axis])):
+            rows = -(-(block[1 + axis] - first) // period)
+            shape = list(self._rows_shape(block))
+            shape[2 + axis] = (rows - 1) * step + geometry.kernel[axis]
+            columns = np.ndarray((*shape, pitch), memory.dtype, memory)
             windows_shape = *shape, *size[2 + axis :]
-            windows = np.ndarray(windows_shape, image.dtype, image, first * moves[axis], strides)
-            columns[..., : row.length].reshape(windows_shape)[...] = windows
+            windows = windows_shape, first * moves[axis], strides
             matrices = np.ndarray(
-                (*shape[: 2 + axis], outputs, geometry.reduction, row.length),
+                (*samples, rows, geometry.reduction, row.length),
                 columns.dtype,
                 columns,
                 0,
                 (*columns.strides[: 2 + axis], columns.strides[2 + axis] * step, pitch * item, item),
             )
-            weight = run.weight.reshape(geometry.groups, *(1,) * (2 + axis), *run.weight.shape[1:])
-            if not row.is_longer:
-                in_runs(weight, matrices, place, row.parts)
-                continue
-            products = run.products.array("products", (*place.shape[:-1], row.length), self.sums_dtype)
-            in_runs(weight, matrices, products, row.parts)
-            place[...] = products[..., : row.pixels]
-        return sums
+            products, places = None, []
+            if row.is_longer:
+                some = np.ndarray((*samples, rows, outputs, row.length), self.sums_dtype, all_products)
+                products, places = some[..., : row.pixels], place_parts(some, *row.part)
+            own = columns[..., : row.length].reshape(windows_shape)
+            phases.append(Phase(own, windows, column_parts(matrices, row.part[1]), products, places))
+        return Steps(row, image, phases)

@@ -265,6 +265,13 @@ class Block:
             own.append(slice(outside, outside + len(place)))
         return image[(self._samples, channels, *at)], (own[0], own[1], own[2])
 
+    def begin_in(self, tile: np.ndarray) -> int:
+        """Where its windows begin in the tile of all blocks, in bytes."""
+        samples, *pixels = self._ranges
+        _, n, *spatial = tile.strides
+        moves = zip(pixels, self.geometry.stride, spatial)
+        return samples.start * n + sum(run.start * stride * step for run, stride, step in moves)
+
     def samples_of(self, image: np.ndarray) -> np.ndarray:
         """These samples of an image."""
         return image if self._has_all_pixels else image[self._samples]
@@ -435,27 +442,31 @@ class Images:
     def columns(self, block: Block) -> np.ndarray:
         """All windows of a block as (channels, kd, kh, kw, samples, d, h, w) in C order."""
         columns = self.scratch.array("columns", block.columns_shape)
-        self._copy_windows(block, columns)
+        self.copy_windows(block, columns)
         return columns
 
     def matrix(self, block: Block) -> np.ndarray:
         """The same as (channels x taps, pixels), whose rows begin where cache lines do."""
-        row = whole_lines(block.area, self.scratch.dtype.itemsize)
-        rows = self.scratch.array("columns", (prod(block.columns_shape[:4]), row))
-        matrix = rows[:, : block.area]
-        self._copy_windows(block, matrix.reshape(block.columns_shape))
+        matrix = self.rows_of_columns(block)
+        self.copy_windows(block, matrix.reshape(block.columns_shape))
         return matrix
 
-    def _copy_windows(self, block: Block, columns: np.ndarray) -> None:
+    def rows_of_columns(self, block: Block) -> np.ndarray:
+        """Memory for this matrix."""
+        row = whole_lines(block.area, self.scratch.dtype.itemsize)
+        return self.scratch.array("columns", (prod(block.columns_shape[:4]), row))[:, : block.area]
+
+    def copy_windows(self, block: Block, columns: np.ndarray) -> None:
+        """Write all windows of a block to columns."""
         if block.geometry.taps == 1:
             self.read(block.taps[0], block, columns[:, 0, 0, 0])
+            return
+        tile = block.tile(self.channels)
+        if tile.in_image is not None and self._is_plain(columns.dtype):
+            image, (begin, strides) = self.inputs[0][0], tile.in_image
         else:
-            tile = block.tile(self.channels)
-            if tile.in_image is not None and self._is_plain(columns.dtype):
-                image, (begin, strides) = self.inputs[0][0], tile.in_image
-            else:
-                image, begin, strides = self.tile(block), 0, tile.windows_strides
-            columns[...] = np.ndarray(tile.windows_shape, columns.dtype, image, begin, strides)
+            image, begin, strides = self.tile(block), 0, tile.windows_strides
+        columns[...] = np.ndarray(tile.windows_shape, columns.dtype, image, begin, strides)
 
     def some_taps(self, block: Block, most: int) -> Iterator[tuple[slice, np.ndarray]]:
         """Columns of at most so many taps of a block, and which these are; the next overwrite them."""
