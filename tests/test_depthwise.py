@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import cupyconv
 from cupyconv.call.operation import forget_calls
-from cupyconv.numpy import depthwise, strips, toeplitz
+from cupyconv.numpy import depthwise, strips, toeplitz, toeplitz_runs
 from cupyconv.numpy.choice import Method
 from cupyconv.numpy.toeplitz_rows import ToeplitzRows
 from cupyconv.numpy.toeplitz_runs import ToeplitzRuns
@@ -85,6 +85,54 @@ def test_infinities_and_nan_reach_the_outputs_whose_windows_have_them(method, wh
     spoilt.flat[seed % spoilt.size] = value
     result = cupyconv.conv(x, weight, method=method, **settings)
     np.testing.assert_array_equal(result, by_windows(x, weight, **settings))
+
+
+@st.composite
+def row_calls(draw):
+    """The same along rows alone, of many channels or few, with windows that begin before a row or end beyond it."""
+    rows, size, taps = draw(st.sampled_from((1, 1, 2, 19))), draw(st.integers(1, 300)), draw(st.integers(2, 40))
+    stride, dilation = draw(st.sampled_from((1, 1, 2, 7))), draw(st.sampled_from((1, 1, 3)))
+    before, behind = (draw(st.sampled_from((0, 1, 5, 130))) for _ in range(2))
+    behind += max(0, dilation * (taps - 1) + 1 - size)
+    channels, outputs = draw(st.sampled_from((1, 2, 20))), draw(st.integers(1, 2))
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 16)))
+    x = rng.integers(-4, 5, (2, channels, rows, size)).astype(np.float32)
+    x = draw(st.sampled_from((x, x.transpose(2, 3, 0, 1).copy().transpose(2, 3, 0, 1), x.repeat(2, axis=2)[:, :, ::2])))
+    weight = rng.integers(-4, 5, (channels * outputs, 1, 1, taps)).astype(np.float32)
+    settings = dict(stride=(rows % 3 + 1, stride), dilation=(1, dilation), padding=((0, 0), (before, behind)))
+    return x, weight, dict(settings, padding_mode="constant", groups=channels)
+
+
+@given(
+    call=row_calls(),
+    value=st.sampled_from((0, np.inf, np.nan)),
+    threads=st.integers(1, 2),
+    limit=st.sampled_from((None, 60_000)),
+)
+def test_rows_are_read_where_they_lie_but_for_their_ends(call, value, threads, limit):
+    x, weight, settings = call
+    x.flat[x.size // 2] = value
+    with (
+        mock.patch.object(toeplitz_runs, "LONG_ROW", 1),
+        mock.patch.dict(depthwise.DEPTHWISE, gemm=Method((ToeplitzRuns,))),
+        cupyconv.options(threads=threads, workspace_limit=limit),
+    ):
+        forget_calls()
+        try:
+            result = cupyconv.conv(x, weight, method="gemm", **settings)
+        except ValueError as refusal:
+            assert limit is not None and "the limit is" in str(refusal)
+            return
+        finally:
+            forget_calls()
+    np.testing.assert_array_equal(result, by_windows(x, weight, **settings))
+
+
+def test_a_long_row_is_not_copied():
+    """Only windows that read padding are, and those that are too few for a product."""
+    x, weight = np.ones((1, 64, 100_000), np.float32), np.ones((64, 1, 9), np.float32)
+    plan = cupyconv.explain(cupyconv.conv, x, weight, padding="same", groups=64, method="gemm")
+    assert type(plan.steps[0]) is ToeplitzRuns and plan.workspace_bytes < x.nbytes // 50
 
 
 @pytest.mark.parametrize("way", [ToeplitzRows, ToeplitzRuns])

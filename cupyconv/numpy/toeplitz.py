@@ -42,6 +42,12 @@ def reach(geometry: ConvGeometry, axis: int, outputs: int) -> int:
     return (outputs - 1) * geometry.stride[axis] + geometry.span[axis]
 
 
+def within(stride: int, offset: int, size: int, outputs: int) -> slice:
+    """Of so many outputs those whose tap, at ``output * stride + offset``, lies in an image of this size."""
+    start = min(max(0, -(offset // stride)), outputs)
+    return slice(start, max(start, min(outputs, -((offset - size) // stride))))
+
+
 class ToeplitzLoop(ConvLoop):
     """Products of the image and of matrices that have a channel's kernel on their diagonals: some channels at a time."""
 

@@ -28,7 +28,7 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.convolution import BLAS_REACH, MEMORY_BLOCK, temporaries
-from cupyconv.numpy.toeplitz import COPIES_BLOCK, ToeplitzLoop, reach, strided, sum_is_finite, toeplitz
+from cupyconv.numpy.toeplitz import COPIES_BLOCK, ToeplitzLoop, reach, strided, sum_is_finite, toeplitz, within
 from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import Triple, even_part
@@ -396,12 +396,6 @@ def _pixel_bytes(problem: ConvProblem) -> int:
     axis = 1 if geometry.kernel[1] > 1 else 0
     taps = geometry.taps // geometry.kernel[axis]
     return geometry.group_outputs * (taps + 1) * geometry.stride[2] * ITEMSIZE[accumulator(problem.x_dtype)]
-
-
-def within(stride: int, offset: int, size: int, outputs: int) -> slice:
-    """Of so many outputs those whose tap, at ``output * stride + offset``, lies in an image of this size."""
-    start = min(max(0, -(offset // stride)), outputs)
-    return slice(start, max(start, min(outputs, -((offset - size) // stride))))
 
 
 @cache

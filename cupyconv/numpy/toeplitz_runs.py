@@ -9,6 +9,8 @@ BLAS takes no matrix whose rows overlap, so windows that do are rows of differen
                       |----window 1----|          |----window 3----|
 
     rows 0, 2, 4 ... are one matrix, rows 1, 3, 5 ... another; or windows of different rows of the image are.
+
+Of a long row only the windows at its two ends read padding: these are copied, and all others lie where the image does.
 """
 
 from __future__ import annotations
@@ -19,14 +21,21 @@ from math import ceil, prod
 import numpy as np
 
 from cupyconv.numpy import cost
+from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.convolution import LONE_PIXELS, temporaries
-from cupyconv.numpy.toeplitz import COPIES_BLOCK, ToeplitzLoop, reach, strided, sum_is_finite, toeplitz
+from cupyconv.numpy.toeplitz import COPIES_BLOCK, ToeplitzLoop, reach, strided, sum_is_finite, toeplitz, within
 from cupyconv.numpy.windows import Block, Images, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.problems import ConvProblem
 
 #: Outputs along the width that one product computes.
 LENGTH = 16
+#: Outputs of a row from which its two ends are copied, with their padding, rather than the row.
+LONG_ROW = 16 * LENGTH
+#: Rows of an image up to which a window that is left is a product by itself, and no copy.
+FEW_ROWS = 16
+#: How much longer products take than others so small, of whose shape they are not; and seconds to see that a window is finite.
+OF_RUNS, CHECK = 1.5, 2.3e-9
 
 
 class ToeplitzRuns(ToeplitzLoop):
@@ -56,7 +65,7 @@ class ToeplitzRuns(ToeplitzLoop):
         geometry = problem.geometry
         length = min(LENGTH, geometry.out_size[2])
         outputs = geometry.batch * geometry.out_channels * geometry.pixels
-        return outputs * reach(geometry, 2, length) * cost.MULTIPLY_ADD * cost.multiply_adds(problem) * 1.5
+        return outputs * reach(geometry, 2, length) * cost.MULTIPLY_ADD * cost.multiply_adds(problem) * OF_RUNS
 
     @property
     def products_work(self) -> float:
@@ -66,7 +75,24 @@ class ToeplitzRuns(ToeplitzLoop):
         many = min(windows, ceil(reduction / (length * geometry.stride[2])))
         many, rows = (windows, height) if height * many >= windows else (many * height, ceil(windows / many))
         times = self.blocks * samples * geometry.out_channels * depth * many
-        return times * cost.product(rows, reduction, length, self.problem)
+        checked = CHECK * self.blocks * samples * geometry.out_channels * depth * height * windows
+        return times * OF_RUNS * cost.product(rows, reduction, length, self.problem) + checked
+
+    @property
+    def tile_work(self) -> float:
+        return 0.0 if self.is_in_place else super().tile_work
+
+    @cached_property
+    def is_in_place(self) -> bool:
+        """Whether windows are read where they lie in the image, but for those at the ends of its rows."""
+        geometry, (x, *more) = self.geometry, self.problem.xs
+        is_plain = not more and not self.problem.prologue and x.dtype == self.x_dtype.name
+        if any(geometry.before[:2] + geometry.after[:2]) or not is_plain:
+            return False
+        if geometry.before[2] or geometry.after[2]:
+            if geometry.padding_mode != "constant" or self.block[3] < LONG_ROW:
+                return False
+        return x.strides[4] == 1 and x.alignment >= min(16, x.itemsize)
 
     @cached_property
     def outputs(self) -> int:
@@ -75,9 +101,19 @@ class ToeplitzRuns(ToeplitzLoop):
 
     @property
     def _group_bytes(self) -> int:
-        geometry = self.geometry
-        copies = 1 + temporaries(geometry, self.problem.prologue)
-        return copies * prod(tile_shape(geometry, 1, self.block)) * self.x_dtype.itemsize
+        """Bytes of a group's tile, and of windows that are copied, with their sums."""
+        geometry, (samples, depth, height, width) = self.geometry, self.block
+        length = max(1, min(self.outputs, width))
+        reduction, ends = reach(geometry, 2, length), 0
+        copies = (1 + temporaries(geometry, self.problem.prologue)) * prod(tile_shape(geometry, 1, self.block))
+        if self.is_in_place:
+            beyond = (
+                min(width, ceil(padding / geometry.stride[2])) for padding in (geometry.before[2], geometry.after[2])
+            )
+            copies, ends = 0, sum(ceil(outputs / length) for outputs in beyond)
+        windows = ends + ceil(reduction / (length * geometry.stride[2])) + 1
+        copies += samples * depth * height * windows * (reduction + geometry.group_outputs * length)
+        return copies * self.x_dtype.itemsize
 
     @classmethod
     def weight_bytes(cls, problem: ConvProblem) -> int:
@@ -95,55 +131,99 @@ class ToeplitzRuns(ToeplitzLoop):
         return weight[:, :, None, None, : self.geometry.span[2] : self.geometry.dilation[2], 0]
 
     def multiply(self, images: Images, block: Block, weight: np.ndarray, sums: np.ndarray) -> bool:
-        (c, outputs, n, depth, height, width), geometry = sums.shape, self.geometry
-        image = images.tile_or_view(block)
-        length, is_finite = min(self.outputs, width), True
-        reduction, move = reach(geometry, 2, length), length * geometry.stride[2] * image.itemsize
-        matrix = weight[:, :, None, None, None, None, None, :reduction, :length]
-        own, samples, deeper, lower = (
-            step * stride for step, stride in zip(image.strides, (1, 1, *geometry.stride[:2]))
-        )
-        apart = -(-reduction // (length * geometry.stride[2]))  # runs whose windows do not overlap
-        # The rows of a product's first matrix are rows of the image, or where these are few, windows side by side.
-        by_rows = height * apart >= width // length
-        if by_rows:
-            runs = [(begin, count, 1, 1) for begin, count in runs_of(width, length)]
+        height, width = sums.shape[4:]
+        length, stride = min(self.outputs, width), self.geometry.stride[2]
+        reduction = reach(self.geometry, 2, length)
+        matrices = weight[:, :, None, None, :reduction, :length]
+        if self.is_in_place and images.inputs[0][0].dtype == images.scratch.dtype:
+            image, (_, _, before) = block.read_in_place(images.inputs[0][0])
+            image = image.swapaxes(0, 1)
         else:
-            runs = runs_apart(width, length, apart, max(1, cost.SAFELY_SMALL // (length * reduction)))
-        for begin, many, phases, count in runs:
-            shape = [height, many, phases, count, reduction]
-            steps = [lower, phases * count * move, move, phases * move, image.itemsize]
-            place = sums[..., begin : begin + many * phases * count * length]
-            place = place.reshape(c, outputs, n, depth, height, many, count, phases, length).swapaxes(6, 7)
-            if by_rows:
-                shape[0], shape[3], steps[0], steps[3], place = 1, height, 0, lower, place.swapaxes(4, 7)
-            first = (0, 0, begin * geometry.stride[2])
-            windows = strided(image, first, (c, 1, n, depth, *shape), (own, 0, samples, deeper, *steps))
-            np.matmul(windows, matrix, out=place)
-            is_finite = is_finite and sum_is_finite(place[..., 0])
+            image, before = images.tile_or_view(block), 0
+        inside = within(stride, -before, image.shape[4] - self.geometry.span[2] + 1, width)
+        apart = ceil(reduction / (length * stride))  # windows that do not overlap
+        # The rows of a product's first matrix are rows of the image, or where these are few, windows side by side.
+        by_rows = height * apart >= (inside.stop - inside.start) // length
+        if by_rows:
+            runs = [(begin, count, 1, 1) for begin, count in runs_of(inside.stop - inside.start, length)]
+        else:
+            most = max(1, cost.SAFELY_SMALL // (length * reduction))
+            fewest = 1 if prod(image.shape[:4]) <= FEW_ROWS else apart
+            runs = runs_apart(inside.stop - inside.start, length, apart, most, fewest)
+        is_finite, done = True, inside.start
+        for first, many, phases, count in runs:
+            begin, done = inside.start + first, inside.start + first + many * phases * count * length
+            windows = image[..., begin * stride - before :]
+            run = many, phases, count
+            is_finite = self._multiply(windows, run, by_rows, matrices, sums[..., begin:done]) and is_finite
+        left = [min(first, width - length) for first in (*range(0, inside.start, length), *range(done, width, length))]
+        if left:
+            is_finite = self._multiply_copied(images.scratch, image, before, left, matrices, sums) and is_finite
         return is_finite
+
+    def _multiply(
+        self, image: np.ndarray, run: tuple[int, int, int], by_rows: bool, matrices: np.ndarray, sums: np.ndarray
+    ) -> bool:
+        """Write the sums of a run of windows, the first where the image (c, n, d, h, w) begins; whether all are finite."""
+        (c, outputs, n, depth, height, _), (many, phases, count) = sums.shape, run
+        reduction, length = matrices.shape[4:]
+        item, move = image.itemsize, length * self.geometry.stride[2] * image.itemsize
+        strides = zip(image.strides, (1, 1, *self.geometry.stride[:2]))
+        own, samples, deeper, lower = (step * stride for step, stride in strides)
+        shape = [height, many, phases, count, reduction]
+        steps = [lower, phases * count * move, move, phases * move, item]
+        place = sums.reshape(c, outputs, n, depth, height, many, count, phases, length).swapaxes(6, 7)
+        if by_rows:
+            shape[0], shape[3], steps[0], steps[3], place = 1, height, 0, lower, place.swapaxes(4, 7)
+        windows = strided(image, (0, 0, 0), (c, 1, n, depth, *shape), (own, 0, samples, deeper, *steps))
+        np.matmul(windows, matrices[:, :, :, :, None, None, None], out=place)
+        return sum_is_finite(place[..., 0])
+
+    def _multiply_copied(
+        self, scratch: Scratch, image: np.ndarray, before: int, left: list[int], matrices: np.ndarray, sums: np.ndarray
+    ) -> bool:
+        """The same of windows that begin at these outputs, each a copy with the padding that it reads."""
+        (c, outputs, n, depth, height, _), (reduction, length) = sums.shape, matrices.shape[4:]
+        deeper, lower, stride = self.geometry.stride
+        windows = scratch.array("windows", (c, n, depth, height, len(left), reduction))
+        windows.fill(0)
+        for number, first in enumerate(left):
+            begin = first * stride - before
+            low = min(max(begin, 0), image.shape[4])
+            high = min(max(begin + reduction, low), image.shape[4])
+            windows[..., number, low - begin : high - begin] = image[:, :, ::deeper, ::lower, low:high]
+        products = scratch.array("products", (c, outputs, n, depth, height, len(left), length), sums.dtype)
+        rows = height * len(left)
+        np.matmul(
+            windows.reshape(c, 1, n, depth, rows, reduction),
+            matrices,
+            out=products.reshape(c, outputs, n, depth, rows, length),
+        )
+        for number, first in enumerate(left):
+            sums[..., first : first + length] = products[..., number, :]
+        return sum_is_finite(products[..., 0])
 
 
 def runs_of(extent: int, part: int) -> list[tuple[int, int]]:
     """(first, how many) parts: all that are whole, and one that ends where the axis does, some of it done twice."""
+    if extent < part:
+        return []
     whole = [(0, extent // part)]
     return whole if extent % part == 0 else [*whole, (extent - part, 1)]
 
 
-def runs_apart(width: int, length: int, apart: int, most: int) -> list[tuple[int, int, int, int]]:
-    """Runs of `length` outputs, and one more that ends where the width does: (first, products, phases, count).
+def runs_apart(width: int, length: int, apart: int, most: int, fewest: int) -> list[tuple[int, int, int, int]]:
+    """Runs of `length` outputs, as long as there are `fewest` left: (first, products, phases, count).
 
     Runs whose windows overlap are rows of different matrices: of a product's phases each has every `phases`-th of its
     runs, `count` of them and no more than `most`.
     """
     runs, done, left = [], 0, width // length
-    while left:
+    while left >= fewest:
         phases = min(apart, left)
         count = min(most, left // phases)
         many = left // (phases * count)
         runs.append((done * length, many, phases, count))
         done += many * phases * count
         left -= many * phases * count
-    if width % length:
-        runs.append((width - length, 1, 1, 1))
     return runs
