@@ -13,7 +13,8 @@ import cupyconv
 from cupyconv.cuda.plan import weight_gradient as weight_gradient_cuda
 from cupyconv.numpy import mec
 from cupyconv.numpy.strips import GradientStrips
-from cupyconv.numpy.weight_gradient import GradientColumns
+from cupyconv.numpy.weight_channels import GradientChannels
+from cupyconv.numpy.weight_gradient import GradientColumns, GradientTaps
 from cupyconv.numpy.weight_rows import GradientRows
 from cupyconv.numpy.weight_sums import WeightGradientLoop
 from cupyconv.problem.plan import GemmCall
@@ -68,7 +69,7 @@ def test_every_body(fresh, monkeypatch, body, kernel, settings, grad_dtype, x_dt
     """Each is planned where it should be, and exact; views only of factors of one kind."""
     if body == "MEC columns":  # columns take less of an image as small
         monkeypatch.setattr(mec, "MEMORY_BLOCK", 64)
-        for way in (GradientColumns, GradientRows):
+        for way in (GradientColumns, GradientRows, GradientChannels, GradientTaps):
             monkeypatch.setattr(way, "applies", lambda problem: False)
     if body == "strips":
         monkeypatch.setattr(GradientStrips, "turn_calls", 0)
@@ -167,7 +168,7 @@ def test_least_shared_is_what_decides(fresh, monkeypatch):
     assert explained(grad, x, 3, **window).steps[0].name == "columns"
     monkeypatch.setattr(mec, "LEAST_SHARED", 1)
     monkeypatch.setattr(mec, "MEMORY_BLOCK", 64)
-    for way in (GradientColumns, GradientRows):
+    for way in (GradientColumns, GradientRows, GradientChannels):
         monkeypatch.setattr(way, "applies", lambda problem: False)
     assert explained(grad, x, 3, **window).steps[0].name == "MEC columns"
     assert_exact(cupyconv.conv_grad_weight(grad, x, 3, **window), by_definition(grad, x, (3, 3), padding=1), "float32")

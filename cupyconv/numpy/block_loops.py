@@ -300,3 +300,10 @@ def block_of_pixels(geometry: ConvGeometry, pixels: int, most_samples: int) -> B
         samples = min(most_samples, max(1, pixels // max(1, geometry.pixels)))
         return (even_part(geometry.batch, samples), max(1, depth), max(1, height), max(1, width))
     return (1, *box_within(geometry.out_size, pixels))
+
+
+def even_channels(geometry: ConvGeometry, most: int) -> int:
+    """At most that many channels, which cut all of them evenly: whole groups, or part of one."""
+    if most < geometry.group_channels:
+        return even_part(geometry.group_channels, most)
+    return even_part(geometry.groups, most // max(1, geometry.group_channels)) * geometry.group_channels

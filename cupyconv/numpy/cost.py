@@ -103,6 +103,9 @@ COPY, RUN, APART = 225e-12, 4.2e-9, 360e-12
 #: Seconds of an element that is read and added to another in cache; to one that an index array names; and of one that pooling
 #: reads or writes.
 ADD, ADD_BY_INDEX, POOLED = 350e-12, 4e-9, 650e-12
+#: Seconds of an element of a weight's gradient that each block's product is added to, which leaves the cache meanwhile; and of a
+#: run of them that begins.
+SUMMED, SUMMED_RUN = 1.2e-9, 16e-9
 #: Seconds to bring an element's channel behind its pixels, or in front of them, which is the last transform too.
 TRANSPOSE = 600e-12
 #: Bytes of memory that stay a process's own between calls; and seconds of a byte beyond that is touched first.
@@ -310,6 +313,11 @@ def touched(nbytes: float) -> float:
 def added(elements: float, dtype: str, run: float = 1e9, apart: bool = False) -> float:
     """Elements that are added to others in cache, in runs of so many, or to places that are apart."""
     return elements * ((APART if apart else ADD) * width(dtype) + RUN / max(1.0, run))
+
+
+def summed(elements: float, run: float, dtype: str) -> float:
+    """Elements of a weight's gradient that a block's product is added to, in runs of so many."""
+    return elements * (SUMMED * width(dtype) + SUMMED_RUN / max(1.0, run))
 
 
 def between(nbytes: float, at_a_time: float) -> float:

@@ -25,8 +25,9 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from cupyconv.numpy import cost
+from cupyconv.numpy.block_loops import even_channels
 from cupyconv.numpy.fft import multiply
-from cupyconv.numpy.scattered import Piece, ScatteredLoop, ScatteredRun, even_channels
+from cupyconv.numpy.scattered import Piece, ScatteredLoop, ScatteredRun
 from cupyconv.numpy.spectra import BLOCK, MOST_PRODUCTS, Tile, block_extents, dilated, every, with_lines
 from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import parts_of, tile_regions, tile_size

@@ -37,7 +37,7 @@ import numpy as np
 from cupyconv.numpy import cost
 from cupyconv.numpy.activations import activate
 from cupyconv.numpy.backend import Scratch
-from cupyconv.numpy.block_loops import SMALLEST_BLOCK, BlockLoop, block_of_pixels
+from cupyconv.numpy.block_loops import SMALLEST_BLOCK, BlockLoop, block_of_pixels, even_channels
 from cupyconv.numpy.convolution import LONE_PIXELS, PRODUCT_BLOCK, copy_bytes, is_matrix, weight_copy
 from cupyconv.numpy.threads import in_threads
 from cupyconv.numpy.windows import Region, add, five_axes, parts_of, read, tap_regions
@@ -280,13 +280,6 @@ def _gains_by_flat(flat: ScatteredLoop) -> bool:
         and geometry.out_size[2] <= SHORT_ROW
         and prod(flat.product_size(geometry.out_size)) <= MOST_AREA * geometry.pixels
     )
-
-
-def even_channels(geometry: ConvGeometry, most: int) -> int:
-    """At most that many channels, which cut all of them evenly: whole groups, or part of one."""
-    if most < geometry.group_channels:
-        return even_part(geometry.group_channels, most)
-    return even_part(geometry.groups, most // max(1, geometry.group_channels)) * geometry.group_channels
 
 
 def x_is_factor(problem: TransposedProblem) -> bool:

@@ -44,6 +44,7 @@ class GradientStrips(WeightGradientLoop):
 
     name = "strips"
     words = "products of strips of both images, whose diagonals are taps"
+    runs_bytes = 0
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:

@@ -28,6 +28,7 @@ from cupyconv.numpy.convolution import (
 )
 from cupyconv.numpy.mec import mec_bytes, mec_columns, mec_part, mec_shapes, taps_share
 from cupyconv.numpy.strips import GradientStrips
+from cupyconv.numpy.weight_channels import GradientChannels
 from cupyconv.numpy.weight_exchanged import plan_exchanged
 from cupyconv.numpy.weight_rows import GradientRows
 from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun, grad_is_factor, x_item
@@ -143,7 +144,8 @@ class GradientMecProducts(_Sharing):
     @property
     def products_work(self) -> float:
         taps = self.geometry.kernel[self.geometry.outermost]
-        return self.mec_work + taps * self.product_work(self.geometry.reduction // taps)
+        own = self.geometry.reduction // taps
+        return self.mec_work + taps * self.product_work(own, own // self.geometry.group_channels)
 
     @property
     def calls(self) -> float:
@@ -172,6 +174,7 @@ class MultipliedTaps(_Sharing):
     name = "multiplied taps"
     words = "columns that {taps} taps share, multiplied"
     turn_calls = 22
+    runs_bytes = 0
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:
@@ -373,6 +376,8 @@ class GradientWinograd(TiledLoop, WeightGradientLoop):
 METHODS = {
     "winograd": WINOGRAD._replace(ways=(GradientWinograd,)),
     "fft": FFT._replace(ways="cupyconv.numpy.fft_weight_gradient"),
-    "gemm": Method((GradientStrips, GradientView, GradientRows, GradientMecProducts, GradientColumns)),
+    "gemm": Method(
+        (GradientStrips, GradientView, GradientRows, GradientMecProducts, GradientColumns, GradientChannels)
+    ),
     "direct": Method((MultipliedTaps, GradientTaps)),
 }

@@ -33,6 +33,7 @@ class GradientRows(WeightGradientLoop):
     name = "MEC rows"
     words = "columns that {taps} taps share, a product for each row, and their sum"
     turn_calls = 20
+    runs_bytes = 0
 
     @classmethod
     def applies(cls, problem: WeightGradientProblem) -> bool:

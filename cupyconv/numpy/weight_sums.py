@@ -99,12 +99,12 @@ class WeightGradientLoop(PixelLoop):
         work = self.products_work + cost.copied(copied, self.block[3], problem.grad_dtype)
         return work * (self.rows or geometry.group_outputs) / (geometry.group_outputs or 1)
 
-    def product_work(self, columns: float) -> float:
-        """A product for each block, with so many columns of a group's windows, and the sums that it is added to."""
+    def product_work(self, columns: float, run: float | None = None) -> float:
+        """A product for each block, with so many columns of a group's windows, and the sums that it is added to: in runs."""
         geometry = self.geometry
         sizes = geometry.group_outputs, prod(self.block), columns
         products = self.blocks * geometry.groups * cost.product(*sizes, self.problem)
-        return products + cost.added(self.blocks * geometry.out_channels * columns, self.problem.dtype)
+        return products + cost.summed(self.blocks * geometry.out_channels * columns, run or columns, self.problem.dtype)
 
     @property
     def flops(self) -> int:
@@ -164,7 +164,7 @@ class WeightGradientLoop(PixelLoop):
 
     @property
     def runs_bytes(self) -> int:
-        """Bytes of products of runs of pixels and of their sum, at the most."""
+        """Bytes of products of runs of pixels and of their sum, at the most; ways that do not `add_product` have none."""
         pixels, outputs = prod(self.block), self.rows or self.geometry.group_outputs
         if pixels < 2 * LEAST_RUN or outputs > FEW_ELEMENTS:
             return 0

@@ -1,0 +1,190 @@
+"""The gradient of a weight by channels: the columns of a few at a time, times the gradient that arrives.
+
+::
+
+    dW [O, channel 0 | channel 1 | ...]   =   grad [O, pixels]   x   columns of channel 0 | of channel 1 | ...  [pixels, taps]
+
+What a channel's columns give is nobody else's.  So threads divide the channels; where they divide the pixels, each has sums of
+the whole weight, which are added at the end.  Here the only sums are those of the channels at hand, so that little memory is
+enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import product
+from math import ceil, prod
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from cupyconv.numpy import cost
+from cupyconv.numpy.backend import Scratch
+from cupyconv.numpy.block_loops import PixelLoop, block_of_pixels, even_channels
+from cupyconv.numpy.convolution import CACHE_BLOCK, columns_bytes, inputs_are_columns
+from cupyconv.numpy.threads import in_threads
+from cupyconv.numpy.weight_sums import grad_is_factor
+from cupyconv.numpy.windows import Blocks, five_axes, parts_of
+from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
+from cupyconv.problem.geometry import ConvGeometry
+from cupyconv.problem.plan import Plan
+from cupyconv.problem.problems import NotApplicable, WeightGradientProblem
+
+#: Pixels of a product, about; and of a sample from which its gradient is read where it lies.
+PIXELS, LONE_SAMPLE = 1024, 768
+#: Channels at a time below which pixels are cut.
+FEW_CHANNELS = 16
+#: Of the price of products, what they take here.
+IN_CACHE = 0.8
+
+
+@dataclass(frozen=True)
+class GradientChannels(PixelLoop):
+    """Columns of so many channels at a time: of whole groups, or of some channels of one."""
+
+    name = "channels"
+    words = "columns of some channels at a time, and products"
+    turn_calls = 9
+    in_place: ClassVar[bool] = False
+
+    problem: WeightGradientProblem
+    channels: int = 1
+
+    @classmethod
+    def applies(cls, problem: WeightGradientProblem) -> bool:
+        is_real = not (is_complex(problem.x_dtype) or is_complex(problem.grad_dtype))
+        return is_real and not inputs_are_columns(problem) and problem.geometry.group_channels > 1
+
+    @classmethod
+    def aim(cls, problem: WeightGradientProblem) -> tuple[int, int]:
+        geometry = problem.geometry
+        is_lone = grad_is_factor(problem) and geometry.pixels >= LONE_SAMPLE
+        return PIXELS, 1 if is_lone else geometry.batch
+
+    @classmethod
+    def loops(cls, problem: WeightGradientProblem) -> tuple[Sequence[Self], Mapping[str, int]]:
+        least = 0
+        for loop in cls._to_try(problem):
+            needed = 3 * Plan.ALIGNMENT + loop.copied_bytes + problem.host.threads * loop.workspace
+            if needed <= problem.limit:
+                sizes = {"grad": loop.copied_bytes, "blocks": loop.threads * loop.workspace}
+                return [loop] if loop.blocks and problem.out.nbytes else [], sizes
+            least = min(least or needed, needed)
+        raise NotApplicable(f"the smallest block needs {least:,} bytes of workspace, the limit is {problem.limit:,}")
+
+    @classmethod
+    def _to_try(cls, problem: WeightGradientProblem) -> Iterator[Self]:
+        """Loops, the best first: columns in cache, then fewer; at last of one sample, whose gradient need not be copied."""
+        geometry, (pixels, samples) = problem.geometry, cls.aim(problem)
+        most_channels = ceil(geometry.in_channels / problem.host.threads)
+        per_pixel = geometry.taps * ITEMSIZE[accumulator(problem.x_dtype)]
+        for most_samples in dict.fromkeys((samples, 1)):
+            target = 2 * CACHE_BLOCK
+            while target >= 4 * per_pixel:
+                fitting = target // (per_pixel * min(most_channels, FEW_CHANNELS) or 1)
+                block = block_of_pixels(geometry, max(cls.smallest, min(pixels, fitting)), most_samples)
+                if block[0] < min(2, most_samples):
+                    break
+                channels = min(most_channels, target // (per_pixel * (prod(block) + 2 * geometry.group_outputs) or 1))
+                yield cls(problem, block, even_channels(geometry, max(1, channels)))
+                target -= target // 4
+
+    # What it takes.
+
+    @property
+    def _part(self) -> tuple[int, int]:
+        """Groups of a part, and channels of each."""
+        own = self.geometry.group_channels
+        return max(1, self.channels // own), min(self.channels, own)
+
+    @cached_property
+    def largest(self) -> WeightGradientProblem:
+        """The problem of a whole part."""
+        return replace(self.problem, geometry=_convolution(self.geometry, *self._part))
+
+    @cached_property
+    def shares(self) -> int:
+        groups, channels = self._part
+        return ceil(self.geometry.groups / groups) * ceil(self.geometry.group_channels / channels)
+
+    @property
+    def turns(self) -> int:
+        return self.shares * self.blocks
+
+    @cached_property
+    def threads(self) -> int:
+        return max(1, min(self.problem.host.threads, self.shares))
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the gradient, where it is no factor as it lies."""
+        if self.block[0] == 1 and grad_is_factor(self.problem):
+            return 0
+        return prod(self.problem.grad.shape) * self.factor_dtype.itemsize
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of a block's columns, of its product, and of the sums."""
+        geometry = self.largest.geometry
+        sums = geometry.groups * geometry.reduction * geometry.group_outputs * self.sums_dtype.itemsize
+        return columns_bytes(self.largest, self.block, self.x_dtype.itemsize) + 2 * sums + self.index_bytes
+
+    @property
+    def work(self) -> float:
+        geometry, own = self.geometry, self.largest.geometry
+        columns = geometry.batch * geometry.pixels * geometry.in_channels * geometry.taps
+        groups = self.turns * own.groups
+        products = IN_CACHE * groups * cost.product(own.reduction, prod(self.block), own.group_outputs, self.problem)
+        sums = (self.blocks + 1) * geometry.reduction * geometry.out_channels
+        copied = cost.copied(self.copied_bytes / self.factor_dtype.itemsize, self.block[3], self.problem.grad_dtype)
+        return (
+            self.tile_work * (geometry.taps > 1)
+            + self.columns_work(columns)
+            + products
+            + cost.added(sums, self.problem.dtype)
+            + self.threads * copied
+        )
+
+    # What it does.
+
+    @cached_property
+    def _cut(self) -> Callable[[ConvGeometry], Blocks]:
+        """The blocks of a part, of which there are few kinds: the last may be smaller."""
+        return lru_cache(maxsize=4)(lambda own: Blocks(own, self.block, self.x_dtype.itemsize))
+
+    def run(self, arrays: Mapping[str, Any]) -> None:
+        geometry = self.geometry
+        images = self.images(arrays, Scratch(self.x_dtype, self.turns))
+        memory = Scratch(self.sums_dtype, self.turns)
+        grad, out = five_axes(arrays["grad"]), arrays["out"]
+        if self.copied_bytes:
+            grad = np.array(grad.swapaxes(0, 1), self.factor_dtype, order="C").swapaxes(0, 1)
+        out = out.reshape(geometry.groups, geometry.group_outputs, geometry.group_channels, *out.shape[2:])
+
+        def compute(part: tuple[slice, slice]) -> None:
+            groups, channels = part
+            own = _convolution(geometry, groups.stop - groups.start, channels.stop - channels.start)
+            first = groups.start * geometry.group_channels + channels.start
+            some = images.some(slice(first, first + own.in_channels))
+            factors = grad[:, groups.start * own.group_outputs : groups.stop * own.group_outputs]
+            sums = memory.array("sums", (own.groups, own.reduction, own.group_outputs))
+            for number, block in enumerate(self._cut(own)):
+                columns = some.columns(block).reshape(own.groups, own.reduction, block.area)
+                factor = block.of(factors).swapaxes(0, 1).reshape(own.groups, own.group_outputs, block.area)
+                place = memory.array("product", sums.shape) if number else sums
+                np.matmul(columns, factor.swapaxes(1, 2), out=place)
+                if number:
+                    sums += place
+            result = out[groups, :, channels]
+            result[...] = sums.swapaxes(1, 2).reshape(result.shape)
+
+        of_groups, of_channels = map(parts_of, (geometry.groups, geometry.group_channels), self._part)
+        in_threads(self.threads, compute, product(of_groups, of_channels), self.holds_blas)
+
+
+@lru_cache(maxsize=64)
+def _convolution(geometry: ConvGeometry, groups: int, channels: int) -> ConvGeometry:
+    """The convolution of so many groups, and channels of each."""
+    return replace(geometry, channels=(groups * channels,), groups=groups, out_channels=groups * geometry.group_outputs)
