@@ -9,14 +9,14 @@
 //            p ->                    a row an element longer than the tile, so that its columns go through the banks.
 //
 //     tile   8 vectors of channels x 8 of pixels, or for few channels 4 x 16, 2 x 32 or 1 x 64: that many neighbouring
-//            threads, its lanes, store one pixel
+//            threads, its lanes, store one pixel; of 8-byte elements twice the pixels
 //
 // Where rows are not whole aligned vectors (`vectorized`), neighbouring threads load neighbouring elements.
 //
 // Without a prologue only bits move, so the type is just the element's size; zero is zero in all of them.
 // Bound by memory.  Floor: (channels + channels of whole vectors) * pixels elements over the bandwidth.
 //
-// -D: DTYPE (bits16 or bits32, or with a prologue the storage type), PROLOGUE (1: inputs are transformed, see prologue.cuh)
+// -D: DTYPE (bits16, bits32 or bits64, or with a prologue the storage type), PROLOGUE (1: inputs are transformed, see prologue.cuh)
 #include "image.cuh"
 #include "prologue.cuh"
 
@@ -38,11 +38,12 @@ struct ChannelsLastParams {
 using namespace cupyconv;
 
 using T = DTYPE;
-constexpr int VECTOR = 16 / sizeof(T), VECTORS = 64 * VECTOR;  // elements of a vector; vectors of a tile
-constexpr int VECTOR_SHIFT = sizeof(T) == 2 ? 3 : 2, VECTORS_SHIFT = 6 + VECTOR_SHIFT;
-constexpr int THREADS = 256;
-static_assert(1 << VECTOR_SHIFT == VECTOR && VECTORS % THREADS == 0, "threads share a tile evenly");
-constexpr int PLACES = 64 * VECTOR * VECTOR + 8 * VECTOR;  // rows have one element more than pixels
+constexpr int THREADS = 256, VECTOR_SHIFT = sizeof(T) == 2 ? 3 : sizeof(T) == 4 ? 2 : 1;
+constexpr int VECTORS_SHIFT = VECTOR_SHIFT == 1 ? 8 : 6 + VECTOR_SHIFT;  // each thread has one at the least
+constexpr int VECTOR = 1 << VECTOR_SHIFT, VECTORS = 1 << VECTORS_SHIFT;  // elements of a vector; vectors of a tile
+static_assert(VECTOR * sizeof(T) == 16 && VECTORS % THREADS == 0, "threads share a tile evenly");
+constexpr int MIN_BLOCKS = PROLOGUE && sizeof(T) == 8 ? 4 : 0;  // left to itself the compiler makes room for five there, and spills
+constexpr int PLACES = VECTORS * VECTOR + 8 * VECTOR;  // rows have one element more than pixels
 
 // Elements of a merged channel as they enter the product, in place.
 template <int COUNT> __device__ __forceinline__ void prepare(T (&x)[COUNT], const Prologue& prologue, int channel) {
@@ -56,7 +57,7 @@ template <int COUNT> __device__ __forceinline__ void prepare(T (&x)[COUNT], cons
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) channels_last(const __grid_constant__ ChannelsLastParams params) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) channels_last(const __grid_constant__ ChannelsLastParams params) {
     SHARED_ARRAY(T, tile, PLACES);
     const int rows = VECTOR << params.lanes_shift, columns = VECTORS >> params.lanes_shift, pitch = columns + 1;
     const int columns_shift = VECTORS_SHIFT - params.lanes_shift;

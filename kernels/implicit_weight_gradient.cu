@@ -59,11 +59,16 @@ struct Stage {
 template <class Tile>
 struct TileShare {
     static constexpr int APART = THREADS / Tile::CHUNKS, PIXELS = Tile::ROWS / APART;
-    static_assert(APART * PIXELS == Tile::ROWS, "threads share a tile evenly");
-    static_assert(APART % Tile::PERIOD == 0, "all pixels of a thread have the same order of chunks");
+    static_assert(APART * PIXELS == Tile::ROWS && (APART & (APART - 1)) == 0, "threads share a tile evenly");
     static __device__ __forceinline__ int pixel() { return threadIdx.x / Tile::CHUNKS; }
     static __device__ __forceinline__ int column() { return threadIdx.x % Tile::CHUNKS * CHUNK; }
     static __device__ __forceinline__ int place() { return Tile::index(pixel(), column()); }
+    // Where its i-th pixel lies, by where the first does: the order of chunks is an exclusive or by the row, of which that of
+    // the first has other bits.
+    static __device__ __forceinline__ int place(int first, int i) {
+        const int rows = i * APART * Tile::COLUMNS, turn = Tile::index(i * APART, 0) - rows;
+        return (first ^ turn) + rows;
+    }
 };
 
 // What a thread copies of the gradient, slab after slab of pixels [first, end).
@@ -83,7 +88,7 @@ public:
     __device__ __forceinline__ void fetch(T* tile, int left) {
 #pragma unroll
         for (int i = 0; i < Its::PIXELS; ++i, from_ += step_)
-            copy_async<16>(tile + to_ + i * Its::APART * GradTile::COLUMNS, from_, Its::pixel() + i * Its::APART < left);
+            copy_async<16>(tile + Its::place(to_, i), from_, Its::pixel() + i * Its::APART < left);
     }
 
 private:
@@ -133,7 +138,7 @@ public:
             const bool inside = find(w, 2) && on_image_ && Its::pixel() + i * Its::APART < left;
             const void* const from = reinterpret_cast<const void*>(row_ + wide_product(w, step_w_));
             // Neighbouring taps read it again, shifted.
-            copy_async<16, true>(tile + to_ + i * Its::APART * ImageTile::COLUMNS, from, inside);
+            copy_async<16, true>(tile + Its::place(to_, i), from, inside);
             advance();
         }
     }
@@ -190,11 +195,13 @@ private:
     bool on_image_;
 };
 
-// On a multiprocessor, so that one's waits are another's work: what the registers of its sums allow, twice for TF32X3.
+// On a multiprocessor, so that one's waits are another's work: what the registers of its sums allow, which are two for each
+// where a slab's are kept apart, or where they are doubles.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int MIN_BLOCKS = 1;  // its 64 KiB of shared memory hold no more
 #else
-constexpr int MIN_BLOCKS = THREADS == 256 ? (ARITHMETIC == TF32X3 ? 1 : 2) : (ARITHMETIC == TF32X3 ? 2 : 3);
+constexpr bool TWO_REGISTERS = ARITHMETIC == TF32X3 || sizeof(DTYPE) == 8;
+constexpr int MIN_BLOCKS = (THREADS == 256 ? 2 : 3) - TWO_REGISTERS;
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)

@@ -280,12 +280,12 @@ struct SplitTensorCores : TensorCores<float32, tf32, M, J, WEIGHT_ALONG_M, SPLIT
 };
 
 // float64: fragments of 16 x 4 and 4 x 8, two elements a lane and one.
-template <int M, int J>
+template <int M, int J, bool WEIGHT_ALONG_M>
 struct DoubleTensorCores {
     static constexpr bool PREFERS_CHUNKS = true;
     static constexpr int K = SLAB_BYTES / sizeof(double), STEP = 4;
     using Sum = double;
-    using WeightTile = SharedTile<double, M, K, 2>;
+    using WeightTile = SharedTile<double, WEIGHT_ALONG_M ? K : M, WEIGHT_ALONG_M ? M : K, 2>;
     template <bool CHUNKED> using ImageTile = SharedTile<double, CHUNKED ? J : K, CHUNKED ? K : J, 2>;
 
     template <int ROWS, int COLUMNS, bool CHUNKED>
@@ -296,7 +296,7 @@ struct DoubleTensorCores {
 
         __device__ __forceinline__ WarpTile(int m, int j) {
             const int across = lane_index() / 4, along = lane_index() % 4;
-            weight_ = opaque(WeightTile::index(m + across, along));
+            weight_ = opaque(WEIGHT_ALONG_M ? WeightTile::index(along, m + across) : WeightTile::index(m + across, along));
             image_ = opaque(CHUNKED ? Tile::index(j + across, along) : Tile::index(along, j + across));
         }
 
@@ -305,13 +305,12 @@ struct DoubleTensorCores {
             for (int k = 0; k < K; k += STEP) {
                 double b[COLUMNS / 8];
 #pragma unroll
-                for (int c = 0; c < COLUMNS / 8; ++c)
-                    b[c] = x[CHUNKED ? (image_ ^ k) + c * 8 * Tile::COLUMNS : (image_ ^ (c * 8)) + k * Tile::COLUMNS];
+                for (int c = 0; c < COLUMNS / 8; ++c) b[c] = x[place<Tile, CHUNKED>(image_, c * 8, k)];
 #pragma unroll
                 for (int r = 0; r < ROWS / 16; ++r) {
                     double a[2];
 #pragma unroll
-                    for (int i = 0; i < 2; ++i) a[i] = weight[(weight_ ^ k) + (r * 16 + i * 8) * WeightTile::COLUMNS];
+                    for (int i = 0; i < 2; ++i) a[i] = weight[place<WeightTile, !WEIGHT_ALONG_M>(weight_, r * 16 + i * 8, k)];
 #pragma unroll
                     for (int c = 0; c < COLUMNS / 8; ++c) multiply_add(sum[r][c], a, b[c]);
                 }
@@ -319,6 +318,13 @@ struct DoubleTensorCores {
         }
 
         template <class F> __device__ __forceinline__ void for_each(F f) const { for_each_sum(sum, f); }
+
+    private:
+        // So many rows or columns, and so many steps of K, from a lane's first element.
+        template <class Its, bool ALONG_K>
+        static __device__ __forceinline__ int place(int first, int across, int k) {
+            return ALONG_K ? (first ^ k) + across * Its::COLUMNS : (first ^ across) + k * Its::COLUMNS;
+        }
     };
 };
 
@@ -329,7 +335,8 @@ template <class T, int KIND, int M, int J, bool WEIGHT_ALONG_M = KIND == FMA> st
 template <class T, int M, int J> struct ArithmeticOf<T, FMA, M, J, true> { using type = CudaCores<T, M, J>; };
 template <class T, int M, int J, bool ALONG_M>
 struct ArithmeticOf<T, MMA, M, J, ALONG_M> { using type = TensorCores<T, T, M, J, ALONG_M>; };
-template <int M, int J> struct ArithmeticOf<float64, MMA, M, J, false> { using type = DoubleTensorCores<M, J>; };
+template <int M, int J, bool ALONG_M>
+struct ArithmeticOf<float64, MMA, M, J, ALONG_M> { using type = DoubleTensorCores<M, J, ALONG_M>; };
 template <int M, int J, bool ALONG_M>
 struct ArithmeticOf<float32, TF32, M, J, ALONG_M> { using type = TensorCores<float32, tf32, M, J, ALONG_M>; };
 template <int M, int J> struct ArithmeticOf<complex64, TF32X3, M, J, false> { using type = ComplexTensorCores<M, J>; };

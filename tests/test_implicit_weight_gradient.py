@@ -18,6 +18,7 @@ from strategies import as_dtype, with_layout
 from tolerance import assert_close, assert_exact
 
 import cupyconv
+from cupyconv.cuda.plan import conv as choice
 from cupyconv.cuda.plan import implicit_weight_gradient as planning
 from cupyconv.problem.plan import KernelLaunch
 from tests.variants import all_variants
@@ -25,6 +26,9 @@ from tests.variants import all_variants
 pytestmark = pytest.mark.usefixtures("fresh")
 
 VARIANTS = [dict(kernel.macros) for kernel in all_variants() if kernel.name == "implicit_weight_gradient"]
+
+
+FLOAT32 = next(variant for variant in VARIANTS if variant["DTYPE"] == "float32")
 
 
 def name_of(variant):
@@ -58,10 +62,11 @@ def drawn(shape, dtype, seed, integer=True):
 
 @dataclass(frozen=True)
 class Case:
-    """A convolution whose weight's gradient is asked for; numbers of channels are in chunks of 16 bytes."""
+    """A convolution whose weight's gradient is asked for; numbers of channels are in chunks of 16 bytes, and some more."""
 
     chunks: tuple[int, ...] = (1,)  # of each input
     out_chunks: int = 1
+    more: int = 0  # channels of each input, and outputs
     batch: int = 2
     size: tuple[int, ...] = (7, 9)
     kernel: tuple[int, ...] = (3, 3)
@@ -72,10 +77,11 @@ class Case:
     def arrays(self, dtype, *, integer=True):
         """grad, and the inputs."""
         chunk = 16 // as_dtype(dtype).itemsize
-        xs = [drawn((self.batch, n * chunk, *self.size), dtype, i, integer) for i, n in enumerate(self.chunks)]
+        channels = [n * chunk + self.more for n in self.chunks]
+        xs = [drawn((self.batch, n, *self.size), dtype, i, integer) for i, n in enumerate(channels)]
         tap = np.zeros((1, chunk, *self.kernel), np.float32)
         out = cupyconv.conv(np.zeros((1, chunk, *self.size), np.float32), tap, **self.window).shape[2:]
-        return drawn((self.batch, self.out_chunks * chunk, *out), dtype, 9, integer), xs
+        return drawn((self.batch, self.out_chunks * chunk + self.more, *out), dtype, 9, integer), xs
 
     def gradient(self, target, grad, xs, **how):
         """What CUDA makes of channels-last views of them."""
@@ -121,6 +127,68 @@ def test_cases_exactly(cuda, force, variant, name):
         assert_exact(case.gradient(cuda, grad, xs), expected, grad.dtype)
 
 
+#: Where images are moved into workspace first: planes, or pixels that are no whole aligned chunks of channels.
+MOVED = {
+    "planes": Case(chunks=(2,), out_chunks=3, layout="c_order", window={"padding": 1}),
+    "a plane": Case(chunks=(0,), out_chunks=0, more=1, layout="c_order", window={"padding": 1}),
+    "planes of several inputs, channels of zeros behind": Case(
+        chunks=(1, 0, 2), out_chunks=1, more=1, layout="c_order", window={"padding": 1, "stride": (1, 2)}
+    ),
+    "planes in groups": Case(chunks=(3, 5), out_chunks=4, groups=4, layout="c_order", kernel=(2, 2)),
+    "no whole chunks side by side": Case(chunks=(1,), out_chunks=2, more=3, window={"padding": 1}),
+    "some channels of wider images": Case(chunks=(2,), layout="channels_last_window", window={"padding": 1}),
+    "three axes of planes": Case(
+        more=1, size=(4, 5, 6), kernel=(3, 2, 3), layout="c_order", window={"padding": ((1, 0), (0, 1), (2, 2)), "padding_mode": "edge"}
+    ),
+}  # fmt: skip
+
+
+@every_variant
+@pytest.mark.parametrize("name", MOVED)
+def test_what_is_moved_first_exactly(cuda, force, variant, name):
+    """Sums of one part and of several; the result is of the channels that there are."""
+    case = MOVED[name]
+    grad, xs = case.arrays(variant["DTYPE"])
+    expected = case.expected(grad, xs)
+    for parts in (1, 99):
+        force(variant, parts)
+        assert_exact(case.gradient(cuda, grad, xs), expected, grad.dtype)
+
+
+@every_variant
+@pytest.mark.parametrize("moved", ["x", "grad"])
+def test_one_factor_may_lie_right_already(cuda, force, variant, moved):
+    case = Case(chunks=(2,), out_chunks=2, window={"padding": 1})
+    grad, xs = case.arrays(variant["DTYPE"])
+    force(variant, 2)
+    factors = {"x": xs[0], "grad": grad}
+    factors = {
+        name: with_layout(array, "c_order" if name == moved else "channels_last", cuda.to_device, cuda.xp)
+        for name, array in factors.items()
+    }
+    actual = cupyconv.conv_grad_weight(factors["grad"], factors["x"], 3, padding=1, method="implicit_gemm")
+    assert_exact(cuda.to_host(actual), case.expected(grad, xs), grad.dtype)
+
+
+@pytest.mark.parametrize("layout", ["c_order", "channels_last"])
+def test_a_prologue_is_done_as_inputs_are_moved(cuda, force, monkeypatch, layout):
+    """Before zeros are put around them, and behind their channels."""
+    case = Case(chunks=(1, 2), out_chunks=1, more=1, window={"padding": 1})
+    variant = FLOAT32
+    grad, xs = case.arrays(variant["DTYPE"])
+    count = sum(x.shape[1] for x in xs)
+    scale, shift = drawn((count,), variant["DTYPE"], 5), drawn((count,), variant["DTYPE"], 6)
+    force(variant, 2)
+    monkeypatch.setattr(choice, "METHODS", ("implicit_gemm",))
+    weight = drawn((grad.shape[1], count, 3, 3), variant["DTYPE"], 7)
+    on = [with_layout(x, layout, cuda.to_device, cuda.xp) for x in xs]
+    prologue = (cuda.to_device(scale), cuda.to_device(shift), "relu")
+    _, pullback = cupyconv.vjp(cupyconv.conv, on, cuda.to_device(weight), padding=1, prologue=prologue)
+    found = pullback(with_layout(grad, layout, cuda.to_device, cuda.xp), needs="weight").weight
+    images = reference.transformed(xs, scale, shift, "relu", axis=1)
+    assert_exact(cuda.to_host(found), case.expected(grad, images), grad.dtype)
+
+
 @every_variant
 def test_random_data(cuda, force, variant):
     case = Case(chunks=(2, 3), out_chunks=5, size=(9, 10), window={"padding": 1})
@@ -133,20 +201,23 @@ def test_random_data(cuda, force, variant):
 
 @pytest.mark.parametrize("order", ["c_order", "channels_last", "stepped"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_results_that_lie_otherwise(cuda, force, order, parts):
-    """A lone part is the result itself where that lies as sums do: channels-last."""
-    case, variant = Case(out_chunks=2, window={"padding": 1}), VARIANTS[-1]
+@pytest.mark.parametrize("more", [0, 1])
+def test_results_that_lie_otherwise(cuda, force, order, parts, more):
+    """A lone part is the result itself where that lies as sums do: channels-last, and of as many channels."""
+    case, variant = Case(out_chunks=2, more=more, window={"padding": 1}), FLOAT32
     grad, xs = case.arrays(variant["DTYPE"])
     force(variant, parts)
-    out = with_layout(np.full((8, 4, 3, 3), np.nan, "float32"), order, cuda.to_device, cuda.xp)
+    shape = (grad.shape[1], xs[0].shape[1], 3, 3)
+    out = with_layout(np.full(shape, np.nan, "float32"), order, cuda.to_device, cuda.xp)
     assert_exact(case.gradient(cuda, grad, xs, out=out), case.expected(grad, xs), "float32")
     assert_exact(cuda.to_host(out), case.expected(grad, xs), "float32")
 
 
 @every_variant
-def test_non_finite_values_stay_in_their_places(cuda, force, variant):
-    """What is not finite is of one output, and of the taps that see it; a slab's tail has none of it."""
-    case = Case(chunks=(2,), out_chunks=2, window={"padding": 1})
+@pytest.mark.parametrize("more", [0, 1])
+def test_non_finite_values_stay_in_their_places(cuda, force, variant, more):
+    """What is not finite is of one output, and of the taps that see it; a slab's tail has none of it, nor channels of zeros."""
+    case = Case(chunks=(2,), out_chunks=2, more=more, window={"padding": 1})
     grad, xs = case.arrays(variant["DTYPE"])
     grad[0, 3, 2, 2], xs[0][1, 1, 0, 0] = np.inf, np.nan
     force(variant, 2)
@@ -168,38 +239,64 @@ def test_a_16_bit_layer_takes_it():
     assert plan.flops == products.flops == 2 * 32 * 56 * 56 * 64 * 64 * 9
 
 
+def test_planes_of_16_bits_are_moved_and_take_it():
+    """One launch for each factor, where columns are nine times the image."""
+    grad, x = (np.zeros((32, 64, 56, 56), "float16") for _ in range(2))
+    plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, padding=1, on="sm_80")
+    names = [step.kernel.name for step in plan.steps]
+    assert names == ["channels_last", "channels_last", "implicit_weight_gradient", "epilogue"]
+    columns = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, padding=1, on="sm_80", method="gemm")
+    assert 2 * plan.bytes_moved < columns.bytes_moved and 2 * plan.workspace_bytes < columns.workspace_bytes
+
+
+def gradient_plan(*, order="last", channels=16, outputs=16, groups=1, dtype="float16", cut=False, limit=None):
+    """The plan of such a layer by this method."""
+    x, grad = (np.moveaxis(np.zeros((2, 9, 9, count), dtype), -1, 1) for count in (channels, outputs))
+    if order == "C":
+        x = x.copy(order="C")
+    if cut:
+        x, grad = x[..., 1:], grad[..., 1:]
+    with cupyconv.options(workspace_limit=limit):
+        return cupyconv.explain(
+            cupyconv.conv_grad_weight, grad, x, 3, method="implicit_gemm", padding=1, groups=groups, on="sm_90"
+        )
+
+
 @pytest.mark.parametrize(
     "words, changes",
     [
-        ("x is not channels-last", {"order": "C"}),
-        ("no multiple of 8", {"channels": 12}),
-        ("no multiple of 8", {"outputs": 12}),
         ("no multiple of 8", {"groups": 4}),
-        ("no such kernel for float64", {"dtype": "float64"}),
-        ("have no one stride", {"cut": True}),
+        ("no such kernel for complex64", {"dtype": "complex64"}),
         ("its sums need", {"limit": 100}),
+        ("the inputs once more take 5,184 bytes of workspace, the limit is 5,000", {"order": "C", "limit": 5000}),
     ],
 )
 def test_refusals(words, changes):
-    how = {"order": "last", "channels": 16, "outputs": 16, "groups": 1, "dtype": "float16", "cut": False} | changes
-    x, grad = (np.zeros((2, 9, 9, how[name]), how["dtype"]) for name in ("channels", "outputs"))
-    x, grad = np.moveaxis(x, -1, 1), np.moveaxis(grad, -1, 1)
-    if how["order"] == "C":
-        x = x.copy(order="C")
-    if how["cut"]:
-        x, grad = x[..., 1:], grad[..., 1:]
-    arguments = dict(method="implicit_gemm", padding=1, groups=how["groups"], on="sm_90")
-    with cupyconv.options(workspace_limit=how.get("limit")), pytest.raises(ValueError, match=words):
-        cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, **arguments)
+    with pytest.raises(ValueError, match=words):
+        gradient_plan(**changes)
+
+
+def moved_by(plan):
+    """Which factors a plan moves."""
+    return {dict(step.params)["moved"].buffer for step in plan.steps if step.kernel.name == "channels_last"}
+
+
+@pytest.mark.parametrize(
+    "moved, changes",
+    [("", {}), ("x", {"order": "C"}), ("x", {"channels": 12}), ("grad", {"outputs": 12}), ("grad", {"cut": True})],
+)
+def test_what_cannot_be_copied_in_chunks_is_moved(moved, changes):
+    """No more than that.  Of a gradient all pixels have to lie in one row."""
+    assert moved_by(gradient_plan(**changes)) == ({f"moved_{moved}"} if moved else set())
 
 
 @pytest.mark.parametrize("which", ["x", "grad"])
 @pytest.mark.parametrize("axis, strides", [("n", (1300, 144, 16)), ("h", (1336, 148, 16)), ("w", (1640, 184, 20))])
-def test_one_axis_along_which_pixels_are_not_aligned_is_enough_to_refuse(which, axis, strides):
+def test_one_axis_along_which_pixels_are_not_aligned_is_enough_to_be_moved(which, axis, strides):
     """Its loads of 16 bytes would fault."""
     step_n, step_h, step_w = (2 * elements for elements in strides)
     slanted = as_strided(np.zeros(4000, np.float16), (2, 16, 9, 9), (step_n, 2, step_h, step_w))
     even = np.moveaxis(np.zeros((2, 9, 9, 16), np.float16), -1, 1)
     grad, x = (slanted, even) if which == "grad" else (even, slanted)
-    with pytest.raises(ValueError, match=f"not every pixel of {which} is 16-byte aligned"):
-        cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, padding=1, method="implicit_gemm", on="sm_90")
+    plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, padding=1, method="implicit_gemm", on="sm_90")
+    assert moved_by(plan) == {f"moved_{which}"}

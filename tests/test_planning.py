@@ -195,13 +195,18 @@ def kernels_of_implicit_gemm(dtype: Any) -> set[Kernel]:
 
 
 def kernels_of_implicit_weight_gradients(dtype: Any) -> set[Kernel]:
-    """Those of few and of many outputs on every GPU."""
+    """Those of few and of many outputs on every GPU, and those that move images first, with a prologue too."""
     asked: set[Kernel] = set()
-    for outputs, on, tf32 in product((64, 256), KNOWN_GPUS, (False, True)):
-        grad, x = (array(8, channels, 28, 28, dtype=dtype, order="last") for channels in (outputs, 64))
+    settings = {"stride": 1, "padding": 1, "padding_mode": "constant", "dilation": 1, "groups": 1}
+    settings |= {"method": "implicit_gemm", "kernel_shape": 3}
+    for outputs, on, tf32, (order, prologue) in product(
+        (64, 256), KNOWN_GPUS, (False, True), (("last", None), ("C", None), ("C", "relu"))
+    ):
+        grad, x = (array(8, channels, 28, 28, dtype=dtype, order=order) for channels in (outputs, 64))
+        arrays = {"grad": grad, "x": x, "scale": None, "shift": None, "out": None}
         with cupyconv.options(allow_tf32=tf32):
             try:
-                made = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, padding=1, method="implicit_gemm", on=on)
+                made = check_conv_grad_weight(arrays, on=on, prologue_activation=prologue, **settings).plan()
             except ValueError as refusal:
                 assert "sm_75 has no matrix instructions for bfloat16" in str(refusal)
                 continue
@@ -397,7 +402,7 @@ def test_every_listed_kernel_is_asked_for(nightly):
             for made in pooling_plans(array(2, 3, 8, 8, dtype=dtype), 2).values()
             for launch in launches(made)
         }
-    for dtype in ("float16", BFLOAT16, "float32"):
+    for dtype in ("float16", BFLOAT16, "float32", "float64"):
         asked |= kernels_of_implicit_weight_gradients(dtype)
     for dtype in ("float16", BFLOAT16, "float32", "float64"):
         asked |= kernels_of_depthwise_weight_gradients(dtype) | kernels_of_depthwise_transposed(dtype)

@@ -156,7 +156,7 @@ def all_variants() -> tuple[Kernel, ...]:
         *(
             _kernel("channels_last", DTYPE=dtype, **prologue)
             for prologue in PROLOGUES
-            for dtype in (("float16", "bfloat16", "float32") if prologue else ("bits16", "bits32"))
+            for dtype in (REAL_DTYPES if prologue else ("bits16", "bits32", "bits64"))
         ),
         *_implicit_gemm_variants(),
         *_conv_pair_variants(),

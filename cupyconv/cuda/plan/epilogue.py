@@ -139,7 +139,8 @@ def activation_launch(pre: Operand, out: Operand, activation: Activation) -> Ker
 
 def finish_weight(out: Operand, sums: Sums | None) -> KernelLaunch:
     """The parts of a weight's gradient, added in order, into the result; zeros where there are none."""
-    if collapsed_stride(out.shape, out.strides) == 1:
+    in_order = (out.shape[1] * out.pixels, out.pixels, 1)
+    if collapsed_stride(out.shape, out.strides) == 1 and (sums is None or sums.strides == in_order):
         out, sums = as_line(out), sums and replace(sums, strides=(0, 0, 1))
     launch = epilogue_launch(out, sums)
     return replace(launch, purpose="sum of the parts") if sums else launch

@@ -2,6 +2,7 @@
 
 ::
 
+    (channels_last)            inputs, gradient -> workspace, each where its pixels cannot be copied in whole chunks of channels
     implicit_weight_gradient   a tile of the gradient, over a part of the pixels, a block of threads
     (epilogue)                 adds the parts in their order and rounds; not where one part is the result
 
@@ -10,10 +11,14 @@ Every arithmetic the dtype has on the GPU, both tiles and a few numbers of parts
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
+from math import prod
+from typing import Any
 
 from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.arithmetic import WORDS, arithmetics
+from cupyconv.cuda.plan.channels_last import MovedImage, moved_image
 from cupyconv.cuda.plan.draft import Draft, cheapest
 from cupyconv.cuda.plan.epilogue import Sums, finish_weight
 from cupyconv.cuda.plan.launches import (
@@ -30,13 +35,14 @@ from cupyconv.cuda.plan.launches import (
 from cupyconv.cuda.plan.occupancy import BUSY_THREADS
 from cupyconv.cuda.plan.packed_weight import SLAB_BYTES, group_runs
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, collapsed_stride
+from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, KernelLaunch, Step
-from cupyconv.problem.problems import NotApplicable, WeightGradientProblem
+from cupyconv.problem.problems import NO_PROLOGUE, NotApplicable, WeightGradientProblem
 
 #: Rows and columns of a tile -> threads that work on it, and K-slabs in flight, of kernels/implicit_weight_gradient.cu.
 TILES = {(64, 128): 128, (128, 128): 256}
 STAGES = 4
-DTYPES = ("float16", "bfloat16", "float32")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 #: Rounds of blocks, one after the other on the same multiprocessors, that a sum is cut for.
 ROUNDS = (1, 2, 4)
 #: K-slabs that a part of the sum has at the least: fewer would not fill the pipeline.
@@ -46,12 +52,17 @@ SMALLEST_SHARE = 2 * STAGES
 def draft_implicit(problem: WeightGradientProblem) -> Draft:
     """The cheapest plan, or raise `NotApplicable`."""
     gpu, dtype = problem.gpu, problem.out.dtype
-    _check(problem)
+    if dtype not in DTYPES:
+        raise NotApplicable(f"no such kernel for {dtype}")
+    if len(problem.xs) > MAX_SOURCES:
+        raise NotApplicable(f"{len(problem.xs)} inputs; a kernel's parameters hold {MAX_SOURCES}")
     choices = arithmetics(dtype, gpu, problem.allow_tf32)
     if not choices:
         raise NotApplicable(f"{gpu.arch} has no matrix instructions for {dtype}")
+    copied, moves = _in_chunks(problem)
+    _check_sizes(copied)
     ways = [way for way in product(choices, TILES, ROUNDS) if shared_bytes(way[1]) <= gpu.shared_bytes]
-    drafts = [_draft(problem, *way) for way in ways]
+    drafts = [_draft(copied, moves, *way) for way in ways]
     needed = [sum(buffer.space for buffer in draft.workspace) for draft in drafts]
     fitting = [draft for draft, nbytes in zip(drafts, needed) if nbytes <= problem.limit]
     if not fitting:
@@ -60,36 +71,53 @@ def draft_implicit(problem: WeightGradientProblem) -> Draft:
     return cheapest(fitting, gpu)
 
 
-def _check(problem: WeightGradientProblem) -> None:
-    """NotApplicable where the kernel cannot copy both factors in whole chunks of channels."""
-    geometry, xs, grad, dtype = problem.geometry, problem.xs, problem.grad, problem.out.dtype
-    if dtype not in DTYPES:
-        raise NotApplicable(f"no such kernel for {dtype}")
-    if problem.prologue:
-        raise NotApplicable("its kernel copies inputs as they are, without a prologue")
-    if len(xs) > MAX_SOURCES:
-        raise NotApplicable(f"{len(xs)} inputs; a kernel's parameters hold {MAX_SOURCES}")
-    chunk = VECTOR_BYTES // ITEMSIZE[dtype]
-    counts = {number for runs in group_runs(geometry) for run in runs for number in run}
-    if any(count % chunk for count in (*counts, geometry.group_outputs)):
-        raise NotApplicable(f"channels or outputs of an input or a group are no multiple of {chunk}")
-    for operand in (*xs, grad):
-        if operand.shape[1] > 1 and operand.stride_c != 1:
-            raise NotApplicable(
-                f"{operand.name} is not channels-last, and pixels are copied with their channels side by side"
-            )
-        if operand.alignment < VECTOR_BYTES or any(operand.strides[axis] % chunk for axis in (0, 2, 3, 4)):
-            raise NotApplicable(f"not every pixel of {operand.name} is {VECTOR_BYTES}-byte aligned")
-    if _row_stride(grad) is None:
-        raise NotApplicable("the pixels of grad, over all samples, have no one stride")
-    steps = [abs(x.strides[axis]) for x in xs for axis in (2, 3, 4)]
+def _in_chunks(problem: WeightGradientProblem) -> tuple[WeightGradientProblem, list[MovedImage]]:
+    """The problem with images whose pixels are whole chunks of channels, and those of them that have to be moved first.
+
+    Without groups what is moved has channels of zeros behind its own; the geometry counts them too.
+    """
+    geometry, chunk, moves = problem.geometry, VECTOR_BYTES // ITEMSIZE[problem.out.dtype], []
+    if geometry.groups > 1 and (geometry.group_channels % chunk or geometry.group_outputs % chunk):
+        raise NotApplicable(f"channels or outputs of a group are no multiple of {chunk}")
+    runs = (number for runs in group_runs(geometry) for run in runs for number in run)
+    if problem.prologue or any(number % chunk for number in runs) or not all(map(_is_copied, problem.xs)):
+        moves.append(moved_image("moved_x", problem.xs, problem.limit, problem.gpu, problem.prologue))
+        geometry = replace(geometry, channels=(moves[-1].padded,))
+        problem = _after(problem, moves[-1], geometry, xs=(moves[-1].image,), prologue=NO_PROLOGUE)
+    if geometry.out_channels % chunk or not _is_copied(problem.grad) or _row_stride(problem.grad) is None:
+        moves.append(moved_image("moved_grad", (problem.grad,), problem.limit, problem.gpu))
+        geometry = replace(geometry, out_channels=moves[-1].padded)
+        problem = _after(problem, moves[-1], geometry, grad=moves[-1].image)
+    return problem, moves
+
+
+def _is_copied(image: Operand) -> bool:
+    """Whether 16 bytes of a pixel's channels are a chunk that can be copied."""
+    chunk = VECTOR_BYTES // image.itemsize
+    side_by_side = image.shape[1] == 1 or image.stride_c == 1
+    return side_by_side and image.alignment >= VECTOR_BYTES and not any(image.strides[i] % chunk for i in (0, 2, 3, 4))
+
+
+def _after(
+    problem: WeightGradientProblem, moved: MovedImage, geometry: ConvGeometry, **images: Any
+) -> WeightGradientProblem:
+    """The problem whose images one launch has moved."""
+    return replace(problem, geometry=geometry, workspace_limit=problem.limit - moved.buffer.space, **images)
+
+
+def _check_sizes(problem: WeightGradientProblem) -> None:
+    """NotApplicable where the kernel cannot count."""
+    geometry = problem.geometry
+    steps = [abs(x.strides[axis]) for x in problem.xs for axis in (2, 3, 4)]
     extents = [sum(sizes) for sizes in zip(geometry.size, geometry.before, geometry.after)]
     numbers = (geometry.batch * geometry.pixels, geometry.reduction, geometry.group_outputs, *extents, *steps)
     if max(numbers) > INT32 // 8:
         raise NotApplicable("pixels, sizes and strides within an image are int32 there")
 
 
-def _draft(problem: WeightGradientProblem, arithmetic: str, tile: tuple[int, int], rounds: int) -> Draft:
+def _draft(
+    problem: WeightGradientProblem, moves: list[MovedImage], arithmetic: str, tile: tuple[int, int], rounds: int
+) -> Draft:
     gpu, geometry, out = problem.gpu, problem.geometry, problem.out
     (tile_m, tile_n), threads, itemsize = tile, TILES[tile], ITEMSIZE[out.dtype]
     slab = SLAB_BYTES // itemsize
@@ -107,7 +135,11 @@ def _draft(problem: WeightGradientProblem, arithmetic: str, tile: tuple[int, int
     if out.pixel_stride is not None:  # in the order of the sums, so that the epilogue reads neighbours together
         result, strides = _by_taps(out, out.pixel_stride), (geometry.reduction, geometry.group_channels, 1)
     in_place = (
-        parts == 1 and out.dtype == dtype and result is not out and collapsed_stride(result.shape, result.strides) == 1
+        parts == 1
+        and out.dtype == dtype
+        and plane == prod(out.shape)
+        and result is not out
+        and collapsed_stride(result.shape, result.strides) == 1
     )
     sums = Address(out.name, out.offset) if in_place else Address("sums")
     blocks = tiles * parts
@@ -138,13 +170,14 @@ def _draft(problem: WeightGradientProblem, arithmetic: str, tile: tuple[int, int
             cost.seconds_in_rounds(blocks, operations, rate, gpu), l2_bytes / (gpu.bandwidth * cost.L2_SPEED)
         ),
     )
-    steps: list[Step] = [products]
-    workspace: tuple[Buffer, ...] = ()
+    steps: list[Step] = [*(moved.launch for moved in moves), products]
+    workspace = [moved.buffer for moved in moves]
     if not in_place:
         steps.append(finish_weight(result, Sums(sums, dtype, strides, planes=parts, plane=plane)))
-        workspace = (Buffer("sums", parts * plane * ITEMSIZE[dtype]),)
+        workspace.append(Buffer("sums", parts * plane * ITEMSIZE[dtype]))
     words = f"{WORDS[arithmetic]}, tiles of {tile_m} x {tile_n}, {parts} part(s) of the sum"
-    return Draft("implicit_gemm", tuple(steps), workspace, words)
+    words += ", its factors moved first" if moves else ""
+    return Draft("implicit_gemm", tuple(steps), tuple(workspace), words)
 
 
 def _parts(blocks: int, tiles: int, slabs: int) -> int:
