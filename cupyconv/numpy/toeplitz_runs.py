@@ -100,6 +100,10 @@ class ToeplitzRuns(ToeplitzLoop):
         return min(LENGTH, self.geometry.out_size[2])
 
     @property
+    def together(self) -> int:
+        return self.part
+
+    @property
     def _group_bytes(self) -> int:
         """Bytes of a group's tile, and of windows that are copied, with their sums."""
         geometry, (samples, depth, height, width) = self.geometry, self.block
