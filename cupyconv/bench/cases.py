@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from math import prod, sqrt
 from typing import Any
 
@@ -139,7 +139,7 @@ class Case(LayerCase):
     judged: str = "device"
     then: tuple[tuple[int, tuple[int, ...], tuple[tuple[int, int], ...], int], ...] = ()
 
-    @property
+    @cached_property  # else it would be a part of what is timed, layer by layer
     def layers(self) -> tuple[Case, ...]:
         """Every convolution of a chain; the case itself where it is none."""
         layers = [replace(self, then=())]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
@@ -148,33 +148,49 @@ class LayersLoop(NumpyStep):
         return "\n".join(lines)
 
     def executable(self) -> Callable[[Mapping[str, Any]], None]:
-        layers = self.problem.layers
-        batch = layers[-1].geometry.batch
-        runs = [
-            [[step.executable() for step in cast("tuple[NumpyStep, ...]", plan.steps)] for plan in plans]
-            for plans in self.plans
-        ]
+        layers, batch = self.problem.layers, self.problem.layers[-1].geometry.batch
         sizes = _slot_bytes(_of_samples(layers, self.samples))
+        counts = filter(None, (self.samples, batch % self.samples))
+        runs = {count: _layer_runs(_of_samples(layers, count), plans) for count, plans in zip(counts, self.plans)}
+        chunks = [(slice(some.start, some.stop), runs[len(some)]) for some in ranges_of(batch, self.samples)]
 
         def run(arrays: Mapping[str, Any]) -> None:
             slots = [np.empty(nbytes, np.uint8) for nbytes in sizes]
-            for samples in ranges_of(batch, self.samples):
-                some = slice(samples.start, samples.stop)
+            for some, each in chunks:
                 images = {x.name: arrays[x.name][some] for x in layers[0].xs}
-                for i, (layer, steps) in enumerate(zip(layers, runs[len(samples) != self.samples])):
-                    given = {name: arrays[f"{name}[{i}]"] for name in ("weight", "bias") if f"{name}[{i}]" in arrays}
-                    given |= {vector.name: arrays[vector.name] for vector in layer.prologue.vectors}
-                    if f"residual[{i}]" in arrays:
-                        given["residual"] = arrays[f"residual[{i}]"][some]
-                    if i == len(layers) - 1:
-                        result = arrays["out"][some]
-                    else:
-                        result = _image(replace(layer.out, shape=(len(samples), *layer.out.shape[1:])), slots[i % 2])
-                    for run_step in steps:
-                        run_step({**given, **images, "out": result})
-                    images = {f"layer[{i}]": result}
+                for i, layer in enumerate(each):
+                    given = {name: arrays[source] for name, source in layer.fixed} | images
+                    if layer.residual:
+                        given["residual"] = arrays[layer.residual][some]
+                    result = arrays["out"][some] if layer.image is None else layer.image(slots[i % 2])
+                    given["out"] = result
+                    for run_step in layer.steps:
+                        run_step(given)
+                    images = {layer.name: result}
 
         return run
+
+
+class _LayerRun(NamedTuple):
+    """What runs a layer: its steps, its arrays and what these are called in the chain, and where its result lies in memory."""
+
+    steps: list[Callable[[Mapping[str, Any]], None]]
+    fixed: list[tuple[str, str]]
+    residual: str
+    name: str
+    image: Callable[[np.ndarray], np.ndarray] | None
+
+
+def _layer_runs(layers: Sequence[ConvProblem], plans: Sequence[Plan]) -> list[_LayerRun]:
+    """The last layer's result is the chain's."""
+    runs = []
+    for i, (layer, plan) in enumerate(zip(layers, plans)):
+        steps = [step.executable() for step in cast("tuple[NumpyStep, ...]", plan.steps)]
+        fixed = [("weight", f"weight[{i}]"), *([("bias", f"bias[{i}]")] if layer.bias else [])]
+        fixed += [(vector.name, vector.name) for vector in layer.prologue.vectors]
+        image = None if i == len(layers) - 1 else partial(_image, *_layout(layer.out))
+        runs.append(_LayerRun(steps, fixed, f"residual[{i}]" if layer.residual else "", f"layer[{i}]", image))
+    return runs
 
 
 def _unfused(problem: ChainProblem) -> _Way:
@@ -239,7 +255,11 @@ def _slot_bytes(layers: Sequence[ConvProblem]) -> list[int]:
     return [max(sizes[first::2]) for first in range(min(2, len(sizes)))]
 
 
-def _image(layout: Operand, memory: np.ndarray) -> np.ndarray:
+def _layout(image: Operand) -> tuple[tuple[int, ...], np.dtype, tuple[int, ...]]:
+    """Shape, dtype, and strides in bytes."""
+    return image.shape, dtype_from_name(image.dtype), tuple(step * image.itemsize for step in image.strides)
+
+
+def _image(shape: tuple[int, ...], dtype: np.dtype, strides: tuple[int, ...], memory: np.ndarray) -> np.ndarray:
     """An image of five axes in this memory."""
-    strides = [step * layout.itemsize for step in layout.strides]
-    return np.ndarray(layout.shape, dtype_from_name(layout.dtype), memory, 0, strides)
+    return np.ndarray(shape, dtype, memory, 0, strides)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from inspect import Signature, signature
 from math import prod
-from typing import Any, Never
+from typing import Any, NamedTuple, Never
+from weakref import WeakKeyDictionary
 
 from cupyconv.call.arguments import (
     Arguments,
@@ -223,7 +224,7 @@ _OPTIONAL = {"bias": "biases", "residual": "residuals", "scale": "scales", "shif
 
 
 def unpack_layers(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments with the layers taken apart: all arrays of a kind together, None where a layer has none."""
+    """Arguments with the layers taken apart: all arrays of a kind together, or None where no layer has any."""
     layers = arguments["layers"]
     if not isinstance(layers, (list, tuple)):
         hint = ": put it in a list" if isinstance(layers, ConvLayer) else ""
@@ -233,24 +234,46 @@ def unpack_layers(arguments: dict[str, Any]) -> dict[str, Any]:
     for i, layer in enumerate(layers):
         if not isinstance(layer, ConvLayer):
             raise TypeError(f"layers[{i}] must be a ConvLayer, given {type(layer).__name__}: ConvLayer(weight, ...)")
-    unpacked = {**arguments, "weights": [layer.weight for layer in layers]}
-    prologues = [prologue_parts(layer.prologue) for layer in layers]
-    each = {
-        "bias": [layer.bias for layer in layers],
-        "residual": [layer.residual for layer in layers],
-        "scale": [scale for scale, _, _ in prologues],
-        "shift": [shift for _, shift, _ in prologues],
-    }
-    for name, several in _OPTIONAL.items():
-        unpacked[several] = [array for array in each[name] if array is not None]
-    unpacked["having"] = tuple(
-        tuple(i for i, array in enumerate(each[name]) if array is not None) for name in _OPTIONAL
-    )
-    unpacked["said"] = tuple(
-        (*(getattr(layer, name) for name in WINDOWS), layer.activation, activation, layer.is_packed)
-        for layer, (_, _, activation) in zip(layers, prologues)
-    )
+    apart = [_apart(layer) for layer in layers]
+    weights, optional, said = zip(*apart)
+    unpacked = {**arguments, "weights": list(weights)}
+    for several, arrays in zip(_OPTIONAL.values(), zip(*optional)):
+        unpacked[several] = [array for array in arrays if array is not None] or None
+    key = tuple(map(id, said))
+    known = _CHAINS.get(key)
+    if known is None:
+        having = tuple(tuple(i for i, array in enumerate(of) if array is not None) for of in zip(*optional))
+        if len(_CHAINS) >= KEPT:
+            _CHAINS.clear()
+        known = _CHAINS[key] = said, having
+    unpacked["said"], unpacked["having"] = known
     return unpacked
+
+
+class _Apart(NamedTuple):
+    """A layer taken apart: its arrays, those of `_OPTIONAL` that it lacks being None, and what it says beside them."""
+
+    weight: Any
+    optional: tuple[Any, ...]
+    said: tuple[Any, ...]
+
+
+#: Chains of which what they say is kept, so that the next call finds the very same objects.
+KEPT = 64
+_LAYERS: WeakKeyDictionary[ConvLayer, _Apart] = WeakKeyDictionary()
+#: By the identities of what each layer says: all of that, and which layers have which arrays.
+_CHAINS: dict[tuple[int, ...], tuple[tuple[Any, ...], tuple[tuple[int, ...], ...]]] = {}
+
+
+def _apart(layer: ConvLayer) -> _Apart:
+    known = _LAYERS.get(layer)
+    if known is None:
+        scale, shift, activation = prologue_parts(layer.prologue)
+        said = *(getattr(layer, name) for name in WINDOWS), layer.activation, activation, layer.is_packed
+        known = _Apart(layer.weight, (layer.bias, layer.residual, scale, shift), said)
+        if not isinstance(layer.prologue, list):  # whose entries may change
+            _LAYERS[layer] = known
+    return known
 
 
 def check_conv_chain(
@@ -266,7 +289,7 @@ def check_conv_chain(
         **{
             f"{name}[{i}]": array
             for (name, several), numbers in zip(_OPTIONAL.items(), having, strict=True)
-            for i, array in zip(numbers, given[several], strict=True)
+            for i, array in zip(numbers, given[several] or (), strict=True)
         },
         **present({"out": given["out"]}),
     }
