@@ -160,6 +160,22 @@ def test_a_long_row_is_not_copied():
     assert type(plan.steps[0]) is ToeplitzRuns and plan.workspace_bytes < x.nbytes // 50
 
 
+@pytest.mark.parametrize("rows", ["backwards", "all one", "overlapping"])
+def test_rows_that_are_no_matrix_are_copied(rows):
+    """BLAS takes none of these: products of them took 1.6 times as long."""
+    image = np.arange(2.0 * 50 * 600, dtype=np.float32).reshape(1, 2, 50, 600) % 7
+    x = {
+        "backwards": image[:, :, ::-1],
+        "all one": np.broadcast_to(image[:, :, :1], image.shape),
+        "overlapping": np.lib.stride_tricks.sliding_window_view(image[:, :, 0, :549], 500, axis=2),
+    }[rows]
+    weight, settings = np.ones((2, 1, 1, 9), np.float32), dict(padding=(0, 4), groups=2)
+    plan = cupyconv.explain(cupyconv.conv, x, weight, method="gemm", **settings)
+    assert type(plan.steps[0]) is ToeplitzRuns and not plan.steps[0].is_in_place
+    expected = cupyconv.conv(x.copy(), weight, method="direct", **settings)
+    assert np.array_equal(cupyconv.conv(x, weight, method="gemm", **settings), expected)
+
+
 @pytest.mark.parametrize("way", [ToeplitzRows, ToeplitzRuns])
 def test_toeplitz_products_compute_these_problems_themselves(way, monkeypatch):
     """That nothing is left to sums window by window while sums are finite, nor to other ways."""

@@ -92,7 +92,8 @@ class ToeplitzRuns(ToeplitzLoop):
         if geometry.before[2] or geometry.after[2]:
             if geometry.padding_mode != "constant" or self.block[3] < LONG_ROW:
                 return False
-        return x.strides[4] == 1 and x.alignment >= min(16, x.itemsize)
+        is_matrix = x.strides[3] >= geometry.size[2] or geometry.size[1] == 1  # no rows that overlap, or go backwards
+        return is_matrix and x.strides[4] == 1 and x.alignment >= min(16, x.itemsize)
 
     @cached_property
     def outputs(self) -> int:
