@@ -18,6 +18,7 @@ from cupyconv.numpy.choice import Method
 from cupyconv.numpy.toeplitz_rows import ToeplitzRows
 from cupyconv.numpy.toeplitz_runs import ToeplitzRuns
 from tests import reference, reference_gradients
+from tests.peak_memory import peak_bytes
 
 METHODS = ("gemm", "direct")
 
@@ -176,6 +177,25 @@ def test_rows_that_are_no_matrix_are_copied(rows):
     assert np.array_equal(cupyconv.conv(x, weight, method="gemm", **settings), expected)
 
 
+@pytest.mark.parametrize("what", ["the other byte order", "an odd address"])
+def test_rows_that_no_product_reads_are_copied_a_few_windows_at_a_time(what):
+    rng = np.random.default_rng(0)
+    x, weight = rng.integers(-4, 5, (1, 16, 30_000)).astype(np.float32), np.ones((16, 1, 9), np.float32)
+    settings = dict(stride=(1,), dilation=(1,), padding=((4, 4),), groups=16)
+    expected = by_windows(x, weight, padding_mode="constant", **settings)
+    if what == "an odd address":
+        x = np.frombuffer(b"." + x.tobytes(), np.uint8)[1:].view(np.float32).reshape(x.shape)
+    else:
+        x = x.astype(">f4")
+    out = np.empty_like(expected)
+    plan = cupyconv.explain(cupyconv.conv, x, weight, out=out, method="gemm", **settings)
+    assert type(plan.steps[0]) is ToeplitzRuns
+    cupyconv.clear_caches()
+    peak = peak_bytes(lambda: cupyconv.conv(x, weight, out=out, method="gemm", **settings))
+    assert np.array_equal(out, expected)
+    assert peak <= plan.workspace_bytes + 200_000 < x.nbytes / 5  # and what Python's objects take
+
+
 @pytest.mark.parametrize("way", [ToeplitzRows, ToeplitzRuns])
 def test_toeplitz_products_compute_these_problems_themselves(way, monkeypatch):
     """That nothing is left to sums window by window while sums are finite, nor to other ways."""
@@ -212,6 +232,27 @@ def test_threads_with_too_little_to_do_cut_no_runs():
             assert isinstance(step, depthwise.ScaledRuns)
             blocks[threads] = step.blocks, step.threads
     assert blocks[1] == blocks[2]
+
+
+@given(
+    channels=st.integers(2, 5),
+    size=st.tuples(st.integers(2, 9), st.integers(2, 30)),
+    kernel=st.tuples(st.integers(1, 3), st.integers(1, 5)),
+    stride=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    run=st.sampled_from((1, 10, 40)),
+    seed=st.integers(0, 1 << 16),
+)
+def test_channels_that_are_last_are_scaled_in_runs_of_pixels(channels, size, kernel, stride, run, seed):
+    rng = np.random.default_rng(seed)
+    x = np.moveaxis(rng.integers(-4, 5, (2, *size, channels)).astype(np.float32), -1, 1)
+    weight = rng.integers(-4, 5, (channels, 1, *kernel)).astype(np.float32)
+    settings = dict(stride=stride, padding=((1, 2), (2, 3)), groups=channels)
+    ways = Method((depthwise.ScaledPixels,))
+    with mock.patch.object(depthwise, "INNERMOST_RUN", run), mock.patch.dict(depthwise.DEPTHWISE, direct=ways):
+        forget_calls()
+        result = cupyconv.conv(x, weight, method="direct", **settings)
+        forget_calls()
+    assert np.array_equal(result, by_windows(x, weight, dilation=(1, 1), padding_mode="constant", **settings))
 
 
 def test_channels_that_are_last_stay_last():

@@ -25,7 +25,7 @@ from cupyconv.problem.arrays import ITEMSIZE, accumulator, product_flops, real_p
 
 if TYPE_CHECKING:
     from cupyconv.problem.geometry import ConvGeometry
-    from cupyconv.problem.problems import HostModel, ProductsProblem
+    from cupyconv.problem.problems import ConvProblem, HostModel, ProductsProblem
 
 # --- calls and threads, seconds -------------------------------------------------------------------------------
 
@@ -303,6 +303,12 @@ def added_by_index(elements: float, dtype: str) -> float:
 def transposed(elements: float) -> float:
     """Elements of an image that is brought from channels first to channels last, or back."""
     return elements * TRANSPOSE
+
+
+def channels_moved(problem: ConvProblem) -> float:
+    """What it takes to bring channels that are last in front of their pixels, and those of the result back."""
+    images = (*problem.xs, problem.out)
+    return sum(transposed(prod(x.shape)) for x in images if x.stride_c == 1 < x.shape[1])
 
 
 def touched(nbytes: float) -> float:

@@ -23,13 +23,16 @@ from cupyconv.numpy.mec import MecLoop, mec_columns
 from cupyconv.numpy.toeplitz_line import ToeplitzLine
 from cupyconv.numpy.toeplitz_rows import ToeplitzRows
 from cupyconv.numpy.toeplitz_runs import ToeplitzRuns
-from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape
+from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape, whole_and_rest
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.problems import ConvProblem
 
 #: Elements of a run that are less than a third of NumPy's buffer: those of one tap after the other are slow.
 SHORT_RUN = 8192 // 3
+#: Elements of channels that are last which are scaled at a time, at the most: with the weights of some taps they stay in the
+#: innermost cache, and are enough for a loop.
+INNERMOST_RUN = 1400
 
 # --- the choice -----------------------------------------------------------------------------------------------
 
@@ -67,11 +70,16 @@ class ScaledLoop(ConvLoop):
 
     @property
     def work(self) -> float:
-        return scaled_work(self.problem) + self.tile_work + self.store_work
+        return scaled_work(self.problem) + self.tile_work + self.store_work + self.moved_work
+
+    @property
+    def moved_work(self) -> float:
+        """What it takes to bring channels that are last in front, and back."""
+        return cost.channels_moved(self.problem)
 
 
 class ScaledPixels(ScaledLoop):
-    """Channels last: a tap's pixels times its weights, all channels of all pixels of a row as one run."""
+    """Channels last: a tap's pixels times its weights, all channels of some pixels of a row as one run."""
 
     name = "scaled pixels"
     words = "each tap's pixels times its weights, channels last"
@@ -86,7 +94,9 @@ class ScaledPixels(ScaledLoop):
     @classmethod
     def aim(cls, problem: ConvProblem) -> tuple[int, int]:
         per_pixel = 2 * problem.geometry.in_channels * ITEMSIZE[accumulator(problem.x_dtype)]
-        return CACHE_BLOCK // per_pixel, problem.geometry.batch
+        return 2 * CACHE_BLOCK // per_pixel, problem.geometry.batch
+
+    moved_work = 0.0
 
     @cached_property
     def in_place(self) -> bool:
@@ -107,20 +117,19 @@ class ScaledPixels(ScaledLoop):
     @classmethod
     def weight_bytes(cls, problem: ConvProblem) -> int:
         geometry = problem.geometry
-        width = geometry.out_size[2] if geometry.stride[2] == 1 else 1
-        return geometry.taps * geometry.in_channels * width * ITEMSIZE[accumulator(problem.weight_dtype)]
+        return geometry.taps * geometry.in_channels * _pixels(geometry) * ITEMSIZE[accumulator(problem.weight_dtype)]
 
     def arranged(self, weight: np.ndarray) -> np.ndarray:
-        """(*kernel, channels); at stride 1 (*kernel, pixels of a row, channels)."""
+        """(*kernel, channels); at stride 1 (*kernel, pixels of a run, channels)."""
         by_tap = weight.reshape(len(weight), *self.geometry.kernel).transpose(1, 2, 3, 0)
         if self.geometry.stride[2] > 1:
             return np.ascontiguousarray(by_tap)
-        return np.repeat(by_tap[..., None, :], self.geometry.out_size[2], axis=3)
+        return np.repeat(by_tap[..., None, :], _pixels(self.geometry), axis=3)
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         geometry, channels = self.geometry, self.geometry.in_channels
         if self.in_place:
-            sums = np.moveaxis(block.of(run.out), 1, -1)
+            sums = block.of(run.out).transpose(0, 2, 3, 4, 1)
         else:
             sums = np.empty((*block.size, channels), self.sums_dtype)
         tile = self._tile(run.images, block)
@@ -133,17 +142,31 @@ class ScaledPixels(ScaledLoop):
             np.einsum("ijkndhwc,ijkc->ndhwc", windows, run.weight, out=sums)
         else:
             *rows, width = block.size
-            run_shape = (*geometry.kernel, *rows, width * channels)
-            windows = np.ndarray(run_shape, tile.dtype, tile, 0, (*taps, n, *moves[:2], item))
-            weight = run.weight[..., :width, :].reshape(*geometry.kernel, width * channels)
-            np.einsum("ijkndhx,ijkx->ndhx", windows, weight, out=sums.reshape(*rows, width * channels))
-        return np.moveaxis(sums, -1, 0)[:, None]
+            for begin, count, pixels in whole_and_rest(width, _pixels(geometry)):
+                elements = pixels * channels
+                runs_shape = (*geometry.kernel, *rows, count, elements)
+                strides = (*taps, n, *moves[:2], elements * item, item)
+                windows = np.ndarray(runs_shape, tile.dtype, tile, begin * channels * item, strides)
+                weight = run.weight[..., :pixels, :].reshape(*geometry.kernel, elements)
+                place = sums[..., begin : begin + count * pixels, :].reshape(*rows, count, elements)
+                np.einsum("ijkndhqx,ijkx->ndhqx", windows, weight, out=place)
+        return sums.transpose(4, 0, 1, 2, 3)[:, None]
 
     def _tile(self, images: Images, block: Block) -> np.ndarray:
         """What all taps read, (samples, d, h, w, channels)."""
         image = images.scratch.array("tile", (*block.tile(images.channels).shape[1:], images.channels))
-        images.read_tile(block, np.moveaxis(image, -1, 0))
+        images.read(block.tile(images.channels).all_regions, block, image.transpose(4, 0, 1, 2, 3))
         return image
+
+
+def _pixels(geometry: ConvGeometry) -> int:
+    """Pixels of a row that are scaled as one run, where none lie between: as many as a row is divided into, if there are."""
+    width, channels = max(1, geometry.out_size[2]), geometry.in_channels
+    if geometry.stride[2] > 1:
+        return 1
+    most = min(width, max(1, INNERMOST_RUN // channels))
+    equal = (pixels for pixels in range(most, most // 2, -1) if width % pixels == 0)
+    return next(equal, even_part(width, most))
 
 
 class ScaledRuns(ScaledLoop):

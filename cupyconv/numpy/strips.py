@@ -25,7 +25,7 @@ from cupyconv.numpy import cost
 from cupyconv.numpy.convolution import MEMORY_BLOCK, temporaries
 from cupyconv.numpy.toeplitz import reach, strided
 from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun, grad_is_factor
-from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape
+from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape, whole_and_rest
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.problems import WeightGradientProblem
 
@@ -99,7 +99,7 @@ class GradientStrips(WeightGradientLoop):
                 taps = sums[groups]
                 by_pixel = grad[groups].reshape(*taps.shape[:2], *block.size)
                 is_new = is_first
-                for first, strips, width in cut(block.size[3], strip_width(self.geometry)):
+                for first, strips, width in whole_and_rest(block.size[3], strip_width(self.geometry)):
                     matrices = self._products(run, image, by_pixel, first, strips, width)
                     sum_of_diagonals = np.einsum("coabp->coab", self._diagonals(matrices)).reshape(taps.shape)
                     if is_new:
@@ -156,12 +156,6 @@ def strip_width(geometry: ConvGeometry) -> int:
     """Pixels of a strip: of as many strips of a row as are about equal."""
     width = max(1, geometry.out_size[2])
     return ceil(width / max(1, round(width / WIDTH)))
-
-
-def cut(width: int, part: int) -> list[tuple[int, int, int]]:
-    """(first pixel, how many, pixels of each) strips of a row: all that are whole, and what is left."""
-    whole, rest = divmod(width, part)
-    return [strips for strips in ((0, whole, part), (whole * part, 1, rest)) if strips[1] and strips[2]]
 
 
 def gradient_is_rows(problem: WeightGradientProblem) -> bool:

@@ -69,7 +69,7 @@ class ToeplitzLoop(ConvLoop):
 
     @property
     def work(self) -> float:
-        return self.products_work + self.tile_work + self.store_work
+        return self.products_work + self.tile_work + self.store_work + cost.channels_moved(self.problem)
 
     @property
     def calls(self) -> float:

@@ -43,7 +43,7 @@ ONE_THREAD = 9_000
 #: Fewest pixels beside each other that are worth a product of their own.
 LEAST_WIDTH = 64
 #: Seconds to begin a product, and a run of sums; of an element that is added up, of one of a matrix, and of a zero.
-BEGIN, RUN, ADD, MATRIX, CLEAR = 60e-9, 20e-9, 220e-12, 300e-12, 2.2e-9
+BEGIN, RUN, ADD, MATRIX, CLEAR = 60e-9, 8e-9, 150e-12, 300e-12, 2.2e-9
 
 
 class Read(NamedTuple):

@@ -24,7 +24,7 @@ from cupyconv.numpy import cost
 from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.convolution import LONE_PIXELS, temporaries
 from cupyconv.numpy.toeplitz import COPIES_BLOCK, ToeplitzLoop, reach, strided, sum_is_finite, toeplitz, within
-from cupyconv.numpy.windows import Block, Images, tile_shape
+from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.problems import ConvProblem
 
@@ -34,6 +34,8 @@ LENGTH = 16
 LONG_ROW = 16 * LENGTH
 #: Rows of an image up to which a window that is left is a product by itself, and no copy.
 FEW_ROWS = 16
+#: Elements of a row's windows that are copied at a time, about.
+COPIED_ELEMENTS = 8192
 #: How much longer products take than others so small, of whose shape they are not; and seconds to see that a window is finite.
 OF_RUNS, CHECK = 1.5, 2.3e-9
 
@@ -93,7 +95,7 @@ class ToeplitzRuns(ToeplitzLoop):
             if geometry.padding_mode != "constant" or self.block[3] < LONG_ROW:
                 return False
         is_matrix = x.strides[3] >= geometry.size[2] or geometry.size[1] == 1  # no rows that overlap, or go backwards
-        return is_matrix and x.strides[4] == 1 and x.alignment >= min(16, x.itemsize)
+        return is_matrix and x.strides[4] == 1
 
     @cached_property
     def outputs(self) -> int:
@@ -105,20 +107,37 @@ class ToeplitzRuns(ToeplitzLoop):
         return self.part
 
     @property
+    def _calls(self) -> float:
+        return super()._calls + 2 * self._windows_left
+
+    @cached_property
+    def _windows_left(self) -> int:
+        """Windows of a row that are copied, at the most: those that read padding, and those left by products of several."""
+        geometry, length, width = self.geometry, max(1, min(self.outputs, self.block[3])), self.block[3]
+        left = ceil(reach(geometry, 2, length) / (length * geometry.stride[2])) + 1
+        if self.is_in_place:
+            padding = (geometry.before[2], geometry.after[2])
+            left += sum(ceil(min(width, ceil(zeros / geometry.stride[2])) / length) for zeros in padding)
+        return left
+
+    @property
+    def _copied_windows(self) -> int:
+        """Those that are copied at a time."""
+        length = max(1, min(self.outputs, self.block[3]))
+        most = COPIED_ELEMENTS // (reach(self.geometry, 2, length) + length)
+        return max(1, min(most, self._windows_left))
+
+    @property
     def _group_bytes(self) -> int:
         """Bytes of a group's tile, and of windows that are copied, with their sums."""
         geometry, (samples, depth, height, width) = self.geometry, self.block
         length = max(1, min(self.outputs, width))
-        reduction, ends = reach(geometry, 2, length), 0
-        copies = (1 + temporaries(geometry, self.problem.prologue)) * prod(tile_shape(geometry, 1, self.block))
-        if self.is_in_place:
-            beyond = (
-                min(width, ceil(padding / geometry.stride[2])) for padding in (geometry.before[2], geometry.after[2])
-            )
-            copies, ends = 0, sum(ceil(outputs / length) for outputs in beyond)
-        windows = ends + ceil(reduction / (length * geometry.stride[2])) + 1
-        copies += samples * depth * height * windows * (reduction + geometry.group_outputs * length)
-        return copies * self.x_dtype.itemsize
+        tile = 0 if self.is_in_place else prod(tile_shape(geometry, 1, self.block))
+        windows = samples * depth * height * self._copied_windows
+        copies = (1 + temporaries(geometry, self.problem.prologue)) * tile
+        return (
+            copies + windows * (reach(geometry, 2, length) + geometry.group_outputs * length)
+        ) * self.x_dtype.itemsize
 
     @classmethod
     def weight_bytes(cls, problem: ConvProblem) -> int:
@@ -140,12 +159,14 @@ class ToeplitzRuns(ToeplitzLoop):
         length, stride = min(self.outputs, width), self.geometry.stride[2]
         reduction = reach(self.geometry, 2, length)
         matrices = weight[:, :, None, None, :reduction, :length]
-        if self.is_in_place and images.inputs[0][0].dtype == images.scratch.dtype:
+        if self.is_in_place:
             image, (_, _, before) = block.read_in_place(images.inputs[0][0])
             image = image.swapaxes(0, 1)
         else:
             image, before = images.tile_or_view(block), 0
         inside = within(stride, -before, image.shape[4] - self.geometry.span[2] + 1, width)
+        if image.dtype != images.scratch.dtype or not image.flags.aligned:
+            inside = slice(0, 0)  # all windows are copied: a product would copy them too, and all at once
         apart = ceil(reduction / (length * stride))  # windows that do not overlap
         # The rows of a product's first matrix are rows of the image, or where these are few, windows side by side.
         by_rows = height * apart >= (inside.stop - inside.start) // length
@@ -162,8 +183,8 @@ class ToeplitzRuns(ToeplitzLoop):
             run = many, phases, count
             is_finite = self._multiply(windows, run, by_rows, matrices, sums[..., begin:done]) and is_finite
         left = [min(first, width - length) for first in (*range(0, inside.start, length), *range(done, width, length))]
-        if left:
-            is_finite = self._multiply_copied(images.scratch, image, before, left, matrices, sums) and is_finite
+        for some in parts_of(len(left), self._copied_windows):
+            is_finite = self._multiply_copied(images.scratch, image, before, left[some], matrices, sums) and is_finite
         return is_finite
 
     def _multiply(

@@ -340,6 +340,7 @@ class Tile:
         read = tuple(region for region in regions if region[1] is not None)
         self.not_zeros, self.has_zeros = read, len(read) < len(regions)
         self.in_image = self._in_image(geometry, itemsize, block, regions[0][1]) if len(regions) == 1 else None
+        self.all_regions = regions
         self.starts_as_zeros = len(read) < len(regions) and prod(self.shape) * itemsize <= _SMALL_TILE
         self.regions = read if self.starts_as_zeros else regions
 
@@ -512,6 +513,12 @@ class Images:
 def parts_of(count: int, part: int) -> Iterator[slice]:
     """So many groups, or channels, at a time."""
     return (slice(first, min(first + part, count)) for first in range(0, count, part))
+
+
+def whole_and_rest(width: int, part: int) -> list[tuple[int, int, int]]:
+    """(first pixel, how many, pixels of each) parts of a row: all that are whole, and what is left."""
+    whole, rest = divmod(width, part)
+    return [parts for parts in ((0, whole, part), (whole * part, 1, rest)) if parts[1] and parts[2]]
 
 
 def block_words(blocks: int, block: Sequence[int], axes: str, threads: int) -> str:
