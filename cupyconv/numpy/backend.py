@@ -103,12 +103,21 @@ def seconds_of(steps: Iterable[Step]) -> float:
 
 #: Bytes of a cache line, which is as long as the longest vector.
 LINE = 64
+#: Cache lines from row to row whose multiples bring rows to a few places of the innermost cache, of which it has 64.
+FEW_PLACES = 16
 
 
 def whole_lines(elements: int, itemsize: int) -> int:
     """As many whole cache lines as have room for elements of so many bytes, in elements."""
     line = LINE // itemsize
     return -(-elements // line) * line
+
+
+def lines_apart(elements: int, itemsize: int) -> int:
+    """The same for rows that follow each other: one more where the same part of many would share few places in the cache."""
+    line = LINE // itemsize
+    lines = -(-elements // line)
+    return (lines + (lines % FEW_PLACES == 0)) * line
 
 
 def aligned_bytes(nbytes: int) -> np.ndarray:

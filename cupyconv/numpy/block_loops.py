@@ -77,6 +77,8 @@ class BlockLoop(NumpyStep):
 
     #: Calls of NumPy for a turn, or what of Python takes as long.
     turn_calls: ClassVar[float] = 10
+    #: How much longer the work of a thread takes where others work too.
+    beside_others: ClassVar[float] = cost.BESIDE_OTHERS
 
     @property
     def calls(self) -> float:
@@ -94,7 +96,7 @@ class BlockLoop(NumpyStep):
     def seconds_on(self, threads: int) -> float:
         """What it takes where so many threads take its blocks."""
         work, calls = self._price
-        return self.first_work + cost.shared(work - self.first_work, calls, self.shares, threads)
+        return self.first_work + cost.shared(work - self.first_work, calls, self.shares, threads, self.beside_others)
 
     @property
     def first_work(self) -> float:
@@ -123,7 +125,8 @@ class BlockLoop(NumpyStep):
     @cached_property
     def holds_blas(self) -> bool:
         """Whether products have one thread of BLAS, as the loop has."""
-        return cost.holds_blas(self.threads, self.problem.host, self.largest_product)
+        problem = self.problem
+        return cost.holds_blas(self.threads, problem.host, self.largest_product, cost.divided_from(problem))
 
     @property
     def largest_product(self) -> int:

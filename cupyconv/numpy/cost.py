@@ -43,8 +43,8 @@ WAKE_AGAIN = 100e-6
 #: Seconds of work for which another thread is worth waking: of most loops, of products with Toeplitz matrices, and of pooling.
 #: `backend` asks for less: it only says how many threads a plan may have, from a cautious guess of the work.
 SHARE, TOEPLITZ_SHARE, POOL_SHARE = 1e-3, 800e-6, 600e-6
-#: How much longer work takes where other cores work too, on the same memory.
-BESIDE_OTHERS = 1.25
+#: How much longer work takes where other cores work too, on the same memory; and such that mostly is products of columns.
+BESIDE_OTHERS, PRODUCTS_BESIDE = 1.25, 1.12
 
 # --- products by BLAS -----------------------------------------------------------------------------------------
 
@@ -86,9 +86,11 @@ TURNED_LEAVES = 1 << 20
 VECTOR_ELEMENTS, BEGIN, READ = 16, 60e-9, 25e-12
 #: As many vectors as columns take that fill none.
 PART_OF_VECTOR = 1.4
-#: Rows of a weight that such a product has at the least; elements of its columns at the most, which are read for a few rows
-#: at a time.
-LEAST_ROWS, READ_AGAIN = 8, 1 << 17
+#: Rows of a weight that has such products; rows that such a product has at the least, where there are as many; elements of its
+#: columns at the most, which are read for a few rows at a time.
+SEVERAL_ROWS, LEAST_ROWS, READ_AGAIN = 2, 8, 1 << 17
+#: How much longer a small product takes whose columns begin anywhere: many loads read two cache lines.
+ANYWHERE = 1.5
 #: How much longer a small product takes that reads both of its operands along the sum; elements of the longer one that stay in
 #: the innermost cache, and seconds of each where they do not.
 BY_ROWS, INNERMOST, LEAVES = 1.2, 12_000, 220e-12
@@ -137,16 +139,21 @@ def multiply_adds(problem: ProductsProblem) -> float:
     return wide * product_flops(problem.x_dtype, problem.factor_dtype) / 2
 
 
+def is_complex_product(problem: ProductsProblem) -> bool:
+    """Whether both factors are complex: BLAS always packs these, and divides them when they are smaller."""
+    return product_flops(problem.x_dtype, problem.factor_dtype) == 8
+
+
 def width(dtype: str) -> float:
     """Elements of float32 that an element is as long as, where it is computed with."""
     return ITEMSIZE[accumulator(dtype)] / 4
 
 
-def shared(work: float, calls: float, parts: int, threads: int) -> float:
+def shared(work: float, calls: float, parts: int, threads: int, beside: float = BESIDE_OTHERS) -> float:
     """Work in so many equal parts, on threads, and calls of which one thread at a time is at the beginning or end."""
     if threads <= 1 or not parts:
         return work + calls * CALL
-    return BESIDE_OTHERS * work * ceil(parts / threads) / parts + calls * (CALL + HANDOVER) + WAKE
+    return beside * work * ceil(parts / threads) / parts + calls * (CALL + HANDOVER) + WAKE
 
 
 def worth_waking(threads: int, work: float, share: float = SHARE) -> int:
@@ -164,13 +171,18 @@ def run_of(rows: float, reduction: float, columns: float, is_float32: bool) -> i
     return run if columns > min(unpacked, 2 * run) else 0
 
 
-def holds_blas(threads: int, host: HostModel, largest: int) -> bool:
+def divided_from(problem: ProductsProblem) -> int:
+    """Multiply-adds of a product from which BLAS divides it among its threads."""
+    return SMALL_PRODUCT // 16 if is_complex_product(problem) else SMALL_PRODUCT
+
+
+def holds_blas(threads: int, host: HostModel, largest: int, divided: int = SMALL_PRODUCT) -> bool:
     """Whether products, the largest of so many multiply-adds, have one thread of BLAS, as their loop has.
 
     Not where the caller asked for that.  BLAS's threads look for work for a while after a product, on the processors that
     ours need, in this call or the next.
     """
-    return threads == 1 <= host.most and largest > SMALL_PRODUCT
+    return threads == 1 <= host.most and largest > divided
 
 
 def product(rows: float, reduction: float, columns: float, problem: ProductsProblem) -> float:
@@ -183,7 +195,7 @@ def product(rows: float, reduction: float, columns: float, problem: ProductsProb
     if rows == 1 and columns * reduction < VECTOR:
         return PRODUCT + reduction * columns * scale * BY_VECTOR
     per_column = reduction * scale * MULTIPLY_ADD
-    if rows * reduction * columns * wide <= SMALL_PRODUCT:
+    if not is_complex_product(problem) and rows * reduction * columns * wide <= SMALL_PRODUCT:
         return PRODUCT + (rows + ceil(rows / SMALL_ROWS)) * (columns + SHORT_COLUMNS) * per_column
     whole = ceil(rows / ROWS) * ROWS * ceil(columns / COLUMNS) * COLUMNS
     return PRODUCT + whole * per_column + reduction * (rows + columns) * PACK * wide
@@ -206,13 +218,13 @@ def parts_of_product(
 
     Elements that do not fill a vector take as long as those that do: it may be quicker to have columns more that nobody
     reads, and to copy the others.  The weight is `turned` where its columns lie side by side, not its rows.  None where
-    there are no such parts, outputs are few, or numbers are not real.
+    there are no such parts, or numbers are not real.
     """
-    if dtype not in ("float32", "float64") or rows < LEAST_ROWS or not reduction * columns:
+    if dtype not in ("float32", "float64") or rows < SEVERAL_ROWS or not reduction * columns:
         return None
     vector = round(VECTOR_ELEMENTS / width(dtype))
     steps = TURNED_STEPS if turned else STEPS
-    most_columns = int(min(READ_AGAIN / width(dtype), SMALL_PRODUCT / LEAST_ROWS)) // reduction
+    most_columns = int(min(READ_AGAIN / width(dtype), SMALL_PRODUCT / min(rows, LEAST_ROWS))) // reduction
     best: Parts | None = None
     for length in {columns, *(ceil(columns / n) * n for n in (vector, 4 * vector) if may_be_longer)}:
         copies = added(rows * columns, dtype, columns) if length > columns else 0.0

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from cupyconv.numpy import cost
-from cupyconv.numpy.backend import whole_lines
+from cupyconv.numpy.backend import lines_apart
 from cupyconv.numpy.block_loops import block_of_pixels, share_of_pixels
 from cupyconv.numpy.convolution import (
     CACHE_BLOCK,
@@ -29,6 +29,7 @@ from cupyconv.numpy.convolution import (
     inputs_are_columns,
     result_takes_sums,
     sums_per_pixel,
+    temporaries,
 )
 from cupyconv.numpy.mec import (
     COLUMNS_BLOCK,
@@ -40,7 +41,7 @@ from cupyconv.numpy.mec import (
     place_parts,
     row_parts,
 )
-from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape
+from cupyconv.numpy.windows import Block, Images, columns_shape, parts_of, tile_shape
 from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.problems import ConvProblem, NotApplicable
 
@@ -206,6 +207,8 @@ class Columns(Product):
 
     name = "columns"
     turn_calls = 8
+    beside_others = cost.PRODUCTS_BESIDE
+    prepares_late = True
     words = "columns and products"
 
     @classmethod
@@ -224,8 +227,16 @@ class Columns(Product):
     def in_place(self) -> bool:
         return self.block[0] == 1 and result_takes_sums(self.problem)
 
+    @cached_property
+    def whole_tile(self) -> tuple[int, ...]:
+        geometry = self.geometry
+        reads_border = geometry.taps > 1 and any(geometry.before + geometry.after)
+        return self.tile_kept_whole(geometry.out_size) if reads_border else ()
+
     @property
     def tile_bytes(self) -> int:
+        if self.whole_tile:
+            return self.share_of_tile
         return prod(tile_shape(self.geometry, self.geometry.in_channels, self.block)) * self.x_dtype.itemsize
 
     @property
@@ -254,9 +265,13 @@ class Columns(Product):
 
     @property
     def workspace(self) -> int:
-        nbytes = columns_bytes(self.problem, self.block, self.x_dtype.itemsize)
-        pixels = prod(self.block)
-        beyond = whole_lines(pixels, self.x_dtype.itemsize) - pixels
+        pixels, item = prod(self.block), self.x_dtype.itemsize
+        if self.whole_tile:
+            nbytes = prod(columns_shape(self.geometry, self.block)) * item
+            nbytes += self.share_of_tile * (1 + temporaries(self.geometry, self.problem.prologue))
+        else:
+            nbytes = columns_bytes(self.problem, self.block, item)
+        beyond = lines_apart(pixels, item) - pixels
         nbytes += self.geometry.in_channels * self.geometry.taps * beyond * self.x_dtype.itemsize
         return self.sums_bytes + (nbytes if self.lone is None else max(nbytes, self.lone.nbytes))
 
@@ -265,7 +280,7 @@ class Columns(Product):
 
     def sums(self, run: ConvRun, block: Block) -> np.ndarray:
         if not self.problem.is_one_kind or self.rows_on > 1:
-            return product(run, run.weight, run.images.matrix(block), block)
+            return product(run, run.weight, run.images.matrix(block, run.tile), block)
         scratch = run.images.scratch
         columns, matrices = scratch.views(self, block.size, ("columns",), partial(self._steps, run.images, block))
         place = block.of(run.out) if self.in_place else np.empty(block.sums_shape, self.sums_dtype)
@@ -273,7 +288,7 @@ class Columns(Product):
         by_group = place.reshape(self.geometry.groups, self.geometry.group_outputs, block.area)
         places = place_parts(by_group, rows, run_of_columns)
         weights = row_parts(run.weight, rows)
-        run.images.copy_windows(block, columns)
+        run.images.copy_windows(block, columns, run.tile)
         multiply_parts(weights, matrices, places)
         return place.reshape(block.sums_shape)
 

@@ -94,12 +94,11 @@ def column_parts(columns: np.ndarray, run: int) -> list[np.ndarray]:
 
 def place_parts(place: np.ndarray, rows: int, run: int) -> list[list[np.ndarray]]:
     """Where the products of these parts go, of each of the rows with each of the columns."""
-    places = []
-    for part in row_parts(place, rows):
-        *batch, _, height, _ = part.shape
-        runs = column_parts(part[..., 0, :, :], run)
-        places.append([some.reshape(*batch, -1, height, some.shape[-1]) for some in runs])
-    return places
+    if rows >= place.shape[-2]:
+        return [column_parts(place, run)]
+    return [
+        [some[..., 0, :, :, :] for some in column_parts(part[..., 0, :, :], run)] for part in row_parts(place, rows)
+    ]
 
 
 def multiply_parts(weights: list[np.ndarray], columns: list[np.ndarray], places: list[list[np.ndarray]]) -> None:
@@ -302,7 +301,8 @@ class MecRows(ConvLoop):
     name = "MEC rows"
     prepares_late = True
     words = "columns that {taps} taps share, and a product for each row"
-    turn_calls = 18
+    turn_calls = 10
+    beside_others = cost.PRODUCTS_BESIDE
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
@@ -344,6 +344,8 @@ class MecRows(ConvLoop):
         seconds, parts = cost.product(*sizes, self.problem), None
         if dtype:
             seconds = max(seconds, cost.product_of_few(*sizes, dtype))
+            if prod(sizes) <= cost.SMALL_PRODUCT:
+                seconds *= cost.ANYWHERE
         if dtype and axis < 2:
             parts = cost.parts_of_product(*sizes, dtype, axis == 1, turned)
         if parts and parts.seconds >= seconds:
@@ -525,7 +527,7 @@ class MecRows(ConvLoop):
         if run.tile is None:
             run.images.read_tile(block, image)
         else:
-            image, begin = run.tile, block.begin_in(run.tile)
+            image, (begin, _) = run.tile, block.within(run.tile)
         rows, columns_at_once = row.part
         weights = row_parts(run.weight.reshape(self._weight_shape), rows)
         # The product of a row: (groups, samples, axes before, rows, outputs, pixels), in the result.

@@ -27,11 +27,12 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import islice, product
 from math import prod
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupyconv.numpy.backend import Scratch, whole_lines
+from cupyconv.numpy.backend import Scratch, lines_apart
 from cupyconv.problem.geometry import ConvGeometry, Triple, Windows, ranges_of, tap_boxes
 from cupyconv.problem.kept import Cache
 
@@ -232,6 +233,7 @@ class Block:
     ) -> None:
         self.geometry, self._itemsize, self._ranges = geometry, itemsize, ranges
         self._tiles: dict[tuple[int, int, int], Tile] = {}
+        self._within: tuple[int, tuple[int, ...]] | None = None
         samples, depth, height, width = map(len, ranges)
         self.size: BlockSize = (samples, depth, height, width)
         self.groups = groups or slice(0, geometry.groups)
@@ -265,12 +267,15 @@ class Block:
             own.append(slice(outside, outside + len(place)))
         return image[(self._samples, channels, *at)], (own[0], own[1], own[2])
 
-    def begin_in(self, tile: np.ndarray) -> int:
-        """Where its windows begin in the tile of all blocks, in bytes."""
-        samples, *pixels = self._ranges
-        _, n, *spatial = tile.strides
-        moves = zip(pixels, self.geometry.stride, spatial)
-        return samples.start * n + sum(run.start * stride * step for run, stride, step in moves)
+    def within(self, whole: np.ndarray) -> tuple[int, tuple[int, ...]]:
+        """Where its windows (c, kd, kh, kw, n, d, h, w) lie in the tile of all blocks, as an offset and strides."""
+        if self._within is None:
+            c, n, *spatial = whole.strides
+            taps = map(mul, spatial, self.geometry.dilation)
+            moves = list(map(mul, spatial, self.geometry.stride))
+            begin = sum(run.start * step for run, step in zip(self._ranges, (n, *moves)))
+            self._within = begin, (c, *taps, n, *moves)
+        return self._within
 
     def samples_of(self, image: np.ndarray) -> np.ndarray:
         """These samples of an image."""
@@ -446,21 +451,25 @@ class Images:
         self.copy_windows(block, columns)
         return columns
 
-    def matrix(self, block: Block) -> np.ndarray:
-        """The same as (channels x taps, pixels), whose rows begin where cache lines do."""
+    def matrix(self, block: Block, whole: np.ndarray | None = None) -> np.ndarray:
+        """The same as (channels x taps, pixels), whose rows begin where cache lines do; `whole` is the tile of all blocks."""
         matrix = self.rows_of_columns(block)
-        self.copy_windows(block, matrix.reshape(block.columns_shape))
+        self.copy_windows(block, matrix.reshape(block.columns_shape), whole)
         return matrix
 
     def rows_of_columns(self, block: Block) -> np.ndarray:
         """Memory for this matrix."""
-        row = whole_lines(block.area, self.scratch.dtype.itemsize)
+        row = lines_apart(block.area, self.scratch.dtype.itemsize)
         return self.scratch.array("columns", (prod(block.columns_shape[:4]), row))[:, : block.area]
 
-    def copy_windows(self, block: Block, columns: np.ndarray) -> None:
-        """Write all windows of a block to columns."""
+    def copy_windows(self, block: Block, columns: np.ndarray, whole: np.ndarray | None = None) -> None:
+        """Write all windows of a block to columns; `whole` is the tile of all blocks, where there is one."""
         if block.geometry.taps == 1:
             self.read(block.taps[0], block, columns[:, 0, 0, 0])
+            return
+        if whole is not None:
+            begin, strides = block.within(whole)
+            columns[...] = np.ndarray(columns.shape, columns.dtype, whole, begin, strides)
             return
         tile = block.tile(self.channels)
         if tile.in_image is not None and self._is_plain(columns.dtype):
