@@ -132,7 +132,7 @@ class _Buffers(dict[Any, Any]):
 
     def replace(self, name: str, buffer: np.ndarray | None) -> None:
         """Another buffer, or none that is kept; no view of the one before stays."""
-        for key in list(self):  # at once: another thread may give all back meanwhile
+        for key in self.copy():  # at once: another thread may give all back meanwhile
             if type(key) is not str:
                 self.pop(key, None)
         self.pop(name, None)

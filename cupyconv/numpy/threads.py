@@ -14,19 +14,23 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 import warnings
 from _thread import RLock, allocate_lock
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from contextvars import Context
 from functools import partial
 from itertools import product
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
 import numpy as np
+
+from cupyconv.problem.kept import after_clearing
 
 _Part = TypeVar("_Part")
 _Result = TypeVar("_Result")
@@ -166,6 +170,20 @@ class _Pool:
             worker.move_to(elsewhere)
             worker.jobs.put(job)
 
+    def wake(self) -> None:
+        """Let all that wait run for a moment.
+
+        Where Python has no global lock, what a thread has made is freed by that thread alone, also where another one was
+        the last to let go of it.
+        """
+        woken: SimpleQueue[None] = SimpleQueue()
+        waiting = [worker for worker in list(self._workers) if worker.is_free and worker.is_started]
+        for worker in waiting:
+            worker.jobs.put(woken)
+        with suppress(Empty):  # of one that another call has taken meanwhile
+            for _ in waiting:
+                woken.get(timeout=1)
+
     def _given_to(self, job: _Job[Any, Any]) -> _Worker | None:
         """A free worker, which this job has from now on."""
         with self._lock:
@@ -183,7 +201,8 @@ class _Worker:
     """A thread that does one job after the other, and waits where there is none."""
 
     def __init__(self) -> None:
-        self.jobs: SimpleQueue[_Job[Any, Any]] = SimpleQueue()
+        #: Whom to help; or whom to tell that it is awake.
+        self.jobs: SimpleQueue[_Job[Any, Any] | SimpleQueue[None]] = SimpleQueue()
         #: The job that has it, which has the caller's arrays: they are not held here.
         self.job: ref[_Job[Any, Any]] | None = None
         self._thread: threading.Thread | None = None
@@ -196,9 +215,13 @@ class _Worker:
         job = None if self.job is None else self.job()
         return job is None or job.is_over
 
+    @property
+    def is_started(self) -> bool:
+        return self._thread is not None
+
     def start(self) -> None:
         """Start its thread, if it has none."""
-        if self._thread is None:
+        if not self.is_started:
             # In a context of its own: from Python 3.14 on a thread may inherit its starter's, with what is kept in that.
             thread = threading.Thread(target=Context().run, args=(self._run,), name="cupyconv", daemon=True)
             thread.start()
@@ -224,7 +247,10 @@ class _Worker:
         with np.errstate(all="ignore"):
             while True:
                 job = self.jobs.get()
-                job.help(self)
+                if isinstance(job, _Job):
+                    job.help(self)
+                else:
+                    job.put(None)
                 del job  # it holds the caller's arrays
 
 
@@ -364,5 +390,7 @@ def _begin_process() -> None:
     BLAS.begin_process()
 
 
+if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    after_clearing(lambda: _pool.wake())
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_begin_process)

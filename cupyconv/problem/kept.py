@@ -35,8 +35,9 @@ LARGEST = BUDGET // 16
 
 _USES = count()
 _caches: list[Cache[Any]] = []
-#: Functions that give back what is kept outside of caches.
+#: Functions that give back what is kept outside of caches, and what is to be done after them.
 _clearers: list[Callable[[], None]] = []
+_after_clearing: list[Callable[[], None]] = []
 #: Bytes of what is kept, and who may change that; entered again where letting go of one thing lets go of another.
 _spent = 0
 _lock = RLock()
@@ -167,12 +168,17 @@ def on_clear(give_back: Callable[[], None]) -> None:
     _clearers.append(give_back)
 
 
+def after_clearing(function: Callable[[], None]) -> None:
+    """Call this function when all has been given back."""
+    _after_clearing.append(function)
+
+
 def clear() -> None:
     """Keep nothing any more."""
     for cache in _caches:
         cache.clear()
-    for give_back in _clearers:
-        give_back()
+    for function in (*_clearers, *_after_clearing):
+        function()
 
 
 def spent() -> int:
