@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import reference
@@ -141,6 +143,26 @@ def test_a_weight_with_too_large_spectra_is_computed_in_shares():
             actual = cupyconv.conv(xs, weight, bias, **settings)
         assert len(plan.steps) > 1 and plan.workspace_bytes <= 250_000
         assert_close(actual, expected, np.float32, 121 * 8, magnitude=1000.0, factor=4)
+
+
+def test_channels_that_go_one_by_one_leave_room_for_larger_tiles():
+    """Also of several inputs, one without channels; with what comes before and after, in no more memory than was said."""
+    xs, weight = [normal(1, 3, 24, 24, 24), normal(1, 0, 24, 24, 24), normal(1, 3, 24, 24, 24)], normal(2, 6, 5, 5, 5)
+    bias, prologue, residual = normal(2), (normal(6), None, "relu"), normal(1, 2, 24, 24, 24)
+    settings = dict(padding="same", prologue=prologue, residual=residual, activation="relu", method="fft")
+    out = np.empty_like(residual)
+    with cupyconv.options(workspace_limit=900_000, threads=2):
+        plan = cupyconv.explain(cupyconv.conv, xs, weight, bias, **settings)
+        cupyconv.conv(xs, weight, bias, out=out, **settings)
+        peak = peak_bytes(lambda: cupyconv.conv(xs, weight, bias, out=out, **settings))
+    (loop,) = plan.steps
+    assert loop.channels_at_once == 1 and loop.blocks > 1
+    together = replace(loop, one_by_one=False)
+    assert 2 * together.workspace + together.spectra_bytes > 900_000
+    assert plan.workspace_bytes <= 900_000 and peak <= plan.workspace_bytes + 200_000
+    images = reference.transformed(xs, *prologue, axis=1)
+    expected = reference.conv(images, weight, bias, padding="same", residual=residual, activation="relu")
+    assert_close(out, expected, np.float32, 125 * 6, magnitude=1000.0, factor=4)
 
 
 def test_without_room_it_is_refused_and_auto_goes_on():

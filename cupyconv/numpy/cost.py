@@ -402,17 +402,19 @@ def transformed_weight(kernels: int, products: int, taps: int) -> float:
 # --- Fourier's transforms -------------------------------------------------------------------------------------
 
 #: Seconds of an element for each doubling of a transform's length; and beside.
-FOURIER, FOURIER_COPY = 72e-12, 300e-12
+FOURIER, FOURIER_COPY = 99e-12, 1.5e-9
+#: How much longer yet a line takes that is transformed alone: of several, vectors take an element each.
+FOURIER_ALONE = 1.0
 #: Seconds of two elements of spectra that are multiplied, and added to the sums.
-COMPLEX_PRODUCT = 9.8e-9
+COMPLEX_PRODUCT = 1.6e-9
 #: Seconds of a matrix product of one frequency: its call, each element of the weight that is read, each multiplication.
 MATRIX, MATRIX_READ, MATRIX_MULTIPLY = 37e-9, 140e-12, 140e-12
 #: Seconds of an element of an image, or of a weight's spectrum, that goes from channels first to channels last.
-REORDER, SPREAD = 2.8e-9, 14e-9
+REORDER, SPREAD = 1.3e-9, 14e-9
 #: Shortest transform.
 SHORTEST = 16
 #: Calls of a block, each with a long way through SciPy.
-FFT_CALLS = 60
+FFT_CALLS = 50
 
 
 def slowness(problem: ProductsProblem) -> float:
@@ -421,9 +423,10 @@ def slowness(problem: ProductsProblem) -> float:
     return wide * (1 if product_flops(problem.x_dtype, problem.factor_dtype) == 2 else 2)
 
 
-def fourier(elements: float, levels: float, problem: ProductsProblem, is_real: bool) -> float:
-    """A transform of so many elements, along axes whose lengths have so many doublings together."""
-    return elements * (FOURIER_COPY + FOURIER * levels) * slowness(problem)
+def fourier(elements: float, levels: float, problem: ProductsProblem, lines: float) -> float:
+    """A transform of so many elements, along axes whose lengths have so many doublings together, of so many lines at a time."""
+    alone = 1 + FOURIER_ALONE / lines
+    return elements * (FOURIER_COPY + FOURIER * levels) * alone * slowness(problem)
 
 
 def complex_products(elements: float, problem: ProductsProblem) -> float:

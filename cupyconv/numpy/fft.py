@@ -39,7 +39,7 @@ from cupyconv.numpy.gemm import product as multiplied
 from cupyconv.numpy.gemm import with_parts
 from cupyconv.numpy.spectra import BLOCK, MOST_PRODUCTS, Tile, block_extents, dilated, every, with_lines
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.windows import Block, BlockSize, parts_of, tile_size
+from cupyconv.numpy.windows import Block, parts_of, tile_size
 from cupyconv.problem.arrays import product_flops
 from cupyconv.problem.geometry import even_part, ranges_of
 from cupyconv.problem.plan import Plan
@@ -48,6 +48,8 @@ from cupyconv.problem.transforms import ERRORS, is_real, no_room, share_problem,
 
 #: Products of a frequency, samples x channels x outputs, from which they are a matrix product.
 MATRIX = 48
+#: How much longer a block takes whose channels are transformed one by one: its sums are read and written for each.
+ONE_BY_ONE = 1.12
 
 # --- the choice -----------------------------------------------------------------------------------------------
 
@@ -67,13 +69,15 @@ def best_cut(problem: ConvProblem, fixed: int, limit: int) -> Cut | None:
     sizes = share_sizes(geometry)
     shares_of = [share_problem(problem, range(groups), range(outputs)) for groups, outputs in sizes]
     for extents in block_extents(geometry):
-        for (groups, outputs), (share, own) in zip(sizes, shares_of):
-            line = Fft(share, (1, *extents), own)
+        for ((groups, outputs), (share, own)), one_by_one in product(zip(sizes, shares_of), (False, True)):
+            line = Fft(share, (1, *extents), own, one_by_one)
             room = limit - fixed - line.spectra_bytes
             if line.spectra_bytes > room or threads * line.workspace > room:
                 continue
             lines = min(min(room // threads, BLOCK) // line.workspace, -(-line.blocks // threads))
             loop = replace(line, block=with_lines(geometry, line.block, lines))
+            if threads * loop.workspace > room:  # its products are of matrices, which take all channels at once
+                loop = line
             shares = -(-geometry.groups // groups) * -(-geometry.group_outputs // outputs)
             if best is None or shares * loop.seconds < best.seconds:
                 best = Cut(shares * loop.seconds, loop, shares)
@@ -81,10 +85,10 @@ def best_cut(problem: ConvProblem, fixed: int, limit: int) -> Cut | None:
     return best
 
 
-def share_of(problem: ConvProblem, block: BlockSize, groups: range, outputs: range) -> Fft:
-    """The loop over some groups, or over some outputs of one."""
+def share_of(problem: ConvProblem, first: Fft, groups: range, outputs: range) -> Fft:
+    """The loop over some groups, or over some outputs of one, as the first share's."""
     share, cut = share_problem(problem, groups, outputs)
-    return Fft(share, block, cut)
+    return Fft(share, first.block, cut, first.one_by_one)
 
 
 # --- the method -----------------------------------------------------------------------------------------------
@@ -109,6 +113,8 @@ class Fft(ConvLoop):
     problem: ConvProblem
     #: Where the arrays of a share begin and end along their channels, by name; none where they are whole.
     cut: tuple[tuple[str, int, int], ...] = ()
+    #: Whether a tile's channels are transformed one by one, which takes less memory: then tiles may be larger.
+    one_by_one: bool = False
 
     @classmethod
     def applies(cls, problem: ConvProblem) -> bool:
@@ -133,7 +139,7 @@ class Fft(ConvLoop):
         loops: list[Any] = [first]
         if best.shares > 1:
             loops = [
-                share_of(problem, first.block, groups, outputs)
+                share_of(problem, first, groups, outputs)
                 for groups in ranges_of(geometry.groups, first.geometry.groups)
                 for outputs in ranges_of(geometry.group_outputs, first.geometry.group_outputs)
             ]
@@ -160,6 +166,12 @@ class Fft(ConvLoop):
         return self.geometry.group_channels * self.geometry.group_outputs * self.block[0] >= MATRIX
 
     @cached_property
+    def channels_at_once(self) -> int:
+        """Channels whose tiles and spectra are there at a time."""
+        is_one = self.one_by_one and self.geometry.groups == 1 and not self.by_matrix
+        return min(1, self.geometry.in_channels) if is_one else self.geometry.in_channels
+
+    @cached_property
     def spectra_bytes(self) -> int:
         return prod(self.tile.of_kernel) * prod(self.problem.weight.shape[:2]) * self.spectrum_dtype.itemsize
 
@@ -171,14 +183,16 @@ class Fft(ConvLoop):
         read = tile.elements * self.x_dtype.itemsize * (1 + temporaries(geometry, self.problem.prologue))
         sums = tile.elements * self.sums_dtype.itemsize * (1 + bool(self.problem.activation))
         added = geometry.groups * spectrum * (geometry.group_channels > 1)
-        images = geometry.in_channels * (read + spectrum) + geometry.out_channels * (sums + spectrum)
+        images = self.channels_at_once * (read + spectrum) + geometry.out_channels * (sums + spectrum)
         return self.block[0] * (images + added)
 
     @property
     def work(self) -> float:
         geometry, tile, problem = self.geometry, self.tile, self.problem
-        images = self.blocks * self.block[0] * (geometry.in_channels + geometry.out_channels)
-        return images * tile.seconds(problem) + self.products_work + self.weight_work + self.store_work
+        inputs, outputs = geometry.in_channels, geometry.out_channels
+        transforms = inputs * tile.seconds(problem, self.channels_at_once) + outputs * tile.seconds(problem, outputs)
+        blocks = self.blocks * self.block[0] * transforms + self.products_work + self.store_work
+        return blocks * (ONE_BY_ONE if self.one_by_one else 1) + self.weight_work
 
     @property
     def products_work(self) -> float:
@@ -197,11 +211,12 @@ class Fft(ConvLoop):
         """What the spectra of the weight take."""
         tile, pairs = self.tile, self.geometry.group_channels * self.geometry.out_channels
         reordered = prod(tile.of_kernel) * self.by_matrix
-        return pairs * (tile.seconds(self.problem) + cost.apart(reordered, self.problem))
+        return pairs * (tile.seconds(self.problem, pairs) + cost.apart(reordered, self.problem))
 
     @property
     def calls(self) -> float:
-        return self.turns * cost.FFT_CALLS + cost.FFT_CALLS
+        steps = -(-self.geometry.in_channels // (self.channels_at_once or 1))
+        return self.turns * (1 + steps) / 2 * cost.FFT_CALLS + cost.FFT_CALLS  # half of them on the way there
 
     @property
     def flops(self) -> int:
@@ -234,15 +249,17 @@ class Fft(ConvLoop):
             by_kernel = spectra.reshape(1, groups * outputs, channels, *sizes)
         kernels = weight.reshape(*by_kernel.shape[:3], *geometry.kernel)
 
-        def transform(part: tuple[int, slice]) -> None:
+        def transform(part: tuple[int, slice, slice]) -> None:
             # The conjugate's spectrum, conjugated.
             spectrum = self.tile.spectrum(np.conjugate(dilated(kernels[part], geometry)), 2)
             np.conjugate(spectrum, out=by_kernel[part])
 
-        one = channels * prod(sizes) * self.spectrum_dtype.itemsize
-        rows = even_part(kernels.shape[1], min(-(-kernels.shape[1] // self.threads), self.workspace // (3 * one or 1)))
-        parts = list(product(range(len(kernels)), parts_of(kernels.shape[1], rows))) if channels else []
-        work = channels * len(kernels) * kernels.shape[1] * self.tile.seconds(self.problem)
+        # Kernels of several outputs at a time, or some of one's: a part for each thread, and their temporaries fit a block's memory.
+        count, one = len(kernels) * kernels.shape[1] * channels, prod(sizes) * self.spectrum_dtype.itemsize
+        most = min(-(-count // self.threads), self.workspace // (3 * one))
+        rows, some = even_part(kernels.shape[1], most // (channels or 1)), even_part(channels, most)
+        parts = list(product(range(len(kernels)), parts_of(kernels.shape[1], rows), parts_of(channels, some)))
+        work = count * self.tile.seconds(self.problem)
         in_threads(cost.worth_waking(min(self.threads, len(parts)), work), transform, parts)
         return Weights(weight, spectra)
 
@@ -267,18 +284,20 @@ class Fft(ConvLoop):
 
     def _sums_by_element(self, run: ConvRun, weight: np.ndarray, block: Block) -> np.ndarray:
         """The sums (outputs, n, d, h, w) of spectra that are multiplied by element."""
-        geometry = self.geometry
-        image = run.images.scratch.array("tile", (geometry.in_channels, block.size[0], *self._tile_size(block)))
-        run.images.read_tile(block, image)
-        x = self.tile.spectrum(image, 2)
-        x = x.reshape(geometry.groups, geometry.group_channels, *x.shape[1:])
+        geometry, size = self.geometry, (block.size[0], *self._tile_size(block))
         weight = weight[:, :, :, None]  # for all samples
-        if geometry.group_channels == geometry.group_outputs == 1:
-            y = np.multiply(x, weight[:, 0], out=x)
-        else:
-            y = run.products.array("spectra", (geometry.groups, geometry.group_outputs, *x.shape[2:]), x.dtype)
-            multiply(x, weight, y, run.products)
-        return self.tile.image(y.reshape(geometry.out_channels, *x.shape[2:]), 2, self._wanted(block))
+        for some in parts_of(geometry.in_channels, self.channels_at_once):
+            image = run.images.scratch.array("tile", (some.stop - some.start, *size))
+            run.images.some(some).read_tile(block, image)
+            x = self.tile.spectrum(image, 2)
+            x = x.reshape(geometry.groups, -1, *x.shape[1:])
+            if geometry.group_channels == geometry.group_outputs == 1:
+                y = np.multiply(x, weight[:, 0], out=x)
+            else:
+                y = run.products.array("spectra", (geometry.groups, geometry.group_outputs, *x.shape[2:]), x.dtype)
+                multiply(x, weight[:, :, some], y, run.products, add=some.start > 0)
+            del x  # before the next is made
+        return self.tile.image(y.reshape(geometry.out_channels, *y.shape[2:]), 2, self._wanted(block))
 
     def _sums_by_matrix(self, run: ConvRun, weight: np.ndarray, block: Block) -> np.ndarray:
         """The same of spectra that are multiplied as matrices, channels last."""
@@ -310,14 +329,18 @@ class Fft(ConvLoop):
         return sums
 
 
-def multiply(x: np.ndarray, weight: np.ndarray, sums: np.ndarray, scratch: Scratch) -> None:
-    """Spectra (groups, channels, ...) times those of a weight (groups, outputs, channels, ...), added over channels."""
+def multiply(x: np.ndarray, weight: np.ndarray, sums: np.ndarray, scratch: Scratch, add: bool = False) -> None:
+    """Spectra (groups, channels, ...) times those of a weight (groups, outputs, channels, ...), added over channels.
+
+    With `add` to what the sums are.
+    """
     if x.shape[1] == 0:
         sums[...] = 0
         return
     for output in range(sums.shape[1]):
-        np.multiply(x[:, 0], weight[:, output, 0], out=sums[:, output])
-        for channel in range(1, x.shape[1]):
+        if not add:
+            np.multiply(x[:, 0], weight[:, output, 0], out=sums[:, output])
+        for channel in range(not add, x.shape[1]):
             more = scratch.array("product", x[:, 0].shape, x.dtype)
             sums[:, output] += np.multiply(x[:, channel], weight[:, output, channel], out=more)
 

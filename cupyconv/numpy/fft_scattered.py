@@ -155,7 +155,7 @@ class ScatteredFft(ScatteredLoop):
     def work(self) -> float:
         geometry, tile, problem = self.geometry, self.tile, self.problem
         pairs, outputs = self.channels * geometry.group_outputs, self._groups * geometry.group_outputs
-        run = (self.channels + outputs) * tile.seconds(problem)
+        run = sum(images * tile.seconds(problem, images) for images in (self.channels, outputs))
         run += cost.complex_products(pairs * prod(tile.frequencies), problem)
         run += cost.added(self.channels * tile.elements, problem.dtype)
         return self.blocks * self.runs * run + geometry.group_channels * geometry.out_channels * tile.seconds(problem)

@@ -113,7 +113,7 @@ class GradientFft(WeightGradientLoop):
         pairs = geometry.group_channels * geometry.out_channels
         transforms = samples * (geometry.in_channels + geometry.out_channels) + self.blocks * pairs
         products = cost.complex_products(samples * pairs * prod(tile.frequencies), self.problem)
-        return transforms * tile.seconds(self.problem) + products
+        return transforms * tile.seconds(self.problem, geometry.in_channels) + products
 
     @property
     def calls(self) -> float:

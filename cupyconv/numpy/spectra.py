@@ -120,9 +120,10 @@ class Tile:
         """Operations of a transform of real numbers."""
         return int(2.5 * self.elements * self._levels)
 
-    def seconds(self, problem: ProductsProblem) -> float:
-        """What a transform takes."""
-        return cost.fourier(self.elements, self._levels, problem, self.is_real)
+    def seconds(self, problem: ProductsProblem, images: int = 1) -> float:
+        """What a transform takes, of an image among so many that are transformed together."""
+        lines = max(1, images) * self.elements // max(self.size[axis] for axis in self.along)
+        return cost.fourier(self.elements, self._levels, problem, lines)
 
     def shape(self, read: Sequence[int]) -> Triple:
         """The sizes of the tile of a smaller block, which reads so much: the same where it is transformed."""
