@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from peak_memory import peak_bytes
 
 import cupyconv
 from cupyconv.call.operation import forget_calls
