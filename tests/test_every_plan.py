@@ -499,3 +499,22 @@ def test_weights_that_no_block_has_room_for_go_back_step_by_step():
     """Rows of 8 units' four gates in float64, of 227 KiB of shared memory."""
     for hidden, method in ((800, "persistent"), (900, "step")):
         assert recurrent_gradient_plan("lstm", "float64", (10, 4, 8, hidden)).method == method
+
+
+def test_shares_of_transforms_keep_together_within_the_limit():
+    """The last has fewer outputs and took more of our memory, where the first took most of cuFFT's own."""
+    xs = [array(3, channels, 224, 33, dtype="complex128") for channels in (23, 33, 8)]
+    settings = dict(padding=((5, 0), (1, 1)), padding_mode="wrap", dilation=(5, 1), method="fft")
+    grad, limit = array(3, 17, 219, 34, dtype="complex128"), 5_000_000
+    with cupyconv.options(workspace_limit=limit):
+        plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, xs, (3, 2), on="sm_86", **settings)
+    check(plan, limit, "sm_86")
+
+
+def test_images_of_few_elements_take_time_to_be_moved():
+    """That of an image below 32 elements was none."""
+    grad, x = array(5, 1, 2), array(5, 8, 3, order="last")
+    settings = dict(stride=3, padding=((0, 3),), method="implicit_gemm")
+    plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, (3,), on="sm_90", **settings)
+    assert any(launch.kernel.name == "channels_last" for launch in plan.steps)
+    check(plan)

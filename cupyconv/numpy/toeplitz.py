@@ -13,7 +13,7 @@ Along the height (or depth) the columns are the rows of the image (`toeplitz_row
 outputs are the rows of an overlapping view (`toeplitz_runs`).  Both are read where they lie, and nothing is copied.
 
 The zeros are multiplied too, and zero times infinity is NaN: where sums are not finite they are computed again, from
-each window alone.
+each window alone, of some pixels at a time, so that little is copied for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from math import ceil
+from math import ceil, prod
 from operator import mul
 from typing import Any, ClassVar
 
@@ -29,12 +29,14 @@ import numpy as np
 
 from cupyconv.numpy import cost
 from cupyconv.numpy.convolution import MEMORY_BLOCK, ConvLoop, ConvRun
-from cupyconv.numpy.windows import Block, Blocks, Images
-from cupyconv.problem.geometry import ConvGeometry
+from cupyconv.numpy.windows import Block, Blocks, BlockSize, Images, parts_of, tile_shape
+from cupyconv.problem.geometry import ConvGeometry, box_within
 from cupyconv.problem.problems import ConvProblem
 
 #: Bytes of what a group copies for a block.
 COPIES_BLOCK = 4 * MEMORY_BLOCK
+#: Pixels whose windows are summed alone at a time, where sums are not finite.
+PIXELS_ALONE = 4096
 
 
 def reach(geometry: ConvGeometry, axis: int, outputs: int) -> int:
@@ -113,7 +115,32 @@ class ToeplitzLoop(ConvLoop):
 
     @property
     def workspace(self) -> int:
-        return self.part * (self._group_bytes + ceil(self.sums_bytes / max(1, self.geometry.groups)))
+        sums = ceil(self.sums_bytes / max(1, self.geometry.groups))
+        return self.part * (self._group_bytes + sums) + self._alone_bytes
+
+    @cached_property
+    def _alone(self) -> tuple[int, BlockSize]:
+        """Of how many groups, and of how much of a block, windows are summed alone at a time."""
+        samples, *size = self.block
+        samples = min(samples, max(1, PIXELS_ALONE // (prod(size) or 1)))
+        block = samples, *box_within(size, PIXELS_ALONE)
+        return min(self.together, max(1, PIXELS_ALONE // (prod(block) or 1))), block
+
+    @property
+    def _alone_bytes(self) -> int:
+        """Bytes of the tile that these windows lie in, where it is not a part of one that is counted."""
+        groups, block = self._alone
+        return prod(tile_shape(self.geometry, groups, block)) * self.x_dtype.itemsize if self.is_in_place else 0
+
+    @property
+    @abstractmethod
+    def together(self) -> int:
+        """Groups of which a block's tile is copied together, unless it is read in place."""
+
+    @property
+    @abstractmethod
+    def is_in_place(self) -> bool:
+        """Whether products read the image where it lies."""
 
     #: Bytes of what is copied and computed for the groups of a turn.
     groups_bytes: ClassVar[int]
@@ -141,8 +168,15 @@ class ToeplitzLoop(ConvLoop):
             sums = np.empty(block.sums_shape, self.sums_dtype)
         images, weight = run.images.some(block.groups), run.weight[block.groups]
         if not self.multiply(images, block, weight, sums):
-            scale_windows(self.geometry, images.tile(block), self.kernels(weight), sums)
+            self._sum_alone(run, block, self.kernels(weight), sums)
         return sums
+
+    def _sum_alone(self, run: ConvRun, block: Block, kernels: np.ndarray, sums: np.ndarray) -> None:
+        groups, size = self._alone
+        for own in parts_of(len(sums), groups):
+            images = run.images.some(slice(block.groups.start + own.start, block.groups.start + own.stop))
+            for at, part in block.parts(size):
+                scale_windows(self.geometry, images.tile(part), kernels[own], sums[(own, slice(None), *at)])
 
 
 def sum_is_finite(sums: np.ndarray) -> bool:

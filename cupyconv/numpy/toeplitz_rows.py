@@ -192,6 +192,10 @@ class ToeplitzRows(ToeplitzLoop):
         return even_part(self.geometry.groups, self._room // self._products_bytes)
 
     @property
+    def together(self) -> int:
+        return self.several
+
+    @property
     def _room(self) -> int:
         return min(ROWS_BLOCK, self.problem.limit // (2 * self.problem.host.threads))
 

@@ -94,12 +94,17 @@ class ToeplitzRuns(ToeplitzLoop):
         if geometry.before[2] or geometry.after[2]:
             if geometry.padding_mode != "constant" or self.block[3] < LONG_ROW:
                 return False
-        return x.strides[4] == 1
+        is_matrix = x.strides[3] >= geometry.size[2] or geometry.size[1] == 1  # no rows that overlap, or go backwards
+        return is_matrix and x.strides[4] == 1
 
     @cached_property
     def outputs(self) -> int:
         """Neighbouring outputs that a product computes."""
         return min(LENGTH, self.geometry.out_size[2])
+
+    @property
+    def together(self) -> int:
+        return self.part
 
     @property
     def _calls(self) -> float:

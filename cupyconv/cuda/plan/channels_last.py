@@ -114,6 +114,6 @@ def moved_image(
         purpose="channels side by side" + prologue_words(prologue),
         bytes_moved=bytes_of(xs) + buffer.nbytes,
     )
-    lines = sum(x.nbytes // x.itemsize // WARP * cost.lines_of(x) for x in xs)
+    lines = sum(-(-x.nbytes // (x.itemsize * WARP)) * cost.lines_of(x) for x in xs)
     launch = replace(launch, arithmetic_seconds=cost.shared_memory_seconds(lines, gpu))
     return MovedImage(image, launch, buffer)

@@ -22,7 +22,7 @@ from math import ceil, prod
 from typing import Any, NamedTuple
 
 from cupyconv.cuda.plan import cost
-from cupyconv.cuda.plan.draft import Draft, in_rounds, in_sequence
+from cupyconv.cuda.plan.draft import Draft, in_rounds, in_sequence, within
 from cupyconv.cuda.plan.launches import (
     GRID_X,
     GRID_Y,
@@ -383,13 +383,20 @@ def _tilings(problem: Shared, kind: type[Tiling]) -> Iterator[_Found]:
 def _in_shares(problem: Shared, first: Tiling) -> Draft:
     """Shares of a problem one after the other, tiled as the first of them is."""
     geometry, groups, outputs = problem.geometry, first.problem.geometry.groups, first.problem.geometry.group_outputs
-    drafts = [
-        replace(first, problem=share_problem(problem, own_groups, own_outputs)[0]).draft()
-        for own_groups in ranges_of(geometry.groups, groups)
-        for own_outputs in ranges_of(geometry.group_outputs, outputs)
-    ]
-    reason = f"{len(drafts)} shares of {groups * outputs} outputs; {drafts[0].reason}"
-    return in_sequence("fft", drafts, reason)
+
+    def of_all(room: int) -> Draft:
+        drafts = []
+        for own_groups in ranges_of(geometry.groups, groups):
+            for own_outputs in ranges_of(geometry.group_outputs, outputs):
+                share, _ = share_problem(problem, own_groups, own_outputs)
+                tiling = replace(first, problem=replace(share, workspace_limit=room))
+                if not tiling.most_units:
+                    raise no_room(problem.limit)
+                drafts.append(tiling.draft())
+        reason = f"{len(drafts)} shares of {groups * outputs} outputs; {drafts[0].reason}"
+        return in_sequence("fft", drafts, reason)
+
+    return within(problem.limit, of_all)
 
 
 def _refuse_at_once(problem: Shared) -> None:
