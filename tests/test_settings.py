@@ -15,6 +15,7 @@ import pytest
 import cupyconv
 from cupyconv.call.options import Settings, current_settings
 from cupyconv.numpy.transposed import FiniteWeight
+from cupyconv.numpy.weight_exchanged import ExchangedLoops
 from cupyconv.problem.problems import METHODS
 
 DEFAULTS = Settings()
@@ -177,9 +178,9 @@ def test_threads_are_as_many_as_the_limit_has_room_for(function, shapes, setting
         many = cupyconv.explain(function, *arguments, **settings, **named)
     assert many.method == one.method and many.workspace_bytes <= 500_000
     (step, *_) = many.steps
-    if isinstance(step, FiniteWeight):
-        (gathered, *_) = step.loops
-        step = getattr(gathered, "convolution", gathered)
+    if isinstance(step, (FiniteWeight, ExchangedLoops)):
+        (loop, *_) = step.loops
+        step = getattr(loop, "convolution", loop)
     assert 1 <= step.threads < 10**6
 
 

@@ -10,7 +10,17 @@ from tolerance import assert_exact
 
 import cupyconv
 from cupyconv.call.operation import forget_calls
-from cupyconv.numpy import convolution, depthwise, direct, gemm, long_rows, mec, weight_gradient, windows
+from cupyconv.numpy import (
+    convolution,
+    depthwise,
+    direct,
+    gemm,
+    long_rows,
+    mec,
+    weight_channels,
+    weight_gradient,
+    windows,
+)
 
 #: Channels of the inputs, outputs, spatial size, kernel, settings.
 LAYERS = {
@@ -41,7 +51,8 @@ def small_cache(request, monkeypatch):
         monkeypatch.setattr(module, "MEMORY_BLOCK", request.param)
     monkeypatch.setattr(long_rows, "PART", request.param)
     # Taps share columns however short the products: there is no other way.
-    for way in (gemm.Columns, direct.TapByTap, weight_gradient.GradientColumns, weight_gradient.GradientTaps):
+    others = (weight_gradient.GradientColumns, weight_gradient.GradientTaps, weight_channels.GradientChannels)
+    for way in (gemm.Columns, direct.TapByTap, depthwise.ScaledPixels, *others):
         monkeypatch.setattr(way, "applies", lambda problem: False)
     forget_calls()
     yield
