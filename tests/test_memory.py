@@ -265,3 +265,11 @@ def test_numpy_takes_what_explain_says_of_any_call(name, small_buffers, random, 
         peak = peak_bytes(lambda: function(**case))
     assert peak <= new + plan.workspace_bytes + PYTHON_OBJECTS, (peak - new, str(plan))
     assert first <= new + plan.workspace_bytes + stays + PLANNING, (first - new, stays, str(plan))
+
+
+def test_a_lone_product_has_room_for_what_its_border_is_gathered_with():
+    x, weight = np.ones((1, 1, 1, 300), np.float32), np.ones((1, 1, 3, 2), np.float32)
+    settings = dict(padding=((1, 5), (0, 130)), padding_mode="edge", dilation=(2, 1), method="gemm")
+    with cupyconv.options(workspace_limit=60_000, threads=2):
+        plan = cupyconv.explain(cupyconv.conv, x, weight, np.ones(1, np.float32), **settings)
+    assert plan.workspace_bytes <= 60_000

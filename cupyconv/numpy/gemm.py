@@ -80,7 +80,7 @@ class Product(ConvLoop):
             return super().fitted(problem, fixed, limit)
         lone = replace(problem, machine=replace(problem.host, threads=1))
         whole = cls(lone, (problem.geometry.batch, *problem.geometry.out_size), problem.host.threads)
-        has_room = fixed + whole.workspace <= limit
+        has_room = fixed + whole.workspace + whole.index_bytes <= limit
         if has_room and problem.host.threads > 1 and not problem.host.most:  # BLAS divides it
             return whole
         try:
