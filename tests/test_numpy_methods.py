@@ -105,9 +105,8 @@ def test_the_last_way_of_a_method_applies_to_all_that_the_others_leave(name):
     from cupyconv.numpy import depthwise, direct, gemm
     from cupyconv.numpy.toeplitz_rows import ToeplitzRows
 
-    ways = {"gemm": (*gemm.WAYS, ToeplitzRows), "direct": (*direct.WAYS, depthwise.ScaledRuns, depthwise.ScaledTaps)}[
-        name
-    ]
+    scaled = depthwise.ScaledPixels, depthwise.ScaledRuns, depthwise.ScaledTaps
+    ways = {"gemm": (*gemm.WAYS, ToeplitzRows), "direct": (*direct.WAYS, *scaled)}[name]
     rng = np.random.default_rng(0)
     for groups, kernel, stride, dtype in [
         (1, 3, 1, "float32"), (1, 1, 1, "float32"), (4, 3, 1, "float32"), (4, 3, 2, "float32"), (4, 3, 2, "complex64"),
