@@ -19,12 +19,12 @@ from itertools import pairwise
 from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.conv import access_notes, choose, converted_conv, draft_conv
 from cupyconv.cuda.plan.conv_pair import draft_pair
-from cupyconv.cuda.plan.draft import Draft, in_rounds, in_sequence, relocated
+from cupyconv.cuda.plan.draft import Draft, in_rounds, in_sequence, relocated, within
 from cupyconv.cuda.plan.epilogue import Sums, as_line, epilogue_launch
 from cupyconv.problem.arrays import ITEMSIZE, Operand, real_part
 from cupyconv.problem.geometry import even_part
 from cupyconv.problem.machine import GpuModel
-from cupyconv.problem.plan import Address, Buffer, Conversion, KernelLaunch, Plan
+from cupyconv.problem.plan import Address, Buffer, Conversion, KernelLaunch, Plan, Step
 from cupyconv.problem.problems import ChainProblem, ConvProblem, NotApplicable, without_empty_inputs
 
 Layers = tuple[ConvProblem, ...]
@@ -173,28 +173,33 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
     sizes = _slot_bytes(most_samples, stored)
     # The last chunk too, which may have fewer samples, finds memory for the most.
     left = max(0, limit - sum(Buffer("", nbytes).space for nbytes in sizes))
+    whole, rest = divmod(batch, chunk)
 
-    def chunk_draft(first: int, count: int) -> Draft:
-        some = [replace(_samples(layer, first, count), workspace_limit=left) for layer in layers]
-        return in_sequence("", [draft_of(part, some) for part in parts], "")
+    def every_chunk(room: int) -> Draft:
+        """One that begins elsewhere may be done in another way, and need more of one buffer, and less of another."""
+        drafts: list[Draft] = []
+
+        def steps_of(first: int, count: int) -> Sequence[Step]:
+            some = [replace(_samples(layer, first, count), workspace_limit=room) for layer in layers]
+            drafts.append(in_sequence("", [draft_of(part, some) for part in parts], ""))
+            return drafts[-1].steps
+
+        steps = in_rounds(whole, lambda i: steps_of(i * chunk, chunk))
+        steps += steps_of(whole * chunk, rest) if rest else ()
+        return replace(in_sequence("", drafts, ""), steps=tuple(steps))
 
     def draft_of(part: _Part, some: Sequence[ConvProblem]) -> Draft:
         if not stored:
             return part.draft
         return draft_pair(some[part.first], some[part.last]) if part.count == 2 else _draft_layer(some[part.first])
 
-    whole, rest = divmod(batch, chunk)
-    chunks = [chunk_draft(0, chunk), *([chunk_draft(whole * chunk, rest)] if rest else ())]
-    steps = in_rounds(whole, lambda i: chunk_draft(i * chunk, chunk).steps) + [s for d in chunks[1:] for s in d.steps]
+    joined = within(left, every_chunk)
     # Two images are alive at a time: every other one lies where the one before the last did.
     places = {f"layer[{i}]": Address(f"layer[{stored[j % 2]}]") for j, i in enumerate(stored)}
     some = [_samples(layer, 0, chunk) for layer in layers]
     drafts = [draft_of(part, [replace(layer, workspace_limit=left) for layer in some]) for part in parts]
-    joined = max(chunks, key=lambda draft: sum(buffer.space for buffer in draft.workspace))
-    forms = {buffer.name: buffer for draft in chunks for buffer in draft.workspace if buffer.of}
     cut = f", {-(-batch // chunk)} chunks of {chunk} samples" if chunk < batch else ""
-    notes = tuple(dict.fromkeys(note for draft in chunks for note in draft.notes))
-    notes += tuple(f"layer[{i}] lies where layer[{stored[j]}] did" for j, i in enumerate(stored[2:]))
+    notes = joined.notes + tuple(f"layer[{i}] lies where layer[{stored[j]}] did" for j, i in enumerate(stored[2:]))
     for part in parts:
         if part.count == 2:
             nbytes = layers[part.first].out.nbytes
@@ -209,12 +214,8 @@ def _joined(layers: Layers, parts: Sequence[_Part], limit: int) -> Draft:
     return replace(
         joined,
         method="fused" if any(part.count == 2 for part in parts) else "unfused",
-        steps=relocated(tuple(steps), places),
-        workspace=(
-            *(Buffer(f"layer[{i}]", nbytes) for i, nbytes in zip(stored, sizes)),
-            *(b for b in joined.workspace if not b.of),
-            *forms.values(),
-        ),
+        steps=relocated(joined.steps, places),
+        workspace=(*(Buffer(f"layer[{i}]", nbytes) for i, nbytes in zip(stored, sizes)), *joined.workspace),
         reason=f"layers {words}{cut}",
         notes=notes,
     )

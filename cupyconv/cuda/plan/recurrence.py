@@ -170,16 +170,18 @@ class _Layer:
         workspace = self._state_buffers(tiles_that_wait=prod(self._tiles(tile)[1:]) if persistent else 0)
         count, project = self._projections(sum(buffer.space for buffer in workspace))
 
+        projections: list[Draft] = []
+
         def steps_of(chunk: _Chunk) -> list[Step]:
             launches = self._launches(method, tile, grid, chunk, count)
+            projections.append(project(chunk))
             loop = [LaunchLoop(launches, max(chunk.count, 1), "step", chunk.first)]
-            return [*project(chunk).steps, *((counters_from_zero(workspace[-1]), *launches) if persistent else loop)]
+            return [*projections[-1].steps, *((counters_from_zero(workspace[-1]), *launches) if persistent else loop)]
 
         whole, rest = divmod(self.geometry.steps, max(1, count))
         steps = in_rounds(whole, lambda i: steps_of(_Chunk(i * count, count)))
         if rest or not whole:
             steps += steps_of(_Chunk(whole * count, rest))
-        projections = [project(chunk) for chunk in self._ends(count)]
         shared = max((buffer.nbytes for draft in projections for buffer in draft.workspace), default=0)
         workspace += _buffer("gates", self._gates_bytes(count)) + _buffer("workspace", shared)
         words += f", in {whole + bool(rest):,} chunks of {count} steps" * (whole + bool(rest) > 1)
