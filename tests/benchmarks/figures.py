@@ -2,6 +2,7 @@
 
 python -m cupyconv bench --json tests/benchmarks/results/numpy.json
 python -m cupyconv bench --groups "filters,large kernels" --peers scipy,opencv --methods fft --json tests/benchmarks/results/filters.json
+python -m cupyconv bench --groups "input gradients,weight gradients" --peers torch --methods winograd --json tests/benchmarks/results/gradients.json
 python -m cupyconv bench --gpu --json tests/benchmarks/results/gpu-NAME.json
 python -m tests.benchmarks.networks
 python -m tests.gpu_report --out DIR, whose gpu-report.json becomes tests/benchmarks/results/gpu-report-NAME.json
@@ -127,9 +128,9 @@ def numpy_page() -> str:
     return "\n".join(sections)
 
 
-def filters_page() -> str:
-    """What docs/speed/filters.md shows: means and losses, and every case."""
-    record = read_record(RESULTS / "filters.json")
+def page_of(name: str) -> str:
+    """What the page of a record shows: means and losses, and every case."""
+    record = read_record(RESULTS / f"{name}.json")
     return f"{groups(record)}\n{losses(record)} {source(record)}\n\n## Every case\n\n{every_case(record)}"
 
 
@@ -187,7 +188,8 @@ def networks() -> dict[str, Any]:
 WRITTEN = {
     "README.md": (FIGURES_BEGIN, FIGURES_END, figures),
     "docs/speed/numpy.md": (FIGURES_BEGIN, FIGURES_END, numpy_page),
-    "docs/speed/filters.md": (FIGURES_BEGIN, FIGURES_END, filters_page),
+    "docs/speed/gradients.md": (FIGURES_BEGIN, FIGURES_END, lambda: page_of("gradients")),
+    "docs/speed/filters.md": (FIGURES_BEGIN, FIGURES_END, lambda: page_of("filters")),
     "docs/how-it-works/numpy.md": (
         FIGURES_BEGIN,
         FIGURES_END,
