@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
+from runs_seen import runs_seen
 
 import cupyconv
-from cupyconv.call.operation import forget_calls
 from cupyconv.numpy.lone_product import LoneProduct
 from cupyconv.problem.kept import BUDGET, spent
 
@@ -19,17 +19,11 @@ from cupyconv.problem.kept import BUDGET, spent
 @pytest.fixture
 def runs(monkeypatch):
     """The products that ran, beside whether their columns were runs with gaps."""
-    seen: list[bool] = []
-    run = LoneProduct.run
 
-    def counted(self: LoneProduct, arrays: Any) -> None:
-        seen.append(self._length > np.prod((self._geometry.batch, *self._geometry.out_size)))
-        run(self, arrays)
+    def has_gaps(product: LoneProduct) -> bool:
+        return product._length > np.prod((product._geometry.batch, *product._geometry.out_size))
 
-    monkeypatch.setattr(LoneProduct, "run", counted)
-    forget_calls()
-    yield seen
-    forget_calls()
+    yield from runs_seen(monkeypatch, LoneProduct, has_gaps)
 
 
 def integers(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> np.ndarray:

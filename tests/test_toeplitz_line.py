@@ -12,26 +12,20 @@ import numpy as np
 import pytest
 import reference
 from peak_memory import peak_bytes
+from runs_seen import runs_seen
 
 import cupyconv
-from cupyconv.call.operation import forget_calls
 from cupyconv.numpy.toeplitz_line import LineRun
 
 
 @pytest.fixture
 def lines(monkeypatch):
     """For each line that ran the sets of windows that were multiplied."""
-    seen: list[int] = []
-    run = LineRun.run
 
-    def counted(self: LineRun, arrays: Any) -> None:
-        seen.append(sum(len(part.products) for part in map(self._loop.part_of_line, self._numbers)))
-        run(self, arrays)
+    def products(line: LineRun) -> int:
+        return sum(len(part.products) for part in map(line._loop.part_of_line, line._numbers))
 
-    monkeypatch.setattr(LineRun, "run", counted)
-    forget_calls()
-    yield seen
-    forget_calls()
+    yield from runs_seen(monkeypatch, LineRun, products)
 
 
 def integers(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> np.ndarray:

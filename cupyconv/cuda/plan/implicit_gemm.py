@@ -48,7 +48,7 @@ from cupyconv.cuda.plan.packed_weight import (
     Phase,
     Phases,
     Reduction,
-    group_runs,
+    runs_are_chunks,
     weight_in_slabs,
     weight_parts,
 )
@@ -392,6 +392,6 @@ def _gather(problem: ConvProblem, chunked: bool) -> tuple[str, tuple[str, ...]]:
             return "ALONG_PIXELS", (
                 f"{x.name}: channels-last, but not every pixel is {VECTOR_BYTES}-byte aligned: gathered by elements",
             )
-    if any(first % chunk or count % chunk for runs in group_runs(problem.geometry) for first, count in runs):
+    if not runs_are_chunks(problem.geometry, chunk):
         return "ALONG_PIXELS", (f"channels of an input or a group are no multiple of {chunk}: gathered by elements",)
     return "ALONG_CHANNELS", ()

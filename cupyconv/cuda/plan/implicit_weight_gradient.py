@@ -33,7 +33,7 @@ from cupyconv.cuda.plan.launches import (
     windows_params,
 )
 from cupyconv.cuda.plan.occupancy import BUSY_THREADS
-from cupyconv.cuda.plan.packed_weight import SLAB_BYTES, group_runs
+from cupyconv.cuda.plan.packed_weight import SLAB_BYTES, runs_are_chunks
 from cupyconv.problem.arrays import ITEMSIZE, Operand, accumulator, collapsed_stride
 from cupyconv.problem.geometry import ConvGeometry
 from cupyconv.problem.plan import MAX_SOURCES, Address, Buffer, KernelLaunch, Step
@@ -79,8 +79,7 @@ def _in_chunks(problem: WeightGradientProblem) -> tuple[WeightGradientProblem, l
     geometry, chunk, moves = problem.geometry, VECTOR_BYTES // ITEMSIZE[problem.out.dtype], []
     if geometry.groups > 1 and (geometry.group_channels % chunk or geometry.group_outputs % chunk):
         raise NotApplicable(f"channels or outputs of a group are no multiple of {chunk}")
-    runs = (number for runs in group_runs(geometry) for run in runs for number in run)
-    if problem.prologue or any(number % chunk for number in runs) or not all(map(_is_copied, problem.xs)):
+    if problem.prologue or not runs_are_chunks(geometry, chunk) or not all(map(_is_copied, problem.xs)):
         moves.append(moved_image("moved_x", problem.xs, problem.limit, problem.gpu, problem.prologue))
         x = moves[-1].with_zeros
         geometry = replace(geometry, channels=x.shape[1:2])

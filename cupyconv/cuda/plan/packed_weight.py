@@ -104,6 +104,11 @@ def group_runs(geometry: ConvGeometry) -> Iterable[list[tuple[int, int]]]:
         yield [span for span in spans if span[1] > 0]
 
 
+def runs_are_chunks(geometry: ConvGeometry, chunk: int) -> bool:
+    """Whether every run is whole chunks: then each begins with one, behind those that other groups read of its input."""
+    return not any(count % chunk for runs in group_runs(geometry) for _, count in runs)
+
+
 def weight_parts(arithmetic: str, tile_m: int) -> int:
     """Numbers for each element of the packed weight: SPLIT_WEIGHT_PARTS of kernels/warp_tile.cuh."""
     return 2 if arithmetic == "TF32X3" and tile_m > 64 else 1
@@ -149,7 +154,7 @@ def _lies_in_slabs(weight: Operand, geometry: ConvGeometry, cut: Reduction) -> b
         and weight.alignment >= VECTOR_BYTES
         and weight.strides[0] * weight.itemsize % VECTOR_BYTES == 0
         and abs(weight.strides[0]) <= INT32 // 128  # from a thread's one row to its other it is an int32
-        and all(count % cut.slab == 0 for runs in group_runs(geometry) for _, count in runs)
+        and runs_are_chunks(geometry, cut.slab)
     )
 
 
