@@ -3,6 +3,7 @@
 python -m cupyconv bench --json tests/benchmarks/results/numpy.json
 python -m cupyconv bench --groups "filters,large kernels" --peers scipy,opencv --methods fft --json tests/benchmarks/results/filters.json
 python -m cupyconv bench --groups "input gradients,weight gradients" --peers torch --methods winograd --json tests/benchmarks/results/gradients.json
+python -m cupyconv bench --json tests/benchmarks/results/elsewhere-NAME.json    (on another processor)
 python -m cupyconv bench --gpu --json tests/benchmarks/results/gpu-NAME.json
 python -m tests.benchmarks.networks
 python -m tests.gpu_report --out DIR, whose gpu-report.json becomes tests/benchmarks/results/gpu-report-NAME.json
@@ -148,14 +149,19 @@ def transforms_table(record: dict[str, Any]) -> str:
     return _table(["channels -> outputs", "transforms of SciPy", "ours", "times fewer", "times faster"], lines)
 
 
-def gpu_page(results: Path) -> str:
-    """What docs/speed/gpu.md shows: a section for each GPU that was measured."""
-    records = [read_record(path) for path in sorted(results.glob("gpu-*.json")) if "report" not in path.name]
+def machines(results: Path, kind: str) -> str:
+    """A section for each machine that a record of this kind, ``KIND-NAME.json``, is of."""
+    records = [read_record(path) for path in sorted(results.glob(f"{kind}-*.json")) if "report" not in path.name]
     sections = (
         f"## {record['environment']['machine']}\n\n{groups(record)}\n{losses(record)} {source(record)}\n\n{every_case(record)}"
         for record in records
     )
-    return "\n".join(sections) or NO_GPU
+    return "\n".join(sections)
+
+
+def gpu_page(results: Path) -> str:
+    """What docs/speed/gpu.md shows: each GPU that was measured."""
+    return machines(results, "gpu") or NO_GPU
 
 
 def networks_table(record: dict[str, Any]) -> str:
@@ -195,6 +201,7 @@ WRITTEN = {
         FIGURES_END,
         lambda: transforms_table(read_record(RESULTS / "filters.json")),
     ),
+    "docs/speed/elsewhere.md": (FIGURES_BEGIN, FIGURES_END, lambda: machines(RESULTS, "elsewhere")),
     "docs/speed/gpu.md": (FIGURES_BEGIN, FIGURES_END, lambda: gpu_page(RESULTS)),
     "docs/how-to/onnx.md": (FIGURES_BEGIN, FIGURES_END, lambda: networks_table(networks())),
     "docs/how-to/skip-connections.md": (FIGURES_BEGIN, FIGURES_END, lambda: block_table(networks())),
