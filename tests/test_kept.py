@@ -140,11 +140,20 @@ def test_what_a_call_within_keeps_by_the_same_key_is_counted_once():
 def test_what_was_not_used_for_longest_goes_first_whichever_cache_it_is_in(monkeypatch):
     monkeypatch.setattr(kept, "BUDGET", 3000)
     one, other = kept.Cache(10), kept.Cache(10)
-    one.keep("first", bytes(1000))
-    other.keep("second", bytes(1000))
-    other.keep("third", bytes(1000))
-    assert one.get("first") is None and other.get("second") and other.get("third")
+    one.keep("oldest", bytes(1000))
+    other.keep("older", bytes(1000))
+    other.keep("latest", bytes(1000))
+    assert one.get("oldest") is None and other.get("older") and other.get("latest")
     assert kept.spent() <= 3000
+
+
+def test_as_much_as_the_budget_may_be_reserved_and_no_more():
+    cache = kept.Cache(10)
+    cache.keep("key", bytes(1000))
+    assert kept.reserve(kept.BUDGET - 1) and cache.get("key") is None
+    assert kept.reserve(1) and not kept.reserve(1) and kept.spent() == kept.BUDGET
+    kept.release(kept.BUDGET)
+    assert kept.spent() == 0
 
 
 def test_as_much_as_is_large_is_kept_and_no_more(monkeypatch):
