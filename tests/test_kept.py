@@ -172,6 +172,35 @@ def test_a_full_cache_of_many_lets_go_of_an_eighth_more():
     assert [key for key in range(17) if cache.get(key) is None] == [0, 1, 2]
 
 
+def test_forms_are_made_once_each_and_so_many_at_the_most():
+    forms, made = kept.Forms(), count()
+    keys = list(range(kept.MOST_FORMS))
+    for _ in range(2):
+        assert [forms.keep(key, lambda: next(made)) for key in keys] == [forms.get(key) for key in keys] == keys
+    assert forms.keep("one more", lambda: next(made)) is forms.get("one more") is None
+    assert next(made) == len(keys)
+
+
+def test_forms_live_as_long_as_the_view_that_they_are_of():
+    array = np.ones(3)
+    view, before = kept.keeping_forms(array), len(kept._forms)
+    assert kept.forms_of(view) and not kept.forms_of(array) and not kept.forms_of(view[:])
+    np.testing.assert_array_equal(view, array)
+    del view
+    gc.collect()
+    assert len(kept._forms) == before - 1
+
+
+def test_what_waits_for_clearing_comes_after_all_that_gives_back(monkeypatch):
+    called: list[str] = []
+    for name in ("_clearers", "_after_clearing"):
+        monkeypatch.setattr(kept, name, [])
+    kept.after_clearing(lambda: called.append("after"))
+    kept.on_clear(lambda: called.append("gives back"))
+    cupyconv.clear_caches()
+    assert called == ["gives back", "after"]
+
+
 def test_clear_caches_gives_everything_back():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((8, 64, 30, 30)).astype(np.float32)
