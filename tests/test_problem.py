@@ -23,6 +23,7 @@ from test_any_call import FITTING
 import cupyconv
 from cupyconv.call.explain import checked_call
 from cupyconv.call.operation import _OPERATIONS
+from cupyconv.ops.conv_pullback import EPILOGUE_GRADIENT, PROLOGUE_GRADIENT
 from cupyconv.problem import activations
 from cupyconv.problem.activations import IDENTITY, RECURRENT_ONLY, TABLE, resolve_activation
 from cupyconv.problem.arrays import (
@@ -539,6 +540,17 @@ def test_operations_and_the_least_bytes(name, on):
     (function, *arguments, settings), flops, elements = FIGURES[name]
     plan = cupyconv.explain(function, *arguments, **settings, on=on)
     assert (plan.flops, plan.minimal_bytes) == (flops, 4 * elements)
+
+
+@pytest.mark.parametrize("on", [None, "sm_90"])
+def test_operations_and_the_least_bytes_of_passes_over_gradients(on):
+    grad, scale = zeros(2, 3, 5), zeros(3)
+    usual = {"grad": grad, "spatial": 1, "activation": None}
+    through = {"x": grad, "scale": scale, "shift": None, "sums": None, "through": True}
+    back = PROLOGUE_GRADIENT.checked(usual | through, on).plan()
+    assert (back.flops, back.minimal_bytes) == (4 * 30, 4 * (3 * 30 + 3 + 6))  # with the sums of scale and shift
+    sums = EPILOGUE_GRADIENT.checked(usual | {"saved": None, "through": False, "sums": True}, on).plan()
+    assert (sums.flops, sums.minimal_bytes) == (30, 4 * (30 + 3))
 
 
 # --- what is refused ------------------------------------------------------------------------------------------
