@@ -568,6 +568,12 @@ def test_a_kernel_for_each_channel_without_its_axis(shape):
     assert_refused(numpy_arrays(), ValueError, words, cupyconv.conv, np.ones(shape), np.ones((3, 5, 5)), groups=3)
 
 
+@pytest.mark.parametrize("shape", [(3, 9, 9, 9), (2, 3, 9, 9, 9)], ids=str)
+def test_a_volume_for_each_channel_without_its_axis(shape):
+    words = [r"a kernel for each of 3 channels is weight\[:, None\], of shape \(3, 1, 5, 5, 5\)"]
+    assert_refused(numpy_arrays(), ValueError, words, cupyconv.conv, np.ones(shape), np.ones((3, 5, 5, 5)), groups=3)
+
+
 @pytest.mark.parametrize(
     "shape, hint", [((1, 64, 64), r"axis N of samples is missing: array\[None\]"), ((64, 64), r"array\[None, None\]")]
 )

@@ -140,11 +140,20 @@ def test_what_a_call_within_keeps_by_the_same_key_is_counted_once():
 def test_what_was_not_used_for_longest_goes_first_whichever_cache_it_is_in(monkeypatch):
     monkeypatch.setattr(kept, "BUDGET", 3000)
     one, other = kept.Cache(10), kept.Cache(10)
-    one.keep("first", bytes(1000))
-    other.keep("second", bytes(1000))
-    other.keep("third", bytes(1000))
-    assert one.get("first") is None and other.get("second") and other.get("third")
+    one.keep("oldest", bytes(1000))
+    other.keep("older", bytes(1000))
+    other.keep("latest", bytes(1000))
+    assert one.get("oldest") is None and other.get("older") and other.get("latest")
     assert kept.spent() <= 3000
+
+
+def test_as_much_as_the_budget_may_be_reserved_and_no_more():
+    cache = kept.Cache(10)
+    cache.keep("key", bytes(1000))
+    assert kept.reserve(kept.BUDGET - 1) and cache.get("key") is None
+    assert kept.reserve(1) and not kept.reserve(1) and kept.spent() == kept.BUDGET
+    kept.release(kept.BUDGET)
+    assert kept.spent() == 0
 
 
 def test_as_much_as_is_large_is_kept_and_no_more(monkeypatch):
@@ -161,6 +170,35 @@ def test_a_full_cache_of_many_lets_go_of_an_eighth_more():
     for key in range(17):
         cache.keep(key, key)
     assert [key for key in range(17) if cache.get(key) is None] == [0, 1, 2]
+
+
+def test_forms_are_made_once_each_and_so_many_at_the_most():
+    forms, made = kept.Forms(), count()
+    keys = list(range(kept.MOST_FORMS))
+    for _ in range(2):
+        assert [forms.keep(key, lambda: next(made)) for key in keys] == [forms.get(key) for key in keys] == keys
+    assert forms.keep("one more", lambda: next(made)) is forms.get("one more") is None
+    assert next(made) == len(keys)
+
+
+def test_forms_live_as_long_as_the_view_that_they_are_of():
+    array = np.ones(3)
+    view, before = kept.keeping_forms(array), len(kept._forms)
+    assert kept.forms_of(view) and not kept.forms_of(array) and not kept.forms_of(view[:])
+    np.testing.assert_array_equal(view, array)
+    del view
+    gc.collect()
+    assert len(kept._forms) == before - 1
+
+
+def test_what_waits_for_clearing_comes_after_all_that_gives_back(monkeypatch):
+    called: list[str] = []
+    for name in ("_clearers", "_after_clearing"):
+        monkeypatch.setattr(kept, name, [])
+    kept.after_clearing(lambda: called.append("after"))
+    kept.on_clear(lambda: called.append("gives back"))
+    cupyconv.clear_caches()
+    assert called == ["gives back", "after"]
 
 
 def test_clear_caches_gives_everything_back():

@@ -6,6 +6,7 @@ What kernels are given is worked out here, in integers; most of it is otherwise 
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise, product
 from random import Random
 from types import SimpleNamespace
@@ -15,20 +16,49 @@ import numpy as np
 import pytest
 import reference
 import reference_gradients
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from test_any_call import FITTING
 
 import cupyconv
 from cupyconv.call.explain import checked_call
 from cupyconv.call.operation import _OPERATIONS
+from cupyconv.ops.conv_pullback import EPILOGUE_GRADIENT, PROLOGUE_GRADIENT
+from cupyconv.problem import activations
 from cupyconv.problem.activations import IDENTITY, RECURRENT_ONLY, TABLE, resolve_activation
-from cupyconv.problem.arrays import Operand, c_strides, collapsed_stride, is_channels_last, operand, overlaps_itself
-from cupyconv.problem.geometry import ConvGeometry
+from cupyconv.problem.arrays import (
+    COUNT_ITEMSIZE,
+    ITEMSIZE,
+    Operand,
+    c_strides,
+    collapsed_stride,
+    dtype_from_name,
+    is_channels_last,
+    operand,
+    overlaps_itself,
+)
+from cupyconv.problem.geometry import (
+    Windows,
+    box_within,
+    conv_geometry,
+    even_part,
+    pointwise_geometry,
+    ranges_of,
+    tap_boxes,
+)
 from cupyconv.problem.machine import KNOWN_GPUS, nearest_gpu
-from cupyconv.problem.plan import Kernel, KernelLaunch, LaunchLoop, Rounds, _listed
-from cupyconv.problem.polyphase import exchanged_shape, exchanged_view, phase_problems, results_apart
-from cupyconv.problem.problems import NotApplicable, Problem
+from cupyconv.problem.plan import Kernel, KernelLaunch, LaunchLoop, Rounds, Transform, _listed, every_step
+from cupyconv.problem.polyphase import (
+    MOST_PHASES,
+    axis_phases,
+    exchanged_shape,
+    exchanged_view,
+    joint_phase,
+    phase_problems,
+    phases_of,
+    results_apart,
+)
+from cupyconv.problem.problems import NotApplicable, Problem, Prologue, without_empty_inputs
 from cupyconv.problem.recurrence import DIRECTIONS, RecurrentGeometry
 from cupyconv.problem.transforms import MOST_SHARES, share_problem, share_sizes
 
@@ -37,6 +67,10 @@ RANDOMS = st.randoms(use_true_random=False)
 
 def integers(random: Random, *shape: int) -> np.ndarray:
     return np.array([random.randint(-4, 4) for _ in range(math.prod(shape))], np.float64).reshape(shape)
+
+
+def zeros(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.float32)
 
 
 def some_view(random: Random) -> np.ndarray:
@@ -88,6 +122,22 @@ def check_layout(array: np.ndarray) -> None:
         assert is_channels_last(array.shape, array.strides, array.itemsize, channel) == (unit and not c_ordered)
 
 
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(-40, 40)), max_size=3), st.sampled_from((1, 2, 4, 8)))
+@example([(2, 7)], 8)
+@example([(2, 5), (2, -12)], 4)
+def test_a_view_overlaps_itself_where_two_of_its_elements_share_a_byte(axes, itemsize):
+    shape, strides = [extent for extent, _ in axes], [step for _, step in axes]
+    places = [sum(i * step for i, step in zip(index, strides)) for index in np.ndindex(*shape)]
+    some_bytes = [place + byte for place in places for byte in range(itemsize)]
+    assert overlaps_itself(shape, strides, itemsize) == (len(set(some_bytes)) < len(some_bytes))
+    assert not overlaps_itself([*shape, 0], [*strides, 1], itemsize)
+
+
+def test_elements_beyond_a_million_are_not_listed():
+    """These meet nowhere, which only a list of them shows."""
+    assert not overlaps_itself((2, 1000), (12, 8), 4) and overlaps_itself((2, 1 << 20), (12, 8), 4)
+
+
 @given(RANDOMS)
 def test_views_of_operands_are_those_of_numpy(random):
     array = np.zeros([random.randint(2, 4) for _ in range(5)], np.float32).transpose(0, *random.sample(range(1, 5), 4))
@@ -100,6 +150,8 @@ def test_views_of_operands_are_those_of_numpy(random):
     assert some.alignment == 16 or some.offset % (2 * some.alignment)
     assert some.strides == described.strides
     assert described.view((1, *array.shape[1:]), described.strides, 0).strides == (0, *described.strides[1:])
+    fresh = some.in_c_order("float64")
+    assert (fresh.alignment, fresh.strides, fresh.nbytes) == (16, c_strides(some.shape), 2 * some.nbytes)
 
 
 @pytest.mark.parametrize("byte", [0, 1, 2, 4, 8, 12, 16, 24, 32, 48])
@@ -108,6 +160,102 @@ def test_alignment_is_that_of_the_address(byte):
     assert described.alignment == (math.gcd(byte, 16) if byte else 16)
     assert operand("x", "float32", (2, 4), (18, 4), 16).alignment == 1
     assert operand("x", "float32", (1, 4), (18, 4), 16).alignment == 16
+
+
+def test_items_are_of_numpys_sizes():
+    sizes = ITEMSIZE | COUNT_ITEMSIZE
+    assert sizes == {name: dtype_from_name(name).itemsize for name in sizes}
+
+
+# --- windows --------------------------------------------------------------------------------------------------
+
+
+def some_windows(random: Random) -> Windows:
+    sizes: Any = [
+        tuple(random.randint(low, high) for _ in range(3)) for low, high in ((1, 7), (1, 4), (1, 3), (1, 3), (0, 3))
+    ]
+    size, kernel, stride, dilation, before = sizes
+    missing = [d * (k - 1) + 1 - n - b for n, k, d, b in zip(size, kernel, dilation, before)]
+    after: Any = tuple(max(0, need) + random.randint(0, 3) for need in missing)
+    return Windows(
+        batch=2, channels=(3,), size=size, kernel=kernel, stride=stride, before=before, after=after, dilation=dilation,
+        padding_mode="constant", rank=3,
+    )  # fmt: skip
+
+
+def reads(windows: Windows, axis: int) -> list[list[int]]:
+    """Of each pixel along an axis, the element that each of its taps reads."""
+    step, gap, before = windows.stride[axis], windows.dilation[axis], windows.before[axis]
+    taps = range(windows.kernel[axis])
+    return [[pixel * step + tap * gap - before for tap in taps] for pixel in range(windows.out_size[axis])]
+
+
+@given(RANDOMS)
+def test_some_taps_and_exchanged_pixels_read_the_same_elements(random):
+    windows = some_windows(random)
+    taps, pixels = (
+        [range(first := random.randrange(n), random.randint(first + 1, n)) for n in sizes]
+        for sizes in (windows.kernel, windows.out_size)
+    )
+    fewer, exchanged = windows.with_taps(taps), windows.exchanged(pixels)
+    for axis in range(3):
+        read = reads(windows, axis)
+        assert reads(fewer, axis) == [[row[tap] for tap in taps[axis]] for row in read]
+        assert reads(exchanged, axis) == [[read[p][tap] for p in pixels[axis]] for tap in range(windows.kernel[axis])]
+    first = windows.outermost
+    assert windows.kernel[:first] == (1,) * first and (windows.kernel[first] > 1 or (first, windows.taps) == (0, 1))
+    for some in (fewer, exchanged):
+        padded = tuple(map(sum, zip(some.size, some.before, some.after)))
+        assert some.reached == padded, "nothing is left after the last window"
+
+
+@given(st.integers(0, 300), st.integers(0, 300))
+def test_parts_are_as_few_as_fit_and_alike(extent, most):
+    part = even_part(extent, most)
+    parts = ranges_of(extent, part)
+    assert [i for some in parts for i in some] == list(range(extent)) and 1 <= part <= max(1, most)
+    assert len(parts) == math.ceil(extent / max(1, most))
+    assert part == 1 or len(ranges_of(extent, part - 1)) > len(parts)
+
+
+@given(st.tuples(*[st.integers(1, 5)] * 3), st.integers(0, 130))
+def test_boxes_are_runs_in_c_order_as_large_as_fit(size, most):
+    """Of a kernel's taps, or of pixels: all of them once, in boxes of no more than so many."""
+    found, inner = [], 1
+    for run, box in tap_boxes(size, most):
+        assert len(found) == run.start and run.stop - run.start <= max(1, most)
+        found += product(*box)
+        assert len(found) == run.stop
+    assert found == list(product(*map(range, size)))
+    for extent, part in zip(size[::-1], box_within(size, most)[::-1]):
+        parts = len(ranges_of(extent, part))
+        assert parts <= 1 or math.ceil(extent / (parts - 1)) * inner > most, "fewer would fit"
+        if part < extent:
+            break
+        inner *= extent
+
+
+@pytest.mark.parametrize("function", [cupyconv.conv, cupyconv.conv_transpose], ids=["conv", "conv_transpose"])
+@pytest.mark.parametrize("name", ["stride", "dilation", "padding"])
+def test_steps_are_within_the_kernels_integers(function, name):
+    x, weight, most = np.ones((1, 1, 5)), np.ones((1, 1, 1)), 2**31 - 1
+    others = {"stride": most} if name == "padding" else {}  # or a transposed convolution is cut off whole
+    checked_call(function, x, weight, **others, **{name: most})
+    with pytest.raises(ValueError, match=rf"{name} must be at most {most}, given \({most + 1},"):
+        checked_call(function, x, weight, **others, **{name: most + 1})
+
+
+def test_a_convolution_in_words():
+    """All that is unusual, and no more."""
+    shapes, weight = {"x[0]": (2, 1, 10, 9), "x[1]": (2, 3, 10, 9)}, (6, 2, 3, 2)
+    window: Any = dict(stride=(2, 1), padding=((1, 0), (0, 2)), dilation=(1, 2), groups=2, padding_mode="reflect")
+    assert str(conv_geometry(shapes, weight, batched=True, **window)) == (
+        "conv 4 (merged from 1+3) -> 6 channels, kernel 3x2 on 2 x 10x9, stride (2, 1), dilation (1, 2),"
+        " padding ((1, 0), (0, 2)) reflect, groups 2"
+    )
+    plain = conv_geometry({"x": (2, 9)}, (3, 2, 4), batched=False, stride=1, padding=0, dilation=1, groups=1)
+    assert str(plain) == "conv 2 -> 3 channels, kernel 4 on 1 x 9"
+    assert str(pointwise_geometry({"xs": (3, 2)}, (4, 2))) == "conv 2 -> 4 channels, kernel 1 on 3 x 1"
 
 
 # --- the phases of a transposed convolution -------------------------------------------------------------------
@@ -180,6 +328,57 @@ def test_weights_whose_exchange_is_no_view():
     assert [(part.xs[0].offset, part.weight.offset) for part in parts] == [(0, 0), (25 * 8, 9 * 8)]
 
 
+@given(RANDOMS)
+def test_parts_of_results_compute_the_whole(random):
+    """Of groups that end anywhere in the results, in any of them, or that several of them share."""
+    groups, channels, outputs = random.randint(2, 4), random.randint(1, 3), random.randint(1, 2)
+    ends = random.sample(range(1, groups * channels), random.randint(1, min(3, groups * channels - 1)))
+    shapes = [(2, end - begin, 6) for begin, end in pairwise(sorted((0, *ends, groups * channels)))]
+    grad, weight = integers(random, 2, groups * outputs, 4), integers(random, groups * outputs, channels, 3)
+    problem: Any = checked_call(cupyconv.conv_grad_input, grad, weight, shapes, groups=groups).problem
+    memory = {out.name: np.full(out.shape, np.nan) for out in problem.outs}
+    memory |= {problem.xs[0].name: grad.reshape(-1), "weight": weight.reshape(-1)}
+    for part in results_apart(problem):
+        (image,), (out,), geometry = part.xs, part.outs, part.geometry
+        assert (geometry.in_channels, geometry.out_channels) == (out.shape[1], image.shape[1])
+        images, kernels = (seen(each, memory)[:, :, 0, 0] for each in (image, part.weight))
+        seen(out, memory)[:, :, 0, 0] = reference_gradients.conv_transpose(images, kernels, groups=geometry.groups)
+    found = np.concatenate([memory[out.name][:, :, 0, 0] for out in problem.outs], axis=1)
+    np.testing.assert_array_equal(found, reference_gradients.conv_transpose(grad, weight, groups=groups))
+
+
+@given(*[st.integers(low, high) for low, high in ((1, 14), (1, 6), (1, 4), (0, 6), (1, 3))])
+def test_phases_in_one_convolution_find_their_taps_in_its_windows(size, kernel, stride, before, dilation):
+    pixels = max(1, (size + 2 * before - dilation * (kernel - 1) - 1) // stride + 1)
+    phases = axis_phases(size, pixels, kernel, stride, before, dilation)
+    try:
+        joint, own = joint_phase(phases, pixels, stride)
+    except NotApplicable:
+        assert any(not phase.taps or phase.dilation > 1 for phase in phases)
+        return
+    assert len(own) == len(phases)
+    assert joint.count == joint.before + pixels + joint.after - (len(joint.taps) - 1) * joint.dilation
+    assert len(joint.taps) == max(len(phase.taps) for phase in phases), "no window is longer than it has to be"
+    for phase, moved in zip(phases, own):
+        later = moved.count - phase.count
+        assert later >= 0 and moved.first + later * stride == phase.first and moved.count <= joint.count
+        assert (moved.taps, moved.dilation) == (phase.taps, phase.dilation)
+        assert moved.before - later == phase.before, "an element's first tap is that of the same pixel"
+        assert 0 <= joint.before - moved.before <= len(joint.taps) - len(phase.taps)
+
+
+def test_as_many_phases_as_are_allowed():
+    def phases(*stride: int) -> int:
+        problem: Any = checked_call(
+            cupyconv.conv_transpose, zeros(1, 1, 2, 2), zeros(1, 1, 9, 9), stride=stride
+        ).problem
+        return len(phases_of(problem.geometry))
+
+    assert phases(8, 8) == MOST_PHASES
+    with pytest.raises(NotApplicable, match=r"stride \(1, 9, 8\) makes 72 phases, 64 are allowed"):
+        phases(9, 8)
+
+
 def test_phases_are_refused_where_padding_folds_them():
     x, weight = np.zeros((1, 2, 5, 5)), np.zeros((2, 2, 3, 3))
     folded: Any = checked_call(
@@ -205,31 +404,51 @@ def test_shares_are_halved_as_often_as_allowed(groups, outputs):
 
 @given(RANDOMS)
 def test_shares_together_are_the_whole(random):
+    """Of one input or several; with the bias that belongs to each share."""
     groups, each, outputs = random.randint(1, 4), random.randint(1, 3), random.randint(1, 4)
     x, weight = integers(random, 2, groups * each, 5), integers(random, groups * outputs, each, 3)
-    scale = np.ones(groups * each)
-    problem: Any = checked_call(
-        cupyconv.conv, x, weight, np.zeros(groups * outputs), groups=groups, prologue=(scale, None, None)
-    ).problem
-    expected = reference.conv(x, weight, groups=groups)
+    ends = sorted(random.sample(range(1, groups * each), random.randint(0, min(2, groups * each - 1))))
+    xs, bias = [part.copy() for part in np.split(x, ends, axis=1)], integers(random, groups * outputs)
+    scale, shift = integers(random, groups * each), integers(random, groups * each)
+    problem: Any = checked_call(cupyconv.conv, xs, weight, bias, groups=groups, prologue=(scale, shift, None)).problem
+    expected = reference.conv(x * scale[:, None] + shift[:, None], weight, bias, groups=groups)
     own = random.randint(1, groups)
     some = outputs if own > 1 else random.randint(1, outputs)
-    out = np.full(expected.shape, np.nan)
-    memory = {"x": x.reshape(-1), "weight": weight.reshape(-1)}
+    memory = {part.name: values.reshape(-1) for part, values in zip(problem.xs, xs)}
+    memory |= {"weight": weight.reshape(-1), "bias": bias, "scale": scale, "shift": shift}
+    memory["out"] = np.full(expected.size, np.nan)
     for first, start in product(range(0, groups, own), range(0, outputs, some)):
         taken, kept = range(first, min(first + own, groups)), range(start, min(start + some, outputs))
         share, cut = share_problem(problem, taken, kept)
         if len(taken) == groups and len(kept) == outputs:
             assert share is problem and not cut
-        geometry: ConvGeometry = share.geometry
-        images, kernels = seen(share.xs[0], memory), seen(share.weight, memory)
-        assert images.shape[1] == geometry.in_channels and kernels.shape[0] == geometry.out_channels
-        at = first * outputs + start
-        assert share.out.offset == at * expected.shape[2] * 8 and share.out.shape[1] == len(kernels)
-        assert share.bias.shape[-1] == len(kernels) or share.bias.shape[1] == len(kernels)
-        y = reference.conv(images[:, :, 0, 0], kernels[:, :, 0, 0], groups=geometry.groups)
-        out[:, at : at + len(kernels)] = y
-    np.testing.assert_array_equal(out, expected)
+        images, kernels = [seen(part, memory)[:, :, 0, 0] for part in share.xs], seen(share.weight, memory)
+        if cut:
+            extents = {part.name: part.shape[0 if part is share.weight else 1] for part in share.arrays if part}
+            assert {name: end - begin for name, begin, end in cut} == extents
+        assert share.geometry.channels == tuple(image.shape[1] for image in images)
+        assert share.geometry.out_channels == len(kernels)
+        scaled = np.concatenate(images, axis=1)[:, :, None, None] * seen(share.prologue.scale, memory)
+        y = reference.conv(
+            (scaled + seen(share.prologue.shift, memory))[:, :, 0, 0], kernels[:, :, 0, 0], groups=len(taken)
+        )
+        seen(share.out, memory)[...] = y[:, :, None, None] + seen(share.bias, memory)
+    np.testing.assert_array_equal(memory["out"].reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize("channels, kept", [((0, 3, 0, 2), (3, 2)), ((0, 0), (0,)), ((2, 1), (2, 1))], ids=str)
+def test_inputs_without_channels_are_left_out(channels, kept):
+    xs = [zeros(1, count, 4) for count in channels]
+    problem: Any = checked_call(cupyconv.conv, xs, zeros(5, sum(channels), 2)).problem
+    fewer = without_empty_inputs(problem)
+    assert fewer.geometry.channels == tuple(x.shape[1] for x in fewer.xs) == kept
+    assert fewer.xs[-1] == problem.xs[{(3, 2): 3, (0,): 0, (2, 1): 1}[kept]]
+
+
+@pytest.mark.parametrize("kernel, sizes", [((1, 9), {1}), ((2, 1), {1}), ((3, 2), {2})], ids=str)
+def test_axes_of_one_tap_are_not_transformed(kernel, sizes):
+    plan = cupyconv.explain(cupyconv.conv, zeros(2, 4, 40, 40), zeros(4, 4, *kernel), method="fft", on="sm_90")
+    assert {len(step.size) for step in every_step(plan.steps) if isinstance(step, Transform)} == sizes
 
 
 # --- names, and words -----------------------------------------------------------------------------------------
@@ -240,6 +459,15 @@ def test_codes_of_activations_are_their_places_in_the_kernel():
     codes = [code for table in (TABLE, RECURRENT_ONLY) for code, _ in table.values()]
     assert codes == list(range(1, len(codes) + 1))
     assert IDENTITY.code == 0 and not IDENTITY and resolve_activation("relu")
+
+
+def test_the_defaults_of_activations_are_those_of_the_table():
+    """The third column has them; clip's are required."""
+    assert activations.__doc__
+    for name, (_, defaults) in (TABLE | RECURRENT_ONLY).items():
+        (row,) = [line for line in activations.__doc__.splitlines() if line.startswith(f"{name} ")]
+        said = re.findall(r"\((\S+)\)", row[64:])
+        assert list(defaults) == ([None, None] if said == ["required"] else list(map(float, said)))
 
 
 @pytest.mark.parametrize("spec", [None, "relu", "relu6", ("clip", -1.5, 2.5), "tanh", "hardswish"], ids=str)
@@ -263,11 +491,69 @@ def test_pages_say_everything(name, random):
     assert first.strip() and all(line.strip() for line in lines)
 
 
+@pytest.mark.parametrize(
+    "parts, words",
+    [
+        ("scale", "scale * x"), ("shift", "x + shift"), ("scale shift", "scale * x + shift"), ("relu", "relu(x)"),
+        ("shift relu", "relu(x + shift)"), ("", "x"),
+    ],
+)  # fmt: skip
+def test_a_prologue_in_words(parts, words):
+    vectors = {
+        name: Operand(name, "float32", (1, 2, 1, 1, 1), (0, 1, 0, 0, 0)) for name in ("scale", "shift") if name in parts
+    }
+    prologue = Prologue(**vectors, activation=resolve_activation("relu" if "relu" in parts else None))
+    assert str(prologue) == words and bool(prologue) == bool(parts) and prologue.vectors == tuple(vectors.values())
+
+
+# --- what is counted ------------------------------------------------------------------------------------------
+
+X, W = zeros(2, 4, 5), zeros(6, 2, 3)
+Y = zeros(2, 6, 3)
+#: Calls, their operations, and elements of their arguments and results.
+FIGURES: dict[str, tuple[Any, int, int]] = {
+    "conv": ((cupyconv.conv, X, W, dict(groups=2)), 2 * Y.size * 6, X.size + W.size + Y.size),
+    "complex x": ((cupyconv.conv, X + 0j, W, dict(groups=2)), 4 * Y.size * 6, 2 * X.size + W.size + 2 * Y.size),
+    "complex weight": ((cupyconv.conv, X, W + 0j, dict(groups=2)), 4 * Y.size * 6, X.size + 2 * W.size + 2 * Y.size),
+    "both complex": ((cupyconv.conv, X + 0j, W + 0j, dict(groups=2)), 8 * Y.size * 6, 2 * (X.size + W.size + Y.size)),
+    "transposed": ((cupyconv.conv_transpose, Y, W, dict(groups=2)), 2 * Y.size * 6, X.size + W.size + Y.size),
+    "weight gradient": ((cupyconv.conv_grad_weight, Y, X, 3, dict(groups=2)), 2 * Y.size * 6, X.size + W.size + Y.size),
+    "chain": (
+        (cupyconv.conv_chain, X, [cupyconv.ConvLayer(W, groups=2), cupyconv.ConvLayer(zeros(1, 6, 2))], {}),
+        2 * Y.size * 6 + 2 * 4 * 12, X.size + W.size + 12 + 4,
+    ),
+    "im2col": ((cupyconv.im2col, X, 3, {}), 0, X.size + 2 * 12 * 3),
+    "col2im": ((cupyconv.col2im, zeros(2, 12, 3), 5, 3, {}), 2 * 12 * 3, X.size + 2 * 12 * 3),
+    "max_pool": ((cupyconv.max_pool, [X, X], 3, dict(stride=1)), 2 * 8 * 3 * 3, 2 * X.size + 2 * 8 * 3),
+    "rnn": ((cupyconv.rnn, zeros(5, 2, 3), zeros(4, 3), zeros(4, 4), {}), 2 * 10 * 4 * 7, 30 + 12 + 16 + 40 + 8),
+    "lstm": (
+        (cupyconv.lstm, zeros(5, 2, 3), zeros(2, 16, 3), zeros(2, 16, 4), dict(direction="bidirectional")),
+        2 * 10 * 32 * 7, 30 + 32 * 7 + 80 + 2 * 16,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("on", [None, "sm_90"])
+@pytest.mark.parametrize("name", FIGURES)
+def test_operations_and_the_least_bytes(name, on):
+    """Two operations a product and its sum, four where one factor is complex, eight where both are; each array once."""
+    (function, *arguments, settings), flops, elements = FIGURES[name]
+    plan = cupyconv.explain(function, *arguments, **settings, on=on)
+    assert (plan.flops, plan.minimal_bytes) == (flops, 4 * elements)
+
+
+@pytest.mark.parametrize("on", [None, "sm_90"])
+def test_operations_and_the_least_bytes_of_passes_over_gradients(on):
+    grad, scale = zeros(2, 3, 5), zeros(3)
+    usual = {"grad": grad, "spatial": 1, "activation": None}
+    through = {"x": grad, "scale": scale, "shift": None, "sums": None, "through": True}
+    back = PROLOGUE_GRADIENT.checked(usual | through, on).plan()
+    assert (back.flops, back.minimal_bytes) == (4 * 30, 4 * (3 * 30 + 3 + 6))  # with the sums of scale and shift
+    sums = EPILOGUE_GRADIENT.checked(usual | {"saved": None, "through": False, "sums": True}, on).plan()
+    assert (sums.flops, sums.minimal_bytes) == (30, 4 * (30 + 3))
+
+
 # --- what is refused ------------------------------------------------------------------------------------------
-
-
-def zeros(*shape: int) -> np.ndarray:
-    return np.zeros(shape, np.float32)
 
 
 @pytest.mark.parametrize(

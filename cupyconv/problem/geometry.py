@@ -145,9 +145,9 @@ def box_within(size: Sequence[int], most: int) -> Triple:
     """A box of at most so many elements, at least one, that is a run of them: whole inner axes, part of one."""
     depth, height, width = size
     if most >= height * width:
-        return even_part(depth, most // max(1, height * width)), height, width
+        return even_part(depth, most // (height * width)), height, width
     if most >= width:
-        return 1, even_part(height, most // max(1, width)), width
+        return 1, even_part(height, most // width), width
     return 1, 1, even_part(width, most)
 
 
@@ -346,7 +346,7 @@ def weight_gradient_geometry(
     windows = window_geometry(shapes, kernel_shape, batched=batched, **settings)
     groups = positive("groups", groups)
     batch, size = (windows.batch,) * batched, windows.spatial(windows.out_size)
-    if grad_shape[:batched] != batch or grad_shape[1 + batched :] != size or len(grad_shape) <= batched:
+    if grad_shape[:batched] != batch or grad_shape[1 + batched :] != size:
         needed = ", ".join(map(str, (*batch, "C_out", *size)))
         name, shape = next(iter(shapes.items()))
         raise ValueError(

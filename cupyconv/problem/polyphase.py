@@ -144,6 +144,7 @@ def results_apart(problem: TransposedProblem) -> list[TransposedProblem]:
     channels, outputs = geometry.group_channels, geometry.group_outputs
     if geometry.groups == 1 or len(problem.outs) == 1:
         return [problem]
+    (x,) = problem.xs  # several results are those of an input gradient, which is given one array
     parts = []
     for out, begin in zip(problem.outs, geometry.channel_offsets):
         end = begin + out.shape[1]
@@ -156,8 +157,8 @@ def results_apart(problem: TransposedProblem) -> list[TransposedProblem]:
                 replace(
                     problem,
                     geometry=replace(geometry, channels=(len(own),), out_channels=len(of_groups), groups=len(groups)),
-                    xs=_some_channels(problem.xs, of_groups),
-                    outs=_some_channels((out,), range(own.start - begin, own.stop - begin)),
+                    xs=(_some_channels(x, of_groups),),
+                    outs=(_some_channels(out, range(own.start - begin, own.stop - begin)),),
                     weight=weight.view(
                         (len(of_groups), len(own) // len(groups), *weight.shape[2:]),
                         weight.strides,
@@ -168,16 +169,9 @@ def results_apart(problem: TransposedProblem) -> list[TransposedProblem]:
     return parts
 
 
-def _some_channels(images: tuple[Operand, ...], wanted: range) -> tuple[Operand, ...]:
-    """These of the images' channels, which are counted through all of them."""
-    found, begin = [], 0
-    for image in images:
-        own = range(max(wanted.start - begin, 0), min(wanted.stop - begin, image.shape[1]))
-        if own:
-            shape = (image.shape[0], len(own), *image.shape[2:])
-            found.append(image.view(shape, image.strides, own.start * image.stride_c))
-        begin += image.shape[1]
-    return tuple(found) or images[:1]
+def _some_channels(image: Operand, wanted: range) -> Operand:
+    shape = (image.shape[0], len(wanted), *image.shape[2:])
+    return image.view(shape, image.strides, wanted.start * image.stride_c)
 
 
 def is_reached(phase: tuple[AxisPhase, ...]) -> bool:
