@@ -157,6 +157,8 @@ def _with_room(problem: ProductsProblemT, method: str, ways: str | tuple[type[Bl
                     loops, sizes = way.loops(problem)
                 except NotApplicable as reason:
                     refusal = str(reason)
+                    if host.most:
+                        on_fewer[way] = 0.0  # its blocks may have room then
                     continue
                 seconds = sum(loop.seconds for loop in loops)
                 if host.most:

@@ -519,7 +519,7 @@ def scaled_apart(elements: float, problem: ProductsProblem) -> float:
 
 
 def least_scattered(problem: ProductsProblem) -> float:
-    """What products that are added take at the least: an addition for every tap."""
+    """What products that are added take at the least: an addition for every tap, in calls for each of these or each pixel."""
     geometry = problem.geometry
     elements = geometry.batch * geometry.in_channels * geometry.pixels * geometry.taps
-    return _at_the_least(added(elements, problem.dtype), 2 * geometry.taps, problem)
+    return _at_the_least(added(elements, problem.dtype), 2 * min(geometry.taps, geometry.pixels), problem)

@@ -170,11 +170,6 @@ class ScatteredFft(ScatteredLoop):
         # Threads that have no block of their own compute runs.
         return cost.shared(self.work, self.calls, self.blocks * self.runs, self.threads * self.helpers)
 
-    @property
-    def blocks(self) -> int:
-        geometry = self.geometry
-        return geometry.batch * -(-geometry.in_channels // max(1, self.channels))
-
     @cached_property
     def computes_again(self) -> bool:
         """Whether a run that is not finite is computed tap by tap."""

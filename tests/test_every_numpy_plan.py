@@ -1,0 +1,424 @@
+"""What is true of every plan on NumPy, of convolutions and their gradients by every way to run them, and of recurrent layers.
+
+`test_every_plan.py` is the same for a GPU.  A plan keeps within its limit, and what fits a limit fits a larger one.  Its
+blocks are all of the result, each pixel once.  Whatever the way, the numbers are the same.  What "auto" takes is, by the
+model of prices, no dearer than any method by itself, and no way takes less time than its arithmetic, or far more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from math import exp, log, prod
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from peak_memory import peak_bytes
+from plans import array
+from strategies import share_of_examples
+
+import cupyconv
+from cupyconv.call.explain import checked_call
+from cupyconv.numpy import convolution, cost, depthwise, transposed, weight_gradient
+from cupyconv.numpy.backend import NumpyBackend
+from cupyconv.numpy.block_loops import BlockLoop, PixelLoop
+from cupyconv.numpy.choice import Method, choose
+from cupyconv.numpy.recurrent import RecurrentStep
+from cupyconv.numpy.scattered import ScatteredLoop
+from cupyconv.problem.arrays import ITEMSIZE, accumulator
+from cupyconv.problem.plan import Plan
+from cupyconv.problem.problems import HostModel, ProductsProblem
+from cupyconv.problem.recurrence import GATES, RecurrentProblem
+
+METHODS = ("winograd", "fft", "gemm", "direct")
+#: Bytes of workspace: from a few rows to more than any of these calls asks for.
+LEAST_LIMIT, MOST_LIMIT = 1 << 14, 1 << 25
+BACKEND = NumpyBackend()
+#: A function that makes an array of a shape, a dtype and an order in memory.
+Make = Callable[..., np.ndarray]
+
+# --- any problem ----------------------------------------------------------------------------------------------
+
+
+def about(random: Random, least: int, most: int) -> int:
+    """A number, small ones as likely as large ones."""
+    return round(exp(random.uniform(log(least), log(max(least, most)))))
+
+
+def any_conv(random: Random, make: Make, scale: int, times: int = 1) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """A function, its arguments and settings: images of about `scale` pixels along an axis of two, `times` as many samples."""
+    rank = random.choice((1, 2, 2, 3))
+    is_depthwise = random.random() < 0.25
+    groups = about(random, 1, scale // 2) if is_depthwise else random.choice((1, 1, 2, 6))
+    channels = 1 if is_depthwise else about(random, 1, scale)
+    outputs = random.choice((1, 1, 2)) if is_depthwise else about(random, 1, scale)
+    kernel = random.choice([(1,), (3,), (3,), tuple(about(random, 1, 12 // rank) for _ in range(rank))])
+    kernel = kernel if len(kernel) == rank else kernel * rank
+    stride = tuple(random.choice((1, 2, 3)) for _ in range(rank)) if random.random() < 0.3 else (1,) * rank
+    dilation = tuple(random.choice((1, 2, 3)) for _ in range(rank)) if random.random() < 0.2 else (1,) * rank
+    most = {1: scale * scale // 2, 2: scale, 3: scale // 4}[rank]
+    size = [about(random, (taps - 1) * gap + 1, most) for taps, gap in zip(kernel, dilation)]
+    dtype = random.choice(("float32", "float32", "float32", "float64", "float16", "complex64"))
+    order = random.choice(("C", "C", "last", "gaps"))
+    batch = times * about(random, 1, 16)
+    parts = [groups * channels]
+    if parts[0] > 1 and random.random() < 0.2:
+        first = random.randint(1, parts[0] - 1)
+        parts = [first, parts[0] - first]
+    xs = [make(batch, part, *size, dtype=dtype, order=order) for part in parts]
+    weight = make(groups * outputs, channels, *kernel, dtype=dtype)
+    settings: dict[str, Any] = dict(stride=stride, dilation=dilation, groups=groups)
+    if max(stride) == 1 and random.random() < 0.6:
+        settings |= dict(
+            padding=random.choice(("same", "full")), padding_mode=random.choice(("constant",) * 3 + ("edge",))
+        )
+        if settings["padding_mode"] != "constant" and max(kernel) == 1:
+            del settings["padding_mode"]
+    if random.random() < 0.3:
+        settings["bias"] = make(groups * outputs, dtype=dtype)
+    if dtype != "complex64" and random.random() < 0.3:
+        settings["activation"] = "relu"
+    return cupyconv.conv, (xs if len(xs) > 1 else xs[0], weight), settings
+
+
+def gradient(
+    random: Random, make: Make, scale: int, times: int = 1, *, of_weight: bool
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    function, (x, weight), settings = any_conv(random, make, scale, times)
+    settings = {name: value for name, value in settings.items() if name not in ("bias", "activation")}
+    (result,) = checked_call(function, x, weight, **settings).results
+    grad = make(*result.shape, dtype=weight.dtype, order=random.choice(("C", "last")))
+    xs = x if isinstance(x, list) else [x]
+    shape = (len(xs[0]), sum(each.shape[1] for each in xs), *xs[0].shape[2:])
+    if of_weight:
+        return cupyconv.conv_grad_weight, (grad, x, weight.shape[2:]), settings
+    return cupyconv.conv_grad_input, (grad, weight, shape), settings
+
+
+ANY: dict[str, Callable[..., Any]] = {
+    "conv": any_conv,
+    "conv_grad_input": partial(gradient, of_weight=False),
+    "conv_grad_weight": partial(gradient, of_weight=True),
+}
+
+
+def problem_of(name: str, random: Random, threads: int = 0, times: int = 1) -> tuple[ProductsProblem, int]:
+    """Any problem of an operation under any limit, and the bytes of what is copied whole, which may come on top of that."""
+    function, arguments, settings = ANY[name](random, array, random.choice((20, 60, 200)), times)
+    limit = about(random, LEAST_LIMIT, MOST_LIMIT)
+    threads = threads or random.choice((1, 2, 3))
+    problem: Any = checked_call(function, *arguments, **settings).problem
+    problem = replace(problem, machine=HostModel(threads), workspace_limit=limit)
+    geometry = problem.geometry
+    item = ITEMSIZE[accumulator(problem.dtype)]
+    if name == "conv_grad_weight":  # the sums of an output of each group
+        return problem, geometry.groups * geometry.reduction * item
+    return problem, geometry.out_channels * geometry.reduction * item
+
+
+def planned(problem: ProductsProblem, method: str = "auto", limit: int = 0) -> Plan | None:
+    """The plan; None where there is none."""
+    try:
+        return BACKEND.plan(replace(problem, method=method, workspace_limit=limit or problem.workspace_limit))
+    except ValueError as refusal:
+        assert "appl" in str(refusal)
+        return None
+
+
+def loops_of(plan: Plan) -> Iterator[BlockLoop]:
+    """All loops over blocks, those within others too."""
+    waiting: list[Any] = list(plan.steps)
+    for step in waiting:
+        waiting += getattr(step, "loops", None) if isinstance(getattr(step, "loops", None), tuple) else ()
+        if isinstance(step, BlockLoop):
+            yield step
+
+
+def seconds(plan: Plan) -> float:
+    return sum(step.seconds for step in plan.steps)  # type: ignore[attr-defined]
+
+
+# --- what is true of their plans ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ANY)
+@pytest.mark.parametrize("method", ["auto", *METHODS])
+@share_of_examples(0.5)
+@given(st.integers(0, 10**9))
+def test_memory_keeps_within_the_limit_and_more_of_it_is_no_worse(method, name, seed):
+    """What is copied whole comes on top of a limit that it is more than half of."""
+    problem, copied = problem_of(name, Random(seed))
+    plan = planned(problem, method)
+    if plan is None:
+        return
+    assert plan.workspace_bytes <= max(problem.limit, min(problem.limit, copied) + copied)
+    assert plan.method == method or method == "auto"
+    for loop in loops_of(plan):
+        assert 1 <= loop.threads <= max(problem.host.threads, 1) and loop.blocks >= 1 and loop.turns >= 1
+        assert loop.threads * loop.workspace <= plan.workspace_bytes
+    more = planned(problem, method, 4 * problem.limit)
+    assert more is not None
+
+
+@pytest.mark.parametrize("name", ANY)
+@share_of_examples(0.5)
+@given(st.integers(0, 10**9))
+def test_auto_takes_least(name, seed):
+    problem, _ = problem_of(name, Random(seed), threads=1)
+    plan = planned(problem)
+    others = {method: planned(problem, method) for method in METHODS}
+    assert (plan is None) == (not any(others.values()))
+    if plan is None:
+        return
+    if problem.geometry.products < 1_000_000:
+        del others["fft"]
+    if problem.geometry.taps == 1:
+        del others["direct"]
+    assert all(other is None or seconds(plan) <= seconds(other) * (1 + 1e-9) for other in others.values())
+
+
+@pytest.mark.parametrize("name", ANY)
+@share_of_examples(0.5)
+@given(st.integers(0, 10**9))
+def test_of_as_many_threads_as_are_worth_it_those_are_taken_that_take_least(name, seed):
+    """Also where a way has room for its blocks on fewer threads only: it was left out where another had some on all."""
+    problem, _ = problem_of(name, Random(seed), threads=1)
+    plan = planned(replace(problem, machine=HostModel(4, most=4)))
+    fixed = [planned(replace(problem, machine=HostModel(threads))) for threads in (1, 2, 4)]
+    assert (plan is None) == (not any(fixed))
+    assert plan is None or seconds(plan) <= 2 * min(seconds(other) for other in fixed if other)
+
+
+def test_a_way_with_room_on_fewer_threads_only_is_tried_on_these():
+    """A depthwise gradient took seven times as long."""
+    x, grad = array(7, 81, 68, 14), array(7, 162, 71, 16)
+    problem: Any = checked_call(cupyconv.conv_grad_weight, grad, x, (4, 3), padding="full", groups=81).problem
+    problem = replace(problem, workspace_limit=420_000)
+    alone, four = (planned(replace(problem, machine=machine)) for machine in (HostModel(1), HostModel(4, most=4)))
+    assert alone and four and seconds(four) <= seconds(alone)
+
+
+def test_several_lines_of_a_gradient_by_transforms_keep_within_the_limit():
+    """Their spectra are added, which takes memory that one line does not."""
+    settings = dict(padding=((2, 2), (0, 0), (1, 1)), padding_mode="edge", groups=3, method="fft")
+    x, grad = array(2, 3, 10, 35, 3, order="last"), array(2, 6, 12, 35, 4)
+    with cupyconv.options(workspace_limit=31_695, threads=1):
+        plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, (3, 1, 2), **settings)
+    assert plan.workspace_bytes <= 31_695
+
+
+def test_a_kernel_of_more_taps_than_there_are_pixels_is_added_pixel_by_pixel():
+    """It was not tried: a call for every tap, which it does not make, would take longer than gathering."""
+    weight, grad = array(2, 1, 3, 3, 3), array(1, 2, 1, 1, 3)
+    with cupyconv.options(threads=1):
+        plans = [
+            cupyconv.explain(cupyconv.conv_grad_input, grad, weight, (1, 1, 3, 4, 5), stride=(1, 2, 1), method=method)
+            for method in ("auto", "direct")
+        ]
+    assert seconds(plans[0]) <= seconds(plans[1])
+
+
+# --- what is true of every way --------------------------------------------------------------------------------
+
+#: The tables of methods of each operation; a gradient of the image has ways of a convolution too, which are its own there.
+TABLES = {
+    "conv": (convolution.METHODS, convolution.MERGING, convolution.GROUPED, depthwise.DEPTHWISE),
+    "conv_grad_input": (transposed.METHODS,),
+    "conv_grad_weight": (weight_gradient.METHODS,),
+}
+#: Which inputs each table of a convolution is for.
+IS_FOR: list[Callable[[ProductsProblem], bool]] = [
+    lambda problem: len(problem.xs) == problem.geometry.groups == 1,
+    lambda problem: len(problem.xs) > 1 == problem.geometry.groups,
+    lambda problem: problem.geometry.groups > 1 and not problem.geometry.is_depthwise,
+    lambda problem: problem.geometry.is_depthwise,
+]
+
+
+def ways_of(method: Method) -> tuple[type[BlockLoop], ...]:
+    return import_module(method.ways).WAYS if isinstance(method.ways, str) else method.ways
+
+
+def ways_for(name: str, problem: ProductsProblem) -> Iterator[type[BlockLoop]]:
+    """All ways that apply, of all methods that do not refuse."""
+    tables = TABLES[name]
+    if name == "conv":
+        tables = tuple(table for table, is_for in zip(tables, IS_FOR) if is_for(problem))
+    for table in tables:
+        for method in table.values():
+            if not method.refusal(problem):
+                yield from (way for way in ways_of(method) if way.applies(problem))
+
+
+def by_way(problem: ProductsProblem, way: type[BlockLoop]) -> Plan | None:
+    """The plan by this way alone; None where the limit has no room for its smallest block."""
+    try:
+        return choose(replace(problem, method="way"), {"way": Method((way,))})
+    except ValueError as refusal:
+        assert "workspace" in str(refusal), refusal
+        return None
+
+
+def integers(random: Random) -> Make:
+    def made(*shape: int, dtype: str, order: str = "C") -> np.ndarray:
+        rng = np.random.default_rng(random.getrandbits(32))
+        values = rng.integers(-3, 4, shape).astype(dtype)
+        if order == "last":
+            return np.moveaxis(np.moveaxis(values, 1, -1).copy(), -1, 1)
+        return np.repeat(values, 2, axis=-1)[..., ::2] if order == "gaps" else values
+
+    return made
+
+
+@pytest.mark.parametrize("name", ANY)
+@share_of_examples(0.6)
+@given(st.integers(0, 10**9))
+def test_every_way_computes_the_same(name, seed):
+    """Within a small limit too, on threads; what does not apply is not asked."""
+    random = Random(seed)
+    make = integers(random)
+    function, arguments, settings = ANY[name](random, make, 10)
+    (result,) = checked_call(function, *arguments, **settings).results
+    out = make(*result.shape, dtype=result.dtype, order=random.choice(("C", "last", "gaps")))
+    call = checked_call(function, *arguments, **settings, out=out)
+    problem: Any = replace(call.problem, machine=HostModel(random.choice((1, 2))))
+    expected = np.asarray(function(*arguments, **settings))  # which others hold to the oracle
+    atol = {"float16": 1e-3, "float64": 1e-12}.get(str(out.dtype), 1e-5) * np.abs(expected).max(initial=1)
+    for way in ways_for(name, problem):
+        plan = by_way(replace(problem, workspace_limit=random.choice((None, about(random, 1 << 13, 1 << 17)))), way)
+        if plan is None:
+            continue
+        out[...] = 77
+        with BACKEND.current():
+            BACKEND.prepare(plan)(call.arrays)
+        np.testing.assert_allclose(out, expected, rtol=0, atol=atol, err_msg=way.__name__)
+
+
+#: Bytes that no plan counts: views, blocks, and what they read, as objects of Python, and buffers of NumPy's loops; those of
+#: a call, of each turn, and of each tap where it reads a border.
+OBJECTS, OF_A_TURN, OF_A_BORDER = 70_000, 250, 10_000
+#: Ways with so many of these objects that nothing can be said of so small arrays, or with loops of NumPy's that have buffers.
+NOT_MEASURED = (ScatteredLoop, depthwise.ScaledRuns, depthwise.ScaledTaps, weight_gradient.GradientTaps)
+
+
+@pytest.mark.parametrize("name", ["conv", "conv_grad_weight"])
+@share_of_examples(0.5)
+@given(st.integers(0, 10**9))
+def test_every_way_takes_the_memory_that_it_says(name, seed):
+    random = Random(seed)
+    make = integers(random)
+    function, arguments, settings = ANY[name](random, make, 40)
+    (result,) = checked_call(function, *arguments, **settings).results
+    out = make(*result.shape, dtype=result.dtype, order=random.choice(("C", "last", "gaps")))
+    call = checked_call(function, *arguments, **settings, out=out)
+    problem: Any = replace(call.problem, machine=HostModel(1), workspace_limit=about(random, 1 << 17, 1 << 20))
+    assume(problem.geometry.products < 10_000_000)
+    borders = OF_A_BORDER * problem.geometry.taps * (problem.geometry.padding_mode != "constant")
+    before = np.setbufsize(16)
+    try:
+        for way in (way for way in ways_for(name, problem) if not issubclass(way, NOT_MEASURED)):
+            if plan := by_way(problem, way):
+                with BACKEND.current():
+                    run = partial(BACKEND.prepare(plan), call.arrays)
+                    run()
+                    cupyconv.clear_caches()
+                    objects = OBJECTS + OF_A_TURN * sum(loop.turns for loop in loops_of(plan)) + borders
+                    assert peak_bytes(run) <= plan.workspace_bytes + objects, plan
+    finally:
+        np.setbufsize(before)
+
+
+@pytest.mark.parametrize("name", ANY)
+@share_of_examples(1)
+@given(st.integers(0, 10**9))
+def test_blocks_are_all_of_the_result_each_pixel_once(name, seed):
+    problem, _ = problem_of(name, Random(seed))
+    for way in ways_for(name, problem):
+        plan = by_way(problem, way)
+        for loop in () if plan is None else loops_of(plan):
+            geometry = loop.geometry
+            if isinstance(loop, ScatteredLoop):
+                blocks = list(loop.each_block)
+                assert len(blocks) == loop.blocks
+                assert sum(map(prod, (map(len, block) for block in blocks))) == geometry.batch * geometry.in_channels
+                assert len({(samples.start, channels.start) for samples, channels in blocks}) == len(blocks)
+                assert len(loop.pixel_runs) == loop.runs
+                assert sum(prod(map(len, run)) for run in loop.pixel_runs) == geometry.pixels
+            elif isinstance(loop, PixelLoop):
+                areas = [block.area for block in loop.each_block]  # each for all groups, or some of them
+                assert len(areas) % loop.blocks == 0 and prod(loop.block) == max(areas)
+                assert sum(areas) * loop.blocks == len(areas) * geometry.batch * geometry.pixels, loop
+
+
+#: Seconds of a byte that has to be moved, of memory as fast as it comes; and how much less than all products and all bytes
+#: take, and more, by the model, any way takes.  A way of small parts, or one that is named where it does not suit, takes most.
+BYTE, LESS, MORE = 5e-11, 0.05, 2000.0
+#: How much longer the work on four times as many samples takes at the most: a single one may be a factor as it lies.
+FOUR_TIMES = 40.0
+
+
+@pytest.mark.parametrize("name", ANY)
+@share_of_examples(1)
+@given(st.integers(0, 10**9))
+def test_a_price_is_of_what_there_is_to_do(name, seed):
+    (problem, _), (larger, _) = (problem_of(name, Random(seed), threads=1, times=times) for times in (1, 4))
+    factors = cost.multiply_adds(problem) / (2 if cost.is_complex_product(problem) else 1)
+    least = problem.flops / 2 * factors * cost.MULTIPLY_ADD + problem.minimal_bytes * BYTE
+    for way in (way for way in ways_for(name, problem) if way.applies(larger)):
+        plans = [by_way(replace(each, workspace_limit=16 << 20), way) for each in (problem, larger)]
+        if None in plans:
+            continue
+        loops, more = ([*loops_of(plan)] for plan in plans if plan)
+        work = sum(loop.work for loop in loops)
+        assert LESS * least < work < MORE * least, (work / least, way)
+        assert work < sum(loop.work for loop in more) < FOUR_TIMES * work, way
+        for loop in loops:
+            geometry, turns = loop.geometry, loop.turns
+            assert 2 * turns <= loop.calls < 100 * turns * (geometry.taps + geometry.group_outputs), loop
+            assert loop.seconds >= loop.work + loop.calls * cost.CALL * 0.99, loop
+
+
+# --- recurrent layers -----------------------------------------------------------------------------------------
+
+
+def any_layer(random: Random) -> RecurrentProblem:
+    cell = random.choice(list(GATES))
+    steps, batch, inputs, hidden = (about(random, 1, most) for most in (400, 64, 200, 200))
+    dtype, directions = random.choice(("float32", "float32", "float64", "float16")), random.choice(((), (), (2,)))
+    gates = GATES[cell] * hidden
+    x, weight_ih = array(steps, batch, inputs, dtype=dtype), array(*directions, gates, inputs, dtype=dtype)
+    gapped = array(*directions, gates, hidden, dtype=dtype, order=random.choice(("C", "gaps")))
+    settings: dict[str, Any] = {"direction": "bidirectional"} if directions else {}
+    if random.random() < 0.6:
+        settings |= {name: array(*directions, gates, dtype=dtype) for name in ("bias_ih", "bias_hh")}
+    problem: Any = checked_call(getattr(cupyconv, cell), x, weight_ih, gapped, **settings).problem
+    machine = random.choice((HostModel(1), HostModel(2), HostModel(4), HostModel(4, most=4)))
+    return replace(problem, machine=machine, workspace_limit=about(random, 1 << 12, MOST_LIMIT))
+
+
+@share_of_examples(4)
+@given(st.integers(0, 10**9))
+def test_a_layer_keeps_within_the_limit_and_is_refused_only_where_nothing_fits(seed):
+    """Copies of the weights that are more than half of it come on top; what a refusal asks for is enough."""
+    problem = any_layer(Random(seed))
+    geometry, limit = problem.geometry, problem.limit
+    try:
+        plan = BACKEND.plan(problem)
+    except ValueError as refusal:
+        needed = int(str(refusal).partition("needs ")[2].partition(" bytes")[0].replace(",", ""))
+        assert needed > limit
+        assert BACKEND.plan(replace(problem, workspace_limit=needed)).steps
+        return
+    copied = {buffer.name: buffer.nbytes for buffer in plan.workspace}.get("weights", 0)
+    assert plan.workspace_bytes <= max(limit, min(limit, copied) + copied)
+    (step,) = plan.steps
+    assert isinstance(step, RecurrentStep) and step.threads <= problem.host.threads
+    parts = geometry.directions * -(-geometry.batch // step.samples)
+    assert 1 <= step.threads <= parts and 1 <= step.samples <= geometry.batch and 1 <= step.chunk <= geometry.steps
+    assert BACKEND.plan(replace(problem, workspace_limit=2 * limit)).steps
