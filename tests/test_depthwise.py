@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import cupyconv
 from cupyconv.call.operation import forget_calls
-from cupyconv.numpy import depthwise, strips, toeplitz, toeplitz_runs
+from cupyconv.numpy import depthwise, strips, toeplitz, toeplitz_runs, weight_gradient
 from cupyconv.numpy.choice import Method
 from cupyconv.numpy.toeplitz_rows import ToeplitzRows
 from cupyconv.numpy.toeplitz_runs import ToeplitzRuns
@@ -313,6 +313,41 @@ def test_gradients_by_strips_are_exact(call, threads, limit, channels_last, valu
     with np.errstate(invalid="ignore"):
         expected = reference_gradients.conv_grad_weight(grad, x, kernel, **settings)
     np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("where", [None, "x", "grad"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "complex64"])
+@pytest.mark.parametrize("shape, kernel, settings", [
+    ((2, 4, 31, 56), (4, 1, 3, 3), dict(stride=2, padding=1)),
+    ((1, 3, 20, 57), (6, 1, 5, 5), dict(stride=(3, 2), padding=[(1, 2), (2, 1)])),
+    ((1, 4, 20, 64), (4, 1, 7, 7), dict(padding=3)),
+    ((1, 4, 20, 75), (4, 1, 3, 4), dict(dilation=2, stride=(1, 2), padding=1, padding_mode="reflect")),
+])  # fmt: skip
+def test_strips_of_which_elements_fill_vectors(shape, kernel, settings, dtype, where, fresh, monkeypatch):
+    monkeypatch.setattr(weight_gradient, "METHODS", {"gemm": Method((strips.GradientStrips,))})
+    x = np.random.default_rng(1).integers(-4, 5, shape).astype(dtype)
+    grad = cupyconv.conv(x, np.ones(kernel, dtype), groups=shape[1], **settings)
+    grad = np.random.default_rng(2).integers(-4, 5, grad.shape).astype(dtype)
+    if where:
+        {"x": x, "grad": grad}[where][0, 1, 3, 5] = np.nan
+    with np.errstate(invalid="ignore"):
+        expected = reference_gradients.conv_grad_weight(grad, x, kernel[2:], groups=shape[1], **settings)
+    for limit in (None, 1 << 20, 100_000):
+        with cupyconv.options(threads=2, workspace_limit=limit):
+            plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, kernel[2:], groups=shape[1], **settings)
+            result = cupyconv.conv_grad_weight(grad, x, kernel[2:], groups=shape[1], **settings)
+        assert limit is None or plan.workspace_bytes <= limit
+        np.testing.assert_array_equal(result, expected)
+    (step,) = plan.steps
+    assert strips.strip_of(step.geometry, "float32").is_turned
+
+
+def test_the_calls_of_strips_are_those_of_each_part_once():
+    x, grad = np.ones((1, 96, 112, 112), np.float32), np.ones((1, 96, 56, 56), np.float32)
+    (step,) = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, stride=2, padding=1, groups=96).steps
+    parts = step.geometry.groups // step.part
+    assert isinstance(step, strips.GradientStrips) and parts > 1
+    assert step.calls == step.blocks * (step.turn_calls + parts * strips.STRIP_CALLS)
 
 
 def test_which_gradients_are_by_strips():

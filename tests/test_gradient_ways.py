@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -131,6 +132,11 @@ def only(monkeypatch, *ways):
     monkeypatch.setitem(weight_gradient.METHODS, "gemm", weight_gradient.METHODS["gemm"]._replace(ways=ways))
 
 
+def loops_of(plan):
+    """Its loops; of factors that are exchanged, those of the other gradient."""
+    return [loop for step in plan.steps for loop in (step.loops if isinstance(step, ExchangedLoops) else [step])]
+
+
 WEIGHTS = {
     "2-D": ((3, 2, 17, 19), (4, 2, 3, 3), dict(padding=1)),
     "strides": ((2, 3, 20, 15), (4, 3, 5, 3), dict(stride=(2, 3), padding=2)),
@@ -166,6 +172,14 @@ CHANNELS = WEIGHTS | {
     "one tap": ((3, 6, 20, 20), (5, 6, 1, 1), dict(stride=2)),
 }
 
+TALL = {
+    "one product": ((1, 6, 20, 20), (40, 6, 1, 1), dict(stride=2), True),
+    "several blocks": ((2, 4, 80, 70), (16, 4, 1, 1), dict(stride=2), False),
+    "groups": ((2, 8, 21, 20), (64, 2, 3, 1), dict(stride=(1, 2), groups=4), True),
+    "some channels of a group": ((2, 10, 9, 10), (160, 5, 3, 3), dict(padding=2, groups=2), True),
+    "1-D, dilated": ((2, 4, 60), (40, 4, 3), dict(padding=4, dilation=3), True),
+}
+
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 @pytest.mark.parametrize("shape, kernel, window", CHANNELS.values(), ids=CHANNELS.keys())
@@ -181,12 +195,40 @@ def test_some_channels_at_a_time(shape, kernel, window, dtype, fresh, monkeypatc
     for threads, limit in ((1, None), (2, None), (2, 120_000), (2, 50_000)):
         with cupyconv.options(workspace_limit=limit, threads=threads):
             plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, kernel[2:], method="gemm", **window)
-            assert all(step.name == "channels" for step in plan.steps) and (
-                limit is None or plan.workspace_bytes <= limit
-            )
+            assert all(loop.name == "channels" for loop in loops_of(plan))
+            assert limit is None or plan.workspace_bytes <= limit
             for images, place in ((x, None), (xs, out)):
                 actual = cupyconv.conv_grad_weight(grad, images, kernel[2:], method="gemm", out=place, **window)
                 assert_exact(actual, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("shape, kernel, window, is_one", TALL.values(), ids=TALL.keys())
+def test_a_tall_product_is_written_where_the_result_lies(shape, kernel, window, is_one, dtype, fresh, monkeypatch):
+    """Where it has the dtype and order of the sums; also where it began as NaN."""
+    only(monkeypatch, GradientChannels)
+    monkeypatch.setattr(weight_gradient, "plan_exchanged", refused)
+    x = integers(*shape, dtype=dtype)
+    grad = integers(*cupyconv.conv(x, np.zeros(kernel, dtype), **window).shape, dtype=dtype, seed=1)
+    expected = reference_gradients.conv_grad_weight(grad, x, kernel[2:], **window)
+    outs = [np.full(kernel, np.nan, dtype), np.full((*kernel[:-1], 2 * kernel[-1]), np.nan, dtype)[..., ::2]]
+    for threads, limit, out in product((1, 2), (None, 1 << 18), outs):
+        with cupyconv.options(workspace_limit=limit, threads=threads):
+            settings = dict(window, method="gemm", out=out)
+            plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, kernel[2:], **settings)
+            actual = cupyconv.conv_grad_weight(grad, x, kernel[2:], **settings)
+        is_result = is_one and out.flags.c_contiguous and dtype != "float16"
+        assert limit or [step.in_place for step in plan.steps] == [is_result], plan
+        assert limit is None or plan.workspace_bytes <= limit
+        assert_exact(actual, expected, dtype)
+
+
+def test_threads_have_as_many_channels_of_a_tall_product(fresh):
+    """A strided layer of one tap: as one product by one thread, and turned back into the result, it took 3.5 times as long."""
+    x, grad = np.zeros((1, 512, 28, 28), np.float32), np.zeros((1, 1024, 14, 14), np.float32)
+    with cupyconv.options(threads=2):
+        (loop,) = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 1, stride=2).steps
+    assert (loop.name, loop.in_place, loop.shares, loop.threads) == ("channels", True, 2, 2)
 
 
 @pytest.mark.parametrize("shape", [(8, 64, 56, 56), (8, 128, 28, 28), (8, 256, 14, 14)])
@@ -296,6 +338,7 @@ CALLS = {
     "rows": (cupyconv.conv_grad_weight, (2, 3, 64, 64), (8, 3, 3, 3), dict(padding=1)),
     "exchanged": (cupyconv.conv_grad_weight, (2, 32, 64, 64), (2, 32, 3, 3), dict(padding=1)),
     "runs": (cupyconv.conv_grad_weight, (1, 1, 100_000), (1, 1, 9), dict(padding=4)),
+    "tall": (cupyconv.conv_grad_weight, (1, 128, 28, 28), (256, 128, 1, 1), dict(stride=2)),
 }
 
 
@@ -328,6 +371,5 @@ def test_ways_that_were_measured_to_be_best(name, shape, kernel):
     grad = cupyconv.conv(x, np.zeros(kernel, np.float32), **window)
     with cupyconv.options(threads=2):
         plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, kernel[2:], **window)
-    loops = [loop for step in plan.steps for loop in (step.loops if isinstance(step, ExchangedLoops) else [step])]
-    assert {loop.name for loop in loops} == {name}, plan
+    assert {loop.name for loop in loops_of(plan)} == {name}, plan
     assert is_exchanged(plan) == (kernel[0] < kernel[1])

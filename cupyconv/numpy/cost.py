@@ -251,6 +251,12 @@ def product_of_few(rows: int, reduction: int, columns: int, dtype: str) -> float
     return reduction * _step(rows, _in_vectors(columns, round(VECTOR_ELEMENTS / width(dtype))), STEPS)
 
 
+def small_product(rows: int, reduction: int, columns: int, dtype: str) -> float:
+    """A product of real numbers that BLAS packs no operand of; what a step along the sum reads of either lies side by side."""
+    vector = round(VECTOR_ELEMENTS / width(real_part(dtype)))
+    return BEGIN + reduction * _step(rows, _in_vectors(columns, vector), TURNED_STEPS)
+
+
 #: How many times 4 vectors, 2, and 1 there are; and what a step of rows takes by each of these.
 _Groups = tuple[int, int, float]
 _Steps = Mapping[int, Sequence[tuple[int, float]]]

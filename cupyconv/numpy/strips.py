@@ -10,14 +10,16 @@ both, a few pixels wide, all elements of a row of x are multiplied with all of a
     for each row of the kernel, from                       d2 d1 d0      d1 d1 ... to tap 1's
     its row of x on, `stride` rows apart                      d2 d1
 
-The narrower a strip is, the fewer products are in vain; the wider, the better BLAS is at them.  Whatever the stride is, each
-element is read where it lies.
+The narrower a strip is, the fewer products are in vain; the wider, the better BLAS is at them.  What fills its vectors is pixels
+or, where strides are large and strips narrow, elements; the other side is taken one by one.  Whatever the stride is, each element
+is read where it lies.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
-from math import ceil, prod
+from functools import cached_property, lru_cache
+from math import ceil, inf, prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,15 +28,20 @@ from cupyconv.numpy.convolution import MEMORY_BLOCK, temporaries
 from cupyconv.numpy.toeplitz import reach, strided
 from cupyconv.numpy.weight_sums import Pairs, WeightGradientLoop, WeightRun, grad_is_factor
 from cupyconv.numpy.windows import Block, Images, parts_of, tile_shape, whole_and_rest
+from cupyconv.problem.arrays import accumulator, product_flops
 from cupyconv.problem.geometry import ConvGeometry, even_part
 from cupyconv.problem.problems import WeightGradientProblem
 
-#: Pixels of the gradient that a strip is wide, about: a vector of float32, and few products are in vain.
-WIDTH = 14
+#: Pixels of the gradient that a strip is wide, at the least and at the most.
+NARROWEST, WIDEST = 6, 16
+#: What elements of a strip fill of a vector at the least: fewer took BLAS up to twice as long.
+FILLED = 0.75
 #: Bytes that some channels copy and compute for a block: more than elsewhere, since each of a few calls should be long.
 STRIPS_BLOCK = 4 * MEMORY_BLOCK
 #: Of the price of products, and of their sums, what they take here: both are so small that they stay in the innermost cache.
 IN_CACHE = 0.85
+#: Calls of strips of one width.
+STRIP_CALLS = 14
 #: Elements of a sample's gradient from which it is a block by itself: calls are long enough.
 LONE_GRADIENT = 30_000
 
@@ -56,7 +63,8 @@ class GradientStrips(WeightGradientLoop):
 
     @property
     def calls(self) -> float:
-        return self.turns * (self.turn_calls + 14 * ceil(self.geometry.groups / (self.part or 1)))
+        widths = 1 + (self.block[3] % self._strip.width > 0)
+        return self.blocks * self.turn_calls + self.turns * STRIP_CALLS * widths
 
     @classmethod
     def aim(cls, problem: WeightGradientProblem) -> tuple[int, int]:
@@ -65,13 +73,13 @@ class GradientStrips(WeightGradientLoop):
         samples = 1 if is_lone else geometry.batch
         return geometry.pixels * samples, samples
 
-    @classmethod
-    def sharers(cls, problem: WeightGradientProblem) -> int:
-        return cost.worth_waking(problem.host.threads, products_work(problem))
-
     @cached_property
     def grad_in_place(self) -> bool:
         return gradient_is_rows(self.problem)
+
+    @cached_property
+    def _strip(self) -> Strip:
+        return strip_of(self.geometry, self.sums_dtype.name)
 
     @cached_property
     def part(self) -> int:
@@ -85,7 +93,7 @@ class GradientStrips(WeightGradientLoop):
     @property
     def _group_bytes(self) -> int:
         """Bytes of a group's tile, of what fills borders, and of its products and their sum."""
-        geometry, length = self.geometry, strip_width(self.geometry)
+        geometry, length = self.geometry, self._strip.width
         tile = (1 + temporaries(geometry, self.problem.prologue)) * prod(tile_shape(geometry, 1, self.block))
         strips = 1 + self.block[0] * self.block[1] * ceil(self.block[3] / length)
         outputs = self.rows or geometry.group_outputs
@@ -99,7 +107,7 @@ class GradientStrips(WeightGradientLoop):
                 taps = sums[groups]
                 by_pixel = grad[groups].reshape(*taps.shape[:2], *block.size)
                 is_new = is_first
-                for first, strips, width in whole_and_rest(block.size[3], strip_width(self.geometry)):
+                for first, strips, width in whole_and_rest(block.size[3], self._strip.width):
                     matrices = self._products(run, image, by_pixel, first, strips, width)
                     sum_of_diagonals = np.einsum("coabp->coab", self._diagonals(matrices)).reshape(taps.shape)
                     if is_new:
@@ -111,7 +119,7 @@ class GradientStrips(WeightGradientLoop):
     def _products(
         self, run: WeightRun, image: np.ndarray, grad: np.ndarray, first: int, strips: int, width: int
     ) -> np.ndarray:
-        """Of strips from the pixel `first` on, summed over all of them: (c, outputs, kh, elements, pixels)."""
+        """Of strips from the pixel `first` on, summed over all: (c, outputs, kh, elements, pixels), or these two exchanged."""
         geometry = self.geometry
         (deeper, down, right), elements = geometry.stride, reach(geometry, 2, width)
         c, outputs, *samples, height, _ = grad.shape
@@ -125,37 +133,58 @@ class GradientStrips(WeightGradientLoop):
         *others, row, item = grad.strides
         shape = (c, outputs, *samples, strips, 1, height, width)
         g = np.lib.stride_tricks.as_strided(grad[..., first:], shape, (*others, width * item, 0, row, item))
-        products = run.scratch("strips", (c, outputs, *samples, strips, geometry.kernel[1], elements, width))
-        np.matmul(x, g, out=products)
+        sides = (width, elements) if self._strip.is_turned else (elements, width)
+        products = run.scratch("strips", (c, outputs, *samples, strips, geometry.kernel[1], *sides))
+        np.matmul(x, g, out=products.swapaxes(-1, -2) if self._strip.is_turned else products)
         products = products.reshape(c, outputs, -1, geometry.kernel[1] * elements * width)
         if products.shape[2] > 1:
             total = run.scratch("sum of strips", (c, outputs, products.shape[3]))
             products = np.einsum("coxp->cop", products, out=total)
-        return products.reshape(c, outputs, geometry.kernel[1], elements, width)
+        return products.reshape(c, outputs, geometry.kernel[1], *sides)
 
     def _diagonals(self, matrices: np.ndarray) -> np.ndarray:
-        """Of products (c, outputs, kh, elements, pixels) those of a tap's element and its pixel: (c, outputs, kh, kw, pixels)."""
+        """Of these products those of a tap's element and its pixel: (c, outputs, kh, kw, pixels)."""
         *others, element, pixel = matrices.strides
+        pixels = matrices.shape[4]
+        if self._strip.is_turned:
+            element, pixel, pixels = pixel, element, matrices.shape[3]
         strides = (*others, element * self.geometry.dilation[2], element * self.geometry.stride[2] + pixel)
-        shape = (*matrices.shape[:3], self.geometry.kernel[2], matrices.shape[4])
+        shape = (*matrices.shape[:3], self.geometry.kernel[2], pixels)
         return np.ndarray(shape, matrices.dtype, matrices, 0, strides)
+
+
+class Strip(NamedTuple):
+    """How the gradient is cut: pixels of a strip; whether elements fill vectors, not pixels; what products take, and their sum."""
+
+    width: int
+    is_turned: bool
+    seconds: float
+
+
+@lru_cache(maxsize=64)
+def strip_of(geometry: ConvGeometry, dtype: str) -> Strip:
+    """The strips that take least, of those of which a row has about equal ones."""
+    depth, height, width = geometry.out_size
+    rows = IN_CACHE * geometry.batch * depth * geometry.out_channels * geometry.kernel[1]
+    least, best = inf, Strip(max(1, width), False, 0.0)
+    for count in range(max(1, ceil(width / WIDEST)), max(1, width // NARROWEST) + 1):
+        own = ceil(width / count)
+        elements = reach(geometry, 2, own)
+        for is_turned, sides in ((False, (elements, own)), (True, (own, elements))):
+            if is_turned and elements < FILLED * cost.VECTOR_ELEMENTS / cost.width(dtype):
+                continue
+            each = cost.small_product(sides[0], height, sides[1], dtype) + cost.added(elements * own, dtype)
+            seconds = rows * count * each
+            beside = STRIP_CALLS * cost.CALL if width % own else 0.0  # of the last strip, which is narrower
+            if seconds + beside < least:
+                least, best = seconds + beside, Strip(own, is_turned, seconds)
+    return best
 
 
 def products_work(problem: WeightGradientProblem) -> float:
     """What products of strips take, and their sum."""
-    geometry = problem.geometry
-    depth, height, width = geometry.out_size
-    length = strip_width(geometry)
-    elements = reach(geometry, 2, length)
-    products = geometry.batch * depth * ceil(width / (length or 1)) * geometry.out_channels * geometry.kernel[1]
-    own = cost.product(elements, height, length, problem) + cost.added(elements * length, problem.dtype)
-    return IN_CACHE * products * own
-
-
-def strip_width(geometry: ConvGeometry) -> int:
-    """Pixels of a strip: of as many strips of a row as are about equal."""
-    width = max(1, geometry.out_size[2])
-    return ceil(width / max(1, round(width / WIDTH)))
+    strips = strip_of(problem.geometry, accumulator(problem.dtype))
+    return product_flops(problem.x_dtype, problem.factor_dtype) / 2 * strips.seconds
 
 
 def gradient_is_rows(problem: WeightGradientProblem) -> bool:

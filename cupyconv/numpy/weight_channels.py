@@ -6,7 +6,8 @@
 
 What a channel's columns give is nobody else's.  So threads divide the channels; where they divide the pixels, each has sums of
 the whole weight, which are added at the end.  Here the only sums are those of the channels at hand, so that little memory is
-enough.
+enough.  BLAS is faster at tall products than at wide ones: where columns are more than outputs, sums lie turned, and are turned
+back as they are stored.  Else one product is written where the result lies.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from math import ceil, prod
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from cupyconv.numpy.backend import Scratch
 from cupyconv.numpy.block_loops import PixelLoop, block_of_pixels, even_channels
 from cupyconv.numpy.convolution import CACHE_BLOCK, columns_bytes, inputs_are_columns
 from cupyconv.numpy.threads import in_threads
-from cupyconv.numpy.weight_sums import grad_is_factor
+from cupyconv.numpy.weight_sums import grad_is_factor, sums_are_result
 from cupyconv.numpy.windows import Blocks, five_axes, parts_of
 from cupyconv.problem.arrays import ITEMSIZE, accumulator, is_complex
 from cupyconv.problem.geometry import ConvGeometry
@@ -47,7 +48,6 @@ class GradientChannels(PixelLoop):
     name = "channels"
     words = "columns of some channels at a time, and products"
     turn_calls = 9
-    in_place: ClassVar[bool] = False
 
     problem: WeightGradientProblem
     channels: int = 1
@@ -88,10 +88,23 @@ class GradientChannels(PixelLoop):
                 if block[0] < min(2, most_samples):
                     break
                 channels = min(most_channels, target // (per_pixel * (prod(block) + 2 * geometry.group_outputs) or 1))
-                yield cls(problem, block, even_channels(geometry, max(1, channels)))
+                loop = cls(problem, block, even_channels(geometry, max(1, channels)))
+                # Of a product that is written where the result lies nothing but columns is in cache.
+                channels = min(most_channels, target // (per_pixel * prod(block) or 1))
+                larger = replace(loop, channels=even_channels(geometry, max(1, channels)))
+                loop = larger if larger.in_place else loop
+                yield loop
                 target -= target // 4
 
     # What it takes.
+
+    @cached_property
+    def _is_tall(self) -> bool:
+        return self.geometry.group_outputs >= self.largest.geometry.reduction
+
+    @cached_property
+    def in_place(self) -> bool:
+        return self._is_tall and self.blocks == 1 and sums_are_result(self.problem)
 
     @property
     def _part(self) -> tuple[int, int]:
@@ -129,7 +142,8 @@ class GradientChannels(PixelLoop):
         """Bytes of a block's columns, of its product, and of the sums."""
         geometry = self.largest.geometry
         sums = geometry.groups * geometry.reduction * geometry.group_outputs * self.sums_dtype.itemsize
-        return columns_bytes(self.largest, self.block, self.x_dtype.itemsize) + 2 * sums + self.index_bytes
+        products = (not self.in_place) + (self.blocks > 1)
+        return columns_bytes(self.largest, self.block, self.x_dtype.itemsize) + products * sums + self.index_bytes
 
     @property
     def work(self) -> float:
@@ -137,7 +151,7 @@ class GradientChannels(PixelLoop):
         columns = geometry.batch * geometry.pixels * geometry.in_channels * geometry.taps
         groups = self.turns * own.groups
         products = IN_CACHE * groups * cost.product(own.reduction, prod(self.block), own.group_outputs, self.problem)
-        sums = (self.blocks + 1) * geometry.reduction * geometry.out_channels
+        sums = (not self.in_place) * (self.blocks + 1) * geometry.reduction * geometry.out_channels
         copied = cost.copied(self.copied_bytes / self.factor_dtype.itemsize, self.block[3], self.problem.grad_dtype)
         return (
             self.tile_work * (geometry.taps > 1)
@@ -169,19 +183,28 @@ class GradientChannels(PixelLoop):
             first = groups.start * geometry.group_channels + channels.start
             some = images.some(slice(first, first + own.in_channels))
             factors = grad[:, groups.start * own.group_outputs : groups.stop * own.group_outputs]
-            sums = memory.array("sums", (own.groups, own.reduction, own.group_outputs))
+            result = out[groups, :, channels]
+            shape = own.groups, own.group_outputs, own.reduction
+            sums = result.reshape(shape, copy=False) if self.in_place else self._memory("sums", shape, memory)
             for number, block in enumerate(self._cut(own)):
                 columns = some.columns(block).reshape(own.groups, own.reduction, block.area)
                 factor = block.of(factors).swapaxes(0, 1).reshape(own.groups, own.group_outputs, block.area)
-                place = memory.array("product", sums.shape) if number else sums
-                np.matmul(columns, factor.swapaxes(1, 2), out=place)
+                place = self._memory("product", shape, memory) if number else sums
+                np.matmul(factor, columns.swapaxes(1, 2), out=place)
                 if number:
                     sums += place
-            result = out[groups, :, channels]
-            result[...] = sums.swapaxes(1, 2).reshape(result.shape)
+            if not self.in_place:
+                result[...] = sums.reshape(result.shape)
 
         of_groups, of_channels = map(parts_of, (geometry.groups, geometry.group_channels), self._part)
         in_threads(self.threads, compute, product(of_groups, of_channels), self.holds_blas)
+
+    def _memory(self, name: str, shape: tuple[int, int, int], memory: Scratch) -> np.ndarray:
+        """(groups, outputs, columns), the longer of the last two in front."""
+        groups, outputs, columns = shape
+        if self._is_tall:
+            return memory.array(name, shape)
+        return memory.array(name, (groups, columns, outputs)).swapaxes(1, 2)
 
 
 @lru_cache(maxsize=64)

@@ -85,7 +85,7 @@ class WeightGradientLoop(PixelLoop):
 
     @cached_property
     def in_place(self) -> bool:
-        return _sums_are_result(self.problem)
+        return sums_are_result(self.problem)
 
     @property
     @abstractmethod
@@ -116,7 +116,7 @@ class WeightGradientLoop(PixelLoop):
 
     @classmethod
     def loops(cls, problem: WeightGradientProblem) -> tuple[Sequence[Self], Mapping[str, int]]:
-        geometry, threads, in_place = problem.geometry, problem.host.threads, _sums_are_result(problem)
+        geometry, threads, in_place = problem.geometry, problem.host.threads, sums_are_result(problem)
         # Sums of one output per group.
         row = geometry.groups * geometry.reduction * ITEMSIZE[accumulator(problem.dtype)]
         private = threads - in_place  # sums beside the result
@@ -187,7 +187,7 @@ class WeightGradientLoop(PixelLoop):
         run.finish(in_threads(threads, run.sum_over, shares, self.holds_blas))
 
 
-def _sums_are_result(problem: WeightGradientProblem) -> bool:
+def sums_are_result(problem: WeightGradientProblem) -> bool:
     """Whether the sums can be kept where the result lies."""
     out = problem.out
     return out.dtype == accumulator(out.dtype) and out.strides == c_strides(out.shape) and bool(out.nbytes)
