@@ -24,10 +24,10 @@ they price does, and which method is cheapest where it is clear, not their digit
 name the argument and its values; a grid of another size, and blocks of other threads, where the kernel goes on until all
 is done: tests hold that there are threads enough and not far more; a stride along an axis of one element, and a name or a
 place that is there for nothing but an object's completeness; on a GPU, the number of parts of a sum, for any number gives
-the sum; a limit of 32 bits that only arrays beyond any memory meet; for how many blocks a kernel is compiled, which tests of
-compiled kernels hold; what a method raises that every class below has of its own.  And what half a second is too short for:
-of what survived that in chunks of a transposed convolution and of a recurrent layer, most was killed by tests that run
-kernels for seconds.  Any other survivor is a missing test, or a line that does nothing.
+the sum; a limit of 32 bits that only arrays beyond any memory meet; for how many blocks a kernel is compiled, and how much
+shared memory it is given, which tests of compiled kernels hold; what a method raises that every class below has of its own.
+And what half a second is too short for: of what survived that in chunks of a transposed convolution and of a recurrent layer,
+most was killed by tests that run kernels for seconds.  Any other survivor is a missing test, or a line that does nothing.
 """
 
 from __future__ import annotations

@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from plans import array, launches
+from plans import array, launches, recurrent_gradient_plan
 
 import cupyconv
 from cupyconv.call.explain import checked_call
 from cupyconv.cuda.plan import cost
 from cupyconv.cuda.plan.conv import choose, draft_conv
+from cupyconv.cuda.plan.draft import Draft, cheapest
 from cupyconv.problem.arrays import operand
 from cupyconv.problem.machine import KNOWN_GPUS, known_gpu
-from cupyconv.problem.plan import Address, GemmCall, Kernel, KernelLaunch, Matrix, Transform
+from cupyconv.problem.plan import Address, GemmCall, Kernel, KernelLaunch, LaunchLoop, Matrix, Transform
 from cupyconv.problem.problems import NotApplicable
 
 GPU = known_gpu("sm_90")
@@ -224,6 +225,29 @@ def test_the_hosts_time_stands_beside_the_gpus():
     assert len(three.steps) == 3 and three.price.endswith("; the host takes 19 µs and the driver's time")
 
 
+def test_a_draft_takes_all_of_its_steps_and_the_least_that_may_be_doubted_is_taken():
+    """A step takes the longer of its bytes and its arithmetic, and a launch; what took most of all these bounds the draft."""
+    bytes_alone = KernelLaunch(Kernel("epilogue"), (1000, 1, 1), 256, (), bytes_moved=10**9)
+    both = replace(bytes_alone, flops=1, arithmetic_seconds=1e-3)
+    moved = 10**9 / GPU.bandwidth
+    small = replace(bytes_alone, bytes_moved=1)
+    for steps, seconds, bound in (
+        ((bytes_alone, both), moved + 1e-3, "arithmetic"),
+        ((bytes_alone, replace(both, bytes_moved=0, arithmetic_seconds=1e-5)), moved + 1e-5, "memory"),
+        ((replace(both, arithmetic_seconds=moved / 2), bytes_alone), 2 * moved, "memory"),
+        ((LaunchLoop((both, bytes_alone), 7, "step"),), 7 * (moved + 1e-3), "arithmetic"),
+        ((small,) * 3, 0.0, "launch"),
+    ):
+        takes = Draft("direct", steps).cost(GPU)
+        launched = sum(len(step.launches) * step.times if isinstance(step, LaunchLoop) else 1 for step in steps)
+        assert takes.seconds == pytest.approx(seconds + launched * GPU.launch_seconds, rel=1e-3)
+        assert takes.bound == bound
+    doubted, sure = Draft("fft", (both,), doubt=2), Draft("direct", (both,) * 3)
+    assert cheapest([sure, doubted], GPU) is doubted
+    assert cheapest([doubted, replace(sure, steps=(both,))], GPU).method == "direct"
+    assert cheapest([doubted, replace(doubted, method="direct")], GPU) is doubted, "of equals the first"
+
+
 # Where tiles and rounds are whole, twice the work takes twice as long, and asks L2 for twice as much: exactly.
 
 
@@ -253,6 +277,45 @@ def weight_gradient(n: int, c: int, h: int, o: int) -> KernelLaunch:
     grad, x = array(n, o, h, 32), array(n, c, h, 32)
     plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, (3, 3), padding=1, method="direct", on="sm_90")
     return launch_of(plan, "weight_gradient")
+
+
+def launched(kernel: str, function: Any, *arguments: Any, **settings: Any) -> KernelLaunch:
+    return launch_of(cupyconv.explain(function, *arguments, padding=1, on="sm_90", **settings), kernel)
+
+
+def direct(n: int, c: int, h: int, o: int) -> KernelLaunch:
+    return launched("direct", cupyconv.conv, array(n, c, h, 32), array(o, c, 3, 3), method="direct")
+
+
+def depthwise(n: int, c: int, h: int) -> KernelLaunch:
+    return launched("depthwise", cupyconv.conv, array(n, c, h, 32), array(c, 1, 3, 3), groups=c, method="direct")
+
+
+def depthwise_transposed(n: int, c: int, h: int) -> KernelLaunch:
+    x, settings = array(n, c, h, 32), {"stride": 2, "groups": c, "method": "direct"}
+    return launched("depthwise_transposed", cupyconv.conv_transpose, x, array(c, 1, 3, 3), **settings)
+
+
+def depthwise_weight_gradient(n: int, c: int, h: int) -> KernelLaunch:
+    grad, settings = array(n, c, h, 32), {"groups": c, "method": "direct"}
+    return launched("depthwise_weight_gradient", cupyconv.conv_grad_weight, grad, grad, (3, 3), **settings)
+
+
+def implicit_weight_gradient(n: int, c: int, h: int, o: int) -> KernelLaunch:
+    grad, x = (array(n, channels, h, 32, dtype="float16", order="last") for channels in (o, c))
+    return launched("implicit_weight_gradient", cupyconv.conv_grad_weight, grad, x, (3, 3), method="implicit_gemm")
+
+
+def channels_last(n: int, c: int, h: int) -> KernelLaunch:
+    grad, x = array(n, 64, h, 32), array(n, c, h, 32)
+    return launched("channels_last", cupyconv.conv_grad_weight, grad, x, (3, 3), method="implicit_gemm")
+
+
+def back_through(kernel: str) -> Any:
+    def made(steps: int, batch: int, hidden: int) -> KernelLaunch:
+        return launch_of(recurrent_gradient_plan("lstm", "float32", (steps, batch, 32, hidden)), kernel)
+
+    return made
 
 
 def recurrent(method: str, dtype: str) -> Any:
@@ -309,6 +372,20 @@ WHOLE = {
         recurrent("step", "float16"), {"steps": 8, "batch": 128, "hidden": 128}, {"steps": 1, "batch": 2, "hidden": 4},
     ),
     "recurrent_persistent": (recurrent("persistent", "float32"), {"steps": 8, "batch": 128, "hidden": 128}, {"steps": 2}),
+    "direct": (direct, {"n": 132, "c": 64, "h": 32, "o": 64}, {"n": 2, "c": 2, "h": 2, "o": 2}),
+    "depthwise": (depthwise, {"n": 132, "c": 64, "h": 32}, {"n": 2, "c": 2, "h": 2}),
+    "depthwise_transposed": (depthwise_transposed, {"n": 132, "c": 64, "h": 32}, {"n": 2, "c": 2}),
+    "depthwise_weight_gradient": (depthwise_weight_gradient, {"n": 132, "c": 64, "h": 32}, {"n": 2, "c": 2, "h": 2}),
+    "implicit_weight_gradient": (
+        implicit_weight_gradient, {"n": 132, "c": 128, "h": 32, "o": 128}, {"n": 2, "c": 2, "h": 2, "o": 2},
+    ),
+    "channels_last": (channels_last, {"n": 132, "c": 64, "h": 32}, {"n": 2, "c": 2, "h": 2}),
+    "recurrent_gradient": (
+        back_through("recurrent_gradient"), {"steps": 8, "batch": 512, "hidden": 512}, {"steps": 1, "batch": 2, "hidden": 4},
+    ),
+    "recurrent_gradient_persistent": (
+        back_through("recurrent_gradient_persistent"), {"steps": 8, "batch": 128, "hidden": 128}, {"steps": 2},
+    ),
     "pair, depthwise": (pair("DEPTHWISE", "DEPTHWISE"), {"n": 132, "c": 16, "m": 16, "o": 16}, {"c": 2}),
 }  # fmt: skip
 
@@ -332,7 +409,9 @@ PAIRS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WHOLE | PAIRS)
+@pytest.mark.parametrize(
+    "case", [case for case in WHOLE | PAIRS if case != "channels_last"]
+)  # which multiplies nothing
 def test_whole_tiles_come_near_the_rate_of_their_arithmetic(case):
     """And do not pass it.  Loops that find each element's place reach a part of it, and so does a wait for all blocks."""
     made, sizes, _ = (WHOLE | PAIRS)[case]
@@ -344,7 +423,9 @@ def test_whole_tiles_come_near_the_rate_of_their_arithmetic(case):
     share = launch.flops / launch.arithmetic_seconds / cost.product_rate(arithmetic, dtype, gpu)
     if case == "recurrent_step float16":
         share *= 2  # a state is two numbers of 16 bits, so that it is not rounded
-    is_slow = launch.kernel.name in ("transposed", "weight_gradient", "recurrent_persistent") or "depthwise" in case
+    is_slow = "depthwise" in case or launch.kernel.name in (
+        "direct", "transposed", "weight_gradient", "recurrent_persistent", "recurrent_gradient_persistent",
+    )  # fmt: skip
     assert (0.02 if is_slow else 0.2) < share <= 1.0001
 
 
@@ -385,3 +466,22 @@ def test_a_weights_gradient_reads_its_images_once_for_each_tile():
     outputs, rows = int(dict(launch.kernel.macros)["OUTPUTS"]), 4 * 132 * 64 * 32 * 32
     tiles_m, tiles_n = 64 // outputs, launch.grid[1] // (64 // outputs)
     assert launch.bytes_moved == rows * tiles_m + rows * tiles_n + 4 * launch.grid[0] * 64 * 64 * 9
+
+
+def test_images_are_moved_as_quickly_as_the_lines_that_they_are_in_are_read():
+    """Each of 128 bytes; of a row with gaps as long as its elements are, twice as many."""
+    for order, times in (("C", 1), ("gaps", 2)):
+        grad, x = array(132, 64, 32, 32), array(132, 64, 32, 32, order=order)
+        moved = launched("channels_last", cupyconv.conv_grad_weight, grad, x, (3, 3), method="implicit_gemm")
+        lines = times * 132 * 64 * 32 * 32 * 4 / 128
+        assert moved.arithmetic_seconds == pytest.approx(cost.shared_memory_seconds(lines, GPU))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "steps", "size"), [("recurrent_gradient", 1, 512), ("recurrent_gradient_persistent", 8, 128)]
+)
+def test_back_through_a_layer_its_weight_is_read_once_and_the_gates_of_every_step(kernel, steps, size):
+    launch = back_through(kernel)(8, size, size)
+    weight, gates = 4 * size * size * 4, steps * 4 * size * size * 4
+    # Gates are read, their gradients written, and read by the next step; beside them are states, of a gate's size each.
+    assert weight + 4 * gates <= launch.bytes_moved <= weight + 5 * gates

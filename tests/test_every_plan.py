@@ -2,11 +2,13 @@
 
 `test_planning.py` holds decisions one by one; here is what none of them may break.  A launch's places lie within its arrays
 and buffers, and every buffer is of use.  Bytes and operations are no fewer than the problem has, and not many times as
-many.  No step takes less time than the GPU's data sheet allows.  A grid has threads enough and not far more.
+many.  No step takes less time than the GPU's data sheet allows.  A grid has threads enough and not far more, on all
+multiprocessors where there is much to do.  What lies in whole vectors is moved in vectors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from plans import UNCOSTED, array, check, recurrent_gradient_plan
+from plans import UNCOSTED, array, check, launches, recurrent_gradient_plan
 from rounds import each_step
 
 import cupyconv
@@ -67,9 +69,21 @@ TIMES = {
     "prologue_grad": (1, 1.3),  # its scale and shift too
     "merge": (1, 4),  # once for each tile of outputs
 }
+#: Bytes that a thread moves at the most, of kernels in which each has its share of the elements.
+MOST_BYTES = {
+    **dict.fromkeys(("channels_last", "depthwise", "finish_tiles", "pool", "pool_gradient", "prologue_grad"), 256),
+    **dict.fromkeys(("epilogue", "im2col", "tiles"), 512),
+}
 KERNELS = Path(__file__).parent.parent / "kernels"
 #: Passes over an image that are all there is to their operation: what they take is their bytes.
 ELEMENTWISE = ("epilogue_grad", "prologue_grad", "im2col")
+#: What says how many neighbouring threads are at neighbouring channels, of kernels where these are along pixels else.
+LANES = {
+    **dict.fromkeys(("depthwise", "depthwise_transposed", "depthwise_weight_gradient", "im2col"), "channel_lanes"),
+    "pool": "lanes",
+}
+#: Axes of the grids along which the parts of a sum are.
+PARTS = {"weight_gradient": 0, "depthwise_weight_gradient": 0, "implicit_weight_gradient": 1}
 
 
 def spans(call: Any) -> dict[str, int]:
@@ -192,9 +206,19 @@ def says_what_it_does(plan: Plan) -> None:
         assert ("a matrix product for each frequency" in reason) == any(isinstance(step, GemmCall) for step in steps)
     if plan.method == "implicit_gemm":
         assert ("moved first" in reason) == ("channels_last" in kernels)
+    assert not re.search(r"\b1 (chunks|runs|parts of)\b", reason)
+    if plan.method in ("fused", "unfused"):
+        assert (plan.method == "fused") == ("conv_pair" in kernels) == ("in one kernel" in reason)
+    if any("no graph captures" in note for note in plan.notes):
+        assert "implicit_gemm" not in kernels
+    purposes = {step.purpose for step in steps if isinstance(step, KernelLaunch)}
+    if "one batched GEMM over samples on " in reason:
+        assert ("on columns" in reason) == any(purpose.startswith("columns") for purpose in purposes)
+        assert ("on gathered inputs" in reason) == any(purpose.startswith("gathered ") for purpose in purposes)
     for step in steps:
-        if isinstance(step, KernelLaunch) and step.kernel.name == "weight_gradient":
-            assert ("in parts" in step.purpose) == (step.grid[0] > 1)
+        if isinstance(step, KernelLaunch) and step.kernel.name in PARTS:
+            assert ("in parts" in step.purpose) == (step.grid[PARTS[step.kernel.name]] > 1)
+            assert ("sum of the parts" in purposes) == (dict(step.params)["sums"].buffer == "sums")
         if isinstance(step, LaunchLoop) and plan.method == "step":
             assert ("one launch per step" in reason) == (len(step.launches) == 1)
     if "batched GEMM on " in reason:  # of a weight's gradient
@@ -209,6 +233,11 @@ def counts_its_products(plan: Plan) -> None:
 
 def _hold_launch(launch: KernelLaunch, gpu: Any, most: float) -> None:
     threads = prod(launch.grid) * launch.block
+    parts_are_even(launch)
+    is_whole = GRID_Y not in launch.grid and launch.purpose not in ("zeros", "sum of the parts")
+    if is_whole and launch.kernel.name in MOST_BYTES:
+        assert threads <= max(1024, 2 * launch.bytes_moved), launch
+        assert launch.bytes_moved <= MOST_BYTES[launch.kernel.name] * threads, launch
     assert all(count == 1 or asked for count, asked in zip(launch.grid, axes_asked_for(launch.kernel.name))), launch
     if launch.kernel.name in UNCOSTED:
         assert launch.flops > 0 and launch.arithmetic_seconds == 0
@@ -217,8 +246,22 @@ def _hold_launch(launch: KernelLaunch, gpu: Any, most: float) -> None:
     else:
         assert launch.arithmetic_seconds < 1e3 * max(1e-6, threads / gpu.fp32), launch
     assert launch.bytes_moved > 0 or "zeros" in launch.purpose, launch
+    assert launch.l2_bytes == 0 or launch.l2_bytes > 0.1 * launch.bytes_moved, launch
     assert launch.shared_bytes <= gpu.shared_bytes, launch
     assert launch.shared_bytes >= 0 and (not launch.cooperative or launch.blocks <= gpu.multiprocessors)
+
+
+def parts_are_even(launch: KernelLaunch) -> None:
+    """Of a sum in parts: all of it is in some part, and none of these is empty or much longer than the others."""
+    params = dict(launch.params)
+    if launch.kernel.name == "spectra_gradient":
+        parts, part, whole = launch.grid[2], params["units_per_part"], params["units"]
+    elif "pixels_per_part" in params:
+        parts, part = launch.grid[PARTS[launch.kernel.name]], params["pixels_per_part"]
+        whole = params["pixels"] if "pixels" in params else params["batch"] * prod(params["windows"][1])
+    else:
+        return
+    assert whole <= parts * part < whole + max(parts, part), launch
 
 
 @functools.cache
@@ -518,3 +561,161 @@ def test_images_of_few_elements_take_time_to_be_moved():
     plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, (3,), on="sm_90", **settings)
     assert any(launch.kernel.name == "channels_last" for launch in plan.steps)
     check(plan)
+
+
+def large_calls(dtype: str, order: str) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """Of 64 samples of 64 channels: tens of megabytes."""
+    x, small = (array(64, 64, size, size, dtype=dtype, order=order) for size in (56, 28))
+    dense, depthwise, bias = (array(64, *each, dtype=dtype) for each in ((64, 3, 3), (1, 3, 3), ()))
+    for weight, groups in ((dense, 1), (depthwise, 64)):
+        yield cupyconv.conv, (x, weight, bias), {"padding": 1, "groups": groups, "activation": "gelu"}
+        yield cupyconv.conv_transpose, (small, weight), {"stride": 2, "groups": groups}
+        yield cupyconv.conv_grad_weight, (x, x, 3), {"padding": 1, "groups": groups}
+    yield cupyconv.conv, ([x, x], array(64, 128, 1, 1, dtype=dtype)), {}
+
+
+@pytest.mark.parametrize("order", ["C", "last"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_large_problems_leave_no_multiprocessor_idle(dtype, order):
+    """And neighbouring threads read neighbours in memory, be these pixels or channels."""
+    x = array(64, 64, 56, 56, dtype=dtype, order=order)
+    plans = []
+    for function, arguments, settings in large_calls(dtype, order):
+        for method in ("direct", "gemm", "implicit_gemm", "fft"):
+            with contextlib.suppress(ValueError):
+                plans.append(cupyconv.explain(function, *arguments, **settings, method=method, on="sm_90"))
+    plans += [cupyconv.explain(function, x, 3, on="sm_90") for function in (cupyconv.im2col, cupyconv.max_pool)]
+    usual = {"grad": x, "through": True, "sums": True, "spatial": 2, "activation": None}
+    plans.append(EPILOGUE_GRADIENT.checked(usual | {"saved": None, "through": False}, "sm_90").plan())
+    given = {"x": x, "scale": array(64, dtype="float32"), "shift": None, "sums": None}
+    plans.append(PROLOGUE_GRADIENT.checked(usual | given, "sm_90").plan())
+    every = [launch for plan in plans for launch in launches(plan)]
+    for launch in every:
+        params = dict(launch.params)
+        if launch.bytes_moved > 10_000_000:
+            assert launch.blocks >= known_gpu("sm_90").multiprocessors, launch
+            assert launch.bytes_moved > launch.blocks * launch.block, launch
+        if launch.kernel.name in ("tiles", "finish_tiles") and "weight" not in launch.purpose:
+            lanes = params.get("channel_lanes", params.get("output_lanes"))
+            assert (lanes == 32) == (order == "last" and params["stride_u"] == 64), launch
+        elif launch.kernel.name in LANES:
+            assert (params[LANES[launch.kernel.name]] > 1) == (order == "last"), launch
+    asked = {launch.kernel.name for launch in every}
+    assert asked >= {*LANES, "tiles", "spectra", "implicit_weight_gradient", "transposed"}
+
+
+@pytest.mark.parametrize("order", ["C", "last"])
+@pytest.mark.parametrize("method", ["direct", "gemm", "implicit_gemm"])
+def test_sums_of_few_weights_are_in_parts_for_all_multiprocessors(method, order):
+    """There is less than a tile of them: without parts one multiprocessor would do it all."""
+    grad, x = (array(64, channels, 112, 112, order=order) for channels in (8, 3))
+    plan = cupyconv.explain(cupyconv.conv_grad_weight, grad, x, 3, padding=1, method=method, on="sm_90")
+    hold(plan, None)
+    parts = [prod(launch.grid) for launch in launches(plan) if launch.kernel.name in PARTS]
+    parts += [sum(step.batch for step in each_step(plan.steps) if isinstance(step, GemmCall))] * (method == "gemm")
+    assert parts and min(parts) >= known_gpu("sm_90").multiprocessors
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("order", ["C", "last"])
+@pytest.mark.parametrize("lies", ["whole", "off its boundary", "odd"])
+class TestVectors:
+    """What lies in whole aligned vectors is moved in these; not what begins off a boundary, nor rows of another length."""
+
+    def image(self, dtype: str, order: str, lies: str) -> Any:
+        channels, size = (33, 15) if lies == "odd" else (32, 16)
+        return array(4, channels, size, size, dtype=dtype, order=order, offset=int(lies == "off its boundary"))
+
+    def words(self, plan: Plan, kernel: str) -> dict[str, Any]:
+        """Parameters and macros of its first launch."""
+        launch = launches(plan, kernel)[0]
+        return dict(launch.params) | dict(launch.kernel.macros)
+
+    def test_of_passes(self, dtype, order, lies):
+        x, is_whole = self.image(dtype, order, lies), lies == "whole"
+        width = str(16 // x.itemsize if is_whole else 1)
+        given = {"grad": x, "spatial": 2, "activation": None}
+        sums = EPILOGUE_GRADIENT.checked(given | {"saved": None, "through": False, "sums": True}, "sm_90").plan()
+        made = self.words(sums, "epilogue_grad")
+        assert made["WIDTH"] == width and made["ALONG_CHANNELS"] == str(int(order == "last" and is_whole))
+        if order == "C":
+            given |= {"x": x, "shift": None, "sums": None, "through": True}
+            scale = array(x.shape[1], dtype="float32" if dtype == "float16" else dtype)
+            plan = PROLOGUE_GRADIENT.checked(given | {"scale": scale}, "sm_90").plan()
+            assert self.words(plan, "prologue_grad")["WIDTH"] == width
+
+    def test_of_epilogues(self, dtype, order, lies):
+        """The result and the columns, which the call allocates, begin on boundaries."""
+        x, is_whole = self.image(dtype, order, lies), lies == "whole"
+        channels = x.shape[1]
+        bias = array(channels, dtype=dtype, offset=int(lies == "off its boundary"))
+        settings = dict(bias=bias, residual=x, activation="gelu", padding=1, method="gemm")
+        weight = array(channels, channels, 3, 3, dtype=dtype)
+        plan = cupyconv.explain(cupyconv.conv, x, weight, **settings, on="sm_90")
+        made = self.words(plan, "epilogue")
+        assert made["along_channels"] == (order == "last")
+        if lies == "odd":
+            assert made["WIDTH"] == "1"
+        else:
+            assert made["WIDTH"] == str(16 // x.itemsize) and made["residual_vectorized"] == is_whole
+            assert made["bias_vectorized"] == (is_whole and order == "last")
+            assert self.words(plan, "im2col")["WIDTH"] == made["WIDTH"]
+
+    def test_of_inputs(self, dtype, order, lies):
+        x, is_whole = self.image(dtype, order, lies), lies == "whole"
+        weight = array(x.shape[1], x.shape[1], 1, 1, dtype=dtype)
+        layers = [cupyconv.ConvLayer(weight)] * 2
+        pair = cupyconv.explain(cupyconv.conv_chain, x, layers, fuse=True, on="sm_90")
+        assert self.words(pair, "conv_pair")["x_vectorized"] == (is_whole and order == "last")
+        if order == "C":
+            both = array(x.shape[1], 2 * x.shape[1], 1, 1, dtype=dtype)
+            merge = cupyconv.explain(cupyconv.conv, [x, x], both, method="direct", on="sm_90")
+            assert self.words(merge, "merge")["VECTOR"] == str(16 // x.itemsize if is_whole else 1)
+        plan = cupyconv.explain(cupyconv.conv, x, weight, method="implicit_gemm", on="sm_90")
+        made = self.words(plan, "implicit_gemm")
+        if is_whole:
+            assert made["GATHER"] == ("ALONG_CHANNELS" if order == "last" else "PIXEL_CHUNKS")
+        elif made["ARITHMETIC"] != "FMA" and not launches(plan, "channels_last"):
+            assert made["GATHER"] == "ALONG_PIXELS"
+        back = cupyconv.explain(cupyconv.conv_grad_weight, x, x, 3, padding=1, method="implicit_gemm", on="sm_90")
+        moved = [dict(launch.params)["vectorized"] for launch in launches(back, "channels_last")]
+        assert moved == ([] if is_whole and order == "last" else [is_whole] * 2)
+
+
+EXACT: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
+    (cupyconv.conv, (array(4, 6, 30, 30), array(8, 6, 1, 1, order="gaps")), {}, "gemm"),
+    (cupyconv.conv, (array(4, 8, 30, 30, dtype="float16"), array(8, 8, 3, 3, dtype="float16")), {"padding": 1}, "implicit_gemm"),
+    (cupyconv.conv, (array(4, 6, 30, 30), array(8, 6, 9, 9)), {"padding": 4}, "fft"),
+    (cupyconv.conv_transpose, (array(4, 6, 30, 30), array(6, 8, 3, 3)), {"stride": 2}, "gemm"),
+    (cupyconv.conv_transpose, (array(4, 6, 30, 30), array(6, 4, 3, 3)), {"groups": 2}, "implicit_gemm"),
+    (cupyconv.conv_grad_input, (array(4, 8, 30, 30), array(8, 6, 9, 9), (4, 6, 30, 30)), {"padding": 4, "padding_mode": "reflect"}, "fft"),
+    (cupyconv.conv_grad_weight, (array(4, 8, 30, 30), array(4, 6, 30, 30), 3), {"padding": 1}, "gemm"),
+    (cupyconv.conv_grad_weight, (array(4, 8, 30, 30), array(4, 6, 30, 30), 3), {"padding": 1}, "implicit_gemm"),
+    (cupyconv.conv_grad_weight, (array(4, 8, 30, 30, dtype="float16"), array(4, 6, 30, 30, dtype="float16"), 3), {"padding": 1}, "direct"),
+    (cupyconv.lstm, (array(1, 4, 6), array(32, 6), array(32, 8)), {}, "step"),
+    (cupyconv.gru, (array(1, 4, 6), array(24, 6), array(24, 8)), {"linear_before_reset": False}, "step"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "arguments", "settings", "method"), EXACT)
+def test_a_plan_fits_into_exactly_what_it_takes(function, arguments, settings, method):
+    """Of each size that there is, down to the least, below which the method is refused with its reason.
+
+    Columns, and layers of several steps, keep something back for boundaries, whether it is needed or not.
+    """
+
+    def taken(limit: int | None) -> int:
+        with cupyconv.options(workspace_limit=limit):
+            plan = cupyconv.explain(function, *arguments, **settings, method=method, on="sm_90")
+        return sum(buffer.space for buffer in plan.workspace if not buffer.of)
+
+    size = taken(None)
+    for _ in range(8):
+        assert taken(size) <= size
+        if not size:
+            return
+        try:
+            size = taken(size - 1)
+        except ValueError as refusal:
+            assert "workspace" in str(refusal)
+            return

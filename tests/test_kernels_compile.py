@@ -12,6 +12,8 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from itertools import combinations, product
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,15 +32,16 @@ from cupyconv.cuda.plan import (
 )
 from cupyconv.cuda.plan import recurrent_gradient as recurrent_gradient_cuda
 from cupyconv.cuda.plan.im2col import COL2IM_CHANNELS
-from cupyconv.cuda.plan.launches import WARP
+from cupyconv.cuda.plan.launches import VECTOR_BYTES, WARP
 from cupyconv.cuda.plan.occupancy import blocks_that_fit, registers
 from cupyconv.cuda.run.kernel_sources import compile_options, kernel_directory, kernel_source, source_hash
 from cupyconv.cuda.run.parameters import PARAMETERS
 from cupyconv.problem import activations
-from cupyconv.problem.arrays import accumulator
+from cupyconv.problem.arrays import ITEMSIZE, accumulator
 from cupyconv.problem.machine import known_gpu
 from cupyconv.problem.padding import PADDING_MODES
 from cupyconv.problem.plan import MAX_MERGED, MAX_PAIR_SOURCES, MAX_SOURCES, Kernel
+from cupyconv.problem.recurrence import GATES
 from tests import nvrtc
 from tests.host_device import build
 from tests.variants import MEAN, all_variants, is_fast, is_planned
@@ -86,6 +89,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         chosen = EVERY_VARIANT if metafunc.config.getoption("--nightly") else SOME_VARIANTS
         ids = [f"{variant}-sm_{architecture}" for variant, architecture in chosen]
         metafunc.parametrize(("variant", "architecture"), chosen, ids=ids)
+
+
+#: Variants of the recurrent kernels that have shared memory of a size that the plan gives.
+RECURRENT_LAYOUTS = list(
+    dict.fromkeys(
+        variant
+        for variant, _ in SOME_VARIANTS
+        if variant.name in ("recurrent_step", "recurrent_persistent", "recurrent_gradient_persistent")
+    )
+)
 
 
 def test_a_variant_compiles_to_what_it_claims_to_be(variant, architecture):
@@ -173,6 +186,26 @@ def test_an_implicit_gemm_lays_out_as_much_shared_memory_as_is_planned(kernel):
     threads = (implicit_gemm.TILES | implicit_gemm.WIDE_TILES)[tile]
     planned = implicit_gemm.shared_bytes(tile, macros["ARITHMETIC"], accumulator(macros["DTYPE"]))
     check = compile_for_host(kernel, [f"static_assert(sizeof(Shared) == {planned} && THREADS == {threads});"])
+    assert check.returncode == 0, check.stderr
+
+
+@pytest.mark.parametrize("kernel", RECURRENT_LAYOUTS, ids=str)
+def test_a_recurrent_layer_lays_out_as_much_shared_memory_as_is_planned(kernel):
+    """What is there whatever the layer's size; behind it lie rows of the weight, of which a layer of no units has their ends."""
+    if build.unavailable():
+        pytest.skip(str(build.unavailable()))
+    macros, item = dict(kernel.macros), ITEMSIZE[dict(kernel.macros)["DTYPE"]]
+    if kernel.name == "recurrent_gradient_persistent":
+        gates, units = GATES[macros["CELL"].lower()], recurrent_gradient_cuda.UNITS
+        without_units: Any = SimpleNamespace(gates=gates, hidden=0)
+        planned = recurrent_gradient_cuda.shared_bytes(macros["DTYPE"], without_units) - gates * units**2 * item
+        shared = "Shared"
+    else:
+        gates, is_resident = int(macros["GATES"]), kernel.name == "recurrent_persistent"
+        tile = recurrence.Tile(macros["DTYPE"], macros["ARITHMETIC"], int(macros["SAMPLES"]), is_resident)
+        planned = tile.shared_bytes(gates, gates, 0) - is_resident * gates * tile.units * VECTOR_BYTES
+        shared = "Tile::Shared"
+    check = compile_for_host(kernel, [f"static_assert(sizeof({shared}) == {planned});"])
     assert check.returncode == 0, check.stderr
 
 

@@ -70,7 +70,7 @@ class GradientChannels(PixelLoop):
             needed = 3 * Plan.ALIGNMENT + loop.copied_bytes + problem.host.threads * loop.workspace
             if needed <= problem.limit:
                 sizes = {"grad": loop.copied_bytes, "blocks": loop.threads * loop.workspace}
-                return [loop] if loop.blocks and problem.out.nbytes else [], sizes
+                return [loop] if problem.out.nbytes else [], sizes
             least = min(least or needed, needed)
         raise NotApplicable(f"the smallest block needs {least:,} bytes of workspace, the limit is {problem.limit:,}")
 
@@ -186,6 +186,8 @@ class GradientChannels(PixelLoop):
             result = out[groups, :, channels]
             shape = own.groups, own.group_outputs, own.reduction
             sums = result.reshape(shape, copy=False) if self.in_place else self._memory("sums", shape, memory)
+            if not self.blocks:
+                sums[...] = 0
             for number, block in enumerate(self._cut(own)):
                 columns = some.columns(block).reshape(own.groups, own.reduction, block.area)
                 factor = block.of(factors).swapaxes(0, 1).reshape(own.groups, own.group_outputs, block.area)

@@ -71,8 +71,8 @@ def epilogue_launch(
     sums_vectorized = False
     if sums.at:
         steps = (*sums.strides[:2], 0, 0, sums.strides[2])
-        alignment = min(out.alignment if sums.at.buffer == out.name else VECTOR_BYTES, VECTOR_BYTES)
-        placed = Operand(sums.at.buffer, sums.dtype, flat.shape, steps, alignment, sums.at.offset)
+        # Sums that lie in the result are aligned as it is, which `width` has been asked of.
+        placed = Operand(sums.at.buffer, sums.dtype, flat.shape, steps, VECTOR_BYTES, sums.at.offset)
         piece = min(width, VECTOR_BYTES // placed.itemsize)
         sums_vectorized = _is_vectorized(placed, neighbours, width) and (sums.imaginary | sums.plane) % piece == 0
     bias_vectorized = along_channels and bias is not None and bias.alignment % (width * out.itemsize) == 0
