@@ -8,13 +8,19 @@ skip into a failure.
 Without an option a run takes every pair of values of a large grid (`grids.py`).  ``--fast`` leaves out the kernels and
 most random examples; ``--nightly`` runs every combination, every kernel variant and thousands of random examples.
 ``--fake-gpu`` runs the GPU's tests with the real CuPy on emulated GPUs (`tests/fake_gpu`).
+
+A run's Python, NumPy and counts are appended to the file that ``CUPYCONV_RUNS`` names, for the table of `.ci/nightly`.
 """
 
 from __future__ import annotations
 
 import os
+import platform
+import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 from grids import grid_parameters
 from hypothesis import HealthCheck, settings
@@ -67,6 +73,21 @@ def pytest_configure(config: pytest.Config) -> None:
         without_kernels = "not host_device and not nvrtc"
         asked_for = config.option.markexpr
         config.option.markexpr = f"({asked_for}) and {without_kernels}" if asked_for else without_kernels
+
+
+# Taken out of the environment: a test that starts pytest is not a run of its own.
+RUNS = os.environ.pop("CUPYCONV_RUNS", None)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if RUNS is not None:
+        passed, failed, errors, skipped = (
+            len(terminalreporter.stats.get(outcome, ())) for outcome in ("passed", "failed", "error", "skipped")
+        )
+        threads = "t" if sysconfig.get_config_var("Py_GIL_DISABLED") else ""
+        python = f"{platform.python_version()}{threads}"
+        with Path(RUNS).open("a", encoding="utf-8") as rows:
+            print(python, np.__version__, passed, failed + errors, skipped, file=rows)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
